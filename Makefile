@@ -14,7 +14,7 @@ HOST_ONLY = -DEPIC_MPI=OFF -DEPIC_CUDA=OFF -DEPIC_EMULATOR=OFF
 # ThreadSanitizer of gcc 12 and 13 does not know the addresses of newer kernels' randomization.
 STILL = $$(setarch $$(uname -m) -R true 2>/dev/null && echo setarch $$(uname -m) -R)
 VALGRIND = valgrind -q --error-exitcode=1 --leak-check=full --trace-children=yes
-VALGRIND_TESTS = info meet_env meet_threads recorder sized
+VALGRIND_TESTS = info bootstrap_env bootstrap_threads recorder sized
 
 .PHONY: all examples test demo format clean install uninstall setup-build setup-test setup-demo \
     test-format test-build test-gcc-tests test-gcc test-clang test-asan test-tsan test-valgrind test-chroot

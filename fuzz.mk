@@ -7,10 +7,10 @@ FUZZ_SECONDS ?= 600
 FUZZ_QUICK_SECONDS ?= 5
 FUZZ_CC ?= clang
 FUZZ_OUT = build/fuzz
-FUZZ_TARGETS = meet_accept meet_connect open plan
+FUZZ_TARGETS = bootstrap_accept bootstrap_connect open plan
 FUZZ_CFLAGS = -std=c11 -O1 -g -Wall -Wextra -Wpedantic -Werror -D_GNU_SOURCE -Iinclude -Isrc -I. \
 	-Itests -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
-FUZZ_SOURCES = $(wildcard src/base/*.c src/rules/*.c src/context/*.c src/api/*.c src/meet/*.c src/plan/*.c src/exchange/*.c src/steps/*.c \
+FUZZ_SOURCES = $(wildcard src/base/*.c src/rules/*.c src/context/*.c src/api/*.c src/bootstrap/*.c src/plan/*.c src/exchange/*.c src/steps/*.c \
 	src/backend/shared/*.c src/backend/self/*.c src/backend/threads/*.c \
 	src/backend/shm/*.c kernels/host/select.c kernels/host/rows.c)
 FUZZ_OBJECTS = $(FUZZ_SOURCES:%.c=$(FUZZ_OUT)/%.o)
@@ -19,7 +19,7 @@ FUZZ_HELPERS = $(patsubst %.c,$(FUZZ_OUT)/%.o,tests/fuzz/world.c tests/run.c \
 FUZZ_HEADERS = $(wildcard include/epic/*.h src/*/*.h src/*/*/*.h kernels/*.h kernels/host/*.h \
 	tests/*.h tests/fuzz/*.h) fuzz.mk
 # What waits for descriptors lives in the fuzzer's time.
-FUZZ_WORLD = $(patsubst %.c,$(FUZZ_OUT)/%.o,$(wildcard src/meet/*.c src/backend/shm/*.c))
+FUZZ_WORLD = $(patsubst %.c,$(FUZZ_OUT)/%.o,$(wildcard src/bootstrap/*.c src/backend/shm/*.c))
 
 $(FUZZ_WORLD): FUZZ_MORE = -include tests/fuzz/world.h
 $(FUZZ_OUT)/kernels/host/rows.o: FUZZ_MORE = -DVARIANT=generic
@@ -27,11 +27,11 @@ $(FUZZ_OUT)/src/%.o $(FUZZ_OUT)/kernels/%.o: FUZZ_COVER = -fsanitize=fuzzer-no-l
 $(FUZZ_OUT)/%.o: %.c $(FUZZ_HEADERS)
 	@mkdir -p $(@D)
 	@$(FUZZ_CC) $(FUZZ_CFLAGS) $(FUZZ_COVER) $(FUZZ_MORE) -c $< -o $@
-# An archive: script.c stands for src/meet/address.c in the targets that have it.
+# An archive: script.c stands for src/bootstrap/address.c in the targets that have it.
 $(FUZZ_OUT)/libfuzzed.a: $(FUZZ_OBJECTS) $(FUZZ_HELPERS)
 	@rm -f $@
 	@ar rcs $@ $^
-$(FUZZ_OUT)/meet_accept $(FUZZ_OUT)/meet_connect: $(FUZZ_OUT)/tests/fuzz/script.o
+$(FUZZ_OUT)/bootstrap_accept $(FUZZ_OUT)/bootstrap_connect: $(FUZZ_OUT)/tests/fuzz/script.o
 $(FUZZ_TARGETS:%=$(FUZZ_OUT)/%): $(FUZZ_OUT)/%: $(FUZZ_OUT)/tests/fuzz/%.o $(FUZZ_OUT)/libfuzzed.a
 	@$(FUZZ_CC) $(FUZZ_CFLAGS) -fsanitize=fuzzer $(filter-out %.a,$^) $(filter %.a,$^) -o $@ \
 	    -lpthread -ldl -lm

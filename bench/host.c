@@ -58,10 +58,11 @@ static void must(const epic_context *ctx, epic_result result, const char *what)
 }
 
 /* Everybody has finished what came before. */
-static void meet(epic_context *ctx)
+static void bootstrap(epic_context *ctx)
 {
     float one = 1;
-    must(ctx, epic_sum(ctx, &(epic_sum_args){.data = &one, .count = 1}), "sum");
+    must(ctx, epic_allreduce_sum(ctx, &(epic_allreduce_sum_args){.data = &one, .count = 1}),
+         "sum");
 }
 
 typedef struct seat {
@@ -175,7 +176,7 @@ static void measure(seat *s)
     for (int what = 0; what < NUM_TIMED; what++) s->board->bytes[what][s->rank] = bytes[what];
     for (int round = -1; round < s->o->rounds; round++)
         for (int what = 0; what < NUM_TIMED; what++) {
-            meet(s->ctx);
+            bootstrap(s->ctx);
             const double begin = now();
             run_once(s, what);
             if (round >= 0) s->board->seconds[what][round][s->rank] = now() - begin;
@@ -186,19 +187,19 @@ static int run_rank(const options *o, board *b, int rank, uint32_t port)
 {
     seat s = {.o = o, .board = b, .rank = rank};
     s.layer = (epic_layer){.num_experts = (uint32_t)o->experts, .top_k = (uint32_t)o->top_k};
-    epic_meet meeting;
+    epic_bootstrap bootstrap;
     const epic_tcp tcp = {
         .rank = rank, .num_ranks = o->ranks, .port = port, .timeout_ms = 30000};
-    must(NULL, epic_meet_tcp(&meeting, &tcp), "meeting");
+    must(NULL, epic_bootstrap_tcp(&bootstrap, &tcp), "bootstrap");
     const epic_config config = {.max_tokens = o->tokens,
                                 .max_row_bytes = 2 * (int64_t)o->hidden,
                                 .timeout_ms = 60000,
                                 .backend = o->backend};
-    must(NULL, epic_open(&s.ctx, &meeting, &config), "open");
+    must(NULL, epic_open(&s.ctx, &bootstrap, &config), "open");
     open_seat(&s);
     measure(&s);
     epic_close(s.ctx);
-    epic_meet_close(&meeting);
+    epic_bootstrap_close(&bootstrap);
     return 0;
 }
 

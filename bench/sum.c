@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* How long epic_sum takes, beside MPI_Allreduce of as many floats by the same processes.
+/* How long epic_allreduce_sum takes, beside MPI_Allreduce of as many floats by the same processes.
  *
  *     mpiexec -n 4 build/bench/sum [--backend shm]     ranks are the processes of the job
  *     build/bench/sum [--ranks 4]                      ranks are threads; nothing to compare with
@@ -36,7 +36,7 @@ typedef struct options {
 
 typedef struct seat {
     const options *o;
-    epic_meet meet;
+    epic_bootstrap bootstrap;
     epic_context *ctx;
     int rank;
     float *data;
@@ -70,9 +70,10 @@ static void call(seat *s, enum kind kind, int count)
         allreduce(s->data, count);
         return;
     }
-    const epic_sum_args args = {
+    const epic_allreduce_sum_args args = {
         .data = s->data, .count = count, .order = kind == TREE ? EPIC_TREE : EPIC_BY_RANK};
-    if (epic_sum(s->ctx, &args) != EPIC_OK) fail("epic_sum", epic_error(s->ctx));
+    if (epic_allreduce_sum(s->ctx, &args) != EPIC_OK)
+        fail("epic_allreduce_sum", epic_error(s->ctx));
 }
 
 /* Whole numbers: exact in every order. */
@@ -126,7 +127,7 @@ static void *run_rank(void *self)
     seat *s = self;
     const epic_config config = {
         .max_tokens = 64, .max_row_bytes = 4096, .backend = s->o->backend};
-    if (epic_open(&s->ctx, &s->meet, &config) != EPIC_OK) fail("open", epic_error(s->ctx));
+    if (epic_open(&s->ctx, &s->bootstrap, &config) != EPIC_OK) fail("open", epic_error(s->ctx));
     s->data = calloc(MAX_COUNT, sizeof *s->data);
     if (!s->data) fail("open", "no memory");
     if (s->rank == 0)
@@ -145,16 +146,17 @@ static void *run_rank(void *self)
 
 static void run_threads(const options *o)
 {
-    epic_meet meets[MAX_RANKS];
+    epic_bootstrap bootstraps[MAX_RANKS];
     pthread_t threads[MAX_RANKS];
     seat seats[MAX_RANKS];
-    if (epic_meet_threads(meets, o->ranks, 30000) != EPIC_OK) fail("meet", epic_error(NULL));
+    if (epic_bootstrap_threads(bootstraps, o->ranks, 30000) != EPIC_OK)
+        fail("bootstrap", epic_error(NULL));
     for (int r = 0; r < o->ranks; r++) {
-        seats[r] = (seat){.o = o, .meet = meets[r], .rank = r};
+        seats[r] = (seat){.o = o, .bootstrap = bootstraps[r], .rank = r};
         if (pthread_create(&threads[r], NULL, run_rank, &seats[r]) != 0) fail("thread", "none");
     }
     for (int r = 0; r < o->ranks; r++) pthread_join(threads[r], NULL);
-    for (int r = 0; r < o->ranks; r++) epic_meet_close(&meets[r]);
+    for (int r = 0; r < o->ranks; r++) epic_bootstrap_close(&bootstraps[r]);
 }
 
 #ifdef EPIC_BENCH_MPI
@@ -174,7 +176,7 @@ static bool run_job(options *o, int *argc, char ***argv)
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     o->mpi = true;
     seat s = {.o = o, .rank = rank};
-    s.meet = (epic_meet){.rank = rank, .num_ranks = o->ranks, .gather = gather};
+    s.bootstrap = (epic_bootstrap){.rank = rank, .num_ranks = o->ranks, .gather = gather};
     run_rank(&s);
     MPI_Finalize();
     return true;

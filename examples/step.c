@@ -21,10 +21,10 @@ static void run_experts(const epic_slots *slots)
             *result++ = *row++ * (float)(slots->first_expert + e + 1);
 }
 
-static int failed(epic_step *step)
+static int failed(epic_dispatcher *dispatcher)
 {
     fprintf(stderr, "%s\n", epic_error(NULL));
-    epic_step_close(step);
+    epic_dispatcher_close(dispatcher);
     return 1;
 }
 
@@ -39,20 +39,20 @@ int main(void)
             weights[t][k] = k ? 0.25f : 0.75f;
         }
     }
-    epic_step *step;
+    epic_dispatcher *dispatcher;
     epic_slots slots;
-    const epic_step_config config = {.max_tokens = TOKENS,
-                                     .num_experts = EXPERTS,
-                                     .top_k = TOP_K,
-                                     .hidden = HIDDEN,
-                                     .type = EPIC_F32};
-    if (epic_step_open(&step, &config)) return failed(NULL);
-    if (epic_step_dispatch(step, tokens, *chosen, *weights, TOKENS, &slots))
-        return failed(step);
+    const epic_dispatcher_config config = {.max_tokens = TOKENS,
+                                           .num_experts = EXPERTS,
+                                           .top_k = TOP_K,
+                                           .hidden = HIDDEN,
+                                           .type = EPIC_F32};
+    if (epic_dispatcher_open(&dispatcher, &config)) return failed(NULL);
+    if (epic_dispatcher_dispatch(dispatcher, tokens, *chosen, *weights, TOKENS, &slots))
+        return failed(dispatcher);
     run_experts(&slots);
-    if (epic_step_combine(step, out)) return failed(step);
+    if (epic_dispatcher_combine(dispatcher, out)) return failed(dispatcher);
     for (int t = 0; t < TOKENS; t++)
         printf("token %d left as %g and returned as %g\n", t, tokens[t][0], out[t][0]);
-    epic_step_close(step);
+    epic_dispatcher_close(dispatcher);
     return 0;
 }

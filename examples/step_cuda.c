@@ -30,27 +30,29 @@ int main(void)
     cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
     cudaMalloc((void **)&gpu, sizeof host);
     cudaMemcpyAsync(gpu, &host, sizeof host, cudaMemcpyDefault, stream);
-    epic_step *step;
+    epic_dispatcher *step;
     epic_slots slots;
-    const epic_step_config config = {.max_tokens = TOKENS,
-                                     .num_experts = EXPERTS,
-                                     .top_k = TOP_K,
-                                     .hidden = HIDDEN,
-                                     .type = EPIC_F32,
-                                     .gradients = 1, /* results have memory of their own */
-                                     .backend = "gpu",
-                                     .stream = stream};
+    const epic_dispatcher_config config = {.max_tokens = TOKENS,
+                                           .num_experts = EXPERTS,
+                                           .top_k = TOP_K,
+                                           .hidden = HIDDEN,
+                                           .type = EPIC_F32,
+                                           .gradients =
+                                               1, /* results have memory of their own */
+                                           .backend = "gpu",
+                                           .stream = stream};
     const int failed =
-        epic_step_open(&step, &config) ||
-        epic_step_dispatch(step, gpu->tokens, *gpu->chosen, *gpu->weights, TOKENS, &slots) ||
+        epic_dispatcher_open(&step, &config) ||
+        epic_dispatcher_dispatch(step, gpu->tokens, *gpu->chosen, *gpu->weights, TOKENS,
+                                 &slots) ||
         cudaMemcpyAsync(slots.results, slots.rows, slots.capacity * ROW, cudaMemcpyDefault,
                         stream) || /* the experts: each answers with what it is given */
-        epic_step_combine(step, gpu->out) ||
+        epic_dispatcher_combine(step, gpu->out) ||
         cudaMemcpyAsync(&host, gpu, sizeof host, cudaMemcpyDefault, stream) ||
         cudaStreamSynchronize(stream);
     if (failed) fprintf(stderr, "%s\n", epic_error(NULL));
     for (int t = 0; !failed && t < TOKENS; t++)
         printf("token %d: %g went out, %g came home\n", t, host.tokens[t][0], host.out[t][0]);
-    epic_step_close(step);
+    epic_dispatcher_close(step);
     return failed;
 }

@@ -77,15 +77,15 @@ static void check_end_of(const fault *f, int rank, int status)
 static void run_as_processes(const fault *f, stage *stage)
 {
     const int left = kinds[f->kind].dies ? f->num_ranks - 1 : f->num_ranks;
-    run_meeting *first = run_meeting_new(f->num_ranks), *again = run_meeting_new(left);
+    run_rendezvous *first = run_rendezvous_new(f->num_ranks), *again = run_rendezvous_new(left);
     pid_t pids[MAX_RANKS];
     for (int i = 0; i < f->num_ranks; i++) {
         pids[i] = run_fork();
         if (pids[i] > 0) continue;
         run_alarm(HANG_S);
-        rank_of_fault r = {.f = f, .stage = stage, .meet = run_meeting_seat(first, i)};
+        rank_of_fault r = {.f = f, .stage = stage, .bootstrap = run_rendezvous_seat(first, i)};
         const int place = left < f->num_ranks && i > f->victim ? i - 1 : i;
-        if (place < left) r.again = run_meeting_seat(again, place);
+        if (place < left) r.again = run_rendezvous_seat(again, place);
         be_rank(&r);
         fflush(NULL);
         _exit(0);
@@ -108,19 +108,20 @@ static void *be_thread(void *self)
 
 static void run_as_threads(const fault *f, stage *stage)
 {
-    epic_meet first[MAX_RANKS], again[MAX_RANKS];
+    epic_bootstrap first[MAX_RANKS], again[MAX_RANKS];
     rank_of_fault ranks[MAX_RANKS];
     pthread_t threads[MAX_RANKS];
-    CHECK(epic_meet_threads(first, f->num_ranks, 20000) == EPIC_OK);
-    CHECK(epic_meet_threads(again, f->num_ranks, 20000) == EPIC_OK);
+    CHECK(epic_bootstrap_threads(first, f->num_ranks, 20000) == EPIC_OK);
+    CHECK(epic_bootstrap_threads(again, f->num_ranks, 20000) == EPIC_OK);
     for (int i = 0; i < f->num_ranks; i++) {
-        ranks[i] = (rank_of_fault){.f = f, .stage = stage, .meet = first[i], .again = again[i]};
+        ranks[i] =
+            (rank_of_fault){.f = f, .stage = stage, .bootstrap = first[i], .again = again[i]};
         pthread_create(&threads[i], NULL, be_thread, &ranks[i]);
     }
     for (int i = 0; i < f->num_ranks; i++) pthread_join(threads[i], NULL);
     for (int i = 0; i < f->num_ranks; i++) {
-        epic_meet_close(&first[i]);
-        epic_meet_close(&again[i]);
+        epic_bootstrap_close(&first[i]);
+        epic_bootstrap_close(&again[i]);
     }
 }
 
@@ -232,9 +233,11 @@ bool faults_rank_dies(const faults_rank *seat, int rank)
     return kinds[seat->f.kind].dies && rank == seat->f.victim;
 }
 
-void faults_be_rank(const faults_rank *seat, const epic_meet *first, const epic_meet *again)
+void faults_be_rank(const faults_rank *seat, const epic_bootstrap *first,
+                    const epic_bootstrap *again)
 {
-    rank_of_fault r = {.f = &seat->f, .stage = seat->stage, .meet = *first, .again = *again};
+    rank_of_fault r = {
+        .f = &seat->f, .stage = seat->stage, .bootstrap = *first, .again = *again};
     be_rank(&r);
     fflush(NULL);
     atomic_fetch_add(&seat->stage->passed, check_num_passed());

@@ -28,8 +28,9 @@ typedef struct faults_rank faults_rank;
 faults_rank *faults_rank_of(const faults_way *way, char **arguments);
 bool faults_rank_dies(const faults_rank *seat, int rank);
 
-/* `first` is the meeting of all ranks; `again` of those that do not die.  Returns when all of
+/* `first` is the bootstrap of all ranks; `again` of those that do not die.  Returns when all of
  * these have finished. */
-void faults_be_rank(const faults_rank *seat, const epic_meet *first, const epic_meet *again);
+void faults_be_rank(const faults_rank *seat, const epic_bootstrap *first,
+                    const epic_bootstrap *again);
 
 #endif

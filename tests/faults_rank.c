@@ -188,7 +188,7 @@ static void check_broken(rank_of_fault *r, epic_result result)
     check_late(r, ms, 50, "what a broken group says");
 }
 
-static epic_context *open_seat(const epic_meet *meet, const fault *f)
+static epic_context *open_seat(const epic_bootstrap *bootstrap, const fault *f)
 {
     const epic_config config = {.max_tokens = STEP_MAX_TOKENS,
                                 .max_row_bytes = STEP_MAX_ROW_BYTES,
@@ -196,7 +196,7 @@ static epic_context *open_seat(const epic_meet *meet, const fault *f)
                                 .max_in_flight = 4,
                                 .backend = way->backend};
     epic_context *ctx;
-    const epic_result result = epic_open(&ctx, meet, &config);
+    const epic_result result = epic_open(&ctx, bootstrap, &config);
     if (CHECK_SAY(result == EPIC_OK, "%s: open: %s", f->name, epic_error(ctx))) return ctx;
     epic_close(ctx);
     return NULL;
@@ -271,8 +271,8 @@ void be_rank(rank_of_fault *r)
     const fault *f = r->f;
     beside others[NUM_BESIDE];
     check_seed = f->seed;
-    r->victim = r->meet.rank == f->victim;
-    r->ctx = open_seat(&r->meet, f);
+    r->victim = r->bootstrap.rank == f->victim;
+    r->ctx = open_seat(&r->bootstrap, f);
     if (!r->ctx) return;
     step_open(&r->step, r->ctx, f->middle ? STEP_MAX_TOKENS : 9, f->middle ? 1024 : 64);
     CHECK(step_all(&r->step, TAG));

@@ -70,7 +70,7 @@ extern long slack_ms; /* more than the limits allow, as cores are shared */
 typedef struct rank_of_fault {
     const fault *f;
     stage *stage;
-    epic_meet meet, again;
+    epic_bootstrap bootstrap, again;
     epic_context *ctx;
     step step;
     bool victim;

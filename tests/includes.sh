@@ -12,10 +12,10 @@ kernels/host
 src/rules
 kernels/cuda src/base
 src/backend
-src/backend/shared src/meet
-src/wire
-src/wire/strands
-src/backend/self src/backend/threads src/backend/shm src/backend/mpi src/backend/p2p src/wire/ucx
+src/backend/shared src/bootstrap
+src/net
+src/net/strands
+src/backend/self src/backend/threads src/backend/shm src/backend/mpi src/backend/p2p src/net/ucx
 src/backend/hosts
 src/context
 src/plan
@@ -24,7 +24,7 @@ src/steps
 src/api
 src/router src/experts
 src/moe
-src/easy'
+src/dispatcher'
 # kernels/kernels.h is the door of kernels/host.
 find include src kernels -type f | grep -E '\.(c|h|cu|cuh)$' | sort | xargs grep -nE '^#include "' |
     awk -v rooms="$rooms" '

@@ -50,7 +50,7 @@ targets_of all >"$here/all"
 for target in epic epic_torch epic-info epic-place; do
     grep -qx "$target" "$here/all" || { echo "make would not build $target"; failed=1; }
 done
-if grep -E '^(unit|fault|wire|demo|bench|example|emulat|gpu|api|cuda)_|^conformance|^epic_testing$' "$here/all"; then
+if grep -E '^(unit|fault|net|demo|bench|example|emulat|gpu|api|cuda)_|^conformance|^epic_testing$' "$here/all"; then
     echo "make would build tests, benchmarks or examples"
     failed=1
 fi

@@ -10,7 +10,7 @@
 #include <stdint.h>
 
 #define RELAY_MOST_HOSTS 80
-#define RELAY_INTERFACE "wire"
+#define RELAY_INTERFACE "net"
 
 typedef struct relay_count { /* of packets */
     uint64_t passed, lost;

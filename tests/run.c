@@ -18,8 +18,8 @@
 #include "check.h"
 
 #define MAX_TOLD 40
-#define MEETING_BYTES 16384 /* the most that a rank gives */
-#define MEETING_S 30
+#define BOOTSTRAP_BYTES 16384 /* the most that a rank gives */
+#define BOOTSTRAP_S 30
 
 /* ----------------------------------------------------------------------------- checks ---- */
 
@@ -190,7 +190,7 @@ bool run_chance(run_random *random, int percent)
 /* ---------------------------------------------------------------------------- threads ---- */
 
 typedef struct rank_thread {
-    epic_meet meet;
+    epic_bootstrap bootstrap;
     run_body *body;
     void *self;
     uint64_t seed;
@@ -200,49 +200,50 @@ static void *run_thread(void *argument)
 {
     rank_thread *t = argument;
     check_seed = t->seed;
-    t->body(&t->meet, t->self);
+    t->body(&t->bootstrap, t->self);
     return NULL;
 }
 
 void run_threads(int num_ranks, run_body *body, void *self)
 {
-    epic_meet meets[RUN_MAX_RANKS];
+    epic_bootstrap bootstraps[RUN_MAX_RANKS];
     rank_thread ranks[RUN_MAX_RANKS];
     pthread_t threads[RUN_MAX_RANKS];
-    if (!CHECK(epic_meet_threads(meets, num_ranks, MEETING_S * 1000) == EPIC_OK)) return;
+    if (!CHECK(epic_bootstrap_threads(bootstraps, num_ranks, BOOTSTRAP_S * 1000) == EPIC_OK))
+        return;
     for (int r = 0; r < num_ranks; r++) {
-        ranks[r] = (rank_thread){meets[r], body, self, check_seed};
+        ranks[r] = (rank_thread){bootstraps[r], body, self, check_seed};
         pthread_create(&threads[r], NULL, run_thread, &ranks[r]);
     }
     for (int r = 0; r < num_ranks; r++) pthread_join(threads[r], NULL);
-    for (int r = 0; r < num_ranks; r++) epic_meet_close(&meets[r]);
+    for (int r = 0; r < num_ranks; r++) epic_bootstrap_close(&bootstraps[r]);
 }
 
 /* -------------------------------------------------------------------------- processes ---- */
 
-struct run_meeting {
+struct run_rendezvous {
     int num_ranks;
     _Atomic int arrived, gathers;
     struct seat {
-        run_meeting *meeting;
+        run_rendezvous *rendezvous;
         int rank, gathers;
     } seats[RUN_MAX_RANKS];
-    unsigned char given[2][RUN_MAX_RANKS][MEETING_BYTES]; /* by turns */
+    unsigned char given[2][RUN_MAX_RANKS][BOOTSTRAP_BYTES]; /* by turns */
 };
 
 /* The last to arrive ends the gather; the others look now and then, up to the deadline. */
 static epic_result gather(void *self, const void *mine, void *all, int64_t bytes)
 {
     struct seat *seat = self;
-    run_meeting *m = seat->meeting;
+    run_rendezvous *m = seat->rendezvous;
     const int turn = seat->gathers++;
-    if (bytes > MEETING_BYTES) return EPIC_ENOMEM;
+    if (bytes > BOOTSTRAP_BYTES) return EPIC_ENOMEM;
     memcpy(m->given[turn % 2][seat->rank], mine, bytes);
     if (atomic_fetch_add(&m->arrived, 1) + 1 == m->num_ranks) {
         atomic_store(&m->arrived, 0);
         atomic_fetch_add(&m->gathers, 1);
     }
-    const uint64_t end = run_now_ns() + MEETING_S * 1000000000ull;
+    const uint64_t end = run_now_ns() + BOOTSTRAP_S * 1000000000ull;
     while (atomic_load(&m->gathers) <= turn) {
         if (run_now_ns() > end) return EPIC_ETIMEOUT;
         run_nap_us(200);
@@ -252,21 +253,21 @@ static epic_result gather(void *self, const void *mine, void *all, int64_t bytes
     return EPIC_OK;
 }
 
-run_meeting *run_meeting_new(int num_ranks)
+run_rendezvous *run_rendezvous_new(int num_ranks)
 {
-    run_meeting *m = run_share(sizeof *m);
+    run_rendezvous *m = run_share(sizeof *m);
     m->num_ranks = num_ranks;
     for (int r = 0; r < num_ranks; r++) m->seats[r] = (struct seat){m, r, 0};
     return m;
 }
 
-epic_meet run_meeting_seat(run_meeting *m, int rank)
+epic_bootstrap run_rendezvous_seat(run_rendezvous *m, int rank)
 {
-    return (epic_meet){
+    return (epic_bootstrap){
         .rank = rank, .num_ranks = m->num_ranks, .gather = gather, .self = &m->seats[rank]};
 }
 
-void run_meeting_free(run_meeting *m)
+void run_rendezvous_free(run_rendezvous *m)
 {
     run_unshare(m, sizeof *m);
 }
@@ -302,17 +303,17 @@ static void wait_for_all(pid_t *pids, int num_ranks)
 void run_processes(int num_ranks, run_body *body, void *self, unsigned seconds)
 {
     pid_t pids[RUN_MAX_RANKS];
-    run_meeting *meeting = run_meeting_new(num_ranks);
+    run_rendezvous *rendezvous = run_rendezvous_new(num_ranks);
     fflush(NULL);
     for (int r = 0; r < num_ranks; r++) {
         pids[r] = run_fork();
         if (pids[r] > 0) continue;
         run_alarm(seconds);
-        const epic_meet meet = run_meeting_seat(meeting, r);
-        body(&meet, self);
+        const epic_bootstrap bootstrap = run_rendezvous_seat(rendezvous, r);
+        body(&bootstrap, self);
         fflush(NULL);
         _exit(0);
     }
     wait_for_all(pids, num_ranks);
-    run_meeting_free(meeting);
+    run_rendezvous_free(rendezvous);
 }

@@ -12,19 +12,19 @@
 #define RUN_MAX_RANKS 32
 
 /* One rank's part. */
-typedef void run_body(const epic_meet *meet, void *self);
+typedef void run_body(const epic_bootstrap *bootstrap, void *self);
 
-/* Meets with epic_meet_threads. */
+/* Meets with epic_bootstrap_threads. */
 void run_threads(int num_ranks, run_body *body, void *self);
 
 /* Forks.  A rank that does not exit with 0 within `seconds` is a failed check, of any rank. */
 void run_processes(int num_ranks, run_body *body, void *self, unsigned seconds);
 
-/* A meeting in memory that forked processes share; made before the fork. */
-typedef struct run_meeting run_meeting;
-run_meeting *run_meeting_new(int num_ranks);
-epic_meet run_meeting_seat(run_meeting *meeting, int rank);
-void run_meeting_free(run_meeting *meeting);
+/* A bootstrap in memory that forked processes share; made before the fork. */
+typedef struct run_rendezvous run_rendezvous;
+run_rendezvous *run_rendezvous_new(int num_ranks);
+epic_bootstrap run_rendezvous_seat(run_rendezvous *rendezvous, int rank);
+void run_rendezvous_free(run_rendezvous *rendezvous);
 
 /* Memory that forked processes share, zeroed. */
 void *run_share(size_t bytes);

@@ -22,7 +22,7 @@ holds() {
 for line in "16 2 58.6" "32 4 159.2" "64 8 272.6" "128 16 359.9"; do
     set -- $line
     ranks=$1
-    holds "bytes by wire" "\$2 == $2 && near(\$3, $3, 0.02)"
+    holds "bytes by net" "\$2 == $2 && near(\$3, $3, 0.02)"
     holds "time at 50 GB/s" "near(\$6, \$3 / 50 * 1e3, 0.06)"
 done
 grep -q '</svg>' "$here/picture.svg"

@@ -162,9 +162,9 @@ epic_combine_backward_args step_combine_backward(step *s, uint64_t tag)
                                         .type = EPIC_F32};
 }
 
-epic_sum_args step_sum(step *s, uint64_t tag)
+epic_allreduce_sum_args step_sum(step *s, uint64_t tag)
 {
-    return (epic_sum_args){.call.tag = tag, .data = s->sum, .count = s->count};
+    return (epic_allreduce_sum_args){.call.tag = tag, .data = s->sum, .count = s->count};
 }
 
 /* ------------------------------------------------------------------------------ calls ---- */
@@ -216,10 +216,10 @@ static epic_result call_combine_backward(step *s, const epic_call *call,
 
 static epic_result call_sum(step *s, const epic_call *call, enum step_change change)
 {
-    epic_sum_args a = step_sum(s, 0);
+    epic_allreduce_sum_args a = step_sum(s, 0);
     a.call = *call;
     if (change == STEP_OTHER_SHAPE) a.count--;
-    return epic_sum(s->ctx, &a);
+    return epic_allreduce_sum(s->ctx, &a);
 }
 
 epic_result step_call(step *s, uint32_t operation, const epic_call *call,

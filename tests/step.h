@@ -38,7 +38,7 @@ epic_dispatch_args step_dispatch(step *s, uint64_t tag);
 epic_combine_args step_combine(step *s, uint64_t tag);
 epic_dispatch_backward_args step_dispatch_backward(step *s, uint64_t tag);
 epic_combine_backward_args step_combine_backward(step *s, uint64_t tag);
-epic_sum_args step_sum(step *s, uint64_t tag);
+epic_allreduce_sum_args step_sum(step *s, uint64_t tag);
 
 enum step_change {
     STEP_SAME,

@@ -54,8 +54,8 @@ static epic_result add_once(epic_context *ctx, uint64_t tag, bool over, bool *al
     const int n = epic_num_ranks(ctx);
     for (int i = 0; i < COUNT; i++) data[i] = (float)(epic_rank(ctx) + i);
     data[0] = over;
-    const epic_sum_args args = {.call = {.tag = tag}, .data = data, .count = COUNT};
-    const epic_result result = way->sum ? way->sum(ctx, &args) : epic_sum(ctx, &args);
+    const epic_allreduce_sum_args args = {.call = {.tag = tag}, .data = data, .count = COUNT};
+    const epic_result result = way->sum ? way->sum(ctx, &args) : epic_allreduce_sum(ctx, &args);
     if (result != EPIC_OK) return result;
     for (int i = 1; i < COUNT; i++)
         if (data[i] != (float)(n * (n - 1) / 2 + n * i)) return EPIC_EINVAL;
@@ -87,35 +87,35 @@ static void lag(const stage *s, run_random *random, int rank, uint64_t *woken_ns
     *woken_ns = now_ns;
 }
 
-static void be_rank(const epic_meet *meet, void *self)
+static void be_rank(const epic_bootstrap *bootstrap, void *self)
 {
     stage *s = self;
     check_seed = s->seed;
-    run_random random = {run_mix(s->seed, (uint64_t)meet->rank + 77)};
+    run_random random = {run_mix(s->seed, (uint64_t)bootstrap->rank + 77)};
     const epic_config config = {.timeout_ms = DEADLINE_MS,
                                 .max_tokens = 8,
                                 .max_row_bytes = 4096,
                                 .backend = way->backend};
     epic_context *ctx;
-    const epic_result opened = epic_open(&ctx, meet, &config);
+    const epic_result opened = epic_open(&ctx, bootstrap, &config);
     if (!CHECK_SAY(opened == EPIC_OK, "open: %s", epic_error(ctx))) exit(1);
-    atomic_store(&s->pids[meet->rank], getpid());
+    atomic_store(&s->pids[bootstrap->rank], getpid());
     atomic_fetch_add(&s->opened, 1);
     epic_result result = EPIC_OK;
     bool all_over = false;
     uint64_t woken_ns = 0;
     for (long i = 0; result == EPIC_OK && !all_over; i++) {
-        if (i > 20 && meet->rank == s->absent) break;
+        if (i > 20 && bootstrap->rank == s->absent) break;
         result = add_once(ctx, 1 + (uint64_t)i % 3, atomic_load(&s->over), &all_over);
-        lag(s, &random, meet->rank, &woken_ns);
+        lag(s, &random, bootstrap->rank, &woken_ns);
     }
-    if (meet->rank == s->absent) {
+    if (bootstrap->rank == s->absent) {
         atomic_store(&s->left, 1);
         wait_for_count(&s->closed, s->num_ranks - 1);
     } else if (s->absent >= 0) {
         check_absent_is_named(s, ctx, result);
     } else {
-        CHECK_SAY(result == EPIC_OK, "rank %d of %d: %s: %s", meet->rank, s->num_ranks,
+        CHECK_SAY(result == EPIC_OK, "rank %d of %d: %s: %s", bootstrap->rank, s->num_ranks,
                   epic_result_name(result), epic_error(ctx));
     }
     atomic_fetch_add(&s->closed, 1);
@@ -135,13 +135,14 @@ static void *open_stage(const char *path)
     exit(1);
 }
 
-void stops_be_launched_rank(const stops_way *how, char **arguments, const epic_meet *meet)
+void stops_be_launched_rank(const stops_way *how, char **arguments,
+                            const epic_bootstrap *bootstrap)
 {
     way = how;
     check_begin();
     run_alarm(HANG_S);
     stage *s = open_stage(arguments[1]);
-    be_rank(meet, s);
+    be_rank(bootstrap, s);
     fflush(NULL);
     atomic_fetch_add(&s->passed, check_num_passed());
     atomic_fetch_add(&s->failed, check_num_failed());

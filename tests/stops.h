@@ -15,14 +15,15 @@ typedef struct stops_way {
     const char *launcher; /* a program that starts ranks with "-n RANKS COMMAND"; NULL: fork */
     int groups, width;    /* number of groups, scaled, and how many run at a time */
     int most_ranks;       /* of a group; 0: 8 */
-    /* Adds in place, as epic_sum, and returns when the sums are there; NULL: epic_sum. */
-    epic_result (*sum)(epic_context *ctx, const epic_sum_args *args);
+    /* Adds in place, as epic_allreduce_sum, and returns when the sums are there; NULL: epic_allreduce_sum. */
+    epic_result (*sum)(epic_context *ctx, const epic_allreduce_sum_args *args);
 } stops_way;
 
 /* The main of a stop test. */
 int stops_main(const stops_way *way);
 
 /* The main of a rank that `launcher` started, with the arguments of its program. */
-void stops_be_launched_rank(const stops_way *way, char **arguments, const epic_meet *meet);
+void stops_be_launched_rank(const stops_way *way, char **arguments,
+                            const epic_bootstrap *bootstrap);
 
 #endif

@@ -117,9 +117,9 @@ static void print_rank(const recording *s, const operation *list, int num)
     printf("  opened %s ago", duration(elapsed_ns(s->page->opened_ns, now), age));
     if (s->holder != s->page->pid) printf("  (held by pid %d)", s->holder);
     printf("\n");
-    if (*s->page->wire) {
+    if (*s->page->net) {
         printf("  to other hosts by ");
-        info_text(stdout, s->page->wire);
+        info_text(stdout, s->page->net);
         printf("\n");
     }
     for (int i = 0; i < num; i++) print_operation(&list[i], now);
@@ -189,7 +189,7 @@ static void json_rank(const recording *s, const operation *list, int num, int nu
            s->holder);
     json_string("backend", s->page->backend);
     printf(", ");
-    json_string("wire", s->page->wire);
+    json_string("net", s->page->net);
     printf(", \"opened_ns\": %" PRId64, s->page->opened_ns);
     json_operations("in_flight", list, num_in_flight, now);
     json_operations("finished", list + num_in_flight, num - num_in_flight, now);

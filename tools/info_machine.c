@@ -10,7 +10,7 @@
 #include "epic/epic.h"
 #include "info.h"
 #include "kernels/kernels.h"
-#include "wire/wire.h"
+#include "net/net.h"
 
 static void print_kernels(void)
 {
@@ -49,10 +49,10 @@ static void describe_backend(const void *symbol)
     printf("              %s\n", text);
 }
 
-static void describe_wire(const void *symbol)
+static void describe_net(const void *symbol)
 {
-    const wire_engine *engine = symbol;
-    char why[WIRE_WHY];
+    const net_engine *engine = symbol;
+    char why[NET_WHY];
     if (engine && !engine->can(why)) printf("              %s\n", why);
 }
 
@@ -87,13 +87,13 @@ static void print_variables(void)
 {
     static const char *const variables[][2] = {
         {"EPIC_HOST", "this host's name, %r: the rank; else its boot and PID namespace"},
-        {"EPIC_WIRE", "the wire of backend hosts; else ucx"},
-        {"EPIC_WIRE_PUT", "0: by messages, 1: by remote writes; else as the network is"},
-        {"EPIC_WIRE_MEMORY", "gpu, host: where rows lie for the network; else where all can"},
-        {"EPIC_WIRE_AHEAD", "tokens that are sent before one is received; else 8192"},
-        {"EPIC_WIRE_THREADS", "threads of a rank's wire beside its own, over networks that "
-                              "CPUs serve; else by cores"},
-        {"EPIC_WIRE_RELAY", "0: rows go to each rank; else once to each host"},
+        {"EPIC_NET", "the net of backend hosts; else ucx"},
+        {"EPIC_NET_RDMA", "0: by messages, 1: by remote writes; else as the network is"},
+        {"EPIC_NET_MEMORY", "gpu, host: where rows lie for the network; else where all can"},
+        {"EPIC_NET_WINDOW", "tokens that are sent before one is received; else 8192"},
+        {"EPIC_NET_THREADS", "threads of a rank's net beside its own, over networks that "
+                             "CPUs serve; else by cores"},
+        {"EPIC_NET_RELAY", "0: rows go to each rank; else once to each host"},
     };
     for (size_t i = 0; i < sizeof variables / sizeof *variables; i++) {
         const char *text = getenv(variables[i][0]);
@@ -113,7 +113,7 @@ int info_machine(void)
     print_plugin("backend mpi  ", "libepic_mpi.so", "epic_backend_mpi", describe_backend);
     print_plugin("backend p2p  ", "libepic_cuda.so", "epic_backend_p2p", describe_backend);
     print_plugin("backend hosts", "libepic_hosts.so", "epic_backend_hosts", describe_backend);
-    print_plugin("wire ucx     ", "libepic_ucx.so", "epic_wire_ucx", describe_wire);
+    print_plugin("net ucx     ", "libepic_ucx.so", "epic_net_ucx", describe_net);
     print_variables();
     printf("matrices      %s\n", epic_blas_name());
     printf("cores         %ld\n", sysconf(_SC_NPROCESSORS_ONLN));

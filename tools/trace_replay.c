@@ -19,10 +19,10 @@ typedef struct stage { /* what all ranks share */
     const trace *t;
     const replay *how;
     uint32_t num_experts, num_logical;
-    int64_t *slots;   /* [num_steps, ranks]: that landed */
-    int64_t *rows;    /* [ranks, ranks]: rows from home to a rank of experts, over all steps */
-    double *seconds;  /* [num_steps, NUM_TIMED], of rank 0 */
-    epic_meet *meets; /* [ranks] */
+    int64_t *slots;  /* [num_steps, ranks]: that landed */
+    int64_t *rows;   /* [ranks, ranks]: rows from home to a rank of experts, over all steps */
+    double *seconds; /* [num_steps, NUM_TIMED], of rank 0 */
+    epic_bootstrap *bootstraps; /* [ranks] */
 } stage;
 
 typedef struct seat {
@@ -183,7 +183,7 @@ static void *run_rank(void *argument)
                                 .num_ranks = (uint32_t)s->how->ranks};
     const epic_layer layer = {
         .num_experts = s->num_experts, .num_logical = s->num_logical, .top_k = top_k};
-    must(NULL, epic_open(&self->ctx, &s->meets[self->rank], &config), "open");
+    must(NULL, epic_open(&self->ctx, &s->bootstraps[self->rank], &config), "open");
     self->plan_bytes = epic_plan_bytes(&config, &layer);
     if (!self->plan_bytes) complain("plan: %s", epic_error(NULL));
     self->plan = aligned_alloc(64, (size_t)(self->plan_bytes + 63) / 64 * 64);
@@ -199,16 +199,16 @@ static void run_ranks(stage *s)
     const int32_t n = s->how->ranks;
     pthread_t *threads = grab((size_t)n * sizeof *threads);
     seat *seats = grab((size_t)n * sizeof *seats);
-    s->meets = grab((size_t)n * sizeof *s->meets);
-    must(NULL, epic_meet_threads(s->meets, n, 0), "meeting");
+    s->bootstraps = grab((size_t)n * sizeof *s->bootstraps);
+    must(NULL, epic_bootstrap_threads(s->bootstraps, n, 0), "bootstrap");
     for (int32_t r = 0; r < n; r++) {
         seats[r] = (seat){.s = s, .rank = r};
         if (pthread_create(&threads[r], NULL, run_rank, &seats[r]))
             complain("rank %d of %d: no thread", r, n);
     }
     for (int32_t r = 0; r < n; r++) pthread_join(threads[r], NULL);
-    for (int32_t r = 0; r < n; r++) epic_meet_close(&s->meets[r]);
-    free(s->meets), free(seats), free(threads);
+    for (int32_t r = 0; r < n; r++) epic_bootstrap_close(&s->bootstraps[r]);
+    free(s->bootstraps), free(seats), free(threads);
 }
 
 /* ---------------------------------------------------------------------------- report ---- */

@@ -20,7 +20,7 @@
  * four experts, up to eight times; what is taken is drawn again.  Distinct choices cannot all fall
  * on few experts, so what came of it is printed.
  *
- * One repetition: an epic_sum of four floats as a barrier of all GPUs, an event, the operation, an
+ * One repetition: an epic_allreduce_sum of four floats as a barrier of all GPUs, an event, the operation, an
  * event; few tokens: the L2 is overwritten before.  All of them wait in the stream behind a gate
  * before the first begins, so that no launch is late.  One process for each GPU, or threads that
  * share one GPU. */
@@ -65,7 +65,7 @@ struct Rank {
     Shared *all;
     int tokens;
     int64_t row_bytes, token_bytes, scale_bytes; /* of P and D: received, given, second rows */
-    int64_t string_bytes, sum_bytes; /* of P and D on the wire; of the other operations */
+    int64_t string_bytes, sum_bytes; /* of P and D on the net; of the other operations */
     int64_t slots;
     size_t plan_bytes;
     int32_t *ids;
@@ -403,7 +403,7 @@ static void repeat(Rank *r, char op, int sms)
     gate_kernel<<<1, 1, 0, r->me->stream>>>(r->gate_device, ++r->opened);
     for (int i = 0; i < options.reps + 3; i++) {
         const int slot = i < 3 ? 0 : i - 3;
-        epic_sum_args barrier = {};
+        epic_allreduce_sum_args barrier = {};
         barrier.call.stream = r->me->stream;
         barrier.call.max_sms = 1;
         barrier.data = r->tick;
@@ -415,7 +415,7 @@ static void repeat(Rank *r, char op, int sms)
         run_op(r, op, sms);
         CHECK_CUDA(cudaEventRecord(r->end[slot], r->me->stream));
     }
-    team_meet(r->me);
+    team_barrier(r->me);
     *(volatile int *)r->gate = r->opened;
     CHECK_CUDA(cudaStreamSynchronize(r->me->stream));
     epic_failure_info failure;
@@ -428,7 +428,7 @@ static void repeat(Rank *r, char op, int sms)
         CHECK_CUDA(cudaEventElapsedTime(&ms, r->begin[i], r->end[i]));
         r->all->us[r->me->rank][i] = ms * 1000;
     }
-    team_meet(r->me);
+    team_barrier(r->me);
 }
 
 /* Of each repetition the slowest rank, ascending. */
@@ -441,7 +441,7 @@ static std::vector<float> measure(Rank *r, char op, int sms)
         for (int q = 0; q < r->me->num_ranks; q++) us = std::max(us, r->all->us[q][i]);
         slowest.push_back(us);
     }
-    team_meet(r->me);
+    team_barrier(r->me);
     std::sort(slowest.begin(), slowest.end());
     return slowest;
 }
@@ -468,7 +468,7 @@ static double best_push(Rank *r)
     CHECK_CUDA(fill_in(self.heap[self.rank] + self.at.staging, 0xff,
                        (size_t)(self.at.bytes - self.at.staging)));
     CHECK_CUDA(cudaDeviceSynchronize());
-    team_meet(r->me);
+    team_barrier(r->me);
     return best;
 }
 
@@ -615,7 +615,7 @@ static void run_tokens(Rank *r, int tokens)
     Floors f = {};
     r->tokens = tokens;
     make_routing(r);
-    team_meet(r->me);
+    team_barrier(r->me);
     if (r->me->rank == 0) print_routing(r);
     const bool floors = r->row_bytes % 16 == 0 && r->sum_bytes % 16 == 0;
     if (floors && strcmp(options.ops, "L")) f.push = best_push(r);

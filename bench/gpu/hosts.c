@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Times exchanges of backend hosts, a process for each rank, and checks what comes home: the ranks of
- * this machine as hosts of `local` ranks, which speak by the wire that EPIC_WIRE names (ucx over tcp
+ * this machine as hosts of `local` ranks, which speak by the net that EPIC_NET names (ucx over tcp
  * and lo unless UCX_TLS and UCX_NET_DEVICES say more).  bf16, uniform routing, top-8 of 256; us of
  * the slowest rank, median of `rounds`, and GB/s of rows that a rank gives to other hosts.
  * Beside it the puts of an operation, their size, and entries of the ring, and at the end what a second without operations
@@ -159,7 +159,7 @@ static epic_result combine(seat *s)
                                                      .type = EPIC_BF16});
 }
 
-/* Bytes and puts that this rank has given to the wire so far, and entries of its ring. */
+/* Bytes and puts that this rank has given to the net so far, and entries of its ring. */
 static void read_given(const seat *s, uint64_t given[3])
 {
     typedef void reader(const epic_group *, uint64_t *);
@@ -246,10 +246,10 @@ static void take_seat(seat *s, unsigned port)
                                 .timeout_ms = 10000,
                                 .max_sms = (uint32_t)sms,
                                 .backend = backend};
-    epic_meet meet;
-    need(epic_meet_tcp(&meet, &tcp) == EPIC_OK, "the meeting", NULL);
-    need(epic_open(&s->ctx, &meet, &config) == EPIC_OK, "open", s->ctx);
-    epic_meet_close(&meet);
+    epic_bootstrap bootstrap;
+    need(epic_bootstrap_tcp(&bootstrap, &tcp) == EPIC_OK, "the bootstrap", NULL);
+    need(epic_open(&s->ctx, &bootstrap, &config) == EPIC_OK, "open", s->ctx);
+    epic_bootstrap_close(&bootstrap);
     s->layer = (epic_layer){.num_experts = EXPERTS, .top_k = TOP_K, .sum_order = order};
     s->slots = epic_capacity_bound(&config, &s->layer);
     if (s->slots > num_ranks * s->tokens * TOP_K) s->slots = num_ranks * s->tokens * TOP_K;
@@ -287,7 +287,7 @@ static int run(int rank)
         seat s = {.rank = rank, .tokens = strtol(at, &rest, 10), .row = hidden * 2};
         at = *rest == ',' ? rest + 1 : rest;
         take_seat(&s, port);
-        if (rank == 0) printf("%s, %s\n", epic_backend_name(s.ctx), epic_wire_name(s.ctx));
+        if (rank == 0) printf("%s, %s\n", epic_backend_name(s.ctx), epic_net_name(s.ctx));
         time_step(&s, "plan + dispatch", plan_and_dispatch);
         time_step(&s, "dispatch", dispatch);
         time_step(&s, "combine", combine);

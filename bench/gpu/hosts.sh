@@ -1,8 +1,8 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# Backend hosts on two GPUs as two hosts, or one that two ranks share, over each wire that there is:
+# Backend hosts on two GPUs as two hosts, or one that two ranks share, over each net that there is:
 # memory on GPUs moved by a kernel as by a NIC of 50 GB/s, and by copy engines; host memory moved by
-# threads; UCX over TCP; beside them what the wires give without kernels, and p2p.
+# threads; UCX over TCP; beside them what the nets give without kernels, and p2p.
 OUT=${HOSTS_OUT:-build/gpu/hosts}
 export LD_LIBRARY_PATH=$OUT:$PWD/build/lib:$LD_LIBRARY_PATH
 export UCX_LOG_LEVEL=error UCX_ERROR_SIGNALS=
@@ -17,14 +17,14 @@ ranks=$(nvidia-smi -L | wc -l)
 copiers=$(($(nproc) / ranks - 4))
 [ $copiers -le 14 ] || copiers=14
 [ $copiers -ge 1 ] || copiers=1
-run "$OUT/gpu_wire"
+run "$OUT/gpu_net"
 # What a NIC's kernel is beside must not be loaded while it runs.
 export CUDA_MODULE_LOADING=EAGER
-run EPIC_LOCAL_NIC=16 "$OUT/gpu_wire"
-run EPIC_WIRE=local EPIC_WIRE_MEMORY=gpu EPIC_LOCAL_NIC=16 "$OUT/gpu_hosts" ranks=2 threads=1 sms=32 tokens=1,8,128,4096 idle=0
-run EPIC_WIRE=local EPIC_WIRE_MEMORY=gpu "$OUT/gpu_hosts" tokens=1,8,128,4096
-run EPIC_WIRE=local EPIC_WIRE_MEMORY=host EPIC_LOCAL_THREADS=$copiers "$OUT/gpu_hosts" threads=1 tokens=1,8,128,4096 idle=0
-run EPIC_WIRE=ucx EPIC_WIRE_MEMORY=host "$OUT/gpu_hosts" tokens=1,8,128,4096
-run EPIC_WIRE=ucx EPIC_WIRE_MEMORY=host "$OUT/gpu_hosts" local=2 tokens=1,8,128,4096 idle=0
+run EPIC_LOCAL_NIC=16 "$OUT/gpu_net"
+run EPIC_NET=local EPIC_NET_MEMORY=gpu EPIC_LOCAL_NIC=16 "$OUT/gpu_hosts" ranks=2 threads=1 sms=32 tokens=1,8,128,4096 idle=0
+run EPIC_NET=local EPIC_NET_MEMORY=gpu "$OUT/gpu_hosts" tokens=1,8,128,4096
+run EPIC_NET=local EPIC_NET_MEMORY=host EPIC_LOCAL_THREADS=$copiers "$OUT/gpu_hosts" threads=1 tokens=1,8,128,4096 idle=0
+run EPIC_NET=ucx EPIC_NET_MEMORY=host "$OUT/gpu_hosts" tokens=1,8,128,4096
+run EPIC_NET=ucx EPIC_NET_MEMORY=host "$OUT/gpu_hosts" local=2 tokens=1,8,128,4096 idle=0
 run "$OUT/gpu_hosts" backend=p2p tokens=1,8,128,4096 idle=0
 exit $failed

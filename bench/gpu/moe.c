@@ -42,7 +42,7 @@ static const model small = {"64, inner 32, 4 a rank, top-2", 4, 2, 64, 32, 32, t
 
 static int num_ranks, rounds = 4, tiny, first_model, num_models = 6, whole, beside, profile;
 static int64_t tokens = 4096;
-static epic_meet meets[MOST_RANKS];
+static epic_bootstrap bootstraps[MOST_RANKS];
 static pthread_barrier_t all;
 static float slowest[MOST_RANKS];
 
@@ -469,7 +469,7 @@ static void run_model(bench *b, const model *m)
                                 .max_row_bytes = row,
                                 .num_ranks = (uint32_t)num_ranks,
                                 .backend = "p2p"};
-    must(!epic_open(&b->ctx, &meets[b->rank], &config), "open", b->ctx);
+    must(!epic_open(&b->ctx, &bootstraps[b->rank], &config), "open", b->ctx);
     epic_moe_memory_info memory;
     must(!epic_moe_memory(&config, &moe, &memory), "memory", NULL);
     const epic_moe_weights weights = make_weights(b, &a, m);
@@ -537,10 +537,11 @@ static void *run(void *self)
          "streams", NULL);
     for (int i = tiny ? 0 : first_model; i < (tiny ? 1 : num_models); i++) {
         pthread_barrier_wait(&all);
-        if (b.rank == 0) must(!epic_meet_threads(meets, num_ranks, 0), "meeting", NULL);
+        if (b.rank == 0)
+            must(!epic_bootstrap_threads(bootstraps, num_ranks, 0), "bootstrap", NULL);
         pthread_barrier_wait(&all);
         run_model(&b, tiny ? &small : &models[i]);
-        epic_meet_close(&meets[b.rank]);
+        epic_bootstrap_close(&bootstraps[b.rank]);
     }
     cudaStreamDestroy(b.stream);
     cudaStreamDestroy(b.side);

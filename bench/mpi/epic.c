@@ -15,16 +15,16 @@ void must(const epic_context *ctx, epic_result result, const char *what)
 epic_way *epic_way_new(const job *j, const epic_layer *layer, const char *backend)
 {
     epic_way *w = need(sizeof *w);
-    epic_meet meeting;
+    epic_bootstrap bootstrap;
     w->layer = *layer;
-    must(NULL, epic_meet_mpi(&meeting, NULL, 60000), "meeting");
+    must(NULL, epic_bootstrap_mpi(&bootstrap, NULL, 60000), "bootstrap");
     const epic_config config = {.max_tokens = j->tokens,
                                 .max_row_bytes = 2 * (int64_t)j->hidden,
                                 .num_ranks = (uint32_t)j->ranks,
                                 .timeout_ms = 120000,
                                 .backend = backend};
-    must(NULL, epic_open(&w->ctx, &meeting, &config), backend);
-    epic_meet_close(&meeting);
+    must(NULL, epic_open(&w->ctx, &bootstrap, &config), backend);
+    epic_bootstrap_close(&bootstrap);
     w->plan_bytes = epic_plan_bytes(&config, layer);
     w->plan = need((size_t)w->plan_bytes);
     return w;

@@ -17,7 +17,7 @@ typedef struct step_job {
     epic_combine_args combine;
     epic_dispatch_backward_args dispatch_backward;
     epic_combine_backward_args combine_backward;
-    epic_sum_args sum;
+    epic_allreduce_sum_args sum;
     epic_sum_replicas_args sum_replicas;
     int64_t from_count;
     const float *from;
@@ -328,7 +328,7 @@ static void check_sum(ffi_reader *reader, job *base)
 static epic_result run_sum(job *base)
 {
     step_job *job = (step_job *)base;
-    return epic_sum(base->use.ctx, &job->sum);
+    return epic_allreduce_sum(base->use.ctx, &job->sum);
 }
 
 /* clang-format off */

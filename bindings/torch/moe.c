@@ -217,11 +217,11 @@ static void moe_backward(torch_value *stack, uint64_t num_arguments, uint64_t nu
     call_end(&call);
 }
 
-#define WEIGHTS                                                                 \
-    "(Tensor(a!) turn, Tensor x, Tensor w_gate, Tensor? b_gate, Tensor? bias, " \
-    "Tensor w_gate_up, Tensor w_down, Tensor? b_gate_up, Tensor? b_down, "      \
-    "Tensor? shared_gate_up, Tensor? shared_down, Tensor? shared_b_gate_up, "   \
-    "Tensor? shared_b_down, Tensor? w_shared_gate, Tensor? w_gate_up_scales, "  \
+#define WEIGHTS                                                                        \
+    "(Tensor(a!) order_token, Tensor x, Tensor w_gate, Tensor? b_gate, Tensor? bias, " \
+    "Tensor w_gate_up, Tensor w_down, Tensor? b_gate_up, Tensor? b_down, "             \
+    "Tensor? shared_gate_up, Tensor? shared_down, Tensor? shared_b_gate_up, "          \
+    "Tensor? shared_b_down, Tensor? w_shared_gate, Tensor? w_gate_up_scales, "         \
     "Tensor? w_down_scales"
 #define NUMBERS                                                                          \
     ", int group, int tag, float balance_coeff, float z_coeff, SymInt sequence_tokens, " \

@@ -496,9 +496,9 @@ static void sum_(torch_value *stack, uint64_t num_arguments, uint64_t num_result
     call_turn(&call);
     const call_array x = call_arg_written(&call, "x", EPIC_F32, 1);
     const uint32_t order = call_uint(&call, "order");
-    epic_sum_args args = {.data = x.data, .count = x.count, .order = order};
+    epic_allreduce_sum_args args = {.data = x.data, .count = x.count, .order = order};
     args.call = call_enter(&call);
-    if (go(&call)) call_told(&call, epic_sum(call.use.ctx, &args));
+    if (go(&call)) call_told(&call, epic_allreduce_sum(call.use.ctx, &args));
     call_end(&call);
 }
 
@@ -530,7 +530,7 @@ static void sum_replicas_(torch_value *stack, uint64_t num_arguments, uint64_t n
           "Tensor? rank_of_expert=None, Tensor? logical_of_expert=None"
 #define PLANNED ") -> (Tensor plan)"
 #define PLANNED_SENT ") -> (Tensor plan, Tensor recv, Tensor slot_weights)"
-#define CHOSEN "(Tensor(a!) turn, Tensor topk_idx"
+#define CHOSEN "(Tensor(a!) order_token, Tensor topk_idx"
 #define SENT CHOSEN ", Tensor tokens, Tensor? weights"
 
 #define KEPT ", int layer"
@@ -558,34 +558,36 @@ static const torch_op ops[] = {
     OP(plan, CHOSEN LAYOUT PLANNED),
     OP_LESS(plan, usual, CHOSEN USUAL PLANNED),
     OP_LESS(plan, kept, CHOSEN KEPT PLANNED),
-    OP(dispatch, "(Tensor(a!) turn, Tensor plan, Tensor tokens, Tensor? weights, "
+    OP(dispatch, "(Tensor(a!) order_token, Tensor plan, Tensor tokens, Tensor? weights, "
                  "SymInt capacity" PLANNED_BY FLAGS ") -> (Tensor recv, Tensor slot_weights)"),
     OP(plan_dispatch, SENT LAYOUT FLAGS PLANNED_SENT),
     OP_LESS(plan_dispatch, usual, SENT USUAL PLANNED_SENT),
     OP_LESS(plan_dispatch, kept, SENT KEPT PLANNED_SENT),
-    OP(dispatch_quantized, "(Tensor(a!) turn, Tensor plan, Tensor tokens, Tensor? weights, "
-                           "SymInt capacity, int quantize" PLANNED_BY FLAGS
-                           ") -> (Tensor recv, Tensor scales, Tensor slot_weights)"),
-    OP(dispatch_bytes, "(Tensor(a!) turn, Tensor plan, Tensor tokens, Tensor? scales, "
+    OP(dispatch_quantized,
+       "(Tensor(a!) order_token, Tensor plan, Tensor tokens, Tensor? weights, "
+       "SymInt capacity, int quantize" PLANNED_BY FLAGS
+       ") -> (Tensor recv, Tensor scales, Tensor slot_weights)"),
+    OP(dispatch_bytes, "(Tensor(a!) order_token, Tensor plan, Tensor tokens, Tensor? scales, "
                        "Tensor? weights, SymInt capacity" PLANNED_BY FLAGS
                        ") -> (Tensor recv, Tensor recv_scales, Tensor slot_weights)"),
-    OP(dispatch_flat, "(Tensor(a!) turn, Tensor plan, Tensor tokens, Tensor? weights, "
+    OP(dispatch_flat, "(Tensor(a!) order_token, Tensor plan, Tensor tokens, Tensor? weights, "
                       "SymInt capacity, SymInt top_k" PLANNED_BY FLAGS
                       ") -> (Tensor recv, Tensor slot_weights, Tensor recv_expert)"),
-    OP(dispatch_backward, "(Tensor(a!) turn, Tensor plan, Tensor d_recv, "
+    OP(dispatch_backward, "(Tensor(a!) order_token, Tensor plan, Tensor d_recv, "
                           "Tensor? d_slot_weights, SymInt num_tokens, SymInt top_k" PLANNED_BY
                           ") -> (Tensor d_tokens, Tensor d_weights)"),
-    OP(combine, "(Tensor(a!) turn, Tensor plan, Tensor rows, Tensor? slot_weights, "
+    OP(combine, "(Tensor(a!) order_token, Tensor plan, Tensor rows, Tensor? slot_weights, "
                 "SymInt num_tokens" PLANNED_BY ") -> (Tensor out)"),
-    OP(combine_backward, "(Tensor(a!) turn, Tensor plan, Tensor d_out, Tensor? rows, "
+    OP(combine_backward, "(Tensor(a!) order_token, Tensor plan, Tensor d_out, Tensor? rows, "
                          "Tensor? slot_weights, SymInt capacity" PLANNED_BY FLAGS
                          ") -> (Tensor d_rows, Tensor d_slot_weights)"),
     OP(combine_backward_quantized,
-       "(Tensor(a!) turn, Tensor plan, Tensor d_out, Tensor? rows, Tensor? slot_weights, "
+       "(Tensor(a!) order_token, Tensor plan, Tensor d_out, Tensor? rows, Tensor? "
+       "slot_weights, "
        "SymInt capacity, int quantize" PLANNED_BY FLAGS
        ") -> (Tensor d_rows, Tensor scales, Tensor d_slot_weights)"),
-    OP(sum_, "(Tensor(a!) turn, Tensor(b!) x, int order" PLACE ") -> ()"),
-    OP(sum_replicas_, "(Tensor(a!) turn, Tensor plan, Tensor(b!) x" PLACE ") -> ()"),
+    OP(sum_, "(Tensor(a!) order_token, Tensor(b!) x, int order" PLACE ") -> ()"),
+    OP(sum_replicas_, "(Tensor(a!) order_token, Tensor plan, Tensor(b!) x" PLACE ") -> ()"),
 };
 
 torch_ops steps_ops(void)

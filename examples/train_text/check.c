@@ -41,15 +41,16 @@ static int compare(const outcome *all, const outcome *alone, int num_ranks)
     return dense && num_equal == alone->num_steps ? EXIT_GOOD : EXIT_FAILED;
 }
 
-int check(const options *o, const text *t, const epic_meet *meet)
+int check(const options *o, const text *t, const epic_bootstrap *bootstrap)
 {
     outcome all = {0}, alone = {0};
     options single = *o;
     single.backend = "self";
-    int status = train(o, t, meet, &all);
-    if (status == EXIT_GOOD && (!meet || meet->rank == 0)) {
+    int status = train(o, t, bootstrap, &all);
+    if (status == EXIT_GOOD && (!bootstrap || bootstrap->rank == 0)) {
         status = train(&single, t, NULL, &alone);
-        if (status == EXIT_GOOD) status = compare(&all, &alone, meet ? meet->num_ranks : 1);
+        if (status == EXIT_GOOD)
+            status = compare(&all, &alone, bootstrap ? bootstrap->num_ranks : 1);
     }
     outcome_free(&all);
     outcome_free(&alone);

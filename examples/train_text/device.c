@@ -363,8 +363,8 @@ bool device_gradients(model *m, const unsigned char *const *at, int64_t tokens)
 
 static bool sum_there(const group *g, float *data, int64_t count, cudaStream_t stream)
 {
-    const epic_sum_args sum = {.call.stream = stream, .data = data, .count = count};
-    return works(g, epic_sum(g->ctx, &sum), "sum") &&
+    const epic_allreduce_sum_args sum = {.call.stream = stream, .data = data, .count = count};
+    return works(g, epic_allreduce_sum(g->ctx, &sum), "sum") &&
            (cudaStreamSynchronize(stream) == cudaSuccess || complain("sum: CUDA failed")) &&
            works(g, epic_check(g->ctx), "sum");
 }

@@ -39,8 +39,8 @@ void *memory(int64_t bytes)
 bool sum_over_ranks(const group *g, float *data, int64_t count)
 {
     if (g->cuda) return device_sum(g, data, count);
-    const epic_sum_args sum = {.data = data, .count = count, .order = EPIC_TREE};
-    return works(g, epic_sum(g->ctx, &sum), "sum");
+    const epic_allreduce_sum_args sum = {.data = data, .count = count, .order = EPIC_TREE};
+    return works(g, epic_allreduce_sum(g->ctx, &sum), "sum");
 }
 
 bool all_equal(const group *g, uint64_t number, const char *what)

@@ -44,9 +44,9 @@ static void watch_interrupts(void)
 
 /* ---------------------------------------------------------------------------- one rank ---- */
 
-static int run_rank(const options *o, const text *t, const epic_meet *meet)
+static int run_rank(const options *o, const text *t, const epic_bootstrap *bootstrap)
 {
-    return o->check ? check(o, t, meet) : train(o, t, meet, NULL);
+    return o->check ? check(o, t, bootstrap) : train(o, t, bootstrap, NULL);
 }
 
 static bool can_be(int num_ranks)
@@ -80,12 +80,12 @@ static int run_child(const options *o, const text *t, int rank, uint32_t port)
     const epic_tcp tcp = {
         .rank = rank, .num_ranks = (int32_t)o->ranks, .port = port, .timeout_ms = 60000};
     const group s = {.rank = rank, .num_ranks = (int)o->ranks};
-    epic_meet meet = {0};
+    epic_bootstrap bootstrap = {0};
     product_start();
     if (o->ranks == 1) return run_rank(o, t, NULL);
-    if (!works(&s, epic_meet_tcp(&meet, &tcp), "meeting")) return EXIT_FAILED;
-    const int status = run_rank(o, t, &meet);
-    epic_meet_close(&meet);
+    if (!works(&s, epic_bootstrap_tcp(&bootstrap, &tcp), "bootstrap")) return EXIT_FAILED;
+    const int status = run_rank(o, t, &bootstrap);
+    epic_bootstrap_close(&bootstrap);
     return status;
 }
 
@@ -182,14 +182,14 @@ typedef struct thread {
     pthread_t id;
     const options *o;
     const text *t;
-    epic_meet meet;
+    epic_bootstrap bootstrap;
     int status;
 } thread;
 
 static void *run_thread(void *self)
 {
     thread *mine = self;
-    mine->status = run_rank(mine->o, mine->t, &mine->meet);
+    mine->status = run_rank(mine->o, mine->t, &mine->bootstrap);
     return NULL;
 }
 
@@ -197,13 +197,13 @@ static int launch_threads(const options *o, const text *t)
 {
     const group nobody = {0};
     thread threads[LEAVES];
-    epic_meet meets[LEAVES];
+    epic_bootstrap bootstraps[LEAVES];
     int status = EXIT_GOOD;
     product_start();
-    if (!works(&nobody, epic_meet_threads(meets, (int32_t)o->ranks, 0), "meeting"))
+    if (!works(&nobody, epic_bootstrap_threads(bootstraps, (int32_t)o->ranks, 0), "bootstrap"))
         return EXIT_FAILED;
     for (int64_t r = 0; r < o->ranks; r++) {
-        threads[r] = (thread){.o = o, .t = t, .meet = meets[r]};
+        threads[r] = (thread){.o = o, .t = t, .bootstrap = bootstraps[r]};
         if (!pthread_create(&threads[r].id, NULL, run_thread, &threads[r])) continue;
         complain("rank %lld cannot be started", (long long)r);
         exit(EXIT_FAILED);
@@ -211,7 +211,7 @@ static int launch_threads(const options *o, const text *t)
     for (int64_t r = 0; r < o->ranks; r++) {
         pthread_join(threads[r].id, NULL);
         if (threads[r].status == EXIT_FAILED || status == EXIT_GOOD) status = threads[r].status;
-        epic_meet_close(&meets[r]);
+        epic_bootstrap_close(&bootstraps[r]);
     }
     return status;
 }
@@ -223,7 +223,7 @@ static bool is_mpi_rank(void)
     return getenv("OMPI_COMM_WORLD_SIZE") || getenv("PMI_SIZE");
 }
 
-/* One of several tasks of srun: epic_meet_env knows where they meet. */
+/* One of several tasks of srun: epic_bootstrap_env knows where they meet. */
 static bool is_task(void)
 {
     const char *tasks = getenv("SLURM_STEP_NUM_TASKS");
@@ -252,18 +252,18 @@ static void choose_port(void)
 
 static int launch_one(const options *o, const text *t)
 {
-    epic_meet meet;
+    epic_bootstrap bootstrap;
     const group nobody = {0};
     choose_port();
     product_start();
-    if (!works(&nobody, epic_meet_env(&meet), "meeting")) return EXIT_FAILED;
+    if (!works(&nobody, epic_bootstrap_env(&bootstrap), "bootstrap")) return EXIT_FAILED;
     int status = EXIT_USAGE;
-    if (o->ranks && o->ranks != meet.num_ranks)
+    if (o->ranks && o->ranks != bootstrap.num_ranks)
         complain("--ranks is %lld, and the launcher started %d: leave it away",
-                 (long long)o->ranks, meet.num_ranks);
-    else if (can_be(meet.num_ranks))
-        status = run_rank(o, t, &meet);
-    epic_meet_close(&meet);
+                 (long long)o->ranks, bootstrap.num_ranks);
+    else if (can_be(bootstrap.num_ranks))
+        status = run_rank(o, t, &bootstrap);
+    epic_bootstrap_close(&bootstrap);
     return status;
 }
 

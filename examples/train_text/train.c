@@ -391,17 +391,18 @@ static void free_all(run *r)
     free(r->at);
 }
 
-int train(const options *o, const text *t, const epic_meet *meet, outcome *out)
+int train(const options *o, const text *t, const epic_bootstrap *bootstrap, outcome *out)
 {
     run r = {.o = o, .t = t, .out = out};
-    r.group.rank = meet ? meet->rank : 0;
-    r.group.num_ranks = meet ? meet->num_ranks : 1;
+    r.group.rank = bootstrap ? bootstrap->rank : 0;
+    r.group.num_ranks = bootstrap ? bootstrap->num_ranks : 1;
     r.group.cuda = o->device && !strcmp(o->device, "cuda");
     epic_config config = model_config(r.group.num_ranks, o->hidden, o->tokens);
     config.backend = r.group.cuda ? "gpu" : o->backend;
     int status = EXIT_FAILED;
     if (r.group.cuda && !device_choose(r.group.rank)) return status;
-    if (works(&r.group, epic_open(&r.group.ctx, meet, &config), "open")) status = run_all(&r);
+    if (works(&r.group, epic_open(&r.group.ctx, bootstrap, &config), "open"))
+        status = run_all(&r);
     free_all(&r);
     epic_close(r.group.ctx);
     return status;

@@ -18,13 +18,13 @@ typedef struct outcome {
     int64_t dense_count;
 } outcome;
 
-/* Trains as rank of the meeting, NULL: as the only one; returns the exit status.  With `out`
+/* Trains as rank of the bootstrap, NULL: as the only one; returns the exit status.  With `out`
  * only trains and says nothing; else tells about it, shows samples and pictures. */
-int train(const options *o, const text *t, const epic_meet *meet, outcome *out);
+int train(const options *o, const text *t, const epic_bootstrap *bootstrap, outcome *out);
 void outcome_free(outcome *out);
 
 /* Trains with all ranks, then rank 0 alone, and compares: the exit status. */
-int check(const options *o, const text *t, const epic_meet *meet);
+int check(const options *o, const text *t, const epic_bootstrap *bootstrap);
 
 /* Set by Ctrl-C. */
 int num_interrupts(void);

@@ -8,12 +8,12 @@
  *
  * This page goes from the simple to the advanced:
  *
- *     the simple step       one handle that owns the plan and the buffers: start here
+ *     the dispatcher        one handle that owns the plan and the buffers: start here
  *     contexts              a rank of a group: open, close, errors, deadlines
  *     the step, in parts    plan, dispatch, combine and gradients over memory of your own
  *     router and losses     which experts, with which weights
  *     experts and layer     the experts' MLP; the whole layer as one call
- *     advanced              meetings, sizes before open, reading plans, what broke a group
+ *     advanced              bootstraps, sizes before open, reading plans, what broke a group
  *
  * Words.  A *token* is a row that the caller owns.  A *choice* is a pair (token, k): one of the
  * top-k experts of a token.  A *slot* is a row of the receive buffer: one choice that landed
@@ -158,21 +158,21 @@ typedef struct epic_call {
     uint32_t max_sms;    /* CUDA: most SMs to use; 0: the context's */
 } epic_call;
 
-/* -------------------------------------------------------------------- the simple step ----
+/* -------------------------------------------------------------------- dispatcher ----------
  *
- *     epic_step_open(&step, &config);
- *     epic_step_dispatch(step, tokens, topk_idx, weights, num_tokens, &slots);
+ *     epic_dispatcher_open(&dispatcher, &config);
+ *     epic_dispatcher_dispatch(dispatcher, tokens, topk_idx, weights, num_tokens, &slots);
  *     ...                             the experts, from slots.rows to slots.results
- *     epic_step_combine(step, out);
- *     epic_step_close(step);
+ *     epic_dispatcher_combine(dispatcher, out);
+ *     epic_dispatcher_close(dispatcher);
  *
  * A handle that owns everything a step needs: context, plan, receive buffer, weights.  One step
  * at a time; examples/step.c and examples/step_cuda.c are whole programs. */
 
-typedef struct epic_step epic_step;
+typedef struct epic_dispatcher epic_dispatcher;
 
 /* Equal on all ranks, but for max_tokens of each, ctx and stream. */
-typedef struct epic_step_config {
+typedef struct epic_dispatcher_config {
     int64_t max_tokens;   /* most tokens that this rank sends at once; required */
     uint32_t num_experts; /* of the layer; num_ranks divides it */
     uint32_t top_k;
@@ -184,8 +184,8 @@ typedef struct epic_step_config {
     epic_stream stream;  /* CUDA: the stream of every call */
     uint64_t tag;        /* of every call: steps that share a context have different ones */
     epic_context *ctx;   /* a context of the caller's, which outlives the step; NULL: one is
-                             opened as the environment says (epic_meet_env) and goes with it */
-} epic_step_config;
+                             opened as the environment says (epic_bootstrap_env) and goes with it */
+} epic_dispatcher_config;
 
 /* What has landed on this rank: the slots of local expert e are expert_rows[e] rows, behind those
  * of the experts before it.  The arrays are the step's. */
@@ -204,46 +204,48 @@ typedef struct epic_slots {
 
 /* Opens a step.  Collective.  *out is NULL when it fails; epic_error(NULL) says why.  Errors: as
  * epic_open, and EPIC_EINVAL, EPIC_ENOMEM. */
-static inline epic_result epic_step_open(epic_step **out, const epic_step_config *config);
+static inline epic_result epic_dispatcher_open(epic_dispatcher **out,
+                                               const epic_dispatcher_config *config);
 
 /* Sends each of num_tokens tokens [num_tokens, hidden] to the experts that topk_idx [num_tokens,
  * top_k] names (negative: none); weights [num_tokens, top_k] are kept for combine, NULL on all
  * ranks: 1.  Memory of `out` is the step's until the next dispatch.  Errors: as epic_plan. */
-static inline epic_result epic_step_dispatch(epic_step *step, const void *tokens,
-                                             const int32_t *topk_idx, const float *weights,
-                                             int64_t num_tokens, epic_slots *out);
+static inline epic_result epic_dispatcher_dispatch(epic_dispatcher *dispatcher,
+                                                   const void *tokens, const int32_t *topk_idx,
+                                                   const float *weights, int64_t num_tokens,
+                                                   epic_slots *out);
 
 /* out [num_tokens, hidden] = for each token the weighted sum of its slots' results.  Errors: as
  * epic_combine. */
-EPIC_API epic_result epic_step_combine(epic_step *step, void *out);
+EPIC_API epic_result epic_dispatcher_combine(epic_dispatcher *dispatcher, void *out);
 
 /* The gradients, of a step opened with `gradients`, after combine.  The first sends d_out
  * [num_tokens, hidden] to the slots: out->rows is the gradient of `results`, out->weights that of
  * the weights.  The experts leave the gradient of `rows` in out->results, which is the same
  * memory; the second brings it home: d_tokens [num_tokens, hidden], and d_weights [num_tokens,
  * top_k] (NULL: not wanted).  Errors: as the calls of those names below. */
-static inline epic_result epic_step_combine_backward(epic_step *step, const void *d_out,
-                                                     epic_slots *out);
-EPIC_API epic_result epic_step_dispatch_backward(epic_step *step, void *d_tokens,
-                                                 float *d_weights);
+static inline epic_result epic_dispatcher_combine_backward(epic_dispatcher *dispatcher,
+                                                           const void *d_out, epic_slots *out);
+EPIC_API epic_result epic_dispatcher_dispatch_backward(epic_dispatcher *dispatcher,
+                                                       void *d_tokens, float *d_weights);
 
-/* The context of a step, for epic_rank, epic_error, epic_sum, epic_check.  Local. */
-EPIC_API epic_context *epic_step_context(const epic_step *step);
+/* The context of a step, for epic_rank, epic_error, epic_allreduce_sum, epic_check.  Local. */
+EPIC_API epic_context *epic_dispatcher_context(const epic_dispatcher *dispatcher);
 
 /* Gives everything back.  Local; NULL is allowed. */
-EPIC_API void epic_step_close(epic_step *step);
+EPIC_API void epic_dispatcher_close(epic_dispatcher *dispatcher);
 
 /* --------------------------------------------------------------------------- contexts ---- */
 
-/* How ranks find each other; epic_meet_env, epic_meet_tcp, ... make them (Advanced). */
-typedef struct epic_meet epic_meet;
+/* How ranks find each other; epic_bootstrap_env, epic_bootstrap_tcp, ... make them (Advanced). */
+typedef struct epic_bootstrap epic_bootstrap;
 
 /* Zero is the default of every field; equal on all ranks. */
 typedef struct epic_config {
     int64_t max_tokens;     /* most tokens one rank sends at once; required */
     int64_t max_row_bytes;  /* widest row, of tokens and scales each; required */
     int64_t staging_bytes;  /* most staging memory of this rank; 0: chosen for full speed */
-    uint32_t num_ranks;     /* 0: the meeting's.  Needed by the size queries */
+    uint32_t num_ranks;     /* 0: the bootstrap's.  Needed by the size queries */
     uint32_t timeout_ms;    /* deadline of every wait; 0: 300000 */
     uint32_t max_in_flight; /* operations at once; 0: 64, at most 64 */
     uint32_t max_sms;       /* CUDA: most SMs of one operation; 0: chosen by measurement,
@@ -254,20 +256,20 @@ typedef struct epic_config {
                                on CPUs: self, shm or threads, mpi */
     const char *name;       /* of the group, for messages and epic-info; NULL: "epic" */
     void *native;           /* an MPI_Comm *, borrowed for the call, that the ranks are of: for
-                               backend mpi, and epic_open without a meeting; else NULL */
+                               backend mpi, and epic_open without a bootstrap; else NULL */
     uint32_t max_top_k; /* largest top_k of a layer; 0: 64.  Less takes less memory with backend
                                hosts; the others only check it */
-    uint32_t pad;       /* 0 */
+    uint32_t reserved;  /* 0 */
 } epic_config;
 
-/* Opens this rank's context.  Collective over the meeting; meet NULL: over config.native if there
- * is one (epic_meet_mpi), else as the environment says (epic_meet_env; a group of one if it says
+/* Opens this rank's context.  Collective over the bootstrap; meet NULL: over config.native if there
+ * is one (epic_bootstrap_mpi), else as the environment says (epic_bootstrap_env; a group of one if it says
  * nothing).  *out is set also when open fails, to a context that epic_error, epic_failure and
  * epic_close accept (NULL only on EPIC_ENOMEM).  Ranks that bring different configurations or
- * versions, or another num_ranks than the meeting's, get EPIC_EMISMATCH, all of them.  Errors:
+ * versions, or another num_ranks than the bootstrap's, get EPIC_EMISMATCH, all of them.  Errors:
  * EPIC_EINVAL, EPIC_ENOMEM, EPIC_ENOTSUP, EPIC_ETIMEOUT, EPIC_EDEVICE, EPIC_EMISMATCH,
  * EPIC_EPEER. */
-static inline epic_result epic_open(epic_context **out, const epic_meet *meet,
+static inline epic_result epic_open(epic_context **out, const epic_bootstrap *bootstrap,
                                     const epic_config *config);
 
 /* Gives the context back.  Local; never fails; NULL is allowed.  Waits until no peer uses memory
@@ -298,7 +300,7 @@ EPIC_API uint32_t epic_max_sms(const epic_context *ctx);         /* local; 0: a 
 EPIC_API int32_t epic_num_hosts(const epic_context *ctx);        /* local; of the ranks */
 /* Local.  What rows take to other hosts, "ucx 1.13.1, host memory, tcp/eth0 by messages"; "": the
  * backend says nothing. */
-EPIC_API const char *epic_wire_name(const epic_context *ctx);
+EPIC_API const char *epic_net_name(const epic_context *ctx);
 EPIC_API uint32_t epic_version(void); /* EPIC_VERSION of the library */
 
 /* Names for logs.  All of them are local and may be called from any thread.  A result as
@@ -354,7 +356,7 @@ typedef enum epic_sum_order {
     EPIC_TREE = 1,    /* leaves of experts in a binary tree: same bits for every R */
     /* TREE with num_ranks leaves where it is much faster and possible: on the GPUs of several
      * hosts (backend hosts), a power of two of ranks that divides num_experts, without
-     * rank_of_expert; else BY_RANK.  It promises no bits.  Not for epic_sum. */
+     * rank_of_expert; else BY_RANK.  It promises no bits.  Not for epic_allreduce_sum. */
     EPIC_BY_HOSTS = 2
 } epic_sum_order;
 
@@ -394,12 +396,12 @@ typedef struct epic_layer {
 
 /* What a layer takes on a context. */
 typedef struct epic_layer_info {
-    int64_t plan_bytes;      /* of one plan */
-    int64_t capacity;        /* the fewest slots of a rank that can never overflow, for
+    int64_t plan_bytes;             /* of one plan */
+    int64_t capacity;               /* the fewest slots of a rank that can never overflow, for
                                    contiguous blocks of experts; where num_ranks does not divide
                                    num_experts, as the next */
-    int64_t placed_capacity; /* the same for any rank_of_expert */
-    int64_t host_bytes;      /* of the context, as epic_memory tells them before open */
+    int64_t capacity_any_placement; /* the same for any rank_of_expert */
+    int64_t host_bytes;             /* of the context, as epic_memory tells them before open */
     int64_t shared_bytes;
     int64_t device_bytes;
     uint32_t num_local_experts; /* of contiguous blocks: ceil(num_experts / num_ranks) */
@@ -471,7 +473,7 @@ typedef struct epic_dispatch_args {
     uint32_t quantize;     /* an epic_quantize: tokens F32, BF16 or F16; recv is e4m3,
                               recv_scales the scales; scales must be none */
     uint32_t flags;        /* EPIC_ZERO_TAIL, EPIC_LEAVE_PADDING */
-    uint32_t pad;          /* 0 */
+    uint32_t reserved;     /* 0 */
 } epic_dispatch_args;
 
 /* Sends row t of tokens to every expert the plan chose for it: recv[slot] = tokens[token_of
@@ -547,7 +549,7 @@ typedef struct epic_combine_backward_args {
     uint32_t type;             /* of d_out, rows and d_rows */
     uint32_t quantize;         /* an epic_quantize, of d_rows */
     uint32_t flags;            /* EPIC_ZERO_TAIL, EPIC_LEAVE_PADDING, of every out */
-    uint32_t pad;              /* 0 */
+    uint32_t reserved;         /* 0 */
 } epic_combine_backward_args;
 
 /* The gradient of epic_combine: d_rows[slot] = w * d_out[token], d_slot_weights[slot] =
@@ -559,33 +561,34 @@ typedef struct epic_combine_backward_args {
 static inline epic_result epic_combine_backward(epic_context *ctx,
                                                 const epic_combine_backward_args *args);
 
-typedef struct epic_sum_args {
+typedef struct epic_allreduce_sum_args {
     epic_call call;
     float *data;    /* [count], replaced by the sum */
     int64_t count;  /* equal on all ranks; 0 is allowed */
     uint32_t order; /* EPIC_BY_RANK: ascending; EPIC_TREE: binary tree, num_ranks must be
                        a power of two */
     uint32_t flags; /* 0 */
-} epic_sum_args;
+} epic_allreduce_sum_args;
 
 /* Adds float32 arrays over the ranks, in place: the same bits on every rank. */
-static inline epic_result epic_sum(epic_context *ctx, const epic_sum_args *args);
+static inline epic_result epic_allreduce_sum(epic_context *ctx,
+                                             const epic_allreduce_sum_args *args);
 
 typedef struct epic_sum_replicas_args {
     epic_call call;
     const void *plan; /* which experts are replicas of each other */
     int64_t plan_bytes;
-    epic_rows data;   /* [num_local_experts, row_bytes]: a row of float32 for each expert of
+    epic_rows data;    /* [num_local_experts, row_bytes]: a row of float32 for each expert of
                          this rank, in place; row_bytes is equal on all ranks */
-    float *workspace; /* [row_bytes]; CUDA contexts leave it as it is */
-    uint32_t flags;   /* 0 */
-    uint32_t pad;     /* 0 */
+    float *workspace;  /* [row_bytes]; CUDA contexts leave it as it is */
+    uint32_t flags;    /* 0 */
+    uint32_t reserved; /* 0 */
 } epic_sum_replicas_args;
 
 /* Adds what the replicas of a logical expert have, such as gradients of its weights, and gives
  * each the sum; experts that are alone keep theirs.  Weights that were equal stay equal under any
  * optimizer then.  Gradients may be accumulated over many steps before.  The layer's order:
- *   BY_RANK: each rank its own replicas, ascending; then epic_sum by rank.
+ *   BY_RANK: each rank its own replicas, ascending; then epic_allreduce_sum by rank.
  *   TREE: each leaf its own replicas, ascending, 0 if it has none; then the leaves of a rank in a
  *     binary tree, then the ranks in one, by their numbers.  The same bits for every number of
  *     ranks if rank i has block i of the experts, as without a table.
@@ -767,7 +770,7 @@ typedef struct epic_balance_loss_backward_args {
     uint32_t type;       /* of logits */
     uint32_t grad_type;  /* of d_logits; 0: type; or F32 */
     uint32_t flags;      /* EPIC_ACCUMULATE */
-    uint32_t pad;        /* 0 */
+    uint32_t reserved;   /* 0 */
 } epic_balance_loss_backward_args;
 
 static inline epic_result
@@ -804,7 +807,7 @@ typedef struct epic_z_loss_backward_args {
     uint32_t type;       /* of logits */
     uint32_t grad_type;  /* of d_logits; 0: type; or F32 */
     uint32_t flags;      /* EPIC_ACCUMULATE */
-    uint32_t pad;        /* 0 */
+    uint32_t reserved;   /* 0 */
 } epic_z_loss_backward_args;
 
 static inline epic_result epic_z_loss_backward(epic_context *ctx,
@@ -999,7 +1002,7 @@ typedef struct epic_experts_backward_args {
     uint32_t weights_type; /* of slot_weights and d_slot_weights */
     uint32_t grad_type;    /* of the gradients of weights and biases: 0: as above; on a CUDA
                               context also row_type */
-    uint32_t pad;          /* 0 */
+    uint32_t reserved;     /* 0 */
     const float *w_gate_up_scales; /* E4M3: [num_local_experts, ceil(hidden / 128),
                                       ceil(width / 128)] */
     const float *w_down_scales;    /* E4M3: [num_local_experts, ceil(inner / 128),
@@ -1033,7 +1036,7 @@ typedef struct epic_moe {
     int64_t sequence_tokens;     /* of epic_balance_loss */
     int64_t capacity; /* slots of this rank; or EPIC_CAPACITY_EXACT, for epic_moe_plan */
     uint32_t flags; /* EPIC_SUM_DENSE, not with F64 rows; EPIC_RECOMPUTE; EPIC_DISPATCH_AGAIN */
-    uint32_t pad;   /* 0 */
+    uint32_t reserved; /* 0 */
 } epic_moe;
 
 /* Bytes of memory that the caller brings; any alignment of 64. */
@@ -1099,7 +1102,7 @@ typedef struct epic_moe_args {
     uint32_t token_id_type; /* 0 or EPIC_I32, or EPIC_I64 */
     uint32_t loss_type;     /* of the losses: 0: F32; or F64, with F64 rows only */
     uint32_t flags;         /* EPIC_PLANNED */
-    uint32_t pad;           /* 0 */
+    uint32_t reserved;      /* 0 */
 } epic_moe_args;
 
 /* out, which is not x, = the layer of x: for each token the weighted sum of its experts' outputs,
@@ -1178,7 +1181,7 @@ typedef struct epic_moe_backward_args {
     uint32_t loss_type;         /* of d_loss and the two after it, as forward */
     uint32_t grad_type;         /* of the gradients of w_gate_up, w_down and their biases: 0: as
                                    of the others; on a CUDA context also experts->row_type */
-    uint32_t pad;               /* 0 */
+    uint32_t reserved;          /* 0 */
 } epic_moe_backward_args;
 
 /* The gradients of epic_moe_forward's out and of its three losses, added.  Errors: as
@@ -1188,23 +1191,23 @@ static inline epic_result epic_moe_backward(epic_context *ctx,
 
 /* --------------------------------------------------------------------------- advanced ----
  *
- * Meetings.  gather blocks until every rank has given `bytes` bytes and leaves all of them in
+ * Bootstraps.  gather blocks until every rank has given `bytes` bytes and leaves all of them in
  * `all`, in rank order; all ranks pass the same `bytes`.  It returns EPIC_OK, or the reason why
- * the meeting failed.  epic_open alone uses it.  {.num_ranks = 1} is a group of one, whatever the
+ * the bootstrap failed.  epic_open alone uses it.  {.num_ranks = 1} is a group of one, whatever the
  * environment says. */
-struct epic_meet {
+struct epic_bootstrap {
     int32_t rank;
     int32_t num_ranks;
     epic_result (*gather)(void *self, const void *mine, void *all, int64_t bytes);
-    void (*close)(void *self); /* what epic_meet_close calls; NULL: nothing to do */
+    void (*close)(void *self); /* what epic_bootstrap_close calls; NULL: nothing to do */
     void *self;
 };
 
-/* A meeting over TCP; rank 0 listens. */
+/* A bootstrap over TCP; rank 0 listens. */
 typedef struct epic_tcp {
     const char *address; /* rank 0's host; NULL: 127.0.0.1 */
     const char *secret;  /* NULL: none.  Proved by HMAC-SHA-256 both ways, never sent; all
-                            that is said in the meeting is authenticated by it */
+                            that is said in the bootstrap is authenticated by it */
     int32_t rank;
     int32_t num_ranks;
     uint32_t port;       /* 1 to 65535 */
@@ -1214,13 +1217,13 @@ typedef struct epic_tcp {
 /* Meets over TCP.  Collective.  `address` must be one of rank 0's host.  With a secret rank 0
  * listens there (on every address of its host if its own name has a loopback address there, as
  * Debian sets it), and who does not know the secret can neither take a rank's place nor make the
- * meeting fail, but by cutting connections or holding the port.  Without one it listens on
+ * bootstrap fail, but by cutting connections or holding the port.  Without one it listens on
  * loopback, as nothing else keeps strangers out: the ranks are then processes of one host, and a
  * rank of another is told at once that it takes a secret.  Strangers and garbage on the port are
- * refused and the meeting goes on.  docs/guide/security.md says what a secret protects and what
+ * refused and the bootstrap goes on.  docs/guide/security.md says what a secret protects and what
  * it does not.  Errors: EPIC_EINVAL, EPIC_ETIMEOUT (names the ranks that did not come), EPIC_EPEER,
  * EPIC_EDEVICE, EPIC_ENOTSUP (a secret without libcrypto); the sentence is in epic_error(NULL). */
-static inline epic_result epic_meet_tcp(epic_meet *out, const epic_tcp *tcp);
+static inline epic_result epic_bootstrap_tcp(epic_bootstrap *out, const epic_tcp *tcp);
 
 /* Meets as the environment says (above), over TCP.  Without any of those variables: one rank.
  * Only rank 0's host and a port must be known: MASTER_ADDR and MASTER_PORT; without MASTER_ADDR
@@ -1228,25 +1231,27 @@ static inline epic_result epic_meet_tcp(epic_meet *out, const epic_tcp *tcp);
  * that says that there are several ranks never ends in a group of one: where the number is not
  * known, where two launchers contradict each other, or in a batch script or shell of Slurm with
  * several tasks but without srun, it is EPIC_EINVAL, and RANK=0 WORLD_SIZE=1 the way to one. */
-EPIC_API epic_result epic_meet_env(epic_meet *out);
+EPIC_API epic_result epic_bootstrap_env(epic_bootstrap *out);
 
 /* Meets over an MPI communicator: `comm` points to an MPI_Comm, NULL is MPI_COMM_WORLD (and
  * initializes MPI if nobody has).  Collective over it.  timeout_ms, for every gather: 0: 300000.
  * Messages travel on a duplicate; only when ranks are missing after half of the time, those that
  * came look for each other on `comm` itself, with tag 32767.  Loads libepic_mpi.so, which must be
  * of the caller's MPI.  MPI should be initialized with MPI_THREAD_MULTIPLE.  With less, no other
- * thread may be in MPI during the meeting; backend mpi needs MPI_THREAD_SERIALIZED, and then that
+ * thread may be in MPI during the bootstrap; backend mpi needs MPI_THREAD_SERIALIZED, and then that
  * no thread of the caller's is in MPI while a context is open.  Errors: EPIC_EINVAL, EPIC_ENOTSUP
  * (no libepic_mpi.so), EPIC_ETIMEOUT (names the ranks that did not come), EPIC_EMISMATCH,
  * EPIC_EDEVICE. */
-EPIC_API epic_result epic_meet_mpi(epic_meet *out, const void *comm, uint32_t timeout_ms);
+EPIC_API epic_result epic_bootstrap_mpi(epic_bootstrap *out, const void *comm,
+                                        uint32_t timeout_ms);
 
-/* Fills out[0 .. num_ranks) with the meetings of num_ranks threads of this process.  Local.
+/* Fills out[0 .. num_ranks) with the bootstraps of num_ranks threads of this process.  Local.
  * timeout_ms 0: 300000.  Close each of them. */
-EPIC_API epic_result epic_meet_threads(epic_meet *out, int32_t num_ranks, uint32_t timeout_ms);
+EPIC_API epic_result epic_bootstrap_threads(epic_bootstrap *out, int32_t num_ranks,
+                                            uint32_t timeout_ms);
 
-/* Ends a meeting; allowed right after epic_open.  Local.  NULL is allowed. */
-EPIC_API void epic_meet_close(epic_meet *meet);
+/* Ends a bootstrap; allowed right after epic_open.  Local.  NULL is allowed. */
+EPIC_API void epic_bootstrap_close(epic_bootstrap *bootstrap);
 
 /* Bytes of a plan, and the fewest slots of a rank that can never overflow, from sizes alone, as
  * epic_layer_sizes tells them of an open context: config.num_ranks and max_tokens, and the
@@ -1266,7 +1271,7 @@ typedef struct epic_memory_info {
 
 /* What a context and a plan will take.  Local, before any open.  config.num_ranks is needed;
  * layer may be NULL; config.backend NULL: "shm"; "gpu": "p2p".  Of "hosts" at most: what the network
- * reads and writes counts in host_bytes and in device_bytes, unless EPIC_WIRE_MEMORY says in which. */
+ * reads and writes counts in host_bytes and in device_bytes, unless EPIC_NET_MEMORY says in which. */
 static inline epic_result epic_memory(const epic_config *config, const epic_layer *layer,
                                       epic_memory_info *out);
 
@@ -1321,8 +1326,8 @@ typedef struct epic_failure_info {
     uint32_t result;    /* an epic_result; EPIC_OK: the group is whole */
     uint32_t operation; /* an epic_operation */
     uint64_t tag;
-    uint64_t step; /* place among the operations of that tag, from 0 */
-    int32_t rank;  /* the rank that noticed */
+    uint64_t sequence; /* place among the operations of that tag, from 0 */
+    int32_t rank;      /* the rank that noticed */
     uint32_t num_culprits;
     int32_t culprits[EPIC_MAX_CULPRITS]; /* ascending */
     char sentence[512];

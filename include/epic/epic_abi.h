@@ -43,14 +43,16 @@ EPIC_CHECK_ENUM(epic_gemm_pass);
 EPIC_CHECK_ENUM(epic_operation);
 #undef EPIC_CHECK_ENUM
 
-EPIC_API epic_result epic_step_open_v1(epic_step **out, const epic_step_config *config,
-                                       size_t size);
-EPIC_API epic_result epic_step_dispatch_v1(epic_step *step, const void *tokens,
-                                           const int32_t *topk_idx, const float *weights,
-                                           int64_t num_tokens, epic_slots *out, size_t size);
-EPIC_API epic_result epic_step_combine_backward_v1(epic_step *step, const void *d_out,
-                                                   epic_slots *out, size_t size);
-EPIC_API epic_result epic_open_v1(epic_context **out, const epic_meet *meet,
+EPIC_API epic_result epic_dispatcher_open_v1(epic_dispatcher **out,
+                                             const epic_dispatcher_config *config, size_t size);
+EPIC_API epic_result epic_dispatcher_dispatch_v1(epic_dispatcher *step, const void *tokens,
+                                                 const int32_t *topk_idx, const float *weights,
+                                                 int64_t num_tokens, epic_slots *out,
+                                                 size_t size);
+EPIC_API epic_result epic_dispatcher_combine_backward_v1(epic_dispatcher *step,
+                                                         const void *d_out, epic_slots *out,
+                                                         size_t size);
+EPIC_API epic_result epic_open_v1(epic_context **out, const epic_bootstrap *bootstrap,
                                   const epic_config *config, size_t size);
 EPIC_API epic_result epic_layer_sizes_v1(epic_context *ctx, const epic_layer *layer,
                                          size_t layer_size, epic_layer_info *out,
@@ -69,7 +71,8 @@ EPIC_API epic_result epic_dispatch_backward_v1(epic_context *ctx,
 EPIC_API epic_result epic_combine_backward_v1(epic_context *ctx,
                                               const epic_combine_backward_args *args,
                                               size_t size);
-EPIC_API epic_result epic_sum_v1(epic_context *ctx, const epic_sum_args *args, size_t size);
+EPIC_API epic_result epic_allreduce_sum_v1(epic_context *ctx,
+                                           const epic_allreduce_sum_args *args, size_t size);
 EPIC_API epic_result epic_sum_replicas_v1(epic_context *ctx, const epic_sum_replicas_args *args,
                                           size_t size);
 EPIC_API int64_t epic_router_workspace_v1(const epic_router *router, size_t size);
@@ -108,7 +111,8 @@ EPIC_API epic_result epic_moe_forward_v1(epic_context *ctx, const epic_moe_args 
                                          size_t size);
 EPIC_API epic_result epic_moe_backward_v1(epic_context *ctx, const epic_moe_backward_args *args,
                                           size_t size);
-EPIC_API epic_result epic_meet_tcp_v1(epic_meet *out, const epic_tcp *tcp, size_t size);
+EPIC_API epic_result epic_bootstrap_tcp_v1(epic_bootstrap *out, const epic_tcp *tcp,
+                                           size_t size);
 EPIC_API int64_t epic_plan_bytes_v1(const epic_config *config, size_t config_size,
                                     const epic_layer *layer, size_t layer_size);
 EPIC_API int64_t epic_capacity_bound_v1(const epic_config *config, size_t config_size,
@@ -121,28 +125,31 @@ EPIC_API epic_result epic_plan_read_v1(const void *plan, int64_t plan_bytes,
 EPIC_API epic_result epic_failure_v1(const epic_context *ctx, epic_failure_info *out,
                                      size_t size);
 
-static inline epic_result epic_step_open(epic_step **out, const epic_step_config *config)
+static inline epic_result epic_dispatcher_open(epic_dispatcher **out,
+                                               const epic_dispatcher_config *config)
 {
-    return epic_step_open_v1(out, config, sizeof *config);
+    return epic_dispatcher_open_v1(out, config, sizeof *config);
 }
 
-static inline epic_result epic_step_dispatch(epic_step *step, const void *tokens,
-                                             const int32_t *topk_idx, const float *weights,
-                                             int64_t num_tokens, epic_slots *out)
+static inline epic_result epic_dispatcher_dispatch(epic_dispatcher *step, const void *tokens,
+                                                   const int32_t *topk_idx,
+                                                   const float *weights, int64_t num_tokens,
+                                                   epic_slots *out)
 {
-    return epic_step_dispatch_v1(step, tokens, topk_idx, weights, num_tokens, out, sizeof *out);
+    return epic_dispatcher_dispatch_v1(step, tokens, topk_idx, weights, num_tokens, out,
+                                       sizeof *out);
 }
 
-static inline epic_result epic_step_combine_backward(epic_step *step, const void *d_out,
-                                                     epic_slots *out)
+static inline epic_result epic_dispatcher_combine_backward(epic_dispatcher *step,
+                                                           const void *d_out, epic_slots *out)
 {
-    return epic_step_combine_backward_v1(step, d_out, out, sizeof *out);
+    return epic_dispatcher_combine_backward_v1(step, d_out, out, sizeof *out);
 }
 
-static inline epic_result epic_open(epic_context **out, const epic_meet *meet,
+static inline epic_result epic_open(epic_context **out, const epic_bootstrap *bootstrap,
                                     const epic_config *config)
 {
-    return epic_open_v1(out, meet, config, sizeof *config);
+    return epic_open_v1(out, bootstrap, config, sizeof *config);
 }
 
 static inline epic_result epic_layer_sizes(epic_context *ctx, const epic_layer *layer,
@@ -184,9 +191,10 @@ static inline epic_result epic_combine_backward(epic_context *ctx,
     return epic_combine_backward_v1(ctx, args, sizeof *args);
 }
 
-static inline epic_result epic_sum(epic_context *ctx, const epic_sum_args *args)
+static inline epic_result epic_allreduce_sum(epic_context *ctx,
+                                             const epic_allreduce_sum_args *args)
 {
-    return epic_sum_v1(ctx, args, sizeof *args);
+    return epic_allreduce_sum_v1(ctx, args, sizeof *args);
 }
 
 static inline epic_result epic_sum_replicas(epic_context *ctx,
@@ -279,9 +287,9 @@ static inline epic_result epic_moe_backward(epic_context *ctx,
     return epic_moe_backward_v1(ctx, args, sizeof *args);
 }
 
-static inline epic_result epic_meet_tcp(epic_meet *out, const epic_tcp *tcp)
+static inline epic_result epic_bootstrap_tcp(epic_bootstrap *out, const epic_tcp *tcp)
 {
-    return epic_meet_tcp_v1(out, tcp, sizeof *tcp);
+    return epic_bootstrap_tcp_v1(out, tcp, sizeof *tcp);
 }
 
 static inline int64_t epic_plan_bytes(const epic_config *config, const epic_layer *layer)

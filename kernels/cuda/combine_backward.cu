@@ -105,7 +105,7 @@ extern "C" cudaError_t p2p_launch_combine_backward(const p2p_combine_backward_jo
     p2p_combine_backward_job copy = *job;
     const int roles = num_roles(job->self) + num_handing(job->self);
 #ifdef EPIC_HOSTS
-    deal_for_wire(job->self, copy, num_sms, block, roles, vectors);
+    deal_for_net(job->self, copy, num_sms, block, roles, vectors);
 #else
     deal(copy, num_sms, block, roles, vectors);
 #endif

@@ -205,7 +205,7 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
         if (HOSTS && u.num_slots) ship_partial(u, rank);
     }
     /* hosts: what has been sent goes, all of a partial at once by the warp that stores its last piece: an
-     * entry for each piece would take the thread as long as the wire takes for them. */
+     * entry for each piece would take the thread as long as the net takes for them. */
     __device__ __forceinline__ void ship_partial(const Entry &u, int rank)
     {
         const p2p_self &self = c.job.self;

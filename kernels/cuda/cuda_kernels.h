@@ -83,14 +83,14 @@ typedef enum p2p_phase { /* what a rank was waiting for */
     ((uint64_t)(result) | (uint64_t)(operation) << 4 | (uint64_t)(phase) << 8 | \
      (uint64_t)(reporter) << 12 | (uint64_t)(culprits) << 32)
 
-/* The library of backend hosts is made of the same sources, with EPIC_HOSTS: wire.cuh. */
+/* The library of backend hosts is made of the same sources, with EPIC_HOSTS: net.cuh. */
 #ifdef EPIC_HOSTS
 #define HOSTS 1
 #else
 #define HOSTS 0
 #endif
 
-/* An entry of the ring between kernels and the thread that speaks to other hosts (wire.cuh): so
+/* An entry of the ring between kernels and the thread that speaks to other hosts (net.cuh): so
  * many words of 8 bytes, at a place of the outbox that is also their place in the heap of that
  * host's rank.  `lap` is 1 to 255: how often the ring has gone round, so that an entry is its own
  * flag. */
@@ -111,7 +111,7 @@ typedef struct p2p_ring { /* in host memory, as all that it points to */
 
 typedef struct p2p_ring_words {
     uint64_t taken; /* by the thread: entries that it has read */
-    uint64_t freed; /* by the thread: epochs of which the wire has read all sources */
+    uint64_t freed; /* by the thread: epochs of which the net has read all sources */
     uint64_t waits; /* by kernels: what peers are to have as this rank's word of `waits` */
 } p2p_ring_words;
 

@@ -36,7 +36,7 @@ static inline p2p_dispatch_job dealt(const p2p_dispatch_job &job, int64_t bytes,
     if (job.flat && copy.top_k > job.plan.self.num_ranks) copy.top_k = job.plan.self.num_ranks;
     const int roles = num_roles(job.plan.self) + num_handing(job.plan.self);
 #ifdef EPIC_HOSTS
-    deal_for_wire(job.plan.self, copy, num_sms, BLOCK, roles, V);
+    deal_for_net(job.plan.self, copy, num_sms, BLOCK, roles, V);
 #else
     deal(copy, num_sms, BLOCK, roles, V);
 #endif

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* dispatch between hosts of several ranks, backend hosts alone: a row goes by the wire once for each
+/* dispatch between hosts of several ranks, backend hosts alone: a row goes by the net once for each
  * host, to the sender's mate there, which hands it on.
  *
  * A step of the list sends, then hands on, then receives: what hands on token t waits for a send of an

@@ -76,11 +76,11 @@ struct Opening {
     uint32_t epoch;    /* that has ended */
     uint32_t overlaps; /* lane 0: as mark_running says */
     /* 0: nothing has broken the group so far; for the workers, too.  hosts: as far as this GPU
-     * knows, and what the wire says is found by who waits. */
+     * knows, and what the net says is found by who waits. */
     uint64_t broken;
 #ifdef EPIC_HOSTS
-    uint64_t epochs, freed; /* that have ended, and those of which the wire has read all */
-    uint64_t said; /* as `broken`, by the wire, to the last CTA: nobody waits for that */
+    uint64_t epochs, freed; /* that have ended, and those of which the net has read all */
+    uint64_t said; /* as `broken`, by the net, to the last CTA: nobody waits for that */
 #endif
 };
 
@@ -113,7 +113,7 @@ __device__ __forceinline__ bool may_ship(const Now &now, const Opening &opening)
 }
 
 /* The speaker: what the last CTA tells all ranks of the operation at once; hosts: with the rest, as all
- * of it goes by the wire once. */
+ * of it goes by the net once. */
 __device__ __forceinline__ void announce_sizes(const p2p_self &self, const Now &now,
                                                int32_t tokens, int32_t capacity, int32_t rows)
 {
@@ -218,7 +218,7 @@ __device__ __forceinline__ void count_shipped(const p2p_self &self)
 
 /* The speaker of the last CTA, once it has announced: waits for the peers' announcements, then
  * counts the operation when no CTA reads the epoch any more.  hosts: when all warps have shipped the
- * wire hears of the epoch's end, beside that; `ported`: announcements have been brought to the heap. */
+ * net hears of the epoch's end, beside that; `ported`: announcements have been brought to the heap. */
 __device__ __forceinline__ void finish_few(const p2p_self &self, Now &now,
                                            const Opening &opening, bool ported)
 {

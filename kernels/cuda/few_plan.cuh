@@ -356,7 +356,7 @@ static __device__ bool gather_sizes(FewPlan &f, const p2p_self &self, const Now 
     return true;
 }
 
-/* Every thread: choices of each expert, then where the slabs begin.  Two meetings. */
+/* Every thread: choices of each expert, then where the slabs begin.  Two barriers. */
 static __device__ void sum_up(FewPlan &f, const p2p_plan_job &job)
 {
     const int experts = f.experts, ranks = job.self.num_ranks;

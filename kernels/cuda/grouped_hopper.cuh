@@ -43,8 +43,8 @@
 #define CONSUMERS 256
 
 /* Barriers of the CTA by number; 0 is __syncthreads. */
-#define MEET_OWN 1 /* and 2: of one consumer warpgroup */
-#define MEET_BOTH 3
+#define BARRIER_OWN 1 /* and 2: of one consumer warpgroup */
+#define BARRIER_BOTH 3
 
 struct E4m3 { /* scaled rows, and weights */
     uint8_t bits;
@@ -231,7 +231,7 @@ static __device__ __forceinline__ void clear_lines(uint32_t stage, int first, in
         put_shared(b + GROUP_BYTES + line, zero);
     }
     show_to_async();
-    meet(MEET_BOTH, CONSUMERS);
+    named_barrier_sync(BARRIER_BOTH, CONSUMERS);
 }
 
 template <class T, int PASS, int CTAS>
@@ -434,10 +434,10 @@ static __device__ __forceinline__ void store_tile(const float (&d)[128], const M
         const uint32_t box = boxes + q % 2 * GROUP_BYTES;
         const int column = w.column + q * WIDE;
         if (thread == 0) wait_boxes_read<1>();
-        meet(MEET_OWN + half, 128);
+        named_barrier_sync(BARRIER_OWN + half, 128);
         put_box(box, d, q, thread, Out());
         show_to_async();
-        meet(MEET_OWN + half, 128);
+        named_barrier_sync(BARRIER_OWN + half, 128);
         if (PASS == EPIC_GEMM_WEIGHT || rows >= 64) {
             const int z = PASS == EPIC_GEMM_WEIGHT ? w.expert : 0;
             if (thread == 0 && w.store && sizeof(Out) == 4 && job.accumulate)
@@ -594,7 +594,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
         barrier_init_done();
     }
     __syncthreads();
-    if (CTAS == 2) cluster_meet();
+    if (CTAS == 2) cluster_sync();
     if (group == 0) {
         give_registers<40>();
         if (threadIdx.x == 0) produce<T, PASS, CTAS>(maps, job, at, rank);
@@ -606,7 +606,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
         consume<T, Out, PASS, CTAS>(maps, job, at, half, rank);
     }
     __syncwarp();
-    if (CTAS == 2) cluster_meet(); /* a peer may still copy into this CTA's memory */
+    if (CTAS == 2) cluster_sync(); /* a peer may still copy into this CTA's memory */
 #endif
 }
 

@@ -105,7 +105,7 @@ typedef struct p2p_control {
     uint64_t posted;     /* hosts: entries that have a place in the ring, */
     uint64_t room;       /* those before this one fit it, */
     uint64_t epochs;     /* and epochs that have ended */
-#ifdef EPIC_HOSTS    /* what warps would else ask host memory for, each for itself: wire.cuh */
+#ifdef EPIC_HOSTS    /* what warps would else ask host memory for, each for itself: net.cuh */
     uint64_t broken; /* not 0: the group is, and why */
     uint64_t freed;  /* what the host's word was when it was last asked, */
     uint32_t freed_asked;            /* units of 1024 ns */

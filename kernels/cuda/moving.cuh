@@ -39,11 +39,11 @@ __host__ __device__ __forceinline__ int num_handing(const p2p_self &self)
 #ifdef EPIC_HOSTS
 #define MOST_SHIPPED 32 /* pieces of a row that goes whole: 64 KB of those that have 2 KB */
 
-/* deal(), but where there are other hosts a unit is a whole row, unless tokens are few: a wire is
+/* deal(), but where there are other hosts a unit is a whole row, unless tokens are few: a net is
  * slower than warps are with any span, and what they ship is an entry for each unit. */
 template <class Job>
-static inline void deal_for_wire(const p2p_self &self, Job &job, int num_sms, int block,
-                                 int roles, int vectors)
+static inline void deal_for_net(const p2p_self &self, Job &job, int num_sms, int block,
+                                int roles, int vectors)
 {
     const int64_t bytes = job.row_bytes, pieces = (bytes + vectors * 512 - 1) / (vectors * 512);
     const bool whole = pieces <= MOST_SHIPPED && self.near != (1u << self.num_ranks) - 1 &&

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Relays, of backend hosts alone: hosts of self.local ranks each, host h those from h * local on.  A
- * rank's *mates* are the ranks in its place on other hosts.  Of rows alone, one goes by the wire for
+ * rank's *mates* are the ranks in its place on other hosts.  Of rows alone, one goes by the net for
  * all ranks of a host: to the sender's mate there, which hands it on, or from the mate, which has
  * added what the ranks of its host have.  All else goes straight to whom it is for.
  *
- *     dispatch   row of rank (h', j) -- wire --> (h, j) -- NVLink --> those of host h that want it
- *     combine    partials of host h  -- NVLink --> (h, j), their sum -- wire --> (h', j)
+ *     dispatch   row of rank (h', j) -- net --> (h, j) -- NVLink --> those of host h that want it
+ *     combine    partials of host h  -- NVLink --> (h, j), their sum -- net --> (h', j)
  *
  * What ranks of a host store for each other on behalf of a rank of another host lies in their heaps,
  * in the place of that rank, or of the one on its host that is the storing rank's mate.  A stamped

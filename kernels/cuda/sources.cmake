@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # What the libraries of backends p2p and hosts are made of.  Kernels in which ranks speak to each
-# other, and the host's files, are compiled for each; for hosts with EPIC_HOSTS (wire.cuh).
+# other, and the host's files, are compiled for each; for hosts with EPIC_HOSTS (net.cuh).
 set(here ${CMAKE_CURRENT_LIST_DIR})
 set(src ${here}/../../src)
 file(GLOB epic_cuda_alone CONFIGURE_DEPENDS ${here}/router_*.cu ${here}/grouped_*.cu
@@ -9,7 +9,7 @@ file(GLOB epic_cuda_ranks CONFIGURE_DEPENDS ${here}/*.cu)
 list(REMOVE_ITEM epic_cuda_ranks ${epic_cuda_alone})
 file(GLOB p2p CONFIGURE_DEPENDS ${src}/backend/p2p/*.c)
 set(epic_p2p_host ${p2p} ${src}/base/error.c ${src}/base/text.c ${src}/base/process.c)
-file(GLOB hosts CONFIGURE_DEPENDS ${src}/backend/hosts/*.c ${src}/wire/*.c)
+file(GLOB hosts CONFIGURE_DEPENDS ${src}/backend/hosts/*.c ${src}/net/*.c)
 set(epic_hosts_host ${p2p} ${hosts} ${src}/base/error.c ${src}/base/text.c ${src}/base/process.c
-    ${src}/base/library.c ${src}/meet/meet.c)
+    ${src}/base/library.c ${src}/bootstrap/bootstrap.c)
 list(FILTER epic_hosts_host EXCLUDE REGEX "/p2p/(join|watch)\\.c$") # peers on one host

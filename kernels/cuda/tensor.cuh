@@ -60,7 +60,7 @@ __device__ __forceinline__ void barrier_init_done()
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-__device__ __forceinline__ void cluster_meet()
+__device__ __forceinline__ void cluster_sync()
 {
     asm volatile("barrier.cluster.arrive.aligned;\n"
                  "barrier.cluster.wait.aligned;" ::
@@ -75,7 +75,7 @@ __device__ __forceinline__ int cluster_rank()
 }
 
 /* Some of the CTA's warps: those that name this barrier. */
-__device__ __forceinline__ void meet(int barrier, int threads)
+__device__ __forceinline__ void named_barrier_sync(int barrier, int threads)
 {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }

@@ -95,7 +95,7 @@ __device__ __forceinline__ bool stamped(const Now &now, uint64_t word)
 }
 
 /* Where rank q stores what it tells this one.  hosts: ranks of this host store into the heap, this
- * one too; the wire writes the inbox, which is laid out alike. */
+ * one too; the net writes the inbox, which is laid out alike. */
 __device__ __forceinline__ uint8_t *heap_by(const p2p_self &self, int q)
 {
 #ifdef EPIC_HOSTS
@@ -113,7 +113,7 @@ __device__ __forceinline__ uint8_t *heap_by(const Now &now, int q)
 }
 
 /* Where rank q says what is no data but is so now (waits, broken, gone).  hosts: that goes by the
- * wire to every rank. */
+ * net to every rank. */
 #ifdef EPIC_HOSTS
 __device__ __forceinline__ uint8_t *told_by(const Now &now, int q)
 {
@@ -472,7 +472,7 @@ __device__ __forceinline__ bool wait_alone(const Now &now, const int &peer, int 
     return true;
 }
 
-#include "cuda/wire.cuh" /* it waits, and what follows ships */
+#include "cuda/net.cuh" /* it waits, and what follows ships */
 
 /* ------------------------------------------------------------------------- begin and end ---- */
 
@@ -549,7 +549,7 @@ static __device__ bool begin(Now &now, const p2p_self &self, uint32_t mark, int3
 #ifdef EPIC_HOSTS
     const p2p_control *control = (const p2p_control *)(self.heap[self.rank] + self.at.control);
     uint64_t broken = load_relaxed(&control->broken);
-    if (!broken && blockIdx.x == 0 && threadIdx.x == 0) /* by the wire; one asks for all */
+    if (!broken && blockIdx.x == 0 && threadIdx.x == 0) /* by the net; one asks for all */
         broken = load_relaxed((const uint64_t *)(self.inbox + self.at.broken));
 #else
     const uint64_t broken =

@@ -217,9 +217,10 @@ epic_result api_combine_backward(epic_context *ctx, const epic_combine_backward_
     return combine_backward(ctx, args, sizeof *args, extra);
 }
 
-epic_result epic_sum_v1(epic_context *ctx, const epic_sum_args *args, size_t size)
+epic_result epic_allreduce_sum_v1(epic_context *ctx, const epic_allreduce_sum_args *args,
+                                  size_t size)
 {
-    epic_sum_args a;
+    epic_allreduce_sum_args a;
     TRY(check_context(ctx));
     TRY(READ_SIZED(&a, args, size, "args"));
     TRY(check_sum_args(ctx, &a));

@@ -15,9 +15,10 @@ static epic_result check_flags(uint32_t flags, uint32_t known)
                      known);
 }
 
-static epic_result check_pad(uint32_t pad)
+static epic_result check_reserved(uint32_t pad)
 {
-    return pad ? epic_fail(EPIC_EINVAL, "pad is %u: it must be 0", pad) : EPIC_OK;
+    return pad ? epic_fail(EPIC_EINVAL, "reserved fields must be zero: one is %u", pad)
+               : EPIC_OK;
 }
 
 epic_result check_plan_bytes(const void *plan, int64_t plan_bytes)
@@ -259,7 +260,7 @@ epic_result check_dispatch_args(const epic_context *ctx, const epic_dispatch_arg
 {
     TRY(check_plan_bytes(a->plan, a->plan_bytes));
     TRY(check_flags(a->flags, EPIC_ZERO_TAIL | EPIC_LEAVE_PADDING));
-    TRY(check_pad(a->pad));
+    TRY(check_reserved(a->reserved));
     if (a->type > EPIC_I64)
         return epic_fail(EPIC_EINVAL, "type is %u: it is no epic_type", a->type);
     TRY(check_rows(ctx, "tokens", &a->tokens));
@@ -335,7 +336,7 @@ epic_result check_combine_backward_args(const epic_context *ctx,
 {
     TRY(check_plan_bytes(a->plan, a->plan_bytes));
     TRY(check_flags(a->flags, EPIC_ZERO_TAIL | EPIC_LEAVE_PADDING));
-    TRY(check_pad(a->pad));
+    TRY(check_reserved(a->reserved));
     TRY(check_summed(ctx, a->type));
     TRY(check_rows(ctx, "d_out", &a->d_out));
     TRY(check_whole("d_out", &a->d_out, a->type));
@@ -372,7 +373,7 @@ epic_result check_sum_replicas_args(const epic_sum_replicas_args *a)
     const epic_rows *data = &a->data;
     TRY(check_plan_bytes(a->plan, a->plan_bytes));
     TRY(check_flags(a->flags, 0));
-    TRY(check_pad(a->pad));
+    TRY(check_reserved(a->reserved));
     if (data->num_rows < 0 || data->num_rows > MAX_EXPERTS)
         return epic_fail(EPIC_EINVAL, "data.num_rows is %lld: 0 to %d experts are possible",
                          (long long)data->num_rows, MAX_EXPERTS);
@@ -388,7 +389,7 @@ epic_result check_sum_replicas_args(const epic_sum_replicas_args *a)
     return check_numbers("workspace", a->workspace, data->row_bytes / 4);
 }
 
-epic_result check_sum_args(const epic_context *ctx, const epic_sum_args *a)
+epic_result check_sum_args(const epic_context *ctx, const epic_allreduce_sum_args *a)
 {
     TRY(check_flags(a->flags, 0));
     if (a->count < 0 || a->count > INT64_MAX / 8)

@@ -20,7 +20,7 @@ epic_result check_dispatch_backward_args(const epic_context *ctx,
                                          const epic_dispatch_backward_args *args);
 epic_result check_combine_backward_args(const epic_context *ctx,
                                         const epic_combine_backward_args *args);
-epic_result check_sum_args(const epic_context *ctx, const epic_sum_args *args);
+epic_result check_sum_args(const epic_context *ctx, const epic_allreduce_sum_args *args);
 epic_result check_sum_replicas_args(const epic_sum_replicas_args *args);
 
 #endif

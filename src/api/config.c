@@ -62,7 +62,7 @@ epic_result config_read(epic_config *out, const epic_config *config, size_t size
         return bad("max_in_flight", out->max_in_flight, "at most 64, or 0 for 64");
     if (out->max_top_k > MAX_TOP_K)
         return bad("max_top_k", out->max_top_k, "at most 64, or 0 for 64");
-    if (out->pad) return bad("pad", out->pad, "it must be 0");
+    if (out->reserved) return bad("reserved", out->reserved, "it must be 0");
     if (!out->timeout_ms) TRY(timeout_from_environment(&out->timeout_ms));
     if (!out->max_in_flight) out->max_in_flight = EPIC_MAX_CELLS;
     if (!out->max_top_k) out->max_top_k = MAX_TOP_K;

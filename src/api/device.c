@@ -75,9 +75,9 @@ static epic_result device_combine_backward(epic_context *ctx,
     return backend_said(ctx->backend, ctx->backend->steps->combine_backward(ctx->group, &own));
 }
 
-static epic_result device_sum(epic_context *ctx, const epic_sum_args *args)
+static epic_result device_sum(epic_context *ctx, const epic_allreduce_sum_args *args)
 {
-    if (!ctx->backend->steps->sum) return not_yet(ctx, "epic_sum");
+    if (!ctx->backend->steps->sum) return not_yet(ctx, "epic_allreduce_sum");
     return backend_said(ctx->backend, ctx->backend->steps->sum(ctx->group, args));
 }
 

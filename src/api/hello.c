@@ -112,14 +112,14 @@ static uint64_t find_library(void)
     return known;
 }
 
-epic_result hello_fill(hello *mine, const epic_meet *meet, const epic_config *config)
+epic_result hello_fill(hello *mine, const epic_bootstrap *bootstrap, const epic_config *config)
 {
     memset(mine, 0, sizeof *mine);
     mine->magic = HELLO_MAGIC;
     mine->version = EPIC_VERSION;
     mine->bytes = sizeof *mine;
-    mine->rank = meet->rank;
-    mine->num_ranks = meet->num_ranks;
+    mine->rank = bootstrap->rank;
+    mine->num_ranks = bootstrap->num_ranks;
     mine->max_tokens = config->max_tokens;
     mine->max_row_bytes = config->max_row_bytes;
     mine->staging_bytes = config->staging_bytes;
@@ -134,7 +134,7 @@ epic_result hello_fill(hello *mine, const epic_meet *meet, const epic_config *co
     mine->peer.uid = getuid();
     mine->peer.network_ns = namespace_of("/proc/self/ns/net");
     mine->peer.library = find_library();
-    TRY(find_host(mine->peer.host, meet->rank));
+    TRY(find_host(mine->peer.host, bootstrap->rank));
     return find_process(mine->peer.process, mine->peer.host);
 }
 
@@ -163,7 +163,7 @@ static epic_result compare(const hello *a, const hello *b, int rank)
                          a->version, rank, b->magic == HELLO_MAGIC ? b->version : 0);
     if (b->rank != rank)
         return epic_fail(EPIC_EMISMATCH,
-                         "open: the meeting has rank %lld in the place of rank %d",
+                         "open: the bootstrap has rank %lld in the place of rank %d",
                          (long long)b->rank, rank);
     const struct {
         const char *name;
@@ -208,10 +208,11 @@ static epic_result check(const hello *h, int rank)
                        : !has_end(h->sentence, sizeof h->sentence)       ? "sentence"
                                                                          : NULL;
     if (!what) return EPIC_OK;
-    return epic_fail(EPIC_EPEER,
-                     "open: what the meeting brought from rank %d was not written by EPIC (its "
-                     "%s): if others can reach the meeting, give it a secret (EPIC_SECRET)",
-                     rank, what);
+    return epic_fail(
+        EPIC_EPEER,
+        "open: what the bootstrap brought from rank %d was not written by EPIC (its "
+        "%s): if others can reach the bootstrap, give it a secret (EPIC_SECRET)",
+        rank, what);
 }
 
 /* A rank that could not go on because of a peer: that peer's own sentence says more. */

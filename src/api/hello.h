@@ -26,11 +26,11 @@ typedef struct hello {
 } hello;
 
 /* EPIC_EDEVICE: the system does not let this rank find out who it is; all else is filled in. */
-epic_result hello_fill(hello *mine, const epic_meet *meet, const epic_config *config);
+epic_result hello_fill(hello *mine, const epic_bootstrap *bootstrap, const epic_config *config);
 
 /* EPIC_OK, what a rank refused with, EPIC_EMISMATCH naming both values, or EPIC_EPEER for a
  * record that no rank wrote; the same on every rank.  Control characters in texts become '?':
- * nothing in a record is trusted, it may come from anybody who reached the meeting. */
+ * nothing in a record is trusted, it may come from anybody who reached the bootstrap. */
 epic_result hello_compare(hello *all, int num_ranks);
 
 #endif

@@ -34,26 +34,27 @@ static epic_result gather_alone(void *self, const void *mine, void *all, int64_t
     return EPIC_OK;
 }
 
-static epic_result check_meet(const epic_meet *meet)
+static epic_result check_bootstrap(const epic_bootstrap *bootstrap)
 {
-    if (!meet->gather)
-        return epic_fail(EPIC_EINVAL, "meet.gather is NULL: a callback is needed");
-    if (meet->num_ranks < 1 || meet->num_ranks > EPIC_MAX_RANKS)
-        return epic_fail(EPIC_EINVAL, "meet.num_ranks is %d: 1 to %d are possible",
-                         meet->num_ranks, EPIC_MAX_RANKS);
-    if (meet->rank < 0 || meet->rank >= meet->num_ranks)
-        return epic_fail(EPIC_EINVAL, "meet.rank is %d: 0 to num_ranks - 1 = %d are possible",
-                         meet->rank, meet->num_ranks - 1);
+    if (!bootstrap->gather)
+        return epic_fail(EPIC_EINVAL, "bootstrap.gather is NULL: a callback is needed");
+    if (bootstrap->num_ranks < 1 || bootstrap->num_ranks > EPIC_MAX_RANKS)
+        return epic_fail(EPIC_EINVAL, "bootstrap.num_ranks is %d: 1 to %d are possible",
+                         bootstrap->num_ranks, EPIC_MAX_RANKS);
+    if (bootstrap->rank < 0 || bootstrap->rank >= bootstrap->num_ranks)
+        return epic_fail(EPIC_EINVAL,
+                         "bootstrap.rank is %d: 0 to num_ranks - 1 = %d are possible",
+                         bootstrap->rank, bootstrap->num_ranks - 1);
     return EPIC_OK;
 }
 
-/* Has the meeting as many ranks as the caller's config says?  Told to all ranks. */
-static epic_result check_num_ranks(uint32_t num_ranks, const epic_meet *meet)
+/* Has the bootstrap as many ranks as the caller's config says?  Told to all ranks. */
+static epic_result check_num_ranks(uint32_t num_ranks, const epic_bootstrap *bootstrap)
 {
-    if (num_ranks == 0 || num_ranks == (uint32_t)meet->num_ranks) return EPIC_OK;
-    return epic_fail(meet->num_ranks > 1 ? EPIC_EMISMATCH : EPIC_EINVAL,
-                     "config.num_ranks is %u, the meeting has %d ranks; give the same, or 0",
-                     num_ranks, meet->num_ranks);
+    if (num_ranks == 0 || num_ranks == (uint32_t)bootstrap->num_ranks) return EPIC_OK;
+    return epic_fail(bootstrap->num_ranks > 1 ? EPIC_EMISMATCH : EPIC_EINVAL,
+                     "config.num_ranks is %u, the bootstrap has %d ranks; give the same, or 0",
+                     num_ranks, bootstrap->num_ranks);
 }
 
 /* The backend asked for, or the first that can join; mpi is tried last. */
@@ -83,44 +84,45 @@ static epic_result choose(const epic_backend **out, const epic_peer *peers, int 
         loaded ? "mpi: " : "", why);
 }
 
-/* A meeting may be the caller's own.  What it returns is checked, for core and backends alike:
+/* A bootstrap may be the caller's own.  What it returns is checked, for core and backends alike:
  * a result that is one, a sentence (a caller's own says nothing to epic_error), and our bytes in
- * our place.  A sentence from before stays, unless the meeting fails. */
+ * our place.  A sentence from before stays, unless the bootstrap fails. */
 static epic_result gather_checked(void *self, const void *mine, void *all, int64_t bytes)
 {
-    const epic_meet *meet = self;
+    const epic_bootstrap *bootstrap = self;
     char before[512];
     snprintf(before, sizeof before, "%s", epic_sentence());
     epic_fail(EPIC_OK, "%s", "");
-    epic_result result = meet->gather(meet->self, mine, all, bytes);
+    epic_result result = bootstrap->gather(bootstrap->self, mine, all, bytes);
     const int code = (int)result;
     if (code < EPIC_OK || code > EPIC_ECLOSED) result = EPIC_EPEER;
     if (result != EPIC_OK && *epic_sentence()) return result;
     if (result != EPIC_OK)
-        return epic_fail(result, "open: meet.gather failed on rank %d with %s (%d)", meet->rank,
-                         epic_result_name((epic_result)code), code);
-    if (memcmp((char *)all + (size_t)meet->rank * bytes, mine, bytes) != 0)
+        return epic_fail(result, "open: bootstrap.gather failed on rank %d with %s (%d)",
+                         bootstrap->rank, epic_result_name((epic_result)code), code);
+    if (memcmp((char *)all + (size_t)bootstrap->rank * bytes, mine, bytes) != 0)
         return epic_fail(
             EPIC_EPEER,
-            "open: meet.gather did not leave the bytes of rank %d in its place: it "
+            "open: bootstrap.gather did not leave the bytes of rank %d in its place: it "
             "must give those of all ranks, in rank order",
-            meet->rank);
+            bootstrap->rank);
     return epic_fail(EPIC_OK, "%s", before);
 }
 
-static epic_meet checked(const epic_meet *meet)
+static epic_bootstrap checked(const epic_bootstrap *bootstrap)
 {
-    return (epic_meet){meet->rank, meet->num_ranks, gather_checked, NULL,
-                       (void *)(uintptr_t)meet};
+    return (epic_bootstrap){bootstrap->rank, bootstrap->num_ranks, gather_checked, NULL,
+                            (void *)(uintptr_t)bootstrap};
 }
 
 /* Tells all ranks how this one fared: open succeeds everywhere or nowhere. */
-static epic_result agree(const epic_meet *meet, hello *mine, hello *all, epic_result result)
+static epic_result agree(const epic_bootstrap *bootstrap, hello *mine, hello *all,
+                         epic_result result)
 {
     mine->refused = result;
     epic_fit(mine->sentence, sizeof mine->sentence, result == EPIC_OK ? "" : epic_sentence());
-    TRY(meet->gather(meet->self, mine, all, sizeof *mine));
-    return hello_compare(all, meet->num_ranks);
+    TRY(bootstrap->gather(bootstrap->self, mine, all, sizeof *mine));
+    return hello_compare(all, bootstrap->num_ranks);
 }
 
 static int32_t count_hosts(const epic_peer *peers, int num_ranks)
@@ -137,18 +139,21 @@ static int32_t count_hosts(const epic_peer *peers, int num_ranks)
 /* Joining is collective, so nobody begins before all have found the same backend: a library may
  * be missing on one host only. */
 static epic_result find(const epic_backend **out, const epic_context *ctx,
-                        const epic_meet *meet, hello *mine, hello *all, const epic_peer *peers)
+                        const epic_bootstrap *bootstrap, hello *mine, hello *all,
+                        const epic_peer *peers)
 {
     const epic_result found = choose(out, peers, ctx->num_hosts, &ctx->config);
     if (found == EPIC_OK) snprintf(mine->backend, sizeof mine->backend, "%s", (*out)->name);
-    return agree(meet, mine, all, found);
+    return agree(bootstrap, mine, all, found);
 }
 
-static epic_result join(epic_context *ctx, const epic_backend *backend, const epic_meet *meet,
-                        const epic_peer *peers)
+static epic_result join(epic_context *ctx, const epic_backend *backend,
+                        const epic_bootstrap *bootstrap, const epic_peer *peers)
 {
-    const epic_join how = {
-        .meet = meet, .config = &ctx->config, .peers = peers, .group_id = ctx->group_id};
+    const epic_join how = {.bootstrap = bootstrap,
+                           .config = &ctx->config,
+                           .peers = peers,
+                           .group_id = ctx->group_id};
     TRY(backend_said(backend, backend->join(&ctx->group, &how)));
     ctx->backend = backend;
     return EPIC_OK;
@@ -186,9 +191,9 @@ static epic_result prepare(epic_context *ctx)
     ctx->config.backend = ctx->backend_name;
     ctx->steps = ctx->backend->steps ? &device_steps : &host_steps;
     ctx->checks_weights = config_checks_weights();
-    if (ctx->backend->say) ctx->backend->say(ctx->group, ctx->wire, sizeof ctx->wire);
+    if (ctx->backend->say) ctx->backend->say(ctx->group, ctx->net, sizeof ctx->net);
     recorder_open(&ctx->recorder, ctx->name, ctx->group_id, ctx->rank, ctx->num_ranks,
-                  ctx->backend_name, ctx->wire);
+                  ctx->backend_name, ctx->net);
     TRY(start_trace(ctx));
     TRY(tags_open(&ctx->tags, ctx->config.max_in_flight));
     return ctx->backend->transport ? exchanges_open(ctx) : EPIC_OK;
@@ -213,40 +218,40 @@ static void give_back(epic_context *ctx)
     ctx->backend = NULL;
 }
 
-static epic_result open_with(epic_context *ctx, const epic_meet *meet, hello *all,
+static epic_result open_with(epic_context *ctx, const epic_bootstrap *bootstrap, hello *all,
                              epic_peer *peers, uint32_t num_ranks)
 {
     hello mine;
     const epic_backend *backend;
-    epic_result own = hello_fill(&mine, meet, &ctx->config);
-    if (own == EPIC_OK) own = check_num_ranks(num_ranks, meet);
-    TRY(agree(meet, &mine, all, own));
-    for (int r = 0; r < meet->num_ranks; r++) {
+    epic_result own = hello_fill(&mine, bootstrap, &ctx->config);
+    if (own == EPIC_OK) own = check_num_ranks(num_ranks, bootstrap);
+    TRY(agree(bootstrap, &mine, all, own));
+    for (int r = 0; r < bootstrap->num_ranks; r++) {
         peers[r] = all[r].peer;
         ctx->group_id = hash_join(ctx->group_id, all[r].random);
     }
-    ctx->num_hosts = count_hosts(peers, meet->num_ranks);
-    TRY(find(&backend, ctx, meet, &mine, all, peers));
-    epic_result result = join(ctx, backend, meet, peers);
+    ctx->num_hosts = count_hosts(peers, bootstrap->num_ranks);
+    TRY(find(&backend, ctx, bootstrap, &mine, all, peers));
+    epic_result result = join(ctx, backend, bootstrap, peers);
     if (result == EPIC_OK) result = prepare(ctx);
-    result = agree(meet, &mine, all, result);
+    result = agree(bootstrap, &mine, all, result);
     if (result != EPIC_OK) give_back(ctx);
     return result;
 }
 
-static epic_result open_meeting(epic_context *ctx, const epic_meet *meet)
+static epic_result open_bootstrap(epic_context *ctx, const epic_bootstrap *bootstrap)
 {
-    TRY(check_meet(meet));
+    TRY(check_bootstrap(bootstrap));
     const uint32_t wished = ctx->config.num_ranks;
     snprintf(ctx->name, sizeof ctx->name, "%s", ctx->config.name);
     ctx->config.name = ctx->name;
-    ctx->config.num_ranks = (uint32_t)meet->num_ranks;
-    ctx->rank = meet->rank;
-    ctx->num_ranks = meet->num_ranks;
-    const size_t ranks = (size_t)meet->num_ranks;
+    ctx->config.num_ranks = (uint32_t)bootstrap->num_ranks;
+    ctx->rank = bootstrap->rank;
+    ctx->num_ranks = bootstrap->num_ranks;
+    const size_t ranks = (size_t)bootstrap->num_ranks;
     hello *all = calloc(ranks, sizeof *all);
     epic_peer *peers = calloc(ranks, sizeof *peers);
-    const epic_meet asked = checked(meet);
+    const epic_bootstrap asked = checked(bootstrap);
     const epic_result result = all && peers
                                    ? open_with(ctx, &asked, all, peers, wished)
                                    : epic_fail(EPIC_ENOMEM, "no memory for %zu ranks", ranks);
@@ -255,31 +260,31 @@ static epic_result open_meeting(epic_context *ctx, const epic_meet *meet)
     return result;
 }
 
-/* Without a meeting the communicator is one, or the environment says who meets: a job of several
+/* Without a bootstrap the communicator is one, or the environment says who meets: a job of several
  * processes must not become as many groups of one. */
-static epic_result meet_somehow(epic_meet *out, const epic_config *config)
+static epic_result bootstrap_somehow(epic_bootstrap *out, const epic_config *config)
 {
-    return config->native ? epic_meet_mpi(out, config->native, config->timeout_ms)
-                          : epic_meet_env(out);
+    return config->native ? epic_bootstrap_mpi(out, config->native, config->timeout_ms)
+                          : epic_bootstrap_env(out);
 }
 
-static epic_result open_context(epic_context *ctx, const epic_meet *meet,
+static epic_result open_context(epic_context *ctx, const epic_bootstrap *bootstrap,
                                 const epic_config *config, size_t size)
 {
-    epic_meet own = {0};
+    epic_bootstrap own = {0};
     TRY(config_read(&ctx->config, config, size));
-    if (meet)
-        own = *meet;
+    if (bootstrap)
+        own = *bootstrap;
     else
-        TRY(meet_somehow(&own, &ctx->config));
+        TRY(bootstrap_somehow(&own, &ctx->config));
     if (own.num_ranks == 1 && !own.gather) own.gather = gather_alone;
-    const epic_result result = open_meeting(ctx, &own);
-    if (!meet) epic_meet_close(&own);
+    const epic_result result = open_bootstrap(ctx, &own);
+    if (!bootstrap) epic_bootstrap_close(&own);
     return result;
 }
 
-epic_result epic_open_v1(epic_context **out, const epic_meet *meet, const epic_config *config,
-                         size_t size)
+epic_result epic_open_v1(epic_context **out, const epic_bootstrap *bootstrap,
+                         const epic_config *config, size_t size)
 {
     if (!out) return epic_fail(EPIC_EINVAL, "out is NULL: a place for the context is needed");
     epic_context *ctx = *out = calloc(1, sizeof *ctx);
@@ -288,7 +293,7 @@ epic_result epic_open_v1(epic_context **out, const epic_meet *meet, const epic_c
     ctx->generation = process_generation();
     pthread_mutex_init(&ctx->mutex, NULL);
     const epic_result result = process_count_forks()
-                                   ? open_context(ctx, meet, config, size)
+                                   ? open_context(ctx, bootstrap, config, size)
                                    : epic_fail(EPIC_ENOMEM, "no memory to notice forks");
     if (result == EPIC_OK) return EPIC_OK;
     epic_failure_info failure = {

@@ -91,7 +91,7 @@ epic_result epic_layer_sizes_v1(epic_context *ctx, const epic_layer *layer, size
     const uint32_t local = (l.num_experts + ranks - 1) / ranks;
     const uint32_t first = local * (uint32_t)ctx->rank;
     info.capacity = bound(&ctx->config, &l, most_local(&ctx->config, &l, false));
-    info.placed_capacity = bound(&ctx->config, &l, most_local(&ctx->config, &l, true));
+    info.capacity_any_placement = bound(&ctx->config, &l, most_local(&ctx->config, &l, true));
     info.host_bytes = memory.host_bytes;
     info.shared_bytes = memory.shared_bytes;
     info.device_bytes = memory.device_bytes;

@@ -32,10 +32,10 @@ typedef struct epic_peer {
 
 /* What join is given; borrowed for the call. */
 typedef struct epic_join {
-    const epic_meet *meet;     /* gather, rank, num_ranks; checked */
-    const epic_config *config; /* every default filled in, equal on all ranks */
-    const epic_peer *peers;    /* [num_ranks] */
-    uint64_t group_id;         /* random, equal on all ranks */
+    const epic_bootstrap *bootstrap; /* gather, rank, num_ranks; checked */
+    const epic_config *config;       /* every default filled in, equal on all ranks */
+    const epic_peer *peers;          /* [num_ranks] */
+    uint64_t group_id;               /* random, equal on all ranks */
 } epic_join;
 
 /* ------------------------------------------------------------------------- transports ----
@@ -202,7 +202,7 @@ typedef struct epic_steps {
     epic_result (*combine)(epic_group *, const epic_combine_args *);
     epic_result (*dispatch_backward)(epic_group *, const epic_dispatch_backward_args *);
     epic_result (*combine_backward)(epic_group *, const epic_combine_backward_args *);
-    epic_result (*sum)(epic_group *, const epic_sum_args *);
+    epic_result (*sum)(epic_group *, const epic_allreduce_sum_args *);
     epic_result (*sum_replicas)(epic_group *, const epic_sum_replicas_args *);
     /* Router and losses: args->router has its defaults filled in; factor is what the sum over
      * tokens (backward: also d_loss) is multiplied by. */
@@ -291,9 +291,9 @@ typedef struct epic_backend {
      * it.  NULL: the core's. */
     const char *(*sentence)(void);
 
-    /* A meeting of the ranks that `native`, what config.native points to, knows: epic_meet_mpi.
+    /* A bootstrap of the ranks that `native`, what config.native points to, knows: epic_bootstrap_mpi.
      * NULL: it knows none. */
-    epic_result (*meet)(epic_meet *out, const void *native, uint32_t timeout_ms);
+    epic_result (*bootstrap)(epic_bootstrap *out, const void *native, uint32_t timeout_ms);
 } epic_backend;
 
 /* Every backend of this build, in the order in which they are tried; NULL ends the list. */

@@ -62,7 +62,7 @@ static int make_memfd(const char *group, int rank)
 }
 
 static void write_header(recorder_page *page, const char *group, uint64_t group_id, int rank,
-                         int num_ranks, const char *backend, const char *wire)
+                         int num_ranks, const char *backend, const char *net)
 {
     page->version = RECORDER_VERSION;
     page->page_bytes = sizeof *page;
@@ -73,12 +73,12 @@ static void write_header(recorder_page *page, const char *group, uint64_t group_
     page->opened_ns = wall_ns();
     snprintf(page->group, sizeof page->group, "%s", group);
     snprintf(page->backend, sizeof page->backend, "%s", backend);
-    snprintf(page->wire, sizeof page->wire, "%s", wire);
+    snprintf(page->net, sizeof page->net, "%s", net);
     atomic_store_explicit(&page->magic, RECORDER_MAGIC, memory_order_release);
 }
 
 epic_result recorder_open(epic_recorder **out, const char *group, uint64_t group_id, int rank,
-                          int num_ranks, const char *backend, const char *wire)
+                          int num_ranks, const char *backend, const char *net)
 {
     *out = NULL;
     epic_recorder *recorder = calloc(1, sizeof *recorder);
@@ -97,7 +97,7 @@ epic_result recorder_open(epic_recorder **out, const char *group, uint64_t group
                          sizeof(recorder_page), strerror(refused), epic_way_out(refused));
     }
     recorder->page = page;
-    write_header(recorder->page, group, group_id, rank, num_ranks, backend, wire);
+    write_header(recorder->page, group, group_id, rank, num_ranks, backend, net);
     *out = recorder;
     return EPIC_OK;
 }
@@ -243,7 +243,7 @@ static bool valid(const recorder_page *page)
            page->version == RECORDER_VERSION && page->page_bytes == sizeof *page &&
            memchr(page->group, 0, sizeof page->group) &&
            memchr(page->backend, 0, sizeof page->backend) &&
-           memchr(page->wire, 0, sizeof page->wire);
+           memchr(page->net, 0, sizeof page->net);
 }
 
 const recorder_page *recorder_map(int fd)

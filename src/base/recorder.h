@@ -29,7 +29,7 @@ typedef enum recorder_state {
 /* On failure *out is NULL, which every function below accepts: the context works without.
  * Errors: EPIC_ENOMEM, EPIC_EDEVICE (the system refused the memfd). */
 epic_result recorder_open(epic_recorder **out, const char *group, uint64_t group_id, int rank,
-                          int num_ranks, const char *backend, const char *wire);
+                          int num_ranks, const char *backend, const char *net);
 void recorder_close(epic_recorder *recorder);
 
 /* What ends is told to the trace too, which outlives the recorder. */
@@ -56,7 +56,7 @@ void recorder_end(epic_recorder *recorder, uint64_t record, epic_result result,
 #define RECORDER_VERSION 3
 #define RECORDER_RECORDS 256
 #define RECORDER_SENTENCE 512
-#define RECORDER_WIRE 128 /* bytes */
+#define RECORDER_NET 128 /* bytes */
 
 /* What a record says.  Times are CLOCK_REALTIME nanoseconds; end 0: in flight. */
 typedef struct recorder_entry {
@@ -101,7 +101,7 @@ typedef struct recorder_page {
     _Atomic uint64_t closed;
     uint64_t group_id; /* tells groups of one name apart */
     uint64_t pad[4];
-    char wire[RECORDER_WIRE]; /* epic_wire_name */
+    char net[RECORDER_NET]; /* epic_net_name */
     recorder_record records[RECORDER_RECORDS];
     recorder_sentence sentences[RECORDER_RECORDS];
 } recorder_page;

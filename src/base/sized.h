@@ -8,40 +8,40 @@
 /* Every struct that has a size, with the last field that it had in release 0.1: no caller has a
  * smaller one, so a smaller size is a mistake, mostly sizeof of a pointer.  Rows never change;
  * fields that are appended to a struct change nothing here. */
-#define SIZED_STRUCTS(ROW)                        \
-    ROW(epic_tcp, timeout_ms)                     \
-    ROW(epic_config, native)                      \
-    ROW(epic_failure_info, sentence)              \
-    ROW(epic_layer, flags)                        \
-    ROW(epic_plan_args, demand)                   \
-    ROW(epic_plan_info, rank_offset)              \
-    ROW(epic_dispatch_args, pad)                  \
-    ROW(epic_combine_args, flags)                 \
-    ROW(epic_dispatch_backward_args, flags)       \
-    ROW(epic_combine_backward_args, pad)          \
-    ROW(epic_sum_args, flags)                     \
-    ROW(epic_sum_replicas_args, pad)              \
-    ROW(epic_memory_info, plan_bytes)             \
-    ROW(epic_router, scale)                       \
-    ROW(epic_router_args, flags)                  \
-    ROW(epic_router_backward_args, flags)         \
-    ROW(epic_balance_loss_args, loss_type)        \
-    ROW(epic_balance_loss_backward_args, pad)     \
-    ROW(epic_z_loss_args, loss_type)              \
-    ROW(epic_z_loss_backward_args, pad)           \
-    ROW(epic_bias_update_args, flags)             \
-    ROW(epic_layer_info, first_expert)            \
-    ROW(epic_step_config, ctx)                    \
-    ROW(epic_slots, num_local_experts)            \
-    ROW(epic_experts, alpha)                      \
-    ROW(epic_experts_memory_info, backward_bytes) \
-    ROW(epic_experts_args, weights_type)          \
-    ROW(epic_experts_backward_args, weights_type) \
-    ROW(epic_moe, pad)                            \
-    ROW(epic_moe_memory_info, backward_bytes)     \
-    ROW(epic_moe_weights, w_shared_gate)          \
-    ROW(epic_moe_args, pad)                       \
-    ROW(epic_moe_gradients, w_shared_gate)        \
+#define SIZED_STRUCTS(ROW)                         \
+    ROW(epic_tcp, timeout_ms)                      \
+    ROW(epic_config, native)                       \
+    ROW(epic_failure_info, sentence)               \
+    ROW(epic_layer, flags)                         \
+    ROW(epic_plan_args, demand)                    \
+    ROW(epic_plan_info, rank_offset)               \
+    ROW(epic_dispatch_args, reserved)              \
+    ROW(epic_combine_args, flags)                  \
+    ROW(epic_dispatch_backward_args, flags)        \
+    ROW(epic_combine_backward_args, reserved)      \
+    ROW(epic_allreduce_sum_args, flags)            \
+    ROW(epic_sum_replicas_args, reserved)          \
+    ROW(epic_memory_info, plan_bytes)              \
+    ROW(epic_router, scale)                        \
+    ROW(epic_router_args, flags)                   \
+    ROW(epic_router_backward_args, flags)          \
+    ROW(epic_balance_loss_args, loss_type)         \
+    ROW(epic_balance_loss_backward_args, reserved) \
+    ROW(epic_z_loss_args, loss_type)               \
+    ROW(epic_z_loss_backward_args, reserved)       \
+    ROW(epic_bias_update_args, flags)              \
+    ROW(epic_layer_info, first_expert)             \
+    ROW(epic_dispatcher_config, ctx)               \
+    ROW(epic_slots, num_local_experts)             \
+    ROW(epic_experts, alpha)                       \
+    ROW(epic_experts_memory_info, backward_bytes)  \
+    ROW(epic_experts_args, weights_type)           \
+    ROW(epic_experts_backward_args, weights_type)  \
+    ROW(epic_moe, reserved)                        \
+    ROW(epic_moe_memory_info, backward_bytes)      \
+    ROW(epic_moe_weights, w_shared_gate)           \
+    ROW(epic_moe_args, reserved)                   \
+    ROW(epic_moe_gradients, w_shared_gate)         \
     ROW(epic_moe_backward_args, loss_type)
 
 typedef struct sized_type {

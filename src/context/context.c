@@ -159,9 +159,9 @@ int32_t epic_num_hosts(const epic_context *ctx)
     return ctx ? ctx->num_hosts : 0;
 }
 
-const char *epic_wire_name(const epic_context *ctx)
+const char *epic_net_name(const epic_context *ctx)
 {
-    return ctx ? ctx->wire : "";
+    return ctx ? ctx->net : "";
 }
 
 uint64_t epic_context_bytes_sent(const epic_context *ctx)

@@ -29,7 +29,7 @@ typedef struct context_steps {
                                      const epic_dispatch_backward_args *args);
     epic_result (*combine_backward)(epic_context *ctx, const epic_combine_backward_args *args,
                                     const struct note_extra *extra);
-    epic_result (*sum)(epic_context *ctx, const epic_sum_args *args);
+    epic_result (*sum)(epic_context *ctx, const epic_allreduce_sum_args *args);
     epic_result (*sum_replicas)(epic_context *ctx, const epic_sum_replicas_args *args);
 } context_steps;
 
@@ -43,8 +43,8 @@ struct epic_context {
     epic_config config; /* defaults filled in; its strings are the two below */
     char name[64];
     char backend_name[16];
-    bool checks_weights;      /* EPIC_CHECK_WEIGHTS; host contexts */
-    char wire[RECORDER_WIRE]; /* what rows take to other hosts; "": the backend says nothing */
+    bool checks_weights;    /* EPIC_CHECK_WEIGHTS; host contexts */
+    char net[RECORDER_NET]; /* what rows take to other hosts; "": the backend says nothing */
 
     tag_table tags;
     epic_recorder *recorder;

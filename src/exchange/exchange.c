@@ -99,7 +99,7 @@ static epic_result break_group(exchange *x, epic_result result, const uint64_t *
     epic_failure_info failure = {.result = (uint32_t)result,
                                  .operation = x->operation,
                                  .tag = x->tag,
-                                 .step = x->place,
+                                 .sequence = x->place,
                                  .rank = x->rank};
     for (int r = 0; r < x->num_ranks && failure.num_culprits < EPIC_MAX_CULPRITS; r++)
         if (culprits[r / 64] >> (r % 64) & 1) failure.culprits[failure.num_culprits++] = r;
@@ -232,7 +232,7 @@ static epic_result compare_note(exchange *x, int r, int *good)
 }
 
 /* Collects the notes; the first pair that differs is everybody's EPIC_EMISMATCH. */
-static epic_result meet_notes(exchange *x, const epic_note *mine)
+static epic_result exchange_notes(exchange *x, const epic_note *mine)
 {
     int good = mine->own[OWN_ERROR] ? -1 : x->rank;
     memset(x->notes, 0, (size_t)x->num_ranks * sizeof *x->notes);
@@ -263,7 +263,7 @@ static epic_result enter(exchange **out, epic_context *ctx, exchange *asked,
     x->record = recorder_begin(ctx->recorder, x->operation, x->tag, x->place, bytes);
     x->transport->announce(x->group, x->cell, x->tag, x->place, note);
     *out = x;
-    TRY(meet_notes(x, note));
+    TRY(exchange_notes(x, note));
     x->phase = PHASE_ROWS;
     exchange_moved(x);
     return EPIC_OK;

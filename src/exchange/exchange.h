@@ -72,7 +72,7 @@ epic_result exchange_open(exchange **out, epic_context *ctx, uint32_t operation,
                           const epic_call *call, const epic_note *note, uint64_t bytes);
 
 /* Ends the operation, which was good, and begins the tag's next one in its exchange, without a
- * meeting: the notes have told all that it needs, so every rank goes on or none. */
+ * bootstrap: the notes have told all that it needs, so every rank goes on or none. */
 void exchange_go_on(exchange *x, uint32_t operation, uint64_t bytes);
 
 /* Ends the operation with `result`, which it returns. */

@@ -361,7 +361,8 @@ static epic_result take_backward(experts_job *job, const epic_experts_backward_a
     TRY(take_weights_type(job, a->weights_type));
     job->grad_type = a->grad_type;
     TRY(experts_take_grad_type(&job->grad_type, job->experts.row_type, job->device));
-    if (a->pad != 0) return epic_fail(EPIC_EINVAL, "pad is %u: it must be 0", a->pad);
+    if (a->reserved != 0)
+        return epic_fail(EPIC_EINVAL, "reserved fields must be zero: one is %u", a->reserved);
     TRY(check_required(arrays, 4, a->num_slots));
     TRY(check_scales(job, scales, 2, a->num_slots));
     TRY(check_backward_places(job, a));

@@ -198,11 +198,11 @@ static void give(const moe_job *j, const backward_call *c, void *to, int64_t beg
 epic_result moe_sum_dense(moe_job *j)
 {
     if (!(j->moe.flags & EPIC_SUM_DENSE)) return EPIC_OK;
-    const epic_sum_args sum = {.call = j->call,
-                               .data = (float *)(void *)j->work.dense,
-                               .count = j->dense_count,
-                               .order = j->layer.sum_order};
-    return epic_sum(j->ctx, &sum);
+    const epic_allreduce_sum_args sum = {.call = j->call,
+                                         .data = (float *)(void *)j->work.dense,
+                                         .count = j->dense_count,
+                                         .order = j->layer.sum_order};
+    return epic_allreduce_sum(j->ctx, &sum);
 }
 
 static void give_dense(const moe_job *j, const backward_call *c)
@@ -272,7 +272,8 @@ static epic_result check(moe_job *j, epic_moe_backward_args *a, backward_call *c
                                       "weights.scale_of_expert is NULL, so it has none");
     if (a->flags & ~EPIC_ACCUMULATE)
         return epic_fail(EPIC_EINVAL, "flags is 0x%x: only EPIC_ACCUMULATE is known", a->flags);
-    if (a->pad) return epic_fail(EPIC_EINVAL, "pad is %u: it must be 0", a->pad);
+    if (a->reserved)
+        return epic_fail(EPIC_EINVAL, "reserved fields must be zero: one is %u", a->reserved);
     TRY(moe_check_loss_type(j, a->loss_type));
     if (j->device) return EPIC_OK;
     const double d_loss = number_or(a->d_loss, a->loss_type, 1);

@@ -225,9 +225,9 @@ static epic_result losses(moe_job *j, const epic_moe_args *a)
     }
     if (j->blocks > 1) TRY(DEVICE_STEP(j, trees, j->call.stream, both, j->blocks));
     if (j->moe.flags & EPIC_SUM_DENSE) {
-        const epic_sum_args sum = {
+        const epic_allreduce_sum_args sum = {
             .call = j->call, .data = both, .count = 2, .order = j->layer.sum_order};
-        TRY(epic_sum(j->ctx, &sum));
+        TRY(epic_allreduce_sum(j->ctx, &sum));
     }
     return DEVICE_STEP(j, give_losses, j->call.stream, both, a);
 }

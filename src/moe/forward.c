@@ -220,9 +220,9 @@ static epic_result losses(moe_job *j, const epic_moe_args *a)
     double both[2] = {moe_ops(j)->tree(balance, j->blocks), moe_ops(j)->tree(z, j->blocks)};
     if (j->moe.flags & EPIC_SUM_DENSE) {
         float sums[2] = {(float)both[0], (float)both[1]}; /* they are: F64 is not summed */
-        const epic_sum_args sum = {
+        const epic_allreduce_sum_args sum = {
             .call = j->call, .data = sums, .count = 2, .order = j->layer.sum_order};
-        TRY(epic_sum(j->ctx, &sum));
+        TRY(epic_allreduce_sum(j->ctx, &sum));
         both[0] = sums[0];
         both[1] = sums[1];
     }
@@ -312,7 +312,8 @@ static epic_result take(moe_job *j, epic_context *ctx, epic_moe_args *a, bool pl
     if (a->flags & ~known)
         return epic_fail(EPIC_EINVAL, "flags is 0x%x: only 0x%x is known here", a->flags,
                          known);
-    if (a->pad) return epic_fail(EPIC_EINVAL, "pad is %u: it must be 0", a->pad);
+    if (a->reserved)
+        return epic_fail(EPIC_EINVAL, "reserved fields must be zero: one is %u", a->reserved);
     if (planning && j->capacity != EPIC_CAPACITY_EXACT)
         return epic_fail(EPIC_EINVAL,
                          "moe.capacity is %lld: epic_moe_plan counts the slots itself, with "

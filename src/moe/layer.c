@@ -112,7 +112,8 @@ static epic_result check_moe(const moe_job *j)
                          "moe.flags is 0x%x: only EPIC_SUM_DENSE, EPIC_RECOMPUTE and "
                          "EPIC_DISPATCH_AGAIN are known",
                          m->flags);
-    if (m->pad) return epic_fail(EPIC_EINVAL, "moe.pad is %u: it must be 0", m->pad);
+    if (m->reserved)
+        return epic_fail(EPIC_EINVAL, "moe.reserved is %u: it must be 0", m->reserved);
     if (m->capacity < 0 || m->capacity > INT32_MAX)
         return epic_fail(EPIC_EINVAL,
                          "moe.capacity is %lld: 1 to 2147483647 slots are possible "
@@ -120,7 +121,7 @@ static epic_result check_moe(const moe_job *j)
                          (long long)m->capacity);
     if (j->wide && m->flags & EPIC_SUM_DENSE)
         return epic_fail(EPIC_EINVAL, "moe.flags has EPIC_SUM_DENSE: gradients of F64 rows are "
-                                      "float64, which epic_sum does not add");
+                                      "float64, which epic_allreduce_sum does not add");
     return EPIC_OK;
 }
 

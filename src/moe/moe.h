@@ -3,7 +3,7 @@
  *
  * Everything over tokens is done in blocks: one block, or with EPIC_TREE the rank's share of
  * `leaves` blocks of the group's tokens.  Sums over tokens are one partial for each block, added
- * in a binary tree here and, by epic_sum, over the ranks: the same bits for every number of
+ * in a binary tree here and, by epic_allreduce_sum, over the ranks: the same bits for every number of
  * ranks. */
 #ifndef EPIC_MOE_H
 #define EPIC_MOE_H

@@ -98,9 +98,10 @@ static epic_result check_balance(const loss_job *job)
     return router_check_ids(&job->router, a->topk_idx, a->num_tokens);
 }
 
-static epic_result check_pad(uint32_t pad)
+static epic_result check_reserved(uint32_t pad)
 {
-    return pad ? epic_fail(EPIC_EINVAL, "pad is %u: it must be 0", pad) : EPIC_OK;
+    return pad ? epic_fail(EPIC_EINVAL, "reserved fields must be zero: one is %u", pad)
+               : EPIC_OK;
 }
 
 static double incoming(const epic_loss *args)
@@ -231,7 +232,7 @@ epic_result epic_balance_loss_backward_v1(epic_context *ctx,
 {
     epic_balance_loss_backward_args a;
     TRY(READ_SIZED(&a, args, size, "args"));
-    TRY(check_pad(a.pad));
+    TRY(check_reserved(a.reserved));
     return balance_backward(&(loss_job){.ctx = ctx,
                                         .args = {.router = a.router,
                                                  .logits = a.logits,
@@ -306,7 +307,7 @@ epic_result epic_z_loss_backward_v1(epic_context *ctx, const epic_z_loss_backwar
 {
     epic_z_loss_backward_args a;
     TRY(READ_SIZED(&a, args, size, "args"));
-    TRY(check_pad(a.pad));
+    TRY(check_reserved(a.reserved));
     return z_backward(&(loss_job){.ctx = ctx,
                                   .args = {.router = a.router,
                                            .logits = a.logits,

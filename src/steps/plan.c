@@ -262,7 +262,7 @@ epic_result host_plan(epic_context *ctx, const epic_plan_args *args, const note_
     return p.x ? exchange_close(p.x, result) : result;
 }
 
-/* Does the same dispatch follow on every rank?  If not, its own meeting tells what differs. */
+/* Does the same dispatch follow on every rank?  If not, its own bootstrap tells what differs. */
 static bool goes_on(const exchange *x)
 {
     for (int r = 0; r < x->num_ranks; r++)

@@ -15,7 +15,7 @@ epic_result host_dispatch(epic_context *ctx, const epic_dispatch_args *args,
                           const note_extra *extra);
 epic_result host_dispatch_made(epic_context *ctx, const epic_dispatch_args *args);
 
-/* The same in the exchange that made the plan, which it closes, without a meeting of its own. */
+/* The same in the exchange that made the plan, which it closes, without a bootstrap of its own. */
 epic_result host_dispatch_on(exchange *x, const epic_dispatch_args *args);
 
 /* OWN_NEXT of a plan's note: what the ranks' dispatches must have in common. */
@@ -24,11 +24,12 @@ epic_result host_combine(epic_context *ctx, const epic_combine_args *args);
 epic_result host_dispatch_backward(epic_context *ctx, const epic_dispatch_backward_args *args);
 epic_result host_combine_backward(epic_context *ctx, const epic_combine_backward_args *args,
                                   const note_extra *extra);
-epic_result host_sum(epic_context *ctx, const epic_sum_args *args);
+epic_result host_sum(epic_context *ctx, const epic_allreduce_sum_args *args);
 epic_result host_sum_replicas(epic_context *ctx, const epic_sum_replicas_args *args);
 
 /* host_sum with a note that tells more than the sum. */
-epic_result sum_arrays(epic_context *ctx, const epic_sum_args *args, const epic_note *about);
+epic_result sum_arrays(epic_context *ctx, const epic_allreduce_sum_args *args,
+                       const epic_note *about);
 
 extern const context_steps host_steps; /* all of these */
 

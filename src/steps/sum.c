@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_sum on the host.  The array is cut in blocks; block b belongs to rank b % num_ranks, who
+/* epic_allreduce_sum on the host.  The array is cut in blocks; block b belongs to rank b % num_ranks, who
  * adds it and gives it to all: every element travels twice, and all ranks get the same bits.
  * A short array travels in the notes instead, and every rank adds it: one trip in place of
  * three, and the same bits, because all add the same rows in the same order. */
@@ -11,7 +11,7 @@
 #define BLOCK 2048 /* floats */
 
 typedef struct summing {
-    const epic_sum_args *args;
+    const epic_allreduce_sum_args *args;
     const host_kernels *kernels;
     exchange *x;
 } summing;
@@ -129,7 +129,7 @@ static epic_result add_in_blocks(summing *s)
     return scatter_run(x, &give);
 }
 
-static bool is_short(const epic_sum_args *args)
+static bool is_short(const epic_allreduce_sum_args *args)
 {
     return args->count * (int64_t)sizeof(float) <= NOTE_BYTES;
 }
@@ -141,7 +141,8 @@ static void add_notes(summing *s)
     add_rows(s, s->args->data, x->rows, s->args->count);
 }
 
-epic_result sum_arrays(epic_context *ctx, const epic_sum_args *args, const epic_note *about)
+epic_result sum_arrays(epic_context *ctx, const epic_allreduce_sum_args *args,
+                       const epic_note *about)
 {
     summing s = {.args = args, .kernels = host_kernels_get()};
     const size_t bytes = (size_t)args->count * sizeof(float);
@@ -159,7 +160,7 @@ epic_result sum_arrays(epic_context *ctx, const epic_sum_args *args, const epic_
     return exchange_close(s.x, result);
 }
 
-epic_result host_sum(epic_context *ctx, const epic_sum_args *args)
+epic_result host_sum(epic_context *ctx, const epic_allreduce_sum_args *args)
 {
     return sum_arrays(ctx, args, &(epic_note){0});
 }

@@ -6,7 +6,7 @@
  *     logical     a   b | a   a | b   c | a   c
  *     a           x0    | x2+x3 |   0   | x6
  *                  \___ + ___/     \__ + _/          on each rank, in its workspace
- *                        \______ + ______/           epic_sum
+ *                        \______ + ______/           epic_allreduce_sum
  */
 #include <string.h>
 
@@ -104,7 +104,7 @@ static void find_several(const plan_view *v, uint64_t *several)
 epic_result host_sum_replicas(epic_context *ctx, const epic_sum_replicas_args *args)
 {
     step s;
-    epic_sum_args sum = {.call = args->call};
+    epic_allreduce_sum_args sum = {.call = args->call};
     step_begin(&s, ctx, EPIC_OP_SUM, args->plan, args->plan_bytes, NULL);
     if (!s.damaged && args->data.num_rows < s.plan.header->num_local)
         return epic_fail(EPIC_EINVAL, "data.num_rows is %lld: the plan has %d local experts",

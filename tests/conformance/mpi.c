@@ -9,7 +9,7 @@
 #include "run.h"
 #include "suite.h"
 
-/* MPI counts in int, which is enough for what a meeting gathers. */
+/* MPI counts in int, which is enough for what a bootstrap_comm gathers. */
 static epic_result gather(void *self, const void *mine, void *all, int64_t bytes)
 {
     const int count = (int)bytes;
@@ -44,14 +44,14 @@ int main(int argc, char **argv)
         return check_skip("too many ranks for this test");
     }
     run_alarm((unsigned)(110 * (run_scale() > 1 ? run_scale() : 1)));
-    MPI_Comm meeting, lent;
-    MPI_Comm_dup(MPI_COMM_WORLD, &meeting);
+    MPI_Comm bootstrap_comm, lent;
+    MPI_Comm_dup(MPI_COMM_WORLD, &bootstrap_comm);
     MPI_Comm_dup(MPI_COMM_WORLD, &lent);
-    const epic_meet meet = {
-        .rank = rank, .num_ranks = num_ranks, .gather = gather, .self = &meeting};
+    const epic_bootstrap bootstrap = {
+        .rank = rank, .num_ranks = num_ranks, .gather = gather, .self = &bootstrap_comm};
     if (rank == 0) printf("seed %llu\n", (unsigned long long)run_seed());
-    suite_rank("mpi", &meet, argc > 1 && strcmp(argv[1], "world") == 0 ? NULL : &lent);
+    suite_rank("mpi", &bootstrap, argc > 1 && strcmp(argv[1], "world") == 0 ? NULL : &lent);
     MPI_Comm_free(&lent);
-    MPI_Comm_free(&meeting);
+    MPI_Comm_free(&bootstrap_comm);
     return finish(rank);
 }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The suite on backend p2p, with ranks as threads that are dealt to the GPUs in turn; or on hosts, by
- * EPIC_HOST=%r and a wire.
+ * EPIC_HOST=%r and a net.
  *   p2p [RANKS ...] */
 #include <cuda_runtime_api.h>
 #include <stdio.h>
@@ -37,9 +37,9 @@ static int num_gpus(void)
 }
 
 /* A stream that has carried work, which ranks that share a GPU need (docs/lab/cuda.md). */
-static void open_arena(const epic_meet *meet)
+static void open_arena(const epic_bootstrap *bootstrap)
 {
-    need(cudaSetDevice(meet->rank % num_gpus()), "the GPU");
+    need(cudaSetDevice(bootstrap->rank % num_gpus()), "the GPU");
     need(cudaMalloc((void **)&arena.bytes, ARENA_BYTES), "memory");
     need(cudaStreamCreateWithFlags(&arena.stream, cudaStreamNonBlocking), "a stream");
     need(cudaMemsetAsync(arena.bytes, 0, 64, arena.stream), "the stream");

@@ -17,7 +17,7 @@
 /* One rank of one group. */
 typedef struct member {
     const char *backend;
-    const epic_meet *meet;
+    const epic_bootstrap *bootstrap;
     void *native;
     uint64_t seed;
     int cases;
@@ -37,7 +37,7 @@ static int64_t least_staging(int num_ranks, int64_t max_in_flight)
 
 static epic_context *open_group(const member *m, uint32_t max_in_flight, bool little)
 {
-    const int ranks = m->meet->num_ranks;
+    const int ranks = m->bootstrap->num_ranks;
     const epic_config config = {
         .max_tokens = WORLD_MAX_TOKENS,
         .max_row_bytes = MAX_ROW_BYTES,
@@ -48,12 +48,12 @@ static epic_context *open_group(const member *m, uint32_t max_in_flight, bool li
         .backend = m->backend,
         .native = m->native};
     epic_context *ctx;
-    const epic_result result = epic_open(&ctx, m->meet, &config);
+    const epic_result result = epic_open(&ctx, m->bootstrap, &config);
     if (!CHECK_SAY(result == EPIC_OK, "open: %s", epic_error(ctx))) {
         epic_close(ctx);
         return NULL;
     }
-    CHECK_EQ(epic_rank(ctx), m->meet->rank);
+    CHECK_EQ(epic_rank(ctx), m->bootstrap->rank);
     CHECK_EQ(epic_num_ranks(ctx), ranks);
     CHECK(strcmp(epic_backend_name(ctx), m->backend) == 0);
     return ctx;
@@ -74,7 +74,8 @@ static bool close_group(epic_context *ctx)
 static bool whole(const member *m, epic_context *ctx)
 {
     if (!suite_there->device) return ctx && epic_check(ctx) == EPIC_OK;
-    return case_agree(m->meet, ctx && check_num_failed() == 0 && epic_check(ctx) == EPIC_OK);
+    return case_agree(m->bootstrap,
+                      ctx && check_num_failed() == 0 && epic_check(ctx) == EPIC_OK);
 }
 
 /* ------------------------------------------------------------------------- the parts ---- */
@@ -83,8 +84,8 @@ static bool random_cases(const member *m, uint32_t max_in_flight, bool little, b
 {
     epic_context *ctx = open_group(m, max_in_flight, little);
     for (int i = 0; whole(m, ctx) && i < m->cases; i++) {
-        world *w = world_new(run_mix(m->seed, (uint64_t)i), m->meet->num_ranks);
-        case_run(ctx, m->meet, w, (uint64_t)(i % 3), delays);
+        world *w = world_new(run_mix(m->seed, (uint64_t)i), m->bootstrap->num_ranks);
+        case_run(ctx, m->bootstrap, w, (uint64_t)(i % 3), delays);
         world_free(w);
     }
     return close_group(ctx);
@@ -108,7 +109,7 @@ static bool delayed_cases(const member *m)
 static world *large_world(const member *m)
 {
     for (uint64_t seed = m->seed;; seed++) {
-        world *w = world_new(seed, m->meet->num_ranks);
+        world *w = world_new(seed, m->bootstrap->num_ranks);
         if (w->plan->total_tokens >= WORLD_MAX_TOKENS) return w;
         world_free(w);
     }
@@ -117,11 +118,11 @@ static world *large_world(const member *m)
 /* One case again and again: other delays each time, the same bits. */
 static bool repeated_case(const member *m)
 {
-    if (m->meet->num_ranks == 1) return true;
+    if (m->bootstrap->num_ranks == 1) return true;
     epic_context *ctx = open_group(m, 3, false);
     world *w = large_world(m);
     for (int i = 0; whole(m, ctx) && i < m->cases; i++)
-        case_run(ctx, m->meet, w, (uint64_t)i, true);
+        case_run(ctx, m->bootstrap, w, (uint64_t)i, true);
     world_free(w);
     return close_group(ctx);
 }
@@ -130,12 +131,12 @@ static bool repeated_case(const member *m)
  * cases on one backend, fewer on the others. */
 static bool tree_cases(const member *m)
 {
-    if (8 % m->meet->num_ranks) return true;
+    if (8 % m->bootstrap->num_ranks) return true;
     epic_context *ctx = open_group(m, 2, false);
     const int cases = strcmp(m->backend, "threads") ? m->cases / 5 + 1 : m->cases;
     for (int i = 0; whole(m, ctx) && i < cases; i++) {
-        world *w = world_new_tree(run_mix(m->seed, (uint64_t)i), m->meet->num_ranks);
-        case_run(ctx, m->meet, w, 0, false);
+        world *w = world_new_tree(run_mix(m->seed, (uint64_t)i), m->bootstrap->num_ranks);
+        case_run(ctx, m->bootstrap, w, 0, false);
         world_free(w);
     }
     return close_group(ctx);
@@ -149,8 +150,9 @@ static bool side_by_side(const member *m)
         world *w[3];
         seat seats[3];
         for (int j = 0; j < 3; j++) {
-            w[j] = world_new(run_mix(m->seed, (uint64_t)(3 * i + j)), m->meet->num_ranks);
-            case_begin(&seats[j], groups[j / 2], m->meet, w[j], (uint64_t)(7 + j % 2), false);
+            w[j] = world_new(run_mix(m->seed, (uint64_t)(3 * i + j)), m->bootstrap->num_ranks);
+            case_begin(&seats[j], groups[j / 2], m->bootstrap, w[j], (uint64_t)(7 + j % 2),
+                       false);
         }
         for (int phase = 0; case_phase(&seats[0], phase); phase++) {
             case_phase(&seats[1], phase);
@@ -178,8 +180,8 @@ static void *run_tag(void *self)
     run_nap_us(t->delay_us);
     for (int i = 0; whole(t->m, t->ctx) && i < t->m->cases; i++) {
         const uint64_t seed = run_mix(t->m->seed, t->tag * 1000 + (uint64_t)i);
-        world *w = world_new(seed, t->m->meet->num_ranks);
-        case_run(t->ctx, t->m->meet, w, t->tag, i % 2);
+        world *w = world_new(seed, t->m->bootstrap->num_ranks);
+        case_run(t->ctx, t->m->bootstrap, w, t->tag, i % 2);
         world_free(w);
     }
     return NULL;
@@ -193,7 +195,7 @@ static bool many_tags(const member *m)
     if (!ctx) return false;
     tagged tags[NUM_TAGS];
     pthread_t threads[NUM_TAGS];
-    run_random random = {run_mix(m->seed, 77 + (uint64_t)m->meet->rank)};
+    run_random random = {run_mix(m->seed, 77 + (uint64_t)m->bootstrap->rank)};
     for (int t = 0; t < NUM_TAGS; t++) {
         tags[t] = (tagged){m, ctx, run_mix(m->seed, (uint64_t)t), run_below(&random, 4000)};
         pthread_create(&threads[t], NULL, run_tag, &tags[t]);
@@ -206,7 +208,7 @@ static bool many_tags(const member *m)
 static world *good_world(const member *m, uint64_t seed, int victim, bool distinct)
 {
     for (;; seed++) {
-        world *w = world_new(seed, m->meet->num_ranks);
+        world *w = world_new(seed, m->bootstrap->num_ranks);
         const bool there = !(w->logical_of && suite_there->lacks & SUITE_REPLICAS);
         const bool good = w->plan->result == EPIC_OK && w->layer.num_experts <= 64;
         const bool kind = distinct == ((w->layer.flags & EPIC_DISTINCT) != 0);
@@ -221,10 +223,10 @@ static bool bad_data(const member *m)
     run_random common = {m->seed};
     epic_context *ctx = open_group(m, 2, false);
     for (int i = 0; whole(m, ctx) && i < m->cases; i++) {
-        const int victim = (int)run_below(&common, m->meet->num_ranks);
+        const int victim = (int)run_below(&common, m->bootstrap->num_ranks);
         world *w = good_world(m, run_mix(m->seed, (uint64_t)i), victim, i % 2 == 0);
-        case_bad_choice(ctx, m->meet, w, 0, victim);
-        if (whole(m, ctx)) case_run(ctx, m->meet, w, 0, false);
+        case_bad_choice(ctx, m->bootstrap, w, 0, victim);
+        if (whole(m, ctx)) case_run(ctx, m->bootstrap, w, 0, false);
         world_free(w);
     }
     return close_group(ctx);
@@ -234,7 +236,7 @@ static bool simple_step(const member *m)
 {
     epic_context *ctx = open_group(m, 2, false);
     for (int gradients = 0; whole(m, ctx) && gradients < 2; gradients++)
-        case_easy(ctx, m->meet, m->cases > 4 ? m->cases : 4, gradients);
+        case_easy(ctx, m->bootstrap, m->cases > 4 ? m->cases : 4, gradients);
     return close_group(ctx);
 }
 
@@ -250,28 +252,28 @@ static const struct {
     {"simple step", simple_step, 12},
 };
 
-void suite_rank(const char *backend, const epic_meet *meet, void *native)
+void suite_rank(const char *backend, const epic_bootstrap *bootstrap, void *native)
 {
-    if (suite_there->open) suite_there->open(meet);
+    if (suite_there->open) suite_there->open(bootstrap);
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
         const uint64_t begin = run_now_ns();
         const member m = {.backend = backend,
-                          .meet = meet,
+                          .bootstrap = bootstrap,
                           .native = native,
                           .seed = run_mix(run_seed(), i),
                           .cases = (int)scaled(parts[i].cases)};
         check_seed = m.seed;
         if (!parts[i].run(&m)) break;
-        if (meet->rank == 0)
-            printf("%s, %d ranks: %s, %.1f s\n", backend, meet->num_ranks, parts[i].name,
+        if (bootstrap->rank == 0)
+            printf("%s, %d ranks: %s, %.1f s\n", backend, bootstrap->num_ranks, parts[i].name,
                    (double)(run_now_ns() - begin) * 1e-9);
     }
     if (suite_there->close) suite_there->close();
 }
 
-static void body(const epic_meet *meet, void *self)
+static void body(const epic_bootstrap *bootstrap, void *self)
 {
-    suite_rank(self, meet, NULL);
+    suite_rank(self, bootstrap, NULL);
 }
 
 void suite_run(const char *backend, int num_ranks)

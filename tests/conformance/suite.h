@@ -13,6 +13,6 @@ int suite_main(const char *backend, const int *counts, int argc, char **argv);
 void suite_run(const char *backend, int num_ranks);
 
 /* One rank of it, in a process of its own. */
-void suite_rank(const char *backend, const epic_meet *meet, void *native);
+void suite_rank(const char *backend, const epic_bootstrap *bootstrap, void *native);
 
 #endif

@@ -262,13 +262,13 @@ static int64_t choose_twin(const world *w, run_random *common, int victim, int64
     return -1;
 }
 
-void case_bad_choice(epic_context *ctx, const epic_meet *meet, const world *w, uint64_t tag,
-                     int victim)
+void case_bad_choice(epic_context *ctx, const epic_bootstrap *bootstrap, const world *w,
+                     uint64_t tag, int victim)
 {
     seat s;
     plan_outputs out;
     run_random common = {run_mix(w->seed, 900)};
-    case_begin(&s, ctx, meet, w, tag, false);
+    case_begin(&s, ctx, bootstrap, w, tag, false);
     const epic_plan_args args = plan_args(&s, &common, &out);
     const bool wide = args.index_type == EPIC_I64, distinct = w->layer.flags & EPIC_DISTINCT;
     int64_t value, at = distinct ? choose_twin(w, &common, victim, &value) : -1;
@@ -289,12 +289,16 @@ void case_bad_choice(epic_context *ctx, const epic_meet *meet, const world *w, u
 
 /* ----------------------------------------------------------------------------- frame ---- */
 
-void case_begin(seat *s, epic_context *ctx, const epic_meet *meet, const world *w, uint64_t tag,
-                bool delays)
+void case_begin(seat *s, epic_context *ctx, const epic_bootstrap *bootstrap, const world *w,
+                uint64_t tag, bool delays)
 {
     epic_layer_info sizes = {0};
-    *s = (seat){
-        .ctx = ctx, .meet = meet, .w = w, .rank = epic_rank(ctx), .tag = tag, .delays = delays};
+    *s = (seat){.ctx = ctx,
+                .bootstrap = bootstrap,
+                .w = w,
+                .rank = epic_rank(ctx),
+                .tag = tag,
+                .delays = delays};
     check_seed = w->seed;
     s->failed_before = check_num_failed();
     s->own.state = run_mix(run_mix(w->seed, 1000 + (uint64_t)s->rank), tag);
@@ -340,11 +344,11 @@ bool case_phase(seat *s, int phase)
     return true;
 }
 
-void case_run(epic_context *ctx, const epic_meet *meet, const world *w, uint64_t tag,
+void case_run(epic_context *ctx, const epic_bootstrap *bootstrap, const world *w, uint64_t tag,
               bool delays)
 {
     seat s;
-    case_begin(&s, ctx, meet, w, tag, delays);
+    case_begin(&s, ctx, bootstrap, w, tag, delays);
     for (int phase = 0; case_phase(&s, phase); phase++) continue;
     case_end(&s);
 }

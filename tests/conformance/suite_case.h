@@ -19,7 +19,7 @@ typedef struct case_array {
 /* One rank in one case. */
 typedef struct seat {
     epic_context *ctx;
-    const epic_meet *meet;
+    const epic_bootstrap *bootstrap;
     const world *w;
     int rank;
     uint64_t tag;
@@ -35,8 +35,8 @@ typedef struct seat {
     long failed_before;
 } seat;
 
-void case_begin(seat *s, epic_context *ctx, const epic_meet *meet, const world *w, uint64_t tag,
-                bool delays);
+void case_begin(seat *s, epic_context *ctx, const epic_bootstrap *bootstrap, const world *w,
+                uint64_t tag, bool delays);
 
 /* The operations of a case, in an order that all ranks share; false: there is none left. */
 bool case_phase(seat *s, int phase);
@@ -44,20 +44,20 @@ bool case_phase(seat *s, int phase);
 void case_end(seat *s);
 
 /* All of a case. */
-void case_run(epic_context *ctx, const epic_meet *meet, const world *w, uint64_t tag,
+void case_run(epic_context *ctx, const epic_bootstrap *bootstrap, const world *w, uint64_t tag,
               bool delays);
 
 /* A plan with an id that is no expert, or where ids are distinct one that its token has already, on
  * rank `victim`: every rank is told whose, nothing is moved with it, and the group is whole.  It
  * has tokens; the case goes well otherwise. */
-void case_bad_choice(epic_context *ctx, const epic_meet *meet, const world *w, uint64_t tag,
-                     int victim);
+void case_bad_choice(epic_context *ctx, const epic_bootstrap *bootstrap, const world *w,
+                     uint64_t tag, int victim);
 
-/* Rounds of the simple step (epic_step_open), on a context of the caller's. */
-void case_easy(epic_context *ctx, const epic_meet *meet, int rounds, bool gradients);
+/* Rounds of the simple step (epic_dispatcher_open), on a context of the caller's. */
+void case_easy(epic_context *ctx, const epic_bootstrap *bootstrap, int rounds, bool gradients);
 
 /* Do all ranks say so?  They meet here, outside of EPIC. */
-bool case_agree(const epic_meet *meet, bool mine);
+bool case_agree(const epic_bootstrap *bootstrap, bool mine);
 
 /* Calls that were refused as what the backend lacks, by all ranks. */
 long case_num_lacked(void);

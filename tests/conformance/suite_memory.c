@@ -104,14 +104,14 @@ long case_num_lacked(void)
     return atomic_load(&lacked);
 }
 
-bool case_agree(const epic_meet *meet, bool mine)
+bool case_agree(const epic_bootstrap *bootstrap, bool mine)
 {
     const uint32_t said = mine;
     uint32_t all[RUN_MAX_RANKS] = {said};
-    if (meet->num_ranks > 1 &&
-        !CHECK(meet->gather(meet->self, &said, all, sizeof said) == EPIC_OK))
+    if (bootstrap->num_ranks > 1 &&
+        !CHECK(bootstrap->gather(bootstrap->self, &said, all, sizeof said) == EPIC_OK))
         return false;
-    for (int r = 0; r < meet->num_ranks; r++)
+    for (int r = 0; r < bootstrap->num_ranks; r++)
         if (!all[r]) return false;
     return true;
 }
@@ -119,7 +119,7 @@ bool case_agree(const epic_meet *meet, bool mine)
 /* By every rank, or those that were not would wait for the others. */
 static void check_refused(seat *s, epic_result result)
 {
-    CHECK_SAY(case_agree(s->meet, result == EPIC_ENOTSUP),
+    CHECK_SAY(case_agree(s->bootstrap, result == EPIC_ENOTSUP),
               "rank %d: %s to what the backend lacks, or another rank did not say EPIC_ENOTSUP",
               s->rank, epic_result_name(result));
     atomic_fetch_add(&lacked, s->rank == 0);

@@ -21,9 +21,10 @@ enum suite_need {
 
 /* The hooks are called by a rank's thread. */
 typedef struct suite_memory {
-    void (*open)(const epic_meet *meet); /* before its first context; NULL: nothing to do */
-    void (*close)(void);                 /* after its last one; NULL */
-    void *(*allocate)(int64_t bytes);    /* at an address that 16 divides */
+    void (*open)(
+        const epic_bootstrap *bootstrap); /* before its first context; NULL: nothing to do */
+    void (*close)(void);                  /* after its last one; NULL */
+    void *(*allocate)(int64_t bytes);     /* at an address that 16 divides */
     void (*release)(void *memory);
     void (*copy)(void *to, const void *from, int64_t bytes); /* either way; done on return */
     void (*synchronise)(void);          /* with the calls; NULL: they wait */

@@ -239,12 +239,12 @@ void case_sum(seat *s, run_random *common)
     for (int r = 0; r < ranks; r++)
         world_row(s->w, STREAM_SUM, r, EPIC_F32, count, parts + r * count);
     const float *data = case_copy(s, parts + s->rank * count, count * (int64_t)sizeof *data);
-    const epic_sum_args a = {.call = case_call(s),
-                             .data = case_lend(s, data),
-                             .count = count,
-                             .order = tree ? EPIC_TREE : EPIC_BY_RANK};
+    const epic_allreduce_sum_args a = {.call = case_call(s),
+                                       .data = case_lend(s, data),
+                                       .count = count,
+                                       .order = tree ? EPIC_TREE : EPIC_BY_RANK};
     case_nap(s);
-    case_refused(s, case_return(s, epic_sum(s->ctx, &a), 0), EPIC_OK);
+    case_refused(s, case_return(s, epic_allreduce_sum(s->ctx, &a), 0), EPIC_OK);
     int64_t wrong = 0;
     for (int64_t i = 0; i < count; i++) {
         float right = tree ? tree_sum(parts + i, count, 0, ranks) : parts[i];

@@ -40,7 +40,7 @@ typedef struct fiber {
     jmp_buf jump;
     bool started; /* it has a stack, and a place to go on */
     bool napping;
-    unsigned meetings;
+    unsigned warp_calls;
     uint32_t group, num_copies;
     copy copies[MAX_COPIES];
     uint32_t bulk_group, num_bulk;
@@ -50,8 +50,8 @@ typedef struct fiber {
 
 typedef struct warp {
     uint32_t arrived, gone;
-    emulator_meeting what;
-    uint64_t values[2][EMULATOR_WARP]; /* of even and odd meetings */
+    emulator_warp_call what;
+    uint64_t values[2][EMULATOR_WARP]; /* of even and odd warp_calls */
 } warp;
 
 typedef struct sm { /* a thread of the system, and the CTA that it runs */
@@ -216,12 +216,12 @@ void emulator_nap(void)
     leave_the_sm();
 }
 
-const uint64_t *emulator_meet(emulator_meeting what, uint64_t value)
+const uint64_t *emulator_warp_sync(emulator_warp_call what, uint64_t value)
 {
     fiber *me = here->running;
     const unsigned thread = me->place.thread, lane = thread % EMULATOR_WARP;
     warp *w = &here->warps[thread / EMULATOR_WARP];
-    uint64_t *values = w->values[me->meetings++ & 1];
+    uint64_t *values = w->values[me->warp_calls++ & 1];
     if (w->gone) emulator_die("a warp meets when lanes have ended: %08x", w->gone);
     if (!w->arrived) w->what = what;
     if (w->what != what)
@@ -402,7 +402,7 @@ static void reset(sm *s, const launch *work, int cta)
             (unsigned)i,          (unsigned)cta, (unsigned)work->threads,
             (unsigned)work->ctas, s->shared,     (uint32_t)work->shared_bytes};
         f->napping = false;
-        f->meetings = f->group = f->num_copies = f->bulk_group = f->num_bulk = 0;
+        f->warp_calls = f->group = f->num_copies = f->bulk_group = f->num_bulk = 0;
         f->hidden = false;
     }
     queue_warps(s, work->threads / EMULATOR_WARP);

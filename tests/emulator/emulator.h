@@ -39,16 +39,16 @@ typedef struct emulator_thread { /* of a kernel: who it is */
 /* The running one. */
 extern __thread emulator_thread *emulator_here;
 
-typedef enum emulator_meeting { /* what a warp meets for */
-                                EMULATOR_SYNC,
-                                EMULATOR_SHUFFLE,
-                                EMULATOR_VOTE,
-                                EMULATOR_MATCH,
-                                EMULATOR_REDUCE
-} emulator_meeting;
+typedef enum emulator_warp_call { /* what a warp meets for */
+                                  EMULATOR_SYNC,
+                                  EMULATOR_SHUFFLE,
+                                  EMULATOR_VOTE,
+                                  EMULATOR_MATCH,
+                                  EMULATOR_REDUCE
+} emulator_warp_call;
 
-/* Waits for all lanes of the warp; each one's value, until the next meeting. */
-const uint64_t *emulator_meet(emulator_meeting what, uint64_t value);
+/* Waits for all lanes of the warp; each one's value, until the next one. */
+const uint64_t *emulator_warp_sync(emulator_warp_call what, uint64_t value);
 
 /* Waits for all threads of the CTA; 1 if `good` was 1 for all. */
 int emulator_sync(int good);

@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# GPUs of several hosts where a library is missing: the backend's, its wire's, or UCX itself.  What is
-# said names it and what helps.  Only the wire's needs UCX: the backend loads without.
+# GPUs of several hosts where a library is missing: the backend's, its net's, or UCX itself.  What is
+# said names it and what helps.  Only the net's needs UCX: the backend loads without.
 # usage: without.sh NAMED LIBEPIC_UCX [LIBEPIC_HOSTS]...     NAMED lies with the emulated libraries
 set -eu
 export LC_ALL=C
@@ -28,7 +28,7 @@ spoil() { # file
 
 # refuses WORD...    two hosts do not open, with all of these in what is said
 refuses() {
-    if said=$(LD_LIBRARY_PATH=$here EPIC_HOST=%r EPIC_WIRE=ucx "$here/$(basename "$named")" 2 hosts 2>&1); then
+    if said=$(LD_LIBRARY_PATH=$here EPIC_HOST=%r EPIC_NET=ucx "$here/$(basename "$named")" 2 hosts 2>&1); then
         fail "they opened: $said"
     fi
     echo "$said"
@@ -53,7 +53,7 @@ chmod +x "$here/$(basename "$named")"
 for library in libemulator.so libepic_cuda.so; do spoil "$emulated/$library"; done
 refuses 'backend "hosts": libepic_hosts.so cannot be loaded' 'GPUs of several hosts' nvcc libucx-dev
 spoil "$emulated/libepic_hosts.so"
-refuses 'wire "ucx": libepic_ucx.so cannot be loaded' libucx-dev 'build libepic again'
+refuses 'net "ucx": libepic_ucx.so cannot be loaded' libucx-dev 'build libepic again'
 spoil "$ucx"
 echo "no library" >"$here/libucp.so.0"
-refuses 'wire "ucx": libepic_ucx.so cannot be loaded' libucx0 'built for' libucp.so.0
+refuses 'net "ucx": libepic_ucx.so cannot be loaded' libucx0 'built for' libucp.so.0

@@ -10,13 +10,13 @@
 #include "mpiexec.h"
 
 #define FAULTS 24
-#define MEETING_MS 20000
+#define BOOTSTRAP_MS 20000
 
-static epic_meet meet_over(const MPI_Comm *comm)
+static epic_bootstrap bootstrap_over(const MPI_Comm *comm)
 {
-    epic_meet meet = {0};
-    if (*comm == MPI_COMM_NULL || epic_meet_mpi(&meet, comm, MEETING_MS) == EPIC_OK)
-        return meet;
+    epic_bootstrap bootstrap = {0};
+    if (*comm == MPI_COMM_NULL || epic_bootstrap_mpi(&bootstrap, comm, BOOTSTRAP_MS) == EPIC_OK)
+        return bootstrap;
     fprintf(stderr, "%s\n", epic_error(NULL));
     exit(1);
 }
@@ -31,7 +31,7 @@ static void be_rank(const faults_way *way, char **arguments)
     MPI_Comm all = MPI_COMM_WORLD, left;
     MPI_Comm_split(MPI_COMM_WORLD, faults_rank_dies(self, rank) ? MPI_UNDEFINED : 0, rank,
                    &left);
-    const epic_meet first = meet_over(&all), again = meet_over(&left);
+    const epic_bootstrap first = bootstrap_over(&all), again = bootstrap_over(&left);
     faults_be_rank(self, &first, &again);
     _exit(0);
 }

@@ -86,11 +86,11 @@ static bool step(epic_context *ctx, int number)
                                     .slot_weights = slot_weights,
                                     .type = EPIC_F32};
     float sum[2] = {(float)rank, (float)num_tokens}, tokens = 0;
-    const epic_sum_args add = {.data = sum, .count = 2};
+    const epic_allreduce_sum_args add = {.data = sum, .count = 2};
     epic_plan_info info;
     if (!said(ctx, epic_plan_dispatch(ctx, &to_plan, &there), "plan and dispatch") ||
         !said(ctx, epic_combine(ctx, &home), "combine") ||
-        !said(ctx, epic_sum(ctx, &add), "sum") ||
+        !said(ctx, epic_allreduce_sum(ctx, &add), "sum") ||
         !said(ctx, epic_plan_read(plan, sizes.plan_bytes, &info), "the plan"))
         return false;
     bool right = info.num_leaves == 0; /* host contexts add by rank */
@@ -117,7 +117,7 @@ static bool go_to_host(const char *spaces)
 static int be_rank(int num_steps)
 {
     int level;
-    epic_meet meet;
+    epic_bootstrap bootstrap;
     epic_context *ctx = NULL;
     bool good = go_to_host(getenv("EPIC_TEST_SPACES"));
     run_alarm(SECONDS);
@@ -127,14 +127,14 @@ static int be_rank(int num_steps)
                                 .max_row_bytes = HIDDEN * sizeof(float),
                                 .timeout_ms = DEADLINE_MS,
                                 .backend = "mpi"};
-    good = said(NULL, epic_meet_mpi(&meet, NULL, DEADLINE_MS), "meeting") &&
-           said(ctx, epic_open(&ctx, &meet, &config), "open") &&
+    good = said(NULL, epic_bootstrap_mpi(&bootstrap, NULL, DEADLINE_MS), "bootstrap") &&
+           said(ctx, epic_open(&ctx, &bootstrap, &config), "open") &&
            epic_num_hosts(ctx) == epic_num_ranks(ctx);
     for (int i = 0; good && i < num_steps; i++) good = step(ctx, i);
     if (good) printf(GOOD "\n");
     fflush(stdout);
     epic_close(ctx);
-    epic_meet_close(&meet);
+    epic_bootstrap_close(&bootstrap);
     MPI_Finalize();
     _exit(good ? 0 : 1); /* MPI keeps memory, which AddressSanitizer would tell */
 }

@@ -19,17 +19,17 @@
 #define LIMIT_MS 5000 /* of a machine with other work */
 #define GOOD "was told of rank 1"
 
-/* A meeting whose victim dies after its last gather. */
+/* A bootstrap whose victim dies after its last gather. */
 typedef struct doomed {
-    epic_meet meet;
+    epic_bootstrap bootstrap;
     int left;
 } doomed;
 
 static epic_result gather(void *self, const void *mine, void *all, int64_t bytes)
 {
     doomed *d = self;
-    const epic_result result = d->meet.gather(d->meet.self, mine, all, bytes);
-    if (--d->left > 0 || d->meet.rank != VICTIM) return result;
+    const epic_result result = d->bootstrap.gather(d->bootstrap.self, mine, all, bytes);
+    if (--d->left > 0 || d->bootstrap.rank != VICTIM) return result;
     run_nap_us(20000); /* its last message has left by then */
     raise(SIGKILL);
     return result;
@@ -44,15 +44,17 @@ static void be_rank(int num_gathers)
         .max_tokens = 1, .max_row_bytes = 64, .timeout_ms = TIMEOUT_MS, .backend = "mpi"};
     run_alarm(20);
     MPI_Init_thread(NULL, NULL, MPI_THREAD_MULTIPLE, &level);
-    if (epic_meet_mpi(&d.meet, NULL, TIMEOUT_MS) != EPIC_OK) exit(1);
-    const epic_meet meet = {
-        .rank = d.meet.rank, .num_ranks = d.meet.num_ranks, .gather = gather, .self = &d};
+    if (epic_bootstrap_mpi(&d.bootstrap, NULL, TIMEOUT_MS) != EPIC_OK) exit(1);
+    const epic_bootstrap bootstrap = {.rank = d.bootstrap.rank,
+                                      .num_ranks = d.bootstrap.num_ranks,
+                                      .gather = gather,
+                                      .self = &d};
     const uint64_t begin = run_now_ns();
-    const epic_result result = epic_open(&ctx, &meet, &config);
+    const epic_result result = epic_open(&ctx, &bootstrap, &config);
     const long ms = (long)((run_now_ns() - begin) / 1000000);
     const bool right = (result == EPIC_EPEER || result == EPIC_ETIMEOUT) &&
                        strstr(epic_error(ctx), "rank 1") && ms < LIMIT_MS;
-    printf("rank %d %s: %s after %ld ms: %s\n", meet.rank, right ? GOOD : "was not told",
+    printf("rank %d %s: %s after %ld ms: %s\n", bootstrap.rank, right ? GOOD : "was not told",
            epic_result_name(result), ms, epic_error(ctx));
     fflush(stdout);
     epic_close(ctx);

@@ -17,14 +17,14 @@ int main(int argc, char **argv)
         return stops_main(&way);
     }
     int level;
-    epic_meet meet;
+    epic_bootstrap bootstrap;
     MPI_Comm comm = MPI_COMM_WORLD;
     MPI_Init_thread(NULL, NULL, MPI_THREAD_MULTIPLE, &level);
-    if (epic_meet_mpi(&meet, &comm, 20000) != EPIC_OK) {
+    if (epic_bootstrap_mpi(&bootstrap, &comm, 20000) != EPIC_OK) {
         fprintf(stderr, "%s\n", epic_error(NULL));
         exit(1);
     }
-    stops_be_launched_rank(&way, argv, &meet);
-    epic_meet_close(&meet);
+    stops_be_launched_rank(&way, argv, &bootstrap);
+    epic_bootstrap_close(&bootstrap);
     return MPI_Finalize();
 }

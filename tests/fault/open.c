@@ -40,7 +40,7 @@ static const struct {
     [AMID] = {"kill -9 a moment", true, true, EPIC_EPEER, 15000},
     [EXITED] = {"exit", true, true, EPIC_EPEER, 15000},
     [STOPPED] = {"stop", true, false, EPIC_ETIMEOUT, 2000},
-    [CLOSED] = {"end of the meeting", false, false, EPIC_EPEER, 15000},
+    [CLOSED] = {"end of the bootstrap", false, false, EPIC_EPEER, 15000},
     [STALLED] = {"stall", false, false, EPIC_ETIMEOUT, 2000},
     [LATE] = {"delay", false, false, EPIC_OK, 15000},
 };
@@ -56,9 +56,9 @@ typedef struct fault {
 typedef struct stage { /* what the ranks of a fault share */
     _Atomic int done, closed;
     _Atomic uint64_t begin_ns;
-    _Atomic int late;   /* answers that came after the time that is promised, */
-    char lateness[128]; /* the first of them */
-    run_meeting *again; /* of those that are left */
+    _Atomic int late;      /* answers that came after the time that is promised, */
+    char lateness[128];    /* the first of them */
+    run_rendezvous *again; /* of those that are left */
 } stage;
 
 static struct tally { /* over all faults */
@@ -68,7 +68,7 @@ static struct tally { /* over all faults */
 typedef struct rank_of_fault {
     const fault *f;
     stage *stage;
-    epic_meet meet, again;
+    epic_bootstrap bootstrap, again;
     int rank, num_gathers;
     bool left;
 } rank_of_fault;
@@ -114,7 +114,7 @@ static void go_wrong(rank_of_fault *r)
         break;
     case CLOSED:
         r->left = true;
-        epic_meet_close(&r->meet);
+        epic_bootstrap_close(&r->bootstrap);
         break;
     case STALLED:
         wait_for(&r->stage->done, r->f->num_ranks - 1);
@@ -130,14 +130,14 @@ static epic_result gather(void *self, const void *mine, void *all, int64_t bytes
     const bool now = ++r->num_gathers == r->f->gather && r->rank == r->f->victim;
     if (now && !r->f->after) go_wrong(r);
     if (r->left) return EPIC_EPEER;
-    const epic_result result = r->meet.gather(r->meet.self, mine, all, bytes);
+    const epic_result result = r->bootstrap.gather(r->bootstrap.self, mine, all, bytes);
     if (now && r->f->after) go_wrong(r);
     return result;
 }
 
 /* ---------------------------------------------------------------------------- all ranks ---- */
 
-/* The victim is named, and nobody beside it, the hub of the meeting and who tells, by whose name a
+/* The victim is named, and nobody beside it, the hub of the bootstrap and who tells, by whose name a
  * sentence from elsewhere begins. */
 static bool names_victim(const rank_of_fault *r, const char *sentence)
 {
@@ -162,8 +162,8 @@ static void check_told(rank_of_fault *r, epic_context *ctx, epic_result result)
     const epic_result right = kinds[f->kind].result;
     const bool opened = result == EPIC_OK && f->kind == AMID; /* it died later */
     float one = 1;
-    const epic_sum_args args = {.data = &one, .count = 1};
-    if (opened) result = epic_sum(ctx, &args);
+    const epic_allreduce_sum_args args = {.data = &one, .count = 1};
+    if (opened) result = epic_allreduce_sum(ctx, &args);
     const long ms = (long)((run_now_ns() - atomic_load(&r->stage->begin_ns)) / 1000000);
     const long wait =
         right == EPIC_ETIMEOUT ? 2 * (long)kinds[f->kind].timeout_ms + GRACE_MS : SOON_MS;
@@ -192,32 +192,32 @@ static void check_victim(const rank_of_fault *r, epic_context *ctx, epic_result 
 {
     const fault *f = r->f;
     float one = 1;
-    const epic_sum_args args = {.data = &one, .count = 1};
+    const epic_allreduce_sum_args args = {.data = &one, .count = 1};
     if (f->kind == LATE) {
         CHECK_SAY(result == EPIC_OK, "%s: the victim: %s", f->name, epic_error(ctx));
         return;
     }
     const bool late = f->kind == STOPPED || f->kind == STALLED;
-    if (result == EPIC_OK && late) result = epic_sum(ctx, &args);
+    if (result == EPIC_OK && late) result = epic_allreduce_sum(ctx, &args);
     CHECK_SAY(result != EPIC_OK, "%s: the victim knows nothing", f->name);
 }
 
-static epic_result open_seat(epic_context **ctx, const epic_meet *meet, const fault *f,
-                             uint32_t timeout_ms)
+static epic_result open_seat(epic_context **ctx, const epic_bootstrap *bootstrap,
+                             const fault *f, uint32_t timeout_ms)
 {
     const epic_config config = {.max_tokens = STEP_MAX_TOKENS,
                                 .max_row_bytes = STEP_MAX_ROW_BYTES,
                                 .timeout_ms = timeout_ms,
                                 .max_in_flight = 2,
                                 .backend = f->processes ? "shm" : "threads"};
-    return epic_open(ctx, meet, &config);
+    return epic_open(ctx, bootstrap, &config);
 }
 
 static void be_rank(rank_of_fault *r)
 {
     const fault *f = r->f;
     epic_context *ctx;
-    const epic_meet watched = {
+    const epic_bootstrap watched = {
         .rank = r->rank, .num_ranks = f->num_ranks, .gather = gather, .self = r};
     check_seed = f->seed;
     const epic_result result = open_seat(&ctx, &watched, f, kinds[f->kind].timeout_ms);
@@ -233,7 +233,7 @@ static void be_rank(rank_of_fault *r)
         atomic_fetch_add(&r->stage->done, 1);
     }
     epic_close(ctx);
-    if (!r->left) epic_meet_close(&r->meet);
+    if (!r->left) epic_bootstrap_close(&r->bootstrap);
     if (CHECK_SAY(open_seat(&ctx, &r->again, f, 20000) == EPIC_OK, "%s: again: %s", f->name,
                   epic_error(ctx)))
         CHECK_SAY(step_works(ctx, 1), "%s: the next group", f->name);
@@ -263,10 +263,10 @@ static void be_process(const fault *f, stage *stage, int rank, uint32_t port)
                           .port = port,
                           .timeout_ms = kinds[f->kind].timeout_ms};
     run_alarm(HANG_S);
-    if (CHECK_SAY(epic_meet_tcp(&r.meet, &tcp) == EPIC_OK, "%s: meeting: %s", f->name,
-                  epic_error(NULL))) {
+    if (CHECK_SAY(epic_bootstrap_tcp(&r.bootstrap, &tcp) == EPIC_OK, "%s: bootstrap: %s",
+                  f->name, epic_error(NULL))) {
         if (!dies || rank != f->victim)
-            r.again = run_meeting_seat(stage->again, rank - (dies && rank > f->victim));
+            r.again = run_rendezvous_seat(stage->again, rank - (dies && rank > f->victim));
         be_rank(&r);
     }
     fflush(NULL);
@@ -287,7 +287,7 @@ static void run_as_processes(const fault *f, stage *stage)
 {
     pid_t pids[MAX_RANKS];
     const uint32_t port = hold_port();
-    stage->again = run_meeting_new(f->num_ranks - kinds[f->kind].dies);
+    stage->again = run_rendezvous_new(f->num_ranks - kinds[f->kind].dies);
     for (int i = 0; i < f->num_ranks; i++)
         if ((pids[i] = run_fork()) == 0) be_process(f, stage, i, port);
     lead_victim(f, stage, pids[f->victim]);
@@ -312,18 +312,18 @@ static void *be_thread(void *self)
 
 static void run_as_threads(const fault *f, stage *stage)
 {
-    epic_meet first[MAX_RANKS], again[MAX_RANKS];
+    epic_bootstrap first[MAX_RANKS], again[MAX_RANKS];
     rank_of_fault ranks[MAX_RANKS];
     pthread_t threads[MAX_RANKS];
-    CHECK(epic_meet_threads(first, f->num_ranks, kinds[f->kind].timeout_ms) == EPIC_OK);
-    CHECK(epic_meet_threads(again, f->num_ranks, 20000) == EPIC_OK);
+    CHECK(epic_bootstrap_threads(first, f->num_ranks, kinds[f->kind].timeout_ms) == EPIC_OK);
+    CHECK(epic_bootstrap_threads(again, f->num_ranks, 20000) == EPIC_OK);
     for (int i = 0; i < f->num_ranks; i++) {
         ranks[i] = (rank_of_fault){
-            .f = f, .stage = stage, .meet = first[i], .again = again[i], .rank = i};
+            .f = f, .stage = stage, .bootstrap = first[i], .again = again[i], .rank = i};
         pthread_create(&threads[i], NULL, be_thread, &ranks[i]);
     }
     for (int i = 0; i < f->num_ranks; i++) pthread_join(threads[i], NULL);
-    for (int i = 0; i < f->num_ranks; i++) epic_meet_close(&again[i]);
+    for (int i = 0; i < f->num_ranks; i++) epic_bootstrap_close(&again[i]);
 }
 
 /* --------------------------------------------------------------------------------- all ---- */

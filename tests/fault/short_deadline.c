@@ -9,7 +9,7 @@
 
 static atomic_bool closed;
 
-static void be_rank(const epic_meet *meet, void *self)
+static void be_rank(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
     const epic_config config = {.max_tokens = STEP_MAX_TOKENS,
@@ -19,9 +19,9 @@ static void be_rank(const epic_meet *meet, void *self)
     epic_context *ctx;
     epic_failure_info info;
     step s;
-    const epic_result opened = epic_open(&ctx, meet, &config);
+    const epic_result opened = epic_open(&ctx, bootstrap, &config);
     if (!CHECK_SAY(opened == EPIC_OK, "open: %s", epic_error(ctx))) return;
-    if (meet->rank == 0) {
+    if (bootstrap->rank == 0) {
         while (!atomic_load(&closed)) run_nap_us(200);
         step_open(&s, ctx, 9, 64);
         const epic_result result = step_call(&s, EPIC_OP_SUM, &call, STEP_SAME);
@@ -31,7 +31,7 @@ static void be_rank(const epic_meet *meet, void *self)
         step_close(&s);
     }
     epic_close(ctx);
-    if (meet->rank == 1) atomic_store(&closed, true);
+    if (bootstrap->rank == 1) atomic_store(&closed, true);
 }
 
 int main(void)

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_open over a meeting whose other ranks do not exist: their records are this rank's own, as
+/* epic_open over a bootstrap whose other ranks do not exist: their records are this rank's own, as
  * the input changes them.  The backends self, threads and shm. */
 #include <string.h>
 
@@ -52,7 +52,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     const uint8_t flags = next(&f);
     f.num_ranks = 1 + flags % 4;
     f.rank = (flags >> 2) % 4 % f.num_ranks;
-    const epic_meet meet = {f.rank, f.num_ranks, forge, NULL, &f};
+    const epic_bootstrap bootstrap = {f.rank, f.num_ranks, forge, NULL, &f};
     const epic_config config = {.max_tokens = 2,
                                 .max_row_bytes = 16,
                                 .max_in_flight = 1,
@@ -60,7 +60,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
                                 .backend = backends[flags >> 4 & 3]};
     epic_context *ctx = NULL;
     fuzz_begin(4 * TIMEOUT_MS);
-    const epic_result result = epic_open(&ctx, &meet, &config);
+    const epic_result result = epic_open(&ctx, &bootstrap, &config);
     if (result < EPIC_OK || result > EPIC_ECLOSED) __builtin_trap();
     if (result == EPIC_OK && f.num_ranks > 1) __builtin_trap(); /* with nobody */
     if (result == EPIC_OK && epic_check(ctx) != EPIC_OK) __builtin_trap();

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The other side of a TCP meeting.  The rank that is fuzzed has random bytes that are none, and
+/* The other side of a TCP bootstrap.  The rank that is fuzzed has random bytes that are none, and
  * its clock stands still at first: so its hello is known before it is sent. */
 #include "fuzz/script.h"
 
@@ -25,7 +25,7 @@ int script_listener(void)
     return listener;
 }
 
-/* In place of src/meet/address.c. */
+/* In place of src/bootstrap/address.c. */
 epic_result epic_tcp_places(epic_places *out, const epic_tcp *tcp, int64_t end)
 {
     (void)tcp, (void)end;
@@ -74,8 +74,8 @@ static void put(int socket, const void *bytes, size_t length)
 
 static epic_hello hello_of(int rank, const script *s)
 {
-    epic_hello hello = {.magic = WIRE_HELLO,
-                        .version = WIRE_VERSION,
+    epic_hello hello = {.magic = HELLO_MAGIC,
+                        .version = FRAME_VERSION,
                         .rank = rank,
                         .num_ranks = s->num_ranks,
                         .left_ms = SCRIPT_MS,

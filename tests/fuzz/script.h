@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The other side of a TCP meeting, as the fuzzer's input says: raw bytes, and whole hellos, proofs
+/* The other side of a TCP bootstrap, as the fuzzer's input says: raw bytes, and whole hellos, proofs
  * and frames, right or spoiled, so that what lies behind the handshake is reached too. */
 #ifndef FUZZ_SCRIPT_H
 #define FUZZ_SCRIPT_H
@@ -8,7 +8,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "meet/tcp.h"
+#include "bootstrap/tcp.h"
 
 #define SCRIPT_SECRET "hush"
 #define SCRIPT_MS 1000 /* the deadline of the rank that is fuzzed */

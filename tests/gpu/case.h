@@ -93,7 +93,7 @@ void check_plan(bench *b, const arrays *a);
 void check_dispatch(bench *b, const arrays *a, const char *what);
 void check_sums(bench *b, const sums *s);
 
-/* epic_sum of random floats, called and checked; epic_sum_replicas likewise. */
+/* epic_allreduce_sum of random floats, called and checked; epic_sum_replicas likewise. */
 void test_sum(bench *b);
 void test_sum_replicas(bench *b, const arrays *a);
 

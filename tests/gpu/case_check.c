@@ -324,10 +324,10 @@ void test_sum(bench *b)
                              EPIC_F32) *
                      1.37f);
     float *data = case_upload(b, x, (size_t)count * 4, 4);
-    const epic_sum_args args = {.call = b->call,
-                                .data = data,
-                                .count = count,
-                                .order = tree ? EPIC_TREE : EPIC_BY_RANK};
+    const epic_allreduce_sum_args args = {.call = b->call,
+                                          .data = data,
+                                          .count = count,
+                                          .order = tree ? EPIC_TREE : EPIC_BY_RANK};
     if (!case_must(b, p2p_steps.sum(b->me->group, &args), "sum")) return;
     float *got = case_download(b, data, (size_t)count * 4);
     for (int64_t i = 0; i < count; i++) {

@@ -39,7 +39,7 @@ static void run_case(bench *b)
     b->used = 0;
     b->call = (epic_call){.stream = b->me->stream, .tag = b->c.seed};
     make_inputs(b, &a);
-    team_meet(b->me);
+    team_barrier(b->me);
     if (b->c.fused) {
         if (!call_plan_dispatch(b, &a)) return;
         check_plan(b, &a);
@@ -117,7 +117,7 @@ static int work(team_rank *me)
 {
     bench b = {.me = me, .arena_bytes = options.arena_bytes};
     CHECK_CUDA(cudaMalloc((void **)&b.arena, options.arena_bytes));
-    team_meet(me);
+    team_barrier(me);
     uint64_t seed = options.seed;
     for (int i = 0; i < options.cases;) {
         draw_next(&b, seed++, i);
@@ -129,10 +129,10 @@ static int work(team_rank *me)
         free_routing(&b.c.r);
     }
     CHECK_CUDA(cudaStreamSynchronize(me->stream));
-    team_meet(me);
+    team_barrier(me);
     check_restored(&b);
     if (b.wrong) team_stop();
-    team_meet(me);
+    team_barrier(me);
     CHECK_CUDA(cudaFree(b.arena));
     return 0;
 }

@@ -100,7 +100,7 @@ static epic_result call_dispatch(team_rank *me, memory *m, int64_t row_bytes)
 static epic_result call_sum(team_rank *me, memory *m)
 {
     const epic_call call = {.stream = me->stream, .timeout_ms = patience()};
-    const epic_sum_args args = {.call = call, .data = m->data, .count = 1000};
+    const epic_allreduce_sum_args args = {.call = call, .data = m->data, .count = 1000};
     return p2p_steps.sum(me->group, &args);
 }
 
@@ -152,10 +152,10 @@ static int judge_later_call(team_rank *me, memory *m)
 static int work(team_rank *me)
 {
     memory m = allocate(me);
-    team_meet(me);
+    team_barrier(me);
     if (call_plan(me, &m) != EPIC_OK) team_stop();
     CHECK_CUDA(cudaStreamSynchronize(me->stream));
-    team_meet(me);
+    team_barrier(me);
     const double begin = now_ms();
     if (me->rank == culprit)
         misbehave(me, &m);
@@ -167,11 +167,11 @@ static int work(team_rank *me)
     int bad = error != cudaSuccess;
     p2p_steps.check(me->group, &f);
     if (me->rank != culprit || fault == LATE || fault == SLOW) bad |= judge(me, took, &f);
-    team_meet(me);
+    team_barrier(me);
     bad |= judge_later_call(me, &m);
-    team_meet(me);
+    team_barrier(me);
     if (me->rank == (culprit + 1) % me->num_ranks) bad |= !product_is_right();
-    team_meet(me);
+    team_barrier(me);
     void *const parts[] = {m.ids, m.plan, m.tokens, m.recv, m.data};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) CHECK_CUDA(cudaFree(parts[i]));
     return bad;

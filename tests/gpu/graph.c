@@ -161,7 +161,7 @@ static int work(team_rank *me)
     cudaGraph_t graph;
     cudaGraphExec_t exec;
     unsigned seed = 5 + (unsigned)me->rank;
-    team_meet(me);
+    team_barrier(me);
     CHECK_CUDA(cudaStreamBeginCapture(me->stream, cudaStreamCaptureModeThreadLocal));
     const epic_result result = step(me, &m);
     CHECK_CUDA(cudaStreamEndCapture(me->stream, &graph));
@@ -169,7 +169,7 @@ static int work(team_rank *me)
     CHECK_CUDA(cudaGraphInstantiate(&exec, graph, 0));
     CHECK_CUDA(cudaGraphUpload(exec, me->stream));
     CHECK_CUDA(cudaStreamSynchronize(me->stream));
-    team_meet(me);
+    team_barrier(me);
     for (int i = 0; i < replays; i++)
         if (replay(me, &m, i % 2 ? exec : NULL, i, &seed)) team_stop();
     epic_failure_info f;
@@ -177,7 +177,7 @@ static int work(team_rank *me)
         fprintf(stderr, "rank %d: %s\n", me->rank, f.sentence);
         team_stop();
     }
-    team_meet(me);
+    team_barrier(me);
     return 0;
 }
 

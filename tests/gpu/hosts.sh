@@ -1,7 +1,7 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
 # Backend hosts on the GPUs that are there, their ranks as hosts: under chaos, over UCX on lo, over
-# the wire "local" with memory on GPUs.  Else memory is the host's, but where it is left open.  CASES random cases, STORM operations in a storm, FAULTS and
+# the net "local" with memory on GPUs.  Else memory is the host's, but where it is left open.  CASES random cases, STORM operations in a storm, FAULTS and
 # DEATHS of each shape, PARTS of the script; no step takes longer than LIMIT seconds.
 OUT=${HOSTS_OUT:-build/gpu/hosts}
 CASES=${CASES:-30}
@@ -21,17 +21,17 @@ failed=0 total=0
 UCX=$(ls "$OUT/libepic_ucx.so" build/lib/libepic_ucx.so 2>/dev/null | head -n 1)
 [ -n "$UCX" ] || echo "left out: no libepic_ucx.so (Debian: libucx-dev, then build again): nothing over UCX, no deaths"
 
-# WIRE RANKS-PER-HOST PROGRAM...: one line of it, and how long it took.  EPIC_WIRE_MEMORY: host unless
+# NET RANKS-PER-HOST PROGRAM...: one line of it, and how long it took.  EPIC_NET_MEMORY: host unless
 # said before; empty: left open.
 run() {
-    local wire=$1 local=$2 begin=$(date +%s%N) status memory=${EPIC_WIRE_MEMORY-host}
+    local net=$1 local=$2 begin=$(date +%s%N) status memory=${EPIC_NET_MEMORY-host}
     shift 2
-    [ "$wire" = ucx ] && [ -z "$UCX" ] && return
+    [ "$net" = ucx ] && [ -z "$UCX" ] && return
     total=$((total + 1))
-    EPIC_WIRE=$wire EPIC_WIRE_MEMORY=$memory EPIC_TEST_RANKS_PER_HOST=$local EPIC_HOST=%r/$local \
+    EPIC_NET=$net EPIC_NET_MEMORY=$memory EPIC_TEST_RANKS_PER_HOST=$local EPIC_HOST=%r/$local \
         timeout "${LIMIT:-120}" "$OUT/$@" >"$LOG" 2>&1
     status=$?
-    printf '%5.1f s  %s, memory %s, hosts of %s: %s\n' "$(($(date +%s%N) - begin))e-9" "$wire" \
+    printf '%5.1f s  %s, memory %s, hosts of %s: %s\n' "$(($(date +%s%N) - begin))e-9" "$net" \
         "${memory:-left open}" "$local" \
         "$(tail -n 1 "$LOG" | cut -c 1-110)"
     [ $status = 0 ] && return
@@ -42,24 +42,24 @@ run() {
 has() { case " $PARTS " in *" $1 "*) true ;; *) false ;; esac; }
 
 if has check; then
-    for wire in ucx chaos; do
+    for net in ucx chaos; do
         how=threads
-        [ $wire = ucx ] && [ "$GPUS" -gt 1 ] && how=processes
-        run $wire 1 hosts_check 2 $SOME $how "$CASES" 2000 usual rows
-        run $wire 2 hosts_check 4 $SOME threads "$CASES" 4700 usual rows
-        run $wire 1 hosts_check 4 $SOME threads "$CASES" 4000
-        run $wire 4 hosts_check 8 $SOME threads $((CASES / 3)) 8700 small rows
+        [ $net = ucx ] && [ "$GPUS" -gt 1 ] && how=processes
+        run $net 1 hosts_check 2 $SOME $how "$CASES" 2000 usual rows
+        run $net 2 hosts_check 4 $SOME threads "$CASES" 4700 usual rows
+        run $net 1 hosts_check 4 $SOME threads "$CASES" 4000
+        run $net 4 hosts_check 8 $SOME threads $((CASES / 3)) 8700 small rows
     done
     run chaos 1 hosts_check 3 $SOME threads $((CASES / 3)) 9000 tight
     run ucx 4 hosts_check 4 $SOME threads $((CASES / 3)) 4800 # all on one host
-    EPIC_WIRE_MEMORY= run ucx 1 hosts_check 2 $SOME threads $((CASES / 3)) 2500 usual rows
-    EPIC_WIRE_MEMORY= run local 1 hosts_check 2 $SOME threads $((CASES / 3)) 2600 usual rows
+    EPIC_NET_MEMORY= run ucx 1 hosts_check 2 $SOME threads $((CASES / 3)) 2500 usual rows
+    EPIC_NET_MEMORY= run local 1 hosts_check 2 $SOME threads $((CASES / 3)) 2600 usual rows
     if [ "$GPUS" -gt 1 ]; then
         run local 1 hosts_check 2 $SOME threads "$CASES" 2200 usual rows
         for local in 1 2; do
-            EPIC_WIRE_MEMORY=gpu run local $local hosts_check 4 $SOME threads "$CASES" 4300 usual rows
+            EPIC_NET_MEMORY=gpu run local $local hosts_check 4 $SOME threads "$CASES" 4300 usual rows
         done
-        EPIC_WIRE_MEMORY=gpu run local 1 hosts_check 2 $SOME processes "$CASES" 2400 usual rows
+        EPIC_NET_MEMORY=gpu run local 1 hosts_check 2 $SOME processes "$CASES" 2400 usual rows
     fi
     export EPIC_TEST_SCALE=${EPIC_TEST_SCALE:-0.05}
     run ucx 1 conformance_hosts 2
@@ -87,10 +87,10 @@ if has deaths && [ -n "$UCX" ]; then # of processes: kill -9, SIGSTOP, exit; wha
                               n[k], s[k] / n[k], m[k], k == "SIGSTOP" ? ", of a deadline of 1000" : " (bar of kill -9: 300)" }'
     done
 fi
-if has jax; then # of processes, whose wire reaches the other's memory where that is on a GPU
+if has jax; then # of processes, whose net reaches the other's memory where that is on a GPU
     if [ -e build/lib/libepic_jax.so ]; then
         total=$((total + 1))
-        EPIC_WIRE=local EPIC_WIRE_MEMORY=gpu EPIC_LIBRARY_PATH=$PWD/build/lib \
+        EPIC_NET=local EPIC_NET_MEMORY=gpu EPIC_LIBRARY_PATH=$PWD/build/lib \
             PYTHONPATH=bindings/python JAX_PLATFORMS=cuda,cpu timeout "${LIMIT:-120}" \
             "${GPU_PYTHON:-python3}" tests/jax/gpu/hosts.py 2 2>&1 | tail -n 3
         [ "${PIPESTATUS[0]}" = 0 ] || failed=$((failed + 1))
@@ -99,9 +99,9 @@ if has jax; then # of processes, whose wire reaches the other's memory where tha
     fi
 fi
 if has idle; then
-    wire=ucx
-    [ -n "$UCX" ] || wire=local
-    EPIC_WIRE=$wire EPIC_WIRE_MEMORY=host EPIC_HOST=%r timeout 60 "$OUT/gpu_hosts" ranks=2 threads=$([ $wire = local ] && echo 1 || echo 0) tokens=8 rounds=3 |
+    net=ucx
+    [ -n "$UCX" ] || net=local
+    EPIC_NET=$net EPIC_NET_MEMORY=host EPIC_HOST=%r timeout 60 "$OUT/gpu_hosts" ranks=2 threads=$([ $net = local ] && echo 1 || echo 0) tokens=8 rounds=3 |
         grep idle
 fi
 echo "gpu-test-hosts: $((total - failed)) of $total good on $GPUS GPUs"

@@ -74,7 +74,7 @@ static int work(team_rank *me)
     int done = 0;
     for (int i = 0; i < POOL; i++)
         prepare(&pool[i], me, first_seed + (uint64_t)i, i < FEW ? CASE_PLAIN : CASE_ANY);
-    team_meet(me);
+    team_barrier(me);
     for (int round = 1; done < operations; round++) {
         const int most = FEW && done < operations / 2 ? FEW : POOL;
         entry *e = &pool[between(&same, 0, most - 1)];
@@ -85,7 +85,7 @@ static int work(team_rank *me)
         if (!count || e->b.wrong) team_stop();
     }
     CHECK_CUDA(cudaStreamSynchronize(me->stream));
-    team_meet(me);
+    team_barrier(me);
     for (int i = 0; i < POOL; i++) { /* what is in no round's way any more */
         free_routing(&pool[i].b.c.r);
         CHECK_CUDA(cudaFree(pool[i].b.arena));

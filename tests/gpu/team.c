@@ -22,19 +22,19 @@
 #define BACKEND epic_backend_p2p
 #endif
 
-typedef struct meeting { /* shared by all ranks */
+typedef struct bootstrap { /* shared by all ranks */
     pthread_barrier_t barrier;
     uint64_t group_id;
     char seats[DEVICE_MAX_RANKS][SEAT_BYTES];
-} meeting;
+} bootstrap;
 
-static meeting *place;
+static bootstrap *place;
 static char *shared;
 
 static epic_result gather(void *self, const void *mine, void *all, int64_t bytes)
 {
     const team_rank *me = self;
-    if (bytes > SEAT_BYTES) return epic_fail(EPIC_EINVAL, "the test's meeting is too small");
+    if (bytes > SEAT_BYTES) return epic_fail(EPIC_EINVAL, "the test's bootstrap is too small");
     memcpy(place->seats[me->rank], mine, bytes);
     pthread_barrier_wait(&place->barrier);
     for (int q = 0; q < me->num_ranks; q++)
@@ -43,7 +43,7 @@ static epic_result gather(void *self, const void *mine, void *all, int64_t bytes
     return EPIC_OK;
 }
 
-void team_meet(team_rank *me)
+void team_barrier(team_rank *me)
 {
     (void)me;
     pthread_barrier_wait(&place->barrier);
@@ -111,7 +111,7 @@ static int run_rank(const team *t, int rank)
     mine.host[0] = host_of(rank);
     mine.process[0] = (uint64_t)getpid();
     mine.pid = getpid();
-    const epic_meet meet = {rank, t->num_ranks, gather, NULL, &me};
+    const epic_bootstrap bootstrap = {rank, t->num_ranks, gather, NULL, &me};
     const epic_config config = {.max_tokens = t->max_tokens,
                                 .max_row_bytes = t->max_row_bytes,
                                 .staging_bytes = t->staging_bytes,
@@ -121,7 +121,7 @@ static int run_rank(const team *t, int rank)
                                 .max_top_k = team_max_top_k()};
     CHECK_CUDA(cudaSetDevice(rank % t->num_gpus));
     gather(&me, &mine, peers, sizeof mine);
-    const epic_join join = {&meet, &config, peers, place->group_id};
+    const epic_join join = {&bootstrap, &config, peers, place->group_id};
     epic_result result = BACKEND.join(&me.group, &join);
     uint32_t results[DEVICE_MAX_RANKS], own = (uint32_t)result;
     gather(&me, &own, results, sizeof own);

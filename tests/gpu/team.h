@@ -31,7 +31,7 @@ typedef struct team {
 int team_run(const team *t);
 
 /* Waits for all ranks of the team, on the host. */
-void team_meet(team_rank *me);
+void team_barrier(team_rank *me);
 
 /* Ends the test, as failed, for all ranks: they would wait for one that has given up. */
 __attribute__((noreturn)) void team_stop(void);

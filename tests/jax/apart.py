@@ -25,7 +25,7 @@ LAYER = epic.jax.Layer(E, K)
 def open_group(rank: int, ranks: int, port: int, **more: Any) -> Any:
     """Open the group of all processes, which know nothing of each other's programs."""
     sizes: dict[str, Any] = {"max_tokens": 32, "max_row_bytes": 512, "timeout_ms": 30000, **more}
-    return epic.jax.open(ranks=[rank], num_ranks=ranks, meet=epic.jax.Tcp(port=port), **sizes)
+    return epic.jax.open(ranks=[rank], num_ranks=ranks, bootstrap=epic.jax.Tcp(port=port), **sizes)
 
 
 def make_rounds(group: Any, ids: Any) -> dict[str, Callable[..., Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from epic import _native, meeting
+from epic import _native, bootstrapping
 from epic._native import check, core, sized, struct
 from epic.options import Moe
 
@@ -54,7 +54,7 @@ Forward = struct(
     ("token_id_type", c_uint32),
     ("loss_type", c_uint32),
     ("flags", c_uint32),
-    ("pad", c_uint32),
+    ("reserved", c_uint32),
 )
 Backward = struct(
     "Backward",
@@ -70,7 +70,7 @@ Backward = struct(
     ("flags", c_uint32),
     ("loss_type", c_uint32),
     ("grad_type", c_uint32),
-    ("pad", c_uint32),
+    ("reserved", c_uint32),
 )
 
 
@@ -93,7 +93,7 @@ def aligned(size: int) -> np.ndarray:
 
 def one_rank(
     config: Any,
-    meet: Any,
+    bootstrap: Any,
     options: Moe,
     d_loss: np.ndarray,
     x: np.ndarray,
@@ -102,8 +102,8 @@ def one_rank(
 ) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
     """Opens, runs forward and backward, closes."""
     context = ctypes.c_void_p()
-    meeting_at = ctypes.addressof(meet.struct)
-    check(core().epic_open_v1(ctypes.byref(context), meeting_at, *sized(config)))
+    bootstrap_at = ctypes.addressof(bootstrap.struct)
+    check(core().epic_open_v1(ctypes.byref(context), bootstrap_at, *sized(config)))
     moe, kept = _native.moe_struct(options)
     sizes = _native.MemoryInfo()
     check(core().epic_moe_memory_v1(*sized(config), *sized(moe), *sized(sizes)))
@@ -137,10 +137,10 @@ def run(
     """out, d_x and gradients of every rank, for its (x, weights, d_out)."""
     for name in ("epic_moe_forward_v1", "epic_moe_backward_v1"):
         getattr(core(), name).argtypes = [c_void_p, c_void_p, c_size_t]
-    meets = meeting.by_threads(len(per_rank), 60000)
+    bootstraps = bootstrapping.by_threads(len(per_rank), 60000)
     with ThreadPoolExecutor(len(per_rank)) as pool:
         tasks = [
-            pool.submit(one_rank, config, meet, options, np.array([d_loss], np.float32), *mine)
-            for meet, mine in zip(meets, per_rank, strict=True)
+            pool.submit(one_rank, config, bootstrap, options, np.array([d_loss], np.float32), *mine)
+            for bootstrap, mine in zip(bootstraps, per_rank, strict=True)
         ]
     return [task.result() for task in tasks]

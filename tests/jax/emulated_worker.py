@@ -76,9 +76,9 @@ def take_cpus_for_gpus(backend: str) -> None:
 def main(backend: str, rank: int, port: int) -> None:
     """In the order that several hosts choose by themselves, or in a tree."""
     take_cpus_for_gpus("gpu")
-    meet = epic.jax.Tcp("127.0.0.1", port)
+    bootstrap = epic.jax.Tcp("127.0.0.1", port)
     sizes: Any = {"max_tokens": 16, "max_row_bytes": 256, "max_top_k": 2, "timeout_ms": 120000}
-    where: Any = {"ranks": [rank], "num_ranks": RANKS, "meet": meet}
+    where: Any = {"ranks": [rank], "num_ranks": RANKS, "bootstrap": bootstrap}
     with epic.jax.open(**where, **sizes) as group:
         assert in_tree(group) == (backend == "hosts") and not in_tree(group, sum_order="by_rank")
         left = {} if backend == "hosts" else {"sum_order": "tree"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ports on which processes of a test meet."""
+"""Ports on which processes of a test bootstrap."""
 
 import socket
 

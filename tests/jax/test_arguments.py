@@ -353,7 +353,7 @@ def test_a_wrong_number(
 
 
 def test_what_the_guide_promises_while_tracing(opened: Any) -> None:
-    """Errors that a running program would only meet on its ranks."""
+    """Errors that a running program would only bootstrap on its ranks."""
     mesh = make_mesh(4)
     group = opened(mesh, max_top_k=1)
     weights = epic.jax.MoeWeights(**{n: w for n, w in WEIGHTS.items() if "shared" not in n})

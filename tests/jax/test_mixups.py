@@ -166,9 +166,15 @@ OPENED: list[tuple[dict[str, Any], str]] = [
     ({"ranks": [-1, 0], "num_ranks": 2}, "ranks -1: an integer from 0"),
     ({"ranks": 1, "num_ranks": 2}, "ranks 1: a list is needed"),
     ({"num_ranks": 0}, "num_ranks 0: an integer from 1"),
-    ({"meet": "tcp"}, r"meet 'tcp': a Tcp\(address, port, secret\), or a function"),
-    ({"meet": lambda _r, _b: 3}, "the meeting gave 3: a list of every rank's bytes is needed"),
-    ({"meet": lambda _, b: ["x" * len(b)]}, "the meeting gave .'xxx.*: a list of every rank's"),
+    ({"bootstrap": "tcp"}, r"bootstrap 'tcp': a Tcp\(address, port, secret\), or a function"),
+    (
+        {"bootstrap": lambda _r, _b: 3},
+        "the bootstrap gave 3: a list of every rank's bytes is needed",
+    ),
+    (
+        {"bootstrap": lambda _, b: ["x" * len(b)]},
+        "the bootstrap gave .'xxx.*: a list of every rank's",
+    ),
     ({"name": None}, "name None: a str is needed"),
     ({"backend": 3}, "backend 3: a str is needed"),
     ({"timeout_ms": -1}, "timeout_ms -1: an integer from 0"),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import epic.jax
-from epic import _native, meeting
+from epic import _native, bootstrapping
 from ports import free_port
 from test_processes import LIMIT
 
@@ -52,8 +52,8 @@ def test_in_one_mpirun() -> None:
 
 def test_what_native_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """The world, an address, or a communicator of mpi4py, which tells its own."""
-    assert meeting.address_of("world") is None
-    assert meeting.address_of(1 << 40) == 1 << 40
+    assert bootstrapping.address_of("world") is None
+    assert bootstrapping.address_of(1 << 40) == 1 << 40
     comm = object()
 
     def address(given: Any) -> int:
@@ -64,7 +64,7 @@ def test_what_native_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     package = SimpleNamespace(_addressof=address)
     monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=package))
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", package)
-    assert meeting.address_of(comm) == 12345678
+    assert bootstrapping.address_of(comm) == 12345678
     for wrong in (True, 0, "wordl", object()):
         with pytest.raises(epic.jax.EpicArgumentError, match=r"native .*: 'world', a commu"):
             epic.jax.open(native=wrong, max_tokens=1, max_row_bytes=4)

@@ -174,7 +174,7 @@ def test_sizes_are_needed() -> None:
 
 
 def test_a_port() -> None:
-    """Of a meeting."""
+    """Of a bootstrap."""
     with pytest.raises(epic.EpicArgumentError, match="port 65536: 1 to 65535"):
         Tcp(port=65536)
     with pytest.raises(epic.EpicArgumentError, match="address 29507: a str"):

@@ -122,7 +122,7 @@ def test_an_interrupt_lands(what: str) -> None:
 
 
 def test_a_late_process() -> None:
-    """A meeting that somebody misses names him; the next one works."""
+    """A bootstrap that somebody misses names him; the next one works."""
     said = run("late", 4)
     for process, text in enumerate(said):
         assert "sum 4" in text, text[-3000:]

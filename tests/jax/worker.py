@@ -165,7 +165,7 @@ def run_gone(process: int, processes: int, port: int, end: Any = kill) -> None:
 def run_gone_tcp(process: int, processes: int, port: int, end: Any = kill) -> None:
     """Without: every process is a JAX of its own, and the ranks meet over TCP."""
     group = epic.jax.open(
-        ranks=[process], num_ranks=processes, meet=epic.jax.Tcp(port=port), **SIZES
+        ranks=[process], num_ranks=processes, bootstrap=epic.jax.Tcp(port=port), **SIZES
     )
     run = jax.jit(lambda x: epic.jax.sum(group, x))
     step_until_gone(lambda: run(jnp.ones(3, jnp.float32)), process, end)
@@ -183,7 +183,7 @@ def run_with(process: int, processes: int, port: int) -> None:
             fail()
 
     group = epic.jax.open(
-        ranks=[process], num_ranks=processes, meet=epic.jax.Tcp(port=port), **SIZES
+        ranks=[process], num_ranks=processes, bootstrap=epic.jax.Tcp(port=port), **SIZES
     )
     run = jax.jit(lambda x: epic.jax.sum(group, x))
     step_until_gone(lambda: run(jnp.ones(3, jnp.float32)), process, end)
@@ -192,7 +192,7 @@ def run_with(process: int, processes: int, port: int) -> None:
 def run_interrupt(process: int, processes: int, port: int) -> None:
     """The last process sleeps, the others wait for it inside of XLA and are interrupted."""
     group = epic.jax.open(
-        ranks=[process], num_ranks=processes, meet=epic.jax.Tcp(port=port), **SIZES
+        ranks=[process], num_ranks=processes, bootstrap=epic.jax.Tcp(port=port), **SIZES
     )
     run = jax.jit(lambda x: epic.jax.sum(group, x))
     jax.block_until_ready(run(jnp.ones(3, jnp.float32)))
@@ -207,7 +207,7 @@ def run_interrupt_open(process: int, processes: int, port: int) -> None:
     say("waits")
     if process == processes - 1:
         time.sleep(600)
-    epic.jax.open(ranks=[process], num_ranks=processes, meet=epic.jax.Tcp(port=port), **SIZES)
+    epic.jax.open(ranks=[process], num_ranks=processes, bootstrap=epic.jax.Tcp(port=port), **SIZES)
 
 
 def run_late(process: int, processes: int, port: int) -> None:

@@ -3,15 +3,15 @@
  * ranks, three epochs, as memory is used again two epochs later, each a dispatch or a combine of
  * one token.
  *
- *     dispatch   HOME -- wire --> MATE -- NVLink --> OTHER
- *     combine    BESIDE -- NVLink --> HOME;   OTHER -- NVLink --> MATE -- wire --> HOME
+ *     dispatch   HOME -- net --> MATE -- NVLink --> OTHER
+ *     combine    BESIDE -- NVLink --> HOME;   OTHER -- NVLink --> MATE -- net --> HOME
  *
  * What may not be is asserted, and nobody may wait forever.  -DFAULTS=n: rank n dies, or (4) HOME
  * and MATE lose each other, at any moment of one epoch.  -DMUTANT_...: one rule is broken; run.sh
  * wants Spin to find it.
  *
  * An atomic step is what no other rank can see half of.  Left out: deadlines, aborts, rounds, close,
- * the ring's and the wire's sizes, parcels, weights and escapes, which travel as rows do, and
+ * the ring's and the net's sizes, parcels, weights and escapes, which travel as rows do, and
  * kernels of few tokens. */
 
 #ifdef FAULTS
@@ -41,13 +41,13 @@ byte said[32];      /* stamped: the first word of an announcement */
 #define ids_at(at, e) ids[parity(e) * 2 + (at) - MATE]
 byte ids[4];        /* stamped: another word, of HOME's: does OTHER want its token? */
 #define half(n, e) (parity(e) * 2 + (n))
-byte row[4];        /* at MATE, words by wire */
+byte row[4];        /* at MATE, words by net */
 byte handed[2];     /* at OTHER, by NVLink */
 short partial[2];   /* OTHER's, at MATE, */
 short beside[2];    /* and BESIDE's, at HOME */
-short node[2];      /* the other host's sum, at HOME, by wire */
+short node[2];      /* the other host's sum, at HOME, by net */
 
-/* Outboxes; what of them is given to the wire and not yet read; what was read and is on its way. */
+/* Outboxes; what of them is given to the net and not yet read; what was read and is on its way. */
 byte row_out[4];
 short node_out[2];
 bit row_given[4], node_given[2];
@@ -130,7 +130,7 @@ inline await(what)
 
 /* ------------------------------------------------------------------------------ waits ---- */
 
-/* kernels/cuda/wait.cuh, wire.cuh.  Here and below `r` is the kernel's rank and `e` its epoch. */
+/* kernels/cuda/wait.cuh, net.cuh.  Here and below `r` is the kernel's rank and `e` its epoch. */
 
 /* What a rank has restored must be seen before its announcement of the next epoch is: after that
  * peers store there.  Without the fence it may be seen whenever it likes. */
@@ -161,7 +161,7 @@ inline fence()
     skip
 }
 
-/* The wire's delay of an announcement is that of its reader, who looks for all in one place. */
+/* The net's delay of an announcement is that of its reader, who looks for all in one place. */
 inline say(to)
 {
     assert(said_to(to, r, e) < e);
@@ -253,7 +253,7 @@ inline ship_row()
     keep_sources(HOME)
 }
 
-/* dispatch.cuh; ship_when_whole() of wire.cuh: of the warps that store a row, the last ships it. */
+/* dispatch.cuh; ship_when_whole() of net.cuh: of the warps that store a row, the last ships it. */
 inline send()
 {
     assert(reads of_sender(HOME, e) == 0);
@@ -425,7 +425,7 @@ inline free_epoch(r, e)
     }
 }
 
-/* What kernels ship is given to the wire in the same step: its delay is the wire's. */
+/* What kernels ship is given to the net in the same step: its delay is the net's. */
 proctype thread(byte r)
 {
 end:
@@ -435,9 +435,9 @@ end:
     od till_death({ is_dead(r) })
 }
 
-/* -------------------------------------------------------------------------------- wire ---- */
+/* -------------------------------------------------------------------------------- net ---- */
 
-/* src/wire/wire.h: words of a put are read and land one by one, in any order, each once;
+/* src/net/net.h: words of a put are read and land one by one, in any order, each once;
  * what has not landed when a rank is gone is lost. */
 inline read(given, source, flies)
 {
@@ -479,7 +479,7 @@ inline finish_reading(r, given)
     d_step { reads of_sender(r, p) != 0 && !(given) -> reads of_sender(r, p) = 0 }
 }
 
-proctype wire(byte p)
+proctype net(byte p)
 {
 end:
     do
@@ -548,8 +548,8 @@ init
         :: i <= EPOCHS -> operation[i] = COMBINE; i++
         :: i > EPOCHS -> break
         od;
-        run wire(0);
-        run wire(1);
+        run net(0);
+        run net(1);
         for (i : HOME .. OTHER) {
             run thread(i);
             run kernel(i);

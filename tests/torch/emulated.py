@@ -45,10 +45,10 @@ GPU = ctypes.CDLL("libemulator.so")  # preloaded, in the place of CUDA's
 open_on_host = groups.open_on
 
 
-def open_on(device: Any, meet: Any, config: Any) -> int:
+def open_on(device: Any, bootstrap: Any, config: Any) -> int:
     """Each rank on its GPU: contexts are opened in threads of their own."""
-    assert GPU.cudaSetDevice(meet.struct.rank) == 0
-    return open_on_host(device, meet, config)
+    assert GPU.cudaSetDevice(bootstrap.struct.rank) == 0
+    return open_on_host(device, bootstrap, config)
 
 
 # ------------------------------------------------------------------------------- cases ----
@@ -386,12 +386,12 @@ CASES = {n.removeprefix("case_"): f for n, f in list(globals().items()) if n[:5]
 # ------------------------------------------------------------------------------- ranks ----
 
 
-def run(rank: int, meets: dict[Any, Any], names: list[str]) -> None:
+def run(rank: int, bootstraps: dict[Any, Any], names: list[str]) -> None:
     """All of one rank."""
     assert GPU.cudaSetDevice(rank) == 0
     for name in names:
         on_gpu, on_host = (
-            epic.torch.Group(meet=meets[name, backend][rank], backend=backend, **SIZES)
+            epic.torch.Group(bootstrap=bootstraps[name, backend][rank], backend=backend, **SIZES)
             for backend in ("p2p", "threads")
         )
         with on_gpu, on_host:
@@ -406,12 +406,12 @@ def main() -> int:
     groups.open_on = open_on
     groups.choose_backend = lambda device, wish: wish
     names = sys.argv[1:] or list(CASES)
-    meets = {(n, b): epic.torch.threads(RANKS) for n in names for b in ("p2p", "threads")}
+    bootstraps = {(n, b): epic.torch.threads(RANKS) for n in names for b in ("p2p", "threads")}
     failures = []
 
     def rank_of(rank: int) -> None:
         try:
-            run(rank, meets, names)
+            run(rank, bootstraps, names)
         except BaseException:
             failures.append(f"rank {rank}: {traceback.format_exc()}")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""epic.torch over two hosts of two GPUs of threads each, as emulated.py; the wire is chaos.
+"""epic.torch over two hosts of two GPUs of threads each, as emulated.py; the net is chaos.
 
 A layer is trained there and on one host of four: with sums in a tree, which several hosts take by
 themselves, the losses have the same bits.  Ranks are threads; the last line is "right"."""
@@ -84,7 +84,7 @@ def work(group: epic.torch.Group) -> dict[str, Any]:
     return {
         "hosts": group.num_hosts,
         "backend": group.backend,
-        "wire": group.wire,
+        "net": group.net,
         "orders": orders(group),
         "even": trained(group, 2, 6, **({} if group.num_hosts > 1 else {"sum_order": "tree"})),
         "uneven": trained(group, 1, 3 + 2 * group.rank),  # with "tree" that would be refused
@@ -93,13 +93,13 @@ def work(group: epic.torch.Group) -> dict[str, Any]:
 
 def on_ranks() -> list[dict[str, Any]]:
     """On a group of the GPUs, by rank; which backend is left to the core."""
-    meets = epic.torch.threads(RANKS)
+    bootstraps = epic.torch.threads(RANKS)
     found: list[dict[str, Any]] = [{} for _ in range(RANKS)]
 
     def rank_of(rank: int) -> None:
         try:
             assert GPU.cudaSetDevice(rank) == 0
-            with epic.torch.Group(meet=meets[rank], backend="gpu", **SIZES) as group:
+            with epic.torch.Group(bootstrap=bootstraps[rank], backend="gpu", **SIZES) as group:
                 found[rank] = work(group)
         except BaseException:
             traceback.print_exc()
@@ -130,7 +130,7 @@ def main() -> int:
     for there, here in zip(hosts, one, strict=True):
         assert (there["hosts"], here["hosts"]) == (2, 1)
         assert (there["backend"], here["backend"]) == ("hosts", "p2p")
-        assert there["wire"].startswith("chaos") and here["wire"] == ""
+        assert there["net"].startswith("chaos") and here["net"] == ""
         assert there["orders"] == [True, False, True, False], there["orders"]
         assert here["orders"] == [False, False, True, False], here["orders"]
         assert emulated.same(there["even"], here["even"])

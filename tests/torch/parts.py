@@ -119,7 +119,7 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def run_form(group: epic.torch.Group, name: str) -> list[torch.Tensor]:
-    """Rows there and their sum home, with gradients; what the plan counts, and its ledger.  Nothing
+    """Rows there and their sum home, with gradients; what the plan counts, and its stats.  Nothing
     but EPIC rounds."""
     wish, more = FORMS[name]
     layer = epic.torch.Layer(EXPERTS, TOP_K, **{"alignment": ALIGN, **wish})
@@ -141,9 +141,9 @@ def run_form(group: epic.torch.Group, name: str) -> list[torch.Tensor]:
         found += [plan.expert_rows[:local], plan.expert_tokens[:local]]
     assert weights is not None
     gradients = torch.autograd.grad((out, weights), (x, w), (ct, torch.ones_like(weights)))
-    ledger = epic.torch.read_plan(plan)
-    where = torch.where(ledger.fate >= 0, ledger.rank, -1)  # of the others GPUs do not say it
-    found += [rows, weights, out, *gradients, ledger.fate, where]
+    stats = epic.torch.read_plan(plan)
+    where = torch.where(stats.fate >= 0, stats.rank, -1)  # of the others GPUs do not say it
+    found += [rows, weights, out, *gradients, stats.fate, where]
     return [v.detach().cpu() for v in found]
 
 

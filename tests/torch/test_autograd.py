@@ -73,37 +73,40 @@ def opcheck(rank: int) -> None:
         sizes, place = (way.capacity, way.bytes), (way.number, 0)
         layout = (*sizes, group.number, *way.words, 0, None, None)
         plan = epic.torch.plan(group, LAYER, ids)
-        data, turn = plan.bytes, group.turn
+        data, order_token = plan.bytes, group.order_token
         recv, slot = epic.torch.dispatch(plan, x, w)
         flat = epic.torch.plan(group, epic.torch.Layer(EXPERTS, TOP_K, layout="flat"), ids)
         count, octets = x.shape[0], x.view(torch.uint8)
         calls: list[tuple[Any, tuple[Any, ...]]] = [
-            (ops.plan, (turn, ids, *layout)),
-            (ops.dispatch, (turn, data, x, w, way.capacity, *place, 1)),
-            (ops.dispatch, (turn, data, x, None, way.capacity, *place, 1)),
-            (ops.plan_dispatch, (turn, ids, x, w, *layout, 1)),
-            (ops.dispatch_quantized, (turn, data, x, w, way.capacity, 1, *place, 1)),
-            (ops.dispatch_bytes, (turn, data, octets, octets, w, way.capacity, *place, 1)),
-            (ops.dispatch_bytes, (turn, data, octets, None, None, way.capacity, *place, 1)),
+            (ops.plan, (order_token, ids, *layout)),
+            (ops.dispatch, (order_token, data, x, w, way.capacity, *place, 1)),
+            (ops.dispatch, (order_token, data, x, None, way.capacity, *place, 1)),
+            (ops.plan_dispatch, (order_token, ids, x, w, *layout, 1)),
+            (ops.dispatch_quantized, (order_token, data, x, w, way.capacity, 1, *place, 1)),
+            (ops.dispatch_bytes, (order_token, data, octets, octets, w, way.capacity, *place, 1)),
+            (ops.dispatch_bytes, (order_token, data, octets, None, None, way.capacity, *place, 1)),
             (
                 ops.dispatch_flat,
-                (turn, flat.bytes, x, w, way.capacity, TOP_K, flat.way.layer, 0, 1),
+                (order_token, flat.bytes, x, w, way.capacity, TOP_K, flat.way.layer, 0, 1),
             ),
-            (ops.dispatch_backward, (turn, data, recv, slot, count, TOP_K, *place)),
-            (ops.combine, (turn, data, recv, slot, count, *place)),
-            (ops.combine_backward, (turn, data, ct, recv, slot, way.capacity, *place, 1)),
+            (ops.dispatch_backward, (order_token, data, recv, slot, count, TOP_K, *place)),
+            (ops.combine, (order_token, data, recv, slot, count, *place)),
+            (ops.combine_backward, (order_token, data, ct, recv, slot, way.capacity, *place, 1)),
             (
                 ops.combine_backward_quantized,
-                (turn, data, ct, recv, slot, way.capacity, 2, *place, 1),
+                (order_token, data, ct, recv, slot, way.capacity, 2, *place, 1),
             ),
-            (ops.sum_, (turn, torch.ones(5), 0, group.number, 0)),
+            (ops.sum_, (order_token, torch.ones(5), 0, group.number, 0)),
             (
                 ops.sum_replicas_,
-                (turn, data, torch.ones(way.num_local_experts, 5), group.number, 0),
+                (order_token, data, torch.ones(way.num_local_experts, 5), group.number, 0),
             ),
         ]
         whole = ("test_schema", "test_autograd_registration", "test_faketensor")
-        for op, args in ((ops.plan, (turn, ids)), (ops.plan_dispatch, (turn, ids, x, w))):
+        for op, args in (
+            (ops.plan, (order_token, ids)),
+            (ops.plan_dispatch, (order_token, ids, x, w)),
+        ):
             usual = (*args, *sizes, group.number, way.words[0])
             torch.library.opcheck(op.usual, usual, test_utils=whole)
             torch.library.opcheck(op.kept, (*args, way.number), test_utils=whole)
@@ -194,7 +197,7 @@ def test_a_layer_as_three_numbers() -> None:
             counts = 3 * layer["num_experts"] + 1 + layer["num_logical"]
             size = group.plan_bytes(LAYER) + 4 * counts
             with pytest.raises(RuntimeError) as caught:
-                ops.plan.default(group.turn, ids, 99, size, group.number, *words_of(layer))
+                ops.plan.default(group.order_token, ids, 99, size, group.number, *words_of(layer))
             assert f"{name} is {value}" in str(caught.value) or name == "top_k", caught.value
             assert str(value) in str(caught.value)
     with pytest.raises(epic.torch.EpicArgumentError, match="top_k 256"):
@@ -287,18 +290,18 @@ def test_a_layer_that_the_group_keeps() -> None:
             layer = epic.torch.Layer(EXPERTS, 2, **options)
             way = Facts(*group.facts(layer.key))
             sizes = (way.capacity, way.bytes, group.number)
-            usual = ops.plan_dispatch.default(group.turn, ids, x, None, *sizes, *way.words)
-            kept = ops.plan_dispatch.kept(group.turn, ids, x, None, way.number)
+            usual = ops.plan_dispatch.default(group.order_token, ids, x, None, *sizes, *way.words)
+            kept = ops.plan_dispatch.kept(group.order_token, ids, x, None, way.number)
             assert torch.equal(kept[1], usual[1]) and kept[0].shape == usual[0].shape
             counts = slice(way.plan_bytes, None)
             assert torch.equal(kept[0][counts], usual[0][counts])
         for wrong in (way.number + 1, 0):
             with pytest.raises(RuntimeError, match="group was closed"):
-                ops.plan.kept(group.turn, ids, wrong)
+                ops.plan.kept(group.order_token, ids, wrong)
         assert way.number in KEPT
     assert way.number not in KEPT
     with pytest.raises(RuntimeError, match="group was closed"):
-        ops.plan.kept(group.turn, ids, way.number)
+        ops.plan.kept(group.order_token, ids, way.number)
 
 
 # ---------------------------------------------------------------------- checkpointing ----

@@ -48,8 +48,8 @@ def test_on_a_gpu_of_threads(tmp_path: Path) -> None:
 def test_on_two_hosts(tmp_path: Path) -> None:
     """Of two ranks each."""
     plugins = ("libepic_cuda.so", "libepic_hosts.so", "libepic_chaos.so")
-    wire = {"EPIC_WIRE": "chaos", "EPIC_WIRE_MEMORY": "host"}
-    run("emulated_hosts.py", tmp_path, plugins, EMULATED_GPUS="4", **wire)
+    net = {"EPIC_NET": "chaos", "EPIC_NET_MEMORY": "host"}
+    run("emulated_hosts.py", tmp_path, plugins, EMULATED_GPUS="4", **net)
 
 
 def example(folder: Path, backend: str, **more: str) -> list[str]:

@@ -132,20 +132,26 @@ def test_options() -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"device": "meta"}, "'meta'"),
         ({"backend": "p2p"}, "p2p"),
-        ({"num_ranks": 2}, "meet="),
-        ({"num_ranks": 2, "meet": "tcp"}, "meet 'tcp': a Tcp(address, port, secret), or a funct"),
-        ({"num_ranks": None, "meet": 3}, "meet 3: a Tcp"),
-        ({"num_ranks": 1, "meet": lambda r, b: 3}, "the meeting gave 3: a list of every rank's"),
-        ({"num_ranks": 0, "meet": lambda r, b: [b]}, "num_ranks 0: an integer from 1"),
-        ({"num_ranks": None, "rank": 1}, "rank 1: it goes with num_ranks= and meet="),
-        ({"rank": 1, "meet": epic.torch.threads(2)[0]}, "meet is that of rank 0 of 2"),
+        ({"num_ranks": 2}, "bootstrap="),
+        (
+            {"num_ranks": 2, "bootstrap": "tcp"},
+            "bootstrap 'tcp': a Tcp(address, port, secret), or a funct",
+        ),
+        ({"num_ranks": None, "bootstrap": 3}, "bootstrap 3: a Tcp"),
+        (
+            {"num_ranks": 1, "bootstrap": lambda r, b: 3},
+            "the bootstrap gave 3: a list of every rank's",
+        ),
+        ({"num_ranks": 0, "bootstrap": lambda r, b: [b]}, "num_ranks 0: an integer from 1"),
+        ({"num_ranks": None, "rank": 1}, "rank 1: it goes with num_ranks= and bootstrap="),
+        ({"rank": 1, "bootstrap": epic.torch.threads(2)[0]}, "bootstrap is that of rank 0 of 2"),
         ({"name": None}, "name None: a str"),
         ({"name": "a\0b"}, "name 'a\\x00b': must not contain a NUL"),
         ({"name": "a\udc80"}, "must be text that UTF-8 can encode"),
         ({"backend": "self\0"}, "must not contain a NUL"),
         ({"backend": 3}, "backend 3: a str"),
         ({"staging_bytes": 1.5}, "staging_bytes 1.5: an integer from 0"),
-        ({"num_ranks": None, "meet": lambda r, b: [b]}, "num_ranks="),
+        ({"num_ranks": None, "bootstrap": lambda r, b: [b]}, "num_ranks="),
         ({"dim": "ep"}, "DeviceMesh"),
     ]
     for options, text in wrong:
@@ -166,7 +172,7 @@ def test_tcp_with_nul() -> None:
 
 SOURCES = Path(__file__).parents[2] / "src"
 KEPT = {  # environment variables, and flags of C that epic.torch and epic.jax set themselves
-    "EPIC_SECRET", "EPIC_TIMEOUT_MS", "EPIC_TRACE", "EPIC_WIRE_MEMORY", "EPIC_BACKEND",
+    "EPIC_SECRET", "EPIC_TIMEOUT_MS", "EPIC_TRACE", "EPIC_NET_MEMORY", "EPIC_BACKEND",
     "EPIC_CHECK_WEIGHTS", "EPIC_ACCUMULATE", "EPIC_DISPATCH_AGAIN", "EPIC_PLANNED",
     "EPIC_RECOMPUTE", "EPIC_SUM_DENSE",
 }  # fmt: skip
@@ -192,10 +198,10 @@ def test_values_as_python_has_them() -> None:
         epic.torch.Layer(8, 2, expert_capacity=4)
     with alone() as group, pytest.raises(EpicError, match="capacity"):
         epic.torch.plan(group, LAYER, IDS, capacity=3)
-    meets = epic.torch.threads(2)
+    bootstraps = epic.torch.threads(2)
 
     def run(rank: int) -> str:
-        with epic.torch.Group(meet=meets[rank], **SIZES) as group:
+        with epic.torch.Group(bootstrap=bootstraps[rank], **SIZES) as group:
             layer = replace(LAYER, distinct=rank == 1)
             return told(lambda: epic.torch.plan(group, layer, IDS - 1), "EPIC_EMISMATCH")
 
@@ -346,13 +352,15 @@ def test_nothing_is_kept() -> None:
                 into = (torch.empty_like(recv), torch.empty_like(slot))
                 epic.torch.dispatch(plan, rows, weights, out=into)
                 place = (plan.capacity, plan.way.layer, 0, 1)
-                ops.dispatch_out.default(group.turn, plan.bytes, rows, None, *place, None, None)
+                ops.dispatch_out.default(
+                    group.order_token, plan.bytes, rows, None, *place, None, None
+                )
                 with pytest.raises(EpicArgumentError, match="out recv has the shape"):
                     epic.torch.dispatch(plan, rows, weights, out=(into[0][1:].clone(), into[1]))
                 for data in (damaged, weights):
                     args = (data, rows.clone(), weights.clone(), plan.capacity, plan.way.layer)
                     with pytest.raises(RuntimeError, match="EPIC_EINVAL"):
-                        ops.dispatch.default(group.turn, *args)
+                        ops.dispatch.default(group.order_token, *args)
 
         run(20)
         before = resident()

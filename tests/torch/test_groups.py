@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How groups meet, open, close and open again."""
+"""How groups bootstrap, open, close and open again."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import epic.torch
-from epic import _native, meeting
+from epic import _native, bootstrapping
 from epic.store import Attempts
 from parts import SIZES, UNEVEN, Data, check_round, through
 from ports import free_port
@@ -82,7 +82,7 @@ def not_one_of_them(rank: int) -> None:
 
 
 def late(rank: int) -> None:
-    """A process that does not come to the meeting is named; the next one works."""
+    """A process that does not come to the bootstrap is named; the next one works."""
     if rank != 2:
         told(lambda: epic.torch.Group(**SHORT), "EPIC_ETIMEOUT", "rank 2 did not come")
     dist.barrier()
@@ -161,10 +161,10 @@ def test_no_order_with_destroy_process_group() -> None:
 
 def test_threads_of_one_process() -> None:
     """Each thread is a rank."""
-    meets = epic.torch.threads(4)
+    bootstraps = epic.torch.threads(4)
 
     def run(rank: int) -> None:
-        with epic.torch.Group(meet=meets[rank], **SIZES) as group:
+        with epic.torch.Group(bootstrap=bootstraps[rank], **SIZES) as group:
             assert (group.rank, group.num_ranks, group.backend) == (rank, 4, "threads")
             for _ in range(3):
                 right(group, rank)
@@ -186,16 +186,16 @@ SCRIPT = """
 import os, sys
 sys.path[:0] = {paths!r}
 import epic.torch
-from epic import _native, meeting
+from epic import _native, bootstrapping
 from epic.store import Attempts
 from parts import SIZES
 from test_groups import right
-meet = {{}}
+bootstrap = {{}}
 if {tcp}:
     rank, port = int(os.environ["RANK"]), int(os.environ["PORT"])
-    meet = dict(meet=epic.torch.Tcp(port=port, secret="s"), rank=rank, num_ranks=2)
+    bootstrap = dict(bootstrap=epic.torch.Tcp(port=port, secret="s"), rank=rank, num_ranks=2)
 for _ in range(2):
-    with epic.torch.Group(**meet, **SIZES) as group:
+    with epic.torch.Group(**bootstrap, **SIZES) as group:
         assert group.num_ranks == 2 and group.backend == "shm"
         right(group, group.rank)
 """
@@ -211,7 +211,7 @@ def test_torchrun(tmp_path: Path) -> None:
 
 
 def test_tcp(tmp_path: Path) -> None:
-    """The core's own meeting."""
+    """The core's own bootstrap."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(paths=PATHS, tcp=True))
     env = os.environ | {"PORT": str(free_port())}
@@ -234,10 +234,10 @@ def test_contexts_are_closed_where_no_thread_starts(monkeypatch: Any) -> None:
 
     closed: list[int] = []
     monkeypatch.setattr(_native, "core", lambda: SimpleNamespace(epic_close=closed.append))
-    meeting.end([3, 4])
+    bootstrapping.end([3, 4])
     assert sorted(closed) == [3, 4]
     monkeypatch.setattr(threading.Thread, "start", start)
-    meeting.end([5, 6])
+    bootstrapping.end([5, 6])
     assert closed[2:] == [5, 6]
 
 
@@ -247,8 +247,9 @@ sys.path[:0] = {paths!r}
 import torch, epic.torch
 from parts import SIZES
 rank, port = int(os.environ["RANK"]), int(os.environ["PORT"])
-meet = epic.torch.Tcp(port=port, secret="s")
-group = epic.torch.Group(meet=meet, rank=rank, num_ranks=2, **{{**SIZES, "timeout_ms": 120000}})
+bootstrap = epic.torch.Tcp(port=port, secret="s")
+sizes = {{**SIZES, "timeout_ms": 120000}}
+group = epic.torch.Group(bootstrap=bootstrap, rank=rank, num_ranks=2, **sizes)
 def call():
     try:
         epic.torch.sum(group, torch.ones(3), tag=1 + rank)
@@ -290,8 +291,8 @@ def test_an_exchange_of_the_callers() -> None:
     exchange = epic.torch.groups.StoreExchange
 
     def run(rank: int) -> None:
-        meet = exchange(store, "mine", 2, 60000)
-        with epic.torch.Group(meet=meet, rank=rank, num_ranks=2, **SIZES) as group:
+        bootstrap = exchange(store, "mine", 2, 60000)
+        with epic.torch.Group(bootstrap=bootstrap, rank=rank, num_ranks=2, **SIZES) as group:
             right(group, rank)
 
     with ThreadPoolExecutor(2) as pool:
@@ -302,7 +303,7 @@ def test_an_exchange_of_the_callers() -> None:
         raise OSError("no network")
 
     with pytest.raises(OSError, match="no network"):
-        epic.torch.Group(meet=broken, rank=0, num_ranks=2, **SIZES)
+        epic.torch.Group(bootstrap=broken, rank=0, num_ranks=2, **SIZES)
 
 
 def exchanges(num_ranks: int, *timeouts: int) -> list[Any]:
@@ -354,15 +355,15 @@ def test_two_processes_of_one_rank(monkeypatch: Any) -> None:
         told(lambda: waits.result(20), "EPIC_ETIMEOUT")
 
 
-def test_a_meet_is_of_one_rank() -> None:
+def test_a_bootstrap_is_of_one_rank() -> None:
     """For one opening, at a time or later."""
-    meets = epic.torch.threads(2, 1500)
+    bootstraps = epic.torch.threads(2, 1500)
     with ThreadPoolExecutor(2) as pool:
-        found = [pool.submit(epic.torch.Group, meet=meets[0], **SHORT) for _ in range(2)]
+        found = [pool.submit(epic.torch.Group, bootstrap=bootstraps[0], **SHORT) for _ in range(2)]
         errors = sorted(str(f.exception(20)) for f in found)
     assert errors[0].startswith("EPIC_ETIMEOUT") and "rank 1 did not come" in errors[0]
-    assert errors[1].startswith("meet of rank 0 is taken")
-    told(lambda: epic.torch.Group(meet=meets[0], **SHORT), "EPIC_EINVAL", "is taken")
+    assert errors[1].startswith("bootstrap of rank 0 is taken")
+    told(lambda: epic.torch.Group(bootstrap=bootstraps[0], **SHORT), "EPIC_EINVAL", "is taken")
 
 
 def test_two_threads_open_at_a_time() -> None:

@@ -12,7 +12,7 @@ STEP = Path(os.environ["EPIC_LIBRARY_PATH"].split(":")[0]).parent / "examples" /
 
 
 def test_c_program() -> None:
-    """The ranks of a C program meet on a port other than that of torchrun's own store."""
+    """The ranks of a C program bootstrap on a port other than that of torchrun's own store."""
     assert STEP.exists(), "build the target example_step"
     words = ["--no-python", "--nproc-per-node", "2", "--master-port", str(free_port()), str(STEP)]
     command = [sys.executable, "-m", "torch.distributed.run", *words]

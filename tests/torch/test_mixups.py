@@ -396,11 +396,11 @@ def test_a_tag_for_each_call() -> None:
 
 def test_losses_of_sequences_on_uneven_ranks() -> None:
     """The composed layer counted as many tokens on each rank."""
-    meets, tokens = epic.torch.threads(3), (3, 9, 0)
+    bootstraps, tokens = epic.torch.threads(3), (3, 9, 0)
     wish = epic.torch.Moe.of(**{**WISH, "num_experts": 6}, balance_coeff=0.5, sequence_tokens=3)
 
     def run(rank: int) -> list[torch.Tensor]:
-        sizes = {**SIZES, "meet": meets[rank]}
+        sizes = {**SIZES, "bootstrap": bootstraps[rank]}
         with epic.torch.Group(**sizes) as group:
             layer, x = epic.torch.MoE(group, wish), numbers(rank, tokens[rank], HIDDEN)
             core = layer(x)[1]
@@ -432,7 +432,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_options_that_differ(change: str, kind: str) -> None:
     """No shape of what is sent differs, so the results of both ranks would be wrong."""
-    (more, sentence), meets = CHANGES[change], epic.torch.threads(2)
+    (more, sentence), bootstraps = CHANGES[change], epic.torch.threads(2)
     if kind == "masked" and change == "sequence_tokens":
         pytest.skip("refused beside a mask")
 
@@ -441,7 +441,7 @@ def test_options_that_differ(change: str, kind: str) -> None:
         dtype = given.pop("dtype", torch.float32)
         if kind == "quantized":
             given["quantize"] = "1x32"
-        sizes = {**SIZES, "meet": meets[rank], "timeout_ms": 9000}
+        sizes = {**SIZES, "bootstrap": bootstraps[rank], "timeout_ms": 9000}
         options = epic.torch.Moe.of(**given)
         with epic.torch.Group(**sizes) as group, torch.no_grad():
             product = epic.torch.slab_mm if kind == "composed" else None

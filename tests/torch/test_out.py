@@ -218,11 +218,11 @@ def test_not_wanted() -> None:
         assert torch.equal(given.out, wanted.out)
         plan, recv, slots = epic.torch.plan_dispatch(group, LAYER, IDS, X, W)
         ct, place = numbers(9, 4, HIDDEN), (plan.capacity, plan.way.layer, 0, 1)
-        args = (group.turn, plan.bytes, ct, recv, slots, *place)
+        args = (group.order_token, plan.bytes, ct, recv, slots, *place)
         rows, weights = ops.combine_backward.default(*args)
         found = torch.empty_like(weights)
         ops.combine_backward_out.default(*args, None, found)
         assert torch.equal(found, weights)
         with pytest.raises(RuntimeError, match="out d_slot_weights is given, but this call has"):
-            args = (group.turn, plan.bytes, ct, None, slots, *place)
+            args = (group.order_token, plan.bytes, ct, None, slots, *place)
             ops.combine_backward_out.default(*args, rows, found)

@@ -80,10 +80,12 @@ def last_block(model: Any) -> Any:
 
 def on_two(copies: list[Any], function: Any) -> list[Any]:
     """function(rank, model, group) in two threads, each with half of the experts."""
-    meets = epic.torch.threads(2)
+    bootstraps = epic.torch.threads(2)
 
     def run(rank: int) -> Any:
-        with epic.torch.Group(meet=meets[rank], max_tokens=64, max_row_bytes=4096) as group:
+        with epic.torch.Group(
+            bootstrap=bootstraps[rank], max_tokens=64, max_row_bytes=4096
+        ) as group:
             epic.torch.replace_moe(copies[rank], group)
             return function(rank, copies[rank], group)
 

@@ -37,10 +37,10 @@ OTHERS = "experts 0 to 3 of 8, and this rank has experts 4 to 7 of 8.*epic.torch
 
 def on_ranks(count: int, run: Callable[[epic.torch.Group], Any]) -> list[Any]:
     """run(group) in a thread for each rank."""
-    meets = epic.torch.threads(count)
+    bootstraps = epic.torch.threads(count)
 
     def one(rank: int) -> Any:
-        with epic.torch.Group(meet=meets[rank], **SIZES) as group:
+        with epic.torch.Group(bootstrap=bootstraps[rank], **SIZES) as group:
             return run(group)
 
     with ThreadPoolExecutor(count) as pool:

@@ -112,7 +112,7 @@ def test_what_is_written_is_no_copy() -> None:
     with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
         x = torch.ones(8)[::2]
         with pytest.raises(RuntimeError, match="x is not contiguous"):
-            torch.ops.epic.sum_(group.turn, x, 0, group.number)
+            torch.ops.epic.sum_(group.order_token, x, 0, group.number)
 
 
 def every_slot(rank: int, ep: int, tokens: tuple[int, ...], experts: int) -> None:
@@ -290,12 +290,12 @@ def drop(rank: int) -> None:
         assert torch.equal(torch.autograd.grad(out, x, ct)[0], ct * kept)
         assert plan.load.tolist() == [4 * TOKENS] + [0] * 7
         assert int(plan.demand) == (4 * TOKENS if rank == 0 else 0)
-        ledger = epic.torch.read_plan(plan)
-        assert (ledger.kept, ledger.expert_full) == ((2, TOKENS - 2), (0, TOKENS))[rank > 0]
-        assert ledger.none == ledger.rank_full == 0 and ledger.num_tokens == TOKENS
+        stats = epic.torch.read_plan(plan)
+        assert (stats.kept, stats.expert_full) == ((2, TOKENS - 2), (0, TOKENS))[rank > 0]
+        assert stats.none == stats.rank_full == 0 and stats.num_tokens == TOKENS
         slots, full = ([0, 1] if rank == 0 else []), epic.torch.EXPERT_FULL
-        assert ledger.fate.flatten().tolist() == slots + [full] * (TOKENS - len(slots))
-        assert ledger.rank[: len(slots)].eq(0).all()
+        assert stats.fate.flatten().tolist() == slots + [full] * (TOKENS - len(slots))
+        assert stats.rank[: len(slots)].eq(0).all()
         exact = epic.torch.plan(group, layer, ids, capacity=epic.torch.EXACT)
         assert exact.capacity == (2 if rank == 0 else 0)
         recv, _ = epic.torch.dispatch(exact, x)

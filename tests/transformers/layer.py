@@ -49,7 +49,7 @@ WEIGHTS = (
     "shared_down shared_b_gate_up shared_b_down w_shared_gate"
 )
 Rows = struct(("data", c_void_p), *fields(c_int64, "num_rows row_bytes"))
-Meet = struct(*fields(ctypes.c_int32, "rank num_ranks"), *fields(c_void_p, "gather close self"))
+Bootstrap = struct(*fields(ctypes.c_int32, "rank num_ranks"), *fields(c_void_p, "gather close self"))
 Config = struct(
     *fields(c_int64, "max_tokens max_row_bytes staging_bytes"),
     *fields(c_uint32, "num_ranks timeout_ms max_in_flight max_sms"),
@@ -120,8 +120,8 @@ class Epic:
         self.lib.epic_error.restype = ctypes.c_char_p
         self.config = Config(max_tokens=TOKENS, max_row_bytes=4 * HIDDEN, num_ranks=1)
         self.context = c_void_p()
-        meet = Meet(num_ranks=1)
-        self.call("epic_open_v1", ctypes.byref(self.context), ctypes.byref(meet), self.config)
+        bootstrap = Bootstrap(num_ranks=1)
+        self.call("epic_open_v1", ctypes.byref(self.context), ctypes.byref(bootstrap), self.config)
 
     def call(self, name, *args):
         """Structs go with their sizes."""

@@ -25,7 +25,7 @@ typedef struct calls {
     epic_combine_args combine;
     epic_dispatch_backward_args dispatch_backward;
     epic_combine_backward_args combine_backward;
-    epic_sum_args sum;
+    epic_allreduce_sum_args sum;
 } calls;
 
 enum which { PLAN, DISPATCH, BOTH, COMBINE, DISPATCH_BACKWARD, COMBINE_BACKWARD, SUM };
@@ -154,7 +154,7 @@ static const wrong wrongs[] = {
      "0",
      {SET(dispatch.scales.row_bytes, 4), SET(dispatch.recv_scales.row_bytes, 4)}},
     {DISPATCH, BAD, "flags", "2", {SET(dispatch.flags, 2)}},
-    {DISPATCH, BAD, "pad", "1", {SET(dispatch.pad, 1)}},
+    {DISPATCH, BAD, "reserved", "1", {SET(dispatch.reserved, 1)}},
     {DISPATCH, BAD, "type", "99", {SET(dispatch.type, 99)}},
     {DISPATCH, BAD, "weights", "0x1002", {SET(dispatch.weights, 0x1002)}},
     {DISPATCH, BAD, "slot_weights", "0x1002", {SET(dispatch.slot_weights, 0x1002)}},
@@ -274,7 +274,7 @@ static const wrong wrongs[] = {
      "",
      {SET(combine_backward.d_rows_scales.row_bytes, 4)}},
     {COMBINE_BACKWARD, BAD, "flags", "2", {SET(combine_backward.flags, 2)}},
-    {COMBINE_BACKWARD, BAD, "pad", "1", {SET(combine_backward.pad, 1)}},
+    {COMBINE_BACKWARD, BAD, "reserved", "1", {SET(combine_backward.reserved, 1)}},
 
     {SUM, BAD, "count", "-1", {SET(sum.count, -1)}},
     {SUM, BAD, "count", "4611686018427387904", {SET(sum.count, 1ll << 62)}},
@@ -318,7 +318,7 @@ static epic_result make_call(epic_context *ctx, enum which which, calls *c)
     case COMBINE_BACKWARD:
         return epic_combine_backward(ctx, &c->combine_backward);
     default:
-        return epic_sum(ctx, &c->sum);
+        return epic_allreduce_sum(ctx, &c->sum);
     }
 }
 
@@ -393,14 +393,14 @@ static void try_all(step *s)
 static void try_sizes(step *s)
 {
     struct {
-        epic_sum_args args;
+        epic_allreduce_sum_args args;
         unsigned char more[32];
     } longer = {.args = step_sum(s, 1)};
-    CHECK(epic_sum_v1(s->ctx, &longer.args, sizeof longer) == EPIC_OK);
+    CHECK(epic_allreduce_sum_v1(s->ctx, &longer.args, sizeof longer) == EPIC_OK);
     longer.more[7] = 1;
-    CHECK(epic_sum_v1(s->ctx, &longer.args, sizeof longer) == EPIC_EINVAL);
-    CHECK(epic_sum_v1(s->ctx, &longer.args, 0) == EPIC_EINVAL);
-    CHECK(epic_sum(s->ctx, NULL) == EPIC_EINVAL);
+    CHECK(epic_allreduce_sum_v1(s->ctx, &longer.args, sizeof longer) == EPIC_EINVAL);
+    CHECK(epic_allreduce_sum_v1(s->ctx, &longer.args, 0) == EPIC_EINVAL);
+    CHECK(epic_allreduce_sum(s->ctx, NULL) == EPIC_EINVAL);
     CHECK(epic_plan_v1(s->ctx, NULL, 8) == EPIC_EINVAL);
     CHECK(epic_dispatch_v1(s->ctx, NULL, 8) == EPIC_EINVAL);
     CHECK(epic_combine_v1(s->ctx, NULL, 8) == EPIC_EINVAL);
@@ -551,18 +551,18 @@ static void try_data(step *s)
     CHECK(step_all(s, 1));
 }
 
-static void ranks(const epic_meet *meet, void *self)
+static void ranks(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
     const epic_config config = {.max_tokens = STEP_MAX_TOKENS,
                                 .max_row_bytes = STEP_MAX_ROW_BYTES,
                                 .timeout_ms = 20000};
     epic_context *ctx;
-    if (!CHECK(epic_open(&ctx, meet, &config) == EPIC_OK)) return;
+    if (!CHECK(epic_open(&ctx, bootstrap, &config) == EPIC_OK)) return;
     step s;
     step_open(&s, ctx, TOKENS, HIDDEN);
     CHECK(step_all(&s, 1));
-    if (meet->num_ranks == 2) try_all(&s);
+    if (bootstrap->num_ranks == 2) try_all(&s);
     if (epic_check(ctx) == EPIC_OK) try_sizes(&s);
     if (epic_check(ctx) == EPIC_OK) try_flat(&s);
     if (epic_check(ctx) == EPIC_OK) try_data(&s);

@@ -11,11 +11,11 @@
 
 static _Atomic uint64_t aborted_ns;
 
-static epic_context *opened(const epic_meet *meet)
+static epic_context *opened(const epic_bootstrap *bootstrap)
 {
     const epic_config config = {.max_tokens = 4, .max_row_bytes = 64, .max_in_flight = 2};
     epic_context *ctx = NULL;
-    CHECK_SAY(epic_open(&ctx, meet, &config) == EPIC_OK, "%s", epic_error(ctx));
+    CHECK_SAY(epic_open(&ctx, bootstrap, &config) == EPIC_OK, "%s", epic_error(ctx));
     return ctx;
 }
 
@@ -25,34 +25,34 @@ static void keep_least(void *self, uint64_t ns)
     if (*least == 0 || ns < *least) *least = ns;
 }
 
-static void hear_abort(const epic_meet *meet, void *self)
+static void hear_abort(const epic_bootstrap *bootstrap, void *self)
 {
     float number = 1;
-    const epic_sum_args sum = {.call.timeout_ms = 30000, .data = &number, .count = 1};
-    epic_context *ctx = opened(meet);
-    if (meet->rank == 1) {
+    const epic_allreduce_sum_args sum = {.call.timeout_ms = 30000, .data = &number, .count = 1};
+    epic_context *ctx = opened(bootstrap);
+    if (bootstrap->rank == 1) {
         run_nap_us(200000); /* until the other sleeps */
         atomic_store(&aborted_ns, run_now_ns());
         epic_abort(ctx, 0, "no more data");
         run_nap_us(1300000); /* closing wakes it too */
     } else {
-        CHECK_EQ(epic_sum(ctx, &sum), EPIC_EPEER);
+        CHECK_EQ(epic_allreduce_sum(ctx, &sum), EPIC_EPEER);
         keep_least(self, run_now_ns() - atomic_load(&aborted_ns));
         CHECK_SAY(strstr(epic_error(ctx), "no more data") != NULL, "%s", epic_error(ctx));
     }
     epic_close(ctx);
 }
 
-static void be_late(const epic_meet *meet, void *self)
+static void be_late(const epic_bootstrap *bootstrap, void *self)
 {
     float number = 1;
-    const epic_sum_args sum = {.call.timeout_ms = 100, .data = &number, .count = 1};
-    epic_context *ctx = opened(meet);
-    if (meet->rank == 1) {
+    const epic_allreduce_sum_args sum = {.call.timeout_ms = 100, .data = &number, .count = 1};
+    epic_context *ctx = opened(bootstrap);
+    if (bootstrap->rank == 1) {
         run_nap_us(1800000);
     } else {
         const uint64_t start = run_now_ns();
-        CHECK_EQ(epic_sum(ctx, &sum), EPIC_ETIMEOUT);
+        CHECK_EQ(epic_allreduce_sum(ctx, &sum), EPIC_ETIMEOUT);
         CHECK(run_now_ns() - start >= 100000000);
         keep_least(self, run_now_ns() - start - 100000000);
     }

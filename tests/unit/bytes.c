@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What goes over the wire: combine sends one row for each (token, other rank), whatever top-k is;
+/* What goes over the net: combine sends one row for each (token, other rank), whatever top-k is;
  * dispatch puts each token that any peer wants into its lane once, where memory is shared. */
 #include <stdlib.h>
 #include <string.h>
@@ -146,9 +146,9 @@ static void count_sums(counted *c)
 {
     float data[65] = {0};
     for (int64_t n = 64; n <= 65; n++) {
-        const epic_sum_args a = {.data = data, .count = n};
+        const epic_allreduce_sum_args a = {.data = data, .count = n};
         const uint64_t before = epic_context_bytes_sent(c->ctx);
-        CHECK(epic_sum(c->ctx, &a) == EPIC_OK);
+        CHECK(epic_allreduce_sum(c->ctx, &a) == EPIC_OK);
         CHECK((sent_since(c, before) > 0) == (n == 65 && c->num_ranks > 1));
     }
 }
@@ -163,16 +163,16 @@ static void choose_experts(counted *c, uint64_t seed)
                     run_chance(&random, 50) ? -1 : (int32_t)run_below(&random, EXPERTS);
 }
 
-static void count_all(const epic_meet *meet, void *self)
+static void count_all(const epic_bootstrap *bootstrap, void *self)
 {
     const epic_config config = {.max_tokens = TOKENS,
                                 .max_row_bytes = 2 * ROW,
-                                .num_ranks = (uint32_t)meet->num_ranks,
+                                .num_ranks = (uint32_t)bootstrap->num_ranks,
                                 .timeout_ms = 20000};
     counted *c = calloc(1, sizeof *c);
-    if (CHECK(epic_open(&c->ctx, meet, &config) == EPIC_OK)) {
-        c->rank = meet->rank;
-        c->num_ranks = meet->num_ranks;
+    if (CHECK(epic_open(&c->ctx, bootstrap, &config) == EPIC_OK)) {
+        c->rank = bootstrap->rank;
+        c->num_ranks = bootstrap->num_ranks;
         c->layer = (epic_layer){.num_experts = EXPERTS, .top_k = TOP_K};
         c->layer.partial_type = *(const uint32_t *)self;
         c->slots = epic_capacity_bound(&config, &c->layer);

@@ -14,15 +14,15 @@
 
 /* The functions of one copy. */
 typedef struct copy {
-    epic_result (*open)(epic_context **, const epic_meet *, const epic_config *, size_t);
-    epic_result (*sum)(epic_context *, const epic_sum_args *, size_t);
+    epic_result (*open)(epic_context **, const epic_bootstrap *, const epic_config *, size_t);
+    epic_result (*sum)(epic_context *, const epic_allreduce_sum_args *, size_t);
     const char *(*backend_name)(const epic_context *);
     const char *(*error)(const epic_context *);
     void (*close)(epic_context *);
 } copy;
 
 static copy copies[2] = {
-    {epic_open_v1, epic_sum_v1, epic_backend_name, epic_error, epic_close}};
+    {epic_open_v1, epic_allreduce_sum_v1, epic_backend_name, epic_error, epic_close}};
 
 static void *find(void *library, const char *name)
 {
@@ -44,7 +44,7 @@ static bool load_second_copy(void)
     if (!CHECK_SAY(library != NULL, "%s", dlerror())) return false;
     copy *c = &copies[1];
     *(void **)&c->open = find(library, "epic_open_v1");
-    *(void **)&c->sum = find(library, "epic_sum_v1");
+    *(void **)&c->sum = find(library, "epic_allreduce_sum_v1");
     *(void **)&c->backend_name = find(library, "epic_backend_name");
     *(void **)&c->error = find(library, "epic_error");
     *(void **)&c->close = find(library, "epic_close");
@@ -58,7 +58,7 @@ typedef struct trial {
 } trial;
 
 typedef struct seat {
-    epic_meet meet;
+    epic_bootstrap bootstrap;
     const trial *t;
 } seat;
 
@@ -66,18 +66,18 @@ static void *be_thread(void *self)
 {
     const seat *s = self;
     const trial *t = s->t;
-    const epic_meet *meet = &s->meet;
-    const copy *c = &copies[t->mixed ? meet->rank % 2 : 0];
+    const epic_bootstrap *bootstrap = &s->bootstrap;
+    const copy *c = &copies[t->mixed ? bootstrap->rank % 2 : 0];
     const epic_config config = {
         .max_tokens = 4, .max_row_bytes = 64, .timeout_ms = 20000, .backend = t->backend};
     epic_context *ctx;
-    const epic_result result = c->open(&ctx, meet, &config, sizeof config);
+    const epic_result result = c->open(&ctx, bootstrap, &config, sizeof config);
     if (t->found && CHECK_SAY(result == EPIC_OK, "open: %s", c->error(ctx))) {
         float one = 1;
-        const epic_sum_args args = {.data = &one, .count = 1};
+        const epic_allreduce_sum_args args = {.data = &one, .count = 1};
         CHECK_SAY(!strcmp(c->backend_name(ctx), t->found), "%s", c->backend_name(ctx));
         CHECK_SAY(c->sum(ctx, &args, sizeof args) == EPIC_OK, "sum: %s", c->error(ctx));
-        CHECK_EQ(one, meet->num_ranks);
+        CHECK_EQ(one, bootstrap->num_ranks);
     } else if (!t->found) {
         CHECK_SAY(result == EPIC_ENOTSUP, "open: %d", (int)result);
         CHECK_SAY(strstr(c->error(ctx), "another copy") != NULL, "%s", c->error(ctx));
@@ -86,18 +86,18 @@ static void *be_thread(void *self)
     return NULL;
 }
 
-/* The ranks meet in memory: a hub of epic_meet_threads would belong to one copy. */
+/* The ranks meet in memory: a hub of epic_bootstrap_threads would belong to one copy. */
 static void run_copies(int num_ranks, const trial *t)
 {
     seat seats[8];
     pthread_t threads[8];
-    run_meeting *meeting = run_meeting_new(num_ranks);
+    run_rendezvous *rendezvous = run_rendezvous_new(num_ranks);
     for (int r = 0; r < num_ranks; r++) {
-        seats[r] = (seat){run_meeting_seat(meeting, r), t};
+        seats[r] = (seat){run_rendezvous_seat(rendezvous, r), t};
         pthread_create(&threads[r], NULL, be_thread, &seats[r]);
     }
     for (int r = 0; r < num_ranks; r++) pthread_join(threads[r], NULL);
-    run_meeting_free(meeting);
+    run_rendezvous_free(rendezvous);
 }
 
 int main(void)

@@ -202,7 +202,7 @@ static void check_damage(damaged *d, arena *a, int victim, uint32_t operation)
     free(plan);
 }
 
-static void run_damages(const epic_meet *meet, void *self)
+static void run_damages(const epic_bootstrap *bootstrap, void *self)
 {
     arena *a = self;
     const epic_config config = {.max_tokens = STEP_MAX_TOKENS,
@@ -210,14 +210,14 @@ static void run_damages(const epic_meet *meet, void *self)
                                 .timeout_ms = 10000,
                                 .max_in_flight = 2};
     epic_context *ctx, *other;
-    if (!CHECK(epic_open(&ctx, meet, &config) == EPIC_OK)) return;
-    if (!CHECK(epic_open(&other, meet, &config) == EPIC_OK)) return;
+    if (!CHECK(epic_open(&ctx, bootstrap, &config) == EPIC_OK)) return;
+    if (!CHECK(epic_open(&other, bootstrap, &config) == EPIC_OK)) return;
     damaged d;
-    damaged_open(&d, ctx, other, run_mix(run_seed(), (uint64_t)meet->rank));
+    damaged_open(&d, ctx, other, run_mix(run_seed(), (uint64_t)bootstrap->rank));
     run_random common = {run_mix(run_seed(), 50)};
     for (int i = 0; i < DAMAGES && epic_check(ctx) == EPIC_OK; i++) {
         check_seed = (uint64_t)i;
-        const int victim = (int)run_below(&common, meet->num_ranks);
+        const int victim = (int)run_below(&common, bootstrap->num_ranks);
         check_damage(&d, a, victim, operations[run_below(&common, NUM_OPERATIONS)]);
         if (i % 500 == 0) CHECK(step_all(&d.s, 1) && memcpy(d.s.plan, d.good, d.bytes));
     }
@@ -274,7 +274,7 @@ static epic_result use_resealed(damaged *d, bool spoiled)
 }
 
 /* Damage may give wrong rows now; on one rank it can keep nobody waiting. */
-static void run_resealed(const epic_meet *meet, void *self)
+static void run_resealed(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
     const epic_config config = {.max_tokens = STEP_MAX_TOKENS,
@@ -282,7 +282,7 @@ static void run_resealed(const epic_meet *meet, void *self)
                                 .timeout_ms = 10000,
                                 .max_in_flight = 2};
     epic_context *ctx;
-    if (!CHECK(epic_open(&ctx, meet, &config) == EPIC_OK)) return;
+    if (!CHECK(epic_open(&ctx, bootstrap, &config) == EPIC_OK)) return;
     damaged d;
     damaged_open(&d, ctx, ctx, run_mix(run_seed(), 60));
     int good = 0;
@@ -300,7 +300,7 @@ static void run_resealed(const epic_meet *meet, void *self)
 }
 
 /* On two ranks it may: then the deadline ends it, and another group is opened. */
-static void run_resealed_group(const epic_meet *meet, void *self)
+static void run_resealed_group(const epic_bootstrap *bootstrap, void *self)
 {
     const int number = *(const int *)self;
     const epic_config config = {.max_tokens = STEP_MAX_TOKENS,
@@ -308,15 +308,16 @@ static void run_resealed_group(const epic_meet *meet, void *self)
                                 .timeout_ms = 10000,
                                 .max_in_flight = 2};
     epic_context *ctx;
-    if (!CHECK(epic_open(&ctx, meet, &config) == EPIC_OK)) return;
+    if (!CHECK(epic_open(&ctx, bootstrap, &config) == EPIC_OK)) return;
     damaged d;
-    damaged_open(&d, ctx, ctx, run_mix(run_seed(), (uint64_t)(70 + 2 * number + meet->rank)));
+    damaged_open(&d, ctx, ctx,
+                 run_mix(run_seed(), (uint64_t)(70 + 2 * number + bootstrap->rank)));
     d.common.state = run_mix(run_seed(), (uint64_t)(1000 + number));
     d.timeout_ms = 150;
     if (plan_kind(&d, number % 3))
         for (int i = 0; i < 40 && epic_check(ctx) == EPIC_OK; i++) {
             check_seed = (uint64_t)(number * 100 + i);
-            use_resealed(&d, meet->rank == i % 2);
+            use_resealed(&d, bootstrap->rank == i % 2);
         }
     damaged_close(&d);
     epic_close(ctx);

@@ -24,17 +24,17 @@
 static const char *backend;
 static _Atomic int *late; /* shared by the ranks of a try */
 
-static epic_context *open_context(const epic_meet *meet, uint32_t in_flight)
+static epic_context *open_context(const epic_bootstrap *bootstrap, uint32_t in_flight)
 {
     const epic_config config = {.max_tokens = 64,
                                 .max_row_bytes = ROW,
                                 .staging_bytes =
-                                    (int64_t)in_flight * meet->num_ranks * LEAST_LANE,
+                                    (int64_t)in_flight * bootstrap->num_ranks * LEAST_LANE,
                                 .timeout_ms = DEADLINE_MS,
                                 .max_in_flight = in_flight,
                                 .backend = backend};
     epic_context *ctx;
-    const epic_result result = epic_open(&ctx, meet, &config);
+    const epic_result result = epic_open(&ctx, bootstrap, &config);
     CHECK_SAY(result == EPIC_OK, "open: %s", epic_error(ctx));
     return ctx;
 }
@@ -169,14 +169,14 @@ static void *be_slow(void *self)
 }
 
 /* An operation that moves for twice its deadline, however slowly, is no failure. */
-static void moving(const epic_meet *meet, void *self)
+static void moving(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
     enum { NUM = 4 };
     slow all[NUM];
     pthread_t threads[NUM];
     const uint64_t begin = run_now_ns();
-    epic_context *ctx = open_context(meet, NUM);
+    epic_context *ctx = open_context(bootstrap, NUM);
     for (int i = 0; i < NUM; i++) {
         all[i] = (slow){.ctx = ctx,
                         .tag = (uint64_t)i,
@@ -193,15 +193,15 @@ static void moving(const epic_meet *meet, void *self)
 }
 
 /* One that moved and then stops fails a deadline after the last row. */
-static void stopping(const epic_meet *meet, void *self)
+static void stopping(const epic_bootstrap *bootstrap, void *self)
 {
-    epic_context *ctx = open_context(meet, 1);
+    epic_context *ctx = open_context(bootstrap, 1);
     slow s = {.ctx = ctx, .collects = *(const bool *)self, .pace = STOPS};
     be_slow(&s);
     CHECK_EQ(s.result, EPIC_ETIMEOUT);
     const epic_failure_info info = failure_of(ctx);
     CHECK_SAY(info.num_culprits == 1 && names(&info, 0), "%s", info.sentence);
-    if (meet->rank == 1) {
+    if (bootstrap->rank == 1) {
         const long ms = ms_since(s.moved_ns);
         CHECK_SAY(ms >= DEADLINE_MS, "%s: %ld ms after the last row", backend, ms);
         note_time(ms);
@@ -214,19 +214,19 @@ static void stopping(const epic_meet *meet, void *self)
 static epic_result sum(epic_context *ctx, uint64_t tag)
 {
     float one = 1;
-    const epic_sum_args args = {.call.tag = tag, .data = &one, .count = 1};
-    return epic_sum(ctx, &args);
+    const epic_allreduce_sum_args args = {.call.tag = tag, .data = &one, .count = 1};
+    return epic_allreduce_sum(ctx, &args);
 }
 
 /* A note that comes just before the deadline of an operation leaves it where it is. */
-static void late_note(const epic_meet *meet, void *self)
+static void late_note(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
-    epic_context *ctx = open_context(meet, 1);
+    epic_context *ctx = open_context(bootstrap, 1);
     const uint64_t begin = run_now_ns();
     const slow stopped = {.ctx = ctx};
-    if (meet->rank == 1) run_nap_us(DEADLINE_MS * 900);
-    if (meet->rank == 2) stop_until_told(&stopped);
+    if (bootstrap->rank == 1) run_nap_us(DEADLINE_MS * 900);
+    if (bootstrap->rank == 2) stop_until_told(&stopped);
     CHECK_EQ(sum(ctx, 0), EPIC_ETIMEOUT);
     note_time(ms_since(begin));
     const epic_failure_info info = failure_of(ctx);
@@ -241,14 +241,14 @@ static void *sum_until_told(void *self)
 }
 
 /* Nor does what moves under another tag. */
-static void other_tag(const epic_meet *meet, void *self)
+static void other_tag(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
-    epic_context *ctx = open_context(meet, 2);
+    epic_context *ctx = open_context(bootstrap, 2);
     const uint64_t begin = run_now_ns();
     pthread_t thread;
     pthread_create(&thread, NULL, sum_until_told, ctx);
-    if (meet->rank == 0) {
+    if (bootstrap->rank == 0) {
         CHECK_EQ(sum(ctx, 1), EPIC_ETIMEOUT);
         note_time(ms_since(begin));
         const epic_failure_info info = failure_of(ctx);
@@ -262,11 +262,11 @@ static void other_tag(const epic_meet *meet, void *self)
 
 /* Every rank is in a tag of its own, so each waits for all others and nobody is at rest: named
  * are those that the one who tells waits for. */
-static void circle(const epic_meet *meet, void *self)
+static void circle(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
-    epic_context *ctx = open_context(meet, 1);
-    CHECK_EQ(sum(ctx, 100 + (uint64_t)meet->rank), EPIC_ETIMEOUT);
+    epic_context *ctx = open_context(bootstrap, 1);
+    CHECK_EQ(sum(ctx, 100 + (uint64_t)bootstrap->rank), EPIC_ETIMEOUT);
     const epic_failure_info info = failure_of(ctx);
     CHECK_SAY(info.num_culprits > 0 && !names(&info, info.rank), "%s: %u culprits: %s", backend,
               info.num_culprits, info.sentence);
@@ -274,19 +274,19 @@ static void circle(const epic_meet *meet, void *self)
               info.sentence);
     /* Of two both are named, each with its tag: who tells, and the one it waits for. */
     static const char *const both[] = {"rank 0", "rank 1", "(tag 100,", "(tag 101,"};
-    for (size_t i = 0; meet->num_ranks == 2 && i < sizeof both / sizeof *both; i++)
+    for (size_t i = 0; bootstrap->num_ranks == 2 && i < sizeof both / sizeof *both; i++)
         CHECK_SAY(strstr(info.sentence, both[i]), "no %s in: %s", both[i], info.sentence);
     epic_close(ctx);
 }
 
 /* Rank 0 waits for 1 and 2, rank 1 in another tag for 0 and 2, rank 2 for nobody: it alone is
  * named.  A rank that gets no core for a quarter of a second is not seen waiting: three tries. */
-static void chain(const epic_meet *meet, void *self)
+static void chain(const epic_bootstrap *bootstrap, void *self)
 {
-    epic_context *ctx = open_context(meet, 1);
+    epic_context *ctx = open_context(bootstrap, 1);
     const slow stopped = {.ctx = ctx};
-    if (meet->rank == 2) stop_until_told(&stopped);
-    CHECK_EQ(sum(ctx, (uint64_t)meet->rank), EPIC_ETIMEOUT);
+    if (bootstrap->rank == 2) stop_until_told(&stopped);
+    CHECK_EQ(sum(ctx, (uint64_t)bootstrap->rank), EPIC_ETIMEOUT);
     const epic_failure_info info = failure_of(ctx);
     CHECK_SAY(names(&info, 2), "%s: %s", backend, info.sentence);
     if (info.num_culprits == 1) atomic_store((_Atomic int *)self, 1);

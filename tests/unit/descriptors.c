@@ -63,28 +63,29 @@ static epic_result open_and_close(const trial *t, int rank)
                                 .max_in_flight = 16,
                                 .timeout_ms = PATIENCE_MS,
                                 .backend = "shm"};
-    epic_meet meet;
+    epic_bootstrap bootstrap;
     epic_context *ctx = NULL;
-    epic_result result = epic_meet_tcp(&meet, &tcp);
-    if (result == EPIC_OK) result = epic_open(&ctx, &meet, &config);
+    epic_result result = epic_bootstrap_tcp(&bootstrap, &tcp);
+    if (result == EPIC_OK) result = epic_open(&ctx, &bootstrap, &config);
     report *out = &t->reports[rank];
     out->result = result;
     snprintf(out->sentence, sizeof out->sentence, "%s", result ? epic_error(NULL) : "");
-    epic_meet_close(&meet);
+    epic_bootstrap_close(&bootstrap);
     epic_close(ctx);
     return result;
 }
 
-static void run_rank(const epic_meet *meet, void *self)
+static void run_rank(const epic_bootstrap *bootstrap, void *self)
 {
     const trial *t = self;
     const uint64_t start = run_now_ns();
-    if (meet->rank == t->poor && t->limit > 0) limit_descriptors(t->limit);
-    if (meet->rank == t->poor && t->memory) limit_memory();
-    open_and_close(t, meet->rank);
+    if (bootstrap->rank == t->poor && t->limit > 0) limit_descriptors(t->limit);
+    if (bootstrap->rank == t->poor && t->memory) limit_memory();
+    open_and_close(t, bootstrap->rank);
     const int64_t ms = (int64_t)(run_now_ns() - start) / 1000000;
     /* to meet, to be told, to join; and a loaded machine */
-    CHECK_SAY(ms < 3 * PATIENCE_MS + 3000, "rank %d took %lld ms", meet->rank, (long long)ms);
+    CHECK_SAY(ms < 3 * PATIENCE_MS + 3000, "rank %d took %lld ms", bootstrap->rank,
+              (long long)ms);
 }
 
 /* A port that stays ours while *holder is open. */
@@ -158,7 +159,7 @@ static void test_descriptors(report *reports, const char *secret)
     }
 }
 
-/* What a rank lacks after the meeting reaches all, word for word. */
+/* What a rank lacks after the bootstrap reaches all, word for word. */
 static void test_memory(report *reports)
 {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)

@@ -52,7 +52,7 @@ static void check_duplicate(epic_context *ctx, plans *p, int rank)
     CHECK_SAY(plan(ctx, p, ids) == EPIC_OK, "%s", epic_error(ctx));
 }
 
-static void work(const epic_meet *meet, void *self)
+static void work(const epic_bootstrap *bootstrap, void *self)
 {
     const epic_config config = {.max_tokens = TOKENS, .max_row_bytes = 4};
     epic_context *ctx;
@@ -60,13 +60,13 @@ static void work(const epic_meet *meet, void *self)
     int32_t ids[TOKENS][TOP_K];
     plans p = {.layer = {.num_experts = EXPERTS, .top_k = TOP_K}};
     (void)self;
-    if (!CHECK(epic_open(&ctx, meet, &config) == EPIC_OK)) return;
+    if (!CHECK(epic_open(&ctx, bootstrap, &config) == EPIC_OK)) return;
     CHECK(epic_layer_sizes(ctx, &p.layer, &wide) == EPIC_OK);
     p.layer.flags = EPIC_DISTINCT;
     CHECK(epic_layer_sizes(ctx, &p.layer, &info) == EPIC_OK);
     CHECK_EQ(wide.capacity, RANKS * TOKENS * TOP_K);
     CHECK_EQ(info.capacity, RANKS * TOKENS * LOCAL);
-    CHECK_EQ(info.placed_capacity, RANKS * TOKENS * TOP_K);
+    CHECK_EQ(info.capacity_any_placement, RANKS * TOKENS * TOP_K);
     CHECK_EQ(info.num_local_experts, LOCAL);
     CHECK_EQ(info.first_expert, LOCAL * epic_rank(ctx));
     p.plan_bytes = info.plan_bytes;
@@ -78,8 +78,8 @@ static void work(const epic_meet *meet, void *self)
     check_duplicate(ctx, &p, epic_rank(ctx));
     /* Who is quick breaks the group while others are still in the call before: not in a plan. */
     float one = 1;
-    const epic_sum_args sum = {.data = &one, .count = 1};
-    (void)epic_sum(ctx, &sum);
+    const epic_allreduce_sum_args sum = {.data = &one, .count = 1};
+    (void)epic_allreduce_sum(ctx, &sum);
     if (epic_rank(ctx) == 1) p.layer.flags = 0;
     CHECK(plan(ctx, &p, ids) == EPIC_EMISMATCH);
     CHECK_SAY(strstr(epic_error(ctx), "layer.flags"), "%s", epic_error(ctx));

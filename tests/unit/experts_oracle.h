@@ -117,8 +117,8 @@ static inline void check_gradient(const problem *p, const char *name, const arra
     free(want);
 }
 
-static inline void check_padding(const problem *p, const char *name, const array *a,
-                                 int64_t each)
+static inline void check_reservedding(const problem *p, const char *name, const array *a,
+                                      int64_t each)
 {
     int64_t slot = 0;
     for (uint32_t e = 0; e < p->experts.num_local_experts; e++, slot += p->rows[e - 1])
@@ -141,7 +141,7 @@ static inline void check_forward(const problem *p, double tolerance)
           p->experts.activation, p->experts.row_type, p->experts.weight_type);
     for (int64_t i = inside.n; i < p->y.n; i++)
         CHECK(number(p->y.data, p->y.type, i) == 77, "y: the tail was written");
-    check_padding(p, "y", &p->y, p->hidden);
+    check_reservedding(p, "y", &p->y, p->hidden);
     free(want);
 }
 
@@ -152,7 +152,7 @@ static inline void check_all(problem *p, tolerances t)
     check_gradient(p, "d_x", &p->x, &p->d_x, p->hidden, STEP, t.d_x);
     check_gradient(p, "d_w_gate_up", &p->w_gate_up, &p->d_w_gate_up, 0, STEP, t.d_weights);
     check_gradient(p, "d_w_down", &p->w_down, &p->d_w_down, 0, STEP, t.d_weights);
-    check_padding(p, "d_x", &p->d_x, p->hidden);
+    check_reservedding(p, "d_x", &p->d_x, p->hidden);
     if (p->biased) {
         check_gradient(p, "d_b_gate_up", &p->b_gate_up, &p->d_b_gate_up, 0, STEP, t.d_weights);
         check_gradient(p, "d_b_down", &p->b_down, &p->d_b_down, 0, STEP, t.d_weights);
@@ -160,7 +160,7 @@ static inline void check_all(problem *p, tolerances t)
     if (p->experts.weighting == EPIC_WEIGHT_LATE) return;
     check_gradient(p, "d_slot_weights", &p->slot_weights, &p->d_slot_weights, 1, SLOT_STEP,
                    t.d_weights);
-    check_padding(p, "d_slot_weights", &p->d_slot_weights, 1);
+    check_reservedding(p, "d_slot_weights", &p->d_slot_weights, 1);
 }
 
 #endif

@@ -65,7 +65,7 @@ MAKE(dispatch, dispatch_args)
 MAKE(combine, combine_args)
 MAKE(dispatch_backward, dispatch_backward_args)
 MAKE(combine_backward, combine_backward_args)
-MAKE(sum, sum_args)
+MAKE(allreduce_sum, allreduce_sum_args)
 MAKE(sum_replicas, sum_replicas_args)
 MAKE(router_forward, router_args)
 MAKE(balance_loss_forward, balance_loss_args)
@@ -124,9 +124,13 @@ static void check_steps(const epic_layer *layer)
                                      .type = EPIC_F32};
     CALL(combine_backward, combine_backward_args, cb, ROWS(epic_combine_backward_args, d_out),
          ROWS(epic_combine_backward_args, d_rows));
-    epic_sum_args s = {.data = small, .count = 8};
-    check_call(&(extreme_call){
-        "sum", &s, sizeof s, make_sum, INT64_MAX / 8, {offsetof(epic_sum_args, count)}});
+    epic_allreduce_sum_args s = {.data = small, .count = 8};
+    check_call(&(extreme_call){"allreduce_sum",
+                               &s,
+                               sizeof s,
+                               make_allreduce_sum,
+                               INT64_MAX / 8,
+                               {offsetof(epic_allreduce_sum_args, count)}});
     epic_sum_replicas_args r = {.plan = plan,
                                 .plan_bytes = sizeof plan,
                                 .workspace = out,
@@ -258,16 +262,16 @@ static void check_sizes(const epic_layer *layer)
 /* A step in a context of the caller's, whose rows are wider than the context's. */
 static void check_step(void)
 {
-    epic_step *step = NULL;
-    const epic_step_config config = {.max_tokens = TOKENS,
-                                     .num_experts = EXPERTS,
-                                     .top_k = 1,
-                                     .hidden = UINT32_MAX,
-                                     .type = EPIC_F64,
-                                     .ctx = ctx};
-    CHECK_EQ(epic_step_open(&step, &config), EPIC_EINVAL);
+    epic_dispatcher *step = NULL;
+    const epic_dispatcher_config config = {.max_tokens = TOKENS,
+                                           .num_experts = EXPERTS,
+                                           .top_k = 1,
+                                           .hidden = UINT32_MAX,
+                                           .type = EPIC_F64,
+                                           .ctx = ctx};
+    CHECK_EQ(epic_dispatcher_open(&step, &config), EPIC_EINVAL);
     CHECK_SAY(strstr(epic_error(NULL), "hidden") != NULL, "%s", epic_error(NULL));
-    epic_step_close(step);
+    epic_dispatcher_close(step);
 }
 
 int main(void)

@@ -24,12 +24,12 @@ static void be_a_child(epic_context *ctx, step *s)
     epic_failure_info info;
     const epic_plan_args plan = step_plan(s, 1);
     const epic_dispatch_args dispatch = step_dispatch(s, 1);
-    const epic_sum_args sum = step_sum(s, 1);
+    const epic_allreduce_sum_args sum = step_sum(s, 1);
     const epic_router_args router = {.num_tokens = 0};
     const epic_moe_args moe = {.weights = NULL};
     refused(ctx, epic_plan(ctx, &plan), "plan");
     refused(ctx, epic_dispatch(ctx, &dispatch), "dispatch");
-    refused(ctx, epic_sum(ctx, &sum), "sum");
+    refused(ctx, epic_allreduce_sum(ctx, &sum), "sum");
     refused(ctx, epic_router_forward(ctx, &router), "router_forward");
     refused(ctx, epic_moe_forward(ctx, &moe), "moe_forward");
     refused(ctx, epic_check(ctx), "check");
@@ -47,25 +47,25 @@ static void be_a_child(epic_context *ctx, step *s)
 }
 
 /* Rank 0 forks twice, one child inside the other; then all go on. */
-static void ranks(const epic_meet *meet, void *self)
+static void ranks(const epic_bootstrap *bootstrap, void *self)
 {
     const epic_config config = {.max_tokens = STEP_MAX_TOKENS,
                                 .max_row_bytes = STEP_MAX_ROW_BYTES,
                                 .backend = self,
                                 .timeout_ms = 20000};
     epic_context *ctx;
-    if (!CHECK(epic_open(&ctx, meet, &config) == EPIC_OK)) return;
+    if (!CHECK(epic_open(&ctx, bootstrap, &config) == EPIC_OK)) return;
     step s;
     step_open(&s, ctx, 6, 32);
     CHECK(step_all(&s, 1));
-    const pid_t child = meet->rank == 0 ? fork() : 1;
+    const pid_t child = bootstrap->rank == 0 ? fork() : 1;
     if (child == 0) {
         const pid_t grandchild = fork();
         be_a_child(ctx, &s);
         if (grandchild > 0) waitpid(grandchild, NULL, 0);
         _exit(0);
     }
-    if (meet->rank == 0) {
+    if (bootstrap->rank == 0) {
         int status = -1;
         CHECK(waitpid(child, &status, 0) == child && status == 0);
     }

@@ -107,7 +107,7 @@ static void a_stuck_group(void)
     CHECK(says("\"rank\": 2, \"num_ranks\": 4") && says("\"waits_for\": 3"));
     CHECK(says("\"operation\": \"dispatch\", \"tag\": 7, \"step\": 1, \"bytes\": 4096"));
     CHECK(says("\"sentence\": \"say \\\"when\\\"\""));
-    CHECK(says("\"wire\": \"ucx \\\"by hand\\\"\"") && says("\"wire\": \"\""));
+    CHECK(says("\"net\": \"ucx \\\"by hand\\\"\"") && says("\"net\": \"\""));
 
     CHECK(info_of_group("--chrome") == 0);
     CHECK(says("{\"displayTimeUnit\": \"ns\", \"traceEvents\": [\n{\"ph\": \"M\""));
@@ -191,11 +191,11 @@ static void usage(void)
     CHECK(info("--group") == 2 && says("usage:"));
     CHECK(info("--chrome") == 2 && info("--json") == 2 && info("--nonsense") == 2 &&
           says("--nonsense"));
-    CHECK(setenv("EPIC_WIRE", "a\nwire", 1) == 0 && unsetenv("EPIC_HOST") == 0);
+    CHECK(setenv("EPIC_NET", "a\nwire", 1) == 0 && unsetenv("EPIC_HOST") == 0);
     CHECK(info("") == 0 && says("epic ") && says("(chosen)") && says("cores"));
-    CHECK(says("backend hosts") && says("wire ucx ") && says("EPIC_WIRE a\\x0awire ("));
-    CHECK(says("EPIC_HOST is not set (") && says("EPIC_WIRE_PUT") && says("EPIC_WIRE_RELAY") &&
-          says("EPIC_WIRE_MEMORY"));
+    CHECK(says("backend hosts") && says("net ucx ") && says("EPIC_NET a\\x0awire ("));
+    CHECK(says("EPIC_HOST is not set (") && says("EPIC_NET_RDMA") && says("EPIC_NET_RELAY") &&
+          says("EPIC_NET_MEMORY"));
 }
 
 int main(void)

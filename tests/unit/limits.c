@@ -57,10 +57,10 @@ static rlim_t limit_of(const trial *t)
                                         : (rlim_t)t->spare;
 }
 
-static void open_limited(const epic_meet *meet, void *self)
+static void open_limited(const epic_bootstrap *bootstrap, void *self)
 {
     trial *t = self;
-    const int rank = meet->rank, before = num_open();
+    const int rank = bootstrap->rank, before = num_open();
     const epic_config config = {.max_tokens = t->large ? 1 << 20 : 4,
                                 .max_row_bytes = t->large ? 1 << 20 : 64,
                                 .backend = "shm",
@@ -73,19 +73,19 @@ static void open_limited(const epic_meet *meet, void *self)
     setrlimit(t->resource, &now);
     epic_context *ctx = NULL;
     const uint64_t start = run_now_ns();
-    t->result[rank] = epic_open(&ctx, meet, &config);
+    t->result[rank] = epic_open(&ctx, bootstrap, &config);
     CHECK(run_now_ns() - start < 10000000000ull);
     snprintf(t->said[rank], sizeof t->said[rank], "%s",
              t->result[rank] == EPIC_OK ? "" : epic_error(ctx));
     float one = 1;
-    const epic_sum_args sum = {.data = &one, .count = 1};
+    const epic_allreduce_sum_args sum = {.data = &one, .count = 1};
     if (t->result[rank] == EPIC_OK)
-        CHECK_SAY(epic_sum(ctx, &sum) == EPIC_OK, "%s", epic_error(ctx));
+        CHECK_SAY(epic_allreduce_sum(ctx, &sum) == EPIC_OK, "%s", epic_error(ctx));
     epic_close(ctx);
     setrlimit(t->resource, &was);
     CHECK_EQ(num_open(), before);
     CHECK(sigaction(SIGXFSZ, NULL, &action) == 0 && action.sa_handler == SIG_DFL);
-    CHECK_SAY(epic_open(&ctx, meet, &config) == EPIC_OK, "%s", epic_error(ctx));
+    CHECK_SAY(epic_open(&ctx, bootstrap, &config) == EPIC_OK, "%s", epic_error(ctx));
     epic_close(ctx);
 }
 
@@ -149,9 +149,9 @@ static void try_memory(void)
 }
 
 /* A group of one needs no file at all. */
-static void alone(const epic_meet *meet, void *self)
+static void alone(const epic_bootstrap *bootstrap, void *self)
 {
-    (void)meet, (void)self;
+    (void)bootstrap, (void)self;
     const epic_config config = {.max_tokens = 4, .max_row_bytes = 64};
     epic_context *ctx;
     setrlimit(RLIMIT_FSIZE, &(struct rlimit){0, 0});

@@ -20,7 +20,7 @@
 #define HIDDEN 24
 
 typedef struct seat {
-    epic_meet meet;
+    epic_bootstrap bootstrap;
     uint64_t life;
     int breaks; /* the rank that gives up; -1: nobody */
 } seat;
@@ -66,7 +66,7 @@ static epic_result work(epic_context *ctx, void *plan, int64_t bytes, run_random
 static void *live(void *argument)
 {
     seat *s = argument;
-    run_random random = {run_mix(s->life, (uint64_t)s->meet.rank)};
+    run_random random = {run_mix(s->life, (uint64_t)s->bootstrap.rank)};
     epic_context *ctx;
     const epic_config config = {.max_tokens = TOKENS,
                                 .max_row_bytes = HIDDEN * sizeof(float),
@@ -75,17 +75,17 @@ static void *live(void *argument)
     const epic_layer layer = {.num_experts = EXPERTS, .top_k = TOP_K};
     const int64_t bytes = epic_plan_bytes(&config, &layer);
     void *plan = aligned_alloc(64, (size_t)(bytes + 63) / 64 * 64);
-    CHECK(epic_open(&ctx, &s->meet, &config) == EPIC_OK);
+    CHECK(epic_open(&ctx, &s->bootstrap, &config) == EPIC_OK);
     epic_result result = EPIC_OK;
     for (int step = 0; step < 4 && result == EPIC_OK; step++) {
-        if (step == 2 && s->breaks == s->meet.rank) {
+        if (step == 2 && s->breaks == s->bootstrap.rank) {
             epic_abort(ctx, 0, "on purpose");
             break;
         }
         result = work(ctx, plan, bytes, &random);
     }
     if (s->breaks < 0) CHECK_EQ(result, EPIC_OK);
-    if (s->breaks >= 0 && s->breaks != s->meet.rank) CHECK_EQ(result, EPIC_EPEER);
+    if (s->breaks >= 0 && s->breaks != s->bootstrap.rank) CHECK_EQ(result, EPIC_EPEER);
     epic_close(ctx);
     free(plan);
     return NULL;
@@ -93,18 +93,18 @@ static void *live(void *argument)
 
 static void one_life(uint64_t life)
 {
-    epic_meet meets[RANKS];
+    epic_bootstrap bootstraps[RANKS];
     pthread_t threads[RANKS];
     seat seats[RANKS];
     run_random random = {life};
     const int breaks = run_chance(&random, 40) ? (int)run_below(&random, RANKS) : -1;
-    CHECK(epic_meet_threads(meets, RANKS, 60000) == EPIC_OK);
+    CHECK(epic_bootstrap_threads(bootstraps, RANKS, 60000) == EPIC_OK);
     for (int r = 0; r < RANKS; r++) {
-        seats[r] = (seat){meets[r], life, breaks};
+        seats[r] = (seat){bootstraps[r], life, breaks};
         CHECK(pthread_create(&threads[r], NULL, live, &seats[r]) == 0);
     }
     for (int r = 0; r < RANKS; r++) pthread_join(threads[r], NULL);
-    for (int r = 0; r < RANKS; r++) epic_meet_close(&meets[r]);
+    for (int r = 0; r < RANKS; r++) epic_bootstrap_close(&bootstraps[r]);
 }
 
 static int entries_of(const char *path)

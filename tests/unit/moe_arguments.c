@@ -50,7 +50,7 @@ static const wrong table[] = {
     {ALL, FIELD(moe.z_coeff), MINUS_TWO_BITS, "moe.z_coeff is -2", "reward"},
     {ALL, FIELD(moe.sequence_tokens), (uint64_t)-2, "moe.sequence_tokens", "-2"},
     {ALL, FIELD(moe.flags), 6, "moe.flags", "0x6"},
-    {ALL, FIELD(moe.pad), 9, "moe.pad", "9"},
+    {ALL, FIELD(moe.reserved), 9, "moe.reserved", "9"},
     {ALL, FIELD(layer.layout), EPIC_FLAT, "moe.layer.layout", "1"},
     {ALL, FIELD(layer.num_logical), 3, "moe.router.num_experts is 4", "num_logical is 3"},
     {ALL, FIELD(layer.num_experts), 0, "layer.num_experts", "0"},
@@ -124,10 +124,10 @@ static const wrong table[] = {
     {BACKWARD, FIELD(backward.flags), 5, "flags", "0x5"},
     {BACKWARD, FIELD(backward.loss_type), EPIC_F64, "loss_type", "4"},
     {BACKWARD, FIELD(backward.grad_type), EPIC_BF16, "grad_type", "2"},
-    {BACKWARD, FIELD(backward.pad), 3, "pad", "3"},
+    {BACKWARD, FIELD(backward.reserved), 3, "reserved", "3"},
     {FORWARD, FIELD(forward.loss_type), EPIC_F64, "loss_type", "4"},
     {FORWARD, FIELD(forward.loss_type), EPIC_BF16, "loss_type", "2"},
-    {FORWARD, FIELD(forward.pad), 3, "pad", "3"},
+    {FORWARD, FIELD(forward.reserved), 3, "reserved", "3"},
 };
 
 #define NUM_WRONG (sizeof table / sizeof *table)

@@ -389,7 +389,7 @@ typedef void rank_work(void *what, int rank, epic_context *ctx, const epic_confi
 typedef struct seat {
     rank_work *work;
     void *what;
-    epic_meet meet;
+    epic_bootstrap bootstrap;
     epic_config config;
 } seat;
 
@@ -397,9 +397,9 @@ static inline void *sit(void *self)
 {
     seat *s = self;
     epic_context *ctx = NULL;
-    const epic_result result = epic_open(&ctx, &s->meet, &s->config);
+    const epic_result result = epic_open(&ctx, &s->bootstrap, &s->config);
     CHECK(result == EPIC_OK, "open: %s", epic_error(ctx));
-    if (result == EPIC_OK) s->work(s->what, s->meet.rank, ctx, &s->config);
+    if (result == EPIC_OK) s->work(s->what, s->bootstrap.rank, ctx, &s->config);
     epic_close(ctx);
     return NULL;
 }
@@ -407,16 +407,16 @@ static inline void *sit(void *self)
 static inline void team_threads(rank_work *work, void *what, const epic_config *config)
 {
     const int n = (int)config->num_ranks;
-    epic_meet meets[MOST_RANKS];
+    epic_bootstrap bootstraps[MOST_RANKS];
     seat seats[MOST_RANKS];
     pthread_t threads[MOST_RANKS];
-    if (epic_meet_threads(meets, n, 0) != EPIC_OK) abort();
+    if (epic_bootstrap_threads(bootstraps, n, 0) != EPIC_OK) abort();
     for (int r = 0; r < n; r++) {
-        seats[r] = (seat){work, what, meets[r], *config};
+        seats[r] = (seat){work, what, bootstraps[r], *config};
         pthread_create(&threads[r], NULL, sit, &seats[r]);
     }
     for (int r = 0; r < n; r++) pthread_join(threads[r], NULL);
-    for (int r = 0; r < n; r++) epic_meet_close(&meets[r]);
+    for (int r = 0; r < n; r++) epic_bootstrap_close(&bootstraps[r]);
 }
 
 static inline uint32_t free_port(void)
@@ -444,9 +444,9 @@ static inline void team_processes(rank_work *work, void *what, const epic_config
                               .port = port,
                               .timeout_ms = 60000};
         s.config.backend = "shm";
-        CHECK(epic_meet_tcp(&s.meet, &tcp) == EPIC_OK, "%s", epic_error(NULL));
-        if (s.meet.gather) sit(&s);
-        epic_meet_close(&s.meet);
+        CHECK(epic_bootstrap_tcp(&s.bootstrap, &tcp) == EPIC_OK, "%s", epic_error(NULL));
+        if (s.bootstrap.gather) sit(&s);
+        epic_bootstrap_close(&s.bootstrap);
         fflush(stdout);
         _exit(0);
     }

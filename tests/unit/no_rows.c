@@ -73,7 +73,7 @@ static void run(epic_context *ctx, part *p, void *plan, int64_t plan_bytes)
     CHECK_SAY(strstr(epic_error(ctx), "row_bytes is 0"), "%s", epic_error(ctx));
 }
 
-static void work(const epic_meet *meet, void *self)
+static void work(const epic_bootstrap *bootstrap, void *self)
 {
     const epic_config config = {.max_tokens = TOKENS, .max_row_bytes = ROW};
     const epic_layer layer = {.num_experts = RANKS, .top_k = 1};
@@ -81,7 +81,7 @@ static void work(const epic_meet *meet, void *self)
     epic_layer_info info;
     part p;
     (void)self;
-    if (!CHECK(epic_open(&ctx, meet, &config) == EPIC_OK)) return;
+    if (!CHECK(epic_open(&ctx, bootstrap, &config) == EPIC_OK)) return;
     CHECK(epic_layer_sizes(ctx, &layer, &info) == EPIC_OK);
     for (int t = 0; t < TOKENS; t++) {
         for (int h = 0; h < HIDDEN; h++) p.tokens[t][h] = (float)(t * 8 + h);

@@ -15,9 +15,9 @@ static void check_result(epic_result result, epic_result right)
 
 static const epic_config good = {.max_tokens = 4, .max_row_bytes = 64, .max_in_flight = 2};
 
-/* A meeting that hands on to another one and spoils a gather of one rank. */
+/* A bootstrap that hands on to another one and spoils a gather of one rank. */
 typedef struct spoiled {
-    epic_meet inner;
+    epic_bootstrap inner;
     int gathers;
     int which; /* the gather that is spoiled, from 1 */
     epic_result result;
@@ -34,24 +34,24 @@ static epic_result gather(void *self, const void *mine, void *all, int64_t bytes
     return s->result;
 }
 
-static epic_meet spoil(spoiled *s, const epic_meet *inner)
+static epic_bootstrap spoil(spoiled *s, const epic_bootstrap *inner)
 {
     s->inner = *inner;
     s->gathers = 0;
-    return (epic_meet){inner->rank, inner->num_ranks, gather, NULL, s};
+    return (epic_bootstrap){inner->rank, inner->num_ranks, gather, NULL, s};
 }
 
 /* Rank 1 finds no backend that joins, or another one: nobody may begin to join. */
-static void another_backend(const epic_meet *meet, void *self)
+static void another_backend(const epic_bootstrap *bootstrap, void *self)
 {
     const char *backend = self;
     spoiled s = {.which = 1, .result = EPIC_OK};
-    const epic_meet spoiled_meet = spoil(&s, meet);
+    const epic_bootstrap spoiled_bootstrap = spoil(&s, bootstrap);
     epic_config config = good;
     config.backend = backend;
     epic_context *ctx = NULL;
     const uint64_t start = run_now_ns();
-    const epic_result result = epic_open(&ctx, &spoiled_meet, &config);
+    const epic_result result = epic_open(&ctx, &spoiled_bootstrap, &config);
     CHECK_SAY(result == EPIC_ENOTSUP || (!backend && result == EPIC_EMISMATCH), "%s: %s",
               epic_result_name(result), epic_error(ctx));
     CHECK(run_now_ns() - start < 5000000000ull);
@@ -72,28 +72,29 @@ static epic_result refuse(void *self, const void *mine, void *all, int64_t bytes
     return EPIC_EPEER;
 }
 
-/* A meeting of the caller's own leaves no sentence: its result is told, not an older failure. */
-static void failing_meeting(void)
+/* A bootstrap of the caller's own leaves no sentence: its result is told, not an older failure. */
+static void failing_bootstrap(void)
 {
-    const epic_meet meet = {.rank = 1, .num_ranks = 2, .gather = refuse};
+    const epic_bootstrap bootstrap = {.rank = 1, .num_ranks = 2, .gather = refuse};
     epic_context *ctx;
     check_result(epic_open(NULL, NULL, NULL), EPIC_EINVAL);
-    check_result(epic_open(&ctx, &meet, &good), EPIC_EPEER);
-    CHECK_SAY(strstr(epic_error(ctx), "meet.gather failed on rank 1 with EPIC_EPEER"), "%s",
-              epic_error(ctx));
+    check_result(epic_open(&ctx, &bootstrap, &good), EPIC_EPEER);
+    CHECK_SAY(strstr(epic_error(ctx), "bootstrap.gather failed on rank 1 with EPIC_EPEER"),
+              "%s", epic_error(ctx));
     epic_close(ctx);
 }
 
-/* Rank 1's config has another number of ranks than the meeting: all hear of it, from it. */
-static void another_num_ranks(const epic_meet *meet, void *self)
+/* Rank 1's config has another number of ranks than the bootstrap: all hear of it, from it. */
+static void another_num_ranks(const epic_bootstrap *bootstrap, void *self)
 {
     epic_config config = good;
     epic_context *ctx = NULL;
     (void)self;
-    config.num_ranks = meet->rank == 1 ? 5 : meet->rank == 2 ? 3 : 0;
-    check_result(epic_open(&ctx, meet, &config), EPIC_EMISMATCH);
-    CHECK_SAY(strcmp(epic_error(ctx), "open: rank 1: config.num_ranks is 5, the meeting has 3 "
-                                      "ranks; give the same, or 0") == 0,
+    config.num_ranks = bootstrap->rank == 1 ? 5 : bootstrap->rank == 2 ? 3 : 0;
+    check_result(epic_open(&ctx, bootstrap, &config), EPIC_EMISMATCH);
+    CHECK_SAY(strcmp(epic_error(ctx),
+                     "open: rank 1: config.num_ranks is 5, the bootstrap has 3 "
+                     "ranks; give the same, or 0") == 0,
               "%s", epic_error(ctx));
     epic_close(ctx);
 }
@@ -106,6 +107,6 @@ int main(void)
     run_threads(3, another_backend, threads);
     run_threads(3, another_backend, NULL);
     run_threads(3, another_num_ranks, NULL);
-    failing_meeting();
+    failing_bootstrap();
     return check_end();
 }

@@ -7,11 +7,11 @@
 #include "epic/epic.h"
 #include "run.h"
 
-static void refuse_open(const epic_meet *meet, const epic_config *config, size_t size,
+static void refuse_open(const epic_bootstrap *bootstrap, const epic_config *config, size_t size,
                         epic_result expected, const char *name, const char *value)
 {
     epic_context *ctx = NULL;
-    const epic_result result = epic_open_v1(&ctx, meet, config, size);
+    const epic_result result = epic_open_v1(&ctx, bootstrap, config, size);
     CHECK_SAY(result == expected, "open with %s %s: %s instead of %s", name, value,
               epic_result_name(result), epic_result_name(expected));
     CHECK(ctx != NULL);
@@ -21,7 +21,7 @@ static void refuse_open(const epic_meet *meet, const epic_config *config, size_t
     CHECK(epic_failure(ctx, &info) == EPIC_OK);
     CHECK_EQ(info.result, expected);
     CHECK_EQ(info.operation, EPIC_OP_OPEN);
-    CHECK(epic_sum(ctx, &(epic_sum_args){0}) != EPIC_OK);
+    CHECK(epic_allreduce_sum(ctx, &(epic_allreduce_sum_args){0}) != EPIC_OK);
     CHECK(epic_check(ctx) != EPIC_OK);
     epic_abort(ctx, 0, "nothing to abort");
     epic_close(ctx);
@@ -53,19 +53,19 @@ static void try_open(void)
     REFUSE(EPIC_EINVAL, "staging_bytes", "-5", .staging_bytes = -5);
     REFUSE(EPIC_EINVAL, "max_in_flight", "65", .max_in_flight = 65);
     REFUSE(EPIC_EINVAL, "max_top_k", "65", .max_top_k = 65);
-    REFUSE(EPIC_EINVAL, "pad", "1", .pad = 1);
+    REFUSE(EPIC_EINVAL, "reserved", "1", .reserved = 1);
     REFUSE(EPIC_EINVAL, "num_ranks", "3", .num_ranks = 3);
     REFUSE(EPIC_EINVAL, "backend", "nonsense", .backend = "nonsense");
     REFUSE(EPIC_EINVAL, "name", "0123456789",
            .name = "0123456789012345678901234567890123456789012345678901234567890123456789");
-    epic_meet meet = {.rank = 2, .num_ranks = 2, .gather = no_gather};
-    refuse_open(&meet, &good, sizeof good, EPIC_EINVAL, "meet.rank", "2");
-    meet = (epic_meet){.rank = 0, .num_ranks = 0, .gather = no_gather};
-    refuse_open(&meet, &good, sizeof good, EPIC_EINVAL, "meet.num_ranks", "0");
-    meet = (epic_meet){.rank = 0, .num_ranks = 2};
-    refuse_open(&meet, &good, sizeof good, EPIC_EINVAL, "meet.gather", "NULL");
-    meet = (epic_meet){.rank = 0, .num_ranks = 2, .gather = no_gather};
-    refuse_open(&meet, &good, sizeof good, EPIC_EPEER, "", "");
+    epic_bootstrap bootstrap = {.rank = 2, .num_ranks = 2, .gather = no_gather};
+    refuse_open(&bootstrap, &good, sizeof good, EPIC_EINVAL, "bootstrap.rank", "2");
+    bootstrap = (epic_bootstrap){.rank = 0, .num_ranks = 0, .gather = no_gather};
+    refuse_open(&bootstrap, &good, sizeof good, EPIC_EINVAL, "bootstrap.num_ranks", "0");
+    bootstrap = (epic_bootstrap){.rank = 0, .num_ranks = 2};
+    refuse_open(&bootstrap, &good, sizeof good, EPIC_EINVAL, "bootstrap.gather", "NULL");
+    bootstrap = (epic_bootstrap){.rank = 0, .num_ranks = 2, .gather = no_gather};
+    refuse_open(&bootstrap, &good, sizeof good, EPIC_EPEER, "", "");
     CHECK(epic_open(NULL, NULL, &good) == EPIC_EINVAL);
 }
 
@@ -104,43 +104,43 @@ static void try_queries(void)
     CHECK(epic_plan_read(bytes, 64, NULL) == EPIC_EINVAL);
     CHECK(epic_failure_v1(NULL, &(epic_failure_info){0}, 8) == EPIC_EINVAL);
     CHECK(epic_check(NULL) == EPIC_EINVAL);
-    CHECK(epic_sum_v1(NULL, &(epic_sum_args){0}, 8) == EPIC_EINVAL);
+    CHECK(epic_allreduce_sum_v1(NULL, &(epic_allreduce_sum_args){0}, 8) == EPIC_EINVAL);
     CHECK(epic_plan_v1(NULL, &(epic_plan_args){0}, 8) == EPIC_EINVAL);
     epic_close(NULL);
     epic_abort(NULL, 0, NULL);
-    epic_meet_close(NULL);
+    epic_bootstrap_close(NULL);
     CHECK(epic_rank(NULL) == -1 && epic_num_ranks(NULL) == 0);
     CHECK(strcmp(epic_result_name(EPIC_EPEER), "EPIC_EPEER") == 0);
     CHECK(epic_result_name((epic_result)77) != NULL);
     CHECK(epic_version() == EPIC_VERSION);
-    epic_meet meet;
-    CHECK(epic_meet_threads(NULL, 2, 0) == EPIC_EINVAL);
-    CHECK(epic_meet_threads(&meet, 0, 0) == EPIC_EINVAL);
-    CHECK(epic_meet_tcp_v1(&meet, NULL, 8) == EPIC_EINVAL);
-    CHECK(epic_meet_env(NULL) == EPIC_EINVAL);
+    epic_bootstrap bootstrap;
+    CHECK(epic_bootstrap_threads(NULL, 2, 0) == EPIC_EINVAL);
+    CHECK(epic_bootstrap_threads(&bootstrap, 0, 0) == EPIC_EINVAL);
+    CHECK(epic_bootstrap_tcp_v1(&bootstrap, NULL, 8) == EPIC_EINVAL);
+    CHECK(epic_bootstrap_env(NULL) == EPIC_EINVAL);
 }
 
 /* A binary tree of three ranks there is not. */
-static void three(const epic_meet *meet, void *self)
+static void three(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
     const epic_config config = {.max_tokens = 4, .max_row_bytes = 64, .timeout_ms = 20000};
     epic_context *ctx;
     float data[2] = {1, 2};
-    if (!CHECK(epic_open(&ctx, meet, &config) == EPIC_OK)) return;
-    const epic_sum_args a = {.data = data, .count = 2, .order = EPIC_TREE};
-    CHECK(epic_sum(ctx, &a) == EPIC_EINVAL);
+    if (!CHECK(epic_open(&ctx, bootstrap, &config) == EPIC_OK)) return;
+    const epic_allreduce_sum_args a = {.data = data, .count = 2, .order = EPIC_TREE};
+    CHECK(epic_allreduce_sum(ctx, &a) == EPIC_EINVAL);
     CHECK(strstr(epic_error(ctx), "order") && strstr(epic_error(ctx), "3"));
     epic_close(ctx);
 }
 
 /* A config of another kind on one rank: everybody is told, nobody opens. */
-static void unequal(const epic_meet *meet, void *self)
+static void unequal(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
-    const epic_config config = {.max_tokens = 4 + meet->rank / 2, .max_row_bytes = 64};
+    const epic_config config = {.max_tokens = 4 + bootstrap->rank / 2, .max_row_bytes = 64};
     epic_context *ctx;
-    CHECK(epic_open(&ctx, meet, &config) == EPIC_EMISMATCH);
+    CHECK(epic_open(&ctx, bootstrap, &config) == EPIC_EMISMATCH);
     CHECK(strstr(epic_error(ctx), "max_tokens") && strstr(epic_error(ctx), "rank 2"));
     epic_close(ctx);
 }

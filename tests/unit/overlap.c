@@ -37,7 +37,7 @@ static void try_flags(step *s)
         WITH(epic_plan, step_plan(s, 1), a.flags = f, "flags", "");
         WITH(epic_combine, step_combine(s, 1), a.flags = f, "flags", "");
         WITH(epic_dispatch_backward, step_dispatch_backward(s, 1), a.flags = f, "flags", "");
-        WITH(epic_sum, step_sum(s, 1), a.flags = f, "flags", "");
+        WITH(epic_allreduce_sum, step_sum(s, 1), a.flags = f, "flags", "");
         if (slots) continue;
         WITH(epic_dispatch, step_dispatch(s, 1), a.flags = f, "flags", "");
         WITH(epic_combine_backward, step_combine_backward(s, 1), a.flags = f, "flags", "");
@@ -92,19 +92,19 @@ static void try_empty(step *s)
 }
 
 /* Rank 0 errs, and the right calls of all meet afterwards. */
-static void ranks(const epic_meet *meet, void *self)
+static void ranks(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
     const epic_config config = {.max_tokens = STEP_MAX_TOKENS,
                                 .max_row_bytes = STEP_MAX_ROW_BYTES,
                                 .timeout_ms = 20000};
     epic_context *ctx;
-    if (!CHECK(epic_open(&ctx, meet, &config) == EPIC_OK)) return;
+    if (!CHECK(epic_open(&ctx, bootstrap, &config) == EPIC_OK)) return;
     step s;
     step_open(&s, ctx, 6, 32);
     CHECK(step_all(&s, 1));
-    if (meet->rank == 0) try_flags(&s);
-    if (meet->rank == 0) try_steps(&s);
+    if (bootstrap->rank == 0) try_flags(&s);
+    if (bootstrap->rank == 0) try_steps(&s);
     CHECK(step_all(&s, 1));
     try_empty(&s);
     step_close(&s);

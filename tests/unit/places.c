@@ -13,7 +13,7 @@
 
 static const char *backend;
 
-static epic_context *open_context(const epic_meet *meet)
+static epic_context *open_context(const epic_bootstrap *bootstrap)
 {
     const epic_config config = {.max_tokens = STEP_MAX_TOKENS,
                                 .max_row_bytes = STEP_MAX_ROW_BYTES,
@@ -21,7 +21,7 @@ static epic_context *open_context(const epic_meet *meet)
                                 .max_in_flight = 2,
                                 .backend = backend};
     epic_context *ctx;
-    const epic_result result = epic_open(&ctx, meet, &config);
+    const epic_result result = epic_open(&ctx, bootstrap, &config);
     CHECK_SAY(result == EPIC_OK, "open: %s", epic_error(ctx));
     return ctx;
 }
@@ -52,18 +52,18 @@ static void start_cells_at(epic_context *ctx, uint64_t version)
 static epic_result sum(epic_context *ctx, uint32_t timeout_ms)
 {
     float one = 1;
-    const epic_sum_args args = {
+    const epic_allreduce_sum_args args = {
         .call = {.tag = TAG, .timeout_ms = timeout_ms}, .data = &one, .count = 1};
-    const epic_result result = epic_sum(ctx, &args);
+    const epic_result result = epic_allreduce_sum(ctx, &args);
     CHECK(result != EPIC_OK || (int)one == epic_num_ranks(ctx));
     return result;
 }
 
 /* Every operation, before, on and after the edge; then one that nobody else comes to. */
-static void over_the_edge(const epic_meet *meet, void *self)
+static void over_the_edge(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
-    epic_context *ctx = open_context(meet);
+    epic_context *ctx = open_context(bootstrap);
     step s;
     start_at(ctx, TAG, EDGE - 3);
     start_cells_at(ctx, EDGE - 4);
@@ -71,14 +71,14 @@ static void over_the_edge(const epic_meet *meet, void *self)
     CHECK(step_all(&s, TAG)); /* plan to sum: past the edge */
     for (int i = 0; i < 20; i++) CHECK_SAY(sum(ctx, 0) == EPIC_OK, "%s", epic_error(ctx));
     epic_failure_info info = {0};
-    if (meet->rank == 0) CHECK_EQ(sum(ctx, 300), EPIC_ETIMEOUT);
-    while (meet->rank != 0 && info.result == EPIC_OK) {
+    if (bootstrap->rank == 0) CHECK_EQ(sum(ctx, 300), EPIC_ETIMEOUT);
+    while (bootstrap->rank != 0 && info.result == EPIC_OK) {
         CHECK(epic_failure(ctx, &info) == EPIC_OK);
         run_nap_us(1000);
     }
     CHECK(epic_failure(ctx, &info) == EPIC_OK);
-    CHECK_SAY(info.step > EDGE && info.step < EDGE + 100, "step %llu",
-              (unsigned long long)info.step);
+    CHECK_SAY(info.sequence > EDGE && info.sequence < EDGE + 100, "step %llu",
+              (unsigned long long)info.sequence);
     CHECK_SAY(strstr(info.sentence, "after sum (tag 11, step 42949673") != NULL, "%s",
               info.sentence);
     step_close(&s);
@@ -86,11 +86,11 @@ static void over_the_edge(const epic_meet *meet, void *self)
 }
 
 /* Places that differ by 2^32 are not the same place. */
-static void edge_apart(const epic_meet *meet, void *self)
+static void edge_apart(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
-    epic_context *ctx = open_context(meet);
-    start_at(ctx, TAG, meet->rank == 0 ? 5 : EDGE + 5);
+    epic_context *ctx = open_context(bootstrap);
+    start_at(ctx, TAG, bootstrap->rank == 0 ? 5 : EDGE + 5);
     CHECK_EQ(sum(ctx, 300), EPIC_ETIMEOUT);
     epic_close(ctx);
 }

@@ -23,7 +23,7 @@ typedef struct seat {
     int first, num_tokens;
 } seat;
 
-static seat open_seat(const epic_meet *meet)
+static seat open_seat(const epic_bootstrap *bootstrap)
 {
     const epic_config config = {.max_tokens = TOKENS, .max_row_bytes = 4};
     seat s = {.layer = {.num_experts = EXPERTS,
@@ -32,7 +32,7 @@ static seat open_seat(const epic_meet *meet)
                         .expert_capacity = LIMIT,
                         .priority = EPIC_BY_K}};
     epic_layer_info info;
-    CHECK_SAY(epic_open(&s.ctx, meet, &config) == EPIC_OK, "%s", epic_error(NULL));
+    CHECK_SAY(epic_open(&s.ctx, bootstrap, &config) == EPIC_OK, "%s", epic_error(NULL));
     CHECK(epic_layer_sizes(s.ctx, &s.layer, &info) == EPIC_OK);
     s.plan_bytes = info.plan_bytes;
     s.plan = aligned_alloc(64, ((size_t)s.plan_bytes + 63) / 64 * 64);
@@ -78,13 +78,13 @@ static void check_fates(const seat *s, const int32_t *want)
 #define NONE EPIC_FATE_NONE
 
 /* Expert 0's slab begins at slot 0 of rank 0. */
-static void expert_is_full(const epic_meet *meet, void *self)
+static void expert_is_full(const epic_bootstrap *bootstrap, void *self)
 {
     static const int32_t by_k[TOKENS] = {0,    FULL, 1, 2,    FULL, FULL,
                                          NONE, NONE, 3, FULL, NONE, 4};
     static const int32_t by_token[TOKENS] = {0,    1,    2,    3,    4,    FULL,
                                              NONE, NONE, FULL, FULL, NONE, FULL};
-    seat s = open_seat(meet);
+    seat s = open_seat(bootstrap);
     (void)self;
     CHECK_SAY(plan(&s, EPIC_CAPACITY_EXACT) == EPIC_OK, "%s", epic_error(s.ctx));
     check_fates(&s, by_k);
@@ -95,22 +95,22 @@ static void expert_is_full(const epic_meet *meet, void *self)
 }
 
 /* Two ranks: experts 0 and 1 share four slots, two each. */
-static void rank_is_full(const epic_meet *meet, void *self)
+static void rank_is_full(const epic_bootstrap *bootstrap, void *self)
 {
     static const int32_t want[TOKENS] = {OVER, FULL, 0,    1,    FULL, FULL,
                                          NONE, NONE, OVER, FULL, NONE, OVER};
-    seat s = open_seat(meet);
+    seat s = open_seat(bootstrap);
     (void)self;
     CHECK_SAY(plan(&s, 4) == EPIC_OK, "%s", epic_error(s.ctx));
     check_fates(&s, want);
     close_seat(&s);
 }
 
-static void ranks_differ(const epic_meet *meet, void *self)
+static void ranks_differ(const epic_bootstrap *bootstrap, void *self)
 {
-    seat s = open_seat(meet);
+    seat s = open_seat(bootstrap);
     (void)self;
-    if (meet->rank == 1) s.layer.priority = EPIC_BY_TOKEN;
+    if (bootstrap->rank == 1) s.layer.priority = EPIC_BY_TOKEN;
     CHECK(plan(&s, EPIC_CAPACITY_EXACT) == EPIC_EMISMATCH);
     const char *said = epic_error(s.ctx);
     CHECK_SAY(strstr(said, "priority EPIC_BY_K") && strstr(said, "EPIC_BY_TOKEN"), "%s", said);

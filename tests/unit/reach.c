@@ -66,7 +66,7 @@ static void keep(const step *s, float *kept)
     memcpy(kept + rows, s->d_tokens, rows * sizeof *kept);
 }
 
-static void run_ways(const epic_meet *meet, void *self)
+static void run_ways(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
     static _Thread_local float near[2 * TOKENS * HIDDEN], far[2 * TOKENS * HIDDEN];
@@ -76,7 +76,7 @@ static void run_ways(const epic_meet *meet, void *self)
                                 .max_in_flight = 2};
     epic_context *ctx;
     step s;
-    if (CHECK(epic_open(&ctx, meet, &config) == EPIC_OK)) {
+    if (CHECK(epic_open(&ctx, bootstrap, &config) == EPIC_OK)) {
         step_open(&s, ctx, TOKENS, HIDDEN);
         set_reach(ctx, 0);
         CHECK(step_all(&s, 1));

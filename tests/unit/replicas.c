@@ -34,19 +34,19 @@ typedef struct seat {
     int32_t load[EXPERTS], logical_load[LOGICAL], expert_tokens[EXPERTS], expert_rows[EXPERTS];
 } seat;
 
-static seat open_seat(const epic_meet *meet)
+static seat open_seat(const epic_bootstrap *bootstrap)
 {
     const epic_config config = {.max_tokens = TOKENS, .max_row_bytes = 4};
     seat s = {.layer = {.num_experts = EXPERTS, .num_logical = LOGICAL, .top_k = TOP_K},
               .table = table};
     epic_layer_info info;
-    CHECK_SAY(epic_open(&s.ctx, meet, &config) == EPIC_OK, "%s", epic_error(NULL));
+    CHECK_SAY(epic_open(&s.ctx, bootstrap, &config) == EPIC_OK, "%s", epic_error(NULL));
     CHECK_SAY(epic_layer_sizes(s.ctx, &s.layer, &info) == EPIC_OK, "%s", epic_error(s.ctx));
     s.plan_bytes = info.plan_bytes;
     s.plan = aligned_alloc(64, ((size_t)s.plan_bytes + 63) / 64 * 64);
-    s.num_tokens = TOKENS / meet->num_ranks;
-    s.first = meet->rank * s.num_tokens;
-    for (int e = 0; e < EXPERTS; e++) s.ranks[e] = places[e] % meet->num_ranks;
+    s.num_tokens = TOKENS / bootstrap->num_ranks;
+    s.first = bootstrap->rank * s.num_tokens;
+    for (int e = 0; e < EXPERTS; e++) s.ranks[e] = places[e] % bootstrap->num_ranks;
     return s;
 }
 
@@ -121,11 +121,11 @@ static void check_fates(const seat *s, const int *quota)
     }
 }
 
-static void by_turns(const epic_meet *meet, void *self)
+static void by_turns(const epic_bootstrap *bootstrap, void *self)
 {
     static const int no_quota[EXPERTS] = {99, 99, 99, 99, 99, 99, 99};
     static const int32_t logical_load[LOGICAL] = {12, 5, 6};
-    seat s = open_seat(meet);
+    seat s = open_seat(bootstrap);
     (void)self;
     CHECK_SAY(plan(&s) == EPIC_OK, "%s", epic_error(s.ctx));
     check_fates(&s, no_quota);
@@ -135,11 +135,11 @@ static void by_turns(const epic_meet *meet, void *self)
 }
 
 /* Of 6 choices of logical expert 0 its replicas keep 2, 2, 1, 1: the first 6 of the group. */
-static void drops(const epic_meet *meet, void *self)
+static void drops(const epic_bootstrap *bootstrap, void *self)
 {
     static const int quota[EXPERTS] = {2, 3, 2, 6, 1, 3, 1};
     static const int32_t logical_load[LOGICAL] = {12, 5, 6};
-    seat s = open_seat(meet);
+    seat s = open_seat(bootstrap);
     (void)self;
     s.layer.overflow = EPIC_OVERFLOW_DROP;
     s.layer.expert_capacity = 6;
@@ -156,9 +156,9 @@ static void drops(const epic_meet *meet, void *self)
 }
 
 /* A rank that is full drops by replica, and every rank knows it. */
-static void rank_is_full(const epic_meet *meet, void *self)
+static void rank_is_full(const epic_bootstrap *bootstrap, void *self)
 {
-    seat s = open_seat(meet);
+    seat s = open_seat(bootstrap);
     epic_plan_info info;
     (void)self;
     s.layer.overflow = EPIC_OVERFLOW_DROP;
@@ -178,32 +178,32 @@ static void check_says(const seat *s, epic_result result, epic_result right, con
               epic_result_name(result), epic_error(s->ctx));
 }
 
-static void wrong_tables(const epic_meet *meet, void *self)
+static void wrong_tables(const epic_bootstrap *bootstrap, void *self)
 {
-    seat s = open_seat(meet);
+    seat s = open_seat(bootstrap);
     int32_t other[EXPERTS], wild[TOKENS * TOP_K];
     (void)self;
     memcpy(other, table, sizeof other);
-    if (meet->rank == 1) other[4] = LOGICAL;
+    if (bootstrap->rank == 1) other[4] = LOGICAL;
     s.table = other;
     check_says(&s, plan(&s), EPIC_EINVAL, "rank 1 says expert 4 is a replica of 3;");
-    other[4] = meet->rank == 1 ? -1 : 0;
+    other[4] = bootstrap->rank == 1 ? -1 : 0;
     check_says(&s, plan(&s), EPIC_EINVAL, "rank 1 says expert 4 is a replica of -1;");
     for (int e = 0; e < EXPERTS; e++) other[e] = table[e] == 1 ? 2 : table[e];
     check_says(&s, plan(&s), EPIC_EINVAL, "rank 0 has no replica of logical expert 1;");
     CHECK_EQ(s.logical_load[0] + s.load[0] + s.expert_tokens[0], 0);
     s.table = table;
     memcpy(wild, ids[s.first], (size_t)s.num_tokens * sizeof *ids);
-    if (meet->rank == 0) wild[3] = LOGICAL;
+    if (bootstrap->rank == 0) wild[3] = LOGICAL;
     check_says(&s, plan_of(&s, wild), EPIC_EINVAL,
                "rank 0, token 1, k 1 has expert 3; ids are below num_logical 3");
     CHECK_SAY(plan(&s) == EPIC_OK, "the group is whole: %s", epic_error(s.ctx));
     close_seat(&s);
 }
 
-static void wrong_arguments(const epic_meet *meet, void *self)
+static void wrong_arguments(const epic_bootstrap *bootstrap, void *self)
 {
-    seat s = open_seat(meet);
+    seat s = open_seat(bootstrap);
     (void)self;
     s.table = NULL;
     check_says(&s, plan(&s), EPIC_EINVAL, "logical_of_expert is NULL");
@@ -218,10 +218,10 @@ static void wrong_arguments(const epic_meet *meet, void *self)
 }
 
 /* Arguments of the sum: they are looked at before anybody is waited for. */
-static void wrong_sums(const epic_meet *meet, void *self)
+static void wrong_sums(const epic_bootstrap *bootstrap, void *self)
 {
     float data[EXPERTS][COUNT], workspace[COUNT];
-    seat s = open_seat(meet);
+    seat s = open_seat(bootstrap);
     (void)self;
     CHECK_SAY(plan(&s) == EPIC_OK, "%s", epic_error(s.ctx));
     const epic_sum_replicas_args good = {.plan = s.plan,
@@ -251,28 +251,29 @@ static void wrong_sums(const epic_meet *meet, void *self)
     a.flags = 1;
     check_says(&s, epic_sum_replicas(s.ctx, &a), EPIC_EINVAL, "flags is 0x1");
     a = good;
-    a.pad = 2;
-    check_says(&s, epic_sum_replicas(s.ctx, &a), EPIC_EINVAL, "pad is 2");
+    a.reserved = 2;
+    check_says(&s, epic_sum_replicas(s.ctx, &a), EPIC_EINVAL,
+               "reserved fields must be zero: one is 2");
     close_seat(&s);
 }
 
-static void tables_differ(const epic_meet *meet, void *self)
+static void tables_differ(const epic_bootstrap *bootstrap, void *self)
 {
     static const int32_t other[EXPERTS] = {0, 2, 1, 1, 0, 2, 0};
-    seat s = open_seat(meet);
+    seat s = open_seat(bootstrap);
     (void)self;
-    if (meet->rank == 1) s.table = other;
+    if (bootstrap->rank == 1) s.table = other;
     check_says(&s, plan(&s), EPIC_EMISMATCH, "checksum of logical_of_expert");
     close_seat(&s);
 }
 
-static void numbers_differ(const epic_meet *meet, void *self)
+static void numbers_differ(const epic_bootstrap *bootstrap, void *self)
 {
     static const int32_t other[EXPERTS] = {0, 2, 0, 1, 0, 2, 3};
-    seat s = open_seat(meet);
+    seat s = open_seat(bootstrap);
     (void)self;
-    if (meet->rank == 1) s.table = other;
-    if (meet->rank == 1) s.layer.num_logical = LOGICAL + 1;
+    if (bootstrap->rank == 1) s.table = other;
+    if (bootstrap->rank == 1) s.layer.num_logical = LOGICAL + 1;
     int32_t room[LOGICAL + 1];
     const epic_plan_args args = {.layer = &s.layer,
                                  .plan = s.plan,
@@ -309,18 +310,18 @@ static void fill(const seat *s, float (*data)[COUNT])
         }
 }
 
-static void sums(const epic_meet *meet, void *self)
+static void sums(const epic_bootstrap *bootstrap, void *self)
 {
     static const float right[LOGICAL] = {1 + 4 + 16 + 64, 8, 2 + 32};
     float data[EXPERTS][COUNT];
-    seat s = open_seat(meet);
+    seat s = open_seat(bootstrap);
     (void)self;
     CHECK_SAY(plan(&s) == EPIC_OK, "%s", epic_error(s.ctx));
     fill(&s, data);
     check_says(&s, sum(&s, data, 1, COUNT), EPIC_EINVAL, "data.num_rows is 1: the plan has");
     CHECK_SAY(sum(&s, data, EXPERTS, COUNT) == EPIC_OK, "%s", epic_error(s.ctx));
     for (int e = 0, local = 0; e < EXPERTS; e++) {
-        if (s.ranks[e] != meet->rank) continue;
+        if (s.ranks[e] != bootstrap->rank) continue;
         for (int i = 0; i < COUNT; i++)
             CHECK_SAY(data[local][i] == right[table[e]], "expert %d has %g", e,
                       (double)data[local][i]);
@@ -329,33 +330,33 @@ static void sums(const epic_meet *meet, void *self)
     close_seat(&s);
 }
 
-static void damaged_plan(const epic_meet *meet, void *self)
+static void damaged_plan(const epic_bootstrap *bootstrap, void *self)
 {
     float data[EXPERTS][COUNT];
-    seat s = open_seat(meet);
+    seat s = open_seat(bootstrap);
     (void)self;
     CHECK_SAY(plan(&s) == EPIC_OK, "%s", epic_error(s.ctx));
     fill(&s, data);
-    if (meet->rank == 1) ((unsigned char *)s.plan)[40] ^= 1;
+    if (bootstrap->rank == 1) ((unsigned char *)s.plan)[40] ^= 1;
     check_says(&s, sum(&s, data, EXPERTS, COUNT), EPIC_EINVAL, "rank 1 brought cannot be used");
-    if (meet->rank == 1) ((unsigned char *)s.plan)[40] ^= 1;
+    if (bootstrap->rank == 1) ((unsigned char *)s.plan)[40] ^= 1;
     CHECK_SAY(sum(&s, data, EXPERTS, COUNT) == EPIC_OK, "%s", epic_error(s.ctx));
     close_seat(&s);
 }
 
 /* Rank 1 brings the plan of the step before, or other rows. */
-static void sums_differ(const epic_meet *meet, void *self)
+static void sums_differ(const epic_bootstrap *bootstrap, void *self)
 {
     const bool rows = self != NULL;
     float data[EXPERTS][COUNT];
-    seat s = open_seat(meet);
+    seat s = open_seat(bootstrap);
     CHECK_SAY(plan(&s) == EPIC_OK, "%s", epic_error(s.ctx));
     void *kept = malloc((size_t)s.plan_bytes);
     memcpy(kept, s.plan, (size_t)s.plan_bytes);
     CHECK_SAY(plan(&s) == EPIC_OK, "%s", epic_error(s.ctx));
-    if (meet->rank == 1 && !rows) memcpy(s.plan, kept, (size_t)s.plan_bytes);
+    if (bootstrap->rank == 1 && !rows) memcpy(s.plan, kept, (size_t)s.plan_bytes);
     fill(&s, data);
-    const int64_t count = meet->rank == 1 && rows ? COUNT - 1 : COUNT;
+    const int64_t count = bootstrap->rank == 1 && rows ? COUNT - 1 : COUNT;
     check_says(&s, sum(&s, data, EXPERTS, count), EPIC_EMISMATCH, rows ? "count" : "plan id");
     free(kept);
     close_seat(&s);

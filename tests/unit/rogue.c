@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_open over a meeting that lies: gathers that give a rank forged records of its peers, by
+/* epic_open over a bootstrap that lies: gathers that give a rank forged records of its peers, by
  * random bytes, flipped bits, texts without an end, huge numbers, other ranks' records.  Never a
  * crash (AddressSanitizer looks), never a wait past the deadline, never EPIC_OK with a context
  * that cannot be used. */
@@ -19,9 +19,9 @@
 static const epic_config good = {
     .max_tokens = 4, .max_row_bytes = 64, .max_in_flight = 2, .timeout_ms = PATIENCE_MS};
 
-/* A meeting that hands on to an honest one, and lies about what came. */
+/* A bootstrap that hands on to an honest one, and lies about what came. */
 typedef struct liar {
-    epic_meet inner;
+    epic_bootstrap inner;
     run_random random;
     int which;   /* the gather that it lies in, from 0; -1: in each */
     int gathers; /* so far */
@@ -126,30 +126,31 @@ static void use(epic_context *ctx, bool honest)
     float one[4] = {1, 1, 1, 1};
     CHECK(epic_backend_name(ctx)[0] != '\0');
     CHECK_EQ(epic_check(ctx) == EPIC_ECLOSED, 0);
-    const epic_result result = epic_sum(ctx, &(epic_sum_args){.data = one, .count = 4});
+    const epic_result result =
+        epic_allreduce_sum(ctx, &(epic_allreduce_sum_args){.data = one, .count = 4});
     const bool right = result == EPIC_OK ? one[0] == (float)epic_num_ranks(ctx)
                                          : result == EPIC_EPEER || result == EPIC_ETIMEOUT;
-    CHECK_SAY(right && (result == EPIC_OK || !honest), "epic_sum: %s: %s",
+    CHECK_SAY(right && (result == EPIC_OK || !honest), "epic_allreduce_sum: %s: %s",
               epic_result_name(result), epic_error(ctx));
 }
 
-static void open_deceived(epic_meet *meet, const trial *t)
+static void open_deceived(epic_bootstrap *bootstrap, const trial *t)
 {
-    liar l = {.inner = *meet, .random = {run_mix(t->seed, (uint64_t)meet->rank)}};
-    const bool deceived = t->deceived >> meet->rank & 1;
+    liar l = {.inner = *bootstrap, .random = {run_mix(t->seed, (uint64_t)bootstrap->rank)}};
+    const bool deceived = t->deceived >> bootstrap->rank & 1;
     l.which = (int)run_below(&l.random, 5) - 1;
-    const epic_meet lies = {meet->rank, meet->num_ranks, gather, NULL, &l};
+    const epic_bootstrap lies = {bootstrap->rank, bootstrap->num_ranks, gather, NULL, &l};
     epic_config config = good;
     config.backend = t->backend;
     if (!t->deceived) config.timeout_ms = HONEST_MS;
     epic_context *ctx = NULL;
     const uint64_t start = run_now_ns();
     check_seed = t->seed;
-    const epic_result result = epic_open(&ctx, deceived ? &lies : meet, &config);
+    const epic_result result = epic_open(&ctx, deceived ? &lies : bootstrap, &config);
     CHECK_SAY(!t->deceived || run_now_ns() - start < MOST_NS, "open took %lld ms",
               (long long)(run_now_ns() - start) / 1000000);
     CHECK_SAY(result >= EPIC_OK && result <= EPIC_ECLOSED, "result %d", (int)result);
-    if (result != EPIC_OK) epic_meet_close(meet);
+    if (result != EPIC_OK) epic_bootstrap_close(bootstrap);
     if (result == EPIC_OK)
         use(ctx, t->deceived == 0);
     else
@@ -157,33 +158,34 @@ static void open_deceived(epic_meet *meet, const trial *t)
     for (const char *at = epic_error(ctx); *at; at++)
         CHECK_SAY((unsigned char)*at >= ' ', "a control character in: %s", epic_error(ctx));
     CHECK_SAY(t->deceived || result == EPIC_OK, "%s", epic_error(ctx));
-    epic_meet_close(meet);
+    epic_bootstrap_close(bootstrap);
     epic_close(ctx);
 }
 
 typedef struct place {
-    epic_meet meet;
+    epic_bootstrap bootstrap;
     trial *trial;
 } place;
 
-/* Leaves the meeting at once, so that who is still in it hears of it. */
+/* Leaves the bootstrap at once, so that who is still in it hears of it. */
 static void *open_and_leave(void *self)
 {
     place *p = self;
-    open_deceived(&p->meet, p->trial);
+    open_deceived(&p->bootstrap, p->trial);
     return NULL;
 }
 
 /* Ranks are threads also for shm: it does not mind. */
 static void run_trial(trial *t, int num_ranks)
 {
-    epic_meet meets[RANKS];
+    epic_bootstrap bootstraps[RANKS];
     place places[RANKS];
     pthread_t threads[RANKS];
-    if (!CHECK(epic_meet_threads(meets, num_ranks, t->deceived ? 5000 : HONEST_MS) == EPIC_OK))
+    if (!CHECK(epic_bootstrap_threads(bootstraps, num_ranks, t->deceived ? 5000 : HONEST_MS) ==
+               EPIC_OK))
         return;
     for (int r = 0; r < num_ranks; r++) {
-        places[r] = (place){meets[r], t};
+        places[r] = (place){bootstraps[r], t};
         pthread_create(&threads[r], NULL, open_and_leave, &places[r]);
     }
     for (int r = 0; r < num_ranks; r++) pthread_join(threads[r], NULL);
@@ -199,7 +201,7 @@ static void test_deceived(const char *backend, int64_t count)
     }
 }
 
-/* A group of one whose meeting lies to it. */
+/* A group of one whose bootstrap lies to it. */
 static void test_self(void)
 {
     run_random random = {run_mix(run_seed(), 2)};
@@ -230,11 +232,11 @@ static epic_result reflect(void *self, const void *mine, void *all, int64_t byte
 static void expect(const char *backend, void (*spoil)(void *, size_t, int), const char *words)
 {
     mirror m = {.spoil = spoil};
-    const epic_meet meet = {.rank = 1, .num_ranks = 2, .gather = reflect, .self = &m};
+    const epic_bootstrap bootstrap = {.rank = 1, .num_ranks = 2, .gather = reflect, .self = &m};
     epic_config config = good;
     config.backend = backend;
     epic_context *ctx = NULL;
-    const epic_result result = epic_open(&ctx, &meet, &config);
+    const epic_result result = epic_open(&ctx, &bootstrap, &config);
     CHECK_SAY(result == EPIC_EPEER, "%s, not EPIC_EPEER: %s", epic_result_name(result),
               epic_error(ctx));
     CHECK_SAY(strstr(epic_error(ctx), words) != NULL, "no \"%s\" in: %s", words,

@@ -83,14 +83,14 @@ static void check_environment(void)
     static const char *const names[] = {
         "JOB_COMPLETION_INDEX", "ALPS_APP_PE", "PALS_RANKID", "RANK", "PMI_RANK", "PMIX_RANK",
         "MASTER_PORT"};
-    epic_meet meet;
+    epic_bootstrap bootstrap;
     setenv("WORLD_SIZE", "1", 1);
     setenv("PMI_SIZE", "1", 1);
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         setenv("RANK", "0", 1);
         setenv("PMI_RANK", "0", 1);
         setenv(names[i], "0\x1b]0;\x07\xc2\x9b\x80", 1);
-        CHECK_EQ(epic_meet_env(&meet), EPIC_EINVAL);
+        CHECK_EQ(epic_bootstrap_env(&bootstrap), EPIC_EINVAL);
         char value[128];
         snprintf(value, sizeof value, "%s is \"0?]0;????\"", names[i]);
         CHECK_SAY(strstr(epic_error(NULL), value) != NULL, "%s", epic_error(NULL));
@@ -144,10 +144,10 @@ static void check_open(void)
 static void check_verdict(void)
 {
     static hello all[3];
-    const epic_meet meet = {.num_ranks = 3};
+    const epic_bootstrap bootstrap = {.num_ranks = 3};
     const epic_config config = {.name = "epic"};
     for (int r = 0; r < 3; r++) {
-        CHECK(hello_fill(&all[r], &meet, &config) == EPIC_OK);
+        CHECK(hello_fill(&all[r], &bootstrap, &config) == EPIC_OK);
         all[r].rank = r;
     }
     CHECK(hello_compare(all, 3) == EPIC_OK);

@@ -11,24 +11,24 @@
 #define LOGICAL 150 /* several words of a bit set */
 #define EXPERTS (2 * LOGICAL)
 
-static epic_context *opened(const epic_meet *meet)
+static epic_context *opened(const epic_bootstrap *bootstrap)
 {
     const epic_config config = {.max_tokens = 4, .max_row_bytes = 64, .max_in_flight = 2};
     epic_context *ctx = NULL;
-    CHECK_SAY(epic_open(&ctx, meet, &config) == EPIC_OK, "%s", epic_error(ctx));
+    CHECK_SAY(epic_open(&ctx, bootstrap, &config) == EPIC_OK, "%s", epic_error(ctx));
     return ctx;
 }
 
 /* Ranks 2 and 3 do not come: both are named, and all ranks that wait are told the same. */
-static void two_are_late(const epic_meet *meet, void *self)
+static void two_are_late(const epic_bootstrap *bootstrap, void *self)
 {
     float number = 1;
     epic_failure_info info;
-    epic_context *ctx = opened(meet);
-    const epic_sum_args sum = {.call.timeout_ms = 300, .data = &number, .count = 1};
+    epic_context *ctx = opened(bootstrap);
+    const epic_allreduce_sum_args sum = {.call.timeout_ms = 300, .data = &number, .count = 1};
     (void)self;
-    if (meet->rank >= 2) run_nap_us(1500000);
-    CHECK_EQ(epic_sum(ctx, &sum), EPIC_ETIMEOUT);
+    if (bootstrap->rank >= 2) run_nap_us(1500000);
+    CHECK_EQ(epic_allreduce_sum(ctx, &sum), EPIC_ETIMEOUT);
     CHECK_SAY(strstr(epic_error(ctx), "for ranks 2 and 3") != NULL, "%s", epic_error(ctx));
     CHECK_EQ(epic_failure(ctx, &info), EPIC_OK);
     CHECK_EQ(info.num_culprits, 2);
@@ -38,20 +38,20 @@ static void two_are_late(const epic_meet *meet, void *self)
 }
 
 /* Each order gives other bits: ranks that ask for different ones must not get on. */
-static void other_order(const epic_meet *meet, void *self)
+static void other_order(const epic_bootstrap *bootstrap, void *self)
 {
     float number = 1;
-    epic_context *ctx = opened(meet);
-    const epic_sum_args sum = {
-        .data = &number, .count = 1, .order = meet->rank == 1 ? EPIC_TREE : EPIC_BY_RANK};
+    epic_context *ctx = opened(bootstrap);
+    const epic_allreduce_sum_args sum = {
+        .data = &number, .count = 1, .order = bootstrap->rank == 1 ? EPIC_TREE : EPIC_BY_RANK};
     (void)self;
-    CHECK_EQ(epic_sum(ctx, &sum), EPIC_EMISMATCH);
+    CHECK_EQ(epic_allreduce_sum(ctx, &sum), EPIC_EMISMATCH);
     CHECK_SAY(strstr(epic_error(ctx), "sum_order") != NULL, "%s", epic_error(ctx));
     epic_close(ctx);
 }
 
 /* Replica e and replica e + LOGICAL are of one logical expert, on both ranks of a group of two. */
-static void many_logical(const epic_meet *meet, void *self)
+static void many_logical(const epic_bootstrap *bootstrap, void *self)
 {
     int32_t logical_of[EXPERTS];
     const epic_layer layer = {.num_experts = EXPERTS, .num_logical = LOGICAL, .top_k = 1};
@@ -60,7 +60,7 @@ static void many_logical(const epic_meet *meet, void *self)
     void *plan = aligned_alloc(64, (size_t)(bytes + 63) / 64 * 64);
     int32_t rows[LOGICAL], tokens[LOGICAL];
     float data[LOGICAL], scratch;
-    epic_context *ctx = opened(meet);
+    epic_context *ctx = opened(bootstrap);
     (void)self;
     for (int e = 0; e < EXPERTS; e++) logical_of[e] = e % LOGICAL;
     const epic_plan_args args = {.layer = &layer,
@@ -71,7 +71,7 @@ static void many_logical(const epic_meet *meet, void *self)
                                  .expert_rows = rows,
                                  .expert_tokens = tokens};
     CHECK_SAY(epic_plan(ctx, &args) == EPIC_OK, "%s", epic_error(ctx));
-    for (int l = 0; l < LOGICAL; l++) data[l] = (float)(1000 * meet->rank + l);
+    for (int l = 0; l < LOGICAL; l++) data[l] = (float)(1000 * bootstrap->rank + l);
     const epic_sum_replicas_args sum = {.plan = plan,
                                         .plan_bytes = bytes,
                                         .data = {data, LOGICAL, sizeof *data},

@@ -13,15 +13,15 @@ static bool closed_and_ended(epic_group *g, int peer)
     return true;
 }
 
-static void look(const epic_meet *meet, void *self)
+static void look(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
     const epic_config config = {.max_tokens = 4, .max_row_bytes = 64, .timeout_ms = 20000};
     epic_context *ctx;
     float one = 1;
-    const epic_sum_args sum = {.data = &one, .count = 1};
-    if (!CHECK(epic_open(&ctx, meet, &config) == EPIC_OK)) return;
-    if (meet->rank == 0) {
+    const epic_allreduce_sum_args sum = {.data = &one, .count = 1};
+    if (!CHECK(epic_open(&ctx, bootstrap, &config) == EPIC_OK)) return;
+    if (bootstrap->rank == 0) {
         epic_sight sight;
         shared_look(ctx->group, 1, 7, 0, &sight);
         CHECK(!sight.gone && !sight.closed);
@@ -31,7 +31,7 @@ static void look(const epic_meet *meet, void *self)
         ctx->group->is_dead = NULL;
         atomic_store(&head_of(ctx->group, 1)->closed, 0);
     }
-    CHECK(epic_sum(ctx, &sum) == EPIC_OK);
+    CHECK(epic_allreduce_sum(ctx, &sum) == EPIC_OK);
     epic_close(ctx);
 }
 

@@ -106,9 +106,9 @@ static void check_refused(bool refused, const char *call, const char *name, cons
 static void check_open(void)
 {
     epic_context *ctx;
-    epic_meet meet;
+    epic_bootstrap bootstrap;
     const epic_tcp tcp = {.num_ranks = 1};
-    REFUSES(epic_tcp, "epic_tcp", epic_meet_tcp_v1(&meet, &tcp, size) BAD);
+    REFUSES(epic_tcp, "epic_tcp", epic_bootstrap_tcp_v1(&bootstrap, &tcp, size) BAD);
     const size_t wrong[] = {sizeof(void *), sized_types[SIZED_epic_config].first - 1, SIZE_MAX};
     for (int i = 0; i < 3; i++) {
         check_refused(epic_open_v1(&ctx, NULL, &config, wrong[i]) BAD, "epic_open", "config",
@@ -147,14 +147,14 @@ static void check_steps(epic_context *ctx)
     const epic_combine_args c = {0};
     const epic_dispatch_backward_args db = {0};
     const epic_combine_backward_args cb = {0};
-    const epic_sum_args s = {0};
+    const epic_allreduce_sum_args s = {0};
     const epic_sum_replicas_args sr = {0};
     REFUSES(epic_plan_args, "args", epic_plan_v1(ctx, &p, size) BAD);
     REFUSES(epic_dispatch_args, "args", epic_dispatch_v1(ctx, &d, size) BAD);
     REFUSES(epic_combine_args, "args", epic_combine_v1(ctx, &c, size) BAD);
     REFUSES(epic_dispatch_backward_args, "args", epic_dispatch_backward_v1(ctx, &db, size) BAD);
     REFUSES(epic_combine_backward_args, "args", epic_combine_backward_v1(ctx, &cb, size) BAD);
-    REFUSES(epic_sum_args, "args", epic_sum_v1(ctx, &s, size) BAD);
+    REFUSES(epic_allreduce_sum_args, "args", epic_allreduce_sum_v1(ctx, &s, size) BAD);
     REFUSES(epic_sum_replicas_args, "args", epic_sum_replicas_v1(ctx, &sr, size) BAD);
 }
 
@@ -177,18 +177,19 @@ static void check_pair(epic_context *ctx)
 
 static void check_simple(epic_context *ctx)
 {
-    epic_step *step;
+    epic_dispatcher *step;
     void *out = untouched;
-    const epic_step_config how = {.max_tokens = 1,
-                                  .num_experts = layer.num_experts,
-                                  .top_k = layer.top_k,
-                                  .hidden = 1,
-                                  .type = EPIC_F32,
-                                  .ctx = ctx};
-    REFUSES(epic_step_config, "config", epic_step_open_v1(&step, &how, size) BAD);
-    if (!CHECK(epic_step_open(&step, &how) == EPIC_OK)) return;
-    REFUSES(epic_slots, "out", epic_step_dispatch_v1(step, NULL, NULL, NULL, 0, out, size) BAD);
-    epic_step_close(step);
+    const epic_dispatcher_config how = {.max_tokens = 1,
+                                        .num_experts = layer.num_experts,
+                                        .top_k = layer.top_k,
+                                        .hidden = 1,
+                                        .type = EPIC_F32,
+                                        .ctx = ctx};
+    REFUSES(epic_dispatcher_config, "config", epic_dispatcher_open_v1(&step, &how, size) BAD);
+    if (!CHECK(epic_dispatcher_open(&step, &how) == EPIC_OK)) return;
+    REFUSES(epic_slots, "out",
+            epic_dispatcher_dispatch_v1(step, NULL, NULL, NULL, 0, out, size) BAD);
+    epic_dispatcher_close(step);
 }
 
 static void check_local(void)

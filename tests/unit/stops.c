@@ -113,7 +113,7 @@ typedef struct still {
     int late_ms;          /* when rank 1 comes */
 } still;
 
-static void be_rank(const epic_meet *meet, void *self)
+static void be_rank(const epic_bootstrap *bootstrap, void *self)
 {
     const still *s = self;
     float one = 1;
@@ -121,23 +121,23 @@ static void be_rank(const epic_meet *meet, void *self)
     epic_transport watched;
     const epic_config config = {
         .max_tokens = 8, .max_row_bytes = 64, .timeout_ms = DEADLINE_MS, .backend = "threads"};
-    if (!CHECK_EQ(epic_open(&ctx, meet, &config), EPIC_OK)) return;
+    if (!CHECK_EQ(epic_open(&ctx, bootstrap, &config), EPIC_OK)) return;
     real = ctx->backend->transport;
     watched = *real;
     watched.announce = announce;
     watched.look = look;
     for (uint32_t i = 0; i < ctx->config.max_in_flight; i++)
         ctx->exchanges[i].transport = &watched;
-    if (meet->rank == 0) {
+    if (bootstrap->rank == 0) {
         still_announces = s->announces;
         still_looks = s->looks;
     } else {
         run_nap_us(s->late_ms * 1000l);
     }
     begin_ns = run_now_ns();
-    const epic_sum_args args = {.data = &one, .count = 1};
-    const epic_result result = epic_sum(ctx, &args);
-    CHECK_SAY(result == EPIC_OK, "rank %d, still %d, %d: %s", meet->rank, s->announces,
+    const epic_allreduce_sum_args args = {.data = &one, .count = 1};
+    const epic_result result = epic_allreduce_sum(ctx, &args);
+    CHECK_SAY(result == EPIC_OK, "rank %d, still %d, %d: %s", bootstrap->rank, s->announces,
               s->looks, epic_error(ctx));
     epic_close(ctx);
 }

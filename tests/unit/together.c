@@ -22,7 +22,7 @@
 
 /* ------------------------------------------------------------- a transport that watches ---- */
 
-static _Thread_local int own_rank, meetings, flows;
+static _Thread_local int own_rank, bootstraps, flows;
 static const epic_transport *real;
 static atomic_int stuck, given_up; /* the rank that does not come to its rows, or -1 */
 static atomic_bool late_flow;      /* it got as far as that */
@@ -30,7 +30,7 @@ static atomic_bool late_flow;      /* it got as far as that */
 static void announce(epic_group *group, int cell, uint64_t tag, uint64_t place,
                      const epic_note *note)
 {
-    meetings++;
+    bootstraps++;
     real->announce(group, cell, tag, place, note);
 }
 
@@ -65,7 +65,7 @@ typedef struct seat {
     float recv[SLOTS][HIDDEN], slot_weights[SLOTS];
 } seat;
 
-static seat *open_seat(const epic_meet *meet, int num_tokens, uint32_t timeout_ms)
+static seat *open_seat(const epic_bootstrap *bootstrap, int num_tokens, uint32_t timeout_ms)
 {
     seat *s = calloc(1, sizeof *s);
     const epic_config config = {.max_tokens = MOST,
@@ -73,9 +73,9 @@ static seat *open_seat(const epic_meet *meet, int num_tokens, uint32_t timeout_m
                                 .num_ranks = RANKS,
                                 .timeout_ms = timeout_ms};
     s->layer = (epic_layer){.num_experts = EXPERTS, .top_k = TOP_K};
-    s->rank = own_rank = meet->rank;
+    s->rank = own_rank = bootstrap->rank;
     s->num_tokens = num_tokens;
-    CHECK_EQ(epic_open(&s->ctx, meet, &config), EPIC_OK);
+    CHECK_EQ(epic_open(&s->ctx, bootstrap, &config), EPIC_OK);
     s->plan_bytes = epic_plan_bytes(&config, &s->layer);
     s->plan = aligned_alloc(64, (size_t)(s->plan_bytes + 63) / 64 * 64);
     s->watched = *s->ctx->backend->transport;
@@ -90,7 +90,7 @@ static seat *open_seat(const epic_meet *meet, int num_tokens, uint32_t timeout_m
     }
     for (int t = 0; t < num_tokens; t++)
         for (int h = 0; h < HIDDEN; h++) s->x[t][h] = (float)(100 * s->rank + t + h);
-    meetings = flows = 0;
+    bootstraps = flows = 0;
     return s;
 }
 
@@ -145,11 +145,11 @@ static void check_home(seat *s)
 
 /* --------------------------------------------------------------------------- the cases ---- */
 
-static void alike(const epic_meet *meet, void *self)
+static void alike(const epic_bootstrap *bootstrap, void *self)
 {
-    seat *s = open_seat(meet, *(int *)self, 20000);
+    seat *s = open_seat(bootstrap, *(int *)self, 20000);
     CHECK_EQ(plan_dispatch(s), EPIC_OK);
-    CHECK_EQ(meetings, 1);
+    CHECK_EQ(bootstraps, 1);
     CHECK_EQ(flows, s->num_tokens * TOP_K > 64 ? 2 : 1);
     CHECK_EQ(s->ctx->exchanges[0].place, 1); /* the dispatch has a place of its own */
     check_home(s);
@@ -158,10 +158,10 @@ static void alike(const epic_meet *meet, void *self)
     close_seat(s);
 }
 
-static void beside_two_calls(const epic_meet *meet, void *self)
+static void beside_two_calls(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
-    seat *s = open_seat(meet, MOST, 20000);
+    seat *s = open_seat(bootstrap, MOST, 20000);
     const epic_plan_args plan = plan_args(s);
     const epic_dispatch_args dispatch = dispatch_args(s);
     if (s->rank == 1) {
@@ -170,15 +170,15 @@ static void beside_two_calls(const epic_meet *meet, void *self)
     } else {
         CHECK_EQ(epic_plan_dispatch(s->ctx, &plan, &dispatch), EPIC_OK);
     }
-    CHECK_EQ(meetings, 2);
+    CHECK_EQ(bootstraps, 2);
     check_home(s);
     close_seat(s);
 }
 
-static void other_rows(const epic_meet *meet, void *self)
+static void other_rows(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
-    seat *s = open_seat(meet, FEW, 20000);
+    seat *s = open_seat(bootstrap, FEW, 20000);
     const epic_plan_args plan = plan_args(s);
     epic_dispatch_args dispatch = dispatch_args(s);
     if (s->rank == 2) dispatch.tokens.row_bytes = dispatch.recv.row_bytes = 32;
@@ -186,15 +186,15 @@ static void other_rows(const epic_meet *meet, void *self)
     epic_failure_info failure;
     CHECK_EQ(epic_failure(s->ctx, &failure), EPIC_OK);
     CHECK_EQ(failure.operation, EPIC_OP_DISPATCH);
-    CHECK_EQ(failure.step, 1);
+    CHECK_EQ(failure.sequence, 1);
     CHECK_SAY(strstr(failure.sentence, "row_bytes") != NULL, "%s", failure.sentence);
     close_seat(s);
 }
 
-static void wrong_id(const epic_meet *meet, void *self)
+static void wrong_id(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
-    seat *s = open_seat(meet, FEW, 20000);
+    seat *s = open_seat(bootstrap, FEW, 20000);
     const int32_t right = s->ids[0];
     if (s->rank == 1) s->ids[0] = EXPERTS;
     CHECK_EQ(plan_dispatch(s), EPIC_EINVAL);
@@ -204,17 +204,17 @@ static void wrong_id(const epic_meet *meet, void *self)
     close_seat(s);
 }
 
-static void stays_away(const epic_meet *meet, void *self)
+static void stays_away(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
-    seat *s = open_seat(meet, FEW, 500);
+    seat *s = open_seat(bootstrap, FEW, 500);
     const epic_result result = plan_dispatch(s); /* rank 1 finds all its rows, too late */
     if (s->rank != 1) CHECK_EQ(result, EPIC_ETIMEOUT);
     atomic_fetch_add(&given_up, s->rank != 1);
     epic_failure_info failure;
     CHECK_EQ(epic_failure(s->ctx, &failure), EPIC_OK);
     CHECK_EQ(failure.operation, EPIC_OP_DISPATCH);
-    CHECK_EQ(failure.step, 1);
+    CHECK_EQ(failure.sequence, 1);
     CHECK(failure.num_culprits == 1 && failure.culprits[0] == 1);
     CHECK_SAY(strstr(failure.sentence, "rank 1 was last seen in plan (tag 0, step 0)") != NULL,
               "%s", failure.sentence);

@@ -22,7 +22,7 @@
 static char folder[64];
 
 typedef struct seat {
-    epic_meet meet;
+    epic_bootstrap bootstrap;
     uint32_t experts;
     int steps;
     epic_result opened;
@@ -32,7 +32,7 @@ typedef struct seat {
 /* Ids that say who chose them; some are none. */
 static int64_t id_of(const seat *s, int step, int64_t i)
 {
-    const int64_t id = (s->meet.rank * 31 + step * 7 + i) % (int64_t)s->experts;
+    const int64_t id = (s->bootstrap.rank * 31 + step * 7 + i) % (int64_t)s->experts;
     return i == 1 ? -5 : i == 2 ? (int64_t)s->experts - 1 : id;
 }
 
@@ -61,7 +61,7 @@ static void *run_rank(void *argument)
     epic_context *ctx;
     const epic_config config = {
         .max_tokens = TOKENS, .max_row_bytes = 8, .name = "a group/of traces"};
-    s->opened = epic_open(&ctx, &s->meet, &config);
+    s->opened = epic_open(&ctx, &s->bootstrap, &config);
     if (s->opened == EPIC_OK)
         for (int step = 0; step < s->steps; step++) plan(ctx, s, step);
     snprintf(s->why, sizeof s->why, "%s", epic_error(ctx));
@@ -71,15 +71,15 @@ static void *run_rank(void *argument)
 
 static void run(seat seats[RANKS], uint32_t experts, int steps)
 {
-    epic_meet meets[RANKS];
+    epic_bootstrap bootstraps[RANKS];
     pthread_t threads[RANKS];
-    CHECK(epic_meet_threads(meets, RANKS, 30000) == EPIC_OK);
+    CHECK(epic_bootstrap_threads(bootstraps, RANKS, 30000) == EPIC_OK);
     for (int r = 0; r < RANKS; r++) {
-        seats[r] = (seat){.meet = meets[r], .experts = experts, .steps = steps};
+        seats[r] = (seat){.bootstrap = bootstraps[r], .experts = experts, .steps = steps};
         CHECK(pthread_create(&threads[r], NULL, run_rank, &seats[r]) == 0);
     }
     for (int r = 0; r < RANKS; r++) pthread_join(threads[r], NULL);
-    for (int r = 0; r < RANKS; r++) epic_meet_close(&meets[r]);
+    for (int r = 0; r < RANKS; r++) epic_bootstrap_close(&bootstraps[r]);
 }
 
 /* Reads the file of a rank, and takes it away; its bytes. */

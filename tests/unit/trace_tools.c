@@ -184,7 +184,7 @@ static void record(void)
     epic_context *ctx;
     float data[1] = {1};
     const int32_t chosen[2] = {1, -1};
-    const epic_meet alone = {.num_ranks = 1};
+    const epic_bootstrap alone = {.num_ranks = 1};
     const epic_config config = {
         .max_tokens = 1, .max_row_bytes = 8, .num_ranks = 1, .name = "one \"rank\""};
     const epic_layer layer = {.num_experts = 4, .top_k = 2};
@@ -198,7 +198,8 @@ static void record(void)
     snprintf(path, sizeof path, "%s/run", folder);
     CHECK(setenv("EPIC_TRACE", path, 1) == 0);
     CHECK(epic_open(&ctx, &alone, &config) == EPIC_OK);
-    CHECK(epic_sum(ctx, &(epic_sum_args){.data = data, .count = 1}) == EPIC_OK);
+    CHECK(epic_allreduce_sum(ctx, &(epic_allreduce_sum_args){.data = data, .count = 1}) ==
+          EPIC_OK);
     CHECK(epic_plan(ctx, &args) == EPIC_OK);
     epic_close(ctx);
     unsetenv("EPIC_TRACE");

@@ -107,10 +107,10 @@ static inline epic_result join_group(seat *s)
     memset(peers, 0, sizeof peers);
     char why[256] = "";
     CHECK(s->backend->can_join(peers, s->num_ranks, &s->config, why));
-    const epic_meet meet = {
+    const epic_bootstrap bootstrap = {
         .rank = s->rank, .num_ranks = s->num_ranks, .gather = gather, .self = s};
     const epic_join join = {
-        .meet = &meet, .config = &s->config, .peers = peers, .group_id = 4711};
+        .bootstrap = &bootstrap, .config = &s->config, .peers = peers, .group_id = 4711};
     return s->backend->join(&s->group, &join);
 }
 

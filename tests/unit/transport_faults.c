@@ -244,7 +244,7 @@ static void call_as_stranger(void)
 /* The last rank joins once the strangers have called. */
 static epic_result join_late(epic_group **out, const epic_join *join)
 {
-    const bool last = join->meet->rank == join->meet->num_ranks - 1;
+    const bool last = join->bootstrap->rank == join->bootstrap->num_ranks - 1;
     while (last && atomic_load(&shared->stamp) == 0) nap_us(1000);
     return epic_backend_shm.join(out, join);
 }
@@ -272,7 +272,7 @@ static void limit_files(void)
 
 static epic_result join_without_files(epic_group **out, const epic_join *join)
 {
-    const bool last = join->meet->rank == join->meet->num_ranks - 1;
+    const bool last = join->bootstrap->rank == join->bootstrap->num_ranks - 1;
     epic_group *none = NULL;
     const uint64_t start = now();
     if (last) limit_files();

@@ -31,16 +31,16 @@ typedef struct seat {
     size_t plan_bytes;
 } seat;
 
-static seat open_seat(const epic_meet *meet, uint32_t num_experts, int64_t max_tokens)
+static seat open_seat(const epic_bootstrap *bootstrap, uint32_t num_experts, int64_t max_tokens)
 {
     seat s = {.config = {.max_tokens = max_tokens,
                          .max_row_bytes = 8192,
-                         .num_ranks = (uint32_t)meet->num_ranks,
+                         .num_ranks = (uint32_t)bootstrap->num_ranks,
                          .timeout_ms = 20000,
                          .max_in_flight = 1,
                          .staging_bytes = 100000},
               .layer = {.num_experts = num_experts, .top_k = 1}};
-    CHECK_SAY(epic_open(&s.ctx, meet, &s.config) == EPIC_OK, "open: %s", epic_error(NULL));
+    CHECK_SAY(epic_open(&s.ctx, bootstrap, &s.config) == EPIC_OK, "open: %s", epic_error(NULL));
     s.plan_bytes = epic_plan_bytes(&s.config, &s.layer);
     s.plan = aligned_alloc(64, (s.plan_bytes + 63) / 64 * 64);
     return s;
@@ -63,12 +63,12 @@ static epic_plan_args plan_args(const seat *s, const int32_t *ids, int64_t num_t
 
 /* Rank 0 brings an id that is too large, ranks 1 and 2 different layers: EPIC_EMISMATCH goes
  * first, on rank 0 too. */
-static void error_beside_mismatch(const epic_meet *meet, void *self)
+static void error_beside_mismatch(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
-    seat s = open_seat(meet, 12, TOKENS);
-    const int32_t ids[TOKENS] = {0, meet->rank == 0 ? 99 : 1, 2, 3};
-    s.layer.alignment = meet->rank == 2 ? 4 : 1;
+    seat s = open_seat(bootstrap, 12, TOKENS);
+    const int32_t ids[TOKENS] = {0, bootstrap->rank == 0 ? 99 : 1, 2, 3};
+    s.layer.alignment = bootstrap->rank == 2 ? 4 : 1;
     const epic_plan_args args = plan_args(&s, ids, TOKENS);
     check_result(epic_plan(s.ctx, &args), EPIC_EMISMATCH);
     check_result(epic_check(s.ctx), EPIC_EMISMATCH);
@@ -76,12 +76,12 @@ static void error_beside_mismatch(const epic_meet *meet, void *self)
 }
 
 /* The counts of a plan that failed are zeros, as many as rank_of_expert gives one rank. */
-static void counts_after_error(const epic_meet *meet, void *self)
+static void counts_after_error(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
-    seat s = open_seat(meet, 6, TOKENS);
+    seat s = open_seat(bootstrap, 6, TOKENS);
     const int32_t table[6] = {1, 1, 1, 1, 1, 0};
-    const int32_t ids[TOKENS] = {0, meet->rank == 0 ? 6 : 1, 2, 3};
+    const int32_t ids[TOKENS] = {0, bootstrap->rank == 0 ? 6 : 1, 2, 3};
     int32_t rows[5], tokens[5];
     memset(rows, 1, sizeof rows);
     memset(tokens, 1, sizeof tokens);
@@ -96,11 +96,11 @@ static void counts_after_error(const epic_meet *meet, void *self)
 }
 
 /* Rank 0 receives nothing and has no buffers, but sends rows with scales. */
-static void scales_from_an_empty_buffer(const epic_meet *meet, void *self)
+static void scales_from_an_empty_buffer(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
-    seat s = open_seat(meet, 2, TOKENS);
-    const int rank = meet->rank;
+    seat s = open_seat(bootstrap, 2, TOKENS);
+    const int rank = bootstrap->rank;
     const int32_t ids[TOKENS] = {1, 1, 1, 1};
     float rows[TOKENS][3], scales[TOKENS][2], recv[2 * TOKENS][3], recv_scales[2 * TOKENS][2];
     for (int t = 0; t < TOKENS; t++) {
@@ -131,12 +131,12 @@ static void scales_from_an_empty_buffer(const epic_meet *meet, void *self)
 }
 
 /* epic_failure tells what another rank reported, before any call of ours has failed. */
-static void abort_is_told(const epic_meet *meet, void *self)
+static void abort_is_told(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
-    seat s = open_seat(meet, 2, TOKENS);
+    seat s = open_seat(bootstrap, 2, TOKENS);
     epic_failure_info info = {0};
-    if (meet->rank == 0) epic_abort(s.ctx, 7, "no more rows");
+    if (bootstrap->rank == 0) epic_abort(s.ctx, 7, "no more rows");
     const uint64_t end = run_now_ns() + 5000000000ull;
     while (info.result == EPIC_OK && run_now_ns() < end) {
         check_result(epic_failure(s.ctx, &info), EPIC_OK);
@@ -166,16 +166,17 @@ static void stand_still(int signal)
 /* Rank 0 sends much to rank 2, who stands still for a while; rank 1 has no part, finishes and
  * closes.  Its going is nobody's failure.  (run_threads joins rank 1 before rank 2: the thread
  * that gets the signal is still there.) */
-static void early_close(const epic_meet *meet, void *self)
+static void early_close(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
-    seat s = open_seat(meet, 3, MANY);
-    const int64_t sends = meet->rank == 0 ? MANY : 0, slots = meet->rank == 2 ? MANY : 0;
+    seat s = open_seat(bootstrap, 3, MANY);
+    const int64_t sends = bootstrap->rank == 0 ? MANY : 0,
+                  slots = bootstrap->rank == 2 ? MANY : 0;
     int32_t *ids = malloc(MANY * sizeof *ids);
     for (int t = 0; t < MANY; t++) ids[t] = 2;
     epic_rows tokens = {calloc((size_t)sends + 1, WIDE), sends, WIDE};
     epic_rows recv = {calloc((size_t)slots + 1, WIDE), slots, WIDE};
-    if (meet->rank == 2) {
+    if (bootstrap->rank == 2) {
         slow_thread = pthread_self();
         atomic_store(&slow_is_known, 1);
     }
@@ -186,9 +187,9 @@ static void early_close(const epic_meet *meet, void *self)
                                     .plan_bytes = s.plan_bytes,
                                     .tokens = tokens,
                                     .recv = recv};
-    CHECK_SAY(epic_dispatch(s.ctx, &how) == EPIC_OK, "rank %d: %s", meet->rank,
+    CHECK_SAY(epic_dispatch(s.ctx, &how) == EPIC_OK, "rank %d: %s", bootstrap->rank,
               epic_error(s.ctx));
-    if (meet->rank == 1 && atomic_load(&slow_is_known)) pthread_kill(slow_thread, SIGUSR1);
+    if (bootstrap->rank == 1 && atomic_load(&slow_is_known)) pthread_kill(slow_thread, SIGUSR1);
     close_seat(&s);
     free(ids);
     free(tokens.data);
@@ -196,46 +197,46 @@ static void early_close(const epic_meet *meet, void *self)
 }
 
 /* Rank 0 dies and rank 2 closes: rank 1 is told of the one that died. */
-static void close_after_a_death(const epic_meet *meet, void *closed)
+static void close_after_a_death(const epic_bootstrap *bootstrap, void *closed)
 {
-    seat s = open_seat(meet, 3, TOKENS);
-    if (meet->rank == 0) _exit(0);
-    if (meet->rank == 1) {
+    seat s = open_seat(bootstrap, 3, TOKENS);
+    if (bootstrap->rank == 0) _exit(0);
+    if (bootstrap->rank == 1) {
         float one = 1;
-        const epic_sum_args args = {.data = &one, .count = 1};
+        const epic_allreduce_sum_args args = {.data = &one, .count = 1};
         epic_failure_info info;
         while (!atomic_load((_Atomic int *)closed)) run_nap_us(1000);
         run_nap_us(2000000); /* the death takes a moment */
-        check_result(epic_sum(s.ctx, &args), EPIC_EPEER);
+        check_result(epic_allreduce_sum(s.ctx, &args), EPIC_EPEER);
         check_result(epic_failure(s.ctx, &info), EPIC_OK);
         CHECK_SAY(info.num_culprits == 1 && info.culprits[0] == 0 &&
                       strstr(info.sentence, "whose process ended"),
                   "%s", info.sentence);
     }
     close_seat(&s);
-    if (meet->rank == 2) atomic_store((_Atomic int *)closed, 1);
+    if (bootstrap->rank == 2) atomic_store((_Atomic int *)closed, 1);
 }
 
 /* Rank 1 brings its part of a sum and stays in it: rank 0 has its result, but its only cell stays
  * taken, and the wait for one at the next sum names rank 1. */
-static void never_leaves(const epic_meet *meet, void *self)
+static void never_leaves(const epic_bootstrap *bootstrap, void *self)
 {
     static _Atomic int over;
     (void)self;
     float one = 1;
     epic_failure_info info;
-    const epic_sum_args args = {.data = &one, .count = 1, .call.timeout_ms = 1000};
-    seat s = open_seat(meet, 2, TOKENS);
-    if (meet->rank == 1) {
+    const epic_allreduce_sum_args args = {.data = &one, .count = 1, .call.timeout_ms = 1000};
+    seat s = open_seat(bootstrap, 2, TOKENS);
+    if (bootstrap->rank == 1) {
         const epic_transport *transport = s.ctx->backend->transport;
         epic_note note = {.same = {[SAME_OPERATION] = EPIC_OP_SUM, [SAME_COUNT] = 1}};
         memcpy(note.bytes, &one, sizeof one);
         transport->announce(s.ctx->group, transport->claim(s.ctx->group), 0, 0, &note);
         while (!atomic_load(&over)) run_nap_us(1000);
     } else {
-        check_result(epic_sum(s.ctx, &args), EPIC_OK);
+        check_result(epic_allreduce_sum(s.ctx, &args), EPIC_OK);
         CHECK(one == 2);
-        check_result(epic_sum(s.ctx, &args), EPIC_ETIMEOUT);
+        check_result(epic_allreduce_sum(s.ctx, &args), EPIC_ETIMEOUT);
         check_result(epic_failure(s.ctx, &info), EPIC_OK);
         CHECK_SAY(info.num_culprits == 1 && info.culprits[0] == 1, "%s", info.sentence);
         atomic_store(&over, 1);

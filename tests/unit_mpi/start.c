@@ -30,35 +30,36 @@ static void choose_port(void)
     setenv("MASTER_ADDR", "127.0.0.1", 0);
 }
 
-static epic_group *open_group(const epic_meet *meet, uint64_t number)
+static epic_group *open_group(const epic_bootstrap *bootstrap, uint64_t number)
 {
     epic_config config = {
-        .num_ranks = (uint32_t)meet->num_ranks, .max_in_flight = 4, .timeout_ms = 5000};
-    epic_peer *peers = calloc((size_t)meet->num_ranks, sizeof *peers);
-    for (int r = 0; r < meet->num_ranks; r++) peers[r].process[0] = (uint64_t)r;
+        .num_ranks = (uint32_t)bootstrap->num_ranks, .max_in_flight = 4, .timeout_ms = 5000};
+    epic_peer *peers = calloc((size_t)bootstrap->num_ranks, sizeof *peers);
+    for (int r = 0; r < bootstrap->num_ranks; r++) peers[r].process[0] = (uint64_t)r;
     char why[256];
-    NEED(epic_backend_mpi.can_join(peers, meet->num_ranks, &config, why));
+    NEED(epic_backend_mpi.can_join(peers, bootstrap->num_ranks, &config, why));
     config.native = peers;
-    if (number == 0) NEED(!epic_backend_mpi.can_join(peers, meet->num_ranks, &config, why));
+    if (number == 0)
+        NEED(!epic_backend_mpi.can_join(peers, bootstrap->num_ranks, &config, why));
     config.native = NULL;
     const epic_join join = {
-        .meet = meet, .config = &config, .peers = peers, .group_id = number};
+        .bootstrap = bootstrap, .config = &config, .peers = peers, .group_id = number};
     epic_group *group;
     NEED(epic_backend_mpi.join(&group, &join) == EPIC_OK);
     free(peers);
     return group;
 }
 
-static void exchange_notes(epic_group *group, const epic_meet *meet)
+static void exchange_notes(epic_group *group, const epic_bootstrap *bootstrap)
 {
     const epic_transport *t = epic_backend_mpi.transport;
     const uint64_t nobody[EPIC_MAX_RANKS / 64] = {0};
     const int cell = t->claim(group);
     NEED(cell >= 0);
-    const epic_note mine = {.own = {meet->rank}};
+    const epic_note mine = {.own = {bootstrap->rank}};
     t->announce(group, cell, 7, 0, &mine);
-    for (int r = 0, turns = 0; r < meet->num_ranks; r++) {
-        if (r == meet->rank) continue;
+    for (int r = 0, turns = 0; r < bootstrap->num_ranks; r++) {
+        if (r == bootstrap->rank) continue;
         const epic_note *note;
         while (!(note = t->note(group, cell, r)) && turns++ < 1000)
             t->wait(group, cell, 0, nobody, 100);
@@ -70,14 +71,14 @@ static void exchange_notes(epic_group *group, const epic_meet *meet)
 int main(void)
 {
     choose_port();
-    epic_meet meet;
-    NEED(epic_meet_env(&meet) == EPIC_OK);
+    epic_bootstrap bootstrap;
+    NEED(epic_bootstrap_env(&bootstrap) == EPIC_OK);
     for (uint64_t number = 0; number < 3; number++) {
-        epic_group *group = open_group(&meet, number);
-        exchange_notes(group, &meet);
+        epic_group *group = open_group(&bootstrap, number);
+        exchange_notes(group, &bootstrap);
         epic_backend_mpi.leave(group);
     }
-    epic_meet_close(&meet);
+    epic_bootstrap_close(&bootstrap);
     int initialized = 0;
     MPI_Initialized(&initialized);
     NEED(initialized);

@@ -52,18 +52,18 @@ static epic_result gather(void *self, const void *mine, void *all, int64_t bytes
 static epic_result open_with(epic_group **out, MPI_Comm *comm, epic_config config)
 {
     static uint64_t number;
-    epic_meet meet = {.gather = gather, .self = comm};
-    MPI_Comm_rank(*comm, &meet.rank);
-    MPI_Comm_size(*comm, &meet.num_ranks);
-    config.num_ranks = (uint32_t)meet.num_ranks;
+    epic_bootstrap bootstrap = {.gather = gather, .self = comm};
+    MPI_Comm_rank(*comm, &bootstrap.rank);
+    MPI_Comm_size(*comm, &bootstrap.num_ranks);
+    config.num_ranks = (uint32_t)bootstrap.num_ranks;
     if (!config.timeout_ms) config.timeout_ms = 60000;
-    epic_peer *peers = calloc((size_t)meet.num_ranks, sizeof *peers);
-    for (int r = 0; r < meet.num_ranks; r++) peers[r].process[0] = (uint64_t)r;
+    epic_peer *peers = calloc((size_t)bootstrap.num_ranks, sizeof *peers);
+    for (int r = 0; r < bootstrap.num_ranks; r++) peers[r].process[0] = (uint64_t)r;
     char why[256] = "";
-    if (!epic_backend_mpi.can_join(peers, meet.num_ranks, &config, why))
+    if (!epic_backend_mpi.can_join(peers, bootstrap.num_ranks, &config, why))
         fprintf(stderr, "rank %d: cannot join: %s\n", world_rank, why);
     const epic_join join = {
-        .meet = &meet, .config = &config, .peers = peers, .group_id = mix(number++)};
+        .bootstrap = &bootstrap, .config = &config, .peers = peers, .group_id = mix(number++)};
     const epic_result result = epic_backend_mpi.join(out, &join);
     free(peers);
     return result;
@@ -209,7 +209,7 @@ static int claim_cell(const script *s, double end)
     return cell;
 }
 
-static bool meet_notes(const script *s, int cell, double end)
+static bool check_notes(const script *s, int cell, double end)
 {
     for (;;) {
         uint64_t waits_for[EPIC_MAX_RANKS / 64] = {0};
@@ -248,7 +248,7 @@ static bool run(const script *s)
     const double end = seconds() + PATIENCE_MS / 1000.0;
     const int cell = begin(s, end);
     if (cell < 0) return false;
-    bool good = meet_notes(s, cell, end);
+    bool good = check_notes(s, cell, end);
     for (int f = 0; good && f < s->num_flows; f++) good = run_flow(s, f, cell, end);
     t->finish(s->group, cell);
     return good;
@@ -389,7 +389,7 @@ static void look_down(const script *s, int cell, double end)
 }
 
 /* All have looked; who waits does so until then. */
-static void meet_lookers(const script *s, int cell, MPI_Comm comm)
+static void bootstrap_lookers(const script *s, int cell, MPI_Comm comm)
 {
     const uint64_t waits_for[EPIC_MAX_RANKS / 64] = {1ull << (s->rank > 0 ? s->rank - 1 : 0)};
     MPI_Request all;
@@ -408,13 +408,13 @@ static void check_sights(MPI_Comm *comm)
     const double end = seconds() + LONG_S;
     MPI_Barrier(*comm);
     if (s.rank == 0) {
-        meet_lookers(&s, -1, *comm);
+        bootstrap_lookers(&s, -1, *comm);
         CHECK(run(&s));
     } else {
         const int cell = begin(&s, end);
         look_down(&s, cell, end);
-        meet_lookers(&s, cell, *comm);
-        CHECK(meet_notes(&s, cell, end));
+        bootstrap_lookers(&s, cell, *comm);
+        CHECK(check_notes(&s, cell, end));
         t->finish(group, cell);
     }
     epic_backend_mpi.leave(group);
@@ -433,7 +433,7 @@ static double drain(MPI_Comm *comm)
     s.first_only = true;
     const double end = seconds() + LONG_S;
     const int cell = begin(&s, end);
-    CHECK(meet_notes(&s, cell, end));
+    CHECK(check_notes(&s, cell, end));
     if (s.rank == 1) sleep_ms(200);
     const double start = seconds();
     CHECK(run_flow(&s, 0, cell, end));
@@ -505,7 +505,7 @@ static void *wait_for_break(void *self)
     script s = script_on(w->group, w->comm, w->tag, 0);
     const double end = seconds() + LONG_S;
     const int cell = begin(&s, end);
-    CHECK(!meet_notes(&s, cell, end)); /* the last rank never announces */
+    CHECK(!check_notes(&s, cell, end)); /* the last rank never announces */
     t->finish(w->group, cell);
     return NULL;
 }
@@ -518,7 +518,7 @@ static void check_break(MPI_Comm *comm)
     script s = script_on(group, *comm, 100, 0);
     const double end = seconds() + LONG_S;
     const int cell = begin(&s, end);
-    CHECK(meet_notes(&s, cell, end));
+    CHECK(check_notes(&s, cell, end));
     const epic_failure_info failure = {
         .result = EPIC_EPEER, .tag = 100, .rank = last, .sentence = "on purpose"};
     if (world_rank == last) {

@@ -26,13 +26,13 @@ cost cost_of(const constants *k, const traffic *t, const shape *s, const routing
 {
     const int hosts = (s->ranks + s->a_host - 1) / s->a_host;
     const double row = bytes.row + r->top_k * bytes.extra, tokens = (double)s->tokens;
-    const double wire = most(t->wire_out, t->wire_in), away = hosts - 1;
+    const double net = most(t->net_out, t->net_in), away = hosts - 1;
     const double inside = most(t->inside_out, t->inside_in);
-    const double begin = k->launch_us + (hosts > 1 ? k->wire_us : 0);
-    const double fill = hosts > 1 ? us(wire < LAG_ROWS ? wire : LAG_ROWS, row, k->nic) : 0;
-    cost c = {.wire_mb = wire * row / 1e6, .limit = "launch"};
-    c.plan_us = hosts == 1 ? 0 : k->wire_us + us(tokens * away, 2.0 * r->top_k, k->nic);
-    at_least(&c, us(wire, row, k->nic), "wire");
+    const double begin = k->launch_us + (hosts > 1 ? k->net_us : 0);
+    const double fill = hosts > 1 ? us(net < LAG_ROWS ? net : LAG_ROWS, row, k->nic) : 0;
+    cost c = {.net_mb = net * row / 1e6, .limit = "launch"};
+    c.plan_us = hosts == 1 ? 0 : k->net_us + us(tokens * away, 2.0 * r->top_k, k->nic);
+    at_least(&c, us(net, row, k->nic), "net");
     at_least(&c, t->puts.most * k->put_us, "thread");
     at_least(&c, us(inside, row, k->nvlink), "nvlink");
     at_least(&c, us(t->slots.most + 2 * inside, bytes.row, k->memory), "memory");

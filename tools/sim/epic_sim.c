@@ -97,21 +97,20 @@ static void print_head(const options *o)
            "ranks a host\n",
            (long long)o->shapes[0].tokens, o->hidden, o->r.top_k, (long long)o->r.experts,
            o->r.skew, o->r.trace ? ", a trace" : "", o->shapes[0].a_host);
-    printf(
-        "a rank's NIC %g GB/s, NVLink %g, memory %g; launch %g us, wire %g us, put %g us\n\n",
-        o->k.nic, o->k.nvlink, o->k.memory, o->k.launch_us, o->k.wire_us, o->k.put_us);
-    printf("%5s %5s  %8s %6s  %8s %8s %6s %-7s  %8s  %7s %7s\n", "ranks", "hosts", "wire MB",
+    printf("a rank's NIC %g GB/s, NVLink %g, memory %g; launch %g us, net %g us, put %g us\n\n",
+           o->k.nic, o->k.nvlink, o->k.memory, o->k.launch_us, o->k.net_us, o->k.put_us);
+    printf("%5s %5s  %8s %6s  %8s %8s %6s %-7s  %8s  %7s %7s\n", "ranks", "hosts", "net MB",
            "uneven", "plan", "dispatch", "GB/s", "limit", "combine", "by rank", "dense");
 }
 
 static void print_row(const shape *s, const traffic *t, const cost *out, const cost *back)
 {
-    const double mean = t->wire_in.mean > 0 ? t->wire_in.mean : 1;
-    const double most = t->wire_in.most > t->wire_out.most ? t->wire_in.most : t->wire_out.most;
+    const double mean = t->net_in.mean > 0 ? t->net_in.mean : 1;
+    const double most = t->net_in.most > t->net_out.most ? t->net_in.most : t->net_out.most;
     const double us = out->plan_us + out->rows_us;
     const int hosts = (s->ranks + s->a_host - 1) / s->a_host;
-    printf("%5d %5d  %8.1f %6.2f  %8.0f %8.0f %6.1f %-7s  %8.0f", s->ranks, hosts, out->wire_mb,
-           most / mean, out->plan_us, out->rows_us, out->wire_mb / us * 1e3, out->limit,
+    printf("%5d %5d  %8.1f %6.2f  %8.0f %8.0f %6.1f %-7s  %8.0f", s->ranks, hosts, out->net_mb,
+           most / mean, out->plan_us, out->rows_us, out->net_mb / us * 1e3, out->limit,
            back->rows_us);
     if (hosts > 1)
         printf("  %6.2fx %6.2fx\n", out->by_rank_us / out->rows_us,
@@ -217,8 +216,7 @@ int main(int argc, char **argv)
         {"nvlink", "GB/s of a rank inside a host", &o.k.nvlink, 0.01, 1e5, false},
         {"memory", "GB/s of a rank's memory", &o.k.memory, 0.01, 1e5, false},
         {"launch", "us of an operation that does nothing", &o.k.launch_us, 0, 1e6, false},
-        {"wire", "us of a word, kernel to kernel on the other host", &o.k.wire_us, 0, 1e6,
-         false},
+        {"net", "us of a word, kernel to kernel on the other host", &o.k.net_us, 0, 1e6, false},
         {"put", "us that the thread takes for a put", &o.k.put_us, 0, 1e6, false},
     };
     const int count = (int)(sizeof numbers / sizeof *numbers);

@@ -34,7 +34,7 @@ typedef struct load {
 } load;
 
 typedef struct traffic {
-    load wire_out, wire_in;       /* one row for each token and host */
+    load net_out, net_in;         /* one row for each token and host */
     load by_rank_out, by_rank_in; /* one row for each token and rank of another host */
     load inside_out, inside_in;   /* by NVLink, relays' rows too */
     load slots;                   /* rows that a rank's experts get */
@@ -47,7 +47,7 @@ bool traffic_count(const routing *r, const shape *s, traffic *out);
 
 typedef struct constants {      /* where each comes from: docs/lab/hosts.md */
     double nic, nvlink, memory; /* GB/s of one rank */
-    double launch_us, wire_us, put_us;
+    double launch_us, net_us, put_us;
 } constants;
 
 typedef struct bytes_of {
@@ -55,7 +55,7 @@ typedef struct bytes_of {
 } bytes_of;
 
 typedef struct cost {
-    double wire_mb;              /* of the rank that sends or receives most */
+    double net_mb;               /* of the rank that sends or receives most */
     double plan_us, rows_us;     /* one after the other */
     double by_rank_us, dense_us; /* rows_us if rows travelled so */
     const char *limit;           /* what rows_us is made of */

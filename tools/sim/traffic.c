@@ -10,7 +10,7 @@
 #define TRIES 64  /* to draw an expert that may be chosen, until the others are left out */
 
 typedef struct counts { /* of one rank */
-    int64_t wire_out, wire_in, by_rank_out, by_rank_in, inside_out, inside_in, slots, puts;
+    int64_t net_out, net_in, by_rank_out, by_rank_in, inside_out, inside_in, slots, puts;
 } counts;
 
 typedef struct run { /* of rows to one host, or rank */
@@ -157,8 +157,8 @@ static void reach_ranks(counting *c, int from, int host, const int32_t *ranks, i
         if (ranks[i] / c->s->a_host != host) continue;
         c->of[from].by_rank_out++;
         c->of[ranks[i]].by_rank_in++;
-        c->of[from].wire_out++;
-        c->of[ranks[i]].wire_in++;
+        c->of[from].net_out++;
+        c->of[ranks[i]].net_in++;
         extend_run(c, from, ranks[i], token);
     }
 }
@@ -174,8 +174,8 @@ static void reach_host(counting *c, int from, int host, const int32_t *ranks, in
     }
     const int relay = host == here ? from : host * a_host + from % a_host;
     if (host != here) {
-        c->of[from].wire_out++;
-        c->of[relay].wire_in++;
+        c->of[from].net_out++;
+        c->of[relay].net_in++;
         extend_run(c, from, host, token);
     }
     for (int i = 0; i < count; i++) {
@@ -235,7 +235,7 @@ bool traffic_count(const routing *r, const shape *s, traffic *out)
         }
     }
     if (good)
-        *out = (traffic){LOAD(wire_out),   LOAD(wire_in),    LOAD(by_rank_out),
+        *out = (traffic){LOAD(net_out),    LOAD(net_in),     LOAD(by_rank_out),
                          LOAD(by_rank_in), LOAD(inside_out), LOAD(inside_in),
                          LOAD(slots),      LOAD(puts),       (double)c.hosts / s->ranks};
     free(c.below);

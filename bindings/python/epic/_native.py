@@ -47,8 +47,8 @@ def uints(names: str) -> list[tuple[str, Any]]:
     return [(name, c_uint32) for name in names.split()]
 
 
-Meet = struct(
-    "Meet",
+Bootstrap = struct(
+    "Bootstrap",
     ("rank", c_int32),
     ("num_ranks", c_int32),
     ("gather", GATHER),
@@ -73,7 +73,7 @@ Config = struct(
     ("backend", c_char_p),
     ("name", c_char_p),
     ("native", c_void_p),
-    *uints("max_top_k pad"),
+    *uints("max_top_k reserved"),
 )
 Layer = struct(
     "Layer",
@@ -117,17 +117,17 @@ MoeStruct = struct(
     ("z_coeff", c_double),
     ("sequence_tokens", c_int64),
     ("capacity", c_int64),
-    *uints("flags pad"),
+    *uints("flags reserved"),
 )
 
 KINDS = {"Layer": Layer, "Router": Router, "Experts": Experts}
 
 PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
-    "epic_meet_tcp_v1": (c_int32, [c_void_p, c_void_p, c_size_t]),
-    "epic_meet_env": (c_int32, [c_void_p]),
-    "epic_meet_mpi": (c_int32, [c_void_p, c_void_p, c_uint32]),
-    "epic_meet_threads": (c_int32, [c_void_p, c_int32, c_uint32]),
-    "epic_meet_close": (None, [c_void_p]),
+    "epic_bootstrap_tcp_v1": (c_int32, [c_void_p, c_void_p, c_size_t]),
+    "epic_bootstrap_env": (c_int32, [c_void_p]),
+    "epic_bootstrap_mpi": (c_int32, [c_void_p, c_void_p, c_uint32]),
+    "epic_bootstrap_threads": (c_int32, [c_void_p, c_int32, c_uint32]),
+    "epic_bootstrap_close": (None, [c_void_p]),
     "epic_open_v1": (c_int32, [POINTER(c_void_p), c_void_p, c_void_p, c_size_t]),
     "epic_close": (None, [c_void_p]),
     "epic_check": (c_int32, [c_void_p]),
@@ -135,7 +135,7 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "epic_error": (c_char_p, [c_void_p]),
     "epic_backend_name": (c_char_p, [c_void_p]),
     "epic_num_hosts": (c_int32, [c_void_p]),
-    "epic_wire_name": (c_char_p, [c_void_p]),
+    "epic_net_name": (c_char_p, [c_void_p]),
     "epic_blas_name": (c_char_p, []),
     "epic_plan_bytes_v1": (c_int64, [c_void_p, c_size_t, c_void_p, c_size_t]),
     "epic_plan_read_v1": (c_int32, [c_void_p, c_size_t, c_void_p, c_size_t]),

@@ -7,15 +7,15 @@
 #include "base/cores.h"
 #include "base/error.h"
 
-#define MOST_THREADS 7    /* of a rank's wire beside its own; */
+#define MOST_THREADS 7    /* of a rank's net beside its own; */
 #define USUAL_THREADS 6   /* unless the user says, up to so many, */
 #define FEWEST_THREADS 2  /* as one would only take what its own does, */
 #define CORES_OF_THREAD 2 /* of so many cores each; as measured, docs/lab/hosts.md */
 
-const wire_engine *hosts_ask_engine(char *why)
+const net_engine *hosts_ask_engine(char *why)
 {
-    const char *name = getenv("EPIC_WIRE");
-    return wire_find(name && *name ? name : "ucx", why);
+    const char *name = getenv("EPIC_NET");
+    return net_find(name && *name ? name : "ucx", why);
 }
 
 enum { SAYS_NO, SAYS_YES, SAYS_NOTHING };
@@ -29,21 +29,21 @@ static epic_result read_switch(const char *name, const char *without, int *says)
                      without);
 }
 
-static epic_result read_puts(wire_puts *puts)
+static epic_result read_puts(net_puts *puts)
 {
     int says;
-    TRY(read_switch("EPIC_WIRE_PUT", "remote writes are taken where they keep words whole",
+    TRY(read_switch("EPIC_NET_RDMA", "remote writes are taken where they keep words whole",
                     &says));
-    *puts = says == SAYS_NOTHING ? WIRE_PUT_IF_WHOLE
-            : says == SAYS_NO    ? WIRE_PUT_NEVER
-                                 : WIRE_PUT_ALWAYS;
+    *puts = says == SAYS_NOTHING ? NET_PUT_IF_WHOLE
+            : says == SAYS_NO    ? NET_PUT_NEVER
+                                 : NET_PUT_ALWAYS;
     return EPIC_OK;
 }
 
 static epic_result read_relays(bool *relays)
 {
     int says;
-    TRY(read_switch("EPIC_WIRE_RELAY", "rows go once to each host", &says));
+    TRY(read_switch("EPIC_NET_RELAY", "rows go once to each host", &says));
     *relays = says != SAYS_NO;
     return EPIC_OK;
 }
@@ -69,7 +69,7 @@ static epic_result read_number(const char *name, const char *what, const char *w
  * docs/lab/hosts.md. */
 static epic_result read_ahead(int32_t *ahead)
 {
-    TRY(read_number("EPIC_WIRE_AHEAD", "tokens that are sent before one is received", "8192",
+    TRY(read_number("EPIC_NET_WINDOW", "tokens that are sent before one is received", "8192",
                     INT32_MAX, ahead));
     if (*ahead < 0) *ahead = 8192;
     return EPIC_OK;
@@ -77,7 +77,7 @@ static epic_result read_ahead(int32_t *ahead)
 
 static epic_result read_threads(int32_t *threads)
 {
-    return read_number("EPIC_WIRE_THREADS", "threads of a rank's wire beside the one it has",
+    return read_number("EPIC_NET_THREADS", "threads of a rank's net beside the one it has",
                        "as many as there are cores for", MOST_THREADS, threads);
 }
 
@@ -92,7 +92,7 @@ int32_t hosts_threads(const hosts_asked *asked, int ranks)
 
 hosts_memory hosts_ask_memory(void)
 {
-    const char *text = getenv("EPIC_WIRE_MEMORY");
+    const char *text = getenv("EPIC_NET_MEMORY");
     if (!text) return HOSTS_MEMORY_ANY;
     return !strcmp(text, "gpu")    ? HOSTS_MEMORY_GPU
            : !strcmp(text, "host") ? HOSTS_MEMORY_HOST
@@ -101,18 +101,18 @@ hosts_memory hosts_ask_memory(void)
 
 static epic_result read_memory(hosts_memory *memory)
 {
-    const char *text = getenv("EPIC_WIRE_MEMORY");
+    const char *text = getenv("EPIC_NET_MEMORY");
     *memory = hosts_ask_memory();
     if (!text || !*text || *memory != HOSTS_MEMORY_ANY) return EPIC_OK;
     return epic_fail(EPIC_EINVAL,
-                     "EPIC_WIRE_MEMORY=%.32s: must be gpu or host; without it memory lies on "
+                     "EPIC_NET_MEMORY=%.32s: must be gpu or host; without it memory lies on "
                      "the GPU where all ranks can have it there",
                      text);
 }
 
 epic_result hosts_ask(hosts_asked *out)
 {
-    char why[WIRE_WHY];
+    char why[NET_WHY];
     TRY(read_relays(&out->relays));
     TRY(read_puts(&out->puts));
     TRY(read_ahead(&out->ahead));

@@ -3,7 +3,7 @@
 #ifndef EPIC_HOSTS_ASKED_H
 #define EPIC_HOSTS_ASKED_H
 
-#include "wire/wire.h"
+#include "net/net.h"
 
 /* Where inbox and outbox are to lie.  What nobody asks for is where all can have it. */
 typedef enum hosts_memory {
@@ -13,22 +13,22 @@ typedef enum hosts_memory {
 } hosts_memory;
 
 typedef struct hosts_asked {
-    const wire_engine *engine;
+    const net_engine *engine;
     hosts_memory memory;
     bool relays;     /* this rank's process may go by them */
-    wire_puts puts;  /* how rows travel, where the engine has a choice */
+    net_puts puts;   /* how rows travel, where the engine has a choice */
     int32_t ahead;   /* tokens that are sent before one is received */
-    int32_t threads; /* of the wire, beside its own; -1: as many as there are cores for */
+    int32_t threads; /* of the net, beside its own; -1: as many as there are cores for */
 } hosts_asked;
 
 /* A variable that says what it may not is EPIC_EINVAL, with its name. */
 epic_result hosts_ask(hosts_asked *out);
 
-/* Threads that the wire of one of so many ranks on this host may have. */
+/* Threads that the net of one of so many ranks on this host may have. */
 int32_t hosts_threads(const hosts_asked *asked, int ranks);
 
-/* EPIC_WIRE's engine; NULL, and the reason (WIRE_WHY bytes): it is not there. */
-const wire_engine *hosts_ask_engine(char *why);
+/* EPIC_NET's engine; NULL, and the reason (NET_WHY bytes): it is not there. */
+const net_engine *hosts_ask_engine(char *why);
 
 /* What is no kind of memory asks for any. */
 hosts_memory hosts_ask_memory(void);

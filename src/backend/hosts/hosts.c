@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The backend hosts: GPUs of several hosts.  The kernels and steps are p2p's, compiled once more with
  * EPIC_HOSTS; here is how such ranks join and leave.  Ranks of one host store into each other's
- * memory; those of different hosts speak by the wire, on which every rank is a host of its own. */
+ * memory; those of different hosts speak by the net, on which every rank is a host of its own. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -22,37 +22,37 @@ typedef struct card {
     uint32_t relays;           /* its process may go by them */
     uint32_t asked, on_gpu;    /* hosts_memory; inbox and outbox are */
     char sentence[256];        /* why it failed, or why those are not */
-    _Alignas(8) unsigned char lines[WIRE_LINES_CARD_BYTES];
-    _Alignas(8) unsigned char wire[WIRE_CARD_BYTES];
+    _Alignas(8) unsigned char lines[NET_LINES_CARD_BYTES];
+    _Alignas(8) unsigned char net[NET_CARD_BYTES];
 } card;
 
 /* What a group has beside p2p's. */
 typedef struct hosts_part {
     hosts_asked asked;
-    wire *wire;
-    wire_lines *lines;
+    net *net;
+    net_lines *lines;
     hosts_ring *ring;
     bool on_gpu;     /* inbox and outbox are; else in host memory */
     uint8_t *heap;   /* on the GPU: where ranks of this host store, and behind it parts; */
-    uint8_t *inbox;  /* as large: where the wire does, */
+    uint8_t *inbox;  /* as large: where the net does, */
     uint8_t *outbox; /* and what it reads; */
     uint8_t *seen;   /* the outbox, as the GPU sees it */
     p2p_ring shared; /* as the host sees it */
     char said[256];  /* by the engine, once peers were connected */
 } hosts_part;
 
-_Static_assert(WIRE_MAX_HOSTS == DEVICE_MAX_RANKS, "each rank may be a host of its own");
+_Static_assert(NET_MAX_HOSTS == DEVICE_MAX_RANKS, "each rank may be a host of its own");
 
 static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *config,
                      char *why)
 {
     (void)config;
     if (!p2p_any_device(why) || !p2p_share_library(peers, num_ranks, why)) return false;
-    if (num_ranks > WIRE_MAX_HOSTS) {
-        snprintf(why, 256, "%d ranks: backend hosts has at most %d", num_ranks, WIRE_MAX_HOSTS);
+    if (num_ranks > NET_MAX_HOSTS) {
+        snprintf(why, 256, "%d ranks: backend hosts has at most %d", num_ranks, NET_MAX_HOSTS);
         return false;
     }
-    const wire_engine *engine = hosts_ask_engine(why);
+    const net_engine *engine = hosts_ask_engine(why);
     return engine && engine->can(why);
 }
 
@@ -75,7 +75,7 @@ static epic_result gpu_memory(uint8_t **out, int64_t bytes)
     return p2p_cuda(cudaMalloc((void **)out, (size_t)bytes), "memory of the device");
 }
 
-static epic_result memory_for_wire(uint8_t **out, uint8_t **seen, bool on_gpu, int64_t bytes)
+static epic_result memory_for_net(uint8_t **out, uint8_t **seen, bool on_gpu, int64_t bytes)
 {
     TRY(on_gpu ? gpu_memory(out, bytes) : host_memory(out, bytes));
     if (!on_gpu) return seen_by_gpu(seen, *out);
@@ -120,8 +120,8 @@ static int64_t box_bytes(const p2p_heap *at, bool on_gpu)
 static epic_result make_boxes(epic_group *g, hosts_part *h)
 {
     const int64_t bytes = box_bytes(&g->self.at, h->on_gpu);
-    TRY(memory_for_wire(&h->inbox, &g->self.inbox, h->on_gpu, bytes));
-    TRY(memory_for_wire(&h->outbox, &h->seen, h->on_gpu, bytes));
+    TRY(memory_for_net(&h->inbox, &g->self.inbox, h->on_gpu, bytes));
+    TRY(memory_for_net(&h->outbox, &h->seen, h->on_gpu, bytes));
     for (int q = 0; q < g->num_ranks; q++)
         if (q != g->rank) g->self.heap[q] = h->seen;
     g->self.slow = h->on_gpu ? 0 : g->self.at.bytes;
@@ -153,29 +153,29 @@ static epic_result make_ring(epic_group *g, hosts_part *h)
     return seen_by_gpu(&g->self.ring.words, h->shared.words);
 }
 
-static epic_result open_wire(epic_group *g, hosts_part *h, card *mine)
+static epic_result open_net(epic_group *g, hosts_part *h, card *mine)
 {
-    char why[WIRE_WHY];
-    const wire_setup setup = {.host = g->rank,
-                              .num_hosts = g->num_ranks,
-                              .puts = h->asked.puts,
-                              .threads =
-                                  hosts_threads(&h->asked, __builtin_popcount(g->self.near)),
-                              .on_gpu = h->on_gpu,
-                              .inbox = h->inbox,
-                              .inbox_bytes = (uint64_t)g->self.at.bytes,
-                              .urgent_bytes = (uint64_t)p2p_heap_poison(&g->self.at),
-                              .outbox = h->outbox,
-                              .outbox_bytes = (uint64_t)g->self.at.bytes};
-    memset(mine->wire, 0, sizeof mine->wire);
-    const epic_result result = h->asked.engine->open(&h->wire, &setup, mine->wire, why);
+    char why[NET_WHY];
+    const net_setup setup = {.host = g->rank,
+                             .num_hosts = g->num_ranks,
+                             .puts = h->asked.puts,
+                             .threads =
+                                 hosts_threads(&h->asked, __builtin_popcount(g->self.near)),
+                             .on_gpu = h->on_gpu,
+                             .inbox = h->inbox,
+                             .inbox_bytes = (uint64_t)g->self.at.bytes,
+                             .urgent_bytes = (uint64_t)p2p_heap_poison(&g->self.at),
+                             .outbox = h->outbox,
+                             .outbox_bytes = (uint64_t)g->self.at.bytes};
+    memset(mine->net, 0, sizeof mine->net);
+    const epic_result result = h->asked.engine->open(&h->net, &setup, mine->net, why);
     return result == EPIC_OK ? EPIC_OK : epic_fail(result, "%s", why);
 }
 
-static void close_wire(hosts_part *h)
+static void close_net(hosts_part *h)
 {
-    if (h->asked.engine) h->asked.engine->close(h->wire);
-    h->wire = NULL;
+    if (h->asked.engine) h->asked.engine->close(h->net);
+    h->net = NULL;
 }
 
 static epic_result open_boxes(epic_group *g, hosts_part *h, card *mine, bool on_gpu)
@@ -183,12 +183,12 @@ static epic_result open_boxes(epic_group *g, hosts_part *h, card *mine, bool on_
     h->on_gpu = on_gpu;
     mine->on_gpu = on_gpu;
     TRY(make_boxes(g, h));
-    return open_wire(g, h, mine);
+    return open_net(g, h, mine);
 }
 
 static epic_result move_to_host(epic_group *g, hosts_part *h, card *mine)
 {
-    close_wire(h);
+    close_net(h);
     free_boxes(h);
     return open_boxes(g, h, mine, false);
 }
@@ -199,7 +199,7 @@ static epic_result fail_on_gpu(epic_result result)
     char why[160];
     epic_fit(why, sizeof why, epic_sentence());
     return epic_fail(result,
-                     "EPIC_WIRE_MEMORY=gpu: %s; without it rows go by way of host memory", why);
+                     "EPIC_NET_MEMORY=gpu: %s; without it rows go by way of host memory", why);
 }
 
 /* On the GPU, if this rank can and nobody asks for host memory; whether all ranks can is not known
@@ -211,7 +211,7 @@ static epic_result open_own_boxes(epic_group *g, hosts_part *h, card *mine)
     const epic_result result =
         h->asked.engine->reaches_gpu()
             ? open_boxes(g, h, mine, true)
-            : epic_fail(EPIC_ENOTSUP, "wire \"%s\" cannot reach memory of a GPU here",
+            : epic_fail(EPIC_ENOTSUP, "net \"%s\" cannot reach memory of a GPU here",
                         h->asked.engine->name);
     if (result == EPIC_OK) return EPIC_OK;
     if (h->asked.memory == HOSTS_MEMORY_GPU) return fail_on_gpu(result);
@@ -221,12 +221,12 @@ static epic_result open_own_boxes(epic_group *g, hosts_part *h, card *mine)
 
 static epic_result listen_for_lines(epic_group *g, hosts_part *h, card *mine)
 {
-    const wire_lines_setup lines = {.host = g->rank,
-                                    .num_hosts = g->num_ranks,
-                                    .ranks_per_host = 1,
-                                    .timeout_ms = g->config.timeout_ms,
-                                    .group_id = g->self.group_id};
-    return wire_lines_listen(&h->lines, &lines, mine->lines);
+    const net_lines_setup lines = {.host = g->rank,
+                                   .num_hosts = g->num_ranks,
+                                   .ranks_per_host = 1,
+                                   .timeout_ms = g->config.timeout_ms,
+                                   .group_id = g->self.group_id};
+    return net_lines_listen(&h->lines, &lines, mine->lines);
 }
 
 static epic_result own_part(epic_group *g, hosts_part *h, card *mine)
@@ -243,27 +243,26 @@ static epic_result own_part(epic_group *g, hosts_part *h, card *mine)
 
 /* ------------------------------------------------------------------------------ peers ---- */
 
-static epic_result connect_wire(epic_group *g, hosts_part *h, const card *cards)
+static epic_result connect_net(epic_group *g, hosts_part *h, const card *cards)
 {
-    char why[WIRE_WHY];
-    unsigned char *all = malloc((size_t)g->num_ranks * WIRE_CARD_BYTES);
+    char why[NET_WHY];
+    unsigned char *all = malloc((size_t)g->num_ranks * NET_CARD_BYTES);
     if (!all) return epic_fail(EPIC_ENOMEM, "no host memory for a context");
     for (int q = 0; q < g->num_ranks; q++)
-        memcpy(all + (size_t)q * WIRE_CARD_BYTES, cards[q].wire, WIRE_CARD_BYTES);
-    const epic_result result = h->asked.engine->connect(h->wire, all, why);
+        memcpy(all + (size_t)q * NET_CARD_BYTES, cards[q].net, NET_CARD_BYTES);
+    const epic_result result = h->asked.engine->connect(h->net, all, why);
     free(all);
     if (result != EPIC_OK) return epic_fail(result, "%s", why);
-    /* before the wire is the thread's */
-    h->asked.engine->say(h->wire, h->said, sizeof h->said);
+    /* before the net is the thread's */
+    h->asked.engine->say(h->net, h->said, sizeof h->said);
     return EPIC_OK;
 }
 
 static epic_result connect_lines(epic_group *g, hosts_part *h, const card *cards)
 {
-    unsigned char all[WIRE_MAX_HOSTS][WIRE_LINES_CARD_BYTES];
-    for (int q = 0; q < g->num_ranks; q++)
-        memcpy(all[q], cards[q].lines, WIRE_LINES_CARD_BYTES);
-    return wire_lines_connect(h->lines, all);
+    unsigned char all[NET_MAX_HOSTS][NET_LINES_CARD_BYTES];
+    for (int q = 0; q < g->num_ranks; q++) memcpy(all[q], cards[q].lines, NET_LINES_CARD_BYTES);
+    return net_lines_connect(h->lines, all);
 }
 
 static epic_result start_ring(epic_group *g, hosts_part *h)
@@ -271,7 +270,7 @@ static epic_result start_ring(epic_group *g, hosts_part *h)
     const hosts_ring_setup setup = {.host = g->rank,
                                     .num_hosts = g->num_ranks,
                                     .engine = h->asked.engine,
-                                    .wire = h->wire,
+                                    .net = h->net,
                                     .lines = h->lines,
                                     .outbox = h->outbox,
                                     .at = g->self.at,
@@ -282,15 +281,16 @@ static epic_result start_ring(epic_group *g, hosts_part *h)
     return hosts_ring_open(&h->ring, &setup);
 }
 
-/* Nothing in a card is trusted: it may come from anybody who reached the meeting. */
+/* Nothing in a card is trusted: it may come from anybody who reached the bootstrap. */
 static epic_result check_card(const card *c, int rank)
 {
     if (c->result > EPIC_ECLOSED || !p2p_gpu_fits(&c->gpu) ||
         !memchr(c->sentence, 0, sizeof c->sentence))
-        return epic_fail(EPIC_EPEER,
-                         "backend hosts: what the meeting brought from rank %d was not written "
-                         "by EPIC",
-                         rank);
+        return epic_fail(
+            EPIC_EPEER,
+            "backend hosts: what the bootstrap brought from rank %d was not written "
+            "by EPIC",
+            rank);
     if (c->result == EPIC_OK) return EPIC_OK;
     return epic_fail((epic_result)c->result, "rank %d: %s", rank, c->sentence);
 }
@@ -305,12 +305,12 @@ static epic_result check_cards(const card *cards, int num_ranks)
  * found by all: as many gathers follow on every rank. */
 static epic_result gather_cards(const epic_join *join, card *cards, epic_result result)
 {
-    card *mine = &cards[join->meet->num_ranks];
+    card *mine = &cards[join->bootstrap->num_ranks];
     mine->result = (uint32_t)result;
     if (result != EPIC_OK) epic_fit(mine->sentence, sizeof mine->sentence, epic_sentence());
-    cards[join->meet->rank] = *mine;
-    if (!join->meet->gather) return EPIC_OK;
-    return join->meet->gather(join->meet->self, mine, cards, sizeof *mine);
+    cards[join->bootstrap->rank] = *mine;
+    if (!join->bootstrap->gather) return EPIC_OK;
+    return join->bootstrap->gather(join->bootstrap->self, mine, cards, sizeof *mine);
 }
 
 static int num_on_gpu(const card *cards, int num_ranks)
@@ -334,19 +334,19 @@ static epic_result check_asked(const card *cards, int num_ranks)
     if (gpu < 0) return EPIC_OK;
     if (host >= 0)
         return epic_fail(EPIC_EMISMATCH,
-                         "rank %d: EPIC_WIRE_MEMORY=host, and =gpu on rank %d: set it alike on "
+                         "rank %d: EPIC_NET_MEMORY=host, and =gpu on rank %d: set it alike on "
                          "every rank, or on none",
                          host, gpu);
     for (int q = 0; q < num_ranks; q++)
         if (!cards[q].on_gpu)
             return epic_fail(EPIC_ENOTSUP,
-                             "rank %d: %.160s; EPIC_WIRE_MEMORY=gpu on rank %d: "
+                             "rank %d: %.160s; EPIC_NET_MEMORY=gpu on rank %d: "
                              "without it rows go by way of host memory",
                              q, cards[q].sentence, gpu);
     return EPIC_OK;
 }
 
-/* Connects the wire, in the same kind of memory on all ranks: on the GPU if all are there and reach
+/* Connects the net, in the same kind of memory on all ranks: on the GPU if all are there and reach
  * each other, unasked in host memory if not.  No rank moves before all have tried, as others may
  * still be connecting to what it has there. */
 static epic_result connect_boxes(epic_group *g, const epic_join *join, card *cards)
@@ -356,7 +356,7 @@ static epic_result connect_boxes(epic_group *g, const epic_join *join, card *car
     const bool asked = first_that_asks(cards, g->num_ranks, HOSTS_MEMORY_GPU) >= 0;
     TRY(check_asked(cards, g->num_ranks));
     if (on_gpu == g->num_ranks) {
-        epic_result result = connect_wire(g, h, cards);
+        epic_result result = connect_net(g, h, cards);
         if (result != EPIC_OK && asked) result = fail_on_gpu(result);
         TRY(gather_cards(join, cards, result));
         result = check_cards(cards, g->num_ranks);
@@ -367,7 +367,7 @@ static epic_result connect_boxes(epic_group *g, const epic_join *join, card *car
         TRY(gather_cards(join, cards, h->on_gpu ? move_to_host(g, h, mine) : EPIC_OK));
         TRY(check_cards(cards, g->num_ranks));
     }
-    return connect_wire(g, h, cards);
+    return connect_net(g, h, cards);
 }
 
 /* Rows go by relays where all hosts have as many ranks, several, one after the other. */
@@ -386,7 +386,7 @@ static int32_t local_of(const epic_group *g, const card *cards)
 
 static epic_result connect_peers(epic_group *g, hosts_part *h, const card *cards)
 {
-    p2p_gpu gpus[WIRE_MAX_HOSTS];
+    p2p_gpu gpus[NET_MAX_HOSTS];
     for (int q = 0; q < g->num_ranks; q++) gpus[q] = cards[q].gpu;
     TRY(p2p_budget_share(g, gpus));
     for (int q = 0; q < g->num_ranks; q++)
@@ -404,8 +404,8 @@ static void release(epic_group *g)
     hosts_part *h = g->hosts;
     if (h) {
         hosts_ring_close(h->ring);
-        close_wire(h);
-        wire_lines_close(h->lines);
+        close_net(h);
+        net_lines_close(h->lines);
         p2p_heap_hide(g);
         if (h->heap) (void)cudaFree(h->heap);
         free_boxes(h);
@@ -428,11 +428,11 @@ static epic_group *new_group(const epic_join *join)
 
 static epic_result join(epic_group **out, const epic_join *join)
 {
-    if (join->meet->num_ranks > WIRE_MAX_HOSTS)
+    if (join->bootstrap->num_ranks > NET_MAX_HOSTS)
         return epic_fail(EPIC_ENOTSUP,
                          "backend hosts: %d ranks are too many, it has at most %d",
-                         join->meet->num_ranks, WIRE_MAX_HOSTS);
-    const int num_ranks = join->meet->num_ranks;
+                         join->bootstrap->num_ranks, NET_MAX_HOSTS);
+    const int num_ranks = join->bootstrap->num_ranks;
     card *cards = calloc((size_t)num_ranks + 1, sizeof *cards);
     if (!cards) return epic_fail(EPIC_ENOMEM, "no host memory for a context");
     epic_group *g = new_group(join);
@@ -476,7 +476,7 @@ static bool all_gone(epic_group *g)
     const uint64_t *gone = p2p_gone(g);
     for (int q = 0; gone && q < g->num_ranks; q++)
         if (q != g->rank && !gone[q] && !p2p_is_dead(g, q) &&
-            wire_lines_look(g->hosts->lines, q) == LINE_ALIVE)
+            net_lines_look(g->hosts->lines, q) == LINE_ALIVE)
             return false;
     return true;
 }
@@ -506,7 +506,7 @@ void epic_backend_hosts_given(const epic_group *g, uint64_t given[3])
 /* In a forked child: while it held the lines, nobody would see its parent's death. */
 static void forget(epic_group *g)
 {
-    wire_lines_forget(g->hosts->lines);
+    net_lines_forget(g->hosts->lines);
     g->hosts->lines = NULL;
 }
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What kernels have shipped, in fewer and larger puts.  A heap is cut into *parcels*, of the size that
- * the wire likes best.  Pieces of one are kept until all of it is there, or no more of it is expected,
- * or the wire has nothing to do: then those that lie one after the other go in one put.  What lies at
+ * the net likes best.  Pieces of one are kept until all of it is there, or no more of it is expected,
+ * or the net has nothing to do: then those that lie one after the other go in one put.  What lies at
  * the beginning of a heap is no row but what all else waits for, and overtakes rows. */
 #ifndef EPIC_HOSTS_PARCELS_H
 #define EPIC_HOSTS_PARCELS_H

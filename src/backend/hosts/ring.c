@@ -15,7 +15,7 @@
 
 #define ENDS 4    /* epochs whose sources are being read: two, as kernels wait for that */
 #define TAKEN 256 /* entries of a turn, some 8 us: what has come is given, and freed, between */
-#define UNDER_WAY 4 /* puts to a host, with which its wire has something to do */
+#define UNDER_WAY 4 /* puts to a host, with which its net has something to do */
 /* Urgent puts to a host, at most: what comes while they are read is joined.  And bytes of rows to a
  * host, at most, because what is urgent may wait behind them. */
 #define URGENT_UNDER_WAY 16
@@ -50,32 +50,32 @@ struct hosts_ring {
     hosts_ring_setup setup;
     pthread_t thread;
     pthread_mutex_t mutex; /* one call of tell() at a time */
-    message messages[WIRE_MAX_HOSTS];
+    message messages[NET_MAX_HOSTS];
     int leave;
     int asleep;   /* the thread, until */
     sem_t awake;  /* a call is made or its nap is over */
     bool running; /* an operation */
     bool took;    /* entries, in this turn, */
     bool took_urgent;
-    uint32_t full;     /* hosts for which the wire had no room, in this turn */
+    uint32_t full;     /* hosts for which the net had no room, in this turn */
     int64_t urgent_at; /* when one was */
     bool ends_next;    /* its epoch, once all of `parcels` has been given */
     parcels *parcels;
-    uint64_t taken;                      /* entries */
-    uint64_t pieces;                     /* those of them that are no ends of epochs, */
-    uint64_t bytes, puts;                /* what they have become */
-    uint64_t most;                       /* puts of rows to a host that are under way */
-    uint64_t given[WIRE_MAX_HOSTS];      /* puts and words to a host */
-    uint64_t num_urgent[WIRE_MAX_HOSTS]; /* puts of those, and the numbers of the last ones */
-    uint64_t urgent[WIRE_MAX_HOSTS][URGENT_UNDER_WAY];
-    uint64_t ends[ENDS][WIRE_MAX_HOSTS]; /* `given`, when an epoch ended */
-    uint64_t num_ends, num_freed;        /* epochs */
-    mirror waits[WIRE_MAX_HOSTS], broken[WIRE_MAX_HOSTS];
+    uint64_t taken;                     /* entries */
+    uint64_t pieces;                    /* those of them that are no ends of epochs, */
+    uint64_t bytes, puts;               /* what they have become */
+    uint64_t most;                      /* puts of rows to a host that are under way */
+    uint64_t given[NET_MAX_HOSTS];      /* puts and words to a host */
+    uint64_t num_urgent[NET_MAX_HOSTS]; /* puts of those, and the numbers of the last ones */
+    uint64_t urgent[NET_MAX_HOSTS][URGENT_UNDER_WAY];
+    uint64_t ends[ENDS][NET_MAX_HOSTS]; /* `given`, when an epoch ended */
+    uint64_t num_ends, num_freed;       /* epochs */
+    mirror waits[NET_MAX_HOSTS], broken[NET_MAX_HOSTS];
 };
 
 static bool is_done(const hosts_ring *r, int host, uint64_t count)
 {
-    return r->setup.engine->done(r->setup.wire, host, count);
+    return r->setup.engine->done(r->setup.net, host, count);
 }
 
 static bool is_peer(const hosts_ring *r, int host)
@@ -94,7 +94,7 @@ static void end_epoch(hosts_ring *r)
 static bool put(hosts_ring *r, int host, uint64_t at, uint32_t bytes)
 {
     const hosts_ring_setup *s = &r->setup;
-    if (!s->engine->put(s->wire, host, at, s->outbox + at, bytes)) return false;
+    if (!s->engine->put(s->net, host, at, s->outbox + at, bytes)) return false;
     r->given[host]++;
     return true;
 }
@@ -142,8 +142,8 @@ static bool are_fewer(const hosts_ring *r, int host, uint64_t most)
 
 /* What is urgent goes as soon as no more of it comes: a plan's records are a thousand pieces, of which
  * warps ship one after the other.  Rows are kept here rather than given to the
- * wire all at once: it would give nothing else for as long as they take.  Parts of parcels go where
- * the wire has little to do while kernels ship nothing; at the end of an epoch all must go. */
+ * net all at once: it would give nothing else for as long as they take.  Parts of parcels go where
+ * the net has little to do while kernels ship nothing; at the end of an epoch all must go. */
 static bool may_go(const void *self, int host, parcel_kind kind, int puts)
 {
     const hosts_ring *r = self;
@@ -162,7 +162,7 @@ static void note_urgent(hosts_ring *r, int host)
     r->urgent[host][r->num_urgent[host]++ % URGENT_UNDER_WAY] = r->given[host];
 }
 
-/* Gives it to the wire, as long as that has room.  Where it has none for one host, what goes to others
+/* Gives it to the net, as long as that has room.  Where it has none for one host, what goes to others
  * goes on: they would wait with that one, and be blamed for it. */
 static int give_parcels(hosts_ring *r)
 {
@@ -188,7 +188,7 @@ static int give_parcels(hosts_ring *r)
     return given;
 }
 
-/* Tells kernels of which epochs the wire has read all. */
+/* Tells kernels of which epochs the net has read all. */
 static void free_epochs(hosts_ring *r)
 {
     while (r->num_freed < r->num_ends) {
@@ -205,7 +205,7 @@ static void tell_word(hosts_ring *r, mirror *m, int host, int64_t at, uint64_t v
 {
     const hosts_ring_setup *s = &r->setup;
     if (value == m->told || !is_done(r, host, m->given)) return;
-    if (!s->engine->word(s->wire, host, (uint64_t)at, value)) return;
+    if (!s->engine->word(s->net, host, (uint64_t)at, value)) return;
     m->told = value;
     m->given = ++r->given[host];
 }
@@ -248,7 +248,7 @@ static void bury(const hosts_ring *r)
     const hosts_ring_setup *s = &r->setup;
     for (int h = 0; h < s->num_hosts; h++)
         if (is_peer(r, h) &&
-            (wire_lines_look(s->lines, h) == LINE_DEAD || s->engine->gone(s->wire, h)))
+            (net_lines_look(s->lines, h) == LINE_DEAD || s->engine->gone(s->net, h)))
             __atomic_fetch_or(&s->status->dead, 1u << h, __ATOMIC_RELEASE);
 }
 
@@ -259,7 +259,7 @@ static int turn(hosts_ring *r)
 {
     int moved = take_entries(r);
     moved += give_parcels(r);
-    moved += r->setup.engine->look(r->setup.wire);
+    moved += r->setup.engine->look(r->setup.net);
     free_epochs(r);
     tell_peers(r);
     for (int h = 0; h < r->setup.num_hosts; h++) carry_message(r, h);
@@ -350,7 +350,7 @@ epic_result hosts_ring_open(hosts_ring **out, const hosts_ring_setup *setup)
         sem_destroy(&r->awake);
         parcels_free(r->parcels);
         free(r);
-        return epic_fail(EPIC_EDEVICE, "backend hosts: no thread for the wire: %s",
+        return epic_fail(EPIC_EDEVICE, "backend hosts: no thread for the net: %s",
                          strerror(error));
     }
     *out = r;

@@ -54,7 +54,7 @@ static void keep_early(epic_group *group, const message *text, int from)
     epic_failure_info failure = {.result = EPIC_EMISMATCH,
                                  .rank = group->rank,
                                  .tag = text->tag,
-                                 .step = text->place,
+                                 .sequence = text->place,
                                  .num_culprits = 1,
                                  .culprits = {from},
                                  .sentence = "a rank began more operations at once than "

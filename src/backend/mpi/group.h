@@ -3,8 +3,8 @@
  * folder are to each other:
  *
  *   runtime.c   MPI itself, once for the process; groups that were left
- *   meet.c      from a communicator to a meeting
- *   join.c      from a meeting to a communicator; leaving
+ *   meet.c      from a communicator to a bootstrap
+ *   join.c      from a bootstrap to a communicator; leaving
  *   create.c    a communicator, within a deadline
  *   tables.c    all memory of a group
  *   control.c   messages on MPI tag 0: notes, failures, closings
@@ -215,8 +215,8 @@ void runtime_retire(epic_group *group); /* takes a group that was left */
 void runtime_sweep(void);               /* frees those whose peers have all left */
 
 /* meet.c */
-bool meet_can_use(MPI_Comm comm, const char *name, char *why, size_t size);
-epic_result mpi_meet(epic_meet *out, const void *native, uint32_t timeout_ms);
+bool bootstrap_can_use(MPI_Comm comm, const char *name, char *why, size_t size);
+epic_result mpi_bootstrap(epic_bootstrap *out, const void *native, uint32_t timeout_ms);
 
 /* join.c */
 bool mpi_can_join(const epic_peer *peers, int num_ranks, const epic_config *config, char *why);

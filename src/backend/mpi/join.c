@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* From a meeting to a communicator, and leaving. */
+/* From a bootstrap to a communicator, and leaving. */
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -51,10 +51,10 @@ static bool fits_started(const epic_config *config, int num_ranks, char *why)
 {
     const MPI_Comm parent = parent_of(config);
     int size = 0;
-    if (!meet_can_use(parent, "config.native", why, SENTENCE)) return false;
+    if (!bootstrap_can_use(parent, "config.native", why, SENTENCE)) return false;
     MPI_Comm_size(parent, &size);
     if (num_ranks <= size) return true;
-    snprintf(why, SENTENCE, "%s has %d ranks, the meeting %d",
+    snprintf(why, SENTENCE, "%s has %d ranks, the bootstrap %d",
              config->native ? "the communicator of config.native" : "MPI_COMM_WORLD", size,
              num_ranks);
     return false;
@@ -81,7 +81,7 @@ bool mpi_can_join(const epic_peer *peers, int num_ranks, const epic_config *conf
     if (launched == num_ranks) return true; /* all of them will call MPI_Init_thread */
     if (launched)
         snprintf(why, SENTENCE,
-                 "mpirun started %d ranks, the meeting has %d, and MPI is not "
+                 "mpirun started %d ranks, the bootstrap has %d, and MPI is not "
                  "initialized",
                  launched, num_ranks);
     else
@@ -113,14 +113,14 @@ static epic_result prepare(const epic_join *join, epic_group **group, offer *min
     *mine =
         (offer){.native = join->config->native != NULL, .job = job_id(), .cores = cores_mine()};
     TRY(runtime_start());
-    TRY(tables_check(join->config, join->meet->num_ranks));
+    TRY(tables_check(join->config, join->bootstrap->num_ranks));
     char why[SENTENCE];
-    if (!fits_started(join->config, join->meet->num_ranks, why))
+    if (!fits_started(join->config, join->bootstrap->num_ranks, why))
         return epic_fail(EPIC_EINVAL, "backend mpi: %s", why);
     const MPI_Comm parent = parent_of(join->config);
     MPI_Comm_rank(parent, &mine->parent_rank);
     MPI_Comm_size(parent, &mine->parent_size);
-    TRY(tables_make(group, join->config, join->meet->rank, join->meet->num_ranks));
+    TRY(tables_make(group, join->config, join->bootstrap->rank, join->bootstrap->num_ranks));
     return drain_start(*group);
 }
 
@@ -145,7 +145,7 @@ static epic_result check_offers(const offer *offers, int num_ranks)
         const uint32_t bit = 1u << (o->parent_rank % 32);
         if (taken[o->parent_rank / 32] & bit)
             return epic_fail(EPIC_EINVAL,
-                             "two ranks of the meeting, one of them %d, are number "
+                             "two ranks of the bootstrap, one of them %d, are number "
                              "%d of the MPI communicator",
                              r, o->parent_rank);
         taken[o->parent_rank / 32] |= bit;
@@ -156,10 +156,10 @@ static epic_result check_offers(const offer *offers, int num_ranks)
 /* Could every rank of this host have a core of its own? */
 static bool have_cores(const epic_join *join, const offer *offers)
 {
-    const epic_peer *mine = &join->peers[join->meet->rank];
+    const epic_peer *mine = &join->peers[join->bootstrap->rank];
     core_set any = {{0}};
     int ranks = 0;
-    for (int r = 0; r < join->meet->num_ranks; r++) {
+    for (int r = 0; r < join->bootstrap->num_ranks; r++) {
         if (memcmp(join->peers[r].host, mine->host, sizeof mine->host) != 0) continue;
         ranks++;
         for (int w = 0; w < CORE_WORDS; w++) any.words[w] |= offers[r].cores.words[w];
@@ -167,7 +167,7 @@ static bool have_cores(const epic_join *join, const offer *offers)
     return cores_count(&any) >= ranks;
 }
 
-/* A communicator of the meeting's ranks, in the meeting's order; nobody else takes part. */
+/* A communicator of the bootstrap's ranks, in the bootstrap's order; nobody else takes part. */
 static epic_result connect(epic_group *group, const epic_join *join, const offer *offers)
 {
     const MPI_Comm parent = parent_of(join->config);
@@ -208,14 +208,15 @@ static epic_result connect_alone(epic_group *group, const epic_join *join, const
 
 epic_result mpi_join(epic_group **out, const epic_join *join)
 {
-    const int num_ranks = join->meet->num_ranks;
+    const int num_ranks = join->bootstrap->num_ranks;
     offer mine, offers[EPIC_MAX_RANKS];
     epic_group *group = NULL;
     char sentence[SENTENCE];
     epic_result result = prepare(join, &group, &mine);
     mine.result = (int32_t)result;
     snprintf(sentence, sizeof sentence, "%s", epic_error(NULL));
-    const epic_result met = join->meet->gather(join->meet->self, &mine, offers, sizeof mine);
+    const epic_result met =
+        join->bootstrap->gather(join->bootstrap->self, &mine, offers, sizeof mine);
     if (result != EPIC_OK) epic_fail(result, "%s", sentence);
     if (result == EPIC_OK) result = met;
     if (result == EPIC_OK) result = check_offers(offers, num_ranks);

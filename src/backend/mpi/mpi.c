@@ -31,5 +31,5 @@ const epic_backend epic_backend_mpi = {
     .memory = mpi_memory,
     .transport = &transport,
     .sentence = epic_sentence,
-    .meet = mpi_meet,
+    .bootstrap = mpi_bootstrap,
 };

@@ -215,7 +215,7 @@ epic_result p2p_check(epic_group *group, epic_failure_info *out)
     if (result == EPIC_OK) return EPIC_OK;
     out->result = result;
     out->operation = s->operation;
-    out->step = s->epoch;
+    out->sequence = s->epoch;
     out->rank = (int32_t)s->reporter;
     for (int q = 0; q < DEVICE_MAX_RANKS; q++)
         if (s->culprits >> q & 1 && out->num_culprits < EPIC_MAX_CULPRITS)

@@ -47,8 +47,8 @@ epic_group *p2p_group_new(const epic_join *join)
         free(g);
         return NULL;
     }
-    g->rank = join->meet->rank;
-    g->num_ranks = join->meet->num_ranks;
+    g->rank = join->bootstrap->rank;
+    g->num_ranks = join->bootstrap->num_ranks;
     g->config = *join->config;
     g->config.num_ranks = (uint32_t)g->num_ranks;
     memcpy(g->peers, join->peers, (size_t)g->num_ranks * sizeof *g->peers);

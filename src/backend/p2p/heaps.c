@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* How ranks of one host reach each other's heaps: those of this process by a list, as what comes
- * through the meeting is never an address, which whoever reached the meeting could choose; those of
+ * through the bootstrap is never an address, which whoever reached the bootstrap could choose; those of
  * other processes by CUDA's IPC. */
 #include <pthread.h>
 #include <stdio.h>
@@ -56,8 +56,8 @@ static epic_result show_here(const epic_group *group, uint8_t *heap)
     if (!taken) return EPIC_OK;
     free(mine);
     return epic_fail(EPIC_EPEER,
-                     "rank %d of this group is in it already: the meeting mixed "
-                     "two groups; open one from each meeting",
+                     "rank %d of this group is in it already: the bootstrap mixed "
+                     "two groups; open one from each bootstrap",
                      group->rank);
 }
 

@@ -60,14 +60,14 @@ static epic_result own_part(epic_group *g, card *mine)
 
 /* ----------------------------------------------------------------------------- peers ---- */
 
-/* Nothing in a card is trusted: it may come from anybody who reached the meeting. */
+/* Nothing in a card is trusted: it may come from anybody who reached the bootstrap. */
 static epic_result check_card(const card *c, int rank)
 {
     if (c->result > EPIC_ECLOSED || !p2p_gpu_fits(&c->gpu) ||
         !memchr(c->sentence, 0, sizeof c->sentence))
         return epic_fail(
             EPIC_EPEER,
-            "backend p2p: what the meeting brought from rank %d was not written by "
+            "backend p2p: what the bootstrap brought from rank %d was not written by "
             "EPIC",
             rank);
     if (c->result == EPIC_OK) return EPIC_OK;
@@ -96,19 +96,20 @@ static void release(epic_group *g)
 
 static epic_result join(epic_group **out, const epic_join *join)
 {
-    if (join->meet->num_ranks > DEVICE_MAX_RANKS)
+    if (join->bootstrap->num_ranks > DEVICE_MAX_RANKS)
         return epic_fail(EPIC_ENOTSUP, "backend p2p: %d ranks are too many, it has at most %d",
-                         join->meet->num_ranks, DEVICE_MAX_RANKS);
+                         join->bootstrap->num_ranks, DEVICE_MAX_RANKS);
     epic_group *g = p2p_group_new(join);
     card mine = {0}, cards[DEVICE_MAX_RANKS];
     mine.result = g ? (uint32_t)own_part(g, &mine) : EPIC_ENOMEM;
     if (mine.result != EPIC_OK)
         snprintf(mine.sentence, sizeof mine.sentence, "%.255s",
                  g ? epic_error(NULL) : "no host memory");
-    epic_result result = join->meet->gather
-                             ? join->meet->gather(join->meet->self, &mine, cards, sizeof mine)
-                             : EPIC_OK;
-    if (!join->meet->gather) cards[0] = mine;
+    epic_result result =
+        join->bootstrap->gather
+            ? join->bootstrap->gather(join->bootstrap->self, &mine, cards, sizeof mine)
+            : EPIC_OK;
+    if (!join->bootstrap->gather) cards[0] = mine;
     if (!g) return epic_fail(EPIC_ENOMEM, "no host memory for a context");
     if (result == EPIC_OK) result = connect_peers(g, cards);
     if (result == EPIC_OK)

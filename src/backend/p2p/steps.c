@@ -254,7 +254,7 @@ static bool overlaps(const epic_group *g, const p2p_dispatch_job *job)
            g->config.max_tokens * row <= g->self.at.source_bytes;
 }
 
-/* What the wire carries while the plan is made, of tokens that go to as many peers as they do with
+/* What the net carries while the plan is made, of tokens that go to as many peers as they do with
  * uniform routing, about; and few enough that receiving has caught up before the end. */
 static int32_t head_of(const epic_group *g, const p2p_dispatch_job *job)
 {
@@ -468,9 +468,9 @@ static epic_result combine_backward(epic_group *g, const epic_combine_backward_a
 
 /* ------------------------------------------------------------------------------ sum ---- */
 
-static epic_result sum(epic_group *g, const epic_sum_args *args)
+static epic_result sum(epic_group *g, const epic_allreduce_sum_args *args)
 {
-    P2P_RANGE("epic_sum");
+    P2P_RANGE("epic_allreduce_sum");
     const int64_t most = g->self.at.source_bytes / 16 * 4; /* floats of one launch */
     signature a = {EPIC_OP_SUM};
     TRY(p2p_whole(g));

@@ -81,7 +81,7 @@ epic_result shared_open(epic_group **out, const epic_join *join, const shared_la
     g->segment = segment;
     g->header = (shared_header *)segment;
     g->layout = *layout;
-    g->rank = join->meet->rank;
+    g->rank = join->bootstrap->rank;
     g->num_ranks = layout->num_ranks;
     g->across = across;
     g->slice_ns = slice_of(join->config);

@@ -2,9 +2,9 @@
 /* Connecting every two ranks of one host.
  *
  * Each rank listens on an abstract UNIX address with a random name and tells it to the others,
- * with a secret, through the meeting.  It calls every lower rank and is called by every higher
+ * with a secret, through the bootstrap.  It calls every lower rank and is called by every higher
  * one.  The caller's first message brings the secret of the rank that it calls, the answer
- * brings the caller's: both prove that they were at the meeting.  Calling never waits for the
+ * brings the caller's: both prove that they were at the bootstrap.  Calling never waits for the
  * other side, so there is no order in which the ranks could block one another. */
 #include "backend/shm/lines.h"
 
@@ -28,7 +28,7 @@
 #define MORE_GUESTS 16 /* callers beside the ranks that may be heard at once */
 #define LOOK_MS 200    /* how often a rank that is not called looks whether the others live */
 
-/* What a rank tells the others through the meeting. */
+/* What a rank tells the others through the bootstrap. */
 typedef struct card {
     uint64_t ready;
     uint64_t secret[2];
@@ -368,17 +368,17 @@ static epic_result swap_cards(const epic_join *join, card *cards, epic_result re
                               card *mine)
 {
     char sentence[512];
-    const epic_meet *meet = join->meet;
+    const epic_bootstrap *bootstrap = join->bootstrap;
     snprintf(sentence, sizeof sentence, "%s", epic_sentence());
     mine->ready = result == EPIC_OK;
-    const epic_result met = meet->gather(meet->self, mine, cards, sizeof *mine);
+    const epic_result met = bootstrap->gather(bootstrap->self, mine, cards, sizeof *mine);
     if (result != EPIC_OK) return epic_fail(result, "%s", sentence);
     TRY(met);
-    for (int r = 0; r < meet->num_ranks; r++) {
+    for (int r = 0; r < bootstrap->num_ranks; r++) {
         if (cards[r].ready != 1) return epic_fail(EPIC_EPEER, "shm: rank %d could not join", r);
         if (!is_name(cards[r].name))
             return epic_fail(EPIC_EPEER,
-                             "shm: what the meeting brought from rank %d is not an "
+                             "shm: what the bootstrap brought from rank %d is not an "
                              "address that EPIC made",
                              r);
     }

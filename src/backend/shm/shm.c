@@ -103,8 +103,8 @@ static bool is_dead(epic_group *group, int peer)
 static epic_result join_with(epic_group **out, const epic_join *join, const shared_layout *l,
                              shm_lines *lines, int *memory, char **segment)
 {
-    const bool first = join->meet->rank == 0;
-    epic_result result = lines_alloc(lines, join->meet->rank, join->meet->num_ranks);
+    const bool first = join->bootstrap->rank == 0;
+    epic_result result = lines_alloc(lines, join->bootstrap->rank, join->bootstrap->num_ranks);
     if (result == EPIC_OK && first) result = make_memory(l, join->group_id, memory, segment);
     const epic_result opened = lines_open(lines, join, result == EPIC_OK, memory);
     if (result != EPIC_OK) return result;

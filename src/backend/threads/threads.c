@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Ranks that are threads of one process.  The first to come maps the segment, the last to leave
  * unmaps it; ranks of a group find it in a table of the process, by the group's id.  What comes
- * through the meeting is never an address: whoever reached the meeting could choose it. */
+ * through the bootstrap is never an address: whoever reached the bootstrap could choose it. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -79,14 +79,14 @@ static hall *find(uint64_t group_id)
 
 static epic_result enter_locked(hall **out, const shared_layout *layout, const epic_join *join)
 {
-    const int rank = join->meet->rank;
+    const int rank = join->bootstrap->rank;
     hall *h = find(join->group_id);
     if (!h) h = build(layout, join->group_id);
     if (!h) return EPIC_ENOMEM;
     if (memcmp(&h->layout, layout, sizeof *layout) != 0 || h->seen[rank])
         return epic_fail(EPIC_EPEER,
-                         "threads: rank %d of this group is in it already: the meeting mixed "
-                         "two groups; open one from each meeting",
+                         "threads: rank %d of this group is in it already: the bootstrap mixed "
+                         "two groups; open one from each bootstrap",
                          rank);
     h->seen[rank] = true;
     h->num_seen++;
@@ -120,16 +120,16 @@ static void depart(hall *h)
 /* Waits until every rank has entered; one that could not says so. */
 static epic_result await_all(const epic_join *join, epic_result entered)
 {
-    const epic_meet *meet = join->meet;
+    const epic_bootstrap *bootstrap = join->bootstrap;
     const uint64_t mine = entered == EPIC_OK;
     uint64_t all[EPIC_MAX_RANKS];
-    TRY(meet->gather(meet->self, &mine, all, sizeof mine));
-    for (int r = 0; r < meet->num_ranks && entered == EPIC_OK; r++)
+    TRY(bootstrap->gather(bootstrap->self, &mine, all, sizeof mine));
+    for (int r = 0; r < bootstrap->num_ranks && entered == EPIC_OK; r++)
         if (all[r] != 1) return epic_fail(EPIC_EPEER, "threads: rank %d could not join", r);
     return entered;
 }
 
-/* Whatever the meeting said: are all of them here? */
+/* Whatever the bootstrap said: are all of them here? */
 static epic_result check_all(const hall *h)
 {
     pthread_mutex_lock(&mutex);
@@ -137,7 +137,7 @@ static epic_result check_all(const hall *h)
     pthread_mutex_unlock(&mutex);
     if (num_seen == h->layout.num_ranks) return EPIC_OK;
     return epic_fail(EPIC_EPEER,
-                     "threads: %d of the %d ranks are in this process: the meeting brought "
+                     "threads: %d of the %d ranks are in this process: the bootstrap brought "
                      "ranks that do not exist",
                      num_seen, h->layout.num_ranks);
 }

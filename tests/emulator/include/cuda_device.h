@@ -93,7 +93,8 @@ inline void emulated_mask(unsigned lanes)
 template <class T> inline T emulated_from(unsigned lanes, T value, unsigned lane)
 {
     emulated_mask(lanes);
-    return emulated_value<T>(emulator_meet(EMULATOR_SHUFFLE, emulated_bits(value))[lane % 32]);
+    return emulated_value<T>(
+        emulator_warp_sync(EMULATOR_SHUFFLE, emulated_bits(value))[lane % 32]);
 }
 
 template <class T> inline T __shfl_sync(unsigned lanes, T value, int lane)
@@ -116,7 +117,7 @@ inline unsigned __ballot_sync(unsigned lanes, int vote)
 {
     unsigned votes = 0;
     emulated_mask(lanes);
-    const uint64_t *all = emulator_meet(EMULATOR_VOTE, vote != 0);
+    const uint64_t *all = emulator_warp_sync(EMULATOR_VOTE, vote != 0);
     for (unsigned i = 0; i < EMULATOR_WARP; i++) votes |= (unsigned)all[i] << i;
     return votes;
 }
@@ -135,7 +136,7 @@ template <class T> inline unsigned __match_any_sync(unsigned lanes, T value)
 {
     unsigned same = 0;
     emulated_mask(lanes);
-    const uint64_t bits = emulated_bits(value), *all = emulator_meet(EMULATOR_MATCH, bits);
+    const uint64_t bits = emulated_bits(value), *all = emulator_warp_sync(EMULATOR_MATCH, bits);
     for (unsigned i = 0; i < EMULATOR_WARP; i++) same |= (unsigned)(all[i] == bits) << i;
     return same;
 }
@@ -143,7 +144,7 @@ template <class T> inline unsigned __match_any_sync(unsigned lanes, T value)
 template <class T, class F> inline T emulated_reduce(unsigned lanes, T value, F join)
 {
     emulated_mask(lanes);
-    const uint64_t *all = emulator_meet(EMULATOR_REDUCE, emulated_bits(value));
+    const uint64_t *all = emulator_warp_sync(EMULATOR_REDUCE, emulated_bits(value));
     for (unsigned i = 0; i < EMULATOR_WARP; i++) value = join(value, emulated_value<T>(all[i]));
     return value;
 }
@@ -157,7 +158,7 @@ inline unsigned __reduce_add_sync(unsigned lanes, unsigned value)
 {
     unsigned sum = 0;
     emulated_mask(lanes);
-    const uint64_t *all = emulator_meet(EMULATOR_REDUCE, emulated_bits(value));
+    const uint64_t *all = emulator_warp_sync(EMULATOR_REDUCE, emulated_bits(value));
     for (unsigned i = 0; i < EMULATOR_WARP; i++) sum += (unsigned)all[i];
     return sum;
 }
@@ -174,7 +175,7 @@ template <class T> inline T __reduce_min_sync(unsigned lanes, T value)
 
 inline void __syncwarp()
 {
-    (void)emulator_meet(EMULATOR_SYNC, 0);
+    (void)emulator_warp_sync(EMULATOR_SYNC, 0);
 }
 
 inline void __syncthreads()

@@ -145,10 +145,10 @@ static void play_left(team_rank *me, memory *m)
 static void play_waiting(team_rank *me, memory *m)
 {
     if (me->rank == 2) emulator_hold(me->rank, 1);
-    team_meet(me);
+    team_barrier(me);
     dispatch(me, m);
     if (me->rank != 2) expect(me, EPIC_ETIMEOUT, 2);
-    team_meet(me);
+    team_barrier(me);
     emulator_hold(me->rank, 0);
 }
 
@@ -157,7 +157,7 @@ static void play_circle(team_rank *me, memory *m)
 {
     epic_failure_info f;
     emulator_hold(me->rank, 1);
-    team_meet(me);
+    team_barrier(me);
     dispatch(me, m);
     const double end = now_ms() + 20000;
     while (p2p_steps.check(me->group, &f) == EPIC_OK && now_ms() < end) sleep_ms(5);
@@ -170,7 +170,7 @@ static void play_circle(team_rank *me, memory *m)
 static void play_long(team_rank *me, memory *m)
 {
     if (me->rank == 1) emulator_hold(me->rank, 1);
-    team_meet(me);
+    team_barrier(me);
     dispatch(me, m);
     for (int ctas = 2; ctas < (int)now_played->sms && me->rank == 1; ctas++) {
         sleep_ms((long)now_played->deadline[1] / 4);
@@ -202,14 +202,14 @@ static void play_overlap(team_rank *me, memory *m)
     cudaStream_t second;
     CHECK_CUDA(cudaStreamCreateWithFlags(&second, cudaStreamNonBlocking));
     if (me->rank == 2) emulator_hold(me->rank, 1);
-    team_meet(me);
+    team_barrier(me);
     dispatch(me, m);
     if (me->rank != 2) {
         dispatch_on(me, m, me->rank == 1 ? second : me->stream);
         expect(me, EPIC_EMISMATCH, 1);
         CHECK_CUDA(cudaStreamSynchronize(second));
     }
-    team_meet(me);
+    team_barrier(me);
     emulator_hold(me->rank, 0);
     expect(me, EPIC_EMISMATCH, 1);
     CHECK_CUDA(cudaStreamDestroy(second));
@@ -220,11 +220,11 @@ static void play_overlap(team_rank *me, memory *m)
 static void play_relay(team_rank *me, memory *m)
 {
     if (me->rank == 3) emulator_hold(me->rank, 1);
-    team_meet(me);
+    team_barrier(me);
     dispatch(me, m);
     if (me->rank < 2) expect(me, EPIC_OK, NOBODY);
     if (me->rank == 2) expect(me, EPIC_ETIMEOUT, 3);
-    team_meet(me);
+    team_barrier(me);
     emulator_hold(me->rank, 0);
 }
 
@@ -232,10 +232,10 @@ static void play_relay(team_rank *me, memory *m)
 static void play_far(team_rank *me, memory *m)
 {
     if (me->rank == 1) emulator_hold(me->rank, 1);
-    team_meet(me);
+    team_barrier(me);
     dispatch(me, m);
     if (me->rank >= 2) expect(me, EPIC_ETIMEOUT, 1);
-    team_meet(me);
+    team_barrier(me);
     emulator_hold(me->rank, 0);
 }
 
@@ -255,7 +255,7 @@ static int work(team_rank *me)
 {
     memory m = allocate(me);
     plan(me, &m);
-    team_meet(me);
+    team_barrier(me);
     now_played->play(me, &m);
     void *const parts[] = {m.ids, m.plan, m.tokens, m.recv};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) CHECK_CUDA(cudaFree(parts[i]));

@@ -40,9 +40,9 @@ static int work(team_rank *me)
 
 int main(void)
 {
-    const epic_meet meet = {.num_ranks = DEVICE_MAX_RANKS + 1};
+    const epic_bootstrap bootstrap = {.num_ranks = DEVICE_MAX_RANKS + 1};
     const epic_config config = {.max_tokens = 1, .max_row_bytes = 16};
-    const epic_join join = {.meet = &meet, .config = &config};
+    const epic_join join = {.bootstrap = &bootstrap, .config = &config};
     epic_group *group;
     refused(epic_backend_p2p.join(&group, &join), "at most 32");
     const team t = {.num_ranks = 1,

@@ -195,7 +195,7 @@ static int work(team_rank *me)
         const round r = run_layer(me, &m, which, i & 1);
         compare(me, which, i & 1, &r);
     }
-    team_meet(me);
+    team_barrier(me);
     free_all(&m);
     return 0;
 }

@@ -94,7 +94,7 @@ static int work(team_rank *me)
     p2p_self self = me->group->self;
     const p2p_sum_job sum = {.self = self};
     const p2p_sum_replicas_job replicas = {.self = self};
-    team_meet(me);
+    team_barrier(me);
     if (me->rank) return 0;
     self.max_tokens = 1;
     self.operation = EPIC_OP_NONE;

@@ -57,8 +57,8 @@ static void use(epic_context *ctx, uint32_t max_sms)
     const float three = 3;
     CHECK(cudaMalloc((void **)&data, sizeof *data) == cudaSuccess);
     CHECK(cudaMemcpy(data, &three, sizeof three, cudaMemcpyDefault) == cudaSuccess);
-    const epic_sum_args args = {.call.max_sms = max_sms, .data = data, .count = 1};
-    CHECK(epic_sum(ctx, &args) == EPIC_OK);
+    const epic_allreduce_sum_args args = {.call.max_sms = max_sms, .data = data, .count = 1};
+    CHECK(epic_allreduce_sum(ctx, &args) == EPIC_OK);
     CHECK(cudaDeviceSynchronize() == cudaSuccess);
     CHECK(epic_check(ctx) == EPIC_OK);
     CHECK(cudaMemcpy(&back, data, sizeof back, cudaMemcpyDefault) == cudaSuccess &&

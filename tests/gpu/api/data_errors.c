@@ -100,7 +100,7 @@ typedef struct observed { /* of one case, on one rank */
 } observed;
 
 static int num_ranks = 2;
-static epic_meet meets[MAX_RANKS];
+static epic_bootstrap bootstraps[MAX_RANKS];
 static pthread_barrier_t all;
 static observed host[NUM_CASES][MAX_RANKS], device[NUM_CASES][MAX_RANKS];
 
@@ -423,7 +423,7 @@ static void run_on(int rank, const char *backend, observed (*out)[MAX_RANKS])
     seat s = {.rank = rank, .on_device = !strcmp(backend, "p2p")};
     const epic_config config = {
         .max_tokens = TOKENS, .max_row_bytes = ROW, .timeout_ms = 150000, .backend = backend};
-    need(!epic_open(&s.ctx, &meets[rank], &config), "open", s.ctx);
+    need(!epic_open(&s.ctx, &bootstraps[rank], &config), "open", s.ctx);
     need((epic_max_sms(s.ctx) > 0) == s.on_device, "max_sms", s.ctx);
     if (s.on_device) cudaStreamCreateWithFlags(&s.stream, cudaStreamNonBlocking);
     s.plan = memory(&s, PLAN);
@@ -449,7 +449,7 @@ static void run_on(int rank, const char *backend, observed (*out)[MAX_RANKS])
 
 static void *run(void *self)
 {
-    const int rank = (int)((epic_meet *)self - meets);
+    const int rank = (int)((epic_bootstrap *)self - bootstraps);
     run_on(rank, num_ranks > 1 ? "threads" : "self", host);
     run_on(rank, "p2p", device);
     return NULL;
@@ -497,13 +497,13 @@ int main(int argc, char **argv)
     setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0); /* no kernel waits behind another rank's */
     if (argc > 1) num_ranks = atoi(argv[1]);
     if (num_ranks < 1 || num_ranks > MAX_RANKS || EXPERTS % num_ranks) return 2;
-    need(!epic_meet_threads(meets, num_ranks, 20000), "meet", NULL);
+    need(!epic_bootstrap_threads(bootstraps, num_ranks, 20000), "bootstrap", NULL);
     pthread_barrier_init(&all, NULL, (unsigned)num_ranks);
-    for (int r = 0; r < num_ranks; r++) pthread_create(&threads[r], NULL, run, &meets[r]);
+    for (int r = 0; r < num_ranks; r++) pthread_create(&threads[r], NULL, run, &bootstraps[r]);
     for (int r = 0; r < num_ranks; r++) pthread_join(threads[r], NULL);
     for (int i = 0; i < NUM_CASES; i++)
         for (int r = 0; r < num_ranks; r++) failed |= judge(i, r);
-    for (int r = 0; r < num_ranks; r++) epic_meet_close(&meets[r]);
+    for (int r = 0; r < num_ranks; r++) epic_bootstrap_close(&bootstraps[r]);
     printf("data errors and ledgers, %d ranks on one GPU: host and CUDA %s\n", num_ranks,
            failed ? "DIFFER" : "say the same");
     return failed;

@@ -64,10 +64,10 @@ static void take_seat(rounds *s, int rank, int ranks, unsigned at)
                                 .timeout_ms =
                                     fault == STOPPED ? (uint32_t)deadline_ms : PATIENCE_MS,
                                 .backend = BACKEND};
-    epic_meet meet;
-    need(!epic_meet_tcp(&meet, &tcp), "meet", NULL);
-    need(!epic_open(&s->ctx, &meet, &config), "open", s->ctx);
-    epic_meet_close(&meet);
+    epic_bootstrap bootstrap;
+    need(!epic_bootstrap_tcp(&bootstrap, &tcp), "bootstrap", NULL);
+    need(!epic_open(&s->ctx, &bootstrap, &config), "open", s->ctx);
+    epic_bootstrap_close(&bootstrap);
     need(round_seat(s, &config), "memory and a stream", NULL);
 }
 

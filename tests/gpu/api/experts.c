@@ -390,8 +390,9 @@ static void test_refusals(void)
     refused(epic_experts_backward(ctx, &b), EPIC_EINVAL, "grad_type is 2");
     refused(epic_experts_backward(NULL, &b), EPIC_EINVAL, "grad_type is 2");
     b.grad_type = 0;
-    b.pad = 1;
-    refused(epic_experts_backward(ctx, &b), EPIC_EINVAL, "pad is 1");
+    b.reserved = 1;
+    refused(epic_experts_backward(ctx, &b), EPIC_EINVAL,
+            "reserved fields must be zero: one is 1");
     ex.row_type = EPIC_F64;
     refused(epic_experts_forward(ctx, &f), EPIC_ENOTSUP, "float64");
     free_arrays(&a);

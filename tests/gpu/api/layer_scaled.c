@@ -15,7 +15,7 @@ enum { D_X, D_W_GATE, D_GATE_UP, D_DOWN, D_B_GATE_UP, D_B_DOWN, GRADIENTS };
 
 static const char *const gradients[] = {"x",      "w_gate",    "w_gate_up",
                                         "w_down", "b_gate_up", "b_down"};
-static epic_meet meets[RANKS];
+static epic_bootstrap bootstraps[RANKS];
 static pthread_barrier_t all;
 static int failures;
 
@@ -37,7 +37,7 @@ typedef struct rank { /* one rank's part of a case */
 } rank;
 
 /* Memory comes and goes when no kernel runs: cudaFree waits for all, and they for this rank. */
-static void meet(void)
+static void bootstrap(void)
 {
     pthread_barrier_wait(&all);
 }
@@ -199,13 +199,13 @@ static run run_layer(rank *r, const epic_config *config, bool scaled, bool scale
                                       .saved_bytes = memory.cuda_saved_bytes,
                                       .workspace = n.workspace.device,
                                       .workspace_bytes = memory.cuda_backward_bytes};
-    meet();
+    bootstrap();
     need(r, epic_moe_forward(r->ctx, &f), "forward");
     must(!cudaStreamSynchronize(r->stream), "forward");
     push(&n.workspace); /* poison: nothing is kept there */
     need(r, epic_moe_backward(r->ctx, &b), "backward");
     must(!cudaStreamSynchronize(r->stream), "backward");
-    meet();
+    bootstrap();
     need(r, epic_check(r->ctx), "check");
     pull(&n.out);
     pull(&n.load);
@@ -302,12 +302,12 @@ static void compare_parts(rank *r, const epic_config *config, const run *whole)
                                        .rows = {y.device, CAPACITY, row},
                                        .out = {out.device, TOKENS, row},
                                        .type = r->k->type};
-    meet();
+    bootstrap();
     need(r, epic_dispatch(r->ctx, &dispatch), "dispatch");
     need(r, epic_experts_forward(r->ctx, &experts), "experts");
     need(r, epic_combine(r->ctx, &combine), "combine");
     must(!cudaStreamSynchronize(r->stream), "the parts");
-    meet();
+    bootstrap();
     pull(&out);
     if (memcmp(out.host, whole->out.host, TOKENS * (size_t)row) != 0)
         fail(r, "not the bits of the calls that it is made of", distance(&out, &whole->out));
@@ -354,9 +354,9 @@ static void refuse(rank *r, const epic_config *config)
 static void run_kind(rank *r, const epic_config *config)
 {
     for (int turn = 0; turn < RANKS; turn++) {
-        meet();
+        bootstrap();
         if (turn == r->number) make_rank(r);
-        meet();
+        bootstrap();
     }
     const bool again = !(r->k->flags & EPIC_RECOMPUTE);
     run wide = run_layer(r, config, false, false), scaled = run_layer(r, config, true, false);
@@ -386,7 +386,7 @@ static void *be_rank(void *number)
                                 .backend = "p2p"};
     int gpus = 1;
     must(!cudaGetDeviceCount(&gpus) && !cudaSetDevice(r.number % gpus), "a GPU");
-    need(&r, epic_open(&r.ctx, &meets[r.number], &config), "open");
+    need(&r, epic_open(&r.ctx, &bootstraps[r.number], &config), "open");
     must(!cudaStreamCreateWithFlags(&r.stream, cudaStreamNonBlocking), "a stream");
     for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
         rank now = {.k = &kinds[i], .ctx = r.ctx, .number = r.number, .stream = r.stream};
@@ -402,10 +402,10 @@ int main(void)
     pthread_t threads[RANKS];
     setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0); /* no kernel waits behind another rank's */
     pthread_barrier_init(&all, NULL, RANKS);
-    must(epic_meet_threads(meets, RANKS, 20000) == EPIC_OK, "meet");
+    must(epic_bootstrap_threads(bootstraps, RANKS, 20000) == EPIC_OK, "bootstrap");
     for (intptr_t i = 0; i < RANKS; i++) pthread_create(&threads[i], NULL, be_rank, (void *)i);
     for (int i = 0; i < RANKS; i++) pthread_join(threads[i], NULL);
-    for (int i = 0; i < RANKS; i++) epic_meet_close(&meets[i]);
+    for (int i = 0; i < RANKS; i++) epic_bootstrap_close(&bootstraps[i]);
     printf("layer of e4m3: %s\n", failures ? "WRONG" : "good");
     return failures != 0;
 }

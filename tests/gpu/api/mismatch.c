@@ -50,7 +50,7 @@ static const char *const reasons[] = {
     "here plan: these are not the bytes",
     "here plan: these are not the bytes"};
 static int num_ranks = 3, failed;
-static epic_meet meets[MAX_RANKS];
+static epic_bootstrap bootstraps[MAX_RANKS];
 static pthread_barrier_t all;
 
 static void need(int good, const char *what, const epic_context *ctx)
@@ -175,7 +175,7 @@ static void run_case(seat *s, int which)
                                 .max_row_bytes = ROW,
                                 .timeout_ms = DEADLINE_MS,
                                 .backend = "p2p"};
-    need(!epic_open(&s->ctx, &meets[s->rank], &config), "open", s->ctx);
+    need(!epic_open(&s->ctx, &bootstraps[s->rank], &config), "open", s->ctx);
     pthread_barrier_wait(&all);
     const double begin = now_ms();
     provoke(s, which);
@@ -187,7 +187,7 @@ static void run_case(seat *s, int which)
 
 static void *run(void *self)
 {
-    seat s = {.rank = (int)((epic_meet *)self - meets)};
+    seat s = {.rank = (int)((epic_bootstrap *)self - bootstraps)};
     int32_t ids[TOKENS * TOP_K];
     for (int i = 0; i < TOKENS * TOP_K; i++) ids[i] = i % (EXPERTS / 2);
     need(!cudaStreamCreateWithFlags(&s.stream, cudaStreamNonBlocking), "stream", NULL);
@@ -213,11 +213,11 @@ int main(int argc, char **argv)
     setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0); /* no kernel waits behind another rank's */
     if (argc > 1) num_ranks = atoi(argv[1]);
     if (num_ranks < 2 || num_ranks > MAX_RANKS) return 2;
-    need(!epic_meet_threads(meets, num_ranks, 20000), "meet", NULL);
+    need(!epic_bootstrap_threads(bootstraps, num_ranks, 20000), "bootstrap", NULL);
     pthread_barrier_init(&all, NULL, (unsigned)num_ranks);
-    for (int r = 0; r < num_ranks; r++) pthread_create(&threads[r], NULL, run, &meets[r]);
+    for (int r = 0; r < num_ranks; r++) pthread_create(&threads[r], NULL, run, &bootstraps[r]);
     for (int r = 0; r < num_ranks; r++) pthread_join(threads[r], NULL);
-    for (int r = 0; r < num_ranks; r++) epic_meet_close(&meets[r]);
+    for (int r = 0; r < num_ranks; r++) epic_bootstrap_close(&bootstraps[r]);
     printf("what kernels alone see to differ, %d ranks on one GPU: %s\n", num_ranks,
            failed ? "WRONG" : "good");
     return failed;

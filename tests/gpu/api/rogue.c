@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_open of CUDA contexts over a meeting that lies about what each rank told the others when it
+/* epic_open of CUDA contexts over a bootstrap that lies about what each rank told the others when it
  * joined: an error, never a crash, and the next group opens.
  * usage: rogue [TRIALS] */
 #include <pthread.h>
@@ -12,9 +12,9 @@
 enum { RANKS = 3, HELLO_BYTES = 512 /* and more; what a backend's ranks tell is less */ };
 
 typedef struct seat {
-    epic_meet inner;
+    epic_bootstrap inner;
     uint64_t random;
-    int lies, honest; /* this rank's meeting; all of them */
+    int lies, honest; /* this rank's bootstrap; all of them */
     epic_result result;
     char sentence[512];
 } seat;
@@ -61,11 +61,11 @@ static void *run_rank(void *self)
                                 .max_row_bytes = 64,
                                 .backend = "p2p",
                                 .timeout_ms = s->honest ? 60000 : 2000};
-    const epic_meet meet = {s->inner.rank, RANKS, gather, NULL, s};
+    const epic_bootstrap bootstrap = {s->inner.rank, RANKS, gather, NULL, s};
     epic_context *ctx = NULL;
-    s->result = epic_open(&ctx, &meet, &config);
+    s->result = epic_open(&ctx, &bootstrap, &config);
     snprintf(s->sentence, sizeof s->sentence, "%s", s->result ? epic_error(ctx) : "");
-    epic_meet_close(&s->inner);
+    epic_bootstrap_close(&s->inner);
     epic_close(ctx);
     return NULL;
 }
@@ -73,13 +73,14 @@ static void *run_rank(void *self)
 /* Returns the number of ranks whose open failed. */
 static int open_all(uint64_t seed, int lies)
 {
-    epic_meet meets[RANKS];
+    epic_bootstrap bootstraps[RANKS];
     seat seats[RANKS];
     pthread_t threads[RANKS];
     int failed = 0;
-    if (epic_meet_threads(meets, RANKS, lies ? 10000 : 60000) != EPIC_OK) return RANKS;
+    if (epic_bootstrap_threads(bootstraps, RANKS, lies ? 10000 : 60000) != EPIC_OK)
+        return RANKS;
     for (int r = 0; r < RANKS; r++) {
-        seats[r] = (seat){.inner = meets[r], .random = seed * 64 + (uint64_t)r};
+        seats[r] = (seat){.inner = bootstraps[r], .random = seed * 64 + (uint64_t)r};
         seats[r].lies = lies >> r & 1;
         seats[r].honest = !lies;
         pthread_create(&threads[r], NULL, run_rank, &seats[r]);

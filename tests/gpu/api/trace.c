@@ -9,7 +9,7 @@
 
 static epic_result open_group(epic_context **ctx)
 {
-    const epic_meet alone = {.num_ranks = 1};
+    const epic_bootstrap alone = {.num_ranks = 1};
     const epic_config config = {
         .max_tokens = 8, .max_row_bytes = 64, .num_ranks = 1, .backend = "p2p"};
     return epic_open(ctx, &alone, &config);

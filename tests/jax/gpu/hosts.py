@@ -2,8 +2,8 @@
 """A layer learns over ranks that are hosts, and over the same ranks on one host: the same losses
 and the same weights, bit for bit.
 
-hosts.py [RANKS]      2 processes, which may share a GPU.  The wire is EPIC_WIRE's, what it reads
-                      and writes lies where EPIC_WIRE_MEMORY says (of wire local: gpu).  Over ranks
+hosts.py [RANKS]      2 processes, which may share a GPU.  The net is EPIC_NET's, what it reads
+                      and writes lies where EPIC_NET_MEMORY says (of net local: gpu).  Over ranks
                       that are hosts sums are in a tree by themselves; on one host they are told to
                       be.
 """
@@ -36,7 +36,7 @@ def train(rank: int, ranks: int, port: int, apart: bool) -> list[Any]:
     group = epic.jax.open(
         ranks=[rank],
         num_ranks=ranks,
-        meet=epic.jax.Tcp(port=port),
+        bootstrap=epic.jax.Tcp(port=port),
         max_tokens=TOKENS,
         max_row_bytes=4 * HIDDEN,
         max_top_k=TOP_K,

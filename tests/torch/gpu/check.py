@@ -72,10 +72,10 @@ def what_went_wrong(error: BaseException) -> str:
 def run_case(name: str, rank: int, ranks: int, device: torch.device) -> str:
     """What went wrong; empty: nothing."""
     try:
-        meet = gpu_cases.meets(name, rank, ranks)
+        bootstrap = gpu_cases.bootstraps(name, rank, ranks)
         sizes = {**SIZES, "timeout_ms": 3 * LIMIT_MS if name in ("compile", "apart") else LIMIT_MS}
         with epic.torch.Group(
-            meet=meet, rank=rank, num_ranks=ranks, device=device, name=name, **sizes
+            bootstrap=bootstrap, rank=rank, num_ranks=ranks, device=device, name=name, **sizes
         ) as group:
             CASES[name](group)
             torch.cuda.synchronize()
@@ -86,7 +86,7 @@ def run_case(name: str, rank: int, ranks: int, device: torch.device) -> str:
 
 def told_by_all(name: str, rank: int, ranks: int, mine: str) -> list[str]:
     """Every rank's verdict."""
-    exchange = gpu_cases.meets(f"verdict of {name}", rank, ranks)
+    exchange = gpu_cases.bootstraps(f"verdict of {name}", rank, ranks)
     exchange.timeout_ms = 4 * LIMIT_MS
     try:
         return [said.decode() for said in exchange(rank, mine.encode() or b" ")]

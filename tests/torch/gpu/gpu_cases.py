@@ -33,14 +33,14 @@ Group = epic.torch.Group
 LIMIT_MS = 20000
 BIG: dict[str, Any] = {"max_tokens": 4096, "max_row_bytes": 2 * 7168, "timeout_ms": LIMIT_MS}
 
-# ------------------------------------------------------------------------------ meeting ----
+# ------------------------------------------------------------------------------ bootstrap ----
 
 store: Any = None  # of all ranks; check.py says which
 rounds: dict[tuple[str, int], int] = {}
 counting, capturing = threading.Lock(), threading.Lock()
 
 
-def meets(case: str, rank: int, ranks: int) -> Any:
+def bootstraps(case: str, rank: int, ranks: int) -> Any:
     """An exchange of all ranks of a case; a new one at each call."""
     with counting:
         number = rounds[case, rank] = rounds.get((case, rank), 0) + 1
@@ -49,13 +49,15 @@ def meets(case: str, rank: int, ranks: int) -> Any:
 
 def beside(group: Group, **more: Any) -> Group:
     """Another group of the same ranks."""
-    meet = meets(group.name, group.rank, group.num_ranks)
-    return Group(meet=meet, rank=group.rank, num_ranks=group.num_ranks, **{**SIZES, **more})
+    bootstrap = bootstraps(group.name, group.rank, group.num_ranks)
+    return Group(
+        bootstrap=bootstrap, rank=group.rank, num_ranks=group.num_ranks, **{**SIZES, **more}
+    )
 
 
 def wait_for_all(group: Group) -> None:
     """The hosts of all ranks."""
-    meets(group.name, group.rank, group.num_ranks)(group.rank, b"")
+    bootstraps(group.name, group.rank, group.num_ranks)(group.rank, b"")
 
 
 # -------------------------------------------------------------------------------- cases ----

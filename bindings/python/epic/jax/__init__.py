@@ -6,6 +6,7 @@ import importlib
 from types import ModuleType
 
 from epic import _native
+from epic.bootstrapping import Tcp
 from epic.errors import EpicArgumentError, EpicError, EpicUnsupportedError, error_code
 from epic.jax import export_types, sharded
 from epic.jax.call import TARGETS
@@ -19,12 +20,11 @@ from epic.jax.dispatching import (
 from epic.jax.experts import ExpertWeights, experts
 from epic.jax.groups import Group, check, close, open
 from epic.jax.layer_args import MoeOut, MoeWeights
-from epic.jax.ledger import Ledger, read_plan
 from epic.jax.moe import moe
 from epic.jax.replicas import sum_replicas, tied
 from epic.jax.router import balance_loss, bias_update, route, z_loss
+from epic.jax.routing_stats import RoutingStats, read_plan
 from epic.jax.steps import Plan, combine, plan, sum
-from epic.meeting import Tcp
 from epic.options import Experts, Layer, Moe, Router
 
 __all__ = [
@@ -36,12 +36,12 @@ __all__ = [
     "Experts",
     "Group",
     "Layer",
-    "Ledger",
     "Moe",
     "MoeOut",
     "MoeWeights",
     "Plan",
     "Router",
+    "RoutingStats",
     "Tcp",
     "balance_loss",
     "bias_update",

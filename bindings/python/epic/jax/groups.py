@@ -11,12 +11,12 @@ from typing import Any
 
 import jax
 
-from epic import _native, endings, meeting
+from epic import _native, bootstrapping, endings
+from epic.bootstrapping import Bootstrap, Exchange, Tcp
 from epic.errors import EpicArgumentError, EpicError
 from epic.jax import cuda, places
 from epic.jax.arrays import as_axes, check_kind
-from epic.jax.meeting import JaxStore, store
-from epic.meeting import Exchange, Meeting, Tcp
+from epic.jax.bootstrapping import JaxStore, store
 from epic.options import INT64_MAX, Layer, backend_for, text, whole
 from epic.store import StoreExchange
 
@@ -132,53 +132,55 @@ def local_members(groups: list[list[Any]]) -> list[Member]:
     ]
 
 
-# -------------------------------------------------------------------------- meeting ----
+# -------------------------------------------------------------------------- bootstrap ----
 
 
-def choose_meeting(
-    meet: Tcp | Exchange | Meeting | None,
+def choose_bootstrap(
+    bootstrap: Tcp | Exchange | Bootstrap | None,
     group: str,
     members: list[Member],
     num_ranks: int,
     timeout_ms: int,
-) -> tuple[Callable[[Member], Meeting], list[StoreExchange]]:
-    """How each member gets its meeting, and the exchanges that were made for it."""
+) -> tuple[Callable[[Member], Bootstrap], list[StoreExchange]]:
+    """How each member gets its bootstrap, and the exchanges that were made for it."""
     indices = {member.index for member in members}
     local = all(sum(s.index == i for s in members) == num_ranks for i in indices)
-    if isinstance(meet, Meeting):
-        only = meet
+    if isinstance(bootstrap, Bootstrap):
+        only = bootstrap
         return lambda _: only, []
-    if isinstance(meet, Tcp):
-        return lambda s: meeting.by_tcp(meet, s.index, s.rank, num_ranks, timeout_ms), []
-    if meet is not None:
-        meeting.check_meet(meet)
-        return lambda s: meeting.by_exchange(meet, s.rank, num_ranks), []
+    if isinstance(bootstrap, Tcp):
+        return lambda s: bootstrapping.by_tcp(bootstrap, s.index, s.rank, num_ranks, timeout_ms), []
+    if bootstrap is not None:
+        bootstrapping.check_bootstrap(bootstrap)
+        return lambda s: bootstrapping.by_exchange(bootstrap, s.rank, num_ranks), []
     if local:
-        threads = {i: meeting.by_threads(num_ranks, timeout_ms) for i in indices}
+        threads = {i: bootstrapping.by_threads(num_ranks, timeout_ms) for i in indices}
         return lambda s: threads[s.index][s.rank], []
     client = store()
     if client is None:
         raise EpicArgumentError(
             "the ranks are in several processes and jax.distributed is not initialized: call "
-            "jax.distributed.initialize, or pass meet=epic.jax.Tcp(...) or an exchange"
+            "jax.distributed.initialize, or pass bootstrap=epic.jax.Tcp(...) or an exchange"
         )
     found = JaxStore(client)
     exchanges = {
         s: StoreExchange(found, f"epic/{group}/{s.index}", num_ranks, timeout_ms) for s in members
     }
     return (
-        lambda s: meeting.by_exchange(exchanges[s], s.rank, num_ranks),
+        lambda s: bootstrapping.by_exchange(exchanges[s], s.rank, num_ranks),
         list(exchanges.values()),
     )
 
 
-def met_over_mpi(native: Any, has_mesh: bool, meet: Any, timeout_ms: int) -> Meeting | None:
+def met_over_mpi(native: Any, has_mesh: bool, bootstrap: Any, timeout_ms: int) -> Bootstrap | None:
     """The ranks of a communicator, where nothing else tells who they are.  Else MPI is only
     started, if nobody has: backend mpi makes communicators of its own for the groups."""
-    alone = not has_mesh and meet is None
-    if native is None or (not alone and meeting.address_of(native) is not None):
+    alone = not has_mesh and bootstrap is None
+    if native is None or (not alone and bootstrapping.address_of(native) is not None):
         return None
-    world = meeting.made(partial(meeting.by_mpi, meeting.address_of(native), timeout_ms))
+    world = bootstrapping.made(
+        partial(bootstrapping.by_mpi, bootstrapping.address_of(native), timeout_ms)
+    )
     if alone:
         return world
     world.close()
@@ -186,7 +188,7 @@ def met_over_mpi(native: Any, has_mesh: bool, meet: Any, timeout_ms: int) -> Mee
 
 
 def without_mesh(
-    devices: list[Any], ranks: Sequence[int] | None, num_ranks: int | None, world: Meeting | None
+    devices: list[Any], ranks: Sequence[int] | None, num_ranks: int | None, world: Bootstrap | None
 ) -> tuple[list[Member], int]:
     """Without a mesh: the members of this process, and how many ranks there are."""
     mine, count = [0], 1 if num_ranks is None else whole("num_ranks", num_ranks, 1)
@@ -209,11 +211,11 @@ def without_mesh(
     return [member_of(d, 0, r) for d, r in zip(devices, taken, strict=False)], count
 
 
-def open_member(meeting_of: Callable[[Member], Meeting], config: Any, member: Member) -> int:
+def open_member(bootstrap_of: Callable[[Member], Bootstrap], config: Any, member: Member) -> int:
     """Opens the context of one member; blocks until its peers open theirs."""
-    meet = meeting_of(member)
+    bootstrap = bootstrap_of(member)
     with cuda.current(member.ordinal) if member.is_gpu else contextlib.nullcontext():
-        return meeting.open_context(meet, config)
+        return bootstrapping.open_context(bootstrap, config)
 
 
 # ------------------------------------------------------------------- open and close ----
@@ -255,7 +257,7 @@ def open(
     name: str = "epic",
     ranks: Sequence[int] | None = None,
     num_ranks: int | None = None,
-    meet: Tcp | Exchange | None = None,
+    bootstrap: Tcp | Exchange | None = None,
     native: Any = None,
     timeout_ms: int = 0,
     staging_bytes: int = 0,
@@ -270,15 +272,15 @@ def open(
     Without a mesh: `ranks` are those of this process's local devices, of `num_ranks`; for
     processes that do not know each other by jax.distributed.  max_tokens and max_row_bytes are
     the most that one device sends at once; like=, the activations [B, ..., hidden] of all devices
-    or their ShapeDtypeStruct, with token_axes= as of sharded.moe, tells both.  meet: by default
-    threads where all ranks are here, else JAX's key-value store; or Tcp(...); or a function
+    or their ShapeDtypeStruct, with token_axes= as of sharded.moe, tells both.  bootstrap: by
+    default threads where all ranks are here, else JAX's key-value store; or Tcp(...); or a function
     (rank, bytes) -> every rank's bytes.
     name: by which compiled programs find the group, at most 63 bytes; several that are open at a
     time need different ones.  timeout_ms: of every wait, 0: 300 000.  staging_bytes: most staging
     memory of a rank; 0: as full speed takes.
     native: in processes that mpirun started, "world", a communicator of mpi4py or the address of an
-    MPI_Comm.  Backend mpi, which joins several hosts, then sends over it; without a mesh and meet
-    its ranks are the group's, one for each process.
+    MPI_Comm.  Backend mpi, which joins several hosts, then sends over it; without a mesh and
+    bootstrap its ranks are the group's, one for each process.
     backend: of GPUs "p2p", for one host, "hosts", for several, or "gpu", p2p if the ranks are on
     one, else hosts; None: EPIC_BACKEND's, if that is for such memory, else "gpu".  Of CPUs: None,
     the core chooses.
@@ -297,7 +299,7 @@ def open(
     platform = groups[0][0].platform
     max_tokens, max_row_bytes = choose_sizes(mesh, like, token_axes, max_tokens, max_row_bytes)
     backend = choose_backend(platform, backend)
-    world = met_over_mpi(native, mesh is not None, meet, timeout_ms or DEFAULT_TIMEOUT_MS)
+    world = met_over_mpi(native, mesh is not None, bootstrap, timeout_ms or DEFAULT_TIMEOUT_MS)
     if mesh is not None:
         devices_of, members = places.ids(groups), local_members(groups)
     else:
@@ -321,7 +323,7 @@ def open(
     config.max_sms, config.max_top_k = whole("max_sms", max_sms), group.max_top_k
     config.name = text("name", name)
     config.backend = text("backend", backend) if backend else None
-    config.native = None if native is None else meeting.address_of(native)
+    config.native = None if native is None else bootstrapping.address_of(native)
     with lock:
         if name in opened:
             raise EpicArgumentError(
@@ -329,7 +331,7 @@ def open(
             )
         opened[name] = Opened(group, {}, [])
     try:
-        fill(group, members, world or meet, config)
+        fill(group, members, world or bootstrap, config)
     except BaseException:
         with lock:
             opened.pop(name, None)
@@ -338,20 +340,22 @@ def open(
 
 
 def fill(
-    group: Group, members: list[Member], meet: Tcp | Exchange | Meeting | None, config: Any
+    group: Group, members: list[Member], bootstrap: Tcp | Exchange | Bootstrap | None, config: Any
 ) -> None:
     """Opens all members of this process at once and tells the handlers."""
     if not members:
         return
     timeout_ms = config.timeout_ms or DEFAULT_TIMEOUT_MS
-    meeting_of, exchanges = choose_meeting(meet, group.name, members, group.num_ranks, timeout_ms)
+    bootstrap_of, exchanges = choose_bootstrap(
+        bootstrap, group.name, members, group.num_ranks, timeout_ms
+    )
     endings.begin("epic.jax", handlers(), abort, close_all)
     openers = {
-        member: meeting.Opener(partial(open_member, meeting_of, config, member))
+        member: bootstrapping.Opener(partial(open_member, bootstrap_of, config, member))
         for member in members
     }
     try:
-        meeting.wait_for(openers.values())
+        bootstrapping.wait_for(openers.values())
     except BaseException:
         for exchange in exchanges:
             exchange.leave()
@@ -359,7 +363,7 @@ def fill(
     contexts = {member: opener.context for member, opener in openers.items() if opener.context}
     errors = [opener.error for opener in openers.values() if opener.error]
     if errors:
-        meeting.end(contexts.values())
+        bootstrapping.end(contexts.values())
         raise errors[0]
     opened[group.name] = Opened(group, contexts, exchanges)
     devices = places.text(group).encode()
@@ -390,7 +394,7 @@ def close(group: Group) -> None:
         handlers().epic_jax_member_remove(group.name.encode(), member.is_gpu, member.ordinal)
     if group.platform == "gpu" and group.command_buffers:
         jax.clear_caches()  # a graph would use this context's memory, and asks nobody
-    meeting.end(state.contexts.values())
+    bootstrapping.end(state.contexts.values())
     for exchange in state.exchanges:
         with contextlib.suppress(Exception):  # the store may be gone by now
             exchange.forget()

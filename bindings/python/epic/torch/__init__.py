@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Expert parallelism as PyTorch functions, on EPIC's C core.  docs/guide/torch.md is the guide."""
 
+from epic.bootstrapping import Tcp
 from epic.errors import EpicArgumentError, EpicError, EpicUnsupportedError
-from epic.ledger import EXPERT_FULL, NO_EXPERT, RANK_FULL, Ledger
-from epic.meeting import Tcp
 from epic.options import Experts, Layer, Moe, Router
+from epic.routing_stats import EXPERT_FULL, NO_EXPERT, RANK_FULL, RoutingStats
 from epic.torch.experts import ExpertWeights, experts, slab_mm
 from epic.torch.flat import dispatch_flat
 from epic.torch.groups import Group, threads
-from epic.torch.ledger import read_plan
 from epic.torch.module import MoE, sharded_state
 from epic.torch.moe import MoeOut, MoeWeights, moe
 from epic.torch.narrow import dequantize, swizzle_scales
@@ -16,6 +15,7 @@ from epic.torch.ops import as_epic_error
 from epic.torch.pretrained import from_block, replace_moe, sum_gradients
 from epic.torch.replicas import sum_replicas, tied
 from epic.torch.router import balance_loss, bias_update, route, z_loss
+from epic.torch.routing_stats import read_plan
 from epic.torch.scaled import scaled
 from epic.torch.steps import (
     EXACT,
@@ -42,13 +42,13 @@ __all__ = [
     "Experts",
     "Group",
     "Layer",
-    "Ledger",
     "MoE",
     "Moe",
     "MoeOut",
     "MoeWeights",
     "Plan",
     "Router",
+    "RoutingStats",
     "Tcp",
     "as_epic_error",
     "balance_loss",

@@ -20,7 +20,7 @@ def dispatch_flat_args(
     """What the operator is passed."""
     way = plan.way
     place = (way.layer, way.tag, ZERO_TAIL)
-    return (way.group.turn, data, tokens, weights, plan.capacity, way.top_k, *place)
+    return (way.group.order_token, data, tokens, weights, plan.capacity, way.top_k, *place)
 
 
 def dispatch_flat_op(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from epic import _native, endings, meeting, store
+from epic import _native, bootstrapping, endings, store
+from epic.bootstrapping import Bootstrap, Exchange, Tcp
 from epic.errors import EpicArgumentError, EpicError
-from epic.meeting import Exchange, Meeting, Tcp
 from epic.options import INT64_MAX, ON_GPUS, Layer, backend_for, known, made, text, whole
 from epic.torch.ops import KEPT, LIBRARY, words_of
 
@@ -33,7 +33,7 @@ opened: "weakref.WeakSet[Group]" = weakref.WeakSet()
 lock = threading.Lock()
 
 
-# -------------------------------------------------------------------------- meeting ----
+# -------------------------------------------------------------------------- bootstrap ----
 
 
 class TorchStore:
@@ -71,62 +71,62 @@ class StoreExchange(store.StoreExchange):
         super().__init__(TorchStore(torch_store), prefix, num_ranks, timeout_ms)
 
 
-def threads(num_ranks: int, timeout_ms: int = 0) -> list[Meeting]:
-    """The meetings of ranks that are threads of this process: one for each Group(meet=)."""
-    return meeting.by_threads(num_ranks, timeout_ms or DEFAULT_TIMEOUT_MS)
+def threads(num_ranks: int, timeout_ms: int = 0) -> list[Bootstrap]:
+    """The bootstraps of ranks that are threads of this process: one for each Group(bootstrap=)."""
+    return bootstrapping.by_threads(num_ranks, timeout_ms or DEFAULT_TIMEOUT_MS)
 
 
-def of_processes(process_group: Any, timeout_ms: int) -> tuple[Meeting, int, int]:
+def of_processes(process_group: Any, timeout_ms: int) -> tuple[Bootstrap, int, int]:
     """Over the process group's own store."""
     rank, num_ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
     ranks = "-".join(map(str, dist.get_process_group_ranks(process_group)))
     # The name of a process group comes back after destroy_process_group, for other ranks.
     name = ranks if num_ranks <= 16 else hashlib.sha256(ranks.encode()).hexdigest()[:16]
     exchange = StoreExchange(process_group.get_group_store(), f"epic/{name}", num_ranks, timeout_ms)
-    return meeting.by_exchange(exchange, rank, num_ranks), rank, num_ranks
+    return bootstrapping.by_exchange(exchange, rank, num_ranks), rank, num_ranks
 
 
-def of_environment(timeout_ms: int) -> tuple[Meeting, int, int]:
+def of_environment(timeout_ms: int) -> tuple[Bootstrap, int, int]:
     """As torchrun's variables say, over the store that torchrun serves."""
     wait = timedelta(milliseconds=timeout_ms)
     served, rank, num_ranks = next(dist.rendezvous("env://", timeout=wait))
     exchange = StoreExchange(served, "epic", num_ranks, timeout_ms)
-    return meeting.by_exchange(exchange, rank, num_ranks), rank, num_ranks
+    return bootstrapping.by_exchange(exchange, rank, num_ranks), rank, num_ranks
 
 
-def choose_meeting(
-    process_group: Any, meet: Any, rank: int, num_ranks: int | None, timeout_ms: int
-) -> tuple[Meeting, int, int]:
-    """The meeting of this process, its rank, and how many there are."""
-    if isinstance(meet, Meeting):
-        mine, count = meet.struct.rank, meet.struct.num_ranks
+def choose_bootstrap(
+    process_group: Any, bootstrap: Any, rank: int, num_ranks: int | None, timeout_ms: int
+) -> tuple[Bootstrap, int, int]:
+    """The bootstrap of this process, its rank, and how many there are."""
+    if isinstance(bootstrap, Bootstrap):
+        mine, count = bootstrap.struct.rank, bootstrap.struct.num_ranks
         if (rank or mine) != mine or (num_ranks or count) != count:
             raise EpicArgumentError(
-                f"rank {rank}, num_ranks {num_ranks}: meet is that of rank {mine} of {count}: "
+                f"rank {rank}, num_ranks {num_ranks}: bootstrap is that of rank {mine} of {count}: "
                 "leave both out"
             )
-        return meet, mine, count
-    if meet is not None:
-        meeting.check_meet(meet)
+        return bootstrap, mine, count
+    if bootstrap is not None:
+        bootstrapping.check_bootstrap(bootstrap)
         if num_ranks is None:
-            raise EpicArgumentError("meet= needs rank= and num_ranks=")
+            raise EpicArgumentError("bootstrap= needs rank= and num_ranks=")
         rank, num_ranks = whole("rank", rank), whole("num_ranks", num_ranks, 1)
-        if isinstance(meet, Tcp):
-            return meeting.by_tcp(meet, 0, rank, num_ranks, timeout_ms), rank, num_ranks
-        return meeting.by_exchange(meet, rank, num_ranks), rank, num_ranks
+        if isinstance(bootstrap, Tcp):
+            return bootstrapping.by_tcp(bootstrap, 0, rank, num_ranks, timeout_ms), rank, num_ranks
+        return bootstrapping.by_exchange(bootstrap, rank, num_ranks), rank, num_ranks
     if num_ranks is not None:
         if num_ranks != 1 or rank != 0:
             raise EpicArgumentError(
-                f"num_ranks {num_ranks} needs meet=: epic.torch.Tcp(...) or an exchange"
+                f"num_ranks {num_ranks} needs bootstrap=: epic.torch.Tcp(...) or an exchange"
             )
-        return Meeting(_native.Meet(num_ranks=1)), 0, 1
+        return Bootstrap(_native.Bootstrap(num_ranks=1)), 0, 1
     if rank:
-        raise EpicArgumentError(f"rank {rank}: it goes with num_ranks= and meet=")
+        raise EpicArgumentError(f"rank {rank}: it goes with num_ranks= and bootstrap=")
     if process_group is not None:
         return of_processes(process_group, timeout_ms)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return of_environment(timeout_ms)
-    return Meeting(_native.Meet(num_ranks=1)), 0, 1
+    return Bootstrap(_native.Bootstrap(num_ranks=1)), 0, 1
 
 
 # ----------------------------------------------------------------------------- where ----
@@ -161,10 +161,10 @@ def choose_backend(device: torch.device, wish: str | None) -> str | None:
     return backend_for(device.type == "cuda", wish)
 
 
-def open_on(device: torch.device, meet: Meeting, config: Any) -> int:
+def open_on(device: torch.device, bootstrap: Bootstrap, config: Any) -> int:
     """The context of this rank."""
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        return meeting.open_context(meet, config)
+        return bootstrapping.open_context(bootstrap, config)
 
 
 # ------------------------------------------------------------------------------ group ----
@@ -188,8 +188,8 @@ class Group:
     torch.distributed, else those that torchrun's variables tell, else this process alone.
     max_tokens, max_row_bytes: the most tokens that a rank sends at once, and its widest row.
     device: None: a mesh's, or the current GPU for a process group of nccl, or the CPU.
-    meet: with rank= and num_ranks=, for ranks that torch.distributed does not join: Tcp(...), or a
-    function (rank, bytes) -> every rank's bytes; or one of threads(n).
+    bootstrap: with rank= and num_ranks=, for ranks that torch.distributed does not join: Tcp(...),
+    or a function (rank, bytes) -> every rank's bytes; or one of threads(n).
     backend: of GPUs "p2p", for one host, "hosts", for several, or "gpu", p2p if the ranks are on
     one, else hosts; None: EPIC_BACKEND's, if that is for such memory, else "gpu".  Of CPUs: None,
     the core chooses.
@@ -205,7 +205,7 @@ class Group:
         max_tokens: int,
         max_row_bytes: int,
         device: Any = None,
-        meet: Tcp | Exchange | Meeting | None = None,
+        bootstrap: Tcp | Exchange | Bootstrap | None = None,
         rank: int = 0,
         num_ranks: int | None = None,
         name: str = "epic",
@@ -222,26 +222,28 @@ class Group:
         self.max_tokens = whole("max_tokens", max_tokens)
         self.max_row_bytes = whole("max_row_bytes", max_row_bytes)
         process_group = of_mesh(ranks, dim)
-        if ranks is None and meet is None and num_ranks is None and dist.is_initialized():
+        if ranks is None and bootstrap is None and num_ranks is None and dist.is_initialized():
             process_group = dist.group.WORLD
-        over_processes = process_group is not None and meet is None and num_ranks is None
+        over_processes = process_group is not None and bootstrap is None and num_ranks is None
         self.process_ranks = dist.get_process_group_ranks(process_group) if over_processes else None
         self.device = choose_device(device, ranks, process_group)
         backend = choose_backend(self.device, backend)
         self.on_gpu = backend in ON_GPUS  # where the core computes
         wait = whole("timeout_ms", timeout_ms) or DEFAULT_TIMEOUT_MS
         names = text("name", name), text("backend", backend) if backend else None
-        meet, self.rank, self.num_ranks = choose_meeting(process_group, meet, rank, num_ranks, wait)
+        bootstrap, self.rank, self.num_ranks = choose_bootstrap(
+            process_group, bootstrap, rank, num_ranks, wait
+        )
         config = self.config()
         config.timeout_ms = timeout_ms
         config.staging_bytes = whole("staging_bytes", staging_bytes, most=INT64_MAX)
         config.max_in_flight = whole("max_in_flight", max_in_flight)
         config.max_sms, config.max_top_k = whole("max_sms", max_sms), whole("max_top_k", max_top_k)
         config.name, config.backend = names
-        self.context = self.opened(meet, config)
+        self.context = self.opened(bootstrap, config)
         # What tracers order operations by, as each writes to it.  Compiled functions save what
         # their backward writes to: that must not be what the next one's forward writes to.
-        self.turn, self.turn_back = (
+        self.order_token, self.order_token_backward = (
             torch.zeros(1, dtype=torch.int32, device=self.device) for _ in range(2)
         )
         self.kept: dict[Any, Any] = {}
@@ -252,15 +254,15 @@ class Group:
         with lock:
             opened.add(self)
 
-    def opened(self, meet: Meeting, config: Any) -> int:
+    def opened(self, bootstrap: Bootstrap, config: Any) -> int:
         """The context; opened in a thread, so that Ctrl-C lands while it waits."""
-        meet.take()
+        bootstrap.take()
         endings.begin("epic.torch", LIBRARY, abort_all, close_all)
-        opener = meeting.Opener(partial(open_on, self.device, meet, config))
+        opener = bootstrapping.Opener(partial(open_on, self.device, bootstrap, config))
         try:
-            meeting.wait_for([opener])
+            bootstrapping.wait_for([opener])
         except BaseException:
-            meet.leave()
+            bootstrap.leave()
             raise
         if opener.error is not None:
             raise opener.error
@@ -292,11 +294,11 @@ class Group:
         return int(_native.core().epic_num_hosts(self.context))
 
     @property
-    def wire(self) -> str:
+    def net(self) -> str:
         """What rows take between them: "ucx 1.13.1, host memory, tcp/eth0 by messages"; of backend
         "hosts", else ""."""
         self.must_be_open()
-        return _native.core().epic_wire_name(self.context).decode()
+        return _native.core().epic_net_name(self.context).decode()
 
     def must_be_open(self) -> None:
         """Raises after close()."""

@@ -266,7 +266,7 @@ def forward_args(
     numbers = (facts.saved_bytes, facts.forward_bytes, group.number, tag, *facts.forward)
     if facts.weight_type == "e4m3":
         weights = with_experts(weights, rounded_weights(x, experts_in(weights)))
-    return (group.turn, x, *weights, token_ids, table, *tables, *numbers)
+    return (group.order_token, x, *weights, token_ids, table, *tables, *numbers)
 
 
 FIRST, PAST = ORDER.index("w_gate_up"), ORDER.index("b_down") + 1
@@ -323,7 +323,7 @@ class Layer(EpicFunction):
         own = weights_back(x, facts.weight_type, experts_in(tuple(weights)))
         given = with_experts(tuple(weights), own)
         inputs = (x, *given, saved, d_out.contiguous(), d_loss.contiguous())
-        results = ops.moe_backward.default(group.turn_back, *inputs, *numbers)
+        results = ops.moe_backward.default(group.order_token_backward, *inputs, *numbers)
         d_x, *rest = results
         if facts.replicas:
             rest = of_logical(ctx, saved, rest)
@@ -344,7 +344,7 @@ def of_logical(ctx: Any, saved: Tensor, gradients: list[Tensor]) -> list[Tensor]
     come before them."""
     group, plan = ctx.group, saved[: ctx.facts.plan_bytes]
     first, end = 2, 2 + len(OF_EXPERTS)
-    whole = partial(replicas.added, group.turn_back, plan, group=group, tag=ctx.tag)
+    whole = partial(replicas.added, group.order_token_backward, plan, group=group, tag=ctx.tag)
     mine = [whole(d) if d.dim() > 1 else d for d in gradients[first:end]]
     return [*gradients[:first], *mine, *gradients[end:]]
 

@@ -54,7 +54,7 @@ def carried(
     way = plan.way
     place = (plan.capacity, way.layer, way.tag, int(zero_tail))
     sent = (as_bytes(rows), None if beside is None else as_bytes(beside), weights)
-    args = (way.group.turn, plan.bytes, *sent, *place)
+    args = (way.group.order_token, plan.bytes, *sent, *place)
     if out is not None:
         views = (out_bytes("recv", out[0], rows), out_bytes("scales", out[1], beside), out[2])
         write(torch.ops.epic.dispatch_bytes_out.default, args, *views)

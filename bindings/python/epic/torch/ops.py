@@ -56,13 +56,15 @@ def in_one_place(function: Callable[..., Any]) -> Callable[..., Any]:
     be memory that nobody wrote."""
 
     def run(*args: Any, **options: Any) -> Any:
-        devices = {x.device for x in args[has_turn:] if isinstance(x, Tensor)}
+        devices = {x.device for x in args[has_order_token:] if isinstance(x, Tensor)}
         if len(devices) > 1:
             names = " and ".join(sorted(map(str, devices)))
             raise EpicArgumentError(f"tensors are on {names}: use one device")
         return function(*args, **options)
 
-    has_turn = "turn" in inspect.signature(function).parameters  # the group's, where that is
+    has_order_token = (
+        "order_token" in inspect.signature(function).parameters
+    )  # the group's, where that is
     return run
 
 
@@ -227,7 +229,7 @@ KEPT: dict[int, tuple[int, int]] = {}  # capacity and bytes of the layers that g
 
 @fake
 def plan_fake(
-    turn: Tensor, topk_idx: Tensor, capacity: Any, size: Any = None, *_: Any, **__: Any
+    order_token: Tensor, topk_idx: Tensor, capacity: Any, size: Any = None, *_: Any, **__: Any
 ) -> Tensor:
     """The plan, and behind it expert_rows, expert_tokens, load, demand, logical_load.  capacity: of
     the overload "kept" the layer's number."""
@@ -236,7 +238,7 @@ def plan_fake(
 
 @fake
 def dispatch_fake(
-    turn: Tensor,
+    order_token: Tensor,
     plan: Tensor,
     tokens: Tensor,
     weights: Tensor | None,
@@ -251,7 +253,7 @@ def dispatch_fake(
 
 @fake
 def plan_dispatch_fake(
-    turn: Tensor,
+    order_token: Tensor,
     topk_idx: Tensor,
     tokens: Tensor,
     weights: Tensor | None,
@@ -263,13 +265,13 @@ def plan_dispatch_fake(
     """Those of plan, then those of dispatch."""
     if size is None:
         capacity, size = KEPT[capacity]
-    planned = plan_fake(turn, topk_idx, capacity, size)
-    return planned, *dispatch_fake(turn, planned, tokens, weights, capacity)
+    planned = plan_fake(order_token, topk_idx, capacity, size)
+    return planned, *dispatch_fake(order_token, planned, tokens, weights, capacity)
 
 
 @fake
 def dispatch_flat_fake(
-    turn: Tensor,
+    order_token: Tensor,
     plan: Tensor,
     tokens: Tensor,
     weights: Tensor | None,
@@ -292,7 +294,7 @@ def quantized(like: Tensor, slots: Any, quantize: int) -> tuple[Tensor, Tensor]:
 
 @fake
 def dispatch_quantized_fake(
-    turn: Tensor,
+    order_token: Tensor,
     plan: Tensor,
     tokens: Tensor,
     weights: Tensor | None,
@@ -307,7 +309,7 @@ def dispatch_quantized_fake(
 
 @fake
 def dispatch_bytes_fake(
-    turn: Tensor,
+    order_token: Tensor,
     plan: Tensor,
     tokens: Tensor,
     scales: Tensor | None,
@@ -323,7 +325,7 @@ def dispatch_bytes_fake(
 
 @fake
 def dispatch_backward_fake(
-    turn: Tensor,
+    order_token: Tensor,
     plan: Tensor,
     d_recv: Tensor,
     d_slot_weights: Tensor | None,
@@ -339,7 +341,7 @@ def dispatch_backward_fake(
 
 @fake
 def combine_fake(
-    turn: Tensor,
+    order_token: Tensor,
     plan: Tensor,
     rows: Tensor,
     slot_weights: Tensor | None,
@@ -352,7 +354,7 @@ def combine_fake(
 
 @fake
 def combine_backward_fake(
-    turn: Tensor,
+    order_token: Tensor,
     plan: Tensor,
     d_out: Tensor,
     rows: Tensor | None,
@@ -367,7 +369,7 @@ def combine_backward_fake(
 
 @fake
 def combine_backward_quantized_fake(
-    turn: Tensor,
+    order_token: Tensor,
     plan: Tensor,
     d_out: Tensor,
     rows: Tensor | None,
@@ -382,12 +384,12 @@ def combine_backward_quantized_fake(
 
 
 @fake
-def sum__fake(turn: Tensor, *_: Any) -> None:
+def sum__fake(order_token: Tensor, *_: Any) -> None:
     """Nothing."""
 
 
 @fake
-def sum_replicas__fake(turn: Tensor, *_: Any) -> None:
+def sum_replicas__fake(order_token: Tensor, *_: Any) -> None:
     """Nothing."""
 
 
@@ -526,7 +528,7 @@ KIND_OF_EXPERTS = argument_names("moe_backward").index("experts_kind") - 2
 
 
 @fake
-def moe_fake(turn: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def moe_fake(order_token: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """The tokens, the loss, load, demand, logical_load, and what is saved for backward."""
     logical, saved_bytes = rest[MOE_WEIGHTS + 5 : MOE_WEIGHTS + 7]  # behind two arrays of scales
     num_ids = rest[NUM_EXPERTS - 2]
@@ -537,7 +539,7 @@ def moe_fake(turn: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 
 @fake
-def moe_backward_fake(turn: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def moe_backward_fake(order_token: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """Gradients of x and of the weights but the bias."""
     of_experts = type_in(rest[KIND_OF_EXPERTS], "grad_type") or wide(x)
     kinds = [of_experts if i in OF_EXPERTS else wide(x) for i in range(MOE_WEIGHTS)]

@@ -15,11 +15,11 @@ from epic.torch.plans import Plan, Way
 ops = torch.ops.epic
 
 
-def added(turn: Tensor, data: Tensor, x: Tensor, group: Group, tag: int) -> Tensor:
+def added(order_token: Tensor, data: Tensor, x: Tensor, group: Group, tag: int) -> Tensor:
     """sum_replicas on checked tensors."""
     out = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     rows = out.view(out.shape[0], -1)
-    ops.sum_replicas_.default(turn, data, rows, group.number, tag)
+    ops.sum_replicas_.default(order_token, data, rows, group.number, tag)
     return rows.view(out.shape)
 
 
@@ -29,7 +29,7 @@ class SumReplicas(EpicFunction):
     @staticmethod
     def forward(way: Way, data: Tensor, x: Tensor) -> Tensor:
         """Call the operator."""
-        return added(way.group.turn, data, x, way.group, way.tag)
+        return added(way.group.order_token, data, x, way.group, way.tag)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
@@ -45,7 +45,7 @@ class SumReplicas(EpicFunction):
         """Each replica's numbers are in every replica's sum."""
         (data,) = ctx.saved_tensors
         group, tag = ctx.way.group, ctx.way.tag
-        whole = added(group.turn_back, data, gradient, group, tag)
+        whole = added(group.order_token_backward, data, gradient, group, tag)
         return None, None, whole.to(gradient.dtype)
 
 
@@ -102,12 +102,12 @@ def sum_replicas(plan: Plan, x: Tensor, *, out: Tensor | None = None) -> Tensor:
     way, group = plan.way, plan.way.group
     if out is not None:
         rows = out.view(out.shape[0], -1)
-        ops.sum_replicas_.default(group.turn, plan.bytes, rows, group.number, way.tag)
+        ops.sum_replicas_.default(group.order_token, plan.bytes, rows, group.number, way.tag)
         note_write(out)
         return out
     if needs_gradient(x):
         return sum_replicas_apply(way, plan.bytes, x)
-    return added(group.turn, plan.bytes, x, group, way.tag)
+    return added(group.order_token, plan.bytes, x, group, way.tag)
 
 
 @raising

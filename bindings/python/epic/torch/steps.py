@@ -71,15 +71,15 @@ def plan(
             data = plan_into(way, topk_idx, slots, tables, out)
         elif compared:
             given = (*all_numbers_of(way, tables), *compared)
-            data = ops.plan.compared(group.turn, topk_idx, slots, way.bytes, *given)
+            data = ops.plan.compared(group.order_token, topk_idx, slots, way.bytes, *given)
         elif kept and not overridden(topk_idx):
-            data = PLAN_KEPT(group.turn, topk_idx, kept)
+            data = PLAN_KEPT(group.order_token, topk_idx, kept)
         elif tables or way.more:
             numbers = numbers_of(way, tables)
-            data = ops.plan.default(group.turn, topk_idx, slots, way.bytes, *numbers)
+            data = ops.plan.default(group.order_token, topk_idx, slots, way.bytes, *numbers)
         else:
             call = PLAN if is_traced() or overridden(topk_idx) else PLAN_NOW
-            data = call(group.turn, topk_idx, slots, way.bytes, way.number, way.rules)
+            data = call(group.order_token, topk_idx, slots, way.bytes, way.number, way.rules)
     except RuntimeError as error:
         raise told(error) from None
     made = tuple.__new__(Plan, (data, num_tokens, slots, way))
@@ -112,7 +112,7 @@ def bytes_of(out: Any) -> Tensor:
 def plan_into(way: Way, chosen: Tensor, slots: int, tables: tuple[Any, ...], out: Plan) -> Tensor:
     """plan with out=."""
     data = bytes_of(out)
-    args = (way.group.turn, chosen, slots, way.bytes, *all_numbers_of(way, tables))
+    args = (way.group.order_token, chosen, slots, way.bytes, *all_numbers_of(way, tables))
     write(ops.plan_out.default, args, data)
     return data
 
@@ -132,7 +132,7 @@ def rows_home(ctx: Any, d_recv: Tensor, d_slots: Tensor) -> tuple[Any, Any]:
     (data,) = ctx.saved_tensors
     way, weighs = ctx.way, ctx.needs_input_grad[3]
     d_tokens, d_weights = ops.dispatch_backward.default(
-        way.group.turn_back,
+        way.group.order_token_backward,
         data,
         d_recv,
         d_slots if weighs else None,
@@ -177,10 +177,10 @@ def dispatch_op(
     """The operator."""
     capacity, way = plan.capacity, plan.way
     is_seen = is_traced() or overridden(data, tokens, weights)
-    call, turn = DISPATCH if is_seen else DISPATCH_NOW, way.group.turn
+    call, order_token = DISPATCH if is_seen else DISPATCH_NOW, way.group.order_token
     if zero_tail and not way.tag:
-        return call(turn, data, tokens, weights, capacity, way.layer)
-    return call(turn, data, tokens, weights, capacity, way.layer, way.tag, int(zero_tail))
+        return call(order_token, data, tokens, weights, capacity, way.layer)
+    return call(order_token, data, tokens, weights, capacity, way.layer, way.tag, int(zero_tail))
 
 
 def dispatch(
@@ -234,7 +234,7 @@ def dispatch_into(
     check_pair(weights, slots)
     way = plan.way
     place = (way.layer, way.tag, int(zero_tail))
-    args = (way.group.turn, plan.bytes, rows, weights, plan.capacity, *place)
+    args = (way.group.order_token, plan.bytes, rows, weights, plan.capacity, *place)
     write(ops.dispatch_out.default, args, recv, slots)
     return recv, slots
 
@@ -335,7 +335,7 @@ def quantized_args(
     way = plan.way
     kind = 1 + BLOCKS.index(block)
     place = (way.layer, way.tag, ZERO_TAIL)
-    return (way.group.turn, data, rows, weights, plan.capacity, kind, *place)
+    return (way.group.order_token, data, rows, weights, plan.capacity, kind, *place)
 
 
 @raising
@@ -378,20 +378,22 @@ def plan_dispatch_op(
 ) -> tuple[Tensor, ...]:
     """The operator."""
     way, _, slots, tables = wish
-    turn = way.group.turn
+    order_token = way.group.order_token
     if way.compared:
         given = (*all_numbers_of(way, tables), int(zero_tail), *way.compared)
-        inputs = (turn, chosen, tokens, weights, slots, way.bytes)
+        inputs = (order_token, chosen, tokens, weights, slots, way.bytes)
         return ops.plan_dispatch.compared(*inputs, *given)
     kept = way.kept if zero_tail and slots == way.capacity and not tables else 0
     if kept and not overridden(chosen, tokens, weights):
-        return PLAN_DISPATCH_KEPT(turn, chosen, tokens, weights, kept)
+        return PLAN_DISPATCH_KEPT(order_token, chosen, tokens, weights, kept)
     if zero_tail and not tables and not way.more:
         is_seen = is_traced() or overridden(chosen, tokens, weights)
         call = PLAN_DISPATCH if is_seen else PLAN_DISPATCH_NOW
-        return call(turn, chosen, tokens, weights, slots, way.bytes, way.number, way.rules)
+        return call(order_token, chosen, tokens, weights, slots, way.bytes, way.number, way.rules)
     numbers = (*all_numbers_of(way, tables), int(zero_tail))
-    return ops.plan_dispatch.default(turn, chosen, tokens, weights, slots, way.bytes, *numbers)
+    return ops.plan_dispatch.default(
+        order_token, chosen, tokens, weights, slots, way.bytes, *numbers
+    )
 
 
 def plan_dispatch_into(
@@ -408,7 +410,7 @@ def plan_dispatch_into(
     check_pair(weights, slot)
     way, _, slots, tables = wish
     numbers = (*all_numbers_of(way, tables), int(zero_tail))
-    args = (way.group.turn, chosen, tokens, weights, slots, way.bytes, *numbers)
+    args = (way.group.order_token, chosen, tokens, weights, slots, way.bytes, *numbers)
     write(ops.plan_dispatch_out.default, args, *found)
     return found
 
@@ -498,10 +500,10 @@ def combine_op(
     """The operator."""
     num_tokens, way = plan.num_tokens, plan.way
     is_seen = is_traced() or overridden(data, rows, slots)
-    call, turn = COMBINE if is_seen else COMBINE_NOW, way.group.turn
+    call, order_token = COMBINE if is_seen else COMBINE_NOW, way.group.order_token
     if not way.tag:
-        return call(turn, data, rows, slots, num_tokens, way.layer)
-    return call(turn, data, rows, slots, num_tokens, way.layer, way.tag)
+        return call(order_token, data, rows, slots, num_tokens, way.layer)
+    return call(order_token, data, rows, slots, num_tokens, way.layer, way.tag)
 
 
 class Combine(EpicFunction):
@@ -529,7 +531,7 @@ class Combine(EpicFunction):
         """To the slots, scaled by their weights."""
         data, rows, slots = ctx.saved_tensors
         way, block = ctx.way, ctx.block
-        inputs = (way.group.turn_back, data, d_out, rows, slots, ctx.capacity)
+        inputs = (way.group.order_token_backward, data, d_out, rows, slots, ctx.capacity)
         if block is None:
             d_rows, d_slots = ops.combine_backward.default(*inputs, way.layer, way.tag)
         else:
@@ -574,7 +576,7 @@ def combine(
 def combine_into(plan: Plan, rows: Tensor, slots: Tensor | None, out: Tensor) -> Tensor:
     """combine with out=."""
     data, num_tokens, _, way = plan
-    args = (way.group.turn, data, rows, slots, num_tokens, way.layer, way.tag)
+    args = (way.group.order_token, data, rows, slots, num_tokens, way.layer, way.tag)
     write(ops.combine_out.default, args, out)
     return out
 

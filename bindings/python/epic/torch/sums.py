@@ -15,10 +15,10 @@ from epic.torch.ops import copy_into, note_write, raising
 ops = torch.ops.epic
 
 
-def sum_op(group: Group, turn: Tensor, x: Tensor, order: int, tag: int) -> Tensor:
+def sum_op(group: Group, order_token: Tensor, x: Tensor, order: int, tag: int) -> Tensor:
     """The operator, which adds float32 in place; x [n], of float32 or float64."""
     out = with_zeros_of_others(group, x) if x.dtype == torch.float64 else x.clone()
-    ops.sum_.default(turn, out, order, group.number, tag)
+    ops.sum_.default(order_token, out, order, group.number, tag)
     return added_here(group, out, order) if x.dtype == torch.float64 else out
 
 
@@ -55,7 +55,7 @@ class Sum(EpicFunction):
     @staticmethod
     def forward(group: Group, x: Tensor, order: int, tag: int) -> Tensor:
         """Call the operator."""
-        return sum_op(group, group.turn, x, order, tag)
+        return sum_op(group, group.order_token, x, order, tag)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
@@ -67,7 +67,7 @@ class Sum(EpicFunction):
     @raising
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         """Each rank's x is in every rank's sum."""
-        whole = sum_op(ctx.group, ctx.group.turn_back, gradient.contiguous(), *ctx.place)
+        whole = sum_op(ctx.group, ctx.group.order_token_backward, gradient.contiguous(), *ctx.place)
         return None, whole, None, None
 
 
@@ -87,14 +87,16 @@ def sum(
     if out is not None:
         copy_into(out, x)
         if x.dtype == torch.float64:
-            return out.copy_(sum_op(group, group.turn, out.view(-1), order, tag).view(out.shape))
-        ops.sum_.default(group.turn, out.view(-1), order, group.number, tag)
+            return out.copy_(
+                sum_op(group, group.order_token, out.view(-1), order, tag).view(out.shape)
+            )
+        ops.sum_.default(group.order_token, out.view(-1), order, group.number, tag)
         note_write(out)
         return out
     flat = x.reshape(-1).contiguous()
     if needs_gradient(x):
         return sum_apply(group, flat, order, tag).reshape(x.shape)
-    return sum_op(group, group.turn, flat, order, tag).reshape(x.shape)
+    return sum_op(group, group.order_token, flat, order, tag).reshape(x.shape)
 
 
 class SumGradient(EpicFunction):
@@ -126,5 +128,7 @@ def added_in_backward(group: Group, order: int, tag: int, parts: list[Tensor]) -
     """Adds gradients over the ranks in one sum; each keeps its shape and dtype."""
     wide = torch.float64 if parts[0].dtype == torch.float64 else torch.float32
     flat = torch.cat([part.reshape(-1).to(wide) for part in parts])
-    whole = sum_op(group, group.turn_back, flat, order, tag).split([p.numel() for p in parts])
+    whole = sum_op(group, group.order_token_backward, flat, order, tag).split(
+        [p.numel() for p in parts]
+    )
     return [w.view(p.shape).to(p.dtype) for w, p in zip(whole, parts, strict=True)]

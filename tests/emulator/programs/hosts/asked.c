@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Ranks that ask for memory on the GPU and do not get it, or for different kinds: every rank is told the
  * same, at once, with the variable and the rank that it is about; and the same ranks open without it.
- * The wire is chaos. */
+ * The net is chaos. */
 #include <cuda_runtime_api.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -34,38 +34,38 @@ static void leave_room_for_a_heap(void)
 {
     const epic_config config = config_of();
     epic_memory_info told;
-    setenv("EPIC_WIRE_MEMORY", "host", 1);
+    setenv("EPIC_NET_MEMORY", "host", 1);
     CHECK(epic_memory(&config, NULL, &told) == EPIC_OK);
     emulator_limit(0, (uint64_t)told.device_bytes + 65536);
 }
 
-static void refused(const epic_meet *meet, epic_result result, const char *const said[2])
+static void refused(const epic_bootstrap *bootstrap, epic_result result,
+                    const char *const said[2])
 {
     epic_context *ctx;
     const epic_config config = config_of();
-    const epic_result got = epic_open(&ctx, meet, &config);
+    const epic_result got = epic_open(&ctx, bootstrap, &config);
     const char *error = epic_error(ctx);
     CHECK_SAY(got == result && strstr(error, said[0]) && strstr(error, said[1]),
-              "rank %d: %s: %s", meet->rank, epic_result_name(got), error);
+              "rank %d: %s: %s", bootstrap->rank, epic_result_name(got), error);
     epic_close(ctx);
 }
 
-static void ask(const epic_meet *meet, void *self)
+static void ask(const epic_bootstrap *bootstrap, void *self)
 {
     const wish *w = self;
-    if (w->full == meet->rank) leave_room_for_a_heap();
-    setenv("EPIC_WIRE_MEMORY", w->memory[meet->rank], 1);
-    refused(meet, w->result, w->said);
+    if (w->full == bootstrap->rank) leave_room_for_a_heap();
+    setenv("EPIC_NET_MEMORY", w->memory[bootstrap->rank], 1);
+    refused(bootstrap, w->result, w->said);
     CHECK(emulator_bytes(true) == 0 && emulator_bytes(false) == 0);
 }
 
-static void ask_out_of_reach(const epic_meet *meet, void *self)
+static void ask_out_of_reach(const epic_bootstrap *bootstrap, void *self)
 {
-    static const char *const said[2] = {
-        "rank 1: EPIC_WIRE_MEMORY=gpu: chaos: host 1 reaches no",
-        "without it rows go by way of host memory"};
+    static const char *const said[2] = {"rank 1: EPIC_NET_MEMORY=gpu: chaos: host 1 reaches no",
+                                        "without it rows go by way of host memory"};
     (void)self;
-    refused(meet, EPIC_ENOTSUP, said);
+    refused(bootstrap, EPIC_ENOTSUP, said);
 }
 
 int main(void)
@@ -74,22 +74,22 @@ int main(void)
         {{"gpu", "host"},
          -1,
          EPIC_EMISMATCH,
-         {"rank 1: EPIC_WIRE_MEMORY=host, and =gpu on rank 0", "on every rank, or on none"}},
-        {{"host", "gpu"}, -1, EPIC_EMISMATCH, {"rank 0: EPIC_WIRE_MEMORY=host", "rank 1"}},
+         {"rank 1: EPIC_NET_MEMORY=host, and =gpu on rank 0", "on every rank, or on none"}},
+        {{"host", "gpu"}, -1, EPIC_EMISMATCH, {"rank 0: EPIC_NET_MEMORY=host", "rank 1"}},
         {{"", "gpu"},
          0,
          EPIC_ENOTSUP,
-         {"rank 0: memory of the device", "; EPIC_WIRE_MEMORY=gpu on rank 1: without it"}},
+         {"rank 0: memory of the device", "; EPIC_NET_MEMORY=gpu on rank 1: without it"}},
         {{"", "gpu"},
          1,
          EPIC_ENOMEM,
-         {"rank 1: EPIC_WIRE_MEMORY=gpu: memory of the device", "without it rows go"}},
+         {"rank 1: EPIC_NET_MEMORY=gpu: memory of the device", "without it rows go"}},
     };
     check_begin();
     for (size_t i = 0; i < sizeof wishes / sizeof *wishes; i++)
         run_processes(RANKS, ask, &wishes[i], 150);
     /* Across processes chaos reaches nobody. */
-    setenv("EPIC_WIRE_MEMORY", "gpu", 1);
+    setenv("EPIC_NET_MEMORY", "gpu", 1);
     setenv("EPIC_CHAOS_OUT_OF_REACH", "1", 1);
     run_threads(RANKS, ask_out_of_reach, NULL);
     return check_end();

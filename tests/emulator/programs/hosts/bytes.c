@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What a rank gives to the wire, to the byte: two hosts of two ranks, every token goes to all four.
+/* What a rank gives to the net, to the byte: two hosts of two ranks, every token goes to all four.
  * By relays a row crosses once for a host, with a word that says who wants it, whatever goes with it,
  * and a host's partials cross as one, where the sums are a tree's; else once for a rank.  And how many
  * entries of the ring that takes: one for a whole partial; a plan has one for counts and one for the
@@ -32,7 +32,7 @@ static void expect(team_rank *me, uint64_t *before, const char *what, uint64_t b
         fprintf(stderr, "%s: %s\n", what, f.sentence);
         team_stop();
     }
-    team_meet(me);
+    team_barrier(me);
     uint64_t all[3];
     epic_backend_hosts_given(me->group, all);
     const uint64_t given = all[0] - before[0], taken = all[2] - before[2];
@@ -154,7 +154,7 @@ int main(void)
     for (int i = 0; i < 4 && !bad; i++) {
         relays = i % 2;
         order = i < 2 ? EPIC_TREE : EPIC_BY_RANK;
-        setenv("EPIC_WIRE_RELAY", relays ? "1" : "0", 1);
+        setenv("EPIC_NET_RELAY", relays ? "1" : "0", 1);
         if (team_run(&t) != 0) return 1;
     }
     if (!bad) printf("hosts_bytes: good\n");

@@ -9,9 +9,9 @@
 
 #include "check.h"
 #include "epic/epic.h"
+#include "net/suite_net.h"
 #include "rounds.h"
 #include "slack.h"
-#include "wire/suite_net.h"
 
 enum {
     MAX_RANKS = 8,
@@ -26,14 +26,14 @@ typedef struct trial { /* shared by all */
     uint64_t seen_ns[MAX_RANKS];
 } trial;
 
-static bool take_seat(rounds *s, const epic_meet *meet)
+static bool take_seat(rounds *s, const epic_bootstrap *bootstrap)
 {
     const epic_config config = {.max_tokens = ROUND_TOKENS,
                                 .max_row_bytes = ROUND_ROW,
-                                .num_ranks = (uint32_t)meet->num_ranks,
+                                .num_ranks = (uint32_t)bootstrap->num_ranks,
                                 .timeout_ms = PATIENCE_MS,
                                 .backend = "hosts"};
-    if (!CHECK_SAY(epic_open(&s->ctx, meet, &config) == EPIC_OK, "%s", epic_error(s->ctx)))
+    if (!CHECK_SAY(epic_open(&s->ctx, bootstrap, &config) == EPIC_OK, "%s", epic_error(s->ctx)))
         return false;
     return CHECK(round_seat(s, &config));
 }
@@ -49,20 +49,20 @@ static void check_failure(const rounds *s, int rank, int victim)
     CHECK_SAY(right, "rank %d, and rank %d was cut off: %s", rank, victim, f.sentence);
 }
 
-static void be(const epic_meet *meet, void *self)
+static void be(const epic_bootstrap *bootstrap, void *self)
 {
     trial *t = self;
     rounds s = {0};
-    if (!take_seat(&s, meet)) return;
+    if (!take_seat(&s, bootstrap)) return;
     for (int i = 0; i < STEPS; i++)
         if (!CHECK_SAY(round_run(&s) == EPIC_OK, "%s", epic_error(s.ctx))) return;
-    if (meet->rank == t->victim) {
+    if (bootstrap->rank == t->victim) {
         net_cut(t->victim);
         __atomic_store_n(&t->cut_ns, run_now_ns(), __ATOMIC_RELEASE);
     }
     while (round_run(&s) == EPIC_OK) continue;
-    t->seen_ns[meet->rank] = run_now_ns();
-    check_failure(&s, meet->rank, t->victim);
+    t->seen_ns[bootstrap->rank] = run_now_ns();
+    check_failure(&s, bootstrap->rank, t->victim);
     epic_close(s.ctx);
 }
 
@@ -87,7 +87,7 @@ int main(int argc, char **argv)
     if (argc < 3) return 2;
     check_begin();
     const int num_ranks = atoi(argv[1]), cuts = atoi(argv[2]);
-    setenv("UCX_NET_DEVICES", "wire", 1);
+    setenv("UCX_NET_DEVICES", "net", 1);
     trial *t = run_share(sizeof *t);
     for (int i = 0; i < cuts; i++)
         if (!cut(num_ranks, i * 3 % num_ranks, t))

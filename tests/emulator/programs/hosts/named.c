@@ -16,39 +16,39 @@ static epic_config config_of(const char *backend)
 }
 
 /* Says what keeps the ranks from opening, once, and ends them. */
-static void open_as(const epic_meet *meet, const char *backend, const char *wanted)
+static void open_as(const epic_bootstrap *bootstrap, const char *backend, const char *wanted)
 {
     epic_context *ctx;
     epic_config config = config_of(backend);
-    config.num_ranks = (uint32_t)meet->num_ranks;
-    if (epic_open(&ctx, meet, &config) != EPIC_OK) {
-        if (meet->rank == 0) fprintf(stderr, "%s\n", epic_error(ctx));
-        if (meet->rank == 0) _exit(1);
+    config.num_ranks = (uint32_t)bootstrap->num_ranks;
+    if (epic_open(&ctx, bootstrap, &config) != EPIC_OK) {
+        if (bootstrap->rank == 0) fprintf(stderr, "%s\n", epic_error(ctx));
+        if (bootstrap->rank == 0) _exit(1);
         for (;;) pause();
     }
-    CHECK_SAY(strcmp(epic_backend_name(ctx), wanted) == 0, "rank %d took %s", meet->rank,
+    CHECK_SAY(strcmp(epic_backend_name(ctx), wanted) == 0, "rank %d took %s", bootstrap->rank,
               epic_backend_name(ctx));
     epic_close(ctx);
 }
 
-static void ask_by_name(const epic_meet *meet, void *wanted)
+static void ask_by_name(const epic_bootstrap *bootstrap, void *wanted)
 {
-    open_as(meet, "gpu", wanted);
+    open_as(bootstrap, "gpu", wanted);
 }
 
-static void ask_by_variable(const epic_meet *meet, void *wanted)
+static void ask_by_variable(const epic_bootstrap *bootstrap, void *wanted)
 {
-    open_as(meet, NULL, wanted);
+    open_as(bootstrap, NULL, wanted);
 }
 
 /* p2p is for one host; who asks for it on several is told of what is for them. */
-static void ask_for_p2p(const epic_meet *meet, void *wanted)
+static void ask_for_p2p(const epic_bootstrap *bootstrap, void *wanted)
 {
     (void)wanted;
     epic_context *ctx;
     epic_config config = config_of("p2p");
-    config.num_ranks = (uint32_t)meet->num_ranks;
-    CHECK(epic_open(&ctx, meet, &config) == EPIC_ENOTSUP);
+    config.num_ranks = (uint32_t)bootstrap->num_ranks;
+    CHECK(epic_open(&ctx, bootstrap, &config) == EPIC_ENOTSUP);
     CHECK_SAY(strstr(epic_error(ctx), "different hosts: backend hosts, or gpu,") != NULL, "%s",
               epic_error(ctx));
     epic_close(ctx);

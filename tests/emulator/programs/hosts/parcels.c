@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Pieces of random sizes in random order, as kernels ship them: every word goes once, and none that
- * was not shipped; what is complete before a wire asks for more goes in one put. */
+ * was not shipped; what is complete before a net asks for more goes in one put. */
 #include "backend/hosts/parcels.h"
 
 #include <stdio.h>
@@ -13,7 +13,7 @@ enum { HOSTS_HERE = 3, WORDS = 40000, PARCEL = 1024, MOST = 700, PIECES = 4000 }
 
 static unsigned char shipped[HOSTS_HERE][WORDS], given[HOSTS_HERE][WORDS];
 static run_random dice;
-static int percent; /* how often a wire is hungry */
+static int percent; /* how often a net is hungry */
 static bool is_full;
 
 static void wrong(const char *what, const run *r)
@@ -100,7 +100,7 @@ static void test_whole(uint32_t words)
     parcels_free(all);
 }
 
-/* What one piece is missing of goes when many others have come since, to a wire that is not hungry; not
+/* What one piece is missing of goes when many others have come since, to a net that is not hungry; not
  * long before. */
 static void test_stale(void)
 {
@@ -123,7 +123,7 @@ static void test_stale(void)
     parcels_free(all);
 }
 
-/* Rows that are there first are overtaken, and wait while the wire is full. */
+/* Rows that are there first are overtaken, and wait while the net is full. */
 static void test_urgent(void)
 {
     parcels *all = parcels_new(1, 8 * PARCEL, PARCEL, PARCEL);
@@ -131,7 +131,7 @@ static void test_urgent(void)
     percent = 100;
     is_full = true;
     parcels_add(all, 0, 3 * PARCEL, PARCEL);
-    if (parcels_next(all, may_go, NULL, &r)) wrong("the wire is full", &r);
+    if (parcels_next(all, may_go, NULL, &r)) wrong("the net is full", &r);
     parcels_add(all, 0, 40, 8);
     if (!parcels_next(all, may_go, NULL, &r) || r.word != 40 || r.words != 8)
         wrong("what is urgent waits behind a row", &r);
@@ -179,7 +179,7 @@ int main(void)
     test_urgent();
     test_stale();
     test_whole(PARCEL);
-    test_whole((512 << 10) / 8); /* the largest put of wire.h */
+    test_whole((512 << 10) / 8); /* the largest put of net.h */
     for (int i = 0; i < 20; i++) {
         percent = i * 5;
         test_random();

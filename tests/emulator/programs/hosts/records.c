@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Plans, and plans with dispatch, one after the other, over a wire that is late (chaos.h).  Tokens
+/* Plans, and plans with dispatch, one after the other, over a net that is late (chaos.h).  Tokens
  * have one of eight choices on the other host: most words of a record say nothing, and a word that
  * is late is mostly one of them.  All the same each is waited for: else it lands over a record of
  * the plan after the next.
- *   hosts_records [few]   few tokens, whose ids go in place of records, over a wire that keeps the last
+ *   hosts_records [few]   few tokens, whose ids go in place of records, over a net that keeps the last
  *                         word of each put back: nothing may be taken before all of it has come */
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The thread of a rank whose wire to one host takes nothing: what is for the others goes on, rows and
+/* The thread of a rank whose net to one host takes nothing: what is for the others goes on, rows and
  * messages. */
 #include "backend/hosts/ring.h"
 
@@ -15,7 +15,7 @@ static bool is_full = true;        /* of FULL, at first */
 static uint64_t most = UINT64_MAX; /* puts to FULL that are read */
 static uint64_t given[NUM_HOSTS];  /* to a host */
 
-static bool put(wire *w, int host, uint64_t to, const void *from, uint32_t bytes)
+static bool put(net *w, int host, uint64_t to, const void *from, uint32_t bytes)
 {
     (void)w, (void)to, (void)from, (void)bytes;
     if (host == FULL && __atomic_load_n(&is_full, __ATOMIC_ACQUIRE)) return false;
@@ -23,37 +23,37 @@ static bool put(wire *w, int host, uint64_t to, const void *from, uint32_t bytes
     return true;
 }
 
-static bool word(wire *w, int host, uint64_t to, uint64_t value)
+static bool word(net *w, int host, uint64_t to, uint64_t value)
 {
     (void)value;
     return put(w, host, to, NULL, 8);
 }
 
-static int look(wire *w)
+static int look(net *w)
 {
     (void)w;
     return 0;
 }
 
-static bool done(const wire *w, int host, uint64_t count)
+static bool done(const net *w, int host, uint64_t count)
 {
     (void)w;
     return host != FULL || count <= __atomic_load_n(&most, __ATOMIC_ACQUIRE);
 }
 
-static bool gone(const wire *w, int host)
+static bool gone(const net *w, int host)
 {
     (void)w, (void)host;
     return false;
 }
 
-static const wire_engine engine = {.name = "test",
-                                   .best_bytes = 2 << 10,
-                                   .put = put,
-                                   .word = word,
-                                   .look = look,
-                                   .done = done,
-                                   .gone = gone};
+static const net_engine engine = {.name = "test",
+                                  .best_bytes = 2 << 10,
+                                  .put = put,
+                                  .word = word,
+                                  .look = look,
+                                  .done = done,
+                                  .gone = gone};
 
 static void wrong(const char *what)
 {
@@ -108,8 +108,8 @@ int main(void)
     const p2p_heap at = p2p_heap_of(NUM_HOSTS, 64, 2048, 0, 8);
     const p2p_ring ring = {calloc(P2P_RING_ENTRIES, 8), &words};
     uint8_t *outbox = calloc(1, (size_t)at.bytes);
-    const wire_lines_setup lines = {.num_hosts = NUM_HOSTS, .ranks_per_host = 1};
-    unsigned char card[WIRE_LINES_CARD_BYTES] = {0};
+    const net_lines_setup lines = {.num_hosts = NUM_HOSTS, .ranks_per_host = 1};
+    unsigned char card[NET_LINES_CARD_BYTES] = {0};
     hosts_ring_setup setup = {.host = OWN,
                               .num_hosts = NUM_HOSTS,
                               .engine = &engine,
@@ -119,13 +119,13 @@ int main(void)
                               .beats = &beats,
                               .ring = ring};
     hosts_ring *r;
-    if (!ring.entries || !outbox || wire_lines_listen(&setup.lines, &lines, card) != EPIC_OK ||
+    if (!ring.entries || !outbox || net_lines_listen(&setup.lines, &lines, card) != EPIC_OK ||
         hosts_ring_open(&r, &setup) != EPIC_OK)
         return 1;
     test_rows(&setup);
     test_messages(&setup, r);
     hosts_ring_close(r);
-    wire_lines_close(setup.lines);
+    net_lines_close(setup.lines);
     free(ring.entries);
     free(outbox);
     printf("hosts_ring: good\n");

@@ -16,10 +16,10 @@
 static float *memory; /* of the device */
 static cudaStream_t stream;
 
-static epic_result add_on_device(epic_context *ctx, const epic_sum_args *args)
+static epic_result add_on_device(epic_context *ctx, const epic_allreduce_sum_args *args)
 {
     const size_t bytes = (size_t)args->count * sizeof *args->data;
-    epic_sum_args a = *args;
+    epic_allreduce_sum_args a = *args;
     if (!memory &&
         (!CHECK(cudaMalloc((void **)&memory, MOST_BYTES) == cudaSuccess) ||
          !CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess)))
@@ -27,7 +27,7 @@ static epic_result add_on_device(epic_context *ctx, const epic_sum_args *args)
     cudaMemcpyAsync(memory, args->data, bytes, cudaMemcpyHostToDevice, stream);
     a.data = memory;
     a.call.stream = stream;
-    const epic_result result = epic_sum(ctx, &a);
+    const epic_result result = epic_allreduce_sum(ctx, &a);
     if (result != EPIC_OK) return result;
     cudaMemcpyAsync(args->data, memory, bytes, cudaMemcpyDeviceToHost, stream);
     CHECK(cudaStreamSynchronize(stream) == cudaSuccess);

@@ -2,7 +2,7 @@
 /* What a group of several hosts tells of itself: how many they are, what its rows take between them,
  * there and in epic-info; beforehand the memory that it takes, to the page; which order EPIC_BY_HOSTS
  * is; and that opening it meets no more often than it must.
- *   told RANKS HOSTS WORDS-OF-THE-WIRE EPIC-INFO GATHERS [full]
+ *   told RANKS HOSTS WORDS-OF-THE-NET EPIC-INFO GATHERS [full]
  * full: the last rank has a GPU of its own, without room for what the network reads and writes. */
 #include <cuda_runtime_api.h>
 #include <pthread.h>
@@ -21,10 +21,10 @@ static int num_ranks, num_hosts, num_gathers;
 static const char *words, *program;
 static bool on_gpu, full;
 static char group[64];
-static epic_meet meets[MAX_RANKS];
+static epic_bootstrap bootstraps[MAX_RANKS];
 
-typedef struct counting { /* a meeting's gathers */
-    const epic_meet *of;
+typedef struct counting { /* a bootstrap's gathers */
+    const epic_bootstrap *of;
     int gathers;
 } counting;
 static pthread_barrier_t barrier;
@@ -75,17 +75,17 @@ static bool is_told(const char *what, uint64_t bytes, int64_t told, int64_t leas
     return good;
 }
 
-/* Where EPIC_WIRE_MEMORY says so; it is as it was afterwards. */
+/* Where EPIC_NET_MEMORY says so; it is as it was afterwards. */
 static epic_memory_info memory_of(const char *where, uint32_t max_top_k)
 {
     epic_memory_info told;
     epic_config config = config_of();
-    const char *was = getenv("EPIC_WIRE_MEMORY");
+    const char *was = getenv("EPIC_NET_MEMORY");
     char *kept = strdup(was ? was : "");
     config.max_top_k = max_top_k;
-    CHECK(kept && setenv("EPIC_WIRE_MEMORY", where, 1) == 0);
+    CHECK(kept && setenv("EPIC_NET_MEMORY", where, 1) == 0);
     CHECK(epic_memory(&config, NULL, &told) == EPIC_OK);
-    CHECK(setenv("EPIC_WIRE_MEMORY", kept, 1) == 0);
+    CHECK(setenv("EPIC_NET_MEMORY", kept, 1) == 0);
     free(kept);
     CHECK(told.shared_bytes == 0 && told.host_bytes > 1 << 18 && told.device_bytes > 1 << 20);
     return told;
@@ -137,7 +137,7 @@ static void check_order(epic_context *ctx)
     args.plan = plan;
     args.plan_bytes = sizes.plan_bytes;
     args.topk_idx = ids;
-    args.capacity = sizes.placed_capacity;
+    args.capacity = sizes.capacity_any_placement;
     CHECK(in_tree(ctx, args) == (num_ranks != 3)); /* a power of two */
     epic_layer wide = layer;
     wide.top_k = 4;
@@ -158,18 +158,19 @@ static epic_result count(void *self, const void *mine, void *all, int64_t bytes)
     return c->of->gather(c->of->self, mine, all, bytes);
 }
 
-static void *rank_of(void *meet)
+static void *rank_of(void *bootstrap)
 {
     epic_context *ctx;
     const epic_config config = config_of();
-    counting counted = {.of = meet};
-    const epic_meet counting_meet = {counted.of->rank, num_ranks, count, NULL, &counted};
+    counting counted = {.of = bootstrap};
+    const epic_bootstrap counting_bootstrap = {counted.of->rank, num_ranks, count, NULL,
+                                               &counted};
     CHECK(cudaSetDevice(full && counted.of->rank == num_ranks - 1) == cudaSuccess);
-    const epic_result result = epic_open(&ctx, &counting_meet, &config);
+    const epic_result result = epic_open(&ctx, &counting_bootstrap, &config);
     if (result != EPIC_OK) fprintf(stderr, "%s\n", epic_error(ctx));
     CHECK(result == EPIC_OK);
     CHECK(epic_num_hosts(ctx) == num_hosts && counted.gathers == num_gathers);
-    CHECK(strncmp(epic_wire_name(ctx), words, strlen(words)) == 0);
+    CHECK(strncmp(epic_net_name(ctx), words, strlen(words)) == 0);
     pthread_barrier_wait(&barrier);
     if (epic_rank(ctx) == 0) check_memory();
     if (epic_rank(ctx) == 0) look();
@@ -179,7 +180,7 @@ static void *rank_of(void *meet)
     return NULL;
 }
 
-/* What a variable of the wire may not be is an error that names it, at open. */
+/* What a variable of the net may not be is an error that names it, at open. */
 static void check_variable(const char *name, const char *value)
 {
     epic_context *ctx = NULL;
@@ -204,22 +205,23 @@ int main(int argc, char **argv)
     on_gpu = strstr(words, "GPU memory") != NULL;
     full = argc > 6;
     snprintf(group, sizeof group, "told-%d", (int)getpid());
-    CHECK(epic_num_hosts(NULL) == 0 && strcmp(epic_wire_name(NULL), "") == 0);
-    check_variable("EPIC_WIRE_AHEAD", "many");
-    check_variable("EPIC_WIRE_AHEAD", "-1");
-    check_variable("EPIC_WIRE_THREADS", "two");
-    check_variable("EPIC_WIRE_THREADS", "8");
-    check_variable("EPIC_WIRE_MEMORY", "GPU");
-    check_variable("EPIC_WIRE_PUT", "never");
-    check_variable("EPIC_WIRE_PUT", "01");
-    check_variable("EPIC_WIRE_RELAY", "no");
+    CHECK(epic_num_hosts(NULL) == 0 && strcmp(epic_net_name(NULL), "") == 0);
+    check_variable("EPIC_NET_WINDOW", "many");
+    check_variable("EPIC_NET_WINDOW", "-1");
+    check_variable("EPIC_NET_THREADS", "two");
+    check_variable("EPIC_NET_THREADS", "8");
+    check_variable("EPIC_NET_MEMORY", "GPU");
+    check_variable("EPIC_NET_RDMA", "never");
+    check_variable("EPIC_NET_RDMA", "01");
+    check_variable("EPIC_NET_RELAY", "no");
     if (full) emulator_limit(1, (uint64_t)memory_of("host", 3).device_bytes + PAGES);
-    CHECK(num_ranks <= MAX_RANKS && epic_meet_threads(meets, num_ranks, 60000) == EPIC_OK);
+    CHECK(num_ranks <= MAX_RANKS &&
+          epic_bootstrap_threads(bootstraps, num_ranks, 60000) == EPIC_OK);
     CHECK(pthread_barrier_init(&barrier, NULL, (unsigned)num_ranks) == 0);
     for (int r = 0; r < num_ranks; r++)
-        CHECK(pthread_create(&threads[r], NULL, rank_of, &meets[r]) == 0);
+        CHECK(pthread_create(&threads[r], NULL, rank_of, &bootstraps[r]) == 0);
     for (int r = 0; r < num_ranks; r++) CHECK(pthread_join(threads[r], NULL) == 0);
-    for (int r = 0; r < num_ranks; r++) epic_meet_close(&meets[r]);
+    for (int r = 0; r < num_ranks; r++) epic_bootstrap_close(&bootstraps[r]);
     CHECK(emulator_bytes(true) == 0 && emulator_bytes(false) == 0);
     return 0;
 }

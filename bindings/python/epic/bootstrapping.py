@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the ranks of a group find each other: epic.h's bootstrap, brought by Python; and the call of
+epic_open, which it leads to.
+
+An exchange is a function (rank, mine: bytes) -> list of every rank's bytes, in rank order.
+"""
+
+import contextlib
+import ctypes
+import importlib
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from epic import _native
+from epic.errors import EpicArgumentError, EpicError
+from epic.options import text, whole
+
+Exchange = Callable[[int, bytes], list[bytes]]
+ETIMEOUT, EPEER = 4, 8
+WORLD = "world"  # native= of MPI_COMM_WORLD
+LEAST_ADDRESS = 4096  # no memory lies below
+
+
+@dataclass(frozen=True)
+class Tcp:
+    """A bootstrap over TCP.
+
+    address: of rank 0, which listens there.
+    port: 1 to 65535; several groups take ports in a row.
+    secret: the same on all ranks; None: rank 0 listens on loopback alone."""
+
+    address: str = "127.0.0.1"
+    port: int = 29507
+    secret: str | None = None
+
+    def __post_init__(self) -> None:
+        text("address", self.address)
+        if self.secret is not None:
+            text("secret", self.secret)
+        if not 1 <= whole("port", self.port) <= 65535:
+            raise EpicArgumentError(f"port {self.port}: 1 to 65535 is needed")
+
+
+class Bootstrap:
+    """An epic_bootstrap of one rank, and what must live as long as it."""
+
+    def __init__(self, struct: ctypes.Structure, *kept: Any) -> None:
+        self.struct = struct
+        self.kept = kept
+        self.error: Exception | None = None
+        self.leave: Callable[[], None] = lambda: None  # gives up, from another thread
+        self.lock = threading.Lock()
+        self.is_taken = False
+
+    def take(self) -> None:
+        """Refuses a second use: a bootstrap is of one rank, for one opening."""
+        with self.lock:
+            if self.is_taken:
+                raise EpicArgumentError(
+                    f"bootstrap of rank {self.struct.rank} is taken: must be another one for each "
+                    "rank and each group that opens; epic.torch.threads(n) makes n"
+                )
+            self.is_taken = True
+
+    def close(self) -> None:
+        """Gives the bootstrap's resources back."""
+        _native.core().epic_bootstrap_close(ctypes.addressof(self.struct))
+
+
+def check_bootstrap(bootstrap: Any) -> None:
+    """Of a caller."""
+    if not isinstance(bootstrap, Tcp | Bootstrap) and not callable(bootstrap):
+        raise EpicArgumentError(
+            f"bootstrap {bootstrap!r}: a Tcp(address, port, secret), or a function (rank, bytes) "
+            "-> every rank's bytes, is needed"
+        )
+
+
+def by_threads(num_ranks: int, timeout_ms: int) -> list[Bootstrap]:
+    """Of ranks that are all in this process."""
+    array = (_native.Bootstrap * num_ranks)()
+    _native.check(_native.core().epic_bootstrap_threads(array, num_ranks, timeout_ms))
+    return [Bootstrap(array[rank], array) for rank in range(num_ranks)]
+
+
+def by_tcp(tcp: Tcp, group: int, rank: int, num_ranks: int, timeout_ms: int) -> Bootstrap:
+    """Over TCP: blocks until the ranks are there."""
+    struct = _native.Bootstrap()
+    secret = tcp.secret.encode() if tcp.secret else None
+    wish = _native.Tcp(tcp.address.encode(), secret, rank, num_ranks, tcp.port + group, timeout_ms)
+    _native.check(
+        _native.core().epic_bootstrap_tcp_v1(ctypes.addressof(struct), *_native.sized(wish))
+    )
+    return Bootstrap(struct)
+
+
+def address_of(native: Any) -> int | None:
+    """Of the MPI_Comm that the caller means, for as long as that lives; None: MPI_COMM_WORLD."""
+    if native == WORLD:
+        return None
+    if isinstance(native, int) and native >= LEAST_ADDRESS:
+        return native
+    with contextlib.suppress(ImportError, TypeError):
+        mpi = importlib.import_module("mpi4py.MPI")
+        return int(mpi._addressof(native))
+    raise EpicArgumentError(
+        f"native {native!r}: {WORLD!r}, a communicator of mpi4py or the address of an MPI_Comm is "
+        "needed"
+    )
+
+
+def by_mpi(comm: int | None, timeout_ms: int) -> Bootstrap:
+    """Over an MPI communicator, given by its address; None: MPI_COMM_WORLD, and MPI is started
+    where nobody has.  Blocks until its ranks are there."""
+    struct = _native.Bootstrap()
+    _native.check(_native.core().epic_bootstrap_mpi(ctypes.addressof(struct), comm, timeout_ms))
+    return Bootstrap(struct)
+
+
+def by_exchange(exchange: Exchange, rank: int, num_ranks: int) -> Bootstrap:
+    """Through a function of the caller; what it raises is raised by open."""
+    struct = _native.Bootstrap(rank=rank, num_ranks=num_ranks)
+    bootstrap = Bootstrap(struct)
+
+    def gather(_: int, mine: int, everyone: int, size: int) -> int:
+        try:
+            parts = joined(exchange(rank, ctypes.string_at(mine, size)), num_ranks, size)
+        except Exception as error:
+            bootstrap.error = error
+            return EPEER
+        ctypes.memmove(everyone, parts, size * num_ranks)
+        return 0
+
+    struct.gather = _native.GATHER(gather)
+    bootstrap.kept = (struct.gather,)
+    bootstrap.leave = getattr(exchange, "leave", bootstrap.leave)
+    return bootstrap
+
+
+def joined(parts: list[bytes], num_ranks: int, size: int) -> bytes:
+    """What an exchange gave.  All ranks must have brought as much as this one."""
+    try:
+        lengths, data = [len(part) for part in parts], b"".join(parts)
+    except TypeError:
+        raise EpicArgumentError(
+            f"the bootstrap gave {repr(parts)[:60]}: a list of every rank's bytes is needed"
+        ) from None
+    if lengths != [size] * num_ranks:
+        raise EpicError(
+            "EPIC_EMISMATCH",
+            f"the bootstrap gave parts of {lengths} bytes: {num_ranks} of {size} are needed",
+        )
+    return data
+
+
+# ----------------------------------------------------------------------------- opening ----
+
+
+def open_context(bootstrap: Bootstrap, config: ctypes.Structure) -> int:
+    """The context of this rank; blocks until its peers open theirs.  The bootstrap ends here."""
+    context = ctypes.c_void_p()
+    try:
+        code = _native.core().epic_open_v1(
+            ctypes.byref(context), ctypes.addressof(bootstrap.struct), *_native.sized(config)
+        )
+        if code == 0 and isinstance(context.value, int):
+            return context.value
+        error = bootstrap.error or _native.failure(code, context.value)
+        _native.core().epic_close(context)
+        raise error
+    finally:
+        bootstrap.close()
+
+
+class Opener:
+    """A thread that opens a context, or what `close_one` closes.  Whoever waits for it may be
+    interrupted; then it closes what it opened.  A daemon, so that nothing waits for it at exit."""
+
+    def __init__(
+        self, open_one: Callable[[], Any], close_one: Callable[[Any], None] | None = None
+    ) -> None:
+        self.context: Any = 0
+        self.close_one = close_one or (lambda context: end([context]))
+        self.error: BaseException | None = None
+        self.left = threading.Event()
+        self.thread = threading.Thread(target=self.run, args=(open_one,), daemon=True)
+        self.thread.start()
+
+    def run(self, open_one: Callable[[], Any]) -> None:
+        """In its thread."""
+        try:
+            self.context = open_one()
+        except BaseException as error:
+            self.error = error
+        if self.left.is_set() and self.context:
+            self.close_one(self.context)
+
+
+def made(make: Callable[[], Bootstrap]) -> Bootstrap:
+    """The bootstrap that it makes, while an interrupt can land."""
+    opener = Opener(make, Bootstrap.close)
+    wait_for([opener])
+    if opener.error:
+        raise opener.error
+    return opener.context
+
+
+def wait_for(openers: Iterable[Opener]) -> None:
+    """Until all have ended, or an interrupt."""
+    openers = list(openers)
+    try:
+        for opener in openers:
+            opener.thread.join()
+    except BaseException:
+        for opener in openers:
+            opener.left.set()
+        raise
+
+
+def end(contexts: Iterable[int]) -> None:
+    """Closes contexts, each in a thread, as they may wait for one another; one after the other
+    where Python starts no thread any more (3.12 at exit)."""
+    close = _native.core().epic_close
+    threads = []
+    for context in contexts:
+        thread = threading.Thread(target=close, args=(context,))
+        try:
+            thread.start()
+            threads.append(thread)
+        except RuntimeError:
+            close(context)
+    for thread in threads:
+        thread.join()

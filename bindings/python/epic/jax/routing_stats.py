@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a finished plan says, on the host: where each choice went, and why the others did not go."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from epic import routing_stats
+from epic.errors import EpicArgumentError
+from epic.jax.arrays import check_kind
+from epic.jax.steps import PLAN_TAIL, Plan, Record
+from epic.routing_stats import EXPERT_FULL, NO_EXPERT, RANK_FULL, RoutingStats
+
+__all__ = ["EXPERT_FULL", "NO_EXPERT", "RANK_FULL", "RoutingStats", "read", "read_plan"]
+
+
+def read(data: np.ndarray, top_k: int) -> RoutingStats:
+    """One plan's bytes."""
+
+    def ints(offset: int, rows: int) -> np.ndarray:
+        return np.frombuffer(data, np.int32, rows * top_k, offset).reshape(rows, top_k)
+
+    return routing_stats.read(data.ctypes.data, data.nbytes, ints)
+
+
+def read_plan(plan: Plan | Record) -> list[RoutingStats]:
+    """The plan of each device, in the order in which a shard_map stacked them; waits for them.
+    plan: of the steps, or MoeOut.record.  Outside of compiled programs, of arrays that this process
+    has."""
+    check_kind("plan", plan, Plan, Record)
+    whole: Any = plan.bytes
+    if isinstance(whole, jax.core.Tracer) or not whole.is_fully_addressable:
+        raise EpicArgumentError(
+            "plan: its bytes are traced, or of other processes too: return the plan from the "
+            "program, and of one shard give dataclasses.replace(plan, "
+            "bytes=plan.bytes.addressable_shards[i].data)"
+        )
+    size = plan.way.group.plan_bytes(plan.way.layer)
+    every = np.asarray(whole).reshape(-1, size + PLAN_TAIL)
+    return [read(row[:size].copy(), plan.way.layer.top_k) for row in every]

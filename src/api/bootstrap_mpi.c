@@ -1,0 +1,52 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Bootstraps over MPI.  libepic_mpi.so holds them; it has sentences of its own, which are brought
+ * to where epic_error looks. */
+#include <stdlib.h>
+
+#include "api/config.h"
+#include "bootstrap/bootstrap.h"
+#include "context/context.h"
+
+typedef struct bootstrap {
+    const epic_backend *backend;
+    epic_bootstrap inner;
+} bootstrap;
+
+static epic_result gather(void *self, const void *mine, void *all, int64_t bytes)
+{
+    bootstrap *m = self;
+    TRY(epic_bootstrap_check(mine, all, bytes));
+    return backend_said(m->backend, m->inner.gather(m->inner.self, mine, all, bytes));
+}
+
+static void close_bootstrap(void *self)
+{
+    bootstrap *m = self;
+    epic_bootstrap_close(&m->inner);
+    free(m);
+}
+
+epic_result epic_bootstrap_mpi(epic_bootstrap *out, const void *comm, uint32_t timeout_ms)
+{
+    const epic_backend *backend;
+    if (out == NULL)
+        return epic_fail(EPIC_EINVAL, "out is NULL: pass an epic_bootstrap to fill in");
+    *out = (epic_bootstrap){0}; /* so that a failed bootstrap can be closed too */
+    TRY(backend_find(&backend, "mpi"));
+    bootstrap *m = calloc(1, sizeof *m);
+    if (m == NULL) return epic_fail(EPIC_ENOMEM, "no memory for a bootstrap");
+    m->backend = backend;
+    const uint32_t patience = timeout_ms > 0 ? timeout_ms : BOOTSTRAP_TIMEOUT_MS;
+    const epic_result result =
+        backend_said(backend, backend->bootstrap(&m->inner, comm, patience));
+    if (result != EPIC_OK) {
+        free(m);
+        return result;
+    }
+    *out = (epic_bootstrap){.rank = m->inner.rank,
+                            .num_ranks = m->inner.num_ranks,
+                            .gather = gather,
+                            .close = close_bootstrap,
+                            .self = m};
+    return EPIC_OK;
+}

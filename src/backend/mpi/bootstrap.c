@@ -1,0 +1,314 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* From a communicator to a bootstrap.
+ *
+ * MPI's own collectives wait without end and, when a rank is missing, do not say which.  So the
+ * caller's communicator is duplicated without blocking, and then every rank sends to every other
+ * on the duplicate.  While the duplicate is made, those that have come cannot know of each other;
+ * after half of the time they call the roll, on the caller's communicator.
+ *
+ * What MPI cannot take back when a bootstrap fails, the duplicate and the buffers of messages on
+ * their way, stays. */
+#include "bootstrap/bootstrap.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "backend/mpi/group.h"
+#include "base/deadline.h"
+
+#define GATHER_TAG 0
+#define ROLL_TAG 32767 /* the largest that every MPI has */
+#define NAP_NS 100000
+
+typedef struct bootstrap {
+    MPI_Comm comm;
+    int rank, num_ranks;
+    uint32_t timeout_ms;
+    epic_result failed; /* with this sentence */
+    char sentence[512];
+} bootstrap;
+
+/* One gather.  Receives come first in `requests`, then sends; a rank's own are null. */
+typedef struct round {
+    unsigned char *bytes;  /* [num_ranks, size], by rank */
+    MPI_Request *requests; /* [2, num_ranks] */
+    MPI_Status *statuses;  /* [2, num_ranks] */
+    int *indices;          /* [2, num_ranks] */
+    bool *missing;         /* [num_ranks] */
+    size_t size;
+} round;
+
+static void lock(void)
+{
+    if (runtime_mutex()) pthread_mutex_lock(runtime_mutex());
+}
+
+static void unlock(void)
+{
+    if (runtime_mutex()) pthread_mutex_unlock(runtime_mutex());
+}
+
+/* ------------------------------------------------------------------------------- roll ---- */
+
+static void call_out(MPI_Comm comm, int rank, int num_ranks)
+{
+    for (int r = 0; r < num_ranks; r++) {
+        MPI_Request request;
+        if (r == rank || MPI_Isend(NULL, 0, MPI_BYTE, r, ROLL_TAG, comm, &request)) continue;
+        MPI_Request_free(&request);
+    }
+}
+
+/* Notes one who called; false: nobody did. */
+static bool hear_one(MPI_Comm comm, bool *missing)
+{
+    int came = 0;
+    MPI_Message message;
+    MPI_Status status;
+    if (MPI_Improbe(MPI_ANY_SOURCE, ROLL_TAG, comm, &came, &message, &status) || !came)
+        return false;
+    MPI_Mrecv(NULL, 0, MPI_BYTE, &message, MPI_STATUS_IGNORE);
+    missing[status.MPI_SOURCE] = false;
+    return true;
+}
+
+/* Calls once, at half-time or when another has called.  Errors are of no interest here. */
+static void call_roll(const bootstrap *m, MPI_Comm comm, bool *missing, bool late)
+{
+    MPI_Errhandler theirs;
+    MPI_Comm_get_errhandler(comm, &theirs);
+    MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN);
+    while (hear_one(comm, missing)) late = true;
+    if (late && missing[m->rank]) {
+        call_out(comm, m->rank, m->num_ranks);
+        missing[m->rank] = false;
+    }
+    MPI_Comm_set_errhandler(comm, theirs);
+    MPI_Errhandler_free(&theirs);
+}
+
+static epic_result nobody_came(const bootstrap *m, const bool *missing)
+{
+    char names[160];
+    epic_bootstrap_names(names, sizeof names, missing, m->num_ranks);
+    return epic_fail(EPIC_ETIMEOUT,
+                     "bootstrap over MPI: rank %d waited %u ms for %s, who did not come to the "
+                     "communicator's bootstrap",
+                     m->rank, m->timeout_ms, names);
+}
+
+/* -------------------------------------------------------------------------- duplicating ---- */
+
+static epic_result await_duplicate(bootstrap *m, MPI_Comm comm, MPI_Request *request,
+                                   bool *missing)
+{
+    const int64_t start = epic_bootstrap_now();
+    deadline end = deadline_begin_ms(m->timeout_ms);
+    for (;;) {
+        int done = 0;
+        const int64_t now = epic_bootstrap_now();
+        lock();
+        const int code = MPI_Test(request, &done, MPI_STATUS_IGNORE);
+        if (code == MPI_SUCCESS && !done)
+            call_roll(m, comm, missing, now - start >= m->timeout_ms / 2);
+        unlock();
+        if (code != MPI_SUCCESS) return runtime_sentence(code, "MPI_Comm_idup");
+        if (done) return EPIC_OK;
+        if (deadline_before_nap(&end, NAP_NS)) return nobody_came(m, missing);
+        nap_ns(NAP_NS);
+    }
+}
+
+static epic_result duplicate(bootstrap *m, MPI_Comm comm)
+{
+    MPI_Request request;
+    bool *missing = malloc((size_t)m->num_ranks * sizeof *missing);
+    if (!missing) return epic_fail(EPIC_ENOMEM, "no memory for %d ranks", m->num_ranks);
+    for (int r = 0; r < m->num_ranks; r++) missing[r] = true;
+    lock();
+    const int code = MPI_Comm_idup(comm, &m->comm, &request);
+    unlock();
+    const epic_result result = code == MPI_SUCCESS ? await_duplicate(m, comm, &request, missing)
+                                                   : runtime_sentence(code, "MPI_Comm_idup");
+    free(missing);
+    if (result == EPIC_OK) MPI_Comm_set_errhandler(m->comm, MPI_ERRORS_RETURN);
+    return result;
+}
+
+/* --------------------------------------------------------------------------- gathering ---- */
+
+static void free_round(round *r)
+{
+    free(r->bytes);
+    free(r->requests);
+    free(r->statuses);
+    free(r->indices);
+    free(r->missing);
+}
+
+static epic_result make_round(round *r, const bootstrap *m, const void *mine, size_t size)
+{
+    const size_t n = (size_t)m->num_ranks;
+    *r = (round){.bytes = malloc(n * size + 1),
+                 .requests = malloc(2 * n * sizeof *r->requests),
+                 .statuses = calloc(2 * n, sizeof *r->statuses),
+                 .indices = malloc(2 * n * sizeof *r->indices),
+                 .missing = malloc(n * sizeof *r->missing),
+                 .size = size};
+    if (!r->bytes || !r->requests || !r->statuses || !r->indices || !r->missing) {
+        free_round(r);
+        return epic_fail(EPIC_ENOMEM, "no memory for %zu bytes of %d ranks", size,
+                         m->num_ranks);
+    }
+    for (size_t i = 0; i < 2 * n; i++) r->requests[i] = MPI_REQUEST_NULL;
+    for (size_t i = 0; i < n; i++) r->missing[i] = i != (size_t)m->rank;
+    if (size > 0) memcpy(r->bytes + (size_t)m->rank * size, mine, size);
+    return EPIC_OK;
+}
+
+static int post(round *r, const bootstrap *m)
+{
+    const unsigned char *mine = r->bytes + (size_t)m->rank * r->size;
+    const int size = (int)r->size;
+    int code = MPI_SUCCESS;
+    for (int i = 0; i < m->num_ranks && code == MPI_SUCCESS; i++) {
+        if (i == m->rank) continue;
+        code = MPI_Irecv(r->bytes + (size_t)i * r->size, size, MPI_BYTE, i, GATHER_TAG, m->comm,
+                         &r->requests[i]);
+        if (code == MPI_SUCCESS)
+            code = MPI_Isend(mine, size, MPI_BYTE, i, GATHER_TAG, m->comm,
+                             &r->requests[m->num_ranks + i]);
+    }
+    return code;
+}
+
+static epic_result differ(const bootstrap *m, int other, size_t size)
+{
+    return epic_fail(
+        EPIC_EMISMATCH,
+        "bootstrap over MPI: rank %d brought %zu bytes to a gather, rank %d another "
+        "number; install the same EPIC on every rank",
+        m->rank, size, other);
+}
+
+/* What MPI has finished, number i of it; code: of the whole. */
+static epic_result receive(round *r, const bootstrap *m, int i, int code)
+{
+    const int which = r->indices[i];
+    MPI_Status *status = &r->statuses[i];
+    int size = 0, kind = MPI_SUCCESS;
+    if (code != MPI_SUCCESS) MPI_Error_class(status->MPI_ERROR, &kind);
+    if (kind == MPI_ERR_TRUNCATE) return differ(m, which, r->size);
+    if (kind != MPI_SUCCESS && kind != MPI_ERR_PENDING)
+        return runtime_sentence(status->MPI_ERROR, "a message");
+    if (which >= m->num_ranks) return EPIC_OK;
+    MPI_Get_count(status, MPI_BYTE, &size);
+    if ((size_t)size != r->size) return differ(m, which, r->size);
+    r->missing[which] = false;
+    return EPIC_OK;
+}
+
+/* *left counts the requests that MPI has not finished. */
+static epic_result look(round *r, const bootstrap *m, int *left)
+{
+    int count = 0;
+    const int code =
+        MPI_Testsome(2 * m->num_ranks, r->requests, &count, r->indices, r->statuses);
+    if (code != MPI_SUCCESS && code != MPI_ERR_IN_STATUS)
+        return runtime_sentence(code, "MPI_Testsome");
+    for (int i = 0; i < count; i++) TRY(receive(r, m, i, code)); /* MPI_UNDEFINED: negative */
+    *left -= count > 0 ? count : 0;
+    return EPIC_OK;
+}
+
+static epic_result await_round(round *r, const bootstrap *m)
+{
+    deadline end = deadline_begin_ms(m->timeout_ms);
+    int left = 2 * (m->num_ranks - 1);
+    lock();
+    const int code = post(r, m);
+    unlock();
+    if (code != MPI_SUCCESS) return runtime_sentence(code, "posting a message");
+    for (;;) {
+        lock();
+        const epic_result result = look(r, m, &left);
+        unlock();
+        if (result != EPIC_OK || left == 0) return result;
+        if (deadline_before_nap(&end, NAP_NS)) return nobody_came(m, r->missing);
+        nap_ns(NAP_NS);
+    }
+}
+
+/* A bootstrap that has failed says the same ever after. */
+static epic_result gather(void *self, const void *mine, void *all, int64_t bytes)
+{
+    bootstrap *m = self;
+    round r;
+    if (m->failed) return epic_fail(m->failed, "%s", m->sentence);
+    TRY(make_round(&r, m, mine, bytes));
+    m->failed = await_round(&r, m);
+    if (m->failed) { /* MPI may still reach into the round */
+        snprintf(m->sentence, sizeof m->sentence, "%s", epic_sentence());
+        return m->failed;
+    }
+    if (bytes > 0) memcpy(all, r.bytes, (size_t)m->num_ranks * bytes);
+    free_round(&r);
+    return EPIC_OK;
+}
+
+/* ------------------------------------------------------------------------ open and close ---- */
+
+bool bootstrap_can_use(MPI_Comm comm, const char *name, char *why, size_t size)
+{
+    int inter = 0;
+    if (comm != MPI_COMM_NULL) MPI_Comm_test_inter(comm, &inter);
+    if (comm != MPI_COMM_NULL && !inter) return true;
+    snprintf(why, size,
+             inter ? "%s points to an intercommunicator; merge it first"
+                   : "%s points to MPI_COMM_NULL",
+             name);
+    return false;
+}
+
+static epic_result check(const void *native)
+{
+    char why[128];
+    int finalized = 0;
+    MPI_Finalized(&finalized);
+    if (finalized)
+        return epic_fail(EPIC_ENOTSUP, "bootstrap over MPI: MPI_Finalize was called");
+    if (!native) return runtime_is_up() ? EPIC_OK : runtime_start();
+    if (!runtime_is_up())
+        return epic_fail(EPIC_EINVAL, "bootstrap over MPI: comm is given and MPI is not "
+                                      "initialized: call MPI_Init_thread first");
+    if (bootstrap_can_use(*(const MPI_Comm *)native, "comm", why, sizeof why)) return EPIC_OK;
+    return epic_fail(EPIC_EINVAL, "bootstrap over MPI: %s", why);
+}
+
+static void close_bootstrap(void *self)
+{
+    bootstrap *m = self;
+    lock();
+    if (!m->failed && runtime_is_up()) MPI_Comm_free(&m->comm);
+    unlock();
+    free(m);
+}
+
+epic_result mpi_bootstrap(epic_bootstrap *out, const void *native, uint32_t timeout_ms)
+{
+    TRY(check(native));
+    const MPI_Comm comm = native ? *(const MPI_Comm *)native : MPI_COMM_WORLD;
+    bootstrap *m = calloc(1, sizeof *m);
+    if (!m) return epic_fail(EPIC_ENOMEM, "no memory for a bootstrap");
+    m->timeout_ms = timeout_ms;
+    MPI_Comm_rank(comm, &m->rank);
+    MPI_Comm_size(comm, &m->num_ranks);
+    TRY(duplicate(m, comm)); /* else MPI may still write to m */
+    *out = (epic_bootstrap){.rank = m->rank,
+                            .num_ranks = m->num_ranks,
+                            .gather = gather,
+                            .close = close_bootstrap,
+                            .self = m};
+    return EPIC_OK;
+}

@@ -1,0 +1,209 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Where a TCP bootstrap takes place, and listening there.
+ *
+ * Without a secret that is loopback, whatever the address: nothing else keeps strangers out.
+ * Ranks of other hosts then cannot come, and say so at once. */
+#include <errno.h>
+#include <netinet/in.h>
+#include <stdio.h>
+#include <string.h>
+#include <strings.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "bootstrap/tcp.h"
+
+#define PAUSE_MS 50
+#define PORT_PATIENCE_MS 2000 /* a port may be free again in a moment */
+
+static bool is_loopback(const struct sockaddr *at)
+{
+    if (at->sa_family == AF_INET)
+        return ntohl(((const struct sockaddr_in *)(const void *)at)->sin_addr.s_addr) >> 24 ==
+               IN_LOOPBACKNET;
+    return at->sa_family == AF_INET6 &&
+           IN6_IS_ADDR_LOOPBACK(&((const struct sockaddr_in6 *)(const void *)at)->sin6_addr);
+}
+
+static void set_port(struct sockaddr *at, uint32_t port)
+{
+    if (at->sa_family == AF_INET)
+        ((struct sockaddr_in *)(void *)at)->sin_port = htons((uint16_t)port);
+    if (at->sa_family == AF_INET6)
+        ((struct sockaddr_in6 *)(void *)at)->sin6_port = htons((uint16_t)port);
+}
+
+static void add(epic_places *out, const struct sockaddr *at, socklen_t bytes)
+{
+    if (out->count == TCP_MAX_PLACES || bytes > sizeof out->at[0].address) return;
+    for (int i = 0; i < out->count; i++)
+        if (out->at[i].bytes == bytes && memcmp(&out->at[i].address, at, bytes) == 0) return;
+    memcpy(&out->at[out->count].address, at, bytes);
+    out->at[out->count++].bytes = bytes;
+}
+
+static void add_loopback(epic_places *out, uint32_t port)
+{
+    struct sockaddr_in at = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    set_port((struct sockaddr *)&at, port);
+    add(out, (const struct sockaddr *)&at, sizeof at);
+}
+
+/* All addresses of this host. */
+static void add_any(epic_places *out, uint32_t port)
+{
+    struct sockaddr_in four = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_ANY)};
+    struct sockaddr_in6 six = {.sin6_family = AF_INET6, .sin6_addr = IN6ADDR_ANY_INIT};
+    set_port((struct sockaddr *)&four, port);
+    set_port((struct sockaddr *)&six, port);
+    add(out, (const struct sockaddr *)&four, sizeof four);
+    add(out, (const struct sockaddr *)&six, sizeof six);
+}
+
+/* Is the address one of this host's? */
+static epic_result find_own(bool *own, const struct addrinfo *address)
+{
+    struct sockaddr_storage at = {0};
+    *own = false;
+    if (address->ai_addrlen > sizeof at) return EPIC_OK;
+    memcpy(&at, address->ai_addr, address->ai_addrlen);
+    set_port((struct sockaddr *)&at, 0);
+    const int s = socket(address->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (s < 0 && errno == EAFNOSUPPORT) return EPIC_OK;
+    if (s < 0) return epic_tcp_no_socket(errno);
+    *own = bind(s, (const struct sockaddr *)&at, address->ai_addrlen) == 0;
+    close(s);
+    return EPIC_OK;
+}
+
+/* Debian's /etc/hosts gives the host's own name the address 127.0.1.1, on this host alone. */
+static bool is_own_name(const char *name)
+{
+    char own[256] = "";
+    if (gethostname(own, sizeof own - 1) != 0 || own[0] == '\0') return false;
+    const size_t first = strcspn(own, ".");
+    return strcasecmp(name, own) == 0 ||
+           (strncasecmp(name, own, first) == 0 && (name[first] == '.' || name[first] == '\0') &&
+            (own[first] == '\0' || name[first] == '\0'));
+}
+
+static epic_result choose(epic_places *out, const struct addrinfo *addresses,
+                          const epic_tcp *tcp)
+{
+    bool all_loopback = true, foreign = false;
+    for (const struct addrinfo *at = addresses; at != NULL; at = at->ai_next) {
+        bool own = true;
+        const bool loopback = is_loopback(at->ai_addr);
+        all_loopback &= loopback;
+        if (tcp->secret == NULL && !loopback) {
+            TRY(find_own(&own, at));
+            foreign |= !own;
+            if (own) add_loopback(out, tcp->port);
+        } else {
+            add(out, at->ai_addr, at->ai_addrlen);
+        }
+    }
+    if (tcp->rank == 0 && tcp->secret != NULL && all_loopback && is_own_name(tcp->address)) {
+        out->count = 0;
+        add_any(out, tcp->port);
+    }
+    if (tcp->rank == 0 || out->count > 0 || !foreign) return EPIC_OK;
+    return epic_fail(EPIC_EINVAL,
+                     "address \"%.128s\" (tcp.address or MASTER_ADDR) is another host's, and "
+                     "rank %d has no secret: without one ranks meet on one host only.  Set the "
+                     "same EPIC_SECRET (tcp.secret) on all ranks",
+                     tcp->address, tcp->rank);
+}
+
+epic_result epic_tcp_places(epic_places *out, const epic_tcp *tcp, int64_t end)
+{
+    struct addrinfo *addresses = NULL;
+    *out = (epic_places){0};
+    TRY(epic_tcp_resolve(&addresses, tcp, end));
+    const epic_result result = choose(out, addresses, tcp);
+    freeaddrinfo(addresses);
+    return result;
+}
+
+epic_result epic_tcp_no_socket(int wrong)
+{
+    const bool full = wrong == EMFILE || wrong == ENFILE;
+    return epic_fail(EPIC_EDEVICE, "this rank cannot open a socket to meet the others: %s%s",
+                     strerror(wrong),
+                     full ? "; raise the limit on open files (ulimit -n)" : "");
+}
+
+/* A listening socket, or -1 and errno. */
+static int listen_on(const epic_place *place)
+{
+    const int one = 1;
+    const int family = place->address.ss_family;
+    const int listener = socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    if (listener < 0) return -1;
+    (void)setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
+    if (family == AF_INET6)
+        (void)setsockopt(listener, IPPROTO_IPV6, IPV6_V6ONLY, &one, sizeof one);
+    if (bind(listener, (const struct sockaddr *)&place->address, place->bytes) == 0 &&
+        listen(listener, SOMAXCONN) == 0)
+        return listener;
+    const int wrong = errno;
+    close(listener);
+    errno = wrong;
+    return -1;
+}
+
+/* The same, with patience while the port is taken. */
+static int listen_patiently(const epic_place *place, int64_t end)
+{
+    for (;;) {
+        const int listener = listen_on(place);
+        if (listener >= 0 || errno != EADDRINUSE || epic_bootstrap_left(end) == 0)
+            return listener;
+        poll(NULL, 0, PAUSE_MS);
+    }
+}
+
+static bool is_absent(int wrong)
+{
+    return wrong == EADDRNOTAVAIL || wrong == EAFNOSUPPORT;
+}
+
+static epic_result refuse_address(const epic_tcp *tcp, int wrong)
+{
+    if (is_absent(wrong))
+        return epic_fail(EPIC_EINVAL,
+                         "address \"%.200s\" (tcp.address or MASTER_ADDR) is not one of this "
+                         "host's, and rank 0 must listen on it: name the host of rank 0",
+                         tcp->address);
+    if (wrong == EADDRINUSE)
+        return epic_fail(
+            EPIC_EDEVICE,
+            "rank 0 cannot listen on %.200s, port %u: another program does.  Choose "
+            "another port (tcp.port or MASTER_PORT)",
+            tcp->address, tcp->port);
+    if (wrong == EMFILE || wrong == ENFILE) return epic_tcp_no_socket(wrong);
+    return epic_fail(EPIC_EDEVICE, "rank 0 cannot listen on %.200s, port %u: %s", tcp->address,
+                     tcp->port, strerror(wrong));
+}
+
+epic_result epic_tcp_listen(int listeners[TCP_MAX_PLACES], int *num_listeners,
+                            const epic_tcp *tcp, int64_t end)
+{
+    epic_places places;
+    int wrong = EADDRNOTAVAIL;
+    const int64_t patience = epic_bootstrap_now() + PORT_PATIENCE_MS;
+    *num_listeners = 0;
+    TRY(epic_tcp_places(&places, tcp, end));
+
+    for (int i = 0; i < places.count; i++) {
+        const int listener = listen_patiently(&places.at[i], patience < end ? patience : end);
+        if (listener >= 0) {
+            listeners[(*num_listeners)++] = listener;
+        } else if (!is_absent(errno)) {
+            wrong = errno; /* ours, but refused: peers may come to just this one */
+            while (*num_listeners > 0) close(listeners[--*num_listeners]);
+            break;
+        }
+    }
+    return *num_listeners > 0 ? EPIC_OK : refuse_address(tcp, wrong);
+}

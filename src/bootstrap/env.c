@@ -1,0 +1,265 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Bootstraps that the environment describes, as launchers set it. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "bootstrap/env.h"
+
+/* How far what a launcher set is to be believed. */
+typedef enum trust {
+    BY_HAND,  /* for this program: another launcher may have started the one that set it */
+    LAUNCHER, /* by a launcher of ranks: all such must say the same */
+    SLURM,    /* by srun, or left over from what srun started: see slurm_counts */
+    HINT      /* one of several, perhaps of one group: asked last */
+} trust;
+
+typedef struct launcher {
+    const char *rank;
+    const char *num_ranks[2]; /* the first that is set; none: it does not tell */
+    trust trust;
+} launcher;
+
+/* In the order in which they are looked for. */
+static const launcher launchers[] = {
+    {"RANK", {"WORLD_SIZE"}, BY_HAND},
+    {"OMPI_COMM_WORLD_RANK", {"OMPI_COMM_WORLD_SIZE"}, LAUNCHER},
+    {"PMI_RANK", {"PMI_SIZE"}, LAUNCHER}, /* MPICH, Intel MPI, Cray, srun --mpi=pmi2 */
+    {"MV2_COMM_WORLD_RANK", {"MV2_COMM_WORLD_SIZE"}, LAUNCHER},
+    {"MVP_COMM_WORLD_RANK", {"MVP_COMM_WORLD_SIZE"}, LAUNCHER},
+    {"JSM_NAMESPACE_RANK", {"JSM_NAMESPACE_SIZE"}, LAUNCHER},
+    {"FLUX_TASK_RANK", {"FLUX_JOB_SIZE"}, LAUNCHER},
+    {"SLURM_PROCID", {"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"}, SLURM},
+    {"PMIX_RANK", {NULL}, LAUNCHER}, /* prterun, and srun --mpi=pmix beside its own */
+    {"PALS_RANKID", {NULL}, LAUNCHER},
+    {"ALPS_APP_PE", {NULL}, LAUNCHER},
+    {"JOB_COMPLETION_INDEX", {NULL}, HINT}, /* Kubernetes */
+};
+#define NUM_LAUNCHERS (sizeof launchers / sizeof *launchers)
+
+/* What one of them says of this process. */
+typedef struct claim {
+    const launcher *by;    /* NULL: nothing */
+    const char *size_name; /* NULL: num_ranks is not known, and 0 */
+    int64_t rank, num_ranks;
+} claim;
+
+/* ------------------------------------------------------------------------- variables ---- */
+
+/* The integer that a variable holds, if it is set: decimal digits and nothing else. */
+static epic_result parse(const char *name, int64_t least, int64_t most, int64_t *out)
+{
+    const char *text = getenv(name);
+    int64_t value = 0;
+    if (text == NULL) return EPIC_OK;
+    bool good = text[0] != '\0';
+    for (const char *at = text; *at != '\0' && good; at++) {
+        good = *at >= '0' && *at <= '9';
+        if (good) value = value * 10 + (*at - '0');
+        good = good && value <= most;
+    }
+    if (!good || value < least)
+        return epic_fail(EPIC_EINVAL, "%s is \"%.64s\": an integer from %lld to %lld", name,
+                         text, (long long)least, (long long)most);
+    *out = value;
+    return EPIC_OK;
+}
+
+static const char *size_name_of(const launcher *l)
+{
+    for (int i = 0; i < 2; i++)
+        if (l->num_ranks[i] != NULL && getenv(l->num_ranks[i]) != NULL) return l->num_ranks[i];
+    return NULL;
+}
+
+static epic_result half_set(const char *set, const char *missing)
+{
+    return epic_fail(EPIC_EINVAL, "%s is set and %s is not: set both", set, missing);
+}
+
+/* Slurm sets SLURM_PROCID=0 and, with -n, SLURM_NTASKS in a batch script too.  That is no task of
+ * srun, which has a step: what the script starts follows other variables, or check_batch. */
+static bool slurm_counts(void)
+{
+    const char *rank = getenv("SLURM_PROCID");
+    return getenv("SLURM_STEP_ID") != NULL || getenv("SLURM_STEPID") != NULL ||
+           getenv("SLURM_STEP_NUM_TASKS") != NULL || (rank != NULL && strcmp(rank, "0") != 0);
+}
+
+static epic_result read_claim(claim *out, const launcher *l)
+{
+    const char *size_name = size_name_of(l);
+    *out = (claim){0};
+    if (l->trust == SLURM && (getenv(l->rank) == NULL || !slurm_counts())) return EPIC_OK;
+    if (getenv(l->rank) == NULL && size_name == NULL) return EPIC_OK;
+    if (getenv(l->rank) == NULL) return half_set(size_name, l->rank);
+    if (size_name == NULL && l->num_ranks[0] != NULL) return half_set(l->rank, l->num_ranks[0]);
+    *out = (claim){.by = l, .size_name = size_name};
+    if (size_name != NULL) TRY(parse(size_name, 1, BOOTSTRAP_MAX_RANKS, &out->num_ranks));
+    const int64_t most = size_name != NULL ? out->num_ranks : BOOTSTRAP_MAX_RANKS;
+    return parse(l->rank, 0, most - 1, &out->rank);
+}
+
+/* --------------------------------------------------------------------- which to follow ---- */
+
+static void tell(char *out, size_t size, const claim *c)
+{
+    const int used = snprintf(out, size, "%s is %lld", c->by->rank, (long long)c->rank);
+    if (c->size_name != NULL)
+        snprintf(out + used, size - (size_t)used, " and %s is %lld", c->size_name,
+                 (long long)c->num_ranks);
+}
+
+/* A launcher may start launchers, so ranks and sizes may differ from those of an outer one; a
+ * group of one where another says that there are several is a mistake all the same. */
+static bool contradicts(const claim *followed, const claim *other)
+{
+    const trust a = followed->by->trust, b = other->by->trust;
+    if (b == HINT) return false;
+    if (followed->num_ranks == 1 && (other->num_ranks > 1 || other->rank > 0)) return true;
+    if (a == BY_HAND || b == SLURM || other->num_ranks == 1) return false;
+    return followed->rank != other->rank ||
+           (other->num_ranks != 0 && followed->num_ranks != other->num_ranks);
+}
+
+static epic_result refuse_contradiction(const claim *followed, const claim *other)
+{
+    char first[128], second[128];
+    tell(first, sizeof first, followed);
+    tell(second, sizeof second, other);
+    return epic_fail(EPIC_EINVAL,
+                     "%s, but %s: which of them describes this group?  Unset the others, or "
+                     "bootstrap with epic_bootstrap_tcp",
+                     first, second);
+}
+
+/* Known only to be one of several, perhaps. */
+static epic_result refuse_unknown(const claim *c)
+{
+    return epic_fail(EPIC_EINVAL,
+                     "%s is %lld, and no variable tells the number of ranks: set RANK and "
+                     "WORLD_SIZE, MASTER_ADDR and MASTER_PORT (RANK=0 WORLD_SIZE=1 for a group "
+                     "of one), or meet with epic_bootstrap_mpi",
+                     c->by->rank, (long long)c->rank);
+}
+
+static epic_result choose(claim *out, const claim *claims)
+{
+    const claim *first = NULL;
+    *out = (claim){0};
+    for (size_t i = 0; i < NUM_LAUNCHERS; i++) {
+        if (claims[i].by == NULL) continue;
+        if (first == NULL) first = &claims[i];
+        if (out->by == NULL && claims[i].num_ranks > 0) *out = claims[i];
+    }
+    if (first == NULL) return EPIC_OK;
+    if (out->by == NULL) return refuse_unknown(first);
+    for (size_t i = 0; i < NUM_LAUNCHERS; i++)
+        if (claims[i].by != NULL && claims[i].by != out->by && contradicts(out, &claims[i]))
+            return refuse_contradiction(out, &claims[i]);
+    return EPIC_OK;
+}
+
+/* ---------------------------------------------------------------- where the ranks meet ---- */
+
+static epic_result need_master(const claim *c, const char *name)
+{
+    if (getenv(name) != NULL) return EPIC_OK;
+    return epic_fail(EPIC_EINVAL,
+                     "%s is %lld and %s is not set: the ranks meet at MASTER_ADDR, the host of "
+                     "rank 0, port MASTER_PORT, free there",
+                     c->size_name, (long long)c->num_ranks, name);
+}
+
+/* The port that all ranks use for the MASTER_PORT that the environment names.  Under torchrun,
+ * where torch's variable is "True", the agent's own store listens on MASTER_PORT; every rank then
+ * derives the same other port.  It is below 30000, so that the system does not give it to an
+ * outgoing connection.  The factor has no divisor in common with ENV_NUM_PORTS, so that jobs
+ * whose MASTER_PORTs are neighbors get different, distant ports. */
+static int64_t derive_port(int64_t master_port)
+{
+    enum { FACTOR = 7919 };
+    const char *agent = getenv("TORCHELASTIC_USE_AGENT_STORE");
+    if (master_port == 0 || agent == NULL || strcmp(agent, "True") != 0) return master_port;
+    const int64_t port = ENV_FIRST_PORT + master_port * FACTOR % ENV_NUM_PORTS;
+    return port != master_port ? port : port + 1;
+}
+
+/* Who starts ranks by hand sets both; launchers of MPI ranks may mean this host.  Slurm tells
+ * enough. */
+static epic_result find_place(epic_tcp *tcp, char host[ENV_HOST], const claim *c)
+{
+    int64_t port = 0;
+    TRY(parse("MASTER_PORT", 1, 65535, &port));
+    port = derive_port(port);
+    tcp->address = getenv("MASTER_ADDR");
+    tcp->port = (uint32_t)port;
+    if (c->num_ranks == 1) return EPIC_OK;
+    if (c->by->trust == SLURM) {
+        if (tcp->address == NULL) TRY(env_slurm_host(host));
+        if (tcp->address == NULL && host[0] != '\0') tcp->address = host;
+        return port == 0 ? env_slurm_port(&tcp->port) : EPIC_OK;
+    }
+    TRY(need_master(c, "MASTER_PORT"));
+    return c->by->trust == BY_HAND ? need_master(c, "MASTER_ADDR") : EPIC_OK;
+}
+
+static epic_result follow(epic_tcp *tcp, char host[ENV_HOST], const claim *c)
+{
+    int64_t timeout_ms = 0;
+    const char *patience = getenv("EPIC_TIMEOUT_MS"); /* empty is unset, as in epic_open */
+    if (patience != NULL && patience[0] != '\0')
+        TRY(parse("EPIC_TIMEOUT_MS", 1, UINT32_MAX, &timeout_ms));
+    TRY(find_place(tcp, host, c));
+    tcp->rank = (int32_t)c->rank;
+    tcp->num_ranks = (int32_t)c->num_ranks;
+    tcp->timeout_ms = (uint32_t)timeout_ms;
+    tcp->secret = getenv("EPIC_SECRET");
+    return EPIC_OK;
+}
+
+/* --------------------------------------------------------------------- no launcher at all ---- */
+
+/* In a batch script, or a shell of salloc: one process, where several were asked for. */
+static epic_result check_batch(void)
+{
+    int64_t num_tasks = 1;
+    TRY(parse("SLURM_NTASKS", 1, INT32_MAX, &num_tasks));
+    if (num_tasks == 1) return EPIC_OK;
+    return epic_fail(
+        EPIC_EINVAL,
+        "SLURM_NTASKS is %lld and this is no task of srun (SLURM_STEP_ID is not "
+        "set): start the ranks with srun or mpirun, or set RANK=0 WORLD_SIZE=1 for "
+        "a group of one",
+        (long long)num_tasks);
+}
+
+/* Half of what a launcher would have set is a mistake. */
+static epic_result check_alone(void)
+{
+    static const char *const names[] = {"MASTER_ADDR", "MASTER_PORT"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if (getenv(names[i]) != NULL)
+            return epic_fail(
+                EPIC_EINVAL,
+                "%s is set, and RANK and WORLD_SIZE are not: set them, or unset it "
+                "for a bootstrap of one rank",
+                names[i]);
+    return check_batch();
+}
+
+epic_result epic_bootstrap_env(epic_bootstrap *out)
+{
+    epic_tcp tcp = {0};
+    claim claims[NUM_LAUNCHERS], followed;
+    char host[ENV_HOST];
+    if (out == NULL)
+        return epic_fail(EPIC_EINVAL, "out is NULL: pass an epic_bootstrap to fill in");
+    *out = (epic_bootstrap){0}; /* so that a failed bootstrap can be closed too */
+    for (size_t i = 0; i < NUM_LAUNCHERS; i++) TRY(read_claim(&claims[i], &launchers[i]));
+    TRY(choose(&followed, claims));
+    TRY(followed.by != NULL ? follow(&tcp, host, &followed) : check_alone());
+    if (tcp.num_ranks > 1) return epic_bootstrap_tcp(out, &tcp);
+    epic_bootstrap_alone(out);
+    return EPIC_OK;
+}

@@ -1,0 +1,137 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* One connection of a TCP bootstrap, and what makes its frames authentic. */
+#include "bootstrap/link.h"
+
+#include <string.h>
+#include <unistd.h>
+
+#include "base/text.h"
+
+#define SIDE_BYTES 16
+
+bool epic_link_secure(epic_link *link, const epic_secret *secret, bool listener,
+                      const epic_hello *listening, const epic_hello *connecting)
+{
+    link->listener = listener;
+    if (secret->text == NULL) return true;
+    link->secret = secret;
+    return epic_secret_prove(secret, ROLE_SESSION, listening, connecting, link->key);
+}
+
+/* SHA-256 with a secret, else a checksum and zeros. */
+static bool digest_of(const epic_secret *secret, const void *bytes, size_t length,
+                      uint8_t digest[FRAME_TAG])
+{
+    const uint64_t sum = secret == NULL ? epic_frame_checksum(bytes, length) : 0;
+    memset(digest, 0, FRAME_TAG);
+    memcpy(digest, &sum, sizeof sum);
+    return secret == NULL ||
+           epic_secret_digest(secret, length > 0 ? bytes : "", length, digest);
+}
+
+epic_frame epic_link_frame(const epic_secret *secret, epic_result result, uint64_t sequence,
+                           const void *bytes, size_t length, int64_t end)
+{
+    epic_frame frame = {
+        .magic = FRAME_MAGIC,
+        .result = (uint32_t)result,
+        .sequence = sequence,
+        .length = length,
+        .left_ms = (uint32_t)epic_bootstrap_left(end),
+    };
+    const bool keyed = secret != NULL && secret->library != NULL;
+    (void)digest_of(keyed ? secret : NULL, bytes, length, frame.digest);
+    return frame;
+}
+
+static bool tag_of(const epic_link *link, bool listener, uint64_t number,
+                   const epic_frame *frame, uint8_t tag[FRAME_TAG])
+{
+    uint8_t data[SIDE_BYTES + sizeof number + offsetof(epic_frame, tag)] = {0};
+    strcpy((char *)data, listener ? "from rank 0" : "to rank 0");
+    memcpy(data + SIDE_BYTES, &number, sizeof number);
+    memcpy(data + SIDE_BYTES + sizeof number, frame, offsetof(epic_frame, tag));
+    return epic_secret_mac(link->secret, link->key, sizeof link->key, data, sizeof data, tag);
+}
+
+epic_letter epic_link_letter(epic_link *link, const epic_frame *frame, const void *bytes)
+{
+    epic_letter letter = {.frame = *frame, .bytes = bytes};
+    const uint64_t number = link->num_sent++;
+    /* where libcrypto refuses, the peer will not find the tag right */
+    if (link->secret != NULL)
+        (void)tag_of(link, link->listener, number, frame, letter.frame.tag);
+    return letter;
+}
+
+void epic_link_take_back(epic_link *link)
+{
+    link->num_sent--;
+}
+
+bool epic_link_check(epic_link *link, const epic_frame *frame)
+{
+    uint8_t right[FRAME_TAG];
+    const uint64_t number = link->num_received++;
+    if (frame->magic != FRAME_MAGIC) return false;
+    if (link->secret == NULL) return true;
+    return tag_of(link, !link->listener, number, frame, right) &&
+           link->secret->compare(right, frame->tag, sizeof right) == 0;
+}
+
+bool epic_link_check_bytes(const epic_link *link, const epic_frame *frame, const void *bytes)
+{
+    uint8_t right[FRAME_TAG];
+    return digest_of(link->secret, bytes, frame->length, right) &&
+           memcmp(right, frame->digest, sizeof right) == 0;
+}
+
+epic_frame_state epic_link_send(const epic_link *link, epic_letter *letter)
+{
+    return epic_frame_send(link->socket, &letter->frame, letter->bytes, &letter->done);
+}
+
+epic_frame_state epic_link_send_all(const epic_link *link, epic_letter *letter, int64_t end)
+{
+    for (;;) {
+        const epic_frame_state state = epic_link_send(link, letter);
+        if (state != FRAME_MORE) return state;
+        if (!epic_frame_wait(link->socket, POLLOUT, end)) return FRAME_MORE;
+    }
+}
+
+void epic_link_tell(epic_link *link, epic_result result, const char *sentence, int64_t end)
+{
+    const size_t length = strlen(sentence);
+    const epic_frame frame = epic_link_frame(link->secret, result, 0, sentence, length, end);
+    epic_letter letter = epic_link_letter(link, &frame, sentence);
+    (void)epic_link_send_all(link, &letter, end);
+}
+
+void epic_link_hear(int socket, const epic_frame *frame, char sentence[FRAME_SENTENCE + 1],
+                    int64_t end)
+{
+    memset(sentence, 0, FRAME_SENTENCE + 1);
+    if (frame->length > FRAME_SENTENCE ||
+        epic_frame_receive_all(socket, sentence, frame->length, end) != FRAME_DONE)
+        sentence[0] = '\0';
+    text_clean(sentence);
+}
+
+epic_result epic_link_fail(const epic_link *link, const epic_frame *frame, int64_t end)
+{
+    char sentence[FRAME_SENTENCE + 1] = {0};
+    if (frame->result == EPIC_OK || frame->result > EPIC_ECLOSED ||
+        frame->length > FRAME_SENTENCE ||
+        epic_frame_receive_all(link->socket, sentence, frame->length, end) != FRAME_DONE ||
+        !epic_link_check_bytes(link, frame, sentence))
+        return epic_fail(EPIC_EPEER, "rank 0 failed, and its reason did not arrive whole");
+    return epic_fail((epic_result)frame->result, "%s", sentence);
+}
+
+void epic_link_close(epic_link *link)
+{
+    if (link->socket >= 0) close(link->socket);
+    explicit_bzero(link, sizeof *link);
+    link->socket = -1;
+}

@@ -1,0 +1,168 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Names to addresses, within a deadline.
+ *
+ * getaddrinfo has no deadline, and dead name servers hold it for many seconds.  So a thread asks,
+ * and is left behind when it is too late: what it works on is its own, and it frees that. */
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "base/thread.h"
+#include "bootstrap/tcp.h"
+
+#define PAUSE_MS 50
+
+typedef struct query {
+    pthread_mutex_t mutex;
+    pthread_cond_t changed;
+    bool done;
+    bool left; /* nobody waits for the answer any more */
+    int wrong; /* the answer: 0 and `found`, or an EAI_ and, for EAI_SYSTEM, an errno */
+    int system_wrong;
+    struct addrinfo *found;
+    char port[16];
+    char name[]; /* as the rest, of whoever frees it */
+} query;
+
+static const struct addrinfo hints = {.ai_socktype = SOCK_STREAM, .ai_flags = AI_NUMERICSERV};
+
+static void free_query(query *q)
+{
+    if (q->found != NULL) freeaddrinfo(q->found);
+    pthread_cond_destroy(&q->changed);
+    pthread_mutex_destroy(&q->mutex);
+    free(q);
+}
+
+static void *ask(void *self)
+{
+    query *q = self;
+    struct addrinfo *found = NULL;
+    const int wrong = getaddrinfo(q->name, q->port, &hints, &found);
+    const int system_wrong = errno;
+    pthread_mutex_lock(&q->mutex);
+    q->wrong = wrong;
+    q->system_wrong = system_wrong;
+    q->found = wrong == 0 ? found : NULL;
+    q->done = true;
+    const bool left = q->left;
+    pthread_cond_signal(&q->changed);
+    pthread_mutex_unlock(&q->mutex);
+    if (left) free_query(q);
+    return NULL;
+}
+
+/* NULL: no memory.  An IPv6 address may stand in brackets, as in a URL: "[::1]". */
+static query *new_query(const char *name, const char *port)
+{
+    pthread_condattr_t attributes;
+    size_t length = strlen(name);
+    if (length > 2 && name[0] == '[' && name[length - 1] == ']' && strchr(name, ':') != NULL) {
+        name++;
+        length -= 2;
+    }
+    query *q = calloc(1, sizeof *q + length + 1);
+    if (q == NULL) return NULL;
+    memcpy(q->name, name, length);
+    snprintf(q->port, sizeof q->port, "%s", port);
+    pthread_mutex_init(&q->mutex, NULL);
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(&q->changed, &attributes);
+    pthread_condattr_destroy(&attributes);
+    return q;
+}
+
+static bool start(query *q)
+{
+    pthread_t thread;
+    return thread_start(&thread, ask, q) == 0 && pthread_detach(thread) == 0;
+}
+
+/* The code that the thread left behind will return to must not be unloaded. */
+static void stay_loaded(void)
+{
+    Dl_info info;
+    if (dladdr((const void *)(uintptr_t)&ask, &info) != 0 && info.dli_fname != NULL)
+        (void)dlopen(info.dli_fname, RTLD_NOW | RTLD_NOLOAD | RTLD_NODELETE);
+}
+
+/* False: it is too late, and the query is its thread's alone. */
+static bool await(query *q, int64_t end)
+{
+    const struct timespec limit = {.tv_sec = (time_t)(end / 1000),
+                                   .tv_nsec = (long)(end % 1000) * 1000000};
+    pthread_mutex_lock(&q->mutex);
+    int late = 0;
+    while (!q->done && late == 0) late = pthread_cond_timedwait(&q->changed, &q->mutex, &limit);
+    const bool done = q->done;
+    if (!done) stay_loaded();
+    q->left = !done;
+    pthread_mutex_unlock(&q->mutex);
+    return done;
+}
+
+/* Some failures of getaddrinfo are a want of descriptors in disguise. */
+static int find_reason(int wrong, int system_wrong)
+{
+    const int probe = open("/", O_RDONLY | O_CLOEXEC);
+    if (probe < 0 && (errno == EMFILE || errno == ENFILE)) return errno;
+    if (probe >= 0) close(probe);
+    return wrong == EAI_SYSTEM ? system_wrong : 0;
+}
+
+static epic_result refuse(const epic_tcp *tcp, int wrong, int system_wrong)
+{
+    const int reason = find_reason(wrong, system_wrong);
+    if (reason == EMFILE || reason == ENFILE)
+        return epic_fail(EPIC_EDEVICE,
+                         "address \"%.200s\" (tcp.address or MASTER_ADDR): %s; raise the limit "
+                         "on open files (ulimit -n)",
+                         tcp->address, strerror(reason));
+    return epic_fail(EPIC_EINVAL, "address \"%.200s\" (tcp.address or MASTER_ADDR): %s",
+                     tcp->address, reason != 0 ? strerror(reason) : gai_strerror(wrong));
+}
+
+static epic_result refuse_late(const epic_tcp *tcp)
+{
+    return epic_fail(EPIC_ETIMEOUT,
+                     "address \"%.200s\" (tcp.address or MASTER_ADDR): no name server answered "
+                     "within %u ms: give the address in numbers, or see to /etc/resolv.conf",
+                     tcp->address, tcp->timeout_ms);
+}
+
+/* One question.  *again: it may be answered later. */
+static epic_result ask_once(struct addrinfo **out, const epic_tcp *tcp, const char *port,
+                            int64_t end, bool *again)
+{
+    query *q = new_query(tcp->address, port);
+    if (q == NULL) return epic_fail(EPIC_ENOMEM, "no memory to resolve an address");
+    if (!start(q)) ask(q); /* without threads, without a deadline */
+    if (!await(q, end)) return refuse_late(tcp);
+    const int wrong = q->wrong, system_wrong = q->system_wrong;
+    *out = q->found;
+    q->found = NULL;
+    free_query(q);
+    *again = wrong == EAI_AGAIN && epic_bootstrap_left(end) > 0;
+    return wrong == 0 ? EPIC_OK : refuse(tcp, wrong, system_wrong);
+}
+
+epic_result epic_tcp_resolve(struct addrinfo **out, const epic_tcp *tcp, int64_t end)
+{
+    struct addrinfo numeric = hints;
+    char port[16];
+    numeric.ai_flags |= AI_NUMERICHOST;
+    snprintf(port, sizeof port, "%u", tcp->port);
+    if (getaddrinfo(tcp->address, port, &numeric, out) == 0) return EPIC_OK;
+    for (;;) {
+        bool again = false;
+        const epic_result result = ask_once(out, tcp, port, end, &again);
+        if (!again) return result;
+        poll(NULL, 0, PAUSE_MS);
+    }
+}

@@ -1,0 +1,210 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Bootstraps of threads of one process: one hub that every rank's epic_bootstrap shares. */
+#include <errno.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/clock.h"
+#include "bootstrap/bootstrap.h"
+
+typedef struct hub hub;
+
+typedef struct guest {
+    hub *hub;
+    int32_t rank;
+    bool arrived; /* waits in the gather that is going on; the next three are its arguments */
+    const void *mine;
+    char *all;
+    size_t bytes;
+} guest;
+
+struct hub {
+    pthread_mutex_t mutex; /* guards everything below */
+    pthread_cond_t changed;
+    int32_t num_ranks;
+    int32_t num_open; /* guests that have not closed; the last one frees the hub */
+    int32_t num_arrived;
+    int32_t num_twice; /* calls of a rank whose call was under way */
+    uint32_t timeout_ms;
+    uint64_t finished;  /* gathers */
+    epic_result broken; /* EPIC_OK, or what every later gather returns */
+    char sentence[512];
+    bool *gone; /* [num_ranks] */
+    guest guests[];
+};
+
+/* Breaks the hub with the sentence that this thread just failed with. */
+static epic_result break_hub(hub *h, epic_result result)
+{
+    h->broken = result;
+    snprintf(h->sentence, sizeof h->sentence, "%s", epic_sentence());
+    pthread_cond_broadcast(&h->changed);
+    return result;
+}
+
+static epic_result fail_again(const hub *h)
+{
+    return epic_fail(h->broken, "%s", h->sentence);
+}
+
+/* Breaks the hub because ranks have closed.  Leaves epic_error of this thread alone: it may be
+ * the one that closes, after a failure that its caller has yet to read. */
+static void break_gone(hub *h)
+{
+    char names[256];
+    epic_bootstrap_names(names, sizeof names, h->gone, h->num_ranks);
+    h->broken = EPIC_EPEER;
+    snprintf(h->sentence, sizeof h->sentence,
+             "gather %llu: %s closed this bootstrap of threads",
+             (unsigned long long)h->finished + 1, names);
+    pthread_cond_broadcast(&h->changed);
+}
+
+static epic_result check_bytes(hub *h, const guest *s)
+{
+    for (int32_t r = 0; r < h->num_ranks; r++) {
+        const guest *other = &h->guests[r];
+        if (!other->arrived || other->bytes == s->bytes) continue;
+        return break_hub(h,
+                         epic_fail(EPIC_EMISMATCH,
+                                   "gather %llu: rank %d brings %zu bytes and rank %d brings "
+                                   "%zu: all ranks bring equally many",
+                                   (unsigned long long)h->finished + 1, r, other->bytes,
+                                   s->rank, s->bytes));
+    }
+    return EPIC_OK;
+}
+
+/* The last rank to arrive copies for everyone: nobody's buffer is read after its owner left. */
+static void finish_gather(hub *h)
+{
+    for (int32_t to = 0; to < h->num_ranks; to++) {
+        const size_t bytes = h->guests[to].bytes;
+        for (int32_t from = 0; from < h->num_ranks && bytes > 0; from++)
+            memmove(h->guests[to].all + (size_t)from * bytes, h->guests[from].mine, bytes);
+    }
+    for (int32_t r = 0; r < h->num_ranks; r++) h->guests[r].arrived = false;
+    h->num_arrived = 0;
+    h->finished++;
+    pthread_cond_broadcast(&h->changed);
+}
+
+static epic_result fail_late(hub *h)
+{
+    char names[256];
+    bool *missing = calloc((size_t)h->num_ranks, sizeof *missing);
+    if (missing == NULL) return break_hub(h, epic_fail(EPIC_ETIMEOUT, "ranks did not come"));
+    for (int32_t r = 0; r < h->num_ranks; r++) missing[r] = !h->guests[r].arrived;
+    epic_bootstrap_names(names, sizeof names, missing, h->num_ranks);
+    free(missing);
+    return break_hub(h, epic_fail(EPIC_ETIMEOUT,
+                                  "gather %llu: %s did not come to this bootstrap of threads "
+                                  "within %u ms%s",
+                                  (unsigned long long)h->finished + 1, names, h->timeout_ms,
+                                  h->num_twice > 0 ? ", and another rank came twice" : ""));
+}
+
+/* Two threads use one rank's meet: the second is refused, and the gather goes on without it. */
+static epic_result fail_twice(hub *h, const guest *s)
+{
+    h->num_twice++;
+    return epic_fail(
+        EPIC_EINVAL,
+        "gather %llu: another thread is rank %d of this bootstrap of threads: each "
+        "thread needs the meet of its own rank",
+        (unsigned long long)h->finished + 1, s->rank);
+}
+
+/* Returns with the mutex held, as it was called.  call: what the guest becomes. */
+static epic_result gather_locked(hub *h, guest *s, const guest *call)
+{
+    if (h->broken == EPIC_OK && h->num_open < h->num_ranks) break_gone(h);
+    if (h->broken != EPIC_OK) return fail_again(h);
+    TRY(check_bytes(h, call));
+    *s = *call;
+    h->num_arrived++;
+
+    const uint64_t number = h->finished;
+    const struct timespec end = clock_in_ns(h->timeout_ms * 1000000ll);
+    if (h->num_arrived == h->num_ranks) finish_gather(h);
+    while (h->finished == number) {
+        if (h->broken != EPIC_OK) return fail_again(h);
+        if (pthread_cond_timedwait(&h->changed, &h->mutex, &end) != ETIMEDOUT) continue;
+        if (h->finished == number && h->broken == EPIC_OK) return fail_late(h);
+    }
+    return EPIC_OK;
+}
+
+static epic_result gather(void *self, const void *mine, void *all, int64_t bytes)
+{
+    guest *s = self;
+    hub *h = s->hub;
+    TRY(epic_bootstrap_check(mine, all, bytes));
+    const guest call = {h, s->rank, true, mine, all, (size_t)bytes};
+    pthread_mutex_lock(&h->mutex);
+    const bool is_twice = s->arrived && h->broken == EPIC_OK;
+    const epic_result result = is_twice ? fail_twice(h, s) : gather_locked(h, s, &call);
+    pthread_mutex_unlock(&h->mutex);
+    return result;
+}
+
+static void free_hub(hub *h)
+{
+    pthread_cond_destroy(&h->changed);
+    pthread_mutex_destroy(&h->mutex);
+    free(h->gone);
+    free(h);
+}
+
+static void close_guest(void *self)
+{
+    guest *s = self;
+    hub *h = s->hub;
+    pthread_mutex_lock(&h->mutex);
+    h->gone[s->rank] = true;
+    if (h->num_arrived > 0 && h->broken == EPIC_OK) break_gone(h);
+    const bool last = --h->num_open == 0;
+    pthread_mutex_unlock(&h->mutex);
+    if (last) free_hub(h);
+}
+
+static epic_result open_hub(hub **out, int32_t num_ranks, uint32_t timeout_ms)
+{
+    pthread_condattr_t attributes;
+    const size_t ranks = (size_t)num_ranks;
+    hub *h = calloc(1, sizeof *h + ranks * sizeof h->guests[0]);
+    bool *gone = calloc(ranks, sizeof *gone);
+    if (h == NULL || gone == NULL) {
+        free(gone);
+        free(h);
+        return epic_fail(EPIC_ENOMEM, "no memory for a bootstrap of %d threads", num_ranks);
+    }
+    h->gone = gone;
+    h->num_ranks = num_ranks;
+    h->num_open = num_ranks;
+    h->timeout_ms = timeout_ms > 0 ? timeout_ms : BOOTSTRAP_TIMEOUT_MS;
+    pthread_mutex_init(&h->mutex, NULL);
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(&h->changed, &attributes);
+    pthread_condattr_destroy(&attributes);
+    *out = h;
+    return EPIC_OK;
+}
+
+epic_result epic_bootstrap_threads(epic_bootstrap *out, int32_t num_ranks, uint32_t timeout_ms)
+{
+    hub *h = NULL;
+    if (out == NULL) return epic_fail(EPIC_EINVAL, "out is NULL: pass an array of num_ranks");
+    if (num_ranks < 1 || num_ranks > BOOTSTRAP_MAX_RANKS)
+        return epic_fail(EPIC_EINVAL, "num_ranks is %d: from 1 to %d", num_ranks,
+                         BOOTSTRAP_MAX_RANKS);
+    TRY(open_hub(&h, num_ranks, timeout_ms));
+    for (int32_t r = 0; r < num_ranks; r++) {
+        h->guests[r] = (guest){.hub = h, .rank = r};
+        out[r] = (epic_bootstrap){r, num_ranks, gather, close_guest, &h->guests[r]};
+    }
+    return EPIC_OK;
+}

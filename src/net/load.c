@@ -1,0 +1,43 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Engines live in libraries of their own: epic needs none of what they stand on. */
+#include <dlfcn.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "base/library.h"
+#include "net/net.h"
+
+/* A name becomes part of a file's: small letters alone. */
+static bool is_name(const char *name)
+{
+    const size_t length = strlen(name);
+    return length > 0 && length <= 16 && strspn(name, "abcdefghijklmnopqrstuvwxyz") == length;
+}
+
+/* `error` begins with the file that is wrong, or not there. */
+static const char *way_out(const char *name, const char *library, const char *error)
+{
+    if (strcmp(name, "ucx") != 0) return "there is none but ucx";
+    return error && strncmp(error, library, strlen(library)) == 0
+               ? "install UCX (Debian, Ubuntu: libucx-dev) and build libepic again"
+               : "install the UCX that it was built for (Debian, Ubuntu: libucx0)";
+}
+
+const net_engine *net_find(const char *name, char *why)
+{
+    char library[32], symbol[32];
+    if (!is_name(name)) {
+        snprintf(why, NET_WHY, "there is no net \"%.40s\": there is ucx", name);
+        return NULL;
+    }
+    snprintf(library, sizeof library, "libepic_%s.so", name);
+    snprintf(symbol, sizeof symbol, "epic_net_%s", name);
+    void *handle = library_open((const void *)(uintptr_t)&net_find, library);
+    const net_engine *engine = handle ? dlsym(handle, symbol) : NULL;
+    if (engine) return engine; /* it stays loaded */
+    const char *error = dlerror();
+    snprintf(why, NET_WHY, "net \"%s\": %s cannot be loaded; %s (%.120s)", name, library,
+             way_out(name, library, error), error ? error : "no symbol of that name");
+    if (handle) dlclose(handle);
+    return NULL;
+}

@@ -1,0 +1,138 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "net/ucx/lanes.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "net/ucx/lanes_text.h"
+
+/* The most that UCX sends over TCP, and reads there, in one piece, and so need not assemble.  Its own
+ * is 64 KB. */
+#define SEGMENT "256K"
+
+/* What UCX prints of one or the other; 1.13 tells which networks there are in no other way. */
+static char *print(ucp_context_h context, ucp_ep_h endpoint)
+{
+    char *text = NULL;
+    size_t size;
+    FILE *file = open_memstream(&text, &size);
+    if (!file) return NULL;
+    if (context)
+        ucp_context_print_info(context, file);
+    else
+        ucp_ep_print_info(endpoint, file);
+    fclose(file);
+    return text;
+}
+
+/* "#  resource 0 : md 0 ... -- tcp/lo" */
+static bool has_one_of(ucp_context_h context, const char *const *networks, int count)
+{
+    char *text = print(context, NULL);
+    bool has = false;
+    for (int i = 0; text && i < count; i++) has |= strstr(text, networks[i]) != NULL;
+    free(text);
+    return has;
+}
+
+static bool has_tcp(ucp_context_h context)
+{
+    return has_one_of(context, (const char *const[]){" tcp/"}, 1);
+}
+
+bool ucx_has_rdma(ucp_context_h context)
+{
+    static const char *const networks[] = {"-- rc_", "-- dc_", "-- ud_", "-- srd"};
+    return has_one_of(context, networks, sizeof networks / sizeof *networks);
+}
+
+bool ucx_may_reach_gpus(ucp_context_h context)
+{
+    ucp_context_attr_t have = {.field_mask = UCP_ATTR_FIELD_MEMORY_TYPES};
+    return ucx_has_rdma(context) && ucp_context_query(context, &have) == UCS_OK &&
+           have.memory_types & UCS_BIT(UCS_MEMORY_TYPE_CUDA);
+}
+
+/* Up to 1.16 UCX wants the name without that of the transport. */
+static const char *segment_name(void)
+{
+    unsigned major, minor, release;
+    ucp_get_version(&major, &minor, &release);
+    return major == 1 && minor < 17 ? "RX_SEG_SIZE" : "TCP_RX_SEG_SIZE";
+}
+
+/* Can UCX be told to refuse remote writes that the network has not, in place of sending messages that
+ * the peer's memcpy lands?  Newer ones warn of what they do not know. */
+static bool can_be_honest(void)
+{
+    unsigned major, minor, release;
+    ucp_get_version(&major, &minor, &release);
+    return major > 1 || minor >= 22;
+}
+
+/* With segments of that size; NULL: of UCX's own. */
+static ucs_status_t init(ucp_context_h *out, const char *segment, bool honest)
+{
+    const ucp_params_t wanted = {.field_mask = UCP_PARAM_FIELD_FEATURES,
+                                 .features = UCP_FEATURE_AM | UCP_FEATURE_RMA};
+    ucp_config_t *config;
+    ucs_status_t status = ucp_config_read(NULL, NULL, &config);
+    if (status != UCS_OK) return status;
+    if (segment) ucp_config_modify(config, segment_name(), segment);
+    if (honest && can_be_honest()) ucp_config_modify(config, "PROTO_EMULATION_ENABLE", "n");
+    status = ucp_init(&wanted, config, out);
+    ucp_config_release(config);
+    return status;
+}
+
+/* What a context without TCP is told of TCP it warns of. */
+ucs_status_t ucx_new_context(ucp_context_h *out, const char **segment, bool honest)
+{
+    const char *theirs = getenv("UCX_TCP_RX_SEG_SIZE");
+    const ucs_status_t status = init(out, NULL, honest);
+    if (status != UCS_OK || !segment) return status;
+    *segment = !has_tcp(*out) ? "" : theirs ? theirs : SEGMENT;
+    if (!**segment || theirs) return UCS_OK;
+    ucp_cleanup(*out);
+    *out = NULL;
+    return init(out, SEGMENT, honest);
+}
+
+bool ucx_keeps_words(ucp_ep_h endpoint)
+{
+    char *text = print(NULL, endpoint);
+    const bool keeps = lanes_keep_words(text, can_be_honest());
+    free(text);
+    return keeps;
+}
+
+bool ucx_reaches(ucp_ep_h endpoint, uint64_t own, uint64_t theirs)
+{
+    char *text = print(NULL, endpoint);
+    const bool reaches = lanes_reach(text, own, theirs);
+    free(text);
+    return reaches;
+}
+
+/* They are what it begins with, of every UCX; there is no call that tells them. */
+uint64_t ucx_domains(const void *key, size_t bytes)
+{
+    uint64_t domains = 0;
+    if (bytes > sizeof domains) memcpy(&domains, key, sizeof domains);
+    return domains;
+}
+
+int ucx_say_lanes(ucp_ep_h endpoint, char *to, size_t size, const char *way)
+{
+    char lane[64], *text = print(NULL, endpoint);
+    const char *before = ", ";
+    int used = 0;
+    for (const char *at = text; (at = lanes_next(at, lane, sizeof lane)); before = " + ")
+        if ((size_t)used < size)
+            used += snprintf(to + used, size - (size_t)used, "%s%s", before, lane);
+    if (text && (size_t)used < size)
+        used += snprintf(to + used, size - (size_t)used, " by %s", way);
+    free(text);
+    return used;
+}

@@ -1,0 +1,26 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* libepic_chaos.so, for EPIC_NET=chaos: strict, and with a seed (EPIC_CHAOS_SEED) and a damage
+ * (EPIC_CHAOS_DAMAGE, a chaos_damage) that the environment chooses, as it does whether the net is
+ * slow (EPIC_CHAOS_SLOW=1), late (EPIC_CHAOS_LATE=1) or keeps the last words of what is urgent
+ * (EPIC_CHAOS_LAST=1), and which host reaches no memory on a GPU (EPIC_CHAOS_OUT_OF_REACH=0 is the
+ * first).  EPIC_CHAOS_STRICT=0 is for groups that are
+ * broken on purpose: warps of a kernel that has given up may go on to the next round, whose rows
+ * nobody reads. */
+#include <stdlib.h>
+
+#include "net/chaos.h"
+
+__attribute__((constructor)) static void read_environment(void)
+{
+    const char *seed = getenv("EPIC_CHAOS_SEED"), *damage = getenv("EPIC_CHAOS_DAMAGE");
+    const char *strict = getenv("EPIC_CHAOS_STRICT"), *slow = getenv("EPIC_CHAOS_SLOW"),
+               *late = getenv("EPIC_CHAOS_LATE"), *last = getenv("EPIC_CHAOS_LAST"),
+               *out_of_reach = getenv("EPIC_CHAOS_OUT_OF_REACH");
+    chaos_settings_now.strict = !strict || *strict != '0';
+    chaos_settings_now.slow = slow && *slow == '1';
+    chaos_settings_now.late = late && *late == '1';
+    chaos_settings_now.last = last && *last == '1';
+    chaos_settings_now.out_of_reach = out_of_reach ? atoi(out_of_reach) + 1 : 0;
+    if (seed) chaos_settings_now.seed = strtoull(seed, NULL, 10);
+    if (damage) chaos_settings_now.damage = (chaos_damage)atoi(damage);
+}

@@ -1,0 +1,70 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A network that delays and loses packets (relay.h): lines call nobody dead for that, and over UCX
+ * every word arrives whole, once. */
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "check.h"
+#include "net/suite.h"
+#include "net/suite_lines.h"
+#include "net/suite_net.h"
+#include "relay.h"
+
+#define HOSTS 3
+#define FAR_US 150000 /* to the end of the world; each loss takes long to notice there */
+#define DELAY_US 5000
+#define LOSSES 10000 /* of a million */
+
+static void watch(const epic_bootstrap *bootstrap, void *self)
+{
+    net_lines *l = suite_lines(bootstrap, RELAY_INTERFACE);
+    (void)self;
+    for (int i = 0; l && i < 20; i++) {
+        for (int h = 0; h < HOSTS; h++) CHECK_EQ(net_lines_look(l, h), LINE_ALIVE);
+        run_nap_us(100000);
+    }
+    suite_gather(bootstrap);
+    net_lines_close(l);
+}
+
+static void exchange(const net_engine *ucx)
+{
+    suite_verdict *v = run_share(sizeof *v);
+    suite_case c = {.engine = ucx,
+                    .seed = run_seed(),
+                    .bytes = 128 << 10,
+                    .most_bytes = 57344,
+                    .rounds = 2,
+                    .patience_ms = 60000,
+                    .wanted = "tcp/" RELAY_INTERFACE,
+                    .verdict = v};
+    net_run(HOSTS, suite_exchange, &c, 0, 90);
+    CHECK(suite_clean(v));
+    printf("%ld words\n", v->words);
+    run_unshare(v, sizeof *v);
+}
+
+int main(void)
+{
+    char why[NET_WHY];
+    check_begin();
+    run_alarm(200);
+    if (!net_open_lossy(HOSTS, FAR_US, 0)) return check_skip("there is no such network");
+    net_run(HOSTS, watch, NULL, 0, 60);
+    net_close();
+    setenv("UCX_TLS", "tcp", 1);
+    setenv("UCX_NET_DEVICES", RELAY_INTERFACE, 1);
+    if (!CHECK(net_open_lossy(HOSTS, DELAY_US, LOSSES))) return check_end();
+    net_run(HOSTS, watch, NULL, 0, 60);
+    const net_engine *ucx = net_find("ucx", why);
+    if (ucx)
+        exchange(ucx);
+    else
+        printf("left out: the same over UCX: %s\n", why);
+    const relay_count counted = relay_counted();
+    printf("%llu packets, %llu lost\n", (unsigned long long)counted.passed,
+           (unsigned long long)counted.lost);
+    CHECK(counted.passed > 100 && relay_did_lose(counted, LOSSES));
+    net_close();
+    return check_end();
+}

@@ -1,0 +1,208 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Bootstraps of threads of one process: gathers, and every way in which one rank fails the
+ * others. */
+#include <poll.h>
+#include <pthread.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "epic/epic.h"
+
+#define MOST 8
+
+typedef struct trial {
+    const char *name;
+    int num_ranks;
+    int odd;             /* the rank that does something else, or -1 */
+    uint32_t timeout_ms; /* 0: 20 s */
+    int num_gathers;
+    size_t bytes;
+    bool odd_stays_away; /* closes only after all the others are done */
+    bool odd_closes;     /* after its first gather */
+    bool odd_is_longer;  /* from its second gather on */
+    epic_result result;  /* of the others */
+    const char *words[2];
+} trial;
+
+typedef struct seat {
+    const trial *trial;
+    epic_bootstrap bootstrap;
+    pthread_t thread;
+    epic_result result;
+    bool wrong_bytes;
+    char sentence[512];
+} seat;
+
+static int failures;
+
+static unsigned char byte_of(int rank, int number, size_t i)
+{
+    return (unsigned char)(rank * 131 + number * 31 + (int)(i % 251));
+}
+
+static epic_result gather(seat *s, int number, size_t bytes)
+{
+    const size_t ranks = (size_t)s->bootstrap.num_ranks;
+    unsigned char *mine = malloc(bytes + 1);
+    unsigned char *all = malloc(ranks * bytes + 1);
+    for (size_t i = 0; i < bytes; i++) mine[i] = byte_of(s->bootstrap.rank, number, i);
+    const epic_result result = s->bootstrap.gather(s->bootstrap.self, mine, all, bytes);
+    for (size_t r = 0; r < ranks && result == EPIC_OK; r++)
+        for (size_t i = 0; i < bytes; i++)
+            if (all[r * bytes + i] != byte_of((int)r, number, i)) s->wrong_bytes = true;
+    free(mine);
+    free(all);
+    return result;
+}
+
+static void *be_rank(void *argument)
+{
+    seat *s = argument;
+    const trial *t = s->trial;
+    const bool odd = s->bootstrap.rank == t->odd;
+    if (odd && t->odd_stays_away) return NULL;
+    for (int i = 0; i < t->num_gathers && s->result == EPIC_OK; i++) {
+        if (odd && t->odd_closes && i == 1) break;
+        s->result = gather(s, i, t->bytes + (odd && t->odd_is_longer && i > 0 ? 8 : 0));
+    }
+    if (s->result != EPIC_OK) {
+        snprintf(s->sentence, sizeof s->sentence, "%s", epic_error(NULL));
+        if (gather(s, 0, 8) != s->result) s->wrong_bytes = true; /* broken stays broken */
+    }
+    if (odd && t->odd_closes) poll(NULL, 0, 30); /* the others wait by now, most times */
+    epic_bootstrap_close(&s->bootstrap);
+    if (s->result != EPIC_OK && strcmp(s->sentence, epic_error(NULL)) != 0)
+        s->wrong_bytes = true; /* close leaves the sentence alone */
+    epic_bootstrap_close(&s->bootstrap);
+    return NULL;
+}
+
+static void check(const trial *t, const seat *s, int rank)
+{
+    bool good = s->result == t->result && !s->wrong_bytes;
+    for (int i = 0; i < 2 && good; i++)
+        good = t->words[i] == NULL || strstr(s->sentence, t->words[i]) != NULL;
+    if (good) return;
+    printf("%s: rank %d of %d: %s%s: %s\n", t->name, rank, t->num_ranks,
+           epic_result_name(s->result), s->wrong_bytes ? ", and wrong" : "", s->sentence);
+    failures++;
+}
+
+static void run(const trial *t)
+{
+    static seat seats[MOST];
+    epic_bootstrap bootstraps[MOST];
+    const uint32_t timeout_ms = t->timeout_ms > 0 ? t->timeout_ms : 20000;
+    if (epic_bootstrap_threads(bootstraps, t->num_ranks, timeout_ms) != EPIC_OK) {
+        printf("%s: %s\n", t->name, epic_error(NULL));
+        failures++;
+        return;
+    }
+    for (int r = 0; r < t->num_ranks; r++) {
+        seats[r] = (seat){.trial = t, .bootstrap = bootstraps[r]};
+        pthread_create(&seats[r].thread, NULL, be_rank, &seats[r]);
+    }
+    for (int r = 0; r < t->num_ranks; r++) pthread_join(seats[r].thread, NULL);
+    if (t->odd_stays_away) epic_bootstrap_close(&seats[t->odd].bootstrap);
+    for (int r = 0; r < t->num_ranks; r++)
+        if (r != t->odd || t->odd_is_longer) check(t, &seats[r], r);
+}
+
+static void *gather_once(void *argument)
+{
+    seat *s = argument;
+    if (s->bootstrap.rank > 0)
+        poll(NULL, 0, 300); /* both threads of rank 0 have come by then */
+    s->result = gather(s, 0, 8);
+    snprintf(s->sentence, sizeof s->sentence, "%s", epic_error(NULL));
+    return NULL;
+}
+
+/* Two threads come as rank 0, and of three ranks all come or rank 2 does not. */
+static void check_twice(bool all_come)
+{
+    seat seats[4] = {0};
+    epic_bootstrap bootstraps[3];
+    const int num_threads = all_come ? 4 : 3;
+    failures += epic_bootstrap_threads(bootstraps, 3, 3000) != EPIC_OK;
+    for (int i = 0; i < num_threads; i++) {
+        seats[i].bootstrap = bootstraps[i > 0 ? i - 1 : 0];
+        pthread_create(&seats[i].thread, NULL, gather_once, &seats[i]);
+    }
+    for (int i = 0; i < num_threads; i++) pthread_join(seats[i].thread, NULL);
+    const bool first_failed = seats[0].result == EPIC_EINVAL;
+    const seat *refused = &seats[first_failed ? 0 : 1], *other = &seats[first_failed ? 1 : 0];
+    const epic_result wanted = all_come ? EPIC_OK : EPIC_ETIMEOUT;
+    const char *words = all_come ? "" : "rank 2 did not come";
+    bool good = refused->result == EPIC_EINVAL &&
+                strstr(refused->sentence, "another thread is rank 0") != NULL;
+    for (int i = 2; i < num_threads; i++) good = good && seats[i].result == wanted;
+    good = good && other->result == wanted && strstr(other->sentence, words) != NULL &&
+           (all_come || strstr(other->sentence, "another rank came twice") != NULL);
+    for (int i = 0; i < num_threads; i++) good = good && !seats[i].wrong_bytes;
+    if (!good) printf("twice: %s; %s\n", refused->sentence, other->sentence);
+    failures += !good;
+    for (int r = 0; r < 3; r++) epic_bootstrap_close(&bootstraps[r]);
+}
+
+static void check_arguments(void)
+{
+    epic_bootstrap bootstraps[2];
+    failures += epic_bootstrap_threads(NULL, 2, 0) != EPIC_EINVAL;
+    failures += epic_bootstrap_threads(bootstraps, 0, 0) != EPIC_EINVAL;
+    failures += strstr(epic_error(NULL), "num_ranks is 0") == NULL;
+    failures += epic_bootstrap_threads(bootstraps, -3, 0) != EPIC_EINVAL;
+    failures += epic_bootstrap_threads(bootstraps, 1 << 20, 0) != EPIC_EINVAL;
+
+    /* nobody ever gathers */
+    failures += epic_bootstrap_threads(bootstraps, 2, 0) != EPIC_OK;
+    failures += bootstraps[0].gather(bootstraps[0].self, NULL, NULL, 4) != EPIC_EINVAL;
+    epic_bootstrap_close(&bootstraps[1]);
+    epic_bootstrap_close(&bootstraps[0]);
+    epic_bootstrap_close(&bootstraps[0]);
+    epic_bootstrap_close(NULL);
+}
+
+int main(void)
+{
+    const trial trials[] = {
+        {.name = "alone", .num_ranks = 1, .odd = -1, .num_gathers = 20, .bytes = 33},
+        {.name = "two", .num_ranks = 2, .odd = -1, .num_gathers = 200, .bytes = 33},
+        {.name = "three", .num_ranks = 3, .odd = -1, .num_gathers = 200, .bytes = 33},
+        {.name = "eight", .num_ranks = 8, .odd = -1, .num_gathers = 100, .bytes = 33},
+        {.name = "no bytes", .num_ranks = 3, .odd = -1, .num_gathers = 100, .bytes = 0},
+        {.name = "4 MiB", .num_ranks = 3, .odd = -1, .num_gathers = 2, .bytes = 4 << 20},
+        {.name = "away",
+         .num_ranks = 4,
+         .odd = 2,
+         .timeout_ms = 3000,
+         .num_gathers = 1,
+         .bytes = 8,
+         .odd_stays_away = true,
+         .result = EPIC_ETIMEOUT,
+         .words = {"gather 1: rank 2 did not come", "3000 ms"}},
+        {.name = "closes",
+         .num_ranks = 4,
+         .odd = 1,
+         .num_gathers = 3,
+         .bytes = 8,
+         .odd_closes = true,
+         .result = EPIC_EPEER,
+         .words = {"gather 2: rank 1 closed"}},
+        {.name = "longer",
+         .num_ranks = 4,
+         .odd = 3,
+         .num_gathers = 3,
+         .bytes = 16,
+         .odd_is_longer = true,
+         .result = EPIC_EMISMATCH,
+         .words = {"rank 3 brings 24", "brings 16"}},
+    };
+    for (size_t i = 0; i < sizeof trials / sizeof *trials; i++) run(&trials[i]);
+    check_twice(true);
+    check_twice(false);
+    check_arguments();
+    return failures == 0 ? 0 : 1;
+}
