@@ -262,7 +262,7 @@ typedef struct epic_config {
     uint32_t reserved;  /* 0 */
 } epic_config;
 
-/* Opens this rank's context.  Collective over the bootstrap; meet NULL: over config.native if there
+/* Opens this rank's context.  Collective over the bootstrap; bootstrap NULL: over config.native if there
  * is one (epic_bootstrap_mpi), else as the environment says (epic_bootstrap_env; a group of one if it says
  * nothing).  *out is set also when open fails, to a context that epic_error, epic_failure and
  * epic_close accept (NULL only on EPIC_ENOMEM).  Ranks that bring different configurations or
