@@ -5,12 +5,14 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <ftw.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -169,6 +171,12 @@ static void run_ranks(stage *s, int fd)
     _exit(0);
 }
 
+static int remove_entry(const char *path, const struct stat *status, int type, struct FTW *at)
+{
+    (void)status, (void)type, (void)at;
+    return remove(path);
+}
+
 static void signal_all(const stage *s, int number)
 {
     for (int r = 0; r < s->num_ranks; r++) {
@@ -206,6 +214,10 @@ static void run_group(uint64_t seed, int index)
     s->num_ranks = 2 + index % ((way->most_ranks ? way->most_ranks : MAX_RANKS) - 1);
     s->absent = index % 4 == 3 ? (int)run_below(&random, s->num_ranks) : -1;
     run_alarm(HANG_S + 10);
+    /* Launchers that start together race for one folder of Open MPI in TMPDIR. */
+    char folder[] = "/tmp/epic-stops-XXXXXX";
+    const bool has_folder = way->launcher && mkdtemp(folder);
+    if (has_folder) setenv("TMPDIR", folder, 1);
     const pid_t pid = run_fork();
     if (pid == 0) run_ranks(s, fd);
     int status = 0;
@@ -216,6 +228,7 @@ static void run_group(uint64_t seed, int index)
     }
     if (!ended) stop_and_go_on(s);
     while (!ended && waitpid(pid, &status, 0) < 0 && errno == EINTR) continue;
+    if (has_folder) nftw(folder, remove_entry, 8, FTW_DEPTH | FTW_PHYS);
     CHECK_SAY(status == 0, "the ranks ended with status 0x%x", status);
     CHECK_EQ(s->failed, 0);
     CHECK_EQ(s->closed, s->num_ranks);

@@ -127,13 +127,13 @@ def summed_in_backward(rank: int, composed: bool, dtype: torch.dtype) -> None:
         out, loss = layer(x)
         (out.square().sum() + loss).backward()
         layer.sum_gradients()
-        epic_allreduce_sum = {n: p.grad.clone() for n, p in layer.named_parameters()}
+        epic_sums = {n: p.grad.clone() for n, p in layer.named_parameters()}
         layer.zero_grad()
         out, loss = layer(x)
         (out.square().sum() + loss).backward()
         epic.torch.sum_gradients(torch.nn.ModuleList([layer]), group)
         for name, p in layer.named_parameters():
-            assert torch.equal(p.grad, epic_allreduce_sum[name]), name
+            assert torch.equal(p.grad, epic_sums[name]), name
             torch.testing.assert_close(p.grad, whole[name])
 
 
