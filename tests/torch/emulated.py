@@ -221,7 +221,7 @@ def case_refused(on_gpu: epic.torch.Group, _: epic.torch.Group) -> None:
     layer = epic.torch.MoE(on_gpu, epic.torch.Moe.of(**WISH), dtype=torch.float64)
     x = torch.ones(2, 16, dtype=torch.float64)
     told(lambda: layer(x), "row_type F64")
-    told(lambda: layer(x, torch.tensor([True, False])), "F64")
+    told(lambda: layer(x, torch.tensor([True, False])), "float64")
     counts = torch.zeros(4, dtype=torch.int32)
     w = epic.torch.ExpertWeights(layer.w_gate_up, layer.w_down)
     mlp = layer.options.experts

@@ -18,4 +18,4 @@ def test_c_program() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", *words]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert ended.stdout.count("came home as 19") == 2, ended.stdout
+    assert ended.stdout.count("returned as 19") == 2, ended.stdout

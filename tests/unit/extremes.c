@@ -20,7 +20,7 @@ static const int64_t far[] = {INT64_MIN,     INT64_MIN / 4,     -1,       INT64_
 static epic_context *ctx;
 static unsigned char plan[1 << 20] __attribute__((aligned(64)));
 static float tokens[TOKENS * WIDTH], slots[64 * WIDTH], out[TOKENS * WIDTH], small[1024];
-static int32_t ids[TOKENS], counts[EXPERTS];
+static int32_t ids[TOKENS], counts[1 << 17];
 static double work[1 << 14];
 
 typedef struct extreme_call {

@@ -32,6 +32,7 @@ PHRASES = {
     "epic_capacity_bound": "capacity=None",
     "0 (the rows' type)": "None",
     "EPIC_DISTINCT": "distinct=True",
+    "EPIC_CAPACITY_EXACT": "EXACT",
     "EPIC_QUANTIZE_NONE": "None",
     "EPIC_QUANTIZE_1X128": "'1x128'",
     "EPIC_QUANTIZE_1X32": "'1x32'",
@@ -60,6 +61,7 @@ def make_words() -> dict[str, str]:
         for word in words
     }
     types = {f"EPIC_{name}": word for name, word in OF_TYPES.items()}
+    types |= {name: OF_TYPES[name] for name in ("F32", "BF16", "F16", "F64", "E4M3")}
     return {**enumerators, **types, **PHRASES}
 
 
