@@ -123,7 +123,11 @@ static epic_result gather_locked(hub *h, guest *s, const guest *call)
     if (h->broken == EPIC_OK && h->num_open < h->num_ranks) break_gone(h);
     if (h->broken != EPIC_OK) return fail_again(h);
     TRY(check_bytes(h, call));
-    *s = *call;
+    /* hub and rank stay: a second thread of this rank may read them without the mutex. */
+    s->arrived = true;
+    s->mine = call->mine;
+    s->all = call->all;
+    s->bytes = call->bytes;
     h->num_arrived++;
 
     const uint64_t number = h->finished;

@@ -220,7 +220,7 @@ def case_refused(on_gpu: epic.torch.Group, _: epic.torch.Group) -> None:
     """Rows in float64, by name."""
     layer = epic.torch.MoE(on_gpu, epic.torch.Moe.of(**WISH), dtype=torch.float64)
     x = torch.ones(2, 16, dtype=torch.float64)
-    told(lambda: layer(x), "row_type F64")
+    told(lambda: layer(x), "row_type float64")
     told(lambda: layer(x, torch.tensor([True, False])), "float64")
     counts = torch.zeros(4, dtype=torch.int32)
     w = epic.torch.ExpertWeights(layer.w_gate_up, layer.w_down)
