@@ -370,10 +370,10 @@ def case_e4m3_refused(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> No
     x, counts = torch.ones(2, 16), torch.zeros(4, dtype=torch.int32)
     layer = epic.torch.MoE(on_host, options)
     for weights in (layer.weights(), epic.torch.scaled(layer.weights())):
-        told(partial(epic.torch.moe, on_host, options, x, weights), "weight_type is E4M3")
+        told(partial(epic.torch.moe, on_host, options, x, weights), "weight_type is e4m3")
         w = epic.torch.ExpertWeights(*(getattr(weights, n) for n in ExpertWeights._fields))
         run = partial(epic.torch.experts, options.experts, x, counts, counts, w)
-        told(run, "of E4M3 wants a CUDA context")
+        told(run, "of e4m3 wants a CUDA context")
     wish = (on_gpu, options, x, layer.weights())
     told(lambda: epic.torch.moe(*wish, grouped_mm=slab_mm), "grouped_mm with")
     half = layer.weights()._replace(w_gate_up_scales=torch.ones(4, 1, 1))

@@ -61,7 +61,7 @@ def make_words() -> dict[str, str]:
         for word in words
     }
     types = {f"EPIC_{name}": word for name, word in OF_TYPES.items()}
-    types |= {name: OF_TYPES[name] for name in ("F32", "BF16", "F16", "F64", "E4M3")}
+    types |= {name: OF_TYPES[name] for name in ("F32", "BF16", "F16", "F64")} | {"E4M3": "e4m3"}
     return {**enumerators, **types, **PHRASES}
 
 
