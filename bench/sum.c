@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* How long epic_allreduce_sum takes, beside MPI_Allreduce of as many floats by the same processes.
+/* Times epic_allreduce_sum next to MPI_Allreduce of as many floats by the same processes.
  *
  *     mpiexec -n 4 build/bench/sum [--backend shm]     ranks are the processes of the job
  *     build/bench/sum [--ranks 4]                      ranks are threads; nothing to compare with

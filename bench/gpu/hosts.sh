@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Backend hosts on two GPUs as two hosts, or one that two ranks share, over each net that there is:
 # memory on GPUs moved by a kernel as by a NIC of 50 GB/s, and by copy engines; host memory moved by
-# threads; UCX over TCP; beside them what the nets give without kernels, and p2p.
+# threads; UCX over TCP. Also runs the nets without kernels, and p2p, for comparison.
 OUT=${HOSTS_OUT:-build/gpu/hosts}
 export LD_LIBRARY_PATH=$OUT:$PWD/build/lib:$LD_LIBRARY_PATH
 export UCX_LOG_LEVEL=error UCX_ERROR_SIGNALS=
