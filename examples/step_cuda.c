@@ -32,15 +32,13 @@ int main(void)
     cudaMemcpyAsync(gpu, &host, sizeof host, cudaMemcpyDefault, stream);
     epic_dispatcher *step;
     epic_slots slots;
-    const epic_dispatcher_config config = {.max_tokens = TOKENS,
-                                           .num_experts = EXPERTS,
-                                           .top_k = TOP_K,
-                                           .hidden = HIDDEN,
-                                           .type = EPIC_F32,
-                                           .gradients =
-                                               1, /* results have memory of their own */
-                                           .backend = "gpu",
-                                           .stream = stream};
+    epic_dispatcher_config config = {.max_tokens = TOKENS,
+                                     .num_experts = EXPERTS,
+                                     .top_k = TOP_K,
+                                     .hidden = HIDDEN,
+                                     .type = EPIC_F32};
+    config.gradients = 1; /* results have memory of their own */
+    config.backend = "gpu", config.stream = stream;
     const int failed =
         epic_dispatcher_open(&step, &config) ||
         epic_dispatcher_dispatch(step, gpu->tokens, *gpu->chosen, *gpu->weights, TOKENS,
