@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-# The front door.  `make` builds the libraries and tools into build/; `make examples` builds the
-# example programs; `make test` builds and runs all that needs no GPU; `make demo` trains a language
-# model.  They see to missing packages first where they may.  The build itself is CMake's.
+# The commands for users.  `make` builds the libraries and tools into build/; `make examples` builds
+# the example programs; `make test` builds and runs every test that needs no GPU; `make demo` trains a
+# language model.  Each command first installs missing packages if it may.  CMake does the build.
 
 MAKEFLAGS += --no-print-directory
 JOBS ?= $(shell nproc)
 CMAKE = tools/configure.sh $(2) -DCMAKE_BUILD_TYPE=$(1) $(3)
-# Parts of `make test` run side by side: one at a time in a folder.
+# Parts of `make test` run at the same time.  The lock allows one build at a time in a build folder.
 BUILD = flock $(1) cmake --build $(1) -j $(JOBS)
 CTEST = tests/ctest.sh $(1)
 LEFT_OUT = sed -n 's/^-- \(left out: \)/\1/p' $(1)/configure.log
 HOST_ONLY = -DEPIC_MPI=OFF -DEPIC_CUDA=OFF -DEPIC_EMULATOR=OFF
-# ThreadSanitizer of gcc 12 and 13 does not know the addresses of newer kernels' randomization.
+# ThreadSanitizer of gcc 12 and 13 fails under the address randomization of newer Linux kernels.
 STILL = $$(setarch $$(uname -m) -R true 2>/dev/null && echo setarch $$(uname -m) -R)
 VALGRIND = valgrind -q --error-exitcode=1 --leak-check=full --trace-children=yes
 VALGRIND_TESTS = info bootstrap_env bootstrap_threads recorder sized
@@ -29,7 +29,7 @@ examples: setup-build
 	@$(call CMAKE,Release,build)
 	@$(call BUILD,build) --target examples
 
-# Those of the second line look at what the first has built; the longest begin first.
+# The parts of the second stage test what the first stage has built.  The longest parts start first.
 PARTS = "format build" \
     "gcc-tests jax-quick asan torch tsan clang fuzz nvcc valgrind"
 test: setup-test
@@ -82,7 +82,8 @@ test-valgrind:
 	    done; \
 	else echo "left out: there is no valgrind"; fi
 
-# Not a part of `make test`: it makes a bare system, SUITE of MIRROR, and runs this file in it.
+# Not a part of `make test`: installs a bare system (release SUITE, from MIRROR) and runs this
+# Makefile in it.
 SUITE ?= bookworm
 test-chroot:
 	@tests/chroot.sh $(SUITE)
@@ -100,7 +101,8 @@ demo: setup-demo
 format:
 	@tools/format.sh
 
-# prefix=FOLDER, DESTDIR=FOLDER (before the prefix, for packages), STATIC=1 (libepic.a too)
+# Options: prefix=FOLDER; DESTDIR=FOLDER, put before the prefix, for packages; STATIC=1 also installs
+# libepic.a.
 install: all
 	@DESTDIR="$(DESTDIR)" tools/install.sh build "$(prefix)"
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# `make bench`: the C backends beside pipelines on MPI, by turns in one run; bench/run.sh says how to
-# make it shorter.  Text goes to the terminal, JSON and an SVG to build/bench.
+# `make bench` compares the C backends with pipelines written with MPI, by turns in one run.  It prints
+# text and writes JSON and an SVG to build/bench.  bench/run.sh lists variables that shorten the run.
 .PHONY: bench
 bench: setup-test
 	@$(call CMAKE,Release,build)

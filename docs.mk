@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-# `make docs` builds the documentation as a site in build/docs/site, with references from the header
-# and the docstrings.  A dead link is an error.  Look at it with python3 -m http.server -d FOLDER.
+# `make docs` builds the documentation as a site in build/docs/site, with references made from the
+# header and the docstrings.  A dead link is an error.  `python3 -m http.server -d build/docs/site`
+# serves it.
 .PHONY: docs
 DOCS_PYTHON ?= python3
 docs:

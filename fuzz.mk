@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-# Fuzzing with clang's libFuzzer, AddressSanitizer and UndefinedBehaviorSanitizer: `make fuzz` takes
-# FUZZ_SECONDS for each target of tests/fuzz and keeps what it learned in build/fuzz/corpus; `make
-# test` has test-fuzz, a few seconds each.  An input that is a finding is left as
-# build/fuzz/TARGET-*; build/fuzz/TARGET FILE tries it again.
+# Fuzzing with clang's libFuzzer, AddressSanitizer and UndefinedBehaviorSanitizer.  `make fuzz` runs each
+# target of tests/fuzz for FUZZ_SECONDS and keeps the inputs that it found in build/fuzz/corpus.  `make
+# test` contains test-fuzz, which runs each target for a few seconds.  An input that fails is stored as
+# build/fuzz/TARGET-*; build/fuzz/TARGET FILE runs it again.
 FUZZ_SECONDS ?= 600
 FUZZ_QUICK_SECONDS ?= 5
 FUZZ_CC ?= clang
@@ -18,7 +18,7 @@ FUZZ_HELPERS = $(patsubst %.c,$(FUZZ_OUT)/%.o,tests/fuzz/world.c tests/run.c \
 	tests/step.c)
 FUZZ_HEADERS = $(wildcard include/epic/*.h src/*/*.h src/*/*/*.h kernels/*.h kernels/host/*.h \
 	tests/*.h tests/fuzz/*.h) fuzz.mk
-# What waits for descriptors lives in the fuzzer's time.
+# These files wait for file descriptors; world.h replaces their clock and their waits.
 FUZZ_WORLD = $(patsubst %.c,$(FUZZ_OUT)/%.o,$(wildcard src/bootstrap/*.c src/backend/shm/*.c))
 
 $(FUZZ_WORLD): FUZZ_MORE = -include tests/fuzz/world.h
@@ -27,7 +27,7 @@ $(FUZZ_OUT)/src/%.o $(FUZZ_OUT)/kernels/%.o: FUZZ_COVER = -fsanitize=fuzzer-no-l
 $(FUZZ_OUT)/%.o: %.c $(FUZZ_HEADERS)
 	@mkdir -p $(@D)
 	@$(FUZZ_CC) $(FUZZ_CFLAGS) $(FUZZ_COVER) $(FUZZ_MORE) -c $< -o $@
-# An archive: script.c stands for src/bootstrap/address.c in the targets that have it.
+# An archive, so that script.o replaces src/bootstrap/address.o in the targets that link script.o.
 $(FUZZ_OUT)/libfuzzed.a: $(FUZZ_OBJECTS) $(FUZZ_HELPERS)
 	@rm -f $@
 	@ar rcs $@ $^
@@ -40,10 +40,10 @@ $(FUZZ_TARGETS:%=$(FUZZ_OUT)/%): $(FUZZ_OUT)/%: $(FUZZ_OUT)/tests/fuzz/%.o $(FUZ
 .PRECIOUS: $(FUZZ_OUT)/%.o
 fuzz-build: $(FUZZ_TARGETS:%=$(FUZZ_OUT)/%)
 
-# Leaves a word on what is missing in place of a fuzzer.
+# Tests whether clang can link a fuzzer.
 FUZZ_FOUND = echo 'int LLVMFuzzerTestOneInput(void) { return 0; }' | $(FUZZ_CC) -x c \
 	-fsanitize=fuzzer,address - -o /dev/null 2>/dev/null
-# Each target from its own folder of inputs, for so many seconds; stops at the first finding.
+# FUZZ_RUN(folder of inputs, seconds, options) runs each target and stops at the first failure.
 FUZZ_RUN = for target in $(FUZZ_TARGETS); do mkdir -p $(1)/$$target; \
 	    timeout -k 5 $$(( $(2) + 120 )) $(FUZZ_OUT)/$$target -max_total_time=$(2) -timeout=120 \
 	        -rss_limit_mb=2000 -max_len=1024 -print_final_stats=1 $(3) \

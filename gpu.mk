@@ -10,7 +10,7 @@ HOSTS_BUILT = grep -qs 'epic_hosts\.dir' build/CMakeFiles/TargetDirectories.txt
 HOSTS_LEFT_OUT = "left out: no libepic_hosts.so; install UCX (Debian: libucx-dev), or" \
     "cmake -S . -B build -DEPIC_HOSTS=ALWAYS, then again"
 
-# Not for users: what the targets below begin with.
+# Internal: the first step of the targets below.
 gpu-configure: setup-build
 	@$(call CMAKE,Release,build)
 	@$(GPU_NEEDED)
@@ -26,24 +26,24 @@ gpu-bench: gpu-configure
 	@$(call BUILD,build) --target gpu_benchmarks
 	@GPU_OUT=$(GPU_OUT) bench/gpu/run.sh
 
-# JAX and PyTorch have a part in it where GPU_PYTHON has them and gpu-build-jax, gpu-build-torch ran.
+# Includes JAX and PyTorch if GPU_PYTHON has them and gpu-build-jax and gpu-build-torch have run.
 gpu-bench-layer: gpu-configure
 	@$(call BUILD,build) --target gpu_benchmarks
 	@$(GPU_PYTHON) bench/gpu/layer_bars.py $(GPU_OUT)
 
-# Compares with another tree of the project, that of a version before: git worktree add build/before
-# COMMIT, then BEFORE=build/before.  ROUNDS, LIMIT (percent) and CASE are bench/gpu/turns.py's.
+# Compares this tree with an earlier version, by turns.  First run `git worktree add build/before
+# COMMIT`.  ROUNDS, LIMIT (percent) and CASE are arguments of bench/gpu/turns.py.
 BEFORE ?= build/before
 gpu-bench-turns: $(GPU_OUT)/gpu_bench
 	@$(MAKE) -C $(BEFORE) $(GPU_OUT)/gpu_bench
 	@$(GPU_PYTHON) bench/gpu/turns.py $(BEFORE)/$(GPU_OUT)/gpu_bench $(GPU_OUT)/gpu_bench \
 	    --rounds $(or $(ROUNDS),3) --limit $(or $(LIMIT),1) $(CASE)
 
-# One program.
+# Builds one program.
 $(GPU_OUT)/%: gpu-configure
 	@$(call BUILD,build) --target cuda_$(notdir $@)
 
-# Backend hosts, with the ranks of this machine as hosts.
+# The backend hosts.  The ranks of this machine act as hosts.
 gpu-build-hosts: gpu-configure
 	@if $(HOSTS_BUILT); then $(call BUILD,build) --target gpu_hosts; else echo $(HOSTS_LEFT_OUT); fi
 gpu-test-hosts: gpu-build-hosts
@@ -51,7 +51,7 @@ gpu-test-hosts: gpu-build-hosts
 gpu-bench-hosts: gpu-build-hosts
 	@! $(HOSTS_BUILT) || HOSTS_OUT=$(HOSTS_OUT) bench/gpu/hosts.sh
 
-# A part of `make test`: what nvcc says of the kernels.
+# A part of `make test`: compiles the kernels with nvcc and fails on a warning.
 test-nvcc:
 	@echo "== nvcc"
 	@if command -v nvcc >/dev/null; then \

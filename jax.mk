@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-# JAX: `make test-jax` builds the handlers and tests them with the JAX of each Python below that this
-# machine has, each in a virtual environment of its own under build/; on the first one also the
-# wheel, ruff and mypy.  `make test` has test-jax-quick: all on the first, a part on the others.
+# JAX.  `make test-jax` builds the handlers and tests them with each Python of tests/jax/run.sh that this
+# machine has, each in its own virtual environment under build/.  The first Python also tests the
+# wheel and runs ruff and mypy.  `make test` contains test-jax-quick, which runs all tests with the
+# first Python and a part of them with the others.
 
 .PHONY: test-jax test-jax-quick
 
@@ -11,8 +12,7 @@ test-jax test-jax-quick:
 	@$(call BUILD,build) --target epic
 	@EPIC_JAX_QUICK=$(if $(findstring quick,$@),1) tests/jax/run.sh build
 
-# On a machine with GPUs, with the JAX of GPU_PYTHON (python3): the libraries are built for the GPU
-# in the machine alone.
+# For a machine with GPUs; uses the JAX of GPU_PYTHON.  The libraries are built for Hopper only.
 .PHONY: gpu-build-jax gpu-test-jax gpu-bench-jax
 GPU_PYTHON ?= python3
 GPU_JAX_OUT = build/gpu-jax

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# Do the tests notice damage?  `make mutants` damages a copy of the tree in one place after the
-# other and wants a test to fail each time; MUTANTS="NAME ..." does some of tests/mutants.
+# `make mutants` applies each patch of tests/mutants to a copy of the tree and expects a test to fail.
+# MUTANTS="NAME ..." selects some patches.
 .PHONY: mutants
 
 mutants:

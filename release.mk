@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# What runs seldom: `make soak` before a merge of anything that waits, and at night; `make
-# release-check` before a release.  docs/internals/testing.md has the tiers.
+# Targets that run rarely: `make soak` at night and before a merge of code that waits, `make
+# release-check` before a release.  docs/internals/testing.md lists what to run when.
 .PHONY: soak test-deb release-check stranger coverage
 MINUTES ?= 10
 soak: setup-test
@@ -8,7 +8,8 @@ soak: setup-test
 	@$(call BUILD,build) --target tested
 	@tests/soak.sh build $(MINUTES)
 
-# The .deb, installed and tried in a bare system (root, debootstrap; BARE and SUITE as of test-chroot).
+# Builds the .deb, installs it in a bare system and runs it there.  Needs root and debootstrap; BARE and
+# SUITE have the meaning of test-chroot.
 test-deb: all
 	@rm -f build/packages/*.deb
 	@cd build && cpack -G DEB >packages.log 2>&1 || { cat packages.log; exit 1; }
@@ -19,11 +20,11 @@ release-check: setup-test
 	@$(call BUILD,build)
 	@tools/release.sh build
 
-# The README's ways to install, and a first step of one's own in C, JAX and PyTorch.
+# Installs in each way that README.md describes, and runs a first program in C, JAX and PyTorch.
 stranger: setup-build
 	@tests/stranger.sh
 
-# Lines that the tests on hosts run.  A process that is killed, or leaves by _exit, counts nothing.
+# Counts the lines that the CPU tests run.  A process that is killed or calls _exit is not counted.
 COVERAGE = $(CURDIR)/build/coverage
 coverage: setup-test
 	@$(call CMAKE,Debug,$(COVERAGE),$(HOST_ONLY) -DCMAKE_C_FLAGS="--coverage -fprofile-update=atomic")
@@ -32,7 +33,7 @@ coverage: setup-test
 	@status=0; $(call CTEST,$(COVERAGE)) -L "unit|conformance|fault|net" -LE slow || status=$$?; \
 	    python3 tools/coverage.py $(COVERAGE) && exit $$status
 
-# The tiers that are more than one of these (docs/internals/testing.md).
+# Combinations of targets for a push and for the night (docs/internals/testing.md).
 .PHONY: test-push test-night
 test-push: setup-test
 	@$(call CMAKE,Release,build)

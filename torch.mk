@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-# PyTorch: `make test-torch` builds the operators and tests them with the torch of each line of
-# tests/torch/requirements.txt, in a virtual environment of its own under build/.  It is a part of
-# `make test`.
+# PyTorch.  `make test-torch` builds the operators and tests them with the torch of each line of
+# tests/torch/requirements.txt, each in its own virtual environment under build/.  `make test`
+# contains it.
 
 .PHONY: test-torch test-torch-adapters
 test-torch:
@@ -10,15 +10,15 @@ test-torch:
 	@$(call BUILD,build) --target epic epic_torch example_step
 	@tests/torch/run.sh build
 
-# Not a part of `make test`: Megatron-Core and torchtitan bring many packages.
+# Not a part of `make test`, because Megatron-Core and torchtitan need many packages.
 test-torch-adapters:
 	@echo "== PyTorch: Megatron-Core, torchtitan"
 	@$(call CMAKE,Release,build)
 	@$(call BUILD,build) --target epic epic_torch
 	@tests/torch/adapters.sh build
 
-# On a machine with GPUs, with the torch of GPU_PYTHON (python3).  EPIC_LIBRARY_PATH: libraries
-# that were built elsewhere.
+# For a machine with GPUs; uses the torch of GPU_PYTHON (python3).  If EPIC_LIBRARY_PATH is set, the
+# libraries of that folder are tested and nothing is built.
 .PHONY: gpu-build-torch gpu-test-torch gpu-bench-torch
 GPU_TORCH_OUT = build/gpu-torch
 GPU_TORCH_LIB = $(or $(EPIC_LIBRARY_PATH),$(abspath $(GPU_TORCH_OUT)/lib))

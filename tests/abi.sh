@@ -1,8 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# The ABI: size of every public struct, offset and size of every field, number of every enum
-# constant, as the compiler lays them out, against the committed list; docs/reference/abi.md says
-# when that may change.
+# Compares the ABI with the committed list: the size of every public struct, the offset and size of
+# every field, the number of every enum constant.  docs/reference/abi.md says when the list may change.
 # usage: abi.sh CC INCLUDE LIST [--write]
 set -eu
 export LC_ALL=C
@@ -43,7 +42,7 @@ if [ "${4:-}" = --write ]; then
     cp "$here/list" "$3"
     exit 0
 fi
-# The list as static asserts, and nothing of the header that it does not have.
+# The list becomes static asserts.  The second check finds what the header has and the list lacks.
 {
     printf '#include <stddef.h>\n#include "epic/epic.h"\n'
     sed -E -e 's/^(epic_[a-z_0-9]+)\.([a-z_0-9]+) ([0-9]+) ([0-9]+)$/_Static_assert(offsetof(\1, \2) == \3 \&\& sizeof(((\1 *)0)->\2) == \4, "\1.\2");/' \
@@ -53,11 +52,11 @@ fi
 "$1" -std=c11 -I"$2" -fsyntax-only "$here/asserts.c" || { echo "the ABI is not what $3 lists"; exit 1; }
 diff -u "$3" "$here/list" || { echo "the ABI is not what $3 lists"; exit 1; }
 
-# Every enum of the header is checked for its width, and a program with shorter ones does not compile.
+# The header checks the width of every enum: a program compiled with -fshort-enums fails to compile.
 enums=$(sed -n 's/^typedef enum \(epic_[a-z_]*\) {$/\1/p' "$2/epic/epic.h")
 printf '#include "epic/epic.h"\n' >"$here/short.c"
 "$1" -std=c11 -I"$2" -fshort-enums -fsyntax-only "$here/short.c" 2>"$here/said" &&
-    { echo "the header takes enums of one byte"; exit 1; }
+    { echo "the header compiles with enums of one byte"; exit 1; }
 for enum in $enums; do
     grep -q "$enum has no 32 bits" "$here/said" || { echo "the width of $enum is not checked"; exit 1; }
 done

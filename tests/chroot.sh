@@ -1,14 +1,14 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# README's commands on a bare system: makes a chroot of a release of Debian or Ubuntu, puts a clean
-# clone there, runs `make demo` and `make test` in this order, then `make install` and a program.
-# Needs root, debootstrap, git, util-linux, a network, 6 GB of disk, and as long as `make test`.
-# usage: chroot.sh [SUITE]          bookworm unless said otherwise
-#   MIRROR=URL                      of its packages; else the first that apt uses here
-#   KEYRING=FILE                    of who signs it; else the one that debootstrap takes by itself
-#   MAKE_TARGETS="demo setup-test test-gcc"    a part of it
-#   BARE=FOLDER                     such a system that debootstrap made before: it is copied
-#   DEB=FILE                        installs and tries this package there instead, and removes it
+# Runs README's commands on a bare system: makes a chroot of a Debian or Ubuntu release, copies a clean
+# clone into it, runs `make demo`, `make test`, `make install` and a program that uses the library.
+# Needs root, debootstrap, git, util-linux, a network, 6 GB of disk, and the time of `make test`.
+# usage: chroot.sh [SUITE]          default: bookworm
+#   MIRROR=URL                      package mirror; default: the first one that apt uses here
+#   KEYRING=FILE                    keys of the mirror; default: debootstrap's own choice
+#   MAKE_TARGETS="demo setup-test test-gcc"    runs these targets only
+#   BARE=FOLDER                     copies this system instead of calling debootstrap
+#   DEB=FILE                        only installs this package there, tests it and removes it
 set -eu
 cd "$(dirname "$0")/.."
 suite=${1:-bookworm}
@@ -23,13 +23,13 @@ fail() {
 for program in git unshare mountpoint; do
     command -v $program >/dev/null || fail "$program is needed"
 done
-# With mounts and processes of its own, which end with it.
+# Runs again in namespaces of its own, so that its mounts and processes end with it.
 if [ -z "${EPIC_TEST_CHROOT-}" ]; then
     export EPIC_TEST_CHROOT=1
     exec unshare --mount --pid --fork --kill-child "tests/chroot.sh" "$@"
 fi
 
-apt_mirror() { # from either format of apt's lists
+apt_mirror() { # reads both formats of apt's source lists
     cat /etc/apt/sources.list /etc/apt/sources.list.d/* 2>/dev/null | awk '
         $1 == "deb" { for (i = 2; i <= NF; i++) if ($i ~ /^https?:/) { print $i; exit } }
         $1 == "URIs:" { print $2; exit }'
@@ -46,7 +46,7 @@ else
     command -v debootstrap >/dev/null || fail "debootstrap is needed: apt-get install debootstrap"
     mirror=${MIRROR:-$(apt_mirror)}
     [ -n "$mirror" ] || fail "apt's lists name no mirror: MIRROR=URL"
-    # An old debootstrap does not know every release of Ubuntu; they are all made alike.
+    # An old debootstrap has no script for new Ubuntu releases.  One script works for all of them.
     script=
     [ -e "/usr/share/debootstrap/scripts/$suite" ] || script=gutsy
     echo "== a bare $suite from $mirror"
@@ -57,7 +57,7 @@ if grep -q '^ID=ubuntu' "$root/etc/os-release"; then
     sed -i 's/ main$/ main universe/' "$root/etc/apt/sources.list"
 fi
 
-# No device but these.
+# The chroot gets only these devices.
 mount -t tmpfs dev "$root/dev"
 for device in null zero full random urandom tty; do
     touch "$root/dev/$device"
@@ -69,15 +69,15 @@ mount -t devpts -o newinstance,ptmxmode=0666 pts "$root/dev/pts"
 ln -s pts/ptmx "$root/dev/ptmx"
 ln -s /proc/self/fd "$root/dev/fd"
 mount -t proc proc "$root/proc"
-mount -t sysfs -o ro sysfs "$root/sys" # UCX looks for networks there
+mount -t sysfs -o ro sysfs "$root/sys" # UCX looks for networks in /sys
 
-# How this machine reaches the network; apt and pip inside are to reach it too.
+# Copies this machine's network settings, so that apt and pip in the chroot reach the network.
 cp /etc/resolv.conf /etc/hosts "$root/etc/"
 reach=
 for name in http_proxy https_proxy no_proxy PIP_INDEX_URL; do
     value=$(printenv $name) && reach="$reach $name=$value"
 done
-if [ -n "${PIP_CERT-}" ]; then # under a name that no package writes over when it is installed
+if [ -n "${PIP_CERT-}" ]; then # under a name that no package overwrites
     cp -L "$PIP_CERT" "$root/root/pip-cert.pem"
     reach="$reach PIP_CERT=/root/pip-cert.pem"
 fi
@@ -86,7 +86,7 @@ inside() {
         HOME=/root LANG=C.UTF-8 DEBIAN_FRONTEND=noninteractive $reach sh -ec "cd /root; $1"
 }
 
-# A package where nothing of the build is: its programs, then a program of somebody's with it.
+# Tests the package in a system without the build tree: its own programs, then a user's program.
 try_package() {
     cp "$DEB" "$root/root/epic.deb"
     cp examples/step.c "$root/root/"
@@ -115,7 +115,7 @@ if [ -n "${DEB-}" ]; then
 fi
 
 git clone -q . "$root/root/epic"
-# What README asks for, and no more.
+# Installs only the packages that README asks for.
 inside 'apt-get -qq update && apt-get -qq install -y --no-install-recommends gcc make' \
     >"$here/log" 2>&1 || fail "gcc and make: $(tail -n 5 "$here/log")"
 

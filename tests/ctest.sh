@@ -1,7 +1,6 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Runs the tests of a build, then says which of them left something out, and the reasons that they
-# printed.
+# Runs the tests of a build, then prints which tests left something out, and why.
 # usage: ctest.sh BUILD [CTEST ARGUMENT]...
 set -eu
 build=$(cd "$1" && pwd)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-# Virtual environments for the tests of the Python packages: jax/run.sh and torch/environments.sh read
-# this.
+# Virtual environments for the tests of the Python packages; sourced by jax/run.sh and
+# torch/environments.sh.
 # shellcheck shell=sh
 missing= # packages that pip could not install
 
 works() { "$1" -c "import sys, venv, ensurepip; assert '%d.%d' % sys.version_info[:2] == '$2'" 2>/dev/null; }
 
-interpreter() { # of a version; prints nothing if there is none
+interpreter() { # version; prints the path of that Python, or nothing
     for candidate in "python$1" "${PYENV_ROOT:-$HOME/.pyenv}/versions/$1".*/bin/python python3; do
         if works "$candidate" "$1"; then
             echo "$candidate"
@@ -15,8 +15,8 @@ interpreter() { # of a version; prints nothing if there is none
     done
 }
 
-# Installs packages into a virtual environment, in EPIC_PIP_TRIES tries, as networks fail.  Where that
-# fails, as without a package index, it says what is left out and returns 1.
+# Installs packages into a virtual environment, with EPIC_PIP_TRIES tries because networks fail.  If all
+# tries fail, for example without a package index, it prints what is left out and returns 1.
 # usage: install_packages ENVIRONMENT PIP-ARGUMENT...
 install_packages() {
     environment=$1
@@ -31,7 +31,7 @@ install_packages() {
     return 1
 }
 
-# A user's machine may have no package index.  Where CI is set, that is an error.
+# A user's machine may have no package index.  If the variable CI is set, that is an error.
 check_missing() {
     [ -z "${CI-}" ] || [ -z "$missing" ] || {
         echo "CI is set, so what pip cannot install is an error:$missing"

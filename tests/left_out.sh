@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# `make` ends with what it left out, `make test` with the times of its parts, and what they and their
-# tests left out, or says that nothing was.
+# `make` ends with a list of what it left out.  `make test` ends with the times of its parts and with
+# what the parts and their tests left out, or with a line that nothing was left out.
 set -eu
 . "$(dirname "$0")/scratch.sh"
 
@@ -17,7 +17,7 @@ test-one:; @echo "left out: a & b"; echo "left out: c"; touch one
 test-two:; @echo "left out: c"; echo "left out: c"; echo "SKIPPED [2] t.py:3: no d"
 test-good:; @echo fine
 test-bad:; @echo "left out: e"; exit 2
-# Begins before, says it after the other.
+# Starts before the part "second" and prints after it.
 test-first:; @until [ -e second ]; do sleep 0.1; done; echo first 1; sleep 0.2; echo first 2
 test-second:; @echo second 1; touch second; sleep 0.1; echo second 2
 MAKE
@@ -35,7 +35,7 @@ grep -Eq '^== times: one [0-9]+ s, good [0-9]+ s, two [0-9]+ s; all [0-9]+ s$' o
 "$tests/parts.sh" make good >out || fail "$(cat out)"
 grep -q '^== nothing was left out$' out || fail "$(cat out)"
 
-# Side by side, and what each says is in one piece.
+# Two parts run at the same time, and the output of each is printed in one piece.
 "$tests/parts.sh" make "first second" >out || fail "$(cat out)"
 grep -A 1 'first 1' out | grep -q 'first 2' || fail "in pieces: $(cat out)"
 grep -A 1 'second 1' out | grep -q 'second 2' || fail "in pieces: $(cat out)"

@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# A build folder that was configured on a bare machine, as `make demo` does, has all parts once their
-# compilers are there, as after the set-up of `make test`.
+# A build folder that was configured on a bare machine, as `make demo` does, gets all its parts once
+# their compilers are installed, as the set-up of `make test` does.
 set -eu
 cd "$(dirname "$0")/.."
 here=$(mktemp -d)
@@ -13,7 +13,7 @@ for program in cc gcc as ld ar ranlib nm objcopy objdump strip readelf cmake mak
     path=$(command -v $program) && ln -s "$path" "$here/bin"
 done
 
-configure() { # the system's folders: ON or OFF; PATH
+configure() { # search the system's folders (ON or OFF), PATH
     PATH=$2 cmake -S . -B "$here/build" -G "Unix Makefiles" -DCMAKE_BUILD_TYPE=Release \
         -DCMAKE_FIND_USE_CMAKE_SYSTEM_PATH=$1 >"$here/log" 2>&1 || { cat "$here/log"; exit 1; }
     { ctest --test-dir "$here/build" -N; cmake --build "$here/build" --target help; } >"$here/parts"
@@ -25,12 +25,12 @@ for part in 'emulated\.' 'conformance\.mpi\.' epic_cuda epic_hosts; do
     if grep -q "$part" "$here/parts"; then echo "the bare machine has $part"; failed=1; fi
 done
 for words in 'C++ compiler' MPI nvcc UCX OpenBLAS; do
-    grep -q "^-- left out: .*$words" "$here/log" || { echo "no word of $words"; failed=1; }
+    grep -q "^-- left out: .*$words" "$here/log" || { echo "not printed: $words"; failed=1; }
 done
 
 configure ON "$PATH"
 num_installed=0
-# The targets that a target of the build folder would build: all that it depends on, in the makefile.
+# Prints the targets that a target of the build folder depends on, from the generated makefile.
 targets_of() {
     awk -v target="$1" '
         /^[^#\t: ]+: [^ ]+$/ { from = substr($1, 1, length($1) - 1); needs[from] = needs[from] " " $2 }
@@ -45,7 +45,7 @@ targets_of() {
             for (node in seen) print node
         }' "$here/build/CMakeFiles/Makefile2" | sed -n 's,.*/\([^/]*\)\.dir/all$,\1,p' | sort -u
 }
-# `make` builds libraries and tools, the other targets what they run.
+# `make` builds the libraries and tools; each other target builds what it runs.
 targets_of all >"$here/all"
 for target in epic epic_torch epic-info epic-place; do
     grep -qx "$target" "$here/all" || { echo "make would not build $target"; failed=1; }
@@ -62,24 +62,24 @@ wants benchmarks bench_host
 if grep -q '\.\.\. epic_mpi$' "$here/parts"; then
     for program in bench_mpi bench_sum fault_mpi example_train_text; do wants $program epic_mpi; done
 fi
-check() { # part, programs that it takes
+check() { # part, programs that it needs
     part=$1
     shift
     for program; do
         command -v "$program" >/dev/null || { echo "left out: no $program is here"; return 0; }
     done
     num_installed=$((num_installed + 1))
-    grep -q "$part" "$here/parts" || { echo "$part: not there in spite of $*"; failed=1; }
+    grep -q "$part" "$here/parts" || { echo "$part is missing although these exist: $*"; failed=1; }
 }
 check 'emulated\.' g++
 check 'conformance\.mpi\.' mpicc mpiexec
 check epic_cuda nvcc
-# With UCX's headers GPUs of several hosts have their libraries, which are installed; `make test` leaves
-# out machine code.
+# With UCX's headers the libraries for GPUs of several hosts are built and installed.  `make test` does
+# not build their machine code.
 if command -v nvcc >/dev/null && ! grep -q '^-- left out: .*UCX' "$here/log"; then
     installs=$here/build/kernels/cuda/cmake_install.cmake
     for library in cuda hosts ucx; do
-        grep -q "epic_$library" "$here/parts" || { echo "epic_$library: not there"; failed=1; }
+        grep -q "epic_$library" "$here/parts" || { echo "epic_$library is missing"; failed=1; }
         grep -q "libepic_$library.so" "$installs" || { echo "libepic_$library.so: not installed"; failed=1; }
     done
     targets_of tested >"$here/tested"
@@ -98,7 +98,7 @@ else
     echo "left out: no nvcc, or no UCX: GPUs of several hosts"
 fi
 if ldconfig -p 2>/dev/null | grep -q 'libopenblas\.so\.0' && grep -q OpenBLAS "$here/log"; then
-    echo "OpenBLAS: not there in spite of libopenblas.so.0"
+    echo "OpenBLAS is missing although libopenblas.so.0 exists"
     failed=1
 fi
 echo "$num_installed of 3 appeared"

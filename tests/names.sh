@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# The library has a name for each constant of the header's enums, epic_ENUM_name(CONSTANT), and for no
-# other number; each result has a sentence.  Flags are bits and have none.
+# epic_ENUM_name() returns a name for each constant of the header's enums and for no other number, and
+# each result has a sentence.  Flags are bits and have no names.
 # usage: names.sh CC INCLUDE LIBRARY
 set -eu
 export LC_ALL=C

@@ -1,7 +1,8 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Without a package index the tests of the Python packages are left out, and say so, on a user's
-# machine; where CI is set they fail.  Pythons here make environments whose pip finds no index.
+# Without a package index a user's machine leaves out the tests of the Python packages and prints that.
+# If the variable CI is set they fail.  The Pythons made here create environments whose pip finds no
+# index.
 set -eu
 . "$(dirname "$0")/scratch.sh"
 

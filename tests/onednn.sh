@@ -1,8 +1,8 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# The experts with a oneDNN, whatever the processor: right with its products, right where it refuses,
-# and one whose threads cannot be kept to one is not taken.
-# usage: onednn.sh PROGRAM    tests the experts with the oneDNN of a file, and says so
+# Tests the experts with a stub of oneDNN, on any processor: results are correct with its products and
+# correct if it refuses a shape, and a oneDNN that cannot be limited to one thread is not used.
+# usage: onednn.sh PROGRAM    PROGRAM tests the experts and prints which oneDNN it uses
 set -eu
 stub=$(cd "$(dirname "$0")" && pwd)/onednn/stub.c
 here=$(mktemp -d)

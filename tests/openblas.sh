@@ -1,10 +1,10 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# OpenBLAS where the system has none: as pip's packages name it, with narrow and wide numbers, loaded
-# by the process or found by the loader.  The products are right with each of them.
+# Tests the experts with each kind of OpenBLAS: the system's, those of pip packages with their own
+# symbol names, with 32-bit and 64-bit integers, already loaded by the process or found by the loader.
 # usage: openblas.sh PROGRAM [OPENBLAS]...
-#   PROGRAM    tests the experts and says which library it used
-#   OPENBLAS   real ones to try too, as those of numpy's and scipy's wheels
+#   PROGRAM    tests the experts and prints which library it used
+#   OPENBLAS   real libraries to test as well, for example those of numpy's and scipy's wheels
 set -eu
 stub=$(cd "$(dirname "$0")" && pwd)/openblas/stub.c
 program=$1
@@ -21,7 +21,7 @@ make_stub() { # file, names, type, configuration
     ${CC:-cc} -shared -fPIC -O2 "-DNAME(x)=$2" "-Dinteger=$3" "-DCONFIG=\"$4\"" "$stub" -o "$1"
 }
 
-experts() { # what it is to say, then the environment
+experts() { # expected output, then environment variables
     wanted=$1
     shift
     env LD_LIBRARY_PATH="$here/none" "$@" "$program" >"$here/out" 2>&1 ||
@@ -29,7 +29,7 @@ experts() { # what it is to say, then the environment
     grep -q "^with $wanted" "$here/out" || fail "$*: $(grep '^with' "$here/out"): no $wanted"
 }
 
-# A file that is no library hides the system's.
+# A file that is not a library hides the system's library.
 mkdir "$here/none" "$here/pip" "$here/loaded"
 echo none >"$here/none/libopenblas.so.0"
 echo none >"$here/none/libscipy_openblas.so"

@@ -1,6 +1,6 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# EPIC in other people's projects: as a part of a CMake build, and installed, moved and removed.
+# Uses EPIC in another project: as a part of its CMake build, then installed, moved and removed.
 set -eu
 cd "$(dirname "$0")/.."
 root=$PWD
@@ -29,15 +29,15 @@ runs() { # program, where libepic.so is
     grep -q 'token 3 left as 4 and returned as 19' "$here/out" || fail "$1: $(cat "$here/out")"
 }
 
-# What the build is told of as EPIC_OPENBLAS is loaded where the system has none.
+# The library of the option EPIC_OPENBLAS is loaded if the system has no OpenBLAS.
 mkdir "$here/none"
 echo none >"$here/none/libopenblas.so.0"
 echo none >"$here/none/libscipy_openblas.so"
 quietly ${CC:-cc} -shared -fPIC '-DNAME(x)=scipy_##x' -Dinteger=int '-DCONFIG=""' \
     tests/openblas/stub.c -o "$here/libtold.so"
 
-# A part of a build.  Warnings that EPIC's own build does not ask for are not errors there, and
-# nothing but the library is built.
+# As a part of another build only the library is built, and the warning flags of that build are not
+# errors in EPIC's files.
 stranger fetched fetched
 stranger source source -DEPIC_INSTALL=ON -DCMAKE_BUILD_TYPE=Release -DCMAKE_C_FLAGS_RELEASE=-O0 \
     -DCMAKE_C_FLAGS=-Wc++-compat -DCMAKE_INSTALL_PREFIX="$here/nowhere" \
@@ -55,14 +55,14 @@ if cmake --build "$here/source" --target help |
     fail "targets of ours"
 fi
 
-# Installed with DESTDIR.
+# Install with DESTDIR.
 DESTDIR=$here/package quietly "$root/tools/install.sh" "$here/source" "$here/opt"
 [ -e "$here/package$here/opt/include/epic/epic.h" ] || fail "nothing in DESTDIR"
 [ ! -e "$here/opt" ] || fail "DESTDIR was ignored"
 DESTDIR=$here/package quietly "$root/tools/install.sh" --remove "$here/source"
 [ -z "$(find "$here/package" ! -type d)" ] || fail "left: $(find "$here/package" ! -type d)"
 
-# Installed into another prefix than the configured one, then moved.
+# Install into another prefix than the configured one, then move the folder.
 quietly "$root/tools/install.sh" "$here/source" "$here/first"
 grep -q 'LD_LIBRARY_PATH=' "$here/log" || fail "no word of LD_LIBRARY_PATH: $(cat "$here/log")"
 [ ! -e "$here/nowhere" ] || fail "the prefix was ignored"

@@ -1,15 +1,15 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Runs the parts of `make test`, and ends with how long each took and all that they left out, and
-# why.  Two parts run side by side, as pip, or the last long test of a part, leaves cores idle; what a
-# part says is shown when it has ended, and lies in build/parts until then.  No part begins once one
-# has failed.
-# usage: parts.sh MAKE STAGE...    STAGE is "PART ...", begun when the stage before it has passed;
-#                                  PART is what `make test-PART` runs
+# Runs the parts of `make test`, then prints the time of each part, what the parts left out, and why.
+# Two parts run at the same time, because pip and the last long test of a part leave cores idle.  The
+# output of a part is kept in build/parts and printed when the part has ended.  After a failure no
+# further part starts.
+# usage: parts.sh MAKE STAGE...    STAGE is "PART ..." and starts when the stage before it has passed;
+#                                  PART is run by `make test-PART`
 set -eu
 logs=build/parts
 
-run_part() { # its status is also kept
+run_part() { # also stores its exit status
     begin=$(date +%s)
     echo "-- $part has begun" >&3
     status=0
@@ -30,8 +30,8 @@ fi
 rm -rf $logs
 mkdir -p $logs
 begin=$(date +%s)
-# Make keeps two jobs going, shows what each says in one piece, and ends well at Ctrl-C.  Its own -j
-# is not for the parts.
+# Make runs two jobs at a time, prints the output of each in one piece, and ends cleanly at Ctrl-C.  Its
+# own -j option is not passed to the parts.
 export PARTS_FLAGS="${MAKEFLAGS-}"
 unset MAKEFLAGS MFLAGS
 exec 3>&1
@@ -46,7 +46,7 @@ for part in $*; do
 done
 echo "== times${times-}; all $(($(date +%s) - begin)) s" | sed 's/times, /times: /'
 
-# A line that several parts have is shown once, with their names.
+# A line that several parts printed is shown once, with the names of the parts.
 left=$(cd $logs && for part in $*; do
     [ ! -e "$part.log" ] ||
         sed -En "s/^(left out: |SKIPPED \\[[0-9]*\\] )(.*)/\\2\t$part/p" "$part.log" | sort -u

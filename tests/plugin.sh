@@ -1,17 +1,17 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# A backend's library that is not there, that lies beside libepic.so and is none, or whose own
-# libraries are not there: the error says which file it is, what is wrong with it and what helps.
-# usage: plugin.sh LIBRARY PROGRAM    the program opens the backend that EPIC_BACKEND says
+# A backend's library may be missing, may be a file that is not a library, or may itself need a missing
+# library.  In each case the error names the file, the cause and a remedy.
+# usage: plugin.sh LIBRARY PROGRAM    PROGRAM opens the backend of the variable EPIC_BACKEND
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 
-# The copy must not look where it was built: that path is spoilt.
+# The copy must not search the folder where it was built, so this path is overwritten.
 built=$(cd "$(dirname "$1")" && pwd)
 sed "s|$built|$(echo "$built" | tr a-z b-za)|g" "$1" >"$folder/libepic.so.0"
 
-# refuses BACKEND WORD...    the program fails, with all of these in what it says
+# refuses BACKEND WORD...    the program fails, and its error contains all WORDs
 refuses() {
     if said=$(LD_LIBRARY_PATH=$folder EPIC_BACKEND=$1 "$program" 2>&1); then
         echo "$program ran: $said"
@@ -22,7 +22,7 @@ refuses() {
     for word; do
         case $said in
         *"$word"*) ;;
-        *) echo "not said: $word"; exit 1 ;;
+        *) echo "the error does not contain: $word"; exit 1 ;;
         esac
     done
 }
@@ -36,7 +36,7 @@ refuses none '"none"' "self, threads, shm, mpi, p2p and hosts, and gpu"
 echo "no library" >"$folder/libepic_cuda.so"
 refuses p2p libepic_cuda.so "$folder/libepic_cuda.so: " "CUDA runtime"
 
-# The MPI it was built for is not installed: its name is spoilt.
+# Overwrites the name of the MPI library, as if that MPI were not installed.
 mpi=$built/libepic_mpi.so
 [ -e "$mpi" ] || exit 0
 sed 's/libmpi/libmpj/g' "$mpi" >"$folder/libepic_mpi.so"

@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# The C program of the quick start is examples/step.c, which is built and run; and the paths that
-# README.md names exist.
+# The C program of the quick start is equal to examples/step.c, which other tests build and run.  The
+# paths that README.md names exist.
 set -eu
 cd "$(dirname "$0")/.."
 shown=$(mktemp)

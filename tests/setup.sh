@@ -1,6 +1,6 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# What tools/setup.sh does and says to root, to others, without a network and without apt.
+# Tests what tools/setup.sh does and prints for root, for other users, without a network, without apt.
 set -eu
 cd "$(dirname "$0")/.."
 here=$(mktemp -d)
@@ -33,7 +33,7 @@ says() {
     grep -q -e "$1" out || fail "does not say: $1"
 }
 
-# A bare machine: no compiler, no CMake.
+# A bare machine has neither a compiler nor CMake.
 setup 1000 1 demo
 says '^cannot go on without these packages: gcc cmake libc6-dev; Debian calls them so'
 program apt-get 'echo "E: no network" >&2; exit 100'
@@ -44,7 +44,7 @@ says '^apt-get update failed (no network?)'
 says '^gcc cannot be had: E: no network$'
 says '^cannot go on .*; when they can be had: apt-get install -y gcc cmake libc6-dev$'
 
-# A compiler and CMake, and no more: goes on.
+# With only a compiler and CMake the build continues.
 program cc 'exit 0'
 program cmake 'exit 0'
 setup 1000 0 test
@@ -54,7 +54,7 @@ says '^g++ cannot be had: E: no network$'
 setup 0 0 test
 if grep -q 'installing' out; then fail "asks for it again"; fi
 
-# apt that works.
+# A working apt.
 rm -r build
 program apt-get 'case "$*" in *install*) for p; do case $p in g++) : >bin/g++; chmod +x bin/g++ ;;
     esac; done ;; esac'

@@ -1,14 +1,14 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# epic-sim: bytes are those that can be worked out, times follow from the constants, the model is
-# near what was measured, and what cannot be is refused.
+# Tests epic-sim: its bytes equal those computed by hand, its times follow from the constants, the model
+# is close to measurements, and impossible arguments are refused.
 # usage: sim.sh PROGRAM
 set -eu
 sim=$1
 here=$(mktemp -d)
 trap 'rm -rf "$here"' EXIT
 
-# holds WHAT CONDITION    of the row of the table whose first field is $ranks; awk's words
+# holds WHAT CONDITION    checks an awk condition on the table row whose first field is $ranks
 row() { awk -v ranks="$ranks" '$1 == ranks && NF >= 11' "$here/out"; }
 holds() {
     row | awk -v OFS= "function near(a, b, part) { d = a - b; return d * d <= part * part * b * b }
@@ -28,37 +28,37 @@ done
 grep -q '</svg>' "$here/picture.svg"
 [ "$(grep -c polyline "$here/picture.svg")" = 4 ]
 
-# An operation that takes no time at all is drawn, too.
+# A picture is drawn even if an operation takes no time.
 timeout 60 "$sim" --ranks 1,2 --launch 0 --tokens 1 --svg "$here/picture.svg" >"$here/out"
 grep -q "</svg>" "$here/picture.svg"
 
-# Another constant, another time; the same bytes.
+# Another constant changes the times, not the bytes.
 "$sim" --ranks 16 --nic 25 >"$here/out"
 ranks=16
 holds "time at 25 GB/s" 'near($3, 58.7, 0.01) && near($6, 2 * 58.7 / 50 * 1e3, 0.06)'
-# A thread that is slow is the limit.
+# A slow thread is the bottleneck.
 "$sim" --ranks 16 --put 100 >"$here/out"
 holds "limit" '$8 == "thread"'
 
-# All tokens choose the ranks of one host: half of the ranks send all, as much as a relay gets.
+# If all tokens choose the ranks of one host, half of the ranks send everything, and each relay receives
+# as many bytes as a rank sends.
 printf '0 1 2\n' >"$here/trace"
 "$sim" --ranks 16 --hidden 1000 --tokens 100 --trace "$here/trace" >"$here/out"
 holds "bytes of a trace" 'near($3, 100 * (2000 + 12) / 1e6, 0.5) && $4 == 2'
 
-# Hosts that have not all as many ranks: nobody hands rows on, and they go once for each rank.
+# If hosts have different numbers of ranks, no rank relays rows, and a row is sent once for each rank.
 "$sim" --ranks 9,12,17 --host 8 --tokens 512 >"$here/out"
 for ranks in 9 12 17; do
     holds "rows of uneven hosts" 'near($10, 1, 0.25) && $3 > 1'
 done
-# A trace of fewer experts than ranks has no more rows in the table.
+# With a trace of fewer experts than ranks the table ends at that number of ranks.
 "$sim" --tokens 16 --trace "$here/trace" >"$here/out"
 [ "$(grep -c "^ *[0-9]* *[0-9]*  " "$here/out")" = 6 ] || { echo "a trace of 256 experts: $(cat "$here/out")"; exit 1; }
-# The last of all experts, and of a group that few choose, do not take for ever.
+# Drawing the last expert, or the last one of a rarely chosen group, ends in reasonable time.
 timeout 60 "$sim" --ranks 8 --tokens 512 --top-k 64 --experts 64 --skew 3 >"$here/out"
 timeout 60 "$sim" --ranks 8 --tokens 512 --top-k 4 --groups 64 --limit 1 --skew 3 >"$here/out"
 
-# Dispatch and combine of the model, at most 1.1 times as slow as what was measured, nor 8 times as
-# fast.
+# The model's dispatch and combine take at most 1.1 times and at least an eighth of the measured time.
 "$sim" --ranks 8 --published >"$here/out"
 awk '/ us  / || / GB\/s  / {
     n++

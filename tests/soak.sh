@@ -1,10 +1,10 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Runs what draws at random, with faults, again and again with new seeds, until the time is up:
-# conformance of every host backend, deaths, stalls and lies of ranks, open and close without end.
-# Ends at the first failure, with the line that repeats it; nothing may hang, or be left behind.
-# usage: soak.sh BUILD [MINUTES]     ten, unless said otherwise
-#   SOAK="fault.shm conformance.threads"     these programs alone
+# Repeats the random tests with new seeds until the time is up: the conformance suite on every host
+# backend, killed, stopped and lying ranks, opening and closing.  Stops at the first failure and prints
+# the command that repeats it.  A hang, or memory and processes left behind, are failures.
+# usage: soak.sh BUILD [MINUTES]     default: 10
+#   SOAK="fault.shm conformance.threads"     runs these programs only
 set -eu
 build=$1
 end=$(($(date +%s) + ${2:-10} * 60))
@@ -21,7 +21,7 @@ fail() {
     exit 1
 }
 
-left() { # shared memory and processes of a group that are still there
+left() { # counts shared memory and processes that a group left behind
     ls /dev/shm 2>/dev/null | grep -i epic || true
 }
 

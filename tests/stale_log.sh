@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# A build folder that cannot be written is the error that is shown, not the log of an earlier run; a
-# CMake that fails is shown with its log.
+# If a build folder cannot be written, this error is printed and not the log of an earlier run.  If CMake
+# fails, its log is printed.
 set -eu
 cd "$(dirname "$0")/.."
 here=$(mktemp -d)

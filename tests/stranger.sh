@@ -1,10 +1,10 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# What somebody does who found the README: installs for C, JAX and PyTorch as it says, each into a
-# place of its own, and runs a first step of his own there, outside of the checkout.
-# `MAKE_TARGETS=stranger make test-chroot` walks that way on a bare system.
-# usage: stranger.sh         PARTS="c jax torch": these alone
-#   CMAKE_ARGS=-DEPIC_CUDA=OFF       where there is an nvcc: its part of the wheel takes long
+# Acts as a new user who follows the README: installs for C, JAX and PyTorch, each into its own folder,
+# and runs a first program outside of the checkout.  `MAKE_TARGETS=stranger make test-chroot` does this
+# on a bare system.
+# usage: stranger.sh         PARTS="c jax torch" selects parts
+#   CMAKE_ARGS=-DEPIC_CUDA=OFF       shortens the build on a machine with nvcc
 set -eu
 cd "$(dirname "$0")/.."
 checkout=$PWD
@@ -13,7 +13,7 @@ trap 'rm -rf "$here"' EXIT
 unset EPIC_LIBRARY_PATH PYTHONPATH RANK WORLD_SIZE MASTER_ADDR MASTER_PORT
 
 said() { # file, words
-    grep -q "$2" "$1" || { cat "$1"; echo "stranger: \"$2\" was not said"; exit 1; }
+    grep -q "$2" "$1" || { cat "$1"; echo "stranger: \"$2\" was not printed"; exit 1; }
 }
 
 walk_c() {
@@ -26,7 +26,7 @@ walk_c() {
     make uninstall >/dev/null
 }
 
-python_of() { # extra: a fresh environment with the package and that extra
+python_of() { # extra; makes a new environment with the package and this extra
     python3 -m venv "$here/$1"
     "$here/$1/bin/pip" install -q --disable-pip-version-check "$checkout[$1]" >"$here/log" 2>&1 ||
         { tail -n 20 "$here/log"; exit 1; }
@@ -74,7 +74,7 @@ with epic.torch.Group(max_tokens=8, max_row_bytes=4 * 8) as group:
     out = epic.torch.combine(plan, 2 * rows, slot_weights)
     out.sum().backward()
     right = torch.equal(out, 2 * x) and (x.grad == 2).all()
-    sys.stdout.write(f"{'right' if right else 'wrong'} {ranks}\n")  # at once: two write there
+    sys.stdout.write(f"{'right' if right else 'wrong'} {ranks}\n")  # in one write, because two processes print
 END
     (cd "$here" && MASTER_PORT=29577 torch/bin/torchrun --nproc-per-node 2 --master-port 29577 own.py \
         >out 2>&1) || { cat "$here/out"; exit 1; }

@@ -1,6 +1,6 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# The same names three times: exported by the library, listed in epic.map, declared EPIC_API.
+# The library exports the names that epic.map lists and that the headers declare EPIC_API.
 # usage: symbols.sh LIBRARY MAP HEADER...
 set -eu
 export LC_ALL=C
@@ -11,7 +11,7 @@ library=$1 map=$2
 shift 2
 nm -D --defined-only "$library" | awk '$2 != "A" { sub(/@.*/, "", $3); print $3 }' | sort >"$here/library"
 sed -n 's/^ *\(epic_[a-z0-9_]*\);.*/\1/p' "$map" | sort >"$here/map"
-# A declaration may span lines: join them, cut at each EPIC_API, keep the name before the "(".
+# A declaration may span lines: joins the lines, cuts at each EPIC_API and keeps the name before "(".
 cat "$@" | grep -v '^#' | tr '\n' ' ' | sed 's/EPIC_API /\n&/g' |
     sed -n 's/^EPIC_API [^(]*[ *]\(epic_[a-z0-9_]*\)(.*/\1/p' | sort >"$here/header"
 

@@ -1,11 +1,11 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# bench/gpu/turns.py, with programs that say what they are told to: who runs when, medians, the verdict.
+# Tests bench/gpu/turns.py with stub programs: the order of the runs, the medians, the verdict.
 set -eu
 command -v python3 >/dev/null || { echo "left out: there is no python3"; exit 77; }
 . "$(dirname "$0")/scratch.sh"
 
-# A gpu_bench that takes US, then 99: the median of three does not hear the last.
+# A stub of gpu_bench that reports US twice and then 99: the median of three ignores the last value.
 program() {
     cat >"$1" <<END
 #!/bin/sh

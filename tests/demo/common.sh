@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# What the tests of train_text share; sourced, with the program as $1.
+# Functions that the tests of train_text share.  Sourced, with the program as $1.
 program=$1
 here=$(mktemp -d)
 trap 'rm -rf "$here"' EXIT
@@ -7,7 +7,7 @@ cd "$here"
 unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT EPIC_BACKEND EPIC_TIMEOUT_MS
 unset SLURM_PROCID SLURM_NTASKS SLURM_STEP_NUM_TASKS SLURM_STEP_ID SLURM_STEPID
 
-# Text enough to learn from, always the same.
+# Writes a text that is long enough to learn from, and always equal.
 i=0
 while [ $i -lt 3000 ]; do
     echo "$i bottles, $((i * i % 97)) boxes and $((i * 7 % 13)) bags."
@@ -24,22 +24,22 @@ run() {
     "$program" --hidden 32 --inner 48 --tokens 256 --sample 0 --picture none "$@" text
 }
 
-# The same in the background, as process $parent.
+# Like train, but in the background, as process $parent.
 start() {
     "$program" --hidden 32 --inner 48 --tokens 256 --sample 0 --picture none "$@" text &
     parent=$!
 }
 
-# The processes that $parent started.
+# Prints the processes that $parent started.
 children() {
     cat "/proc/$parent/task/$parent/children"
 }
 
 need_children() {
-    [ -e "/proc/$$/task/$$/children" ] || { echo "skipped: /proc tells no children"; exit 77; }
+    [ -e "/proc/$$/task/$$/children" ] || { echo "skipped: /proc does not list children"; exit 77; }
 }
 
-# Waits until a file has a line that begins with a number, as progress lines do.
+# Waits until a file has a progress line, which begins with a number.
 await_progress() {
     tries=0
     until grep -Eq '^ *[0-9]+  ' "$1"; do

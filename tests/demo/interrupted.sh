@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Ctrl-C, and a signal to one process only, end all ranks after the same step, with a checkpoint
-# from which the run goes on exactly.
+# Ctrl-C, and a signal to one process, end all ranks after the same training step and write a
+# checkpoint.  A run resumed from it has the same losses.
 set -eu
 . "$(dirname "$0")/common.sh"
 need_children

@@ -1,6 +1,6 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# A killed rank ends the run soon, with a message that names it; killed ranks leave no process.
+# If a rank is killed, the run ends soon with a message that names it, and no process is left.
 set -eu
 . "$(dirname "$0")/common.sh"
 need_children
@@ -22,7 +22,7 @@ for victim in 0 2; do
     grep -q "EPIC_EPEER: .*rank $victim" err || fail "$(cat err)"
 done
 
-# Who loses its parent ends too.
+# A rank whose parent process ended also ends.
 start --steps 1000000 --every 5 --ranks 2 >out2 2>err
 await_progress out2
 set -- $(children)

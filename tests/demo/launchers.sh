@@ -1,12 +1,12 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Ranks that a launcher starts have the same losses as those that the program starts.
+# Ranks started by a launcher have the same losses as ranks that the program starts itself.
 set -eu
 . "$(dirname "$0")/common.sh"
 
 run --steps 10 --ranks 4 --log forked.log >out
 
-# As torchrun does.
+# The variables that torchrun sets.
 export MASTER_ADDR=127.0.0.1 MASTER_PORT=$((20000 + $$ % 10000)) WORLD_SIZE=2
 RANK=1 run --steps 10 >out1 2>err1 &
 RANK=0 run --steps 10 --log launched.log >out0 2>err0 || fail "rank 0: $(cat err0)"
@@ -14,7 +14,7 @@ wait $! || fail "rank 1: $(cat err1)"
 cmp forked.log launched.log || fail "2 launched ranks have other losses"
 [ ! -s out1 ] || fail "rank 1 says: $(cat out1)"
 
-# Different options are noticed.
+# Options that differ between ranks are an error.
 MASTER_PORT=$((MASTER_PORT + 1))
 RANK=1 run --steps 10 --rate 0.1 >out1 2>err1 &
 if RANK=0 run --steps 10 >out0 2>err0; then fail "different options were not noticed"; fi
@@ -25,7 +25,7 @@ RANK=1 run --ranks 4 >out1 2>err1 || [ $? = 2 ] || fail "--ranks 4 of 2: $(cat e
 wait
 unset MASTER_ADDR MASTER_PORT WORLD_SIZE
 
-# As srun does, on one node.
+# The variables that srun sets on one node.
 export SLURM_JOB_ID=$$ SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_NNODES=1
 SLURM_PROCID=1 run --steps 10 >out1 2>err1 &
 SLURM_PROCID=0 run --steps 10 --log tasks.log >out0 2>err0 || fail "task 0: $(cat err0)"

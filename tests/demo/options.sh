@@ -1,6 +1,6 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Bad options are refused with a sentence that names them; help is complete.
+# A bad option is refused with an error that names it, and --help lists every option.
 set -eu
 . "$(dirname "$0")/common.sh"
 
@@ -35,7 +35,7 @@ head -c 20000 text >short
 refuse 1 'the text has 20000 bytes' short
 refuse 1 'backend' --ranks 1 --backend nosuch text
 
-# What may never end is not read.
+# A file that may never end, such as a pipe, is refused.
 mkfifo pipe
 refuse 1 'pipe is a pipe' pipe
 refuse 1 '/dev/zero is a device' /dev/zero
@@ -46,6 +46,6 @@ for option in ranks steps stop tokens hidden inner rate seed data backend check 
     resume every sample picture log help; do
     grep -q -e "^  --$option " out || fail "--help does not tell about --$option"
 done
-# Nothing is written where the user stands: the picture's place is one of the build.
+# Nothing is written into the current folder; the picture goes into the build folder.
 grep -q '^ *\(/[^/]*\)*/train_text\.svg)$' out || fail "no place for the picture: $(cat out)"
 run --steps 3 --data text --ranks 2 >out || fail "a second PATH"

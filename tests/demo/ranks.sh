@@ -1,6 +1,6 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Ten steps have the same losses, to the last bit, for every number of ranks.
+# Ten training steps have losses with the same bits for every number of ranks.
 set -eu
 . "$(dirname "$0")/common.sh"
 
@@ -17,7 +17,7 @@ grep -q 'backend threads' threads.out || fail "--backend threads is not what was
 run --check --steps 5 --ranks 4 >check.out || fail "--check: $(cat check.out)"
 grep -q '^5 of 5 steps are equal' check.out || fail "--check says: $(cat check.out)"
 
-# It learns, and shows it.
+# The loss falls, and the progress lines show it.
 "$program" --hidden 32 --inner 48 --tokens 256 --steps 60 --sample 30 --picture p.svg text >out
 grep -q '^held-out text: .* less$' out || fail "no end: $(cat out)"
 less=$(sed -n 's/^held-out text: .*: \([0-9]*\) % less$/\1/p' out)
@@ -26,7 +26,7 @@ grep -q '^samples' out && grep -q '  layer 1 expert 7  ' out || fail "no samples
 [ "$(grep -c '^for comparison: [0-9.]* bits per byte by a 6-gram ' out)" = 2 ] || fail "no n-gram"
 grep -q '</svg>' p.svg || fail "no picture"
 
-# Nothing is written where nobody asked for it.
+# No file is written without an option that asks for it.
 mkdir empty
 cd empty
 "$program" --hidden 32 --inner 48 --tokens 256 --steps 2 --sample 0 ../text >../out

@@ -1,6 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# A run that was saved goes on exactly, with any number of ranks; damaged checkpoints are refused.
+# A run resumed from a checkpoint has the same losses, with any number of ranks.  Damaged checkpoints are
+# refused.
 set -eu
 . "$(dirname "$0")/common.sh"
 

@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Does every patch of tests/mutants still fit the tree, to the letter?  One that does not is damage
-# that nobody tries any more, or that lands elsewhere.  usage: apply.sh
+# Checks that every patch of tests/mutants applies exactly.  A patch that does not apply tests nothing,
+# or damages another place.  usage: apply.sh
 cd "$(dirname "$0")/../.."
 command -v patch >/dev/null || { echo "left out: there is no patch"; exit 77; }
 tried=0 failed=0

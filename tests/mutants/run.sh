@@ -1,13 +1,13 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Do the tests notice damage?  Each tests/mutants/NAME.patch damages a copy of the tree in one
-# place; one of the tests that its head names must then fail, by itself and not by its time.
-#   MUTANTS="NAME ..."  these only; MUTANTS_OUT  where the copy is built; JOBS; LIMIT  seconds
+# Checks that the tests notice damage.  Each tests/mutants/NAME.patch damages a copy of the tree in one
+# place.  One of the tests that the patch names must then fail with an error, not with a timeout.
+#   MUTANTS="NAME ..."  selects patches; MUTANTS_OUT  the build folder; JOBS; LIMIT  seconds per test
 root=$(cd "$(dirname "$0")/../.." && pwd)
 out=${MUTANTS_OUT:-$root/build/mutants}
 tree=$out/tree build=$out/build log=$out/log
 jobs=${JOBS:-$(nproc)}
-limit=${LIMIT:-300} # seconds for a test, long enough where others work too
+limit=${LIMIT:-300} # seconds per test, enough for a busy machine
 passed=0 failed=0
 
 patch_of() { echo "$root/tests/mutants/$1.patch"; }
@@ -15,8 +15,8 @@ tests_of() { sed -n 's/^Tests: //p' "$(patch_of "$1")"; }
 files_of() { sed -n 's,^+++ b/,,p' "$(patch_of "$1")"; }
 names=${MUTANTS:-$(cd "$root/tests/mutants" && ls -- *.patch | sed 's/\.patch$//')}
 
-# The tree as it is, with the times of its files, so that little is built again; but what mutants
-# damage is built anew, as what a run before this one has built may be damaged.
+# Copies the tree with the times of its files, so that little is built again.  The files that patches
+# damage get a new time, because an earlier run may have left objects of a damaged file.
 copy_tree() {
     rm -rf "$tree" && mkdir -p "$tree" "$log"
     (cd "$root" && git ls-files -z --cached --others --exclude-standard | tar -c --null -T - \
