@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Every fault has a process of its own that starts the ranks, sends them signals and waits for
- * them, so that nothing is left over for the next.  What they share lies in memory that other
- * programs can open by a path. */
+/* Runs each fault in its own process, which starts the ranks, sends them signals and waits
+ * for them, so that nothing remains for the next fault. The processes share memory that
+ * other programs open by a path. */
 #include "faults_rank.h"
 
 #include <errno.h>
@@ -20,10 +20,10 @@
 #include "run.h"
 
 #define HANG_S 30
-#define TRIES 6 /* of a fault whose answers are late */
+#define TRIES 6 /* runs of a fault whose errors come late */
 
 static int told_fd;
-static char lateness[256]; /* of the fault's last try */
+static char lateness[256]; /* lateness in the last run of the fault */
 
 /* ------------------------------------------------------------------------- processes ---- */
 
@@ -35,7 +35,8 @@ static char state_of(pid_t pid)
     if (!file) return 'X';
     const bool read = fgets(text, sizeof text, file) != NULL;
     fclose(file);
-    const char *name = strrchr(text, ')'); /* the process's; its state follows */
+    const char *name =
+        strrchr(text, ')'); /* the process's name in parentheses; its state follows */
     return read && name && name[1] ? name[2] : 'X';
 }
 
@@ -46,7 +47,7 @@ static bool await_stop(pid_t pid)
     return state == 'T';
 }
 
-/* Sees to the victim's signals. */
+/* Sends the victim its signals. */
 static void lead_victim(const fault *f, stage *stage)
 {
     wait_for(&stage->opened, f->num_ranks);
@@ -135,7 +136,7 @@ static void *share(size_t bytes, int *fd)
     exit(1);
 }
 
-/* The promise is 50 ms, as long as every rank has a core. */
+/* Errors come within 50 ms if every rank has a core. */
 static long choose_slack(int width)
 {
     const char *text = getenv("EPIC_TEST_SLACK_MS");
@@ -178,7 +179,7 @@ static void exec_launcher(const fault *f, int stage_fd)
     _exit(127);
 }
 
-/* What the launcher says is shown only if the ranks did not come to their end. */
+/* Prints the launcher's output only if the ranks did not finish. */
 static void run_as_launched(const fault *f, stage *stage, int stage_fd)
 {
     int out;
@@ -248,7 +249,7 @@ void faults_be_rank(const faults_rank *seat, const epic_bootstrap *first,
 
 /* ------------------------------------------------------------------------------ all ---- */
 
-/* Were answers late? */
+/* Runs the fault once and returns whether errors came late. */
 static bool run_once(const fault *f)
 {
     int fd;
@@ -267,8 +268,8 @@ static bool run_once(const fault *f)
     return late;
 }
 
-/* On a machine that is busy with other work answers are late now and then: those of a library that
- * is slow are late each time. */
+/* Repeats a fault whose errors came late. On a busy machine they come late in some runs; a
+ * slow library is late in each run. */
 static void run_fault(const fault *f)
 {
     check_seed = f->seed;

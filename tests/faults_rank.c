@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* One goes wrong, the others look at what they are told, and when. */
+/* One rank goes wrong; the other ranks check the error and its time. */
 #include "faults_rank.h"
 
 #include <pthread.h>
@@ -57,7 +57,7 @@ void choose(fault *f, uint64_t seed)
     f->victim = (int)run_below(&random, f->num_ranks);
     f->deadline_ms = (uint32_t)run_between(&random, 300, 500);
     f->late_us = (long)f->deadline_ms * 1000 / 3;
-    /* nobody waits for it, but who is late may be later where others compute too */
+    /* these faults end without a deadline, and a late rank may be later on a busy machine */
     f->deadline_ms *= kinds[f->kind].result == EPIC_ETIMEOUT ? 3 : 20;
     f->delay_us = (long)run_between(&random, 500, 20000);
     snprintf(f->name, sizeof f->name, "%s of rank %d of %d %s operation %u, deadline %u ms",
@@ -78,7 +78,7 @@ static epic_result call_once(rank_of_fault *r, uint32_t operation, enum step_cha
     return step_call(&r->step, operation, &call, change);
 }
 
-/* What the victim does instead of the call, or before it. */
+/* Does what the victim does instead of the call, or before it. */
 static epic_result go_wrong(rank_of_fault *r)
 {
     const fault *f = r->f;
@@ -118,7 +118,8 @@ static epic_result go_wrong(rank_of_fault *r)
     return call_once(r, f->operation, STEP_SAME);
 }
 
-/* Is the answer later than promised?  That may be the machine's fault, so it is no failure yet. */
+/* Records an error that came later than promised. It is not a failure yet, because the
+ * machine may be busy. */
 static void check_late(const rank_of_fault *r, long ms, long limit, const char *what)
 {
     if (ms <= limit + slack_ms || atomic_fetch_add(&r->stage->late, 1) > 0) return;
@@ -152,7 +153,7 @@ static bool names_victim(const rank_of_fault *r, const epic_failure_info *info)
     return strstr(info->sentence, name) != NULL;
 }
 
-/* What a rank that did right is told. */
+/* Checks the error of a rank that made no mistake. */
 static void check_failure(rank_of_fault *r, epic_result result)
 {
     const fault *f = r->f;
@@ -177,7 +178,7 @@ static void check_failure(rank_of_fault *r, epic_result result)
     if (f->kind == ABORTED) CHECK(strstr(info.sentence, ABORT_SENTENCE) != NULL);
 }
 
-/* The group is broken for everything, at once. */
+/* Checks that every further call on the broken group fails at once. */
 static void check_broken(rank_of_fault *r, epic_result result)
 {
     const uint64_t begin = run_now_ns();
@@ -213,7 +214,7 @@ static void close_and_reopen(rank_of_fault *r)
     epic_close(r->ctx);
 }
 
-/* In the middle: calls one after the other until something happens. */
+/* For a fault in the middle: makes calls one after the other until one fails. */
 static epic_result call_as_told(rank_of_fault *r)
 {
     const bool until = r->f->middle;
@@ -247,7 +248,7 @@ static void *call_beside(void *self)
     return NULL;
 }
 
-/* What is in flight when the middle of operations is where it goes wrong. */
+/* Starts operations of other tags that are running when the fault comes. */
 static void begin_beside(rank_of_fault *r, beside *all)
 {
     for (int i = 0; i < NUM_BESIDE && r->f->middle; i++) {
@@ -290,7 +291,7 @@ void be_rank(rank_of_fault *r)
                   epic_result_name(result), epic_error(r->ctx));
     else
         CHECK_SAY(result == EPIC_OK, "%s: the victim: %s", f->name, epic_error(r->ctx));
-    wait_for(&r->stage->done, f->num_ranks - 1); /* all have been told by then */
+    wait_for(&r->stage->done, f->num_ranks - 1); /* by then all ranks have their error */
     end_beside(r, others);
     if (expected != EPIC_OK && r->ctx && result == expected) check_broken(r, result);
     if (expected == EPIC_OK && result == EPIC_OK && f->operation != EPIC_OP_PLAN)

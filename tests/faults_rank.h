@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What can go wrong, and a rank of a group in which it does. */
+/* The kinds of faults, and the part of one rank in a group that has a fault. */
 #ifndef FAULTS_RANK_H
 #define FAULTS_RANK_H
 
@@ -12,24 +12,24 @@
 #define MAX_RANKS 4
 
 enum kind {
-    KILLED,    /* by SIGKILL */
-    EXITED,    /* without epic_close */
-    CLOSED,    /* epic_close instead of the call */
-    STOPPED,   /* SIGSTOP, for longer than the deadline */
-    PAUSED,    /* SIGSTOP and SIGCONT within it: no fault at all */
-    SKIPPED,   /* the call is not made */
-    SHAPE,     /* the call has another shape */
-    OPERATION, /* another call */
-    LATE,      /* by less than the deadline: no fault */
-    EMPTY,     /* no tokens: no fault */
-    ABORTED,   /* epic_abort */
+    KILLED,    /* ended by SIGKILL */
+    EXITED,    /* exits without epic_close */
+    CLOSED,    /* calls epic_close instead of the operation */
+    STOPPED,   /* SIGSTOP for longer than the deadline */
+    PAUSED,    /* SIGSTOP and SIGCONT within the deadline: no error */
+    SKIPPED,   /* leaves out the call */
+    SHAPE,     /* passes another shape */
+    OPERATION, /* calls another operation */
+    LATE,      /* late by less than the deadline: no error */
+    EMPTY,     /* passes no tokens: no error */
+    ABORTED,   /* calls epic_abort */
     NUM_KINDS
 };
 
 typedef struct fault_kind {
     const char *name;
-    bool needs_process, dies, middle; /* can come in the middle of operations */
-    epic_result result;               /* of the others */
+    bool needs_process, dies, middle; /* middle: may also happen while operations run */
+    epic_result result;               /* result of the other ranks */
 } fault_kind;
 
 extern const fault_kind kinds[NUM_KINDS];
@@ -40,32 +40,32 @@ typedef struct fault {
     uint32_t operation, other;
     int num_ranks, victim;
     uint32_t deadline_ms;
-    long late_us;  /* of who is paused or late */
-    long delay_us; /* until a fault in the middle */
+    long late_us;  /* how long the victim is paused or late */
+    long delay_us; /* time until a fault in the middle of operations */
     uint64_t seed;
     char name[128];
 } fault;
 
-/* What the ranks of one fault and their parent share. */
+/* Memory that the ranks of one fault and their parent share. */
 typedef struct stage {
-    _Atomic int opened, done, closed; /* ranks that came so far */
+    _Atomic int opened, done, closed; /* numbers of ranks that reached this point */
     _Atomic pid_t victim;
-    _Atomic uint64_t begin_ns;   /* when it went wrong */
-    _Atomic long passed, failed; /* checks of ranks that were launched */
-    _Atomic int late;            /* answers that came after the time that is promised, */
-    char lateness[256];          /* the first of them */
+    _Atomic uint64_t begin_ns;   /* when the fault happened */
+    _Atomic long passed, failed; /* checks of ranks that a launcher started */
+    _Atomic int late;            /* number of errors that came after the promised time */
+    char lateness[256];          /* description of the first late error */
 } stage;
 
-/* Over all faults.  again: those that were tried again, as answers were late. */
+/* Counts over all faults. again: faults that were repeated because errors came late. */
 typedef struct tally {
     _Atomic int faults, hangs, wrong_results, wrong_culprits, late, again;
     _Atomic int of_kind[NUM_KINDS];
-    _Atomic long slowest_ms[NUM_KINDS]; /* answer; for a deadline, after it */
+    _Atomic long slowest_ms[NUM_KINDS]; /* slowest error; for a deadline, the time after it */
 } tally;
 
 extern const faults_way *way;
 extern tally *told;
-extern long slack_ms; /* more than the limits allow, as cores are shared */
+extern long slack_ms; /* extra time that limits allow, because cores are shared */
 
 typedef struct rank_of_fault {
     const fault *f;

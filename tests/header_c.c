@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The public headers stand alone in C11 and agree with the library on the version. */
+/* The public headers compile without other headers in C11, and their version is the
+ * library's. */
 #include "epic/epic.h"
 #include "epic/placement.h"
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The four loss calls with arguments that fit each of them, for tests that take them in turn. */
+/* The four loss calls, each with valid arguments, for tests that call all of them. */
 #ifndef EPIC_TESTS_LOSSES_H
 #define EPIC_TESTS_LOSSES_H
 

@@ -1,17 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Tests that start mpiexec themselves. */
+/* Functions for tests that start mpiexec themselves. */
 #ifndef MPIEXEC_H
 #define MPIEXEC_H
 
 #include <stdbool.h>
 
-/* EPIC_MPIEXEC, or mpiexec. */
+/* Returns the variable EPIC_MPIEXEC, or "mpiexec". */
 const char *mpiexec_name(void);
 
-/* Does it have --enable-recovery, which keeps a job alive without one of its ranks? */
+/* Returns whether mpiexec has --enable-recovery, which keeps a job alive when one rank ends. */
 bool mpiexec_recovers(void);
 
-/* Sets what lets any Open MPI start more ranks than cores, as root too. */
+/* Sets the variables that allow Open MPI to start more ranks than cores, and to run as root. */
 void mpiexec_permit(void);
 
 #endif

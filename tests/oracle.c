@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The oracle's loops over rows.  Like those of the plan (oracle_plan.c) they include nothing of the
- * library but epic.h: what is wrong there is not wrong here. */
+/* The oracle's loops over rows. Like those of the plan (oracle_plan.c) they include nothing
+ * of the library except epic.h, so both cannot have the same mistake. */
 #include "oracle.h"
 
 #include <float.h>
@@ -34,7 +34,7 @@ static double decode_f16(uint16_t bits)
     return sign * ldexp(1024 + mantissa, exponent - 25);
 }
 
-/* Rounding is by arithmetic: a multiple of the unit in the last place, ties to even. */
+/* Rounds by arithmetic to a multiple of the unit in the last place, ties to even. */
 static uint16_t encode_f16(double x)
 {
     const uint16_t sign = signbit(x) ? 0x8000 : 0;
@@ -122,7 +122,7 @@ bool oracle_same(const void *a, const void *b, uint32_t type, int64_t n)
 
 /* ----------------------------------------------------------------------------- sums ---- */
 
-/* Numbers are kept as double and hold float32 values, unless the rows are float64. */
+/* Numbers are stored as double and hold float32 values, unless the rows are float64. */
 static double product(double a, double b, bool wide)
 {
     return wide ? a * b : (double)((float)a * (float)b);
@@ -138,7 +138,7 @@ static double product_add(double a, double b, double c, bool wide)
     return wide ? fma(a, b, c) : (double)fmaf((float)a, (float)b, (float)c);
 }
 
-typedef struct part { /* a row that takes part in a token's sum */
+typedef struct part { /* a row that is added to a token's sum */
     int rank;
     int64_t leaf;
     double weight;
@@ -158,7 +158,8 @@ static void round_all(const summing *s, uint32_t type, double *row)
     for (int64_t i = 0; i < s->n; i++) row[i] = oracle_round(type, row[i]);
 }
 
-/* The partial of the parts in [first, first + count) by leaf (or rank); false: there are none. */
+/* Computes the partial sum of the parts whose leaf (or rank) is `at`; returns false if there
+ * are none. */
 static bool partial(const summing *s, bool by_leaf, int64_t at, double *out)
 {
     bool any = false;
@@ -207,7 +208,7 @@ static bool by_rank(const summing *s, int num_ranks, double *out)
     return any;
 }
 
-/* FLAT: the leaf of a rank's row stands for all leaves of the rank. */
+/* With FLAT, the first leaf of a rank's row stands for all leaves of the rank. */
 static int64_t leaf_of(const oracle_plan *p, int64_t expert)
 {
     const int64_t leaves = oracle_is_flat(p) ? p->in.num_ranks : p->leaves;
@@ -237,7 +238,7 @@ static void find_parts(const oracle_plan *p, int64_t token, oracle_fetch *fetch,
     free(row);
 }
 
-/* Half a unit in the last place, of 1. */
+/* Returns half a unit in the last place of 1. */
 static double half_unit(uint32_t type)
 {
     return type == EPIC_F64    ? 0x1p-53
@@ -246,8 +247,9 @@ static double half_unit(uint32_t type)
                                : 0x1p-11;
 }
 
-/* Every term passes one rounding for each step that adds it and one for each level of the tree,
- * in sums no larger than the sum of sizes; near 0 a rounding is half of the smallest number. */
+/* Computes the float64 sum and its error bound. Every term is rounded once for each
+ * operation that adds it and once for each level of the tree, in sums no larger than the sum
+ * of the absolute values. Near 0 the rounding error is half of the smallest number. */
 static void tell_truth(const summing *s, double *truth, double *bound)
 {
     const double unit = half_unit(s->type), fine = half_unit(s->wide ? EPIC_F64 : EPIC_F32);
@@ -289,7 +291,7 @@ void oracle_scale(const void *row, float w, uint32_t type, int64_t n, void *out)
 
 /* ------------------------------------------------------------------------------- dot ---- */
 
-typedef struct term { /* a number, or nothing at all */
+typedef struct term { /* a number, or an absent term */
     bool there;
     double x;
 } term;
@@ -335,7 +337,7 @@ static double decode_e4m3(int code)
     return exponent ? ldexp(8 + mantissa, exponent - 10) : ldexp(mantissa, -9);
 }
 
-/* The nearest of all codes, whose values ascend; of two as near the even one. */
+/* Returns the nearest of all codes, whose values ascend. A tie goes to the even code. */
 static uint8_t encode_e4m3(double x)
 {
     const double size = fabs(x);

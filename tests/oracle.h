@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What EPIC has to give: plain loops over the inputs of all ranks, written from epic.h alone.
+/* The oracle: expected results of EPIC, computed by plain loops over the inputs of all ranks.
+ * It is written from epic.h alone and shares no code with the library.
  *
- * A choice is known by its number in the group: token * top_k + k, where tokens are numbered
- * through all ranks in rank order. */
+ * A choice has a number in the group: token * top_k + k, where tokens are numbered through
+ * all ranks in rank order. */
 #ifndef ORACLE_H
 #define ORACLE_H
 
@@ -14,10 +15,10 @@
 typedef struct oracle_input {
     int num_ranks;
     epic_layer layer;
-    const int64_t *tokens_of;  /* [num_ranks] */
-    const int64_t *capacity;   /* [num_ranks]; 0: no bound */
-    const int64_t *ids;        /* [all tokens, top_k]: experts, with replicas those that have
-                                 the choices */
+    const int64_t *tokens_of; /* [num_ranks] */
+    const int64_t *capacity;  /* [num_ranks]; 0: no limit */
+    const int64_t
+        *ids; /* [all tokens, top_k]: expert of each choice, after replicas are resolved */
     const int32_t *rank_of;    /* [num_experts] */
     const int32_t *logical_of; /* [num_experts]; NULL: no replicas */
 } oracle_input;
@@ -30,16 +31,18 @@ typedef struct oracle_plan {
     int64_t *first_token;   /* [num_ranks + 1] */
     int32_t *local_of;      /* [num_experts] */
     int64_t *load;          /* [num_experts] */
-    int64_t *most;          /* [num_experts]: kept at most, for expert_capacity */
+    int64_t *most;          /* [num_experts]: most choices that expert_capacity keeps */
     int32_t *fate;          /* [all tokens, top_k]: slot or row on the rank, or an EPIC_FATE */
     int64_t *num_slots;     /* [num_ranks] */
     int64_t *demand;        /* [num_ranks] */
     int32_t *expert_rows;   /* [num_ranks, num_local] */
     int32_t *expert_tokens; /* [num_ranks, num_local] */
-    int64_t **filled_by; /* [num_ranks][num_slots]: the choice, FLAT: the token; -1: padding */
+    int64_t *
+        *filled_by; /* [num_ranks][num_slots]: choice in the slot (FLAT: token), -1: padding */
 } oracle_plan;
 
-/* ids [all choices]: the replicas that take the choices of logical experts (-1: none). */
+/* Writes to ids [all choices] the replica that receives each choice of a logical expert (-1:
+ * none). */
 void oracle_choose_replicas(const epic_layer *layer, const int32_t *logical_of,
                             const int64_t *logical_ids, int64_t choices, int64_t *ids);
 
@@ -57,29 +60,30 @@ double oracle_get(const void *row, uint32_t type, int64_t i);
 void oracle_put(void *row, uint32_t type, int64_t i, double x); /* rounds to nearest even */
 double oracle_round(uint32_t type, double x);
 
-/* Row `row` of rank `rank`'s expert outputs: for a choice, or (FLAT) for a token. */
+/* Writes row `row` of the expert outputs of `rank`: that of a choice, or (FLAT) of a token. */
 typedef void oracle_fetch(void *self, int rank, int64_t choice_or_token, void *row,
                           float *weight);
 
-/* The combined row of a token, bit for bit in `out`; in float64 in `truth`, with the largest
- * error that rounding may make in `bound`. */
+/* Writes the combined row of a token: its exact bits to `out`, its float64 value to `truth`,
+ * and the largest possible rounding error to `bound`. */
 void oracle_combine(const oracle_plan *plan, int64_t token, uint32_t type, int64_t n,
                     oracle_fetch *fetch, void *self, void *out, double *truth, double *bound);
 
-/* w * row, rounded to float32 and to type (EPIC_F64: once). */
+/* Computes w * row, rounded to float32 and then to the type (EPIC_F64: rounded once). */
 void oracle_scale(const void *row, float w, uint32_t type, int64_t n, void *out);
 
 float oracle_dot(const void *a, const void *b, uint32_t type, int64_t n);
 
-/* w * row as e4m3 with scales. */
+/* Computes w * row in e4m3 with scales. */
 void oracle_quantize(uint32_t how, const void *row, float w, uint32_t type, int64_t n,
                      uint8_t *q, void *scales);
 int64_t oracle_scale_bytes(uint32_t how, int64_t n);
 
-/* Memory for one more than `count`, so never NULL; ends the program if there is none. */
+/* Allocates zeroed memory for count + 1 elements, so never NULL. Exits if there is no
+ * memory. */
 void *oracle_zeroed(int64_t count, size_t size);
 
-/* Equal bits, where any NaN is any other. */
+/* Returns whether the bits are equal; any two NaNs count as equal. */
 bool oracle_same(const void *a, const void *b, uint32_t type, int64_t n);
 
 #endif

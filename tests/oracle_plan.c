@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The oracle's loops over choices: where each goes, and what is dropped. */
+/* The oracle's loops over choices: the slot of each choice, and which choices are dropped. */
 #include <stdlib.h>
 
 #include "oracle.h"
@@ -11,14 +11,15 @@ void *oracle_zeroed(int64_t count, size_t size)
     return memory;
 }
 
-/* Choices in the order of the group, expert by expert. */
+/* The choices of each expert, in the order of the group. */
 typedef struct lists {
     int64_t *begin;  /* [num_experts + 1] */
     int64_t *choice; /* [all choices] */
-    int64_t *place;  /* [all tokens, top_k]: how many of its expert's choices come before it */
+    int64_t *place;  /* [all tokens, top_k]: number of earlier choices of the same expert */
 } lists;
 
-/* Which choices are kept: by ascending k first, if the layer says so. */
+/* Computes the order in which choices are kept: by ascending k first if the layer asks for
+ * it. */
 static void find_places(const oracle_plan *p, lists *l)
 {
     const int64_t top_k = p->in.layer.top_k;
@@ -71,7 +72,8 @@ void oracle_choose_replicas(const epic_layer *layer, const int32_t *logical_of,
     }
 }
 
-/* Choices that an expert keeps at most: expert_capacity, dealt to replicas one by one. */
+/* Returns how many choices an expert keeps at most: expert_capacity, divided among its
+ * replicas one by one. */
 static int64_t most_of(const oracle_plan *p, int64_t expert)
 {
     const epic_layer *layer = &p->in.layer;
@@ -94,8 +96,8 @@ static int64_t padded(int64_t count, int64_t alignment)
     return count % alignment ? count - count % alignment + alignment : count;
 }
 
-/* Slots of `rank` when expert e keeps its first min(load, limit) choices, or, `capped`, fewer where
- * it has not as much capacity. */
+/* Returns the slots that `rank` needs if expert e keeps its first min(load, limit) choices.
+ * If `capped`, an expert keeps no more than its own capacity. */
 static int64_t slots_needed(const oracle_plan *p, const lists *l, int rank, bool capped,
                             int64_t limit)
 {
@@ -122,7 +124,7 @@ static int64_t slots_needed(const oracle_plan *p, const lists *l, int rank, bool
     return slots;
 }
 
-/* The largest common limit that fits, found by trying all. */
+/* Finds the largest common limit that fits, by trying all. */
 static int64_t common_limit(const oracle_plan *p, const lists *l, int rank)
 {
     int64_t c = 0;

@@ -20,8 +20,8 @@
 #include "run.h"
 
 #define NETWORK "10.83.0."
-#define MOST_BYTES 1600 /* of a packet */
-#define MOST_WAIT 16384 /* packets that are on their way; more are lost, as in any switch */
+#define MOST_BYTES 1600 /* largest packet */
+#define MOST_WAIT 16384 /* packets in transit; more are dropped, as in a switch */
 
 typedef struct packet {
     uint64_t due_ns;
@@ -32,7 +32,7 @@ typedef struct packet {
 
 static int interfaces[RELAY_MOST_HOSTS], spaces[RELAY_MOST_HOSTS], num_hosts;
 static pid_t process = -1;
-static relay_count *counted; /* shared; the relay writes it */
+static relay_count *counted; /* shared; written by the relay process */
 
 /* -------------------------------------------------------------------------- making hosts ---- */
 
@@ -65,7 +65,7 @@ static void set_address(struct ifreq *r, const char *address)
     memcpy(&r->ifr_addr, &in, sizeof in);
 }
 
-/* Sets an interface of this namespace up, with an address or as it is. */
+/* Brings an interface of this namespace up, with an address or without. */
 static bool set_up(const char *name, const char *address)
 {
     struct ifreq r = {0};
@@ -85,7 +85,7 @@ static bool set_up(const char *name, const char *address)
     return good;
 }
 
-/* Goes to a new namespace, whose interface is ours. */
+/* Moves this process to a new namespace that contains the interface. */
 static bool make_host(int host)
 {
     char address[32];
@@ -103,12 +103,12 @@ static bool make_host(int host)
 
 /* ---------------------------------------------------------------------------- handing on ---- */
 
-typedef struct queue { /* every packet takes as long: a ring */
+typedef struct queue { /* a ring, because every packet has the same delay */
     packet *packets;
     uint64_t first, end;
 } queue;
 
-/* Whom an IPv4 packet is for; -1: nobody. */
+/* Returns the host that an IPv4 packet is for, or -1. */
 static int target_of(const packet *p)
 {
     unsigned char network[4];
@@ -184,7 +184,8 @@ bool relay_open(int hosts, int delay_us, uint32_t losses)
     if (process < 0) return refuse("there is no process left");
     if (process > 0) return true;
     prctl(PR_SET_PDEATHSIG, SIGKILL);
-    /* If it may: else a busy machine would be a network that stands still. */
+    /* Requests real-time priority, if permitted. Otherwise a busy machine would look like a
+     * network that stops. */
     (void)sched_setscheduler(0, SCHED_RR, &(struct sched_param){.sched_priority = 1});
     relay_all(delay_us, losses);
     _exit(0);
@@ -207,7 +208,7 @@ relay_count relay_counted(void)
 
 bool relay_did_lose(relay_count counted, uint32_t losses)
 {
-    return counted.lost > 0 || (double)counted.passed * losses < 28e6; /* e^-28 */
+    return counted.lost > 0 || (double)counted.passed * losses < 28e6; /* probability e^-28 */
 }
 
 void relay_close(void)

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A network between hosts that delays and loses packets, without netem, which not every system has:
- * each host is a namespace with one interface, whose other end a process of the test holds.  What a
- * host sends comes to that process as packets; it hands them on later, or not at all.  So TCP is the
- * system's own, and repeats what is lost. */
+/* A network between hosts that delays and loses packets. It needs no netem, which some
+ * systems lack. Each host is a network namespace with one interface, and a process of the
+ * test holds the other end. That process receives every packet that a host sends and
+ * forwards it later, or drops it. So the system's own TCP repeats lost packets. */
 #ifndef RELAY_H
 #define RELAY_H
 
@@ -12,25 +12,27 @@
 #define RELAY_MOST_HOSTS 80
 #define RELAY_INTERFACE "net"
 
-typedef struct relay_count { /* of packets */
+typedef struct relay_count { /* numbers of packets */
     uint64_t passed, lost;
 } relay_count;
 
-/* Who is not root may be so in a namespace of users.  Before any thread. */
+/* Becomes root in a new user namespace if this process is not root. Call it before any
+ * thread starts. */
 bool relay_become_root(void);
 
-/* Before any thread.  Makes num_hosts hosts, and this process the last of them; nothing leaves them.
- * Every packet is `delay_us` on its way; of a million `losses` do not come.  False, and why not is
- * told: namespaces or such interfaces may not be made here. */
+/* Makes num_hosts hosts and moves this process into the last one. Packets stay within these
+ * hosts. Every packet takes delay_us; `losses` of a million packets are dropped. Returns
+ * false, after printing the reason, if namespaces or interfaces cannot be made. Call it
+ * before any thread starts. */
 bool relay_open(int num_hosts, int delay_us, uint32_t losses);
 
-/* What setns() takes to get to a host: a descriptor of this process, until relay_close; and the file
- * by which other processes find it. */
+/* Returns a descriptor of a host's namespace for setns(), valid until relay_close(), and the
+ * file by which other processes find it. */
 int relay_space(int host);
 void relay_name(int host, char *to, int size);
 
 relay_count relay_counted(void);
-/* Packets were lost, or so few passed that this may be chance. */
+/* Returns whether packets were lost, or so few passed that none lost may be chance. */
 bool relay_did_lose(relay_count counted, uint32_t losses);
 void relay_close(void);
 

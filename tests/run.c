@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Ranks of a test, and its checks. */
+/* Starts the ranks of a test and counts its checks. */
 #include "run.h"
 
 #include <pthread.h>
@@ -18,7 +18,7 @@
 #include "check.h"
 
 #define MAX_TOLD 40
-#define BOOTSTRAP_BYTES 16384 /* the most that a rank gives */
+#define BOOTSTRAP_BYTES 16384 /* most bytes that a rank gathers */
 #define BOOTSTRAP_S 30
 
 /* ----------------------------------------------------------------------------- checks ---- */
@@ -105,12 +105,12 @@ pid_t run_fork(void)
     const pid_t parent = getpid(), pid = fork();
     if (pid == 0) {
         prctl(PR_SET_PDEATHSIG, SIGKILL);
-        if (getppid() != parent) _exit(1); /* the parent ended before the line above */
+        if (getppid() != parent) _exit(1); /* the parent ended before prctl */
     }
     return pid;
 }
 
-#define BUSY 3 /* a machine that is busy with other work takes as many times as long */
+#define BUSY 3 /* factor for time limits on a busy machine */
 
 void run_alarm(unsigned seconds)
 {
@@ -228,10 +228,10 @@ struct run_rendezvous {
         run_rendezvous *rendezvous;
         int rank, gathers;
     } seats[RUN_MAX_RANKS];
-    unsigned char given[2][RUN_MAX_RANKS][BOOTSTRAP_BYTES]; /* by turns */
+    unsigned char given[2][RUN_MAX_RANKS][BOOTSTRAP_BYTES]; /* two buffers, used in turn */
 };
 
-/* The last to arrive ends the gather; the others look now and then, up to the deadline. */
+/* The last rank that arrives completes the gather. The others poll up to the deadline. */
 static epic_result gather(void *self, const void *mine, void *all, int64_t bytes)
 {
     struct seat *seat = self;
@@ -281,7 +281,8 @@ static bool check_exit(int rank, int status)
                      !exited && WTERMSIG(status) == SIGALRM ? ": it hung" : "");
 }
 
-/* When one crashes, the others may wait for it in vain: they are ended a little later. */
+/* If a rank crashes, the other ranks may wait for it until their deadline, so they are
+ * killed a little later. */
 static void wait_for_all(pid_t *pids, int num_ranks)
 {
     uint64_t crashed_ns = 0;

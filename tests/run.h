@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Running the ranks of a test: as threads of this process or as processes of this host. */
+/* Runs the ranks of a test, as threads of this process or as processes of this host. */
 #ifndef RUN_H
 #define RUN_H
 
@@ -11,46 +11,47 @@
 
 #define RUN_MAX_RANKS 32
 
-/* One rank's part. */
+/* The code of one rank. */
 typedef void run_body(const epic_bootstrap *bootstrap, void *self);
 
-/* Meets with epic_bootstrap_threads. */
+/* Runs the ranks as threads that meet through epic_bootstrap_threads(). */
 void run_threads(int num_ranks, run_body *body, void *self);
 
-/* Forks.  A rank that does not exit with 0 within `seconds` is a failed check, of any rank. */
+/* Runs the ranks as forked processes. A rank that does not exit with 0 within `seconds` is a
+ * failed check. */
 void run_processes(int num_ranks, run_body *body, void *self, unsigned seconds);
 
-/* A bootstrap in memory that forked processes share; made before the fork. */
+/* A bootstrap in memory that forked processes share. Make it before the fork. */
 typedef struct run_rendezvous run_rendezvous;
 run_rendezvous *run_rendezvous_new(int num_ranks);
 epic_bootstrap run_rendezvous_seat(run_rendezvous *rendezvous, int rank);
 void run_rendezvous_free(run_rendezvous *rendezvous);
 
-/* Memory that forked processes share, zeroed. */
+/* Allocates zeroed memory that forked processes share. */
 void *run_share(size_t bytes);
 void run_unshare(void *memory, size_t bytes);
 
-/* Forks.  The child is killed when the thread that forked it ends, so that a check that ends a test
- * leaves no process behind, which would hold the test's output open. */
+/* Forks a child that is killed when the forking thread ends. So a failed check leaves no
+ * process behind that would keep the test's output open. */
 pid_t run_fork(void);
 
-/* This process is ended by SIGALRM after so many seconds, on a busy machine three times as many: a
- * hang. */
+/* SIGALRM ends this process as hung after `seconds`, or three times as long on a busy
+ * machine. */
 void run_alarm(unsigned seconds);
 
-double run_scale(void);    /* EPIC_TEST_SCALE; without it 1, with a sanitizer less */
-uint64_t run_seed(void);   /* EPIC_TEST_SEED, or 1; 0: another one every time */
+double run_scale(void);    /* EPIC_TEST_SCALE; default: 1, less with a sanitizer */
+uint64_t run_seed(void);   /* EPIC_TEST_SEED, or 1; 0: a new seed in every run */
 uint64_t run_now_ns(void); /* monotonic */
 void run_nap_us(long us);
 
-/* Numbers that depend on the arguments alone. */
+/* Random numbers that depend on the arguments only. */
 uint64_t run_mix(uint64_t a, uint64_t b);
 typedef struct run_random {
     uint64_t state;
 } run_random;
 uint64_t run_next(run_random *random);
-int64_t run_below(run_random *random, int64_t limit);                 /* 0 to limit - 1 */
-int64_t run_between(run_random *random, int64_t first, int64_t last); /* both possible */
+int64_t run_below(run_random *random, int64_t limit);                 /* from 0 to limit - 1 */
+int64_t run_between(run_random *random, int64_t first, int64_t last); /* both ends included */
 bool run_chance(run_random *random, int percent);
 
 #endif

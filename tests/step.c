@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The small step.  Experts do nothing to a row, so a token comes home top_k times itself. */
+/* The small step. Its experts copy their rows, so a combined token is top_k times itself. */
 #include "step.h"
 
 #include <stdlib.h>
@@ -40,7 +40,7 @@ void step_open(step *s, epic_context *ctx, int64_t tokens, int64_t hidden)
                 .count = 3000,
                 .layer = {.num_experts = STEP_EXPERTS, .top_k = STEP_TOP_K, .alignment = 4}};
     const epic_config sizes = sizes_of(s);
-    epic_layer flat = s->layer; /* whose plans are larger: room for both */
+    epic_layer flat = s->layer; /* FLAT plans are larger; allocate for both */
     flat.layout = EPIC_FLAT;
     s->plan_bytes = epic_plan_bytes(&sizes, &flat);
     s->slots = epic_capacity_bound(&sizes, &s->layer);

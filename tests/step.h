@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A small step whose result is plain to see: every operation, right or wrong in one way. */
+/* A small set of operations with results that are easy to check. Each operation can be
+ * called with correct arguments or with one mistake. */
 #ifndef STEP_H
 #define STEP_H
 
@@ -12,7 +13,7 @@
 #define STEP_MAX_TOKENS 64
 #define STEP_MAX_ROW_BYTES 8192
 
-/* One rank's arrays. */
+/* Arrays of one rank. */
 typedef struct step {
     epic_context *ctx;
     int rank, num_ranks;
@@ -27,12 +28,12 @@ typedef struct step {
     float *sum; /* [count] */
 } step;
 
-/* Local: nothing is called.  The layer is EPIC_EXPERT_MAJOR and EPIC_BY_RANK; it may be changed
- * to EPIC_FLAT or EPIC_TREE then. */
+/* Makes the arrays; calls nothing of EPIC. The layer is EPIC_EXPERT_MAJOR and EPIC_BY_RANK;
+ * the caller may change it to EPIC_FLAT or EPIC_TREE afterwards. */
 void step_open(step *s, epic_context *ctx, int64_t tokens, int64_t hidden);
 void step_close(step *s);
 
-/* The right arguments of each operation. */
+/* Return the correct arguments of each operation. */
 epic_plan_args step_plan(step *s, uint64_t tag);
 epic_dispatch_args step_dispatch(step *s, uint64_t tag);
 epic_combine_args step_combine(step *s, uint64_t tag);
@@ -42,15 +43,15 @@ epic_allreduce_sum_args step_sum(step *s, uint64_t tag);
 
 enum step_change {
     STEP_SAME,
-    STEP_OTHER_SHAPE, /* rows half as wide, one choice less, fewer to sum */
-    STEP_EMPTY        /* no tokens here: right as well; plan only */
+    STEP_OTHER_SHAPE, /* rows of half the width, one choice less, fewer floats to sum */
+    STEP_EMPTY        /* no tokens on this rank, which is valid; for plan only */
 };
 
-/* One operation, an epic_operation.  All but plan and sum need a plan. */
+/* Calls one operation, an epic_operation. All except plan and sum need a plan. */
 epic_result step_call(step *s, uint32_t operation, const epic_call *call,
                       enum step_change change);
 
-/* Collective: every operation with checked results; false: something went wrong. */
+/* Collective. Calls every operation and checks the results; returns false if a check failed. */
 bool step_all(step *s, uint64_t tag);
 bool step_works(epic_context *ctx, uint64_t tag);
 

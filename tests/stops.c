@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Every group has a process of its own that starts the ranks and sends them signals.  What they
- * share lies in memory that a launched rank opens by a path. */
+/* Runs each group in its own process, which starts the ranks and sends them signals. They
+ * share memory that a launched rank opens by a path. */
 #include "stops.h"
 
 #include <errno.h>
@@ -20,23 +20,23 @@
 #include "run.h"
 
 #define MAX_RANKS 8
-#define STOPS 2 /* of each group */
+#define STOPS 2 /* per group */
 #define STOP_MS 1500
 #define DEADLINE_MS 500
 #define LATE_MS 300 /* less than the deadline, more than half of it */
 #define HANG_S 40
-#define COUNT 700 /* floats that an operation adds */
+#define COUNT 700 /* number of floats in a sum */
 
-/* What the ranks of one group and the process that stops them share. */
+/* Memory that the ranks of one group and the process that stops them share. */
 typedef struct stage {
     uint64_t seed;
     int num_ranks;
-    int absent; /* a rank that leaves the calls before the stop; -1: none */
+    int absent; /* rank that stops calling before the stop; -1: none */
     _Atomic pid_t pids[MAX_RANKS];
     _Atomic int opened, closed;
     _Atomic int over;          /* 1: all stops have been made */
     _Atomic int left;          /* 1: the absent rank makes no more calls */
-    _Atomic uint64_t awake_ns; /* when the ranks were last let go */
+    _Atomic uint64_t awake_ns; /* when the ranks last continued */
     _Atomic long passed, failed;
 } stage;
 
@@ -49,7 +49,8 @@ static void wait_for_count(const _Atomic int *count, int many)
 
 /* ------------------------------------------------------------------------------ a rank ---- */
 
-/* Adds over the ranks: are the sums right, and has any rank seen that the stops are over? */
+/* Sums over the ranks. Checks the sums, and whether any rank has seen that the stops are
+ * over. */
 static epic_result add_once(epic_context *ctx, uint64_t tag, bool over, bool *all_over)
 {
     float data[COUNT];
@@ -77,14 +78,15 @@ static void check_absent_is_named(const stage *s, const epic_context *ctx, epic_
     CHECK_SAY(ms < 10 * DEADLINE_MS, "rank %d was named after %ld ms", s->absent, ms);
 }
 
-/* Ranks are somewhere else between calls.  The last one is often late by some of the deadline, and
- * comes late to the first call after a stop: the others must have started the deadline anew. */
+/* Waits between calls, so that ranks are stopped at different places. The last rank is often
+ * late by a part of the deadline and enters the first call after a stop late. The other
+ * ranks must have restarted their deadline. */
 static void lag(const stage *s, run_random *random, int rank, uint64_t *woken_ns)
 {
     const bool late = rank == s->num_ranks - 1 && s->absent < 0;
     if (run_chance(random, 20)) run_nap_us((long)run_below(random, 3000));
     const uint64_t now_ns = atomic_load(&s->awake_ns);
-    /* One nap at most: a stop may hit in it, and two would be longer than the deadline. */
+    /* At most one nap: a stop may fall into it, and two naps would exceed the deadline. */
     if (late && (now_ns != *woken_ns || run_chance(random, 5))) run_nap_us(LATE_MS * 1000);
     *woken_ns = now_ns;
 }
@@ -150,7 +152,7 @@ void stops_be_launched_rank(const stops_way *how, char **arguments,
     atomic_fetch_add(&s->failed, check_num_failed());
 }
 
-/* In a process of its own: starts the ranks and ends with them. */
+/* Runs in its own process: starts the ranks and ends with them. */
 static void run_ranks(stage *s, int fd)
 {
     if (way->launcher) {
@@ -201,7 +203,7 @@ static void stop_and_go_on(stage *s)
     atomic_store(&s->over, 1);
 }
 
-/* Runs one group, in a process of its own. */
+/* Runs one group in its own process. */
 static void run_group(uint64_t seed, int index)
 {
     const int fd = memfd_create("stops", MFD_CLOEXEC);
@@ -214,7 +216,8 @@ static void run_group(uint64_t seed, int index)
     s->num_ranks = 2 + index % ((way->most_ranks ? way->most_ranks : MAX_RANKS) - 1);
     s->absent = index % 4 == 3 ? (int)run_below(&random, s->num_ranks) : -1;
     run_alarm(HANG_S + 10);
-    /* Launchers that start together race for one folder of Open MPI in TMPDIR. */
+    /* Gives the launcher its own TMPDIR, because Open MPI launchers that start together race
+     * for one folder. */
     char folder[] = "/tmp/epic-stops-XXXXXX";
     const bool has_folder = way->launcher && mkdtemp(folder);
     if (has_folder) setenv("TMPDIR", folder, 1);

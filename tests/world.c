@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Making random cases. */
+/* Makes random cases. */
 #include "world.h"
 
 #include <math.h>
@@ -9,7 +9,7 @@
 
 #include "check.h"
 
-#define MAX_CHOICES 384 /* of a rank */
+#define MAX_CHOICES 384 /* per rank */
 
 static int64_t pick(run_random *random, const int64_t *from, int64_t count)
 {
@@ -42,7 +42,7 @@ static void choose_experts(world *w, run_random *random)
     epic_layer *l = &w->layer;
     l->num_experts =
         (uint32_t)PICK(random, 1, 2, 3, 5, 7, 8, 8, 16, 16, 60, 64, 64, 100, 256, 1000, 4096);
-    if (run_chance(random, 60)) /* blocks */
+    if (run_chance(random, 60)) /* contiguous blocks of experts */
         l->num_experts = (l->num_experts + (uint32_t)w->num_ranks - 1) /
                          (uint32_t)w->num_ranks * (uint32_t)w->num_ranks;
     l->top_k = (uint32_t)PICK(random, 1, 1, 2, 2, 2, 3, 4, 6, 8, 8, 16, 63, 64);
@@ -66,7 +66,8 @@ int64_t world_num_ids(const world *w)
     return w->layer.num_logical ? w->layer.num_logical : w->layer.num_experts;
 }
 
-/* As many replicas as there are experts, each logical one has at least one, some have many. */
+/* Draws which expert copies which logical expert: each logical expert has at least one copy,
+ * some have many. */
 static void choose_replicas(world *w, run_random *random)
 {
     epic_layer *l = &w->layer;
@@ -96,7 +97,8 @@ static void choose_layer(world *w, run_random *random)
 
 /* ------------------------------------------------------------------------- placement ---- */
 
-/* Tree order: whole blocks, in any order of the ranks.  Else: anywhere, also all on one rank. */
+/* Tree order: whole blocks, in any order of the ranks. Otherwise any placement, also all
+ * experts on one rank. */
 static void choose_placement(world *w, run_random *random)
 {
     const int64_t num_experts = w->layer.num_experts, ranks = w->num_ranks;
@@ -135,14 +137,14 @@ static int64_t choose_id(run_random *random, int style, int64_t favourite, int64
 {
     const double u = (double)run_below(random, 1 << 20) / (1 << 20);
     switch (style) {
-    case 0: /* one expert takes all */
+    case 0: /* one expert gets all choices */
         return favourite;
     case 1:
         return -1;
     case 2: /* skewed */
     case 3:
         return (favourite + (int64_t)(u * u * u * u * (double)num_experts)) % num_experts;
-    case 4: /* many choices of nobody */
+    case 4: /* many choices without an expert */
         return run_chance(random, 60) ? -1 : run_below(random, num_experts);
     default:
         return run_chance(random, 4) ? -1 : run_below(random, num_experts);
@@ -204,7 +206,7 @@ static int64_t bound_of(const world *w)
     return epic_capacity_bound(&config, &w->layer);
 }
 
-/* Around what is needed: exactly that, the bound, a little more, or too little. */
+/* Draws a capacity near the need: exactly the need, the bound, a little more, or too little. */
 static void choose_capacity(world *w, run_random *random)
 {
     w->plan = ask_oracle(w);
@@ -243,7 +245,8 @@ world *world_new(uint64_t seed, int num_ranks)
     return w;
 }
 
-/* The routing must not depend on num_ranks: what depends on it draws from another source. */
+/* Here the routing must not depend on num_ranks, so everything that depends on it draws from
+ * another source. */
 world *world_new_tree(uint64_t seed, int num_ranks)
 {
     run_random random = {run_mix(seed, 2)}, own = {run_mix(seed, 100 + (uint64_t)num_ranks)};
@@ -350,7 +353,7 @@ void world_row(const world *w, enum world_stream stream, int64_t ident, uint32_t
                int64_t n, void *row)
 {
     run_random random = {run_mix(run_mix(w->seed, 10 + stream), (uint64_t)ident)};
-    const bool wild = w->wild && run_chance(&random, 20); /* or nothing but NaN would be left */
+    const bool wild = w->wild && run_chance(&random, 20); /* otherwise only NaN would remain */
     for (int64_t i = 0; i < n; i++) {
         const uint64_t bits = run_next(&random);
         if (type == EPIC_BYTES)

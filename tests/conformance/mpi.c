@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The suite on backend mpi: this process is one rank, `mpirun -n N mpi` makes N.  The backend is
- * lent a communicator; with the argument "world" it takes MPI_COMM_WORLD. */
+/* The suite on the backend mpi. This process is one rank; `mpirun -n N mpi` starts N. The
+ * backend gets a communicator; with the argument "world" it uses MPI_COMM_WORLD. */
 #include <mpi.h>
 #include <stdio.h>
 #include <string.h>
@@ -9,7 +9,7 @@
 #include "run.h"
 #include "suite.h"
 
-/* MPI counts in int, which is enough for what a bootstrap_comm gathers. */
+/* MPI counts in int, which is large enough for what the bootstrap gathers. */
 static epic_result gather(void *self, const void *mine, void *all, int64_t bytes)
 {
     const int count = (int)bytes;
@@ -18,7 +18,7 @@ static epic_result gather(void *self, const void *mine, void *all, int64_t bytes
     return EPIC_OK;
 }
 
-/* Rank 0 tells the checks of all ranks. */
+/* Rank 0 prints the checks of all ranks. */
 static int finish(int rank)
 {
     long mine[2] = {check_num_passed(), check_num_failed()}, all[2] = {0, 0};

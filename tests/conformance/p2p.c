@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The suite on backend p2p, with ranks as threads that are dealt to the GPUs in turn; or on hosts, by
- * EPIC_HOST=%r and a net.
+/* The suite on the backend p2p: ranks are threads, assigned to the GPUs in turn. With
+ * EPIC_HOST=%r and a net it runs on the backend hosts.
  *   p2p [RANKS ...] */
 #include <cuda_runtime_api.h>
 #include <stdio.h>
@@ -13,9 +13,10 @@
 #ifndef BACKEND
 #define BACKEND "p2p"
 #endif
-#define ARENA_BYTES (96 << 20) /* for all arrays of a rank's call */
+#define ARENA_BYTES (96 << 20) /* memory for all arrays of a rank's call */
 
-/* A rank's memory is allocated once: allocating waits for kernels, and kernels wait for ranks. */
+/* A rank's memory is allocated once, because an allocation waits for running kernels, and
+ * kernels wait for other ranks. */
 static _Thread_local struct {
     unsigned char *bytes;
     int64_t used, count;
@@ -26,7 +27,7 @@ static void need(cudaError_t error, const char *what)
 {
     if (error == cudaSuccess) return;
     fprintf(stderr, BACKEND ": %s: %s\n", what, cudaGetErrorString(error));
-    _Exit(1); /* peers would wait for this rank */
+    _Exit(1); /* otherwise peers would wait for this rank */
 }
 
 static int num_gpus(void)
@@ -36,7 +37,8 @@ static int num_gpus(void)
     return count;
 }
 
-/* A stream that has carried work, which ranks that share a GPU need (docs/lab/cuda.md). */
+/* Makes a stream and runs work on it, which ranks that share a GPU need
+ * (docs/internals/cuda.md). */
 static void open_arena(const epic_bootstrap *bootstrap)
 {
     need(cudaSetDevice(bootstrap->rank % num_gpus()), "the GPU");
@@ -53,8 +55,8 @@ static void close_arena(void)
     need(cudaFree(arena.bytes), "memory");
 }
 
-/* From the arena, which is empty again when all has been released.  Every third array is not at
- * an address that 64 divides. */
+/* Allocates from the arena, which is empty again when everything was released. The address
+ * of every third array is not a multiple of 64. */
 static void *allocate(int64_t bytes)
 {
     unsigned char *at = arena.bytes + arena.used + 16 * (arena.count % 3);
@@ -75,8 +77,8 @@ static void synchronise(void)
     need(cudaStreamSynchronize(arena.stream), "a call");
 }
 
-/* A copy that waited for a kernel would keep other ranks from launching theirs: the stream is
- * idle here. */
+/* Copies. The stream must be idle: a copy that waited for a kernel would keep other ranks
+ * from launching theirs. */
 static void copy(void *to, const void *from, int64_t bytes)
 {
     need(cudaMemcpyAsync(to, from, (size_t)bytes, cudaMemcpyDefault, arena.stream), "a copy");
@@ -88,7 +90,7 @@ static epic_stream stream(void)
     return arena.stream;
 }
 
-/* Three quarters of a GPU for two contexts of each of its ranks. */
+/* Two contexts per rank share three quarters of a GPU. */
 static uint32_t max_sms(int num_ranks)
 {
     int sms = 0;
@@ -113,7 +115,8 @@ static const suite_memory gpu = {.open = open_arena,
 int main(int argc, char **argv)
 {
     int count = 0;
-    setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0); /* no kernel waits behind another rank's */
+    setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32",
+           0); /* so that no kernel waits behind that of another rank */
     if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0)
         return check_skip("no GPU can be used here");
     suite_there = &gpu;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The suite: groups of several kinds, each filled with random cases. */
+/* The conformance suite opens groups of several kinds and runs random cases in each. */
 #include "suite.h"
 
 #include <pthread.h>
@@ -12,7 +12,7 @@
 
 #define MAX_ROW_BYTES 24576
 #define NUM_TAGS 16
-#define SECONDS 240 /* after which a rank hangs */
+#define SECONDS 240 /* time after which a rank counts as hung */
 
 /* One rank of one group. */
 typedef struct member {
@@ -29,7 +29,8 @@ static int64_t scaled(int64_t count)
     return n > 1 ? n : 1;
 }
 
-/* What every backend takes as the least: two entries of 1024 float64 and a trailer, a lane. */
+/* Returns the least staging that every backend accepts: for each ring two entries of 1,024
+ * float64 with a trailer. */
 static int64_t least_staging(int num_ranks, int64_t max_in_flight)
 {
     return 2 * 8704 * max_in_flight * 2 * (num_ranks > 1 ? num_ranks - 1 : 1);
@@ -59,7 +60,8 @@ static epic_context *open_group(const member *m, uint32_t max_in_flight, bool li
     return ctx;
 }
 
-/* NULL: it was never opened.  false: the ranks may have lost each other. */
+/* Closes a group; ctx may be NULL if it was never opened. Returns false if ranks may have
+ * lost each other. */
 static bool close_group(epic_context *ctx)
 {
     if (!ctx) return false;
@@ -69,8 +71,9 @@ static bool close_group(epic_context *ctx)
     return result == EPIC_OK;
 }
 
-/* After a failure that broke the group the rest would fail too, and tell nothing.  On a device
- * any failed check is the last: an emulated one is slow, the more so with bits damaged. */
+/* Returns whether the group can run more cases. After a failure that broke the group all
+ * further calls fail and show nothing new. On a device the first failed check ends the
+ * suite, because the emulator is slow, most of all with damaged bits. */
 static bool whole(const member *m, epic_context *ctx)
 {
     if (!suite_there->device) return ctx && epic_check(ctx) == EPIC_OK;
@@ -115,7 +118,7 @@ static world *large_world(const member *m)
     }
 }
 
-/* One case again and again: other delays each time, the same bits. */
+/* Repeats one case with different delays; the bits must be equal. */
 static bool repeated_case(const member *m)
 {
     if (m->bootstrap->num_ranks == 1) return true;
@@ -127,8 +130,8 @@ static bool repeated_case(const member *m)
     return close_group(ctx);
 }
 
-/* The sums of any number of ranks are those of one.  How they were sent is less to the point: all
- * cases on one backend, fewer on the others. */
+/* Checks that sums over several ranks equal those of one rank. The transport matters little
+ * here: one backend runs all cases, the others fewer. */
 static bool tree_cases(const member *m)
 {
     if (8 % m->bootstrap->num_ranks) return true;
@@ -142,7 +145,7 @@ static bool tree_cases(const member *m)
     return close_group(ctx);
 }
 
-/* Layers of different shapes, two in one group and one in another, phase by phase. */
+/* Runs layers of different shapes phase by phase, two in one group and one in another. */
 static bool side_by_side(const member *m)
 {
     epic_context *groups[2] = {open_group(m, 4, false), open_group(m, 2, true)};
@@ -187,7 +190,8 @@ static void *run_tag(void *self)
     return NULL;
 }
 
-/* Operations of 16 tags begin in another order on every rank, which host contexts allow. */
+/* Starts operations of 16 tags in a different order on every rank, which host contexts
+ * allow. */
 static bool many_tags(const member *m)
 {
     if (suite_there->device) return true;
@@ -204,7 +208,8 @@ static bool many_tags(const member *m)
     return close_group(ctx);
 }
 
-/* A world whose plan is good, with tokens on `victim`; few experts, as sizes are not the point. */
+/* Makes a case with a valid plan, and tokens on `victim`. It has few experts because sizes
+ * do not matter here. */
 static world *good_world(const member *m, uint64_t seed, int victim, bool distinct)
 {
     for (;; seed++) {
@@ -217,7 +222,7 @@ static world *good_world(const member *m, uint64_t seed, int victim, bool distin
     }
 }
 
-/* After each bad plan a good one, with all that belongs to it. */
+/* Runs bad plans, and after each of them a complete good case. */
 static bool bad_data(const member *m)
 {
     run_random common = {m->seed};
@@ -242,7 +247,7 @@ static bool simple_step(const member *m)
 
 static const struct {
     const char *name;
-    bool (*run)(const member *); /* false: there is no sense in going on */
+    bool (*run)(const member *); /* returns false if the suite should stop */
     int cases;
 } parts[] = {
     {"random cases", many_cases, 60},     {"lanes shorter than rows", small_lanes, 40},

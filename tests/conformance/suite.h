@@ -5,14 +5,15 @@
 
 #include "epic/epic.h"
 
-/* The main of a backend's test: runs the suite with ranks as threads (self, threads) or forked
- * processes (shm), for each number of ranks in argv or in `counts`, which ends with 0. */
+/* The main function of a backend's test. Runs the suite for each number of ranks in argv, or
+ * in `counts`, which ends with 0. Ranks are threads (self, threads) or forked processes
+ * (shm). */
 int suite_main(const char *backend, const int *counts, int argc, char **argv);
 
-/* One number of ranks; checks are counted (check.h). */
+/* Runs the suite with one number of ranks and counts its checks (check.h). */
 void suite_run(const char *backend, int num_ranks);
 
-/* One rank of it, in a process of its own. */
+/* Runs one rank of the suite in the calling process. */
 void suite_rank(const char *backend, const epic_bootstrap *bootstrap, void *native);
 
 #endif

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The frame of a case, its plan, and what the phases share. */
+/* The start and the end of a case, its plan, and functions that the phases share. */
 #include "suite_case.h"
 
 #include <stdio.h>
@@ -8,7 +8,8 @@
 
 #include "check.h"
 
-#define MOST_ELEMENTS 200000 /* of all rows that a rank makes or checks in one operation */
+#define MOST_ELEMENTS \
+    200000 /* limit for all rows that a rank makes or checks in one operation */
 
 /* ----------------------------------------------------------------------------- tools ---- */
 
@@ -42,7 +43,7 @@ void case_refused(seat *s, epic_result result, epic_result expected)
               result ? epic_error(s->ctx) : "");
 }
 
-/* Odd ones, and any, cut down until the case is not too large for a test. */
+/* Draws a hidden size, odd ones included, small enough for a test. */
 int64_t case_hidden(seat *s, run_random *common, uint32_t type)
 {
     static const int64_t elements[] = {1, 7, 100, 128, 1024, 1025, 3000};
@@ -65,7 +66,7 @@ uint32_t case_type(run_random *common, bool wide)
 
 /* ------------------------------------------------------------------------------ plan ---- */
 
-typedef struct plan_outputs { /* any may be missing */
+typedef struct plan_outputs { /* each may be NULL */
     int32_t *expert_rows, *expert_tokens, *load, *logical_load, *demand;
 } plan_outputs;
 
@@ -94,7 +95,7 @@ static void check_counts(seat *s, const plan_outputs *out)
     }
 }
 
-/* Loads of a logical expert's replicas differ by at most one. */
+/* Checks that the loads of the replicas of a logical expert differ by at most one. */
 static void check_balance(const seat *s, const int32_t *load)
 {
     const int32_t *logical_of = s->w->logical_of;
@@ -104,7 +105,7 @@ static void check_balance(const seat *s, const int32_t *load)
                 CHECK_EQ(load[e], load[f]);
 }
 
-/* The ledger: every choice has one fate. */
+/* Checks epic_plan_read: every choice has one fate. */
 static void check_info(seat *s)
 {
     const oracle_plan *p = s->w->plan;
@@ -209,7 +210,8 @@ static epic_result call_plan(seat *s, const epic_plan_args *args)
     return case_return(s, epic_plan(s->ctx, &a), layer_needs(a.layer));
 }
 
-/* A layer that the backend lacks has no plan, and nothing that needs one. */
+/* Runs the plan. If the backend lacks a feature of the layer, the plan is refused and the
+ * phases that need a plan are left out. */
 void case_plan(seat *s, run_random *common)
 {
     plan_outputs out;
@@ -235,7 +237,7 @@ void case_plan_dispatch(seat *s, run_random *common)
     case_drop(s);
 }
 
-/* The sentence names the rank, the place and the value. */
+/* Checks that the error contains the rank, the position and the value. */
 static void check_named(const seat *s, int victim, int64_t choice, int64_t value)
 {
     const int top_k = (int)s->w->layer.top_k;
@@ -248,7 +250,8 @@ static void check_named(const seat *s, int victim, int64_t choice, int64_t value
               "no %s, %s, %s in: %s", rank, place, number, said);
 }
 
-/* A choice after the first of its token, and an id that the token has before; -1: none. */
+/* Returns a choice after the first of its token, and in *value an id that the token has
+ * already; -1: no such choice. */
 static int64_t choose_twin(const world *w, run_random *common, int victim, int64_t *value)
 {
     const int64_t top_k = w->layer.top_k, count = w->tokens_of[victim] * top_k;
@@ -281,7 +284,7 @@ void case_bad_choice(epic_context *ctx, const epic_bootstrap *bootstrap, const w
     case_refused(&s, call_plan(&s, &args), EPIC_EINVAL);
     check_named(&s, victim, at, value);
     case_drop(&s);
-    w->plan->result = EPIC_EINVAL; /* what the dispatch has to reckon with */
+    w->plan->result = EPIC_EINVAL; /* the result that the dispatch expects */
     case_dispatch(&s, &common);
     w->plan->result = EPIC_OK;
     case_end(&s);
@@ -318,7 +321,8 @@ void case_end(seat *s)
     free(s->plan);
 }
 
-/* A case asks for some operations twice: nothing may be left over from the first time. */
+/* Runs one phase. Some phases run twice, so that anything left over from the first run is
+ * noticed. */
 bool case_phase(seat *s, int phase)
 {
     static void (*const phases[])(seat *, run_random *) = {
@@ -334,7 +338,8 @@ bool case_phase(seat *s, int phase)
     run_random common = {run_mix(s->w->seed, 500 + (uint64_t)phase)};
     if (phase >= 2 * count) return false;
     check_seed = s->w->seed;
-    if (s->absent && phase % count != count - 1) return true; /* all but the sum need a plan */
+    if (s->absent && phase % count != count - 1)
+        return true; /* all phases except the sum need a plan */
     if (phase < count)
         phases[phase](s, &common);
     else if (phase == count && run_chance(&common, 40))

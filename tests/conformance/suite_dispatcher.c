@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The simple step: the experts multiply by a factor of their own, so every output and every
- * gradient has a formula. */
+/* The phase of the dispatcher. Each expert multiplies by its own factor, so every output and
+ * every gradient has a formula. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -9,7 +9,7 @@
 
 enum { TOKENS = 7, TOP_K = 3, EXPERTS = 48, HIDDEN = 9 };
 
-/* Whole numbers and eighths: every sum is exact. */
+/* Values are whole numbers and eighths, so every sum is exact. */
 typedef struct part {
     float tokens[TOKENS][HIDDEN], weights[TOKENS][TOP_K], out[TOKENS][HIDDEN];
     float d_out[TOKENS][HIDDEN], d_tokens[TOKENS][HIDDEN], d_weights[TOKENS][TOP_K];
@@ -73,7 +73,8 @@ static void check_backward(const part *p)
     CHECK_EQ(wrong, 0);
 }
 
-/* On a device a call only says that it was accepted. */
+/* Checks the result of a call. On a device the call only enqueues work, so this also waits
+ * and checks the context. */
 static bool good(epic_dispatcher *dispatcher, epic_result result)
 {
     if (result == EPIC_OK && suite_there->synchronise) {
@@ -83,7 +84,7 @@ static bool good(epic_dispatcher *dispatcher, epic_result result)
     return CHECK_SAY(result == EPIC_OK, "%s", epic_error(NULL));
 }
 
-/* results = factor * rows, slab after slab; the same for gradients. */
+/* Computes results = factor * rows, slab after slab, and the gradients likewise. */
 static void run_experts(const epic_slots *s)
 {
     const int64_t bytes = s->capacity * HIDDEN * (int64_t)sizeof(float);
@@ -149,7 +150,8 @@ void case_easy(epic_context *ctx, const epic_bootstrap *bootstrap, int rounds, b
                    epic_error(NULL)))
         return;
     CHECK(epic_dispatcher_context(dispatcher) == ctx);
-    bool going = case_agree(bootstrap, true); /* nobody allocates while a peer's kernel waits */
+    bool going =
+        case_agree(bootstrap, true); /* so that no rank allocates while a peer's kernel waits */
     for (int i = 0; going && i < rounds; i++)
         going = check_round(dispatcher, bootstrap->rank, i, gradients);
     case_agree(bootstrap, going);

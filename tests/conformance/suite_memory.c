@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Arrays of a call: made here, lent there, and what the backend lacks. */
+/* Arrays of a call: made in host memory, copied to the memory of the backend; and the
+ * features that the backend lacks. */
 #include "suite_memory.h"
 
 #include <stdatomic.h>
@@ -33,14 +34,14 @@ epic_rows case_rows(seat *s, int64_t num_rows, int64_t row_bytes)
     epic_rows rows = {NULL, num_rows, row_bytes};
     const int64_t bytes = num_rows * row_bytes;
     if (bytes == 0) return rows;
-    if (s->num_arrays == CASE_MOST_ARRAYS) abort(); /* the test's own mistake */
+    if (s->num_arrays == CASE_MOST_ARRAYS) abort(); /* a mistake of the test itself */
     rows.data = malloc((size_t)bytes);
     memset(rows.data, CASE_POISON, (size_t)bytes);
     s->arrays[s->num_arrays++] = (case_array){.here = rows.data, .bytes = bytes};
     return rows;
 }
 
-/* An address even of nothing, as an array has. */
+/* Returns an address even for 0 bytes. */
 void *case_copy(seat *s, const void *from, int64_t bytes)
 {
     void *here = case_rows(s, 1, bytes > 0 ? bytes : 1).data;
@@ -48,7 +49,7 @@ void *case_copy(seat *s, const void *from, int64_t bytes)
     return here;
 }
 
-/* All but the plan. */
+/* Releases all arrays except those of the plan. */
 void case_drop(seat *s)
 {
     while (s->num_arrays > 1) free(s->arrays[--s->num_arrays].here);
@@ -65,7 +66,7 @@ void *case_lend(seat *s, const void *here)
         suite_there->copy(a->there, a->here, a->bytes);
         return a->there;
     }
-    if (here) abort(); /* a phase's array that is not known here */
+    if (here) abort(); /* the test passed an address that is no array of the phase */
     return NULL;
 }
 
@@ -116,7 +117,8 @@ bool case_agree(const epic_bootstrap *bootstrap, bool mine)
     return true;
 }
 
-/* By every rank, or those that were not would wait for the others. */
+/* Checks that every rank refused the call. Otherwise the ranks that did not would wait for
+ * the others. */
 static void check_refused(seat *s, epic_result result)
 {
     CHECK_SAY(case_agree(s->bootstrap, result == EPIC_ENOTSUP),
@@ -125,7 +127,7 @@ static void check_refused(seat *s, epic_result result)
     atomic_fetch_add(&lacked, s->rank == 0);
 }
 
-/* On a device, what is wrong with the data is told once the work is done. */
+/* On a device, errors in the data are reported once the work has finished. */
 epic_result case_return(seat *s, epic_result result, uint32_t needs)
 {
     if (case_lacks(needs)) check_refused(s, result);

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The phase that adds what replicas have. */
+/* The phase that adds the gradients of replicas. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "check.h"
 #include "suite_case.h"
 
-/* What one expert has, or the sum of several, [count]. */
+/* The values of one expert, or a sum of several, [count]. */
 typedef struct numbers {
     const world *w;
     int64_t count;
@@ -28,7 +28,7 @@ static float *zeros(const numbers *n)
     return calloc((size_t)n->count + 1, sizeof(float));
 }
 
-/* out = 0 + the replicas among experts [first, end) of a rank, ascending. */
+/* Computes out = 0 + the replicas among experts [first, end) of a rank, in ascending order. */
 static void add_experts(const numbers *n, int rank, int64_t first, int64_t end, float *out)
 {
     float *more = zeros(n);
@@ -40,7 +40,7 @@ static void add_experts(const numbers *n, int rank, int64_t first, int64_t end, 
     free(more);
 }
 
-/* out = 0 + `count` leaves of `each` experts from `first`, in a binary tree. */
+/* Computes out = 0 + `count` leaves of `each` experts from `first`, in a binary tree. */
 static void add_tree(const numbers *n, int rank, int64_t first, int64_t count, int64_t each,
                      float *out)
 {
@@ -55,7 +55,7 @@ static void add_tree(const numbers *n, int rank, int64_t first, int64_t count, i
     free(more);
 }
 
-/* What a rank's replicas have together. */
+/* Computes the sum of a rank's replicas. */
 static void add_rank(const numbers *n, int rank, float *out)
 {
     const world *w = n->w;
@@ -69,7 +69,7 @@ static void add_rank(const numbers *n, int rank, float *out)
     add_tree(n, rank, first, leaves / w->num_ranks, experts / leaves, out);
 }
 
-/* All ranks: in a tree of ranks, or one after the other. */
+/* Adds all ranks: in a tree of ranks, or one after the other. */
 static void add_ranks(const numbers *n, int first, int count, float *out)
 {
     const bool tree = n->w->layer.sum_order == EPIC_TREE;
@@ -101,11 +101,12 @@ static void expect_expert(const seat *s, int64_t expert, int64_t count, float *o
 
 void case_sum_replicas(seat *s, run_random *common)
 {
-    static const int64_t counts[] = {0, 1, 5, 63, 63, 300}; /* most fit a note: one trip */
+    static const int64_t counts[] = {
+        0, 1, 5, 63, 63, 300}; /* most counts fit into the op header: one round trip */
     const oracle_plan *p = s->w->plan;
     const int64_t experts = s->w->layer.num_experts;
     const int64_t count = counts[run_below(common, experts > 64 ? 3 : 6)];
-    if (run_chance(common, s->w->logical_of ? 60 : 85)) return; /* many exchanges, or nothing */
+    if (run_chance(common, s->w->logical_of ? 60 : 85)) return; /* many exchanges, or none */
     const int64_t bytes = count * (int64_t)sizeof(float);
     epic_rows data = case_rows(s, p->num_local + 1, bytes > 0 ? bytes : 4);
     epic_rows workspace = case_rows(s, 1, bytes > 0 ? bytes : 4);

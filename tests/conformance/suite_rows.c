@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The phases that move rows to experts: dispatch and combine_backward. */
+/* The phases that send rows to experts: dispatch and combine_backward. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -19,20 +19,20 @@ static int64_t top_k_of(const seat *s)
     return s->w->layer.top_k;
 }
 
-/* What fills a slot: the choice, FLAT: the token; -1: padding. */
+/* Returns the choice in a slot (FLAT: the token), or -1 for padding. */
 static int64_t filled_by(const seat *s, int64_t slot)
 {
     return s->w->plan->filled_by[s->rank][slot];
 }
 
-/* A rank whose receive buffer is a row too short, or -1. */
+/* Chooses a rank whose receive buffer is one row too short, or -1. */
 static int choose_short(seat *s, run_random *common)
 {
     const int rank = (int)run_below(common, s->w->num_ranks);
     return run_chance(common, 4) && s->w->plan->num_slots[rank] > 0 ? rank : -1;
 }
 
-/* A quantized row, or only its scales where a block holds what is not finite. */
+/* Compares quantized rows; in a block with values that are not finite, only the scales. */
 static bool same_quantized(uint32_t how, int64_t n, const uint8_t *q, const void *scales,
                            const uint8_t *right_q, const void *right_scales)
 {
@@ -55,7 +55,7 @@ static bool same_quantized(uint32_t how, int64_t n, const uint8_t *q, const void
     return true;
 }
 
-/* Past the last slab: untouched, or zero when asked. */
+/* Checks the rows after the last slab: unchanged, or zero if the flag asks for it. */
 static void check_tail(const seat *s, epic_rows rows, uint32_t flags)
 {
     const int64_t count = rows.num_rows - s->num_slots;
@@ -66,7 +66,7 @@ static void check_tail(const seat *s, epic_rows rows, uint32_t flags)
         CHECK(case_poisoned(at(rows, s->num_slots), count * rows.row_bytes));
 }
 
-/* In a slot inside a slab that no token has. */
+/* Checks a slot of padding inside a slab. */
 static bool as_padding(const void *bytes, int64_t count, uint32_t flags)
 {
     return flags & EPIC_LEAVE_PADDING ? case_poisoned(bytes, count) : case_zero(bytes, count);
@@ -87,11 +87,12 @@ static void check_cleared(epic_rows rows)
 
 typedef struct dispatched {
     epic_dispatch_args args;
-    uint32_t type; /* of tokens; EPIC_BYTES: any bytes */
-    int64_t n;     /* elements, or bytes */
+    uint32_t type; /* type of the tokens; EPIC_BYTES: any bytes */
+    int64_t n;     /* number of elements, or of bytes */
     epic_rows weights, slot_weights, recv_expert;
     int short_rank;
-    int64_t room; /* slots of this rank, which are known before; 0: a few more than needed */
+    int64_t
+        room; /* slots of this rank if known beforehand; 0: allocate a few more than needed */
 } dispatched;
 
 static void choose_shapes(seat *s, run_random *common, dispatched *d)
@@ -130,7 +131,7 @@ static void make_arrays(seat *s, run_random *common, dispatched *d)
     if (a->scales.row_bytes) a->scales = case_rows(s, s->num_tokens, a->scales.row_bytes);
     if (a->recv_scales.row_bytes) a->recv_scales = case_rows(s, room, a->recv_scales.row_bytes);
     if (run_chance(common, 60)) {
-        /* Given even when there is nothing in it: "on all ranks or none". */
+        /* Passed even if empty, because all ranks must pass it or none. */
         d->weights = case_rows(s, s->num_tokens * top_k_of(s) + 1, 4);
         d->slot_weights = case_rows(s, room * per_row + 1, 4);
         a->weights = d->weights.data;
@@ -151,7 +152,7 @@ static void make_arrays(seat *s, run_random *common, dispatched *d)
             world_weight(s->w, STREAM_TOKENS, s->first_token * top_k_of(s) + c);
 }
 
-/* The row and its scales, as they must have arrived in a slot. */
+/* Checks that the row and its scales arrived in the slot. */
 static bool right_row(const seat *s, const dispatched *d, int64_t slot, int64_t token)
 {
     const epic_dispatch_args *a = &d->args;
@@ -230,7 +231,8 @@ static void check_flat(const seat *s, const dispatched *d)
     CHECK_EQ(wrong_experts, 0);
 }
 
-/* The weights and experts as rows of a slot each, so that a tail is seen; one element more. */
+/* Views weights and experts as rows of one slot each, so that check_tail() works for them,
+ * too. They have one extra element. */
 static epic_rows by_slot(const dispatched *d, epic_rows list, int64_t per_row)
 {
     return (epic_rows){list.data, d->args.recv.num_rows, 4 * per_row};
@@ -242,7 +244,7 @@ static void check_dispatched(const seat *s, const dispatched *d, epic_result res
     const int64_t per_row = oracle_is_flat(s->w->plan) ? top_k_of(s) : 1;
     const epic_rows weights = by_slot(d, d->slot_weights, per_row);
     const epic_rows experts = by_slot(d, d->recv_expert, per_row);
-    for (int i = 0; i < 2; i++) { /* the element past the end */
+    for (int i = 0; i < 2; i++) { /* the extra element */
         const epic_rows list = i ? d->recv_expert : d->slot_weights;
         if (list.data) CHECK(case_poisoned(at(list, list.num_rows - 1), 4));
     }
@@ -262,7 +264,7 @@ static void check_dispatched(const seat *s, const dispatched *d, epic_result res
     if (!(a->flags & EPIC_ZERO_TAIL)) check_tail(s, experts, 0);
     for (int64_t i = s->num_slots * per_row;
          experts.data && a->flags & EPIC_ZERO_TAIL && i < experts.num_rows * per_row; i++)
-        CHECK_EQ(a->recv_expert[i], -1); /* no expert */
+        CHECK_EQ(a->recv_expert[i], -1); /* no expert in the padding */
 }
 
 static uint32_t dispatch_needs(const epic_dispatch_args *a)
@@ -284,8 +286,9 @@ static epic_dispatch_args lend_dispatch(seat *s, const epic_dispatch_args *args)
     return a;
 }
 
-/* One of weights and slot_weights without the other, on some ranks, before the call that all make:
- * refused there, whether the peers bring both or none, and nobody is told. */
+/* On some ranks, calls first with weights but without slot_weights, or the reverse. That
+ * call must be refused locally, whatever the other ranks pass, and no other rank may notice
+ * it. */
 static void refuse_alone(seat *s, const epic_dispatch_args *args, const epic_plan_args *plan)
 {
     epic_dispatch_args a = *args;
@@ -296,7 +299,7 @@ static void refuse_alone(seat *s, const epic_dispatch_args *args, const epic_pla
         a.weights = NULL;
     else
         a.slot_weights = NULL;
-    if (!a.weights && !a.slot_weights) return; /* there are no tokens */
+    if (!a.weights && !a.slot_weights) return; /* this rank has no tokens */
     CHECK_EQ(plan ? epic_plan_dispatch(s->ctx, plan, &a) : epic_dispatch(s->ctx, &a),
              EPIC_EINVAL);
     CHECK(strstr(epic_error(s->ctx), "bring both or none") != NULL);
@@ -329,7 +332,8 @@ void case_dispatch(seat *s, run_random *common)
     case_drop(s);
 }
 
-/* Together with its plan, in a room that only a test can know to be enough. */
+/* Plans and dispatches in one call, with a buffer whose size only the test can know to be
+ * large enough. */
 void case_dispatch_planned(seat *s, run_random *common, const epic_plan_args *plan)
 {
     dispatched d = {.type = EPIC_BYTES, .short_rank = -1, .room = plan->capacity};
@@ -373,7 +377,7 @@ static void make_spread(seat *s, run_random *common, spread *d)
         a->d_rows_scales = case_rows(s, room, oracle_scale_bytes(a->quantize, d->n));
     if (!flat && run_chance(common, 70)) {
         d->slot_weights = case_rows(s, room + 1, 4);
-        memset(d->slot_weights.data, 0xff, (size_t)(room + 1) * 4); /* NaN on padding */
+        memset(d->slot_weights.data, 0xff, (size_t)(room + 1) * 4); /* NaN in padding */
         a->slot_weights = d->slot_weights.data;
     }
     if (!flat && run_chance(common, 70)) {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The phases that add: combine, dispatch_backward and sum. */
+/* The phases that add rows: combine, dispatch_backward and the sum. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,7 +12,7 @@ static unsigned char *at(epic_rows rows, int64_t i)
     return (unsigned char *)rows.data + i * rows.row_bytes;
 }
 
-/* Which rows are added: combine's, with weights, or dispatch_backward's. */
+/* The rows to add: those of combine, with weights, or those of dispatch_backward. */
 typedef struct summed {
     const seat *s;
     enum world_stream stream;
@@ -21,8 +21,8 @@ typedef struct summed {
     bool weighted;
 } summed;
 
-/* Rows are known by what they are for and not by where they lie: the same for any num_ranks.  A
- * FLAT row stands for a token on a rank. */
+/* Returns a number that identifies a row by its meaning and not by its place, so it is equal
+ * for any num_ranks. With FLAT a row stands for a token on a rank. */
 static int64_t ident(const summed *m, int rank, int64_t by)
 {
     return oracle_is_flat(m->s->w->plan) ? by * RUN_MAX_RANKS + rank : by;
@@ -35,7 +35,7 @@ static void fetch(void *self, int rank, int64_t by, void *row, float *weight)
     if (m->weighted) *weight = world_weight(m->s->w, m->stream, by);
 }
 
-/* Padding and the tail hold NaN: they must not be read. */
+/* Makes the slots. Padding and the tail hold NaN, because combine must not read them. */
 static epic_rows make_slots(const summed *m, seat *s, int64_t room)
 {
     epic_rows rows = case_rows(s, room, m->n * oracle_type_bytes(m->type));
@@ -48,7 +48,7 @@ static epic_rows make_slots(const summed *m, seat *s, int64_t room)
     return rows;
 }
 
-/* Every token's row: its bits, and for plain numbers its value. */
+/* Checks every token's row: its bits and, for ordinary numbers, its value. */
 static void check_sums(const summed *m, epic_rows out)
 {
     const seat *s = m->s;
@@ -136,7 +136,7 @@ void case_combine(seat *s, run_random *common)
     case_drop(s);
 }
 
-/* One float for each slot, FLAT: for each live choice of a row; NaN elsewhere. */
+/* Makes one float per slot, or with FLAT one per live choice of a row; NaN elsewhere. */
 static epic_rows make_slot_gradients(seat *s, int64_t room)
 {
     const oracle_plan *p = s->w->plan;

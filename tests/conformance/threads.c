@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The suite on backend threads. */
+/* The suite on the backend threads. */
 #include "suite.h"
 
 int main(int argc, char **argv)
