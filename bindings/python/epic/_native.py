@@ -18,11 +18,10 @@ from ctypes import (
     c_void_p,
 )
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import epic
 from epic.errors import EpicArgumentError, EpicError
-from epic.options import Moe, Options
 from epic.words import to_python
 
 GATHER = ctypes.CFUNCTYPE(c_int32, c_void_p, c_void_p, c_void_p, c_int64)
@@ -210,6 +209,13 @@ def check(code: int, context: int | None = None) -> None:
         raise failure(code, context)
 
 
+class Options(Protocol):
+    """The part of epic.options.Layer, Router and Experts that this module needs."""
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the fields as the core's numbers, by the names of the struct's members."""
+
+
 def filled(kind: type[ctypes.Structure], options: Options) -> ctypes.Structure:
     """The core's struct of the options; float32 rows where they leave the type open."""
     numbers = options.numbers()
@@ -220,7 +226,9 @@ def filled(kind: type[ctypes.Structure], options: Options) -> ctypes.Structure:
 
 def size(name: str, *parts: ctypes.Structure | Options) -> int:
     """A size query, whose 0 stands for a refusal; of structs, or of options by their kind."""
-    structs = [filled(KINDS[type(p).__name__], p) if isinstance(p, Options) else p for p in parts]
+    structs = [
+        p if isinstance(p, ctypes.Structure) else filled(KINDS[type(p).__name__], p) for p in parts
+    ]
     found = int(getattr(core(), name)(*sized(*structs)))
     if found == 0:
         raise failure(EINVAL)
@@ -235,8 +243,10 @@ def experts_memory(options: Options, slots: int) -> Any:
     return sizes
 
 
-def moe_struct(options: Moe) -> tuple[Any, list[Any]]:
-    """epic_moe, whose capacity must be a number, and what it points to."""
+def moe_struct(options: Any) -> tuple[Any, list[Any]]:
+    """Return the epic_moe of an epic.Moe, and the structs that it points to.
+
+    The capacity of the options must be a number."""
     kinds = {"layer": Layer, "router": Router, "experts": Experts, "shared": Experts}
     parts = {
         name: filled(kind, getattr(options, name))
@@ -250,7 +260,7 @@ def moe_struct(options: Moe) -> tuple[Any, list[Any]]:
     return MoeStruct(**numbers, **addresses), list(parts.values())
 
 
-def moe_memory(config: ctypes.Structure, options: Moe) -> Any:
+def moe_memory(config: ctypes.Structure, options: Any) -> Any:
     """MemoryInfo of the whole layer, for a group's config."""
     wish, kept = moe_struct(options)
     sizes = MemoryInfo()

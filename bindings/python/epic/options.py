@@ -14,13 +14,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, SupportsFloat, SupportsIndex
 
+from epic import _native
+from epic.choices import CHOICES, TYPES, WEIGHT_TYPES
 from epic.errors import EpicArgumentError
 
-SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "logits")
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu", "clamped_silu")
-WEIGHTINGS = ("late", "early", "input")
-TYPES = {"float32": 1, "bfloat16": 2, "float16": 3, "float64": 4}
-WEIGHT_TYPES = {**TYPES, "e4m3": 5}
 REALS = ("eps", "norm_min", "jitter", "scale", "limit", "alpha")
 BLOCKS = ("1x128", "1x32")
 ON_GPUS = ("gpu", "p2p", "hosts")  # backends; gpu is one of the others
@@ -28,19 +25,6 @@ ON_CPUS = ("self", "threads", "shm", "mpi")
 UINT32_MAX, INT64_MAX = (1 << 32) - 1, (1 << 63) - 1
 FLAGS = ("distinct", "ungated", "interleaved")
 SMALLEST = {"max_tokens": 1, "max_row_bytes": 1}
-CHOICES: dict[str, tuple[str, ...]] = {
-    "layout": ("expert_major", "flat"),
-    "overflow": ("error", "drop"),
-    "priority": ("by_token", "by_k"),
-    "sum_order": ("by_rank", "tree", "by_hosts"),
-    "score": SCORES,
-    "group_score": ("max", "sum"),
-    "group_others": ("out", "zero"),
-    "weight_rule": ("of_score", "softmax_chosen", "sigmoid_chosen", "sparsemixer"),
-    "normalize": ("none", "sum", "clamped"),
-    "activation": ACTIVATIONS,
-    "weighting": WEIGHTINGS,
-}
 
 
 def word(field: str, value: Any, words: Iterable[str]) -> str:
@@ -241,8 +225,6 @@ class Layer(Options):
 
     def ask_core(self) -> None:
         """As a group of one rank would be asked."""
-        from epic import _native  # it needs this module
-
         _native.size("epic_plan_bytes_v1", _native.Config(num_ranks=1, **SMALLEST), self)
 
 
@@ -318,8 +300,6 @@ class Router(Options):
 
     def ask_core(self) -> None:
         """By the query of its workspace."""
-        from epic import _native
-
         _native.size("epic_router_workspace_v1", self)
 
 
@@ -364,8 +344,6 @@ class Experts(Options):
 
     def ask_core(self) -> None:
         """By the query of its memory."""
-        from epic import _native
-
         for name in ("hidden", "inner"):
             whole(name, getattr(self, name), 1)
         if self.num_local_experts:

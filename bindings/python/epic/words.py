@@ -3,7 +3,7 @@
 
 import re
 
-from epic.options import CHOICES, TYPES
+from epic.choices import CHOICES, TYPES
 
 # How the enumerators of a field begin; what follows is the word in capitals.
 PREFIXES = {

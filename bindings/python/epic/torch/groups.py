@@ -9,6 +9,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -330,18 +331,16 @@ class Group:
         return found
 
     @torch._dynamo.assume_constant_result
-    def compared_options(self, options: str, local: int, *more: Any) -> Any:
-        """As moe_facts, what a plan of a composed layer compares between the ranks."""
-        from epic.torch.moe import compared_of  # it needs this module
+    def remember(self, compute: Callable[..., tuple[Any, ...]], *key: Any) -> tuple[Any, ...]:
+        """Return compute(group, *key), which is computed once for a group.
 
-        return compared_of(self, options, local, *more)
-
-    @torch._dynamo.assume_constant_result
-    def moe_facts(self, options: str, local: int, *more: Any) -> Any:
-        """As facts, of a whole layer; a method, as tracers take no group for a constant."""
-        from epic.torch.moe import facts_of  # it needs this module
-
-        return facts_of(self, options, local, *more)
+        torch.compile takes the result for a constant.  It calls a method with a Group as `self`,
+        but does not accept a Group as an argument."""
+        entry = (compute, *key)
+        found = self.kept.get(entry)
+        if found is None:
+            found = self.kept[entry] = compute(self, *key)
+        return found
 
     def plan_bytes(self, layer: Layer) -> int:
         """Bytes of a plan."""

@@ -170,23 +170,19 @@ def completed_moe(wish: Moe, local: int, row_type: str, weight_type: str, kept_t
 
 
 def compared_of(
-    group: Group, options: str, local: int, row_type: str, weight_type: str, kept_type: str
+    _: Group, options: str, local: int, row_type: str, weight_type: str, kept_type: str
 ) -> tuple[Any, ...]:
-    """Of the options of that key: what a plan of a composed layer is passed, for the ranks to
-    compare; the group keeps it."""
-    key = ("compared", options, local, row_type, weight_type, kept_type)
-    found = group.kept.get(key)
-    if found is None:
-        whole = completed_moe(known[options], local, row_type, weight_type, kept_type)
-        experts, shared = whole.experts.numbers(), whole.shared.numbers() if whole.shared else {}
-        values = values_of(whole, row_type=experts["row_type"], weight_type=experts["weight_type"])
-        if shared:
-            types = {name: shared[name] for name in ("row_type", "weight_type")}
-            values |= mlp_numbers("shared", shared, **types)
-        names = argument_names("plan", "compared")
-        found = tuple(values[name] for name in names[names.index("balance_coeff") :])
-        group.kept[key] = found
-    return found
+    """Return the options of a composed layer as arguments of its plan.
+
+    The ranks compare them when they make the plan.  options: the key of an epic.Moe."""
+    whole = completed_moe(known[options], local, row_type, weight_type, kept_type)
+    experts, shared = whole.experts.numbers(), whole.shared.numbers() if whole.shared else {}
+    values = values_of(whole, row_type=experts["row_type"], weight_type=experts["weight_type"])
+    if shared:
+        types = {name: shared[name] for name in ("row_type", "weight_type")}
+        values |= mlp_numbers("shared", shared, **types)
+    names = argument_names("plan", "compared")
+    return tuple(values[name] for name in names[names.index("balance_coeff") :])
 
 
 def facts_of(
@@ -198,32 +194,27 @@ def facts_of(
     kept_type: str,
     distinct: bool,
 ) -> tuple[Any, ...]:
-    """Facts of the options of that key; the group keeps them.  kept_type: of the weights, where
+    """Facts of the options of that key.  kept_type: of the weights, where
     weight_type is of the products.  distinct: a router chooses no expert twice for a token; a
     caller's table may."""
-    key = (options, local, row_type, weight_type, kept_type, distinct)
-    found = group.kept.get(key)
-    if found is None:
-        wish = known[options]
-        if distinct:
-            wish = replace(wish, layer=replace(wish.layer, distinct=True))
-        bound = group.capacity_bound(wish.layer)
-        whole = completed_moe(wish, local, row_type, weight_type, kept_type)
-        whole = replace(whole, capacity=bound if wish.capacity is None else wish.capacity)
-        sizes = _native.moe_memory(group.config(), whole)
-        prefix, names = "cuda_" if group.on_gpu else "", ("saved", "forward", "backward")
-        bytes_ = [int(getattr(sizes, f"{prefix}{name}_bytes")) for name in names]
-        replicas = wish.layer.num_experts if wish.layer.num_logical else 0
-        bytes_ += [group.plan_bytes(wish.layer), replicas]
-        # Gradients of the experts' weights come in the weights' dtype where they are not added.
-        narrow = group.on_gpu and kept_type in (row_type, "e4m3") and not replicas
-        types = whole.experts.numbers()
-        back = {"grad_type": types["row_type"] if narrow else 0}
-        if weight_type == "e4m3":  # backward may have them as they are kept
-            back["weight_type"] = types["weight_type"]
-        found = (*bytes_, weight_type, numbers_of(whole), numbers_of(whole, **back))
-        group.kept[key] = found
-    return found
+    wish = known[options]
+    if distinct:
+        wish = replace(wish, layer=replace(wish.layer, distinct=True))
+    bound = group.capacity_bound(wish.layer)
+    whole = completed_moe(wish, local, row_type, weight_type, kept_type)
+    whole = replace(whole, capacity=bound if wish.capacity is None else wish.capacity)
+    sizes = _native.moe_memory(group.config(), whole)
+    prefix, names = "cuda_" if group.on_gpu else "", ("saved", "forward", "backward")
+    bytes_ = [int(getattr(sizes, f"{prefix}{name}_bytes")) for name in names]
+    replicas = wish.layer.num_experts if wish.layer.num_logical else 0
+    bytes_ += [group.plan_bytes(wish.layer), replicas]
+    # Gradients of the experts' weights come in the weights' dtype where they are not added.
+    narrow = group.on_gpu and kept_type in (row_type, "e4m3") and not replicas
+    types = whole.experts.numbers()
+    back = {"grad_type": types["row_type"] if narrow else 0}
+    if weight_type == "e4m3":  # backward may have them as they are kept
+        back["weight_type"] = types["weight_type"]
+    return (*bytes_, weight_type, numbers_of(whole), numbers_of(whole, **back))
 
 
 def check_moe(options: Moe, x: Tensor, weights: MoeWeights) -> None:
@@ -491,7 +482,7 @@ def composed(
     more["num_local_experts"] = local if tables[0] is not None else None
     up = weights.w_gate_up
     kinds = (dtype_name(x), type_of_weights(options.experts, up), dtype_name(up))
-    more["compared"] = group.compared_options(options.key, local, *kinds)
+    more["compared"] = group.remember(compared_of, options.key, local, *kinds)
     if options.quantize is None:
         plan, recv, slots = steps.plan_dispatch(group, options.layer, sent, x, w, **more)
     else:
@@ -609,7 +600,7 @@ def moe(
     weights = with_wide_router(rows, weights)
     local, kind = up.shape[0], type_of_weights(options.experts, up)
     kinds = (dtype_name(rows), kind, dtype_name(up))
-    facts = Facts(*group.moe_facts(options.key, local, *kinds, table is None))
+    facts = Facts(*group.remember(facts_of, options.key, local, *kinds, table is None))
     arrays = [getattr(weights, name) for name in ORDER]
     arrays = [None if w is None else w.contiguous() for w in arrays]
     inputs = (token_ids, table, tables, rows, *arrays)

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The modules of the package import each other in one direction."""
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import epic
+
+ROOT = Path(epic.__file__).parent
+
+
+def name_of(path: Path) -> str:
+    """Return the dotted name of a module, or of a package for its __init__.py."""
+    parts = ("epic", *path.relative_to(ROOT).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(path: Path, modules: set[str]) -> set[str]:
+    """Return the modules of the package that a file imports, also inside of functions."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            inside = {f"{node.module}.{alias.name}" for alias in node.names} & modules
+            found.update(inside or {node.module})
+    return (found & modules) - {"epic"}  # a package is imported before each of its modules
+
+
+def test_no_circles() -> None:
+    """No module of epic and epic.torch imports one that needs it, not even in a function."""
+    paths = {
+        name_of(path): path for folder in (".", "torch") for path in (ROOT / folder).glob("*.py")
+    }
+    graph = {name: imports_of(path, set(paths)) for name, path in paths.items()}
+    order = list(TopologicalSorter(graph).static_order())  # raises CycleError at a circle
+    assert set(order) >= set(paths)
