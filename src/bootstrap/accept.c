@@ -22,12 +22,13 @@
 #define LINGER_MS 2000 /* after a failure, for ranks that have yet to come */
 #define TELL_MS 1000   /* to send a few bytes */
 #define FULL_MS 1000   /* without a descriptor for who knocks, before giving up */
+#define FULL_NAP_MS 10
 #define MOST_GUESTS 1024
 #define SPARE_GUESTS 64
 
 typedef struct guest {
     epic_link link;
-    int64_t limit;
+    time_limit limit;
     bool proving; /* hellos are exchanged; its proof comes next */
     size_t done;  /* bytes of what comes next */
     epic_hello theirs;
@@ -38,7 +39,7 @@ typedef struct guest {
 typedef struct door {
     const epic_tcp *tcp;
     const epic_secret *secret;
-    int64_t end;
+    time_limit *limit; /* of the whole bootstrap; after a failure, of telling the ranks */
 
     int listeners[TCP_MAX_PLACES];
     int num_listeners;
@@ -55,17 +56,16 @@ typedef struct door {
     int num_told;
     int num_to_tell;
 
-    int64_t full_until; /* 0: there are descriptors */
+    int full_ms; /* naps since there was a descriptor */
     int num_refused;
     char refusal[160];      /* the last */
     int32_t rank_of_second; /* that a second process came as, the last one; 0: there was none */
 } door;
 
-int64_t epic_tcp_earlier(int64_t end, uint32_t left_ms)
+void epic_tcp_answer_earlier(time_limit *limit, uint32_t left_ms)
 {
     const uint32_t travel = left_ms / 4 < 250 ? left_ms / 4 : 250;
-    const int64_t theirs = epic_bootstrap_now() + left_ms - travel;
-    return theirs < end ? theirs : end;
+    time_limit_shorten(limit, left_ms - travel);
 }
 
 /* ----------------------------------------------------------------------- saying no ---- */
@@ -89,12 +89,14 @@ static void note_refusal(door *d, const char *format, ...)
 static void refuse(door *d, guest *g, const char *sentence)
 {
     note_refusal(d, "%s", sentence);
-    epic_link_tell(&g->link, EPIC_EINVAL, sentence, epic_bootstrap_now() + TELL_MS);
+    time_limit limit = time_limit_begin(TELL_MS, d->limit);
+    epic_link_tell(&g->link, EPIC_EINVAL, sentence, &limit);
 }
 
 static void tell(door *d, int32_t rank, epic_link *link)
 {
-    epic_link_tell(link, d->failed, d->sentence, epic_bootstrap_now() + TELL_MS);
+    time_limit limit = time_limit_begin(TELL_MS, d->limit);
+    epic_link_tell(link, d->failed, d->sentence, &limit);
     if (rank < d->tcp->num_ranks) d->told[rank] = true;
     d->num_told++;
 }
@@ -110,11 +112,10 @@ static bool comes_again(door *d, int32_t rank)
 /* The bootstrap fails with the sentence that epic_fail just got: those that joined are told. */
 static void fail_bootstrap(door *d, epic_result result, int num_to_tell)
 {
-    const int64_t linger = epic_bootstrap_now() + LINGER_MS;
     d->failed = result;
     d->num_to_tell = num_to_tell;
     snprintf(d->sentence, sizeof d->sentence, "%s", epic_sentence());
-    if (linger < d->end) d->end = linger;
+    time_limit_shorten(d->limit, LINGER_MS);
     for (int32_t r = 1; r < d->tcp->num_ranks; r++) {
         if (d->links[r].socket < 0) continue;
         tell(d, r, &d->links[r]);
@@ -193,11 +194,12 @@ static bool differs(door *d, const epic_hello *theirs)
 /* Lets a guest in: the tag of the frame proves ourselves.  Takes its link. */
 static void let_in(door *d, guest *g)
 {
-    const int64_t end = epic_bootstrap_now() + TELL_MS;
-    const epic_frame frame = epic_link_frame(d->secret, EPIC_OK, 0, NULL, 0, end);
+    time_limit limit = time_limit_begin(TELL_MS, d->limit);
+    const epic_frame frame = epic_link_frame(d->secret, EPIC_OK, 0, NULL, 0, &limit);
     epic_letter entry = epic_link_letter(&g->link, &frame, NULL);
-    if (epic_link_send_all(&g->link, &entry, end) != FRAME_DONE) return; /* it knocks again */
-    d->end = epic_tcp_earlier(d->end, g->theirs.left_ms);
+    if (epic_link_send_all(&g->link, &entry, &limit) != FRAME_DONE)
+        return; /* it knocks again */
+    epic_tcp_answer_earlier(d->limit, g->theirs.left_ms);
     d->links[g->theirs.rank] = g->link;
     d->num_joined++;
     g->link.socket = -1;
@@ -228,9 +230,9 @@ static bool greet(door *d, guest *g)
 {
     char sentence[FRAME_SENTENCE + 1];
     const bool has_secret = d->secret->text != NULL;
-    if (!epic_frame_hello(&g->ours, 0, d->tcp->num_ranks, has_secret, d->end) ||
-        epic_frame_send_bytes(g->link.socket, &g->ours, sizeof g->ours, epic_bootstrap_now()) !=
-            FRAME_DONE)
+    time_limit at_once = time_limit_begin(0, d->limit);
+    if (!epic_frame_hello(&g->ours, 0, d->tcp->num_ranks, has_secret, d->limit) ||
+        epic_frame_send_bytes(g->link.socket, &g->ours, sizeof g->ours, &at_once) != FRAME_DONE)
         return false;
     if (!sane(&g->theirs))
         snprintf(sentence, sizeof sentence, "there is no rank %d of %d to connect to rank 0",
@@ -297,7 +299,7 @@ static void drop_oldest(door *d)
         const guest *g = &d->guests[i];
         const guest *o = oldest < 0 ? g : &d->guests[oldest];
         if (oldest < 0 || g->proving < o->proving ||
-            (g->proving == o->proving && g->limit < o->limit))
+            (g->proving == o->proving && g->limit.own.end_ns < o->limit.own.end_ns))
             oldest = i;
     }
     if (oldest >= 0) drop_guest(d, oldest);
@@ -307,14 +309,13 @@ static void drop_oldest(door *d)
  * many; another thread may yet close something, but not for ever. */
 static void make_room(door *d, int wrong)
 {
-    const int64_t now = epic_bootstrap_now();
     if (d->num_guests > 0) {
         drop_oldest(d);
         return;
     }
-    if (d->full_until == 0) d->full_until = now + FULL_MS;
-    poll(NULL, 0, 10);
-    if (now < d->full_until || d->failed != EPIC_OK) return;
+    time_limit_nap(d->limit, FULL_NAP_MS);
+    d->full_ms += FULL_NAP_MS;
+    if (d->full_ms < FULL_MS || d->failed != EPIC_OK) return;
     fail_bootstrap(
         d,
         epic_fail(EPIC_EDEVICE,
@@ -334,11 +335,11 @@ static void receive_guests(door *d, int listener)
             return;
         }
         if (socket < 0) continue; /* a guest that is gone already */
-        d->full_until = 0;
+        d->full_ms = 0;
         epic_frame_tune(socket);
         if (d->num_guests == d->max_guests) drop_oldest(d);
         guest *g = &d->guests[d->num_guests++];
-        *g = (guest){.link.socket = socket, .limit = epic_bootstrap_now() + GUEST_MS};
+        *g = (guest){.link.socket = socket, .limit = time_limit_begin(GUEST_MS, d->limit)};
         if (!serve(d, g)) drop_guest(d, d->num_guests - 1);
     }
 }
@@ -355,28 +356,24 @@ static void lose_joined(door *d, int32_t rank)
                    d->tcp->num_ranks - 2);
 }
 
-static nfds_t fill_polls(door *d, int64_t *wake)
+static nfds_t fill_polls(door *d)
 {
     nfds_t n = 0;
-    *wake = d->end;
     for (int i = 0; i < d->num_listeners; i++)
         d->polls[n++] = (struct pollfd){.fd = d->listeners[i], .events = POLLIN};
-    for (int i = 0; i < d->num_guests; i++) {
+    for (int i = 0; i < d->num_guests; i++)
         d->polls[n++] = (struct pollfd){.fd = d->guests[i].link.socket, .events = POLLIN};
-        if (d->guests[i].limit < *wake) *wake = d->guests[i].limit;
-    }
     for (int32_t r = 1; r < d->tcp->num_ranks; r++)
         if (d->links[r].socket >= 0)
             d->polls[n++] = (struct pollfd){.fd = d->links[r].socket, .events = POLLIN};
     return n; /* no more than descriptors: poll() refuses more than their limit */
 }
 
-/* Waits once, and serves all who have something to say. */
-static void attend(door *d)
+/* Waits for at most `ms` milliseconds, and serves all who have something to say. */
+static void attend(door *d, int ms)
 {
-    int64_t wake;
-    const nfds_t n = fill_polls(d, &wake);
-    if (poll(d->polls, n, epic_bootstrap_left(wake)) < 0) return;
+    const nfds_t n = fill_polls(d);
+    if (poll(d->polls, n, ms) < 0) return;
 
     const struct pollfd *guests = d->polls + d->num_listeners;
     const struct pollfd *joined = guests + d->num_guests;
@@ -389,7 +386,7 @@ static void attend(door *d)
     /* downwards: whoever leaves is replaced by one that has been served */
     for (int i = d->num_guests - 1; i >= 0; i--) {
         const bool stays = guests[i].revents == 0 || serve(d, &d->guests[i]);
-        const bool late = stays && epic_bootstrap_left(d->guests[i].limit) == 0;
+        const bool late = stays && time_limit_look(&d->guests[i].limit) == 0;
         if (late) note_refusal(d, "a stranger, which said nothing for %d ms", GUEST_MS);
         if (!stays || late) drop_guest(d, i);
     }
@@ -400,10 +397,10 @@ static void attend(door *d)
 static void begin(door *d)
 {
     for (int32_t r = 1; r < d->tcp->num_ranks && d->failed == EPIC_OK; r++) {
-        const int64_t end = epic_bootstrap_now() + TELL_MS;
-        const epic_frame frame = epic_link_frame(d->secret, EPIC_OK, 0, NULL, 0, end);
+        time_limit limit = time_limit_begin(TELL_MS, d->limit);
+        const epic_frame frame = epic_link_frame(d->secret, EPIC_OK, 0, NULL, 0, &limit);
         epic_letter letter = epic_link_letter(&d->links[r], &frame, NULL);
-        if (epic_link_send_all(&d->links[r], &letter, end) != FRAME_DONE) lose_joined(d, r);
+        if (epic_link_send_all(&d->links[r], &letter, &limit) != FRAME_DONE) lose_joined(d, r);
     }
 }
 
@@ -412,8 +409,9 @@ static void bootstrap(door *d)
 {
     const int num_peers = d->tcp->num_ranks - 1;
     while (d->failed == EPIC_OK ? d->num_joined < num_peers : d->num_told < d->num_to_tell) {
-        if (epic_bootstrap_left(d->end) == 0) break;
-        attend(d);
+        const int ms = time_limit_look(d->limit);
+        if (ms == 0) break;
+        attend(d, ms);
     }
     if (d->failed == EPIC_OK && d->num_joined < num_peers) fail_late(d);
     if (d->failed == EPIC_OK) begin(d);
@@ -429,7 +427,7 @@ static epic_result open_door(door *d)
     d->polls = calloc(TCP_MAX_PLACES + guests + ranks, sizeof *d->polls);
     if (d->guests == NULL || d->told == NULL || d->polls == NULL)
         return epic_fail(EPIC_ENOMEM, "no memory for a bootstrap of %zu ranks", ranks);
-    return epic_tcp_listen(d->listeners, &d->num_listeners, d->tcp, d->end);
+    return epic_tcp_listen(d->listeners, &d->num_listeners, d->tcp, d->limit);
 }
 
 static void close_door(door *d)
@@ -442,9 +440,9 @@ static void close_door(door *d)
 }
 
 epic_result epic_tcp_accept(epic_link *links, const epic_tcp *tcp, const epic_secret *secret,
-                            int64_t end)
+                            time_limit *limit)
 {
-    door d = {.tcp = tcp, .secret = secret, .end = end, .links = links};
+    door d = {.tcp = tcp, .secret = secret, .limit = limit, .links = links};
     for (int32_t r = 0; r < tcp->num_ranks; r++) links[r].socket = -1;
     epic_result result = open_door(&d);
     if (result == EPIC_OK) {

@@ -115,11 +115,11 @@ static epic_result choose(epic_places *out, const struct addrinfo *addresses,
                      tcp->address, tcp->rank);
 }
 
-epic_result epic_tcp_places(epic_places *out, const epic_tcp *tcp, int64_t end)
+epic_result epic_tcp_places(epic_places *out, const epic_tcp *tcp, time_limit *limit)
 {
     struct addrinfo *addresses = NULL;
     *out = (epic_places){0};
-    TRY(epic_tcp_resolve(&addresses, tcp, end));
+    TRY(epic_tcp_resolve(&addresses, tcp, limit));
     const epic_result result = choose(out, addresses, tcp);
     freeaddrinfo(addresses);
     return result;
@@ -153,13 +153,13 @@ static int listen_on(const epic_place *place)
 }
 
 /* The same, with patience while the port is taken. */
-static int listen_patiently(const epic_place *place, int64_t end)
+static int listen_patiently(const epic_place *place, time_limit *limit)
 {
     for (;;) {
         const int listener = listen_on(place);
-        if (listener >= 0 || errno != EADDRINUSE || epic_bootstrap_left(end) == 0)
+        if (listener >= 0 || errno != EADDRINUSE || time_limit_look(limit) == 0)
             return listener;
-        poll(NULL, 0, PAUSE_MS);
+        time_limit_nap(limit, PAUSE_MS);
     }
 }
 
@@ -187,16 +187,16 @@ static epic_result refuse_address(const epic_tcp *tcp, int wrong)
 }
 
 epic_result epic_tcp_listen(int listeners[TCP_MAX_PLACES], int *num_listeners,
-                            const epic_tcp *tcp, int64_t end)
+                            const epic_tcp *tcp, time_limit *limit)
 {
     epic_places places;
     int wrong = EADDRNOTAVAIL;
-    const int64_t patience = epic_bootstrap_now() + PORT_PATIENCE_MS;
     *num_listeners = 0;
-    TRY(epic_tcp_places(&places, tcp, end));
+    TRY(epic_tcp_places(&places, tcp, limit));
 
+    time_limit patience = time_limit_begin(PORT_PATIENCE_MS, limit);
     for (int i = 0; i < places.count; i++) {
-        const int listener = listen_patiently(&places.at[i], patience < end ? patience : end);
+        const int listener = listen_patiently(&places.at[i], &patience);
         if (listener >= 0) {
             listeners[(*num_listeners)++] = listener;
         } else if (!is_absent(errno)) {

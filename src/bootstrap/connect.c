@@ -20,27 +20,22 @@
 typedef struct visit {
     const epic_tcp *tcp;
     const epic_secret *secret;
-    int64_t end;
-    bool done;     /* the bootstrap succeeded or failed: no more attempts */
-    bool heard;    /* somebody took a connection, */
-    bool told;     /* and said something */
-    char why[256]; /* what the last of the attempts that got furthest came to */
+    time_limit *limit; /* of the whole bootstrap */
+    bool done;         /* the bootstrap succeeded or failed: no more attempts */
+    bool heard;        /* somebody took a connection, */
+    bool told;         /* and said something */
+    char why[256];     /* what the last of the attempts that got furthest came to */
 } visit;
 
-static int64_t soonest(int64_t a, int64_t b)
-{
-    return a < b ? a : b;
-}
-
 /* 0, or why the socket is not connected. */
-static int connect_to(int s, const epic_place *place, int64_t end)
+static int connect_to(int s, const epic_place *place, time_limit *limit)
 {
     int wrong = 0;
     socklen_t wrong_bytes = sizeof wrong;
     if (connect(s, (const struct sockaddr *)&place->address, place->bytes) < 0) wrong = errno;
     if (wrong == EINPROGRESS || wrong == EINTR) {
         wrong = ETIMEDOUT;
-        if (epic_frame_wait(s, POLLOUT, end))
+        if (epic_frame_wait(s, POLLOUT, limit))
             (void)getsockopt(s, SOL_SOCKET, SO_ERROR, &wrong, &wrong_bytes);
     }
     return wrong;
@@ -50,7 +45,7 @@ static int connect_to(int s, const epic_place *place, int64_t end)
  * because the time is up knows less than one before it. */
 static epic_result retry(visit *v, const char *why)
 {
-    if (!v->told || epic_bootstrap_left(v->end) > 0) snprintf(v->why, sizeof v->why, "%s", why);
+    if (!v->told || time_limit_look(v->limit) > 0) snprintf(v->why, sizeof v->why, "%s", why);
     v->heard = v->told = true;
     return EPIC_ETIMEOUT;
 }
@@ -58,7 +53,7 @@ static epic_result retry(visit *v, const char *why)
 /* The same where nothing was said, as by a rank 0 whose own time is up. */
 static epic_result retry_untold(visit *v, const char *why)
 {
-    const bool knows_more = v->told || (v->heard && epic_bootstrap_left(v->end) == 0);
+    const bool knows_more = v->told || (v->heard && time_limit_look(v->limit) == 0);
     if (!knows_more) snprintf(v->why, sizeof v->why, "%s", why);
     v->heard = true;
     return EPIC_ETIMEOUT;
@@ -108,12 +103,12 @@ static epic_result send_proof(visit *v, epic_link *link, const epic_hello *their
         return epic_fail(EPIC_ENOTSUP, "libcrypto refused to compute an HMAC");
     }
     if (has_secret) /* its answer will tell */
-        (void)epic_frame_send_bytes(link->socket, proof, sizeof proof, v->end);
+        (void)epic_frame_send_bytes(link->socket, proof, sizeof proof, v->limit);
     return EPIC_OK;
 }
 
 /* A frame that does not prove the secret.  The sentence of a refusal is for the user to judge. */
-static epic_result retry_unproved(visit *v, int s, const epic_frame *frame, int64_t limit)
+static epic_result retry_unproved(visit *v, int s, const epic_frame *frame, time_limit *limit)
 {
     char sentence[FRAME_SENTENCE + 1] = "", part[200], why[sizeof v->why];
     if (frame->result != EPIC_OK) epic_link_hear(s, frame, sentence, limit);
@@ -127,7 +122,7 @@ static epic_result retry_unproved(visit *v, int s, const epic_frame *frame, int6
 
 /* Receives rank 0's word that we are in.  Without it there may be another try: rank 0 drops
  * guests when strangers flood it. */
-static epic_result await_entry(visit *v, epic_link *link, int64_t limit)
+static epic_result await_entry(visit *v, epic_link *link, time_limit *limit)
 {
     epic_frame frame;
     if (epic_frame_receive_all(link->socket, &frame, sizeof frame, limit) != FRAME_DONE)
@@ -145,7 +140,7 @@ static epic_result await_begin(const visit *v, epic_link *link)
     epic_frame frame;
     const epic_tcp *tcp = v->tcp;
     const epic_frame_state state =
-        epic_frame_receive_all(link->socket, &frame, sizeof frame, v->end);
+        epic_frame_receive_all(link->socket, &frame, sizeof frame, v->limit);
     if (state == FRAME_MORE)
         return epic_fail(
             EPIC_ETIMEOUT,
@@ -160,7 +155,7 @@ static epic_result await_begin(const visit *v, epic_link *link)
                          "what came from %.64s, port %u before the bootstrap began was not "
                          "written by rank 0: somebody in between changed it",
                          tcp->address, tcp->port);
-    return frame.result == EPIC_OK ? EPIC_OK : epic_link_fail(link, &frame, v->end);
+    return frame.result == EPIC_OK ? EPIC_OK : epic_link_fail(link, &frame, v->limit);
 }
 
 /* All of the beginning, over a fresh connection. */
@@ -168,13 +163,13 @@ static epic_result enter(visit *v, epic_link *link)
 {
     epic_hello ours, theirs;
     const bool has_secret = v->secret->text != NULL;
-    if (!epic_frame_hello(&ours, v->tcp->rank, v->tcp->num_ranks, has_secret, v->end))
+    if (!epic_frame_hello(&ours, v->tcp->rank, v->tcp->num_ranks, has_secret, v->limit))
         return retry(v, "no random bytes");
     epic_frame_tune(link->socket);
-    const int64_t limit = soonest(v->end, epic_bootstrap_now() + HELLO_MS);
-    if (epic_frame_send_bytes(link->socket, &ours, sizeof ours, limit) != FRAME_DONE)
+    time_limit limit = time_limit_begin(HELLO_MS, v->limit);
+    if (epic_frame_send_bytes(link->socket, &ours, sizeof ours, &limit) != FRAME_DONE)
         return retry_untold(v, "it took no hello");
-    if (epic_frame_receive_all(link->socket, &theirs, sizeof theirs, limit) != FRAME_DONE)
+    if (epic_frame_receive_all(link->socket, &theirs, sizeof theirs, &limit) != FRAME_DONE)
         return retry_untold(v, "it sent no hello");
     if (theirs.magic != HELLO_MAGIC ||
         theirs.rank != 0) /* our own hello, on a port to itself */
@@ -182,7 +177,7 @@ static epic_result enter(visit *v, epic_link *link)
 
     TRY(check_zero(v, &theirs));
     TRY(send_proof(v, link, &theirs, &ours));
-    TRY(await_entry(v, link, limit));
+    TRY(await_entry(v, link, &limit));
     return await_begin(v, link);
 }
 
@@ -195,8 +190,8 @@ static epic_result attempt(epic_link *out, visit *v, const epic_place *place)
         v->done = true; /* our own want, not rank 0's absence */
         return epic_tcp_no_socket(errno);
     }
-    const int wrong =
-        connect_to(link.socket, place, soonest(v->end, epic_bootstrap_now() + CONNECT_MS));
+    time_limit limit = time_limit_begin(CONNECT_MS, v->limit);
+    const int wrong = connect_to(link.socket, place, &limit);
     const epic_result result = wrong != 0 ? retry_unheard(v, wrong) : enter(v, &link);
     if (result == EPIC_OK)
         *out = link;
@@ -206,20 +201,19 @@ static epic_result attempt(epic_link *out, visit *v, const epic_place *place)
 }
 
 epic_result epic_tcp_connect(epic_link *out, const epic_tcp *tcp, const epic_secret *secret,
-                             int64_t end)
+                             time_limit *limit)
 {
-    visit v = {.tcp = tcp, .secret = secret, .end = end};
+    visit v = {.tcp = tcp, .secret = secret, .limit = limit};
     epic_places places;
     epic_result result = EPIC_ETIMEOUT;
-    TRY(epic_tcp_places(&places, tcp, end));
+    TRY(epic_tcp_places(&places, tcp, limit));
 
     for (int pause = FIRST_PAUSE_MS; !v.done; pause = pause * 3 / 2) {
         for (int i = 0; i < places.count && !v.done; i++)
             result = attempt(out, &v, &places.at[i]);
-        if (v.done || epic_bootstrap_left(end) == 0) break;
+        if (v.done || time_limit_look(limit) == 0) break;
         if (pause > LAST_PAUSE_MS) pause = LAST_PAUSE_MS;
-        const int left = epic_bootstrap_left(end);
-        poll(NULL, 0, pause < left ? pause : left);
+        time_limit_nap(limit, pause);
     }
     if (v.done) return result;
     return epic_fail(EPIC_ETIMEOUT,

@@ -12,14 +12,14 @@
 #include <sys/uio.h>
 
 bool epic_frame_hello(epic_hello *out, int32_t rank, int32_t num_ranks, bool has_secret,
-                      int64_t end)
+                      const time_limit *limit)
 {
     *out = (epic_hello){
         .magic = HELLO_MAGIC,
         .version = FRAME_VERSION,
         .rank = rank,
         .num_ranks = num_ranks,
-        .left_ms = (uint32_t)epic_bootstrap_left(end),
+        .left_ms = time_limit_left_ms(limit),
         .has_secret = has_secret,
     };
     return getrandom(out->nonce, sizeof out->nonce, 0) == (ssize_t)sizeof out->nonce;
@@ -79,18 +79,18 @@ epic_frame_state epic_frame_receive(int socket, void *to, size_t bytes, size_t *
     return FRAME_DONE;
 }
 
-bool epic_frame_wait(int socket, short events, int64_t end)
+bool epic_frame_wait(int socket, short events, time_limit *limit)
 {
     struct pollfd one = {.fd = socket, .events = events};
     for (;;) {
-        const int left = epic_bootstrap_left(end);
-        if (poll(&one, 1, left) > 0) return true;
-        if (left == 0) return false;
+        const int ms = time_limit_look(limit);
+        if (poll(&one, 1, ms) > 0) return true;
+        if (ms == 0) return false;
     }
 }
 
 epic_frame_state epic_frame_send_bytes(int socket, const void *bytes, size_t length,
-                                       int64_t end)
+                                       time_limit *limit)
 {
     size_t done = 0;
     while (done < length) {
@@ -98,17 +98,17 @@ epic_frame_state epic_frame_send_bytes(int socket, const void *bytes, size_t len
                                   MSG_NOSIGNAL | MSG_DONTWAIT);
         if (sent < 0 && !again()) return FRAME_LOST;
         if (sent > 0) done += (size_t)sent;
-        if (sent < 0 && !epic_frame_wait(socket, POLLOUT, end)) return FRAME_MORE;
+        if (sent < 0 && !epic_frame_wait(socket, POLLOUT, limit)) return FRAME_MORE;
     }
     return FRAME_DONE;
 }
 
-epic_frame_state epic_frame_receive_all(int socket, void *to, size_t bytes, int64_t end)
+epic_frame_state epic_frame_receive_all(int socket, void *to, size_t bytes, time_limit *limit)
 {
     for (size_t done = 0;;) {
         const epic_frame_state state = epic_frame_receive(socket, to, bytes, &done);
         if (state != FRAME_MORE) return state;
-        if (!epic_frame_wait(socket, POLLIN, end)) return FRAME_MORE;
+        if (!epic_frame_wait(socket, POLLIN, limit)) return FRAME_MORE;
     }
 }
 

@@ -22,6 +22,7 @@
 #include <stddef.h>
 
 #include "bootstrap/bootstrap.h"
+#include "bootstrap/time_limit.h"
 
 #define FRAME_VERSION 2u
 #define HELLO_MAGIC 0x6f6c6c6563697065ull /* "epicello" in memory */
@@ -64,7 +65,7 @@ typedef enum epic_frame_state {
 
 /* False: the system gives no random bytes. */
 bool epic_frame_hello(epic_hello *out, int32_t rank, int32_t num_ranks, bool has_secret,
-                      int64_t end);
+                      const time_limit *limit);
 uint64_t epic_frame_checksum(const void *bytes, size_t length);
 
 /* Send and receive what the socket takes or has now.  *done counts what has gone (of frame and
@@ -73,13 +74,13 @@ epic_frame_state epic_frame_send(int socket, const epic_frame *frame, const void
                                  size_t *done);
 epic_frame_state epic_frame_receive(int socket, void *to, size_t bytes, size_t *done);
 
-/* Waits for one of the poll() events.  False: `end` passed first. */
-bool epic_frame_wait(int socket, short events, int64_t end);
+/* Waits for one of the poll() events.  False: `limit` passed first. */
+bool epic_frame_wait(int socket, short events, time_limit *limit);
 
-/* The same, whole.  FRAME_MORE: `end` passed first. */
+/* The same, whole.  FRAME_MORE: `limit` passed first. */
 epic_frame_state epic_frame_send_bytes(int socket, const void *bytes, size_t length,
-                                       int64_t end);
-epic_frame_state epic_frame_receive_all(int socket, void *to, size_t bytes, int64_t end);
+                                       time_limit *limit);
+epic_frame_state epic_frame_receive_all(int socket, void *to, size_t bytes, time_limit *limit);
 
 /* Options of every connection: no delay. */
 void epic_frame_tune(int socket);

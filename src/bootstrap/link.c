@@ -30,14 +30,14 @@ static bool digest_of(const epic_secret *secret, const void *bytes, size_t lengt
 }
 
 epic_frame epic_link_frame(const epic_secret *secret, epic_result result, uint64_t sequence,
-                           const void *bytes, size_t length, int64_t end)
+                           const void *bytes, size_t length, const time_limit *limit)
 {
     epic_frame frame = {
         .magic = FRAME_MAGIC,
         .result = (uint32_t)result,
         .sequence = sequence,
         .length = length,
-        .left_ms = (uint32_t)epic_bootstrap_left(end),
+        .left_ms = time_limit_left_ms(limit),
     };
     const bool keyed = secret != NULL && secret->library != NULL;
     (void)digest_of(keyed ? secret : NULL, bytes, length, frame.digest);
@@ -91,39 +91,41 @@ epic_frame_state epic_link_send(const epic_link *link, epic_letter *letter)
     return epic_frame_send(link->socket, &letter->frame, letter->bytes, &letter->done);
 }
 
-epic_frame_state epic_link_send_all(const epic_link *link, epic_letter *letter, int64_t end)
+epic_frame_state epic_link_send_all(const epic_link *link, epic_letter *letter,
+                                    time_limit *limit)
 {
     for (;;) {
         const epic_frame_state state = epic_link_send(link, letter);
         if (state != FRAME_MORE) return state;
-        if (!epic_frame_wait(link->socket, POLLOUT, end)) return FRAME_MORE;
+        if (!epic_frame_wait(link->socket, POLLOUT, limit)) return FRAME_MORE;
     }
 }
 
-void epic_link_tell(epic_link *link, epic_result result, const char *sentence, int64_t end)
+void epic_link_tell(epic_link *link, epic_result result, const char *sentence,
+                    time_limit *limit)
 {
     const size_t length = strlen(sentence);
-    const epic_frame frame = epic_link_frame(link->secret, result, 0, sentence, length, end);
+    const epic_frame frame = epic_link_frame(link->secret, result, 0, sentence, length, limit);
     epic_letter letter = epic_link_letter(link, &frame, sentence);
-    (void)epic_link_send_all(link, &letter, end);
+    (void)epic_link_send_all(link, &letter, limit);
 }
 
 void epic_link_hear(int socket, const epic_frame *frame, char sentence[FRAME_SENTENCE + 1],
-                    int64_t end)
+                    time_limit *limit)
 {
     memset(sentence, 0, FRAME_SENTENCE + 1);
     if (frame->length > FRAME_SENTENCE ||
-        epic_frame_receive_all(socket, sentence, frame->length, end) != FRAME_DONE)
+        epic_frame_receive_all(socket, sentence, frame->length, limit) != FRAME_DONE)
         sentence[0] = '\0';
     text_clean(sentence);
 }
 
-epic_result epic_link_fail(const epic_link *link, const epic_frame *frame, int64_t end)
+epic_result epic_link_fail(const epic_link *link, const epic_frame *frame, time_limit *limit)
 {
     char sentence[FRAME_SENTENCE + 1] = {0};
     if (frame->result == EPIC_OK || frame->result > EPIC_ECLOSED ||
         frame->length > FRAME_SENTENCE ||
-        epic_frame_receive_all(link->socket, sentence, frame->length, end) != FRAME_DONE ||
+        epic_frame_receive_all(link->socket, sentence, frame->length, limit) != FRAME_DONE ||
         !epic_link_check_bytes(link, frame, sentence))
         return epic_fail(EPIC_EPEER, "rank 0 failed, and its reason did not arrive whole");
     return epic_fail((epic_result)frame->result, "%s", sentence);

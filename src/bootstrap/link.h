@@ -36,7 +36,7 @@ bool epic_link_secure(epic_link *link, const epic_secret *secret, bool listener,
 
 /* Writes a frame for `bytes`; it has no tag yet, so it may be copied for several links. */
 epic_frame epic_link_frame(const epic_secret *secret, epic_result result, uint64_t sequence,
-                           const void *bytes, size_t length, int64_t end);
+                           const void *bytes, size_t length, const time_limit *limit);
 
 /* A letter with the next number of the link. */
 epic_letter epic_link_letter(epic_link *link, const epic_frame *frame, const void *bytes);
@@ -50,19 +50,21 @@ bool epic_link_check(epic_link *link, const epic_frame *frame);
 /* Are these the bytes of a frame that was checked? */
 bool epic_link_check_bytes(const epic_link *link, const epic_frame *frame, const void *bytes);
 
-/* Sends what the socket takes now; all of it before `end`, or FRAME_MORE. */
+/* Sends what the socket takes now; all of it before `limit` has passed, or FRAME_MORE. */
 epic_frame_state epic_link_send(const epic_link *link, epic_letter *letter);
-epic_frame_state epic_link_send_all(const epic_link *link, epic_letter *letter, int64_t end);
+epic_frame_state epic_link_send_all(const epic_link *link, epic_letter *letter,
+                                    time_limit *limit);
 
-/* Sends a failure; if the peer does not take it before `end`, it goes without. */
-void epic_link_tell(epic_link *link, epic_result result, const char *sentence, int64_t end);
+/* Sends a failure; if the peer does not take it before `limit` has passed, it goes without. */
+void epic_link_tell(epic_link *link, epic_result result, const char *sentence,
+                    time_limit *limit);
 
 /* Receives the sentence of a failure whose frame has come and was checked, and fails with it. */
-epic_result epic_link_fail(const epic_link *link, const epic_frame *frame, int64_t end);
+epic_result epic_link_fail(const epic_link *link, const epic_frame *frame, time_limit *limit);
 
 /* The same of one that proves nothing; "" if there is none. */
 void epic_link_hear(int socket, const epic_frame *frame, char sentence[FRAME_SENTENCE + 1],
-                    int64_t end);
+                    time_limit *limit);
 
 /* Closes, and forgets the key. */
 void epic_link_close(epic_link *link);

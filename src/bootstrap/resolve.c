@@ -93,13 +93,13 @@ static void stay_loaded(void)
 }
 
 /* False: it is too late, and the query is its thread's alone. */
-static bool await(query *q, int64_t end)
+static bool await(query *q, time_limit *limit)
 {
-    const struct timespec limit = {.tv_sec = (time_t)(end / 1000),
-                                   .tv_nsec = (long)(end % 1000) * 1000000};
     pthread_mutex_lock(&q->mutex);
-    int late = 0;
-    while (!q->done && late == 0) late = pthread_cond_timedwait(&q->changed, &q->mutex, &limit);
+    for (int ms; !q->done && (ms = time_limit_look(limit)) > 0;) {
+        const struct timespec until = clock_in_ns(ms * 1000000ll);
+        pthread_cond_timedwait(&q->changed, &q->mutex, &until);
+    }
     const bool done = q->done;
     if (!done) stay_loaded();
     q->left = !done;
@@ -138,21 +138,21 @@ static epic_result refuse_late(const epic_tcp *tcp)
 
 /* One question.  *again: it may be answered later. */
 static epic_result ask_once(struct addrinfo **out, const epic_tcp *tcp, const char *port,
-                            int64_t end, bool *again)
+                            time_limit *limit, bool *again)
 {
     query *q = new_query(tcp->address, port);
     if (q == NULL) return epic_fail(EPIC_ENOMEM, "no memory to resolve an address");
     if (!start(q)) ask(q); /* without threads, without a deadline */
-    if (!await(q, end)) return refuse_late(tcp);
+    if (!await(q, limit)) return refuse_late(tcp);
     const int wrong = q->wrong, system_wrong = q->system_wrong;
     *out = q->found;
     q->found = NULL;
     free_query(q);
-    *again = wrong == EAI_AGAIN && epic_bootstrap_left(end) > 0;
+    *again = wrong == EAI_AGAIN && time_limit_look(limit) > 0;
     return wrong == 0 ? EPIC_OK : refuse(tcp, wrong, system_wrong);
 }
 
-epic_result epic_tcp_resolve(struct addrinfo **out, const epic_tcp *tcp, int64_t end)
+epic_result epic_tcp_resolve(struct addrinfo **out, const epic_tcp *tcp, time_limit *limit)
 {
     struct addrinfo numeric = hints;
     char port[16];
@@ -161,8 +161,8 @@ epic_result epic_tcp_resolve(struct addrinfo **out, const epic_tcp *tcp, int64_t
     if (getaddrinfo(tcp->address, port, &numeric, out) == 0) return EPIC_OK;
     for (;;) {
         bool again = false;
-        const epic_result result = ask_once(out, tcp, port, end, &again);
+        const epic_result result = ask_once(out, tcp, port, limit, &again);
         if (!again) return result;
-        poll(NULL, 0, PAUSE_MS);
+        time_limit_nap(limit, PAUSE_MS);
     }
 }

@@ -43,16 +43,16 @@ static unsigned long long number(const tcp_bootstrap *m)
     return (unsigned long long)m->sequence;
 }
 
-/* Polls the lines that are not ready for `events`, the others for `idle`.  False: `end`. */
-static bool poll_lines(tcp_bootstrap *m, short events, short idle, int64_t end)
+/* Polls the lines that are not ready for `events`, the others for `idle`.  False: the limit has passed. */
+static bool poll_lines(tcp_bootstrap *m, short events, short idle, time_limit *limit)
 {
     const int32_t first = m->rank == 0 ? 1 : 0; /* poll() refuses more than there may be */
     for (int32_t i = first; i < m->num_lines; i++)
         m->polls[i] = (struct pollfd){.fd = m->lines[i].link.socket,
                                       .events = m->lines[i].ready ? idle : events};
-    const int left = epic_bootstrap_left(end);
-    const int changed = poll(m->polls + first, (nfds_t)(m->num_lines - first), left);
-    return changed > 0 || left > 0;
+    const int ms = time_limit_look(limit);
+    const int changed = poll(m->polls + first, (nfds_t)(m->num_lines - first), ms);
+    return changed > 0 || ms > 0;
 }
 
 /* ------------------------------------------------------------------------------ rank 0 ---- */
@@ -111,18 +111,18 @@ static epic_result check_frame(tcp_bootstrap *m, int32_t rank, const epic_frame 
 
 /* Takes what has come from a rank; ready once that is all. */
 static epic_result collect_one(tcp_bootstrap *m, int32_t rank, char *to, size_t bytes,
-                               int64_t *end)
+                               time_limit *limit)
 {
     line *l = &m->lines[rank];
     if (l->ready) /* it only was watched for its end; past ours it left because of who is late */
-        return epic_bootstrap_left(*end) == 0 ? fail_late(m, "come") : fail_lost(m, rank);
+        return time_limit_left_ms(limit) == 0 ? fail_late(m, "come") : fail_lost(m, rank);
     if (l->head < sizeof l->frame) {
         const epic_frame_state state =
             epic_frame_receive(l->link.socket, &l->frame, sizeof l->frame, &l->head);
         if (state == FRAME_LOST) return fail_lost(m, rank);
         if (state == FRAME_MORE) return EPIC_OK;
         TRY(check_frame(m, rank, &l->frame, bytes));
-        *end = epic_tcp_earlier(*end, l->frame.left_ms);
+        epic_tcp_answer_earlier(limit, l->frame.left_ms);
     }
     const epic_frame_state state = epic_frame_receive(l->link.socket, to, bytes, &l->body);
     if (state == FRAME_LOST) return fail_lost(m, rank);
@@ -134,7 +134,7 @@ static epic_result collect_one(tcp_bootstrap *m, int32_t rank, char *to, size_t 
     return EPIC_OK;
 }
 
-static epic_result collect(tcp_bootstrap *m, char *all, size_t bytes, int64_t end)
+static epic_result collect(tcp_bootstrap *m, char *all, size_t bytes, time_limit *limit)
 {
     int32_t num_ready = 0;
     for (int32_t r = 1; r < m->num_ranks; r++) {
@@ -143,10 +143,10 @@ static epic_result collect(tcp_bootstrap *m, char *all, size_t bytes, int64_t en
         l->head = l->body = 0;
     }
     while (num_ready < m->num_ranks - 1) {
-        if (!poll_lines(m, POLLIN, POLLRDHUP, end)) return fail_late(m, "come");
+        if (!poll_lines(m, POLLIN, POLLRDHUP, limit)) return fail_late(m, "come");
         for (int32_t r = 1; r < m->num_ranks; r++) {
             if (m->polls[r].revents == 0) continue;
-            TRY(collect_one(m, r, all + (size_t)r * bytes, bytes, &end));
+            TRY(collect_one(m, r, all + (size_t)r * bytes, bytes, limit));
             num_ready += m->lines[r].ready;
         }
     }
@@ -154,18 +154,18 @@ static epic_result collect(tcp_bootstrap *m, char *all, size_t bytes, int64_t en
 }
 
 /* Sends everyone everything.  A rank that is lost does not keep the others from getting it. */
-static epic_result answer(tcp_bootstrap *m, const char *all, size_t bytes, int64_t end)
+static epic_result answer(tcp_bootstrap *m, const char *all, size_t bytes, time_limit *limit)
 {
     int32_t num_ready = 0;
     int32_t lost = 0;
     const epic_frame frame = epic_link_frame(m->lines[1].link.secret, EPIC_OK, m->sequence, all,
-                                             (size_t)m->num_ranks * bytes, end);
+                                             (size_t)m->num_ranks * bytes, limit);
     for (int32_t r = 1; r < m->num_ranks; r++) {
         m->lines[r].ready = false;
         m->lines[r].letter = epic_link_letter(&m->lines[r].link, &frame, all);
     }
     while (num_ready < m->num_ranks - 1) {
-        if (!poll_lines(m, POLLOUT, 0, end)) return fail_late(m, "take what all brought");
+        if (!poll_lines(m, POLLOUT, 0, limit)) return fail_late(m, "take what all brought");
         for (int32_t r = 1; r < m->num_ranks; r++) {
             line *l = &m->lines[r];
             if (m->polls[r].revents == 0 || l->ready) continue;
@@ -181,25 +181,25 @@ static epic_result answer(tcp_bootstrap *m, const char *all, size_t bytes, int64
 /* Tells every rank the sentence of this failure; one that took half an answer sees its end. */
 static void tell_all(tcp_bootstrap *m)
 {
-    const int64_t end = epic_bootstrap_now() + TELL_MS;
+    time_limit limit = time_limit_begin(TELL_MS, NULL);
     for (int32_t r = 1; r < m->num_ranks; r++) {
         const epic_letter *letter = &m->lines[r].letter;
         epic_link *link = &m->lines[r].link;
         const size_t length = sizeof letter->frame + letter->frame.length;
         if (letter->frame.magic == FRAME_MAGIC && letter->done == 0) epic_link_take_back(link);
         if (letter->done == 0 || letter->done == length)
-            epic_link_tell(link, m->broken, m->sentence, end);
+            epic_link_tell(link, m->broken, m->sentence, &limit);
         else
             (void)shutdown(link->socket, SHUT_WR);
     }
 }
 
 static epic_result gather_at_zero(tcp_bootstrap *m, const void *mine, char *all, size_t bytes,
-                                  int64_t end)
+                                  time_limit *limit)
 {
     if (bytes > 0) memmove(all, mine, bytes);
-    TRY(collect(m, all, bytes, end));
-    return answer(m, all, bytes, end);
+    TRY(collect(m, all, bytes, limit));
+    return answer(m, all, bytes, limit);
 }
 
 /* ------------------------------------------------------------------------- other ranks ---- */
@@ -223,7 +223,7 @@ static epic_result fail_without_zero(const tcp_bootstrap *m)
 
 /* Sends our part and receives the head of the answer.  Rank 0 answers before it has our part
  * only to say that it failed: so both at once; who cannot send may still be told why. */
-static epic_result exchange_heads(tcp_bootstrap *m, epic_letter *letter, int64_t end)
+static epic_result exchange_heads(tcp_bootstrap *m, epic_letter *letter, time_limit *limit)
 {
     line *l = &m->lines[0];
     bool sending = true;
@@ -236,27 +236,27 @@ static epic_result exchange_heads(tcp_bootstrap *m, epic_letter *letter, int64_t
         if (state == FRAME_LOST) return fail_without_zero(m);
         if (state == FRAME_DONE) return EPIC_OK;
         const short events = (short)(sending ? POLLIN | POLLOUT : POLLIN);
-        if (!poll_lines(m, events, 0, end)) return fail_silent(m);
+        if (!poll_lines(m, events, 0, limit)) return fail_silent(m);
     }
 }
 
 static epic_result gather_elsewhere(tcp_bootstrap *m, const void *mine, char *all, size_t bytes,
-                                    int64_t end)
+                                    time_limit *limit)
 {
     const size_t total = (size_t)m->num_ranks * bytes;
     epic_link *link = &m->lines[0].link;
     const epic_frame *frame = &m->lines[0].frame;
     const epic_frame ours =
-        epic_link_frame(link->secret, EPIC_OK, m->sequence, mine, bytes, end);
+        epic_link_frame(link->secret, EPIC_OK, m->sequence, mine, bytes, limit);
     epic_letter letter = epic_link_letter(link, &ours, mine);
-    TRY(exchange_heads(m, &letter, end));
+    TRY(exchange_heads(m, &letter, limit));
     if (!epic_link_check(link, frame)) return fail_foreign(m, 0);
-    if (frame->result != EPIC_OK) return epic_link_fail(link, frame, end);
+    if (frame->result != EPIC_OK) return epic_link_fail(link, frame, limit);
     if (frame->sequence != m->sequence || frame->length != total)
         return epic_fail(EPIC_EPEER, "gather %llu: what rank 0 sent is not its answer",
                          number(m));
 
-    const epic_frame_state state = epic_frame_receive_all(link->socket, all, total, end);
+    const epic_frame_state state = epic_frame_receive_all(link->socket, all, total, limit);
     if (state == FRAME_LOST) return fail_without_zero(m);
     if (state == FRAME_MORE) return fail_silent(m);
     if (!epic_link_check_bytes(link, frame, all))
@@ -273,10 +273,10 @@ static epic_result gather(void *self, const void *mine, void *all, int64_t bytes
     TRY(epic_bootstrap_check(mine, all, bytes));
     if (m->broken != EPIC_OK) return epic_fail(m->broken, "%s", m->sentence);
 
-    const int64_t end = epic_bootstrap_now() + m->timeout_ms;
+    time_limit limit = time_limit_begin(m->timeout_ms, NULL);
     m->sequence++;
-    const epic_result result = m->rank == 0 ? gather_at_zero(m, mine, all, bytes, end)
-                                            : gather_elsewhere(m, mine, all, bytes, end);
+    const epic_result result = m->rank == 0 ? gather_at_zero(m, mine, all, bytes, &limit)
+                                            : gather_elsewhere(m, mine, all, bytes, &limit);
     if (result == EPIC_OK) return EPIC_OK;
     m->broken = result;
     snprintf(m->sentence, sizeof m->sentence, "%s", epic_sentence());
@@ -289,7 +289,7 @@ static epic_result gather(void *self, const void *mine, void *all, int64_t bytes
 static void drain(tcp_bootstrap *m)
 {
     char rubbish[4096];
-    const int64_t end = epic_bootstrap_now() + DRAIN_MS;
+    time_limit limit = time_limit_begin(DRAIN_MS, NULL);
     for (int32_t r = 1; r < m->num_ranks; r++) {
         m->lines[r].ready = false;
         (void)shutdown(m->lines[r].link.socket, SHUT_WR);
@@ -299,7 +299,7 @@ static void drain(tcp_bootstrap *m)
             size_t done = 0;
             const int s = m->lines[r].link.socket;
             state = epic_frame_receive(s, rubbish, sizeof rubbish, &done);
-            if (state == FRAME_MORE && !epic_frame_wait(s, POLLIN, end)) break;
+            if (state == FRAME_MORE && !epic_frame_wait(s, POLLIN, &limit)) break;
         }
 }
 
@@ -330,14 +330,14 @@ static epic_result check_tcp(const epic_tcp *tcp)
 /* Connects the ranks of a bootstrap whose memory is there. */
 static epic_result bootstrap(tcp_bootstrap *m, const epic_tcp *tcp)
 {
-    const int64_t end = epic_bootstrap_now() + tcp->timeout_ms;
+    time_limit limit = time_limit_begin(tcp->timeout_ms, NULL);
     epic_link *links = calloc((size_t)m->num_lines, sizeof *links);
     if (links == NULL)
         return epic_fail(EPIC_ENOMEM, "no memory for a bootstrap of %d ranks", tcp->num_ranks);
     epic_result result = epic_secret_open(&m->secret, tcp->secret);
     if (result == EPIC_OK)
-        result = tcp->rank == 0 ? epic_tcp_accept(links, tcp, &m->secret, end)
-                                : epic_tcp_connect(links, tcp, &m->secret, end);
+        result = tcp->rank == 0 ? epic_tcp_accept(links, tcp, &m->secret, &limit)
+                                : epic_tcp_connect(links, tcp, &m->secret, &limit);
     for (int32_t i = 0; i < m->num_lines && result == EPIC_OK; i++) m->lines[i].link = links[i];
     m->secret.text = NULL;
     free(links);

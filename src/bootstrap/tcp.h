@@ -2,7 +2,8 @@
 /* How a TCP bootstrap begins: rank 0 listens and accepts, the others connect.  Afterwards rank 0
  * has a link to every other rank, and they have one to rank 0.
  *
- * `tcp` is checked and has every default filled in; `end` is the deadline. */
+ * `tcp` is checked and has every default filled in; `limit` is that of the whole
+ * bootstrap. */
 #ifndef EPIC_TCP_H
 #define EPIC_TCP_H
 
@@ -25,29 +26,29 @@ typedef struct epic_places {
 
 /* The addresses that tcp->address stands for; freeaddrinfo them.  Errors: EPIC_EINVAL,
  * EPIC_ETIMEOUT (no name server answered), EPIC_EDEVICE. */
-epic_result epic_tcp_resolve(struct addrinfo **out, const epic_tcp *tcp, int64_t end);
+epic_result epic_tcp_resolve(struct addrinfo **out, const epic_tcp *tcp, time_limit *limit);
 
 /* Where to listen, or to connect to: those, or loopback in place of this host's where there is no
  * secret.  Errors: as above; EPIC_EINVAL also where another host would take a secret. */
-epic_result epic_tcp_places(epic_places *out, const epic_tcp *tcp, int64_t end);
+epic_result epic_tcp_places(epic_places *out, const epic_tcp *tcp, time_limit *limit);
 
 /* Listens on those of them that are this host's.  Errors: EPIC_EINVAL (none is), EPIC_EDEVICE
  * (the port is taken). */
 epic_result epic_tcp_listen(int listeners[TCP_MAX_PLACES], int *num_listeners,
-                            const epic_tcp *tcp, int64_t end);
+                            const epic_tcp *tcp, time_limit *limit);
 
 /* Rank 0.  links[r], for r from 1 to num_ranks - 1, come out connected; on failure every rank
  * that came was told why, and nothing is left open. */
 epic_result epic_tcp_accept(epic_link *links, const epic_tcp *tcp, const epic_secret *secret,
-                            int64_t end);
+                            time_limit *limit);
 
 /* The other ranks. */
 epic_result epic_tcp_connect(epic_link *out, const epic_tcp *tcp, const epic_secret *secret,
-                             int64_t end);
+                             time_limit *limit);
 
-/* When rank 0 answers at the latest, given what a peer said is left until its deadline: early
- * enough for the answer to be there in time. */
-int64_t epic_tcp_earlier(int64_t end, uint32_t left_ms);
+/* Shortens rank 0's limit so that its answer reaches a peer in time, which has said that it waits
+ * for left_ms milliseconds more. */
+void epic_tcp_answer_earlier(time_limit *limit, uint32_t left_ms);
 
 /* What a rank says that got no socket of its own: EPIC_EDEVICE. */
 epic_result epic_tcp_no_socket(int wrong);

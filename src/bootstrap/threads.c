@@ -6,8 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/clock.h"
 #include "bootstrap/bootstrap.h"
+#include "bootstrap/time_limit.h"
 
 typedef struct hub hub;
 
@@ -131,12 +131,14 @@ static epic_result gather_locked(hub *h, guest *s, const guest *call)
     h->num_arrived++;
 
     const uint64_t number = h->finished;
-    const struct timespec end = clock_in_ns(h->timeout_ms * 1000000ll);
+    time_limit limit = time_limit_begin(h->timeout_ms, NULL);
     if (h->num_arrived == h->num_ranks) finish_gather(h);
     while (h->finished == number) {
         if (h->broken != EPIC_OK) return fail_again(h);
-        if (pthread_cond_timedwait(&h->changed, &h->mutex, &end) != ETIMEDOUT) continue;
-        if (h->finished == number && h->broken == EPIC_OK) return fail_late(h);
+        const int ms = time_limit_look(&limit);
+        if (ms == 0) return fail_late(h);
+        const struct timespec until = clock_in_ns(ms * 1000000ll);
+        pthread_cond_timedwait(&h->changed, &h->mutex, &until);
     }
     return EPIC_OK;
 }

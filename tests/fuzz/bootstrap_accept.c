@@ -19,7 +19,7 @@ static int come(void)
 {
     epic_places places;
     if (s.left == 0 || num_guests == MOST_GUESTS) return 0;
-    (void)epic_tcp_places(&places, NULL, 0);
+    (void)epic_tcp_places(&places, NULL, NULL);
     const int guest = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     if (connect(guest, (struct sockaddr *)&places.at[0].address, places.at[0].bytes) != 0)
         return close(guest), 0;

@@ -26,9 +26,9 @@ int script_listener(void)
 }
 
 /* In place of src/bootstrap/address.c. */
-epic_result epic_tcp_places(epic_places *out, const epic_tcp *tcp, int64_t end)
+epic_result epic_tcp_places(epic_places *out, const epic_tcp *tcp, time_limit *limit)
 {
-    (void)tcp, (void)end;
+    (void)tcp, (void)limit;
     script_listener();
     *out = (epic_places){.count = 1};
     memcpy(&out->at[0].address, &place, sizeof place);
@@ -37,9 +37,9 @@ epic_result epic_tcp_places(epic_places *out, const epic_tcp *tcp, int64_t end)
 }
 
 epic_result epic_tcp_listen(int listeners[TCP_MAX_PLACES], int *num_listeners,
-                            const epic_tcp *tcp, int64_t end)
+                            const epic_tcp *tcp, time_limit *limit)
 {
-    (void)tcp, (void)end;
+    (void)tcp, (void)limit;
     listeners[0] = dup(script_listener());
     *num_listeners = 1;
     return EPIC_OK;
@@ -115,8 +115,9 @@ static void put_frame(script *s, int socket)
     const uint64_t sequence = script_byte(s) % 8;
     size_t length = script_byte(s);
     const uint8_t *bytes = take(s, &length);
+    const time_limit limit = time_limit_begin(INT32_MAX, NULL);
     const epic_frame frame =
-        epic_link_frame(s->link.secret, result, sequence, bytes, length, INT64_MAX / 2);
+        epic_link_frame(s->link.secret, result, sequence, bytes, length, &limit);
     epic_letter letter = epic_link_letter(&s->link, &frame, bytes);
     spoil(s, &letter.frame, sizeof letter.frame);
     put(socket, &letter.frame, sizeof letter.frame);

@@ -234,20 +234,20 @@ static inline int knock_until_open(uint32_t port)
 /* Plays rank 0 for one visitor: hellos of that version, then an entry. */
 static inline void play_zero(const epic_tcp *tcp, uint32_t version, bool has_secret)
 {
-    const int64_t end = epic_bootstrap_now() + 5000;
+    time_limit limit = time_limit_begin(5000, NULL);
     epic_hello theirs, ours;
     char rest[256];
     const int listener = listen_at(tcp->port);
     const int s = accept(listener, NULL, NULL);
-    epic_frame_hello(&ours, 0, tcp->num_ranks, has_secret, end);
+    epic_frame_hello(&ours, 0, tcp->num_ranks, has_secret, &limit);
     ours.version = version;
-    (void)epic_frame_receive_all(s, &theirs, sizeof theirs, end);
-    (void)epic_frame_send_bytes(s, &ours, sizeof ours, end);
+    (void)epic_frame_receive_all(s, &theirs, sizeof theirs, &limit);
+    (void)epic_frame_send_bytes(s, &ours, sizeof ours, &limit);
     epic_link link = {.socket = s};
-    const epic_frame frame = epic_link_frame(NULL, EPIC_OK, 0, NULL, 0, end);
+    const epic_frame frame = epic_link_frame(NULL, EPIC_OK, 0, NULL, 0, &limit);
     epic_letter entry = epic_link_letter(&link, &frame, NULL);
-    (void)epic_link_send_all(&link, &entry, end);
-    (void)epic_frame_receive_all(s, rest, sizeof rest, end);
+    (void)epic_link_send_all(&link, &entry, &limit);
+    (void)epic_frame_receive_all(s, rest, sizeof rest, &limit);
     close(s);
     close(listener);
 }

@@ -21,12 +21,12 @@ static void odd_version(const trial *t, epic_tcp *tcp, report *out)
     }
     epic_hello hello;
     char answer[1024];
-    const int64_t end = epic_bootstrap_now() + 5000;
+    time_limit limit = time_limit_begin(5000, NULL);
     const int s = knock_until_open(tcp->port);
-    epic_frame_hello(&hello, tcp->rank, tcp->num_ranks, false, end);
+    epic_frame_hello(&hello, tcp->rank, tcp->num_ranks, false, &limit);
     hello.version = 99;
-    (void)epic_frame_send_bytes(s, &hello, sizeof hello, end);
-    (void)epic_frame_receive_all(s, answer, sizeof answer, end);
+    (void)epic_frame_send_bytes(s, &hello, sizeof hello, &limit);
+    (void)epic_frame_receive_all(s, answer, sizeof answer, &limit);
     close(s);
 }
 
@@ -83,11 +83,11 @@ static void goes_early(const trial *t, epic_tcp *tcp, report *out)
 {
     if (tcp->rank == t->odd) {
         epic_hello hello;
-        const int64_t end = epic_bootstrap_now() + 5000;
+        time_limit limit = time_limit_begin(5000, NULL);
         const int s = knock_until_open(tcp->port);
-        epic_frame_hello(&hello, tcp->rank, tcp->num_ranks, false, end);
-        (void)epic_frame_send_bytes(s, &hello, sizeof hello, end);
-        (void)epic_frame_receive_all(s, &hello, sizeof hello, end);
+        epic_frame_hello(&hello, tcp->rank, tcp->num_ranks, false, &limit);
+        (void)epic_frame_send_bytes(s, &hello, sizeof hello, &limit);
+        (void)epic_frame_receive_all(s, &hello, sizeof hello, &limit);
         close(s);
         return;
     }

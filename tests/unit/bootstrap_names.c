@@ -231,15 +231,15 @@ static void *let_in(void *self)
 {
     const int listener = *(const int *)self;
     epic_hello theirs, ours;
-    const int64_t end = epic_bootstrap_now() + 5000;
+    time_limit limit = time_limit_begin(5000, NULL);
     const int s = accept(listener, NULL, NULL);
     epic_link link = {.socket = s};
     if (recv(s, &theirs, sizeof theirs, MSG_WAITALL) != (ssize_t)sizeof theirs) return NULL;
-    epic_frame_hello(&ours, 0, theirs.num_ranks, false, end);
-    (void)epic_frame_send_bytes(s, &ours, sizeof ours, end);
-    const epic_frame frame = epic_link_frame(NULL, EPIC_OK, 0, NULL, 0, end);
+    epic_frame_hello(&ours, 0, theirs.num_ranks, false, &limit);
+    (void)epic_frame_send_bytes(s, &ours, sizeof ours, &limit);
+    const epic_frame frame = epic_link_frame(NULL, EPIC_OK, 0, NULL, 0, &limit);
     epic_letter entry = epic_link_letter(&link, &frame, NULL);
-    (void)epic_link_send_all(&link, &entry, end);
+    (void)epic_link_send_all(&link, &entry, &limit);
     (void)!recv(s, &theirs, sizeof theirs, MSG_WAITALL);
     close(s);
     return NULL;

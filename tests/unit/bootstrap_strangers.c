@@ -28,8 +28,8 @@ static void babble(const trial *t, uint32_t port)
         say(port, noise, (size_t)(rand() % 200), hold);
         say(port, NULL, 0, hold);
         say(port, http, sizeof http - 1, hold);
-        epic_frame_hello(&hello, 2, t->num_ranks, t->secret != NULL,
-                         epic_bootstrap_now() + 60000);
+        const time_limit limit = time_limit_begin(60000, NULL);
+        epic_frame_hello(&hello, 2, t->num_ranks, t->secret != NULL, &limit);
         say(port, &hello, (size_t)(rand() % 63), hold); /* half of a hello */
         hello.rank = t->num_ranks;                      /* a rank that is not */
         say(port, &hello, sizeof hello, hold);
@@ -189,18 +189,18 @@ static void test_taken(void)
  * first, so its proof is still looked at. */
 static void prove_among_silent(const trial *t, uint32_t port)
 {
-    const int64_t end = epic_bootstrap_now() + 5000;
+    time_limit limit = time_limit_begin(5000, NULL);
     const uint8_t proof[SECRET_PROOF] = {0};
     epic_hello ours, theirs;
     epic_frame answer;
     const int s = knock_until_open(port);
-    epic_frame_hello(&ours, 1, t->num_ranks, true, end);
-    (void)epic_frame_send_bytes(s, &ours, sizeof ours, end);
-    (void)epic_frame_receive_all(s, &theirs, sizeof theirs, end);
+    epic_frame_hello(&ours, 1, t->num_ranks, true, &limit);
+    (void)epic_frame_send_bytes(s, &ours, sizeof ours, &limit);
+    (void)epic_frame_receive_all(s, &theirs, sizeof theirs, &limit);
     for (int i = 0; i < 300; i++) (void)knock(port);
     nap(300);
-    (void)epic_frame_send_bytes(s, proof, sizeof proof, end);
-    reports[MOST].ms = epic_frame_receive_all(s, &answer, sizeof answer, end) == FRAME_DONE;
+    (void)epic_frame_send_bytes(s, proof, sizeof proof, &limit);
+    reports[MOST].ms = epic_frame_receive_all(s, &answer, sizeof answer, &limit) == FRAME_DONE;
     nap(20000);
 }
 
@@ -238,17 +238,17 @@ static void test_queue(void)
 
 static void refuse_with(const trial *t, const epic_tcp *tcp, const char *sentence)
 {
-    const int64_t end = epic_bootstrap_now() + 5000;
+    time_limit limit = time_limit_begin(5000, NULL);
     epic_hello theirs, ours;
     char rest[256];
     const int listener = listen_at(tcp->port);
     for (struct pollfd at = {listener, POLLIN, 0}; poll(&at, 1, (int)t->timeout_ms) > 0;) {
         epic_link link = {.socket = accept(listener, NULL, NULL)};
-        epic_frame_hello(&ours, 0, tcp->num_ranks, t->secret != NULL, end);
-        (void)epic_frame_receive_all(link.socket, &theirs, sizeof theirs, end);
-        (void)epic_frame_send_bytes(link.socket, &ours, sizeof ours, end);
-        epic_link_tell(&link, EPIC_EINVAL, sentence, end);
-        (void)epic_frame_receive_all(link.socket, rest, sizeof rest, end);
+        epic_frame_hello(&ours, 0, tcp->num_ranks, t->secret != NULL, &limit);
+        (void)epic_frame_receive_all(link.socket, &theirs, sizeof theirs, &limit);
+        (void)epic_frame_send_bytes(link.socket, &ours, sizeof ours, &limit);
+        epic_link_tell(&link, EPIC_EINVAL, sentence, &limit);
+        (void)epic_frame_receive_all(link.socket, rest, sizeof rest, &limit);
         close(link.socket);
     }
     close(listener);

@@ -3,14 +3,20 @@
  * others. */
 #include <poll.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include "epic/epic.h"
+#include "run.h"
 
 #define MOST 8
+#define STOPPED_LIMIT_MS 1000
+#define STOPPED_LATE_MS 300 /* from the end of the stop until the late rank comes */
 
 typedef struct trial {
     const char *name;
@@ -147,6 +153,51 @@ static void check_twice(bool all_come)
     for (int r = 0; r < 3; r++) epic_bootstrap_close(&bootstraps[r]);
 }
 
+/* Rank 0 of a process that is stopped comes after the stop, which it notices by the clock. */
+static void *gather_after_stop(void *argument)
+{
+    seat *s = argument;
+    if (s->bootstrap.rank == 0) {
+        for (int64_t before = run_now_ns(), now = before; now - before < 500000000;) {
+            before = now;
+            poll(NULL, 0, 5);
+            now = run_now_ns();
+        }
+        poll(NULL, 0, STOPPED_LATE_MS);
+    }
+    s->result = gather(s, 0, 8);
+    return NULL;
+}
+
+/* The process of all threads is stopped for longer than the time limit. */
+static void check_stopped(void)
+{
+    int status = 0;
+    fflush(stdout);
+    const pid_t child = run_fork();
+    if (child == 0) {
+        seat seats[3] = {0};
+        epic_bootstrap bootstraps[3];
+        int failed = epic_bootstrap_threads(bootstraps, 3, STOPPED_LIMIT_MS) != EPIC_OK;
+        for (int i = 0; i < 3; i++) {
+            seats[i].bootstrap = bootstraps[i];
+            pthread_create(&seats[i].thread, NULL, gather_after_stop, &seats[i]);
+        }
+        for (int i = 0; i < 3; i++) {
+            pthread_join(seats[i].thread, NULL);
+            failed |= seats[i].result != EPIC_OK || seats[i].wrong_bytes;
+        }
+        _exit(failed);
+    }
+    poll(NULL, 0, 200);
+    kill(child, SIGSTOP);
+    poll(NULL, 0, STOPPED_LIMIT_MS + 300);
+    kill(child, SIGCONT);
+    waitpid(child, &status, 0);
+    if (status != 0) printf("stopped: the gather failed, status %x\n", (unsigned)status);
+    failures += status != 0;
+}
+
 static void check_arguments(void)
 {
     epic_bootstrap bootstraps[2];
@@ -203,6 +254,7 @@ int main(void)
     for (size_t i = 0; i < sizeof trials / sizeof *trials; i++) run(&trials[i]);
     check_twice(true);
     check_twice(false);
+    check_stopped();
     check_arguments();
     return failures == 0 ? 0 : 1;
 }
