@@ -20,6 +20,7 @@
 
 #include "base/error.h"
 #include "copies.h"
+#include "moe/args.h"
 #include "moe/device.h"
 
 enum { MOST_RANKS = 8, MOST_TIMES = 300 };
@@ -498,18 +499,9 @@ static void run_model(bench *b, const model *m)
         .saved_bytes = b->forward.saved_bytes,
         .workspace = b->forward.workspace,
         .workspace_bytes = work};
-    moe_call call = {.moe = &moe,
-                     .weights = &weights,
-                     .x = &b->forward.x,
-                     .y = &b->forward.out,
-                     .y_name = "out",
-                     .saved = b->forward.saved,
-                     .saved_bytes = b->forward.saved_bytes,
-                     .workspace = b->forward.workspace,
-                     .workspace_bytes = work};
-    must(!moe_begin(&b->forward_job, b->ctx, &b->forward.call, &call), "parts", NULL);
-    call.backward = true;
-    must(!moe_begin(&b->backward_job, b->ctx, &b->forward.call, &call), "parts", NULL);
+    must(!moe_forward_args(&b->forward_job, b->ctx, &b->forward, false), "parts", NULL);
+    must(!moe_backward_args(&b->backward_job, b->ctx, &b->backward, &b->gradients), "parts",
+         NULL);
     if (profile) {
         const float narrow = time_narrow(b);
         if (b->rank == 0) printf("layer, %s: %.3f ms\n", m->name, narrow);

@@ -4,7 +4,7 @@
 #define EPIC_MOE_DEVICE_H
 
 #include "api/api.h"
-#include "moe/call.h"
+#include "moe/stages.h"
 
 /* A step of the context's backend. */
 #define DEVICE_STEP(j, name, ...)   \
@@ -30,6 +30,11 @@ epic_result moe_device_send(moe_job *j, const epic_moe_args *a);
 epic_result moe_device_finish(moe_job *j, const epic_rows *out);
 epic_result moe_device_dense_backward(moe_job *j, const epic_moe_backward_args *a,
                                       const epic_moe_gradients *g);
+
+/* The whole of both directions; device_forward.c, device_backward.c. */
+epic_result moe_device_forward(moe_job *j, const epic_moe_args *a);
+epic_result moe_device_backward(moe_job *j, const epic_moe_backward_args *a,
+                                const epic_moe_gradients *g);
 
 /* A loss of a block of tokens, without what goes out. */
 epic_loss moe_device_loss(const moe_job *j, const dense_block *block, double coeff);

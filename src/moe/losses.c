@@ -1,15 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The losses of one block of tokens. */
 #include "base/error.h"
-#include "moe/call.h"
-
-epic_result moe_check_loss_type(const moe_job *j, uint32_t type)
-{
-    if (type == 0 || type == EPIC_F32 || (type == EPIC_F64 && j->wide)) return EPIC_OK;
-    return epic_fail(EPIC_EINVAL,
-                     "loss_type is %u: it must be EPIC_F32 (or 0), or EPIC_F64 with F64 rows",
-                     type);
-}
+#include "moe/stages.h"
 
 epic_result moe_losses(const moe_job *j, const dense_block *block, void *balance, void *z)
 {

@@ -128,6 +128,9 @@ typedef struct dense_block {
     const void *weights; /* real */
 } dense_block;
 
+/* Block b of the tokens, with what was saved of it. */
+dense_block moe_block(const moe_job *j, int64_t b);
+
 typedef struct dense_ops {
     /* logits = x W_gate + b_gate */
     void (*gate)(const dense_block *b, void *logits);

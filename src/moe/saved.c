@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Is what an earlier call saved still what it was? */
 #include "base/error.h"
-#include "moe/call.h"
+#include "moe/stages.h"
 #include "plan/plan.h"
 
 /* Forward left the plan's own counts; what is beyond the plan's experts is zero. */

@@ -2,7 +2,7 @@
 /* The weights of choices on their way in a layer of float64. */
 #include <string.h>
 
-#include "moe/call.h"
+#include "moe/stages.h"
 
 static epic_rows rows_of(const moe_job *j, void *data, int64_t num_rows)
 {

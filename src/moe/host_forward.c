@@ -1,12 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_moe_forward: router, plan, dispatch, experts, combine. */
+/* epic_moe_forward and epic_moe_plan on a host: router, plan, dispatch, experts, combine. */
 #include <string.h>
 
 #include "api/api.h"
 #include "base/error.h"
-#include "base/sized.h"
-#include "experts/blas.h"
-#include "moe/call.h"
+#include "moe/host.h"
 #include "plan/plan.h"
 #include "router/job.h"
 #include "rules/sentences.h"
@@ -102,62 +100,6 @@ static epic_result send(moe_job *j, const epic_moe_args *a, const note_extra *ex
     return check_tokens(j);
 }
 
-/* All of it, or with EPIC_RECOMPUTE what is saved alone. */
-static epic_result run_experts(moe_job *j, uint32_t flags)
-{
-    const bool scaled = j->scaled && !flags; /* what is recomputed has weights of row_type */
-    epic_experts experts = j->experts;
-    if (scaled) experts.weight_type = EPIC_E4M3;
-    const epic_experts_args how = {.call = j->call,
-                                   .experts = &experts,
-                                   .x = j->saved.recv,
-                                   .x_scales = scaled ? j->work.recv_scales : NULL,
-                                   .num_slots = j->capacity,
-                                   .expert_rows = j->saved.expert_rows,
-                                   .expert_tokens = j->saved.expert_tokens,
-                                   .slot_weights =
-                                       moe_is_late(j) ? NULL : j->saved.slot_weights,
-                                   .w_gate_up = j->weights.w_gate_up,
-                                   .w_down = j->weights.w_down,
-                                   .w_gate_up_scales = j->weights.w_gate_up_scales,
-                                   .w_down_scales = j->weights.w_down_scales,
-                                   .b_gate_up = j->weights.b_gate_up,
-                                   .b_down = j->weights.b_down,
-                                   .saved = j->saved.experts,
-                                   .saved_bytes = j->experts_memory.saved_bytes,
-                                   .workspace = j->work.experts,
-                                   .workspace_bytes = flags ? j->experts_memory.backward_bytes
-                                                            : j->experts_memory.forward_bytes,
-                                   .y = j->work.y,
-                                   .flags = flags,
-                                   .weights_type = j->real_type};
-    return epic_experts_forward(moe_where(j), &how);
-}
-
-epic_result moe_transform(moe_job *j)
-{
-    return run_experts(j, 0);
-}
-
-epic_result moe_recompute(moe_job *j)
-{
-    return j->moe.flags & EPIC_RECOMPUTE ? run_experts(j, EPIC_RECOMPUTE) : EPIC_OK;
-}
-
-epic_result moe_bring_home(moe_job *j, const epic_rows *out)
-{
-    const epic_combine_args how = {.call = j->call,
-                                   .layer = j->moe.layer,
-                                   .plan = j->saved.plan,
-                                   .plan_bytes = j->plan_bytes,
-                                   .rows = {j->work.y, j->capacity, j->row_bytes},
-                                   .out = *out,
-                                   .slot_weights =
-                                       moe_is_late(j) ? j->saved.slot_weights : NULL,
-                                   .type = j->experts.row_type};
-    return epic_combine(j->ctx, &how);
-}
-
 epic_result moe_shared(moe_job *j, int64_t b, uint32_t flags)
 {
     const dense_block block = moe_block(j, b);
@@ -230,27 +172,6 @@ static epic_result losses(moe_job *j, const epic_moe_args *a)
     return EPIC_OK;
 }
 
-/* A rank that owns more experts than the layer has room for would write past expert_rows.  Ranks
- * out of range are epic_plan's to name, on every rank. */
-static epic_result check_placement(const moe_job *j, const int32_t *rank_of_expert)
-{
-    const uint32_t experts = j->layer.num_experts, ranks = (uint32_t)j->ctx->num_ranks;
-    uint32_t most = (experts + ranks - 1) / ranks;
-    if (!rank_of_expert && experts % ranks)
-        return epic_fail(EPIC_EINVAL,
-                         "rank_of_expert is NULL: num_ranks %u does not divide "
-                         "moe.layer.num_experts %u, so a table is needed",
-                         ranks, experts);
-    for (uint32_t r = 0; rank_of_expert && r < ranks; r++) {
-        uint32_t count = 0;
-        for (uint32_t e = 0; e < experts; e++) count += rank_of_expert[e] == (int32_t)r;
-        if (count > most) most = count;
-    }
-    if (j->experts.num_local_experts >= most) return EPIC_OK;
-    return epic_fail(EPIC_EINVAL, SAYS_ROOM, (long long)j->experts.num_local_experts,
-                     (long long)most);
-}
-
 /* A planned call finds the routes in `saved`.  What is wrong there is this rank's own mistake. */
 static epic_result begin(moe_job *j, const epic_moe_args *a, data_fault *fault)
 {
@@ -262,7 +183,12 @@ static epic_result begin(moe_job *j, const epic_moe_args *a, data_fault *fault)
                      "successful epic_moe_plan left there");
 }
 
-static epic_result run(moe_job *j, const epic_moe_args *a)
+void moe_clear(const moe_job *j, const epic_rows *rows)
+{
+    if (j->tokens) memset(rows->data, 0, (size_t)(j->tokens * j->row_bytes));
+}
+
+epic_result moe_host_forward(moe_job *j, const epic_moe_args *a)
 {
     data_fault fault;
     TRY(begin(j, a, &fault)); /* local: nobody waits yet */
@@ -283,67 +209,10 @@ static epic_result run(moe_job *j, const epic_moe_args *a)
     return result == EPIC_OK ? EPIC_OK : moe_abandon(j, result);
 }
 
-static epic_result check_device(const epic_moe_args *a, bool planning)
-{
-    if (planning || a->flags & EPIC_PLANNED)
-        return epic_fail(EPIC_ENOTSUP,
-                         "epic_moe_plan is not there yet on CUDA contexts, where the host does "
-                         "not see how many slots there are: give moe.capacity "
-                         "(epic_capacity_bound)");
-    return EPIC_OK;
-}
-
-/* What both entries check; `planning`: of epic_moe_plan. */
-static epic_result take(moe_job *j, epic_context *ctx, epic_moe_args *a, bool planning)
-{
-    const uint32_t known = planning ? 0 : EPIC_PLANNED;
-    const moe_call c = {.moe = a->moe,
-                        .weights = a->weights,
-                        .x = &a->x,
-                        .y = planning ? &a->x : &a->out,
-                        .y_name = "out",
-                        .saved = a->saved,
-                        .saved_bytes = a->saved_bytes,
-                        .workspace = a->workspace,
-                        .workspace_bytes = a->workspace_bytes,
-                        .rank_of_expert = a->rank_of_expert};
-    TRY(moe_begin(j, ctx, &a->call, &c));
-    TRY(moe_forward_places(j, a));
-    if (a->flags & ~known)
-        return epic_fail(EPIC_EINVAL, "flags is 0x%x: only 0x%x is known here", a->flags,
-                         known);
-    if (a->reserved)
-        return epic_fail(EPIC_EINVAL, "reserved fields must be zero: one is %u", a->reserved);
-    if (planning && j->capacity != EPIC_CAPACITY_EXACT)
-        return epic_fail(EPIC_EINVAL,
-                         "moe.capacity is %lld: epic_moe_plan counts the slots itself, with "
-                         "EPIC_CAPACITY_EXACT",
-                         (long long)j->capacity);
-    if (!planning && !(a->flags & EPIC_PLANNED) && j->capacity == EPIC_CAPACITY_EXACT)
-        return epic_fail(EPIC_EINVAL, "moe.capacity is 0, EPIC_CAPACITY_EXACT: call "
-                                      "epic_moe_plan first, then with EPIC_PLANNED");
-    TRY(moe_check_loss_type(j, a->loss_type));
-    if (j->device) TRY(check_device(a, planning));
-    if (j->device && a->rank_of_expert) return EPIC_OK; /* in its memory: the plan will tell */
-    return check_placement(j, a->rank_of_expert);
-}
-
-epic_result epic_moe_forward_v1(epic_context *ctx, const epic_moe_args *args, size_t size)
-{
-    epic_moe_args a;
-    moe_job j;
-    TRY(READ_SIZED(&a, args, size, "args"));
-    TRY(take(&j, ctx, &a, false));
-    if (j.device) return moe_device_forward(&j, &a);
-    experts_blas_enter();
-    const epic_result result = run(&j, &a);
-    experts_blas_leave();
-    return result;
-}
-
-static epic_result run_plan(moe_job *j, const epic_moe_args *a, int64_t *slots)
+epic_result moe_host_plan(moe_job *j, const epic_moe_args *a, int64_t *slots)
 {
     data_fault fault;
+    *slots = 0;
     TRY(route(j, a, &fault));
     const epic_plan_args plan = moe_plan_args(j, a, j->work.plan_idx);
     const note_extra extra = {&fault, &j->options};
@@ -357,19 +226,4 @@ static epic_result run_plan(moe_job *j, const epic_moe_args *a, int64_t *slots)
     for (uint32_t l = 0; l < j->experts.num_local_experts; l++)
         *slots += j->saved.expert_rows[l];
     return EPIC_OK;
-}
-
-epic_result epic_moe_plan_v1(epic_context *ctx, const epic_moe_args *args, size_t size,
-                             int64_t *slots)
-{
-    epic_moe_args a;
-    moe_job j;
-    TRY(READ_SIZED(&a, args, size, "args"));
-    if (!slots) return epic_fail(EPIC_EINVAL, "slots is NULL: the number of slots goes there");
-    TRY(take(&j, ctx, &a, true));
-    *slots = 0;
-    experts_blas_enter();
-    const epic_result result = run_plan(&j, &a, slots);
-    experts_blas_leave();
-    return result;
 }

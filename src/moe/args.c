@@ -1,16 +1,29 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Checking a call of the layer. */
-#include "moe/call.h"
-
-#include <stdio.h>
-#include <string.h>
+#include "moe/args.h"
 
 #include "base/error.h"
 #include "base/sized.h"
+#include "experts/job.h"
 #include "plan/plan.h"
 #include "rules/convert.h"
+#include "rules/sentences.h"
 
-epic_result moe_take_rows(const moe_job *j, const char *name, epic_rows *rows)
+typedef struct moe_call { /* what both calls bring */
+    const epic_moe *moe;
+    const epic_moe_weights *weights;
+    epic_rows *x, *y; /* y: out, or d_out */
+    const char *y_name;
+    const void *saved;
+    int64_t saved_bytes;
+    void *workspace;
+    int64_t workspace_bytes;
+    const int32_t *rank_of_expert; /* forward */
+    bool backward;
+} moe_call;
+
+/* Are the rows as many and as wide as x?  {NULL, 0, 0} gets the width. */
+static epic_result take_rows(const moe_job *j, const char *name, epic_rows *rows)
 {
     if (!rows->data && !rows->num_rows && !rows->row_bytes) rows->row_bytes = j->row_bytes;
     if (rows->num_rows != j->x.num_rows)
@@ -132,7 +145,28 @@ static void set_weights(moe_job *j)
     options_set_weights(&j->options, checked, words);
 }
 
-epic_result moe_begin(moe_job *j, epic_context *ctx, const epic_call *call, const moe_call *c)
+static epic_result not_yet(const char *what)
+{
+    return epic_fail(EPIC_ENOTSUP,
+                     "%s is not there yet in the layer on CUDA contexts; use a host context",
+                     what);
+}
+
+/* EPIC_ENOTSUP for what the layer on a device cannot do yet. */
+static epic_result check_device(const moe_job *j)
+{
+    if (!j->ctx->backend->steps->gate)
+        return epic_fail(EPIC_ENOTSUP,
+                         "the layer is not there yet on backend \"%s\"; use a host context",
+                         j->ctx->backend_name);
+    if (j->wide) return not_yet("moe.experts.row_type F64");
+    if (j->has_shared && j->shared.gemm) return not_yet("moe.shared.gemm");
+    return EPIC_OK;
+}
+
+/* Reads weights, rows and memory of a call; EPIC_EINVAL. */
+static epic_result read_call(moe_job *j, epic_context *ctx, const epic_call *call,
+                             const moe_call *c)
 {
     if (!ctx) return epic_fail(EPIC_EINVAL, "ctx is NULL: a context from epic_open is needed");
     TRY(context_check(ctx));
@@ -146,8 +180,8 @@ epic_result moe_begin(moe_job *j, epic_context *ctx, const epic_call *call, cons
     TRY(moe_read(j, &ctx->config, c->moe, sizeof *c->moe, c->x->num_rows));
     j->any_order = j->layer.sum_order == EPIC_BY_HOSTS; /* either has one block */
     layer_choose_order(&j->layer, ctx->num_ranks, context_relays(ctx, c->rank_of_expert));
-    TRY(moe_take_rows(j, "x", c->x));
-    TRY(moe_take_rows(j, c->y_name, c->y));
+    TRY(take_rows(j, "x", c->x));
+    TRY(take_rows(j, c->y_name, c->y));
     j->x = *c->x;
     TRY(check_tokens(j, c->x->num_rows));
     if (j->scaled && !j->device)
@@ -157,51 +191,111 @@ epic_result moe_begin(moe_job *j, epic_context *ctx, const epic_call *call, cons
     if (c->backward) TRY(take_scaled_back(j));
     TRY(check_weights(j, c->backward ? j->scaled_back : j->scaled));
     if (j->weights.w_shared_gate) j->shared.weighting = EPIC_WEIGHT_EARLY;
-    if (j->device) TRY(moe_device_ready(j));
+    if (j->device) TRY(check_device(j));
     moe_cut(j, c->saved, c->workspace, c->backward);
     set_weights(j);
     TRY(check_memory("saved", c->saved, c->saved_bytes, j->saved_bytes));
     return check_memory("workspace", c->workspace, c->workspace_bytes, j->work_bytes);
 }
 
-dense_block moe_block(const moe_job *j, int64_t b)
+/* The type of losses that a call brings; EPIC_EINVAL. */
+static epic_result check_loss_type(const moe_job *j, uint32_t type)
 {
-    const int64_t first = b * j->block;
-    return (dense_block){.job = j,
-                         .x = moe_rows(j, &j->x, b),
-                         .logits =
-                             (const char *)j->saved.logits + first * j->columns * j->real_bytes,
-                         .topk_idx = j->saved.topk_idx + first * j->top_k,
-                         .weights = moe_real(j, j->saved.weights, first * j->top_k)};
+    if (type == 0 || type == EPIC_F32 || (type == EPIC_F64 && j->wide)) return EPIC_OK;
+    return epic_fail(EPIC_EINVAL,
+                     "loss_type is %u: it must be EPIC_F32 (or 0), or EPIC_F64 with F64 rows",
+                     type);
 }
 
-epic_plan_args moe_plan_args(const moe_job *j, const epic_moe_args *a, const int32_t *topk_idx)
+/* A rank that owns more experts than the layer has room for would write past expert_rows.  Ranks
+ * out of range are epic_plan's to name, on every rank. */
+static epic_result check_placement(const moe_job *j, const int32_t *rank_of_expert)
 {
-    return (epic_plan_args){.call = j->call,
-                            .layer = &j->layer,
-                            .plan = j->saved.plan,
-                            .plan_bytes = j->plan_bytes,
-                            .topk_idx = topk_idx,
-                            .num_tokens = j->tokens,
-                            .rank_of_expert = a->rank_of_expert,
-                            .logical_of_expert = a->logical_of_expert,
-                            .capacity = j->capacity,
-                            .expert_rows = j->saved.expert_rows,
-                            .expert_tokens = j->saved.expert_tokens,
-                            .load = j->saved.load,
-                            .logical_load = j->layer.num_logical ? j->saved.logical_load : NULL,
-                            .demand = a->demand};
+    const uint32_t experts = j->layer.num_experts, ranks = (uint32_t)j->ctx->num_ranks;
+    uint32_t most = (experts + ranks - 1) / ranks;
+    if (!rank_of_expert && experts % ranks)
+        return epic_fail(EPIC_EINVAL,
+                         "rank_of_expert is NULL: num_ranks %u does not divide "
+                         "moe.layer.num_experts %u, so a table is needed",
+                         ranks, experts);
+    for (uint32_t r = 0; rank_of_expert && r < ranks; r++) {
+        uint32_t count = 0;
+        for (uint32_t e = 0; e < experts; e++) count += rank_of_expert[e] == (int32_t)r;
+        if (count > most) most = count;
+    }
+    if (j->experts.num_local_experts >= most) return EPIC_OK;
+    return epic_fail(EPIC_EINVAL, SAYS_ROOM, (long long)j->experts.num_local_experts,
+                     (long long)most);
 }
 
-void moe_clear(const moe_job *j, const epic_rows *rows)
+static epic_result check_planned(const epic_moe_args *a, bool planning)
 {
-    if (j->tokens) memset(rows->data, 0, (size_t)(j->tokens * j->row_bytes));
+    if (planning || a->flags & EPIC_PLANNED)
+        return epic_fail(EPIC_ENOTSUP,
+                         "epic_moe_plan is not there yet on CUDA contexts, where the host does "
+                         "not see how many slots there are: give moe.capacity "
+                         "(epic_capacity_bound)");
+    return EPIC_OK;
 }
 
-epic_result moe_abandon(moe_job *j, epic_result result)
+epic_result moe_forward_args(moe_job *j, epic_context *ctx, epic_moe_args *a, bool planning)
 {
-    char why[512];
-    snprintf(why, sizeof why, "%s", epic_sentence());
-    epic_abort(j->ctx, j->call.tag, why); /* does nothing to a group that is broken already */
-    return epic_fail(result, "%s", why);
+    const uint32_t known = planning ? 0 : EPIC_PLANNED;
+    const moe_call c = {.moe = a->moe,
+                        .weights = a->weights,
+                        .x = &a->x,
+                        .y = planning ? &a->x : &a->out,
+                        .y_name = "out",
+                        .saved = a->saved,
+                        .saved_bytes = a->saved_bytes,
+                        .workspace = a->workspace,
+                        .workspace_bytes = a->workspace_bytes,
+                        .rank_of_expert = a->rank_of_expert};
+    TRY(read_call(j, ctx, &a->call, &c));
+    TRY(moe_forward_places(j, a));
+    if (a->flags & ~known)
+        return epic_fail(EPIC_EINVAL, "flags is 0x%x: only 0x%x is known here", a->flags,
+                         known);
+    if (a->reserved)
+        return epic_fail(EPIC_EINVAL, "reserved fields must be zero: one is %u", a->reserved);
+    if (planning && j->capacity != EPIC_CAPACITY_EXACT)
+        return epic_fail(EPIC_EINVAL,
+                         "moe.capacity is %lld: epic_moe_plan counts the slots itself, with "
+                         "EPIC_CAPACITY_EXACT",
+                         (long long)j->capacity);
+    if (!planning && !(a->flags & EPIC_PLANNED) && j->capacity == EPIC_CAPACITY_EXACT)
+        return epic_fail(EPIC_EINVAL, "moe.capacity is 0, EPIC_CAPACITY_EXACT: call "
+                                      "epic_moe_plan first, then with EPIC_PLANNED");
+    TRY(check_loss_type(j, a->loss_type));
+    if (j->device) TRY(check_planned(a, planning));
+    if (j->device && a->rank_of_expert) return EPIC_OK; /* in its memory: the plan will tell */
+    return check_placement(j, a->rank_of_expert);
+}
+
+epic_result moe_backward_args(moe_job *j, epic_context *ctx, epic_moe_backward_args *a,
+                              const epic_moe_gradients *g)
+{
+    const moe_call c = {.moe = a->moe,
+                        .weights = a->weights,
+                        .x = &a->x,
+                        .y = &a->d_out,
+                        .y_name = "d_out",
+                        .saved = a->saved,
+                        .saved_bytes = a->saved_bytes,
+                        .workspace = a->workspace,
+                        .workspace_bytes = a->workspace_bytes,
+                        .backward = true};
+    TRY(read_call(j, ctx, &a->call, &c));
+    j->grad_type = a->grad_type;
+    TRY(experts_take_grad_type(&j->grad_type, j->experts.row_type, j->device));
+    TRY(moe_backward_places(j, a, g));
+    if (a->d_x.data || !j->tokens) TRY(take_rows(j, "d_x", &a->d_x));
+    if (g->scale_of_expert && !j->weights.scale_of_expert)
+        return epic_fail(EPIC_EINVAL, "gradients.scale_of_expert is given: "
+                                      "weights.scale_of_expert is NULL, so it has none");
+    if (a->flags & ~EPIC_ACCUMULATE)
+        return epic_fail(EPIC_EINVAL, "flags is 0x%x: only EPIC_ACCUMULATE is known", a->flags);
+    if (a->reserved)
+        return epic_fail(EPIC_EINVAL, "reserved fields must be zero: one is %u", a->reserved);
+    return check_loss_type(j, a->loss_type);
 }

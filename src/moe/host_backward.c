@@ -1,100 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_moe_backward: the steps of forward, from the last to the first. */
+/* epic_moe_backward on a host: the stages of forward, from the last to the first. */
 #include <string.h>
 
-#include "api/api.h"
 #include "base/error.h"
-#include "base/sized.h"
-#include "experts/blas.h"
-#include "experts/job.h"
-#include "moe/call.h"
+#include "moe/host.h"
 
 typedef struct backward_call {
     const epic_moe_backward_args *args;
     epic_moe_gradients gradients;
     data_fault fault; /* of saved */
 } backward_call;
-
-/* Also where combine multiplied the weights: the gradient of a weight comes from the activation,
- * d_out W_down^T times what it multiplies, and not from the experts' outputs, which nobody has kept.
- */
-epic_result moe_combine_backward(moe_job *j, const epic_rows *d_out, data_fault *fault)
-{
-    const epic_rows slots = {j->work.d_y, j->capacity, j->row_bytes};
-    const epic_combine_backward_args how = {.call = j->call,
-                                            .layer = j->moe.layer,
-                                            .plan = j->saved.plan,
-                                            .plan_bytes = j->plan_bytes,
-                                            .d_out = *d_out,
-                                            .d_rows = slots,
-                                            .type = j->experts.row_type};
-    const note_extra extra = {fault, &j->options};
-    return api_combine_backward(j->ctx, &how, &extra);
-}
-
-epic_result moe_dispatch_again(moe_job *j)
-{
-    const epic_dispatch_args how = {.call = j->call,
-                                    .layer = j->moe.layer,
-                                    .plan = j->saved.plan,
-                                    .plan_bytes = j->plan_bytes,
-                                    .tokens = j->x,
-                                    .recv = {j->saved.recv, j->capacity, j->row_bytes}};
-    return j->moe.flags & EPIC_DISPATCH_AGAIN ? epic_dispatch(j->ctx, &how) : EPIC_OK;
-}
-
-epic_result moe_transform_backward(moe_job *j, const epic_moe_gradients *g, uint32_t flags)
-{
-    epic_experts experts = j->experts;
-    if (moe_is_late(j)) experts.weighting = EPIC_WEIGHT_EARLY;
-    if (j->scaled_back) experts.weight_type = EPIC_E4M3;
-    const epic_experts_backward_args how = {.call = j->call,
-                                            .experts = &experts,
-                                            .x = j->saved.recv,
-                                            .num_slots = j->capacity,
-                                            .expert_rows = j->saved.expert_rows,
-                                            .expert_tokens = j->saved.expert_tokens,
-                                            .slot_weights = j->saved.slot_weights,
-                                            .w_gate_up = j->weights.w_gate_up,
-                                            .w_down = j->weights.w_down,
-                                            .w_gate_up_scales = j->weights.w_gate_up_scales,
-                                            .w_down_scales = j->weights.w_down_scales,
-                                            .b_gate_up = j->weights.b_gate_up,
-                                            .b_down = j->weights.b_down,
-                                            .saved = j->saved.experts,
-                                            .saved_bytes = j->experts_memory.saved_bytes,
-                                            .workspace = j->work.experts,
-                                            .workspace_bytes = j->experts_memory.backward_bytes,
-                                            .d_y = j->work.d_y,
-                                            .d_x = j->work.d_recv,
-                                            .d_w_gate_up = g->w_gate_up,
-                                            .d_w_down = g->w_down,
-                                            .d_b_gate_up = g->b_gate_up,
-                                            .d_b_down = g->b_down,
-                                            .d_slot_weights = j->work.d_slot_weights,
-                                            .flags = flags,
-                                            .weights_type = j->real_type,
-                                            .grad_type = j->grad_type};
-    return epic_experts_backward(moe_where(j), &how);
-}
-
-/* The rank's peers wait for its part of this step also if it does not want d_x. */
-epic_result moe_dispatch_backward(moe_job *j, const epic_rows *d_x)
-{
-    const epic_rows spare = {j->work.d_y, j->tokens, j->row_bytes};
-    const epic_dispatch_backward_args how = {
-        .call = j->call,
-        .layer = j->moe.layer,
-        .plan = j->saved.plan,
-        .plan_bytes = j->plan_bytes,
-        .d_recv = {j->work.d_recv, j->capacity, j->row_bytes},
-        .d_tokens = d_x->data ? *d_x : spare,
-        .d_slot_weights = j->wide ? NULL : j->work.d_slot_weights,
-        .d_weights = j->wide ? NULL : j->work.d_weights,
-        .type = j->experts.row_type};
-    if (j->wide) TRY(moe_weights_home(j)); /* before d_x that nobody wants takes the place */
-    return epic_dispatch_backward(j->ctx, &how);
-}
 
 /* d_logits of one block, through the weights and the losses, and what scales experts. */
 static epic_result route_backward(moe_job *j, const dense_block *block, const void *d_weights,
@@ -195,16 +110,6 @@ static void give(const moe_job *j, const backward_call *c, void *to, int64_t beg
         memcpy(to, from, (size_t)((end - begin) * j->real_bytes));
 }
 
-epic_result moe_sum_dense(moe_job *j)
-{
-    if (!(j->moe.flags & EPIC_SUM_DENSE)) return EPIC_OK;
-    const epic_allreduce_sum_args sum = {.call = j->call,
-                                         .data = (float *)(void *)j->work.dense,
-                                         .count = j->dense_count,
-                                         .order = j->layer.sum_order};
-    return epic_allreduce_sum(j->ctx, &sum);
-}
-
 static void give_dense(const moe_job *j, const backward_call *c)
 {
     const dense_parts p = moe_dense_parts(j);
@@ -264,51 +169,13 @@ static double number_or(const void *number, uint32_t type, double none)
     return type == EPIC_F64 ? *(const double *)number : (double)*(const float *)number;
 }
 
-static epic_result check(moe_job *j, epic_moe_backward_args *a, backward_call *c)
+epic_result moe_host_backward(moe_job *j, const epic_moe_backward_args *a,
+                              const epic_moe_gradients *g)
 {
-    if (a->d_x.data || !j->tokens) TRY(moe_take_rows(j, "d_x", &a->d_x));
-    if (c->gradients.scale_of_expert && !j->weights.scale_of_expert)
-        return epic_fail(EPIC_EINVAL, "gradients.scale_of_expert is given: "
-                                      "weights.scale_of_expert is NULL, so it has none");
-    if (a->flags & ~EPIC_ACCUMULATE)
-        return epic_fail(EPIC_EINVAL, "flags is 0x%x: only EPIC_ACCUMULATE is known", a->flags);
-    if (a->reserved)
-        return epic_fail(EPIC_EINVAL, "reserved fields must be zero: one is %u", a->reserved);
-    TRY(moe_check_loss_type(j, a->loss_type));
-    if (j->device) return EPIC_OK;
+    backward_call call = {.args = a, .gradients = *g};
     const double d_loss = number_or(a->d_loss, a->loss_type, 1);
     j->d_balance = d_loss + number_or(a->d_balance_loss, a->loss_type, 0);
     j->d_z = d_loss + number_or(a->d_z_loss, a->loss_type, 0);
-    return moe_check_saved(j, &c->fault);
-}
-
-epic_result epic_moe_backward_v1(epic_context *ctx, const epic_moe_backward_args *args,
-                                 size_t size)
-{
-    epic_moe_backward_args a;
-    moe_job j;
-    TRY(READ_SIZED(&a, args, size, "args"));
-    backward_call call = {.args = &a};
-    if (a.gradients)
-        TRY(READ_SIZED(&call.gradients, a.gradients, sizeof *a.gradients, "gradients"));
-    const moe_call c = {.moe = a.moe,
-                        .weights = a.weights,
-                        .x = &a.x,
-                        .y = &a.d_out,
-                        .y_name = "d_out",
-                        .saved = a.saved,
-                        .saved_bytes = a.saved_bytes,
-                        .workspace = a.workspace,
-                        .workspace_bytes = a.workspace_bytes,
-                        .backward = true};
-    TRY(moe_begin(&j, ctx, &a.call, &c));
-    j.grad_type = a.grad_type;
-    TRY(experts_take_grad_type(&j.grad_type, j.experts.row_type, j.device));
-    TRY(moe_backward_places(&j, &a, &call.gradients));
-    TRY(check(&j, &a, &call));
-    if (j.device) return moe_device_backward(&j, &a, &call.gradients);
-    experts_blas_enter();
-    const epic_result result = run(&j, &call);
-    experts_blas_leave();
-    return result;
+    TRY(moe_check_saved(j, &call.fault));
+    return run(j, &call);
 }

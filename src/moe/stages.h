@@ -1,41 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What forward and backward have in common. */
-#ifndef EPIC_MOE_CALL_H
-#define EPIC_MOE_CALL_H
+/* What forward and backward, on hosts and on devices, have in common. */
+#ifndef EPIC_MOE_STAGES_H
+#define EPIC_MOE_STAGES_H
 
 #include "exchange/note.h"
 #include "moe/moe.h"
 
-typedef struct moe_call { /* what both calls bring */
-    const epic_moe *moe;
-    const epic_moe_weights *weights;
-    epic_rows *x, *y; /* y: out, or d_out */
-    const char *y_name;
-    const void *saved;
-    int64_t saved_bytes;
-    void *workspace;
-    int64_t workspace_bytes;
-    const int32_t *rank_of_expert; /* forward */
-    bool backward;
-} moe_call;
-
-/* Reads weights, rows and memory of a call; EPIC_EINVAL. */
-epic_result moe_begin(moe_job *j, epic_context *ctx, const epic_call *call, const moe_call *c);
-
-/* Are the rows as many and as wide as x?  {NULL, 0, 0} gets the width. */
-epic_result moe_take_rows(const moe_job *j, const char *name, epic_rows *rows);
-
-/* Does every array of the call lie where it may?  EPIC_EINVAL. */
-epic_result moe_forward_places(const moe_job *j, const epic_moe_args *a);
-epic_result moe_backward_places(const moe_job *j, const epic_moe_backward_args *a,
-                                const epic_moe_gradients *g);
-
 /* Damage of `saved`, for the first step to tell every rank (that of the plan in it the step finds
  * itself).  EPIC_EINVAL for another number of tokens. */
 epic_result moe_check_saved(const moe_job *j, data_fault *fault);
-
-/* Block b of the tokens, with what was saved of it. */
-dense_block moe_block(const moe_job *j, int64_t b);
 
 /* What the shared expert has saved of block b. */
 static inline void *moe_shared_saved(const moe_job *j, int64_t b)
@@ -67,15 +40,9 @@ void moe_weights_send(moe_job *j, epic_dispatch_args *how);
 void moe_weights_take(moe_job *j);
 epic_result moe_weights_home(moe_job *j);
 
-/* The type of losses that a call brings; EPIC_EINVAL. */
-epic_result moe_check_loss_type(const moe_job *j, uint32_t type);
-
 /* The losses of a block, and their gradients, added to j->work.d_logits; losses.c. */
 epic_result moe_losses(const moe_job *j, const dense_block *block, void *balance, void *z);
 epic_result moe_losses_backward(const moe_job *j, const dense_block *block);
-
-/* Writes zeros over all rows of the caller's tokens. */
-void moe_clear(const moe_job *j, const epic_rows *rows);
 
 /* The context of what needs no peer: NULL on the host. */
 static inline epic_context *moe_where(const moe_job *j)
@@ -83,7 +50,7 @@ static inline epic_context *moe_where(const moe_job *j)
     return j->device ? j->ctx : NULL;
 }
 
-/* Steps of both directions that hosts and devices have alike; forward.c, backward.c. */
+/* Stages that hosts and devices run alike; stages.c. */
 epic_result moe_transform(moe_job *j);
 epic_result moe_bring_home(moe_job *j, const epic_rows *out);
 epic_result moe_combine_backward(moe_job *j, const epic_rows *d_out, data_fault *fault);
@@ -91,20 +58,9 @@ epic_result moe_combine_backward(moe_job *j, const epic_rows *d_out, data_fault 
 epic_result moe_dispatch_again(moe_job *j);
 epic_result moe_recompute(moe_job *j);
 
-/* Of hosts: what the shared expert of block b is multiplied by, and the expert; flags: 0, or
- * EPIC_RECOMPUTE for what it saves alone. */
-epic_result moe_shared(moe_job *j, int64_t b, uint32_t flags);
-
 epic_result moe_transform_backward(moe_job *j, const epic_moe_gradients *g, uint32_t flags);
 epic_result moe_dispatch_backward(moe_job *j, const epic_rows *d_x);
 epic_result moe_sum_dense(moe_job *j);
-
-/* The layer on a device; device_forward.c, device_backward.c.  ready: EPIC_ENOTSUP for what it
- * cannot do yet. */
-epic_result moe_device_ready(const moe_job *j);
-epic_result moe_device_forward(moe_job *j, const epic_moe_args *a);
-epic_result moe_device_backward(moe_job *j, const epic_moe_backward_args *a,
-                                const epic_moe_gradients *g);
 
 /* Gives up after peers have been called on: they get `result`'s sentence. */
 epic_result moe_abandon(moe_job *j, epic_result result);

@@ -2,7 +2,7 @@
 /* Where the arrays of a layer's call lie.  The steps inside look at their own again; what only
  * they looked at would be refused when the peers are called on already. */
 #include "base/arrays.h"
-#include "moe/call.h"
+#include "moe/args.h"
 #include "rules/convert.h"
 #include "rules/experts_layout.h"
 

@@ -1,0 +1,92 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What forward and backward of the layer on a device share: the arguments of the kernels for a
+ * block of tokens, and the shared expert. */
+#include "moe/device.h"
+
+#include "base/error.h"
+#include "experts/job.h"
+
+epic_gate moe_device_gate(const moe_job *j, const dense_block *block, void *logits)
+{
+    return (epic_gate){.stream = j->call.stream,
+                       .x = block->x.data,
+                       .tokens = block->x.num_rows,
+                       .hidden = j->hidden,
+                       .columns = j->columns,
+                       .block = j->block,
+                       .w_gate = j->weights.w_gate,
+                       .b_gate = j->weights.b_gate,
+                       .logits = logits,
+                       .workspace = j->work.gate,
+                       .row_type = j->experts.row_type};
+}
+
+layer_tokens moe_device_tokens(const moe_job *j, const dense_block *block)
+{
+    return (layer_tokens){.num_tokens = block->x.num_rows,
+                          .hidden = j->hidden,
+                          .top_k = j->top_k,
+                          .num_experts = (int32_t)j->router.num_experts,
+                          .row_type = j->experts.row_type,
+                          .x = block->x.data,
+                          .topk_idx = j->router.zero_experts ? block->topk_idx : NULL,
+                          .weights = block->weights,
+                          .w_shared_gate = j->weights.w_shared_gate,
+                          .shared_weights = j->work.shared_weights};
+}
+
+epic_loss moe_device_loss(const moe_job *j, const dense_block *block, double coeff)
+{
+    return (epic_loss){.router = &j->router,
+                       .logits = block->logits,
+                       .num_tokens = block->x.num_rows,
+                       .plan = j->saved.plan,
+                       .sequence_tokens = j->moe.sequence_tokens,
+                       .load = moe_load(j),
+                       .topk_idx = block->topk_idx,
+                       .coeff = coeff,
+                       .workspace = j->work.router,
+                       .workspace_bytes = j->router_bytes,
+                       .type = EPIC_F32,
+                       .loss_type = EPIC_F32,
+                       .grad_type = EPIC_F32,
+                       .stream = j->call.stream};
+}
+
+double moe_device_balance_factor(const moe_job *j)
+{
+    const int64_t sequence = j->moe.sequence_tokens;
+    return j->router.num_experts * j->moe.balance_coeff / j->router.top_k /
+           (sequence ? (double)sequence : 1.0);
+}
+
+epic_result moe_device_shared_gate(moe_job *j, const dense_block *block)
+{
+    const layer_tokens tokens = moe_device_tokens(j, block);
+    if (!tokens.w_shared_gate) return EPIC_OK;
+    return DEVICE_STEP(j, shared_gate, j->call.stream, &tokens);
+}
+
+epic_result moe_device_shared(moe_job *j, const dense_block *block, int64_t b, uint32_t flags)
+{
+    experts_job shared = {0};
+    TRY(experts_take(&shared, &j->shared, sizeof j->shared));
+    const epic_experts_args how = {.call = j->call,
+                                   .experts = &shared.experts,
+                                   .x = block->x.data,
+                                   .num_slots = j->block,
+                                   .slot_weights =
+                                       j->weights.w_shared_gate ? j->work.shared_weights : NULL,
+                                   .w_gate_up = j->weights.shared_gate_up,
+                                   .w_down = j->weights.shared_down,
+                                   .b_gate_up = j->weights.shared_b_gate_up,
+                                   .b_down = j->weights.shared_b_down,
+                                   .saved = moe_shared_saved(j, b),
+                                   .saved_bytes = j->shared_memory.saved_bytes,
+                                   .workspace = j->work.shared,
+                                   .workspace_bytes = j->shared_memory.forward_bytes,
+                                   .y = j->work.shared_y,
+                                   .flags = flags};
+    TRY(moe_device_shared_gate(j, block));
+    return DEVICE_STEP(j, experts_forward, &how);
+}

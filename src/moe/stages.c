@@ -1,0 +1,183 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The stages of the layer that hosts and devices run alike: the calls that move rows between
+ * ranks, and the experts.  host_*.c and device_*.c call these; nothing here calls them. */
+#include "moe/stages.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#include "api/api.h"
+#include "base/error.h"
+
+epic_plan_args moe_plan_args(const moe_job *j, const epic_moe_args *a, const int32_t *topk_idx)
+{
+    return (epic_plan_args){.call = j->call,
+                            .layer = &j->layer,
+                            .plan = j->saved.plan,
+                            .plan_bytes = j->plan_bytes,
+                            .topk_idx = topk_idx,
+                            .num_tokens = j->tokens,
+                            .rank_of_expert = a->rank_of_expert,
+                            .logical_of_expert = a->logical_of_expert,
+                            .capacity = j->capacity,
+                            .expert_rows = j->saved.expert_rows,
+                            .expert_tokens = j->saved.expert_tokens,
+                            .load = j->saved.load,
+                            .logical_load = j->layer.num_logical ? j->saved.logical_load : NULL,
+                            .demand = a->demand};
+}
+
+/* All of it, or with EPIC_RECOMPUTE what is saved alone. */
+static epic_result run_experts(moe_job *j, uint32_t flags)
+{
+    const bool scaled = j->scaled && !flags; /* what is recomputed has weights of row_type */
+    epic_experts experts = j->experts;
+    if (scaled) experts.weight_type = EPIC_E4M3;
+    const epic_experts_args how = {.call = j->call,
+                                   .experts = &experts,
+                                   .x = j->saved.recv,
+                                   .x_scales = scaled ? j->work.recv_scales : NULL,
+                                   .num_slots = j->capacity,
+                                   .expert_rows = j->saved.expert_rows,
+                                   .expert_tokens = j->saved.expert_tokens,
+                                   .slot_weights =
+                                       moe_is_late(j) ? NULL : j->saved.slot_weights,
+                                   .w_gate_up = j->weights.w_gate_up,
+                                   .w_down = j->weights.w_down,
+                                   .w_gate_up_scales = j->weights.w_gate_up_scales,
+                                   .w_down_scales = j->weights.w_down_scales,
+                                   .b_gate_up = j->weights.b_gate_up,
+                                   .b_down = j->weights.b_down,
+                                   .saved = j->saved.experts,
+                                   .saved_bytes = j->experts_memory.saved_bytes,
+                                   .workspace = j->work.experts,
+                                   .workspace_bytes = flags ? j->experts_memory.backward_bytes
+                                                            : j->experts_memory.forward_bytes,
+                                   .y = j->work.y,
+                                   .flags = flags,
+                                   .weights_type = j->real_type};
+    return epic_experts_forward(moe_where(j), &how);
+}
+
+epic_result moe_transform(moe_job *j)
+{
+    return run_experts(j, 0);
+}
+
+epic_result moe_recompute(moe_job *j)
+{
+    return j->moe.flags & EPIC_RECOMPUTE ? run_experts(j, EPIC_RECOMPUTE) : EPIC_OK;
+}
+
+epic_result moe_bring_home(moe_job *j, const epic_rows *out)
+{
+    const epic_combine_args how = {.call = j->call,
+                                   .layer = j->moe.layer,
+                                   .plan = j->saved.plan,
+                                   .plan_bytes = j->plan_bytes,
+                                   .rows = {j->work.y, j->capacity, j->row_bytes},
+                                   .out = *out,
+                                   .slot_weights =
+                                       moe_is_late(j) ? j->saved.slot_weights : NULL,
+                                   .type = j->experts.row_type};
+    return epic_combine(j->ctx, &how);
+}
+
+/* Also where combine multiplied the weights: the gradient of a weight comes from the activation,
+ * d_out W_down^T times what it multiplies, and not from the experts' outputs, which nobody has kept.
+ */
+epic_result moe_combine_backward(moe_job *j, const epic_rows *d_out, data_fault *fault)
+{
+    const epic_rows slots = {j->work.d_y, j->capacity, j->row_bytes};
+    const epic_combine_backward_args how = {.call = j->call,
+                                            .layer = j->moe.layer,
+                                            .plan = j->saved.plan,
+                                            .plan_bytes = j->plan_bytes,
+                                            .d_out = *d_out,
+                                            .d_rows = slots,
+                                            .type = j->experts.row_type};
+    const note_extra extra = {fault, &j->options};
+    return api_combine_backward(j->ctx, &how, &extra);
+}
+
+epic_result moe_dispatch_again(moe_job *j)
+{
+    const epic_dispatch_args how = {.call = j->call,
+                                    .layer = j->moe.layer,
+                                    .plan = j->saved.plan,
+                                    .plan_bytes = j->plan_bytes,
+                                    .tokens = j->x,
+                                    .recv = {j->saved.recv, j->capacity, j->row_bytes}};
+    return j->moe.flags & EPIC_DISPATCH_AGAIN ? epic_dispatch(j->ctx, &how) : EPIC_OK;
+}
+
+epic_result moe_transform_backward(moe_job *j, const epic_moe_gradients *g, uint32_t flags)
+{
+    epic_experts experts = j->experts;
+    if (moe_is_late(j)) experts.weighting = EPIC_WEIGHT_EARLY;
+    if (j->scaled_back) experts.weight_type = EPIC_E4M3;
+    const epic_experts_backward_args how = {.call = j->call,
+                                            .experts = &experts,
+                                            .x = j->saved.recv,
+                                            .num_slots = j->capacity,
+                                            .expert_rows = j->saved.expert_rows,
+                                            .expert_tokens = j->saved.expert_tokens,
+                                            .slot_weights = j->saved.slot_weights,
+                                            .w_gate_up = j->weights.w_gate_up,
+                                            .w_down = j->weights.w_down,
+                                            .w_gate_up_scales = j->weights.w_gate_up_scales,
+                                            .w_down_scales = j->weights.w_down_scales,
+                                            .b_gate_up = j->weights.b_gate_up,
+                                            .b_down = j->weights.b_down,
+                                            .saved = j->saved.experts,
+                                            .saved_bytes = j->experts_memory.saved_bytes,
+                                            .workspace = j->work.experts,
+                                            .workspace_bytes = j->experts_memory.backward_bytes,
+                                            .d_y = j->work.d_y,
+                                            .d_x = j->work.d_recv,
+                                            .d_w_gate_up = g->w_gate_up,
+                                            .d_w_down = g->w_down,
+                                            .d_b_gate_up = g->b_gate_up,
+                                            .d_b_down = g->b_down,
+                                            .d_slot_weights = j->work.d_slot_weights,
+                                            .flags = flags,
+                                            .weights_type = j->real_type,
+                                            .grad_type = j->grad_type};
+    return epic_experts_backward(moe_where(j), &how);
+}
+
+/* The rank's peers wait for its part of this step also if it does not want d_x. */
+epic_result moe_dispatch_backward(moe_job *j, const epic_rows *d_x)
+{
+    const epic_rows spare = {j->work.d_y, j->tokens, j->row_bytes};
+    const epic_dispatch_backward_args how = {
+        .call = j->call,
+        .layer = j->moe.layer,
+        .plan = j->saved.plan,
+        .plan_bytes = j->plan_bytes,
+        .d_recv = {j->work.d_recv, j->capacity, j->row_bytes},
+        .d_tokens = d_x->data ? *d_x : spare,
+        .d_slot_weights = j->wide ? NULL : j->work.d_slot_weights,
+        .d_weights = j->wide ? NULL : j->work.d_weights,
+        .type = j->experts.row_type};
+    if (j->wide) TRY(moe_weights_home(j)); /* before d_x that nobody wants takes the place */
+    return epic_dispatch_backward(j->ctx, &how);
+}
+
+epic_result moe_sum_dense(moe_job *j)
+{
+    if (!(j->moe.flags & EPIC_SUM_DENSE)) return EPIC_OK;
+    const epic_allreduce_sum_args sum = {.call = j->call,
+                                         .data = (float *)(void *)j->work.dense,
+                                         .count = j->dense_count,
+                                         .order = j->layer.sum_order};
+    return epic_allreduce_sum(j->ctx, &sum);
+}
+
+epic_result moe_abandon(moe_job *j, epic_result result)
+{
+    char why[512];
+    snprintf(why, sizeof why, "%s", epic_sentence());
+    epic_abort(j->ctx, j->call.tag, why); /* does nothing to a group that is broken already */
+    return epic_fail(result, "%s", why);
+}
