@@ -270,7 +270,7 @@ static void run_combine(Rank *r, int sms, bool weighted)
     a.out = {r->out, r->tokens, r->sum_bytes};
     a.slot_weights = weighted && !options.flat ? r->slot_weights : NULL;
     a.type = sum_type();
-    must(p2p_steps.combine(r->me->group, &a));
+    must(p2p_ops.combine(r->me->group, &a));
 }
 
 static void run_dispatch_backward(Rank *r, int sms)
@@ -286,7 +286,7 @@ static void run_dispatch_backward(Rank *r, int sms)
     a.d_slot_weights = r->slot_weights;
     a.d_weights = r->d_weights;
     a.type = sum_type();
-    must(p2p_steps.dispatch_backward(r->me->group, &a));
+    must(p2p_ops.dispatch_backward(r->me->group, &a));
 }
 
 static void run_combine_backward(Rank *r, int sms, bool dots)
@@ -307,7 +307,7 @@ static void run_combine_backward(Rank *r, int sms, bool dots)
     a.slot_weights = options.flat ? NULL : r->slot_weights;
     a.d_slot_weights = dots ? r->d_slot_weights : NULL;
     a.type = sum_type();
-    must(p2p_steps.combine_backward(r->me->group, &a));
+    must(p2p_ops.combine_backward(r->me->group, &a));
 }
 
 /* 'p' push, 'x' expand, 'X' expand with dot products, 'r' reduce, 'h' hop. */
@@ -351,11 +351,11 @@ static void run_op(Rank *r, char op, int sms)
     epic_dispatch_args dispatch = dispatch_args(r, sms);
     switch (op) {
     case 'L':
-        return must(p2p_steps.plan(r->me->group, &plan));
+        return must(p2p_ops.plan(r->me->group, &plan));
     case 'P':
-        return must(p2p_steps.plan_dispatch(r->me->group, &plan, &dispatch));
+        return must(p2p_ops.plan_dispatch(r->me->group, &plan, &dispatch));
     case 'D':
-        return must(p2p_steps.dispatch(r->me->group, &dispatch));
+        return must(p2p_ops.dispatch(r->me->group, &dispatch));
     case 'C':
     case 'T':
         return run_combine(r, sms, true);
@@ -410,7 +410,7 @@ static void repeat(Rank *r, char op, int sms)
         barrier.count = 4;
         if (r->tokens < FEW_TOKENS)
             CHECK_CUDA(cudaMemsetAsync(r->flush, i, FLUSH_BYTES, r->me->stream));
-        must(p2p_steps.sum(r->me->group, &barrier));
+        must(p2p_ops.sum(r->me->group, &barrier));
         CHECK_CUDA(cudaEventRecord(r->begin[slot], r->me->stream));
         run_op(r, op, sms);
         CHECK_CUDA(cudaEventRecord(r->end[slot], r->me->stream));
@@ -419,7 +419,7 @@ static void repeat(Rank *r, char op, int sms)
     *(volatile int *)r->gate = r->opened;
     CHECK_CUDA(cudaStreamSynchronize(r->me->stream));
     epic_failure_info failure;
-    if (p2p_steps.check(r->me->group, &failure) != EPIC_OK) {
+    if (p2p_ops.check(r->me->group, &failure) != EPIC_OK) {
         fprintf(stderr, "%s\n", failure.sentence);
         exit(1);
     }

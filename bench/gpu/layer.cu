@@ -209,9 +209,8 @@ static void time_experts(team_rank *me, const Model &m)
     wide.grad_type = EPIC_F32;
     const auto run = [=](const epic_experts_args *f_args,
                          const epic_experts_backward_args *b_args) {
-        const bool good =
-            (!f_args || p2p_steps.experts_forward(me->group, f_args) == EPIC_OK) &&
-            (!b_args || p2p_steps.experts_backward(me->group, b_args) == EPIC_OK);
+        const bool good = (!f_args || p2p_ops.experts_forward(me->group, f_args) == EPIC_OK) &&
+                          (!b_args || p2p_ops.experts_backward(me->group, b_args) == EPIC_OK);
         if (!good) {
             fprintf(stderr, "gpu_layer: %s\n", epic_error(NULL));
             exit(1);

@@ -1,17 +1,28 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The public step calls: the struct, its arguments, then the step of the context's table. */
+/* The public calls that communicate: each reads its struct, checks the arguments and calls the
+ * operation of the device backend or the host's (src/steps). */
 #include "api/api.h"
 
 #include "api/check.h"
 #include "base/error.h"
+#include "base/hash.h"
 #include "base/sized.h"
 #include "kernels/kernels.h"
 #include "plan/plan.h"
+#include "steps/steps.h"
 
 static epic_result check_context(epic_context *ctx)
 {
     if (!ctx) return epic_fail(EPIC_EINVAL, "ctx is NULL: a context from epic_open is needed");
     return context_check(ctx);
+}
+
+/* Device backends compare a tag's hash between the ranks and use it for nothing else, so the hash of
+ * the layer's options travels in the tag. */
+static void add_options_hash(epic_call *call, const note_extra *extra)
+{
+    if (extra && extra->options && extra->options->hash)
+        call->tag = hash_join(call->tag, extra->options->hash);
 }
 
 /* {NULL, 0, 0} is a matrix without rows: it is as wide as the one that it goes with. */
@@ -40,7 +51,10 @@ static epic_result plan(epic_context *ctx, const epic_plan_args *args, size_t si
     TRY(read_plan_args(ctx, &a, &layer, args, size));
     TRY(layer_options_read(&options, a.moe));
     const note_extra own = {.options = &options};
-    return ctx->steps->plan(ctx, &a, extra ? extra : &own);
+    if (!extra) extra = &own;
+    if (!context_on_device(ctx)) return host_plan(ctx, &a, extra);
+    add_options_hash(&a.call, extra);
+    return CONTEXT_OP(ctx, plan, &a);
 }
 
 epic_result epic_plan_v1(epic_context *ctx, const epic_plan_args *args, size_t size)
@@ -91,7 +105,9 @@ static epic_result dispatch(epic_context *ctx, const epic_dispatch_args *args, s
     TRY(read_plan_layer(ctx, &layer, &a.layer));
     widen_dispatch(&a);
     TRY(check_dispatch_args(ctx, &a));
-    return ctx->steps->dispatch(ctx, &a, extra);
+    if (!context_on_device(ctx)) return host_dispatch(ctx, &a, extra);
+    add_options_hash(&a.call, extra);
+    return CONTEXT_OP(ctx, dispatch, &a);
 }
 
 epic_result epic_dispatch_v1(epic_context *ctx, const epic_dispatch_args *args, size_t size)
@@ -141,7 +157,10 @@ static epic_result plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
     TRY(check_together(&p, &d));
     TRY(layer_options_read(&options, p.moe));
     const note_extra own = {.options = &options};
-    return ctx->steps->plan_dispatch(ctx, &p, &d, extra ? extra : &own);
+    if (!extra) extra = &own;
+    if (!context_on_device(ctx)) return host_plan_dispatch(ctx, &p, &d, extra);
+    add_options_hash(&p.call, extra);
+    return CONTEXT_OP(ctx, plan_dispatch, &p, &d);
 }
 
 epic_result epic_plan_dispatch_v1(epic_context *ctx, const epic_plan_args *plan,
@@ -167,7 +186,8 @@ epic_result epic_combine_v1(epic_context *ctx, const epic_combine_args *args, si
     widen(&a.rows, &a.out);
     widen(&a.out, &a.rows);
     TRY(check_combine_args(ctx, &a));
-    return ctx->steps->combine(ctx, &a);
+    if (context_on_device(ctx)) return CONTEXT_OP(ctx, combine, &a);
+    return host_combine(ctx, &a);
 }
 
 epic_result epic_dispatch_backward_v1(epic_context *ctx,
@@ -181,7 +201,8 @@ epic_result epic_dispatch_backward_v1(epic_context *ctx,
     widen(&a.d_recv, &a.d_tokens);
     widen(&a.d_tokens, &a.d_recv);
     TRY(check_dispatch_backward_args(ctx, &a));
-    return ctx->steps->dispatch_backward(ctx, &a);
+    if (context_on_device(ctx)) return CONTEXT_OP(ctx, dispatch_backward, &a);
+    return host_dispatch_backward(ctx, &a);
 }
 
 static void widen_combine_backward(epic_combine_backward_args *a)
@@ -202,7 +223,9 @@ static epic_result combine_backward(epic_context *ctx, const epic_combine_backwa
     TRY(read_plan_layer(ctx, &layer, &a.layer));
     widen_combine_backward(&a);
     TRY(check_combine_backward_args(ctx, &a));
-    return ctx->steps->combine_backward(ctx, &a, extra);
+    if (!context_on_device(ctx)) return host_combine_backward(ctx, &a, extra);
+    add_options_hash(&a.call, extra);
+    return CONTEXT_OP(ctx, combine_backward, &a);
 }
 
 epic_result epic_combine_backward_v1(epic_context *ctx, const epic_combine_backward_args *args,
@@ -224,7 +247,8 @@ epic_result epic_allreduce_sum_v1(epic_context *ctx, const epic_allreduce_sum_ar
     TRY(check_context(ctx));
     TRY(READ_SIZED(&a, args, size, "args"));
     TRY(check_sum_args(ctx, &a));
-    return ctx->steps->sum(ctx, &a);
+    if (context_on_device(ctx)) return CONTEXT_OP(ctx, sum, &a);
+    return host_sum(ctx, &a);
 }
 
 epic_result epic_sum_replicas_v1(epic_context *ctx, const epic_sum_replicas_args *args,
@@ -234,5 +258,6 @@ epic_result epic_sum_replicas_v1(epic_context *ctx, const epic_sum_replicas_args
     TRY(check_context(ctx));
     TRY(READ_SIZED(&a, args, size, "args"));
     TRY(check_sum_replicas_args(&a));
-    return ctx->steps->sum_replicas(ctx, &a);
+    if (context_on_device(ctx)) return CONTEXT_OP(ctx, sum_replicas, &a);
+    return host_sum_replicas(ctx, &a);
 }

@@ -9,7 +9,6 @@
 #include <unistd.h>
 
 #include "api/config.h"
-#include "api/device.h"
 #include "api/hello.h"
 #include "base/error.h"
 #include "base/hash.h"
@@ -189,7 +188,6 @@ static epic_result prepare(epic_context *ctx)
 {
     snprintf(ctx->backend_name, sizeof ctx->backend_name, "%s", ctx->backend->name);
     ctx->config.backend = ctx->backend_name;
-    ctx->steps = ctx->backend->steps ? &device_steps : &host_steps;
     ctx->checks_weights = config_checks_weights();
     if (ctx->backend->say) ctx->backend->say(ctx->group, ctx->net, sizeof ctx->net);
     recorder_open(&ctx->recorder, ctx->name, ctx->group_id, ctx->rank, ctx->num_ranks,

@@ -6,6 +6,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "backend/transport.h"
 #include "base/clock.h"
 #include "base/error.h"
 #include "base/process.h"
@@ -46,10 +47,8 @@ epic_result context_break(epic_context *ctx, const epic_failure_info *failure)
 static bool new_failure(const epic_context *ctx, epic_failure_info *failure)
 {
     const epic_backend *backend = ctx->backend;
-    const bool found =
-        backend->transport
-            ? backend->transport->failure(ctx->group, failure)
-            : backend->steps->check && backend->steps->check(ctx->group, failure) != EPIC_OK;
+    const bool found = backend->transport ? backend->transport->failure(ctx->group, failure)
+                                          : backend->ops->check(ctx->group, failure) != EPIC_OK;
     text_clean(failure->sentence); /* a peer wrote it, or an abort of its caller */
     return found;
 }
@@ -84,9 +83,9 @@ epic_result epic_check(epic_context *ctx)
 {
     if (!ctx) return no_context();
     TRY(context_check(ctx));
-    const epic_backend *backend = ctx->backend;
-    if (!backend->steps || !backend->steps->notice) return EPIC_OK;
-    return backend_said(backend, backend->steps->notice(ctx->group));
+    return context_on_device(ctx)
+               ? backend_said(ctx->backend, ctx->backend->ops->notice(ctx->group))
+               : EPIC_OK;
 }
 
 epic_result epic_failure_v1(const epic_context *ctx, epic_failure_info *out, size_t size)
@@ -106,8 +105,8 @@ epic_result epic_failure_v1(const epic_context *ctx, epic_failure_info *out, siz
 void epic_abort(epic_context *ctx, uint64_t tag, const char *why)
 {
     if (!ctx || context_check(ctx) != EPIC_OK) return;
-    if (ctx->backend->steps) {
-        if (ctx->backend->steps->abort) ctx->backend->steps->abort(ctx->group, tag, why);
+    if (context_on_device(ctx)) {
+        ctx->backend->ops->abort(ctx->group, tag, why);
         return;
     }
     char part[401]; /* room for what stands before it */
@@ -126,7 +125,7 @@ void epic_abort(epic_context *ctx, uint64_t tag, const char *why)
 /* Host backends send one row for each rank in any order, and mpi adds no faster in a tree. */
 bool context_relays(const epic_context *ctx, const int32_t *rank_of_expert)
 {
-    return ctx->backend->steps && ctx->num_hosts > 1 && !rank_of_expert;
+    return ctx->backend->ops && ctx->num_hosts > 1 && !rank_of_expert;
 }
 
 /* ---------------------------------------------------------------------------- queries ---- */
@@ -148,10 +147,8 @@ const char *epic_backend_name(const epic_context *ctx)
 
 uint32_t epic_max_sms(const epic_context *ctx)
 {
-    if (!ctx || !is_ours(ctx) || !ctx->backend || !ctx->backend->steps ||
-        !ctx->backend->steps->max_sms)
-        return 0;
-    return ctx->backend->steps->max_sms(ctx->group);
+    if (!context_on_device(ctx) || !is_ours(ctx)) return 0;
+    return ctx->backend->ops->max_sms(ctx->group);
 }
 
 int32_t epic_num_hosts(const epic_context *ctx)

@@ -7,36 +7,15 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 
-#include "backend/backend.h"
+#include "backend/ops.h"
 #include "base/recorder.h"
 #include "base/tags.h"
 
-struct exchange;   /* exchange/exchange.h */
-struct note_extra; /* exchange/note.h */
-
-/* The step calls of a context, arguments checked: one table for host contexts (steps/steps.h), one
- * for those of device backends (api/device.c), which refuses what its backend does not have. */
-typedef struct context_steps {
-    epic_result (*plan)(epic_context *ctx, const epic_plan_args *args,
-                        const struct note_extra *extra);
-    epic_result (*dispatch)(epic_context *ctx, const epic_dispatch_args *args,
-                            const struct note_extra *extra);
-    epic_result (*plan_dispatch)(epic_context *ctx, const epic_plan_args *plan,
-                                 const epic_dispatch_args *dispatch,
-                                 const struct note_extra *extra);
-    epic_result (*combine)(epic_context *ctx, const epic_combine_args *args);
-    epic_result (*dispatch_backward)(epic_context *ctx,
-                                     const epic_dispatch_backward_args *args);
-    epic_result (*combine_backward)(epic_context *ctx, const epic_combine_backward_args *args,
-                                    const struct note_extra *extra);
-    epic_result (*sum)(epic_context *ctx, const epic_allreduce_sum_args *args);
-    epic_result (*sum_replicas)(epic_context *ctx, const epic_sum_replicas_args *args);
-} context_steps;
+struct exchange; /* exchange/exchange.h */
 
 struct epic_context {
     const epic_backend *backend; /* NULL: never opened */
     epic_group *group;
-    const context_steps *steps;
     int32_t rank;
     int32_t num_ranks, num_hosts;
     uint64_t group_id;
@@ -75,6 +54,17 @@ epic_result context_check(epic_context *ctx);
 
 /* Of EPIC_BY_HOSTS: are its ranks the GPUs of several hosts, with blocks of experts? */
 bool context_relays(const epic_context *ctx, const int32_t *rank_of_expert);
+
+/* Does a device backend run the operations of this context?  No for NULL and for a context that
+ * never opened. */
+static inline bool context_on_device(const epic_context *ctx)
+{
+    return ctx && ctx->backend && ctx->backend->ops;
+}
+
+/* Calls operation `name` of the context's device backend (backend/ops.h). */
+#define CONTEXT_OP(ctx, name, ...) \
+    backend_said((ctx)->backend, (ctx)->backend->ops->name((ctx)->group, __VA_ARGS__))
 
 /* Makes the sentence of a backend's own library this thread's, and returns `result`. */
 epic_result backend_said(const epic_backend *backend, epic_result result);

@@ -4,7 +4,7 @@
 #ifndef EPIC_NOTE_H
 #define EPIC_NOTE_H
 
-#include "backend/backend.h"
+#include "backend/transport.h"
 #include "exchange/options.h"
 
 enum { /* epic_note.same */

@@ -7,7 +7,7 @@
 #ifndef EPIC_OPTIONS_H
 #define EPIC_OPTIONS_H
 
-#include "backend/backend.h"
+#include "backend/transport.h"
 
 /* Words of a note for options; a double takes two. */
 #define OPTION_WORDS (sizeof(((epic_note *)0)->options) / sizeof(uint32_t))

@@ -255,7 +255,7 @@ static epic_result take_context(experts_job *job, epic_context *ctx)
 {
     if (ctx == NULL) return EPIC_OK;
     TRY(context_check(ctx));
-    job->device = ctx->backend->steps != NULL;
+    job->device = context_on_device(ctx);
     return EPIC_OK;
 }
 
@@ -316,7 +316,7 @@ epic_result epic_experts_forward_v1(epic_context *ctx, const epic_experts_args *
     TRY(take_forward(&job, &a));
     if (job.device) {
         a.experts = &job.experts;
-        return backend_said(ctx->backend, ctx->backend->steps->experts_forward(ctx->group, &a));
+        return CONTEXT_OP(ctx, experts_forward, &a);
     }
     experts_blas_enter();
     for (slab slab = {.expert = -1}; next_slab(&job, &slab);) {
@@ -406,8 +406,7 @@ epic_result epic_experts_backward_v1(epic_context *ctx, const epic_experts_backw
     if (job.device) {
         a.experts = &job.experts;
         a.grad_type = job.grad_type;
-        return backend_said(ctx->backend,
-                            ctx->backend->steps->experts_backward(ctx->group, &a));
+        return CONTEXT_OP(ctx, experts_backward, &a);
     }
     experts_blas_enter();
     for (slab slab = {.expert = -1}; next_slab(&job, &slab);) {

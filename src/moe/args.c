@@ -155,10 +155,6 @@ static epic_result not_yet(const char *what)
 /* EPIC_ENOTSUP for what the layer on a device cannot do yet. */
 static epic_result check_device(const moe_job *j)
 {
-    if (!j->ctx->backend->steps->gate)
-        return epic_fail(EPIC_ENOTSUP,
-                         "the layer is not there yet on backend \"%s\"; use a host context",
-                         j->ctx->backend_name);
     if (j->wide) return not_yet("moe.experts.row_type F64");
     if (j->has_shared && j->shared.gemm) return not_yet("moe.shared.gemm");
     return EPIC_OK;

@@ -64,7 +64,7 @@ epic_result moe_device_shared_gate(moe_job *j, const dense_block *block)
 {
     const layer_tokens tokens = moe_device_tokens(j, block);
     if (!tokens.w_shared_gate) return EPIC_OK;
-    return DEVICE_STEP(j, shared_gate, j->call.stream, &tokens);
+    return CONTEXT_OP(j->ctx, shared_gate, j->call.stream, &tokens);
 }
 
 epic_result moe_device_shared(moe_job *j, const dense_block *block, int64_t b, uint32_t flags)
@@ -88,5 +88,5 @@ epic_result moe_device_shared(moe_job *j, const dense_block *block, int64_t b, u
                                    .y = j->work.shared_y,
                                    .flags = flags};
     TRY(moe_device_shared_gate(j, block));
-    return DEVICE_STEP(j, experts_forward, &how);
+    return CONTEXT_OP(j->ctx, experts_forward, &how);
 }

@@ -6,11 +6,6 @@
 #include "api/api.h"
 #include "moe/stages.h"
 
-/* A step of the context's backend. */
-#define DEVICE_STEP(j, name, ...)   \
-    backend_said((j)->ctx->backend, \
-                 (j)->ctx->backend->steps->name((j)->ctx->group, __VA_ARGS__))
-
 /* The gate of a block of tokens; the gradients are not asked for. */
 epic_gate moe_device_gate(const moe_job *j, const dense_block *block, void *logits);
 

@@ -27,11 +27,11 @@ static epic_result clear_missing(moe_job *j, float *dense)
 {
     const dense_parts p = moe_dense_parts(j);
     if (!j->weights.scale_of_expert)
-        TRY(DEVICE_STEP(j, add, j->call.stream, dense + p.scale, NULL, p.gate_up - p.scale,
-                        EPIC_F32, true));
+        TRY(CONTEXT_OP(j->ctx, add, j->call.stream, dense + p.scale, NULL, p.gate_up - p.scale,
+                       EPIC_F32, true));
     if (!j->has_shared || j->weights.w_shared_gate) return EPIC_OK;
-    return DEVICE_STEP(j, add, j->call.stream, dense + p.w_shared_gate, NULL,
-                       p.end - p.w_shared_gate, EPIC_F32, true);
+    return CONTEXT_OP(j->ctx, add, j->call.stream, dense + p.w_shared_gate, NULL,
+                      p.end - p.w_shared_gate, EPIC_F32, true);
 }
 
 static dense_places places_at(const moe_job *j, float *dense)
@@ -65,8 +65,8 @@ static epic_result losses_backward(moe_job *j, const dense_block *block)
     balance.d_logits = z.d_logits = j->work.d_logits;
     balance.flags = z.flags = EPIC_ACCUMULATE;
     if (balance.coeff != 0)
-        TRY(DEVICE_STEP(j, balance_loss_backward, &balance, moe_device_balance_factor(j)));
-    return z.coeff != 0 ? DEVICE_STEP(j, z_loss_backward, &z, z.coeff) : EPIC_OK;
+        TRY(CONTEXT_OP(j->ctx, balance_loss_backward, &balance, moe_device_balance_factor(j)));
+    return z.coeff != 0 ? CONTEXT_OP(j->ctx, z_loss_backward, &z, z.coeff) : EPIC_OK;
 }
 
 /* The router's flag to accumulate would be the logits', too. */
@@ -90,11 +90,11 @@ static epic_result route_backward(moe_job *j, const dense_block *block,
                                                                         : to->scale,
                                            .type = EPIC_F32,
                                            .weights_type = EPIC_F32};
-    if (j->router.zero_experts) TRY(DEVICE_STEP(j, zero_weights, j->call.stream, tokens));
+    if (j->router.zero_experts) TRY(CONTEXT_OP(j->ctx, zero_weights, j->call.stream, tokens));
     TRY(epic_router_backward(j->ctx, &how));
     if (scaled && adds)
-        TRY(DEVICE_STEP(j, add, j->call.stream, to->scale, j->work.d_scale, j->columns,
-                        EPIC_F32, false));
+        TRY(CONTEXT_OP(j->ctx, add, j->call.stream, to->scale, j->work.d_scale, j->columns,
+                       EPIC_F32, false));
     return losses_backward(j, block);
 }
 
@@ -132,10 +132,10 @@ static epic_result shared_backward(moe_job *j, int64_t b, const dense_block *blo
         TRY(moe_device_shared(j, block, b, EPIC_RECOMPUTE));
     else
         TRY(moe_device_shared_gate(j, block));
-    TRY(DEVICE_STEP(j, experts_backward, &how));
+    TRY(CONTEXT_OP(j->ctx, experts_backward, &how));
     if (!gated) return EPIC_OK;
-    return DEVICE_STEP(j, shared_gate_backward, j->call.stream, tokens, to->w_shared_gate,
-                       (to->flags & EPIC_ACCUMULATE) != 0, j->work.gate);
+    return CONTEXT_OP(j->ctx, shared_gate_backward, j->call.stream, tokens, to->w_shared_gate,
+                      (to->flags & EPIC_ACCUMULATE) != 0, j->work.gate);
 }
 
 /* What d_x gets beside the gate's part and the experts', in the shared expert's place. */
@@ -143,7 +143,7 @@ static epic_result rest_of_d_x(moe_job *j, const layer_tokens *tokens)
 {
     const layer_rows sum = {j->work.shared_y, j->has_shared ? j->work.shared_y : NULL, NULL};
     if (!j->router.zero_experts && !tokens->w_shared_gate) return EPIC_OK;
-    return DEVICE_STEP(j, finish, j->call.stream, tokens, &sum);
+    return CONTEXT_OP(j->ctx, finish, j->call.stream, tokens, &sum);
 }
 
 static epic_result gate_backward(moe_job *j, const dense_block *block, const epic_rows *d_x,
@@ -156,7 +156,7 @@ static epic_result gate_backward(moe_job *j, const dense_block *block, const epi
     gate.d_w_gate = to->w_gate;
     gate.d_b_gate = to->b_gate;
     gate.accumulate = (to->flags & EPIC_ACCUMULATE) != 0;
-    return DEVICE_STEP(j, gate_backward, &gate);
+    return CONTEXT_OP(j->ctx, gate_backward, &gate);
 }
 
 static epic_result block_backward(moe_job *j, const epic_moe_backward_args *a, int64_t b,
@@ -185,8 +185,8 @@ static epic_result blocks_backward(moe_job *j, const epic_moe_backward_args *a, 
     }
     TRY(blocks_backward(j, a, first, count / 2, level));
     TRY(blocks_backward(j, a, first + count / 2, count - count / 2, level + 1));
-    return DEVICE_STEP(j, add, j->call.stream, here, here + j->dense_count, j->dense_count,
-                       EPIC_F32, false);
+    return CONTEXT_OP(j->ctx, add, j->call.stream, here, here + j->dense_count, j->dense_count,
+                      EPIC_F32, false);
 }
 
 /* Summed gradients, from work to where they are wanted. */
@@ -206,9 +206,9 @@ static epic_result give_dense(moe_job *j, const epic_moe_gradients *g, uint32_t 
                  {g->w_shared_gate, p.w_shared_gate, p.end}};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
         if (!parts[i].to) continue;
-        TRY(DEVICE_STEP(j, add, j->call.stream, parts[i].to,
-                        (float *)(void *)j->work.dense + parts[i].begin,
-                        parts[i].end - parts[i].begin, EPIC_F32, !(flags & EPIC_ACCUMULATE)));
+        TRY(CONTEXT_OP(j->ctx, add, j->call.stream, parts[i].to,
+                       (float *)(void *)j->work.dense + parts[i].begin,
+                       parts[i].end - parts[i].begin, EPIC_F32, !(flags & EPIC_ACCUMULATE)));
     }
     return EPIC_OK;
 }
@@ -217,7 +217,7 @@ epic_result moe_device_dense_backward(moe_job *j, const epic_moe_backward_args *
                                       const epic_moe_gradients *g)
 {
     if (j->moe.balance_coeff != 0 || j->moe.z_coeff != 0)
-        TRY(DEVICE_STEP(j, take_losses, j->call.stream, j->work.losses, a));
+        TRY(CONTEXT_OP(j->ctx, take_losses, j->call.stream, j->work.losses, a));
     if (!are_staged(j)) {
         const dense_places to = callers_places(g, a->flags);
         return block_backward(j, a, 0, &to);

@@ -4,7 +4,6 @@
  * finds, and epic_check tells it. */
 #include "base/error.h"
 #include "moe/device.h"
-#include "router/device.h"
 #include "rules/experts_layout.h"
 
 /* A token's row depends on that token alone: all blocks at once. */
@@ -29,26 +28,26 @@ epic_result moe_device_route(moe_job *j, const epic_moe_args *a)
                                   .type = EPIC_F32,
                                   .weights_type = EPIC_F32,
                                   .token_id_type = a->token_id_type};
-    TRY(DEVICE_STEP(j, gate, &gate));
+    TRY(CONTEXT_OP(j->ctx, gate, &gate));
     TRY(epic_router_forward(j->ctx, &how));
     if (!j->router.zero_experts) return EPIC_OK;
     layer_tokens tokens = moe_device_tokens(j, &all);
-    return DEVICE_STEP(j, sent_choices, j->call.stream, &tokens, j->work.plan_idx);
+    return CONTEXT_OP(j->ctx, sent_choices, j->call.stream, &tokens, j->work.plan_idx);
 }
 
 /* The plan writes the counts of as many experts as the rank with most has. */
 static epic_result clear_counts(moe_job *j)
 {
     const int32_t *end = j->saved.expert_tokens + j->experts.num_local_experts;
-    return DEVICE_STEP(j, add, j->call.stream, j->saved.expert_rows, NULL,
-                       end - j->saved.expert_rows, EPIC_F32, true);
+    return CONTEXT_OP(j->ctx, add, j->call.stream, j->saved.expert_rows, NULL,
+                      end - j->saved.expert_rows, EPIC_F32, true);
 }
 
 static epic_result copy_counts(moe_job *j, int32_t *to, const int32_t *from, int64_t count)
 {
     if (!to) return EPIC_OK;
-    return DEVICE_STEP(j, add, j->call.stream, to, from, count, EPIC_F32,
-                       true); /* bits of any four bytes */
+    return CONTEXT_OP(j->ctx, add, j->call.stream, to, from, count, EPIC_F32,
+                      true); /* bits of any four bytes */
 }
 
 /* Rows of e4m3 have scales of their own. */
@@ -80,7 +79,7 @@ epic_result moe_device_send(moe_job *j, const epic_moe_args *a)
     const note_extra extra = {.options = &j->options};
     TRY(api_plan_dispatch(j->ctx, &plan, &dispatch, &extra));
     if (a->rank_of_expert || (j->layer.sum_order == EPIC_TREE && !j->any_order))
-        TRY(DEVICE_STEP(j, fits, &plan, local));
+        TRY(CONTEXT_OP(j->ctx, fits, &plan, local));
     TRY(copy_counts(j, a->load, j->saved.load, j->layer.num_experts));
     return copy_counts(j, a->logical_load, j->saved.logical_load, j->layer.num_logical);
 }
@@ -95,7 +94,7 @@ epic_result moe_device_finish(moe_job *j, const epic_rows *out)
         void *rows = moe_rows(j, out, b).data;
         const layer_rows sum = {rows, rows, j->has_shared ? j->work.shared_y : NULL};
         if (j->has_shared) TRY(moe_device_shared(j, &block, b, 0));
-        TRY(DEVICE_STEP(j, finish, j->call.stream, &tokens, &sum));
+        TRY(CONTEXT_OP(j->ctx, finish, j->call.stream, &tokens, &sum));
     }
     return EPIC_OK;
 }
@@ -104,7 +103,7 @@ static epic_result losses(moe_job *j, const epic_moe_args *a)
 {
     float *both = j->work.losses; /* [2, blocks], then [2] */
     const bool none = j->moe.balance_coeff == 0 && j->moe.z_coeff == 0;
-    if (none) return DEVICE_STEP(j, give_losses, j->call.stream, NULL, a);
+    if (none) return CONTEXT_OP(j->ctx, give_losses, j->call.stream, NULL, a);
     for (int64_t b = 0; b < j->blocks; b++) {
         const dense_block block = moe_block(j, b);
         epic_loss balance = moe_device_loss(j, &block, j->moe.balance_coeff);
@@ -112,16 +111,16 @@ static epic_result losses(moe_job *j, const epic_moe_args *a)
         balance.loss = both + b;
         z.loss = both + j->blocks + b;
         z.sequence_tokens = 0;
-        TRY(DEVICE_STEP(j, balance_loss_forward, &balance, moe_device_balance_factor(j)));
-        TRY(DEVICE_STEP(j, z_loss_forward, &z, j->moe.z_coeff));
+        TRY(CONTEXT_OP(j->ctx, balance_loss_forward, &balance, moe_device_balance_factor(j)));
+        TRY(CONTEXT_OP(j->ctx, z_loss_forward, &z, j->moe.z_coeff));
     }
-    if (j->blocks > 1) TRY(DEVICE_STEP(j, trees, j->call.stream, both, j->blocks));
+    if (j->blocks > 1) TRY(CONTEXT_OP(j->ctx, trees, j->call.stream, both, j->blocks));
     if (j->moe.flags & EPIC_SUM_DENSE) {
         const epic_allreduce_sum_args sum = {
             .call = j->call, .data = both, .count = 2, .order = j->layer.sum_order};
         TRY(epic_allreduce_sum(j->ctx, &sum));
     }
-    return DEVICE_STEP(j, give_losses, j->call.stream, both, a);
+    return CONTEXT_OP(j->ctx, give_losses, j->call.stream, both, a);
 }
 
 epic_result moe_device_forward(moe_job *j, const epic_moe_args *a)

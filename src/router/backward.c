@@ -5,7 +5,7 @@
 
 #include "base/arrays.h"
 #include "base/sized.h"
-#include "router/device.h"
+#include "context/context.h"
 #include "router/row.h"
 #include "rules/convert.h"
 
@@ -52,7 +52,7 @@ static epic_result prepare(router_job *job, const epic_context *ctx,
                          : !args->d_weights ? "d_weights"
                                             : "d_logits");
     TRY(check_places(args, job));
-    if (router_on_device(ctx)) return EPIC_OK;
+    if (context_on_device(ctx)) return EPIC_OK;
     return router_check_ids(job, args->topk_idx, args->num_tokens);
 }
 
@@ -77,9 +77,9 @@ epic_result epic_router_backward_v1(epic_context *ctx, const epic_router_backwar
     TRY(READ_SIZED(&a, args, size, "args"));
     if (ctx != NULL) TRY(context_check(ctx));
     TRY(prepare(&job, ctx, &a));
-    if (router_on_device(ctx)) {
+    if (context_on_device(ctx)) {
         a.router = &job.router;
-        return ROUTER_STEP(ctx, router_backward, &a);
+        return CONTEXT_OP(ctx, router_backward, &a);
     }
 
     const router_row *row = router_row_of(&job);

@@ -2,7 +2,7 @@
 /* epic_router_forward: which experts each token chooses, and with what weights. */
 #include "base/arrays.h"
 #include "base/sized.h"
-#include "router/device.h"
+#include "context/context.h"
 #include "router/row.h"
 #include "rules/convert.h"
 #include "rules/rule.h"
@@ -116,9 +116,9 @@ epic_result epic_router_forward_v1(epic_context *ctx, const epic_router_args *ar
     TRY(READ_SIZED(&a, args, size, "args"));
     if (ctx != NULL) TRY(context_check(ctx));
     TRY(router_prepare(&job, &a));
-    if (router_on_device(ctx)) {
+    if (context_on_device(ctx)) {
         a.router = &job.router;
-        return ROUTER_STEP(ctx, router_forward, &a);
+        return CONTEXT_OP(ctx, router_forward, &a);
     }
     TRY(check_ids(&job, &a));
 

@@ -4,7 +4,7 @@
 
 #include "base/arrays.h"
 #include "base/sized.h"
-#include "router/device.h"
+#include "context/context.h"
 #include "router/row.h"
 #include "rules/convert.h"
 #include "rules/rule.h"
@@ -94,7 +94,7 @@ static epic_result check_balance(const loss_job *job)
     if (a->topk_idx == NULL)
         return epic_fail(EPIC_EINVAL, "topk_idx is NULL: the sequence-wise balance loss counts "
                                       "each sequence's choices");
-    if (router_on_device(job->ctx)) return EPIC_OK;
+    if (context_on_device(job->ctx)) return EPIC_OK;
     return router_check_ids(&job->router, a->topk_idx, a->num_tokens);
 }
 
@@ -172,8 +172,8 @@ static epic_result balance_forward(loss_job *job)
 {
     TRY(prepare(job, FORWARD));
     TRY(check_balance(job));
-    if (router_on_device(job->ctx))
-        return ROUTER_STEP(job->ctx, balance_loss_forward, &job->args, balance_factor(job));
+    if (context_on_device(job->ctx))
+        return CONTEXT_OP(job->ctx, balance_loss_forward, &job->args, balance_factor(job));
     begin_runs(job);
     for (int64_t t = 0; t < job->args.num_tokens;) {
         const int32_t *load;
@@ -190,8 +190,8 @@ static epic_result balance_backward(loss_job *job)
 {
     TRY(prepare(job, BACKWARD));
     TRY(check_balance(job));
-    if (router_on_device(job->ctx))
-        return ROUTER_STEP(job->ctx, balance_loss_backward, &job->args, balance_factor(job));
+    if (context_on_device(job->ctx))
+        return CONTEXT_OP(job->ctx, balance_loss_backward, &job->args, balance_factor(job));
     const double factor = balance_factor(job) * incoming(&job->args);
     for (int64_t t = 0; t < job->args.num_tokens;) {
         const int32_t *load;
@@ -262,8 +262,8 @@ static double z_factor(const loss_job *job)
 static epic_result z_forward(loss_job *job)
 {
     TRY(prepare(job, FORWARD));
-    if (router_on_device(job->ctx))
-        return ROUTER_STEP(job->ctx, z_loss_forward, &job->args, z_factor(job));
+    if (context_on_device(job->ctx))
+        return CONTEXT_OP(job->ctx, z_loss_forward, &job->args, z_factor(job));
     begin_runs(job);
     for (int64_t t = 0; t < job->args.num_tokens; t++)
         *run_of(job, t) +=
@@ -275,8 +275,8 @@ static epic_result z_forward(loss_job *job)
 static epic_result z_backward(loss_job *job)
 {
     TRY(prepare(job, BACKWARD));
-    if (router_on_device(job->ctx))
-        return ROUTER_STEP(job->ctx, z_loss_backward, &job->args, z_factor(job));
+    if (context_on_device(job->ctx))
+        return CONTEXT_OP(job->ctx, z_loss_backward, &job->args, z_factor(job));
     const double factor = z_factor(job) * incoming(&job->args);
     for (int64_t t = 0; t < job->args.num_tokens; t++)
         job->row->z_backward(&job->router, router_job_row(&job->router, job->args.logits, t),
@@ -359,7 +359,7 @@ epic_result epic_bias_update_v1(epic_context *ctx, const epic_bias_update_args *
     TRY(READ_SIZED(&a, args, size, "args"));
     if (ctx != NULL) TRY(context_check(ctx));
     TRY(check_bias(&a));
-    if (router_on_device(ctx)) return ROUTER_STEP(ctx, bias_update, &a);
+    if (context_on_device(ctx)) return CONTEXT_OP(ctx, bias_update, &a);
     update_bias(&a);
     return EPIC_OK;
 }

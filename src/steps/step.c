@@ -111,12 +111,3 @@ void clear_all(const slot_array *a)
 {
     if (a->data) clear_rows(a, 0, a->num_rows);
 }
-
-const context_steps host_steps = {.plan = host_plan,
-                                  .dispatch = host_dispatch,
-                                  .plan_dispatch = host_plan_dispatch,
-                                  .combine = host_combine,
-                                  .dispatch_backward = host_dispatch_backward,
-                                  .combine_backward = host_combine_backward,
-                                  .sum = host_sum,
-                                  .sum_replicas = host_sum_replicas};

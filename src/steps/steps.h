@@ -31,8 +31,6 @@ epic_result host_sum_replicas(epic_context *ctx, const epic_sum_replicas_args *a
 epic_result sum_arrays(epic_context *ctx, const epic_allreduce_sum_args *args,
                        const epic_note *about);
 
-extern const context_steps host_steps; /* all of these */
-
 /* Is the plan one of this context?  Damage, or the caller's own fault, is kept for the note (class
  * (b)), as is the rest of `extra` (NULL: nothing). */
 typedef struct step {

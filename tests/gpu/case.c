@@ -341,21 +341,20 @@ void make_sums(bench *b, sums *s)
 bool call_plan(bench *b, const arrays *a)
 {
     const epic_plan_args args = plan_args(b, a);
-    return case_must(b, p2p_steps.plan(b->me->group, &args), "plan");
+    return case_must(b, p2p_ops.plan(b->me->group, &args), "plan");
 }
 
 bool call_dispatch(bench *b, const arrays *a)
 {
     const epic_dispatch_args args = dispatch_args(b, a);
-    return case_must(b, p2p_steps.dispatch(b->me->group, &args), "dispatch");
+    return case_must(b, p2p_ops.dispatch(b->me->group, &args), "dispatch");
 }
 
 bool call_plan_dispatch(bench *b, const arrays *a)
 {
     const epic_plan_args plan = plan_args(b, a);
     const epic_dispatch_args dispatch = dispatch_args(b, a);
-    return case_must(b, p2p_steps.plan_dispatch(b->me->group, &plan, &dispatch),
-                     "plan_dispatch");
+    return case_must(b, p2p_ops.plan_dispatch(b->me->group, &plan, &dispatch), "plan_dispatch");
 }
 
 bool call_combine(bench *b, const arrays *a, const sums *s)
@@ -370,7 +369,7 @@ bool call_combine(bench *b, const arrays *a, const sums *s)
                                     .slot_weights =
                                         c->weighted && !is_flat(c) ? s->weights : NULL,
                                     .type = c->type};
-    return case_must(b, p2p_steps.combine(b->me->group, &args), "combine");
+    return case_must(b, p2p_ops.combine(b->me->group, &args), "combine");
 }
 
 bool call_dispatch_backward(bench *b, const arrays *a, const sums *s)
@@ -386,7 +385,7 @@ bool call_dispatch_backward(bench *b, const arrays *a, const sums *s)
         .d_slot_weights = s->floats,
         .d_weights = s->choice_floats,
         .type = c->type};
-    return case_must(b, p2p_steps.dispatch_backward(b->me->group, &args), "dispatch_backward");
+    return case_must(b, p2p_ops.dispatch_backward(b->me->group, &args), "dispatch_backward");
 }
 
 bool call_combine_backward(bench *b, const arrays *a, const sums *s)
@@ -407,7 +406,7 @@ bool call_combine_backward(bench *b, const arrays *a, const sums *s)
         .d_slot_weights = is_flat(c) ? NULL : s->d_weights,
         .type = c->type,
         .flags = c->leave_padding ? EPIC_LEAVE_PADDING : 0};
-    return case_must(b, p2p_steps.combine_backward(b->me->group, &args), "combine_backward");
+    return case_must(b, p2p_ops.combine_backward(b->me->group, &args), "combine_backward");
 }
 
 static void dirty(bench *b, void *to, int64_t bytes)

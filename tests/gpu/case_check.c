@@ -328,7 +328,7 @@ void test_sum(bench *b)
                                           .data = data,
                                           .count = count,
                                           .order = tree ? EPIC_TREE : EPIC_BY_RANK};
-    if (!case_must(b, p2p_steps.sum(b->me->group, &args), "sum")) return;
+    if (!case_must(b, p2p_ops.sum(b->me->group, &args), "sum")) return;
     float *got = case_download(b, data, (size_t)count * 4);
     for (int64_t i = 0; i < count; i++) {
         float y[ORACLE_RANKS] = {0};
@@ -388,7 +388,7 @@ void test_sum_replicas(bench *b, const arrays *a)
                                          .plan_bytes = (int64_t)a->plan_bytes,
                                          .data = {data, most, count * 4},
                                          .workspace = &workspace};
-    if (!case_must(b, p2p_steps.sum_replicas(b->me->group, &args), "sum_replicas")) return;
+    if (!case_must(b, p2p_ops.sum_replicas(b->me->group, &args), "sum_replicas")) return;
     float *got = case_download(b, data, (size_t)(rows * count) * 4);
     rows = 0;
     for (uint32_t e = 0; e < experts; e++)

@@ -61,7 +61,7 @@ static void run_case(bench *b)
     test_sum(b);
     test_sum_replicas(b, &a);
     epic_failure_info failure;
-    if (p2p_steps.check(b->me->group, &failure) != EPIC_OK) wrong(b, "%s", failure.sentence);
+    if (p2p_ops.check(b->me->group, &failure) != EPIC_OK) wrong(b, "%s", failure.sentence);
 }
 
 /* Staging, floats and parts must hold poison again, the escapes zeros. */

@@ -219,8 +219,8 @@ static void call(team_rank *me, const problem *p)
         backward.w_gate_up_scales = p->of_gate_up.scales.device;
         backward.w_down_scales = p->of_down.scales.device;
     }
-    must(p2p_steps.experts_forward(me->group, &forward) == EPIC_OK, "forward");
-    must(p2p_steps.experts_backward(me->group, &backward) == EPIC_OK, "backward");
+    must(p2p_ops.experts_forward(me->group, &forward) == EPIC_OK, "forward");
+    must(p2p_ops.experts_backward(me->group, &backward) == EPIC_OK, "backward");
 }
 
 /* Recorded while the device has no counts that make sense. */

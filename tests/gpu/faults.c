@@ -81,7 +81,7 @@ static epic_result call_plan(team_rank *me, memory *m)
                                  .plan_bytes = m->plan_bytes,
                                  .topk_idx = m->ids,
                                  .num_tokens = TOKENS};
-    return p2p_steps.plan(me->group, &args);
+    return p2p_ops.plan(me->group, &args);
 }
 
 static epic_result call_dispatch(team_rank *me, memory *m, int64_t row_bytes)
@@ -94,14 +94,14 @@ static epic_result call_dispatch(team_rank *me, memory *m, int64_t row_bytes)
                                      .plan_bytes = m->plan_bytes,
                                      .tokens = {m->tokens, TOKENS, row_bytes},
                                      .recv = {m->recv, TOKENS * 4 * 8, row_bytes}};
-    return p2p_steps.dispatch(me->group, &args);
+    return p2p_ops.dispatch(me->group, &args);
 }
 
 static epic_result call_sum(team_rank *me, memory *m)
 {
     const epic_call call = {.stream = me->stream, .timeout_ms = patience()};
     const epic_allreduce_sum_args args = {.call = call, .data = m->data, .count = 1000};
-    return p2p_steps.sum(me->group, &args);
+    return p2p_ops.sum(me->group, &args);
 }
 
 static void sleep_ms(long ms)
@@ -116,7 +116,7 @@ static void misbehave(team_rank *me, memory *m)
     if (fault == LATE) sleep_ms(3 * deadline_ms);
     if (fault == SLOW) sleep_ms(deadline_ms / 2);
     if (fault == LATE || fault == SLOW || fault == TAGGED) call_dispatch(me, m, HIDDEN * 2);
-    if (fault == ABORTED) p2p_steps.abort(me->group, 0, "the loss is not a number");
+    if (fault == ABORTED) p2p_ops.abort(me->group, 0, "the loss is not a number");
 }
 
 /* What was late may be the machine's fault: `late` is told, and the fault tried again. */
@@ -144,7 +144,7 @@ static int judge_later_call(team_rank *me, memory *m)
     const epic_result later = call_sum(me, m);
     CHECK_CUDA(cudaStreamSynchronize(me->stream));
     epic_failure_info f;
-    if (fault == SLOW) return later != EPIC_OK || p2p_steps.check(me->group, &f) != EPIC_OK;
+    if (fault == SLOW) return later != EPIC_OK || p2p_ops.check(me->group, &f) != EPIC_OK;
     if (__atomic_load_n((int *)me->shared, __ATOMIC_RELAXED)) return 0;
     return me->rank != culprit && (uint32_t)later != expected[fault];
 }
@@ -165,7 +165,7 @@ static int work(team_rank *me)
     const double took = now_ms() - begin;
     epic_failure_info f;
     int bad = error != cudaSuccess;
-    p2p_steps.check(me->group, &f);
+    p2p_ops.check(me->group, &f);
     if (me->rank != culprit || fault == LATE || fault == SLOW) bad |= judge(me, took, &f);
     team_barrier(me);
     bad |= judge_later_call(me, &m);

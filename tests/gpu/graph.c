@@ -88,9 +88,9 @@ static epic_result step(team_rank *me, memory *m)
                                        .rows = {m->recv, SLOTS, HIDDEN * 4},
                                        .out = {m->out, TOKENS, HIDDEN * 4},
                                        .type = EPIC_F32};
-    TRY(p2p_steps.plan_dispatch(me->group, &plan, &dispatch));
-    if (rare) TRY(p2p_steps.sum_replicas(me->group, &sum));
-    return p2p_steps.combine(me->group, &combine);
+    TRY(p2p_ops.plan_dispatch(me->group, &plan, &dispatch));
+    if (rare) TRY(p2p_ops.sum_replicas(me->group, &sum));
+    return p2p_ops.combine(me->group, &combine);
 }
 
 /* How many rows a token has: one for each choice, or for each rank that it chooses. */
@@ -173,7 +173,7 @@ static int work(team_rank *me)
     for (int i = 0; i < replays; i++)
         if (replay(me, &m, i % 2 ? exec : NULL, i, &seed)) team_stop();
     epic_failure_info f;
-    if (p2p_steps.check(me->group, &f) != EPIC_OK) {
+    if (p2p_ops.check(me->group, &f) != EPIC_OK) {
         fprintf(stderr, "rank %d: %s\n", me->rank, f.sentence);
         team_stop();
     }

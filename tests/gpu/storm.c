@@ -60,7 +60,7 @@ static void look(entry *e)
 {
     CHECK_CUDA(cudaStreamSynchronize(e->b.me->stream));
     epic_failure_info failure; /* of a group that is broken nothing else is right */
-    if (p2p_steps.check(e->b.me->group, &failure) != EPIC_OK)
+    if (p2p_ops.check(e->b.me->group, &failure) != EPIC_OK)
         wrong(&e->b, "%s", failure.sentence);
     check_plan(&e->b, &e->a);
     check_dispatch(&e->b, &e->a, "dispatch");

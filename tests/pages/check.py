@@ -23,7 +23,7 @@ from pages import ROOT, list_blocks, list_pages
 BEFORE = {
     "docs/guide/launching.md": "#include <mpi.h>\n#include <epic/epic.h>\n"
     "int main(int argc, char **argv)\n{\n    int level;\n    epic_context *ctx;\n",
-    "docs/internals/backends.md": '#include "backend/backend.h"\n'
+    "docs/internals/backends.md": '#include "backend/transport.h"\n'
     "bool can_join(const epic_peer *, int, const epic_config *, char *);\n"
     "epic_result join(epic_group **, const epic_join *);\n"
     "void leave(epic_group *), forget(epic_group *);\n"

@@ -16,8 +16,8 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "backend/backend.h"
 #include "backend/shared/shared.h"
+#include "backend/transport.h"
 #include "base/error.h"
 
 extern const epic_backend epic_backend_self, epic_backend_threads, epic_backend_shm;

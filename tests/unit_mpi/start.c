@@ -5,7 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "backend/backend.h"
+#include "backend/transport.h"
 #include "base/error.h"
 
 extern const epic_backend epic_backend_mpi;

@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "backend/backend.h"
+#include "backend/transport.h"
 #include "base/error.h"
 #include "check.h"
 #include "run.h"

@@ -415,9 +415,26 @@ static void release(epic_group *g)
     p2p_group_free(g);
 }
 
+/* Writes to a peer through the outbox, where nothing else uses these offsets. */
+static void write_to_peer(epic_group *g, int peer, int64_t at, const void *bytes, size_t count)
+{
+    if (p2p_is_dead(g, peer)) return;
+    uint8_t *to = peer == g->rank ? g->self.inbox : g->hosts->seen;
+    (void)cudaMemcpyAsync(to + at, bytes, count, cudaMemcpyDefault, g->side);
+    (void)cudaStreamSynchronize(g->side);
+    if (peer != g->rank) hosts_ring_tell(g->hosts->ring, peer, (uint64_t)at, (uint32_t)count);
+}
+
+static void wake_proxy(const epic_group *g)
+{
+    hosts_ring_wake(g->hosts->ring);
+}
+
+static const p2p_hooks hooks = {.write = write_to_peer, .wake = wake_proxy};
+
 static epic_group *new_group(const epic_join *join)
 {
-    epic_group *g = p2p_group_new(join);
+    epic_group *g = p2p_group_new(join, &hooks);
     if (!g) return NULL;
     g->self.max_top_k = p2p_top_k_for(&g->config);
     g->hosts = calloc(1, sizeof *g->hosts);
@@ -450,26 +467,6 @@ static epic_result join(epic_group **out, const epic_join *join)
     return result;
 }
 
-bool p2p_is_dead(const epic_group *g, int peer)
-{
-    return __atomic_load_n(&g->status->dead, __ATOMIC_ACQUIRE) >> peer & 1;
-}
-
-/* To a peer by way of the outbox, where nothing else uses the place. */
-void p2p_tell(epic_group *g, int peer, int64_t at, const void *bytes, size_t count)
-{
-    if (p2p_is_dead(g, peer)) return;
-    uint8_t *to = peer == g->rank ? g->self.inbox : g->hosts->seen;
-    (void)cudaMemcpyAsync(to + at, bytes, count, cudaMemcpyDefault, g->side);
-    (void)cudaStreamSynchronize(g->side);
-    if (peer != g->rank) hosts_ring_tell(g->hosts->ring, peer, (uint64_t)at, (uint32_t)count);
-}
-
-void p2p_wake(const epic_group *g)
-{
-    hosts_ring_wake(g->hosts->ring);
-}
-
 /* Has every peer closed, or died? */
 static bool all_gone(epic_group *g)
 {
@@ -490,7 +487,7 @@ static void leave(epic_group *g)
     if (g->ranks_here == 1) (void)cudaDeviceSynchronize();
     *g->word = P2P_GONE((uint64_t)p2p_epoch(g));
     for (int q = 0; q < g->num_ranks; q++)
-        p2p_tell(g, q, g->self.at.gone + 8 * g->rank, g->word, sizeof *g->word);
+        write_to_peer(g, q, g->self.at.gone + 8 * g->rank, g->word, sizeof *g->word);
     deadline end = deadline_begin_ms(g->config.timeout_ms);
     while (!all_gone(g) && !deadline_before_nap(&end, LEAVE_NAP_NS))
         nanosleep(&(struct timespec){.tv_nsec = LEAVE_NAP_NS}, NULL);
@@ -541,6 +538,6 @@ const epic_backend epic_backend_hosts = {
     .release = p2p_release,
     .describe = p2p_describe,
     .say = say,
-    .steps = &p2p_steps,
+    .ops = &p2p_ops,
     .sentence = epic_sentence,
 };

@@ -25,7 +25,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
-#include "backend/backend.h"
+#include "backend/transport.h"
 #include "base/clock.h"
 #include "base/cores.h"
 

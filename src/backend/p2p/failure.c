@@ -274,8 +274,8 @@ void p2p_abort(epic_group *group, uint64_t tag, const char *why)
     const uint32_t me = (uint32_t)group->rank;
     *group->word = P2P_BROKEN(EPIC_EPEER, 0, me, 0, 1u << me);
     for (int q = 0; q < group->num_ranks; q++) {
-        p2p_tell(group, q, group->self.at.why, sentence, sizeof sentence);
-        p2p_tell(group, q, group->self.at.broken, group->word, sizeof *group->word);
+        group->hooks->write(group, q, group->self.at.why, sentence, sizeof sentence);
+        group->hooks->write(group, q, group->self.at.broken, group->word, sizeof *group->word);
     }
     (void)cudaGetLastError();
 }

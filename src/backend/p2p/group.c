@@ -39,7 +39,7 @@ bool p2p_any_device(char *why)
     return false;
 }
 
-epic_group *p2p_group_new(const epic_join *join)
+epic_group *p2p_group_new(const epic_join *join, const p2p_hooks *hooks)
 {
     epic_group *g = calloc(1, sizeof *g);
     if (g) g->beats = calloc(1, sizeof *g->beats);
@@ -47,6 +47,7 @@ epic_group *p2p_group_new(const epic_join *join)
         free(g);
         return NULL;
     }
+    g->hooks = hooks;
     g->rank = join->bootstrap->rank;
     g->num_ranks = join->bootstrap->num_ranks;
     g->config = *join->config;

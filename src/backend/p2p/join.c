@@ -86,6 +86,21 @@ static epic_result connect_peers(epic_group *g, const card *cards)
 
 /* --------------------------------------------------------------------- join and leave ---- */
 
+/* Uses the copy engine, so it works while kernels run. */
+static void write_to_peer(epic_group *g, int peer, int64_t at, const void *bytes, size_t count)
+{
+    (void)cudaMemcpyAsync(g->self.heap[peer] + at, bytes, count, cudaMemcpyDefault, g->side);
+    (void)cudaStreamSynchronize(g->side);
+}
+
+/* Peers see every store by themselves. */
+static void wake_nothing(const epic_group *g)
+{
+    (void)g;
+}
+
+static const p2p_hooks hooks = {.write = write_to_peer, .wake = wake_nothing};
+
 static void release(epic_group *g)
 {
     p2p_watch_close(g);
@@ -99,7 +114,7 @@ static epic_result join(epic_group **out, const epic_join *join)
     if (join->bootstrap->num_ranks > DEVICE_MAX_RANKS)
         return epic_fail(EPIC_ENOTSUP, "backend p2p: %d ranks are too many, it has at most %d",
                          join->bootstrap->num_ranks, DEVICE_MAX_RANKS);
-    epic_group *g = p2p_group_new(join);
+    epic_group *g = p2p_group_new(join, &hooks);
     card mine = {0}, cards[DEVICE_MAX_RANKS];
     mine.result = g ? (uint32_t)own_part(g, &mine) : EPIC_ENOMEM;
     if (mine.result != EPIC_OK)
@@ -135,24 +150,12 @@ static bool all_gone(epic_group *g)
     return true;
 }
 
-/* By copy engine, beside whatever kernels run. */
-void p2p_tell(epic_group *g, int peer, int64_t at, const void *bytes, size_t count)
-{
-    (void)cudaMemcpyAsync(g->self.heap[peer] + at, bytes, count, cudaMemcpyDefault, g->side);
-    (void)cudaStreamSynchronize(g->side);
-}
-
-void p2p_wake(const epic_group *g)
-{
-    (void)g;
-}
-
 static void say_goodbye(epic_group *g)
 {
     *g->word = P2P_GONE((uint64_t)p2p_epoch(g));
     for (int q = 0; q < g->num_ranks; q++)
         if (!p2p_is_dead(g, q) && !has_released(g, q))
-            p2p_tell(g, q, g->self.at.gone + 8 * g->rank, g->word, sizeof *g->word);
+            write_to_peer(g, q, g->self.at.gone + 8 * g->rank, g->word, sizeof *g->word);
 }
 
 /* The heap may be freed once no peer can write into it: it has closed too, or is dead. */
@@ -188,6 +191,6 @@ const epic_backend epic_backend_p2p = {
     .allocate = p2p_allocate,
     .release = p2p_release,
     .describe = p2p_describe,
-    .steps = &p2p_steps,
+    .ops = &p2p_ops,
     .sentence = epic_sentence,
 };

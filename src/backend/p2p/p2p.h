@@ -4,7 +4,7 @@
 #ifndef EPIC_P2P_H
 #define EPIC_P2P_H
 
-#include "backend/backend.h"
+#include "backend/ops.h"
 #include "backend/p2p/beats.h"
 #include "cuda/cuda_kernels.h"
 
@@ -21,7 +21,18 @@ typedef struct p2p_gpu { /* what a rank tells the others of its GPU */
     uint8_t device[16]; /* uuid */
 } p2p_gpu;
 
+/* How the two backends that share this folder differ at run time. */
+typedef struct p2p_hooks {
+    /* Writes `count` bytes at offset `at` of a rank's heap (hosts: inbox), its own included, and
+     * returns when they are there or cannot arrive. */
+    void (*write)(epic_group *group, int peer, int64_t at, const void *bytes, size_t count);
+
+    /* Announces that an operation is about to be launched or given up. */
+    void (*wake)(const epic_group *group);
+} p2p_hooks;
+
 struct epic_group {
+    const p2p_hooks *hooks;
     p2p_self self;      /* what every job begins with; operation and signature still 0 */
     p2p_status *status; /* host memory that kernels write */
     epic_config config;
@@ -56,7 +67,7 @@ static inline bool p2p_same(const uint64_t a[2], const uint64_t b[2])
 }
 
 /* A group that knows its layout, then its device, stream and status; and back. */
-epic_group *p2p_group_new(const epic_join *join);
+epic_group *p2p_group_new(const epic_join *join, const p2p_hooks *hooks);
 epic_result p2p_group_device(epic_group *group, p2p_gpu *gpu);
 void p2p_group_free(epic_group *group);
 bool p2p_gpu_fits(const p2p_gpu *gpu); /* it was not written by a stranger */
@@ -68,11 +79,7 @@ epic_result p2p_heap_clear(epic_group *group, uint8_t *heap);
 uint32_t p2p_epoch(epic_group *group);
 const uint64_t *p2p_gone(epic_group *group); /* NULL: the device does not answer */
 
-/* Stores bytes into a rank's heap, its own too; returns when they are there, or it is hopeless.
- * Each backend has its own. */
-void p2p_tell(epic_group *group, int peer, int64_t at, const void *bytes, size_t count);
-
-/* Where what they tell is found. */
+/* Where the bytes that peers write with p2p_hooks.write are found. */
 static inline uint8_t *p2p_told(const epic_group *g)
 {
 #ifdef EPIC_HOSTS
@@ -81,9 +88,6 @@ static inline uint8_t *p2p_told(const epic_group *g)
     return g->self.heap[g->rank];
 #endif
 }
-
-/* An operation is about to be launched, or given up: of hosts, the thread wakes. */
-void p2p_wake(const epic_group *group);
 
 bool p2p_fetch(void *to, const void *from, size_t bytes, bool *good);
 void *p2p_allocate(epic_group *group, size_t bytes);
@@ -99,7 +103,12 @@ void p2p_budget_give_back(epic_group *group);
 /* Begins and ends to watch the peers' processes. */
 epic_result p2p_watch_open(epic_group *group);
 void p2p_watch_close(epic_group *group);
-bool p2p_is_dead(const epic_group *group, int peer);
+
+/* Has the process of this peer ended?  The watcher of p2p and the proxy thread of hosts set it. */
+static inline bool p2p_is_dead(const epic_group *group, int peer)
+{
+    return __atomic_load_n(&group->status->dead, __ATOMIC_ACQUIRE) >> peer & 1;
+}
 
 /* Lets the other ranks of this host reach the heap: those of this process find it, the others
  * need the handle.  Then reaches theirs, and lets go of all. */
@@ -159,7 +168,7 @@ epic_result p2p_give_losses(epic_group *group, epic_stream stream, const float *
 epic_result p2p_take_losses(epic_group *group, epic_stream stream, float *d_losses,
                             const epic_moe_backward_args *args);
 
-extern const epic_steps p2p_steps;
+extern const epic_ops p2p_ops;
 extern EPIC_API const epic_backend epic_backend_p2p, epic_backend_hosts;
 
 #endif

@@ -18,7 +18,7 @@ static void fill_self(p2p_self *self, const epic_group *g, const epic_call *call
                       epic_operation operation, signature a)
 {
     const uint32_t timeout_ms = call->timeout_ms ? call->timeout_ms : g->config.timeout_ms;
-    p2p_wake(g);
+    g->hooks->wake(g);
     signature_mix(&a, call->tag);
     *self = g->self;
     self->operation = operation;
@@ -513,7 +513,7 @@ static uint32_t max_sms(const epic_group *g)
     return (uint32_t)g->num_sms;
 }
 
-const epic_steps p2p_steps = {
+const epic_ops p2p_ops = {
     .plan = plan,
     .dispatch = dispatch,
     .plan_dispatch = plan_dispatch,

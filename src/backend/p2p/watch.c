@@ -100,8 +100,3 @@ void p2p_watch_close(epic_group *g)
     free(w);
     g->watch = NULL;
 }
-
-bool p2p_is_dead(const epic_group *g, int peer)
-{
-    return __atomic_load_n(&g->status->dead, __ATOMIC_ACQUIRE) >> peer & 1;
-}

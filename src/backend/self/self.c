@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "backend/backend.h"
+#include "backend/transport.h"
 #include "base/clock.h"
 #include "base/error.h"
 

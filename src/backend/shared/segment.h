@@ -11,8 +11,8 @@
 #ifndef EPIC_SHARED_SEGMENT_H
 #define EPIC_SHARED_SEGMENT_H
 
-#include "backend/backend.h"
 #include "backend/shared/atomics.h"
+#include "backend/transport.h"
 #include "base/cores.h"
 
 #define RANK_WORDS (EPIC_MAX_RANKS / 64)

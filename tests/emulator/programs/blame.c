@@ -81,7 +81,7 @@ static void plan(team_rank *me, memory *m)
                                  .plan_bytes = m->plan_bytes,
                                  .topk_idx = m->ids,
                                  .num_tokens = tokens_of(me)};
-    if (p2p_steps.plan(me->group, &args) != EPIC_OK) team_stop();
+    if (p2p_ops.plan(me->group, &args) != EPIC_OK) team_stop();
     CHECK_CUDA(cudaStreamSynchronize(me->stream));
 }
 
@@ -94,7 +94,7 @@ static void dispatch_on(team_rank *me, memory *m, cudaStream_t stream)
         .plan_bytes = m->plan_bytes,
         .tokens = {m->tokens, tokens_of(me), ROW},
         .recv = {m->recv, SLOTS, ROW}};
-    if (p2p_steps.dispatch(me->group, &args) != EPIC_OK) team_stop();
+    if (p2p_ops.dispatch(me->group, &args) != EPIC_OK) team_stop();
 }
 
 static void dispatch(team_rank *me, memory *m)
@@ -107,7 +107,7 @@ static void expect(team_rank *me, epic_result result, int culprit)
 {
     epic_failure_info f;
     CHECK_CUDA(cudaStreamSynchronize(me->stream));
-    p2p_steps.check(me->group, &f);
+    p2p_ops.check(me->group, &f);
     const bool named = culprit == NOBODY ? f.num_culprits == 0
                                          : f.num_culprits == 1 && f.culprits[0] == culprit;
     if ((epic_result)f.result == result && named) return;
@@ -160,7 +160,7 @@ static void play_circle(team_rank *me, memory *m)
     team_barrier(me);
     dispatch(me, m);
     const double end = now_ms() + 20000;
-    while (p2p_steps.check(me->group, &f) == EPIC_OK && now_ms() < end) sleep_ms(5);
+    while (p2p_ops.check(me->group, &f) == EPIC_OK && now_ms() < end) sleep_ms(5);
     emulator_hold(me->rank, 0);
     expect(me, EPIC_ETIMEOUT, 1 - f.rank);
 }
@@ -187,7 +187,7 @@ static void play_damaged(team_rank *me, memory *m)
     if (me->rank == 1) CHECK_CUDA(fill_in(m->plan + 40, 0x77, 6));
     dispatch(me, m);
     CHECK_CUDA(cudaStreamSynchronize(me->stream));
-    const epic_result result = p2p_steps.check(me->group, &f);
+    const epic_result result = p2p_ops.check(me->group, &f);
     if (result == EPIC_EMISMATCH &&
         (me->rank == 0 || strstr(f.sentence, "here plan: these are not the bytes")))
         return;

@@ -27,7 +27,7 @@ static epic_result plan(team_rank *me, uint32_t num_experts)
                                  .plan = bytes,
                                  .plan_bytes = sizeof bytes,
                                  .topk_idx = ids};
-    return p2p_steps.plan(me->group, &args);
+    return p2p_ops.plan(me->group, &args);
 }
 
 static int work(team_rank *me)

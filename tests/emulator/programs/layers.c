@@ -83,8 +83,8 @@ static void must(const team_rank *me, epic_result result, const char *call, int 
 {
     epic_failure_info failure;
     if (result == EPIC_OK) CHECK_CUDA(cudaStreamSynchronize(me->stream));
-    if (result == EPIC_OK && p2p_steps.check(me->group, &failure) == EPIC_OK &&
-        p2p_steps.notice(me->group) == EPIC_OK)
+    if (result == EPIC_OK && p2p_ops.check(me->group, &failure) == EPIC_OK &&
+        p2p_ops.notice(me->group) == EPIC_OK)
         return;
     fprintf(stderr, "layer %d, rank %d: %s fails\n", layer, me->rank, call);
     team_stop();
@@ -135,12 +135,12 @@ static void make_calls(const team_rank *me, const memory *m, int which, int64_t 
                                               .d_slot_weights = m->slot_weights,
                                               .d_weights = m->d_weights,
                                               .type = EPIC_BF16};
-    must(me, p2p_steps.plan(me->group, &plan), "plan", which);
-    must(me, p2p_steps.dispatch(me->group, &dispatch), "dispatch", which);
-    must(me, p2p_steps.combine(me->group, &combine), "combine", which);
-    must(me, p2p_steps.combine_backward(me->group, &spread), "combine_backward", which);
-    must(me, p2p_steps.dispatch_backward(me->group, &home), "dispatch_backward", which);
-    must(me, p2p_steps.plan_dispatch(me->group, &plan, &dispatch), "plan_dispatch", which);
+    must(me, p2p_ops.plan(me->group, &plan), "plan", which);
+    must(me, p2p_ops.dispatch(me->group, &dispatch), "dispatch", which);
+    must(me, p2p_ops.combine(me->group, &combine), "combine", which);
+    must(me, p2p_ops.combine_backward(me->group, &spread), "combine_backward", which);
+    must(me, p2p_ops.dispatch_backward(me->group, &home), "dispatch_backward", which);
+    must(me, p2p_ops.plan_dispatch(me->group, &plan, &dispatch), "plan_dispatch", which);
 }
 
 /* Distinct experts for each token. */

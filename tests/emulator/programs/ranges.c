@@ -28,15 +28,15 @@ static int work(team_rank *me)
     CHECK_CUDA(fill_in(values, 0, TOKENS * sizeof *values));
     const epic_allreduce_sum_args sum = {
         .call.stream = me->stream, .data = values, .count = TOKENS};
-    bad |= p2p_steps.sum(me->group, &sum) != EPIC_OK;
+    bad |= p2p_ops.sum(me->group, &sum) != EPIC_OK;
     bad |= expect("epic_allreduce_sum ");
     const epic_layer layer = {.num_experts = 1, .top_k = 1};
     const epic_plan_args plan = {
         .call.stream = me->stream, .layer = &layer, .plan = values, .plan_bytes = 1};
-    bad |= p2p_steps.plan(me->group, &plan) == EPIC_OK;
+    bad |= p2p_ops.plan(me->group, &plan) == EPIC_OK;
     bad |= expect("epic_allreduce_sum epic_plan ");
     const epic_combine_args combine = {.call.stream = me->stream, .layer = &layer, .type = 99};
-    bad |= p2p_steps.combine(me->group, &combine) == EPIC_OK;
+    bad |= p2p_ops.combine(me->group, &combine) == EPIC_OK;
     bad |= expect("epic_allreduce_sum epic_plan epic_combine ");
     CHECK_CUDA(cudaStreamSynchronize(me->stream));
     return bad;

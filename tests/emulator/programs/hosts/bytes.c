@@ -28,7 +28,7 @@ static void expect(team_rank *me, uint64_t *before, const char *what, uint64_t b
 {
     CHECK_CUDA(cudaStreamSynchronize(me->stream));
     epic_failure_info f;
-    if (p2p_steps.check(me->group, &f) != EPIC_OK) {
+    if (p2p_ops.check(me->group, &f) != EPIC_OK) {
         fprintf(stderr, "%s: %s\n", what, f.sentence);
         team_stop();
     }
@@ -61,18 +61,18 @@ static void test_dispatch(team_rank *me, void *const *all, epic_dispatch_args di
                           uint64_t *before)
 {
     const uint64_t words = relays ? TOKENS * 8 : 0, copies = relays ? 1 : 2;
-    if (p2p_steps.dispatch(me->group, &dispatch) != EPIC_OK) team_stop();
+    if (p2p_ops.dispatch(me->group, &dispatch) != EPIC_OK) team_stop();
     expect(me, before, "dispatch", ANNOUNCED + copies * ROWS + words,
            relays ? 0 : ALWAYS + 2 * TOKENS);
     dispatch.scales = (epic_rows){all[SCALES], TOKENS, SCALE};
     dispatch.recv_scales = (epic_rows){all[SLOT_SCALES], SLOTS, SCALE};
-    if (p2p_steps.dispatch(me->group, &dispatch) != EPIC_OK) team_stop();
+    if (p2p_ops.dispatch(me->group, &dispatch) != EPIC_OK) team_stop();
     expect(me, before, "second rows", ANNOUNCED + copies * TOKENS * (ROW + SCALE) + words, 0);
     dispatch.scales = (epic_rows){0};
     dispatch.recv.row_bytes = ROW / 2;
     dispatch.type = EPIC_BF16;
     dispatch.quantize = EPIC_QUANTIZE_1X128;
-    if (p2p_steps.dispatch(me->group, &dispatch) != EPIC_OK) team_stop();
+    if (p2p_ops.dispatch(me->group, &dispatch) != EPIC_OK) team_stop();
     expect(me, before, "quantized", ANNOUNCED + copies * TOKENS * (ROW / 2 + SCALE) + words, 0);
 }
 
@@ -93,10 +93,10 @@ static void test_sums(team_rank *me, void *const *all, const epic_plan_args *pla
                                              .d_out = {all[TOKEN_ROWS], TOKENS, ROW},
                                              .d_rows = {all[SLOT_ROWS], SLOTS, ROW},
                                              .type = EPIC_BF16};
-    if (p2p_steps.combine(me->group, &combine) != EPIC_OK) team_stop();
+    if (p2p_ops.combine(me->group, &combine) != EPIC_OK) team_stop();
     const uint64_t copies = relays && order == EPIC_TREE ? 1 : 2;
     expect(me, before, "combine", ANNOUNCED + copies * ROWS, ALWAYS + copies * TOKENS);
-    if (p2p_steps.combine_backward(me->group, &back) != EPIC_OK) team_stop();
+    if (p2p_ops.combine_backward(me->group, &back) != EPIC_OK) team_stop();
     expect(me, before, "combine_backward", ANNOUNCED + (relays ? ROWS + TOKENS * 8 : 2 * ROWS),
            0);
 }
@@ -131,7 +131,7 @@ static int work(team_rank *me)
     const bool few =
         !relays && order == EPIC_BY_RANK; /* 16 tokens' ids, two words each, at once */
     uint64_t before[3] = {0};
-    if (p2p_steps.plan(me->group, &plan) != EPIC_OK) team_stop();
+    if (p2p_ops.plan(me->group, &plan) != EPIC_OK) team_stop();
     const uint64_t told =
         few ? TOKENS * 16 : (TOKENS + 1) * RANKS * 8; /* counts, and records */
     expect(me, before, "plan", ANNOUNCED + 2 * told,

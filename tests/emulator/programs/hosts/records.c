@@ -45,13 +45,13 @@ static int work(team_rank *me)
                                          .recv = {slots, num_slots, ROW}};
     for (int i = 0; i < 2 * plans; i++) {
         const epic_result result = i < plans
-                                       ? p2p_steps.plan(me->group, &plan)
-                                       : p2p_steps.plan_dispatch(me->group, &plan, &dispatch);
+                                       ? p2p_ops.plan(me->group, &plan)
+                                       : p2p_ops.plan_dispatch(me->group, &plan, &dispatch);
         if (result != EPIC_OK) team_stop();
     }
     CHECK_CUDA(cudaStreamSynchronize(me->stream));
     epic_failure_info f;
-    if (p2p_steps.check(me->group, &f) != EPIC_OK) {
+    if (p2p_ops.check(me->group, &f) != EPIC_OK) {
         fprintf(stderr, "%s\n", f.sentence);
         team_stop();
     }
