@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "../dtypes.h"
 #include "words.h"
 
 /* XLA refuses a handler that claims a newer minor version than its own, so claim the oldest that
@@ -120,23 +121,6 @@ static uint32_t type_of(XLA_FFI_DataType type)
     }
 }
 
-static int64_t type_bytes(uint32_t type)
-{
-    switch (type) {
-    case EPIC_F64:
-    case EPIC_I64:
-        return 8;
-    case EPIC_F32:
-    case EPIC_I32:
-        return 4;
-    case EPIC_BF16:
-    case EPIC_F16:
-        return 2;
-    default:
-        return 1;
-    }
-}
-
 static ffi_array array_of(const XLA_FFI_Buffer *buffer)
 {
     ffi_array array = {.data = buffer->data, .type = type_of(buffer->dtype), .count = 1};
@@ -145,7 +129,7 @@ static ffi_array array_of(const XLA_FFI_Buffer *buffer)
     array.rows = 1;
     for (int64_t d = 0; d < buffer->rank - (buffer->rank > 1); d++)
         array.rows *= buffer->dims[d];
-    array.bytes = array.count * type_bytes(array.type);
+    array.bytes = array.count * dtype_bytes(array.type);
     if (array.data == NULL) array.data = no_elements;
     return array;
 }
@@ -161,26 +145,9 @@ int64_t ffi_product(int64_t a, int64_t b, int64_t c)
 
 static const char *type_name(uint32_t type)
 {
-    switch (type) {
-    case EPIC_F32:
-        return "float32";
-    case EPIC_BF16:
-        return "bfloat16";
-    case EPIC_F16:
-        return "float16";
-    case EPIC_F64:
-        return "float64";
-    case EPIC_E4M3:
-        return "float8_e4m3fn";
-    case EPIC_I32:
-        return "int32";
-    case EPIC_I64:
-        return "int64";
-    case FFI_U8:
-        return "uint8";
-    default:
-        return "another dtype";
-    }
+    if (type == FFI_U8) return "uint8";
+    const char *name = dtype_name(type);
+    return name != NULL ? name : "another dtype";
 }
 
 /* Writes the names of a set of types: "float32 or bfloat16". */
@@ -284,7 +251,7 @@ epic_stream ffi_stream(ffi_reader *reader)
 epic_rows ffi_rows(ffi_array array)
 {
     if (array.data == NULL) return (epic_rows){0};
-    return (epic_rows){array.data, array.rows, array.columns * type_bytes(array.type)};
+    return (epic_rows){array.data, array.rows, array.columns * dtype_bytes(array.type)};
 }
 
 /* ------------------------------------------------------------------------ attributes ---- */

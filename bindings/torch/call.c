@@ -7,6 +7,8 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "../dtypes.h"
+
 static char no_elements[64]; /* where an array without elements lies when torch says NULL */
 
 /* ---------------------------------------------------------------------------- errors ---- */
@@ -113,40 +115,9 @@ static int32_t dtype_of(uint32_t type)
     }
 }
 
-static int64_t type_bytes(uint32_t type)
-{
-    switch (type) {
-    case EPIC_F64:
-    case EPIC_I64:
-        return 8;
-    case EPIC_F32:
-    case EPIC_I32:
-        return 4;
-    case EPIC_BF16:
-    case EPIC_F16:
-        return 2;
-    default:
-        return 1;
-    }
-}
-
 static const char *type_name(uint32_t type)
 {
     switch (type) {
-    case EPIC_F32:
-        return "float32";
-    case EPIC_BF16:
-        return "bfloat16";
-    case EPIC_F16:
-        return "float16";
-    case EPIC_F64:
-        return "float64";
-    case EPIC_I32:
-        return "int32";
-    case EPIC_I64:
-        return "int64";
-    case EPIC_E4M3:
-        return "float8_e4m3fn";
     case CALL_U8:
         return "uint8";
     case CALL_ROWS:
@@ -158,8 +129,10 @@ static const char *type_name(uint32_t type)
         return "int32 or int64";
     case CALL_MATRIX:
         return "float32, bfloat16, float16, float64 or float8_e4m3fn";
-    default:
-        return "of another dtype";
+    default: {
+        const char *name = dtype_name(type);
+        return name != NULL ? name : "of another dtype";
+    }
     }
 }
 
@@ -239,7 +212,7 @@ static void measure(call_array *array, int64_t dim, const int64_t *sizes)
     for (int64_t d = 0; d < dim - (dim > 1); d++) array->rows *= sizes[d];
     if (dim > 1) array->columns = sizes[dim - 1];
     array->count = array->rows * array->columns;
-    array->bytes = array->count * type_bytes(array->type);
+    array->bytes = array->count * dtype_bytes(array->type);
 }
 
 static void note_span(torch_call *call, const char *name, call_array array)
@@ -571,5 +544,5 @@ call_array call_workspace(torch_call *call, int64_t bytes)
 epic_rows call_rows(call_array array)
 {
     if (array.data == NULL) return (epic_rows){0};
-    return (epic_rows){array.data, array.rows, array.columns * type_bytes(array.type)};
+    return (epic_rows){array.data, array.rows, array.columns * dtype_bytes(array.type)};
 }

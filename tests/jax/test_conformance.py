@@ -20,7 +20,7 @@ import epic.jax
 import layers
 import reference
 from conftest import make_mesh
-from epic.jax.places import by_rank
+from epic.jax.meshes import by_rank
 from reference import relative, slots_of
 from steps import ALIGN, ALL, EXPERTS, HIDDEN, LAYER, TOKENS, TOP_K, choices, mapped, numbers
 

@@ -14,7 +14,7 @@ import pytest
 
 import epic.jax
 import layers
-from epic.jax import call
+from epic.jax import call, library
 
 T, K, E, H, INNER, SLOTS = 6, 2, 8, 16, 12, 16
 LAYER, ROUTER = epic.jax.Layer(E, K), epic.jax.Router(E, K)
@@ -162,7 +162,7 @@ def test_every_array_of_every_handler(opened: Any, monkeypatch: pytest.MonkeyPat
     """Refused before anything is read or written, by the dtype and by the number of elements."""
     monkeypatch.setattr(call, "must_stay", lambda *_: False)
     seen = watch(monkeypatch, make_programs(opened(None)))
-    wanted = {f"epic_{name}" for name in call.COLLECTIVES + call.LOCAL} - {"epic_keep"}
+    wanted = {f"epic_{name}" for name in library.COLLECTIVES + library.LOCAL} - {"epic_keep"}
     assert {one.target for one in seen} == wanted
     tried = 0
     for one in seen:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import epic.jax
 import layers
 from conftest import make_mesh
-from epic.jax import places
+from epic.jax import mesh_checks, meshes
 from steps import ALL, LAYER, TOKENS, TOP_K, choices, numbers
 
 Mesh = jax.sharding.Mesh
@@ -182,7 +182,7 @@ def test_a_group_that_is_no_longer_open(opened: Any) -> None:
 @pytest.fixture
 def unseen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As where JAX does not tell which devices a program is compiled for."""
-    monkeypatch.setattr(places, "check_lowering", lambda *_: None)
+    monkeypatch.setattr(mesh_checks, "check_lowering", lambda *_: None)
     yield
     jax.clear_caches()
 
@@ -292,7 +292,7 @@ def test_another_platform() -> None:
     """CPU devices have the numbers of GPUs too."""
     group = epic.jax.Group("g", ("ep",), 4, 1, 1, "gpu", devices=((0, 1, 2, 3),))
     with pytest.raises(epic.jax.EpicArgumentError, match=r"devices of cpu.*with devices of gpu"):
-        places.check_mesh(group, make_mesh(4))
+        mesh_checks.check_mesh(group, make_mesh(4))
 
 
 def test_texts_of_many_devices() -> None:
@@ -300,7 +300,7 @@ def test_texts_of_many_devices() -> None:
 
     def text(order: Any) -> str:
         rows = tuple(tuple(row) for row in np.asarray(order).reshape(-1, 8).tolist())
-        return places.text(epic.jax.Group("g", ("ep",), 8, 1, 1, devices=rows))
+        return meshes.text(rows, 8)
 
     first, second = np.arange(4096), np.arange(4096)
     second[[4000, 4001]] = 4001, 4000

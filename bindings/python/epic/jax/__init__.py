@@ -9,7 +9,6 @@ from epic import _native
 from epic.bootstrapping import Tcp
 from epic.errors import EpicArgumentError, EpicError, EpicUnsupportedError, error_code
 from epic.jax import export_types, sharded
-from epic.jax.call import TARGETS
 from epic.jax.dispatching import (
     dequantize,
     dispatch,
@@ -20,6 +19,7 @@ from epic.jax.dispatching import (
 from epic.jax.experts import ExpertWeights, experts
 from epic.jax.groups import Group, check, close, open
 from epic.jax.layer_args import MoeOut, MoeWeights
+from epic.jax.library import TARGETS
 from epic.jax.moe import moe
 from epic.jax.replicas import sum_replicas, tied
 from epic.jax.router import balance_loss, bias_update, route, z_loss

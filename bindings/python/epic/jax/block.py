@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from epic.errors import EpicArgumentError
-from epic.jax import placement, places, sharded
+from epic.jax import mesh_checks, placement, sharded
 from epic.jax.arrays import as_axes, check_kind
 from epic.jax.gemm import GroupedGemm
 from epic.jax.groups import Group
@@ -84,7 +84,7 @@ def check_module(mesh: Any, group: Any, options: Any, biases: Any) -> None:
     check_kind("group", group, Group)
     check_kind("options", options, Moe)
     check_kind("biases", biases, Biases)
-    places.check_mesh(group, mesh)
+    mesh_checks.check_mesh(group, mesh)
 
 
 def logical_rules(

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Custom calls of the core, and the number that each call site has.
 
-What JAX does not document is touched here (and in places.check_lowering): a primitive of our own
-that becomes a number, unique in the program and alike on all ranks.  Where JAX no longer has what
-that takes, the number is 0, and independent plans of one program need `channel=`.
+Ranks match their calls by a number that is unique in the program and equal on all ranks.  It comes
+from a primitive of our own, whose lowering uses interfaces that JAX does not document (so does
+mesh_checks.check_lowering).  Where a later JAX lacks them, the number is 0, and independent plans
+of one program need `channel=`.
 """
 
-import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,58 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import get_opaque_trace_state
 
-from epic import _native
 from epic.errors import EpicUnsupportedError
-from epic.jax import places
+from epic.jax import mesh_checks, meshes
 from epic.jax.groups import Group
-from epic.words import WORDS
+from epic.jax.library import NO_GRAPH, handlers
 
-COLLECTIVES = (
-    "plan plan_dispatch dispatch dispatch_flat dispatch_quantized dispatch_scaled "
-    "dispatch_backward combine combine_backward sum sum_replicas moe moe_backward"
-).split()
-LOCAL = (
-    "router router_backward balance_loss balance_loss_backward z_loss z_loss_backward "
-    "experts experts_backward keep"
-).split()
-NO_GRAPH = "_no_graph"  # ends the names of handlers that stay out of XLA's command buffers
-TARGETS = tuple(
-    f"epic_{name}" for name in [*COLLECTIVES, *LOCAL, *(name + NO_GRAPH for name in COLLECTIVES)]
-)
 Array = jax.Array
 Spec = jax.ShapeDtypeStruct
-
-
-@functools.cache
-def handlers() -> ctypes.CDLL:
-    """libepic_jax.so, its handlers registered.  XLA holds bare pointers: it is never unloaded."""
-    _native.core()
-    library = ctypes.CDLL(str(_native.find("libepic_jax.so")))
-    member: list[Any] = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int32]
-    library.epic_jax_member_add.argtypes = [
-        *member,
-        ctypes.c_char_p,
-        ctypes.c_int32,
-        ctypes.c_void_p,
-    ]
-    library.epic_jax_member_add.restype = ctypes.c_int
-    library.epic_jax_member_remove.argtypes = member
-    library.epic_jax_member_remove.restype = ctypes.c_void_p
-    library.epic_watch_interrupts.argtypes = [ctypes.c_int]
-    pairs = [word.encode() for pair in WORDS.items() for word in pair]
-    library.epic_jax_set_words((ctypes.c_char_p * len(pairs))(*pairs), len(pairs))
-
-    def register(target: str, symbol: str, platform: str) -> None:
-        handler = jax.ffi.pycapsule(getattr(library, symbol))
-        jax.ffi.register_ffi_target(f"epic_{target}", handler, platform=platform)
-
-    for name in COLLECTIVES + LOCAL:
-        register(name, f"epic_jax_{name}", "cpu")
-    for name in COLLECTIVES + LOCAL:  # kept by JAX until there is such a platform
-        register(name, f"epic_jax_cuda_{name}", "CUDA")
-    for name in COLLECTIVES:
-        register(name + NO_GRAPH, f"epic_jax_no_graph_{name}", "CUDA")
-    return library
 
 
 # ------------------------------------------------------------------------ call sites ----
@@ -85,7 +40,7 @@ def make_site() -> Any:
     site.def_abstract_eval(lambda *_, **__: jax.core.ShapedArray((), np.dtype(np.int32)))
 
     def lower(context: Any, *_: Any, group: Group) -> Any:
-        places.check_lowering(group, context.module_context)
+        mesh_checks.check_lowering(group, context.module_context)
         channel = context.module_context.new_channel()
         return [mlir.ir_constant(np.int32(channel))]
 
@@ -111,7 +66,7 @@ def marks(group: Group, *operands: Any) -> list[Any]:
     """Two int32 scalars for a collective: this call site's number, and this device's rank in the
     mesh of the program.  Operands are those of the call, so that a call which is computed again
     has a number of its own."""
-    primitive, rank = site_primitive(), places.rank(group)
+    primitive, rank = site_primitive(), mesh_checks.rank(group)
     if primitive is None:
         return [np.int32(0), rank]
     return [primitive.bind(*map(jax.lax.stop_gradient, operands), group=group), rank]
@@ -174,7 +129,7 @@ def call(
     target, stays = f"epic_{name}", False
     if group is not None:
         stays = must_stay(group, shapes)
-        attributes |= {"group": group.name, "devices": places.text(group)}
+        attributes |= {"group": group.name, "devices": meshes.text(group.devices, group.num_ranks)}
         target += "" if group.command_buffers else NO_GRAPH
         results, shapes = [*results, ABSENT], [*shapes, ABSENT]
     # On a GPU the order of the calls is the stream's, so the call itself may have the side effect.

@@ -14,9 +14,10 @@ import jax
 from epic import _native, bootstrapping, endings
 from epic.bootstrapping import Bootstrap, Exchange, Tcp
 from epic.errors import EpicArgumentError, EpicError
-from epic.jax import cuda, places
+from epic.jax import cuda, meshes
 from epic.jax.arrays import as_axes, check_kind
 from epic.jax.bootstrapping import JaxStore, store
+from epic.jax.library import handlers
 from epic.options import INT64_MAX, Layer, backend_for, text, whole
 from epic.store import StoreExchange
 
@@ -38,7 +39,7 @@ class Group:
     max_row_bytes: int
     platform: str = "cpu"
     command_buffers: bool = True
-    devices: places.Rows = ()
+    devices: meshes.Rows = ()
     max_top_k: int = 0
 
     def config(self) -> ctypes.Structure:
@@ -239,7 +240,7 @@ def choose_sizes(
             if value is None:
                 raise EpicArgumentError(f"{name} is needed, or like=, the activations")
         return whole("max_tokens", max_tokens), whole("max_row_bytes", max_row_bytes)
-    tokens, row_bytes = places.sizes(mesh, like, token_axes)
+    tokens, row_bytes = meshes.sizes(mesh, like, token_axes)
     return (
         whole("max_tokens", max_tokens) if max_tokens is not None else tokens,
         whole("max_row_bytes", max_row_bytes) if max_row_bytes is not None else row_bytes,
@@ -295,13 +296,13 @@ def open(
     if mesh is not None:
         check_kind("mesh", mesh, jax.sharding.Mesh)
     axes = (axis,) if isinstance(axis, str) else as_axes("axis", axis)
-    groups, count = places.by_rank(mesh, axes) if mesh is not None else ([jax.local_devices()], 0)
+    groups, count = meshes.by_rank(mesh, axes) if mesh is not None else ([jax.local_devices()], 0)
     platform = groups[0][0].platform
     max_tokens, max_row_bytes = choose_sizes(mesh, like, token_axes, max_tokens, max_row_bytes)
     backend = choose_backend(platform, backend)
     world = met_over_mpi(native, mesh is not None, bootstrap, timeout_ms or DEFAULT_TIMEOUT_MS)
     if mesh is not None:
-        devices_of, members = places.ids(groups), local_members(groups)
+        devices_of, members = meshes.ids(groups), local_members(groups)
     else:
         axes, devices_of = (), ()
         members, count = without_mesh(groups[0], ranks, num_ranks, world)
@@ -366,7 +367,7 @@ def fill(
         bootstrapping.end(contexts.values())
         raise errors[0]
     opened[group.name] = Opened(group, contexts, exchanges)
-    devices = places.text(group).encode()
+    devices = meshes.text(group.devices, group.num_ranks).encode()
     for member, context in contexts.items():
         where = (member.is_gpu, member.ordinal, devices, member.rank)
         if handlers().epic_jax_member_add(group.name.encode(), *where, context):
@@ -441,10 +442,3 @@ def contexts_of(group: Group) -> Iterator[int]:
     if state is None:
         raise EpicError("EPIC_ECLOSED", f"group {group.name!r} is not open in this process")
     yield from state.contexts.values()
-
-
-def handlers() -> ctypes.CDLL:
-    """libepic_jax.so, registered with XLA."""
-    from epic.jax import call  # it needs this module
-
-    return call.handlers()

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from epic.errors import EpicArgumentError
-from epic.jax import dispatching, layer_args, placement, places, router, steps, tensor
+from epic.jax import dispatching, layer_args, mesh_checks, placement, router, steps, tensor
 from epic.jax import moe as layer
 from epic.jax.arrays import ANY_ROWS, FLOATS, INDICES, INTEGERS, as_axes, check_array, check_kind
 from epic.jax.groups import Group
@@ -69,7 +69,7 @@ def token_spec(
     first by all axes of the mesh but the hidden one, in the mesh's order."""
     check_kind("group", group, Group)
     check_kind("mesh", mesh, Mesh)
-    places.check_mesh(group, mesh)
+    mesh_checks.check_mesh(group, mesh)
     if not isinstance(given, P):
         check_axes(mesh, (), token_axes=given)
     check_axes(mesh, group.axes, hidden_axis=hidden_axis)

@@ -1,0 +1,55 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Element types of the core as PyTorch and JAX name them.
+ *
+ * Both bindings include this header, so that their errors name a type in the same way.  The core's
+ * epic_type_name() returns the name of the C constant instead. */
+#ifndef EPIC_BINDINGS_DTYPES_H
+#define EPIC_BINDINGS_DTYPES_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "epic/epic.h"
+
+/* Returns the name of an epic_type in Python, "bfloat16"; NULL for any other number. */
+static inline const char *dtype_name(uint32_t type)
+{
+    switch (type) {
+    case EPIC_F32:
+        return "float32";
+    case EPIC_BF16:
+        return "bfloat16";
+    case EPIC_F16:
+        return "float16";
+    case EPIC_F64:
+        return "float64";
+    case EPIC_E4M3:
+        return "float8_e4m3fn";
+    case EPIC_I32:
+        return "int32";
+    case EPIC_I64:
+        return "int64";
+    default:
+        return NULL;
+    }
+}
+
+/* Returns the bytes of an element of an epic_type; 1 for any other number. */
+static inline int64_t dtype_bytes(uint32_t type)
+{
+    switch (type) {
+    case EPIC_F64:
+    case EPIC_I64:
+        return 8;
+    case EPIC_F32:
+    case EPIC_I32:
+        return 4;
+    case EPIC_BF16:
+    case EPIC_F16:
+        return 2;
+    default:
+        return 1;
+    }
+}
+
+#endif

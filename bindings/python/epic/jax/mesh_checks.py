@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares the mesh of a program with the mesh that its group was opened with.
+
+A program finds a group by its name, and the rank of a device by its own mesh.  Rows that are sent
+to a rank of another mesh would be wrong without an error.  So the two meshes are compared while
+tracing and while lowering, and the handlers compare them again at each call.
+"""
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from epic.errors import EpicArgumentError
+from epic.jax.groups import Group
+from epic.jax.meshes import by_rank, ids, named, shown
+
+UNKNOWN = -1
+
+
+def check_mesh(group: Group, mesh: Any) -> None:
+    """Refuses a mesh that is not made of groups that this one was opened for, rank by rank."""
+    if not group.devices or not isinstance(mesh, jax.sharding.Mesh):
+        return
+    platform = mesh.devices.flat[0].platform
+    if platform != group.platform:
+        raise EpicArgumentError(
+            f"the mesh has devices of {platform}, and group {group.name!r} was opened with devices "
+            f"of {group.platform}: use the mesh that the group was opened with"
+        )
+    opened = {row[0]: row for row in group.devices}
+    axes = group.axes[0] if len(group.axes) == 1 else group.axes
+    for row in ids(by_rank(mesh, group.axes)[0]):
+        has = opened.get(row[0]) or next((r for r in group.devices if row[0] in r), None)
+        if row == has:
+            continue
+        theirs = f"devices {shown(has)}" if has else f"no device {row[0]}"
+        raise EpicArgumentError(
+            f"the mesh has devices {shown(row)} along {named(group.axes)}, and group "
+            f"{group.name!r} was opened with {theirs} (in the order of the ranks): use the mesh "
+            "that the group was opened with, or open a group with this one, epic.jax.open(mesh, "
+            f"{axes!r}, name=...)"
+        )
+
+
+def check_lowering(group: Group, context: Any) -> None:
+    """The same for the mesh of the shard_map that is being compiled.  Where JAX keeps it is
+    private to JAX: if it is not there, only the handlers compare."""
+    mesh = getattr(getattr(context, "axis_context", None), "mesh", None)
+    if group.num_ranks > 1 or set(group.axes) <= set(getattr(mesh, "axis_names", ())):
+        check_mesh(group, mesh)
+
+
+def bound_size(group: Group) -> int | None:
+    """Devices along the group's axes where the program is now; None outside of a shard_map."""
+    try:
+        return math.prod(map(jax.lax.axis_size, group.axes))
+    except NameError:
+        return None
+
+
+def rank_without_mesh(group: Group) -> Any:
+    """In a shard_map over as many devices as the group has ranks, the place among them."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = tuple(a for a in mesh.axis_names if a in getattr(mesh, "manual_axes", ()))
+    if group.platform == "gpu" or not axes or math.prod(mesh.shape[a] for a in axes) == 1:
+        return np.int32(UNKNOWN)
+    whole = math.prod(mesh.shape[a] for a in axes) == group.num_ranks
+    return jax.lax.axis_index(axes) if whole else np.int32(UNKNOWN)
+
+
+def rank(group: Group) -> Any:
+    """This device's rank by the mesh of the program, an int32 scalar, for the handlers to compare
+    with the group's; UNKNOWN on GPUs, where they could not read it without waiting."""
+    if not group.axes:
+        return rank_without_mesh(group)
+    size = bound_size(group)
+    if size is None and group.num_ranks > 1:
+        raise EpicArgumentError(
+            f"a collective of group {group.name!r} outside of a shard_map over "
+            f"{named(group.axes)}: XLA would gather all arrays and run it on every device.  Put "
+            "it into jax.shard_map over the group's mesh, or use epic.jax.sharded"
+        )
+    if size is not None and size != group.num_ranks:
+        raise EpicArgumentError(
+            f"{named(group.axes)} has {size} devices here, and group {group.name!r} was opened "
+            f"with {group.num_ranks} ranks: use the mesh that the group was opened with, or open "
+            "a group with this one"
+        )
+    if group.platform == "gpu" or group.num_ranks == 1:
+        return np.int32(UNKNOWN)
+    return jax.lax.axis_index(group.axes)

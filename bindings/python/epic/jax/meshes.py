@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The devices of a mesh as a group sees them: by group and rank, as numbers, and as text.
+
+Nothing here needs a Group: groups.py builds groups from these functions, and mesh_checks.py
+compares groups with the meshes of programs.
+"""
+
+import hashlib
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from epic.errors import EpicArgumentError
+
+Rows = tuple[tuple[int, ...], ...]
+MOST_TEXT = 200  # bytes; the handlers have room for 255
+
+
+def check_known(mesh: jax.sharding.Mesh, argument: str, axes: tuple[str, ...]) -> None:
+    """The mesh must have them."""
+    for axis in axes:
+        if axis not in mesh.axis_names:
+            names = ", ".join(map(str, mesh.axis_names))
+            raise EpicArgumentError(
+                f"{argument} {axis!r} is not an axis of the mesh: those are {names}"
+            )
+
+
+def by_rank(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> tuple[list[list[Any]], int]:
+    """Devices by group and rank: a group is all devices that share the other coordinates."""
+    check_known(mesh, "axis", axes)
+    if len(set(axes)) < len(axes):
+        raise EpicArgumentError(f"axis {axes}: each axis once")
+    devices = np.asarray(mesh.devices)
+    at = [mesh.axis_names.index(axis) for axis in axes]
+    num_ranks = math.prod(devices.shape[i] for i in at)
+    last = np.moveaxis(devices, at, range(devices.ndim - len(at), devices.ndim))
+    return last.reshape(-1, num_ranks).tolist(), num_ranks
+
+
+def sizes(mesh: jax.sharding.Mesh | None, like: Any, token_axes: Any) -> tuple[int, int]:
+    """Tokens of a device and bytes of a row, of activations [B, ..., hidden] of all devices that
+    token_axes cut as sharded.moe says; without a mesh of this one."""
+    if not hasattr(like, "shape") or not hasattr(like, "dtype"):
+        raise EpicArgumentError(
+            f"like is a {type(like).__name__}: must be an array [..., hidden] or its "
+            "jax.ShapeDtypeStruct"
+        )
+    shape = list(like.shape)
+    if len(shape) < 2:
+        raise EpicArgumentError(f"like: shape {like.shape}: [..., hidden] is needed")
+    if mesh is not None:
+        whole = isinstance(token_axes, jax.sharding.PartitionSpec)
+        if whole and len(token_axes) >= len(shape):
+            raise EpicArgumentError(
+                f"token_axes {token_axes}: like has {len(shape)} dimensions, and the last, hidden, "
+                "stays whole"
+            )
+        for i, part in enumerate(token_axes if whole else [token_axes or mesh.axis_names]):
+            axes = (part,) if isinstance(part, str) else part or ()
+            check_known(mesh, "token_axes", axes)
+            shape[i] = -(-shape[i] // math.prod(mesh.shape[axis] for axis in axes))
+    return math.prod(shape[:-1]), shape[-1] * np.dtype(like.dtype).itemsize
+
+
+def ids(groups: list[list[Any]]) -> Rows:
+    """The devices' numbers, which are the same in every process."""
+    return tuple(tuple(device.id for device in group) for group in groups)
+
+
+def shown(row: tuple[int, ...]) -> str:
+    """[0 1 2 3], cut where it is long."""
+    most = 16
+    more = f" and {len(row) - most} more" if len(row) > most else ""
+    return "[" + " ".join(map(str, row[:most])) + more + "]"
+
+
+def text(devices: Rows, num_ranks: int) -> str:
+    """All devices of a group's name for the handlers, which compare it and show it; where it is
+    long a digest stands for the rest."""
+    if not devices:
+        return f"{num_ranks} ranks without a mesh"
+    rows = sorted(devices)
+    whole = " ".join("[" + " ".join(map(str, row)) + "]" for row in rows)
+    if len(whole) <= MOST_TEXT:
+        return f"devices {whole}"
+    digest = hashlib.sha256(whole.encode()).hexdigest()[:16]
+    return f"devices {whole[: MOST_TEXT - 50]}... ({len(rows)} groups, digest {digest})"
+
+
+def named(axes: tuple[str, ...]) -> str:
+    """The axes of a group in a sentence."""
+    return "axis " + repr(axes[0]) if len(axes) == 1 else f"axes {axes}"
