@@ -10,8 +10,8 @@ same for the files of some folders, so that two files never call each other.
 
 A call is an identifier that is followed by '(' inside a function or a macro. It counts when the
 file does not define that function itself and another file of src, kernels or include does. Members
-(x.name(...), x->name(...)) do not count: a table of functions is how a lower folder calls a higher
-one. Exit status 0: everything points down; 1: something does not, each on a line of its own.
+(x.name(...), x->name(...), x::name(...)) do not count: a table of functions is how a lower folder
+calls a higher one. Exit status 0: everything points down; 1: something does not, each on a line of its own.
 """
 
 import os
@@ -22,7 +22,12 @@ ROOMS = """
 include/epic
 kernels/host
 src/rules
-kernels/cuda src/base
+kernels/cuda/common src/base
+kernels/cuda/net kernels/cuda/experts kernels/cuda/router
+kernels/cuda/plan
+kernels/cuda/dispatch kernels/cuda/allreduce
+kernels/cuda/combine
+kernels/cuda/lowlat
 src/backend
 src/backend/shared src/bootstrap
 src/net
@@ -47,7 +52,7 @@ FILES = {
 
 # Calls up that the design wants, as (folder of the caller, function).
 ALLOWED = {
-    ("src/rules", "reciprocal_approx"),  # CUDA only: kernels/cuda/ptx.cuh has to come first
+    ("src/rules", "reciprocal_approx"),  # CUDA only: kernels/cuda/common/ptx.cuh has to come first
     ("src/net/strands", "strands_gain"),  # the library of an engine defines it
 }
 
@@ -137,8 +142,20 @@ def is_call(code, i):
         and code[i + 1][0] == "("
         and (name[0].isalpha() or name[0] == "_")
         and name not in KEYWORDS
-        and (i == 0 or code[i - 1][0] not in (".", "->"))
+        and (i == 0 or code[i - 1][0] not in (".", "->", ":"))
     )
+
+
+def is_inner_definition(code, i):
+    """Does the token at index i, inside braces, name a method or a lambda that is defined there?"""
+    if i + 2 < len(code) and (code[i + 1][0], code[i + 2][0]) == ("=", "["):
+        return True
+    if not is_call(code, i):
+        return False
+    end = closing(code, i + 1) + 1
+    if end < len(code) and code[end][0] == "const":
+        end += 1
+    return end < len(code) and code[end][0] == "{"
 
 
 class Source:
@@ -147,6 +164,7 @@ class Source:
     def __init__(self, path, text):
         self.path, self.room = path, room_of(path)
         self.defined, self.exported, self.calls = set(), set(), {}
+        self.has_methods = path.endswith((".cu", ".cuh"))
         code, macros = tokens_of(text)
         self.read_code(code)
         for i in range(len(macros)):
@@ -167,6 +185,8 @@ class Source:
                 depth = max(depth - 1, 0)
                 is_static = is_static and depth > 0
             elif depth > 0:
+                if self.has_methods and is_inner_definition(code, i):
+                    self.defined.add(token)
                 self.add_call(code, i)
             elif token == ";":
                 is_static = False

@@ -18,8 +18,8 @@ extern "C" {
 #include "copies.h"
 #include "team.h"
 }
-#include "cuda/grouped.h"
-#include "cuda/ptx.cuh"
+#include "cuda/common/ptx.cuh"
+#include "cuda/experts/grouped.h"
 
 static int rounds = 4;
 

@@ -10,7 +10,7 @@
 #ifndef EPIC_BENCH_FLOORS_CUH
 #define EPIC_BENCH_FLOORS_CUH
 
-#include "cuda/rows.cuh"
+#include "cuda/common/rows.cuh"
 
 #define FLOOR_BLOCK 1024
 #define FLOOR_V 4 /* vectors a lane and unit */

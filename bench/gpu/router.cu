@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "copies.h"
-#include "cuda/router.h"
+#include "cuda/router/router.h"
 
 #define FLUSH_BYTES ((size_t)256 << 20)
 #define MOST_COLUMNS 512

@@ -4,7 +4,7 @@
 
 #include <cuda_bf16.h>
 
-#include "cuda/launch.cuh"
+#include "cuda/common/launch.cuh"
 
 #define THREADS 256
 #define LANES 32

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # What the libraries of backends p2p and hosts are made of.  Kernels in which ranks speak to each
-# other, and the host's files, are compiled for each; for hosts with EPIC_HOSTS (net.cuh).
+# other, and the host's files, are compiled for each; for hosts with EPIC_HOSTS (net/net.cuh).
 set(here ${CMAKE_CURRENT_LIST_DIR})
 set(src ${here}/../../src)
-file(GLOB epic_cuda_alone CONFIGURE_DEPENDS ${here}/router_*.cu ${here}/grouped_*.cu
-     ${here}/experts_*.cu ${here}/dense.cu)
-file(GLOB epic_cuda_ranks CONFIGURE_DEPENDS ${here}/*.cu)
+file(GLOB epic_cuda_alone CONFIGURE_DEPENDS ${here}/router/*.cu ${here}/experts/*.cu)
+list(FILTER epic_cuda_alone EXCLUDE REGEX "/(dense_tokens|layer_fits)\\.cu$") # they read the group
+file(GLOB epic_cuda_ranks CONFIGURE_DEPENDS ${here}/*/*.cu)
 list(REMOVE_ITEM epic_cuda_ranks ${epic_cuda_alone})
 file(GLOB p2p CONFIGURE_DEPENDS ${src}/backend/p2p/*.c)
 set(epic_p2p_host ${p2p} ${src}/base/error.c ${src}/base/text.c ${src}/base/process.c)

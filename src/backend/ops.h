@@ -89,7 +89,7 @@ typedef struct epic_ops {
      * EPIC_TREE, unequal numbers of tokens. */
     epic_result (*fits)(epic_group *, const epic_plan_args *, uint32_t num_local);
     /* to += from (replace: =; from NULL: zeros), numbers of a type; sums of [2, n] in trees; the few
-     * numbers of losses, as grouped.h has them */
+     * numbers of losses, as kernels/cuda/experts/grouped.h has them */
     epic_result (*add)(epic_group *, epic_stream, void *to, const void *from, int64_t count,
                        uint32_t type, bool replace);
     epic_result (*trees)(epic_group *, epic_stream, float *values, int64_t n);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The products of a layer's gate on a device, few columns with long sums: how sums are cut so that a
  * whole GPU has work, what their parts take, and what tensor cores want of the larger ones
- * (grouped_pieces.cu).  The same for the core, which tells the size, and for the backend. */
+ * (experts/grouped_pieces.cu).  The same for the core, which tells the size, and for the backend. */
 #ifndef EPIC_GATE_LAYOUT_H
 #define EPIC_GATE_LAYOUT_H
 

@@ -4,7 +4,7 @@
  * captured graph that was recorded with other counts.
  *   gpu_experts_check [CASES] [SEED] [MOST]      MOST: of hidden and inner */
 #include "base/error.h"
-#include "cuda/grouped.h"
+#include "cuda/experts/grouped.h"
 #include "experts_oracle.h"
 #include "scaled.h"
 #include "team.h"

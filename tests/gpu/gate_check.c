@@ -6,7 +6,7 @@
 #include <unistd.h>
 
 #include "backend/p2p/p2p.h"
-#include "cuda/grouped.h"
+#include "cuda/experts/grouped.h"
 #include "numbers.h"
 
 typedef struct shape {

@@ -10,7 +10,7 @@
 #include <signal.h>
 #include <unistd.h>
 
-#include "cuda/grouped.h"
+#include "cuda/experts/grouped.h"
 #include "scaled.h"
 
 enum { MOST_EXPERTS = 40, TAIL = 70, SLICES = 3 };

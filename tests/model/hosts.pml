@@ -30,7 +30,7 @@
 
 /* ---------------------------------------------------------------------------- memory ---- */
 
-/* kernels/cuda/heap.h.  Of each epoch's parity, what is in the heap or the inbox of a rank. */
+/* kernels/cuda/common/heap.h.  Of each epoch's parity, what is in the heap or the inbox of a rank. */
 #ifdef MUTANT_ONE_PARITY
 #define parity(e) 0
 #else
@@ -99,7 +99,7 @@ bit reports[4]; /* this rank has found out */
 #define is_told_by(q) (reports[q] && !is_lost(q, r))
 #endif
 
-/* wait.cuh: a spin ends when what it waits for has come, or find_end() has found something. */
+/* common/wait.cuh: a spin ends when what it waits for has come, or find_end() has found something. */
 inline await(what)
 {
     if
@@ -130,7 +130,7 @@ inline await(what)
 
 /* ------------------------------------------------------------------------------ waits ---- */
 
-/* kernels/cuda/wait.cuh, net.cuh.  Here and below `r` is the kernel's rank and `e` its epoch. */
+/* kernels/cuda/common/wait.cuh, net/net.cuh.  Here and below `r` is the kernel's rank and `e` its epoch. */
 
 /* What a rank has restored must be seen before its announcement of the next epoch is: after that
  * peers store there.  Without the fence it may be seen whenever it likes. */
@@ -253,7 +253,7 @@ inline ship_row()
     keep_sources(HOME)
 }
 
-/* dispatch.cuh; ship_when_whole() of net.cuh: of the warps that store a row, the last ships it. */
+/* dispatch/dispatch.cuh; ship_when_whole() of net/net.cuh: of the warps that store a row, the last ships it. */
 inline send()
 {
     assert(reads of_sender(HOME, e) == 0);
@@ -272,7 +272,7 @@ inline send_late()
     fi
 }
 
-/* relay.cuh: take_wants(), and where a plan takes records. */
+/* net/relay.cuh: take_wants(), and where a plan takes records. */
 inline take_ids()
 {
 #ifndef MUTANT_STALE_IDS
@@ -281,7 +281,7 @@ inline take_ids()
     wanted = value_of(ids_at(r, e))
 }
 
-/* dispatch_relay.cuh: hand_on(). */
+/* dispatch/relay.cuh: hand_on(). */
 inline hand_on()
 {
     take_ids();
@@ -310,7 +310,7 @@ inline receive()
 
 /* --------------------------------------------------------------------------- combine ---- */
 
-/* combine_relay.cuh: give_node().  On HOME's host partials go straight. */
+/* combine/relay.cuh: give_node().  On HOME's host partials go straight. */
 inline give(box)
 {
     assert(box == POISON);
@@ -335,7 +335,7 @@ inline take(box)
     sum = add(sum, box)
 }
 
-/* combine.cuh: the tree, whoever comes first. */
+/* combine/combine.cuh: the tree, whoever comes first. */
 inline add_all()
 {
     sum = leaf(r, e);

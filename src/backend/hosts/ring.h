@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The thread of a rank that speaks to other hosts.  It gives to the net what kernels have shipped
- * (kernels/cuda/net.cuh), tells kernels what the net has read, tells peers what a rank has to say
+ * (kernels/cuda/net/net.cuh), tells kernels what the net has read, tells peers what a rank has to say
  * beside its data, and tells kernels who is dead. */
 #ifndef EPIC_HOSTS_RING_H
 #define EPIC_HOSTS_RING_H
 
 #include "backend/backend.h"
 #include "backend/p2p/beats.h"
-#include "cuda/cuda_kernels.h"
+#include "cuda/common/cuda_kernels.h"
 #include "net/lines.h"
 #include "net/net.h"
 

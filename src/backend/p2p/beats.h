@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Beats: a thread of the host shows kernels that wait that this process runs.  The clock of a device
  * goes on while the process is stopped, so a kernel ends a wait only after a beat that came after its
- * deadline, and starts the deadline anew if the process was stopped (kernels/cuda/wait.cuh). */
+ * deadline, and starts the deadline anew if the process was stopped (kernels/cuda/common/wait.cuh). */
 #ifndef EPIC_P2P_BEATS_H
 #define EPIC_P2P_BEATS_H
 
 #include "base/clock.h"
-#include "cuda/cuda_kernels.h"
+#include "cuda/common/cuda_kernels.h"
 
 typedef struct p2p_beats {
     uint32_t timeout_ms; /* the shortest deadline of a call so far */

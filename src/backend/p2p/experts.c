@@ -10,7 +10,7 @@
 #include "backend/p2p/p2p.h"
 #include "backend/p2p/ranges.h"
 #include "base/error.h"
-#include "cuda/grouped.h"
+#include "cuda/experts/grouped.h"
 
 typedef struct experts_call { /* what both directions have */
     epic_experts experts;

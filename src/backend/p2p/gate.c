@@ -2,7 +2,7 @@
 /* The dense part of a layer: products with one slab, which all tokens are, and small sums. */
 #include "backend/p2p/p2p.h"
 #include "base/error.h"
-#include "cuda/grouped.h"
+#include "cuda/experts/grouped.h"
 #include "rules/gate_layout.h"
 
 static p2p_slabs slabs_of(const epic_gate *gate)

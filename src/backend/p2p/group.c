@@ -7,7 +7,7 @@
 
 #include "backend/p2p/p2p.h"
 #include "base/error.h"
-#include "cuda/grouped.h"
+#include "cuda/experts/grouped.h"
 
 #define LEAST_HEAP (4 << 20) /* an allocation of its own */
 #define MOST_SMS 65536       /* more than any device has */

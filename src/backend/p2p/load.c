@@ -4,9 +4,9 @@
  * may wait until the device is idle, and it never is while a peer's kernel waits for ours. */
 #include "backend/p2p/p2p.h"
 #include "base/error.h"
-#include "cuda/dense_tokens.h"
-#include "cuda/grouped.h"
-#include "cuda/router.h"
+#include "cuda/experts/dense_tokens.h"
+#include "cuda/experts/grouped.h"
+#include "cuda/router/router.h"
 
 static epic_result load_code(void)
 {

@@ -6,7 +6,7 @@
 
 #include "backend/ops.h"
 #include "backend/p2p/beats.h"
-#include "cuda/cuda_kernels.h"
+#include "cuda/common/cuda_kernels.h"
 
 #define P2P_MANY_SMS 64 /* of a context that does not say how many, at most; and where it */
 #define P2P_FEW_SMS 32  /* never sends more than a few rows: measured, docs/lab/cuda.md */

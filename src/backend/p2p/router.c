@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Router and losses: from checked arguments to launches.  They are local: no epoch, no peer. */
-#include "cuda/router.h"
+#include "cuda/router/router.h"
 #include "backend/p2p/p2p.h"
 #include "backend/p2p/ranges.h"
 #include "base/error.h"

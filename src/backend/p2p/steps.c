@@ -115,7 +115,7 @@ static epic_result fill_plan(const epic_group *g, p2p_plan_job *job, const epic_
     job->by_k = p2p_keeps_by_k(&job->layer);
     job->resolves = job->layer.num_logical && (flat || job->by_k);
     const bool searches = flat && job->layer.overflow == EPIC_OVERFLOW_DROP;
-    if (searches || job->resolves) job->planners = 1; /* flat_drop.cuh, resolve.cuh */
+    if (searches || job->resolves) job->planners = 1; /* plan/flat_drop.cuh, plan/resolve.cuh */
     job->at = p2p_plan_layout(g, &job->layer);
     if (!may_be_few(g) || args->rank_of_expert) few = 0;
     if (few > g->config.max_tokens) few = (int32_t)g->config.max_tokens;
@@ -293,7 +293,7 @@ static epic_result plan_dispatch(epic_group *g, const epic_plan_args *plan_args,
 
 /* ------------------------------------------------------------- combine and gradients ---- */
 
-/* Stands in for arrays of slots without a row: kernels/cuda/slots.cuh. */
+/* Stands in for arrays of slots without a row: kernels/cuda/combine/slots.cuh. */
 static void *scratch_of(const epic_group *g)
 {
     return g->self.heap[g->rank] + g->self.at.scratch;

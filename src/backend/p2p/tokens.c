@@ -2,8 +2,8 @@
 /* What a layer's tokens have beside the experts that they are sent to, and whether its plan fits. */
 #include "backend/p2p/p2p.h"
 #include "base/error.h"
-#include "cuda/dense_tokens.h"
-#include "cuda/grouped.h"
+#include "cuda/experts/dense_tokens.h"
+#include "cuda/experts/grouped.h"
 #include "rules/experts_layout.h"
 
 static cudaStream_t stream_of(epic_stream stream)

@@ -3,7 +3,7 @@
 #include <cstdio>
 #include <cuda_device.h>
 
-#include "cuda/staging.cuh"
+#include "cuda/net/staging.cuh"
 
 static int failed;
 

@@ -1,0 +1,53 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* sum: float32 arrays added over the ranks, in place, the same bits on every rank.
+ *   data  [count]   one warp sends and later adds the same pieces, 16 bytes a lane
+ *
+ * Every rank sends its array to every peer's staging (poison, docs/internals/cuda.md); a warp
+ * sends all of its pieces before it waits for any. */
+#include "cuda/allreduce/sum.cuh"
+#include "cuda/common/launch.cuh"
+
+#define BLOCK 512
+
+__device__ __forceinline__ Summing summing(const Now &now, const p2p_sum_job &job, int64_t v)
+{
+    const bool in = v * 4 < job.count;
+    return {now,       job.self,
+            job.order, v * 4,
+            in,        in ? load_floats(job.data, v * 4, job.count) : make_uint4(0, 0, 0, 0)};
+}
+
+template <bool MANY>
+__global__ void __launch_bounds__(BLOCK, 1) sum_kernel(const __grid_constant__ p2p_sum_job job)
+{
+    __shared__ Now now;
+    const p2p_self &self = job.self;
+    if (!begin(now, self, 0, 0, 0, 0)) return;
+    const int64_t vectors = (job.count + 3) / 4, stride = grid_threads();
+    for (int64_t v = grid_thread(); v < vectors; v += stride) summing(now, job, v).send();
+    ship_vectors(now, vectors);
+    bool ok = true;
+    const int64_t first = grid_thread() - lane_id();
+    for (int64_t v = first; ok && v < vectors; v += stride) {
+        const Summing s = summing(now, job, v + lane_id());
+        float x[4];
+        ok = add_ranks<MANY>(s, x);
+        if (ok && s.in) store_floats(job.data, s.at, job.count, x);
+    }
+    finish(now);
+}
+
+extern "C" cudaError_t p2p_load_sum(void)
+{
+    cudaFuncAttributes attributes;
+    const cudaError_t error =
+        cudaFuncGetAttributes(&attributes, (const void *)sum_kernel<false>);
+    if (error != cudaSuccess) return error;
+    return cudaFuncGetAttributes(&attributes, (const void *)sum_kernel<true>);
+}
+
+extern "C" cudaError_t p2p_launch_sum(const p2p_sum_job *job, int num_sms, cudaStream_t stream)
+{
+    const auto kernel = job->self.num_ranks > FEW_RANKS ? sum_kernel<true> : sum_kernel<false>;
+    return enqueue(kernel, num_sms, BLOCK, 0, stream, *job);
+}

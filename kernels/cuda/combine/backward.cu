@@ -1,0 +1,126 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* combine_backward: gradients of sums to every slot, and of the slots' weights.
+ *   d_out   [num_tokens, row_bytes]  travels like the rows of dispatch: one warp moves a span
+ *   d_rows  [num_rows, row_bytes]    = weight * d_out of the slot's token
+ *   rows    [num_rows, row_bytes]    d_slot_weights = <d_out, rows>, if wanted
+ *
+ * One list of units is dealt to all warps in turn, as in dispatch/dispatch.cu; step i of it is
+ *   send token i to every peer that needs it,
+ *   receive token i - lag of each source; this rank's own tokens count as a source,
+ * and beside the own ones, add the blocks of the dot products of token i - 2 lag.  A piece is one
+ * such block, 1024 elements; its result waits in this rank's own `parts` memory, poison until it
+ * is there. */
+#include "cuda/combine/backward_plain.cuh"
+#include "cuda/combine/backward_stream.cuh"
+#include "cuda/common/launch.cuh"
+
+/* Quantizing takes more registers, of which fewer threads have more. */
+template <class ROW> static constexpr int block_for(bool quantize)
+{
+    return quantize ? Dot<F32>::BLOCK : Dot<ROW>::BLOCK;
+}
+
+template <class ROW, bool EXACT, bool QUANTIZE>
+__global__ void __launch_bounds__(block_for<ROW>(QUANTIZE), 1)
+    combine_backward_kernel(const __grid_constant__ p2p_combine_backward_job job)
+{
+    constexpr int V = Dot<ROW>::V;
+    typedef GradientStream<ROW, EXACT, QUANTIZE> Units;
+    uint8_t *const memory = (uint8_t *)dynamic_shared();
+    __shared__ Now now;
+    __shared__ Plan plan;
+    __shared__ Stride stride;
+    const RowShape shape = row_shape<V>(job.row_bytes, job.aligned);
+    if (threadIdx.x == 0)
+        stride.set(job.units, num_roles(job.self) + num_handing(job.self),
+                   (shape.pieces + job.span - 1) / job.span);
+    read_plan(plan, job.plan, job.plan_bytes, job.self, job.num_tokens);
+    choose_padding(plan, job);
+    const device_plan_header &h = plan.header;
+    if (!begin(now, job.self, (uint32_t)h.id, job.num_tokens, 0, job.num_rows)) return;
+    const bool moves = plan.good && h.result == EPIC_OK;
+    Move m = {job, now, plan, stride, shape, policy_once(), 0, (int)h.top_k};
+    bool ok = true;
+    uint8_t *const ring = memory + threadIdx.x / WARP * Units::WARP_BYTES;
+    if (moves && job.aligned && h.top_k <= WARP)
+        ok = each_round(m, now, (int64_t)m.shape.vectors * 16,
+                        [&](int32_t end) { return run_units(Units(m, ring, end)); });
+    else if (moves)
+        ok = move_rarely<ROW, QUANTIZE>(m, now);
+    if (moves && ok) pad_all<V, QUANTIZE>(m);
+    if (moves && ok && job.zero_tail)
+        zero_slots<QUANTIZE>(m, h.slots_of[job.self.rank], grid_thread(), grid_threads());
+    if (finish(now) && ok && !(moves && rows_suffice(job.self, now, &h, threadIdx.x == 0)))
+        zero_slots<QUANTIZE>(m, 0, threadIdx.x, blockDim.x);
+}
+
+typedef void (*Kernel)(p2p_combine_backward_job);
+
+/* Quantized rows need no form of their own for whole pieces. */
+template <class ROW> static Kernel kernel_for(bool exact, bool quantize)
+{
+    if (quantize) return combine_backward_kernel<ROW, false, true>;
+    return exact ? combine_backward_kernel<ROW, true, false>
+                 : combine_backward_kernel<ROW, false, false>;
+}
+
+static Kernel kernel_of(uint32_t type, bool exact, bool quantize)
+{
+    return type == EPIC_BF16  ? kernel_for<Bf16>(exact, quantize)
+           : type == EPIC_F16 ? kernel_for<F16>(exact, quantize)
+                              : kernel_for<F32>(exact, quantize);
+}
+
+static int block_of(uint32_t type, bool quantize)
+{
+    return type == EPIC_F32 ? block_for<F32>(quantize) : block_for<Bf16>(quantize);
+}
+
+static int memory_bytes(uint32_t type, bool quantize)
+{
+    const int warp_bytes = type == EPIC_F32 ? GradientStream<F32, true, false>::WARP_BYTES
+                                            : GradientStream<Bf16, true, false>::WARP_BYTES;
+    return block_of(type, quantize) / WARP * warp_bytes;
+}
+
+extern "C" cudaError_t p2p_load_combine_backward(void)
+{
+    for (uint32_t type = EPIC_F32; type <= EPIC_F16; type++)
+        for (int kind = 0; kind < 3; kind++) {
+            const cudaError_t error = cudaFuncSetAttribute(
+                kernel_of(type, kind == 1, kind == 2),
+                cudaFuncAttributeMaxDynamicSharedMemorySize, memory_bytes(type, kind == 2));
+            if (error != cudaSuccess) return error;
+        }
+    return cudaSuccess;
+}
+
+extern "C" cudaError_t p2p_launch_combine_backward(const p2p_combine_backward_job *job,
+                                                   int num_sms, cudaStream_t stream)
+{
+    const int vectors = job->type == EPIC_F32 ? 8 : 4;
+    const bool exact = job->aligned && job->row_bytes % (vectors * 512) == 0;
+    const bool quantize = job->quantize != 0;
+    const int block = block_of(job->type, quantize), bytes = memory_bytes(job->type, quantize);
+    p2p_combine_backward_job copy = *job;
+    const int roles = num_roles(job->self) + num_handing(job->self);
+#ifdef EPIC_HOSTS
+    deal_for_net(job->self, copy, num_sms, block, roles, vectors);
+#else
+    deal(copy, num_sms, block, roles, vectors);
+#endif
+    /* Dot products are added two lags behind.  If all warps together do more tokens than that at a
+     * time, each turn of theirs waits for the slowest unit of the one before. */
+    const int at_a_time = copy.units / kinds_of(copy, roles, vectors);
+    const int lag = 32 + 16 * copy.span;
+    copy.lag = at_a_time * 3 / 4;
+    if (copy.lag < 100)
+        copy.lag = at_a_time < 100 ? at_a_time : 100; /* skew; docs/lab/cuda.md */
+    if (job->row_bytes <= 4096 && copy.lag > 128)
+        copy.lag = 128; /* short rows: what is enough */
+    if (copy.lag < lag) copy.lag = lag;
+#ifdef EPIC_HOSTS
+    copy.lag = far_lag(job->self, copy.lag, job->num_tokens);
+#endif
+    return enqueue(kernel_of(job->type, exact, quantize), num_sms, block, bytes, stream, copy);
+}

@@ -1,0 +1,248 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* combine_backward's stream, for rows of aligned vectors: all units of a warp become one stream of
+ * pieces, of d_out and of the rows, that are copied into a ring in shared memory ahead of their
+ * use.  A staged piece may be copied before it has come: then poison is found, and it is polled in
+ * place.
+ *
+ *     a unit that sends token i       a unit that receives token t of source q
+ *
+ *     d_out[i] -> ring                staging[q] -> ring -> d, and for each slot of it here:
+ *                  |                    d_rows[slot] = weight * d
+ *     staging of peers                  rows[slot] -> ring -> dot(d, rows[slot]) -> its weight's
+ *                                                                            gradient
+ */
+#ifndef EPIC_COMBINE_BACKWARD_STREAM_CUH
+#define EPIC_COMBINE_BACKWARD_STREAM_CUH
+
+#include "cuda/combine/backward.cuh"
+
+struct __align__(8) Slot
+{
+    int32_t number;
+    float weight;
+};
+
+struct Entry {            /* a unit under way */
+    int32_t token;        /* that is sent, or received */
+    uint32_t work;        /* slots here; sending: bits of the ranks; 0: nothing to do */
+    int16_t role, span;   /* role_of a walk */
+    int16_t first, count; /* pieces; if there is nothing to do, one takes a place */
+    Slot slots[WARP];     /* lane n: the n-th here */
+};
+
+template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
+    static constexpr int V = Dot<ROW>::V;
+    typedef Ring<V, EXACT> Pieces;
+    static constexpr int AHEAD = Pieces::AHEAD, ENTRIES = AHEAD + 1;
+    static constexpr int DOTS = 8, PITCH = WARP + 4; /* floats: every lane another bank */
+    static constexpr int SUMS = Pieces::BYTES + ENTRIES * (int)sizeof(Entry);
+    static constexpr int WARP_BYTES = whole_lines(SUMS + DOTS * PITCH * 4);
+
+    const Move &m;
+    Entry *entries;
+    float *sums; /* [DOTS][PITCH], lane sums of blocks */
+    Pieces ring;
+    Walk walk;                                /* the next unit, */
+    int32_t next_word;                        /* and what it needs first */
+    int32_t end;                              /* of the round's tokens */
+    const Entry *copying;                     /* the unit whose pieces are being copied: */
+    const uint8_t *from;                      /* this lane's part of the next one of d_out, */
+    const uint8_t *rows;                      /* of the running one of row 0, */
+    const Slot *slot;                         /* whose row is next, */
+    int32_t vector;                           /* its first, */
+    int pieces = 0, slots = 0;                /* and what is left of them */
+    uint32_t begun = 0, copied = 0, used = 0; /* units */
+
+    __device__ __forceinline__ GradientStream(const Move &move, uint8_t *memory,
+                                              int32_t round_end)
+        : m(move), entries((Entry *)(memory + Pieces::BYTES)), sums((float *)(memory + SUMS)),
+          ring(memory), walk(m.stride), end(round_end)
+    {
+        next_word = read_ahead(m, walk);
+    }
+
+    /* ---- copying ---- */
+
+    /* The next unit of the list, if there is one. */
+    __device__ __forceinline__ void begin_unit()
+    {
+        const int32_t sent = m.first + walk.step, received = sent - m.job.lag;
+        if (received - m.job.lag >= end) return;
+        Entry &entry = entries[begun++ % ENTRIES]; /* lanes meet before it is written: some may
+                                                      still read the unit that was there */
+        uint32_t work;
+        const int role = role_of(m, walk);
+        if (role == 0) {
+            work = peers_of(m, sent < end ? next_word : -1);
+#ifdef EPIC_HOSTS
+            work = choose_routes(m, walk, sent, end, work);
+#endif
+        } else {
+            const bool in = received >= m.first && received < end;
+            const int32_t its_slot = in ? within(m, next_word) : -1;
+            work = (uint32_t)__popc(__ballot_sync(ALL_LANES, its_slot >= 0));
+            Slot &to = entry.slots[lane_id()];
+            if (its_slot >= 0) {
+                to.number = its_slot;
+                if (m.job.slot_weights)
+                    copy_word(shared_address(&to.weight), m.job.slot_weights + its_slot);
+                else
+                    to.weight = 1.0f;
+            }
+        }
+        if (lane_id() == 0) {
+            entry.token = role == 0 ? sent : received;
+            entry.work = work;
+            entry.role = (int16_t)role;
+            entry.span = (int16_t)walk.span;
+            entry.first = (int16_t)first_piece(m, walk);
+            entry.count = (int16_t)pieces_of(m, walk);
+        }
+        walk.next(m.stride);
+        next_word = read_ahead(m, walk);
+    }
+    __device__ __forceinline__ bool is_staged(const Entry &u) const
+    {
+        return u.role > 0 && u.role < m.job.self.num_ranks;
+    }
+    __device__ __forceinline__ uint4 *staged(const Entry &u) const
+    {
+        return staged_in(m.now.inbox[rank_of_role(m.job.self, u.role)], u.token - m.first,
+                         m.shape.vectors);
+    }
+    __device__ __forceinline__ void open_unit()
+    {
+        const Entry &entry = *(copying = &entries[copied++ % ENTRIES]);
+        vector = (entry.first - 1) * V * WARP;
+        from = is_staged(entry) ? (const uint8_t *)staged(entry)
+                                : m.job.d_out + row_offset(entry.token, m.shape);
+        from += lane_offset(entry.first * V * WARP);
+        rows = m.job.rows + lane_offset(entry.first * V * WARP) - Pieces::PIECE_BYTES;
+        pieces = entry.work ? entry.count : 1;
+    }
+    /* One piece more. */
+    __device__ __forceinline__ void copy_next()
+    {
+        if (slots) {
+            slots--;
+            ring.copy(rows + row_offset((slot++)->number, m.shape), vector, m.shape, true,
+                      m.policy);
+        } else {
+            if (!pieces && copied != begun) open_unit();
+            if (pieces) {
+                pieces--;
+                vector += V * WARP;
+                rows += Pieces::PIECE_BYTES;
+                if (copying->work && !is_slow(m.now, from))
+                    ring.copy(from, vector, m.shape, false, m.policy);
+                from += Pieces::PIECE_BYTES;
+                if (copying->role && m.job.d_slot_weights) slots = (int)copying->work;
+                slot = copying->slots;
+            }
+        }
+        ring.filled_one();
+    }
+
+    /* ---- using ---- */
+
+    __device__ __forceinline__ void use(int32_t its_vector, uint4 (&q)[V], uint32_t fill)
+    {
+        copy_next();
+        ring.use(q, its_vector, m.shape, fill);
+    }
+    /* q is what the ring had. */
+    __device__ __forceinline__ bool wait_for(const Entry &u, int32_t its_vector, uint4 (&q)[V])
+    {
+        uint4 *staging = staged(u);
+        const int rank = rank_of_role(m.job.self, u.role);
+        if (!take_piece<V, EXACT>(m.now, who_brings(m.now, rank), staging, its_vector,
+                                  m.shape.vectors, true, q))
+            return false;
+        restore_piece<V, EXACT>(staging, its_vector, m.shape.vectors);
+        fill_end<ROW, V, EXACT>(m, its_vector, q);
+        return true;
+    }
+    __device__ __forceinline__ void store_scaled(uint8_t *to, int32_t its_vector, float weight,
+                                                 const float (&x)[V][ROW::N])
+    {
+#pragma unroll
+        for (int v = 0; v < V; v++)
+            if (EXACT || its_vector + v * WARP + lane_id() < m.shape.vectors)
+                store_once(to + v * WARP * 16, scale<ROW>(weight, x[v]), m.policy);
+    }
+    /* Adds up the blocks of slots [first, first + count) of a unit. */
+    __device__ __forceinline__ void add_dots(const Entry &u, int piece, int first, int count)
+    {
+        __syncwarp();
+        if (lane_id() < count) {
+            const float dot = add_lanes<ROW>((const float4 *)(sums + lane_id() * PITCH));
+            const int rank = rank_of_role(m.job.self, u.role);
+            store_relaxed(part_of(m, rank, u.token, first + lane_id()) + piece,
+                          other_nan(__float_as_uint(dot), F32::NAN_WORD));
+        }
+        __syncwarp();
+    }
+    __device__ __forceinline__ void fill_slots(const Entry &u, int piece, const uint4 (&q)[V])
+    {
+        const bool dots = m.job.d_slot_weights != NULL;
+        const int32_t its_vector = piece * V * WARP;
+        uint8_t *const d_rows = m.job.d_rows + lane_offset(its_vector);
+        const int count = (int)u.work;
+        float x[V][ROW::N];
+#pragma unroll
+        for (int v = 0; v < V; v++) {
+            ROW::unpack(q[v], x[v]);
+            keep(x[v]);
+        }
+        uint32_t largest = 0;
+        if (QUANTIZE) largest = find_largest<V, ROW::N>(x, m.job.quantize);
+        __syncwarp(); /* weights that other lanes have copied */
+        Slot next = u.slots[0];
+#pragma unroll 1
+        for (int i = 0; i < count; i++) {
+            const Slot now = next;
+            uint4 y[V];
+            if (dots) use(its_vector, y, 0);
+            next =
+                u.slots[min(i + 1, WARP - 1)]; /* before the stores, which it would wait for */
+            if (QUANTIZE)
+                store_quantized_scaled<ROW, V>(m, now.number, piece, now.weight, x, largest);
+            else
+                store_scaled(d_rows + row_offset(now.number, m.shape), its_vector, now.weight,
+                             x);
+            if (!dots) continue;
+            const int n = i % DOTS;
+            sums[n * PITCH + lane_id()] = dot_of<ROW, V>(x, y);
+            if (n == DOTS - 1 || i == count - 1) add_dots(u, piece, i - n, n + 1);
+        }
+    }
+    __device__ __forceinline__ bool use_unit()
+    {
+        begin_unit();
+        __syncwarp();
+        const Entry &u = entries[used++ % ENTRIES];
+        const int count = u.count;
+#pragma unroll 1
+        for (int i = 0; i < count; i++) {
+            const int piece = u.first + i;
+            uint4 q[V];
+            use(piece * V * WARP, q, ROW::MINUS_ZERO);
+            if (!u.work) break;
+            if (u.role == 0) {
+                send<ROW, V, EXACT>(m, u.token, piece * V * WARP, u.work, q);
+                continue;
+            }
+            if (is_staged(u) && !wait_for(u, piece * V * WARP, q)) return false;
+            fill_slots(u, piece, q);
+        }
+#ifdef EPIC_HOSTS
+        if (u.role == 0 && u.work)
+            ship_pieces<V>(m.job.self, m, u.token - m.first, u.first, count, u.work);
+        if (u.role < 0) return hand_on<V>(m, -u.role, u.token, end, u.first, count);
+#endif
+        return u.role == 0 || is_staged(u) ||
+               do_beside<V, EXACT, QUANTIZE>(m, u.span, u.token, end);
+    }
+};
+
+#endif

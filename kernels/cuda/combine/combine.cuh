@@ -1,0 +1,93 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What both paths of combine share: partials, and what a unit is given. */
+#ifndef EPIC_COMBINE_CUH
+#define EPIC_COMBINE_CUH
+
+#include "cuda/combine/slots.cuh"
+#include "cuda/net/relay.cuh"
+
+/* Partials of ROW rows that travel and are added as PART. */
+template <class ROW, class PART> struct Node {
+    static constexpr int VECTORS = ROW::N / PART::N; /* of PART for one of ROW */
+
+    static __device__ __forceinline__ void unpack(const uint4 *q, float *x)
+    {
+#pragma unroll
+        for (int i = 0; i < VECTORS; i++) PART::unpack(q[i], x + i * PART::N);
+    }
+    static __device__ __forceinline__ void pack(uint4 *q, const float *x)
+    {
+#pragma unroll
+        for (int i = 0; i < VECTORS; i++) q[i] = PART::pack(x + i * PART::N);
+    }
+    /* a = a + b, rounded to PART. */
+    static __device__ __forceinline__ void add(uint4 *a, const uint4 *b)
+    {
+        float x[ROW::N], y[ROW::N];
+        unpack(a, x);
+        unpack(b, y);
+#pragma unroll
+        for (int i = 0; i < ROW::N; i++) x[i] += y[i];
+        pack(a, x);
+    }
+};
+
+struct Combine { /* what every unit of the running round needs */
+    const p2p_combine_job &job;
+    const Now &now;
+    const Plan &plan;
+    const Stride &expert, &source; /* of the two kinds of units */
+    uint4 *stack;                  /* this warp's, for leaves */
+    RowShape shape;
+    uint64_t policy;
+    int32_t first; /* token of the round */
+    int32_t top_k;
+#ifdef EPIC_HOSTS
+    bool by_host; /* partials are added by host */
+#endif
+};
+
+/* Lane n: the n-th slot here of a rank's token, -1 past the last; as the plan has it. */
+__device__ __forceinline__ int32_t read_slot(const Combine &c, int rank, int32_t token,
+                                             int half)
+{
+    const int n = half * WARP + lane_id();
+    int32_t slot = -1;
+    if (token < c.plan.header.tokens_of[rank] && n < c.top_k)
+        slot = __ldg(c.plan.records + record_at(c.job.self, rank, token, c.top_k) + n);
+    return slot;
+}
+
+/* Lane k: the rank of choice k of this rank's token, -1: none. */
+__device__ __forceinline__ int32_t rank_of(const Combine &c, int32_t token, int half)
+{
+    const int k = half * WARP + lane_id();
+    int32_t rank = -1;
+    if (token < c.job.num_tokens && k < c.top_k)
+        rank = __ldg(c.plan.rank_of + (int64_t)token * c.top_k + k);
+    return rank;
+}
+
+__device__ __forceinline__ int peer_of(const Combine &c, int role)
+{
+#ifdef EPIC_HOSTS
+    const int local = c.job.self.local, ranks = c.job.self.num_ranks;
+    const int others = c.by_host ? ranks - ranks / local : ranks; /* that are no mates */
+    if (role >= others)
+        role = (role - others + 1) * local - 1;
+    else if (c.by_host)
+        role += role / (local - 1);
+#endif
+    return wrap(c.job.self.rank + 1 + role, c.job.self.num_ranks);
+}
+
+/* Adding to -0 keeps the first product as it is. */
+template <int V, int N> __device__ __forceinline__ void clear_sum(float (&acc)[V][N])
+{
+#pragma unroll
+    for (int v = 0; v < V; v++)
+#pragma unroll
+        for (int i = 0; i < N; i++) acc[v][i] = -0.0f;
+}
+
+#endif

@@ -1,0 +1,107 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Dot products of pieces of rows, in the host's order: blocks of 1024 elements, of which a lane has
+ * eight accumulators; these are added up, then the lanes' sums. */
+#ifndef EPIC_DOT_CUH
+#define EPIC_DOT_CUH
+
+#include "cuda/common/rows.cuh"
+
+/* Sums of one block: lane l of a 16-bit type holds accumulators 8 l .. 8 l + 7; of float32, 4 l ..
+ * 4 l + 3 and 128 more than those.  lane_sum() is what lanes LAST apart have in common no more:
+ * add_lanes adds it up over the lanes, first those farthest apart. */
+template <class ROW> struct Dot;
+
+template <class ROW> struct Dot16 {
+    static constexpr int V = 4, BLOCK = 512, LAST = 1;
+    float acc[8];
+
+    __device__ __forceinline__ void add(int, const float *x, const float *y)
+    {
+#pragma unroll
+        for (int i = 0; i < 8; i++) acc[i] = __fmaf_rn(x[i], y[i], acc[i]);
+    }
+    __device__ __forceinline__ float lane_sum() const
+    {
+        const float a = acc[0] + acc[4], b = acc[1] + acc[5];
+        const float c = acc[2] + acc[6], d = acc[3] + acc[7];
+        return (a + c) + (b + d);
+    }
+};
+
+template <> struct Dot<Bf16> : Dot16<Bf16> {
+};
+template <> struct Dot<F16> : Dot16<F16> {
+};
+
+template <> struct Dot<F32> {
+    static constexpr int V = 8, BLOCK = 384, LAST = 2; /* for 168 registers each */
+    float acc[8]; /* 0-3 of even vectors, 4-7 of odd ones */
+
+    __device__ __forceinline__ void add(int v, const float *x, const float *y)
+    {
+        float *a = acc + v % 2 * 4;
+#pragma unroll
+        for (int i = 0; i < 4; i++) a[i] = __fmaf_rn(x[i], y[i], a[i]);
+    }
+    static __device__ __forceinline__ float group(const float *a)
+    {
+        float s[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) s[i] = a[i] + __shfl_xor_sync(ALL_LANES, a[i], 1);
+        return (s[0] + s[2]) + (s[1] + s[3]);
+    }
+    __device__ __forceinline__ float lane_sum() const
+    {
+        return group(acc) + group(acc + 4);
+    }
+};
+
+/* Adds up a block's lane sums. */
+template <class ROW> __device__ __forceinline__ float add_lanes(float s)
+{
+#pragma unroll
+    for (int distance = WARP / 2; distance >= Dot<ROW>::LAST; distance /= 2)
+        s += __shfl_xor_sync(ALL_LANES, s, distance);
+    return s;
+}
+
+__device__ __forceinline__ float4 add4(float4 a, float4 b)
+{
+    return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+
+/* The same by one lane, from shared memory. */
+template <class ROW> __device__ __forceinline__ float add_lanes(const float4 *lanes)
+{
+    const float4 a = add4(add4(lanes[0], lanes[4]), add4(lanes[2], lanes[6]));
+    const float4 b = add4(add4(lanes[1], lanes[5]), add4(lanes[3], lanes[7]));
+    const float4 s = add4(a, b);
+    return Dot<ROW>::LAST == 1 ? (s.x + s.z) + (s.y + s.w) : s.x + s.z;
+}
+
+/* This lane's part of a block's dot product. */
+template <class ROW, int V>
+__device__ __forceinline__ float dot_of(const float (&x)[V][ROW::N], const uint4 (&y)[V])
+{
+    Dot<ROW> dot;
+#pragma unroll
+    for (int i = 0; i < 8; i++) dot.acc[i] = -0.0f;
+#pragma unroll
+    for (int v = 0; v < V; v++) {
+        float b[ROW::N];
+        ROW::unpack(y[v], b);
+        dot.add(v, x[v], b);
+    }
+    return dot.lane_sum();
+}
+
+template <class ROW>
+__device__ __forceinline__ uint4 scale(float weight, const float (&x)[ROW::N])
+{
+    float a[ROW::N];
+#pragma unroll
+    for (int i = 0; i < ROW::N; i++) a[i] = __fmul_rn(weight, x[i]);
+    return ROW::pack(a);
+}
+
+#endif

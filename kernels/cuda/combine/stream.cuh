@@ -1,0 +1,374 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* combine's stream: rows of aligned vectors, one partial for each rank.  All units of a warp
+ * become one stream of pieces, rows here and partials of peers, that are copied into a ring in
+ * shared memory ahead of their use.  A partial may be copied before it has come: then poison is
+ * found, and the piece is polled in place.
+ *
+ *     an expert unit, token t of source q       a source unit, token t of this rank
+ *
+ *     rows[slot of k]  -> ring -+               rows[slots here]  -> ring -+
+ *     rows[slot of k'] -> ring -+               partial of peer a -> ring -+
+ *                               |               partial of peer b -> ring -+
+ *               sum of w * row  |                                          |  sum by rank, or
+ *                               v                                          v  in the tree
+ *                         staging of q                                   out[t]
+ */
+#ifndef EPIC_COMBINE_STREAM_CUH
+#define EPIC_COMBINE_STREAM_CUH
+
+#include "cuda/combine/combine.cuh"
+
+#define STREAM_V 4
+
+struct __align__(8) Slot
+{
+    int32_t number;
+    uint32_t word; /* its weight, or the float that goes home */
+};
+
+struct Entry { /* a unit under way */
+    int32_t token;
+    int32_t vector;      /* first of the piece */
+    int16_t num_slots;   /* here */
+    int16_t role;        /* of an expert unit, -1: a source unit */
+    uint32_t places;     /* bit p: the rank at place p sends a partial */
+    Slot slots[WARP];    /* lane n: the n-th here */
+    int32_t ranks[WARP]; /* source unit, lane k: of choice k */
+};
+
+template <class ROW, bool EXACT, bool TREE> struct Stream {
+    typedef Ring<STREAM_V, EXACT> Pieces;
+    static constexpr int V = STREAM_V, AHEAD = Pieces::AHEAD, ENTRIES = AHEAD + 1;
+    static constexpr int WARP_BYTES = whole_lines(Pieces::BYTES + ENTRIES * (int)sizeof(Entry));
+
+    const Combine &c;
+    Entry *entries;
+    Pieces ring;
+    Walk e, s;                       /* the next units, */
+    int32_t slot_e, slot_s, ranks_s; /* and what they need first */
+    int32_t end_e, end_s;
+    int32_t place_rank;    /* lane p: the peer at place p, or -1 */
+    const Slot *slot;      /* of the unit whose pieces are being copied, */
+    const uint8_t *rows;   /* this lane's part of the piece of row 0, */
+    int32_t token, vector; /* its place, */
+    int32_t slots = 0;     /* and what is left of it */
+    uint32_t places = 0;
+    uint32_t begun = 0, copied = 0, used = 0; /* units */
+
+    __device__ __forceinline__ Stream(const Combine &combine, uint8_t *memory, int32_t end)
+        : c(combine), entries((Entry *)(memory + Pieces::BYTES)), ring(memory), e(c.expert),
+          s(c.source)
+    {
+        const p2p_self &self = c.job.self;
+        end_e = self.num_ranks > 1 ? end : c.first;
+        end_s = min(end, c.job.num_tokens);
+        place_rank = lane_id() < self.num_ranks ? c.plan.header.rank_at[lane_id()] : -1;
+        if (place_rank == self.rank) place_rank = -1;
+        read_expert();
+        read_source();
+    }
+
+    /* ---- copying ---- */
+
+    __device__ __forceinline__ void read_expert()
+    {
+        const int32_t t = c.first + e.step;
+        slot_e = t < end_e ? read_slot(c, peer_of(c, e.role), t, 0) : -1;
+    }
+    __device__ __forceinline__ void read_source()
+    {
+        const int32_t t = c.first + s.step;
+        slot_s = t < end_s ? read_slot(c, c.job.self.rank, t, 0) : -1;
+        ranks_s = rank_of(c, t, 0);
+    }
+    __device__ __forceinline__ void put(Entry &entry, int32_t of_token, int role, int piece,
+                                        int32_t its_slot, uint32_t its_places)
+    {
+        const float *from = c.job.slot_weights ? c.job.slot_weights : c.job.slot_floats;
+        const uint32_t its_slots = __ballot_sync(ALL_LANES, its_slot >= 0);
+        Slot &to = entry.slots[lane_id()];
+        to.number = its_slot;
+        if (from && its_slot >= 0)
+            copy_word(shared_address(&to.word), from + its_slot);
+        else
+            to.word = 0;
+        if (lane_id() == 0) {
+            entry.token = of_token;
+            entry.vector = piece * V * WARP;
+            entry.num_slots = (int16_t)__popc(its_slots);
+            entry.role = (int16_t)role;
+            entry.places = its_places;
+        }
+        begun++;
+    }
+    /* The next unit of the list, if there is one. */
+    __device__ __forceinline__ void begin_unit()
+    {
+        const int32_t token_e = c.first + e.step, token_s = c.first + s.step;
+        const bool any_e = token_e < end_e, any_s = token_s < end_s;
+        Entry &entry = entries[begun % ENTRIES];
+        if (any_e && (!any_s || token_e < token_s + c.job.lag)) {
+            put(entry, token_e, e.role, e.span, within(c, slot_e), 0);
+            e.next(c.expert);
+            read_expert();
+        } else if (any_s) {
+            const uint32_t touched =
+                __reduce_or_sync(ALL_LANES, ranks_s >= 0 ? 1u << ranks_s : 0);
+            entry.ranks[lane_id()] = ranks_s;
+            put(entry, token_s, -1, s.span, within(c, slot_s),
+                __ballot_sync(ALL_LANES, place_rank >= 0 && (touched >> place_rank & 1)));
+            s.next(c.source);
+            read_source();
+        }
+    }
+    __device__ __forceinline__ uint4 *staged(int32_t of_token, int place)
+    {
+        const int rank = c.plan.header.rank_at[place];
+        return staged_in(c.now.inbox[rank], of_token - c.first, c.shape.vectors);
+    }
+    /* One piece more; a unit of none takes a place too. */
+    __device__ __forceinline__ void copy_next()
+    {
+        if (!(slots | places) && copied != begun) {
+            const Entry &entry = entries[copied++ % ENTRIES];
+            token = entry.token;
+            vector = entry.vector;
+            slots = entry.num_slots;
+            places = entry.places;
+            slot = entry.slots;
+            rows = c.job.rows + lane_offset(vector);
+        }
+        if (slots) {
+            slots--;
+            ring.copy(rows + row_offset((slot++)->number, c.shape), vector, c.shape, true,
+                      c.policy);
+        } else if (places) {
+            const int place = __ffs(places) - 1;
+            const uint8_t *from = (const uint8_t *)staged(token, place);
+            places &= places - 1;
+            if (!is_slow(c.now, from))
+                ring.copy(from + lane_offset(vector), vector, c.shape, false, c.policy);
+        }
+        ring.filled_one();
+    }
+
+    /* ---- using ---- */
+
+    __device__ __forceinline__ bool in_row(const Entry &u, int v) const
+    {
+        return EXACT || u.vector + v * WARP + lane_id() < c.shape.vectors;
+    }
+    __device__ __forceinline__ void use(const Entry &u, uint4 (&q)[V])
+    {
+        copy_next();
+        ring.use(q, u.vector, c.shape);
+    }
+    __device__ __forceinline__ void add_rows_here(const Entry &u, uint4 (&sum)[V])
+    {
+        const int32_t count = u.num_slots;
+        const bool weighs = c.job.slot_weights != NULL;
+        float acc[V][ROW::N];
+        uint4 q[V];
+        clear_sum(acc);
+        int32_t i = 0;
+#pragma unroll 1
+        do {
+            use(u, q);
+            if (!count) break;
+            __syncwarp(); /* words that other lanes have copied */
+            const float weight = weighs ? __uint_as_float(u.slots[i].word) : 1.0f;
+#pragma unroll
+            for (int v = 0; v < V; v++) {
+                float x[ROW::N];
+                ROW::unpack(q[v], x);
+#pragma unroll
+                for (int n = 0; n < ROW::N; n++) acc[v][n] = __fmaf_rn(weight, x[n], acc[v][n]);
+            }
+        } while (++i < count);
+#pragma unroll
+        for (int v = 0; v < V; v++) sum[v] = ROW::pack(acc[v]);
+    }
+    __device__ __forceinline__ void send_partial(const Entry &u, const uint4 (&node)[V])
+    {
+        const p2p_self &self = c.job.self;
+        const int rank = peer_of(c, u.role);
+        uint4 *to = staged_in(c.now.outbox[rank], u.token - c.first, c.shape.vectors) +
+                    u.vector + lane_id();
+        if (u.num_slots)
+#pragma unroll
+            for (int v = 0; v < V; v++)
+                if (in_row(u, v)) store_relaxed(to + v * WARP, node[v]);
+        if (u.vector == 0 && c.job.slot_floats && lane_id() < u.num_slots)
+            store_relaxed(floats_of(self, c.now, self.heap[rank], self.num_ranks - 2 - u.role) +
+                              (int64_t)u.token * float_stride(c.top_k) + lane_id(),
+                          other_nan(u.slots[lane_id()].word, F32::NAN_WORD));
+        if (HOSTS && u.num_slots) ship_partial(u, rank);
+    }
+    /* hosts: what has been sent goes, all of a partial at once by the warp that stores its last piece: an
+     * entry for each piece would take the thread as long as the net takes for them. */
+    __device__ __forceinline__ void ship_partial(const Entry &u, int rank)
+    {
+        const p2p_self &self = c.job.self;
+        const uint4 *staged = staged_in(c.now.outbox[rank], u.token - c.first, c.shape.vectors);
+        ship_when_whole(self, c.now, rank, u.token, c.shape.pieces, staged,
+                        (uint32_t)c.shape.vectors * 16);
+        if (u.vector == 0 && c.job.slot_floats)
+            ship_floats(c.now, rank,
+                        floats_of(self, c.now, self.heap[rank], self.num_ranks - 2 - u.role) +
+                            (int64_t)u.token * float_stride(c.top_k),
+                        u.num_slots);
+    }
+    __device__ __forceinline__ bool take_partial(const Entry &u, int place, uint4 (&q)[V])
+    {
+        uint4 *from = staged(u.token, place);
+        const int rank = c.plan.header.rank_at[place];
+        use(u, q);
+        if (!take_piece<V, EXACT>(c.now, rank, from, u.vector, c.shape.vectors, true, q))
+            return false;
+        restore_piece<V, EXACT>(from, u.vector, c.shape.vectors);
+        return true;
+    }
+    /* Adds the partials in the order of the ranks. */
+    __device__ __forceinline__ bool add_by_rank(const Entry &u, const uint4 (&own)[V],
+                                                uint4 (&out)[V])
+    {
+        float total[V][ROW::N];
+        const uint32_t rank_bit = 1u << c.job.self.rank;
+        uint32_t left = u.places | (u.num_slots ? rank_bit : 0);
+        const float zero = left ? -0.0f : 0.0f;
+#pragma unroll
+        for (int v = 0; v < V; v++)
+#pragma unroll
+            for (int i = 0; i < ROW::N; i++) total[v][i] = zero;
+#pragma unroll 1
+        for (; left; left &= left - 1) {
+            uint4 q[V];
+            if ((left & -left) == rank_bit) {
+#pragma unroll
+                for (int v = 0; v < V; v++) q[v] = own[v];
+            } else if (!take_partial(u, __ffs(left) - 1, q)) {
+                return false;
+            }
+#pragma unroll
+            for (int v = 0; v < V; v++) {
+                float x[ROW::N];
+                ROW::unpack(q[v], x);
+#pragma unroll
+                for (int i = 0; i < ROW::N; i++) total[v][i] += x[i];
+            }
+        }
+#pragma unroll
+        for (int v = 0; v < V; v++) out[v] = ROW::pack(total[v]);
+        return true;
+    }
+    static __device__ __forceinline__ void add_to(uint4 (&a)[V], bool &there_a,
+                                                  const uint4 (&b)[V], bool &there_b)
+    {
+#pragma unroll
+        for (int v = 0; v < V && there_b; v++) {
+            if (there_a)
+                Node<ROW, ROW>::add(&a[v], &b[v]);
+            else
+                a[v] = b[v];
+        }
+        there_a |= there_b;
+        there_b = false;
+    }
+    /* Adds them in a binary tree over at most eight places, of which the node of the first four
+     * waits in the row itself. */
+    __device__ __forceinline__ bool add_tree(const Entry &u, const uint4 (&own)[V],
+                                             uint4 (&out)[V])
+    {
+        const p2p_self &self = c.job.self;
+        const int last = self.num_ranks - 1;
+        uint4 *row = (uint4 *)(c.job.out + u.token * c.shape.row_bytes) + u.vector + lane_id();
+        uint4 q[V], pair[V];
+        bool in_q, in_pair = false, in_out = false, waits = false;
+#pragma unroll 1
+        for (int place = 0; place <= last; place++) {
+            in_q = u.places >> place & 1;
+            if (in_q && !take_partial(u, place, q)) return false;
+            if (u.num_slots && c.plan.header.rank_at[place] == self.rank) {
+                in_q = true;
+#pragma unroll
+                for (int v = 0; v < V; v++) q[v] = own[v];
+            }
+            add_to(pair, in_pair, q, in_q);
+            if (place % 2 || place == last) add_to(out, in_out, pair, in_pair);
+            if (place % 4 != 3 || place == last || !in_out) continue;
+            waits = true;
+            in_out = false;
+#pragma unroll
+            for (int v = 0; v < V; v++)
+                if (in_row(u, v)) store_here(row + v * WARP, out[v]);
+        }
+        if (waits) {
+#pragma unroll
+            for (int v = 0; v < V; v++) {
+                q[v] = in_row(u, v) ? load_relaxed(row + v * WARP) : make_uint4(0, 0, 0, 0);
+                if (in_out) Node<ROW, ROW>::add(&q[v], &out[v]);
+                out[v] = q[v];
+            }
+        } else if (!in_out) {
+#pragma unroll
+            for (int v = 0; v < V; v++) out[v] = make_uint4(0, 0, 0, 0);
+        }
+        return true;
+    }
+    /* Lane k waits for its choice's float. */
+    __device__ __forceinline__ bool take_floats(const Entry &u)
+    {
+        const p2p_self &self = c.job.self;
+        const int32_t rank = u.ranks[lane_id()];
+        const int n = __popc(__match_any_sync(ALL_LANES, rank) & lanes_below());
+        const uint32_t own = __shfl_sync(ALL_LANES, u.slots[lane_id()].word, n);
+        uint32_t word = rank == self.rank ? own : 0, *from = NULL;
+        if (rank >= 0 && rank != self.rank)
+            from = floats_of(self, c.now, heap_by(c.now, rank),
+                             rank - self.rank - 1 + (rank < self.rank ? self.num_ranks : 0)) +
+                   (int64_t)u.token * float_stride(c.top_k) + n;
+        int missing = -1;
+        const bool ok = wait_until(c.now, missing, P2P_PHASE_FLOAT, [&] {
+            if (from) word = load_relaxed(from);
+            missing = from && word == POISON ? rank : -1;
+            return __all_sync(ALL_LANES, missing < 0) != 0;
+        });
+        if (!ok) return false;
+        if (from) *from = POISON;
+        if (lane_id() < c.top_k)
+            c.job.choice_floats[(int64_t)u.token * c.top_k + lane_id()] = __uint_as_float(word);
+        return true;
+    }
+    __device__ __forceinline__ bool finish_token(const Entry &u, const uint4 (&own)[V])
+    {
+        uint4 out[V];
+        if (!(TREE ? add_tree(u, own, out) : add_by_rank(u, own, out))) return false;
+        uint8_t *row = c.job.out + row_offset(u.token, c.shape) + (u.vector + lane_id()) * 16;
+#pragma unroll
+        for (int v = 0; v < V; v++)
+            if (in_row(u, v)) store_once(row + v * WARP * 16, out[v], c.policy);
+        return u.vector || !c.job.choice_floats || take_floats(u);
+    }
+    __device__ __forceinline__ bool use_unit()
+    {
+        begin_unit();
+        __syncwarp();
+        const Entry &u = entries[used++ % ENTRIES];
+        uint4 own[V];
+        if (u.num_slots || !u.places) add_rows_here(u, own);
+        if (u.role < 0) return finish_token(u, own);
+        send_partial(u, own);
+        return true;
+    }
+};
+
+template <class ROW, bool EXACT, bool TREE>
+__device__ __forceinline__ bool combine_stream(Combine &c, Now &now, uint8_t *memory)
+{
+    typedef Stream<ROW, EXACT, TREE> Units;
+    return each_round(c, now, c.shape.vectors * 16, [&](int32_t end) {
+        return run_units(Units(c, memory + threadIdx.x / WARP * Units::WARP_BYTES, end));
+    });
+}
+
+#endif

@@ -1,0 +1,59 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Numbers of arrays whose type is known at run time, and runs of them as vectors. */
+#ifndef EPIC_NUMBERS_CUH
+#define EPIC_NUMBERS_CUH
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "cuda/common/rows.cuh"
+
+__device__ __forceinline__ float number_at(const void *p, uint32_t type, int64_t i)
+{
+    if (type == EPIC_BF16) return __bfloat162float(((const __nv_bfloat16 *)p)[i]);
+    if (type == EPIC_F16) return __half2float(((const __half *)p)[i]);
+    return ((const float *)p)[i];
+}
+
+__device__ __forceinline__ void put_number(void *p, uint32_t type, int64_t i, float x)
+{
+    if (type == EPIC_BF16)
+        ((__nv_bfloat16 *)p)[i] = __float2bfloat16_rn(x);
+    else if (type == EPIC_F16)
+        ((__half *)p)[i] = __float2half_rn(x);
+    else
+        ((float *)p)[i] = x;
+}
+
+/* The bits of e4m3 as those of a float32 with the same exponent, which is 120 too small. */
+__device__ __forceinline__ float e4m3_value(uint8_t q)
+{
+    const uint32_t size = q & 0x7fu;
+    const float x = __uint_as_float(size << 20) * 0x1p120f;
+    return size == 0x7f ? __uint_as_float(0x7fc00000u) : q & 0x80u ? -x : x;
+}
+
+template <class T> constexpr uint32_t NUMBER_TYPE = EPIC_F32;
+template <> constexpr uint32_t NUMBER_TYPE<Bf16> = EPIC_BF16;
+template <> constexpr uint32_t NUMBER_TYPE<F16> = EPIC_F16;
+
+/* V numbers from i on: one vector of 16 bytes, or one number. */
+template <class T, int V>
+__device__ __forceinline__ void load_numbers(float (&x)[V], const void *p, int64_t i)
+{
+    if constexpr (V == T::N)
+        T::unpack(((const uint4 *)p)[i / V], x);
+    else
+        x[0] = number_at(p, NUMBER_TYPE<T>, i);
+}
+
+template <class T, int V>
+__device__ __forceinline__ void put_numbers(void *p, int64_t i, const float (&x)[V])
+{
+    if constexpr (V == T::N)
+        ((uint4 *)p)[i / V] = T::pack(x);
+    else
+        put_number(p, NUMBER_TYPE<T>, i, x[0]);
+}
+
+#endif

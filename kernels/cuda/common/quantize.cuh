@@ -1,0 +1,252 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Elements to e4m3 with a scale for each block, as kernels/host/quantize.h defines it, with its
+ * bits.
+ *
+ * A warp quantizes a piece: V vectors of N elements a lane, element i of vector v of lane l being
+ * number (v * 32 + l) * N + i of the piece; past the end of the row they are zeros.  Scales are
+ * made in words, one for each 128 elements: a float32, or four bytes of e8m0. */
+#ifndef EPIC_QUANTIZE_CUH
+#define EPIC_QUANTIZE_CUH
+
+#include "cuda/common/rows.cuh"
+
+#define QUANTIZE_BLOCK 128
+#define INFINITY_WORD 0x7f800000u
+#define NAN_SCALE 0x7fc00000u
+#define E4M3_LARGEST 448.0f
+#define SMALL_SCALE 0x1p-90f /* between these nothing that quotient() needs is subnormal */
+#define LARGE_SCALE 0x1p100f
+
+template <int V, int N> struct Quantized {
+    static constexpr int LANES = QUANTIZE_BLOCK / N; /* that share a word of scales */
+    static constexpr int WORDS = V * WARP / LANES;   /* of scales of a piece */
+    static constexpr int BYTES = V * WARP * N;       /* of e4m3 of a piece */
+    uint32_t q[V][N / 4];                            /* this lane's elements */
+    uint32_t scales;                                 /* word number word() of the piece */
+
+    static __device__ __forceinline__ bool has_word()
+    {
+        return lane_id() % LANES < V;
+    }
+    static __device__ __forceinline__ int word()
+    {
+        return lane_id() % LANES * (WARP / LANES) + lane_id() / LANES;
+    }
+};
+
+/* Of N elements, as bits: those of floats without sign are ordered as the floats are, NaNs last. */
+template <int N> __device__ __forceinline__ uint32_t size_of(const float (&x)[N])
+{
+    float size = 0.0f;
+#pragma unroll
+    for (int i = 0; i < N; i++) size = max_size(size, x[i]);
+    return __float_as_uint(size);
+}
+
+/* The same of 16 elements of a 16-bit type. */
+template <class ROW> __device__ __forceinline__ uint32_t size_of(uint4 low, uint4 high)
+{
+    const uint32_t w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    uint32_t most = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) most = max_halves(most, w[i] & 0x7fff7fffu);
+    float pair[8];
+    ROW::unpack(make_uint4(max(most & 0xffff, most >> 16), 0, 0, 0), pair);
+    return __float_as_uint(pair[0]);
+}
+
+/* From the lanes' own sizes the largest in a block: in that of vector lane_id() % V. */
+template <int V, int N>
+__device__ __forceinline__ uint32_t join_lanes(uint32_t (&own)[V], uint32_t how)
+{
+    static_assert(V * N == 32, "V lanes have a block of 32");
+    const auto widen = [&](int distance) {
+#pragma unroll
+        for (int v = 0; v < V; v++)
+            own[v] = max(own[v], __shfl_xor_sync(ALL_LANES, own[v], distance));
+    };
+#pragma unroll
+    for (int distance = 1; distance < V; distance *= 2) widen(distance);
+    if (how == EPIC_QUANTIZE_1X128) {
+        widen(V);
+        widen(2 * V);
+    }
+    uint32_t mine = own[0];
+#pragma unroll
+    for (int v = 1; v < V; v++) mine = lane_id() % V == v ? own[v] : mine;
+    return mine;
+}
+
+template <int V, int N>
+__device__ __forceinline__ uint32_t find_largest(const float (&x)[V][N], uint32_t how)
+{
+    uint32_t own[V];
+#pragma unroll
+    for (int v = 0; v < V; v++) own[v] = size_of<N>(x[v]);
+    return join_lanes<V, N>(own, how);
+}
+
+/* ------------------------------------------------------------------------------- scales ---- */
+
+/* Of a block whose largest size has these bits. */
+__device__ __forceinline__ float scale_1x128(uint32_t bits)
+{
+    const float s = __fdiv_rn(__uint_as_float(bits), E4M3_LARGEST);
+    if (bits >= INFINITY_WORD) return __uint_as_float(NAN_SCALE);
+    return s == 0.0f ? 1.0f : s;
+}
+
+/* 448 is 1.75 * 2^8: the exponent of the largest less 8, one more if its mantissa is above 1.75. */
+__device__ __forceinline__ uint32_t scale_1x32(uint32_t bits)
+{
+    if (bits >= INFINITY_WORD) return 255;
+    if (bits == 0) return 127;
+    return (uint32_t)max((int)(bits >> 23) - 8 + ((bits & 0x7fffff) > 0x600000), 0);
+}
+
+struct BlockScale {
+    uint32_t word; /* of scales, that with the block */
+    float number;  /* 1x128: the scale; 1x32: 1 / scale; both: NaN where the scale is */
+};
+
+/* Of this lane's block, whose largest size is this before it is multiplied by the weight: rounding
+ * keeps the order of sizes. */
+template <int V>
+__device__ __forceinline__ BlockScale scale_of(uint32_t largest, float weight, uint32_t how)
+{
+    const uint32_t bits =
+        __float_as_uint(__fmul_rn(weight, __uint_as_float(largest))) & 0x7fffffffu;
+    if (how == EPIC_QUANTIZE_1X128) {
+        const float scale = scale_1x128(bits);
+        return {__float_as_uint(scale), scale};
+    }
+    const uint32_t scale = scale_1x32(bits);
+    uint32_t word = scale << lane_id() / V % 4 * 8;
+    word |= __shfl_xor_sync(ALL_LANES, word, V);
+    word |= __shfl_xor_sync(ALL_LANES, word, 2 * V);
+    return {word, __uint_as_float(scale == 255 ? NAN_SCALE : (254 - scale) << 23)};
+}
+
+/* ------------------------------------------------------------------------------ division ---- */
+
+/* 1 / s = high + low, but for 2^-44 of it; low > 0, so that -0 / s stays -0. */
+struct Divisor {
+    float s, high, low, minus_r; /* minus_r = -1 / s, rounded */
+};
+
+__device__ __forceinline__ Divisor divisor_of(float s)
+{
+    const float high = __fmul_rn(reciprocal_approx(s), 1 - 0x1p-21f);
+    const float e = __fmaf_rn(-high, s, 1.0f); /* 1 / s = high (1 + e + e^2 + ...) */
+    const float low = __fmul_rn(__fmaf_rn(e, e, e), high);
+    return {s, high, low, -(high + low)};
+}
+
+/* x / s, rounded as a division, where nothing is subnormal.  SHORT: x has no more than 11 bits, as
+ * what s was made of.  Then such a quotient is never so near to the middle of two floats beside
+ * one of the middles of e4m3 that 2^-44 matters, and e4m3 of it is right without the last step. */
+template <bool SHORT> __device__ __forceinline__ float quotient(float x, const Divisor &d)
+{
+    const float q = __fmaf_rn(x, d.high, __fmul_rn(x, d.low));
+    return SHORT ? q : __fmaf_rn(__fmaf_rn(q, d.s, -x), d.minus_r, q);
+}
+
+/* N elements of a block of 128.  Blocks of very small or large ones are first brought nearer to 1. */
+template <bool SHORT, int N> __device__ __forceinline__ void divide(float (&x)[N], float scale)
+{
+    float s = scale;
+    if (!(s > SMALL_SCALE && s < LARGE_SCALE)) {
+        const float nearer = s < 1 ? 0x1p64f : 0x1p-64f;
+        s = __fmul_rn(s, nearer);
+#pragma unroll
+        for (int i = 0; i < N; i++) x[i] = __fmul_rn(x[i], nearer);
+    }
+    const Divisor d = divisor_of(s);
+#pragma unroll
+    for (int i = 0; i < N; i++) x[i] = quotient<SHORT>(x[i], d);
+}
+
+/* Vector v of a piece, multiplied by the weight already; x is lost.  `mine`: of this lane's block.
+ * NaN scales make NaNs. */
+template <bool SHORT, int V, int N>
+__device__ __forceinline__ void quantize_vector(Quantized<V, N> &piece, int v, float (&x)[N],
+                                                const BlockScale &mine, uint32_t how)
+{
+    const float number = __shfl_sync(ALL_LANES, mine.number, lane_id() / V * V + v);
+    if (how == EPIC_QUANTIZE_1X128) {
+        divide<SHORT>(x, number);
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; i++) x[i] = __fmul_rn(x[i], number);
+    }
+#pragma unroll
+    for (int i = 0; i < N; i += 4)
+        piece.q[v][i / 4] = pack_e4m3(x[i], x[i + 1], x[i + 2], x[i + 3]);
+}
+
+template <int V, int N>
+__device__ __forceinline__ Quantized<V, N> quantize(float (&x)[V][N], uint32_t how)
+{
+    Quantized<V, N> piece;
+    const BlockScale mine = scale_of<V>(find_largest<V, N>(x, how), 1.0f, how);
+    piece.scales = mine.word;
+#pragma unroll
+    for (int v = 0; v < V; v++) quantize_vector<false, V, N>(piece, v, x[v], mine, how);
+    return piece;
+}
+
+/* ------------------------------------------------------------------------------- storing ---- */
+
+/* `count` bytes of a word, the lowest first, if there are that many. */
+static __device__ __noinline__ void store_some(uint8_t *to, uint32_t word, int64_t count)
+{
+    for (int i = 0; i < 4 && i < count; i++) to[i] = (uint8_t)(word >> i * 8);
+}
+
+struct
+    QuantizedRows { /* where quantized rows go: N bytes, and words, are stored at once or not */
+    uint8_t *rows, *scales;
+    int64_t row_bytes, scale_bytes;
+    bool whole, words;
+};
+
+template <int V, int N>
+__device__ __forceinline__ void store_vector(const QuantizedRows &to, int32_t slot, int32_t at,
+                                             const uint32_t (&q)[N / 4], uint64_t policy)
+{
+    uint8_t *const row = to.rows + (int64_t)slot * to.row_bytes + at;
+    if (at >= to.row_bytes) return;
+    if (!to.whole)
+#pragma unroll
+        for (int i = 0; i < N / 4; i++)
+            store_some(row + i * 4, q[i], to.row_bytes - at - i * 4);
+    else if constexpr (N == 16)
+        store_once(row, make_uint4(q[0], q[1], q[2], q[3]), policy);
+    else if constexpr (N == 8)
+        store_once(row, (uint64_t)q[1] << 32 | q[0], policy);
+    else
+        store_once(row, q[0], policy);
+}
+
+/* A piece, of a row's pieces the one with this number. */
+template <int V, int N>
+__device__ __forceinline__ void store_quantized(const QuantizedRows &to, int32_t slot,
+                                                int number, const Quantized<V, N> &piece,
+                                                uint64_t policy)
+{
+    typedef Quantized<V, N> Piece;
+    const int32_t word = number * Piece::WORDS + Piece::word();
+    uint8_t *const scales = to.scales + (int64_t)slot * to.scale_bytes + word * 4;
+    const int64_t left = to.scale_bytes - word * 4;
+#pragma unroll
+    for (int v = 0; v < V; v++)
+        store_vector<V, N>(to, slot, number * Piece::BYTES + (v * WARP + lane_id()) * N,
+                           piece.q[v], policy);
+    if (!Piece::has_word() || left <= 0) return;
+    if (to.words)
+        store_once(scales, piece.scales, policy);
+    else
+        store_some(scales, piece.scales, left);
+}
+
+#endif

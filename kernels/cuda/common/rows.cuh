@@ -1,0 +1,395 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Rows as vectors of 16 bytes: how a warp reads and writes a piece of a row, and how the vectors
+ * become float32 and back.
+ *
+ * A piece is V vectors for each lane: vector v of lane l is number (piece * V + v) * 32 + l of
+ * the row.  EXACT: every piece of every row is full, and rows are aligned to 16 bytes; else the
+ * last piece may be ragged, and rows may lie anywhere (`aligned` tells). */
+#ifndef EPIC_ROWS_CUH
+#define EPIC_ROWS_CUH
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "cuda/common/wait.cuh"
+
+struct RowShape { /* how the caller's rows look */
+    int64_t row_bytes;
+    int32_t vectors; /* of a row, the last one perhaps partly filled */
+    int32_t pieces;
+    bool aligned;
+};
+
+template <int V> __device__ __forceinline__ RowShape row_shape(int64_t row_bytes, int aligned)
+{
+    const int32_t vectors = (int32_t)((row_bytes + 15) / 16);
+    return {row_bytes, vectors, (vectors + V * WARP - 1) / (V * WARP), aligned != 0};
+}
+
+/* Byte offset of row i, as one multiplication. */
+__device__ __forceinline__ int64_t row_offset(int32_t i, const RowShape &s)
+{
+    return (int64_t)((uint64_t)(uint32_t)i * (uint32_t)s.row_bytes);
+}
+
+/* Bytes [at, at + 16) of a row that may lie anywhere; `fill` where the row has ended. */
+static __device__ __noinline__ uint4 load_bytes(const uint8_t *row, int64_t at,
+                                                int64_t row_bytes, uint32_t fill)
+{
+    uint32_t words[4] = {fill, fill, fill, fill};
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+        if (at + i >= row_bytes) continue;
+        const int shift = i % 4 * 8;
+        words[i / 4] = (words[i / 4] & ~(255u << shift)) | (uint32_t)row[at + i] << shift;
+    }
+    return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+static __device__ __noinline__ void store_bytes(uint8_t *row, int64_t at, int64_t row_bytes,
+                                                uint4 q)
+{
+    const uint32_t words[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+    for (int i = 0; i < 16; i++)
+        if (at + i < row_bytes) row[at + i] = (uint8_t)(words[i / 4] >> (i % 4 * 8));
+}
+
+/* Vector number `vector` of the caller's row. */
+__device__ __forceinline__ uint4 load_row(const uint8_t *row, int32_t vector, const RowShape &s,
+                                          uint64_t policy)
+{
+    const int64_t at = (int64_t)vector * 16;
+    if (vector >= s.vectors) return make_uint4(0, 0, 0, 0);
+    return s.aligned ? load_once(row + at, policy) : load_bytes(row, at, s.row_bytes, 0);
+}
+
+/* The same for rows that will be read again soon; `fill` where the row has ended. */
+__device__ __forceinline__ uint4 load_row_again(const uint8_t *row, int32_t vector,
+                                                const RowShape &s, uint32_t fill)
+{
+    const int64_t at = (int64_t)vector * 16;
+    if (vector >= s.vectors) return make_uint4(fill, fill, fill, fill);
+    return s.aligned ? load_again(row + at) : load_bytes(row, at, s.row_bytes, fill);
+}
+
+__device__ __forceinline__ void store_row(uint8_t *row, int32_t vector, const RowShape &s,
+                                          uint4 q, uint64_t policy)
+{
+    const int64_t at = (int64_t)vector * 16;
+    if (vector >= s.vectors) return;
+    if (s.aligned)
+        store_once(row + at, q, policy);
+    else
+        store_bytes(row, at, s.row_bytes, q);
+}
+
+/* The piece that begins with vector `first`, of rows that will be read again soon. */
+template <int V, bool EXACT>
+__device__ __forceinline__ void load_piece_again(const uint8_t *row, int32_t first,
+                                                 const RowShape &s, uint4 (&q)[V],
+                                                 uint32_t fill = 0)
+{
+    const uint8_t *from = row + (first + lane_id()) * 16;
+#pragma unroll
+    for (int v = 0; v < V; v++)
+        q[v] = EXACT ? load_again(from + v * WARP * 16)
+                     : load_row_again(row, first + v * WARP + lane_id(), s, fill);
+}
+
+template <int V, bool EXACT>
+__device__ __forceinline__ void store_piece(uint8_t *row, int32_t first, const RowShape &s,
+                                            const uint4 (&q)[V], uint64_t policy)
+{
+    uint8_t *to = row + (first + lane_id()) * 16;
+#pragma unroll
+    for (int v = 0; v < V; v++)
+        if (EXACT)
+            store_once(to + v * WARP * 16, q[v], policy);
+        else
+            store_row(row, first + v * WARP + lane_id(), s, q[v], policy);
+}
+
+template <int V, bool EXACT>
+__device__ __forceinline__ void zero_piece(uint8_t *row, int32_t first, const RowShape &s,
+                                           uint64_t policy)
+{
+    uint4 zeros[V];
+#pragma unroll
+    for (int v = 0; v < V; v++) zeros[v] = make_uint4(0, 0, 0, 0);
+    store_piece<V, EXACT>(row, first, s, zeros, policy);
+}
+
+__device__ __forceinline__ uint4 poisoned()
+{
+    return make_uint4(POISON, POISON, POISON, POISON);
+}
+
+__device__ __forceinline__ bool has_poison(uint4 q)
+{
+    return max(max(q.x, q.y), max(q.z, q.w)) == POISON;
+}
+
+/* Results of arithmetic never are poison; a caller's NaN may be, and becomes another NaN. */
+__device__ __forceinline__ uint32_t other_nan(uint32_t word, uint32_t nan)
+{
+    return word == POISON ? nan : word;
+}
+
+__device__ __forceinline__ uint4 other_nans(uint4 q, uint32_t nan)
+{
+    return make_uint4(other_nan(q.x, nan), other_nan(q.y, nan), other_nan(q.z, nan),
+                      other_nan(q.w, nan));
+}
+
+/* Where this lane's part of a piece begins. */
+__device__ __forceinline__ int64_t lane_offset(int32_t vector)
+{
+    return (int64_t)((uint32_t)(vector + lane_id()) * 16u);
+}
+
+/* Bytes of whole lines.  Rows begin at lines, mostly; copies of them to another place of a line in
+ * shared memory take up to a fifth longer. */
+static constexpr int whole_lines(int bytes)
+{
+    return (bytes + 127) / 128 * 128;
+}
+
+/* A warp's ring of pieces in shared memory, copied there ahead of their use.  Each lane reads back
+ * what it has copied itself, so there is nothing to synchronize.  Pieces are used in the order in
+ * which they are copied; AHEAD of them are on their way while one is in use: the ring is full then,
+ * and the place that is used is the next to be filled. */
+template <int V, bool EXACT> struct Ring {
+    static constexpr int AHEAD = V > 4 ? 2 : 3, PIECE_BYTES = V * WARP * 16;
+    static constexpr int BYTES = (AHEAD + 1) * PIECE_BYTES;
+    uint32_t memory; /* this lane's */
+    uint32_t next = 0;
+
+    __device__ __forceinline__ explicit Ring(const void *warp_memory)
+        : memory(shared_address(warp_memory) + lane_id() * 16)
+    {
+    }
+    /* This lane's part of the piece that begins with vector `vector` of a row; `once`: nobody reads
+     * it again. */
+    __device__ __forceinline__ void copy(const uint8_t *from, int32_t vector, const RowShape &s,
+                                         bool once, uint64_t policy)
+    {
+#pragma unroll
+        for (int v = 0; v < V; v++) {
+            if (!EXACT && vector + v * WARP + lane_id() >= s.vectors) continue;
+            const uint32_t to = memory + next + v * WARP * 16;
+            if (once)
+                copy_once(to, from + v * WARP * 16, policy);
+            else
+                copy_again(to, from + v * WARP * 16);
+        }
+    }
+    /* After the copies of a piece, or none. */
+    __device__ __forceinline__ void filled_one()
+    {
+        end_copies();
+        next = next + PIECE_BYTES == BYTES ? 0 : next + PIECE_BYTES;
+    }
+    /* Until the piece that is next in use is there, and the AHEAD after it have been begun. */
+    __device__ __forceinline__ void wait()
+    {
+        wait_copies<AHEAD>();
+    }
+    /* The piece that is next in use, vectors [first, ...) of a row, once the AHEAD after it have
+     * been begun; `fill` where the row has ended. */
+    __device__ __forceinline__ void use(uint4 (&q)[V], int32_t first, const RowShape &s,
+                                        uint32_t fill = 0)
+    {
+        wait_copies<AHEAD>();
+#pragma unroll
+        for (int v = 0; v < V; v++) {
+            q[v] = load_shared(memory + next + v * WARP * 16);
+            if (!EXACT && first + v * WARP + lane_id() >= s.vectors)
+                q[v] = make_uint4(fill, fill, fill, fill);
+        }
+    }
+};
+
+/* One warp does a list of units whose pieces go through a ring. */
+template <class Units> __device__ __forceinline__ bool run_units(Units &&units)
+{
+    bool ok = true;
+#pragma unroll 1
+    for (int i = 0; i < Units::AHEAD; i++) units.begin_unit();
+    __syncwarp();
+#pragma unroll 1
+    for (int i = 0; i < Units::AHEAD; i++) units.copy_next();
+#pragma unroll 1
+    while (ok && units.used != units.begun) ok = units.use_unit();
+    wait_copies<0>();
+    return ok;
+}
+
+/* ------------------------------------------------------------------- element types ---- */
+
+struct Bf16 {
+    static constexpr int N = 8; /* elements of a vector */
+    static constexpr uint32_t NAN_WORD = 0x7fff7fffu, MINUS_ZERO = 0x80008000u;
+    static __device__ __forceinline__ void unpack(uint4 q, float *x)
+    {
+        const uint32_t w[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            x[2 * i] = __uint_as_float(w[i] << 16);
+            x[2 * i + 1] = __uint_as_float(w[i] & 0xffff0000u);
+        }
+    }
+    static __device__ __forceinline__ uint32_t pack2(float low, float high)
+    {
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+        return *(const uint32_t *)&pair;
+    }
+    static __device__ __forceinline__ uint4 pack(const float *x)
+    {
+        return make_uint4(pack2(x[0], x[1]), pack2(x[2], x[3]), pack2(x[4], x[5]),
+                          pack2(x[6], x[7]));
+    }
+};
+
+struct F16 {
+    static constexpr int N = 8;
+    static constexpr uint32_t NAN_WORD = 0x7fff7fffu, MINUS_ZERO = 0x80008000u;
+    static __device__ __forceinline__ void unpack(uint4 q, float *x)
+    {
+        const uint32_t w[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float2 pair = __half22float2(*(const __half2 *)&w[i]);
+            x[2 * i] = pair.x;
+            x[2 * i + 1] = pair.y;
+        }
+    }
+    static __device__ __forceinline__ uint32_t pack2(float low, float high)
+    {
+        const __half2 pair = __floats2half2_rn(low, high);
+        return *(const uint32_t *)&pair;
+    }
+    static __device__ __forceinline__ uint4 pack(const float *x)
+    {
+        return make_uint4(pack2(x[0], x[1]), pack2(x[2], x[3]), pack2(x[4], x[5]),
+                          pack2(x[6], x[7]));
+    }
+};
+
+struct F32 {
+    static constexpr int N = 4;
+    static constexpr uint32_t NAN_WORD = 0x7fffffffu, MINUS_ZERO = 0x80000000u;
+    static __device__ __forceinline__ void unpack(uint4 q, float *x)
+    {
+        x[0] = __uint_as_float(q.x);
+        x[1] = __uint_as_float(q.y);
+        x[2] = __uint_as_float(q.z);
+        x[3] = __uint_as_float(q.w);
+    }
+    static __device__ __forceinline__ uint4 pack(const float *x)
+    {
+        return make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]),
+                          __float_as_uint(x[3]));
+    }
+};
+
+/* --------------------------------------------------------------------- dealing work ---- */
+
+/* Units are dealt to the warps of the grid in turn: unit = (step * roles + role) * spans + span.
+ * A span is a few pieces of a row, one after the other. */
+struct Stride { /* how far a warp's next unit lies; in shared memory */
+    int step, role, span, roles, spans, units;
+
+    /* `num_units` warps, the first ones, take part. */
+    __device__ void set(int num_units, int num_roles, int num_spans)
+    {
+        units = num_units;
+        roles = num_roles;
+        spans = num_spans;
+        span = units % spans;
+        role = units / spans % roles;
+        step = units / spans / roles;
+    }
+};
+
+#define NO_STEP (1 << 30) /* past the last one */
+
+/* A warp's walk over (step, role, span). */
+struct Walk {
+    int step, role, span;
+
+    __device__ __forceinline__ explicit Walk(const Stride &s)
+    {
+        const int first = (blockIdx.x * blockDim.x + threadIdx.x) / WARP;
+        span = first % s.spans;
+        role = first / s.spans % s.roles;
+        step = first < s.units ? first / s.spans / s.roles : NO_STEP;
+    }
+    __device__ __forceinline__ void next(const Stride &s)
+    {
+        span += s.span;
+        role += s.role;
+        step += s.step;
+        if (span >= s.spans) span -= s.spans, role++;
+        if (role >= s.roles) role -= s.roles, step++;
+    }
+};
+
+static inline int common_divisor(int a, int b)
+{
+    while (b) {
+        const int rest = a % b;
+        a = b;
+        b = rest;
+    }
+    return a;
+}
+
+/* Roles and spans of a token. */
+template <class Job> static inline int kinds_of(const Job &job, int roles, int vectors)
+{
+    const int64_t span_bytes = (int64_t)job.span * vectors * 512;
+    return roles * (int)((job.row_bytes + span_bytes - 1) / span_bytes);
+}
+
+/* Fills in how a launch deals its units; measured, docs/lab/cuda.md.
+ *   job.span   a unit costs 0.7 us beside its pieces: as few spans as warps can share evenly, of work
+ *              (copies of the row: one for each rank, one for each choice) and of few tokens
+ *   job.lag    what all warps do at a time, so that pieces are there when they are copied
+ *   job.units  at most all warps.  Each comes to every role and span, as their number has no divisor
+ *              in common with that of the units; and its next one is at least 0.3 of them away if
+ *              that can be: a warp that does one kind of work for some time runs ahead of the others
+ *              or falls behind, and they wait for each other. */
+template <class Job>
+static inline void deal(Job &job, int num_sms, int block, int roles, int vectors)
+{
+    const int warps = num_sms * (block / WARP),
+              tokens = job.num_tokens > 1 ? job.num_tokens : 1;
+    const int64_t lines = (job.row_bytes + 2047) / 2048;
+    const int copies = roles - 1 + job.top_k;
+    const int64_t pieces = (job.row_bytes + vectors * 512 - 1) / (vectors * 512);
+    int64_t spans = (lines * copies * num_sms + 1279) / 1280;
+    const int64_t least = (10 * (int64_t)warps - 1) / ((int64_t)tokens * roles) + 1;
+    if (spans < least) spans = least;
+    if (spans > pieces) spans = pieces;
+    job.span = (int32_t)((pieces + spans - 1) / spans);
+    const bool parts = spans > 1 && pieces > 5; /* of a long row: two pieces, never three */
+    if (parts && job.span > 2) job.span = 2;
+    const int kinds = kinds_of(job, roles, vectors);
+    int best = 0;
+    job.units = warps;
+    for (int units = warps; units > 0 && units > warps - kinds; units--) {
+        const int ahead = units % kinds, back = kinds - ahead;
+        int turn = ahead < back ? ahead : back;
+        if (turn > (kinds * 3 + 9) / 10) turn = (kinds * 3 + 9) / 10;
+        if (turn <= best || common_divisor(units, kinds) != 1) continue;
+        best = turn;
+        job.units = units;
+    }
+    const int at_a_time = job.units / kinds, most = tokens / 8, lag = 16 + 8 * job.span;
+    job.lag = at_a_time < most ? at_a_time : most;
+    if (job.lag < 2 * lag) job.lag = lag;
+    if (parts && job.span == 2 && job.lag > 2 * lag) job.lag = 2 * lag;
+}
+
+#endif

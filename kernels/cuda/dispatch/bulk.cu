@@ -1,0 +1,392 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* dispatch, and plan with dispatch, of rows of aligned vectors that move whole (dispatch/bulk.cuh), with
+ * second rows or without, or quantized on the way.
+ *
+ * A unit is a token's string.  Step i of the list brings this rank's token i to every peer that needs
+ * it and to its slots here, so that it is read, or quantized, once; and it receives token i - lag of
+ * each peer.  What a receive waits for was sent `lag` steps earlier, and each CTA takes its units in
+ * order: no wait is circular, as in dispatch/dispatch.cu.  While some CTAs make the plan, each warp of the others sends its first token, and waits
+ * for what says where its slots are.
+ *
+ * While a unit is at work, the string of the next one is on its way to its place. */
+#include "cuda/dispatch/bulk.cuh"
+#include "cuda/dispatch/launcher.cuh"
+
+#ifndef EPIC_HOSTS /* strings leave for other hosts by pieces */
+
+struct Unit {
+    int step, role;          /* 0: this rank's own token, n: one of the n-th peer */
+    uint64_t choice, record; /* what is said of its token */
+
+    __device__ __forceinline__ bool is_own() const
+    {
+        return role == 0;
+    }
+};
+
+__device__ __forceinline__ int32_t token_of(const Strings &m, const Unit &unit)
+{
+    return m.first + unit.step - (unit.is_own() ? 0 : m.job.lag);
+}
+
+/* Does it lie in the round, which ends before `end`? */
+__device__ __forceinline__ bool is_in(const Strings &m, const Unit &unit, int32_t end)
+{
+    const int32_t token = token_of(m, unit);
+    return token >= m.first && token < (unit.is_own() ? min(end, m.job.num_tokens) : end);
+}
+
+/* The warps of a CTA take its units as they come, in order, as some have more work than others.  Of
+ * so many units in a row as there are CTAs each has one, another one each time. */
+template <bool FLAT>
+__device__ __forceinline__ Unit take_unit(const Strings &m, int *turns, int32_t end)
+{
+    const int ctas = (int)gridDim.x, ranks = m.job.plan.self.num_ranks;
+    int turn = 0;
+    if (lane_id() == 0) turn = atomicAdd(turns, 1);
+    turn = __shfl_sync(ALL_LANES, turn, 0);
+    const int number = turn * ctas + (int)((blockIdx.x + (unsigned)turn) % (unsigned)ctas);
+    Unit unit = {number / ranks, number % ranks, ~0ull, ~0ull};
+    if (!is_in(m, unit, end)) return unit;
+    const int32_t token = token_of(m, unit);
+    const int rank = rank_of_role(m.job.plan.self, unit.role);
+    if (unit.is_own()) unit.choice = read_choice(m, token, lane_id());
+    unit.record = FLAT ? peek_row(m, rank, token) : peek_record(m, rank, token, 0);
+    return unit;
+}
+
+/* Does it say already that the token has no row here? */
+template <bool FLAT>
+__device__ __forceinline__ bool is_absent(const Strings &m, uint64_t record)
+{
+    if (!m.made) return !__any_sync(ALL_LANES, (int32_t)record >= 0);
+    const bool absent =
+        stamped(m.now, record) && ((uint32_t)record & ~RECORD_LAST) == RECORD_ABSENT;
+    return __any_sync(ALL_LANES, absent);
+}
+
+/* Begins to copy the unit's string to its place. */
+template <class Given, bool FLAT>
+__device__ __forceinline__ void begin_copy(const Strings &m, const Unit &unit, int32_t end,
+                                           uint32_t place)
+{
+    if (is_in(m, unit, end)) {
+        const int32_t token = token_of(m, unit);
+        if (unit.is_own() && Given::QUANTIZED)
+            prefetch_given(m, token);
+        else if (unit.is_own())
+            copy_given(m, token, place);
+        else if (!is_absent<FLAT>(m, unit.record))
+            copy_staged(m, rank_of_role(m.job.plan.self, unit.role), token, place);
+    }
+    end_copies();
+}
+
+/* The weights of a token's slots, or what lies by row, after the rows have been given away. */
+template <bool FLAT>
+__device__ __forceinline__ bool take_weights(const Strings &m, int rank, int source,
+                                             int32_t token, const int32_t (&slot)[2],
+                                             const Beside &beside, uint32_t weight)
+{
+    if (FLAT)
+        return take_beside(m, rank, source, token, __shfl_sync(ALL_LANES, slot[0], 0), beside);
+    if (!m.job.weights) return true;
+    if (!receive_weight(m, rank, source, token, 0, slot[0], weight)) return false;
+    if (!__any_sync(ALL_LANES, slot[1] >= 0)) return true;
+    weight = peek_weight(m, rank, source, token, 1, slot[1]);
+    return receive_weight(m, rank, source, token, 1, slot[1], weight);
+}
+
+/* A string that is in its place, and shown, to its slots here. */
+__device__ __forceinline__ void fill_all_slots(const Strings &m, const int32_t (&slot)[2],
+                                               uint32_t place)
+{
+    bulk_to_slots(m, slot[0], place);
+    if (m.top_k > WARP) bulk_to_slots(m, slot[1], place);
+}
+
+/* The string of this rank's token, whose copy is there, is made ready for bulk stores.  true: it has
+ * special words. */
+template <class Given>
+__device__ __forceinline__ bool make_string(const Strings &m, int32_t token, uint32_t place)
+{
+    bool special;
+    if (Given::QUANTIZED) {
+        special = quantize_row(m, token, place);
+        show_place();
+    } else {
+        special = look<false>(m, place).special;
+    }
+    return __any_sync(ALL_LANES, special) != 0;
+}
+
+/* This rank's token to its peers, and as soon as it is known where to its slots. */
+template <class Given, bool FLAT>
+__device__ __forceinline__ bool give_string(const Strings &m, int32_t token, const Unit &unit,
+                                            uint32_t place)
+{
+    const int rank = m.job.plan.self.rank;
+    constexpr bool besides = FLAT;
+    int32_t slot[2];
+    uint32_t weight = 0;
+    Beside beside;
+    const uint32_t peers = choose_peers(m, token, m.job.weights != NULL, unit.choice);
+    const bool special = peers && make_string<Given>(m, token, place);
+    if (!special) bulk_to_peers(m, token, peers, place);
+    if (!find_slots<FLAT>(m, rank, token, true, unit.record, slot)) return false;
+    const bool here = __any_sync(ALL_LANES, slot[0] >= 0) != 0;
+    if (here && !peers) make_string<Given>(m, token, place);
+    if (here && besides) beside = peek_beside(m, rank, 0, token, 0);
+    if (here && !besides && m.job.weights) weight = peek_weight(m, rank, 0, token, 0, slot[0]);
+    if (here) fill_all_slots(m, slot, place);
+    if (special) send_special<Given::QUANTIZED>(m, token, peers, place);
+    return !here || take_weights<FLAT>(m, rank, 0, token, slot, beside, weight);
+}
+
+/* A peer's token to its slots. */
+template <class Given, bool FLAT>
+__device__ __forceinline__ bool receive_string(const Strings &m, int32_t token,
+                                               const Unit &unit, const Places &places)
+{
+    const uint32_t place = places.at(places.used);
+    const int source = unit.role - 1;
+    const int rank = rank_of_role(m.job.plan.self, unit.role);
+    int32_t slot[2];
+    uint32_t weight = 0;
+    Beside beside;
+    if (!find_slots<FLAT>(m, rank, token, true, unit.record, slot)) return false;
+    if (!__any_sync(ALL_LANES, slot[0] >= 0)) return true;
+    if (FLAT)
+        beside = peek_beside(m, rank, source, token, 0);
+    else if (m.job.weights)
+        weight = peek_weight(m, rank, source, token, 0, slot[0]);
+    Found found = look<Given::QUANTIZED>(m, place);
+    if (__any_sync(ALL_LANES, found.missing)) {
+        if (!wait_for_string(m, rank, token, place)) return false;
+        found = look<Given::QUANTIZED>(m, place);
+        show_place();
+    }
+    if (__any_sync(ALL_LANES, found.special)) {
+        if (!restore_string<Given::QUANTIZED>(m, rank, source, token, place)) return false;
+        show_place();
+    }
+    fill_all_slots(m, slot, place);
+    bulk_restore(m, rank, token, places);
+    return take_weights<FLAT>(m, rank, source, token, slot, beside, weight);
+}
+
+struct Progress { /* of a warp in a round */
+    int32_t end;  /* of its tokens */
+    bool heard;   /* how many tokens each rank has */
+    int slab_bits;
+};
+
+/* Before anything of peers, and before padding: until then this rank's own tokens may leave. */
+__device__ __forceinline__ bool hear_first(Strings &m, Progress &p)
+{
+    if (!p.heard && !hear_tokens(m)) return false;
+    p.heard = true;
+    p.end = min(p.end, m.most_tokens);
+    return true;
+}
+
+/* The padding that goes along with this rank's token. */
+__device__ __forceinline__ bool pad_beside(Strings &m, int32_t token, Progress &p,
+                                           const Places &places)
+{
+    if (!hear_first(m, p)) return false;
+    if (p.slab_bits == NOT_KNOWN && !find_slabs(m, p.slab_bits)) return false;
+    if (p.slab_bits >= 0 && token < p.end)
+        each_pad(m.plan, p.slab_bits, token, m.most_tokens,
+                 [&](int32_t slot) { bulk_padding(m, slot, places); });
+    return true;
+}
+
+template <class Given, bool FLAT>
+__device__ __forceinline__ bool move_unit(Strings &m, const Unit &unit, Progress &p,
+                                          const Places &places)
+{
+    const int32_t token = token_of(m, unit);
+    if (unit.is_own()) {
+        if (is_in(m, unit, p.end) &&
+            !give_string<Given, FLAT>(m, token, unit, places.at(places.used)))
+            return false;
+        return pad_beside(m, token, p, places);
+    }
+    if (token < m.first) return true;
+    if (!hear_first(m, p)) return false;
+    return token >= p.end || receive_string<Given, FLAT>(m, token, unit, places);
+}
+
+/* One round: tokens [m.first, end) of every rank. */
+template <class Given, bool FLAT>
+__device__ __forceinline__ bool move_tokens(Strings &m, int32_t end, Places &places, int *turns)
+{
+    Progress p = {end, !m.made, NOT_KNOWN};
+    bool ok = true;
+    if ((int)threadIdx.x / WARP >= m.job.warps) return true;
+    Unit unit = take_unit<FLAT>(m, turns, p.end);
+    begin_copy<Given, FLAT>(m, unit, p.end, places.at(places.used));
+    while (ok && m.first + unit.step - m.job.lag < p.end) {
+        const Unit next = take_unit<FLAT>(m, turns, p.end);
+        places.wait_free();
+        begin_copy<Given, FLAT>(m, next, p.end, places.at(places.after()));
+        wait_copies<1>();
+        show_place();
+        ok = move_unit<Given, FLAT>(m, unit, p, places);
+        if (lane_id() == 0) end_bulk();
+        places.used = places.after();
+        unit = next;
+    }
+    return ok;
+}
+
+template <class Given, bool FLAT>
+__device__ __forceinline__ bool move_rounds(Strings &m, Now &now, const uint8_t *memory,
+                                            int *turns)
+{
+    Places places(m, memory, (int)threadIdx.x / WARP);
+    const int64_t round_tokens =
+        m.job.plan.self.at.source_bytes / ((int64_t)m.shape.vectors * 16);
+    const int32_t most = m.most_tokens;
+    for (m.first = 0;; m.first += (int32_t)round_tokens) {
+        const bool last = m.made || m.first + round_tokens >= most;
+        const int32_t end = last ? most : m.first + (int32_t)round_tokens;
+        const bool moved = move_tokens<Given, FLAT>(m, end, places, turns);
+        wait_copies<0>();
+        wait_bulk();
+        show_place();
+        if (!moved) return false;
+        if (last) return true;
+        if (!next_round(now)) return false;
+        if (threadIdx.x == 0) *turns = 0;
+        __syncthreads();
+    }
+}
+
+/* All CTAs: the padding of the slabs, when there are few tokens. */
+__device__ __forceinline__ bool pad_all(Strings &m, const uint8_t *memory)
+{
+    const Places places(m, memory, 0);
+    if (m.plan.header.alignment <= 1) return true;
+    if (m.made && !hear_tokens(m)) return false;
+    if (pads_beside(m.plan, m.stride, m.most_tokens)) return true;
+    if (m.made && !wait_for_plan(m)) return false;
+    const int warps = (int)(grid_threads() / WARP), warp = (int)(grid_thread() / WARP);
+    if (header_of(m)->result == EPIC_OK)
+        each_pad_piece(m.plan, header_of(m)->owned, 1, warp, warps,
+                       [&](int32_t slot, int) { bulk_padding(m, slot, places); });
+    end_bulk();
+    wait_bulk();
+    return true;
+}
+
+template <class Given, bool MADE, bool FLAT>
+__global__ void __launch_bounds__(BLOCK, 1)
+    dispatch_bulk_kernel(const __grid_constant__ p2p_dispatch_job job)
+{
+    uint8_t *const memory = (uint8_t *)dynamic_shared();
+    __shared__ Now now;
+    __shared__ Plan plan;
+    __shared__ Planner planner;
+    __shared__ Stride stride;
+    __shared__ int turns;
+    const p2p_self &self = job.plan.self;
+    const RowShape shape = string_shape(job, true);
+    if (threadIdx.x == 0) stride.set(job.units, self.num_ranks, 1);
+    if (threadIdx.x == 0) turns = 0;
+    open_plan<MADE>(plan, job);
+    if (!begin(now, self, MADE ? 0 : (uint32_t)plan.header.id, job.num_tokens,
+               job.plan.capacity, job.recv_rows))
+        return;
+    bool ok = make_own_plan<MADE, FLAT>(planner, job, now, memory);
+    fill_stamps(memory);
+    Move move = {{job, now, plan, stride, shape, policy_once(), 0, (int)plan.header.top_k}};
+    move.made = MADE;
+    move.tokens_of = job.num_tokens; /* this rank's, until the others' are heard */
+    if (!MADE)
+        move.tokens_of = lane_id() < self.num_ranks ? plan.header.tokens_of[lane_id()] : 0;
+    move.most_tokens = MADE ? (int32_t)self.max_tokens : plan.most_tokens;
+    Strings m = {move};
+    describe_strings(m, 1);
+    if (ok && (MADE || plan.header.result == EPIC_OK))
+        ok = move_rounds<Given, FLAT>(m, now, memory, &turns) && pad_all(m, memory);
+    if (ok && job.zero_tail && plan.good) ok = clear_tail<FLAT>(m);
+    if (finish(now) && ok) clear_all<FLAT>(m);
+}
+
+static const Kernel kernels[] = {
+    dispatch_bulk_kernel<Joined, false, false>, dispatch_bulk_kernel<Joined, true, false>,
+    dispatch_bulk_kernel<Made, false, false>,   dispatch_bulk_kernel<Made, true, false>,
+    dispatch_bulk_kernel<Joined, false, true>,  dispatch_bulk_kernel<Joined, true, true>,
+    dispatch_bulk_kernel<Made, false, true>,    dispatch_bulk_kernel<Made, true, true>};
+
+extern "C" cudaError_t p2p_load_dispatch_bulk(void)
+{
+    const int planning = planner_most_bytes();
+    return load_kernels(kernels, planning > BULK_MEMORY ? planning : BULK_MEMORY);
+}
+
+/* Strings that fit a CTA's memory at once. */
+static int64_t places_of(const p2p_dispatch_job &job)
+{
+    const int64_t bytes = p2p_string_bytes(job.row_bytes, job.scale_bytes);
+    return (BULK_MEMORY - 2 * STAMP_BYTES) / ((bytes + 127) / 128 * 128);
+}
+
+extern "C" int p2p_goes_in_bulk(const p2p_dispatch_job *job)
+{
+    return job->bulk && job->aligned && job->scale_bytes && job->scales_aligned &&
+           job->scale_bytes % 16 == 0 && places_of(*job) >= 8 &&
+           (!job->quantize || job->type != EPIC_F32);
+}
+
+/* Warps that move strings, each with room for two at least, and how far receiving stays behind;
+ * measured, docs/lab/cuda.md.  Quantizing takes more warps, and receiving waits the longer. */
+static void deal_strings(p2p_dispatch_job &job, int num_sms)
+{
+    const int places = (int)places_of(job), tokens = job.num_tokens;
+    const int wanted = (job.plan.planners ? 924 : 800) / num_sms, least = job.quantize ? 10 : 7;
+    int warps = wanted > least ? wanted : least;
+    if (warps > places / 2) warps = places / 2;
+    if (warps > BLOCK / WARP) warps = BLOCK / WARP;
+    job.warps = warps;
+    job.places = places / warps < 4 ? places / warps : 4;
+    job.units = num_sms * warps;
+    const int at_a_time = job.units / job.plan.self.num_ranks;
+    job.lag = job.plan.planners ? at_a_time : at_a_time / 2;
+    if (job.quantize) job.lag = 2 * at_a_time < tokens / 4 ? 2 * at_a_time : tokens / 4;
+    if (job.lag < 16) job.lag = 16;
+}
+
+extern "C" cudaError_t p2p_launch_dispatch_bulk(const p2p_dispatch_job *job, int num_sms,
+                                                cudaStream_t stream)
+{
+    p2p_dispatch_job copy = *job;
+    deal_strings(copy, num_sms);
+    if (copy.plan.planners > num_sms) copy.plan.planners = num_sms;
+    const int planning = copy.plan.planners ? planner_bytes_of(copy.plan) : 0;
+    const Kernel kernel =
+        kernels[(job->flat != 0) * 4 + (job->quantize != 0) * 2 + (copy.plan.planners > 0)];
+    return enqueue(kernel, num_sms, BLOCK, planning > BULK_MEMORY ? planning : BULK_MEMORY,
+                   stream, copy);
+}
+
+#else
+
+extern "C" cudaError_t p2p_load_dispatch_bulk(void)
+{
+    return cudaSuccess;
+}
+
+extern "C" int p2p_goes_in_bulk(const p2p_dispatch_job *)
+{
+    return 0;
+}
+
+extern "C" cudaError_t p2p_launch_dispatch_bulk(const p2p_dispatch_job *, int, cudaStream_t)
+{
+    return cudaErrorInvalidValue;
+}
+
+#endif

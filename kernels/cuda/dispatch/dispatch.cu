@@ -1,0 +1,436 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* dispatch, and plan with dispatch: rows of tokens to the slots of their experts.
+ *   tokens  [num_tokens, row_bytes]   one warp moves a span of pieces, V * 16 bytes a lane each
+ *   recv    [recv_rows, row_bytes]    every slot of the plan, padding as zeros
+ *
+ * A row goes once to each peer that owns one of its experts, into the peer's staging, and from
+ * there to all of its slots.  One list of units is dealt to all warps in turn; step i of it is
+ *   send token i to every peer that needs it,
+ *   receive token i - lag of each source; this rank's own tokens count as a source.
+ * What a receive waits for was sent `lag` steps earlier in the list, and every rank has such a
+ * list, if of another lag: no wait is circular.
+ *
+ *     a unit that sends token i             a unit that receives token t of source q
+ *
+ *     tokens[i] -> ring -> registers        staging[q] -> ring -> registers, then poison again
+ *                            |                                      |
+ *        staging of peer a <-+                    recv[slot of k] <-+
+ *        staging of peer b <-+                   recv[slot of k'] <-+
+ *
+ * For this rank's own tokens the second takes its rows from `tokens`.  Sending needs the token's own choices only: while
+ * some CTAs make the plan, the others send the first `head` tokens, and receiving catches up on
+ * that later.
+ *
+ * Pieces are copied into a ring in shared memory ahead of their use.  A staged one may be copied
+ * before it has come: then poison is found, and it is polled in place. */
+#include "cuda/dispatch/flat.cuh"
+#include "cuda/dispatch/launcher.cuh"
+#include "cuda/dispatch/relay.cuh"
+
+/* The pieces that a warp's units need, in their order, on their way through the ring. */
+template <bool EXACT> struct Feed {
+    typedef Ring<V, EXACT> Pieces;
+    const Move &m;
+    Pieces ring;
+    Walk walk;           /* the unit whose pieces are being copied, */
+    const uint8_t *from; /* this lane's part of the next one, NULL: there is none, */
+    int32_t vector;      /* its first vector */
+    int32_t left;        /* pieces of the unit that are not copied yet */
+    int32_t end;         /* the token that the round ends before */
+
+    __device__ __forceinline__ Feed(const Move &move, const Walk &first, int32_t round_end,
+                                    const uint8_t *memory)
+        : m(move), ring(memory), walk(first), end(round_end)
+    {
+        open();
+    }
+    __device__ __forceinline__ void open()
+    {
+        const p2p_self &self = m.job.plan.self;
+        const int32_t token = token_of(m, walk);
+        const int role = source_role(m, walk);
+        const bool staged = role > 0 && role < self.num_ranks;
+        const uint8_t *row = m.job.tokens + row_offset(token, m.shape);
+        if (staged)
+            row = (const uint8_t *)staged_in(m.now.inbox[rank_of_role(self, role)],
+                                             token - m.first, m.shape.vectors);
+        vector = first_piece(m, walk) * V * WARP;
+        left = pieces_of(m, walk);
+        from = token < (staged ? end : min(end, m.job.num_tokens)) ? row + lane_offset(vector)
+                                                                   : NULL;
+        if (hands_on(m, walk) || (staged && is_slow(m.now, row))) from = NULL;
+    }
+    __device__ __forceinline__ void copy_next()
+    {
+        if (from) {
+            ring.copy(from, vector, m.shape, false, m.policy);
+            from += Pieces::PIECE_BYTES;
+            vector += V * WARP;
+        }
+        ring.filled_one();
+        if (--left) return;
+        walk.next(m.stride);
+        open();
+    }
+    __device__ __forceinline__ void use(uint4 (&q)[V], int32_t its_vector)
+    {
+        copy_next();
+        ring.use(q, its_vector, m.shape);
+    }
+    /* Pieces that nobody needs. */
+    __device__ __forceinline__ void pass(int pieces)
+    {
+        for (; pieces; pieces--) {
+            copy_next();
+            ring.wait();
+        }
+    }
+};
+
+template <bool EXACT>
+__device__ __forceinline__ void send_unit(const Move &m, const Walk &walk, uint64_t word,
+                                          Feed<EXACT> &feed)
+{
+    const int32_t token = m.first + walk.step;
+    const bool copied = m.shape.aligned;
+    const int count = pieces_of(m, walk);
+    uint32_t peers = 0;
+    if (token < min(feed.end, m.job.num_tokens))
+        peers = choose_peers(m, token, walk.span == 0 && m.job.weights, word);
+#ifdef EPIC_HOSTS
+    if (token < min(feed.end, m.job.num_tokens))
+        peers = choose_routes(m, token, walk.span == 0, peers);
+#endif
+    if (!peers) {
+        if (copied) feed.pass(count);
+        return;
+    }
+#pragma unroll 1
+    for (int i = 0; i < count; i++) {
+        const int piece = first_piece(m, walk) + i;
+        uint4 q[V];
+        if (copied)
+            feed.use(q, piece * V * WARP);
+        else
+            load_piece_again<V, EXACT>(m.job.tokens + row_offset(token, m.shape),
+                                       piece * V * WARP, m.shape, q);
+        send<EXACT>(m, token, piece, peers, q);
+    }
+    ship_pieces<V>(m.job.plan.self, m, token - m.first, first_piece(m, walk), count, peers);
+}
+
+/* The halves of a long record after its first: their slots, and with the first piece their
+ * weights. */
+template <bool EXACT>
+__device__ __forceinline__ bool fill_more(const Move &m, int rank, int source, int32_t token,
+                                          int piece, const uint4 (&q)[V])
+{
+    bool more = true;
+    for (int half = 1; more; half++) {
+        int32_t slot;
+        const uint64_t word = peek_record(m, rank, token, half);
+        if (!read_record(m, rank, token, half, piece == 0, word, slot, more)) return false;
+        fill_slots<EXACT>(m, piece * V * WARP, slot, q);
+        if (piece || !m.job.weights) continue;
+        const uint32_t weight = peek_weight(m, rank, source, token, half, slot);
+        if (!receive_weight(m, rank, source, token, half, slot, weight)) return false;
+    }
+    return true;
+}
+
+/* One token of a receiving unit; `copied`: its pieces come through the ring. */
+template <bool EXACT, bool FLAT>
+__device__ __forceinline__ bool receive(const Move &m, int32_t token, const Walk &walk,
+                                        uint64_t word, bool copied, Feed<EXACT> &feed)
+{
+    const p2p_self &self = m.job.plan.self;
+    const int role = source_role(m, walk), source = role - 1, rank = rank_of_role(self, role);
+    const int first = first_piece(m, walk), count = pieces_of(m, walk);
+    int32_t slot = -1;
+    bool more = false;
+    if (token < __shfl_sync(ALL_LANES, m.tokens_of, rank)) {
+        if (FLAT ? !read_row(m, rank, token, first == 0, word, slot, more)
+                 : !read_record(m, rank, token, 0, first == 0, word, slot, more))
+            return false;
+        if (!FLAT && m.made && first == 0 && !more) end_record(m, rank, token, 0);
+    }
+    if (!__any_sync(ALL_LANES, slot >= 0)) {
+        if (copied) feed.pass(count);
+        return true;
+    }
+    const bool besides = FLAT && first == 0;
+    const bool weighs = first == 0 && m.job.weights && !besides;
+    uint32_t weight = 0;
+    Beside beside;
+    if (besides) beside = peek_beside(m, rank, source, token, 0);
+    if (weighs) weight = peek_weight(m, rank, source, token, 0, slot);
+#pragma unroll 1
+    for (int piece = first; piece < first + count; piece++) {
+        uint4 q[V];
+        if (copied) feed.use(q, piece * V * WARP);
+        if (!take<EXACT>(m, rank, source, token, piece, copied, q)) return false;
+        fill_slots<EXACT>(m, piece * V * WARP, slot, q);
+        if (more && !fill_more<EXACT>(m, rank, source, token, piece, q)) return false;
+    }
+    if (besides)
+        return take_beside(m, rank, source, token, __shfl_sync(ALL_LANES, slot, 0), beside);
+    return !weighs || receive_weight(m, rank, source, token, 0, slot, weight);
+}
+
+#ifdef EPIC_HOSTS
+/* noinline: as below. */
+template <bool EXACT>
+static __device__ __noinline__ bool hand_on_rows(const Move &m, int from, int32_t token,
+                                                 int piece, uint32_t wants)
+{
+    return hand_on_piece<V, EXACT>(m.job.plan.self, m.now, from, token - m.first, piece,
+                                   m.shape.vectors, wants, [&](uint8_t *heap, int source) {
+                                       return escapes_of(m.job.plan.self, m.now, heap, source) +
+                                              ((int64_t)token * m.shape.pieces + piece) * WARP;
+                                   });
+}
+#endif
+
+#ifndef EPIC_HOSTS
+
+/* The CTAs that do not plan send the first tokens meanwhile.  noinline: keeps its registers out of
+ * the hot loop, which would spill. */
+template <bool EXACT> static __device__ __noinline__ void send_head(const Move m)
+{
+    const int planners = m.job.plan.planners;
+    const int warps = BLOCK / WARP, first = ((int)blockIdx.x - planners) * warps;
+    const int units = min(m.head, m.job.num_tokens) * m.shape.pieces;
+    if ((int)blockIdx.x < planners) return;
+    for (int u = first + (int)threadIdx.x / WARP; u < units;
+         u += ((int)gridDim.x - planners) * warps) {
+        const int32_t token = u / m.shape.pieces, piece = u % m.shape.pieces;
+        const uint64_t word = read_choice(m, token, lane_id());
+        uint4 q[V];
+        load_piece_again<V, EXACT>(m.job.tokens + row_offset(token, m.shape), piece * V * WARP,
+                                   m.shape, q);
+        const uint32_t peers = choose_peers(m, token, piece == 0 && m.job.weights, word);
+        if (peers) send<EXACT>(m, token, piece, peers, q);
+    }
+}
+
+#else
+
+/* The same by spans, which go at once. */
+template <bool EXACT> static __device__ __noinline__ void send_head(const Move m)
+{
+    const int planners = m.job.plan.planners, spans = m.stride.spans;
+    const int warps = BLOCK / WARP, first = ((int)blockIdx.x - planners) * warps;
+    const int units = min(m.head, m.job.num_tokens) * spans;
+    if ((int)blockIdx.x < planners) return;
+    for (int u = first + (int)threadIdx.x / WARP; u < units;
+         u += ((int)gridDim.x - planners) * warps) {
+        const int32_t token = u / spans;
+        const int begin = u % spans * m.job.span;
+        const int count = min(m.job.span, m.shape.pieces - begin);
+        const uint64_t word = read_choice(m, token, lane_id());
+        uint32_t peers = choose_peers(m, token, begin == 0 && m.job.weights, word);
+        peers = choose_routes(m, token, begin == 0, peers);
+        if (!peers) continue;
+        for (int piece = begin; piece < begin + count; piece++) {
+            uint4 q[V];
+            load_piece_again<V, EXACT>(m.job.tokens + row_offset(token, m.shape),
+                                       piece * V * WARP, m.shape, q);
+            send<EXACT>(m, token, piece, peers, q);
+        }
+        ship_pieces<V>(m.job.plan.self, m, token - m.first, begin, count, peers);
+    }
+}
+
+#endif
+
+/* One receiving unit: the tokens of a step, one or two, of one source; beside this rank's own ones
+ * slabs are padded, 1 << slab_bits of them, unless that is negative. */
+template <bool EXACT, bool FLAT>
+__device__ __forceinline__ bool receive_unit(const Move &m, const Walk &walk, uint64_t word,
+                                             int slab_bits, Feed<EXACT> &feed)
+{
+    const p2p_self &self = m.job.plan.self;
+    const int rank = rank_of_role(self, source_role(m, walk));
+    const int32_t begin = m.first + received_before(m, walk.step);
+    const int32_t stop = min(feed.end, m.first + received_before(m, walk.step + 1));
+    const bool copied = m.shape.aligned;
+    if (begin >= stop && copied) feed.pass(pieces_of(m, walk));
+    for (int32_t token = begin; token < stop; token++) {
+        if (token > begin)
+            word = FLAT ? peek_row(m, rank, token) : peek_record(m, rank, token, 0);
+        if (!receive<EXACT, FLAT>(m, token, walk, word, copied && token == begin, feed))
+            return false;
+        if (source_role(m, walk) == self.num_ranks && slab_bits >= 0)
+            each_pad(m.plan, slab_bits, token * m.stride.spans + walk.span,
+                     m.most_tokens * m.stride.spans, [&](int32_t slot) {
+                         for (int i = 0; i < m.shape.pieces; i++) pad_piece<EXACT>(m, slot, i);
+                     });
+    }
+    return true;
+}
+
+/* One round: tokens [m.first, end) of every rank. */
+template <bool EXACT, bool FLAT>
+__device__ __forceinline__ bool move_tokens(Move &m, int32_t end, const uint8_t *memory)
+{
+    const auto peek = [&](int rank, int32_t token) {
+        return FLAT ? peek_row(m, rank, token) : peek_record(m, rank, token, 0);
+    };
+    bool heard_tokens = !m.made;
+    int slab_bits = NOT_KNOWN;
+    if (m.head) send_head<EXACT>(m);
+    Walk next(m.stride);
+    next.step += m.head;
+    Feed<EXACT> feed(m, next, end, memory);
+    for (int i = 0; i < Feed<EXACT>::Pieces::AHEAD && m.shape.aligned; i++) feed.copy_next();
+    uint64_t next_word = read_ahead(m, next, peek);
+    for (;;) {
+        const Walk walk = next;
+        const uint64_t word = next_word;
+        if (m.first + received_before(m, walk.step) >= feed.end) return true;
+        next.next(m.stride);
+        next_word = read_ahead(m, next, peek);
+        if (walk.role == 0) {
+            send_unit<EXACT>(m, walk, word, feed);
+            continue;
+        }
+        if (!heard_tokens) {
+            if (!hear_tokens(m)) return false;
+            feed.end = min(feed.end, m.most_tokens);
+            heard_tokens = true;
+        }
+#ifdef EPIC_HOSTS
+        if (hands_on(m, walk)) {
+            if (!hand_on(m, walk, feed, m.shape.aligned,
+                         [&](int from, int32_t token, int piece, uint32_t wants) {
+                             return hand_on_rows<EXACT>(m, from, token, piece, wants);
+                         }))
+                return false;
+            continue;
+        }
+#endif
+        if (slab_bits == NOT_KNOWN && source_role(m, walk) == m.job.plan.self.num_ranks &&
+            !find_slabs(m, slab_bits))
+            return false;
+        if (!receive_unit<EXACT, FLAT>(m, walk, word, slab_bits, feed)) return false;
+    }
+}
+
+/* All CTAs: the padding of the slabs, when there are few tokens. */
+template <bool EXACT> __device__ __forceinline__ bool pad_all(Move &m)
+{
+    if (m.plan.header.alignment <= 1) return true;
+    if (m.made && !hear_tokens(m)) return false;
+    if (pads_beside(m.plan, m.stride, m.most_tokens)) return true;
+    if (m.made && !wait_for_plan(m)) return false;
+    const int warps = (int)(grid_threads() / WARP), warp = (int)(grid_thread() / WARP);
+    if (header_of(m)->result == EPIC_OK)
+        each_pad_piece(m.plan, header_of(m)->owned, m.shape.pieces, warp, warps,
+                       [&](int32_t slot, int piece) { pad_piece<EXACT>(m, slot, piece); });
+    return true;
+}
+
+/* The last CTA: zeros everywhere, when nothing was moved. */
+template <bool FLAT> __device__ __forceinline__ void clear(const Move &m)
+{
+    if (m.plan.good && header_of(m)->result == EPIC_OK &&
+        rows_suffice(m.job.plan.self, m.now, header_of(m), threadIdx.x == 0))
+        return;
+    zero_rows(m.job.recv, m.shape.row_bytes, 0, m.job.recv_rows, threadIdx.x, BLOCK);
+    if (FLAT)
+        clear_beside(m, 0, threadIdx.x, BLOCK);
+    else
+        zero_floats(m.job.slot_weights, 0, m.job.recv_rows, threadIdx.x, BLOCK);
+}
+
+/* All CTAs: zeros past the last slab. */
+template <bool FLAT> __device__ __forceinline__ bool clear_tail(const Move &m)
+{
+    if (m.made && !wait_for_plan(m)) return false;
+    const int64_t first = header_of(m)->slots_of[m.job.plan.self.rank], end = m.job.recv_rows;
+    if (first >= end) return true;
+    zero_rows(m.job.recv, m.shape.row_bytes, first, end, grid_thread(), grid_threads());
+    if (FLAT)
+        clear_beside(m, first, grid_thread(), grid_threads());
+    else
+        zero_floats(m.job.slot_weights, first, end, grid_thread(), grid_threads());
+    return true;
+}
+
+template <bool EXACT, bool FLAT>
+__device__ __forceinline__ bool move_rounds(Move &m, Now &now, const uint8_t *memory)
+{
+    const int64_t round_tokens =
+        m.job.plan.self.at.source_bytes / ((int64_t)m.shape.vectors * 16);
+    const int32_t most = m.most_tokens;
+    for (m.first = 0;; m.first += (int32_t)round_tokens) {
+        const bool last = m.made || m.first + round_tokens >= most;
+        const int32_t end = last ? most : m.first + (int32_t)round_tokens;
+        const bool moved = move_tokens<EXACT, FLAT>(m, end, memory);
+        wait_copies<0>();
+        if (!moved) return false;
+        if (last) return true;
+        if (!next_round(now)) return false;
+    }
+}
+
+enum { ANY, ALIGNED, WHOLE }; /* rows: anywhere; vectors; whole pieces of them */
+
+/* One kernel for each, with or without the plan, and by layout: registers are short. */
+template <int ROWS, bool MADE, bool FLAT>
+__global__ void __launch_bounds__(BLOCK, 1)
+    dispatch_kernel(const __grid_constant__ p2p_dispatch_job job)
+{
+    uint8_t *const memory = (uint8_t *)dynamic_shared();
+    __shared__ Now now;
+    __shared__ Plan plan;
+    __shared__ Planner planner;
+    __shared__ Stride stride;
+    const p2p_self &self = job.plan.self;
+    constexpr bool made = MADE, EXACT = ROWS == WHOLE;
+    const RowShape shape = row_shape<V>(job.row_bytes, ROWS != ANY);
+    if (threadIdx.x == 0)
+        stride.set(job.units, num_roles(self) + num_handing(self),
+                   (shape.pieces + job.span - 1) / job.span);
+    open_plan<MADE>(plan, job);
+    if (!begin(now, self, made ? 0 : (uint32_t)plan.header.id, job.num_tokens,
+               job.plan.capacity, job.recv_rows))
+        return;
+    bool ok = make_own_plan<MADE, FLAT>(planner, job, now, memory);
+    Move m = {{job, now, plan, stride, shape, policy_once(), 0, (int)plan.header.top_k}};
+    m.made = made;
+#ifdef EPIC_HOSTS
+    m.handing = num_handing(self);
+#endif
+    m.head = made && job.plan.planners < (int)gridDim.x ? job.head : 0;
+    m.tokens_of = !made && lane_id() < self.num_ranks ? plan.header.tokens_of[lane_id()] : 0;
+    m.most_tokens = made ? (int32_t)self.max_tokens : plan.most_tokens;
+    if (ok && (made || plan.header.result == EPIC_OK))
+        ok = move_rounds<EXACT, FLAT>(m, now,
+                                      memory + threadIdx.x / WARP * Ring<V, EXACT>::BYTES) &&
+             pad_all<EXACT>(m);
+    if (ok && job.zero_tail && plan.good) ok = clear_tail<FLAT>(m);
+    if (finish(now) && ok) clear<FLAT>(m);
+}
+
+static const Kernel kernels[] = {
+    dispatch_kernel<ANY, false, false>,     dispatch_kernel<ANY, true, false>,
+    dispatch_kernel<ALIGNED, false, false>, dispatch_kernel<ALIGNED, true, false>,
+    dispatch_kernel<WHOLE, false, false>,   dispatch_kernel<WHOLE, true, false>,
+    dispatch_kernel<ANY, false, true>,      dispatch_kernel<ANY, true, true>,
+    dispatch_kernel<ALIGNED, false, true>,  dispatch_kernel<ALIGNED, true, true>,
+    dispatch_kernel<WHOLE, false, true>,    dispatch_kernel<WHOLE, true, true>};
+
+extern "C" cudaError_t p2p_load_dispatch(void)
+{
+    return load_kernels(kernels, memory_bytes(planner_most_bytes()));
+}
+
+extern "C" cudaError_t p2p_launch_dispatch(const p2p_dispatch_job *job, int num_sms,
+                                           cudaStream_t stream)
+{
+    const int rows = !job->aligned ? ANY : job->row_bytes % (V * 512) ? ALIGNED : WHOLE;
+    const p2p_dispatch_job copy = dealt(*job, job->row_bytes, num_sms);
+    const Kernel kernel = kernels[(job->flat != 0) * 6 + rows * 2 + (copy.plan.planners > 0)];
+    return launch_dealt(kernel, copy, num_sms, stream);
+}

@@ -1,0 +1,160 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What dispatch and combine_backward share, which bring the rows of tokens to slots: what a unit is
+ * given, which pieces it moves, and the padding beside them.  M is a Moving. */
+#ifndef EPIC_MOVING_CUH
+#define EPIC_MOVING_CUH
+
+#include "cuda/net/relay.cuh"
+#include "cuda/plan/view.cuh"
+
+template <class Job> struct Moving { /* what every unit of the running round needs */
+    const Job &job;
+    const Now &now;
+    const Plan &plan;
+    const Stride &stride;
+    RowShape shape;
+    uint64_t policy;
+    int32_t first; /* token of the round */
+    int32_t top_k;
+};
+
+#define NO_PADDING 0 /* in place of an alignment: nothing is padded */
+
+/* Role 0 sends, role 1 + n receives from source n; by relays, those that hand on rows of other hosts
+ * (num_handing) come between. */
+__host__ __device__ __forceinline__ int num_roles(const p2p_self &self)
+{
+    return self.num_ranks + 1;
+}
+
+__host__ __device__ __forceinline__ int num_handing(const p2p_self &self)
+{
+#ifdef EPIC_HOSTS
+    return self.local ? self.num_ranks / self.local - 1 : 0;
+#else
+    (void)self;
+    return 0;
+#endif
+}
+
+#ifdef EPIC_HOSTS
+#define MOST_SHIPPED 32 /* pieces of a row that goes whole: 64 KB of those that have 2 KB */
+
+/* deal(), but where there are other hosts a unit is a whole row, unless tokens are few: a net is
+ * slower than warps are with any span, and what they ship is an entry for each unit. */
+template <class Job>
+static inline void deal_for_net(const p2p_self &self, Job &job, int num_sms, int block,
+                                int roles, int vectors)
+{
+    const int64_t bytes = job.row_bytes, pieces = (bytes + vectors * 512 - 1) / (vectors * 512);
+    const bool whole = pieces <= MOST_SHIPPED && self.near != (1u << self.num_ranks) - 1 &&
+                       (int64_t)job.num_tokens * roles >= 10 * num_sms * (block / WARP);
+    if (whole) job.row_bytes = 1; /* one span */
+    deal(job, num_sms, block, roles, vectors);
+    job.row_bytes = bytes;
+    if (whole) job.span = (int32_t)pieces;
+}
+#endif
+
+__device__ __forceinline__ int rank_of_role(const p2p_self &self, int role)
+{
+    return wrap(self.rank + role, self.num_ranks);
+}
+
+template <class M> __device__ __forceinline__ int first_piece(const M &m, const Walk &walk)
+{
+    return walk.span * m.job.span;
+}
+
+template <class M> __device__ __forceinline__ int pieces_of(const M &m, const Walk &walk)
+{
+    return min(m.job.span, m.shape.pieces - first_piece(m, walk));
+}
+
+/* hosts: pieces of token `place` of the round, all that a warp has sent, go at once: the thread takes a
+ * while for each entry, and a fence for each piece would take longer than the piece. */
+template <int V, class M>
+__device__ __forceinline__ void ship_pieces(const p2p_self &self, const M &m, int32_t place,
+                                            int first, int count, uint32_t peers)
+{
+#ifdef EPIC_HOSTS
+    const int32_t begin = first * V * WARP,
+                  end = min((first + count) * V * WARP, m.shape.vectors);
+    for (peers &= ~self.near; peers; peers &= peers - 1) {
+        const int rank = __ffs(peers) - 1;
+        const uint4 *staged = staged_in(m.now.outbox[rank], place, m.shape.vectors) + begin;
+        ship_together(m.now, rank, staged, (uint32_t)(end - begin) * 16);
+    }
+#endif
+}
+
+/* Are there enough spans of a rank's tokens to pad slabs beside?  Each warp has one then, and each
+ * slab. */
+__device__ __forceinline__ bool pads_beside(const Plan &plan, const Stride &stride,
+                                            int most_tokens)
+{
+    return most_tokens * stride.spans >= max(stride.units, 2 * (int)plan.header.num_experts);
+}
+
+/* Every thread, before begin(): a caller who has no use for zeros in the padding gets none. */
+template <class Job> __device__ __forceinline__ void choose_padding(Plan &plan, const Job &job)
+{
+    if (threadIdx.x == 0 && job.leave_padding) plan.header.alignment = NO_PADDING;
+}
+
+/* A slab has less padding than rows in a step of the alignment, whatever the plan's bytes say. */
+__device__ __forceinline__ device_padding padding_of(const Plan &plan, int slab)
+{
+    return {__ldcg(&plan.padding[slab].first),
+            min(__ldcg(&plan.padding[slab].count), (int32_t)plan.header.alignment)};
+}
+
+/* Calls write(slot) for the padding that goes along with part `part` of `parts`: of one slab, whose
+ * padding is shared by parts all along.  Nothing is divided: that would wait for stores. */
+template <class Write>
+__device__ __forceinline__ void each_pad(const Plan &plan, int slab_bits, int part, int parts,
+                                         Write write)
+{
+    const int slab = part & ((1 << slab_bits) - 1), sharers = parts >> slab_bits;
+    int share = part >> slab_bits;
+    if (share >= sharers) return;
+    share += slab * sharers >> slab_bits;
+    if (share >= sharers) share -= sharers;
+    if (share >= (int)plan.header.alignment) return;
+    const device_padding padding = padding_of(plan, slab);
+    for (int32_t i = share; i < padding.count; i += sharers) write(padding.first + i);
+}
+
+/* Calls write(slot, piece) for what falls to warp `warp` of `warps` of all the padding, of which
+ * padding_in(slab) tells. */
+template <class PaddingIn, class Write>
+__device__ __forceinline__ void each_pad_of(PaddingIn padding_in, int owned, int pieces,
+                                            int warp, int warps, Write write)
+{
+    int next = warp; /* pieces of padding that come before this warp's next one */
+    for (int base = 0; base < owned; base += WARP) {
+        const int slab = base + lane_id();
+        device_padding padding = {0, 0};
+        if (slab < owned) padding = padding_in(slab);
+        uint32_t some = __ballot_sync(ALL_LANES, padding.count > 0);
+        for (; some; some &= some - 1) {
+            const int i = __ffs(some) - 1;
+            const int32_t slot = __shfl_sync(ALL_LANES, padding.first, i);
+            const int32_t many = __shfl_sync(ALL_LANES, padding.count, i) * pieces;
+            for (; next < many; next += warps) write(slot + next / pieces, next % pieces);
+            next -= many;
+        }
+    }
+}
+
+/* The same with a plan that is read. */
+template <class Write>
+__device__ __forceinline__ void each_pad_piece(const Plan &plan, int owned, int pieces,
+                                               int warp, int warps, Write write)
+{
+    if (plan.header.alignment <= 1) return;
+    each_pad_of([&](int slab) { return padding_of(plan, slab); }, owned, pieces, warp, warps,
+                write);
+}
+
+#endif

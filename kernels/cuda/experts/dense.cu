@@ -1,0 +1,78 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The small things of a layer's dense part: rows and gradients that are added to others, and the
+ * few numbers of its losses.  Its products are experts/grouped_plain.cu's, with one slab. */
+#include "cuda/common/launch.cuh"
+#include "cuda/common/numbers.cuh"
+#include "cuda/experts/grouped.h"
+
+#define THREADS 256
+
+static __global__ void __launch_bounds__(THREADS)
+    rows_kernel(const __grid_constant__ p2p_rows_job job)
+{
+    const int64_t step = (int64_t)gridDim.x * THREADS;
+    for (int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x; i < job.count; i += step) {
+        float x = job.from ? number_at(job.from, job.type, i) : 0;
+        if (!job.replace) x += number_at(job.to, job.type, i);
+        put_number(job.to, job.type, i, x);
+    }
+}
+
+/* Lane l adds where the l-th, (l + 32)-th, ... pair begins; the rows one after the other. */
+static __global__ void trees_kernel(float *values, int64_t n)
+{
+    for (int64_t distance = 1; distance < n; distance *= 2) {
+        for (int64_t i = threadIdx.x * 2 * distance; i < 2 * n; i += 32 * 2 * distance)
+            values[i] += values[i + distance];
+        __syncwarp();
+    }
+    if (threadIdx.x == 0) values[1] = values[n];
+}
+
+static __global__ void losses_kernel(const __grid_constant__ p2p_losses_job job)
+{
+    if (threadIdx.x != 0) return;
+    const float first = job.first ? *job.first : 0, second = job.second ? *job.second : 0;
+    if (job.sum) *job.sum = first + second;
+    if (job.to_first) *job.to_first = first;
+    if (job.to_second) *job.to_second = second;
+}
+
+static __global__ void incoming_kernel(const __grid_constant__ p2p_incoming_job job)
+{
+    if (threadIdx.x != 0) return;
+    const float all = job.all ? *job.all : 1;
+    job.to[0] = all + (job.balance ? *job.balance : 0);
+    job.to[1] = all + (job.z ? *job.z : 0);
+}
+
+extern "C" cudaError_t p2p_launch_rows(const p2p_rows_job *job, int sms, cudaStream_t stream)
+{
+    const int64_t ctas = (job->count + THREADS - 1) / THREADS, most = 8 * (int64_t)sms;
+    if (job->count == 0) return cudaSuccess;
+    return enqueue(rows_kernel, (int)(ctas < most ? ctas : most), THREADS, 0, stream, *job);
+}
+
+extern "C" cudaError_t p2p_launch_trees(float *values, int64_t n, cudaStream_t stream)
+{
+    return enqueue(trees_kernel, 1, 32, 0, stream, values, n);
+}
+
+extern "C" cudaError_t p2p_launch_losses(const p2p_losses_job *job, cudaStream_t stream)
+{
+    return enqueue(losses_kernel, 1, 32, 0, stream, *job);
+}
+
+extern "C" cudaError_t p2p_launch_incoming(const p2p_incoming_job *job, cudaStream_t stream)
+{
+    return enqueue(incoming_kernel, 1, 32, 0, stream, *job);
+}
+
+extern "C" cudaError_t p2p_load_dense(void)
+{
+    cudaFuncAttributes attributes;
+    cudaError_t error = cudaFuncGetAttributes(&attributes, rows_kernel);
+    if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, trees_kernel);
+    if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, losses_kernel);
+    return error == cudaSuccess ? cudaFuncGetAttributes(&attributes, incoming_kernel) : error;
+}

@@ -1,0 +1,215 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What tokens have beside their experts' rows: the shared expert's gate and zero-experts, forward and
+ * backward (src/rules/layer_tokens.h).  A warp takes a token. */
+#include "cuda/common/launch.cuh"
+#include "cuda/common/numbers.cuh"
+#include "cuda/experts/dense_tokens.h"
+
+#define THREADS 256
+#define WARPS (THREADS / 32)
+
+template <class T> static __device__ __forceinline__ T add_lanes(T x)
+{
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2)
+        x += __shfl_xor_sync(ALL_LANES, x, distance);
+    return x;
+}
+
+static __device__ __forceinline__ int64_t first_token()
+{
+    return (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
+}
+
+static __device__ __forceinline__ int64_t token_step()
+{
+    return (int64_t)gridDim.x * WARPS;
+}
+
+static __device__ __forceinline__ bool is_zero_expert(const layer_tokens &t, int64_t choice)
+{
+    return t.topk_idx[choice] >= t.num_experts;
+}
+
+/* A token's weight of all its zero-experts, on every lane. */
+static __device__ __forceinline__ float zero_weight(const layer_tokens &t, int64_t token)
+{
+    float w = 0;
+    if (!t.topk_idx) return 0;
+    for (int64_t k = lane_id(); k < t.top_k; k += 32)
+        if (is_zero_expert(t, token * t.top_k + k)) w += t.weights[token * t.top_k + k];
+    return add_lanes(w);
+}
+
+/* choices [num_tokens, top_k]: those that are sent; zero-experts stay at home. */
+static __global__ void __launch_bounds__(THREADS)
+    sent_kernel(const __grid_constant__ layer_tokens t, int32_t *choices)
+{
+    const int64_t all = t.num_tokens * t.top_k, step = (int64_t)gridDim.x * THREADS;
+    for (int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x; i < all; i += step)
+        choices[i] = is_zero_expert(t, i) ? -1 : t.topk_idx[i];
+}
+
+/* shared_weights = sigmoid(x w_shared_gate), the sum in float64 as on the host */
+static __global__ void __launch_bounds__(THREADS)
+    shared_gate_kernel(const __grid_constant__ layer_tokens t)
+{
+    for (int64_t token = first_token(); token < t.num_tokens; token += token_step()) {
+        double z = 0;
+        for (int64_t i = lane_id(); i < t.hidden; i += 32)
+            z += (double)number_at(t.x, t.row_type, token * t.hidden + i) * t.w_shared_gate[i];
+        z = add_lanes(z);
+        const double e = exp(z > 0 ? -z : z);
+        if (lane_id() == 0) t.shared_weights[token] = (float)((z > 0 ? 1 : e) / (1 + e));
+    }
+}
+
+/* d_shared_weights: from the gradient of the sigmoid to that of what it is taken of */
+static __global__ void __launch_bounds__(THREADS)
+    shared_slope_kernel(const __grid_constant__ layer_tokens t)
+{
+    const int64_t step = (int64_t)gridDim.x * THREADS;
+    int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    for (; i < t.num_tokens; i += step) {
+        const float s = t.shared_weights[i];
+        t.d_shared_weights[i] = t.d_shared_weights[i] * s * (1 - s);
+    }
+}
+
+/* d_weights of zero-experts = <d_out, x> */
+static __global__ void __launch_bounds__(THREADS)
+    zero_weights_kernel(const __grid_constant__ layer_tokens t)
+{
+    for (int64_t token = first_token(); token < t.num_tokens; token += token_step()) {
+        bool some = false;
+        for (int64_t k = lane_id(); k < t.top_k; k += 32)
+            some |= is_zero_expert(t, token * t.top_k + k);
+        if (!__any_sync(ALL_LANES, some)) continue;
+        float dot = 0;
+        for (int64_t i = token * t.hidden + lane_id(); i < (token + 1) * t.hidden; i += 32)
+            dot += number_at(t.x, t.row_type, i) * number_at(t.d_out, t.row_type, i);
+        dot = add_lanes(dot);
+        for (int64_t k = lane_id(); k < t.top_k; k += 32)
+            if (is_zero_expert(t, token * t.top_k + k)) t.d_weights[token * t.top_k + k] = dot;
+    }
+}
+
+template <class T, int V>
+static __device__ __forceinline__ void add_rows(float (&sum)[V], const void *rows, int64_t at,
+                                                float factor)
+{
+    float x[V];
+    load_numbers<T, V>(x, rows, at);
+#pragma unroll
+    for (int v = 0; v < V; v++) sum[v] += x[v] * factor;
+}
+
+template <class T, int V>
+static __global__ void __launch_bounds__(THREADS)
+    finish_kernel(const __grid_constant__ layer_tokens t,
+                  const __grid_constant__ layer_rows rows)
+{
+    const void *const through = t.d_out ? t.d_out : t.x; /* zero-experts */
+    for (int64_t token = first_token(); token < t.num_tokens; token += token_step()) {
+        const float w = zero_weight(t, token);
+        const bool gated = t.w_shared_gate && t.d_out;
+        const float slope = gated ? t.d_shared_weights[token] : 0;
+        for (int64_t i = lane_id() * V; i < t.hidden; i += 32 * V) {
+            const int64_t at = token * t.hidden + i;
+            float sum[V] = {};
+            if (rows.a) add_rows<T, V>(sum, rows.a, at, 1);
+            if (w != 0) add_rows<T, V>(sum, through, at, w);
+            if (rows.b) add_rows<T, V>(sum, rows.b, at, 1);
+#pragma unroll
+            for (int v = 0; v < V; v++)
+                if (gated) sum[v] += slope * t.w_shared_gate[i + v];
+            put_numbers<T, V>(rows.to, at, sum);
+        }
+    }
+}
+
+/* -------------------------------------------------------------------------- launching ---- */
+
+static int ctas_of(int64_t units, int each, int sms)
+{
+    const int64_t ctas = (units + each - 1) / each, most = 8 * (int64_t)sms;
+    return (int)(ctas < most ? ctas : most);
+}
+
+extern "C" cudaError_t p2p_launch_sent(const layer_tokens *t, int32_t *choices, int sms,
+                                       cudaStream_t stream)
+{
+    if (t->num_tokens == 0) return cudaSuccess;
+    return enqueue(sent_kernel, ctas_of(t->num_tokens * t->top_k, THREADS, sms), THREADS, 0,
+                   stream, *t, choices);
+}
+
+extern "C" cudaError_t p2p_launch_shared_gate(const layer_tokens *t, int sms,
+                                              cudaStream_t stream)
+{
+    if (t->num_tokens == 0) return cudaSuccess;
+    return enqueue(shared_gate_kernel, ctas_of(t->num_tokens, WARPS, sms), THREADS, 0, stream,
+                   *t);
+}
+
+extern "C" cudaError_t p2p_launch_shared_slope(const layer_tokens *t, int sms,
+                                               cudaStream_t stream)
+{
+    if (t->num_tokens == 0) return cudaSuccess;
+    return enqueue(shared_slope_kernel, ctas_of(t->num_tokens, THREADS, sms), THREADS, 0,
+                   stream, *t);
+}
+
+extern "C" cudaError_t p2p_launch_zero_weights(const layer_tokens *t, int sms,
+                                               cudaStream_t stream)
+{
+    if (t->num_tokens == 0) return cudaSuccess;
+    return enqueue(zero_weights_kernel, ctas_of(t->num_tokens, WARPS, sms), THREADS, 0, stream,
+                   *t);
+}
+
+static bool is_whole(const void *rows)
+{
+    return (uintptr_t)rows % 16 == 0;
+}
+
+template <class T>
+static cudaError_t launch_finish(const layer_tokens *t, const layer_rows *rows, int sms,
+                                 cudaStream_t stream)
+{
+    const int ctas = ctas_of(t->num_tokens, WARPS, sms);
+    const bool whole = t->hidden % T::N == 0 && is_whole(rows->to) && is_whole(rows->a) &&
+                       is_whole(rows->b) && is_whole(t->x) && is_whole(t->d_out);
+    return whole ? enqueue(finish_kernel<T, T::N>, ctas, THREADS, 0, stream, *t, *rows)
+                 : enqueue(finish_kernel<T, 1>, ctas, THREADS, 0, stream, *t, *rows);
+}
+
+extern "C" cudaError_t p2p_launch_finish(const layer_tokens *t, const layer_rows *rows, int sms,
+                                         cudaStream_t stream)
+{
+    if (t->num_tokens == 0) return cudaSuccess;
+    if (t->row_type == EPIC_BF16) return launch_finish<Bf16>(t, rows, sms, stream);
+    if (t->row_type == EPIC_F16) return launch_finish<F16>(t, rows, sms, stream);
+    return launch_finish<F32>(t, rows, sms, stream);
+}
+
+template <class T> static cudaError_t load_finish()
+{
+    cudaFuncAttributes attributes;
+    const cudaError_t error = cudaFuncGetAttributes(&attributes, finish_kernel<T, T::N>);
+    return error == cudaSuccess ? cudaFuncGetAttributes(&attributes, finish_kernel<T, 1>)
+                                : error;
+}
+
+extern "C" cudaError_t p2p_load_dense_tokens(void)
+{
+    cudaFuncAttributes attributes;
+    cudaError_t error = load_finish<Bf16>();
+    if (error == cudaSuccess) error = load_finish<F16>();
+    if (error == cudaSuccess) error = load_finish<F32>();
+    if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, sent_kernel);
+    if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, shared_gate_kernel);
+    if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, shared_slope_kernel);
+    return error == cudaSuccess ? cudaFuncGetAttributes(&attributes, zero_weights_kernel)
+                                : error;
+}

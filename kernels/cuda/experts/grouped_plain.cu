@@ -1,0 +1,420 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* plain gemm: products over slabs for every GPU, type and shape.  Float32 sums in registers.
+ *   FORWARD  out [slots, n] = a [slots, k] b[e]             + bias
+ *   INPUT    out [slots, k] = a [slots, n] b[e]^T
+ *   WEIGHT   out[e] [k, n]  = a [slots, k]^T b [slots, n]   over the tokens of slab e
+ * A CTA takes tiles of BM x BN numbers of out, each of whose threads keeps 8 x 8: four times four
+ * that lie side by side.  Both factors go through shared memory as float32, BK steps of the sum at a
+ * time, while those of the next BK are on their way to registers, in fours that lie side by side in
+ * memory.  Rows without a token are not read; those inside slabs are written as zeros.  Factors of e4m3
+ * come with scales, 1 x 128 of a and 128 x 128 of b, and both have the steps of the sum side by side, as
+ * INPUT has them.  Where few tiles have long sums these are cut into slices: a CTA leaves its part in
+ * memory, and a second kernel adds the parts in order. */
+#include "cuda/common/launch.cuh"
+#include "cuda/common/numbers.cuh"
+#include "cuda/experts/grouped.h"
+
+#define BM EXPERTS_TILE_ROWS
+#define BN 64
+#define BK 16
+#define THREADS 128
+#define EACH 8                          /* rows, and columns, of a thread */
+#define PAST 4                          /* floats between rows of shared memory */
+#define A_FOURS (BM * BK / 4 / THREADS) /* that a thread brings */
+#define B_FOURS (BN * BK / 4 / THREADS)
+
+struct Piece {      /* a tile of out, and the sum that makes it */
+    int64_t row;    /* of a's slab in WEIGHT, else of out */
+    int64_t first;  /* WEIGHT: row of out[expert] */
+    int64_t column; /* of out */
+    int64_t expert, depth, columns;
+    int64_t begin, end; /* of the sum: this slice of it */
+    int rows, tokens;   /* of out: there, and to compute */
+};
+
+static __device__ __forceinline__ int64_t slices_of(const p2p_gemm &g)
+{
+    return g.slices > 1 ? g.slices : 1;
+}
+
+template <int PASS> static __device__ Piece piece_of(const p2p_gemm &g, int64_t index)
+{
+    Piece p;
+    p.columns = PASS == EPIC_GEMM_INPUT ? g.k : g.n;
+    const int64_t across = (p.columns + BN - 1) / BN;
+    const int64_t slice = index % slices_of(g);
+    index /= slices_of(g);
+    const int64_t line = index / across;
+    p.column = index % across * BN;
+    if (PASS == EPIC_GEMM_WEIGHT) {
+        const int64_t down = (g.k + BM - 1) / BM;
+        p.expert = line / down;
+        p.first = line % down * BM;
+        const slab_place slab = g.slabs.slabs[p.expert];
+        p.row = slab.row;
+        p.depth = slab.tokens;
+        p.rows = p.tokens = (int)min(g.k - p.first, (int64_t)BM);
+    } else {
+        const slab_tile tile = g.slabs.tiles[line];
+        p.expert = tile.expert;
+        p.row = tile.row;
+        p.first = 0;
+        p.depth = PASS == EPIC_GEMM_FORWARD ? g.k : g.n;
+        p.rows = tile.rows;
+        p.tokens = tile.tokens;
+    }
+    const int64_t each = (p.depth + slices_of(g) * BK - 1) / (slices_of(g) * BK) * BK;
+    p.begin = min(slice * each, p.depth);
+    p.end = min(p.begin + each, p.depth);
+    return p;
+}
+
+template <int PASS> static __device__ int64_t num_pieces(const p2p_gemm &g)
+{
+    const int64_t columns = PASS == EPIC_GEMM_INPUT ? g.k : g.n;
+    const int64_t lines = PASS == EPIC_GEMM_WEIGHT ? (g.k + BM - 1) / BM * g.slabs.num_experts
+                                                   : *g.slabs.num_tiles;
+    return lines * ((columns + BN - 1) / BN) * slices_of(g);
+}
+
+static __device__ uint32_t y_type(const p2p_gemm &g)
+{
+    return g.y_type ? g.y_type : g.row_type;
+}
+
+/* Four numbers of e4m3 that have one scale; of no more than `there`, else 0. */
+static __device__ __forceinline__ float4 scaled_at(const void *p, int64_t at, int there,
+                                                   const float *scale)
+{
+    const uint8_t *const from = (const uint8_t *)p + at;
+    if (there <= 0) return make_float4(0, 0, 0, 0);
+    const float s = *scale;
+    return make_float4(e4m3_value(from[0]) * s, there > 1 ? e4m3_value(from[1]) * s : 0,
+                       there > 2 ? e4m3_value(from[2]) * s : 0,
+                       there > 3 ? e4m3_value(from[3]) * s : 0);
+}
+
+/* Four numbers of an array, from number `at` on, of which the first `there` are there, else 0. */
+static __device__ __forceinline__ float4 four_at(const void *p, uint32_t type, int64_t at,
+                                                 int there)
+{
+    float x[4] = {0, 0, 0, 0};
+    const int size = type == EPIC_F32 ? 4 : 2;
+    const uint8_t *const from = (const uint8_t *)p + at * size;
+    if (there >= 4 && (uintptr_t)from % (4 * size) == 0) {
+        if (type == EPIC_F32) return *(const float4 *)from;
+        const uint2 q = *(const uint2 *)from;
+        float eight[8];
+        if (type == EPIC_BF16)
+            Bf16::unpack(make_uint4(q.x, q.y, 0, 0), eight);
+        else
+            F16::unpack(make_uint4(q.x, q.y, 0, 0), eight);
+        return make_float4(eight[0], eight[1], eight[2], eight[3]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        if (i < there) x[i] = number_at(p, type, at + i);
+    return make_float4(x[0], x[1], x[2], x[3]);
+}
+
+static __device__ __forceinline__ void put_four_at(void *p, uint32_t type, int64_t at,
+                                                   int there, const float *x)
+{
+    const int size = type == EPIC_F32 ? 4 : 2;
+    uint8_t *const to = (uint8_t *)p + at * size;
+    if (there < 4 || (uintptr_t)to % (4 * size)) {
+        for (int i = 0; i < there; i++) put_number(p, type, at + i, x[i]);
+        return;
+    }
+    if (type == EPIC_F32)
+        *(float4 *)to = make_float4(x[0], x[1], x[2], x[3]);
+    else if (type == EPIC_BF16)
+        *(uint2 *)to = make_uint2(Bf16::pack2(x[0], x[1]), Bf16::pack2(x[2], x[3]));
+    else
+        *(uint2 *)to = make_uint2(F16::pack2(x[0], x[1]), F16::pack2(x[2], x[3]));
+}
+
+/* Four numbers [s0][line], [s0 + 1][line], ... or [s0][line], [s0][line + 1], ... of shared memory. */
+template <bool TURNED, int PITCH>
+static __device__ __forceinline__ void put_four(float *to, int s, int line, float4 x)
+{
+    if (TURNED) {
+        to[s * PITCH + line] = x.x;
+        to[(s + 1) * PITCH + line] = x.y;
+        to[(s + 2) * PITCH + line] = x.z;
+        to[(s + 3) * PITCH + line] = x.w;
+    } else {
+        *(float4 *)(to + s * PITCH + line) = x;
+    }
+}
+
+static __device__ __forceinline__ int64_t blocks(int64_t numbers)
+{
+    return (numbers + 127) / 128;
+}
+
+static __device__ __forceinline__ int left(int64_t end, int64_t at)
+{
+    return (int)max((int64_t)0, min((int64_t)4, end - at));
+}
+
+/* What a thread brings of BK steps of both factors. */
+template <int PASS, bool SCALED> struct Parts {
+    static constexpr bool A_TURNED = PASS != EPIC_GEMM_WEIGHT; /* steps lie side by side */
+    static constexpr bool B_TURNED = PASS == EPIC_GEMM_INPUT;
+    static constexpr int A_PITCH = BM + PAST, B_PITCH = BN + PAST;
+    float4 a[A_FOURS], b[B_FOURS];
+
+    /* Of the n-th four: its step, and its row of a or column of b. */
+    static __device__ __forceinline__ int step_of(bool turned, int lines, int n)
+    {
+        const int i = n * THREADS + (int)threadIdx.x;
+        return turned ? i % (BK / 4) * 4 : i / (lines / 4);
+    }
+    static __device__ __forceinline__ int line_of(bool turned, int lines, int n)
+    {
+        const int i = n * THREADS + (int)threadIdx.x;
+        return turned ? i / (BK / 4) : i % (lines / 4) * 4;
+    }
+    __device__ __forceinline__ void load(const p2p_gemm &g, const Piece &p, int64_t step)
+    {
+        const uint32_t a_type = PASS == EPIC_GEMM_INPUT ? y_type(g) : g.row_type;
+        const uint32_t b_type = PASS == EPIC_GEMM_WEIGHT ? y_type(g) : g.weight_type;
+#pragma unroll
+        for (int n = 0; n < A_FOURS; n++) {
+            const int m = line_of(A_TURNED, BM, n);
+            const int64_t s = step + step_of(A_TURNED, BM, n);
+            const int64_t at =
+                A_TURNED ? (p.row + m) * p.depth + s : (p.row + s) * g.k + p.first + m;
+            const int there = A_TURNED ? (m < p.tokens ? left(p.depth, s) : 0)
+                                       : (s < p.depth ? left(p.tokens, m) : 0);
+            if (SCALED)
+                a[n] = scaled_at(g.a, at, there,
+                                 g.a_scales + (p.row + m) * blocks(p.depth) + s / 128);
+            else
+                a[n] = four_at(g.a, a_type, at, there);
+        }
+#pragma unroll
+        for (int n = 0; n < B_FOURS; n++) {
+            const int64_t c = p.column + line_of(B_TURNED, BN, n);
+            const int64_t s = step + step_of(B_TURNED, BN, n);
+            const int64_t at = PASS == EPIC_GEMM_WEIGHT ? (p.row + s) * g.n + c
+                               : B_TURNED               ? (p.expert * g.k + c) * g.n + s
+                                                        : (p.expert * g.k + s) * g.n + c;
+            const int there = B_TURNED ? (c < p.columns ? left(p.depth, s) : 0)
+                                       : (s < p.depth ? left(p.columns, c) : 0);
+            if (SCALED)
+                b[n] = scaled_at(
+                    g.b, at, there,
+                    g.b_scales + (p.expert * blocks(p.columns) + c / 128) * blocks(p.depth) +
+                        s / 128);
+            else
+                b[n] = four_at(g.b, b_type, at, there);
+        }
+    }
+    /* The steps of b lie behind those of a. */
+    __device__ __forceinline__ void put(float *to) const
+    {
+        float *const to_a = to, *const to_b = to + BK * A_PITCH;
+#pragma unroll
+        for (int n = 0; n < A_FOURS; n++)
+            put_four<A_TURNED, A_PITCH>(to_a, step_of(A_TURNED, BM, n),
+                                        line_of(A_TURNED, BM, n), a[n]);
+#pragma unroll
+        for (int n = 0; n < B_FOURS; n++)
+            put_four<B_TURNED, B_PITCH>(to_b, step_of(B_TURNED, BN, n),
+                                        line_of(B_TURNED, BN, n), b[n]);
+    }
+};
+
+/* Row or column i of a thread whose first is `first`: four, and four half a tile further. */
+static __device__ __forceinline__ int spread(int first, int i, int half)
+{
+    return first * 4 + i % 4 + (i < 4 ? 0 : half);
+}
+
+static __device__ __forceinline__ void load_eight(const float *from, int half, float (&x)[EACH])
+{
+    const float4 low = *(const float4 *)from, high = *(const float4 *)(from + half);
+    x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
+    x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
+}
+
+/* Four numbers of a row of out. */
+template <int PASS, bool SCALED>
+static __device__ __forceinline__ void store_four(const p2p_gemm &g, const Piece &p, int m,
+                                                  int64_t column, float *x)
+{
+    const int64_t line = PASS == EPIC_GEMM_WEIGHT ? p.expert * g.k + p.first + m : p.row + m;
+    const int64_t at = line * p.columns + column;
+    const uint32_t type = PASS == EPIC_GEMM_WEIGHT              ? g.out_type
+                          : PASS == EPIC_GEMM_FORWARD || SCALED ? y_type(g)
+                                                                : g.row_type;
+    const uint32_t bias_type = SCALED ? type : g.weight_type;
+    const int there = left(p.columns, column);
+    const bool works = m < p.tokens;
+    if (m >= p.rows || !there) return;
+    const auto add = [&](float4 more, float factor) {
+        x[0] += more.x * factor, x[1] += more.y * factor;
+        x[2] += more.z * factor, x[3] += more.w * factor;
+    };
+    if (!works) x[0] = x[1] = x[2] = x[3] = 0;
+    if ((PASS == EPIC_GEMM_FORWARD || SCALED) && g.bias && works)
+        add(four_at(g.bias, bias_type, p.expert * p.columns + column, there),
+            g.bias_weights ? g.bias_weights[line] : 1.0f);
+    if (PASS == EPIC_GEMM_INPUT && g.also && works) add(four_at(g.also, type, at, there), 1);
+    if (PASS != EPIC_GEMM_FORWARD && g.accumulate) add(four_at(g.out, type, at, there), 1);
+    put_four_at(g.out, type, at, there, x);
+}
+
+/* Lines of out where sums are cut: there is one slab. */
+template <int PASS> static __device__ __forceinline__ int64_t lines_of(const p2p_gemm &g)
+{
+    return PASS == EPIC_GEMM_WEIGHT ? g.k : g.slabs.num_slots;
+}
+
+/* Four numbers of a slice's part. */
+template <int PASS>
+static __device__ __forceinline__ void keep_four(const p2p_gemm &g, const Piece &p,
+                                                 int64_t slice, int m, int64_t column,
+                                                 const float *x)
+{
+    const int64_t line = PASS == EPIC_GEMM_WEIGHT ? p.first + m : p.row + m;
+    const int64_t at = (slice * lines_of<PASS>(g) + line) * p.columns + column;
+    if (m < p.rows) put_four_at(g.parts, EPIC_F32, at, left(p.columns, column), x);
+}
+
+template <int PASS, bool SCALED>
+static __global__ void __launch_bounds__(THREADS)
+    plain_kernel(const __grid_constant__ p2p_gemm g)
+{
+    typedef Parts<PASS, SCALED> Both;
+    __shared__ float4 fours[2][BK * (Both::A_PITCH + Both::B_PITCH) / 4];
+    const int down = threadIdx.x / (BN / EACH), across = threadIdx.x % (BN / EACH);
+    const int64_t pieces = num_pieces<PASS>(g);
+    Both parts;
+    for (int64_t index = blockIdx.x; index < pieces; index += gridDim.x) {
+        const Piece p = piece_of<PASS>(g, index);
+        float sum[EACH][EACH] = {};
+        int now = 0;
+        parts.load(g, p, p.begin);
+        parts.put((float *)fours[0]);
+        __syncthreads();
+        for (int64_t step = p.begin; step < p.end; step += BK) {
+            const bool more = step + BK < p.end;
+            const float *const a = (const float *)fours[now], *const b = a + BK * Both::A_PITCH;
+            if (more) parts.load(g, p, step + BK);
+#pragma unroll
+            for (int s = 0; s < BK; s++) {
+                float x[EACH], y[EACH];
+                load_eight(a + s * Both::A_PITCH + down * 4, BM / 2, x);
+                load_eight(b + s * Both::B_PITCH + across * 4, BN / 2, y);
+#pragma unroll
+                for (int i = 0; i < EACH; i++)
+#pragma unroll
+                    for (int j = 0; j < EACH; j++) sum[i][j] += x[i] * y[j];
+            }
+            now = 1 - now;
+            if (more) parts.put((float *)fours[now]);
+            __syncthreads();
+        }
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+#pragma unroll
+            for (int j = 0; j < EACH; j += 4) {
+                const int m = spread(down, i, BM / 2);
+                const int64_t column = p.column + spread(across, j, BN / 2);
+                if (!SCALED && g.slices > 1)
+                    keep_four<PASS>(g, p, index % g.slices, m, column, sum[i] + j);
+                else
+                    store_four<PASS, SCALED>(g, p, m, column, sum[i] + j);
+            }
+    }
+}
+
+/* Four numbers of out a thread: the sum of their parts. */
+template <int PASS>
+static __global__ void __launch_bounds__(THREADS)
+    slices_kernel(const __grid_constant__ p2p_gemm g)
+{
+    Piece p = {};
+    p.columns = PASS == EPIC_GEMM_INPUT ? g.k : g.n;
+    p.rows = p.tokens = (int)lines_of<PASS>(g);
+    const int64_t fours = (p.columns + 3) / 4, step = (int64_t)gridDim.x * THREADS;
+    int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    for (; i < p.rows * fours; i += step) {
+        const int64_t line = i / fours, column = i % fours * 4;
+        float sum[4] = {0, 0, 0, 0};
+        for (int32_t s = 0; s < g.slices; s++) {
+            const float4 more =
+                four_at(g.parts, EPIC_F32, (s * p.rows + line) * p.columns + column,
+                        left(p.columns, column));
+            sum[0] += more.x, sum[1] += more.y, sum[2] += more.z, sum[3] += more.w;
+        }
+        store_four<PASS, false>(g, p, (int)line, column, sum);
+    }
+}
+
+/* CTAs that can have something to do: counts are on the device. */
+static int ctas_of(const p2p_gemm *g)
+{
+    const int64_t columns = g->pass == EPIC_GEMM_INPUT ? g->k : g->n;
+    const int64_t lines = g->pass == EPIC_GEMM_WEIGHT
+                              ? (g->k + BM - 1) / BM * g->slabs.num_experts
+                              : g->slabs.most_tiles;
+    const int64_t slices = g->slices > 1 ? g->slices : 1;
+    const int64_t pieces = lines * ((columns + BN - 1) / BN) * slices;
+    const int64_t most = 4 * (int64_t)g->sms;
+    return (int)(pieces < most ? pieces : most);
+}
+
+extern "C" p2p_gemm p2p_as_input(p2p_gemm g)
+{
+    const int64_t k = g.k;
+    if (g.pass == EPIC_GEMM_INPUT) return g;
+    g.pass = EPIC_GEMM_INPUT;
+    g.k = g.n;
+    g.n = k;
+    return g;
+}
+
+template <int PASS, bool SCALED>
+static cudaError_t launch(const p2p_gemm &g, cudaStream_t stream)
+{
+    const cudaError_t error =
+        enqueue(plain_kernel<PASS, SCALED>, ctas_of(&g), THREADS, 0, stream, g);
+    if (SCALED || g.slices <= 1 || error != cudaSuccess) return error;
+    return enqueue(slices_kernel<PASS>, 4 * g.sms, THREADS, 0, stream, g);
+}
+
+extern "C" cudaError_t p2p_launch_plain_gemm(const p2p_gemm *g, cudaStream_t stream)
+{
+    if (g->row_type == EPIC_E4M3)
+        return launch<EPIC_GEMM_INPUT, true>(p2p_as_input(*g), stream);
+    if (g->pass == EPIC_GEMM_WEIGHT) return launch<EPIC_GEMM_WEIGHT, false>(*g, stream);
+    if (g->pass == EPIC_GEMM_INPUT) return launch<EPIC_GEMM_INPUT, false>(*g, stream);
+    return launch<EPIC_GEMM_FORWARD, false>(*g, stream);
+}
+
+extern "C" cudaError_t p2p_launch_gemm(const p2p_gemm *g, cudaStream_t stream)
+{
+    return p2p_gemm_is_slow(g) ? p2p_launch_plain_gemm(g, stream)
+                               : p2p_launch_hopper_gemm(g, stream);
+}
+
+template <int PASS, bool SCALED> static cudaError_t load(cudaError_t before)
+{
+    cudaFuncAttributes attributes;
+    if (before != cudaSuccess) return before;
+    const cudaError_t error = cudaFuncGetAttributes(&attributes, slices_kernel<PASS>);
+    if (error != cudaSuccess) return error;
+    return cudaFuncGetAttributes(&attributes, plain_kernel<PASS, SCALED>);
+}
+
+extern "C" cudaError_t p2p_load_plain_gemm(void)
+{
+    cudaError_t error = load<EPIC_GEMM_FORWARD, false>(cudaSuccess);
+    error = load<EPIC_GEMM_INPUT, false>(error);
+    error = load<EPIC_GEMM_WEIGHT, false>(error);
+    return load<EPIC_GEMM_INPUT, true>(error);
+}

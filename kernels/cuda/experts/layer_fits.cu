@@ -1,0 +1,57 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* fits: whether a plan is one that its layer can work with, where only the device knows: the
+ * placement is a table there, and so are the other ranks' numbers of tokens.  Every rank has the
+ * same numbers in its plan, so all find the same: the plan then is not good, moves nothing from
+ * here on, the experts have no rows, and epic_check tells why.  One thread. */
+#include "cuda/common/launch.cuh"
+#include "cuda/common/wait.cuh"
+#include "cuda/experts/dense_tokens.h"
+
+static __device__ bool find_fault(const p2p_fits_job &job, const device_plan_header &h,
+                                  p2p_notice &said)
+{
+    if (h.num_local > job.num_local) {
+        said.fault = P2P_FAULT_ROOM;
+        said.about[0] = job.num_local;
+        said.about[1] = h.num_local;
+        return true;
+    }
+    for (int q = 1; job.tree && q < h.num_ranks; q++) {
+        if (h.tokens_of[q] == h.tokens_of[0]) continue;
+        said.fault = P2P_FAULT_UNEQUAL;
+        said.rank = q;
+        said.about[0] = h.tokens_of[0];
+        said.about[1] = h.tokens_of[q];
+        return true;
+    }
+    return false;
+}
+
+static __global__ void fits_kernel(const __grid_constant__ p2p_fits_job job)
+{
+    const p2p_self &self = job.self;
+    device_plan_header *h = (device_plan_header *)job.plan;
+    const p2p_control *control = (const p2p_control *)(self.heap[self.rank] + self.at.control);
+    p2p_notice said = {EPIC_EINVAL, control->epoch, 0, self.rank, {0, 0, 0, 0}};
+    if (threadIdx.x != 0) return;
+    if (h->magic != DEVICE_PLAN_MAGIC || h->group_id != self.group_id) return;
+    if (h->result != EPIC_OK || !find_fault(job, *h, said)) return;
+    h->result = EPIC_EINVAL;
+    uint32_t sum = 0;
+    for (uint32_t i = 0; i < offsetof(device_plan_header, sum) / 4; i++)
+        sum += device_header_share(((const uint32_t *)h)[i], i);
+    h->sum = sum;
+    for (int l = 0; l < job.num_local; l++) job.expert_rows[l] = job.expert_tokens[l] = 0;
+    notify(self, said);
+}
+
+extern "C" cudaError_t p2p_launch_fits(const p2p_fits_job *job, cudaStream_t stream)
+{
+    return enqueue(fits_kernel, 1, 32, 0, stream, *job);
+}
+
+extern "C" cudaError_t p2p_load_fits(void)
+{
+    cudaFuncAttributes attributes;
+    return cudaFuncGetAttributes(&attributes, fits_kernel);
+}

@@ -1,0 +1,552 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* activation: the rows between the experts' two products, and their gradients.
+ *   gate_up      [slots, width]  x W as the product left it: weight and bias are applied here
+ *   activations  [slots, inner]  backward: their gradient comes in, they themselves go out, as
+ *                                the weight gradient of the second product needs both
+ *   d_gate_up    [slots, width]
+ * A warp takes a row, 16 bytes a lane where rows are whole vectors.  Rows without a token are
+ * neither read nor written: the products do not read them either.  Memory is what these kernels should
+ * wait for, so what most models have is compiled apart, without a branch for an element. */
+#include "cuda/common/launch.cuh"
+#include "cuda/common/numbers.cuh"
+#include "cuda/common/quantize.cuh"
+#include "cuda/experts/activation.cuh"
+#include "cuda/experts/grouped.h"
+
+#define THREADS 256
+#define WARPS (THREADS / 32)
+#define CTAS_OF_SM 8
+
+static __device__ float add_lanes(float x)
+{
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2)
+        x += __shfl_xor_sync(0xffffffffu, x, distance);
+    return x;
+}
+
+struct Slot { /* a row that a warp works on */
+    int64_t slot, expert;
+    float input, early; /* what x W and the activation are multiplied by */
+};
+
+/* f(slot) for the slots with a token and padding(slot) for the others inside slabs. */
+template <class F, class P>
+static __device__ __forceinline__ void each_slot(const p2p_slabs &s, F f, P padding)
+{
+    const int64_t rows = (int64_t)*s.num_tiles * EXPERTS_TILE_ROWS;
+    const int64_t warps = (int64_t)gridDim.x * WARPS;
+    int64_t i = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
+    for (; i < rows; i += warps) {
+        const slab_tile tile = s.tiles[i / EXPERTS_TILE_ROWS];
+        const int r = (int)(i % EXPERTS_TILE_ROWS);
+        if (r < tile.tokens)
+            f((int64_t)tile.row + r, (int64_t)tile.expert);
+        else if (r < tile.rows)
+            padding((int64_t)tile.row + r);
+    }
+}
+
+static __device__ __forceinline__ Slot slot_of(const p2p_activation_job &job, int64_t slot,
+                                               int64_t expert)
+{
+    const float w = job.slot_weights ? job.slot_weights[slot] : 1;
+    const bool input = job.experts.weighting == EPIC_WEIGHT_INPUT;
+    return {slot, expert, input ? w : 1, input ? 1 : w};
+}
+
+template <int V> struct Pair { /* of the first product: of gate and up */
+    float gate[V], up[V];
+};
+
+/* Of line `slot` of an array like gate_up. */
+template <class T, int V, int KIND>
+static __device__ __forceinline__ Pair<V> load_pair(const p2p_activation_job &job,
+                                                    const void *from, int64_t slot, int64_t i)
+{
+    Pair<V> p;
+    const int64_t inner = job.experts.inner;
+    if (KIND == ANY_ACTIVATION && job.experts.ungated) {
+        load_numbers<T, V>(p.gate, from, slot * inner + i);
+#pragma unroll
+        for (int v = 0; v < V; v++) p.up[v] = 0;
+        return p;
+    }
+    const int64_t row = slot * 2 * inner;
+    if (!job.experts.interleaved) {
+        load_numbers<T, V>(p.gate, from, row + i);
+        load_numbers<T, V>(p.up, from, row + inner + i);
+        return p;
+    }
+    float low[V], high[V];
+    load_numbers<T, V>(low, from, row + 2 * i);
+    load_numbers<T, V>(high, from, row + 2 * i + V);
+#pragma unroll
+    for (int v = 0; v < V; v++) {
+        p.gate[v] = 2 * v < V ? low[2 * v % V] : high[2 * v % V];
+        p.up[v] = 2 * v + 1 < V ? low[(2 * v + 1) % V] : high[(2 * v + 1) % V];
+    }
+    return p;
+}
+
+template <class T, int V>
+static __device__ __forceinline__ void put_pair(const p2p_activation_job &job, int64_t slot,
+                                                int64_t i, const Pair<V> &p)
+{
+    const int64_t inner = job.experts.inner, row = slot * 2 * inner;
+    if (job.experts.ungated) {
+        put_numbers<T, V>(job.d_gate_up, slot * inner + i, p.gate);
+    } else if (!job.experts.interleaved) {
+        put_numbers<T, V>(job.d_gate_up, row + i, p.gate);
+        put_numbers<T, V>(job.d_gate_up, row + inner + i, p.up);
+    } else {
+        float both[2 * V], half[V];
+#pragma unroll
+        for (int v = 0; v < V; v++) {
+            both[2 * v] = p.gate[v];
+            both[2 * v + 1] = p.up[v];
+        }
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+#pragma unroll
+            for (int v = 0; v < V; v++) half[v] = both[h * V + v];
+            put_numbers<T, V>(job.d_gate_up, row + 2 * i + h * V, half);
+        }
+    }
+}
+
+template <class T, int V, int KIND>
+static __device__ __forceinline__ void add_bias(const p2p_activation_job &job, const Slot &s,
+                                                int64_t i, Pair<V> &p)
+{
+    const epic_experts &ex = job.experts;
+    const bool ungated = KIND == ANY_ACTIVATION && ex.ungated;
+    const int64_t step = ex.interleaved ? 2 : 1, second = ex.interleaved ? 1 : ex.inner;
+    const int64_t bias = s.expert * (ungated ? 1 : 2) * ex.inner;
+    if (V > 1 && ex.weight_type == NUMBER_TYPE<T> && (uintptr_t)job.bias % 16 == 0) {
+        const Pair<V> more = load_pair<T, V, KIND>(job, job.bias, s.expert, i);
+#pragma unroll
+        for (int v = 0; v < V; v++) {
+            p.gate[v] += more.gate[v];
+            p.up[v] += more.up[v];
+        }
+        return;
+    }
+#pragma unroll
+    for (int v = 0; v < V; v++) {
+        p.gate[v] += number_at(job.bias, ex.weight_type, bias + (i + v) * step);
+        if (!ungated)
+            p.up[v] += number_at(job.bias, ex.weight_type, bias + second + (i + v) * step);
+    }
+}
+
+/* With its weight and bias: what the activation is taken of. */
+template <class T, int V, int KIND>
+static __device__ __forceinline__ Pair<V>
+finish_pair(const p2p_activation_job &job, const Slot &s, int64_t i, const Pair<V> &raw)
+{
+    Pair<V> p;
+#pragma unroll
+    for (int v = 0; v < V; v++) {
+        p.gate[v] = raw.gate[v] * s.input;
+        p.up[v] = raw.up[v] * s.input;
+    }
+    if (job.bias) add_bias<T, V, KIND>(job, s, i, p);
+    return p;
+}
+
+/* Warps enough to wait for memory: a warp has few loads under way, as its stores may be where its next
+ * loads are. */
+template <class T, int V, int KIND>
+static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 4)
+    activation_kernel(const __grid_constant__ p2p_activation_job job)
+{
+    const int64_t inner = job.experts.inner;
+    const int lane = threadIdx.x % 32;
+    each_slot(
+        job.slabs,
+        [&](int64_t slot, int64_t expert) {
+            const Slot s = slot_of(job, slot, expert);
+#pragma unroll 1
+            for (int64_t i = lane * V; i < inner; i += 32 * V) {
+                const Pair<V> raw = load_pair<T, V, KIND>(job, job.gate_up, slot, i);
+                const Pair<V> p = finish_pair<T, V, KIND>(job, s, i, raw);
+                float out[V];
+#pragma unroll
+                for (int v = 0; v < V; v++)
+                    out[v] = activate<KIND>(p.gate[v], job.experts).value *
+                             up_factor<KIND>(p.up[v], job.experts).value * s.early;
+                put_numbers<T, V>(job.activations, slot * inner + i, out);
+            }
+        },
+        [](int64_t) {});
+}
+
+/* Of the N numbers that a lane has of a block of 128, which LANES lanes share. */
+template <int N, int LANES>
+static __device__ __forceinline__ uint32_t size_of_block(const float (&x)[N])
+{
+    uint32_t bits = size_of<N>(x);
+#pragma unroll
+    for (int distance = LANES / 2; distance > 0; distance /= 2)
+        bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, distance));
+    return bits;
+}
+
+/* Numbers of a row from `base` on, N a lane: with V > 1 side by side, else 32 apart. */
+template <int V, int N>
+static __device__ __forceinline__ void put_quantized(float (&x)[N], uint8_t *to, float *scales,
+                                                     int64_t base, int64_t n)
+{
+    constexpr int LANES = QUANTIZE_BLOCK / N;
+    const int lane = threadIdx.x % 32;
+    const float scale = scale_1x128(size_of_block<N, LANES>(x));
+    const int64_t block = base / 128 + lane / LANES;
+    if (lane % LANES == 0 && block < (n + 127) / 128) scales[block] = scale;
+    divide<false, N>(x, scale);
+#pragma unroll
+    for (int q = 0; q < N / 4; q++) {
+        const float *f = x + 4 * q;
+        const uint32_t four = pack_e4m3(f[0], f[1], f[2], f[3]);
+        const int64_t i = base + lane * V + 4 * q;
+        if (V > 1 && i < n) *(uint32_t *)(to + i) = four;
+#pragma unroll
+        for (int part = 0; part < N / V && V == 1; part++)
+            if (i + part * 32 < n) to[i + part * 32] = (uint8_t)(four >> 8 * part);
+    }
+}
+
+/* As activation_kernel, to e4m3 with a scale for each 128.  A lane has one vector of a block, or four
+ * numbers that lie 32 apart. */
+template <class T, int V, int KIND>
+static __global__ void __launch_bounds__(THREADS)
+    quantized_activation_kernel(const __grid_constant__ p2p_activation_job job)
+{
+    constexpr int N = V > 1 ? V : 4, PARTS = N / V;
+    const int64_t inner = job.experts.inner, blocks = (inner + 127) / 128;
+    const int lane = threadIdx.x % 32;
+    uint8_t *const to = (uint8_t *)job.activations;
+    each_slot(
+        job.slabs,
+        [&](int64_t slot, int64_t expert) {
+            const Slot s = slot_of(job, slot, expert);
+#pragma unroll 1
+            for (int64_t base = 0; base < inner; base += 32 * N) {
+                float x[N] = {};
+#pragma unroll
+                for (int part = 0; part < PARTS; part++) {
+                    const int64_t i = base + part * 32 + lane * V;
+                    if (i >= inner) continue;
+                    const Pair<V> raw = load_pair<T, V, KIND>(job, job.gate_up, slot, i);
+                    const Pair<V> p = finish_pair<T, V, KIND>(job, s, i, raw);
+#pragma unroll
+                    for (int v = 0; v < V; v++)
+                        x[part * V + v] = activate<KIND>(p.gate[v], job.experts).value *
+                                          up_factor<KIND>(p.up[v], job.experts).value * s.early;
+                }
+                put_quantized<V>(x, to + slot * inner, job.scales + slot * blocks, base, inner);
+            }
+        },
+        [](int64_t) {});
+}
+
+/* Rows as they are. */
+template <class T, int V>
+static __global__ void __launch_bounds__(THREADS)
+    quantize_kernel(const __grid_constant__ p2p_quantize_job job)
+{
+    constexpr int N = V > 1 ? V : 4, PARTS = N / V;
+    const int64_t n = job.n, blocks = (n + 127) / 128;
+    const int lane = threadIdx.x % 32;
+    each_slot(
+        job.slabs,
+        [&](int64_t slot, int64_t) {
+            for (int64_t base = 0; base < n; base += 32 * N) {
+                float x[N] = {};
+#pragma unroll
+                for (int part = 0; part < PARTS; part++) {
+                    const int64_t i = base + part * 32 + lane * V;
+                    float some[V];
+                    if (i >= n) continue;
+                    load_numbers<T, V>(some, job.rows, slot * n + i);
+#pragma unroll
+                    for (int v = 0; v < V; v++) x[part * V + v] = some[v];
+                }
+                put_quantized<V>(x, job.to + slot * n, job.scales + slot * blocks, base, n);
+            }
+        },
+        [](int64_t) {});
+}
+
+/* The rows of a slot; returns this lane's part of the gradient of its weight. */
+template <class T, int V, int KIND>
+static __device__ __forceinline__ float backward_row(const p2p_activation_job &job,
+                                                     const Slot &s)
+{
+    const epic_experts &ex = job.experts;
+    const int64_t inner = ex.inner;
+    const bool input = ex.weighting == EPIC_WEIGHT_INPUT;
+    const float scale = job.weigh_d ? s.input : 1;
+    float dot = 0;
+#pragma unroll 1
+    for (int64_t i = threadIdx.x % 32 * V; i < inner; i += 32 * V) {
+        const Pair<V> raw = load_pair<T, V, KIND>(job, job.gate_up, s.slot, i);
+        const Pair<V> p = finish_pair<T, V, KIND>(job, s, i, raw);
+        float d[V], out[V];
+        Pair<V> d_pair;
+        load_numbers<T, V>(d, job.activations, s.slot * inner + i);
+#pragma unroll
+        for (int v = 0; v < V; v++) {
+            const Activated gate = activate<KIND>(p.gate[v], ex);
+            const Activated up = up_factor<KIND>(p.up[v], ex);
+            const float d_gate = d[v] * s.early * up.value * gate.slope;
+            const float d_up = d[v] * s.early * gate.value * up.slope;
+            out[v] = gate.value * up.value * s.early;
+            dot +=
+                input ? d_gate * raw.gate[v] + d_up * raw.up[v] : d[v] * gate.value * up.value;
+            d_pair.gate[v] = d_gate * scale;
+            d_pair.up[v] = d_up * scale;
+        }
+        put_numbers<T, V>(job.activations, s.slot * inner + i, out);
+        put_pair<T, V>(job, s.slot, i, d_pair);
+    }
+    return dot;
+}
+
+/* This lane's part of what an early weight of the down bias adds to its gradient. */
+template <class T, int V>
+static __device__ float bias_part(const p2p_activation_job &job, const Slot &s)
+{
+    const int64_t hidden = job.experts.hidden;
+    float dot = 0;
+    const uintptr_t both = (uintptr_t)job.d_y | (uintptr_t)job.b_down;
+    if (V > 1 && hidden % V == 0 && both % 16 == 0 &&
+        job.experts.weight_type == NUMBER_TYPE<T>) {
+#pragma unroll 2
+        for (int64_t i = threadIdx.x % 32 * V; i < hidden; i += 32 * V) {
+            float x[V], y[V];
+            load_numbers<T, V>(x, job.d_y, s.slot * hidden + i);
+            load_numbers<T, V>(y, job.b_down, s.expert * hidden + i);
+#pragma unroll
+            for (int v = 0; v < V; v++) dot += x[v] * y[v];
+        }
+        return dot;
+    }
+    for (int64_t i = threadIdx.x % 32; i < hidden; i += 32)
+        dot += number_at(job.d_y, job.experts.row_type, s.slot * hidden + i) *
+               number_at(job.b_down, job.experts.weight_type, s.expert * hidden + i);
+    return dot;
+}
+
+template <class T, int V, int KIND>
+static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 3)
+    activation_backward_kernel(const __grid_constant__ p2p_activation_job job)
+{
+    const int lane = threadIdx.x % 32;
+    each_slot(
+        job.slabs,
+        [&](int64_t slot, int64_t expert) {
+            const Slot s = slot_of(job, slot, expert);
+            float dot = backward_row<T, V, KIND>(job, s);
+            if (!job.d_slot_weights) return;
+            if (job.b_down) dot += bias_part<T, V>(job, s);
+            dot = add_lanes(dot);
+            if (lane == 0) job.d_slot_weights[slot] = dot;
+        },
+        [&](int64_t slot) {
+            if (job.d_slot_weights && lane == 0) job.d_slot_weights[slot] = 0;
+        });
+}
+
+/* --------------------------------------------------------------------- bias and scale ---- */
+
+#define BIAS_AHEAD 8 /* rows that a warp brings before it adds them, in order */
+
+/* Every WARPS-th row of a slab, from the warp's on, two columns a lane. */
+template <class T>
+static __device__ __forceinline__ void add_rows(const p2p_bias_job &job, const slab_place &slab,
+                                                int64_t column, int warp, float (&sum)[2])
+{
+    for (int64_t r = warp; r < slab.tokens; r += WARPS * BIAS_AHEAD) {
+        float w[BIAS_AHEAD], x[BIAS_AHEAD][2];
+#pragma unroll
+        for (int i = 0; i < BIAS_AHEAD; i++) {
+            const bool there = r + i * WARPS < slab.tokens;
+            const int64_t slot = slab.row + r + i * WARPS;
+            w[i] = there && job.weights ? job.weights[slot] : 1;
+#pragma unroll
+            for (int h = 0; h < 2; h++)
+                x[i][h] =
+                    there && column + h * 32 < job.n
+                        ? number_at(job.rows, NUMBER_TYPE<T>, slot * job.n + column + h * 32)
+                        : 0.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < BIAS_AHEAD; i++)
+#pragma unroll
+            for (int h = 0; h < 2; h++)
+                if (r + i * WARPS < slab.tokens) sum[h] += w[i] * x[i][h];
+    }
+}
+
+/* A CTA takes 64 columns of an expert. */
+static __global__ void __launch_bounds__(THREADS)
+    bias_kernel(const __grid_constant__ p2p_bias_job job)
+{
+    __shared__ float parts[WARPS][64];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int64_t across = (job.n + 63) / 64, expert = blockIdx.x / across;
+    const int64_t first = blockIdx.x % across * 64;
+    const slab_place slab = job.slabs.slabs[expert];
+    float sum[2] = {0, 0};
+    if (job.row_type == EPIC_BF16)
+        add_rows<Bf16>(job, slab, first + lane, warp, sum);
+    else if (job.row_type == EPIC_F16)
+        add_rows<F16>(job, slab, first + lane, warp, sum);
+    else
+        add_rows<F32>(job, slab, first + lane, warp, sum);
+    parts[warp][lane] = sum[0];
+    parts[warp][32 + lane] = sum[1];
+    __syncthreads();
+    const int64_t column = first + threadIdx.x;
+    if (threadIdx.x >= 64 || column >= job.n) return;
+    const int64_t at = expert * job.n + column;
+    float total = job.accumulate ? number_at(job.out, job.out_type, at) : 0;
+    for (int i = 0; i < WARPS; i++) total += parts[i][threadIdx.x];
+    put_number(job.out, job.out_type, at, total);
+}
+
+static __global__ void __launch_bounds__(THREADS)
+    scale_kernel(const __grid_constant__ p2p_scale_job job)
+{
+    const int lane = threadIdx.x % 32;
+    each_slot(
+        job.slabs,
+        [&](int64_t slot, int64_t expert) {
+            const float w = job.weights ? job.weights[slot] : 1;
+            for (int64_t i = lane; i < job.n; i += 32) {
+                const float x = number_at(job.rows, job.row_type, slot * job.n + i);
+                const float y =
+                    job.bias ? x + w * number_at(job.bias, job.weight_type, expert * job.n + i)
+                             : x * w;
+                put_number(job.rows, job.row_type, slot * job.n + i, y);
+            }
+        },
+        [](int64_t) {});
+}
+
+/* -------------------------------------------------------------------------- launching ---- */
+
+static int ctas_of(const p2p_slabs *slabs, int sms)
+{
+    const int64_t rows = (int64_t)slabs->most_tiles * EXPERTS_TILE_ROWS;
+    const int64_t wanted = (rows + WARPS - 1) / WARPS, most = (int64_t)sms * CTAS_OF_SM;
+    return (int)(wanted < most ? wanted : most);
+}
+
+template <class T, int V, int KIND>
+static cudaError_t launch(const p2p_activation_job *job, bool backward, cudaStream_t stream)
+{
+    const auto kernel = backward      ? activation_backward_kernel<T, V, KIND>
+                        : job->scales ? quantized_activation_kernel<T, V, KIND>
+                                      : activation_kernel<T, V, KIND>;
+    return enqueue(kernel, ctas_of(&job->slabs, job->sms), THREADS, 0, stream, *job);
+}
+
+/* Rows of float32 have functions as exact as they. */
+template <class T>
+static cudaError_t launch_typed(const p2p_activation_job *job, bool backward,
+                                cudaStream_t stream)
+{
+    const epic_experts &ex = job->experts;
+    const bool clamped =
+        ex.activation == EPIC_CLAMPED_SWIGLU || ex.activation == EPIC_CLAMPED_SILU;
+    if (!job->aligned) return launch<T, 1, ANY_ACTIVATION>(job, backward, stream);
+    if constexpr (T::N == 8) {
+        if (!ex.ungated && ex.activation == EPIC_SILU)
+            return launch<T, 8, GATED_SILU>(job, backward, stream);
+        if (!ex.ungated && clamped) return launch<T, 8, GATED_CLAMPED>(job, backward, stream);
+    }
+    return launch<T, T::N, ANY_ACTIVATION>(job, backward, stream);
+}
+
+static cudaError_t launch_any(const p2p_activation_job *job, bool backward, cudaStream_t stream)
+{
+    const uint32_t type = job->experts.row_type;
+    if (type == EPIC_BF16) return launch_typed<Bf16>(job, backward, stream);
+    if (type == EPIC_F16) return launch_typed<F16>(job, backward, stream);
+    return launch_typed<F32>(job, backward, stream);
+}
+
+extern "C" cudaError_t p2p_launch_activation(const p2p_activation_job *job, cudaStream_t stream)
+{
+    return launch_any(job, false, stream);
+}
+
+extern "C" cudaError_t p2p_launch_activation_backward(const p2p_activation_job *job,
+                                                      cudaStream_t stream)
+{
+    return launch_any(job, true, stream);
+}
+
+template <class T>
+static cudaError_t launch_rows(const p2p_quantize_job *job, cudaStream_t stream)
+{
+    const bool whole = job->n % T::N == 0 && (uintptr_t)job->rows % 16 == 0;
+    return enqueue(whole ? quantize_kernel<T, T::N> : quantize_kernel<T, 1>,
+                   ctas_of(&job->slabs, job->sms), THREADS, 0, stream, *job);
+}
+
+extern "C" cudaError_t p2p_launch_quantize(const p2p_quantize_job *job, cudaStream_t stream)
+{
+    if (job->row_type == EPIC_BF16) return launch_rows<Bf16>(job, stream);
+    if (job->row_type == EPIC_F16) return launch_rows<F16>(job, stream);
+    return launch_rows<F32>(job, stream);
+}
+
+extern "C" cudaError_t p2p_launch_bias(const p2p_bias_job *job, cudaStream_t stream)
+{
+    const int64_t ctas = (job->n + 63) / 64 * job->slabs.num_experts;
+    return enqueue(bias_kernel, (int)ctas, THREADS, 0, stream, *job);
+}
+
+extern "C" cudaError_t p2p_launch_scale(const p2p_scale_job *job, cudaStream_t stream)
+{
+    return enqueue(scale_kernel, ctas_of(&job->slabs, job->sms), THREADS, 0, stream, *job);
+}
+
+template <class T, int V, int KIND> static cudaError_t load()
+{
+    cudaFuncAttributes attributes;
+    cudaError_t error = cudaFuncGetAttributes(&attributes, activation_kernel<T, V, KIND>);
+    if (error == cudaSuccess)
+        error = cudaFuncGetAttributes(&attributes, quantized_activation_kernel<T, V, KIND>);
+    return error == cudaSuccess
+               ? cudaFuncGetAttributes(&attributes, activation_backward_kernel<T, V, KIND>)
+               : error;
+}
+
+template <class T> static cudaError_t load_typed()
+{
+    cudaFuncAttributes attributes;
+    cudaError_t error = cudaFuncGetAttributes(&attributes, quantize_kernel<T, T::N>);
+    if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, quantize_kernel<T, 1>);
+    if (error == cudaSuccess) error = load<T, T::N, ANY_ACTIVATION>();
+    if (error == cudaSuccess) error = load<T, 1, ANY_ACTIVATION>();
+    if constexpr (T::N == 8) {
+        if (error == cudaSuccess) error = load<T, 8, GATED_SILU>();
+        if (error == cudaSuccess) error = load<T, 8, GATED_CLAMPED>();
+    }
+    return error;
+}
+
+extern "C" cudaError_t p2p_load_activation(void)
+{
+    cudaFuncAttributes attributes;
+    cudaError_t error = load_typed<Bf16>();
+    if (error == cudaSuccess) error = load_typed<F16>();
+    if (error == cudaSuccess) error = load_typed<F32>();
+    if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, bias_kernel);
+    if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, scale_kernel);
+    return error;
+}

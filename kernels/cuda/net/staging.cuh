@@ -1,0 +1,259 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Rows on their way: what every kernel that moves rows shares.
+ *
+ * Staging [source][token of the round] of a rank holds poison until a peer writes it; the sources
+ * are numbered from the next rank upwards, this rank itself has none.  A reader polls the data
+ * and writes the poison back.
+ *
+ * Rows of bytes may hold poison themselves.  A piece with a word {7fff,ffff}{7fff,ffff} (a NaN
+ * in every float type) is sent with 7fff7fff in place of ffffffff, and each lane sends a word
+ * that says which ones those were; the reader looks for it when it sees such a word. */
+#ifndef EPIC_STAGING_CUH
+#define EPIC_STAGING_CUH
+
+#include "cuda/common/rows.cuh"
+#include "cuda/net/operation.cuh"
+
+#define STAND_IN 0x7fff7fffu
+#define ESCAPE_SENT 0x80000000u
+
+/* Where in a box the row of a token of the round is, of so many vectors. */
+__device__ __forceinline__ uint4 *staged_in(uint8_t *box, int32_t token, int32_t vectors)
+{
+    return (uint4 *)(box + (uint64_t)(uint32_t)token * ((uint32_t)vectors * 16u));
+}
+
+/* What `source` (0: the next rank upwards) sends to the rank that owns the heap. */
+__device__ __forceinline__ uint32_t *escapes_of(const p2p_self &self, const Now &now,
+                                                uint8_t *heap, int source)
+{
+    return (uint32_t *)(heap + self.at.escapes) +
+           ((int64_t)parity(now) * (self.num_ranks - 1) + source) * self.at.escape_words;
+}
+
+__device__ __forceinline__ uint32_t *floats_of(const p2p_self &self, const Now &now,
+                                               uint8_t *heap, int source)
+{
+    return (uint32_t *)(heap + self.at.floats) +
+           ((int64_t)parity(now) * (self.num_ranks - 1) + source) * self.max_tokens *
+               MOST_TOP_K(self);
+}
+
+__device__ __forceinline__ bool is_special(uint4 q)
+{
+    const uint32_t signs = 0x80008000u;
+    return max(max(q.x | signs, q.y | signs), max(q.z | signs, q.w | signs)) == POISON;
+}
+
+__device__ __forceinline__ void hide(uint32_t &word, uint32_t &mask, int bit)
+{
+    if (word == POISON) word = STAND_IN, mask |= 1u << bit;
+}
+
+__device__ __forceinline__ void unhide(uint32_t &word, uint32_t mask, int bit)
+{
+    if (mask >> bit & 1) word = POISON;
+}
+
+/* One warp: makes a piece fit to be sent.  Not 0: the lane's word that must go with it. */
+template <int V> __device__ __forceinline__ uint32_t hide_poison(uint4 (&q)[V])
+{
+    bool special = false;
+#pragma unroll
+    for (int v = 0; v < V; v++) special |= is_special(q[v]);
+    if (!__any_sync(ALL_LANES, special)) return 0;
+    uint32_t mask = ESCAPE_SENT;
+#pragma unroll
+    for (int v = 0; v < V; v++) {
+        hide(q[v].x, mask, v * 4);
+        hide(q[v].y, mask, v * 4 + 1);
+        hide(q[v].z, mask, v * 4 + 2);
+        hide(q[v].w, mask, v * 4 + 3);
+    }
+    return mask;
+}
+
+/* One warp, at the receiver: the piece as it was. */
+template <int V>
+__device__ __forceinline__ bool unhide_poison(const Now &now, int peer, uint4 (&q)[V],
+                                              uint32_t *escape)
+{
+    bool special = false;
+#pragma unroll
+    for (int v = 0; v < V; v++) special |= is_special(q[v]);
+    if (!__any_sync(ALL_LANES, special)) return true;
+    uint32_t mask = 0;
+    const bool ok = wait_until(now, peer, P2P_PHASE_ROW, [&] {
+        mask = load_relaxed(escape + lane_id());
+        return __all_sync(ALL_LANES, mask) != 0;
+    });
+    escape[lane_id()] = 0;
+#pragma unroll
+    for (int v = 0; v < V; v++) {
+        unhide(q[v].x, mask, v * 4);
+        unhide(q[v].y, mask, v * 4 + 1);
+        unhide(q[v].z, mask, v * 4 + 2);
+        unhide(q[v].w, mask, v * 4 + 3);
+    }
+    return ok;
+}
+
+template <int V> __device__ __forceinline__ bool is_missing(const uint4 (&q)[V])
+{
+    bool missing = false;
+#pragma unroll
+    for (int v = 0; v < V; v++) missing |= has_poison(q[v]);
+    return __any_sync(ALL_LANES, missing) != 0;
+}
+
+#ifdef EPIC_HOSTS
+#ifndef NEAR_BYTES
+#define NEAR_BYTES (512 << 10) /* behind the last piece that has come, what may come next; */
+#endif
+#define SPINS_TO_LOOK 32u /* what waits for more looks so seldom */
+#define MOST_POLLED \
+    (NEAR_BYTES / 8) /* of a rank's rows, where all that waits is polled whole */
+
+/* One warp: may its piece, whose last vector that is, be the next to come? */
+__device__ __forceinline__ bool is_next(const Now &now, int peer, const uint4 *last)
+{
+    const uint64_t said = load_relaxed(&control_of(now)->seen[peer]);
+    const uint32_t place = (uint32_t)(last - (const uint4 *)now.slow_box[peer]);
+    return place <= (stamped(now, said) ? (uint32_t)said : 0) + NEAR_BYTES / 16;
+}
+
+/* The same: it has come.  What another forgets is found again. */
+__device__ __forceinline__ void note_come(const Now &now, int peer, const uint4 *last)
+{
+    uint64_t *seen = &control_of(now)->seen[peer];
+    const uint32_t place = (uint32_t)(last - (const uint4 *)now.slow_box[peer]);
+    const uint64_t said = load_relaxed(seen);
+    if (lane_id() == 0 && (!stamped(now, said) || (uint32_t)said < place))
+        store_relaxed(seen, stamp(now, place));
+}
+
+/* One warp waits for the last vector of a piece that lies in host memory; mostly all of it is there then.
+ * A thousand warps wait, for pieces that come one after the other: so those alone poll that wait for
+ * what comes next, one vector each, and bandwidth is left to rows. */
+static __device__ __noinline__ bool await_slow(const Now &now, int peer, const uint4 *last)
+{
+    uint32_t spins = 0;
+    const bool ok = wait_until(now, peer, P2P_PHASE_ROW, [&] {
+        uint4 q = poisoned();
+        const bool looks = ++spins % SPINS_TO_LOOK == 0 || is_next(now, peer, last);
+        if (!__any_sync(ALL_LANES, looks)) return false;
+        if (lane_id() == 0) q = load_relaxed(last);
+        return __any_sync(ALL_LANES, !has_poison(q)) != 0;
+    });
+    if (ok) note_come(now, peer, last);
+    return ok;
+}
+
+/* Of so few rows polls ask for all there is: it takes no turn more. */
+__device__ __forceinline__ bool polls_whole(const Now &now, int32_t vectors)
+{
+    return EAGER && now.tokens * vectors * 16 <= MOST_POLLED;
+}
+
+/* One warp, before it reads a piece with that last vector. */
+__device__ __forceinline__ bool await_piece(const Now &now, int peer, const uint4 *last)
+{
+    return !is_slow(now, last) || await_slow(now, peer, last);
+}
+#endif
+
+/* One warp waits for a piece: vectors [first, ...) of a staged row, `vectors` long.  `copied`: q
+ * is what was there a while ago.  While nothing of it is there, only the first vectors are asked
+ * for: what waits takes bandwidth from what works. */
+template <int V, bool EXACT>
+__device__ __forceinline__ bool take_piece(const Now &now, int peer, const uint4 *staged,
+                                           int32_t first, int32_t vectors, bool copied,
+                                           uint4 (&q)[V])
+{
+    const int32_t begin = first + lane_id();
+#ifdef EPIC_HOSTS
+    if (is_slow(now, staged)) {
+        const uint4 *last = staged + min(first + V * WARP, vectors) - 1;
+        if (!polls_whole(now, vectors) && !await_slow(now, peer, last)) return false;
+        copied = false; /* nothing was */
+    }
+#endif
+    staged += begin;
+    auto read = [&] {
+#pragma unroll
+        for (int v = 0; v < V; v++)
+            q[v] = EXACT || begin + v * WARP < vectors ? load_relaxed(staged + v * WARP)
+                                                       : make_uint4(0, 0, 0, 0);
+    };
+    if (!copied) read();
+    if (!is_missing(q)) return true;
+    const bool begun = EAGER || wait_until(now, peer, P2P_PHASE_ROW, [&] {
+                           if (has_poison(q[0])) q[0] = load_relaxed(staged);
+                           return __any_sync(ALL_LANES, has_poison(q[0])) == 0;
+                       });
+    return begun && wait_until(now, peer, P2P_PHASE_ROW, [&] {
+               read();
+               return !is_missing(q);
+           });
+}
+
+template <int V, bool EXACT>
+__device__ __forceinline__ void restore_piece(uint4 *staged, int32_t first, int32_t vectors)
+{
+    const int32_t begin = first + lane_id();
+    staged += begin;
+#pragma unroll
+    for (int v = 0; v < V; v++)
+        if (EXACT || begin + v * WARP < vectors) store_here(staged + v * WARP, poisoned());
+}
+
+template <int V, bool EXACT>
+__device__ __forceinline__ void send_piece(uint4 *staged, int32_t first, int32_t vectors,
+                                           const uint4 (&q)[V])
+{
+    const int32_t begin = first + lane_id();
+    staged += begin;
+#pragma unroll
+    for (int v = 0; v < V; v++)
+        if (EXACT || begin + v * WARP < vectors) store_relaxed(staged + v * WARP, q[v]);
+}
+
+/* The place of the n-th bit that is set, in each lane for its own n; 0 if there are fewer. */
+__device__ __forceinline__ int nth_bit(uint64_t bits, int n)
+{
+    int place = 0;
+    for (int i = 0; bits; i++, bits &= bits - 1)
+        if (i == n) place = __ffsll((long long)bits) - 1;
+    return place;
+}
+
+/* Zeros in rows [first, end), by threads `thread` of `threads`. */
+static __device__ void zero_rows(uint8_t *rows, int64_t row_bytes, int64_t first, int64_t end,
+                                 int64_t thread, int64_t threads)
+{
+    uint8_t *from = rows + first * row_bytes;
+    const int64_t bytes = (end - first) * row_bytes;
+    const bool aligned = (uintptr_t)from % 16 == 0;
+    const int64_t vectors = aligned ? bytes / 16 : 0;
+    for (int64_t i = thread; i < vectors; i += threads)
+        ((uint4 *)from)[i] = make_uint4(0, 0, 0, 0);
+    for (int64_t i = vectors * 16 + thread; i < bytes; i += threads) from[i] = 0;
+}
+
+static __device__ void zero_floats(float *x, int64_t first, int64_t end, int64_t thread,
+                                   int64_t threads)
+{
+    for (int64_t i = first + thread; x && i < end; i += threads) x[i] = 0.0f;
+}
+
+__device__ __forceinline__ int64_t grid_thread()
+{
+    return (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+}
+
+__device__ __forceinline__ int64_t grid_threads()
+{
+    return (int64_t)gridDim.x * blockDim.x;
+}
+
+#endif

@@ -1,0 +1,144 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What is dropped, and FLAT the search for it.
+ *
+ * By expert, the slots that a rank needs follow from its experts' loads.  FLAT they do not: a row is
+ * needed by every token that keeps a choice on the rank, and which ones do, only the token's own
+ * rank knows.  So for each limit that is tried the ranks count their rows and exchange the counts.
+ * One CTA of each rank does it: this is the exception, and there is no order of CTAs to keep. */
+#ifndef EPIC_FLAT_DROP_CUH
+#define EPIC_FLAT_DROP_CUH
+
+#include "cuda/plan/by_k.cuh"
+#include "cuda/plan/flat.cuh"
+
+__device__ __forceinline__ bool drops(const p2p_plan_job &job)
+{
+    return job.layer.overflow == EPIC_OVERFLOW_DROP;
+}
+
+__device__ __forceinline__ int32_t kept(const Planner &p, const p2p_plan_job &job, int expert)
+{
+    return min(p.load[expert], min(p.common[p.owner[expert]], quota(p, job, expert)));
+}
+
+/* An EPIC_FATE, or 0: choice k of a token, which has `place` in its warp, is kept. */
+__device__ __forceinline__ int32_t fate_of(const Planner &p, const p2p_plan_job &job,
+                                           int expert, int k, int32_t place)
+{
+    const int32_t nth = order_of(p, job, num_tallies(job, true), expert, k, place);
+    if (nth < kept(p, job, expert)) return 0;
+    return nth >= quota(p, job, expert) ? EPIC_FATE_EXPERT_FULL : EPIC_FATE_RANK_FULL;
+}
+
+/* One warp: counts the rows of its tokens' choices that are kept; a row's place in the warp goes to
+ * the choice that it is counted with, into `rows`. */
+static __device__ void count_kept(Planner &p, const p2p_plan_job &job, const int32_t *places,
+                                  int32_t *rows)
+{
+    const Lanes lanes(job.layer.top_k);
+    const Part part = part_of_warp(p, job);
+    const int top_k = job.layer.top_k, experts = job.layer.num_experts;
+    int32_t *tally =
+        p.tally + threadIdx.x / WARP * num_tallies(job, true) + num_choice_tallies(job);
+    uint32_t seen = 0;
+    if ((int)threadIdx.x / WARP >= p.warps) return;
+    if (lane_id() < job.self.num_ranks) tally[lane_id()] = 0;
+    __syncwarp();
+    for (int t = part.begin; t < part.end; t += lanes.tokens)
+        for (int half = 0; half < lanes.halves; half++) {
+            const int token = t + lanes.token, k = lanes.k + half * WARP;
+            const bool in = lanes.on && token < part.end && k < top_k;
+            const int64_t at = in ? (int64_t)token * top_k + k : 0;
+            const int64_t id = in ? planned_id<PLAN_RARE>(job, at) : -1;
+            int32_t owner = -1;
+            if (id >= 0 && id < experts && fate_of(p, job, (int)id, k, places[at]) == 0)
+                owner = p.owner[id];
+            const int32_t row = count_rows(tally, lanes, owner, half, seen);
+            if (in) rows[at] = row;
+        }
+}
+
+__device__ __forceinline__ uint64_t *search_words(const p2p_self &self, const Now &now,
+                                                  uint8_t *heap, int rank, int search)
+{
+    return (uint64_t *)(heap + self.at.searches) +
+           (((int64_t)parity(now) * self.num_ranks + rank) * P2P_MAX_SEARCHES + search) *
+               DEVICE_MAX_RANKS;
+}
+
+/* Whole CTA: how many rows each rank needs with the limits that are tried; for each, how many come
+ * before this rank's. */
+static __device__ bool count_needed(Planner &p, const p2p_plan_job &job, const Now &now,
+                                    int search)
+{
+    const p2p_self &self = job.self;
+    const int choices = num_choice_tallies(job), tallies = num_tallies(job, true);
+    const device_plan_layout layout = device_plan_layout_of(
+        self.num_ranks, self.max_tokens, job.layer.num_experts, job.layer.top_k);
+    const int d = threadIdx.x;
+    bool ok = true;
+    count_kept(p, job, (const int32_t *)(job.plan + layout.fate),
+               (int32_t *)(job.plan + layout.rank_of));
+    __syncthreads();
+    if (d < self.num_ranks) {
+        int32_t sum = 0, low = 0, all = 0;
+        for (int w = 0; w < p.warps; w++) {
+            const int32_t count = p.tally[w * tallies + choices + d];
+            p.tally[w * tallies + choices + d] = sum;
+            sum += count;
+        }
+        for (int i = 1; i <= self.num_ranks; i++) {
+            const int q = wrap(self.rank + i, self.num_ranks);
+            store_relaxed(search_words(self, now, self.heap[q], self.rank, search) + d,
+                          stamp(now, (uint32_t)sum));
+            if (HOSTS)
+                ship(now, q, search_words(self, now, self.heap[q], self.rank, search) + d, 8);
+        }
+        for (int q = 0; q < self.num_ranks && ok; q++) {
+            const uint64_t *from = search_words(self, now, heap_by(now, q), q, search) + d;
+            uint64_t word = 0;
+            ok = wait_alone(now, q, P2P_PHASE_COUNTS, [&] {
+                word = load_relaxed(from);
+                return stamped(now, word);
+            });
+            if (q < self.rank) low += (int32_t)(uint32_t)word;
+            all += (int32_t)(uint32_t)word;
+        }
+        p.row_low[d] = low;
+        p.row_load[d] = all;
+    }
+    return __syncthreads_and(ok) != 0;
+}
+
+/* Whole CTA: the largest common limit of each rank for which its capacity suffices; what was counted
+ * last was counted with those. */
+static __device__ __noinline__ bool drop_rows(Planner &p, const p2p_plan_job &job,
+                                              const Now &now)
+{
+    const int experts = job.layer.num_experts, d = threadIdx.x;
+    const bool mine = d < job.self.num_ranks;
+    int search = 0;
+    if (!count_needed(p, job, now, search++)) return false;
+    if (mine) {
+        int32_t most = 0; /* of all experts: nothing more is dropped */
+        for (int e = 0; e < experts; e++) most = max(most, p.load[e]);
+        const bool over = p.capacity[d] && p.row_load[d] > p.capacity[d];
+        p.fits[d] = over ? 0 : 0x7fffffff;
+        p.fails[d] = over ? max(most, 1) : 0x7fffffff;
+    }
+    for (;;) {
+        bool open = false;
+        if (mine) {
+            open = p.fails[d] - p.fits[d] > 1;
+            p.common[d] = open ? p.fits[d] + (p.fails[d] - p.fits[d]) / 2 : p.fits[d];
+        }
+        open = __syncthreads_and(!open) == 0;
+        if (!count_needed(p, job, now, search++)) return false;
+        if (!open) return true;
+        if (mine && p.common[d] != p.fits[d])
+            (p.row_load[d] > p.capacity[d] ? p.fails : p.fits)[d] = p.common[d];
+        __syncthreads();
+    }
+}
+
+#endif

@@ -1,0 +1,135 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* FLAT, the last part of making a plan: the rows of this rank's tokens, and telling of them. */
+#ifndef EPIC_FLAT_PLACE_CUH
+#define EPIC_FLAT_PLACE_CUH
+
+#include "cuda/plan/flat_drop.cuh"
+
+struct Share {     /* FLAT: one choice */
+    int64_t at;    /* its number, -1: none */
+    int32_t owner; /* the rank of its expert, -1: it has none */
+    int32_t local; /* the expert's number there */
+    int32_t row;   /* there; known to the choice that it was counted with, else -1 */
+    int32_t fate;  /* if it has no rank */
+};
+
+/* `place`: of its row, or if the layer drops its own one, and `row_place` that of its row. */
+template <int KIND>
+__device__ __forceinline__ Share share_of(const Planner &p, const p2p_plan_job &job, int64_t at,
+                                          int64_t id, int k, int32_t place, int32_t row_place)
+{
+    const int32_t *tally =
+        p.tally + threadIdx.x / WARP * tallies_of<KIND>(job) + choice_tallies<KIND>(job);
+    Share s = {at, -1, 0, -1, EPIC_FATE_NONE};
+    if (id < 0 || id >= job.layer.num_experts) return s;
+    if (KIND & PLAN_RARE && drops(job)) {
+        s.fate = fate_of(p, job, (int)id, k, place);
+        if (s.fate < 0) return s;
+        place = row_place;
+    }
+    s.owner = p.owner[id];
+    s.local = p.start[id];
+    if (place >= 0) s.row = p.row_low[s.owner] + tally[s.owner] + place;
+    return s;
+}
+
+/* Tells every rank about the lanes' tokens: row and local experts, c[h] of the choice of half h,
+ * which learns its row. */
+__device__ __forceinline__ void send_rows(const Now &now, const p2p_plan_job &job,
+                                          const Lanes &lanes, int32_t token, bool in, bool bad,
+                                          Share (&c)[2])
+{
+    const p2p_self &self = job.self;
+    const uint32_t above = ~lanes_below() << 1;
+    const bool speaks = in && lanes.on && lanes.k == 0;
+    const int64_t record = self.at.records / 8 +
+                           ((int64_t)parity(now) * self.num_ranks + self.rank) *
+                               self.max_tokens * MOST_TOP_K(self) +
+                           (int64_t)token * job.layer.top_k;
+    for (int i = 1; i <= self.num_ranks; i++) {
+        const int q = wrap(self.rank + i, self.num_ranks);
+        uint64_t *to = (uint64_t *)self.heap[q] + record;
+        if (HOSTS) to += records_apart(self, q);
+        const uint32_t first = __ballot_sync(ALL_LANES, c[0].owner == q) & lanes.mates;
+        const uint32_t second =
+            lanes.halves == 2 ? __ballot_sync(ALL_LANES, c[1].owner == q) : 0;
+        const int32_t row = __shfl_sync(ALL_LANES, first ? c[0].row : c[1].row,
+                                        first    ? __ffs(first) - 1
+                                        : second ? __ffs(second) - 1
+                                                 : 0);
+        if (c[0].owner == q) {
+            const bool last = !(first & above) && !second;
+            c[0].row = row;
+            store_relaxed(to + __popc(first & lanes_below()),
+                          stamp(now, (uint32_t)c[0].local | (last ? RECORD_LAST : 0)));
+        }
+        if (c[1].owner == q) {
+            const bool last = !(second & above);
+            c[1].row = row;
+            store_relaxed(to + __popc(first) + __popc(second & lanes_below()),
+                          stamp(now, (uint32_t)c[1].local | (last ? RECORD_LAST : 0)));
+        }
+        const bool none = !first && !second;
+        if (speaks && none) store_relaxed(to, stamp(now, RECORD_ABSENT | RECORD_LAST));
+        if (speaks)
+            store_relaxed(
+                row_word(self, now, self.heap[q], place_of(self, q, self.rank), token),
+                stamp(now, none  ? RECORD_ABSENT
+                           : bad ? RECORD_DISCARD
+                                 : (uint32_t)row));
+#ifdef EPIC_HOSTS
+        end_records(now, lanes, q, to, in, __popc(first) + __popc(second));
+#endif
+    }
+}
+
+/* FLAT: place_choices. */
+template <int KIND>
+static __device__ void place_rows(Planner &p, const p2p_plan_job &job, const Now &now)
+{
+    const device_plan_layout layout = device_plan_layout_of(
+        job.self.num_ranks, job.self.max_tokens, job.layer.num_experts, job.layer.top_k);
+    int32_t *fate = (int32_t *)(job.plan + layout.fate);
+    int32_t *rank_of = (int32_t *)(job.plan + layout.rank_of);
+    const Lanes lanes(job.layer.top_k);
+    const Part part = part_of_warp(p, job);
+    const int top_k = job.layer.top_k;
+    const bool bad = p.header.result != EPIC_OK;
+    const int32_t lost =
+        p.header.result == EPIC_EOVERFLOW ? EPIC_FATE_RANK_FULL : EPIC_FATE_NONE;
+    for (int t = part.begin; t < part.end; t += 2 * lanes.tokens) {
+        int64_t at[4], id[4];
+        int32_t place[4], row[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) { /* two groups of tokens, two halves each */
+            const int token = t + i / 2 * lanes.tokens + lanes.token;
+            const int k = lanes.k + i % 2 * WARP;
+            const bool in = lanes.on && token < part.end && k < top_k && i % 2 < lanes.halves;
+            at[i] = in ? (int64_t)token * top_k + k : -1;
+            id[i] = in ? planned_id<KIND>(job, at[i]) : -1;
+            place[i] = in ? fate[at[i]] : -1;
+            row[i] = KIND & PLAN_RARE && in && drops(job) ? rank_of[at[i]] : -1;
+        }
+#pragma unroll
+        for (int g = 0; g < 2; g++) {
+            const int token = t + g * lanes.tokens + lanes.token;
+            Share c[2];
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const int i = g * 2 + h;
+                c[h] =
+                    share_of<KIND>(p, job, at[i], id[i], lanes.k + h * WARP, place[i], row[i]);
+            }
+            send_rows(now, job, lanes, token, token < part.end, bad, c);
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                if (c[h].at < 0) continue;
+                const bool none = c[h].owner < 0;
+                fate[c[h].at] = none ? c[h].fate : bad ? lost : c[h].row;
+                rank_of[c[h].at] = bad ? -1 : c[h].owner;
+            }
+        }
+    }
+}
+
+#endif

@@ -1,0 +1,85 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* plan: where every choice goes.
+ *   topk_idx  [num_tokens, top_k]   the first CTAs count and place them (plan/planner.cuh)
+ *   plan      header and arrays     all warps then copy the records that the ranks sent about
+ *                                   their tokens into it, several tokens a warp side by side;
+ *                                   FLAT: first the rows, then records that are local experts
+ * Who else must see what: counts and records are stamped words, each its own flag. */
+#include "cuda/common/launch.cuh"
+#include "cuda/plan/keep.cuh"
+
+#define BLOCK 512
+
+/* FLAT: the same for their rows, each the only slot of its record. */
+static __device__ bool keep_rows(const Now &now, const p2p_plan_job &job, int32_t *records,
+                                 int source, int32_t first_token, int32_t num_tokens)
+{
+    const int top_k = job.layer.top_k;
+    const Lanes lanes(top_k);
+    const int32_t token = first_token + lanes.token;
+    const bool in = lanes.on && token < num_tokens;
+    const uint64_t *from = row_word_of(job.self, now, source, in ? token : 0);
+    uint64_t word = 0;
+    const bool ok = wait_until(now, source, P2P_PHASE_RECORD, [&] {
+        word = load_relaxed(from);
+        return __all_sync(ALL_LANES, !in || stamped(now, word)) != 0;
+    });
+    const int32_t row = is_row((uint32_t)word) ? (int32_t)(uint32_t)word : -1;
+    for (int k = lanes.k; in && k < top_k; k += WARP)
+        records[((int64_t)source * job.self.max_tokens + token) * top_k + k] = k ? -1 : row;
+    return ok;
+}
+
+template <int KIND>
+__global__ void __launch_bounds__(BLOCK, 1)
+    plan_kernel(const __grid_constant__ p2p_plan_job job)
+{
+    constexpr bool FLAT = KIND & PLAN_FLAT;
+    uint8_t *const memory = (uint8_t *)dynamic_shared();
+    __shared__ Now now;
+    __shared__ Planner planner;
+    if (!begin(now, job.self, 0, job.num_tokens, job.capacity, 0)) return;
+    bool ok = true;
+    if ((int)blockIdx.x < job.planners) ok = make_plan<KIND>(planner, job, now, memory);
+    const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
+                                                        job.layer.num_experts, job.layer.top_k);
+    /* who plans is late, and keeps nothing where others can */
+    const int first_cta = (int)gridDim.x >= 2 * job.planners ? job.planners : 0;
+    int32_t tokens_of = 0;
+    ok =
+        ok && ((int)blockIdx.x < first_cta || heard(job.self, now, P2P_SAYS_TOKENS, tokens_of));
+    int32_t *records = (int32_t *)(job.plan + at.records);
+    int32_t *words = FLAT ? (int32_t *)(job.plan + device_locals(&at)) : records;
+    const int warp = ((int)blockIdx.x - first_cta) * (BLOCK / WARP) + (int)(threadIdx.x / WARP);
+    if (ok && warp >= 0)
+        each_group(job, tokens_of, warp, ((int)gridDim.x - first_cta) * (BLOCK / WARP),
+                   [&](int source, int32_t first, int32_t tokens) {
+                       return (!FLAT || keep_rows(now, job, records, source, first, tokens)) &&
+                              keep_records(now, job, words, source, first, tokens);
+                   });
+    (void)finish(job.self, now, (int)gridDim.x - 1, false);
+}
+
+typedef void (*Kernel)(p2p_plan_job);
+
+static const Kernel kernels[] = {plan_kernel<0>, plan_kernel<PLAN_FLAT>, plan_kernel<PLAN_RARE>,
+                                 plan_kernel<PLAN_RARE | PLAN_FLAT>};
+
+extern "C" cudaError_t p2p_load_plan(void)
+{
+    for (int kind = 0; kind < 4; kind++) {
+        const int bytes = planner_most_bytes() + (kind & PLAN_RARE ? PLAN_RARE_BYTES : 0);
+        const cudaError_t error = cudaFuncSetAttribute(
+            kernels[kind], cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+        if (error != cudaSuccess) return error;
+    }
+    return cudaSuccess;
+}
+
+extern "C" cudaError_t p2p_launch_plan(const p2p_plan_job *job, int num_sms,
+                                       cudaStream_t stream)
+{
+    const bool rare = job->layer.num_logical || job->layer.overflow == EPIC_OVERFLOW_DROP;
+    const int kind = (job->layer.layout == EPIC_FLAT ? PLAN_FLAT : 0) | (rare ? PLAN_RARE : 0);
+    return enqueue(kernels[kind], num_sms, BLOCK, planner_bytes_with(*job), stream, *job);
+}

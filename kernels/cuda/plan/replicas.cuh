@@ -1,0 +1,153 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Replicas, while a plan is made.  Ids name logical experts, and choice n of one, in the order of
+ * the group, goes to its replica n % r.  So the ranks count choices of logical experts, as they
+ * count those of experts else; what each replica gets of them, and the place of a choice among
+ * those of its replica, follow by a division.
+ *
+ *   logical   [num_experts]        the table
+ *   nth       [num_experts]        which of its logical expert's replicas an expert is
+ *   first     [num_logical + 1]    where the replicas of a logical expert begin in `replica`
+ *   replica   [num_experts]        experts by logical expert, ascending
+ *   chosen    [num_logical]        choices over the group */
+#ifndef EPIC_REPLICAS_CUH
+#define EPIC_REPLICAS_CUH
+
+#include "cuda/plan/counts.cuh"
+
+/* Of the planner's dynamic shared memory, behind what every plan needs. */
+__host__ __device__ inline int replica_bytes(const epic_layer *layer)
+{
+    return layer->num_logical ? (int)layer->num_experts * 12 + 16 : 0;
+}
+
+__device__ __forceinline__ int replicas_of(const Planner &p, int logical)
+{
+    return p.first[logical + 1] - p.first[logical];
+}
+
+/* One warp: where the replicas of each logical expert begin, from how many there are. */
+static __device__ void sum_replicas(Planner &p, int num_logical)
+{
+    int before = 0;
+    for (int i = 0; i < num_logical; i += WARP) {
+        const int l = i + lane_id(), count = l < num_logical ? p.chosen[l] : 0;
+        int upto = count;
+        for (int d = 1; d < WARP; d *= 2) {
+            const int lower = __shfl_up_sync(ALL_LANES, upto, d);
+            if (lane_id() >= d) upto += lower;
+        }
+        if (l < num_logical) p.first[l] = (uint16_t)(before + upto - count);
+        before += __shfl_sync(ALL_LANES, upto, WARP - 1);
+    }
+    if (lane_id() == 0) p.first[num_logical] = (uint16_t)before;
+}
+
+/* Every thread, after planner_begin: the table, checked.  Entries out of range count as 0. */
+static __device__ void read_replicas(Planner &p, const p2p_plan_job &job)
+{
+    const int experts = job.layer.num_experts, num_logical = job.layer.num_logical;
+    if (threadIdx.x == 0) {
+        p.chosen = (int32_t *)p.rare;
+        p.logical = (uint16_t *)(p.chosen + experts);
+        p.nth = p.logical + experts;
+        p.replica = p.nth + experts;
+        p.first = p.replica + experts;
+    }
+    __syncthreads();
+    for (int e = threadIdx.x; e < experts; e += blockDim.x) {
+        int logical = job.logical_of_expert[e];
+        if (logical < 0 || logical >= num_logical) {
+            logical = 0;
+            atomicMin(&p.bad_replica, (uint32_t)e);
+        }
+        p.logical[e] = (uint16_t)logical;
+        p.chosen[e] = 0;
+        atomicAdd(&p.table, ((uint32_t)e * 0x9e3779b1u ^ (uint32_t)logical) * 0x85ebca6bu);
+    }
+    __syncthreads();
+    for (int e = threadIdx.x; e < experts; e += blockDim.x) {
+        int before = 0;
+        for (int f = 0; f < e; f++) before += p.logical[f] == p.logical[e];
+        p.nth[e] = (uint16_t)before;
+        atomicAdd(&p.chosen[p.logical[e]], 1);
+    }
+    __syncthreads();
+    if (threadIdx.x < WARP) sum_replicas(p, num_logical);
+    __syncthreads();
+    for (int e = threadIdx.x; e < experts; e += blockDim.x)
+        p.replica[p.first[p.logical[e]] + p.nth[e]] = (uint16_t)e;
+    for (int l = threadIdx.x; l < num_logical; l += blockDim.x)
+        if (replicas_of(p, l) == 0) atomicMin(&p.bad_replica, (uint32_t)(experts + l));
+    __syncthreads();
+}
+
+/* A word of the counts, past all others: the table's hash, 0 if it cannot be used. */
+__device__ __forceinline__ uint32_t table_said(const Planner &p)
+{
+    return p.bad_replica == NOTHING ? p.table | 1 : 0;
+}
+
+/* One thread of each CTA: have all ranks the same table? */
+static __device__ bool compare_tables(const Planner &p, const p2p_plan_job &job, const Now &now)
+{
+    const p2p_self &self = job.self;
+    const uint32_t own = table_said(p);
+    const int64_t counts = self.at.counts / 8 +
+                           (int64_t)parity(now) * self.num_ranks * DEVICE_MAX_TALLIES +
+                           num_tallies(job, true);
+    for (int q = 0; q < self.num_ranks && blockIdx.x == 0; q++) {
+        uint64_t *to = (uint64_t *)self.heap[q] + counts + self.rank * DEVICE_MAX_TALLIES;
+        store_relaxed(to, stamp(now, own));
+        ship(now, q, to, 8);
+    }
+    for (int q = 0; q < self.num_ranks; q++) {
+        const uint64_t *from =
+            (const uint64_t *)heap_by(now, q) + counts + q * DEVICE_MAX_TALLIES;
+        uint64_t word = 0;
+        if (!wait_alone(now, q, P2P_PHASE_COUNTS, [&] {
+                word = load_relaxed(from);
+                return stamped(now, word);
+            }))
+            return false;
+        if (own && (uint32_t)word && (uint32_t)word != own) {
+            report_table(now, q);
+            return false;
+        }
+    }
+    return true;
+}
+
+/* Every thread, when the ranks' counts are there: those of logical experts become those of their
+ * replicas. */
+static __device__ void spread_choices(Planner &p, const p2p_plan_job &job)
+{
+    const int experts = job.layer.num_experts, num_logical = job.layer.num_logical;
+    for (int l = threadIdx.x; l < num_logical; l += blockDim.x) p.chosen[l] = p.load[l];
+    __syncthreads();
+    for (int e = threadIdx.x; e < experts; e += blockDim.x) {
+        const int l = p.logical[e], replicas = replicas_of(p, l);
+        p.load[e] = (p.chosen[l] + replicas - 1 - p.nth[e]) / replicas;
+    }
+    __syncthreads();
+}
+
+/* What expert_capacity leaves an expert. */
+__device__ __forceinline__ int32_t quota(const Planner &p, const p2p_plan_job &job, int expert)
+{
+    const uint32_t limit = job.layer.expert_capacity;
+    if (job.layer.overflow != EPIC_OVERFLOW_DROP || limit == 0 || limit > 0x7fffffff)
+        return 0x7fffffff;
+    if (!job.layer.num_logical) return (int32_t)limit;
+    const uint32_t replicas = (uint32_t)replicas_of(p, p.logical[expert]);
+    return (int32_t)((limit + replicas - 1 - p.nth[expert]) / replicas);
+}
+
+/* Choice `nth` of a logical expert: the replica that has it, and its place there. */
+__device__ __forceinline__ int replica_at(const Planner &p, int logical, int32_t &nth)
+{
+    const int replicas = replicas_of(p, logical), turn = nth % replicas;
+    nth /= replicas;
+    return p.replica[p.first[logical] + turn];
+}
+
+#endif

@@ -1,0 +1,93 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Logical experts become experts before anything else is counted.
+ *
+ * By expert and by token, what replicas get follows from the counts of logical experts
+ * (plan/replicas.cuh).  Where rows are counted with the choices (FLAT), or choices by k, a choice's expert
+ * has to be known first: then the ranks exchange the counts of logical experts, each writes the
+ * experts of its choices, and the plan is made of those.  One CTA of each rank does it, as it knows
+ * the order of all choices of its rank. */
+#ifndef EPIC_RESOLVE_CUH
+#define EPIC_RESOLVE_CUH
+
+#include "cuda/plan/replicas.cuh"
+
+__device__ __forceinline__ uint64_t *chosen_words(const p2p_self &self, const Now &now,
+                                                  uint8_t *heap, int rank)
+{
+    return (uint64_t *)(heap + self.at.chosen) +
+           ((int64_t)parity(now) * self.num_ranks + rank) * P2P_REPLICATED_EXPERTS;
+}
+
+/* One thread: choices of a logical expert here and everywhere. */
+static __device__ bool exchange_chosen(Planner &p, const p2p_self &self, const Now &now,
+                                       int logical, uint32_t own)
+{
+    uint32_t low = 0, all = 0;
+    for (int i = 1; i <= self.num_ranks; i++) {
+        const int q = wrap(self.rank + i, self.num_ranks);
+        uint64_t *to = chosen_words(self, now, self.heap[q], self.rank) + logical;
+        store_relaxed(to, stamp(now, own));
+        ship(now, q, to, 8);
+    }
+    for (int q = 0; q < self.num_ranks; q++) {
+        const uint64_t *from = chosen_words(self, now, heap_by(now, q), q) + logical;
+        uint64_t word = 0;
+        if (!wait_alone(now, q, P2P_PHASE_COUNTS, [&] {
+                word = load_relaxed(from);
+                return stamped(now, word);
+            }))
+            return false;
+        if (q < self.rank) low += (uint32_t)word;
+        all += (uint32_t)word;
+    }
+    p.low[logical] = (int32_t)low;
+    p.chosen[logical] = (int32_t)all;
+    return true;
+}
+
+/* Every thread, when the tables are there and nothing is counted yet; false: the group is broken. */
+static __device__ __noinline__ bool resolve(Planner &p, const p2p_plan_job &job, const Now &now)
+{
+    const Lanes lanes(job.layer.top_k);
+    const int logicals = (int)job.layer.num_logical, warp = threadIdx.x / WARP;
+    const bool distinct = (job.layer.flags & EPIC_DISTINCT) != 0;
+    int32_t *const expert_of = resolved(job), *const tally = p.tally + warp * logicals;
+    const auto read = [&](int64_t at) { return choice_id(job, at); };
+    each_choice(job, lanes, part_of_warp(p, job), read,
+                [&](int64_t at, int64_t id, int, int32_t first, int) {
+                    const int32_t logical = checked_id(p, at, id, logicals);
+                    uint32_t same;
+                    const int32_t place = count_group(tally, logical, same);
+                    if (distinct && repeats(lanes, logical, same, first))
+                        atomicMin(&p.bad_choice, (uint32_t)at);
+                    if (at >= 0) expert_of[at] = place;
+                    return logical;
+                });
+    __syncthreads();
+    bool ok = true;
+    for (int l = threadIdx.x; l < logicals && ok; l += blockDim.x) {
+        uint32_t sum = 0;
+        for (int w = 0; w < p.warps; w++) {
+            const uint32_t count = (uint32_t)p.tally[w * logicals + l];
+            p.tally[w * logicals + l] = (int32_t)sum;
+            sum += count;
+        }
+        ok = exchange_chosen(p, job.self, now, l, sum);
+    }
+    ok = __syncthreads_and(ok) != 0;
+    if (!ok) return false;
+    each_choice(job, lanes, part_of_warp(p, job), read,
+                [&](int64_t at, int64_t id, int, int32_t, int) {
+                    const bool there =
+                        at >= 0 && id >= 0 && id < logicals && replicas_of(p, (int)id) > 0;
+                    int32_t nth = there ? p.low[id] + tally[id] + expert_of[at] : 0;
+                    if (at >= 0) expert_of[at] = there ? replica_at(p, (int)id, nth) : -1;
+                    return -1;
+                });
+    __syncthreads();
+    for (int i = threadIdx.x; i < p.warps * logicals; i += blockDim.x) p.tally[i] = 0;
+    __syncthreads();
+    return true;
+}
+
+#endif

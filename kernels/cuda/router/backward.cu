@@ -1,0 +1,237 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* router_backward: from the gradient of the weights to that of the logits.
+ *   d_weights [num_tokens, top_k], d_logits [num_tokens, columns]
+ * One warp takes one token.  Only a softmax over all experts needs all logits.
+ * The gradient of the scale by expert, d_scale_of_expert [columns], is a kernel of its own. */
+#include "cuda/common/launch.cuh"
+#include "cuda/router/router.cuh"
+
+#define MOST_WARPS 4
+
+/* What the parts are made of, of the chosen. */
+__device__ __forceinline__ Shares<2> share_again(const p2p_router_backward_job &job,
+                                                 const Chosen<2> &c, const float *s,
+                                                 float (&z)[2], int64_t token)
+{
+    const epic_router &r = job.rows.router;
+    float x[2] = {0, 0};
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+        if (!c.live(j)) continue;
+        if (s) {
+            x[j] = s[at(c.id[j])];
+            continue;
+        }
+        z[j] = load_number(job.rows.logits, job.rows.type, token * job.rows.columns + c.id[j]);
+        x[j] = r.weight_rule == EPIC_WEIGHT_OF_SCORE ? score_of(z[j], r.score) : z[j];
+    }
+    return share(job.rows, c, x);
+}
+
+/* The host's share_backward: g becomes the gradient of the parts. */
+__device__ __forceinline__ void share_backward(const Shares<2> &s, const Chosen<2> &c,
+                                               float scale, float (&g)[2])
+{
+    float products[2];
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+        g[j] = s.divisor != 0 ? g[j] * scale / s.divisor : 0;
+        products[j] = g[j] * (s.moves ? s.parts[j] / s.divisor : 0);
+    }
+    const float mean = add_in_order(c, products);
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+        if (s.divisor != 0) g[j] -= mean;
+}
+
+/* Adds the gradient of the parts to what they are made of, choice by choice: an expert may be
+ * chosen twice. */
+__device__ __forceinline__ void parts_backward(const epic_router &r, const Shares<2> &s,
+                                               const Chosen<2> &c, const float (&z)[2],
+                                               float (&g)[2], float *d)
+{
+    const float products[2] = {s.parts[0] * g[0], s.parts[1] * g[1]};
+    if (r.weight_rule == EPIC_WEIGHT_SOFTMAX_CHOSEN) {
+        const float mean = add_in_order(c, products);
+        g[0] = s.parts[0] * (g[0] - mean);
+        g[1] = s.parts[1] * (g[1] - mean);
+    } else if (r.weight_rule == EPIC_WEIGHT_SIGMOID_CHOSEN) {
+        g[0] = g[0] * (s.parts[0] * sigmoid(-z[0]));
+        g[1] = g[1] * (s.parts[1] * sigmoid(-z[1]));
+    }
+    for (int i = 0; i < c.k; i++) {
+        if (lane_id() == i && c.id[0] >= 0) d[at(c.id[0])] += g[0];
+        if (lane_id() + WARP == i && c.id[1] >= 0) d[at(c.id[1])] += g[1];
+        __syncwarp();
+    }
+}
+
+template <int V>
+__device__ __forceinline__ void give_gradient(const p2p_router_backward_job &job,
+                                              const float *s, const float *d, int64_t token)
+{
+    const p2p_router_rows &rows = job.rows;
+    const uint32_t score = rows.router.score;
+    const bool of_score = rows.router.weight_rule == EPIC_WEIGHT_OF_SCORE;
+    float mean = 0;
+    if (s) mean = add_up<V, float>(rows.columns, [&](int i) { return s[at(i)] * d[at(i)]; });
+    give<V>(job.d_logits, job.grad_type, job.accumulate, token, rows.columns, [&](int i) {
+        float x = d[at(i)];
+        if (s) return s[at(i)] * (x - mean);
+        if (!of_score || x == 0 || score == EPIC_SCORE_LOGITS) return x;
+        const float z = load_number(rows.logits, rows.type, token * rows.columns + i);
+        return x * score_slope(score_of(z, score), z, score);
+    });
+}
+
+/* The choices of a token. */
+__device__ __forceinline__ Chosen<2> choices_of(const p2p_router_backward_job &job,
+                                                int64_t token)
+{
+    Chosen<2> c = {(int)job.rows.router.top_k, {-1, -1}};
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+        if (c.is(j)) c.id[j] = job.topk_idx[token * c.k + j * WARP + lane_id()];
+        if (c.id[j] >= job.rows.columns) c.id[j] = -1;
+    }
+    return c;
+}
+
+/* Do the weights need the softmax over all experts? */
+__host__ __device__ __forceinline__ bool of_softmax(const epic_router &r)
+{
+    return r.weight_rule == EPIC_WEIGHT_OF_SCORE && r.score == EPIC_SCORE_SOFTMAX;
+}
+
+template <int V>
+__global__ void __launch_bounds__(MOST_WARPS *WARP)
+    router_backward_kernel(const __grid_constant__ p2p_router_backward_job job)
+{
+    float *const memory = (float *)dynamic_shared();
+    const epic_router &r = job.rows.router;
+    const int columns = job.rows.columns, words = row_words_of<V>(columns);
+    const int64_t token = (int64_t)blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP;
+    if (token >= job.rows.num_tokens) return;
+    float *d = memory + threadIdx.x / WARP * 2 * words, *s = NULL;
+
+    if (of_softmax(r)) {
+        s = d + words;
+        load_row<V>(s, job.rows, token);
+        softmax<V>(s, s, columns);
+    }
+    each_column<V>(0, columns, [&](int i) { d[at(i)] = 0; });
+    const Chosen<2> c = choices_of(job, token);
+    float g[2] = {0, 0}, z[2] = {0, 0};
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+        if (c.is(j)) g[j] = job.d_weights[token * c.k + j * WARP + lane_id()];
+        if (c.live(j) && job.scale_of_expert) g[j] *= job.scale_of_expert[c.id[j]];
+    }
+    const Shares<2> shares = share_again(job, c, s, z, token);
+    share_backward(shares, c, job.rows.scale, g);
+    parts_backward(r, shares, c, z, g, d);
+    give_gradient<V>(job, s, d, token);
+}
+
+/* -------------------------------------------------------------- the scale by expert ---- */
+
+#define SCALE_WARPS 8 /* runs of tokens, added one after the other */
+
+/* What choice `place` adds: the gradient of its weight times the weight without its scale; the same
+ * on all lanes. */
+__device__ __forceinline__ double scale_part(const p2p_router_backward_job &job, float *s,
+                                             int64_t place)
+{
+    const int k = (int)job.rows.router.top_k, choice = (int)(place % k);
+    const int64_t token = place / k;
+    float z[2];
+    __syncwarp(); /* the row that the lanes have read may go */
+    if (of_softmax(job.rows.router)) {
+        load_row<0>(s, job.rows, token);
+        softmax<0>(s, s, job.rows.columns);
+    } else {
+        s = NULL;
+    }
+    const Shares<2> shares = share_again(job, choices_of(job, token), s, z, token);
+    const float part = __shfl_sync(ALL_LANES, choice < WARP ? shares.parts[0] : shares.parts[1],
+                                   choice % WARP);
+    if (shares.divisor == 0) return 0;
+    const float weight = part / shares.divisor * job.rows.scale;
+    return (double)job.d_weights[place] * (double)weight;
+}
+
+/* A CTA takes an expert, each of its warps a run of the tokens.  Few choices are an expert's: their
+ * weights are worked out again. */
+__global__ void __launch_bounds__(SCALE_WARPS *WARP)
+    router_scale_kernel(const __grid_constant__ p2p_router_backward_job job)
+{
+    __shared__ double sums[SCALE_WARPS];
+    const int k = (int)job.rows.router.top_k, expert = (int)blockIdx.x;
+    const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
+    float *const s = (float *)dynamic_shared() + warp * row_words(job.rows.columns);
+    const int64_t tokens = job.rows.num_tokens;
+    const int64_t end = tokens * (warp + 1) / warps * k;
+    double sum = 0;
+    for (int64_t i = tokens * warp / warps * k; i < end; i += WARP) {
+        const int64_t mine = i + lane_id();
+        const bool its = mine < end && job.topk_idx[mine] == expert;
+        for (uint32_t left = __ballot_sync(ALL_LANES, its); left; left &= left - 1) {
+            const int64_t place = i + __ffs(left) - 1;
+            sum += scale_part(job, s, place);
+        }
+    }
+    if (lane_id() == 0) sums[warp] = sum;
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    float *const out = job.d_scale_of_expert + expert;
+    double all = 0;
+    for (int w = 0; w < warps; w++) all += sums[w];
+    *out = (float)((job.accumulate ? (double)*out : 0) + all);
+}
+
+/* ---------------------------------------------------------------------------- launching ---- */
+
+static cudaError_t launch_scale(const p2p_router_backward_job *job, cudaStream_t stream)
+{
+    const int words = row_words(job->rows.columns), warps = router_warps(words, SCALE_WARPS);
+    const int bytes = of_softmax(job->rows.router) ? warps * words * 4 : 0;
+    return enqueue(router_scale_kernel, job->rows.columns, warps * WARP, bytes, stream, *job);
+}
+
+template <int V>
+static cudaError_t launch(const p2p_router_backward_job *job, cudaStream_t stream)
+{
+    const int words = 2 * row_words_of<V>(job->rows.columns);
+    const int warps = router_warps(words, MOST_WARPS);
+    const int64_t ctas = (job->rows.num_tokens + warps - 1) / warps;
+    return enqueue(router_backward_kernel<V>, (int)ctas, warps * WARP, warps * words * 4,
+                   stream, *job);
+}
+
+extern "C" cudaError_t p2p_launch_router_backward(const p2p_router_backward_job *job,
+                                                  cudaStream_t stream)
+{
+    if (job->d_scale_of_expert) {
+        const cudaError_t error = launch_scale(job, stream);
+        if (error != cudaSuccess) return error;
+    }
+    if (job->rows.num_tokens == 0) return cudaSuccess;
+    return job->rows.columns <= 8 * WARP ? launch<8>(job, stream) : launch<0>(job, stream);
+}
+
+template <int V> static cudaError_t load()
+{
+    return cudaFuncSetAttribute(router_backward_kernel<V>,
+                                cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES);
+}
+
+extern "C" cudaError_t p2p_load_router_backward(void)
+{
+    cudaError_t error = load<8>();
+    if (error == cudaSuccess) error = load<0>();
+    return error == cudaSuccess
+               ? cudaFuncSetAttribute(router_scale_kernel,
+                                      cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES)
+               : error;
+}

@@ -1,0 +1,147 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* router: chooses top_k experts for each token and weighs them.
+ *   logits    [num_tokens, columns]
+ *   topk_idx  [num_tokens, top_k], weights [num_tokens, top_k], scores [num_tokens, columns]
+ * One warp takes one token: its logits, scores and selection keys lie in shared memory. */
+#include "cuda/common/launch.cuh"
+#include "cuda/router/choose.cuh"
+
+#define MOST_WARPS 4
+
+/* The token's row of the table; ids that no expert has become -1. */
+template <int J>
+__device__ __forceinline__ Chosen<J> look_up(const p2p_router_job &job, int64_t token)
+{
+    Chosen<J> c = {(int)job.rows.router.top_k, {-1}};
+    const int64_t id = job.wide ? ((const int64_t *)job.token_ids)[token]
+                                : ((const int32_t *)job.token_ids)[token];
+    const bool known = id >= 0 && id < job.table_rows;
+#pragma unroll
+    for (int j = 0; j < J; j++) {
+        c.id[j] = -1;
+        if (known && c.is(j)) c.id[j] = job.table[id * c.k + j * WARP + lane_id()];
+        if (c.id[j] >= job.rows.columns) c.id[j] = -1;
+    }
+    return c;
+}
+
+/* The bias of this lane's columns, read before the logits have come; 0: none. */
+template <int V> struct Bias {
+    float x[V > 0 ? V : 1];
+
+    __device__ __forceinline__ explicit Bias(const p2p_router_job &job)
+    {
+#pragma unroll
+        for (int v = 0; v < V; v++) x[v] = read(job, v * WARP + lane_id());
+    }
+    static __device__ __forceinline__ float read(const p2p_router_job &job, int column)
+    {
+        return job.bias && column < job.rows.columns ? __ldg(job.bias + column) : 0.0f;
+    }
+};
+
+template <int V>
+__device__ __forceinline__ void make_keys(const p2p_router_job &job, uint32_t *keys,
+                                          const float *values, const Bias<V> &bias)
+{
+    if (V > 0) {
+#pragma unroll
+        for (int v = 0; v < V; v++) {
+            const int place = at(v * WARP + lane_id());
+            keys[place] = key_of(values[place] + bias.x[v]);
+        }
+    } else {
+        each_column<0>(0, job.rows.columns, [&](int i) {
+            keys[at(i)] = key_of(values[at(i)] + Bias<0>::read(job, i));
+        });
+    }
+    __syncwarp();
+}
+
+template <int J>
+__device__ __forceinline__ void weigh(const p2p_router_job &job, const Chosen<J> &c,
+                                      const float *from, int64_t token)
+{
+    float x[J] = {0};
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < J; j++)
+        if (c.live(j)) x[j] = from[at(c.id[j])];
+    const Shares<J> s = share(job.rows, c, x);
+#pragma unroll
+    for (int j = 0; j < J; j++) {
+        if (!c.is(j)) continue;
+        const int64_t place = token * c.k + j * WARP + lane_id();
+        job.topk_idx[place] = c.id[j];
+        float weight = s.divisor != 0 ? s.parts[j] / s.divisor * job.rows.scale : 0;
+        if (job.scale_of_expert && c.id[j] >= 0 && s.divisor != 0)
+            weight *= job.scale_of_expert[c.id[j]];
+        job.weights[place] = weight;
+    }
+}
+
+template <int V>
+__global__ void __launch_bounds__(MOST_WARPS *WARP)
+    router_kernel(const __grid_constant__ p2p_router_job job, const __grid_constant__ Deal deal)
+{
+    float *const memory = (float *)dynamic_shared();
+    const epic_router &r = job.rows.router;
+    const int columns = job.rows.columns, words = row_words_of<V>(columns);
+    constexpr int J = V > 0 ? 1 : 2; /* above 32 choices: V is 0 */
+    const int64_t token = (int64_t)blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP;
+    const int group_words = r.num_groups > WARP ? row_words((int)r.num_groups) : 0;
+    if (token >= job.rows.num_tokens) return;
+    float *z = memory + (threadIdx.x / WARP) * (3 * words + group_words), *s = z + words;
+    uint32_t *keys = (uint32_t *)(s + words), *group_keys = keys + words;
+
+    const bool choosing = job.token_ids == NULL,
+               of_score = r.weight_rule == EPIC_WEIGHT_OF_SCORE;
+    const Bias<V> bias(job);
+    load_row<V>(z, job.rows, token);
+    if (of_score || job.scores || (choosing && !job.on_logits))
+        make_scores<V>(s, z, r.score, columns);
+    if (job.scores)
+        each_column<V>(0, columns, [&](int i) { job.scores[token * columns + i] = s[at(i)]; });
+    if (choosing) make_keys<V>(job, keys, job.on_logits ? z : s, bias);
+    const Chosen<J> c = choosing ? choose<V, J>(r, deal, keys, group_keys, job.on_logits)
+                                 : look_up<J>(job, token);
+    weigh(job, c, of_score ? s : z, token);
+}
+
+template <int V>
+static cudaError_t launch(const p2p_router_job *job, const Deal &deal, cudaStream_t stream)
+{
+    const int columns = job->rows.columns, groups = (int)job->rows.router.num_groups;
+    const int words = 3 * row_words_of<V>(columns) + (groups > WARP ? row_words(groups) : 0);
+    const int warps = router_warps(words, MOST_WARPS);
+    const int64_t ctas = (job->rows.num_tokens + warps - 1) / warps;
+    return enqueue(router_kernel<V>, (int)ctas, warps * WARP, warps * words * 4, stream, *job,
+                   deal);
+}
+
+extern "C" cudaError_t p2p_launch_router(const p2p_router_job *job, cudaStream_t stream)
+{
+    const Deal d = deal_of(job->rows.router, job->rows.columns);
+    const bool any = d.groups_per_lane > 1 || job->rows.router.top_k > WARP;
+    const int most = any ? 1 << 30 : max(d.run, (job->rows.columns + 31) / 32);
+    if (job->rows.num_tokens == 0) return cudaSuccess;
+    if (most <= 4) return launch<4>(job, d, stream);
+    if (most <= 8) return launch<8>(job, d, stream);
+    if (most <= 16) return launch<16>(job, d, stream);
+    return launch<0>(job, d, stream);
+}
+
+template <int V> static cudaError_t load()
+{
+    return cudaFuncSetAttribute(router_kernel<V>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                SHARED_BYTES);
+}
+
+extern "C" cudaError_t p2p_load_router(void)
+{
+    cudaError_t error = load<4>();
+    if (error == cudaSuccess) error = load<8>();
+    if (error == cudaSuccess) error = load<16>();
+    if (error == cudaSuccess) error = load<0>();
+    return error;
+}

@@ -1,0 +1,216 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The balance loss and the z-loss, their gradients, and the update of the bias.
+ *   logits [num_tokens, columns], load [num_experts], runs [LOSS_RUNS] float64
+ * One warp takes one run of tokens (rule.h) and leaves its sum in runs[]; a second kernel adds
+ * the runs.  Sequence-wise, each CTA counts the choices of the sequences that its runs meet. */
+#include "cuda/common/launch.cuh"
+#include "cuda/router/router.cuh"
+#include "rules/device_layout.h"
+
+#define MOST_WARPS 16
+#define ADDERS 1024
+
+enum Pass { FORWARD, BACKWARD };
+
+/* P in p; returns what the scores were divided by, 0 if all of them are 0. */
+__device__ __forceinline__ float probabilities(const p2p_router_rows &rows, float *p,
+                                               int64_t token)
+{
+    const uint32_t score = rows.router.score;
+    load_row<0>(p, rows, token);
+    if (score == EPIC_SCORE_SOFTMAX || score == EPIC_SCORE_LOGITS) {
+        softmax<0>(p, p, rows.columns);
+        return 1;
+    }
+    make_scores<0>(p, p, score, rows.columns);
+    const float sum = add_up<0, float>(rows.columns, [&](int i) { return p[at(i)]; });
+    if (sum != 0) each_column<0>(0, rows.columns, [&](int i) { p[at(i)] /= sum; });
+    return sum;
+}
+
+/* One token's term of the balance loss, or its gradient. */
+template <Pass PASS>
+__device__ __forceinline__ double balance(const p2p_loss_job &job, const int32_t *load,
+                                          float *p, double factor, int64_t token)
+{
+    const p2p_router_rows &rows = job.rows;
+    const uint32_t score = rows.router.score;
+    const int experts = (int)rows.router.num_experts;
+    const float divisor = probabilities(rows, p, token);
+    const double mean =
+        add_up<0, double>(experts, [&](int i) { return (double)p[at(i)] * load[i]; });
+    if (PASS == FORWARD) return mean;
+    give<0>(job.d_logits, job.grad_type, job.accumulate, token, rows.columns, [&](int i) {
+        const double own = i < experts ? load[i] : 0;
+        const float d = (float)(factor * (own - mean));
+        if (score == EPIC_SCORE_SOFTMAX || score == EPIC_SCORE_LOGITS) return d * p[at(i)];
+        if (divisor == 0) return 0.0f;
+        const float z = load_number(rows.logits, rows.type, token * rows.columns + i);
+        return d / divisor * score_slope(p[at(i)] * divisor, z, score);
+    });
+    return 0;
+}
+
+template <Pass PASS>
+__device__ __forceinline__ double z_term(const p2p_loss_job &job, float *p, double factor,
+                                         int64_t token)
+{
+    load_row<0>(p, job.rows, token);
+    const Softmax s = softmax<0>(p, p, job.rows.columns);
+    const double l = (double)s.largest + log((double)s.sum);
+    if (PASS == FORWARD) return l * l;
+    const float slope = (float)(2 * factor * l);
+    give<0>(job.d_logits, job.grad_type, job.accumulate, token, job.rows.columns,
+            [&](int i) { return slope * p[at(i)]; });
+    return 0;
+}
+
+/* The choices of the sequence that begins with token `first`, counted by the CTA. */
+__device__ __forceinline__ void count_sequence(const p2p_loss_job &job, int32_t *counts,
+                                               int64_t first)
+{
+    const int64_t k = job.rows.router.top_k;
+    __syncthreads();
+    for (int i = threadIdx.x; i < job.rows.columns; i += blockDim.x) counts[i] = 0;
+    __syncthreads();
+    for (int64_t i = threadIdx.x; i < job.sequence_tokens * k; i += blockDim.x) {
+        const int32_t id = job.topk_idx[first * k + i];
+        if (id >= 0 && id < job.rows.columns) atomicAdd(counts + id, 1);
+    }
+    __syncthreads();
+}
+
+/* The part of [begin, end) that lies in the sequence which begins with token `first`; all of it
+ * where there are no sequences. */
+struct Span {
+    int64_t begin, end;
+};
+
+__device__ __forceinline__ Span within(Span s, int64_t first, int64_t sequence_tokens)
+{
+    if (sequence_tokens == 0) return s;
+    return {max(s.begin, first), min(s.end, first + sequence_tokens)};
+}
+
+static __device__ double factor_of(const p2p_loss_job &job)
+{
+    const device_plan_header *plan = (const device_plan_header *)job.plan;
+    if (plan == NULL) return job.factor;
+    int64_t tokens = 0;
+    for (int q = 0; q < DEVICE_MAX_RANKS; q++)
+        tokens += q < plan->num_ranks ? plan->tokens_of[q] : 0;
+    if (tokens <= 0) return 0;
+    return job.factor / (job.powers == 2 ? (double)tokens : 1.0) / (double)tokens;
+}
+
+template <Pass PASS, bool Z>
+__global__ void __launch_bounds__(MOST_WARPS *WARP)
+    loss_kernel(const __grid_constant__ p2p_loss_job job)
+{
+    float *const memory = (float *)dynamic_shared();
+    const int words = row_words(job.rows.columns), warps = blockDim.x / WARP;
+    const int64_t tokens = job.rows.num_tokens, run = loss_run_tokens(tokens);
+    const int mine = blockIdx.x * warps + threadIdx.x / WARP;
+    const Span own = {min(tokens, mine * run), min(tokens, (mine + 1) * run)};
+    const Span all = {min(tokens, blockIdx.x * warps * run),
+                      min(tokens, (blockIdx.x + 1) * warps * run)};
+    const int64_t sequence = Z ? 0 : job.sequence_tokens;
+    float *p = memory + threadIdx.x / WARP * words;
+    int32_t *counts = (int32_t *)(memory + warps * words);
+    const double factor =
+        PASS == BACKWARD && job.d_loss ? factor_of(job) * *job.d_loss : factor_of(job);
+
+    double sum = 0;
+    int64_t first = sequence ? all.begin / sequence * sequence : all.begin;
+    while (first < all.end) { /* the same for the whole CTA */
+        if (sequence) count_sequence(job, counts, first);
+        const Span now = within(own, first, sequence);
+        for (int64_t t = now.begin; t < now.end; t++) {
+            sum += Z ? z_term<PASS>(job, p, factor, t)
+                     : balance<PASS>(job, sequence ? counts : job.load, p, factor, t);
+            __syncwarp();
+        }
+        first = sequence ? first + sequence : all.end;
+    }
+    if (PASS == FORWARD && lane_id() == 0 && mine < LOSS_RUNS) job.runs[mine] = sum;
+}
+
+__global__ void __launch_bounds__(ADDERS)
+    add_runs_kernel(const __grid_constant__ p2p_loss_job job)
+{
+    __shared__ double runs[LOSS_RUNS];
+    for (int i = threadIdx.x; i < LOSS_RUNS; i += ADDERS) runs[i] = job.runs[i];
+    for (int distance = LOSS_RUNS / 2; distance > 0; distance /= 2) {
+        __syncthreads();
+        for (int i = threadIdx.x; i < distance; i += ADDERS) runs[i] += runs[i + distance];
+    }
+    if (threadIdx.x != 0) return;
+    if (job.loss_type == EPIC_F64)
+        *(double *)job.loss = factor_of(job) * runs[0];
+    else
+        *(float *)job.loss = (float)(factor_of(job) * runs[0]);
+}
+
+template <Pass PASS, bool Z>
+static cudaError_t launch(const p2p_loss_job *job, cudaStream_t stream)
+{
+    const int words = row_words(job->rows.columns);
+    const int left = SHARED_BYTES / 4 / words - 1; /* one row for the counts */
+    const int warps = left < MOST_WARPS ? left : MOST_WARPS;
+    return enqueue(loss_kernel<PASS, Z>, (LOSS_RUNS + warps - 1) / warps, warps * WARP,
+                   (warps + 1) * words * 4, stream, *job);
+}
+
+extern "C" cudaError_t p2p_launch_loss(const p2p_loss_job *job, cudaStream_t stream)
+{
+    const cudaError_t error =
+        job->z ? launch<FORWARD, true>(job, stream) : launch<FORWARD, false>(job, stream);
+    if (error != cudaSuccess) return error;
+    return enqueue(add_runs_kernel, 1, ADDERS, 0, stream, *job);
+}
+
+extern "C" cudaError_t p2p_launch_loss_backward(const p2p_loss_job *job, cudaStream_t stream)
+{
+    if (job->rows.num_tokens == 0) return cudaSuccess;
+    return job->z ? launch<BACKWARD, true>(job, stream) : launch<BACKWARD, false>(job, stream);
+}
+
+/* ----------------------------------------------------------------------------- bias ---- */
+
+__global__ void __launch_bounds__(ADDERS)
+    bias_update_kernel(float *bias, const int32_t *load, int64_t num_experts, float rate)
+{
+    __shared__ int64_t sums[ADDERS / WARP];
+    int64_t total = 0;
+    for (int64_t e = threadIdx.x; e < num_experts; e += ADDERS) total += load[e];
+    total = add_lanes(total);
+    if (lane_id() == 0) sums[threadIdx.x / WARP] = total;
+    __syncthreads();
+    total = 0;
+    for (int w = 0; w < ADDERS / WARP; w++) total += sums[w];
+    for (int64_t e = threadIdx.x; e < num_experts; e += ADDERS) {
+        const int64_t below = total - num_experts * load[e];
+        bias[e] += rate * (float)((below > 0) - (below < 0));
+    }
+}
+
+extern "C" cudaError_t p2p_launch_bias_update(float *bias, const int32_t *load,
+                                              int64_t num_experts, float rate,
+                                              cudaStream_t stream)
+{
+    return enqueue(bias_update_kernel, 1, ADDERS, 0, stream, bias, load, num_experts, rate);
+}
+
+extern "C" cudaError_t p2p_load_loss(void)
+{
+    const void *kernels[] = {
+        (const void *)loss_kernel<FORWARD, true>, (const void *)loss_kernel<FORWARD, false>,
+        (const void *)loss_kernel<BACKWARD, true>, (const void *)loss_kernel<BACKWARD, false>};
+    cudaFuncAttributes attributes;
+    cudaError_t error = cudaFuncGetAttributes(&attributes, add_runs_kernel);
+    if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, bias_update_kernel);
+    for (int i = 0; i < 4 && error == cudaSuccess; i++)
+        error = cudaFuncSetAttribute(kernels[i], cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                     SHARED_BYTES);
+    return error;
+}

@@ -1,0 +1,311 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A token's row of experts, worked on by a warp: column i belongs to lane i % 32, in shared
+ * memory at place at(i).  The arithmetic is the host's (src/router), to the bit: the same scalar
+ * functions, sums in the same order, and no product contracted into a sum.
+ *
+ * V: columns of a lane where the compiler is to know, 0: any number. */
+#ifndef EPIC_ROUTER_CUH
+#define EPIC_ROUTER_CUH
+
+#ifndef EPIC_NO_FMAD
+#error "router kernels need nvcc -fmad=false -DEPIC_NO_FMAD: else their bits are not the host's"
+#endif
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "cuda/common/ptx.cuh"
+#include "cuda/router/router.h"
+#include "rules/rule.h"
+#include "rules/scalar.h"
+
+#define REAL float
+#define OF(name) name##_f32
+#include "rules/scalar_template.h"
+#undef REAL
+#undef OF
+
+#define WARP 32
+#define ALL_LANES 0xffffffffu
+#define SUM_BLOCK 1024
+#define SHARED_BYTES (96 << 10) /* most of a CTA: every GPU since sm_80 has them */
+
+__device__ __forceinline__ int lane_id()
+{
+    return threadIdx.x % WARP;
+}
+
+/* One word of padding every 32: lanes that read runs of 8 words meet no bank twice. */
+__host__ __device__ __forceinline__ int at(int i)
+{
+    return i + (i >> 5);
+}
+
+/* Words of a row in shared memory: whole steps of a warp. */
+__host__ __device__ __forceinline__ int row_words(int columns)
+{
+    return (columns + WARP - 1) / WARP * (WARP + 1);
+}
+
+template <int V> __host__ __device__ __forceinline__ int row_words_of(int columns)
+{
+    return V > 0 ? V * (WARP + 1) : row_words(columns);
+}
+
+/* f(i) for the columns of this lane in [first, end), ascending; first is a multiple of 32. */
+template <int V, class F> __device__ __forceinline__ void each_column(int first, int end, F f)
+{
+    if (V > 0) {
+#pragma unroll
+        for (int v = 0; v < V; v++) {
+            const int i = first + v * WARP + lane_id();
+            if (i < end) f(i);
+        }
+    } else {
+#pragma unroll 4
+        for (int i = first + lane_id(); i < end; i += WARP) f(i);
+    }
+}
+
+/* The same for what costs little and may be done past the end: rows have room. */
+template <int V, class F> __device__ __forceinline__ void each_place(int end, F f)
+{
+    if (V > 0) {
+#pragma unroll
+        for (int v = 0; v < V; v++) f(v * WARP + lane_id());
+    } else {
+        each_column<0>(0, end, f);
+    }
+}
+
+/* On every lane, the sum that lane 0 gets by adding distances 16, 8, 4, 2, 1. */
+template <class T> __device__ __forceinline__ T add_lanes(T x)
+{
+#pragma unroll
+    for (int distance = WARP / 2; distance > 0; distance /= 2)
+        x += __shfl_xor_sync(ALL_LANES, x, distance);
+    return x;
+}
+
+/* The sum of f(i) over the columns: the host's add_up(). */
+template <int V, class T, class F> __device__ __forceinline__ T add_up(int columns, F f)
+{
+    T total = 0;
+    for (int first = 0; first < columns; first += SUM_BLOCK) {
+        T sum = 0;
+        each_column<V>(first, min(columns, first + SUM_BLOCK), [&](int i) { sum += f(i); });
+        total += add_lanes(sum);
+        if (V > 0) break; /* one block */
+    }
+    return total;
+}
+
+/* ------------------------------------------------------------------------- elements ---- */
+
+__device__ __forceinline__ float load_element(const float *p)
+{
+    return *p;
+}
+
+__device__ __forceinline__ float load_element(const __nv_bfloat16 *p)
+{
+    return __bfloat162float(*p);
+}
+
+__device__ __forceinline__ float load_element(const __half *p)
+{
+    return __half2float(*p);
+}
+
+__device__ __forceinline__ float load_number(const void *p, uint32_t type, int64_t i)
+{
+    if (type == EPIC_BF16) return load_element((const __nv_bfloat16 *)p + i);
+    if (type == EPIC_F16) return load_element((const __half *)p + i);
+    return load_element((const float *)p + i);
+}
+
+__device__ __forceinline__ void store_number(void *p, uint32_t type, int64_t i, float x)
+{
+    if (type == EPIC_BF16)
+        ((__nv_bfloat16 *)p)[i] = __float2bfloat16_rn(x);
+    else if (type == EPIC_F16)
+        ((__half *)p)[i] = __float2half_rn(x);
+    else
+        ((float *)p)[i] = x;
+}
+
+template <int V, class T>
+__device__ __forceinline__ void load_typed(float *z, const T *row, int columns)
+{
+    each_column<V>(0, columns, [&](int i) { z[at(i)] = load_element(row + i); });
+}
+
+template <int V>
+__device__ __forceinline__ void load_row(float *z, const p2p_router_rows &rows, int64_t token)
+{
+    const int64_t first = token * rows.columns;
+    if (rows.type == EPIC_BF16)
+        load_typed<V>(z, (const __nv_bfloat16 *)rows.logits + first, rows.columns);
+    else if (rows.type == EPIC_F16)
+        load_typed<V>(z, (const __half *)rows.logits + first, rows.columns);
+    else
+        load_typed<V>(z, (const float *)rows.logits + first, rows.columns);
+}
+
+/* Writes, or adds, the gradient of a token's logits: d(i). */
+template <int V, class F>
+__device__ __forceinline__ void give(void *d_logits, uint32_t type, int accumulate,
+                                     int64_t token, int columns, F d)
+{
+    const int64_t first = token * columns;
+    each_column<V>(0, columns, [&](int i) {
+        float x = d(i);
+        if (accumulate) x += load_number(d_logits, type, first + i);
+        store_number(d_logits, type, first + i, x);
+    });
+}
+
+/* --------------------------------------------------------------------------- scores ---- */
+
+/* A NaN that comes first stays; else the largest, NaNs left out. */
+__device__ __forceinline__ float largest_of(float mine, float first)
+{
+#pragma unroll
+    for (int distance = WARP / 2; distance > 0; distance /= 2)
+        mine = fmaxf(mine, __shfl_xor_sync(ALL_LANES, mine, distance));
+    return first != first ? first : mine;
+}
+
+struct Softmax {
+    float largest, sum;
+};
+
+/* p may be z.  Column i is written by the lane that reads it. */
+template <int V>
+__device__ __forceinline__ Softmax softmax(float *p, const float *z, int columns)
+{
+    Softmax s = {-INFINITY, 0};
+    const float first = __shfl_sync(ALL_LANES, lane_id() == 0 ? z[0] : 0, 0);
+    each_column<V>(0, columns, [&](int i) { s.largest = fmaxf(s.largest, z[at(i)]); });
+    s.largest = largest_of(s.largest, first);
+    each_place<V>(columns, [&](int i) { p[at(i)] = exp_of_difference(z[at(i)], s.largest); });
+    s.sum = add_up<V, float>(columns, [&](int i) { return p[at(i)]; });
+    each_place<V>(columns, [&](int i) { p[at(i)] /= s.sum; });
+    return s;
+}
+
+/* Of the scores that depend on their own logit alone. */
+__device__ __forceinline__ float score_of(float z, uint32_t score)
+{
+    if (score == EPIC_SCORE_SIGMOID) return sigmoid(z);
+    return score == EPIC_SCORE_SQRTSOFTPLUS ? sqrtsoftplus(z) : z;
+}
+
+/* s may be z. */
+template <int V>
+__device__ __forceinline__ void make_scores(float *s, const float *z, uint32_t score,
+                                            int columns)
+{
+    if (score == EPIC_SCORE_SOFTMAX)
+        softmax<V>(s, z, columns);
+    else if (score == EPIC_SCORE_SIGMOID)
+        each_place<V>(columns, [&](int i) { s[at(i)] = sigmoid(z[at(i)]); });
+    else if (score == EPIC_SCORE_SQRTSOFTPLUS)
+        each_place<V>(columns, [&](int i) { s[at(i)] = sqrtsoftplus(z[at(i)]); });
+    else
+        each_column<V>(0, columns, [&](int i) { s[at(i)] = z[at(i)]; });
+}
+
+/* -------------------------------------------------------------------------- weights ---- */
+
+/* The choices of a token: lane l has choices l, l + 32, up to J of them. */
+template <int J> struct Chosen {
+    int k;
+    int id[J]; /* below 0: no expert */
+
+    __device__ __forceinline__ bool is(int j) const
+    {
+        return lane_id() + j * WARP < k;
+    }
+    __device__ __forceinline__ bool live(int j) const
+    {
+        return is(j) && id[j] >= 0;
+    }
+};
+
+/* x[0] + x[1] + ... over the choices, one after the other. */
+template <int J>
+__device__ __forceinline__ float add_in_order(const Chosen<J> &c, const float (&x)[J])
+{
+    float sum = 0;
+#pragma unroll 8
+    for (int i = 0; i < min(c.k, WARP); i++) sum += __shfl_sync(ALL_LANES, x[0], i);
+    for (int i = WARP; J > 1 && i < c.k; i++) sum += __shfl_sync(ALL_LANES, x[J - 1], i - WARP);
+    return sum;
+}
+
+/* Softmax over the chosen logits; p holds them before. */
+template <int J>
+__device__ __forceinline__ void softmax_chosen(const Chosen<J> &c, float (&p)[J])
+{
+    const uint32_t low = __ballot_sync(ALL_LANES, c.live(0));
+    const uint32_t high = __ballot_sync(ALL_LANES, J > 1 && c.live(J - 1));
+    const float first =
+        __shfl_sync(ALL_LANES, low ? p[0] : p[J - 1], __ffs(low ? low : high | 1) - 1);
+    float largest = -INFINITY, sum = 0;
+#pragma unroll
+    for (int j = 0; j < J; j++)
+        if (c.live(j)) largest = fmaxf(largest, p[j]);
+    largest = largest_of(largest, first);
+#pragma unroll
+    for (int j = 0; j < J; j++) {
+        p[j] = c.live(j) ? exp_of_difference(p[j], largest) : 0;
+        if (c.is(j)) sum += p[j];
+    }
+    sum = add_lanes(sum);
+#pragma unroll
+    for (int j = 0; j < J; j++)
+        if (low | high) p[j] /= sum;
+}
+
+template <int J> struct Shares { /* the host's `shares` */
+    float parts[J];
+    float divisor;
+    bool moves;
+};
+
+/* x: of the chosen, the scores where the rule is EPIC_WEIGHT_OF_SCORE, else the logits. */
+template <int J>
+__device__ __forceinline__ Shares<J> share(const p2p_router_rows &rows, const Chosen<J> &c,
+                                           const float (&x)[J])
+{
+    const epic_router &r = rows.router;
+    Shares<J> s = {{0}, 1, false};
+#pragma unroll
+    for (int j = 0; j < J; j++)
+        if (c.live(j))
+            s.parts[j] = r.weight_rule == EPIC_WEIGHT_SIGMOID_CHOSEN ? sigmoid(x[j]) : x[j];
+    if (r.weight_rule == EPIC_WEIGHT_SOFTMAX_CHOSEN) softmax_chosen(c, s.parts);
+    if (r.normalize == EPIC_NORMALIZE_NONE) return s;
+
+    const float sum = add_in_order(c, s.parts);
+    if (r.normalize == EPIC_NORMALIZE_SUM) {
+        s.divisor = sum + rows.eps;
+        s.moves = true;
+    } else {
+        s.moves = !(sum < rows.norm_min);
+        s.divisor = s.moves ? sum : rows.norm_min;
+    }
+    return s;
+}
+
+/* ------------------------------------------------------------------------ launching ---- */
+
+/* Warps of a CTA, `most` at most, of which each has `words` in shared memory. */
+static inline int router_warps(int words, int most)
+{
+    const int fit = SHARED_BYTES / (words * 4);
+    return fit < 1 ? 1 : fit < most ? fit : most;
+}
+
+#endif

@@ -1,0 +1,34 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* How kernels are started on the GPU of threads: in place of kernels/cuda/common/launch.cuh. */
+#ifndef EPIC_LAUNCH_CUH
+#define EPIC_LAUNCH_CUH
+
+#include <cuda_device.h>
+
+template <class Kernel, class... Arguments> struct EmulatedCall {
+    Kernel kernel;
+    std::tuple<Arguments...> arguments;
+
+    static void run(const void *self)
+    {
+        const EmulatedCall *call = (const EmulatedCall *)self;
+        std::apply(call->kernel, call->arguments);
+    }
+};
+
+template <class Kernel, class... Arguments>
+static cudaError_t enqueue(Kernel kernel, int ctas, int threads, int shared_bytes,
+                           cudaStream_t stream, const Arguments &...arguments)
+{
+    typedef EmulatedCall<Kernel, Arguments...> Call;
+    const Call call = {kernel, std::make_tuple(arguments...)};
+    return emulator_enqueue((const void *)kernel, Call::run, &call, sizeof call, ctas, threads,
+                            shared_bytes, stream);
+}
+
+inline void *dynamic_shared()
+{
+    return emulator_here->shared;
+}
+
+#endif

@@ -1,0 +1,240 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What the assembly of kernels/cuda/common/ptx.cuh does, on the GPU of threads. */
+#ifndef EPIC_PTX_CUH
+#define EPIC_PTX_CUH
+
+#include <cuda_device.h>
+
+#include "host/convert.h"
+
+#define POISON 0xffffffffu
+
+inline uint64_t timer_ns()
+{
+    return emulator_now();
+}
+
+/* Each word of a vector is read, and written, by itself. */
+template <class T> inline T emulated_load(const T *p)
+{
+    return __atomic_load_n(p, __ATOMIC_RELAXED);
+}
+
+inline uint4 emulated_load(const uint4 *p)
+{
+    const uint32_t *word = (const uint32_t *)p;
+    return {emulated_load(word), emulated_load(word + 1), emulated_load(word + 2),
+            emulated_load(word + 3)};
+}
+
+template <class T> inline void emulated_store(T *p, T v)
+{
+    __atomic_store_n(p, v, __ATOMIC_RELAXED);
+}
+
+inline void emulated_store(uint4 *p, uint4 v)
+{
+    uint32_t *word = (uint32_t *)p;
+    emulated_store(word, v.x);
+    emulated_store(word + 1, v.y);
+    emulated_store(word + 2, v.z);
+    emulated_store(word + 3, v.w);
+}
+
+template <class T> inline T load_relaxed(const T *p)
+{
+    return emulated_load(p);
+}
+
+template <class T> inline void store_relaxed(T *p, std::common_type_t<T> v)
+{
+    if (sizeof v == sizeof(uint4)) emulator_check_store(p);
+    emulated_store(p, v);
+}
+
+inline void load_two(const uint64_t *p, uint64_t &a, uint64_t &b)
+{
+    a = emulated_load(p);
+    b = emulated_load(p + 1);
+}
+
+inline void fence_system()
+{
+    emulator_fence(1);
+}
+
+inline uint32_t load_acquire(const uint32_t *p)
+{
+    return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+}
+
+inline void store_release(uint32_t *p, uint32_t v)
+{
+    __atomic_store_n(p, v, __ATOMIC_RELEASE);
+}
+
+inline void store_here(uint4 *p, uint4 v)
+{
+    emulated_store(p, v);
+    emulator_note_store(p);
+}
+
+inline uint64_t policy_once()
+{
+    return 1;
+}
+
+inline uint4 load_once(const void *p, uint64_t)
+{
+    return emulated_load((const uint4 *)p);
+}
+
+inline uint4 load_again(const void *p)
+{
+    return emulated_load((const uint4 *)p);
+}
+
+inline void store_once(void *p, uint4 v, uint64_t)
+{
+    emulated_store((uint4 *)p, v);
+}
+
+template <class T> inline void store_once(void *p, T v, uint64_t)
+{
+    emulated_store((T *)p, v);
+}
+
+inline void copy_once(uint32_t to, const void *from, uint64_t)
+{
+    emulator_copy(to, from, 16);
+}
+
+inline void copy_again(uint32_t to, const void *from)
+{
+    emulator_copy(to, from, 16);
+}
+
+inline void copy_word(uint32_t to, const void *from)
+{
+    emulator_copy(to, from, 4);
+}
+
+inline void end_copies()
+{
+    emulator_end_copies();
+}
+
+template <int PENDING> inline void wait_copies()
+{
+    emulator_wait_copies(PENDING);
+}
+
+inline uint32_t shared_address(const void *p)
+{
+    return (uint32_t)((const uint8_t *)p - emulator_here->shared);
+}
+
+inline uint4 load_shared(uint32_t p)
+{
+    return *(const uint4 *)emulator_shared(p, 16);
+}
+
+inline void store_shared(uint32_t p, uint4 v)
+{
+    *(uint4 *)emulator_shared(p, 16) = v;
+    emulator_hide_bulk();
+}
+
+inline void store_shared(uint32_t p, uint32_t v)
+{
+    *(uint32_t *)emulator_shared(p, 4) = v;
+    emulator_hide_bulk();
+}
+
+inline void bulk_once(void *to, uint32_t from, uint32_t bytes, uint64_t)
+{
+    emulator_bulk(to, from, bytes, NULL);
+}
+
+inline void bulk_send(void *to, uint32_t from, uint32_t bytes)
+{
+    emulator_bulk(to, from, bytes, emulator_check_store);
+}
+
+inline void bulk_here(void *to, uint32_t from, uint32_t bytes)
+{
+    emulator_bulk(to, from, bytes, emulator_note_store);
+}
+
+inline void bulk_prefetch(const void *, uint32_t)
+{
+}
+
+inline void end_bulk()
+{
+    emulator_end_bulk();
+}
+
+template <int PENDING> inline void wait_bulk_read()
+{
+    emulator_wait_bulk(PENDING);
+}
+
+inline void wait_bulk()
+{
+    emulator_wait_bulk(0);
+}
+
+inline void show_bulk()
+{
+    emulator_show_bulk();
+}
+
+inline float max_size(float x, float y)
+{
+    const float size = std::fabs(x) > std::fabs(y) ? std::fabs(x) : std::fabs(y);
+    return x != x || y != y ? emulated_nan(NAN) : size;
+}
+
+inline uint32_t max_halves(uint32_t a, uint32_t b)
+{
+    const uint32_t low = std::max(a & 0xffffu, b & 0xffffu);
+    return std::max(a & 0xffff0000u, b & 0xffff0000u) | low;
+}
+
+inline uint32_t pack_e4m3(float a, float b, float c, float d)
+{
+    const uint32_t low = (uint32_t)e4m3_of_float(b) << 8 | e4m3_of_float(a);
+    return (uint32_t)e4m3_of_float(d) << 24 | (uint32_t)e4m3_of_float(c) << 16 | low;
+}
+
+inline void keep(uint32_t &)
+{
+}
+
+template <int N> inline void keep(float (&)[N])
+{
+}
+
+/* y or a neighbour of it: which one, x says, as a GPU has the same bits for it each time. */
+inline float nearly(float y, float x)
+{
+    const float towards[] = {y, 0, 2 * y};
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return std::isnormal(y) ? std::nextafter(y, towards[(bits * 0x9e3779b1u >> 16) % 3]) : y;
+}
+
+inline float reciprocal_approx(float x)
+{
+    const float y = 1 / x;
+    return std::fpclassify(y) == FP_SUBNORMAL ? std::copysign(0.0f, y) : nearly(y, x);
+}
+
+inline float exp2_approx(float x)
+{
+    const float y = exp2f(x);
+    return std::fpclassify(y) == FP_SUBNORMAL ? 0.0f : nearly(y, x);
+}
+
+#endif
