@@ -46,6 +46,15 @@ src/dispatcher
 
 # Files of a folder from the bottom up, without ".c". Every .c file of the folder has to be listed.
 FILES = {
+    "src/backend/shared": """
+        segment
+        wake
+        failure
+        cells lanes
+        sight
+        wait
+        group
+    """,
     # "src/moe": """
     # """,
 }

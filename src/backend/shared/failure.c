@@ -3,20 +3,26 @@
 #include <time.h>
 
 #include "backend/shared/shared.h"
+#include "base/clock.h"
 
-#define PATIENCE_NS 100000000ull /* for a rank that is writing its failure */
+#define PATIENCE_NS 100000000 /* for a rank that is writing its failure */
+
+bool shared_is_gone(epic_group *g, int peer)
+{
+    return load_acquire(&head_of(g, peer)->closed) || (g->is_dead && g->is_dead(g, peer));
+}
 
 /* Becomes the writer, also in place of one that died while it wrote. */
 static bool become_writer(epic_group *g)
 {
-    const uint64_t stop = shared_now_ns() + PATIENCE_NS;
+    const int64_t stop = clock_ns() + PATIENCE_NS;
     for (;;) {
         uint32_t state = load_ordered(&g->header->failure_state);
         if (state == GROUP_BROKEN) return false;
         const bool open = state == GROUP_WHOLE || shared_is_gone(g, (int)state - 1);
         if (open && compare_swap(&g->header->failure_state, &state, (uint32_t)g->rank + 1))
             return true;
-        if (shared_now_ns() >= stop) return false;
+        if (clock_ns() >= stop) return false;
         nanosleep(&(struct timespec){.tv_nsec = 20000}, NULL);
     }
 }

@@ -4,21 +4,15 @@
 #include <string.h>
 
 #include "backend/shared/shared.h"
-#include "base/clock.h"
 #include "base/error.h"
 
-#define SLICE_NS 100000000ull
-
-uint64_t shared_now_ns(void)
-{
-    return (uint64_t)clock_ns();
-}
+#define SLICE_NS 100000000
 
 /* A quarter of the deadline at most, so that a waiting rank is seen waiting when it comes. */
-static uint64_t slice_of(const epic_config *config)
+static int64_t slice_of(const epic_config *config)
 {
-    const uint64_t quarter = config->timeout_ms * 1000000ull / 4;
-    const uint64_t slice = quarter < SLICE_NS ? quarter : SLICE_NS;
+    const int64_t quarter = config->timeout_ms * 1000000ll / 4;
+    const int64_t slice = quarter < SLICE_NS ? quarter : SLICE_NS;
     return slice < 1000000 ? 1000000 : slice;
 }
 
@@ -28,15 +22,6 @@ static void show_cores(epic_group *g)
     const core_set mine = cores_mine();
     for (int w = 0; w < CORE_WORDS; w++)
         store_relaxed(&head_of(g, g->rank)->cores[w], mine.words[w]);
-}
-
-bool shared_has_cores(const epic_group *g)
-{
-    core_set any = {{0}};
-    for (int r = 0; r < g->num_ranks; r++)
-        for (int w = 0; w < CORE_WORDS; w++)
-            any.words[w] |= load_relaxed(&head_of(g, r)->cores[w]);
-    return cores_count(&any) >= g->num_ranks;
 }
 
 static int64_t private_bytes(const shared_layout *l)

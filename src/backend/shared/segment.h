@@ -26,7 +26,7 @@ enum shared_bell { BELL_QUIET, BELL_ARMED, BELL_ASLEEP };
 
 /* A sleeping rank as its peers see it. */
 typedef struct shared_wait {
-    _Alignas(64) _Atomic uint64_t heartbeat_ns; /* 0: has not waited */
+    _Alignas(64) _Atomic int64_t heartbeat_ns; /* 0: has not waited */
     _Atomic uint32_t phase;
     _Atomic uint64_t waits_for[RANK_WORDS];
 } shared_wait;

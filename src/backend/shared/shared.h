@@ -59,7 +59,7 @@ struct epic_group {
     int rank;
     int num_ranks;
     bool across;           /* processes: futexes are shared ones */
-    uint64_t slice_ns;     /* longest sleep between two signs of life */
+    int64_t slice_ns;      /* longest sleep between two signs of life */
     _Atomic int own_cores; /* of every rank: 0 unknown, else 1 + whether */
     patience patience;
     _Atomic uint64_t bytes_sent;
@@ -86,13 +86,10 @@ void shared_free(epic_group *group);
 void shared_memory(const epic_config *config, epic_memory_info *out);
 
 /* Between the files of the engine. */
-uint64_t shared_now_ns(void);
 bool shared_match(epic_group *group, shared_exchange *x, int peer);
 shared_cell *shared_find(const epic_group *group, int peer, uint64_t tag, uint64_t place,
                          int first, int *index);
 bool shared_is_gone(epic_group *group, int peer);
-/* Could every rank have a core of its own?  All peers have joined. */
-bool shared_has_cores(const epic_group *group);
 bool shared_cell_is_free(epic_group *group, const shared_exchange *x);
 void shared_ring(const epic_group *group, shared_cell *cell);
 void shared_ring_door(const epic_group *group, int rank);

@@ -3,19 +3,15 @@
 #include <string.h>
 
 #include "backend/shared/shared.h"
+#include "base/clock.h"
 
-#define GRACE_NS 100000000ull
-
-bool shared_is_gone(epic_group *g, int peer)
-{
-    return load_acquire(&head_of(g, peer)->closed) || (g->is_dead && g->is_dead(g, peer));
-}
+#define GRACE_NS 100000000
 
 /* Waiting ranks show a sign of life every slice; the rest is for a busy machine. */
 static bool is_fresh(const epic_group *g, const shared_wait *wait)
 {
-    const uint64_t heartbeat = load_acquire(&wait->heartbeat_ns), now = shared_now_ns();
-    const uint64_t slices = g->slice_ns * 5 / 2, limit = slices > GRACE_NS ? slices : GRACE_NS;
+    const int64_t heartbeat = load_acquire(&wait->heartbeat_ns), now = clock_ns();
+    const int64_t slices = g->slice_ns * 5 / 2, limit = slices > GRACE_NS ? slices : GRACE_NS;
     return heartbeat && (now < heartbeat || now - heartbeat < limit);
 }
 
