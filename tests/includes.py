@@ -46,6 +46,19 @@ src/dispatcher
 
 # Files of a folder from the bottom up, without ".c". Every .c file of the folder has to be listed.
 FILES = {
+    "src/backend/mpi": """
+        runtime
+        tables lives
+        control
+        cells
+        sights lanes
+        progress
+        wait drain
+        lifecycle
+        create bootstrap
+        join
+        mpi
+    """,
     "src/backend/shared": """
         segment
         wake

@@ -278,7 +278,7 @@ static epic_result check(const void *native)
     MPI_Finalized(&finalized);
     if (finalized)
         return epic_fail(EPIC_ENOTSUP, "bootstrap over MPI: MPI_Finalize was called");
-    if (!native) return runtime_is_up() ? EPIC_OK : runtime_start();
+    if (!native) return runtime_is_up() ? EPIC_OK : lifecycle_start();
     if (!runtime_is_up())
         return epic_fail(EPIC_EINVAL, "bootstrap over MPI: comm is given and MPI is not "
                                       "initialized: call MPI_Init_thread first");

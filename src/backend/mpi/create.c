@@ -92,7 +92,7 @@ epic_result create_comm(epic_group *group, MPI_Comm parent, MPI_Group ranks, int
         const epic_result result = await(group, c);
         if (!is_done(c, result != EPIC_OK)) {
             pthread_detach(thread);
-            runtime_broke();
+            lifecycle_broke();
             return result;
         }
         pthread_join(thread, NULL);

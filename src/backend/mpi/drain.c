@@ -12,6 +12,11 @@
 #define PACE_NS 1000000
 #define IDLE_LOOKS 20 /* without rows, before it sleeps */
 
+static void wake(epic_group *group)
+{
+    if (group->drainer_sleeps) pthread_cond_signal(&group->wake_drainer);
+}
+
 /* Naps without the mutex.  Where others have looked at MPI meanwhile, or just do, rows move. */
 static void pace(epic_group *group)
 {
@@ -19,7 +24,7 @@ static void pace(epic_group *group)
     pthread_mutex_unlock(group->mutex);
     do nap_ns(PACE_NS);
     while (pthread_mutex_trylock(group->mutex) != 0);
-    if (looks == group->looks && !is_broken(group)) cells_drain(group);
+    if (looks == group->looks && !is_broken(group)) progress_drain(group);
 }
 
 static void *drain(void *self)
@@ -48,18 +53,23 @@ epic_result drain_start(epic_group *group)
     return epic_fail(EPIC_ENOMEM, "backend mpi: the system refused one more thread");
 }
 
-void drain_wake(epic_group *group)
-{
-    if (group->drainer_sleeps) pthread_cond_signal(&group->wake_drainer);
-}
-
 void drain_stop(epic_group *group)
 {
     if (!group->drainer_runs) return;
     pthread_mutex_lock(group->mutex);
     group->leaving = true;
-    drain_wake(group);
+    wake(group);
     pthread_mutex_unlock(group->mutex);
     pthread_join(group->drainer, NULL);
     group->drainer_runs = false;
+}
+
+void mpi_finish(epic_group *group, int index)
+{
+    cell *c = &group->cells[index];
+    pthread_mutex_lock(group->mutex);
+    c->state = CELL_DRAINING;
+    group->num_draining++;
+    wake(group);
+    pthread_mutex_unlock(group->mutex);
 }

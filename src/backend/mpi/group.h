@@ -2,18 +2,23 @@
 /* A rank's view of a group whose ranks are processes of one MPI job, and what the files of this
  * folder are to each other:
  *
- *   runtime.c   MPI itself, once for the process; groups that were left
- *   meet.c      from a communicator to a bootstrap
- *   join.c      from a bootstrap to a communicator; leaving
- *   create.c    a communicator, within a deadline
- *   tables.c    all memory of a group
- *   control.c   messages on MPI tag 0: notes, failures, closings
- *   sights.c    where peers are: questions and answers between waiting ranks
- *   lives.c     peers whose process has ended without a word
- *   cells.c     the life of a cell; waiting
- *   lanes.c     rows, on MPI tag 1 + the receiver's cell
- *   drain.c     a thread that keeps MPI moving for rows whose sender went on to other things
- *   mpi.c       the contract, signed
+ *   runtime.c    MPI itself
+ *   tables.c     all memory of a group
+ *   lives.c      peers whose process has ended without a word
+ *   control.c    messages on MPI tag 0: sending them, the group's failure
+ *   cells.c      the life of a cell, and its notes
+ *   sights.c     where peers are: questions and answers between waiting ranks
+ *   lanes.c      rows, on MPI tag 1 + the receiver's cell
+ *   progress.c   every look at MPI; dispatches what has come to the files above
+ *   wait.c       waiting
+ *   drain.c      a thread that keeps MPI moving for rows whose sender went on to other things
+ *   lifecycle.c  from MPI's start to its end; groups that were left
+ *   create.c     a communicator, within a deadline
+ *   bootstrap.c  from a communicator to a bootstrap
+ *   join.c       from a bootstrap to a communicator; leaving
+ *   mpi.c        the contract, signed
+ *
+ * No file calls a function of a file below it in this list (tests/includes.py).
  *
  * One mutex guards the group and all MPI calls on its communicator; nobody holds it while
  * waiting.  Only lanes are reached without it, by the thread that uses the cell. */
@@ -202,29 +207,12 @@ static inline bool has_rank(const uint64_t *ranks, int rank)
     return ranks[rank / 64] >> (rank % 64) & 1;
 }
 
+/* runtime.c.  Those with a result leave a sentence when MPI cannot be used. */
 void nap_ns(int64_t ns);
-
-/* runtime.c.  These two leave a sentence when MPI cannot be used. */
-epic_result runtime_start(void); /* MPI is up, and threads may call it */
+epic_result runtime_start(bool *ours); /* MPI is up, and threads may call it; *ours: by us */
 epic_result runtime_sentence(int code, const char *what); /* EPIC_EDEVICE */
 bool runtime_is_up(void);
 pthread_mutex_t *runtime_mutex(void); /* NULL: any threads may call MPI at once */
-void runtime_opened(void);
-void runtime_broke(void);               /* MPI cannot end any more */
-void runtime_retire(epic_group *group); /* takes a group that was left */
-void runtime_sweep(void);               /* frees those whose peers have all left */
-
-/* meet.c */
-bool bootstrap_can_use(MPI_Comm comm, const char *name, char *why, size_t size);
-epic_result mpi_bootstrap(epic_bootstrap *out, const void *native, uint32_t timeout_ms);
-
-/* join.c */
-bool mpi_can_join(const epic_peer *peers, int num_ranks, const epic_config *config, char *why);
-epic_result mpi_join(epic_group **out, const epic_join *join);
-void mpi_leave(epic_group *group);
-
-/* create.c.  Sets group->comm, unless it fails. */
-epic_result create_comm(epic_group *group, MPI_Comm parent, MPI_Group ranks, int tag);
 
 /* tables.c */
 epic_result tables_check(const epic_config *config, int num_ranks);
@@ -233,58 +221,77 @@ void tables_free(epic_group *group);
 void tables_drop_lanes(epic_group *group, bool in_use);
 void mpi_memory(const epic_config *config, epic_memory_info *out);
 
-/* control.c.  The mutex is held, but for the last two. */
-epic_result control_start(epic_group *group);
-void control_stop(epic_group *group);
-bool control_progress(epic_group *group);
-void control_close(epic_group *group); /* tells the peers that this rank leaves */
-bool control_sent(epic_group *group);
-void control_isend(epic_group *group, const message *text, int to, MPI_Request *request);
-void control_break(epic_group *group, const epic_failure_info *failure, bool tell);
-void control_refused(epic_group *group, int code, const char *what);
-void mpi_break_group(epic_group *group, const epic_failure_info *failure);
-bool mpi_failure(epic_group *group, epic_failure_info *out);
-
-/* sights.c.  The mutex is held, but for the last. */
-void sights_ask(epic_group *group, cell *c, int64_t now);
-void sights_answer(epic_group *group, const message *question, int from);
-void sights_keep(epic_group *group, const message *reply, int from);
-void mpi_look(epic_group *group, int peer, uint64_t tag, uint64_t place, epic_sight *out);
-
 /* lives.c.  The mutex is held. */
 void lives_watch(epic_group *group, const epic_peer *peers);
 void lives_look(epic_group *group, int64_t now);       /* now and then; else it does nothing */
 bool lives_is_gone(const epic_group *group, int peer); /* closed, or dead */
 void lives_unwatch(epic_group *group);
 
-/* cells.c */
+/* control.c.  The mutex is held. */
+epic_result control_start(epic_group *group);
+void control_stop(epic_group *group);
+void control_close(epic_group *group); /* tells the peers that this rank leaves */
+bool control_sent(epic_group *group);
+void control_isend(epic_group *group, const message *text, int to, MPI_Request *request);
+void control_changed(epic_group *group); /* wakes every waiting thread of this rank */
+void control_break(epic_group *group, const epic_failure_info *failure, bool tell);
+void control_refused(epic_group *group, int code, const char *what);
+
+/* cells.c.  The mutex is held, but for mpi_announce. */
 cell *cells_find(epic_group *group, uint64_t tag, uint64_t place);
+cell *cells_find_free(epic_group *group);
 void cells_file_note(epic_group *group, const message *text, int from);
-void cells_changed(epic_group *group); /* wakes every waiting thread of this rank */
-void cells_advance(epic_group *group, cell *c);
-void cells_drain(epic_group *group);
-void cells_asked(epic_group *group, cell *c); /* a question had the answer "not yet" */
-int mpi_claim(epic_group *group);
 void mpi_announce(epic_group *group, int cell, uint64_t tag, uint64_t place,
                   const epic_note *note);
-const epic_note *mpi_note(epic_group *group, int cell, int peer);
-void mpi_finish(epic_group *group, int cell);
-void mpi_wait(epic_group *group, int cell, uint32_t phase, const uint64_t *waits_for,
-              uint32_t ms);
+
+/* sights.c.  The mutex is held. */
+void sights_ask(epic_group *group, cell *c, int64_t now);
+void sights_answer(epic_group *group, const message *question, int from);
+void sights_keep(epic_group *group, const message *reply, int from);
+void sights_look(epic_group *group, int peer, uint64_t tag, uint64_t place, epic_sight *out);
 
 /* lanes.c */
 int64_t mpi_lane_bytes(const epic_group *group, bool everyone);
 void lanes_arrived(epic_group *group, cell *c, int from); /* a segment; the mutex is held */
+void *lanes_room(epic_group *group, cell *c, int to, int64_t entry);
+const void *lanes_entry(epic_group *group, cell *c, int from, int64_t entry);
 void mpi_shape(epic_group *group, int cell, const epic_flow *flow);
-void *mpi_room(epic_group *group, int cell, int to, int64_t index);
 void mpi_send(epic_group *group, int cell, int to, int64_t upto);
-const void *mpi_entry(epic_group *group, int cell, int from, int64_t index);
 void mpi_drop(epic_group *group, int cell, int from, int64_t upto);
 uint64_t mpi_bytes_sent(const epic_group *group);
 
+/* progress.c.  The mutex is held, but for the last two. */
+bool progress_control(epic_group *group);        /* notes, failures, questions */
+void progress_drain(epic_group *group);          /* cells that are finished */
+void progress_cell(epic_group *group, cell *c);  /* what the cell waits for */
+void progress_asked(epic_group *group, cell *c); /* a question had the answer "not yet" */
+void progress_break(epic_group *group, const epic_failure_info *failure);
+
+/* wait.c */
+void mpi_wait(epic_group *group, int cell, uint32_t phase, const uint64_t *waits_for,
+              uint32_t ms);
+
 /* drain.c */
 epic_result drain_start(epic_group *group);
-void drain_wake(epic_group *group); /* the mutex is held */
 void drain_stop(epic_group *group);
+void mpi_finish(epic_group *group, int cell);
+
+/* lifecycle.c */
+epic_result lifecycle_start(void); /* MPI is up, as for runtime_start */
+void lifecycle_opened(void);
+void lifecycle_broke(void);               /* MPI cannot end any more */
+void lifecycle_retire(epic_group *group); /* takes a group that was left */
+
+/* create.c.  Sets group->comm, unless it fails. */
+epic_result create_comm(epic_group *group, MPI_Comm parent, MPI_Group ranks, int tag);
+
+/* bootstrap.c */
+bool bootstrap_can_use(MPI_Comm comm, const char *name, char *why, size_t size);
+epic_result mpi_bootstrap(epic_bootstrap *out, const void *native, uint32_t timeout_ms);
+
+/* join.c */
+bool mpi_can_join(const epic_peer *peers, int num_ranks, const epic_config *config, char *why);
+epic_result mpi_join(epic_group **out, const epic_join *join);
+void mpi_leave(epic_group *group);
 
 #endif

@@ -112,7 +112,7 @@ static epic_result prepare(const epic_join *join, epic_group **group, offer *min
 {
     *mine =
         (offer){.native = join->config->native != NULL, .job = job_id(), .cores = cores_mine()};
-    TRY(runtime_start());
+    TRY(lifecycle_start());
     TRY(tables_check(join->config, join->bootstrap->num_ranks));
     char why[SENTENCE];
     if (!fits_started(join->config, join->bootstrap->num_ranks, why))
@@ -229,7 +229,7 @@ epic_result mpi_join(epic_group **out, const epic_join *join)
         discard(group);
         return result;
     }
-    runtime_opened();
+    lifecycle_opened();
     if (result != EPIC_OK)
         mpi_leave(group);
     else
@@ -259,8 +259,8 @@ static bool flush(epic_group *group)
     int64_t dead_since = 0;
     for (;;) {
         pthread_mutex_lock(group->mutex);
-        if (!is_broken(group)) control_progress(group);
-        if (!is_broken(group)) cells_drain(group);
+        if (!is_broken(group)) progress_control(group);
+        if (!is_broken(group)) progress_drain(group);
         const bool broken = is_broken(group);
         const bool done = !broken && group->num_draining == 0 && control_sent(group);
         const bool over =
@@ -309,7 +309,7 @@ static void give_up(epic_group *group)
                                        .rank = group->rank,
                                        .sentence = "a rank closed while a peer had not "
                                                    "fetched its rows; open a new group"};
-    mpi_break_group(group, &failure);
+    progress_break(group, &failure);
 }
 
 void mpi_leave(epic_group *group)
@@ -327,5 +327,5 @@ void mpi_leave(epic_group *group)
     if (up && !idle) idle = cancel(group);
     tables_drop_lanes(group, !idle);
     lives_unwatch(group);
-    runtime_retire(group);
+    lifecycle_retire(group);
 }

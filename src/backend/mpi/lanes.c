@@ -108,15 +108,13 @@ void mpi_shape(epic_group *group, int index, const epic_flow *flow)
     pthread_mutex_unlock(group->mutex);
 }
 
-void *mpi_room(epic_group *group, int index, int to, int64_t entry)
+void *lanes_room(epic_group *group, cell *c, int to, int64_t entry)
 {
-    cell *c = &group->cells[index];
     const lane *l = &c->sends[to];
     const uint64_t number = l->first + (uint64_t)(entry / c->per_segment);
     if (number >= l->started + 2 ||
         *request_of(c, to, REQUEST_SEND + (int)(number % 2)) != MPI_REQUEST_NULL) {
         c->awaits_room = true;
-        cells_asked(group, c);
         return NULL;
     }
     return sent_segment(group, c, to, number) + entry % c->per_segment * c->stride;
@@ -157,15 +155,11 @@ static bool is_here(cell *c, int from, uint64_t number)
            *request_of(c, from, REQUEST_RECEIVE + (int)(number % 2)) == MPI_REQUEST_NULL;
 }
 
-const void *mpi_entry(epic_group *group, int index, int from, int64_t entry)
+const void *lanes_entry(epic_group *group, cell *c, int from, int64_t entry)
 {
-    cell *c = &group->cells[index];
     const lane *l = &c->receives[from];
     const uint64_t number = l->first + (uint64_t)(entry / c->per_segment);
-    if (!is_here(c, from, number)) {
-        cells_asked(group, c);
-        if (!is_here(c, from, number)) return NULL;
-    }
+    if (!is_here(c, from, number)) return NULL;
     return segment_of(group, c, from, true, number) + entry % c->per_segment * c->stride;
 }
 

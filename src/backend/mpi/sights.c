@@ -153,11 +153,9 @@ static void tell_answer(const answer *a, bool fresh, epic_sight *out)
     out->inside = a->inside;
 }
 
-void mpi_look(epic_group *group, int from, uint64_t tag, uint64_t place, epic_sight *out)
+void sights_look(epic_group *group, int from, uint64_t tag, uint64_t place, epic_sight *out)
 {
     memset(out, 0, sizeof *out);
-    pthread_mutex_lock(group->mutex);
-    control_progress(group);
     const int64_t now = clock_ns();
     cell *c = cells_find(group, tag, place);
     out->came = has_come(group, from, c, tag, place);
@@ -168,5 +166,4 @@ void mpi_look(epic_group *group, int from, uint64_t tag, uint64_t place, epic_si
     if (c && c->sights[from].answered_ns)
         tell_answer(&c->sights[from].answer, is_fresh(&c->sights[from], now), out);
     if (c && !out->gone) ask(group, c, from, now);
-    pthread_mutex_unlock(group->mutex);
 }
