@@ -75,7 +75,6 @@ FILES = {
 # Calls up that the design wants, as (folder of the caller, function).
 ALLOWED = {
     ("src/rules", "reciprocal_approx"),  # CUDA only: kernels/cuda/common/ptx.cuh has to come first
-    ("src/net/strands", "strands_gain"),  # the library of an engine defines it
 }
 
 KEYWORDS = frozenset(

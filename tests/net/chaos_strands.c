@@ -3,13 +3,13 @@
 
 #include "net/chaos.h"
 
-const net_engine *const strands_of = &epic_net_chaos;
-
-bool strands_gain(const net *strand)
+static bool gains(const net *strand)
 {
     (void)strand;
     return true;
 }
+
+const strand_engine strands_of = {.net = &epic_net_chaos, .gains = gains};
 
 static bool can(char *why)
 {

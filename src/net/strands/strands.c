@@ -76,7 +76,7 @@ _Static_assert(sizeof(card) == NET_CARD_BYTES, "a card is what the bootstrap car
 
 static bool give(strand *s, int host, uint64_t to, const void *from, uint32_t bytes)
 {
-    if (!strands_of->put(s->net, host, to, from, bytes)) return false;
+    if (!strands_of.net->put(s->net, host, to, from, bytes)) return false;
     s->given[host]++;
     return true;
 }
@@ -84,16 +84,16 @@ static bool give(strand *s, int host, uint64_t to, const void *from, uint32_t by
 static void settle(strand *s, int host)
 {
     uint64_t left = s->left[host];
-    while (left < s->given[host] && strands_of->done(s->net, host, left + 1)) left++;
+    while (left < s->given[host] && strands_of.net->done(s->net, host, left + 1)) left++;
     __atomic_store_n(&s->left[host], left, __ATOMIC_RELEASE);
-    if (strands_of->gone(s->net, host))
+    if (strands_of.net->gone(s->net, host))
         __atomic_fetch_or(&s->gone, 1u << host, __ATOMIC_RELEASE);
 }
 
 static int look_at(strand *s)
 {
     const net_setup *setup = &s->all->setup;
-    const int moved = strands_of->look(s->net);
+    const int moved = strands_of.net->look(s->net);
     for (int h = 0; h < setup->num_hosts; h++)
         if (h != setup->host) settle(s, h);
     return moved;
@@ -162,7 +162,7 @@ static void *run(void *self)
     const int64_t end = clock_us() + CLOSE_MS * 1000;
     while (s->begun < s->asked && clock_us() < end)
         if (take_jobs(s) + look_at(s) == 0) sched_yield();
-    strands_of->close(s->net);
+    strands_of.net->close(s->net);
     return NULL;
 }
 
@@ -171,7 +171,7 @@ static epic_result start(strand *s, char *why)
     const int error = thread_start(&s->thread, run, s);
     s->runs = error == 0;
     if (s->runs) return EPIC_OK;
-    snprintf(why, NET_WHY, "net \"%s\": no thread for a strand: %s", strands_of->name,
+    snprintf(why, NET_WHY, "net \"%s\": no thread for a strand: %s", strands_of.net->name,
              strerror(error));
     return EPIC_EDEVICE;
 }
@@ -193,13 +193,13 @@ static epic_result add_strand(net *w, card *all, size_t *used, char *why)
     strand *s = &w->strands[w->num_strands];
     setup.threads = 0;
     s->all = w;
-    const epic_result result = strands_of->open(&s->net, &setup, mine, why);
+    const epic_result result = strands_of.net->open(&s->net, &setup, mine, why);
     if (result != EPIC_OK) return result;
     const size_t length = length_of(mine);
     if (length > sizeof all->bytes - *used) {
-        snprintf(why, NET_WHY, "net \"%s\": a card of %zu bytes is too large", strands_of->name,
-                 length);
-        strands_of->close(s->net);
+        snprintf(why, NET_WHY, "net \"%s\": a card of %zu bytes is too large",
+                 strands_of.net->name, length);
+        strands_of.net->close(s->net);
         return EPIC_ENOTSUP;
     }
     memcpy(all->bytes + *used, mine, length);
@@ -215,7 +215,7 @@ static epic_result add_strands(net *w, card *all, char *why)
     int wanted = 1 + w->setup.threads;
     if (wanted > STRANDS_MOST) wanted = STRANDS_MOST;
     epic_result result = add_strand(w, all, &used, why);
-    if (result != EPIC_OK || !strands_gain(w->strands[0].net)) return result;
+    if (result != EPIC_OK || !strands_of.gains(w->strands[0].net)) return result;
     while (result == EPIC_OK && w->num_strands < wanted)
         result = add_strand(w, all, &used, why);
     return result == EPIC_ENOTSUP ? EPIC_OK : result; /* with those that there are */
@@ -225,7 +225,7 @@ epic_result strands_open(net **out, const net_setup *setup, void *bytes, char *w
 {
     net *w = calloc(1, sizeof *w);
     if (!w) {
-        snprintf(why, NET_WHY, "net \"%s\": no host memory", strands_of->name);
+        snprintf(why, NET_WHY, "net \"%s\": no host memory", strands_of.net->name);
         return EPIC_ENOMEM;
     }
     w->setup = *setup;
@@ -265,12 +265,12 @@ static epic_result agree(net *w, const card *cards, char *why)
         if (h == w->setup.host) continue;
         if (theirs == 0) {
             snprintf(why, NET_WHY, "net \"%s\": the card of host %d is damaged",
-                     strands_of->name, h);
+                     strands_of.net->name, h);
             return EPIC_EMISMATCH;
         }
         if (theirs < count) count = theirs;
     }
-    while (w->num_strands > count) strands_of->close(w->strands[--w->num_strands].net);
+    while (w->num_strands > count) strands_of.net->close(w->strands[--w->num_strands].net);
     return EPIC_OK;
 }
 
@@ -282,13 +282,13 @@ epic_result strands_connect(net *w, const void *bytes, char *why)
     if (result != EPIC_OK) return result;
     unsigned char *own = malloc((size_t)hosts * NET_CARD_BYTES);
     if (!own) {
-        snprintf(why, NET_WHY, "net \"%s\": no host memory", strands_of->name);
+        snprintf(why, NET_WHY, "net \"%s\": no host memory", strands_of.net->name);
         return EPIC_ENOMEM;
     }
     for (int s = 0; s < w->num_strands && result == EPIC_OK; s++) {
         for (int h = 0; h < hosts; h++)
             copy_card(&cards[h], s, own + (size_t)h * NET_CARD_BYTES);
-        result = strands_of->connect(w->strands[s].net, own, why);
+        result = strands_of.net->connect(w->strands[s].net, own, why);
     }
     free(own);
     for (int s = 1; s < w->num_strands && result == EPIC_OK; s++)
@@ -337,7 +337,7 @@ bool strands_put(net *w, int host, uint64_t to, const void *from, uint32_t bytes
 bool strands_word(net *w, int host, uint64_t to, uint64_t value)
 {
     strand *s = &w->strands[0];
-    if (!has_room(w, host) || !strands_of->word(s->net, host, to, value)) return false;
+    if (!has_room(w, host) || !strands_of.net->word(s->net, host, to, value)) return false;
     s->given[host]++;
     return note(w, host, 0);
 }
@@ -378,7 +378,7 @@ bool strands_are_gone(const net *w, int host)
 
 void strands_say(const net *w, char *to, size_t size)
 {
-    strands_of->say(w->strands[0].net, to, size);
+    strands_of.net->say(w->strands[0].net, to, size);
     const size_t used = strlen(to);
     if (w->num_strands > 1) snprintf(to + used, size - used, ", in %d strands", w->num_strands);
 }
@@ -391,7 +391,7 @@ void strands_close(net *w)
     __atomic_store_n(&w->leave, 1, __ATOMIC_SEQ_CST);
     for (int s = 0; s < w->num_strands; s++) {
         wake(&w->strands[s], 0);
-        if (!w->strands[s].runs) strands_of->close(w->strands[s].net);
+        if (!w->strands[s].runs) strands_of.net->close(w->strands[s].net);
     }
     for (int s = 0; s < w->num_strands; s++) {
         if (w->strands[s].runs) pthread_join(w->strands[s].thread, NULL);

@@ -9,11 +9,14 @@
 
 #define STRANDS_MOST 8 /* the first one with them */
 
-/* Whose library has strands says of what engine they are, */
-extern const net_engine *const strands_of;
+/* What a library with strands defines, once. */
+typedef struct strand_engine {
+    const net_engine *net; /* makes one strand */
+    bool (*gains)(
+        const net *strand); /* do more of them carry more than this one, which is open? */
+} strand_engine;
 
-/* and whether more of them carry more than this one, which is open. */
-bool strands_gain(const net *strand);
+extern const strand_engine strands_of;
 
 epic_result strands_open(net **out, const net_setup *setup, void *card, char *why);
 epic_result strands_connect(net *w, const void *cards, char *why);

@@ -361,10 +361,10 @@ static void close_net(net *w)
     free(w);
 }
 
-static const net_engine strand = {.name = "ucx", NET_CALLS};
-const net_engine *const strands_of = &strand;
-
-bool strands_gain(const net *w)
+static bool gains(const net *w)
 {
     return !ucx_has_rdma(w->context);
 }
+
+static const net_engine strand = {.name = "ucx", NET_CALLS};
+const strand_engine strands_of = {.net = &strand, .gains = gains};
