@@ -37,7 +37,7 @@ src/backend/hosts
 src/context
 src/plan
 src/exchange
-src/steps
+src/host_ops
 src/api
 src/router src/experts
 src/moe

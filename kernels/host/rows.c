@@ -205,7 +205,7 @@ INLINE void copy_line(char *to, const char *from)
 }
 
 /* Rows go to results that nobody reads soon and that no cache could hold, and to lanes that a core
- * reads with which this one shares no cache (exchange/reach.h): memory need not be read for them
+ * reads with which this one shares no cache (exchange/ring_copy.h): memory need not be read for them
  * first, and lines of a lane need not come back from the reader's cache before they are written,
  * and go there after. */
 static void copy(void *to, const void *from, size_t n)

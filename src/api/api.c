@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The public calls that communicate: each reads its struct, checks the arguments and calls the
- * operation of the device backend or the host's (src/steps). */
+ * operation of the device backend or the host's (src/host_ops). */
 #include "api/api.h"
 
 #include "api/check.h"
 #include "base/error.h"
 #include "base/hash.h"
 #include "base/sized.h"
+#include "host_ops/host_ops.h"
 #include "kernels/kernels.h"
 #include "plan/plan.h"
-#include "steps/steps.h"
 
 static epic_result check_context(epic_context *ctx)
 {

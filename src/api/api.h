@@ -4,7 +4,7 @@
 #define EPIC_API_H
 
 #include "context/context.h"
-#include "exchange/note.h"
+#include "exchange/op_header.h"
 
 /* The public calls, with what the caller inside adds to the note of the operation: with a fault
  * (host contexts) every rank gets it as its class (b) error, outputs are zeros and the group stays

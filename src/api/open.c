@@ -15,7 +15,7 @@
 #include "base/process.h"
 #include "base/sized.h"
 #include "exchange/exchange.h"
-#include "steps/steps.h"
+#include "host_ops/host_ops.h"
 
 int64_t context_bytes(const epic_config *config, bool host)
 {

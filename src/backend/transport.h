@@ -28,11 +28,12 @@
 
 typedef struct epic_note {
     int64_t same[24]; /* must be equal on all ranks; [0] is the epic_operation; the rest in
-                         exchange/note.h */
+                         exchange/op_header.h */
     int64_t own[12];  /* this rank's */
     unsigned char bytes[NOTE_BYTES]; /* this rank's data, where so little is all of it: then no
                                         row has to flow */
-    uint32_t options[60]; /* of the layer that the operation is a part of, exchange/options.h;
+    uint32_t
+        options[60]; /* of the layer that the operation is a part of, exchange/layer_options.h;
                              read only where the hashes in `same` differ */
 } epic_note;
 

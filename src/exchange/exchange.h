@@ -13,7 +13,7 @@
 
 #include "base/deadline.h"
 #include "context/context.h"
-#include "exchange/note.h"
+#include "exchange/op_header.h"
 
 #define RANK_WORDS (EPIC_MAX_RANKS / 64)
 #define PIECE_UNIT 8192 /* 1024 float64 elements: every piece but the last is a multiple */

@@ -11,7 +11,7 @@
 #include <stdbool.h>
 
 #include "context/context.h"
-#include "exchange/options.h"
+#include "exchange/layer_options.h"
 
 #define GATE_TILE 512 /* columns of x that are converted at once */
 

@@ -3,7 +3,7 @@
 #ifndef EPIC_MOE_STAGES_H
 #define EPIC_MOE_STAGES_H
 
-#include "exchange/note.h"
+#include "exchange/op_header.h"
 #include "moe/moe.h"
 
 /* Damage of `saved`, for the first step to tell every rank (that of the plan in it the step finds

@@ -7,7 +7,7 @@
 #include <stdint.h>
 
 #include "epic/epic.h"
-#include "exchange/note.h"
+#include "exchange/op_header.h"
 
 #define MAX_COLUMNS 65536 /* experts and zero-experts together */
 

@@ -8,7 +8,7 @@
 #include "api/hello.h"
 #include "base/error.h"
 #include "check.h"
-#include "exchange/note.h"
+#include "exchange/op_header.h"
 #include "plan/plan.h"
 #include "run.h"
 

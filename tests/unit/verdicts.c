@@ -12,7 +12,7 @@
 #include "check.h"
 #include "context/context.h"
 #include "epic/epic.h"
-#include "exchange/note.h"
+#include "exchange/op_header.h"
 #include "run.h"
 
 #define TOKENS 4

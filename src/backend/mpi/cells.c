@@ -46,7 +46,7 @@ static void keep_early(epic_group *group, const message *text, int from)
 void cells_file_note(epic_group *group, const message *text, int from)
 {
     peer *p = &group->peers[from];
-    p->operation = (uint32_t)text->note.same[0]; /* as exchange/note.h begins */
+    p->operation = (uint32_t)text->note.same[0]; /* as exchange/op_header.h begins */
     p->tag = text->tag;
     p->place = text->place;
     cell *c = cells_find(group, text->tag, text->place);

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The step calls of host contexts.  Arguments arrive with their pointers and enums checked
  * (check.h) and args->layer complete; what a plan says about shapes is checked here. */
-#ifndef EPIC_STEPS_H
-#define EPIC_STEPS_H
+#ifndef EPIC_HOST_OPS_H
+#define EPIC_HOST_OPS_H
 
 #include "exchange/exchange.h"
 #include "kernels/kernels.h"

@@ -5,8 +5,8 @@
 
 #include "base/error.h"
 #include "base/hash.h"
-#include "exchange/reach.h"
-#include "steps/steps.h"
+#include "exchange/ring_copy.h"
+#include "host_ops/host_ops.h"
 
 #define NEAR_BYTES (4 << 20) /* of slots: caches hold them until the experts read them */
 

@@ -4,8 +4,8 @@
  * A rank whose experts have another activation, or whose router has another score, gives wrong
  * results that nobody sees: no shape differs.  So the first note of every pass has a hash of all
  * these options; where two differ, the values beside it say which option it is. */
-#ifndef EPIC_OPTIONS_H
-#define EPIC_OPTIONS_H
+#ifndef EPIC_LAYER_OPTIONS_H
+#define EPIC_LAYER_OPTIONS_H
 
 #include "backend/transport.h"
 

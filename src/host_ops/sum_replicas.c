@@ -11,7 +11,7 @@
 #include <string.h>
 
 #include "base/error.h"
-#include "steps/steps.h"
+#include "host_ops/host_ops.h"
 
 #define CHUNK 256      /* floats that are added at a time */
 #define MOST_LEVELS 18 /* of a tree over MAX_EXPERTS leaves */

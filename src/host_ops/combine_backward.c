@@ -4,8 +4,8 @@
 #include <string.h>
 
 #include "base/error.h"
-#include "exchange/reach.h"
-#include "steps/steps.h"
+#include "exchange/ring_copy.h"
+#include "host_ops/host_ops.h"
 
 typedef struct spreading {
     const epic_combine_backward_args *args;

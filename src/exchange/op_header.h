@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The note that every rank publishes at the start of an operation: what must be equal, and what
  * this rank brings. */
-#ifndef EPIC_NOTE_H
-#define EPIC_NOTE_H
+#ifndef EPIC_OP_HEADER_H
+#define EPIC_OP_HEADER_H
 
 #include "backend/transport.h"
-#include "exchange/options.h"
+#include "exchange/layer_options.h"
 
 enum { /* epic_note.same */
        SAME_OPERATION,

@@ -3,8 +3,8 @@
 #include <string.h>
 
 #include "base/error.h"
+#include "host_ops/host_ops.h"
 #include "rules/sentences.h"
-#include "steps/steps.h"
 
 void note_layer(epic_note *note, const epic_layer *layer)
 {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Comparing the notes of two ranks, and the errors that notes carry. */
-#include "exchange/note.h"
+#include "exchange/op_header.h"
 
 #include <stdio.h>
 #include <string.h>

@@ -6,7 +6,7 @@
 #include <string.h>
 
 #include "base/error.h"
-#include "steps/steps.h"
+#include "host_ops/host_ops.h"
 
 #define BLOCK 2048 /* floats */
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* From a layer's options to the words of a note, and from words that differ to a sentence. */
-#include "exchange/options.h"
+#include "exchange/layer_options.h"
 
 #include <stdio.h>
 #include <string.h>

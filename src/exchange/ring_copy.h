@@ -7,8 +7,8 @@
  * read from memory.  Which it is changes while a program runs: the scheduler moves ranks, and
  * the host the cores of a virtual machine.  So one row of many is written through the caches
  * with a clock in hand, and the rows after it go as it says. */
-#ifndef EPIC_REACH_H
-#define EPIC_REACH_H
+#ifndef EPIC_RING_COPY_H
+#define EPIC_RING_COPY_H
 
 #include "exchange/exchange.h"
 

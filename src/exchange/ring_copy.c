@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Timing rows, and what is learnt from it. */
-#include "exchange/reach.h"
+#include "exchange/ring_copy.h"
 
 #include <stdatomic.h>
 #include <string.h>

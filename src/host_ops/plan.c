@@ -6,7 +6,7 @@
 
 #include "base/error.h"
 #include "base/hash.h"
-#include "steps/steps.h"
+#include "host_ops/host_ops.h"
 
 typedef struct planning {
     const epic_plan_args *args;
