@@ -21,7 +21,7 @@ typedef struct host_kernels {
 
     /* Copies n bytes; past the caches when that pays. */
     void (*copy)(void *to, const void *from, size_t n);
-    void (*copied)(void); /* after the last copy, before others are told */
+    void (*fence_copies)(void); /* after the last copy, before others are told */
 
     /* out = sum of weights[i] * rows[i], i ascending, by fused multiply-add from the first
      * product (itself rounded to float32), rounded to out_type.  weights NULL: all 1.

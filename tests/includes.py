@@ -46,6 +46,16 @@ src/dispatcher
 
 # Files of a folder from the bottom up, without ".c". Every .c file of the folder has to be listed.
 FILES = {
+    "src/moe": """
+        dense_f32 dense_f64
+        config
+        buffers arrays
+        args saved f64_weights losses
+        stages
+        host_forward device
+        host_backward device_forward device_backward
+        moe
+    """,
     "src/backend/mpi": """
         runtime
         tables lives
@@ -68,8 +78,6 @@ FILES = {
         wait
         group
     """,
-    # "src/moe": """
-    # """,
 }
 
 # Calls up that the design wants, as (folder of the caller, function).

@@ -92,23 +92,23 @@ static epic_result route(bench *b)
 
 static epic_result send(bench *b)
 {
-    return moe_device_send(&b->forward_job, &b->forward);
+    return moe_device_plan_dispatch(&b->forward_job, &b->forward);
 }
 
 static epic_result transform(bench *b)
 {
-    return moe_transform(&b->forward_job);
+    return moe_run_experts(&b->forward_job);
 }
 
 static epic_result bring_home(bench *b)
 {
-    return moe_bring_home(&b->forward_job, &b->forward.out);
+    return moe_combine(&b->forward_job, &b->forward.out);
 }
 
 /* The shared expert, if there is one. */
 static epic_result finish(bench *b)
 {
-    return moe_device_finish(&b->forward_job, &b->forward.out);
+    return moe_device_add_local_experts(&b->forward_job, &b->forward.out);
 }
 
 static epic_result combine_backward(bench *b)
@@ -118,7 +118,7 @@ static epic_result combine_backward(bench *b)
 
 static epic_result transform_backward(bench *b)
 {
-    return moe_transform_backward(&b->backward_job, &b->gradients, 0);
+    return moe_experts_backward(&b->backward_job, &b->gradients, 0);
 }
 
 static epic_result dispatch_backward(bench *b)
@@ -499,9 +499,9 @@ static void run_model(bench *b, const model *m)
         .saved_bytes = b->forward.saved_bytes,
         .workspace = b->forward.workspace,
         .workspace_bytes = work};
-    must(!moe_forward_args(&b->forward_job, b->ctx, &b->forward, false), "parts", NULL);
-    must(!moe_backward_args(&b->backward_job, b->ctx, &b->backward, &b->gradients), "parts",
-         NULL);
+    must(!moe_read_forward_args(&b->forward_job, b->ctx, &b->forward, false), "parts", NULL);
+    must(!moe_read_backward_args(&b->backward_job, b->ctx, &b->backward, &b->gradients),
+         "parts", NULL);
     if (profile) {
         const float narrow = time_narrow(b);
         if (b->rank == 0) printf("layer, %s: %.3f ms\n", m->name, narrow);

@@ -75,11 +75,13 @@ INLINE float dot_block(const void *a, const void *b, epic_type type, int64_t at)
 {
     float sums[ACCUMULATORS];
     for (int i = 0; i < ACCUMULATORS; i += LANES)
-        store_f32(sums + i, lanes_mul(load(a, type, at + i), load(b, type, at + i)));
+        store_f32(sums + i,
+                  lanes_mul(load_lanes(a, type, at + i), load_lanes(b, type, at + i)));
     for (int j = ACCUMULATORS; j < HOST_DOT_BLOCK; j += ACCUMULATORS) {
         atomic_signal_fence(memory_order_seq_cst);
         for (int i = 0; i < ACCUMULATORS; i += LANES) {
-            const lanes x = load(a, type, at + j + i), y = load(b, type, at + j + i);
+            const lanes x = load_lanes(a, type, at + j + i),
+                        y = load_lanes(b, type, at + j + i);
             store_f32(sums + i, lanes_fma(x, y, load_f32(sums + i)));
         }
     }
@@ -91,7 +93,7 @@ INLINE void fill_block(float *block, const void *row, epic_type type, int64_t at
                        float absent)
 {
     int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) store_f32(block + i, load(row, type, at + i));
+    for (; i + LANES <= count; i += LANES) store_f32(block + i, load_lanes(row, type, at + i));
     if (i < count) store_f32(block + i, load_some(row, type, at + i, count - i));
     for (i = count; i < HOST_DOT_BLOCK; i++) block[i] = absent;
 }
@@ -118,7 +120,7 @@ INLINE void dot_of(double *sum, bool first, const void *a, const void *b, epic_t
 static inline double load_f64(const void *row, int64_t at)
 {
     double x;
-    memcpy(&x, element(row, EPIC_F64, at), sizeof x);
+    memcpy(&x, element_at(row, EPIC_F64, at), sizeof x);
     return x;
 }
 

@@ -19,20 +19,20 @@ INLINE int64_t bytes_of(epic_type type)
     return type == EPIC_F64 ? 8 : type == EPIC_F32 ? 4 : 2;
 }
 
-INLINE const char *element(const void *row, epic_type type, int64_t at)
+INLINE const char *element_at(const void *row, epic_type type, int64_t at)
 {
     return (const char *)row + at * bytes_of(type);
 }
 
-INLINE lanes load(const void *row, epic_type type, int64_t at)
+INLINE lanes load_lanes(const void *row, epic_type type, int64_t at)
 {
-    const char *from = element(row, type, at);
+    const char *from = element_at(row, type, at);
     return type == EPIC_BF16  ? load_bf16(from)
            : type == EPIC_F16 ? load_f16(from)
                               : load_f32(from);
 }
 
-INLINE void store(void *row, epic_type type, int64_t at, lanes x)
+INLINE void store_lanes(void *row, epic_type type, int64_t at, lanes x)
 {
     char *to = (char *)row + at * bytes_of(type);
     if (type == EPIC_BF16)
@@ -47,14 +47,14 @@ INLINE void store(void *row, epic_type type, int64_t at, lanes x)
 INLINE lanes load_some(const void *row, epic_type type, int64_t at, int64_t count)
 {
     char whole[LANES * sizeof(float)] = {0};
-    memcpy(whole, element(row, type, at), (size_t)(count * bytes_of(type)));
-    return load(whole, type, 0);
+    memcpy(whole, element_at(row, type, at), (size_t)(count * bytes_of(type)));
+    return load_lanes(whole, type, 0);
 }
 
 INLINE void store_some(void *row, epic_type type, int64_t at, int64_t count, lanes x)
 {
     char whole[LANES * sizeof(float)];
-    store(whole, type, 0, x);
+    store_lanes(whole, type, 0, x);
     memcpy((char *)row + at * bytes_of(type), whole, (size_t)(count * bytes_of(type)));
 }
 

@@ -96,7 +96,7 @@ INLINE void quantize_of(uint8_t *q, void *scales, const void *row, float w, epic
     int64_t at = 0;
     for (; at + block <= n; at += block) {
         for (int i = 0; i < block; i += LANES)
-            store_f32(x + i, lanes_mul(lanes_of(w), load(row, type, at + i)));
+            store_f32(x + i, lanes_mul(lanes_of(w), load_lanes(row, type, at + i)));
         quantize_block(q + at, scales, at, x, block);
     }
     if (at < n) quantize_short_block(q + at, scales, row, w, type, at, n - at, block);

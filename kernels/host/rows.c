@@ -56,18 +56,18 @@ INLINE void sum_strip(const sum_args *args, bool weighted, int64_t at, epic_type
     const void *row = args->rows[0];
     lanes w = lanes_of(weighted ? args->weights[0] : 1.0f);
     for (int i = 0; i < STRIP; i++) {
-        const lanes x = load(row, type, at + i * LANES);
+        const lanes x = load_lanes(row, type, at + i * LANES);
         sums[i] = weighted ? lanes_mul(w, x) : x;
     }
     for (int r = 1; r < args->num_rows; r++) {
         row = args->rows[r];
         w = lanes_of(weighted ? args->weights[r] : 1.0f);
         for (int i = 0; i < STRIP; i++) {
-            const lanes x = load(row, type, at + i * LANES);
+            const lanes x = load_lanes(row, type, at + i * LANES);
             sums[i] = weighted ? lanes_fma(w, x, sums[i]) : lanes_add(sums[i], x);
         }
     }
-    for (int i = 0; i < STRIP; i++) store(args->out, out_type, at + i * LANES, sums[i]);
+    for (int i = 0; i < STRIP; i++) store_lanes(args->out, out_type, at + i * LANES, sums[i]);
 }
 
 /* The same for at most LANES columns. */
@@ -108,8 +108,8 @@ static void sum_f64(const sum_args *args, int64_t n)
 }
 
 /* Without weights a partial is the plain sum: 1 * x is x, and fma(1, x, sum) is sum + x. */
-static void partial(void *out, epic_type out_type, const void *const *rows,
-                    const float *weights, int num_rows, epic_type type, int64_t n)
+static void sum_partial(void *out, epic_type out_type, const void *const *rows,
+                        const float *weights, int num_rows, epic_type type, int64_t n)
 {
     const sum_args args = {out, rows, weights, num_rows};
     if (num_rows == 0)
@@ -122,25 +122,25 @@ static void partial(void *out, epic_type out_type, const void *const *rows,
         FOR_EACH_PAIR(sum_of, type, out_type, &args, false, n);
 }
 
-static void add(void *out, epic_type out_type, const void *const *rows, int num_rows,
-                epic_type type, int64_t n)
+static void sum_rows(void *out, epic_type out_type, const void *const *rows, int num_rows,
+                     epic_type type, int64_t n)
 {
     const sum_args args = {out, rows, NULL, num_rows};
     if (num_rows == 0 || type != EPIC_F32 || out_type == EPIC_F32)
-        partial(out, out_type, rows, NULL, num_rows, type, n);
+        sum_partial(out, out_type, rows, NULL, num_rows, type, n);
     else if (out_type == EPIC_BF16)
         sum_of(&args, false, n, EPIC_F32, EPIC_BF16);
     else
         sum_of(&args, false, n, EPIC_F32, EPIC_F16);
 }
 
-static void scale(void *out, const void *row, float w, epic_type type, int64_t n)
+static void scale_row(void *out, const void *row, float w, epic_type type, int64_t n)
 {
-    partial(out, type, &row, &w, 1, type, n);
+    sum_partial(out, type, &row, &w, 1, type, n);
 }
 
-static void dot(double *sum, bool first, const void *a, const void *b, epic_type type,
-                int64_t n)
+static void dot_rows(double *sum, bool first, const void *a, const void *b, epic_type type,
+                     int64_t n)
 {
     if (first && n == 0)
         *sum = 0.0;
@@ -184,12 +184,12 @@ INLINE double load_one(const void *from, epic_type type)
 }
 
 #if LANES == 1
-static void copy(void *to, const void *from, size_t n)
+static void copy_row(void *to, const void *from, size_t n)
 {
     memcpy(to, from, n);
 }
 
-static void copied(void)
+static void fence_copies(void)
 {
 }
 #else
@@ -208,7 +208,7 @@ INLINE void copy_line(char *to, const char *from)
  * reads with which this one shares no cache (exchange/ring_copy.h): memory need not be read for them
  * first, and lines of a lane need not come back from the reader's cache before they are written,
  * and go there after. */
-static void copy(void *to, const void *from, size_t n)
+static void copy_row(void *to, const void *from, size_t n)
 {
     if (n < MIN_PAST_CACHES) {
         memcpy(to, from, n);
@@ -223,7 +223,7 @@ static void copy(void *to, const void *from, size_t n)
 
 /* A fence waits until memory has all: one for each row of 4 KiB took more than a third of the
  * time. */
-static void copied(void)
+static void fence_copies(void)
 {
     _mm_sfence();
 }
@@ -280,12 +280,12 @@ static void from_float(void *to, epic_type type, float x)
 
 const host_kernels TABLE_OF(VARIANT) = {
     .name = NAME_OF(VARIANT),
-    .copy = copy,
-    .copied = copied,
-    .partial = partial,
-    .add = add,
-    .scale = scale,
-    .dot = dot,
+    .copy = copy_row,
+    .fence_copies = fence_copies,
+    .partial = sum_partial,
+    .add = sum_rows,
+    .scale = scale_row,
+    .dot = dot_rows,
     .quantize_1x128 = quantize_1x128,
     .quantize_1x32 = quantize_1x32,
     .to_double = to_double,

@@ -7,7 +7,7 @@
 #define INV_SQRT_2_PI ((REAL)0.39894228040143267794)
 #define TANH_CUBIC ((REAL)0.044715)
 
-static inline REAL sigmoid(REAL x)
+static inline REAL sigmoid_of(REAL x)
 {
     const REAL e = OF(exp)(x > 0 ? -x : x, 0);
     return (x > 0 ? 1 : e) / (1 + e);
@@ -25,13 +25,14 @@ static inline REAL gelu_tanh(REAL x)
     return sizeof x == sizeof(float) ? (REAL)tanhf((float)inner) : (REAL)tanh(inner);
 }
 
-static void activate(REAL *out, const REAL *in, int64_t n, int step, const epic_experts *ex)
+static void apply_activation(REAL *out, const REAL *in, int64_t n, int step,
+                             const epic_experts *ex)
 {
     const REAL limit = (REAL)ex->limit;
     const REAL alpha = (REAL)ex->alpha;
     switch (ex->activation) {
     case EPIC_SILU:
-        for (int64_t i = 0; i < n; i++) out[i] = in[i * step] * sigmoid(in[i * step]);
+        for (int64_t i = 0; i < n; i++) out[i] = in[i * step] * sigmoid_of(in[i * step]);
         break;
     case EPIC_GELU:
         for (int64_t i = 0; i < n; i++) out[i] = in[i * step] * normal_cdf(in[i * step]);
@@ -49,7 +50,7 @@ static void activate(REAL *out, const REAL *in, int64_t n, int step, const epic_
     default: /* EPIC_CLAMPED_SWIGLU, EPIC_CLAMPED_SILU */
         for (int64_t i = 0; i < n; i++) {
             const REAL x = in[i * step] > limit ? limit : in[i * step];
-            out[i] = x * sigmoid(alpha * x);
+            out[i] = x * sigmoid_of(alpha * x);
         }
     }
 }
@@ -57,7 +58,7 @@ static void activate(REAL *out, const REAL *in, int64_t n, int step, const epic_
 /* s(a x) (1 + a x (1 - s(a x))): the slope of x s(a x), s the sigmoid. */
 static inline REAL swish_slope(REAL ax)
 {
-    return sigmoid(ax) * (1 + ax * sigmoid(-ax));
+    return sigmoid_of(ax) * (1 + ax * sigmoid_of(-ax));
 }
 
 static inline REAL gelu_tanh_slope(REAL x)
@@ -97,7 +98,7 @@ static void make_slopes(REAL *out, const REAL *in, int64_t n, int step, const ep
 static inline REAL up_factor(REAL u, const epic_experts *ex)
 {
     const REAL limit = (REAL)ex->limit;
-    if (!experts_clamped(ex)) return u;
+    if (!experts_is_clamped(ex)) return u;
     const REAL clamped = u > limit ? limit : u < -limit ? -limit : u;
     return ex->activation == EPIC_CLAMPED_SWIGLU ? clamped + 1 : clamped;
 }
@@ -105,5 +106,5 @@ static inline REAL up_factor(REAL u, const epic_experts *ex)
 static inline REAL up_slope(REAL u, const epic_experts *ex)
 {
     const REAL limit = (REAL)ex->limit;
-    return experts_clamped(ex) && (u > limit || u < -limit) ? 0 : 1;
+    return experts_is_clamped(ex) && (u > limit || u < -limit) ? 0 : 1;
 }

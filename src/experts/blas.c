@@ -50,7 +50,7 @@ typedef struct naming {
 static const naming namings[] = {{"", ""}, {"scipy_", ""}, {"scipy_", "64_"}, {"", "64_"}};
 
 /* ISO C has no cast from an object's address to a function's. */
-static bool find(void *library, const naming *n, const char *name, void *function)
+static bool find_symbol(void *library, const naming *n, const char *name, void *function)
 {
     char whole[64];
     snprintf(whole, sizeof whole, "%s%s%s", n->before, name, n->after);
@@ -65,36 +65,36 @@ static void make_name(blas *b, void *library, const naming *n, const char *confi
     char *(*core)(void) = NULL;
     char version[32] = "";
     sscanf(config, "OpenBLAS %31s", version);
-    find(library, n, "openblas_get_corename", &core);
+    find_symbol(library, n, "openblas_get_corename", &core);
     snprintf(b->name, sizeof b->name, "OpenBLAS%s%s%s%.40s", version[0] ? " " : "", version,
              core ? " " : "", core ? core() : "");
 }
 
 /* Some builds with wide numbers have the plain names: the configuration tells. */
-static bool take(blas *b, void *library, const naming *n)
+static bool read_functions(blas *b, void *library, const naming *n)
 {
     char *(*get_config)(void) = NULL;
     const char *config =
-        find(library, n, "openblas_get_config", &get_config) ? get_config() : "";
+        find_symbol(library, n, "openblas_get_config", &get_config) ? get_config() : "";
     const bool wide = *n->after || strstr(config, "USE64BITINT");
     void *const sgemm = wide ? (void *)&b->wide_sgemm : (void *)&b->sgemm;
     void *const dgemm = wide ? (void *)&b->wide_dgemm : (void *)&b->dgemm;
-    b->loaded = find(library, n, "cblas_sgemm", sgemm) &&
-                find(library, n, "cblas_dgemm", dgemm) &&
-                find(library, n, "openblas_set_num_threads", &b->set_num_threads) &&
-                find(library, n, "openblas_get_num_threads", &b->get_num_threads);
+    b->loaded = find_symbol(library, n, "cblas_sgemm", sgemm) &&
+                find_symbol(library, n, "cblas_dgemm", dgemm) &&
+                find_symbol(library, n, "openblas_set_num_threads", &b->set_num_threads) &&
+                find_symbol(library, n, "openblas_get_num_threads", &b->get_num_threads);
     make_name(b, library, n, config);
     return b->loaded;
 }
 
 /* Stays loaded: its threads and tables are for the life of the process. */
-static bool use(const char *path, int flags)
+static bool try_library(const char *path, int flags)
 {
     void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL | flags);
     if (library == NULL) return false;
     for (size_t i = 0; i < sizeof namings / sizeof *namings; i++) {
         blas b = {0};
-        if (!take(&b, library, &namings[i])) continue;
+        if (!read_functions(&b, library, &namings[i])) continue;
         the_blas = b;
         return true;
     }
@@ -103,7 +103,7 @@ static bool use(const char *path, int flags)
 }
 
 /* A path of the process, if it is that of an OpenBLAS. */
-static int note_openblas(struct dl_phdr_info *info, size_t size, void *path)
+static int match_openblas(struct dl_phdr_info *info, size_t size, void *path)
 {
     (void)size;
     const char *slash = strrchr(info->dlpi_name, '/');
@@ -113,35 +113,35 @@ static int note_openblas(struct dl_phdr_info *info, size_t size, void *path)
 
 /* The system's first, so that all programs of a machine have the same bits.  Then one that the
  * process has loaded, as Python's numpy does; one that the loader is told of; the build's. */
-static void load(void)
+static void find_library(void)
 {
     char loaded[4096] = "";
-    if (use("libopenblas.so.0", 0)) return;
-    if (dl_iterate_phdr(note_openblas, loaded) && use(loaded, RTLD_NOLOAD)) return;
-    if (use("libscipy_openblas.so", 0)) return;
-    if (EPIC_OPENBLAS[0]) use(EPIC_OPENBLAS, 0);
+    if (try_library("libopenblas.so.0", 0)) return;
+    if (dl_iterate_phdr(match_openblas, loaded) && try_library(loaded, RTLD_NOLOAD)) return;
+    if (try_library("libscipy_openblas.so", 0)) return;
+    if (EPIC_OPENBLAS[0]) try_library(EPIC_OPENBLAS, 0);
 }
 
 #else
 
-static void load(void)
+static void find_library(void)
 {
 }
 
 #endif
 
-static void load_all(void)
+static void load_libraries(void)
 {
     blas *b = &the_blas;
-    load();
+    find_library();
     const size_t length = strlen(b->name);
-    if (onednn_ready())
+    if (onednn_is_ready())
         snprintf(b->name + length, sizeof b->name - length, ", %s for bfloat16", onednn_name());
 }
 
 static const blas *get_blas(void)
 {
-    pthread_once(&once, load_all);
+    pthread_once(&once, load_libraries);
     return &the_blas;
 }
 
@@ -150,16 +150,16 @@ const char *epic_blas_name(void)
     return get_blas()->name;
 }
 
-static int op(bool transpose)
+static int transpose_code(bool transpose)
 {
     return transpose ? TRANSPOSED : AS_IT_LIES;
 }
 
 /* A call of either build. */
-#define MULTIPLY(gemm, integer)                                                                \
-    gemm(ROW_MAJOR, op(g->transpose_a), op(g->transpose_b), (integer)g->m, (integer)g->n,      \
-         (integer)g->k, 1, g->a, (integer)g->lda, g->b, (integer)g->ldb, g->add ? 1 : 0, g->c, \
-         (integer)g->ldc)
+#define MULTIPLY(gemm, integer)                                                       \
+    gemm(ROW_MAJOR, transpose_code(g->transpose_a), transpose_code(g->transpose_b),   \
+         (integer)g->m, (integer)g->n, (integer)g->k, 1, g->a, (integer)g->lda, g->b, \
+         (integer)g->ldb, g->add ? 1 : 0, g->c, (integer)g->ldc)
 
 void gemm_f32(const gemm *g)
 {
@@ -183,9 +183,9 @@ void gemm_f64(const gemm *g)
         MULTIPLY(b->wide_dgemm, int64_t);
 }
 
-bool gemm_bf16_ready(void)
+bool gemm_has_bf16(void)
 {
-    return onednn_ready();
+    return onednn_is_ready();
 }
 
 static float number_at(const void *matrix, int64_t index)
@@ -196,7 +196,7 @@ static float number_at(const void *matrix, int64_t index)
 }
 
 /* Slow: for where oneDNN has no memory. */
-static void plain_bf16(const gemm *g)
+static void multiply_bf16_plain(const gemm *g)
 {
     for (int64_t i = 0; i < g->m; i++)
         for (int64_t j = 0; j < g->n; j++) {
@@ -210,7 +210,7 @@ static void plain_bf16(const gemm *g)
 
 void gemm_bf16(const gemm *g)
 {
-    if (!onednn_multiply(g)) plain_bf16(g);
+    if (!onednn_multiply(g)) multiply_bf16_plain(g);
 }
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;

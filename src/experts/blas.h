@@ -27,7 +27,7 @@ void gemm_f64(const gemm *g);
 
 /* A and B bfloat16, C and what is added up float32: by oneDNN, on a processor that multiplies
  * bfloat16.  `ready`: both are there; the other is called only then.  */
-bool gemm_bf16_ready(void);
+bool gemm_has_bf16(void);
 void gemm_bf16(const gemm *g);
 
 /* The plain loops themselves, whatever is loaded; for tests.  Not both transposed. */

@@ -6,7 +6,7 @@
 #include "base/sized.h"
 #include "context/context.h"
 #include "experts/blas.h"
-#include "experts/job.h"
+#include "experts/config.h"
 #include "rules/convert.h"
 #include "rules/experts_layout.h"
 
@@ -24,16 +24,16 @@ epic_result epic_experts_memory_v1(const epic_experts *experts, size_t experts_s
 {
     experts_job job = {0};
     epic_experts_memory_info info = {0};
-    TRY(experts_take(&job, experts, experts_size));
+    TRY(experts_read_config(&job, experts, experts_size));
     TRY(check_slots(num_slots));
     TRY(CHECK_PLACE(out, size));
-    if (!job.scaled) {
+    if (!job.is_e4m3) {
         info.saved_bytes = experts_saved_bytes(&job, num_slots);
         info.forward_bytes = experts_workspace_bytes(&job, num_slots, false);
         info.backward_bytes = experts_workspace_bytes(&job, num_slots, true);
     }
-    job.device = !job.wide;
-    if (job.device) {
+    job.is_device = !job.is_f64;
+    if (job.is_device) {
         info.cuda_saved_bytes = experts_saved_bytes(&job, num_slots);
         info.cuda_forward_bytes = experts_workspace_bytes(&job, num_slots, false);
         info.cuda_backward_bytes = experts_workspace_bytes(&job, num_slots, true);
@@ -54,7 +54,7 @@ static epic_result check_counts(const experts_job *job, int64_t num_slots)
     int64_t sum = 0;
     if (job->expert_rows == NULL)
         return epic_fail(EPIC_EINVAL, "expert_rows is NULL: epic_plan gives them");
-    if (job->device) return EPIC_OK; /* its kernels cut off what does not fit */
+    if (job->is_device) return EPIC_OK; /* its kernels cut off what does not fit */
     for (uint32_t e = 0; e < job->experts.num_local_experts; e++) {
         const int64_t rows = job->expert_rows[e];
         const int64_t tokens = tokens_of(job, e);
@@ -110,10 +110,10 @@ static epic_result check_scales(const experts_job *job, const named_scales *all,
                                 int64_t num_slots)
 {
     for (int i = 0; i < count; i++) {
-        if (job->scaled && all[i].scales == NULL && num_slots > 0)
+        if (job->is_e4m3 && all[i].scales == NULL && num_slots > 0)
             return epic_fail(EPIC_EINVAL, "%s is NULL: experts.weight_type E4M3 needs it",
                              all[i].name);
-        if (!job->scaled && all[i].scales != NULL)
+        if (!job->is_e4m3 && all[i].scales != NULL)
             return epic_fail(EPIC_EINVAL,
                              "%s is given, but experts.weight_type is %s: only E4M3 has scales",
                              all[i].name, convert_name(job->experts.weight_type));
@@ -122,10 +122,10 @@ static epic_result check_scales(const experts_job *job, const named_scales *all,
 }
 
 /* Is there a product of E4M3 here? */
-static epic_result check_scaled(const experts_job *job, const char *call)
+static epic_result check_e4m3(const experts_job *job, const char *call)
 {
-    if (!job->scaled) return EPIC_OK;
-    if (!job->device)
+    if (!job->is_e4m3) return EPIC_OK;
+    if (!job->is_device)
         return epic_fail(EPIC_ENOTSUP,
                          "experts.weight_type is E4M3: %s of E4M3 wants a CUDA context", call);
     if (job->experts.gemm != NULL)
@@ -156,17 +156,17 @@ static epic_result check_flags(uint32_t flags, uint32_t known)
     return EPIC_OK;
 }
 
-static epic_result take_weights_type(experts_job *job, uint32_t type)
+static epic_result read_weights_type(experts_job *job, uint32_t type)
 {
-    job->wide_weights = type == EPIC_F64;
-    if (type == 0 || type == EPIC_F32 || (type == EPIC_F64 && job->wide)) return EPIC_OK;
+    job->has_f64_weights = type == EPIC_F64;
+    if (type == 0 || type == EPIC_F32 || (type == EPIC_F64 && job->is_f64)) return EPIC_OK;
     return epic_fail(EPIC_EINVAL,
                      "weights_type is %u: it must be EPIC_F32 (or 0), or EPIC_F64 with "
                      "experts.row_type EPIC_F64",
                      type);
 }
 
-epic_result experts_take_grad_type(uint32_t *type, uint32_t row_type, bool device)
+epic_result experts_read_grad_type(uint32_t *type, uint32_t row_type, bool device)
 {
     const uint32_t plain = row_type == EPIC_F64 ? EPIC_F64 : EPIC_F32;
     if (*type == 0) *type = plain;
@@ -178,7 +178,7 @@ epic_result experts_take_grad_type(uint32_t *type, uint32_t row_type, bool devic
 
 /* Elements of the arrays of both passes, and the bytes of one. */
 typedef struct shapes {
-    int64_t local, slots, rows, gate_up, down, wide, narrow;
+    int64_t local, slots, rows, gate_up, down, biases_up, biases_down;
     int64_t x_scales, gate_up_scales, down_scales; /* E4M3 */
     size_t x, row, weight, bias, gradient, slot_weight;
 } shapes;
@@ -195,17 +195,17 @@ static shapes shapes_of(const experts_job *job, int64_t num_slots, bool backward
                     .rows = num_slots * job->hidden,
                     .gate_up = local * job->hidden * job->width,
                     .down = local * job->inner * job->hidden,
-                    .wide = local * job->width,
-                    .narrow = local * job->hidden,
+                    .biases_up = local * job->width,
+                    .biases_down = local * job->hidden,
                     .x_scales = num_slots * hidden,
                     .gate_up_scales = local * experts_blocks(job->width) * hidden,
                     .down_scales = local * hidden * inner,
-                    .x = job->scaled && !backward ? 1 : row,
+                    .x = job->is_e4m3 && !backward ? 1 : row,
                     .row = row,
-                    .weight = job->scaled ? 1 : weight,
-                    .bias = job->scaled ? row : weight,
+                    .weight = job->is_e4m3 ? 1 : weight,
+                    .bias = job->is_e4m3 ? row : weight,
                     .gradient = (size_t)(job->grad_type ? convert_bytes(job->grad_type) : 4),
-                    .slot_weight = job->wide_weights ? 8 : 4};
+                    .slot_weight = job->has_f64_weights ? 8 : 4};
 }
 
 #define INPUTS(a, s)                                                                        \
@@ -213,9 +213,10 @@ static shapes shapes_of(const experts_job *job, int64_t num_slots, bool backward
         ARRAY_IN(a, expert_tokens, s.local, 4),                                             \
         ARRAY_IN(a, slot_weights, s.slots, s.slot_weight),                                  \
         ARRAY_IN(a, w_gate_up, s.gate_up, s.weight), ARRAY_IN(a, w_down, s.down, s.weight), \
-        ARRAY_IN(a, b_gate_up, s.wide, s.bias), ARRAY_IN(a, b_down, s.narrow, s.bias)
+        ARRAY_IN(a, b_gate_up, s.biases_up, s.bias),                                        \
+        ARRAY_IN(a, b_down, s.biases_down, s.bias)
 
-static epic_result check_forward_places(const experts_job *job, const epic_experts_args *a)
+static epic_result check_forward_arrays(const experts_job *job, const epic_experts_args *a)
 {
     const shapes s = shapes_of(job, a->num_slots, false);
     const call_array arrays[] = {
@@ -225,11 +226,11 @@ static epic_result check_forward_places(const experts_job *job, const epic_exper
         ARRAY_IN(a, w_down_scales, s.down_scales, 4),
         {"saved", a->saved, experts_saved_bytes(job, s.slots), 16, true},
         {"workspace", a->workspace, experts_workspace_bytes(job, s.slots, false), 16, true},
-        ARRAY_OUT(a, y, job->saved_alone ? 0 : s.rows, s.row)};
+        ARRAY_OUT(a, y, job->is_recompute ? 0 : s.rows, s.row)};
     return CHECK_ARRAYS(arrays);
 }
 
-static epic_result check_backward_places(const experts_job *job,
+static epic_result check_backward_arrays(const experts_job *job,
                                          const epic_experts_backward_args *a)
 {
     const shapes s = shapes_of(job, a->num_slots, true);
@@ -243,19 +244,19 @@ static epic_result check_backward_places(const experts_job *job,
         ARRAY_OUT(a, d_x, s.rows, s.row),
         ARRAY_OUT(a, d_w_gate_up, s.gate_up, s.gradient),
         ARRAY_OUT(a, d_w_down, s.down, s.gradient),
-        ARRAY_OUT(a, d_b_gate_up, s.wide, s.gradient),
-        ARRAY_OUT(a, d_b_down, s.narrow, s.gradient),
+        ARRAY_OUT(a, d_b_gate_up, s.biases_up, s.gradient),
+        ARRAY_OUT(a, d_b_down, s.biases_down, s.gradient),
         ARRAY_OUT(a, d_slot_weights, s.slots, s.slot_weight)};
     return CHECK_ARRAYS(arrays);
 }
 
 /* ------------------------------------------------------------------------------- passes ---- */
 
-static epic_result take_context(experts_job *job, epic_context *ctx)
+static epic_result read_context(experts_job *job, epic_context *ctx)
 {
     if (ctx == NULL) return EPIC_OK;
     TRY(context_check(ctx));
-    job->device = context_on_device(ctx);
+    job->is_device = context_on_device(ctx);
     return EPIC_OK;
 }
 
@@ -269,9 +270,9 @@ static bool next_slab(const experts_job *job, slab *slab)
     return true;
 }
 
-static epic_result take_forward(experts_job *job, const epic_experts_args *a)
+static epic_result prepare_forward(experts_job *job, const epic_experts_args *a)
 {
-    TRY(experts_take(job, a->experts, sizeof *a->experts));
+    TRY(experts_read_config(job, a->experts, sizeof *a->experts));
     job->x = a->x;
     job->expert_rows = a->expert_rows;
     job->expert_tokens = a->expert_tokens;
@@ -283,7 +284,7 @@ static epic_result take_forward(experts_job *job, const epic_experts_args *a)
     job->saved = a->saved;
     job->y = a->y;
 
-    job->saved_alone = (a->flags & EPIC_RECOMPUTE) != 0;
+    job->is_recompute = (a->flags & EPIC_RECOMPUTE) != 0;
     const required arrays[] = {
         {"x", a->x}, {"w_gate_up", a->w_gate_up}, {"w_down", a->w_down}, {"y", a->y}};
     const named_scales scales[] = {{"x_scales", a->x_scales},
@@ -291,18 +292,18 @@ static epic_result take_forward(experts_job *job, const epic_experts_args *a)
                                    {"w_down_scales", a->w_down_scales}};
     TRY(check_slots(a->num_slots));
     TRY(check_flags(a->flags, EPIC_RECOMPUTE));
-    TRY(check_scaled(job, "epic_experts_forward"));
-    TRY(take_weights_type(job, a->weights_type));
-    TRY(check_required(arrays, job->saved_alone ? 3 : 4, a->num_slots));
+    TRY(check_e4m3(job, "epic_experts_forward"));
+    TRY(read_weights_type(job, a->weights_type));
+    TRY(check_required(arrays, job->is_recompute ? 3 : 4, a->num_slots));
     TRY(check_scales(job, scales, 3, a->num_slots));
-    TRY(check_forward_places(job, a));
+    TRY(check_forward_arrays(job, a));
     TRY(check_counts(job, a->num_slots));
     TRY(check_weighting(job, a->num_slots));
     TRY(check_memory("saved", a->saved, a->saved_bytes,
                      experts_saved_bytes(job, a->num_slots)));
     TRY(check_memory("workspace", a->workspace, a->workspace_bytes,
                      experts_workspace_bytes(job, a->num_slots, false)));
-    if (!job->device) experts_cut(job, a->num_slots, false, a->workspace);
+    if (!job->is_device) experts_layout_workspace(job, a->num_slots, false, a->workspace);
     return EPIC_OK;
 }
 
@@ -312,16 +313,16 @@ epic_result epic_experts_forward_v1(epic_context *ctx, const epic_experts_args *
     epic_experts_args a;
     experts_job job = {0};
     TRY(READ_SIZED(&a, args, size, "args"));
-    TRY(take_context(&job, ctx));
-    TRY(take_forward(&job, &a));
-    if (job.device) {
+    TRY(read_context(&job, ctx));
+    TRY(prepare_forward(&job, &a));
+    if (job.is_device) {
         a.experts = &job.experts;
         return CONTEXT_OP(ctx, experts_forward, &a);
     }
     experts_blas_enter();
     for (slab slab = {.expert = -1}; next_slab(&job, &slab);) {
         if (slab.rows == 0) continue;
-        if (job.wide)
+        if (job.is_f64)
             experts_forward_f64(&job, &slab);
         else
             experts_forward_f32(&job, &slab);
@@ -330,9 +331,9 @@ epic_result epic_experts_forward_v1(epic_context *ctx, const epic_experts_args *
     return EPIC_OK;
 }
 
-static epic_result take_backward(experts_job *job, const epic_experts_backward_args *a)
+static epic_result prepare_backward(experts_job *job, const epic_experts_backward_args *a)
 {
-    TRY(experts_take(job, a->experts, sizeof *a->experts));
+    TRY(experts_read_config(job, a->experts, sizeof *a->experts));
     job->x = a->x;
     job->expert_rows = a->expert_rows;
     job->expert_tokens = a->expert_tokens;
@@ -341,7 +342,7 @@ static epic_result take_backward(experts_job *job, const epic_experts_backward_a
     job->w_down = a->w_down;
     job->b_gate_up = a->b_gate_up;
     job->b_down = a->b_down;
-    job->read = a->saved;
+    job->saved_in = a->saved;
     job->d_y = a->d_y;
     job->d_x = a->d_x;
     job->d_w_gate_up = a->d_w_gate_up;
@@ -357,27 +358,27 @@ static epic_result take_backward(experts_job *job, const epic_experts_backward_a
                                    {"w_down_scales", a->w_down_scales}};
     TRY(check_slots(a->num_slots));
     TRY(check_flags(a->flags, EPIC_ACCUMULATE));
-    TRY(check_scaled(job, "epic_experts_backward"));
-    TRY(take_weights_type(job, a->weights_type));
+    TRY(check_e4m3(job, "epic_experts_backward"));
+    TRY(read_weights_type(job, a->weights_type));
     job->grad_type = a->grad_type;
-    TRY(experts_take_grad_type(&job->grad_type, job->experts.row_type, job->device));
+    TRY(experts_read_grad_type(&job->grad_type, job->experts.row_type, job->is_device));
     if (a->reserved != 0)
         return epic_fail(EPIC_EINVAL, "reserved fields must be zero: one is %u", a->reserved);
     TRY(check_required(arrays, 4, a->num_slots));
     TRY(check_scales(job, scales, 2, a->num_slots));
-    TRY(check_backward_places(job, a));
+    TRY(check_backward_arrays(job, a));
     TRY(check_counts(job, a->num_slots));
     TRY(check_weighting(job, a->num_slots));
     TRY(check_memory("saved", a->saved, a->saved_bytes,
                      experts_saved_bytes(job, a->num_slots)));
     TRY(check_memory("workspace", a->workspace, a->workspace_bytes,
                      experts_workspace_bytes(job, a->num_slots, true)));
-    if (!job->device) experts_cut(job, a->num_slots, true, a->workspace);
+    if (!job->is_device) experts_layout_workspace(job, a->num_slots, true, a->workspace);
     return EPIC_OK;
 }
 
 /* An expert with no slot: its gradients are zeros. */
-static void clear_gradients(const experts_job *job, int64_t expert)
+static void zero_gradients(const experts_job *job, int64_t expert)
 {
     const struct {
         void *gradient;
@@ -389,7 +390,7 @@ static void clear_gradients(const experts_job *job, int64_t expert)
         {job->d_b_down, job->hidden},
     };
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
-        const size_t bytes = (size_t)all[i].numbers * (job->wide ? 8 : 4);
+        const size_t bytes = (size_t)all[i].numbers * (job->is_f64 ? 8 : 4);
         if (all[i].gradient != NULL)
             memset((char *)all[i].gradient + (size_t)expert * bytes, 0, bytes);
     }
@@ -401,9 +402,9 @@ epic_result epic_experts_backward_v1(epic_context *ctx, const epic_experts_backw
     epic_experts_backward_args a;
     experts_job job = {0};
     TRY(READ_SIZED(&a, args, size, "args"));
-    TRY(take_context(&job, ctx));
-    TRY(take_backward(&job, &a));
-    if (job.device) {
+    TRY(read_context(&job, ctx));
+    TRY(prepare_backward(&job, &a));
+    if (job.is_device) {
         a.experts = &job.experts;
         a.grad_type = job.grad_type;
         return CONTEXT_OP(ctx, experts_backward, &a);
@@ -411,8 +412,8 @@ epic_result epic_experts_backward_v1(epic_context *ctx, const epic_experts_backw
     experts_blas_enter();
     for (slab slab = {.expert = -1}; next_slab(&job, &slab);) {
         if (slab.rows == 0 && !job.accumulate)
-            clear_gradients(&job, slab.expert);
-        else if (slab.rows > 0 && job.wide)
+            zero_gradients(&job, slab.expert);
+        else if (slab.rows > 0 && job.is_f64)
             experts_backward_f64(&job, &slab);
         else if (slab.rows > 0)
             experts_backward_f32(&job, &slab);

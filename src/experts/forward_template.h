@@ -14,7 +14,7 @@ static void activate_row(const experts_job *job, REAL *out, const REAL *gate_up)
     const epic_experts *ex = &job->experts;
     const int step = ex->interleaved ? 2 : 1;
     const REAL *up = gate_up + (ex->interleaved ? 1 : job->inner);
-    activate(out, gate_up, job->inner, step, ex);
+    apply_activation(out, gate_up, job->inner, step, ex);
     if (!ex->ungated)
         for (int64_t i = 0; i < job->inner; i++) out[i] *= up_factor(up[i * step], ex);
 }
@@ -30,7 +30,7 @@ static const void *make_activations(const experts_job *job, const slab *slab,
         const REAL w = slot_weight(job, EPIC_WEIGHT_EARLY, slab->first + r);
         if (w != 1)
             for (int64_t i = 0; i < n; i++) row[i] *= w;
-        put_row(job, job->activations, r, n);
+        store_operand_row(job, job->activations, r, n);
     }
     clear_padding(job, slab, job->activations, n);
     return job->activations;
@@ -49,15 +49,16 @@ static void add_down_bias(const experts_job *job, const slab *slab, REAL *y)
 void OF(experts_forward)(const experts_job *job, const slab *slab)
 {
     const int64_t hidden = job->hidden, inner = job->inner, width = job->width;
-    const bool ready = experts_rows_ready(job);
+    const bool ready = experts_has_ready_rows(job);
     REAL *gate_up = (REAL *)job->saved + slab->first * width;
 
-    times(job, slab, gate_up, inputs(job, slab), job->w_gate_up, hidden, width);
+    multiply_weights(job, slab, gate_up, make_inputs(job, slab), job->w_gate_up, hidden, width);
     add_bias(gate_up, bias_of(job, slab, job->b_gate_up, width), slab->rows, width);
-    if (job->saved_alone) return;
+    if (job->is_recompute) return;
     void *y = row_at(job, job->y, slab->first);
     REAL *out = ready ? y : job->rows;
-    times(job, slab, out, make_activations(job, slab, gate_up), job->w_down, inner, hidden);
+    multiply_weights(job, slab, out, make_activations(job, slab, gate_up), job->w_down, inner,
+                     hidden);
     add_down_bias(job, slab, out);
-    if (!ready) store(y, job->experts.row_type, out, slab->rows * hidden);
+    if (!ready) store_reals(y, job->experts.row_type, out, slab->rows * hidden);
 }

@@ -39,7 +39,7 @@ static pthread_once_t once = PTHREAD_ONCE_INIT;
 static _Thread_local int depth, threads_before;
 
 /* ISO C has no cast from an object's address to a function's. */
-static bool find(void *library, const char *name, void *function)
+static bool find_symbol(void *library, const char *name, void *function)
 {
     void *address = dlsym(library, name);
     memcpy(function, &address, sizeof address);
@@ -47,26 +47,27 @@ static bool find(void *library, const char *name, void *function)
 }
 
 /* Threads other than OpenMP's cannot be kept to one, and bits would depend on their number. */
-static bool take(onednn *o, void *library)
+static bool read_functions(onednn *o, void *library)
 {
     const version *(*get_version)(void) = NULL;
-    if (!find(library, "dnnl_version", &get_version)) return false;
+    if (!find_symbol(library, "dnnl_version", &get_version)) return false;
     const version *v = get_version();
-    if (v->runtime == OPENMP && (!find(library, "omp_set_num_threads", &o->set_num_threads) ||
-                                 !find(library, "omp_get_max_threads", &o->get_num_threads)))
+    if (v->runtime == OPENMP &&
+        (!find_symbol(library, "omp_set_num_threads", &o->set_num_threads) ||
+         !find_symbol(library, "omp_get_max_threads", &o->get_num_threads)))
         return false;
     snprintf(o->name, sizeof o->name, "oneDNN %d.%d.%d", v->major, v->minor, v->patch);
     return (v->runtime == OPENMP || v->runtime == SEQUENTIAL) &&
-           find(library, "dnnl_gemm_bf16bf16f32", &o->multiply);
+           find_symbol(library, "dnnl_gemm_bf16bf16f32", &o->multiply);
 }
 
 /* Stays loaded, as OpenBLAS does. */
-bool onednn_use(const char *file)
+bool onednn_load_file(const char *file)
 {
     onednn o = {0};
     void *library = dlopen(file, RTLD_NOW | RTLD_LOCAL);
     if (library == NULL) return false;
-    if (take(&o, library)) {
+    if (read_functions(&o, library)) {
         the_onednn = o;
         return true;
     }
@@ -74,23 +75,23 @@ bool onednn_use(const char *file)
     return false;
 }
 
-static void load(void)
+static void load_default(void)
 {
 #if defined(__x86_64__) && defined(__GNUC__)
     if (the_onednn.multiply != NULL || !EPIC_ONEDNN[0]) return;
-    if (__builtin_cpu_supports("avx512bf16")) onednn_use(EPIC_ONEDNN);
+    if (__builtin_cpu_supports("avx512bf16")) onednn_load_file(EPIC_ONEDNN);
 #endif
 }
 
-bool onednn_ready(void)
+bool onednn_is_ready(void)
 {
-    pthread_once(&once, load);
+    pthread_once(&once, load_default);
     return the_onednn.multiply != NULL;
 }
 
 const char *onednn_name(void)
 {
-    return onednn_ready() ? the_onednn.name : "";
+    return onednn_is_ready() ? the_onednn.name : "";
 }
 
 bool onednn_multiply(const gemm *g)
@@ -102,13 +103,13 @@ bool onednn_multiply(const gemm *g)
 
 void onednn_enter(void)
 {
-    if (!onednn_ready() || the_onednn.set_num_threads == NULL || depth++ > 0) return;
+    if (!onednn_is_ready() || the_onednn.set_num_threads == NULL || depth++ > 0) return;
     threads_before = the_onednn.get_num_threads();
     the_onednn.set_num_threads(1);
 }
 
 void onednn_leave(void)
 {
-    if (!onednn_ready() || the_onednn.set_num_threads == NULL || --depth > 0) return;
+    if (!onednn_is_ready() || the_onednn.set_num_threads == NULL || --depth > 0) return;
     the_onednn.set_num_threads(threads_before);
 }

@@ -9,11 +9,11 @@
 
 /* The one that was found when the library was built, on a processor with instructions for
  * bfloat16: without those it is no faster than OpenBLAS. */
-bool onednn_ready(void);
+bool onednn_is_ready(void);
 const char *onednn_name(void); /* "oneDNN 3.1.0"; "": not ready */
 
 /* Takes that of a file, whatever the processor; for tests, before anything else here. */
-bool onednn_use(const char *file);
+bool onednn_load_file(const char *file);
 
 /* false: oneDNN refuses, as without memory, and C is as it was. */
 bool onednn_multiply(const gemm *g);

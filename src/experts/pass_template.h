@@ -9,7 +9,7 @@
 #include <string.h>
 
 #include "experts/blas.h"
-#include "experts/job.h"
+#include "experts/config.h"
 #include "rules/convert.h"
 #include "rules/scalar.h"
 

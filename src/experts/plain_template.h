@@ -14,7 +14,7 @@ static void add_row(REAL *out, REAL x, const REAL *row, int64_t n)
 #define DOT_LANES 16
 
 /* In lanes, so that compilers vectorize it without being allowed to reorder sums. */
-static REAL dot(const REAL *a, const REAL *b, int64_t n)
+static REAL dot_rows(const REAL *a, const REAL *b, int64_t n)
 {
     REAL lanes[DOT_LANES] = {0};
     REAL sum = 0;
@@ -35,7 +35,7 @@ void OF(gemm_plain)(const gemm *g)
         if (!g->add) memset(c, 0, (size_t)g->n * sizeof *c);
         if (g->transpose_b)
             for (int64_t j = 0; j < g->n; j++)
-                c[j] += dot(a + i * g->lda, b + j * g->ldb, g->k);
+                c[j] += dot_rows(a + i * g->lda, b + j * g->ldb, g->k);
         else
             for (int64_t l = 0; l < g->k; l++)
                 add_row(c, g->transpose_a ? a[l * g->lda + i] : a[i * g->lda + l],

@@ -2,7 +2,7 @@
 /* Rows and weights as REAL, and their products.  Included by pass_template.h. */
 
 /* REAL double: type is F64. */
-static void load(REAL *out, const void *in, uint32_t type, int64_t n)
+static void load_reals(REAL *out, const void *in, uint32_t type, int64_t n)
 {
     if (sizeof *out == sizeof(double))
         memcpy(out, in, (size_t)n * sizeof *out);
@@ -10,7 +10,7 @@ static void load(REAL *out, const void *in, uint32_t type, int64_t n)
         convert_to_float((float *)(void *)out, in, type, n);
 }
 
-static void store(void *out, uint32_t type, const REAL *in, int64_t n)
+static void store_reals(void *out, uint32_t type, const REAL *in, int64_t n)
 {
     if (sizeof *in == sizeof(double))
         memcpy(out, in, (size_t)n * sizeof *in);
@@ -31,52 +31,54 @@ static void *row_at(const experts_job *job, const void *rows, int64_t slot)
 
 static REAL slot_weight_at(const experts_job *job, int64_t slot)
 {
-    return job->wide_weights ? (REAL)((const double *)job->slot_weights)[slot]
-                             : (REAL)((const float *)job->slot_weights)[slot];
+    return job->has_f64_weights ? (REAL)((const double *)job->slot_weights)[slot]
+                                : (REAL)((const float *)job->slot_weights)[slot];
 }
 
-static void put_weight_gradient(const experts_job *job, int64_t slot, double gradient)
+static void store_weight_gradient(const experts_job *job, int64_t slot, double gradient)
 {
-    if (job->wide_weights)
+    if (job->has_f64_weights)
         ((double *)job->d_slot_weights)[slot] = gradient;
     else
         ((float *)job->d_slot_weights)[slot] = (float)gradient;
 }
 
-/* Operands are matrices as products take them, BF16 with job->halves, else REAL.  A row of one is
+/* Operands are matrices as products take them, BF16 with job->is_bf16, else REAL.  A row of one is
  * made where operand_row says, and then put there. */
 static REAL *operand_row(const experts_job *job, void *operand, int64_t row, int64_t n)
 {
     const int64_t most = job->hidden > job->inner ? job->hidden : job->inner;
-    return job->halves ? (REAL *)job->line + 2 * most : (REAL *)operand + row * n;
+    return job->is_bf16 ? (REAL *)job->line + 2 * most : (REAL *)operand + row * n;
 }
 
-static void put_row(const experts_job *job, void *operand, int64_t row, int64_t n)
+static void store_operand_row(const experts_job *job, void *operand, int64_t row, int64_t n)
 {
-    if (job->halves)
-        store((uint16_t *)operand + row * n, EPIC_BF16, operand_row(job, operand, row, n), n);
+    if (job->is_bf16)
+        store_reals((uint16_t *)operand + row * n, EPIC_BF16, operand_row(job, operand, row, n),
+                    n);
 }
 
 /* A row of an operand, until the next is read or made. */
-static const REAL *row_of(const experts_job *job, const void *operand, int64_t row, int64_t n)
+static const REAL *read_operand_row(const experts_job *job, const void *operand, int64_t row,
+                                    int64_t n)
 {
-    if (!job->halves) return (const REAL *)operand + row * n;
+    if (!job->is_bf16) return (const REAL *)operand + row * n;
     REAL *out = operand_row(job, NULL, 0, n);
-    load(out, (const uint16_t *)operand + row * n, EPIC_BF16, n);
+    load_reals(out, (const uint16_t *)operand + row * n, EPIC_BF16, n);
     return out;
 }
 
 /* Zeros in the slab's padding. */
 static void clear_padding(const experts_job *job, const slab *slab, void *operand, int64_t n)
 {
-    const size_t bytes = (size_t)n * (job->halves ? sizeof(uint16_t) : sizeof(REAL));
+    const size_t bytes = (size_t)n * (job->is_bf16 ? sizeof(uint16_t) : sizeof(REAL));
     memset((char *)operand + (size_t)slab->tokens * bytes, 0,
            (size_t)(slab->rows - slab->tokens) * bytes);
 }
 
-static void multiply(const experts_job *job, const gemm *g)
+static void multiply_matrices(const experts_job *job, const gemm *g)
 {
-    if (job->halves)
+    if (job->is_bf16)
         gemm_bf16(g);
     else
         OF(gemm)(g);
@@ -92,21 +94,22 @@ static REAL slot_weight(const experts_job *job, uint32_t weighting, int64_t slot
 static const void *slab_rows(const experts_job *job, const slab *slab, const void *rows)
 {
     const void *first = row_at(job, rows, slab->first);
-    if (experts_rows_ready(job) || job->halves) return first;
-    load(job->rows, first, job->experts.row_type, slab->rows * job->hidden);
+    if (experts_has_ready_rows(job) || job->is_bf16) return first;
+    load_reals(job->rows, first, job->experts.row_type, slab->rows * job->hidden);
     return job->rows;
 }
 
 /* What the first product multiplies: x, weighted if weights belong on the input. */
-static const void *inputs(const experts_job *job, const slab *slab)
+static const void *make_inputs(const experts_job *job, const slab *slab)
 {
     if (job->experts.weighting != EPIC_WEIGHT_INPUT) return slab_rows(job, slab, job->x);
     for (int64_t r = 0; r < slab->tokens; r++) {
         const REAL w = slot_weight_at(job, slab->first + r);
         REAL *row = operand_row(job, job->rows, r, job->hidden);
-        load(row, row_at(job, job->x, slab->first + r), job->experts.row_type, job->hidden);
+        load_reals(row, row_at(job, job->x, slab->first + r), job->experts.row_type,
+                   job->hidden);
         for (int64_t i = 0; i < job->hidden; i++) row[i] *= w;
-        put_row(job, job->rows, r, job->hidden);
+        store_operand_row(job, job->rows, r, job->hidden);
     }
     clear_padding(job, slab, job->rows, job->hidden);
     return job->rows;
@@ -118,31 +121,31 @@ static const REAL *bias_of(const experts_job *job, const slab *slab, const void 
 {
     if (biases == NULL) return NULL;
     const void *bias = weight_at(job, biases, slab->expert * n);
-    if (experts_weights_ready(job)) return bias;
-    load(job->bias, bias, job->experts.weight_type, n);
+    if (experts_has_ready_weights(job)) return bias;
+    load_reals(job->bias, bias, job->experts.weight_type, n);
     return job->bias;
 }
 
 /* out [rows, n] = a [rows, k] W, W [k, n] the matrix of the slab's expert. */
-static void times(const experts_job *job, const slab *slab, REAL *out, const void *a,
-                  const void *weights, int64_t k, int64_t n)
+static void multiply_weights(const experts_job *job, const slab *slab, REAL *out, const void *a,
+                             const void *weights, int64_t k, int64_t n)
 {
     const int64_t start = slab->expert * k * n;
     gemm g = {.m = slab->rows, .n = n, .k = k, .a = a, .lda = k, .ldc = n};
-    if (experts_weights_ready(job) || job->halves) {
+    if (experts_has_ready_weights(job) || job->is_bf16) {
         g.b = weight_at(job, weights, start);
         g.ldb = n;
         g.c = out;
-        multiply(job, &g);
+        multiply_matrices(job, &g);
         return;
     }
-    const int64_t columns = experts_tile(k, n);
+    const int64_t columns = experts_tile_size(k, n);
     REAL *tile = job->weights_tile;
     for (int64_t first = 0; first < n; first += columns) {
         g.n = n - first < columns ? n - first : columns;
         for (int64_t i = 0; i < k; i++)
-            load(tile + i * g.n, weight_at(job, weights, start + i * n + first),
-                 job->experts.weight_type, g.n);
+            load_reals(tile + i * g.n, weight_at(job, weights, start + i * n + first),
+                       job->experts.weight_type, g.n);
         g.b = tile;
         g.ldb = g.n;
         g.c = out + first;
@@ -151,8 +154,9 @@ static void times(const experts_job *job, const slab *slab, REAL *out, const voi
 }
 
 /* out [rows, n] = a [rows, k] W^T, W [n, k] the matrix of the slab's expert. */
-static void times_transposed(const experts_job *job, const slab *slab, REAL *out, const void *a,
-                             const void *weights, int64_t k, int64_t n)
+static void multiply_weights_transposed(const experts_job *job, const slab *slab, REAL *out,
+                                        const void *a, const void *weights, int64_t k,
+                                        int64_t n)
 {
     const int64_t start = slab->expert * k * n;
     gemm g = {.m = slab->rows,
@@ -163,17 +167,17 @@ static void times_transposed(const experts_job *job, const slab *slab, REAL *out
               .ldb = k,
               .ldc = n,
               .transpose_b = true};
-    if (experts_weights_ready(job) || job->halves) {
+    if (experts_has_ready_weights(job) || job->is_bf16) {
         g.b = weight_at(job, weights, start);
         g.c = out;
-        multiply(job, &g);
+        multiply_matrices(job, &g);
         return;
     }
-    const int64_t lines = experts_tile(k, n);
+    const int64_t lines = experts_tile_size(k, n);
     for (int64_t first = 0; first < n; first += lines) {
         g.n = n - first < lines ? n - first : lines;
-        load(job->weights_tile, weight_at(job, weights, start + first * k),
-             job->experts.weight_type, g.n * k);
+        load_reals(job->weights_tile, weight_at(job, weights, start + first * k),
+                   job->experts.weight_type, g.n * k);
         g.b = job->weights_tile;
         g.c = out + first;
         OF(gemm)(&g);
@@ -196,7 +200,7 @@ static void weight_gradient(const experts_job *job, const slab *slab, void *d_we
                     .c = (REAL *)d_weights + slab->expert * m * n,
                     .ldc = n,
                     .add = job->accumulate};
-    multiply(job, &g);
+    multiply_matrices(job, &g);
 }
 
 /* The gradient of the expert's bias: the sum of the rows of d that are not padding, in
@@ -209,7 +213,7 @@ static void bias_gradient(const experts_job *job, const slab *slab, void *d_bias
     if (!job->accumulate) memset(sum, 0, (size_t)n * sizeof *sum);
     for (int64_t r = 0; r < slab->tokens; r++) {
         const REAL w = weighted ? slot_weight(job, EPIC_WEIGHT_EARLY, slab->first + r) : 1;
-        const REAL *row = row_of(job, d, r, n);
+        const REAL *row = read_operand_row(job, d, r, n);
         for (int64_t i = 0; i < n; i++) sum[i] += w * row[i];
     }
 }

@@ -268,7 +268,7 @@ static epic_result move(combining *c)
                          .gives = gives,
                          .awaits = awaits,
                          .fill = fill,
-                         .settle = c->kernels->copied,
+                         .settle = c->kernels->fence_copies,
                          .take = take};
     return collect_run(c->x, &how);
 }

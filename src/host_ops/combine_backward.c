@@ -127,7 +127,7 @@ static epic_result move(spreading *s)
                          .wants = wants,
                          .mine = mine,
                          .fill = fill,
-                         .settle = s->kernels->copied,
+                         .settle = s->kernels->fence_copies,
                          .take = take,
                          .take_own = take_own};
     return scatter_run(s->x, &how);

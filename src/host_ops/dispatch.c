@@ -257,7 +257,7 @@ static epic_result move(dispatching *d)
                        .wants = wants,
                        .mine = mine,
                        .fill = fill,
-                       .settle = d->kernels->copied,
+                       .settle = d->kernels->fence_copies,
                        .take = take,
                        .take_own = take_own};
     return scatter_run(d->x, &s);
@@ -307,7 +307,7 @@ static epic_result move_all(dispatching *d)
     const bool few = d->plan.header->num_slots * d->args->recv.row_bytes < NEAR_BYTES;
     d->copy = few ? copy_near : d->kernels->copy;
     const epic_result result = move(d);
-    d->kernels->copied();
+    d->kernels->fence_copies();
     return result;
 }
 

@@ -4,12 +4,12 @@
 
 #include "base/error.h"
 #include "base/sized.h"
-#include "experts/job.h"
+#include "experts/config.h"
 #include "plan/plan.h"
 #include "rules/convert.h"
 #include "rules/sentences.h"
 
-typedef struct moe_call { /* what both calls bring */
+typedef struct call_args { /* what both calls bring */
     const epic_moe *moe;
     const epic_moe_weights *weights;
     epic_rows *x, *y; /* y: out, or d_out */
@@ -20,10 +20,10 @@ typedef struct moe_call { /* what both calls bring */
     int64_t workspace_bytes;
     const int32_t *rank_of_expert; /* forward */
     bool backward;
-} moe_call;
+} call_args;
 
 /* Are the rows as many and as wide as x?  {NULL, 0, 0} gets the width. */
-static epic_result take_rows(const moe_job *j, const char *name, epic_rows *rows)
+static epic_result check_rows(const moe_job *j, const char *name, epic_rows *rows)
 {
     if (!rows->data && !rows->num_rows && !rows->row_bytes) rows->row_bytes = j->row_bytes;
     if (rows->num_rows != j->x.num_rows)
@@ -71,10 +71,10 @@ static epic_result check_scales(const char *name, const float *scales, bool scal
 
 /* Backward has weights of E4M3 if they come with scales.  What it has to make again wants them
  * turned. */
-static epic_result take_scaled_back(moe_job *j)
+static epic_result read_e4m3_backward(moe_job *j)
 {
-    j->scaled_back = j->scaled && j->weights.w_gate_up_scales;
-    if (!j->scaled_back || !(j->moe.flags & EPIC_RECOMPUTE)) return EPIC_OK;
+    j->is_e4m3_backward = j->is_e4m3 && j->weights.w_gate_up_scales;
+    if (!j->is_e4m3_backward || !(j->moe.flags & EPIC_RECOMPUTE)) return EPIC_OK;
     return epic_fail(EPIC_EINVAL, "weights.w_gate_up_scales is given, and moe.flags has "
                                   "EPIC_RECOMPUTE: that wants weights of moe.experts.row_type");
 }
@@ -96,7 +96,7 @@ static epic_result check_weights(const moe_job *j, bool scaled)
 }
 
 /* How the rank's tokens are cut. */
-static epic_result check_tokens(const moe_job *j, int64_t tokens)
+static epic_result check_num_tokens(const moe_job *j, int64_t tokens)
 {
     const int64_t sequence = j->moe.sequence_tokens;
     if (j->tokens != tokens)
@@ -115,10 +115,10 @@ static epic_result check_tokens(const moe_job *j, int64_t tokens)
 
 /* Which weights there are must be equal on all ranks and, where EPIC_CHECK_WEIGHTS asks for it, what
  * is in those that all ranks have.  On a device the host does not see that. */
-static void set_weights(moe_job *j)
+static void record_weights(moe_job *j)
 {
     const epic_moe_weights *w = &j->weights;
-    const bool checked = j->ctx->checks_weights && !j->device;
+    const bool checked = j->ctx->checks_weights && !j->is_device;
     const int64_t gate = j->columns * j->real_bytes, hidden = j->hidden,
                   inner = j->shared.inner;
     const int64_t width = inner * (j->shared.ungated ? 1 : 2);
@@ -153,43 +153,43 @@ static epic_result not_yet(const char *what)
 }
 
 /* EPIC_ENOTSUP for what the layer on a device cannot do yet. */
-static epic_result check_device(const moe_job *j)
+static epic_result check_device_support(const moe_job *j)
 {
-    if (j->wide) return not_yet("moe.experts.row_type F64");
+    if (j->is_f64) return not_yet("moe.experts.row_type F64");
     if (j->has_shared && j->shared.gemm) return not_yet("moe.shared.gemm");
     return EPIC_OK;
 }
 
 /* Reads weights, rows and memory of a call; EPIC_EINVAL. */
 static epic_result read_call(moe_job *j, epic_context *ctx, const epic_call *call,
-                             const moe_call *c)
+                             const call_args *c)
 {
     if (!ctx) return epic_fail(EPIC_EINVAL, "ctx is NULL: a context from epic_open is needed");
     TRY(context_check(ctx));
     *j = (moe_job){
-        .ctx = ctx, .call = *call, .x = *c->x, .device = ctx->backend->transport == NULL};
+        .ctx = ctx, .call = *call, .x = *c->x, .is_device = ctx->backend->transport == NULL};
     TRY(READ_SIZED(&j->weights, c->weights, sizeof *c->weights, "weights"));
     if (c->x->num_rows < 0 || c->x->num_rows > ctx->config.max_tokens)
         return epic_fail(EPIC_EINVAL,
                          "x.num_rows is %lld: 0 to config.max_tokens %lld are possible",
                          (long long)c->x->num_rows, (long long)ctx->config.max_tokens);
-    TRY(moe_read(j, &ctx->config, c->moe, sizeof *c->moe, c->x->num_rows));
-    j->any_order = j->layer.sum_order == EPIC_BY_HOSTS; /* either has one block */
+    TRY(moe_read_config(j, &ctx->config, c->moe, sizeof *c->moe, c->x->num_rows));
+    j->is_by_hosts = j->layer.sum_order == EPIC_BY_HOSTS; /* either has one block */
     layer_choose_order(&j->layer, ctx->num_ranks, context_relays(ctx, c->rank_of_expert));
-    TRY(take_rows(j, "x", c->x));
-    TRY(take_rows(j, c->y_name, c->y));
+    TRY(check_rows(j, "x", c->x));
+    TRY(check_rows(j, c->y_name, c->y));
     j->x = *c->x;
-    TRY(check_tokens(j, c->x->num_rows));
-    if (j->scaled && !j->device)
+    TRY(check_num_tokens(j, c->x->num_rows));
+    if (j->is_e4m3 && !j->is_device)
         return epic_fail(EPIC_ENOTSUP,
                          "moe.experts.weight_type is E4M3: the layer of E4M3 wants "
                          "a CUDA context");
-    if (c->backward) TRY(take_scaled_back(j));
-    TRY(check_weights(j, c->backward ? j->scaled_back : j->scaled));
+    if (c->backward) TRY(read_e4m3_backward(j));
+    TRY(check_weights(j, c->backward ? j->is_e4m3_backward : j->is_e4m3));
     if (j->weights.w_shared_gate) j->shared.weighting = EPIC_WEIGHT_EARLY;
-    if (j->device) TRY(check_device(j));
-    moe_cut(j, c->saved, c->workspace, c->backward);
-    set_weights(j);
+    if (j->is_device) TRY(check_device_support(j));
+    moe_layout_buffers(j, c->saved, c->workspace, c->backward);
+    record_weights(j);
     TRY(check_memory("saved", c->saved, c->saved_bytes, j->saved_bytes));
     return check_memory("workspace", c->workspace, c->workspace_bytes, j->work_bytes);
 }
@@ -197,7 +197,7 @@ static epic_result read_call(moe_job *j, epic_context *ctx, const epic_call *cal
 /* The type of losses that a call brings; EPIC_EINVAL. */
 static epic_result check_loss_type(const moe_job *j, uint32_t type)
 {
-    if (type == 0 || type == EPIC_F32 || (type == EPIC_F64 && j->wide)) return EPIC_OK;
+    if (type == 0 || type == EPIC_F32 || (type == EPIC_F64 && j->is_f64)) return EPIC_OK;
     return epic_fail(EPIC_EINVAL,
                      "loss_type is %u: it must be EPIC_F32 (or 0), or EPIC_F64 with F64 rows",
                      type);
@@ -224,7 +224,7 @@ static epic_result check_placement(const moe_job *j, const int32_t *rank_of_expe
                      (long long)most);
 }
 
-static epic_result check_planned(const epic_moe_args *a, bool planning)
+static epic_result check_device_planned(const epic_moe_args *a, bool planning)
 {
     if (planning || a->flags & EPIC_PLANNED)
         return epic_fail(EPIC_ENOTSUP,
@@ -234,21 +234,22 @@ static epic_result check_planned(const epic_moe_args *a, bool planning)
     return EPIC_OK;
 }
 
-epic_result moe_forward_args(moe_job *j, epic_context *ctx, epic_moe_args *a, bool planning)
+epic_result moe_read_forward_args(moe_job *j, epic_context *ctx, epic_moe_args *a,
+                                  bool planning)
 {
     const uint32_t known = planning ? 0 : EPIC_PLANNED;
-    const moe_call c = {.moe = a->moe,
-                        .weights = a->weights,
-                        .x = &a->x,
-                        .y = planning ? &a->x : &a->out,
-                        .y_name = "out",
-                        .saved = a->saved,
-                        .saved_bytes = a->saved_bytes,
-                        .workspace = a->workspace,
-                        .workspace_bytes = a->workspace_bytes,
-                        .rank_of_expert = a->rank_of_expert};
+    const call_args c = {.moe = a->moe,
+                         .weights = a->weights,
+                         .x = &a->x,
+                         .y = planning ? &a->x : &a->out,
+                         .y_name = "out",
+                         .saved = a->saved,
+                         .saved_bytes = a->saved_bytes,
+                         .workspace = a->workspace,
+                         .workspace_bytes = a->workspace_bytes,
+                         .rank_of_expert = a->rank_of_expert};
     TRY(read_call(j, ctx, &a->call, &c));
-    TRY(moe_forward_places(j, a));
+    TRY(moe_check_forward_arrays(j, a));
     if (a->flags & ~known)
         return epic_fail(EPIC_EINVAL, "flags is 0x%x: only 0x%x is known here", a->flags,
                          known);
@@ -263,29 +264,30 @@ epic_result moe_forward_args(moe_job *j, epic_context *ctx, epic_moe_args *a, bo
         return epic_fail(EPIC_EINVAL, "moe.capacity is 0, EPIC_CAPACITY_EXACT: call "
                                       "epic_moe_plan first, then with EPIC_PLANNED");
     TRY(check_loss_type(j, a->loss_type));
-    if (j->device) TRY(check_planned(a, planning));
-    if (j->device && a->rank_of_expert) return EPIC_OK; /* in its memory: the plan will tell */
+    if (j->is_device) TRY(check_device_planned(a, planning));
+    if (j->is_device && a->rank_of_expert)
+        return EPIC_OK; /* in its memory: the plan will tell */
     return check_placement(j, a->rank_of_expert);
 }
 
-epic_result moe_backward_args(moe_job *j, epic_context *ctx, epic_moe_backward_args *a,
-                              const epic_moe_gradients *g)
+epic_result moe_read_backward_args(moe_job *j, epic_context *ctx, epic_moe_backward_args *a,
+                                   const epic_moe_gradients *g)
 {
-    const moe_call c = {.moe = a->moe,
-                        .weights = a->weights,
-                        .x = &a->x,
-                        .y = &a->d_out,
-                        .y_name = "d_out",
-                        .saved = a->saved,
-                        .saved_bytes = a->saved_bytes,
-                        .workspace = a->workspace,
-                        .workspace_bytes = a->workspace_bytes,
-                        .backward = true};
+    const call_args c = {.moe = a->moe,
+                         .weights = a->weights,
+                         .x = &a->x,
+                         .y = &a->d_out,
+                         .y_name = "d_out",
+                         .saved = a->saved,
+                         .saved_bytes = a->saved_bytes,
+                         .workspace = a->workspace,
+                         .workspace_bytes = a->workspace_bytes,
+                         .backward = true};
     TRY(read_call(j, ctx, &a->call, &c));
     j->grad_type = a->grad_type;
-    TRY(experts_take_grad_type(&j->grad_type, j->experts.row_type, j->device));
-    TRY(moe_backward_places(j, a, g));
-    if (a->d_x.data || !j->tokens) TRY(take_rows(j, "d_x", &a->d_x));
+    TRY(experts_read_grad_type(&j->grad_type, j->experts.row_type, j->is_device));
+    TRY(moe_check_backward_arrays(j, a, g));
+    if (a->d_x.data || !j->tokens) TRY(check_rows(j, "d_x", &a->d_x));
     if (g->scale_of_expert && !j->weights.scale_of_expert)
         return epic_fail(EPIC_EINVAL, "gradients.scale_of_expert is given: "
                                       "weights.scale_of_expert is NULL, so it has none");

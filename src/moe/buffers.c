@@ -5,116 +5,122 @@
 #include "rules/experts_layout.h"
 #include "rules/gate_layout.h"
 
-static int64_t larger(int64_t a, int64_t b)
+static int64_t larger_of(int64_t a, int64_t b)
 {
     return a > b ? a : b;
 }
 
-static void *take(unsigned char *base, int64_t *used, int64_t bytes)
+static void *place_buffer(unsigned char *base, int64_t *used, int64_t bytes)
 {
     void *at = base ? base + *used : NULL;
     *used += round_up(bytes, 64);
     return at;
 }
 
-static void cut_saved(moe_job *j, unsigned char *base)
+static void layout_saved(moe_job *j, unsigned char *base)
 {
     int64_t used = 0;
     const int64_t choices = j->tokens * j->top_k, slots = j->capacity;
     const int64_t experts = j->layer.num_experts;
-    const int64_t local = j->device ? larger(j->experts.num_local_experts, experts)
-                                    : j->experts.num_local_experts; /* whatever a table says */
+    const int64_t local = j->is_device
+                              ? larger_of(j->experts.num_local_experts, experts)
+                              : j->experts.num_local_experts; /* whatever a table says */
     moe_saved *s = &j->saved;
-    s->plan = take(base, &used, j->plan_bytes); /* from here: what epic_moe_plan leaves */
-    s->logits = take(base, &used, j->tokens * j->columns * j->real_bytes);
-    s->topk_idx = take(base, &used, choices * 4);
-    s->weights = take(base, &used, choices * j->real_bytes);
-    s->expert_rows = take(base, &used, local * 4);
-    s->expert_tokens = take(base, &used, local * 4);
-    s->load = take(base, &used, (int64_t)j->layer.num_experts * 4);
-    s->logical_load = take(base, &used, (int64_t)j->layer.num_logical * 4);
-    s->total_tokens = take(base, &used, 8); /* to here: whatever the capacity is */
+    s->plan =
+        place_buffer(base, &used, j->plan_bytes); /* from here: what epic_moe_plan leaves */
+    s->logits = place_buffer(base, &used, j->tokens * j->columns * j->real_bytes);
+    s->topk_idx = place_buffer(base, &used, choices * 4);
+    s->weights = place_buffer(base, &used, choices * j->real_bytes);
+    s->expert_rows = place_buffer(base, &used, local * 4);
+    s->expert_tokens = place_buffer(base, &used, local * 4);
+    s->load = place_buffer(base, &used, (int64_t)j->layer.num_experts * 4);
+    s->logical_load = place_buffer(base, &used, (int64_t)j->layer.num_logical * 4);
+    s->total_tokens = place_buffer(base, &used, 8); /* to here: whatever the capacity is */
     const bool keeps = !(j->moe.flags & EPIC_RECOMPUTE);
     const bool keeps_rows = !(j->moe.flags & EPIC_DISPATCH_AGAIN);
-    s->shared = take(base, &used, keeps ? j->blocks * j->shared_memory.saved_bytes : 0);
-    s->recv = take(base, &used, keeps_rows ? slots * j->row_bytes : 0);
-    s->slot_weights = take(base, &used, slots * j->real_bytes);
-    s->slot_k = take(base, &used, j->wide ? slots * 4 : 0);
-    s->experts = take(base, &used, keeps ? j->experts_memory.saved_bytes : 0);
+    s->shared = place_buffer(base, &used, keeps ? j->blocks * j->shared_memory.saved_bytes : 0);
+    s->recv = place_buffer(base, &used, keeps_rows ? slots * j->row_bytes : 0);
+    s->slot_weights = place_buffer(base, &used, slots * j->real_bytes);
+    s->slot_k = place_buffer(base, &used, j->is_f64 ? slots * 4 : 0);
+    s->experts = place_buffer(base, &used, keeps ? j->experts_memory.saved_bytes : 0);
     j->saved_bytes = used;
 }
 
 /* What is saved without these flags, and made again here. */
-static void cut_unsaved(moe_job *j, unsigned char *base, int64_t *used, bool backward)
+static void layout_unsaved(moe_job *j, unsigned char *base, int64_t *used, bool backward)
 {
-    const bool scaled = j->scaled && !backward;
+    const bool scaled = j->is_e4m3 && !backward;
     if (j->moe.flags & EPIC_RECOMPUTE) {
-        j->saved.shared = take(base, used, j->shared_memory.saved_bytes);
-        j->saved.experts = take(base, used, j->experts_memory.saved_bytes);
+        j->saved.shared = place_buffer(base, used, j->shared_memory.saved_bytes);
+        j->saved.experts = place_buffer(base, used, j->experts_memory.saved_bytes);
     }
     if (j->moe.flags & EPIC_DISPATCH_AGAIN)
-        j->saved.recv = take(base, used, j->capacity * (scaled ? j->hidden : j->row_bytes));
+        j->saved.recv =
+            place_buffer(base, used, j->capacity * (scaled ? j->hidden : j->row_bytes));
     if (scaled)
-        j->work.recv_scales = take(base, used, j->capacity * experts_blocks(j->hidden) * 4);
+        j->work.recv_scales =
+            place_buffer(base, used, j->capacity * experts_blocks(j->hidden) * 4);
 }
 
-static void cut_work(moe_job *j, unsigned char *base, bool backward)
+static void layout_workspace(moe_job *j, unsigned char *base, bool backward)
 {
     int64_t used = 0;
-    const int64_t weights_bytes = j->wide ? j->capacity * j->top_k * 8 : 0;
+    const int64_t weights_bytes = j->is_f64 ? j->capacity * j->top_k * 8 : 0;
     moe_work *w = &j->work;
-    cut_unsaved(j, base, &used, backward);
-    w->experts =
-        take(base, &used,
-             backward ? j->experts_memory.backward_bytes : j->experts_memory.forward_bytes);
-    w->shared =
-        take(base, &used,
-             backward ? j->shared_memory.backward_bytes : j->shared_memory.forward_bytes);
-    w->router = take(base, &used, j->router_bytes);
-    const int64_t rows = j->device ? 0 : backward ? j->block + 1 : 2;
-    w->tile = take(base, &used, j->device ? 0 : j->block * GATE_TILE * j->real_bytes);
-    w->rows = take(base, &used, rows * j->hidden * j->real_bytes);
-    w->gate =
-        take(base, &used,
-             j->device ? gate_bytes(j->tokens, j->block, j->hidden, j->columns, backward) : 0);
-    const bool adds_rows = j->has_shared || (j->device && j->router.zero_experts);
-    w->shared_y = take(base, &used, adds_rows ? j->block * j->row_bytes : 0);
-    w->shared_weights = take(base, &used, j->has_shared ? j->block * j->real_bytes : 0);
-    w->losses = take(base, &used, 2 * j->blocks * j->real_bytes);
-    const bool picks = !backward && (!j->device || j->router.zero_experts);
-    w->plan_idx = take(base, &used, picks ? j->tokens * j->top_k * 4 : 0);
-    if (j->wide && !backward) {
-        w->choice_k = take(base, &used, j->tokens * j->top_k * 4);
-        w->recv_weights = take(base, &used, weights_bytes);
+    layout_unsaved(j, base, &used, backward);
+    w->experts = place_buffer(base, &used,
+                              backward ? j->experts_memory.backward_bytes
+                                       : j->experts_memory.forward_bytes);
+    w->shared = place_buffer(base, &used,
+                             backward ? j->shared_memory.backward_bytes
+                                      : j->shared_memory.forward_bytes);
+    w->router = place_buffer(base, &used, j->router_bytes);
+    const int64_t rows = j->is_device ? 0 : backward ? j->block + 1 : 2;
+    w->tile =
+        place_buffer(base, &used, j->is_device ? 0 : j->block * GATE_TILE * j->real_bytes);
+    w->rows = place_buffer(base, &used, rows * j->hidden * j->real_bytes);
+    w->gate = place_buffer(
+        base, &used,
+        j->is_device ? gate_bytes(j->tokens, j->block, j->hidden, j->columns, backward) : 0);
+    const bool adds_rows = j->has_shared || (j->is_device && j->router.zero_experts);
+    w->shared_y = place_buffer(base, &used, adds_rows ? j->block * j->row_bytes : 0);
+    w->shared_weights = place_buffer(base, &used, j->has_shared ? j->block * j->real_bytes : 0);
+    w->losses = place_buffer(base, &used, 2 * j->blocks * j->real_bytes);
+    const bool picks = !backward && (!j->is_device || j->router.zero_experts);
+    w->plan_idx = place_buffer(base, &used, picks ? j->tokens * j->top_k * 4 : 0);
+    if (j->is_f64 && !backward) {
+        w->choice_k = place_buffer(base, &used, j->tokens * j->top_k * 4);
+        w->recv_weights = place_buffer(base, &used, weights_bytes);
     }
-    w->y = take(base, &used, backward ? 0 : j->capacity * j->row_bytes);
+    w->y = place_buffer(base, &used, backward ? 0 : j->capacity * j->row_bytes);
     if (backward) {
-        const int64_t rows_bytes = larger(j->capacity, j->tokens) * j->row_bytes;
-        w->d_y = take(base, &used, larger(rows_bytes, weights_bytes));
-        w->d_recv = take(base, &used, j->capacity * j->row_bytes);
-        w->d_slot_weights = take(base, &used, j->capacity * j->real_bytes);
-        w->d_weights = take(base, &used, j->tokens * j->top_k * j->real_bytes);
-        w->d_shared_weights = take(base, &used, j->has_shared ? j->block * j->real_bytes : 0);
-        w->d_logits = take(base, &used, j->block * j->columns * j->real_bytes);
-        w->d_scale = take(base, &used, j->device ? j->columns * 4 : 0);
-        w->dense = take(base, &used, j->dense_levels * j->dense_count * j->real_bytes);
+        const int64_t rows_bytes = larger_of(j->capacity, j->tokens) * j->row_bytes;
+        w->d_y = place_buffer(base, &used, larger_of(rows_bytes, weights_bytes));
+        w->d_recv = place_buffer(base, &used, j->capacity * j->row_bytes);
+        w->d_slot_weights = place_buffer(base, &used, j->capacity * j->real_bytes);
+        w->d_weights = place_buffer(base, &used, j->tokens * j->top_k * j->real_bytes);
+        w->d_shared_weights =
+            place_buffer(base, &used, j->has_shared ? j->block * j->real_bytes : 0);
+        w->d_logits = place_buffer(base, &used, j->block * j->columns * j->real_bytes);
+        w->d_scale = place_buffer(base, &used, j->is_device ? j->columns * 4 : 0);
+        w->dense = place_buffer(base, &used, j->dense_levels * j->dense_count * j->real_bytes);
     }
     j->work_bytes = used;
 }
 
-void moe_cut(moe_job *j, const void *saved, void *workspace, bool backward)
+void moe_layout_buffers(moe_job *j, const void *saved, void *workspace, bool backward)
 {
-    cut_saved(j, (unsigned char *)(uintptr_t)saved);
-    cut_work(j, workspace, backward);
+    layout_saved(j, (unsigned char *)(uintptr_t)saved);
+    layout_workspace(j, workspace, backward);
 }
 
-dense_block moe_block(const moe_job *j, int64_t b)
+dense_block moe_get_block(const moe_job *j, int64_t b)
 {
     const int64_t first = b * j->block;
     return (dense_block){.job = j,
-                         .x = moe_rows(j, &j->x, b),
+                         .x = moe_block_rows(j, &j->x, b),
                          .logits =
                              (const char *)j->saved.logits + first * j->columns * j->real_bytes,
                          .topk_idx = j->saved.topk_idx + first * j->top_k,
-                         .weights = moe_real(j, j->saved.weights, first * j->top_k)};
+                         .weights = moe_real_at(j, j->saved.weights, first * j->top_k)};
 }

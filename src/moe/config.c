@@ -12,8 +12,8 @@
 
 #define KNOWN_FLAGS (EPIC_SUM_DENSE | EPIC_RECOMPUTE | EPIC_DISPATCH_AGAIN)
 
-static epic_result read_parts(moe_job *j, const epic_config *config, const epic_moe *moe,
-                              size_t size)
+static epic_result read_configs(moe_job *j, const epic_config *config, const epic_moe *moe,
+                                size_t size)
 {
     TRY(READ_SIZED(&j->moe, moe, size, "moe"));
     const epic_moe *m = &j->moe;
@@ -27,18 +27,18 @@ static epic_result read_parts(moe_job *j, const epic_config *config, const epic_
     return EPIC_OK;
 }
 
-static epic_result differ(const char *a, int64_t value, const char *b, int64_t other)
+static epic_result fail_unequal(const char *a, int64_t value, const char *b, int64_t other)
 {
     return epic_fail(EPIC_EINVAL, "moe.%s is %lld, moe.%s is %lld: make them equal", a,
                      (long long)value, b, (long long)other);
 }
 
-static epic_result check_scaled(const moe_job *j)
+static epic_result check_e4m3(const moe_job *j)
 {
     if (j->has_shared && j->shared.weight_type == EPIC_E4M3)
         return epic_fail(EPIC_EINVAL,
                          "moe.shared.weight_type is E4M3: only moe.experts may be");
-    if (!j->scaled) return EPIC_OK;
+    if (!j->is_e4m3) return EPIC_OK;
     if (!(j->moe.flags & EPIC_DISPATCH_AGAIN))
         return epic_fail(EPIC_EINVAL, "moe.experts.weight_type is E4M3: moe.flags must have "
                                       "EPIC_DISPATCH_AGAIN, as rows of e4m3 are not saved");
@@ -48,7 +48,7 @@ static epic_result check_scaled(const moe_job *j)
     return EPIC_OK;
 }
 
-static epic_result check_parts(const moe_job *j, const epic_config *config)
+static epic_result check_shapes(const moe_job *j, const epic_config *config)
 {
     const epic_layer *layer = &j->layer;
     const epic_router *router = &j->router;
@@ -56,20 +56,21 @@ static epic_result check_parts(const moe_job *j, const epic_config *config)
         return epic_fail(EPIC_EINVAL, "moe.layer.layout is %u: EPIC_EXPERT_MAJOR is needed",
                          layer->layout);
     if (router->num_experts != layer_num_ids(layer))
-        return differ("router.num_experts", router->num_experts,
-                      layer->num_logical ? "layer.num_logical" : "layer.num_experts",
-                      layer_num_ids(layer));
+        return fail_unequal("router.num_experts", router->num_experts,
+                            layer->num_logical ? "layer.num_logical" : "layer.num_experts",
+                            layer_num_ids(layer));
     if (router->top_k != layer->top_k)
-        return differ("router.top_k", router->top_k, "layer.top_k", layer->top_k);
-    TRY(check_scaled(j));
+        return fail_unequal("router.top_k", router->top_k, "layer.top_k", layer->top_k);
+    TRY(check_e4m3(j));
     if (j->has_shared && j->shared.num_local_experts != 1)
         return epic_fail(EPIC_EINVAL, "moe.shared.num_local_experts is %u: it is one expert",
                          j->shared.num_local_experts);
     if (j->has_shared && j->shared.hidden != j->experts.hidden)
-        return differ("shared.hidden", j->shared.hidden, "experts.hidden", j->experts.hidden);
+        return fail_unequal("shared.hidden", j->shared.hidden, "experts.hidden",
+                            j->experts.hidden);
     if (j->has_shared && j->shared.row_type != j->experts.row_type)
-        return differ("shared.row_type", j->shared.row_type, "experts.row_type",
-                      j->experts.row_type);
+        return fail_unequal("shared.row_type", j->shared.row_type, "experts.row_type",
+                            j->experts.row_type);
     if (j->has_shared && j->shared.weighting != EPIC_WEIGHT_LATE)
         return epic_fail(EPIC_EINVAL, "moe.shared.weighting is %u: EPIC_WEIGHT_LATE is needed",
                          j->shared.weighting);
@@ -79,7 +80,7 @@ static epic_result check_parts(const moe_job *j, const epic_config *config)
                          "config.max_row_bytes is %lld",
                          (long long)j->hidden, (long long)j->row_bytes,
                          (long long)config->max_row_bytes);
-    if (j->wide && j->top_k * 8 > config->max_row_bytes)
+    if (j->is_f64 && j->top_k * 8 > config->max_row_bytes)
         return epic_fail(EPIC_EINVAL,
                          "moe.layer.top_k is %u: beside a row of F64 as many float64 weights "
                          "travel, %lld bytes, and config.max_row_bytes is %lld",
@@ -93,7 +94,7 @@ static bool is_coeff(double x)
     return isfinite(x) && x >= 0;
 }
 
-static epic_result check_moe(const moe_job *j)
+static epic_result check_options(const moe_job *j)
 {
     const epic_moe *m = &j->moe;
     if (!is_coeff(m->balance_coeff) || !is_coeff(m->z_coeff))
@@ -117,18 +118,18 @@ static epic_result check_moe(const moe_job *j)
                          "moe.capacity is %lld: 1 to 2147483647 slots are possible "
                          "(epic_capacity_bound never overflows), or EPIC_CAPACITY_EXACT",
                          (long long)m->capacity);
-    if (j->wide && m->flags & EPIC_SUM_DENSE)
+    if (j->is_f64 && m->flags & EPIC_SUM_DENSE)
         return epic_fail(EPIC_EINVAL, "moe.flags has EPIC_SUM_DENSE: gradients of F64 rows are "
                                       "float64, which epic_allreduce_sum does not add");
     return EPIC_OK;
 }
 
-static int64_t larger(int64_t a, int64_t b)
+static int64_t larger_of(int64_t a, int64_t b)
 {
     return a > b ? a : b;
 }
 
-static int64_t levels_of(int64_t blocks)
+static int64_t num_levels(int64_t blocks)
 {
     int64_t levels = 1;
     while (blocks > 1) {
@@ -147,7 +148,7 @@ static epic_result measure_experts(const char *name, const epic_experts *experts
     return epic_fail(EPIC_EINVAL, "moe.%s: %s", name, why);
 }
 
-static void take_device_sizes(epic_experts_memory_info *info)
+static void use_device_sizes(epic_experts_memory_info *info)
 {
     info->saved_bytes = info->cuda_saved_bytes;
     info->forward_bytes = info->cuda_forward_bytes;
@@ -155,7 +156,7 @@ static void take_device_sizes(epic_experts_memory_info *info)
 }
 
 /* Backward has rows of row_type whatever forward had, and weights of either. */
-static epic_result measure_scaled(moe_job *j)
+static epic_result measure_e4m3_experts(moe_job *j)
 {
     epic_experts_memory_info scaled_info;
     epic_experts scaled = j->experts;
@@ -163,38 +164,38 @@ static epic_result measure_scaled(moe_job *j)
     TRY(measure_experts("experts", &scaled, j->capacity, &scaled_info));
     j->experts_memory.cuda_forward_bytes = scaled_info.cuda_forward_bytes;
     j->experts_memory.cuda_backward_bytes =
-        larger(j->experts_memory.cuda_backward_bytes, scaled_info.cuda_backward_bytes);
+        larger_of(j->experts_memory.cuda_backward_bytes, scaled_info.cuda_backward_bytes);
     return EPIC_OK;
 }
 
-static epic_result measure(moe_job *j, const epic_config *config)
+static epic_result measure_memory(moe_job *j, const epic_config *config)
 {
     TRY(measure_experts("experts", &j->experts, j->capacity, &j->experts_memory));
-    if (j->scaled) TRY(measure_scaled(j));
+    if (j->is_e4m3) TRY(measure_e4m3_experts(j));
     if (j->has_shared) TRY(measure_experts("shared", &j->shared, j->block, &j->shared_memory));
-    if (j->device) take_device_sizes(&j->experts_memory);
-    if (j->device) take_device_sizes(&j->shared_memory);
+    if (j->is_device) use_device_sizes(&j->experts_memory);
+    if (j->is_device) use_device_sizes(&j->shared_memory);
     j->shared_memory.saved_bytes = round_up(j->shared_memory.saved_bytes, 64);
     j->router_bytes = epic_router_workspace(&j->router);
     if (!j->router_bytes) return EPIC_EINVAL;
     j->plan_bytes = epic_plan_bytes(config, &j->layer);
     if (!j->plan_bytes) return EPIC_EINVAL;
-    const bool apart = !j->device || j->moe.flags & EPIC_SUM_DENSE || j->blocks > 1;
-    j->dense_levels = apart ? levels_of(j->blocks) : 0;
-    j->dense_count = moe_dense_parts(j).end;
+    const bool apart = !j->is_device || j->moe.flags & EPIC_SUM_DENSE || j->blocks > 1;
+    j->dense_levels = apart ? num_levels(j->blocks) : 0;
+    j->dense_count = moe_dense_offsets(j).end;
     return EPIC_OK;
 }
 
-epic_result moe_read(moe_job *j, const epic_config *config, const epic_moe *moe, size_t size,
-                     int64_t tokens)
+epic_result moe_read_config(moe_job *j, const epic_config *config, const epic_moe *moe,
+                            size_t size, int64_t tokens)
 {
-    TRY(read_parts(j, config, moe, size));
-    j->wide = j->experts.row_type == EPIC_F64;
-    j->scaled = j->experts.weight_type == EPIC_E4M3 && !j->wide;
-    if (j->scaled) j->experts.weight_type = j->experts.row_type;
-    if (j->wide && j->experts.weighting == EPIC_WEIGHT_LATE)
+    TRY(read_configs(j, config, moe, size));
+    j->is_f64 = j->experts.row_type == EPIC_F64;
+    j->is_e4m3 = j->experts.weight_type == EPIC_E4M3 && !j->is_f64;
+    if (j->is_e4m3) j->experts.weight_type = j->experts.row_type;
+    if (j->is_f64 && j->experts.weighting == EPIC_WEIGHT_LATE)
         j->experts.weighting = EPIC_WEIGHT_EARLY; /* combine's weights are float32 */
-    j->real_type = j->wide ? EPIC_F64 : EPIC_F32;
+    j->real_type = j->is_f64 ? EPIC_F64 : EPIC_F32;
     j->real_bytes = convert_bytes(j->real_type);
     j->hidden = j->experts.hidden;
     j->row_bytes = j->hidden * convert_bytes(j->experts.row_type);
@@ -204,14 +205,14 @@ epic_result moe_read(moe_job *j, const epic_config *config, const epic_moe *moe,
     j->blocks = j->layer.sum_order == EPIC_TREE ? j->layer.leaves / config->num_ranks : 1;
     j->block = (tokens + j->blocks - 1) / j->blocks;
     j->tokens = j->block * j->blocks;
-    TRY(check_moe(j));
-    TRY(measure(j, config));
-    return check_parts(j, config);
+    TRY(check_options(j));
+    TRY(measure_memory(j, config));
+    return check_shapes(j, config);
 }
 
-dense_parts moe_dense_parts(const moe_job *j)
+dense_offsets moe_dense_offsets(const moe_job *j)
 {
-    dense_parts p = {0};
+    dense_offsets p = {0};
     p.b_gate = j->hidden * j->columns;
     p.scale = p.b_gate + j->columns;
     p.gate_up = p.scale + j->columns;

@@ -7,7 +7,7 @@
 #include "moe/moe.h"
 #include "rules/convert.h"
 
-static void load(REAL *out, const void *in, uint32_t type, int64_t n)
+static void load_reals(REAL *out, const void *in, uint32_t type, int64_t n)
 {
     if (type == EPIC_F64)
         memcpy(out, in, (size_t)n * sizeof *out);
@@ -15,7 +15,7 @@ static void load(REAL *out, const void *in, uint32_t type, int64_t n)
         convert_to_float((float *)(void *)out, in, type, n);
 }
 
-static void store(void *out, uint32_t type, const REAL *in, int64_t n)
+static void store_reals(void *out, uint32_t type, const REAL *in, int64_t n)
 {
     if (type == EPIC_F64)
         memcpy(out, in, (size_t)n * sizeof *in);
@@ -46,17 +46,17 @@ static const REAL *columns_of(const dense_block *b, int64_t first, int64_t count
     REAL *tile = j->work.tile;
     *stride = count;
     for (int64_t t = 0; t < j->block; t++)
-        load(tile + t * count, (const char *)row_at(b, &b->x, t) + first * element, row_type(b),
-             count);
+        load_reals(tile + t * count, (const char *)row_at(b, &b->x, t) + first * element,
+                   row_type(b), count);
     return tile;
 }
 
-static int64_t least(int64_t a, int64_t b)
+static int64_t smaller_of(int64_t a, int64_t b)
 {
     return a < b ? a : b;
 }
 
-static void gate(const dense_block *b, void *logits)
+static void gate_forward(const dense_block *b, void *logits)
 {
     const moe_job *j = b->job;
     const REAL *bias = j->weights.b_gate;
@@ -64,7 +64,7 @@ static void gate(const dense_block *b, void *logits)
     for (int64_t first = 0; first < j->hidden; first += GATE_TILE) {
         gemm g = {.m = j->block,
                   .n = j->columns,
-                  .k = least(GATE_TILE, j->hidden - first),
+                  .k = smaller_of(GATE_TILE, j->hidden - first),
                   .b = (const REAL *)j->weights.w_gate + first * j->columns,
                   .ldb = j->columns,
                   .c = out,
@@ -93,31 +93,31 @@ static void add_zero_experts(const dense_block *b, int64_t token, const REAL *ro
     }
 }
 
-static void finish(const dense_block *b, const epic_rows *out, const void *shared_y)
+static void add_local_experts(const dense_block *b, const epic_rows *out, const void *shared_y)
 {
     const moe_job *j = b->job;
     if (!shared_y && !j->router.zero_experts) return;
     REAL *acc = j->work.rows, *row = acc + j->hidden;
     for (int64_t t = 0; t < j->block; t++) {
-        load(acc, row_at(b, out, t), row_type(b), j->hidden);
-        load(row, row_at(b, &b->x, t), row_type(b), j->hidden);
+        load_reals(acc, row_at(b, out, t), row_type(b), j->hidden);
+        load_reals(row, row_at(b, &b->x, t), row_type(b), j->hidden);
         add_zero_experts(b, t, row, acc);
         if (shared_y) {
-            load(row, (const char *)shared_y + t * j->row_bytes, row_type(b), j->hidden);
+            load_reals(row, (const char *)shared_y + t * j->row_bytes, row_type(b), j->hidden);
             for (int64_t h = 0; h < j->hidden; h++) acc[h] += row[h];
         }
-        store(row_at(b, out, t), row_type(b), acc, j->hidden);
+        store_reals(row_at(b, out, t), row_type(b), acc, j->hidden);
     }
 }
 
-static void shared_gate(const dense_block *b, void *weights)
+static void shared_gate_forward(const dense_block *b, void *weights)
 {
     const moe_job *j = b->job;
     const REAL *gate = j->weights.w_shared_gate;
     REAL *row = j->work.rows;
     for (int64_t t = 0; t < j->block; t++) {
         double z = 0;
-        load(row, row_at(b, &b->x, t), row_type(b), j->hidden);
+        load_reals(row, row_at(b, &b->x, t), row_type(b), j->hidden);
         for (int64_t h = 0; h < j->hidden; h++) z += (double)row[h] * gate[h];
         const double e = exp(-fabs(z));
         ((REAL *)weights)[t] = (REAL)((z > 0 ? 1 : e) / (1 + e));
@@ -137,19 +137,19 @@ static void shared_gate_gradient(const dense_block *b, REAL *gradient)
     REAL *row = j->work.rows;
     for (int64_t t = 0; t < j->block; t++) {
         const REAL d = shared_gate_slope(j, t);
-        load(row, row_at(b, &b->x, t), row_type(b), j->hidden);
+        load_reals(row, row_at(b, &b->x, t), row_type(b), j->hidden);
         for (int64_t h = 0; h < j->hidden; h++) gradient[h] += d * row[h];
     }
 }
 
-static void zero_weights(const dense_block *b, const epic_rows *d_out, void *d_weights)
+static void zero_expert_d_weights(const dense_block *b, const epic_rows *d_out, void *d_weights)
 {
     const moe_job *j = b->job;
     if (!j->router.zero_experts) return;
     REAL *row = j->work.rows, *grad = row + j->hidden;
     for (int64_t t = 0; t < j->block; t++) {
-        load(row, row_at(b, &b->x, t), row_type(b), j->hidden);
-        load(grad, row_at(b, d_out, t), row_type(b), j->hidden);
+        load_reals(row, row_at(b, &b->x, t), row_type(b), j->hidden);
+        load_reals(grad, row_at(b, d_out, t), row_type(b), j->hidden);
         REAL dot = 0;
         for (int64_t h = 0; h < j->hidden; h++) dot += row[h] * grad[h];
         for (int64_t i = t * j->top_k; i < (t + 1) * j->top_k; i++)
@@ -160,9 +160,9 @@ static void zero_weights(const dense_block *b, const epic_rows *d_out, void *d_w
 static void gate_gradient(const dense_block *b, const REAL *d_logits, REAL *dense)
 {
     const moe_job *j = b->job;
-    const dense_parts parts = moe_dense_parts(j);
+    const dense_offsets parts = moe_dense_offsets(j);
     for (int64_t first = 0; first < j->hidden; first += GATE_TILE) {
-        gemm g = {.m = least(GATE_TILE, j->hidden - first),
+        gemm g = {.m = smaller_of(GATE_TILE, j->hidden - first),
                   .n = j->columns,
                   .k = j->block,
                   .transpose_a = true,
@@ -185,7 +185,8 @@ static void gate_backward(const dense_block *b, const void *d_logits, const epic
     REAL *acc = j->work.rows, *row = acc + j->block * j->hidden;
     const REAL *shared_gate = j->weights.w_shared_gate;
     gate_gradient(b, d_logits, dense);
-    if (shared_gate) shared_gate_gradient(b, (REAL *)dense + moe_dense_parts(j).w_shared_gate);
+    if (shared_gate)
+        shared_gate_gradient(b, (REAL *)dense + moe_dense_offsets(j).w_shared_gate);
     if (!d_x) return;
     const gemm back = {.m = j->block,
                        .n = j->hidden,
@@ -200,38 +201,40 @@ static void gate_backward(const dense_block *b, const void *d_logits, const epic
     GEMM(&back);
     for (int64_t t = 0; t < j->block; t++) {
         REAL *sum = acc + t * j->hidden;
-        load(row, row_at(b, d_x, t), row_type(b), j->hidden);
+        load_reals(row, row_at(b, d_x, t), row_type(b), j->hidden);
         for (int64_t h = 0; h < j->hidden; h++) sum[h] += row[h];
         if (j->router.zero_experts) {
-            load(row, row_at(b, d_out, t), row_type(b), j->hidden);
+            load_reals(row, row_at(b, d_out, t), row_type(b), j->hidden);
             add_zero_experts(b, t, row, sum);
         }
         if (d_shared) {
-            load(row, (const char *)d_shared + t * j->row_bytes, row_type(b), j->hidden);
+            load_reals(row, (const char *)d_shared + t * j->row_bytes, row_type(b), j->hidden);
             for (int64_t h = 0; h < j->hidden; h++) sum[h] += row[h];
         }
         const REAL d = shared_gate ? shared_gate_slope(j, t) : 0;
         for (int64_t h = 0; shared_gate && h < j->hidden; h++) sum[h] += d * shared_gate[h];
-        store(row_at(b, d_x, t), row_type(b), sum, j->hidden);
+        store_reals(row_at(b, d_x, t), row_type(b), sum, j->hidden);
     }
 }
 
-static void add(void *to, const void *from, int64_t n)
+static void add_reals(void *to, const void *from, int64_t n)
 {
     REAL *a = to;
     const REAL *b = from;
     for (int64_t i = 0; i < n; i++) a[i] += b[i];
 }
 
-static REAL sum_tree(const REAL *values, int64_t n)
+static REAL sum_range(const REAL *values, int64_t n)
 {
     if (n == 1) return values[0];
-    return sum_tree(values, n / 2) + sum_tree(values + n / 2, n - n / 2);
+    return sum_range(values, n / 2) + sum_range(values + n / 2, n - n / 2);
 }
 
-static double tree(const void *values, int64_t n)
+static double sum_in_tree(const void *values, int64_t n)
 {
-    return sum_tree(values, n);
+    return sum_range(values, n);
 }
 
-const dense_ops OPS = {gate, finish, shared_gate, zero_weights, gate_backward, add, tree};
+const dense_ops OPS = {
+    gate_forward,  add_local_experts, shared_gate_forward, zero_expert_d_weights,
+    gate_backward, add_reals,         sum_in_tree};

@@ -4,9 +4,9 @@
 #include "moe/device.h"
 
 #include "base/error.h"
-#include "experts/job.h"
+#include "experts/config.h"
 
-epic_gate moe_device_gate(const moe_job *j, const dense_block *block, void *logits)
+epic_gate moe_device_gate_args(const moe_job *j, const dense_block *block, void *logits)
 {
     return (epic_gate){.stream = j->call.stream,
                        .x = block->x.data,
@@ -21,7 +21,7 @@ epic_gate moe_device_gate(const moe_job *j, const dense_block *block, void *logi
                        .row_type = j->experts.row_type};
 }
 
-layer_tokens moe_device_tokens(const moe_job *j, const dense_block *block)
+layer_tokens moe_device_token_args(const moe_job *j, const dense_block *block)
 {
     return (layer_tokens){.num_tokens = block->x.num_rows,
                           .hidden = j->hidden,
@@ -35,14 +35,14 @@ layer_tokens moe_device_tokens(const moe_job *j, const dense_block *block)
                           .shared_weights = j->work.shared_weights};
 }
 
-epic_loss moe_device_loss(const moe_job *j, const dense_block *block, double coeff)
+epic_loss moe_device_loss_args(const moe_job *j, const dense_block *block, double coeff)
 {
     return (epic_loss){.router = &j->router,
                        .logits = block->logits,
                        .num_tokens = block->x.num_rows,
                        .plan = j->saved.plan,
                        .sequence_tokens = j->moe.sequence_tokens,
-                       .load = moe_load(j),
+                       .load = moe_router_load(j),
                        .topk_idx = block->topk_idx,
                        .coeff = coeff,
                        .workspace = j->work.router,
@@ -62,7 +62,7 @@ double moe_device_balance_factor(const moe_job *j)
 
 epic_result moe_device_shared_gate(moe_job *j, const dense_block *block)
 {
-    const layer_tokens tokens = moe_device_tokens(j, block);
+    const layer_tokens tokens = moe_device_token_args(j, block);
     if (!tokens.w_shared_gate) return EPIC_OK;
     return CONTEXT_OP(j->ctx, shared_gate, j->call.stream, &tokens);
 }
@@ -70,7 +70,7 @@ epic_result moe_device_shared_gate(moe_job *j, const dense_block *block)
 epic_result moe_device_shared(moe_job *j, const dense_block *block, int64_t b, uint32_t flags)
 {
     experts_job shared = {0};
-    TRY(experts_take(&shared, &j->shared, sizeof j->shared));
+    TRY(experts_read_config(&shared, &j->shared, sizeof j->shared));
     const epic_experts_args how = {.call = j->call,
                                    .experts = &shared.experts,
                                    .x = block->x.data,

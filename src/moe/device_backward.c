@@ -1,31 +1,31 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* epic_moe_backward on a device: the steps of forward, from the last to the first. */
 #include "base/error.h"
-#include "experts/job.h"
+#include "experts/config.h"
 #include "moe/device.h"
 
-typedef struct dense_places { /* where gradients of the dense part go; NULL: not wanted */
+typedef struct dense_targets { /* where gradients of the dense part go; NULL: not wanted */
     float *w_gate, *b_gate, *scale, *gate_up, *down, *b_gate_up, *b_down, *w_shared_gate;
     uint32_t flags;
-} dense_places;
+} dense_targets;
 
 /* Are they summed, over ranks or blocks?  Else they go where the caller wants them. */
-static bool are_staged(const moe_job *j)
+static bool is_dense_staged(const moe_job *j)
 {
     return j->dense_levels > 0;
 }
 
-static dense_places callers_places(const epic_moe_gradients *g, uint32_t flags)
+static dense_targets caller_targets(const epic_moe_gradients *g, uint32_t flags)
 {
-    return (dense_places){g->w_gate,         g->b_gate,        g->scale_of_expert,
-                          g->shared_gate_up, g->shared_down,   g->shared_b_gate_up,
-                          g->shared_b_down,  g->w_shared_gate, flags};
+    return (dense_targets){g->w_gate,         g->b_gate,        g->scale_of_expert,
+                           g->shared_gate_up, g->shared_down,   g->shared_b_gate_up,
+                           g->shared_b_down,  g->w_shared_gate, flags};
 }
 
 /* Zeros where no step writes: what is summed is a number. */
-static epic_result clear_missing(moe_job *j, float *dense)
+static epic_result zero_missing_gradients(moe_job *j, float *dense)
 {
-    const dense_parts p = moe_dense_parts(j);
+    const dense_offsets p = moe_dense_offsets(j);
     if (!j->weights.scale_of_expert)
         TRY(CONTEXT_OP(j->ctx, add, j->call.stream, dense + p.scale, NULL, p.gate_up - p.scale,
                        EPIC_F32, true));
@@ -34,22 +34,22 @@ static epic_result clear_missing(moe_job *j, float *dense)
                       p.end - p.w_shared_gate, EPIC_F32, true);
 }
 
-static dense_places places_at(const moe_job *j, float *dense)
+static dense_targets staged_targets(const moe_job *j, float *dense)
 {
-    const dense_parts p = moe_dense_parts(j);
-    return (dense_places){dense + p.w_gate,  dense + p.b_gate,        dense + p.scale,
-                          dense + p.gate_up, dense + p.down,          dense + p.b_gate_up,
-                          dense + p.b_down,  dense + p.w_shared_gate, 0};
+    const dense_offsets p = moe_dense_offsets(j);
+    return (dense_targets){dense + p.w_gate,  dense + p.b_gate,        dense + p.scale,
+                           dense + p.gate_up, dense + p.down,          dense + p.b_gate_up,
+                           dense + p.b_down,  dense + p.w_shared_gate, 0};
 }
 
 /* ------------------------------------------------------------- a block of tokens, by steps ---- */
 
-static layer_tokens tokens_of(const moe_job *j, const epic_moe_backward_args *a,
-                              const dense_block *block, int64_t b)
+static layer_tokens backward_token_args(const moe_job *j, const epic_moe_backward_args *a,
+                                        const dense_block *block, int64_t b)
 {
-    layer_tokens tokens = moe_device_tokens(j, block);
-    tokens.d_out = moe_rows(j, &a->d_out, b).data;
-    tokens.d_weights = moe_real(j, j->work.d_weights, b * j->block * j->top_k);
+    layer_tokens tokens = moe_device_token_args(j, block);
+    tokens.d_out = moe_block_rows(j, &a->d_out, b).data;
+    tokens.d_weights = moe_real_at(j, j->work.d_weights, b * j->block * j->top_k);
     tokens.d_shared_weights = j->work.d_shared_weights;
     return tokens;
 }
@@ -57,8 +57,8 @@ static layer_tokens tokens_of(const moe_job *j, const epic_moe_backward_args *a,
 static epic_result losses_backward(moe_job *j, const dense_block *block)
 {
     const float *incoming = j->work.losses;
-    epic_loss balance = moe_device_loss(j, block, j->moe.balance_coeff);
-    epic_loss z = moe_device_loss(j, block, j->moe.z_coeff);
+    epic_loss balance = moe_device_loss_args(j, block, j->moe.balance_coeff);
+    epic_loss z = moe_device_loss_args(j, block, j->moe.z_coeff);
     balance.d_loss = incoming;
     z.d_loss = incoming + 1;
     z.sequence_tokens = 0;
@@ -70,8 +70,8 @@ static epic_result losses_backward(moe_job *j, const dense_block *block)
 }
 
 /* The router's flag to accumulate would be the logits', too. */
-static epic_result route_backward(moe_job *j, const dense_block *block,
-                                  const layer_tokens *tokens, const dense_places *to)
+static epic_result router_backward(moe_job *j, const dense_block *block,
+                                   const layer_tokens *tokens, const dense_targets *to)
 {
     const bool adds = to->scale && to->flags & EPIC_ACCUMULATE;
     const bool scaled = j->weights.scale_of_expert && to->scale;
@@ -98,13 +98,13 @@ static epic_result route_backward(moe_job *j, const dense_block *block,
     return losses_backward(j, block);
 }
 
-static epic_result shared_backward(moe_job *j, int64_t b, const dense_block *block,
-                                   const layer_tokens *tokens, void *d_x,
-                                   const dense_places *to)
+static epic_result shared_expert_backward(moe_job *j, int64_t b, const dense_block *block,
+                                          const layer_tokens *tokens, void *d_x,
+                                          const dense_targets *to)
 {
     const bool gated = tokens->w_shared_gate != NULL;
     experts_job shared = {0};
-    TRY(experts_take(&shared, &j->shared, sizeof j->shared));
+    TRY(experts_read_config(&shared, &j->shared, sizeof j->shared));
     const epic_experts_backward_args how = {
         .call = j->call,
         .experts = &shared.experts,
@@ -139,7 +139,7 @@ static epic_result shared_backward(moe_job *j, int64_t b, const dense_block *blo
 }
 
 /* What d_x gets beside the gate's part and the experts', in the shared expert's place. */
-static epic_result rest_of_d_x(moe_job *j, const layer_tokens *tokens)
+static epic_result add_local_d_x(moe_job *j, const layer_tokens *tokens)
 {
     const layer_rows sum = {j->work.shared_y, j->has_shared ? j->work.shared_y : NULL, NULL};
     if (!j->router.zero_experts && !tokens->w_shared_gate) return EPIC_OK;
@@ -147,10 +147,10 @@ static epic_result rest_of_d_x(moe_job *j, const layer_tokens *tokens)
 }
 
 static epic_result gate_backward(moe_job *j, const dense_block *block, const epic_rows *d_x,
-                                 const dense_places *to)
+                                 const dense_targets *to)
 {
     const bool more = j->has_shared || j->router.zero_experts;
-    epic_gate gate = moe_device_gate(j, block, j->work.d_logits);
+    epic_gate gate = moe_device_gate_args(j, block, j->work.d_logits);
     gate.d_x = d_x->data;
     gate.also = more && d_x->data ? j->work.shared_y : NULL;
     gate.d_w_gate = to->w_gate;
@@ -160,16 +160,17 @@ static epic_result gate_backward(moe_job *j, const dense_block *block, const epi
 }
 
 static epic_result block_backward(moe_job *j, const epic_moe_backward_args *a, int64_t b,
-                                  const dense_places *to)
+                                  const dense_targets *to)
 {
-    const dense_block block = moe_block(j, b);
-    const layer_tokens tokens = tokens_of(j, a, &block, b);
+    const dense_block block = moe_get_block(j, b);
+    const layer_tokens tokens = backward_token_args(j, a, &block, b);
     const bool wanted = a->d_x.data != NULL;
-    const epic_rows d_x = wanted ? moe_rows(j, &a->d_x, b) : (epic_rows){0};
-    TRY(route_backward(j, &block, &tokens, to));
+    const epic_rows d_x = wanted ? moe_block_rows(j, &a->d_x, b) : (epic_rows){0};
+    TRY(router_backward(j, &block, &tokens, to));
     if (j->has_shared)
-        TRY(shared_backward(j, b, &block, &tokens, wanted ? j->work.shared_y : NULL, to));
-    if (wanted) TRY(rest_of_d_x(j, &tokens));
+        TRY(shared_expert_backward(j, b, &block, &tokens, wanted ? j->work.shared_y : NULL,
+                                   to));
+    if (wanted) TRY(add_local_d_x(j, &tokens));
     return gate_backward(j, &block, &d_x, to);
 }
 
@@ -177,10 +178,10 @@ static epic_result block_backward(moe_job *j, const epic_moe_backward_args *a, i
 static epic_result blocks_backward(moe_job *j, const epic_moe_backward_args *a, int64_t first,
                                    int64_t count, int64_t level)
 {
-    float *here = moe_real(j, j->work.dense, level * j->dense_count);
+    float *here = moe_real_at(j, j->work.dense, level * j->dense_count);
     if (count == 1) {
-        const dense_places to = places_at(j, here);
-        TRY(clear_missing(j, here));
+        const dense_targets to = staged_targets(j, here);
+        TRY(zero_missing_gradients(j, here));
         return block_backward(j, a, first, &to);
     }
     TRY(blocks_backward(j, a, first, count / 2, level));
@@ -190,9 +191,10 @@ static epic_result blocks_backward(moe_job *j, const epic_moe_backward_args *a, 
 }
 
 /* Summed gradients, from work to where they are wanted. */
-static epic_result give_dense(moe_job *j, const epic_moe_gradients *g, uint32_t flags)
+static epic_result store_dense_gradients(moe_job *j, const epic_moe_gradients *g,
+                                         uint32_t flags)
 {
-    const dense_parts p = moe_dense_parts(j);
+    const dense_offsets p = moe_dense_offsets(j);
     const struct {
         void *to;
         int64_t begin, end;
@@ -218,13 +220,13 @@ epic_result moe_device_dense_backward(moe_job *j, const epic_moe_backward_args *
 {
     if (j->moe.balance_coeff != 0 || j->moe.z_coeff != 0)
         TRY(CONTEXT_OP(j->ctx, take_losses, j->call.stream, j->work.losses, a));
-    if (!are_staged(j)) {
-        const dense_places to = callers_places(g, a->flags);
+    if (!is_dense_staged(j)) {
+        const dense_targets to = caller_targets(g, a->flags);
         return block_backward(j, a, 0, &to);
     }
     TRY(blocks_backward(j, a, 0, j->blocks, 0));
     TRY(moe_sum_dense(j));
-    return give_dense(j, g, a->flags);
+    return store_dense_gradients(j, g, a->flags);
 }
 
 epic_result moe_device_backward(moe_job *j, const epic_moe_backward_args *a,
@@ -232,9 +234,9 @@ epic_result moe_device_backward(moe_job *j, const epic_moe_backward_args *a,
 {
     TRY(moe_combine_backward(j, &a->d_out, NULL));
     TRY(moe_dispatch_again(j));
-    epic_result result = moe_recompute(j);
-    if (result == EPIC_OK) result = moe_transform_backward(j, g, a->flags);
-    if (result != EPIC_OK) return moe_abandon(j, result);
+    epic_result result = moe_recompute_experts(j);
+    if (result == EPIC_OK) result = moe_experts_backward(j, g, a->flags);
+    if (result != EPIC_OK) return moe_abort_call(j, result);
     TRY(moe_dispatch_backward(j, &a->d_x));
     return moe_device_dense_backward(j, a, g);
 }

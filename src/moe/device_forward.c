@@ -9,9 +9,9 @@
 /* A token's row depends on that token alone: all blocks at once. */
 epic_result moe_device_route(moe_job *j, const epic_moe_args *a)
 {
-    dense_block all = moe_block(j, 0);
+    dense_block all = moe_get_block(j, 0);
     all.x = j->x;
-    const epic_gate gate = moe_device_gate(j, &all, j->saved.logits);
+    const epic_gate gate = moe_device_gate_args(j, &all, j->saved.logits);
     const epic_router_args how = {.call = j->call,
                                   .router = &j->router,
                                   .logits = j->saved.logits,
@@ -31,12 +31,12 @@ epic_result moe_device_route(moe_job *j, const epic_moe_args *a)
     TRY(CONTEXT_OP(j->ctx, gate, &gate));
     TRY(epic_router_forward(j->ctx, &how));
     if (!j->router.zero_experts) return EPIC_OK;
-    layer_tokens tokens = moe_device_tokens(j, &all);
+    layer_tokens tokens = moe_device_token_args(j, &all);
     return CONTEXT_OP(j->ctx, sent_choices, j->call.stream, &tokens, j->work.plan_idx);
 }
 
 /* The plan writes the counts of as many experts as the rank with most has. */
-static epic_result clear_counts(moe_job *j)
+static epic_result zero_counts(moe_job *j)
 {
     const int32_t *end = j->saved.expert_tokens + j->experts.num_local_experts;
     return CONTEXT_OP(j->ctx, add, j->call.stream, j->saved.expert_rows, NULL,
@@ -51,9 +51,9 @@ static epic_result copy_counts(moe_job *j, int32_t *to, const int32_t *from, int
 }
 
 /* Rows of e4m3 have scales of their own. */
-static void quantize(const moe_job *j, epic_dispatch_args *dispatch)
+static void quantize_dispatch(const moe_job *j, epic_dispatch_args *dispatch)
 {
-    if (!j->scaled) return;
+    if (!j->is_e4m3) return;
     dispatch->type = j->experts.row_type;
     dispatch->quantize = EPIC_QUANTIZE_1X128;
     dispatch->recv.row_bytes = j->hidden;
@@ -61,7 +61,7 @@ static void quantize(const moe_job *j, epic_dispatch_args *dispatch)
         (epic_rows){j->work.recv_scales, j->capacity, experts_blocks(j->hidden) * 4};
 }
 
-epic_result moe_device_send(moe_job *j, const epic_moe_args *a)
+epic_result moe_device_plan_dispatch(moe_job *j, const epic_moe_args *a)
 {
     epic_dispatch_args dispatch = {.call = j->call,
                                    .layer = j->moe.layer,
@@ -72,26 +72,26 @@ epic_result moe_device_send(moe_job *j, const epic_moe_args *a)
                                    .weights = j->saved.weights,
                                    .slot_weights = j->saved.slot_weights};
     const epic_plan_args plan =
-        moe_plan_args(j, a, j->router.zero_experts ? j->work.plan_idx : j->saved.topk_idx);
+        moe_make_plan_args(j, a, j->router.zero_experts ? j->work.plan_idx : j->saved.topk_idx);
     const uint32_t local = j->experts.num_local_experts, ranks = (uint32_t)j->ctx->num_ranks;
-    quantize(j, &dispatch);
-    if (a->rank_of_expert || local * ranks != j->layer.num_experts) TRY(clear_counts(j));
+    quantize_dispatch(j, &dispatch);
+    if (a->rank_of_expert || local * ranks != j->layer.num_experts) TRY(zero_counts(j));
     const note_extra extra = {.options = &j->options};
     TRY(api_plan_dispatch(j->ctx, &plan, &dispatch, &extra));
-    if (a->rank_of_expert || (j->layer.sum_order == EPIC_TREE && !j->any_order))
+    if (a->rank_of_expert || (j->layer.sum_order == EPIC_TREE && !j->is_by_hosts))
         TRY(CONTEXT_OP(j->ctx, fits, &plan, local));
     TRY(copy_counts(j, a->load, j->saved.load, j->layer.num_experts));
     return copy_counts(j, a->logical_load, j->saved.logical_load, j->layer.num_logical);
 }
 
 /* What is not an expert's on some rank, added to what has come home. */
-epic_result moe_device_finish(moe_job *j, const epic_rows *out)
+epic_result moe_device_add_local_experts(moe_job *j, const epic_rows *out)
 {
     if (!j->has_shared && !j->router.zero_experts) return EPIC_OK;
     for (int64_t b = 0; b < j->blocks; b++) {
-        const dense_block block = moe_block(j, b);
-        const layer_tokens tokens = moe_device_tokens(j, &block);
-        void *rows = moe_rows(j, out, b).data;
+        const dense_block block = moe_get_block(j, b);
+        const layer_tokens tokens = moe_device_token_args(j, &block);
+        void *rows = moe_block_rows(j, out, b).data;
         const layer_rows sum = {rows, rows, j->has_shared ? j->work.shared_y : NULL};
         if (j->has_shared) TRY(moe_device_shared(j, &block, b, 0));
         TRY(CONTEXT_OP(j->ctx, finish, j->call.stream, &tokens, &sum));
@@ -99,15 +99,15 @@ epic_result moe_device_finish(moe_job *j, const epic_rows *out)
     return EPIC_OK;
 }
 
-static epic_result losses(moe_job *j, const epic_moe_args *a)
+static epic_result compute_losses(moe_job *j, const epic_moe_args *a)
 {
     float *both = j->work.losses; /* [2, blocks], then [2] */
     const bool none = j->moe.balance_coeff == 0 && j->moe.z_coeff == 0;
     if (none) return CONTEXT_OP(j->ctx, give_losses, j->call.stream, NULL, a);
     for (int64_t b = 0; b < j->blocks; b++) {
-        const dense_block block = moe_block(j, b);
-        epic_loss balance = moe_device_loss(j, &block, j->moe.balance_coeff);
-        epic_loss z = moe_device_loss(j, &block, j->moe.z_coeff);
+        const dense_block block = moe_get_block(j, b);
+        epic_loss balance = moe_device_loss_args(j, &block, j->moe.balance_coeff);
+        epic_loss z = moe_device_loss_args(j, &block, j->moe.z_coeff);
         balance.loss = both + b;
         z.loss = both + j->blocks + b;
         z.sequence_tokens = 0;
@@ -126,10 +126,10 @@ static epic_result losses(moe_job *j, const epic_moe_args *a)
 epic_result moe_device_forward(moe_job *j, const epic_moe_args *a)
 {
     TRY(moe_device_route(j, a)); /* local: nobody waits yet */
-    TRY(moe_device_send(j, a));
-    epic_result result = moe_transform(j);
-    if (result != EPIC_OK) return moe_abandon(j, result);
-    TRY(moe_bring_home(j, &a->out));
-    TRY(moe_device_finish(j, &a->out));
-    return losses(j, a);
+    TRY(moe_device_plan_dispatch(j, a));
+    epic_result result = moe_run_experts(j);
+    if (result != EPIC_OK) return moe_abort_call(j, result);
+    TRY(moe_combine(j, &a->out));
+    TRY(moe_device_add_local_experts(j, &a->out));
+    return compute_losses(j, a);
 }

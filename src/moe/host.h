@@ -12,9 +12,9 @@ epic_result moe_host_backward(moe_job *j, const epic_moe_backward_args *a,
 
 /* What the shared expert of block b is multiplied by, and the expert; flags: 0, or
  * EPIC_RECOMPUTE for what it saves alone. */
-epic_result moe_shared(moe_job *j, int64_t b, uint32_t flags);
+epic_result moe_host_shared_expert(moe_job *j, int64_t b, uint32_t flags);
 
 /* Writes zeros over all rows of the caller's tokens. */
-void moe_clear(const moe_job *j, const epic_rows *rows);
+void moe_zero_rows(const moe_job *j, const epic_rows *rows);
 
 #endif

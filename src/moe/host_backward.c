@@ -12,11 +12,11 @@ typedef struct backward_call {
 } backward_call;
 
 /* d_logits of one block, through the weights and the losses, and what scales experts. */
-static epic_result route_backward(moe_job *j, const dense_block *block, const void *d_weights,
-                                  void *dense)
+static epic_result router_backward(moe_job *j, const dense_block *block, const void *d_weights,
+                                   void *dense)
 {
     const void *scale = j->weights.scale_of_expert;
-    void *d_scale = moe_real(j, dense, moe_dense_parts(j).scale);
+    void *d_scale = moe_real_at(j, dense, moe_dense_offsets(j).scale);
     const epic_router_backward_args how = {.router = &j->router,
                                            .logits = block->logits,
                                            .num_tokens = j->block,
@@ -33,17 +33,17 @@ static epic_result route_backward(moe_job *j, const dense_block *block, const vo
     return moe_losses_backward(j, block);
 }
 
-static epic_result shared_backward(moe_job *j, int64_t b, const dense_block *block,
-                                   const epic_rows *d_out, void *d_x, void *dense)
+static epic_result shared_expert_backward(moe_job *j, int64_t b, const dense_block *block,
+                                          const epic_rows *d_out, void *d_x, void *dense)
 {
-    const dense_parts parts = moe_dense_parts(j);
+    const dense_offsets parts = moe_dense_offsets(j);
     const int32_t rows = (int32_t)j->block;
     const epic_moe_weights *w = &j->weights;
     const bool gated = w->w_shared_gate != NULL;
     if (j->moe.flags & EPIC_RECOMPUTE)
-        TRY(moe_shared(j, b, EPIC_RECOMPUTE));
+        TRY(moe_host_shared_expert(j, b, EPIC_RECOMPUTE));
     else if (gated)
-        moe_ops(j)->shared_gate(block, j->work.shared_weights);
+        moe_dense_ops(j)->shared_gate_forward(block, j->work.shared_weights);
     const epic_experts_backward_args how = {
         .experts = &j->shared,
         .x = block->x.data,
@@ -59,10 +59,10 @@ static epic_result shared_backward(moe_job *j, int64_t b, const dense_block *blo
         .workspace_bytes = j->shared_memory.backward_bytes,
         .d_y = d_out->data,
         .d_x = d_x,
-        .d_w_gate_up = moe_real(j, dense, parts.gate_up),
-        .d_w_down = moe_real(j, dense, parts.down),
-        .d_b_gate_up = moe_real(j, dense, parts.b_gate_up),
-        .d_b_down = moe_real(j, dense, parts.b_down),
+        .d_w_gate_up = moe_real_at(j, dense, parts.gate_up),
+        .d_w_down = moe_real_at(j, dense, parts.down),
+        .d_b_gate_up = moe_real_at(j, dense, parts.b_gate_up),
+        .d_b_down = moe_real_at(j, dense, parts.b_down),
         .slot_weights = gated ? j->work.shared_weights : NULL,
         .d_slot_weights = gated ? j->work.d_shared_weights : NULL,
         .weights_type = j->real_type};
@@ -73,17 +73,17 @@ static epic_result block_backward(moe_job *j, const backward_call *c, int64_t b,
 {
     memset(dense, 0, (size_t)(j->dense_count * j->real_bytes));
     if (!j->block) return EPIC_OK;
-    const dense_block block = moe_block(j, b);
-    const epic_rows d_out = moe_rows(j, &c->args->d_out, b);
+    const dense_block block = moe_get_block(j, b);
+    const epic_rows d_out = moe_block_rows(j, &c->args->d_out, b);
     const bool wanted = c->args->d_x.data != NULL;
-    const epic_rows d_x = wanted ? moe_rows(j, &c->args->d_x, b) : (epic_rows){0};
+    const epic_rows d_x = wanted ? moe_block_rows(j, &c->args->d_x, b) : (epic_rows){0};
     void *d_shared = wanted && j->has_shared ? j->work.shared_y : NULL;
-    void *d_weights = moe_real(j, j->work.d_weights, b * j->block * j->top_k);
-    moe_ops(j)->zero_weights(&block, &d_out, d_weights);
-    TRY(route_backward(j, &block, d_weights, dense));
-    if (j->has_shared) TRY(shared_backward(j, b, &block, &d_out, d_shared, dense));
-    moe_ops(j)->gate_backward(&block, j->work.d_logits, &d_out, d_shared, wanted ? &d_x : NULL,
-                              dense);
+    void *d_weights = moe_real_at(j, j->work.d_weights, b * j->block * j->top_k);
+    moe_dense_ops(j)->zero_expert_d_weights(&block, &d_out, d_weights);
+    TRY(router_backward(j, &block, d_weights, dense));
+    if (j->has_shared) TRY(shared_expert_backward(j, b, &block, &d_out, d_shared, dense));
+    moe_dense_ops(j)->gate_backward(&block, j->work.d_logits, &d_out, d_shared,
+                                    wanted ? &d_x : NULL, dense);
     return EPIC_OK;
 }
 
@@ -91,41 +91,42 @@ static epic_result block_backward(moe_job *j, const backward_call *c, int64_t b,
 static epic_result blocks_backward(moe_job *j, const backward_call *c, int64_t first,
                                    int64_t count, int64_t level)
 {
-    void *here = moe_real(j, j->work.dense, level * j->dense_count);
+    void *here = moe_real_at(j, j->work.dense, level * j->dense_count);
     if (count == 1) return block_backward(j, c, first, here);
     TRY(blocks_backward(j, c, first, count / 2, level));
     TRY(blocks_backward(j, c, first + count / 2, count - count / 2, level + 1));
-    moe_ops(j)->add(here, moe_real(j, j->work.dense, (level + 1) * j->dense_count),
-                    j->dense_count);
+    moe_dense_ops(j)->add_reals(
+        here, moe_real_at(j, j->work.dense, (level + 1) * j->dense_count), j->dense_count);
     return EPIC_OK;
 }
 
-static void give(const moe_job *j, const backward_call *c, void *to, int64_t begin, int64_t end)
+static void store_gradient(const moe_job *j, const backward_call *c, void *to, int64_t begin,
+                           int64_t end)
 {
-    const void *from = moe_real(j, j->work.dense, begin);
+    const void *from = moe_real_at(j, j->work.dense, begin);
     if (!to) return;
     if (c->args->flags & EPIC_ACCUMULATE)
-        moe_ops(j)->add(to, from, end - begin);
+        moe_dense_ops(j)->add_reals(to, from, end - begin);
     else
         memcpy(to, from, (size_t)((end - begin) * j->real_bytes));
 }
 
-static void give_dense(const moe_job *j, const backward_call *c)
+static void store_dense_gradients(const moe_job *j, const backward_call *c)
 {
-    const dense_parts p = moe_dense_parts(j);
+    const dense_offsets p = moe_dense_offsets(j);
     const epic_moe_gradients *g = &c->gradients;
-    give(j, c, g->w_gate, p.w_gate, p.b_gate);
-    give(j, c, g->b_gate, p.b_gate, p.scale);
-    give(j, c, g->scale_of_expert, p.scale, p.gate_up);
-    give(j, c, g->shared_gate_up, p.gate_up, p.down);
-    give(j, c, g->shared_down, p.down, p.b_gate_up);
-    give(j, c, g->shared_b_gate_up, p.b_gate_up, p.b_down);
-    give(j, c, g->shared_b_down, p.b_down, p.w_shared_gate);
-    give(j, c, g->w_shared_gate, p.w_shared_gate, p.end);
+    store_gradient(j, c, g->w_gate, p.w_gate, p.b_gate);
+    store_gradient(j, c, g->b_gate, p.b_gate, p.scale);
+    store_gradient(j, c, g->scale_of_expert, p.scale, p.gate_up);
+    store_gradient(j, c, g->shared_gate_up, p.gate_up, p.down);
+    store_gradient(j, c, g->shared_down, p.down, p.b_gate_up);
+    store_gradient(j, c, g->shared_b_gate_up, p.b_gate_up, p.b_down);
+    store_gradient(j, c, g->shared_b_down, p.b_down, p.w_shared_gate);
+    store_gradient(j, c, g->w_shared_gate, p.w_shared_gate, p.end);
 }
 
 /* What a failure that every rank sees leaves behind: zeros, or, accumulating, what was there. */
-static void clear(const moe_job *j, const backward_call *c)
+static void zero_gradients(const moe_job *j, const backward_call *c)
 {
     const epic_moe_gradients *g = &c->gradients;
     const int64_t local = j->experts.num_local_experts, inner = j->experts.inner;
@@ -137,33 +138,33 @@ static void clear(const moe_job *j, const backward_call *c)
                       {g->w_down, local * inner * j->hidden},
                       {g->b_gate_up, local * width},
                       {g->b_down, local * j->hidden}};
-    if (c->args->d_x.data) moe_clear(j, &c->args->d_x);
+    if (c->args->d_x.data) moe_zero_rows(j, &c->args->d_x);
     if (c->args->flags & EPIC_ACCUMULATE) return;
     for (size_t i = 0; i < sizeof of_experts / sizeof *of_experts; i++)
         if (of_experts[i].gradient)
             memset(of_experts[i].gradient, 0, (size_t)(of_experts[i].numbers * j->real_bytes));
     memset(j->work.dense, 0, (size_t)(j->dense_count * j->real_bytes));
-    give_dense(j, c);
+    store_dense_gradients(j, c);
 }
 
-static epic_result run(moe_job *j, backward_call *c)
+static epic_result run_backward(moe_job *j, backward_call *c)
 {
     epic_result result = moe_combine_backward(j, &c->args->d_out, &c->fault);
     if (result == EPIC_OK) result = moe_dispatch_again(j);
-    if (result != EPIC_OK) clear(j, c);
+    if (result != EPIC_OK) zero_gradients(j, c);
     TRY(result);
-    result = moe_recompute(j);
-    if (result == EPIC_OK) result = moe_transform_backward(j, &c->gradients, c->args->flags);
-    if (result != EPIC_OK) return moe_abandon(j, result);
+    result = moe_recompute_experts(j);
+    if (result == EPIC_OK) result = moe_experts_backward(j, &c->gradients, c->args->flags);
+    if (result != EPIC_OK) return moe_abort_call(j, result);
     TRY(moe_dispatch_backward(j, &c->args->d_x));
     result = blocks_backward(j, c, 0, j->blocks, 0);
-    if (result != EPIC_OK) return moe_abandon(j, result);
+    if (result != EPIC_OK) return moe_abort_call(j, result);
     TRY(moe_sum_dense(j));
-    give_dense(j, c);
+    store_dense_gradients(j, c);
     return EPIC_OK;
 }
 
-static double number_or(const void *number, uint32_t type, double none)
+static double read_number_or(const void *number, uint32_t type, double none)
 {
     if (!number) return none;
     return type == EPIC_F64 ? *(const double *)number : (double)*(const float *)number;
@@ -173,9 +174,9 @@ epic_result moe_host_backward(moe_job *j, const epic_moe_backward_args *a,
                               const epic_moe_gradients *g)
 {
     backward_call call = {.args = a, .gradients = *g};
-    const double d_loss = number_or(a->d_loss, a->loss_type, 1);
-    j->d_balance = d_loss + number_or(a->d_balance_loss, a->loss_type, 0);
-    j->d_z = d_loss + number_or(a->d_z_loss, a->loss_type, 0);
+    const double d_loss = read_number_or(a->d_loss, a->loss_type, 1);
+    j->d_balance = d_loss + read_number_or(a->d_balance_loss, a->loss_type, 0);
+    j->d_z = d_loss + read_number_or(a->d_z_loss, a->loss_type, 0);
     TRY(moe_check_saved(j, &call.fault));
-    return run(j, &call);
+    return run_backward(j, &call);
 }

@@ -6,16 +6,16 @@
 #include "base/error.h"
 #include "moe/host.h"
 #include "plan/plan.h"
-#include "router/job.h"
+#include "router/config.h"
 #include "rules/sentences.h"
 
 /* Token ids or a table that cannot be used are told to every rank by the plan: nothing is chosen
  * here then. */
-static epic_result route(moe_job *j, const epic_moe_args *a, data_fault *fault)
+static epic_result route_tokens(moe_job *j, const epic_moe_args *a, data_fault *fault)
 {
     for (int64_t b = 0; j->block && b < j->blocks; b++) {
-        const dense_block block = moe_block(j, b);
-        moe_ops(j)->gate(&block, (void *)(uintptr_t)block.logits);
+        const dense_block block = moe_get_block(j, b);
+        moe_dense_ops(j)->gate_forward(&block, (void *)(uintptr_t)block.logits);
     }
     const epic_router_args how = {.router = &j->router,
                                   .logits = j->saved.logits,
@@ -33,8 +33,8 @@ static epic_result route(moe_job *j, const epic_moe_args *a, data_fault *fault)
                                   .weights_type = j->real_type,
                                   .token_id_type = a->token_id_type};
     router_job router;
-    TRY(router_prepare(&router, &how));
-    *fault = router_fault(&router, &how);
+    TRY(router_prepare_forward(&router, &how));
+    *fault = router_find_fault(&router, &how);
     if (fault->error != DATA_GOOD) {
         memset(j->work.plan_idx, 0xff, (size_t)(j->tokens * j->top_k) * sizeof(int32_t));
         return EPIC_OK;
@@ -47,7 +47,7 @@ static epic_result route(moe_job *j, const epic_moe_args *a, data_fault *fault)
 }
 
 /* The promise of EPIC_TREE needs equal blocks; every rank sees the same numbers here. */
-static epic_result check_tokens(const moe_job *j)
+static epic_result check_equal_tokens(const moe_job *j)
 {
     const plan_view plan = plan_view_of(j->saved.plan);
     if (j->layer.sum_order != EPIC_TREE) return EPIC_OK;
@@ -58,7 +58,7 @@ static epic_result check_tokens(const moe_job *j)
     return EPIC_OK;
 }
 
-static void clear_counts(const moe_job *j)
+static void zero_counts(const moe_job *j)
 {
     memset(j->saved.expert_rows, 0, j->experts.num_local_experts * sizeof(int32_t));
     memset(j->saved.expert_tokens, 0, j->experts.num_local_experts * sizeof(int32_t));
@@ -66,7 +66,7 @@ static void clear_counts(const moe_job *j)
     memset(j->saved.logical_load, 0, j->layer.num_logical * sizeof(int32_t));
 }
 
-static void tell_load(const moe_job *j, const epic_moe_args *a)
+static void copy_load(const moe_job *j, const epic_moe_args *a)
 {
     const epic_layer *layer = &j->layer;
     if (a->load) memcpy(a->load, j->saved.load, layer->num_experts * sizeof *a->load);
@@ -75,7 +75,8 @@ static void tell_load(const moe_job *j, const epic_moe_args *a)
                layer->num_logical * sizeof *a->logical_load);
 }
 
-static epic_result send(moe_job *j, const epic_moe_args *a, const note_extra *extra)
+static epic_result plan_and_dispatch(moe_job *j, const epic_moe_args *a,
+                                     const note_extra *extra)
 {
     epic_dispatch_args dispatch = {.call = j->call,
                                    .layer = j->moe.layer,
@@ -86,26 +87,26 @@ static epic_result send(moe_job *j, const epic_moe_args *a, const note_extra *ex
                                    .weights = j->saved.weights,
                                    .slot_weights = j->saved.slot_weights};
     epic_result result;
-    if (j->wide) moe_weights_send(j, &dispatch);
+    if (j->is_f64) moe_attach_f64_weights(j, &dispatch);
     if (a->flags & EPIC_PLANNED) {
         result = api_dispatch(j->ctx, &dispatch, extra);
     } else {
-        const epic_plan_args plan = moe_plan_args(j, a, j->work.plan_idx);
-        clear_counts(j);
+        const epic_plan_args plan = moe_make_plan_args(j, a, j->work.plan_idx);
+        zero_counts(j);
         result = api_plan_dispatch(j->ctx, &plan, &dispatch, extra);
     }
-    tell_load(j, a);
+    copy_load(j, a);
     TRY(result);
-    if (j->wide) moe_weights_take(j);
-    return check_tokens(j);
+    if (j->is_f64) moe_select_slot_weights(j);
+    return check_equal_tokens(j);
 }
 
-epic_result moe_shared(moe_job *j, int64_t b, uint32_t flags)
+epic_result moe_host_shared_expert(moe_job *j, int64_t b, uint32_t flags)
 {
-    const dense_block block = moe_block(j, b);
+    const dense_block block = moe_get_block(j, b);
     const int32_t rows = (int32_t)j->block;
     const bool gated = j->weights.w_shared_gate != NULL;
-    if (gated) moe_ops(j)->shared_gate(&block, j->work.shared_weights);
+    if (gated) moe_dense_ops(j)->shared_gate_forward(&block, j->work.shared_weights);
     const epic_experts_args how = {.experts = &j->shared,
                                    .x = block.x.data,
                                    .num_slots = j->block,
@@ -125,18 +126,19 @@ epic_result moe_shared(moe_job *j, int64_t b, uint32_t flags)
     return epic_experts_forward(NULL, &how);
 }
 
-static epic_result finish(moe_job *j, const epic_rows *out)
+static epic_result add_local_experts(moe_job *j, const epic_rows *out)
 {
     for (int64_t b = 0; j->block && b < j->blocks; b++) {
-        if (j->has_shared) TRY(moe_shared(j, b, 0));
-        const dense_block block = moe_block(j, b);
-        const epic_rows rows = moe_rows(j, out, b);
-        moe_ops(j)->finish(&block, &rows, j->has_shared ? j->work.shared_y : NULL);
+        if (j->has_shared) TRY(moe_host_shared_expert(j, b, 0));
+        const dense_block block = moe_get_block(j, b);
+        const epic_rows rows = moe_block_rows(j, out, b);
+        moe_dense_ops(j)->add_local_experts(&block, &rows,
+                                            j->has_shared ? j->work.shared_y : NULL);
     }
     return EPIC_OK;
 }
 
-static void put_loss(void *out, uint32_t type, double loss)
+static void store_loss(void *out, uint32_t type, double loss)
 {
     if (out && type == EPIC_F64)
         *(double *)out = loss;
@@ -144,22 +146,23 @@ static void put_loss(void *out, uint32_t type, double loss)
         *(float *)out = (float)loss;
 }
 
-static void put_losses(const epic_moe_args *a, double balance, double z)
+static void store_losses(const epic_moe_args *a, double balance, double z)
 {
-    put_loss(a->loss, a->loss_type, balance + z);
-    put_loss(a->balance_loss, a->loss_type, balance);
-    put_loss(a->z_loss, a->loss_type, z);
+    store_loss(a->loss, a->loss_type, balance + z);
+    store_loss(a->balance_loss, a->loss_type, balance);
+    store_loss(a->z_loss, a->loss_type, z);
 }
 
-static epic_result losses(moe_job *j, const epic_moe_args *a)
+static epic_result compute_losses(moe_job *j, const epic_moe_args *a)
 {
-    void *balance = j->work.losses, *z = moe_real(j, balance, j->blocks);
+    void *balance = j->work.losses, *z = moe_real_at(j, balance, j->blocks);
     memset(balance, 0, (size_t)(2 * j->blocks * j->real_bytes));
     for (int64_t b = 0; j->block && b < j->blocks; b++) {
-        const dense_block block = moe_block(j, b);
-        TRY(moe_losses(j, &block, moe_real(j, balance, b), moe_real(j, z, b)));
+        const dense_block block = moe_get_block(j, b);
+        TRY(moe_losses_forward(j, &block, moe_real_at(j, balance, b), moe_real_at(j, z, b)));
     }
-    double both[2] = {moe_ops(j)->tree(balance, j->blocks), moe_ops(j)->tree(z, j->blocks)};
+    double both[2] = {moe_dense_ops(j)->sum_in_tree(balance, j->blocks),
+                      moe_dense_ops(j)->sum_in_tree(z, j->blocks)};
     if (j->moe.flags & EPIC_SUM_DENSE) {
         float sums[2] = {(float)both[0], (float)both[1]}; /* they are: F64 is not summed */
         const epic_allreduce_sum_args sum = {
@@ -168,14 +171,14 @@ static epic_result losses(moe_job *j, const epic_moe_args *a)
         both[0] = sums[0];
         both[1] = sums[1];
     }
-    put_losses(a, both[0], both[1]);
+    store_losses(a, both[0], both[1]);
     return EPIC_OK;
 }
 
 /* A planned call finds the routes in `saved`.  What is wrong there is this rank's own mistake. */
-static epic_result begin(moe_job *j, const epic_moe_args *a, data_fault *fault)
+static epic_result prepare_routes(moe_job *j, const epic_moe_args *a, data_fault *fault)
 {
-    if (!(a->flags & EPIC_PLANNED)) return route(j, a, fault);
+    if (!(a->flags & EPIC_PLANNED)) return route_tokens(j, a, fault);
     TRY(moe_check_saved(j, fault));
     if (fault->error == DATA_GOOD) return EPIC_OK;
     return epic_fail(EPIC_EINVAL,
@@ -183,7 +186,7 @@ static epic_result begin(moe_job *j, const epic_moe_args *a, data_fault *fault)
                      "successful epic_moe_plan left there");
 }
 
-void moe_clear(const moe_job *j, const epic_rows *rows)
+void moe_zero_rows(const moe_job *j, const epic_rows *rows)
 {
     if (j->tokens) memset(rows->data, 0, (size_t)(j->tokens * j->row_bytes));
 }
@@ -191,37 +194,37 @@ void moe_clear(const moe_job *j, const epic_rows *rows)
 epic_result moe_host_forward(moe_job *j, const epic_moe_args *a)
 {
     data_fault fault;
-    TRY(begin(j, a, &fault)); /* local: nobody waits yet */
+    TRY(prepare_routes(j, a, &fault)); /* local: nobody waits yet */
     const note_extra extra = {&fault, &j->options};
     *j->saved.total_tokens = -1;
-    epic_result result = send(j, a, &extra);
+    epic_result result = plan_and_dispatch(j, a, &extra);
     if (result != EPIC_OK) { /* the same on every rank */
-        moe_clear(j, &a->out);
-        put_losses(a, 0, 0);
+        moe_zero_rows(j, &a->out);
+        store_losses(a, 0, 0);
         return result;
     }
     *j->saved.total_tokens = plan_view_of(j->saved.plan).header->total_tokens;
-    result = moe_transform(j);
-    if (result != EPIC_OK) return moe_abandon(j, result);
-    TRY(moe_bring_home(j, &a->out));
-    TRY(finish(j, &a->out));
-    result = losses(j, a);
-    return result == EPIC_OK ? EPIC_OK : moe_abandon(j, result);
+    result = moe_run_experts(j);
+    if (result != EPIC_OK) return moe_abort_call(j, result);
+    TRY(moe_combine(j, &a->out));
+    TRY(add_local_experts(j, &a->out));
+    result = compute_losses(j, a);
+    return result == EPIC_OK ? EPIC_OK : moe_abort_call(j, result);
 }
 
 epic_result moe_host_plan(moe_job *j, const epic_moe_args *a, int64_t *slots)
 {
     data_fault fault;
     *slots = 0;
-    TRY(route(j, a, &fault));
-    const epic_plan_args plan = moe_plan_args(j, a, j->work.plan_idx);
+    TRY(route_tokens(j, a, &fault));
+    const epic_plan_args plan = moe_make_plan_args(j, a, j->work.plan_idx);
     const note_extra extra = {&fault, &j->options};
-    clear_counts(j);
+    zero_counts(j);
     *j->saved.total_tokens = -1;
     const epic_result result = api_plan(j->ctx, &plan, &extra);
-    tell_load(j, a);
+    copy_load(j, a);
     TRY(result);
-    TRY(check_tokens(j));
+    TRY(check_equal_tokens(j));
     *j->saved.total_tokens = plan_view_of(j->saved.plan).header->total_tokens;
     for (uint32_t l = 0; l < j->experts.num_local_experts; l++)
         *slots += j->saved.expert_rows[l];

@@ -3,14 +3,15 @@
 #include "base/error.h"
 #include "moe/stages.h"
 
-epic_result moe_losses(const moe_job *j, const dense_block *block, void *balance, void *z)
+epic_result moe_losses_forward(const moe_job *j, const dense_block *block, void *balance,
+                               void *z)
 {
     const epic_balance_loss_args balance_args = {.router = &j->router,
                                                  .logits = block->logits,
                                                  .num_tokens = j->block,
                                                  .total_tokens = *j->saved.total_tokens,
                                                  .sequence_tokens = j->moe.sequence_tokens,
-                                                 .load = moe_load(j),
+                                                 .load = moe_router_load(j),
                                                  .topk_idx = block->topk_idx,
                                                  .coeff = j->moe.balance_coeff,
                                                  .workspace = j->work.router,
@@ -40,7 +41,7 @@ epic_result moe_losses_backward(const moe_job *j, const dense_block *block)
                                                      .num_tokens = j->block,
                                                      .total_tokens = *j->saved.total_tokens,
                                                      .sequence_tokens = j->moe.sequence_tokens,
-                                                     .load = moe_load(j),
+                                                     .load = moe_router_load(j),
                                                      .topk_idx = block->topk_idx,
                                                      .coeff =
                                                          j->moe.balance_coeff * j->d_balance,

@@ -9,12 +9,12 @@
 #include "moe/device.h"
 #include "moe/host.h"
 
-static void count(moe_job *j, int64_t *saved, int64_t *forward, int64_t *backward)
+static void count_memory(moe_job *j, int64_t *saved, int64_t *forward, int64_t *backward)
 {
-    moe_cut(j, NULL, NULL, false);
+    moe_layout_buffers(j, NULL, NULL, false);
     *saved = j->saved_bytes;
     *forward = j->work_bytes;
-    moe_cut(j, NULL, NULL, true);
+    moe_layout_buffers(j, NULL, NULL, true);
     *backward = j->work_bytes;
 }
 
@@ -26,13 +26,15 @@ epic_result epic_moe_memory_v1(const epic_config *config, size_t config_size,
     TRY(CHECK_PLACE(out, size));
     TRY(config_read_sizes(&c, config, config_size));
     moe_job j = {0};
-    TRY(moe_read(&j, &c, moe, moe_size, c.max_tokens));
+    TRY(moe_read_config(&j, &c, moe, moe_size, c.max_tokens));
     epic_moe_memory_info info = {0};
-    if (!j.scaled) count(&j, &info.saved_bytes, &info.forward_bytes, &info.backward_bytes);
-    if (!j.wide) {
-        j = (moe_job){.device = true};
-        TRY(moe_read(&j, &c, moe, moe_size, c.max_tokens));
-        count(&j, &info.cuda_saved_bytes, &info.cuda_forward_bytes, &info.cuda_backward_bytes);
+    if (!j.is_e4m3)
+        count_memory(&j, &info.saved_bytes, &info.forward_bytes, &info.backward_bytes);
+    if (!j.is_f64) {
+        j = (moe_job){.is_device = true};
+        TRY(moe_read_config(&j, &c, moe, moe_size, c.max_tokens));
+        count_memory(&j, &info.cuda_saved_bytes, &info.cuda_forward_bytes,
+                     &info.cuda_backward_bytes);
     }
     WRITE_SIZED(out, &info, size);
     return EPIC_OK;
@@ -43,8 +45,8 @@ epic_result epic_moe_forward_v1(epic_context *ctx, const epic_moe_args *args, si
     epic_moe_args a;
     moe_job j;
     TRY(READ_SIZED(&a, args, size, "args"));
-    TRY(moe_forward_args(&j, ctx, &a, false));
-    if (j.device) return moe_device_forward(&j, &a);
+    TRY(moe_read_forward_args(&j, ctx, &a, false));
+    if (j.is_device) return moe_device_forward(&j, &a);
     experts_blas_enter();
     const epic_result result = moe_host_forward(&j, &a);
     experts_blas_leave();
@@ -58,7 +60,7 @@ epic_result epic_moe_plan_v1(epic_context *ctx, const epic_moe_args *args, size_
     moe_job j;
     TRY(READ_SIZED(&a, args, size, "args"));
     if (!slots) return epic_fail(EPIC_EINVAL, "slots is NULL: the number of slots goes there");
-    TRY(moe_forward_args(&j, ctx, &a, true));
+    TRY(moe_read_forward_args(&j, ctx, &a, true));
     experts_blas_enter();
     const epic_result result = moe_host_plan(&j, &a, slots);
     experts_blas_leave();
@@ -73,8 +75,8 @@ epic_result epic_moe_backward_v1(epic_context *ctx, const epic_moe_backward_args
     moe_job j;
     TRY(READ_SIZED(&a, args, size, "args"));
     if (a.gradients) TRY(READ_SIZED(&gradients, a.gradients, sizeof *a.gradients, "gradients"));
-    TRY(moe_backward_args(&j, ctx, &a, &gradients));
-    if (j.device) return moe_device_backward(&j, &a, &gradients);
+    TRY(moe_read_backward_args(&j, ctx, &a, &gradients));
+    if (j.is_device) return moe_device_backward(&j, &a, &gradients);
     experts_blas_enter();
     const epic_result result = moe_host_backward(&j, &a, &gradients);
     experts_blas_leave();

@@ -64,15 +64,15 @@ typedef struct moe_job {
     epic_router router;
     epic_experts experts, shared;
     bool has_shared;
-    bool any_order; /* the layer's was EPIC_BY_HOSTS */
+    bool is_by_hosts; /* the layer's was EPIC_BY_HOSTS */
     epic_moe_weights weights;
     layer_options options; /* what must be equal on all ranks */
 
-    bool device;      /* arrays are a device's: nothing but arguments can be looked at here */
-    bool wide;        /* reals are float64 */
-    bool scaled;      /* forward: rows and weights of experts are e4m3; experts.weight_type says
+    bool is_device; /* arrays are a device's: nothing but arguments can be looked at here */
+    bool is_f64;    /* reals are float64 */
+    bool is_e4m3;   /* forward: rows and weights of experts are e4m3; experts.weight_type says
                     what biases are, and in backward weights */
-    bool scaled_back; /* but in backward weights are e4m3, too */
+    bool is_e4m3_backward; /* but in backward weights are e4m3, too */
     int64_t real_bytes;
     uint32_t real_type;
     int64_t row_bytes;
@@ -92,20 +92,20 @@ typedef struct moe_job {
 
 /* Reads and checks the layer, for `tokens` tokens or the next number that makes whole blocks;
  * EPIC_EINVAL. */
-epic_result moe_read(moe_job *j, const epic_config *config, const epic_moe *moe, size_t size,
-                     int64_t tokens);
+epic_result moe_read_config(moe_job *j, const epic_config *config, const epic_moe *moe,
+                            size_t size, int64_t tokens);
 
 /* Lays out saved memory and workspace at these addresses, or only counts them (NULL). */
-void moe_cut(moe_job *j, const void *saved, void *workspace, bool backward);
+void moe_layout_buffers(moe_job *j, const void *saved, void *workspace, bool backward);
 
 /* Number `index` of an array of reals. */
-static inline void *moe_real(const moe_job *j, const void *base, int64_t index)
+static inline void *moe_real_at(const moe_job *j, const void *base, int64_t index)
 {
     return (char *)(uintptr_t)base + index * j->real_bytes;
 }
 
 /* The rows of a block. */
-static inline epic_rows moe_rows(const moe_job *j, const epic_rows *rows, int64_t block)
+static inline epic_rows moe_block_rows(const moe_job *j, const epic_rows *rows, int64_t block)
 {
     return (epic_rows){(char *)rows->data + block * j->block * j->row_bytes, j->block,
                        j->row_bytes};
@@ -113,11 +113,11 @@ static inline epic_rows moe_rows(const moe_job *j, const epic_rows *rows, int64_
 
 /* Where the parts of the dense gradients begin, in reals.  Biases have a place also where the
  * caller has none: on every rank the same count is summed. */
-typedef struct dense_parts {
+typedef struct dense_offsets {
     int64_t w_gate, b_gate, scale, gate_up, down, b_gate_up, b_down, w_shared_gate, end;
-} dense_parts;
+} dense_offsets;
 
-dense_parts moe_dense_parts(const moe_job *j);
+dense_offsets moe_dense_offsets(const moe_job *j);
 
 /* The arithmetic of one block, in float32 and in float64. */
 typedef struct dense_block {
@@ -129,32 +129,33 @@ typedef struct dense_block {
 } dense_block;
 
 /* Block b of the tokens, with what was saved of it. */
-dense_block moe_block(const moe_job *j, int64_t b);
+dense_block moe_get_block(const moe_job *j, int64_t b);
 
 typedef struct dense_ops {
     /* logits = x W_gate + b_gate */
-    void (*gate)(const dense_block *b, void *logits);
+    void (*gate_forward)(const dense_block *b, void *logits);
     /* out += w * x for zero-experts, and the rows of the shared expert (NULL: none) */
-    void (*finish)(const dense_block *b, const epic_rows *out, const void *shared_y);
+    void (*add_local_experts)(const dense_block *b, const epic_rows *out, const void *shared_y);
     /* weights = sigmoid(x w_shared_gate), what the shared expert is multiplied by */
-    void (*shared_gate)(const dense_block *b, void *weights);
+    void (*shared_gate_forward)(const dense_block *b, void *weights);
     /* d_weights of zero-experts = <d_out, x> */
-    void (*zero_weights)(const dense_block *b, const epic_rows *d_out, void *d_weights);
+    void (*zero_expert_d_weights)(const dense_block *b, const epic_rows *d_out,
+                                  void *d_weights);
     /* gradients of the gates and the bias at `dense`, and d_x (NULL: not wanted) += d_logits W_gate^T +
      * w * d_out for zero-experts + d_shared */
     void (*gate_backward)(const dense_block *b, const void *d_logits, const epic_rows *d_out,
                           const void *d_shared, const epic_rows *d_x, void *dense);
     /* to += from */
-    void (*add)(void *to, const void *from, int64_t n);
+    void (*add_reals)(void *to, const void *from, int64_t n);
     /* values[0 .. n) in a binary tree */
-    double (*tree)(const void *values, int64_t n);
+    double (*sum_in_tree)(const void *values, int64_t n);
 } dense_ops;
 
 extern const dense_ops dense_f32, dense_f64;
 
-static inline const dense_ops *moe_ops(const moe_job *j)
+static inline const dense_ops *moe_dense_ops(const moe_job *j)
 {
-    return j->wide ? &dense_f64 : &dense_f32;
+    return j->is_f64 ? &dense_f64 : &dense_f32;
 }
 
 #endif

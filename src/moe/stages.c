@@ -9,7 +9,8 @@
 #include "api/api.h"
 #include "base/error.h"
 
-epic_plan_args moe_plan_args(const moe_job *j, const epic_moe_args *a, const int32_t *topk_idx)
+epic_plan_args moe_make_plan_args(const moe_job *j, const epic_moe_args *a,
+                                  const int32_t *topk_idx)
 {
     return (epic_plan_args){.call = j->call,
                             .layer = &j->layer,
@@ -28,9 +29,9 @@ epic_plan_args moe_plan_args(const moe_job *j, const epic_moe_args *a, const int
 }
 
 /* All of it, or with EPIC_RECOMPUTE what is saved alone. */
-static epic_result run_experts(moe_job *j, uint32_t flags)
+static epic_result call_experts(moe_job *j, uint32_t flags)
 {
-    const bool scaled = j->scaled && !flags; /* what is recomputed has weights of row_type */
+    const bool scaled = j->is_e4m3 && !flags; /* what is recomputed has weights of row_type */
     epic_experts experts = j->experts;
     if (scaled) experts.weight_type = EPIC_E4M3;
     const epic_experts_args how = {.call = j->call,
@@ -41,7 +42,7 @@ static epic_result run_experts(moe_job *j, uint32_t flags)
                                    .expert_rows = j->saved.expert_rows,
                                    .expert_tokens = j->saved.expert_tokens,
                                    .slot_weights =
-                                       moe_is_late(j) ? NULL : j->saved.slot_weights,
+                                       moe_is_weighted_late(j) ? NULL : j->saved.slot_weights,
                                    .w_gate_up = j->weights.w_gate_up,
                                    .w_down = j->weights.w_down,
                                    .w_gate_up_scales = j->weights.w_gate_up_scales,
@@ -56,20 +57,20 @@ static epic_result run_experts(moe_job *j, uint32_t flags)
                                    .y = j->work.y,
                                    .flags = flags,
                                    .weights_type = j->real_type};
-    return epic_experts_forward(moe_where(j), &how);
+    return epic_experts_forward(moe_local_context(j), &how);
 }
 
-epic_result moe_transform(moe_job *j)
+epic_result moe_run_experts(moe_job *j)
 {
-    return run_experts(j, 0);
+    return call_experts(j, 0);
 }
 
-epic_result moe_recompute(moe_job *j)
+epic_result moe_recompute_experts(moe_job *j)
 {
-    return j->moe.flags & EPIC_RECOMPUTE ? run_experts(j, EPIC_RECOMPUTE) : EPIC_OK;
+    return j->moe.flags & EPIC_RECOMPUTE ? call_experts(j, EPIC_RECOMPUTE) : EPIC_OK;
 }
 
-epic_result moe_bring_home(moe_job *j, const epic_rows *out)
+epic_result moe_combine(moe_job *j, const epic_rows *out)
 {
     const epic_combine_args how = {.call = j->call,
                                    .layer = j->moe.layer,
@@ -78,7 +79,7 @@ epic_result moe_bring_home(moe_job *j, const epic_rows *out)
                                    .rows = {j->work.y, j->capacity, j->row_bytes},
                                    .out = *out,
                                    .slot_weights =
-                                       moe_is_late(j) ? j->saved.slot_weights : NULL,
+                                       moe_is_weighted_late(j) ? j->saved.slot_weights : NULL,
                                    .type = j->experts.row_type};
     return epic_combine(j->ctx, &how);
 }
@@ -111,11 +112,11 @@ epic_result moe_dispatch_again(moe_job *j)
     return j->moe.flags & EPIC_DISPATCH_AGAIN ? epic_dispatch(j->ctx, &how) : EPIC_OK;
 }
 
-epic_result moe_transform_backward(moe_job *j, const epic_moe_gradients *g, uint32_t flags)
+epic_result moe_experts_backward(moe_job *j, const epic_moe_gradients *g, uint32_t flags)
 {
     epic_experts experts = j->experts;
-    if (moe_is_late(j)) experts.weighting = EPIC_WEIGHT_EARLY;
-    if (j->scaled_back) experts.weight_type = EPIC_E4M3;
+    if (moe_is_weighted_late(j)) experts.weighting = EPIC_WEIGHT_EARLY;
+    if (j->is_e4m3_backward) experts.weight_type = EPIC_E4M3;
     const epic_experts_backward_args how = {.call = j->call,
                                             .experts = &experts,
                                             .x = j->saved.recv,
@@ -143,7 +144,7 @@ epic_result moe_transform_backward(moe_job *j, const epic_moe_gradients *g, uint
                                             .flags = flags,
                                             .weights_type = j->real_type,
                                             .grad_type = j->grad_type};
-    return epic_experts_backward(moe_where(j), &how);
+    return epic_experts_backward(moe_local_context(j), &how);
 }
 
 /* The rank's peers wait for its part of this step also if it does not want d_x. */
@@ -157,10 +158,11 @@ epic_result moe_dispatch_backward(moe_job *j, const epic_rows *d_x)
         .plan_bytes = j->plan_bytes,
         .d_recv = {j->work.d_recv, j->capacity, j->row_bytes},
         .d_tokens = d_x->data ? *d_x : spare,
-        .d_slot_weights = j->wide ? NULL : j->work.d_slot_weights,
-        .d_weights = j->wide ? NULL : j->work.d_weights,
+        .d_slot_weights = j->is_f64 ? NULL : j->work.d_slot_weights,
+        .d_weights = j->is_f64 ? NULL : j->work.d_weights,
         .type = j->experts.row_type};
-    if (j->wide) TRY(moe_weights_home(j)); /* before d_x that nobody wants takes the place */
+    if (j->is_f64)
+        TRY(moe_combine_weight_gradients(j)); /* before d_x that nobody wants takes the place */
     return epic_dispatch_backward(j->ctx, &how);
 }
 
@@ -174,7 +176,7 @@ epic_result moe_sum_dense(moe_job *j)
     return epic_allreduce_sum(j->ctx, &sum);
 }
 
-epic_result moe_abandon(moe_job *j, epic_result result)
+epic_result moe_abort_call(moe_job *j, epic_result result)
 {
     char why[512];
     snprintf(why, sizeof why, "%s", epic_sentence());

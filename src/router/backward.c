@@ -9,7 +9,8 @@
 #include "router/row.h"
 #include "rules/convert.h"
 
-static epic_result check_places(const epic_router_backward_args *a, const router_job *job)
+static epic_result check_backward_arrays(const epic_router_backward_args *a,
+                                         const router_job *job)
 {
     const int64_t tokens = a->num_tokens, columns = job->num_columns;
     const int64_t top_k = job->router.top_k;
@@ -21,14 +22,14 @@ static epic_result check_places(const epic_router_backward_args *a, const router
         ARRAY_IN(a, d_weights, tokens * top_k, number),
         ARRAY_OUT(a, d_scale_of_expert, columns, number),
         ARRAY_OUT(a, d_logits, tokens * columns, (size_t)convert_bytes(job->grad_type)),
-        {"workspace", a->workspace, router_job_bytes(job), 16, true}};
+        {"workspace", a->workspace, router_job_workspace_bytes(job), 16, true}};
     return CHECK_ARRAYS(arrays);
 }
 
-static epic_result prepare(router_job *job, const epic_context *ctx,
-                           const epic_router_backward_args *args)
+static epic_result prepare_backward(router_job *job, const epic_context *ctx,
+                                    const epic_router_backward_args *args)
 {
-    TRY(router_job_make(job, &(router_common){
+    TRY(router_job_init(job, &(router_common){
                                  .router = args->router,
                                  .logits = args->logits,
                                  .num_tokens = args->num_tokens,
@@ -38,8 +39,8 @@ static epic_result prepare(router_job *job, const epic_context *ctx,
                                  .flags = args->flags,
                                  .known_flags = EPIC_ACCUMULATE,
                              }));
-    TRY(router_job_weights_type(job, args->weights_type));
-    TRY(router_job_grad_type(job, args->grad_type));
+    TRY(router_job_set_weights_type(job, args->weights_type));
+    TRY(router_job_set_grad_type(job, args->grad_type));
     if (args->d_scale_of_expert != NULL && args->scale_of_expert == NULL)
         return epic_fail(EPIC_EINVAL, "scale_of_expert is NULL: d_scale_of_expert needs it");
     job->scale_of_expert = args->scale_of_expert;
@@ -51,12 +52,12 @@ static epic_result prepare(router_job *job, const epic_context *ctx,
                          !args->topk_idx    ? "topk_idx"
                          : !args->d_weights ? "d_weights"
                                             : "d_logits");
-    TRY(check_places(args, job));
+    TRY(check_backward_arrays(args, job));
     if (context_on_device(ctx)) return EPIC_OK;
     return router_check_ids(job, args->topk_idx, args->num_tokens);
 }
 
-static void give_scale(const router_job *job, void *d_scale_of_expert)
+static void store_scale_gradient(const router_job *job, void *d_scale_of_expert)
 {
     float *narrow = d_scale_of_expert;
     double *wide = d_scale_of_expert;
@@ -76,20 +77,20 @@ epic_result epic_router_backward_v1(epic_context *ctx, const epic_router_backwar
     router_job job;
     TRY(READ_SIZED(&a, args, size, "args"));
     if (ctx != NULL) TRY(context_check(ctx));
-    TRY(prepare(&job, ctx, &a));
+    TRY(prepare_backward(&job, ctx, &a));
     if (context_on_device(ctx)) {
         a.router = &job.router;
         return CONTEXT_OP(ctx, router_backward, &a);
     }
 
-    const router_row *row = router_row_of(&job);
+    const router_row_ops *row = router_row_of(&job);
     const int64_t number = convert_bytes(job.weights_type);
     memset(job.scale_sums, 0, (size_t)job.num_columns * sizeof *job.scale_sums);
     for (int64_t t = 0; t < a.num_tokens; t++)
-        row->choose_backward(&job, router_job_row(&job, a.logits, t),
+        row->choose_backward(&job, router_job_logits_row(&job, a.logits, t),
                              a.topk_idx + t * job.router.top_k,
                              (const char *)a.d_weights + t * job.router.top_k * number,
-                             router_job_grad_row(&job, a.d_logits, t));
-    if (a.d_scale_of_expert) give_scale(&job, a.d_scale_of_expert);
+                             router_job_d_logits_row(&job, a.d_logits, t));
+    if (a.d_scale_of_expert) store_scale_gradient(&job, a.d_scale_of_expert);
     return EPIC_OK;
 }

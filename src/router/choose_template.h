@@ -2,38 +2,38 @@
 /* Which experts a token chooses.  Included by row_template.h. */
 
 /* Does a come before b, when b has the lower id?  A NaN comes last. */
-static inline bool above(REAL a, REAL b)
+static inline bool is_above(REAL a, REAL b)
 {
     return a > b || (b != b && a == a);
 }
 
 /* Puts i among the best k so far, if it belongs there; returns how many there are. */
-static inline int put_among(int32_t *out, int found, int k, const REAL *v, int64_t i)
+static inline int insert_best(int32_t *out, int found, int k, const REAL *v, int64_t i)
 {
-    if (found == k && !above(v[i], v[out[k - 1]])) return found;
+    if (found == k && !is_above(v[i], v[out[k - 1]])) return found;
     int place = found < k ? found++ : k - 1;
-    for (; place > 0 && above(v[i], v[out[place - 1]]); place--) out[place] = out[place - 1];
+    for (; place > 0 && is_above(v[i], v[out[place - 1]]); place--) out[place] = out[place - 1];
     out[place] = (int32_t)i;
     return found;
 }
 
 /* The k largest of v, best first; equal ones by ascending id.  kept, if given, has a byte for
  * each block of `block` elements: 0 leaves the block out. */
-static void best(int32_t *out, int k, const REAL *v, int64_t n, const uint8_t *kept,
-                 int64_t block)
+static void select_best(int32_t *out, int k, const REAL *v, int64_t n, const uint8_t *kept,
+                        int64_t block)
 {
     int found = 0;
     for (int64_t first = 0; first < n; first += block)
         if (kept == NULL || kept[first / block])
             for (int64_t i = first; i < first + block; i++)
-                found = put_among(out, found, k, v, i);
+                found = insert_best(out, found, k, v, i);
 }
 
 static REAL score_group(const epic_router *r, const REAL *v, int64_t n, int32_t *order)
 {
     const int m = r->group_score == EPIC_GROUP_SUM ? (int)r->group_best : 1;
     REAL sum = 0;
-    best(order, m, v, n, NULL, n);
+    select_best(order, m, v, n, NULL, n);
     for (int i = 0; i < m; i++) sum += v[order[i]];
     return sum;
 }
@@ -46,7 +46,7 @@ static void keep_groups(const router_job *job, const REAL *v)
     REAL *group = job->spare;
     for (int64_t g = 0; g < r->num_groups; g++)
         group[g] = score_group(r, v + g * each, each, job->order);
-    best(job->order, (int)r->topk_groups, group, r->num_groups, NULL, r->num_groups);
+    select_best(job->order, (int)r->topk_groups, group, r->num_groups, NULL, r->num_groups);
     memset(job->kept, 0, r->num_groups);
     for (uint32_t i = 0; i < r->topk_groups; i++) job->kept[job->order[i]] = 1;
 }
@@ -58,12 +58,12 @@ static void select_in_groups(const router_job *job, REAL *v, int32_t *topk_idx)
     const int k = (int)r->top_k;
     keep_groups(job, v);
     if (router_others_out(r, job->on_logits)) {
-        best(topk_idx, k, v, job->num_columns, job->kept, each);
+        select_best(topk_idx, k, v, job->num_columns, job->kept, each);
         return;
     }
     for (int64_t g = 0; g < r->num_groups; g++)
         for (int64_t i = g * each; i < (g + 1) * each && !job->kept[g]; i++) v[i] = 0;
-    best(topk_idx, k, v, job->num_columns, NULL, job->num_columns);
+    select_best(topk_idx, k, v, job->num_columns, NULL, job->num_columns);
 }
 
 static void select_experts(const router_job *job, int32_t *topk_idx)
@@ -77,5 +77,5 @@ static void select_experts(const router_job *job, int32_t *topk_idx)
     if (job->router.num_groups > 0)
         select_in_groups(job, v, topk_idx);
     else
-        best(topk_idx, (int)job->router.top_k, v, n, NULL, n);
+        select_best(topk_idx, (int)job->router.top_k, v, n, NULL, n);
 }

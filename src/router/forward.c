@@ -37,7 +37,7 @@ static epic_result check_table(const epic_router_args *args)
     return EPIC_OK;
 }
 
-data_fault router_fault(const router_job *job, const epic_router_args *args)
+data_fault router_find_fault(const router_job *job, const epic_router_args *args)
 {
     for (int64_t t = 0; args->token_ids && t < args->num_tokens; t++) {
         const int64_t id = token_id(args, t);
@@ -54,7 +54,7 @@ data_fault router_fault(const router_job *job, const epic_router_args *args)
 /* A call without peers: the rank is nobody's business. */
 static epic_result check_ids(const router_job *job, const epic_router_args *args)
 {
-    const data_fault fault = router_fault(job, args);
+    const data_fault fault = router_find_fault(job, args);
     const int64_t *about = fault.about;
     if (fault.error == DATA_TOKEN_ID)
         return epic_fail(EPIC_EINVAL,
@@ -68,7 +68,7 @@ static epic_result check_ids(const router_job *job, const epic_router_args *args
     return EPIC_OK;
 }
 
-static epic_result check_places(const epic_router_args *a, const router_job *job)
+static epic_result check_forward_arrays(const epic_router_args *a, const router_job *job)
 {
     const int64_t tokens = a->num_tokens, columns = job->num_columns;
     const int64_t top_k = job->router.top_k;
@@ -82,13 +82,13 @@ static epic_result check_places(const epic_router_args *a, const router_job *job
         ARRAY_OUT(a, topk_idx, tokens * top_k, 4),
         ARRAY_OUT(a, weights, tokens * top_k, number),
         ARRAY_OUT(a, scores, tokens * columns, number),
-        {"workspace", a->workspace, router_job_bytes(job), 16, true}};
+        {"workspace", a->workspace, router_job_workspace_bytes(job), 16, true}};
     return CHECK_ARRAYS(arrays);
 }
 
-epic_result router_prepare(router_job *job, const epic_router_args *args)
+epic_result router_prepare_forward(router_job *job, const epic_router_args *args)
 {
-    TRY(router_job_make(job, &(router_common){
+    TRY(router_job_init(job, &(router_common){
                                  .router = args->router,
                                  .logits = args->logits,
                                  .num_tokens = args->num_tokens,
@@ -97,12 +97,12 @@ epic_result router_prepare(router_job *job, const epic_router_args *args)
                                  .type = args->type,
                                  .flags = args->flags,
                              }));
-    TRY(router_job_weights_type(job, args->weights_type));
+    TRY(router_job_set_weights_type(job, args->weights_type));
     if (args->num_tokens > 0 && (args->topk_idx == NULL || args->weights == NULL))
         return epic_fail(EPIC_EINVAL, "%s is NULL: a router gives both topk_idx and weights",
                          args->topk_idx ? "weights" : "topk_idx");
     TRY(check_table(args));
-    TRY(check_places(args, job));
+    TRY(check_forward_arrays(args, job));
     job->bias = args->bias;
     job->scale_of_expert = args->scale_of_expert;
     job->on_logits = router_on_logits(&job->router, job->bias != NULL);
@@ -115,19 +115,19 @@ epic_result epic_router_forward_v1(epic_context *ctx, const epic_router_args *ar
     router_job job;
     TRY(READ_SIZED(&a, args, size, "args"));
     if (ctx != NULL) TRY(context_check(ctx));
-    TRY(router_prepare(&job, &a));
+    TRY(router_prepare_forward(&job, &a));
     if (context_on_device(ctx)) {
         a.router = &job.router;
         return CONTEXT_OP(ctx, router_forward, &a);
     }
     TRY(check_ids(&job, &a));
 
-    const router_row *row = router_row_of(&job);
+    const router_row_ops *row = router_row_of(&job);
     const int64_t number = convert_bytes(job.weights_type);
     for (int64_t t = 0; t < a.num_tokens; t++) {
         char *weights = (char *)a.weights + t * job.router.top_k * number;
         char *scores = a.scores ? (char *)a.scores + t * job.num_columns * number : NULL;
-        row->choose(&job, router_job_row(&job, a.logits, t), table_row(&a, &job, t),
+        row->choose(&job, router_job_logits_row(&job, a.logits, t), table_row(&a, &job, t),
                     a.topk_idx + t * job.router.top_k, weights, scores);
     }
     return EPIC_OK;

@@ -3,23 +3,23 @@
  * anyway, so what is added over experts here is too. */
 
 /* P in scores; returns what the scores were divided by, 0 if all of them are 0. */
-static REAL probabilities(const router_job *job, const void *logits)
+static REAL make_probabilities(const router_job *job, const void *logits)
 {
     const uint32_t score = job->router.score;
     const int64_t n = job->num_columns;
     REAL *p = job->scores;
-    load(job->logits, logits, job->type, n);
+    load_row(job->logits, logits, job->type, n);
     if (score == EPIC_SCORE_SOFTMAX || score == EPIC_SCORE_LOGITS) {
-        softmax(p, job->logits, n);
+        make_softmax(p, job->logits, n);
         return 1;
     }
     make_scores(p, job->logits, score, n);
-    const REAL sum = add_up(p, n);
+    const REAL sum = sum_row(p, n);
     for (int64_t i = 0; sum != 0 && i < n; i++) p[i] /= sum;
     return sum;
 }
 
-/* The sum of p * load, in the order of add_up(). */
+/* The sum of p * load, in the order of sum_row(). */
 static double dot_load(const router_job *job, const int32_t *load)
 {
     const REAL *p = job->scores;
@@ -36,9 +36,9 @@ static double dot_load(const router_job *job, const int32_t *load)
     return total;
 }
 
-static double balance(const router_job *job, const void *logits, const int32_t *load)
+static double sum_balance(const router_job *job, const void *logits, const int32_t *load)
 {
-    probabilities(job, logits);
+    make_probabilities(job, logits);
     return dot_load(job, load);
 }
 
@@ -50,7 +50,7 @@ static void balance_backward(const router_job *job, const void *logits, const in
     const REAL *z = job->logits;
     const REAL *p = job->scores;
     REAL *d = job->spare;
-    const REAL divisor = probabilities(job, logits);
+    const REAL divisor = make_probabilities(job, logits);
     const double mean = dot_load(job, load);
     for (int64_t i = 0; i < n; i++) {
         const double own = i < job->router.num_experts ? load[i] : 0;
@@ -60,20 +60,20 @@ static void balance_backward(const router_job *job, const void *logits, const in
         else
             d[i] = divisor == 0 ? 0 : d[i] / divisor * score_slope(p[i] * divisor, z[i], score);
     }
-    give(job, d_logits);
+    store_d_logits(job, d_logits);
 }
 
 /* log of the sum of e^z; the softmax is left in scores. */
-static double logsumexp(const router_job *job, const void *logits)
+static double compute_logsumexp(const router_job *job, const void *logits)
 {
-    load(job->logits, logits, job->type, job->num_columns);
-    const REAL sum = softmax(job->scores, job->logits, job->num_columns);
+    load_row(job->logits, logits, job->type, job->num_columns);
+    const REAL sum = make_softmax(job->scores, job->logits, job->num_columns);
     return (double)largest_of(job->logits, job->num_columns) + log((double)sum);
 }
 
-static double z_square(const router_job *job, const void *logits)
+static double square_logsumexp(const router_job *job, const void *logits)
 {
-    const double l = logsumexp(job, logits);
+    const double l = compute_logsumexp(job, logits);
     return l * l;
 }
 
@@ -81,7 +81,7 @@ static void z_backward(const router_job *job, const void *logits, double factor,
 {
     const REAL *p = job->scores;
     REAL *d = job->spare;
-    const double l = logsumexp(job, logits);
+    const double l = compute_logsumexp(job, logits);
     for (int64_t i = 0; i < job->num_columns; i++) d[i] = (REAL)(2 * factor * l) * p[i];
-    give(job, d_logits);
+    store_d_logits(job, d_logits);
 }

@@ -15,10 +15,10 @@ typedef struct loss_job {
     epic_context *ctx;
     epic_loss args;
     router_job router;
-    const router_row *row;
+    const router_row_ops *row;
 } loss_job;
 
-static epic_result check_places(const loss_job *job, pass pass)
+static epic_result check_loss_arrays(const loss_job *job, pass pass)
 {
     const epic_loss *a = &job->args;
     const router_job *r = &job->router;
@@ -30,7 +30,7 @@ static epic_result check_places(const loss_job *job, pass pass)
         ARRAY_IN(a, load, (int64_t)r->router.num_experts, 4),
         ARRAY_IN(a, topk_idx, a->num_tokens * r->router.top_k, 4),
         ARRAY_IN(a, d_loss, forward ? 0 : 1, 4),
-        {"workspace", a->workspace, router_job_bytes(r), 16, true},
+        {"workspace", a->workspace, router_job_workspace_bytes(r), 16, true},
         {"loss", forward ? a->loss : NULL, (int64_t)number, number, true},
         {"d_logits", forward ? NULL : a->d_logits, numbers * convert_bytes(r->grad_type),
          (size_t)convert_bytes(r->grad_type), true}};
@@ -53,14 +53,14 @@ static epic_result check_pass(const loss_job *job, pass pass)
                          a->loss_type);
     if (pass == BACKWARD && a->d_logits == NULL && a->num_tokens > 0)
         return epic_fail(EPIC_EINVAL, "d_logits is NULL: the gradient goes there");
-    return check_places(job, pass);
+    return check_loss_arrays(job, pass);
 }
 
-static epic_result prepare(loss_job *job, pass pass)
+static epic_result prepare_loss(loss_job *job, pass pass)
 {
     epic_loss *a = &job->args;
     if (job->ctx != NULL) TRY(context_check(job->ctx));
-    TRY(router_job_make(&job->router, &(router_common){
+    TRY(router_job_init(&job->router, &(router_common){
                                           .router = a->router,
                                           .logits = a->logits,
                                           .num_tokens = a->num_tokens,
@@ -70,7 +70,7 @@ static epic_result prepare(loss_job *job, pass pass)
                                           .flags = a->flags,
                                           .known_flags = pass == BACKWARD ? EPIC_ACCUMULATE : 0,
                                       }));
-    TRY(router_job_grad_type(&job->router, a->grad_type));
+    TRY(router_job_set_grad_type(&job->router, a->grad_type));
     job->row = router_row_of(&job->router);
     a->router = &job->router.router;
     return check_pass(job, pass);
@@ -104,12 +104,12 @@ static epic_result check_reserved(uint32_t pad)
                : EPIC_OK;
 }
 
-static double incoming(const epic_loss *args)
+static double incoming_gradient(const epic_loss *args)
 {
     return args->d_loss ? *args->d_loss : 1;
 }
 
-static void put_loss(const epic_loss *args, double loss)
+static void store_loss(const epic_loss *args, double loss)
 {
     const float narrow = (float)loss;
     if (args->loss_type == EPIC_F64)
@@ -130,7 +130,7 @@ static double balance_factor(const loss_job *job)
 }
 
 /* The choices of one sequence, counted into the workspace. */
-static const int32_t *count_sequence(const loss_job *job, int64_t first)
+static const int32_t *count_choices(const loss_job *job, int64_t first)
 {
     const router_job *r = &job->router;
     const int32_t *topk_idx = job->args.topk_idx + first * r->router.top_k;
@@ -144,21 +144,21 @@ static const int32_t *count_sequence(const loss_job *job, int64_t first)
 static int64_t next_load(const loss_job *job, int64_t first, const int32_t **load)
 {
     const bool whole = job->args.sequence_tokens == 0;
-    *load = whole ? job->args.load : count_sequence(job, first);
+    *load = whole ? job->args.load : count_choices(job, first);
     return whole ? job->args.num_tokens : job->args.sequence_tokens;
 }
 
-static void begin_runs(const loss_job *job)
+static void zero_runs(const loss_job *job)
 {
     memset(job->router.runs, 0, LOSS_RUNS * sizeof *job->router.runs);
 }
 
-static double *run_of(const loss_job *job, int64_t token)
+static double *run_at(const loss_job *job, int64_t token)
 {
     return job->router.runs + token / loss_run_tokens(job->args.num_tokens);
 }
 
-static double end_runs(const loss_job *job)
+static double sum_runs(const loss_job *job)
 {
     double *runs = job->router.runs;
     for (int distance = LOSS_RUNS / 2; distance > 0; distance /= 2)
@@ -170,36 +170,36 @@ static double end_runs(const loss_job *job)
 
 static epic_result balance_forward(loss_job *job)
 {
-    TRY(prepare(job, FORWARD));
+    TRY(prepare_loss(job, FORWARD));
     TRY(check_balance(job));
     if (context_on_device(job->ctx))
         return CONTEXT_OP(job->ctx, balance_loss_forward, &job->args, balance_factor(job));
-    begin_runs(job);
+    zero_runs(job);
     for (int64_t t = 0; t < job->args.num_tokens;) {
         const int32_t *load;
         const int64_t end = t + next_load(job, t, &load);
         for (; t < end; t++)
-            *run_of(job, t) += job->row->balance(
-                &job->router, router_job_row(&job->router, job->args.logits, t), load);
+            *run_at(job, t) += job->row->balance(
+                &job->router, router_job_logits_row(&job->router, job->args.logits, t), load);
     }
-    put_loss(&job->args, balance_factor(job) * end_runs(job));
+    store_loss(&job->args, balance_factor(job) * sum_runs(job));
     return EPIC_OK;
 }
 
 static epic_result balance_backward(loss_job *job)
 {
-    TRY(prepare(job, BACKWARD));
+    TRY(prepare_loss(job, BACKWARD));
     TRY(check_balance(job));
     if (context_on_device(job->ctx))
         return CONTEXT_OP(job->ctx, balance_loss_backward, &job->args, balance_factor(job));
-    const double factor = balance_factor(job) * incoming(&job->args);
+    const double factor = balance_factor(job) * incoming_gradient(&job->args);
     for (int64_t t = 0; t < job->args.num_tokens;) {
         const int32_t *load;
         const int64_t end = t + next_load(job, t, &load);
         for (; t < end; t++)
             job->row->balance_backward(
-                &job->router, router_job_row(&job->router, job->args.logits, t), load, factor,
-                router_job_grad_row(&job->router, job->args.d_logits, t));
+                &job->router, router_job_logits_row(&job->router, job->args.logits, t), load,
+                factor, router_job_d_logits_row(&job->router, job->args.d_logits, t));
     }
     return EPIC_OK;
 }
@@ -261,26 +261,27 @@ static double z_factor(const loss_job *job)
 
 static epic_result z_forward(loss_job *job)
 {
-    TRY(prepare(job, FORWARD));
+    TRY(prepare_loss(job, FORWARD));
     if (context_on_device(job->ctx))
         return CONTEXT_OP(job->ctx, z_loss_forward, &job->args, z_factor(job));
-    begin_runs(job);
+    zero_runs(job);
     for (int64_t t = 0; t < job->args.num_tokens; t++)
-        *run_of(job, t) +=
-            job->row->z(&job->router, router_job_row(&job->router, job->args.logits, t));
-    put_loss(&job->args, z_factor(job) * end_runs(job));
+        *run_at(job, t) += job->row->z_square(
+            &job->router, router_job_logits_row(&job->router, job->args.logits, t));
+    store_loss(&job->args, z_factor(job) * sum_runs(job));
     return EPIC_OK;
 }
 
 static epic_result z_backward(loss_job *job)
 {
-    TRY(prepare(job, BACKWARD));
+    TRY(prepare_loss(job, BACKWARD));
     if (context_on_device(job->ctx))
         return CONTEXT_OP(job->ctx, z_loss_backward, &job->args, z_factor(job));
-    const double factor = z_factor(job) * incoming(&job->args);
+    const double factor = z_factor(job) * incoming_gradient(&job->args);
     for (int64_t t = 0; t < job->args.num_tokens; t++)
-        job->row->z_backward(&job->router, router_job_row(&job->router, job->args.logits, t),
-                             factor, router_job_grad_row(&job->router, job->args.d_logits, t));
+        job->row->z_backward(&job->router,
+                             router_job_logits_row(&job->router, job->args.logits, t), factor,
+                             router_job_d_logits_row(&job->router, job->args.d_logits, t));
     return EPIC_OK;
 }
 

@@ -3,9 +3,9 @@
 #ifndef EPIC_ROUTER_ROW_H
 #define EPIC_ROUTER_ROW_H
 
-#include "router/job.h"
+#include "router/config.h"
 
-typedef struct router_row {
+typedef struct router_row_ops {
     /* Chooses (or takes `given`, [top_k]) and weighs.  scores NULL: not wanted. */
     void (*choose)(const router_job *job, const void *logits, const int32_t *given,
                    int32_t *topk_idx, void *weights, void *scores);
@@ -21,18 +21,18 @@ typedef struct router_row {
                              double factor, void *d_logits);
 
     /* The square of logsumexp. */
-    double (*z)(const router_job *job, const void *logits);
+    double (*z_square)(const router_job *job, const void *logits);
 
     void (*z_backward)(const router_job *job, const void *logits, double factor,
                        void *d_logits);
-} router_row;
+} router_row_ops;
 
-extern const router_row router_row_f32; /* logits F32, BF16, F16 */
-extern const router_row router_row_f64;
+extern const router_row_ops router_row_ops_f32; /* logits F32, BF16, F16 */
+extern const router_row_ops router_row_ops_f64;
 
-static inline const router_row *router_row_of(const router_job *job)
+static inline const router_row_ops *router_row_of(const router_job *job)
 {
-    return job->type == EPIC_F64 ? &router_row_f64 : &router_row_f32;
+    return job->type == EPIC_F64 ? &router_row_ops_f64 : &router_row_ops_f32;
 }
 
 #endif

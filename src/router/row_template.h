@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What is done with the logits of one token: included once with REAL float, once with double.
  * OF(name) is the name, for that type, of what other files see.  The order of every sum is fixed:
- * see add_block(). */
+ * see sum_block(). */
 #include <string.h>
 
 #include "router/row.h"
@@ -16,38 +16,38 @@
 #include "router/loss_template.h"
 #include "router/weigh_template.h"
 
-static void choose(const router_job *job, const void *logits, const int32_t *given,
-                   int32_t *topk_idx, void *weights, void *scores)
+static void choose_experts(const router_job *job, const void *logits, const int32_t *given,
+                           int32_t *topk_idx, void *weights, void *scores)
 {
     const epic_router *r = &job->router;
     const int64_t n = job->num_columns;
     const bool choosing_on_scores = given == NULL && !job->on_logits;
-    load(job->logits, logits, job->type, n);
+    load_row(job->logits, logits, job->type, n);
     if (scores != NULL || choosing_on_scores || r->weight_rule == EPIC_WEIGHT_OF_SCORE)
         make_scores(job->scores, job->logits, r->score, n);
     if (given != NULL)
         memcpy(topk_idx, given, r->top_k * sizeof *given);
     else
         select_experts(job, topk_idx);
-    weigh(job, topk_idx, weights);
-    if (scores != NULL) store(scores, job->weights_type, job->scores, n);
+    weigh_choices(job, topk_idx, weights);
+    if (scores != NULL) store_row(scores, job->weights_type, job->scores, n);
 }
 
 static void choose_backward(const router_job *job, const void *logits, const int32_t *topk_idx,
                             const void *d_weights, void *d_logits)
 {
-    load(job->logits, logits, job->type, job->num_columns);
+    load_row(job->logits, logits, job->type, job->num_columns);
     if (job->router.weight_rule == EPIC_WEIGHT_OF_SCORE)
         make_scores(job->scores, job->logits, job->router.score, job->num_columns);
     weigh_backward(job, topk_idx, d_weights);
-    give(job, d_logits);
+    store_d_logits(job, d_logits);
 }
 
-const router_row OF(router_row) = {
-    .choose = choose,
+const router_row_ops OF(router_row_ops) = {
+    .choose = choose_experts,
     .choose_backward = choose_backward,
-    .balance = balance,
+    .balance = sum_balance,
     .balance_backward = balance_backward,
-    .z = z_square,
+    .z_square = square_logsumexp,
     .z_backward = z_backward,
 };

@@ -6,7 +6,7 @@
 #define SUM_BLOCK 1024
 #define SUM_LANES 32
 
-static void load(REAL *out, const void *in, uint32_t type, int64_t n)
+static void load_row(REAL *out, const void *in, uint32_t type, int64_t n)
 {
     if (sizeof *out == sizeof(double))
         memcpy(out, in, (size_t)n * sizeof *out);
@@ -15,7 +15,7 @@ static void load(REAL *out, const void *in, uint32_t type, int64_t n)
 }
 
 /* type F64: REAL is double. */
-static void store(void *out, uint32_t type, const REAL *in, int64_t n)
+static void store_row(void *out, uint32_t type, const REAL *in, int64_t n)
 {
     float *narrow = out;
     if (type == EPIC_F64)
@@ -28,7 +28,7 @@ static void store(void *out, uint32_t type, const REAL *in, int64_t n)
 
 /* Blocks of 1024 elements; in a block, lane i of 32 adds elements i, i + 32, ...; then distances
  * 16, 8, 4, 2, 1; block sums in ascending order.  A warp can do that too. */
-static REAL add_block(const REAL *v, int64_t n)
+static REAL sum_block(const REAL *v, int64_t n)
 {
     REAL lanes[SUM_LANES] = {0};
     int64_t i = 0;
@@ -40,11 +40,11 @@ static REAL add_block(const REAL *v, int64_t n)
     return lanes[0];
 }
 
-static REAL add_up(const REAL *v, int64_t n)
+static REAL sum_row(const REAL *v, int64_t n)
 {
     REAL total = 0;
     for (int64_t i = 0; i < n; i += SUM_BLOCK)
-        total += add_block(v + i, n - i < SUM_BLOCK ? n - i : SUM_BLOCK);
+        total += sum_block(v + i, n - i < SUM_BLOCK ? n - i : SUM_BLOCK);
     return total;
 }
 
@@ -56,11 +56,11 @@ static REAL largest_of(const REAL *v, int64_t n)
 }
 
 /* Returns the sum of e^(z - largest). */
-static REAL softmax(REAL *p, const REAL *z, int64_t n)
+static REAL make_softmax(REAL *p, const REAL *z, int64_t n)
 {
     const REAL largest = largest_of(z, n);
     for (int64_t i = 0; i < n; i++) p[i] = exp_of_difference(z[i], largest);
-    const REAL sum = add_up(p, n);
+    const REAL sum = sum_row(p, n);
     for (int64_t i = 0; i < n; i++) p[i] /= sum;
     return sum;
 }
@@ -69,7 +69,7 @@ static void make_scores(REAL *s, const REAL *z, uint32_t score, int64_t n)
 {
     switch (score) {
     case EPIC_SCORE_SOFTMAX:
-        softmax(s, z, n);
+        make_softmax(s, z, n);
         break;
     case EPIC_SCORE_SIGMOID:
         for (int64_t i = 0; i < n; i++) s[i] = sigmoid(z[i]);
@@ -86,7 +86,7 @@ static void make_scores(REAL *s, const REAL *z, uint32_t score, int64_t n)
 static void softmax_backward(REAL *d, const REAL *p, REAL *products, int64_t n)
 {
     for (int64_t i = 0; i < n; i++) products[i] = p[i] * d[i];
-    const REAL mean = add_up(products, n);
+    const REAL mean = sum_row(products, n);
     for (int64_t i = 0; i < n; i++) d[i] = p[i] * (d[i] - mean);
 }
 
@@ -104,7 +104,7 @@ static void score_backward(const router_job *job)
 }
 
 /* Writes, or adds, the gradient of the logits, in spare. */
-static void give(const router_job *job, void *d_logits)
+static void store_d_logits(const router_job *job, void *d_logits)
 {
     const int64_t n = job->num_columns;
     const float *narrow = d_logits;
@@ -114,8 +114,8 @@ static void give(const router_job *job, void *d_logits)
         if (sizeof *d == sizeof(double) && job->grad_type == EPIC_F32)
             for (int64_t i = 0; i < n; i++) before[i] = narrow[i];
         else
-            load(before, d_logits, job->grad_type, n);
+            load_row(before, d_logits, job->grad_type, n);
         for (int64_t i = 0; i < n; i++) d[i] += before[i];
     }
-    store(d_logits, job->grad_type, d, n);
+    store_row(d_logits, job->grad_type, d, n);
 }

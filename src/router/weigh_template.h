@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The weights of the chosen and their gradient.  Included by row_template.h. */
 
-#define MOST_CHOSEN 64
+#define MAX_CHOSEN 64
 
 /* The weights of a token before the scale are parts[k] / divisor. */
 typedef struct shares {
-    REAL parts[MOST_CHOSEN]; /* 0 where there is no expert */
-    REAL divisor;            /* 0: every weight is 0 */
-    bool moves;              /* the divisor changes with the parts */
+    REAL parts[MAX_CHOSEN];   /* 0 where there is no expert */
+    REAL divisor;             /* 0: every weight is 0 */
+    bool is_divisor_variable; /* the divisor changes with the parts */
 } shares;
 
 /* Softmax over the chosen logits. */
@@ -21,13 +21,13 @@ static void softmax_chosen(REAL *p, const REAL *z, const int32_t *topk_idx, int 
     if (best < 0) return;
     for (int i = 0; i < k; i++)
         if (topk_idx[i] >= 0) p[i] = exp_of_difference(z[topk_idx[i]], z[topk_idx[best]]);
-    const REAL sum = add_up(p, k);
+    const REAL sum = sum_row(p, k);
     for (int i = 0; i < k; i++) p[i] /= sum;
 }
 
 /* EPIC_WEIGHT_SPARSEMIXER: p [num_columns] is what choice i is made of.  Compared as Phi-3.5-MoE
  * does it: also where the largest is below 0. */
-static void softmax_near(const router_job *job, const int32_t *topk_idx, int i, REAL *p)
+static void masked_softmax(const router_job *job, const int32_t *topk_idx, int i, REAL *p)
 {
     const REAL *z = job->logits;
     const REAL far = (REAL)(2 * job->router.jitter);
@@ -42,30 +42,30 @@ static void softmax_near(const router_job *job, const int32_t *topk_idx, int i, 
         const bool out = (largest - z[j]) / (size > largest ? size : largest) > far;
         p[j] = left && !out ? exp_of_difference(z[j], largest) : 0;
     }
-    const REAL sum = add_up(p, n);
+    const REAL sum = sum_row(p, n);
     for (int64_t j = 0; j < n && sum != 0; j++) p[j] /= sum;
 }
 
-static void mix_chosen(const router_job *job, const int32_t *topk_idx, REAL *parts)
+static void sparsemixer_parts(const router_job *job, const int32_t *topk_idx, REAL *parts)
 {
     REAL *p = job->values;
     for (int i = 0; i < (int)job->router.top_k; i++) {
         parts[i] = 0;
         if (topk_idx[i] < 0) continue;
-        softmax_near(job, topk_idx, i, p);
+        masked_softmax(job, topk_idx, i, p);
         parts[i] = p[topk_idx[i]];
     }
 }
 
 /* Adds the gradient of the logits: that of each choice's own softmax. */
-static void mix_backward(const router_job *job, const REAL *parts, const int32_t *topk_idx,
-                         const REAL *g)
+static void sparsemixer_backward(const router_job *job, const REAL *parts,
+                                 const int32_t *topk_idx, const REAL *g)
 {
     REAL *p = job->values;
     REAL *d = job->spare;
     for (int i = 0; i < (int)job->router.top_k; i++) {
         if (topk_idx[i] < 0) continue;
-        softmax_near(job, topk_idx, i, p);
+        masked_softmax(job, topk_idx, i, p);
         const REAL size = parts[i] * g[i];
         for (int64_t j = 0; j < job->num_columns; j++)
             d[j] += size * ((j == topk_idx[i]) - p[j]);
@@ -75,7 +75,7 @@ static void mix_backward(const router_job *job, const REAL *parts, const int32_t
 static void make_parts(const router_job *job, const int32_t *topk_idx, REAL *parts)
 {
     if (job->router.weight_rule == EPIC_WEIGHT_SPARSEMIXER) {
-        mix_chosen(job, topk_idx, parts);
+        sparsemixer_parts(job, topk_idx, parts);
         return;
     }
     const REAL *z = job->logits;
@@ -92,7 +92,7 @@ static void make_parts(const router_job *job, const int32_t *topk_idx, REAL *par
     }
 }
 
-static shares share(const router_job *job, const int32_t *topk_idx)
+static shares make_shares(const router_job *job, const int32_t *topk_idx)
 {
     const epic_router *r = &job->router;
     shares shares = {.divisor = 1};
@@ -103,10 +103,10 @@ static shares share(const router_job *job, const int32_t *topk_idx)
     for (uint32_t i = 0; i < r->top_k; i++) sum += shares.parts[i];
     if (r->normalize == EPIC_NORMALIZE_SUM) {
         shares.divisor = sum + (REAL)r->eps;
-        shares.moves = true;
+        shares.is_divisor_variable = true;
     } else {
-        shares.moves = !(sum < (REAL)r->norm_min);
-        shares.divisor = shares.moves ? sum : (REAL)r->norm_min;
+        shares.is_divisor_variable = !(sum < (REAL)r->norm_min);
+        shares.divisor = shares.is_divisor_variable ? sum : (REAL)r->norm_min;
     }
     return shares;
 }
@@ -120,15 +120,15 @@ static REAL scale_of(const router_job *job, int32_t e)
     return job->weights_type == EPIC_F64 ? (REAL)wide[e] : (REAL)narrow[e];
 }
 
-static void weigh(const router_job *job, const int32_t *topk_idx, void *weights)
+static void weigh_choices(const router_job *job, const int32_t *topk_idx, void *weights)
 {
-    shares shares = share(job, topk_idx);
+    shares shares = make_shares(job, topk_idx);
     for (uint32_t i = 0; i < job->router.top_k; i++)
         shares.parts[i] = shares.divisor != 0
                               ? shares.parts[i] / shares.divisor * (REAL)job->router.scale *
                                     scale_of(job, topk_idx[i])
                               : 0;
-    store(weights, job->weights_type, shares.parts, job->router.top_k);
+    store_row(weights, job->weights_type, shares.parts, job->router.top_k);
 }
 
 /* Adds to the gradient of the scale by expert, and takes its factor out of g. */
@@ -150,7 +150,7 @@ static void share_backward(const shares *shares, REAL *g, int k, REAL scale)
     REAL mean = 0;
     for (int i = 0; i < k; i++) {
         g[i] = shares->divisor != 0 ? g[i] * scale / shares->divisor : 0;
-        mean += g[i] * (shares->moves ? shares->parts[i] / shares->divisor : 0);
+        mean += g[i] * (shares->is_divisor_variable ? shares->parts[i] / shares->divisor : 0);
     }
     if (shares->divisor != 0)
         for (int i = 0; i < k; i++) g[i] -= mean;
@@ -166,7 +166,7 @@ static void parts_backward(const router_job *job, const REAL *parts, const int32
     const int k = (int)job->router.top_k;
     REAL mean = 0;
     if (job->router.weight_rule == EPIC_WEIGHT_SPARSEMIXER) {
-        mix_backward(job, parts, topk_idx, g);
+        sparsemixer_backward(job, parts, topk_idx, g);
         return;
     }
     for (int i = 0; i < k; i++) mean += parts[i] * g[i];
@@ -189,11 +189,11 @@ static void weigh_backward(const router_job *job, const int32_t *topk_idx,
     const int k = (int)job->router.top_k;
     const float *narrow = d_weights;
     const double *wide = d_weights;
-    REAL g[MOST_CHOSEN];
+    REAL g[MAX_CHOSEN];
     for (int i = 0; i < k; i++)
         g[i] = job->weights_type == EPIC_F64 ? (REAL)wide[i] : (REAL)narrow[i];
 
-    const shares shares = share(job, topk_idx);
+    const shares shares = make_shares(job, topk_idx);
     if (job->scale_of_expert != NULL) scale_backward(job, &shares, topk_idx, g);
     share_backward(&shares, g, k, (REAL)job->router.scale);
     memset(job->spare, 0, (size_t)job->num_columns * sizeof(REAL));

@@ -56,7 +56,7 @@ static void test_types(void)
             make_problem(&p, &ex, few, 4, activation % 2 == 0);
             tolerances most = cases[c].tolerances;
             const bool halves = cases[c].rows == EPIC_BF16 && cases[c].weights == EPIC_BF16;
-            if (halves && onednn_ready()) most = (tolerances){1e-2, 1e-2, 1e-2};
+            if (halves && onednn_is_ready()) most = (tolerances){1e-2, 1e-2, 1e-2};
             check_all(&p, most);
             free_problem(&p);
         }
@@ -261,7 +261,7 @@ static void test_nothing(void)
 /* usage: experts [a file with a oneDNN, which is taken whatever the processor] */
 int main(int argc, char **argv)
 {
-    if (argc > 1 && !onednn_use(argv[1])) {
+    if (argc > 1 && !onednn_load_file(argv[1])) {
         printf("%s is not taken\n", argv[1]);
         return 1;
     }

@@ -151,7 +151,7 @@ static void check_copy(const host_kernels *k, size_t n)
     buffer_clear(&out);
     for (size_t i = 0; i < n; i++) sources[0].row[i] = (char)next_random();
     k->copy(out.row, sources[0].row, n);
-    k->copied();
+    k->fence_copies();
     if (memcmp(out.row, sources[0].row, n) != 0 || !buffer_kept(&out, (int64_t)n))
         fail("copy", EPIC_BYTES, (int64_t)n, 0);
 }

@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The experts' struct, checked, and their workspace, cut up. */
-#include "experts/job.h"
+#include "experts/config.h"
 
 #include "base/sized.h"
 #include "experts/blas.h"
 #include "rules/convert.h"
 #include "rules/experts_layout.h"
 
-#define MOST_EXPERTS 65536
-#define MOST_NUMBERS (1 << 24)   /* of a row */
-#define MOST_WEIGHTS (1ll << 56) /* of all local experts: their bytes fit an int64_t */
-#define TILE_NUMBERS (1 << 20)   /* 4 MiB: less than a core's caches, much more than a row */
+#define MAX_EXPERTS 65536
+#define MAX_ROW_NUMBERS (1 << 24)      /* of a row */
+#define MAX_WEIGHT_NUMBERS (1ll << 56) /* of all local experts: their bytes fit an int64_t */
+#define TILE_NUMBERS (1 << 20) /* 4 MiB: less than a core's caches, much more than a row */
 
 static epic_result check_range(const char *name, uint32_t value, uint32_t first, uint32_t last)
 {
@@ -46,7 +46,7 @@ static epic_result check_activation(const epic_experts *ex)
     TRY(check_range("interleaved", ex->interleaved, 0, 1));
     TRY(check_range("weighting", ex->weighting, 0, EPIC_WEIGHT_INPUT));
     const bool swiglu = ex->activation == EPIC_CLAMPED_SWIGLU;
-    if (ex->ungated && (experts_clamped(ex) || ex->interleaved))
+    if (ex->ungated && (experts_is_clamped(ex) || ex->interleaved))
         return epic_fail(EPIC_EINVAL, "experts.ungated is 1: %s needs a gate",
                          ex->interleaved ? "interleaved"
                          : swiglu        ? "EPIC_CLAMPED_SWIGLU"
@@ -60,7 +60,7 @@ static epic_result check_activation(const epic_experts *ex)
     return EPIC_OK;
 }
 
-epic_result experts_take(experts_job *job, const epic_experts *theirs, size_t size)
+epic_result experts_read_config(experts_job *job, const epic_experts *theirs, size_t size)
 {
     epic_experts *ex = &job->experts;
     TRY(READ_SIZED(ex, theirs, size, "experts"));
@@ -69,9 +69,9 @@ epic_result experts_take(experts_job *job, const epic_experts *theirs, size_t si
     if (ex->limit == 0) ex->limit = silu ? 10 : 7;
     if (ex->alpha == 0) ex->alpha = 1.702f;
     if (silu) ex->alpha = 1; /* with which the other formula is this one */
-    TRY(check_range("num_local_experts", ex->num_local_experts, 1, MOST_EXPERTS));
-    TRY(check_range("hidden", ex->hidden, 1, MOST_NUMBERS));
-    TRY(check_range("inner", ex->inner, 1, MOST_NUMBERS));
+    TRY(check_range("num_local_experts", ex->num_local_experts, 1, MAX_EXPERTS));
+    TRY(check_range("hidden", ex->hidden, 1, MAX_ROW_NUMBERS));
+    TRY(check_range("inner", ex->inner, 1, MAX_ROW_NUMBERS));
     TRY(check_types(ex));
     TRY(check_activation(ex));
     if (ex->flags != 0)
@@ -79,36 +79,36 @@ epic_result experts_take(experts_job *job, const epic_experts *theirs, size_t si
     job->hidden = ex->hidden;
     job->inner = ex->inner;
     job->width = ex->ungated ? job->inner : 2 * job->inner;
-    if ((int64_t)ex->num_local_experts > MOST_WEIGHTS / (job->hidden * job->width))
+    if ((int64_t)ex->num_local_experts > MAX_WEIGHT_NUMBERS / (job->hidden * job->width))
         return epic_fail(EPIC_EINVAL,
                          "experts.num_local_experts is %u: with hidden %u and inner %u the "
                          "weights have more than %lld numbers",
-                         ex->num_local_experts, ex->hidden, ex->inner, (long long)MOST_WEIGHTS);
-    job->wide = ex->row_type == EPIC_F64;
-    job->halves =
-        ex->row_type == EPIC_BF16 && ex->weight_type == EPIC_BF16 && gemm_bf16_ready();
-    job->scaled = ex->weight_type == EPIC_E4M3;
+                         ex->num_local_experts, ex->hidden, ex->inner,
+                         (long long)MAX_WEIGHT_NUMBERS);
+    job->is_f64 = ex->row_type == EPIC_F64;
+    job->is_bf16 = ex->row_type == EPIC_BF16 && ex->weight_type == EPIC_BF16 && gemm_has_bf16();
+    job->is_e4m3 = ex->weight_type == EPIC_E4M3;
     return EPIC_OK;
 }
 
-bool experts_rows_ready(const experts_job *job)
+bool experts_has_ready_rows(const experts_job *job)
 {
-    return job->wide || job->experts.row_type == EPIC_F32;
+    return job->is_f64 || job->experts.row_type == EPIC_F32;
 }
 
-bool experts_weights_ready(const experts_job *job)
+bool experts_has_ready_weights(const experts_job *job)
 {
-    return job->wide || job->experts.weight_type == EPIC_F32;
+    return job->is_f64 || job->experts.weight_type == EPIC_F32;
 }
 
-int64_t experts_tile(int64_t k, int64_t n)
+int64_t experts_tile_size(int64_t k, int64_t n)
 {
     const int64_t lines = TILE_NUMBERS / k / 64 * 64;
     const int64_t least = lines < 64 ? 64 : lines;
     return least < n ? least : n;
 }
 
-static int64_t larger(int64_t a, int64_t b)
+static int64_t larger_of(int64_t a, int64_t b)
 {
     return a > b ? a : b;
 }
@@ -116,32 +116,34 @@ static int64_t larger(int64_t a, int64_t b)
 static int64_t tile_numbers(const experts_job *job)
 {
     const int64_t h = job->hidden, i = job->inner, w = job->width;
-    const int64_t forward = larger(h * experts_tile(h, w), i * experts_tile(i, h));
-    const int64_t backward = larger(w * experts_tile(w, h), h * experts_tile(h, i));
-    return experts_weights_ready(job) ? 0 : larger(forward, backward);
+    const int64_t forward = larger_of(h * experts_tile_size(h, w), i * experts_tile_size(i, h));
+    const int64_t backward =
+        larger_of(w * experts_tile_size(w, h), h * experts_tile_size(h, i));
+    return experts_has_ready_weights(job) ? 0 : larger_of(forward, backward);
 }
 
 /* Numbers in a piece of workspace, each piece beginning on a cache line. */
-static int64_t padded(int64_t numbers)
+static int64_t pad_numbers(int64_t numbers)
 {
     return (numbers + 15) / 16 * 16;
 }
 
 static int64_t number_bytes(const experts_job *job)
 {
-    return job->wide ? 8 : 4;
+    return job->is_f64 ? 8 : 4;
 }
 
 int64_t experts_saved_bytes(const experts_job *job, int64_t num_slots)
 {
-    if (job->device) return experts_layout_of(&job->experts, num_slots, false).saved_bytes;
+    if (job->is_device) return experts_layout_of(&job->experts, num_slots, false).saved_bytes;
     return num_slots * job->width * number_bytes(job);
 }
 
 /* The one list of the pieces: gives each its place from `at`, returns the numbers in all. */
-static int64_t cut(experts_job *job, int64_t num_slots, bool backward, char *at)
+static int64_t layout_pieces(experts_job *job, int64_t num_slots, bool backward, char *at)
 {
-    const bool copied = !experts_rows_ready(job) || job->experts.weighting == EPIC_WEIGHT_INPUT;
+    const bool copied =
+        !experts_has_ready_rows(job) || job->experts.weighting == EPIC_WEIGHT_INPUT;
     const struct {
         void **piece;
         int64_t numbers;
@@ -150,13 +152,14 @@ static int64_t cut(experts_job *job, int64_t num_slots, bool backward, char *at)
         {&job->activations, num_slots * job->inner},
         {&job->d_gate_up, backward ? num_slots * job->width : 0},
         {&job->weights_tile, tile_numbers(job)},
-        {&job->line, 2 * larger(job->hidden, job->inner) + larger(job->hidden, job->width)},
-        {&job->bias, larger(job->width, job->hidden)},
+        {&job->line,
+         2 * larger_of(job->hidden, job->inner) + larger_of(job->hidden, job->width)},
+        {&job->bias, larger_of(job->width, job->hidden)},
     };
     int64_t numbers = 0;
     for (size_t i = 0; i < sizeof pieces / sizeof *pieces; i++) {
         if (at != NULL) *pieces[i].piece = at + numbers * number_bytes(job);
-        numbers += padded(pieces[i].numbers);
+        numbers += pad_numbers(pieces[i].numbers);
     }
     return numbers;
 }
@@ -164,12 +167,13 @@ static int64_t cut(experts_job *job, int64_t num_slots, bool backward, char *at)
 int64_t experts_workspace_bytes(const experts_job *job, int64_t num_slots, bool backward)
 {
     experts_job scratch = *job;
-    if (job->device) return experts_layout_of(&job->experts, num_slots, backward).bytes;
+    if (job->is_device) return experts_layout_of(&job->experts, num_slots, backward).bytes;
     if (num_slots == 0) return 0;
-    return cut(&scratch, num_slots, backward, NULL) * number_bytes(job);
+    return layout_pieces(&scratch, num_slots, backward, NULL) * number_bytes(job);
 }
 
-void experts_cut(experts_job *job, int64_t num_slots, bool backward, void *workspace)
+void experts_layout_workspace(experts_job *job, int64_t num_slots, bool backward,
+                              void *workspace)
 {
-    cut(job, num_slots, backward, workspace);
+    layout_pieces(job, num_slots, backward, workspace);
 }

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A call's router, checked, and its workspace, cut up. */
-#ifndef EPIC_ROUTER_JOB_H
-#define EPIC_ROUTER_JOB_H
+#ifndef EPIC_ROUTER_CONFIG_H
+#define EPIC_ROUTER_CONFIG_H
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -45,24 +45,24 @@ typedef struct router_common {
 } router_common;
 
 /* Checks these and sets up the job, without bias, weights_type and grad_type.  EPIC_EINVAL. */
-epic_result router_job_make(router_job *job, const router_common *common);
+epic_result router_job_init(router_job *job, const router_common *common);
 
 /* Fills in weights_type and grad_type; 0 is the default of each. */
-epic_result router_job_weights_type(router_job *job, uint32_t weights_type);
-epic_result router_job_grad_type(router_job *job, uint32_t grad_type);
+epic_result router_job_set_weights_type(router_job *job, uint32_t weights_type);
+epic_result router_job_set_grad_type(router_job *job, uint32_t grad_type);
 
 /* The workspace that it needs. */
-int64_t router_job_bytes(const router_job *job);
+int64_t router_job_workspace_bytes(const router_job *job);
 
 /* The logits of one token. */
-const void *router_job_row(const router_job *job, const void *logits, int64_t token);
-void *router_job_grad_row(const router_job *job, void *d_logits, int64_t token);
+const void *router_job_logits_row(const router_job *job, const void *logits, int64_t token);
+void *router_job_d_logits_row(const router_job *job, void *d_logits, int64_t token);
 
 /* What epic_router_forward can check without looking at ids; EPIC_EINVAL. */
-epic_result router_prepare(router_job *job, const epic_router_args *args);
+epic_result router_prepare_forward(router_job *job, const epic_router_args *args);
 
 /* The first token id or table entry that is none, in host memory. */
-data_fault router_fault(const router_job *job, const epic_router_args *args);
+data_fault router_find_fault(const router_job *job, const epic_router_args *args);
 
 /* Every id below num_columns?  Negative ones are. */
 epic_result router_check_ids(const router_job *job, const int32_t *topk_idx,

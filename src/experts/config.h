@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A call of the experts, checked, and its workspace, cut up. */
-#ifndef EPIC_EXPERTS_JOB_H
-#define EPIC_EXPERTS_JOB_H
+#ifndef EPIC_EXPERTS_CONFIG_H
+#define EPIC_EXPERTS_CONFIG_H
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -13,15 +13,15 @@ typedef struct experts_job {
     epic_experts experts; /* defaults filled in */
     int64_t hidden;
     int64_t inner;
-    int64_t width;     /* of the first product: 2 * inner, or inner */
-    bool wide;         /* float64 */
-    bool scaled;       /* E4M3 weights, and x */
-    bool wide_weights; /* of slots: float64 */
+    int64_t width;        /* of the first product: 2 * inner, or inner */
+    bool is_f64;          /* float64 */
+    bool is_e4m3;         /* E4M3 weights, and x */
+    bool has_f64_weights; /* of slots: float64 */
     bool accumulate;
-    bool saved_alone;   /* forward: nothing else is made */
-    bool halves;        /* BF16 rows and weights, multiplied as they lie: what lies between the
+    bool is_recompute;  /* forward: nothing else is made */
+    bool is_bf16;       /* BF16 rows and weights, multiplied as they lie: what lies between the
                            two products is rounded to BF16 */
-    bool device;        /* of a CUDA context: nothing but arguments can be looked at here */
+    bool is_device;     /* of a CUDA context: nothing but arguments can be looked at here */
     uint32_t grad_type; /* of the gradients of weights and biases */
 
     const void *x;
@@ -33,10 +33,10 @@ typedef struct experts_job {
     const void *b_gate_up;
     const void *b_down;
 
-    void *saved;      /* forward: out */
-    void *y;          /* forward: out */
-    const void *read; /* backward: saved */
-    const void *d_y;  /* backward */
+    void *saved;          /* forward: out */
+    void *y;              /* forward: out */
+    const void *saved_in; /* backward: saved */
+    const void *d_y;      /* backward */
     void *d_x, *d_w_gate_up, *d_w_down, *d_b_gate_up, *d_b_down;
     void *d_slot_weights;
 
@@ -58,28 +58,29 @@ typedef struct slab {
 } slab;
 
 /* The type of weights' gradients that a caller asks for, 0: the usual one; EPIC_EINVAL. */
-epic_result experts_take_grad_type(uint32_t *type, uint32_t row_type, bool device);
+epic_result experts_read_grad_type(uint32_t *type, uint32_t row_type, bool device);
 
 /* Takes the caller's struct; EPIC_EINVAL. */
-epic_result experts_take(experts_job *job, const epic_experts *theirs, size_t size);
+epic_result experts_read_config(experts_job *job, const epic_experts *theirs, size_t size);
 
-static inline bool experts_clamped(const epic_experts *ex)
+static inline bool experts_is_clamped(const epic_experts *ex)
 {
     return ex->activation == EPIC_CLAMPED_SWIGLU || ex->activation == EPIC_CLAMPED_SILU;
 }
 
 /* Can the caller's rows (weights) be multiplied as they lie? */
-bool experts_rows_ready(const experts_job *job);
-bool experts_weights_ready(const experts_job *job);
+bool experts_has_ready_rows(const experts_job *job);
+bool experts_has_ready_weights(const experts_job *job);
 
 /* Columns (or rows) of a weight matrix that are converted at once: n of them with k numbers
  * each.  A matter of shapes alone, so that bits do not depend on anything else. */
-int64_t experts_tile(int64_t k, int64_t n);
+int64_t experts_tile_size(int64_t k, int64_t n);
 
-/* Bytes of saved and workspace; experts_cut cuts what it asked for, on the host. */
+/* Bytes of saved and workspace; experts_layout_workspace cuts what it asked for, on the host. */
 int64_t experts_saved_bytes(const experts_job *job, int64_t num_slots);
 int64_t experts_workspace_bytes(const experts_job *job, int64_t num_slots, bool backward);
-void experts_cut(experts_job *job, int64_t num_slots, bool backward, void *workspace);
+void experts_layout_workspace(experts_job *job, int64_t num_slots, bool backward,
+                              void *workspace);
 
 /* The work on one slab, in float32 and in float64. */
 void experts_forward_f32(const experts_job *job, const slab *slab);

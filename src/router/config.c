@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A call's router, checked, and its workspace, cut up. */
-#include "router/job.h"
+#include "router/config.h"
 
 #include "base/sized.h"
 #include "rules/convert.h"
@@ -35,7 +35,7 @@ static epic_result check_sizes(const epic_router *r)
     return EPIC_OK;
 }
 
-static epic_result check_steps(const epic_router *r)
+static epic_result check_rules(const epic_router *r)
 {
     TRY(check_enum("score", r->score, EPIC_SCORE_LOGITS));
     TRY(check_enum("group_score", r->group_score, EPIC_GROUP_SUM));
@@ -87,14 +87,14 @@ static epic_result check_groups(const epic_router *r)
     return EPIC_OK;
 }
 
-static epic_result take_router(epic_router *out, const epic_router *theirs, size_t size)
+static epic_result read_router(epic_router *out, const epic_router *theirs, size_t size)
 {
     TRY(READ_SIZED(out, theirs, size, "router"));
     if (out->scale == 0) out->scale = 1;
     if (out->group_best == 0 && out->topk_groups > 0)
         out->group_best = out->top_k / out->topk_groups;
     TRY(check_sizes(out));
-    TRY(check_steps(out));
+    TRY(check_rules(out));
     return check_groups(out);
 }
 
@@ -109,7 +109,7 @@ static int64_t workspace_bytes(const epic_router *r)
 int64_t epic_router_workspace_v1(const epic_router *router, size_t size)
 {
     epic_router ours;
-    return take_router(&ours, router, size) == EPIC_OK ? workspace_bytes(&ours) : 0;
+    return read_router(&ours, router, size) == EPIC_OK ? workspace_bytes(&ours) : 0;
 }
 
 static epic_result check_type(const char *name, uint32_t type)
@@ -140,7 +140,7 @@ static epic_result check_common(const router_job *job, const router_common *comm
     return EPIC_OK;
 }
 
-static void cut_workspace(router_job *job, void *workspace)
+static void layout_workspace(router_job *job, void *workspace)
 {
     const int64_t n = job->num_columns;
     job->runs = workspace;
@@ -154,18 +154,18 @@ static void cut_workspace(router_job *job, void *workspace)
     job->kept = (uint8_t *)(job->order + n);
 }
 
-epic_result router_job_make(router_job *job, const router_common *common)
+epic_result router_job_init(router_job *job, const router_common *common)
 {
     *job = (router_job){.type = common->type};
-    TRY(take_router(&job->router, common->router, sizeof(epic_router)));
+    TRY(read_router(&job->router, common->router, sizeof(epic_router)));
     job->num_columns = (int64_t)job->router.num_experts + job->router.zero_experts;
     TRY(check_common(job, common));
     job->accumulate = (common->flags & EPIC_ACCUMULATE) != 0;
-    cut_workspace(job, common->workspace);
+    layout_workspace(job, common->workspace);
     return EPIC_OK;
 }
 
-epic_result router_job_weights_type(router_job *job, uint32_t weights_type)
+epic_result router_job_set_weights_type(router_job *job, uint32_t weights_type)
 {
     job->weights_type = weights_type ? weights_type : EPIC_F32;
     if (job->weights_type != EPIC_F32 &&
@@ -177,7 +177,7 @@ epic_result router_job_weights_type(router_job *job, uint32_t weights_type)
     return EPIC_OK;
 }
 
-epic_result router_job_grad_type(router_job *job, uint32_t grad_type)
+epic_result router_job_set_grad_type(router_job *job, uint32_t grad_type)
 {
     job->grad_type = grad_type ? grad_type : job->type;
     if (job->grad_type != job->type && job->grad_type != EPIC_F32)
@@ -187,17 +187,17 @@ epic_result router_job_grad_type(router_job *job, uint32_t grad_type)
     return EPIC_OK;
 }
 
-int64_t router_job_bytes(const router_job *job)
+int64_t router_job_workspace_bytes(const router_job *job)
 {
     return (int64_t)workspace_bytes(&job->router);
 }
 
-const void *router_job_row(const router_job *job, const void *logits, int64_t token)
+const void *router_job_logits_row(const router_job *job, const void *logits, int64_t token)
 {
     return (const char *)logits + token * job->num_columns * convert_bytes(job->type);
 }
 
-void *router_job_grad_row(const router_job *job, void *d_logits, int64_t token)
+void *router_job_d_logits_row(const router_job *job, void *d_logits, int64_t token)
 {
     return (char *)d_logits + token * job->num_columns * convert_bytes(job->grad_type);
 }
