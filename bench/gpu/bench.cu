@@ -553,7 +553,7 @@ static void find_bytes(Rank *r)
     r->scale_bytes = options.scales == 128  ? (n + 127) / 128 * 4
                      : options.scales == 32 ? (n + 31) / 32
                                             : 0;
-    r->string_bytes = p2p_string_bytes(r->row_bytes, r->scale_bytes);
+    r->string_bytes = p2p_packed_bytes(r->row_bytes, r->scale_bytes);
 }
 
 static void allocate(Rank *r, int most)

@@ -53,7 +53,7 @@ typedef enum case_kind {
     CASE_PLAIN /* and what those that make the plan take, too */
 } case_kind;
 
-#define MOST_CASE_TOKENS 640 /* of a context with more than P2P_FEW_TOKENS */
+#define MOST_CASE_TOKENS 640 /* of a context with more than P2P_LOWLAT_TOKENS */
 
 void draw_case(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens,
                int64_t max_row_bytes, case_kind kind);

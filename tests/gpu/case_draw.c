@@ -67,15 +67,15 @@ static int64_t least(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-/* What those of them take that make the plan (p2p_few_plan): a group that has met nothing else is
+/* What those of them take that make the plan (p2p_can_plan_lowlat): a group that has met nothing else is
  * what they need most. */
 static void limit_to_plain(test_case *c, int64_t max_tokens)
 {
     epic_layer *l = &c->r.layer;
     const int64_t n = c->r.num_ranks, groups = n * ((max_tokens + 31) / 32);
-    const int64_t block = least(P2P_FEW_MASKS / groups, P2P_FEW_EXPERTS) / n;
+    const int64_t block = least(P2P_LOWLAT_MASKS / groups, P2P_LOWLAT_EXPERTS) / n;
     c->plain = true;
-    l->top_k = (uint32_t)least(l->top_k, P2P_FEW_CHOICES / (n * max_tokens));
+    l->top_k = (uint32_t)least(l->top_k, P2P_LOWLAT_CHOICES / (n * max_tokens));
     l->num_experts = (uint32_t)(n * least(l->num_experts / n, block));
     l->layout = EPIC_EXPERT_MAJOR;
     l->sum_order = EPIC_BY_RANK;
@@ -216,7 +216,7 @@ static void shrink(test_case *c)
 /* Tokens that are few in such a context, at most. */
 static int32_t few_in(int64_t max_tokens)
 {
-    return max_tokens < MOST_CASE_TOKENS ? TEAM_FEW_TOKENS : P2P_FEW_TOKENS;
+    return max_tokens < MOST_CASE_TOKENS ? TEAM_LOWLAT_TOKENS : P2P_LOWLAT_TOKENS;
 }
 
 /* Ranks with few tokens, whose plans have kernels of their own, beside one with more of them. */
@@ -293,9 +293,9 @@ enum { SUM_BY_RANK, SUM_FLAT, SUM_TREE }; /* and their layer */
  * few. */
 static int32_t form_tokens(uint64_t *s, int rank, int64_t max_tokens)
 {
-    if (max_tokens > TEAM_FEW_TOKENS && (rank == 0 || between(s, 0, 1)))
-        return TEAM_FEW_TOKENS + (int32_t)between(s, 1, 12);
-    return (int32_t)(between(s, 0, 9) ? between(s, 0, 12) : TEAM_FEW_TOKENS * 3 / 4 + 1);
+    if (max_tokens > TEAM_LOWLAT_TOKENS && (rank == 0 || between(s, 0, 1)))
+        return TEAM_LOWLAT_TOKENS + (int32_t)between(s, 1, 12);
+    return (int32_t)(between(s, 0, 9) ? between(s, 0, 12) : TEAM_LOWLAT_TOKENS * 3 / 4 + 1);
 }
 
 static void form_layer(test_case *c, uint64_t *s, int sums)

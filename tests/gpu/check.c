@@ -2,7 +2,7 @@
 /* Random cases on the p2p backend against plain loops, bit for bit.
  *   gpu_check RANKS GPUS threads|processes CASES SEED [big|tight|small|few|most|usual [rows|forms]]
  * few: contexts of few tokens; most: of more than the library takes for few, which elsewhere are
- * TEAM_FEW_TOKENS.
+ * TEAM_LOWLAT_TOKENS.
  * rows: of the seeds those whose rows have no second rows; forms: each kernel's in turn (few, usual).
  * Every rank makes the same case from the same seed, does its part, and checks its results. */
 #include <stdio.h>
@@ -26,7 +26,7 @@ static void check_plain(bench *b)
 {
     const epic_group *g = b->me->group;
     const int64_t most = g->config.max_tokens;
-    if (most > g->few_tokens || !p2p_few_plan(g->num_ranks, most, &b->c.r.layer) ||
+    if (most > g->lowlat_tokens || !p2p_can_plan_lowlat(g->num_ranks, most, &b->c.r.layer) ||
         b->c.r.layer.top_k > 32 || b->c.r.layer.layout == EPIC_FLAT)
         wrong(b, "it is not for the kernels of few tokens");
 }
@@ -162,13 +162,13 @@ int main(int argc, char **argv)
               .max_tokens = big     ? 4096
                             : small ? SMALL_CASE_TOKENS
                             : most  ? MOST_CASE_TOKENS
-                            : few   ? TEAM_FEW_TOKENS
+                            : few   ? TEAM_LOWLAT_TOKENS
                                     : MAX_CASE_TOKENS,
               .max_row_bytes = big     ? 14336
                                : small ? 2048
                                        : 7168,
               .staging_bytes = tight ? 1 : 0, /* as much as there must be: two rows */
-              .few_tokens = big || most ? 0 : TEAM_FEW_TOKENS,
+              .lowlat_tokens = big || most ? 0 : TEAM_LOWLAT_TOKENS,
               .timeout_ms = TEAM_LONG_MS,
               .work = work};
     const int failed = team_run(&t);

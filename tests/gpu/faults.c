@@ -192,7 +192,7 @@ int main(int argc, char **argv)
                   .num_gpus = atoi(argv[2]),
                   .processes = !strcmp(argv[3], "processes"),
                   .max_tokens = TOKENS,
-                  .few_tokens = TEAM_FEW_TOKENS,
+                  .lowlat_tokens = TEAM_LOWLAT_TOKENS,
                   .max_row_bytes = HIDDEN * 2,
                   .staging_bytes = apart ? (size_t)(ranks - 1) * TOKENS / 4 * HIDDEN * 4 : 0,
                   .timeout_ms = (uint32_t)deadline_ms,

@@ -191,7 +191,7 @@ int main(int argc, char **argv)
                     .num_gpus = atoi(argv[2]),
                     .processes = !strcmp(argv[3], "processes"),
                     .max_tokens = TOKENS,
-                    .few_tokens = TEAM_FEW_TOKENS,
+                    .lowlat_tokens = TEAM_LOWLAT_TOKENS,
                     .max_row_bytes = HIDDEN * 4,
                     .timeout_ms = TEAM_LONG_MS,
                     .max_sms = 12,

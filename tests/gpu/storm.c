@@ -104,7 +104,7 @@ int main(int argc, char **argv)
               .num_gpus = atoi(argv[2]),
               .processes = !strcmp(argv[3], "processes"),
               .max_tokens = MAX_CASE_TOKENS,
-              .few_tokens = TEAM_FEW_TOKENS,
+              .lowlat_tokens = TEAM_LOWLAT_TOKENS,
               .max_row_bytes = MAX_ROW_BYTES,
               .timeout_ms = TEAM_LONG_MS,
               .work = work};

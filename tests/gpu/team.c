@@ -131,7 +131,7 @@ static int run_rank(const team *t, int rank)
                     q == rank ? epic_error(NULL) : "failed");
             return 1;
         }
-    if (t->few_tokens) me.group->few_tokens = t->few_tokens;
+    if (t->lowlat_tokens) me.group->lowlat_tokens = t->lowlat_tokens;
     CHECK_CUDA(cudaStreamCreateWithFlags(&me.stream, cudaStreamNonBlocking));
     set_epoch(&me);
     const int failed = t->work(&me);

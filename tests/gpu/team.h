@@ -5,7 +5,8 @@
 
 #include "backend/p2p/p2p.h"
 
-#define TEAM_FEW_TOKENS 128 /* fewer than P2P_FEW_TOKENS, so that a case of more is small */
+#define TEAM_LOWLAT_TOKENS \
+    128                     /* fewer than P2P_LOWLAT_TOKENS, so that a case of more is small */
 #define TEAM_LONG_MS 150000 /* a deadline that nobody waits for, on a busy machine either */
 
 typedef struct team_rank { /* what a rank of the test is given */
@@ -20,7 +21,8 @@ typedef struct team {
     int num_gpus;   /* ranks are dealt to GPUs in turn */
     bool processes; /* else threads */
     int64_t max_tokens, max_row_bytes, staging_bytes;
-    int32_t few_tokens; /* of a rank, at most: TEAM_FEW_TOKENS; 0: as the library has it */
+    int32_t
+        lowlat_tokens; /* of a rank, at most: TEAM_LOWLAT_TOKENS; 0: as the library has it */
     uint32_t timeout_ms;
     uint32_t max_sms;           /* of a rank, or fewer; 0: as many as there are */
     int (*work)(team_rank *me); /* 0: good */

@@ -99,7 +99,7 @@ bit reports[4]; /* this rank has found out */
 #define is_told_by(q) (reports[q] && !is_lost(q, r))
 #endif
 
-/* common/wait.cuh: a spin ends when what it waits for has come, or find_end() has found something. */
+/* common/wait.cuh: a spin ends when what it waits for has come, or find_failure() has found something. */
 inline await(what)
 {
     if
@@ -253,7 +253,7 @@ inline ship_row()
     keep_sources(HOME)
 }
 
-/* dispatch/dispatch.cuh; ship_when_whole() of net/net.cuh: of the warps that store a row, the last ships it. */
+/* dispatch/dispatch.cuh; post_put_when_complete() of net/net.cuh: of the warps that store a row, the last ships it. */
 inline send()
 {
     assert(reads of_sender(HOME, e) == 0);
@@ -272,7 +272,7 @@ inline send_late()
     fi
 }
 
-/* net/relay.cuh: take_wants(), and where a plan takes records. */
+/* net/relay.cuh: wait_wants(), and where a plan takes records. */
 inline take_ids()
 {
 #ifndef MUTANT_STALE_IDS
@@ -281,8 +281,8 @@ inline take_ids()
     wanted = value_of(ids_at(r, e))
 }
 
-/* dispatch/relay.cuh: hand_on(). */
-inline hand_on()
+/* dispatch/relay.cuh: forward_unit(). */
+inline forward_unit()
 {
     take_ids();
     if
@@ -310,7 +310,7 @@ inline receive()
 
 /* --------------------------------------------------------------------------- combine ---- */
 
-/* combine/relay.cuh: give_node().  On HOME's host partials go straight. */
+/* combine/relay.cuh: send_node().  On HOME's host partials go straight. */
 inline give(box)
 {
     assert(box == POISON);
@@ -374,7 +374,7 @@ proctype kernel(byte r)
 #endif
            atomic {
                if
-               :: r == MATE && operation[e] == DISPATCH -> hand_on()
+               :: r == MATE && operation[e] == DISPATCH -> forward_unit()
                :: r == OTHER && operation[e] == DISPATCH -> receive()
                :: r == HOME && operation[e] == COMBINE -> add_all()
                :: r == BESIDE && operation[e] == COMBINE -> give(beside[parity(e)])

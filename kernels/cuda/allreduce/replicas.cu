@@ -3,7 +3,7 @@
  *   data  [local experts, count]   a thread adds four floats of the replicas here, sends them to
  *                                  all peers, and later adds those of all ranks
  *
- * Which experts are replicas of each other is in the plan.  The logical experts that have several
+ * Which experts are replicas of each other is in the plan.  The logical experts that have num_replicated
  * make one list of vectors, that of the first of them, then of the next ...; it goes in rounds, as
  * many vectors at a time as staging takes.  Every rank has the same list, also for logical experts of
  * which it has none: it brings zeros. */
@@ -12,22 +12,23 @@
 #include "cuda/plan/view.cuh"
 
 #define BLOCK 512
-#define ALONE 0xffff  /* a logical expert with one replica */
-#define LEAF_LEVELS 8 /* of a tree of a rank's leaves, at most 128 */
+#define SINGLE_REPLICA 0xffff /* a logical expert with one replica */
+#define LEAF_LEVELS 8         /* of a tree of a rank's leaves, at most 128 */
 
 struct Replicas { /* in shared memory */
-    /* Replicas of a logical expert; then, of the n-th that has several, where those here begin. */
+    /* Replicas of a logical expert; then, of the n-th that has num_replicated, where those here begin. */
     int32_t count[P2P_REPLICATED_EXPERTS + 1];
-    uint16_t nth[P2P_REPLICATED_EXPERTS];   /* of those that have several, by logical expert */
+    uint16_t
+        nth[P2P_REPLICATED_EXPERTS]; /* of those that have num_replicated, by logical expert */
     uint16_t mine[P2P_REPLICATED_EXPERTS];  /* the same by local expert */
     uint16_t local[P2P_REPLICATED_EXPERTS]; /* local experts, by that */
     uint16_t leaf[P2P_REPLICATED_EXPERTS];  /* of a local expert, on this rank */
-    int32_t several;
+    int32_t num_replicated;
     int32_t leaves; /* of this rank */
 };
 
 /* One warp: sums of what came before, in place; the whole one behind. */
-static __device__ void sum_before(int32_t *count, int num)
+static __device__ void prefix_sum(int32_t *count, int num)
 {
     int32_t before = 0;
     for (int i = 0; i < num; i += WARP) {
@@ -45,23 +46,24 @@ static __device__ void sum_before(int32_t *count, int num)
     if (lane_id() == 0) count[num] = before;
 }
 
-/* One warp: which logical experts have several replicas, counted. */
-static __device__ void number_several(Replicas &r, int num_logical)
+/* One warp: which logical experts have num_replicated replicas, counted. */
+static __device__ void number_replicated(Replicas &r, int num_logical)
 {
-    int several = 0;
+    int num_replicated = 0;
     for (int i = 0; i < num_logical; i += WARP) {
         const int l = i + lane_id();
         const bool is = l < num_logical && r.count[l] > 1;
         const uint32_t lanes = __ballot_sync(ALL_LANES, is);
         if (l < num_logical)
-            r.nth[l] = is ? (uint16_t)(several + __popc(lanes & lanes_below())) : ALONE;
-        several += __popc(lanes);
+            r.nth[l] = is ? (uint16_t)(num_replicated + __popc(lanes & lanes_below()))
+                          : SINGLE_REPLICA;
+        num_replicated += __popc(lanes);
     }
-    if (lane_id() == 0) r.several = several;
+    if (lane_id() == 0) r.num_replicated = num_replicated;
 }
 
 /* Every thread: from the plan's tables, whatever is in them. */
-static __device__ void read_replicas(Replicas &r, const Plan &plan, const p2p_self &self,
+static __device__ void read_replicas(Replicas &r, const PlanView &plan, const p2p_self &self,
                                      const uint8_t *bytes)
 {
     const device_plan_header &h = plan.header;
@@ -79,23 +81,23 @@ static __device__ void read_replicas(Replicas &r, const Plan &plan, const p2p_se
     for (int e = threadIdx.x; e < experts; e += BLOCK)
         if ((uint32_t)logical[e] < (uint32_t)num_logical) atomicAdd(&r.count[logical[e]], 1);
     __syncthreads();
-    if (threadIdx.x < WARP) number_several(r, num_logical);
+    if (threadIdx.x < WARP) number_replicated(r, num_logical);
     __syncthreads();
-    for (int s = threadIdx.x; s < r.several; s += BLOCK) r.count[s] = 0;
+    for (int s = threadIdx.x; s < r.num_replicated; s += BLOCK) r.count[s] = 0;
     __syncthreads();
     for (int i = threadIdx.x; i < owned; i += BLOCK) {
         const uint32_t e = (uint32_t)expert_of[i];
         const uint32_t l = e < (uint32_t)experts ? (uint32_t)logical[e] : (uint32_t)num_logical;
-        r.mine[i] = l < (uint32_t)num_logical ? r.nth[l] : ALONE;
+        r.mine[i] = l < (uint32_t)num_logical ? r.nth[l] : SINGLE_REPLICA;
         r.leaf[i] = (uint16_t)(tree ? (int)e / each - first : 0);
-        if (r.mine[i] != ALONE) atomicAdd(&r.count[r.mine[i]], 1);
+        if (r.mine[i] != SINGLE_REPLICA) atomicAdd(&r.count[r.mine[i]], 1);
     }
     __syncthreads();
-    if (threadIdx.x < WARP) sum_before(r.count, r.several);
+    if (threadIdx.x < WARP) prefix_sum(r.count, r.num_replicated);
     __syncthreads();
     for (int i = threadIdx.x; i < owned; i += BLOCK) {
         int before = 0;
-        if (r.mine[i] == ALONE) continue;
+        if (r.mine[i] == SINGLE_REPLICA) continue;
         for (int j = 0; j < i; j++) before += r.mine[j] == r.mine[i];
         r.local[r.count[r.mine[i]] + before] = (uint16_t)i;
     }
@@ -107,7 +109,7 @@ struct Quad { /* four floats of a logical expert */
     int64_t i;
 };
 
-__device__ __forceinline__ float *numbers_of(const p2p_sum_replicas_job &job, int local)
+__device__ __forceinline__ float *floats_of_expert(const p2p_sum_replicas_job &job, int local)
 {
     return job.data + local * job.count;
 }
@@ -118,7 +120,8 @@ __device__ __forceinline__ void add_leaf(const Replicas &r, const p2p_sum_replic
 {
     for (; n < r.count[part.nth + 1] && (r.leaf[r.local[n]] == leaf || r.leaves == 1); n++) {
         float more[4];
-        F32::unpack(load_floats(numbers_of(job, r.local[n]), part.i, job.count), more);
+        F32::unpack_floats(load_floats(floats_of_expert(job, r.local[n]), part.i, job.count),
+                           more);
 #pragma unroll
         for (int e = 0; e < 4; e++) x[e] += more[e];
     }
@@ -132,22 +135,22 @@ static __device__ uint4 add_here(const Replicas &r, const p2p_sum_replicas_job &
     int n = r.count[part.nth];
     if (r.leaves == 1) {
         add_leaf(r, job, part, 0, n, x);
-        return F32::pack(x);
+        return F32::pack_floats(x);
     }
     Tree<LEAF_LEVELS> tree;
 #pragma unroll 1
     for (int leaf = 0; leaf < r.leaves; leaf++) {
         x[0] = x[1] = x[2] = x[3] = 0.0f;
         add_leaf(r, job, part, leaf, n, x);
-        tree.put(leaf, x);
+        tree.push_leaf(leaf, x);
     }
-    tree.take(r.leaves, x);
-    return F32::pack(x);
+    tree.sum_leaves(r.leaves, x);
+    return F32::pack_floats(x);
 }
 
 /* One round: vectors [begin, begin + vectors) of the list. */
 template <bool MANY>
-static __device__ bool sum_vectors(const Replicas &r, const Now &now,
+static __device__ bool sum_vectors(const Replicas &r, const OpState &op,
                                    const p2p_sum_replicas_job &job, uint32_t order,
                                    int64_t begin, int64_t vectors)
 {
@@ -155,39 +158,40 @@ static __device__ bool sum_vectors(const Replicas &r, const Now &now,
     const auto part_of = [&](int64_t v) {
         return Quad{(int)((begin + v) / each), (begin + v) % each * 4};
     };
-    const auto summing = [&](int64_t v) {
+    const auto make_rank_sum = [&](int64_t v) {
         const bool in = v < vectors;
-        return Summing{now,   job.self,
+        return RankSum{op,    job.self,
                        order, v * 4,
                        in,    in ? add_here(r, job, part_of(v)) : make_uint4(0, 0, 0, 0)};
     };
-    for (int64_t v = grid_thread(); v < vectors; v += grid_threads()) summing(v).send();
-    ship_vectors(now, vectors);
+    for (int64_t v = grid_thread(); v < vectors; v += grid_threads())
+        make_rank_sum(v).send_floats();
+    post_put_vectors(op, vectors);
     for (int64_t v = grid_thread() - lane_id(); v < vectors; v += grid_threads()) {
-        const Summing s = summing(v + lane_id());
+        const RankSum s = make_rank_sum(v + lane_id());
         float x[4];
         if (!add_ranks<MANY>(s, x)) return false;
         if (!s.in) continue;
         const Quad part = part_of(v + lane_id());
         for (int n = r.count[part.nth]; n < r.count[part.nth + 1]; n++)
-            store_floats(numbers_of(job, r.local[n]), part.i, job.count, x);
+            store_floats(floats_of_expert(job, r.local[n]), part.i, job.count, x);
     }
     return true;
 }
 
 /* Every thread: has every rank a row for each of its experts? */
-static __device__ bool rows_are_there(const Now &now, const p2p_sum_replicas_job &job,
-                                      int32_t num_local, bool &ok)
+static __device__ bool check_local_rows(const OpState &op, const p2p_sum_replicas_job &job,
+                                        int32_t num_local, bool &ok)
 {
     int32_t rows = 0;
-    ok = heard(now, P2P_SAYS_ROWS, rows);
+    ok = read_announcement(op, P2P_ANNOUNCED_ROWS, rows);
     const bool few = ok && lane_id() < job.self.num_ranks && rows < num_local;
     const uint32_t short_of = __ballot_sync(ALL_LANES, few);
     const int rank = __ffs(short_of) - 1;
     rows = __shfl_sync(ALL_LANES, rows, max(rank, 0));
     if (short_of && blockIdx.x == 0 && threadIdx.x == 0)
-        notify(job.self,
-               {EPIC_EINVAL, now.epoch, P2P_FAULT_LOCAL, rank, {rows, num_local, 0, 0}});
+        report_data_error(
+            job.self, {EPIC_EINVAL, op.epoch, P2P_FAULT_LOCAL, rank, {rows, num_local, 0, 0}});
     ok = __syncthreads_and(ok) != 0;
     return !short_of;
 }
@@ -196,27 +200,27 @@ template <bool MANY>
 __global__ void __launch_bounds__(BLOCK, 1)
     sum_replicas_kernel(const __grid_constant__ p2p_sum_replicas_job job)
 {
-    __shared__ Now now;
-    __shared__ Plan plan;
+    __shared__ OpState op;
+    __shared__ PlanView plan;
     __shared__ Replicas replicas;
     const p2p_self &self = job.self;
     read_plan(plan, job.plan, job.plan_bytes, self, ANY_TOKENS);
-    if (!begin(now, self, (uint32_t)plan.header.id, 0, 0, job.num_rows)) return;
+    if (!begin_operation(op, self, (uint32_t)plan.header.id, 0, 0, job.num_rows)) return;
     const device_plan_header &h = plan.header;
     bool ok = true;
-    if (plan.good && h.result == EPIC_OK && h.num_logical && job.count > 0 &&
-        h.num_experts <= P2P_REPLICATED_EXPERTS && rows_are_there(now, job, h.num_local, ok) &&
+    if (plan.is_valid && h.result == EPIC_OK && h.num_logical && job.count > 0 &&
+        h.num_experts <= P2P_REPLICATED_EXPERTS && check_local_rows(op, job, h.num_local, ok) &&
         ok) {
         read_replicas(replicas, plan, self, job.plan);
-        const int64_t all = (job.count + 3) / 4 * replicas.several;
+        const int64_t all = (job.count + 3) / 4 * replicas.num_replicated;
         const int64_t most = self.at.source_bytes / 16;
         for (int64_t begin = 0;; begin += most) {
-            ok = sum_vectors<MANY>(replicas, now, job, h.sum_order, begin,
+            ok = sum_vectors<MANY>(replicas, op, job, h.sum_order, begin,
                                    min(all - begin, most));
-            if (begin + most >= all || !__syncthreads_and(ok) || !next_round(now)) break;
+            if (begin + most >= all || !__syncthreads_and(ok) || !next_round(op)) break;
         }
     }
-    finish(now);
+    finish_operation(op);
 }
 
 extern "C" cudaError_t p2p_load_sum_replicas(void)
@@ -231,7 +235,7 @@ extern "C" cudaError_t p2p_load_sum_replicas(void)
 extern "C" cudaError_t p2p_launch_sum_replicas(const p2p_sum_replicas_job *job, int num_sms,
                                                cudaStream_t stream)
 {
-    const auto kernel = job->self.num_ranks > FEW_RANKS ? sum_replicas_kernel<true>
-                                                        : sum_replicas_kernel<false>;
-    return enqueue(kernel, num_sms, BLOCK, 0, stream, *job);
+    const auto kernel = job->self.num_ranks > MAX_UNROLLED_RANKS ? sum_replicas_kernel<true>
+                                                                 : sum_replicas_kernel<false>;
+    return launch_kernel(kernel, num_sms, BLOCK, 0, stream, *job);
 }

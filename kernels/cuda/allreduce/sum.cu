@@ -9,10 +9,11 @@
 
 #define BLOCK 512
 
-__device__ __forceinline__ Summing summing(const Now &now, const p2p_sum_job &job, int64_t v)
+__device__ __forceinline__ RankSum make_rank_sum(const OpState &op, const p2p_sum_job &job,
+                                                 int64_t v)
 {
     const bool in = v * 4 < job.count;
-    return {now,       job.self,
+    return {op,        job.self,
             job.order, v * 4,
             in,        in ? load_floats(job.data, v * 4, job.count) : make_uint4(0, 0, 0, 0)};
 }
@@ -20,21 +21,22 @@ __device__ __forceinline__ Summing summing(const Now &now, const p2p_sum_job &jo
 template <bool MANY>
 __global__ void __launch_bounds__(BLOCK, 1) sum_kernel(const __grid_constant__ p2p_sum_job job)
 {
-    __shared__ Now now;
+    __shared__ OpState op;
     const p2p_self &self = job.self;
-    if (!begin(now, self, 0, 0, 0, 0)) return;
+    if (!begin_operation(op, self, 0, 0, 0, 0)) return;
     const int64_t vectors = (job.count + 3) / 4, stride = grid_threads();
-    for (int64_t v = grid_thread(); v < vectors; v += stride) summing(now, job, v).send();
-    ship_vectors(now, vectors);
+    for (int64_t v = grid_thread(); v < vectors; v += stride)
+        make_rank_sum(op, job, v).send_floats();
+    post_put_vectors(op, vectors);
     bool ok = true;
     const int64_t first = grid_thread() - lane_id();
     for (int64_t v = first; ok && v < vectors; v += stride) {
-        const Summing s = summing(now, job, v + lane_id());
+        const RankSum s = make_rank_sum(op, job, v + lane_id());
         float x[4];
         ok = add_ranks<MANY>(s, x);
         if (ok && s.in) store_floats(job.data, s.at, job.count, x);
     }
-    finish(now);
+    finish_operation(op);
 }
 
 extern "C" cudaError_t p2p_load_sum(void)
@@ -48,6 +50,7 @@ extern "C" cudaError_t p2p_load_sum(void)
 
 extern "C" cudaError_t p2p_launch_sum(const p2p_sum_job *job, int num_sms, cudaStream_t stream)
 {
-    const auto kernel = job->self.num_ranks > FEW_RANKS ? sum_kernel<true> : sum_kernel<false>;
-    return enqueue(kernel, num_sms, BLOCK, 0, stream, *job);
+    const auto kernel =
+        job->self.num_ranks > MAX_UNROLLED_RANKS ? sum_kernel<true> : sum_kernel<false>;
+    return launch_kernel(kernel, num_sms, BLOCK, 0, stream, *job);
 }

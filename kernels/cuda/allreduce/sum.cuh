@@ -5,8 +5,8 @@
 
 #include "cuda/net/staging.cuh"
 
-#define FEW_RANKS 8   /* whose arrays fit a thread's registers side by side */
-#define RANK_LEVELS 6 /* of a tree of all ranks, the root too */
+#define MAX_UNROLLED_RANKS 8 /* whose arrays fit a thread's registers side by side */
+#define RANK_LEVELS 6        /* of a tree of all ranks, the root too */
 
 /* Elements [i, i + 4) of an array; past its end zeros. */
 __device__ __forceinline__ uint4 load_floats(const float *data, int64_t i, int64_t count)
@@ -22,7 +22,7 @@ __device__ __forceinline__ void store_floats(float *data, int64_t i, int64_t cou
                                              const float *x)
 {
     if (i + 4 <= count && (uintptr_t)(data + i) % 16 == 0) {
-        *(uint4 *)(data + i) = F32::pack(x);
+        *(uint4 *)(data + i) = F32::pack_floats(x);
         return;
     }
 #pragma unroll
@@ -30,7 +30,7 @@ __device__ __forceinline__ void store_floats(float *data, int64_t i, int64_t cou
         if (i + e < count) data[i + e] = x[e];
 }
 
-__device__ __forceinline__ void add_left(const float (&left)[4], float (&x)[4])
+__device__ __forceinline__ void add_to_left(const float (&left)[4], float (&x)[4])
 {
 #pragma unroll
     for (int e = 0; e < 4; e++) x[e] = left[e] + x[e];
@@ -46,7 +46,7 @@ __device__ __forceinline__ void copy_floats(const float (&from)[4], float (&to)[
 template <int LEVELS> struct Tree {
     float left[LEVELS][4];
 
-    __device__ __forceinline__ void put(int leaf, float (&x)[4])
+    __device__ __forceinline__ void push_leaf(int leaf, float (&x)[4])
     {
         bool rises = true;
 #pragma unroll
@@ -54,20 +54,20 @@ template <int LEVELS> struct Tree {
             if (!rises) continue;
             rises = leaf >> level & 1;
             if (rises)
-                add_left(left[level], x);
+                add_to_left(left[level], x);
             else
                 copy_floats(x, left[level]);
         }
     }
     /* The sum of so many leaves. */
-    __device__ __forceinline__ void take(int leaves, float (&x)[4]) const
+    __device__ __forceinline__ void sum_leaves(int leaves, float (&x)[4]) const
     {
         bool some = false;
 #pragma unroll
         for (int level = 0; level < LEVELS; level++) {
             if (!(leaves >> level & 1)) continue;
             if (some)
-                add_left(left[level], x);
+                add_to_left(left[level], x);
             else
                 copy_floats(left[level], x);
             some = true;
@@ -75,79 +75,79 @@ template <int LEVELS> struct Tree {
     }
 };
 
-struct Summing { /* four floats of each rank, of a thread that has some */
-    const Now &now;
+struct RankSum { /* four floats of each rank, of a thread that has some */
+    const OpState &op;
     const p2p_self &self;
     uint32_t order;
     int64_t at; /* the first one's place in staging */
     bool in;
     uint4 own;
 
-    __device__ __forceinline__ uint4 *staged(int rank) const
+    __device__ __forceinline__ uint4 *staged_vector(int rank) const
     {
-        return (uint4 *)(now.inbox[rank] + at * 4);
+        return (uint4 *)(op.inbox[rank] + at * 4);
     }
-    __device__ __forceinline__ void send() const
+    __device__ __forceinline__ void send_floats() const
     {
-        const uint4 q = other_nans(own, F32::NAN_WORD);
+        const uint4 q = replace_poisons(own, F32::NAN_WORD);
         for (int distance = 1; distance < self.num_ranks; distance++) {
-            const int rank = wrap(self.rank + distance, self.num_ranks);
-            store_relaxed((uint4 *)(now.outbox[rank] + at * 4), q);
+            const int rank = wrap_rank(self.rank + distance, self.num_ranks);
+            store_relaxed((uint4 *)(op.outbox[rank] + at * 4), q);
         }
     }
 };
 
 /* hosts, one warp: all vectors that its lanes have sent, of so many. */
-static __device__ void ship_vectors(const Now &now, int64_t vectors)
+static __device__ void post_put_vectors(const OpState &op, int64_t vectors)
 {
-    const p2p_self &self = *now.self;
+    const p2p_self &self = *op.self;
     for (int64_t v = grid_thread() - lane_id(); HOSTS && v < vectors; v += grid_threads())
         for (int distance = 1; distance < self.num_ranks; distance++) {
-            const int rank = wrap(self.rank + distance, self.num_ranks);
-            ship_together(now, rank, (const uint4 *)now.outbox[rank] + v,
+            const int rank = wrap_rank(self.rank + distance, self.num_ranks);
+            post_put_warp(op, rank, (const uint4 *)op.outbox[rank] + v,
                           (uint32_t)min((int64_t)WARP, vectors - v) * 16);
         }
 }
 
 /* The floats by rank, from wherever they are. */
-__device__ __forceinline__ bool take_floats(const Summing &s, uint4 (&q)[FEW_RANKS])
+__device__ __forceinline__ bool receive_floats(const RankSum &s, uint4 (&q)[MAX_UNROLLED_RANKS])
 {
     const p2p_self &self = s.self;
     int missing = -1;
-    const bool ok = wait_until(s.now, missing, P2P_PHASE_ROW, [&] {
+    const bool ok = wait_warp(s.op, missing, P2P_PHASE_ROW, [&] {
         missing = -1;
 #pragma unroll
-        for (int r = 0; r < FEW_RANKS; r++) {
+        for (int r = 0; r < MAX_UNROLLED_RANKS; r++) {
             q[r] = make_uint4(0, 0, 0, 0);
             if (s.in && r < self.num_ranks)
-                q[r] = r == self.rank ? s.own : load_relaxed(s.staged(r));
+                q[r] = r == self.rank ? s.own : load_relaxed(s.staged_vector(r));
         }
 #pragma unroll
-        for (int r = 0; r < FEW_RANKS; r++)
+        for (int r = 0; r < MAX_UNROLLED_RANKS; r++)
             if (r != self.rank && has_poison(q[r])) missing = r;
         return __all_sync(ALL_LANES, missing < 0) != 0;
     });
     for (int r = 0; r < self.num_ranks && ok && s.in; r++)
-        if (r != self.rank) store_here(s.staged(r), poisoned());
+        if (r != self.rank) store_in_place(s.staged_vector(r), poison_vector());
     return ok;
 }
 
 /* One rank's floats. */
-__device__ __forceinline__ bool take_rank(const Summing &s, int rank, float (&x)[4])
+__device__ __forceinline__ bool receive_rank(const RankSum &s, int rank, float (&x)[4])
 {
     const bool own = rank == s.self.rank;
     uint4 q = own && s.in ? s.own : make_uint4(0, 0, 0, 0);
-    const bool ok = own || wait_until(s.now, rank, P2P_PHASE_ROW, [&] {
-                        if (s.in) q = load_relaxed(s.staged(rank));
+    const bool ok = own || wait_warp(s.op, rank, P2P_PHASE_ROW, [&] {
+                        if (s.in) q = load_relaxed(s.staged_vector(rank));
                         return __any_sync(ALL_LANES, has_poison(q)) == 0;
                     });
-    if (ok && s.in && !own) store_here(s.staged(rank), poisoned());
-    F32::unpack(q, x);
+    if (ok && s.in && !own) store_in_place(s.staged_vector(rank), poison_vector());
+    F32::unpack_floats(q, x);
     return ok;
 }
 
 /* The sum of many ranks, one after the other. */
-static __device__ bool add_many(const Summing &s, float (&x)[4])
+static __device__ bool add_ranks_looped(const RankSum &s, float (&x)[4])
 {
     const int ranks = s.self.num_ranks;
     const bool tree = s.order == EPIC_TREE;
@@ -155,36 +155,36 @@ static __device__ bool add_many(const Summing &s, float (&x)[4])
     float sum[4];
 #pragma unroll 1
     for (int r = 0; r < ranks; r++) {
-        if (!take_rank(s, r, x)) return false;
+        if (!receive_rank(s, r, x)) return false;
         if (tree) {
-            sums.put(r, x);
+            sums.push_leaf(r, x);
             continue;
         }
-        if (r) add_left(sum, x);
+        if (r) add_to_left(sum, x);
         copy_floats(x, sum);
     }
-    if (tree) sums.take(ranks, x);
+    if (tree) sums.sum_leaves(ranks, x);
     return true;
 }
 
-static __device__ __forceinline__ bool add_few(const Summing &s, float (&sum)[4])
+static __device__ __forceinline__ bool add_ranks_unrolled(const RankSum &s, float (&sum)[4])
 {
-    uint4 q[FEW_RANKS];
-    float x[FEW_RANKS][4];
-    if (!take_floats(s, q)) return false;
+    uint4 q[MAX_UNROLLED_RANKS];
+    float x[MAX_UNROLLED_RANKS][4];
+    if (!receive_floats(s, q)) return false;
 #pragma unroll
-    for (int r = 0; r < FEW_RANKS; r++) F32::unpack(q[r], x[r]);
+    for (int r = 0; r < MAX_UNROLLED_RANKS; r++) F32::unpack_floats(q[r], x[r]);
     if (s.order == EPIC_TREE) {
 #pragma unroll
-        for (int d = 1; d < FEW_RANKS; d *= 2)
+        for (int d = 1; d < MAX_UNROLLED_RANKS; d *= 2)
 #pragma unroll
-            for (int r = 0; r < FEW_RANKS; r += 2 * d)
+            for (int r = 0; r < MAX_UNROLLED_RANKS; r += 2 * d)
 #pragma unroll
                 for (int e = 0; e < 4; e++)
                     if (r + d < s.self.num_ranks) x[r][e] += x[r + d][e];
     } else {
 #pragma unroll
-        for (int r = 1; r < FEW_RANKS; r++)
+        for (int r = 1; r < MAX_UNROLLED_RANKS; r++)
 #pragma unroll
             for (int e = 0; e < 4; e++)
                 if (r < s.self.num_ranks) x[0][e] += x[r][e];
@@ -194,9 +194,9 @@ static __device__ __forceinline__ bool add_few(const Summing &s, float (&sum)[4]
 }
 
 /* All lanes: waits for the ranks' floats and adds them.  false: the group is broken. */
-template <bool MANY> __device__ __forceinline__ bool add_ranks(const Summing &s, float (&x)[4])
+template <bool MANY> __device__ __forceinline__ bool add_ranks(const RankSum &s, float (&x)[4])
 {
-    return MANY ? add_many(s, x) : add_few(s, x);
+    return MANY ? add_ranks_looped(s, x) : add_ranks_unrolled(s, x);
 }
 
 #endif

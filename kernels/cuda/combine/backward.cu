@@ -27,30 +27,31 @@ __global__ void __launch_bounds__(block_for<ROW>(QUANTIZE), 1)
     constexpr int V = Dot<ROW>::V;
     typedef GradientStream<ROW, EXACT, QUANTIZE> Units;
     uint8_t *const memory = (uint8_t *)dynamic_shared();
-    __shared__ Now now;
-    __shared__ Plan plan;
+    __shared__ OpState op;
+    __shared__ PlanView plan;
     __shared__ Stride stride;
     const RowShape shape = row_shape<V>(job.row_bytes, job.aligned);
     if (threadIdx.x == 0)
-        stride.set(job.units, num_roles(job.self) + num_handing(job.self),
-                   (shape.pieces + job.span - 1) / job.span);
+        stride.set_strides(job.units, num_roles(job.self) + num_forward_roles(job.self),
+                           (shape.pieces + job.span - 1) / job.span);
     read_plan(plan, job.plan, job.plan_bytes, job.self, job.num_tokens);
     choose_padding(plan, job);
     const device_plan_header &h = plan.header;
-    if (!begin(now, job.self, (uint32_t)h.id, job.num_tokens, 0, job.num_rows)) return;
-    const bool moves = plan.good && h.result == EPIC_OK;
-    Move m = {job, now, plan, stride, shape, policy_once(), 0, (int)h.top_k};
+    if (!begin_operation(op, job.self, (uint32_t)h.id, job.num_tokens, 0, job.num_rows)) return;
+    const bool moves = plan.is_valid && h.result == EPIC_OK;
+    BackwardMove m = {job, op, plan, stride, shape, policy_once(), 0, (int)h.top_k};
     bool ok = true;
     uint8_t *const ring = memory + threadIdx.x / WARP * Units::WARP_BYTES;
     if (moves && job.aligned && h.top_k <= WARP)
-        ok = each_round(m, now, (int64_t)m.shape.vectors * 16,
-                        [&](int32_t end) { return run_units(Units(m, ring, end)); });
+        ok = for_each_round(m, op, (int64_t)m.shape.vectors * 16,
+                            [&](int32_t end) { return run_units(Units(m, ring, end)); });
     else if (moves)
-        ok = move_rarely<ROW, QUANTIZE>(m, now);
+        ok = move_plain<ROW, QUANTIZE>(m, op);
     if (moves && ok) pad_all<V, QUANTIZE>(m);
     if (moves && ok && job.zero_tail)
         zero_slots<QUANTIZE>(m, h.slots_of[job.self.rank], grid_thread(), grid_threads());
-    if (finish(now) && ok && !(moves && rows_suffice(job.self, now, &h, threadIdx.x == 0)))
+    if (finish_operation(op) && ok &&
+        !(moves && check_rows(job.self, op, &h, threadIdx.x == 0)))
         zero_slots<QUANTIZE>(m, 0, threadIdx.x, blockDim.x);
 }
 
@@ -103,15 +104,15 @@ extern "C" cudaError_t p2p_launch_combine_backward(const p2p_combine_backward_jo
     const bool quantize = job->quantize != 0;
     const int block = block_of(job->type, quantize), bytes = memory_bytes(job->type, quantize);
     p2p_combine_backward_job copy = *job;
-    const int roles = num_roles(job->self) + num_handing(job->self);
+    const int roles = num_roles(job->self) + num_forward_roles(job->self);
 #ifdef EPIC_HOSTS
-    deal_for_net(job->self, copy, num_sms, block, roles, vectors);
+    deal_units_for_net(job->self, copy, num_sms, block, roles, vectors);
 #else
-    deal(copy, num_sms, block, roles, vectors);
+    deal_units(copy, num_sms, block, roles, vectors);
 #endif
     /* Dot products are added two lags behind.  If all warps together do more tokens than that at a
      * time, each turn of theirs waits for the slowest unit of the one before. */
-    const int at_a_time = copy.units / kinds_of(copy, roles, vectors);
+    const int at_a_time = copy.units / units_per_token(copy, roles, vectors);
     const int lag = 32 + 16 * copy.span;
     copy.lag = at_a_time * 3 / 4;
     if (copy.lag < 100)
@@ -120,7 +121,8 @@ extern "C" cudaError_t p2p_launch_combine_backward(const p2p_combine_backward_jo
         copy.lag = 128; /* short rows: what is enough */
     if (copy.lag < lag) copy.lag = lag;
 #ifdef EPIC_HOSTS
-    copy.lag = far_lag(job->self, copy.lag, job->num_tokens);
+    copy.lag = lag_for_net(job->self, copy.lag, job->num_tokens);
 #endif
-    return enqueue(kernel_of(job->type, exact, quantize), num_sms, block, bytes, stream, copy);
+    return launch_kernel(kernel_of(job->type, exact, quantize), num_sms, block, bytes, stream,
+                         copy);
 }

@@ -9,27 +9,29 @@
 #include "cuda/common/quantize.cuh"
 #include "cuda/dispatch/moving.cuh"
 
-typedef Moving<p2p_combine_backward_job> Move;
+typedef RowMove<p2p_combine_backward_job> BackwardMove;
 
 /* Where the blocks of entry n of a token of `rank` wait. */
-__device__ __forceinline__ uint32_t *part_of(const Move &m, int rank, int32_t token, int n)
+__device__ __forceinline__ uint32_t *dot_part_of(const BackwardMove &m, int rank, int32_t token,
+                                                 int n)
 {
     const p2p_self &self = m.job.self;
-    return (uint32_t *)(m.now.heap + self.at.parts) + rank * self.at.part_words +
+    return (uint32_t *)(m.op.heap + self.at.parts) + rank * self.at.part_words +
            ((int64_t)token * m.top_k + n) * m.shape.pieces;
 }
 
 /* Lane n of a half: the slot of entry n here, as the plan has it. */
-__device__ __forceinline__ int32_t read_slot(const Move &m, int rank, int32_t token, int n)
+__device__ __forceinline__ int32_t read_slot(const BackwardMove &m, int rank, int32_t token,
+                                             int n)
 {
     int32_t slot = -1;
     if (token >= m.first && token < m.plan.header.tokens_of[rank] && n < m.top_k)
-        slot = __ldg(m.plan.records + record_at(m.job.self, rank, token, m.top_k) + n);
+        slot = __ldg(m.plan.records + record_index(m.job.self, rank, token, m.top_k) + n);
     return slot;
 }
 
 /* Lane k: the rank of choice k of this rank's token, -1: none. */
-__device__ __forceinline__ int32_t read_rank(const Move &m, int32_t token, int k)
+__device__ __forceinline__ int32_t read_rank(const BackwardMove &m, int32_t token, int k)
 {
     int32_t rank = -1;
     if (token < m.job.num_tokens && k < m.top_k)
@@ -38,40 +40,40 @@ __device__ __forceinline__ int32_t read_rank(const Move &m, int32_t token, int k
 }
 
 template <class ROW, int V>
-__device__ __forceinline__ void load_own(const Move &m, int32_t token, int32_t vector,
+__device__ __forceinline__ void load_own(const BackwardMove &m, int32_t token, int32_t vector,
                                          uint4 (&x)[V])
 {
     load_piece_again<V, false>(m.job.d_out + row_offset(token, m.shape), vector, m.shape, x,
                                ROW::MINUS_ZERO);
 }
 
-/* Lanes' choices of this rank's token: a bit for each peer that needs its row. */
-__device__ __forceinline__ uint32_t peers_of(const Move &m, int32_t choice)
+/* TokenLanes' choices of this rank's token: a bit for each peer that needs its row. */
+__device__ __forceinline__ uint32_t peers_of(const BackwardMove &m, int32_t choice)
 {
     const uint32_t touched = __reduce_or_sync(ALL_LANES, choice >= 0 ? 1u << choice : 0);
     return touched & ~(1u << m.job.self.rank);
 }
 
-/* Sends a piece to the peers whose bits are set; those on other hosts get it by ship_pieces. */
+/* Sends a piece to the peers whose bits are set; those on other hosts get it by post_put_pieces. */
 template <class ROW, int V, bool EXACT>
-__device__ __forceinline__ void send(const Move &m, int32_t token, int32_t vector,
-                                     uint32_t peers, uint4 (&x)[V])
+__device__ __forceinline__ void send_to_peers(const BackwardMove &m, int32_t token,
+                                              int32_t vector, uint32_t peers, uint4 (&x)[V])
 {
     const p2p_self &self = m.job.self;
 #pragma unroll
-    for (int v = 0; v < V; v++) x[v] = other_nans(x[v], ROW::NAN_WORD);
+    for (int v = 0; v < V; v++) x[v] = replace_poisons(x[v], ROW::NAN_WORD);
 #pragma unroll 1
     for (int distance = 1; distance < self.num_ranks; distance++) {
-        const int rank = wrap(self.rank + distance, self.num_ranks);
+        const int rank = wrap_rank(self.rank + distance, self.num_ranks);
         if (!(peers >> rank & 1)) continue;
-        send_piece<V, EXACT>(staged_in(m.now.outbox[rank], token - m.first, m.shape.vectors),
+        send_piece<V, EXACT>(staged_row(m.op.outbox[rank], token - m.first, m.shape.vectors),
                              vector, m.shape.vectors, x);
     }
 }
 
 /* Past the end of a row: what adds nothing to a dot product. */
 template <class ROW, int V, bool EXACT>
-__device__ __forceinline__ void fill_end(const Move &m, int32_t vector, uint4 (&x)[V])
+__device__ __forceinline__ void fill_end(const BackwardMove &m, int32_t vector, uint4 (&x)[V])
 {
     const uint32_t fill = ROW::MINUS_ZERO;
 #pragma unroll
@@ -82,43 +84,43 @@ __device__ __forceinline__ void fill_end(const Move &m, int32_t vector, uint4 (&
 
 /* The piece of d_out: the caller's, or staged. */
 template <class ROW, int V>
-__device__ __forceinline__ bool take(const Move &m, int32_t token, int32_t vector, int rank,
-                                     uint4 (&x)[V])
+__device__ __forceinline__ bool receive_d_out(const BackwardMove &m, int32_t token,
+                                              int32_t vector, int rank, uint4 (&x)[V])
 {
     if (rank == m.job.self.rank) {
         load_own<ROW, V>(m, token, vector, x);
         return true;
     }
-    uint4 *staged = staged_in(m.now.inbox[rank], token - m.first, m.shape.vectors);
-    if (!take_piece<V, false>(m.now, who_brings(m.now, rank), staged, vector, m.shape.vectors,
-                              false, x))
+    uint4 *staged = staged_row(m.op.inbox[rank], token - m.first, m.shape.vectors);
+    if (!receive_piece<V, false>(m.op, relay_of(m.op, rank), staged, vector, m.shape.vectors,
+                                 false, x))
         return false;
-    restore_piece<V, false>(staged, vector, m.shape.vectors);
+    poison_piece<V, false>(staged, vector, m.shape.vectors);
     fill_end<ROW, V, false>(m, vector, x);
     return true;
 }
 
 /* Adds the blocks of a token's dot products, all sources side by side. */
-__device__ __forceinline__ bool add_parts(const Move &m, int32_t token)
+__device__ __forceinline__ bool add_dot_parts(const BackwardMove &m, int32_t token)
 {
     const int entries = m.job.self.num_ranks * m.top_k;
     for (int begin = 0; begin < entries; begin += WARP) {
         const int i = begin + lane_id();
         int rank = 0, n = i;
         for (; n >= m.top_k; n -= m.top_k) rank++; /* a division would wait for stores */
-        const int32_t slot = i < entries ? within(m, read_slot(m, rank, token, n)) : -1;
+        const int32_t slot = i < entries ? clamp_slot(m, read_slot(m, rank, token, n)) : -1;
         if (!__any_sync(ALL_LANES, slot >= 0)) continue;
-        uint32_t *part = part_of(m, slot >= 0 ? rank : 0, token, slot >= 0 ? n : 0);
+        uint32_t *part = dot_part_of(m, slot >= 0 ? rank : 0, token, slot >= 0 ? n : 0);
         float sum = 0.0f;
         for (int piece = 0; piece < m.shape.pieces; piece += 8) {
             /* the last word alone while it is missing: what waits takes bandwidth */
             const int last = min(piece + 8, m.shape.pieces) - 1;
             uint32_t words[8], word = slot >= 0 ? POISON : 0;
-            bool ok = wait_until(m.now, -1, P2P_PHASE_GRID, [&] {
+            bool ok = wait_warp(m.op, -1, P2P_PHASE_GRID, [&] {
                 if (word == POISON) word = load_relaxed(part + last);
                 return __any_sync(ALL_LANES, word == POISON) == 0;
             });
-            ok = ok && wait_until(m.now, -1, P2P_PHASE_GRID, [&] {
+            ok = ok && wait_warp(m.op, -1, P2P_PHASE_GRID, [&] {
                      bool missing = false;
 #pragma unroll
                      for (int p = 0; p < 8; p++)
@@ -152,7 +154,7 @@ __device__ __forceinline__ QuantizedRows quantized_rows(const p2p_combine_backwa
 /* A piece of a slot's row, weight * x; `largest` of x. */
 template <class ROW, int V>
 __device__ __forceinline__ void
-store_quantized_scaled(const Move &m, int32_t slot, int number, float weight,
+store_scaled_quantized(const BackwardMove &m, int32_t slot, int number, float weight,
                        const float (&x)[V][ROW::N], uint32_t largest)
 {
     const uint32_t how = m.job.quantize;
@@ -171,7 +173,8 @@ store_quantized_scaled(const Move &m, int32_t slot, int number, float weight,
 
 /* Zeros in all rows [first, ...). */
 template <bool QUANTIZE>
-static __device__ void zero_slots(const Move &m, int64_t first, int64_t thread, int64_t threads)
+static __device__ void zero_slots(const BackwardMove &m, int64_t first, int64_t thread,
+                                  int64_t threads)
 {
     const p2p_combine_backward_job &job = m.job;
     const int64_t row_bytes = QUANTIZE ? job.quantized_bytes : m.shape.row_bytes;
@@ -183,7 +186,7 @@ static __device__ void zero_slots(const Move &m, int64_t first, int64_t thread, 
 }
 
 template <int V, bool EXACT, bool QUANTIZE>
-__device__ __forceinline__ void pad_piece(const Move &m, int32_t slot, int piece)
+__device__ __forceinline__ void pad_piece(const BackwardMove &m, int32_t slot, int piece)
 {
     if ((uint32_t)slot >= (uint32_t)m.job.num_rows) return;
     if (QUANTIZE)
@@ -195,11 +198,11 @@ __device__ __forceinline__ void pad_piece(const Move &m, int32_t slot, int piece
 }
 
 /* All CTAs: the padding of the slabs, when there are few tokens. */
-template <int V, bool QUANTIZE> __device__ __forceinline__ void pad_all(const Move &m)
+template <int V, bool QUANTIZE> __device__ __forceinline__ void pad_all(const BackwardMove &m)
 {
     const int warps = (int)(grid_threads() / WARP), warp = (int)(grid_thread() / WARP);
-    if (!pads_beside(m.plan, m.stride, m.plan.most_tokens))
-        each_pad_piece(
+    if (!pads_with_tokens(m.plan, m.stride, m.plan.most_tokens))
+        for_each_padding_piece(
             m.plan, m.plan.header.owned, m.shape.pieces, warp, warps,
             [&](int32_t slot, int piece) { pad_piece<V, false, QUANTIZE>(m, slot, piece); });
 }
@@ -207,27 +210,29 @@ template <int V, bool QUANTIZE> __device__ __forceinline__ void pad_all(const Mo
 /* What goes along with the receiving of a span of this rank's own token: some padding, and for one
  * of the spans the adding of the dot products of an earlier token. */
 template <int V, bool EXACT, bool QUANTIZE>
-__device__ __forceinline__ bool do_beside(const Move &m, int span, int32_t token, int32_t end)
+__device__ __forceinline__ bool do_extra_work(const BackwardMove &m, int span, int32_t token,
+                                              int32_t end)
 {
     const int32_t added = token - m.job.lag;
     const int spans = m.stride.spans;
     const int adds =
         (int)__umulhi((uint32_t)added * 0x9e3779b9u, (uint32_t)spans); /* by turns */
-    if (token >= m.first && token < end && pads_beside(m.plan, m.stride, m.plan.most_tokens))
-        each_pad(m.plan, m.plan.slab_bits, token * spans + span, m.plan.most_tokens * spans,
-                 [&](int32_t slot) {
-                     for (int i = 0; i < m.shape.pieces; i++)
-                         pad_piece<V, EXACT, QUANTIZE>(m, slot, i);
-                 });
-    return added < m.first || !m.job.d_slot_weights || span != adds || add_parts(m, added);
+    if (token >= m.first && token < end &&
+        pads_with_tokens(m.plan, m.stride, m.plan.most_tokens))
+        for_each_padding_slot(m.plan, m.plan.slab_bits, token * spans + span,
+                              m.plan.most_tokens * spans, [&](int32_t slot) {
+                                  for (int i = 0; i < m.shape.pieces; i++)
+                                      pad_piece<V, EXACT, QUANTIZE>(m, slot, i);
+                              });
+    return added < m.first || !m.job.d_slot_weights || span != adds || add_dot_parts(m, added);
 }
 
 /* What a unit receives from, as rank_of_role counts; 0: it sends, less: it hands on for the mate that
  * is so many hosts away. */
-__device__ __forceinline__ int role_of(const Move &m, const Walk &walk)
+__device__ __forceinline__ int role_of(const BackwardMove &m, const UnitWalk &walk)
 {
 #ifdef EPIC_HOSTS
-    const int handing = num_handing(m.job.self);
+    const int handing = num_forward_roles(m.job.self);
     return walk.role > handing ? walk.role - handing : -walk.role;
 #else
     return walk.role;
@@ -235,7 +240,7 @@ __device__ __forceinline__ int role_of(const Move &m, const Walk &walk)
 }
 
 /* What a unit needs first: ranks of choices, or slots. */
-__device__ __forceinline__ int32_t read_ahead(const Move &m, const Walk &walk)
+__device__ __forceinline__ int32_t read_ahead(const BackwardMove &m, const UnitWalk &walk)
 {
     const int32_t sent = m.first + walk.step;
     const int role = role_of(m, walk);
@@ -248,27 +253,27 @@ __device__ __forceinline__ int32_t read_ahead(const Move &m, const Walk &walk)
 #ifdef EPIC_HOSTS
 
 /* The ranks that this rank's token goes to, of those that want it. */
-__device__ __forceinline__ uint32_t choose_routes(const Move &m, const Walk &walk, int32_t sent,
-                                                  int32_t end, uint32_t peers)
+__device__ __forceinline__ uint32_t choose_routes(const BackwardMove &m, const UnitWalk &walk,
+                                                  int32_t sent, int32_t end, uint32_t peers)
 {
     if (sent >= min(end, m.job.num_tokens)) return 0;
-    return choose_routes(m.job.self, m.now, sent, walk.span == 0, peers);
+    return choose_routes(m.job.self, m.op, sent, walk.span == 0, peers);
 }
 
 /* One unit: pieces of a token of the mate that is `hosts` hosts away. */
 template <int V>
-static __device__ __noinline__ bool hand_on(const Move &m, int hosts, int32_t token,
-                                            int32_t end, int first, int count)
+static __device__ __noinline__ bool
+forward_unit(const BackwardMove &m, int hosts, int32_t token, int32_t end, int first, int count)
 {
     const p2p_self &self = m.job.self;
-    const int from = wrap(self.rank + hosts * self.local, self.num_ranks);
+    const int from = wrap_rank(self.rank + hosts * self.local, self.num_ranks);
     uint32_t wants;
     if (token < m.first || token >= min(end, m.plan.header.tokens_of[from])) return true;
-    if (!take_wants(m.now, wants_word(self, m.now, self.inbox, self.rank, from, token), from,
+    if (!wait_wants(m.op, wants_word(self, m.op, self.inbox, self.rank, from, token), from,
                     wants))
         return false;
     for (int piece = first; piece < first + count && wants; piece++)
-        if (!hand_on_piece<V, false>(self, m.now, from, token - m.first, piece, m.shape.vectors,
+        if (!forward_piece<V, false>(self, m.op, from, token - m.first, piece, m.shape.vectors,
                                      wants, [](uint8_t *, int) { return (uint32_t *)NULL; }))
             return false;
     return true;

@@ -6,26 +6,26 @@
 #include "cuda/combine/backward.cuh"
 
 template <class ROW, int V, bool QUANTIZE>
-__device__ __forceinline__ bool receive(const Move &m, int32_t token, int piece, int source,
-                                        int32_t slot)
+__device__ __forceinline__ bool receive_token(const BackwardMove &m, int32_t token, int piece,
+                                              int source, int32_t slot)
 {
     const p2p_self &self = m.job.self;
-    const int rank = wrap(self.rank + 1 + source, self.num_ranks);
+    const int rank = wrap_rank(self.rank + 1 + source, self.num_ranks);
     const int32_t vector = piece * V * WARP;
     float x[V][ROW::N];
     uint32_t largest = 0;
     bool have_x = false;
     for (int half = 0; half * WARP < m.top_k; half++) {
         const int n = half * WARP + lane_id();
-        if (half) slot = within(m, read_slot(m, rank, token, n));
-        const float weight = read_weight(m, slot);
+        if (half) slot = clamp_slot(m, read_slot(m, rank, token, n));
+        const float weight = read_slot_weight(m, slot);
         uint32_t lanes = __ballot_sync(ALL_LANES, slot >= 0);
         if (!lanes) break;
         if (!have_x) {
             uint4 q[V];
-            if (!take<ROW, V>(m, token, vector, rank, q)) return false;
+            if (!receive_d_out<ROW, V>(m, token, vector, rank, q)) return false;
 #pragma unroll
-            for (int v = 0; v < V; v++) ROW::unpack(q[v], x[v]);
+            for (int v = 0; v < V; v++) ROW::unpack_floats(q[v], x[v]);
             if (QUANTIZE) largest = find_largest<V, ROW::N>(x, m.job.quantize);
         }
         have_x = true;
@@ -36,10 +36,10 @@ __device__ __forceinline__ bool receive(const Move &m, int32_t token, int piece,
             const float w = __shfl_sync(ALL_LANES, weight, from);
             uint4 y[V];
             if (QUANTIZE) {
-                store_quantized_scaled<ROW, V>(m, s, piece, w, x, largest);
+                store_scaled_quantized<ROW, V>(m, s, piece, w, x, largest);
             } else {
 #pragma unroll
-                for (int v = 0; v < V; v++) y[v] = scale<ROW>(w, x[v]);
+                for (int v = 0; v < V; v++) y[v] = scale_vector<ROW>(w, x[v]);
                 store_piece<V, false>(m.job.d_rows + row_offset(s, m.shape), vector, m.shape, y,
                                       m.policy);
             }
@@ -52,18 +52,18 @@ __device__ __forceinline__ bool receive(const Move &m, int32_t token, int piece,
             if (lane_id() == from) mine = dot;
         }
         if (m.job.d_slot_weights && slot >= 0)
-            store_relaxed(part_of(m, rank, token, n) + piece,
-                          other_nan(__float_as_uint(mine), F32::NAN_WORD));
+            store_relaxed(dot_part_of(m, rank, token, n) + piece,
+                          replace_poison(__float_as_uint(mine), F32::NAN_WORD));
     }
     return true;
 }
 
 /* One round: tokens [m.first, end) of every rank. */
 template <class ROW, int V, bool QUANTIZE>
-__device__ __forceinline__ bool move_tokens(const Move &m, int32_t end)
+__device__ __forceinline__ bool move_tokens(const BackwardMove &m, int32_t end)
 {
     const int peers = m.job.self.num_ranks - 1;
-    for (Walk walk(m.stride);; walk.next(m.stride)) {
+    for (UnitWalk walk(m.stride);; walk.next_unit(m.stride)) {
         const int32_t sent = m.first + walk.step, token = sent - m.job.lag;
         if (token - m.job.lag >= end) return true;
         const int first = first_piece(m, walk), count = pieces_of(m, walk);
@@ -78,32 +78,32 @@ __device__ __forceinline__ bool move_tokens(const Move &m, int32_t end)
             for (int piece = first; piece < first + count && to && sent < end; piece++) {
                 uint4 x[V];
                 load_own<ROW, V>(m, sent, piece * V * WARP, x);
-                send<ROW, V, false>(m, sent, piece * V * WARP, to, x);
+                send_to_peers<ROW, V, false>(m, sent, piece * V * WARP, to, x);
             }
-            if (sent < end) ship_pieces<V>(m.job.self, m, sent - m.first, first, count, to);
+            if (sent < end) post_put_pieces<V>(m.job.self, m, sent - m.first, first, count, to);
             continue;
         }
 #ifdef EPIC_HOSTS
         if (role < 0) {
-            if (!hand_on<V>(m, -role, token, end, first, count)) return false;
+            if (!forward_unit<V>(m, -role, token, end, first, count)) return false;
             continue;
         }
 #endif
         const int source = role - 1;
         for (int piece = first; piece < first + count && token >= m.first && token < end;
              piece++)
-            if (!receive<ROW, V, QUANTIZE>(m, token, piece, source, within(m, word)))
+            if (!receive_token<ROW, V, QUANTIZE>(m, token, piece, source, clamp_slot(m, word)))
                 return false;
-        if (source == peers && !do_beside<V, false, QUANTIZE>(m, walk.span, token, end))
+        if (source == peers && !do_extra_work<V, false, QUANTIZE>(m, walk.span, token, end))
             return false;
     }
 }
 
 /* noinline: keeps its registers out of the hot loop, which would spill. */
 template <class ROW, bool QUANTIZE>
-static __device__ __noinline__ bool move_rarely(Move m, Now &now)
+static __device__ __noinline__ bool move_plain(BackwardMove m, OpState &op)
 {
-    return each_round(m, now, (int64_t)m.shape.vectors * 16, [&](int32_t end) {
+    return for_each_round(m, op, (int64_t)m.shape.vectors * 16, [&](int32_t end) {
         return move_tokens<ROW, Dot<ROW>::V, QUANTIZE>(m, end);
     });
 }

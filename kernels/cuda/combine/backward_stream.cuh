@@ -32,17 +32,17 @@ struct Entry {            /* a unit under way */
 
 template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     static constexpr int V = Dot<ROW>::V;
-    typedef Ring<V, EXACT> Pieces;
+    typedef PieceRing<V, EXACT> Pieces;
     static constexpr int AHEAD = Pieces::AHEAD, ENTRIES = AHEAD + 1;
     static constexpr int DOTS = 8, PITCH = WARP + 4; /* floats: every lane another bank */
     static constexpr int SUMS = Pieces::BYTES + ENTRIES * (int)sizeof(Entry);
-    static constexpr int WARP_BYTES = whole_lines(SUMS + DOTS * PITCH * 4);
+    static constexpr int WARP_BYTES = round_up_to_lines(SUMS + DOTS * PITCH * 4);
 
-    const Move &m;
+    const BackwardMove &m;
     Entry *entries;
     float *sums; /* [DOTS][PITCH], lane sums of blocks */
     Pieces ring;
-    Walk walk;                                /* the next unit, */
+    UnitWalk walk;                            /* the next unit, */
     int32_t next_word;                        /* and what it needs first */
     int32_t end;                              /* of the round's tokens */
     const Entry *copying;                     /* the unit whose pieces are being copied: */
@@ -53,7 +53,7 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     int pieces = 0, slots = 0;                /* and what is left of them */
     uint32_t begun = 0, copied = 0, used = 0; /* units */
 
-    __device__ __forceinline__ GradientStream(const Move &move, uint8_t *memory,
+    __device__ __forceinline__ GradientStream(const BackwardMove &move, uint8_t *memory,
                                               int32_t round_end)
         : m(move), entries((Entry *)(memory + Pieces::BYTES)), sums((float *)(memory + SUMS)),
           ring(memory), walk(m.stride), end(round_end)
@@ -79,7 +79,7 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
 #endif
         } else {
             const bool in = received >= m.first && received < end;
-            const int32_t its_slot = in ? within(m, next_word) : -1;
+            const int32_t its_slot = in ? clamp_slot(m, next_word) : -1;
             work = (uint32_t)__popc(__ballot_sync(ALL_LANES, its_slot >= 0));
             Slot &to = entry.slots[lane_id()];
             if (its_slot >= 0) {
@@ -98,23 +98,23 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
             entry.first = (int16_t)first_piece(m, walk);
             entry.count = (int16_t)pieces_of(m, walk);
         }
-        walk.next(m.stride);
+        walk.next_unit(m.stride);
         next_word = read_ahead(m, walk);
     }
     __device__ __forceinline__ bool is_staged(const Entry &u) const
     {
         return u.role > 0 && u.role < m.job.self.num_ranks;
     }
-    __device__ __forceinline__ uint4 *staged(const Entry &u) const
+    __device__ __forceinline__ uint4 *staged_d_out(const Entry &u) const
     {
-        return staged_in(m.now.inbox[rank_of_role(m.job.self, u.role)], u.token - m.first,
-                         m.shape.vectors);
+        return staged_row(m.op.inbox[rank_of_role(m.job.self, u.role)], u.token - m.first,
+                          m.shape.vectors);
     }
     __device__ __forceinline__ void open_unit()
     {
         const Entry &entry = *(copying = &entries[copied++ % ENTRIES]);
         vector = (entry.first - 1) * V * WARP;
-        from = is_staged(entry) ? (const uint8_t *)staged(entry)
+        from = is_staged(entry) ? (const uint8_t *)staged_d_out(entry)
                                 : m.job.d_out + row_offset(entry.token, m.shape);
         from += lane_offset(entry.first * V * WARP);
         rows = m.job.rows + lane_offset(entry.first * V * WARP) - Pieces::PIECE_BYTES;
@@ -133,32 +133,33 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
                 pieces--;
                 vector += V * WARP;
                 rows += Pieces::PIECE_BYTES;
-                if (copying->work && !is_slow(m.now, from))
+                if (copying->work && !is_host_memory(m.op, from))
                     ring.copy(from, vector, m.shape, false, m.policy);
                 from += Pieces::PIECE_BYTES;
                 if (copying->role && m.job.d_slot_weights) slots = (int)copying->work;
                 slot = copying->slots;
             }
         }
-        ring.filled_one();
+        ring.commit_piece();
     }
 
     /* ---- using ---- */
 
-    __device__ __forceinline__ void use(int32_t its_vector, uint4 (&q)[V], uint32_t fill)
+    __device__ __forceinline__ void read_piece(int32_t its_vector, uint4 (&q)[V], uint32_t fill)
     {
         copy_next();
-        ring.use(q, its_vector, m.shape, fill);
+        ring.read_piece(q, its_vector, m.shape, fill);
     }
     /* q is what the ring had. */
-    __device__ __forceinline__ bool wait_for(const Entry &u, int32_t its_vector, uint4 (&q)[V])
+    __device__ __forceinline__ bool wait_d_out(const Entry &u, int32_t its_vector,
+                                               uint4 (&q)[V])
     {
-        uint4 *staging = staged(u);
+        uint4 *staging = staged_d_out(u);
         const int rank = rank_of_role(m.job.self, u.role);
-        if (!take_piece<V, EXACT>(m.now, who_brings(m.now, rank), staging, its_vector,
-                                  m.shape.vectors, true, q))
+        if (!receive_piece<V, EXACT>(m.op, relay_of(m.op, rank), staging, its_vector,
+                                     m.shape.vectors, true, q))
             return false;
-        restore_piece<V, EXACT>(staging, its_vector, m.shape.vectors);
+        poison_piece<V, EXACT>(staging, its_vector, m.shape.vectors);
         fill_end<ROW, V, EXACT>(m, its_vector, q);
         return true;
     }
@@ -168,7 +169,7 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
 #pragma unroll
         for (int v = 0; v < V; v++)
             if (EXACT || its_vector + v * WARP + lane_id() < m.shape.vectors)
-                store_once(to + v * WARP * 16, scale<ROW>(weight, x[v]), m.policy);
+                store_once(to + v * WARP * 16, scale_vector<ROW>(weight, x[v]), m.policy);
     }
     /* Adds up the blocks of slots [first, first + count) of a unit. */
     __device__ __forceinline__ void add_dots(const Entry &u, int piece, int first, int count)
@@ -177,8 +178,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         if (lane_id() < count) {
             const float dot = add_lanes<ROW>((const float4 *)(sums + lane_id() * PITCH));
             const int rank = rank_of_role(m.job.self, u.role);
-            store_relaxed(part_of(m, rank, u.token, first + lane_id()) + piece,
-                          other_nan(__float_as_uint(dot), F32::NAN_WORD));
+            store_relaxed(dot_part_of(m, rank, u.token, first + lane_id()) + piece,
+                          replace_poison(__float_as_uint(dot), F32::NAN_WORD));
         }
         __syncwarp();
     }
@@ -191,8 +192,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         float x[V][ROW::N];
 #pragma unroll
         for (int v = 0; v < V; v++) {
-            ROW::unpack(q[v], x[v]);
-            keep(x[v]);
+            ROW::unpack_floats(q[v], x[v]);
+            keep_in_registers(x[v]);
         }
         uint32_t largest = 0;
         if (QUANTIZE) largest = find_largest<V, ROW::N>(x, m.job.quantize);
@@ -200,16 +201,17 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         Slot next = u.slots[0];
 #pragma unroll 1
         for (int i = 0; i < count; i++) {
-            const Slot now = next;
+            const Slot current = next;
             uint4 y[V];
-            if (dots) use(its_vector, y, 0);
+            if (dots) read_piece(its_vector, y, 0);
             next =
                 u.slots[min(i + 1, WARP - 1)]; /* before the stores, which it would wait for */
             if (QUANTIZE)
-                store_quantized_scaled<ROW, V>(m, now.number, piece, now.weight, x, largest);
+                store_scaled_quantized<ROW, V>(m, current.number, piece, current.weight, x,
+                                               largest);
             else
-                store_scaled(d_rows + row_offset(now.number, m.shape), its_vector, now.weight,
-                             x);
+                store_scaled(d_rows + row_offset(current.number, m.shape), its_vector,
+                             current.weight, x);
             if (!dots) continue;
             const int n = i % DOTS;
             sums[n * PITCH + lane_id()] = dot_of<ROW, V>(x, y);
@@ -226,22 +228,22 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         for (int i = 0; i < count; i++) {
             const int piece = u.first + i;
             uint4 q[V];
-            use(piece * V * WARP, q, ROW::MINUS_ZERO);
+            read_piece(piece * V * WARP, q, ROW::MINUS_ZERO);
             if (!u.work) break;
             if (u.role == 0) {
-                send<ROW, V, EXACT>(m, u.token, piece * V * WARP, u.work, q);
+                send_to_peers<ROW, V, EXACT>(m, u.token, piece * V * WARP, u.work, q);
                 continue;
             }
-            if (is_staged(u) && !wait_for(u, piece * V * WARP, q)) return false;
+            if (is_staged(u) && !wait_d_out(u, piece * V * WARP, q)) return false;
             fill_slots(u, piece, q);
         }
 #ifdef EPIC_HOSTS
         if (u.role == 0 && u.work)
-            ship_pieces<V>(m.job.self, m, u.token - m.first, u.first, count, u.work);
-        if (u.role < 0) return hand_on<V>(m, -u.role, u.token, end, u.first, count);
+            post_put_pieces<V>(m.job.self, m, u.token - m.first, u.first, count, u.work);
+        if (u.role < 0) return forward_unit<V>(m, -u.role, u.token, end, u.first, count);
 #endif
         return u.role == 0 || is_staged(u) ||
-               do_beside<V, EXACT, QUANTIZE>(m, u.span, u.token, end);
+               do_extra_work<V, EXACT, QUANTIZE>(m, u.span, u.token, end);
     }
 };
 

@@ -20,7 +20,7 @@
 #define WARPS (BLOCK / WARP)
 
 /* The last CTA: zeros, when nothing was moved. */
-static __device__ void clear(const Combine &c)
+static __device__ void clear_outputs(const CombineState &c)
 {
     zero_rows(c.job.out, c.job.row_bytes, 0, c.job.num_tokens, threadIdx.x, BLOCK);
     zero_floats(c.job.choice_floats, 0, (int64_t)c.job.num_tokens * c.job.top_k, threadIdx.x,
@@ -32,46 +32,49 @@ __global__ void __launch_bounds__(BLOCK, 1)
     combine_kernel(const __grid_constant__ p2p_combine_job job)
 {
     uint8_t *const memory = (uint8_t *)dynamic_shared();
-    __shared__ Now now;
-    __shared__ Plan plan;
+    __shared__ OpState op;
+    __shared__ PlanView plan;
     __shared__ Stride expert, source;
     read_plan(plan, job.plan, job.plan_bytes, job.self, job.num_tokens);
     const device_plan_header &h = plan.header;
-    const bool moves = plan.good && h.result == EPIC_OK;
+    const bool moves = plan.is_valid && h.result == EPIC_OK;
     const bool tree = h.sum_order == EPIC_TREE;
     const bool leaves = tree && (int)h.leaves > job.self.num_ranks;
-    const bool wide = ROW::N == 8 && h.partial_type == EPIC_F32;
+    const bool has_f32_partials = ROW::N == 8 && h.partial_type == EPIC_F32;
     const bool deep = tree && job.self.num_ranks > 8;
-    const bool by_host = moves && adds_by_host(job.self, h);
-    const bool streams =
-        !by_host && !leaves && !wide && !deep && job.aligned && h.top_k <= WARP;
+    const bool adds_by_host = moves && can_add_by_host(job.self, h);
+    const bool streams = !adds_by_host && !leaves && !has_f32_partials && !deep &&
+                         job.aligned && h.top_k <= WARP;
     const RowShape shape = streams ? row_shape<STREAM_V>(job.row_bytes, job.aligned)
                                    : row_shape<1>(job.row_bytes, job.aligned);
     if (threadIdx.x == 0) {
-        expert.set(gridDim.x * WARPS, max(job.self.num_ranks - 1, 1), shape.pieces);
-        source.set(gridDim.x * WARPS, 1, shape.pieces);
+        expert.set_strides(gridDim.x * WARPS, max(job.self.num_ranks - 1, 1), shape.pieces);
+        source.set_strides(gridDim.x * WARPS, 1, shape.pieces);
     }
-    if (!begin(now, job.self, (uint32_t)h.id, job.num_tokens, 0, job.num_rows)) return;
-    uint4 *stack = (uint4 *)memory + threadIdx.x / WARP * LEAF_LEVELS * (wide ? 2 : 1) * WARP;
-    Combine c = {job, now, plan, expert, source, stack, shape, policy_once(), 0, (int)h.top_k};
+    if (!begin_operation(op, job.self, (uint32_t)h.id, job.num_tokens, 0, job.num_rows)) return;
+    uint4 *stack =
+        (uint4 *)memory + threadIdx.x / WARP * LEAF_LEVELS * (has_f32_partials ? 2 : 1) * WARP;
+    CombineState c = {job,   op,    plan,          expert, source,
+                      stack, shape, policy_once(), 0,      (int)h.top_k};
 #ifdef EPIC_HOSTS
-    c.by_host = by_host;
+    c.adds_by_host = adds_by_host;
 #endif
     bool ok = true;
     if (moves && streams && !tree)
-        ok = combine_stream<ROW, EXACT, false>(c, now, memory);
+        ok = combine_stream<ROW, EXACT, false>(c, op, memory);
     else if (moves && streams)
-        ok = combine_stream<ROW, EXACT, true>(c, now, memory);
-    else if (moves && wide && leaves)
-        ok = combine_rarely<ROW, F32, true>(c, now);
-    else if (moves && wide)
-        ok = combine_rarely<ROW, F32, false>(c, now);
+        ok = combine_stream<ROW, EXACT, true>(c, op, memory);
+    else if (moves && has_f32_partials && leaves)
+        ok = combine_plain<ROW, F32, true>(c, op);
+    else if (moves && has_f32_partials)
+        ok = combine_plain<ROW, F32, false>(c, op);
     else if (moves && leaves)
-        ok = combine_rarely<ROW, ROW, true>(c, now);
+        ok = combine_plain<ROW, ROW, true>(c, op);
     else if (moves)
-        ok = combine_rarely<ROW, ROW, false>(c, now);
-    if (finish(now) && ok && !(moves && rows_suffice(job.self, now, &h, threadIdx.x == 0)))
-        clear(c);
+        ok = combine_plain<ROW, ROW, false>(c, op);
+    if (finish_operation(op) && ok &&
+        !(moves && check_rows(job.self, op, &h, threadIdx.x == 0)))
+        clear_outputs(c);
 }
 
 typedef void (*Kernel)(p2p_combine_job);
@@ -87,7 +90,7 @@ static Kernel kernel_of(uint32_t type, bool exact)
 static int memory_bytes(void)
 {
     const int stacks = LEAF_LEVELS * 2 * WARP * 16,
-              stream = Stream<F32, true, true>::WARP_BYTES;
+              stream = CombineStream<F32, true, true>::WARP_BYTES;
     return WARPS * (stacks > stream ? stacks : stream);
 }
 
@@ -124,7 +127,8 @@ extern "C" cudaError_t p2p_launch_combine(const p2p_combine_job *job, int num_sm
     p2p_combine_job copy = *job;
     copy.lag = lag_of(copy, num_sms);
 #ifdef EPIC_HOSTS
-    copy.lag = far_lag(job->self, copy.lag, job->num_tokens);
+    copy.lag = lag_for_net(job->self, copy.lag, job->num_tokens);
 #endif
-    return enqueue(kernel_of(job->type, exact), num_sms, BLOCK, memory_bytes(), stream, copy);
+    return launch_kernel(kernel_of(job->type, exact), num_sms, BLOCK, memory_bytes(), stream,
+                         copy);
 }

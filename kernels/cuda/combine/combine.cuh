@@ -7,35 +7,35 @@
 #include "cuda/net/relay.cuh"
 
 /* Partials of ROW rows that travel and are added as PART. */
-template <class ROW, class PART> struct Node {
+template <class ROW, class PART> struct PartialSum {
     static constexpr int VECTORS = ROW::N / PART::N; /* of PART for one of ROW */
 
-    static __device__ __forceinline__ void unpack(const uint4 *q, float *x)
+    static __device__ __forceinline__ void unpack_floats(const uint4 *q, float *x)
     {
 #pragma unroll
-        for (int i = 0; i < VECTORS; i++) PART::unpack(q[i], x + i * PART::N);
+        for (int i = 0; i < VECTORS; i++) PART::unpack_floats(q[i], x + i * PART::N);
     }
-    static __device__ __forceinline__ void pack(uint4 *q, const float *x)
+    static __device__ __forceinline__ void pack_floats(uint4 *q, const float *x)
     {
 #pragma unroll
-        for (int i = 0; i < VECTORS; i++) q[i] = PART::pack(x + i * PART::N);
+        for (int i = 0; i < VECTORS; i++) q[i] = PART::pack_floats(x + i * PART::N);
     }
     /* a = a + b, rounded to PART. */
-    static __device__ __forceinline__ void add(uint4 *a, const uint4 *b)
+    static __device__ __forceinline__ void add_partials(uint4 *a, const uint4 *b)
     {
         float x[ROW::N], y[ROW::N];
-        unpack(a, x);
-        unpack(b, y);
+        unpack_floats(a, x);
+        unpack_floats(b, y);
 #pragma unroll
         for (int i = 0; i < ROW::N; i++) x[i] += y[i];
-        pack(a, x);
+        pack_floats(a, x);
     }
 };
 
-struct Combine { /* what every unit of the running round needs */
+struct CombineState { /* what every unit of the running round needs */
     const p2p_combine_job &job;
-    const Now &now;
-    const Plan &plan;
+    const OpState &op;
+    const PlanView &plan;
     const Stride &expert, &source; /* of the two kinds of units */
     uint4 *stack;                  /* this warp's, for leaves */
     RowShape shape;
@@ -43,23 +43,24 @@ struct Combine { /* what every unit of the running round needs */
     int32_t first; /* token of the round */
     int32_t top_k;
 #ifdef EPIC_HOSTS
-    bool by_host; /* partials are added by host */
+    bool adds_by_host; /* partials are added by host */
 #endif
 };
 
 /* Lane n: the n-th slot here of a rank's token, -1 past the last; as the plan has it. */
-__device__ __forceinline__ int32_t read_slot(const Combine &c, int rank, int32_t token,
+__device__ __forceinline__ int32_t read_slot(const CombineState &c, int rank, int32_t token,
                                              int half)
 {
     const int n = half * WARP + lane_id();
     int32_t slot = -1;
     if (token < c.plan.header.tokens_of[rank] && n < c.top_k)
-        slot = __ldg(c.plan.records + record_at(c.job.self, rank, token, c.top_k) + n);
+        slot = __ldg(c.plan.records + record_index(c.job.self, rank, token, c.top_k) + n);
     return slot;
 }
 
 /* Lane k: the rank of choice k of this rank's token, -1: none. */
-__device__ __forceinline__ int32_t rank_of(const Combine &c, int32_t token, int half)
+__device__ __forceinline__ int32_t rank_of_choice(const CombineState &c, int32_t token,
+                                                  int half)
 {
     const int k = half * WARP + lane_id();
     int32_t rank = -1;
@@ -68,21 +69,21 @@ __device__ __forceinline__ int32_t rank_of(const Combine &c, int32_t token, int 
     return rank;
 }
 
-__device__ __forceinline__ int peer_of(const Combine &c, int role)
+__device__ __forceinline__ int peer_of_role(const CombineState &c, int role)
 {
 #ifdef EPIC_HOSTS
     const int local = c.job.self.local, ranks = c.job.self.num_ranks;
-    const int others = c.by_host ? ranks - ranks / local : ranks; /* that are no mates */
+    const int others = c.adds_by_host ? ranks - ranks / local : ranks; /* that are no mates */
     if (role >= others)
         role = (role - others + 1) * local - 1;
-    else if (c.by_host)
+    else if (c.adds_by_host)
         role += role / (local - 1);
 #endif
-    return wrap(c.job.self.rank + 1 + role, c.job.self.num_ranks);
+    return wrap_rank(c.job.self.rank + 1 + role, c.job.self.num_ranks);
 }
 
 /* Adding to -0 keeps the first product as it is. */
-template <int V, int N> __device__ __forceinline__ void clear_sum(float (&acc)[V][N])
+template <int V, int N> __device__ __forceinline__ void clear_sums(float (&acc)[V][N])
 {
 #pragma unroll
     for (int v = 0; v < V; v++)

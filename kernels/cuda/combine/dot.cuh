@@ -7,15 +7,15 @@
 #include "cuda/common/rows.cuh"
 
 /* Sums of one block: lane l of a 16-bit type holds accumulators 8 l .. 8 l + 7; of float32, 4 l ..
- * 4 l + 3 and 128 more than those.  lane_sum() is what lanes LAST apart have in common no more:
- * add_lanes adds it up over the lanes, first those farthest apart. */
+ * 4 l + 3 and 128 more than those.  lane_sum() is what lanes LAST num_send_only_ctas have in common no more:
+ * add_lanes adds it up over the lanes, first those farthest num_send_only_ctas. */
 template <class ROW> struct Dot;
 
 template <class ROW> struct Dot16 {
     static constexpr int V = 4, BLOCK = 512, LAST = 1;
     float acc[8];
 
-    __device__ __forceinline__ void add(int, const float *x, const float *y)
+    __device__ __forceinline__ void add_products(int, const float *x, const float *y)
     {
 #pragma unroll
         for (int i = 0; i < 8; i++) acc[i] = __fmaf_rn(x[i], y[i], acc[i]);
@@ -37,13 +37,13 @@ template <> struct Dot<F32> {
     static constexpr int V = 8, BLOCK = 384, LAST = 2; /* for 168 registers each */
     float acc[8]; /* 0-3 of even vectors, 4-7 of odd ones */
 
-    __device__ __forceinline__ void add(int v, const float *x, const float *y)
+    __device__ __forceinline__ void add_products(int v, const float *x, const float *y)
     {
         float *a = acc + v % 2 * 4;
 #pragma unroll
         for (int i = 0; i < 4; i++) a[i] = __fmaf_rn(x[i], y[i], a[i]);
     }
-    static __device__ __forceinline__ float group(const float *a)
+    static __device__ __forceinline__ float sum_group(const float *a)
     {
         float s[4];
 #pragma unroll
@@ -52,7 +52,7 @@ template <> struct Dot<F32> {
     }
     __device__ __forceinline__ float lane_sum() const
     {
-        return group(acc) + group(acc + 4);
+        return sum_group(acc) + sum_group(acc + 4);
     }
 };
 
@@ -65,7 +65,7 @@ template <class ROW> __device__ __forceinline__ float add_lanes(float s)
     return s;
 }
 
-__device__ __forceinline__ float4 add4(float4 a, float4 b)
+__device__ __forceinline__ float4 add_float4(float4 a, float4 b)
 {
     return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
@@ -73,9 +73,9 @@ __device__ __forceinline__ float4 add4(float4 a, float4 b)
 /* The same by one lane, from shared memory. */
 template <class ROW> __device__ __forceinline__ float add_lanes(const float4 *lanes)
 {
-    const float4 a = add4(add4(lanes[0], lanes[4]), add4(lanes[2], lanes[6]));
-    const float4 b = add4(add4(lanes[1], lanes[5]), add4(lanes[3], lanes[7]));
-    const float4 s = add4(a, b);
+    const float4 a = add_float4(add_float4(lanes[0], lanes[4]), add_float4(lanes[2], lanes[6]));
+    const float4 b = add_float4(add_float4(lanes[1], lanes[5]), add_float4(lanes[3], lanes[7]));
+    const float4 s = add_float4(a, b);
     return Dot<ROW>::LAST == 1 ? (s.x + s.z) + (s.y + s.w) : s.x + s.z;
 }
 
@@ -89,19 +89,19 @@ __device__ __forceinline__ float dot_of(const float (&x)[V][ROW::N], const uint4
 #pragma unroll
     for (int v = 0; v < V; v++) {
         float b[ROW::N];
-        ROW::unpack(y[v], b);
-        dot.add(v, x[v], b);
+        ROW::unpack_floats(y[v], b);
+        dot.add_products(v, x[v], b);
     }
     return dot.lane_sum();
 }
 
 template <class ROW>
-__device__ __forceinline__ uint4 scale(float weight, const float (&x)[ROW::N])
+__device__ __forceinline__ uint4 scale_vector(float weight, const float (&x)[ROW::N])
 {
     float a[ROW::N];
 #pragma unroll
     for (int i = 0; i < ROW::N; i++) a[i] = __fmul_rn(weight, x[i]);
-    return ROW::pack(a);
+    return ROW::pack_floats(a);
 }
 
 #endif

@@ -11,46 +11,47 @@
 
 #define BLOCK 512
 
-struct Floats {
+struct FlatFloats {
     const p2p_combine_job &job;
-    const Now &now;
-    const Plan &plan;
+    const OpState &op;
+    const PlanView &plan;
     int32_t top_k;
 
     /* This rank's float of choice n of a token here, of `rank`; `there`: it has so many. */
-    __device__ __forceinline__ uint32_t read(int rank, int32_t token, int n, bool &there) const
+    __device__ __forceinline__ uint32_t read_float(int rank, int32_t token, int n,
+                                                   bool &there) const
     {
-        const int64_t at = record_at(job.self, rank, token, top_k);
+        const int64_t at = record_index(job.self, rank, token, top_k);
         there = n < top_k;
         int64_t row = there ? __ldg(plan.records + at) : -1;
-        if (there && __ldg(locals_of(plan, job.self) + at + n) < 0) row = -1;
+        if (there && __ldg(local_experts_of(plan, job.self) + at + n) < 0) row = -1;
         there = row >= 0;
         if (row >= job.num_rows) row = 0; /* combine/slots.cuh */
         return there ? __float_as_uint(job.slot_floats[row * top_k + n]) : 0;
     }
 };
 
-static __device__ void send_floats(const Floats &f, int rank, int source, int32_t token)
+static __device__ void send_floats(const FlatFloats &f, int rank, int source, int32_t token)
 {
-    uint32_t *to = floats_of(f.job.self, f.now, f.job.self.heap[rank], source) +
+    uint32_t *to = floats_base(f.job.self, f.op, f.job.self.heap[rank], source) +
                    (int64_t)token * float_stride(f.top_k);
     for (int n = lane_id(); n < f.top_k; n += WARP) {
         bool there;
-        const uint32_t word = f.read(rank, token, n, there);
-        if (there) store_relaxed(to + n, other_nan(word, F32::NAN_WORD));
+        const uint32_t word = f.read_float(rank, token, n, there);
+        if (there) store_relaxed(to + n, replace_poison(word, F32::NAN_WORD));
     }
     int count = 0;
     for (int n = lane_id(); HOSTS && n - lane_id() < f.top_k; n += WARP) {
         bool there;
-        (void)f.read(rank, token, n, there);
+        (void)f.read_float(rank, token, n, there);
         count += __popc(__ballot_sync(ALL_LANES, there));
     }
-    ship_floats(f.now, rank, to, count);
+    post_put_floats(f.op, rank, to, count);
 }
 
-/* Lanes are choices, a half of them at a time; `before`: ranks of the half before. */
-static __device__ bool take_half(const Floats &f, int32_t token, int half, int32_t rank,
-                                 int32_t before)
+/* TokenLanes are choices, a half of them at a time; `before`: ranks of the half before. */
+static __device__ bool receive_half(const FlatFloats &f, int32_t token, int half, int32_t rank,
+                                    int32_t before)
 {
     const p2p_self &self = f.job.self;
     const int k = half * WARP + lane_id();
@@ -61,13 +62,13 @@ static __device__ bool take_half(const Floats &f, int32_t token, int half, int32
     }
     uint32_t word = 0, *from = NULL;
     bool there;
-    if (rank == self.rank) word = f.read(rank, token, n, there);
+    if (rank == self.rank) word = f.read_float(rank, token, n, there);
     if (rank >= 0 && rank != self.rank)
-        from = floats_of(self, f.now, heap_by(f.now, rank),
-                         wrap(rank + self.num_ranks - self.rank - 1, self.num_ranks)) +
+        from = floats_base(self, f.op, inbox_base(f.op, rank),
+                           wrap_rank(rank + self.num_ranks - self.rank - 1, self.num_ranks)) +
                (int64_t)token * float_stride(f.top_k) + n;
     int missing = -1;
-    const bool ok = wait_until(f.now, missing, P2P_PHASE_FLOAT, [&] {
+    const bool ok = wait_warp(f.op, missing, P2P_PHASE_FLOAT, [&] {
         if (from) word = load_relaxed(from);
         missing = from && word == POISON ? rank : -1;
         return __all_sync(ALL_LANES, missing < 0) != 0;
@@ -78,12 +79,12 @@ static __device__ bool take_half(const Floats &f, int32_t token, int half, int32
     return true;
 }
 
-static __device__ bool move_floats(const Floats &f)
+static __device__ bool move_floats(const FlatFloats &f)
 {
     const p2p_self &self = f.job.self;
     const int warp = (int)(grid_thread() / WARP), warps = (int)(grid_threads() / WARP);
     for (int distance = 1; distance < self.num_ranks; distance++) {
-        const int rank = wrap(self.rank + distance, self.num_ranks);
+        const int rank = wrap_rank(self.rank + distance, self.num_ranks);
         const int source = self.num_ranks - 1 - distance; /* this rank, as the peer counts */
         for (int32_t t = warp; t < f.plan.header.tokens_of[rank]; t += warps)
             send_floats(f, rank, source, t);
@@ -94,7 +95,7 @@ static __device__ bool move_floats(const Floats &f)
             const int k = half * WARP + lane_id();
             const int32_t rank =
                 k < f.top_k ? __ldg(f.plan.rank_of + (int64_t)t * f.top_k + k) : -1;
-            if (!take_half(f, t, half, rank, before)) return false;
+            if (!receive_half(f, t, half, rank, before)) return false;
             before = rank;
         }
     }
@@ -103,39 +104,40 @@ static __device__ bool move_floats(const Floats &f)
 
 /* The last CTA: has every rank as many rows as its plan has slots?  Who has not was told when the
  * rows went home. */
-static __device__ bool rows_were_enough(const p2p_self &self, const Now &now,
+static __device__ bool rows_were_enough(const p2p_self &self, const OpState &op,
                                         const device_plan_header &h)
 {
     bool enough = true;
     for (int q = 0; q < self.num_ranks; q++)
-        enough &= h.slots_of[q] <= (int32_t)(uint32_t)load_relaxed(
-                                       announcement(now, heap_by(now, q), q) + P2P_SAYS_ROWS);
+        enough &= h.slots_of[q] <=
+                  (int32_t)(uint32_t)load_relaxed(announcement_words(op, inbox_base(op, q), q) +
+                                                  P2P_ANNOUNCED_ROWS);
     return enough;
 }
 
 __global__ void __launch_bounds__(BLOCK, 1)
     floats_kernel(const __grid_constant__ p2p_combine_job job)
 {
-    __shared__ Now now;
-    __shared__ Plan plan;
+    __shared__ OpState op;
+    __shared__ PlanView plan;
     read_plan(plan, job.plan, job.plan_bytes, job.self, job.num_tokens);
     const device_plan_header &h = plan.header;
-    if (!begin(now, job.self, (uint32_t)h.id, job.num_tokens, 0, job.num_rows)) return;
-    const bool moves = plan.good && h.result == EPIC_OK;
-    const Floats f = {job, now, plan, (int32_t)h.top_k};
+    if (!begin_operation(op, job.self, (uint32_t)h.id, job.num_tokens, 0, job.num_rows)) return;
+    const bool moves = plan.is_valid && h.result == EPIC_OK;
+    const FlatFloats f = {job, op, plan, (int32_t)h.top_k};
     const bool ok = !moves || move_floats(f);
-    if (!finish(now) || !ok || (moves && rows_were_enough(job.self, now, h))) return;
+    if (!finish_operation(op) || !ok || (moves && rows_were_enough(job.self, op, h))) return;
     zero_floats(job.choice_floats, 0, (int64_t)job.num_tokens * job.top_k, threadIdx.x, BLOCK);
 }
 
-extern "C" cudaError_t p2p_load_floats(void)
+extern "C" cudaError_t p2p_load_flat_floats(void)
 {
     cudaFuncAttributes attributes;
     return cudaFuncGetAttributes(&attributes, (const void *)floats_kernel);
 }
 
-extern "C" cudaError_t p2p_launch_floats(const p2p_combine_job *job, int num_sms,
-                                         cudaStream_t stream)
+extern "C" cudaError_t p2p_launch_flat_floats(const p2p_combine_job *job, int num_sms,
+                                              cudaStream_t stream)
 {
-    return enqueue(floats_kernel, num_sms, BLOCK, 0, stream, *job);
+    return launch_kernel(floats_kernel, num_sms, BLOCK, 0, stream, *job);
 }

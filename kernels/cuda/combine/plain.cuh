@@ -8,16 +8,17 @@
 
 #define LEAF_LEVELS 8 /* of a rank's subtree, at most */
 
-__device__ __forceinline__ int32_t slot_of(const Combine &c, int rank, int32_t token, int half)
+__device__ __forceinline__ int32_t clamped_slot_of(const CombineState &c, int rank,
+                                                   int32_t token, int half)
 {
-    return within(c, read_slot(c, rank, token, half));
+    return clamp_slot(c, read_slot(c, rank, token, half));
 }
 
 /* ------------------------------------------------------------------------- partials ---- */
 
 /* Adds COUNT rows, those of the lowest lanes in `lanes`, to acc; all loads before any use. */
 template <class ROW, int V, int COUNT>
-__device__ __forceinline__ void add_rows(const Combine &c, float (&acc)[V][ROW::N],
+__device__ __forceinline__ void add_rows(const CombineState &c, float (&acc)[V][ROW::N],
                                          uint32_t &lanes, int32_t slot, float weight,
                                          int32_t vector)
 {
@@ -39,7 +40,7 @@ __device__ __forceinline__ void add_rows(const Combine &c, float (&acc)[V][ROW::
 #pragma unroll
         for (int v = 0; v < V; v++) {
             float x[ROW::N];
-            ROW::unpack(q[r][v], x);
+            ROW::unpack_floats(q[r][v], x);
 #pragma unroll
             for (int i = 0; i < ROW::N; i++) acc[v][i] = __fmaf_rn(w, x[i], acc[v][i]);
         }
@@ -47,7 +48,7 @@ __device__ __forceinline__ void add_rows(const Combine &c, float (&acc)[V][ROW::
 }
 
 template <class ROW, int V>
-__device__ __forceinline__ void add_lanes(const Combine &c, float (&acc)[V][ROW::N],
+__device__ __forceinline__ void add_lanes(const CombineState &c, float (&acc)[V][ROW::N],
                                           uint32_t lanes, int32_t slot, float weight,
                                           int32_t vector)
 {
@@ -64,29 +65,29 @@ __device__ __forceinline__ void add_lanes(const Combine &c, float (&acc)[V][ROW:
 }
 
 template <class ROW, class PART, int V>
-__device__ __forceinline__ void pack_sum(uint4 (&node)[V][Node<ROW, PART>::VECTORS],
+__device__ __forceinline__ void pack_sum(uint4 (&node)[V][PartialSum<ROW, PART>::VECTORS],
                                          const float (&acc)[V][ROW::N])
 {
 #pragma unroll
-    for (int v = 0; v < V; v++) Node<ROW, PART>::pack(node[v], acc[v]);
+    for (int v = 0; v < V; v++) PartialSum<ROW, PART>::pack_floats(node[v], acc[v]);
 }
 
 /* The partial of all choices of a token here, in ascending k; false: there is none. */
 template <class ROW, class PART, int V>
-__device__ __forceinline__ bool sum_here(const Combine &c,
-                                         uint4 (&node)[V][Node<ROW, PART>::VECTORS], int rank,
-                                         int32_t token, int32_t slot, int32_t vector)
+__device__ __forceinline__ bool
+sum_local_rows(const CombineState &c, uint4 (&node)[V][PartialSum<ROW, PART>::VECTORS],
+               int rank, int32_t token, int32_t slot, int32_t vector)
 {
     float acc[V][ROW::N];
-    float weight = read_weight(c, slot);
+    float weight = read_slot_weight(c, slot);
     uint32_t lanes = __ballot_sync(ALL_LANES, slot >= 0);
     if (!lanes) return false;
-    clear_sum(acc);
+    clear_sums(acc);
     for (int half = 1;; half++) {
         add_lanes<ROW, V>(c, acc, lanes, slot, weight, vector);
         if (half * WARP >= c.top_k) break;
-        slot = slot_of(c, rank, token, half);
-        weight = read_weight(c, slot);
+        slot = clamped_slot_of(c, rank, token, half);
+        weight = read_slot_weight(c, slot);
         lanes = __ballot_sync(ALL_LANES, slot >= 0);
     }
     pack_sum<ROW, PART, V>(node, acc);
@@ -95,7 +96,7 @@ __device__ __forceinline__ bool sum_here(const Combine &c,
 
 /* ------------------------------------------------------------- leaves of one rank ---- */
 
-__device__ __forceinline__ int leaf_of(const Combine &c, int32_t slot)
+__device__ __forceinline__ int leaf_of(const CombineState &c, int32_t slot)
 {
     const device_plan_header &h = c.plan.header;
     int low = 0, high = h.owned; /* the last slab that begins at or before the slot */
@@ -111,7 +112,7 @@ __device__ __forceinline__ int leaf_of(const Combine &c, int32_t slot)
 }
 
 /* Level of the lowest common ancestor. */
-__device__ __forceinline__ int level(uint32_t a, uint32_t b)
+__device__ __forceinline__ int ancestor_level(uint32_t a, uint32_t b)
 {
     return 32 - __clz(a ^ b);
 }
@@ -119,16 +120,16 @@ __device__ __forceinline__ int level(uint32_t a, uint32_t b)
 /* Binary tree over the leaves that have a choice: a stack of nodes that wait for their right
  * siblings, in shared memory; `leaf_at` holds a leaf of each, a byte for each level. */
 template <class ROW, class PART> struct LeafStack {
-    static constexpr int P = Node<ROW, PART>::VECTORS;
+    static constexpr int P = PartialSum<ROW, PART>::VECTORS;
     uint4 *memory;
     uint64_t leaf_at;
     int depth;
 
-    __device__ __forceinline__ uint4 *at(int i, int p) const
+    __device__ __forceinline__ uint4 *vector_at(int i, int p) const
     {
         return memory + (i * P + p) * WARP + lane_id();
     }
-    __device__ __forceinline__ uint32_t leaf(int i) const
+    __device__ __forceinline__ uint32_t leaf_of_level(int i) const
     {
         return (uint32_t)(leaf_at >> (8 * i)) & 255;
     }
@@ -137,53 +138,54 @@ template <class ROW, class PART> struct LeafStack {
         uint4 a[P], b[P];
 #pragma unroll
         for (int p = 0; p < P; p++) {
-            a[p] = *at(depth - 2, p);
-            b[p] = *at(depth - 1, p);
+            a[p] = *vector_at(depth - 2, p);
+            b[p] = *vector_at(depth - 1, p);
         }
-        Node<ROW, PART>::add(a, b);
+        PartialSum<ROW, PART>::add_partials(a, b);
         depth--;
 #pragma unroll
-        for (int p = 0; p < P; p++) *at(depth - 1, p) = a[p];
+        for (int p = 0; p < P; p++) *vector_at(depth - 1, p) = a[p];
     }
-    __device__ __forceinline__ void push(const uint4 *node, uint32_t new_leaf)
+    __device__ __forceinline__ void push_node(const uint4 *node, uint32_t new_leaf)
     {
         while (depth >= 2 &&
-               level(leaf(depth - 2), leaf(depth - 1)) < level(leaf(depth - 1), new_leaf))
+               ancestor_level(leaf_of_level(depth - 2), leaf_of_level(depth - 1)) <
+                   ancestor_level(leaf_of_level(depth - 1), new_leaf))
             merge_top();
 #pragma unroll
-        for (int p = 0; p < P; p++) *at(depth, p) = node[p];
+        for (int p = 0; p < P; p++) *vector_at(depth, p) = node[p];
         leaf_at = (leaf_at & ~(255ull << (8 * depth))) | (uint64_t)new_leaf << (8 * depth);
         depth++;
     }
-    __device__ __forceinline__ bool result(uint4 *node)
+    __device__ __forceinline__ bool pop_result(uint4 *node)
     {
         while (depth >= 2) merge_top();
 #pragma unroll
-        for (int p = 0; p < P && depth; p++) node[p] = *at(0, p);
+        for (int p = 0; p < P && depth; p++) node[p] = *vector_at(0, p);
         return depth != 0;
     }
 };
 
 /* The subtree of a token here, one vector a lane. */
 template <class ROW, class PART>
-__device__ __forceinline__ bool sum_leaves(const Combine &c,
-                                           uint4 (&node)[1][Node<ROW, PART>::VECTORS], int rank,
-                                           int32_t token, int32_t vector)
+__device__ __forceinline__ bool sum_leaves(const CombineState &c,
+                                           uint4 (&node)[1][PartialSum<ROW, PART>::VECTORS],
+                                           int rank, int32_t token, int32_t vector)
 {
     LeafStack<ROW, PART> stack = {c.stack, 0, 0};
     int32_t slot[2], leaf[2];
     float weight[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        slot[half] = half * WARP < c.top_k ? slot_of(c, rank, token, half) : -1;
-        weight[half] = read_weight(c, slot[half]);
+        slot[half] = half * WARP < c.top_k ? clamped_slot_of(c, rank, token, half) : -1;
+        weight[half] = read_slot_weight(c, slot[half]);
         leaf[half] = slot[half] >= 0 ? leaf_of(c, slot[half]) : 0x7fffffff;
     }
     for (;;) {
         const uint32_t next = __reduce_min_sync(ALL_LANES, (uint32_t)min(leaf[0], leaf[1]));
         if (next == 0x7fffffff) break;
         float acc[1][ROW::N];
-        clear_sum(acc);
+        clear_sums(acc);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const bool in = leaf[half] == (int32_t)next;
@@ -191,35 +193,35 @@ __device__ __forceinline__ bool sum_leaves(const Combine &c,
                               vector);
             if (in) leaf[half] = 0x7fffffff;
         }
-        uint4 partial[Node<ROW, PART>::VECTORS];
-        Node<ROW, PART>::pack(partial, acc[0]);
-        stack.push(partial, next);
+        uint4 partial[PartialSum<ROW, PART>::VECTORS];
+        PartialSum<ROW, PART>::pack_floats(partial, acc[0]);
+        stack.push_node(partial, next);
     }
-    return stack.result(node[0]);
+    return stack.pop_result(node[0]);
 }
 
 /* ---------------------------------------------------------------------- floats home ---- */
 
 /* Expert side: one float for each choice here. */
-__device__ __forceinline__ void send_floats(const Combine &c, int rank, int32_t token,
+__device__ __forceinline__ void send_floats(const CombineState &c, int rank, int32_t token,
                                             uint32_t *to)
 {
     for (int half = 0; half * WARP < c.top_k; half++) {
-        const int32_t slot = slot_of(c, rank, token, half);
+        const int32_t slot = clamped_slot_of(c, rank, token, half);
         if (slot < 0) continue;
         const uint32_t word = __float_as_uint(c.job.slot_floats[slot]);
         store_relaxed(to + (int64_t)token * float_stride(c.top_k) + half * WARP + lane_id(),
-                      other_nan(word, F32::NAN_WORD));
+                      replace_poison(word, F32::NAN_WORD));
     }
     if (!HOSTS) return;
     int count = 0;
     for (int half = 0; half * WARP < c.top_k; half++)
         count += __popc(__ballot_sync(ALL_LANES, read_slot(c, rank, token, half) >= 0));
-    ship_floats(c.now, rank, to + (int64_t)token * float_stride(c.top_k), count);
+    post_put_floats(c.op, rank, to + (int64_t)token * float_stride(c.top_k), count);
 }
 
 /* Source side: lane k waits for its choice's float. */
-__device__ __forceinline__ bool take_floats(const Combine &c, int32_t token)
+__device__ __forceinline__ bool receive_floats(const CombineState &c, int32_t token)
 {
     const p2p_self &self = c.job.self;
     const device_plan_layout at = device_plan_layout_of(self.num_ranks, self.max_tokens,
@@ -227,7 +229,7 @@ __device__ __forceinline__ bool take_floats(const Combine &c, int32_t token)
     const int32_t *fate = (const int32_t *)(c.job.plan + at.fate);
     int32_t last = -1; /* the rank of the lane's choice in the half before */
     for (int half = 0; half * WARP < c.top_k; half++) {
-        const int32_t rank = rank_of(c, token, half);
+        const int32_t rank = rank_of_choice(c, token, half);
         const int64_t choice = (int64_t)token * c.top_k + half * WARP + lane_id();
         int n = __popc(__match_any_sync(ALL_LANES, rank) & lanes_below());
         for (int q = 0; half && q < self.num_ranks; q++) {
@@ -237,13 +239,14 @@ __device__ __forceinline__ bool take_floats(const Combine &c, int32_t token)
         last = rank;
         uint32_t word = 0, *from = NULL;
         if (rank >= 0 && rank != self.rank)
-            from = floats_of(c.job.self, c.now, heap_by(c.now, rank),
-                             wrap(rank + self.num_ranks - self.rank - 1, self.num_ranks)) +
-                   (int64_t)token * float_stride(c.top_k) + n;
+            from =
+                floats_base(c.job.self, c.op, inbox_base(c.op, rank),
+                            wrap_rank(rank + self.num_ranks - self.rank - 1, self.num_ranks)) +
+                (int64_t)token * float_stride(c.top_k) + n;
         if (rank == self.rank && fate[choice] < c.job.num_rows)
             word = __float_as_uint(c.job.slot_floats[fate[choice]]);
         int missing = -1;
-        const bool ok = wait_until(c.now, missing, P2P_PHASE_FLOAT, [&] {
+        const bool ok = wait_warp(c.op, missing, P2P_PHASE_FLOAT, [&] {
             if (from) word = load_relaxed(from);
             missing = from && word == POISON ? rank : -1;
             return __all_sync(ALL_LANES, missing < 0) != 0;
@@ -267,60 +270,61 @@ struct Unit { /* with what was read ahead for it */
 
 /* This rank's partial of a unit's token. */
 template <class ROW, class PART, int V, bool LEAVES>
-__device__ __forceinline__ bool sum_unit(const Combine &c, const Unit &u, int rank,
-                                         uint4 (&node)[V][Node<ROW, PART>::VECTORS])
+__device__ __forceinline__ bool sum_unit(const CombineState &c, const Unit &u, int rank,
+                                         uint4 (&node)[V][PartialSum<ROW, PART>::VECTORS])
 {
     const int32_t vector = u.piece * V * WARP;
     if constexpr (LEAVES)
         return sum_leaves<ROW, PART>(c, node, rank, u.token, vector);
     else
-        return sum_here<ROW, PART, V>(c, node, rank, u.token, u.slot, vector);
+        return sum_local_rows<ROW, PART, V>(c, node, rank, u.token, u.slot, vector);
 }
 
 #include "cuda/combine/relay.cuh"
 
 template <class ROW, class PART, int V, bool LEAVES>
-__device__ __forceinline__ bool expert_unit(const Combine &c, const Unit &u)
+__device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit &u)
 {
-    constexpr int P = Node<ROW, PART>::VECTORS;
-    const int rank = peer_of(c, u.role);
+    constexpr int P = PartialSum<ROW, PART>::VECTORS;
+    const int rank = peer_of_role(c, u.role);
     const int32_t vector = u.piece * V * WARP;
     uint4 node[V][P];
     const bool some = sum_unit<ROW, PART, V, LEAVES>(c, u, rank, node);
 #ifdef EPIC_HOSTS
     const p2p_self &self = c.job.self;
     if (some && u.piece == 0 && c.job.slot_floats)
-        send_floats(c, rank, u.token,
-                    floats_of(self, c.now, self.heap[rank], source_of(self, rank, self.rank)));
+        send_floats(
+            c, rank, u.token,
+            floats_base(self, c.op, self.heap[rank], source_number(self, rank, self.rank)));
     if constexpr (V == 1)
-        if (c.by_host && is_far(self, rank))
+        if (c.adds_by_host && is_remote(self, rank))
             return relay_unit<ROW, PART>(c, u, rank, some, node[0]);
 #endif
     if (!some) return true;
     const int source = c.job.self.num_ranks - 2 - u.role; /* this rank, as the peer counts */
     uint8_t *heap = c.job.self.heap[rank];
     uint4 *staged =
-        staged_in(c.now.outbox[rank], u.token - c.first, c.shape.vectors * P) + vector * P;
+        staged_row(c.op.outbox[rank], u.token - c.first, c.shape.vectors * P) + vector * P;
 #pragma unroll
     for (int v = 0; v < V; v++)
 #pragma unroll
         for (int p = 0; p < P; p++)
             if (vector + v * WARP + lane_id() < c.shape.vectors)
                 store_relaxed(staged + v * WARP * P + lane_id() * P + p, node[v][p]);
-    ship_when_whole(c.job.self, c.now, rank, u.token, c.shape.pieces, staged - vector * P,
-                    (uint32_t)(c.shape.vectors * P) * 16);
+    post_put_when_complete(c.job.self, c.op, rank, u.token, c.shape.pieces, staged - vector * P,
+                           (uint32_t)(c.shape.vectors * P) * 16);
     if (!HOSTS && u.piece == 0 && c.job.slot_floats)
-        send_floats(c, rank, u.token, floats_of(c.job.self, c.now, heap, source));
+        send_floats(c, rank, u.token, floats_base(c.job.self, c.op, heap, source));
     return true;
 }
 
 /* Waits for the partials of up to four ranks. */
 template <class ROW, class PART, int V>
-__device__ __forceinline__ bool take_partials(const Combine &c, const Unit &u, int place,
-                                              bool (&there)[4],
-                                              uint4 (&q)[4][V][Node<ROW, PART>::VECTORS])
+__device__ __forceinline__ bool
+receive_partials(const CombineState &c, const Unit &u, int place, bool (&there)[4],
+                 uint4 (&q)[4][V][PartialSum<ROW, PART>::VECTORS])
 {
-    constexpr int P = Node<ROW, PART>::VECTORS;
+    constexpr int P = PartialSum<ROW, PART>::VECTORS;
     const p2p_self &self = c.job.self;
     const int32_t vector = u.piece * V * WARP;
     int peer[4], late = -1;
@@ -331,8 +335,8 @@ __device__ __forceinline__ bool take_partials(const Combine &c, const Unit &u, i
         if (!there[i] || rank == self.rank) continue;
         peer[i] = rank;
     }
-    auto staged = [&](int i, int v, int p) {
-        return staged_in(c.now.inbox[peer[i]], u.token - c.first, c.shape.vectors * P) +
+    auto staged_partial = [&](int i, int v, int p) {
+        return staged_row(c.op.inbox[peer[i]], u.token - c.first, c.shape.vectors * P) +
                (vector + v * WARP + lane_id()) * P + p;
     };
 #ifdef EPIC_HOSTS
@@ -340,12 +344,12 @@ __device__ __forceinline__ bool take_partials(const Combine &c, const Unit &u, i
 #pragma unroll
     for (int i = 0; i < 4; i++)
         if (peer[i] >= 0 &&
-            !await_piece(
-                c.now, peer[i],
-                staged_in(c.now.inbox[peer[i]], u.token - c.first, c.shape.vectors * P) + last))
+            !wait_piece(
+                c.op, peer[i],
+                staged_row(c.op.inbox[peer[i]], u.token - c.first, c.shape.vectors * P) + last))
             return false;
 #endif
-    const bool ok = wait_until(c.now, late, P2P_PHASE_ROW, [&] {
+    const bool ok = wait_warp(c.op, late, P2P_PHASE_ROW, [&] {
         late = -1;
 #pragma unroll
         for (int i = 0; i < 4; i++)
@@ -355,7 +359,7 @@ __device__ __forceinline__ bool take_partials(const Combine &c, const Unit &u, i
 #pragma unroll
                     for (int p = 0; p < P; p++)
                         q[i][v][p] = vector + v * WARP + lane_id() < c.shape.vectors
-                                         ? load_relaxed(staged(i, v, p))
+                                         ? load_relaxed(staged_partial(i, v, p))
                                          : make_uint4(0, 0, 0, 0);
 #pragma unroll
         for (int i = 0; i < 4; i++)
@@ -376,40 +380,40 @@ __device__ __forceinline__ bool take_partials(const Combine &c, const Unit &u, i
 #pragma unroll
                 for (int p = 0; p < P; p++)
                     if (vector + v * WARP + lane_id() < c.shape.vectors)
-                        store_here(staged(i, v, p), poisoned());
+                        store_in_place(staged_partial(i, v, p), poison_vector());
     return true;
 }
 
 template <class ROW, class PART, int V>
-__device__ __forceinline__ void add_node(uint4 (&a)[V][Node<ROW, PART>::VECTORS], bool &there_a,
-                                         const uint4 (&b)[V][Node<ROW, PART>::VECTORS],
-                                         bool there_b)
+__device__ __forceinline__ void
+add_node(uint4 (&a)[V][PartialSum<ROW, PART>::VECTORS], bool &there_a,
+         const uint4 (&b)[V][PartialSum<ROW, PART>::VECTORS], bool there_b)
 {
     if (!there_b) return;
 #pragma unroll
     for (int v = 0; v < V; v++) {
         if (there_a)
-            Node<ROW, PART>::add(a[v], b[v]);
+            PartialSum<ROW, PART>::add_partials(a[v], b[v]);
         else
 #pragma unroll
-            for (int p = 0; p < Node<ROW, PART>::VECTORS; p++) a[v][p] = b[v][p];
+            for (int p = 0; p < PartialSum<ROW, PART>::VECTORS; p++) a[v][p] = b[v][p];
     }
     there_a = true;
 }
 
 /* Adds the partials of all ranks, in the order of the plan. */
 template <class ROW, class PART, int V>
-__device__ __forceinline__ bool add_ranks(const Combine &c, const Unit &u, uint32_t touched,
-                                          const uint4 (&own)[V][Node<ROW, PART>::VECTORS],
-                                          float (&total)[V][ROW::N])
+__device__ __forceinline__ bool
+add_ranks(const CombineState &c, const Unit &u, uint32_t touched,
+          const uint4 (&own)[V][PartialSum<ROW, PART>::VECTORS], float (&total)[V][ROW::N])
 {
-    constexpr int P = Node<ROW, PART>::VECTORS;
+    constexpr int P = PartialSum<ROW, PART>::VECTORS;
     const p2p_self &self = c.job.self;
     const bool tree = c.plan.header.sum_order == EPIC_TREE;
     const bool deep = V == 1 && tree && self.num_ranks > 8;
     LeafStack<ROW, PART> stack = {c.stack, 0, 0};
     bool some = false;
-    clear_sum(total);
+    clear_sums(total);
 #pragma unroll 1
     for (int place = 0; place < self.num_ranks; place += 4) {
         uint4 q[4][V][P];
@@ -424,11 +428,11 @@ __device__ __forceinline__ bool add_ranks(const Combine &c, const Unit &u, uint3
 #pragma unroll
                     for (int p = 0; p < P; p++) q[i][v][p] = own[v][p];
         }
-        if (!take_partials<ROW, PART, V>(c, u, place, there, q)) return false;
+        if (!receive_partials<ROW, PART, V>(c, u, place, there, q)) return false;
         if (deep) {
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                if (there[i]) stack.push(q[i][0], (uint32_t)(place + i));
+                if (there[i]) stack.push_node(q[i][0], (uint32_t)(place + i));
             continue;
         }
         if (tree) {
@@ -439,13 +443,14 @@ __device__ __forceinline__ bool add_ranks(const Combine &c, const Unit &u, uint3
 #pragma unroll
                 for (int v = 0; v < V; v++) {
                     uint4 node[P];
-                    Node<ROW, PART>::pack(node, total[v]);
-                    Node<ROW, PART>::add(node, q[0][v]);
-                    Node<ROW, PART>::unpack(node, total[v]);
+                    PartialSum<ROW, PART>::pack_floats(node, total[v]);
+                    PartialSum<ROW, PART>::add_partials(node, q[0][v]);
+                    PartialSum<ROW, PART>::unpack_floats(node, total[v]);
                 }
             } else if (there[0]) {
 #pragma unroll
-                for (int v = 0; v < V; v++) Node<ROW, PART>::unpack(q[0][v], total[v]);
+                for (int v = 0; v < V; v++)
+                    PartialSum<ROW, PART>::unpack_floats(q[0][v], total[v]);
             }
             some = some || there[0];
             continue;
@@ -456,31 +461,31 @@ __device__ __forceinline__ bool add_ranks(const Combine &c, const Unit &u, uint3
 #pragma unroll
                 for (int v = 0; v < V; v++) {
                     float x[ROW::N];
-                    Node<ROW, PART>::unpack(q[i][v], x);
+                    PartialSum<ROW, PART>::unpack_floats(q[i][v], x);
 #pragma unroll
                     for (int e = 0; e < ROW::N; e++) total[v][e] += x[e];
                 }
     }
     uint4 node[P];
-    if (deep && stack.result(node)) Node<ROW, PART>::unpack(node, total[0]);
+    if (deep && stack.pop_result(node)) PartialSum<ROW, PART>::unpack_floats(node, total[0]);
     return true;
 }
 
 template <class ROW, class PART, int V, bool LEAVES>
-__device__ __forceinline__ bool source_unit(const Combine &c, const Unit &u)
+__device__ __forceinline__ bool do_source_unit(const CombineState &c, const Unit &u)
 {
     const p2p_self &self = c.job.self;
     const int32_t vector = u.piece * V * WARP;
-    uint4 own[V][Node<ROW, PART>::VECTORS];
+    uint4 own[V][PartialSum<ROW, PART>::VECTORS];
     const bool some = sum_unit<ROW, PART, V, LEAVES>(c, u, self.rank, own);
     uint32_t touched = __reduce_or_sync(ALL_LANES, u.ranks >= 0 ? 1u << u.ranks : 0);
     for (int half = 1; half * WARP < c.top_k; half++) {
-        const int32_t rank = rank_of(c, u.token, half);
+        const int32_t rank = rank_of_choice(c, u.token, half);
         touched |= __reduce_or_sync(ALL_LANES, rank >= 0 ? 1u << rank : 0);
     }
     if (!some) touched &= ~(1u << self.rank);
 #ifdef EPIC_HOSTS
-    if (c.by_host) touched = by_mates(self, touched);
+    if (c.adds_by_host) touched = reduce_to_mates(self, touched);
 #endif
     float total[V][ROW::N];
     if (!add_ranks<ROW, PART, V>(c, u, touched, own, total)) return false;
@@ -488,53 +493,53 @@ __device__ __forceinline__ bool source_unit(const Combine &c, const Unit &u)
 #pragma unroll
     for (int v = 0; v < V; v++)
         store_row(row, vector + v * WARP + lane_id(), c.shape,
-                  touched ? ROW::pack(total[v]) : make_uint4(0, 0, 0, 0), c.policy);
-    return !(u.piece == 0 && c.job.choice_floats) || take_floats(c, u.token);
+                  touched ? ROW::pack_floats(total[v]) : make_uint4(0, 0, 0, 0), c.policy);
+    return !(u.piece == 0 && c.job.choice_floats) || receive_floats(c, u.token);
 }
 
 /* One round: tokens [c.first, end) of every rank. */
 template <class ROW, class PART, int V, bool LEAVES>
-__device__ __forceinline__ bool combine_tokens(const Combine &c, int32_t end)
+__device__ __forceinline__ bool combine_tokens(const CombineState &c, int32_t end)
 {
     const p2p_self &self = c.job.self;
     const int peers = self.num_ranks - 1;
-    Walk ahead_e(c.expert), ahead_s(c.source); /* of the units after e and s */
+    UnitWalk ahead_e(c.expert), ahead_s(c.source); /* of the units after e and s */
     const int32_t expert_end = peers ? end : c.first;
     const int32_t source_end = min(end, c.job.num_tokens);
     auto expert_slot = [&] {
         const int32_t token = c.first + ahead_e.step;
-        return token < expert_end ? read_slot(c, peer_of(c, ahead_e.role), token, 0) : -1;
+        return token < expert_end ? read_slot(c, peer_of_role(c, ahead_e.role), token, 0) : -1;
     };
     auto source_slot = [&] {
         const int32_t token = c.first + ahead_s.step;
         return token < source_end ? read_slot(c, self.rank, token, 0) : -1;
     };
     int32_t slot_e = expert_slot(), slot_s = source_slot();
-    int32_t ranks_s = rank_of(c, c.first + ahead_s.step, 0);
+    int32_t ranks_s = rank_of_choice(c, c.first + ahead_s.step, 0);
     Unit e, s;
     auto next_expert = [&] {
-        e = {c.first + ahead_e.step, ahead_e.role, ahead_e.span, within(c, slot_e), -1};
-        ahead_e.next(c.expert);
+        e = {c.first + ahead_e.step, ahead_e.role, ahead_e.span, clamp_slot(c, slot_e), -1};
+        ahead_e.next_unit(c.expert);
         slot_e = expert_slot();
     };
     auto next_source = [&] {
-        s = {c.first + ahead_s.step, 0, ahead_s.span, within(c, slot_s), ranks_s};
-        ahead_s.next(c.source);
+        s = {c.first + ahead_s.step, 0, ahead_s.span, clamp_slot(c, slot_s), ranks_s};
+        ahead_s.next_unit(c.source);
         slot_s = source_slot();
-        ranks_s = rank_of(c, c.first + ahead_s.step, 0);
+        ranks_s = rank_of_choice(c, c.first + ahead_s.step, 0);
     };
     next_expert();
     next_source();
 #pragma unroll 1
     while (e.token < expert_end || s.token < source_end) {
         if (e.token < expert_end && (s.token >= source_end || e.token < s.token + c.job.lag)) {
-            const Unit now = e;
+            const Unit unit = e;
             next_expert();
-            if (!expert_unit<ROW, PART, V, LEAVES>(c, now)) return false;
+            if (!do_expert_unit<ROW, PART, V, LEAVES>(c, unit)) return false;
         } else {
-            const Unit now = s;
+            const Unit unit = s;
             next_source();
-            if (!source_unit<ROW, PART, V, LEAVES>(c, now)) return false;
+            if (!do_source_unit<ROW, PART, V, LEAVES>(c, unit)) return false;
         }
     }
     return true;
@@ -542,10 +547,10 @@ __device__ __forceinline__ bool combine_tokens(const Combine &c, int32_t end)
 
 /* noinline: keeps its registers out of the hot loop, which would spill. */
 template <class ROW, class PART, bool LEAVES>
-static __device__ __noinline__ bool combine_rarely(Combine c, Now &now)
+static __device__ __noinline__ bool combine_plain(CombineState c, OpState &op)
 {
-    const int part_bytes = c.shape.vectors * 16 * Node<ROW, PART>::VECTORS;
-    return each_round(c, now, part_bytes, [&](int32_t end) {
+    const int part_bytes = c.shape.vectors * 16 * PartialSum<ROW, PART>::VECTORS;
+    return for_each_round(c, op, part_bytes, [&](int32_t end) {
         return combine_tokens<ROW, PART, 1, LEAVES>(c, end);
     });
 }

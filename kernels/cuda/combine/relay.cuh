@@ -11,17 +11,18 @@
 
 /* Where this lane's vector of a unit's node is, in a box. */
 template <int P>
-__device__ __forceinline__ uint4 *node_in(const Combine &c, const Unit &u, uint8_t *box)
+__device__ __forceinline__ uint4 *node_address(const CombineState &c, const Unit &u,
+                                               uint8_t *box)
 {
-    return staged_in(box, u.token - c.first, c.shape.vectors * P) +
+    return staged_row(box, u.token - c.first, c.shape.vectors * P) +
            (u.piece * WARP + lane_id()) * P;
 }
 
 template <int P>
-__device__ __forceinline__ void store_node(const Combine &c, const Unit &u, uint8_t *box,
+__device__ __forceinline__ void store_node(const CombineState &c, const Unit &u, uint8_t *box,
                                            const uint4 (&node)[P])
 {
-    uint4 *to = node_in<P>(c, u, box);
+    uint4 *to = node_address<P>(c, u, box);
 #pragma unroll
     for (int p = 0; p < P; p++)
         if (u.piece * WARP + lane_id() < c.shape.vectors) store_relaxed(to + p, node[p]);
@@ -29,12 +30,12 @@ __device__ __forceinline__ void store_node(const Combine &c, const Unit &u, uint
 
 /* The node that `rank` brings. */
 template <int P>
-__device__ __forceinline__ bool take_node(const Combine &c, const Unit &u, uint8_t *box,
-                                          int rank, uint4 (&node)[P])
+__device__ __forceinline__ bool receive_node(const CombineState &c, const Unit &u, uint8_t *box,
+                                             int rank, uint4 (&node)[P])
 {
-    uint4 *from = node_in<P>(c, u, box);
+    uint4 *from = node_address<P>(c, u, box);
     const bool in = u.piece * WARP + lane_id() < c.shape.vectors;
-    const bool ok = wait_until(c.now, rank, P2P_PHASE_ROW, [&] {
+    const bool ok = wait_warp(c.op, rank, P2P_PHASE_ROW, [&] {
         bool missing = false;
 #pragma unroll
         for (int p = 0; p < P; p++) {
@@ -45,71 +46,74 @@ __device__ __forceinline__ bool take_node(const Combine &c, const Unit &u, uint8
     });
 #pragma unroll
     for (int p = 0; p < P; p++)
-        if (ok && in) store_here(from + p, poisoned());
+        if (ok && in) store_in_place(from + p, poison_vector());
     return ok;
 }
 
 /* On a rank that is not the mate: its part, if it has one, goes to the one that is. */
 template <int P>
-__device__ __forceinline__ void give_node(const Combine &c, const Unit &u, int rank, bool some,
-                                          const uint4 (&node)[P])
+__device__ __forceinline__ void send_node(const CombineState &c, const Unit &u, int rank,
+                                          bool some, const uint4 (&node)[P])
 {
     const p2p_self &self = c.job.self;
     const int to = mate_of(self, rank, self.rank), by = mate_of(self, self.rank, rank);
     uint8_t *heap = self.heap[to];
     if (u.piece == 0 && lane_id() == 0)
-        store_relaxed(wants_word(self, c.now, heap, to, by, u.token), stamp(c.now, some));
-    if (some) store_node<P>(c, u, box_in(self, c.now, heap, to, by), node);
+        store_relaxed(wants_word(self, c.op, heap, to, by, u.token), stamp_word(c.op, some));
+    if (some) store_node<P>(c, u, box_address(self, c.op, heap, to, by), node);
 }
 
 /* On the mate: adds the parts of its host in the order of the tree.  `some`: there is one. */
 template <class ROW, class PART>
-__device__ __forceinline__ bool add_host(const Combine &c, const Unit &u, int rank, bool &some,
-                                         uint4 (&node)[Node<ROW, PART>::VECTORS])
+__device__ __forceinline__ bool
+add_partials_of_host(const CombineState &c, const Unit &u, int rank, bool &some,
+                     uint4 (&node)[PartialSum<ROW, PART>::VECTORS])
 {
-    constexpr int P = Node<ROW, PART>::VECTORS;
+    constexpr int P = PartialSum<ROW, PART>::VECTORS;
     const p2p_self &self = c.job.self;
     LeafStack<ROW, PART> stack = {c.stack, 0, 0};
     for (int place = 0; place < self.num_ranks; place++) {
         const int from = c.plan.header.rank_at[place];
         if (from / self.local != self.rank / self.local) continue;
         if (from == self.rank) {
-            if (some) stack.push(node, (uint32_t)place);
+            if (some) stack.push_node(node, (uint32_t)place);
             continue;
         }
         const int by = mate_of(self, from, rank);
         uint32_t has;
         uint4 its[P];
-        if (!take_wants(c.now, wants_word(self, c.now, c.now.heap, self.rank, by, u.token),
-                        from, has))
+        if (!wait_wants(c.op, wants_word(self, c.op, c.op.heap, self.rank, by, u.token), from,
+                        has))
             return false;
         if (!has) continue;
-        if (!take_node<P>(c, u, box_in(self, c.now, c.now.heap, self.rank, by), from, its))
+        if (!receive_node<P>(c, u, box_address(self, c.op, c.op.heap, self.rank, by), from,
+                             its))
             return false;
-        stack.push(its, (uint32_t)place);
+        stack.push_node(its, (uint32_t)place);
     }
-    some = stack.result(node);
+    some = stack.pop_result(node);
     return true;
 }
 
 /* An expert unit of a token of another host's rank, with this rank's part. */
 template <class ROW, class PART>
-__device__ __forceinline__ bool relay_unit(const Combine &c, const Unit &u, int rank, bool some,
-                                           uint4 (&node)[Node<ROW, PART>::VECTORS])
+__device__ __forceinline__ bool relay_unit(const CombineState &c, const Unit &u, int rank,
+                                           bool some,
+                                           uint4 (&node)[PartialSum<ROW, PART>::VECTORS])
 {
-    constexpr int P = Node<ROW, PART>::VECTORS;
+    constexpr int P = PartialSum<ROW, PART>::VECTORS;
     const p2p_self &self = c.job.self;
     if (u.token >= c.plan.header.tokens_of[rank]) return true;
     if (mate_of(self, rank, self.rank) != self.rank) {
-        give_node<P>(c, u, rank, some, node);
+        send_node<P>(c, u, rank, some, node);
         return true;
     }
-    if (!add_host<ROW, PART>(c, u, rank, some, node)) return false;
+    if (!add_partials_of_host<ROW, PART>(c, u, rank, some, node)) return false;
     if (!some) return true;
-    store_node<P>(c, u, c.now.outbox[rank], node);
-    const uint4 *staged = staged_in(c.now.outbox[rank], u.token - c.first, c.shape.vectors * P);
-    ship_when_whole(self, c.now, rank, u.token, c.shape.pieces, staged,
-                    (uint32_t)(c.shape.vectors * P) * 16);
+    store_node<P>(c, u, c.op.outbox[rank], node);
+    const uint4 *staged = staged_row(c.op.outbox[rank], u.token - c.first, c.shape.vectors * P);
+    post_put_when_complete(self, c.op, rank, u.token, c.shape.pieces, staged,
+                           (uint32_t)(c.shape.vectors * P) * 16);
     return true;
 }
 

@@ -8,12 +8,12 @@
 /* A slot, never outside the rows: row 0, which there always is, stands in for those past the end.
  * Too few rows are an error in the data, found by all at the end of the operation; until then
  * every row must travel that a peer waits for. */
-template <class M> __device__ __forceinline__ int32_t within(const M &m, int32_t slot)
+template <class M> __device__ __forceinline__ int32_t clamp_slot(const M &m, int32_t slot)
 {
     return slot < m.job.num_rows ? slot : 0;
 }
 
-template <class M> __device__ __forceinline__ float read_weight(const M &m, int32_t slot)
+template <class M> __device__ __forceinline__ float read_slot_weight(const M &m, int32_t slot)
 {
     float weight = 1.0f;
     if (slot >= 0 && m.job.slot_weights) weight = __ldg(m.job.slot_weights + slot);
@@ -22,7 +22,8 @@ template <class M> __device__ __forceinline__ float read_weight(const M &m, int3
 
 /* All rounds: round(end) does the tokens [m.first, end) of every rank, of row_bytes each. */
 template <class M, class Round>
-__device__ __forceinline__ bool each_round(M &m, Now &now, int64_t row_bytes, Round round)
+__device__ __forceinline__ bool for_each_round(M &m, OpState &op, int64_t row_bytes,
+                                               Round round)
 {
     const int64_t round_tokens = m.job.self.at.source_bytes / row_bytes;
     const int32_t most = m.plan.most_tokens;
@@ -31,7 +32,7 @@ __device__ __forceinline__ bool each_round(M &m, Now &now, int64_t row_bytes, Ro
         const int32_t end = last ? most : m.first + (int32_t)round_tokens;
         if (!round(end)) return false;
         if (last) return true;
-        if (!next_round(now)) return false;
+        if (!next_round(op)) return false;
     }
 }
 

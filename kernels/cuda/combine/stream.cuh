@@ -36,15 +36,16 @@ struct Entry { /* a unit under way */
     int32_t ranks[WARP]; /* source unit, lane k: of choice k */
 };
 
-template <class ROW, bool EXACT, bool TREE> struct Stream {
-    typedef Ring<STREAM_V, EXACT> Pieces;
+template <class ROW, bool EXACT, bool TREE> struct CombineStream {
+    typedef PieceRing<STREAM_V, EXACT> Pieces;
     static constexpr int V = STREAM_V, AHEAD = Pieces::AHEAD, ENTRIES = AHEAD + 1;
-    static constexpr int WARP_BYTES = whole_lines(Pieces::BYTES + ENTRIES * (int)sizeof(Entry));
+    static constexpr int WARP_BYTES =
+        round_up_to_lines(Pieces::BYTES + ENTRIES * (int)sizeof(Entry));
 
-    const Combine &c;
+    const CombineState &c;
     Entry *entries;
     Pieces ring;
-    Walk e, s;                       /* the next units, */
+    UnitWalk e, s;                   /* the next units, */
     int32_t slot_e, slot_s, ranks_s; /* and what they need first */
     int32_t end_e, end_s;
     int32_t place_rank;    /* lane p: the peer at place p, or -1 */
@@ -55,7 +56,8 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
     uint32_t places = 0;
     uint32_t begun = 0, copied = 0, used = 0; /* units */
 
-    __device__ __forceinline__ Stream(const Combine &combine, uint8_t *memory, int32_t end)
+    __device__ __forceinline__ CombineStream(const CombineState &combine, uint8_t *memory,
+                                             int32_t end)
         : c(combine), entries((Entry *)(memory + Pieces::BYTES)), ring(memory), e(c.expert),
           s(c.source)
     {
@@ -73,16 +75,16 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
     __device__ __forceinline__ void read_expert()
     {
         const int32_t t = c.first + e.step;
-        slot_e = t < end_e ? read_slot(c, peer_of(c, e.role), t, 0) : -1;
+        slot_e = t < end_e ? read_slot(c, peer_of_role(c, e.role), t, 0) : -1;
     }
     __device__ __forceinline__ void read_source()
     {
         const int32_t t = c.first + s.step;
         slot_s = t < end_s ? read_slot(c, c.job.self.rank, t, 0) : -1;
-        ranks_s = rank_of(c, t, 0);
+        ranks_s = rank_of_choice(c, t, 0);
     }
-    __device__ __forceinline__ void put(Entry &entry, int32_t of_token, int role, int piece,
-                                        int32_t its_slot, uint32_t its_places)
+    __device__ __forceinline__ void fill_entry(Entry &entry, int32_t of_token, int role,
+                                               int piece, int32_t its_slot, uint32_t its_places)
     {
         const float *from = c.job.slot_weights ? c.job.slot_weights : c.job.slot_floats;
         const uint32_t its_slots = __ballot_sync(ALL_LANES, its_slot >= 0);
@@ -108,23 +110,24 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
         const bool any_e = token_e < end_e, any_s = token_s < end_s;
         Entry &entry = entries[begun % ENTRIES];
         if (any_e && (!any_s || token_e < token_s + c.job.lag)) {
-            put(entry, token_e, e.role, e.span, within(c, slot_e), 0);
-            e.next(c.expert);
+            fill_entry(entry, token_e, e.role, e.span, clamp_slot(c, slot_e), 0);
+            e.next_unit(c.expert);
             read_expert();
         } else if (any_s) {
             const uint32_t touched =
                 __reduce_or_sync(ALL_LANES, ranks_s >= 0 ? 1u << ranks_s : 0);
             entry.ranks[lane_id()] = ranks_s;
-            put(entry, token_s, -1, s.span, within(c, slot_s),
+            fill_entry(
+                entry, token_s, -1, s.span, clamp_slot(c, slot_s),
                 __ballot_sync(ALL_LANES, place_rank >= 0 && (touched >> place_rank & 1)));
-            s.next(c.source);
+            s.next_unit(c.source);
             read_source();
         }
     }
-    __device__ __forceinline__ uint4 *staged(int32_t of_token, int place)
+    __device__ __forceinline__ uint4 *staged_partial(int32_t of_token, int place)
     {
         const int rank = c.plan.header.rank_at[place];
-        return staged_in(c.now.inbox[rank], of_token - c.first, c.shape.vectors);
+        return staged_row(c.op.inbox[rank], of_token - c.first, c.shape.vectors);
     }
     /* One piece more; a unit of none takes a place too. */
     __device__ __forceinline__ void copy_next()
@@ -144,12 +147,12 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
                       c.policy);
         } else if (places) {
             const int place = __ffs(places) - 1;
-            const uint8_t *from = (const uint8_t *)staged(token, place);
+            const uint8_t *from = (const uint8_t *)staged_partial(token, place);
             places &= places - 1;
-            if (!is_slow(c.now, from))
+            if (!is_host_memory(c.op, from))
                 ring.copy(from + lane_offset(vector), vector, c.shape, false, c.policy);
         }
-        ring.filled_one();
+        ring.commit_piece();
     }
 
     /* ---- using ---- */
@@ -158,74 +161,76 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
     {
         return EXACT || u.vector + v * WARP + lane_id() < c.shape.vectors;
     }
-    __device__ __forceinline__ void use(const Entry &u, uint4 (&q)[V])
+    __device__ __forceinline__ void read_piece(const Entry &u, uint4 (&q)[V])
     {
         copy_next();
-        ring.use(q, u.vector, c.shape);
+        ring.read_piece(q, u.vector, c.shape);
     }
     __device__ __forceinline__ void add_rows_here(const Entry &u, uint4 (&sum)[V])
     {
         const int32_t count = u.num_slots;
-        const bool weighs = c.job.slot_weights != NULL;
+        const bool with_weights = c.job.slot_weights != NULL;
         float acc[V][ROW::N];
         uint4 q[V];
-        clear_sum(acc);
+        clear_sums(acc);
         int32_t i = 0;
 #pragma unroll 1
         do {
-            use(u, q);
+            read_piece(u, q);
             if (!count) break;
             __syncwarp(); /* words that other lanes have copied */
-            const float weight = weighs ? __uint_as_float(u.slots[i].word) : 1.0f;
+            const float weight = with_weights ? __uint_as_float(u.slots[i].word) : 1.0f;
 #pragma unroll
             for (int v = 0; v < V; v++) {
                 float x[ROW::N];
-                ROW::unpack(q[v], x);
+                ROW::unpack_floats(q[v], x);
 #pragma unroll
                 for (int n = 0; n < ROW::N; n++) acc[v][n] = __fmaf_rn(weight, x[n], acc[v][n]);
             }
         } while (++i < count);
 #pragma unroll
-        for (int v = 0; v < V; v++) sum[v] = ROW::pack(acc[v]);
+        for (int v = 0; v < V; v++) sum[v] = ROW::pack_floats(acc[v]);
     }
     __device__ __forceinline__ void send_partial(const Entry &u, const uint4 (&node)[V])
     {
         const p2p_self &self = c.job.self;
-        const int rank = peer_of(c, u.role);
-        uint4 *to = staged_in(c.now.outbox[rank], u.token - c.first, c.shape.vectors) +
+        const int rank = peer_of_role(c, u.role);
+        uint4 *to = staged_row(c.op.outbox[rank], u.token - c.first, c.shape.vectors) +
                     u.vector + lane_id();
         if (u.num_slots)
 #pragma unroll
             for (int v = 0; v < V; v++)
                 if (in_row(u, v)) store_relaxed(to + v * WARP, node[v]);
         if (u.vector == 0 && c.job.slot_floats && lane_id() < u.num_slots)
-            store_relaxed(floats_of(self, c.now, self.heap[rank], self.num_ranks - 2 - u.role) +
-                              (int64_t)u.token * float_stride(c.top_k) + lane_id(),
-                          other_nan(u.slots[lane_id()].word, F32::NAN_WORD));
-        if (HOSTS && u.num_slots) ship_partial(u, rank);
+            store_relaxed(
+                floats_base(self, c.op, self.heap[rank], self.num_ranks - 2 - u.role) +
+                    (int64_t)u.token * float_stride(c.top_k) + lane_id(),
+                replace_poison(u.slots[lane_id()].word, F32::NAN_WORD));
+        if (HOSTS && u.num_slots) post_put_partial(u, rank);
     }
     /* hosts: what has been sent goes, all of a partial at once by the warp that stores its last piece: an
      * entry for each piece would take the thread as long as the net takes for them. */
-    __device__ __forceinline__ void ship_partial(const Entry &u, int rank)
+    __device__ __forceinline__ void post_put_partial(const Entry &u, int rank)
     {
         const p2p_self &self = c.job.self;
-        const uint4 *staged = staged_in(c.now.outbox[rank], u.token - c.first, c.shape.vectors);
-        ship_when_whole(self, c.now, rank, u.token, c.shape.pieces, staged,
-                        (uint32_t)c.shape.vectors * 16);
+        const uint4 *staged = staged_row(c.op.outbox[rank], u.token - c.first, c.shape.vectors);
+        post_put_when_complete(self, c.op, rank, u.token, c.shape.pieces, staged,
+                               (uint32_t)c.shape.vectors * 16);
         if (u.vector == 0 && c.job.slot_floats)
-            ship_floats(c.now, rank,
-                        floats_of(self, c.now, self.heap[rank], self.num_ranks - 2 - u.role) +
-                            (int64_t)u.token * float_stride(c.top_k),
-                        u.num_slots);
+            post_put_floats(
+                c.op, rank,
+                floats_base(self, c.op, self.heap[rank], self.num_ranks - 2 - u.role) +
+                    (int64_t)u.token * float_stride(c.top_k),
+                u.num_slots);
     }
-    __device__ __forceinline__ bool take_partial(const Entry &u, int place, uint4 (&q)[V])
+    __device__ __forceinline__ bool receive_partial(const Entry &u, int place, uint4 (&q)[V])
     {
-        uint4 *from = staged(u.token, place);
+        uint4 *from = staged_partial(u.token, place);
         const int rank = c.plan.header.rank_at[place];
-        use(u, q);
-        if (!take_piece<V, EXACT>(c.now, rank, from, u.vector, c.shape.vectors, true, q))
+        read_piece(u, q);
+        if (!receive_piece<V, EXACT>(c.op, rank, from, u.vector, c.shape.vectors, true, q))
             return false;
-        restore_piece<V, EXACT>(from, u.vector, c.shape.vectors);
+        poison_piece<V, EXACT>(from, u.vector, c.shape.vectors);
         return true;
     }
     /* Adds the partials in the order of the ranks. */
@@ -246,19 +251,19 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
             if ((left & -left) == rank_bit) {
 #pragma unroll
                 for (int v = 0; v < V; v++) q[v] = own[v];
-            } else if (!take_partial(u, __ffs(left) - 1, q)) {
+            } else if (!receive_partial(u, __ffs(left) - 1, q)) {
                 return false;
             }
 #pragma unroll
             for (int v = 0; v < V; v++) {
                 float x[ROW::N];
-                ROW::unpack(q[v], x);
+                ROW::unpack_floats(q[v], x);
 #pragma unroll
                 for (int i = 0; i < ROW::N; i++) total[v][i] += x[i];
             }
         }
 #pragma unroll
-        for (int v = 0; v < V; v++) out[v] = ROW::pack(total[v]);
+        for (int v = 0; v < V; v++) out[v] = ROW::pack_floats(total[v]);
         return true;
     }
     static __device__ __forceinline__ void add_to(uint4 (&a)[V], bool &there_a,
@@ -267,7 +272,7 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
 #pragma unroll
         for (int v = 0; v < V && there_b; v++) {
             if (there_a)
-                Node<ROW, ROW>::add(&a[v], &b[v]);
+                PartialSum<ROW, ROW>::add_partials(&a[v], &b[v]);
             else
                 a[v] = b[v];
         }
@@ -287,7 +292,7 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
 #pragma unroll 1
         for (int place = 0; place <= last; place++) {
             in_q = u.places >> place & 1;
-            if (in_q && !take_partial(u, place, q)) return false;
+            if (in_q && !receive_partial(u, place, q)) return false;
             if (u.num_slots && c.plan.header.rank_at[place] == self.rank) {
                 in_q = true;
 #pragma unroll
@@ -300,13 +305,13 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
             in_out = false;
 #pragma unroll
             for (int v = 0; v < V; v++)
-                if (in_row(u, v)) store_here(row + v * WARP, out[v]);
+                if (in_row(u, v)) store_in_place(row + v * WARP, out[v]);
         }
         if (waits) {
 #pragma unroll
             for (int v = 0; v < V; v++) {
                 q[v] = in_row(u, v) ? load_relaxed(row + v * WARP) : make_uint4(0, 0, 0, 0);
-                if (in_out) Node<ROW, ROW>::add(&q[v], &out[v]);
+                if (in_out) PartialSum<ROW, ROW>::add_partials(&q[v], &out[v]);
                 out[v] = q[v];
             }
         } else if (!in_out) {
@@ -316,7 +321,7 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
         return true;
     }
     /* Lane k waits for its choice's float. */
-    __device__ __forceinline__ bool take_floats(const Entry &u)
+    __device__ __forceinline__ bool receive_floats(const Entry &u)
     {
         const p2p_self &self = c.job.self;
         const int32_t rank = u.ranks[lane_id()];
@@ -324,11 +329,11 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
         const uint32_t own = __shfl_sync(ALL_LANES, u.slots[lane_id()].word, n);
         uint32_t word = rank == self.rank ? own : 0, *from = NULL;
         if (rank >= 0 && rank != self.rank)
-            from = floats_of(self, c.now, heap_by(c.now, rank),
-                             rank - self.rank - 1 + (rank < self.rank ? self.num_ranks : 0)) +
+            from = floats_base(self, c.op, inbox_base(c.op, rank),
+                               rank - self.rank - 1 + (rank < self.rank ? self.num_ranks : 0)) +
                    (int64_t)u.token * float_stride(c.top_k) + n;
         int missing = -1;
-        const bool ok = wait_until(c.now, missing, P2P_PHASE_FLOAT, [&] {
+        const bool ok = wait_warp(c.op, missing, P2P_PHASE_FLOAT, [&] {
             if (from) word = load_relaxed(from);
             missing = from && word == POISON ? rank : -1;
             return __all_sync(ALL_LANES, missing < 0) != 0;
@@ -347,7 +352,7 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
 #pragma unroll
         for (int v = 0; v < V; v++)
             if (in_row(u, v)) store_once(row + v * WARP * 16, out[v], c.policy);
-        return u.vector || !c.job.choice_floats || take_floats(u);
+        return u.vector || !c.job.choice_floats || receive_floats(u);
     }
     __device__ __forceinline__ bool use_unit()
     {
@@ -363,10 +368,10 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
 };
 
 template <class ROW, bool EXACT, bool TREE>
-__device__ __forceinline__ bool combine_stream(Combine &c, Now &now, uint8_t *memory)
+__device__ __forceinline__ bool combine_stream(CombineState &c, OpState &op, uint8_t *memory)
 {
-    typedef Stream<ROW, EXACT, TREE> Units;
-    return each_round(c, now, c.shape.vectors * 16, [&](int32_t end) {
+    typedef CombineStream<ROW, EXACT, TREE> Units;
+    return for_each_round(c, op, c.shape.vectors * 16, [&](int32_t end) {
         return run_units(Units(c, memory + threadIdx.x / WARP * Units::WARP_BYTES, end));
     });
 }

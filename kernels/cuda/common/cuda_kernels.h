@@ -64,7 +64,7 @@ typedef struct p2p_status {
 /* How often the host has shown that its process runs, and how often it found that the process had been
  * stopped.  One word, so that kernels never see a beat without the stop before it. */
 #define P2P_AWAKE(stops, beats) ((uint64_t)(stops) << 32 | (uint32_t)(beats))
-#define P2P_PUT_OFF_LIMIT 4 /* times that stops put a deadline off, unless something moves */
+#define P2P_POSTPONE_LIMIT 4 /* times that stops put a deadline off, unless something moves */
 
 typedef enum p2p_phase { /* what a rank was waiting for */
                          P2P_PHASE_NONE = 0,
@@ -151,14 +151,14 @@ typedef struct p2p_plan_job {
     const int32_t *logical_of_expert; /* with layer.num_logical */
     int32_t *expert_rows, *expert_tokens, *load, *logical_load, *demand;
     int32_t num_tokens;
-    int32_t capacity; /* 0: no bound */
-    int32_t block;    /* experts of a rank, without rank_of_expert */
-    int32_t wide;     /* topk_idx is int64 */
-    int32_t planners; /* CTAs that plan */
-    int32_t few;      /* lowlat/plan.cuh */
-    int32_t most_few; /* tokens of a rank that does so, at most */
-    int32_t by_k;     /* choices are kept by k: plan/by_k.cuh */
-    int32_t resolves; /* logical experts first become experts: plan/resolve.cuh */
+    int32_t capacity;          /* 0: no bound */
+    int32_t block;             /* experts of a rank, without rank_of_expert */
+    int32_t has_int64_ids;     /* topk_idx is int64 */
+    int32_t planners;          /* CTAs that plan */
+    int32_t is_lowlat;         /* lowlat/plan.cuh */
+    int32_t max_lowlat_tokens; /* tokens of a rank that does so, at most */
+    int32_t by_k;              /* choices are kept by k: plan/keep_by_k.cuh */
+    int32_t resolves;          /* logical experts first become experts: plan/resolve.cuh */
 } p2p_plan_job;
 
 /* Of experts times top_k, where choices are kept by k. */
@@ -166,20 +166,21 @@ typedef struct p2p_plan_job {
 
 /* Are these sizes, the same on all ranks, such that lowlat/plan.cuh makes plans of up to `most` tokens of
  * a rank? */
-static inline int p2p_few_plan(int64_t ranks, int64_t most, const epic_layer *layer)
+static inline int p2p_can_plan_lowlat(int64_t ranks, int64_t most, const epic_layer *layer)
 {
     const int64_t groups = ranks * ((most + 31) / 32);
-    return layer->top_k <= 32 && ranks * most * layer->top_k <= P2P_FEW_CHOICES &&
-           groups * layer->num_experts <= P2P_FEW_MASKS &&
-           layer->num_experts <= P2P_FEW_EXPERTS && layer->alignment <= 1 << 16 &&
+    return layer->top_k <= 32 && ranks * most * layer->top_k <= P2P_LOWLAT_CHOICES &&
+           groups * layer->num_experts <= P2P_LOWLAT_MASKS &&
+           layer->num_experts <= P2P_LOWLAT_EXPERTS && layer->alignment <= 1 << 16 &&
            layer->num_logical == 0 && layer->overflow == EPIC_OVERFLOW_ERROR &&
            layer->sum_order == EPIC_BY_RANK && layer->layout == EPIC_EXPERT_MAJOR;
 }
 
 /* The most tokens of a rank, up to `most`, of which it makes them; 0: of none. */
-static inline int32_t p2p_most_few(int64_t ranks, int64_t most, const epic_layer *layer)
+static inline int32_t p2p_lowlat_plan_tokens(int64_t ranks, int64_t most,
+                                             const epic_layer *layer)
 {
-    while (most > 0 && !p2p_few_plan(ranks, most, layer))
+    while (most > 0 && !p2p_can_plan_lowlat(ranks, most, layer))
         most = most > 256 ? 256 : most > 128 ? 128 : 0;
     return (int32_t)most;
 }
@@ -197,10 +198,11 @@ typedef struct p2p_dispatch_job {
     int32_t aligned; /* rows are vectors of 16 bytes */
     int32_t flat;    /* the plan is FLAT, and more than its rows is wanted */
     int32_t zero_tail, leave_padding;
-    int32_t top_k;    /* the layer's */
-    int32_t head;     /* tokens that are sent while the plan is made */
-    int32_t apart;    /* of a small operation: CTAs that only send; the launch fills it in */
-    int32_t catch_up; /* of a large one: see dispatch/dispatch.cuh; likewise */
+    int32_t top_k; /* the layer's */
+    int32_t head;  /* tokens that are sent while the plan is made */
+    int32_t
+        num_send_only_ctas; /* of a small operation: CTAs that only send; the launch fills it in */
+    int32_t catch_up;       /* of a large one: see dispatch/dispatch.cuh; likewise */
     /* The launch fills in: */
     int32_t lag;   /* tokens that receiving stays behind sending, */
     int32_t span;  /* pieces of a row that a warp moves one after the other, */
@@ -219,7 +221,7 @@ typedef struct p2p_dispatch_job {
 } p2p_dispatch_job;
 
 /* What travels for a token: whole vectors of its row, then of its second row. */
-static inline int64_t p2p_string_bytes(int64_t row_bytes, int64_t scale_bytes)
+static inline int64_t p2p_packed_bytes(int64_t row_bytes, int64_t scale_bytes)
 {
     return device_round_up(row_bytes, 16) + device_round_up(scale_bytes, 16);
 }
@@ -285,22 +287,24 @@ typedef struct p2p_sum_replicas_job {
 
 cudaError_t p2p_launch_plan(const p2p_plan_job *job, int num_sms, cudaStream_t stream);
 cudaError_t p2p_launch_dispatch(const p2p_dispatch_job *job, int num_sms, cudaStream_t stream);
-cudaError_t p2p_launch_dispatch_strings(const p2p_dispatch_job *job, int num_sms,
-                                        cudaStream_t stream);
-int p2p_goes_in_bulk(const p2p_dispatch_job *job); /* or, where not, as one of the two above */
+cudaError_t p2p_launch_dispatch_packed(const p2p_dispatch_job *job, int num_sms,
+                                       cudaStream_t stream);
+int p2p_can_dispatch_bulk(
+    const p2p_dispatch_job *job); /* or, where not, as one of the two above */
 cudaError_t p2p_launch_dispatch_bulk(const p2p_dispatch_job *job, int num_sms,
                                      cudaStream_t stream);
 cudaError_t p2p_launch_combine(const p2p_combine_job *job, int num_sms, cudaStream_t stream);
 cudaError_t p2p_launch_combine_backward(const p2p_combine_backward_job *job, int num_sms,
                                         cudaStream_t stream);
-cudaError_t p2p_launch_few_plan(const p2p_plan_job *job, int num_sms, cudaStream_t stream);
-cudaError_t p2p_launch_few_dispatch(const p2p_dispatch_job *job, int num_sms,
-                                    cudaStream_t stream);
-cudaError_t p2p_launch_few_strings(const p2p_dispatch_job *job, int num_sms,
+cudaError_t p2p_launch_lowlat_plan(const p2p_plan_job *job, int num_sms, cudaStream_t stream);
+cudaError_t p2p_launch_lowlat_dispatch(const p2p_dispatch_job *job, int num_sms,
+                                       cudaStream_t stream);
+cudaError_t p2p_launch_lowlat_dispatch_packed(const p2p_dispatch_job *job, int num_sms,
+                                              cudaStream_t stream);
+cudaError_t p2p_launch_lowlat_combine(const p2p_combine_job *job, int num_sms,
+                                      cudaStream_t stream);
+cudaError_t p2p_launch_flat_floats(const p2p_combine_job *job, int num_sms,
                                    cudaStream_t stream);
-cudaError_t p2p_launch_few_combine(const p2p_combine_job *job, int num_sms,
-                                   cudaStream_t stream);
-cudaError_t p2p_launch_floats(const p2p_combine_job *job, int num_sms, cudaStream_t stream);
 cudaError_t p2p_launch_sum(const p2p_sum_job *job, int num_sms, cudaStream_t stream);
 cudaError_t p2p_launch_sum_replicas(const p2p_sum_replicas_job *job, int num_sms,
                                     cudaStream_t stream);
@@ -308,15 +312,15 @@ cudaError_t p2p_launch_sum_replicas(const p2p_sum_replicas_job *job, int num_sms
 /* Loads every kernel on the current device, so that no launch has to wait for a free device. */
 cudaError_t p2p_load_plan(void);
 cudaError_t p2p_load_dispatch(void);
-cudaError_t p2p_load_dispatch_strings(void);
+cudaError_t p2p_load_dispatch_packed(void);
 cudaError_t p2p_load_dispatch_bulk(void);
 cudaError_t p2p_load_combine(void);
 cudaError_t p2p_load_combine_backward(void);
-cudaError_t p2p_load_few_plan(void);
-cudaError_t p2p_load_few_dispatch(void);
-cudaError_t p2p_load_few_strings(void);
-cudaError_t p2p_load_few_combine(void);
-cudaError_t p2p_load_floats(void);
+cudaError_t p2p_load_lowlat_plan(void);
+cudaError_t p2p_load_lowlat_dispatch(void);
+cudaError_t p2p_load_lowlat_dispatch_packed(void);
+cudaError_t p2p_load_lowlat_combine(void);
+cudaError_t p2p_load_flat_floats(void);
 cudaError_t p2p_load_sum(void);
 cudaError_t p2p_load_sum_replicas(void);
 

@@ -16,16 +16,16 @@
 #define P2P_MAX_SEARCHES 40 /* counts of rows that decide what is dropped */
 /* Of a rank, at most, where latency is all: lowlat/lowlat.cuh; as measured, docs/lab/cuda.md. */
 #ifdef EPIC_HOSTS
-#define P2P_FEW_TOKENS 128
+#define P2P_LOWLAT_TOKENS 128
 #else
-#define P2P_FEW_TOKENS 512
+#define P2P_LOWLAT_TOKENS 512
 #endif
-#define P2P_FEW_QUANTIZED 192 /* the same, of rows that dispatch quantizes; */
-#define P2P_FEW_SUMS 96       /* and for combine, above which the stream is faster */
-#define P2P_FEW_CHOICES 8192  /* of all ranks, */
-#define P2P_FEW_MASKS 8192    /* experts times groups of 32 tokens, */
-#define P2P_FEW_EXPERTS 512   /* and experts that a CTA plans */
-#define P2P_FEW_ID_WORDS 16   /* of a token */
+#define P2P_LOWLAT_QUANTIZED_TOKENS 192 /* the same, of rows that dispatch quantizes; */
+#define P2P_LOWLAT_COMBINE_TOKENS 96    /* and for combine, above which the stream is faster */
+#define P2P_LOWLAT_CHOICES 8192         /* of all ranks, */
+#define P2P_LOWLAT_MASKS 8192           /* experts times groups of 32 tokens, */
+#define P2P_LOWLAT_EXPERTS 512          /* and experts that a CTA plans */
+#define P2P_LOWLAT_ID_WORDS 16          /* of a token */
 /* More would not fit the shared memory of a CTA that plans. */
 #define P2P_REPLICATED_EXPERTS 2048
 
@@ -53,7 +53,7 @@ typedef struct p2p_heap {
     int64_t wants; /* stamped [2][num_ranks][max_tokens]: net/relay.cuh */
     int64_t sent;  /* uint32 [num_ranks][max_tokens]: pieces of a token stored, here alone */
 #endif
-    /* Stamped [2][num_ranks][p2p_few_of(max_tokens)][FEW_ID_WORDS]: two ids each. */
+    /* Stamped [2][num_ranks][p2p_lowlat_tokens(max_tokens)][FEW_ID_WORDS]: two ids each. */
     int64_t ids;
     int64_t floats;  /* poison [2][num_ranks - 1][max_tokens * max_top_k] */
     int64_t escapes; /* zero [2][num_ranks - 1][escape_words] */
@@ -66,10 +66,10 @@ typedef struct p2p_heap {
 } p2p_heap;
 
 enum { /* words of an announcement */
-       P2P_SAYS_SIGNATURE = 0,
-       P2P_SAYS_TOKENS = 1,
-       P2P_SAYS_CAPACITY = 2,
-       P2P_SAYS_ROWS = 3,
+       P2P_ANNOUNCED_SIGNATURE = 0,
+       P2P_ANNOUNCED_TOKENS = 1,
+       P2P_ANNOUNCED_CAPACITY = 2,
+       P2P_ANNOUNCED_ROWS = 3,
        P2P_ANNOUNCE_WORDS = 4
 };
 
@@ -90,39 +90,40 @@ typedef struct p2p_control {
     uint32_t round;   /* the epoch that CTAs may work in */
     uint32_t planned; /* epoch whose plan is complete */
     uint32_t claim;   /* 1: the status is written or being written */
-    uint32_t ended;   /* CTAs that have finished, where that is counted apart */
+    uint32_t ended;   /* CTAs that have finished, where that is counted num_send_only_ctas */
     uint32_t running; /* 1: an operation has begun and not ended */
-    uint64_t moved;   /* when a wait of this rank last began, ns of its device's clock */
-    uint32_t asked;   /* when one here last read the host's `dead`, units of 1024 ns */
-    uint32_t dead;    /* what it was then */
+    uint64_t progress_ns;    /* when a wait of this rank last began, ns of its device's clock */
+    uint32_t dead_polled_at; /* when one here last read the host's `dead`, units of 1024 ns */
+    uint32_t dead;           /* what it was then */
     uint64_t
         due; /* the host must beat after this time, ns, before a deadline may end; 0: none */
-    uint64_t overdue;    /* it has done so: deadlines up to this time have passed */
-    uint32_t due_beat;   /* the host's count of beats at `due` */
-    uint32_t stops;      /* the host's count of stops that deadlines have been put off for */
-    uint32_t put_off;    /* times since something moved */
-    uint32_t late_asked; /* when one here last read the host's `awake`, units of 1024 ns */
-    uint64_t posted;     /* hosts: entries that have a place in the ring, */
-    uint64_t room;       /* those before this one fit it, */
-    uint64_t epochs;     /* and epochs that have ended */
+    uint64_t overdue;       /* it has done so: deadlines up to this time have passed */
+    uint32_t due_beat;      /* the host's count of beats at `due` */
+    uint32_t host_stops;    /* the host's count of stops that deadlines have been put off for */
+    uint32_t num_postponed; /* times since something moved */
+    uint32_t awake_polled_at; /* when one here last read the host's `awake`, units of 1024 ns */
+    uint64_t posted;          /* hosts: entries that have a place in the ring, */
+    uint64_t room;            /* those before this one fit it, */
+    uint64_t epochs;          /* and epochs that have ended */
 #ifdef EPIC_HOSTS /* what warps would else ask host memory for, each for itself: net/net.cuh */
-    uint64_t broken;                 /* not 0: the group is, and why */
-    uint64_t freed;                  /* what the host's word was when it was last asked, */
-    uint32_t freed_asked;            /* units of 1024 ns */
-    uint32_t heard_asked;            /* the same of announcements, */
-    uint32_t asked_end;              /* of what ends an operation, */
-    uint32_t room_asked;             /* and of room in the ring */
-    uint64_t seen[DEVICE_MAX_RANKS]; /* stamped: vectors that have come of a rank's, about */
-    uint64_t heard[2][P2P_ANNOUNCE_WORDS][DEVICE_MAX_RANKS]; /* stamped */
+    uint64_t broken;                  /* not 0: the group is, and why */
+    uint64_t freed;                   /* what the host's word was when it was last asked, */
+    uint32_t freed_polled_at;         /* units of 1024 ns */
+    uint32_t announcements_polled_at; /* the same of announcements, */
+    uint32_t failure_polled_at;       /* of what ends an operation, */
+    uint32_t room_polled_at;          /* and of room in the ring */
+    uint64_t received_vectors
+        [DEVICE_MAX_RANKS]; /* stamped: vectors that have come of a rank's, about */
+    uint64_t announcements[2][P2P_ANNOUNCE_WORDS][DEVICE_MAX_RANKS]; /* stamped */
 #endif
 } p2p_control;
 
 #define P2P_CONTROL_BYTES ((int64_t)(sizeof(p2p_control) + 127) / 128 * 128)
 
 /* Tokens of a rank that are few, of a group's ranks that have up to max_tokens. */
-static inline int64_t p2p_few_of(int64_t max_tokens)
+static inline int64_t p2p_lowlat_tokens(int64_t max_tokens)
 {
-    return max_tokens < P2P_FEW_TOKENS ? max_tokens : P2P_FEW_TOKENS;
+    return max_tokens < P2P_LOWLAT_TOKENS ? max_tokens : P2P_LOWLAT_TOKENS;
 }
 
 /* What travels fits one source's staging for at least one token of twice the widest row. */
@@ -163,8 +164,9 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
     h.records = h.scratch + device_round_up(max_row_bytes, 512);
     h.rows = h.records + device_round_up(2 * num_ranks * choices * 8, 512);
     h.ids = h.rows + device_round_up(2 * num_ranks * max_tokens * 8, 512);
-    h.escapes = h.ids + device_round_up(
-                            2 * num_ranks * p2p_few_of(max_tokens) * P2P_FEW_ID_WORDS * 8, 512);
+    h.escapes = h.ids + device_round_up(2 * num_ranks * p2p_lowlat_tokens(max_tokens) *
+                                            P2P_LOWLAT_ID_WORDS * 8,
+                                        512);
 #ifdef EPIC_HOSTS
     h.wants = h.escapes;
     h.sent = h.wants + device_round_up(2 * num_ranks * max_tokens * 8, 512);
@@ -173,7 +175,7 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
     h.floats = h.escapes + device_round_up(2 * peers * h.escape_words * 4, 512);
     h.parts = h.floats + device_round_up(2 * peers * choices * 4, 512);
 #ifdef EPIC_HOSTS
-    h.staging = h.parts; /* which lie apart, on the GPU */
+    h.staging = h.parts; /* which lie num_send_only_ctas, on the GPU */
 #else
     h.staging = h.parts + device_round_up(num_ranks * h.part_words * 4, 512);
 #endif

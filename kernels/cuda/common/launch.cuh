@@ -8,8 +8,8 @@
 
 /* Enqueues a kernel; `shared_bytes` is what dynamic_shared gives it. */
 template <class Kernel, class... Arguments>
-static cudaError_t enqueue(Kernel kernel, int ctas, int threads, int shared_bytes,
-                           cudaStream_t stream, const Arguments &...arguments)
+static cudaError_t launch_kernel(Kernel kernel, int ctas, int threads, int shared_bytes,
+                                 cudaStream_t stream, const Arguments &...arguments)
 {
     kernel<<<(unsigned)ctas, (unsigned)threads, (size_t)shared_bytes, stream>>>(arguments...);
     return cudaGetLastError();

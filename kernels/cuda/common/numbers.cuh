@@ -8,14 +8,14 @@
 
 #include "cuda/common/rows.cuh"
 
-__device__ __forceinline__ float number_at(const void *p, uint32_t type, int64_t i)
+__device__ __forceinline__ float load_number(const void *p, uint32_t type, int64_t i)
 {
     if (type == EPIC_BF16) return __bfloat162float(((const __nv_bfloat16 *)p)[i]);
     if (type == EPIC_F16) return __half2float(((const __half *)p)[i]);
     return ((const float *)p)[i];
 }
 
-__device__ __forceinline__ void put_number(void *p, uint32_t type, int64_t i, float x)
+__device__ __forceinline__ void store_number(void *p, uint32_t type, int64_t i, float x)
 {
     if (type == EPIC_BF16)
         ((__nv_bfloat16 *)p)[i] = __float2bfloat16_rn(x);
@@ -42,18 +42,18 @@ template <class T, int V>
 __device__ __forceinline__ void load_numbers(float (&x)[V], const void *p, int64_t i)
 {
     if constexpr (V == T::N)
-        T::unpack(((const uint4 *)p)[i / V], x);
+        T::unpack_floats(((const uint4 *)p)[i / V], x);
     else
-        x[0] = number_at(p, NUMBER_TYPE<T>, i);
+        x[0] = load_number(p, NUMBER_TYPE<T>, i);
 }
 
 template <class T, int V>
-__device__ __forceinline__ void put_numbers(void *p, int64_t i, const float (&x)[V])
+__device__ __forceinline__ void store_numbers(void *p, int64_t i, const float (&x)[V])
 {
     if constexpr (V == T::N)
-        ((uint4 *)p)[i / V] = T::pack(x);
+        ((uint4 *)p)[i / V] = T::pack_floats(x);
     else
-        put_number(p, NUMBER_TYPE<T>, i, x[0]);
+        store_number(p, NUMBER_TYPE<T>, i, x[0]);
 }
 
 #endif

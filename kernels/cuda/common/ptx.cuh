@@ -40,7 +40,7 @@ __device__ __forceinline__ uint4 load_relaxed(const uint4 *p)
 }
 
 /* Two words side by side, at a multiple of 16 bytes; each is whole. */
-__device__ __forceinline__ void load_two(const uint64_t *p, uint64_t &a, uint64_t &b)
+__device__ __forceinline__ void load_two_words(const uint64_t *p, uint64_t &a, uint64_t &b)
 {
     asm volatile("ld.relaxed.sys.global.v2.u64 {%0,%1}, [%2];"
                  : "=l"(a), "=l"(b)
@@ -85,7 +85,7 @@ __device__ __forceinline__ void store_release(uint32_t *p, uint32_t v)
 }
 
 /* An ordinary store that the compiler leaves in its place. */
-__device__ __forceinline__ void store_here(uint4 *p, uint4 v)
+__device__ __forceinline__ void store_in_place(uint4 *p, uint4 v)
 {
     asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z),
                  "r"(v.w)
@@ -196,7 +196,7 @@ __device__ __forceinline__ void store_shared(uint32_t p, uint32_t v)
 
 /* Bulk stores, of sm_90: one thread gives the SM's copy engine bytes of shared memory, whole vectors,
  * to bring to global memory in the background.  What threads wrote there needs a fence of theirs
- * (show_bulk) before.  A thread waits for its own stores, in groups. */
+ * (fence_bulk) before.  A thread waits for its own stores, in groups. */
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 #define BULK_ASM(...) asm volatile(__VA_ARGS__)
 #else
@@ -223,7 +223,7 @@ __device__ __forceinline__ void bulk_send(void *to, uint32_t from, uint32_t byte
 }
 
 /* To this rank's own staging. */
-__device__ __forceinline__ void bulk_here(void *to, uint32_t from, uint32_t bytes)
+__device__ __forceinline__ void bulk_store_local(void *to, uint32_t from, uint32_t bytes)
 {
     bulk_send(to, from, bytes);
 }
@@ -251,19 +251,19 @@ __device__ __forceinline__ void wait_bulk(void)
     BULK_ASM("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-__device__ __forceinline__ void show_bulk(void)
+__device__ __forceinline__ void fence_bulk(void)
 {
     BULK_ASM("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 /* Numbers that are to stay in registers, not to be made again from what they were made of. */
-template <int N> __device__ __forceinline__ void keep(float (&x)[N])
+template <int N> __device__ __forceinline__ void keep_in_registers(float (&x)[N])
 {
 #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i]));
 }
 
-__device__ __forceinline__ void keep(uint32_t &x)
+__device__ __forceinline__ void keep_in_registers(uint32_t &x)
 {
     asm volatile("" : "+r"(x));
 }

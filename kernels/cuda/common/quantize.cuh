@@ -14,7 +14,8 @@
 #define INFINITY_WORD 0x7f800000u
 #define NAN_SCALE 0x7fc00000u
 #define E4M3_LARGEST 448.0f
-#define SMALL_SCALE 0x1p-90f /* between these nothing that quotient() needs is subnormal */
+#define SMALL_SCALE \
+    0x1p-90f /* between these nothing that divide_rounded() needs is subnormal */
 #define LARGE_SCALE 0x1p100f
 
 template <int V, int N> struct Quantized {
@@ -22,20 +23,20 @@ template <int V, int N> struct Quantized {
     static constexpr int WORDS = V * WARP / LANES;   /* of scales of a piece */
     static constexpr int BYTES = V * WARP * N;       /* of e4m3 of a piece */
     uint32_t q[V][N / 4];                            /* this lane's elements */
-    uint32_t scales;                                 /* word number word() of the piece */
+    uint32_t scales;                                 /* word number word_index() of the piece */
 
     static __device__ __forceinline__ bool has_word()
     {
         return lane_id() % LANES < V;
     }
-    static __device__ __forceinline__ int word()
+    static __device__ __forceinline__ int word_index()
     {
         return lane_id() % LANES * (WARP / LANES) + lane_id() / LANES;
     }
 };
 
 /* Of N elements, as bits: those of floats without sign are ordered as the floats are, NaNs last. */
-template <int N> __device__ __forceinline__ uint32_t size_of(const float (&x)[N])
+template <int N> __device__ __forceinline__ uint32_t largest_size(const float (&x)[N])
 {
     float size = 0.0f;
 #pragma unroll
@@ -44,14 +45,14 @@ template <int N> __device__ __forceinline__ uint32_t size_of(const float (&x)[N]
 }
 
 /* The same of 16 elements of a 16-bit type. */
-template <class ROW> __device__ __forceinline__ uint32_t size_of(uint4 low, uint4 high)
+template <class ROW> __device__ __forceinline__ uint32_t largest_size(uint4 low, uint4 high)
 {
     const uint32_t w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
     uint32_t most = 0;
 #pragma unroll
     for (int i = 0; i < 8; i++) most = max_halves(most, w[i] & 0x7fff7fffu);
     float pair[8];
-    ROW::unpack(make_uint4(max(most & 0xffff, most >> 16), 0, 0, 0), pair);
+    ROW::unpack_floats(make_uint4(max(most & 0xffff, most >> 16), 0, 0, 0), pair);
     return __float_as_uint(pair[0]);
 }
 
@@ -82,7 +83,7 @@ __device__ __forceinline__ uint32_t find_largest(const float (&x)[V][N], uint32_
 {
     uint32_t own[V];
 #pragma unroll
-    for (int v = 0; v < V; v++) own[v] = size_of<N>(x[v]);
+    for (int v = 0; v < V; v++) own[v] = largest_size<N>(x[v]);
     return join_lanes<V, N>(own, how);
 }
 
@@ -145,14 +146,15 @@ __device__ __forceinline__ Divisor divisor_of(float s)
 /* x / s, rounded as a division, where nothing is subnormal.  SHORT: x has no more than 11 bits, as
  * what s was made of.  Then such a quotient is never so near to the middle of two floats beside
  * one of the middles of e4m3 that 2^-44 matters, and e4m3 of it is right without the last step. */
-template <bool SHORT> __device__ __forceinline__ float quotient(float x, const Divisor &d)
+template <bool SHORT> __device__ __forceinline__ float divide_rounded(float x, const Divisor &d)
 {
     const float q = __fmaf_rn(x, d.high, __fmul_rn(x, d.low));
     return SHORT ? q : __fmaf_rn(__fmaf_rn(q, d.s, -x), d.minus_r, q);
 }
 
 /* N elements of a block of 128.  Blocks of very small or large ones are first brought nearer to 1. */
-template <bool SHORT, int N> __device__ __forceinline__ void divide(float (&x)[N], float scale)
+template <bool SHORT, int N>
+__device__ __forceinline__ void divide_block(float (&x)[N], float scale)
 {
     float s = scale;
     if (!(s > SMALL_SCALE && s < LARGE_SCALE)) {
@@ -163,7 +165,7 @@ template <bool SHORT, int N> __device__ __forceinline__ void divide(float (&x)[N
     }
     const Divisor d = divisor_of(s);
 #pragma unroll
-    for (int i = 0; i < N; i++) x[i] = quotient<SHORT>(x[i], d);
+    for (int i = 0; i < N; i++) x[i] = divide_rounded<SHORT>(x[i], d);
 }
 
 /* Vector v of a piece, multiplied by the weight already; x is lost.  `mine`: of this lane's block.
@@ -174,7 +176,7 @@ __device__ __forceinline__ void quantize_vector(Quantized<V, N> &piece, int v, f
 {
     const float number = __shfl_sync(ALL_LANES, mine.number, lane_id() / V * V + v);
     if (how == EPIC_QUANTIZE_1X128) {
-        divide<SHORT>(x, number);
+        divide_block<SHORT>(x, number);
     } else {
 #pragma unroll
         for (int i = 0; i < N; i++) x[i] = __fmul_rn(x[i], number);
@@ -185,7 +187,7 @@ __device__ __forceinline__ void quantize_vector(Quantized<V, N> &piece, int v, f
 }
 
 template <int V, int N>
-__device__ __forceinline__ Quantized<V, N> quantize(float (&x)[V][N], uint32_t how)
+__device__ __forceinline__ Quantized<V, N> quantize_piece(float (&x)[V][N], uint32_t how)
 {
     Quantized<V, N> piece;
     const BlockScale mine = scale_of<V>(find_largest<V, N>(x, how), 1.0f, how);
@@ -235,7 +237,7 @@ __device__ __forceinline__ void store_quantized(const QuantizedRows &to, int32_t
                                                 uint64_t policy)
 {
     typedef Quantized<V, N> Piece;
-    const int32_t word = number * Piece::WORDS + Piece::word();
+    const int32_t word = number * Piece::WORDS + Piece::word_index();
     uint8_t *const scales = to.scales + (int64_t)slot * to.scale_bytes + word * 4;
     const int64_t left = to.scale_bytes - word * 4;
 #pragma unroll

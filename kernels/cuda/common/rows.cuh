@@ -120,7 +120,7 @@ __device__ __forceinline__ void zero_piece(uint8_t *row, int32_t first, const Ro
     store_piece<V, EXACT>(row, first, s, zeros, policy);
 }
 
-__device__ __forceinline__ uint4 poisoned()
+__device__ __forceinline__ uint4 poison_vector()
 {
     return make_uint4(POISON, POISON, POISON, POISON);
 }
@@ -131,15 +131,15 @@ __device__ __forceinline__ bool has_poison(uint4 q)
 }
 
 /* Results of arithmetic never are poison; a caller's NaN may be, and becomes another NaN. */
-__device__ __forceinline__ uint32_t other_nan(uint32_t word, uint32_t nan)
+__device__ __forceinline__ uint32_t replace_poison(uint32_t word, uint32_t nan)
 {
     return word == POISON ? nan : word;
 }
 
-__device__ __forceinline__ uint4 other_nans(uint4 q, uint32_t nan)
+__device__ __forceinline__ uint4 replace_poisons(uint4 q, uint32_t nan)
 {
-    return make_uint4(other_nan(q.x, nan), other_nan(q.y, nan), other_nan(q.z, nan),
-                      other_nan(q.w, nan));
+    return make_uint4(replace_poison(q.x, nan), replace_poison(q.y, nan),
+                      replace_poison(q.z, nan), replace_poison(q.w, nan));
 }
 
 /* Where this lane's part of a piece begins. */
@@ -150,7 +150,7 @@ __device__ __forceinline__ int64_t lane_offset(int32_t vector)
 
 /* Bytes of whole lines.  Rows begin at lines, mostly; copies of them to another place of a line in
  * shared memory take up to a fifth longer. */
-static constexpr int whole_lines(int bytes)
+static constexpr int round_up_to_lines(int bytes)
 {
     return (bytes + 127) / 128 * 128;
 }
@@ -159,13 +159,13 @@ static constexpr int whole_lines(int bytes)
  * what it has copied itself, so there is nothing to synchronize.  Pieces are used in the order in
  * which they are copied; AHEAD of them are on their way while one is in use: the ring is full then,
  * and the place that is used is the next to be filled. */
-template <int V, bool EXACT> struct Ring {
+template <int V, bool EXACT> struct PieceRing {
     static constexpr int AHEAD = V > 4 ? 2 : 3, PIECE_BYTES = V * WARP * 16;
     static constexpr int BYTES = (AHEAD + 1) * PIECE_BYTES;
     uint32_t memory; /* this lane's */
     uint32_t next = 0;
 
-    __device__ __forceinline__ explicit Ring(const void *warp_memory)
+    __device__ __forceinline__ explicit PieceRing(const void *warp_memory)
         : memory(shared_address(warp_memory) + lane_id() * 16)
     {
     }
@@ -185,7 +185,7 @@ template <int V, bool EXACT> struct Ring {
         }
     }
     /* After the copies of a piece, or none. */
-    __device__ __forceinline__ void filled_one()
+    __device__ __forceinline__ void commit_piece()
     {
         end_copies();
         next = next + PIECE_BYTES == BYTES ? 0 : next + PIECE_BYTES;
@@ -197,8 +197,8 @@ template <int V, bool EXACT> struct Ring {
     }
     /* The piece that is next in use, vectors [first, ...) of a row, once the AHEAD after it have
      * been begun; `fill` where the row has ended. */
-    __device__ __forceinline__ void use(uint4 (&q)[V], int32_t first, const RowShape &s,
-                                        uint32_t fill = 0)
+    __device__ __forceinline__ void read_piece(uint4 (&q)[V], int32_t first, const RowShape &s,
+                                               uint32_t fill = 0)
     {
         wait_copies<AHEAD>();
 #pragma unroll
@@ -230,7 +230,7 @@ template <class Units> __device__ __forceinline__ bool run_units(Units &&units)
 struct Bf16 {
     static constexpr int N = 8; /* elements of a vector */
     static constexpr uint32_t NAN_WORD = 0x7fff7fffu, MINUS_ZERO = 0x80008000u;
-    static __device__ __forceinline__ void unpack(uint4 q, float *x)
+    static __device__ __forceinline__ void unpack_floats(uint4 q, float *x)
     {
         const uint32_t w[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
@@ -239,22 +239,22 @@ struct Bf16 {
             x[2 * i + 1] = __uint_as_float(w[i] & 0xffff0000u);
         }
     }
-    static __device__ __forceinline__ uint32_t pack2(float low, float high)
+    static __device__ __forceinline__ uint32_t pack_pair(float low, float high)
     {
         const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
         return *(const uint32_t *)&pair;
     }
-    static __device__ __forceinline__ uint4 pack(const float *x)
+    static __device__ __forceinline__ uint4 pack_floats(const float *x)
     {
-        return make_uint4(pack2(x[0], x[1]), pack2(x[2], x[3]), pack2(x[4], x[5]),
-                          pack2(x[6], x[7]));
+        return make_uint4(pack_pair(x[0], x[1]), pack_pair(x[2], x[3]), pack_pair(x[4], x[5]),
+                          pack_pair(x[6], x[7]));
     }
 };
 
 struct F16 {
     static constexpr int N = 8;
     static constexpr uint32_t NAN_WORD = 0x7fff7fffu, MINUS_ZERO = 0x80008000u;
-    static __device__ __forceinline__ void unpack(uint4 q, float *x)
+    static __device__ __forceinline__ void unpack_floats(uint4 q, float *x)
     {
         const uint32_t w[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
@@ -264,29 +264,29 @@ struct F16 {
             x[2 * i + 1] = pair.y;
         }
     }
-    static __device__ __forceinline__ uint32_t pack2(float low, float high)
+    static __device__ __forceinline__ uint32_t pack_pair(float low, float high)
     {
         const __half2 pair = __floats2half2_rn(low, high);
         return *(const uint32_t *)&pair;
     }
-    static __device__ __forceinline__ uint4 pack(const float *x)
+    static __device__ __forceinline__ uint4 pack_floats(const float *x)
     {
-        return make_uint4(pack2(x[0], x[1]), pack2(x[2], x[3]), pack2(x[4], x[5]),
-                          pack2(x[6], x[7]));
+        return make_uint4(pack_pair(x[0], x[1]), pack_pair(x[2], x[3]), pack_pair(x[4], x[5]),
+                          pack_pair(x[6], x[7]));
     }
 };
 
 struct F32 {
     static constexpr int N = 4;
     static constexpr uint32_t NAN_WORD = 0x7fffffffu, MINUS_ZERO = 0x80000000u;
-    static __device__ __forceinline__ void unpack(uint4 q, float *x)
+    static __device__ __forceinline__ void unpack_floats(uint4 q, float *x)
     {
         x[0] = __uint_as_float(q.x);
         x[1] = __uint_as_float(q.y);
         x[2] = __uint_as_float(q.z);
         x[3] = __uint_as_float(q.w);
     }
-    static __device__ __forceinline__ uint4 pack(const float *x)
+    static __device__ __forceinline__ uint4 pack_floats(const float *x)
     {
         return make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]),
                           __float_as_uint(x[3]));
@@ -301,7 +301,7 @@ struct Stride { /* how far a warp's next unit lies; in shared memory */
     int step, role, span, roles, spans, units;
 
     /* `num_units` warps, the first ones, take part. */
-    __device__ void set(int num_units, int num_roles, int num_spans)
+    __device__ void set_strides(int num_units, int num_roles, int num_spans)
     {
         units = num_units;
         roles = num_roles;
@@ -315,17 +315,17 @@ struct Stride { /* how far a warp's next unit lies; in shared memory */
 #define NO_STEP (1 << 30) /* past the last one */
 
 /* A warp's walk over (step, role, span). */
-struct Walk {
+struct UnitWalk {
     int step, role, span;
 
-    __device__ __forceinline__ explicit Walk(const Stride &s)
+    __device__ __forceinline__ explicit UnitWalk(const Stride &s)
     {
         const int first = (blockIdx.x * blockDim.x + threadIdx.x) / WARP;
         span = first % s.spans;
         role = first / s.spans % s.roles;
         step = first < s.units ? first / s.spans / s.roles : NO_STEP;
     }
-    __device__ __forceinline__ void next(const Stride &s)
+    __device__ __forceinline__ void next_unit(const Stride &s)
     {
         span += s.span;
         role += s.role;
@@ -346,7 +346,7 @@ static inline int common_divisor(int a, int b)
 }
 
 /* Roles and spans of a token. */
-template <class Job> static inline int kinds_of(const Job &job, int roles, int vectors)
+template <class Job> static inline int units_per_token(const Job &job, int roles, int vectors)
 {
     const int64_t span_bytes = (int64_t)job.span * vectors * 512;
     return roles * (int)((job.row_bytes + span_bytes - 1) / span_bytes);
@@ -361,7 +361,7 @@ template <class Job> static inline int kinds_of(const Job &job, int roles, int v
  *              that can be: a warp that does one kind of work for some time runs ahead of the others
  *              or falls behind, and they wait for each other. */
 template <class Job>
-static inline void deal(Job &job, int num_sms, int block, int roles, int vectors)
+static inline void deal_units(Job &job, int num_sms, int block, int roles, int vectors)
 {
     const int warps = num_sms * (block / WARP),
               tokens = job.num_tokens > 1 ? job.num_tokens : 1;
@@ -375,7 +375,7 @@ static inline void deal(Job &job, int num_sms, int block, int roles, int vectors
     job.span = (int32_t)((pieces + spans - 1) / spans);
     const bool parts = spans > 1 && pieces > 5; /* of a long row: two pieces, never three */
     if (parts && job.span > 2) job.span = 2;
-    const int kinds = kinds_of(job, roles, vectors);
+    const int kinds = units_per_token(job, roles, vectors);
     int best = 0;
     job.units = warps;
     for (int units = warps; units > 0 && units > warps - kinds; units--) {

@@ -13,13 +13,14 @@
 
 #define WARP 32
 #define ALL_LANES 0xffffffffu
-#define GRACE_NS 20000000ull /* after the deadline, for who knows the culprit to say so first */
-#define TIME_TO_ASK 50u      /* between two reads of the host's memory, units of 1024 ns */
+#define REPORT_GRACE_NS \
+    20000000ull        /* after the deadline, for who knows the culprit to say so first */
+#define POLL_PAUSE 50u /* between two reads of the host's memory, units of 1024 ns */
 
 /* A wait that was given up: for whom, or -1, and where. */
-#define LOST(peer, phase) ((uint32_t)((peer) + 1) << 8 | (uint32_t)(phase))
+#define WAIT_ABORTED(peer, phase) ((uint32_t)((peer) + 1) << 8 | (uint32_t)(phase))
 
-struct Now { /* the running operation, in shared memory */
+struct OpState { /* the running operation, in shared memory */
     const p2p_self *self;
     uint8_t *heap;             /* this rank's */
     mutable uint64_t deadline; /* of this CTA's waits, unless something moves on this rank */
@@ -27,14 +28,14 @@ struct Now { /* the running operation, in shared memory */
     int32_t tokens, capacity, rows;    /* what this rank announces */
     uint32_t last;                     /* this CTA is the last to finish */
     uint32_t overlaps;                 /* as mark_running says */
-    mutable uint32_t lost;             /* LOST of a wait that was given up, 0: none */
+    mutable uint32_t aborted_wait;     /* WAIT_ABORTED of a wait that was given up, 0: none */
     uint8_t *inbox[DEVICE_MAX_RANKS];  /* staging of this rank that another writes */
     uint8_t *outbox[DEVICE_MAX_RANKS]; /* staging of another that this rank writes */
 #ifdef EPIC_HOSTS
     const uint8_t *slow;                 /* host memory where peers' words come, if they do, */
-    int64_t slow_bytes;                  /* so much, */
-    uint8_t *slow_box[DEVICE_MAX_RANKS]; /* and where there another's staging is */
-    uint8_t brings[DEVICE_MAX_RANKS];    /* who brings another's rows */
+    int64_t host_inbox_bytes;            /* so much, */
+    uint8_t *host_box[DEVICE_MAX_RANKS]; /* and where there another's staging is */
+    uint8_t relay[DEVICE_MAX_RANKS];     /* who brings another's rows */
 #endif
 };
 
@@ -49,7 +50,7 @@ __device__ __forceinline__ bool is_last_cta()
 }
 
 /* A rank counted past the last one. */
-__device__ __forceinline__ int wrap(int rank, int num_ranks)
+__device__ __forceinline__ int wrap_rank(int rank, int num_ranks)
 {
     return rank >= num_ranks ? rank - num_ranks : rank;
 }
@@ -61,35 +62,35 @@ __device__ __forceinline__ uint32_t epoch_after(uint32_t epoch)
     return epoch == 0xffffffffu ? 2 : epoch + 1;
 }
 
-__device__ __forceinline__ uint32_t parity(const Now &now)
+__device__ __forceinline__ uint32_t epoch_parity(const OpState &op)
 {
-    return now.epoch & 1;
+    return op.epoch & 1;
 }
 
-/* What follows reads the self that it is given: through now.self each word is a load, some 500 ns. */
+/* What follows reads the self that it is given: through op.self each word is a load, some 500 ns. */
 __device__ __forceinline__ p2p_control *control_of(const p2p_self &self)
 {
     return (p2p_control *)(self.heap[self.rank] + self.at.control);
 }
 
-__device__ __forceinline__ p2p_control *control_of(const Now &now)
+__device__ __forceinline__ p2p_control *control_of(const OpState &op)
 {
-    return (p2p_control *)(now.heap + now.self->at.control);
+    return (p2p_control *)(op.heap + op.self->at.control);
 }
 
-__device__ __forceinline__ uint64_t stamp(const Now &now, uint32_t value)
+__device__ __forceinline__ uint64_t stamp_word(const OpState &op, uint32_t value)
 {
-    return (uint64_t)now.epoch << 32 | value;
+    return (uint64_t)op.epoch << 32 | value;
 }
 
-__device__ __forceinline__ bool stamped(const Now &now, uint64_t word)
+__device__ __forceinline__ bool is_stamped(const OpState &op, uint64_t word)
 {
-    return (uint32_t)(word >> 32) == now.epoch;
+    return (uint32_t)(word >> 32) == op.epoch;
 }
 
 /* Where rank q stores what it tells this one.  hosts: ranks of this host store into the heap, this
  * one too; the net writes the inbox, which is laid out alike. */
-__device__ __forceinline__ uint8_t *heap_by(const p2p_self &self, int q)
+__device__ __forceinline__ uint8_t *inbox_base(const p2p_self &self, int q)
 {
 #ifdef EPIC_HOSTS
     if (!(self.near >> q & 1)) return self.inbox;
@@ -97,120 +98,122 @@ __device__ __forceinline__ uint8_t *heap_by(const p2p_self &self, int q)
     return self.heap[self.rank];
 }
 
-__device__ __forceinline__ uint8_t *heap_by(const Now &now, int q)
+__device__ __forceinline__ uint8_t *inbox_base(const OpState &op, int q)
 {
 #ifdef EPIC_HOSTS
-    if (!(now.self->near >> q & 1)) return now.self->inbox;
+    if (!(op.self->near >> q & 1)) return op.self->inbox;
 #endif
-    return now.heap;
+    return op.heap;
 }
 
-/* Where rank q says what is no data but is so now (waits, broken, gone).  hosts: that goes by the
+/* Where rank q says what is no data but is so op (waits, broken, gone).  hosts: that goes by the
  * net to every rank. */
 #ifdef EPIC_HOSTS
-__device__ __forceinline__ uint8_t *told_by(const Now &now, int q)
+__device__ __forceinline__ uint8_t *status_base(const OpState &op, int q)
 {
-    return q == now.self->rank ? now.heap : now.self->inbox;
+    return q == op.self->rank ? op.heap : op.self->inbox;
 }
 #else
-#define told_by(now, q) now.heap
+#define status_base(op, q) op.heap
 #endif
 
 /* The same in words of 8 bytes from this rank's heap, of what the first CTA keeps there for the others:
- * keep_counts. */
-__device__ __forceinline__ int64_t words_apart(const Now &now, int q)
+ * cache_counts. */
+__device__ __forceinline__ int64_t inbox_word_offset(const OpState &op, int q)
 {
-    return HOSTS && blockIdx.x == 0 ? (heap_by(now, q) - now.heap) / 8 : 0;
+    return HOSTS && blockIdx.x == 0 ? (inbox_base(op, q) - op.heap) / 8 : 0;
 }
 
 /* The same of rows: what comes by relays (net/relay.cuh), neighbours store. */
-__device__ __forceinline__ uint8_t *rows_by(const p2p_self &self, int q)
+__device__ __forceinline__ uint8_t *row_inbox_base(const p2p_self &self, int q)
 {
 #ifdef EPIC_HOSTS
     const bool relayed =
         self.operation == EPIC_OP_DISPATCH || self.operation == EPIC_OP_COMBINE_BACKWARD;
     if (self.local && relayed) return self.heap[self.rank];
 #endif
-    return heap_by(self, q);
+    return inbox_base(self, q);
 }
 
 /* For whom a wait for rank q's rows is: of what a relay has and does not hand on, q knows nothing. */
-__device__ __forceinline__ int who_brings(const Now &now, int q)
+__device__ __forceinline__ int relay_of(const OpState &op, int q)
 {
 #ifdef EPIC_HOSTS
-    return now.brings[q];
+    return op.relay[q];
 #else
     return q;
 #endif
 }
 
 /* hosts: is that host memory?  Each of its polls takes microseconds, and bandwidth from rows. */
-__device__ __forceinline__ bool is_slow(const Now &now, const void *at)
+__device__ __forceinline__ bool is_host_memory(const OpState &op, const void *at)
 {
 #ifdef EPIC_HOSTS
-    return (uint64_t)((const uint8_t *)at - now.slow) < (uint64_t)now.slow_bytes;
+    return (uint64_t)((const uint8_t *)at - op.slow) < (uint64_t)op.host_inbox_bytes;
 #else
     return false;
 #endif
 }
 
 /* One thread. */
-__device__ __forceinline__ void find_slow(const p2p_self &self, Now &now)
+__device__ __forceinline__ void find_host_inbox(const p2p_self &self, OpState &op)
 {
 #ifdef EPIC_HOSTS
-    now.slow = self.inbox;
-    now.slow_bytes = self.slow;
+    op.slow = self.inbox;
+    op.host_inbox_bytes = self.slow;
 #endif
 }
 
 /* What `rank` said to the rank that owns the heap. */
-__device__ __forceinline__ uint64_t *announcement(const p2p_self &self, const Now &now,
-                                                  uint8_t *heap, int rank)
+__device__ __forceinline__ uint64_t *announcement_words(const p2p_self &self, const OpState &op,
+                                                        uint8_t *heap, int rank)
 {
     return (uint64_t *)(heap + self.at.announce) +
-           (parity(now) * DEVICE_MAX_RANKS + rank) * P2P_ANNOUNCE_WORDS;
+           (epoch_parity(op) * DEVICE_MAX_RANKS + rank) * P2P_ANNOUNCE_WORDS;
 }
 
-__device__ __forceinline__ uint64_t *announcement(const Now &now, uint8_t *heap, int rank)
+__device__ __forceinline__ uint64_t *announcement_words(const OpState &op, uint8_t *heap,
+                                                        int rank)
 {
-    return announcement(*now.self, now, heap, rank);
+    return announcement_words(*op.self, op, heap, rank);
 }
 
 /* ------------------------------------------------------------------------------ failure ---- */
 
 /* hosts: reads of one place of host memory by many warps are served one after the other, 1.1 us
  * each.  So one asks for all: is it this thread's turn, `pause` units of 1024 ns after the last? */
-__device__ __forceinline__ bool may_ask(uint32_t *asked, uint32_t pause)
+__device__ __forceinline__ bool poll_permit(uint32_t *asked, uint32_t pause)
 {
     const uint32_t time = (uint32_t)(timer_ns() >> 10), before = load_relaxed(asked);
     return time - before >= pause && atomicCAS(asked, before, time) == before;
 }
 
 /* hosts: so that all here know. */
-__device__ __forceinline__ void keep_broken(const Now &now, uint64_t word)
+__device__ __forceinline__ void cache_broken(const OpState &op, uint64_t word)
 {
 #ifdef EPIC_HOSTS
-    if (word) store_relaxed(&control_of(now)->broken, word);
+    if (word) store_relaxed(&control_of(op)->broken, word);
 #endif
 }
 
 /* Writes the status, once, and tells the peers if it was this rank that found out. */
-static __device__ __noinline__ void report(const Now &now, uint64_t word, uint32_t theirs)
+static __device__ __noinline__ void report_failure(const OpState &op, uint64_t word,
+                                                   uint32_t theirs)
 {
-    const p2p_self &self = *now.self;
-    if (atomicCAS(&control_of(now)->claim, 0u, 1u) != 0) return;
+    const p2p_self &self = *op.self;
+    if (atomicCAS(&control_of(op)->claim, 0u, 1u) != 0) return;
     p2p_status *status = self.status;
     status->operation = self.operation;
-    status->epoch = now.epoch;
+    status->epoch = op.epoch;
     status->phase = word >> 8 & 15;
     status->reporter = word >> 12 & 0xff;
     status->culprits = (uint32_t)(word >> 32);
-    status->own_signature = now.signature;
+    status->own_signature = op.signature;
     status->peer_signature = theirs;
     status->deadline_ms = (uint32_t)(self.timeout_ns / 1000000);
     __threadfence_system();
     *(volatile uint32_t *)&status->result = word & 15;
-    keep_broken(now, word);
+    cache_broken(op, word);
 #pragma unroll 1
     for (int q = 0; q < self.num_ranks; q++)
         if (q == self.rank || (!HOSTS && (int)(word >> 12 & 0xff) == self.rank))
@@ -218,7 +221,8 @@ static __device__ __noinline__ void report(const Now &now, uint64_t word, uint32
 }
 
 /* Tells the host of an error in the data, which ends nothing. */
-static __device__ __noinline__ void notify(const p2p_self &self, const p2p_notice &said)
+static __device__ __noinline__ void report_data_error(const p2p_self &self,
+                                                      const p2p_notice &said)
 {
 #pragma unroll 1
     for (int i = 0; i < P2P_NOTICES; i++) {
@@ -235,53 +239,54 @@ static __device__ __noinline__ void notify(const p2p_self &self, const p2p_notic
 }
 
 /* hosts: the thread tells the peers. */
-__device__ __forceinline__ void mirror_waits(const Now &now, uint64_t said)
+__device__ __forceinline__ void publish_waits(const OpState &op, uint64_t said)
 {
 #ifdef EPIC_HOSTS
-    store_relaxed(&now.self->ring.words->waits, said);
+    store_relaxed(&op.self->ring.words->waits, said);
 #endif
 }
 
 /* For whom a rank says that it waits, as the rank that owns the heap has heard. */
-__device__ __forceinline__ uint64_t *waits_of(const Now &now, uint8_t *heap, int rank)
+__device__ __forceinline__ uint64_t *waits_address(const OpState &op, uint8_t *heap, int rank)
 {
-    return (uint64_t *)(heap + now.self->at.waits) + rank;
+    return (uint64_t *)(heap + op.self->at.waits) + rank;
 }
 
 /* The same as bits; 0: it has not said so in this epoch. */
-__device__ __forceinline__ uint32_t told_waits(const Now &now, int rank)
+__device__ __forceinline__ uint32_t read_waits(const OpState &op, int rank)
 {
-    const uint64_t said = load_relaxed(waits_of(now, told_by(now, rank), rank));
-    return stamped(now, said) ? (uint32_t)said : 0;
+    const uint64_t said = load_relaxed(waits_address(op, status_base(op, rank), rank));
+    return is_stamped(op, said) ? (uint32_t)said : 0;
 }
 
 /* Tells every rank for whom this one, late in the operation, waits: it is not at fault itself.
  * 0: for nobody any more. */
-static __device__ void tell_waits(const Now &now, uint32_t peers)
+static __device__ void write_waits(const OpState &op, uint32_t peers)
 {
-    const p2p_self &self = *now.self;
+    const p2p_self &self = *op.self;
 #pragma unroll 1
     for (int q = 0; q < self.num_ranks; q++)
         if (!HOSTS || q == self.rank)
-            store_relaxed(waits_of(now, self.heap[q], self.rank), stamp(now, peers));
-    mirror_waits(now, stamp(now, peers));
+            store_relaxed(waits_address(op, self.heap[q], self.rank), stamp_word(op, peers));
+    publish_waits(op, stamp_word(op, peers));
 }
 
 /* Who keeps the group waiting: every rank that has not announced this epoch; or of those that were
  * waited for, those they wait for, and so on, the ones that wait for nobody. */
-static __device__ uint32_t culprits(const Now &now, uint32_t awaited)
+static __device__ uint32_t find_culprits(const OpState &op, uint32_t awaited)
 {
-    const int num_ranks = now.self->num_ranks, own = now.self->rank;
+    const int num_ranks = op.self->num_ranks, own = op.self->rank;
     uint32_t missing = 0, waiting = 0, late = awaited;
 #pragma unroll 1
     for (int q = 0; q < num_ranks; q++)
-        if (q != own && !stamped(now, load_relaxed(announcement(now, heap_by(now, q), q))))
+        if (q != own &&
+            !is_stamped(op, load_relaxed(announcement_words(op, inbox_base(op, q), q))))
             missing |= 1u << q;
     if (missing) return missing;
 #pragma unroll 1
     for (int i = 0; i < num_ranks * num_ranks; i++) {
         const int q = i % num_ranks;
-        const uint32_t its = late >> q & 1 ? told_waits(now, q) : 0;
+        const uint32_t its = late >> q & 1 ? read_waits(op, q) : 0;
         if (its) waiting |= 1u << q;
         late |= its;
     }
@@ -291,65 +296,66 @@ static __device__ uint32_t culprits(const Now &now, uint32_t awaited)
 
 /* Ranks whose processes have died, as the host tells.  A read of its memory takes microseconds, and a
  * thousand warps that wait for a late peer take milliseconds for theirs: so one reads for all. */
-static __device__ uint32_t dead_ranks(const Now &now)
+static __device__ uint32_t read_dead_ranks(const OpState &op)
 {
-    p2p_control *control = control_of(now);
-    const uint32_t time = (uint32_t)(timer_ns() >> 10), asked = load_relaxed(&control->asked);
-    if (time - asked > TIME_TO_ASK && atomicCAS(&control->asked, asked, time) == asked)
-        store_relaxed(&control->dead, load_relaxed(&now.self->status->dead));
+    p2p_control *control = control_of(op);
+    const uint32_t time = (uint32_t)(timer_ns() >> 10),
+                   asked = load_relaxed(&control->dead_polled_at);
+    if (time - asked > POLL_PAUSE && atomicCAS(&control->dead_polled_at, asked, time) == asked)
+        store_relaxed(&control->dead, load_relaxed(&op.self->status->dead));
     return load_relaxed(&control->dead);
 }
 
 /* What has ended the operation but its deadline, as a word of `broken`; 0: nothing. */
-__device__ __forceinline__ uint64_t find_end(const Now &now, int phase, uint32_t &theirs)
+__device__ __forceinline__ uint64_t find_failure(const OpState &op, int phase, uint32_t &theirs)
 {
-    const p2p_self &self = *now.self;
-    uint64_t word = load_relaxed((const uint64_t *)(now.heap + self.at.broken));
+    const p2p_self &self = *op.self;
+    uint64_t word = load_relaxed((const uint64_t *)(op.heap + self.at.broken));
 #ifdef EPIC_HOSTS
     if (!word) word = load_relaxed((const uint64_t *)(self.inbox + self.at.broken));
 #endif
 #pragma unroll 1
     for (int q = 0; q < self.num_ranks && !word; q++) {
-        const uint64_t said = load_relaxed(announcement(now, heap_by(now, q), q));
-        if (!stamped(now, said) || (uint32_t)said == now.signature) continue;
+        const uint64_t said = load_relaxed(announcement_words(op, inbox_base(op, q), q));
+        if (!is_stamped(op, said) || (uint32_t)said == op.signature) continue;
         theirs = (uint32_t)said;
         word = P2P_BROKEN(EPIC_EMISMATCH, self.operation, self.rank, phase, 1u << q);
     }
-    const uint32_t dead = dead_ranks(now);
+    const uint32_t dead = read_dead_ranks(op);
 #pragma unroll 1
     for (int q = 0; q < self.num_ranks && !word; q++) {
         const uint64_t gone =
-            load_relaxed((const uint64_t *)(told_by(now, q) + self.at.gone) + q);
-        if (gone ? (int32_t)(now.epoch - (uint32_t)gone) > 0 : dead >> q & 1)
+            load_relaxed((const uint64_t *)(status_base(op, q) + self.at.gone) + q);
+        if (gone ? (int32_t)(op.epoch - (uint32_t)gone) > 0 : dead >> q & 1)
             word = P2P_BROKEN(EPIC_EPEER, self.operation, self.rank, phase, 1u << q);
     }
     return word;
 }
 
-#ifndef SPINS_TO_ASK
-#define SPINS_TO_ASK 256u /* between two questions of a spin */
+#ifndef SPINS_PER_CHECK
+#define SPINS_PER_CHECK 256u /* between two questions of a spin */
 #endif
 
 /* The clock of a device goes on while the host's process is stopped (Ctrl-Z, a frozen container), and
  * with it often all others, which then launch nothing.  So a deadline ends only when the host has shown
- * that it ran after it.  If the host was stopped meanwhile, the deadline starts anew: `moved` is now.
+ * that it ran after it.  If the host was stopped meanwhile, the deadline starts anew: `moved` is op.
  * Returns true if deadlines up to `deadline` have passed.  One thread of the rank asks for all, as
  * reads of host memory take microseconds. */
-static __device__ bool host_ran_after(const Now &now, uint64_t deadline, uint64_t time)
+static __device__ bool has_host_run_after(const OpState &op, uint64_t deadline, uint64_t time)
 {
-    p2p_control *control = control_of(now);
-    if (may_ask(&control->late_asked, TIME_TO_ASK)) {
-        const uint64_t awake = load_relaxed(&now.self->status->awake);
+    p2p_control *control = control_of(op);
+    if (poll_permit(&control->awake_polled_at, POLL_PAUSE)) {
+        const uint64_t awake = load_relaxed(&op.self->status->awake);
         const uint32_t beat = (uint32_t)awake, stops = (uint32_t)(awake >> 32);
         const uint64_t due = load_relaxed(&control->due);
         if (!awake) { /* no thread beats: the device's clock alone counts */
             store_relaxed(&control->overdue, time);
-        } else if (stops != load_relaxed(&control->stops)) {
-            const uint32_t put_off = load_relaxed(&control->put_off);
-            store_relaxed(&control->stops, stops);
+        } else if (stops != load_relaxed(&control->host_stops)) {
+            const uint32_t num_postponed = load_relaxed(&control->num_postponed);
+            store_relaxed(&control->host_stops, stops);
             store_relaxed(&control->due, (uint64_t)0);
-            store_relaxed(&control->put_off, put_off + 1);
-            if (put_off < P2P_PUT_OFF_LIMIT) store_relaxed(&control->moved, time);
+            store_relaxed(&control->num_postponed, num_postponed + 1);
+            if (num_postponed < P2P_POSTPONE_LIMIT) store_relaxed(&control->progress_ns, time);
         } else if (!due) {
             store_relaxed(&control->due_beat, beat);
             store_relaxed(&control->due, time);
@@ -363,90 +369,91 @@ static __device__ bool host_ran_after(const Now &now, uint64_t deadline, uint64_
 
 /* Late, as this CTA knows: is it too late?  What has moved elsewhere on this rank puts the deadline
  * off. */
-static __device__ __noinline__ bool too_late(const Now &now, int peer)
+static __device__ __noinline__ bool is_too_late(const OpState &op, int peer)
 {
-    const p2p_self &self = *now.self;
-    const uint64_t time = timer_ns(), moved = load_relaxed(&control_of(now)->moved);
-    const uint64_t deadline = max(now.deadline, moved + self.timeout_ns);
-    const uint32_t told = told_waits(now, self.rank);
-    now.deadline = deadline;
-    if (time > deadline) return host_ran_after(now, deadline, time);
+    const p2p_self &self = *op.self;
+    const uint64_t time = timer_ns(), moved = load_relaxed(&control_of(op)->progress_ns);
+    const uint64_t deadline = max(op.deadline, moved + self.timeout_ns);
+    const uint32_t told = read_waits(op, self.rank);
+    op.deadline = deadline;
+    if (time > deadline) return has_host_run_after(op, deadline, time);
     if (time <= deadline - self.timeout_ns / 4) {
-        if (told) tell_waits(now, 0);
+        if (told) write_waits(op, 0);
     } else if (peer >= 0 && peer != self.rank && !(told >> peer & 1)) {
-        tell_waits(now, told | 1u << peer);
+        write_waits(op, told | 1u << peer);
     }
     return false;
 }
 
 /* The same, for a spin: it has time. */
-__device__ __forceinline__ bool has_ended(const Now &now, int phase)
+__device__ __forceinline__ bool has_failed(const OpState &op, int phase)
 {
     uint32_t theirs;
 #ifdef EPIC_HOSTS
-    p2p_control *control = control_of(now);
+    p2p_control *control = control_of(op);
     if (load_relaxed(&control->broken)) return true;
-    if (!may_ask(&control->asked_end, TIME_TO_ASK)) return false;
-    const uint64_t word = find_end(now, phase, theirs);
-    keep_broken(now, word);
+    if (!poll_permit(&control->failure_polled_at, POLL_PAUSE)) return false;
+    const uint64_t word = find_failure(op, phase, theirs);
+    cache_broken(op, word);
     return word != 0;
 #else
-    return find_end(now, phase, theirs) != 0;
+    return find_failure(op, phase, theirs) != 0;
 #endif
 }
 
 /* Polled by a spin from time to time: has the group failed, or the deadline passed?  `fresh`: the
  * first poll of a wait, so the wait before it has ended and something has moved, unless one was given
  * up here.  The diagnosis is left to the end of the CTA, so that spinning warps need few registers. */
-static __device__ __noinline__ bool hopeless(const Now &now, int peer, int phase, bool fresh)
+static __device__ __noinline__ bool wait_should_abort(const OpState &op, int peer, int phase,
+                                                      bool fresh)
 {
-    const p2p_self &self = *now.self;
+    const p2p_self &self = *op.self;
     const uint64_t time = timer_ns();
-    if (fresh && !now.lost) {
-        store_relaxed(&control_of(now)->moved, time);
-        store_relaxed(&control_of(now)->put_off, 0u);
+    if (fresh && !op.aborted_wait) {
+        store_relaxed(&control_of(op)->progress_ns, time);
+        store_relaxed(&control_of(op)->num_postponed, 0u);
     }
-    const bool late = time > now.deadline - self.timeout_ns / 4;
-    const bool over = (late && too_late(now, peer)) || has_ended(now, phase);
-    if (over) atomicMax(&now.lost, LOST(peer, phase));
+    const bool late = time > op.deadline - self.timeout_ns / 4;
+    const bool over = (late && is_too_late(op, peer)) || has_failed(op, phase);
+    if (over) atomicMax(&op.aborted_wait, WAIT_ABORTED(peer, phase));
     return over;
 }
 
 /* One thread: what ended the operation.  If it is the deadline and this wait was for no peer, who
  * knows the culprit may say so first; then those count that others here have waited for. */
-static __device__ __noinline__ void tell_end(const Now &now)
+static __device__ __noinline__ void report_aborted_wait(const OpState &op)
 {
-    const p2p_self &self = *now.self;
-    const int peer = (int)(now.lost >> 8) - 1, phase = now.lost & 255;
+    const p2p_self &self = *op.self;
+    const int peer = (int)(op.aborted_wait >> 8) - 1, phase = op.aborted_wait & 255;
     for (;;) {
-        const bool late = timer_ns() > now.deadline + GRACE_NS;
-        uint32_t theirs = 0, awaited = late ? told_waits(now, self.rank) : 0;
+        const bool late = timer_ns() > op.deadline + REPORT_GRACE_NS;
+        uint32_t theirs = 0, awaited = late ? read_waits(op, self.rank) : 0;
         if (peer >= 0 && peer != self.rank) awaited = 1u << peer;
-        uint64_t word = find_end(now, phase, theirs);
-        const uint32_t guilty = word ? 0 : culprits(now, awaited);
+        uint64_t word = find_failure(op, phase, theirs);
+        const uint32_t guilty = word ? 0 : find_culprits(op, awaited);
         if (guilty || (late && !word))
             word = P2P_BROKEN(EPIC_ETIMEOUT, self.operation, self.rank, phase, guilty);
-        if (word) return report(now, word, theirs);
+        if (word) return report_failure(op, word, theirs);
     }
 }
 
-#ifndef EAGER
-#define EAGER 0 /* 1: latency is all, and nothing else wants the memory */
+#ifndef LOW_LATENCY
+#define LOW_LATENCY 0 /* 1: latency is all, and nothing else wants the memory */
 #endif
 #ifndef SPINS_TO_SLEEP
-#define SPINS_TO_SLEEP (EAGER ? 64u : 4u)
+#define SPINS_TO_SLEEP (LOW_LATENCY ? 64u : 4u)
 #endif
 
 /* Spins until `ready`, which is the same on all lanes of the warp.  false: the group is broken.
  * `peer`: each lane's, for whom it waits as `ready` may say, or -1. */
 template <class Ready>
-__device__ __forceinline__ bool wait_until(const Now &now, const int &peer, int phase,
-                                           Ready ready)
+__device__ __forceinline__ bool wait_warp(const OpState &op, const int &peer, int phase,
+                                          Ready ready)
 {
     for (uint32_t spins = 1; !ready(); spins++) {
         if (spins > SPINS_TO_SLEEP) __nanosleep(min(spins * 20, 400u));
-        if (spins % SPINS_TO_ASK == 0 &&
-            __any_sync(ALL_LANES, hopeless(now, peer, phase, spins == SPINS_TO_ASK)))
+        if (spins % SPINS_PER_CHECK == 0 &&
+            __any_sync(ALL_LANES, wait_should_abort(op, peer, phase, spins == SPINS_PER_CHECK)))
             return false;
     }
     return true;
@@ -454,12 +461,13 @@ __device__ __forceinline__ bool wait_until(const Now &now, const int &peer, int 
 
 /* The same for one thread. */
 template <class Ready>
-__device__ __forceinline__ bool wait_alone(const Now &now, const int &peer, int phase,
-                                           Ready ready)
+__device__ __forceinline__ bool wait_thread(const OpState &op, const int &peer, int phase,
+                                            Ready ready)
 {
     for (uint32_t spins = 1; !ready(); spins++) {
         if (spins > SPINS_TO_SLEEP) __nanosleep(min(spins * 20, 400u));
-        if (spins % SPINS_TO_ASK == 0 && hopeless(now, peer, phase, spins == SPINS_TO_ASK))
+        if (spins % SPINS_PER_CHECK == 0 &&
+            wait_should_abort(op, peer, phase, spins == SPINS_PER_CHECK))
             return false;
     }
     return true;

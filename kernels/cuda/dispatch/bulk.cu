@@ -24,13 +24,13 @@ struct Unit {
     }
 };
 
-__device__ __forceinline__ int32_t token_of(const Strings &m, const Unit &unit)
+__device__ __forceinline__ int32_t token_of(const PackedMove &m, const Unit &unit)
 {
     return m.first + unit.step - (unit.is_own() ? 0 : m.job.lag);
 }
 
 /* Does it lie in the round, which ends before `end`? */
-__device__ __forceinline__ bool is_in(const Strings &m, const Unit &unit, int32_t end)
+__device__ __forceinline__ bool is_in(const PackedMove &m, const Unit &unit, int32_t end)
 {
     const int32_t token = token_of(m, unit);
     return token >= m.first && token < (unit.is_own() ? min(end, m.job.num_tokens) : end);
@@ -39,7 +39,7 @@ __device__ __forceinline__ bool is_in(const Strings &m, const Unit &unit, int32_
 /* The warps of a CTA take its units as they come, in order, as some have more work than others.  Of
  * so many units in a row as there are CTAs each has one, another one each time. */
 template <bool FLAT>
-__device__ __forceinline__ Unit take_unit(const Strings &m, int *turns, int32_t end)
+__device__ __forceinline__ Unit take_unit(const PackedMove &m, int *turns, int32_t end)
 {
     const int ctas = (int)gridDim.x, ranks = m.job.plan.self.num_ranks;
     int turn = 0;
@@ -57,25 +57,25 @@ __device__ __forceinline__ Unit take_unit(const Strings &m, int *turns, int32_t 
 
 /* Does it say already that the token has no row here? */
 template <bool FLAT>
-__device__ __forceinline__ bool is_absent(const Strings &m, uint64_t record)
+__device__ __forceinline__ bool is_absent(const PackedMove &m, uint64_t record)
 {
-    if (!m.made) return !__any_sync(ALL_LANES, (int32_t)record >= 0);
+    if (!m.has_new_plan) return !__any_sync(ALL_LANES, (int32_t)record >= 0);
     const bool absent =
-        stamped(m.now, record) && ((uint32_t)record & ~RECORD_LAST) == RECORD_ABSENT;
+        is_stamped(m.op, record) && ((uint32_t)record & ~RECORD_LAST) == RECORD_ABSENT;
     return __any_sync(ALL_LANES, absent);
 }
 
 /* Begins to copy the unit's string to its place. */
-template <class Given, bool FLAT>
-__device__ __forceinline__ void begin_copy(const Strings &m, const Unit &unit, int32_t end,
+template <class OwnPiece, bool FLAT>
+__device__ __forceinline__ void begin_copy(const PackedMove &m, const Unit &unit, int32_t end,
                                            uint32_t place)
 {
     if (is_in(m, unit, end)) {
         const int32_t token = token_of(m, unit);
-        if (unit.is_own() && Given::QUANTIZED)
-            prefetch_given(m, token);
+        if (unit.is_own() && OwnPiece::QUANTIZED)
+            prefetch_own(m, token);
         else if (unit.is_own())
-            copy_given(m, token, place);
+            copy_own(m, token, place);
         else if (!is_absent<FLAT>(m, unit.record))
             copy_staged(m, rank_of_role(m.job.plan.self, unit.role), token, place);
     }
@@ -84,12 +84,13 @@ __device__ __forceinline__ void begin_copy(const Strings &m, const Unit &unit, i
 
 /* The weights of a token's slots, or what lies by row, after the rows have been given away. */
 template <bool FLAT>
-__device__ __forceinline__ bool take_weights(const Strings &m, int rank, int source,
-                                             int32_t token, const int32_t (&slot)[2],
-                                             const Beside &beside, uint32_t weight)
+__device__ __forceinline__ bool receive_weights(const PackedMove &m, int rank, int source,
+                                                int32_t token, const int32_t (&slot)[2],
+                                                const FlatExtras &extras, uint32_t weight)
 {
     if (FLAT)
-        return take_beside(m, rank, source, token, __shfl_sync(ALL_LANES, slot[0], 0), beside);
+        return receive_extras(m, rank, source, token, __shfl_sync(ALL_LANES, slot[0], 0),
+                              extras);
     if (!m.job.weights) return true;
     if (!receive_weight(m, rank, source, token, 0, slot[0], weight)) return false;
     if (!__any_sync(ALL_LANES, slot[1] >= 0)) return true;
@@ -98,7 +99,7 @@ __device__ __forceinline__ bool take_weights(const Strings &m, int rank, int sou
 }
 
 /* A string that is in its place, and shown, to its slots here. */
-__device__ __forceinline__ void fill_all_slots(const Strings &m, const int32_t (&slot)[2],
+__device__ __forceinline__ void fill_all_slots(const PackedMove &m, const int32_t (&slot)[2],
                                                uint32_t place)
 {
     bulk_to_slots(m, slot[0], place);
@@ -107,219 +108,227 @@ __device__ __forceinline__ void fill_all_slots(const Strings &m, const int32_t (
 
 /* The string of this rank's token, whose copy is there, is made ready for bulk stores.  true: it has
  * special words. */
-template <class Given>
-__device__ __forceinline__ bool make_string(const Strings &m, int32_t token, uint32_t place)
+template <class OwnPiece>
+__device__ __forceinline__ bool prepare_packed(const PackedMove &m, int32_t token,
+                                               uint32_t place)
 {
     bool special;
-    if (Given::QUANTIZED) {
+    if (OwnPiece::QUANTIZED) {
         special = quantize_row(m, token, place);
-        show_place();
+        fence_place();
     } else {
-        special = look<false>(m, place).special;
+        special = scan_packed<false>(m, place).special;
     }
     return __any_sync(ALL_LANES, special) != 0;
 }
 
 /* This rank's token to its peers, and as soon as it is known where to its slots. */
-template <class Given, bool FLAT>
-__device__ __forceinline__ bool give_string(const Strings &m, int32_t token, const Unit &unit,
-                                            uint32_t place)
+template <class OwnPiece, bool FLAT>
+__device__ __forceinline__ bool send_own_packed(const PackedMove &m, int32_t token,
+                                                const Unit &unit, uint32_t place)
 {
     const int rank = m.job.plan.self.rank;
-    constexpr bool besides = FLAT;
+    constexpr bool with_extras = FLAT;
     int32_t slot[2];
     uint32_t weight = 0;
-    Beside beside;
+    FlatExtras extras;
     const uint32_t peers = choose_peers(m, token, m.job.weights != NULL, unit.choice);
-    const bool special = peers && make_string<Given>(m, token, place);
+    const bool special = peers && prepare_packed<OwnPiece>(m, token, place);
     if (!special) bulk_to_peers(m, token, peers, place);
     if (!find_slots<FLAT>(m, rank, token, true, unit.record, slot)) return false;
     const bool here = __any_sync(ALL_LANES, slot[0] >= 0) != 0;
-    if (here && !peers) make_string<Given>(m, token, place);
-    if (here && besides) beside = peek_beside(m, rank, 0, token, 0);
-    if (here && !besides && m.job.weights) weight = peek_weight(m, rank, 0, token, 0, slot[0]);
+    if (here && !peers) prepare_packed<OwnPiece>(m, token, place);
+    if (here && with_extras) extras = peek_extras(m, rank, 0, token, 0);
+    if (here && !with_extras && m.job.weights)
+        weight = peek_weight(m, rank, 0, token, 0, slot[0]);
     if (here) fill_all_slots(m, slot, place);
-    if (special) send_special<Given::QUANTIZED>(m, token, peers, place);
-    return !here || take_weights<FLAT>(m, rank, 0, token, slot, beside, weight);
+    if (special) send_special<OwnPiece::QUANTIZED>(m, token, peers, place);
+    return !here || receive_weights<FLAT>(m, rank, 0, token, slot, extras, weight);
 }
 
 /* A peer's token to its slots. */
-template <class Given, bool FLAT>
-__device__ __forceinline__ bool receive_string(const Strings &m, int32_t token,
-                                               const Unit &unit, const Places &places)
+template <class OwnPiece, bool FLAT>
+__device__ __forceinline__ bool receive_packed(const PackedMove &m, int32_t token,
+                                               const Unit &unit, const BulkPlaces &places)
 {
-    const uint32_t place = places.at(places.used);
+    const uint32_t place = places.place_address(places.used);
     const int source = unit.role - 1;
     const int rank = rank_of_role(m.job.plan.self, unit.role);
     int32_t slot[2];
     uint32_t weight = 0;
-    Beside beside;
+    FlatExtras extras;
     if (!find_slots<FLAT>(m, rank, token, true, unit.record, slot)) return false;
     if (!__any_sync(ALL_LANES, slot[0] >= 0)) return true;
     if (FLAT)
-        beside = peek_beside(m, rank, source, token, 0);
+        extras = peek_extras(m, rank, source, token, 0);
     else if (m.job.weights)
         weight = peek_weight(m, rank, source, token, 0, slot[0]);
-    Found found = look<Given::QUANTIZED>(m, place);
+    ScanResult found = scan_packed<OwnPiece::QUANTIZED>(m, place);
     if (__any_sync(ALL_LANES, found.missing)) {
-        if (!wait_for_string(m, rank, token, place)) return false;
-        found = look<Given::QUANTIZED>(m, place);
-        show_place();
+        if (!wait_packed(m, rank, token, place)) return false;
+        found = scan_packed<OwnPiece::QUANTIZED>(m, place);
+        fence_place();
     }
     if (__any_sync(ALL_LANES, found.special)) {
-        if (!restore_string<Given::QUANTIZED>(m, rank, source, token, place)) return false;
-        show_place();
+        if (!restore_special_words<OwnPiece::QUANTIZED>(m, rank, source, token, place))
+            return false;
+        fence_place();
     }
     fill_all_slots(m, slot, place);
     bulk_restore(m, rank, token, places);
-    return take_weights<FLAT>(m, rank, source, token, slot, beside, weight);
+    return receive_weights<FLAT>(m, rank, source, token, slot, extras, weight);
 }
 
-struct Progress { /* of a warp in a round */
-    int32_t end;  /* of its tokens */
-    bool heard;   /* how many tokens each rank has */
+struct RoundProgress { /* of a warp in a round */
+    int32_t end;       /* of its tokens */
+    bool has_counts;   /* how many tokens each rank has */
     int slab_bits;
 };
 
 /* Before anything of peers, and before padding: until then this rank's own tokens may leave. */
-__device__ __forceinline__ bool hear_first(Strings &m, Progress &p)
+__device__ __forceinline__ bool read_counts_once(PackedMove &m, RoundProgress &p)
 {
-    if (!p.heard && !hear_tokens(m)) return false;
-    p.heard = true;
+    if (!p.has_counts && !read_token_counts(m)) return false;
+    p.has_counts = true;
     p.end = min(p.end, m.most_tokens);
     return true;
 }
 
 /* The padding that goes along with this rank's token. */
-__device__ __forceinline__ bool pad_beside(Strings &m, int32_t token, Progress &p,
-                                           const Places &places)
+__device__ __forceinline__ bool pad_with_token(PackedMove &m, int32_t token, RoundProgress &p,
+                                               const BulkPlaces &places)
 {
-    if (!hear_first(m, p)) return false;
-    if (p.slab_bits == NOT_KNOWN && !find_slabs(m, p.slab_bits)) return false;
+    if (!read_counts_once(m, p)) return false;
+    if (p.slab_bits == NOT_KNOWN && !find_padding_slabs(m, p.slab_bits)) return false;
     if (p.slab_bits >= 0 && token < p.end)
-        each_pad(m.plan, p.slab_bits, token, m.most_tokens,
-                 [&](int32_t slot) { bulk_padding(m, slot, places); });
+        for_each_padding_slot(m.plan, p.slab_bits, token, m.most_tokens,
+                              [&](int32_t slot) { bulk_padding(m, slot, places); });
     return true;
 }
 
-template <class Given, bool FLAT>
-__device__ __forceinline__ bool move_unit(Strings &m, const Unit &unit, Progress &p,
-                                          const Places &places)
+template <class OwnPiece, bool FLAT>
+__device__ __forceinline__ bool move_unit(PackedMove &m, const Unit &unit, RoundProgress &p,
+                                          const BulkPlaces &places)
 {
     const int32_t token = token_of(m, unit);
     if (unit.is_own()) {
         if (is_in(m, unit, p.end) &&
-            !give_string<Given, FLAT>(m, token, unit, places.at(places.used)))
+            !send_own_packed<OwnPiece, FLAT>(m, token, unit, places.place_address(places.used)))
             return false;
-        return pad_beside(m, token, p, places);
+        return pad_with_token(m, token, p, places);
     }
     if (token < m.first) return true;
-    if (!hear_first(m, p)) return false;
-    return token >= p.end || receive_string<Given, FLAT>(m, token, unit, places);
+    if (!read_counts_once(m, p)) return false;
+    return token >= p.end || receive_packed<OwnPiece, FLAT>(m, token, unit, places);
 }
 
 /* One round: tokens [m.first, end) of every rank. */
-template <class Given, bool FLAT>
-__device__ __forceinline__ bool move_tokens(Strings &m, int32_t end, Places &places, int *turns)
+template <class OwnPiece, bool FLAT>
+__device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, BulkPlaces &places,
+                                            int *turns)
 {
-    Progress p = {end, !m.made, NOT_KNOWN};
+    RoundProgress p = {end, !m.has_new_plan, NOT_KNOWN};
     bool ok = true;
     if ((int)threadIdx.x / WARP >= m.job.warps) return true;
     Unit unit = take_unit<FLAT>(m, turns, p.end);
-    begin_copy<Given, FLAT>(m, unit, p.end, places.at(places.used));
+    begin_copy<OwnPiece, FLAT>(m, unit, p.end, places.place_address(places.used));
     while (ok && m.first + unit.step - m.job.lag < p.end) {
         const Unit next = take_unit<FLAT>(m, turns, p.end);
         places.wait_free();
-        begin_copy<Given, FLAT>(m, next, p.end, places.at(places.after()));
+        begin_copy<OwnPiece, FLAT>(m, next, p.end, places.place_address(places.next_place()));
         wait_copies<1>();
-        show_place();
-        ok = move_unit<Given, FLAT>(m, unit, p, places);
+        fence_place();
+        ok = move_unit<OwnPiece, FLAT>(m, unit, p, places);
         if (lane_id() == 0) end_bulk();
-        places.used = places.after();
+        places.used = places.next_place();
         unit = next;
     }
     return ok;
 }
 
-template <class Given, bool FLAT>
-__device__ __forceinline__ bool move_rounds(Strings &m, Now &now, const uint8_t *memory,
+template <class OwnPiece, bool FLAT>
+__device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const uint8_t *memory,
                                             int *turns)
 {
-    Places places(m, memory, (int)threadIdx.x / WARP);
+    BulkPlaces places(m, memory, (int)threadIdx.x / WARP);
     const int64_t round_tokens =
         m.job.plan.self.at.source_bytes / ((int64_t)m.shape.vectors * 16);
     const int32_t most = m.most_tokens;
     for (m.first = 0;; m.first += (int32_t)round_tokens) {
-        const bool last = m.made || m.first + round_tokens >= most;
+        const bool last = m.has_new_plan || m.first + round_tokens >= most;
         const int32_t end = last ? most : m.first + (int32_t)round_tokens;
-        const bool moved = move_tokens<Given, FLAT>(m, end, places, turns);
+        const bool moved = move_tokens<OwnPiece, FLAT>(m, end, places, turns);
         wait_copies<0>();
         wait_bulk();
-        show_place();
+        fence_place();
         if (!moved) return false;
         if (last) return true;
-        if (!next_round(now)) return false;
+        if (!next_round(op)) return false;
         if (threadIdx.x == 0) *turns = 0;
         __syncthreads();
     }
 }
 
 /* All CTAs: the padding of the slabs, when there are few tokens. */
-__device__ __forceinline__ bool pad_all(Strings &m, const uint8_t *memory)
+__device__ __forceinline__ bool pad_all(PackedMove &m, const uint8_t *memory)
 {
-    const Places places(m, memory, 0);
+    const BulkPlaces places(m, memory, 0);
     if (m.plan.header.alignment <= 1) return true;
-    if (m.made && !hear_tokens(m)) return false;
-    if (pads_beside(m.plan, m.stride, m.most_tokens)) return true;
-    if (m.made && !wait_for_plan(m)) return false;
+    if (m.has_new_plan && !read_token_counts(m)) return false;
+    if (pads_with_tokens(m.plan, m.stride, m.most_tokens)) return true;
+    if (m.has_new_plan && !wait_for_plan(m)) return false;
     const int warps = (int)(grid_threads() / WARP), warp = (int)(grid_thread() / WARP);
     if (header_of(m)->result == EPIC_OK)
-        each_pad_piece(m.plan, header_of(m)->owned, 1, warp, warps,
-                       [&](int32_t slot, int) { bulk_padding(m, slot, places); });
+        for_each_padding_piece(m.plan, header_of(m)->owned, 1, warp, warps,
+                               [&](int32_t slot, int) { bulk_padding(m, slot, places); });
     end_bulk();
     wait_bulk();
     return true;
 }
 
-template <class Given, bool MADE, bool FLAT>
+template <class OwnPiece, bool WITH_PLAN, bool FLAT>
 __global__ void __launch_bounds__(BLOCK, 1)
     dispatch_bulk_kernel(const __grid_constant__ p2p_dispatch_job job)
 {
     uint8_t *const memory = (uint8_t *)dynamic_shared();
-    __shared__ Now now;
-    __shared__ Plan plan;
+    __shared__ OpState op;
+    __shared__ PlanView plan;
     __shared__ Planner planner;
     __shared__ Stride stride;
     __shared__ int turns;
     const p2p_self &self = job.plan.self;
-    const RowShape shape = string_shape(job, true);
-    if (threadIdx.x == 0) stride.set(job.units, self.num_ranks, 1);
+    const RowShape shape = packed_shape(job, true);
+    if (threadIdx.x == 0) stride.set_strides(job.units, self.num_ranks, 1);
     if (threadIdx.x == 0) turns = 0;
-    open_plan<MADE>(plan, job);
-    if (!begin(now, self, MADE ? 0 : (uint32_t)plan.header.id, job.num_tokens,
-               job.plan.capacity, job.recv_rows))
+    open_plan<WITH_PLAN>(plan, job);
+    if (!begin_operation(op, self, WITH_PLAN ? 0 : (uint32_t)plan.header.id, job.num_tokens,
+                         job.plan.capacity, job.recv_rows))
         return;
-    bool ok = make_own_plan<MADE, FLAT>(planner, job, now, memory);
-    fill_stamps(memory);
-    Move move = {{job, now, plan, stride, shape, policy_once(), 0, (int)plan.header.top_k}};
-    move.made = MADE;
+    bool ok = make_own_plan<WITH_PLAN, FLAT>(planner, job, op, memory);
+    fill_constants(memory);
+    DispatchMove move = {
+        {job, op, plan, stride, shape, policy_once(), 0, (int)plan.header.top_k}};
+    move.has_new_plan = WITH_PLAN;
     move.tokens_of = job.num_tokens; /* this rank's, until the others' are heard */
-    if (!MADE)
+    if (!WITH_PLAN)
         move.tokens_of = lane_id() < self.num_ranks ? plan.header.tokens_of[lane_id()] : 0;
-    move.most_tokens = MADE ? (int32_t)self.max_tokens : plan.most_tokens;
-    Strings m = {move};
-    describe_strings(m, 1);
-    if (ok && (MADE || plan.header.result == EPIC_OK))
-        ok = move_rounds<Given, FLAT>(m, now, memory, &turns) && pad_all(m, memory);
-    if (ok && job.zero_tail && plan.good) ok = clear_tail<FLAT>(m);
-    if (finish(now) && ok) clear_all<FLAT>(m);
+    move.most_tokens = WITH_PLAN ? (int32_t)self.max_tokens : plan.most_tokens;
+    PackedMove m = {move};
+    describe_packed(m, 1);
+    if (ok && (WITH_PLAN || plan.header.result == EPIC_OK))
+        ok = move_rounds<OwnPiece, FLAT>(m, op, memory, &turns) && pad_all(m, memory);
+    if (ok && job.zero_tail && plan.is_valid) ok = clear_tail<FLAT>(m);
+    if (finish_operation(op) && ok) clear_all<FLAT>(m);
 }
 
-static const Kernel kernels[] = {
-    dispatch_bulk_kernel<Joined, false, false>, dispatch_bulk_kernel<Joined, true, false>,
-    dispatch_bulk_kernel<Made, false, false>,   dispatch_bulk_kernel<Made, true, false>,
-    dispatch_bulk_kernel<Joined, false, true>,  dispatch_bulk_kernel<Joined, true, true>,
-    dispatch_bulk_kernel<Made, false, true>,    dispatch_bulk_kernel<Made, true, true>};
+static const Kernel kernels[] = {dispatch_bulk_kernel<JoinedPiece, false, false>,
+                                 dispatch_bulk_kernel<JoinedPiece, true, false>,
+                                 dispatch_bulk_kernel<QuantizedPiece, false, false>,
+                                 dispatch_bulk_kernel<QuantizedPiece, true, false>,
+                                 dispatch_bulk_kernel<JoinedPiece, false, true>,
+                                 dispatch_bulk_kernel<JoinedPiece, true, true>,
+                                 dispatch_bulk_kernel<QuantizedPiece, false, true>,
+                                 dispatch_bulk_kernel<QuantizedPiece, true, true>};
 
 extern "C" cudaError_t p2p_load_dispatch_bulk(void)
 {
@@ -327,14 +336,14 @@ extern "C" cudaError_t p2p_load_dispatch_bulk(void)
     return load_kernels(kernels, planning > BULK_MEMORY ? planning : BULK_MEMORY);
 }
 
-/* Strings that fit a CTA's memory at once. */
+/* PackedMove that fit a CTA's memory at once. */
 static int64_t places_of(const p2p_dispatch_job &job)
 {
-    const int64_t bytes = p2p_string_bytes(job.row_bytes, job.scale_bytes);
-    return (BULK_MEMORY - 2 * STAMP_BYTES) / ((bytes + 127) / 128 * 128);
+    const int64_t bytes = p2p_packed_bytes(job.row_bytes, job.scale_bytes);
+    return (BULK_MEMORY - 2 * CONSTANT_BYTES) / ((bytes + 127) / 128 * 128);
 }
 
-extern "C" int p2p_goes_in_bulk(const p2p_dispatch_job *job)
+extern "C" int p2p_can_dispatch_bulk(const p2p_dispatch_job *job)
 {
     return job->bulk && job->aligned && job->scale_bytes && job->scales_aligned &&
            job->scale_bytes % 16 == 0 && places_of(*job) >= 8 &&
@@ -343,7 +352,7 @@ extern "C" int p2p_goes_in_bulk(const p2p_dispatch_job *job)
 
 /* Warps that move strings, each with room for two at least, and how far receiving stays behind;
  * measured, docs/lab/cuda.md.  Quantizing takes more warps, and receiving waits the longer. */
-static void deal_strings(p2p_dispatch_job &job, int num_sms)
+static void deal_packed(p2p_dispatch_job &job, int num_sms)
 {
     const int places = (int)places_of(job), tokens = job.num_tokens;
     const int wanted = (job.plan.planners ? 924 : 800) / num_sms, least = job.quantize ? 10 : 7;
@@ -363,13 +372,13 @@ extern "C" cudaError_t p2p_launch_dispatch_bulk(const p2p_dispatch_job *job, int
                                                 cudaStream_t stream)
 {
     p2p_dispatch_job copy = *job;
-    deal_strings(copy, num_sms);
+    deal_packed(copy, num_sms);
     if (copy.plan.planners > num_sms) copy.plan.planners = num_sms;
     const int planning = copy.plan.planners ? planner_bytes_of(copy.plan) : 0;
     const Kernel kernel =
         kernels[(job->flat != 0) * 4 + (job->quantize != 0) * 2 + (copy.plan.planners > 0)];
-    return enqueue(kernel, num_sms, BLOCK, planning > BULK_MEMORY ? planning : BULK_MEMORY,
-                   stream, copy);
+    return launch_kernel(kernel, num_sms, BLOCK,
+                         planning > BULK_MEMORY ? planning : BULK_MEMORY, stream, copy);
 }
 
 #else
@@ -379,7 +388,7 @@ extern "C" cudaError_t p2p_load_dispatch_bulk(void)
     return cudaSuccess;
 }
 
-extern "C" int p2p_goes_in_bulk(const p2p_dispatch_job *)
+extern "C" int p2p_can_dispatch_bulk(const p2p_dispatch_job *)
 {
     return 0;
 }

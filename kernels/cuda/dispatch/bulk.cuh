@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Strings (dispatch/packed.cuh) that move whole: a warp has a few places in shared memory, each for one; a
+/* PackedMove (dispatch/packed.cuh) that move whole: a warp has a few places in shared memory, each for one; a
  * string comes there by copies of all lanes, or is quantized there, and leaves by bulk stores, which
  * one lane begins and the SM's copy engine does.
  *
@@ -7,7 +7,7 @@
  *     tokens -> registers, quantized ----------+-> place -> bulk stores -> staging of peers, slots
  *
  * So a string costs a warp the same instructions however many slots it has, and nobody waits for
- * stores but who needs the place again.  Beside the places lie vectors of zeros, for padding, and of
+ * stores but who needs the place again.  FlatExtras the places lie vectors of zeros, for padding, and of
  * poison, for staging. */
 #ifndef EPIC_BULK_CUH
 #define EPIC_BULK_CUH
@@ -15,27 +15,27 @@
 #include "cuda/dispatch/packed_slots.cuh"
 
 #define BULK_MEMORY (216 << 10) /* of a CTA */
-#define STAMP_BYTES 2048        /* of zeros, and of poison */
+#define CONSTANT_BYTES 2048     /* of zeros, and of poison */
 
-struct Places {            /* of a warp */
+struct BulkPlaces {        /* of a warp */
     uint32_t first, bytes; /* shared addresses; of each */
     uint32_t zeros, poison;
     int count, used; /* which one is in use */
 
-    __device__ __forceinline__ Places(const Strings &m, const void *memory, int warp)
+    __device__ __forceinline__ BulkPlaces(const PackedMove &m, const void *memory, int warp)
     {
         zeros = shared_address(memory);
-        poison = zeros + STAMP_BYTES;
+        poison = zeros + CONSTANT_BYTES;
         bytes = (uint32_t)(m.shape.vectors + 7) / 8 * 128; /* whole lines */
         count = m.job.places;
-        first = poison + STAMP_BYTES + (uint32_t)(warp * count) * bytes;
+        first = poison + CONSTANT_BYTES + (uint32_t)(warp * count) * bytes;
         used = 0;
     }
-    __device__ __forceinline__ int after() const
+    __device__ __forceinline__ int next_place() const
     {
         return used + 1 == count ? 0 : used + 1;
     }
-    __device__ __forceinline__ uint32_t at(int place) const
+    __device__ __forceinline__ uint32_t place_address(int place) const
     {
         return first + (uint32_t)place * bytes;
     }
@@ -56,26 +56,27 @@ struct Places {            /* of a warp */
 };
 
 /* Every thread of a CTA. */
-static __device__ void fill_stamps(const void *memory)
+static __device__ void fill_constants(const void *memory)
 {
     const uint32_t zeros = shared_address(memory);
-    for (uint32_t at = threadIdx.x * 16; at < 2 * STAMP_BYTES; at += blockDim.x * 16)
-        store_shared(zeros + at, at < STAMP_BYTES ? make_uint4(0, 0, 0, 0) : poisoned());
-    show_bulk();
+    for (uint32_t at = threadIdx.x * 16; at < 2 * CONSTANT_BYTES; at += blockDim.x * 16)
+        store_shared(zeros + at,
+                     at < CONSTANT_BYTES ? make_uint4(0, 0, 0, 0) : poison_vector());
+    fence_bulk();
     __syncthreads();
 }
 
 /* What the warp wrote to its places is there for bulk stores. */
-__device__ __forceinline__ void show_place(void)
+__device__ __forceinline__ void fence_place(void)
 {
-    show_bulk();
+    fence_bulk();
     __syncwarp();
 }
 
 /* ----------------------------------------------------------------------- strings in places ---- */
 
 /* Begins to copy the token's string, the caller's row and second row. */
-__device__ __forceinline__ void copy_given(const Strings &m, int32_t token, uint32_t place)
+__device__ __forceinline__ void copy_own(const PackedMove &m, int32_t token, uint32_t place)
 {
     const p2p_dispatch_job &job = m.job;
     const uint8_t *const row = job.tokens + row_offset(token, m.shape);
@@ -86,44 +87,45 @@ __device__ __forceinline__ void copy_given(const Strings &m, int32_t token, uint
 }
 
 /* The same row comes to the L2, to be quantized soon. */
-__device__ __forceinline__ void prefetch_given(const Strings &m, int32_t token)
+__device__ __forceinline__ void prefetch_own(const PackedMove &m, int32_t token)
 {
     if (lane_id() == 0)
-        bulk_prefetch(m.job.tokens + row_offset(token, m.given), (uint32_t)m.given.row_bytes);
+        bulk_prefetch(m.job.tokens + row_offset(token, m.own_shape),
+                      (uint32_t)m.own_shape.row_bytes);
 }
 
 /* The same with a staged one. */
-__device__ __forceinline__ void copy_staged(const Strings &m, int rank, int32_t token,
+__device__ __forceinline__ void copy_staged(const PackedMove &m, int rank, int32_t token,
                                             uint32_t place)
 {
-    const uint4 *staged = staged_in(m.now.inbox[rank], token - m.first, m.shape.vectors);
+    const uint4 *staged = staged_row(m.op.inbox[rank], token - m.first, m.shape.vectors);
     for (int32_t v = lane_id(); v < m.shape.vectors; v += WARP)
         copy_again(place + v * 16, staged + v);
 }
 
 /* Quantizes the token's row.  true, if this lane has made a word of scales that is poison. */
-__device__ __forceinline__ bool quantize_row(const Strings &m, int32_t token, uint32_t place)
+__device__ __forceinline__ bool quantize_row(const PackedMove &m, int32_t token, uint32_t place)
 {
     const uint32_t row_end = (uint32_t)m.row_vectors * 16;
     const uint32_t end = (uint32_t)m.shape.vectors * 16;
     bool special = false;
     uint4 next[V], after[V]; /* what is loaded takes longer than quantizing a piece */
-    Made::load_raw(m, token, 0, next);
-    Made::load_raw(m, token, 1, after);
+    QuantizedPiece::load_raw(m, token, 0, next);
+    QuantizedPiece::load_raw(m, token, 1, after);
 #pragma unroll 1
-    for (int i = 0; i < m.given.pieces; i++) {
+    for (int i = 0; i < m.own_shape.pieces; i++) {
         uint4 raw[V];
-        Made piece;
+        QuantizedPiece piece;
 #pragma unroll
         for (int v = 0; v < V; v++) raw[v] = next[v], next[v] = after[v];
-        Made::load_raw(m, token, i + 2, after);
+        QuantizedPiece::load_raw(m, token, i + 2, after);
         piece.make_raw(m, raw);
 #pragma unroll
         for (int v = 0; v < 2; v++) {
-            const uint32_t at = (uint32_t)Made::row_at(i, v);
-            if (at < row_end) store_shared(place + at, piece.sixteen(v));
+            const uint32_t at = (uint32_t)QuantizedPiece::row_at(i, v);
+            if (at < row_end) store_shared(place + at, piece.vector_of_run(v));
         }
-        const uint32_t word = row_end + (uint32_t)Made::scales_at(i);
+        const uint32_t word = row_end + (uint32_t)QuantizedPiece::scales_at(i);
         if (!Sixteens::has_word() || word >= end) continue;
         store_shared(place + word, piece.e.scales);
         special |= piece.e.scales == E8M0_NANS;
@@ -133,7 +135,7 @@ __device__ __forceinline__ bool quantize_row(const Strings &m, int32_t token, ui
 
 /* Calls change(q, v) for this lane's vectors of a piece, and stores what it makes of them. */
 template <class Change>
-__device__ __forceinline__ void change_piece(const Strings &m, uint32_t place, int piece,
+__device__ __forceinline__ void change_piece(const PackedMove &m, uint32_t place, int piece,
                                              Change change)
 {
     const int32_t vector = piece * V * WARP + lane_id();
@@ -151,22 +153,22 @@ __device__ __forceinline__ void change_piece(const Strings &m, uint32_t place, i
             store_shared(place + (vector + v * WARP) * 16, q[v]);
 }
 
-struct Found { /* in a string, by this lane */
+struct ScanResult { /* in a string, by this lane */
     bool missing, special;
 };
 
 /* Looks for words that have not come, and for those that are special: NaNs; or with QUANTIZED words
  * of e8m0 that would be poison. */
 template <bool QUANTIZED>
-__device__ __forceinline__ Found look(const Strings &m, uint32_t place)
+__device__ __forceinline__ ScanResult scan_packed(const PackedMove &m, uint32_t place)
 {
-    Found found = {false, false};
+    ScanResult found = {false, false};
 #pragma unroll 4
     for (int32_t v = lane_id(); v < m.shape.vectors; v += WARP) {
         const uint4 q = load_shared(place + v * 16);
         found.missing |= has_poison(q);
         if (!QUANTIZED)
-            found.special |= is_special(q);
+            found.special |= needs_escape(q);
         else if (v >= m.row_vectors)
             found.special |= q.x == E8M0_STAND_IN || q.y == E8M0_STAND_IN ||
                              q.z == E8M0_STAND_IN || q.w == E8M0_STAND_IN;
@@ -175,24 +177,24 @@ __device__ __forceinline__ Found look(const Strings &m, uint32_t place)
 }
 
 /* Waits for what was missing of a staged string. */
-__device__ __forceinline__ bool wait_for_string(const Strings &m, int rank, int32_t token,
-                                                uint32_t place)
+__device__ __forceinline__ bool wait_packed(const PackedMove &m, int rank, int32_t token,
+                                            uint32_t place)
 {
-    const uint4 *staged = staged_in(m.now.inbox[rank], token - m.first, m.shape.vectors);
+    const uint4 *staged = staged_row(m.op.inbox[rank], token - m.first, m.shape.vectors);
     bool ok = true;
 #pragma unroll 1
     for (int i = 0; i < m.shape.pieces && ok; i++)
         change_piece(m, place, i, [&](uint4(&q)[V]) {
-            ok = take_piece<V, false>(m.now, who_brings(m.now, rank), staged, i * V * WARP,
-                                      m.shape.vectors, true, q);
+            ok = receive_piece<V, false>(m.op, relay_of(m.op, rank), staged, i * V * WARP,
+                                         m.shape.vectors, true, q);
         });
     return ok;
 }
 
 /* The special words of a string that has come as they were. */
 template <bool QUANTIZED>
-__device__ __forceinline__ bool restore_string(const Strings &m, int rank, int source,
-                                               int32_t token, uint32_t place)
+__device__ __forceinline__ bool restore_special_words(const PackedMove &m, int rank, int source,
+                                                      int32_t token, uint32_t place)
 {
     bool ok = true;
 #pragma unroll 1
@@ -201,8 +203,8 @@ __device__ __forceinline__ bool restore_string(const Strings &m, int rank, int s
             if (QUANTIZED)
                 restore_nans(m, i * V * WARP, q);
             else
-                ok &= unhide_poison<V>(m.now, who_brings(m.now, rank), q,
-                                       escapes_at(m, m.now.heap, source, token, i));
+                ok &= unhide_poison<V>(m.op, relay_of(m.op, rank), q,
+                                       escapes_at(m, m.op.heap, source, token, i));
         });
     return ok;
 }
@@ -211,38 +213,38 @@ __device__ __forceinline__ bool restore_string(const Strings &m, int rank, int s
 
 /* One lane: a place full of the same bytes, to memory that is longer. */
 template <class Store>
-__device__ __forceinline__ void stamp_all(uint8_t *to, int64_t bytes, Store store)
+__device__ __forceinline__ void store_constant(uint8_t *to, int64_t bytes, Store store)
 {
-    for (int64_t at = 0; at < bytes; at += STAMP_BYTES)
-        store(to + at, (uint32_t)min(bytes - at, (int64_t)STAMP_BYTES));
+    for (int64_t at = 0; at < bytes; at += CONSTANT_BYTES)
+        store(to + at, (uint32_t)min(bytes - at, (int64_t)CONSTANT_BYTES));
 }
 
 /* The string to the staging of these peers. */
-__device__ __forceinline__ void bulk_to_peers(const Strings &m, int32_t token, uint32_t peers,
-                                              uint32_t place)
+__device__ __forceinline__ void bulk_to_peers(const PackedMove &m, int32_t token,
+                                              uint32_t peers, uint32_t place)
 {
     if (lane_id()) return;
-    each_peer(m, token, peers, [&](int, int, uint4 *staged) {
+    for_each_peer(m, token, peers, [&](int, int, uint4 *staged) {
         bulk_send(staged, place, (uint32_t)m.shape.vectors * 16);
     });
 }
 
 /* Second rows that a warp stores at once go by its lanes: to the copy engine each costs as much as a
  * kilobyte. */
-__device__ __forceinline__ bool scales_by_lanes(const Strings &m)
+__device__ __forceinline__ bool scales_by_lanes(const PackedMove &m)
 {
     return m.job.scale_bytes <= WARP * 16;
 }
 
 /* A second row, of which this lane has q. */
-__device__ __forceinline__ void store_scales(const Strings &m, int32_t slot, uint4 q)
+__device__ __forceinline__ void store_scales(const PackedMove &m, int32_t slot, uint4 q)
 {
     const int64_t at = (int64_t)slot * m.job.scale_bytes + lane_id() * 16;
     if (lane_id() * 16 < m.job.scale_bytes) store_once(m.job.recv_scales + at, q, m.policy);
 }
 
 /* The string to the slots of the lanes. */
-__device__ __forceinline__ void bulk_to_slots(const Strings &m, int32_t slot, uint32_t place)
+__device__ __forceinline__ void bulk_to_slots(const PackedMove &m, int32_t slot, uint32_t place)
 {
     const p2p_dispatch_job &job = m.job;
     const uint32_t row_bytes = (uint32_t)job.row_bytes;
@@ -250,7 +252,7 @@ __device__ __forceinline__ void bulk_to_slots(const Strings &m, int32_t slot, ui
     uint4 q = make_uint4(0, 0, 0, 0);
     if (by_lanes && lane_id() * 16 < job.scale_bytes)
         q = load_shared(place + row_bytes + lane_id() * 16);
-    each_slot(m, slot, [&](int32_t to) {
+    for_each_slot(m, slot, [&](int32_t to) {
         if (by_lanes) store_scales(m, to, q);
         if (lane_id()) return;
         bulk_once(job.recv + row_offset(to, m.shape), place, row_bytes, m.policy);
@@ -260,8 +262,8 @@ __device__ __forceinline__ void bulk_to_slots(const Strings &m, int32_t slot, ui
     });
 }
 
-__device__ __forceinline__ void bulk_padding(const Strings &m, int32_t slot,
-                                             const Places &places)
+__device__ __forceinline__ void bulk_padding(const PackedMove &m, int32_t slot,
+                                             const BulkPlaces &places)
 {
     const p2p_dispatch_job &job = m.job;
     const auto store = [&](uint8_t *to, uint32_t bytes) {
@@ -270,25 +272,27 @@ __device__ __forceinline__ void bulk_padding(const Strings &m, int32_t slot,
     if ((uint32_t)slot >= (uint32_t)job.recv_rows) return;
     if (scales_by_lanes(m)) store_scales(m, slot, make_uint4(0, 0, 0, 0));
     if (lane_id()) return;
-    stamp_all(job.recv + row_offset(slot, m.shape), job.row_bytes, store);
+    store_constant(job.recv + row_offset(slot, m.shape), job.row_bytes, store);
     if (!scales_by_lanes(m))
-        stamp_all(job.recv_scales + (int64_t)slot * job.scale_bytes, job.scale_bytes, store);
+        store_constant(job.recv_scales + (int64_t)slot * job.scale_bytes, job.scale_bytes,
+                       store);
     if (job.slot_weights) job.slot_weights[slot] = 0.0f;
 }
 
 /* The staging of a string that has been taken is poison again. */
-__device__ __forceinline__ void bulk_restore(const Strings &m, int rank, int32_t token,
-                                             const Places &places)
+__device__ __forceinline__ void bulk_restore(const PackedMove &m, int rank, int32_t token,
+                                             const BulkPlaces &places)
 {
     if (lane_id()) return;
-    uint8_t *staged = (uint8_t *)staged_in(m.now.inbox[rank], token - m.first, m.shape.vectors);
-    stamp_all(staged, (int64_t)m.shape.vectors * 16,
-              [&](uint8_t *to, uint32_t bytes) { bulk_here(to, places.poison, bytes); });
+    uint8_t *staged = (uint8_t *)staged_row(m.op.inbox[rank], token - m.first, m.shape.vectors);
+    store_constant(staged, (int64_t)m.shape.vectors * 16, [&](uint8_t *to, uint32_t bytes) {
+        bulk_store_local(to, places.poison, bytes);
+    });
 }
 
 /* Sends a string with special words, changed so that none is poison; its place is lost. */
 template <bool QUANTIZED>
-__device__ __forceinline__ void send_special(const Strings &m, int32_t token, uint32_t peers,
+__device__ __forceinline__ void send_special(const PackedMove &m, int32_t token, uint32_t peers,
                                              uint32_t place)
 {
     const p2p_self &self = m.job.plan.self;
@@ -311,13 +315,13 @@ __device__ __forceinline__ void send_special(const Strings &m, int32_t token, ui
             }
         });
         if (!mask) continue;
-        each_peer(m, token, peers, [&](int rank, int distance, uint4 *) {
+        for_each_peer(m, token, peers, [&](int rank, int distance, uint4 *) {
             uint32_t *escape =
                 escapes_at(m, self.heap[rank], self.num_ranks - 1 - distance, token, i);
             store_relaxed(escape + lane_id(), mask);
         });
     }
-    show_place();
+    fence_place();
     bulk_to_peers(m, token, peers, place);
 }
 

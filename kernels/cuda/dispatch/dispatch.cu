@@ -28,23 +28,23 @@
 #include "cuda/dispatch/relay.cuh"
 
 /* The pieces that a warp's units need, in their order, on their way through the ring. */
-template <bool EXACT> struct Feed {
-    typedef Ring<V, EXACT> Pieces;
-    const Move &m;
+template <bool EXACT> struct PieceFeed {
+    typedef PieceRing<V, EXACT> Pieces;
+    const DispatchMove &m;
     Pieces ring;
-    Walk walk;           /* the unit whose pieces are being copied, */
+    UnitWalk walk;       /* the unit whose pieces are being copied, */
     const uint8_t *from; /* this lane's part of the next one, NULL: there is none, */
     int32_t vector;      /* its first vector */
     int32_t left;        /* pieces of the unit that are not copied yet */
     int32_t end;         /* the token that the round ends before */
 
-    __device__ __forceinline__ Feed(const Move &move, const Walk &first, int32_t round_end,
-                                    const uint8_t *memory)
+    __device__ __forceinline__ PieceFeed(const DispatchMove &move, const UnitWalk &first,
+                                         int32_t round_end, const uint8_t *memory)
         : m(move), ring(memory), walk(first), end(round_end)
     {
-        open();
+        open_unit();
     }
-    __device__ __forceinline__ void open()
+    __device__ __forceinline__ void open_unit()
     {
         const p2p_self &self = m.job.plan.self;
         const int32_t token = token_of(m, walk);
@@ -52,13 +52,13 @@ template <bool EXACT> struct Feed {
         const bool staged = role > 0 && role < self.num_ranks;
         const uint8_t *row = m.job.tokens + row_offset(token, m.shape);
         if (staged)
-            row = (const uint8_t *)staged_in(m.now.inbox[rank_of_role(self, role)],
-                                             token - m.first, m.shape.vectors);
+            row = (const uint8_t *)staged_row(m.op.inbox[rank_of_role(self, role)],
+                                              token - m.first, m.shape.vectors);
         vector = first_piece(m, walk) * V * WARP;
         left = pieces_of(m, walk);
         from = token < (staged ? end : min(end, m.job.num_tokens)) ? row + lane_offset(vector)
                                                                    : NULL;
-        if (hands_on(m, walk) || (staged && is_slow(m.now, row))) from = NULL;
+        if (is_forward_role(m, walk) || (staged && is_host_memory(m.op, row))) from = NULL;
     }
     __device__ __forceinline__ void copy_next()
     {
@@ -67,18 +67,18 @@ template <bool EXACT> struct Feed {
             from += Pieces::PIECE_BYTES;
             vector += V * WARP;
         }
-        ring.filled_one();
+        ring.commit_piece();
         if (--left) return;
-        walk.next(m.stride);
-        open();
+        walk.next_unit(m.stride);
+        open_unit();
     }
-    __device__ __forceinline__ void use(uint4 (&q)[V], int32_t its_vector)
+    __device__ __forceinline__ void read_piece(uint4 (&q)[V], int32_t its_vector)
     {
         copy_next();
-        ring.use(q, its_vector, m.shape);
+        ring.read_piece(q, its_vector, m.shape);
     }
     /* Pieces that nobody needs. */
-    __device__ __forceinline__ void pass(int pieces)
+    __device__ __forceinline__ void skip_pieces(int pieces)
     {
         for (; pieces; pieces--) {
             copy_next();
@@ -88,8 +88,8 @@ template <bool EXACT> struct Feed {
 };
 
 template <bool EXACT>
-__device__ __forceinline__ void send_unit(const Move &m, const Walk &walk, uint64_t word,
-                                          Feed<EXACT> &feed)
+__device__ __forceinline__ void send_unit(const DispatchMove &m, const UnitWalk &walk,
+                                          uint64_t word, PieceFeed<EXACT> &feed)
 {
     const int32_t token = m.first + walk.step;
     const bool copied = m.shape.aligned;
@@ -102,7 +102,7 @@ __device__ __forceinline__ void send_unit(const Move &m, const Walk &walk, uint6
         peers = choose_routes(m, token, walk.span == 0, peers);
 #endif
     if (!peers) {
-        if (copied) feed.pass(count);
+        if (copied) feed.skip_pieces(count);
         return;
     }
 #pragma unroll 1
@@ -110,20 +110,20 @@ __device__ __forceinline__ void send_unit(const Move &m, const Walk &walk, uint6
         const int piece = first_piece(m, walk) + i;
         uint4 q[V];
         if (copied)
-            feed.use(q, piece * V * WARP);
+            feed.read_piece(q, piece * V * WARP);
         else
             load_piece_again<V, EXACT>(m.job.tokens + row_offset(token, m.shape),
                                        piece * V * WARP, m.shape, q);
-        send<EXACT>(m, token, piece, peers, q);
+        send_to_peers<EXACT>(m, token, piece, peers, q);
     }
-    ship_pieces<V>(m.job.plan.self, m, token - m.first, first_piece(m, walk), count, peers);
+    post_put_pieces<V>(m.job.plan.self, m, token - m.first, first_piece(m, walk), count, peers);
 }
 
 /* The halves of a long record after its first: their slots, and with the first piece their
  * weights. */
 template <bool EXACT>
-__device__ __forceinline__ bool fill_more(const Move &m, int rank, int source, int32_t token,
-                                          int piece, const uint4 (&q)[V])
+__device__ __forceinline__ bool fill_more_slots(const DispatchMove &m, int rank, int source,
+                                                int32_t token, int piece, const uint4 (&q)[V])
 {
     bool more = true;
     for (int half = 1; more; half++) {
@@ -140,8 +140,9 @@ __device__ __forceinline__ bool fill_more(const Move &m, int rank, int source, i
 
 /* One token of a receiving unit; `copied`: its pieces come through the ring. */
 template <bool EXACT, bool FLAT>
-__device__ __forceinline__ bool receive(const Move &m, int32_t token, const Walk &walk,
-                                        uint64_t word, bool copied, Feed<EXACT> &feed)
+__device__ __forceinline__ bool receive_token(const DispatchMove &m, int32_t token,
+                                              const UnitWalk &walk, uint64_t word, bool copied,
+                                              PieceFeed<EXACT> &feed)
 {
     const p2p_self &self = m.job.plan.self;
     const int role = source_role(m, walk), source = role - 1, rank = rank_of_role(self, role);
@@ -152,40 +153,41 @@ __device__ __forceinline__ bool receive(const Move &m, int32_t token, const Walk
         if (FLAT ? !read_row(m, rank, token, first == 0, word, slot, more)
                  : !read_record(m, rank, token, 0, first == 0, word, slot, more))
             return false;
-        if (!FLAT && m.made && first == 0 && !more) end_record(m, rank, token, 0);
+        if (!FLAT && m.has_new_plan && first == 0 && !more) end_record(m, rank, token, 0);
     }
     if (!__any_sync(ALL_LANES, slot >= 0)) {
-        if (copied) feed.pass(count);
+        if (copied) feed.skip_pieces(count);
         return true;
     }
-    const bool besides = FLAT && first == 0;
-    const bool weighs = first == 0 && m.job.weights && !besides;
+    const bool with_extras = FLAT && first == 0;
+    const bool with_weights = first == 0 && m.job.weights && !with_extras;
     uint32_t weight = 0;
-    Beside beside;
-    if (besides) beside = peek_beside(m, rank, source, token, 0);
-    if (weighs) weight = peek_weight(m, rank, source, token, 0, slot);
+    FlatExtras extras;
+    if (with_extras) extras = peek_extras(m, rank, source, token, 0);
+    if (with_weights) weight = peek_weight(m, rank, source, token, 0, slot);
 #pragma unroll 1
     for (int piece = first; piece < first + count; piece++) {
         uint4 q[V];
-        if (copied) feed.use(q, piece * V * WARP);
-        if (!take<EXACT>(m, rank, source, token, piece, copied, q)) return false;
+        if (copied) feed.read_piece(q, piece * V * WARP);
+        if (!receive_row_piece<EXACT>(m, rank, source, token, piece, copied, q)) return false;
         fill_slots<EXACT>(m, piece * V * WARP, slot, q);
-        if (more && !fill_more<EXACT>(m, rank, source, token, piece, q)) return false;
+        if (more && !fill_more_slots<EXACT>(m, rank, source, token, piece, q)) return false;
     }
-    if (besides)
-        return take_beside(m, rank, source, token, __shfl_sync(ALL_LANES, slot, 0), beside);
-    return !weighs || receive_weight(m, rank, source, token, 0, slot, weight);
+    if (with_extras)
+        return receive_extras(m, rank, source, token, __shfl_sync(ALL_LANES, slot, 0), extras);
+    return !with_weights || receive_weight(m, rank, source, token, 0, slot, weight);
 }
 
 #ifdef EPIC_HOSTS
 /* noinline: as below. */
 template <bool EXACT>
-static __device__ __noinline__ bool hand_on_rows(const Move &m, int from, int32_t token,
+static __device__ __noinline__ bool forward_rows(const DispatchMove &m, int from, int32_t token,
                                                  int piece, uint32_t wants)
 {
-    return hand_on_piece<V, EXACT>(m.job.plan.self, m.now, from, token - m.first, piece,
+    return forward_piece<V, EXACT>(m.job.plan.self, m.op, from, token - m.first, piece,
                                    m.shape.vectors, wants, [&](uint8_t *heap, int source) {
-                                       return escapes_of(m.job.plan.self, m.now, heap, source) +
+                                       return escapes_base(m.job.plan.self, m.op, heap,
+                                                           source) +
                                               ((int64_t)token * m.shape.pieces + piece) * WARP;
                                    });
 }
@@ -195,7 +197,7 @@ static __device__ __noinline__ bool hand_on_rows(const Move &m, int from, int32_
 
 /* The CTAs that do not plan send the first tokens meanwhile.  noinline: keeps its registers out of
  * the hot loop, which would spill. */
-template <bool EXACT> static __device__ __noinline__ void send_head(const Move m)
+template <bool EXACT> static __device__ __noinline__ void send_head(const DispatchMove m)
 {
     const int planners = m.job.plan.planners;
     const int warps = BLOCK / WARP, first = ((int)blockIdx.x - planners) * warps;
@@ -209,14 +211,14 @@ template <bool EXACT> static __device__ __noinline__ void send_head(const Move m
         load_piece_again<V, EXACT>(m.job.tokens + row_offset(token, m.shape), piece * V * WARP,
                                    m.shape, q);
         const uint32_t peers = choose_peers(m, token, piece == 0 && m.job.weights, word);
-        if (peers) send<EXACT>(m, token, piece, peers, q);
+        if (peers) send_to_peers<EXACT>(m, token, piece, peers, q);
     }
 }
 
 #else
 
 /* The same by spans, which go at once. */
-template <bool EXACT> static __device__ __noinline__ void send_head(const Move m)
+template <bool EXACT> static __device__ __noinline__ void send_head(const DispatchMove m)
 {
     const int planners = m.job.plan.planners, spans = m.stride.spans;
     const int warps = BLOCK / WARP, first = ((int)blockIdx.x - planners) * warps;
@@ -235,9 +237,9 @@ template <bool EXACT> static __device__ __noinline__ void send_head(const Move m
             uint4 q[V];
             load_piece_again<V, EXACT>(m.job.tokens + row_offset(token, m.shape),
                                        piece * V * WARP, m.shape, q);
-            send<EXACT>(m, token, piece, peers, q);
+            send_to_peers<EXACT>(m, token, piece, peers, q);
         }
-        ship_pieces<V>(m.job.plan.self, m, token - m.first, begin, count, peers);
+        post_put_pieces<V>(m.job.plan.self, m, token - m.first, begin, count, peers);
     }
 }
 
@@ -246,171 +248,176 @@ template <bool EXACT> static __device__ __noinline__ void send_head(const Move m
 /* One receiving unit: the tokens of a step, one or two, of one source; beside this rank's own ones
  * slabs are padded, 1 << slab_bits of them, unless that is negative. */
 template <bool EXACT, bool FLAT>
-__device__ __forceinline__ bool receive_unit(const Move &m, const Walk &walk, uint64_t word,
-                                             int slab_bits, Feed<EXACT> &feed)
+__device__ __forceinline__ bool receive_unit(const DispatchMove &m, const UnitWalk &walk,
+                                             uint64_t word, int slab_bits,
+                                             PieceFeed<EXACT> &feed)
 {
     const p2p_self &self = m.job.plan.self;
     const int rank = rank_of_role(self, source_role(m, walk));
     const int32_t begin = m.first + received_before(m, walk.step);
     const int32_t stop = min(feed.end, m.first + received_before(m, walk.step + 1));
     const bool copied = m.shape.aligned;
-    if (begin >= stop && copied) feed.pass(pieces_of(m, walk));
+    if (begin >= stop && copied) feed.skip_pieces(pieces_of(m, walk));
     for (int32_t token = begin; token < stop; token++) {
         if (token > begin)
             word = FLAT ? peek_row(m, rank, token) : peek_record(m, rank, token, 0);
-        if (!receive<EXACT, FLAT>(m, token, walk, word, copied && token == begin, feed))
+        if (!receive_token<EXACT, FLAT>(m, token, walk, word, copied && token == begin, feed))
             return false;
         if (source_role(m, walk) == self.num_ranks && slab_bits >= 0)
-            each_pad(m.plan, slab_bits, token * m.stride.spans + walk.span,
-                     m.most_tokens * m.stride.spans, [&](int32_t slot) {
-                         for (int i = 0; i < m.shape.pieces; i++) pad_piece<EXACT>(m, slot, i);
-                     });
+            for_each_padding_slot(m.plan, slab_bits, token * m.stride.spans + walk.span,
+                                  m.most_tokens * m.stride.spans, [&](int32_t slot) {
+                                      for (int i = 0; i < m.shape.pieces; i++)
+                                          pad_piece<EXACT>(m, slot, i);
+                                  });
     }
     return true;
 }
 
 /* One round: tokens [m.first, end) of every rank. */
 template <bool EXACT, bool FLAT>
-__device__ __forceinline__ bool move_tokens(Move &m, int32_t end, const uint8_t *memory)
+__device__ __forceinline__ bool move_tokens(DispatchMove &m, int32_t end, const uint8_t *memory)
 {
     const auto peek = [&](int rank, int32_t token) {
         return FLAT ? peek_row(m, rank, token) : peek_record(m, rank, token, 0);
     };
-    bool heard_tokens = !m.made;
+    bool has_token_counts = !m.has_new_plan;
     int slab_bits = NOT_KNOWN;
     if (m.head) send_head<EXACT>(m);
-    Walk next(m.stride);
+    UnitWalk next(m.stride);
     next.step += m.head;
-    Feed<EXACT> feed(m, next, end, memory);
-    for (int i = 0; i < Feed<EXACT>::Pieces::AHEAD && m.shape.aligned; i++) feed.copy_next();
+    PieceFeed<EXACT> feed(m, next, end, memory);
+    for (int i = 0; i < PieceFeed<EXACT>::Pieces::AHEAD && m.shape.aligned; i++)
+        feed.copy_next();
     uint64_t next_word = read_ahead(m, next, peek);
     for (;;) {
-        const Walk walk = next;
+        const UnitWalk walk = next;
         const uint64_t word = next_word;
         if (m.first + received_before(m, walk.step) >= feed.end) return true;
-        next.next(m.stride);
+        next.next_unit(m.stride);
         next_word = read_ahead(m, next, peek);
         if (walk.role == 0) {
             send_unit<EXACT>(m, walk, word, feed);
             continue;
         }
-        if (!heard_tokens) {
-            if (!hear_tokens(m)) return false;
+        if (!has_token_counts) {
+            if (!read_token_counts(m)) return false;
             feed.end = min(feed.end, m.most_tokens);
-            heard_tokens = true;
+            has_token_counts = true;
         }
 #ifdef EPIC_HOSTS
-        if (hands_on(m, walk)) {
-            if (!hand_on(m, walk, feed, m.shape.aligned,
-                         [&](int from, int32_t token, int piece, uint32_t wants) {
-                             return hand_on_rows<EXACT>(m, from, token, piece, wants);
-                         }))
+        if (is_forward_role(m, walk)) {
+            if (!forward_unit(m, walk, feed, m.shape.aligned,
+                              [&](int from, int32_t token, int piece, uint32_t wants) {
+                                  return forward_rows<EXACT>(m, from, token, piece, wants);
+                              }))
                 return false;
             continue;
         }
 #endif
         if (slab_bits == NOT_KNOWN && source_role(m, walk) == m.job.plan.self.num_ranks &&
-            !find_slabs(m, slab_bits))
+            !find_padding_slabs(m, slab_bits))
             return false;
         if (!receive_unit<EXACT, FLAT>(m, walk, word, slab_bits, feed)) return false;
     }
 }
 
 /* All CTAs: the padding of the slabs, when there are few tokens. */
-template <bool EXACT> __device__ __forceinline__ bool pad_all(Move &m)
+template <bool EXACT> __device__ __forceinline__ bool pad_all(DispatchMove &m)
 {
     if (m.plan.header.alignment <= 1) return true;
-    if (m.made && !hear_tokens(m)) return false;
-    if (pads_beside(m.plan, m.stride, m.most_tokens)) return true;
-    if (m.made && !wait_for_plan(m)) return false;
+    if (m.has_new_plan && !read_token_counts(m)) return false;
+    if (pads_with_tokens(m.plan, m.stride, m.most_tokens)) return true;
+    if (m.has_new_plan && !wait_for_plan(m)) return false;
     const int warps = (int)(grid_threads() / WARP), warp = (int)(grid_thread() / WARP);
     if (header_of(m)->result == EPIC_OK)
-        each_pad_piece(m.plan, header_of(m)->owned, m.shape.pieces, warp, warps,
-                       [&](int32_t slot, int piece) { pad_piece<EXACT>(m, slot, piece); });
+        for_each_padding_piece(
+            m.plan, header_of(m)->owned, m.shape.pieces, warp, warps,
+            [&](int32_t slot, int piece) { pad_piece<EXACT>(m, slot, piece); });
     return true;
 }
 
 /* The last CTA: zeros everywhere, when nothing was moved. */
-template <bool FLAT> __device__ __forceinline__ void clear(const Move &m)
+template <bool FLAT> __device__ __forceinline__ void clear_outputs(const DispatchMove &m)
 {
-    if (m.plan.good && header_of(m)->result == EPIC_OK &&
-        rows_suffice(m.job.plan.self, m.now, header_of(m), threadIdx.x == 0))
+    if (m.plan.is_valid && header_of(m)->result == EPIC_OK &&
+        check_rows(m.job.plan.self, m.op, header_of(m), threadIdx.x == 0))
         return;
     zero_rows(m.job.recv, m.shape.row_bytes, 0, m.job.recv_rows, threadIdx.x, BLOCK);
     if (FLAT)
-        clear_beside(m, 0, threadIdx.x, BLOCK);
+        clear_extras(m, 0, threadIdx.x, BLOCK);
     else
         zero_floats(m.job.slot_weights, 0, m.job.recv_rows, threadIdx.x, BLOCK);
 }
 
 /* All CTAs: zeros past the last slab. */
-template <bool FLAT> __device__ __forceinline__ bool clear_tail(const Move &m)
+template <bool FLAT> __device__ __forceinline__ bool clear_tail(const DispatchMove &m)
 {
-    if (m.made && !wait_for_plan(m)) return false;
+    if (m.has_new_plan && !wait_for_plan(m)) return false;
     const int64_t first = header_of(m)->slots_of[m.job.plan.self.rank], end = m.job.recv_rows;
     if (first >= end) return true;
     zero_rows(m.job.recv, m.shape.row_bytes, first, end, grid_thread(), grid_threads());
     if (FLAT)
-        clear_beside(m, first, grid_thread(), grid_threads());
+        clear_extras(m, first, grid_thread(), grid_threads());
     else
         zero_floats(m.job.slot_weights, first, end, grid_thread(), grid_threads());
     return true;
 }
 
 template <bool EXACT, bool FLAT>
-__device__ __forceinline__ bool move_rounds(Move &m, Now &now, const uint8_t *memory)
+__device__ __forceinline__ bool move_rounds(DispatchMove &m, OpState &op, const uint8_t *memory)
 {
     const int64_t round_tokens =
         m.job.plan.self.at.source_bytes / ((int64_t)m.shape.vectors * 16);
     const int32_t most = m.most_tokens;
     for (m.first = 0;; m.first += (int32_t)round_tokens) {
-        const bool last = m.made || m.first + round_tokens >= most;
+        const bool last = m.has_new_plan || m.first + round_tokens >= most;
         const int32_t end = last ? most : m.first + (int32_t)round_tokens;
         const bool moved = move_tokens<EXACT, FLAT>(m, end, memory);
         wait_copies<0>();
         if (!moved) return false;
         if (last) return true;
-        if (!next_round(now)) return false;
+        if (!next_round(op)) return false;
     }
 }
 
 enum { ANY, ALIGNED, WHOLE }; /* rows: anywhere; vectors; whole pieces of them */
 
 /* One kernel for each, with or without the plan, and by layout: registers are short. */
-template <int ROWS, bool MADE, bool FLAT>
+template <int ROWS, bool WITH_PLAN, bool FLAT>
 __global__ void __launch_bounds__(BLOCK, 1)
     dispatch_kernel(const __grid_constant__ p2p_dispatch_job job)
 {
     uint8_t *const memory = (uint8_t *)dynamic_shared();
-    __shared__ Now now;
-    __shared__ Plan plan;
+    __shared__ OpState op;
+    __shared__ PlanView plan;
     __shared__ Planner planner;
     __shared__ Stride stride;
     const p2p_self &self = job.plan.self;
-    constexpr bool made = MADE, EXACT = ROWS == WHOLE;
+    constexpr bool has_new_plan = WITH_PLAN, EXACT = ROWS == WHOLE;
     const RowShape shape = row_shape<V>(job.row_bytes, ROWS != ANY);
     if (threadIdx.x == 0)
-        stride.set(job.units, num_roles(self) + num_handing(self),
-                   (shape.pieces + job.span - 1) / job.span);
-    open_plan<MADE>(plan, job);
-    if (!begin(now, self, made ? 0 : (uint32_t)plan.header.id, job.num_tokens,
-               job.plan.capacity, job.recv_rows))
+        stride.set_strides(job.units, num_roles(self) + num_forward_roles(self),
+                           (shape.pieces + job.span - 1) / job.span);
+    open_plan<WITH_PLAN>(plan, job);
+    if (!begin_operation(op, self, has_new_plan ? 0 : (uint32_t)plan.header.id, job.num_tokens,
+                         job.plan.capacity, job.recv_rows))
         return;
-    bool ok = make_own_plan<MADE, FLAT>(planner, job, now, memory);
-    Move m = {{job, now, plan, stride, shape, policy_once(), 0, (int)plan.header.top_k}};
-    m.made = made;
+    bool ok = make_own_plan<WITH_PLAN, FLAT>(planner, job, op, memory);
+    DispatchMove m = {{job, op, plan, stride, shape, policy_once(), 0, (int)plan.header.top_k}};
+    m.has_new_plan = has_new_plan;
 #ifdef EPIC_HOSTS
-    m.handing = num_handing(self);
+    m.num_forward_roles = num_forward_roles(self);
 #endif
-    m.head = made && job.plan.planners < (int)gridDim.x ? job.head : 0;
-    m.tokens_of = !made && lane_id() < self.num_ranks ? plan.header.tokens_of[lane_id()] : 0;
-    m.most_tokens = made ? (int32_t)self.max_tokens : plan.most_tokens;
-    if (ok && (made || plan.header.result == EPIC_OK))
-        ok = move_rounds<EXACT, FLAT>(m, now,
-                                      memory + threadIdx.x / WARP * Ring<V, EXACT>::BYTES) &&
+    m.head = has_new_plan && job.plan.planners < (int)gridDim.x ? job.head : 0;
+    m.tokens_of =
+        !has_new_plan && lane_id() < self.num_ranks ? plan.header.tokens_of[lane_id()] : 0;
+    m.most_tokens = has_new_plan ? (int32_t)self.max_tokens : plan.most_tokens;
+    if (ok && (has_new_plan || plan.header.result == EPIC_OK))
+        ok = move_rounds<EXACT, FLAT>(
+                 m, op, memory + threadIdx.x / WARP * PieceRing<V, EXACT>::BYTES) &&
              pad_all<EXACT>(m);
-    if (ok && job.zero_tail && plan.good) ok = clear_tail<FLAT>(m);
-    if (finish(now) && ok) clear<FLAT>(m);
+    if (ok && job.zero_tail && plan.is_valid) ok = clear_tail<FLAT>(m);
+    if (finish_operation(op) && ok) clear_outputs<FLAT>(m);
 }
 
 static const Kernel kernels[] = {
@@ -430,7 +437,7 @@ extern "C" cudaError_t p2p_launch_dispatch(const p2p_dispatch_job *job, int num_
                                            cudaStream_t stream)
 {
     const int rows = !job->aligned ? ANY : job->row_bytes % (V * 512) ? ALIGNED : WHOLE;
-    const p2p_dispatch_job copy = dealt(*job, job->row_bytes, num_sms);
+    const p2p_dispatch_job copy = deal_dispatch(*job, job->row_bytes, num_sms);
     const Kernel kernel = kernels[(job->flat != 0) * 6 + rows * 2 + (copy.plan.planners > 0)];
-    return launch_dealt(kernel, copy, num_sms, stream);
+    return launch_dispatch(kernel, copy, num_sms, stream);
 }

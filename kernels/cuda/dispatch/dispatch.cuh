@@ -9,54 +9,54 @@
 
 static constexpr int V = 4; /* the layout of staging depends on it: ABI between ranks */
 
-struct Move : Moving<p2p_dispatch_job> {
+struct DispatchMove : RowMove<p2p_dispatch_job> {
     int32_t head;      /* tokens that are sent while the plan is made */
     int32_t tokens_of; /* lane q holds rank q's token count */
     int32_t most_tokens;
-    bool made; /* the plan is made beside the rows */
+    bool has_new_plan; /* the plan is made beside the rows */
 #ifdef EPIC_HOSTS
-    int32_t handing; /* roles that hand on */
+    int32_t num_forward_roles; /* roles that hand on */
 #endif
 };
 
 /* What a unit receives from, as rank_of_role counts; 0 or less: it sends, or hands on. */
-__device__ __forceinline__ int source_role(const Move &m, const Walk &walk)
+__device__ __forceinline__ int source_role(const DispatchMove &m, const UnitWalk &walk)
 {
 #ifdef EPIC_HOSTS
-    return walk.role - m.handing;
+    return walk.role - m.num_forward_roles;
 #else
     return walk.role;
 #endif
 }
 
 /* Does it hand on what has come from another host? */
-__device__ __forceinline__ bool hands_on(const Move &m, const Walk &walk)
+__device__ __forceinline__ bool is_forward_role(const DispatchMove &m, const UnitWalk &walk)
 {
     return HOSTS && walk.role > 0 && source_role(m, walk) <= 0;
 }
 
 /* What decides where choice k of this rank's token goes: its rank, or while the plan is being
  * made its expert. */
-__device__ __forceinline__ uint64_t read_choice(const Move &m, int32_t token, int k)
+__device__ __forceinline__ uint64_t read_choice(const DispatchMove &m, int32_t token, int k)
 {
     const p2p_plan_job &plan = m.job.plan;
     const int64_t at = (int64_t)token * m.top_k + k;
     uint64_t word = ~0ull;
     if (k >= m.top_k)
         ;
-    else if (!m.made)
+    else if (!m.has_new_plan)
         word = (uint32_t)__ldg(m.plan.rank_of + at);
-    else if (plan.wide)
+    else if (plan.has_int64_ids)
         word = (uint64_t)__ldg((const long long *)plan.topk_idx + at);
     else
         word = (uint32_t)__ldg((const int32_t *)plan.topk_idx + at);
     return word;
 }
 
-__device__ __forceinline__ bool goes_to(const Move &m, uint64_t word, int rank)
+__device__ __forceinline__ bool choice_goes_to(const DispatchMove &m, uint64_t word, int rank)
 {
     const p2p_plan_job &plan = m.job.plan;
-    if (!m.made) return (int32_t)word == rank;
+    if (!m.has_new_plan) return (int32_t)word == rank;
     if (word >= plan.layer.num_experts) return false; /* negative ids are large */
     const int expert = (int)word;
     if (plan.rank_of_expert) return __ldg(plan.rank_of_expert + expert) == rank;
@@ -64,132 +64,135 @@ __device__ __forceinline__ bool goes_to(const Move &m, uint64_t word, int rank)
 }
 
 /* Bit k: choice k of this rank's token goes to `rank`; the first 32 were read ahead. */
-__device__ __forceinline__ uint64_t choices_to(const Move &m, int32_t token, int rank,
+__device__ __forceinline__ uint64_t choices_to(const DispatchMove &m, int32_t token, int rank,
                                                uint64_t word)
 {
-    uint64_t chosen = __ballot_sync(ALL_LANES, goes_to(m, word, rank));
+    uint64_t chosen = __ballot_sync(ALL_LANES, choice_goes_to(m, word, rank));
     if (m.top_k > WARP) {
         word = read_choice(m, token, WARP + lane_id());
-        chosen |= (uint64_t)__ballot_sync(ALL_LANES, goes_to(m, word, rank)) << WARP;
+        chosen |= (uint64_t)__ballot_sync(ALL_LANES, choice_goes_to(m, word, rank)) << WARP;
     }
     return chosen;
 }
 
 /* The weight of choice k of this rank's token. */
-__device__ __forceinline__ uint32_t read_weight(const Move &m, int32_t token, int k)
+__device__ __forceinline__ uint32_t read_weight(const DispatchMove &m, int32_t token, int k)
 {
     uint32_t word = 0;
     if (k < m.top_k)
         word = __float_as_uint(__ldg(m.job.weights + (int64_t)token * m.top_k + k));
-    return other_nan(word, F32::NAN_WORD);
+    return replace_poison(word, F32::NAN_WORD);
 }
 
-/* The peers that need this rank's token, as bits; they are sent its weights if it `weighs`. */
-__device__ __forceinline__ uint32_t choose_peers(const Move &m, int32_t token, bool weighs,
-                                                 uint64_t word)
+/* The peers that need this rank's token, as bits; they are sent its weights if it `with_weights`. */
+__device__ __forceinline__ uint32_t choose_peers(const DispatchMove &m, int32_t token,
+                                                 bool with_weights, uint64_t word)
 {
     const p2p_self &self = m.job.plan.self;
     const bool both = m.top_k > WARP;
     const uint64_t word2 = both ? read_choice(m, token, WARP + lane_id()) : ~0ull;
-    const uint32_t weight = weighs ? read_weight(m, token, lane_id()) : 0;
-    const uint32_t weight2 = weighs && both ? read_weight(m, token, WARP + lane_id()) : 0;
+    const uint32_t weight = with_weights ? read_weight(m, token, lane_id()) : 0;
+    const uint32_t weight2 = with_weights && both ? read_weight(m, token, WARP + lane_id()) : 0;
     uint32_t peers = 0;
 #pragma unroll 1
     for (int distance = 1; distance < self.num_ranks; distance++) {
-        const int rank = wrap(self.rank + distance, self.num_ranks);
-        const bool goes = goes_to(m, word, rank), goes2 = both && goes_to(m, word2, rank);
+        const int rank = wrap_rank(self.rank + distance, self.num_ranks);
+        const bool goes = choice_goes_to(m, word, rank),
+                   goes2 = both && choice_goes_to(m, word2, rank);
         const uint32_t first = __ballot_sync(ALL_LANES, goes);
         const uint32_t second = __ballot_sync(ALL_LANES, goes2);
         if (!(first | second)) continue;
         peers |= 1u << rank;
-        if (!weighs) continue;
+        if (!with_weights) continue;
         const int source = self.num_ranks - 1 - distance; /* this rank, as the peer counts */
-        uint32_t *to = floats_of(self, m.now, self.heap[rank], source) +
+        uint32_t *to = floats_base(self, m.op, self.heap[rank], source) +
                        (int64_t)token * float_stride(m.top_k);
         if (goes) store_relaxed(to + __popc(first & lanes_below()), weight);
         if (goes2) store_relaxed(to + __popc(first) + __popc(second & lanes_below()), weight2);
-        ship_floats(m.now, rank, to, __popc(first) + __popc(second));
+        post_put_floats(m.op, rank, to, __popc(first) + __popc(second));
     }
     return peers;
 }
 
-/* Sends a piece to the peers whose bits are set; those on other hosts get it by ship_pieces. */
+/* Sends a piece to the peers whose bits are set; those on other hosts get it by post_put_pieces. */
 template <bool EXACT>
-__device__ __forceinline__ void send(const Move &m, int32_t token, int piece, uint32_t peers,
-                                     uint4 (&q)[V])
+__device__ __forceinline__ void send_to_peers(const DispatchMove &m, int32_t token, int piece,
+                                              uint32_t peers, uint4 (&q)[V])
 {
     const p2p_self &self = m.job.plan.self;
     const uint32_t mask = hide_poison<V>(q);
 #pragma unroll 1
     for (int distance = 1; distance < self.num_ranks; distance++) {
-        const int rank = wrap(self.rank + distance, self.num_ranks);
+        const int rank = wrap_rank(self.rank + distance, self.num_ranks);
         if (!(peers >> rank & 1)) continue;
-        uint4 *staged = staged_in(m.now.outbox[rank], token - m.first, m.shape.vectors);
+        uint4 *staged = staged_row(m.op.outbox[rank], token - m.first, m.shape.vectors);
         send_piece<V, EXACT>(staged, piece * V * WARP, m.shape.vectors, q);
         if (!mask) continue;
         const int source = self.num_ranks - 1 - distance;
-        uint32_t *escape = escapes_of(self, m.now, self.heap[rank], source) +
+        uint32_t *escape = escapes_base(self, m.op, self.heap[rank], source) +
                            ((int64_t)token * m.shape.pieces + piece) * WARP;
         store_relaxed(escape + lane_id(), mask);
-        ship_together(m.now, rank, escape, WARP * 4);
+        post_put_warp(m.op, rank, escape, WARP * 4);
     }
 }
 
-/* This lane's word of a half of a record, as it is now. */
-__device__ __forceinline__ uint64_t peek_record(const Move &m, int rank, int32_t token,
+/* This lane's word of a half of a record, as it is op. */
+__device__ __forceinline__ uint64_t peek_record(const DispatchMove &m, int rank, int32_t token,
                                                 int half)
 {
     const int k = half * WARP + lane_id();
     uint64_t word = ~0ull;
     if (k >= m.top_k)
-        word = m.made ? 0 : ~0ull;
-    else if (m.made)
-        word = load_relaxed(record_words(m.job.plan.self, m.now, rank, token, m.top_k) + k);
+        word = m.has_new_plan ? 0 : ~0ull;
+    else if (m.has_new_plan)
+        word = load_relaxed(record_address(m.job.plan.self, m.op, rank, token, m.top_k) + k);
     else
         word = (uint32_t)__ldg(m.plan.records +
-                               record_at(m.job.plan.self, rank, token, m.top_k) + k);
+                               record_index(m.job.plan.self, rank, token, m.top_k) + k);
     return word;
 }
 
 /* A half of a record: this lane's slot, or -1.  `more`: another half follows. */
-__device__ __forceinline__ bool read_record(const Move &m, int rank, int32_t token, int half,
-                                            bool keep, uint64_t word, int32_t &slot, bool &more)
+__device__ __forceinline__ bool read_record(const DispatchMove &m, int rank, int32_t token,
+                                            int half, bool keep, uint64_t word, int32_t &slot,
+                                            bool &more)
 {
     const int k = half * WARP + lane_id();
-    if (!m.made) {
+    if (!m.has_new_plan) {
         slot = (int32_t)word;
         more = (half + 1) * WARP < m.top_k && __all_sync(ALL_LANES, slot >= 0);
         return true;
     }
-    const uint64_t *words = record_words(m.job.plan.self, m.now, rank, token, m.top_k);
-    if (!take_record(m.now, words, m.top_k, half, rank, word, slot, more)) return false;
-    const int64_t at = record_at(m.job.plan.self, rank, token, m.top_k) + k;
+    const uint64_t *words = record_address(m.job.plan.self, m.op, rank, token, m.top_k);
+    if (!receive_record(m.op, words, m.top_k, half, rank, word, slot, more)) return false;
+    const int64_t at = record_index(m.job.plan.self, rank, token, m.top_k) + k;
     if (keep && k < m.top_k)
         ((int32_t *)m.plan.records)[at] = slot == (int32_t)RECORD_DISCARD ? -1 : slot;
     return true;
 }
 
 /* After the last half that has words, the rest of a long record is -1 in the plan. */
-__device__ __forceinline__ void end_record(const Move &m, int rank, int32_t token, int half)
+__device__ __forceinline__ void end_record(const DispatchMove &m, int rank, int32_t token,
+                                           int half)
 {
-    const int64_t at = record_at(m.job.plan.self, rank, token, m.top_k);
+    const int64_t at = record_index(m.job.plan.self, rank, token, m.top_k);
     for (int k = (half + 1) * WARP + lane_id(); k < m.top_k; k += WARP)
         ((int32_t *)m.plan.records)[at + k] = -1;
 }
 
-__device__ __forceinline__ uint32_t *weight_from(const Move &m, int source, int32_t token,
-                                                 int n)
+__device__ __forceinline__ uint32_t *weight_address(const DispatchMove &m, int source,
+                                                    int32_t token, int n)
 {
-    uint8_t *heap = m.now.heap;
+    uint8_t *heap = m.op.heap;
 #ifdef EPIC_HOSTS
-    heap = heap_by(m.now, rank_of_role(m.job.plan.self, source + 1));
+    heap = inbox_base(m.op, rank_of_role(m.job.plan.self, source + 1));
 #endif
-    return floats_of(m.job.plan.self, m.now, heap, source) +
+    return floats_base(m.job.plan.self, m.op, heap, source) +
            (int64_t)token * float_stride(m.top_k) + n;
 }
 
 /* The weight of this lane's slot, read before the row is there; perhaps still poison. */
-__device__ __forceinline__ uint32_t peek_weight(const Move &m, int rank, int source,
+__device__ __forceinline__ uint32_t peek_weight(const DispatchMove &m, int rank, int source,
                                                 int32_t token, int half, int32_t slot)
 {
     const int n = half * WARP + lane_id();
@@ -200,19 +203,19 @@ __device__ __forceinline__ uint32_t peek_weight(const Move &m, int rank, int sou
         if (slot >= 0)
             word = __float_as_uint(__ldg(m.job.weights + (int64_t)token * m.top_k + k));
     } else if (slot >= 0) {
-        word = load_relaxed(weight_from(m, source, token, n));
+        word = load_relaxed(weight_address(m, source, token, n));
     }
     return word;
 }
 
-__device__ __forceinline__ bool receive_weight(const Move &m, int rank, int source,
+__device__ __forceinline__ bool receive_weight(const DispatchMove &m, int rank, int source,
                                                int32_t token, int half, int32_t slot,
                                                uint32_t word)
 {
     if (rank != m.job.plan.self.rank) {
-        uint32_t *from = weight_from(m, source, token, half * WARP + lane_id());
+        uint32_t *from = weight_address(m, source, token, half * WARP + lane_id());
         bool again = false;
-        const bool ok = wait_until(m.now, rank, P2P_PHASE_FLOAT, [&] {
+        const bool ok = wait_warp(m.op, rank, P2P_PHASE_FLOAT, [&] {
             if (again && slot >= 0) word = load_relaxed(from);
             again = true;
             return __any_sync(ALL_LANES, slot >= 0 && word == POISON) == 0;
@@ -225,7 +228,7 @@ __device__ __forceinline__ bool receive_weight(const Move &m, int rank, int sour
 }
 
 template <bool EXACT>
-__device__ __forceinline__ void fill_slots(const Move &m, int32_t vector, int32_t slot,
+__device__ __forceinline__ void fill_slots(const DispatchMove &m, int32_t vector, int32_t slot,
                                            const uint4 (&q)[V])
 {
     uint32_t slots = __ballot_sync(ALL_LANES, slot >= 0 && slot < m.job.recv_rows);
@@ -242,8 +245,9 @@ __device__ __forceinline__ void fill_slots(const Move &m, int32_t vector, int32_
 
 /* The piece of a row that is there or comes; `copied`: q is what the ring had. */
 template <bool EXACT>
-__device__ __forceinline__ bool take(const Move &m, int rank, int source, int32_t token,
-                                     int piece, bool copied, uint4 (&q)[V])
+__device__ __forceinline__ bool receive_row_piece(const DispatchMove &m, int rank, int source,
+                                                  int32_t token, int piece, bool copied,
+                                                  uint4 (&q)[V])
 {
     const int32_t vector = piece * V * WARP;
     if (rank == m.job.plan.self.rank) {
@@ -252,20 +256,20 @@ __device__ __forceinline__ bool take(const Move &m, int rank, int source, int32_
                                        m.shape, q);
         return true;
     }
-    const int peer = who_brings(m.now, rank);
-    uint4 *staged = staged_in(m.now.inbox[rank], token - m.first, m.shape.vectors);
-    if (!take_piece<V, EXACT>(m.now, peer, staged, vector, m.shape.vectors, copied, q))
+    const int peer = relay_of(m.op, rank);
+    uint4 *staged = staged_row(m.op.inbox[rank], token - m.first, m.shape.vectors);
+    if (!receive_piece<V, EXACT>(m.op, peer, staged, vector, m.shape.vectors, copied, q))
         return false;
     uint32_t *escape =
-        escapes_of(m.job.plan.self, m.now, rows_by(m.job.plan.self, rank), source) +
+        escapes_base(m.job.plan.self, m.op, row_inbox_base(m.job.plan.self, rank), source) +
         ((int64_t)token * m.shape.pieces + piece) * WARP;
-    if (!unhide_poison<V>(m.now, peer, q, escape)) return false;
-    restore_piece<V, EXACT>(staged, vector, m.shape.vectors);
+    if (!unhide_poison<V>(m.op, peer, q, escape)) return false;
+    poison_piece<V, EXACT>(staged, vector, m.shape.vectors);
     return true;
 }
 
 template <bool EXACT>
-__device__ __forceinline__ void pad_piece(const Move &m, int32_t slot, int piece)
+__device__ __forceinline__ void pad_piece(const DispatchMove &m, int32_t slot, int piece)
 {
     if ((uint32_t)slot >= (uint32_t)m.job.recv_rows) return;
     zero_piece<V, EXACT>(m.job.recv + row_offset(slot, m.shape), piece * V * WARP, m.shape,
@@ -274,51 +278,51 @@ __device__ __forceinline__ void pad_piece(const Move &m, int32_t slot, int piece
 }
 
 /* The plan that is made beside the rows is complete, its tables can be read. */
-__device__ __forceinline__ bool wait_for_plan(const Move &m)
+__device__ __forceinline__ bool wait_for_plan(const DispatchMove &m)
 {
-    const uint32_t *planned = &control_of(m.now)->planned;
-    return wait_until(m.now, -1, P2P_PHASE_GRID, [&] {
-        return __all_sync(ALL_LANES, load_acquire(planned) == m.now.epoch) != 0;
+    const uint32_t *planned = &control_of(m.op)->planned;
+    return wait_warp(m.op, -1, P2P_PHASE_GRID, [&] {
+        return __all_sync(ALL_LANES, load_acquire(planned) == m.op.epoch) != 0;
     });
 }
 
-__device__ __forceinline__ const volatile device_plan_header *header_of(const Move &m)
+__device__ __forceinline__ const volatile device_plan_header *header_of(const DispatchMove &m)
 {
     return (const volatile device_plan_header *)m.job.plan.plan;
 }
 
 #define NOT_KNOWN (-1)
-#define NOT_BESIDE (-2)
+#define NOT_WITH_TOKENS (-2)
 
 /* Of the slabs that are padded beside the tokens, once the plan is there. */
-__device__ __forceinline__ bool find_slabs(const Move &m, int &slab_bits)
+__device__ __forceinline__ bool find_padding_slabs(const DispatchMove &m, int &slab_bits)
 {
-    slab_bits = NOT_BESIDE;
+    slab_bits = NOT_WITH_TOKENS;
     if (m.plan.header.alignment <= 1) return true;
-    if (!pads_beside(m.plan, m.stride, m.most_tokens)) return true;
-    if (m.made && !wait_for_plan(m)) return false;
+    if (!pads_with_tokens(m.plan, m.stride, m.most_tokens)) return true;
+    if (m.has_new_plan && !wait_for_plan(m)) return false;
     if (header_of(m)->result == EPIC_OK) slab_bits = device_slab_bits(header_of(m)->owned);
     return true;
 }
 
 /* How many tokens each rank has. */
-__device__ __forceinline__ bool hear_tokens(Move &m)
+__device__ __forceinline__ bool read_token_counts(DispatchMove &m)
 {
-    if (!heard(m.now, P2P_SAYS_TOKENS, m.tokens_of)) return false;
+    if (!read_announcement(m.op, P2P_ANNOUNCED_TOKENS, m.tokens_of)) return false;
     m.most_tokens = __reduce_max_sync(ALL_LANES, (uint32_t)m.tokens_of);
     return true;
 }
 
 /* Tokens that are received before step i: `head` behind at first, `lag` in the end; of 2^catch_up
  * steps one receives two. */
-__device__ __forceinline__ int32_t received_before(const Move &m, int32_t step)
+__device__ __forceinline__ int32_t received_before(const DispatchMove &m, int32_t step)
 {
     const int32_t behind = max(step - max(m.head, m.job.lag), 0);
     return min(behind + (behind >> m.job.catch_up), max(step - m.job.lag, 0));
 }
 
 /* The token of a unit, the first one if it receives several. */
-__device__ __forceinline__ int32_t token_of(const Move &m, const Walk &walk)
+__device__ __forceinline__ int32_t token_of(const DispatchMove &m, const UnitWalk &walk)
 {
     return m.first + (walk.role == 0 ? walk.step : received_before(m, walk.step));
 }
@@ -326,46 +330,47 @@ __device__ __forceinline__ int32_t token_of(const Move &m, const Walk &walk)
 /* What a unit needs first, read while the one before it is at work; peek(rank, token) looks at what
  * is said of a token. */
 template <class Peek>
-__device__ __forceinline__ uint64_t read_ahead(const Move &m, const Walk &walk, Peek peek)
+__device__ __forceinline__ uint64_t read_ahead(const DispatchMove &m, const UnitWalk &walk,
+                                               Peek peek)
 {
     const p2p_self &self = m.job.plan.self;
     const int32_t token = token_of(m, walk);
     if (walk.role == 0)
         return token < m.job.num_tokens ? read_choice(m, token, lane_id()) : ~0ull;
-    if (hands_on(m, walk)) return ~0ull;
+    if (is_forward_role(m, walk)) return ~0ull;
     const int rank = rank_of_role(self, source_role(m, walk));
     return token < self.max_tokens ? peek(rank, token) : ~0ull;
 }
 
 /* ------------------------------------------------------------------------- a kernel's plan ---- */
 
-/* Every thread, before begin(): the plan that is read, or what is known of the one that this kernel
+/* Every thread, before begin_operation(): the plan that is read, or what is known of the one that this kernel
  * makes. */
-template <bool MADE>
-__device__ __forceinline__ void open_plan(Plan &plan, const p2p_dispatch_job &job)
+template <bool WITH_PLAN>
+__device__ __forceinline__ void open_plan(PlanView &plan, const p2p_dispatch_job &job)
 {
     const p2p_self &self = job.plan.self;
-    if (!MADE) {
+    if (!WITH_PLAN) {
         read_plan(plan, job.plan.plan, job.plan_bytes, self, job.num_tokens);
     } else if (threadIdx.x == 0) {
         plan.header.num_experts = job.plan.layer.num_experts;
         plan.header.top_k = job.plan.layer.top_k;
         plan.header.alignment = job.plan.layer.alignment;
-        plan.good = 1;
-        point_into(plan, job.plan.plan, self);
+        plan.is_valid = 1;
+        set_plan_pointers(plan, job.plan.plan, self);
     }
     choose_padding(plan, job);
 }
 
-/* Every thread, after begin(): makes the plan, if this CTA is one of those that do.  The CTA has met
+/* Every thread, after begin_operation(): makes the plan, if this CTA is one of those that do.  The CTA has met
  * then, and `memory` may be used for rows.  false: the group is broken. */
-template <bool MADE, bool FLAT>
+template <bool WITH_PLAN, bool FLAT>
 __device__ __forceinline__ bool make_own_plan(Planner &planner, const p2p_dispatch_job &job,
-                                              Now &now, uint8_t *memory)
+                                              OpState &op, uint8_t *memory)
 {
     constexpr int KIND = FLAT ? PLAN_FLAT : 0; /* nothing rare */
-    if (!MADE || (int)blockIdx.x >= job.plan.planners) return true;
-    return __syncthreads_and(make_plan<KIND>(planner, job.plan, now, memory)) != 0;
+    if (!WITH_PLAN || (int)blockIdx.x >= job.plan.planners) return true;
+    return __syncthreads_and(make_plan<KIND>(planner, job.plan, op, memory)) != 0;
 }
 
 #endif

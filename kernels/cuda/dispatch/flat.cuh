@@ -6,91 +6,95 @@
 
 #include "cuda/dispatch/dispatch.cuh"
 
-/* What says where a token goes, as it is now: in all lanes its row. */
-__device__ __forceinline__ uint64_t peek_row(const Move &m, int rank, int32_t token)
+/* What says where a token goes, as it is op: in all lanes its row. */
+__device__ __forceinline__ uint64_t peek_row(const DispatchMove &m, int rank, int32_t token)
 {
     const p2p_self &self = m.job.plan.self;
-    if (m.made) return load_relaxed(row_word_of(self, m.now, rank, token));
-    return (uint32_t)__ldg(m.plan.records + record_at(self, rank, token, m.top_k));
+    if (m.has_new_plan) return load_relaxed(row_word_from(self, m.op, rank, token));
+    return (uint32_t)__ldg(m.plan.records + record_index(self, rank, token, m.top_k));
 }
 
 /* The entries of a record: `first`, then -1, or all -1. */
-__device__ __forceinline__ void keep_entries(const Move &m, const int32_t *entries, int rank,
-                                             int32_t token, int32_t first)
+__device__ __forceinline__ void store_entries(const DispatchMove &m, const int32_t *entries,
+                                              int rank, int32_t token, int32_t first)
 {
-    const int64_t at = record_at(m.job.plan.self, rank, token, m.top_k);
+    const int64_t at = record_index(m.job.plan.self, rank, token, m.top_k);
     for (int k = lane_id(); k < m.top_k; k += WARP)
         ((int32_t *)entries)[at + k] = k ? -1 : first;
 }
 
 /* Like read_record: the row is the first lane's slot. */
-__device__ __forceinline__ bool read_row(const Move &m, int rank, int32_t token, bool keep,
-                                         uint64_t word, int32_t &slot, bool &more)
+__device__ __forceinline__ bool read_row(const DispatchMove &m, int rank, int32_t token,
+                                         bool keep, uint64_t word, int32_t &slot, bool &more)
 {
     more = false;
     slot = lane_id() == 0 ? (int32_t)word : -1;
-    if (!m.made) return true;
+    if (!m.has_new_plan) return true;
     const p2p_self &self = m.job.plan.self;
     bool again = false;
-    const bool ok = wait_until(m.now, rank, P2P_PHASE_RECORD, [&] {
-        if (again) word = load_relaxed(row_word_of(self, m.now, rank, token));
+    const bool ok = wait_warp(m.op, rank, P2P_PHASE_RECORD, [&] {
+        if (again) word = load_relaxed(row_word_from(self, m.op, rank, token));
         again = true;
-        return __all_sync(ALL_LANES, stamped(m.now, word)) != 0;
+        return __all_sync(ALL_LANES, is_stamped(m.op, word)) != 0;
     });
     const uint32_t value = (uint32_t)word;
     slot = ok && lane_id() == 0 && value != RECORD_ABSENT ? (int32_t)value : -1;
     if (ok && keep) {
-        keep_entries(m, m.plan.records, rank, token, is_row(value) ? (int32_t)value : -1);
-        if (value == RECORD_ABSENT) keep_entries(m, locals_of(m.plan, self), rank, token, -1);
+        store_entries(m, m.plan.records, rank, token,
+                      is_valid_row(value) ? (int32_t)value : -1);
+        if (value == RECORD_ABSENT)
+            store_entries(m, local_experts_of(m.plan, self), rank, token, -1);
     }
     return ok;
 }
 
 struct
-    Beside { /* what goes with a row, read before the row is there; lane n: the n-th choice here */
+    FlatExtras { /* what goes with a row, read before the row is there; lane n: the n-th choice here */
     uint64_t expert; /* as peek_record has it */
     uint32_t weight; /* perhaps still poison */
 };
 
-__device__ __forceinline__ Beside peek_beside(const Move &m, int rank, int source,
-                                              int32_t token, int half)
+__device__ __forceinline__ FlatExtras peek_extras(const DispatchMove &m, int rank, int source,
+                                                  int32_t token, int half)
 {
     const p2p_self &self = m.job.plan.self;
     const int n = half * WARP + lane_id();
-    Beside b = {~0ull, POISON};
-    if (m.made)
+    FlatExtras b = {~0ull, POISON};
+    if (m.has_new_plan)
         b.expert = peek_record(m, rank, token, half);
     else if (n < m.top_k)
-        b.expert = (uint32_t)__ldg(locals_of(m.plan, self) +
-                                   record_at(self, rank, token, m.top_k) + n);
+        b.expert = (uint32_t)__ldg(local_experts_of(m.plan, self) +
+                                   record_index(self, rank, token, m.top_k) + n);
     if (rank != self.rank && m.job.weights && n < m.top_k)
-        b.weight = load_relaxed(weight_from(m, source, token, n));
+        b.weight = load_relaxed(weight_address(m, source, token, n));
     return b;
 }
 
 /* The local expert of the lane's choice, or -1; `more`: the other half has some too. */
-__device__ __forceinline__ bool take_expert(const Move &m, int rank, int32_t token, int half,
-                                            uint64_t word, int32_t &expert, bool &more)
+__device__ __forceinline__ bool receive_expert(const DispatchMove &m, int rank, int32_t token,
+                                               int half, uint64_t word, int32_t &expert,
+                                               bool &more)
 {
     const p2p_self &self = m.job.plan.self;
     const int n = half * WARP + lane_id();
-    if (!m.made) {
+    if (!m.has_new_plan) {
         expert = n < m.top_k ? (int32_t)word : -1;
         more = (half + 1) * WARP < m.top_k;
         return true;
     }
-    const uint64_t *words = record_words(self, m.now, rank, token, m.top_k);
-    if (!take_record(m.now, words, m.top_k, half, rank, word, expert, more)) return false;
+    const uint64_t *words = record_address(self, m.op, rank, token, m.top_k);
+    if (!receive_record(m.op, words, m.top_k, half, rank, word, expert, more)) return false;
     int32_t *locals =
-        (int32_t *)locals_of(m.plan, self) + record_at(self, rank, token, m.top_k);
+        (int32_t *)local_experts_of(m.plan, self) + record_index(self, rank, token, m.top_k);
     if (n < m.top_k) locals[n] = expert;
     for (int k = n + WARP; !more && k < m.top_k; k += WARP) locals[k] = -1;
     return true;
 }
 
 /* The weight of the lane's choice here, `there`: it has one. */
-__device__ __forceinline__ bool take_weight(const Move &m, int rank, int source, int32_t token,
-                                            int half, bool there, uint32_t &word)
+__device__ __forceinline__ bool receive_choice_weight(const DispatchMove &m, int rank,
+                                                      int source, int32_t token, int half,
+                                                      bool there, uint32_t &word)
 {
     const int n = half * WARP + lane_id();
     if (rank == m.job.plan.self.rank) {
@@ -100,8 +104,8 @@ __device__ __forceinline__ bool take_weight(const Move &m, int rank, int source,
         if (there) word = __float_as_uint(__ldg(m.job.weights + (int64_t)token * m.top_k + k));
         return true;
     }
-    uint32_t *from = weight_from(m, source, token, n);
-    const bool ok = wait_until(m.now, rank, P2P_PHASE_FLOAT, [&] {
+    uint32_t *from = weight_address(m, source, token, n);
+    const bool ok = wait_warp(m.op, rank, P2P_PHASE_FLOAT, [&] {
         if (there && word == POISON) word = load_relaxed(from);
         return __any_sync(ALL_LANES, there && word == POISON) == 0;
     });
@@ -110,8 +114,8 @@ __device__ __forceinline__ bool take_weight(const Move &m, int rank, int source,
 }
 
 /* With the first piece of a token's row: what lies by row. */
-__device__ __forceinline__ bool take_beside(const Move &m, int rank, int source, int32_t token,
-                                            int32_t row, Beside b)
+__device__ __forceinline__ bool receive_extras(const DispatchMove &m, int rank, int source,
+                                               int32_t token, int32_t row, FlatExtras b)
 {
     const bool fits = (uint32_t)row < (uint32_t)m.job.recv_rows;
     bool more = true;
@@ -119,9 +123,10 @@ __device__ __forceinline__ bool take_beside(const Move &m, int rank, int source,
         const int n = half * WARP + lane_id();
         const int64_t at = (int64_t)row * m.top_k + n;
         int32_t expert = -1;
-        if (half) b = peek_beside(m, rank, source, token, half);
-        if (more && !take_expert(m, rank, token, half, b.expert, expert, more)) return false;
-        if (m.job.weights && !take_weight(m, rank, source, token, half, expert >= 0, b.weight))
+        if (half) b = peek_extras(m, rank, source, token, half);
+        if (more && !receive_expert(m, rank, token, half, b.expert, expert, more)) return false;
+        if (m.job.weights &&
+            !receive_choice_weight(m, rank, source, token, half, expert >= 0, b.weight))
             return false;
         if (!fits || n >= m.top_k) continue;
         if (m.job.recv_expert) m.job.recv_expert[at] = expert;
@@ -132,8 +137,8 @@ __device__ __forceinline__ bool take_beside(const Move &m, int rank, int source,
 }
 
 /* What lies by row, past the first rows. */
-__device__ __forceinline__ void clear_beside(const Move &m, int64_t first, int64_t thread,
-                                             int64_t threads)
+__device__ __forceinline__ void clear_extras(const DispatchMove &m, int64_t first,
+                                             int64_t thread, int64_t threads)
 {
     const int64_t each = m.job.top_k, end = m.job.recv_rows * each;
     zero_floats(m.job.slot_weights, first * each, end, thread, threads);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* How the kernels of dispatch are loaded and launched, those of rows and those of strings. */
-#ifndef EPIC_DISPATCH_LAUNCH_CUH
-#define EPIC_DISPATCH_LAUNCH_CUH
+#ifndef EPIC_DISPATCH_LAUNCHER_CUH
+#define EPIC_DISPATCH_LAUNCHER_CUH
 
 #include "cuda/common/launch.cuh"
 #include "cuda/dispatch/dispatch.cuh"
@@ -13,7 +13,7 @@ typedef void (*Kernel)(p2p_dispatch_job);
 /* Of the rings, or before them of the planner. */
 static inline int memory_bytes(int planning)
 {
-    const int rings = BLOCK / WARP * Ring<V, true>::BYTES;
+    const int rings = BLOCK / WARP * PieceRing<V, true>::BYTES;
     return planning > rings ? planning : rings;
 }
 
@@ -29,24 +29,25 @@ static cudaError_t load_kernels(const Kernel (&kernels)[COUNT], int most_bytes)
 }
 
 /* The job as the kernel needs it; `bytes` travel for a token. */
-static inline p2p_dispatch_job dealt(const p2p_dispatch_job &job, int64_t bytes, int num_sms)
+static inline p2p_dispatch_job deal_dispatch(const p2p_dispatch_job &job, int64_t bytes,
+                                             int num_sms)
 {
     p2p_dispatch_job copy = job;
     copy.row_bytes = bytes;
     if (job.flat && copy.top_k > job.plan.self.num_ranks) copy.top_k = job.plan.self.num_ranks;
-    const int roles = num_roles(job.plan.self) + num_handing(job.plan.self);
+    const int roles = num_roles(job.plan.self) + num_forward_roles(job.plan.self);
 #ifdef EPIC_HOSTS
-    deal_for_net(job.plan.self, copy, num_sms, BLOCK, roles, V);
+    deal_units_for_net(job.plan.self, copy, num_sms, BLOCK, roles, V);
 #else
-    deal(copy, num_sms, BLOCK, roles, V);
+    deal_units(copy, num_sms, BLOCK, roles, V);
 #endif
-    const int spans = kinds_of(copy, 1, V);
+    const int spans = units_per_token(copy, 1, V);
     copy.row_bytes = job.row_bytes;
     copy.top_k = job.top_k;
     if (!job.plan.planners && copy.lag > 2 * (16 + 8 * copy.span))
         copy.lag /= 2; /* records are there; what is left at the end counts more */
 #ifdef EPIC_HOSTS
-    copy.lag = far_lag(job.plan.self, copy.lag, job.num_tokens);
+    copy.lag = lag_for_net(job.plan.self, copy.lag, job.num_tokens);
 #endif
     /* Whole rows are quick: more of them leave while the plan is made.  And what receiving stays
      * behind anyway is nothing to catch up on.  3 for 2 gains on 64 SMs, by expert, not on 48 or 132. */
@@ -58,11 +59,11 @@ static inline p2p_dispatch_job dealt(const p2p_dispatch_job &job, int64_t bytes,
     return copy;
 }
 
-static inline cudaError_t launch_dealt(Kernel kernel, const p2p_dispatch_job &job, int num_sms,
-                                       cudaStream_t stream)
+static inline cudaError_t launch_dispatch(Kernel kernel, const p2p_dispatch_job &job,
+                                          int num_sms, cudaStream_t stream)
 {
     const int planning = job.plan.planners ? planner_bytes_of(job.plan) : 0;
-    return enqueue(kernel, num_sms, BLOCK, memory_bytes(planning), stream, job);
+    return launch_kernel(kernel, num_sms, BLOCK, memory_bytes(planning), stream, job);
 }
 
 #endif

@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What dispatch and combine_backward share, which bring the rows of tokens to slots: what a unit is
- * given, which pieces it moves, and the padding beside them.  M is a Moving. */
+ * given, which pieces it moves, and the padding beside them.  M is a RowMove. */
 #ifndef EPIC_MOVING_CUH
 #define EPIC_MOVING_CUH
 
 #include "cuda/net/relay.cuh"
 #include "cuda/plan/view.cuh"
 
-template <class Job> struct Moving { /* what every unit of the running round needs */
+template <class Job> struct RowMove { /* what every unit of the running round needs */
     const Job &job;
-    const Now &now;
-    const Plan &plan;
+    const OpState &op;
+    const PlanView &plan;
     const Stride &stride;
     RowShape shape;
     uint64_t policy;
@@ -21,13 +21,13 @@ template <class Job> struct Moving { /* what every unit of the running round nee
 #define NO_PADDING 0 /* in place of an alignment: nothing is padded */
 
 /* Role 0 sends, role 1 + n receives from source n; by relays, those that hand on rows of other hosts
- * (num_handing) come between. */
+ * (num_forward_roles) come between. */
 __host__ __device__ __forceinline__ int num_roles(const p2p_self &self)
 {
     return self.num_ranks + 1;
 }
 
-__host__ __device__ __forceinline__ int num_handing(const p2p_self &self)
+__host__ __device__ __forceinline__ int num_forward_roles(const p2p_self &self)
 {
 #ifdef EPIC_HOSTS
     return self.local ? self.num_ranks / self.local - 1 : 0;
@@ -38,19 +38,21 @@ __host__ __device__ __forceinline__ int num_handing(const p2p_self &self)
 }
 
 #ifdef EPIC_HOSTS
-#define MOST_SHIPPED 32 /* pieces of a row that goes whole: 64 KB of those that have 2 KB */
+#define MAX_ROW_PUT_PIECES \
+    32 /* pieces of a row that goes whole: 64 KB of those that have 2 KB */
 
-/* deal(), but where there are other hosts a unit is a whole row, unless tokens are few: a net is
+/* deal_units(), but where there are other hosts a unit is a whole row, unless tokens are few: a net is
  * slower than warps are with any span, and what they ship is an entry for each unit. */
 template <class Job>
-static inline void deal_for_net(const p2p_self &self, Job &job, int num_sms, int block,
-                                int roles, int vectors)
+static inline void deal_units_for_net(const p2p_self &self, Job &job, int num_sms, int block,
+                                      int roles, int vectors)
 {
     const int64_t bytes = job.row_bytes, pieces = (bytes + vectors * 512 - 1) / (vectors * 512);
-    const bool whole = pieces <= MOST_SHIPPED && self.near != (1u << self.num_ranks) - 1 &&
+    const bool whole = pieces <= MAX_ROW_PUT_PIECES &&
+                       self.near != (1u << self.num_ranks) - 1 &&
                        (int64_t)job.num_tokens * roles >= 10 * num_sms * (block / WARP);
     if (whole) job.row_bytes = 1; /* one span */
-    deal(job, num_sms, block, roles, vectors);
+    deal_units(job, num_sms, block, roles, vectors);
     job.row_bytes = bytes;
     if (whole) job.span = (int32_t)pieces;
 }
@@ -58,15 +60,15 @@ static inline void deal_for_net(const p2p_self &self, Job &job, int num_sms, int
 
 __device__ __forceinline__ int rank_of_role(const p2p_self &self, int role)
 {
-    return wrap(self.rank + role, self.num_ranks);
+    return wrap_rank(self.rank + role, self.num_ranks);
 }
 
-template <class M> __device__ __forceinline__ int first_piece(const M &m, const Walk &walk)
+template <class M> __device__ __forceinline__ int first_piece(const M &m, const UnitWalk &walk)
 {
     return walk.span * m.job.span;
 }
 
-template <class M> __device__ __forceinline__ int pieces_of(const M &m, const Walk &walk)
+template <class M> __device__ __forceinline__ int pieces_of(const M &m, const UnitWalk &walk)
 {
     return min(m.job.span, m.shape.pieces - first_piece(m, walk));
 }
@@ -74,36 +76,37 @@ template <class M> __device__ __forceinline__ int pieces_of(const M &m, const Wa
 /* hosts: pieces of token `place` of the round, all that a warp has sent, go at once: the thread takes a
  * while for each entry, and a fence for each piece would take longer than the piece. */
 template <int V, class M>
-__device__ __forceinline__ void ship_pieces(const p2p_self &self, const M &m, int32_t place,
-                                            int first, int count, uint32_t peers)
+__device__ __forceinline__ void post_put_pieces(const p2p_self &self, const M &m, int32_t place,
+                                                int first, int count, uint32_t peers)
 {
 #ifdef EPIC_HOSTS
     const int32_t begin = first * V * WARP,
                   end = min((first + count) * V * WARP, m.shape.vectors);
     for (peers &= ~self.near; peers; peers &= peers - 1) {
         const int rank = __ffs(peers) - 1;
-        const uint4 *staged = staged_in(m.now.outbox[rank], place, m.shape.vectors) + begin;
-        ship_together(m.now, rank, staged, (uint32_t)(end - begin) * 16);
+        const uint4 *staged = staged_row(m.op.outbox[rank], place, m.shape.vectors) + begin;
+        post_put_warp(m.op, rank, staged, (uint32_t)(end - begin) * 16);
     }
 #endif
 }
 
 /* Are there enough spans of a rank's tokens to pad slabs beside?  Each warp has one then, and each
  * slab. */
-__device__ __forceinline__ bool pads_beside(const Plan &plan, const Stride &stride,
-                                            int most_tokens)
+__device__ __forceinline__ bool pads_with_tokens(const PlanView &plan, const Stride &stride,
+                                                 int most_tokens)
 {
     return most_tokens * stride.spans >= max(stride.units, 2 * (int)plan.header.num_experts);
 }
 
-/* Every thread, before begin(): a caller who has no use for zeros in the padding gets none. */
-template <class Job> __device__ __forceinline__ void choose_padding(Plan &plan, const Job &job)
+/* Every thread, before begin_operation(): a caller who has no use for zeros in the padding gets none. */
+template <class Job>
+__device__ __forceinline__ void choose_padding(PlanView &plan, const Job &job)
 {
     if (threadIdx.x == 0 && job.leave_padding) plan.header.alignment = NO_PADDING;
 }
 
 /* A slab has less padding than rows in a step of the alignment, whatever the plan's bytes say. */
-__device__ __forceinline__ device_padding padding_of(const Plan &plan, int slab)
+__device__ __forceinline__ device_padding padding_of(const PlanView &plan, int slab)
 {
     return {__ldcg(&plan.padding[slab].first),
             min(__ldcg(&plan.padding[slab].count), (int32_t)plan.header.alignment)};
@@ -112,8 +115,8 @@ __device__ __forceinline__ device_padding padding_of(const Plan &plan, int slab)
 /* Calls write(slot) for the padding that goes along with part `part` of `parts`: of one slab, whose
  * padding is shared by parts all along.  Nothing is divided: that would wait for stores. */
 template <class Write>
-__device__ __forceinline__ void each_pad(const Plan &plan, int slab_bits, int part, int parts,
-                                         Write write)
+__device__ __forceinline__ void for_each_padding_slot(const PlanView &plan, int slab_bits,
+                                                      int part, int parts, Write write)
 {
     const int slab = part & ((1 << slab_bits) - 1), sharers = parts >> slab_bits;
     int share = part >> slab_bits;
@@ -128,8 +131,8 @@ __device__ __forceinline__ void each_pad(const Plan &plan, int slab_bits, int pa
 /* Calls write(slot, piece) for what falls to warp `warp` of `warps` of all the padding, of which
  * padding_in(slab) tells. */
 template <class PaddingIn, class Write>
-__device__ __forceinline__ void each_pad_of(PaddingIn padding_in, int owned, int pieces,
-                                            int warp, int warps, Write write)
+__device__ __forceinline__ void for_each_padding_of(PaddingIn padding_in, int owned, int pieces,
+                                                    int warp, int warps, Write write)
 {
     int next = warp; /* pieces of padding that come before this warp's next one */
     for (int base = 0; base < owned; base += WARP) {
@@ -149,12 +152,13 @@ __device__ __forceinline__ void each_pad_of(PaddingIn padding_in, int owned, int
 
 /* The same with a plan that is read. */
 template <class Write>
-__device__ __forceinline__ void each_pad_piece(const Plan &plan, int owned, int pieces,
-                                               int warp, int warps, Write write)
+__device__ __forceinline__ void for_each_padding_piece(const PlanView &plan, int owned,
+                                                       int pieces, int warp, int warps,
+                                                       Write write)
 {
     if (plan.header.alignment <= 1) return;
-    each_pad_of([&](int slab) { return padding_of(plan, slab); }, owned, pieces, warp, warps,
-                write);
+    for_each_padding_of([&](int slab) { return padding_of(plan, slab); }, owned, pieces, warp,
+                        warps, write);
 }
 
 #endif

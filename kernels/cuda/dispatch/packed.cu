@@ -13,57 +13,57 @@
 /* A unit's pieces, none perhaps; given: of this rank's tokens. */
 struct Pieces {
     int first, count;
-    bool given;
+    bool is_own;
 
-    __device__ __forceinline__ Pieces(const Strings &m, const Walk &walk)
-        : given(walk.role == 0 || source_role(m, walk) == m.job.plan.self.num_ranks)
+    __device__ __forceinline__ Pieces(const PackedMove &m, const UnitWalk &walk)
+        : is_own(walk.role == 0 || source_role(m, walk) == m.job.plan.self.num_ranks)
     {
-        const int span = given ? m.given_span : m.job.span;
+        const int span = is_own ? m.own_span : m.job.span;
         first = walk.span * span;
-        count = min(span, (given ? m.given.pieces : m.shape.pieces) - first);
+        count = min(span, (is_own ? m.own_shape.pieces : m.shape.pieces) - first);
     }
 };
 
 /* The pieces that a warp's units need, on their way through the ring, as in dispatch/dispatch.cu; a unit
  * without any takes the place of one. */
-template <class Given> struct Feed {
-    typedef Ring<V, false> RowRing;
-    const Strings &m;
-    RowRing ring;
-    Walk walk;             /* the unit whose pieces are being copied: */
+template <class OwnPiece> struct PieceFeed {
+    typedef PieceRing<V, false> RowPieces;
+    const PackedMove &m;
+    RowPieces ring;
+    UnitWalk walk;         /* the unit whose pieces are being copied: */
     const uint8_t *row;    /* its row, staged or the caller's, NULL: nothing to copy, */
     const uint8_t *second; /* what vectors from number `split` on are copied from, */
     int32_t split, limit;  /* up to the limit, */
     int32_t vector, left;  /* its next piece, and how many are left */
     int32_t end;           /* the token that the round ends before */
 
-    __device__ __forceinline__ Feed(const Strings &strings, const Walk &first,
-                                    int32_t round_end, const uint8_t *memory)
+    __device__ __forceinline__ PieceFeed(const PackedMove &strings, const UnitWalk &first,
+                                         int32_t round_end, const uint8_t *memory)
         : m(strings), ring(memory), walk(first), end(round_end)
     {
-        open();
+        open_unit();
     }
-    __device__ __forceinline__ void open()
+    __device__ __forceinline__ void open_unit()
     {
         const p2p_dispatch_job &job = m.job;
         const Pieces part(m, walk);
         const int32_t token = token_of(m, walk);
-        const bool in = token < (part.given ? min(end, job.num_tokens) : end);
+        const bool in = token < (part.is_own ? min(end, job.num_tokens) : end);
         vector = part.first * V * WARP;
         left = max(part.count, 1);
         split = limit = m.shape.vectors;
-        if (part.given && Given::QUANTIZED) split = limit = m.given.vectors;
+        if (part.is_own && OwnPiece::QUANTIZED) split = limit = m.own_shape.vectors;
         row = second = NULL;
-        if (!in || part.count <= 0 || hands_on(m, walk)) return;
-        if (!part.given) {
-            row = (const uint8_t *)staged_in(
-                m.now.inbox[rank_of_role(job.plan.self, source_role(m, walk))], token - m.first,
+        if (!in || part.count <= 0 || is_forward_role(m, walk)) return;
+        if (!part.is_own) {
+            row = (const uint8_t *)staged_row(
+                m.op.inbox[rank_of_role(job.plan.self, source_role(m, walk))], token - m.first,
                 m.shape.vectors);
-            if (is_slow(m.now, row)) row = NULL;
+            if (is_host_memory(m.op, row)) row = NULL;
             return;
         }
-        row = job.tokens + row_offset(token, m.given);
-        if (Given::QUANTIZED) return;
+        row = job.tokens + row_offset(token, m.own_shape);
+        if (OwnPiece::QUANTIZED) return;
         split = m.row_vectors;
         second = job.scales + (int64_t)token * job.scale_bytes - (int64_t)split * 16;
         if (!job.scales_aligned) limit = split;
@@ -80,29 +80,29 @@ template <class Given> struct Feed {
             }
             vector += V * WARP;
         }
-        ring.filled_one();
+        ring.commit_piece();
         if (--left) return;
-        walk.next(m.stride);
-        open();
+        walk.next_unit(m.stride);
+        open_unit();
     }
-    __device__ __forceinline__ void use(uint4 (&q)[V], int piece, const RowShape &shape)
+    __device__ __forceinline__ void read_piece(uint4 (&q)[V], int piece, const RowShape &shape)
     {
         copy_next();
-        ring.use(q, piece * V * WARP, shape);
+        ring.read_piece(q, piece * V * WARP, shape);
     }
-    __device__ __forceinline__ void pass(int pieces)
+    __device__ __forceinline__ void skip_pieces(int pieces)
     {
         for (; pieces > 0; pieces--) {
             copy_next();
             ring.wait();
         }
     }
-    __device__ __forceinline__ void give(Joined &piece, int32_t token, int i)
+    __device__ __forceinline__ void read_own_piece(JoinedPiece &piece, int32_t token, int i)
     {
-        use(piece.q, i, m.shape);
-        piece.complete(m, token, i);
+        read_piece(piece.q, i, m.shape);
+        piece.complete_scales(m, token, i);
     }
-    __device__ __forceinline__ void give(Made &piece, int32_t, int i)
+    __device__ __forceinline__ void read_own_piece(QuantizedPiece &piece, int32_t, int i)
     {
         uint4 raw[V];
         copy_next();
@@ -110,8 +110,8 @@ template <class Given> struct Feed {
         __syncwarp(); /* what other lanes have copied */
 #pragma unroll
         for (int v = 0; v < V; v++) {
-            const int32_t at = Made::vector_of(v);
-            const bool in = i * V * WARP + at < m.given.vectors;
+            const int32_t at = QuantizedPiece::vector_of(v);
+            const bool in = i * V * WARP + at < m.own_shape.vectors;
             raw[v] = load_shared(ring.memory + ring.next + (at - lane_id()) * 16);
             if (!in) raw[v] = make_uint4(0, 0, 0, 0);
         }
@@ -121,32 +121,34 @@ template <class Given> struct Feed {
 };
 
 /* Of this rank's token, from memory. */
-template <class Given, bool FAST>
-__device__ __forceinline__ void load_piece(const Strings &m, int32_t token, int i, Given &piece)
+template <class OwnPiece, bool FAST>
+__device__ __forceinline__ void load_own_piece(const PackedMove &m, int32_t token, int i,
+                                               OwnPiece &piece)
 {
     uint4 raw[V];
     if (!FAST) {
-        piece.load(m, token, i);
+        piece.load_piece(m, token, i);
         return;
     }
-    Given::load_raw(m, token, i, raw);
+    OwnPiece::load_raw(m, token, i, raw);
     piece.make_raw(m, raw);
 }
 
 /* The same; `copied`: through the ring. */
-template <class Given, bool FAST>
-__device__ __forceinline__ void get_piece(const Strings &m, int32_t token, int i, bool copied,
-                                          Feed<Given> &feed, Given &piece)
+template <class OwnPiece, bool FAST>
+__device__ __forceinline__ void get_piece(const PackedMove &m, int32_t token, int i,
+                                          bool copied, PieceFeed<OwnPiece> &feed,
+                                          OwnPiece &piece)
 {
     if (copied)
-        feed.give(piece, token, i);
+        feed.read_own_piece(piece, token, i);
     else
-        load_piece<Given, FAST>(m, token, i, piece);
+        load_own_piece<OwnPiece, FAST>(m, token, i, piece);
 }
 
-template <class Given, bool FAST>
-__device__ __forceinline__ void send_unit(const Strings &m, const Walk &walk, uint64_t word,
-                                          Feed<Given> &feed)
+template <class OwnPiece, bool FAST>
+__device__ __forceinline__ void send_unit(const PackedMove &m, const UnitWalk &walk,
+                                          uint64_t word, PieceFeed<OwnPiece> &feed)
 {
     const int32_t token = m.first + walk.step;
     const Pieces part(m, walk);
@@ -158,22 +160,22 @@ __device__ __forceinline__ void send_unit(const Strings &m, const Walk &walk, ui
         peers = choose_routes(m, token, walk.span == 0, peers);
 #endif
     if (!peers || part.count <= 0) {
-        if (FAST) feed.pass(max(part.count, 1));
+        if (FAST) feed.skip_pieces(max(part.count, 1));
         return;
     }
 #pragma unroll 1
     for (int i = part.first; i < part.first + part.count; i++) {
-        Given piece;
-        get_piece<Given, FAST>(m, token, i, FAST, feed, piece);
-        piece.send(m, token, i, peers);
+        OwnPiece piece;
+        get_piece<OwnPiece, FAST>(m, token, i, FAST, feed, piece);
+        piece.send_to_peers(m, token, i, peers);
     }
 }
 
 /* The pieces of a token to its slots, of which a lane has two with more than 32 choices. */
-template <class Given, bool FAST>
-__device__ __forceinline__ bool move_pieces(const Strings &m, int32_t token, const Walk &walk,
-                                            const int32_t (&slot)[2], bool copied,
-                                            Feed<Given> &feed)
+template <class OwnPiece, bool FAST>
+__device__ __forceinline__ bool move_pieces(const PackedMove &m, int32_t token,
+                                            const UnitWalk &walk, const int32_t (&slot)[2],
+                                            bool copied, PieceFeed<OwnPiece> &feed)
 {
     const p2p_self &self = m.job.plan.self;
     const int role = source_role(m, walk), rank = rank_of_role(self, role);
@@ -181,47 +183,50 @@ __device__ __forceinline__ bool move_pieces(const Strings &m, int32_t token, con
     const bool both = m.top_k > WARP && __any_sync(ALL_LANES, slot[1] >= 0);
 #pragma unroll 1
     for (int i = part.first; i < part.first + part.count; i++) {
-        if (part.given) {
-            Given piece;
-            get_piece<Given, FAST>(m, token, i, copied, feed, piece);
-            piece.fill(m, i, slot[0]);
-            if (both) piece.fill(m, i, slot[1]);
+        if (part.is_own) {
+            OwnPiece piece;
+            get_piece<OwnPiece, FAST>(m, token, i, copied, feed, piece);
+            piece.fill_slots_of(m, i, slot[0]);
+            if (both) piece.fill_slots_of(m, i, slot[1]);
             continue;
         }
-        Joined piece;
-        if (copied) feed.use(piece.q, i, m.shape);
-        if (!take_string<Given::QUANTIZED>(m, rank, role - 1, token, i, copied, piece.q))
+        JoinedPiece piece;
+        if (copied) feed.read_piece(piece.q, i, m.shape);
+        if (!receive_packed_piece<OwnPiece::QUANTIZED>(m, rank, role - 1, token, i, copied,
+                                                       piece.q))
             return false;
-        piece.fill(m, i, slot[0]);
-        if (both) piece.fill(m, i, slot[1]);
+        piece.fill_slots_of(m, i, slot[0]);
+        if (both) piece.fill_slots_of(m, i, slot[1]);
     }
-    if (copied && part.count <= 0) feed.pass(1);
+    if (copied && part.count <= 0) feed.skip_pieces(1);
     return true;
 }
 
 /* One token of a receiving unit; `copied`: its pieces come through the ring. */
-template <class Given, bool FAST, bool FLAT>
-__device__ __forceinline__ bool receive(const Strings &m, int32_t token, const Walk &walk,
-                                        uint64_t word, bool copied, Feed<Given> &feed)
+template <class OwnPiece, bool FAST, bool FLAT>
+__device__ __forceinline__ bool receive_token(const PackedMove &m, int32_t token,
+                                              const UnitWalk &walk, uint64_t word, bool copied,
+                                              PieceFeed<OwnPiece> &feed)
 {
     const int role = source_role(m, walk), source = role - 1;
     const int rank = rank_of_role(m.job.plan.self, role);
-    const bool besides = FLAT && walk.span == 0;
-    const bool weighs = walk.span == 0 && m.job.weights && !besides;
+    const bool with_extras = FLAT && walk.span == 0;
+    const bool with_weights = walk.span == 0 && m.job.weights && !with_extras;
     int32_t slot[2];
     if (!find_slots<FLAT>(m, rank, token, walk.span == 0, word, slot)) return false;
     if (!__any_sync(ALL_LANES, slot[0] >= 0)) {
-        if (copied) feed.pass(max(Pieces(m, walk).count, 1));
+        if (copied) feed.skip_pieces(max(Pieces(m, walk).count, 1));
         return true;
     }
     uint32_t weight = 0;
-    Beside beside;
-    if (besides) beside = peek_beside(m, rank, source, token, 0);
-    if (weighs) weight = peek_weight(m, rank, source, token, 0, slot[0]);
-    if (!move_pieces<Given, FAST>(m, token, walk, slot, copied, feed)) return false;
-    if (besides)
-        return take_beside(m, rank, source, token, __shfl_sync(ALL_LANES, slot[0], 0), beside);
-    if (!weighs) return true;
+    FlatExtras extras;
+    if (with_extras) extras = peek_extras(m, rank, source, token, 0);
+    if (with_weights) weight = peek_weight(m, rank, source, token, 0, slot[0]);
+    if (!move_pieces<OwnPiece, FAST>(m, token, walk, slot, copied, feed)) return false;
+    if (with_extras)
+        return receive_extras(m, rank, source, token, __shfl_sync(ALL_LANES, slot[0], 0),
+                              extras);
+    if (!with_weights) return true;
     if (!receive_weight(m, rank, source, token, 0, slot[0], weight)) return false;
     if (!__any_sync(ALL_LANES, slot[1] >= 0)) return true;
     weight = peek_weight(m, rank, source, token, 1, slot[1]);
@@ -230,13 +235,13 @@ __device__ __forceinline__ bool receive(const Strings &m, int32_t token, const W
 
 #ifdef EPIC_HOSTS
 /* Quantized ones have no poison.  noinline as in dispatch/dispatch.cu. */
-template <class Given>
-static __device__ __noinline__ bool hand_on_string(const Strings &m, int from, int32_t token,
+template <class OwnPiece>
+static __device__ __noinline__ bool forward_packed(const PackedMove &m, int from, int32_t token,
                                                    int piece, uint32_t wants)
 {
-    return hand_on_piece<V, false>(m.job.plan.self, m.now, from, token - m.first, piece,
+    return forward_piece<V, false>(m.job.plan.self, m.op, from, token - m.first, piece,
                                    m.shape.vectors, wants, [&](uint8_t *heap, int source) {
-                                       return Given::QUANTIZED
+                                       return OwnPiece::QUANTIZED
                                                   ? NULL
                                                   : escapes_at(m, heap, source, token, piece);
                                    });
@@ -244,9 +249,10 @@ static __device__ __noinline__ bool hand_on_string(const Strings &m, int from, i
 #endif
 
 /* The CTAs that do not plan send the first tokens meanwhile; noinline as in dispatch/dispatch.cu. */
-template <class Given, bool FAST> static __device__ __noinline__ void send_head(const Strings m)
+template <class OwnPiece, bool FAST>
+static __device__ __noinline__ void send_head(const PackedMove m)
 {
-    const int planners = m.job.plan.planners, pieces = m.given.pieces;
+    const int planners = m.job.plan.planners, pieces = m.own_shape.pieces;
     const int warps = BLOCK / WARP, first = ((int)blockIdx.x - planners) * warps;
     if ((int)blockIdx.x < planners) return;
     for (int u = first + (int)threadIdx.x / WARP; u < min(m.head, m.job.num_tokens) * pieces;
@@ -258,179 +264,186 @@ template <class Given, bool FAST> static __device__ __noinline__ void send_head(
         peers = choose_routes(m, token, i == 0, peers);
 #endif
         if (!peers) continue;
-        Given piece;
-        load_piece<Given, FAST>(m, token, i, piece);
-        piece.send(m, token, i, peers);
+        OwnPiece piece;
+        load_own_piece<OwnPiece, FAST>(m, token, i, piece);
+        piece.send_to_peers(m, token, i, peers);
     }
 }
 
-template <class Given, bool FAST, bool FLAT>
-__device__ __forceinline__ bool receive_unit(const Strings &m, const Walk &walk, uint64_t word,
-                                             int slab_bits, Feed<Given> &feed)
+template <class OwnPiece, bool FAST, bool FLAT>
+__device__ __forceinline__ bool receive_unit(const PackedMove &m, const UnitWalk &walk,
+                                             uint64_t word, int slab_bits,
+                                             PieceFeed<OwnPiece> &feed)
 {
     const p2p_self &self = m.job.plan.self;
     const int rank = rank_of_role(self, source_role(m, walk));
     const int32_t begin = m.first + received_before(m, walk.step);
     const int32_t stop = min(feed.end, m.first + received_before(m, walk.step + 1));
-    if (begin >= stop && FAST) feed.pass(max(Pieces(m, walk).count, 1));
+    if (begin >= stop && FAST) feed.skip_pieces(max(Pieces(m, walk).count, 1));
     for (int32_t token = begin; token < stop; token++) {
         if (token > begin)
             word = FLAT ? peek_row(m, rank, token) : peek_record(m, rank, token, 0);
-        if (!receive<Given, FAST, FLAT>(m, token, walk, word, FAST && token == begin, feed))
+        if (!receive_token<OwnPiece, FAST, FLAT>(m, token, walk, word, FAST && token == begin,
+                                                 feed))
             return false;
         if (source_role(m, walk) == self.num_ranks && slab_bits >= 0)
-            each_pad(m.plan, slab_bits, token * m.stride.spans + walk.span,
-                     m.most_tokens * m.stride.spans, [&](int32_t slot) {
-                         for (int i = 0; i < m.shape.pieces; i++) pad_string(m, slot, i);
-                     });
+            for_each_padding_slot(m.plan, slab_bits, token * m.stride.spans + walk.span,
+                                  m.most_tokens * m.stride.spans, [&](int32_t slot) {
+                                      for (int i = 0; i < m.shape.pieces; i++)
+                                          pad_packed(m, slot, i);
+                                  });
     }
     return true;
 }
 
 /* One round: tokens [m.first, end) of every rank. */
-template <class Given, bool FAST, bool FLAT>
-__device__ __forceinline__ bool move_tokens(Strings &m, int32_t end, const uint8_t *memory)
+template <class OwnPiece, bool FAST, bool FLAT>
+__device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, const uint8_t *memory)
 {
     const auto peek = [&](int rank, int32_t token) {
         return FLAT ? peek_row(m, rank, token) : peek_record(m, rank, token, 0);
     };
-    bool heard_tokens = !m.made;
+    bool has_token_counts = !m.has_new_plan;
     int slab_bits = NOT_KNOWN;
-    if (m.head) send_head<Given, FAST>(m);
-    Walk next(m.stride);
+    if (m.head) send_head<OwnPiece, FAST>(m);
+    UnitWalk next(m.stride);
     next.step += m.head;
-    Feed<Given> feed(m, next, end, memory);
-    for (int i = 0; i < Feed<Given>::RowRing::AHEAD && FAST; i++) feed.copy_next();
+    PieceFeed<OwnPiece> feed(m, next, end, memory);
+    for (int i = 0; i < PieceFeed<OwnPiece>::RowPieces::AHEAD && FAST; i++) feed.copy_next();
     uint64_t next_word = read_ahead(m, next, peek);
     for (;;) {
-        const Walk walk = next;
+        const UnitWalk walk = next;
         const uint64_t word = next_word;
         if (m.first + received_before(m, walk.step) >= feed.end) return true;
-        next.next(m.stride);
+        next.next_unit(m.stride);
         next_word = read_ahead(m, next, peek);
         if (walk.role == 0) {
-            send_unit<Given, FAST>(m, walk, word, feed);
+            send_unit<OwnPiece, FAST>(m, walk, word, feed);
             continue;
         }
-        if (!heard_tokens) {
-            if (!hear_tokens(m)) return false;
+        if (!has_token_counts) {
+            if (!read_token_counts(m)) return false;
             feed.end = min(feed.end, m.most_tokens);
-            heard_tokens = true;
+            has_token_counts = true;
         }
 #ifdef EPIC_HOSTS
-        if (hands_on(m, walk)) {
-            if (!hand_on(m, walk, feed, FAST,
-                         [&](int from, int32_t its_token, int piece, uint32_t wants) {
-                             return hand_on_string<Given>(m, from, its_token, piece, wants);
-                         }))
+        if (is_forward_role(m, walk)) {
+            if (!forward_unit(m, walk, feed, FAST,
+                              [&](int from, int32_t its_token, int piece, uint32_t wants) {
+                                  return forward_packed<OwnPiece>(m, from, its_token, piece,
+                                                                  wants);
+                              }))
                 return false;
             continue;
         }
 #endif
         if (slab_bits == NOT_KNOWN && source_role(m, walk) == m.job.plan.self.num_ranks &&
-            !find_slabs(m, slab_bits))
+            !find_padding_slabs(m, slab_bits))
             return false;
-        if (!receive_unit<Given, FAST, FLAT>(m, walk, word, slab_bits, feed)) return false;
+        if (!receive_unit<OwnPiece, FAST, FLAT>(m, walk, word, slab_bits, feed)) return false;
     }
 }
 
-template <class Given, bool FAST, bool FLAT>
-__device__ __forceinline__ bool move_rounds(Strings &m, Now &now, const uint8_t *memory)
+template <class OwnPiece, bool FAST, bool FLAT>
+__device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const uint8_t *memory)
 {
     const int64_t round_tokens =
         m.job.plan.self.at.source_bytes / ((int64_t)m.shape.vectors * 16);
     const int32_t most = m.most_tokens;
     for (m.first = 0;; m.first += (int32_t)round_tokens) {
-        const bool last = m.made || m.first + round_tokens >= most;
+        const bool last = m.has_new_plan || m.first + round_tokens >= most;
         const int32_t end = last ? most : m.first + (int32_t)round_tokens;
-        const bool moved = move_tokens<Given, FAST, FLAT>(m, end, memory);
+        const bool moved = move_tokens<OwnPiece, FAST, FLAT>(m, end, memory);
         wait_copies<0>();
         if (!moved) return false;
         if (last) return true;
-        if (!next_round(now)) return false;
+        if (!next_round(op)) return false;
     }
 }
 
 /* All CTAs: the padding of the slabs, when there are few tokens. */
-__device__ __forceinline__ bool pad_all(Strings &m)
+__device__ __forceinline__ bool pad_all(PackedMove &m)
 {
     if (m.plan.header.alignment <= 1) return true;
-    if (m.made && !hear_tokens(m)) return false;
-    if (pads_beside(m.plan, m.stride, m.most_tokens)) return true;
-    if (m.made && !wait_for_plan(m)) return false;
+    if (m.has_new_plan && !read_token_counts(m)) return false;
+    if (pads_with_tokens(m.plan, m.stride, m.most_tokens)) return true;
+    if (m.has_new_plan && !wait_for_plan(m)) return false;
     const int warps = (int)(grid_threads() / WARP), warp = (int)(grid_thread() / WARP);
     if (header_of(m)->result == EPIC_OK)
-        each_pad_piece(m.plan, header_of(m)->owned, m.shape.pieces, warp, warps,
-                       [&](int32_t slot, int piece) { pad_string(m, slot, piece); });
+        for_each_padding_piece(m.plan, header_of(m)->owned, m.shape.pieces, warp, warps,
+                               [&](int32_t slot, int piece) { pad_packed(m, slot, piece); });
     return true;
 }
 
 /* FAST: rows are aligned vectors, to be quantized of 16-bit elements. */
-template <class Given, bool FAST, bool MADE, bool FLAT>
+template <class OwnPiece, bool FAST, bool WITH_PLAN, bool FLAT>
 __global__ void __launch_bounds__(BLOCK, 1)
-    dispatch_strings_kernel(const __grid_constant__ p2p_dispatch_job job)
+    dispatch_packed_kernel(const __grid_constant__ p2p_dispatch_job job)
 {
     uint8_t *const memory = (uint8_t *)dynamic_shared();
-    __shared__ Now now;
-    __shared__ Plan plan;
+    __shared__ OpState op;
+    __shared__ PlanView plan;
     __shared__ Planner planner;
     __shared__ Stride stride;
     const p2p_self &self = job.plan.self;
-    const RowShape shape = string_shape(job, FAST);
+    const RowShape shape = packed_shape(job, FAST);
     const int spans = (shape.pieces + job.span - 1) / job.span;
-    if (threadIdx.x == 0) stride.set(job.units, num_roles(self) + num_handing(self), spans);
-    open_plan<MADE>(plan, job);
-    if (!begin(now, self, MADE ? 0 : (uint32_t)plan.header.id, job.num_tokens,
-               job.plan.capacity, job.recv_rows))
+    if (threadIdx.x == 0)
+        stride.set_strides(job.units, num_roles(self) + num_forward_roles(self), spans);
+    open_plan<WITH_PLAN>(plan, job);
+    if (!begin_operation(op, self, WITH_PLAN ? 0 : (uint32_t)plan.header.id, job.num_tokens,
+                         job.plan.capacity, job.recv_rows))
         return;
-    bool ok = make_own_plan<MADE, FLAT>(planner, job, now, memory);
-    Move move = {{job, now, plan, stride, shape, policy_once(), 0, (int)plan.header.top_k}};
-    move.made = MADE;
+    bool ok = make_own_plan<WITH_PLAN, FLAT>(planner, job, op, memory);
+    DispatchMove move = {
+        {job, op, plan, stride, shape, policy_once(), 0, (int)plan.header.top_k}};
+    move.has_new_plan = WITH_PLAN;
 #ifdef EPIC_HOSTS
-    move.handing = num_handing(self);
+    move.num_forward_roles = num_forward_roles(self);
 #endif
-    move.head = MADE && job.plan.planners < (int)gridDim.x ? job.head : 0;
-    move.tokens_of = !MADE && lane_id() < self.num_ranks ? plan.header.tokens_of[lane_id()] : 0;
-    move.most_tokens = MADE ? (int32_t)self.max_tokens : plan.most_tokens;
-    Strings m = {move};
-    describe_strings(m, spans);
-    if (ok && (MADE || plan.header.result == EPIC_OK))
-        ok = move_rounds<Given, FAST, FLAT>(
-                 m, now, memory + threadIdx.x / WARP * Feed<Given>::RowRing::BYTES) &&
+    move.head = WITH_PLAN && job.plan.planners < (int)gridDim.x ? job.head : 0;
+    move.tokens_of =
+        !WITH_PLAN && lane_id() < self.num_ranks ? plan.header.tokens_of[lane_id()] : 0;
+    move.most_tokens = WITH_PLAN ? (int32_t)self.max_tokens : plan.most_tokens;
+    PackedMove m = {move};
+    describe_packed(m, spans);
+    if (ok && (WITH_PLAN || plan.header.result == EPIC_OK))
+        ok = move_rounds<OwnPiece, FAST, FLAT>(
+                 m, op, memory + threadIdx.x / WARP * PieceFeed<OwnPiece>::RowPieces::BYTES) &&
              pad_all(m);
-    if (ok && job.zero_tail && plan.good) ok = clear_tail<FLAT>(m);
-    if (finish(now) && ok) clear_all<FLAT>(m);
+    if (ok && job.zero_tail && plan.is_valid) ok = clear_tail<FLAT>(m);
+    if (finish_operation(op) && ok) clear_all<FLAT>(m);
 }
 
-static const Kernel kernels[] = {dispatch_strings_kernel<Joined, false, false, false>,
-                                 dispatch_strings_kernel<Joined, false, true, false>,
-                                 dispatch_strings_kernel<Joined, true, false, false>,
-                                 dispatch_strings_kernel<Joined, true, true, false>,
-                                 dispatch_strings_kernel<Made, false, false, false>,
-                                 dispatch_strings_kernel<Made, false, true, false>,
-                                 dispatch_strings_kernel<Made, true, false, false>,
-                                 dispatch_strings_kernel<Made, true, true, false>,
-                                 dispatch_strings_kernel<Joined, false, false, true>,
-                                 dispatch_strings_kernel<Joined, false, true, true>,
-                                 dispatch_strings_kernel<Joined, true, false, true>,
-                                 dispatch_strings_kernel<Joined, true, true, true>,
-                                 dispatch_strings_kernel<Made, false, false, true>,
-                                 dispatch_strings_kernel<Made, false, true, true>,
-                                 dispatch_strings_kernel<Made, true, false, true>,
-                                 dispatch_strings_kernel<Made, true, true, true>};
+static const Kernel kernels[] = {dispatch_packed_kernel<JoinedPiece, false, false, false>,
+                                 dispatch_packed_kernel<JoinedPiece, false, true, false>,
+                                 dispatch_packed_kernel<JoinedPiece, true, false, false>,
+                                 dispatch_packed_kernel<JoinedPiece, true, true, false>,
+                                 dispatch_packed_kernel<QuantizedPiece, false, false, false>,
+                                 dispatch_packed_kernel<QuantizedPiece, false, true, false>,
+                                 dispatch_packed_kernel<QuantizedPiece, true, false, false>,
+                                 dispatch_packed_kernel<QuantizedPiece, true, true, false>,
+                                 dispatch_packed_kernel<JoinedPiece, false, false, true>,
+                                 dispatch_packed_kernel<JoinedPiece, false, true, true>,
+                                 dispatch_packed_kernel<JoinedPiece, true, false, true>,
+                                 dispatch_packed_kernel<JoinedPiece, true, true, true>,
+                                 dispatch_packed_kernel<QuantizedPiece, false, false, true>,
+                                 dispatch_packed_kernel<QuantizedPiece, false, true, true>,
+                                 dispatch_packed_kernel<QuantizedPiece, true, false, true>,
+                                 dispatch_packed_kernel<QuantizedPiece, true, true, true>};
 
-extern "C" cudaError_t p2p_load_dispatch_strings(void)
+extern "C" cudaError_t p2p_load_dispatch_packed(void)
 {
     return load_kernels(kernels, memory_bytes(planner_most_bytes()));
 }
 
-extern "C" cudaError_t p2p_launch_dispatch_strings(const p2p_dispatch_job *job, int num_sms,
-                                                   cudaStream_t stream)
+extern "C" cudaError_t p2p_launch_dispatch_packed(const p2p_dispatch_job *job, int num_sms,
+                                                  cudaStream_t stream)
 {
     const bool fast = job->aligned && (!job->quantize || job->type != EPIC_F32);
     const p2p_dispatch_job copy =
-        dealt(*job, p2p_string_bytes(job->row_bytes, job->scale_bytes), num_sms);
+        deal_dispatch(*job, p2p_packed_bytes(job->row_bytes, job->scale_bytes), num_sms);
     const Kernel kernel = kernels[(job->flat != 0) * 8 + (job->quantize != 0) * 4 + fast * 2 +
                                   (copy.plan.planners > 0)];
-    return launch_dealt(kernel, copy, num_sms, stream);
+    return launch_dispatch(kernel, copy, num_sms, stream);
 }

@@ -9,8 +9,8 @@
  * So scales cost no unit and no message of their own.  A string is JOINED from two arrays of the
  * caller's, or QUANTIZED from one as it leaves: then a piece of its tokens is 1024 elements, which
  * make eight words of scales wherever they are in the row. */
-#ifndef EPIC_STRINGS_CUH
-#define EPIC_STRINGS_CUH
+#ifndef EPIC_PACKED_CUH
+#define EPIC_PACKED_CUH
 
 #include "cuda/common/quantize.cuh"
 #include "cuda/dispatch/dispatch.cuh"
@@ -21,28 +21,29 @@
 
 typedef Quantized<2, 16> Sixteens; /* a lane has two runs of 16 elements of a piece */
 
-struct Strings : Move { /* m.shape is a string's; its row_bytes, aligned are of received rows */
-    RowShape given;     /* the caller's tokens: pieces that are sent */
+struct PackedMove
+    : DispatchMove {    /* m.shape is a string's; its row_bytes, aligned are of received rows */
+    RowShape own_shape; /* the caller's tokens: pieces that are sent */
     int32_t row_vectors;
-    int32_t given_span; /* pieces of those for one of a string's */
+    int32_t own_span; /* pieces of those for one of a string's */
 };
 
 /* What m.job and m.shape do not say; `spans` of a token. */
-__device__ __forceinline__ void describe_strings(Strings &m, int32_t spans)
+__device__ __forceinline__ void describe_packed(PackedMove &m, int32_t spans)
 {
     const p2p_dispatch_job &job = m.job;
     m.row_vectors = (int32_t)((job.row_bytes + 15) / 16);
-    m.given = m.shape;
+    m.own_shape = m.shape;
     if (job.quantize) {
-        m.given.row_bytes = job.token_bytes;
-        m.given.vectors = (int32_t)((job.token_bytes + 15) / 16);
-        m.given.pieces = (int32_t)((job.row_bytes + Sixteens::BYTES - 1) / Sixteens::BYTES);
+        m.own_shape.row_bytes = job.token_bytes;
+        m.own_shape.vectors = (int32_t)((job.token_bytes + 15) / 16);
+        m.own_shape.pieces = (int32_t)((job.row_bytes + Sixteens::BYTES - 1) / Sixteens::BYTES);
     }
-    m.given_span = (m.given.pieces + spans - 1) / spans;
+    m.own_span = (m.own_shape.pieces + spans - 1) / spans;
 }
 
 /* Of strings. */
-__device__ __forceinline__ RowShape string_shape(const p2p_dispatch_job &job, bool aligned)
+__device__ __forceinline__ RowShape packed_shape(const p2p_dispatch_job &job, bool aligned)
 {
     RowShape s = row_shape<V>(job.row_bytes, aligned);
     s.vectors += (int32_t)((job.scale_bytes + 15) / 16);
@@ -79,7 +80,7 @@ static __device__ __noinline__ void store_part(uint8_t *row, int32_t i, int64_t 
 }
 
 /* Vector number `at` of a string, into the slot's rows. */
-__device__ __forceinline__ void store_vector(const Strings &m, int32_t slot, int32_t at,
+__device__ __forceinline__ void store_vector(const PackedMove &m, int32_t slot, int32_t at,
                                              uint4 q)
 {
     const p2p_dispatch_job &job = m.job;
@@ -96,7 +97,7 @@ __device__ __forceinline__ void store_vector(const Strings &m, int32_t slot, int
 }
 
 /* A piece of a string into one slot; the first ones are mostly all row. */
-__device__ __forceinline__ void store_string(const Strings &m, int32_t slot, int piece,
+__device__ __forceinline__ void store_packed(const PackedMove &m, int32_t slot, int piece,
                                              const uint4 (&q)[V])
 {
     const int32_t vector = piece * V * WARP;
@@ -109,19 +110,19 @@ __device__ __forceinline__ void store_string(const Strings &m, int32_t slot, int
     for (int v = 0; v < V; v++) store_vector(m, slot, vector + v * WARP + lane_id(), q[v]);
 }
 
-__device__ __forceinline__ void pad_string(const Strings &m, int32_t slot, int piece)
+__device__ __forceinline__ void pad_packed(const PackedMove &m, int32_t slot, int piece)
 {
     uint4 zeros[V];
     if ((uint32_t)slot >= (uint32_t)m.job.recv_rows) return;
 #pragma unroll
     for (int v = 0; v < V; v++) zeros[v] = make_uint4(0, 0, 0, 0);
-    store_string(m, slot, piece, zeros);
+    store_packed(m, slot, piece, zeros);
     if (piece == 0 && lane_id() == 0 && m.job.slot_weights) m.job.slot_weights[slot] = 0.0f;
 }
 
 /* Zeros in rows [first, ...) and their second rows. */
-static __device__ void zero_strings(const p2p_dispatch_job &job, int64_t first, int64_t thread,
-                                    int64_t threads)
+static __device__ void zero_packed(const p2p_dispatch_job &job, int64_t first, int64_t thread,
+                                   int64_t threads)
 {
     const int64_t end = job.recv_rows;
     if (first >= end) return;
@@ -130,14 +131,14 @@ static __device__ void zero_strings(const p2p_dispatch_job &job, int64_t first, 
 }
 
 /* This lane's slot, if it is one that has a row. */
-__device__ __forceinline__ uint32_t slots_here(const Strings &m, int32_t slot)
+__device__ __forceinline__ uint32_t slots_here(const PackedMove &m, int32_t slot)
 {
     return __ballot_sync(ALL_LANES, slot >= 0 && slot < m.job.recv_rows);
 }
 
 /* Calls write(slot) for each slot of the lanes. */
 template <class Write>
-__device__ __forceinline__ void each_slot(const Strings &m, int32_t slot, Write write)
+__device__ __forceinline__ void for_each_slot(const PackedMove &m, int32_t slot, Write write)
 {
     uint32_t slots = slots_here(m, slot);
     int32_t next = __shfl_sync(ALL_LANES, slot, __ffs(slots) - 1);
@@ -153,15 +154,15 @@ __device__ __forceinline__ void each_slot(const Strings &m, int32_t slot, Write 
 /* ------------------------------------------------------------------------------ staging ---- */
 
 /* Of a piece of a string, so numbered that the tokens of a round suffice. */
-__device__ __forceinline__ uint32_t *escapes_at(const Strings &m, uint8_t *heap, int source,
+__device__ __forceinline__ uint32_t *escapes_at(const PackedMove &m, uint8_t *heap, int source,
                                                 int32_t token, int piece)
 {
-    return escapes_of(m.job.plan.self, m.now, heap, source) +
+    return escapes_base(m.job.plan.self, m.op, heap, source) +
            ((int64_t)(token - m.first) * m.shape.pieces + piece) * WARP;
 }
 
 /* Words of e8m0 as they were, in the piece that begins with this vector. */
-__device__ __forceinline__ void restore_nans(const Strings &m, int32_t vector, uint4 (&q)[V])
+__device__ __forceinline__ void restore_nans(const PackedMove &m, int32_t vector, uint4 (&q)[V])
 {
 #pragma unroll
     for (int v = 0; v < V; v++) {
@@ -175,77 +176,79 @@ __device__ __forceinline__ void restore_nans(const Strings &m, int32_t vector, u
 
 /* A staged piece as it comes; q is what was there a while ago. */
 template <bool QUANTIZED>
-__device__ __forceinline__ bool take_string(const Strings &m, int rank, int source,
-                                            int32_t token, int piece, bool copied,
-                                            uint4 (&q)[V])
+__device__ __forceinline__ bool receive_packed_piece(const PackedMove &m, int rank, int source,
+                                                     int32_t token, int piece, bool copied,
+                                                     uint4 (&q)[V])
 {
     const int32_t vector = piece * V * WARP;
-    const int peer = who_brings(m.now, rank);
-    uint4 *staged = staged_in(m.now.inbox[rank], token - m.first, m.shape.vectors);
-    if (!take_piece<V, false>(m.now, peer, staged, vector, m.shape.vectors, copied, q))
+    const int peer = relay_of(m.op, rank);
+    uint4 *staged = staged_row(m.op.inbox[rank], token - m.first, m.shape.vectors);
+    if (!receive_piece<V, false>(m.op, peer, staged, vector, m.shape.vectors, copied, q))
         return false;
-    uint8_t *heap = HOSTS ? rows_by(m.job.plan.self, rank) : heap_by(m.now, rank);
+    uint8_t *heap = HOSTS ? row_inbox_base(m.job.plan.self, rank) : inbox_base(m.op, rank);
     uint32_t *escapes = escapes_at(m, heap, source, token, piece);
-    if (!QUANTIZED && !unhide_poison<V>(m.now, peer, q, escapes)) return false;
-    restore_piece<V, false>(staged, vector, m.shape.vectors);
+    if (!QUANTIZED && !unhide_poison<V>(m.op, peer, q, escapes)) return false;
+    poison_piece<V, false>(staged, vector, m.shape.vectors);
     if (QUANTIZED && m.job.quantize == EPIC_QUANTIZE_1X32) restore_nans(m, vector, q);
     return true;
 }
 
 /* Calls write(rank, staging) for the peers whose bits are set. */
 template <class Write>
-__device__ __forceinline__ void each_peer(const Strings &m, int32_t token, uint32_t peers,
-                                          Write write)
+__device__ __forceinline__ void for_each_peer(const PackedMove &m, int32_t token,
+                                              uint32_t peers, Write write)
 {
     const p2p_self &self = m.job.plan.self;
 #pragma unroll 1
     for (int distance = 1; distance < self.num_ranks; distance++) {
-        const int rank = wrap(self.rank + distance, self.num_ranks);
+        const int rank = wrap_rank(self.rank + distance, self.num_ranks);
         if (peers >> rank & 1)
             write(rank, distance,
-                  staged_in(m.now.outbox[rank], token - m.first, m.shape.vectors));
+                  staged_row(m.op.outbox[rank], token - m.first, m.shape.vectors));
     }
 }
 
 /* hosts, one warp has stored one of so many pieces: who stores the last one ships all. */
-__device__ __forceinline__ void ship_string(const Strings &m, int rank, int32_t token,
-                                            int pieces, const uint4 *staged)
+__device__ __forceinline__ void post_put_packed(const PackedMove &m, int rank, int32_t token,
+                                                int pieces, const uint4 *staged)
 {
-    ship_when_whole(m.job.plan.self, m.now, rank, token, pieces, staged,
-                    (uint32_t)m.shape.vectors * 16);
+    post_put_when_complete(m.job.plan.self, m.op, rank, token, pieces, staged,
+                           (uint32_t)m.shape.vectors * 16);
 }
 
 /* ------------------------------------------------------------------------ joined strings ---- */
 
-struct Joined { /* a piece that this rank's token gives */
+struct JoinedPiece { /* a piece that this rank's token gives */
     uint4 q[V];
     static constexpr bool QUANTIZED = false;
 
     /* From the caller's arrays, anywhere. */
-    static __device__ __forceinline__ void load_raw(const Strings &m, int32_t token, int piece,
-                                                    uint4 (&raw)[V])
+    static __device__ __forceinline__ void load_raw(const PackedMove &m, int32_t token,
+                                                    int piece, uint4 (&raw)[V])
     {
 #pragma unroll
-        for (int v = 0; v < V; v++) raw[v] = vector_of(m, token, first(piece) + v * WARP);
+        for (int v = 0; v < V; v++)
+            raw[v] = vector_of(m, token, first_vector(piece) + v * WARP);
     }
-    __device__ __forceinline__ void load(const Strings &m, int32_t token, int piece)
+    __device__ __forceinline__ void load_piece(const PackedMove &m, int32_t token, int piece)
     {
         load_raw(m, token, piece, q);
     }
-    __device__ __forceinline__ void make(const Strings &m, int32_t, int, const uint4 (&raw)[V])
+    __device__ __forceinline__ void make_piece(const PackedMove &m, int32_t, int,
+                                               const uint4 (&raw)[V])
     {
         make_raw(m, raw);
     }
-    __device__ __forceinline__ void make_raw(const Strings &, const uint4 (&raw)[V])
+    __device__ __forceinline__ void make_raw(const PackedMove &, const uint4 (&raw)[V])
     {
 #pragma unroll
         for (int v = 0; v < V; v++) q[v] = raw[v];
     }
-    static __device__ __forceinline__ int32_t first(int piece)
+    static __device__ __forceinline__ int32_t first_vector(int piece)
     {
         return piece * V * WARP + lane_id();
     }
-    static __device__ __forceinline__ uint4 vector_of(const Strings &m, int32_t token,
+    static __device__ __forceinline__ uint4 vector_of(const PackedMove &m, int32_t token,
                                                       int32_t at)
     {
         const p2p_dispatch_job &job = m.job;
@@ -259,32 +262,34 @@ struct Joined { /* a piece that this rank's token gives */
         return load_part(in_row ? row : scales, i, in_row ? job.row_bytes : job.scale_bytes);
     }
     /* What the ring could not copy: scales that are no aligned vectors. */
-    __device__ __forceinline__ void complete(const Strings &m, int32_t token, int piece)
+    __device__ __forceinline__ void complete_scales(const PackedMove &m, int32_t token,
+                                                    int piece)
     {
         if (m.job.scales_aligned || (piece + 1) * V * WARP <= m.row_vectors) return;
 #pragma unroll
         for (int v = 0; v < V; v++)
-            if (first(piece) + v * WARP >= m.row_vectors)
-                q[v] = vector_of(m, token, first(piece) + v * WARP);
+            if (first_vector(piece) + v * WARP >= m.row_vectors)
+                q[v] = vector_of(m, token, first_vector(piece) + v * WARP);
     }
-    __device__ __forceinline__ void send(const Strings &m, int32_t token, int piece,
-                                         uint32_t peers)
+    __device__ __forceinline__ void send_to_peers(const PackedMove &m, int32_t token, int piece,
+                                                  uint32_t peers)
     {
         const p2p_self &self = m.job.plan.self;
         const uint32_t mask = hide_poison<V>(q);
-        each_peer(m, token, peers, [&](int rank, int distance, uint4 *staged) {
+        for_each_peer(m, token, peers, [&](int rank, int distance, uint4 *staged) {
             send_piece<V, false>(staged, piece * V * WARP, m.shape.vectors, q);
-            ship_string(m, rank, token, m.shape.pieces, staged);
+            post_put_packed(m, rank, token, m.shape.pieces, staged);
             if (!mask) return;
             uint32_t *escape =
                 escapes_at(m, self.heap[rank], self.num_ranks - 1 - distance, token, piece);
             store_relaxed(escape + lane_id(), mask);
-            ship_together(m.now, rank, escape, WARP * 4);
+            post_put_warp(m.op, rank, escape, WARP * 4);
         });
     }
-    __device__ __forceinline__ void fill(const Strings &m, int piece, int32_t slot) const
+    __device__ __forceinline__ void fill_slots_of(const PackedMove &m, int piece,
+                                                  int32_t slot) const
     {
-        each_slot(m, slot, [&](int32_t to) { store_string(m, to, piece, q); });
+        for_each_slot(m, slot, [&](int32_t to) { store_packed(m, to, piece, q); });
     }
 };
 
@@ -303,16 +308,16 @@ static __device__ __noinline__ void load_elements(const uint8_t *row, int64_t fi
             const uint32_t half = __ldg((const unsigned short *)row + first + i);
             float pair[8];
             if (type == EPIC_BF16)
-                Bf16::unpack(make_uint4(half, 0, 0, 0), pair);
+                Bf16::unpack_floats(make_uint4(half, 0, 0, 0), pair);
             else
-                F16::unpack(make_uint4(half, 0, 0, 0), pair);
+                F16::unpack_floats(make_uint4(half, 0, 0, 0), pair);
             of = pair[0];
         }
         x[i] = of;
     }
 }
 
-struct Made {
+struct QuantizedPiece {
     Sixteens e;
     static constexpr bool QUANTIZED = true;
 
@@ -321,61 +326,61 @@ struct Made {
     {
         return (v / 2 * WARP + lane_id()) * 2 + v % 2;
     }
-    /* What make() needs, if that is vectors of 16-bit elements. */
-    static __device__ __forceinline__ void load_raw(const Strings &m, int32_t token, int piece,
-                                                    uint4 (&raw)[V])
+    /* What make_piece() needs, if that is vectors of 16-bit elements. */
+    static __device__ __forceinline__ void load_raw(const PackedMove &m, int32_t token,
+                                                    int piece, uint4 (&raw)[V])
     {
-        const uint8_t *const row = m.job.tokens + row_offset(token, m.given);
+        const uint8_t *const row = m.job.tokens + row_offset(token, m.own_shape);
         if (!m.shape.aligned) return;
 #pragma unroll
         for (int v = 0; v < V; v++)
-            raw[v] = load_row_again(row, piece * V * WARP + vector_of(v), m.given, 0);
+            raw[v] = load_row_again(row, piece * V * WARP + vector_of(v), m.own_shape, 0);
     }
-    __device__ __forceinline__ void make(const Strings &m, int32_t token, int piece,
-                                         const uint4 (&raw)[V])
+    __device__ __forceinline__ void make_piece(const PackedMove &m, int32_t token, int piece,
+                                               const uint4 (&raw)[V])
     {
         if (m.shape.aligned)
             make_raw(m, raw);
         else
-            load(m, token, piece);
+            load_piece(m, token, piece);
     }
-    static __device__ __forceinline__ void unpack(const Strings &m, uint4 low, uint4 high,
-                                                  float (&x)[16])
+    static __device__ __forceinline__ void unpack_floats(const PackedMove &m, uint4 low,
+                                                         uint4 high, float (&x)[16])
     {
         if (m.job.type == EPIC_BF16) {
-            Bf16::unpack(low, x);
-            Bf16::unpack(high, x + 8);
+            Bf16::unpack_floats(low, x);
+            Bf16::unpack_floats(high, x + 8);
         } else {
-            F16::unpack(low, x);
-            F16::unpack(high, x + 8);
+            F16::unpack_floats(low, x);
+            F16::unpack_floats(high, x + 8);
         }
     }
     /* From 16-bit elements, as floats one vector after the other: 32 would not fit registers. */
-    __device__ __forceinline__ void make_raw(const Strings &m, const uint4 (&raw)[V])
+    __device__ __forceinline__ void make_raw(const PackedMove &m, const uint4 (&raw)[V])
     {
         const uint32_t how = m.job.quantize;
         uint32_t own[2];
 #pragma unroll
         for (int v = 0; v < 2; v++)
-            own[v] = m.job.type == EPIC_BF16 ? size_of<Bf16>(raw[2 * v], raw[2 * v + 1])
-                                             : size_of<F16>(raw[2 * v], raw[2 * v + 1]);
+            own[v] = m.job.type == EPIC_BF16 ? largest_size<Bf16>(raw[2 * v], raw[2 * v + 1])
+                                             : largest_size<F16>(raw[2 * v], raw[2 * v + 1]);
         const BlockScale mine = scale_of<2>(join_lanes<2, 16>(own, how), 1.0f, how);
         e.scales = mine.word;
 #pragma unroll
         for (int v = 0; v < 2; v++) {
             float x[16];
-            unpack(m, raw[2 * v], raw[2 * v + 1], x);
+            unpack_floats(m, raw[2 * v], raw[2 * v + 1], x);
             quantize_vector<true, 2, 16>(e, v, x, mine, how);
         }
     }
     /* From the caller's array, anywhere. */
-    __device__ __forceinline__ void load(const Strings &m, int32_t token, int piece)
+    __device__ __forceinline__ void load_piece(const PackedMove &m, int32_t token, int piece)
     {
-        const uint8_t *row = m.job.tokens + row_offset(token, m.given);
+        const uint8_t *row = m.job.tokens + row_offset(token, m.own_shape);
         float x[2][16];
         for (int v = 0; v < 2; v++)
             load_elements(row, row_at(piece, v), m.job.row_bytes, m.job.type, x[v]);
-        e = quantize<2, 16>(x, m.job.quantize);
+        e = quantize_piece<2, 16>(x, m.job.quantize);
     }
     static __device__ __forceinline__ int64_t row_at(int piece, int v)
     {
@@ -383,37 +388,38 @@ struct Made {
     }
     static __device__ __forceinline__ int64_t scales_at(int piece)
     {
-        return ((int64_t)piece * Sixteens::WORDS + Sixteens::word()) * 4;
+        return ((int64_t)piece * Sixteens::WORDS + Sixteens::word_index()) * 4;
     }
-    __device__ __forceinline__ uint4 sixteen(int v) const
+    __device__ __forceinline__ uint4 vector_of_run(int v) const
     {
         return make_uint4(e.q[v][0], e.q[v][1], e.q[v][2], e.q[v][3]);
     }
-    __device__ __forceinline__ void send(const Strings &m, int32_t token, int piece,
-                                         uint32_t peers) const
+    __device__ __forceinline__ void send_to_peers(const PackedMove &m, int32_t token, int piece,
+                                                  uint32_t peers) const
     {
         const int64_t row_end = (int64_t)m.row_vectors * 16;
         const int64_t end = (int64_t)m.shape.vectors * 16;
         const bool odd = m.job.quantize == EPIC_QUANTIZE_1X32 && e.scales == E8M0_NANS;
         const uint32_t scales = odd ? E8M0_STAND_IN : e.scales;
-        each_peer(m, token, peers, [&](int rank, int, uint4 *staged) {
+        for_each_peer(m, token, peers, [&](int rank, int, uint4 *staged) {
             uint8_t *const to = (uint8_t *)staged;
 #pragma unroll
             for (int v = 0; v < 2; v++)
                 if (row_at(piece, v) < row_end)
-                    store_relaxed((uint4 *)(to + row_at(piece, v)), sixteen(v));
+                    store_relaxed((uint4 *)(to + row_at(piece, v)), vector_of_run(v));
             if (Sixteens::has_word() && row_end + scales_at(piece) < end)
                 store_relaxed((uint32_t *)(to + row_end + scales_at(piece)), scales);
-            ship_string(m, rank, token, m.given.pieces, staged);
+            post_put_packed(m, rank, token, m.own_shape.pieces, staged);
         });
     }
-    __device__ __forceinline__ void fill(const Strings &m, int piece, int32_t slot) const
+    __device__ __forceinline__ void fill_slots_of(const PackedMove &m, int piece,
+                                                  int32_t slot) const
     {
         const p2p_dispatch_job &job = m.job;
         const QuantizedRows rows = {job.recv,        job.recv_scales, job.row_bytes,
                                     job.scale_bytes, m.shape.aligned, job.scales_in_words != 0};
-        each_slot(m, slot,
-                  [&](int32_t to) { store_quantized<2, 16>(rows, to, piece, e, m.policy); });
+        for_each_slot(
+            m, slot, [&](int32_t to) { store_quantized<2, 16>(rows, to, piece, e, m.policy); });
     }
 };
 

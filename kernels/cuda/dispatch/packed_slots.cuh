@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Where strings go here and zeros where nothing goes. */
-#ifndef EPIC_STRINGS_SLOTS_CUH
-#define EPIC_STRINGS_SLOTS_CUH
+#ifndef EPIC_PACKED_SLOTS_CUH
+#define EPIC_PACKED_SLOTS_CUH
 
 #include "cuda/dispatch/flat.cuh"
 #include "cuda/dispatch/packed.cuh"
 
 /* Both halves of a token's record: this lane's slots; FLAT, the first lane's is the row. */
 template <bool FLAT>
-__device__ __forceinline__ bool find_slots(const Strings &m, int rank, int32_t token, bool keep,
-                                           uint64_t word, int32_t (&slot)[2])
+__device__ __forceinline__ bool find_slots(const PackedMove &m, int rank, int32_t token,
+                                           bool keep, uint64_t word, int32_t (&slot)[2])
 {
     bool more = false;
     slot[0] = slot[1] = -1;
@@ -19,7 +19,7 @@ __device__ __forceinline__ bool find_slots(const Strings &m, int rank, int32_t t
     if (more) {
         word = peek_record(m, rank, token, 1);
         if (!read_record(m, rank, token, 1, keep, word, slot[1], more)) return false;
-    } else if (m.made && keep) {
+    } else if (m.has_new_plan && keep) {
         end_record(m, rank, token, 0);
     }
     return true;
@@ -27,31 +27,32 @@ __device__ __forceinline__ bool find_slots(const Strings &m, int rank, int32_t t
 
 /* Zeros in rows [first, ...) and what goes with them. */
 template <bool FLAT>
-__device__ __forceinline__ void clear(const Strings &m, int64_t first, int64_t thread,
-                                      int64_t threads)
+__device__ __forceinline__ void clear_rows(const PackedMove &m, int64_t first, int64_t thread,
+                                           int64_t threads)
 {
-    zero_strings(m.job, first, thread, threads);
+    zero_packed(m.job, first, thread, threads);
     if (FLAT)
-        clear_beside(m, first, thread, threads);
+        clear_extras(m, first, thread, threads);
     else
         zero_floats(m.job.slot_weights, first, m.job.recv_rows, thread, threads);
 }
 
 /* All CTAs: zeros past the last slab. */
-template <bool FLAT> __device__ __forceinline__ bool clear_tail(const Strings &m)
+template <bool FLAT> __device__ __forceinline__ bool clear_tail(const PackedMove &m)
 {
-    if (m.made && !wait_for_plan(m)) return false;
-    clear<FLAT>(m, header_of(m)->slots_of[m.job.plan.self.rank], grid_thread(), grid_threads());
+    if (m.has_new_plan && !wait_for_plan(m)) return false;
+    clear_rows<FLAT>(m, header_of(m)->slots_of[m.job.plan.self.rank], grid_thread(),
+                     grid_threads());
     return true;
 }
 
 /* The last CTA: zeros everywhere, when nothing was moved. */
-template <bool FLAT> __device__ __forceinline__ void clear_all(const Strings &m)
+template <bool FLAT> __device__ __forceinline__ void clear_all(const PackedMove &m)
 {
-    if (m.plan.good && header_of(m)->result == EPIC_OK &&
-        rows_suffice(m.job.plan.self, m.now, header_of(m), threadIdx.x == 0))
+    if (m.plan.is_valid && header_of(m)->result == EPIC_OK &&
+        check_rows(m.job.plan.self, m.op, header_of(m), threadIdx.x == 0))
         return;
-    clear<FLAT>(m, 0, threadIdx.x, blockDim.x);
+    clear_rows<FLAT>(m, 0, threadIdx.x, blockDim.x);
 }
 
 #endif

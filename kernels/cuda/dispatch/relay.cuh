@@ -13,29 +13,29 @@
 #ifdef EPIC_HOSTS
 
 /* The ranks that this rank's token goes to, of those that want it. */
-__device__ __forceinline__ uint32_t choose_routes(const Move &m, int32_t token, bool first,
-                                                  uint32_t peers)
+__device__ __forceinline__ uint32_t choose_routes(const DispatchMove &m, int32_t token,
+                                                  bool first, uint32_t peers)
 {
-    return choose_routes(m.job.plan.self, m.now, token, first, peers);
+    return choose_routes(m.job.plan.self, m.op, token, first, peers);
 }
 
 /* One unit: the tokens of a step, one or two, of a mate.  hand(from, token, piece, wants) hands a piece
  * on; `copied`: its pieces have places in the ring, without use. */
-template <class Feed, class Hand>
-__device__ __forceinline__ bool hand_on(const Move &m, const Walk &walk, Feed &feed,
-                                        bool copied, Hand hand)
+template <class PieceFeed, class Hand>
+__device__ __forceinline__ bool forward_unit(const DispatchMove &m, const UnitWalk &walk,
+                                             PieceFeed &feed, bool copied, Hand hand)
 {
     const p2p_self &self = m.job.plan.self;
-    const int from = wrap(self.rank + walk.role * self.local, self.num_ranks);
+    const int from = wrap_rank(self.rank + walk.role * self.local, self.num_ranks);
     const int first = first_piece(m, walk), count = pieces_of(m, walk);
     const int32_t begin = m.first + received_before(m, walk.step);
     const int32_t many = __shfl_sync(ALL_LANES, m.tokens_of, from);
     const int32_t stop = min(min(feed.end, many), m.first + received_before(m, walk.step + 1));
-    if (copied) feed.pass(count);
+    if (copied) feed.skip_pieces(count);
     for (int32_t token = begin; token < stop; token++) {
         uint32_t wants;
-        if (!take_wants(m.now, wants_word(self, m.now, self.inbox, self.rank, from, token),
-                        from, wants))
+        if (!wait_wants(m.op, wants_word(self, m.op, self.inbox, self.rank, from, token), from,
+                        wants))
             return false;
         for (int i = 0; i < count && wants; i++)
             if (!hand(from, token, first + i, wants)) return false;

@@ -12,9 +12,9 @@ static __global__ void __launch_bounds__(THREADS)
 {
     const int64_t step = (int64_t)gridDim.x * THREADS;
     for (int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x; i < job.count; i += step) {
-        float x = job.from ? number_at(job.from, job.type, i) : 0;
-        if (!job.replace) x += number_at(job.to, job.type, i);
-        put_number(job.to, job.type, i, x);
+        float x = job.from ? load_number(job.from, job.type, i) : 0;
+        if (!job.replace) x += load_number(job.to, job.type, i);
+        store_number(job.to, job.type, i, x);
     }
 }
 
@@ -50,22 +50,23 @@ extern "C" cudaError_t p2p_launch_rows(const p2p_rows_job *job, int sms, cudaStr
 {
     const int64_t ctas = (job->count + THREADS - 1) / THREADS, most = 8 * (int64_t)sms;
     if (job->count == 0) return cudaSuccess;
-    return enqueue(rows_kernel, (int)(ctas < most ? ctas : most), THREADS, 0, stream, *job);
+    return launch_kernel(rows_kernel, (int)(ctas < most ? ctas : most), THREADS, 0, stream,
+                         *job);
 }
 
 extern "C" cudaError_t p2p_launch_trees(float *values, int64_t n, cudaStream_t stream)
 {
-    return enqueue(trees_kernel, 1, 32, 0, stream, values, n);
+    return launch_kernel(trees_kernel, 1, 32, 0, stream, values, n);
 }
 
 extern "C" cudaError_t p2p_launch_losses(const p2p_losses_job *job, cudaStream_t stream)
 {
-    return enqueue(losses_kernel, 1, 32, 0, stream, *job);
+    return launch_kernel(losses_kernel, 1, 32, 0, stream, *job);
 }
 
 extern "C" cudaError_t p2p_launch_incoming(const p2p_incoming_job *job, cudaStream_t stream)
 {
-    return enqueue(incoming_kernel, 1, 32, 0, stream, *job);
+    return launch_kernel(incoming_kernel, 1, 32, 0, stream, *job);
 }
 
 extern "C" cudaError_t p2p_load_dense(void)

@@ -57,7 +57,8 @@ static __global__ void __launch_bounds__(THREADS)
     for (int64_t token = first_token(); token < t.num_tokens; token += token_step()) {
         double z = 0;
         for (int64_t i = lane_id(); i < t.hidden; i += 32)
-            z += (double)number_at(t.x, t.row_type, token * t.hidden + i) * t.w_shared_gate[i];
+            z +=
+                (double)load_number(t.x, t.row_type, token * t.hidden + i) * t.w_shared_gate[i];
         z = add_lanes(z);
         const double e = exp(z > 0 ? -z : z);
         if (lane_id() == 0) t.shared_weights[token] = (float)((z > 0 ? 1 : e) / (1 + e));
@@ -87,7 +88,7 @@ static __global__ void __launch_bounds__(THREADS)
         if (!__any_sync(ALL_LANES, some)) continue;
         float dot = 0;
         for (int64_t i = token * t.hidden + lane_id(); i < (token + 1) * t.hidden; i += 32)
-            dot += number_at(t.x, t.row_type, i) * number_at(t.d_out, t.row_type, i);
+            dot += load_number(t.x, t.row_type, i) * load_number(t.d_out, t.row_type, i);
         dot = add_lanes(dot);
         for (int64_t k = lane_id(); k < t.top_k; k += 32)
             if (is_zero_expert(t, token * t.top_k + k)) t.d_weights[token * t.top_k + k] = dot;
@@ -123,7 +124,7 @@ static __global__ void __launch_bounds__(THREADS)
 #pragma unroll
             for (int v = 0; v < V; v++)
                 if (gated) sum[v] += slope * t.w_shared_gate[i + v];
-            put_numbers<T, V>(rows.to, at, sum);
+            store_numbers<T, V>(rows.to, at, sum);
         }
     }
 }
@@ -140,32 +141,32 @@ extern "C" cudaError_t p2p_launch_sent(const layer_tokens *t, int32_t *choices, 
                                        cudaStream_t stream)
 {
     if (t->num_tokens == 0) return cudaSuccess;
-    return enqueue(sent_kernel, ctas_of(t->num_tokens * t->top_k, THREADS, sms), THREADS, 0,
-                   stream, *t, choices);
+    return launch_kernel(sent_kernel, ctas_of(t->num_tokens * t->top_k, THREADS, sms), THREADS,
+                         0, stream, *t, choices);
 }
 
 extern "C" cudaError_t p2p_launch_shared_gate(const layer_tokens *t, int sms,
                                               cudaStream_t stream)
 {
     if (t->num_tokens == 0) return cudaSuccess;
-    return enqueue(shared_gate_kernel, ctas_of(t->num_tokens, WARPS, sms), THREADS, 0, stream,
-                   *t);
+    return launch_kernel(shared_gate_kernel, ctas_of(t->num_tokens, WARPS, sms), THREADS, 0,
+                         stream, *t);
 }
 
 extern "C" cudaError_t p2p_launch_shared_slope(const layer_tokens *t, int sms,
                                                cudaStream_t stream)
 {
     if (t->num_tokens == 0) return cudaSuccess;
-    return enqueue(shared_slope_kernel, ctas_of(t->num_tokens, THREADS, sms), THREADS, 0,
-                   stream, *t);
+    return launch_kernel(shared_slope_kernel, ctas_of(t->num_tokens, THREADS, sms), THREADS, 0,
+                         stream, *t);
 }
 
 extern "C" cudaError_t p2p_launch_zero_weights(const layer_tokens *t, int sms,
                                                cudaStream_t stream)
 {
     if (t->num_tokens == 0) return cudaSuccess;
-    return enqueue(zero_weights_kernel, ctas_of(t->num_tokens, WARPS, sms), THREADS, 0, stream,
-                   *t);
+    return launch_kernel(zero_weights_kernel, ctas_of(t->num_tokens, WARPS, sms), THREADS, 0,
+                         stream, *t);
 }
 
 static bool is_whole(const void *rows)
@@ -180,8 +181,8 @@ static cudaError_t launch_finish(const layer_tokens *t, const layer_rows *rows, 
     const int ctas = ctas_of(t->num_tokens, WARPS, sms);
     const bool whole = t->hidden % T::N == 0 && is_whole(rows->to) && is_whole(rows->a) &&
                        is_whole(rows->b) && is_whole(t->x) && is_whole(t->d_out);
-    return whole ? enqueue(finish_kernel<T, T::N>, ctas, THREADS, 0, stream, *t, *rows)
-                 : enqueue(finish_kernel<T, 1>, ctas, THREADS, 0, stream, *t, *rows);
+    return whole ? launch_kernel(finish_kernel<T, T::N>, ctas, THREADS, 0, stream, *t, *rows)
+                 : launch_kernel(finish_kernel<T, 1>, ctas, THREADS, 0, stream, *t, *rows);
 }
 
 extern "C" cudaError_t p2p_launch_finish(const layer_tokens *t, const layer_rows *rows, int sms,

@@ -529,10 +529,10 @@ static __device__ __forceinline__ void multiply_scaled(float (&d)[128], const Jo
             end_products();
             float scale[2] = {__shfl_sync(0xffffffffu, scales.now_low[h], k % 4, 4),
                               __shfl_sync(0xffffffffu, scales.now_high[h], k % 4, 4)};
-            keep(scale); /* before the wait */
+            keep_in_registers(scale); /* before the wait */
             if (h == 1 && k + 1 < w.steps) barrier_wait(at.full + 8 * s.index, s.parity);
             wait_products<0>();
-            keep(sum);
+            keep_in_registers(sum);
             if (h == 1) release<CTAS>(at, stage, thread);
 #pragma unroll
             for (int i = 0; i < 64; i++) d[64 * h + i] += scale[i % 4 / 2] * sum[i];

@@ -55,12 +55,12 @@ static int ctas_of(const p2p_pieces_job *job)
 
 extern "C" cudaError_t p2p_launch_split(const p2p_pieces_job *job, cudaStream_t stream)
 {
-    return enqueue(split_kernel, ctas_of(job), THREADS, 0, stream, *job);
+    return launch_kernel(split_kernel, ctas_of(job), THREADS, 0, stream, *job);
 }
 
 extern "C" cudaError_t p2p_launch_fold(const p2p_pieces_job *job, cudaStream_t stream)
 {
-    return enqueue(fold_kernel, ctas_of(job), THREADS, 0, stream, *job);
+    return launch_kernel(fold_kernel, ctas_of(job), THREADS, 0, stream, *job);
 }
 
 extern "C" cudaError_t p2p_load_pieces(void)

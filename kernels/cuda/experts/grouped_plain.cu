@@ -106,14 +106,14 @@ static __device__ __forceinline__ float4 four_at(const void *p, uint32_t type, i
         const uint2 q = *(const uint2 *)from;
         float eight[8];
         if (type == EPIC_BF16)
-            Bf16::unpack(make_uint4(q.x, q.y, 0, 0), eight);
+            Bf16::unpack_floats(make_uint4(q.x, q.y, 0, 0), eight);
         else
-            F16::unpack(make_uint4(q.x, q.y, 0, 0), eight);
+            F16::unpack_floats(make_uint4(q.x, q.y, 0, 0), eight);
         return make_float4(eight[0], eight[1], eight[2], eight[3]);
     }
 #pragma unroll
     for (int i = 0; i < 4; i++)
-        if (i < there) x[i] = number_at(p, type, at + i);
+        if (i < there) x[i] = load_number(p, type, at + i);
     return make_float4(x[0], x[1], x[2], x[3]);
 }
 
@@ -123,15 +123,15 @@ static __device__ __forceinline__ void put_four_at(void *p, uint32_t type, int64
     const int size = type == EPIC_F32 ? 4 : 2;
     uint8_t *const to = (uint8_t *)p + at * size;
     if (there < 4 || (uintptr_t)to % (4 * size)) {
-        for (int i = 0; i < there; i++) put_number(p, type, at + i, x[i]);
+        for (int i = 0; i < there; i++) store_number(p, type, at + i, x[i]);
         return;
     }
     if (type == EPIC_F32)
         *(float4 *)to = make_float4(x[0], x[1], x[2], x[3]);
     else if (type == EPIC_BF16)
-        *(uint2 *)to = make_uint2(Bf16::pack2(x[0], x[1]), Bf16::pack2(x[2], x[3]));
+        *(uint2 *)to = make_uint2(Bf16::pack_pair(x[0], x[1]), Bf16::pack_pair(x[2], x[3]));
     else
-        *(uint2 *)to = make_uint2(F16::pack2(x[0], x[1]), F16::pack2(x[2], x[3]));
+        *(uint2 *)to = make_uint2(F16::pack_pair(x[0], x[1]), F16::pack_pair(x[2], x[3]));
 }
 
 /* Four numbers [s0][line], [s0 + 1][line], ... or [s0][line], [s0][line + 1], ... of shared memory. */
@@ -382,9 +382,9 @@ template <int PASS, bool SCALED>
 static cudaError_t launch(const p2p_gemm &g, cudaStream_t stream)
 {
     const cudaError_t error =
-        enqueue(plain_kernel<PASS, SCALED>, ctas_of(&g), THREADS, 0, stream, g);
+        launch_kernel(plain_kernel<PASS, SCALED>, ctas_of(&g), THREADS, 0, stream, g);
     if (SCALED || g.slices <= 1 || error != cudaSuccess) return error;
-    return enqueue(slices_kernel<PASS>, 4 * g.sms, THREADS, 0, stream, g);
+    return launch_kernel(slices_kernel<PASS>, 4 * g.sms, THREADS, 0, stream, g);
 }
 
 extern "C" cudaError_t p2p_launch_plain_gemm(const p2p_gemm *g, cudaStream_t stream)

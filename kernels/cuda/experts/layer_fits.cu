@@ -42,12 +42,12 @@ static __global__ void fits_kernel(const __grid_constant__ p2p_fits_job job)
         sum += device_header_share(((const uint32_t *)h)[i], i);
     h->sum = sum;
     for (int l = 0; l < job.num_local; l++) job.expert_rows[l] = job.expert_tokens[l] = 0;
-    notify(self, said);
+    report_data_error(self, said);
 }
 
 extern "C" cudaError_t p2p_launch_fits(const p2p_fits_job *job, cudaStream_t stream)
 {
-    return enqueue(fits_kernel, 1, 32, 0, stream, *job);
+    return launch_kernel(fits_kernel, 1, 32, 0, stream, *job);
 }
 
 extern "C" cudaError_t p2p_load_fits(void)

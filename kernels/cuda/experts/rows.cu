@@ -95,10 +95,10 @@ static __device__ __forceinline__ void put_pair(const p2p_activation_job &job, i
 {
     const int64_t inner = job.experts.inner, row = slot * 2 * inner;
     if (job.experts.ungated) {
-        put_numbers<T, V>(job.d_gate_up, slot * inner + i, p.gate);
+        store_numbers<T, V>(job.d_gate_up, slot * inner + i, p.gate);
     } else if (!job.experts.interleaved) {
-        put_numbers<T, V>(job.d_gate_up, row + i, p.gate);
-        put_numbers<T, V>(job.d_gate_up, row + inner + i, p.up);
+        store_numbers<T, V>(job.d_gate_up, row + i, p.gate);
+        store_numbers<T, V>(job.d_gate_up, row + inner + i, p.up);
     } else {
         float both[2 * V], half[V];
 #pragma unroll
@@ -110,7 +110,7 @@ static __device__ __forceinline__ void put_pair(const p2p_activation_job &job, i
         for (int h = 0; h < 2; h++) {
 #pragma unroll
             for (int v = 0; v < V; v++) half[v] = both[h * V + v];
-            put_numbers<T, V>(job.d_gate_up, row + 2 * i + h * V, half);
+            store_numbers<T, V>(job.d_gate_up, row + 2 * i + h * V, half);
         }
     }
 }
@@ -134,9 +134,9 @@ static __device__ __forceinline__ void add_bias(const p2p_activation_job &job, c
     }
 #pragma unroll
     for (int v = 0; v < V; v++) {
-        p.gate[v] += number_at(job.bias, ex.weight_type, bias + (i + v) * step);
+        p.gate[v] += load_number(job.bias, ex.weight_type, bias + (i + v) * step);
         if (!ungated)
-            p.up[v] += number_at(job.bias, ex.weight_type, bias + second + (i + v) * step);
+            p.up[v] += load_number(job.bias, ex.weight_type, bias + second + (i + v) * step);
     }
 }
 
@@ -176,7 +176,7 @@ static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 4
                 for (int v = 0; v < V; v++)
                     out[v] = activate<KIND>(p.gate[v], job.experts).value *
                              up_factor<KIND>(p.up[v], job.experts).value * s.early;
-                put_numbers<T, V>(job.activations, slot * inner + i, out);
+                store_numbers<T, V>(job.activations, slot * inner + i, out);
             }
         },
         [](int64_t) {});
@@ -186,7 +186,7 @@ static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 4
 template <int N, int LANES>
 static __device__ __forceinline__ uint32_t size_of_block(const float (&x)[N])
 {
-    uint32_t bits = size_of<N>(x);
+    uint32_t bits = largest_size<N>(x);
 #pragma unroll
     for (int distance = LANES / 2; distance > 0; distance /= 2)
         bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, distance));
@@ -203,7 +203,7 @@ static __device__ __forceinline__ void put_quantized(float (&x)[N], uint8_t *to,
     const float scale = scale_1x128(size_of_block<N, LANES>(x));
     const int64_t block = base / 128 + lane / LANES;
     if (lane % LANES == 0 && block < (n + 127) / 128) scales[block] = scale;
-    divide<false, N>(x, scale);
+    divide_block<false, N>(x, scale);
 #pragma unroll
     for (int q = 0; q < N / 4; q++) {
         const float *f = x + 4 * q;
@@ -307,7 +307,7 @@ static __device__ __forceinline__ float backward_row(const p2p_activation_job &j
             d_pair.gate[v] = d_gate * scale;
             d_pair.up[v] = d_up * scale;
         }
-        put_numbers<T, V>(job.activations, s.slot * inner + i, out);
+        store_numbers<T, V>(job.activations, s.slot * inner + i, out);
         put_pair<T, V>(job, s.slot, i, d_pair);
     }
     return dot;
@@ -333,8 +333,8 @@ static __device__ float bias_part(const p2p_activation_job &job, const Slot &s)
         return dot;
     }
     for (int64_t i = threadIdx.x % 32; i < hidden; i += 32)
-        dot += number_at(job.d_y, job.experts.row_type, s.slot * hidden + i) *
-               number_at(job.b_down, job.experts.weight_type, s.expert * hidden + i);
+        dot += load_number(job.d_y, job.experts.row_type, s.slot * hidden + i) *
+               load_number(job.b_down, job.experts.weight_type, s.expert * hidden + i);
     return dot;
 }
 
@@ -378,7 +378,7 @@ static __device__ __forceinline__ void add_rows(const p2p_bias_job &job, const s
             for (int h = 0; h < 2; h++)
                 x[i][h] =
                     there && column + h * 32 < job.n
-                        ? number_at(job.rows, NUMBER_TYPE<T>, slot * job.n + column + h * 32)
+                        ? load_number(job.rows, NUMBER_TYPE<T>, slot * job.n + column + h * 32)
                         : 0.0f;
         }
 #pragma unroll
@@ -411,9 +411,9 @@ static __global__ void __launch_bounds__(THREADS)
     const int64_t column = first + threadIdx.x;
     if (threadIdx.x >= 64 || column >= job.n) return;
     const int64_t at = expert * job.n + column;
-    float total = job.accumulate ? number_at(job.out, job.out_type, at) : 0;
+    float total = job.accumulate ? load_number(job.out, job.out_type, at) : 0;
     for (int i = 0; i < WARPS; i++) total += parts[i][threadIdx.x];
-    put_number(job.out, job.out_type, at, total);
+    store_number(job.out, job.out_type, at, total);
 }
 
 static __global__ void __launch_bounds__(THREADS)
@@ -425,11 +425,11 @@ static __global__ void __launch_bounds__(THREADS)
         [&](int64_t slot, int64_t expert) {
             const float w = job.weights ? job.weights[slot] : 1;
             for (int64_t i = lane; i < job.n; i += 32) {
-                const float x = number_at(job.rows, job.row_type, slot * job.n + i);
-                const float y =
-                    job.bias ? x + w * number_at(job.bias, job.weight_type, expert * job.n + i)
-                             : x * w;
-                put_number(job.rows, job.row_type, slot * job.n + i, y);
+                const float x = load_number(job.rows, job.row_type, slot * job.n + i);
+                const float y = job.bias ? x + w * load_number(job.bias, job.weight_type,
+                                                               expert * job.n + i)
+                                         : x * w;
+                store_number(job.rows, job.row_type, slot * job.n + i, y);
             }
         },
         [](int64_t) {});
@@ -450,7 +450,7 @@ static cudaError_t launch(const p2p_activation_job *job, bool backward, cudaStre
     const auto kernel = backward      ? activation_backward_kernel<T, V, KIND>
                         : job->scales ? quantized_activation_kernel<T, V, KIND>
                                       : activation_kernel<T, V, KIND>;
-    return enqueue(kernel, ctas_of(&job->slabs, job->sms), THREADS, 0, stream, *job);
+    return launch_kernel(kernel, ctas_of(&job->slabs, job->sms), THREADS, 0, stream, *job);
 }
 
 /* Rows of float32 have functions as exact as they. */
@@ -493,8 +493,8 @@ template <class T>
 static cudaError_t launch_rows(const p2p_quantize_job *job, cudaStream_t stream)
 {
     const bool whole = job->n % T::N == 0 && (uintptr_t)job->rows % 16 == 0;
-    return enqueue(whole ? quantize_kernel<T, T::N> : quantize_kernel<T, 1>,
-                   ctas_of(&job->slabs, job->sms), THREADS, 0, stream, *job);
+    return launch_kernel(whole ? quantize_kernel<T, T::N> : quantize_kernel<T, 1>,
+                         ctas_of(&job->slabs, job->sms), THREADS, 0, stream, *job);
 }
 
 extern "C" cudaError_t p2p_launch_quantize(const p2p_quantize_job *job, cudaStream_t stream)
@@ -507,12 +507,13 @@ extern "C" cudaError_t p2p_launch_quantize(const p2p_quantize_job *job, cudaStre
 extern "C" cudaError_t p2p_launch_bias(const p2p_bias_job *job, cudaStream_t stream)
 {
     const int64_t ctas = (job->n + 63) / 64 * job->slabs.num_experts;
-    return enqueue(bias_kernel, (int)ctas, THREADS, 0, stream, *job);
+    return launch_kernel(bias_kernel, (int)ctas, THREADS, 0, stream, *job);
 }
 
 extern "C" cudaError_t p2p_launch_scale(const p2p_scale_job *job, cudaStream_t stream)
 {
-    return enqueue(scale_kernel, ctas_of(&job->slabs, job->sms), THREADS, 0, stream, *job);
+    return launch_kernel(scale_kernel, ctas_of(&job->slabs, job->sms), THREADS, 0, stream,
+                         *job);
 }
 
 template <class T, int V, int KIND> static cudaError_t load()

@@ -71,7 +71,7 @@ static __global__ void __launch_bounds__(THREADS)
 
 extern "C" cudaError_t p2p_launch_slabs(const p2p_slabs *slabs, cudaStream_t stream)
 {
-    return enqueue(slabs_kernel, 1, THREADS, 0, stream, *slabs);
+    return launch_kernel(slabs_kernel, 1, THREADS, 0, stream, *slabs);
 }
 
 extern "C" cudaError_t p2p_load_slabs(void)

@@ -3,18 +3,19 @@
  *   tokens  [num_tokens, row_bytes]   aligned vectors; a piece has V * 16 bytes a lane
  *   recv    [recv_rows, row_bytes]    every slot of the plan, padding as zeros */
 #include "cuda/lowlat/dispatch.cuh"
-#include "cuda/plan/keep.cuh"
+#include "cuda/plan/store_records.cuh"
 
 /* hosts: one warp has stored a piece of a token for those peers; the one with the last piece ships all. */
-__device__ __forceinline__ void ship_rows(const Few &m, int32_t token, uint32_t peers)
+__device__ __forceinline__ void post_put_rows(const LowlatMove &m, int32_t token,
+                                              uint32_t peers)
 {
 #ifdef EPIC_HOSTS
     const p2p_self &self = m.job.plan.self;
     for (peers &= ~self.near; peers; peers &= peers - 1) {
         const int q = __ffs(peers) - 1;
-        ship_when_whole(self, m.now, q, token, m.shape.pieces,
-                        staged_in(m.now.outbox[q], token, m.shape.vectors),
-                        (uint32_t)m.shape.vectors * 16);
+        post_put_when_complete(self, m.op, q, token, m.shape.pieces,
+                               staged_row(m.op.outbox[q], token, m.shape.vectors),
+                               (uint32_t)m.shape.vectors * 16);
     }
 #endif
 }
@@ -26,42 +27,45 @@ template <bool WHOLE> struct PlainRows {
     {
         return row_shape<V>(job.row_bytes, EXACT || job.aligned);
     }
-    static __device__ __forceinline__ void describe(Few &)
+    static __device__ __forceinline__ void describe_rows(LowlatMove &)
     {
     }
-    static __device__ __forceinline__ int own_pieces(const Few &m)
+    static __device__ __forceinline__ int own_pieces(const LowlatMove &m)
     {
         return m.shape.pieces;
     }
-    static __device__ __forceinline__ void load(const Few &m, int32_t token, int piece,
-                                                uint4 (&q)[V])
+    static __device__ __forceinline__ void load_piece(const LowlatMove &m, int32_t token,
+                                                      int piece, uint4 (&q)[V])
     {
         load_piece_again<V, EXACT>(m.job.tokens + row_offset(token, m.shape), piece * V * WARP,
                                    m.shape, q);
     }
-    static __device__ __forceinline__ void send(const Few &m, int32_t token, int piece,
-                                                uint32_t peers, uint4 (&q)[V])
+    static __device__ __forceinline__ void
+    send_to_peers(const LowlatMove &m, int32_t token, int piece, uint32_t peers, uint4 (&q)[V])
     {
-        ::send<EXACT>(m, token, piece, peers, q);
-        ship_rows(m, token, peers);
+        ::send_to_peers<EXACT>(m, token, piece, peers, q);
+        post_put_rows(m, token, peers);
     }
-    static __device__ __forceinline__ bool take(const Few &m, int rank, int source,
-                                                int32_t token, int piece, uint4 (&q)[V])
+    static __device__ __forceinline__ bool receive_from_peer(const LowlatMove &m, int rank,
+                                                             int source, int32_t token,
+                                                             int piece, uint4 (&q)[V])
     {
-        return ::take<EXACT>(m, rank, source, token, piece, true, q);
+        return ::receive_row_piece<EXACT>(m, rank, source, token, piece, true, q);
     }
-    static __device__ __forceinline__ void fill(const Few &m, bool, int32_t, int piece,
-                                                int32_t slot, const uint4 (&q)[V])
+    static __device__ __forceinline__ void fill_slots_of(const LowlatMove &m, bool, int32_t,
+                                                         int piece, int32_t slot,
+                                                         const uint4 (&q)[V])
     {
         fill_slots<EXACT>(m, piece * V * WARP, slot, q);
     }
-    static __device__ __forceinline__ void pad(const Few &m, int32_t slot, int piece)
+    static __device__ __forceinline__ void pad_slot(const LowlatMove &m, int32_t slot,
+                                                    int piece)
     {
         pad_piece<EXACT>(m, slot, piece);
     }
     /* Zeros in rows [first, ...). */
-    static __device__ __forceinline__ void clear(const Few &m, int64_t first, int64_t thread,
-                                                 int64_t threads)
+    static __device__ __forceinline__ void clear_rows(const LowlatMove &m, int64_t first,
+                                                      int64_t thread, int64_t threads)
     {
         const int64_t end = m.job.recv_rows;
         if (first >= end) return;
@@ -72,106 +76,111 @@ template <bool WHOLE> struct PlainRows {
 
 typedef void (*Kernel)(p2p_dispatch_job);
 
-static const Kernel ragged[] = {few_dispatch_kernel<PlainRows<false>, false>,
-                                few_dispatch_kernel<PlainRows<false>, true>};
-static const Kernel whole[] = {few_dispatch_kernel<PlainRows<true>, false>,
-                               few_dispatch_kernel<PlainRows<true>, true>};
+static const Kernel ragged[] = {lowlat_dispatch_kernel<PlainRows<false>, false>,
+                                lowlat_dispatch_kernel<PlainRows<false>, true>};
+static const Kernel whole[] = {lowlat_dispatch_kernel<PlainRows<true>, false>,
+                               lowlat_dispatch_kernel<PlainRows<true>, true>};
 
-extern "C" cudaError_t p2p_load_few_dispatch(void)
+extern "C" cudaError_t p2p_load_lowlat_dispatch(void)
 {
-    const cudaError_t error = load_few(ragged);
-    return error == cudaSuccess ? load_few(whole) : error;
+    const cudaError_t error = load_lowlat(ragged);
+    return error == cudaSuccess ? load_lowlat(whole) : error;
 }
 
-extern "C" cudaError_t p2p_launch_few_dispatch(const p2p_dispatch_job *job, int num_sms,
-                                               cudaStream_t stream)
+extern "C" cudaError_t p2p_launch_lowlat_dispatch(const p2p_dispatch_job *job, int num_sms,
+                                                  cudaStream_t stream)
 {
     const bool exact = job->aligned && job->row_bytes % (V * 512) == 0;
-    return launch_few(exact ? whole : ragged, *job, num_sms, stream);
+    return launch_lowlat(exact ? whole : ragged, *job, num_sms, stream);
 }
 
-/* All warps of a crew that has made the plan: it is written. */
-static __device__ void keep_few(FewPlan &tables, const p2p_plan_job &job, const Now &now,
-                                const Crew &crew)
+/* All warps of a ctas_of_plan that has made the plan: it is written. */
+static __device__ void store_lowlat_plan(LowlatPlan &tables, const p2p_plan_job &job,
+                                         const OpState &op, const CtaRange &ctas_of_plan)
 {
-    const uint32_t result = judge(tables, job, false).result;
+    const uint32_t result = judge_plan(tables, job, false).result;
     const int ranks = job.self.num_ranks;
-    if (is_speaker()) return write_few(tables, job, now, crew, result);
-    for (int u = crew.worker(); u < ranks * tables.most; u += crew.workers()) {
+    if (is_control_warp()) return write_lowlat_plan(tables, job, op, ctas_of_plan, result);
+    for (int u = ctas_of_plan.worker_index(); u < ranks * tables.most;
+         u += ctas_of_plan.num_workers()) {
         const int rank = u % ranks, token = u / ranks;
         if (token >= tables.tokens[rank]) continue;
         const int32_t slot = tables.slot_here(job, rank, token, lane_id());
-        tables.keep_token(job, rank, token, slot, __ballot_sync(ALL_LANES, slot >= 0), result);
+        tables.store_token(job, rank, token, slot, __ballot_sync(ALL_LANES, slot >= 0), result);
     }
 }
 
 /* The same with ranks that have more tokens: records come. */
-static __device__ __noinline__ void
-keep_with_many(const FewPlan &tables, const p2p_plan_job &job, const Now &now, const Crew &crew)
+static __device__ __noinline__ void store_mixed_records(const LowlatPlan &tables,
+                                                        const p2p_plan_job &job,
+                                                        const OpState &op,
+                                                        const CtaRange &ctas_of_plan)
 {
     int32_t *records = (int32_t *)(job.plan + job.at.records);
-    if (is_speaker()) return;
-    each_group(job, tables.tokens[lane_id()], crew.worker(), crew.workers(),
-               [&](int source, int32_t first, int32_t tokens) {
-                   return keep_records(now, job, records, source, first, tokens);
-               });
+    if (is_control_warp()) return;
+    for_each_group(job, tables.tokens[lane_id()], ctas_of_plan.worker_index(),
+                   ctas_of_plan.num_workers(), [&](int source, int32_t first, int32_t tokens) {
+                       return store_records(op, job, records, source, first, tokens);
+                   });
 }
 
 /* plan alone: as with dispatch, and nothing moves. */
-__global__ void __launch_bounds__(FEW_BLOCK, 1)
-    few_plan_kernel(const __grid_constant__ p2p_plan_job job)
+__global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
+    lowlat_plan_kernel(const __grid_constant__ p2p_plan_job job)
 {
-    __shared__ Now now;
-    __shared__ FewPlan tables;
+    __shared__ OpState op;
+    __shared__ LowlatPlan tables;
     const p2p_self &self = job.self;
-    const Crew all = {0, (int)gridDim.x - (gridDim.x > 1)};
+    const CtaRange all = {0, (int)gridDim.x - (gridDim.x > 1)};
     uint8_t *const memory = (uint8_t *)dynamic_shared();
-    touch(job);
+    prefetch_params(job);
     if (self.operation == EPIC_OP_NONE) return;
     if (!HOSTS && is_announcer(true)) fence_system();
-    const Opening opening = read_opening(self);
+    const StartState opening = read_start_state(self);
     if (HOSTS && is_announcer(true)) fence_system();
-    IdTeller ids(job, all, true);
+    IdSender ids(job, all, true);
     bool may = true;
-    if (is_speaker()) {
-        ids.make();
-        open_few(now, self, opening, job.num_tokens, job.capacity, 0);
-        may = may_ship(now, opening);
+    if (is_control_warp()) {
+        ids.make_words();
+        open_lowlat(op, self, opening, job.num_tokens, job.capacity, 0);
+        may = wait_outbox_ready(op, opening);
         if (opening.broken == 0 && may) {
-            ids.tell(now);
-            announce_sizes(self, now, job.num_tokens, job.capacity, 0);
+            ids.send_ids(op);
+            announce_sizes(self, op, job.num_tokens, job.capacity, 0);
         }
-        find_few_boxes(now, self);
+        find_lowlat_boxes(op, self);
     }
-    if (threadIdx.x == 0) now.signature = self.signature;
+    if (threadIdx.x == 0) op.signature = self.signature;
     open_tables(tables, job, memory);
     if (!__syncthreads_and(opening.broken == 0 && may)) {
-        if (threadIdx.x == 0) tell_end(now);
+        if (threadIdx.x == 0) report_aborted_wait(op);
         return;
     }
-    count_begun(self, now);
-    if (is_announcer(true)) announce_begun(self, now);
-    if (is_speaker()) {
-        if (blockIdx.x == 0) begin_header(tables, job, now);
+    count_started_cta(self, op);
+    if (is_announcer(true)) announce_start(self, op);
+    if (is_control_warp()) {
+        if (blockIdx.x == 0) begin_header(tables, job, op);
     }
-    const FewPlanning made = all.has_me() ? make_few(tables, job, now) : FEW_BROKEN;
-    if (made == FEW_MADE) keep_few(tables, job, now, all);
-    if (made == FEW_MADE || !all.has_me()) count_shipped(self);
-    if (HOSTS && !all.has_me()) (void)port(job, now);
-    if (made == FEW_MANY && make_with_many(tables, job, now, memory))
-        keep_with_many(tables, job, now, all);
-    if (is_speaker() && is_last_cta()) finish_few(self, now, opening, true);
-    end_few(now);
+    const LowlatPlanState made =
+        all.contains_this_cta() ? make_lowlat_plan(tables, job, op) : LOWLAT_PLAN_BROKEN;
+    if (made == LOWLAT_PLAN_MADE) store_lowlat_plan(tables, job, op, all);
+    if (made == LOWLAT_PLAN_MADE || !all.contains_this_cta()) count_posted_warp(self);
+    if (HOSTS && !all.contains_this_cta()) (void)poll_inbox(job, op);
+    if (made == LOWLAT_PLAN_MIXED && make_mixed_plan(tables, job, op, memory))
+        store_mixed_records(tables, job, op, all);
+    if (is_control_warp() && is_last_cta()) finish_lowlat(self, op, opening, true);
+    end_lowlat(op);
 }
 
-extern "C" cudaError_t p2p_load_few_plan(void)
+extern "C" cudaError_t p2p_load_lowlat_plan(void)
 {
-    return cudaFuncSetAttribute(few_plan_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                FEW_PLAN_MOST_BYTES);
+    return cudaFuncSetAttribute(lowlat_plan_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                LOWLAT_PLAN_MAX_BYTES);
 }
 
-extern "C" cudaError_t p2p_launch_few_plan(const p2p_plan_job *job, int num_sms,
-                                           cudaStream_t stream)
+extern "C" cudaError_t p2p_launch_lowlat_plan(const p2p_plan_job *job, int num_sms,
+                                              cudaStream_t stream)
 {
-    return enqueue(few_plan_kernel, num_sms, FEW_BLOCK, few_plan_bytes(*job), stream, *job);
+    return launch_kernel(lowlat_plan_kernel, num_sms, LOWLAT_BLOCK, lowlat_plan_bytes(*job),
+                         stream, *job);
 }

@@ -13,43 +13,43 @@
  * A CTA meets three times: when all ids are there, when each warp has counted its experts, and when
  * slabs have their places.  Nothing else is waited for, so what one warp has to do is done beside:
  * by the speakers, each CTA's another part. */
-#ifndef EPIC_FEW_PLAN_CUH
-#define EPIC_FEW_PLAN_CUH
+#ifndef EPIC_LOWLAT_PLAN_CUH
+#define EPIC_LOWLAT_PLAN_CUH
 
 #include "cuda/dispatch/dispatch.cuh"
 #include "cuda/lowlat/lowlat.cuh"
 
-#define FEW_NONE 0xffffu /* an id that chooses nobody, */
-#define FEW_BAD 0xfffeu  /* that is no expert's */
-#define FEW_IDS 4        /* side by side */
+#define LOWLAT_NO_ID 0xffffu      /* an id that chooses nobody, */
+#define LOWLAT_INVALID_ID 0xfffeu /* that is no expert's */
+#define LOWLAT_LANE_IDS 4         /* side by side */
 /* With ids, at most 8192 of at most 4096 tokens, made up to multiples of four. */
-#define FEW_PLAN_MOST_BYTES \
-    (P2P_FEW_MASKS * 6 + FEW_WORKERS * WARP * 8 + P2P_FEW_CHOICES * 2 * 2 + 16)
+#define LOWLAT_PLAN_MAX_BYTES \
+    (P2P_LOWLAT_MASKS * 6 + LOWLAT_WORKERS * WARP * 8 + P2P_LOWLAT_CHOICES * 2 * 2 + 16)
 
-struct Verdict { /* on a plan, the same on all ranks */
+struct PlanVerdict { /* on a plan, the same on all ranks */
     uint32_t result;
     bool short_of_rows; /* the plan is good, and some rank has fewer rows than slots */
 };
 
-struct FewPlan { /* in shared memory; the arrays in dynamic shared memory */
-    Planner p;   /* load, start, capacity, bad_ranks and header as every plan has them, but that
+struct LowlatPlan { /* in shared memory; the arrays in dynamic shared memory */
+    Planner p; /* load, start, capacity, bad_ranks and header as every plan has them, but that
                          slabs begin behind those of the ranks below */
     uint32_t *mask;   /* [groups][num_experts] tokens of the group that chose the expert */
     uint16_t *before; /* [groups][num_experts] choices of it in the groups before */
-    uint16_t *id;     /* [num_ranks][most][fours * FEW_IDS] */
+    uint16_t *id;     /* [num_ranks][most][fours * LOWLAT_LANE_IDS] */
     int32_t tokens[DEVICE_MAX_RANKS];
     int32_t rows[DEVICE_MAX_RANKS]; /* that the ranks have room for */
-    uint32_t bad[DEVICE_MAX_RANKS]; /* the first choice that is no expert, or NOTHING */
-    int32_t upto[FEW_WORKERS];      /* rows of a warp's experts */
+    uint32_t bad[DEVICE_MAX_RANKS]; /* the first choice that is no expert, or NO_INDEX */
+    int32_t upto[LOWLAT_WORKERS];   /* rows of a warp's experts */
     int32_t slots;                  /* of all ranks */
     int32_t most, groups;           /* tokens of a rank */
     int32_t experts, top_k, fours;  /* of the layer */
     bool twice;                     /* some token chose an expert twice */
-    bool many;                      /* some rank has more tokens than few */
+    bool has_large_rank;            /* some rank has more tokens than few */
 
-    __device__ __forceinline__ int index(int rank, int32_t token) const
+    __device__ __forceinline__ int first_id_index(int rank, int32_t token) const
     {
-        return (rank * most + token) * fours * FEW_IDS;
+        return (rank * most + token) * fours * LOWLAT_LANE_IDS;
     }
     /* The slot of choice k on its expert's rank, whose first expert is `first`; slots are in the
      * order of rank, token and k. */
@@ -59,28 +59,28 @@ struct FewPlan { /* in shared memory; the arrays in dynamic shared memory */
         const int at = (rank * groups + token / WARP) * experts + e;
         const int32_t begin = p.start[e] - p.start[first];
         if (!twice) return begin + before[at] + __popc(mask[at] & ((1u << token % WARP) - 1));
-        return begin + count_before(rank, token * fours * FEW_IDS + k, (uint16_t)e);
+        return begin + count_before(rank, token * fours * LOWLAT_LANE_IDS + k, (uint16_t)e);
     }
     /* Choices of the expert by ranks below, and by the first `choices` of that rank. */
     __device__ __noinline__ int count_before(int rank, int choices, uint16_t expert) const
     {
         int count = 0;
         for (int q = 0; q <= rank; q++) {
-            const int first = index(q, 0),
-                      many = q < rank ? tokens[q] * fours * FEW_IDS : choices;
+            const int first = first_id_index(q, 0),
+                      many = q < rank ? tokens[q] * fours * LOWLAT_LANE_IDS : choices;
             for (int i = 0; i < many; i++) count += id[first + i] == expert;
         }
         return count;
     }
-    __device__ __forceinline__ uint32_t choice(int rank, int32_t token, int k) const
+    __device__ __forceinline__ uint32_t choice_of(int rank, int32_t token, int k) const
     {
-        return k < top_k ? id[index(rank, token) + k] : FEW_NONE;
+        return k < top_k ? id[first_id_index(rank, token) + k] : LOWLAT_NO_ID;
     }
     /* The slot of the token's choice k if that is here, or -1. */
     __device__ __forceinline__ int32_t slot_here(const p2p_plan_job &job, int rank,
                                                  int32_t token, int k) const
     {
-        const uint32_t e = choice(rank, token, k);
+        const uint32_t e = choice_of(rank, token, k);
         const int first = job.self.rank * job.block;
         const bool here = e - (uint32_t)first < (uint32_t)job.block;
         return here ? slot_of(rank, token, k, (int)e, first) : -1;
@@ -92,18 +92,18 @@ struct FewPlan { /* in shared memory; the arrays in dynamic shared memory */
         return e < experts ? p.start[e] : slots;
     }
     /* One warp writes what the plan says of a token; lane k: the slot of choice k here. */
-    __device__ __forceinline__ void keep_token(const p2p_plan_job &job, int rank, int32_t token,
-                                               int32_t slot, uint32_t here,
-                                               uint32_t result) const
+    __device__ __forceinline__ void store_token(const p2p_plan_job &job, int rank,
+                                                int32_t token, int32_t slot, uint32_t here,
+                                                uint32_t result) const
     {
         const int k = lane_id(), n = __popc(here & lanes_below());
         const bool good = result == EPIC_OK;
         int32_t *record =
-            (int32_t *)(job.plan + job.at.records) + record_at(job.self, rank, token, top_k);
+            (int32_t *)(job.plan + job.at.records) + record_index(job.self, rank, token, top_k);
         if (k < top_k)
             record[slot >= 0 ? n : __popc(here) + k - n] = slot >= 0 && good ? slot : -1;
         if (rank != job.self.rank || k >= top_k) return;
-        const uint32_t e = choice(rank, token, k);
+        const uint32_t e = choice_of(rank, token, k);
         const bool valid = e < (uint32_t)experts;
         const int owner = valid ? (int)(e / (uint32_t)job.block) : -1;
         int32_t fate = EPIC_FATE_NONE;
@@ -117,30 +117,30 @@ struct FewPlan { /* in shared memory; the arrays in dynamic shared memory */
 
 __host__ __device__ __forceinline__ int fours_of(const epic_layer &layer)
 {
-    return ((int)layer.top_k + FEW_IDS - 1) / FEW_IDS;
+    return ((int)layer.top_k + LOWLAT_LANE_IDS - 1) / LOWLAT_LANE_IDS;
 }
 
-static inline int few_plan_bytes(const p2p_plan_job &job)
+static inline int lowlat_plan_bytes(const p2p_plan_job &job)
 {
     const int64_t ranks = job.self.num_ranks, experts = job.layer.num_experts;
-    const int64_t masks = ranks * ((job.most_few + WARP - 1) / WARP) * experts;
-    const int64_t ids = ranks * job.most_few * fours_of(job.layer) * FEW_IDS;
+    const int64_t masks = ranks * ((job.max_lowlat_tokens + WARP - 1) / WARP) * experts;
+    const int64_t ids = ranks * job.max_lowlat_tokens * fours_of(job.layer) * LOWLAT_LANE_IDS;
     const int bytes = (int)(masks * 6 + experts * 8 + ids * 2 + 16);
-    const int other = job.self.max_tokens > job.most_few ? planner_bytes_of(job) : 0;
+    const int other = job.self.max_tokens > job.max_lowlat_tokens ? planner_bytes_of(job) : 0;
     return bytes > other ? bytes : other;
 }
 
 /* Every thread, before the CTA meets: room for the tables, empty. */
-static __device__ void open_tables(FewPlan &f, const p2p_plan_job &job, uint8_t *memory)
+static __device__ void open_tables(LowlatPlan &f, const p2p_plan_job &job, uint8_t *memory)
 {
     const int experts = (int)job.layer.num_experts, ranks = job.self.num_ranks;
-    const int groups = (job.most_few + WARP - 1) / WARP;
+    const int groups = (job.max_lowlat_tokens + WARP - 1) / WARP;
     const int masks = ranks * groups * experts;
     uint32_t *mask = (uint32_t *)memory;
-    if (!is_speaker())
-        for (int i = (int)threadIdx.x; i < masks; i += FEW_WORKERS * WARP) mask[i] = 0;
+    if (!is_control_warp())
+        for (int i = (int)threadIdx.x; i < masks; i += LOWLAT_WORKERS * WARP) mask[i] = 0;
     if (threadIdx.x < DEVICE_MAX_RANKS) {
-        f.bad[threadIdx.x] = NOTHING;
+        f.bad[threadIdx.x] = NO_INDEX;
         f.tokens[threadIdx.x] = 0;
     }
     if (threadIdx.x) return;
@@ -148,14 +148,14 @@ static __device__ void open_tables(FewPlan &f, const p2p_plan_job &job, uint8_t 
     f.p.load = (int32_t *)(mask + masks);
     f.p.start = f.p.load + experts;
     f.id = (uint16_t *)(((uintptr_t)(f.p.start + experts) + 7) / 8 * 8);
-    f.before = f.id + ranks * job.most_few * fours_of(job.layer) * FEW_IDS;
-    f.most = job.most_few;
+    f.before = f.id + ranks * job.max_lowlat_tokens * fours_of(job.layer) * LOWLAT_LANE_IDS;
+    f.most = job.max_lowlat_tokens;
     f.groups = groups;
     f.p.bad_ranks = 0;
     f.experts = experts;
     f.top_k = (int)job.layer.top_k;
     f.fours = fours_of(job.layer);
-    f.twice = f.many = false;
+    f.twice = f.has_large_rank = false;
 }
 
 /* A choice as it is read; nothing is worked out of it, which would wait for it. */
@@ -168,7 +168,7 @@ __device__ __forceinline__ RawId raw_id(const p2p_plan_job &job, int32_t token, 
     const int64_t at = (int64_t)token * job.layer.top_k + k;
     RawId id = {0xffffffffu, 0xffffffffu};
     if (k >= (int)job.layer.top_k) return id;
-    if (job.wide) {
+    if (job.has_int64_ids) {
         const uint2 both = __ldg((const uint2 *)job.topk_idx + at);
         id = {both.x, both.y};
     } else {
@@ -177,33 +177,34 @@ __device__ __forceinline__ RawId raw_id(const p2p_plan_job &job, int32_t token, 
     return id;
 }
 
-__device__ __forceinline__ uint32_t few_id(const p2p_plan_job &job, RawId id)
+__device__ __forceinline__ uint32_t encode_id(const p2p_plan_job &job, RawId id)
 {
-    const int32_t sign = (int32_t)(job.wide ? id.high : id.low);
-    if (sign < 0) return FEW_NONE;
-    return id.low >= job.layer.num_experts || (job.wide && id.high) ? FEW_BAD : id.low;
+    const int32_t sign = (int32_t)(job.has_int64_ids ? id.high : id.low);
+    if (sign < 0) return LOWLAT_NO_ID;
+    return id.low >= job.layer.num_experts || (job.has_int64_ids && id.high) ? LOWLAT_INVALID_ID
+                                                                             : id.low;
 }
 
 __device__ __forceinline__ uint32_t two_ids(const p2p_plan_job &job, RawId low, RawId high)
 {
-    return few_id(job, low) | few_id(job, high) << 16;
+    return encode_id(job, low) | encode_id(job, high) << 16;
 }
 
 /* Where a rank's words about a token are in the heap; hosts: tokens lie side by side, so that those
  * of some tokens are one piece. */
-__device__ __forceinline__ uint64_t *id_words(const p2p_plan_job &job, const Now &now,
+__device__ __forceinline__ uint64_t *id_words(const p2p_plan_job &job, const OpState &op,
                                               uint8_t *heap, int rank, int32_t token)
 {
     return (uint64_t *)(heap + job.self.at.ids) +
-           (((int64_t)parity(now) * job.self.num_ranks + rank) * job.most_few +
+           (((int64_t)epoch_parity(op) * job.self.num_ranks + rank) * job.max_lowlat_tokens +
             (HOSTS ? 0 : token)) *
-               P2P_FEW_ID_WORDS +
+               P2P_LOWLAT_ID_WORDS +
            (HOSTS ? token * 2 * fours_of(job.layer) : 0);
 }
 
 /* A speaker tells all peers the ids of some of this rank's tokens, of several at a time: lanes are
  * (token, word).  The first ones are read, and made words of, before anything else is known. */
-struct IdTeller {
+struct IdSender {
     const p2p_plan_job &job;
     const int words, bits; /* of a token */
     int32_t token;         /* this lane's */
@@ -211,70 +212,74 @@ struct IdTeller {
     RawId low, high;
     uint32_t both;
 
-    __device__ __forceinline__ IdTeller(const p2p_plan_job &plan, const Crew &crew, bool tells)
+    __device__ __forceinline__ IdSender(const p2p_plan_job &plan, const CtaRange &ctas_of_plan,
+                                        bool tells)
         : job(plan), words(2 * fours_of(plan.layer)), bits(bits_of(words)),
-          token((((int)blockIdx.x - crew.first) << (5 - bits)) + (lane_id() >> bits)),
-          step(crew.ctas << (5 - bits))
+          token((((int)blockIdx.x - ctas_of_plan.first) << (5 - bits)) + (lane_id() >> bits)),
+          step(ctas_of_plan.ctas << (5 - bits))
     {
-        if (!tells || !is_speaker() || !crew.has_me() || word() >= words)
+        if (!tells || !is_control_warp() || !ctas_of_plan.contains_this_cta() ||
+            word_of_lane() >= words)
             token = job.num_tokens;
-        read();
+        read_ids();
     }
-    __device__ __forceinline__ int word() const
+    __device__ __forceinline__ int word_of_lane() const
     {
         return lane_id() & ((1 << bits) - 1);
     }
-    __device__ __forceinline__ void read()
+    __device__ __forceinline__ void read_ids()
     {
         if (token >= job.num_tokens) return;
-        low = raw_id(job, token, 2 * word());
-        high = raw_id(job, token, 2 * word() + 1);
+        low = raw_id(job, token, 2 * word_of_lane());
+        high = raw_id(job, token, 2 * word_of_lane() + 1);
     }
-    __device__ __forceinline__ void make()
+    __device__ __forceinline__ void make_words()
     {
         if (token < job.num_tokens) both = two_ids(job, low, high);
     }
 #ifdef EPIC_HOSTS
     /* What was made: all lanes at once, as the first one ships for all. */
-    __device__ __forceinline__ void tell(const Now &now)
+    __device__ __forceinline__ void send_ids(const OpState &op)
     {
         const p2p_self &self = job.self;
         for (int32_t first = __shfl_sync(ALL_LANES, token, 0); first < job.num_tokens;
-             first += step, token += step, read(), make()) {
+             first += step, token += step, read_ids(), make_words()) {
             const int many = min(job.num_tokens - first, WARP >> bits);
             for (int distance = 1; distance < self.num_ranks; distance++) {
-                const int q = wrap(self.rank + distance, self.num_ranks);
-                uint64_t *to = id_words(job, now, self.heap[q], self.rank, first);
+                const int q = wrap_rank(self.rank + distance, self.num_ranks);
+                uint64_t *to = id_words(job, op, self.heap[q], self.rank, first);
                 if (token < job.num_tokens)
-                    store_relaxed(to + (token - first) * words + word(), stamp(now, both));
-                ship_together(now, q, to, (uint32_t)(many * words) * 8);
+                    store_relaxed(to + (token - first) * words + word_of_lane(),
+                                  stamp_word(op, both));
+                post_put_warp(op, q, to, (uint32_t)(many * words) * 8);
             }
         }
     }
 #else
     /* What was made. */
-    __device__ __forceinline__ void tell(const Now &now)
+    __device__ __forceinline__ void send_ids(const OpState &op)
     {
         const p2p_self &self = job.self;
         while (token < job.num_tokens) {
             for (int distance = 1; distance < self.num_ranks; distance++) {
-                const int q = wrap(self.rank + distance, self.num_ranks);
-                store_relaxed(id_words(job, now, self.heap[q], self.rank, token) + word(),
-                              stamp(now, both));
+                const int q = wrap_rank(self.rank + distance, self.num_ranks);
+                store_relaxed(id_words(job, op, self.heap[q], self.rank, token) +
+                                  word_of_lane(),
+                              stamp_word(op, both));
             }
             token += step;
-            read();
-            make();
+            read_ids();
+            make_words();
         }
     }
 #endif
 };
 
 /* One choice of the tables; true: the token has chosen that expert before. */
-__device__ __forceinline__ bool note_choice(FewPlan &f, int rank, int32_t token, int k,
+__device__ __forceinline__ bool mark_choice(LowlatPlan &f, int rank, int32_t token, int k,
                                             uint32_t e)
 {
-    if (e == FEW_BAD) atomicMin(&f.bad[rank], (uint32_t)(token * f.top_k + k));
+    if (e == LOWLAT_INVALID_ID) atomicMin(&f.bad[rank], (uint32_t)(token * f.top_k + k));
     if (e >= (uint32_t)f.experts) return false;
     const uint32_t bit = 1u << token % WARP;
     return (atomicOr(&f.mask[(rank * f.groups + token / WARP) * f.experts + (int)e], bit) &
@@ -282,82 +287,84 @@ __device__ __forceinline__ bool note_choice(FewPlan &f, int rank, int32_t token,
 }
 
 /* Four ids of a token. */
-__device__ __forceinline__ void note_four(FewPlan &f, int rank, int32_t token, int four,
-                                          const uint32_t (&ids)[2])
+__device__ __forceinline__ void mark_four_choices(LowlatPlan &f, int rank, int32_t token,
+                                                  int four, const uint32_t (&ids)[2])
 {
     bool twice = false;
-    *(uint2 *)(f.id + f.index(rank, token) + four * FEW_IDS) = make_uint2(ids[0], ids[1]);
+    *(uint2 *)(f.id + f.first_id_index(rank, token) + four * LOWLAT_LANE_IDS) =
+        make_uint2(ids[0], ids[1]);
 #pragma unroll
-    for (int j = 0; j < FEW_IDS; j++)
-        twice |= note_choice(f, rank, token, four * FEW_IDS + j,
+    for (int j = 0; j < LOWLAT_LANE_IDS; j++)
+        twice |= mark_choice(f, rank, token, four * LOWLAT_LANE_IDS + j,
                              ids[j / 2] >> (j % 2 * 16) & 0xffff);
     if (twice) f.twice = true;
 }
 
 /* The workers: all ids of all ranks, four a lane.  The last warps begin, as the first ones have rows
  * to send.  A lane's ids are all of one rank. */
-static __device__ bool gather_ids(FewPlan &f, const p2p_plan_job &job, const Now &now)
+static __device__ bool gather_ids(LowlatPlan &f, const p2p_plan_job &job, const OpState &op)
 {
     const p2p_self &self = job.self;
     const int fours = fours_of(job.layer), four_bits = bits_of(fours);
     const int rank_bits = bits_of(self.num_ranks);
-    const int first = (FEW_WORKERS - 1 - (int)threadIdx.x / WARP) * WARP + lane_id();
+    const int first = (LOWLAT_WORKERS - 1 - (int)threadIdx.x / WARP) * WARP + lane_id();
     const int four = first & ((1 << four_bits) - 1);
     const int rank = first >> four_bits & ((1 << rank_bits) - 1);
     const bool own = rank == self.rank, in = four < fours && rank < self.num_ranks;
-    const int32_t step = FEW_WORKERS * WARP >> (four_bits + rank_bits);
+    const int32_t step = LOWLAT_WORKERS * WARP >> (four_bits + rank_bits);
     int32_t token = first >> (four_bits + rank_bits);
     int32_t known = own ? job.num_tokens : in ? -1 : 0; /* its tokens */
-    const uint64_t *said =
-        announcement(self, now, self.heap[self.rank], in ? rank : 0) + P2P_SAYS_TOKENS;
+    const uint64_t *said = announcement_words(self, op, self.heap[self.rank], in ? rank : 0) +
+                           P2P_ANNOUNCED_TOKENS;
     for (; !__all_sync(ALL_LANES, token >= (known < 0 ? f.most : known)); token += step) {
         uint32_t ids[2];
         bool waits = in && !own && token < (known < 0 ? f.most : known);
         const uint64_t *from =
-            id_words(job, now, self.heap[self.rank], in ? rank : 0, waits ? token : 0) +
+            id_words(job, op, self.heap[self.rank], in ? rank : 0, waits ? token : 0) +
             2 * four;
         if (in && own && token < known) {
-            const int k = four * FEW_IDS;
+            const int k = four * LOWLAT_LANE_IDS;
             ids[0] = two_ids(job, raw_id(job, token, k), raw_id(job, token, k + 1));
             ids[1] = two_ids(job, raw_id(job, token, k + 2), raw_id(job, token, k + 3));
         }
         int missing = -1;
-        const bool ok = wait_until(now, missing, P2P_PHASE_COUNTS, [&] {
+        const bool ok = wait_warp(op, missing, P2P_PHASE_COUNTS, [&] {
             if (waits) {
                 uint64_t a, b;
-                load_two(from, a, b);
+                load_two_words(from, a, b);
                 const uint64_t tokens = known < 0 ? load_relaxed(said) : 0;
-                if (known < 0 && stamped(now, tokens)) known = (int32_t)(uint32_t)tokens;
+                if (known < 0 && is_stamped(op, tokens)) known = (int32_t)(uint32_t)tokens;
                 if (known > f.most) known = 0; /* it sends none */
                 ids[0] = (uint32_t)a;
                 ids[1] = (uint32_t)b;
-                waits = known < 0 || (token < known && !(stamped(now, a) && stamped(now, b)));
+                waits =
+                    known < 0 || (token < known && !(is_stamped(op, a) && is_stamped(op, b)));
             }
             missing = waits ? rank : -1;
             return __any_sync(ALL_LANES, waits) == 0;
         });
         if (!ok) return false;
-        if (in && token < known) note_four(f, rank, token, four, ids);
+        if (in && token < known) mark_four_choices(f, rank, token, four, ids);
     }
     return true;
 }
 
 /* The speaker: what else the announcements say. */
-static __device__ bool gather_sizes(FewPlan &f, const p2p_self &self, const Now &now)
+static __device__ bool gather_sizes(LowlatPlan &f, const p2p_self &self, const OpState &op)
 {
     int32_t tokens, capacity, rows;
-    if (!hear_sizes(self, now, tokens, capacity, rows)) return false;
+    if (!wait_sizes(self, op, tokens, capacity, rows)) return false;
     const int q = lane_id();
     f.p.header.tokens_of[q] = tokens;
     f.p.capacity[q] = capacity;
     f.rows[q] = rows;
     f.tokens[q] = tokens;
-    if (tokens > f.most) f.many = true;
+    if (tokens > f.most) f.has_large_rank = true;
     return true;
 }
 
 /* Every thread: choices of each expert, then where the slabs begin.  Two barriers. */
-static __device__ void sum_up(FewPlan &f, const p2p_plan_job &job)
+static __device__ void compute_slabs(LowlatPlan &f, const p2p_plan_job &job)
 {
     const int experts = f.experts, ranks = job.self.num_ranks;
     const int e = (int)threadIdx.x, warp = e / WARP;
@@ -376,7 +383,7 @@ static __device__ void sum_up(FewPlan &f, const p2p_plan_job &job)
         }
         if (f.twice) run = f.count_before(ranks, 0, (uint16_t)e);
         f.p.load[e] = run;
-        rows = upto = (int32_t)aligned_rows(run, job.layer.alignment);
+        rows = upto = (int32_t)round_up_rows(run, job.layer.alignment);
     }
     for (int d = 1; d < WARP && counts; d *= 2) {
         const int32_t r = __shfl_up_sync(ALL_LANES, upto, d);
@@ -394,25 +401,27 @@ static __device__ void sum_up(FewPlan &f, const p2p_plan_job &job)
 }
 
 /* One warp, lane = rank: slots that the rank needs. */
-__device__ __forceinline__ int32_t needed_by(const FewPlan &f, const p2p_plan_job &job, int q)
+__device__ __forceinline__ int32_t needed_by(const LowlatPlan &f, const p2p_plan_job &job,
+                                             int q)
 {
     return q < job.self.num_ranks ? f.slots_before(job, q + 1) - f.slots_before(job, q) : 0;
 }
 
 /* Any thread: slots on this rank. */
-__device__ __forceinline__ int32_t needed_here(const FewPlan &f, const p2p_plan_job &job)
+__device__ __forceinline__ int32_t needed_here(const LowlatPlan &f, const p2p_plan_job &job)
 {
     return f.slots_before(job, job.self.rank + 1) - f.slots_before(job, job.self.rank);
 }
 
 /* One warp.  `moves`: rows come too. */
-static __device__ Verdict judge(const FewPlan &f, const p2p_plan_job &job, bool moves)
+static __device__ PlanVerdict judge_plan(const LowlatPlan &f, const p2p_plan_job &job,
+                                         bool moves)
 {
     const int q = lane_id();
     const bool is_rank = q < job.self.num_ranks;
     const int32_t needed = needed_by(f, job, q);
     const bool over = is_rank && f.p.capacity[q] && needed > f.p.capacity[q];
-    const bool bad = is_rank && f.bad[q] != NOTHING;
+    const bool bad = is_rank && f.bad[q] != NO_INDEX;
     const bool few = is_rank && moves && needed > f.rows[q];
     if (!__any_sync(ALL_LANES, over || bad || few)) return {EPIC_OK, false};
     const bool any_bad = __any_sync(ALL_LANES, bad) != 0;
@@ -425,12 +434,12 @@ static __device__ Verdict judge(const FewPlan &f, const p2p_plan_job &job, bool 
 
 /* Every thread, of a layer whose ids are distinct: finds the first choice of each rank that is not,
  * which no order of the threads may decide. */
-static __device__ __noinline__ void find_duplicates(FewPlan &f, int ranks)
+static __device__ __noinline__ void find_duplicates(LowlatPlan &f, int ranks)
 {
-    const int each = f.fours * FEW_IDS;
+    const int each = f.fours * LOWLAT_LANE_IDS;
     for (int rank = 0; rank < ranks; rank++)
-        for (int i = (int)threadIdx.x; i < f.tokens[rank] * each; i += FEW_BLOCK) {
-            const uint16_t *id = f.id + f.index(rank, 0);
+        for (int i = (int)threadIdx.x; i < f.tokens[rank] * each; i += LOWLAT_BLOCK) {
+            const uint16_t *id = f.id + f.first_id_index(rank, 0);
             for (int j = i - i % each; j < i; j++)
                 if (id[j] == id[i] && id[i] < f.experts)
                     atomicMin(&f.bad[rank], (uint32_t)(i / each * f.top_k + i % each));
@@ -443,18 +452,18 @@ static __device__ __noinline__ void find_duplicates(FewPlan &f, int ranks)
  * places of the heap, where all others wait for it.
  *
  * One warp: announcements. */
-static __device__ bool port_announcements(const p2p_self &self, const Now &now)
+static __device__ bool copy_announcements(const p2p_self &self, const OpState &op)
 {
     const int q = lane_id() < self.num_ranks ? lane_id() : self.rank;
-    const uint64_t *from = announcement(self, now, self.inbox, q);
-    uint64_t *to = announcement(self, now, now.heap, q), said[P2P_ANNOUNCE_WORDS];
-    bool waits = is_far(self, q);
-    return wait_until(now, -1, P2P_PHASE_ARRIVE, [&] {
+    const uint64_t *from = announcement_words(self, op, self.inbox, q);
+    uint64_t *to = announcement_words(self, op, op.heap, q), said[P2P_ANNOUNCE_WORDS];
+    bool waits = is_remote(self, q);
+    return wait_warp(op, -1, P2P_PHASE_ARRIVE, [&] {
         if (waits) {
-            load_two(from, said[0], said[1]);
-            load_two(from + 2, said[2], said[3]);
-            waits = !(stamped(now, said[0]) && stamped(now, said[1]) && stamped(now, said[2]) &&
-                      stamped(now, said[3]));
+            load_two_words(from, said[0], said[1]);
+            load_two_words(from + 2, said[2], said[3]);
+            waits = !(is_stamped(op, said[0]) && is_stamped(op, said[1]) &&
+                      is_stamped(op, said[2]) && is_stamped(op, said[3]));
             for (int i = 0; i < P2P_ANNOUNCE_WORDS && !waits; i++)
                 store_relaxed(to + i, said[i]);
         }
@@ -463,27 +472,27 @@ static __device__ bool port_announcements(const p2p_self &self, const Now &now)
 }
 
 /* Warp `part` of `parts`: ids, two words a lane.  How many come the announcement says. */
-static __device__ bool port_ids(const p2p_plan_job &job, const Now &now, int part, int parts)
+static __device__ bool copy_ids(const p2p_plan_job &job, const OpState &op, int part, int parts)
 {
     const p2p_self &self = job.self;
-    const int words = 2 * fours_of(job.layer), most = job.most_few * words;
+    const int words = 2 * fours_of(job.layer), most = job.max_lowlat_tokens * words;
     const int peers = self.num_ranks - 1, groups = (most + 2 * WARP - 1) / (2 * WARP);
     for (int u = part; u < peers * groups; u += parts) {
-        const int q = wrap(self.rank + 1 + u % peers, self.num_ranks);
+        const int q = wrap_rank(self.rank + 1 + u % peers, self.num_ranks);
         const int at = u / peers * 2 * WARP + 2 * lane_id();
-        const uint64_t *from = id_words(job, now, self.inbox, q, 0) + at;
-        const uint64_t *said = announcement(self, now, now.heap, q) + P2P_SAYS_TOKENS;
-        uint64_t *to = id_words(job, now, now.heap, q, 0) + at;
-        bool waits = is_far(self, q) && at < most;
+        const uint64_t *from = id_words(job, op, self.inbox, q, 0) + at;
+        const uint64_t *said = announcement_words(self, op, op.heap, q) + P2P_ANNOUNCED_TOKENS;
+        uint64_t *to = id_words(job, op, op.heap, q, 0) + at;
+        bool waits = is_remote(self, q) && at < most;
         int missing = -1;
-        const bool ok = wait_until(now, missing, P2P_PHASE_COUNTS, [&] {
+        const bool ok = wait_warp(op, missing, P2P_PHASE_COUNTS, [&] {
             if (waits) {
                 uint64_t a, b;
-                load_two(from, a, b);
+                load_two_words(from, a, b);
                 const uint64_t tokens = load_relaxed(said);
-                const bool come = stamped(now, a) && stamped(now, b);
+                const bool come = is_stamped(op, a) && is_stamped(op, b);
                 const bool beyond =
-                    stamped(now, tokens) && at >= (int32_t)(uint32_t)tokens * words;
+                    is_stamped(op, tokens) && at >= (int32_t)(uint32_t)tokens * words;
                 if (come) store_relaxed(to, a);
                 if (come) store_relaxed(to + 1, b);
                 waits = !come && !beyond;
@@ -497,55 +506,61 @@ static __device__ bool port_ids(const p2p_plan_job &job, const Now &now, int par
 }
 
 /* Every warp of the last CTA, which takes nothing; or the speaker of the only one. */
-static __device__ bool port(const p2p_plan_job &job, const Now &now)
+static __device__ bool poll_inbox(const p2p_plan_job &job, const OpState &op)
 {
     const bool alone = gridDim.x == 1;
-    if (!is_speaker()) return alone || port_ids(job, now, (int)threadIdx.x / WARP, FEW_WORKERS);
-    return port_announcements(job.self, now) && (!alone || port_ids(job, now, 0, 1));
+    if (!is_control_warp())
+        return alone || copy_ids(job, op, (int)threadIdx.x / WARP, LOWLAT_WORKERS);
+    return copy_announcements(job.self, op) && (!alone || copy_ids(job, op, 0, 1));
 }
 #else
-static __device__ bool port(const p2p_plan_job &, const Now &)
+static __device__ bool poll_inbox(const p2p_plan_job &, const OpState &)
 {
     return true;
 }
 #endif
 
-enum FewPlanning { FEW_BROKEN, FEW_MADE, FEW_MANY /* some rank has more tokens */ };
+enum LowlatPlanState {
+    LOWLAT_PLAN_BROKEN,
+    LOWLAT_PLAN_MADE,
+    LOWLAT_PLAN_MIXED /* some rank has more tokens */
+};
 
 /* Every thread. */
-static __device__ FewPlanning make_few(FewPlan &f, const p2p_plan_job &job, const Now &now)
+static __device__ LowlatPlanState make_lowlat_plan(LowlatPlan &f, const p2p_plan_job &job,
+                                                   const OpState &op)
 {
-    bool ok = !HOSTS || gridDim.x > 1 || port(job, now);
-    ok = ok && (is_speaker() ? gather_sizes(f, job.self, now) : gather_ids(f, job, now));
-    if (!__syncthreads_and(ok)) return FEW_BROKEN;
-    if (f.many) return FEW_MANY;
+    bool ok = !HOSTS || gridDim.x > 1 || poll_inbox(job, op);
+    ok = ok && (is_control_warp() ? gather_sizes(f, job.self, op) : gather_ids(f, job, op));
+    if (!__syncthreads_and(ok)) return LOWLAT_PLAN_BROKEN;
+    if (f.has_large_rank) return LOWLAT_PLAN_MIXED;
     if (f.twice && job.layer.flags & EPIC_DISTINCT) find_duplicates(f, job.self.num_ranks);
-    sum_up(f, job);
-    return FEW_MADE;
+    compute_slabs(f, job);
+    return LOWLAT_PLAN_MADE;
 }
 
 /* Every thread of every CTA that plans: together with ranks that have more tokens.  false: the group
  * is broken. */
-static __device__ __noinline__ bool make_with_many(FewPlan &f, const p2p_plan_job &job,
-                                                   const Now &now, uint8_t *memory)
+static __device__ __noinline__ bool make_mixed_plan(LowlatPlan &f, const p2p_plan_job &job,
+                                                    const OpState &op, uint8_t *memory)
 {
-    const bool ok = (int)blockIdx.x >= job.planners || make_plan<0>(f.p, job, now, memory);
+    const bool ok = (int)blockIdx.x >= job.planners || make_plan<0>(f.p, job, op, memory);
     return __syncthreads_and(ok) != 0;
 }
 
 /* One speaker, while the ids are on their way: what the plan says whatever they are. */
-static __device__ void begin_header(FewPlan &f, const p2p_plan_job &job, const Now &now)
+static __device__ void begin_header(LowlatPlan &f, const p2p_plan_job &job, const OpState &op)
 {
     if (lane_id() == 0) {
         f.p.capacity[job.self.rank] = job.capacity;
-        fill_header(f.p, job, now);
+        fill_header(f.p, job, op);
         f.p.header.num_local = f.p.header.owned = job.block;
     }
     __syncwarp();
 }
 
 /* The same one: the rest of the header, and what is told of wrong data. */
-static __device__ void end_header(FewPlan &f, const p2p_plan_job &job, const Now &now,
+static __device__ void end_header(LowlatPlan &f, const p2p_plan_job &job, const OpState &op,
                                   uint32_t result)
 {
     const int q = lane_id();
@@ -554,21 +569,22 @@ static __device__ void end_header(FewPlan &f, const p2p_plan_job &job, const Now
     f.p.needed[q] = needed;
     if (q == 0) f.p.header.result = result;
     const uint32_t bad =
-        __ballot_sync(ALL_LANES, q < job.self.num_ranks && f.bad[q] != NOTHING);
+        __ballot_sync(ALL_LANES, q < job.self.num_ranks && f.bad[q] != NO_INDEX);
     if (q == 0) f.p.bad_ranks = bad;
     __syncwarp();
-    tell_plan(f.p, job, lane_id(), WARP);
+    write_plan_outputs(f.p, job, lane_id(), WARP);
     if (lane_id() || result == EPIC_OK) return;
-    if (f.bad[job.self.rank] != NOTHING)
-        tell_wrong(job, now, P2P_FAULT_EXPERT, f.bad[job.self.rank]);
+    if (f.bad[job.self.rank] != NO_INDEX)
+        publish_wrong_value(job, op, P2P_FAULT_EXPERT, f.bad[job.self.rank]);
     if (result == EPIC_EINVAL)
-        notify_fault(f.p, job, now);
+        report_fault(f.p, job, op);
     else
-        notify_overflow(f.p, job, now);
+        report_overflow(f.p, job, op);
 }
 
 /* One speaker: what the plan and the caller are told of the experts here. */
-static __device__ void write_slabs(const FewPlan &f, const p2p_plan_job &job, uint32_t result)
+static __device__ void write_slabs(const LowlatPlan &f, const p2p_plan_job &job,
+                                   uint32_t result)
 {
     const bool good = result == EPIC_OK;
     int32_t *slab_begin = (int32_t *)(job.plan + job.at.slab_begin);
@@ -577,7 +593,7 @@ static __device__ void write_slabs(const FewPlan &f, const p2p_plan_job &job, ui
     for (int l = lane_id(); l < slabs; l += WARP) {
         const int e = first + min(l, job.block - 1);
         const int32_t count = l < job.block ? f.p.load[e] : 0;
-        const int32_t rows = (int32_t)aligned_rows(count, job.layer.alignment);
+        const int32_t rows = (int32_t)round_up_rows(count, job.layer.alignment);
         const int32_t begin = f.p.start[e] - f.p.start[first];
         padding[l] = {rows == count ? 0 : begin + count, rows - count};
         if (l >= job.block) continue;
@@ -587,13 +603,14 @@ static __device__ void write_slabs(const FewPlan &f, const p2p_plan_job &job, ui
     }
 }
 
-/* The speakers of the first two CTAs of the crew that made the plan, or of its only one. */
-static __device__ void write_few(FewPlan &f, const p2p_plan_job &job, const Now &now,
-                                 const Crew &crew, uint32_t result)
+/* The speakers of the first two CTAs of the ctas_of_plan that made the plan, or of its only one. */
+static __device__ void write_lowlat_plan(LowlatPlan &f, const p2p_plan_job &job,
+                                         const OpState &op, const CtaRange &ctas_of_plan,
+                                         uint32_t result)
 {
-    const int part = (int)blockIdx.x - crew.first;
-    if (part == 0) end_header(f, job, now, result);
-    if (part == (crew.ctas > 1)) write_slabs(f, job, result);
+    const int part = (int)blockIdx.x - ctas_of_plan.first;
+    if (part == 0) end_header(f, job, op, result);
+    if (part == (ctas_of_plan.ctas > 1)) write_slabs(f, job, result);
 }
 
 #endif

@@ -3,16 +3,16 @@
  * unit are asked for side by side, up to eight, and those of a warp's first unit before the plan's
  * header has been checked; sums and their order are those of combine/plain.cuh.  EXACT: all
  * lanes of every piece are in the row. */
-#ifndef EPIC_FEW_SUM_CUH
-#define EPIC_FEW_SUM_CUH
+#ifndef EPIC_LOWLAT_SUM_CUH
+#define EPIC_LOWLAT_SUM_CUH
 
 #include "cuda/combine/plain.cuh"
 #include "cuda/lowlat/lowlat.cuh"
 
-#define FEW_ROWS 8 /* of a token, on their way side by side */
+#define LOWLAT_LOADED_ROWS 8 /* of a token, on their way side by side */
 
 struct SlotRows {
-    uint4 q[FEW_ROWS];
+    uint4 q[LOWLAT_LOADED_ROWS];
     float weight; /* of this lane's slot */
 };
 
@@ -22,19 +22,20 @@ __device__ __forceinline__ int32_t vector_of(const Unit &u)
     return u.piece * WARP + lane_id();
 }
 
-template <bool EXACT> __device__ __forceinline__ bool in_row(const Combine &c, const Unit &u)
+template <bool EXACT>
+__device__ __forceinline__ bool in_row(const CombineState &c, const Unit &u)
 {
     return EXACT || vector_of(u) < c.shape.vectors;
 }
 
-/* Those of slots [from, from + FEW_ROWS), of `count`. */
+/* Those of slots [from, from + LOWLAT_LOADED_ROWS), of `count`. */
 template <bool EXACT>
-__device__ __forceinline__ void ask_rows(const Combine &c, SlotRows &rows, const Unit &u,
-                                         int count, int from)
+__device__ __forceinline__ void load_slot_rows(const CombineState &c, SlotRows &rows,
+                                               const Unit &u, int count, int from)
 {
     const uint8_t *first = c.job.rows + vector_of(u) * 16;
 #pragma unroll
-    for (int r = 0; r < FEW_ROWS; r++) {
+    for (int r = 0; r < LOWLAT_LOADED_ROWS; r++) {
         if (from + r >= count) continue;
         const int32_t s = __shfl_sync(ALL_LANES, u.slot, from + r);
         rows.q[r] = in_row<EXACT>(c, u) ? load_once(first + row_offset(s, c.shape), c.policy)
@@ -43,15 +44,15 @@ __device__ __forceinline__ void ask_rows(const Combine &c, SlotRows &rows, const
 }
 
 template <class ROW>
-__device__ __forceinline__ void add_asked(const SlotRows &rows, float (&acc)[1][ROW::N],
-                                          int count, int from)
+__device__ __forceinline__ void add_loaded(const SlotRows &rows, float (&acc)[1][ROW::N],
+                                           int count, int from)
 {
 #pragma unroll
-    for (int r = 0; r < FEW_ROWS; r++) {
+    for (int r = 0; r < LOWLAT_LOADED_ROWS; r++) {
         if (from + r >= count) continue;
         const float w = __shfl_sync(ALL_LANES, rows.weight, from + r);
         float x[ROW::N];
-        ROW::unpack(rows.q[r], x);
+        ROW::unpack_floats(rows.q[r], x);
 #pragma unroll
         for (int i = 0; i < ROW::N; i++) acc[0][i] = __fmaf_rn(w, x[i], acc[0][i]);
     }
@@ -59,61 +60,62 @@ __device__ __forceinline__ void add_asked(const SlotRows &rows, float (&acc)[1][
 
 /* Does the unit have its slots in the lowest lanes, as every record does?  Anything may lie where a
  * record is read before the plan's header has been checked. */
-__device__ __forceinline__ bool slots_first(const Unit &u)
+__device__ __forceinline__ bool has_slots_in_low_lanes(const Unit &u)
 {
     const uint32_t lanes = __ballot_sync(ALL_LANES, u.slot >= 0);
     return (lanes & (lanes + 1)) == 0;
 }
 
 /* Slots of the unit here: those of the lowest lanes. */
-__device__ __forceinline__ int slots_of(const Unit &u)
+__device__ __forceinline__ int num_slots_of(const Unit &u)
 {
     return __popc(__ballot_sync(ALL_LANES, u.slot >= 0));
 }
 
 /* What is asked for at once of a unit, whose slots are known. */
 template <bool EXACT>
-__device__ __forceinline__ void ask_unit(const Combine &c, SlotRows &rows, const Unit &u)
+__device__ __forceinline__ void load_unit_rows(const CombineState &c, SlotRows &rows,
+                                               const Unit &u)
 {
-    rows.weight = read_weight(c, u.slot);
-    ask_rows<EXACT>(c, rows, u, slots_of(u), 0);
+    rows.weight = read_slot_weight(c, u.slot);
+    load_slot_rows<EXACT>(c, rows, u, num_slots_of(u), 0);
 }
 
 /* This rank's partial, in ascending k, of `count` slots. */
 template <class ROW, bool EXACT>
-__device__ __forceinline__ uint4 sum_asked(const Combine &c, SlotRows &rows, const Unit &u,
-                                           int count)
+__device__ __forceinline__ uint4 sum_loaded(const CombineState &c, SlotRows &rows,
+                                            const Unit &u, int count)
 {
     float acc[1][ROW::N];
-    clear_sum(acc);
-    add_asked<ROW>(rows, acc, count, 0);
+    clear_sums(acc);
+    add_loaded<ROW>(rows, acc, count, 0);
 #pragma unroll 1
-    for (int from = FEW_ROWS; from < count; from += FEW_ROWS) {
-        ask_rows<EXACT>(c, rows, u, count, from);
-        add_asked<ROW>(rows, acc, count, from);
+    for (int from = LOWLAT_LOADED_ROWS; from < count; from += LOWLAT_LOADED_ROWS) {
+        load_slot_rows<EXACT>(c, rows, u, count, from);
+        add_loaded<ROW>(rows, acc, count, from);
     }
-    return ROW::pack(acc[0]);
+    return ROW::pack_floats(acc[0]);
 }
 
 template <class ROW, bool EXACT>
-__device__ __forceinline__ void send_sum(const Combine &c, SlotRows &rows, const Unit &u)
+__device__ __forceinline__ void send_sum(const CombineState &c, SlotRows &rows, const Unit &u)
 {
     const p2p_self &self = c.job.self;
-    const int rank = peer_of(c, u.role), count = slots_of(u);
+    const int rank = peer_of_role(c, u.role), count = num_slots_of(u);
     if (!count) return;
-    const uint4 node = sum_asked<ROW, EXACT>(c, rows, u, count);
+    const uint4 node = sum_loaded<ROW, EXACT>(c, rows, u, count);
     if (in_row<EXACT>(c, u))
-        store_relaxed(staged_in(c.now.outbox[rank], u.token, c.shape.vectors) + vector_of(u),
+        store_relaxed(staged_row(c.op.outbox[rank], u.token, c.shape.vectors) + vector_of(u),
                       node);
     const int source = self.num_ranks - 2 - u.role; /* this rank, as the peer counts */
     if (u.piece == 0 && c.job.slot_floats)
-        send_floats(c, rank, u.token, floats_of(self, c.now, self.heap[rank], source));
+        send_floats(c, rank, u.token, floats_base(self, c.op, self.heap[rank], source));
 }
 
 template <class ROW> __device__ __forceinline__ void add_to(float (&total)[ROW::N], uint4 q)
 {
     float x[ROW::N];
-    ROW::unpack(q, x);
+    ROW::unpack_floats(q, x);
 #pragma unroll
     for (int e = 0; e < ROW::N; e++) total[e] += x[e];
 }
@@ -121,8 +123,8 @@ template <class ROW> __device__ __forceinline__ void add_to(float (&total)[ROW::
 /* Adds the partials of the ranks in `touched`, in their order, SIDE side by side; each is taken as it
  * comes. */
 template <class ROW, bool EXACT, int SIDE>
-__device__ __forceinline__ bool add_by_rank(const Combine &c, const Unit &u, uint32_t touched,
-                                            uint4 own, float (&total)[ROW::N])
+__device__ __forceinline__ bool add_by_rank(const CombineState &c, const Unit &u,
+                                            uint32_t touched, uint4 own, float (&total)[ROW::N])
 {
     const bool in = in_row<EXACT>(c, u);
     while (touched) {
@@ -136,10 +138,10 @@ __device__ __forceinline__ bool add_by_rank(const Combine &c, const Unit &u, uin
             comes[i] = rank[i] >= 0 && rank[i] != c.job.self.rank;
             if (comes[i])
                 from[i] =
-                    staged_in(c.now.inbox[rank[i]], u.token, c.shape.vectors) + vector_of(u);
+                    staged_row(c.op.inbox[rank[i]], u.token, c.shape.vectors) + vector_of(u);
             q[i] = own;
         }
-        const bool ok = wait_until(c.now, late, P2P_PHASE_ROW, [&] {
+        const bool ok = wait_warp(c.op, late, P2P_PHASE_ROW, [&] {
             late = -1;
 #pragma unroll
             for (int i = 0; i < SIDE; i++)
@@ -152,7 +154,7 @@ __device__ __forceinline__ bool add_by_rank(const Combine &c, const Unit &u, uin
         if (!ok) return false;
 #pragma unroll
         for (int i = 0; i < SIDE; i++)
-            if (comes[i] && in) store_here(from[i], poisoned());
+            if (comes[i] && in) store_in_place(from[i], poison_vector());
 #pragma unroll
         for (int i = 0; i < SIDE; i++)
             if (rank[i] >= 0) add_to<ROW>(total, q[i]);
@@ -161,22 +163,23 @@ __device__ __forceinline__ bool add_by_rank(const Combine &c, const Unit &u, uin
 }
 
 template <class ROW, bool EXACT, int SIDE>
-__device__ __forceinline__ bool take_sum(const Combine &c, SlotRows &rows, const Unit &u)
+__device__ __forceinline__ bool receive_sum(const CombineState &c, SlotRows &rows,
+                                            const Unit &u)
 {
-    const int count = slots_of(u);
+    const int count = num_slots_of(u);
     uint4 own = make_uint4(0, 0, 0, 0);
     uint32_t touched = __reduce_or_sync(ALL_LANES, u.ranks >= 0 ? 1u << u.ranks : 0);
     float total[1][ROW::N];
-    clear_sum(total);
+    clear_sums(total);
     if (count)
-        own = sum_asked<ROW, EXACT>(c, rows, u, count);
+        own = sum_loaded<ROW, EXACT>(c, rows, u, count);
     else
         touched &= ~(1u << c.job.self.rank);
     if (!add_by_rank<ROW, EXACT, SIDE>(c, u, touched, own, total[0])) return false;
     if (in_row<EXACT>(c, u))
         store_once(c.job.out + row_offset(u.token, c.shape) + vector_of(u) * 16,
-                   touched ? ROW::pack(total[0]) : make_uint4(0, 0, 0, 0), c.policy);
-    return !(u.piece == 0 && c.job.choice_floats) || take_floats(c, u.token);
+                   touched ? ROW::pack_floats(total[0]) : make_uint4(0, 0, 0, 0), c.policy);
+    return !(u.piece == 0 && c.job.choice_floats) || receive_floats(c, u.token);
 }
 
 #endif

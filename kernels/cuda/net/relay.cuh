@@ -29,43 +29,38 @@ __device__ __forceinline__ int mate_of(const p2p_self &self, int like, int on)
     return on - on % self.local + like % self.local;
 }
 
-/* In arrays by source: rank `by`, as rank `to` counts. */
-__device__ __forceinline__ int source_of(const p2p_self &self, int to, int by)
-{
-    return wrap(by + self.num_ranks - to - 1, self.num_ranks);
-}
-
 /* Staging in a heap of rank `to`, in the place of rank `by`. */
-__device__ __forceinline__ uint8_t *box_in(const p2p_self &self, const Now &now, uint8_t *heap,
-                                           int to, int by)
+__device__ __forceinline__ uint8_t *box_address(const p2p_self &self, const OpState &op,
+                                                uint8_t *heap, int to, int by)
 {
-    const int64_t place = parity(now) * (self.num_ranks - 1) + source_of(self, to, by);
+    const int64_t place = epoch_parity(op) * (self.num_ranks - 1) + source_number(self, to, by);
     return heap + self.at.staging + place * self.at.source_bytes;
 }
 
-__device__ __forceinline__ uint64_t *wants_word(const p2p_self &self, const Now &now,
+__device__ __forceinline__ uint64_t *wants_word(const p2p_self &self, const OpState &op,
                                                 uint8_t *heap, int to, int by, int32_t token)
 {
     return (uint64_t *)(heap + self.at.wants) +
-           ((int64_t)parity(now) * self.num_ranks + source_of(self, to, by)) * self.max_tokens +
+           ((int64_t)epoch_parity(op) * self.num_ranks + source_number(self, to, by)) *
+               self.max_tokens +
            token;
 }
 
 /* One warp waits for such a word, which rank `from` brings. */
-__device__ __forceinline__ bool take_wants(const Now &now, const uint64_t *at, int from,
+__device__ __forceinline__ bool wait_wants(const OpState &op, const uint64_t *at, int from,
                                            uint32_t &wants)
 {
     uint64_t word = 0;
-    const bool ok = wait_until(now, from, P2P_PHASE_ROW, [&] {
+    const bool ok = wait_warp(op, from, P2P_PHASE_ROW, [&] {
         word = load_relaxed(at);
-        return __all_sync(ALL_LANES, stamped(now, word)) != 0;
+        return __all_sync(ALL_LANES, is_stamped(op, word)) != 0;
     });
     wants = (uint32_t)word;
     return ok;
 }
 
 /* Ranks as bits; of other hosts one stands for all, the mate. */
-__device__ __forceinline__ uint32_t by_mates(const p2p_self &self, uint32_t ranks)
+__device__ __forceinline__ uint32_t reduce_to_mates(const p2p_self &self, uint32_t ranks)
 {
     uint32_t mates = 0;
     for (int first = 0; first < self.num_ranks; first += self.local) {
@@ -79,56 +74,58 @@ __device__ __forceinline__ uint32_t by_mates(const p2p_self &self, uint32_t rank
 }
 
 /* One warp: tells the mates which ranks of their hosts want this rank's token. */
-__device__ __forceinline__ void tell_wants(const p2p_self &self, const Now &now, int32_t token,
-                                           uint32_t peers)
+__device__ __forceinline__ void send_wants(const p2p_self &self, const OpState &op,
+                                           int32_t token, uint32_t peers)
 {
     const int first = lane_id() * self.local;
     if (lane_id() >= num_hosts(self) || first == self.rank - self.rank % self.local) return;
     const int mate = mate_of(self, self.rank, first);
-    uint64_t *to = wants_word(self, now, self.heap[mate], mate, self.rank, token);
-    store_relaxed(to, stamp(now, peers >> first & ((1u << self.local) - 1)));
-    ship(now, mate, to, 8);
+    uint64_t *to = wants_word(self, op, self.heap[mate], mate, self.rank, token);
+    store_relaxed(to, stamp_word(op, peers >> first & ((1u << self.local) - 1)));
+    post_put(op, mate, to, 8);
 }
 
 /* The ranks to which this rank's token goes that is for `peers`, as bits; mates are told with the
  * `first` piece. */
-__device__ __forceinline__ uint32_t choose_routes(const p2p_self &self, const Now &now,
+__device__ __forceinline__ uint32_t choose_routes(const p2p_self &self, const OpState &op,
                                                   int32_t token, bool first, uint32_t peers)
 {
     if (!self.local) return peers;
-    if (first) tell_wants(self, now, token, peers);
-    return by_mates(self, peers);
+    if (first) send_wants(self, op, token, peers);
+    return reduce_to_mates(self, peers);
 }
 
 /* One warp hands on a piece of a row of rank `from`, number `place` of the round, to the ranks of this
  * host that want it, as bits.  escapes(heap, source) says where what a special piece needs lies,
  * NULL: rows here have none. */
 template <int V, bool EXACT, class Escapes>
-__device__ __forceinline__ bool hand_on_piece(const p2p_self &self, const Now &now, int from,
+__device__ __forceinline__ bool forward_piece(const p2p_self &self, const OpState &op, int from,
                                               int32_t place, int piece, int32_t vectors,
                                               uint32_t wants, Escapes escapes)
 {
     const int32_t vector = piece * V * WARP;
     const int first = self.rank - self.rank % self.local;
-    uint4 *staged = staged_in(box_in(self, now, self.inbox, self.rank, from), place, vectors);
+    uint4 *staged =
+        staged_row(box_address(self, op, self.inbox, self.rank, from), place, vectors);
     uint4 q[V];
-    if (!take_piece<V, EXACT>(now, from, staged, vector, vectors, false, q)) return false;
-    uint32_t *escape = escapes(self.inbox, source_of(self, self.rank, from));
-    if (escape && !unhide_poison<V>(now, from, q, escape)) return false;
-    restore_piece<V, EXACT>(staged, vector, vectors);
+    if (!receive_piece<V, EXACT>(op, from, staged, vector, vectors, false, q)) return false;
+    uint32_t *escape = escapes(self.inbox, source_number(self, self.rank, from));
+    if (escape && !unhide_poison<V>(op, from, q, escape)) return false;
+    poison_piece<V, EXACT>(staged, vector, vectors);
     const uint32_t mask = escape ? hide_poison<V>(q) : 0;
     for (; wants; wants &= wants - 1) {
         const int to = first + __ffs(wants) - 1;
         uint8_t *heap = self.heap[to];
-        send_piece<V, EXACT>(staged_in(box_in(self, now, heap, to, from), place, vectors),
+        send_piece<V, EXACT>(staged_row(box_address(self, op, heap, to, from), place, vectors),
                              vector, vectors, q);
-        if (mask) store_relaxed(escapes(heap, source_of(self, to, from)) + lane_id(), mask);
+        if (mask) store_relaxed(escapes(heap, source_number(self, to, from)) + lane_id(), mask);
     }
     return true;
 }
 
 /* May a host add its ranks' partials?  The tree's nodes must be its own. */
-__device__ __forceinline__ bool adds_by_host(const p2p_self &self, const device_plan_header &h)
+__device__ __forceinline__ bool can_add_by_host(const p2p_self &self,
+                                                const device_plan_header &h)
 {
     if (!self.local || h.sum_order != EPIC_TREE) return false;
     for (int p = 0; p < self.num_ranks; p++)
@@ -139,7 +136,7 @@ __device__ __forceinline__ bool adds_by_host(const p2p_self &self, const device_
 
 #else
 
-__device__ __forceinline__ bool adds_by_host(const p2p_self &, const device_plan_header &)
+__device__ __forceinline__ bool can_add_by_host(const p2p_self &, const device_plan_header &)
 {
     return false;
 }

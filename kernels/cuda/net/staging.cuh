@@ -14,43 +14,43 @@
 #include "cuda/common/rows.cuh"
 #include "cuda/net/operation.cuh"
 
-#define STAND_IN 0x7fff7fffu
+#define POISON_STAND_IN 0x7fff7fffu
 #define ESCAPE_SENT 0x80000000u
 
 /* Where in a box the row of a token of the round is, of so many vectors. */
-__device__ __forceinline__ uint4 *staged_in(uint8_t *box, int32_t token, int32_t vectors)
+__device__ __forceinline__ uint4 *staged_row(uint8_t *box, int32_t token, int32_t vectors)
 {
     return (uint4 *)(box + (uint64_t)(uint32_t)token * ((uint32_t)vectors * 16u));
 }
 
 /* What `source` (0: the next rank upwards) sends to the rank that owns the heap. */
-__device__ __forceinline__ uint32_t *escapes_of(const p2p_self &self, const Now &now,
-                                                uint8_t *heap, int source)
+__device__ __forceinline__ uint32_t *escapes_base(const p2p_self &self, const OpState &op,
+                                                  uint8_t *heap, int source)
 {
     return (uint32_t *)(heap + self.at.escapes) +
-           ((int64_t)parity(now) * (self.num_ranks - 1) + source) * self.at.escape_words;
+           ((int64_t)epoch_parity(op) * (self.num_ranks - 1) + source) * self.at.escape_words;
 }
 
-__device__ __forceinline__ uint32_t *floats_of(const p2p_self &self, const Now &now,
-                                               uint8_t *heap, int source)
+__device__ __forceinline__ uint32_t *floats_base(const p2p_self &self, const OpState &op,
+                                                 uint8_t *heap, int source)
 {
     return (uint32_t *)(heap + self.at.floats) +
-           ((int64_t)parity(now) * (self.num_ranks - 1) + source) * self.max_tokens *
-               MOST_TOP_K(self);
+           ((int64_t)epoch_parity(op) * (self.num_ranks - 1) + source) * self.max_tokens *
+               HEAP_TOP_K(self);
 }
 
-__device__ __forceinline__ bool is_special(uint4 q)
+__device__ __forceinline__ bool needs_escape(uint4 q)
 {
     const uint32_t signs = 0x80008000u;
     return max(max(q.x | signs, q.y | signs), max(q.z | signs, q.w | signs)) == POISON;
 }
 
-__device__ __forceinline__ void hide(uint32_t &word, uint32_t &mask, int bit)
+__device__ __forceinline__ void hide_word(uint32_t &word, uint32_t &mask, int bit)
 {
-    if (word == POISON) word = STAND_IN, mask |= 1u << bit;
+    if (word == POISON) word = POISON_STAND_IN, mask |= 1u << bit;
 }
 
-__device__ __forceinline__ void unhide(uint32_t &word, uint32_t mask, int bit)
+__device__ __forceinline__ void unhide_word(uint32_t &word, uint32_t mask, int bit)
 {
     if (mask >> bit & 1) word = POISON;
 }
@@ -60,45 +60,45 @@ template <int V> __device__ __forceinline__ uint32_t hide_poison(uint4 (&q)[V])
 {
     bool special = false;
 #pragma unroll
-    for (int v = 0; v < V; v++) special |= is_special(q[v]);
+    for (int v = 0; v < V; v++) special |= needs_escape(q[v]);
     if (!__any_sync(ALL_LANES, special)) return 0;
     uint32_t mask = ESCAPE_SENT;
 #pragma unroll
     for (int v = 0; v < V; v++) {
-        hide(q[v].x, mask, v * 4);
-        hide(q[v].y, mask, v * 4 + 1);
-        hide(q[v].z, mask, v * 4 + 2);
-        hide(q[v].w, mask, v * 4 + 3);
+        hide_word(q[v].x, mask, v * 4);
+        hide_word(q[v].y, mask, v * 4 + 1);
+        hide_word(q[v].z, mask, v * 4 + 2);
+        hide_word(q[v].w, mask, v * 4 + 3);
     }
     return mask;
 }
 
 /* One warp, at the receiver: the piece as it was. */
 template <int V>
-__device__ __forceinline__ bool unhide_poison(const Now &now, int peer, uint4 (&q)[V],
+__device__ __forceinline__ bool unhide_poison(const OpState &op, int peer, uint4 (&q)[V],
                                               uint32_t *escape)
 {
     bool special = false;
 #pragma unroll
-    for (int v = 0; v < V; v++) special |= is_special(q[v]);
+    for (int v = 0; v < V; v++) special |= needs_escape(q[v]);
     if (!__any_sync(ALL_LANES, special)) return true;
     uint32_t mask = 0;
-    const bool ok = wait_until(now, peer, P2P_PHASE_ROW, [&] {
+    const bool ok = wait_warp(op, peer, P2P_PHASE_ROW, [&] {
         mask = load_relaxed(escape + lane_id());
         return __all_sync(ALL_LANES, mask) != 0;
     });
     escape[lane_id()] = 0;
 #pragma unroll
     for (int v = 0; v < V; v++) {
-        unhide(q[v].x, mask, v * 4);
-        unhide(q[v].y, mask, v * 4 + 1);
-        unhide(q[v].z, mask, v * 4 + 2);
-        unhide(q[v].w, mask, v * 4 + 3);
+        unhide_word(q[v].x, mask, v * 4);
+        unhide_word(q[v].y, mask, v * 4 + 1);
+        unhide_word(q[v].z, mask, v * 4 + 2);
+        unhide_word(q[v].w, mask, v * 4 + 3);
     }
     return ok;
 }
 
-template <int V> __device__ __forceinline__ bool is_missing(const uint4 (&q)[V])
+template <int V> __device__ __forceinline__ bool has_missing(const uint4 (&q)[V])
 {
     bool missing = false;
 #pragma unroll
@@ -107,58 +107,60 @@ template <int V> __device__ __forceinline__ bool is_missing(const uint4 (&q)[V])
 }
 
 #ifdef EPIC_HOSTS
-#ifndef NEAR_BYTES
-#define NEAR_BYTES (512 << 10) /* behind the last piece that has come, what may come next; */
+#ifndef POLL_WINDOW_BYTES
+#define POLL_WINDOW_BYTES \
+    (512 << 10) /* behind the last piece that has come, what may come next; */
 #endif
-#define SPINS_TO_LOOK 32u /* what waits for more looks so seldom */
-#define MOST_POLLED \
-    (NEAR_BYTES / 8) /* of a rank's rows, where all that waits is polled whole */
+#define SPINS_PER_FAR_POLL 32u /* what waits for more looks so seldom */
+#define MAX_POLLED_WORDS \
+    (POLL_WINDOW_BYTES / 8) /* of a rank's rows, where all that waits is polled whole */
 
 /* One warp: may its piece, whose last vector that is, be the next to come? */
-__device__ __forceinline__ bool is_next(const Now &now, int peer, const uint4 *last)
+__device__ __forceinline__ bool may_arrive_next(const OpState &op, int peer, const uint4 *last)
 {
-    const uint64_t said = load_relaxed(&control_of(now)->seen[peer]);
-    const uint32_t place = (uint32_t)(last - (const uint4 *)now.slow_box[peer]);
-    return place <= (stamped(now, said) ? (uint32_t)said : 0) + NEAR_BYTES / 16;
+    const uint64_t said = load_relaxed(&control_of(op)->received_vectors[peer]);
+    const uint32_t place = (uint32_t)(last - (const uint4 *)op.host_box[peer]);
+    return place <= (is_stamped(op, said) ? (uint32_t)said : 0) + POLL_WINDOW_BYTES / 16;
 }
 
 /* The same: it has come.  What another forgets is found again. */
-__device__ __forceinline__ void note_come(const Now &now, int peer, const uint4 *last)
+__device__ __forceinline__ void record_arrival(const OpState &op, int peer, const uint4 *last)
 {
-    uint64_t *seen = &control_of(now)->seen[peer];
-    const uint32_t place = (uint32_t)(last - (const uint4 *)now.slow_box[peer]);
+    uint64_t *seen = &control_of(op)->received_vectors[peer];
+    const uint32_t place = (uint32_t)(last - (const uint4 *)op.host_box[peer]);
     const uint64_t said = load_relaxed(seen);
-    if (lane_id() == 0 && (!stamped(now, said) || (uint32_t)said < place))
-        store_relaxed(seen, stamp(now, place));
+    if (lane_id() == 0 && (!is_stamped(op, said) || (uint32_t)said < place))
+        store_relaxed(seen, stamp_word(op, place));
 }
 
 /* One warp waits for the last vector of a piece that lies in host memory; mostly all of it is there then.
  * A thousand warps wait, for pieces that come one after the other: so those alone poll that wait for
  * what comes next, one vector each, and bandwidth is left to rows. */
-static __device__ __noinline__ bool await_slow(const Now &now, int peer, const uint4 *last)
+static __device__ __noinline__ bool wait_host_piece(const OpState &op, int peer,
+                                                    const uint4 *last)
 {
     uint32_t spins = 0;
-    const bool ok = wait_until(now, peer, P2P_PHASE_ROW, [&] {
-        uint4 q = poisoned();
-        const bool looks = ++spins % SPINS_TO_LOOK == 0 || is_next(now, peer, last);
+    const bool ok = wait_warp(op, peer, P2P_PHASE_ROW, [&] {
+        uint4 q = poison_vector();
+        const bool looks = ++spins % SPINS_PER_FAR_POLL == 0 || may_arrive_next(op, peer, last);
         if (!__any_sync(ALL_LANES, looks)) return false;
         if (lane_id() == 0) q = load_relaxed(last);
         return __any_sync(ALL_LANES, !has_poison(q)) != 0;
     });
-    if (ok) note_come(now, peer, last);
+    if (ok) record_arrival(op, peer, last);
     return ok;
 }
 
 /* Of so few rows polls ask for all there is: it takes no turn more. */
-__device__ __forceinline__ bool polls_whole(const Now &now, int32_t vectors)
+__device__ __forceinline__ bool can_poll_all(const OpState &op, int32_t vectors)
 {
-    return EAGER && now.tokens * vectors * 16 <= MOST_POLLED;
+    return LOW_LATENCY && op.tokens * vectors * 16 <= MAX_POLLED_WORDS;
 }
 
 /* One warp, before it reads a piece with that last vector. */
-__device__ __forceinline__ bool await_piece(const Now &now, int peer, const uint4 *last)
+__device__ __forceinline__ bool wait_piece(const OpState &op, int peer, const uint4 *last)
 {
-    return !is_slow(now, last) || await_slow(now, peer, last);
+    return !is_host_memory(op, last) || wait_host_piece(op, peer, last);
 }
 #endif
 
@@ -166,15 +168,15 @@ __device__ __forceinline__ bool await_piece(const Now &now, int peer, const uint
  * is what was there a while ago.  While nothing of it is there, only the first vectors are asked
  * for: what waits takes bandwidth from what works. */
 template <int V, bool EXACT>
-__device__ __forceinline__ bool take_piece(const Now &now, int peer, const uint4 *staged,
-                                           int32_t first, int32_t vectors, bool copied,
-                                           uint4 (&q)[V])
+__device__ __forceinline__ bool receive_piece(const OpState &op, int peer, const uint4 *staged,
+                                              int32_t first, int32_t vectors, bool copied,
+                                              uint4 (&q)[V])
 {
     const int32_t begin = first + lane_id();
 #ifdef EPIC_HOSTS
-    if (is_slow(now, staged)) {
+    if (is_host_memory(op, staged)) {
         const uint4 *last = staged + min(first + V * WARP, vectors) - 1;
-        if (!polls_whole(now, vectors) && !await_slow(now, peer, last)) return false;
+        if (!can_poll_all(op, vectors) && !wait_host_piece(op, peer, last)) return false;
         copied = false; /* nothing was */
     }
 #endif
@@ -186,25 +188,26 @@ __device__ __forceinline__ bool take_piece(const Now &now, int peer, const uint4
                                                        : make_uint4(0, 0, 0, 0);
     };
     if (!copied) read();
-    if (!is_missing(q)) return true;
-    const bool begun = EAGER || wait_until(now, peer, P2P_PHASE_ROW, [&] {
+    if (!has_missing(q)) return true;
+    const bool begun = LOW_LATENCY || wait_warp(op, peer, P2P_PHASE_ROW, [&] {
                            if (has_poison(q[0])) q[0] = load_relaxed(staged);
                            return __any_sync(ALL_LANES, has_poison(q[0])) == 0;
                        });
-    return begun && wait_until(now, peer, P2P_PHASE_ROW, [&] {
+    return begun && wait_warp(op, peer, P2P_PHASE_ROW, [&] {
                read();
-               return !is_missing(q);
+               return !has_missing(q);
            });
 }
 
 template <int V, bool EXACT>
-__device__ __forceinline__ void restore_piece(uint4 *staged, int32_t first, int32_t vectors)
+__device__ __forceinline__ void poison_piece(uint4 *staged, int32_t first, int32_t vectors)
 {
     const int32_t begin = first + lane_id();
     staged += begin;
 #pragma unroll
     for (int v = 0; v < V; v++)
-        if (EXACT || begin + v * WARP < vectors) store_here(staged + v * WARP, poisoned());
+        if (EXACT || begin + v * WARP < vectors)
+            store_in_place(staged + v * WARP, poison_vector());
 }
 
 template <int V, bool EXACT>

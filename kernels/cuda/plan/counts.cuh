@@ -14,7 +14,7 @@
 
 #include "cuda/plan/view.cuh"
 
-#define NOTHING 0xffffffffu
+#define NO_INDEX 0xffffffffu
 #define RANKS_AT_ONCE 8
 #define PLAN_MOST_WARPS 16     /* of a CTA, that count */
 #define PLAN_TALLY_WORDS 16384 /* warps that count, times experts, at most */
@@ -40,19 +40,19 @@ struct Planner { /* in shared memory; the arrays in dynamic shared memory */
         fails[DEVICE_MAX_RANKS];      /* FLAT: limits, while one is sought */
     int64_t needed[DEVICE_MAX_RANKS]; /* slots, once expert_capacity has dropped */
     uint32_t bad_choice;   /* the first of this CTA whose id is none, or a token's second time
-                            where ids are distinct; NOTHING */
-    uint32_t bad_owner;    /* lowest expert whose owner is out of range; NOTHING */
-    int32_t *base, *taken; /* these where choices are kept by k; plan/by_k.cuh */
+                            where ids are distinct; NO_INDEX */
+    uint32_t bad_owner;    /* lowest expert whose owner is out of range; NO_INDEX */
+    int32_t *base, *taken; /* these where choices are kept by k; plan/keep_by_k.cuh */
     int32_t *chosen;       /* these with replicas; plan/replicas.cuh */
     uint16_t *logical, *nth, *first, *replica;
     uint32_t table;       /* a hash of the table */
     uint32_t bad_replica; /* lowest expert whose entry is out of range; or num_experts + the
-                             lowest logical expert that has none; NOTHING */
+                             lowest logical expert that has none; NO_INDEX */
     uint32_t bad_ranks;   /* a bit for each rank whose data is wrong */
     int32_t warps, tokens_of_cta, tokens_of_warp;
 };
 
-/* What is counted: choices of each expert, by k those of each k apart; and FLAT, behind those, rows
+/* What is counted: choices of each expert, by k those of each k num_send_only_ctas; and FLAT, behind those, rows
  * of each rank, which are counted as if a rank were an expert that a token chooses once. */
 __host__ __device__ inline int num_choice_tallies(const p2p_plan_job &job)
 {
@@ -104,13 +104,13 @@ static inline int planner_bytes_of(const p2p_plan_job &job)
 
 /* Tokens side by side in a warp, one lane for each choice; a token with more than 32 choices
  * takes two halves, one after the other. */
-struct Lanes {
+struct TokenLanes {
     int tokens, halves; /* at a time; of a token */
     int token, k;       /* of this lane */
     bool on;
     uint32_t mates; /* lanes of the same token */
 
-    __device__ explicit Lanes(int top_k)
+    __device__ explicit TokenLanes(int top_k)
     {
         const int lane = lane_id();
         const float part = reciprocal_approx((float)top_k); /* of numbers as small as these */
@@ -125,14 +125,14 @@ struct Lanes {
 
 #ifdef EPIC_HOSTS
 /* One warp: the records for rank q of its lanes' tokens, each of `count` words or one.  Those of up to 32
- * choices go whole, filled up: so those of a CTA lie one after the other, and ship_told ships them. */
-__device__ __forceinline__ void end_records(const Now &now, const Lanes &lanes, int q,
-                                            uint64_t *record, bool in, int count)
+ * choices go whole, filled up: so those of a CTA lie one after the other, and post_put_plan ships them. */
+__device__ __forceinline__ void fill_records(const OpState &op, const TokenLanes &lanes, int q,
+                                             uint64_t *record, bool in, int count)
 {
     const bool mine = in && lanes.on;
-    if (lanes.halves > 1) return ship_record(now, q, record, mine && lanes.k == 0, count);
+    if (lanes.halves > 1) return post_put_records(op, q, record, mine && lanes.k == 0, count);
     if (mine && lanes.k >= max(count, 1))
-        store_relaxed(record + lanes.k, stamp(now, RECORD_ABSENT));
+        store_relaxed(record + lanes.k, stamp_word(op, RECORD_ABSENT));
 }
 #endif
 
@@ -142,28 +142,28 @@ __device__ __forceinline__ int num_ids(const p2p_plan_job &job)
     return (int)(job.layer.num_logical ? job.layer.num_logical : job.layer.num_experts);
 }
 
-__device__ __forceinline__ int64_t choice_id(const p2p_plan_job &job, int64_t i)
+__device__ __forceinline__ int64_t read_id(const p2p_plan_job &job, int64_t i)
 {
-    return job.wide ? __ldg((const long long *)job.topk_idx + i)
-                    : __ldg((const int32_t *)job.topk_idx + i);
+    return job.has_int64_ids ? __ldg((const long long *)job.topk_idx + i)
+                             : __ldg((const int32_t *)job.topk_idx + i);
 }
 
-struct Part { /* the tokens of a warp */
+struct TokenRange { /* the tokens of a warp */
     int32_t begin, end;
 };
 
 /* One thread. */
-__device__ __forceinline__ void share_tokens(Planner &p, const p2p_plan_job &job, int warps)
+__device__ __forceinline__ void split_tokens(Planner &p, const p2p_plan_job &job, int warps)
 {
     p.tokens_of_cta = (job.num_tokens + job.planners - 1) / job.planners;
     p.tokens_of_warp = (p.tokens_of_cta + warps - 1) / warps;
 }
 
-__device__ __forceinline__ Part part_of_warp(const Planner &p, const p2p_plan_job &job)
+__device__ __forceinline__ TokenRange range_of_warp(const Planner &p, const p2p_plan_job &job)
 {
     const int warp = threadIdx.x / WARP;
     const int cta_end = min(job.num_tokens, (int)(blockIdx.x + 1) * p.tokens_of_cta);
-    Part part;
+    TokenRange part;
     part.begin = (int)blockIdx.x * p.tokens_of_cta + warp * p.tokens_of_warp;
     part.end = min(cta_end, part.begin + p.tokens_of_warp);
     if (warp >= p.warps) part.begin = part.end = 0;
@@ -171,12 +171,12 @@ __device__ __forceinline__ Part part_of_warp(const Planner &p, const p2p_plan_jo
 }
 
 template <int KIND>
-static __device__ void planner_begin(Planner &p, const p2p_plan_job &job, uint8_t *memory)
+static __device__ void begin_planner(Planner &p, const p2p_plan_job &job, uint8_t *memory)
 {
     const int experts = job.layer.num_experts, ranks = job.self.num_ranks;
     const int choices = choice_tallies<KIND>(job), tallies = tallies_of<KIND>(job);
     const int warps = min((int)blockDim.x / WARP, planner_warps(tallies));
-    if (threadIdx.x == 2 * WARP) share_tokens(p, job, warps);
+    if (threadIdx.x == 2 * WARP) split_tokens(p, job, warps);
     if (threadIdx.x == 0) {
         p.warps = warps;
         p.low = (int32_t *)memory;
@@ -187,7 +187,7 @@ static __device__ void planner_begin(Planner &p, const p2p_plan_job &job, uint8_
         p.tally = p.start + tallies;
         p.owner = (uint8_t *)(p.tally + p.warps * tallies);
         p.rare = p.owner + (tallies + 15) / 16 * 16;
-        p.bad_choice = p.bad_owner = p.bad_replica = NOTHING;
+        p.bad_choice = p.bad_owner = p.bad_replica = NO_INDEX;
         p.table = 0;
         p.bad_ranks = 0;
         p.header.result = EPIC_OK;
@@ -237,8 +237,8 @@ __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert)
 
 /* FLAT: the same for the rows of the choices' ranks.  -1: the token's row there has been counted
  * with a choice before, of which `seen` remembers those of the half before. */
-__device__ __forceinline__ int32_t count_rows(int32_t *tally, const Lanes &lanes, int32_t owner,
-                                              int half, uint32_t &seen)
+__device__ __forceinline__ int32_t count_rows(int32_t *tally, const TokenLanes &lanes,
+                                              int32_t owner, int half, uint32_t &seen)
 {
     const uint32_t mates = __match_any_sync(ALL_LANES, owner) & lanes.mates;
     if (half == 0) seen = 0;
@@ -250,8 +250,8 @@ __device__ __forceinline__ int32_t count_rows(int32_t *tally, const Lanes &lanes
 
 /* One group of lanes' choices: has an earlier one of the token the same id?  `same`: the lanes with
  * this id; `first`: in the second half of a token, the id of this lane's choice in its first half. */
-__device__ __forceinline__ bool repeats(const Lanes &lanes, int32_t id, uint32_t same,
-                                        int32_t first)
+__device__ __forceinline__ bool is_repeated_choice(const TokenLanes &lanes, int32_t id,
+                                                   uint32_t same, int32_t first)
 {
     bool found = (same & lanes.mates & lanes_below()) != 0;
 #pragma unroll 1
@@ -263,27 +263,28 @@ __device__ __forceinline__ bool repeats(const Lanes &lanes, int32_t id, uint32_t
 /* What a lane has counted last. */
 #define COUNTED_GROUPS 4
 
-struct Counted {
+struct CountedChoices {
     int32_t id[COUNTED_GROUPS], place[COUNTED_GROUPS];
 };
 
 /* Are those all of the warp's choices? */
-__device__ __forceinline__ bool counted_all(const Part &part, const Lanes &lanes)
+__device__ __forceinline__ bool has_counted_all(const TokenRange &part, const TokenLanes &lanes)
 {
     return lanes.halves == 1 && part.end - part.begin <= COUNTED_GROUPS * lanes.tokens;
 }
 
 /* The choices of this warp in their order, a group of lanes at a time, the ids of four groups read
  * ahead: read(at) gives the id of choice number `at`; use(at, id, k, first, i) is for all lanes, with
- * -1 of those that have none, and returns the id as repeats() takes it for `first`; i: the group's
+ * -1 of those that have none, and returns the id as is_repeated_choice() takes it for `first`; i: the group's
  * number among its four. */
 template <class Read, class Use>
-__device__ __forceinline__ void each_choice(const p2p_plan_job &job, const Lanes &lanes,
-                                            const Part &part, Read read, Use use)
+__device__ __forceinline__ void for_each_choice(const p2p_plan_job &job,
+                                                const TokenLanes &lanes, const TokenRange &part,
+                                                Read read, Use use)
 {
     const int top_k = job.layer.top_k, half = lanes.halves - 1;
     auto k_of = [&](int group) { return lanes.k + (group & half) * WARP; };
-    auto place_of = [&](int group) -> int64_t {
+    auto source_number = [&](int group) -> int64_t {
         const int token = part.begin + (group >> half) * lanes.tokens + lanes.token;
         const int k = k_of(group);
         const bool in = lanes.on && token < part.end && k < top_k;
@@ -294,7 +295,7 @@ __device__ __forceinline__ void each_choice(const p2p_plan_job &job, const Lanes
         int32_t first = -1;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            at[i] = place_of(g + i);
+            at[i] = source_number(g + i);
             id[i] = at[i] >= 0 ? read(at[i]) : -1;
         }
 #pragma unroll
@@ -306,7 +307,7 @@ __device__ __forceinline__ void each_choice(const p2p_plan_job &job, const Lanes
 }
 
 /* The ids of the caller's choices, checked; -1: no expert. */
-__device__ __forceinline__ int32_t checked_id(Planner &p, int64_t at, int64_t id, int ids)
+__device__ __forceinline__ int32_t check_id(Planner &p, int64_t at, int64_t id, int ids)
 {
     if (id >= ids) atomicMin(&p.bad_choice, (uint32_t)at);
     return id < 0 || id >= ids ? -1 : (int32_t)id;
@@ -314,12 +315,12 @@ __device__ __forceinline__ int32_t checked_id(Planner &p, int64_t at, int64_t id
 
 /* Where the experts of this rank's choices wait, of logical ones: where the plan has the records of
  * its tokens in the end. */
-__device__ __forceinline__ int32_t *resolved(const p2p_plan_job &job)
+__device__ __forceinline__ int32_t *resolved_experts(const p2p_plan_job &job)
 {
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
                                                         job.layer.num_experts, job.layer.top_k);
     return (int32_t *)(job.plan + at.records) +
-           record_at(job.self, job.self.rank, 0, (int)job.layer.top_k);
+           record_index(job.self, job.self.rank, 0, (int)job.layer.top_k);
 }
 
 /* What choice `at` is of: an expert, or a logical one if those come first in each logical expert's
@@ -327,12 +328,12 @@ __device__ __forceinline__ int32_t *resolved(const p2p_plan_job &job)
 template <int KIND>
 __device__ __forceinline__ int64_t planned_id(const p2p_plan_job &job, int64_t at)
 {
-    if (KIND & PLAN_RARE && job.resolves) return resolved(job)[at];
-    return choice_id(job, at);
+    if (KIND & PLAN_RARE && job.resolves) return resolved_experts(job)[at];
+    return read_id(job, at);
 }
 
 /* What those are below. */
-template <int KIND> __device__ __forceinline__ int num_planned(const p2p_plan_job &job)
+template <int KIND> __device__ __forceinline__ int num_planned_ids(const p2p_plan_job &job)
 {
     return (int)(KIND & PLAN_RARE && !job.resolves ? (uint32_t)num_ids(job)
                                                    : job.layer.num_experts);
@@ -341,26 +342,28 @@ template <int KIND> __device__ __forceinline__ int num_planned(const p2p_plan_jo
 /* Counts the choices of this warp; a choice's place in it waits in `fate`, FLAT that of its row unless
  * the layer drops. */
 template <int KIND>
-static __device__ void count_choices(Planner &p, const p2p_plan_job &job, const Lanes &lanes,
-                                     const Part &part, int32_t *fate, Counted &counted)
+static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
+                                     const TokenLanes &lanes, const TokenRange &part,
+                                     int32_t *fate, CountedChoices &counted)
 {
     constexpr bool FLAT = KIND & PLAN_FLAT, RARE = KIND & PLAN_RARE;
-    const int experts = job.layer.num_experts, ids = num_planned<KIND>(job);
+    const int experts = job.layer.num_experts, ids = num_planned_ids<KIND>(job);
     int32_t *tally = p.tally + threadIdx.x / WARP * tallies_of<KIND>(job);
     const bool by_k = RARE && job.by_k;
     const bool distinct = (job.layer.flags & EPIC_DISTINCT) != 0 && !(RARE && job.resolves);
-    const bool all = KIND == 0 && counted_all(part, lanes);
+    const bool all = KIND == 0 && has_counted_all(part, lanes);
     uint32_t seen = 0;
     const auto read = [&](int64_t at) { return planned_id<KIND>(job, at); };
-    each_choice(
+    for_each_choice(
         job, lanes, part, read, [&](int64_t at, int64_t id, int k, int32_t first, int i) {
-            const int32_t expert = checked_id(p, at, id, ids);
+            const int32_t expert = check_id(p, at, id, ids);
             uint32_t same;
             int32_t place =
                 count_group(tally, by_k && expert >= 0 ? k * experts + expert : expert, same);
             if (distinct) {
                 if (by_k) same = __match_any_sync(ALL_LANES, expert);
-                if (repeats(lanes, expert, same, first)) atomicMin(&p.bad_choice, (uint32_t)at);
+                if (is_repeated_choice(lanes, expert, same, first))
+                    atomicMin(&p.bad_choice, (uint32_t)at);
             }
             if (FLAT) {
                 const int32_t row =
@@ -381,30 +384,31 @@ static __device__ void count_choices(Planner &p, const p2p_plan_job &job, const 
 #define COUNT_OF(word) ((uint32_t)(word) & ((1u << COUNT_BITS) - 1))
 #define OWNER_OF(word) ((uint32_t)(word) >> COUNT_BITS & 31)
 
-__device__ __forceinline__ uint32_t owner_said(const Planner &p, int expert)
+__device__ __forceinline__ uint32_t owner_word(const Planner &p, int expert)
 {
-    return p.bad_owner == NOTHING ? (uint32_t)p.owner[expert] << COUNT_BITS : RECORD_LAST;
+    return p.bad_owner == NO_INDEX ? (uint32_t)p.owner[expert] << COUNT_BITS : RECORD_LAST;
 }
 
 /* The table of rank q is not this rank's: the group is broken. */
-static __device__ __noinline__ void report_table(const Now &now, int q)
+static __device__ __noinline__ void report_table_mismatch(const OpState &op, int q)
 {
-    const p2p_self &self = *now.self;
-    report(now, P2P_BROKEN(EPIC_EMISMATCH, self.operation, self.rank, P2P_PHASE_TABLE, 1u << q),
-           now.signature);
+    const p2p_self &self = *op.self;
+    report_failure(
+        op, P2P_BROKEN(EPIC_EMISMATCH, self.operation, self.rank, P2P_PHASE_TABLE, 1u << q),
+        op.signature);
 }
 
 /* Makes the warps' tallies exclusive sums and publishes the CTA's counts to the others. */
 template <int KIND>
-static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, const Now &now)
+static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
     const int experts = tallies_of<KIND>(job);
-    uint64_t *tallies = (uint64_t *)(now.heap + job.self.at.tallies);
-    const bool bad = p.bad_choice != NOTHING || p.bad_owner != NOTHING ||
-                     (KIND & PLAN_RARE && p.bad_replica != NOTHING);
+    uint64_t *tallies = (uint64_t *)(op.heap + job.self.at.tallies);
+    const bool bad = p.bad_choice != NO_INDEX || p.bad_owner != NO_INDEX ||
+                     (KIND & PLAN_RARE && p.bad_replica != NO_INDEX);
     if (threadIdx.x == 0)
-        store_relaxed((uint64_t *)(now.heap + job.self.at.first) + blockIdx.x,
-                      stamp(now, p.bad_choice));
+        store_relaxed((uint64_t *)(op.heap + job.self.at.first) + blockIdx.x,
+                      stamp_word(op, p.bad_choice));
     const int warps = p.warps;
     for (int e = threadIdx.x; e < experts; e += blockDim.x) {
         int32_t counts[PLAN_MOST_WARPS], sum = 0; /* all loads before any store */
@@ -418,20 +422,20 @@ static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, cons
         }
         const uint32_t mark = e == 0 && bad ? RECORD_LAST : 0;
         store_relaxed(tallies + blockIdx.x * DEVICE_MAX_TALLIES + e,
-                      stamp(now, (uint32_t)sum | mark));
+                      stamp_word(op, (uint32_t)sum | mark));
     }
 }
 
-__device__ __forceinline__ uint64_t *fault_words(const p2p_self &self, const Now &now,
+__device__ __forceinline__ uint64_t *fault_words(const p2p_self &self, const OpState &op,
                                                  uint8_t *heap, int rank)
 {
     return (uint64_t *)(heap + self.at.faults) +
-           (parity(now) * DEVICE_MAX_RANKS + rank) * P2P_FAULT_WORDS;
+           (epoch_parity(op) * DEVICE_MAX_RANKS + rank) * P2P_FAULT_WORDS;
 }
 
 /* One thread: what is wrong with entry `index` of the ids or of a table; a p2p_fault as `kind`. */
-__device__ __forceinline__ int64_t wrong_value(const p2p_plan_job &job, uint32_t &kind,
-                                               uint32_t &index)
+__device__ __forceinline__ int64_t read_wrong_value(const p2p_plan_job &job, uint32_t &kind,
+                                                    uint32_t &index)
 {
     const uint32_t experts = job.layer.num_experts;
     if (kind == P2P_FAULT_PLACEMENT) return job.rank_of_expert[index];
@@ -441,61 +445,61 @@ __device__ __forceinline__ int64_t wrong_value(const p2p_plan_job &job, uint32_t
         index -= experts;
         return 0;
     }
-    const int64_t id = choice_id(job, index);
+    const int64_t id = read_id(job, index);
     if (id < num_ids(job)) kind = P2P_FAULT_DUPLICATE;
     if (kind == P2P_FAULT_EXPERT && job.layer.num_logical) kind = P2P_FAULT_LOGICAL;
     return id;
 }
 
 /* One thread: tells all ranks which of this rank's choices or experts is wrong. */
-static __device__ __noinline__ void tell_wrong(const p2p_plan_job &job, const Now &now,
-                                               uint32_t kind, uint32_t index)
+static __device__ __noinline__ void
+publish_wrong_value(const p2p_plan_job &job, const OpState &op, uint32_t kind, uint32_t index)
 {
     const p2p_self &self = job.self;
-    const int64_t value = wrong_value(job, kind, index);
+    const int64_t value = read_wrong_value(job, kind, index);
     for (int q = 0; q < self.num_ranks; q++) {
-        uint64_t *to = fault_words(self, now, self.heap[q], self.rank);
-        store_relaxed(to + P2P_FAULT_KIND, stamp(now, kind));
-        store_relaxed(to + P2P_FAULT_INDEX, stamp(now, index));
-        store_relaxed(to + P2P_FAULT_LOW, stamp(now, (uint32_t)value));
-        store_relaxed(to + P2P_FAULT_HIGH, stamp(now, (uint32_t)((uint64_t)value >> 32)));
-        ship(now, q, to, P2P_FAULT_WORDS * 8);
+        uint64_t *to = fault_words(self, op, self.heap[q], self.rank);
+        store_relaxed(to + P2P_FAULT_KIND, stamp_word(op, kind));
+        store_relaxed(to + P2P_FAULT_INDEX, stamp_word(op, index));
+        store_relaxed(to + P2P_FAULT_LOW, stamp_word(op, (uint32_t)value));
+        store_relaxed(to + P2P_FAULT_HIGH, stamp_word(op, (uint32_t)((uint64_t)value >> 32)));
+        post_put(op, q, to, P2P_FAULT_WORDS * 8);
     }
 }
 
 /* One thread of CTA 0: tells all ranks what is wrong with this rank's data. */
-static __device__ __noinline__ bool tell_fault(const Planner &p, const p2p_plan_job &job,
-                                               const Now &now)
+static __device__ __noinline__ bool publish_fault(const Planner &p, const p2p_plan_job &job,
+                                                  const OpState &op)
 {
-    const uint64_t *first = (const uint64_t *)(now.heap + job.self.at.first);
-    const bool placed = p.bad_owner == NOTHING, known = placed && p.bad_replica == NOTHING;
+    const uint64_t *first = (const uint64_t *)(op.heap + job.self.at.first);
+    const bool placed = p.bad_owner == NO_INDEX, known = placed && p.bad_replica == NO_INDEX;
     uint32_t index = placed ? p.bad_replica : p.bad_owner;
     for (int c = 0; c < job.planners && known; c++) {
         uint64_t word = 0;
-        if (!wait_alone(now, -1, P2P_PHASE_GRID, [&] {
+        if (!wait_thread(op, -1, P2P_PHASE_GRID, [&] {
                 word = load_relaxed(first + c);
-                return stamped(now, word);
+                return is_stamped(op, word);
             }))
             return false;
         index = min(index, (uint32_t)word);
     }
-    tell_wrong(job, now,
-               known    ? P2P_FAULT_EXPERT
-               : placed ? P2P_FAULT_REPLICA
-                        : P2P_FAULT_PLACEMENT,
-               index);
+    publish_wrong_value(job, op,
+                        known    ? P2P_FAULT_EXPERT
+                        : placed ? P2P_FAULT_REPLICA
+                                 : P2P_FAULT_PLACEMENT,
+                        index);
     return true;
 }
 
 #ifdef EPIC_HOSTS
 /* Of ranks of other hosts the first CTA alone asks the inbox, and keeps what it reads in the heap for
  * the others. */
-__device__ __forceinline__ void keep_counts(const Now &now, uint64_t *counts, int first,
-                                            const uint64_t (&words)[RANKS_AT_ONCE])
+__device__ __forceinline__ void cache_counts(const OpState &op, uint64_t *counts, int first,
+                                             const uint64_t (&words)[RANKS_AT_ONCE])
 {
 #pragma unroll
     for (int i = 0; i < RANKS_AT_ONCE; i++)
-        if (blockIdx.x == 0 && first + i < now.self->num_ranks && is_far(*now.self, first + i))
+        if (blockIdx.x == 0 && first + i < op.self->num_ranks && is_remote(*op.self, first + i))
             store_relaxed(counts + (first + i) * DEVICE_MAX_TALLIES, words[i]);
 }
 #endif
@@ -504,24 +508,24 @@ __device__ __forceinline__ void keep_counts(const Now &now, uint64_t *counts, in
  * registers out of dispatch's hot loop, which would spill. */
 template <int KIND>
 static __device__ __noinline__ bool exchange_counts(Planner &p, const p2p_plan_job &job,
-                                                    const Now &now)
+                                                    const OpState &op)
 {
     const p2p_self &self = job.self;
     const int experts = tallies_of<KIND>(job), ranks = self.num_ranks;
-    const uint64_t *tallies = (const uint64_t *)(now.heap + self.at.tallies);
+    const uint64_t *tallies = (const uint64_t *)(op.heap + self.at.tallies);
     const int64_t counts =
-        self.at.counts / 8 + (int64_t)parity(now) * ranks * DEVICE_MAX_TALLIES;
+        self.at.counts / 8 + (int64_t)epoch_parity(op) * ranks * DEVICE_MAX_TALLIES;
     bool ok = true;
     for (int e = threadIdx.x; e < experts && ok; e += blockDim.x) {
         uint64_t words[P2P_MAX_PLANNERS];
-        ok = wait_alone(now, -1, P2P_PHASE_GRID, [&] {
+        ok = wait_thread(op, -1, P2P_PHASE_GRID, [&] {
             bool all = true;
 #pragma unroll
             for (int c = 0; c < P2P_MAX_PLANNERS; c++)
                 words[c] = c < job.planners ? load_relaxed(tallies + c * DEVICE_MAX_TALLIES + e)
-                                            : stamp(now, 0);
+                                            : stamp_word(op, 0);
 #pragma unroll
-            for (int c = 0; c < P2P_MAX_PLANNERS; c++) all &= stamped(now, words[c]);
+            for (int c = 0; c < P2P_MAX_PLANNERS; c++) all &= is_stamped(op, words[c]);
             return all;
         });
         uint32_t low = 0, sum = 0, bad = 0;
@@ -532,45 +536,46 @@ static __device__ __noinline__ bool exchange_counts(Planner &p, const p2p_plan_j
             if (c < (int)blockIdx.x) low += count;
             sum += count;
         }
-        if (blockIdx.x == 0 && ok && bad) ok = tell_fault(p, job, now);
+        if (blockIdx.x == 0 && ok && bad) ok = publish_fault(p, job, op);
         if (blockIdx.x == 0 && ok)
             for (int i = 1; i <= ranks; i++) {
-                const int q = wrap(self.rank + i, ranks);
+                const int q = wrap_rank(self.rank + i, ranks);
                 store_relaxed((uint64_t *)self.heap[q] + counts +
                                   self.rank * DEVICE_MAX_TALLIES + e,
-                              stamp(now, sum | owner_said(p, e) | bad));
+                              stamp_word(op, sum | owner_word(p, e) | bad));
             }
         p.low[e] = (int32_t)low;
     }
     if (HOSTS && blockIdx.x == 0) {
         ok = __syncthreads_and(ok) != 0;
         if (ok && (int)threadIdx.x < ranks)
-            ship(now, threadIdx.x,
-                 (uint64_t *)self.heap[threadIdx.x] + counts + self.rank * DEVICE_MAX_TALLIES,
-                 (uint32_t)experts * 8);
+            post_put(op, threadIdx.x,
+                     (uint64_t *)self.heap[threadIdx.x] + counts +
+                         self.rank * DEVICE_MAX_TALLIES,
+                     (uint32_t)experts * 8);
     }
     for (int e = threadIdx.x; e < experts && ok; e += blockDim.x) {
-        const uint64_t *from = (const uint64_t *)now.heap + counts + e;
+        const uint64_t *from = (const uint64_t *)op.heap + counts + e;
         uint32_t load = 0, low = 0, bad = 0, others = 0;
 #pragma unroll 1
         for (int first = 0; first < ranks && ok; first += RANKS_AT_ONCE) {
             uint64_t words[RANKS_AT_ONCE];
             int missing = -1;
-            ok = wait_alone(now, missing, P2P_PHASE_COUNTS, [&] {
+            ok = wait_thread(op, missing, P2P_PHASE_COUNTS, [&] {
                 missing = -1;
 #pragma unroll
                 for (int i = 0; i < RANKS_AT_ONCE; i++)
                     words[i] = first + i < ranks
                                    ? load_relaxed(from + (first + i) * DEVICE_MAX_TALLIES +
-                                                  words_apart(now, first + i))
-                                   : stamp(now, 0);
+                                                  inbox_word_offset(op, first + i))
+                                   : stamp_word(op, 0);
 #pragma unroll
                 for (int i = 0; i < RANKS_AT_ONCE; i++)
-                    if (!stamped(now, words[i])) missing = first + i;
+                    if (!is_stamped(op, words[i])) missing = first + i;
                 return missing < 0;
             });
 #ifdef EPIC_HOSTS
-            keep_counts(now, (uint64_t *)from, first, words);
+            cache_counts(op, (uint64_t *)from, first, words);
 #endif
 #pragma unroll
             for (int i = 0; i < RANKS_AT_ONCE; i++) {
@@ -583,8 +588,8 @@ static __device__ __noinline__ bool exchange_counts(Planner &p, const p2p_plan_j
                 load += count;
             }
         }
-        if (ok && others && p.bad_owner == NOTHING) {
-            report_table(now, __ffs(others) - 1);
+        if (ok && others && p.bad_owner == NO_INDEX) {
+            report_table_mismatch(op, __ffs(others) - 1);
             ok = false;
         }
         if (bad && e == 0) p.bad_ranks = bad;

@@ -10,27 +10,29 @@
 #include "cuda/plan/view.cuh"
 
 /* What a source says of its token to the rank that owns the heap: the row there. */
-__device__ __forceinline__ uint64_t *row_word(const p2p_self &self, const Now &now,
-                                              uint8_t *heap, int place, int64_t token)
+__device__ __forceinline__ uint64_t *row_word_address(const p2p_self &self, const OpState &op,
+                                                      uint8_t *heap, int place, int64_t token)
 {
     return (uint64_t *)(heap + self.at.rows) +
-           ((int64_t)parity(now) * self.num_ranks + place) * self.max_tokens + token;
+           ((int64_t)epoch_parity(op) * self.num_ranks + place) * self.max_tokens + token;
 }
 
 /* The same that this rank is told by `source`. */
-__device__ __forceinline__ uint64_t *row_word_of(const p2p_self &self, const Now &now,
-                                                 int source, int64_t token)
+__device__ __forceinline__ uint64_t *row_word_from(const p2p_self &self, const OpState &op,
+                                                   int source, int64_t token)
 {
-    return row_word(self, now, heap_by(now, source), place_of(self, self.rank, source), token);
+    return row_word_address(self, op, inbox_base(op, source),
+                            source_number(self, self.rank, source), token);
 }
 
-__device__ __forceinline__ bool is_row(uint32_t value)
+__device__ __forceinline__ bool is_valid_row(uint32_t value)
 {
     return value < RECORD_DISCARD;
 }
 
 /* The local experts of a FLAT plan, [num_ranks, max_tokens, top_k] as the records. */
-__device__ __forceinline__ const int32_t *locals_of(const Plan &plan, const p2p_self &self)
+__device__ __forceinline__ const int32_t *local_experts_of(const PlanView &plan,
+                                                           const p2p_self &self)
 {
     const device_plan_header &h = plan.header;
     const device_plan_layout at =

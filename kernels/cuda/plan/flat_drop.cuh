@@ -8,35 +8,36 @@
 #ifndef EPIC_FLAT_DROP_CUH
 #define EPIC_FLAT_DROP_CUH
 
-#include "cuda/plan/by_k.cuh"
 #include "cuda/plan/flat.cuh"
+#include "cuda/plan/keep_by_k.cuh"
 
-__device__ __forceinline__ bool drops(const p2p_plan_job &job)
+__device__ __forceinline__ bool layer_drops(const p2p_plan_job &job)
 {
     return job.layer.overflow == EPIC_OVERFLOW_DROP;
 }
 
-__device__ __forceinline__ int32_t kept(const Planner &p, const p2p_plan_job &job, int expert)
+__device__ __forceinline__ int32_t num_kept(const Planner &p, const p2p_plan_job &job,
+                                            int expert)
 {
-    return min(p.load[expert], min(p.common[p.owner[expert]], quota(p, job, expert)));
+    return min(p.load[expert], min(p.common[p.owner[expert]], expert_quota(p, job, expert)));
 }
 
 /* An EPIC_FATE, or 0: choice k of a token, which has `place` in its warp, is kept. */
-__device__ __forceinline__ int32_t fate_of(const Planner &p, const p2p_plan_job &job,
-                                           int expert, int k, int32_t place)
+__device__ __forceinline__ int32_t fate_of_choice(const Planner &p, const p2p_plan_job &job,
+                                                  int expert, int k, int32_t place)
 {
-    const int32_t nth = order_of(p, job, num_tallies(job, true), expert, k, place);
-    if (nth < kept(p, job, expert)) return 0;
-    return nth >= quota(p, job, expert) ? EPIC_FATE_EXPERT_FULL : EPIC_FATE_RANK_FULL;
+    const int32_t nth = keep_order_of(p, job, num_tallies(job, true), expert, k, place);
+    if (nth < num_kept(p, job, expert)) return 0;
+    return nth >= expert_quota(p, job, expert) ? EPIC_FATE_EXPERT_FULL : EPIC_FATE_RANK_FULL;
 }
 
 /* One warp: counts the rows of its tokens' choices that are kept; a row's place in the warp goes to
  * the choice that it is counted with, into `rows`. */
-static __device__ void count_kept(Planner &p, const p2p_plan_job &job, const int32_t *places,
-                                  int32_t *rows)
+static __device__ void count_kept_rows(Planner &p, const p2p_plan_job &job,
+                                       const int32_t *places, int32_t *rows)
 {
-    const Lanes lanes(job.layer.top_k);
-    const Part part = part_of_warp(p, job);
+    const TokenLanes lanes(job.layer.top_k);
+    const TokenRange part = range_of_warp(p, job);
     const int top_k = job.layer.top_k, experts = job.layer.num_experts;
     int32_t *tally =
         p.tally + threadIdx.x / WARP * num_tallies(job, true) + num_choice_tallies(job);
@@ -51,25 +52,25 @@ static __device__ void count_kept(Planner &p, const p2p_plan_job &job, const int
             const int64_t at = in ? (int64_t)token * top_k + k : 0;
             const int64_t id = in ? planned_id<PLAN_RARE>(job, at) : -1;
             int32_t owner = -1;
-            if (id >= 0 && id < experts && fate_of(p, job, (int)id, k, places[at]) == 0)
+            if (id >= 0 && id < experts && fate_of_choice(p, job, (int)id, k, places[at]) == 0)
                 owner = p.owner[id];
             const int32_t row = count_rows(tally, lanes, owner, half, seen);
             if (in) rows[at] = row;
         }
 }
 
-__device__ __forceinline__ uint64_t *search_words(const p2p_self &self, const Now &now,
+__device__ __forceinline__ uint64_t *search_words(const p2p_self &self, const OpState &op,
                                                   uint8_t *heap, int rank, int search)
 {
     return (uint64_t *)(heap + self.at.searches) +
-           (((int64_t)parity(now) * self.num_ranks + rank) * P2P_MAX_SEARCHES + search) *
+           (((int64_t)epoch_parity(op) * self.num_ranks + rank) * P2P_MAX_SEARCHES + search) *
                DEVICE_MAX_RANKS;
 }
 
 /* Whole CTA: how many rows each rank needs with the limits that are tried; for each, how many come
  * before this rank's. */
-static __device__ bool count_needed(Planner &p, const p2p_plan_job &job, const Now &now,
-                                    int search)
+static __device__ bool count_needed_rows(Planner &p, const p2p_plan_job &job, const OpState &op,
+                                         int search)
 {
     const p2p_self &self = job.self;
     const int choices = num_choice_tallies(job), tallies = num_tallies(job, true);
@@ -77,8 +78,8 @@ static __device__ bool count_needed(Planner &p, const p2p_plan_job &job, const N
         self.num_ranks, self.max_tokens, job.layer.num_experts, job.layer.top_k);
     const int d = threadIdx.x;
     bool ok = true;
-    count_kept(p, job, (const int32_t *)(job.plan + layout.fate),
-               (int32_t *)(job.plan + layout.rank_of));
+    count_kept_rows(p, job, (const int32_t *)(job.plan + layout.fate),
+                    (int32_t *)(job.plan + layout.rank_of));
     __syncthreads();
     if (d < self.num_ranks) {
         int32_t sum = 0, low = 0, all = 0;
@@ -88,18 +89,18 @@ static __device__ bool count_needed(Planner &p, const p2p_plan_job &job, const N
             sum += count;
         }
         for (int i = 1; i <= self.num_ranks; i++) {
-            const int q = wrap(self.rank + i, self.num_ranks);
-            store_relaxed(search_words(self, now, self.heap[q], self.rank, search) + d,
-                          stamp(now, (uint32_t)sum));
+            const int q = wrap_rank(self.rank + i, self.num_ranks);
+            store_relaxed(search_words(self, op, self.heap[q], self.rank, search) + d,
+                          stamp_word(op, (uint32_t)sum));
             if (HOSTS)
-                ship(now, q, search_words(self, now, self.heap[q], self.rank, search) + d, 8);
+                post_put(op, q, search_words(self, op, self.heap[q], self.rank, search) + d, 8);
         }
         for (int q = 0; q < self.num_ranks && ok; q++) {
-            const uint64_t *from = search_words(self, now, heap_by(now, q), q, search) + d;
+            const uint64_t *from = search_words(self, op, inbox_base(op, q), q, search) + d;
             uint64_t word = 0;
-            ok = wait_alone(now, q, P2P_PHASE_COUNTS, [&] {
+            ok = wait_thread(op, q, P2P_PHASE_COUNTS, [&] {
                 word = load_relaxed(from);
-                return stamped(now, word);
+                return is_stamped(op, word);
             });
             if (q < self.rank) low += (int32_t)(uint32_t)word;
             all += (int32_t)(uint32_t)word;
@@ -112,13 +113,13 @@ static __device__ bool count_needed(Planner &p, const p2p_plan_job &job, const N
 
 /* Whole CTA: the largest common limit of each rank for which its capacity suffices; what was counted
  * last was counted with those. */
-static __device__ __noinline__ bool drop_rows(Planner &p, const p2p_plan_job &job,
-                                              const Now &now)
+static __device__ __noinline__ bool find_drop_limits(Planner &p, const p2p_plan_job &job,
+                                                     const OpState &op)
 {
     const int experts = job.layer.num_experts, d = threadIdx.x;
     const bool mine = d < job.self.num_ranks;
     int search = 0;
-    if (!count_needed(p, job, now, search++)) return false;
+    if (!count_needed_rows(p, job, op, search++)) return false;
     if (mine) {
         int32_t most = 0; /* of all experts: nothing more is dropped */
         for (int e = 0; e < experts; e++) most = max(most, p.load[e]);
@@ -133,7 +134,7 @@ static __device__ __noinline__ bool drop_rows(Planner &p, const p2p_plan_job &jo
             p.common[d] = open ? p.fits[d] + (p.fails[d] - p.fits[d]) / 2 : p.fits[d];
         }
         open = __syncthreads_and(!open) == 0;
-        if (!count_needed(p, job, now, search++)) return false;
+        if (!count_needed_rows(p, job, op, search++)) return false;
         if (!open) return true;
         if (mine && p.common[d] != p.fits[d])
             (p.row_load[d] > p.capacity[d] ? p.fails : p.fits)[d] = p.common[d];

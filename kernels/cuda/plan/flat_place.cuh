@@ -5,25 +5,26 @@
 
 #include "cuda/plan/flat_drop.cuh"
 
-struct Share {     /* FLAT: one choice */
-    int64_t at;    /* its number, -1: none */
-    int32_t owner; /* the rank of its expert, -1: it has none */
-    int32_t local; /* the expert's number there */
-    int32_t row;   /* there; known to the choice that it was counted with, else -1 */
-    int32_t fate;  /* if it has no rank */
+struct FlatChoice { /* FLAT: one choice */
+    int64_t at;     /* its number, -1: none */
+    int32_t owner;  /* the rank of its expert, -1: it has none */
+    int32_t local;  /* the expert's number there */
+    int32_t row;    /* there; known to the choice that it was counted with, else -1 */
+    int32_t fate;   /* if it has no rank */
 };
 
 /* `place`: of its row, or if the layer drops its own one, and `row_place` that of its row. */
 template <int KIND>
-__device__ __forceinline__ Share share_of(const Planner &p, const p2p_plan_job &job, int64_t at,
-                                          int64_t id, int k, int32_t place, int32_t row_place)
+__device__ __forceinline__ FlatChoice flat_choice_of(const Planner &p, const p2p_plan_job &job,
+                                                     int64_t at, int64_t id, int k,
+                                                     int32_t place, int32_t row_place)
 {
     const int32_t *tally =
         p.tally + threadIdx.x / WARP * tallies_of<KIND>(job) + choice_tallies<KIND>(job);
-    Share s = {at, -1, 0, -1, EPIC_FATE_NONE};
+    FlatChoice s = {at, -1, 0, -1, EPIC_FATE_NONE};
     if (id < 0 || id >= job.layer.num_experts) return s;
-    if (KIND & PLAN_RARE && drops(job)) {
-        s.fate = fate_of(p, job, (int)id, k, place);
+    if (KIND & PLAN_RARE && layer_drops(job)) {
+        s.fate = fate_of_choice(p, job, (int)id, k, place);
         if (s.fate < 0) return s;
         place = row_place;
     }
@@ -35,21 +36,21 @@ __device__ __forceinline__ Share share_of(const Planner &p, const p2p_plan_job &
 
 /* Tells every rank about the lanes' tokens: row and local experts, c[h] of the choice of half h,
  * which learns its row. */
-__device__ __forceinline__ void send_rows(const Now &now, const p2p_plan_job &job,
-                                          const Lanes &lanes, int32_t token, bool in, bool bad,
-                                          Share (&c)[2])
+__device__ __forceinline__ void send_row_words(const OpState &op, const p2p_plan_job &job,
+                                               const TokenLanes &lanes, int32_t token, bool in,
+                                               bool bad, FlatChoice (&c)[2])
 {
     const p2p_self &self = job.self;
     const uint32_t above = ~lanes_below() << 1;
     const bool speaks = in && lanes.on && lanes.k == 0;
     const int64_t record = self.at.records / 8 +
-                           ((int64_t)parity(now) * self.num_ranks + self.rank) *
-                               self.max_tokens * MOST_TOP_K(self) +
+                           ((int64_t)epoch_parity(op) * self.num_ranks + self.rank) *
+                               self.max_tokens * HEAP_TOP_K(self) +
                            (int64_t)token * job.layer.top_k;
     for (int i = 1; i <= self.num_ranks; i++) {
-        const int q = wrap(self.rank + i, self.num_ranks);
+        const int q = wrap_rank(self.rank + i, self.num_ranks);
         uint64_t *to = (uint64_t *)self.heap[q] + record;
-        if (HOSTS) to += records_apart(self, q);
+        if (HOSTS) to += record_word_offset(self, q);
         const uint32_t first = __ballot_sync(ALL_LANES, c[0].owner == q) & lanes.mates;
         const uint32_t second =
             lanes.halves == 2 ? __ballot_sync(ALL_LANES, c[1].owner == q) : 0;
@@ -61,38 +62,38 @@ __device__ __forceinline__ void send_rows(const Now &now, const p2p_plan_job &jo
             const bool last = !(first & above) && !second;
             c[0].row = row;
             store_relaxed(to + __popc(first & lanes_below()),
-                          stamp(now, (uint32_t)c[0].local | (last ? RECORD_LAST : 0)));
+                          stamp_word(op, (uint32_t)c[0].local | (last ? RECORD_LAST : 0)));
         }
         if (c[1].owner == q) {
             const bool last = !(second & above);
             c[1].row = row;
             store_relaxed(to + __popc(first) + __popc(second & lanes_below()),
-                          stamp(now, (uint32_t)c[1].local | (last ? RECORD_LAST : 0)));
+                          stamp_word(op, (uint32_t)c[1].local | (last ? RECORD_LAST : 0)));
         }
         const bool none = !first && !second;
-        if (speaks && none) store_relaxed(to, stamp(now, RECORD_ABSENT | RECORD_LAST));
+        if (speaks && none) store_relaxed(to, stamp_word(op, RECORD_ABSENT | RECORD_LAST));
         if (speaks)
-            store_relaxed(
-                row_word(self, now, self.heap[q], place_of(self, q, self.rank), token),
-                stamp(now, none  ? RECORD_ABSENT
-                           : bad ? RECORD_DISCARD
-                                 : (uint32_t)row));
+            store_relaxed(row_word_address(self, op, self.heap[q],
+                                           source_number(self, q, self.rank), token),
+                          stamp_word(op, none  ? RECORD_ABSENT
+                                         : bad ? RECORD_DISCARD
+                                               : (uint32_t)row));
 #ifdef EPIC_HOSTS
-        end_records(now, lanes, q, to, in, __popc(first) + __popc(second));
+        fill_records(op, lanes, q, to, in, __popc(first) + __popc(second));
 #endif
     }
 }
 
 /* FLAT: place_choices. */
 template <int KIND>
-static __device__ void place_rows(Planner &p, const p2p_plan_job &job, const Now &now)
+static __device__ void place_rows(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
     const device_plan_layout layout = device_plan_layout_of(
         job.self.num_ranks, job.self.max_tokens, job.layer.num_experts, job.layer.top_k);
     int32_t *fate = (int32_t *)(job.plan + layout.fate);
     int32_t *rank_of = (int32_t *)(job.plan + layout.rank_of);
-    const Lanes lanes(job.layer.top_k);
-    const Part part = part_of_warp(p, job);
+    const TokenLanes lanes(job.layer.top_k);
+    const TokenRange part = range_of_warp(p, job);
     const int top_k = job.layer.top_k;
     const bool bad = p.header.result != EPIC_OK;
     const int32_t lost =
@@ -108,19 +109,19 @@ static __device__ void place_rows(Planner &p, const p2p_plan_job &job, const Now
             at[i] = in ? (int64_t)token * top_k + k : -1;
             id[i] = in ? planned_id<KIND>(job, at[i]) : -1;
             place[i] = in ? fate[at[i]] : -1;
-            row[i] = KIND & PLAN_RARE && in && drops(job) ? rank_of[at[i]] : -1;
+            row[i] = KIND & PLAN_RARE && in && layer_drops(job) ? rank_of[at[i]] : -1;
         }
 #pragma unroll
         for (int g = 0; g < 2; g++) {
             const int token = t + g * lanes.tokens + lanes.token;
-            Share c[2];
+            FlatChoice c[2];
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 const int i = g * 2 + h;
-                c[h] =
-                    share_of<KIND>(p, job, at[i], id[i], lanes.k + h * WARP, place[i], row[i]);
+                c[h] = flat_choice_of<KIND>(p, job, at[i], id[i], lanes.k + h * WARP, place[i],
+                                            row[i]);
             }
-            send_rows(now, job, lanes, token, token < part.end, bad, c);
+            send_row_words(op, job, lanes, token, token < part.end, bad, c);
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 if (c[h].at < 0) continue;

@@ -6,25 +6,25 @@
  *                                   FLAT: first the rows, then records that are local experts
  * Who else must see what: counts and records are stamped words, each its own flag. */
 #include "cuda/common/launch.cuh"
-#include "cuda/plan/keep.cuh"
+#include "cuda/plan/store_records.cuh"
 
 #define BLOCK 512
 
 /* FLAT: the same for their rows, each the only slot of its record. */
-static __device__ bool keep_rows(const Now &now, const p2p_plan_job &job, int32_t *records,
-                                 int source, int32_t first_token, int32_t num_tokens)
+static __device__ bool store_rows(const OpState &op, const p2p_plan_job &job, int32_t *records,
+                                  int source, int32_t first_token, int32_t num_tokens)
 {
     const int top_k = job.layer.top_k;
-    const Lanes lanes(top_k);
+    const TokenLanes lanes(top_k);
     const int32_t token = first_token + lanes.token;
     const bool in = lanes.on && token < num_tokens;
-    const uint64_t *from = row_word_of(job.self, now, source, in ? token : 0);
+    const uint64_t *from = row_word_from(job.self, op, source, in ? token : 0);
     uint64_t word = 0;
-    const bool ok = wait_until(now, source, P2P_PHASE_RECORD, [&] {
+    const bool ok = wait_warp(op, source, P2P_PHASE_RECORD, [&] {
         word = load_relaxed(from);
-        return __all_sync(ALL_LANES, !in || stamped(now, word)) != 0;
+        return __all_sync(ALL_LANES, !in || is_stamped(op, word)) != 0;
     });
-    const int32_t row = is_row((uint32_t)word) ? (int32_t)(uint32_t)word : -1;
+    const int32_t row = is_valid_row((uint32_t)word) ? (int32_t)(uint32_t)word : -1;
     for (int k = lanes.k; in && k < top_k; k += WARP)
         records[((int64_t)source * job.self.max_tokens + token) * top_k + k] = k ? -1 : row;
     return ok;
@@ -36,28 +36,29 @@ __global__ void __launch_bounds__(BLOCK, 1)
 {
     constexpr bool FLAT = KIND & PLAN_FLAT;
     uint8_t *const memory = (uint8_t *)dynamic_shared();
-    __shared__ Now now;
+    __shared__ OpState op;
     __shared__ Planner planner;
-    if (!begin(now, job.self, 0, job.num_tokens, job.capacity, 0)) return;
+    if (!begin_operation(op, job.self, 0, job.num_tokens, job.capacity, 0)) return;
     bool ok = true;
-    if ((int)blockIdx.x < job.planners) ok = make_plan<KIND>(planner, job, now, memory);
+    if ((int)blockIdx.x < job.planners) ok = make_plan<KIND>(planner, job, op, memory);
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
                                                         job.layer.num_experts, job.layer.top_k);
     /* who plans is late, and keeps nothing where others can */
     const int first_cta = (int)gridDim.x >= 2 * job.planners ? job.planners : 0;
     int32_t tokens_of = 0;
-    ok =
-        ok && ((int)blockIdx.x < first_cta || heard(job.self, now, P2P_SAYS_TOKENS, tokens_of));
+    ok = ok && ((int)blockIdx.x < first_cta ||
+                read_announcement(job.self, op, P2P_ANNOUNCED_TOKENS, tokens_of));
     int32_t *records = (int32_t *)(job.plan + at.records);
     int32_t *words = FLAT ? (int32_t *)(job.plan + device_locals(&at)) : records;
     const int warp = ((int)blockIdx.x - first_cta) * (BLOCK / WARP) + (int)(threadIdx.x / WARP);
     if (ok && warp >= 0)
-        each_group(job, tokens_of, warp, ((int)gridDim.x - first_cta) * (BLOCK / WARP),
-                   [&](int source, int32_t first, int32_t tokens) {
-                       return (!FLAT || keep_rows(now, job, records, source, first, tokens)) &&
-                              keep_records(now, job, words, source, first, tokens);
-                   });
-    (void)finish(job.self, now, (int)gridDim.x - 1, false);
+        for_each_group(job, tokens_of, warp, ((int)gridDim.x - first_cta) * (BLOCK / WARP),
+                       [&](int source, int32_t first, int32_t tokens) {
+                           return (!FLAT ||
+                                   store_rows(op, job, records, source, first, tokens)) &&
+                                  store_records(op, job, words, source, first, tokens);
+                       });
+    (void)finish_operation(job.self, op, (int)gridDim.x - 1, false);
 }
 
 typedef void (*Kernel)(p2p_plan_job);
@@ -81,5 +82,5 @@ extern "C" cudaError_t p2p_launch_plan(const p2p_plan_job *job, int num_sms,
 {
     const bool rare = job->layer.num_logical || job->layer.overflow == EPIC_OVERFLOW_DROP;
     const int kind = (job->layer.layout == EPIC_FLAT ? PLAN_FLAT : 0) | (rare ? PLAN_RARE : 0);
-    return enqueue(kernels[kind], num_sms, BLOCK, planner_bytes_with(*job), stream, *job);
+    return launch_kernel(kernels[kind], num_sms, BLOCK, planner_bytes_with(*job), stream, *job);
 }

@@ -12,18 +12,18 @@
 #include "cuda/plan/flat_place.cuh"
 #include "cuda/plan/resolve.cuh"
 
-struct Span { /* experts among which those of a rank are found */
+struct ExpertSpan { /* experts among which those of a rank are found */
     int begin, count;
 };
 
-__device__ __forceinline__ Span span_of(const p2p_plan_job &job, int rank)
+__device__ __forceinline__ ExpertSpan span_of_rank(const p2p_plan_job &job, int rank)
 {
-    return job.rank_of_expert ? Span{0, (int)job.layer.num_experts}
-                              : Span{rank * job.block, job.block};
+    return job.rank_of_expert ? ExpertSpan{0, (int)job.layer.num_experts}
+                              : ExpertSpan{rank * job.block, job.block};
 }
 
 /* What `count` rows of an expert take. */
-__device__ __forceinline__ uint64_t aligned_rows(int32_t count, uint32_t alignment)
+__device__ __forceinline__ uint64_t round_up_rows(int32_t count, uint32_t alignment)
 {
     const bool power = (alignment & (alignment - 1)) == 0; /* most are; a division is slow */
     const uint32_t past =
@@ -41,26 +41,27 @@ static inline int planner_bytes_with(const p2p_plan_job &job)
 
 /* Choices that an expert keeps. */
 template <int KIND>
-__device__ __forceinline__ int32_t kept_of(const Planner &p, const p2p_plan_job &job,
-                                           int expert)
+__device__ __forceinline__ int32_t num_kept_of(const Planner &p, const p2p_plan_job &job,
+                                               int expert)
 {
-    return KIND & PLAN_RARE ? kept(p, job, expert) : p.load[expert];
+    return KIND & PLAN_RARE ? num_kept(p, job, expert) : p.load[expert];
 }
 
 /* One warp: slots of a rank when each of its experts keeps at most `most` (and, with `capped`,
  * what expert_capacity allows). */
 template <int KIND>
-static __device__ int64_t slots_of(Planner &p, const p2p_plan_job &job, int rank, int32_t most,
-                                   bool capped)
+static __device__ int64_t count_slots(Planner &p, const p2p_plan_job &job, int rank,
+                                      int32_t most, bool capped)
 {
-    const Span span = span_of(job, rank);
+    const ExpertSpan span = span_of_rank(job, rank);
     uint64_t sum = 0;
     for (int i = lane_id(); i < span.count; i += WARP) {
         const int e = span.begin + i;
         if (p.owner[e] != rank) continue;
         int32_t count = p.load[e];
-        if (KIND & PLAN_RARE) count = min(count, capped ? min(most, quota(p, job, e)) : most);
-        sum += aligned_rows(count, job.layer.alignment);
+        if (KIND & PLAN_RARE)
+            count = min(count, capped ? min(most, expert_quota(p, job, e)) : most);
+        sum += round_up_rows(count, job.layer.alignment);
     }
     /* 20 bits at a time: 32 lanes' sums of those fit a word */
     const uint32_t part = (1u << 20) - 1;
@@ -71,13 +72,13 @@ static __device__ int64_t slots_of(Planner &p, const p2p_plan_job &job, int rank
 }
 
 /* One warp: the largest common limit for which the rank's capacity suffices. */
-static __device__ int32_t common_limit(Planner &p, const p2p_plan_job &job, int rank,
-                                       int64_t capacity)
+static __device__ int32_t find_common_limit(Planner &p, const p2p_plan_job &job, int rank,
+                                            int64_t capacity)
 {
     int32_t fits = 0, fails = 0x7fffffff;
     while (fails - fits > 1) {
         const int32_t middle = fits + (fails - fits) / 2;
-        if (slots_of<PLAN_RARE>(p, job, rank, middle, true) <= capacity)
+        if (count_slots<PLAN_RARE>(p, job, rank, middle, true) <= capacity)
             fits = middle;
         else
             fails = middle;
@@ -86,16 +87,16 @@ static __device__ int32_t common_limit(Planner &p, const p2p_plan_job &job, int 
 }
 
 /* The plan's tables of replicas. */
-__device__ __forceinline__ int32_t *logicals_of(const p2p_plan_job &job)
+__device__ __forceinline__ int32_t *logical_table(const p2p_plan_job &job)
 {
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
                                                         job.layer.num_experts, job.layer.top_k);
     return (int32_t *)(job.plan + device_logical(&at, job.layer.layout));
 }
 
-__device__ __forceinline__ int32_t *experts_of(const p2p_plan_job &job)
+__device__ __forceinline__ int32_t *expert_table(const p2p_plan_job &job)
 {
-    return logicals_of(job) + device_round_up(job.layer.num_experts * 4ll, 128) / 4;
+    return logical_table(job) + device_round_up(job.layer.num_experts * 4ll, 128) / 4;
 }
 
 /* One warp: where each slab of a rank begins; FLAT: the numbers of its experts.  For this rank, CTA
@@ -104,7 +105,7 @@ template <int KIND>
 static __device__ int64_t place_slabs(Planner &p, const p2p_plan_job &job, int rank)
 {
     constexpr bool FLAT = KIND & PLAN_FLAT;
-    const Span span = span_of(job, rank);
+    const ExpertSpan span = span_of_rank(job, rank);
     const int lane = lane_id();
     const bool write = rank == job.self.rank && blockIdx.x == 0;
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
@@ -116,8 +117,8 @@ static __device__ int64_t place_slabs(Planner &p, const p2p_plan_job &job, int r
     for (int i = 0; i < span.count; i += WARP) {
         const int e = span.begin + i + lane;
         const bool mine = i + lane < span.count && p.owner[e] == rank;
-        const int32_t count = mine ? kept_of<KIND>(p, job, e) : 0;
-        const int32_t rows = (int32_t)aligned_rows(count, job.layer.alignment);
+        const int32_t count = mine ? num_kept_of<KIND>(p, job, e) : 0;
+        const int32_t rows = (int32_t)round_up_rows(count, job.layer.alignment);
         int32_t rows_upto = rows;
         for (int d = 1; d < WARP; d *= 2) {
             const int32_t r = __shfl_up_sync(ALL_LANES, rows_upto, d);
@@ -133,7 +134,7 @@ static __device__ int64_t place_slabs(Planner &p, const p2p_plan_job &job, int r
             padding[local] = {p.start[e] + count, rows - count};
             if (job.expert_tokens) job.expert_tokens[local] = count;
             if (job.expert_rows) job.expert_rows[local] = rows;
-            if (KIND & PLAN_RARE && job.layer.num_logical) experts_of(job)[local] = e;
+            if (KIND & PLAN_RARE && job.layer.num_logical) expert_table(job)[local] = e;
         }
         slots += __shfl_sync(ALL_LANES, rows_upto, WARP - 1);
         owned += __popc(owners);
@@ -150,13 +151,13 @@ static __device__ int64_t place_slabs(Planner &p, const p2p_plan_job &job, int r
 }
 
 /* One thread: what the header says beside what has been decided. */
-static __device__ void fill_header(Planner &p, const p2p_plan_job &job, const Now &now)
+static __device__ void fill_header(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
     device_plan_header &h = p.header;
     const p2p_self &self = job.self;
     const epic_layer &layer = job.layer;
     h.magic = DEVICE_PLAN_MAGIC;
-    h.id = (self.group_id ^ now.epoch) * 0x9e3779b97f4a7c15ull | 1;
+    h.id = (self.group_id ^ op.epoch) * 0x9e3779b97f4a7c15ull | 1;
     h.group_id = self.group_id;
     const device_plan_layout at =
         device_plan_layout_of(self.num_ranks, self.max_tokens, layer.num_experts, layer.top_k);
@@ -190,7 +191,7 @@ static __device__ void fill_header(Planner &p, const p2p_plan_job &job, const No
 }
 
 /* Do all slots of a rank surely fit an int32_t? */
-__device__ __forceinline__ bool few_slots(const p2p_plan_job &job)
+__device__ __forceinline__ bool slots_fit_int32(const p2p_plan_job &job)
 {
     const int64_t choices = (int64_t)job.self.num_ranks * job.self.max_tokens * job.layer.top_k;
     return choices + (int64_t)job.layer.num_experts * job.layer.alignment <= 0x7fffffff;
@@ -198,50 +199,52 @@ __device__ __forceinline__ bool few_slots(const p2p_plan_job &job)
 
 /* Three warps, while counts are under way: what the ranks have announced, and in CTA 0 what the header
  * says whatever is counted. */
-static __device__ bool prepare(Planner &p, const p2p_plan_job &job, const Now &now)
+static __device__ bool prepare_header(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
     const int after = (int)(blockDim.x / WARP) - 1 - (int)(threadIdx.x / WARP);
     int32_t said = 0;
-    if (after == 2 && blockIdx.x == 0 && lane_id() == 0) fill_header(p, job, now);
+    if (after == 2 && blockIdx.x == 0 && lane_id() == 0) fill_header(p, job, op);
     if (after > 1) return true;
-    if (!heard(job.self, now, after ? P2P_SAYS_CAPACITY : P2P_SAYS_TOKENS, said)) return false;
+    if (!read_announcement(job.self, op, after ? P2P_ANNOUNCED_CAPACITY : P2P_ANNOUNCED_TOKENS,
+                           said))
+        return false;
     (after ? p.capacity : p.header.tokens_of)[lane_id()] = said;
     return true;
 }
 
 /* Whole CTA: limits, slabs, and whether the plan is good; the same on all CTAs and ranks. */
 template <int KIND>
-static __device__ bool decide(Planner &p, const p2p_plan_job &job, const Now &now)
+static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
     constexpr bool FLAT = KIND & PLAN_FLAT, RARE = KIND & PLAN_RARE;
     const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP, ranks = job.self.num_ranks;
     device_plan_header &h = p.header;
     bool ok = true;
     if (threadIdx.x == 0 && p.bad_ranks) h.result = EPIC_EINVAL; /* whatever else is wrong */
-    if (FLAT && RARE && drops(job)) {
+    if (FLAT && RARE && layer_drops(job)) {
         for (int d = threadIdx.x; d < ranks; d += blockDim.x) p.demand[d] = p.row_load[d];
         __syncthreads();
-        ok = ok && drop_rows(p, job, now);
+        ok = ok && find_drop_limits(p, job, op);
         for (int d = warp; d < ranks && ok; d += warps) place_slabs<KIND>(p, job, d);
         return __syncthreads_and(ok) != 0;
     }
-    const bool simple = KIND == 0 && few_slots(job);
+    const bool simple = KIND == 0 && slots_fit_int32(job);
     for (int d = warp; d < ranks; d += warps) {
-        const bool caps = RARE && drops(job) && job.layer.expert_capacity;
+        const bool caps = RARE && layer_drops(job) && job.layer.expert_capacity;
         int64_t demand;
         if (simple)
             demand = place_slabs<KIND>(p, job, d);
         else
-            demand = FLAT ? p.row_load[d] : slots_of<KIND>(p, job, d, 0x7fffffff, false);
-        const int64_t need = caps ? slots_of<KIND>(p, job, d, 0x7fffffff, true) : demand;
+            demand = FLAT ? p.row_load[d] : count_slots<KIND>(p, job, d, 0x7fffffff, false);
+        const int64_t need = caps ? count_slots<KIND>(p, job, d, 0x7fffffff, true) : demand;
         const int32_t capacity = p.capacity[d];
         if (lane_id() == 0) {
             p.demand[d] = (int32_t)min(demand, (int64_t)0x7fffffff);
             p.needed[d] = need;
         }
         if (need > (capacity ? capacity : 0x7fffffff)) {
-            if (RARE && drops(job) && capacity) {
-                const int32_t limit = common_limit(p, job, d, capacity);
+            if (RARE && layer_drops(job) && capacity) {
+                const int32_t limit = find_common_limit(p, job, d, capacity);
                 if (lane_id() == 0) p.common[d] = limit;
             } else if (lane_id() == 0) {
                 atomicCAS(&h.result, (uint32_t)EPIC_OK, (uint32_t)EPIC_EOVERFLOW);
@@ -256,64 +259,63 @@ static __device__ bool decide(Planner &p, const p2p_plan_job &job, const Now &no
 
 /* hosts, one thread of CTA 0: what every rank with wrong data has said is there, also what nobody
  * asks for. */
-static __device__ __noinline__ bool hear_faults(const Planner &p, const p2p_self &self,
-                                                const Now &now)
+static __device__ __noinline__ bool wait_faults(const Planner &p, const p2p_self &self,
+                                                const OpState &op)
 {
     for (int q = 0; q < self.num_ranks; q++) {
-        const uint64_t *from = fault_words(self, now, heap_by(now, q), q);
+        const uint64_t *from = fault_words(self, op, inbox_base(op, q), q);
         for (int i = 0; i < P2P_FAULT_WORDS && (p.bad_ranks >> q & 1); i++)
-            if (!wait_alone(now, q, P2P_PHASE_COUNTS,
-                            [&] { return stamped(now, load_relaxed(from + i)); }))
+            if (!wait_thread(op, q, P2P_PHASE_COUNTS,
+                             [&] { return is_stamped(op, load_relaxed(from + i)); }))
                 return false;
     }
     return true;
 }
 
 /* One thread of CTA 0: what the lowest rank with wrong data has said of it. */
-static __device__ __noinline__ void notify_fault(const Planner &p, const p2p_plan_job &job,
-                                                 const Now &now)
+static __device__ __noinline__ void report_fault(const Planner &p, const p2p_plan_job &job,
+                                                 const OpState &op)
 {
     const int rank = __ffs(p.bad_ranks) - 1;
-    const uint64_t *from = fault_words(job.self, now, heap_by(now, rank), rank);
+    const uint64_t *from = fault_words(job.self, op, inbox_base(op, rank), rank);
     uint64_t words[P2P_FAULT_WORDS];
-    const bool ok = wait_alone(now, rank, P2P_PHASE_COUNTS, [&] {
+    const bool ok = wait_thread(op, rank, P2P_PHASE_COUNTS, [&] {
         bool all = true;
         for (int i = 0; i < P2P_FAULT_WORDS; i++) {
             words[i] = load_relaxed(from + i);
-            all &= stamped(now, words[i]);
+            all &= is_stamped(op, words[i]);
         }
         return all;
     });
-    if (!ok || (HOSTS && !hear_faults(p, job.self, now))) return;
+    if (!ok || (HOSTS && !wait_faults(p, job.self, op))) return;
     const uint32_t kind = (uint32_t)words[P2P_FAULT_KIND];
     const int64_t index = (uint32_t)words[P2P_FAULT_INDEX], k = job.layer.top_k;
     const int64_t value =
         (int64_t)(words[P2P_FAULT_HIGH] << 32 | (uint32_t)words[P2P_FAULT_LOW]);
-    p2p_notice said = {EPIC_EINVAL, now.epoch, kind, rank, {index, value, 0, 0}};
+    p2p_notice said = {EPIC_EINVAL, op.epoch, kind, rank, {index, value, 0, 0}};
     if (kind == P2P_FAULT_REPLICA) said.about[2] = num_ids(job);
     if (kind == P2P_FAULT_EXPERT || kind == P2P_FAULT_DUPLICATE || kind == P2P_FAULT_LOGICAL)
-        said = {
-            EPIC_EINVAL, now.epoch, kind, rank, {index / k, index % k, value, num_ids(job)}};
-    notify(job.self, said);
+        said = {EPIC_EINVAL, op.epoch, kind, rank, {index / k, index % k, value, num_ids(job)}};
+    report_data_error(job.self, said);
 }
 
 /* One thread of CTA 0: the same for the lowest rank that has too few slots. */
-static __device__ __noinline__ void notify_overflow(const Planner &p, const p2p_plan_job &job,
-                                                    const Now &now)
+static __device__ __noinline__ void report_overflow(const Planner &p, const p2p_plan_job &job,
+                                                    const OpState &op)
 {
     for (int q = 0; q < job.self.num_ranks; q++) {
         const int32_t capacity = p.capacity[q] ? p.capacity[q] : 0x7fffffff;
         if (p.needed[q] <= capacity) continue;
-        notify(
+        report_data_error(
             job.self,
-            {EPIC_EOVERFLOW, now.epoch, P2P_FAULT_CAPACITY, q, {capacity, p.needed[q], 0, 0}});
+            {EPIC_EOVERFLOW, op.epoch, P2P_FAULT_CAPACITY, q, {capacity, p.needed[q], 0, 0}});
         return;
     }
 }
 
 /* The first warp or more, `threads`: header and outputs. */
-static __device__ void tell_plan(const Planner &p, const p2p_plan_job &job, int thread,
-                                 int threads)
+static __device__ void write_plan_outputs(const Planner &p, const p2p_plan_job &job, int thread,
+                                          int threads)
 {
     const device_plan_header &h = p.header;
     if (thread < WARP) {
@@ -323,7 +325,7 @@ static __device__ void tell_plan(const Planner &p, const p2p_plan_job &job, int 
             words[n] = n * WARP + lane_id() < (int)(sizeof h / 4)
                            ? ((const uint32_t *)&h)[n * WARP + lane_id()]
                            : 0;
-        const uint32_t sum = header_sum(words);
+        const uint32_t sum = header_checksum(words);
 #pragma unroll
         for (int n = 0; n < HEADER_LANE_WORDS; n++) {
             const int i = n * WARP + lane_id();
@@ -337,7 +339,7 @@ static __device__ void tell_plan(const Planner &p, const p2p_plan_job &job, int 
     for (int l = thread; l < (int)job.layer.num_logical && job.logical_load; l += threads)
         job.logical_load[l] = p.chosen[l];
     for (int e = thread; e < (int)job.layer.num_experts && job.layer.num_logical; e += threads)
-        logicals_of(job)[e] = p.logical[e];
+        logical_table(job)[e] = p.logical[e];
     for (int l = thread; l < h.num_local; l += threads) {
         const bool none = h.result != EPIC_OK || l >= h.owned;
         if (none && job.expert_rows) job.expert_rows[l] = 0;
@@ -345,16 +347,16 @@ static __device__ void tell_plan(const Planner &p, const p2p_plan_job &job, int 
     }
 }
 
-struct Placed {   /* one choice */
-    int32_t rank; /* that gets a word about it, -1: none */
+struct PlacedChoice { /* one choice */
+    int32_t rank;     /* that gets a word about it, -1: none */
     uint32_t slot;
 };
 
 /* The slot of a choice, or an EPIC_FATE, when the plan is good; all lanes, those without a choice
  * with id -1. */
 template <int KIND>
-__device__ __forceinline__ int32_t slot_of(const Planner &p, const p2p_plan_job &job,
-                                           int64_t id, int k, int32_t place, int &e)
+__device__ __forceinline__ int32_t slot_of_choice(const Planner &p, const p2p_plan_job &job,
+                                                  int64_t id, int k, int32_t place, int &e)
 {
     const int tallies = tallies_of<KIND>(job);
     e = (int)id;
@@ -362,10 +364,10 @@ __device__ __forceinline__ int32_t slot_of(const Planner &p, const p2p_plan_job 
         if (e < 0) return EPIC_FATE_NONE;
         return p.start[e] + p.low[e] + p.tally[threadIdx.x / WARP * tallies + e] + place;
     }
-    int32_t nth = e < 0 ? 0 : order_of(p, job, tallies, e, k, place);
-    if (e >= 0 && job.layer.num_logical && !job.resolves) e = replica_at(p, e, nth);
-    const bool keeps = e >= 0 && nth < kept(p, job, e),
-               full = e >= 0 && nth >= quota(p, job, e);
+    int32_t nth = e < 0 ? 0 : keep_order_of(p, job, tallies, e, k, place);
+    if (e >= 0 && job.layer.num_logical && !job.resolves) e = choose_replica(p, e, nth);
+    const bool keeps = e >= 0 && nth < num_kept(p, job, e),
+               full = e >= 0 && nth >= expert_quota(p, job, e);
     if (job.by_k) /* in the order of slots others come before */
         nth = count_group(p.taken + threadIdx.x / WARP * (int)job.layer.num_experts,
                           keeps ? e : -1);
@@ -377,16 +379,17 @@ __device__ __forceinline__ int32_t slot_of(const Planner &p, const p2p_plan_job 
 
 /* All lanes; `at` -1: this one has no choice. */
 template <int KIND>
-__device__ __forceinline__ Placed place_choice(const Planner &p, const p2p_plan_job &job,
-                                               int64_t at, int64_t id, int k, int32_t place,
-                                               int32_t *fate, int32_t *rank_of)
+__device__ __forceinline__ PlacedChoice place_choice(const Planner &p, const p2p_plan_job &job,
+                                                     int64_t at, int64_t id, int k,
+                                                     int32_t place, int32_t *fate,
+                                                     int32_t *rank_of)
 {
-    const bool valid = at >= 0 && id >= 0 && id < num_planned<KIND>(job);
+    const bool valid = at >= 0 && id >= 0 && id < num_planned_ids<KIND>(job);
     const bool bad = p.header.result != EPIC_OK;
     int32_t where = EPIC_FATE_NONE, owner = -1;
     if (!bad) {
         int e;
-        where = slot_of<KIND>(p, job, valid ? id : -1, k, place, e);
+        where = slot_of_choice<KIND>(p, job, valid ? id : -1, k, place, e);
         if (where >= 0) owner = p.owner[e];
     } else if (valid && p.header.result == EPIC_EOVERFLOW) {
         where = EPIC_FATE_RANK_FULL;
@@ -399,20 +402,20 @@ __device__ __forceinline__ Placed place_choice(const Planner &p, const p2p_plan_
 }
 
 /* Sends the records of the lanes' tokens; c[h] is the choice of half h. */
-__device__ __forceinline__ void send_records(const Now &now, const p2p_plan_job &job,
-                                             const Lanes &lanes, int32_t token, bool in,
-                                             const Placed (&c)[2])
+__device__ __forceinline__ void send_records(const OpState &op, const p2p_plan_job &job,
+                                             const TokenLanes &lanes, int32_t token, bool in,
+                                             const PlacedChoice (&c)[2])
 {
     const p2p_self &self = job.self;
     const int top_k = job.layer.top_k;
     const int64_t base = self.at.records / 8 +
-                         ((int64_t)parity(now) * self.num_ranks + self.rank) * self.max_tokens *
-                             MOST_TOP_K(self) +
+                         ((int64_t)epoch_parity(op) * self.num_ranks + self.rank) *
+                             self.max_tokens * HEAP_TOP_K(self) +
                          (int64_t)token * top_k;
     for (int i = 1; i <= self.num_ranks; i++) {
-        const int q = wrap(self.rank + i, self.num_ranks);
+        const int q = wrap_rank(self.rank + i, self.num_ranks);
         uint64_t *to = (uint64_t *)self.heap[q] + base;
-        if (HOSTS) to += records_apart(self, q);
+        if (HOSTS) to += record_word_offset(self, q);
         const uint32_t first = __ballot_sync(ALL_LANES, c[0].rank == q) & lanes.mates;
         const uint32_t second =
             lanes.halves == 2 ? __ballot_sync(ALL_LANES, c[1].rank == q) : 0;
@@ -420,26 +423,27 @@ __device__ __forceinline__ void send_records(const Now &now, const p2p_plan_job 
         if (c[0].rank == q) {
             const bool last = !(first & above) && !second;
             store_relaxed(to + __popc(first & lanes_below()),
-                          stamp(now, c[0].slot | (last ? RECORD_LAST : 0)));
+                          stamp_word(op, c[0].slot | (last ? RECORD_LAST : 0)));
         }
         if (c[1].rank == q) {
             const bool last = !(second & above);
             store_relaxed(to + __popc(first) + __popc(second & lanes_below()),
-                          stamp(now, c[1].slot | (last ? RECORD_LAST : 0)));
+                          stamp_word(op, c[1].slot | (last ? RECORD_LAST : 0)));
         }
         if (in && lanes.on && lanes.k == 0 && !first && !second)
-            store_relaxed(to, stamp(now, RECORD_ABSENT | RECORD_LAST));
+            store_relaxed(to, stamp_word(op, RECORD_ABSENT | RECORD_LAST));
 #ifdef EPIC_HOSTS
-        end_records(now, lanes, q, to, in, __popc(first) + __popc(second));
+        fill_records(op, lanes, q, to, in, __popc(first) + __popc(second));
 #endif
     }
 }
 
 /* The choices that a warp has counted are placed and told. */
 template <int KIND>
-static __device__ void place_counted(Planner &p, const p2p_plan_job &job, const Now &now,
-                                     const Lanes &lanes, const Part &part,
-                                     const Counted &counted, int32_t *fate, int32_t *rank_of)
+static __device__ void place_counted(Planner &p, const p2p_plan_job &job, const OpState &op,
+                                     const TokenLanes &lanes, const TokenRange &part,
+                                     const CountedChoices &counted, int32_t *fate,
+                                     int32_t *rank_of)
 {
 #pragma unroll
     for (int i = 0; i < COUNTED_GROUPS; i++) {
@@ -447,25 +451,25 @@ static __device__ void place_counted(Planner &p, const p2p_plan_job &job, const 
         const bool in = lanes.on && token < part.end;
         const int64_t at = in ? (int64_t)token * job.layer.top_k + lanes.k : -1;
         if (part.begin + i * lanes.tokens >= part.end) break;
-        const Placed c[2] = {place_choice<KIND>(p, job, at, in ? counted.id[i] : -1, lanes.k,
-                                                counted.place[i], fate, rank_of),
-                             {-1, 0}};
-        send_records(now, job, lanes, token, token < part.end, c);
+        const PlacedChoice c[2] = {place_choice<KIND>(p, job, at, in ? counted.id[i] : -1,
+                                                      lanes.k, counted.place[i], fate, rank_of),
+                                   {-1, 0}};
+        send_records(op, job, lanes, token, token < part.end, c);
     }
 }
 
 template <int KIND>
-static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const Now &now,
-                                     const Lanes &lanes, const Part &part,
-                                     const Counted &counted)
+static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const OpState &op,
+                                     const TokenLanes &lanes, const TokenRange &part,
+                                     const CountedChoices &counted)
 {
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
                                                         job.layer.num_experts, job.layer.top_k);
     int32_t *fate = (int32_t *)(job.plan + at.fate);
     int32_t *rank_of = (int32_t *)(job.plan + at.rank_of);
     const int top_k = job.layer.top_k;
-    if (KIND == 0 && counted_all(part, lanes))
-        return place_counted<KIND>(p, job, now, lanes, part, counted, fate, rank_of);
+    if (KIND == 0 && has_counted_all(part, lanes))
+        return place_counted<KIND>(p, job, op, lanes, part, counted, fate, rank_of);
     for (int t = part.begin; t < part.end; t += 2 * lanes.tokens) {
         int64_t where[4], id[4];
         int32_t place[4];
@@ -480,7 +484,7 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
         }
 #pragma unroll
         for (int g = 0; g < 2; g++) {
-            Placed c[2];
+            PlacedChoice c[2];
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 const int i = g * 2 + h;
@@ -490,7 +494,7 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
                                               place[i], fate, rank_of);
             }
             const int token = t + g * lanes.tokens + lanes.token;
-            send_records(now, job, lanes, token, token < part.end, c);
+            send_records(op, job, lanes, token, token < part.end, c);
         }
     }
 }
@@ -498,8 +502,8 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
 #ifdef EPIC_HOSTS
 /* Every thread of a CTA that plans, which has stored what ranks are told of its tokens, thread = rank:
  * one piece of it, as few large puts are quicker than many. */
-static __device__ __noinline__ void ship_told(const Planner &p, const p2p_plan_job &job,
-                                              const Now &now, bool flat)
+static __device__ __noinline__ void post_put_plan(const Planner &p, const p2p_plan_job &job,
+                                                  const OpState &op, bool flat)
 {
     const p2p_self &self = job.self;
     const int q = (int)threadIdx.x, top_k = (int)job.layer.top_k;
@@ -507,63 +511,65 @@ static __device__ __noinline__ void ship_told(const Planner &p, const p2p_plan_j
     const int tokens = min(job.num_tokens - begin, p.tokens_of_cta);
     __syncthreads();
     if (q >= self.num_ranks || tokens <= 0) return;
-    const int64_t source = (int64_t)parity(now) * self.num_ranks + place_of(self, q, self.rank);
+    const int64_t source =
+        (int64_t)epoch_parity(op) * self.num_ranks + source_number(self, q, self.rank);
     const uint64_t *records = (const uint64_t *)(self.heap[q] + self.at.records) +
-                              source * self.max_tokens * MOST_TOP_K(self) +
+                              source * self.max_tokens * HEAP_TOP_K(self) +
                               (int64_t)begin * top_k;
-    if (top_k <= WARP) ship_many(now, q, records, (int64_t)tokens * top_k);
+    if (top_k <= WARP) post_put_words(op, q, records, (int64_t)tokens * top_k);
     if (flat)
-        ship_many(now, q,
-                  row_word(self, now, self.heap[q], place_of(self, q, self.rank), begin),
-                  tokens);
+        post_put_words(
+            op, q,
+            row_word_address(self, op, self.heap[q], source_number(self, q, self.rank), begin),
+            tokens);
 }
 #endif
 
 /* Every thread of the first `planners` CTAs.  false: the group is broken. */
 template <int KIND>
-static __device__ bool make_plan(Planner &p, const p2p_plan_job &job, const Now &now,
+static __device__ bool make_plan(Planner &p, const p2p_plan_job &job, const OpState &op,
                                  uint8_t *memory)
 {
     constexpr bool FLAT = KIND & PLAN_FLAT, RARE = KIND & PLAN_RARE;
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
                                                         job.layer.num_experts, job.layer.top_k);
     const bool replicated = RARE && job.layer.num_logical;
-    planner_begin<KIND>(p, job, memory);
+    begin_planner<KIND>(p, job, memory);
     __syncthreads();
     if (replicated) read_replicas(p, job);
-    if (replicated && job.resolves && !resolve(p, job, now)) return false;
-    const Lanes lanes(job.layer.top_k);
-    const Part part = part_of_warp(p, job);
-    Counted counted;
+    if (replicated && job.resolves && !resolve_replicas(p, job, op)) return false;
+    const TokenLanes lanes(job.layer.top_k);
+    const TokenRange part = range_of_warp(p, job);
+    CountedChoices counted;
     count_choices<KIND>(p, job, lanes, part, (int32_t *)(job.plan + at.fate), counted);
     __syncthreads();
-    publish_tallies<KIND>(p, job, now);
-    bool ok = prepare(p, job, now);
-    ok = exchange_counts<KIND>(p, job, now) && ok;
-    if (replicated && ok && threadIdx.x == 0) ok = compare_tables(p, job, now);
+    publish_tallies<KIND>(p, job, op);
+    bool ok = prepare_header(p, job, op);
+    ok = exchange_counts<KIND>(p, job, op) && ok;
+    if (replicated && ok && threadIdx.x == 0) ok = compare_tables(p, job, op);
     ok = __syncthreads_and(ok);
-    if (replicated && ok && !job.resolves) spread_choices(p, job);
-    if (RARE && ok && job.by_k) order_by_k(p, job);
-    ok = ok && decide<KIND>(p, job, now);
+    if (replicated && ok && !job.resolves) split_among_replicas(p, job);
+    if (RARE && ok && job.by_k) prepare_by_k(p, job);
+    ok = ok && decide_plan<KIND>(p, job, op);
     if (!ok) return false;
     if (RARE && !FLAT && job.by_k)
-        count_taken(p, job, [&](int expert) { return kept(p, job, expert); });
+        count_kept_before(p, job, [&](int expert) { return num_kept(p, job, expert); });
     if (FLAT)
-        place_rows<KIND>(p, job, now);
+        place_rows<KIND>(p, job, op);
     else
-        place_choices<KIND>(p, job, now, lanes, part, counted);
+        place_choices<KIND>(p, job, op, lanes, part, counted);
 #ifdef EPIC_HOSTS
-    ship_told(p, job, now, FLAT);
+    post_put_plan(p, job, op, FLAT);
 #endif
     if (blockIdx.x == 0) {
-        tell_plan(p, job, (int)threadIdx.x, (int)blockDim.x);
+        write_plan_outputs(p, job, (int)threadIdx.x, (int)blockDim.x);
         __syncthreads();
         if (threadIdx.x == 0) {
-            if (p.header.result == EPIC_EINVAL) notify_fault(p, job, now);
-            if (p.header.result == EPIC_EOVERFLOW) notify_overflow(p, job, now);
+            if (p.header.result == EPIC_EINVAL) report_fault(p, job, op);
+            if (p.header.result == EPIC_EOVERFLOW) report_overflow(p, job, op);
             if (job.self.operation == EPIC_OP_PLAN) return true; /* nobody waits for it */
             __threadfence();
-            store_release(&control_of(now)->planned, now.epoch);
+            store_release(&control_of(op)->planned, op.epoch);
         }
     }
     return true;

@@ -20,13 +20,13 @@ __host__ __device__ inline int replica_bytes(const epic_layer *layer)
     return layer->num_logical ? (int)layer->num_experts * 12 + 16 : 0;
 }
 
-__device__ __forceinline__ int replicas_of(const Planner &p, int logical)
+__device__ __forceinline__ int num_replicas_of(const Planner &p, int logical)
 {
     return p.first[logical + 1] - p.first[logical];
 }
 
 /* One warp: where the replicas of each logical expert begin, from how many there are. */
-static __device__ void sum_replicas(Planner &p, int num_logical)
+static __device__ void sum_replica_counts(Planner &p, int num_logical)
 {
     int before = 0;
     for (int i = 0; i < num_logical; i += WARP) {
@@ -42,7 +42,7 @@ static __device__ void sum_replicas(Planner &p, int num_logical)
     if (lane_id() == 0) p.first[num_logical] = (uint16_t)before;
 }
 
-/* Every thread, after planner_begin: the table, checked.  Entries out of range count as 0. */
+/* Every thread, after begin_planner: the table, checked.  Entries out of range count as 0. */
 static __device__ void read_replicas(Planner &p, const p2p_plan_job &job)
 {
     const int experts = job.layer.num_experts, num_logical = job.layer.num_logical;
@@ -72,45 +72,46 @@ static __device__ void read_replicas(Planner &p, const p2p_plan_job &job)
         atomicAdd(&p.chosen[p.logical[e]], 1);
     }
     __syncthreads();
-    if (threadIdx.x < WARP) sum_replicas(p, num_logical);
+    if (threadIdx.x < WARP) sum_replica_counts(p, num_logical);
     __syncthreads();
     for (int e = threadIdx.x; e < experts; e += blockDim.x)
         p.replica[p.first[p.logical[e]] + p.nth[e]] = (uint16_t)e;
     for (int l = threadIdx.x; l < num_logical; l += blockDim.x)
-        if (replicas_of(p, l) == 0) atomicMin(&p.bad_replica, (uint32_t)(experts + l));
+        if (num_replicas_of(p, l) == 0) atomicMin(&p.bad_replica, (uint32_t)(experts + l));
     __syncthreads();
 }
 
 /* A word of the counts, past all others: the table's hash, 0 if it cannot be used. */
-__device__ __forceinline__ uint32_t table_said(const Planner &p)
+__device__ __forceinline__ uint32_t table_hash_word(const Planner &p)
 {
-    return p.bad_replica == NOTHING ? p.table | 1 : 0;
+    return p.bad_replica == NO_INDEX ? p.table | 1 : 0;
 }
 
 /* One thread of each CTA: have all ranks the same table? */
-static __device__ bool compare_tables(const Planner &p, const p2p_plan_job &job, const Now &now)
+static __device__ bool compare_tables(const Planner &p, const p2p_plan_job &job,
+                                      const OpState &op)
 {
     const p2p_self &self = job.self;
-    const uint32_t own = table_said(p);
+    const uint32_t own = table_hash_word(p);
     const int64_t counts = self.at.counts / 8 +
-                           (int64_t)parity(now) * self.num_ranks * DEVICE_MAX_TALLIES +
+                           (int64_t)epoch_parity(op) * self.num_ranks * DEVICE_MAX_TALLIES +
                            num_tallies(job, true);
     for (int q = 0; q < self.num_ranks && blockIdx.x == 0; q++) {
         uint64_t *to = (uint64_t *)self.heap[q] + counts + self.rank * DEVICE_MAX_TALLIES;
-        store_relaxed(to, stamp(now, own));
-        ship(now, q, to, 8);
+        store_relaxed(to, stamp_word(op, own));
+        post_put(op, q, to, 8);
     }
     for (int q = 0; q < self.num_ranks; q++) {
         const uint64_t *from =
-            (const uint64_t *)heap_by(now, q) + counts + q * DEVICE_MAX_TALLIES;
+            (const uint64_t *)inbox_base(op, q) + counts + q * DEVICE_MAX_TALLIES;
         uint64_t word = 0;
-        if (!wait_alone(now, q, P2P_PHASE_COUNTS, [&] {
+        if (!wait_thread(op, q, P2P_PHASE_COUNTS, [&] {
                 word = load_relaxed(from);
-                return stamped(now, word);
+                return is_stamped(op, word);
             }))
             return false;
         if (own && (uint32_t)word && (uint32_t)word != own) {
-            report_table(now, q);
+            report_table_mismatch(op, q);
             return false;
         }
     }
@@ -119,33 +120,34 @@ static __device__ bool compare_tables(const Planner &p, const p2p_plan_job &job,
 
 /* Every thread, when the ranks' counts are there: those of logical experts become those of their
  * replicas. */
-static __device__ void spread_choices(Planner &p, const p2p_plan_job &job)
+static __device__ void split_among_replicas(Planner &p, const p2p_plan_job &job)
 {
     const int experts = job.layer.num_experts, num_logical = job.layer.num_logical;
     for (int l = threadIdx.x; l < num_logical; l += blockDim.x) p.chosen[l] = p.load[l];
     __syncthreads();
     for (int e = threadIdx.x; e < experts; e += blockDim.x) {
-        const int l = p.logical[e], replicas = replicas_of(p, l);
+        const int l = p.logical[e], replicas = num_replicas_of(p, l);
         p.load[e] = (p.chosen[l] + replicas - 1 - p.nth[e]) / replicas;
     }
     __syncthreads();
 }
 
 /* What expert_capacity leaves an expert. */
-__device__ __forceinline__ int32_t quota(const Planner &p, const p2p_plan_job &job, int expert)
+__device__ __forceinline__ int32_t expert_quota(const Planner &p, const p2p_plan_job &job,
+                                                int expert)
 {
     const uint32_t limit = job.layer.expert_capacity;
     if (job.layer.overflow != EPIC_OVERFLOW_DROP || limit == 0 || limit > 0x7fffffff)
         return 0x7fffffff;
     if (!job.layer.num_logical) return (int32_t)limit;
-    const uint32_t replicas = (uint32_t)replicas_of(p, p.logical[expert]);
+    const uint32_t replicas = (uint32_t)num_replicas_of(p, p.logical[expert]);
     return (int32_t)((limit + replicas - 1 - p.nth[expert]) / replicas);
 }
 
 /* Choice `nth` of a logical expert: the replica that has it, and its place there. */
-__device__ __forceinline__ int replica_at(const Planner &p, int logical, int32_t &nth)
+__device__ __forceinline__ int choose_replica(const Planner &p, int logical, int32_t &nth)
 {
-    const int replicas = replicas_of(p, logical), turn = nth % replicas;
+    const int replicas = num_replicas_of(p, logical), turn = nth % replicas;
     nth /= replicas;
     return p.replica[p.first[logical] + turn];
 }

@@ -11,30 +11,30 @@
 
 #include "cuda/plan/replicas.cuh"
 
-__device__ __forceinline__ uint64_t *chosen_words(const p2p_self &self, const Now &now,
+__device__ __forceinline__ uint64_t *chosen_words(const p2p_self &self, const OpState &op,
                                                   uint8_t *heap, int rank)
 {
     return (uint64_t *)(heap + self.at.chosen) +
-           ((int64_t)parity(now) * self.num_ranks + rank) * P2P_REPLICATED_EXPERTS;
+           ((int64_t)epoch_parity(op) * self.num_ranks + rank) * P2P_REPLICATED_EXPERTS;
 }
 
 /* One thread: choices of a logical expert here and everywhere. */
-static __device__ bool exchange_chosen(Planner &p, const p2p_self &self, const Now &now,
+static __device__ bool exchange_chosen(Planner &p, const p2p_self &self, const OpState &op,
                                        int logical, uint32_t own)
 {
     uint32_t low = 0, all = 0;
     for (int i = 1; i <= self.num_ranks; i++) {
-        const int q = wrap(self.rank + i, self.num_ranks);
-        uint64_t *to = chosen_words(self, now, self.heap[q], self.rank) + logical;
-        store_relaxed(to, stamp(now, own));
-        ship(now, q, to, 8);
+        const int q = wrap_rank(self.rank + i, self.num_ranks);
+        uint64_t *to = chosen_words(self, op, self.heap[q], self.rank) + logical;
+        store_relaxed(to, stamp_word(op, own));
+        post_put(op, q, to, 8);
     }
     for (int q = 0; q < self.num_ranks; q++) {
-        const uint64_t *from = chosen_words(self, now, heap_by(now, q), q) + logical;
+        const uint64_t *from = chosen_words(self, op, inbox_base(op, q), q) + logical;
         uint64_t word = 0;
-        if (!wait_alone(now, q, P2P_PHASE_COUNTS, [&] {
+        if (!wait_thread(op, q, P2P_PHASE_COUNTS, [&] {
                 word = load_relaxed(from);
-                return stamped(now, word);
+                return is_stamped(op, word);
             }))
             return false;
         if (q < self.rank) low += (uint32_t)word;
@@ -46,23 +46,24 @@ static __device__ bool exchange_chosen(Planner &p, const p2p_self &self, const N
 }
 
 /* Every thread, when the tables are there and nothing is counted yet; false: the group is broken. */
-static __device__ __noinline__ bool resolve(Planner &p, const p2p_plan_job &job, const Now &now)
+static __device__ __noinline__ bool resolve_replicas(Planner &p, const p2p_plan_job &job,
+                                                     const OpState &op)
 {
-    const Lanes lanes(job.layer.top_k);
+    const TokenLanes lanes(job.layer.top_k);
     const int logicals = (int)job.layer.num_logical, warp = threadIdx.x / WARP;
     const bool distinct = (job.layer.flags & EPIC_DISTINCT) != 0;
-    int32_t *const expert_of = resolved(job), *const tally = p.tally + warp * logicals;
-    const auto read = [&](int64_t at) { return choice_id(job, at); };
-    each_choice(job, lanes, part_of_warp(p, job), read,
-                [&](int64_t at, int64_t id, int, int32_t first, int) {
-                    const int32_t logical = checked_id(p, at, id, logicals);
-                    uint32_t same;
-                    const int32_t place = count_group(tally, logical, same);
-                    if (distinct && repeats(lanes, logical, same, first))
-                        atomicMin(&p.bad_choice, (uint32_t)at);
-                    if (at >= 0) expert_of[at] = place;
-                    return logical;
-                });
+    int32_t *const expert_of = resolved_experts(job), *const tally = p.tally + warp * logicals;
+    const auto read = [&](int64_t at) { return read_id(job, at); };
+    for_each_choice(job, lanes, range_of_warp(p, job), read,
+                    [&](int64_t at, int64_t id, int, int32_t first, int) {
+                        const int32_t logical = check_id(p, at, id, logicals);
+                        uint32_t same;
+                        const int32_t place = count_group(tally, logical, same);
+                        if (distinct && is_repeated_choice(lanes, logical, same, first))
+                            atomicMin(&p.bad_choice, (uint32_t)at);
+                        if (at >= 0) expert_of[at] = place;
+                        return logical;
+                    });
     __syncthreads();
     bool ok = true;
     for (int l = threadIdx.x; l < logicals && ok; l += blockDim.x) {
@@ -72,18 +73,19 @@ static __device__ __noinline__ bool resolve(Planner &p, const p2p_plan_job &job,
             p.tally[w * logicals + l] = (int32_t)sum;
             sum += count;
         }
-        ok = exchange_chosen(p, job.self, now, l, sum);
+        ok = exchange_chosen(p, job.self, op, l, sum);
     }
     ok = __syncthreads_and(ok) != 0;
     if (!ok) return false;
-    each_choice(job, lanes, part_of_warp(p, job), read,
-                [&](int64_t at, int64_t id, int, int32_t, int) {
-                    const bool there =
-                        at >= 0 && id >= 0 && id < logicals && replicas_of(p, (int)id) > 0;
-                    int32_t nth = there ? p.low[id] + tally[id] + expert_of[at] : 0;
-                    if (at >= 0) expert_of[at] = there ? replica_at(p, (int)id, nth) : -1;
-                    return -1;
-                });
+    for_each_choice(job, lanes, range_of_warp(p, job), read,
+                    [&](int64_t at, int64_t id, int, int32_t, int) {
+                        const bool there = at >= 0 && id >= 0 && id < logicals &&
+                                           num_replicas_of(p, (int)id) > 0;
+                        int32_t nth = there ? p.low[id] + tally[id] + expert_of[at] : 0;
+                        if (at >= 0)
+                            expert_of[at] = there ? choose_replica(p, (int)id, nth) : -1;
+                        return -1;
+                    });
     __syncthreads();
     for (int i = threadIdx.x; i < p.warps * logicals; i += blockDim.x) p.tally[i] = 0;
     __syncthreads();

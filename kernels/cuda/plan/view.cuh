@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Reading plans on the device, and records: what a peer says about a token of its own, its slots
  * here, as up to top_k stamped words, ascending k, the last one marked. */
-#ifndef EPIC_PLAN_CUH
-#define EPIC_PLAN_CUH
+#ifndef EPIC_PLAN_VIEW_CUH
+#define EPIC_PLAN_VIEW_CUH
 
 #include "cuda/net/operation.cuh"
 
@@ -19,24 +19,24 @@ __device__ __forceinline__ uint32_t lanes_below()
 
 #define HEADER_LANE_WORDS ((int)((sizeof(device_plan_header) / 4 + WARP - 1) / WARP))
 
-struct Plan { /* a plan that is read, in shared memory */
+struct PlanView { /* a plan that is read, in shared memory */
     device_plan_header header;
     const int32_t *slab_begin, *rank_of, *records;
     const device_padding *padding; /* [1 << slab_bits], zeros past the slabs owned */
     int32_t slab_bits;
     int32_t most_tokens; /* of any rank */
-    uint32_t good;       /* the bytes are a plan of this rank's */
+    uint32_t is_valid;   /* the bytes are a plan of this rank's */
 };
 
 /* Where the record of a rank's token begins among the plan's. */
-__device__ __forceinline__ int64_t record_at(const p2p_self &self, int rank, int32_t token,
-                                             int top_k)
+__device__ __forceinline__ int64_t record_index(const p2p_self &self, int rank, int32_t token,
+                                                int top_k)
 {
     return ((int64_t)rank * self.max_tokens + token) * top_k;
 }
 
 /* One warp: the sum of a header's words, of which lane l has words l, l + 32, ... */
-static __device__ uint32_t header_sum(const uint32_t (&words)[HEADER_LANE_WORDS])
+static __device__ uint32_t header_checksum(const uint32_t (&words)[HEADER_LANE_WORDS])
 {
     uint32_t sum = 0;
 #pragma unroll
@@ -49,21 +49,22 @@ static __device__ uint32_t header_sum(const uint32_t (&words)[HEADER_LANE_WORDS]
 }
 
 /* Was the plan made with the layer that the call was given? */
-__device__ __forceinline__ bool has_layer(const device_plan_header &h, const p2p_self &self)
+__device__ __forceinline__ bool is_plan_of_layer(const device_plan_header &h,
+                                                 const p2p_self &self)
 {
     return !self.layer_hashes[0] || h.layer_hash == self.layer_hashes[0] ||
            h.layer_hash == self.layer_hashes[1];
 }
 
 /* One warp. */
-static __device__ bool header_fits(const device_plan_header &h, const p2p_self &self,
-                                   int64_t plan_bytes)
+static __device__ bool is_header_valid(const device_plan_header &h, const p2p_self &self,
+                                       int64_t plan_bytes)
 {
     const int q = lane_id();
     bool fits = h.magic == DEVICE_PLAN_MAGIC && h.group_id == self.group_id &&
                 h.layout <= EPIC_FLAT && h.bytes <= plan_bytes && h.rank == self.rank &&
                 h.num_ranks == self.num_ranks && h.max_tokens == self.max_tokens &&
-                h.top_k >= 1 && h.top_k <= MOST_TOP_K(self) && h.num_experts >= 1 &&
+                h.top_k >= 1 && h.top_k <= HEAP_TOP_K(self) && h.num_experts >= 1 &&
                 h.num_experts <= DEVICE_MAX_EXPERTS && h.alignment >= 1 && h.owned >= 0 &&
                 h.owned <= (int32_t)h.num_experts && h.leaves >= 1 &&
                 h.num_logical <= h.num_experts;
@@ -73,7 +74,8 @@ static __device__ bool header_fits(const device_plan_header &h, const p2p_self &
     return __all_sync(ALL_LANES, fits) != 0;
 }
 
-static __device__ void point_into(Plan &view, const uint8_t *plan, const p2p_self &self)
+static __device__ void set_plan_pointers(PlanView &view, const uint8_t *plan,
+                                         const p2p_self &self)
 {
     const device_plan_header &h = view.header;
     const device_plan_layout at =
@@ -85,12 +87,13 @@ static __device__ void point_into(Plan &view, const uint8_t *plan, const p2p_sel
 }
 
 /* One thread: reports why the plan cannot be used.  `whole`: its bytes are a plan's. */
-static __device__ __noinline__ void
-notify_plan(const p2p_self &self, const device_plan_header &h, bool whole, int32_t num_tokens)
+static __device__ __noinline__ void report_bad_plan(const p2p_self &self,
+                                                    const device_plan_header &h, bool whole,
+                                                    int32_t num_tokens)
 {
-    const p2p_fault fault = !whole               ? P2P_FAULT_PLAN
-                            : has_layer(h, self) ? P2P_FAULT_TOKENS
-                                                 : P2P_FAULT_LAYER;
+    const p2p_fault fault = !whole                      ? P2P_FAULT_PLAN
+                            : is_plan_of_layer(h, self) ? P2P_FAULT_TOKENS
+                                                        : P2P_FAULT_LAYER;
     if (self.operation == EPIC_OP_NONE) return;
     const p2p_control *control = (const p2p_control *)(self.heap[self.rank] + self.at.control);
     p2p_notice said = {EPIC_EINVAL,
@@ -98,7 +101,7 @@ notify_plan(const p2p_self &self, const device_plan_header &h, bool whole, int32
                        (uint32_t)fault,
                        self.rank,
                        {num_tokens, h.tokens_of[self.rank], self.operation, 0}};
-    notify(self, said);
+    report_data_error(self, said);
 }
 
 #define ANY_TOKENS (-1)
@@ -118,7 +121,7 @@ __device__ __forceinline__ void load_header(uint32_t (&words)[HEADER_LANE_WORDS]
 }
 
 /* One warp: the plan whose header that is. */
-static __device__ void view_plan(Plan &view, const uint32_t (&words)[HEADER_LANE_WORDS],
+static __device__ void view_plan(PlanView &view, const uint32_t (&words)[HEADER_LANE_WORDS],
                                  const uint8_t *plan, int64_t plan_bytes, const p2p_self &self,
                                  int32_t num_tokens)
 {
@@ -126,29 +129,29 @@ static __device__ void view_plan(Plan &view, const uint32_t (&words)[HEADER_LANE
     for (int n = 0; n < HEADER_LANE_WORDS; n++)
         if (n * WARP + lane_id() < (int)(sizeof(device_plan_header) / 4))
             ((uint32_t *)&view.header)[n * WARP + lane_id()] = words[n];
-    const uint32_t sum = header_sum(words);
+    const uint32_t sum = header_checksum(words);
     __syncwarp();
     const device_plan_header &h = view.header;
-    const bool fits = header_fits(h, self, plan_bytes), whole = sum == h.sum && fits;
+    const bool fits = is_header_valid(h, self, plan_bytes), whole = sum == h.sum && fits;
     const int32_t tokens = lane_id() < self.num_ranks ? h.tokens_of[lane_id()] : 0;
     const int32_t most = __reduce_max_sync(ALL_LANES, tokens);
     if (lane_id() == 0) {
         view.most_tokens = most;
-        view.good = whole && has_layer(h, self) &&
-                    (num_tokens == ANY_TOKENS || h.tokens_of[self.rank] == num_tokens);
-        if (!view.good) {
-            if (blockIdx.x == 0) notify_plan(self, h, whole, num_tokens);
+        view.is_valid = whole && is_plan_of_layer(h, self) &&
+                        (num_tokens == ANY_TOKENS || h.tokens_of[self.rank] == num_tokens);
+        if (!view.is_valid) {
+            if (blockIdx.x == 0) report_bad_plan(self, h, whole, num_tokens);
             view.header.id = 0;
             view.header.result = EPIC_EINVAL;
         }
-        point_into(view, plan, self);
+        set_plan_pointers(view, plan, self);
         view.slab_bits = device_slab_bits(h.owned);
     }
 }
 
 /* Every thread of a CTA.  A plan that is none, or of another layer or number of tokens, is not good,
  * and has the id 0. */
-static __device__ void read_plan(Plan &view, const uint8_t *plan, int64_t plan_bytes,
+static __device__ void read_plan(PlanView &view, const uint8_t *plan, int64_t plan_bytes,
                                  const p2p_self &self, int32_t num_tokens)
 {
     if (threadIdx.x < WARP) {
@@ -162,27 +165,27 @@ static __device__ void read_plan(Plan &view, const uint8_t *plan, int64_t plan_b
 /* Some threads, when all have announced: has every rank rows for all slots that the plan, a good
  * one, gives it?  The one that `tells` tells of the first that has not.  What a rank with few tokens
  * says of its rows may come after its signature; of a broken group the answer is yes. */
-static __device__ __noinline__ bool rows_suffice(const p2p_self &self, const Now &now,
-                                                 const volatile device_plan_header *h,
-                                                 bool tells)
+static __device__ __noinline__ bool check_rows(const p2p_self &self, const OpState &op,
+                                               const volatile device_plan_header *h, bool tells)
 {
     for (int q = 0; q < self.num_ranks; q++) {
         const int32_t needed = h->slots_of[q];
-        const uint64_t *said = announcement(now, heap_by(now, q), q) + P2P_SAYS_ROWS;
+        const uint64_t *said =
+            announcement_words(op, inbox_base(op, q), q) + P2P_ANNOUNCED_ROWS;
         uint64_t word = 0;
-        if (!wait_alone(now, q, P2P_PHASE_ARRIVE, [&] {
+        if (!wait_thread(op, q, P2P_PHASE_ARRIVE, [&] {
                 word = load_relaxed(said);
-                return stamped(now, word);
+                return is_stamped(op, word);
             }))
             return true;
         const int32_t rows = (int32_t)(uint32_t)word;
         if (needed <= rows) continue;
         if (tells)
-            notify(self, {EPIC_EOVERFLOW,
-                          now.epoch,
-                          P2P_FAULT_ROWS,
-                          q,
-                          {rows, needed, self.operation, 0}});
+            report_data_error(self, {EPIC_EOVERFLOW,
+                                     op.epoch,
+                                     P2P_FAULT_ROWS,
+                                     q,
+                                     {rows, needed, self.operation, 0}});
         return false;
     }
     return true;
@@ -191,29 +194,30 @@ static __device__ __noinline__ bool rows_suffice(const p2p_self &self, const Now
 /* ------------------------------------------------------------------- taking records ---- */
 
 /* The record that `source` sent about its token, from the heap; strided by top_k.  (Hot paths
- * read the self from the launch's parameters, never through now.self.) */
-__device__ __forceinline__ const uint64_t *record_words(const p2p_self &self, const Now &now,
-                                                        int source, int64_t token, int top_k)
+ * read the self from the launch's parameters, never through op.self.) */
+__device__ __forceinline__ const uint64_t *
+record_address(const p2p_self &self, const OpState &op, int source, int64_t token, int top_k)
 {
-    return (const uint64_t *)(heap_by(now, source) + self.at.records) +
-           ((int64_t)parity(now) * self.num_ranks + place_of(self, self.rank, source)) *
-               self.max_tokens * MOST_TOP_K(self) +
+    return (const uint64_t *)(inbox_base(op, source) + self.at.records) +
+           ((int64_t)epoch_parity(op) * self.num_ranks +
+            source_number(self, self.rank, source)) *
+               self.max_tokens * HEAP_TOP_K(self) +
            token * top_k;
 }
 
 /* One warp takes the words [half * 32, ...) of a record as they come: this lane's slot, or -1;
  * RECORD_DISCARD stays itself.  `word` was read ahead; `more`: the record goes on. */
-__device__ __forceinline__ bool take_record(const Now &now, const uint64_t *words, int top_k,
-                                            int half, int source, uint64_t word, int32_t &slot,
-                                            bool &more)
+__device__ __forceinline__ bool receive_record(const OpState &op, const uint64_t *words,
+                                               int top_k, int half, int source, uint64_t word,
+                                               int32_t &slot, bool &more)
 {
     const int lane = lane_id(), count = min(WARP, top_k - half * WARP);
     uint32_t lasts = 0;
     bool again = false;
-    const bool ok = wait_until(now, source, P2P_PHASE_RECORD, [&] {
+    const bool ok = wait_warp(op, source, P2P_PHASE_RECORD, [&] {
         if (again) word = lane < count ? load_relaxed(words + half * WARP + lane) : 0;
         again = true;
-        const bool come = lane < count && stamped(now, word);
+        const bool come = lane < count && is_stamped(op, word);
         const uint32_t there = __ballot_sync(ALL_LANES, come);
         lasts = __ballot_sync(ALL_LANES, come && ((uint32_t)word & RECORD_LAST));
 #ifdef EPIC_HOSTS

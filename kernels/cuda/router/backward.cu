@@ -196,7 +196,8 @@ static cudaError_t launch_scale(const p2p_router_backward_job *job, cudaStream_t
 {
     const int words = row_words(job->rows.columns), warps = router_warps(words, SCALE_WARPS);
     const int bytes = of_softmax(job->rows.router) ? warps * words * 4 : 0;
-    return enqueue(router_scale_kernel, job->rows.columns, warps * WARP, bytes, stream, *job);
+    return launch_kernel(router_scale_kernel, job->rows.columns, warps * WARP, bytes, stream,
+                         *job);
 }
 
 template <int V>
@@ -205,8 +206,8 @@ static cudaError_t launch(const p2p_router_backward_job *job, cudaStream_t strea
     const int words = 2 * row_words_of<V>(job->rows.columns);
     const int warps = router_warps(words, MOST_WARPS);
     const int64_t ctas = (job->rows.num_tokens + warps - 1) / warps;
-    return enqueue(router_backward_kernel<V>, (int)ctas, warps * WARP, warps * words * 4,
-                   stream, *job);
+    return launch_kernel(router_backward_kernel<V>, (int)ctas, warps * WARP, warps * words * 4,
+                         stream, *job);
 }
 
 extern "C" cudaError_t p2p_launch_router_backward(const p2p_router_backward_job *job,

@@ -115,8 +115,8 @@ static cudaError_t launch(const p2p_router_job *job, const Deal &deal, cudaStrea
     const int words = 3 * row_words_of<V>(columns) + (groups > WARP ? row_words(groups) : 0);
     const int warps = router_warps(words, MOST_WARPS);
     const int64_t ctas = (job->rows.num_tokens + warps - 1) / warps;
-    return enqueue(router_kernel<V>, (int)ctas, warps * WARP, warps * words * 4, stream, *job,
-                   deal);
+    return launch_kernel(router_kernel<V>, (int)ctas, warps * WARP, warps * words * 4, stream,
+                         *job, deal);
 }
 
 extern "C" cudaError_t p2p_launch_router(const p2p_router_job *job, cudaStream_t stream)

@@ -157,8 +157,8 @@ static cudaError_t launch(const p2p_loss_job *job, cudaStream_t stream)
     const int words = row_words(job->rows.columns);
     const int left = SHARED_BYTES / 4 / words - 1; /* one row for the counts */
     const int warps = left < MOST_WARPS ? left : MOST_WARPS;
-    return enqueue(loss_kernel<PASS, Z>, (LOSS_RUNS + warps - 1) / warps, warps * WARP,
-                   (warps + 1) * words * 4, stream, *job);
+    return launch_kernel(loss_kernel<PASS, Z>, (LOSS_RUNS + warps - 1) / warps, warps * WARP,
+                         (warps + 1) * words * 4, stream, *job);
 }
 
 extern "C" cudaError_t p2p_launch_loss(const p2p_loss_job *job, cudaStream_t stream)
@@ -166,7 +166,7 @@ extern "C" cudaError_t p2p_launch_loss(const p2p_loss_job *job, cudaStream_t str
     const cudaError_t error =
         job->z ? launch<FORWARD, true>(job, stream) : launch<FORWARD, false>(job, stream);
     if (error != cudaSuccess) return error;
-    return enqueue(add_runs_kernel, 1, ADDERS, 0, stream, *job);
+    return launch_kernel(add_runs_kernel, 1, ADDERS, 0, stream, *job);
 }
 
 extern "C" cudaError_t p2p_launch_loss_backward(const p2p_loss_job *job, cudaStream_t stream)
@@ -198,7 +198,8 @@ extern "C" cudaError_t p2p_launch_bias_update(float *bias, const int32_t *load,
                                               int64_t num_experts, float rate,
                                               cudaStream_t stream)
 {
-    return enqueue(bias_update_kernel, 1, ADDERS, 0, stream, bias, load, num_experts, rate);
+    return launch_kernel(bias_update_kernel, 1, ADDERS, 0, stream, bias, load, num_experts,
+                         rate);
 }
 
 extern "C" cudaError_t p2p_load_loss(void)

@@ -108,7 +108,7 @@ static epic_result make_heap(epic_group *g, hosts_part *h, card *mine)
                  "clearing the heap"));
     TRY(p2p_heap_clear(g, h->heap));
     g->self.heap[g->rank] = h->heap;
-    return p2p_heap_show(g, h->heap, &mine->handle);
+    return p2p_heap_export(g, h->heap, &mine->handle);
 }
 
 /* The same from and to other hosts.  What is never stored to the outbox is never shipped. */
@@ -390,7 +390,8 @@ static epic_result connect_peers(epic_group *g, hosts_part *h, const card *cards
     for (int q = 0; q < g->num_ranks; q++) gpus[q] = cards[q].gpu;
     TRY(p2p_budget_share(g, gpus));
     for (int q = 0; q < g->num_ranks; q++)
-        if (q != g->rank && g->self.near >> q & 1) TRY(p2p_heap_reach(g, q, &cards[q].handle));
+        if (q != g->rank && g->self.near >> q & 1)
+            TRY(p2p_heap_connect(g, q, &cards[q].handle));
     g->self.local = local_of(g, cards);
     if (g->self.near + 1ull != 1ull << g->num_ranks) g->self.ahead = h->asked.ahead;
     TRY(connect_lines(g, h, cards));
@@ -406,7 +407,7 @@ static void release(epic_group *g)
         hosts_ring_close(h->ring);
         close_net(h);
         net_lines_close(h->lines);
-        p2p_heap_hide(g);
+        p2p_heap_disconnect(g);
         if (h->heap) (void)cudaFree(h->heap);
         free_boxes(h);
         if (h->shared.entries) (void)cudaFreeHost(h->shared.entries);

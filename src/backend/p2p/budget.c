@@ -8,8 +8,8 @@
 #include "base/error.h"
 
 #define MAX_DEVICES 64
-#define MAX_FEW_TOKENS 32
-#define MAX_FEW_BYTES (512 << 10) /* of rows that all ranks send to one */
+#define SMALL_TOKENS 32
+#define SMALL_BYTES (512 << 10) /* of rows that all ranks send to one */
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static int taken[MAX_DEVICES]; /* guarded by mutex */
@@ -23,7 +23,7 @@ int p2p_budget_taken(int device)
     return sms;
 }
 
-static bool add(int device, int sms, int most, int *others)
+static bool budget_add(int device, int sms, int most, int *others)
 {
     pthread_mutex_lock(&mutex);
     *others = taken[device];
@@ -33,13 +33,13 @@ static bool add(int device, int sms, int most, int *others)
     return fits;
 }
 
-static epic_result take(epic_group *g, int sms, int device_sms)
+static epic_result budget_take(epic_group *g, int sms, int device_sms)
 {
     int others;
     if (g->device >= MAX_DEVICES)
         return epic_fail(EPIC_ENOTSUP, "device %d: backend p2p takes the first %d", g->device,
                          MAX_DEVICES);
-    if (!add(g->device, sms, device_sms, &others))
+    if (!budget_add(g->device, sms, device_sms, &others))
         return epic_fail(
             EPIC_EINVAL,
             "config.max_sms: %d SMs of device %d are wanted, other contexts of this "
@@ -51,14 +51,14 @@ static epic_result take(epic_group *g, int sms, int device_sms)
 }
 
 /* SMs of an operation in a group that does not say, for what it may send at most: with fewer rows
- * than here more SMs than P2P_FEW_SMS gain nothing. */
-static int usual_sms(const epic_group *g)
+ * than here more SMs than P2P_SMALL_SMS gain nothing. */
+static int default_sms(const epic_group *g)
 {
     const epic_config *config = &g->config;
     const int64_t senders = g->num_ranks > 2 ? g->num_ranks : 2;
-    const bool few = config->max_tokens <= MAX_FEW_TOKENS &&
-                     config->max_row_bytes <= MAX_FEW_BYTES / senders / config->max_tokens;
-    return few ? P2P_FEW_SMS : P2P_MANY_SMS;
+    const bool few = config->max_tokens <= SMALL_TOKENS &&
+                     config->max_row_bytes <= SMALL_BYTES / senders / config->max_tokens;
+    return few ? P2P_SMALL_SMS : P2P_DEFAULT_SMS;
 }
 
 /* Kernels of all ranks on a GPU must be resident at once.  Ranks that share one reckon alike. */
@@ -74,7 +74,7 @@ epic_result p2p_budget_share(epic_group *g, const p2p_gpu *gpus)
     }
     const int spare = g->ranks_here > 1 ? P2P_SPARE_SMS : 0;
     int sms = (mine->device_sms - spare - taken) / g->ranks_here;
-    if (sms > usual_sms(g)) sms = usual_sms(g);
+    if (sms > default_sms(g)) sms = default_sms(g);
     if (g->config.max_sms) sms = (int)g->config.max_sms;
     if (sms < 1 || sms * g->ranks_here > mine->device_sms)
         return epic_fail(
@@ -83,7 +83,7 @@ epic_result p2p_budget_share(epic_group *g, const p2p_gpu *gpus)
             "other contexts of this process have taken: %d of %d; give each context "
             "a smaller config.max_sms, or close one",
             g->config.max_sms, g->device, g->ranks_here, taken, mine->device_sms);
-    return take(g, sms, mine->device_sms);
+    return budget_take(g, sms, mine->device_sms);
 }
 
 void p2p_budget_give_back(epic_group *g)

@@ -27,10 +27,10 @@ typedef struct experts_call { /* what both directions have */
     cudaStream_t stream;
 } experts_call;
 
-static epic_result begin(epic_group *g, experts_call *c, const epic_experts *experts,
-                         const epic_call *how, int64_t num_slots, bool backward)
+static epic_result begin_experts(epic_group *g, experts_call *c, const epic_experts *experts,
+                                 const epic_call *how, int64_t num_slots, bool backward)
 {
-    TRY(p2p_whole(g));
+    TRY(p2p_check_group(g));
     if (experts->row_type == EPIC_F64)
         return epic_fail(EPIC_ENOTSUP,
                          "experts.row_type is F64: float64 rows are for host memory");
@@ -85,7 +85,7 @@ static epic_result add_bias(const experts_call *c, const p2p_gemm *g)
     return p2p_cuda(p2p_launch_scale(&job, c->stream), "launching the experts' bias");
 }
 
-static epic_result multiply_theirs(const experts_call *c, const p2p_gemm *g)
+static epic_result launch_caller_product(const experts_call *c, const p2p_gemm *g)
 {
     const epic_gemm *theirs = c->experts.gemm;
     const epic_gemm_args args = {
@@ -111,7 +111,7 @@ static epic_result multiply_theirs(const experts_call *c, const p2p_gemm *g)
     return g->bias ? add_bias(c, g) : EPIC_OK;
 }
 
-static epic_result multiply(const experts_call *c, p2p_gemm g)
+static epic_result launch_product(const experts_call *c, p2p_gemm g)
 {
     const bool scaled = c->scaled && g.pass != EPIC_GEMM_WEIGHT;
     g.slabs = c->slabs;
@@ -119,7 +119,7 @@ static epic_result multiply(const experts_call *c, p2p_gemm g)
     g.y_type = c->experts.row_type;
     g.weight_type = scaled ? EPIC_E4M3 : c->experts.weight_type;
     g.sms = c->sms;
-    if (c->experts.gemm) return multiply_theirs(c, &g);
+    if (c->experts.gemm) return launch_caller_product(c, &g);
     return p2p_cuda(p2p_launch_gemm(&g, c->stream), "launching a product of the experts");
 }
 
@@ -148,7 +148,7 @@ epic_result p2p_experts_forward(epic_group *group, const epic_experts_args *a)
                       .saved = a->saved,
                       .slot_weights = a->slot_weights,
                       .b_gate_up = a->b_gate_up};
-    TRY(begin(group, &c, a->experts, &a->call, a->num_slots, false));
+    TRY(begin_experts(group, &c, a->experts, &a->call, a->num_slots, false));
     if (a->num_slots == 0) return EPIC_OK;
     c.slabs = slabs_of(&c, a->expert_rows, a->expert_tokens, a->num_slots);
     const bool early = c.experts.weighting == EPIC_WEIGHT_EARLY;
@@ -174,10 +174,10 @@ epic_result p2p_experts_forward(epic_group *group, const epic_experts_args *a)
     p2p_activation_job between = activation_of(&c);
     between.scales = scales;
     TRY(p2p_cuda(p2p_launch_slabs(&c.slabs, c.stream), "launching the experts' slabs"));
-    TRY(multiply(&c, first));
+    TRY(launch_product(&c, first));
     if (a->flags & EPIC_RECOMPUTE) return EPIC_OK;
     TRY(p2p_cuda(p2p_launch_activation(&between, c.stream), "launching the activation"));
-    return multiply(&c, second);
+    return launch_product(&c, second);
 }
 
 /* ---------------------------------------------------------------------------- backward ---- */
@@ -209,7 +209,7 @@ static epic_result weight_gradient(const experts_call *c, const epic_experts_bac
                           .n = n,
                           .out_type = a->grad_type,
                           .accumulate = (a->flags & EPIC_ACCUMULATE) != 0};
-    return out == NULL ? EPIC_OK : multiply(c, job);
+    return out == NULL ? EPIC_OK : launch_product(c, job);
 }
 
 /* out [slots, k] = rows [slots, n] times the weights turned. */
@@ -218,7 +218,7 @@ static epic_result row_gradient(const experts_call *c, const void *rows, const v
 {
     p2p_gemm job = {
         .pass = EPIC_GEMM_INPUT, .a = rows, .b = weights, .out = out, .k = k, .n = n};
-    if (!c->scaled) return multiply(c, job);
+    if (!c->scaled) return launch_product(c, job);
     const p2p_quantize_job quantize = {.slabs = c->slabs,
                                        .rows = rows,
                                        .to = c->work + c->at.quantized,
@@ -230,7 +230,7 @@ static epic_result row_gradient(const experts_call *c, const void *rows, const v
     job.a_scales = quantize.scales;
     job.b_scales = scales;
     TRY(p2p_cuda(p2p_launch_quantize(&quantize, c->stream), "launching rows to e4m3"));
-    return multiply(c, job);
+    return launch_product(c, job);
 }
 
 /* From the gradient of the activations, in their place, to that of the first product.  Weights on
@@ -266,7 +266,7 @@ epic_result p2p_experts_backward(epic_group *group, const epic_experts_backward_
                       .saved = a->saved,
                       .slot_weights = a->slot_weights,
                       .b_gate_up = a->b_gate_up};
-    TRY(begin(group, &c, a->experts, &a->call, a->num_slots, true));
+    TRY(begin_experts(group, &c, a->experts, &a->call, a->num_slots, true));
     c.slabs = slabs_of(&c, a->expert_rows, a->expert_tokens, a->num_slots);
     const bool early = c.experts.weighting == EPIC_WEIGHT_EARLY;
     TRY(p2p_cuda(p2p_launch_slabs(&c.slabs, c.stream), "launching the experts' slabs"));

@@ -35,7 +35,7 @@ epic_result p2p_cuda(cudaError_t error, const char *what)
                      "%s: CUDA says \"%s\"", what, cudaGetErrorString(error));
 }
 
-#define NAMES 160 /* bytes that all ranks' numbers take */
+#define RANK_NAMES_BYTES 160 /* bytes that all ranks' numbers take */
 
 static int name_ranks(char *to, size_t size, uint32_t ranks)
 {
@@ -51,7 +51,7 @@ static int name_ranks(char *to, size_t size, uint32_t ranks)
 static void read_why(const epic_group *group, char *why, size_t size)
 {
     why[0] = 0;
-    if (cudaMemcpyAsync(why, p2p_told(group) + group->self.at.why, size - 1, cudaMemcpyDefault,
+    if (cudaMemcpyAsync(why, p2p_inbox(group) + group->self.at.why, size - 1, cudaMemcpyDefault,
                         group->side) == cudaSuccess)
         (void)cudaStreamSynchronize(group->side);
     why[size - 1] = 0;
@@ -64,7 +64,7 @@ typedef struct names {
     const char *tokens, *slots;
 } names;
 
-static names names_of(long long operation)
+static names row_names_of(long long operation)
 {
     switch (operation) {
     case EPIC_OP_COMBINE:
@@ -78,7 +78,7 @@ static names names_of(long long operation)
     }
 }
 
-static void notice_sentence(const epic_group *g, const p2p_notice *n, char *to, size_t size)
+static void write_notice(const epic_group *g, const p2p_notice *n, char *to, size_t size)
 {
     const long long a = n->about[0], b = n->about[1], c = n->about[2], d = n->about[3];
     switch (n->fault) {
@@ -107,7 +107,7 @@ static void notice_sentence(const epic_group *g, const p2p_notice *n, char *to, 
         snprintf(to, size, SAYS_CAPACITY, n->rank, a, b);
         return;
     case P2P_FAULT_ROWS:
-        snprintf(to, size, SAYS_ROWS, names_of(c).slots, n->rank, a, b);
+        snprintf(to, size, SAYS_ROWS, row_names_of(c).slots, n->rank, a, b);
         return;
     case P2P_FAULT_LOCAL:
         snprintf(to, size, SAYS_LOCAL, n->rank, a, b);
@@ -119,7 +119,7 @@ static void notice_sentence(const epic_group *g, const p2p_notice *n, char *to, 
         snprintf(to, size, SAYS_UNEQUAL, a, b, n->rank);
         return;
     case P2P_FAULT_TOKENS:
-        snprintf(to, size, SAYS_TOKENS, names_of(c).tokens, a, b);
+        snprintf(to, size, SAYS_TOKENS, row_names_of(c).tokens, a, b);
         return;
     case P2P_FAULT_LAYER:
         snprintf(to, size, SAYS_LAYER);
@@ -133,9 +133,9 @@ static void notice_sentence(const epic_group *g, const p2p_notice *n, char *to, 
 
 /* ---------------------------------------------------------------------- failures ---- */
 
-static void timeout_sentence(const p2p_status *s, char *to, size_t size)
+static void write_timeout(const p2p_status *s, char *to, size_t size)
 {
-    char culprits[NAMES];
+    char culprits[RANK_NAMES_BYTES];
     name_ranks(culprits, sizeof culprits, s->culprits);
     snprintf(to, size,
              "%s, operation %u of this group: rank %u waited %u ms for %s %s; is it "
@@ -156,16 +156,16 @@ static void add_cause(const epic_group *g, char *to, size_t size)
             (n->fault != P2P_FAULT_PLAN && n->fault != P2P_FAULT_TOKENS &&
              n->fault != P2P_FAULT_LAYER))
             continue;
-        notice_sentence(g, n, cause, sizeof cause);
+        write_notice(g, n, cause, sizeof cause);
         snprintf(to + length, size - length, "; here %s", cause);
         return;
     }
 }
 
-static void mismatch_sentence(const epic_group *g, char *to, size_t size)
+static void write_mismatch(const epic_group *g, char *to, size_t size)
 {
     const p2p_status *s = g->status;
-    char culprits[NAMES];
+    char culprits[RANK_NAMES_BYTES];
     const uint32_t mine = s->own_signature >> 28, theirs = s->peer_signature >> 28;
     name_ranks(culprits, sizeof culprits, s->culprits);
     if (s->peer_signature && mine != theirs)
@@ -193,9 +193,10 @@ static void mismatch_sentence(const epic_group *g, char *to, size_t size)
     add_cause(g, to, size);
 }
 
-static void peer_sentence(const epic_group *group, const p2p_status *s, char *to, size_t size)
+static void write_peer_failure(const epic_group *group, const p2p_status *s, char *to,
+                               size_t size)
 {
-    char why[256], culprits[NAMES];
+    char why[256], culprits[RANK_NAMES_BYTES];
     name_ranks(culprits, sizeof culprits, s->culprits);
     read_why(group, why, sizeof why);
     const uint32_t dead = __atomic_load_n(&group->status->dead, __ATOMIC_ACQUIRE);
@@ -221,11 +222,11 @@ epic_result p2p_check(epic_group *group, epic_failure_info *out)
         if (s->culprits >> q & 1 && out->num_culprits < EPIC_MAX_CULPRITS)
             out->culprits[out->num_culprits++] = q;
     if (result == EPIC_ETIMEOUT)
-        timeout_sentence(s, out->sentence, sizeof out->sentence);
+        write_timeout(s, out->sentence, sizeof out->sentence);
     else if (result == EPIC_EMISMATCH)
-        mismatch_sentence(group, out->sentence, sizeof out->sentence);
+        write_mismatch(group, out->sentence, sizeof out->sentence);
     else
-        peer_sentence(group, s, out->sentence, sizeof out->sentence);
+        write_peer_failure(group, s, out->sentence, sizeof out->sentence);
     return (epic_result)result;
 }
 
@@ -242,7 +243,7 @@ static int oldest_notice(const p2p_status *s)
 }
 
 /* Of several threads that ask at once, one gets it. */
-epic_result p2p_notice_take(epic_group *group)
+epic_result p2p_take_notice(epic_group *group)
 {
     char sentence[256];
     for (int i; (i = oldest_notice(group->status)) >= 0;) {
@@ -252,13 +253,13 @@ epic_result p2p_notice_take(epic_group *group)
         if (!result || !__atomic_compare_exchange_n(&n->result, &result, EPIC_OK, false,
                                                     __ATOMIC_ACQ_REL, __ATOMIC_RELAXED))
             continue;
-        notice_sentence(group, &said, sentence, sizeof sentence);
+        write_notice(group, &said, sentence, sizeof sentence);
         return epic_fail((epic_result)said.result, "%s", sentence);
     }
     return EPIC_OK;
 }
 
-epic_result p2p_whole(epic_group *group)
+epic_result p2p_check_group(epic_group *group)
 {
     epic_failure_info failure;
     if (__atomic_load_n(&group->status->result, __ATOMIC_ACQUIRE) == EPIC_OK) return EPIC_OK;

@@ -36,14 +36,14 @@ static p2p_gemm product_of(const epic_group *g, const epic_gate *gate, uint32_t 
                       .sms = g->device_sms};
 }
 
-static epic_result multiply(const p2p_gemm *product, epic_stream stream)
+static epic_result launch_product(const p2p_gemm *product, epic_stream stream)
 {
     return p2p_cuda(p2p_launch_gemm(product, (cudaStream_t)stream),
                     "launching a product of the gate");
 }
 
 /* The same product of the pieces of its float32 factor, w_gate or the logits' gradient. */
-static p2p_gemm of_pieces(const p2p_gemm *product, const epic_gate *gate)
+static p2p_gemm product_of_pieces(const p2p_gemm *product, const epic_gate *gate)
 {
     const bool forward = product->pass == EPIC_GEMM_FORWARD;
     const int64_t lines = forward ? gate->tokens : gate->hidden;
@@ -93,7 +93,7 @@ static epic_result multiply_pieces(const p2p_gemm *product, const p2p_gemm *piec
                                  .accumulate = product->accumulate,
                                  .sms = product->sms};
     TRY(launch_split(&split, gate->stream));
-    TRY(multiply(pieces, gate->stream));
+    TRY(launch_product(pieces, gate->stream));
     return p2p_cuda(p2p_launch_fold(&fold, stream), "launching the sum of the gate's pieces");
 }
 
@@ -102,12 +102,12 @@ static epic_result multiply_pieces(const p2p_gemm *product, const p2p_gemm *piec
 static epic_result multiply_long(p2p_gemm *product, const epic_gate *gate, int64_t lines,
                                  int64_t depth)
 {
-    const p2p_gemm pieces = of_pieces(product, gate);
+    const p2p_gemm pieces = product_of_pieces(product, gate);
     const bool large = gate_is_large(lines, gate->columns, depth);
     if (gate->in_pieces || (large && !p2p_gemm_is_slow(&pieces)))
         return multiply_pieces(product, &pieces, gate);
     product->slices = gate_slices(lines, gate->columns, depth);
-    return multiply(product, gate->stream);
+    return launch_product(product, gate->stream);
 }
 
 /* INPUT: d_x = d_logits w_gate^T, added to rows. */
@@ -127,7 +127,7 @@ static epic_result multiply_pairs(const p2p_gemm *product, const p2p_gemm *pairs
     split.rows = gate->hidden;
     split.order = PAIRS_RIGHT;
     TRY(launch_split(&split, gate->stream));
-    return multiply(pairs, gate->stream);
+    return launch_product(pairs, gate->stream);
 }
 
 /* By the tokens of a block, as multiply_long. */
@@ -143,12 +143,12 @@ static epic_result multiply_wide(const p2p_gemm *product, const epic_gate *gate)
     pairs.weight_type = pairs.y_type = EPIC_BF16;
     if (gate->in_pieces || (large && !p2p_gemm_is_slow(&pairs)))
         return multiply_pairs(product, &pairs, gate);
-    return multiply(product, gate->stream);
+    return launch_product(product, gate->stream);
 }
 
-static epic_result begin(epic_group *g, const epic_gate *gate)
+static epic_result launch_gate_slab(epic_group *g, const epic_gate *gate)
 {
-    TRY(p2p_whole(g));
+    TRY(p2p_check_group(g));
     const p2p_slabs slabs = slabs_of(gate);
     return p2p_cuda(p2p_launch_slabs(&slabs, (cudaStream_t)gate->stream),
                     "launching the gate's slab");
@@ -160,7 +160,7 @@ epic_result p2p_gate(epic_group *group, const epic_gate *gate)
     product.out = gate->logits;
     product.bias = gate->b_gate;
     if (gate->tokens == 0) return EPIC_OK;
-    TRY(begin(group, gate));
+    TRY(launch_gate_slab(group, gate));
     return multiply_long(&product, gate, gate->block, gate->hidden);
 }
 
@@ -187,7 +187,7 @@ epic_result p2p_gate_backward(epic_group *group, const epic_gate *gate)
     input.out = gate->d_x;
     input.also = gate->also;
     input.accumulate = 1;
-    TRY(begin(group, gate));
+    TRY(launch_gate_slab(group, gate));
     if (gate->d_b_gate) TRY(bias_gradient(gate));
     if (gate->d_w_gate) TRY(multiply_long(&weight, gate, gate->hidden, gate->block));
     return gate->d_x && gate->tokens ? multiply_wide(&input, gate) : EPIC_OK;

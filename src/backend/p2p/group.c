@@ -54,7 +54,7 @@ epic_group *p2p_group_new(const epic_join *join, const p2p_hooks *hooks)
     g->config.num_ranks = (uint32_t)g->num_ranks;
     memcpy(g->peers, join->peers, (size_t)g->num_ranks * sizeof *g->peers);
     g->self.at = p2p_heap_for(&g->config);
-    g->few_tokens = P2P_FEW_TOKENS;
+    g->lowlat_tokens = P2P_LOWLAT_TOKENS;
     g->self.group_id = join->group_id;
     g->self.max_tokens = g->config.max_tokens;
     g->self.rank = g->rank;
@@ -133,7 +133,7 @@ const uint64_t *p2p_gone(epic_group *g)
 {
     uint64_t *gone = g->word + 16;
     const cudaError_t error =
-        cudaMemcpyAsync(gone, p2p_told(g) + g->self.at.gone, DEVICE_MAX_RANKS * sizeof *gone,
+        cudaMemcpyAsync(gone, p2p_inbox(g) + g->self.at.gone, DEVICE_MAX_RANKS * sizeof *gone,
                         cudaMemcpyDefault, g->side);
     return error == cudaSuccess && cudaStreamSynchronize(g->side) == cudaSuccess ? gone : NULL;
 }
@@ -183,7 +183,7 @@ static int describe_gpu(char *to, size_t size, int device)
                     "%sGPU %d: %s, sm_%d%d, %d SMs, of which a context uses up to %d by "
                     "itself, experts on %s",
                     device ? "; " : "", device, gpu.name, gpu.major, gpu.minor, sms,
-                    sms < P2P_MANY_SMS ? sms : P2P_MANY_SMS,
+                    sms < P2P_DEFAULT_SMS ? sms : P2P_DEFAULT_SMS,
                     p2p_gemm_is_built(gpu.major, gpu.minor) ? "tensor cores" : "plain kernels");
 }
 

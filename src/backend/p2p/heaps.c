@@ -9,14 +9,14 @@
 #include "backend/p2p/p2p.h"
 #include "base/error.h"
 
-typedef struct shown {
-    struct shown *next;
+typedef struct exported_heap {
+    struct exported_heap *next;
     const epic_group *group;
     uint8_t *heap;
-} shown;
+} exported_heap;
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* guards the list */
-static shown *list;
+static exported_heap *list;
 
 bool p2p_share_library(const epic_peer *peers, int num_ranks, char *why)
 {
@@ -34,22 +34,22 @@ bool p2p_share_library(const epic_peer *peers, int num_ranks, char *why)
     return true;
 }
 
-static const shown *find(uint64_t group_id, int rank)
+static const exported_heap *find_exported(uint64_t group_id, int rank)
 {
-    const shown *at = list;
+    const exported_heap *at = list;
     while (at && (at->group->self.group_id != group_id || at->group->rank != rank))
         at = at->next;
     return at;
 }
 
-static epic_result show_here(const epic_group *group, uint8_t *heap)
+static epic_result export_here(const epic_group *group, uint8_t *heap)
 {
-    shown *mine = malloc(sizeof *mine);
+    exported_heap *mine = malloc(sizeof *mine);
     if (!mine) return epic_fail(EPIC_ENOMEM, "no host memory for a context");
     pthread_mutex_lock(&mutex);
-    const bool taken = find(group->self.group_id, group->rank) != NULL;
+    const bool taken = find_exported(group->self.group_id, group->rank) != NULL;
     if (!taken) {
-        *mine = (shown){list, group, heap};
+        *mine = (exported_heap){list, group, heap};
         list = mine;
     }
     pthread_mutex_unlock(&mutex);
@@ -61,11 +61,11 @@ static epic_result show_here(const epic_group *group, uint8_t *heap)
                      group->rank);
 }
 
-epic_result p2p_heap_show(const epic_group *group, uint8_t *heap, cudaIpcMemHandle_t *handle)
+epic_result p2p_heap_export(const epic_group *group, uint8_t *heap, cudaIpcMemHandle_t *handle)
 {
     const epic_peer *me = &group->peers[group->rank];
     bool others = false;
-    TRY(show_here(group, heap));
+    TRY(export_here(group, heap));
     for (int q = 0; q < group->num_ranks; q++)
         others |= p2p_same(group->peers[q].host, me->host) &&
                   !p2p_same(group->peers[q].process, me->process);
@@ -73,11 +73,11 @@ epic_result p2p_heap_show(const epic_group *group, uint8_t *heap, cudaIpcMemHand
     return p2p_cuda(cudaIpcGetMemHandle(handle, heap), "an IPC handle of the heap");
 }
 
-static void hide_here(const epic_group *group)
+static void withdraw_here(const epic_group *group)
 {
     pthread_mutex_lock(&mutex);
-    for (shown **link = &list; *link; link = &(*link)->next) {
-        shown *at = *link;
+    for (exported_heap **link = &list; *link; link = &(*link)->next) {
+        exported_heap *at = *link;
         if (at->group != group) continue;
         *link = at->next;
         free(at);
@@ -89,13 +89,13 @@ static void hide_here(const epic_group *group)
 uint8_t *p2p_heap_find(uint64_t group_id, int rank)
 {
     pthread_mutex_lock(&mutex);
-    const shown *peer = find(group_id, rank);
+    const exported_heap *peer = find_exported(group_id, rank);
     uint8_t *heap = peer ? peer->heap : NULL;
     pthread_mutex_unlock(&mutex);
     return heap;
 }
 
-static epic_result reach_device(epic_group *g, int peer)
+static epic_result connect_local_heap(epic_group *g, int peer)
 {
     struct cudaPointerAttributes attributes;
     int can = 0;
@@ -121,7 +121,7 @@ static epic_result reach_device(epic_group *g, int peer)
     return p2p_cuda(error, "peer access");
 }
 
-static epic_result map_heap(epic_group *g, int peer, cudaIpcMemHandle_t handle)
+static epic_result map_remote_heap(epic_group *g, int peer, cudaIpcMemHandle_t handle)
 {
     void *heap = NULL;
     const cudaError_t error =
@@ -140,17 +140,17 @@ static epic_result map_heap(epic_group *g, int peer, cudaIpcMemHandle_t handle)
 }
 
 /* Processes that share a GPU take turns on it: slow, but right. */
-epic_result p2p_heap_reach(epic_group *g, int peer, const cudaIpcMemHandle_t *handle)
+epic_result p2p_heap_connect(epic_group *g, int peer, const cudaIpcMemHandle_t *handle)
 {
     if (peer == g->rank) return EPIC_OK;
     if (p2p_same(g->peers[peer].process, g->peers[g->rank].process))
-        return reach_device(g, peer);
-    return map_heap(g, peer, *handle);
+        return connect_local_heap(g, peer);
+    return map_remote_heap(g, peer, *handle);
 }
 
-void p2p_heap_hide(const epic_group *group)
+void p2p_heap_disconnect(const epic_group *group)
 {
-    hide_here(group);
+    withdraw_here(group);
     for (int q = 0; q < group->num_ranks; q++)
         if (group->mapped[q]) (void)cudaIpcCloseMemHandle(group->self.heap[q]);
 }

@@ -11,15 +11,15 @@
 #define LEAVE_NAP_NS 200000
 
 /* What a rank tells the others. */
-typedef struct card {
+typedef struct join_card {
     uint32_t result; /* of its own part so far */
     p2p_gpu gpu;
     cudaIpcMemHandle_t handle;
     char sentence[256];
-} card;
+} join_card;
 
-static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *config,
-                     char *why)
+static bool p2p_can_join(const epic_peer *peers, int num_ranks, const epic_config *config,
+                         char *why)
 {
     (void)config;
     if (!p2p_any_device(why)) return false;
@@ -50,18 +50,18 @@ static epic_result make_heap(epic_group *g)
     return p2p_heap_clear(g, heap);
 }
 
-static epic_result own_part(epic_group *g, card *mine)
+static epic_result make_own_part(epic_group *g, join_card *mine)
 {
     TRY(p2p_group_device(g, &mine->gpu));
     TRY(make_heap(g));
     TRY(p2p_load(g));
-    return p2p_heap_show(g, g->self.heap[g->rank], &mine->handle);
+    return p2p_heap_export(g, g->self.heap[g->rank], &mine->handle);
 }
 
 /* ----------------------------------------------------------------------------- peers ---- */
 
-/* Nothing in a card is trusted: it may come from anybody who reached the bootstrap. */
-static epic_result check_card(const card *c, int rank)
+/* Nothing in a join_card is trusted: it may come from anybody who reached the bootstrap. */
+static epic_result check_card(const join_card *c, int rank)
 {
     if (c->result > EPIC_ECLOSED || !p2p_gpu_fits(&c->gpu) ||
         !memchr(c->sentence, 0, sizeof c->sentence))
@@ -74,13 +74,13 @@ static epic_result check_card(const card *c, int rank)
     return epic_fail((epic_result)c->result, "rank %d: %s", rank, c->sentence);
 }
 
-static epic_result connect_peers(epic_group *g, const card *cards)
+static epic_result connect_peers(epic_group *g, const join_card *cards)
 {
     p2p_gpu gpus[DEVICE_MAX_RANKS];
     for (int q = 0; q < g->num_ranks; q++) TRY(check_card(&cards[q], q));
     for (int q = 0; q < g->num_ranks; q++) gpus[q] = cards[q].gpu;
     TRY(p2p_budget_share(g, gpus));
-    for (int q = 0; q < g->num_ranks; q++) TRY(p2p_heap_reach(g, q, &cards[q].handle));
+    for (int q = 0; q < g->num_ranks; q++) TRY(p2p_heap_connect(g, q, &cards[q].handle));
     return p2p_watch_open(g);
 }
 
@@ -94,29 +94,29 @@ static void write_to_peer(epic_group *g, int peer, int64_t at, const void *bytes
 }
 
 /* Peers see every store by themselves. */
-static void wake_nothing(const epic_group *g)
+static void skip_wake(const epic_group *g)
 {
     (void)g;
 }
 
-static const p2p_hooks hooks = {.write = write_to_peer, .wake = wake_nothing};
+static const p2p_hooks hooks = {.write = write_to_peer, .wake = skip_wake};
 
-static void release(epic_group *g)
+static void release_group(epic_group *g)
 {
     p2p_watch_close(g);
-    p2p_heap_hide(g);
+    p2p_heap_disconnect(g);
     if (g->self.heap[g->rank]) (void)cudaFree(g->self.heap[g->rank]);
     p2p_group_free(g);
 }
 
-static epic_result join(epic_group **out, const epic_join *join)
+static epic_result p2p_join(epic_group **out, const epic_join *join)
 {
     if (join->bootstrap->num_ranks > DEVICE_MAX_RANKS)
         return epic_fail(EPIC_ENOTSUP, "backend p2p: %d ranks are too many, it has at most %d",
                          join->bootstrap->num_ranks, DEVICE_MAX_RANKS);
     epic_group *g = p2p_group_new(join, &hooks);
-    card mine = {0}, cards[DEVICE_MAX_RANKS];
-    mine.result = g ? (uint32_t)own_part(g, &mine) : EPIC_ENOMEM;
+    join_card mine = {0}, cards[DEVICE_MAX_RANKS];
+    mine.result = g ? (uint32_t)make_own_part(g, &mine) : EPIC_ENOMEM;
     if (mine.result != EPIC_OK)
         snprintf(mine.sentence, sizeof mine.sentence, "%.255s",
                  g ? epic_error(NULL) : "no host memory");
@@ -130,7 +130,7 @@ static epic_result join(epic_group **out, const epic_join *join)
     if (result == EPIC_OK)
         *out = g;
     else
-        release(g);
+        release_group(g);
     return result;
 }
 
@@ -150,7 +150,7 @@ static bool all_gone(epic_group *g)
     return true;
 }
 
-static void say_goodbye(epic_group *g)
+static void announce_close(epic_group *g)
 {
     *g->word = P2P_GONE((uint64_t)p2p_epoch(g));
     for (int q = 0; q < g->num_ranks; q++)
@@ -159,21 +159,21 @@ static void say_goodbye(epic_group *g)
 }
 
 /* The heap may be freed once no peer can write into it: it has closed too, or is dead. */
-static void leave(epic_group *g)
+static void p2p_leave(epic_group *g)
 {
     int device = -1;
     (void)cudaGetDevice(&device);
     (void)cudaSetDevice(g->device);
     if (g->ranks_here == 1) (void)cudaDeviceSynchronize();
-    say_goodbye(g);
+    announce_close(g);
     deadline end = deadline_begin_ms(g->config.timeout_ms);
     while (!all_gone(g) && !deadline_before_nap(&end, LEAVE_NAP_NS))
         nanosleep(&(struct timespec){.tv_nsec = LEAVE_NAP_NS}, NULL);
-    release(g);
+    release_group(g);
     if (device >= 0) (void)cudaSetDevice(device);
 }
 
-static void memory(const epic_config *config, epic_memory_info *out)
+static void p2p_memory(const epic_config *config, epic_memory_info *out)
 {
     const p2p_heap at = p2p_heap_for(config);
     out->host_bytes = (int64_t)sizeof(epic_group) + 4096;
@@ -183,10 +183,10 @@ static void memory(const epic_config *config, epic_memory_info *out)
 
 const epic_backend epic_backend_p2p = {
     .name = "p2p",
-    .can_join = can_join,
-    .join = join,
-    .leave = leave,
-    .memory = memory,
+    .can_join = p2p_can_join,
+    .join = p2p_join,
+    .leave = p2p_leave,
+    .memory = p2p_memory,
     .fetch = p2p_fetch,
     .allocate = p2p_allocate,
     .release = p2p_release,

@@ -3,7 +3,7 @@
 
 #include "base/error.h"
 
-void p2p_mix_layer(signature *a, const epic_layer *layer)
+void p2p_sign_layer(signature *a, const epic_layer *layer)
 {
     signature_mix(a, (uint64_t)layer->num_experts << 32 | layer->top_k);
     signature_mix(a, (uint64_t)layer->alignment << 32 | layer->overflow);
@@ -18,7 +18,7 @@ void p2p_mix_layer(signature *a, const epic_layer *layer)
 static uint32_t hash_layer(const epic_layer *layer)
 {
     signature a = {0};
-    p2p_mix_layer(&a, layer);
+    p2p_sign_layer(&a, layer);
     return (uint32_t)(a.hash >> 32) | 1;
 }
 

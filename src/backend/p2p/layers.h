@@ -18,7 +18,7 @@ static inline void signature_mix(signature *a, uint64_t value)
 }
 
 /* Mixes every field of a complete layer into the hash. */
-void p2p_mix_layer(signature *a, const epic_layer *layer);
+void p2p_sign_layer(signature *a, const epic_layer *layer);
 
 /* Fills in the layer's defaults.  Errors: EPIC_ENOTSUP for what the kernels do not support. */
 epic_result p2p_read_layer(const epic_group *group, epic_layer *out, const epic_layer *layer);

@@ -12,15 +12,16 @@ static epic_result load_code(void)
 {
     TRY(p2p_cuda(p2p_load_plan(), "loading the plan kernel"));
     TRY(p2p_cuda(p2p_load_dispatch(), "loading the dispatch kernels"));
-    TRY(p2p_cuda(p2p_load_dispatch_strings(), "loading the dispatch kernels of second rows"));
+    TRY(p2p_cuda(p2p_load_dispatch_packed(), "loading the dispatch kernels of second rows"));
     TRY(p2p_cuda(p2p_load_dispatch_bulk(), "loading the dispatch kernels of whole rows"));
     TRY(p2p_cuda(p2p_load_combine(), "loading the combine kernels"));
     TRY(p2p_cuda(p2p_load_combine_backward(), "loading the combine_backward kernels"));
-    TRY(p2p_cuda(p2p_load_few_plan(), "loading the plan kernel for few tokens"));
-    TRY(p2p_cuda(p2p_load_few_dispatch(), "loading the dispatch kernels for few tokens"));
-    TRY(p2p_cuda(p2p_load_few_strings(), "loading those of second rows for few tokens"));
-    TRY(p2p_cuda(p2p_load_few_combine(), "loading the combine kernels for few tokens"));
-    TRY(p2p_cuda(p2p_load_floats(), "loading the kernel for floats"));
+    TRY(p2p_cuda(p2p_load_lowlat_plan(), "loading the plan kernel for few tokens"));
+    TRY(p2p_cuda(p2p_load_lowlat_dispatch(), "loading the dispatch kernels for few tokens"));
+    TRY(p2p_cuda(p2p_load_lowlat_dispatch_packed(),
+                 "loading those of second rows for few tokens"));
+    TRY(p2p_cuda(p2p_load_lowlat_combine(), "loading the combine kernels for few tokens"));
+    TRY(p2p_cuda(p2p_load_flat_floats(), "loading the kernel for floats"));
     TRY(p2p_cuda(p2p_load_router(), "loading the router kernels"));
     TRY(p2p_cuda(p2p_load_router_backward(), "loading the router's backward kernels"));
     TRY(p2p_cuda(p2p_load_loss(), "loading the loss kernels"));
@@ -42,9 +43,9 @@ static const int64_t row_bytes[] = {16, 2048, 3584, 4096};
 /* Of few tokens, in any order. */
 static cudaError_t launch_sums(p2p_combine_job job, cudaStream_t stream)
 {
-    cudaError_t error = p2p_launch_few_combine(&job, 1, stream);
+    cudaError_t error = p2p_launch_lowlat_combine(&job, 1, stream);
     job.tree = 1;
-    return error == cudaSuccess ? p2p_launch_few_combine(&job, 1, stream) : error;
+    return error == cudaSuccess ? p2p_launch_lowlat_combine(&job, 1, stream) : error;
 }
 
 static cudaError_t launch_rows(const p2p_self *self, int64_t bytes, int aligned,
@@ -61,9 +62,9 @@ static cudaError_t launch_rows(const p2p_self *self, int64_t bytes, int aligned,
     if (error == cudaSuccess) error = p2p_launch_dispatch(&planning, 1, stream);
     if (error == cudaSuccess) error = p2p_launch_dispatch(&flat, 1, stream);
     if (error == cudaSuccess) error = p2p_launch_dispatch(&planning_flat, 1, stream);
-    if (error == cudaSuccess) error = p2p_launch_few_dispatch(&dispatch, 1, stream);
-    planning.plan.few = 1;
-    if (error == cudaSuccess) error = p2p_launch_few_dispatch(&planning, 1, stream);
+    if (error == cudaSuccess) error = p2p_launch_lowlat_dispatch(&dispatch, 1, stream);
+    planning.plan.is_lowlat = 1;
+    if (error == cudaSuccess) error = p2p_launch_lowlat_dispatch(&planning, 1, stream);
     for (uint32_t type = EPIC_F32; type <= EPIC_F16 && error == cudaSuccess; type++) {
         const p2p_combine_backward_job backward = {
             .self = *self, .row_bytes = bytes, .aligned = aligned, .type = type};
@@ -97,7 +98,7 @@ static cudaError_t launch_layouts(const p2p_dispatch_job *like, launcher *launch
 }
 
 /* Rows with a second row each, joined or quantized, with a plan that is read or made. */
-static cudaError_t launch_strings(const p2p_self *self, int aligned, cudaStream_t stream)
+static cudaError_t launch_packed(const p2p_self *self, int aligned, cudaStream_t stream)
 {
     cudaError_t error = cudaSuccess;
     for (uint32_t quantize = 0; quantize < 2 && error == cudaSuccess; quantize++) {
@@ -108,13 +109,13 @@ static cudaError_t launch_strings(const p2p_self *self, int aligned, cudaStream_
                                 .aligned = aligned,
                                 .type = EPIC_BF16,
                                 .quantize = quantize};
-        error = p2p_launch_few_strings(&job, 1, stream);
+        error = p2p_launch_lowlat_dispatch_packed(&job, 1, stream);
         if (error == cudaSuccess)
-            error = launch_layouts(&job, p2p_launch_dispatch_strings, stream);
+            error = launch_layouts(&job, p2p_launch_dispatch_packed, stream);
         if (error == cudaSuccess && !HOSTS)
             error = launch_layouts(&job, p2p_launch_dispatch_bulk, stream);
-        job.plan.layer.num_experts = job.plan.planners = job.plan.few = 1;
-        if (error == cudaSuccess) error = p2p_launch_few_strings(&job, 1, stream);
+        job.plan.layer.num_experts = job.plan.planners = job.plan.is_lowlat = 1;
+        if (error == cudaSuccess) error = p2p_launch_lowlat_dispatch_packed(&job, 1, stream);
     }
     return error;
 }
@@ -132,11 +133,11 @@ static cudaError_t launch_all(const p2p_self *self, cudaStream_t stream)
         one.layer.overflow = kind & 2 ? EPIC_OVERFLOW_DROP : EPIC_OVERFLOW_ERROR;
         error = p2p_launch_plan(&one, 1, stream);
     }
-    if (error == cudaSuccess) error = p2p_launch_floats(&floats, 1, stream);
-    if (error == cudaSuccess) error = p2p_launch_few_plan(&plan, 1, stream);
+    if (error == cudaSuccess) error = p2p_launch_flat_floats(&floats, 1, stream);
+    if (error == cudaSuccess) error = p2p_launch_lowlat_plan(&plan, 1, stream);
     if (error == cudaSuccess) error = p2p_launch_sum(&sum, 1, stream);
     for (int aligned = 0; aligned < 2 && error == cudaSuccess; aligned++)
-        error = launch_strings(self, aligned, stream);
+        error = launch_packed(self, aligned, stream);
     for (size_t i = 0; i < sizeof row_bytes / sizeof *row_bytes; i++)
         for (int aligned = 0; aligned < 2 && error == cudaSuccess; aligned++)
             error = launch_rows(self, row_bytes[i], aligned, stream);

@@ -8,9 +8,9 @@
 #include "backend/p2p/beats.h"
 #include "cuda/common/cuda_kernels.h"
 
-#define P2P_MANY_SMS 64 /* of a context that does not say how many, at most; and where it */
-#define P2P_FEW_SMS 32  /* never sends more than a few rows: measured, docs/lab/cuda.md */
-#define P2P_SPARE_SMS 4 /* of a GPU that ranks share, for their other work */
+#define P2P_DEFAULT_SMS 64 /* of a context that does not say how many, at most; and where it */
+#define P2P_SMALL_SMS 32   /* never sends more than a few rows: measured, docs/lab/cuda.md */
+#define P2P_SPARE_SMS 4    /* of a GPU that ranks share, for their other work */
 
 typedef struct p2p_watch p2p_watch;   /* sees peers' processes end */
 typedef struct hosts_part hosts_part; /* what backend hosts adds */
@@ -44,12 +44,12 @@ struct epic_group {
     int ranks_here;                /* that share this GPU */
     bool mapped[DEVICE_MAX_RANKS]; /* heaps of other processes */
     p2p_watch *watch;
-    p2p_beats *beats;   /* that show kernels that this process runs */
-    hosts_part *hosts;  /* NULL: p2p */
-    cudaStream_t side;  /* for words to peers while a kernel runs */
-    uint64_t *word;     /* pinned host memory */
-    bool bulk;          /* the GPU has bulk stores */
-    int32_t few_tokens; /* of a rank, at most: P2P_FEW_TOKENS */
+    p2p_beats *beats;      /* that show kernels that this process runs */
+    hosts_part *hosts;     /* NULL: p2p */
+    cudaStream_t side;     /* for words to peers while a kernel runs */
+    uint64_t *word;        /* pinned host memory */
+    bool bulk;             /* the GPU has bulk stores */
+    int32_t lowlat_tokens; /* of a rank, at most: P2P_LOWLAT_TOKENS */
 };
 
 /* The sentence of a CUDA error, as EPIC_EDEVICE. */
@@ -80,7 +80,7 @@ uint32_t p2p_epoch(epic_group *group);
 const uint64_t *p2p_gone(epic_group *group); /* NULL: the device does not answer */
 
 /* Where the bytes that peers write with p2p_hooks.write are found. */
-static inline uint8_t *p2p_told(const epic_group *g)
+static inline uint8_t *p2p_inbox(const epic_group *g)
 {
 #ifdef EPIC_HOSTS
     return g->self.inbox;
@@ -112,9 +112,9 @@ static inline bool p2p_is_dead(const epic_group *group, int peer)
 
 /* Lets the other ranks of this host reach the heap: those of this process find it, the others
  * need the handle.  Then reaches theirs, and lets go of all. */
-epic_result p2p_heap_show(const epic_group *group, uint8_t *heap, cudaIpcMemHandle_t *handle);
-epic_result p2p_heap_reach(epic_group *group, int peer, const cudaIpcMemHandle_t *handle);
-void p2p_heap_hide(const epic_group *group);
+epic_result p2p_heap_export(const epic_group *group, uint8_t *heap, cudaIpcMemHandle_t *handle);
+epic_result p2p_heap_connect(epic_group *group, int peer, const cudaIpcMemHandle_t *handle);
+void p2p_heap_disconnect(const epic_group *group);
 
 /* Do ranks of one process share one copy of this library, and so its list of heaps?  If not, `why`
  * (256 bytes) gets the reason. */
@@ -127,10 +127,10 @@ uint8_t *p2p_heap_find(uint64_t group_id, int rank);
 epic_result p2p_check(epic_group *group, epic_failure_info *out);
 
 /* The same as a step's result, its sentence left with the thread. */
-epic_result p2p_whole(epic_group *group);
+epic_result p2p_check_group(epic_group *group);
 
 /* The oldest data error that has not been returned yet, as a result with its sentence. */
-epic_result p2p_notice_take(epic_group *group);
+epic_result p2p_take_notice(epic_group *group);
 
 void p2p_abort(epic_group *group, uint64_t tag, const char *why);
 

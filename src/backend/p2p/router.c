@@ -11,10 +11,11 @@ static cudaStream_t stream_of(epic_stream stream)
     return (cudaStream_t)stream;
 }
 
-static epic_result take_rows(epic_group *g, p2p_router_rows *out, const epic_router *router,
-                             const void *logits, int64_t num_tokens, uint32_t type)
+static epic_result fill_router_rows(epic_group *g, p2p_router_rows *out,
+                                    const epic_router *router, const void *logits,
+                                    int64_t num_tokens, uint32_t type)
 {
-    TRY(p2p_whole(g));
+    TRY(p2p_check_group(g));
     const uint32_t columns = router->num_experts + router->zero_experts;
     if (columns > P2P_MAX_COLUMNS)
         return epic_fail(EPIC_ENOTSUP,
@@ -66,7 +67,8 @@ epic_result p2p_router_forward(epic_group *group, const epic_router_args *args)
                           .wide = args->token_id_type == EPIC_I64,
                           .on_logits = router_on_logits(args->router, args->bias != NULL)};
     TRY(check_weights(args->router));
-    TRY(take_rows(group, &job.rows, args->router, args->logits, args->num_tokens, args->type));
+    TRY(fill_router_rows(group, &job.rows, args->router, args->logits, args->num_tokens,
+                         args->type));
     return p2p_cuda(p2p_launch_router(&job, stream_of(args->call.stream)),
                     "launching the router");
 }
@@ -81,13 +83,14 @@ epic_result p2p_router_backward(epic_group *group, const epic_router_backward_ar
                                    .d_scale_of_expert = args->d_scale_of_expert,
                                    .accumulate = (args->flags & EPIC_ACCUMULATE) != 0};
     TRY(check_weights(args->router));
-    TRY(take_rows(group, &job.rows, args->router, args->logits, args->num_tokens, args->type));
+    TRY(fill_router_rows(group, &job.rows, args->router, args->logits, args->num_tokens,
+                         args->type));
     job.grad_type = grad_type_of(&job.rows, args->grad_type);
     return p2p_cuda(p2p_launch_router_backward(&job, stream_of(args->call.stream)),
                     "launching the router's backward");
 }
 
-static epic_result take_loss(epic_group *g, p2p_loss_job *job, const epic_loss *args,
+static epic_result fill_loss(epic_group *g, p2p_loss_job *job, const epic_loss *args,
                              double factor, bool z)
 {
     *job = (p2p_loss_job){.load = args->load,
@@ -103,7 +106,8 @@ static epic_result take_loss(epic_group *g, p2p_loss_job *job, const epic_loss *
                           .loss_type = args->loss_type,
                           .accumulate = (args->flags & EPIC_ACCUMULATE) != 0,
                           .z = z};
-    TRY(take_rows(g, &job->rows, args->router, args->logits, args->num_tokens, args->type));
+    TRY(fill_router_rows(g, &job->rows, args->router, args->logits, args->num_tokens,
+                         args->type));
     job->grad_type = grad_type_of(&job->rows, args->grad_type);
     return EPIC_OK;
 }
@@ -111,7 +115,7 @@ static epic_result take_loss(epic_group *g, p2p_loss_job *job, const epic_loss *
 static epic_result loss_forward(epic_group *group, const epic_loss *args, double factor, bool z)
 {
     p2p_loss_job job;
-    TRY(take_loss(group, &job, args, factor, z));
+    TRY(fill_loss(group, &job, args, factor, z));
     return p2p_cuda(p2p_launch_loss(&job, stream_of(args->stream)), "launching a loss");
 }
 
@@ -119,7 +123,7 @@ static epic_result loss_backward(epic_group *group, const epic_loss *args, doubl
                                  bool z)
 {
     p2p_loss_job job;
-    TRY(take_loss(group, &job, args, factor, z));
+    TRY(fill_loss(group, &job, args, factor, z));
     return p2p_cuda(p2p_launch_loss_backward(&job, stream_of(args->stream)),
                     "launching a loss's backward");
 }
@@ -151,7 +155,7 @@ epic_result p2p_z_loss_backward(epic_group *group, const epic_loss *args, double
 epic_result p2p_bias_update(epic_group *group, const epic_bias_update_args *args)
 {
     P2P_RANGE("epic_bias_update");
-    TRY(p2p_whole(group));
+    TRY(p2p_check_group(group));
     return p2p_cuda(p2p_launch_bias_update(args->bias, args->load, args->num_experts,
                                            args->rate, stream_of(args->call.stream)),
                     "launching the bias update");

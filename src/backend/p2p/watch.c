@@ -23,13 +23,13 @@ struct p2p_watch {
     int64_t pids[DEVICE_MAX_RANKS];  /* 0: not watched, or dead */
 };
 
-static void bury(p2p_watch *w, int rank)
+static void mark_dead(p2p_watch *w, int rank)
 {
     __atomic_fetch_or(&w->status->dead, 1u << rank, __ATOMIC_RELEASE);
     w->pids[rank] = 0;
 }
 
-static void *watch(void *self)
+static void *watch_processes(void *self)
 {
     p2p_watch *w = self;
     for (;;) {
@@ -46,7 +46,7 @@ static void *watch(void *self)
         for (int q = 0; q < w->num_ranks; q++) {
             const bool silent = got <= 0 || !signs[q].revents;
             if (!w->pids[q] || (w->processes[q] >= 0 && silent)) continue;
-            if (process_ended(w->processes[q], w->pids[q])) bury(w, q);
+            if (process_ended(w->processes[q], w->pids[q])) mark_dead(w, q);
         }
     }
     p2p_beats_end(w->status);
@@ -74,7 +74,7 @@ epic_result p2p_watch_open(epic_group *g)
     p2p_beats_expect(w->beats, g->config.timeout_ms);
     w->end =
         g->num_ranks > 1 ? eventfd(0, EFD_CLOEXEC) : -1; /* a rank alone waits for no peer */
-    if (g->num_ranks > 1 && (w->end < 0 || thread_start(&w->thread, watch, w) != 0)) {
+    if (g->num_ranks > 1 && (w->end < 0 || thread_start(&w->thread, watch_processes, w) != 0)) {
         for (int q = 0; q < g->num_ranks; q++)
             if (w->processes[q] >= 0) close(w->processes[q]);
         if (w->end >= 0) close(w->end);

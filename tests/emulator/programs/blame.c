@@ -271,7 +271,7 @@ int main(int argc, char **argv)
                     .num_gpus = now_played->ranks,
                     .processes = !HOSTS,
                     .max_tokens = TOKENS,
-                    .few_tokens = TEAM_FEW_TOKENS,
+                    .lowlat_tokens = TEAM_LOWLAT_TOKENS,
                     .max_row_bytes = ROW,
                     .timeout_ms = now_played->close_ms,
                     .max_sms = now_played->sms,

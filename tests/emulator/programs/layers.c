@@ -216,7 +216,7 @@ int main(int argc, char **argv)
                     .num_gpus = 1,
                     .max_tokens = TOKENS,
                     .max_row_bytes = ROW,
-                    .few_tokens = TEAM_FEW_TOKENS,
+                    .lowlat_tokens = TEAM_LOWLAT_TOKENS,
                     .timeout_ms = TEAM_LONG_MS,
                     .work = work};
     int failed = 0;

@@ -34,7 +34,7 @@ static void try_plans(const p2p_self *self, cudaStream_t stream)
                       .overflow = kind & 2 ? EPIC_OVERFLOW_DROP : EPIC_OVERFLOW_ERROR,
                       .num_logical = kind & 4 ? 1 : 0}};
         look(p2p_launch_plan(&job, 1, stream), "plan");
-        look(p2p_launch_few_plan(&job, 1, stream), "plan of few tokens");
+        look(p2p_launch_lowlat_plan(&job, 1, stream), "plan of few tokens");
     }
 }
 
@@ -47,11 +47,12 @@ static void try_strings(p2p_dispatch_job job, uint32_t type, cudaStream_t stream
     for (uint32_t quantize = 0; quantize <= EPIC_QUANTIZE_1X32; quantize++) {
         job.quantize = quantize;
         job.plan.few = 0;
-        look(p2p_launch_dispatch_strings(&job, 1, stream), "dispatch of strings");
-        if (p2p_goes_in_bulk(&job))
+        look(p2p_launch_dispatch_packed(&job, 1, stream), "dispatch of strings");
+        if (p2p_can_dispatch_bulk(&job))
             look(p2p_launch_dispatch_bulk(&job, 1, stream), "dispatch in bulk");
         for (job.plan.few = 0; job.plan.few < 2; job.plan.few++)
-            look(p2p_launch_few_strings(&job, 1, stream), "dispatch of a few strings");
+            look(p2p_launch_lowlat_dispatch_packed(&job, 1, stream),
+                 "dispatch of a few strings");
     }
 }
 
@@ -65,7 +66,7 @@ static void try_dispatch(const p2p_self *self, int64_t bytes, int kind, cudaStre
     job.plan.layer.num_experts = 1;
     look(p2p_launch_dispatch(&job, 1, stream), "dispatch");
     for (job.plan.few = 0; job.plan.few < 2; job.plan.few++)
-        look(p2p_launch_few_dispatch(&job, 1, stream), "dispatch of few tokens");
+        look(p2p_launch_lowlat_dispatch(&job, 1, stream), "dispatch of few tokens");
     for (int i = 0; i < 3 && bytes <= 4096; i++) try_strings(job, types[i], stream);
 }
 
@@ -80,8 +81,8 @@ static void try_sums(const p2p_self *self, int64_t bytes, int kind, cudaStream_t
                                          .tree = kind >> 1 & 1,
                                          .flat = kind >> 2 & 1};
         look(p2p_launch_combine(&combine, 1, stream), "combine");
-        look(p2p_launch_few_combine(&combine, 1, stream), "combine of few tokens");
-        look(p2p_launch_floats(&combine, 1, stream), "floats");
+        look(p2p_launch_lowlat_combine(&combine, 1, stream), "combine of few tokens");
+        look(p2p_launch_flat_floats(&combine, 1, stream), "floats");
         p2p_combine_backward_job backward = {
             .self = *self, .row_bytes = bytes, .aligned = aligned, .type = types[i]};
         for (; backward.quantize <= EPIC_QUANTIZE_1X32; backward.quantize++)

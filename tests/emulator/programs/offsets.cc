@@ -23,9 +23,9 @@ int main()
     expect("row 299594 of 14336 bytes", row_offset(299594, wide), 299594ll * 14336);
     expect("the last row of 14336 bytes", row_offset(most, wide), most * 14336ll);
     expect("the last row of 2 bytes", row_offset(most, narrow), most * 2ll);
-    expect("staged token 149797", (uint8_t *)staged_in(box, 149797, 896) - box,
+    expect("staged token 149797", (uint8_t *)staged_row(box, 149797, 896) - box,
            149797ll * 14336);
-    expect("staged token 1048575", (uint8_t *)staged_in(box, 1048575, 896) - box,
+    expect("staged token 1048575", (uint8_t *)staged_row(box, 1048575, 896) - box,
            1048575ll * 14336);
     printf("emulated_offsets: %s\n", failed ? "WRONG" : "good");
     return failed;

@@ -17,8 +17,8 @@ template <class Kernel, class... Arguments> struct EmulatedCall {
 };
 
 template <class Kernel, class... Arguments>
-static cudaError_t enqueue(Kernel kernel, int ctas, int threads, int shared_bytes,
-                           cudaStream_t stream, const Arguments &...arguments)
+static cudaError_t launch_kernel(Kernel kernel, int ctas, int threads, int shared_bytes,
+                                 cudaStream_t stream, const Arguments &...arguments)
 {
     typedef EmulatedCall<Kernel, Arguments...> Call;
     const Call call = {kernel, std::make_tuple(arguments...)};

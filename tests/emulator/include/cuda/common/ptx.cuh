@@ -52,7 +52,7 @@ template <class T> inline void store_relaxed(T *p, std::common_type_t<T> v)
     emulated_store(p, v);
 }
 
-inline void load_two(const uint64_t *p, uint64_t &a, uint64_t &b)
+inline void load_two_words(const uint64_t *p, uint64_t &a, uint64_t &b)
 {
     a = emulated_load(p);
     b = emulated_load(p + 1);
@@ -73,7 +73,7 @@ inline void store_release(uint32_t *p, uint32_t v)
     __atomic_store_n(p, v, __ATOMIC_RELEASE);
 }
 
-inline void store_here(uint4 *p, uint4 v)
+inline void store_in_place(uint4 *p, uint4 v)
 {
     emulated_store(p, v);
     emulator_note_store(p);
@@ -161,7 +161,7 @@ inline void bulk_send(void *to, uint32_t from, uint32_t bytes)
     emulator_bulk(to, from, bytes, emulator_check_store);
 }
 
-inline void bulk_here(void *to, uint32_t from, uint32_t bytes)
+inline void bulk_store_local(void *to, uint32_t from, uint32_t bytes)
 {
     emulator_bulk(to, from, bytes, emulator_note_store);
 }
@@ -185,7 +185,7 @@ inline void wait_bulk()
     emulator_wait_bulk(0);
 }
 
-inline void show_bulk()
+inline void fence_bulk()
 {
     emulator_show_bulk();
 }
@@ -208,16 +208,16 @@ inline uint32_t pack_e4m3(float a, float b, float c, float d)
     return (uint32_t)e4m3_of_float(d) << 24 | (uint32_t)e4m3_of_float(c) << 16 | low;
 }
 
-inline void keep(uint32_t &)
+inline void keep_in_registers(uint32_t &)
 {
 }
 
-template <int N> inline void keep(float (&)[N])
+template <int N> inline void keep_in_registers(float (&)[N])
 {
 }
 
 /* y or a neighbour of it: which one, x says, as a GPU has the same bits for it each time. */
-inline float nearly(float y, float x)
+inline float approximate(float y, float x)
 {
     const float towards[] = {y, 0, 2 * y};
     uint32_t bits;
@@ -228,13 +228,13 @@ inline float nearly(float y, float x)
 inline float reciprocal_approx(float x)
 {
     const float y = 1 / x;
-    return std::fpclassify(y) == FP_SUBNORMAL ? std::copysign(0.0f, y) : nearly(y, x);
+    return std::fpclassify(y) == FP_SUBNORMAL ? std::copysign(0.0f, y) : approximate(y, x);
 }
 
 inline float exp2_approx(float x)
 {
     const float y = exp2f(x);
-    return std::fpclassify(y) == FP_SUBNORMAL ? 0.0f : nearly(y, x);
+    return std::fpclassify(y) == FP_SUBNORMAL ? 0.0f : approximate(y, x);
 }
 
 #endif

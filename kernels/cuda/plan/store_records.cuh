@@ -1,28 +1,29 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The records that the ranks send about their tokens become the plan's. */
-#ifndef EPIC_KEEP_CUH
-#define EPIC_KEEP_CUH
+#ifndef EPIC_STORE_RECORDS_CUH
+#define EPIC_STORE_RECORDS_CUH
 
 #include "cuda/plan/planner.cuh"
 
 /* Copies the records of a group of tokens of one source; the lanes are (token, word). */
-static __device__ bool keep_records(const Now &now, const p2p_plan_job &job, int32_t *records,
-                                    int source, int32_t first_token, int32_t num_tokens)
+static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
+                                     int32_t *records, int source, int32_t first_token,
+                                     int32_t num_tokens)
 {
     const int top_k = job.layer.top_k;
-    const Lanes lanes(top_k);
+    const TokenLanes lanes(top_k);
     const int32_t token = first_token + lanes.token;
     const bool in = lanes.on && token < num_tokens;
-    const uint64_t *words = record_words(job.self, now, source, in ? token : 0, top_k);
+    const uint64_t *words = record_address(job.self, op, source, in ? token : 0, top_k);
     bool over = false; /* the record has ended */
     for (int half = 0; half < lanes.halves; half++) {
         const int k = lanes.k + half * WARP;
         const bool reads = in && k < top_k && !over;
         uint64_t word = 0;
         uint32_t lasts = 0;
-        const bool ok = wait_until(now, source, P2P_PHASE_RECORD, [&] {
+        const bool ok = wait_warp(op, source, P2P_PHASE_RECORD, [&] {
             word = reads ? load_relaxed(words + k) : 0;
-            const bool come = reads && stamped(now, word);
+            const bool come = reads && is_stamped(op, word);
             lasts =
                 __ballot_sync(ALL_LANES, come && ((uint32_t)word & RECORD_LAST)) & lanes.mates;
 #ifdef EPIC_HOSTS
@@ -49,8 +50,8 @@ static __device__ bool keep_records(const Now &now, const p2p_plan_job &job, int
 /* Calls keep(source, first token, tokens of the source) for what falls to warp `warp` of `warps`;
  * tokens_of: lane = rank.  false: the group is broken. */
 template <class Keep>
-__device__ __forceinline__ bool each_group(const p2p_plan_job &job, int32_t tokens_of, int warp,
-                                           int warps, Keep keep)
+__device__ __forceinline__ bool for_each_group(const p2p_plan_job &job, int32_t tokens_of,
+                                               int warp, int warps, Keep keep)
 {
     const int per_group = job.layer.top_k <= WARP ? WARP / job.layer.top_k : 1;
     for (int q = 0; q < job.self.num_ranks; q++) {

@@ -66,10 +66,10 @@ static epic_result check_row(const epic_group *g, const char *name, const epic_r
 
 /* May operations of few tokens take kernels of their own?  hosts: where all of them do, as ids go to every
  * rank; and where rows go straight. */
-static bool may_be_few(const epic_group *g)
+static bool can_use_lowlat(const epic_group *g)
 {
 #ifdef EPIC_HOSTS
-    return g->config.max_tokens <= g->few_tokens && !g->self.local;
+    return g->config.max_tokens <= g->lowlat_tokens && !g->self.local;
 #else
     (void)g;
     return true;
@@ -78,10 +78,10 @@ static bool may_be_few(const epic_group *g)
 
 /* Does an operation of so many tokens here take the kernels for few?  Rows travel alike with them
  * and with the others, so each rank chooses for itself. */
-static bool is_few(const epic_group *g, const epic_layer *layer, int32_t num_tokens,
-                   int32_t most, int64_t row_bytes)
+static bool fits_lowlat(const epic_group *g, const epic_layer *layer, int32_t num_tokens,
+                        int32_t most, int64_t row_bytes)
 {
-    return may_be_few(g) && num_tokens <= most && layer->top_k <= 32 &&
+    return can_use_lowlat(g) && num_tokens <= most && layer->top_k <= 32 &&
            g->config.max_tokens * device_round_up(row_bytes, 16) <= g->self.at.source_bytes;
 }
 
@@ -94,7 +94,7 @@ static int planners_of(int64_t num_tokens, int num_sms)
 
 /* few: tokens of a rank that are, at most. */
 static epic_result fill_plan(const epic_group *g, p2p_plan_job *job, const epic_plan_args *args,
-                             int32_t few, signature *a)
+                             int32_t max_lowlat_tokens, signature *a)
 {
     TRY(p2p_read_plan_layer(g, &job->layer, args->layer, args->plan_bytes));
     job->plan = args->plan;
@@ -109,7 +109,7 @@ static epic_result fill_plan(const epic_group *g, p2p_plan_job *job, const epic_
     job->num_tokens = (int32_t)args->num_tokens;
     job->block = (int32_t)(job->layer.num_experts / (uint32_t)g->num_ranks);
     job->capacity = args->capacity > MOST_ROWS ? MOST_ROWS : (int32_t)args->capacity;
-    job->wide = args->index_type == EPIC_I64;
+    job->has_int64_ids = args->index_type == EPIC_I64;
     job->planners = planners_of(args->num_tokens, sms_of(g, &args->call));
     const bool flat = job->layer.layout == EPIC_FLAT;
     job->by_k = p2p_keeps_by_k(&job->layer);
@@ -117,28 +117,30 @@ static epic_result fill_plan(const epic_group *g, p2p_plan_job *job, const epic_
     const bool searches = flat && job->layer.overflow == EPIC_OVERFLOW_DROP;
     if (searches || job->resolves) job->planners = 1; /* plan/flat_drop.cuh, plan/resolve.cuh */
     job->at = p2p_plan_layout(g, &job->layer);
-    if (!may_be_few(g) || args->rank_of_expert) few = 0;
-    if (few > g->config.max_tokens) few = (int32_t)g->config.max_tokens;
-    job->most_few = p2p_most_few(g->num_ranks, few, &job->layer);
-    job->few = job->most_few > 0 && job->num_tokens <= job->most_few;
-    if (job->few) job->planners = 1;
-    p2p_mix_layer(a, &job->layer);
+    if (!can_use_lowlat(g) || args->rank_of_expert) max_lowlat_tokens = 0;
+    if (max_lowlat_tokens > g->config.max_tokens)
+        max_lowlat_tokens = (int32_t)g->config.max_tokens;
+    job->max_lowlat_tokens =
+        p2p_lowlat_plan_tokens(g->num_ranks, max_lowlat_tokens, &job->layer);
+    job->is_lowlat = job->max_lowlat_tokens > 0 && job->num_tokens <= job->max_lowlat_tokens;
+    if (job->is_lowlat) job->planners = 1;
+    p2p_sign_layer(a, &job->layer);
     signature_mix(a, args->rank_of_expert != NULL);
     return EPIC_OK;
 }
 
-static epic_result plan(epic_group *g, const epic_plan_args *args)
+static epic_result p2p_plan(epic_group *g, const epic_plan_args *args)
 {
     P2P_RANGE("epic_plan");
     p2p_plan_job job = {0};
     signature a = {EPIC_OP_PLAN};
-    TRY(p2p_whole(g));
-    TRY(fill_plan(g, &job, args, g->few_tokens, &a));
+    TRY(p2p_check_group(g));
+    TRY(fill_plan(g, &job, args, g->lowlat_tokens, &a));
     fill_self(&job.self, g, &args->call, EPIC_OP_PLAN, a);
     p2p_expect_layer(&job.self, &job.layer);
     const int sms = sms_of(g, &args->call);
-    return p2p_cuda(job.few ? p2p_launch_few_plan(&job, sms, stream_of(&args->call))
-                            : p2p_launch_plan(&job, sms, stream_of(&args->call)),
+    return p2p_cuda(job.is_lowlat ? p2p_launch_lowlat_plan(&job, sms, stream_of(&args->call))
+                                  : p2p_launch_plan(&job, sms, stream_of(&args->call)),
                     "launching plan");
 }
 
@@ -191,12 +193,13 @@ static epic_result fill_dispatch(const epic_group *g, p2p_dispatch_job *job,
 
 typedef cudaError_t launcher(const p2p_dispatch_job *, int, cudaStream_t);
 
-static launcher *launcher_of(const p2p_dispatch_job *job, bool few)
+static launcher *launcher_of(const p2p_dispatch_job *job, bool is_lowlat)
 {
     const bool strings = job->scale_bytes != 0;
-    if (!few && p2p_goes_in_bulk(job)) return p2p_launch_dispatch_bulk;
-    if (strings) return few ? p2p_launch_few_strings : p2p_launch_dispatch_strings;
-    return few ? p2p_launch_few_dispatch : p2p_launch_dispatch;
+    if (!is_lowlat && p2p_can_dispatch_bulk(job)) return p2p_launch_dispatch_bulk;
+    if (strings)
+        return is_lowlat ? p2p_launch_lowlat_dispatch_packed : p2p_launch_dispatch_packed;
+    return is_lowlat ? p2p_launch_lowlat_dispatch : p2p_launch_dispatch;
 }
 
 /* Does the job need what is special of FLAT?  Rows alone, with a plan that exists, do not: the record
@@ -208,31 +211,32 @@ static bool is_flat(const p2p_dispatch_job *job)
 }
 
 /* The most rows of a rank that are few, the same on all ranks; -1: none are. */
-static int32_t few_rows(const epic_group *g, const p2p_dispatch_job *job)
+static int32_t max_lowlat_rows(const epic_group *g, const p2p_dispatch_job *job)
 {
     if (HOSTS && job->scale_bytes) return -1; /* there are no such kernels */
-    return job->quantize && g->few_tokens > P2P_FEW_QUANTIZED ? P2P_FEW_QUANTIZED
-                                                              : g->few_tokens;
+    return job->quantize && g->lowlat_tokens > P2P_LOWLAT_QUANTIZED_TOKENS
+               ? P2P_LOWLAT_QUANTIZED_TOKENS
+               : g->lowlat_tokens;
 }
 
 static epic_result launch_dispatch(const epic_group *g, p2p_dispatch_job *job,
                                    const epic_call *call, const char *what)
 {
     job->flat = is_flat(job);
-    const int64_t bytes = p2p_string_bytes(job->row_bytes, job->scale_bytes);
-    const bool few = job->plan.planners
-                         ? job->plan.few
-                         : !job->flat && is_few(g, &job->plan.layer, job->num_tokens,
-                                                few_rows(g, job), bytes);
-    return p2p_cuda(launcher_of(job, few)(job, sms_of(g, call), stream_of(call)), what);
+    const int64_t bytes = p2p_packed_bytes(job->row_bytes, job->scale_bytes);
+    const bool is_lowlat = job->plan.planners
+                               ? job->plan.is_lowlat
+                               : !job->flat && fits_lowlat(g, &job->plan.layer, job->num_tokens,
+                                                           max_lowlat_rows(g, job), bytes);
+    return p2p_cuda(launcher_of(job, is_lowlat)(job, sms_of(g, call), stream_of(call)), what);
 }
 
-static epic_result dispatch(epic_group *g, const epic_dispatch_args *args)
+static epic_result p2p_dispatch(epic_group *g, const epic_dispatch_args *args)
 {
     P2P_RANGE("epic_dispatch");
     p2p_dispatch_job job = {0};
     signature a = {EPIC_OP_DISPATCH};
-    TRY(p2p_whole(g));
+    TRY(p2p_check_group(g));
     TRY(p2p_read_plan_layer(g, &job.plan.layer, args->layer, args->plan_bytes));
     TRY(fill_dispatch(g, &job, args, &a));
     fill_self(&job.plan.self, g, &args->call, EPIC_OP_DISPATCH, a);
@@ -245,9 +249,9 @@ static epic_result dispatch(epic_group *g, const epic_dispatch_args *args)
 
 /* Rows can leave before the plan is known if nothing is dropped, the id says the rank, and all fit
  * the staging. */
-static bool overlaps(const epic_group *g, const p2p_dispatch_job *job)
+static bool can_overlap(const epic_group *g, const p2p_dispatch_job *job)
 {
-    const int64_t row = p2p_string_bytes(job->row_bytes, job->scale_bytes);
+    const int64_t row = p2p_packed_bytes(job->row_bytes, job->scale_bytes);
     if (HOSTS && job->plan.layer.layout == EPIC_FLAT)
         return false; /* takes not all that is told */
     return job->plan.layer.overflow == EPIC_OVERFLOW_ERROR && !job->plan.layer.num_logical &&
@@ -256,7 +260,7 @@ static bool overlaps(const epic_group *g, const p2p_dispatch_job *job)
 
 /* What the net carries while the plan is made, of tokens that go to as many peers as they do with
  * uniform routing, about; and few enough that receiving has caught up before the end. */
-static int32_t head_of(const epic_group *g, const p2p_dispatch_job *job)
+static int32_t early_tokens_of(const epic_group *g, const p2p_dispatch_job *job)
 {
     const int64_t ranks = g->num_ranks, top_k = job->plan.layer.top_k;
     const int64_t quarters = top_k < ranks ? 4 * top_k * (ranks - 1) / ranks : 4 * (ranks - 1);
@@ -265,26 +269,26 @@ static int32_t head_of(const epic_group *g, const p2p_dispatch_job *job)
     return (int32_t)(head < most ? head : most);
 }
 
-static epic_result plan_dispatch(epic_group *g, const epic_plan_args *plan_args,
-                                 const epic_dispatch_args *args)
+static epic_result p2p_plan_dispatch(epic_group *g, const epic_plan_args *plan_args,
+                                     const epic_dispatch_args *args)
 {
     P2P_RANGE("epic_plan_dispatch");
     p2p_dispatch_job job = {0};
     signature a = {EPIC_OP_PLAN * 16 + EPIC_OP_DISPATCH};
-    TRY(p2p_whole(g));
+    TRY(p2p_check_group(g));
     TRY(p2p_read_layer(g, &job.plan.layer, plan_args->layer));
     TRY(fill_dispatch(g, &job, args, &a));
-    TRY(fill_plan(g, &job.plan, plan_args, few_rows(g, &job), &a));
-    if (!overlaps(g, &job)) {
+    TRY(fill_plan(g, &job.plan, plan_args, max_lowlat_rows(g, &job), &a));
+    if (!can_overlap(g, &job)) {
         epic_dispatch_args second = *args;
         second.call = plan_args->call;
         second.layer = plan_args->layer;
         second.plan = plan_args->plan;
         second.plan_bytes = plan_args->plan_bytes;
-        TRY(plan(g, plan_args));
-        return dispatch(g, &second);
+        TRY(p2p_plan(g, plan_args));
+        return p2p_dispatch(g, &second);
     }
-    job.head = head_of(g, &job);
+    job.head = early_tokens_of(g, &job);
     fill_self(&job.plan.self, g, &plan_args->call, EPIC_OP_DISPATCH, a);
     p2p_expect_layer(&job.plan.self, &job.plan.layer);
     job.plan_bytes = plan_args->plan_bytes;
@@ -300,14 +304,14 @@ static void *scratch_of(const epic_group *g)
 }
 
 /* What a combine is given of its plan. */
-typedef struct given_plan {
+typedef struct plan_argument {
     const epic_layer *layer;
     const void *plan;
     int64_t plan_bytes;
-} given_plan;
+} plan_argument;
 
 static epic_result fill_combine_plan(const epic_group *g, p2p_combine_job *job,
-                                     epic_layer *layer, const given_plan *given)
+                                     epic_layer *layer, const plan_argument *given)
 {
     TRY(p2p_read_plan_layer(g, layer, given->layer, given->plan_bytes));
     const device_plan_layout at = p2p_plan_layout(g, layer);
@@ -344,22 +348,23 @@ static epic_result launch_combine(const epic_group *g, p2p_combine_job *job,
     signature_mix(&a, job->type);
     fill_self(&job->self, g, call, operation, a);
     p2p_expect_layer(&job->self, layer);
-    const bool few = !HOSTS && !p2p_has_rare_sums(g, layer) &&
-                     is_few(g, layer, job->num_tokens, P2P_FEW_SUMS, job->row_bytes);
-    return p2p_cuda(few ? p2p_launch_few_combine(job, sms_of(g, call), stream_of(call))
-                        : p2p_launch_combine(job, sms_of(g, call), stream_of(call)),
+    const bool is_lowlat =
+        !HOSTS && !p2p_has_rare_sums(g, layer) &&
+        fits_lowlat(g, layer, job->num_tokens, P2P_LOWLAT_COMBINE_TOKENS, job->row_bytes);
+    return p2p_cuda(is_lowlat ? p2p_launch_lowlat_combine(job, sms_of(g, call), stream_of(call))
+                              : p2p_launch_combine(job, sms_of(g, call), stream_of(call)),
                     "launching combine");
 }
 
-static epic_result combine(epic_group *g, const epic_combine_args *args)
+static epic_result p2p_combine(epic_group *g, const epic_combine_args *args)
 {
     P2P_RANGE("epic_combine");
     p2p_combine_job job = {0};
     signature a = {EPIC_OP_COMBINE};
     epic_layer layer;
-    TRY(p2p_whole(g));
+    TRY(p2p_check_group(g));
     TRY(fill_combine_plan(g, &job, &layer,
-                          &(given_plan){args->layer, args->plan, args->plan_bytes}));
+                          &(plan_argument){args->layer, args->plan, args->plan_bytes}));
     job.slot_weights = args->slot_weights;
     job.type = args->type;
     signature_mix(&a, args->slot_weights != NULL);
@@ -368,9 +373,10 @@ static epic_result combine(epic_group *g, const epic_combine_args *args)
 }
 
 /* Brings the floats of a FLAT plan home, which is an operation of its own. */
-static epic_result launch_floats(const epic_group *g, const epic_dispatch_backward_args *args,
-                                 const p2p_combine_job *rows, const epic_layer *layer,
-                                 signature a)
+static epic_result launch_flat_floats(const epic_group *g,
+                                      const epic_dispatch_backward_args *args,
+                                      const p2p_combine_job *rows, const epic_layer *layer,
+                                      signature a)
 {
     p2p_combine_job job = *rows;
     job.slot_floats = args->d_slot_weights;
@@ -379,19 +385,20 @@ static epic_result launch_floats(const epic_group *g, const epic_dispatch_backwa
     signature_mix(&a, 1);
     fill_self(&job.self, g, &args->call, EPIC_OP_DISPATCH_BACKWARD, a);
     p2p_expect_layer(&job.self, layer);
-    return p2p_cuda(p2p_launch_floats(&job, sms_of(g, &args->call), stream_of(&args->call)),
-                    "launching dispatch_backward");
+    return p2p_cuda(
+        p2p_launch_flat_floats(&job, sms_of(g, &args->call), stream_of(&args->call)),
+        "launching dispatch_backward");
 }
 
-static epic_result dispatch_backward(epic_group *g, const epic_dispatch_backward_args *args)
+static epic_result p2p_dispatch_backward(epic_group *g, const epic_dispatch_backward_args *args)
 {
     P2P_RANGE("epic_dispatch_backward");
     p2p_combine_job job = {0};
     signature a = {EPIC_OP_DISPATCH_BACKWARD};
     epic_layer layer;
-    TRY(p2p_whole(g));
+    TRY(p2p_check_group(g));
     TRY(fill_combine_plan(g, &job, &layer,
-                          &(given_plan){args->layer, args->plan, args->plan_bytes}));
+                          &(plan_argument){args->layer, args->plan, args->plan_bytes}));
     const bool apart = job.flat && args->d_weights;
     job.slot_floats = apart ? NULL : args->d_slot_weights;
     job.choice_floats = apart ? NULL : args->d_weights;
@@ -399,7 +406,7 @@ static epic_result dispatch_backward(epic_group *g, const epic_dispatch_backward
     signature_mix(&a, args->d_weights != NULL);
     TRY(launch_combine(g, &job, &layer, &args->call, &args->d_recv, &args->d_tokens, a,
                        EPIC_OP_DISPATCH_BACKWARD));
-    return apart ? launch_floats(g, args, &job, &layer, a) : EPIC_OK;
+    return apart ? launch_flat_floats(g, args, &job, &layer, a) : EPIC_OK;
 }
 
 static void fill_quantized(p2p_combine_backward_job *job,
@@ -419,13 +426,13 @@ static void fill_quantized(p2p_combine_backward_job *job,
     job->scales_in_words = ((uintptr_t)scales->data | (uint64_t)scales->row_bytes) % 4 == 0;
 }
 
-static epic_result combine_backward(epic_group *g, const epic_combine_backward_args *args)
+static epic_result p2p_combine_backward(epic_group *g, const epic_combine_backward_args *args)
 {
     P2P_RANGE("epic_combine_backward");
     p2p_combine_backward_job job = {0};
     signature a = {EPIC_OP_COMBINE_BACKWARD};
     epic_layer layer;
-    TRY(p2p_whole(g));
+    TRY(p2p_check_group(g));
     TRY(check_type(args->type));
     TRY(check_row(g, "d_out", &args->d_out));
     TRY(p2p_read_plan_layer(g, &layer, args->layer, args->plan_bytes));
@@ -468,12 +475,12 @@ static epic_result combine_backward(epic_group *g, const epic_combine_backward_a
 
 /* ------------------------------------------------------------------------------ sum ---- */
 
-static epic_result sum(epic_group *g, const epic_allreduce_sum_args *args)
+static epic_result p2p_sum(epic_group *g, const epic_allreduce_sum_args *args)
 {
     P2P_RANGE("epic_allreduce_sum");
     const int64_t most = g->self.at.source_bytes / 16 * 4; /* floats of one launch */
     signature a = {EPIC_OP_SUM};
-    TRY(p2p_whole(g));
+    TRY(p2p_check_group(g));
     signature_mix(&a, (uint64_t)args->count);
     signature_mix(&a, args->order);
     int64_t done = 0;
@@ -491,11 +498,11 @@ static epic_result sum(epic_group *g, const epic_allreduce_sum_args *args)
 }
 
 /* How many sums that are, the plan says: one launch does them all. */
-static epic_result sum_replicas(epic_group *g, const epic_sum_replicas_args *args)
+static epic_result p2p_sum_replicas(epic_group *g, const epic_sum_replicas_args *args)
 {
     P2P_RANGE("epic_sum_replicas");
     signature a = {EPIC_OP_SUM * 16 + 1};
-    TRY(p2p_whole(g));
+    TRY(p2p_check_group(g));
     signature_mix(&a, (uint64_t)args->data.row_bytes);
     p2p_sum_replicas_job job = {.plan = args->plan,
                                 .plan_bytes = args->plan_bytes,
@@ -508,20 +515,20 @@ static epic_result sum_replicas(epic_group *g, const epic_sum_replicas_args *arg
         "launching sum_replicas");
 }
 
-static uint32_t max_sms(const epic_group *g)
+static uint32_t p2p_max_sms(const epic_group *g)
 {
     return (uint32_t)g->num_sms;
 }
 
 const epic_ops p2p_ops = {
-    .plan = plan,
-    .dispatch = dispatch,
-    .plan_dispatch = plan_dispatch,
-    .combine = combine,
-    .dispatch_backward = dispatch_backward,
-    .combine_backward = combine_backward,
-    .sum = sum,
-    .sum_replicas = sum_replicas,
+    .plan = p2p_plan,
+    .dispatch = p2p_dispatch,
+    .plan_dispatch = p2p_plan_dispatch,
+    .combine = p2p_combine,
+    .dispatch_backward = p2p_dispatch_backward,
+    .combine_backward = p2p_combine_backward,
+    .sum = p2p_sum,
+    .sum_replicas = p2p_sum_replicas,
     .router_forward = p2p_router_forward,
     .router_backward = p2p_router_backward,
     .balance_loss_forward = p2p_balance_loss_forward,
@@ -544,7 +551,7 @@ const epic_ops p2p_ops = {
     .give_losses = p2p_give_losses,
     .take_losses = p2p_take_losses,
     .check = p2p_check,
-    .notice = p2p_notice_take,
-    .max_sms = max_sms,
+    .notice = p2p_take_notice,
+    .max_sms = p2p_max_sms,
     .abort = p2p_abort,
 };

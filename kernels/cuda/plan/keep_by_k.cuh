@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Choices that are kept by k: of an expert's, all with k 0 come before those with k 1.
  *
- * So the ranks count the choices of each k apart, as if there were an expert for each k:
+ * So the ranks count the choices of each k num_send_only_ctas, as if there were an expert for each k:
  *
  *   tally        k * num_experts + expert
  *   base         [tallies of choices]   choices of the expert with lower k, over the group
@@ -10,8 +10,8 @@
  *
  * A choice's place among those of its k, behind all of lower k, says whether it is kept; its slot
  * follows from those that are kept before it, of which each warp knows the number for every k. */
-#ifndef EPIC_BY_K_CUH
-#define EPIC_BY_K_CUH
+#ifndef EPIC_KEEP_BY_K_CUH
+#define EPIC_KEEP_BY_K_CUH
 
 #include "cuda/plan/replicas.cuh"
 
@@ -23,7 +23,7 @@ static inline int by_k_bytes(const p2p_plan_job *job)
 }
 
 /* Every thread, when the ranks' counts are there: `load` becomes all choices of each expert. */
-static __device__ void order_by_k(Planner &p, const p2p_plan_job &job)
+static __device__ void prepare_by_k(Planner &p, const p2p_plan_job &job)
 {
     const int experts = job.layer.num_experts;
     int32_t *const total = (int32_t *)(p.rare + replica_bytes(&job.layer));
@@ -46,8 +46,8 @@ static __device__ void order_by_k(Planner &p, const p2p_plan_job &job)
 }
 
 /* The place of a choice in the order in which its expert keeps them; `place`: in its warp. */
-__device__ __forceinline__ int32_t order_of(const Planner &p, const p2p_plan_job &job,
-                                            int tallies, int expert, int k, int32_t place)
+__device__ __forceinline__ int32_t keep_order_of(const Planner &p, const p2p_plan_job &job,
+                                                 int tallies, int expert, int k, int32_t place)
 {
     const int i = job.by_k ? k * (int)job.layer.num_experts + expert : expert;
     const int32_t nth = p.low[i] + p.tally[threadIdx.x / WARP * tallies + i] + place;
@@ -56,7 +56,7 @@ __device__ __forceinline__ int32_t order_of(const Planner &p, const p2p_plan_job
 
 /* Every thread, when it is known how many choices each expert keeps: keep(expert). */
 template <class Keep>
-static __device__ void count_taken(Planner &p, const p2p_plan_job &job, Keep keep)
+static __device__ void count_kept_before(Planner &p, const p2p_plan_job &job, Keep keep)
 {
     const int experts = job.layer.num_experts, choices = num_choice_tallies(job);
     for (int i = threadIdx.x; i < p.warps * experts; i += blockDim.x) {
