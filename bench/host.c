@@ -72,7 +72,7 @@ typedef struct seat {
     int rank;
     epic_layer layer;
     void *plan;
-    size_t plan_bytes;
+    int64_t plan_bytes;
     int32_t *topk_idx;
     float *weights, *slot_weights;
     int64_t slots;
@@ -115,7 +115,7 @@ static void open_seat(seat *s)
                           .max_row_bytes = row_bytes,
                           .num_ranks = (uint32_t)o->ranks,
                           .backend = o->backend};
-    s->plan_bytes = epic_plan_bytes(&config, &s->layer);
+    must(s->ctx, epic_plan_bytes(&config, &s->layer, &s->plan_bytes), "plan_bytes");
     s->plan = need(s->plan_bytes);
     s->topk_idx = need(choices * sizeof(int32_t));
     s->weights = need(choices * sizeof(float));

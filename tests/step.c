@@ -42,8 +42,8 @@ void step_open(step *s, epic_context *ctx, int64_t tokens, int64_t hidden)
     const epic_config sizes = sizes_of(s);
     epic_layer flat = s->layer; /* FLAT plans are larger; allocate for both */
     flat.layout = EPIC_FLAT;
-    s->plan_bytes = epic_plan_bytes(&sizes, &flat);
-    s->slots = epic_capacity_bound(&sizes, &s->layer);
+    CHECK(epic_plan_bytes(&sizes, &flat, &s->plan_bytes) == EPIC_OK);
+    CHECK(epic_capacity_bound(&sizes, &s->layer, &s->slots) == EPIC_OK);
     CHECK(s->plan_bytes > 0 && s->slots > 0);
     s->plan = aligned_alloc(64, (s->plan_bytes + 127) / 64 * 64);
     memset(s->plan, 0, s->plan_bytes);

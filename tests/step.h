@@ -20,7 +20,7 @@ typedef struct step {
     int64_t tokens, hidden, slots, count;
     epic_layer layer;
     unsigned char *plan;
-    size_t plan_bytes;
+    int64_t plan_bytes;
     int32_t *topk_idx; /* [tokens, top_k] */
     int32_t *expert_rows, *expert_tokens, *load, *demand;
     float *x, *recv, *out, *d_out, *d_rows, *d_tokens; /* rows */

@@ -203,7 +203,9 @@ static int64_t bound_of(const world *w)
     const epic_config config = {.max_tokens = WORLD_MAX_TOKENS,
                                 .max_row_bytes = 16,
                                 .num_ranks = (uint32_t)w->num_ranks};
-    return epic_capacity_bound(&config, &w->layer);
+    int64_t slots;
+    CHECK(epic_capacity_bound(&config, &w->layer, &slots) == EPIC_OK);
+    return slots;
 }
 
 /* Draws a capacity near the need: exactly the need, the bound, a little more, or too little. */

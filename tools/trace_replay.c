@@ -184,8 +184,7 @@ static void *run_rank(void *argument)
     const epic_layer layer = {
         .num_experts = s->num_experts, .num_logical = s->num_logical, .top_k = top_k};
     must(NULL, epic_open(&self->ctx, &s->bootstraps[self->rank], &config), "open");
-    self->plan_bytes = epic_plan_bytes(&config, &layer);
-    if (!self->plan_bytes) complain("plan: %s", epic_error(NULL));
+    must(self->ctx, epic_plan_bytes(&config, &layer, &self->plan_bytes), "plan");
     self->plan = aligned_alloc(64, (size_t)(self->plan_bytes + 63) / 64 * 64);
     if (!self->plan) complain("no memory for a plan of %" PRId64 " bytes", self->plan_bytes);
     for (int64_t i = 0; i < s->t->num_steps; i++) run_step(self, i);

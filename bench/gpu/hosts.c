@@ -251,9 +251,9 @@ static void take_seat(seat *s, unsigned port)
     need(epic_open(&s->ctx, &bootstrap, &config) == EPIC_OK, "open", s->ctx);
     epic_bootstrap_close(&bootstrap);
     s->layer = (epic_layer){.num_experts = EXPERTS, .top_k = TOP_K, .sum_order = order};
-    s->slots = epic_capacity_bound(&config, &s->layer);
+    need(epic_capacity_bound(&config, &s->layer, &s->slots) == EPIC_OK, "capacity", NULL);
     if (s->slots > num_ranks * s->tokens * TOP_K) s->slots = num_ranks * s->tokens * TOP_K;
-    s->plan_bytes = epic_plan_bytes(&config, &s->layer);
+    need(epic_plan_bytes(&config, &s->layer, &s->plan_bytes) == EPIC_OK, "plan size", NULL);
     s->plan = memory(s->plan_bytes);
     s->ids = memory(s->tokens * TOP_K * 4);
     s->in = memory(s->tokens * s->row);

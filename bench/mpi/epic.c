@@ -25,7 +25,7 @@ epic_way *epic_way_new(const job *j, const epic_layer *layer, const char *backen
                                 .backend = backend};
     must(NULL, epic_open(&w->ctx, &bootstrap, &config), backend);
     epic_bootstrap_close(&bootstrap);
-    w->plan_bytes = epic_plan_bytes(&config, layer);
+    must(w->ctx, epic_plan_bytes(&config, layer, &w->plan_bytes), "plan_bytes");
     w->plan = need((size_t)w->plan_bytes);
     return w;
 }

@@ -7,8 +7,8 @@
 static call_array router_workspace(torch_call *call, const epic_router *router)
 {
     if (call->failed) return (call_array){0};
-    const int64_t bytes = epic_router_workspace(router);
-    if (bytes == 0) call_told(call, EPIC_EINVAL);
+    int64_t bytes;
+    call_told(call, epic_router_workspace(router, &bytes));
     return call_workspace(call, bytes);
 }
 

@@ -105,9 +105,10 @@ static bool describe_layer(model *m, int64_t tokens)
     m->moe = (epic_moe){.layer = &m->layer,
                         .router = &m->router,
                         .experts = &m->experts,
-                        .balance_coeff = balance,
-                        .capacity = epic_capacity_bound(&config, &m->layer)};
-    return works(&m->group, epic_moe_memory(&config, &m->moe, &m->moe_memory),
+                        .balance_coeff = balance};
+    return works(&m->group, epic_capacity_bound(&config, &m->layer, &m->moe.capacity),
+                 "the layer's capacity") &&
+           works(&m->group, epic_moe_memory(&config, &m->moe, &m->moe_memory),
                  "the layer's memory");
 }
 

@@ -666,9 +666,9 @@ typedef struct epic_router {
     double scale;          /* of the weights; 0: 1 */
 } epic_router;
 
-/* Bytes of workspace that each function below needs, for any number of tokens; 0: the router is
- * wrong, epic_error(NULL) says how. */
-static inline int64_t epic_router_workspace(const epic_router *router);
+/* Writes to *bytes how much workspace each function below needs, for any number of tokens.
+ * *bytes is 0 when it fails.  Errors: EPIC_EINVAL. */
+static inline epic_result epic_router_workspace(const epic_router *router, int64_t *bytes);
 
 typedef struct epic_router_args {
     epic_call call;
@@ -1253,13 +1253,15 @@ EPIC_API epic_result epic_bootstrap_threads(epic_bootstrap *out, int32_t num_ran
 /* Ends a bootstrap; allowed right after epic_open.  Local.  NULL is allowed. */
 EPIC_API void epic_bootstrap_close(epic_bootstrap *bootstrap);
 
-/* Bytes of a plan, and the fewest slots of a rank that can never overflow, from sizes alone, as
- * epic_layer_sizes tells them of an open context: config.num_ranks and max_tokens, and the
- * layer.  The second is for contiguous blocks of experts; where num_ranks does not divide
- * num_experts, for any rank_of_expert.  Local; 0: the arguments are wrong, epic_error(NULL) says
- * how. */
-static inline int64_t epic_plan_bytes(const epic_config *config, const epic_layer *layer);
-static inline int64_t epic_capacity_bound(const epic_config *config, const epic_layer *layer);
+/* Write the bytes of a plan to *bytes, and to *slots the smallest capacity of a rank that can
+ * never overflow, from config.num_ranks, config.max_tokens and the layer.  They need no context;
+ * epic_layer_sizes returns both for an open one.  The capacity is for contiguous blocks of experts,
+ * or for any rank_of_expert where num_ranks does not divide num_experts.  The result is 0 when
+ * a call fails.  Local.  Errors: EPIC_EINVAL. */
+static inline epic_result epic_plan_bytes(const epic_config *config, const epic_layer *layer,
+                                          int64_t *bytes);
+static inline epic_result epic_capacity_bound(const epic_config *config,
+                                              const epic_layer *layer, int64_t *slots);
 
 /* Bytes that a rank will hold, from sizes alone. */
 typedef struct epic_memory_info {

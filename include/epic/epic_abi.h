@@ -75,7 +75,8 @@ EPIC_API epic_result epic_allreduce_sum_v1(epic_context *ctx,
                                            const epic_allreduce_sum_args *args, size_t size);
 EPIC_API epic_result epic_sum_replicas_v1(epic_context *ctx, const epic_sum_replicas_args *args,
                                           size_t size);
-EPIC_API int64_t epic_router_workspace_v1(const epic_router *router, size_t size);
+EPIC_API epic_result epic_router_workspace_v1(const epic_router *router, size_t size,
+                                              int64_t *bytes);
 EPIC_API epic_result epic_router_forward_v1(epic_context *ctx, const epic_router_args *args,
                                             size_t size);
 EPIC_API epic_result epic_router_backward_v1(epic_context *ctx,
@@ -113,10 +114,12 @@ EPIC_API epic_result epic_moe_backward_v1(epic_context *ctx, const epic_moe_back
                                           size_t size);
 EPIC_API epic_result epic_bootstrap_tcp_v1(epic_bootstrap *out, const epic_tcp *tcp,
                                            size_t size);
-EPIC_API int64_t epic_plan_bytes_v1(const epic_config *config, size_t config_size,
-                                    const epic_layer *layer, size_t layer_size);
-EPIC_API int64_t epic_capacity_bound_v1(const epic_config *config, size_t config_size,
-                                        const epic_layer *layer, size_t layer_size);
+EPIC_API epic_result epic_plan_bytes_v1(const epic_config *config, size_t config_size,
+                                        const epic_layer *layer, size_t layer_size,
+                                        int64_t *bytes);
+EPIC_API epic_result epic_capacity_bound_v1(const epic_config *config, size_t config_size,
+                                            const epic_layer *layer, size_t layer_size,
+                                            int64_t *slots);
 EPIC_API epic_result epic_memory_v1(const epic_config *config, size_t config_size,
                                     const epic_layer *layer, size_t layer_size,
                                     epic_memory_info *out, size_t out_size);
@@ -203,9 +206,9 @@ static inline epic_result epic_sum_replicas(epic_context *ctx,
     return epic_sum_replicas_v1(ctx, args, sizeof *args);
 }
 
-static inline int64_t epic_router_workspace(const epic_router *router)
+static inline epic_result epic_router_workspace(const epic_router *router, int64_t *bytes)
 {
-    return epic_router_workspace_v1(router, sizeof *router);
+    return epic_router_workspace_v1(router, sizeof *router, bytes);
 }
 
 static inline epic_result epic_router_forward(epic_context *ctx, const epic_router_args *args)
@@ -292,14 +295,16 @@ static inline epic_result epic_bootstrap_tcp(epic_bootstrap *out, const epic_tcp
     return epic_bootstrap_tcp_v1(out, tcp, sizeof *tcp);
 }
 
-static inline int64_t epic_plan_bytes(const epic_config *config, const epic_layer *layer)
+static inline epic_result epic_plan_bytes(const epic_config *config, const epic_layer *layer,
+                                          int64_t *bytes)
 {
-    return epic_plan_bytes_v1(config, sizeof *config, layer, sizeof *layer);
+    return epic_plan_bytes_v1(config, sizeof *config, layer, sizeof *layer, bytes);
 }
 
-static inline int64_t epic_capacity_bound(const epic_config *config, const epic_layer *layer)
+static inline epic_result epic_capacity_bound(const epic_config *config,
+                                              const epic_layer *layer, int64_t *slots)
 {
-    return epic_capacity_bound_v1(config, sizeof *config, layer, sizeof *layer);
+    return epic_capacity_bound_v1(config, sizeof *config, layer, sizeof *layer, slots);
 }
 
 static inline epic_result epic_memory(const epic_config *config, const epic_layer *layer,

@@ -15,19 +15,15 @@ static epic_result read_both(epic_config *c, epic_layer *l, const epic_config *c
     return layer_read(l, layer, layer_size, (int32_t)c->num_ranks);
 }
 
-static int64_t plan_bytes(const epic_config *c, const epic_layer *l)
-{
-    int64_t bytes;
-    return check_plan_size(c, l, &bytes) == EPIC_OK ? bytes : 0;
-}
-
-int64_t epic_plan_bytes_v1(const epic_config *config, size_t config_size,
-                           const epic_layer *layer, size_t layer_size)
+epic_result epic_plan_bytes_v1(const epic_config *config, size_t config_size,
+                               const epic_layer *layer, size_t layer_size, int64_t *bytes)
 {
     epic_config c;
     epic_layer l;
-    if (read_both(&c, &l, config, config_size, layer, layer_size) != EPIC_OK) return 0;
-    return plan_bytes(&c, &l);
+    if (!bytes) return epic_fail(EPIC_EINVAL, "bytes is NULL: pass a place for the result");
+    *bytes = 0;
+    TRY(read_both(&c, &l, config, config_size, layer, layer_size));
+    return check_plan_size(&c, &l, bytes);
 }
 
 static int64_t least(int64_t a, int64_t b)
@@ -58,14 +54,18 @@ static int64_t most_local(const epic_config *c, const epic_layer *l, bool placed
     return blocks ? l->num_experts / c->num_ranks : l->num_experts;
 }
 
-int64_t epic_capacity_bound_v1(const epic_config *config, size_t config_size,
-                               const epic_layer *layer, size_t layer_size)
+epic_result epic_capacity_bound_v1(const epic_config *config, size_t config_size,
+                                   const epic_layer *layer, size_t layer_size, int64_t *slots)
 {
     epic_config c;
     epic_layer l;
-    if (read_both(&c, &l, config, config_size, layer, layer_size) != EPIC_OK) return 0;
-    if (!plan_bytes(&c, &l)) return 0;
-    return bound(&c, &l, most_local(&c, &l, false));
+    int64_t plan_bytes;
+    if (!slots) return epic_fail(EPIC_EINVAL, "slots is NULL: pass a place for the result");
+    *slots = 0;
+    TRY(read_both(&c, &l, config, config_size, layer, layer_size));
+    TRY(check_plan_size(&c, &l, &plan_bytes));
+    *slots = bound(&c, &l, most_local(&c, &l, false));
+    return EPIC_OK;
 }
 
 static epic_memory_info context_memory(const epic_config *c, const epic_backend *backend)
@@ -112,10 +112,8 @@ epic_result epic_memory_v1(const epic_config *config, size_t config_size,
     const epic_backend *backend;
     TRY(backend_find(&backend, c.backend ? backend_meant(c.backend, 1) : "shm"));
     info = context_memory(&c, backend);
-    if (layer) {
-        info.plan_bytes = epic_plan_bytes_v1(config, config_size, layer, layer_size);
-        if (!info.plan_bytes) return EPIC_EINVAL;
-    }
+    if (layer)
+        TRY(epic_plan_bytes_v1(config, config_size, layer, layer_size, &info.plan_bytes));
     WRITE_SIZED(out, &info, size);
     return EPIC_OK;
 }

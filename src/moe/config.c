@@ -176,10 +176,8 @@ static epic_result measure_memory(moe_job *j, const epic_config *config)
     if (j->is_device) use_device_sizes(&j->experts_memory);
     if (j->is_device) use_device_sizes(&j->shared_memory);
     j->shared_memory.saved_bytes = round_up(j->shared_memory.saved_bytes, 64);
-    j->router_bytes = epic_router_workspace(&j->router);
-    if (!j->router_bytes) return EPIC_EINVAL;
-    j->plan_bytes = epic_plan_bytes(config, &j->layer);
-    if (!j->plan_bytes) return EPIC_EINVAL;
+    TRY(epic_router_workspace(&j->router, &j->router_bytes));
+    TRY(epic_plan_bytes(config, &j->layer, &j->plan_bytes));
     const bool apart = !j->is_device || j->moe.flags & EPIC_SUM_DENSE || j->blocks > 1;
     j->dense_levels = apart ? num_levels(j->blocks) : 0;
     j->dense_count = moe_dense_offsets(j).end;

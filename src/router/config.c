@@ -106,10 +106,14 @@ static int64_t workspace_bytes(const epic_router *r)
                      columns * (5 * sizeof(double) + sizeof(int32_t)) + r->num_groups);
 }
 
-int64_t epic_router_workspace_v1(const epic_router *router, size_t size)
+epic_result epic_router_workspace_v1(const epic_router *router, size_t size, int64_t *bytes)
 {
     epic_router ours;
-    return read_router(&ours, router, size) == EPIC_OK ? workspace_bytes(&ours) : 0;
+    if (!bytes) return epic_fail(EPIC_EINVAL, "bytes is NULL: pass a place for the result");
+    *bytes = 0;
+    TRY(read_router(&ours, router, size));
+    *bytes = workspace_bytes(&ours);
+    return EPIC_OK;
 }
 
 static epic_result check_type(const char *name, uint32_t type)

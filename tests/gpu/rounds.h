@@ -33,8 +33,9 @@ static inline bool round_seat(rounds *r, const epic_config *config)
     r->layer = (epic_layer){.num_experts = (uint32_t)(ROUND_EXPERTS / num_ranks * num_ranks),
                             .top_k = ROUND_TOP_K,
                             .sum_order = EPIC_BY_HOSTS};
-    r->slots = epic_capacity_bound(config, &r->layer);
-    r->plan_bytes = epic_plan_bytes(config, &r->layer);
+    if (epic_capacity_bound(config, &r->layer, &r->slots) != EPIC_OK ||
+        epic_plan_bytes(config, &r->layer, &r->plan_bytes) != EPIC_OK)
+        return false;
     for (int i = 0; i < ROUND_TOKENS * ROUND_TOP_K; i++)
         ids[i] = (i * 7 + rank) % (int)r->layer.num_experts;
     return round_memory(&r->plan, r->plan_bytes) && round_memory(&r->ids, sizeof ids) &&

@@ -464,7 +464,7 @@ int main(void)
     const epic_layer layer = {.num_experts = EXPERTS, .top_k = 1};
     epic_context *ctx;
     CHECK(epic_open(&ctx, NULL, &config) == EPIC_OK);
-    plan_bytes = (int64_t)epic_plan_bytes(&config, &layer);
+    CHECK(epic_plan_bytes(&config, &layer, &plan_bytes) == EPIC_OK);
     plan = aligned_alloc(64, ((size_t)plan_bytes + TAIL + 63) / 64 * 64);
     for (int t = 0; t < TOKENS; t++) {
         w[t] = 0.5f * (float)(t + 1);

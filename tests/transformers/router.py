@@ -62,7 +62,6 @@ Backward = struct(
 class Epic:
     def __init__(self, path):
         self.lib = ctypes.CDLL(path)
-        self.lib.epic_router_workspace_v1.restype = c_int64
         self.lib.epic_error.restype = ctypes.c_char_p
 
     def call(self, name, args):
@@ -73,9 +72,12 @@ class Epic:
     def run(self, router, logits, bias=None, scale=None, topk_idx=None, d_weights=None):
         """Ids and weights; with d_weights also the gradients of logits and scale.  topk_idx: for
         the gradients, instead of what is chosen."""
-        size = self.lib.epic_router_workspace_v1(
-            ctypes.byref(router), ctypes.c_size_t(ctypes.sizeof(router))
-        )
+        found = c_int64()
+        if self.lib.epic_router_workspace_v1(
+            ctypes.byref(router), ctypes.c_size_t(ctypes.sizeof(router)), ctypes.byref(found)
+        ):
+            raise SystemExit(f"epic_router_workspace: {self.lib.epic_error(None).decode()}")
+        size = found.value
         work = torch.empty(size // 8 + 2, dtype=torch.float64)
         logits = logits.detach().contiguous()
         ids = torch.empty(len(logits), router.top_k, dtype=torch.int32)

@@ -20,7 +20,7 @@ typedef struct counted {
     int rank, num_ranks;
     epic_layer layer;
     unsigned char *plan;
-    size_t plan_bytes;
+    int64_t plan_bytes;
     int64_t slots;
     int32_t topk_idx[RUN_MAX_RANKS][TOKENS][TOP_K]; /* of all ranks */
 } counted;
@@ -175,8 +175,8 @@ static void count_all(const epic_bootstrap *bootstrap, void *self)
         c->num_ranks = bootstrap->num_ranks;
         c->layer = (epic_layer){.num_experts = EXPERTS, .top_k = TOP_K};
         c->layer.partial_type = *(const uint32_t *)self;
-        c->slots = epic_capacity_bound(&config, &c->layer);
-        c->plan_bytes = epic_plan_bytes(&config, &c->layer);
+        CHECK(epic_capacity_bound(&config, &c->layer, &c->slots) == EPIC_OK);
+        CHECK(epic_plan_bytes(&config, &c->layer, &c->plan_bytes) == EPIC_OK);
         c->plan = aligned_alloc(64, (c->plan_bytes + 63) / 64 * 64);
         choose_experts(c, run_seed());
         count_plan(c);

@@ -54,7 +54,8 @@ static void check_major(int ranks, int tokens, epic_layer layer)
     }
     if (s.num_choices > MOST_CHOICES) return;
     spread(&s, 0, s.num_choices);
-    const int64_t bound = epic_capacity_bound(&config, &layer);
+    int64_t bound;
+    CHECK(epic_capacity_bound(&config, &layer, &bound) == EPIC_OK);
     CHECK_SAY(
         bound == s.most,
         "%d ranks, %d tokens, top_k %u, %u experts, alignment %u, expert_capacity %u, flags "
@@ -72,15 +73,18 @@ static void check_flat(int ranks, int tokens, epic_layer layer)
     if (layer.expert_capacity && local * layer.expert_capacity < most)
         most = local * layer.expert_capacity;
     layer.layout = EPIC_FLAT;
-    CHECK_EQ(epic_capacity_bound(&config, &layer), most);
+    int64_t bound;
+    CHECK_EQ(epic_capacity_bound(&config, &layer, &bound), EPIC_OK);
+    CHECK_EQ(bound, most);
 }
 
 static void check_too_large(void)
 {
     const epic_config config = {.max_tokens = 1 << 30, .max_row_bytes = 1, .num_ranks = 4};
     const epic_layer layer = {.num_experts = 4, .top_k = 1};
-    CHECK_EQ(epic_capacity_bound(&config, &layer), 0);
-    CHECK_EQ(epic_plan_bytes(&config, &layer), 0);
+    int64_t size;
+    CHECK_EQ(epic_capacity_bound(&config, &layer, &size), EPIC_EINVAL);
+    CHECK_EQ(epic_plan_bytes(&config, &layer, &size), EPIC_EINVAL);
 }
 
 int main(void)

@@ -247,8 +247,9 @@ static void check_sizes(const epic_layer *layer)
                                             .num_ranks = (uint32_t)ranks,
                                             .backend = backends[b]};
                 epic_memory_info info;
+                int64_t slots;
                 (void)epic_memory(&config, layer, &info);
-                (void)epic_capacity_bound(&config, layer);
+                (void)epic_capacity_bound(&config, layer, &slots);
                 epic_config bad = config;
                 bad.staging_bytes = 0;
                 bad.max_tokens = far[i];

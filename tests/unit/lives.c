@@ -73,7 +73,8 @@ static void *live(void *argument)
                                 .num_ranks = RANKS,
                                 .timeout_ms = 60000};
     const epic_layer layer = {.num_experts = EXPERTS, .top_k = TOP_K};
-    const int64_t bytes = epic_plan_bytes(&config, &layer);
+    int64_t bytes;
+    CHECK(epic_plan_bytes(&config, &layer, &bytes) == EPIC_OK);
     void *plan = aligned_alloc(64, (size_t)(bytes + 63) / 64 * 64);
     CHECK(epic_open(&ctx, &s->bootstrap, &config) == EPIC_OK);
     epic_result result = EPIC_OK;

@@ -71,9 +71,11 @@ static void try_open(void)
 
 static void refuse_sizes(const epic_config *config, const epic_layer *layer, const char *name)
 {
-    CHECK(epic_plan_bytes(config, layer) == 0);
+    int64_t size = -1;
+    CHECK(epic_plan_bytes(config, layer, &size) == EPIC_EINVAL && size == 0);
     CHECK_SAY(strstr(epic_error(NULL), name) != NULL, "no %s in: %s", name, epic_error(NULL));
-    CHECK(epic_capacity_bound(config, layer) == 0);
+    size = -1;
+    CHECK(epic_capacity_bound(config, layer, &size) == EPIC_EINVAL && size == 0);
     CHECK_SAY(strstr(epic_error(NULL), name) != NULL, "no %s in: %s", name, epic_error(NULL));
     epic_memory_info info;
     CHECK(epic_memory(config, layer, &info) == EPIC_EINVAL || layer == NULL);
@@ -91,7 +93,10 @@ static void try_queries(void)
     refuse_sizes(&config, &nothing, "top_k");
     refuse_sizes(&config, NULL, "layer");
     refuse_sizes(NULL, &layer, "config");
-    CHECK(epic_plan_bytes(&huge, &layer) == 0);
+    int64_t size;
+    CHECK(epic_plan_bytes(&huge, &layer, &size) == EPIC_EINVAL);
+    CHECK(epic_plan_bytes(&config, &layer, NULL) == EPIC_EINVAL);
+    CHECK(epic_capacity_bound(&config, &layer, NULL) == EPIC_EINVAL);
     CHECK(epic_memory(&config, NULL, &memory) == EPIC_OK);
     CHECK(memory.plan_bytes == 0 && memory.host_bytes > 0 && memory.shared_bytes > 0);
     CHECK(epic_memory_v1(&config, sizeof config, &layer, sizeof layer, NULL, 8) == EPIC_EINVAL);

@@ -50,8 +50,9 @@ static void make_plan(forged *f, run_random *random)
         ids[i] = (int32_t)run_between(random, -1, (int64_t)layer_num_ids(&f->layer) - 1);
     for (uint32_t e = 0; logical && e < f->layer.num_experts; e++)
         logical_of[e] = (int32_t)(e % logical);
-    const size_t room = epic_plan_bytes(&config, &f->layer);
-    unsigned char *plan = malloc(room);
+    int64_t room;
+    CHECK(epic_plan_bytes(&config, &f->layer, &room) == EPIC_OK);
+    unsigned char *plan = malloc((size_t)room);
     const epic_plan_args args = {.layer = &f->layer,
                                  .plan = plan,
                                  .plan_bytes = room,

@@ -5,7 +5,8 @@
 
 static void refuse_router(epic_router r, const char *word)
 {
-    CHECK(epic_router_workspace(&r) == 0, "accepted: %s", word);
+    int64_t bytes = -1;
+    CHECK(epic_router_workspace(&r, &bytes) == EPIC_EINVAL && bytes == 0, "accepted: %s", word);
     CHECK(strstr(epic_error(NULL), word) != NULL, "\"%s\" does not name %s", epic_error(NULL),
           word);
 }
@@ -41,7 +42,9 @@ static void test_wrong_routers(void)
     r.topk_groups = 8;
     r.group_score = EPIC_GROUP_SUM;
     refuse_router(r, "group_best");
-    CHECK(epic_router_workspace(NULL) == 0, "NULL accepted");
+    int64_t bytes;
+    CHECK(epic_router_workspace(NULL, &bytes) == EPIC_EINVAL, "NULL accepted");
+    CHECK(epic_router_workspace(&good, NULL) == EPIC_EINVAL, "NULL accepted");
 }
 
 static void refuse_forward(epic_router_args args, const char *word)

@@ -322,7 +322,7 @@ typedef struct problem {
     int32_t *idx;
     void *weights, *scores;
     void *workspace;
-    size_t workspace_bytes;
+    int64_t workspace_bytes;
 } problem;
 
 static inline uint32_t weights_type(const problem *p)
@@ -364,8 +364,8 @@ static inline void make_problem(problem *p, const model *m, int tokens, uint32_t
     p->ids = malloc((size_t)tokens * sizeof *p->ids);
     p->scale = malloc((size_t)p->n * sizeof *p->scale);
     p->scale_of = malloc((size_t)p->n * 8);
-    p->workspace_bytes = epic_router_workspace(&m->router);
-    CHECK(p->workspace_bytes > 0, "%s: %s", m->name, epic_error(NULL));
+    CHECK(epic_router_workspace(&m->router, &p->workspace_bytes) == EPIC_OK, "%s: %s", m->name,
+          epic_error(NULL));
     p->workspace = malloc(p->workspace_bytes);
     for (size_t i = 0; i < all; i++) {
         put(p->logits, type, (int64_t)i, draw(pattern));

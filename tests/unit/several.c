@@ -56,7 +56,8 @@ static void many_logical(const epic_bootstrap *bootstrap, void *self)
     int32_t logical_of[EXPERTS];
     const epic_layer layer = {.num_experts = EXPERTS, .num_logical = LOGICAL, .top_k = 1};
     const epic_config config = {.max_tokens = 4, .max_row_bytes = 64, .num_ranks = 2};
-    const int64_t bytes = epic_plan_bytes(&config, &layer);
+    int64_t bytes;
+    CHECK(epic_plan_bytes(&config, &layer, &bytes) == EPIC_OK);
     void *plan = aligned_alloc(64, (size_t)(bytes + 63) / 64 * 64);
     int32_t rows[LOGICAL], tokens[LOGICAL];
     float data[LOGICAL], scratch;

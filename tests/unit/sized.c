@@ -122,10 +122,12 @@ static void check_queries(epic_context *ctx)
     const size_t c = sizeof config, l = sizeof layer;
     void *out = untouched;
     epic_memory_info memory;
-    REFUSES(epic_config, "config", epic_plan_bytes_v1(&config, size, &layer, l) == 0);
-    REFUSES(epic_layer, "layer", epic_plan_bytes_v1(&config, c, &layer, size) == 0);
-    REFUSES(epic_config, "config", epic_capacity_bound_v1(&config, size, &layer, l) == 0);
-    REFUSES(epic_layer, "layer", epic_capacity_bound_v1(&config, c, &layer, size) == 0);
+    int64_t bytes;
+    REFUSES(epic_config, "config", epic_plan_bytes_v1(&config, size, &layer, l, &bytes) BAD);
+    REFUSES(epic_layer, "layer", epic_plan_bytes_v1(&config, c, &layer, size, &bytes) BAD);
+    REFUSES(epic_config, "config",
+            epic_capacity_bound_v1(&config, size, &layer, l, &bytes) BAD);
+    REFUSES(epic_layer, "layer", epic_capacity_bound_v1(&config, c, &layer, size, &bytes) BAD);
     REFUSES(epic_config, "config", epic_memory_v1(&config, size, &layer, l, out, 32) BAD);
     REFUSES(epic_layer, "layer",
             epic_memory_v1(&config, c, &layer, size, &memory, sizeof memory) BAD);
@@ -134,7 +136,7 @@ static void check_queries(epic_context *ctx)
     REFUSES(epic_layer, "layer", epic_layer_sizes_v1(ctx, &layer, size, out, 64) BAD);
     REFUSES(epic_layer_info, "out", epic_layer_sizes_v1(ctx, &layer, l, out, size) BAD);
     REFUSES(epic_plan_info, "out", epic_plan_read_v1(untouched, 4096, out, size) BAD);
-    REFUSES(epic_router, "router", epic_router_workspace_v1(&router, size) == 0);
+    REFUSES(epic_router, "router", epic_router_workspace_v1(&router, size, &bytes) BAD);
     REFUSES(epic_experts, "experts", epic_experts_memory_v1(&experts, size, 4, out, 24) BAD);
     REFUSES(epic_experts_memory_info, "out",
             epic_experts_memory_v1(&experts, sizeof experts, 4, out, size) BAD);

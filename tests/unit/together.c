@@ -76,7 +76,7 @@ static seat *open_seat(const epic_bootstrap *bootstrap, int num_tokens, uint32_t
     s->rank = own_rank = bootstrap->rank;
     s->num_tokens = num_tokens;
     CHECK_EQ(epic_open(&s->ctx, bootstrap, &config), EPIC_OK);
-    s->plan_bytes = epic_plan_bytes(&config, &s->layer);
+    CHECK(epic_plan_bytes(&config, &s->layer, &s->plan_bytes) == EPIC_OK);
     s->plan = aligned_alloc(64, (size_t)(s->plan_bytes + 63) / 64 * 64);
     s->watched = *s->ctx->backend->transport;
     s->watched.announce = announce;

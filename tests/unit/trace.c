@@ -40,7 +40,8 @@ static void plan(epic_context *ctx, const seat *s, int step)
 {
     const epic_config config = {.max_tokens = TOKENS, .max_row_bytes = 8, .num_ranks = RANKS};
     const epic_layer layer = {.num_experts = s->experts, .top_k = TOP_K};
-    const int64_t bytes = epic_plan_bytes(&config, &layer);
+    int64_t bytes;
+    CHECK(epic_plan_bytes(&config, &layer, &bytes) == EPIC_OK);
     void *memory = aligned_alloc(64, (size_t)(bytes + 63) / 64 * 64);
     int64_t ids[TOKENS * TOP_K];
     for (int64_t i = 0; i < TOKENS * TOP_K; i++) ids[i] = id_of(s, step, i);

@@ -188,7 +188,8 @@ static void record(void)
     const epic_config config = {
         .max_tokens = 1, .max_row_bytes = 8, .num_ranks = 1, .name = "one \"rank\""};
     const epic_layer layer = {.num_experts = 4, .top_k = 2};
-    const int64_t bytes = epic_plan_bytes(&config, &layer);
+    int64_t bytes;
+    CHECK(epic_plan_bytes(&config, &layer, &bytes) == EPIC_OK);
     void *plan = aligned_alloc(64, (size_t)(bytes + 63) / 64 * 64);
     const epic_plan_args args = {.layer = &layer,
                                  .plan = plan,

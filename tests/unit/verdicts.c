@@ -28,7 +28,7 @@ typedef struct seat {
     epic_config config;
     epic_layer layer;
     void *plan;
-    size_t plan_bytes;
+    int64_t plan_bytes;
 } seat;
 
 static seat open_seat(const epic_bootstrap *bootstrap, uint32_t num_experts, int64_t max_tokens)
@@ -41,7 +41,7 @@ static seat open_seat(const epic_bootstrap *bootstrap, uint32_t num_experts, int
                          .staging_bytes = 100000},
               .layer = {.num_experts = num_experts, .top_k = 1}};
     CHECK_SAY(epic_open(&s.ctx, bootstrap, &s.config) == EPIC_OK, "open: %s", epic_error(NULL));
-    s.plan_bytes = epic_plan_bytes(&s.config, &s.layer);
+    CHECK(epic_plan_bytes(&s.config, &s.layer, &s.plan_bytes) == EPIC_OK);
     s.plan = aligned_alloc(64, (s.plan_bytes + 63) / 64 * 64);
     return s;
 }

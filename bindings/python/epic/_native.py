@@ -136,10 +136,10 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "epic_num_hosts": (c_int32, [c_void_p]),
     "epic_net_name": (c_char_p, [c_void_p]),
     "epic_blas_name": (c_char_p, []),
-    "epic_plan_bytes_v1": (c_int64, [c_void_p, c_size_t, c_void_p, c_size_t]),
+    "epic_plan_bytes_v1": (c_int32, [c_void_p, c_size_t, c_void_p, c_size_t, c_void_p]),
     "epic_plan_read_v1": (c_int32, [c_void_p, c_size_t, c_void_p, c_size_t]),
-    "epic_capacity_bound_v1": (c_int64, [c_void_p, c_size_t, c_void_p, c_size_t]),
-    "epic_router_workspace_v1": (c_int64, [c_void_p, c_size_t]),
+    "epic_capacity_bound_v1": (c_int32, [c_void_p, c_size_t, c_void_p, c_size_t, c_void_p]),
+    "epic_router_workspace_v1": (c_int32, [c_void_p, c_size_t, c_void_p]),
     "epic_experts_memory_v1": (c_int32, [c_void_p, c_size_t, c_int64, c_void_p, c_size_t]),
     "epic_moe_memory_v1": (
         c_int32,
@@ -225,14 +225,13 @@ def filled(kind: type[ctypes.Structure], options: Options) -> ctypes.Structure:
 
 
 def size(name: str, *parts: ctypes.Structure | Options) -> int:
-    """A size query, whose 0 stands for a refusal; of structs, or of options by their kind."""
+    """The result of a size query over structs, or over options, which become structs."""
     structs = [
         p if isinstance(p, ctypes.Structure) else filled(KINDS[type(p).__name__], p) for p in parts
     ]
-    found = int(getattr(core(), name)(*sized(*structs)))
-    if found == 0:
-        raise failure(EINVAL)
-    return found
+    found = c_int64()
+    check(getattr(core(), name)(*sized(*structs), ctypes.byref(found)))
+    return found.value
 
 
 def experts_memory(options: Options, slots: int) -> Any:

@@ -255,7 +255,8 @@ static void compare_parts(rank *r, const epic_config *config, const run *whole)
 {
     enum { BLOCKS = (HIDDEN + 127) / 128 };
     const int64_t row = HIDDEN * bytes_of(r->k->type);
-    const int64_t plan_bytes = epic_plan_bytes(config, &r->layer);
+    int64_t plan_bytes;
+    need(r, epic_plan_bytes(config, &r->layer, &plan_bytes), "plan_bytes");
     const int32_t *load = (const int32_t *)whole->load.host + r->number * LOCAL;
     epic_experts_memory_info memory;
     need(r, epic_experts_memory(&r->experts, CAPACITY, &memory), "memory");

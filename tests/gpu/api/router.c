@@ -102,8 +102,9 @@ static void fill(const problem *p)
         if (p->id_type == EPIC_I64) ((int64_t *)token_ids.host)[t] = id;
         if (p->id_type == EPIC_I32) ((int32_t *)token_ids.host)[t] = (int32_t)id;
     }
-    use(&workspace, epic_router_workspace(&p->router));
-    need(workspace.bytes > 0, "a router is wrong");
+    int64_t workspace_bytes;
+    need(epic_router_workspace(&p->router, &workspace_bytes) == EPIC_OK, "a router is wrong");
+    use(&workspace, (size_t)workspace_bytes);
     use(&topk_idx, (size_t)(p->tokens * k * 4));
     use(&weights, (size_t)(p->tokens * k * 4));
     use(&scores, (size_t)(p->tokens * p->n * 4));
@@ -399,7 +400,9 @@ static void test_refusals(void)
     refused(forward(&there), EPIC_ENOTSUP, "SPARSEMIXER");
     p.router.weight_rule = 0;
     p.router.num_experts = 5000;
-    use(&workspace, epic_router_workspace(&p.router));
+    int64_t bytes;
+    need(epic_router_workspace(&p.router, &bytes) == EPIC_OK, "a router is wrong");
+    use(&workspace, (size_t)bytes);
     refused(forward(&there), EPIC_ENOTSUP, "5000");
     p.router.num_experts = 0;
     refused(forward(&there), EPIC_EINVAL, "num_experts");
