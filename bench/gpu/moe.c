@@ -387,14 +387,13 @@ static void time_scaled(bench *b, arrays *a, const epic_config *config, const ep
     experts.weight_type = EPIC_E4M3;
     moe.experts = &experts;
     moe.flags = EPIC_DISPATCH_AGAIN;
-    must(!epic_moe_memory(config, &moe, &memory), "memory", NULL);
+    must(!epic_moe_memory(b->ctx, NULL, &moe, &memory), "memory", NULL);
     w.w_gate_up = numbers_on(a, first, EPIC_E4M3, 1);
     w.w_down = numbers_on(a, first / 2, EPIC_E4M3, 1);
     w.w_gate_up_scales = numbers_on(a, first / 8192, EPIC_F32, 0.02f); /* more than there are */
     w.w_down_scales = numbers_on(a, first / 8192, EPIC_F32, 0.02f);
-    const int64_t work = memory.cuda_backward_bytes > memory.cuda_forward_bytes
-                             ? memory.cuda_backward_bytes
-                             : memory.cuda_forward_bytes;
+    const int64_t work = memory.backward_bytes > memory.forward_bytes ? memory.backward_bytes
+                                                                      : memory.forward_bytes;
     b->forward.moe = b->backward.moe = &moe;
     b->forward.weights = &w;
     b->forward.workspace = b->backward.workspace = bytes_on(a, work);
@@ -472,19 +471,18 @@ static void run_model(bench *b, const model *m)
                                 .backend = "p2p"};
     must(!epic_open(&b->ctx, &bootstraps[b->rank], &config), "open", b->ctx);
     epic_moe_memory_info memory;
-    must(!epic_moe_memory(&config, &moe, &memory), "memory", NULL);
+    must(!epic_moe_memory(b->ctx, NULL, &moe, &memory), "memory", NULL);
     const epic_moe_weights weights = make_weights(b, &a, m);
-    const int64_t work = memory.cuda_backward_bytes > memory.cuda_forward_bytes
-                             ? memory.cuda_backward_bytes
-                             : memory.cuda_forward_bytes;
+    const int64_t work = memory.backward_bytes > memory.forward_bytes ? memory.backward_bytes
+                                                                      : memory.forward_bytes;
     b->forward =
         (epic_moe_args){.call.stream = b->stream,
                         .moe = &moe,
                         .weights = &weights,
                         .x = {numbers_on(&a, tokens * m->hidden, EPIC_BF16, 1), tokens, row},
                         .out = {bytes_on(&a, tokens * row), tokens, row},
-                        .saved = bytes_on(&a, memory.cuda_saved_bytes),
-                        .saved_bytes = memory.cuda_saved_bytes,
+                        .saved = bytes_on(&a, memory.saved_bytes),
+                        .saved_bytes = memory.saved_bytes,
                         .workspace = bytes_on(&a, work),
                         .workspace_bytes = work};
     b->backward = (epic_moe_backward_args){

@@ -122,7 +122,8 @@ mlp *mlp_new(const job *j, int inner, int64_t slots)
                                 .hidden = (uint32_t)j->hidden,
                                 .inner = (uint32_t)inner,
                                 .row_type = EPIC_BF16};
-    must(NULL, epic_experts_memory(&m->experts, slots, &info), "memory of the experts");
+    must(NULL, epic_experts_memory(NULL, NULL, &m->experts, slots, &info),
+         "memory of the experts");
     m->slots = slots;
     m->saved = need((size_t)(m->saved_bytes = info.saved_bytes));
     m->workspace = need((size_t)(m->workspace_bytes = info.forward_bytes));

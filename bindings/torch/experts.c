@@ -81,11 +81,8 @@ static epic_experts_memory_info sizes_of(torch_call *call, const epic_experts *e
                                          int64_t num_slots)
 {
     epic_experts_memory_info sizes = {0};
-    if (!call->failed) call_told(call, epic_experts_memory(experts, num_slots, &sizes));
-    if (call_on_gpu(call)) {
-        sizes.forward_bytes = sizes.cuda_forward_bytes;
-        sizes.backward_bytes = sizes.cuda_backward_bytes;
-    }
+    if (!call->failed)
+        call_told(call, epic_experts_memory(call->use.ctx, NULL, experts, num_slots, &sizes));
     return sizes;
 }
 

@@ -70,13 +70,13 @@ static void take_all(device *d, const model *m, int64_t here)
     d->token_loss = take(d, here * 4);
     d->results = take(d, NUM_SUMS * 4);
     d->load = take(d, LAYERS * EXPERTS * 4);
-    d->work = take(d, m->moe_memory.cuda_forward_bytes + m->moe_memory.cuda_backward_bytes);
+    d->work = take(d, m->moe_memory.forward_bytes + m->moe_memory.backward_bytes);
     for (int i = 0; i <= LAYERS; i++) {
         d->x[i] = take(d, rows * 4);
         d->inverse[i] = take(d, here * 4);
         if (i == LAYERS) continue;
         d->narrow_h[i] = take(d, rows * 2);
-        d->saved[i] = take(d, m->moe_memory.cuda_saved_bytes);
+        d->saved[i] = take(d, m->moe_memory.saved_bytes);
     }
 }
 
@@ -210,9 +210,9 @@ static bool mix(model *m, int layer)
                                 .x = rows(m, d->narrow_h[layer]),
                                 .out = rows(m, d->out),
                                 .saved = d->saved[layer],
-                                .saved_bytes = m->moe_memory.cuda_saved_bytes,
+                                .saved_bytes = m->moe_memory.saved_bytes,
                                 .workspace = d->work,
-                                .workspace_bytes = m->moe_memory.cuda_forward_bytes,
+                                .workspace_bytes = m->moe_memory.forward_bytes,
                                 .loss = d->results + SUM_BALANCE + layer,
                                 .load = d->load + layer * EXPERTS};
     return good(m, device_norm_rows(&d->shape, &n), "norm") &&
@@ -236,9 +236,9 @@ static bool mix_backward(model *m, int layer)
                                          .d_x = rows(m, d->narrow_d_h),
                                          .gradients = &gradients,
                                          .saved = d->saved[layer],
-                                         .saved_bytes = m->moe_memory.cuda_saved_bytes,
+                                         .saved_bytes = m->moe_memory.saved_bytes,
                                          .workspace = d->work,
-                                         .workspace_bytes = m->moe_memory.cuda_backward_bytes};
+                                         .workspace_bytes = m->moe_memory.backward_bytes};
     device_norm n = norm_of(m, layer);
     n.narrow_h = d->narrow_d_h;
     return good(m, device_narrow(&d->shape, d->d_out, d->d_x, m->tokens * m->hidden), "rows") &&

@@ -108,7 +108,7 @@ static bool describe_layer(model *m, int64_t tokens)
                         .balance_coeff = balance};
     return works(&m->group, epic_capacity_bound(&config, &m->layer, &m->moe.capacity),
                  "the layer's capacity") &&
-           works(&m->group, epic_moe_memory(&config, &m->moe, &m->moe_memory),
+           works(&m->group, epic_moe_memory(m->group.ctx, NULL, &m->moe, &m->moe_memory),
                  "the layer's memory");
 }
 

@@ -905,18 +905,20 @@ typedef struct epic_experts {
     const epic_gemm *gemm; /* CUDA contexts: what multiplies; NULL: ours */
 } epic_experts;
 
+/* Bytes of memory that the caller passes to the experts. */
 typedef struct epic_experts_memory_info {
-    int64_t saved_bytes;    /* from forward to backward: [num_slots, width] float32 (F64: 64) */
-    int64_t forward_bytes;  /* workspace, enough even if one expert has all slots */
-    int64_t backward_bytes; /* the same for backward; never less than forward */
-    int64_t cuda_saved_bytes; /* these three on a CUDA context */
-    int64_t cuda_forward_bytes;
-    int64_t cuda_backward_bytes;
+    int64_t saved_bytes;    /* from forward to backward.  Host: [num_slots, width] float32 (F64
+                               rows: float64) */
+    int64_t forward_bytes;  /* workspace of forward, enough even if one expert has all slots */
+    int64_t backward_bytes; /* workspace of backward; never less than forward_bytes */
 } epic_experts_memory_info;
 
-/* What the experts need for a receive buffer of num_slots; cuda_ is 0 for F64 rows, the others for
- * E4M3 weights.  Errors: EPIC_EINVAL. */
-static inline epic_result epic_experts_memory(const epic_experts *experts, int64_t num_slots,
+/* Computes how much memory the experts need for a receive buffer of num_slots slots.  Pass the
+ * context that will run them, and NULL as config; or, before it is open, NULL as ctx and the
+ * config: only config.backend matters then.  NULL for both means host memory.  Local.
+ * Errors: EPIC_EINVAL; EPIC_ENOTSUP as epic_experts_forward. */
+static inline epic_result epic_experts_memory(epic_context *ctx, const epic_config *config,
+                                              const epic_experts *experts, int64_t num_slots,
                                               epic_experts_memory_info *out);
 
 typedef struct epic_experts_args {
@@ -1039,23 +1041,22 @@ typedef struct epic_moe {
     uint32_t reserved; /* 0 */
 } epic_moe;
 
-/* Bytes of memory that the caller brings; any alignment of 64. */
+/* Bytes of memory that the caller passes to a layer, at addresses that 64 divides. */
 typedef struct epic_moe_memory_info {
-    int64_t saved_bytes;      /* from forward to backward */
-    int64_t forward_bytes;    /* workspace */
-    int64_t backward_bytes;   /* workspace */
-    int64_t cuda_saved_bytes; /* these three on a CUDA context; 0 for F64 rows */
-    int64_t cuda_forward_bytes;
-    int64_t cuda_backward_bytes;
+    int64_t saved_bytes;    /* from forward to backward */
+    int64_t forward_bytes;  /* workspace of forward */
+    int64_t backward_bytes; /* workspace of backward */
 } epic_moe_memory_info;
 
-/* What a layer takes for config.max_tokens tokens a rank.  For each slot `saved` has the
- * received row and what the experts save, the outputs of gate and up; with EPIC_DISPATCH_AGAIN
- * or EPIC_RECOMPUTE not the one or the other: the workspace of backward has it then.  Results
- * have the same bits with and without.  Local; config.num_ranks is needed.
- * Errors: EPIC_EINVAL. */
-static inline epic_result epic_moe_memory(const epic_config *config, const epic_moe *moe,
-                                          epic_moe_memory_info *out);
+/* Computes how much memory a layer needs for config.max_tokens tokens of each rank.  Pass the
+ * context that will run it, and NULL as config; or, before it is open, NULL as ctx and its config
+ * with num_ranks: config.backend says whether the sizes are those of a host context (also NULL) or of
+ * a CUDA context.  For each slot `saved` holds the received row and the outputs of gate and up.
+ * EPIC_DISPATCH_AGAIN leaves out the rows and EPIC_RECOMPUTE the outputs; backward makes them again
+ * in its workspace, with the same bits.  Local.
+ * Errors: EPIC_EINVAL; EPIC_ENOTSUP as epic_moe_forward. */
+static inline epic_result epic_moe_memory(epic_context *ctx, const epic_config *config,
+                                          const epic_moe *moe, epic_moe_memory_info *out);
 
 /* The parameters of a layer.  Types: gate and its bias F32 (F64 rows: F64), the experts' and the
  * shared expert's weight_type. */
@@ -1116,8 +1117,7 @@ typedef struct epic_moe_args {
  * epic_combine; a token id or a table entry that is none is class (b).
  *
  * On a CUDA context everything is on the device, the losses and what comes in for them too, and
- * runs on call.stream; the host waits for nothing, and a graph can hold it.  epic_moe_memory's
- * cuda_ bytes count there.  A rank_of_expert that gives a rank more than num_local_experts, and
+ * runs on call.stream; the host waits for nothing, and a graph can hold it.  A rank_of_expert that gives a rank more than num_local_experts, and
  * with EPIC_TREE unequal numbers of tokens, are class (b) there.  Not there yet (EPIC_ENOTSUP):
  * F64 rows, shared->gemm, epic_moe_plan.
  *

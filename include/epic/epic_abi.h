@@ -95,17 +95,19 @@ EPIC_API epic_result epic_z_loss_backward_v1(epic_context *ctx,
                                              size_t size);
 EPIC_API epic_result epic_bias_update_v1(epic_context *ctx, const epic_bias_update_args *args,
                                          size_t size);
-EPIC_API epic_result epic_experts_memory_v1(const epic_experts *experts, size_t experts_size,
-                                            int64_t num_slots, epic_experts_memory_info *out,
-                                            size_t out_size);
+EPIC_API epic_result epic_experts_memory_v1(epic_context *ctx, const epic_config *config,
+                                            size_t config_size, const epic_experts *experts,
+                                            size_t experts_size, int64_t num_slots,
+                                            epic_experts_memory_info *out, size_t out_size);
 EPIC_API epic_result epic_experts_forward_v1(epic_context *ctx, const epic_experts_args *args,
                                              size_t size);
 EPIC_API epic_result epic_experts_backward_v1(epic_context *ctx,
                                               const epic_experts_backward_args *args,
                                               size_t size);
-EPIC_API epic_result epic_moe_memory_v1(const epic_config *config, size_t config_size,
-                                        const epic_moe *moe, size_t moe_size,
-                                        epic_moe_memory_info *out, size_t out_size);
+EPIC_API epic_result epic_moe_memory_v1(epic_context *ctx, const epic_config *config,
+                                        size_t config_size, const epic_moe *moe,
+                                        size_t moe_size, epic_moe_memory_info *out,
+                                        size_t out_size);
 EPIC_API epic_result epic_moe_plan_v1(epic_context *ctx, const epic_moe_args *args, size_t size,
                                       int64_t *slots);
 EPIC_API epic_result epic_moe_forward_v1(epic_context *ctx, const epic_moe_args *args,
@@ -250,10 +252,12 @@ static inline epic_result epic_bias_update(epic_context *ctx, const epic_bias_up
     return epic_bias_update_v1(ctx, args, sizeof *args);
 }
 
-static inline epic_result epic_experts_memory(const epic_experts *experts, int64_t num_slots,
+static inline epic_result epic_experts_memory(epic_context *ctx, const epic_config *config,
+                                              const epic_experts *experts, int64_t num_slots,
                                               epic_experts_memory_info *out)
 {
-    return epic_experts_memory_v1(experts, sizeof *experts, num_slots, out, sizeof *out);
+    return epic_experts_memory_v1(ctx, config, sizeof *config, experts, sizeof *experts,
+                                  num_slots, out, sizeof *out);
 }
 
 static inline epic_result epic_experts_forward(epic_context *ctx, const epic_experts_args *args)
@@ -267,10 +271,10 @@ static inline epic_result epic_experts_backward(epic_context *ctx,
     return epic_experts_backward_v1(ctx, args, sizeof *args);
 }
 
-static inline epic_result epic_moe_memory(const epic_config *config, const epic_moe *moe,
-                                          epic_moe_memory_info *out)
+static inline epic_result epic_moe_memory(epic_context *ctx, const epic_config *config,
+                                          const epic_moe *moe, epic_moe_memory_info *out)
 {
-    return epic_moe_memory_v1(config, sizeof *config, moe, sizeof *moe, out, sizeof *out);
+    return epic_moe_memory_v1(ctx, config, sizeof *config, moe, sizeof *moe, out, sizeof *out);
 }
 
 static inline epic_result epic_moe_plan(epic_context *ctx, const epic_moe_args *args,

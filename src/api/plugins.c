@@ -56,6 +56,25 @@ const char *backend_meant(const char *name, int num_hosts)
     return num_hosts > 1 ? "hosts" : "p2p";
 }
 
+static epic_result no_backend(const char *name)
+{
+    return epic_fail(EPIC_EINVAL,
+                     "config.backend is \"%.40s\": there are self, threads, shm, mpi, p2p "
+                     "and hosts, and gpu, which is p2p on one host and hosts on several",
+                     name);
+}
+
+epic_result backend_place(bool *on_device, const char *name)
+{
+    bool is_known = !name;
+    *on_device =
+        name && (!strcmp(name, "gpu") || !strcmp(name, "p2p") || !strcmp(name, "hosts"));
+    for (int i = 0; name && epic_backends[i]; i++)
+        is_known |= !strcmp(epic_backends[i]->name, name);
+    for (int i = 0; name && i < NUM_PLUGINS; i++) is_known |= !strcmp(plugins[i].name, name);
+    return is_known || *on_device ? EPIC_OK : no_backend(name);
+}
+
 epic_result backend_find(const epic_backend **out, const char *name)
 {
     for (int i = 0; epic_backends[i]; i++) {
@@ -64,10 +83,7 @@ epic_result backend_find(const epic_backend **out, const char *name)
     }
     for (int i = 0; i < NUM_PLUGINS; i++)
         if (!strcmp(plugins[i].name, name)) return load(out, &plugins[i]);
-    return epic_fail(EPIC_EINVAL,
-                     "config.backend is \"%.40s\": there are self, threads, shm, mpi, p2p "
-                     "and hosts, and gpu, which is p2p on one host and hosts on several",
-                     name);
+    return no_backend(name);
 }
 
 bool backend_fetch(void *to, const void *from, size_t bytes)

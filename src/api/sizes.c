@@ -8,6 +8,19 @@
 #include "plan/device_read.h"
 #include "plan/plan.h"
 
+epic_result config_of_query(epic_config *out, bool *on_device, epic_context *ctx,
+                            const epic_config *config, size_t size)
+{
+    if (!ctx) {
+        TRY(config_read(out, config, size));
+        return backend_place(on_device, out->backend);
+    }
+    TRY(context_check(ctx));
+    *out = ctx->config;
+    *on_device = ctx->backend->transport == NULL;
+    return EPIC_OK;
+}
+
 static epic_result read_both(epic_config *c, epic_layer *l, const epic_config *config,
                              size_t config_size, const epic_layer *layer, size_t layer_size)
 {

@@ -76,6 +76,11 @@ bool experts_has_ready_weights(const experts_job *job);
  * each.  A matter of shapes alone, so that bits do not depend on anything else. */
 int64_t experts_tile_size(int64_t k, int64_t n);
 
+/* Fills in *out for num_slots slots, on a CUDA device or on the host.  Errors: EPIC_EINVAL;
+ * EPIC_ENOTSUP for E4M3 weights on the host and F64 rows on a device. */
+epic_result experts_memory(const epic_experts *experts, size_t experts_size, int64_t num_slots,
+                           bool on_device, epic_experts_memory_info *out);
+
 /* Bytes of saved and workspace; experts_layout_workspace cuts what it asked for, on the host. */
 int64_t experts_saved_bytes(const experts_job *job, int64_t num_slots);
 int64_t experts_workspace_bytes(const experts_job *job, int64_t num_slots, bool backward);

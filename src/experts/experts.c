@@ -2,6 +2,7 @@
 /* epic_experts_forward and epic_experts_backward: the MLP of the local experts, slab by slab. */
 #include <string.h>
 
+#include "api/config.h"
 #include "base/arrays.h"
 #include "base/sized.h"
 #include "context/context.h"
@@ -18,26 +19,36 @@ static epic_result check_slots(int64_t num_slots)
     return EPIC_OK;
 }
 
-epic_result epic_experts_memory_v1(const epic_experts *experts, size_t experts_size,
-                                   int64_t num_slots, epic_experts_memory_info *out,
-                                   size_t size)
+epic_result experts_memory(const epic_experts *experts, size_t experts_size, int64_t num_slots,
+                           bool on_device, epic_experts_memory_info *out)
 {
-    experts_job job = {0};
-    epic_experts_memory_info info = {0};
+    experts_job job = {.is_device = on_device};
     TRY(experts_read_config(&job, experts, experts_size));
     TRY(check_slots(num_slots));
+    if (job.is_e4m3 && !on_device)
+        return epic_fail(EPIC_ENOTSUP, "experts.weight_type is E4M3: experts of E4M3 need a "
+                                       "CUDA context; pass it, or config.backend \"gpu\"");
+    if (job.is_f64 && on_device)
+        return epic_fail(EPIC_ENOTSUP,
+                         "experts.row_type is F64: experts of F64 need a host context");
+    *out = (epic_experts_memory_info){
+        .saved_bytes = experts_saved_bytes(&job, num_slots),
+        .forward_bytes = experts_workspace_bytes(&job, num_slots, false),
+        .backward_bytes = experts_workspace_bytes(&job, num_slots, true)};
+    return EPIC_OK;
+}
+
+epic_result epic_experts_memory_v1(epic_context *ctx, const epic_config *config,
+                                   size_t config_size, const epic_experts *experts,
+                                   size_t experts_size, int64_t num_slots,
+                                   epic_experts_memory_info *out, size_t size)
+{
+    epic_config c;
+    bool on_device = false;
+    epic_experts_memory_info info;
     TRY(CHECK_PLACE(out, size));
-    if (!job.is_e4m3) {
-        info.saved_bytes = experts_saved_bytes(&job, num_slots);
-        info.forward_bytes = experts_workspace_bytes(&job, num_slots, false);
-        info.backward_bytes = experts_workspace_bytes(&job, num_slots, true);
-    }
-    job.is_device = !job.is_f64;
-    if (job.is_device) {
-        info.cuda_saved_bytes = experts_saved_bytes(&job, num_slots);
-        info.cuda_forward_bytes = experts_workspace_bytes(&job, num_slots, false);
-        info.cuda_backward_bytes = experts_workspace_bytes(&job, num_slots, true);
-    }
+    if (ctx || config) TRY(config_of_query(&c, &on_device, ctx, config, config_size));
+    TRY(experts_memory(experts, experts_size, num_slots, on_device, &info));
     WRITE_SIZED(out, &info, size);
     return EPIC_OK;
 }

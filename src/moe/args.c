@@ -155,7 +155,6 @@ static epic_result not_yet(const char *what)
 /* EPIC_ENOTSUP for what the layer on a device cannot do yet. */
 static epic_result check_device_support(const moe_job *j)
 {
-    if (j->is_f64) return not_yet("moe.experts.row_type F64");
     if (j->has_shared && j->shared.gemm) return not_yet("moe.shared.gemm");
     return EPIC_OK;
 }
@@ -180,10 +179,6 @@ static epic_result read_call(moe_job *j, epic_context *ctx, const epic_call *cal
     TRY(check_rows(j, c->y_name, c->y));
     j->x = *c->x;
     TRY(check_num_tokens(j, c->x->num_rows));
-    if (j->is_e4m3 && !j->is_device)
-        return epic_fail(EPIC_ENOTSUP,
-                         "moe.experts.weight_type is E4M3: the layer of E4M3 wants "
-                         "a CUDA context");
     if (c->backward) TRY(read_e4m3_backward(j));
     TRY(check_weights(j, c->backward ? j->is_e4m3_backward : j->is_e4m3));
     if (j->weights.w_shared_gate) j->shared.weighting = EPIC_WEIGHT_EARLY;

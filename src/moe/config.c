@@ -6,6 +6,7 @@
 #include "api/config.h"
 #include "base/error.h"
 #include "base/sized.h"
+#include "experts/config.h"
 #include "moe/moe.h"
 #include "plan/plan.h"
 #include "rules/convert.h"
@@ -45,6 +46,10 @@ static epic_result check_e4m3(const moe_job *j)
     if (j->experts.gemm)
         return epic_fail(EPIC_ENOTSUP, "moe.experts.gemm is given, but weight_type is E4M3: "
                                        "leave gemm NULL for our product");
+    if (!j->is_device)
+        return epic_fail(EPIC_ENOTSUP,
+                         "moe.experts.weight_type is E4M3: the layer of E4M3 needs "
+                         "a CUDA context");
     return EPIC_OK;
 }
 
@@ -61,7 +66,6 @@ static epic_result check_shapes(const moe_job *j, const epic_config *config)
                             layer_num_ids(layer));
     if (router->top_k != layer->top_k)
         return fail_unequal("router.top_k", router->top_k, "layer.top_k", layer->top_k);
-    TRY(check_e4m3(j));
     if (j->has_shared && j->shared.num_local_experts != 1)
         return epic_fail(EPIC_EINVAL, "moe.shared.num_local_experts is %u: it is one expert",
                          j->shared.num_local_experts);
@@ -118,6 +122,9 @@ static epic_result check_options(const moe_job *j)
                          "moe.capacity is %lld: 1 to 2147483647 slots are possible "
                          "(epic_capacity_bound never overflows), or EPIC_CAPACITY_EXACT",
                          (long long)m->capacity);
+    if (j->is_f64 && j->is_device)
+        return epic_fail(EPIC_ENOTSUP, "moe.experts.row_type is F64: the layer of F64 needs a "
+                                       "host context");
     if (j->is_f64 && m->flags & EPIC_SUM_DENSE)
         return epic_fail(EPIC_EINVAL, "moe.flags has EPIC_SUM_DENSE: gradients of F64 rows are "
                                       "float64, which epic_allreduce_sum does not add");
@@ -140,19 +147,13 @@ static int64_t num_levels(int64_t blocks)
 }
 
 static epic_result measure_experts(const char *name, const epic_experts *experts, int64_t slots,
-                                   epic_experts_memory_info *out)
+                                   bool on_device, epic_experts_memory_info *out)
 {
-    if (epic_experts_memory(experts, slots, out) == EPIC_OK) return EPIC_OK;
+    if (experts_memory(experts, sizeof *experts, slots, on_device, out) == EPIC_OK)
+        return EPIC_OK;
     char why[512];
     snprintf(why, sizeof why, "%s", epic_sentence());
     return epic_fail(EPIC_EINVAL, "moe.%s: %s", name, why);
-}
-
-static void use_device_sizes(epic_experts_memory_info *info)
-{
-    info->saved_bytes = info->cuda_saved_bytes;
-    info->forward_bytes = info->cuda_forward_bytes;
-    info->backward_bytes = info->cuda_backward_bytes;
 }
 
 /* Backward has rows of row_type whatever forward had, and weights of either. */
@@ -161,20 +162,19 @@ static epic_result measure_e4m3_experts(moe_job *j)
     epic_experts_memory_info scaled_info;
     epic_experts scaled = j->experts;
     scaled.weight_type = EPIC_E4M3;
-    TRY(measure_experts("experts", &scaled, j->capacity, &scaled_info));
-    j->experts_memory.cuda_forward_bytes = scaled_info.cuda_forward_bytes;
-    j->experts_memory.cuda_backward_bytes =
-        larger_of(j->experts_memory.cuda_backward_bytes, scaled_info.cuda_backward_bytes);
+    TRY(measure_experts("experts", &scaled, j->capacity, true, &scaled_info));
+    j->experts_memory.forward_bytes = scaled_info.forward_bytes;
+    j->experts_memory.backward_bytes =
+        larger_of(j->experts_memory.backward_bytes, scaled_info.backward_bytes);
     return EPIC_OK;
 }
 
 static epic_result measure_memory(moe_job *j, const epic_config *config)
 {
-    TRY(measure_experts("experts", &j->experts, j->capacity, &j->experts_memory));
+    TRY(measure_experts("experts", &j->experts, j->capacity, j->is_device, &j->experts_memory));
     if (j->is_e4m3) TRY(measure_e4m3_experts(j));
-    if (j->has_shared) TRY(measure_experts("shared", &j->shared, j->block, &j->shared_memory));
-    if (j->is_device) use_device_sizes(&j->experts_memory);
-    if (j->is_device) use_device_sizes(&j->shared_memory);
+    if (j->has_shared)
+        TRY(measure_experts("shared", &j->shared, j->block, j->is_device, &j->shared_memory));
     j->shared_memory.saved_bytes = round_up(j->shared_memory.saved_bytes, 64);
     TRY(epic_router_workspace(&j->router, &j->router_bytes));
     TRY(epic_plan_bytes(config, &j->layer, &j->plan_bytes));
@@ -204,6 +204,7 @@ epic_result moe_read_config(moe_job *j, const epic_config *config, const epic_mo
     j->block = (tokens + j->blocks - 1) / j->blocks;
     j->tokens = j->block * j->blocks;
     TRY(check_options(j));
+    TRY(check_e4m3(j));
     TRY(measure_memory(j, config));
     return check_shapes(j, config);
 }

@@ -18,24 +18,18 @@ static void count_memory(moe_job *j, int64_t *saved, int64_t *forward, int64_t *
     *backward = j->work_bytes;
 }
 
-epic_result epic_moe_memory_v1(const epic_config *config, size_t config_size,
+epic_result epic_moe_memory_v1(epic_context *ctx, const epic_config *config, size_t config_size,
                                const epic_moe *moe, size_t moe_size, epic_moe_memory_info *out,
                                size_t size)
 {
     epic_config c;
-    TRY(CHECK_PLACE(out, size));
-    TRY(config_read_sizes(&c, config, config_size));
     moe_job j = {0};
-    TRY(moe_read_config(&j, &c, moe, moe_size, c.max_tokens));
     epic_moe_memory_info info = {0};
-    if (!j.is_e4m3)
-        count_memory(&j, &info.saved_bytes, &info.forward_bytes, &info.backward_bytes);
-    if (!j.is_f64) {
-        j = (moe_job){.is_device = true};
-        TRY(moe_read_config(&j, &c, moe, moe_size, c.max_tokens));
-        count_memory(&j, &info.cuda_saved_bytes, &info.cuda_forward_bytes,
-                     &info.cuda_backward_bytes);
-    }
+    TRY(CHECK_PLACE(out, size));
+    if (!ctx) TRY(config_read_sizes(&c, config, config_size));
+    TRY(config_of_query(&c, &j.is_device, ctx, config, config_size));
+    TRY(moe_read_config(&j, &c, moe, moe_size, c.max_tokens));
+    count_memory(&j, &info.saved_bytes, &info.forward_bytes, &info.backward_bytes);
     WRITE_SIZED(out, &info, size);
     return EPIC_OK;
 }

@@ -105,10 +105,10 @@ static inline void move_in(device_part *d)
     f->load = to_device(d, f->load, experts * 4, true);
     f->logical_load = logical ? to_device(d, f->logical_load, logical * 4, true) : NULL;
     f->demand = to_device(d, f->demand, 4, true);
-    f->saved = poisoned_device(d, t->memory.cuda_saved_bytes);
-    f->saved_bytes = t->memory.cuda_saved_bytes;
-    f->workspace = poisoned_device(d, t->memory.cuda_forward_bytes);
-    f->workspace_bytes = t->memory.cuda_forward_bytes;
+    f->saved = poisoned_device(d, t->memory.saved_bytes);
+    f->saved_bytes = t->memory.saved_bytes;
+    f->workspace = poisoned_device(d, t->memory.forward_bytes);
+    f->workspace_bytes = t->memory.forward_bytes;
     epic_moe_backward_args *b = &t->backward;
     b->call.stream = d->stream;
     b->x.data = f->x.data;
@@ -119,8 +119,8 @@ static inline void move_in(device_part *d)
     b->d_z_loss = to_device(d, (void *)(uintptr_t)b->d_z_loss, loss, false);
     b->saved = f->saved;
     b->saved_bytes = f->saved_bytes;
-    b->workspace = poisoned_device(d, t->memory.cuda_backward_bytes);
-    b->workspace_bytes = t->memory.cuda_backward_bytes;
+    b->workspace = poisoned_device(d, t->memory.backward_bytes);
+    b->workspace_bytes = t->memory.backward_bytes;
 }
 
 static inline void move_out(device_part *d)

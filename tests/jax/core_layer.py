@@ -106,7 +106,7 @@ def one_rank(
     check(core().epic_open_v1(ctypes.byref(context), bootstrap_at, *sized(config)))
     moe, kept = _native.moe_struct(options)
     sizes = _native.MemoryInfo()
-    check(core().epic_moe_memory_v1(*sized(config), *sized(moe), *sized(sizes)))
+    check(core().epic_moe_memory_v1(context, None, 0, *sized(moe), *sized(sizes)))
     saved, work = aligned(sizes.saved_bytes), aligned(sizes.backward_bytes + sizes.forward_bytes)
     w = Weights(**{name: address(weights.get(name)) for name in WEIGHTS})
     d = {n: np.zeros(v.shape, np.float32) for n, v in weights.items() if n != "bias"}

@@ -326,7 +326,7 @@ static int experts(bool backward)
 {
     call *c = calloc(1, sizeof *c);
     epic_experts_memory_info memory;
-    CHECK(epic_experts_memory(&the_experts, SLOTS, &memory) == EPIC_OK);
+    CHECK(epic_experts_memory(NULL, NULL, &the_experts, SLOTS, &memory) == EPIC_OK);
     add(c, ARG, XLA_FFI_DataType_F32, recv, SLOTS, HIDDEN);
     add(c, ARG, XLA_FFI_DataType_S32, rows, EXPERTS, 0);
     add(c, ARG, XLA_FFI_DataType_S32, tokens, EXPERTS, 0);
@@ -415,7 +415,7 @@ static results taken(void)
 
 static void test_layer(epic_context *ctx, const epic_config *config)
 {
-    CHECK(epic_moe_memory(config, &the_moe, &sizes) == EPIC_OK);
+    CHECK(epic_moe_memory(ctx, NULL, &the_moe, &sizes) == EPIC_OK);
     const size_t most =
         (size_t)(sizes.saved_bytes + sizes.backward_bytes + sizes.forward_bytes);
     saved = aligned_alloc(64, (most + 63) / 64 * 64);

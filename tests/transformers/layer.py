@@ -145,7 +145,7 @@ class Epic:
             capacity=TOKENS * router.top_k,
         )
         sizes = Sizes()
-        self.call("epic_moe_memory_v1", self.config, moe, sizes)
+        self.call("epic_moe_memory_v1", self.context, None, 0, moe, sizes)
         kept, saved = lines(sizes.saved_bytes)
         held, work = lines(max(sizes.forward_bytes, sizes.backward_bytes))
         weights = Weights(**{name: at(value) for name, value in given.items()})

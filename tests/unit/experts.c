@@ -251,7 +251,7 @@ static void test_nothing(void)
     const epic_experts_backward_args b = {
         .experts = &ex, .expert_rows = none, .d_w_down = d_w_down};
     epic_experts_memory_info memory;
-    CHECK(epic_experts_memory(&ex, 0, &memory) == EPIC_OK, "%s", epic_error(NULL));
+    CHECK(epic_experts_memory(NULL, NULL, &ex, 0, &memory) == EPIC_OK, "%s", epic_error(NULL));
     CHECK(memory.saved_bytes == 0 && memory.backward_bytes == 0, "memory for nothing");
     CHECK(epic_experts_forward(NULL, &f) == EPIC_OK, "%s", epic_error(NULL));
     CHECK(epic_experts_backward(NULL, &b) == EPIC_OK, "%s", epic_error(NULL));

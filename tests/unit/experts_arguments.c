@@ -5,7 +5,8 @@
 static void refuse_experts(epic_experts ex, const char *word)
 {
     epic_experts_memory_info memory;
-    CHECK(epic_experts_memory(&ex, 4, &memory) == EPIC_EINVAL, "accepted: %s", word);
+    CHECK(epic_experts_memory(NULL, NULL, &ex, 4, &memory) == EPIC_EINVAL, "accepted: %s",
+          word);
     CHECK(strstr(epic_error(NULL), word) != NULL, "\"%s\" does not name %s", epic_error(NULL),
           word);
 }

@@ -137,8 +137,8 @@ static inline void lay_out(problem *p, array *a, int64_t each)
 
 static inline void make_memory(problem *p)
 {
-    CHECK(epic_experts_memory(&p->experts, p->num_slots, &p->memory) == EPIC_OK, "%s",
-          epic_error(NULL));
+    CHECK(epic_experts_memory(NULL, NULL, &p->experts, p->num_slots, &p->memory) == EPIC_OK,
+          "%s", epic_error(NULL));
     p->saved = malloc((size_t)p->memory.saved_bytes + 1);
     p->workspace = malloc((size_t)p->memory.backward_bytes + 1);
     memset(p->saved, 0xff, (size_t)p->memory.saved_bytes);

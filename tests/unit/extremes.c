@@ -205,7 +205,8 @@ static void check_experts(void)
                                             .inner = wide[i],
                                             .row_type = EPIC_F64};
                     epic_experts_memory_info info;
-                    const epic_result result = epic_experts_memory(&x, num_slots[n], &info);
+                    const epic_result result =
+                        epic_experts_memory(NULL, NULL, &x, num_slots[n], &info);
                     const bool possible = e < 3 && h < 4 && i < 4 && n < 3;
                     CHECK_SAY(result == EPIC_EINVAL || (result == EPIC_OK && possible),
                               "%u %u %u %lld: %s", wide[e], wide[h], wide[i],
@@ -231,7 +232,7 @@ static void check_experts(void)
                     const epic_config config = {
                         .max_tokens = INT32_MAX, .max_row_bytes = 1 << 30, .num_ranks = 1};
                     epic_moe_memory_info all;
-                    (void)epic_moe_memory(&config, &moe, &all);
+                    (void)epic_moe_memory(NULL, &config, &moe, &all);
                 }
 }
 

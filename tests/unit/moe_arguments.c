@@ -155,7 +155,7 @@ static void copy_call(call *c, const part *t, const epic_config *config)
 static epic_result make_call(const call *c, int which, epic_context *ctx)
 {
     epic_moe_memory_info info;
-    if (which == MEMORY) return epic_moe_memory(&c->config, &c->moe, &info);
+    if (which == MEMORY) return epic_moe_memory(NULL, &c->config, &c->moe, &info);
     if (which == FORWARD) return epic_moe_forward(ctx, &c->forward);
     return epic_moe_backward(ctx, &c->backward);
 }
@@ -187,12 +187,14 @@ static void try_others(part *t, epic_context *ctx, const epic_config *config)
     refuse(epic_moe_forward(NULL, &c.forward), FORWARD, "ctx", "NULL");
     refuse(epic_moe_forward(ctx, NULL), FORWARD, "args", "NULL");
     refuse(epic_moe_forward_v1(ctx, &c.forward, 0), FORWARD, "args", "0");
-    refuse(epic_moe_memory_v1(NULL, 0, &c.moe, sizeof c.moe, &t->memory, sizeof t->memory),
-           MEMORY, "config", "");
-    refuse(epic_moe_memory_v1(config, sizeof *config, NULL, 0, &t->memory, sizeof t->memory),
-           MEMORY, "moe", "");
-    refuse(epic_moe_memory_v1(config, sizeof *config, &c.moe, sizeof c.moe, NULL, 0), MEMORY,
-           "out", "NULL");
+    refuse(
+        epic_moe_memory_v1(NULL, NULL, 0, &c.moe, sizeof c.moe, &t->memory, sizeof t->memory),
+        MEMORY, "config", "");
+    refuse(
+        epic_moe_memory_v1(NULL, config, sizeof *config, NULL, 0, &t->memory, sizeof t->memory),
+        MEMORY, "moe", "");
+    refuse(epic_moe_memory_v1(NULL, config, sizeof *config, &c.moe, sizeof c.moe, NULL, 0),
+           MEMORY, "out", "NULL");
     c.forward.out.data = c.forward.x.data;
     refuse(make_call(&c, FORWARD, ctx), FORWARD, "out.data", "x.data");
     c.forward.out.data = (char *)c.forward.x.data + HIDDEN * sizeof(float);

@@ -223,7 +223,7 @@ static inline part *part_make(const problem *p, int rank, const epic_config *con
     t->moe.router = &p->router;
     t->moe.experts = &t->experts;
     t->moe.shared = p->has_shared ? &p->shared : NULL;
-    CHECK(epic_moe_memory(config, &t->moe, &t->memory) == EPIC_OK, "%s: %s", p->name,
+    CHECK(epic_moe_memory(NULL, config, &t->moe, &t->memory) == EPIC_OK, "%s: %s", p->name,
           epic_error(NULL));
     make_buffers(t);
     t->d_losses = make_array(loss_type(p), 3);
@@ -238,35 +238,40 @@ static inline part *part_make(const problem *p, int rank, const epic_config *con
     return t;
 }
 
-/* What a layer keeps with each of the flags that make it keep less: their bytes, and no others. */
-static inline void check_saved_bytes(const problem *p, const epic_config *config)
+/* With each of the flags that make a layer save less, exactly the bytes of the parts that the flag
+ * leaves out are missing.  backend: where the layer runs. */
+static inline void check_saved_on(const problem *p, const epic_config *config,
+                                  const char *backend, uint32_t saved_type)
 {
     epic_experts experts = p->experts;
     epic_moe moe = p->moe;
     epic_moe_memory_info all, less[3];
+    epic_config where = *config;
+    where.backend = backend;
     experts.num_local_experts = most_local(p);
     moe.layer = &p->layer;
     moe.router = &p->router;
     moe.experts = &experts;
     moe.shared = p->has_shared ? &p->shared : NULL;
-    CHECK(epic_moe_memory(config, &moe, &all) == EPIC_OK, "%s", epic_error(NULL));
+    CHECK(epic_moe_memory(NULL, &where, &moe, &all) == EPIC_OK, "%s", epic_error(NULL));
     for (uint32_t i = 0; i < 3; i++) {
         moe.flags = p->moe.flags | (i + 1) * EPIC_RECOMPUTE;
-        CHECK(epic_moe_memory(config, &moe, &less[i]) == EPIC_OK, "%s", epic_error(NULL));
+        CHECK(epic_moe_memory(NULL, &where, &moe, &less[i]) == EPIC_OK, "%s", epic_error(NULL));
     }
     const int64_t row = p->experts.hidden * convert_bytes(row_type(p));
     const int64_t width = width_of(&p->experts), slots = moe.capacity;
     const int64_t rows = (slots * row + 63) / 64 * 64;
-    const int64_t computed = slots * width * convert_bytes(real_type(p));
+    const int64_t computed = slots * width * convert_bytes(saved_type);
     CHECK(all.saved_bytes - less[1].saved_bytes == rows, "%s: rows", p->name);
     CHECK(all.saved_bytes - less[0].saved_bytes >= computed, "%s: gate and up", p->name);
     CHECK(less[2].saved_bytes == less[0].saved_bytes + less[1].saved_bytes - all.saved_bytes,
           "%s: both", p->name);
-    if (real_type(p) == EPIC_F64) return;
-    CHECK(all.cuda_saved_bytes - less[1].cuda_saved_bytes == rows, "%s: rows", p->name);
-    CHECK(all.cuda_saved_bytes - less[0].cuda_saved_bytes >=
-              slots * width * convert_bytes(row_type(p)),
-          "%s: gate and up", p->name);
+}
+
+static inline void check_saved_bytes(const problem *p, const epic_config *config)
+{
+    check_saved_on(p, config, "self", real_type(p));
+    if (real_type(p) != EPIC_F64) check_saved_on(p, config, "p2p", row_type(p));
 }
 
 /* Another workspace, poisoned: nothing may be kept there from one call to the next. */
@@ -280,7 +285,8 @@ static inline void part_forget(part *t, int64_t bytes)
 /* Saved memory and workspace for what moe.capacity says now, with what was saved. */
 static inline void part_resize(part *t, int64_t kept)
 {
-    CHECK(epic_moe_memory(&t->config, &t->moe, &t->memory) == EPIC_OK, "%s", epic_error(NULL));
+    CHECK(epic_moe_memory(NULL, &t->config, &t->moe, &t->memory) == EPIC_OK, "%s",
+          epic_error(NULL));
     void *saved = poisoned_lines(t->memory.saved_bytes);
     memcpy(saved, t->saved, (size_t)kept);
     free(t->saved);

@@ -56,7 +56,7 @@ static void prepare(problem *p, change *how)
 static epic_result plain_plan(const part *t, epic_context *ctx, bool dispatches)
 {
     int64_t bytes;
-    CHECK(epic_plan_bytes(&t->config, t->moe.layer, &bytes) == EPIC_OK);
+    CHECK(epic_plan_bytes(&t->config, t->moe.layer, &bytes) == EPIC_OK, "%s", epic_error(NULL));
     void *plan = poisoned_lines(bytes), *recv = poisoned((size_t)(16 * 16));
     int32_t ids[TOKENS * 2] = {0, 1, 2, 3, 1, 2, 3, 0}, counts[4], more[4];
     const epic_plan_args args = {.layer = t->moe.layer,

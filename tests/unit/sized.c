@@ -137,9 +137,10 @@ static void check_queries(epic_context *ctx)
     REFUSES(epic_layer_info, "out", epic_layer_sizes_v1(ctx, &layer, l, out, size) BAD);
     REFUSES(epic_plan_info, "out", epic_plan_read_v1(untouched, 4096, out, size) BAD);
     REFUSES(epic_router, "router", epic_router_workspace_v1(&router, size, &bytes) BAD);
-    REFUSES(epic_experts, "experts", epic_experts_memory_v1(&experts, size, 4, out, 24) BAD);
+    REFUSES(epic_experts, "experts",
+            epic_experts_memory_v1(NULL, NULL, 0, &experts, size, 4, out, 24) BAD);
     REFUSES(epic_experts_memory_info, "out",
-            epic_experts_memory_v1(&experts, sizeof experts, 4, out, size) BAD);
+            epic_experts_memory_v1(NULL, NULL, 0, &experts, sizeof experts, 4, out, size) BAD);
 }
 
 static void check_steps(epic_context *ctx)
@@ -229,9 +230,9 @@ static void check_moe(epic_context *ctx)
     epic_moe moe = right;
     const size_t c = sizeof config, m = sizeof moe;
     void *out = untouched;
-    REFUSES(epic_moe, "moe", epic_moe_memory_v1(&config, c, &moe, size, out, 24) BAD);
+    REFUSES(epic_moe, "moe", epic_moe_memory_v1(NULL, &config, c, &moe, size, out, 24) BAD);
     REFUSES(epic_moe_memory_info, "out",
-            epic_moe_memory_v1(&config, c, &moe, m, out, size) BAD);
+            epic_moe_memory_v1(NULL, &config, c, &moe, m, out, size) BAD);
 
     int64_t slots = 0;
     epic_moe_args a = {.moe = &moe, .weights = &weights};

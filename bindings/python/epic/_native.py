@@ -93,10 +93,10 @@ Experts = struct(
     ("alpha", c_float),
     ("gemm", c_void_p),
 )
+PLACES = (b"self", b"p2p")  # backends that compute on CPUs and on GPUs, for size queries
 MemoryInfo = struct(
     "MemoryInfo",
     *((name, c_int64) for name in "saved_bytes forward_bytes backward_bytes".split()),
-    *((f"cuda_{name}_bytes", c_int64) for name in "saved forward backward".split()),
 )
 PlanInfo = struct(
     "PlanInfo",
@@ -140,10 +140,13 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "epic_plan_read_v1": (c_int32, [c_void_p, c_size_t, c_void_p, c_size_t]),
     "epic_capacity_bound_v1": (c_int32, [c_void_p, c_size_t, c_void_p, c_size_t, c_void_p]),
     "epic_router_workspace_v1": (c_int32, [c_void_p, c_size_t, c_void_p]),
-    "epic_experts_memory_v1": (c_int32, [c_void_p, c_size_t, c_int64, c_void_p, c_size_t]),
+    "epic_experts_memory_v1": (
+        c_int32,
+        [c_void_p, c_void_p, c_size_t, c_void_p, c_size_t, c_int64, c_void_p, c_size_t],
+    ),
     "epic_moe_memory_v1": (
         c_int32,
-        [c_void_p, c_size_t, c_void_p, c_size_t, c_void_p, c_size_t],
+        [c_void_p, c_void_p, c_size_t, c_void_p, c_size_t, c_void_p, c_size_t],
     ),
 }
 
@@ -234,11 +237,12 @@ def size(name: str, *parts: ctypes.Structure | Options) -> int:
     return found.value
 
 
-def experts_memory(options: Options, slots: int) -> Any:
-    """MemoryInfo of the experts' MLP."""
+def experts_memory(options: Options, slots: int, on_gpu: bool) -> Any:
+    """MemoryInfo of the experts' MLP, on GPUs or on CPUs."""
     sizes = MemoryInfo()
+    config = Config(max_tokens=1, max_row_bytes=1, backend=PLACES[on_gpu])
     wish = filled(Experts, options)
-    check(core().epic_experts_memory_v1(*sized(wish), slots, *sized(sizes)))
+    check(core().epic_experts_memory_v1(None, *sized(config, wish), slots, *sized(sizes)))
     return sizes
 
 
@@ -259,11 +263,12 @@ def moe_struct(options: Any) -> tuple[Any, list[Any]]:
     return MoeStruct(**numbers, **addresses), list(parts.values())
 
 
-def moe_memory(config: ctypes.Structure, options: Any) -> Any:
-    """MemoryInfo of the whole layer, for a group's config."""
+def moe_memory(config: ctypes.Structure, options: Any, on_gpu: bool) -> Any:
+    """MemoryInfo of the whole layer for a group's config, on GPUs or on CPUs."""
     wish, kept = moe_struct(options)
     sizes = MemoryInfo()
-    check(core().epic_moe_memory_v1(*sized(config, wish, sizes)))
+    config.backend = PLACES[on_gpu]
+    check(core().epic_moe_memory_v1(None, *sized(config, wish, sizes)))
     del kept
     return sizes
 

@@ -347,7 +347,7 @@ class Experts(Options):
         for name in ("hidden", "inner"):
             whole(name, getattr(self, name), 1)
         if self.num_local_experts:
-            _native.experts_memory(self, 0)
+            _native.experts_memory(self, 0, self.weight_type == "e4m3")
         else:
             replace(self, num_local_experts=1)  # which is asked
 

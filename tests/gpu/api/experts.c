@@ -119,7 +119,7 @@ static both make_rows(int64_t columns)
 
 static arrays make_arrays(const epic_experts *ex)
 {
-    epic_experts_memory_info need;
+    epic_experts_memory_info host, need;
     const int64_t counts[OUTS] = {SLOTS * HIDDEN,
                                   SLOTS * HIDDEN,
                                   LOCAL * HIDDEN * WIDTH,
@@ -138,14 +138,14 @@ static arrays make_arrays(const epic_experts *ex)
                 .counts = make_both(EPIC_F32, 2 * LOCAL)};
     memcpy(a.counts.host, rows, sizeof rows);
     memcpy((int32_t *)a.counts.host + LOCAL, tokens, sizeof tokens);
-    CHECK(epic_experts_memory(ex, SLOTS, &need) == EPIC_OK);
-    CHECK(need.cuda_saved_bytes >= SLOTS * WIDTH * 4 && need.cuda_forward_bytes > 0 &&
-          need.cuda_backward_bytes >= need.cuda_forward_bytes);
+    CHECK(epic_experts_memory(NULL, NULL, ex, SLOTS, &host) == EPIC_OK);
+    CHECK(epic_experts_memory(ctx, NULL, ex, SLOTS, &need) == EPIC_OK);
+    CHECK(need.saved_bytes >= SLOTS * WIDTH * 4 && need.forward_bytes > 0 &&
+          need.backward_bytes >= need.forward_bytes);
     const int64_t saved =
-        need.saved_bytes > need.cuda_saved_bytes ? need.saved_bytes : need.cuda_saved_bytes;
-    const int64_t work = need.backward_bytes > need.cuda_backward_bytes
-                             ? need.backward_bytes
-                             : need.cuda_backward_bytes;
+        host.saved_bytes > need.saved_bytes ? host.saved_bytes : need.saved_bytes;
+    const int64_t work =
+        host.backward_bytes > need.backward_bytes ? host.backward_bytes : need.backward_bytes;
     for (int i = 0; i < OUTS; i++)
         a.out[i] = make_both(EPIC_F32, i == 7 ? saved / 4 : counts[i]);
     a.workspace = make_both(EPIC_F32, work / 4);
@@ -314,8 +314,9 @@ static void test_scaled(void)
                            .y = a.out[0].host};
     CHECK(epic_experts_forward(NULL, &f) == EPIC_OK);
     ex.weight_type = EPIC_E4M3;
-    CHECK(epic_experts_memory(&ex, SLOTS, &need) == EPIC_OK);
-    CHECK(need.forward_bytes == 0 && need.cuda_saved_bytes == SLOTS * WIDTH * 4);
+    CHECK(epic_experts_memory(NULL, NULL, &ex, SLOTS, &need) == EPIC_ENOTSUP);
+    CHECK(epic_experts_memory(ctx, NULL, &ex, SLOTS, &need) == EPIC_OK);
+    CHECK(need.saved_bytes == SLOTS * WIDTH * 4);
     f.call.stream = stream;
     f.x = s.x.device;
     f.x_scales = s.x_scales.device;
@@ -327,9 +328,9 @@ static void test_scaled(void)
     f.w_down_scales = s.of_down.turned_scales.device;
     f.b_down = a.b_down.device;
     f.saved = a.out[7].device;
-    f.saved_bytes = need.cuda_saved_bytes;
+    f.saved_bytes = need.saved_bytes;
     f.workspace = a.workspace.device;
-    f.workspace_bytes = need.cuda_forward_bytes;
+    f.workspace_bytes = need.forward_bytes;
     f.y = a.out[0].device;
     CHECK(epic_experts_forward(ctx, &f) == EPIC_OK);
     must(!cudaStreamSynchronize(stream), "the experts");

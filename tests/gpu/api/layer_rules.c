@@ -233,19 +233,20 @@ static void run_roomy(void *what, int rank, epic_context *ctx, const epic_config
     part *t = d.t;
     const int64_t up = 8 * 8, down = 4 * 8; /* numbers of an expert */
     t->experts.num_local_experts = 5;
-    CHECK(epic_moe_memory(config, &t->moe, &t->memory) == EPIC_OK, "%s", epic_error(NULL));
+    CHECK(epic_moe_memory(NULL, config, &t->moe, &t->memory) == EPIC_OK, "%s",
+          epic_error(NULL));
     t->weights.w_gate_up = poisoned_device(&d, 5 * up * 4);
     t->weights.w_down = poisoned_device(&d, 5 * down * 4);
     t->gradients.w_gate_up = poisoned_device(&d, 5 * up * 4);
     t->gradients.w_down = poisoned_device(&d, 5 * down * 4);
-    const int64_t saved = t->memory.cuda_saved_bytes;
+    const int64_t saved = t->memory.saved_bytes;
     t->forward.saved_bytes = t->backward.saved_bytes = saved;
     t->forward.saved = poisoned_device(&d, saved);
     t->backward.saved = t->forward.saved;
-    t->forward.workspace_bytes = t->memory.cuda_forward_bytes;
-    t->forward.workspace = poisoned_device(&d, t->memory.cuda_forward_bytes);
-    t->backward.workspace_bytes = t->memory.cuda_backward_bytes;
-    t->backward.workspace = poisoned_device(&d, t->memory.cuda_backward_bytes);
+    t->forward.workspace_bytes = t->memory.forward_bytes;
+    t->forward.workspace = poisoned_device(&d, t->memory.forward_bytes);
+    t->backward.workspace_bytes = t->memory.backward_bytes;
+    t->backward.workspace = poisoned_device(&d, t->memory.backward_bytes);
     must(cudaMemsetAsync(t->forward.saved, 1, (size_t)saved, d.stream), "another poison");
     both_ways(t, ctx);
     must(cudaStreamSynchronize(d.stream), "the layer");
@@ -293,8 +294,8 @@ static void run_refused(void *what, int rank, epic_context *ctx, const epic_conf
     t->moe.capacity = EPIC_CAPACITY_EXACT;
     CHECK(epic_moe_plan(ctx, &t->forward, &slots) == EPIC_ENOTSUP, "%s", epic_error(ctx));
     t->moe.capacity = p.moe.capacity;
-    t->forward.saved_bytes = t->memory.cuda_saved_bytes;
-    t->forward.workspace_bytes = t->memory.cuda_forward_bytes - 1;
+    t->forward.saved_bytes = t->memory.saved_bytes;
+    t->forward.workspace_bytes = t->memory.forward_bytes - 1;
     refuse(t, ctx, EPIC_EINVAL, "workspace_bytes");
     t->forward.workspace_bytes++;
     both_ways(t, ctx);

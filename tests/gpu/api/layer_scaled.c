@@ -164,13 +164,13 @@ static run run_layer(rank *r, const epic_config *config, bool scaled, bool scale
     run n = {.out = make_both(r->k->type, TOKENS * HIDDEN),
              .load = make_both(EPIC_F32, EXPERTS)};
     r->experts.weight_type = scaled ? EPIC_E4M3 : 0;
-    need(r, epic_moe_memory(config, &r->moe, &memory), "memory");
+    need(r, epic_moe_memory(NULL, config, &r->moe, &memory), "memory");
     const epic_moe_weights ahead = weights_of(r, scaled);
     const epic_moe_weights back = scaled_back ? back_of(r) : weights_of(r, false);
-    n.saved = of_bytes(memory.cuda_saved_bytes);
-    n.workspace = of_bytes(memory.cuda_forward_bytes > memory.cuda_backward_bytes
-                               ? memory.cuda_forward_bytes
-                               : memory.cuda_backward_bytes);
+    n.saved = of_bytes(memory.saved_bytes);
+    n.workspace =
+        of_bytes(memory.forward_bytes > memory.backward_bytes ? memory.forward_bytes
+                                                              : memory.backward_bytes);
     for (int i = 0; i < GRADIENTS; i++)
         n.gradients[i] = make_both(i == D_X ? r->k->type : EPIC_F32, counts[i]);
     const epic_moe_args f = {.call.stream = r->stream,
@@ -180,9 +180,9 @@ static run run_layer(rank *r, const epic_config *config, bool scaled, bool scale
                              .out = {n.out.device, TOKENS, row},
                              .load = n.load.device,
                              .saved = n.saved.device,
-                             .saved_bytes = memory.cuda_saved_bytes,
+                             .saved_bytes = memory.saved_bytes,
                              .workspace = n.workspace.device,
-                             .workspace_bytes = memory.cuda_forward_bytes};
+                             .workspace_bytes = memory.forward_bytes};
     const epic_moe_gradients g = {.w_gate = n.gradients[D_W_GATE].device,
                                   .w_gate_up = n.gradients[D_GATE_UP].device,
                                   .w_down = n.gradients[D_DOWN].device,
@@ -196,9 +196,9 @@ static run run_layer(rank *r, const epic_config *config, bool scaled, bool scale
                                       .d_x = {n.gradients[D_X].device, TOKENS, row},
                                       .gradients = &g,
                                       .saved = n.saved.device,
-                                      .saved_bytes = memory.cuda_saved_bytes,
+                                      .saved_bytes = memory.saved_bytes,
                                       .workspace = n.workspace.device,
-                                      .workspace_bytes = memory.cuda_backward_bytes};
+                                      .workspace_bytes = memory.backward_bytes};
     bootstrap();
     need(r, epic_moe_forward(r->ctx, &f), "forward");
     must(!cudaStreamSynchronize(r->stream), "forward");
@@ -259,9 +259,9 @@ static void compare_parts(rank *r, const epic_config *config, const run *whole)
     need(r, epic_plan_bytes(config, &r->layer, &plan_bytes), "plan_bytes");
     const int32_t *load = (const int32_t *)whole->load.host + r->number * LOCAL;
     epic_experts_memory_info memory;
-    need(r, epic_experts_memory(&r->experts, CAPACITY, &memory), "memory");
+    need(r, epic_experts_memory(r->ctx, NULL, &r->experts, CAPACITY, &memory), "memory");
     both recv = of_bytes(CAPACITY * HIDDEN), scales = of_bytes(CAPACITY * BLOCKS * 4);
-    both saved = of_bytes(memory.cuda_saved_bytes), work = of_bytes(memory.cuda_forward_bytes);
+    both saved = of_bytes(memory.saved_bytes), work = of_bytes(memory.forward_bytes);
     both y = make_both(r->k->type, CAPACITY * HIDDEN), counts = make_both(EPIC_F32, 2 * LOCAL);
     both out = make_both(r->k->type, TOKENS * HIDDEN);
     for (int e = 0; e < LOCAL; e++) {
@@ -292,9 +292,9 @@ static void compare_parts(rank *r, const epic_config *config, const run *whole)
                                        .b_gate_up = r->b_gate_up.device,
                                        .b_down = r->b_down.device,
                                        .saved = saved.device,
-                                       .saved_bytes = memory.cuda_saved_bytes,
+                                       .saved_bytes = memory.saved_bytes,
                                        .workspace = work.device,
-                                       .workspace_bytes = memory.cuda_forward_bytes,
+                                       .workspace_bytes = memory.forward_bytes,
                                        .y = y.device};
     const epic_combine_args combine = {.call.stream = r->stream,
                                        .layer = &r->layer,
@@ -340,10 +340,12 @@ static void refuse(rank *r, const epic_config *config)
     refused(r, epic_moe_backward(r->ctx, &b), EPIC_EINVAL, "w_down_scales is given");
     refused(r, epic_moe_forward(r->ctx, &f), EPIC_EINVAL, "w_gate_up_scales is NULL");
     r->experts.gemm = &gemm;
-    refused(r, epic_moe_memory(config, &r->moe, &memory), EPIC_ENOTSUP, "moe.experts.gemm");
+    refused(r, epic_moe_memory(NULL, config, &r->moe, &memory), EPIC_ENOTSUP,
+            "moe.experts.gemm");
     r->experts.gemm = NULL;
     r->moe.flags = 0;
-    refused(r, epic_moe_memory(config, &r->moe, &memory), EPIC_EINVAL, "EPIC_DISPATCH_AGAIN");
+    refused(r, epic_moe_memory(NULL, config, &r->moe, &memory), EPIC_EINVAL,
+            "EPIC_DISPATCH_AGAIN");
     r->moe.flags = EPIC_DISPATCH_AGAIN;
     r->experts.weight_type = 0;
     w.w_down_scales = r->of_down.scales.device;

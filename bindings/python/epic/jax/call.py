@@ -267,13 +267,23 @@ def zero_gradient(x: Any) -> Any:
     return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.floating) else no_gradient(x)
 
 
-def memory_of(info: Any, platform: str | None) -> tuple[Spec, Spec, Spec]:
-    """What is saved, and workspace forward and backward, from a MemoryInfo; where the platform is
-    unknown as much as any takes."""
+def memory_of(query: Callable[[bool], Any], platform: str | None) -> tuple[Spec, Spec, Spec]:
+    """Return the saved memory and the workspaces of forward and backward.
+
+    query: returns the MemoryInfo for GPUs (True) or CPUs (False).
+    platform: None: not known yet.  The result is large enough for every platform that supports
+        the call."""
+    found = []
+    for name, on_gpu in (("cpu", False), ("gpu", True)):
+        try:
+            if platform in (name, None):
+                found.append(query(on_gpu))
+        except EpicError as error:
+            if platform is not None or error.code != "EPIC_ENOTSUP":
+                raise
     names = ("saved_bytes", "forward_bytes", "backward_bytes")
-    host, cuda = ([getattr(info, before + name) for name in names] for before in ("", "cuda_"))
-    wanted = {"cpu": host, "gpu": cuda, None: map(max, host, cuda)}[platform]
-    saved, forward, backward = (Spec((size,), np.uint8) for size in wanted)
+    sizes = (max(getattr(info, name) for info in found) for name in names)
+    saved, forward, backward = (Spec((size,), np.uint8) for size in sizes)
     return saved, forward, backward
 
 

@@ -48,7 +48,7 @@ class Static:
 
     def memory(self, slots: int) -> tuple[Spec, Spec, Spec]:
         """What is saved, and workspace forward and backward."""
-        return memory_of(_native.experts_memory(self.options, slots), self.platform)
+        return memory_of(partial(_native.experts_memory, self.options, slots), self.platform)
 
     def finished(self, slots: Any, expert_rows: Any) -> Any:
         """Zeros in the tail.  On CPUs the handler writes them; on GPUs it leaves what was there."""

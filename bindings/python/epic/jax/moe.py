@@ -73,8 +73,8 @@ class Static:
 
 def memory(static: Static) -> tuple[Spec, Spec, Spec]:
     """What is saved, and workspace forward and backward."""
-    info = _native.moe_memory(static.group.config(), static.options)
-    return memory_of(info, static.group.platform)
+    query = partial(_native.moe_memory, static.group.config(), static.options)
+    return memory_of(query, static.group.platform)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -89,8 +89,9 @@ def kept_facts(
             "rows are float64: on GPUs the core's experts take float32, bfloat16 and float16; "
             "float64 is for CPUs"
         )
-    name = "cuda_saved_bytes" if on_gpu else "saved_bytes"
-    none, one = (int(getattr(_native.experts_memory(whole, n), name)) for n in (0, 1 << 20))
+    none, one = (
+        int(_native.experts_memory(whole, slots, on_gpu).saved_bytes) for slots in (0, 1 << 20)
+    )
     values = whole.numbers()
     narrow = values["row_type"] if on_gpu and kept_type in (row_type, "e4m3") else 0
     of_rows = {"row_type": values["row_type"]} if weight_type == "e4m3" else {}  # x is e4m3, too

@@ -203,9 +203,8 @@ def facts_of(
     bound = group.capacity_bound(wish.layer)
     whole = completed_moe(wish, local, row_type, weight_type, kept_type)
     whole = replace(whole, capacity=bound if wish.capacity is None else wish.capacity)
-    sizes = _native.moe_memory(group.config(), whole)
-    prefix, names = "cuda_" if group.on_gpu else "", ("saved", "forward", "backward")
-    bytes_ = [int(getattr(sizes, f"{prefix}{name}_bytes")) for name in names]
+    sizes = _native.moe_memory(group.config(), whole, group.on_gpu)
+    bytes_ = [int(sizes.saved_bytes), int(sizes.forward_bytes), int(sizes.backward_bytes)]
     replicas = wish.layer.num_experts if wish.layer.num_logical else 0
     bytes_ += [group.plan_bytes(wish.layer), replicas]
     # Gradients of the experts' weights come in the weights' dtype where they are not added.
