@@ -7,6 +7,7 @@ from epic.options import Experts, Layer, Moe, Router
 from epic.routing_stats import EXPERT_FULL, NO_EXPERT, RANK_FULL, RoutingStats
 from epic.torch.experts import ExpertWeights, experts, slab_mm
 from epic.torch.flat import dispatch_flat
+from epic.torch.gradients import GradScaler, clip_grad_norm_, count_labels
 from epic.torch.groups import Group, threads
 from epic.torch.module import MoE, sharded_state
 from epic.torch.moe import MoeOut, MoeWeights, moe
@@ -40,6 +41,7 @@ __all__ = [
     "EpicUnsupportedError",
     "ExpertWeights",
     "Experts",
+    "GradScaler",
     "Group",
     "Layer",
     "MoE",
@@ -53,7 +55,9 @@ __all__ = [
     "as_epic_error",
     "balance_loss",
     "bias_update",
+    "clip_grad_norm_",
     "combine",
+    "count_labels",
     "dequantize",
     "dispatch",
     "dispatch_flat",
