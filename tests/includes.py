@@ -31,7 +31,7 @@ kernels/cuda/lowlat
 src/backend
 src/backend/shared src/bootstrap
 src/net
-src/net/strands
+src/net/striped
 src/backend/self src/backend/threads src/backend/shm src/backend/mpi src/backend/p2p src/net/ucx
 src/backend/hosts
 src/context

@@ -52,8 +52,8 @@ static void describe_backend(const void *symbol)
 static void describe_net(const void *symbol)
 {
     const net_engine *engine = symbol;
-    char why[NET_WHY];
-    if (engine && !engine->can(why)) printf("              %s\n", why);
+    char why[NET_WHY_BYTES];
+    if (engine && !engine->is_available(why)) printf("              %s\n", why);
 }
 
 /* Beside libepic.so, as built or installed, then where the system looks. */

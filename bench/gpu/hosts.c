@@ -167,7 +167,7 @@ static void read_given(const seat *s, uint64_t given[3])
     void *library = dlopen("libepic_hosts.so", RTLD_NOLOAD | RTLD_LAZY);
     given[0] = given[1] = given[2] = 0;
     if (!library) return; /* another backend */
-    if (!read) *(void **)&read = dlsym(library, "epic_backend_hosts_given");
+    if (!read) *(void **)&read = dlsym(library, "epic_backend_hosts_counts");
     if (read) read(s->ctx->group, given);
     dlclose(library);
 }

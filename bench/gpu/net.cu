@@ -22,7 +22,7 @@ static const net_engine *engine;
 static size_t total = 58u << 20;
 static int gpus;
 static pthread_barrier_t barrier;
-static char cards[RANKS][NET_CARD_BYTES];
+static char cards[RANKS][NET_HANDLE_BYTES];
 static double slowest[RANKS];
 
 struct seat {
@@ -59,7 +59,7 @@ static void *memory(bool on_gpu)
 
 static void open_seat(seat *s)
 {
-    char why[NET_WHY];
+    char why[NET_WHY_BYTES];
     need(cudaSetDevice(s->rank % gpus) == cudaSuccess, "the GPU");
     need(cudaStreamCreateWithFlags(&s->stream, cudaStreamNonBlocking) == cudaSuccess,
          "a stream");
@@ -83,8 +83,8 @@ static void put_all(seat *s, size_t bytes, uint64_t *given)
     const int to = 1 - s->rank;
     for (size_t at = 0; at + bytes <= total; at += bytes, (*given)++)
         while (!engine->put(s->w, to, at, (char *)s->outbox + at, (uint32_t)bytes))
-            engine->look(s->w);
-    while (!engine->done(s->w, to, *given)) engine->look(s->w);
+            engine->progress(s->w);
+    while (!engine->is_done(s->w, to, *given)) engine->progress(s->w);
 }
 
 static void report(const seat *s, const char *what, double us, double bytes)

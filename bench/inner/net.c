@@ -63,8 +63,8 @@ static void bootstrap(end *a)
 
 static void open_end(end *a)
 {
-    static unsigned char cards[2][NET_CARD_BYTES];
-    char why[NET_WHY] = "";
+    static unsigned char cards[2][NET_HANDLE_BYTES];
+    char why[NET_WHY_BYTES] = "";
     const net_setup setup = {.host = a->me,
                              .num_hosts = 2,
                              .threads = a->threads,
@@ -73,20 +73,20 @@ static void open_end(end *a)
                              .outbox = a->outbox,
                              .outbox_bytes = BOX};
     if (a->e->open(&a->w, &setup, cards[a->me], why) != EPIC_OK) stop(why);
-    move_all(a->pipe, cards[a->me], NET_CARD_BYTES, true);
-    move_all(a->pipe, cards[1 - a->me], NET_CARD_BYTES, false);
+    move_all(a->pipe, cards[a->me], NET_HANDLE_BYTES, true);
+    move_all(a->pipe, cards[1 - a->me], NET_HANDLE_BYTES, false);
     if (a->e->connect(a->w, cards, why) != EPIC_OK) stop(why);
 }
 
 /* Gives its core away while nothing moves: the other process may need it. */
 static void look(end *a)
 {
-    if (a->e->look(a->w) == 0) sched_yield();
+    if (a->e->progress(a->w) == 0) sched_yield();
 }
 
 static void insist(end *a, uint64_t to, uint64_t value)
 {
-    while (!a->e->word(a->w, 1 - a->me, to, value)) look(a);
+    while (!a->e->put_word(a->w, 1 - a->me, to, value)) look(a);
 }
 
 static void await(end *a, uint64_t value)
@@ -234,7 +234,7 @@ static void measure(end *a, int rounds)
     char said[256];
     const int line = connect_tcp(a);
     open_end(a);
-    a->e->say(a->w, said, sizeof said);
+    a->e->describe(a->w, said, sizeof said);
     if (a->me == 0) printf("%s\n", said);
     uint64_t base = measure_words(a, rounds);
     if (a->me == 0)
@@ -255,13 +255,13 @@ static int value_of(int argc, char **argv, const char *option, int otherwise)
 
 int main(int argc, char **argv)
 {
-    char why[NET_WHY];
+    char why[NET_WHY_BYTES];
     int pair[2];
     const int wanted = value_of(argc, argv, "--rounds", 5);
     const int rounds = wanted < 1 ? 1 : wanted > MOST_ROUNDS ? MOST_ROUNDS : wanted;
     if (setenv("UCX_TLS", "tcp", 0) == 0 && !strcmp(getenv("UCX_TLS"), "tcp"))
         setenv("UCX_NET_DEVICES", "lo", 0);
-    end a = {.e = net_find("ucx", why), .threads = value_of(argc, argv, "--threads", 0)};
+    end a = {.e = net_find_engine("ucx", why), .threads = value_of(argc, argv, "--threads", 0)};
     if (!a.e) stop(why);
     if (socketpair(AF_UNIX, SOCK_STREAM, 0, pair) != 0) stop("socketpair");
     const pid_t child = fork();

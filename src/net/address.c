@@ -9,19 +9,19 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "net/lines_inner.h"
+#include "net/liveness_inner.h"
 
-#define CALLERS 128 /* that may wait to be heard, strangers too */
-#define KIND (SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK)
+#define LISTEN_BACKLOG 128 /* that may wait to be heard, strangers too */
+#define SOCKET_TYPE (SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK)
 
-void line_hang_up(int *socket)
+void liveness_close_socket(int *socket)
 {
     if (*socket >= 0) close(*socket);
     *socket = -1;
 }
 
 /* False: not an address that another host can call. */
-static bool read_address(const struct sockaddr *from, line_address *out)
+static bool read_address(const struct sockaddr *from, liveness_address *out)
 {
     static const uint8_t mapped[12] = {[10] = 0xff, [11] = 0xff};
     if (from && from->sa_family == AF_INET) {
@@ -30,18 +30,18 @@ static bool read_address(const struct sockaddr *from, line_address *out)
         return true;
     }
     if (!from || from->sa_family != AF_INET6) return false;
-    const struct in6_addr *six = &((const struct sockaddr_in6 *)(const void *)from)->sin6_addr;
-    memcpy(out->bytes, six, 16);
-    return !IN6_IS_ADDR_LINKLOCAL(six);
+    const struct in6_addr *ipv6 = &((const struct sockaddr_in6 *)(const void *)from)->sin6_addr;
+    memcpy(out->bytes, ipv6, 16);
+    return !IN6_IS_ADDR_LINKLOCAL(ipv6);
 }
 
-int line_addresses(line_address out[LINE_ADDRESSES], const char *interface)
+int liveness_find_addresses(liveness_address out[LIVENESS_MAX_ADDRESSES], const char *interface)
 {
     struct ifaddrs *all;
     int count = 0;
     if (getifaddrs(&all) != 0) return 0;
     for (int loopback = 0; loopback < 2; loopback++)
-        for (struct ifaddrs *i = all; i && count < LINE_ADDRESSES; i = i->ifa_next) {
+        for (struct ifaddrs *i = all; i && count < LIVENESS_MAX_ADDRESSES; i = i->ifa_next) {
             const bool local = i->ifa_flags & IFF_LOOPBACK;
             if (!(i->ifa_flags & IFF_UP) || local != (loopback == 1)) continue;
             if (interface && strcmp(interface, i->ifa_name) != 0) continue;
@@ -51,40 +51,41 @@ int line_addresses(line_address out[LINE_ADDRESSES], const char *interface)
     return count;
 }
 
-static bool is_four(const line_address *a)
+static bool is_ipv4(const liveness_address *a)
 {
     return IN6_IS_ADDR_V4MAPPED((const struct in6_addr *)(const void *)a->bytes);
 }
 
-static socklen_t address_of(const line_address *a, uint32_t port, struct sockaddr_storage *out)
+static socklen_t socket_address(const liveness_address *a, uint32_t port,
+                                struct sockaddr_storage *out)
 {
     memset(out, 0, sizeof *out);
-    if (is_four(a)) {
-        struct sockaddr_in *four = (struct sockaddr_in *)(void *)out;
-        four->sin_family = AF_INET;
-        four->sin_port = htons((uint16_t)port);
-        memcpy(&four->sin_addr, a->bytes + 12, 4);
-        return sizeof *four;
+    if (is_ipv4(a)) {
+        struct sockaddr_in *ipv4 = (struct sockaddr_in *)(void *)out;
+        ipv4->sin_family = AF_INET;
+        ipv4->sin_port = htons((uint16_t)port);
+        memcpy(&ipv4->sin_addr, a->bytes + 12, 4);
+        return sizeof *ipv4;
     }
-    struct sockaddr_in6 *six = (struct sockaddr_in6 *)(void *)out;
-    six->sin6_family = AF_INET6;
-    six->sin6_port = htons((uint16_t)port);
-    memcpy(&six->sin6_addr, a->bytes, 16);
-    return sizeof *six;
+    struct sockaddr_in6 *ipv6 = (struct sockaddr_in6 *)(void *)out;
+    ipv6->sin6_family = AF_INET6;
+    ipv6->sin6_port = htons((uint16_t)port);
+    memcpy(&ipv6->sin6_addr, a->bytes, 16);
+    return sizeof *ipv6;
 }
 
-static int listen_on(const line_address *any, uint32_t *port)
+static int listen_on(const liveness_address *any, uint32_t *port)
 {
     struct sockaddr_storage at;
-    socklen_t bytes = address_of(any, 0, &at);
-    int fd = socket(at.ss_family, KIND, 0);
+    socklen_t bytes = socket_address(any, 0, &at);
+    int fd = socket(at.ss_family, SOCKET_TYPE, 0);
     if (fd < 0) return -1;
     if (at.ss_family == AF_INET6)
         setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &(int){0}, sizeof(int));
-    if (bind(fd, (struct sockaddr *)&at, bytes) != 0 || listen(fd, CALLERS) != 0 ||
+    if (bind(fd, (struct sockaddr *)&at, bytes) != 0 || listen(fd, LISTEN_BACKLOG) != 0 ||
         getsockname(fd, (struct sockaddr *)&at, &bytes) != 0) {
         const int error = errno;
-        line_hang_up(&fd);
+        liveness_close_socket(&fd);
         errno = error;
         return -1;
     }
@@ -93,23 +94,23 @@ static int listen_on(const line_address *any, uint32_t *port)
     return fd;
 }
 
-int line_listen(uint32_t *port)
+int liveness_open_listener(uint32_t *port)
 {
-    const line_address six = {{0}}, four = {{[10] = 0xff, [11] = 0xff}};
-    const int fd = listen_on(&six, port);
-    return fd >= 0 ? fd : listen_on(&four, port); /* a system without IPv6 */
+    const liveness_address ipv6 = {{0}}, ipv4 = {{[10] = 0xff, [11] = 0xff}};
+    const int fd = listen_on(&ipv6, port);
+    return fd >= 0 ? fd : listen_on(&ipv4, port); /* a system without IPv6 */
 }
 
-int line_call(const line_address *address, uint32_t port)
+int liveness_begin_connect(const liveness_address *address, uint32_t port)
 {
     struct sockaddr_storage at;
-    const socklen_t bytes = address_of(address, port, &at);
-    int fd = socket(at.ss_family, KIND, 0);
+    const socklen_t bytes = socket_address(address, port, &at);
+    int fd = socket(at.ss_family, SOCKET_TYPE, 0);
     if (fd < 0) return -1;
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &(int){1}, sizeof(int));
     if (connect(fd, (struct sockaddr *)&at, bytes) == 0 || errno == EINPROGRESS) return fd;
     const int error = errno;
-    line_hang_up(&fd);
+    liveness_close_socket(&fd);
     errno = error;
     return -1;
 }

@@ -15,7 +15,7 @@ static bool is_name(const char *name)
 }
 
 /* `error` begins with the file that is wrong, or not there. */
-static const char *way_out(const char *name, const char *library, const char *error)
+static const char *load_remedy(const char *name, const char *library, const char *error)
 {
     if (strcmp(name, "ucx") != 0) return "there is none but ucx";
     return error && strncmp(error, library, strlen(library)) == 0
@@ -23,21 +23,21 @@ static const char *way_out(const char *name, const char *library, const char *er
                : "install the UCX that it was built for (Debian, Ubuntu: libucx0)";
 }
 
-const net_engine *net_find(const char *name, char *why)
+const net_engine *net_find_engine(const char *name, char *why)
 {
     char library[32], symbol[32];
     if (!is_name(name)) {
-        snprintf(why, NET_WHY, "there is no net \"%.40s\": there is ucx", name);
+        snprintf(why, NET_WHY_BYTES, "there is no net \"%.40s\": there is ucx", name);
         return NULL;
     }
     snprintf(library, sizeof library, "libepic_%s.so", name);
     snprintf(symbol, sizeof symbol, "epic_net_%s", name);
-    void *handle = library_open((const void *)(uintptr_t)&net_find, library);
+    void *handle = library_open((const void *)(uintptr_t)&net_find_engine, library);
     const net_engine *engine = handle ? dlsym(handle, symbol) : NULL;
     if (engine) return engine; /* it stays loaded */
     const char *error = dlerror();
-    snprintf(why, NET_WHY, "net \"%s\": %s cannot be loaded; %s (%.120s)", name, library,
-             way_out(name, library, error), error ? error : "no symbol of that name");
+    snprintf(why, NET_WHY_BYTES, "net \"%s\": %s cannot be loaded; %s (%.120s)", name, library,
+             load_remedy(name, library, error), error ? error : "no symbol of that name");
     if (handle) dlclose(handle);
     return NULL;
 }

@@ -21,22 +21,22 @@
 #include "epic/epic.h"
 
 #define NET_MAX_HOSTS 32
-#define NET_CARD_BYTES 4096
-#define NET_WHY 256               /* bytes of a sentence */
-#define NET_MOST_BYTES (1u << 20) /* of one put */
+#define NET_HANDLE_BYTES 4096
+#define NET_WHY_BYTES 256            /* bytes of a sentence */
+#define NET_MAX_PUT_BYTES (1u << 20) /* of one put */
 
 typedef struct net net;
 
 /* How bytes travel, where the engine has a choice; EPIC_NET_RDMA. */
-typedef enum net_puts {
-    NET_PUT_IF_WHOLE, /* by remote writes where those are known to keep words whole */
-    NET_PUT_NEVER,    /* in messages that the receiver's thread copies, a word at a time */
-    NET_PUT_ALWAYS    /* by remote writes: who says so knows the network */
-} net_puts;
+typedef enum net_rdma {
+    NET_RDMA_IF_WHOLE, /* by remote writes where those are known to keep words whole */
+    NET_RDMA_NEVER,    /* in messages that the receiver's thread copies, a word at a time */
+    NET_RDMA_ALWAYS    /* by remote writes: who says so knows the network */
+} net_rdma;
 
 typedef struct net_setup {
     int32_t host, num_hosts; /* peers are the other hosts' ranks, by their host's number */
-    net_puts puts;
+    net_rdma rdma;
     int32_t threads;      /* that the engine may have where CPUs move the bytes */
     bool on_gpu;          /* inbox and outbox lie on a GPU; else in host memory */
     void *inbox;          /* 8-byte aligned, as all below is */
@@ -51,56 +51,50 @@ typedef struct net_setup {
 typedef struct net_engine {
     const char *name;
     /* The size that puts should have, if there is as much; 2 KB to 512 KB. */
-    uint32_t best_bytes;
+    uint32_t preferred_bytes;
 
-    /* Can this host have such a net?  Local; `why` (NET_WHY bytes) gets the reason when not. */
-    bool (*can)(char *why);
+    /* Can this host have such a net?  Local; `why` (NET_WHY_BYTES bytes) gets the reason when not. */
+    bool (*is_available)(char *why);
 
     /* May inbox and outbox lie on a GPU here?  Local.  Whether the peers are reached that way is
      * known by connect alone. */
-    bool (*reaches_gpu)(void);
+    bool (*can_reach_gpu)(void);
 
-    /* Local.  `card` (NET_CARD_BYTES, zeroed) is what the peers must know; it carries 64 random
+    /* Local.  `card` (NET_HANDLE_BYTES, zeroed) is what the peers must know; it carries 64 random
      * bits without which nothing is written into the inbox. */
-    epic_result (*open)(net **out, const net_setup *setup, void *card, char *why);
+    epic_result (*open)(net **out, const net_setup *setup, void *handle, char *why);
 
     /* Cards of all hosts, [num_hosts].  Local, and no peer has to answer.  EPIC_ENOTSUP: memory on
      * the GPU is out of a peer's reach; close, and open with host memory. */
-    epic_result (*connect)(net *w, const void *cards, char *why);
+    epic_result (*connect)(net *n, const void *handles, char *why);
 
     /* Takes `bytes` from the outbox to offset `to` of the host's inbox, all multiples of 8, at most
-     * NET_MOST_BYTES.  False: there is no room, come again after look().  What goes to a host that
+     * NET_MAX_PUT_BYTES.  False: there is no room, come again after look().  What goes to a host that
      * is gone is taken and dropped. */
-    bool (*put)(net *w, int host, uint64_t to, const void *from, uint32_t bytes);
+    bool (*put)(net *n, int host, uint64_t to, const void *from, uint32_t bytes);
 
     /* The same of one word that needs no source. */
-    bool (*word)(net *w, int host, uint64_t to, uint64_t value);
+    bool (*put_word)(net *n, int host, uint64_t to, uint64_t value);
 
     /* Moves what can be moved; returns how much happened, 0: nothing. */
-    int (*look)(net *w);
+    int (*progress)(net *n);
 
     /* Puts and words to a host are counted together: have the first `count` of them left, so that
      * their sources may be written? */
-    bool (*done)(const net *w, int host, uint64_t count);
+    bool (*is_done)(const net *n, int host, uint64_t count);
 
     /* Has the engine given the host up?  It may never notice: lines do (lines.h). */
-    bool (*gone)(const net *w, int host);
+    bool (*is_gone)(const net *n, int host);
 
     /* How the peers are really reached, in a line of at most `size` bytes. */
-    void (*say)(const net *w, char *to, size_t size);
+    void (*describe)(const net *n, char *to, size_t size);
 
     /* NULL is allowed.  Sends what was taken, for a moment at most, whatever the peers do. */
-    void (*close)(net *w);
+    void (*close)(net *n);
 } net_engine;
 
-/* Of an engine whose functions have the names of the members: those of a net, and all. */
-#define NET_CALLS                                                                     \
-    .open = open_net, .connect = connect_all, .put = put, .word = word, .look = look, \
-    .done = done, .gone = gone, .say = say, .close = close_net
-#define NET_ENGINE_CALLS .can = can, .reaches_gpu = reaches_gpu, NET_CALLS
-
-/* The engine of that name, loaded when it is first asked for; NULL and the reason (NET_WHY
+/* The engine of that name, loaded when it is first asked for; NULL and the reason (NET_WHY_BYTES
  * bytes): there is none. */
-const net_engine *net_find(const char *name, char *why);
+const net_engine *net_find_engine(const char *name, char *why);
 
 #endif

@@ -85,7 +85,7 @@ bit reports[4]; /* this rank has found out */
 #define is_cut(a, b) (cut && (a) % 2 == 0 && (b) % 2 == 0 && (a) != (b))
 #define is_lost(from, to) (is_dead(from) || is_dead(to) || is_cut(from, to))
 
-/* src/backend/hosts/ring.c, which tells kernels at any time: so they ask whether it could have.
+/* src/backend/hosts/proxy.c, which tells kernels at any time: so they ask whether it could have.
  * bury(): each rank has a line to each other one. */
 #ifdef MUTANT_DEAD_UNSEEN
 #define buries(q) false
@@ -413,7 +413,7 @@ proctype kernel(byte r)
 
 /* -------------------------------------------------------------------------- the thread ---- */
 
-/* src/backend/hosts/ring.c: free_epochs(). */
+/* src/backend/hosts/proxy.c: free_epochs(). */
 inline free_epoch(r, e)
 {
     d_step {

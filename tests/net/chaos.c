@@ -12,7 +12,7 @@
  * program. */
 extern void emulator_check_store(const void *p) __attribute__((weak));
 
-#define DEPTH 128         /* puts to a host under way */
+#define MAX_IN_FLIGHT 128 /* puts to a host under way */
 #define MOST_TURNS 60     /* that a put is held back for */
 #define MOST_RUNS 64      /* in one look; a run is some words of one put */
 #define MOST_WORDS 48     /* of a run */
@@ -27,7 +27,7 @@ extern void emulator_check_store(const void *p) __attribute__((weak));
 #define KEPT 30           /* one word of so many may wait as long, one at a time */
 #define TURN_NS 40000     /* a look that takes longer, on a busy machine, is several turns */
 
-typedef struct parcel {
+typedef struct chaos_put_op {
     uint64_t to, value, bytes;
     const uint64_t *from; /* NULL: `value` */
     uint64_t num_pieces, landed;
@@ -38,26 +38,26 @@ typedef struct parcel {
     uint64_t source;      /* a sum of its words */
     uint64_t *copy;       /* of the source, which is not read any more; NULL: none */
     bool checked;         /* its source, when it was first said to be done */
-} parcel;
+} chaos_put_op;
 
 /* What a host's peers see of it; freed by the last of them. */
-typedef struct shore {
+typedef struct chaos_host {
     char *inbox;
     bool gone;
     int users;
-} shore;
+} chaos_host;
 
 typedef struct peer {
-    shore *shore;
-    uint64_t given, finished;
-    parcel parcels[DEPTH];
+    chaos_host *chaos_host;
+    uint64_t posted, finished;
+    chaos_put_op ops[MAX_IN_FLIGHT];
 } peer;
 
 struct net {
     net_setup setup;
     chaos_settings settings;
     run_random random;
-    shore *own;
+    chaos_host *own;
     uint64_t looks, turns, looked_ns, overtaken;
     uint64_t *ghost_at, ghost; /* a word to land once more, NULL: none */
     uint64_t ghost_look;
@@ -70,91 +70,92 @@ struct net {
 
 chaos_settings chaos_settings_now = {.seed = 1};
 
-static bool can(char *why)
+static bool chaos_is_available(char *why)
 {
     (void)why;
     return true;
 }
 
 /* The memory of an emulated one is the host's. */
-static bool reaches_gpu(void)
+static bool chaos_can_reach_gpu(void)
 {
     return emulator_check_store != NULL;
 }
 
-static epic_result open_net(net **out, const net_setup *setup, void *card, char *why)
+static epic_result chaos_open(net **out, const net_setup *setup, void *handle, char *why)
 {
-    net *w = calloc(1, sizeof *w);
-    if (!w) {
-        snprintf(why, NET_WHY, "no host memory");
+    net *n = calloc(1, sizeof *n);
+    if (!n) {
+        snprintf(why, NET_WHY_BYTES, "no host memory");
         return EPIC_ENOMEM;
     }
-    w->setup = *setup;
-    w->settings = chaos_settings_now;
-    w->random.state = run_mix(w->settings.seed, (uint64_t)setup->host);
-    w->own = calloc(1, sizeof *w->own);
-    if (!w->own) {
-        free(w);
-        snprintf(why, NET_WHY, "no host memory");
+    n->setup = *setup;
+    n->settings = chaos_settings_now;
+    n->random.state = run_mix(n->settings.seed, (uint64_t)setup->host);
+    n->own = calloc(1, sizeof *n->own);
+    if (!n->own) {
+        free(n);
+        snprintf(why, NET_WHY_BYTES, "no host memory");
         return EPIC_ENOMEM;
     }
-    *w->own = (shore){.inbox = setup->inbox, .users = 1};
-    memcpy(card, &w->own, sizeof w->own); /* of this process */
-    *out = w;
+    *n->own = (chaos_host){.inbox = setup->inbox, .users = 1};
+    memcpy(handle, &n->own, sizeof n->own); /* of this process */
+    *out = n;
     return EPIC_OK;
 }
 
-static epic_result connect_all(net *w, const void *cards, char *why)
+static epic_result chaos_connect(net *n, const void *cards, char *why)
 {
-    if (w->setup.on_gpu && w->settings.out_of_reach == w->setup.host + 1) {
-        snprintf(why, NET_WHY, "chaos: host %d reaches no memory on a GPU", w->setup.host);
+    if (n->setup.on_gpu && n->settings.out_of_reach == n->setup.host + 1) {
+        snprintf(why, NET_WHY_BYTES, "chaos: host %d reaches no memory on a GPU",
+                 n->setup.host);
         return EPIC_ENOTSUP;
     }
-    for (int h = 0; h < w->setup.num_hosts; h++) {
-        shore **theirs = &w->peers[h].shore;
-        memcpy(theirs, (const char *)cards + (size_t)h * NET_CARD_BYTES, sizeof *theirs);
+    for (int h = 0; h < n->setup.num_hosts; h++) {
+        chaos_host **theirs = &n->peers[h].chaos_host;
+        memcpy(theirs, (const char *)cards + (size_t)h * NET_HANDLE_BYTES, sizeof *theirs);
         __atomic_fetch_add(&(*theirs)->users, 1, __ATOMIC_RELAXED);
     }
     return EPIC_OK;
 }
 
-static bool gone(const net *w, int host)
+static bool chaos_is_gone(const net *n, int host)
 {
-    return __atomic_load_n(&w->peers[host].shore->gone, __ATOMIC_ACQUIRE);
+    return __atomic_load_n(&n->peers[host].chaos_host->gone, __ATOMIC_ACQUIRE);
 }
 
-void chaos_kill(net *w)
+void chaos_kill(net *n)
 {
-    __atomic_store_n(&w->own->gone, true, __ATOMIC_RELEASE);
+    __atomic_store_n(&n->own->gone, true, __ATOMIC_RELEASE);
 }
 
-uint64_t chaos_num_overtaken(const net *w)
+uint64_t chaos_num_overtaken(const net *n)
 {
-    return w->overtaken;
+    return n->overtaken;
 }
 
-static uint64_t divisor(uint64_t a, uint64_t b)
+static uint64_t gcd_of(uint64_t a, uint64_t b)
 {
-    return b ? divisor(b, a % b) : a;
+    return b ? gcd_of(b, a % b) : a;
 }
 
 /* An order of the pieces: any first one, and any step that meets them all. */
-static void shuffle(net *w, parcel *p)
+static void choose_order(net *n, chaos_put_op *p)
 {
     if (p->num_free == 0) return;
-    p->first = (uint64_t)run_below(&w->random, (int64_t)p->num_free);
-    do p->step = (uint64_t)run_between(&w->random, 1, (int64_t)p->num_free);
-    while (divisor(p->num_free, p->step) != 1);
+    p->first = (uint64_t)run_below(&n->random, (int64_t)p->num_free);
+    do p->step = (uint64_t)run_between(&n->random, 1, (int64_t)p->num_free);
+    while (gcd_of(p->num_free, p->step) != 1);
 }
 
-static void die(const net *w, int host, const parcel *p, const char *what)
+static void fail_run(const net *n, int host, const chaos_put_op *p, const char *what)
 {
-    fprintf(stderr, "chaos: host %d to host %d, %llu bytes at offset %llu: %s\n", w->setup.host,
+    fprintf(stderr, "chaos: host %d to host %d, %llu bytes at offset %llu: %s\n", n->setup.host,
             host, (unsigned long long)p->bytes, (unsigned long long)p->to, what);
     _Exit(1);
 }
 
-static uint64_t sum_source(const parcel *p)
+static uint64_t sum_source(const chaos_put_op *p)
 {
     uint64_t sum = 0;
     for (uint64_t i = 0; p->from && i < p->bytes / 8; i++)
@@ -163,7 +164,7 @@ static uint64_t sum_source(const parcel *p)
 }
 
 /* As a network does that buffers: the put is done, and lands whenever it does. */
-static void copy_source(parcel *p)
+static void copy_source(chaos_put_op *p)
 {
     p->copy = malloc(p->bytes);
     if (!p->copy) return;
@@ -171,130 +172,131 @@ static void copy_source(parcel *p)
     p->from = p->copy;
 }
 
-static bool is_quiet(const net *w)
+static bool is_quiet(const net *n)
 {
-    const uint64_t while_ns = w->settings.late ? LATE_NS : w->settings.last ? LAST_NS : SLOW_NS;
-    return w->looked_ns > w->given_ns + while_ns;
+    const uint64_t while_ns = n->settings.late ? LATE_NS : n->settings.last ? LAST_NS : SLOW_NS;
+    return n->looked_ns > n->given_ns + while_ns;
 }
 
-static bool is_left(const net *w, const parcel *p)
+static bool is_left(const net *n, const chaos_put_op *p)
 {
-    if (w->settings.slow && !is_quiet(w)) return false;
-    return p->copy || (p->landed == p->num_pieces && w->looks >= p->done_at);
+    if (n->settings.slow && !is_quiet(n)) return false;
+    return p->copy || (p->landed == p->num_pieces && n->looks >= p->done_at);
 }
 
 /* Words of this put might land before those of an earlier one, in the same places. */
-static void check_places(const net *w, int host, const parcel *p)
+static void check_places(const net *n, int host, const chaos_put_op *p)
 {
-    const peer *q = &w->peers[host];
+    const peer *q = &n->peers[host];
     const uint64_t end = p->to + p->bytes;
-    for (uint64_t i = q->finished; i + 1 < q->given; i++) {
-        const parcel *other = &q->parcels[i % DEPTH];
+    for (uint64_t i = q->finished; i + 1 < q->posted; i++) {
+        const chaos_put_op *other = &q->ops[i % MAX_IN_FLIGHT];
         if (other->landed < other->num_pieces && other->to < end &&
             p->to < other->to + other->bytes)
-            die(w, host, p, "an earlier put to the same place has not landed");
+            fail_run(n, host, p, "an earlier put to the same place has not landed");
     }
 }
 
 /* Whoever puts something there has been told that all of before has been taken. */
-static void check_kept(const net *w, int host, const parcel *p)
+static void check_kept(const net *n, int host, const chaos_put_op *p)
 {
-    if (w->kept_at && host == w->kept_host && w->kept_to - p->to < p->bytes)
-        die(w, host, p, "a word of an earlier put has not landed: nobody has waited for it");
+    if (n->kept_at && host == n->kept_host && n->kept_to - p->to < p->bytes)
+        fail_run(n, host, p,
+                 "a word of an earlier put has not landed: nobody has waited for it");
 }
 
-static bool give(net *w, int host, uint64_t to, const void *from, uint64_t value,
-                 uint64_t bytes)
+static bool chaos_post(net *n, int host, uint64_t to, const void *from, uint64_t value,
+                       uint64_t bytes)
 {
-    peer *q = &w->peers[host];
-    if (gone(w, host)) return true;
-    if (q->given - q->finished == DEPTH || run_chance(&w->random, 10)) return false;
-    parcel *p = &q->parcels[q->given++ % DEPTH];
-    const bool halves = w->settings.damage == CHAOS_HALVES;
-    *p = (parcel){.to = to,
-                  .from = from,
-                  .value = value,
-                  .bytes = bytes,
-                  .num_pieces = bytes / (halves ? 4 : 8)};
-    p->num_free = p->num_pieces - (w->settings.last && from && to < w->setup.urgent_bytes);
-    shuffle(w, p);
-    if (run_chance(&w->random, 20))
-        p->held_until = w->turns + (uint64_t)run_below(&w->random, MOST_TURNS);
-    if (run_below(&w->random, LATE) == 0) p->held_until = w->turns + LATE_TURNS;
-    if (!w->settings.strict) return true;
-    w->given_ns = run_now_ns();
-    check_places(w, host, p);
-    check_kept(w, host, p);
-    const int copied = w->settings.slow                       ? 0
-                       : w->settings.late || w->settings.last ? 100
+    peer *q = &n->peers[host];
+    if (chaos_is_gone(n, host)) return true;
+    if (q->posted - q->finished == MAX_IN_FLIGHT || run_chance(&n->random, 10)) return false;
+    chaos_put_op *p = &q->ops[q->posted++ % MAX_IN_FLIGHT];
+    const bool halves = n->settings.damage == CHAOS_HALVES;
+    *p = (chaos_put_op){.to = to,
+                        .from = from,
+                        .value = value,
+                        .bytes = bytes,
+                        .num_pieces = bytes / (halves ? 4 : 8)};
+    p->num_free = p->num_pieces - (n->settings.last && from && to < n->setup.urgent_bytes);
+    choose_order(n, p);
+    if (run_chance(&n->random, 20))
+        p->held_until = n->turns + (uint64_t)run_below(&n->random, MOST_TURNS);
+    if (run_below(&n->random, LATE) == 0) p->held_until = n->turns + LATE_TURNS;
+    if (!n->settings.strict) return true;
+    n->given_ns = run_now_ns();
+    check_places(n, host, p);
+    check_kept(n, host, p);
+    const int copied = n->settings.slow                       ? 0
+                       : n->settings.late || n->settings.last ? 100
                                                               : COPIED;
-    if (from && run_chance(&w->random, copied)) copy_source(p);
+    if (from && run_chance(&n->random, copied)) copy_source(p);
     p->source = sum_source(p);
     return true;
 }
 
-static bool put(net *w, int host, uint64_t to, const void *from, uint32_t bytes)
+static bool chaos_put(net *n, int host, uint64_t to, const void *from, uint32_t bytes)
 {
-    return give(w, host, to, from, 0, bytes);
+    return chaos_post(n, host, to, from, 0, bytes);
 }
 
-static bool word(net *w, int host, uint64_t to, uint64_t value)
+static bool chaos_put_word(net *n, int host, uint64_t to, uint64_t value)
 {
-    return give(w, host, to, NULL, value, 8);
+    return chaos_post(n, host, to, NULL, value, 8);
 }
 
-static void land_half(const parcel *p, void *inbox, uint64_t index)
+static void land_half(const chaos_put_op *p, void *inbox, uint64_t index)
 {
     const uint32_t *from = p->from ? (const uint32_t *)(const void *)p->from
                                    : (const uint32_t *)(const void *)&p->value;
     __atomic_store_n((uint32_t *)inbox + index, from[index], __ATOMIC_RELAXED);
 }
 
-static bool keep(net *w, int host, uint64_t to, uint64_t *at, uint64_t value)
+static bool keep_word(net *n, int host, uint64_t to, uint64_t *at, uint64_t value)
 {
     const bool late =
-        w->settings.late && w->setup.host == 0; /* one: others would wait for it */
-    if (!late || w->kept_at || run_below(&w->random, KEPT)) return false;
-    w->kept_at = at;
-    w->kept = value;
-    w->kept_to = to;
-    w->kept_host = host;
+        n->settings.late && n->setup.host == 0; /* one: others would wait for it */
+    if (!late || n->kept_at || run_below(&n->random, KEPT)) return false;
+    n->kept_at = at;
+    n->kept = value;
+    n->kept_to = to;
+    n->kept_host = host;
     return true;
 }
 
-static void land_kept(net *w)
+static void land_kept(net *n)
 {
-    if (w->kept_at) __atomic_store_n(w->kept_at, w->kept, __ATOMIC_RELAXED);
-    w->kept_at = NULL;
+    if (n->kept_at) __atomic_store_n(n->kept_at, n->kept, __ATOMIC_RELAXED);
+    n->kept_at = NULL;
 }
 
-static void land_piece(net *w, int host, const parcel *p, uint64_t index)
+static void land_piece(net *n, int host, const chaos_put_op *p, uint64_t index)
 {
-    char *inbox = w->peers[host].shore->inbox;
-    if (w->settings.damage == CHAOS_HALVES) {
+    char *inbox = n->peers[host].chaos_host->inbox;
+    if (n->settings.damage == CHAOS_HALVES) {
         land_half(p, inbox + p->to, index);
         return;
     }
-    if (w->settings.damage == CHAOS_LOST && run_below(&w->random, 5000) == 0) return;
+    if (n->settings.damage == CHAOS_LOST && run_below(&n->random, 5000) == 0) return;
     uint64_t *at = (uint64_t *)(void *)(inbox + p->to) + index;
     if (emulator_check_store) emulator_check_store((void *)((uintptr_t)at & ~(uintptr_t)15));
     const uint64_t value = p->from ? p->from[index] : p->value;
-    if (keep(w, host, p->to + 8 * index, at, value)) return;
+    if (keep_word(n, host, p->to + 8 * index, at, value)) return;
     __atomic_store_n(at, value, __ATOMIC_RELAXED);
-    if (w->settings.damage != CHAOS_TWICE || w->ghost_at || !p->from) return;
-    w->ghost_at = at;
-    w->ghost = value;
-    w->ghost_look = w->looks + GHOST_LOOKS;
+    if (n->settings.damage != CHAOS_TWICE || n->ghost_at || !p->from) return;
+    n->ghost_at = at;
+    n->ghost = value;
+    n->ghost_look = n->looks + GHOST_LOOKS;
 }
 
 /* Of words that are kept the one with the lowest place, once all else has landed. */
-static void land_last(net *w)
+static void land_last(net *n)
 {
-    parcel *first = NULL;
+    chaos_put_op *first = NULL;
     int host = -1;
-    for (int h = 0; h < w->setup.num_hosts; h++)
-        for (uint64_t i = w->peers[h].finished; i < w->peers[h].given; i++) {
-            parcel *p = &w->peers[h].parcels[i % DEPTH];
+    for (int h = 0; h < n->setup.num_hosts; h++)
+        for (uint64_t i = n->peers[h].finished; i < n->peers[h].posted; i++) {
+            chaos_put_op *p = &n->peers[h].ops[i % MAX_IN_FLIGHT];
             if (p->landed == p->num_pieces) continue;
             if (p->landed < p->num_free) return;
             if (!first || p->to < first->to) {
@@ -302,119 +304,132 @@ static void land_last(net *w)
                 host = h;
             }
         }
-    if (!first || gone(w, host)) return;
-    land_piece(w, host, first, first->num_pieces - 1);
+    if (!first || chaos_is_gone(n, host)) return;
+    land_piece(n, host, first, first->num_pieces - 1);
     first->landed++;
-    w->given_ns = run_now_ns();
+    n->given_ns = run_now_ns();
 }
 
 /* Some words of some put. */
-static int land_run(net *w, int host)
+static int land_run(net *n, int host)
 {
-    peer *q = &w->peers[host];
-    const uint64_t under_way = q->given - q->finished;
-    const uint64_t index = q->finished + (uint64_t)run_below(&w->random, (int64_t)under_way);
-    parcel *p = &q->parcels[index % DEPTH];
+    peer *q = &n->peers[host];
+    const uint64_t under_way = q->posted - q->finished;
+    const uint64_t index = q->finished + (uint64_t)run_below(&n->random, (int64_t)under_way);
+    chaos_put_op *p = &q->ops[index % MAX_IN_FLIGHT];
     int moved = 0;
-    if (under_way == 0 || p->held_until > w->turns) return 0;
+    if (under_way == 0 || p->held_until > n->turns) return 0;
     const uint64_t most = p->num_free < 1            ? 1
                           : p->num_free < MOST_WORDS ? p->num_free
                                                      : MOST_WORDS;
-    const int count = (int)run_between(&w->random, 1, (int64_t)most);
+    const int count = (int)run_between(&n->random, 1, (int64_t)most);
     for (; p->landed < p->num_free && moved < count; moved++, p->landed++)
-        land_piece(w, host, p, (p->first + p->landed * p->step) % p->num_free);
-    if (p->landed < p->num_pieces && run_chance(&w->random, 5)) /* the rest comes late */
-        p->held_until = w->turns + LATE_TURNS / 4;
+        land_piece(n, host, p, (p->first + p->landed * p->step) % p->num_free);
+    if (p->landed < p->num_pieces && run_chance(&n->random, 5)) /* the rest comes late */
+        p->held_until = n->turns + LATE_TURNS / 4;
     if (moved > 0 && p->landed == p->num_pieces) {
-        if (index > q->finished) w->overtaken++;
-        p->done_at = w->looks + (uint64_t)run_below(&w->random, MOST_AGAIN);
+        if (index > q->finished) n->overtaken++;
+        p->done_at = n->looks + (uint64_t)run_below(&n->random, MOST_AGAIN);
     }
     return moved;
 }
 
 /* What is done may be so before others that were given earlier. */
-static void check_sources(net *w, int host)
+static void check_sources(net *n, int host)
 {
-    peer *q = &w->peers[host];
-    for (uint64_t i = q->finished; i < q->given; i++) {
-        parcel *p = &q->parcels[i % DEPTH];
-        if (p->checked || !is_left(w, p)) continue;
+    peer *q = &n->peers[host];
+    for (uint64_t i = q->finished; i < q->posted; i++) {
+        chaos_put_op *p = &q->ops[i % MAX_IN_FLIGHT];
+        if (p->checked || !is_left(n, p)) continue;
         p->checked = true;
         if (p->source != sum_source(p))
-            die(w, host, p, "its source has been written before it was done");
+            fail_run(n, host, p, "its source has been written before it was done");
     }
 }
 
-static void settle(net *w, int host)
+static void finish_puts(net *n, int host)
 {
-    peer *q = &w->peers[host];
-    const bool dropped = gone(w, host);
-    if (w->settings.strict && !dropped) check_sources(w, host);
-    for (; q->finished < q->given; q->finished++) {
-        parcel *p = &q->parcels[q->finished % DEPTH];
-        if (!dropped && (p->landed < p->num_pieces || !is_left(w, p))) return;
+    peer *q = &n->peers[host];
+    const bool dropped = chaos_is_gone(n, host);
+    if (n->settings.strict && !dropped) check_sources(n, host);
+    for (; q->finished < q->posted; q->finished++) {
+        chaos_put_op *p = &q->ops[q->finished % MAX_IN_FLIGHT];
+        if (!dropped && (p->landed < p->num_pieces || !is_left(n, p))) return;
         free(p->copy);
         p->copy = NULL;
     }
 }
 
-static void count_look(net *w)
+static void count_look(net *n)
 {
     const uint64_t now = run_now_ns();
-    w->looks++;
-    w->turns += 1 + (w->looked_ns ? (now - w->looked_ns) / TURN_NS : 0);
-    w->looked_ns = now;
+    n->looks++;
+    n->turns += 1 + (n->looked_ns ? (now - n->looked_ns) / TURN_NS : 0);
+    n->looked_ns = now;
 }
 
-static int look(net *w)
+static int chaos_progress(net *n)
 {
     int moved = 0;
-    count_look(w);
-    for (int64_t runs = run_between(&w->random, 1, MOST_RUNS); runs > 0; runs--) {
-        const int host = (int)run_below(&w->random, w->setup.num_hosts);
-        if (host != w->setup.host && !gone(w, host)) moved += land_run(w, host);
+    count_look(n);
+    for (int64_t runs = run_between(&n->random, 1, MOST_RUNS); runs > 0; runs--) {
+        const int host = (int)run_below(&n->random, n->setup.num_hosts);
+        if (host != n->setup.host && !chaos_is_gone(n, host)) moved += land_run(n, host);
     }
-    for (int h = 0; h < w->setup.num_hosts; h++)
-        if (h != w->setup.host) settle(w, h);
-    if (is_quiet(w)) land_kept(w);
-    if (w->settings.last && is_quiet(w)) land_last(w);
-    if (w->ghost_at && w->looks >= w->ghost_look) {
-        __atomic_store_n(w->ghost_at, w->ghost, __ATOMIC_RELAXED);
-        w->ghost_at = NULL;
+    for (int h = 0; h < n->setup.num_hosts; h++)
+        if (h != n->setup.host) finish_puts(n, h);
+    if (is_quiet(n)) land_kept(n);
+    if (n->settings.last && is_quiet(n)) land_last(n);
+    if (n->ghost_at && n->looks >= n->ghost_look) {
+        __atomic_store_n(n->ghost_at, n->ghost, __ATOMIC_RELAXED);
+        n->ghost_at = NULL;
     }
     return moved;
 }
 
-static bool done(const net *w, int host, uint64_t count)
+static bool chaos_is_done(const net *n, int host, uint64_t count)
 {
-    const peer *q = &w->peers[host];
+    const peer *q = &n->peers[host];
     uint64_t left = q->finished;
-    if (w->settings.damage == CHAOS_EARLY) return true;
-    while (left < q->given && left < count && is_left(w, &q->parcels[left % DEPTH])) left++;
-    return left >= count || (gone(w, host) && q->finished == q->given);
+    if (n->settings.damage == CHAOS_EARLY) return true;
+    while (left < q->posted && left < count && is_left(n, &q->ops[left % MAX_IN_FLIGHT]))
+        left++;
+    return left >= count || (chaos_is_gone(n, host) && q->finished == q->posted);
 }
 
-static void say(const net *w, char *to, size_t size)
+static void chaos_describe(const net *n, char *to, size_t size)
 {
-    snprintf(to, size, "chaos, %s memory, seed %llu", w->setup.on_gpu ? "GPU" : "host",
-             (unsigned long long)w->settings.seed);
+    snprintf(to, size, "chaos, %s memory, seed %llu", n->setup.on_gpu ? "GPU" : "host",
+             (unsigned long long)n->settings.seed);
 }
 
-static void leave(shore *s)
+static void release_host(chaos_host *s)
 {
     if (s && __atomic_fetch_sub(&s->users, 1, __ATOMIC_ACQ_REL) == 1) free(s);
 }
 
-static void close_net(net *w)
+static void chaos_close(net *n)
 {
-    if (!w) return;
-    for (int h = 0; h < w->setup.num_hosts; h++)
-        while (w->peers[h].finished < w->peers[h].given) look(w);
-    land_kept(w);
-    chaos_kill(w);
-    for (int h = 0; h < w->setup.num_hosts; h++) leave(w->peers[h].shore);
-    leave(w->own);
-    free(w);
+    if (!n) return;
+    for (int h = 0; h < n->setup.num_hosts; h++)
+        while (n->peers[h].finished < n->peers[h].posted) chaos_progress(n);
+    land_kept(n);
+    chaos_kill(n);
+    for (int h = 0; h < n->setup.num_hosts; h++) release_host(n->peers[h].chaos_host);
+    release_host(n->own);
+    free(n);
 }
 
-const net_engine epic_net_chaos = {.name = "chaos", .best_bytes = 2 << 10, NET_ENGINE_CALLS};
+const net_engine epic_net_chaos = {.name = "chaos",
+                                   .preferred_bytes = 2 << 10,
+                                   .is_available = chaos_is_available,
+                                   .can_reach_gpu = chaos_can_reach_gpu,
+                                   .open = chaos_open,
+                                   .connect = chaos_connect,
+                                   .put = chaos_put,
+                                   .put_word = chaos_put_word,
+                                   .progress = chaos_progress,
+                                   .is_done = chaos_is_done,
+                                   .is_gone = chaos_is_gone,
+                                   .describe = chaos_describe,
+                                   .close = chaos_close};

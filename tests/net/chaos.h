@@ -42,9 +42,9 @@ extern chaos_settings chaos_settings_now;
 extern EPIC_API const net_engine epic_net_chaos;
 
 /* As if this host had lost its power: its peers' puts are dropped, and it is said to be gone. */
-void chaos_kill(net *w);
+void chaos_kill(net *n);
 
 /* Puts that landed before one that was given earlier, to whatever host. */
-uint64_t chaos_num_overtaken(const net *w);
+uint64_t chaos_num_overtaken(const net *n);
 
 #endif

@@ -6,7 +6,7 @@
 
 #include "check.h"
 #include "net/suite.h"
-#include "net/suite_lines.h"
+#include "net/suite_liveness.h"
 #include "net/suite_net.h"
 #include "relay.h"
 
@@ -17,14 +17,14 @@
 
 static void watch(const epic_bootstrap *bootstrap, void *self)
 {
-    net_lines *l = suite_lines(bootstrap, RELAY_INTERFACE);
+    net_liveness *l = suite_liveness(bootstrap, RELAY_INTERFACE);
     (void)self;
     for (int i = 0; l && i < 20; i++) {
-        for (int h = 0; h < HOSTS; h++) CHECK_EQ(net_lines_look(l, h), LINE_ALIVE);
+        for (int h = 0; h < HOSTS; h++) CHECK_EQ(net_liveness_state(l, h), NET_PEER_ALIVE);
         run_nap_us(100000);
     }
     suite_gather(bootstrap);
-    net_lines_close(l);
+    net_liveness_close(l);
 }
 
 static void exchange(const net_engine *ucx)
@@ -46,7 +46,7 @@ static void exchange(const net_engine *ucx)
 
 int main(void)
 {
-    char why[NET_WHY];
+    char why[NET_WHY_BYTES];
     check_begin();
     run_alarm(200);
     if (!net_open_lossy(HOSTS, FAR_US, 0)) return check_skip("there is no such network");
@@ -56,7 +56,7 @@ int main(void)
     setenv("UCX_NET_DEVICES", RELAY_INTERFACE, 1);
     if (!CHECK(net_open_lossy(HOSTS, DELAY_US, LOSSES))) return check_end();
     net_run(HOSTS, watch, NULL, 0, 60);
-    const net_engine *ucx = net_find("ucx", why);
+    const net_engine *ucx = net_find_engine("ucx", why);
     if (ucx)
         exchange(ucx);
     else

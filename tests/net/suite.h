@@ -16,7 +16,7 @@ typedef struct suite_verdict { /* shared by all ranks */
 
 typedef struct suite_case {
     const net_engine *engine;
-    net_puts puts;
+    net_rdma rdma;
     int threads; /* of the engine's, beside the one that looks */
     uint64_t seed;
     uint64_t bytes;      /* from each rank to each, a round; a multiple of 8 */

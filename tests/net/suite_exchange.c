@@ -130,10 +130,11 @@ static void insist(party *p, int to, uint64_t offset, const void *from, uint32_t
 {
     const net_engine *e = p->c->engine;
     const uint64_t since_ns = run_now_ns();
-    while (!(from ? e->put(p->w, to, offset, from, bytes) : e->word(p->w, to, offset, value))) {
+    while (!(from ? e->put(p->w, to, offset, from, bytes)
+                  : e->put_word(p->w, to, offset, value))) {
         atomic_fetch_add(&p->c->verdict->refusals, 1);
         if (is_vain(p, since_ns)) return;
-        if (e->look(p->w) == 0) sched_yield();
+        if (e->progress(p->w) == 0) sched_yield();
     }
     p->given[to]++;
 }
@@ -149,7 +150,7 @@ static void send_all(party *p, int to, run_random *random)
         left -= count;
         const uint64_t *from = p->outbox + (uint64_t)to * p->words + left;
         insist(p, to, ((uint64_t)me(p) * p->words + left) * 8, from, (uint32_t)count * 8, 0);
-        if (run_chance(random, 20)) p->c->engine->look(p->w);
+        if (run_chance(random, 20)) p->c->engine->progress(p->w);
     }
 }
 
@@ -157,9 +158,9 @@ static void await_done(party *p)
 {
     const uint64_t since_ns = run_now_ns();
     for (int to = 0; to < p->bootstrap->num_ranks; to++)
-        while (to != me(p) && !p->c->engine->done(p->w, to, p->given[to])) {
+        while (to != me(p) && !p->c->engine->is_done(p->w, to, p->given[to])) {
             if (is_vain(p, since_ns)) return;
-            if (p->c->engine->look(p->w) == 0) sched_yield();
+            if (p->c->engine->progress(p->w) == 0) sched_yield();
         }
 }
 
@@ -173,7 +174,7 @@ static void end_round(party *p, int round)
 {
     const net_engine *e = p->c->engine;
     while (atomic_load(&p->taken) <= round && !is_over(p))
-        if (e->look(p->w) == 0) sched_yield();
+        if (e->progress(p->w) == 0) sched_yield();
     const int n = p->bootstrap->num_ranks;
     const uint64_t at = ((uint64_t)n * p->words + (uint64_t)me(p)) * 8;
     for (int to = 0; to < n; to++)
@@ -183,7 +184,7 @@ static void end_round(party *p, int round)
         while (from != me(p) &&
                __atomic_load_n(control(p, from), __ATOMIC_RELAXED) != (uint64_t)round + 1) {
             if (is_vain(p, since_ns)) return;
-            if (e->look(p->w) == 0) sched_yield();
+            if (e->progress(p->w) == 0) sched_yield();
         }
 }
 
@@ -204,7 +205,7 @@ static void write_all(party *p)
 /* All has been taken and nothing is under way: what comes now comes once more. */
 static void look_for_more(party *p)
 {
-    for (int i = 0; i < 500; i++) p->c->engine->look(p->w);
+    for (int i = 0; i < 500; i++) p->c->engine->progress(p->w);
     for (uint64_t i = 0; i < (uint64_t)p->bootstrap->num_ranks * p->words; i++)
         if (__atomic_load_n(p->inbox + i, __ATOMIC_RELAXED) != POISON)
             atomic_fetch_add(&p->c->verdict->twice, 1);
@@ -214,18 +215,19 @@ static void look_for_more(party *p)
 
 net *suite_open(const net_engine *e, const epic_bootstrap *bootstrap, const net_setup *setup)
 {
-    static _Thread_local unsigned char mine[NET_CARD_BYTES];
-    char why[NET_WHY] = "";
+    static _Thread_local unsigned char mine[NET_HANDLE_BYTES];
+    char why[NET_WHY_BYTES] = "";
     net *w = NULL;
     memset(mine, 0, sizeof mine);
-    unsigned char *cards = malloc((size_t)bootstrap->num_ranks * NET_CARD_BYTES);
+    unsigned char *handles = malloc((size_t)bootstrap->num_ranks * NET_HANDLE_BYTES);
     const bool opened = e->open(&w, setup, mine, why) == EPIC_OK;
-    const bool met = bootstrap->gather(bootstrap->self, mine, cards, NET_CARD_BYTES) == EPIC_OK;
-    if (!CHECK_SAY(opened && met && e->connect(w, cards, why) == EPIC_OK, "%s", why)) {
+    const bool met =
+        bootstrap->gather(bootstrap->self, mine, handles, NET_HANDLE_BYTES) == EPIC_OK;
+    if (!CHECK_SAY(opened && met && e->connect(w, handles, why) == EPIC_OK, "%s", why)) {
         e->close(w);
         w = NULL;
     }
-    free(cards);
+    free(handles);
     return w;
 }
 
@@ -253,7 +255,7 @@ void suite_bootstrap(const net_engine *e, net *w, const epic_bootstrap *bootstra
     }
     if (!CHECK(pthread_create(&thread, NULL, wait_for_all, &a) == 0)) return;
     while (!atomic_load(&a.over))
-        if (e->look(w) == 0) run_nap_us(100);
+        if (e->progress(w) == 0) run_nap_us(100);
     pthread_join(thread, NULL);
 }
 
@@ -273,7 +275,7 @@ void suite_exchange(const epic_bootstrap *bootstrap, void *self)
     prepare(&p);
     const net_setup setup = {.host = bootstrap->rank,
                              .num_hosts = bootstrap->num_ranks,
-                             .puts = p.c->puts,
+                             .rdma = p.c->rdma,
                              .threads = p.c->threads,
                              .inbox = p.inbox,
                              .inbox_bytes =
@@ -290,7 +292,7 @@ void suite_exchange(const epic_bootstrap *bootstrap, void *self)
         pthread_join(reader, NULL);
         look_for_more(&p);
         suite_bootstrap(p.c->engine, p.w, bootstrap);
-        p.c->engine->say(p.w, said, sizeof said);
+        p.c->engine->describe(p.w, said, sizeof said);
         CHECK_SAY(!p.c->wanted || strstr(said, p.c->wanted), "not %s: %s", p.c->wanted, said);
         if (me(&p) == 0) printf("%s\n", said);
         p.c->engine->close(p.w);

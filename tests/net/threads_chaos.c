@@ -77,13 +77,14 @@ static void lose_power(const epic_bootstrap *bootstrap, void *self)
     if (bootstrap->rank == 0) {
         uint64_t given = 0;
         while (given < 20) given += epic_net_chaos.put(w, 1, 0, outboxes[0], 8192);
-        CHECK(!epic_net_chaos.gone(w, 1) && !epic_net_chaos.done(w, 1, given));
+        CHECK(!epic_net_chaos.is_gone(w, 1) && !epic_net_chaos.is_done(w, 1, given));
         suite_bootstrap(&epic_net_chaos, w, bootstrap);
         suite_bootstrap(&epic_net_chaos, w, bootstrap);
-        epic_net_chaos.look(w);
-        CHECK(epic_net_chaos.gone(w, 1) && epic_net_chaos.done(w, 1, given));
-        CHECK(epic_net_chaos.put(w, 1, 0, outboxes[0], 8) && epic_net_chaos.word(w, 1, 0, 1));
-        CHECK(epic_net_chaos.done(w, 1, given + 2));
+        epic_net_chaos.progress(w);
+        CHECK(epic_net_chaos.is_gone(w, 1) && epic_net_chaos.is_done(w, 1, given));
+        CHECK(epic_net_chaos.put(w, 1, 0, outboxes[0], 8) &&
+              epic_net_chaos.put_word(w, 1, 0, 1));
+        CHECK(epic_net_chaos.is_done(w, 1, given + 2));
     } else {
         suite_bootstrap(&epic_net_chaos, w, bootstrap);
         chaos_kill(w);
@@ -100,9 +101,9 @@ static void count_overtaken(const epic_bootstrap *bootstrap, void *self)
     net *w = open_pair(bootstrap);
     if (!w) return;
     for (uint64_t given = 0; bootstrap->rank == 0 && given < 400;) {
-        epic_net_chaos.look(w);
+        epic_net_chaos.progress(w);
         given += epic_net_chaos.put(w, 1, 0, outboxes[0], 4096);
-        given += epic_net_chaos.word(w, 1, 8192, given);
+        given += epic_net_chaos.put_word(w, 1, 8192, given);
     }
     suite_bootstrap(&epic_net_chaos, w, bootstrap);
     if (bootstrap->rank == 0) *overtaken = chaos_num_overtaken(w);

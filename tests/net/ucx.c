@@ -8,7 +8,7 @@
 #include <string.h>
 
 #include "check.h"
-#include "net/strands/strands.h"
+#include "net/striped/striped.h"
 #include "net/suite.h"
 #include "net/suite_net.h"
 
@@ -33,16 +33,16 @@ static void test_exchanges(suite_verdict *v)
     const int rounds = run_scale() < 1 ? 2 : 4;
     exchange(v, 2,
              (suite_case){.bytes = 2 << 20,
-                          .most_bytes = NET_MOST_BYTES,
+                          .most_bytes = NET_MAX_PUT_BYTES,
                           .rounds = rounds,
                           .wanted = "by messages"});
     CHECK(suite_clean(v));
     exchange(v, 2,
              (suite_case){.bytes = 2 << 20,
-                          .most_bytes = NET_MOST_BYTES,
+                          .most_bytes = NET_MAX_PUT_BYTES,
                           .rounds = rounds,
                           .threads = 2,
-                          .wanted = "by messages, in 3 strands"});
+                          .wanted = "by messages, over 3 stripes"});
     CHECK(suite_clean(v));
     exchange(v, 3,
              (suite_case){
@@ -52,7 +52,7 @@ static void test_exchanges(suite_verdict *v)
              (suite_case){.bytes = 256 << 10,
                           .most_bytes = 64 << 10,
                           .rounds = rounds,
-                          .puts = NET_PUT_ALWAYS,
+                          .rdma = NET_RDMA_ALWAYS,
                           .tears = true,
                           .wanted = "by writes"});
     CHECK(v->words > 0 && !v->missing);
@@ -86,27 +86,27 @@ static void go_astray(const epic_bootstrap *bootstrap, void *self)
 {
     const bool *stranger = self;
     static uint64_t inbox[WORDS + 8], outbox[WORDS];
-    unsigned char mine[NET_CARD_BYTES] = {0}, cards[2 * NET_CARD_BYTES];
-    char why[NET_WHY] = "";
+    unsigned char mine[NET_HANDLE_BYTES] = {0}, handles[2 * NET_HANDLE_BYTES];
+    char why[NET_WHY_BYTES] = "";
     net *w = NULL;
     memset(inbox, 0xff, sizeof inbox);
     memset(outbox, 0x11, sizeof outbox);
     const net_setup setup = small_setup(bootstrap, inbox, outbox);
     if (!CHECK_SAY(ucx->open(&w, &setup, mine, why) == EPIC_OK, "%s", why)) return;
-    CHECK(bootstrap->gather(bootstrap->self, mine, cards, sizeof mine) == EPIC_OK);
-    if (bootstrap->rank == 1 && *stranger) cards[2 * STRANDS_MOST + 3] ^= 1; /* of the token */
-    CHECK_SAY(ucx->connect(w, cards, why) == EPIC_OK, "%s", why);
+    CHECK(bootstrap->gather(bootstrap->self, mine, handles, sizeof mine) == EPIC_OK);
+    if (bootstrap->rank == 1 && *stranger) handles[2 * STRIPED_MAX + 3] ^= 1; /* of the token */
+    CHECK_SAY(ucx->connect(w, handles, why) == EPIC_OK, "%s", why);
     if (bootstrap->rank == 1) {
-        CHECK(ucx->word(w, 0, WORDS * 8, 1) && ucx->word(w, 0, UINT64_MAX - 7, 1));
-        CHECK(ucx->word(w, 0, 3, 1) && ucx->put(w, 0, 8, outbox, WORDS * 8));
+        CHECK(ucx->put_word(w, 0, WORDS * 8, 1) && ucx->put_word(w, 0, UINT64_MAX - 7, 1));
+        CHECK(ucx->put_word(w, 0, 3, 1) && ucx->put(w, 0, 8, outbox, WORDS * 8));
         CHECK(ucx->put(w, 0, UINT64_MAX - 15, outbox, 24));
-        CHECK(ucx->word(w, 0, 16, 5) && ucx->put(w, 0, 32, outbox, 8));
-        while (!ucx->done(w, 0, 7)) ucx->look(w);
+        CHECK(ucx->put_word(w, 0, 16, 5) && ucx->put(w, 0, 32, outbox, 8));
+        while (!ucx->is_done(w, 0, 7)) ucx->progress(w);
     }
     const uint64_t end = run_now_ns() + (*stranger ? 500000000ull : 60000000000ull);
     while (bootstrap->rank == 0 && (inbox[2] != 5 || inbox[4] == UINT64_MAX) &&
            run_now_ns() < end)
-        ucx->look(w);
+        ucx->progress(w);
     suite_bootstrap(ucx, w, bootstrap);
     for (int i = 0; bootstrap->rank == 0 && i < WORDS + 8; i++) {
         const bool sent = !*stranger && (i == 2 || i == 4);
@@ -122,17 +122,17 @@ static void be_refused(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
     static uint64_t inbox[WORDS], outbox[WORDS];
-    unsigned char mine[NET_CARD_BYTES] = {0}, cards[2 * NET_CARD_BYTES] = {0};
-    char why[NET_WHY] = "";
+    unsigned char mine[NET_HANDLE_BYTES] = {0}, handles[2 * NET_HANDLE_BYTES] = {0};
+    char why[NET_WHY_BYTES] = "";
     net *w = NULL;
-    CHECK_SAY(ucx->can(why), "%s", why);
+    CHECK_SAY(ucx->is_available(why), "%s", why);
     net_setup setup = small_setup(bootstrap, inbox, outbox);
     if (!CHECK_SAY(ucx->open(&w, &setup, mine, why) == EPIC_OK, "%s", why)) return;
-    memset(cards, 0xee, sizeof cards);
-    CHECK(ucx->connect(w, cards, why) == EPIC_EMISMATCH);
-    CHECK_SAY(strstr(why, "card of host 1 is damaged") != NULL, "%s", why);
+    memset(handles, 0xee, sizeof handles);
+    CHECK(ucx->connect(w, handles, why) == EPIC_EMISMATCH);
+    CHECK_SAY(strstr(why, "handle of host 1 is damaged") != NULL, "%s", why);
     ucx->close(w);
-    if (!ucx->reaches_gpu()) {
+    if (!ucx->can_reach_gpu()) {
         setup.on_gpu = true;
         w = NULL;
         memset(mine, 0, sizeof mine);
@@ -147,14 +147,14 @@ static void differ(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
     static uint64_t inbox[WORDS], outbox[WORDS];
-    unsigned char mine[NET_CARD_BYTES] = {0}, cards[2 * NET_CARD_BYTES];
-    char why[NET_WHY] = "";
+    unsigned char mine[NET_HANDLE_BYTES] = {0}, handles[2 * NET_HANDLE_BYTES];
+    char why[NET_WHY_BYTES] = "";
     net *w = NULL;
     const net_setup setup = small_setup(bootstrap, inbox, outbox);
     if (bootstrap->rank == 1) setenv("UCX_TCP_RX_SEG_SIZE", "64k", 1);
     if (!CHECK_SAY(ucx->open(&w, &setup, mine, why) == EPIC_OK, "%s", why)) return;
-    CHECK(bootstrap->gather(bootstrap->self, mine, cards, sizeof mine) == EPIC_OK);
-    CHECK(ucx->connect(w, cards, why) == EPIC_EMISMATCH);
+    CHECK(bootstrap->gather(bootstrap->self, mine, handles, sizeof mine) == EPIC_OK);
+    CHECK(ucx->connect(w, handles, why) == EPIC_EMISMATCH);
     CHECK_SAY(strstr(why, bootstrap->rank == 1 ? "is 64k here and" : "and 64k on host 1"), "%s",
               why);
     ucx->close(w);
@@ -164,11 +164,11 @@ int main(void)
 {
     check_begin();
     run_alarm(400);
-    char why[NET_WHY];
+    char why[NET_WHY_BYTES];
     setenv("UCX_TLS", "tcp", 1);
-    ucx = net_find("ucx", why);
+    ucx = net_find_engine("ucx", why);
     if (!ucx) return check_skip(why);
-    CHECK(net_find("none", why) == NULL && strstr(why, "there is none but ucx") != NULL);
+    CHECK(net_find_engine("none", why) == NULL && strstr(why, "there is none but ucx") != NULL);
     setenv("UCX_NET_DEVICES", net_open(3) ? "net" : "lo", 1);
     suite_verdict *v = run_share(sizeof *v);
     test_exchanges(v);

@@ -46,11 +46,11 @@ static bool count_on(net *w, int me, const volatile uint64_t *inbox, const void 
 {
     const uint64_t end = run_now_ns() + 60000000000ull;
     for (uint64_t turn = 1; turn <= TURNS; turn++) {
-        while (!ucx->word(w, 1 - me, 0, turn)) ucx->look(w);
+        while (!ucx->put_word(w, 1 - me, 0, turn)) ucx->progress(w);
         while (inbox[0] < turn) {
             if (run_now_ns() > end) return false;
             if (bad >= 0) ucx->put(w, bad, 8, outbox, PUT - 8);
-            ucx->look(w);
+            ucx->progress(w);
         }
     }
     return true;
@@ -64,18 +64,18 @@ static void with_a_bad_host(const epic_bootstrap *bootstrap, void *self)
     suite_bootstrap(ucx, w, bootstrap); /* who connects late must not find the bad host gone */
     if (!w) return;
     if (bootstrap->rank == BAD) {
-        while (((volatile uint64_t *)inbox)[0] == 0) ucx->look(w);
+        while (((volatile uint64_t *)inbox)[0] == 0) ucx->progress(w);
         if (!t->cut) raise(SIGKILL);
-        for (int i = 0; i < 100; i++) ucx->look(w);
+        for (int i = 0; i < 100; i++) ucx->progress(w);
         net_cut(BAD);
     } else {
-        while (!ucx->word(w, BAD, 0, 1)) ucx->look(w);
+        while (!ucx->put_word(w, BAD, 0, 1)) ucx->progress(w);
         CHECK(count_on(w, bootstrap->rank, inbox, outbox, BAD));
-        CHECK(!ucx->gone(w, 1 - bootstrap->rank));
+        CHECK(!ucx->is_gone(w, 1 - bootstrap->rank));
         atomic_fetch_add(&t->num_done, 1);
-        while (atomic_load(&t->num_done) < 2) ucx->look(w);
+        while (atomic_load(&t->num_done) < 2) ucx->progress(w);
         printf("host %d: the bad host is %s\n", bootstrap->rank,
-               ucx->gone(w, BAD) ? "given up by the engine" : "not noticed by the engine");
+               ucx->is_gone(w, BAD) ? "given up by the engine" : "not noticed by the engine");
     }
     ucx->close(w);
     free(inbox);
@@ -100,18 +100,18 @@ static void with_a_stopped_host(const epic_bootstrap *bootstrap, void *self)
             const bool taken = ucx->put(w, 1, given * PUT, outbox, PUT);
             given += taken;
             refused = taken ? 0 : refused + 1;
-            ucx->look(w);
+            ucx->progress(w);
         }
-        CHECK_SAY(given < SLOTS && !ucx->done(w, 1, given), "%llu puts were taken",
+        CHECK_SAY(given < SLOTS && !ucx->is_done(w, 1, given), "%llu puts were taken",
                   (unsigned long long)given);
         kill(atomic_load(pid), SIGCONT);
-        while (!ucx->done(w, 1, given)) ucx->look(w);
-        while (!ucx->word(w, 1, (uint64_t)(SLOTS - 1) * PUT, given)) ucx->look(w);
+        while (!ucx->is_done(w, 1, given)) ucx->progress(w);
+        while (!ucx->put_word(w, 1, (uint64_t)(SLOTS - 1) * PUT, given)) ucx->progress(w);
     }
     volatile const uint64_t *count = inbox + (uint64_t)(SLOTS - 1) * PUT / 8;
-    while (bootstrap->rank == 1 && *count == 0) ucx->look(w);
+    while (bootstrap->rank == 1 && *count == 0) ucx->progress(w);
     for (uint64_t i = 0; bootstrap->rank == 1 && i < *count * PUT / 8; i++)
-        while (((volatile uint64_t *)inbox)[i] != 0x7777777777777777ull) ucx->look(w);
+        while (((volatile uint64_t *)inbox)[i] != 0x7777777777777777ull) ucx->progress(w);
     suite_bootstrap(ucx, w, bootstrap);
     ucx->close(w);
     free(inbox);
@@ -135,10 +135,10 @@ int main(void)
 {
     check_begin();
     run_alarm(400);
-    char why[NET_WHY];
+    char why[NET_WHY_BYTES];
     setenv("UCX_TLS", "tcp", 1);
     setenv("UCX_LOG_LEVEL", "fatal", 1);
-    ucx = net_find("ucx", why);
+    ucx = net_find_engine("ucx", why);
     if (!ucx) return check_skip(why);
     for (threads = 0; threads <= 2; threads += 2) {
         const bool spaces = net_open(3);

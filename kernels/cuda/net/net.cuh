@@ -4,7 +4,7 @@
  *
  * A peer's heap cannot be written there: `heap[q]` is this rank's own *outbox*, laid out as a heap.
  * Kernels store into it as into a peer's, then post_put() what they have stored: an entry in a ring in
- * host memory.  One thread of the rank (src/backend/hosts/ring.c) gives it to the net, and the
+ * host memory.  One thread of the rank (src/backend/hosts/proxy.c) gives it to the net, and the
  * words come to the same places of the peer's heap, in any order.  So what all peers are told alike
  * lies in the outbox once, and what they are told num_send_only_ctas is numbered by distance (source_number).
  *

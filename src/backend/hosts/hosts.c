@@ -6,8 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "backend/hosts/asked.h"
-#include "backend/hosts/ring.h"
+#include "backend/hosts/env.h"
+#include "backend/hosts/proxy.h"
 #include "backend/p2p/p2p.h"
 #include "base/deadline.h"
 #include "base/error.h"
@@ -15,30 +15,30 @@
 #define LEAVE_NAP_NS 200000
 
 /* What a rank tells the others. */
-typedef struct card {
+typedef struct peer_info {
     uint32_t result; /* of its own part so far */
     p2p_gpu gpu;
     cudaIpcMemHandle_t handle; /* of the heap for neighbours */
     uint32_t relays;           /* its process may go by them */
-    uint32_t asked, on_gpu;    /* hosts_memory; inbox and outbox are */
+    uint32_t wanted, on_gpu;   /* hosts_memory; inbox and outbox are */
     char sentence[256];        /* why it failed, or why those are not */
-    _Alignas(8) unsigned char lines[NET_LINES_CARD_BYTES];
-    _Alignas(8) unsigned char net[NET_CARD_BYTES];
-} card;
+    _Alignas(8) unsigned char liveness[NET_LIVENESS_HANDLE_BYTES];
+    _Alignas(8) unsigned char net[NET_HANDLE_BYTES];
+} peer_info;
 
 /* What a group has beside p2p's. */
 typedef struct hosts_part {
-    hosts_asked asked;
+    hosts_env env;
     net *net;
-    net_lines *lines;
-    hosts_ring *ring;
+    net_liveness *liveness;
+    hosts_proxy *proxy;
     bool on_gpu;     /* inbox and outbox are; else in host memory */
     uint8_t *heap;   /* on the GPU: where ranks of this host store, and behind it parts; */
     uint8_t *inbox;  /* as large: where the net does, */
     uint8_t *outbox; /* and what it reads; */
-    uint8_t *seen;   /* the outbox, as the GPU sees it */
-    p2p_ring shared; /* as the host sees it */
-    char said[256];  /* by the engine, once peers were connected */
+    uint8_t *outbox_on_gpu; /* the outbox, as the GPU sees it */
+    p2p_ring host_ring;     /* as the host sees it */
+    char net_text[256];     /* by the engine, once peers were connected */
 } hosts_part;
 
 _Static_assert(NET_MAX_HOSTS == DEVICE_MAX_RANKS, "each rank may be a host of its own");
@@ -52,33 +52,33 @@ static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *c
         snprintf(why, 256, "%d ranks: backend hosts has at most %d", num_ranks, NET_MAX_HOSTS);
         return false;
     }
-    const net_engine *engine = hosts_ask_engine(why);
-    return engine && engine->can(why);
+    const net_engine *engine = hosts_env_engine(why);
+    return engine && engine->is_available(why);
 }
 
 /* --------------------------------------------------------------------------- own part ---- */
 
-static epic_result host_memory(uint8_t **out, int64_t bytes)
+static epic_result alloc_host(uint8_t **out, int64_t bytes)
 {
     char what[96];
     snprintf(what, sizeof what, "%lld bytes of pinned host memory", (long long)bytes);
     return p2p_cuda(cudaHostAlloc((void **)out, (size_t)bytes, cudaHostAllocMapped), what);
 }
 
-static epic_result seen_by_gpu(void *out, void *memory)
+static epic_result map_to_gpu(void *out, void *memory)
 {
     return p2p_cuda(cudaHostGetDevicePointer(out, memory, 0), "host memory");
 }
 
-static epic_result gpu_memory(uint8_t **out, int64_t bytes)
+static epic_result alloc_gpu(uint8_t **out, int64_t bytes)
 {
     return p2p_cuda(cudaMalloc((void **)out, (size_t)bytes), "memory of the device");
 }
 
-static epic_result memory_for_net(uint8_t **out, uint8_t **seen, bool on_gpu, int64_t bytes)
+static epic_result alloc_for_net(uint8_t **out, uint8_t **seen, bool on_gpu, int64_t bytes)
 {
-    TRY(on_gpu ? gpu_memory(out, bytes) : host_memory(out, bytes));
-    if (!on_gpu) return seen_by_gpu(seen, *out);
+    TRY(on_gpu ? alloc_gpu(out, bytes) : alloc_host(out, bytes));
+    if (!on_gpu) return map_to_gpu(seen, *out);
     *seen = *out;
     return EPIC_OK;
 }
@@ -90,7 +90,7 @@ static int64_t parts_bytes(const p2p_heap *at, int64_t num_ranks)
 }
 
 /* What this rank tells itself, and ranks of this host tell it. */
-static epic_result make_heap(epic_group *g, hosts_part *h, card *mine)
+static epic_result make_heap(epic_group *g, hosts_part *h, peer_info *mine)
 {
     p2p_heap *at = &g->self.at;
     const int64_t parts = parts_bytes(at, g->num_ranks);
@@ -103,7 +103,7 @@ static epic_result make_heap(epic_group *g, hosts_part *h, card *mine)
             (long long)at->bytes);
     for (int q = 0; q < g->num_ranks; q++)
         if (p2p_same(g->peers[q].host, g->peers[g->rank].host)) g->self.near |= 1u << q;
-    TRY(gpu_memory(&h->heap, at->parts + parts));
+    TRY(alloc_gpu(&h->heap, at->parts + parts));
     TRY(p2p_cuda(cudaMemsetAsync(h->heap + at->parts, 0xff, (size_t)parts, g->side),
                  "clearing the heap"));
     TRY(p2p_heap_clear(g, h->heap));
@@ -120,15 +120,15 @@ static int64_t box_bytes(const p2p_heap *at, bool on_gpu)
 static epic_result make_boxes(epic_group *g, hosts_part *h)
 {
     const int64_t bytes = box_bytes(&g->self.at, h->on_gpu);
-    TRY(memory_for_net(&h->inbox, &g->self.inbox, h->on_gpu, bytes));
-    TRY(memory_for_net(&h->outbox, &h->seen, h->on_gpu, bytes));
+    TRY(alloc_for_net(&h->inbox, &g->self.inbox, h->on_gpu, bytes));
+    TRY(alloc_for_net(&h->outbox, &h->outbox_on_gpu, h->on_gpu, bytes));
     for (int q = 0; q < g->num_ranks; q++)
-        if (q != g->rank) g->self.heap[q] = h->seen;
+        if (q != g->rank) g->self.heap[q] = h->outbox_on_gpu;
     g->self.slow = h->on_gpu ? 0 : g->self.at.bytes;
     return p2p_heap_clear(g, g->self.inbox);
 }
 
-static void give_back(uint8_t **memory, bool on_gpu)
+static void free_memory(uint8_t **memory, bool on_gpu)
 {
     if (*memory && on_gpu) (void)cudaFree(*memory);
     if (*memory && !on_gpu) (void)cudaFreeHost(*memory);
@@ -137,30 +137,30 @@ static void give_back(uint8_t **memory, bool on_gpu)
 
 static void free_boxes(hosts_part *h)
 {
-    give_back(&h->inbox, h->on_gpu);
-    give_back(&h->outbox, h->on_gpu);
+    free_memory(&h->inbox, h->on_gpu);
+    free_memory(&h->outbox, h->on_gpu);
 }
 
-static epic_result make_ring(epic_group *g, hosts_part *h)
+static epic_result make_proxy_ring(epic_group *g, hosts_part *h)
 {
     uint8_t *memory = NULL;
     const int64_t words = P2P_RING_ENTRIES * 8, bytes = words + (int64_t)sizeof(p2p_ring_words);
-    TRY(host_memory(&memory, bytes));
+    TRY(alloc_host(&memory, bytes));
     memset(memory, 0, (size_t)bytes);
-    h->shared.entries = (uint64_t *)(void *)memory;
-    h->shared.words = (p2p_ring_words *)(void *)(memory + words);
-    TRY(seen_by_gpu(&g->self.ring.entries, h->shared.entries));
-    return seen_by_gpu(&g->self.ring.words, h->shared.words);
+    h->host_ring.entries = (uint64_t *)(void *)memory;
+    h->host_ring.words = (p2p_ring_words *)(void *)(memory + words);
+    TRY(map_to_gpu(&g->self.ring.entries, h->host_ring.entries));
+    return map_to_gpu(&g->self.ring.words, h->host_ring.words);
 }
 
-static epic_result open_net(epic_group *g, hosts_part *h, card *mine)
+static epic_result open_net(epic_group *g, hosts_part *h, peer_info *mine)
 {
-    char why[NET_WHY];
+    char why[NET_WHY_BYTES];
     const net_setup setup = {.host = g->rank,
                              .num_hosts = g->num_ranks,
-                             .puts = h->asked.puts,
+                             .rdma = h->env.rdma,
                              .threads =
-                                 hosts_threads(&h->asked, __builtin_popcount(g->self.near)),
+                                 hosts_env_threads(&h->env, __builtin_popcount(g->self.near)),
                              .on_gpu = h->on_gpu,
                              .inbox = h->inbox,
                              .inbox_bytes = (uint64_t)g->self.at.bytes,
@@ -168,17 +168,17 @@ static epic_result open_net(epic_group *g, hosts_part *h, card *mine)
                              .outbox = h->outbox,
                              .outbox_bytes = (uint64_t)g->self.at.bytes};
     memset(mine->net, 0, sizeof mine->net);
-    const epic_result result = h->asked.engine->open(&h->net, &setup, mine->net, why);
+    const epic_result result = h->env.engine->open(&h->net, &setup, mine->net, why);
     return result == EPIC_OK ? EPIC_OK : epic_fail(result, "%s", why);
 }
 
 static void close_net(hosts_part *h)
 {
-    if (h->asked.engine) h->asked.engine->close(h->net);
+    if (h->env.engine) h->env.engine->close(h->net);
     h->net = NULL;
 }
 
-static epic_result open_boxes(epic_group *g, hosts_part *h, card *mine, bool on_gpu)
+static epic_result open_boxes(epic_group *g, hosts_part *h, peer_info *mine, bool on_gpu)
 {
     h->on_gpu = on_gpu;
     mine->on_gpu = on_gpu;
@@ -186,7 +186,7 @@ static epic_result open_boxes(epic_group *g, hosts_part *h, card *mine, bool on_
     return open_net(g, h, mine);
 }
 
-static epic_result move_to_host(epic_group *g, hosts_part *h, card *mine)
+static epic_result move_to_host(epic_group *g, hosts_part *h, peer_info *mine)
 {
     close_net(h);
     free_boxes(h);
@@ -204,85 +204,86 @@ static epic_result fail_on_gpu(epic_result result)
 
 /* On the GPU, if this rank can and nobody asks for host memory; whether all ranks can is not known
  * yet. */
-static epic_result open_own_boxes(epic_group *g, hosts_part *h, card *mine)
+static epic_result open_own_boxes(epic_group *g, hosts_part *h, peer_info *mine)
 {
-    mine->asked = h->asked.memory;
-    if (h->asked.memory == HOSTS_MEMORY_HOST) return open_boxes(g, h, mine, false);
+    mine->wanted = h->env.memory;
+    if (h->env.memory == HOSTS_MEMORY_HOST) return open_boxes(g, h, mine, false);
     const epic_result result =
-        h->asked.engine->reaches_gpu()
+        h->env.engine->can_reach_gpu()
             ? open_boxes(g, h, mine, true)
             : epic_fail(EPIC_ENOTSUP, "net \"%s\" cannot reach memory of a GPU here",
-                        h->asked.engine->name);
+                        h->env.engine->name);
     if (result == EPIC_OK) return EPIC_OK;
-    if (h->asked.memory == HOSTS_MEMORY_GPU) return fail_on_gpu(result);
+    if (h->env.memory == HOSTS_MEMORY_GPU) return fail_on_gpu(result);
     epic_fit(mine->sentence, sizeof mine->sentence, epic_sentence());
     return move_to_host(g, h, mine);
 }
 
-static epic_result listen_for_lines(epic_group *g, hosts_part *h, card *mine)
+static epic_result listen_for_liveness(epic_group *g, hosts_part *h, peer_info *mine)
 {
-    const net_lines_setup lines = {.host = g->rank,
-                                   .num_hosts = g->num_ranks,
-                                   .ranks_per_host = 1,
-                                   .timeout_ms = g->config.timeout_ms,
-                                   .group_id = g->self.group_id};
-    return net_lines_listen(&h->lines, &lines, mine->lines);
+    const net_liveness_setup lines = {.host = g->rank,
+                                      .num_hosts = g->num_ranks,
+                                      .ranks_per_host = 1,
+                                      .timeout_ms = g->config.timeout_ms,
+                                      .group_id = g->self.group_id};
+    return net_liveness_listen(&h->liveness, &lines, mine->liveness);
 }
 
-static epic_result own_part(epic_group *g, hosts_part *h, card *mine)
+static epic_result prepare_rank(epic_group *g, hosts_part *h, peer_info *mine)
 {
     TRY(p2p_group_device(g, &mine->gpu));
-    TRY(hosts_ask(&h->asked));
-    mine->relays = h->asked.relays;
+    TRY(hosts_read_env(&h->env));
+    mine->relays = h->env.relays;
     TRY(make_heap(g, h, mine));
-    TRY(make_ring(g, h));
+    TRY(make_proxy_ring(g, h));
     TRY(p2p_load(g));
     TRY(open_own_boxes(g, h, mine));
-    return listen_for_lines(g, h, mine);
+    return listen_for_liveness(g, h, mine);
 }
 
 /* ------------------------------------------------------------------------------ peers ---- */
 
-static epic_result connect_net(epic_group *g, hosts_part *h, const card *cards)
+static epic_result connect_net(epic_group *g, hosts_part *h, const peer_info *infos)
 {
-    char why[NET_WHY];
-    unsigned char *all = malloc((size_t)g->num_ranks * NET_CARD_BYTES);
+    char why[NET_WHY_BYTES];
+    unsigned char *all = malloc((size_t)g->num_ranks * NET_HANDLE_BYTES);
     if (!all) return epic_fail(EPIC_ENOMEM, "no host memory for a context");
     for (int q = 0; q < g->num_ranks; q++)
-        memcpy(all + (size_t)q * NET_CARD_BYTES, cards[q].net, NET_CARD_BYTES);
-    const epic_result result = h->asked.engine->connect(h->net, all, why);
+        memcpy(all + (size_t)q * NET_HANDLE_BYTES, infos[q].net, NET_HANDLE_BYTES);
+    const epic_result result = h->env.engine->connect(h->net, all, why);
     free(all);
     if (result != EPIC_OK) return epic_fail(result, "%s", why);
     /* before the net is the thread's */
-    h->asked.engine->say(h->net, h->said, sizeof h->said);
+    h->env.engine->describe(h->net, h->net_text, sizeof h->net_text);
     return EPIC_OK;
 }
 
-static epic_result connect_lines(epic_group *g, hosts_part *h, const card *cards)
+static epic_result connect_liveness(epic_group *g, hosts_part *h, const peer_info *infos)
 {
-    unsigned char all[NET_MAX_HOSTS][NET_LINES_CARD_BYTES];
-    for (int q = 0; q < g->num_ranks; q++) memcpy(all[q], cards[q].lines, NET_LINES_CARD_BYTES);
-    return net_lines_connect(h->lines, all);
+    unsigned char all[NET_MAX_HOSTS][NET_LIVENESS_HANDLE_BYTES];
+    for (int q = 0; q < g->num_ranks; q++)
+        memcpy(all[q], infos[q].liveness, NET_LIVENESS_HANDLE_BYTES);
+    return net_liveness_connect(h->liveness, all);
 }
 
-static epic_result start_ring(epic_group *g, hosts_part *h)
+static epic_result start_proxy(epic_group *g, hosts_part *h)
 {
-    const hosts_ring_setup setup = {.host = g->rank,
-                                    .num_hosts = g->num_ranks,
-                                    .engine = h->asked.engine,
-                                    .net = h->net,
-                                    .lines = h->lines,
-                                    .outbox = h->outbox,
-                                    .at = g->self.at,
-                                    .status = g->status,
-                                    .beats = g->beats,
-                                    .ring = h->shared};
+    const hosts_proxy_setup setup = {.host = g->rank,
+                                     .num_hosts = g->num_ranks,
+                                     .engine = h->env.engine,
+                                     .net = h->net,
+                                     .liveness = h->liveness,
+                                     .outbox = h->outbox,
+                                     .at = g->self.at,
+                                     .status = g->status,
+                                     .beats = g->beats,
+                                     .ring = h->host_ring};
     p2p_beats_expect(g->beats, g->config.timeout_ms);
-    return hosts_ring_open(&h->ring, &setup);
+    return hosts_proxy_open(&h->proxy, &setup);
 }
 
 /* Nothing in a card is trusted: it may come from anybody who reached the bootstrap. */
-static epic_result check_card(const card *c, int rank)
+static epic_result check_peer(const peer_info *c, int rank)
 {
     if (c->result > EPIC_ECLOSED || !p2p_gpu_fits(&c->gpu) ||
         !memchr(c->sentence, 0, sizeof c->sentence))
@@ -295,42 +296,42 @@ static epic_result check_card(const card *c, int rank)
     return epic_fail((epic_result)c->result, "rank %d: %s", rank, c->sentence);
 }
 
-static epic_result check_cards(const card *cards, int num_ranks)
+static epic_result check_peers(const peer_info *infos, int num_ranks)
 {
-    for (int q = 0; q < num_ranks; q++) TRY(check_card(&cards[q], q));
+    for (int q = 0; q < num_ranks; q++) TRY(check_peer(&infos[q], q));
     return EPIC_OK;
 }
 
 /* Brings all cards to all ranks, this one's with how it has fared so far.  So what is found in them is
  * found by all: as many gathers follow on every rank. */
-static epic_result gather_cards(const epic_join *join, card *cards, epic_result result)
+static epic_result gather_peers(const epic_join *join, peer_info *infos, epic_result result)
 {
-    card *mine = &cards[join->bootstrap->num_ranks];
+    peer_info *mine = &infos[join->bootstrap->num_ranks];
     mine->result = (uint32_t)result;
     if (result != EPIC_OK) epic_fit(mine->sentence, sizeof mine->sentence, epic_sentence());
-    cards[join->bootstrap->rank] = *mine;
+    infos[join->bootstrap->rank] = *mine;
     if (!join->bootstrap->gather) return EPIC_OK;
-    return join->bootstrap->gather(join->bootstrap->self, mine, cards, sizeof *mine);
+    return join->bootstrap->gather(join->bootstrap->self, mine, infos, sizeof *mine);
 }
 
-static int num_on_gpu(const card *cards, int num_ranks)
+static int num_on_gpu(const peer_info *infos, int num_ranks)
 {
     int count = 0;
-    for (int q = 0; q < num_ranks; q++) count += cards[q].on_gpu != 0;
+    for (int q = 0; q < num_ranks; q++) count += infos[q].on_gpu != 0;
     return count;
 }
 
-static int first_that_asks(const card *cards, int num_ranks, hosts_memory memory)
+static int first_that_wants(const peer_info *infos, int num_ranks, hosts_memory memory)
 {
     for (int q = 0; q < num_ranks; q++)
-        if (cards[q].asked == (uint32_t)memory) return q;
+        if (infos[q].wanted == (uint32_t)memory) return q;
     return -1;
 }
 
-static epic_result check_asked(const card *cards, int num_ranks)
+static epic_result check_wanted_memory(const peer_info *infos, int num_ranks)
 {
-    const int gpu = first_that_asks(cards, num_ranks, HOSTS_MEMORY_GPU);
-    const int host = first_that_asks(cards, num_ranks, HOSTS_MEMORY_HOST);
+    const int gpu = first_that_wants(infos, num_ranks, HOSTS_MEMORY_GPU);
+    const int host = first_that_wants(infos, num_ranks, HOSTS_MEMORY_HOST);
     if (gpu < 0) return EPIC_OK;
     if (host >= 0)
         return epic_fail(EPIC_EMISMATCH,
@@ -338,79 +339,79 @@ static epic_result check_asked(const card *cards, int num_ranks)
                          "every rank, or on none",
                          host, gpu);
     for (int q = 0; q < num_ranks; q++)
-        if (!cards[q].on_gpu)
+        if (!infos[q].on_gpu)
             return epic_fail(EPIC_ENOTSUP,
                              "rank %d: %.160s; EPIC_NET_MEMORY=gpu on rank %d: "
                              "without it rows go by way of host memory",
-                             q, cards[q].sentence, gpu);
+                             q, infos[q].sentence, gpu);
     return EPIC_OK;
 }
 
 /* Connects the net, in the same kind of memory on all ranks: on the GPU if all are there and reach
  * each other, unasked in host memory if not.  No rank moves before all have tried, as others may
  * still be connecting to what it has there. */
-static epic_result connect_boxes(epic_group *g, const epic_join *join, card *cards)
+static epic_result connect_boxes(epic_group *g, const epic_join *join, peer_info *infos)
 {
     hosts_part *h = g->hosts;
-    const int on_gpu = num_on_gpu(cards, g->num_ranks);
-    const bool asked = first_that_asks(cards, g->num_ranks, HOSTS_MEMORY_GPU) >= 0;
-    TRY(check_asked(cards, g->num_ranks));
+    const int on_gpu = num_on_gpu(infos, g->num_ranks);
+    const bool asked = first_that_wants(infos, g->num_ranks, HOSTS_MEMORY_GPU) >= 0;
+    TRY(check_wanted_memory(infos, g->num_ranks));
     if (on_gpu == g->num_ranks) {
-        epic_result result = connect_net(g, h, cards);
+        epic_result result = connect_net(g, h, infos);
         if (result != EPIC_OK && asked) result = fail_on_gpu(result);
-        TRY(gather_cards(join, cards, result));
-        result = check_cards(cards, g->num_ranks);
+        TRY(gather_peers(join, infos, result));
+        result = check_peers(infos, g->num_ranks);
         if (result == EPIC_OK || asked) return result;
     }
     if (on_gpu > 0) {
-        card *mine = &cards[g->num_ranks];
-        TRY(gather_cards(join, cards, h->on_gpu ? move_to_host(g, h, mine) : EPIC_OK));
-        TRY(check_cards(cards, g->num_ranks));
+        peer_info *mine = &infos[g->num_ranks];
+        TRY(gather_peers(join, infos, h->on_gpu ? move_to_host(g, h, mine) : EPIC_OK));
+        TRY(check_peers(infos, g->num_ranks));
     }
-    return connect_net(g, h, cards);
+    return connect_net(g, h, infos);
 }
 
 /* Rows go by relays where all hosts have as many ranks, several, one after the other. */
-static int32_t local_of(const epic_group *g, const card *cards)
+static int32_t ranks_per_host(const epic_group *g, const peer_info *infos)
 {
     int32_t local = 1;
     while (local < g->num_ranks && p2p_same(g->peers[local].host, g->peers[0].host)) local++;
     if (local == 1 || local == g->num_ranks || g->num_ranks % local) return 0;
     for (int q = 0; q < g->num_ranks; q++)
         for (int p = 0; p < g->num_ranks; p++)
-            if (!cards[q].relays ||
+            if (!infos[q].relays ||
                 p2p_same(g->peers[p].host, g->peers[q].host) != (p / local == q / local))
                 return 0;
     return local;
 }
 
-static epic_result connect_peers(epic_group *g, hosts_part *h, const card *cards)
+static epic_result connect_peers(epic_group *g, hosts_part *h, const peer_info *infos)
 {
     p2p_gpu gpus[NET_MAX_HOSTS];
-    for (int q = 0; q < g->num_ranks; q++) gpus[q] = cards[q].gpu;
+    for (int q = 0; q < g->num_ranks; q++) gpus[q] = infos[q].gpu;
     TRY(p2p_budget_share(g, gpus));
     for (int q = 0; q < g->num_ranks; q++)
         if (q != g->rank && g->self.near >> q & 1)
-            TRY(p2p_heap_connect(g, q, &cards[q].handle));
-    g->self.local = local_of(g, cards);
-    if (g->self.near + 1ull != 1ull << g->num_ranks) g->self.ahead = h->asked.ahead;
-    TRY(connect_lines(g, h, cards));
-    return start_ring(g, h);
+            TRY(p2p_heap_connect(g, q, &infos[q].handle));
+    g->self.local = ranks_per_host(g, infos);
+    if (g->self.near + 1ull != 1ull << g->num_ranks) g->self.ahead = h->env.window;
+    TRY(connect_liveness(g, h, infos));
+    return start_proxy(g, h);
 }
 
 /* ------------------------------------------------------------------- join and leave ---- */
 
-static void release(epic_group *g)
+static void free_group(epic_group *g)
 {
     hosts_part *h = g->hosts;
     if (h) {
-        hosts_ring_close(h->ring);
+        hosts_proxy_close(h->proxy);
         close_net(h);
-        net_lines_close(h->lines);
+        net_liveness_close(h->liveness);
         p2p_heap_disconnect(g);
         if (h->heap) (void)cudaFree(h->heap);
         free_boxes(h);
-        if (h->shared.entries) (void)cudaFreeHost(h->shared.entries);
+        if (h->host_ring.entries) (void)cudaFreeHost(h->host_ring.entries);
         free(h);
     }
     p2p_group_free(g);
@@ -420,15 +421,15 @@ static void release(epic_group *g)
 static void write_to_peer(epic_group *g, int peer, int64_t at, const void *bytes, size_t count)
 {
     if (p2p_is_dead(g, peer)) return;
-    uint8_t *to = peer == g->rank ? g->self.inbox : g->hosts->seen;
+    uint8_t *to = peer == g->rank ? g->self.inbox : g->hosts->outbox_on_gpu;
     (void)cudaMemcpyAsync(to + at, bytes, count, cudaMemcpyDefault, g->side);
     (void)cudaStreamSynchronize(g->side);
-    if (peer != g->rank) hosts_ring_tell(g->hosts->ring, peer, (uint64_t)at, (uint32_t)count);
+    if (peer != g->rank) hosts_proxy_send(g->hosts->proxy, peer, (uint64_t)at, (uint32_t)count);
 }
 
 static void wake_proxy(const epic_group *g)
 {
-    hosts_ring_wake(g->hosts->ring);
+    hosts_proxy_wake(g->hosts->proxy);
 }
 
 static const p2p_hooks hooks = {.write = write_to_peer, .wake = wake_proxy};
@@ -444,43 +445,43 @@ static epic_group *new_group(const epic_join *join)
     return NULL;
 }
 
-static epic_result join(epic_group **out, const epic_join *join)
+static epic_result hosts_join(epic_group **out, const epic_join *join)
 {
     if (join->bootstrap->num_ranks > NET_MAX_HOSTS)
         return epic_fail(EPIC_ENOTSUP,
                          "backend hosts: %d ranks are too many, it has at most %d",
                          join->bootstrap->num_ranks, NET_MAX_HOSTS);
     const int num_ranks = join->bootstrap->num_ranks;
-    card *cards = calloc((size_t)num_ranks + 1, sizeof *cards);
-    if (!cards) return epic_fail(EPIC_ENOMEM, "no host memory for a context");
+    peer_info *infos = calloc((size_t)num_ranks + 1, sizeof *infos);
+    if (!infos) return epic_fail(EPIC_ENOMEM, "no host memory for a context");
     epic_group *g = new_group(join);
-    const epic_result own = g ? own_part(g, g->hosts, &cards[num_ranks])
+    const epic_result own = g ? prepare_rank(g, g->hosts, &infos[num_ranks])
                               : epic_fail(EPIC_ENOMEM, "no host memory for a context");
-    epic_result result = gather_cards(join, cards, own);
-    if (result == EPIC_OK) result = check_cards(cards, num_ranks); /* its own, too */
-    if (result == EPIC_OK) result = connect_boxes(g, join, cards);
-    if (result == EPIC_OK) result = connect_peers(g, g->hosts, cards);
-    free(cards);
+    epic_result result = gather_peers(join, infos, own);
+    if (result == EPIC_OK) result = check_peers(infos, num_ranks); /* its own, too */
+    if (result == EPIC_OK) result = connect_boxes(g, join, infos);
+    if (result == EPIC_OK) result = connect_peers(g, g->hosts, infos);
+    free(infos);
     if (result == EPIC_OK)
         *out = g;
     else if (g)
-        release(g);
+        free_group(g);
     return result;
 }
 
 /* Has every peer closed, or died? */
-static bool all_gone(epic_group *g)
+static bool are_all_gone(epic_group *g)
 {
     const uint64_t *gone = p2p_gone(g);
     for (int q = 0; gone && q < g->num_ranks; q++)
         if (q != g->rank && !gone[q] && !p2p_is_dead(g, q) &&
-            net_lines_look(g->hosts->lines, q) == LINE_ALIVE)
+            net_liveness_state(g->hosts->liveness, q) == NET_PEER_ALIVE)
             return false;
     return true;
 }
 
 /* Memory may be freed once no peer puts anything into it: it has closed too, or is dead. */
-static void leave(epic_group *g)
+static void hosts_leave(epic_group *g)
 {
     int device = -1;
     (void)cudaGetDevice(&device);
@@ -490,35 +491,35 @@ static void leave(epic_group *g)
     for (int q = 0; q < g->num_ranks; q++)
         write_to_peer(g, q, g->self.at.gone + 8 * g->rank, g->word, sizeof *g->word);
     deadline end = deadline_begin_ms(g->config.timeout_ms);
-    while (!all_gone(g) && !deadline_before_nap(&end, LEAVE_NAP_NS))
+    while (!are_all_gone(g) && !deadline_before_nap(&end, LEAVE_NAP_NS))
         nanosleep(&(struct timespec){.tv_nsec = LEAVE_NAP_NS}, NULL);
-    release(g);
+    free_group(g);
     if (device >= 0) (void)cudaSetDevice(device);
 }
 
-void epic_backend_hosts_given(const epic_group *g, uint64_t given[3])
+void epic_backend_hosts_counts(const epic_group *g, uint64_t counts[3])
 {
-    hosts_ring_given(g->hosts->ring, given);
+    hosts_proxy_counts(g->hosts->proxy, counts);
 }
 
 /* In a forked child: while it held the lines, nobody would see its parent's death. */
-static void forget(epic_group *g)
+static void hosts_forget(epic_group *g)
 {
-    net_lines_forget(g->hosts->lines);
-    g->hosts->lines = NULL;
+    net_liveness_forget(g->hosts->liveness);
+    g->hosts->liveness = NULL;
 }
 
-static void say(const epic_group *g, char *to, size_t size)
+static void hosts_describe_net(const epic_group *g, char *to, size_t size)
 {
-    epic_fit(to, size, g->hosts->said);
+    epic_fit(to, size, g->hosts->net_text);
 }
 
 /* Inbox and outbox count where they may lie: unasked on the GPU and in host memory, though they will
  * be in one of the two. */
-static void memory(const epic_config *config, epic_memory_info *out)
+static void hosts_memory_info(const epic_config *config, epic_memory_info *out)
 {
     const p2p_heap at = p2p_heap_for(config);
-    const hosts_memory asked = hosts_ask_memory();
+    const hosts_memory asked = hosts_env_memory();
     const int64_t on_gpu = asked == HOSTS_MEMORY_HOST ? 0 : 2 * box_bytes(&at, true);
     const int64_t in_host = asked == HOSTS_MEMORY_GPU ? 0 : 2 * box_bytes(&at, false);
     out->host_bytes = (int64_t)(sizeof(epic_group) + sizeof(hosts_part)) + 4096 + in_host +
@@ -530,15 +531,15 @@ static void memory(const epic_config *config, epic_memory_info *out)
 const epic_backend epic_backend_hosts = {
     .name = "hosts",
     .can_join = can_join,
-    .join = join,
-    .leave = leave,
-    .forget = forget,
-    .memory = memory,
+    .join = hosts_join,
+    .leave = hosts_leave,
+    .forget = hosts_forget,
+    .memory = hosts_memory_info,
     .fetch = p2p_fetch,
     .allocate = p2p_allocate,
     .release = p2p_release,
     .describe = p2p_describe,
-    .say = say,
+    .say = hosts_describe_net,
     .ops = &p2p_ops,
     .sentence = epic_sentence,
 };

@@ -12,7 +12,7 @@
 #define SEGMENT "256K"
 
 /* What UCX prints of one or the other; 1.13 tells which networks there are in no other way. */
-static char *print(ucp_context_h context, ucp_ep_h endpoint)
+static char *print_info(ucp_context_h context, ucp_ep_h endpoint)
 {
     char *text = NULL;
     size_t size;
@@ -29,7 +29,7 @@ static char *print(ucp_context_h context, ucp_ep_h endpoint)
 /* "#  resource 0 : md 0 ... -- tcp/lo" */
 static bool has_one_of(ucp_context_h context, const char *const *networks, int count)
 {
-    char *text = print(context, NULL);
+    char *text = print_info(context, NULL);
     bool has = false;
     for (int i = 0; text && i < count; i++) has |= strstr(text, networks[i]) != NULL;
     free(text);
@@ -47,7 +47,7 @@ bool ucx_has_rdma(ucp_context_h context)
     return has_one_of(context, networks, sizeof networks / sizeof *networks);
 }
 
-bool ucx_may_reach_gpus(ucp_context_h context)
+bool ucx_can_reach_gpus(ucp_context_h context)
 {
     ucp_context_attr_t have = {.field_mask = UCP_ATTR_FIELD_MEMORY_TYPES};
     return ucx_has_rdma(context) && ucp_context_query(context, &have) == UCS_OK &&
@@ -64,7 +64,7 @@ static const char *segment_name(void)
 
 /* Can UCX be told to refuse remote writes that the network has not, in place of sending messages that
  * the peer's memcpy lands?  Newer ones warn of what they do not know. */
-static bool can_be_honest(void)
+static bool can_disable_emulation(void)
 {
     unsigned major, minor, release;
     ucp_get_version(&major, &minor, &release);
@@ -72,7 +72,7 @@ static bool can_be_honest(void)
 }
 
 /* With segments of that size; NULL: of UCX's own. */
-static ucs_status_t init(ucp_context_h *out, const char *segment, bool honest)
+static ucs_status_t init_context(ucp_context_h *out, const char *segment, bool no_emulation)
 {
     const ucp_params_t wanted = {.field_mask = UCP_PARAM_FIELD_FEATURES,
                                  .features = UCP_FEATURE_AM | UCP_FEATURE_RMA};
@@ -80,36 +80,37 @@ static ucs_status_t init(ucp_context_h *out, const char *segment, bool honest)
     ucs_status_t status = ucp_config_read(NULL, NULL, &config);
     if (status != UCS_OK) return status;
     if (segment) ucp_config_modify(config, segment_name(), segment);
-    if (honest && can_be_honest()) ucp_config_modify(config, "PROTO_EMULATION_ENABLE", "n");
+    if (no_emulation && can_disable_emulation())
+        ucp_config_modify(config, "PROTO_EMULATION_ENABLE", "n");
     status = ucp_init(&wanted, config, out);
     ucp_config_release(config);
     return status;
 }
 
 /* What a context without TCP is told of TCP it warns of. */
-ucs_status_t ucx_new_context(ucp_context_h *out, const char **segment, bool honest)
+ucs_status_t ucx_create_context(ucp_context_h *out, const char **segment, bool no_emulation)
 {
     const char *theirs = getenv("UCX_TCP_RX_SEG_SIZE");
-    const ucs_status_t status = init(out, NULL, honest);
+    const ucs_status_t status = init_context(out, NULL, no_emulation);
     if (status != UCS_OK || !segment) return status;
     *segment = !has_tcp(*out) ? "" : theirs ? theirs : SEGMENT;
     if (!**segment || theirs) return UCS_OK;
     ucp_cleanup(*out);
     *out = NULL;
-    return init(out, SEGMENT, honest);
+    return init_context(out, SEGMENT, no_emulation);
 }
 
 bool ucx_keeps_words(ucp_ep_h endpoint)
 {
-    char *text = print(NULL, endpoint);
-    const bool keeps = lanes_keep_words(text, can_be_honest());
+    char *text = print_info(NULL, endpoint);
+    const bool keeps = lanes_keep_words(text, can_disable_emulation());
     free(text);
     return keeps;
 }
 
-bool ucx_reaches(ucp_ep_h endpoint, uint64_t own, uint64_t theirs)
+bool ucx_can_reach(ucp_ep_h endpoint, uint64_t own, uint64_t theirs)
 {
-    char *text = print(NULL, endpoint);
+    char *text = print_info(NULL, endpoint);
     const bool reaches = lanes_reach(text, own, theirs);
     free(text);
     return reaches;
@@ -123,9 +124,9 @@ uint64_t ucx_domains(const void *key, size_t bytes)
     return domains;
 }
 
-int ucx_say_lanes(ucp_ep_h endpoint, char *to, size_t size, const char *way)
+int ucx_describe_lanes(ucp_ep_h endpoint, char *to, size_t size, const char *way)
 {
-    char lane[64], *text = print(NULL, endpoint);
+    char lane[64], *text = print_info(NULL, endpoint);
     const char *before = ", ";
     int used = 0;
     for (const char *at = text; (at = lanes_next(at, lane, sizeof lane)); before = " + ")

@@ -12,11 +12,11 @@
  * message larger than the segments of its receiver ends that process: they must be the same on all
  * hosts.  NULL: the context is only to be asked what there is.  honest: where a network has no remote
  * writes they fail, if UCX can be told so; else UCX sends messages in their place. */
-ucs_status_t ucx_new_context(ucp_context_h *out, const char **segment, bool honest);
+ucs_status_t ucx_create_context(ucp_context_h *out, const char **segment, bool no_emulation);
 
 /* Does it know memory of GPUs, and has it a network whose devices could reach that?  Whether they do is
- * said by ucx_reaches.  Without such a network UCX prints errors for memory that it is given. */
-bool ucx_may_reach_gpus(ucp_context_h context);
+ * said by ucx_can_reach.  Without such a network UCX prints errors for memory that it is given. */
+bool ucx_can_reach_gpus(ucp_context_h context);
 
 /* Is there a network whose devices move the bytes? */
 bool ucx_has_rdma(ucp_context_h context);
@@ -26,12 +26,12 @@ bool ucx_keeps_words(ucp_ep_h endpoint);
 
 /* Do remote writes to the peer find its memory, and start from memory here, by the device that makes
  * them?  Of the domains that keys of both are of.  What no device reaches, UCX sends in messages. */
-bool ucx_reaches(ucp_ep_h endpoint, uint64_t own, uint64_t theirs);
+bool ucx_can_reach(ucp_ep_h endpoint, uint64_t own, uint64_t theirs);
 
 /* The domains that a packed key is of, a bit for each; 0: of none. */
 uint64_t ucx_domains(const void *key, size_t bytes);
 
 /* Writes ", tcp/eth0 + ... by WAY", and returns its length as snprintf does. */
-int ucx_say_lanes(ucp_ep_h endpoint, char *to, size_t size, const char *way);
+int ucx_describe_lanes(ucp_ep_h endpoint, char *to, size_t size, const char *way);
 
 #endif

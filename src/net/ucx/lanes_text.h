@@ -37,13 +37,13 @@ static inline bool lanes_is_for_memory(const char *at)
  * written there in messages of its own, which the other side copies with memcpy: words may land
  * twice, or in pieces.  EFA (srd) has such a lane where it reads alone, too, so it counts only where
  * UCX was told to send none (`honest`). */
-static inline bool lanes_keep_words(const char *text, bool honest)
+static inline bool lanes_keep_words(const char *text, bool no_emulation)
 {
     char lane[64];
     int lanes = 0, writing = 0;
     for (const char *at = text; (at = lanes_next(at, lane, sizeof lane)); lanes++) {
         const bool efa = lanes_begins(lane, "srd");
-        if (!lanes_begins(lane, "rc_") && !lanes_begins(lane, "dc_") && !(efa && honest))
+        if (!lanes_begins(lane, "rc_") && !lanes_begins(lane, "dc_") && !(efa && no_emulation))
             return false;
         writing += lanes_is_for_memory(at);
     }

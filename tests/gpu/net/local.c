@@ -92,7 +92,7 @@ static bool reaches_gpu(void)
 
 static epic_result refused(char *why, const char *what, cudaError_t error)
 {
-    snprintf(why, NET_WHY, "net \"local\": %s: %s", what, cudaGetErrorString(error));
+    snprintf(why, NET_WHY_BYTES, "net \"local\": %s: %s", what, cudaGetErrorString(error));
     return EPIC_EDEVICE;
 }
 
@@ -327,8 +327,8 @@ static epic_result connect_host(net *w, int host, const card *c, char *why)
     if (w->setup.on_gpu) return reach_gpu(w, p, c, why);
     p->inbox = c->inbox;
     if (c->pid == getpid()) return EPIC_OK;
-    snprintf(why, NET_WHY, "net \"local\": host %d is another process: EPIC_NET_MEMORY=gpu",
-             host);
+    snprintf(why, NET_WHY_BYTES,
+             "net \"local\": host %d is another process: EPIC_NET_MEMORY=gpu", host);
     return EPIC_ENOTSUP;
 }
 
@@ -336,7 +336,7 @@ static epic_result connect_all(net *w, const void *cards, char *why)
 {
     for (int h = 0; h < w->setup.num_hosts; h++) {
         card c;
-        memcpy(&c, (const char *)cards + (size_t)h * NET_CARD_BYTES, sizeof c);
+        memcpy(&c, (const char *)cards + (size_t)h * NET_HANDLE_BYTES, sizeof c);
         const epic_result result = h == w->setup.host ? EPIC_OK : connect_host(w, h, &c, why);
         if (result != EPIC_OK) return result;
     }
@@ -461,4 +461,5 @@ static void close_net(net *w)
 }
 
 extern EPIC_API const net_engine epic_net_local;
-const net_engine epic_net_local = {.name = "local", .best_bytes = 224 << 10, NET_ENGINE_CALLS};
+const net_engine epic_net_local = {
+    .name = "local", .preferred_bytes = 224 << 10, NET_ENGINE_CALLS};

@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "backend/hosts/ring.h"
+#include "backend/hosts/proxy.h"
 #include "copies.h"
 #include "team.h"
 
@@ -34,7 +34,7 @@ static void expect(team_rank *me, uint64_t *before, const char *what, uint64_t b
     }
     team_barrier(me);
     uint64_t all[3];
-    epic_backend_hosts_given(me->group, all);
+    epic_backend_hosts_counts(me->group, all);
     const uint64_t given = all[0] - before[0], taken = all[2] - before[2];
     memcpy(before, all, sizeof all);
     if ((given == bytes || !bytes) && (taken == entries || !entries)) return;

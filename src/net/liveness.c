@@ -13,36 +13,37 @@
 #include "base/error.h"
 #include "base/thread.h"
 #include "bootstrap/bootstrap.h"
-#include "net/lines_inner.h"
+#include "net/liveness_inner.h"
 
 #define BEAT_MS 100
-#define BEAT 'b'
-#define END 'e' /* the last byte of a line that is closed: without it, its process has died */
+#define BEAT_BYTE 'b'
+#define CLOSE_BYTE \
+    'e' /* the last byte of a line that is closed: without it, its process has died */
 
-static void set_state(net_lines *l, int host, net_line state)
+static void set_state(net_liveness *l, int host, net_peer_state state)
 {
     __atomic_store_n(&l->state[host], (int)state, __ATOMIC_RELEASE);
 }
 
-net_line net_lines_look(const net_lines *l, int host)
+net_peer_state net_liveness_state(const net_liveness *l, int host)
 {
-    return (net_line)__atomic_load_n(&l->state[host], __ATOMIC_ACQUIRE);
+    return (net_peer_state)__atomic_load_n(&l->state[host], __ATOMIC_ACQUIRE);
 }
 
-static bool listens(const net_lines *l, int host)
+static bool is_watched(const net_liveness *l, int host)
 {
-    return l->sockets[host] >= 0 && net_lines_look(l, host) == LINE_ALIVE;
+    return l->sockets[host] >= 0 && net_liveness_state(l, host) == NET_PEER_ALIVE;
 }
 
 /* Takes the peer's beats.  What ends a line is told once, in the order in which it came. */
-static void take(net_lines *l, int host)
+static void read_beats(net_liveness *l, int host)
 {
     char bytes[256];
     for (;;) {
         const ssize_t count = recv(l->sockets[host], bytes, sizeof bytes, 0);
-        if (count > 0 && bytes[count - 1] != END) continue;
+        if (count > 0 && bytes[count - 1] != CLOSE_BYTE) continue;
         if (count < 0 && (errno == EAGAIN || errno == EINTR)) return;
-        set_state(l, host, count > 0 ? LINE_CLOSED : LINE_DEAD);
+        set_state(l, host, count > 0 ? NET_PEER_CLOSED : NET_PEER_DEAD);
         return;
     }
 }
@@ -51,90 +52,92 @@ static void take(net_lines *l, int host)
  * `asked_ms` is acknowledged, and nothing else came from there.  Time for which this thread was late
  * does not count: it may have stood still between the clock and its beat, which then seems older than
  * it is, and what kept it may have kept the system from taking what came. */
-static void beat(net_lines *l, int host, int64_t now)
+static void check_and_beat(net_liveness *l, int host, int64_t now)
 {
     struct tcp_info info;
     socklen_t bytes = sizeof info;
     if (getsockopt(l->sockets[host], IPPROTO_TCP, TCP_INFO, &info, &bytes) == 0) {
         if (info.tcpi_unacked == 0)
-            l->asked_ms[host] = now;
-        else if (now - l->asked_ms[host] > l->setup.silence_ms &&
+            l->acked_ms[host] = now;
+        else if (now - l->acked_ms[host] > l->setup.silence_ms &&
                  info.tcpi_last_ack_recv > l->setup.silence_ms) {
-            set_state(l, host, LINE_DEAD);
+            set_state(l, host, NET_PEER_DEAD);
             return;
         }
     }
-    const ssize_t sent = send(l->sockets[host], &(char){BEAT}, 1, MSG_NOSIGNAL);
-    if (sent < 0 && errno != EAGAIN && errno != EINTR) take(l, host); /* its last byte counts */
+    const ssize_t sent = send(l->sockets[host], &(char){BEAT_BYTE}, 1, MSG_NOSIGNAL);
+    if (sent < 0 && errno != EAGAIN && errno != EINTR)
+        read_beats(l, host); /* its last byte counts */
 }
 
-static void *listen_to_all(void *self)
+static void *run_thread(void *self)
 {
-    net_lines *l = self;
+    net_liveness *l = self;
     int64_t next = 0;
     for (;;) {
         struct pollfd polls[NET_MAX_HOSTS + 1];
         const int n = l->setup.num_hosts;
         for (int h = 0; h < n; h++)
             polls[h] =
-                (struct pollfd){.fd = listens(l, h) ? l->sockets[h] : -1, .events = POLLIN};
-        polls[n] = (struct pollfd){.fd = l->end, .events = POLLIN};
+                (struct pollfd){.fd = is_watched(l, h) ? l->sockets[h] : -1, .events = POLLIN};
+        polls[n] = (struct pollfd){.fd = l->stop_event, .events = POLLIN};
         const int got = poll(polls, (nfds_t)n + 1, epic_bootstrap_left(next));
         if (got > 0 && polls[n].revents) return NULL;
         for (int h = 0; h < n && got > 0; h++)
-            if (polls[h].revents) take(l, h);
+            if (polls[h].revents) read_beats(l, h);
         const int64_t now = epic_bootstrap_now(), late = now - next;
         if (late < 0) continue;
         for (int h = 0; h < n; h++) {
-            if (next && late > BEAT_MS) l->asked_ms[h] += late;
-            if (listens(l, h)) beat(l, h, now);
+            if (next && late > BEAT_MS) l->acked_ms[h] += late;
+            if (is_watched(l, h)) check_and_beat(l, h, now);
         }
         next = now + BEAT_MS;
     }
 }
 
 /* Signals of the program are not for this thread. */
-epic_result line_start(net_lines *l)
+epic_result liveness_start_thread(net_liveness *l)
 {
     const int64_t now = epic_bootstrap_now();
-    for (int h = 0; h < l->setup.num_hosts; h++) l->asked_ms[h] = now;
-    l->end = eventfd(0, EFD_CLOEXEC);
-    if (l->end < 0) return epic_fail(EPIC_EDEVICE, "lines: eventfd: %s", strerror(errno));
-    const int error = thread_start(&l->thread, listen_to_all, l);
+    for (int h = 0; h < l->setup.num_hosts; h++) l->acked_ms[h] = now;
+    l->stop_event = eventfd(0, EFD_CLOEXEC);
+    if (l->stop_event < 0)
+        return epic_fail(EPIC_EDEVICE, "lines: eventfd: %s", strerror(errno));
+    const int error = thread_start(&l->thread, run_thread, l);
     if (error) {
-        line_hang_up(&l->end);
+        liveness_close_socket(&l->stop_event);
         return epic_fail(EPIC_EDEVICE, "lines: no thread for them: %s", strerror(error));
     }
     return EPIC_OK;
 }
 
-static void stop(net_lines *l)
+static void stop_thread(net_liveness *l)
 {
-    if (l->end < 0) return;
-    const ssize_t written = write(l->end, &(uint64_t){1}, sizeof(uint64_t));
+    if (l->stop_event < 0) return;
+    const ssize_t written = write(l->stop_event, &(uint64_t){1}, sizeof(uint64_t));
     if (written == sizeof(uint64_t)) pthread_join(l->thread, NULL);
 }
 
-void net_lines_forget(net_lines *l)
+void net_liveness_forget(net_liveness *l)
 {
     if (!l) return;
-    for (int h = 0; h < NET_MAX_HOSTS; h++) line_hang_up(&l->sockets[h]);
-    line_hang_up(&l->listener);
-    line_hang_up(&l->end);
+    for (int h = 0; h < NET_MAX_HOSTS; h++) liveness_close_socket(&l->sockets[h]);
+    liveness_close_socket(&l->listener);
+    liveness_close_socket(&l->stop_event);
     free(l);
 }
 
 /* What has not been read when a socket is closed makes the system send a reset, which may overtake
  * the last byte: so nothing is left unread. */
-void net_lines_close(net_lines *l)
+void net_liveness_close(net_liveness *l)
 {
     if (!l) return;
-    stop(l);
+    stop_thread(l);
     for (int h = 0; h < l->setup.num_hosts; h++) {
-        if (!listens(l, h)) continue;
-        const ssize_t sent = send(l->sockets[h], &(char){END}, 1, MSG_NOSIGNAL);
+        if (!is_watched(l, h)) continue;
+        const ssize_t sent = send(l->sockets[h], &(char){CLOSE_BYTE}, 1, MSG_NOSIGNAL);
         if (sent == 1) shutdown(l->sockets[h], SHUT_WR);
-        take(l, h);
+        read_beats(l, h);
     }
-    net_lines_forget(l);
+    net_liveness_forget(l);
 }

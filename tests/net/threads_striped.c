@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Strands of the engine chaos keep what a net promises: all that is put arrives whole and once,
  * sources stay as they are until done(), and close sends what was taken.  Hosts of fewer strands
- * and hosts that have gone are met, a damaged card is refused, a strand that breaks a promise is
+ * and hosts that have gone are met, a damaged handle is refused, a strand that breaks a promise is
  * noticed. */
 #include <pthread.h>
 #include <stdio.h>
@@ -10,14 +10,14 @@
 
 #include "check.h"
 #include "net/chaos.h"
-#include "net/chaos_strands.h"
+#include "net/chaos_striped.h"
 #include "net/suite.h"
 
 #define WORDS 4096 /* of an inbox */
 #define BYTES 2048 /* of a put that a thread takes */
 #define MOST_TRIES 50
 
-static const net_engine *const engine = &epic_net_strands;
+static const net_engine *const engine = &epic_net_striped;
 
 static void run_case(suite_verdict *v, int hosts, int threads, uint64_t seed,
                      chaos_damage damage)
@@ -29,7 +29,7 @@ static void run_case(suite_verdict *v, int hosts, int threads, uint64_t seed,
                     .rounds = 3,
                     .threads = threads,
                     .patience_ms = damage == CHAOS_NONE ? 60000 : 1000,
-                    .wanted = threads > 0 ? "strands" : "chaos",
+                    .wanted = threads > 0 ? "stripes" : "chaos",
                     .verdict = v};
     memset(v, 0, sizeof *v);
     check_seed = seed;
@@ -99,7 +99,7 @@ static void clear_boxes(const epic_bootstrap *bootstrap)
 
 static uint64_t give(net *w, int host, uint64_t to, uint32_t bytes)
 {
-    while (!engine->put(w, host, to, outboxes[0], bytes)) engine->look(w);
+    while (!engine->put(w, host, to, outboxes[0], bytes)) engine->progress(w);
     return 1;
 }
 
@@ -125,8 +125,8 @@ static void differ(const epic_bootstrap *bootstrap, void *self)
     const net_setup setup = setup_of(bootstrap, bootstrap->rank + 1);
     net *w = suite_open(engine, bootstrap, &setup);
     if (!w) return;
-    engine->say(w, said, sizeof said);
-    CHECK_SAY(strstr(said, ", in 2 strands") != NULL, "%s", said);
+    engine->describe(w, said, sizeof said);
+    CHECK_SAY(strstr(said, ", over 2 stripes") != NULL, "%s", said);
     suite_bootstrap(engine, w, bootstrap); /* chaos connects to those that are open alone */
     if (bootstrap->rank == 0) {
         for (int h = 1; h < bootstrap->num_ranks; h++) fill(w, h);
@@ -154,8 +154,8 @@ static void lose_power(const epic_bootstrap *bootstrap, void *self)
         suite_bootstrap(engine, w, bootstrap);
         uint64_t given = 0;
         for (int i = 0; i < 3000; i++) given += give(w, 1, 0, i % 3 ? BYTES : 8);
-        while (!engine->done(w, 1, given)) engine->look(w);
-        CHECK(engine->gone(w, 1) && !engine->gone(w, 0));
+        while (!engine->is_done(w, 1, given)) engine->progress(w);
+        CHECK(engine->is_gone(w, 1) && !engine->is_gone(w, 0));
         engine->close(w);
     }
     suite_bootstrap(engine, NULL, bootstrap);
@@ -163,17 +163,17 @@ static void lose_power(const epic_bootstrap *bootstrap, void *self)
 
 static void be_refused(const epic_bootstrap *bootstrap, void *self)
 {
-    unsigned char mine[NET_CARD_BYTES] = {0}, cards[2][NET_CARD_BYTES];
-    char why[NET_WHY] = "";
+    unsigned char mine[NET_HANDLE_BYTES] = {0}, handles[2][NET_HANDLE_BYTES];
+    char why[NET_WHY_BYTES] = "";
     net *w = NULL;
     (void)self;
     const net_setup setup = setup_of(bootstrap, 2);
     if (!CHECK_SAY(engine->open(&w, &setup, mine, why) == EPIC_OK, "%s", why)) return;
-    for (int byte = 0; byte < 256; byte += 255) { /* no strand; longer than the card is */
-        memcpy(cards[0], mine, sizeof mine);
-        memset(cards[1], byte, sizeof cards[1]);
-        CHECK(engine->connect(w, cards, why) == EPIC_EMISMATCH);
-        CHECK_SAY(strstr(why, "card of host 1 is damaged") != NULL, "%s", why);
+    for (int byte = 0; byte < 256; byte += 255) { /* no strand; longer than the handle is */
+        memcpy(handles[0], mine, sizeof mine);
+        memset(handles[1], byte, sizeof handles[1]);
+        CHECK(engine->connect(w, handles, why) == EPIC_EMISMATCH);
+        CHECK_SAY(strstr(why, "handle of host 1 is damaged") != NULL, "%s", why);
     }
     engine->close(w);
     engine->close(NULL);

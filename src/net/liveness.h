@@ -4,40 +4,41 @@
  * system at the other end acknowledges it, whatever the process does there: a rank that is stopped
  * or busy is never called dead, a process that has ended or a host that cannot be reached is,
  * within a second.  A process that was forked meanwhile holds its lines, too: it gives them back
- * with net_lines_forget, and while it does not, the end of the first process goes unnoticed. */
-#ifndef EPIC_NET_LINES_H
-#define EPIC_NET_LINES_H
+ * with net_liveness_forget, and while it does not, the end of the first process goes unnoticed. */
+#ifndef EPIC_NET_LIVENESS_H
+#define EPIC_NET_LIVENESS_H
 
 #include "net/net.h"
 
-#define NET_LINES_CARD_BYTES 192
+#define NET_LIVENESS_HANDLE_BYTES 192
 
-typedef struct net_lines net_lines;
+typedef struct net_liveness net_liveness;
 
-typedef struct net_lines_setup {
+typedef struct net_liveness_setup {
     int32_t host, num_hosts;
     int32_t rail, ranks_per_host; /* sentences name rank host * ranks_per_host + rail */
     uint32_t timeout_ms;          /* of connect */
     uint32_t silence_ms;          /* after which a host is gone; 0: 800 */
     uint64_t group_id;
     const char *interface; /* through which others reach this host; NULL: any that is up */
-} net_lines_setup;
+} net_liveness_setup;
 
-/* Local.  What the others must know goes to `card` (NET_LINES_CARD_BYTES, zeroed). */
-epic_result net_lines_listen(net_lines **out, const net_lines_setup *setup, void *card);
+/* Local.  What the others must know goes to `card` (NET_LIVENESS_HANDLE_BYTES, zeroed). */
+epic_result net_liveness_listen(net_liveness **out, const net_liveness_setup *setup,
+                                void *handle);
 
 /* Cards of all hosts.  Collective: EPIC_ETIMEOUT names the ranks that did not come. */
-epic_result net_lines_connect(net_lines *lines, const void *cards);
+epic_result net_liveness_connect(net_liveness *lines, const void *handles);
 
-typedef enum net_line { LINE_ALIVE, LINE_CLOSED, LINE_DEAD } net_line;
+typedef enum net_peer_state { NET_PEER_ALIVE, NET_PEER_CLOSED, NET_PEER_DEAD } net_peer_state;
 
-/* Of one's own host: LINE_ALIVE.  Any thread. */
-net_line net_lines_look(const net_lines *lines, int host);
+/* Of one's own host: NET_PEER_ALIVE.  Any thread. */
+net_peer_state net_liveness_state(const net_liveness *lines, int host);
 
-/* NULL is allowed.  The others see LINE_CLOSED. */
-void net_lines_close(net_lines *lines);
+/* NULL is allowed.  The others see NET_PEER_CLOSED. */
+void net_liveness_close(net_liveness *lines);
 
 /* In a forked child: closes its copies, of which the others see nothing. */
-void net_lines_forget(net_lines *lines);
+void net_liveness_forget(net_liveness *lines);
 
 #endif

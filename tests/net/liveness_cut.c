@@ -9,7 +9,7 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "net/suite_lines.h"
+#include "net/suite_liveness.h"
 #include "net/suite_net.h"
 
 #define HOSTS 3
@@ -18,24 +18,25 @@
 static void watch(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
-    net_lines *l = suite_lines(bootstrap, "net");
+    net_liveness *l = suite_liveness(bootstrap, "net");
     if (!l) return;
     for (int i = 0; i < 5; i++) {
-        for (int h = 0; h < HOSTS; h++) CHECK_EQ(net_lines_look(l, h), LINE_ALIVE);
+        for (int h = 0; h < HOSTS; h++) CHECK_EQ(net_liveness_state(l, h), NET_PEER_ALIVE);
         run_nap_us(100000);
     }
     suite_gather(bootstrap);
     if (bootstrap->rank == 0) net_cut(CUT);
     const uint64_t start = run_now_ns();
     for (int h = 0; h < HOSTS; h++)
-        if ((h == CUT) != (bootstrap->rank == CUT)) suite_line_becomes(l, h, LINE_DEAD);
+        if ((h == CUT) != (bootstrap->rank == CUT)) suite_check_becomes(l, h, NET_PEER_DEAD);
     printf("rank %d: dead after %lld ms\n", bootstrap->rank,
            (long long)(run_now_ns() - start) / 1000000);
     run_nap_us(1500000);
     for (int h = 0; h < HOSTS; h++)
-        if ((h == CUT) == (bootstrap->rank == CUT)) CHECK_EQ(net_lines_look(l, h), LINE_ALIVE);
+        if ((h == CUT) == (bootstrap->rank == CUT))
+            CHECK_EQ(net_liveness_state(l, h), NET_PEER_ALIVE);
     suite_gather(bootstrap);
-    net_lines_close(l);
+    net_liveness_close(l);
 }
 
 /* TCP sends again 0.2, 0.6, 1.4 and 3 s after it has sent, and then after 6.2: what was sent before
@@ -53,19 +54,19 @@ typedef struct standstill { /* shared */
 static void stand_still(const epic_bootstrap *bootstrap, void *self)
 {
     standstill *s = self;
-    net_lines_setup setup = suite_lines_setup(bootstrap, "net");
+    net_liveness_setup setup = suite_liveness_setup(bootstrap, "net");
     setup.silence_ms = SILENCE_MS;
-    net_lines *l = suite_lines_of(bootstrap, &setup);
+    net_liveness *l = suite_liveness_with(bootstrap, &setup);
     if (!l) return;
     atomic_store(&s->pids[bootstrap->rank], (int)getpid());
     while (!atomic_load(&s->go)) run_nap_us(1000);
     const uint64_t end = run_now_ns() + SILENCE_MS * 1000000ull;
     while (run_now_ns() < end && !atomic_load(&s->too_late)) {
-        if (!CHECK_EQ(net_lines_look(l, 1 - bootstrap->rank), LINE_ALIVE)) break;
+        if (!CHECK_EQ(net_liveness_state(l, 1 - bootstrap->rank), NET_PEER_ALIVE)) break;
         run_nap_us(10000);
     }
     suite_gather(bootstrap);
-    net_lines_close(l);
+    net_liveness_close(l);
 }
 
 /* In a process of its own, beside the hosts. */

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "backend/hosts/asked.h"
+#include "backend/hosts/env.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -7,44 +7,44 @@
 #include "base/cores.h"
 #include "base/error.h"
 
-#define MOST_THREADS 7    /* of a rank's net beside its own; */
-#define USUAL_THREADS 6   /* unless the user says, up to so many, */
-#define FEWEST_THREADS 2  /* as one would only take what its own does, */
-#define CORES_OF_THREAD 2 /* of so many cores each; as measured, docs/lab/hosts.md */
+#define MAX_THREADS 7         /* of a rank's net beside its own; */
+#define DEFAULT_MAX_THREADS 6 /* unless the user says, up to so many, */
+#define DEFAULT_MIN_THREADS 2 /* as one would only take what its own does, */
+#define CORES_PER_THREAD 2    /* of so many cores each; as measured, docs/lab/hosts.md */
 
-const net_engine *hosts_ask_engine(char *why)
+const net_engine *hosts_env_engine(char *why)
 {
     const char *name = getenv("EPIC_NET");
-    return net_find(name && *name ? name : "ucx", why);
+    return net_find_engine(name && *name ? name : "ucx", why);
 }
 
-enum { SAYS_NO, SAYS_YES, SAYS_NOTHING };
+enum { SWITCH_OFF, SWITCH_ON, SWITCH_UNSET };
 
-static epic_result read_switch(const char *name, const char *without, int *says)
+static epic_result read_switch(const char *name, const char *without, int *value)
 {
     const char *text = getenv(name);
-    *says = !text || !*text ? SAYS_NOTHING : *text == '0' ? SAYS_NO : SAYS_YES;
-    if (*says == SAYS_NOTHING || !strcmp(text, "0") || !strcmp(text, "1")) return EPIC_OK;
+    *value = !text || !*text ? SWITCH_UNSET : *text == '0' ? SWITCH_OFF : SWITCH_ON;
+    if (*value == SWITCH_UNSET || !strcmp(text, "0") || !strcmp(text, "1")) return EPIC_OK;
     return epic_fail(EPIC_EINVAL, "%s=%.32s: must be 0 or 1; without it %s", name, text,
                      without);
 }
 
-static epic_result read_puts(net_puts *puts)
+static epic_result read_rdma(net_rdma *rdma)
 {
-    int says;
+    int value;
     TRY(read_switch("EPIC_NET_RDMA", "remote writes are taken where they keep words whole",
-                    &says));
-    *puts = says == SAYS_NOTHING ? NET_PUT_IF_WHOLE
-            : says == SAYS_NO    ? NET_PUT_NEVER
-                                 : NET_PUT_ALWAYS;
+                    &value));
+    *rdma = value == SWITCH_UNSET ? NET_RDMA_IF_WHOLE
+            : value == SWITCH_OFF ? NET_RDMA_NEVER
+                                  : NET_RDMA_ALWAYS;
     return EPIC_OK;
 }
 
 static epic_result read_relays(bool *relays)
 {
-    int says;
-    TRY(read_switch("EPIC_NET_RELAY", "rows go once to each host", &says));
-    *relays = says != SAYS_NO;
+    int value;
+    TRY(read_switch("EPIC_NET_RELAY", "rows go once to each host", &value));
+    *relays = value != SWITCH_OFF;
     return EPIC_OK;
 }
 
@@ -67,30 +67,30 @@ static epic_result read_number(const char *name, const char *what, const char *w
 
 /* Of most operations all tokens, as what lies there in large parcels goes fastest; measured,
  * docs/lab/hosts.md. */
-static epic_result read_ahead(int32_t *ahead)
+static epic_result read_window(int32_t *window)
 {
     TRY(read_number("EPIC_NET_WINDOW", "tokens that are sent before one is received", "8192",
-                    INT32_MAX, ahead));
-    if (*ahead < 0) *ahead = 8192;
+                    INT32_MAX, window));
+    if (*window < 0) *window = 8192;
     return EPIC_OK;
 }
 
 static epic_result read_threads(int32_t *threads)
 {
     return read_number("EPIC_NET_THREADS", "threads of a rank's net beside the one it has",
-                       "as many as there are cores for", MOST_THREADS, threads);
+                       "as many as there are cores for", MAX_THREADS, threads);
 }
 
-int32_t hosts_threads(const hosts_asked *asked, int ranks)
+int32_t hosts_env_threads(const hosts_env *env, int ranks)
 {
     const core_set cores = cores_mine();
-    const int32_t some = cores_count(&cores) / ranks / CORES_OF_THREAD;
-    if (asked->threads >= 0) return asked->threads;
-    if (some < FEWEST_THREADS) return 0;
-    return some < USUAL_THREADS ? some : USUAL_THREADS;
+    const int32_t some = cores_count(&cores) / ranks / CORES_PER_THREAD;
+    if (env->threads >= 0) return env->threads;
+    if (some < DEFAULT_MIN_THREADS) return 0;
+    return some < DEFAULT_MAX_THREADS ? some : DEFAULT_MAX_THREADS;
 }
 
-hosts_memory hosts_ask_memory(void)
+hosts_memory hosts_env_memory(void)
 {
     const char *text = getenv("EPIC_NET_MEMORY");
     if (!text) return HOSTS_MEMORY_ANY;
@@ -102,7 +102,7 @@ hosts_memory hosts_ask_memory(void)
 static epic_result read_memory(hosts_memory *memory)
 {
     const char *text = getenv("EPIC_NET_MEMORY");
-    *memory = hosts_ask_memory();
+    *memory = hosts_env_memory();
     if (!text || !*text || *memory != HOSTS_MEMORY_ANY) return EPIC_OK;
     return epic_fail(EPIC_EINVAL,
                      "EPIC_NET_MEMORY=%.32s: must be gpu or host; without it memory lies on "
@@ -110,14 +110,14 @@ static epic_result read_memory(hosts_memory *memory)
                      text);
 }
 
-epic_result hosts_ask(hosts_asked *out)
+epic_result hosts_read_env(hosts_env *out)
 {
-    char why[NET_WHY];
+    char why[NET_WHY_BYTES];
     TRY(read_relays(&out->relays));
-    TRY(read_puts(&out->puts));
-    TRY(read_ahead(&out->ahead));
+    TRY(read_rdma(&out->rdma));
+    TRY(read_window(&out->window));
     TRY(read_threads(&out->threads));
     TRY(read_memory(&out->memory));
-    out->engine = hosts_ask_engine(why);
+    out->engine = hosts_env_engine(why);
     return out->engine ? EPIC_OK : epic_fail(EPIC_ENOTSUP, "%s", why);
 }

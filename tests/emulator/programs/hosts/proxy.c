@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The thread of a rank whose net to one host takes nothing: what is for the others goes on, rows and
  * messages. */
-#include "backend/hosts/ring.h"
+#include "backend/hosts/proxy.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -48,16 +48,16 @@ static bool gone(const net *w, int host)
 }
 
 static const net_engine engine = {.name = "test",
-                                  .best_bytes = 2 << 10,
+                                  .preferred_bytes = 2 << 10,
                                   .put = put,
-                                  .word = word,
-                                  .look = look,
-                                  .done = done,
-                                  .gone = gone};
+                                  .put_word = word,
+                                  .progress = look,
+                                  .is_done = done,
+                                  .is_gone = gone};
 
 static void wrong(const char *what)
 {
-    fprintf(stderr, "hosts_ring: %s\n", what);
+    fprintf(stderr, "hosts_proxy: %s\n", what);
     exit(1);
 }
 
@@ -75,9 +75,9 @@ static void post(const p2p_ring *ring, uint64_t place, uint64_t entry)
 }
 
 /* An epoch: pieces for both by turns, each in a parcel of its own. */
-static void test_rows(const hosts_ring_setup *s)
+static void test_rows(const hosts_proxy_setup *s)
 {
-    const uint64_t rows = (uint64_t)s->at.staging / 8, apart = s->engine->best_bytes / 8;
+    const uint64_t rows = (uint64_t)s->at.staging / 8, apart = s->engine->preferred_bytes / 8;
     const uint64_t *freed = &s->ring.words->freed;
     uint64_t place = 0;
     for (uint64_t i = 0; i < PIECES; i++)
@@ -92,10 +92,10 @@ static void test_rows(const hosts_ring_setup *s)
 }
 
 /* One is told something and never reads it. */
-static void test_messages(const hosts_ring_setup *s, hosts_ring *r)
+static void test_messages(const hosts_proxy_setup *s, hosts_proxy *r)
 {
     __atomic_store_n(&most, PIECES, __ATOMIC_RELEASE);
-    for (int h = FULL; h <= OTHER; h++) hosts_ring_tell(r, h, (uint64_t)s->at.why, 8);
+    for (int h = FULL; h <= OTHER; h++) hosts_proxy_send(r, h, (uint64_t)s->at.why, 8);
     if (__atomic_load_n(&given[OTHER], __ATOMIC_ACQUIRE) != PIECES + 1)
         wrong("a message waits behind that to another host");
 }
@@ -108,26 +108,27 @@ int main(void)
     const p2p_heap at = p2p_heap_of(NUM_HOSTS, 64, 2048, 0, 8);
     const p2p_ring ring = {calloc(P2P_RING_ENTRIES, 8), &words};
     uint8_t *outbox = calloc(1, (size_t)at.bytes);
-    const net_lines_setup lines = {.num_hosts = NUM_HOSTS, .ranks_per_host = 1};
-    unsigned char card[NET_LINES_CARD_BYTES] = {0};
-    hosts_ring_setup setup = {.host = OWN,
-                              .num_hosts = NUM_HOSTS,
-                              .engine = &engine,
-                              .outbox = outbox,
-                              .at = at,
-                              .status = &status,
-                              .beats = &beats,
-                              .ring = ring};
-    hosts_ring *r;
-    if (!ring.entries || !outbox || net_lines_listen(&setup.lines, &lines, card) != EPIC_OK ||
-        hosts_ring_open(&r, &setup) != EPIC_OK)
+    const net_liveness_setup lines = {.num_hosts = NUM_HOSTS, .ranks_per_host = 1};
+    unsigned char card[NET_LIVENESS_HANDLE_BYTES] = {0};
+    hosts_proxy_setup setup = {.host = OWN,
+                               .num_hosts = NUM_HOSTS,
+                               .engine = &engine,
+                               .outbox = outbox,
+                               .at = at,
+                               .status = &status,
+                               .beats = &beats,
+                               .ring = ring};
+    hosts_proxy *r;
+    if (!ring.entries || !outbox ||
+        net_liveness_listen(&setup.liveness, &lines, card) != EPIC_OK ||
+        hosts_proxy_open(&r, &setup) != EPIC_OK)
         return 1;
     test_rows(&setup);
     test_messages(&setup, r);
-    hosts_ring_close(r);
-    net_lines_close(setup.lines);
+    hosts_proxy_close(r);
+    net_liveness_close(setup.liveness);
     free(ring.entries);
     free(outbox);
-    printf("hosts_ring: good\n");
+    printf("hosts_proxy: good\n");
     return 0;
 }

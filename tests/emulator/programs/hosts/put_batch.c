@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Pieces of random sizes in random order, as kernels ship them: every word goes once, and none that
  * was not shipped; what is complete before a net asks for more goes in one put. */
-#include "backend/hosts/parcels.h"
+#include "backend/hosts/put_batch.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -16,25 +16,25 @@ static run_random dice;
 static int percent; /* how often a net is hungry */
 static bool is_full;
 
-static void wrong(const char *what, const run *r)
+static void wrong(const char *what, const put_range *r)
 {
     fprintf(stderr, "hosts_parcels: %s: host %d, words %llu and %u more\n", what, r->host,
             (unsigned long long)r->word, r->words);
     exit(1);
 }
 
-static bool may_go(const void *self, int host, parcel_kind kind, int puts)
+static bool may_go(const void *self, int host, put_batch_kind kind, int puts)
 {
     (void)self, (void)host, (void)puts;
-    return kind == PARCEL_WHOLE ? !is_full : run_chance(&dice, percent);
+    return kind == BATCH_COMPLETE ? !is_full : run_chance(&dice, percent);
 }
 
-static void take(parcels *all)
+static void take(put_batcher *all)
 {
-    run r;
-    while (parcels_next(all, may_go, NULL, &r)) {
+    put_range r;
+    while (put_batcher_next(all, may_go, NULL, &r)) {
         if (run_chance(&dice, 10)) { /* there was no room */
-            parcels_put_back(all);
+            put_batcher_put_back(all);
             continue;
         }
         if (r.words == 0 || r.word / PARCEL != (r.word + r.words - 1) / PARCEL)
@@ -43,15 +43,15 @@ static void take(parcels *all)
             if (!shipped[r.host][i]) wrong("not shipped", &r);
             if (given[r.host][i]++) wrong("given twice", &r);
         }
-        parcels_pass(all);
+        put_batcher_mark_posted(all);
     }
 }
 
 /* A free stretch of one host's words, or nothing. */
-static run draw_piece(void)
+static put_range draw_piece(void)
 {
-    run r = {.host = (int)run_below(&dice, HOSTS_HERE),
-             .word = (uint64_t)run_below(&dice, WORDS)};
+    put_range r = {.host = (int)run_below(&dice, HOSTS_HERE),
+                   .word = (uint64_t)run_below(&dice, WORDS)};
     const uint32_t most = (uint32_t)run_between(&dice, 1, MOST);
     while (r.words < most && r.word + r.words < WORDS && !shipped[r.host][r.word + r.words])
         r.words++;
@@ -60,44 +60,44 @@ static run draw_piece(void)
 
 static void test_random(void)
 {
-    parcels *all = parcels_new(HOSTS_HERE, WORDS, 5 * PARCEL, PARCEL);
+    put_batcher *all = put_batcher_new(HOSTS_HERE, WORDS, 5 * PARCEL, PARCEL);
     memset(shipped, 0, sizeof shipped);
     memset(given, 0, sizeof given);
     for (int i = 0; i < PIECES; i++) {
-        const run r = draw_piece();
-        while (!parcels_have_room(all, r.words)) {
+        const put_range r = draw_piece();
+        while (!put_batcher_has_room(all, r.words)) {
             const int before = percent;
             percent = 100;
             take(all);
             percent = before;
         }
-        if (r.words) parcels_add(all, r.host, r.word, r.words);
+        if (r.words) put_batcher_add(all, r.host, r.word, r.words);
         memset(&shipped[r.host][r.word], 1, r.words);
         take(all);
     }
     percent = 100;
     take(all);
-    if (!parcels_are_empty(all)) wrong("something is left", &(run){0});
-    if (memcmp(shipped, given, sizeof given)) wrong("not all was given", &(run){0});
-    parcels_free(all);
+    if (!put_batcher_is_empty(all)) wrong("something is left", &(put_range){0});
+    if (memcmp(shipped, given, sizeof given)) wrong("not all was given", &(put_range){0});
+    put_batcher_free(all);
 }
 
 /* A parcel's pieces in any order are one put, as long as nobody is hungry. */
 static void test_whole(uint32_t words)
 {
-    parcels *all = parcels_new(1, 4 * words, 0, words);
+    put_batcher *all = put_batcher_new(1, 4 * words, 0, words);
     const uint32_t count = 16, piece = words / count;
-    run r;
+    put_range r;
     percent = 0;
     for (uint32_t i = 0; i < count; i++) {
-        if (parcels_next(all, may_go, NULL, &r)) wrong("before all is there", &r);
-        parcels_add(all, 0, 3 * words + i * 5 % count * piece, piece);
+        if (put_batcher_next(all, may_go, NULL, &r)) wrong("before all is there", &r);
+        put_batcher_add(all, 0, 3 * words + i * 5 % count * piece, piece);
     }
-    if (!parcels_next(all, may_go, NULL, &r) || r.word != 3 * words || r.words != words)
+    if (!put_batcher_next(all, may_go, NULL, &r) || r.word != 3 * words || r.words != words)
         wrong("not whole", &r);
-    parcels_pass(all);
-    if (parcels_next(all, may_go, NULL, &r)) wrong("once more", &r);
-    parcels_free(all);
+    put_batcher_mark_posted(all);
+    if (put_batcher_next(all, may_go, NULL, &r)) wrong("once more", &r);
+    put_batcher_free(all);
 }
 
 /* What one piece is missing of goes when many others have come since, to a net that is not hungry; not
@@ -105,45 +105,45 @@ static void test_whole(uint32_t words)
 static void test_stale(void)
 {
     enum { ROW = 64, ROWS = 1024 };
-    parcels *all = parcels_new(1, ROWS * ROW, 0, PARCEL);
+    put_batcher *all = put_batcher_new(1, ROWS * ROW, 0, PARCEL);
     uint64_t seen = 0;
-    run r;
+    put_range r;
     percent = 0;
     for (uint64_t row = 1; row < ROWS; row++) { /* the first parcel lacks its first row */
-        parcels_add(all, 0, row * ROW, ROW);
-        while (parcels_next(all, may_go, NULL, &r)) {
+        put_batcher_add(all, 0, row * ROW, ROW);
+        while (put_batcher_next(all, may_go, NULL, &r)) {
             if (r.word / PARCEL == 0 && seen++) wrong("twice", &r);
             if (r.word / PARCEL == 0 && (r.word != ROW || r.words != PARCEL - ROW))
                 wrong("not all that there is of it", &r);
             if (r.word / PARCEL == 0 && row < 256) wrong("while more of it may come", &r);
-            parcels_pass(all);
+            put_batcher_mark_posted(all);
         }
     }
-    if (!seen) wrong("waits for a row that does not come", &(run){0});
-    parcels_free(all);
+    if (!seen) wrong("waits for a row that does not come", &(put_range){0});
+    put_batcher_free(all);
 }
 
 /* Rows that are there first are overtaken, and wait while the net is full. */
 static void test_urgent(void)
 {
-    parcels *all = parcels_new(1, 8 * PARCEL, PARCEL, PARCEL);
-    run r;
+    put_batcher *all = put_batcher_new(1, 8 * PARCEL, PARCEL, PARCEL);
+    put_range r;
     percent = 100;
     is_full = true;
-    parcels_add(all, 0, 3 * PARCEL, PARCEL);
-    if (parcels_next(all, may_go, NULL, &r)) wrong("the net is full", &r);
-    parcels_add(all, 0, 40, 8);
-    if (!parcels_next(all, may_go, NULL, &r) || r.word != 40 || r.words != 8)
+    put_batcher_add(all, 0, 3 * PARCEL, PARCEL);
+    if (put_batcher_next(all, may_go, NULL, &r)) wrong("the net is full", &r);
+    put_batcher_add(all, 0, 40, 8);
+    if (!put_batcher_next(all, may_go, NULL, &r) || r.word != 40 || r.words != 8)
         wrong("what is urgent waits behind a row", &r);
-    parcels_pass(all);
+    put_batcher_mark_posted(all);
     is_full = false;
-    parcels_add(all, 0, 48, 8);
+    put_batcher_add(all, 0, 48, 8);
     for (int i = 0; i < 2; i++) {
-        if (!parcels_next(all, may_go, NULL, &r) || r.word != (i ? 3 * PARCEL : 48))
+        if (!put_batcher_next(all, may_go, NULL, &r) || r.word != (i ? 3 * PARCEL : 48))
             wrong("not what is urgent first", &r);
-        parcels_pass(all);
+        put_batcher_mark_posted(all);
     }
-    parcels_free(all);
+    put_batcher_free(all);
 }
 
 /* The longest piece that an entry of the ring can say, in parcels of 2 KB, as often as there is
@@ -151,25 +151,26 @@ static void test_urgent(void)
 static void test_long(void)
 {
     enum { SMALL = (2 << 10) / 8, LONG = 0x3ffff, COUNT = 9 };
-    parcels *all = parcels_new(1, (uint64_t)COUNT * LONG, 0, SMALL);
+    put_batcher *all = put_batcher_new(1, (uint64_t)COUNT * LONG, 0, SMALL);
     uint64_t added = 0, words = 0;
-    run r;
+    put_range r;
     percent = 100;
     for (int i = 0; i < COUNT; i++) {
-        while (!parcels_have_room(all, LONG)) {
-            if (!parcels_next(all, may_go, NULL, &r)) wrong("no room for one", &(run){0});
+        while (!put_batcher_has_room(all, LONG)) {
+            if (!put_batcher_next(all, may_go, NULL, &r))
+                wrong("no room for one", &(put_range){0});
             words += r.words;
-            parcels_pass(all);
+            put_batcher_mark_posted(all);
         }
-        parcels_add(all, 0, added, LONG);
+        put_batcher_add(all, 0, added, LONG);
         added += LONG;
     }
-    while (parcels_next(all, may_go, NULL, &r)) {
+    while (put_batcher_next(all, may_go, NULL, &r)) {
         words += r.words;
-        parcels_pass(all);
+        put_batcher_mark_posted(all);
     }
-    if (words != added || !parcels_are_empty(all)) wrong("not all was given", &r);
-    parcels_free(all);
+    if (words != added || !put_batcher_is_empty(all)) wrong("not all was given", &r);
+    put_batcher_free(all);
 }
 
 int main(void)

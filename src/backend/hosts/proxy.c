@@ -1,0 +1,412 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* One turn of the thread after the other; it naps when turns move nothing. */
+#include "backend/hosts/proxy.h"
+
+#include <errno.h>
+#include <sched.h>
+#include <semaphore.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "backend/hosts/put_batch.h"
+#include "base/clock.h"
+#include "base/error.h"
+#include "base/thread.h"
+
+#define MAX_OPEN_EPOCHS \
+    4 /* epochs whose sources are being read: two, as kernels wait for that */
+#define MAX_ENTRIES \
+    256 /* entries of a turn, some 8 us: what has come is given, and freed, between */
+#define FEW_IN_FLIGHT 4 /* puts to a host, with which its net has something to do */
+/* Urgent puts to a host, at most: what comes while they are read is joined.  And bytes of rows to a
+ * host, at most, because what is urgent may wait behind them. */
+#define MAX_URGENT_IN_FLIGHT 16
+#define MAX_BYTES_IN_FLIGHT (2u << 20)
+#define URGENT_MAX_PUTS \
+    4 /* of a parcel that is urgent; what is in more pieces waits for the rest, */
+#define URGENT_QUIET_US 5 /* until so long none has come */
+#define PREFETCH_LINES 4  /* of entries, that are fetched before they are looked at */
+#define IDLE_ROUNDS 64    /* that move nothing before the thread naps, */
+#define SPIN_US 200       /* and where there are cores to spare, so long */
+#define SPARE_CORES 8
+#define FIRST_NAP_US 20 /* at first, while an operation runs; then twice as long each time, */
+#define MAX_NAP_BUSY_US 50    /* up to this, */
+#define MAX_NAP_IDLE_US 20000 /* or this, when none runs, unless a call is made */
+#define MESSAGE_TIMEOUT_MS 2000
+
+/* A word of peers' heaps that is no data but what is so now: what comes last counts.  So one is under
+ * way at a time, and it is the newest. */
+typedef struct state_word {
+    uint64_t sent;
+    uint64_t posted; /* with that one */
+} state_word;
+
+enum { MESSAGE_IDLE, MESSAGE_REQUESTED, MESSAGE_POSTED }; /* of a message */
+
+typedef struct message { /* to a host */
+    uint64_t at, posted;
+    uint32_t bytes;
+    int state;
+} message;
+
+struct hosts_proxy {
+    hosts_proxy_setup setup;
+    pthread_t thread;
+    pthread_mutex_t mutex; /* one call of tell() at a time */
+    message messages[NET_MAX_HOSTS];
+    int is_closing;
+    int is_asleep;   /* the thread, until */
+    sem_t wake_up;   /* a call is made or its nap is over */
+    bool is_running; /* an operation */
+    bool has_read;   /* entries, in this turn, */
+    bool has_read_urgent;
+    uint32_t full;        /* hosts for which the net had no room, in this turn */
+    int64_t urgent_at;    /* when one was */
+    bool epoch_ends_next; /* its epoch, once all of `parcels` has been given */
+    put_batcher *batcher;
+    uint64_t num_read;                  /* entries */
+    uint64_t pieces;                    /* those of them that are no ends of epochs, */
+    uint64_t bytes, puts;               /* what they have become */
+    uint64_t max_puts_in_flight;        /* puts of rows to a host that are under way */
+    uint64_t posted[NET_MAX_HOSTS];     /* puts and words to a host */
+    uint64_t num_urgent[NET_MAX_HOSTS]; /* puts of those, and the numbers of the last ones */
+    uint64_t urgent[NET_MAX_HOSTS][MAX_URGENT_IN_FLIGHT];
+    uint64_t ends[MAX_OPEN_EPOCHS][NET_MAX_HOSTS]; /* `given`, when an epoch ended */
+    uint64_t num_ends, num_freed;                  /* epochs */
+    state_word waits[NET_MAX_HOSTS], broken[NET_MAX_HOSTS];
+};
+
+static bool is_done(const hosts_proxy *p, int host, uint64_t count)
+{
+    return p->setup.engine->is_done(p->setup.net, host, count);
+}
+
+static bool is_peer(const hosts_proxy *p, int host)
+{
+    return host != p->setup.host && host < p->setup.num_hosts;
+}
+
+/* ---------------------------------------------------------------------- of the kernels ---- */
+
+static void end_epoch(hosts_proxy *p)
+{
+    memcpy(p->ends[p->num_ends++ % MAX_OPEN_EPOCHS], p->posted, sizeof p->posted);
+    p->is_running = false;
+}
+
+static bool post_put(hosts_proxy *p, int host, uint64_t at, uint32_t bytes)
+{
+    const hosts_proxy_setup *s = &p->setup;
+    if (!s->engine->put(s->net, host, at, s->outbox + at, bytes)) return false;
+    p->posted[host]++;
+    return true;
+}
+
+static void read_piece(hosts_proxy *p, int host, uint64_t entry)
+{
+    const uint64_t word = P2P_ENTRY_WORD(entry);
+    put_batcher_add(p->batcher, host, word, P2P_ENTRY_WORDS(entry));
+    __atomic_store_n(&p->pieces, p->pieces + 1, __ATOMIC_RELAXED); /* as `puts` below */
+    p->has_read_urgent |= put_batcher_is_urgent(p->batcher, word);
+}
+
+/* Takes what there is of an epoch, as long as there is room for it. */
+static int read_entries(hosts_proxy *p)
+{
+    int num_read = 0;
+    p->has_read_urgent = false;
+    while (!p->epoch_ends_next && num_read < MAX_ENTRIES) {
+        const uint64_t *from = &p->setup.ring.entries[p->num_read % P2P_RING_ENTRIES];
+        const uint64_t entry = __atomic_load_n(from, __ATOMIC_ACQUIRE);
+        const int host = P2P_ENTRY_HOST(entry);
+        if (entry >> 56 << 56 != P2P_ENTRY_LAP(p->num_read)) break;
+        if (!put_batcher_has_room(p->batcher, P2P_ENTRY_WORDS(entry))) break;
+        __builtin_prefetch(from + PREFETCH_LINES * 8); /* past the end, too: it does no harm */
+        if (P2P_ENTRY_WORD(entry) == P2P_EPOCH_ENDS)
+            p->epoch_ends_next = true;
+        else if (is_peer(p, host))
+            read_piece(p, host, entry);
+        p->num_read++;
+        num_read++;
+    }
+    p->has_read = num_read > 0;
+    if (p->has_read_urgent) p->urgent_at = clock_us();
+    if (p->has_read) p->is_running = true;
+    __atomic_store_n(&p->setup.ring.words->taken, p->num_read, __ATOMIC_RELEASE);
+    return num_read;
+}
+
+/* Are fewer than `most` of what has been given to a host on its way? */
+static bool has_fewer_in_flight(const hosts_proxy *p, int host, uint64_t max_puts_in_flight)
+{
+    const uint64_t posted = p->posted[host];
+    return posted < max_puts_in_flight || is_done(p, host, posted - max_puts_in_flight + 1);
+}
+
+/* What is urgent goes as soon as no more of it comes: a plan's records are a thousand pieces, of which
+ * warps ship one after the other.  Rows are kept here rather than given to the
+ * net all at once: it would give nothing else for as long as they take.  Parts of parcels go where
+ * the net has little to do while kernels ship nothing; at the end of an epoch all must go. */
+static bool may_go(const void *self, int host, put_batch_kind kind, int puts)
+{
+    const hosts_proxy *p = self;
+    const uint64_t urgent = p->num_urgent[host];
+    if (p->full >> host & 1) return false;
+    if (kind == BATCH_COMPLETE) return has_fewer_in_flight(p, host, p->max_puts_in_flight);
+    if (p->epoch_ends_next) return true;
+    if (kind == BATCH_PARTIAL)
+        return !p->has_read && has_fewer_in_flight(p, host, FEW_IN_FLIGHT);
+    if (puts > URGENT_MAX_PUTS && clock_us() - p->urgent_at < URGENT_QUIET_US) return false;
+    return !p->has_read_urgent &&
+           (urgent < MAX_URGENT_IN_FLIGHT ||
+            is_done(p, host, p->urgent[host][urgent % MAX_URGENT_IN_FLIGHT]));
+}
+
+static void record_urgent(hosts_proxy *p, int host)
+{
+    p->urgent[host][p->num_urgent[host]++ % MAX_URGENT_IN_FLIGHT] = p->posted[host];
+}
+
+/* Gives it to the net, as long as that has room.  Where it has none for one host, what goes to others
+ * goes on: they would wait with that one, and be blamed for it. */
+static int post_batches(hosts_proxy *p)
+{
+    int posted = 0;
+    put_range next;
+    p->full = 0;
+    while (put_batcher_next(p->batcher, may_go, p, &next)) {
+        if (!post_put(p, next.host, next.word * 8, next.words * 8)) {
+            p->full |= 1u << next.host;
+            put_batcher_put_back(p->batcher);
+            continue;
+        }
+        if (put_batcher_is_urgent(p->batcher, next.word)) record_urgent(p, next.host);
+        put_batcher_mark_posted(p->batcher);
+        /* who reads it is another thread */
+        __atomic_store_n(&p->bytes, p->bytes + next.words * 8, __ATOMIC_RELAXED);
+        __atomic_store_n(&p->puts, p->puts + 1, __ATOMIC_RELAXED);
+        posted++;
+    }
+    if (!p->epoch_ends_next || !put_batcher_is_empty(p->batcher)) return posted;
+    end_epoch(p);
+    p->epoch_ends_next = false;
+    return posted;
+}
+
+/* Tells kernels of which epochs the net has read all. */
+static void free_epochs(hosts_proxy *p)
+{
+    while (p->num_freed < p->num_ends) {
+        const uint64_t *posted = p->ends[p->num_freed % MAX_OPEN_EPOCHS];
+        for (int h = 0; h < p->setup.num_hosts; h++)
+            if (is_peer(p, h) && !is_done(p, h, posted[h])) return;
+        __atomic_store_n(&p->setup.ring.words->freed, ++p->num_freed, __ATOMIC_RELEASE);
+    }
+}
+
+/* ------------------------------------------------------------------------ of the rank ---- */
+
+static void send_state_word(hosts_proxy *p, state_word *m, int host, int64_t at, uint64_t value)
+{
+    const hosts_proxy_setup *s = &p->setup;
+    if (value == m->sent || !is_done(p, host, m->posted)) return;
+    if (!s->engine->put_word(s->net, host, (uint64_t)at, value)) return;
+    m->sent = value;
+    m->posted = ++p->posted[host];
+}
+
+/* What this rank has found out and all must know; 0: nothing. */
+static uint64_t broken_word(const hosts_proxy *p)
+{
+    const p2p_status *s = p->setup.status;
+    const uint32_t result = __atomic_load_n(&s->result, __ATOMIC_ACQUIRE);
+    if (result == EPIC_OK || (int)s->reporter != p->setup.host) return 0;
+    return P2P_BROKEN(result, s->operation, s->reporter, s->phase, s->culprits);
+}
+
+static void send_state(hosts_proxy *p)
+{
+    const hosts_proxy_setup *s = &p->setup;
+    const uint64_t waits = __atomic_load_n(&s->ring.words->waits, __ATOMIC_RELAXED);
+    const uint64_t broken = broken_word(p);
+    for (int h = 0; h < s->num_hosts; h++) {
+        if (!is_peer(p, h)) continue;
+        send_state_word(p, &p->waits[h], h, s->at.waits + 8 * s->host, waits);
+        send_state_word(p, &p->broken[h], h, s->at.broken, broken);
+    }
+}
+
+static void progress_message(hosts_proxy *p, int host)
+{
+    message *m = &p->messages[host];
+    const int state = __atomic_load_n(&m->state, __ATOMIC_ACQUIRE);
+    if (state == MESSAGE_REQUESTED && is_done(p, host, p->posted[host]) &&
+        post_put(p, host, m->at, m->bytes)) {
+        m->posted = p->posted[host];
+        __atomic_store_n(&m->state, MESSAGE_POSTED, __ATOMIC_RELEASE);
+    } else if (state == MESSAGE_POSTED && is_done(p, host, m->posted)) {
+        __atomic_store_n(&m->state, MESSAGE_IDLE, __ATOMIC_RELEASE);
+    }
+}
+
+static void mark_dead(const hosts_proxy *p)
+{
+    const hosts_proxy_setup *s = &p->setup;
+    for (int h = 0; h < s->num_hosts; h++)
+        if (is_peer(p, h) && (net_liveness_state(s->liveness, h) == NET_PEER_DEAD ||
+                              s->engine->is_gone(s->net, h)))
+            __atomic_fetch_or(&s->status->dead, 1u << h, __ATOMIC_RELEASE);
+}
+
+/* ------------------------------------------------------------------------- the thread ---- */
+
+/* Returns how much has moved. */
+static int proxy_progress(hosts_proxy *p)
+{
+    int moved = read_entries(p);
+    moved += post_batches(p);
+    moved += p->setup.engine->progress(p->setup.net);
+    free_epochs(p);
+    send_state(p);
+    for (int h = 0; h < p->setup.num_hosts; h++) progress_message(p, h);
+    mark_dead(p);
+    return moved;
+}
+
+static void nap_us(int64_t us)
+{
+    nanosleep(&(struct timespec){.tv_nsec = us * 1000}, NULL);
+}
+
+/* Until a call is made, true, or the time is up. */
+static bool nap_until_called(hosts_proxy *p, int64_t us)
+{
+    const struct timespec end = clock_in_ns(us * 1000);
+    __atomic_store_n(&p->is_asleep, 1, __ATOMIC_SEQ_CST);
+    const bool called = sem_clockwait(&p->wake_up, CLOCK_MONOTONIC, &end) == 0;
+    __atomic_store_n(&p->is_asleep, 0, __ATOMIC_SEQ_CST);
+    return called;
+}
+
+void hosts_proxy_wake(hosts_proxy *p)
+{
+    if (__atomic_exchange_n(&p->is_asleep, 0, __ATOMIC_SEQ_CST)) sem_post(&p->wake_up);
+}
+
+static bool has_spare_cores(void)
+{
+    cpu_set_t mine;
+    return sched_getaffinity(0, sizeof mine, &mine) == 0 && CPU_COUNT(&mine) >= SPARE_CORES;
+}
+
+static int64_t longer_nap(int64_t us)
+{
+    return us < MAX_NAP_IDLE_US / 2 ? us * 2 : MAX_NAP_IDLE_US;
+}
+
+static void *proxy_run(void *self)
+{
+    hosts_proxy *p = self;
+    const int64_t spin_us = has_spare_cores() ? SPIN_US : 0;
+    int64_t us = FIRST_NAP_US, moved_at = clock_us();
+    for (int idle = 0; !__atomic_load_n(&p->is_closing, __ATOMIC_ACQUIRE);) {
+        bool called = false;
+        p2p_beat(p->setup.beats, p->setup.status);
+        if (proxy_progress(p) > 0) {
+            idle = 0;
+            us = FIRST_NAP_US;
+            moved_at = clock_us();
+        } else if (++idle < IDLE_ROUNDS || clock_us() - moved_at < spin_us) {
+            sched_yield();
+        } else if (p->is_running) {
+            nap_us(us < MAX_NAP_BUSY_US ? us : MAX_NAP_BUSY_US);
+            us = longer_nap(us);
+        } else {
+            called = nap_until_called(p, us);
+            us = longer_nap(us);
+        }
+        if (!called) continue;
+        idle = 0;
+        us = FIRST_NAP_US;
+        moved_at = clock_us();
+    }
+    p2p_beats_end(p->setup.status);
+    return NULL;
+}
+
+epic_result hosts_proxy_open(hosts_proxy **out, const hosts_proxy_setup *setup)
+{
+    hosts_proxy *p = calloc(1, sizeof *p);
+    put_batcher *batcher = put_batcher_new(setup->num_hosts, (uint64_t)setup->at.bytes / 8,
+                                           (uint64_t)p2p_heap_poison(&setup->at) / 8,
+                                           setup->engine->preferred_bytes / 8);
+    if (!p || !batcher) {
+        put_batcher_free(batcher);
+        free(p);
+        return epic_fail(EPIC_ENOMEM, "no host memory for a context");
+    }
+    p->setup = *setup;
+    p->batcher = batcher;
+    p->max_puts_in_flight = MAX_BYTES_IN_FLIGHT / setup->engine->preferred_bytes;
+    pthread_mutex_init(&p->mutex, NULL);
+    sem_init(&p->wake_up, 0, 0);
+    const int error = thread_start(&p->thread, proxy_run, p);
+    if (error) {
+        pthread_mutex_destroy(&p->mutex);
+        sem_destroy(&p->wake_up);
+        put_batcher_free(p->batcher);
+        free(p);
+        return epic_fail(EPIC_EDEVICE, "backend hosts: no thread for the net: %s",
+                         strerror(error));
+    }
+    *out = p;
+    return EPIC_OK;
+}
+
+static bool is_idle(const message *m)
+{
+    return __atomic_load_n(&m->state, __ATOMIC_ACQUIRE) == MESSAGE_IDLE;
+}
+
+/* Until the message has come, or a moment has passed. */
+static void wait_for_message(message *m)
+{
+    for (int i = 0; i < MESSAGE_TIMEOUT_MS * 10 && !is_idle(m); i++) nap_us(100);
+}
+
+void hosts_proxy_send(hosts_proxy *p, int host, uint64_t at, uint32_t bytes)
+{
+    message *m = &p->messages[host]; /* one that a host does not read stays, others go on */
+    pthread_mutex_lock(&p->mutex);
+    wait_for_message(m);
+    if (is_idle(m)) {
+        m->at = at;
+        m->bytes = bytes;
+        __atomic_store_n(&m->state, MESSAGE_REQUESTED, __ATOMIC_RELEASE);
+        hosts_proxy_wake(p);
+        wait_for_message(m);
+    }
+    int asked = MESSAGE_REQUESTED; /* what was not begun is given up */
+    __atomic_compare_exchange_n(&m->state, &asked, MESSAGE_IDLE, false, __ATOMIC_ACQ_REL,
+                                __ATOMIC_RELAXED);
+    pthread_mutex_unlock(&p->mutex);
+}
+
+void hosts_proxy_counts(const hosts_proxy *p, uint64_t posted[3])
+{
+    posted[0] = __atomic_load_n(&p->bytes, __ATOMIC_RELAXED);
+    posted[1] = __atomic_load_n(&p->puts, __ATOMIC_RELAXED);
+    posted[2] = __atomic_load_n(&p->pieces, __ATOMIC_RELAXED);
+}
+
+void hosts_proxy_close(hosts_proxy *p)
+{
+    if (!p) return;
+    __atomic_store_n(&p->is_closing, 1, __ATOMIC_RELEASE);
+    hosts_proxy_wake(p);
+    pthread_join(p->thread, NULL);
+    pthread_mutex_destroy(&p->mutex);
+    sem_destroy(&p->wake_up);
+    put_batcher_free(p->batcher);
+    free(p);
+}

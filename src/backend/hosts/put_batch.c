@@ -1,0 +1,285 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "backend/hosts/put_batch.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#define MAX_OPEN 2048 /* parcels of which something is there */
+/* Pieces that come after the last one of a parcel, until no more of it is expected: kernels ship rows
+ * about in their order, as many at once as there are warps. */
+#define STALE_AFTER 512
+#define MAX_SPANS 256 /* of one; what has more, once joined, goes as it is */
+
+typedef struct span {
+    uint32_t first, words;
+} span;
+
+typedef struct put_batch {
+    int host;
+    uint32_t number; /* of those of a heap */
+    uint32_t words;  /* that are there */
+    int num_spans;
+    uint64_t added; /* pieces of all, with its last one */
+    int next; /* of the list that it is in: free ones, waiting ones or ready ones; -1: none */
+    int before;
+    span spans[MAX_SPANS];
+} put_batch;
+
+typedef struct list { /* oldest first */
+    int first, last;
+} list;
+
+struct put_batcher {
+    uint32_t words;        /* of a parcel */
+    uint32_t per_host;     /* parcels of a heap, */
+    uint32_t num_urgent;   /* the first of which are urgent */
+    uint64_t added;        /* pieces */
+    int num_free, current; /* the parcel that is being given; -1: none */
+    int next_span;         /* its spans that have been given */
+    list free;
+    list waiting[2], ready[2]; /* [1]: urgent */
+    uint16_t *open_of;         /* [num_hosts][per_host]: of a waiting one, from 1 */
+    put_batch open[MAX_OPEN];
+};
+
+static void list_append(put_batcher *all, list *to, int i)
+{
+    put_batch *p = &all->open[i];
+    p->next = -1;
+    p->before = to->last;
+    if (to->last >= 0)
+        all->open[to->last].next = i;
+    else
+        to->first = i;
+    to->last = i;
+}
+
+static void list_prepend(put_batcher *all, list *to, int i)
+{
+    put_batch *p = &all->open[i];
+    p->next = to->first;
+    p->before = -1;
+    if (to->first >= 0)
+        all->open[to->first].before = i;
+    else
+        to->last = i;
+    to->first = i;
+}
+
+static void list_remove(put_batcher *all, list *from, int i)
+{
+    const put_batch *p = &all->open[i];
+    if (p->before >= 0)
+        all->open[p->before].next = p->next;
+    else
+        from->first = p->next;
+    if (p->next >= 0)
+        all->open[p->next].before = p->before;
+    else
+        from->last = p->before;
+}
+
+put_batcher *put_batcher_new(int num_hosts, uint64_t heap_words, uint64_t urgent_words,
+                             uint32_t parcel_words)
+{
+    put_batcher *all = calloc(1, sizeof *all);
+    if (!all) return NULL;
+    all->words = parcel_words;
+    all->per_host = (uint32_t)(heap_words / parcel_words + 1);
+    all->num_urgent = (uint32_t)((urgent_words + parcel_words - 1) / parcel_words);
+    all->free = (list){-1, -1};
+    for (int i = 0; i < 2; i++) all->waiting[i] = all->ready[i] = (list){-1, -1};
+    all->current = -1;
+    all->num_free = MAX_OPEN;
+    for (int i = 0; i < MAX_OPEN; i++) list_append(all, &all->free, i);
+    all->open_of = calloc((size_t)num_hosts * all->per_host, sizeof *all->open_of);
+    if (all->open_of) return all;
+    free(all);
+    return NULL;
+}
+
+void put_batcher_free(put_batcher *all)
+{
+    if (all) free(all->open_of);
+    free(all);
+}
+
+/* The first and the last one of a piece may be shared with others. */
+bool put_batcher_has_room(const put_batcher *all, uint32_t words)
+{
+    return all->num_free >= (int)(words / all->words) + 2;
+}
+
+static uint16_t *open_batch_of(put_batcher *all, int host, uint32_t number)
+{
+    return &all->open_of[(size_t)host * all->per_host + number];
+}
+
+static bool is_urgent(const put_batcher *all, uint32_t number)
+{
+    return number < all->num_urgent;
+}
+
+bool put_batcher_is_urgent(const put_batcher *all, uint64_t word)
+{
+    return is_urgent(all, (uint32_t)(word / all->words));
+}
+
+bool put_batcher_is_empty(const put_batcher *all)
+{
+    return all->num_free == MAX_OPEN;
+}
+
+/* The one that was freed last, which is near. */
+static int open_batch(put_batcher *all, int host, uint32_t number)
+{
+    const int i = all->free.last;
+    list_remove(all, &all->free, i);
+    all->num_free--;
+    all->open[i].host = host;
+    all->open[i].number = number;
+    all->open[i].words = 0;
+    all->open[i].num_spans = 0;
+    list_append(all, &all->waiting[is_urgent(all, number)], i);
+    *open_batch_of(all, host, number) = (uint16_t)(i + 1);
+    return i;
+}
+
+/* It waits no more: pieces that come later open another. */
+static void stop_waiting(put_batcher *all, int i)
+{
+    const put_batch *p = &all->open[i];
+    list_remove(all, &all->waiting[is_urgent(all, p->number)], i);
+    *open_batch_of(all, p->host, p->number) = 0;
+}
+
+static int compare_spans(const void *a, const void *b)
+{
+    return ((const span *)a)->first < ((const span *)b)->first ? -1 : 1;
+}
+
+/* Sorts spans, and makes one of those that touch. */
+static void join_spans(put_batch *p)
+{
+    int last = 0;
+    if (p->num_spans > 1)
+        qsort(p->spans, (size_t)p->num_spans, sizeof *p->spans, compare_spans);
+    for (int i = 1; i < p->num_spans; i++) {
+        if (p->spans[last].first + p->spans[last].words == p->spans[i].first)
+            p->spans[last].words += p->spans[i].words;
+        else
+            p->spans[++last] = p->spans[i];
+    }
+    p->num_spans = last + 1;
+}
+
+static void add_span(put_batch *p, uint32_t first, uint32_t words)
+{
+    span *last = p->num_spans ? &p->spans[p->num_spans - 1] : NULL;
+    p->words += words;
+    if (last && last->first + last->words == first)
+        last->words += words;
+    else
+        p->spans[p->num_spans++] = (span){first, words};
+}
+
+/* Rows that no more rows go beside must not wait for the end: who takes them takes others after. */
+static void release_stale(put_batcher *all)
+{
+    const int i = all->waiting[0].first;
+    if (i < 0 || all->added - all->open[i].added < STALE_AFTER) return;
+    stop_waiting(all, i);
+    list_append(all, &all->ready[0], i);
+}
+
+void put_batcher_add(put_batcher *all, int host, uint64_t word, uint32_t words)
+{
+    all->added++;
+    while (words) {
+        const uint32_t number = (uint32_t)(word / all->words);
+        const uint32_t first = (uint32_t)(word % all->words), room = all->words - first;
+        const uint32_t some = words < room ? words : room;
+        const int there = *open_batch_of(all, host, number);
+        const int i = there ? there - 1 : open_batch(all, host, number);
+        put_batch *p = &all->open[i];
+        add_span(p, first, some);
+        p->added = all->added;
+        const bool full = p->num_spans == MAX_SPANS;
+        if (full) join_spans(p);
+        if (p->words == all->words || (full && p->num_spans > MAX_SPANS / 2)) {
+            stop_waiting(all, i);
+            list_append(all, &all->ready[is_urgent(all, number)], i);
+        }
+        word += some;
+        words -= some;
+    }
+    release_stale(all);
+}
+
+/* ------------------------------------------------------------------------------- giving ---- */
+
+/* The first of a list that may go; -1: none. */
+static int first_allowed(const put_batcher *all, const list *from, put_batch_kind kind,
+                         put_batch_may_go *may, const void *self)
+{
+    int i = from->first;
+    while (i >= 0 && !may(self, all->open[i].host, kind, all->open[i].num_spans))
+        i = all->open[i].next;
+    return i;
+}
+
+/* The parcel to give next is `now`. */
+static bool choose_batch(put_batcher *all, put_batch_may_go *may, const void *self)
+{
+    int i = -1;
+    for (int urgent = 1; urgent >= 0 && i < 0; urgent--) {
+        i = first_allowed(all, &all->ready[urgent], urgent ? BATCH_URGENT : BATCH_COMPLETE, may,
+                          self);
+        if (i >= 0) {
+            list_remove(all, &all->ready[urgent], i);
+            break;
+        }
+        i = first_allowed(all, &all->waiting[urgent], urgent ? BATCH_URGENT : BATCH_PARTIAL,
+                          may, self);
+        if (i >= 0) stop_waiting(all, i);
+    }
+    if (i < 0) return false;
+    put_batch *p = &all->open[i];
+    if (p->words == all->words) { /* all of it, in whatever order it came */
+        p->num_spans = 1;
+        p->spans[0] = (span){0, p->words};
+    }
+    join_spans(p);
+    all->current = i;
+    all->next_span = 0;
+    return true;
+}
+
+bool put_batcher_next(put_batcher *all, put_batch_may_go *may, const void *self, put_range *out)
+{
+    if (all->current < 0 && !choose_batch(all, may, self)) return false;
+    const put_batch *p = &all->open[all->current];
+    *out =
+        (put_range){.host = p->host,
+                    .word = (uint64_t)p->number * all->words + p->spans[all->next_span].first,
+                    .words = p->spans[all->next_span].words};
+    return true;
+}
+
+void put_batcher_mark_posted(put_batcher *all)
+{
+    if (++all->next_span < all->open[all->current].num_spans) return;
+    list_append(all, &all->free, all->current);
+    all->num_free++;
+    all->current = -1;
+}
+
+void put_batcher_put_back(put_batcher *all)
+{
+    put_batch *p = &all->open[all->current];
+    for (int i = 0; i < all->next_span; i++) p->words -= p->spans[i].words;
+    p->num_spans -= all->next_span;
+    memmove(p->spans, p->spans + all->next_span, (size_t)p->num_spans * sizeof *p->spans);
+    list_prepend(all, &all->ready[is_urgent(all, p->number)], all->current);
+    all->current = -1;
+}

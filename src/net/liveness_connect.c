@@ -1,0 +1,256 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Making lines.  Each rank listens and calls the hosts below its own, one address after another.  A
+ * caller begins with the secret of the rank that it calls, the answer is the caller's secret: both
+ * have been at the bootstrap.  An address may lead elsewhere, as one of a container's bridge does, and
+ * whoever finds the port may call: such are hung up on. */
+#include <errno.h>
+#include <poll.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+
+#include "base/deadline.h"
+#include "base/error.h"
+#include "bootstrap/bootstrap.h"
+#include "net/liveness_inner.h"
+
+#define MAX_INCOMING 32 /* callers that may be heard at once; then the first is hung up on */
+#define ADDRESS_TRY_MS 1000 /* for one address */
+#define RETRY_PAUSE_MS 50   /* before the next one, when it refused */
+#define POLL_MS 50
+#define MAGIC 0x656e696c63697065ull /* "epicline" in memory */
+
+typedef struct handshake {
+    uint64_t magic, group_id;
+    uint64_t secret[2]; /* of the one who is spoken to */
+    int32_t host, num_hosts;
+} handshake;
+
+/* A connection that is not a line yet. */
+typedef struct connection {
+    int fd; /* -1: none */
+    bool has_sent;
+    int next;            /* calls: the address to try next */
+    int64_t until_ms;    /* calls: when to try it */
+    size_t num_received; /* bytes of what the other says */
+    handshake received;
+} connection;
+
+typedef struct connect_state {
+    net_liveness *lines;
+    const unsigned char *handles;
+    connection outgoing[NET_MAX_HOSTS];
+    connection incoming[MAX_INCOMING];
+    int next_incoming;
+} connect_state;
+
+static epic_result fail_with_errno(const char *what)
+{
+    const int error = errno;
+    return epic_fail(EPIC_EDEVICE, "lines: %s: %s%s", what, strerror(error),
+                     epic_way_out(error));
+}
+
+epic_result net_liveness_listen(net_liveness **out, const net_liveness_setup *setup,
+                                void *handle)
+{
+    net_liveness *l = calloc(1, sizeof *l);
+    if (!l) return epic_fail(EPIC_ENOMEM, "no host memory for lines");
+    l->setup = *setup;
+    if (!l->setup.silence_ms) l->setup.silence_ms = 800;
+    l->stop_event = -1;
+    for (int h = 0; h < NET_MAX_HOSTS; h++) l->sockets[h] = -1;
+    l->listener = liveness_open_listener(&l->handle.port);
+    l->handle.num_addresses =
+        (uint32_t)liveness_find_addresses(l->handle.addresses, setup->interface);
+    epic_result result = EPIC_OK;
+    if (l->listener < 0)
+        result = fail_with_errno("listening");
+    else if (getrandom(l->handle.secret, sizeof l->handle.secret, 0) != sizeof l->handle.secret)
+        result = fail_with_errno("getrandom");
+    else if (l->handle.num_addresses == 0)
+        result =
+            epic_fail(EPIC_EDEVICE, "lines: no interface%s%.40s of this host has an address",
+                      setup->interface ? " " : "", setup->interface ? setup->interface : "");
+    if (result == EPIC_OK) {
+        memcpy(handle, &l->handle, sizeof l->handle);
+        *out = l;
+    } else
+        net_liveness_forget(l);
+    return result;
+}
+
+static liveness_handle handle_of(const connect_state *o, int host)
+{
+    liveness_handle handle;
+    memcpy(&handle, o->handles + (size_t)host * NET_LIVENESS_HANDLE_BYTES, sizeof handle);
+    if (handle.num_addresses > LIVENESS_MAX_ADDRESSES)
+        handle.num_addresses = LIVENESS_MAX_ADDRESSES;
+    return handle;
+}
+
+/* --------------------------------------------------------------------------- talking ---- */
+
+static bool send_handshake(const connect_state *o, int fd, int to)
+{
+    const liveness_handle handle = handle_of(o, to);
+    const net_liveness_setup *s = &o->lines->setup;
+    const handshake mine = {
+        MAGIC, s->group_id, {handle.secret[0], handle.secret[1]}, s->host, s->num_hosts};
+    return send(fd, &mine, sizeof mine, MSG_NOSIGNAL) == (ssize_t)sizeof mine;
+}
+
+/* Hears what has come.  False: the other hung up. */
+static bool receive_handshake(connection *t)
+{
+    const size_t left = sizeof t->received - t->num_received;
+    const ssize_t count = recv(t->fd, (char *)&t->received + t->num_received, left, 0);
+    if (count > 0) t->num_received += (size_t)count;
+    return count > 0 || (count < 0 && (errno == EAGAIN || errno == EINTR));
+}
+
+/* The host that speaks, or -1: not one of us. */
+static int identify_host(const connect_state *o, const connection *t)
+{
+    const net_liveness *l = o->lines;
+    const handshake *g = &t->received;
+    const bool ours = t->num_received == sizeof *g && g->magic == MAGIC &&
+                      g->group_id == l->setup.group_id &&
+                      !memcmp(g->secret, l->handle.secret, sizeof g->secret) &&
+                      g->num_hosts == l->setup.num_hosts;
+    return ours && g->host >= 0 && g->host < l->setup.num_hosts ? g->host : -1;
+}
+
+/* The connection is a line now. */
+static void adopt_connection(connect_state *o, connection *t, int host)
+{
+    o->lines->sockets[host] = t->fd;
+    t->fd = -1;
+}
+
+/* ------------------------------------------------------------------ calling and called ---- */
+
+static void try_next_address(connect_state *o, int host, int64_t now)
+{
+    connection *t = &o->outgoing[host];
+    const liveness_handle handle = handle_of(o, host);
+    liveness_close_socket(&t->fd);
+    *t = (connection){.fd = -1, .next = t->next + 1, .until_ms = now + RETRY_PAUSE_MS};
+    if (handle.num_addresses == 0) return;
+    t->fd = liveness_begin_connect(
+        &handle.addresses[(uint32_t)(t->next - 1) % handle.num_addresses], handle.port);
+    if (t->fd >= 0) t->until_ms = now + ADDRESS_TRY_MS;
+}
+
+/* Once it is connected a call waits for its answer as long as there is time: who is called may be
+ * late. */
+static void advance_outgoing(connect_state *o, int host, short events, int64_t now)
+{
+    connection *t = &o->outgoing[host];
+    if (t->fd >= 0 && !t->has_sent && events) t->has_sent = send_handshake(o, t->fd, host);
+    const bool lost = t->fd >= 0 && events && (!t->has_sent || !receive_handshake(t));
+    if (lost) {
+        liveness_close_socket(&t->fd);
+        *t = (connection){.fd = -1, .next = t->next, .until_ms = now + RETRY_PAUSE_MS};
+    }
+    const bool answered = t->num_received == sizeof t->received;
+    if (answered && identify_host(o, t) == host)
+        adopt_connection(o, t, host);
+    else if (answered || (!t->has_sent && now >= t->until_ms))
+        try_next_address(o, host, now);
+}
+
+static void accept_connection(connect_state *o)
+{
+    const int fd = accept4(o->lines->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
+    if (fd < 0) return;
+    connection *t = &o->incoming[o->next_incoming++ % MAX_INCOMING];
+    liveness_close_socket(&t->fd);
+    *t = (connection){.fd = fd};
+}
+
+static void advance_incoming(connect_state *o, connection *t)
+{
+    const bool there = receive_handshake(t);
+    if (there && t->num_received < sizeof t->received) return;
+    const int host = identify_host(o, t);
+    const bool wanted = host > o->lines->setup.host && o->lines->sockets[host] < 0;
+    if (wanted && send_handshake(o, t->fd, host))
+        adopt_connection(o, t, host);
+    else
+        liveness_close_socket(&t->fd);
+}
+
+/* ---------------------------------------------------------------------------- waiting ---- */
+
+static int find_missing(const net_liveness *l, bool *which)
+{
+    int count = 0;
+    for (int h = 0; h < l->setup.num_hosts; h++)
+        if (h != l->setup.host && l->sockets[h] < 0) {
+            which[liveness_rank_of(l, h)] = true;
+            count++;
+        }
+    return count;
+}
+
+static bool must_connect(const net_liveness *l, int host)
+{
+    return host < l->setup.host && l->sockets[host] < 0;
+}
+
+/* Waits for a moment and does what there is to do. */
+static epic_result poll_once(connect_state *o)
+{
+    net_liveness *l = o->lines;
+    struct pollfd polls[1 + NET_MAX_HOSTS + MAX_INCOMING], *p = polls;
+    *p++ = (struct pollfd){.fd = l->listener, .events = POLLIN};
+    for (int h = 0; h < NET_MAX_HOSTS; h++)
+        *p++ = (struct pollfd){.fd = o->outgoing[h].fd,
+                               .events = o->outgoing[h].has_sent ? POLLIN : POLLOUT};
+    for (int g = 0; g < MAX_INCOMING; g++)
+        *p++ = (struct pollfd){.fd = o->incoming[g].fd, .events = POLLIN};
+    if (poll(polls, (nfds_t)(p - polls), POLL_MS) < 0 && errno != EINTR)
+        return fail_with_errno("poll");
+    const int64_t now = epic_bootstrap_now();
+    for (int h = 0; h < l->setup.num_hosts; h++)
+        if (must_connect(l, h)) advance_outgoing(o, h, polls[1 + h].revents, now);
+    for (int g = 0; g < MAX_INCOMING; g++)
+        if (polls[1 + NET_MAX_HOSTS + g].revents) advance_incoming(o, &o->incoming[g]);
+    if (polls[0].revents) accept_connection(o);
+    return EPIC_OK;
+}
+
+static epic_result fail_with_missing(const net_liveness *l, const bool *which)
+{
+    char names[256];
+    const int num_ranks = l->setup.num_hosts * l->setup.ranks_per_host;
+    epic_bootstrap_names(names, sizeof names, which, num_ranks);
+    return epic_fail(
+        EPIC_ETIMEOUT,
+        "lines: no TCP connection with %s within %u ms: it did not come, or this host "
+        "cannot reach it; see to firewalls, and to the interface%s%.40s",
+        names, l->setup.timeout_ms, l->setup.interface ? " " : "",
+        l->setup.interface ? l->setup.interface : "");
+}
+
+epic_result net_liveness_connect(net_liveness *l, const void *handles)
+{
+    connect_state o = {.lines = l, .handles = handles};
+    deadline end = deadline_begin_ms(l->setup.timeout_ms);
+    for (int h = 0; h < NET_MAX_HOSTS; h++) o.outgoing[h].fd = -1;
+    for (int g = 0; g < MAX_INCOMING; g++) o.incoming[g].fd = -1;
+    epic_result result = EPIC_OK;
+    for (;;) {
+        bool which[NET_MAX_HOSTS * 64] = {false};
+        if (result != EPIC_OK || find_missing(l, which) == 0) break;
+        const bool late = deadline_before_nap(&end, POLL_MS * 1000000ull);
+        result = late ? fail_with_missing(l, which) : poll_once(&o);
+    }
+    for (int h = 0; h < NET_MAX_HOSTS; h++) liveness_close_socket(&o.outgoing[h].fd);
+    for (int g = 0; g < MAX_INCOMING; g++) liveness_close_socket(&o.incoming[g].fd);
+    liveness_close_socket(&l->listener);
+    return result == EPIC_OK ? liveness_start_thread(l) : result;
+}

@@ -1,0 +1,407 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The first strand is the caller's: words and small puts go by it, and find nothing large before
+ * them.  Larger puts are dealt to the threads in turn. */
+#include "net/striped/striped.h"
+
+#include <sched.h>
+#include <semaphore.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/clock.h"
+#include "base/thread.h"
+
+#ifndef STRIPED_LARGE
+#define STRIPED_LARGE (32u << 10) /* bytes of a put, from which on a thread takes it */
+#endif
+#define MAX_JOBS 64        /* of a strand that its thread has not begun */
+#define MAX_IN_FLIGHT 1024 /* puts and words to a host; more come again later */
+#define CLOSE_MS 1000      /* how long what was taken is still sent */
+
+/* A thread naps when so many of its turns have moved nothing, each time twice as long: for a moment
+ * at most while the caller looks often, else until the caller gives anything, and so begins an
+ * operation.  What has come before that can wait. */
+#define IDLE_ROUNDS 64
+#define FIRST_NAP_US 20
+#define MAX_NAP_BUSY_US 50
+#define POLL_OFTEN_US 200
+#define MAX_NAP_IDLE_US 200000
+
+typedef struct job {
+    uint64_t to;
+    const void *from;
+    uint32_t bytes;
+    int host;
+} job;
+
+/* `given` belongs to who looks at the strand; all that both sides read is atomic. */
+typedef struct stripe {
+    net *net;
+    net *owner; /* that it is of */
+    uint64_t posted[NET_MAX_HOSTS];
+    uint64_t completed[NET_MAX_HOSTS]; /* of those, the first ones */
+    uint32_t failed_hosts;             /* hosts that it has given up */
+    pthread_t thread;
+    bool has_thread;          /* the thread, and it closes its net at its end */
+    uint64_t queued, started; /* jobs */
+    job jobs[MAX_JOBS];
+    int64_t nap_us; /* us, 0: it is awake */
+    sem_t awake;
+} stripe;
+
+typedef struct peer {
+    uint64_t posted, finished;
+    uint8_t stripe_of[MAX_IN_FLIGHT]; /* the strand of each that is under way */
+    uint64_t num_completed[STRIPED_MAX];
+} peer;
+
+struct net {
+    net_setup setup;
+    int num_stripes, next;
+    int is_closing;
+    uint64_t num_polls, num_calls; /* of the caller: `calls` gave something */
+    peer peers[NET_MAX_HOSTS];
+    stripe stripes[STRIPED_MAX];
+};
+
+/* Cards of strands, one after the other, each without the zeros at its end. */
+typedef struct handle {
+    uint16_t length[STRIPED_MAX]; /* 0: there is no such strand */
+    unsigned char bytes[NET_HANDLE_BYTES - STRIPED_MAX * sizeof(uint16_t)];
+} handle;
+_Static_assert(sizeof(handle) == NET_HANDLE_BYTES, "a card is what the bootstrap carries");
+
+/* ------------------------------------------------------------------------- of a strand ---- */
+
+static bool stripe_post(stripe *s, int host, uint64_t to, const void *from, uint32_t bytes)
+{
+    if (!striped_over.engine->put(s->net, host, to, from, bytes)) return false;
+    s->posted[host]++;
+    return true;
+}
+
+static void stripe_update(stripe *s, int host)
+{
+    uint64_t completed = s->completed[host];
+    while (completed < s->posted[host] &&
+           striped_over.engine->is_done(s->net, host, completed + 1))
+        completed++;
+    __atomic_store_n(&s->completed[host], completed, __ATOMIC_RELEASE);
+    if (striped_over.engine->is_gone(s->net, host))
+        __atomic_fetch_or(&s->failed_hosts, 1u << host, __ATOMIC_RELEASE);
+}
+
+static int stripe_progress(stripe *s)
+{
+    const net_setup *setup = &s->owner->setup;
+    const int moved = striped_over.engine->progress(s->net);
+    for (int h = 0; h < setup->num_hosts; h++)
+        if (h != setup->host) stripe_update(s, h);
+    return moved;
+}
+
+/* -------------------------------------------------------------------------- its thread ---- */
+
+static int stripe_take_jobs(stripe *s)
+{
+    const uint64_t queued = __atomic_load_n(&s->queued, __ATOMIC_ACQUIRE);
+    uint64_t started = s->started;
+    for (; started < queued; started++) {
+        const job *j = &s->jobs[started % MAX_JOBS];
+        if (!stripe_post(s, j->host, j->to, j->from, j->bytes)) break;
+    }
+    const int taken = (int)(started - s->started);
+    __atomic_store_n(&s->started, started, __ATOMIC_RELEASE);
+    return taken;
+}
+
+/* Until it is woken, unless calls were made since there were `calls`, or the net closes. */
+static void stripe_nap(stripe *s, int64_t us, uint64_t num_calls)
+{
+    const struct timespec end = clock_in_ns(us * 1000);
+    __atomic_store_n(&s->nap_us, us, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&s->owner->num_calls, __ATOMIC_SEQ_CST) == num_calls &&
+        !__atomic_load_n(&s->owner->is_closing, __ATOMIC_SEQ_CST))
+        sem_clockwait(&s->awake, CLOCK_MONOTONIC, &end);
+    __atomic_store_n(&s->nap_us, 0, __ATOMIC_SEQ_CST);
+}
+
+/* From a nap that is longer than `us`. */
+static void stripe_wake(stripe *s, int64_t us)
+{
+    if (__atomic_load_n(&s->nap_us, __ATOMIC_SEQ_CST) > us &&
+        __atomic_exchange_n(&s->nap_us, 0, __ATOMIC_SEQ_CST))
+        sem_post(&s->awake);
+}
+
+/* The longest nap, if the caller has looked so often in one of `us`. */
+static int64_t longest_nap_us(uint64_t num_polls, int64_t us)
+{
+    return (int64_t)num_polls > us / POLL_OFTEN_US ? MAX_NAP_BUSY_US : MAX_NAP_IDLE_US;
+}
+
+static void *stripe_run(void *self)
+{
+    stripe *s = self;
+    const net *n = s->owner;
+    int64_t us = FIRST_NAP_US;
+    for (int idle = 0; !__atomic_load_n(&n->is_closing, __ATOMIC_ACQUIRE);) {
+        const uint64_t num_calls = __atomic_load_n(&n->num_calls, __ATOMIC_SEQ_CST);
+        const uint64_t num_polls = __atomic_load_n(&n->num_polls, __ATOMIC_RELAXED);
+        if (stripe_take_jobs(s) + stripe_progress(s) > 0) {
+            idle = 0;
+            us = FIRST_NAP_US;
+        } else if (++idle < IDLE_ROUNDS) {
+            sched_yield();
+        } else {
+            stripe_nap(s, us, num_calls);
+            const int64_t most = longest_nap_us(
+                __atomic_load_n(&n->num_polls, __ATOMIC_RELAXED) - num_polls, us);
+            us = 2 * us < most ? 2 * us : most;
+        }
+    }
+    const int64_t end = clock_us() + CLOSE_MS * 1000;
+    while (s->started < s->queued && clock_us() < end)
+        if (stripe_take_jobs(s) + stripe_progress(s) == 0) sched_yield();
+    striped_over.engine->close(s->net);
+    return NULL;
+}
+
+static epic_result stripe_start(stripe *s, char *why)
+{
+    const int error = thread_start(&s->thread, stripe_run, s);
+    s->has_thread = error == 0;
+    if (s->has_thread) return EPIC_OK;
+    snprintf(why, NET_WHY_BYTES, "net \"%s\": no thread for a stripe: %s",
+             striped_over.engine->name, strerror(error));
+    return EPIC_EDEVICE;
+}
+
+/* ----------------------------------------------------------------------------- opening ---- */
+
+static size_t handle_length(const unsigned char *bytes)
+{
+    size_t length = NET_HANDLE_BYTES;
+    while (length > 0 && !bytes[length - 1]) length--;
+    return length;
+}
+
+/* One more strand, and its card behind those of the others.  EPIC_ENOTSUP: that has no room. */
+static epic_result add_stripe(net *n, handle *all, size_t *used, char *why)
+{
+    unsigned char mine[NET_HANDLE_BYTES] = {0};
+    net_setup setup = n->setup;
+    stripe *s = &n->stripes[n->num_stripes];
+    setup.threads = 0;
+    s->owner = n;
+    const epic_result result = striped_over.engine->open(&s->net, &setup, mine, why);
+    if (result != EPIC_OK) return result;
+    const size_t length = handle_length(mine);
+    if (length > sizeof all->bytes - *used) {
+        snprintf(why, NET_WHY_BYTES, "net \"%s\": a handle of %zu bytes is too large",
+                 striped_over.engine->name, length);
+        striped_over.engine->close(s->net);
+        return EPIC_ENOTSUP;
+    }
+    memcpy(all->bytes + *used, mine, length);
+    *used += length;
+    all->length[n->num_stripes++] = (uint16_t)length;
+    sem_init(&s->awake, 0, 0);
+    return EPIC_OK;
+}
+
+static epic_result add_stripes(net *n, handle *all, char *why)
+{
+    size_t used = 0;
+    int wanted = 1 + n->setup.threads;
+    if (wanted > STRIPED_MAX) wanted = STRIPED_MAX;
+    epic_result result = add_stripe(n, all, &used, why);
+    if (result != EPIC_OK || !striped_over.can_gain(n->stripes[0].net)) return result;
+    while (result == EPIC_OK && n->num_stripes < wanted)
+        result = add_stripe(n, all, &used, why);
+    return result == EPIC_ENOTSUP ? EPIC_OK : result; /* with those that there are */
+}
+
+epic_result striped_open(net **out, const net_setup *setup, void *bytes, char *why)
+{
+    net *n = calloc(1, sizeof *n);
+    if (!n) {
+        snprintf(why, NET_WHY_BYTES, "net \"%s\": no host memory", striped_over.engine->name);
+        return EPIC_ENOMEM;
+    }
+    n->setup = *setup;
+    const epic_result result = add_stripes(n, bytes, why);
+    if (result == EPIC_OK)
+        *out = n;
+    else
+        striped_close(n);
+    return result;
+}
+
+/* -------------------------------------------------------------------------- connecting ---- */
+
+/* The strands that a card has; 0: it is damaged. */
+static int count_stripes(const handle *c)
+{
+    size_t used = 0;
+    int count = 0;
+    for (; count < STRIPED_MAX && c->length[count]; count++) used += c->length[count];
+    return used <= sizeof c->bytes ? count : 0;
+}
+
+static void copy_handle(const handle *from, int stripe, unsigned char *to)
+{
+    size_t at = 0;
+    for (int s = 0; s < stripe; s++) at += from->length[s];
+    memset(to, 0, NET_HANDLE_BYTES);
+    memcpy(to, from->bytes + at, from->length[stripe]);
+}
+
+/* As many strands as every host has; the others are closed. */
+static epic_result agree_on_count(net *n, const handle *handles, char *why)
+{
+    int count = n->num_stripes;
+    for (int h = 0; h < n->setup.num_hosts; h++) {
+        const int theirs = count_stripes(&handles[h]);
+        if (h == n->setup.host) continue;
+        if (theirs == 0) {
+            snprintf(why, NET_WHY_BYTES, "net \"%s\": the handle of host %d is damaged",
+                     striped_over.engine->name, h);
+            return EPIC_EMISMATCH;
+        }
+        if (theirs < count) count = theirs;
+    }
+    while (n->num_stripes > count) striped_over.engine->close(n->stripes[--n->num_stripes].net);
+    return EPIC_OK;
+}
+
+epic_result striped_connect(net *n, const void *bytes, char *why)
+{
+    const handle *handles = bytes;
+    const int hosts = n->setup.num_hosts;
+    epic_result result = agree_on_count(n, handles, why);
+    if (result != EPIC_OK) return result;
+    unsigned char *own = malloc((size_t)hosts * NET_HANDLE_BYTES);
+    if (!own) {
+        snprintf(why, NET_WHY_BYTES, "net \"%s\": no host memory", striped_over.engine->name);
+        return EPIC_ENOMEM;
+    }
+    for (int s = 0; s < n->num_stripes && result == EPIC_OK; s++) {
+        for (int h = 0; h < hosts; h++)
+            copy_handle(&handles[h], s, own + (size_t)h * NET_HANDLE_BYTES);
+        result = striped_over.engine->connect(n->stripes[s].net, own, why);
+    }
+    free(own);
+    for (int s = 1; s < n->num_stripes && result == EPIC_OK; s++)
+        result = stripe_start(&n->stripes[s], why);
+    return result;
+}
+
+/* ----------------------------------------------------------------------------- sending ---- */
+
+static bool has_room(const net *n, int host)
+{
+    return n->peers[host].posted - n->peers[host].finished < MAX_IN_FLIGHT;
+}
+
+/* Something was given to a strand; what the peers answer may come by any. */
+static bool record_put(net *n, int host, int stripe)
+{
+    peer *p = &n->peers[host];
+    p->stripe_of[p->posted++ % MAX_IN_FLIGHT] = (uint8_t)stripe;
+    __atomic_store_n(&n->num_calls, n->num_calls + 1, __ATOMIC_SEQ_CST);
+    for (int s = 1; s < n->num_stripes; s++)
+        stripe_wake(&n->stripes[s], s == stripe ? 0 : MAX_NAP_BUSY_US);
+    return true;
+}
+
+/* To the next thread. */
+static bool queue_put(net *n, const job *j)
+{
+    const int number = 1 + n->next;
+    stripe *s = &n->stripes[number];
+    if (s->queued - __atomic_load_n(&s->started, __ATOMIC_ACQUIRE) == MAX_JOBS) return false;
+    s->jobs[s->queued % MAX_JOBS] = *j;
+    __atomic_store_n(&s->queued, s->queued + 1, __ATOMIC_RELEASE);
+    n->next = number % (n->num_stripes - 1);
+    return record_put(n, j->host, number);
+}
+
+bool striped_put(net *n, int host, uint64_t to, const void *from, uint32_t bytes)
+{
+    if (!has_room(n, host)) return false;
+    if (n->num_stripes > 1 && bytes >= STRIPED_LARGE)
+        return queue_put(n, &(job){.to = to, .from = from, .bytes = bytes, .host = host});
+    return stripe_post(&n->stripes[0], host, to, from, bytes) && record_put(n, host, 0);
+}
+
+bool striped_put_word(net *n, int host, uint64_t to, uint64_t value)
+{
+    stripe *s = &n->stripes[0];
+    if (!has_room(n, host) || !striped_over.engine->put_word(s->net, host, to, value))
+        return false;
+    s->posted[host]++;
+    return record_put(n, host, 0);
+}
+
+/* Those that have left, up to the first that has not. */
+static int advance_finished(net *n, int host)
+{
+    peer *p = &n->peers[host];
+    const uint64_t before = p->finished;
+    for (; p->finished < p->posted; p->finished++) {
+        const int s = p->stripe_of[p->finished % MAX_IN_FLIGHT];
+        const uint64_t completed =
+            __atomic_load_n(&n->stripes[s].completed[host], __ATOMIC_ACQUIRE);
+        if (completed == p->num_completed[s]) break;
+        p->num_completed[s]++;
+    }
+    return (int)(p->finished - before);
+}
+
+int striped_progress(net *n)
+{
+    int moved = stripe_progress(&n->stripes[0]);
+    __atomic_store_n(&n->num_polls, n->num_polls + 1, __ATOMIC_RELAXED);
+    for (int h = 0; h < n->setup.num_hosts; h++) moved += advance_finished(n, h);
+    return moved;
+}
+
+bool striped_is_done(const net *n, int host, uint64_t count)
+{
+    return n->peers[host].finished >= count;
+}
+
+bool striped_is_gone(const net *n, int host)
+{
+    for (int s = 0; s < n->num_stripes; s++)
+        if (__atomic_load_n(&n->stripes[s].failed_hosts, __ATOMIC_ACQUIRE) >> host & 1)
+            return true;
+    return false;
+}
+
+void striped_describe(const net *n, char *to, size_t size)
+{
+    striped_over.engine->describe(n->stripes[0].net, to, size);
+    const size_t used = strlen(to);
+    if (n->num_stripes > 1)
+        snprintf(to + used, size - used, ", over %d stripes", n->num_stripes);
+}
+
+/* ----------------------------------------------------------------------------- closing ---- */
+
+void striped_close(net *n)
+{
+    if (!n) return;
+    __atomic_store_n(&n->is_closing, 1, __ATOMIC_SEQ_CST);
+    for (int s = 0; s < n->num_stripes; s++) {
+        stripe_wake(&n->stripes[s], 0);
+        if (!n->stripes[s].has_thread) striped_over.engine->close(n->stripes[s].net);
+    }
+    for (int s = 0; s < n->num_stripes; s++) {
+        if (n->stripes[s].has_thread) pthread_join(n->stripes[s].thread, NULL);
+        sem_destroy(&n->stripes[s].awake);
+    }
+    free(n);
+}
