@@ -105,11 +105,7 @@ extern "C" cudaError_t p2p_launch_combine_backward(const p2p_combine_backward_jo
     const int block = block_of(job->type, quantize), bytes = memory_bytes(job->type, quantize);
     p2p_combine_backward_job copy = *job;
     const int roles = num_roles(job->self) + num_forward_roles(job->self);
-#ifdef EPIC_HOSTS
     deal_units_for_net(job->self, copy, num_sms, block, roles, vectors);
-#else
-    deal_units(copy, num_sms, block, roles, vectors);
-#endif
     /* Dot products are added two lags behind.  If all warps together do more tokens than that at a
      * time, each turn of theirs waits for the slowest unit of the one before. */
     const int at_a_time = copy.units / units_per_token(copy, roles, vectors);
@@ -120,9 +116,7 @@ extern "C" cudaError_t p2p_launch_combine_backward(const p2p_combine_backward_jo
     if (job->row_bytes <= 4096 && copy.lag > 128)
         copy.lag = 128; /* short rows: what is enough */
     if (copy.lag < lag) copy.lag = lag;
-#ifdef EPIC_HOSTS
     copy.lag = lag_for_net(job->self, copy.lag, job->num_tokens);
-#endif
     return launch_kernel(kernel_of(job->type, exact, quantize), num_sms, block, bytes, stream,
                          copy);
 }

@@ -125,8 +125,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     {
         if (slots) {
             slots--;
-            ring.copy(rows + row_offset((slot++)->number, m.shape), vector, m.shape, true,
-                      m.policy);
+            ring.copy_piece(rows + row_offset((slot++)->number, m.shape), vector, m.shape, true,
+                            m.policy);
         } else {
             if (!pieces && copied != begun) open_unit();
             if (pieces) {
@@ -134,7 +134,7 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
                 vector += V * WARP;
                 rows += Pieces::PIECE_BYTES;
                 if (copying->work && !is_host_memory(m.op, from))
-                    ring.copy(from, vector, m.shape, false, m.policy);
+                    ring.copy_piece(from, vector, m.shape, false, m.policy);
                 from += Pieces::PIECE_BYTES;
                 if (copying->role && m.job.d_slot_weights) slots = (int)copying->work;
                 slot = copying->slots;

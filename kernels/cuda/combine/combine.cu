@@ -56,9 +56,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
         (uint4 *)memory + threadIdx.x / WARP * LEAF_LEVELS * (has_f32_partials ? 2 : 1) * WARP;
     CombineState c = {job,   op,    plan,          expert, source,
                       stack, shape, policy_once(), 0,      (int)h.top_k};
-#ifdef EPIC_HOSTS
-    c.adds_by_host = adds_by_host;
-#endif
+    set_adds_by_host(c, adds_by_host);
     bool ok = true;
     if (moves && streams && !tree)
         ok = combine_stream<ROW, EXACT, false>(c, op, memory);
@@ -126,9 +124,7 @@ extern "C" cudaError_t p2p_launch_combine(const p2p_combine_job *job, int num_sm
     const bool exact = job->aligned && job->row_bytes % (STREAM_V * 512) == 0;
     p2p_combine_job copy = *job;
     copy.lag = lag_of(copy, num_sms);
-#ifdef EPIC_HOSTS
     copy.lag = lag_for_net(job->self, copy.lag, job->num_tokens);
-#endif
     return launch_kernel(kernel_of(job->type, exact), num_sms, BLOCK, memory_bytes(), stream,
                          copy);
 }

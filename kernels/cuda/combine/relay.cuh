@@ -7,8 +7,6 @@
 #ifndef EPIC_COMBINE_RELAY_CUH
 #define EPIC_COMBINE_RELAY_CUH
 
-#ifdef EPIC_HOSTS
-
 /* Where this lane's vector of a unit's node is, in a box. */
 template <int P>
 __device__ __forceinline__ uint4 *node_address(const CombineState &c, const Unit &u,
@@ -74,7 +72,7 @@ add_partials_of_host(const CombineState &c, const Unit &u, int rank, bool &some,
     LeafStack<ROW, PART> stack = {c.stack, 0, 0};
     for (int place = 0; place < self.num_ranks; place++) {
         const int from = c.plan.header.rank_at[place];
-        if (from / self.local != self.rank / self.local) continue;
+        if (from / ranks_per_host(self) != self.rank / ranks_per_host(self)) continue;
         if (from == self.rank) {
             if (some) stack.push_node(node, (uint32_t)place);
             continue;
@@ -117,5 +115,4 @@ __device__ __forceinline__ bool relay_unit(const CombineState &c, const Unit &u,
     return true;
 }
 
-#endif
 #endif

@@ -143,14 +143,14 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         }
         if (slots) {
             slots--;
-            ring.copy(rows + row_offset((slot++)->number, c.shape), vector, c.shape, true,
-                      c.policy);
+            ring.copy_piece(rows + row_offset((slot++)->number, c.shape), vector, c.shape, true,
+                            c.policy);
         } else if (places) {
             const int place = __ffs(places) - 1;
             const uint8_t *from = (const uint8_t *)staged_partial(token, place);
             places &= places - 1;
             if (!is_host_memory(c.op, from))
-                ring.copy(from + lane_offset(vector), vector, c.shape, false, c.policy);
+                ring.copy_piece(from + lane_offset(vector), vector, c.shape, false, c.policy);
         }
         ring.commit_piece();
     }

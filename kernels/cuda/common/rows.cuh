@@ -171,8 +171,8 @@ template <int V, bool EXACT> struct PieceRing {
     }
     /* This lane's part of the piece that begins with vector `vector` of a row; `once`: nobody reads
      * it again. */
-    __device__ __forceinline__ void copy(const uint8_t *from, int32_t vector, const RowShape &s,
-                                         bool once, uint64_t policy)
+    __device__ __forceinline__ void copy_piece(const uint8_t *from, int32_t vector,
+                                               const RowShape &s, bool once, uint64_t policy)
     {
 #pragma unroll
         for (int v = 0; v < V; v++) {
@@ -191,7 +191,7 @@ template <int V, bool EXACT> struct PieceRing {
         next = next + PIECE_BYTES == BYTES ? 0 : next + PIECE_BYTES;
     }
     /* Until the piece that is next in use is there, and the AHEAD after it have been begun. */
-    __device__ __forceinline__ void wait()
+    __device__ __forceinline__ void wait_next()
     {
         wait_copies<AHEAD>();
     }

@@ -7,176 +7,15 @@
 #ifndef EPIC_WAIT_CUH
 #define EPIC_WAIT_CUH
 
-#include "cuda/common/cuda_kernels.h"
-#include "cuda/common/ptx.cuh"
+#include "cuda/common/addressing.cuh"
 #include "rules/invariant.h"
 
-#define WARP 32
-#define ALL_LANES 0xffffffffu
 #define REPORT_GRACE_NS \
     20000000ull        /* after the deadline, for who knows the culprit to say so first */
 #define POLL_PAUSE 50u /* between two reads of the host's memory, units of 1024 ns */
 
 /* A wait that was given up: for whom, or -1, and where. */
 #define WAIT_ABORTED(peer, phase) ((uint32_t)((peer) + 1) << 8 | (uint32_t)(phase))
-
-struct OpState { /* the running operation, in shared memory */
-    const p2p_self *self;
-    uint8_t *heap;             /* this rank's */
-    mutable uint64_t deadline; /* of this CTA's waits, unless something moves on this rank */
-    uint32_t epoch, signature;
-    int32_t tokens, capacity, rows;    /* what this rank announces */
-    uint32_t last;                     /* this CTA is the last to finish */
-    uint32_t overlaps;                 /* as mark_running says */
-    mutable uint32_t aborted_wait;     /* WAIT_ABORTED of a wait that was given up, 0: none */
-    uint8_t *inbox[DEVICE_MAX_RANKS];  /* staging of this rank that another writes */
-    uint8_t *outbox[DEVICE_MAX_RANKS]; /* staging of another that this rank writes */
-#ifdef EPIC_HOSTS
-    const uint8_t *slow;                 /* host memory where peers' words come, if they do, */
-    int64_t host_inbox_bytes;            /* so much, */
-    uint8_t *host_box[DEVICE_MAX_RANKS]; /* and where there another's staging is */
-    uint8_t relay[DEVICE_MAX_RANKS];     /* who brings another's rows */
-#endif
-};
-
-__device__ __forceinline__ int lane_id()
-{
-    return threadIdx.x % WARP;
-}
-
-__device__ __forceinline__ bool is_last_cta()
-{
-    return blockIdx.x == gridDim.x - 1;
-}
-
-/* A rank counted past the last one. */
-__device__ __forceinline__ int wrap_rank(int rank, int num_ranks)
-{
-    return rank >= num_ranks ? rank - num_ranks : rank;
-}
-
-/* Epochs are 1 to 2^32 - 1 and then from 2 again, so that parities alternate; 0 is none: memory
- * that nobody has written yet is stamped with it. */
-__device__ __forceinline__ uint32_t epoch_after(uint32_t epoch)
-{
-    return epoch == 0xffffffffu ? 2 : epoch + 1;
-}
-
-__device__ __forceinline__ uint32_t epoch_parity(const OpState &op)
-{
-    return op.epoch & 1;
-}
-
-/* What follows reads the self that it is given: through op.self each word is a load, some 500 ns. */
-__device__ __forceinline__ p2p_control *control_of(const p2p_self &self)
-{
-    return (p2p_control *)(self.heap[self.rank] + self.at.control);
-}
-
-__device__ __forceinline__ p2p_control *control_of(const OpState &op)
-{
-    return (p2p_control *)(op.heap + op.self->at.control);
-}
-
-__device__ __forceinline__ uint64_t stamp_word(const OpState &op, uint32_t value)
-{
-    return (uint64_t)op.epoch << 32 | value;
-}
-
-__device__ __forceinline__ bool is_stamped(const OpState &op, uint64_t word)
-{
-    return (uint32_t)(word >> 32) == op.epoch;
-}
-
-/* Where rank q stores what it tells this one.  hosts: ranks of this host store into the heap, this
- * one too; the net writes the inbox, which is laid out alike. */
-__device__ __forceinline__ uint8_t *inbox_base(const p2p_self &self, int q)
-{
-#ifdef EPIC_HOSTS
-    if (!(self.near >> q & 1)) return self.inbox;
-#endif
-    return self.heap[self.rank];
-}
-
-__device__ __forceinline__ uint8_t *inbox_base(const OpState &op, int q)
-{
-#ifdef EPIC_HOSTS
-    if (!(op.self->near >> q & 1)) return op.self->inbox;
-#endif
-    return op.heap;
-}
-
-/* Where rank q says what is no data but is so op (waits, broken, gone).  hosts: that goes by the
- * net to every rank. */
-#ifdef EPIC_HOSTS
-__device__ __forceinline__ uint8_t *status_base(const OpState &op, int q)
-{
-    return q == op.self->rank ? op.heap : op.self->inbox;
-}
-#else
-#define status_base(op, q) op.heap
-#endif
-
-/* The same in words of 8 bytes from this rank's heap, of what the first CTA keeps there for the others:
- * cache_counts. */
-__device__ __forceinline__ int64_t inbox_word_offset(const OpState &op, int q)
-{
-    return HOSTS && blockIdx.x == 0 ? (inbox_base(op, q) - op.heap) / 8 : 0;
-}
-
-/* The same of rows: what comes by relays (net/relay.cuh), neighbours store. */
-__device__ __forceinline__ uint8_t *row_inbox_base(const p2p_self &self, int q)
-{
-#ifdef EPIC_HOSTS
-    const bool relayed =
-        self.operation == EPIC_OP_DISPATCH || self.operation == EPIC_OP_COMBINE_BACKWARD;
-    if (self.local && relayed) return self.heap[self.rank];
-#endif
-    return inbox_base(self, q);
-}
-
-/* For whom a wait for rank q's rows is: of what a relay has and does not hand on, q knows nothing. */
-__device__ __forceinline__ int relay_of(const OpState &op, int q)
-{
-#ifdef EPIC_HOSTS
-    return op.relay[q];
-#else
-    return q;
-#endif
-}
-
-/* hosts: is that host memory?  Each of its polls takes microseconds, and bandwidth from rows. */
-__device__ __forceinline__ bool is_host_memory(const OpState &op, const void *at)
-{
-#ifdef EPIC_HOSTS
-    return (uint64_t)((const uint8_t *)at - op.slow) < (uint64_t)op.host_inbox_bytes;
-#else
-    return false;
-#endif
-}
-
-/* One thread. */
-__device__ __forceinline__ void find_host_inbox(const p2p_self &self, OpState &op)
-{
-#ifdef EPIC_HOSTS
-    op.slow = self.inbox;
-    op.host_inbox_bytes = self.slow;
-#endif
-}
-
-/* What `rank` said to the rank that owns the heap. */
-__device__ __forceinline__ uint64_t *announcement_words(const p2p_self &self, const OpState &op,
-                                                        uint8_t *heap, int rank)
-{
-    return (uint64_t *)(heap + self.at.announce) +
-           (epoch_parity(op) * DEVICE_MAX_RANKS + rank) * P2P_ANNOUNCE_WORDS;
-}
-
-__device__ __forceinline__ uint64_t *announcement_words(const OpState &op, uint8_t *heap,
-                                                        int rank)
-{
-    return announcement_words(*op.self, op, heap, rank);
-}
 
 /* ------------------------------------------------------------------------------ failure ---- */
 
@@ -311,9 +150,8 @@ __device__ __forceinline__ uint64_t find_failure(const OpState &op, int phase, u
 {
     const p2p_self &self = *op.self;
     uint64_t word = load_relaxed((const uint64_t *)(op.heap + self.at.broken));
-#ifdef EPIC_HOSTS
-    if (!word) word = load_relaxed((const uint64_t *)(self.inbox + self.at.broken));
-#endif
+    if (HOSTS && !word)
+        word = load_relaxed((const uint64_t *)(net_inbox(self) + self.at.broken));
 #pragma unroll 1
     for (int q = 0; q < self.num_ranks && !word; q++) {
         const uint64_t said = load_relaxed(announcement_words(op, inbox_base(op, q), q));

@@ -63,7 +63,7 @@ template <bool EXACT> struct PieceFeed {
     __device__ __forceinline__ void copy_next()
     {
         if (from) {
-            ring.copy(from, vector, m.shape, false, m.policy);
+            ring.copy_piece(from, vector, m.shape, false, m.policy);
             from += Pieces::PIECE_BYTES;
             vector += V * WARP;
         }
@@ -82,7 +82,7 @@ template <bool EXACT> struct PieceFeed {
     {
         for (; pieces; pieces--) {
             copy_next();
-            ring.wait();
+            ring.wait_next();
         }
     }
 };
@@ -97,10 +97,8 @@ __device__ __forceinline__ void send_unit(const DispatchMove &m, const UnitWalk 
     uint32_t peers = 0;
     if (token < min(feed.end, m.job.num_tokens))
         peers = choose_peers(m, token, walk.span == 0 && m.job.weights, word);
-#ifdef EPIC_HOSTS
     if (token < min(feed.end, m.job.num_tokens))
         peers = choose_routes(m, token, walk.span == 0, peers);
-#endif
     if (!peers) {
         if (copied) feed.skip_pieces(count);
         return;
@@ -178,7 +176,6 @@ __device__ __forceinline__ bool receive_token(const DispatchMove &m, int32_t tok
     return !with_weights || receive_weight(m, rank, source, token, 0, slot, weight);
 }
 
-#ifdef EPIC_HOSTS
 /* noinline: as below. */
 template <bool EXACT>
 static __device__ __noinline__ bool forward_rows(const DispatchMove &m, int from, int32_t token,
@@ -191,7 +188,6 @@ static __device__ __noinline__ bool forward_rows(const DispatchMove &m, int from
                                               ((int64_t)token * m.shape.pieces + piece) * WARP;
                                    });
 }
-#endif
 
 #ifndef EPIC_HOSTS
 
@@ -304,7 +300,6 @@ __device__ __forceinline__ bool move_tokens(DispatchMove &m, int32_t end, const 
             feed.end = min(feed.end, m.most_tokens);
             has_token_counts = true;
         }
-#ifdef EPIC_HOSTS
         if (is_forward_role(m, walk)) {
             if (!forward_unit(m, walk, feed, m.shape.aligned,
                               [&](int from, int32_t token, int piece, uint32_t wants) {
@@ -313,7 +308,6 @@ __device__ __forceinline__ bool move_tokens(DispatchMove &m, int32_t end, const 
                 return false;
             continue;
         }
-#endif
         if (slab_bits == NOT_KNOWN && source_role(m, walk) == m.job.plan.self.num_ranks &&
             !find_padding_slabs(m, slab_bits))
             return false;

@@ -183,10 +183,7 @@ __device__ __forceinline__ void end_record(const DispatchMove &m, int rank, int3
 __device__ __forceinline__ uint32_t *weight_address(const DispatchMove &m, int source,
                                                     int32_t token, int n)
 {
-    uint8_t *heap = m.op.heap;
-#ifdef EPIC_HOSTS
-    heap = inbox_base(m.op, rank_of_role(m.job.plan.self, source + 1));
-#endif
+    uint8_t *heap = inbox_base(m.op, rank_of_role(m.job.plan.self, source + 1));
     return floats_base(m.job.plan.self, m.op, heap, source) +
            (int64_t)token * float_stride(m.top_k) + n;
 }

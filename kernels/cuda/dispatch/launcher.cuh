@@ -36,19 +36,13 @@ static inline p2p_dispatch_job deal_dispatch(const p2p_dispatch_job &job, int64_
     copy.row_bytes = bytes;
     if (job.flat && copy.top_k > job.plan.self.num_ranks) copy.top_k = job.plan.self.num_ranks;
     const int roles = num_roles(job.plan.self) + num_forward_roles(job.plan.self);
-#ifdef EPIC_HOSTS
     deal_units_for_net(job.plan.self, copy, num_sms, BLOCK, roles, V);
-#else
-    deal_units(copy, num_sms, BLOCK, roles, V);
-#endif
     const int spans = units_per_token(copy, 1, V);
     copy.row_bytes = job.row_bytes;
     copy.top_k = job.top_k;
     if (!job.plan.planners && copy.lag > 2 * (16 + 8 * copy.span))
         copy.lag /= 2; /* records are there; what is left at the end counts more */
-#ifdef EPIC_HOSTS
     copy.lag = lag_for_net(job.plan.self, copy.lag, job.num_tokens);
-#endif
     /* Whole rows are quick: more of them leave while the plan is made.  And what receiving stays
      * behind anyway is nothing to catch up on.  3 for 2 gains on 64 SMs, by expert, not on 48 or 132. */
     const bool sooner = num_sms > 56 && num_sms < 96 && !job.flat;

@@ -27,17 +27,6 @@ __host__ __device__ __forceinline__ int num_roles(const p2p_self &self)
     return self.num_ranks + 1;
 }
 
-__host__ __device__ __forceinline__ int num_forward_roles(const p2p_self &self)
-{
-#ifdef EPIC_HOSTS
-    return self.local ? self.num_ranks / self.local - 1 : 0;
-#else
-    (void)self;
-    return 0;
-#endif
-}
-
-#ifdef EPIC_HOSTS
 #define MAX_ROW_PUT_PIECES \
     32 /* pieces of a row that goes whole: 64 KB of those that have 2 KB */
 
@@ -47,16 +36,16 @@ template <class Job>
 static inline void deal_units_for_net(const p2p_self &self, Job &job, int num_sms, int block,
                                       int roles, int vectors)
 {
+    if (!HOSTS) return deal_units(job, num_sms, block, roles, vectors);
     const int64_t bytes = job.row_bytes, pieces = (bytes + vectors * 512 - 1) / (vectors * 512);
     const bool whole = pieces <= MAX_ROW_PUT_PIECES &&
-                       self.near != (1u << self.num_ranks) - 1 &&
+                       near_ranks(self) != (1u << self.num_ranks) - 1 &&
                        (int64_t)job.num_tokens * roles >= 10 * num_sms * (block / WARP);
     if (whole) job.row_bytes = 1; /* one span */
     deal_units(job, num_sms, block, roles, vectors);
     job.row_bytes = bytes;
     if (whole) job.span = (int32_t)pieces;
 }
-#endif
 
 __device__ __forceinline__ int rank_of_role(const p2p_self &self, int role)
 {
@@ -79,15 +68,13 @@ template <int V, class M>
 __device__ __forceinline__ void post_put_pieces(const p2p_self &self, const M &m, int32_t place,
                                                 int first, int count, uint32_t peers)
 {
-#ifdef EPIC_HOSTS
     const int32_t begin = first * V * WARP,
                   end = min((first + count) * V * WARP, m.shape.vectors);
-    for (peers &= ~self.near; peers; peers &= peers - 1) {
+    for (peers &= ~near_ranks(self); peers; peers &= peers - 1) {
         const int rank = __ffs(peers) - 1;
         const uint4 *staged = staged_row(m.op.outbox[rank], place, m.shape.vectors) + begin;
         post_put_warp(m.op, rank, staged, (uint32_t)(end - begin) * 16);
     }
-#endif
 }
 
 /* Are there enough spans of a rank's tokens to pad slabs beside?  Each warp has one then, and each

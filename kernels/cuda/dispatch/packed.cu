@@ -94,7 +94,7 @@ template <class OwnPiece> struct PieceFeed {
     {
         for (; pieces > 0; pieces--) {
             copy_next();
-            ring.wait();
+            ring.wait_next();
         }
     }
     __device__ __forceinline__ void read_own_piece(JoinedPiece &piece, int32_t token, int i)
@@ -106,7 +106,7 @@ template <class OwnPiece> struct PieceFeed {
     {
         uint4 raw[V];
         copy_next();
-        ring.wait();
+        ring.wait_next();
         __syncwarp(); /* what other lanes have copied */
 #pragma unroll
         for (int v = 0; v < V; v++) {
@@ -155,10 +155,8 @@ __device__ __forceinline__ void send_unit(const PackedMove &m, const UnitWalk &w
     uint32_t peers = 0;
     if (token < min(feed.end, m.job.num_tokens))
         peers = choose_peers(m, token, walk.span == 0 && m.job.weights, word);
-#ifdef EPIC_HOSTS
     if (token < min(feed.end, m.job.num_tokens))
         peers = choose_routes(m, token, walk.span == 0, peers);
-#endif
     if (!peers || part.count <= 0) {
         if (FAST) feed.skip_pieces(max(part.count, 1));
         return;
@@ -233,7 +231,6 @@ __device__ __forceinline__ bool receive_token(const PackedMove &m, int32_t token
     return receive_weight(m, rank, source, token, 1, slot[1], weight);
 }
 
-#ifdef EPIC_HOSTS
 /* Quantized ones have no poison.  noinline as in dispatch/dispatch.cu. */
 template <class OwnPiece>
 static __device__ __noinline__ bool forward_packed(const PackedMove &m, int from, int32_t token,
@@ -246,7 +243,6 @@ static __device__ __noinline__ bool forward_packed(const PackedMove &m, int from
                                                   : escapes_at(m, heap, source, token, piece);
                                    });
 }
-#endif
 
 /* The CTAs that do not plan send the first tokens meanwhile; noinline as in dispatch/dispatch.cu. */
 template <class OwnPiece, bool FAST>
@@ -260,9 +256,7 @@ static __device__ __noinline__ void send_head(const PackedMove m)
         const int32_t token = u / pieces, i = u % pieces;
         const uint64_t word = read_choice(m, token, lane_id());
         uint32_t peers = choose_peers(m, token, i == 0 && m.job.weights, word);
-#ifdef EPIC_HOSTS
         peers = choose_routes(m, token, i == 0, peers);
-#endif
         if (!peers) continue;
         OwnPiece piece;
         load_own_piece<OwnPiece, FAST>(m, token, i, piece);
@@ -326,7 +320,6 @@ __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, const ui
             feed.end = min(feed.end, m.most_tokens);
             has_token_counts = true;
         }
-#ifdef EPIC_HOSTS
         if (is_forward_role(m, walk)) {
             if (!forward_unit(m, walk, feed, FAST,
                               [&](int from, int32_t its_token, int piece, uint32_t wants) {
@@ -336,7 +329,6 @@ __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, const ui
                 return false;
             continue;
         }
-#endif
         if (slab_bits == NOT_KNOWN && source_role(m, walk) == m.job.plan.self.num_ranks &&
             !find_padding_slabs(m, slab_bits))
             return false;

@@ -10,8 +10,6 @@
 #include "cuda/dispatch/dispatch.cuh"
 #include "cuda/net/relay.cuh"
 
-#ifdef EPIC_HOSTS
-
 /* The ranks that this rank's token goes to, of those that want it. */
 __device__ __forceinline__ uint32_t choose_routes(const DispatchMove &m, int32_t token,
                                                   bool first, uint32_t peers)
@@ -26,7 +24,7 @@ __device__ __forceinline__ bool forward_unit(const DispatchMove &m, const UnitWa
                                              PieceFeed &feed, bool copied, Hand hand)
 {
     const p2p_self &self = m.job.plan.self;
-    const int from = wrap_rank(self.rank + walk.role * self.local, self.num_ranks);
+    const int from = wrap_rank(self.rank + walk.role * ranks_per_host(self), self.num_ranks);
     const int first = first_piece(m, walk), count = pieces_of(m, walk);
     const int32_t begin = m.first + received_before(m, walk.step);
     const int32_t many = __shfl_sync(ALL_LANES, m.tokens_of, from);
@@ -34,8 +32,8 @@ __device__ __forceinline__ bool forward_unit(const DispatchMove &m, const UnitWa
     if (copied) feed.skip_pieces(count);
     for (int32_t token = begin; token < stop; token++) {
         uint32_t wants;
-        if (!wait_wants(m.op, wants_word(self, m.op, self.inbox, self.rank, from, token), from,
-                        wants))
+        if (!wait_wants(m.op, wants_word(self, m.op, net_inbox(self), self.rank, from, token),
+                        from, wants))
             return false;
         for (int i = 0; i < count && wants; i++)
             if (!hand(from, token, first + i, wants)) return false;
@@ -43,5 +41,4 @@ __device__ __forceinline__ bool forward_unit(const DispatchMove &m, const UnitWa
     return true;
 }
 
-#endif
 #endif

@@ -9,15 +9,13 @@
 __device__ __forceinline__ void post_put_rows(const LowlatMove &m, int32_t token,
                                               uint32_t peers)
 {
-#ifdef EPIC_HOSTS
     const p2p_self &self = m.job.plan.self;
-    for (peers &= ~self.near; peers; peers &= peers - 1) {
+    for (peers &= ~near_ranks(self); peers; peers &= peers - 1) {
         const int q = __ffs(peers) - 1;
         post_put_when_complete(self, m.op, q, token, m.shape.pieces,
                                staged_row(m.op.outbox[q], token, m.shape.vectors),
                                (uint32_t)m.shape.vectors * 16);
     }
-#endif
 }
 
 template <bool WHOLE> struct PlainRows {

@@ -18,51 +18,16 @@
 
 #include "cuda/common/wait.cuh"
 
-/* Is rank q on another host? */
-__device__ __forceinline__ bool is_remote(const p2p_self &self, int q)
-{
-#ifdef EPIC_HOSTS
-    return !(self.near >> q & 1);
-#else
-    return false;
-#endif
-}
-
-/* In arrays of a heap by source: what rank `to` is told by rank `by`. */
-__device__ __forceinline__ int source_number(const p2p_self &self, int to, int by)
-{
-    return HOSTS ? wrap_rank(by + self.num_ranks - to - 1, self.num_ranks) : by;
-}
-
-/* Choices of a token that arrays of a heap have room for; of p2p still a constant, so that its
- * kernels are what they were. */
-#ifdef EPIC_HOSTS
-#define HEAP_TOP_K(self) ((self).max_top_k)
-#else
-#define HEAP_TOP_K(self) DEVICE_MAX_TOP_K
-#endif
-
-/* From the words of records by rank to those by distance. */
-__device__ __forceinline__ int64_t record_word_offset(const p2p_self &self, int q)
-{
-    return (source_number(self, q, self.rank) - self.rank) * self.max_tokens * HEAP_TOP_K(self);
-}
-
-/* A token's floats begin at a multiple of this many. */
-__device__ __forceinline__ int float_stride(int top_k)
-{
-    return HOSTS ? (top_k + 1) & ~1 : top_k;
-}
-
-#ifdef EPIC_HOSTS
-
 /* A net takes a while: what is received must be far enough behind what is sent for it to be full,
  * and for the thread to find rows that lie one after the other. */
 static inline int32_t lag_for_net(const p2p_self &self, int32_t lag, int32_t num_tokens)
 {
-    const int32_t ahead = self.ahead < num_tokens ? self.ahead : num_tokens;
+    const int32_t window = net_window(self);
+    const int32_t ahead = window < num_tokens ? window : num_tokens;
     return lag > ahead ? lag : ahead;
 }
+
+#ifdef EPIC_HOSTS
 
 /* One thread: is there room in the ring for entry number `place`? */
 __device__ __forceinline__ bool ring_has_room(const OpState &op, uint64_t place)
@@ -105,15 +70,6 @@ __device__ __forceinline__ void post_put(const OpState &op, int q, const void *f
     if (!is_remote(self, q)) return;
     const uint64_t word = (uint64_t)((const uint8_t *)from - self.heap[q]) / 8;
     post_entry(op, P2P_ENTRY(q, word, bytes / 8));
-}
-
-/* One thread: the same of any number of words. */
-__device__ __forceinline__ void post_put_words(const OpState &op, int q, const uint64_t *from,
-                                               int64_t words)
-{
-    for (int64_t at = 0; at < words; at += P2P_ENTRY_MOST_WORDS)
-        post_put(op, q, from + at,
-                 (uint32_t)min(words - at, (int64_t)P2P_ENTRY_MOST_WORDS) * 8);
 }
 
 /* One warp: what its lanes have stored. */
@@ -293,4 +249,14 @@ __device__ __forceinline__ uint64_t read_announcement_cached(const OpState &, co
 }
 
 #endif
+
+/* One thread: the same of any number of words. */
+__device__ __forceinline__ void post_put_words(const OpState &op, int q, const uint64_t *from,
+                                               int64_t words)
+{
+    for (int64_t at = 0; at < words; at += P2P_ENTRY_MOST_WORDS)
+        post_put(op, q, from + at,
+                 (uint32_t)min(words - at, (int64_t)P2P_ENTRY_MOST_WORDS) * 8);
+}
+
 #endif

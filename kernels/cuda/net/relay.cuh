@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Relays, of backend hosts alone: hosts of self.local ranks each, host h those from h * local on.  A
+/* Relays, of backend hosts alone: hosts of ranks_per_host(self) ranks each, host h those from h * local on.  A
  * rank's *mates* are the ranks in its place on other hosts.  Of rows alone, one goes by the net for
  * all ranks of a host: to the sender's mate there, which hands it on, or from the mate, which has
  * added what the ranks of its host have.  All else goes straight to whom it is for.
@@ -16,17 +16,15 @@
 
 #include "cuda/net/staging.cuh"
 
-#ifdef EPIC_HOSTS
-
 __device__ __forceinline__ int num_hosts(const p2p_self &self)
 {
-    return self.num_ranks / self.local;
+    return self.num_ranks / ranks_per_host(self);
 }
 
 /* The rank in the place of rank `like`, on the host of rank `on`. */
 __device__ __forceinline__ int mate_of(const p2p_self &self, int like, int on)
 {
-    return on - on % self.local + like % self.local;
+    return on - on % ranks_per_host(self) + like % ranks_per_host(self);
 }
 
 /* Staging in a heap of rank `to`, in the place of rank `by`. */
@@ -40,7 +38,7 @@ __device__ __forceinline__ uint8_t *box_address(const p2p_self &self, const OpSt
 __device__ __forceinline__ uint64_t *wants_word(const p2p_self &self, const OpState &op,
                                                 uint8_t *heap, int to, int by, int32_t token)
 {
-    return (uint64_t *)(heap + self.at.wants) +
+    return (uint64_t *)(heap + wants_offset(self)) +
            ((int64_t)epoch_parity(op) * self.num_ranks + source_number(self, to, by)) *
                self.max_tokens +
            token;
@@ -63,10 +61,10 @@ __device__ __forceinline__ bool wait_wants(const OpState &op, const uint64_t *at
 __device__ __forceinline__ uint32_t reduce_to_mates(const p2p_self &self, uint32_t ranks)
 {
     uint32_t mates = 0;
-    for (int first = 0; first < self.num_ranks; first += self.local) {
-        const uint32_t some = ranks & ((1u << self.local) - 1) << first;
+    for (int first = 0; first < self.num_ranks; first += ranks_per_host(self)) {
+        const uint32_t some = ranks & ((1u << ranks_per_host(self)) - 1) << first;
         if (!some) continue;
-        mates |= first == self.rank - self.rank % self.local
+        mates |= first == self.rank - self.rank % ranks_per_host(self)
                      ? some
                      : 1u << mate_of(self, self.rank, first);
     }
@@ -77,11 +75,12 @@ __device__ __forceinline__ uint32_t reduce_to_mates(const p2p_self &self, uint32
 __device__ __forceinline__ void send_wants(const p2p_self &self, const OpState &op,
                                            int32_t token, uint32_t peers)
 {
-    const int first = lane_id() * self.local;
-    if (lane_id() >= num_hosts(self) || first == self.rank - self.rank % self.local) return;
+    const int first = lane_id() * ranks_per_host(self);
+    if (lane_id() >= num_hosts(self) || first == self.rank - self.rank % ranks_per_host(self))
+        return;
     const int mate = mate_of(self, self.rank, first);
     uint64_t *to = wants_word(self, op, self.heap[mate], mate, self.rank, token);
-    store_relaxed(to, stamp_word(op, peers >> first & ((1u << self.local) - 1)));
+    store_relaxed(to, stamp_word(op, peers >> first & ((1u << ranks_per_host(self)) - 1)));
     post_put(op, mate, to, 8);
 }
 
@@ -90,7 +89,7 @@ __device__ __forceinline__ void send_wants(const p2p_self &self, const OpState &
 __device__ __forceinline__ uint32_t choose_routes(const p2p_self &self, const OpState &op,
                                                   int32_t token, bool first, uint32_t peers)
 {
-    if (!self.local) return peers;
+    if (!ranks_per_host(self)) return peers;
     if (first) send_wants(self, op, token, peers);
     return reduce_to_mates(self, peers);
 }
@@ -104,12 +103,12 @@ __device__ __forceinline__ bool forward_piece(const p2p_self &self, const OpStat
                                               uint32_t wants, Escapes escapes)
 {
     const int32_t vector = piece * V * WARP;
-    const int first = self.rank - self.rank % self.local;
+    const int first = self.rank - self.rank % ranks_per_host(self);
     uint4 *staged =
-        staged_row(box_address(self, op, self.inbox, self.rank, from), place, vectors);
+        staged_row(box_address(self, op, net_inbox(self), self.rank, from), place, vectors);
     uint4 q[V];
     if (!receive_piece<V, EXACT>(op, from, staged, vector, vectors, false, q)) return false;
-    uint32_t *escape = escapes(self.inbox, source_number(self, self.rank, from));
+    uint32_t *escape = escapes(net_inbox(self), source_number(self, self.rank, from));
     if (escape && !unhide_poison<V>(op, from, q, escape)) return false;
     poison_piece<V, EXACT>(staged, vector, vectors);
     const uint32_t mask = escape ? hide_poison<V>(q) : 0;
@@ -127,19 +126,12 @@ __device__ __forceinline__ bool forward_piece(const p2p_self &self, const OpStat
 __device__ __forceinline__ bool can_add_by_host(const p2p_self &self,
                                                 const device_plan_header &h)
 {
-    if (!self.local || h.sum_order != EPIC_TREE) return false;
+    if (!ranks_per_host(self) || h.sum_order != EPIC_TREE) return false;
     for (int p = 0; p < self.num_ranks; p++)
-        if (h.rank_at[p] / self.local != h.rank_at[p - p % self.local] / self.local)
+        if (h.rank_at[p] / ranks_per_host(self) !=
+            h.rank_at[p - p % ranks_per_host(self)] / ranks_per_host(self))
             return false;
     return true;
 }
 
-#else
-
-__device__ __forceinline__ bool can_add_by_host(const p2p_self &, const device_plan_header &)
-{
-    return false;
-}
-
-#endif
 #endif

@@ -162,6 +162,11 @@ __device__ __forceinline__ bool wait_piece(const OpState &op, int peer, const ui
 {
     return !is_host_memory(op, last) || wait_host_piece(op, peer, last);
 }
+#else
+__device__ __forceinline__ bool wait_piece(const OpState &, int, const uint4 *)
+{
+    return true;
+}
 #endif
 
 /* One warp waits for a piece: vectors [first, ...) of a staged row, `vectors` long.  `copied`: q

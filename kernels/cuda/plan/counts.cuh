@@ -123,18 +123,17 @@ struct TokenLanes {
     }
 };
 
-#ifdef EPIC_HOSTS
 /* One warp: the records for rank q of its lanes' tokens, each of `count` words or one.  Those of up to 32
  * choices go whole, filled up: so those of a CTA lie one after the other, and post_put_plan ships them. */
 __device__ __forceinline__ void fill_records(const OpState &op, const TokenLanes &lanes, int q,
                                              uint64_t *record, bool in, int count)
 {
+    if (!HOSTS) return;
     const bool mine = in && lanes.on;
     if (lanes.halves > 1) return post_put_records(op, q, record, mine && lanes.k == 0, count);
     if (mine && lanes.k >= max(count, 1))
         store_relaxed(record + lanes.k, stamp_word(op, RECORD_ABSENT));
 }
-#endif
 
 /* What ids are below, as the caller brings them. */
 __device__ __forceinline__ int num_ids(const p2p_plan_job &job)
@@ -491,7 +490,6 @@ static __device__ __noinline__ bool publish_fault(const Planner &p, const p2p_pl
     return true;
 }
 
-#ifdef EPIC_HOSTS
 /* Of ranks of other hosts the first CTA alone asks the inbox, and keeps what it reads in the heap for
  * the others. */
 __device__ __forceinline__ void cache_counts(const OpState &op, uint64_t *counts, int first,
@@ -502,7 +500,6 @@ __device__ __forceinline__ void cache_counts(const OpState &op, uint64_t *counts
         if (blockIdx.x == 0 && first + i < op.self->num_ranks && is_remote(*op.self, first + i))
             store_relaxed(counts + (first + i) * DEVICE_MAX_TALLIES, words[i]);
 }
-#endif
 
 /* Sums the CTAs' counts, tells them to the peers, and sums the ranks' counts.  noinline: keeps its
  * registers out of dispatch's hot loop, which would spill. */
@@ -574,9 +571,7 @@ static __device__ __noinline__ bool exchange_counts(Planner &p, const p2p_plan_j
                     if (!is_stamped(op, words[i])) missing = first + i;
                 return missing < 0;
             });
-#ifdef EPIC_HOSTS
             cache_counts(op, (uint64_t *)from, first, words);
-#endif
 #pragma unroll
             for (int i = 0; i < RANKS_AT_ONCE; i++) {
                 const int q = first + i;

@@ -78,9 +78,7 @@ __device__ __forceinline__ void send_row_words(const OpState &op, const p2p_plan
                           stamp_word(op, none  ? RECORD_ABSENT
                                          : bad ? RECORD_DISCARD
                                                : (uint32_t)row));
-#ifdef EPIC_HOSTS
         fill_records(op, lanes, q, to, in, __popc(first) + __popc(second));
-#endif
     }
 }
 

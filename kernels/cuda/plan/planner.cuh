@@ -432,9 +432,7 @@ __device__ __forceinline__ void send_records(const OpState &op, const p2p_plan_j
         }
         if (in && lanes.on && lanes.k == 0 && !first && !second)
             store_relaxed(to, stamp_word(op, RECORD_ABSENT | RECORD_LAST));
-#ifdef EPIC_HOSTS
         fill_records(op, lanes, q, to, in, __popc(first) + __popc(second));
-#endif
     }
 }
 
@@ -499,7 +497,6 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
     }
 }
 
-#ifdef EPIC_HOSTS
 /* Every thread of a CTA that plans, which has stored what ranks are told of its tokens, thread = rank:
  * one piece of it, as few large puts are quicker than many. */
 static __device__ __noinline__ void post_put_plan(const Planner &p, const p2p_plan_job &job,
@@ -523,7 +520,6 @@ static __device__ __noinline__ void post_put_plan(const Planner &p, const p2p_pl
             row_word_address(self, op, self.heap[q], source_number(self, q, self.rank), begin),
             tokens);
 }
-#endif
 
 /* Every thread of the first `planners` CTAs.  false: the group is broken. */
 template <int KIND>
@@ -558,9 +554,7 @@ static __device__ bool make_plan(Planner &p, const p2p_plan_job &job, const OpSt
         place_rows<KIND>(p, job, op);
     else
         place_choices<KIND>(p, job, op, lanes, part, counted);
-#ifdef EPIC_HOSTS
-    post_put_plan(p, job, op, FLAT);
-#endif
+    if (HOSTS) post_put_plan(p, job, op, FLAT);
     if (blockIdx.x == 0) {
         write_plan_outputs(p, job, (int)threadIdx.x, (int)blockDim.x);
         __syncthreads();

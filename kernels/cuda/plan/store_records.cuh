@@ -26,10 +26,8 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
             const bool come = reads && is_stamped(op, word);
             lasts =
                 __ballot_sync(ALL_LANES, come && ((uint32_t)word & RECORD_LAST)) & lanes.mates;
-#ifdef EPIC_HOSTS
-            const bool whole = lanes.halves == 1; /* all that was shipped */
+            const bool whole = HOSTS && lanes.halves == 1; /* all that was shipped */
             if (!__all_sync(ALL_LANES, !whole || !reads || come)) return false;
-#endif
             /* every lane up to the token's last word must have come */
             const bool needed = reads && !(lasts & lanes_below());
             const bool open = !lasts && lanes.halves == 1; /* no last word yet */

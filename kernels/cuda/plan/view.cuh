@@ -220,9 +220,8 @@ __device__ __forceinline__ bool receive_record(const OpState &op, const uint64_t
         const bool come = lane < count && is_stamped(op, word);
         const uint32_t there = __ballot_sync(ALL_LANES, come);
         lasts = __ballot_sync(ALL_LANES, come && ((uint32_t)word & RECORD_LAST));
-#ifdef EPIC_HOSTS
-        if (top_k <= WARP && __popc(there) < count) return false; /* all that was shipped */
-#endif
+        if (HOSTS && top_k <= WARP && __popc(there) < count)
+            return false; /* all that was shipped */
         const uint32_t need = lasts           ? (2u << (__ffs(lasts) - 1)) - 1
                               : count == WARP ? ALL_LANES
                                               : (1u << count) - 1;
