@@ -101,7 +101,7 @@ uint32_t emulator_random(void)
     return (uint32_t)(here->random >> 32);
 }
 
-/* ------------------------------------------------------------------------- taking turns ---- */
+/* ------------------------------------------------------------------------ taking turns ---- */
 
 static void push(const fiber *f)
 {
@@ -249,7 +249,7 @@ int emulator_sync(int good)
     return s->result;
 }
 
-/* --------------------------------------------------------------------- shared memory ---- */
+/* ----------------------------------------------------------------------- shared memory ---- */
 
 void *emulator_shared(uint32_t at, uint32_t bytes)
 {
@@ -301,7 +301,7 @@ void emulator_wait_copies(int pending)
     me->num_copies = kept;
 }
 
-/* ------------------------------------------------------------------------ bulk stores ---- */
+/* ------------------------------------------------------------------------- bulk stores ---- */
 
 void emulator_hide_bulk(void)
 {

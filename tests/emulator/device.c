@@ -52,7 +52,7 @@ int current_device(void)
     return device_now;
 }
 
-/* ------------------------------------------------------------------------------ kernels ---- */
+/* ----------------------------------------------------------------------------- kernels ---- */
 
 static running *with_work(const gpu *g)
 {
@@ -145,7 +145,7 @@ int most_shared(const void *kernel)
     return bytes;
 }
 
-/* ------------------------------------------------------------------------------- queries ---- */
+/* ----------------------------------------------------------------------------- queries ---- */
 
 const char *cudaGetErrorString(cudaError_t error)
 {

@@ -207,7 +207,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t given)
     return cudaSuccess;
 }
 
-/* ---------------------------------------------------------------- what streams are given ---- */
+/* -------------------------------------------------------------- what streams are given ---- */
 
 static void remember(const void *kernel)
 {

@@ -10,7 +10,7 @@
 
 #include "base/error.h"
 
-/* ------------------------------------------------------------------------ random data ---- */
+/* ------------------------------------------------------------------------- random data ---- */
 
 /* A number of so many bits that sums round, sometimes one that hurts. */
 float case_number(uint64_t h, bool hard, uint32_t type)
@@ -125,7 +125,7 @@ int64_t place_of_choice(const test_case *c, int rank, int64_t i)
     return place;
 }
 
-/* --------------------------------------------------------------------------- one rank ---- */
+/* ---------------------------------------------------------------------------- one rank ---- */
 
 static void *take(bench *b, size_t bytes, int offset)
 {

@@ -283,7 +283,7 @@ void draw_case(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens,
     if (c->scale_bytes > max_row_bytes) c->scale_bytes = max_row_bytes;
 }
 
-/* ------------------------------------------------------------------------------ forms ---- */
+/* ------------------------------------------------------------------------------- forms ---- */
 
 enum { ANYWHERE, ALIGNED, WHOLE };        /* rows: at any address; vectors; whole pieces */
 enum { ALONE, JOINED, QUANTIZED };        /* and their second rows */

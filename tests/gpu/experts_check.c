@@ -36,7 +36,7 @@ static int cases = 40;
 static uint64_t seed = 1;
 static uint32_t most = 160;
 
-/* ------------------------------------------------------------------------------ problems ---- */
+/* ---------------------------------------------------------------------------- problems ---- */
 
 static void draw(problem *p)
 {
@@ -176,7 +176,7 @@ static void free_problem(problem *p)
     cudaFree(p->workspace);
 }
 
-/* --------------------------------------------------------------------------------- calls ---- */
+/* ------------------------------------------------------------------------------- calls ---- */
 
 static bool is_late(const problem *p)
 {
@@ -267,7 +267,7 @@ static void ask_oracle(const problem *p, double *const *to, uint32_t held)
     oracle_run(&o);
 }
 
-/* ---------------------------------------------------------------------------- comparison ---- */
+/* -------------------------------------------------------------------------- comparison ---- */
 
 static bool is_wanted(const problem *p, int result)
 {

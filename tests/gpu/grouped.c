@@ -45,7 +45,7 @@ static cudaStream_t stream;
 static const char *only; /* of the kernels */
 static char running[160];
 
-/* ------------------------------------------------------------------------------ problems ---- */
+/* ---------------------------------------------------------------------------- problems ---- */
 
 static void lay_out(problem *p)
 {
@@ -266,7 +266,7 @@ static void tell(const problem *p, uint32_t pass, kernel how, const verdict *v)
     printf("\n");
 }
 
-/* -------------------------------------------------------------------------------- cases ---- */
+/* ------------------------------------------------------------------------------- cases ---- */
 
 static p2p_gemm job_of(const problem *p, uint32_t pass, const both *out, kernel how)
 {

@@ -214,7 +214,7 @@ void free_routing(routing *r)
     memset(r, 0, sizeof *r);
 }
 
-/* ------------------------------------------------------------------------- elements ---- */
+/* ---------------------------------------------------------------------------- elements ---- */
 
 int type_bytes(uint32_t type)
 {
@@ -277,7 +277,7 @@ float round_to(float x, uint32_t type)
     return get_element(element, 0, type);
 }
 
-/* ----------------------------------------------------------------------------- sums ---- */
+/* -------------------------------------------------------------------------------- sums ---- */
 
 typedef struct node {
     bool there;
@@ -370,7 +370,7 @@ float dot_in_order(const float *a, const float *b, int64_t n)
     return total;
 }
 
-/* ------------------------------------------------------------------------- quantizing ---- */
+/* -------------------------------------------------------------------------- quantizing ---- */
 
 /* To the nearest multiple of the step that e4m3 has there, even ones first. */
 static uint8_t e4m3_of(float x)

@@ -1,33 +1,36 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* sum_replicas: what the replicas of a logical expert have, added, and given to each.
- *   data  [local experts, count]   a thread adds four floats of the replicas here, sends them to
- *                                  all peers, and later adds those of all ranks
+/* sum_replicas: adds the arrays of the replicas of each logical expert, and stores the sum to
+ * all of them.
  *
- * Which experts are replicas of each other is in the plan.  The logical experts that have num_replicated
- * make one list of vectors, that of the first of them, then of the next ...; it goes in rounds, as
- * many vectors at a time as staging takes.  Every rank has the same list, also for logical experts of
- * which it has none: it brings zeros. */
+ *   data  [local experts, count]   a thread adds four floats of the replicas here, sends them
+ *                                  to all peers, and later adds those of all ranks
+ *
+ * The plan has a table of which experts are replicas of each other. The logical experts with several
+ * replicas form one list of vectors, first those of the first logical expert, then of the next.
+ * The list is processed in rounds of as many vectors as fit the staging. All ranks have the
+ * same list, also for logical experts of which they have no replica: they send zeros. */
 #include "cuda/allreduce/sum.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/plan/view.cuh"
 
 #define BLOCK 512
 #define SINGLE_REPLICA 0xffff /* a logical expert with one replica */
-#define LEAF_LEVELS 8         /* of a tree of a rank's leaves, at most 128 */
+#define LEAF_LEVELS 8         /* levels of a tree of a rank's leaves, at most 128 */
 
-struct Replicas { /* in shared memory */
-    /* Replicas of a logical expert; then, of the n-th that has num_replicated, where those here begin. */
+struct Replicas { /* tables of replicas, in shared memory */
+    /* Replicas of a logical expert; later, where those here of the n-th logical expert with
+     * several replicas begin in `local`. */
     int32_t count[P2P_REPLICATED_EXPERTS + 1];
     uint16_t
-        nth[P2P_REPLICATED_EXPERTS]; /* of those that have num_replicated, by logical expert */
+        nth[P2P_REPLICATED_EXPERTS]; /* n of the logical expert, if it has several replicas */
     uint16_t mine[P2P_REPLICATED_EXPERTS];  /* the same by local expert */
-    uint16_t local[P2P_REPLICATED_EXPERTS]; /* local experts, by that */
-    uint16_t leaf[P2P_REPLICATED_EXPERTS];  /* of a local expert, on this rank */
+    uint16_t local[P2P_REPLICATED_EXPERTS]; /* local experts, ordered by n */
+    uint16_t leaf[P2P_REPLICATED_EXPERTS];  /* leaf of a local expert on this rank */
     int32_t num_replicated;
     int32_t leaves; /* of this rank */
 };
 
-/* One warp: sums of what came before, in place; the whole one behind. */
+/* Exclusive prefix sum in place; count[num] becomes the sum of all. One warp. */
 static __device__ void prefix_sum(int32_t *count, int num)
 {
     int32_t before = 0;
@@ -46,7 +49,7 @@ static __device__ void prefix_sum(int32_t *count, int num)
     if (lane_id() == 0) count[num] = before;
 }
 
-/* One warp: which logical experts have num_replicated replicas, counted. */
+/* Numbers the logical experts that have several replicas. One warp. */
 static __device__ void number_replicated(Replicas &r, int num_logical)
 {
     int num_replicated = 0;
@@ -62,7 +65,7 @@ static __device__ void number_replicated(Replicas &r, int num_logical)
     if (lane_id() == 0) r.num_replicated = num_replicated;
 }
 
-/* Every thread: from the plan's tables, whatever is in them. */
+/* Reads the tables of the plan, whose contents are not trusted. All threads. */
 static __device__ void read_replicas(Replicas &r, const PlanView &plan, const p2p_self &self,
                                      const uint8_t *bytes)
 {
@@ -114,7 +117,7 @@ __device__ __forceinline__ float *floats_of_expert(const p2p_sum_replicas_job &j
     return job.data + local * job.count;
 }
 
-/* x += the replicas of the part in a leaf of this rank; n: the next one. */
+/* Adds to x the replicas of `part` in a leaf of this rank. n: the next replica. */
 __device__ __forceinline__ void add_leaf(const Replicas &r, const p2p_sum_replicas_job &job,
                                          const Quad &part, int leaf, int &n, float (&x)[4])
 {
@@ -127,7 +130,7 @@ __device__ __forceinline__ void add_leaf(const Replicas &r, const p2p_sum_replic
     }
 }
 
-/* What this rank's replicas have. */
+/* The sum of this rank's replicas. */
 static __device__ uint4 add_here(const Replicas &r, const p2p_sum_replicas_job &job,
                                  const Quad &part)
 {
@@ -148,7 +151,7 @@ static __device__ uint4 add_here(const Replicas &r, const p2p_sum_replicas_job &
     return F32::pack_floats(x);
 }
 
-/* One round: vectors [begin, begin + vectors) of the list. */
+/* One round: vectors [begin, begin + vectors) of the list. false: the group is broken. */
 template <bool MANY>
 static __device__ bool sum_vectors(const Replicas &r, const OpState &op,
                                    const p2p_sum_replicas_job &job, uint32_t order,
@@ -179,7 +182,8 @@ static __device__ bool sum_vectors(const Replicas &r, const OpState &op,
     return true;
 }
 
-/* Every thread: has every rank a row for each of its experts? */
+/* Has every rank a row for each of its experts? All threads. Sets ok to false if the group is
+ * broken. */
 static __device__ bool check_local_rows(const OpState &op, const p2p_sum_replicas_job &job,
                                         int32_t num_local, bool &ok)
 {

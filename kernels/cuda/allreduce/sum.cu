@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* sum: float32 arrays added over the ranks, in place, the same bits on every rank.
- *   data  [count]   one warp sends and later adds the same pieces, 16 bytes a lane
+/* allreduce_sum: adds float32 arrays of all ranks in place; every rank gets the same bits.
  *
- * Every rank sends its array to every peer's staging (poison, docs/internals/cuda.md); a warp
- * sends all of its pieces before it waits for any. */
+ *   data  [count]   a warp sends, and later adds, the same pieces, 16 bytes per lane
+ *
+ * Every rank stores its array to the staging of every peer, where each word is its own flag
+ * (poison, net/staging.cuh). A warp sends all its pieces before it waits for any, so no wait is
+ * circular. */
 #include "cuda/allreduce/sum.cuh"
 #include "cuda/common/launch.cuh"
 

@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Adding four floats of every rank: what sum and sum_replicas share. */
+/* Adding four floats of every rank, for sum.cu and replicas.cu. */
 #ifndef EPIC_SUM_CUH
 #define EPIC_SUM_CUH
 
 #include "cuda/net/staging.cuh"
 
-#define MAX_UNROLLED_RANKS 8 /* whose arrays fit a thread's registers side by side */
-#define RANK_LEVELS 6        /* of a tree of all ranks, the root too */
+#define MAX_UNROLLED_RANKS 8 /* ranks whose floats fit the registers of a thread at once */
+#define RANK_LEVELS 6        /* levels of a tree of all ranks, the root included */
 
-/* Elements [i, i + 4) of an array; past its end zeros. */
+/* Loads elements [i, i + 4) of an array; zeros past its end. */
 __device__ __forceinline__ uint4 load_floats(const float *data, int64_t i, int64_t count)
 {
     uint32_t w[4];
@@ -18,6 +18,7 @@ __device__ __forceinline__ uint4 load_floats(const float *data, int64_t i, int64
     return make_uint4(w[0], w[1], w[2], w[3]);
 }
 
+/* Stores elements [i, i + 4) of an array, up to its end. */
 __device__ __forceinline__ void store_floats(float *data, int64_t i, int64_t count,
                                              const float *x)
 {
@@ -42,7 +43,7 @@ __device__ __forceinline__ void copy_floats(const float (&from)[4], float (&to)[
     for (int e = 0; e < 4; e++) to[e] = from[e];
 }
 
-/* A binary tree, whose leaves come one after the other: what waits for its right half. */
+/* A binary tree whose leaves arrive in order: sums that wait for their right half. */
 template <int LEVELS> struct Tree {
     float left[LEVELS][4];
 
@@ -59,7 +60,7 @@ template <int LEVELS> struct Tree {
                 copy_floats(x, left[level]);
         }
     }
-    /* The sum of so many leaves. */
+    /* The sum of the first `leaves` leaves. */
     __device__ __forceinline__ void sum_leaves(int leaves, float (&x)[4]) const
     {
         bool some = false;
@@ -75,11 +76,11 @@ template <int LEVELS> struct Tree {
     }
 };
 
-struct RankSum { /* four floats of each rank, of a thread that has some */
+struct RankSum { /* four floats of each rank; `in`: this thread has some */
     const OpState &op;
     const p2p_self &self;
     uint32_t order;
-    int64_t at; /* the first one's place in staging */
+    int64_t at; /* index of the first float in staging */
     bool in;
     uint4 own;
 
@@ -97,7 +98,7 @@ struct RankSum { /* four floats of each rank, of a thread that has some */
     }
 };
 
-/* hosts, one warp: all vectors that its lanes have sent, of so many. */
+/* backend hosts: posts the puts of the vectors that the lanes of a warp have sent. */
 static __device__ void post_put_vectors(const OpState &op, int64_t vectors)
 {
     const p2p_self &self = *op.self;
@@ -109,7 +110,7 @@ static __device__ void post_put_vectors(const OpState &op, int64_t vectors)
         }
 }
 
-/* The floats by rank, from wherever they are. */
+/* Waits for the floats of all ranks. One warp. */
 __device__ __forceinline__ bool receive_floats(const RankSum &s, uint4 (&q)[MAX_UNROLLED_RANKS])
 {
     const p2p_self &self = s.self;
@@ -132,7 +133,7 @@ __device__ __forceinline__ bool receive_floats(const RankSum &s, uint4 (&q)[MAX_
     return ok;
 }
 
-/* One rank's floats. */
+/* Waits for the floats of one rank. One warp. */
 __device__ __forceinline__ bool receive_rank(const RankSum &s, int rank, float (&x)[4])
 {
     const bool own = rank == s.self.rank;
@@ -146,7 +147,7 @@ __device__ __forceinline__ bool receive_rank(const RankSum &s, int rank, float (
     return ok;
 }
 
-/* The sum of many ranks, one after the other. */
+/* Adds up the ranks one after the other. */
 static __device__ bool add_ranks_looped(const RankSum &s, float (&x)[4])
 {
     const int ranks = s.self.num_ranks;
@@ -167,6 +168,7 @@ static __device__ bool add_ranks_looped(const RankSum &s, float (&x)[4])
     return true;
 }
 
+/* Adds up at most MAX_UNROLLED_RANKS ranks in registers. */
 static __device__ __forceinline__ bool add_ranks_unrolled(const RankSum &s, float (&sum)[4])
 {
     uint4 q[MAX_UNROLLED_RANKS];
@@ -193,7 +195,7 @@ static __device__ __forceinline__ bool add_ranks_unrolled(const RankSum &s, floa
     return true;
 }
 
-/* All lanes: waits for the ranks' floats and adds them.  false: the group is broken. */
+/* Waits for the floats of all ranks and adds them. All lanes. false: the group is broken. */
 template <bool MANY> __device__ __forceinline__ bool add_ranks(const RankSum &s, float (&x)[4])
 {
     return MANY ? add_ranks_looped(s, x) : add_ranks_unrolled(s, x);

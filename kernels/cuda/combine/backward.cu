@@ -1,20 +1,26 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* combine_backward: gradients of sums to every slot, and of the slots' weights.
- *   d_out   [num_tokens, row_bytes]  travels like the rows of dispatch: one warp moves a span
- *   d_rows  [num_rows, row_bytes]    = weight * d_out of the slot's token
- *   rows    [num_rows, row_bytes]    d_slot_weights = <d_out, rows>, if wanted
+/* combine_backward: the gradients of sums go to every slot; also the gradients of the slots'
+ * weights.
  *
- * One list of units is dealt to all warps in turn, as in dispatch/dispatch.cu; step i of it is
- *   send token i to every peer that needs it,
- *   receive token i - lag of each source; this rank's own tokens count as a source,
- * and beside the own ones, add the blocks of the dot products of token i - 2 lag.  A piece is one
- * such block, 1024 elements; its result waits in this rank's own `parts` memory, poison until it
- * is there. */
+ *   d_out   [num_tokens, row_bytes]  travels like rows of dispatch: a warp moves a span
+ *   d_rows  [num_rows, row_bytes]    = weight * d_out of the slot's token
+ *   rows    [num_rows, row_bytes]    d_slot_weights = <d_out, rows>, if requested
+ *
+ * One list of units is dealt to all warps in turn, as in dispatch/dispatch.cu. Step i of the
+ * list is
+ *
+ *   send     token i to every peer that needs it
+ *   receive  token i - lag of each source; this rank's own tokens count as a source
+ *   add      along with an own token: the dot products of token i - 2 lag
+ *
+ * A piece is one block of a dot product, 1024 elements. The warp that has computed a block
+ * stores the result to this rank's `parts` memory, where the word is poison until then. The
+ * warp that adds the blocks polls these words, adds them in order, and stores poison back. */
 #include "cuda/combine/backward_plain.cuh"
 #include "cuda/combine/backward_stream.cuh"
 #include "cuda/common/launch.cuh"
 
-/* Quantizing takes more registers, of which fewer threads have more. */
+/* Threads per CTA: quantizing needs more registers, so fewer threads have more of them. */
 template <class ROW> static constexpr int block_for(bool quantize)
 {
     return quantize ? Dot<F32>::BLOCK : Dot<ROW>::BLOCK;
@@ -57,7 +63,7 @@ __global__ void __launch_bounds__(block_for<ROW>(QUANTIZE), 1)
 
 typedef void (*Kernel)(p2p_combine_backward_job);
 
-/* Quantized rows need no form of their own for whole pieces. */
+/* Quantized rows need no kernel of their own for whole pieces. */
 template <class ROW> static Kernel kernel_for(bool exact, bool quantize)
 {
     if (quantize) return combine_backward_kernel<ROW, false, true>;
@@ -106,15 +112,14 @@ extern "C" cudaError_t p2p_launch_combine_backward(const p2p_combine_backward_jo
     p2p_combine_backward_job copy = *job;
     const int roles = num_roles(job->self) + num_forward_roles(job->self);
     deal_units_for_net(job->self, copy, num_sms, block, roles, vectors);
-    /* Dot products are added two lags behind.  If all warps together do more tokens than that at a
-     * time, each turn of theirs waits for the slowest unit of the one before. */
+    /* Dot products are added two lags behind. If all warps together work on more tokens than
+     * that at a time, each round of theirs waits for the slowest unit of the round before. */
     const int at_a_time = copy.units / units_per_token(copy, roles, vectors);
     const int lag = 32 + 16 * copy.span;
     copy.lag = at_a_time * 3 / 4;
     if (copy.lag < 100)
-        copy.lag = at_a_time < 100 ? at_a_time : 100; /* skew; docs/lab/cuda.md */
-    if (job->row_bytes <= 4096 && copy.lag > 128)
-        copy.lag = 128; /* short rows: what is enough */
+        copy.lag = at_a_time < 100 ? at_a_time : 100; /* skew between warps; docs/lab/cuda.md */
+    if (job->row_bytes <= 4096 && copy.lag > 128) copy.lag = 128; /* enough for short rows */
     if (copy.lag < lag) copy.lag = lag;
     copy.lag = lag_for_net(job->self, copy.lag, job->num_tokens);
     return launch_kernel(kernel_of(job->type, exact, quantize), num_sms, block, bytes, stream,

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What both paths of combine_backward share: places, sending, and what goes along with a rank's own
- * tokens. */
+/* Functions that both paths of combine_backward share: slots, sending, and the work along with this
+ * rank's own tokens. */
 #ifndef EPIC_COMBINE_BACKWARD_CUH
 #define EPIC_COMBINE_BACKWARD_CUH
 
@@ -11,7 +11,7 @@
 
 typedef RowMove<p2p_combine_backward_job> BackwardMove;
 
-/* Where the blocks of entry n of a token of `rank` wait. */
+/* The words for the blocks of entry n of a token of `rank`. */
 __device__ __forceinline__ uint32_t *dot_part_of(const BackwardMove &m, int rank, int32_t token,
                                                  int n)
 {
@@ -20,7 +20,7 @@ __device__ __forceinline__ uint32_t *dot_part_of(const BackwardMove &m, int rank
            ((int64_t)token * m.top_k + n) * m.shape.pieces;
 }
 
-/* Lane n of a half: the slot of entry n here, as the plan has it. */
+/* Lane n of a half: the slot of entry n here, as the plan has it; -1: none. */
 __device__ __forceinline__ int32_t read_slot(const BackwardMove &m, int rank, int32_t token,
                                              int n)
 {
@@ -30,7 +30,7 @@ __device__ __forceinline__ int32_t read_slot(const BackwardMove &m, int rank, in
     return slot;
 }
 
-/* Lane k: the rank of choice k of this rank's token, -1: none. */
+/* Lane k: the rank of choice k of this rank's token; -1: none. */
 __device__ __forceinline__ int32_t read_rank(const BackwardMove &m, int32_t token, int k)
 {
     int32_t rank = -1;
@@ -39,6 +39,7 @@ __device__ __forceinline__ int32_t read_rank(const BackwardMove &m, int32_t toke
     return rank;
 }
 
+/* Loads a piece of d_out of this rank's token. */
 template <class ROW, int V>
 __device__ __forceinline__ void load_own(const BackwardMove &m, int32_t token, int32_t vector,
                                          uint4 (&x)[V])
@@ -47,14 +48,14 @@ __device__ __forceinline__ void load_own(const BackwardMove &m, int32_t token, i
                                ROW::MINUS_ZERO);
 }
 
-/* TokenLanes' choices of this rank's token: a bit for each peer that needs its row. */
+/* The peers that need the token's row, as bits. `choice`: the rank of each lane's choice. */
 __device__ __forceinline__ uint32_t peers_of(const BackwardMove &m, int32_t choice)
 {
     const uint32_t touched = __reduce_or_sync(ALL_LANES, choice >= 0 ? 1u << choice : 0);
     return touched & ~(1u << m.job.self.rank);
 }
 
-/* Sends a piece to the peers whose bits are set; those on other hosts get it by post_put_pieces. */
+/* Sends a piece to `peers` (bits). Peers on other hosts get it by post_put_pieces(). */
 template <class ROW, int V, bool EXACT>
 __device__ __forceinline__ void send_to_peers(const BackwardMove &m, int32_t token,
                                               int32_t vector, uint32_t peers, uint4 (&x)[V])
@@ -71,7 +72,7 @@ __device__ __forceinline__ void send_to_peers(const BackwardMove &m, int32_t tok
     }
 }
 
-/* Past the end of a row: what adds nothing to a dot product. */
+/* Fills the vectors past the end of a row with -0, which adds nothing to a dot product. */
 template <class ROW, int V, bool EXACT>
 __device__ __forceinline__ void fill_end(const BackwardMove &m, int32_t vector, uint4 (&x)[V])
 {
@@ -82,7 +83,7 @@ __device__ __forceinline__ void fill_end(const BackwardMove &m, int32_t vector, 
             x[v] = make_uint4(fill, fill, fill, fill);
 }
 
-/* The piece of d_out: the caller's, or staged. */
+/* Reads a piece of d_out: the caller's, or a staged one, for which it waits. */
 template <class ROW, int V>
 __device__ __forceinline__ bool receive_d_out(const BackwardMove &m, int32_t token,
                                               int32_t vector, int rank, uint4 (&x)[V])
@@ -100,7 +101,7 @@ __device__ __forceinline__ bool receive_d_out(const BackwardMove &m, int32_t tok
     return true;
 }
 
-/* Adds the blocks of a token's dot products, all sources side by side. */
+/* Adds the blocks of the dot products of a token, of all sources side by side. */
 __device__ __forceinline__ bool add_dot_parts(const BackwardMove &m, int32_t token)
 {
     const int entries = m.job.self.num_ranks * m.top_k;
@@ -113,7 +114,8 @@ __device__ __forceinline__ bool add_dot_parts(const BackwardMove &m, int32_t tok
         uint32_t *part = dot_part_of(m, slot >= 0 ? rank : 0, token, slot >= 0 ? n : 0);
         float sum = 0.0f;
         for (int piece = 0; piece < m.shape.pieces; piece += 8) {
-            /* the last word alone while it is missing: what waits takes bandwidth */
+            /* polls only the last word while that is missing, because polling takes bandwidth
+             */
             const int last = min(piece + 8, m.shape.pieces) - 1;
             uint32_t words[8], word = slot >= 0 ? POISON : 0;
             bool ok = wait_warp(m.op, -1, P2P_PHASE_GRID, [&] {
@@ -145,13 +147,15 @@ __device__ __forceinline__ bool add_dot_parts(const BackwardMove &m, int32_t tok
     return true;
 }
 
+/* The destination of quantized gradient rows. */
 __device__ __forceinline__ QuantizedRows quantized_rows(const p2p_combine_backward_job &job)
 {
     return {job.d_rows,      job.d_rows_scales,        job.quantized_bytes,
             job.scale_bytes, job.quantized_whole != 0, job.scales_in_words != 0};
 }
 
-/* A piece of a slot's row, weight * x; `largest` of x. */
+/* Quantizes weight * x and stores it as a piece of a slot's row. `largest`: of the absolute
+ * values of x. */
 template <class ROW, int V>
 __device__ __forceinline__ void
 store_scaled_quantized(const BackwardMove &m, int32_t slot, int number, float weight,
@@ -171,7 +175,7 @@ store_scaled_quantized(const BackwardMove &m, int32_t slot, int number, float we
     store_quantized<V, ROW::N>(quantized_rows(m.job), slot, number, piece, m.policy);
 }
 
-/* Zeros in all rows [first, ...). */
+/* Writes zeros to all rows from `first` on. */
 template <bool QUANTIZE>
 static __device__ void zero_slots(const BackwardMove &m, int64_t first, int64_t thread,
                                   int64_t threads)
@@ -185,6 +189,7 @@ static __device__ void zero_slots(const BackwardMove &m, int64_t first, int64_t 
     zero_floats(job.d_slot_weights, first, job.num_rows, thread, threads);
 }
 
+/* Writes zeros to a piece of a slot. */
 template <int V, bool EXACT, bool QUANTIZE>
 __device__ __forceinline__ void pad_piece(const BackwardMove &m, int32_t slot, int piece)
 {
@@ -197,7 +202,7 @@ __device__ __forceinline__ void pad_piece(const BackwardMove &m, int32_t slot, i
     if (piece == 0 && lane_id() == 0 && m.job.d_slot_weights) m.job.d_slot_weights[slot] = 0.0f;
 }
 
-/* All CTAs: the padding of the slabs, when there are few tokens. */
+/* Pads the slabs if there are too few tokens to do it along with them. All CTAs. */
 template <int V, bool QUANTIZE> __device__ __forceinline__ void pad_all(const BackwardMove &m)
 {
     const int warps = (int)(grid_threads() / WARP), warp = (int)(grid_thread() / WARP);
@@ -207,8 +212,8 @@ template <int V, bool QUANTIZE> __device__ __forceinline__ void pad_all(const Ba
             [&](int32_t slot, int piece) { pad_piece<V, false, QUANTIZE>(m, slot, piece); });
 }
 
-/* What goes along with the receiving of a span of this rank's own token: some padding, and for one
- * of the spans the adding of the dot products of an earlier token. */
+/* Work along with receiving a span of this rank's own token: some padding and, for one of the
+ * spans, adding the dot products of an earlier token. */
 template <int V, bool EXACT, bool QUANTIZE>
 __device__ __forceinline__ bool do_extra_work(const BackwardMove &m, int span, int32_t token,
                                               int32_t end)
@@ -216,7 +221,8 @@ __device__ __forceinline__ bool do_extra_work(const BackwardMove &m, int span, i
     const int32_t added = token - m.job.lag;
     const int spans = m.stride.spans;
     const int adds =
-        (int)__umulhi((uint32_t)added * 0x9e3779b9u, (uint32_t)spans); /* by turns */
+        /* the spans take turns */
+        (int)__umulhi((uint32_t)added * 0x9e3779b9u, (uint32_t)spans);
     if (token >= m.first && token < end &&
         pads_with_tokens(m.plan, m.stride, m.plan.most_tokens))
         for_each_padding_slot(m.plan, m.plan.slab_bits, token * spans + span,
@@ -227,8 +233,8 @@ __device__ __forceinline__ bool do_extra_work(const BackwardMove &m, int span, i
     return added < m.first || !m.job.d_slot_weights || span != adds || add_dot_parts(m, added);
 }
 
-/* What a unit receives from, as rank_of_role counts; 0: it sends, less: it hands on for the mate that
- * is so many hosts away. */
+/* The role of a unit: the source that it receives from, as in rank_of_role(); 0: it sends; -n:
+ * it forwards for the mate n hosts away. */
 __device__ __forceinline__ int role_of(const BackwardMove &m, const UnitWalk &walk)
 {
 #ifdef EPIC_HOSTS
@@ -239,7 +245,7 @@ __device__ __forceinline__ int role_of(const BackwardMove &m, const UnitWalk &wa
 #endif
 }
 
-/* What a unit needs first: ranks of choices, or slots. */
+/* Loads what a unit needs first: ranks of choices, or slots. */
 __device__ __forceinline__ int32_t read_ahead(const BackwardMove &m, const UnitWalk &walk)
 {
     const int32_t sent = m.first + walk.step;
@@ -252,7 +258,7 @@ __device__ __forceinline__ int32_t read_ahead(const BackwardMove &m, const UnitW
 
 #ifdef EPIC_HOSTS
 
-/* The ranks that this rank's token goes to, of those that want it. */
+/* The ranks to which this rank sends its token that `peers` want, as bits. */
 __device__ __forceinline__ uint32_t choose_routes(const BackwardMove &m, const UnitWalk &walk,
                                                   int32_t sent, int32_t end, uint32_t peers)
 {
@@ -260,7 +266,7 @@ __device__ __forceinline__ uint32_t choose_routes(const BackwardMove &m, const U
     return choose_routes(m.job.self, m.op, sent, walk.span == 0, peers);
 }
 
-/* One unit: pieces of a token of the mate that is `hosts` hosts away. */
+/* Forwards pieces of a token of the mate that is `hosts` hosts away. */
 template <int V>
 static __device__ __noinline__ bool
 forward_unit(const BackwardMove &m, int hosts, int32_t token, int32_t end, int first, int count)

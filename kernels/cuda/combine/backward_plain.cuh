@@ -1,10 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* combine_backward, the fallback: rows that are no aligned vectors, or top_k above 32. */
+/* combine_backward, the path for rows that are not aligned vectors and for top_k above 32.
+ * Pieces are loaded when they are used, without a ring. */
 #ifndef EPIC_COMBINE_BACKWARD_PLAIN_CUH
 #define EPIC_COMBINE_BACKWARD_PLAIN_CUH
 
 #include "cuda/combine/backward.cuh"
 
+/* Receives a piece of a token: d_rows of its slots here, and the blocks of their dot products.
+ */
 template <class ROW, int V, bool QUANTIZE>
 __device__ __forceinline__ bool receive_token(const BackwardMove &m, int32_t token, int piece,
                                               int source, int32_t slot)
@@ -58,7 +61,7 @@ __device__ __forceinline__ bool receive_token(const BackwardMove &m, int32_t tok
     return true;
 }
 
-/* One round: tokens [m.first, end) of every rank. */
+/* Moves one round: tokens [m.first, end) of every rank. */
 template <class ROW, int V, bool QUANTIZE>
 __device__ __forceinline__ bool move_tokens(const BackwardMove &m, int32_t end)
 {
@@ -99,7 +102,7 @@ __device__ __forceinline__ bool move_tokens(const BackwardMove &m, int32_t end)
     }
 }
 
-/* noinline: keeps its registers out of the hot loop, which would spill. */
+/* noinline keeps its registers out of the hot loop, which would spill. */
 template <class ROW, bool QUANTIZE>
 static __device__ __noinline__ bool move_plain(BackwardMove m, OpState &op)
 {

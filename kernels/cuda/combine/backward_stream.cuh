@@ -1,16 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* combine_backward's stream, for rows of aligned vectors: all units of a warp become one stream of
- * pieces, of d_out and of the rows, that are copied into a ring in shared memory ahead of their
- * use.  A staged piece may be copied before it has come: then poison is found, and it is polled in
- * place.
+/* combine_backward, the path for rows of aligned vectors. All units of a warp become one stream
+ * of pieces, of d_out and of `rows`, that are copied into a ring in shared memory ahead of
+ * their use. A staged piece may be copied before it has arrived; then its words are poison, and
+ * it is polled in place.
  *
  *     a unit that sends token i       a unit that receives token t of source q
  *
  *     d_out[i] -> ring                staging[q] -> ring -> d, and for each slot of it here:
  *                  |                    d_rows[slot] = weight * d
- *     staging of peers                  rows[slot] -> ring -> dot(d, rows[slot]) -> its weight's
- *                                                                            gradient
- */
+ *     staging of peers                  rows[slot] -> ring -> dot(d, rows[slot]), which is the
+ *                                                             gradient of its weight */
 #ifndef EPIC_COMBINE_BACKWARD_STREAM_CUH
 #define EPIC_COMBINE_BACKWARD_STREAM_CUH
 
@@ -22,36 +21,37 @@ struct __align__(8) Slot
     float weight;
 };
 
-struct Entry {            /* a unit under way */
-    int32_t token;        /* that is sent, or received */
-    uint32_t work;        /* slots here; sending: bits of the ranks; 0: nothing to do */
-    int16_t role, span;   /* role_of a walk */
-    int16_t first, count; /* pieces; if there is nothing to do, one takes a place */
-    Slot slots[WARP];     /* lane n: the n-th here */
+struct Entry {     /* a unit under way */
+    int32_t token; /* token that is sent or received */
+    /* receiving: number of slots here; sending: peers as bits; 0: nothing to do */
+    uint32_t work;
+    int16_t role, span;   /* role: of role_of() */
+    int16_t first, count; /* pieces; a unit with nothing to do takes the place of one */
+    Slot slots[WARP];     /* lane n: the n-th slot here */
 };
 
 template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     static constexpr int V = Dot<ROW>::V;
     typedef PieceRing<V, EXACT> Pieces;
     static constexpr int AHEAD = Pieces::AHEAD, ENTRIES = AHEAD + 1;
-    static constexpr int DOTS = 8, PITCH = WARP + 4; /* floats: every lane another bank */
+    static constexpr int DOTS = 8, PITCH = WARP + 4; /* in floats; lanes use different banks */
     static constexpr int SUMS = Pieces::BYTES + ENTRIES * (int)sizeof(Entry);
     static constexpr int WARP_BYTES = round_up_to_lines(SUMS + DOTS * PITCH * 4);
 
     const BackwardMove &m;
     Entry *entries;
-    float *sums; /* [DOTS][PITCH], lane sums of blocks */
+    float *sums; /* [DOTS][PITCH], sums of lanes */
     Pieces ring;
-    UnitWalk walk;                            /* the next unit, */
-    int32_t next_word;                        /* and what it needs first */
-    int32_t end;                              /* of the round's tokens */
-    const Entry *copying;                     /* the unit whose pieces are being copied: */
-    const uint8_t *from;                      /* this lane's part of the next one of d_out, */
-    const uint8_t *rows;                      /* of the running one of row 0, */
-    const Slot *slot;                         /* whose row is next, */
-    int32_t vector;                           /* its first, */
-    int pieces = 0, slots = 0;                /* and what is left of them */
-    uint32_t begun = 0, copied = 0, used = 0; /* units */
+    UnitWalk walk;             /* the next unit */
+    int32_t next_word;         /* what the next unit needs first */
+    int32_t end;               /* end of the tokens of the round */
+    const Entry *copying;      /* the unit whose pieces are being copied */
+    const uint8_t *from;       /* this lane's part of its next piece of d_out */
+    const uint8_t *rows;       /* the same of row 0 of `rows`, for the current piece */
+    const Slot *slot;          /* slot whose row is copied next */
+    int32_t vector;            /* first vector of the current piece */
+    int pieces = 0, slots = 0; /* pieces and slots that are left to copy */
+    uint32_t begun = 0, copied = 0, used = 0; /* numbers of units */
 
     __device__ __forceinline__ GradientStream(const BackwardMove &move, uint8_t *memory,
                                               int32_t round_end)
@@ -63,13 +63,14 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
 
     /* ---- copying ---- */
 
-    /* The next unit of the list, if there is one. */
+    /* Takes the next unit of the list, if there is one. */
     __device__ __forceinline__ void begin_unit()
     {
         const int32_t sent = m.first + walk.step, received = sent - m.job.lag;
         if (received - m.job.lag >= end) return;
-        Entry &entry = entries[begun++ % ENTRIES]; /* lanes meet before it is written: some may
-                                                      still read the unit that was there */
+        /* lanes meet before it is written, because some may still read the previous unit there
+         */
+        Entry &entry = entries[begun++ % ENTRIES];
         uint32_t work;
         const int role = role_of(m, walk);
         if (role == 0) {
@@ -120,7 +121,7 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         rows = m.job.rows + lane_offset(entry.first * V * WARP) - Pieces::PIECE_BYTES;
         pieces = entry.work ? entry.count : 1;
     }
-    /* One piece more. */
+    /* Starts the copy of one more piece. */
     __device__ __forceinline__ void copy_next()
     {
         if (slots) {
@@ -150,7 +151,7 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         copy_next();
         ring.read_piece(q, its_vector, m.shape, fill);
     }
-    /* q is what the ring had. */
+    /* Waits for a staged piece; q has what the ring contained. */
     __device__ __forceinline__ bool wait_d_out(const Entry &u, int32_t its_vector,
                                                uint4 (&q)[V])
     {
@@ -171,7 +172,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
             if (EXACT || its_vector + v * WARP + lane_id() < m.shape.vectors)
                 store_once(to + v * WARP * 16, scale_vector<ROW>(weight, x[v]), m.policy);
     }
-    /* Adds up the blocks of slots [first, first + count) of a unit. */
+    /* Adds up the blocks of slots [first, first + count) of a unit and stores them to `parts`.
+     */
     __device__ __forceinline__ void add_dots(const Entry &u, int piece, int first, int count)
     {
         __syncwarp();
@@ -183,6 +185,7 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         }
         __syncwarp();
     }
+    /* Computes d_rows of the unit's slots and their dot products, for one piece. */
     __device__ __forceinline__ void fill_slots(const Entry &u, int piece, const uint4 (&q)[V])
     {
         const bool dots = m.job.d_slot_weights != NULL;
@@ -197,7 +200,7 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         }
         uint32_t largest = 0;
         if (QUANTIZE) largest = find_largest<V, ROW::N>(x, m.job.quantize);
-        __syncwarp(); /* weights that other lanes have copied */
+        __syncwarp(); /* other lanes have copied the weights */
         Slot next = u.slots[0];
 #pragma unroll 1
         for (int i = 0; i < count; i++) {

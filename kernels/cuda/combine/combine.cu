@@ -1,25 +1,29 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* combine, and the gradient of dispatch: rows home, summed.
- *   rows  [num_rows, row_bytes]    one warp sums a piece of a token's rows here
- *   out   [num_tokens, row_bytes]  and sends the partial to the token's rank
+/* combine, and the gradient of dispatch: rows return to the ranks of their tokens and are
+ * summed there.
+ *
+ *   rows  [num_rows, row_bytes]    a warp sums a piece of a token's rows here
+ *   out   [num_tokens, row_bytes]  and sends the partial sum to the token's rank
  *
  * Every warp does two kinds of units, each kind in token order:
- *   expert  the partial of one token of one peer, into the peer's staging
- *   source  this rank's own partial of one of its tokens, plus the peers' as they come
- * A source unit of token t comes once the warp's expert units of all tokens below t + lag are
- * done: the least token that anybody waits for has been sent by every warp, so no wait is
- * circular.  A partial is the result of arithmetic and never poison: it is its own flag.
  *
- * Rows of aligned vectors go through combine/stream.cuh, what is rarer through
- * combine/plain.cuh. */
+ *   expert  the partial of one token of one peer, into the peer's staging
+ *   source  this rank's own partial of one of its tokens, plus the peers' as they arrive
+ *
+ * A warp begins a source unit of token t after its expert units of all tokens below t + lag. So
+ * the lowest token that any rank waits for has been sent by every warp, and no wait is
+ * circular. A partial is a result of arithmetic and so never poison: each of its words is its
+ * own flag.
+ *
+ * Rows of aligned vectors use combine/stream.cuh, rarer cases use combine/plain.cuh. */
 #include "cuda/combine/plain.cuh"
 #include "cuda/combine/stream.cuh"
 #include "cuda/common/launch.cuh"
 
-#define BLOCK 384 /* few enough for 168 registers each */
+#define BLOCK 384 /* threads; 168 registers each */
 #define WARPS (BLOCK / WARP)
 
-/* The last CTA: zeros, when nothing was moved. */
+/* Writes zeros if nothing was moved. The last CTA. */
 static __device__ void clear_outputs(const CombineState &c)
 {
     zero_rows(c.job.out, c.job.row_bytes, 0, c.job.num_tokens, threadIdx.x, BLOCK);
@@ -104,10 +108,10 @@ extern "C" cudaError_t p2p_load_combine(void)
     return cudaSuccess;
 }
 
-/* Tokens that adding stays behind sending, if not the job's: a quarter more than all warps send at a
- * time, so that partials have come when they are looked for.  Where each warp has the same piece of
- * every row that gained nothing, nor did longer lags, and rows of FLAT plans lose where its next
- * piece lies a little further on; docs/lab/cuda.md. */
+/* Tokens by which adding stays behind sending: a quarter more than all warps send at a time, so
+ * that partials have arrived when they are needed. It gains nothing where each warp has the
+ * same piece of every row, and rows of FLAT plans lose where its next piece is only a little
+ * further on; there the job's lag stays. docs/lab/cuda.md. */
 static int lag_of(const p2p_combine_job &job, int num_sms)
 {
     const int pieces = (int)((job.row_bytes + STREAM_V * 512 - 1) / (STREAM_V * 512));

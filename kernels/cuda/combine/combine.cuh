@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What both paths of combine share: partials, and what a unit is given. */
+/* Types that both paths of combine share: partial sums and the arguments of a unit. */
 #ifndef EPIC_COMBINE_CUH
 #define EPIC_COMBINE_CUH
 
 #include "cuda/combine/slots.cuh"
 #include "cuda/net/relay.cuh"
 
-/* Partials of ROW rows that travel and are added as PART. */
+/* A vector of a partial sum of ROW rows that travels and is added as PART. */
 template <class ROW, class PART> struct PartialSum {
-    static constexpr int VECTORS = ROW::N / PART::N; /* of PART for one of ROW */
+    static constexpr int VECTORS = ROW::N / PART::N; /* vectors of PART per vector of ROW */
 
     static __device__ __forceinline__ void unpack_floats(const uint4 *q, float *x)
     {
@@ -32,18 +32,18 @@ template <class ROW, class PART> struct PartialSum {
     }
 };
 
-struct CombineState { /* what every unit of the running round needs */
+struct CombineState { /* arguments of every unit of the running round */
     const p2p_combine_job &job;
     const OpState &op;
     const PlanView &plan;
     const Stride &expert, &source; /* of the two kinds of units */
-    uint4 *stack;                  /* this warp's, for leaves */
+    uint4 *stack;                  /* of this warp, for leaves */
     RowShape shape;
     uint64_t policy;
-    int32_t first; /* token of the round */
+    int32_t first; /* first token of the round */
     int32_t top_k;
 #ifdef EPIC_HOSTS
-    bool adds_by_host; /* partials are added by host */
+    bool adds_by_host; /* one rank of each host adds the partials of the others */
 #endif
 };
 
@@ -67,7 +67,7 @@ __device__ __forceinline__ void set_adds_by_host(CombineState &c, bool adds_by_h
 #endif
 }
 
-/* Lane n: the n-th slot here of a rank's token, -1 past the last; as the plan has it. */
+/* Lane n: the n-th slot here of a token of `rank`, as the plan has it; -1: none. */
 __device__ __forceinline__ int32_t read_slot(const CombineState &c, int rank, int32_t token,
                                              int half)
 {
@@ -78,7 +78,7 @@ __device__ __forceinline__ int32_t read_slot(const CombineState &c, int rank, in
     return slot;
 }
 
-/* Lane k: the rank of choice k of this rank's token, -1: none. */
+/* Lane k: the rank of choice k of this rank's token; -1: none. */
 __device__ __forceinline__ int32_t rank_of_choice(const CombineState &c, int32_t token,
                                                   int half)
 {
@@ -89,11 +89,12 @@ __device__ __forceinline__ int32_t rank_of_choice(const CombineState &c, int32_t
     return rank;
 }
 
+/* The peer of an expert unit with this role; with sums by host the mates come last. */
 __device__ __forceinline__ int peer_of_role(const CombineState &c, int role)
 {
     const int local = ranks_per_host(c.job.self), ranks = c.job.self.num_ranks;
     const int others =
-        is_added_by_host(c) ? ranks - ranks / local : ranks; /* that are no mates */
+        is_added_by_host(c) ? ranks - ranks / local : ranks; /* ranks that are not mates */
     if (HOSTS && role >= others)
         role = (role - others + 1) * local - 1;
     else if (is_added_by_host(c))
@@ -101,7 +102,7 @@ __device__ __forceinline__ int peer_of_role(const CombineState &c, int role)
     return wrap_rank(c.job.self.rank + 1 + role, c.job.self.num_ranks);
 }
 
-/* Adding to -0 keeps the first product as it is. */
+/* Sets sums to -0: adding the first product to -0 keeps it exactly. */
 template <int V, int N> __device__ __forceinline__ void clear_sums(float (&acc)[V][N])
 {
 #pragma unroll

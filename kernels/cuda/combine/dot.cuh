@@ -1,14 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Dot products of pieces of rows, in the host's order: blocks of 1024 elements, of which a lane has
- * eight accumulators; these are added up, then the lanes' sums. */
+/* Dot products of pieces of rows, in the order of the host's dot product: blocks of 1024
+ * elements with eight accumulators per lane, which are added up first, then the sums of the
+ * lanes. */
 #ifndef EPIC_DOT_CUH
 #define EPIC_DOT_CUH
 
 #include "cuda/common/rows.cuh"
 
-/* Sums of one block: lane l of a 16-bit type holds accumulators 8 l .. 8 l + 7; of float32, 4 l ..
- * 4 l + 3 and 128 more than those.  lane_sum() is what lanes LAST num_send_only_ctas have in common no more:
- * add_lanes adds it up over the lanes, first those farthest num_send_only_ctas. */
+/* Accumulators of one block. A lane l holds accumulators 8 l .. 8 l + 7 of a 16-bit type; of
+ * float32 it holds 4 l .. 4 l + 3 and those plus 128. lane_sum() adds up what belongs to one
+ * lane, or to two adjacent lanes if LAST is 2; add_lanes() then adds over the lanes, the most
+ * distant ones first. */
 template <class ROW> struct Dot;
 
 template <class ROW> struct Dot16 {
@@ -34,7 +36,7 @@ template <> struct Dot<F16> : Dot16<F16> {
 };
 
 template <> struct Dot<F32> {
-    static constexpr int V = 8, BLOCK = 384, LAST = 2; /* for 168 registers each */
+    static constexpr int V = 8, BLOCK = 384, LAST = 2; /* 168 registers each */
     float acc[8]; /* 0-3 of even vectors, 4-7 of odd ones */
 
     __device__ __forceinline__ void add_products(int v, const float *x, const float *y)
@@ -56,7 +58,7 @@ template <> struct Dot<F32> {
     }
 };
 
-/* Adds up a block's lane sums. */
+/* Adds up the lane sums of a block. One warp. */
 template <class ROW> __device__ __forceinline__ float add_lanes(float s)
 {
 #pragma unroll
@@ -70,7 +72,7 @@ __device__ __forceinline__ float4 add_float4(float4 a, float4 b)
     return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
-/* The same by one lane, from shared memory. */
+/* Like add_lanes(), by one lane from shared memory. */
 template <class ROW> __device__ __forceinline__ float add_lanes(const float4 *lanes)
 {
     const float4 a = add_float4(add_float4(lanes[0], lanes[4]), add_float4(lanes[2], lanes[6]));
@@ -79,7 +81,7 @@ template <class ROW> __device__ __forceinline__ float add_lanes(const float4 *la
     return Dot<ROW>::LAST == 1 ? (s.x + s.z) + (s.y + s.w) : s.x + s.z;
 }
 
-/* This lane's part of a block's dot product. */
+/* This lane's part of the dot product of a block. */
 template <class ROW, int V>
 __device__ __forceinline__ float dot_of(const float (&x)[V][ROW::N], const uint4 (&y)[V])
 {

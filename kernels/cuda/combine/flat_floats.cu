@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The floats of dispatch_backward with a FLAT plan, by themselves: they lie by row, which the kernels
- * of combine, which bring the rows home, do not support.
- *   slot_floats    [num_rows, top_k]     a warp sends those of a peer's token,
- *   choice_floats  [num_tokens, top_k]   and later takes those of an own one
+/* The floats of dispatch_backward with a FLAT plan, in an operation of their own: they are
+ * arrays by row, which the kernels of combine do not support.
  *
- * Every warp sends all it has to send before it waits for anything. */
+ *   slot_floats    [num_rows, top_k]     a warp sends those of a peer's token
+ *   choice_floats  [num_tokens, top_k]   and later receives those of an own token
+ *
+ * Every warp sends all its floats before it waits for any, so no wait is circular. */
 #include "cuda/combine/combine.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/plan/flat.cuh"
@@ -17,7 +18,8 @@ struct FlatFloats {
     const PlanView &plan;
     int32_t top_k;
 
-    /* This rank's float of choice n of a token here, of `rank`; `there`: it has so many. */
+    /* The float of choice n here of a token of `rank`. `there`: the token has that many choices
+     * here. */
     __device__ __forceinline__ uint32_t read_float(int rank, int32_t token, int n,
                                                    bool &there) const
     {
@@ -31,6 +33,7 @@ struct FlatFloats {
     }
 };
 
+/* Sends the floats of a token of `rank`. One warp. */
 static __device__ void send_floats(const FlatFloats &f, int rank, int source, int32_t token)
 {
     uint32_t *to = floats_base(f.job.self, f.op, f.job.self.heap[rank], source) +
@@ -49,7 +52,8 @@ static __device__ void send_floats(const FlatFloats &f, int rank, int source, in
     post_put_floats(f.op, rank, to, count);
 }
 
-/* TokenLanes are choices, a half of them at a time; `before`: ranks of the half before. */
+/* Receives the floats of half of a token's choices; lanes are choices. `before`: ranks of the
+ * half before. */
 static __device__ bool receive_half(const FlatFloats &f, int32_t token, int half, int32_t rank,
                                     int32_t before)
 {
@@ -102,8 +106,8 @@ static __device__ bool move_floats(const FlatFloats &f)
     return true;
 }
 
-/* The last CTA: has every rank as many rows as its plan has slots?  Who has not was told when the
- * rows went home. */
+/* Had every rank enough rows? The kernel that moved the rows has reported those that had not.
+ * The last CTA. */
 static __device__ bool rows_were_enough(const p2p_self &self, const OpState &op,
                                         const device_plan_header &h)
 {

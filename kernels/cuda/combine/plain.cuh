@@ -1,22 +1,24 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* combine's plain path: unaligned rows, more than 32 choices, leaves within a rank and float32
- * partials of 16-bit rows.  A piece is one vector for each lane. */
+/* The plain path of combine: unaligned rows, more than 32 choices, leaves within a rank, and
+ * float32 partials of 16-bit rows. A piece is one vector per lane. */
 #ifndef EPIC_COMBINE_PLAIN_CUH
 #define EPIC_COMBINE_PLAIN_CUH
 
 #include "cuda/combine/combine.cuh"
 
-#define LEAF_LEVELS 8 /* of a rank's subtree, at most */
+#define LEAF_LEVELS 8 /* levels of a rank's subtree, at most */
 
+/* Lane n: the n-th slot here of a token, as clamp_slot() returns it. */
 __device__ __forceinline__ int32_t clamped_slot_of(const CombineState &c, int rank,
                                                    int32_t token, int half)
 {
     return clamp_slot(c, read_slot(c, rank, token, half));
 }
 
-/* ------------------------------------------------------------------------- partials ---- */
+/* ---------------------------------------------------------------------------- partials ---- */
 
-/* Adds COUNT rows, those of the lowest lanes in `lanes`, to acc; all loads before any use. */
+/* Adds COUNT rows, those of the lowest lanes in `lanes`, to acc. All loads come before any use.
+ */
 template <class ROW, int V, int COUNT>
 __device__ __forceinline__ void add_rows(const CombineState &c, float (&acc)[V][ROW::N],
                                          uint32_t &lanes, int32_t slot, float weight,
@@ -47,6 +49,7 @@ __device__ __forceinline__ void add_rows(const CombineState &c, float (&acc)[V][
     }
 }
 
+/* Adds the rows of the slots of `lanes` to acc. */
 template <class ROW, int V>
 __device__ __forceinline__ void add_lanes(const CombineState &c, float (&acc)[V][ROW::N],
                                           uint32_t lanes, int32_t slot, float weight,
@@ -72,7 +75,8 @@ __device__ __forceinline__ void pack_sum(uint4 (&node)[V][PartialSum<ROW, PART>:
     for (int v = 0; v < V; v++) PartialSum<ROW, PART>::pack_floats(node[v], acc[v]);
 }
 
-/* The partial of all choices of a token here, in ascending k; false: there is none. */
+/* The partial of all choices of a token here, in ascending k. Returns false if it has none here.
+ */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ bool
 sum_local_rows(const CombineState &c, uint4 (&node)[V][PartialSum<ROW, PART>::VECTORS],
@@ -94,12 +98,12 @@ sum_local_rows(const CombineState &c, uint4 (&node)[V][PartialSum<ROW, PART>::VE
     return true;
 }
 
-/* ------------------------------------------------------------- leaves of one rank ---- */
+/* ---------------------------------------------------------------- leaves within a rank ---- */
 
 __device__ __forceinline__ int leaf_of(const CombineState &c, int32_t slot)
 {
     const device_plan_header &h = c.plan.header;
-    int low = 0, high = h.owned; /* the last slab that begins at or before the slot */
+    int low = 0, high = h.owned; /* to the last slab that begins at or before the slot */
     while (high - low > 1) {
         const int middle = (low + high) / 2;
         if (__ldg(c.plan.slab_begin + middle) <= slot)
@@ -111,14 +115,14 @@ __device__ __forceinline__ int leaf_of(const CombineState &c, int32_t slot)
     return (h.first_expert + low) / block - h.first_expert / block;
 }
 
-/* Level of the lowest common ancestor. */
+/* Level of the lowest common ancestor of two leaves. */
 __device__ __forceinline__ int ancestor_level(uint32_t a, uint32_t b)
 {
     return 32 - __clz(a ^ b);
 }
 
-/* Binary tree over the leaves that have a choice: a stack of nodes that wait for their right
- * siblings, in shared memory; `leaf_at` holds a leaf of each, a byte for each level. */
+/* A binary tree over the leaves that have a choice. It is a stack, in shared memory, of nodes
+ * that wait for their right siblings; `leaf_at` holds one leaf of each, a byte per level. */
 template <class ROW, class PART> struct LeafStack {
     static constexpr int P = PartialSum<ROW, PART>::VECTORS;
     uint4 *memory;
@@ -166,7 +170,8 @@ template <class ROW, class PART> struct LeafStack {
     }
 };
 
-/* The subtree of a token here, one vector a lane. */
+/* The sum of the subtree of a token here, one vector per lane. Returns false if it has no
+ * choice. */
 template <class ROW, class PART>
 __device__ __forceinline__ bool sum_leaves(const CombineState &c,
                                            uint4 (&node)[1][PartialSum<ROW, PART>::VECTORS],
@@ -200,9 +205,9 @@ __device__ __forceinline__ bool sum_leaves(const CombineState &c,
     return stack.pop_result(node[0]);
 }
 
-/* ---------------------------------------------------------------------- floats home ---- */
+/* ------------------------------------------------------------------ floats that return ---- */
 
-/* Expert side: one float for each choice here. */
+/* Expert side: sends one float per choice of a token here. */
 __device__ __forceinline__ void send_floats(const CombineState &c, int rank, int32_t token,
                                             uint32_t *to)
 {
@@ -220,14 +225,14 @@ __device__ __forceinline__ void send_floats(const CombineState &c, int rank, int
     post_put_floats(c.op, rank, to + (int64_t)token * float_stride(c.top_k), count);
 }
 
-/* Source side: lane k waits for its choice's float. */
+/* Source side: lane k waits for the float of its choice. */
 __device__ __forceinline__ bool receive_floats(const CombineState &c, int32_t token)
 {
     const p2p_self &self = c.job.self;
     const device_plan_layout at = device_plan_layout_of(self.num_ranks, self.max_tokens,
                                                         c.plan.header.num_experts, c.top_k);
     const int32_t *fate = (const int32_t *)(c.job.plan + at.fate);
-    int32_t last = -1; /* the rank of the lane's choice in the half before */
+    int32_t last = -1; /* rank of this lane's choice in the half before */
     for (int half = 0; half * WARP < c.top_k; half++) {
         const int32_t rank = rank_of_choice(c, token, half);
         const int64_t choice = (int64_t)token * c.top_k + half * WARP + lane_id();
@@ -259,12 +264,12 @@ __device__ __forceinline__ bool receive_floats(const CombineState &c, int32_t to
     return true;
 }
 
-/* ---------------------------------------------------------------------------- units ---- */
+/* ------------------------------------------------------------------------------- units ---- */
 
-struct Unit { /* with what was read ahead for it */
+struct Unit { /* a unit with what was loaded ahead for it */
     int32_t token;
     int role, piece;
-    int32_t slot;  /* lane n: the n-th here */
+    int32_t slot;  /* lane n: the n-th slot here */
     int32_t ranks; /* source side, lane k: rank of choice k */
 };
 
@@ -316,7 +321,7 @@ __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit
     return true;
 }
 
-/* Waits for the partials of up to four ranks. */
+/* Waits for the partials of up to four ranks, those at `place` and after. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ bool
 receive_partials(const CombineState &c, const Unit &u, int place, bool (&there)[4],
@@ -539,7 +544,7 @@ __device__ __forceinline__ bool combine_tokens(const CombineState &c, int32_t en
     return true;
 }
 
-/* noinline: keeps its registers out of the hot loop, which would spill. */
+/* noinline keeps its registers out of the hot loop, which would spill. */
 template <class ROW, class PART, bool LEAVES>
 static __device__ __noinline__ bool combine_plain(CombineState c, OpState &op)
 {

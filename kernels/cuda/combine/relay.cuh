@@ -1,13 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* combine between hosts of several ranks, backend hosts alone: a host's partials of another host's
- * token are added there, on the token's rank's mate, as one node of the tree.
+/* combine between hosts of several ranks; backend hosts only. The partials that the ranks of a
+ * host have of another host's token are added there, as one node of the tree, by the mate of
+ * the token's rank (net/relay.cuh).
  *
- * In the list of expert units a token's mates come last: what they wait for, the other units of that
- * token, waits for nothing. */
+ *   rank that is not the mate   stores *wants* (has it a partial?) and its partial to the mate
+ *   mate                        waits for both of every rank of its host, adds in tree order,
+ *                               posts the put of the sum to the token's rank
+ *
+ * In the list of expert units the mates of a token come last. They wait for other units of that
+ * token, which wait for nothing, so no wait is circular. */
 #ifndef EPIC_COMBINE_RELAY_CUH
 #define EPIC_COMBINE_RELAY_CUH
 
-/* Where this lane's vector of a unit's node is, in a box. */
+/* Address in staging of this lane's vector of a unit's node. */
 template <int P>
 __device__ __forceinline__ uint4 *node_address(const CombineState &c, const Unit &u,
                                                uint8_t *box)
@@ -26,7 +31,7 @@ __device__ __forceinline__ void store_node(const CombineState &c, const Unit &u,
         if (u.piece * WARP + lane_id() < c.shape.vectors) store_relaxed(to + p, node[p]);
 }
 
-/* The node that `rank` brings. */
+/* Waits for the node that `rank` stores. */
 template <int P>
 __device__ __forceinline__ bool receive_node(const CombineState &c, const Unit &u, uint8_t *box,
                                              int rank, uint4 (&node)[P])
@@ -48,7 +53,7 @@ __device__ __forceinline__ bool receive_node(const CombineState &c, const Unit &
     return ok;
 }
 
-/* On a rank that is not the mate: its part, if it has one, goes to the one that is. */
+/* Sends this rank's part, if it has one, to the mate. On ranks that are not the mate. */
 template <int P>
 __device__ __forceinline__ void send_node(const CombineState &c, const Unit &u, int rank,
                                           bool some, const uint4 (&node)[P])
@@ -61,7 +66,8 @@ __device__ __forceinline__ void send_node(const CombineState &c, const Unit &u, 
     if (some) store_node<P>(c, u, box_address(self, c.op, heap, to, by), node);
 }
 
-/* On the mate: adds the parts of its host in the order of the tree.  `some`: there is one. */
+/* Adds the parts of the host's ranks in the order of the tree. On the mate. `some`: there is at
+ * least one part. */
 template <class ROW, class PART>
 __device__ __forceinline__ bool
 add_partials_of_host(const CombineState &c, const Unit &u, int rank, bool &some,

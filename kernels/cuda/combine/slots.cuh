@@ -1,18 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What combine and its gradient share; M is what their units are given. */
+/* Functions that combine and its gradient share: slots and rounds. M is the type of their state. */
 #ifndef EPIC_SLOTS_CUH
 #define EPIC_SLOTS_CUH
 
 #include "cuda/plan/view.cuh"
 
-/* A slot, never outside the rows: row 0, which there always is, stands in for those past the end.
- * Too few rows are an error in the data, found by all at the end of the operation; until then
- * every row must travel that a peer waits for. */
+/* A slot within the rows: row 0, which always exists, stands in for slots past the end. Too few
+ * rows are an error in the data, which all ranks find at the end of the operation. Until then
+ * every row that a peer waits for must be sent. */
 template <class M> __device__ __forceinline__ int32_t clamp_slot(const M &m, int32_t slot)
 {
     return slot < m.job.num_rows ? slot : 0;
 }
 
+/* The weight of a slot; 1 without weights. */
 template <class M> __device__ __forceinline__ float read_slot_weight(const M &m, int32_t slot)
 {
     float weight = 1.0f;
@@ -20,7 +21,8 @@ template <class M> __device__ __forceinline__ float read_slot_weight(const M &m,
     return weight;
 }
 
-/* All rounds: round(end) does the tokens [m.first, end) of every rank, of row_bytes each. */
+/* Runs all rounds of an operation with row_bytes per token: round(end) does the tokens
+ * [m.first, end) of every rank. false: the group is broken. */
 template <class M, class Round>
 __device__ __forceinline__ bool for_each_round(M &m, OpState &op, int64_t row_bytes,
                                                Round round)

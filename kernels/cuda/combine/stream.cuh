@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* combine's stream: rows of aligned vectors, one partial for each rank.  All units of a warp
+/* The stream of combine: rows of aligned vectors, one partial per rank. All units of a warp
  * become one stream of pieces, rows here and partials of peers, that are copied into a ring in
- * shared memory ahead of their use.  A partial may be copied before it has come: then poison is
- * found, and the piece is polled in place.
+ * shared memory ahead of their use. A partial may be copied before it has arrived; then its
+ * words are poison, and it is polled in place.
  *
  *     an expert unit, token t of source q       a source unit, token t of this rank
  *
@@ -11,8 +11,7 @@
  *                               |               partial of peer b -> ring -+
  *               sum of w * row  |                                          |  sum by rank, or
  *                               v                                          v  in the tree
- *                         staging of q                                   out[t]
- */
+ *                         staging of q                                   out[t] */
 #ifndef EPIC_COMBINE_STREAM_CUH
 #define EPIC_COMBINE_STREAM_CUH
 
@@ -23,17 +22,17 @@
 struct __align__(8) Slot
 {
     int32_t number;
-    uint32_t word; /* its weight, or the float that goes home */
+    uint32_t word; /* its weight, or the float that is sent back */
 };
 
 struct Entry { /* a unit under way */
     int32_t token;
-    int32_t vector;      /* first of the piece */
-    int16_t num_slots;   /* here */
-    int16_t role;        /* of an expert unit, -1: a source unit */
+    int32_t vector;      /* first one of the piece */
+    int16_t num_slots;   /* slots here */
+    int16_t role;        /* of an expert unit; -1: a source unit */
     uint32_t places;     /* bit p: the rank at place p sends a partial */
-    Slot slots[WARP];    /* lane n: the n-th here */
-    int32_t ranks[WARP]; /* source unit, lane k: of choice k */
+    Slot slots[WARP];    /* lane n: the n-th slot here */
+    int32_t ranks[WARP]; /* source unit, lane k: rank of choice k */
 };
 
 template <class ROW, bool EXACT, bool TREE> struct CombineStream {
@@ -45,16 +44,16 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
     const CombineState &c;
     Entry *entries;
     Pieces ring;
-    UnitWalk e, s;                   /* the next units, */
-    int32_t slot_e, slot_s, ranks_s; /* and what they need first */
+    UnitWalk e, s;                   /* the next units of the two kinds */
+    int32_t slot_e, slot_s, ranks_s; /* what they need first */
     int32_t end_e, end_s;
     int32_t place_rank;    /* lane p: the peer at place p, or -1 */
-    const Slot *slot;      /* of the unit whose pieces are being copied, */
-    const uint8_t *rows;   /* this lane's part of the piece of row 0, */
-    int32_t token, vector; /* its place, */
-    int32_t slots = 0;     /* and what is left of it */
+    const Slot *slot;      /* slot whose row is copied next */
+    const uint8_t *rows;   /* this lane's part of the piece of row 0 */
+    int32_t token, vector; /* token and first vector of the unit that is being copied */
+    int32_t slots = 0;     /* slots and places that are left to copy */
     uint32_t places = 0;
-    uint32_t begun = 0, copied = 0, used = 0; /* units */
+    uint32_t begun = 0, copied = 0, used = 0; /* numbers of units */
 
     __device__ __forceinline__ CombineStream(const CombineState &combine, uint8_t *memory,
                                              int32_t end)
@@ -103,7 +102,7 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         }
         begun++;
     }
-    /* The next unit of the list, if there is one. */
+    /* Takes the next unit of the list, if there is one. */
     __device__ __forceinline__ void begin_unit()
     {
         const int32_t token_e = c.first + e.step, token_s = c.first + s.step;
@@ -129,7 +128,7 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         const int rank = c.plan.header.rank_at[place];
         return staged_row(c.op.inbox[rank], of_token - c.first, c.shape.vectors);
     }
-    /* One piece more; a unit of none takes a place too. */
+    /* Starts the copy of one more piece; a unit without pieces takes the place of one. */
     __device__ __forceinline__ void copy_next()
     {
         if (!(slots | places) && copied != begun) {
@@ -178,7 +177,7 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         do {
             read_piece(u, q);
             if (!count) break;
-            __syncwarp(); /* words that other lanes have copied */
+            __syncwarp(); /* other lanes have copied these words */
             const float weight = with_weights ? __uint_as_float(u.slots[i].word) : 1.0f;
 #pragma unroll
             for (int v = 0; v < V; v++) {
@@ -208,8 +207,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
                 replace_poison(u.slots[lane_id()].word, F32::NAN_WORD));
         if (HOSTS && u.num_slots) post_put_partial(u, rank);
     }
-    /* hosts: what has been sent goes, all of a partial at once by the warp that stores its last piece: an
-     * entry for each piece would take the thread as long as the net takes for them. */
+    /* backend hosts: posts the put of a whole partial when its last piece has been stored. An
+     * entry per piece would take the proxy as long as the net needs for the pieces. */
     __device__ __forceinline__ void post_put_partial(const Entry &u, int rank)
     {
         const p2p_self &self = c.job.self;
@@ -233,7 +232,7 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         poison_piece<V, EXACT>(from, u.vector, c.shape.vectors);
         return true;
     }
-    /* Adds the partials in the order of the ranks. */
+    /* Adds the partials in the order of ranks. */
     __device__ __forceinline__ bool add_by_rank(const Entry &u, const uint4 (&own)[V],
                                                 uint4 (&out)[V])
     {
@@ -279,8 +278,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         there_a |= there_b;
         there_b = false;
     }
-    /* Adds them in a binary tree over at most eight places, of which the node of the first four
-     * waits in the row itself. */
+    /* Adds the partials in a binary tree over at most eight places. The node of the first four
+     * waits in the output row. */
     __device__ __forceinline__ bool add_tree(const Entry &u, const uint4 (&own)[V],
                                              uint4 (&out)[V])
     {
@@ -320,7 +319,7 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         }
         return true;
     }
-    /* Lane k waits for its choice's float. */
+    /* Lane k waits for the float of its choice. */
     __device__ __forceinline__ bool receive_floats(const Entry &u)
     {
         const p2p_self &self = c.job.self;

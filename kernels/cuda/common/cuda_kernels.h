@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The CUDA kernels: what they are given, and how they are launched.  Plain C.
+/* The arguments ("jobs") of the CUDA kernels and the functions that launch them. Plain C.
  *
- * A job is copied into the launch; launchers enqueue on the stream and return.  Kernels of one
- * group run one at a time on each rank; every CTA of a job must be resident at once (one on an
- * SM), and so must the kernels of ranks that share a GPU. */
+ * A job is copied into the launch; launchers enqueue on the stream and return. Kernels of one
+ * group run one at a time on each rank. Every CTA of a job must be resident at once (one per
+ * SM), and so must the kernels of ranks that share a GPU, because they wait for each other. */
 #ifndef EPIC_CUDA_KERNELS_H
 #define EPIC_CUDA_KERNELS_H
 
@@ -17,83 +17,89 @@
 extern "C" {
 #endif
 
-typedef enum p2p_fault { /* of the data of an operation: class (b) of epic.h */
-                         P2P_FAULT_EXPERT = 0,     /* token, k, id, num_experts */
-                         P2P_FAULT_PLACEMENT = 1,  /* expert, rank */
-                         P2P_FAULT_CAPACITY = 2,   /* slots, needed */
-                         P2P_FAULT_ROWS = 3,       /* rows, needed, operation */
-                         P2P_FAULT_PLAN = 4,       /* this rank's bytes are no plan of it */
-                         P2P_FAULT_TOKENS = 5,     /* tokens, the plan's, operation */
-                         P2P_FAULT_DUPLICATE = 6,  /* token, k, id */
-                         P2P_FAULT_LOGICAL = 7,    /* token, k, id, num_logical */
-                         P2P_FAULT_REPLICA = 8,    /* expert, logical expert, num_logical */
-                         P2P_FAULT_NO_REPLICA = 9, /* logical expert */
-                         P2P_FAULT_LAYER =
-                             10, /* this rank passes another layer than the plan's */
-                         P2P_FAULT_LOCAL = 11,  /* rows, local experts */
-                         P2P_FAULT_ROOM = 12,   /* num_local_experts, a rank's experts */
-                         P2P_FAULT_UNEQUAL = 13 /* tokens of rank 0, and of this one */
+/* Kinds of errors in the data of an operation (class (b) of epic.h); comments list `about`. */
+typedef enum p2p_fault {
+    P2P_FAULT_EXPERT = 0,     /* token, k, id, num_experts */
+    P2P_FAULT_PLACEMENT = 1,  /* expert, rank */
+    P2P_FAULT_CAPACITY = 2,   /* slots, needed */
+    P2P_FAULT_ROWS = 3,       /* rows, needed, operation */
+    P2P_FAULT_PLAN = 4,       /* the bytes are no plan of this rank and group */
+    P2P_FAULT_TOKENS = 5,     /* tokens, tokens of the plan, operation */
+    P2P_FAULT_DUPLICATE = 6,  /* token, k, id */
+    P2P_FAULT_LOGICAL = 7,    /* token, k, id, num_logical */
+    P2P_FAULT_REPLICA = 8,    /* expert, logical expert, num_logical */
+    P2P_FAULT_NO_REPLICA = 9, /* logical expert */
+    P2P_FAULT_LAYER = 10,     /* the plan was made with another layer */
+    P2P_FAULT_LOCAL = 11,     /* rows, local experts */
+    P2P_FAULT_ROOM = 12,      /* num_local_experts, experts of a rank */
+    P2P_FAULT_UNEQUAL = 13    /* tokens of rank 0, tokens of this rank */
 } p2p_fault;
 
-/* A data error, in host memory; result is written last, and 0 again by who has read it. */
+/* An error in the data, in host memory. The kernel writes `result` last; the reader of the
+ * notice sets it back to 0. */
 typedef struct p2p_notice {
     uint32_t result;
     uint32_t epoch;
     uint32_t fault; /* a p2p_fault */
-    int32_t rank;   /* whose data it is */
+    int32_t rank;   /* rank whose data is wrong */
     int64_t about[4];
 } p2p_notice;
 
-#define P2P_NOTICES 8 /* kept until they are read; more are lost */
+/* notices that are kept until the host reads them; later ones are dropped */
+#define P2P_NOTICES 8
 
-/* What kernels tell the host, in host memory, and what the host tells running kernels. */
+/* Host memory through which kernels report to the host, and the host to running kernels. */
 typedef struct p2p_status {
-    uint32_t result; /* what broke the group, written last; EPIC_OK: nothing yet */
+    /* an epic_result: why the group broke; written last; EPIC_OK: it has not */
+    uint32_t result;
     uint32_t operation;
     uint32_t epoch;
     uint32_t phase;    /* a p2p_phase */
-    uint32_t reporter; /* rank that noticed */
-    uint32_t culprits; /* a bit for each rank */
+    uint32_t reporter; /* rank that found the failure */
+    uint32_t culprits; /* bits of the ranks at fault */
     uint32_t own_signature, peer_signature;
-    uint32_t dead;        /* by the host: a bit for each rank whose process has ended */
-    uint32_t deadline_ms; /* of the operation that broke */
-    uint64_t awake;       /* by the host while it runs: P2P_AWAKE; 0: no thread writes it */
+    uint32_t dead;        /* written by the host: bits of the ranks whose processes have died */
+    uint32_t deadline_ms; /* time limit of the operation that broke */
+    uint64_t awake; /* written by the host while it runs: P2P_AWAKE; 0: no thread writes it */
     p2p_notice notices[P2P_NOTICES];
 } p2p_status;
 
-/* How often the host has shown that its process runs, and how often it found that the process had been
- * stopped.  One word, so that kernels never see a beat without the stop before it. */
+/* Counts how often the process has shown that it runs (beats), and how often it was found to
+ * have been stopped. Both are in one word, so that kernels never see a beat without the stop
+ * before it. */
 #define P2P_AWAKE(stops, beats) ((uint64_t)(stops) << 32 | (uint32_t)(beats))
-#define P2P_POSTPONE_LIMIT 4 /* times that stops put a deadline off, unless something moves */
+/* stops that postpone a deadline, at most, without progress in between */
+#define P2P_POSTPONE_LIMIT 4
 
-typedef enum p2p_phase { /* what a rank was waiting for */
+typedef enum p2p_phase { /* what a rank was waiting for when an operation failed */
                          P2P_PHASE_NONE = 0,
-                         P2P_PHASE_ARRIVE = 1, /* the peer to begin the operation */
-                         P2P_PHASE_COUNTS = 2, /* its counts of choices */
-                         P2P_PHASE_RECORD = 3, /* where a token goes */
-                         P2P_PHASE_ROW = 4,    /* a row */
-                         P2P_PHASE_FLOAT = 5,  /* a weight */
-                         P2P_PHASE_GRID = 6,   /* this rank's own CTAs */
-                         P2P_PHASE_TABLE = 7,  /* nothing: tables of experts differ */
-                         P2P_PHASE_OVERLAP = 8 /* nothing: two operations run at once */
+                         P2P_PHASE_ARRIVE = 1, /* for the peer to begin the operation */
+                         P2P_PHASE_COUNTS = 2, /* for its counts of choices */
+                         P2P_PHASE_RECORD = 3, /* for the slots of a token */
+                         P2P_PHASE_ROW = 4,    /* for a row */
+                         P2P_PHASE_FLOAT = 5,  /* for a weight */
+                         P2P_PHASE_GRID = 6,   /* for this rank's own CTAs */
+                         P2P_PHASE_TABLE = 7,  /* for nothing: tables of experts differ */
+                         P2P_PHASE_OVERLAP = 8 /* for nothing: two operations ran at once */
 } p2p_phase;
 
-/* The word that tells a rank that the group is broken. */
+/* The word `broken` of a failed group. */
 #define P2P_BROKEN(result, operation, reporter, phase, culprits)                \
     ((uint64_t)(result) | (uint64_t)(operation) << 4 | (uint64_t)(phase) << 8 | \
      (uint64_t)(reporter) << 12 | (uint64_t)(culprits) << 32)
 
-/* The library of backend hosts is made of the same sources, with EPIC_HOSTS: net/net.cuh. */
+/* 1 in the library of backend hosts, which is compiled from the same sources with EPIC_HOSTS.
+ */
 #ifdef EPIC_HOSTS
 #define HOSTS 1
 #else
 #define HOSTS 0
 #endif
 
-/* An entry of the ring between kernels and the thread that speaks to other hosts (net/net.cuh): so
- * many words of 8 bytes, at a place of the outbox that is also their place in the heap of that
- * host's rank.  `lap` is 1 to 255: how often the ring has gone round, so that an entry is its own
- * flag. */
+/* An entry of the ring through which kernels order puts to other hosts (net/net.cuh): `words`
+ * words of 8 bytes, at word number `word` of the outbox for rank `host`, which is also their
+ * place in that rank's inbox. `lap` is 1 to 255 and counts how often the ring has been filled,
+ * so that an entry is its own flag. */
 #define P2P_RING_ENTRIES (1u << 15)
 #define P2P_ENTRY(host, word, words) \
     ((uint64_t)(host) << 51 | (uint64_t)(words) << 33 | (uint64_t)(word))
@@ -102,70 +108,73 @@ typedef enum p2p_phase { /* what a rank was waiting for */
 #define P2P_ENTRY_HOST(entry) ((int)((entry) >> 51 & 31))
 #define P2P_ENTRY_WORDS(entry) ((uint32_t)((entry) >> 33 & 0x3ffff))
 #define P2P_ENTRY_WORD(entry) ((entry)&0x1ffffffffull)
-#define P2P_EPOCH_ENDS 0x1ffffffffull /* in place of a word: heaps are smaller */
+#define P2P_EPOCH_ENDS 0x1ffffffffull /* in place of a word number; heaps are smaller */
 
-typedef struct p2p_ring { /* in host memory, as all that it points to */
-    uint64_t *entries;    /* [P2P_RING_ENTRIES], by kernels */
+typedef struct p2p_ring { /* in host memory, as is everything that it points to */
+    uint64_t *entries;    /* [P2P_RING_ENTRIES], written by kernels */
     struct p2p_ring_words *words;
 } p2p_ring;
 
 typedef struct p2p_ring_words {
-    uint64_t taken; /* by the thread: entries that it has read */
-    uint64_t freed; /* by the thread: epochs of which the net has read all sources */
-    uint64_t waits; /* by kernels: what peers are to have as this rank's word of `waits` */
+    uint64_t taken; /* written by the proxy thread: entries that it has read */
+    /* written by the proxy thread: epochs of which the net has read all sources */
+    uint64_t freed;
+    uint64_t waits; /* written by kernels: the word `waits` that peers shall see */
 } p2p_ring_words;
 
-/* Of the counts that travel; more choices of one expert on one rank do not fit. */
+/* Bits of a count of choices in a word; a rank may have at most this many choices of an expert.
+ */
 #define P2P_COUNT_BITS 26
 
-typedef struct p2p_self {            /* what every kernel knows about its rank */
-    uint8_t *heap[DEVICE_MAX_RANKS]; /* hosts: of far peers, this rank's outbox */
+typedef struct p2p_self {            /* Facts about its rank that every kernel has. */
+    uint8_t *heap[DEVICE_MAX_RANKS]; /* backend hosts: of a remote peer, this rank's outbox */
     p2p_heap at;
-    p2p_status *status; /* the device's address of host memory */
+    p2p_status *status; /* host memory, at its device address */
     uint64_t group_id;
     uint64_t timeout_ns;
     int64_t max_tokens;
     int32_t rank, num_ranks;
     uint32_t operation; /* an epic_operation */
-    uint32_t signature; /* of what the ranks must call alike */
-    /* Of the layer that the operation's plan must have: one of two; 0: any. */
+    uint32_t signature; /* hash of the arguments that must be equal on all ranks */
+    /* Hashes of the layers that the operation's plan may have; 0: any layer. */
     uint32_t layer_hashes[2];
 #ifdef EPIC_HOSTS
     p2p_ring ring;
-    uint8_t *inbox; /* laid out as the heap: what ranks of other hosts say */
-    int64_t slow;   /* bytes of it, if it is host memory, of which each poll is slow; else 0 */
-    uint32_t near;  /* a bit for each rank of this host, this one too */
-    int32_t local;  /* ranks of each host, if rows go by relays (net/relay.cuh); else 0 */
-    int32_t max_top_k; /* that the heap has room for */
-    int32_t ahead;     /* tokens, at least, that are sent before one is received; 0: any */
+    uint8_t *inbox; /* what ranks of other hosts write; laid out as the heap */
+    int64_t slow;   /* bytes of the inbox if it is host memory, whose polls are slow; else 0 */
+    uint32_t near;  /* bits of the ranks on this host, this rank included */
+    int32_t local;  /* ranks per host if rows go through relays (net/relay.cuh), else 0 */
+    int32_t max_top_k; /* choices per token that the heap has room for */
+    int32_t ahead;     /* least number of tokens that are sent before one is received; 0: any */
 #endif
 } p2p_self;
 
 typedef struct p2p_plan_job {
     p2p_self self;
-    epic_layer layer;      /* defaults filled in */
-    device_plan_layout at; /* of the layer's plans */
+    epic_layer layer;      /* with defaults filled in */
+    device_plan_layout at; /* layout of the plans of the layer */
     uint8_t *plan;
     const void *topk_idx;
     const int32_t *rank_of_expert;    /* NULL: contiguous blocks */
-    const int32_t *logical_of_expert; /* with layer.num_logical */
+    const int32_t *logical_of_expert; /* if layer.num_logical is not 0 */
     int32_t *expert_rows, *expert_tokens, *load, *logical_load, *demand;
     int32_t num_tokens;
     int32_t capacity;          /* 0: no bound */
-    int32_t block;             /* experts of a rank, without rank_of_expert */
-    int32_t has_int64_ids;     /* topk_idx is int64 */
+    int32_t block;             /* experts per rank, without rank_of_expert */
+    int32_t has_int64_ids;     /* topk_idx is int64, else int32 */
     int32_t planners;          /* CTAs that plan */
-    int32_t is_lowlat;         /* lowlat/plan.cuh */
-    int32_t max_lowlat_tokens; /* tokens of a rank that does so, at most */
-    int32_t by_k;              /* choices are kept by k: plan/keep_by_k.cuh */
-    int32_t resolves;          /* logical experts first become experts: plan/resolve.cuh */
+    int32_t is_lowlat;         /* the low-latency planner is used (lowlat/plan.cuh) */
+    int32_t max_lowlat_tokens; /* most tokens of a rank that uses it */
+    int32_t by_k;              /* EPIC_BY_K drops choices (plan/keep_by_k.cuh) */
+    /* ids are logical experts that must be resolved first (plan/resolve.cuh) */
+    int32_t resolves;
 } p2p_plan_job;
 
-/* Of experts times top_k, where choices are kept by k. */
+/* Most experts times top_k of a layer with EPIC_BY_K. */
 #define P2P_BY_K_TALLIES DEVICE_MAX_EXPERTS
 
-/* Are these sizes, the same on all ranks, such that lowlat/plan.cuh makes plans of up to `most` tokens of
- * a rank? */
+/* Can lowlat/plan.cuh make plans for up to `most` tokens of a rank? All ranks get the same
+ * answer. */
 static inline int p2p_can_plan_lowlat(int64_t ranks, int64_t most, const epic_layer *layer)
 {
     const int64_t groups = ranks * ((most + 31) / 32);
@@ -176,7 +185,8 @@ static inline int p2p_can_plan_lowlat(int64_t ranks, int64_t most, const epic_la
            layer->sum_order == EPIC_BY_RANK && layer->layout == EPIC_EXPERT_MAJOR;
 }
 
-/* The most tokens of a rank, up to `most`, of which it makes them; 0: of none. */
+/* The most tokens per rank, up to `most`, for which lowlat/plan.cuh makes plans; 0: for none.
+ */
 static inline int32_t p2p_lowlat_plan_tokens(int64_t ranks, int64_t most,
                                              const epic_layer *layer)
 {
@@ -186,41 +196,43 @@ static inline int32_t p2p_lowlat_plan_tokens(int64_t ranks, int64_t most,
 }
 
 typedef struct p2p_dispatch_job {
-    p2p_plan_job plan; /* its plan is read, and made first if planners > 0 */
+    p2p_plan_job plan; /* the plan to read, or with planners > 0 to make first */
     int64_t plan_bytes;
     const uint8_t *tokens;
     uint8_t *recv;
     const float *weights;
     float *slot_weights;
-    int32_t *recv_expert; /* FLAT */
+    int32_t *recv_expert; /* FLAT only */
     int64_t row_bytes;
     int32_t num_tokens, recv_rows;
-    int32_t aligned; /* rows are vectors of 16 bytes */
-    int32_t flat;    /* the plan is FLAT, and more than its rows is wanted */
+    int32_t aligned; /* rows consist of aligned vectors of 16 bytes */
+    int32_t flat;    /* the plan is FLAT and the call needs more than its rows */
     int32_t zero_tail, leave_padding;
-    int32_t top_k; /* the layer's */
+    int32_t top_k; /* top_k of the layer */
     int32_t head;  /* tokens that are sent while the plan is made */
     int32_t
-        num_send_only_ctas; /* of a small operation: CTAs that only send; the launch fills it in */
-    int32_t catch_up;       /* of a large one: see dispatch/dispatch.cuh; likewise */
-    /* The launch fills in: */
-    int32_t lag;   /* tokens that receiving stays behind sending, */
-    int32_t span;  /* pieces of a row that a warp moves one after the other, */
+        num_send_only_ctas; /* low-latency kernels: CTAs that only send; set by the launch */
+    /* others: speed of catching up (dispatch/dispatch.cuh); set by the launch */
+    int32_t catch_up;
+    /* Set by the launch: */
+    int32_t lag;   /* tokens by which receiving stays behind sending */
+    int32_t span;  /* pieces of a row that a warp moves one after the other */
     int32_t units; /* warps that move rows */
-    /* Of strings (dispatch/packed.cuh) alone; scale_bytes is 0 without second rows: */
-    const uint8_t *scales; /* NULL if they are made on the way */
+    /* Packed rows (dispatch/packed.cuh) only; scale_bytes is 0 without second rows. */
+    const uint8_t *scales; /* NULL if dispatch quantizes */
     uint8_t *recv_scales;
     int64_t scale_bytes;
-    int64_t token_bytes; /* a row of tokens, of `type` if that is quantized */
+    /* bytes of a row of `tokens`, which has `type` if dispatch quantizes */
+    int64_t token_bytes;
     uint32_t type, quantize;
-    int32_t scales_aligned, scales_in_words; /* vectors of 16 bytes; words */
-    /* Of strings that move whole (dispatch/bulk.cuh) alone: */
+    int32_t scales_aligned, scales_in_words; /* second rows are aligned vectors; are words */
+    /* Bulk stores (dispatch/bulk.cuh) only. */
     int32_t bulk;   /* the GPU has bulk stores */
-    int32_t warps;  /* of a CTA; the launch fills it in, */
-    int32_t places; /* and how many strings each has room for */
+    int32_t warps;  /* per CTA; set by the launch, */
+    int32_t places; /* as are the packed rows that each has room for */
 } p2p_dispatch_job;
 
-/* What travels for a token: whole vectors of its row, then of its second row. */
+/* Bytes that travel per token: whole vectors of its row, then of its second row. */
 static inline int64_t p2p_packed_bytes(int64_t row_bytes, int64_t scale_bytes)
 {
     return device_round_up(row_bytes, 16) + device_round_up(scale_bytes, 16);
@@ -232,16 +244,17 @@ typedef struct p2p_combine_job {
     int64_t plan_bytes;
     const uint8_t *rows;
     uint8_t *out;
-    const float *slot_weights; /* NULL: 1 */
-    const float *slot_floats;  /* sent home unsummed, or NULL */
-    float *choice_floats;      /* where they come to, [num_tokens, top_k] */
+    const float *slot_weights; /* NULL: all 1 */
+    const float *slot_floats;  /* sent back unsummed, or NULL */
+    float *choice_floats;      /* where they arrive, [num_tokens, top_k] */
     int64_t row_bytes;
     int32_t num_tokens, num_rows;
     uint32_t type;
     int32_t aligned;
-    int32_t lag;                    /* tokens that adding stays behind sending */
-    int32_t top_k, tree, flat;      /* the layer's: its order is EPIC_TREE, its layout FLAT */
-    int64_t rank_of_at, records_at; /* where these arrays begin in the plan */
+    int32_t lag; /* tokens by which adding stays behind sending */
+    /* of the layer: top_k, is its order EPIC_TREE, is its layout FLAT */
+    int32_t top_k, tree, flat;
+    int64_t rank_of_at, records_at; /* offsets of these arrays in the plan */
 } p2p_combine_job;
 
 typedef struct p2p_combine_backward_job {
@@ -254,16 +267,16 @@ typedef struct p2p_combine_backward_job {
     const float *slot_weights;
     float *d_slot_weights;
     int64_t row_bytes;
-    int32_t num_tokens, num_rows; /* of d_rows, and of rows */
+    int32_t num_tokens, num_rows; /* of d_rows and of rows */
     uint32_t type;
     int32_t aligned;
     int32_t zero_tail, leave_padding;
     int32_t top_k, lag, span, units; /* as in dispatch */
-    /* Quantized: */
+    /* Quantized rows only. */
     uint8_t *d_rows_scales;
-    int64_t scale_bytes, quantized_bytes; /* of rows of them, and of d_rows */
+    int64_t scale_bytes, quantized_bytes; /* bytes of a row of scales, and of d_rows */
     uint32_t quantize;
-    int32_t quantized_whole; /* rows are stored as what a lane has of a vector, */
+    int32_t quantized_whole; /* a lane stores its part of a vector at once, */
     int32_t scales_in_words; /* and scales as words */
 } p2p_combine_backward_job;
 
@@ -280,17 +293,18 @@ typedef struct p2p_sum_replicas_job {
     const uint8_t *plan;
     int64_t plan_bytes;
     float *data;
-    int64_t count; /* floats of an expert */
+    int64_t count; /* floats per expert */
     int32_t num_rows;
     uint32_t pad;
 } p2p_sum_replicas_job;
 
+/* Enqueue an operation on `stream` with at most num_sms CTAs, and return. */
 cudaError_t p2p_launch_plan(const p2p_plan_job *job, int num_sms, cudaStream_t stream);
 cudaError_t p2p_launch_dispatch(const p2p_dispatch_job *job, int num_sms, cudaStream_t stream);
 cudaError_t p2p_launch_dispatch_packed(const p2p_dispatch_job *job, int num_sms,
                                        cudaStream_t stream);
 int p2p_can_dispatch_bulk(
-    const p2p_dispatch_job *job); /* or, where not, as one of the two above */
+    const p2p_dispatch_job *job); /* otherwise use dispatch or dispatch_packed */
 cudaError_t p2p_launch_dispatch_bulk(const p2p_dispatch_job *job, int num_sms,
                                      cudaStream_t stream);
 cudaError_t p2p_launch_combine(const p2p_combine_job *job, int num_sms, cudaStream_t stream);
@@ -309,7 +323,7 @@ cudaError_t p2p_launch_sum(const p2p_sum_job *job, int num_sms, cudaStream_t str
 cudaError_t p2p_launch_sum_replicas(const p2p_sum_replicas_job *job, int num_sms,
                                     cudaStream_t stream);
 
-/* Loads every kernel on the current device, so that no launch has to wait for a free device. */
+/* Load the kernels on the current device, so that no later launch waits for an idle device. */
 cudaError_t p2p_load_plan(void);
 cudaError_t p2p_load_dispatch(void);
 cudaError_t p2p_load_dispatch_packed(void);

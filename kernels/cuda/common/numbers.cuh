@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Numbers of arrays whose type is known at run time, and runs of them as vectors. */
+/* Access to numbers of arrays whose type is known at run time only, one at a time or as
+ * vectors. */
 #ifndef EPIC_NUMBERS_CUH
 #define EPIC_NUMBERS_CUH
 
@@ -25,7 +26,8 @@ __device__ __forceinline__ void store_number(void *p, uint32_t type, int64_t i, 
         ((float *)p)[i] = x;
 }
 
-/* The bits of e4m3 as those of a float32 with the same exponent, which is 120 too small. */
+/* The value of an e4m3 byte: its bits, moved to those of a float32, have an exponent that is
+ * 120 too small. */
 __device__ __forceinline__ float e4m3_value(uint8_t q)
 {
     const uint32_t size = q & 0x7fu;
@@ -37,7 +39,7 @@ template <class T> constexpr uint32_t NUMBER_TYPE = EPIC_F32;
 template <> constexpr uint32_t NUMBER_TYPE<Bf16> = EPIC_BF16;
 template <> constexpr uint32_t NUMBER_TYPE<F16> = EPIC_F16;
 
-/* V numbers from i on: one vector of 16 bytes, or one number. */
+/* Loads V numbers from index i on: one vector of 16 bytes, or one number. */
 template <class T, int V>
 __device__ __forceinline__ void load_numbers(float (&x)[V], const void *p, int64_t i)
 {

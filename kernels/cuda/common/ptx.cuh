@@ -1,6 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* All assembly.  "relaxed": single words that peers may read and write at the same time; "once":
- * rows that nobody will read again soon, first to leave the L2 so that staging stays there. */
+/* All inline assembly of the kernels, except that of the tensor cores (experts/tensor.cuh).
+ *
+ * "relaxed": loads and stores of single words that peers may access at the same time; they give
+ * no order. "once": rows that no kernel reads again soon; they leave the L2 first, so that
+ * staging stays there. "again": rows that are read again soon. */
 #ifndef EPIC_PTX_CUH
 #define EPIC_PTX_CUH
 
@@ -8,6 +11,7 @@
 
 #define POISON 0xffffffffu
 
+/* Time of the device's clock in nanoseconds. */
 __device__ __forceinline__ uint64_t timer_ns()
 {
     uint64_t t;
@@ -39,7 +43,8 @@ __device__ __forceinline__ uint4 load_relaxed(const uint4 *p)
     return v;
 }
 
-/* Two words side by side, at a multiple of 16 bytes; each is whole. */
+/* Loads two words at a multiple of 16 bytes. Each word is read whole; they may be of different
+ * age. */
 __device__ __forceinline__ void load_two_words(const uint64_t *p, uint64_t &a, uint64_t &b)
 {
     asm volatile("ld.relaxed.sys.global.v2.u64 {%0,%1}, [%2];"
@@ -48,13 +53,15 @@ __device__ __forceinline__ void load_two_words(const uint64_t *p, uint64_t &a, u
                  : "memory");
 }
 
-/* What was stored before, here or by the kernels before, is seen before what is stored after; what
- * was read before is older than what is read after. */
+/* Orders memory for all ranks: stores before it, of this thread and of earlier kernels, become
+ * visible before stores after it, and loads before it read older values than loads after it. */
 __device__ __forceinline__ void fence_system()
 {
     asm volatile("fence.acq_rel.sys;" ::: "memory");
 }
 
+/* Loads of this thread after it see what the GPU's threads stored before the matching
+ * store_release(). */
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t *p)
 {
     uint32_t v;
@@ -84,7 +91,7 @@ __device__ __forceinline__ void store_release(uint32_t *p, uint32_t v)
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
-/* An ordinary store that the compiler leaves in its place. */
+/* An ordinary store that the compiler does not move. */
 __device__ __forceinline__ void store_in_place(uint4 *p, uint4 v)
 {
     asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z),
@@ -92,6 +99,7 @@ __device__ __forceinline__ void store_in_place(uint4 *p, uint4 v)
                  : "memory");
 }
 
+/* The cache policy of the *_once() accesses. */
 __device__ __forceinline__ uint64_t policy_once()
 {
     uint64_t policy;
@@ -99,7 +107,7 @@ __device__ __forceinline__ uint64_t policy_once()
     return policy;
 }
 
-/* For memory that nobody writes during the kernel. */
+/* Loads memory that no thread writes during the kernel. */
 __device__ __forceinline__ uint4 load_once(const void *p, uint64_t policy)
 {
     uint4 v;
@@ -109,7 +117,7 @@ __device__ __forceinline__ uint4 load_once(const void *p, uint64_t policy)
     return v;
 }
 
-/* The same, staying in the L2: somebody will read it again. */
+/* Like load_once(), but the line stays in the L2, because it is read again. */
 __device__ __forceinline__ uint4 load_again(const void *p)
 {
     uint4 v;
@@ -138,7 +146,8 @@ __device__ __forceinline__ void store_once(void *p, uint32_t v, uint64_t policy)
                  : "memory");
 }
 
-/* Copies into shared memory that go on in the background; `to` is a shared address. */
+/* Asynchronous copies of 16 bytes (copy_word: 4) into shared memory. `to` is a shared address.
+ */
 __device__ __forceinline__ void copy_once(uint32_t to, const void *from, uint64_t policy)
 {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to),
@@ -156,12 +165,13 @@ __device__ __forceinline__ void copy_word(uint32_t to, const void *from)
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
+/* Ends a group of asynchronous copies of this thread. */
 __device__ __forceinline__ void end_copies()
 {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-/* Waits for all but the last `PENDING` groups of copies. */
+/* Waits for this thread's groups of copies, except the last PENDING ones. */
 template <int PENDING> __device__ __forceinline__ void wait_copies()
 {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
@@ -194,16 +204,16 @@ __device__ __forceinline__ void store_shared(uint32_t p, uint32_t v)
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(p), "r"(v) : "memory");
 }
 
-/* Bulk stores, of sm_90: one thread gives the SM's copy engine bytes of shared memory, whole vectors,
- * to bring to global memory in the background.  What threads wrote there needs a fence of theirs
- * (fence_bulk) before.  A thread waits for its own stores, in groups. */
+/* Bulk stores, from sm_90 on: one thread starts the copy of whole vectors from shared to global
+ * memory; the copy engine of the SM performs it in the background. Threads that wrote the
+ * shared memory must call fence_bulk() first. A thread waits for its own stores, in groups. */
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 #define BULK_ASM(...) asm volatile(__VA_ARGS__)
 #else
-#define BULK_ASM(...) /* never launched there */
+#define BULK_ASM(...)
 #endif
 
-/* To rows that nobody will read again soon. */
+/* A bulk store to rows that are not read again soon. */
 __device__ __forceinline__ void bulk_once(void *to, uint32_t from, uint32_t bytes,
                                           uint64_t policy)
 {
@@ -214,7 +224,7 @@ __device__ __forceinline__ void bulk_once(void *to, uint32_t from, uint32_t byte
         : "memory");
 }
 
-/* To staging of a peer. */
+/* A bulk store to staging of a peer. */
 __device__ __forceinline__ void bulk_send(void *to, uint32_t from, uint32_t bytes)
 {
     BULK_ASM("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from),
@@ -222,41 +232,43 @@ __device__ __forceinline__ void bulk_send(void *to, uint32_t from, uint32_t byte
              : "memory");
 }
 
-/* To this rank's own staging. */
+/* A bulk store to this rank's own staging. */
 __device__ __forceinline__ void bulk_store_local(void *to, uint32_t from, uint32_t bytes)
 {
     bulk_send(to, from, bytes);
 }
 
-/* Rows that will be read soon come to the L2. */
+/* Loads rows that are read soon into the L2. */
 __device__ __forceinline__ void bulk_prefetch(const void *from, uint32_t bytes)
 {
     BULK_ASM("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
+/* Ends a group of bulk stores of this thread. */
 __device__ __forceinline__ void end_bulk(void)
 {
     BULK_ASM("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-/* Until all but the last `PENDING` groups have been read from shared memory. */
+/* Waits until all groups except the last PENDING ones have been read from shared memory. */
 template <int PENDING> __device__ __forceinline__ void wait_bulk_read(void)
 {
     BULK_ASM("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
-/* Until all groups are done. */
+/* Waits until all groups are complete. */
 __device__ __forceinline__ void wait_bulk(void)
 {
     BULK_ASM("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
+/* Makes this thread's stores to shared memory visible to later bulk stores of the CTA. */
 __device__ __forceinline__ void fence_bulk(void)
 {
     BULK_ASM("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-/* Numbers that are to stay in registers, not to be made again from what they were made of. */
+/* Keeps values in registers: the compiler does not compute them again from their inputs. */
 template <int N> __device__ __forceinline__ void keep_in_registers(float (&x)[N])
 {
 #pragma unroll
@@ -268,7 +280,7 @@ __device__ __forceinline__ void keep_in_registers(uint32_t &x)
     asm volatile("" : "+r"(x));
 }
 
-/* The larger of the sizes; a NaN if one of them is. */
+/* The larger absolute value; NaN if either is NaN. */
 __device__ __forceinline__ float max_size(float x, float y)
 {
     float size;
@@ -276,14 +288,15 @@ __device__ __forceinline__ float max_size(float x, float y)
     return size;
 }
 
-/* The larger of each half, as numbers without sign. */
+/* The larger of each 16-bit half, as unsigned numbers. */
 __device__ __forceinline__ uint32_t max_halves(uint32_t a, uint32_t b)
 {
     return __vmaxu2(a, b);
 }
 
 #if __CUDA_ARCH__ >= 890
-/* Four numbers as e4m3, to nearest even, 448 for what is larger; a first. */
+/* Converts four numbers to e4m3, rounded to nearest even and limited to 448; `a` is the lowest
+ * byte. */
 __device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d)
 {
     uint16_t low, high;
@@ -292,7 +305,8 @@ __device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d
     return (uint32_t)high << 16 | low;
 }
 #else
-/* Of a number; kernels/host/convert.h tells why. */
+/* Converts a number to e4m3 without the instruction of sm_89; kernels/host/convert.h explains
+ * how. */
 __device__ __forceinline__ uint32_t e4m3_of(float x)
 {
     const uint32_t bits = __float_as_uint(x), size = bits & 0x7fffffff;
@@ -309,7 +323,7 @@ __device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d
 }
 #endif
 
-/* 2^x, but for the last bit or two. */
+/* 2^x with an error in the last one or two bits. */
 __device__ __forceinline__ float exp2_approx(float x)
 {
     float y;
@@ -317,7 +331,7 @@ __device__ __forceinline__ float exp2_approx(float x)
     return y;
 }
 
-/* 1 / x, but for the last bit or two. */
+/* 1 / x with an error in the last one or two bits. */
 __device__ __forceinline__ float reciprocal_approx(float x)
 {
     float y;

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Elements to e4m3 with a scale for each block, as kernels/host/quantize.h defines it, with its
- * bits.
+/* Quantizes elements to e4m3 with one scale per block, with the bits of
+ * kernels/host/quantize.h.
  *
- * A warp quantizes a piece: V vectors of N elements a lane, element i of vector v of lane l being
- * number (v * 32 + l) * N + i of the piece; past the end of the row they are zeros.  Scales are
- * made in words, one for each 128 elements: a float32, or four bytes of e8m0. */
+ * A warp quantizes a piece: V vectors of N elements per lane. Element i of vector v of lane l
+ * is number (v * 32 + l) * N + i of the piece; elements past the end of the row are zeros.
+ * Scales are made in words, one word per 128 elements: a float32, or four bytes of e8m0. */
 #ifndef EPIC_QUANTIZE_CUH
 #define EPIC_QUANTIZE_CUH
 
@@ -15,14 +15,14 @@
 #define NAN_SCALE 0x7fc00000u
 #define E4M3_LARGEST 448.0f
 #define SMALL_SCALE \
-    0x1p-90f /* between these nothing that divide_rounded() needs is subnormal */
+    0x1p-90f /* between these limits nothing that divide_rounded() needs is subnormal */
 #define LARGE_SCALE 0x1p100f
 
 template <int V, int N> struct Quantized {
     static constexpr int LANES = QUANTIZE_BLOCK / N; /* that share a word of scales */
-    static constexpr int WORDS = V * WARP / LANES;   /* of scales of a piece */
-    static constexpr int BYTES = V * WARP * N;       /* of e4m3 of a piece */
-    uint32_t q[V][N / 4];                            /* this lane's elements */
+    static constexpr int WORDS = V * WARP / LANES;   /* words of scales per piece */
+    static constexpr int BYTES = V * WARP * N;       /* bytes of e4m3 per piece */
+    uint32_t q[V][N / 4];                            /* elements of this lane */
     uint32_t scales;                                 /* word number word_index() of the piece */
 
     static __device__ __forceinline__ bool has_word()
@@ -35,7 +35,8 @@ template <int V, int N> struct Quantized {
     }
 };
 
-/* Of N elements, as bits: those of floats without sign are ordered as the floats are, NaNs last. */
+/* Bits of the largest absolute value of N elements. Bits of floats without sign are ordered
+ * like the floats; NaNs are the largest. */
 template <int N> __device__ __forceinline__ uint32_t largest_size(const float (&x)[N])
 {
     float size = 0.0f;
@@ -44,7 +45,7 @@ template <int N> __device__ __forceinline__ uint32_t largest_size(const float (&
     return __float_as_uint(size);
 }
 
-/* The same of 16 elements of a 16-bit type. */
+/* Like the function above, for 16 elements of a 16-bit type. */
 template <class ROW> __device__ __forceinline__ uint32_t largest_size(uint4 low, uint4 high)
 {
     const uint32_t w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
@@ -56,7 +57,8 @@ template <class ROW> __device__ __forceinline__ uint32_t largest_size(uint4 low,
     return __float_as_uint(pair[0]);
 }
 
-/* From the lanes' own sizes the largest in a block: in that of vector lane_id() % V. */
+/* Combines the lanes' largest values to those of blocks; returns that of vector lane_id() % V.
+ */
 template <int V, int N>
 __device__ __forceinline__ uint32_t join_lanes(uint32_t (&own)[V], uint32_t how)
 {
@@ -87,9 +89,9 @@ __device__ __forceinline__ uint32_t find_largest(const float (&x)[V][N], uint32_
     return join_lanes<V, N>(own, how);
 }
 
-/* ------------------------------------------------------------------------------- scales ---- */
+/* ------------------------------------------------------------------------------ scales ---- */
 
-/* Of a block whose largest size has these bits. */
+/* The scale of a block of 128 whose largest absolute value has these bits. */
 __device__ __forceinline__ float scale_1x128(uint32_t bits)
 {
     const float s = __fdiv_rn(__uint_as_float(bits), E4M3_LARGEST);
@@ -97,7 +99,8 @@ __device__ __forceinline__ float scale_1x128(uint32_t bits)
     return s == 0.0f ? 1.0f : s;
 }
 
-/* 448 is 1.75 * 2^8: the exponent of the largest less 8, one more if its mantissa is above 1.75. */
+/* The exponent byte (e8m0) of a block of 32. 448 is 1.75 * 2^8, so it is the exponent of the
+ * largest value minus 8, plus one if its mantissa is above 1.75. */
 __device__ __forceinline__ uint32_t scale_1x32(uint32_t bits)
 {
     if (bits >= INFINITY_WORD) return 255;
@@ -106,12 +109,12 @@ __device__ __forceinline__ uint32_t scale_1x32(uint32_t bits)
 }
 
 struct BlockScale {
-    uint32_t word; /* of scales, that with the block */
-    float number;  /* 1x128: the scale; 1x32: 1 / scale; both: NaN where the scale is */
+    uint32_t word; /* the word of scales that contains the block's */
+    float number;  /* 1x128: the scale; 1x32: 1 / scale; NaN if the scale is NaN */
 };
 
-/* Of this lane's block, whose largest size is this before it is multiplied by the weight: rounding
- * keeps the order of sizes. */
+/* The scale of this lane's block, whose largest absolute value is `largest` before the
+ * multiplication by `weight`: rounding keeps the order of values. */
 template <int V>
 __device__ __forceinline__ BlockScale scale_of(uint32_t largest, float weight, uint32_t how)
 {
@@ -128,31 +131,32 @@ __device__ __forceinline__ BlockScale scale_of(uint32_t largest, float weight, u
     return {word, __uint_as_float(scale == 255 ? NAN_SCALE : (254 - scale) << 23)};
 }
 
-/* ------------------------------------------------------------------------------ division ---- */
+/* ---------------------------------------------------------------------------- division ---- */
 
-/* 1 / s = high + low, but for 2^-44 of it; low > 0, so that -0 / s stays -0. */
+/* 1 / s as a sum: 1 / s = high + low up to 2^-44 of it. low > 0, so that -0 / s stays -0. */
 struct Divisor {
-    float s, high, low, minus_r; /* minus_r = -1 / s, rounded */
+    float s, high, low, minus_r; /* minus_r is -1 / s, rounded */
 };
 
 __device__ __forceinline__ Divisor divisor_of(float s)
 {
     const float high = __fmul_rn(reciprocal_approx(s), 1 - 0x1p-21f);
-    const float e = __fmaf_rn(-high, s, 1.0f); /* 1 / s = high (1 + e + e^2 + ...) */
+    const float e = __fmaf_rn(-high, s, 1.0f); /* 1 / s = high * (1 + e + e^2 + ...) */
     const float low = __fmul_rn(__fmaf_rn(e, e, e), high);
     return {s, high, low, -(high + low)};
 }
 
-/* x / s, rounded as a division, where nothing is subnormal.  SHORT: x has no more than 11 bits, as
- * what s was made of.  Then such a quotient is never so near to the middle of two floats beside
- * one of the middles of e4m3 that 2^-44 matters, and e4m3 of it is right without the last step. */
+/* x / s with the rounding of a division, if nothing is subnormal. SHORT: x has at most 11 bits,
+ * as has the value from which s was made. Then the quotient is never close enough to the middle
+ * between two e4m3 numbers for 2^-44 to matter, and the last correction is not needed. */
 template <bool SHORT> __device__ __forceinline__ float divide_rounded(float x, const Divisor &d)
 {
     const float q = __fmaf_rn(x, d.high, __fmul_rn(x, d.low));
     return SHORT ? q : __fmaf_rn(__fmaf_rn(q, d.s, -x), d.minus_r, q);
 }
 
-/* N elements of a block of 128.  Blocks of very small or large ones are first brought nearer to 1. */
+/* Divides N elements of a block of 128 by its scale. Very small or large blocks are first
+ * scaled towards 1. */
 template <bool SHORT, int N>
 __device__ __forceinline__ void divide_block(float (&x)[N], float scale)
 {
@@ -168,8 +172,8 @@ __device__ __forceinline__ void divide_block(float (&x)[N], float scale)
     for (int i = 0; i < N; i++) x[i] = divide_rounded<SHORT>(x[i], d);
 }
 
-/* Vector v of a piece, multiplied by the weight already; x is lost.  `mine`: of this lane's block.
- * NaN scales make NaNs. */
+/* Quantizes vector v of a piece, whose elements have been multiplied by the weight; overwrites
+ * x. `mine`: the scale of this lane's block. A NaN scale makes all elements NaN. */
 template <bool SHORT, int V, int N>
 __device__ __forceinline__ void quantize_vector(Quantized<V, N> &piece, int v, float (&x)[N],
                                                 const BlockScale &mine, uint32_t how)
@@ -197,16 +201,18 @@ __device__ __forceinline__ Quantized<V, N> quantize_piece(float (&x)[V][N], uint
     return piece;
 }
 
-/* ------------------------------------------------------------------------------- storing ---- */
+/* ----------------------------------------------------------------------------- storing ---- */
 
-/* `count` bytes of a word, the lowest first, if there are that many. */
+/* Stores the lowest `count` bytes of a word, at most four. */
 static __device__ __noinline__ void store_some(uint8_t *to, uint32_t word, int64_t count)
 {
     for (int i = 0; i < 4 && i < count; i++) to[i] = (uint8_t)(word >> i * 8);
 }
 
 struct
-    QuantizedRows { /* where quantized rows go: N bytes, and words, are stored at once or not */
+    /* destination of quantized rows; `whole`: a lane's N bytes, `words`: a word of scales is
+     * stored at once */
+    QuantizedRows {
     uint8_t *rows, *scales;
     int64_t row_bytes, scale_bytes;
     bool whole, words;
@@ -230,7 +236,7 @@ __device__ __forceinline__ void store_vector(const QuantizedRows &to, int32_t sl
         store_once(row, q[0], policy);
 }
 
-/* A piece, of a row's pieces the one with this number. */
+/* Stores piece number `number` of a row, with its scales. */
 template <int V, int N>
 __device__ __forceinline__ void store_quantized(const QuantizedRows &to, int32_t slot,
                                                 int number, const Quantized<V, N> &piece,

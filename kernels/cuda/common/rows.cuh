@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Rows as vectors of 16 bytes: how a warp reads and writes a piece of a row, and how the vectors
- * become float32 and back.
+/* Rows as vectors of 16 bytes: pieces, the ring of pieces in shared memory, element types, and
+ * how the work of an operation is dealt to warps.
  *
- * A piece is V vectors for each lane: vector v of lane l is number (piece * V + v) * 32 + l of
- * the row.  EXACT: every piece of every row is full, and rows are aligned to 16 bytes; else the
- * last piece may be ragged, and rows may lie anywhere (`aligned` tells). */
+ * A piece is V vectors per lane: vector v of lane l is number (piece * V + v) * 32 + l of the
+ * row. EXACT: every piece of every row is full, and rows are aligned to 16 bytes. Otherwise the
+ * last piece may be shorter, and rows may be unaligned (`aligned`). */
 #ifndef EPIC_ROWS_CUH
 #define EPIC_ROWS_CUH
 
@@ -13,9 +13,9 @@
 
 #include "cuda/common/wait.cuh"
 
-struct RowShape { /* how the caller's rows look */
+struct RowShape { /* layout of the caller's rows */
     int64_t row_bytes;
-    int32_t vectors; /* of a row, the last one perhaps partly filled */
+    int32_t vectors; /* per row; the last one may be partly filled */
     int32_t pieces;
     bool aligned;
 };
@@ -26,13 +26,13 @@ template <int V> __device__ __forceinline__ RowShape row_shape(int64_t row_bytes
     return {row_bytes, vectors, (vectors + V * WARP - 1) / (V * WARP), aligned != 0};
 }
 
-/* Byte offset of row i, as one multiplication. */
+/* Byte offset of row i, computed by one multiplication. */
 __device__ __forceinline__ int64_t row_offset(int32_t i, const RowShape &s)
 {
     return (int64_t)((uint64_t)(uint32_t)i * (uint32_t)s.row_bytes);
 }
 
-/* Bytes [at, at + 16) of a row that may lie anywhere; `fill` where the row has ended. */
+/* Loads bytes [at, at + 16) of a row at any address, with `fill` past the end of the row. */
 static __device__ __noinline__ uint4 load_bytes(const uint8_t *row, int64_t at,
                                                 int64_t row_bytes, uint32_t fill)
 {
@@ -46,6 +46,7 @@ static __device__ __noinline__ uint4 load_bytes(const uint8_t *row, int64_t at,
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
+/* Stores bytes [at, at + 16) of a row at any address, up to the end of the row. */
 static __device__ __noinline__ void store_bytes(uint8_t *row, int64_t at, int64_t row_bytes,
                                                 uint4 q)
 {
@@ -55,7 +56,7 @@ static __device__ __noinline__ void store_bytes(uint8_t *row, int64_t at, int64_
         if (at + i < row_bytes) row[at + i] = (uint8_t)(words[i / 4] >> (i % 4 * 8));
 }
 
-/* Vector number `vector` of the caller's row. */
+/* Loads vector number `vector` of a row that is not read again soon; zeros past its end. */
 __device__ __forceinline__ uint4 load_row(const uint8_t *row, int32_t vector, const RowShape &s,
                                           uint64_t policy)
 {
@@ -64,7 +65,7 @@ __device__ __forceinline__ uint4 load_row(const uint8_t *row, int32_t vector, co
     return s.aligned ? load_once(row + at, policy) : load_bytes(row, at, s.row_bytes, 0);
 }
 
-/* The same for rows that will be read again soon; `fill` where the row has ended. */
+/* Like load_row(), for rows that are read again soon; `fill` past the end of the row. */
 __device__ __forceinline__ uint4 load_row_again(const uint8_t *row, int32_t vector,
                                                 const RowShape &s, uint32_t fill)
 {
@@ -73,6 +74,7 @@ __device__ __forceinline__ uint4 load_row_again(const uint8_t *row, int32_t vect
     return s.aligned ? load_again(row + at) : load_bytes(row, at, s.row_bytes, fill);
 }
 
+/* Stores vector number `vector` of a row, up to the end of the row. */
 __device__ __forceinline__ void store_row(uint8_t *row, int32_t vector, const RowShape &s,
                                           uint4 q, uint64_t policy)
 {
@@ -84,7 +86,7 @@ __device__ __forceinline__ void store_row(uint8_t *row, int32_t vector, const Ro
         store_bytes(row, at, s.row_bytes, q);
 }
 
-/* The piece that begins with vector `first`, of rows that will be read again soon. */
+/* One warp: loads the piece whose first vector is `first` of a row that is read again soon. */
 template <int V, bool EXACT>
 __device__ __forceinline__ void load_piece_again(const uint8_t *row, int32_t first,
                                                  const RowShape &s, uint4 (&q)[V],
@@ -130,7 +132,8 @@ __device__ __forceinline__ bool has_poison(uint4 q)
     return max(max(q.x, q.y), max(q.z, q.w)) == POISON;
 }
 
-/* Results of arithmetic never are poison; a caller's NaN may be, and becomes another NaN. */
+/* Replaces a word that equals poison by another NaN. Results of arithmetic are never poison; a
+ * caller's NaN may be. */
 __device__ __forceinline__ uint32_t replace_poison(uint32_t word, uint32_t nan)
 {
     return word == POISON ? nan : word;
@@ -142,35 +145,35 @@ __device__ __forceinline__ uint4 replace_poisons(uint4 q, uint32_t nan)
                       replace_poison(q.z, nan), replace_poison(q.w, nan));
 }
 
-/* Where this lane's part of a piece begins. */
+/* Byte offset of this lane's part of the piece that begins with `vector`. */
 __device__ __forceinline__ int64_t lane_offset(int32_t vector)
 {
     return (int64_t)((uint32_t)(vector + lane_id()) * 16u);
 }
 
-/* Bytes of whole lines.  Rows begin at lines, mostly; copies of them to another place of a line in
- * shared memory take up to a fifth longer. */
+/* Rounds up to whole cache lines. Copies between different offsets in a line take up to a fifth
+ * longer, and rows mostly begin at lines. */
 static constexpr int round_up_to_lines(int bytes)
 {
     return (bytes + 127) / 128 * 128;
 }
 
-/* A warp's ring of pieces in shared memory, copied there ahead of their use.  Each lane reads back
- * what it has copied itself, so there is nothing to synchronize.  Pieces are used in the order in
- * which they are copied; AHEAD of them are on their way while one is in use: the ring is full then,
- * and the place that is used is the next to be filled. */
+/* A warp's ring of pieces in shared memory, filled by asynchronous copies ahead of their use.
+ * Each lane reads back only what it copied itself, so no barrier is needed. Pieces are used in
+ * the order in which they are copied. While one piece is in use, AHEAD others are being copied;
+ * the ring is full then, and the place in use is the next one to be filled. */
 template <int V, bool EXACT> struct PieceRing {
     static constexpr int AHEAD = V > 4 ? 2 : 3, PIECE_BYTES = V * WARP * 16;
     static constexpr int BYTES = (AHEAD + 1) * PIECE_BYTES;
-    uint32_t memory; /* this lane's */
+    uint32_t memory; /* shared address of this lane's part */
     uint32_t next = 0;
 
     __device__ __forceinline__ explicit PieceRing(const void *warp_memory)
         : memory(shared_address(warp_memory) + lane_id() * 16)
     {
     }
-    /* This lane's part of the piece that begins with vector `vector` of a row; `once`: nobody reads
-     * it again. */
+    /* Starts the copy of this lane's part of the piece that begins with `vector`. `once`: the
+     * row is not read again. */
     __device__ __forceinline__ void copy_piece(const uint8_t *from, int32_t vector,
                                                const RowShape &s, bool once, uint64_t policy)
     {
@@ -184,19 +187,20 @@ template <int V, bool EXACT> struct PieceRing {
                 copy_again(to, from + v * WARP * 16);
         }
     }
-    /* After the copies of a piece, or none. */
+    /* Ends the copies of one piece, which may have none. */
     __device__ __forceinline__ void commit_piece()
     {
         end_copies();
         next = next + PIECE_BYTES == BYTES ? 0 : next + PIECE_BYTES;
     }
-    /* Until the piece that is next in use is there, and the AHEAD after it have been begun. */
+    /* Waits until the next piece has arrived. The copies of the AHEAD pieces after it have been
+     * started. */
     __device__ __forceinline__ void wait_next()
     {
         wait_copies<AHEAD>();
     }
-    /* The piece that is next in use, vectors [first, ...) of a row, once the AHEAD after it have
-     * been begun; `fill` where the row has ended. */
+    /* Waits for the next piece, vectors [first, ...) of a row, and reads it; `fill` past the
+     * end of the row. The copies of the AHEAD pieces after it have been started. */
     __device__ __forceinline__ void read_piece(uint4 (&q)[V], int32_t first, const RowShape &s,
                                                uint32_t fill = 0)
     {
@@ -210,7 +214,8 @@ template <int V, bool EXACT> struct PieceRing {
     }
 };
 
-/* One warp does a list of units whose pieces go through a ring. */
+/* One warp performs a list of units whose pieces go through a ring: it keeps AHEAD units begun
+ * and AHEAD pieces in flight. Returns false if the group is broken. */
 template <class Units> __device__ __forceinline__ bool run_units(Units &&units)
 {
     bool ok = true;
@@ -225,10 +230,10 @@ template <class Units> __device__ __forceinline__ bool run_units(Units &&units)
     return ok;
 }
 
-/* ------------------------------------------------------------------- element types ---- */
+/* ----------------------------------------------------------------------- element types ---- */
 
 struct Bf16 {
-    static constexpr int N = 8; /* elements of a vector */
+    static constexpr int N = 8; /* elements per vector */
     static constexpr uint32_t NAN_WORD = 0x7fff7fffu, MINUS_ZERO = 0x80008000u;
     static __device__ __forceinline__ void unpack_floats(uint4 q, float *x)
     {
@@ -293,14 +298,15 @@ struct F32 {
     }
 };
 
-/* --------------------------------------------------------------------- dealing work ---- */
+/* -------------------------------------------------------------- dealing units to warps ---- */
 
-/* Units are dealt to the warps of the grid in turn: unit = (step * roles + role) * spans + span.
- * A span is a few pieces of a row, one after the other. */
-struct Stride { /* how far a warp's next unit lies; in shared memory */
+/* Units are dealt to the warps of the grid in turn: unit = (step * roles + role) * spans +
+ * span. A step is a token; a role is what is done with it; a span is a few pieces of its row,
+ * moved one after the other. */
+struct Stride { /* distance to a warp's next unit; in shared memory */
     int step, role, span, roles, spans, units;
 
-    /* `num_units` warps, the first ones, take part. */
+    /* The first `num_units` warps of the grid take part. */
     __device__ void set_strides(int num_units, int num_roles, int num_spans)
     {
         units = num_units;
@@ -312,9 +318,9 @@ struct Stride { /* how far a warp's next unit lies; in shared memory */
     }
 };
 
-#define NO_STEP (1 << 30) /* past the last one */
+#define NO_STEP (1 << 30) /* a step past the last one */
 
-/* A warp's walk over (step, role, span). */
+/* The position of a warp in the list of units. */
 struct UnitWalk {
     int step, role, span;
 
@@ -345,21 +351,23 @@ static inline int common_divisor(int a, int b)
     return a;
 }
 
-/* Roles and spans of a token. */
+/* Units per token: roles times spans of its row. */
 template <class Job> static inline int units_per_token(const Job &job, int roles, int vectors)
 {
     const int64_t span_bytes = (int64_t)job.span * vectors * 512;
     return roles * (int)((job.row_bytes + span_bytes - 1) / span_bytes);
 }
 
-/* Fills in how a launch deals its units; measured, docs/lab/cuda.md.
- *   job.span   a unit costs 0.7 us beside its pieces: as few spans as warps can share evenly, of work
- *              (copies of the row: one for each rank, one for each choice) and of few tokens
- *   job.lag    what all warps do at a time, so that pieces are there when they are copied
- *   job.units  at most all warps.  Each comes to every role and span, as their number has no divisor
- *              in common with that of the units; and its next one is at least 0.3 of them away if
- *              that can be: a warp that does one kind of work for some time runs ahead of the others
- *              or falls behind, and they wait for each other. */
+/* Sets how a launch deals its units to warps; measured, docs/lab/cuda.md.
+ *
+ *   job.span   pieces per unit. A unit costs 0.7 us beyond its pieces, so a row has as few
+ *              spans as keep all warps equally busy.
+ *   job.lag    as many tokens as all warps work on at a time, so that pieces have arrived
+ *              when they are copied.
+ *   job.units  warps that take part, at most all. Their number has no common divisor with the
+ *              number of units per token, so that each warp gets every role and span. If
+ *              possible, a warp's next unit is at least 0.3 of them away: a warp that does one
+ *              kind of work for some time runs ahead of the others or falls behind. */
 template <class Job>
 static inline void deal_units(Job &job, int num_sms, int block, int roles, int vectors)
 {
@@ -373,7 +381,7 @@ static inline void deal_units(Job &job, int num_sms, int block, int roles, int v
     if (spans < least) spans = least;
     if (spans > pieces) spans = pieces;
     job.span = (int32_t)((pieces + spans - 1) / spans);
-    const bool parts = spans > 1 && pieces > 5; /* of a long row: two pieces, never three */
+    const bool parts = spans > 1 && pieces > 5; /* of a long row: at most two pieces */
     if (parts && job.span > 2) job.span = 2;
     const int kinds = units_per_token(job, roles, vectors);
     int best = 0;

@@ -1,33 +1,41 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* All waiting: how every spin ends when a peer does not come.
+/* Every wait on the device: polling, deadlines, and the diagnosis when a peer does not come.
  *
- * A group breaks once: who finds out (a deadline, a peer that calls something else) ends its CTA,
- * which writes the reason into the word `broken` of every rank; every spin looks at its rank's own.
- */
+ * A waiting warp polls its word. Every SPINS_PER_CHECK polls it calls wait_should_abort(),
+ * which looks for a failure of the group and for the deadline. If the wait is given up, the CTA
+ * ends, and one of its threads finds the cause (report_aborted_wait) and reports it:
+ *
+ *   1. it claims `control.claim`, so that one thread of the rank reports
+ *   2. it writes the fields of `status`, then a system fence, then status.result:
+ *      the host reads result first and so sees all fields
+ *   3. it stores `broken` into the heap of every rank; every check of a wait reads its own
+ *
+ * A group breaks once. All later operations find `broken` and return at once. */
 #ifndef EPIC_WAIT_CUH
 #define EPIC_WAIT_CUH
 
 #include "cuda/common/addressing.cuh"
 #include "rules/invariant.h"
 
-#define REPORT_GRACE_NS \
-    20000000ull        /* after the deadline, for who knows the culprit to say so first */
-#define POLL_PAUSE 50u /* between two reads of the host's memory, units of 1024 ns */
+/* Time after the deadline in which a rank that knows the culprit may report first. */
+#define REPORT_GRACE_NS 20000000ull
+#define POLL_PAUSE 50u /* least time between two reads of host memory, in units of 1024 ns */
 
-/* A wait that was given up: for whom, or -1, and where. */
+/* Encodes a wait that was given up: the peer that it was for, or -1, and a p2p_phase. */
 #define WAIT_ABORTED(peer, phase) ((uint32_t)((peer) + 1) << 8 | (uint32_t)(phase))
 
-/* ------------------------------------------------------------------------------ failure ---- */
+/* ----------------------------------------------------------------------------- failure ---- */
 
-/* hosts: reads of one place of host memory by many warps are served one after the other, 1.1 us
- * each.  So one asks for all: is it this thread's turn, `pause` units of 1024 ns after the last? */
+/* Returns true to one thread per `pause` units of 1024 ns; `polled_at` holds the time of the
+ * last permit. Reads of one host address by many warps are served one after the other, 1.1 us
+ * each, so one thread reads for all. */
 __device__ __forceinline__ bool poll_permit(uint32_t *asked, uint32_t pause)
 {
     const uint32_t time = (uint32_t)(timer_ns() >> 10), before = load_relaxed(asked);
     return time - before >= pause && atomicCAS(asked, before, time) == before;
 }
 
-/* hosts: so that all here know. */
+/* backend hosts: copies a failure into control memory, where all warps of this rank look. */
 __device__ __forceinline__ void cache_broken(const OpState &op, uint64_t word)
 {
 #ifdef EPIC_HOSTS
@@ -35,7 +43,9 @@ __device__ __forceinline__ void cache_broken(const OpState &op, uint64_t word)
 #endif
 }
 
-/* Writes the status, once, and tells the peers if it was this rank that found out. */
+/* Writes the status for the host, once per rank, and stores `broken` into the heaps of all
+ * ranks if this rank found the failure. `theirs`: the signature of a peer that called something
+ * else, or 0. */
 static __device__ __noinline__ void report_failure(const OpState &op, uint64_t word,
                                                    uint32_t theirs)
 {
@@ -59,7 +69,8 @@ static __device__ __noinline__ void report_failure(const OpState &op, uint64_t w
             store_relaxed((uint64_t *)(self.heap[q] + self.at.broken), word);
 }
 
-/* Tells the host of an error in the data, which ends nothing. */
+/* Adds an error in the data to the notices that the host reads; it does not break the group.
+ * Drops it if all P2P_NOTICES are unread. */
 static __device__ __noinline__ void report_data_error(const p2p_self &self,
                                                       const p2p_notice &said)
 {
@@ -77,7 +88,7 @@ static __device__ __noinline__ void report_data_error(const p2p_self &self,
     }
 }
 
-/* hosts: the thread tells the peers. */
+/* backend hosts: gives the word to the proxy thread, which sends it to the peers. */
 __device__ __forceinline__ void publish_waits(const OpState &op, uint64_t said)
 {
 #ifdef EPIC_HOSTS
@@ -85,21 +96,21 @@ __device__ __forceinline__ void publish_waits(const OpState &op, uint64_t said)
 #endif
 }
 
-/* For whom a rank says that it waits, as the rank that owns the heap has heard. */
+/* The word in a heap in which `rank` publishes for which ranks it waits. */
 __device__ __forceinline__ uint64_t *waits_address(const OpState &op, uint8_t *heap, int rank)
 {
     return (uint64_t *)(heap + op.self->at.waits) + rank;
 }
 
-/* The same as bits; 0: it has not said so in this epoch. */
+/* The ranks for which `rank` waits, as bits; 0 if it has not published any in this epoch. */
 __device__ __forceinline__ uint32_t read_waits(const OpState &op, int rank)
 {
     const uint64_t said = load_relaxed(waits_address(op, status_base(op, rank), rank));
     return is_stamped(op, said) ? (uint32_t)said : 0;
 }
 
-/* Tells every rank for whom this one, late in the operation, waits: it is not at fault itself.
- * 0: for nobody any more. */
+/* Publishes to every rank that this rank waits for `peers` (bits; 0: for none), so that it is
+ * not blamed. Called late in the time limit. */
 static __device__ void write_waits(const OpState &op, uint32_t peers)
 {
     const p2p_self &self = *op.self;
@@ -110,8 +121,8 @@ static __device__ void write_waits(const OpState &op, uint32_t peers)
     publish_waits(op, stamp_word(op, peers));
 }
 
-/* Who keeps the group waiting: every rank that has not announced this epoch; or of those that were
- * waited for, those they wait for, and so on, the ones that wait for nobody. */
+/* The ranks that keep the group waiting: those that have not announced this epoch. If all have,
+ * follows the published waits from `awaited` to the ranks that wait for no other. */
 static __device__ uint32_t find_culprits(const OpState &op, uint32_t awaited)
 {
     const int num_ranks = op.self->num_ranks, own = op.self->rank;
@@ -133,8 +144,9 @@ static __device__ uint32_t find_culprits(const OpState &op, uint32_t awaited)
     return guilty ? guilty : awaited;
 }
 
-/* Ranks whose processes have died, as the host tells.  A read of its memory takes microseconds, and a
- * thousand warps that wait for a late peer take milliseconds for theirs: so one reads for all. */
+/* Ranks whose processes have died, as bits. The host writes them into its memory. A read there
+ * takes microseconds, and milliseconds if a thousand warps read, so one thread reads for all.
+ */
 static __device__ uint32_t read_dead_ranks(const OpState &op)
 {
     p2p_control *control = control_of(op);
@@ -145,7 +157,8 @@ static __device__ uint32_t read_dead_ranks(const OpState &op)
     return load_relaxed(&control->dead);
 }
 
-/* What has ended the operation but its deadline, as a word of `broken`; 0: nothing. */
+/* The failure that has ended the operation, as a word of `broken`; 0: none but perhaps the
+ * deadline. `theirs` is set to the signature of a rank that called something else. */
 __device__ __forceinline__ uint64_t find_failure(const OpState &op, int phase, uint32_t &theirs)
 {
     const p2p_self &self = *op.self;
@@ -171,14 +184,15 @@ __device__ __forceinline__ uint64_t find_failure(const OpState &op, int phase, u
 }
 
 #ifndef SPINS_PER_CHECK
-#define SPINS_PER_CHECK 256u /* between two questions of a spin */
+#define SPINS_PER_CHECK 256u /* polls between two checks */
 #endif
 
-/* The clock of a device goes on while the host's process is stopped (Ctrl-Z, a frozen container), and
- * with it often all others, which then launch nothing.  So a deadline ends only when the host has shown
- * that it ran after it.  If the host was stopped meanwhile, the deadline starts anew: `moved` is op.
- * Returns true if deadlines up to `deadline` have passed.  One thread of the rank asks for all, as
- * reads of host memory take microseconds. */
+/* Returns true if deadlines up to `deadline` have passed in the time of the host.
+ *
+ * The clock of a device continues while the process is stopped (Ctrl-Z, a frozen container),
+ * and then often all peers are stopped, too, and launch nothing. So a deadline ends only after
+ * the host has shown, by a beat, that it ran after it. If the host was stopped meanwhile, the
+ * deadline starts again. One thread of the rank reads host memory for all. */
 static __device__ bool has_host_run_after(const OpState &op, uint64_t deadline, uint64_t time)
 {
     p2p_control *control = control_of(op);
@@ -186,7 +200,7 @@ static __device__ bool has_host_run_after(const OpState &op, uint64_t deadline, 
         const uint64_t awake = load_relaxed(&op.self->status->awake);
         const uint32_t beat = (uint32_t)awake, stops = (uint32_t)(awake >> 32);
         const uint64_t due = load_relaxed(&control->due);
-        if (!awake) { /* no thread beats: the device's clock alone counts */
+        if (!awake) { /* no thread of the host beats: the clock of the device decides */
             store_relaxed(&control->overdue, time);
         } else if (stops != load_relaxed(&control->host_stops)) {
             const uint32_t num_postponed = load_relaxed(&control->num_postponed);
@@ -205,8 +219,8 @@ static __device__ bool has_host_run_after(const OpState &op, uint64_t deadline, 
     return load_relaxed(&control->overdue) > deadline;
 }
 
-/* Late, as this CTA knows: is it too late?  What has moved elsewhere on this rank puts the deadline
- * off. */
+/* Has the deadline passed? Progress of other waits on this rank moves the deadline. In the last
+ * quarter of the time it publishes that this rank waits for `peer`. */
 static __device__ __noinline__ bool is_too_late(const OpState &op, int peer)
 {
     const p2p_self &self = *op.self;
@@ -223,7 +237,7 @@ static __device__ __noinline__ bool is_too_late(const OpState &op, int peer)
     return false;
 }
 
-/* The same, for a spin: it has time. */
+/* Has the group failed? backend hosts: one thread reads the net inbox for all. */
 __device__ __forceinline__ bool has_failed(const OpState &op, int phase)
 {
     uint32_t theirs;
@@ -239,9 +253,10 @@ __device__ __forceinline__ bool has_failed(const OpState &op, int phase)
 #endif
 }
 
-/* Polled by a spin from time to time: has the group failed, or the deadline passed?  `fresh`: the
- * first poll of a wait, so the wait before it has ended and something has moved, unless one was given
- * up here.  The diagnosis is left to the end of the CTA, so that spinning warps need few registers. */
+/* Called by a wait every SPINS_PER_CHECK polls; returns true if the wait must be given up: the
+ * group has failed, or the deadline has passed. `fresh`: this is the first check of the wait,
+ * so an earlier wait has succeeded since, which counts as progress. The diagnosis is left to
+ * the end of the CTA, so that waiting warps need few registers. */
 static __device__ __noinline__ bool wait_should_abort(const OpState &op, int peer, int phase,
                                                       bool fresh)
 {
@@ -257,8 +272,9 @@ static __device__ __noinline__ bool wait_should_abort(const OpState &op, int pee
     return over;
 }
 
-/* One thread: what ended the operation.  If it is the deadline and this wait was for no peer, who
- * knows the culprit may say so first; then those count that others here have waited for. */
+/* Finds out what ended the operation and reports it. One thread. If the deadline ended a wait
+ * for no peer in particular, ranks that know the culprit get REPORT_GRACE_NS to report first;
+ * then the peers count for which other threads of this rank have waited. */
 static __device__ __noinline__ void report_aborted_wait(const OpState &op)
 {
     const p2p_self &self = *op.self;
@@ -276,14 +292,15 @@ static __device__ __noinline__ void report_aborted_wait(const OpState &op)
 }
 
 #ifndef LOW_LATENCY
-#define LOW_LATENCY 0 /* 1: latency is all, and nothing else wants the memory */
+#define LOW_LATENCY 0 /* 1: latency matters most, and nothing else needs the memory bandwidth */
 #endif
 #ifndef SPINS_TO_SLEEP
 #define SPINS_TO_SLEEP (LOW_LATENCY ? 64u : 4u)
 #endif
 
-/* Spins until `ready`, which is the same on all lanes of the warp.  false: the group is broken.
- * `peer`: each lane's, for whom it waits as `ready` may say, or -1. */
+/* A warp polls until ready() is true, which must have the same value on all lanes. Returns
+ * false if the wait was given up because the group is broken. `peer`: the rank that this lane
+ * waits for, or -1; ready() may change it. */
 template <class Ready>
 __device__ __forceinline__ bool wait_warp(const OpState &op, const int &peer, int phase,
                                           Ready ready)
@@ -297,7 +314,7 @@ __device__ __forceinline__ bool wait_warp(const OpState &op, const int &peer, in
     return true;
 }
 
-/* The same for one thread. */
+/* Like wait_warp(), for one thread. */
 template <class Ready>
 __device__ __forceinline__ bool wait_thread(const OpState &op, const int &peer, int phase,
                                             Ready ready)

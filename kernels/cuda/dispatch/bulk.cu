@@ -1,22 +1,28 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* dispatch, and plan with dispatch, of rows of aligned vectors that move whole (dispatch/bulk.cuh), with
- * second rows or without, or quantized on the way.
+/* dispatch, and plan with dispatch, of rows that move whole by bulk stores (dispatch/bulk.cuh):
+ * aligned rows, with second rows or without, or quantized on the way.
  *
- * A unit is a token's string.  Step i of the list brings this rank's token i to every peer that needs
- * it and to its slots here, so that it is read, or quantized, once; and it receives token i - lag of
- * each peer.  What a receive waits for was sent `lag` steps earlier, and each CTA takes its units in
- * order: no wait is circular, as in dispatch/dispatch.cu.  While some CTAs make the plan, each warp of the others sends its first token, and waits
- * for what says where its slots are.
+ * A unit is one packed row of a token. Step i of the list is
  *
- * While a unit is at work, the string of the next one is on its way to its place. */
+ *   own unit    this rank's token i: to every peer that needs it and to its slots here, so
+ *               that it is read, or quantized, once
+ *   peer unit   token i - lag of each peer: from staging to its slots, then poison again
+ *
+ * A receive waits for a row that was sent `lag` steps earlier, and each CTA takes its units in
+ * order, so no wait is circular (as in dispatch/dispatch.cu). While some CTAs make the plan,
+ * each warp of the others sends its first token and then waits for the records with its slots.
+ *
+ * While a unit is being moved, the row of the next unit is being copied to its place. The copy
+ * engine reads a place only after fence_bulk() by the lanes that wrote it, and a place is
+ * written again only after wait_bulk_read(). */
 #include "cuda/dispatch/bulk.cuh"
 #include "cuda/dispatch/launcher.cuh"
 
-#ifndef EPIC_HOSTS /* strings leave for other hosts by pieces */
+#ifndef EPIC_HOSTS /* rows leave for other hosts by pieces */
 
 struct Unit {
-    int step, role;          /* 0: this rank's own token, n: one of the n-th peer */
-    uint64_t choice, record; /* what is said of its token */
+    int step, role;          /* 0: this rank's own token; n: a token of the n-th peer */
+    uint64_t choice, record; /* its choice and record, as loaded ahead */
 
     __device__ __forceinline__ bool is_own() const
     {
@@ -24,20 +30,22 @@ struct Unit {
     }
 };
 
+/* The token of a unit. */
 __device__ __forceinline__ int32_t token_of(const PackedMove &m, const Unit &unit)
 {
     return m.first + unit.step - (unit.is_own() ? 0 : m.job.lag);
 }
 
-/* Does it lie in the round, which ends before `end`? */
+/* Does the unit have a token in the round, which ends before token `end`? */
 __device__ __forceinline__ bool is_in(const PackedMove &m, const Unit &unit, int32_t end)
 {
     const int32_t token = token_of(m, unit);
     return token >= m.first && token < (unit.is_own() ? min(end, m.job.num_tokens) : end);
 }
 
-/* The warps of a CTA take its units as they come, in order, as some have more work than others.  Of
- * so many units in a row as there are CTAs each has one, another one each time. */
+/* Takes the next unit for a warp. The warps of a CTA share a counter, because some units are
+ * more work than others. Of each gridDim.x units in a row every CTA has one, in rotating order.
+ */
 template <bool FLAT>
 __device__ __forceinline__ Unit take_unit(const PackedMove &m, int *turns, int32_t end)
 {
@@ -55,7 +63,7 @@ __device__ __forceinline__ Unit take_unit(const PackedMove &m, int *turns, int32
     return unit;
 }
 
-/* Does it say already that the token has no row here? */
+/* Does the record, as loaded, already show that the token has no row here? */
 template <bool FLAT>
 __device__ __forceinline__ bool is_absent(const PackedMove &m, uint64_t record)
 {
@@ -65,7 +73,7 @@ __device__ __forceinline__ bool is_absent(const PackedMove &m, uint64_t record)
     return __any_sync(ALL_LANES, absent);
 }
 
-/* Begins to copy the unit's string to its place. */
+/* Starts to copy the row of the unit to its place. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ void begin_copy(const PackedMove &m, const Unit &unit, int32_t end,
                                            uint32_t place)
@@ -82,7 +90,8 @@ __device__ __forceinline__ void begin_copy(const PackedMove &m, const Unit &unit
     end_copies();
 }
 
-/* The weights of a token's slots, or what lies by row, after the rows have been given away. */
+/* Receives the weights of a token's slots, or for FLAT the extras of its row, after its row has
+ * been stored. */
 template <bool FLAT>
 __device__ __forceinline__ bool receive_weights(const PackedMove &m, int rank, int source,
                                                 int32_t token, const int32_t (&slot)[2],
@@ -98,7 +107,7 @@ __device__ __forceinline__ bool receive_weights(const PackedMove &m, int rank, i
     return receive_weight(m, rank, source, token, 1, slot[1], weight);
 }
 
-/* A string that is in its place, and shown, to its slots here. */
+/* Stores the packed row in `place`, which has been fenced, to its slots here. */
 __device__ __forceinline__ void fill_all_slots(const PackedMove &m, const int32_t (&slot)[2],
                                                uint32_t place)
 {
@@ -106,8 +115,8 @@ __device__ __forceinline__ void fill_all_slots(const PackedMove &m, const int32_
     if (m.top_k > WARP) bulk_to_slots(m, slot[1], place);
 }
 
-/* The string of this rank's token, whose copy is there, is made ready for bulk stores.  true: it has
- * special words. */
+/* Prepares the packed row of this rank's token, whose copy has arrived, for bulk stores.
+ * Returns true if it contains special words. */
 template <class OwnPiece>
 __device__ __forceinline__ bool prepare_packed(const PackedMove &m, int32_t token,
                                                uint32_t place)
@@ -122,7 +131,8 @@ __device__ __forceinline__ bool prepare_packed(const PackedMove &m, int32_t toke
     return __any_sync(ALL_LANES, special) != 0;
 }
 
-/* This rank's token to its peers, and as soon as it is known where to its slots. */
+/* Sends this rank's token to its peers and, as soon as its slots are known, stores it to those
+ * here. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool send_own_packed(const PackedMove &m, int32_t token,
                                                 const Unit &unit, uint32_t place)
@@ -146,7 +156,7 @@ __device__ __forceinline__ bool send_own_packed(const PackedMove &m, int32_t tok
     return !here || receive_weights<FLAT>(m, rank, 0, token, slot, extras, weight);
 }
 
-/* A peer's token to its slots. */
+/* Receives a peer's token into its slots. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool receive_packed(const PackedMove &m, int32_t token,
                                                const Unit &unit, const BulkPlaces &places)
@@ -179,13 +189,14 @@ __device__ __forceinline__ bool receive_packed(const PackedMove &m, int32_t toke
     return receive_weights<FLAT>(m, rank, source, token, slot, extras, weight);
 }
 
-struct RoundProgress { /* of a warp in a round */
-    int32_t end;       /* of its tokens */
-    bool has_counts;   /* how many tokens each rank has */
+struct RoundProgress { /* progress of a warp in a round */
+    int32_t end;       /* end of the tokens of the round */
+    bool has_counts;   /* the token counts of all ranks are known */
     int slab_bits;
 };
 
-/* Before anything of peers, and before padding: until then this rank's own tokens may leave. */
+/* Waits for the token counts of all ranks, once. Until then only this rank's own tokens are
+ * moved. */
 __device__ __forceinline__ bool read_counts_once(PackedMove &m, RoundProgress &p)
 {
     if (!p.has_counts && !read_token_counts(m)) return false;
@@ -194,7 +205,7 @@ __device__ __forceinline__ bool read_counts_once(PackedMove &m, RoundProgress &p
     return true;
 }
 
-/* The padding that goes along with this rank's token. */
+/* Pads slots along with this rank's token. The whole warp; false: the group is broken. */
 __device__ __forceinline__ bool pad_with_token(PackedMove &m, int32_t token, RoundProgress &p,
                                                const BulkPlaces &places)
 {
@@ -222,7 +233,7 @@ __device__ __forceinline__ bool move_unit(PackedMove &m, const Unit &unit, Round
     return token >= p.end || receive_packed<OwnPiece, FLAT>(m, token, unit, places);
 }
 
-/* One round: tokens [m.first, end) of every rank. */
+/* Moves one round: tokens [m.first, end) of every rank. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, BulkPlaces &places,
                                             int *turns)
@@ -269,7 +280,7 @@ __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const ui
     }
 }
 
-/* All CTAs: the padding of the slabs, when there are few tokens. */
+/* Pads the slabs if there are too few tokens to do it along with them. All CTAs. */
 __device__ __forceinline__ bool pad_all(PackedMove &m, const uint8_t *memory)
 {
     const BulkPlaces places(m, memory, 0);
@@ -309,7 +320,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
     DispatchMove move = {
         {job, op, plan, stride, shape, policy_once(), 0, (int)plan.header.top_k}};
     move.has_new_plan = WITH_PLAN;
-    move.tokens_of = job.num_tokens; /* this rank's, until the others' are heard */
+    move.tokens_of = job.num_tokens; /* of this rank, until those of the others are known */
     if (!WITH_PLAN)
         move.tokens_of = lane_id() < self.num_ranks ? plan.header.tokens_of[lane_id()] : 0;
     move.most_tokens = WITH_PLAN ? (int32_t)self.max_tokens : plan.most_tokens;
@@ -336,7 +347,7 @@ extern "C" cudaError_t p2p_load_dispatch_bulk(void)
     return load_kernels(kernels, planning > BULK_MEMORY ? planning : BULK_MEMORY);
 }
 
-/* PackedMove that fit a CTA's memory at once. */
+/* Packed rows that fit a CTA's memory at once. */
 static int64_t places_of(const p2p_dispatch_job &job)
 {
     const int64_t bytes = p2p_packed_bytes(job.row_bytes, job.scale_bytes);
@@ -350,8 +361,8 @@ extern "C" int p2p_can_dispatch_bulk(const p2p_dispatch_job *job)
            (!job->quantize || job->type != EPIC_F32);
 }
 
-/* Warps that move strings, each with room for two at least, and how far receiving stays behind;
- * measured, docs/lab/cuda.md.  Quantizing takes more warps, and receiving waits the longer. */
+/* Sets the warps that move rows, each with room for at least two, and the lag; measured,
+ * docs/lab/cuda.md. Quantizing needs more warps, and a longer lag. */
 static void deal_packed(p2p_dispatch_job &job, int num_sms)
 {
     const int places = (int)places_of(job), tokens = job.num_tokens;

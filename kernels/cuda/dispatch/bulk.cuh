@@ -1,32 +1,32 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* PackedMove (dispatch/packed.cuh) that move whole: a warp has a few places in shared memory, each for one; a
- * string comes there by copies of all lanes, or is quantized there, and leaves by bulk stores, which
- * one lane begins and the SM's copy engine does.
+/* Packed rows (dispatch/packed.cuh) that move whole. A warp has a few places in shared memory,
+ * each for one packed row. All lanes copy a row to its place, or quantize it there. It leaves
+ * by bulk stores, which one lane starts and the copy engine of the SM performs.
  *
- *     tokens, staging -> copies of all lanes -\
- *     tokens -> registers, quantized ----------+-> place -> bulk stores -> staging of peers, slots
+ *   tokens, staging -> copies of all lanes -\
+ *   tokens -> registers, quantized ----------+-> place -> bulk stores -> peers, slots
  *
- * So a string costs a warp the same instructions however many slots it has, and nobody waits for
- * stores but who needs the place again.  FlatExtras the places lie vectors of zeros, for padding, and of
- * poison, for staging. */
+ * So a row costs a warp the same number of instructions whatever its number of slots, and a
+ * warp waits for stores only when it needs the place again. Shared memory also has vectors of
+ * zeros, for padding, and of poison, for staging. */
 #ifndef EPIC_BULK_CUH
 #define EPIC_BULK_CUH
 
 #include "cuda/dispatch/packed_slots.cuh"
 
-#define BULK_MEMORY (216 << 10) /* of a CTA */
-#define CONSTANT_BYTES 2048     /* of zeros, and of poison */
+#define BULK_MEMORY (216 << 10) /* per CTA */
+#define CONSTANT_BYTES 2048     /* of zeros and of poison */
 
-struct BulkPlaces {        /* of a warp */
-    uint32_t first, bytes; /* shared addresses; of each */
+struct BulkPlaces {        /* the places of a warp */
+    uint32_t first, bytes; /* shared address of the first one; bytes of each */
     uint32_t zeros, poison;
-    int count, used; /* which one is in use */
+    int count, used; /* number of places; the one in use */
 
     __device__ __forceinline__ BulkPlaces(const PackedMove &m, const void *memory, int warp)
     {
         zeros = shared_address(memory);
         poison = zeros + CONSTANT_BYTES;
-        bytes = (uint32_t)(m.shape.vectors + 7) / 8 * 128; /* whole lines */
+        bytes = (uint32_t)(m.shape.vectors + 7) / 8 * 128; /* whole cache lines */
         count = m.job.places;
         first = poison + CONSTANT_BYTES + (uint32_t)(warp * count) * bytes;
         used = 0;
@@ -39,8 +39,8 @@ struct BulkPlaces {        /* of a warp */
     {
         return first + (uint32_t)place * bytes;
     }
-    /* One warp, each of whose units ends a group: until the place after the one that comes into use
-     * may be written. */
+    /* Waits until the place after the next one may be written again. One warp, whose units each
+     * end a group of bulk stores. */
     __device__ __forceinline__ void wait_free() const
     {
         if (lane_id() == 0) {
@@ -55,7 +55,7 @@ struct BulkPlaces {        /* of a warp */
     }
 };
 
-/* Every thread of a CTA. */
+/* Fills the vectors of zeros and of poison. All threads of a CTA. */
 static __device__ void fill_constants(const void *memory)
 {
     const uint32_t zeros = shared_address(memory);
@@ -66,16 +66,16 @@ static __device__ void fill_constants(const void *memory)
     __syncthreads();
 }
 
-/* What the warp wrote to its places is there for bulk stores. */
+/* Makes what the warp wrote to its places visible to bulk stores. */
 __device__ __forceinline__ void fence_place(void)
 {
     fence_bulk();
     __syncwarp();
 }
 
-/* ----------------------------------------------------------------------- strings in places ---- */
+/* --------------------------------------------------------------- packed rows in places ---- */
 
-/* Begins to copy the token's string, the caller's row and second row. */
+/* Starts to copy this rank's packed row: the caller's row and second row. */
 __device__ __forceinline__ void copy_own(const PackedMove &m, int32_t token, uint32_t place)
 {
     const p2p_dispatch_job &job = m.job;
@@ -86,7 +86,7 @@ __device__ __forceinline__ void copy_own(const PackedMove &m, int32_t token, uin
         copy_again(place + v * 16, (v < m.row_vectors ? row : second) + (int64_t)v * 16);
 }
 
-/* The same row comes to the L2, to be quantized soon. */
+/* Loads this rank's row into the L2, to be quantized soon. */
 __device__ __forceinline__ void prefetch_own(const PackedMove &m, int32_t token)
 {
     if (lane_id() == 0)
@@ -94,7 +94,7 @@ __device__ __forceinline__ void prefetch_own(const PackedMove &m, int32_t token)
                       (uint32_t)m.own_shape.row_bytes);
 }
 
-/* The same with a staged one. */
+/* Starts to copy a staged packed row of a peer. */
 __device__ __forceinline__ void copy_staged(const PackedMove &m, int rank, int32_t token,
                                             uint32_t place)
 {
@@ -103,13 +103,15 @@ __device__ __forceinline__ void copy_staged(const PackedMove &m, int rank, int32
         copy_again(place + v * 16, staged + v);
 }
 
-/* Quantizes the token's row.  true, if this lane has made a word of scales that is poison. */
+/* Quantizes the token's row into its place. Returns true if this lane has made a word of scales
+ * that equals poison. */
 __device__ __forceinline__ bool quantize_row(const PackedMove &m, int32_t token, uint32_t place)
 {
     const uint32_t row_end = (uint32_t)m.row_vectors * 16;
     const uint32_t end = (uint32_t)m.shape.vectors * 16;
     bool special = false;
-    uint4 next[V], after[V]; /* what is loaded takes longer than quantizing a piece */
+    /* loaded two pieces ahead, because a load takes longer than quantizing a piece */
+    uint4 next[V], after[V];
     QuantizedPiece::load_raw(m, token, 0, next);
     QuantizedPiece::load_raw(m, token, 1, after);
 #pragma unroll 1
@@ -133,7 +135,7 @@ __device__ __forceinline__ bool quantize_row(const PackedMove &m, int32_t token,
     return special;
 }
 
-/* Calls change(q, v) for this lane's vectors of a piece, and stores what it makes of them. */
+/* Calls change(q) for this lane's vectors of a piece in its place, and stores the result. */
 template <class Change>
 __device__ __forceinline__ void change_piece(const PackedMove &m, uint32_t place, int piece,
                                              Change change)
@@ -153,12 +155,12 @@ __device__ __forceinline__ void change_piece(const PackedMove &m, uint32_t place
             store_shared(place + (vector + v * WARP) * 16, q[v]);
 }
 
-struct ScanResult { /* in a string, by this lane */
+struct ScanResult { /* what this lane found in a row */
     bool missing, special;
 };
 
-/* Looks for words that have not come, and for those that are special: NaNs; or with QUANTIZED words
- * of e8m0 that would be poison. */
+/* Looks for words that have not arrived and for special words: NaNs, or with QUANTIZED the
+ * stand-in of e8m0 words. */
 template <bool QUANTIZED>
 __device__ __forceinline__ ScanResult scan_packed(const PackedMove &m, uint32_t place)
 {
@@ -176,7 +178,7 @@ __device__ __forceinline__ ScanResult scan_packed(const PackedMove &m, uint32_t 
     return found;
 }
 
-/* Waits for what was missing of a staged string. */
+/* Waits for the missing words of a staged packed row. */
 __device__ __forceinline__ bool wait_packed(const PackedMove &m, int rank, int32_t token,
                                             uint32_t place)
 {
@@ -191,7 +193,7 @@ __device__ __forceinline__ bool wait_packed(const PackedMove &m, int rank, int32
     return ok;
 }
 
-/* The special words of a string that has come as they were. */
+/* Restores the special words of a packed row that has arrived. */
 template <bool QUANTIZED>
 __device__ __forceinline__ bool restore_special_words(const PackedMove &m, int rank, int source,
                                                       int32_t token, uint32_t place)
@@ -209,9 +211,9 @@ __device__ __forceinline__ bool restore_special_words(const PackedMove &m, int r
     return ok;
 }
 
-/* --------------------------------------------------------------------------- bulk stores ---- */
+/* ------------------------------------------------------------------------- bulk stores ---- */
 
-/* One lane: a place full of the same bytes, to memory that is longer. */
+/* Stores memory full of equal bytes, in parts of CONSTANT_BYTES. One lane. */
 template <class Store>
 __device__ __forceinline__ void store_constant(uint8_t *to, int64_t bytes, Store store)
 {
@@ -219,7 +221,7 @@ __device__ __forceinline__ void store_constant(uint8_t *to, int64_t bytes, Store
         store(to + at, (uint32_t)min(bytes - at, (int64_t)CONSTANT_BYTES));
 }
 
-/* The string to the staging of these peers. */
+/* Sends the packed row to the staging of `peers`. */
 __device__ __forceinline__ void bulk_to_peers(const PackedMove &m, int32_t token,
                                               uint32_t peers, uint32_t place)
 {
@@ -229,21 +231,21 @@ __device__ __forceinline__ void bulk_to_peers(const PackedMove &m, int32_t token
     });
 }
 
-/* Second rows that a warp stores at once go by its lanes: to the copy engine each costs as much as a
- * kilobyte. */
+/* May second rows be stored by the lanes at once? For the copy engine a store costs as much as
+ * a kilobyte. */
 __device__ __forceinline__ bool scales_by_lanes(const PackedMove &m)
 {
     return m.job.scale_bytes <= WARP * 16;
 }
 
-/* A second row, of which this lane has q. */
+/* Stores a second row of which this lane has q. */
 __device__ __forceinline__ void store_scales(const PackedMove &m, int32_t slot, uint4 q)
 {
     const int64_t at = (int64_t)slot * m.job.scale_bytes + lane_id() * 16;
     if (lane_id() * 16 < m.job.scale_bytes) store_once(m.job.recv_scales + at, q, m.policy);
 }
 
-/* The string to the slots of the lanes. */
+/* Stores the packed row to the slots of the lanes. */
 __device__ __forceinline__ void bulk_to_slots(const PackedMove &m, int32_t slot, uint32_t place)
 {
     const p2p_dispatch_job &job = m.job;
@@ -262,6 +264,7 @@ __device__ __forceinline__ void bulk_to_slots(const PackedMove &m, int32_t slot,
     });
 }
 
+/* Stores zeros to a slot. */
 __device__ __forceinline__ void bulk_padding(const PackedMove &m, int32_t slot,
                                              const BulkPlaces &places)
 {
@@ -279,7 +282,7 @@ __device__ __forceinline__ void bulk_padding(const PackedMove &m, int32_t slot,
     if (job.slot_weights) job.slot_weights[slot] = 0.0f;
 }
 
-/* The staging of a string that has been taken is poison again. */
+/* Stores poison back to the staging of a packed row that has been received. */
 __device__ __forceinline__ void bulk_restore(const PackedMove &m, int rank, int32_t token,
                                              const BulkPlaces &places)
 {
@@ -290,7 +293,8 @@ __device__ __forceinline__ void bulk_restore(const PackedMove &m, int rank, int3
     });
 }
 
-/* Sends a string with special words, changed so that none is poison; its place is lost. */
+/* Sends a packed row that contains special words, with stand-ins for poison. Destroys the
+ * contents of its place. */
 template <bool QUANTIZED>
 __device__ __forceinline__ void send_special(const PackedMove &m, int32_t token, uint32_t peers,
                                              uint32_t place)

@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* dispatch, and plan with dispatch: rows of tokens to the slots of their experts.
- *   tokens  [num_tokens, row_bytes]   one warp moves a span of pieces, V * 16 bytes a lane each
- *   recv    [recv_rows, row_bytes]    every slot of the plan, padding as zeros
+/* dispatch, and plan with dispatch: moves rows of tokens to the slots of their experts.
+ *
+ *   tokens  [num_tokens, row_bytes]   a warp moves a span of pieces, V * 16 bytes per lane
+ *   recv    [recv_rows, row_bytes]    every slot of the plan; padding becomes zeros
  *
  * A row goes once to each peer that owns one of its experts, into the peer's staging, and from
- * there to all of its slots.  One list of units is dealt to all warps in turn; step i of it is
- *   send token i to every peer that needs it,
- *   receive token i - lag of each source; this rank's own tokens count as a source.
- * What a receive waits for was sent `lag` steps earlier in the list, and every rank has such a
- * list, if of another lag: no wait is circular.
+ * there to all of its slots. One list of units is dealt to all warps in turn. Step i of the
+ * list is
+ *
+ *   send     token i to every peer that needs it
+ *   receive  token i - lag of each source; this rank's own tokens count as a source
  *
  *     a unit that sends token i             a unit that receives token t of source q
  *
@@ -17,26 +18,30 @@
  *        staging of peer a <-+                    recv[slot of k] <-+
  *        staging of peer b <-+                   recv[slot of k'] <-+
  *
- * For this rank's own tokens the second takes its rows from `tokens`.  Sending needs the token's own choices only: while
- * some CTAs make the plan, the others send the first `head` tokens, and receiving catches up on
- * that later.
+ * A receive waits for rows that were sent `lag` steps earlier. Every rank has such a list,
+ * perhaps with another lag, so no wait is circular. Every 4-byte word of a row is its own flag
+ * (net/staging.cuh), so stores of a row need no order.
  *
- * Pieces are copied into a ring in shared memory ahead of their use.  A staged one may be copied
- * before it has come: then poison is found, and it is polled in place. */
+ * Receiving this rank's own tokens reads `tokens` instead of staging. Sending needs only the
+ * token's own choices: while some CTAs make the plan, the others send the first `head` tokens,
+ * and receiving catches up later.
+ *
+ * Pieces are copied into a ring in shared memory ahead of their use. A staged piece may be
+ * copied before it has arrived; then its words are poison, and it is polled in place. */
 #include "cuda/dispatch/flat.cuh"
 #include "cuda/dispatch/launcher.cuh"
 #include "cuda/dispatch/relay.cuh"
 
-/* The pieces that a warp's units need, in their order, on their way through the ring. */
+/* The pieces of a warp's units, in order, on their way through the ring. */
 template <bool EXACT> struct PieceFeed {
     typedef PieceRing<V, EXACT> Pieces;
     const DispatchMove &m;
     Pieces ring;
-    UnitWalk walk;       /* the unit whose pieces are being copied, */
-    const uint8_t *from; /* this lane's part of the next one, NULL: there is none, */
-    int32_t vector;      /* its first vector */
-    int32_t left;        /* pieces of the unit that are not copied yet */
-    int32_t end;         /* the token that the round ends before */
+    UnitWalk walk;       /* the unit whose pieces are being copied */
+    const uint8_t *from; /* this lane's part of the next piece; NULL: nothing to copy */
+    int32_t vector;      /* first vector of the next piece */
+    int32_t left;        /* pieces of the unit that have not been copied */
+    int32_t end;         /* the round ends before this token */
 
     __device__ __forceinline__ PieceFeed(const DispatchMove &move, const UnitWalk &first,
                                          int32_t round_end, const uint8_t *memory)
@@ -77,7 +82,7 @@ template <bool EXACT> struct PieceFeed {
         copy_next();
         ring.read_piece(q, its_vector, m.shape);
     }
-    /* Pieces that nobody needs. */
+    /* Skips pieces that are not needed. */
     __device__ __forceinline__ void skip_pieces(int pieces)
     {
         for (; pieces; pieces--) {
@@ -117,8 +122,8 @@ __device__ __forceinline__ void send_unit(const DispatchMove &m, const UnitWalk 
     post_put_pieces<V>(m.job.plan.self, m, token - m.first, first_piece(m, walk), count, peers);
 }
 
-/* The halves of a long record after its first: their slots, and with the first piece their
- * weights. */
+/* Fills the slots of the later halves of a long record, and receives their weights with the
+ * first piece. */
 template <bool EXACT>
 __device__ __forceinline__ bool fill_more_slots(const DispatchMove &m, int rank, int source,
                                                 int32_t token, int piece, const uint4 (&q)[V])
@@ -136,7 +141,8 @@ __device__ __forceinline__ bool fill_more_slots(const DispatchMove &m, int rank,
     return true;
 }
 
-/* One token of a receiving unit; `copied`: its pieces come through the ring. */
+/* Receives one token. `copied`: its pieces come through the ring. false: the group is broken.
+ */
 template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool receive_token(const DispatchMove &m, int32_t token,
                                               const UnitWalk &walk, uint64_t word, bool copied,
@@ -176,7 +182,7 @@ __device__ __forceinline__ bool receive_token(const DispatchMove &m, int32_t tok
     return !with_weights || receive_weight(m, rank, source, token, 0, slot, weight);
 }
 
-/* noinline: as below. */
+/* Forwards a piece of a row to ranks of this host. noinline as in send_head(). */
 template <bool EXACT>
 static __device__ __noinline__ bool forward_rows(const DispatchMove &m, int from, int32_t token,
                                                  int piece, uint32_t wants)
@@ -191,8 +197,8 @@ static __device__ __noinline__ bool forward_rows(const DispatchMove &m, int from
 
 #ifndef EPIC_HOSTS
 
-/* The CTAs that do not plan send the first tokens meanwhile.  noinline: keeps its registers out of
- * the hot loop, which would spill. */
+/* CTAs that do not plan send the first tokens while the plan is made. noinline keeps its
+ * registers out of the hot loop, which would spill. */
 template <bool EXACT> static __device__ __noinline__ void send_head(const DispatchMove m)
 {
     const int planners = m.job.plan.planners;
@@ -213,7 +219,7 @@ template <bool EXACT> static __device__ __noinline__ void send_head(const Dispat
 
 #else
 
-/* The same by spans, which go at once. */
+/* Like the function above, by spans: the pieces of a span are put at once. */
 template <bool EXACT> static __device__ __noinline__ void send_head(const DispatchMove m)
 {
     const int planners = m.job.plan.planners, spans = m.stride.spans;
@@ -241,8 +247,8 @@ template <bool EXACT> static __device__ __noinline__ void send_head(const Dispat
 
 #endif
 
-/* One receiving unit: the tokens of a step, one or two, of one source; beside this rank's own ones
- * slabs are padded, 1 << slab_bits of them, unless that is negative. */
+/* Receives the tokens of a step, one or two, from one source. Along with this rank's own tokens
+ * it pads slabs: 1 << slab_bits of them, none if slab_bits is negative. */
 template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool receive_unit(const DispatchMove &m, const UnitWalk &walk,
                                              uint64_t word, int slab_bits,
@@ -269,7 +275,7 @@ __device__ __forceinline__ bool receive_unit(const DispatchMove &m, const UnitWa
     return true;
 }
 
-/* One round: tokens [m.first, end) of every rank. */
+/* Moves one round: tokens [m.first, end) of every rank. */
 template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool move_tokens(DispatchMove &m, int32_t end, const uint8_t *memory)
 {
@@ -315,7 +321,7 @@ __device__ __forceinline__ bool move_tokens(DispatchMove &m, int32_t end, const 
     }
 }
 
-/* All CTAs: the padding of the slabs, when there are few tokens. */
+/* Pads the slabs if there are too few tokens to do it along with them. All CTAs. */
 template <bool EXACT> __device__ __forceinline__ bool pad_all(DispatchMove &m)
 {
     if (m.plan.header.alignment <= 1) return true;
@@ -330,7 +336,7 @@ template <bool EXACT> __device__ __forceinline__ bool pad_all(DispatchMove &m)
     return true;
 }
 
-/* The last CTA: zeros everywhere, when nothing was moved. */
+/* Writes zeros everywhere if nothing was moved. The last CTA. */
 template <bool FLAT> __device__ __forceinline__ void clear_outputs(const DispatchMove &m)
 {
     if (m.plan.is_valid && header_of(m)->result == EPIC_OK &&
@@ -343,7 +349,7 @@ template <bool FLAT> __device__ __forceinline__ void clear_outputs(const Dispatc
         zero_floats(m.job.slot_weights, 0, m.job.recv_rows, threadIdx.x, BLOCK);
 }
 
-/* All CTAs: zeros past the last slab. */
+/* Writes zeros after the last slab. All CTAs. */
 template <bool FLAT> __device__ __forceinline__ bool clear_tail(const DispatchMove &m)
 {
     if (m.has_new_plan && !wait_for_plan(m)) return false;
@@ -374,9 +380,11 @@ __device__ __forceinline__ bool move_rounds(DispatchMove &m, OpState &op, const 
     }
 }
 
-enum { ANY, ALIGNED, WHOLE }; /* rows: anywhere; vectors; whole pieces of them */
+/* Rows at any address; of aligned vectors; of whole pieces of these. */
+enum { ROWS_ANY, ROWS_ALIGNED, ROWS_WHOLE };
 
-/* One kernel for each, with or without the plan, and by layout: registers are short. */
+/* One kernel for each kind of rows, with or without planning, and per layout, because registers
+ * are scarce. */
 template <int ROWS, bool WITH_PLAN, bool FLAT>
 __global__ void __launch_bounds__(BLOCK, 1)
     dispatch_kernel(const __grid_constant__ p2p_dispatch_job job)
@@ -387,8 +395,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
     __shared__ Planner planner;
     __shared__ Stride stride;
     const p2p_self &self = job.plan.self;
-    constexpr bool has_new_plan = WITH_PLAN, EXACT = ROWS == WHOLE;
-    const RowShape shape = row_shape<V>(job.row_bytes, ROWS != ANY);
+    constexpr bool has_new_plan = WITH_PLAN, EXACT = ROWS == ROWS_WHOLE;
+    const RowShape shape = row_shape<V>(job.row_bytes, ROWS != ROWS_ANY);
     if (threadIdx.x == 0)
         stride.set_strides(job.units, num_roles(self) + num_forward_roles(self),
                            (shape.pieces + job.span - 1) / job.span);
@@ -415,12 +423,12 @@ __global__ void __launch_bounds__(BLOCK, 1)
 }
 
 static const Kernel kernels[] = {
-    dispatch_kernel<ANY, false, false>,     dispatch_kernel<ANY, true, false>,
-    dispatch_kernel<ALIGNED, false, false>, dispatch_kernel<ALIGNED, true, false>,
-    dispatch_kernel<WHOLE, false, false>,   dispatch_kernel<WHOLE, true, false>,
-    dispatch_kernel<ANY, false, true>,      dispatch_kernel<ANY, true, true>,
-    dispatch_kernel<ALIGNED, false, true>,  dispatch_kernel<ALIGNED, true, true>,
-    dispatch_kernel<WHOLE, false, true>,    dispatch_kernel<WHOLE, true, true>};
+    dispatch_kernel<ROWS_ANY, false, false>,     dispatch_kernel<ROWS_ANY, true, false>,
+    dispatch_kernel<ROWS_ALIGNED, false, false>, dispatch_kernel<ROWS_ALIGNED, true, false>,
+    dispatch_kernel<ROWS_WHOLE, false, false>,   dispatch_kernel<ROWS_WHOLE, true, false>,
+    dispatch_kernel<ROWS_ANY, false, true>,      dispatch_kernel<ROWS_ANY, true, true>,
+    dispatch_kernel<ROWS_ALIGNED, false, true>,  dispatch_kernel<ROWS_ALIGNED, true, true>,
+    dispatch_kernel<ROWS_WHOLE, false, true>,    dispatch_kernel<ROWS_WHOLE, true, true>};
 
 extern "C" cudaError_t p2p_load_dispatch(void)
 {
@@ -430,7 +438,9 @@ extern "C" cudaError_t p2p_load_dispatch(void)
 extern "C" cudaError_t p2p_launch_dispatch(const p2p_dispatch_job *job, int num_sms,
                                            cudaStream_t stream)
 {
-    const int rows = !job->aligned ? ANY : job->row_bytes % (V * 512) ? ALIGNED : WHOLE;
+    const int rows = !job->aligned                ? ROWS_ANY
+                     : job->row_bytes % (V * 512) ? ROWS_ALIGNED
+                                                  : ROWS_WHOLE;
     const p2p_dispatch_job copy = deal_dispatch(*job, job->row_bytes, num_sms);
     const Kernel kernel = kernels[(job->flat != 0) * 6 + rows * 2 + (copy.plan.planners > 0)];
     return launch_dispatch(kernel, copy, num_sms, stream);

@@ -1,25 +1,27 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the units of dispatch are made of: choices and records, weights on their way, sending a piece
- * and filling slots with it, and who does which token when. */
+/* Parts of the units of dispatch: choices and records, weights, sending a piece, filling slots
+ * with it, and the order of tokens. */
 #ifndef EPIC_DISPATCH_CUH
 #define EPIC_DISPATCH_CUH
 
 #include "cuda/dispatch/moving.cuh"
 #include "cuda/plan/planner.cuh"
 
-static constexpr int V = 4; /* the layout of staging depends on it: ABI between ranks */
+/* part of the protocol between ranks: the layout of staging depends on it */
+static constexpr int V = 4;
 
 struct DispatchMove : RowMove<p2p_dispatch_job> {
     int32_t head;      /* tokens that are sent while the plan is made */
-    int32_t tokens_of; /* lane q holds rank q's token count */
+    int32_t tokens_of; /* lane q: number of tokens of rank q */
     int32_t most_tokens;
-    bool has_new_plan; /* the plan is made beside the rows */
+    bool has_new_plan; /* this kernel also makes the plan */
 #ifdef EPIC_HOSTS
-    int32_t num_forward_roles; /* roles that hand on */
+    int32_t num_forward_roles; /* number of roles that forward rows */
 #endif
 };
 
-/* What a unit receives from, as rank_of_role counts; 0 or less: it sends, or hands on. */
+/* The source that a unit receives from, as in rank_of_role(). 0 or less: the unit sends or
+ * forwards. */
 __device__ __forceinline__ int source_role(const DispatchMove &m, const UnitWalk &walk)
 {
 #ifdef EPIC_HOSTS
@@ -29,14 +31,14 @@ __device__ __forceinline__ int source_role(const DispatchMove &m, const UnitWalk
 #endif
 }
 
-/* Does it hand on what has come from another host? */
+/* Does the unit forward rows from another host? */
 __device__ __forceinline__ bool is_forward_role(const DispatchMove &m, const UnitWalk &walk)
 {
     return HOSTS && walk.role > 0 && source_role(m, walk) <= 0;
 }
 
-/* What decides where choice k of this rank's token goes: its rank, or while the plan is being
- * made its expert. */
+/* The rank of choice k of this rank's token; while the plan is being made, its expert. Either
+ * decides the destination. */
 __device__ __forceinline__ uint64_t read_choice(const DispatchMove &m, int32_t token, int k)
 {
     const p2p_plan_job &plan = m.job.plan;
@@ -53,17 +55,19 @@ __device__ __forceinline__ uint64_t read_choice(const DispatchMove &m, int32_t t
     return word;
 }
 
+/* Does the choice, as read_choice() returned it, go to `rank`? */
 __device__ __forceinline__ bool choice_goes_to(const DispatchMove &m, uint64_t word, int rank)
 {
     const p2p_plan_job &plan = m.job.plan;
     if (!m.has_new_plan) return (int32_t)word == rank;
-    if (word >= plan.layer.num_experts) return false; /* negative ids are large */
+    if (word >= plan.layer.num_experts) return false; /* negative ids become large */
     const int expert = (int)word;
     if (plan.rank_of_expert) return __ldg(plan.rank_of_expert + expert) == rank;
     return (uint32_t)(expert - rank * plan.block) < (uint32_t)plan.block;
 }
 
-/* Bit k: choice k of this rank's token goes to `rank`; the first 32 were read ahead. */
+/* The choices of this rank's token that go to `rank`, as bits. `word`: this lane's choice,
+ * loaded ahead. */
 __device__ __forceinline__ uint64_t choices_to(const DispatchMove &m, int32_t token, int rank,
                                                uint64_t word)
 {
@@ -84,7 +88,8 @@ __device__ __forceinline__ uint32_t read_weight(const DispatchMove &m, int32_t t
     return replace_poison(word, F32::NAN_WORD);
 }
 
-/* The peers that need this rank's token, as bits; they are sent its weights if it `with_weights`. */
+/* The peers that need this rank's token, as bits. with_weights: sends them the weights of its
+ * choices there. */
 __device__ __forceinline__ uint32_t choose_peers(const DispatchMove &m, int32_t token,
                                                  bool with_weights, uint64_t word)
 {
@@ -114,7 +119,7 @@ __device__ __forceinline__ uint32_t choose_peers(const DispatchMove &m, int32_t 
     return peers;
 }
 
-/* Sends a piece to the peers whose bits are set; those on other hosts get it by post_put_pieces. */
+/* Sends a piece to `peers` (bits). Peers on other hosts get it by post_put_pieces(). */
 template <bool EXACT>
 __device__ __forceinline__ void send_to_peers(const DispatchMove &m, int32_t token, int piece,
                                               uint32_t peers, uint4 (&q)[V])
@@ -136,7 +141,7 @@ __device__ __forceinline__ void send_to_peers(const DispatchMove &m, int32_t tok
     }
 }
 
-/* This lane's word of a half of a record, as it is op. */
+/* This lane's word of a half of a record, whether it has arrived or not. */
 __device__ __forceinline__ uint64_t peek_record(const DispatchMove &m, int rank, int32_t token,
                                                 int half)
 {
@@ -152,7 +157,8 @@ __device__ __forceinline__ uint64_t peek_record(const DispatchMove &m, int rank,
     return word;
 }
 
-/* A half of a record: this lane's slot, or -1.  `more`: another half follows. */
+/* Waits for a half of a record and returns this lane's slot, or -1. `more`: another half
+ * follows. `keep`: copies it into the new plan. */
 __device__ __forceinline__ bool read_record(const DispatchMove &m, int rank, int32_t token,
                                             int half, bool keep, uint64_t word, int32_t &slot,
                                             bool &more)
@@ -171,7 +177,7 @@ __device__ __forceinline__ bool read_record(const DispatchMove &m, int rank, int
     return true;
 }
 
-/* After the last half that has words, the rest of a long record is -1 in the plan. */
+/* Fills the rest of a long record in the plan with -1, after the last half that has words. */
 __device__ __forceinline__ void end_record(const DispatchMove &m, int rank, int32_t token,
                                            int half)
 {
@@ -180,6 +186,7 @@ __device__ __forceinline__ void end_record(const DispatchMove &m, int rank, int3
         ((int32_t *)m.plan.records)[at + k] = -1;
 }
 
+/* The address at which `source` stores the weight of the n-th choice of its token on this rank. */
 __device__ __forceinline__ uint32_t *weight_address(const DispatchMove &m, int source,
                                                     int32_t token, int n)
 {
@@ -188,7 +195,7 @@ __device__ __forceinline__ uint32_t *weight_address(const DispatchMove &m, int s
            (int64_t)token * float_stride(m.top_k) + n;
 }
 
-/* The weight of this lane's slot, read before the row is there; perhaps still poison. */
+/* The weight of this lane's slot, loaded before the row has arrived; perhaps still poison. */
 __device__ __forceinline__ uint32_t peek_weight(const DispatchMove &m, int rank, int source,
                                                 int32_t token, int half, int32_t slot)
 {
@@ -205,6 +212,7 @@ __device__ __forceinline__ uint32_t peek_weight(const DispatchMove &m, int rank,
     return word;
 }
 
+/* Waits for the weight of this lane's slot, if it was poison, and stores it. */
 __device__ __forceinline__ bool receive_weight(const DispatchMove &m, int rank, int source,
                                                int32_t token, int half, int32_t slot,
                                                uint32_t word)
@@ -233,14 +241,14 @@ __device__ __forceinline__ void fill_slots(const DispatchMove &m, int32_t vector
     while (slots) {
         const int32_t to = next;
         slots &= slots - 1;
-        next = __shfl_sync(ALL_LANES, slot, __ffs(slots) - 1); /* before the stores, which it
-                                                                  would wait for */
+        /* before the stores, which it would wait for */
+        next = __shfl_sync(ALL_LANES, slot, __ffs(slots) - 1);
         store_piece<V, EXACT>(m.job.recv + row_offset(to, m.shape), vector, m.shape, q,
                               m.policy);
     }
 }
 
-/* The piece of a row that is there or comes; `copied`: q is what the ring had. */
+/* Waits for a piece of a row and reads it. `copied`: q has what the ring contained. */
 template <bool EXACT>
 __device__ __forceinline__ bool receive_row_piece(const DispatchMove &m, int rank, int source,
                                                   int32_t token, int piece, bool copied,
@@ -266,6 +274,7 @@ __device__ __forceinline__ bool receive_row_piece(const DispatchMove &m, int ran
 }
 
 template <bool EXACT>
+/* Writes zeros to a piece of a slot. */
 __device__ __forceinline__ void pad_piece(const DispatchMove &m, int32_t slot, int piece)
 {
     if ((uint32_t)slot >= (uint32_t)m.job.recv_rows) return;
@@ -274,7 +283,7 @@ __device__ __forceinline__ void pad_piece(const DispatchMove &m, int32_t slot, i
     if (piece == 0 && lane_id() == 0 && m.job.slot_weights) m.job.slot_weights[slot] = 0.0f;
 }
 
-/* The plan that is made beside the rows is complete, its tables can be read. */
+/* Waits until the plan that this kernel makes is complete, so that its tables can be read. */
 __device__ __forceinline__ bool wait_for_plan(const DispatchMove &m)
 {
     const uint32_t *planned = &control_of(m.op)->planned;
@@ -291,7 +300,7 @@ __device__ __forceinline__ const volatile device_plan_header *header_of(const Di
 #define NOT_KNOWN (-1)
 #define NOT_WITH_TOKENS (-2)
 
-/* Of the slabs that are padded beside the tokens, once the plan is there. */
+/* Finds the slabs that are padded along with tokens, once the plan is known. */
 __device__ __forceinline__ bool find_padding_slabs(const DispatchMove &m, int &slab_bits)
 {
     slab_bits = NOT_WITH_TOKENS;
@@ -302,7 +311,7 @@ __device__ __forceinline__ bool find_padding_slabs(const DispatchMove &m, int &s
     return true;
 }
 
-/* How many tokens each rank has. */
+/* Waits for the token counts of all ranks. */
 __device__ __forceinline__ bool read_token_counts(DispatchMove &m)
 {
     if (!read_announcement(m.op, P2P_ANNOUNCED_TOKENS, m.tokens_of)) return false;
@@ -310,22 +319,22 @@ __device__ __forceinline__ bool read_token_counts(DispatchMove &m)
     return true;
 }
 
-/* Tokens that are received before step i: `head` behind at first, `lag` in the end; of 2^catch_up
- * steps one receives two. */
+/* Tokens that are received before step i. At first this is `head` behind sending, in the end
+ * `lag`; one of 2^catch_up steps receives two tokens. */
 __device__ __forceinline__ int32_t received_before(const DispatchMove &m, int32_t step)
 {
     const int32_t behind = max(step - max(m.head, m.job.lag), 0);
     return min(behind + (behind >> m.job.catch_up), max(step - m.job.lag, 0));
 }
 
-/* The token of a unit, the first one if it receives several. */
+/* The token of a unit; the first one if it receives several. */
 __device__ __forceinline__ int32_t token_of(const DispatchMove &m, const UnitWalk &walk)
 {
     return m.first + (walk.role == 0 ? walk.step : received_before(m, walk.step));
 }
 
-/* What a unit needs first, read while the one before it is at work; peek(rank, token) looks at what
- * is said of a token. */
+/* Loads what a unit needs first, while the unit before it is being moved. peek(rank, token)
+ * loads the record. */
 template <class Peek>
 __device__ __forceinline__ uint64_t read_ahead(const DispatchMove &m, const UnitWalk &walk,
                                                Peek peek)
@@ -339,10 +348,10 @@ __device__ __forceinline__ uint64_t read_ahead(const DispatchMove &m, const Unit
     return token < self.max_tokens ? peek(rank, token) : ~0ull;
 }
 
-/* ------------------------------------------------------------------------- a kernel's plan ---- */
+/* ---------------------------------------------------------------- the plan of a kernel ---- */
 
-/* Every thread, before begin_operation(): the plan that is read, or what is known of the one that this kernel
- * makes. */
+/* Reads the plan, or sets what is known of the plan that this kernel makes. All threads, before
+ * begin_operation(). */
 template <bool WITH_PLAN>
 __device__ __forceinline__ void open_plan(PlanView &plan, const p2p_dispatch_job &job)
 {
@@ -359,13 +368,13 @@ __device__ __forceinline__ void open_plan(PlanView &plan, const p2p_dispatch_job
     choose_padding(plan, job);
 }
 
-/* Every thread, after begin_operation(): makes the plan, if this CTA is one of those that do.  The CTA has met
- * then, and `memory` may be used for rows.  false: the group is broken. */
+/* Makes the plan if this CTA is one of those that do. All threads, after begin_operation().
+ * Afterwards `memory` may be used for rows. false: the group is broken. */
 template <bool WITH_PLAN, bool FLAT>
 __device__ __forceinline__ bool make_own_plan(Planner &planner, const p2p_dispatch_job &job,
                                               OpState &op, uint8_t *memory)
 {
-    constexpr int KIND = FLAT ? PLAN_FLAT : 0; /* nothing rare */
+    constexpr int KIND = FLAT ? PLAN_FLAT : 0; /* nothing rare is planned with dispatch */
     if (!WITH_PLAN || (int)blockIdx.x >= job.plan.planners) return true;
     return __syncthreads_and(make_plan<KIND>(planner, job.plan, op, memory)) != 0;
 }

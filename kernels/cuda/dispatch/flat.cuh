@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Dispatch with a FLAT plan: a token has one row here, and with its first piece goes what lies by
- * row, [recv_rows, top_k] each: its local experts, then -1, and their weights, then 0. */
+/* Dispatch with a FLAT plan. A token has one row here. With its first piece its extras arrive,
+ * which are arrays by row, [recv_rows, top_k] each: its local experts, then -1, and their
+ * weights, then 0. */
 #ifndef EPIC_DISPATCH_FLAT_CUH
 #define EPIC_DISPATCH_FLAT_CUH
 
 #include "cuda/dispatch/dispatch.cuh"
 
-/* What says where a token goes, as it is op: in all lanes its row. */
+/* The word with the token's row, whether it has arrived or not; the same in all lanes. */
 __device__ __forceinline__ uint64_t peek_row(const DispatchMove &m, int rank, int32_t token)
 {
     const p2p_self &self = m.job.plan.self;
@@ -14,7 +15,7 @@ __device__ __forceinline__ uint64_t peek_row(const DispatchMove &m, int rank, in
     return (uint32_t)__ldg(m.plan.records + record_index(self, rank, token, m.top_k));
 }
 
-/* The entries of a record: `first`, then -1, or all -1. */
+/* Writes the entries of a record: `first`, then -1. */
 __device__ __forceinline__ void store_entries(const DispatchMove &m, const int32_t *entries,
                                               int rank, int32_t token, int32_t first)
 {
@@ -23,7 +24,7 @@ __device__ __forceinline__ void store_entries(const DispatchMove &m, const int32
         ((int32_t *)entries)[at + k] = k ? -1 : first;
 }
 
-/* Like read_record: the row is the first lane's slot. */
+/* Like read_record(): the row is the slot of the first lane. */
 __device__ __forceinline__ bool read_row(const DispatchMove &m, int rank, int32_t token,
                                          bool keep, uint64_t word, int32_t &slot, bool &more)
 {
@@ -49,11 +50,13 @@ __device__ __forceinline__ bool read_row(const DispatchMove &m, int rank, int32_
 }
 
 struct
-    FlatExtras { /* what goes with a row, read before the row is there; lane n: the n-th choice here */
-    uint64_t expert; /* as peek_record has it */
+    /* extras of a row, loaded before the row has arrived; lane n has the n-th choice here */
+    FlatExtras {
+    uint64_t expert; /* as peek_record() returns it */
     uint32_t weight; /* perhaps still poison */
 };
 
+/* Loads a half of a token's extras. */
 __device__ __forceinline__ FlatExtras peek_extras(const DispatchMove &m, int rank, int source,
                                                   int32_t token, int half)
 {
@@ -70,7 +73,8 @@ __device__ __forceinline__ FlatExtras peek_extras(const DispatchMove &m, int ran
     return b;
 }
 
-/* The local expert of the lane's choice, or -1; `more`: the other half has some too. */
+/* Waits for the local expert of this lane's choice; -1: none. `more`: the next half has some,
+ * too. */
 __device__ __forceinline__ bool receive_expert(const DispatchMove &m, int rank, int32_t token,
                                                int half, uint64_t word, int32_t &expert,
                                                bool &more)
@@ -91,7 +95,7 @@ __device__ __forceinline__ bool receive_expert(const DispatchMove &m, int rank, 
     return true;
 }
 
-/* The weight of the lane's choice here, `there`: it has one. */
+/* Waits for the weight of this lane's choice. `there`: this lane has a choice. */
 __device__ __forceinline__ bool receive_choice_weight(const DispatchMove &m, int rank,
                                                       int source, int32_t token, int half,
                                                       bool there, uint32_t &word)
@@ -113,7 +117,7 @@ __device__ __forceinline__ bool receive_choice_weight(const DispatchMove &m, int
     return ok;
 }
 
-/* With the first piece of a token's row: what lies by row. */
+/* Receives the extras of a token, with the first piece of its row, and stores them. */
 __device__ __forceinline__ bool receive_extras(const DispatchMove &m, int rank, int source,
                                                int32_t token, int32_t row, FlatExtras b)
 {
@@ -136,7 +140,7 @@ __device__ __forceinline__ bool receive_extras(const DispatchMove &m, int rank, 
     return true;
 }
 
-/* What lies by row, past the first rows. */
+/* Clears the extras of all rows from `first` on. */
 __device__ __forceinline__ void clear_extras(const DispatchMove &m, int64_t first,
                                              int64_t thread, int64_t threads)
 {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* How the kernels of dispatch are loaded and launched, those of rows and those of strings. */
+/* Loading and launching the kernels of dispatch. */
 #ifndef EPIC_DISPATCH_LAUNCHER_CUH
 #define EPIC_DISPATCH_LAUNCHER_CUH
 
@@ -10,7 +10,7 @@
 
 typedef void (*Kernel)(p2p_dispatch_job);
 
-/* Of the rings, or before them of the planner. */
+/* Dynamic shared memory: that of the planner, which is used first, or of the rings. */
 static inline int memory_bytes(int planning)
 {
     const int rings = BLOCK / WARP * PieceRing<V, true>::BYTES;
@@ -28,7 +28,7 @@ static cudaError_t load_kernels(const Kernel (&kernels)[COUNT], int most_bytes)
     return cudaSuccess;
 }
 
-/* The job as the kernel needs it; `bytes` travel for a token. */
+/* The job with its units dealt to warps; `bytes` travel per token. */
 static inline p2p_dispatch_job deal_dispatch(const p2p_dispatch_job &job, int64_t bytes,
                                              int num_sms)
 {
@@ -41,10 +41,11 @@ static inline p2p_dispatch_job deal_dispatch(const p2p_dispatch_job &job, int64_
     copy.row_bytes = job.row_bytes;
     copy.top_k = job.top_k;
     if (!job.plan.planners && copy.lag > 2 * (16 + 8 * copy.span))
-        copy.lag /= 2; /* records are there; what is left at the end counts more */
+        copy.lag /= 2; /* records exist; what remains at the end counts more */
     copy.lag = lag_for_net(job.plan.self, copy.lag, job.num_tokens);
-    /* Whole rows are quick: more of them leave while the plan is made.  And what receiving stays
-     * behind anyway is nothing to catch up on.  3 for 2 gains on 64 SMs, by expert, not on 48 or 132. */
+    /* Rows of one span are fast, so more of them leave while the plan is made. Tokens by which
+     * receiving stays behind anyway need no catching up. 3 tokens in 2 steps are faster on 64
+     * SMs in EXPERT_MAJOR, not on 48 or 132. */
     const bool sooner = num_sms > 56 && num_sms < 96 && !job.flat;
     copy.catch_up = spans > 1 ? 4 : sooner ? 1 : 2;
     if (copy.catch_up == 4 && copy.head > job.num_tokens / 20) copy.head = job.num_tokens / 20;

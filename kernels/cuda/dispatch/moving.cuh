@@ -1,37 +1,37 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What dispatch and combine_backward share, which bring the rows of tokens to slots: what a unit is
- * given, which pieces it moves, and the padding beside them.  M is a RowMove. */
+/* Code that dispatch and combine_backward share, as both move rows of tokens to slots: arguments of
+ * a unit, its pieces, and padding along with tokens. M is a RowMove. */
 #ifndef EPIC_MOVING_CUH
 #define EPIC_MOVING_CUH
 
 #include "cuda/net/relay.cuh"
 #include "cuda/plan/view.cuh"
 
-template <class Job> struct RowMove { /* what every unit of the running round needs */
+template <class Job> struct RowMove { /* arguments of every unit of the running round */
     const Job &job;
     const OpState &op;
     const PlanView &plan;
     const Stride &stride;
     RowShape shape;
     uint64_t policy;
-    int32_t first; /* token of the round */
+    int32_t first; /* first token of the round */
     int32_t top_k;
 };
 
 #define NO_PADDING 0 /* in place of an alignment: nothing is padded */
 
-/* Role 0 sends, role 1 + n receives from source n; by relays, those that hand on rows of other hosts
- * (num_forward_roles) come between. */
+/* Role 0 sends, role 1 + n receives from source n. With relays, num_forward_roles() roles that
+ * forward rows of other hosts come between. */
 __host__ __device__ __forceinline__ int num_roles(const p2p_self &self)
 {
     return self.num_ranks + 1;
 }
 
-#define MAX_ROW_PUT_PIECES \
-    32 /* pieces of a row that goes whole: 64 KB of those that have 2 KB */
+#define MAX_ROW_PUT_PIECES 32 /* pieces of a row that is put at once: 64 KB of pieces of 2 KB */
 
-/* deal_units(), but where there are other hosts a unit is a whole row, unless tokens are few: a net is
- * slower than warps are with any span, and what they ship is an entry for each unit. */
+/* Like deal_units(). If there are other hosts, a unit is a whole row unless there are few
+ * tokens: a net is slower than the warps with any span, and each unit costs an entry of the
+ * ring. */
 template <class Job>
 static inline void deal_units_for_net(const p2p_self &self, Job &job, int num_sms, int block,
                                       int roles, int vectors)
@@ -47,6 +47,7 @@ static inline void deal_units_for_net(const p2p_self &self, Job &job, int num_sm
     if (whole) job.span = (int32_t)pieces;
 }
 
+/* The rank that a role receives from; role num_ranks is this rank itself. */
 __device__ __forceinline__ int rank_of_role(const p2p_self &self, int role)
 {
     return wrap_rank(self.rank + role, self.num_ranks);
@@ -62,8 +63,9 @@ template <class M> __device__ __forceinline__ int pieces_of(const M &m, const Un
     return min(m.job.span, m.shape.pieces - first_piece(m, walk));
 }
 
-/* hosts: pieces of token `place` of the round, all that a warp has sent, go at once: the thread takes a
- * while for each entry, and a fence for each piece would take longer than the piece. */
+/* backend hosts: posts the put of the pieces of a token that a warp has sent. They are put at
+ * once, because the proxy needs time for each entry, and a fence per piece would take longer
+ * than the piece. */
 template <int V, class M>
 __device__ __forceinline__ void post_put_pieces(const p2p_self &self, const M &m, int32_t place,
                                                 int first, int count, uint32_t peers)
@@ -77,30 +79,32 @@ __device__ __forceinline__ void post_put_pieces(const p2p_self &self, const M &m
     }
 }
 
-/* Are there enough spans of a rank's tokens to pad slabs beside?  Each warp has one then, and each
- * slab. */
+/* Are there enough spans of a rank's tokens to pad slabs along with them? Then each warp and
+ * each slab has at least one. */
 __device__ __forceinline__ bool pads_with_tokens(const PlanView &plan, const Stride &stride,
                                                  int most_tokens)
 {
     return most_tokens * stride.spans >= max(stride.units, 2 * (int)plan.header.num_experts);
 }
 
-/* Every thread, before begin_operation(): a caller who has no use for zeros in the padding gets none. */
+/* Switches padding off if the caller does not need zeros in it. All threads, before
+ * begin_operation(). */
 template <class Job>
 __device__ __forceinline__ void choose_padding(PlanView &plan, const Job &job)
 {
     if (threadIdx.x == 0 && job.leave_padding) plan.header.alignment = NO_PADDING;
 }
 
-/* A slab has less padding than rows in a step of the alignment, whatever the plan's bytes say. */
+/* The padding of a slab; never more than the alignment, whatever the bytes of the plan are. */
 __device__ __forceinline__ device_padding padding_of(const PlanView &plan, int slab)
 {
     return {__ldcg(&plan.padding[slab].first),
             min(__ldcg(&plan.padding[slab].count), (int32_t)plan.header.alignment)};
 }
 
-/* Calls write(slot) for the padding that goes along with part `part` of `parts`: of one slab, whose
- * padding is shared by parts all along.  Nothing is divided: that would wait for stores. */
+/* Calls write(slot) for the padding that is written along with part `part` of `parts`. A part
+ * has one slab, whose padding is spread over its parts. There is no division, which would wait
+ * for stores. */
 template <class Write>
 __device__ __forceinline__ void for_each_padding_slot(const PlanView &plan, int slab_bits,
                                                       int part, int parts, Write write)
@@ -115,13 +119,13 @@ __device__ __forceinline__ void for_each_padding_slot(const PlanView &plan, int 
     for (int32_t i = share; i < padding.count; i += sharers) write(padding.first + i);
 }
 
-/* Calls write(slot, piece) for what falls to warp `warp` of `warps` of all the padding, of which
- * padding_in(slab) tells. */
+/* Calls write(slot, piece) for the share of warp `warp` of `warps` in all padding.
+ * padding_in(slab) returns the padding of a slab. */
 template <class PaddingIn, class Write>
 __device__ __forceinline__ void for_each_padding_of(PaddingIn padding_in, int owned, int pieces,
                                                     int warp, int warps, Write write)
 {
-    int next = warp; /* pieces of padding that come before this warp's next one */
+    int next = warp; /* pieces of padding before this warp's next one */
     for (int base = 0; base < owned; base += WARP) {
         const int slab = base + lane_id();
         device_padding padding = {0, 0};
@@ -137,7 +141,7 @@ __device__ __forceinline__ void for_each_padding_of(PaddingIn padding_in, int ow
     }
 }
 
-/* The same with a plan that is read. */
+/* Like for_each_padding_of(), for a plan that is read. */
 template <class Write>
 __device__ __forceinline__ void for_each_padding_piece(const PlanView &plan, int owned,
                                                        int pieces, int warp, int warps,

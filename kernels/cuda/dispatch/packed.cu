@@ -1,16 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* dispatch, and plan with dispatch, of strings (dispatch/packed.cuh): rows with second rows, or quantized on
- * the way.
- *   tokens  [num_tokens, token_bytes]   scales  [num_tokens, scale_bytes], unless quantized
+/* dispatch, and plan with dispatch, of packed rows (dispatch/packed.cuh): rows with second
+ * rows, or rows that are quantized on the way.
+ *
+ *   tokens  [num_tokens, token_bytes]   scales       [num_tokens, scale_bytes], or quantized
  *   recv    [recv_rows, row_bytes]      recv_scales  [recv_rows, scale_bytes]
  *
- * Units, their order and their waits are those of dispatch/dispatch.cu.  What is sent, and this rank's own
- * tokens, have pieces of the caller's rows, what comes from peers has pieces of strings. */
+ * Units, their order and their waits are those of dispatch/dispatch.cu. Units that send, and
+ * those of this rank's own tokens, move pieces of the caller's rows. Units that receive from
+ * peers move pieces of packed rows. */
 #include "cuda/dispatch/launcher.cuh"
 #include "cuda/dispatch/packed_slots.cuh"
 #include "cuda/dispatch/relay.cuh"
 
-/* A unit's pieces, none perhaps; given: of this rank's tokens. */
+/* the pieces of a unit, perhaps none; is_own: of this rank's tokens */
 struct Pieces {
     int first, count;
     bool is_own;
@@ -24,18 +26,18 @@ struct Pieces {
     }
 };
 
-/* The pieces that a warp's units need, on their way through the ring, as in dispatch/dispatch.cu; a unit
- * without any takes the place of one. */
+/* The pieces of a warp's units, on their way through the ring, as in dispatch/dispatch.cu. A
+ * unit without pieces takes the place of one. */
 template <class OwnPiece> struct PieceFeed {
     typedef PieceRing<V, false> RowPieces;
     const PackedMove &m;
     RowPieces ring;
-    UnitWalk walk;         /* the unit whose pieces are being copied: */
-    const uint8_t *row;    /* its row, staged or the caller's, NULL: nothing to copy, */
-    const uint8_t *second; /* what vectors from number `split` on are copied from, */
-    int32_t split, limit;  /* up to the limit, */
-    int32_t vector, left;  /* its next piece, and how many are left */
-    int32_t end;           /* the token that the round ends before */
+    UnitWalk walk;         /* the unit whose pieces are being copied */
+    const uint8_t *row;    /* its row, staged or the caller's; NULL: nothing to copy */
+    const uint8_t *second; /* source of the vectors from number `split` on */
+    int32_t split, limit;  /* vectors up to `limit` are copied */
+    int32_t vector, left;  /* its next vector; pieces left */
+    int32_t end;           /* the round ends before this token */
 
     __device__ __forceinline__ PieceFeed(const PackedMove &strings, const UnitWalk &first,
                                          int32_t round_end, const uint8_t *memory)
@@ -107,7 +109,7 @@ template <class OwnPiece> struct PieceFeed {
         uint4 raw[V];
         copy_next();
         ring.wait_next();
-        __syncwarp(); /* what other lanes have copied */
+        __syncwarp(); /* other lanes have copied these */
 #pragma unroll
         for (int v = 0; v < V; v++) {
             const int32_t at = QuantizedPiece::vector_of(v);
@@ -115,12 +117,12 @@ template <class OwnPiece> struct PieceFeed {
             raw[v] = load_shared(ring.memory + ring.next + (at - lane_id()) * 16);
             if (!in) raw[v] = make_uint4(0, 0, 0, 0);
         }
-        __syncwarp(); /* before others copy there again */
+        __syncwarp(); /* before other lanes copy to the same place */
         piece.make_raw(m, raw);
     }
 };
 
-/* Of this rank's token, from memory. */
+/* Loads a piece of this rank's token from memory. */
 template <class OwnPiece, bool FAST>
 __device__ __forceinline__ void load_own_piece(const PackedMove &m, int32_t token, int i,
                                                OwnPiece &piece)
@@ -134,7 +136,7 @@ __device__ __forceinline__ void load_own_piece(const PackedMove &m, int32_t toke
     piece.make_raw(m, raw);
 }
 
-/* The same; `copied`: through the ring. */
+/* Reads a piece of this rank's token. `copied`: through the ring. */
 template <class OwnPiece, bool FAST>
 __device__ __forceinline__ void get_piece(const PackedMove &m, int32_t token, int i,
                                           bool copied, PieceFeed<OwnPiece> &feed,
@@ -169,7 +171,7 @@ __device__ __forceinline__ void send_unit(const PackedMove &m, const UnitWalk &w
     }
 }
 
-/* The pieces of a token to its slots, of which a lane has two with more than 32 choices. */
+/* Moves the pieces of a token to its slots. With more than 32 choices a lane has two slots. */
 template <class OwnPiece, bool FAST>
 __device__ __forceinline__ bool move_pieces(const PackedMove &m, int32_t token,
                                             const UnitWalk &walk, const int32_t (&slot)[2],
@@ -200,7 +202,8 @@ __device__ __forceinline__ bool move_pieces(const PackedMove &m, int32_t token,
     return true;
 }
 
-/* One token of a receiving unit; `copied`: its pieces come through the ring. */
+/* Receives one token. `copied`: its pieces come through the ring. false: the group is broken.
+ */
 template <class OwnPiece, bool FAST, bool FLAT>
 __device__ __forceinline__ bool receive_token(const PackedMove &m, int32_t token,
                                               const UnitWalk &walk, uint64_t word, bool copied,
@@ -231,7 +234,8 @@ __device__ __forceinline__ bool receive_token(const PackedMove &m, int32_t token
     return receive_weight(m, rank, source, token, 1, slot[1], weight);
 }
 
-/* Quantized ones have no poison.  noinline as in dispatch/dispatch.cu. */
+/* Forwards a piece to ranks of this host. Quantized pieces contain no poison. noinline as in
+ * dispatch/dispatch.cu. */
 template <class OwnPiece>
 static __device__ __noinline__ bool forward_packed(const PackedMove &m, int from, int32_t token,
                                                    int piece, uint32_t wants)
@@ -244,7 +248,8 @@ static __device__ __noinline__ bool forward_packed(const PackedMove &m, int from
                                    });
 }
 
-/* The CTAs that do not plan send the first tokens meanwhile; noinline as in dispatch/dispatch.cu. */
+/* CTAs that do not plan send the first tokens while the plan is made. noinline as in
+ * dispatch/dispatch.cu. */
 template <class OwnPiece, bool FAST>
 static __device__ __noinline__ void send_head(const PackedMove m)
 {
@@ -290,7 +295,7 @@ __device__ __forceinline__ bool receive_unit(const PackedMove &m, const UnitWalk
     return true;
 }
 
-/* One round: tokens [m.first, end) of every rank. */
+/* Moves one round: tokens [m.first, end) of every rank. */
 template <class OwnPiece, bool FAST, bool FLAT>
 __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, const uint8_t *memory)
 {
@@ -353,7 +358,7 @@ __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const ui
     }
 }
 
-/* All CTAs: the padding of the slabs, when there are few tokens. */
+/* Pads the slabs if there are too few tokens to do it along with them. All CTAs. */
 __device__ __forceinline__ bool pad_all(PackedMove &m)
 {
     if (m.plan.header.alignment <= 1) return true;
@@ -367,7 +372,7 @@ __device__ __forceinline__ bool pad_all(PackedMove &m)
     return true;
 }
 
-/* FAST: rows are aligned vectors, to be quantized of 16-bit elements. */
+/* FAST: rows consist of aligned vectors, of 16-bit elements if they are quantized. */
 template <class OwnPiece, bool FAST, bool WITH_PLAN, bool FLAT>
 __global__ void __launch_bounds__(BLOCK, 1)
     dispatch_packed_kernel(const __grid_constant__ p2p_dispatch_job job)

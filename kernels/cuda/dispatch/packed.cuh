@@ -1,34 +1,36 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Dispatch of rows that have a second row each, as fp8 has scales: what travels for a token is a
- * string of vectors, those of its row and behind them those of its second row.
+/* Packed rows: rows with a second row each, such as fp8 rows with scales. What travels per
+ * token is a sequence of vectors, those of its row followed by those of its second row.
  *
- *     row_vectors          scale_vectors
- *     [ row            | ] [ scales    | ]     the end of either is filled with zeros
- *     [ piece 0   ][ piece 1   ][ 2      ]     V * 32 vectors, whatever is in them
+ *   row_vectors          scale_vectors
+ *   [ row            | ] [ scales    | ]     the end of each is filled with zeros
+ *   [ piece 0   ][ piece 1   ][ 2      ]     V * 32 vectors, whatever they contain
  *
- * So scales cost no unit and no message of their own.  A string is JOINED from two arrays of the
- * caller's, or QUANTIZED from one as it leaves: then a piece of its tokens is 1024 elements, which
- * make eight words of scales wherever they are in the row. */
+ * So scales need no unit and no message of their own. A JoinedPiece comes from two arrays of
+ * the caller. A QuantizedPiece is made from one array as it leaves: a piece of its tokens has
+ * 1024 elements, which make eight words of scales. */
 #ifndef EPIC_PACKED_CUH
 #define EPIC_PACKED_CUH
 
 #include "cuda/common/quantize.cuh"
 #include "cuda/dispatch/dispatch.cuh"
 
-/* A word of e8m0 that would be poison, all NaN, travels as one that no element makes. */
+/* A word of e8m0 scales that are all NaN equals poison. It travels as a word that no elements
+ * produce. */
 #define E8M0_NANS POISON
 #define E8M0_STAND_IN 0xfefefefeu
 
 typedef Quantized<2, 16> Sixteens; /* a lane has two runs of 16 elements of a piece */
 
 struct PackedMove
-    : DispatchMove {    /* m.shape is a string's; its row_bytes, aligned are of received rows */
-    RowShape own_shape; /* the caller's tokens: pieces that are sent */
+    /* m.shape is that of packed rows; its row_bytes and aligned describe received rows */
+    : DispatchMove {
+    RowShape own_shape; /* shape of the caller's tokens, in pieces that are sent */
     int32_t row_vectors;
-    int32_t own_span; /* pieces of those for one of a string's */
+    int32_t own_span; /* pieces of own_shape per span */
 };
 
-/* What m.job and m.shape do not say; `spans` of a token. */
+/* Sets what m.job and m.shape do not contain. `spans` per token. */
 __device__ __forceinline__ void describe_packed(PackedMove &m, int32_t spans)
 {
     const p2p_dispatch_job &job = m.job;
@@ -42,7 +44,7 @@ __device__ __forceinline__ void describe_packed(PackedMove &m, int32_t spans)
     m.own_span = (m.own_shape.pieces + spans - 1) / spans;
 }
 
-/* Of strings. */
+/* The shape of packed rows. */
 __device__ __forceinline__ RowShape packed_shape(const p2p_dispatch_job &job, bool aligned)
 {
     RowShape s = row_shape<V>(job.row_bytes, aligned);
@@ -51,9 +53,9 @@ __device__ __forceinline__ RowShape packed_shape(const p2p_dispatch_job &job, bo
     return s;
 }
 
-/* ------------------------------------------------------------------------- bytes of rows ---- */
+/* ----------------------------------------------------------------------- bytes of rows ---- */
 
-/* Vector number i of a row of so many bytes anywhere; zeros past its end. */
+/* Loads vector number i of a row at any address; zeros past its end. */
 static __device__ __noinline__ uint4 load_part(const uint8_t *row, int32_t i, int64_t row_bytes)
 {
     const int64_t at = (int64_t)i * 16;
@@ -65,6 +67,7 @@ static __device__ __noinline__ uint4 load_part(const uint8_t *row, int32_t i, in
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
+/* Stores vector number i of a row at any address, up to its end. */
 static __device__ __noinline__ void store_part(uint8_t *row, int32_t i, int64_t row_bytes,
                                                uint4 q)
 {
@@ -79,7 +82,7 @@ static __device__ __noinline__ void store_part(uint8_t *row, int32_t i, int64_t 
         if (at + w * 4 < row_bytes) ((uint32_t *)(row + at))[w] = words[w];
 }
 
-/* Vector number `at` of a string, into the slot's rows. */
+/* Stores vector number `at` of a packed row into the rows of a slot. */
 __device__ __forceinline__ void store_vector(const PackedMove &m, int32_t slot, int32_t at,
                                              uint4 q)
 {
@@ -96,7 +99,7 @@ __device__ __forceinline__ void store_vector(const PackedMove &m, int32_t slot, 
         store_part(to, i, in_row ? job.row_bytes : job.scale_bytes, q);
 }
 
-/* A piece of a string into one slot; the first ones are mostly all row. */
+/* Stores a piece of a packed row into a slot. Most pieces contain only vectors of the row. */
 __device__ __forceinline__ void store_packed(const PackedMove &m, int32_t slot, int piece,
                                              const uint4 (&q)[V])
 {
@@ -110,6 +113,7 @@ __device__ __forceinline__ void store_packed(const PackedMove &m, int32_t slot, 
     for (int v = 0; v < V; v++) store_vector(m, slot, vector + v * WARP + lane_id(), q[v]);
 }
 
+/* Writes zeros to a piece of a slot's rows. */
 __device__ __forceinline__ void pad_packed(const PackedMove &m, int32_t slot, int piece)
 {
     uint4 zeros[V];
@@ -120,7 +124,7 @@ __device__ __forceinline__ void pad_packed(const PackedMove &m, int32_t slot, in
     if (piece == 0 && lane_id() == 0 && m.job.slot_weights) m.job.slot_weights[slot] = 0.0f;
 }
 
-/* Zeros in rows [first, ...) and their second rows. */
+/* Writes zeros to the rows and second rows from `first` on. */
 static __device__ void zero_packed(const p2p_dispatch_job &job, int64_t first, int64_t thread,
                                    int64_t threads)
 {
@@ -130,7 +134,7 @@ static __device__ void zero_packed(const p2p_dispatch_job &job, int64_t first, i
     zero_rows(job.recv_scales, job.scale_bytes, first, end, thread, threads);
 }
 
-/* This lane's slot, if it is one that has a row. */
+/* The lanes whose slot has a row here, as bits. */
 __device__ __forceinline__ uint32_t slots_here(const PackedMove &m, int32_t slot)
 {
     return __ballot_sync(ALL_LANES, slot >= 0 && slot < m.job.recv_rows);
@@ -145,15 +149,15 @@ __device__ __forceinline__ void for_each_slot(const PackedMove &m, int32_t slot,
     while (slots) {
         const int32_t to = next;
         slots &= slots - 1;
-        next = __shfl_sync(ALL_LANES, slot, __ffs(slots) - 1); /* before the stores, as in
-                                                                  fill_slots */
+        /* before the stores, as in fill_slots() */
+        next = __shfl_sync(ALL_LANES, slot, __ffs(slots) - 1);
         write(to);
     }
 }
 
-/* ------------------------------------------------------------------------------ staging ---- */
+/* ----------------------------------------------------------------------------- staging ---- */
 
-/* Of a piece of a string, so numbered that the tokens of a round suffice. */
+/* Escape words of a piece of a packed row, numbered by the tokens of a round. */
 __device__ __forceinline__ uint32_t *escapes_at(const PackedMove &m, uint8_t *heap, int source,
                                                 int32_t token, int piece)
 {
@@ -161,7 +165,7 @@ __device__ __forceinline__ uint32_t *escapes_at(const PackedMove &m, uint8_t *he
            ((int64_t)(token - m.first) * m.shape.pieces + piece) * WARP;
 }
 
-/* Words of e8m0 as they were, in the piece that begins with this vector. */
+/* Restores words of e8m0 NaNs in the piece that begins with `vector`. */
 __device__ __forceinline__ void restore_nans(const PackedMove &m, int32_t vector, uint4 (&q)[V])
 {
 #pragma unroll
@@ -174,7 +178,7 @@ __device__ __forceinline__ void restore_nans(const PackedMove &m, int32_t vector
     }
 }
 
-/* A staged piece as it comes; q is what was there a while ago. */
+/* Waits for a staged piece and reads it. `copied`: q has what the ring contained. */
 template <bool QUANTIZED>
 __device__ __forceinline__ bool receive_packed_piece(const PackedMove &m, int rank, int source,
                                                      int32_t token, int piece, bool copied,
@@ -193,7 +197,7 @@ __device__ __forceinline__ bool receive_packed_piece(const PackedMove &m, int ra
     return true;
 }
 
-/* Calls write(rank, staging) for the peers whose bits are set. */
+/* Calls write(rank, distance, staging) for the `peers` (bits). */
 template <class Write>
 __device__ __forceinline__ void for_each_peer(const PackedMove &m, int32_t token,
                                               uint32_t peers, Write write)
@@ -208,7 +212,8 @@ __device__ __forceinline__ void for_each_peer(const PackedMove &m, int32_t token
     }
 }
 
-/* hosts, one warp has stored one of so many pieces: who stores the last one ships all. */
+/* backend hosts: a warp has stored one of `pieces`; the warp with the last one posts the put of
+ * all. */
 __device__ __forceinline__ void post_put_packed(const PackedMove &m, int rank, int32_t token,
                                                 int pieces, const uint4 *staged)
 {
@@ -216,13 +221,13 @@ __device__ __forceinline__ void post_put_packed(const PackedMove &m, int rank, i
                            (uint32_t)m.shape.vectors * 16);
 }
 
-/* ------------------------------------------------------------------------ joined strings ---- */
+/* --------------------------------------------------------- packed rows from two arrays ---- */
 
-struct JoinedPiece { /* a piece that this rank's token gives */
+struct JoinedPiece { /* a piece of this rank's token, from two arrays */
     uint4 q[V];
     static constexpr bool QUANTIZED = false;
 
-    /* From the caller's arrays, anywhere. */
+    /* Loads the vectors of a piece from the caller's arrays, at any address. */
     static __device__ __forceinline__ void load_raw(const PackedMove &m, int32_t token,
                                                     int piece, uint4 (&raw)[V])
     {
@@ -261,7 +266,7 @@ struct JoinedPiece { /* a piece that this rank's token gives */
             return load_again((in_row ? row : scales) + (int64_t)i * 16);
         return load_part(in_row ? row : scales, i, in_row ? job.row_bytes : job.scale_bytes);
     }
-    /* What the ring could not copy: scales that are no aligned vectors. */
+    /* Loads what the ring could not copy: scales that are not aligned vectors. */
     __device__ __forceinline__ void complete_scales(const PackedMove &m, int32_t token,
                                                     int piece)
     {
@@ -293,9 +298,9 @@ struct JoinedPiece { /* a piece that this rank's token gives */
     }
 };
 
-/* --------------------------------------------------------------------- quantized strings ---- */
+/* --------------------------------------------------------------- quantized packed rows ---- */
 
-/* Sixteen elements of a row from number `first` on, zeros past its end. */
+/* Loads 16 elements of a row from number `first` on; zeros past its end. */
 static __device__ __noinline__ void load_elements(const uint8_t *row, int64_t first,
                                                   int64_t count, uint32_t type, float *x)
 {
@@ -317,16 +322,17 @@ static __device__ __noinline__ void load_elements(const uint8_t *row, int64_t fi
     }
 }
 
+/* A piece of this rank's token that is quantized here. */
 struct QuantizedPiece {
     Sixteens e;
     static constexpr bool QUANTIZED = true;
 
-    /* The vectors of a piece that a lane needs: two side by side, and again. */
+    /* Vectors of a piece that a lane needs: two adjacent ones, and two more. */
     static __device__ __forceinline__ int32_t vector_of(int v)
     {
         return (v / 2 * WARP + lane_id()) * 2 + v % 2;
     }
-    /* What make_piece() needs, if that is vectors of 16-bit elements. */
+    /* Loads the vectors for make_piece(), if elements have 16 bits and rows are aligned. */
     static __device__ __forceinline__ void load_raw(const PackedMove &m, int32_t token,
                                                     int piece, uint4 (&raw)[V])
     {
@@ -355,7 +361,8 @@ struct QuantizedPiece {
             F16::unpack_floats(high, x + 8);
         }
     }
-    /* From 16-bit elements, as floats one vector after the other: 32 would not fit registers. */
+    /* Quantizes vectors of 16-bit elements, one vector after the other, because 32 floats would
+     * not fit the registers. */
     __device__ __forceinline__ void make_raw(const PackedMove &m, const uint4 (&raw)[V])
     {
         const uint32_t how = m.job.quantize;
@@ -373,7 +380,7 @@ struct QuantizedPiece {
             quantize_vector<true, 2, 16>(e, v, x, mine, how);
         }
     }
-    /* From the caller's array, anywhere. */
+    /* Quantizes a piece of the caller's array at any address. */
     __device__ __forceinline__ void load_piece(const PackedMove &m, int32_t token, int piece)
     {
         const uint8_t *row = m.job.tokens + row_offset(token, m.own_shape);

@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Where strings go here and zeros where nothing goes. */
+/* Slots of packed rows, and zeros where nothing is stored. */
 #ifndef EPIC_PACKED_SLOTS_CUH
 #define EPIC_PACKED_SLOTS_CUH
 
 #include "cuda/dispatch/flat.cuh"
 #include "cuda/dispatch/packed.cuh"
 
-/* Both halves of a token's record: this lane's slots; FLAT, the first lane's is the row. */
+/* Finds this lane's slots from both halves of a token's record. FLAT: the row is the slot of
+ * the first lane. */
 template <bool FLAT>
 __device__ __forceinline__ bool find_slots(const PackedMove &m, int rank, int32_t token,
                                            bool keep, uint64_t word, int32_t (&slot)[2])
@@ -25,7 +26,7 @@ __device__ __forceinline__ bool find_slots(const PackedMove &m, int rank, int32_
     return true;
 }
 
-/* Zeros in rows [first, ...) and what goes with them. */
+/* Writes zeros to rows from `first` on, and to what belongs to them. */
 template <bool FLAT>
 __device__ __forceinline__ void clear_rows(const PackedMove &m, int64_t first, int64_t thread,
                                            int64_t threads)
@@ -37,7 +38,7 @@ __device__ __forceinline__ void clear_rows(const PackedMove &m, int64_t first, i
         zero_floats(m.job.slot_weights, first, m.job.recv_rows, thread, threads);
 }
 
-/* All CTAs: zeros past the last slab. */
+/* Writes zeros after the last slab. All CTAs. */
 template <bool FLAT> __device__ __forceinline__ bool clear_tail(const PackedMove &m)
 {
     if (m.has_new_plan && !wait_for_plan(m)) return false;
@@ -46,7 +47,7 @@ template <bool FLAT> __device__ __forceinline__ bool clear_tail(const PackedMove
     return true;
 }
 
-/* The last CTA: zeros everywhere, when nothing was moved. */
+/* Writes zeros everywhere if nothing was moved. The last CTA. */
 template <bool FLAT> __device__ __forceinline__ void clear_all(const PackedMove &m)
 {
     if (m.plan.is_valid && header_of(m)->result == EPIC_OK &&

@@ -1,24 +1,25 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* dispatch between hosts of several ranks, backend hosts alone: a row goes by the net once for each
- * host, to the sender's mate there, which hands it on.
+/* dispatch between hosts of several ranks; backend hosts only. A row crosses the net once per
+ * host, to the sender's mate there, which forwards it (net/relay.cuh).
  *
- * A step of the list sends, then hands on, then receives: what hands on token t waits for a send of an
- * earlier step, what receives it for a step that hands it on, or an earlier place of the same. */
+ * A step of the list sends, then forwards, then receives. A unit that forwards token t waits
+ * for a send of an earlier step. A unit that receives it waits for a unit that forwards it, in
+ * an earlier step or earlier in the same step. So no wait is circular. */
 #ifndef EPIC_DISPATCH_RELAY_CUH
 #define EPIC_DISPATCH_RELAY_CUH
 
 #include "cuda/dispatch/dispatch.cuh"
 #include "cuda/net/relay.cuh"
 
-/* The ranks that this rank's token goes to, of those that want it. */
+/* The ranks to which this rank sends its token that `peers` want, as bits. */
 __device__ __forceinline__ uint32_t choose_routes(const DispatchMove &m, int32_t token,
                                                   bool first, uint32_t peers)
 {
     return choose_routes(m.job.plan.self, m.op, token, first, peers);
 }
 
-/* One unit: the tokens of a step, one or two, of a mate.  hand(from, token, piece, wants) hands a piece
- * on; `copied`: its pieces have places in the ring, without use. */
+/* Forwards the tokens of a step, one or two, of a mate. hand(from, token, piece, wants)
+ * forwards a piece. `copied`: its pieces have unused places in the ring. */
 template <class PieceFeed, class Hand>
 __device__ __forceinline__ bool forward_unit(const DispatchMove &m, const UnitWalk &walk,
                                              PieceFeed &feed, bool copied, Hand hand)

@@ -1,34 +1,41 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* combine and dispatch_backward of few tokens (lowlat/lowlat.cuh).  A warp first sends its partials for the
- * peers' tokens, of all of them, then adds those of this rank's tokens: nothing that is sent waits
- * for anything.  CombineUnits are those of lowlat/sum.cuh; of rows at any address and sums in tree order those
- * of combine/plain.cuh. */
-#define LOW_LATENCY 1 /* before the first header: common/wait.cuh */
+/* combine and dispatch_backward of few tokens (lowlat/lowlat.cuh).
+ *
+ * A worker warp first sends its partial sums of all the peers' tokens; then it adds those of
+ * this rank's tokens. No send waits for anything, so no wait is circular. The control warp
+ * announces and ends the operation. Units are those of lowlat/sum.cuh. Rows at any address, and
+ * sums in tree order, use those of combine/plain.cuh.
+ *
+ *   expert side   sum of w * row -> staging of the token's rank (each word its own flag)
+ *   token's rank  polls the partials of its token, adds them to its own, stores poison back */
+#define LOW_LATENCY 1 /* must come before the first header: common/wait.cuh */
 #define LOWLAT_WORKERS \
-    15 /* with the speaker four of each scheduler, which have 128 registers */
+    15 /* with the control warp four warps per scheduler, of 128 registers per thread */
 
 #include "cuda/common/launch.cuh"
 #include "cuda/lowlat/sum.cuh"
 
-/* What a warp does: units of the peers' tokens, then of this rank's.  The first warps begin with
- * those, the last ones with these. */
+/* The units of a warp: those of the peers' tokens, then those of this rank's. The first kind is
+ * dealt from the first warp on, the second from the last. */
 struct CombineUnits {
     const CombineState &c;
     const CtaRange all_ctas;
-    const int worker; /* by a shuffle: so the compiler knows that lanes agree */
+    const int worker; /* from a shuffle, so that the compiler knows that all lanes agree */
 
     __device__ __forceinline__ explicit CombineUnits(const CombineState &combine)
         : c(combine), all_ctas{0, (int)gridDim.x},
           worker(all_ctas.worker_index_of(__shfl_sync(ALL_LANES, (int)(threadIdx.x / WARP), 0)))
     {
     }
+    /* Unit number u of a kind. */
     __device__ __forceinline__ Unit unit_at(int u, bool own) const
     {
         const int senders = c.job.self.num_ranks - 1, row = u / c.shape.pieces;
         if (own) return {row, 0, u % c.shape.pieces, -1, -1};
         return {row / senders, row % senders, u % c.shape.pieces, -1, -1};
     }
-    /* The warps that look at the plan come last of those that begin with own ones. */
+    /* This warp's first unit of a kind. The warps that check the plan get theirs of the second
+     * kind last. */
     __device__ __forceinline__ int first_index(bool own) const
     {
         const int back = all_ctas.num_workers() - 1 - worker;
@@ -45,8 +52,8 @@ struct CombineUnits {
         if (own) unit.ranks = rank_of_choice(c, unit.token, 0);
         return unit;
     }
-    /* The first unit, read before the plan's header has been checked.  `likely`: it is one if the
-     * peers have as many tokens as this rank. */
+    /* Loads the first unit before the plan's header has been checked. `likely`: the unit exists
+     * if the peers have as many tokens as this rank. */
     __device__ __forceinline__ Unit read_first(bool own, bool &likely) const
     {
         const p2p_combine_job &job = c.job;
@@ -63,7 +70,8 @@ struct CombineUnits {
                                (int64_t)unit.token * job.top_k + lane_id());
         return unit;
     }
-    /* All of a kind: do_unit(unit, whether it is the first one and was read before: `known`). */
+    /* Visits all units of a kind: do_unit(unit, known). known: it is the first one, loaded
+     * before. */
     template <class Do>
     __device__ __forceinline__ bool for_each_unit(bool own, Unit first_one, bool known,
                                                   Do do_unit) const
@@ -86,8 +94,9 @@ struct CombineUnits {
 
 enum { NOTHING_LOADED, SENT_LOADED, OWN_LOADED };
 
-/* A warp's work, of rows as the Sums have them.  It reads its first units, and asks for the rows of one,
- * before the plan's header has been checked; nothing is sent or stored before. */
+/* The work of a warp, with rows as Sums moves them. It loads its first units, and the rows of
+ * one of them, before the plan's header has been checked. Nothing is sent or stored before
+ * that. */
 template <class Sums> struct Worker {
     Unit sent = {}, own = {};
     SlotRows rows;
@@ -103,7 +112,7 @@ template <class Sums> struct Worker {
         if (Sums::PLAIN || !(sends || adds)) return;
         Unit unit = sends ? sent : own;
         unit.slot = clamp_slot(units.c, unit.slot);
-        if (!has_slots_in_low_lanes(unit)) return; /* no plan has such a record */
+        if (!has_slots_in_low_lanes(unit)) return; /* no valid plan has such a record */
         loaded = sends ? SENT_LOADED : OWN_LOADED;
         Sums::load_rows(units.c, rows, unit);
     }
@@ -112,7 +121,7 @@ template <class Sums> struct Worker {
         const CombineState &c = units.c;
         return units.for_each_unit(false, sent, is_ahead, [&](const Unit &u, bool is_first) {
             if (!is_first || loaded != SENT_LOADED) Sums::load_rows(c, rows, u);
-            loaded = NOTHING_LOADED; /* no more is there of what was */
+            loaded = NOTHING_LOADED; /* the loaded rows have been used */
             Sums::send_partial(c, rows, u);
             return true;
         }) && units.for_each_unit(true, own, is_ahead, [&](const Unit &u, bool is_first) {
@@ -124,7 +133,7 @@ template <class Sums> struct Worker {
 
 template <class ROW_, bool EXACT, int SIDE> struct QuickSums {
     typedef ROW_ ROW;
-    static constexpr int V = 1; /* vectors a lane and piece */
+    static constexpr int V = 1; /* vectors per lane and piece */
     static constexpr bool PLAIN = false;
 
     static __device__ __forceinline__ void load_rows(const CombineState &c, SlotRows &rows,
@@ -165,7 +174,7 @@ template <class ROW_> struct PlainSums {
     }
 };
 
-/* All threads: zeros, when nothing was moved. */
+/* Writes zeros if nothing was moved. All threads. */
 static __device__ void clear_outputs(const CombineState &c, int64_t thread, int64_t threads)
 {
     zero_rows(c.job.out, c.job.row_bytes, 0, c.job.num_tokens, thread, threads);
@@ -180,7 +189,7 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     __shared__ OpState op;
     __shared__ PlanView plan;
     __shared__ Stride unused;
-    __shared__ bool enough; /* rows everywhere, as far as is known */
+    __shared__ bool enough; /* all ranks have enough rows, as far as this CTA knows */
     const p2p_self &self = job.self;
     prefetch_params(job);
     if (self.operation == EPIC_OP_NONE) return;
@@ -223,8 +232,8 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
 
     const device_plan_header &h = plan.header;
     const bool moves = plan.is_valid && h.result == EPIC_OK;
-    /* The header's, which is the layer's: the compiler keeps it in a register, where it would load
-     * job.top_k from the constant bank again for each unit. */
+    /* The layer's top_k from the header: the compiler keeps it in a register, while it would
+     * load job.top_k for each unit again. */
     c.top_k = (int)h.top_k;
     if (is_control_warp()) {
         const bool good = !moves || have_all_rows(self, op, h);
@@ -240,7 +249,7 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
 
 typedef void (*Kernel)(p2p_combine_job);
 
-/* Which one: of plain sums, or else of rows of whole pieces, and of two ranks. */
+/* Selects the kernel: plain sums; or else rows of whole pieces, and two ranks. */
 struct Kind {
     bool plain, exact, two;
 };

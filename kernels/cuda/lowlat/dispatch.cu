@@ -1,11 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* dispatch of few tokens (lowlat/dispatch.cuh), of plain rows; and plan alone.
- *   tokens  [num_tokens, row_bytes]   aligned vectors; a piece has V * 16 bytes a lane
- *   recv    [recv_rows, row_bytes]    every slot of the plan, padding as zeros */
+/* dispatch of few tokens (lowlat/dispatch.cuh) for plain rows, and plan alone for few tokens.
+ *
+ *   tokens  [num_tokens, row_bytes]   aligned vectors; a piece has V * 16 bytes per lane
+ *   recv    [recv_rows, row_bytes]    every slot of the plan; padding becomes zeros */
 #include "cuda/lowlat/dispatch.cuh"
 #include "cuda/plan/store_records.cuh"
 
-/* hosts: one warp has stored a piece of a token for those peers; the one with the last piece ships all. */
+/* backend hosts: a warp has stored a piece of a token for `peers`; the warp with the last piece
+ * posts the put of the row. */
 __device__ __forceinline__ void post_put_rows(const LowlatMove &m, int32_t token,
                                               uint32_t peers)
 {
@@ -61,7 +63,7 @@ template <bool WHOLE> struct PlainRows {
     {
         pad_piece<EXACT>(m, slot, piece);
     }
-    /* Zeros in rows [first, ...). */
+    /* Writes zeros to rows from `first` on. */
     static __device__ __forceinline__ void clear_rows(const LowlatMove &m, int64_t first,
                                                       int64_t thread, int64_t threads)
     {
@@ -92,15 +94,15 @@ extern "C" cudaError_t p2p_launch_lowlat_dispatch(const p2p_dispatch_job *job, i
     return launch_lowlat(exact ? whole : ragged, *job, num_sms, stream);
 }
 
-/* All warps of a ctas_of_plan that has made the plan: it is written. */
+/* Writes the plan. All warps of the CTAs that have made it. */
 static __device__ void store_lowlat_plan(LowlatPlan &tables, const p2p_plan_job &job,
-                                         const OpState &op, const CtaRange &ctas_of_plan)
+                                         const OpState &op, const CtaRange &planning_ctas)
 {
     const uint32_t result = judge_plan(tables, job, false).result;
     const int ranks = job.self.num_ranks;
-    if (is_control_warp()) return write_lowlat_plan(tables, job, op, ctas_of_plan, result);
-    for (int u = ctas_of_plan.worker_index(); u < ranks * tables.most;
-         u += ctas_of_plan.num_workers()) {
+    if (is_control_warp()) return write_lowlat_plan(tables, job, op, planning_ctas, result);
+    for (int u = planning_ctas.worker_index(); u < ranks * tables.most;
+         u += planning_ctas.num_workers()) {
         const int rank = u % ranks, token = u / ranks;
         if (token >= tables.tokens[rank]) continue;
         const int32_t slot = tables.slot_here(job, rank, token, lane_id());
@@ -108,21 +110,21 @@ static __device__ void store_lowlat_plan(LowlatPlan &tables, const p2p_plan_job 
     }
 }
 
-/* The same with ranks that have more tokens: records come. */
+/* Like store_lowlat_plan(), with ranks that have more tokens: records arrive instead of ids. */
 static __device__ __noinline__ void store_mixed_records(const LowlatPlan &tables,
                                                         const p2p_plan_job &job,
                                                         const OpState &op,
-                                                        const CtaRange &ctas_of_plan)
+                                                        const CtaRange &planning_ctas)
 {
     int32_t *records = (int32_t *)(job.plan + job.at.records);
     if (is_control_warp()) return;
-    for_each_group(job, tables.tokens[lane_id()], ctas_of_plan.worker_index(),
-                   ctas_of_plan.num_workers(), [&](int source, int32_t first, int32_t tokens) {
+    for_each_group(job, tables.tokens[lane_id()], planning_ctas.worker_index(),
+                   planning_ctas.num_workers(), [&](int source, int32_t first, int32_t tokens) {
                        return store_records(op, job, records, source, first, tokens);
                    });
 }
 
-/* plan alone: as with dispatch, and nothing moves. */
+/* plan alone: as with dispatch, but no row moves. */
 __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     lowlat_plan_kernel(const __grid_constant__ p2p_plan_job job)
 {

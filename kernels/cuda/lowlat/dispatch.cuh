@@ -1,35 +1,41 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* dispatch of few tokens, and plan with dispatch of few tokens (lowlat/lowlat.cuh); one warp moves a piece.
- * What a piece is, and what is done with it, the Rows tell: PlainRows (lowlat/dispatch.cu) or
+/* dispatch of few tokens, and plan with dispatch of few tokens (lowlat/lowlat.cuh). A warp
+ * moves a piece. The parameter Rows defines what a piece is: PlainRows (lowlat/dispatch.cu) or
  * PackedRows (lowlat/dispatch_packed.cu).
  *
- * Every warp sends its pieces of this rank's tokens to the peers that need them, then is_receiver its
- * pieces of all tokens, this rank's own first, to their slots.  Weights, and what is written of each
- * token, are a warp's for itself, from the last one down; the speakers send weights.  With WITH_PLAN the
- * plan is made too: lowlat/plan.cuh.
+ * Every warp sends its pieces of this rank's tokens to the peers that need them. Then it
+ * receives its pieces of all tokens into their slots, this rank's own tokens first. Weights and
+ * other words about a token are a warp's work of their own, dealt from the last warp down;
+ * control warps send weights. With WITH_PLAN the kernel also makes the plan (lowlat/plan.cuh).
  *
- *     warp 0   send piece 0 | take piece 0 of own tokens | take piece 0 of peers' tokens
- *     warp 1   send piece 1 | take piece 1 of own tokens | take piece 1 of peers' tokens
- *     ...                   | (the plan is made in between, by every CTA for itself)
+ *   worker 0   send piece 0 | receive piece 0 of own tokens | of peers' tokens
+ *   worker 1   send piece 1 | receive piece 1 of own tokens | of peers' tokens
+ *   ...                     | (every CTA makes the plan by itself in between)
+ *   control    send ids, weights | announce | wait for announcements | end the operation
  *
- * Nothing that is sent waits for anything; one hop is all that a token is_receiver.  Some CTAs, the last
- * ones, may only send; with WITH_PLAN the last one, which announces, never is_receiver if there is another. */
+ * No send waits for anything, and a token takes one hop. Rows, weights and ids are each their
+ * own flag. Only the announcement needs an order: a system fence comes before it, so that a
+ * peer that reads it also sees what earlier operations restored.
+ *
+ * The last CTAs may only send. With WITH_PLAN the last CTA, which announces, never receives if
+ * there is another one. */
 #ifndef EPIC_LOWLAT_DISPATCH_CUH
 #define EPIC_LOWLAT_DISPATCH_CUH
 
-#define LOW_LATENCY 1 /* before the first header: common/wait.cuh */
+#define LOW_LATENCY 1 /* must come before the first header: common/wait.cuh */
 
 #include "cuda/common/launch.cuh"
 #include "cuda/dispatch/packed.cuh"
 #include "cuda/lowlat/plan.cuh"
 
+/* Arguments of the units of a low-latency dispatch. */
 struct LowlatMove : PackedMove {
-    const LowlatPlan *tables;    /* of the plan that is made, */
-    uint32_t result;             /* and whether it is good */
-    const int32_t *fates;        /* of the plan that is read: slots of this rank's choices */
-    bool discards;               /* rows are taken, and stored nowhere */
-    bool is_mixed;               /* records tell slots of the plan that is made, not tables */
-    CtaRange senders, receivers; /* the same CTAs, or some of them send and the others take */
+    const LowlatPlan *tables; /* of the plan that this kernel makes */
+    uint32_t result;          /* an epic_result: is that plan valid? */
+    const int32_t *fates;     /* of a plan that is read: slots of this rank's choices */
+    bool discards;            /* rows are received and not stored */
+    bool is_mixed; /* another rank has more tokens: slots come from records, not from tables */
+    CtaRange senders, receivers; /* CTAs that send, and CTAs that receive; perhaps the same */
 
     __device__ __forceinline__ int32_t tokens_in(int rank) const
     {
@@ -37,7 +43,7 @@ struct LowlatMove : PackedMove {
     }
 };
 
-/* A piece on its way: what its unit needs first. */
+/* A piece under way, with what was loaded ahead for it. */
 struct PendingPiece {
     int32_t token, piece;
     int rank;
@@ -45,17 +51,17 @@ struct PendingPiece {
     uint4 q[V];
 };
 
-/* What goes beside the pieces of a token. */
+/* Words about a token under way. */
 struct PendingWords {
     int32_t token;
     int rank;
-    uint64_t word;   /* as a piece's */
-    int32_t choice;  /* the slot of this lane's choice of an own token, or -1; */
-    uint32_t weight; /* its weight, or that of the lane's slot, perhaps poison */
+    uint64_t word;   /* as in PendingPiece */
+    int32_t choice;  /* slot of this lane's choice of an own token, or -1 */
+    uint32_t weight; /* its weight, or that of the lane's slot; perhaps poison */
 };
 
-/* This lane's choice of a token, read before the plan's header has been checked: not to be used if the
- * plan turns out to be bad. */
+/* This lane's choice of a token, loaded before the plan's header has been checked. It must not
+ * be used if the plan is invalid. */
 __device__ __forceinline__ uint64_t read_choice_ahead(const LowlatMove &m, int32_t token, int k)
 {
     const p2p_dispatch_job &job = m.job;
@@ -65,10 +71,11 @@ __device__ __forceinline__ uint64_t read_choice_ahead(const LowlatMove &m, int32
     return (uint32_t)__ldg(rank_of + (int64_t)token * job.top_k + k);
 }
 
-/* ------------------------------------------------------------------------------- sending ---- */
+/* ----------------------------------------------------------------------------- sending ---- */
 
-/* A warp's pieces of this rank's tokens.  What can be known of the first one before the CTA has met
- * is: each instruction behind that is 2 to 3 ns of a warp that is alone. */
+/* Sends a warp's pieces of this rank's tokens. All that can be known of the first piece is
+ * computed before the barrier of the CTA: an instruction after it costs 2 to 3 ns of a warp
+ * that runs alone. */
 template <class Rows> struct PieceSender {
     const LowlatMove &m;
     int unit, end;
@@ -92,7 +99,7 @@ template <class Rows> struct PieceSender {
         piece = unit - token * Rows::own_pieces(m);
         Rows::load_piece(m, token, piece, q);
     }
-    /* Before the CTA meets: finds the peers that need the first one. */
+    /* Finds the peers that need the first piece, before the barrier of the CTA. */
     __device__ __forceinline__ void find_peers()
     {
         if (unit >= end) return;
@@ -123,8 +130,8 @@ template <class Rows> struct PieceSender {
     }
 };
 
-/* A speaker sends the weights of some tokens, of several at a time: lanes are (token, choice).  The
- * first ones are read before anything else is known. */
+/* A control warp sends the weights of some tokens, several at a time; a lane has one choice of
+ * one token. The first ones are loaded before anything else is known. */
 struct WeightSender {
     const LowlatMove &m;
     int32_t top_k, bits, first;
@@ -175,7 +182,7 @@ struct WeightSender {
             const int rank = wrap_rank(self.rank + distance, self.num_ranks);
             const bool goes = has_choice() && choice_goes_to(m, word, rank);
             const uint32_t those = __ballot_sync(ALL_LANES, goes) & mates;
-            if (!HOSTS && !goes) continue; /* who ships waits for all lanes */
+            if (!HOSTS && !goes) continue; /* the lane that posts the put waits for all lanes */
             const int source =
                 self.num_ranks - 1 - distance; /* this rank, as the peer counts */
             uint32_t *floats = floats_base(self, m.op, self.heap[rank], source) +
@@ -186,7 +193,7 @@ struct WeightSender {
             post_put_weights(rank, floats, __popc(those));
         }
     }
-    /* hosts: a token's weights go at once. */
+    /* backend hosts: posts the put of a token's weights. */
     __device__ __forceinline__ void post_put_weights(int rank, uint32_t *floats,
                                                      int count) const
     {
@@ -196,7 +203,7 @@ struct WeightSender {
         __syncwarp();
         if (speaks) post_put(m.op, rank, floats, (uint32_t)(count + 1) / 2 * 8);
     }
-    /* Once the plan is known to be good. */
+    /* Sends all weights, once the plan is known to be valid. */
     __device__ __forceinline__ void send_weights()
     {
         if (!m.job.weights || !m.receivers.contains_this_cta()) return;
@@ -209,9 +216,10 @@ struct WeightSender {
     }
 };
 
-/* ----------------------------------------------------------------------------- receiving ---- */
+/* --------------------------------------------------------------------------- receiving ---- */
 
-/* Unit number u of those that receive: this rank's own tokens, then the peers' side by side. */
+/* Locates unit number u of receiving: first this rank's own tokens, then those of the peers,
+ * alternating. */
 template <class Rows>
 __device__ __forceinline__ void locate_unit(const LowlatMove &m, int u, PendingPiece &p)
 {
@@ -227,19 +235,21 @@ __device__ __forceinline__ void locate_unit(const LowlatMove &m, int u, PendingP
     p.rank = wrap_rank(self.rank + 1 + row % peers, self.num_ranks);
 }
 
+/* Number of receiving units. */
 template <class Rows> __device__ __forceinline__ int num_units(const LowlatMove &m)
 {
     const int peers = m.job.plan.self.num_ranks - 1;
     return m.job.num_tokens * Rows::own_pieces(m) + m.most_tokens * peers * m.shape.pieces;
 }
 
+/* Index of `rank` among the sources of this rank. */
 __device__ __forceinline__ int source_number_of(const LowlatMove &m, int rank)
 {
     const p2p_self &self = m.job.plan.self;
     return wrap_rank(rank + self.num_ranks - self.rank - 1, self.num_ranks);
 }
 
-/* The record's word of a piece, read as read_choice_ahead does. */
+/* The record's word of a piece, with the caveat of read_choice_ahead(). */
 __device__ __forceinline__ uint64_t read_record_ahead(const LowlatMove &m, int rank,
                                                       int32_t token)
 {
@@ -250,8 +260,8 @@ __device__ __forceinline__ uint64_t read_record_ahead(const LowlatMove &m, int r
                            lane_id());
 }
 
-/* Asks for the row of a peer's token, which may not have come yet; not past this rank's number of
- * tokens, as others mostly have as many. */
+/* Loads the row of a peer's token, which may not have arrived. Not past this rank's number of
+ * tokens, because peers mostly have as many. */
 template <class Rows>
 __device__ __forceinline__ void load_staged(const LowlatMove &m, PendingPiece &p)
 {
@@ -266,7 +276,7 @@ __device__ __forceinline__ void load_staged(const LowlatMove &m, PendingPiece &p
     }
 }
 
-/* Asks for the row of a unit. */
+/* Loads the row of unit u. */
 template <class Rows>
 __device__ __forceinline__ void load_unit_row(const LowlatMove &m, int u, PendingPiece &p)
 {
@@ -278,14 +288,14 @@ __device__ __forceinline__ void load_unit_row(const LowlatMove &m, int u, Pendin
         load_staged<Rows>(m, p);
 }
 
-/* And for what says where it goes. */
+/* Loads the record of unit u. */
 template <class Rows>
 __device__ __forceinline__ void load_unit_record(const LowlatMove &m, int u, PendingPiece &p)
 {
     if (!m.has_new_plan && u < num_units<Rows>(m)) p.word = peek_record(m, p.rank, p.token, 0);
 }
 
-/* The words of token number u of all, this rank's first. */
+/* Loads the words of token number u of all tokens, this rank's first. */
 __device__ __forceinline__ void load_words(const LowlatMove &m, int u, PendingWords &w)
 {
     const p2p_self &self = m.job.plan.self;
@@ -311,7 +321,7 @@ __device__ __forceinline__ void store_weight(const LowlatMove &m, int32_t slot, 
         m.job.slot_weights[slot] = __uint_as_float(word);
 }
 
-/* The weights of a token's slots here; this lane's is the n-th of them. */
+/* Receives the weights of a token's slots here; this lane's is the n-th. */
 __device__ __forceinline__ bool receive_weights(const LowlatMove &m, const PendingWords &w,
                                                 int32_t slot, int n)
 {
@@ -395,9 +405,9 @@ __device__ __forceinline__ bool receive_words(const LowlatMove &m, PendingWords 
     return true;
 }
 
-/* ------------------------------------------------------------------------------- the rest ---- */
+/* ---------------------------------------------------------- padding and the whole plan ---- */
 
-/* The workers: zeros in the padding, as the plan or its tables say. */
+/* Writes zeros to the padding, from the plan or its tables. Workers. */
 template <class Rows> __device__ __forceinline__ void pad_slabs(const LowlatMove &m)
 {
     const p2p_plan_job &plan = m.job.plan;
@@ -427,9 +437,9 @@ __device__ __forceinline__ const int32_t *fates_of(const PlanView &plan, const p
     return plan.rank_of + (at.fate - at.rank_of) / 4;
 }
 
-/* ------------------------------------------------------------- with ranks that have more ---- */
+/* ---------------------------------------------------- with ranks that have more tokens ---- */
 
-/* This lane's slot, from the record that comes; `keep`: it becomes the plan's. */
+/* This lane's slot from the record, for which it waits. `keep`: copies it into the plan. */
 __device__ __forceinline__ bool receive_mixed_slot(const LowlatMove &m, int rank, int32_t token,
                                                    bool keep, int32_t &slot)
 {
@@ -474,8 +484,9 @@ template <class Rows> __device__ __forceinline__ bool receive_mixed_rows(const L
     return true;
 }
 
-/* Every thread of the receivers: the plan, rows, and in the end what the plan's tables say, which one CTA has
- * written.  noinline, and by value: an address would keep what others have in registers in memory. */
+/* Makes the plan together with ranks that have more tokens, and receives all rows. All threads
+ * of the receiving CTAs. noinline, with m by value: a reference would keep it in memory for the
+ * other paths, too. */
 template <class Rows>
 static __device__ __noinline__ void receive_mixed(const LowlatMove m, OpState &op,
                                                   LowlatPlan &tables, uint8_t *memory)
@@ -501,7 +512,7 @@ static __device__ __noinline__ void receive_mixed(const LowlatMove m, OpState &o
         Rows::clear_rows(m, 0, threadIdx.x, LOWLAT_BLOCK);
 }
 
-/* Every thread: the plan is made, and with it what there is to do. */
+/* Makes the plan and decides what there is to do. All threads. false: the group is broken. */
 static __device__ bool make_plan_of(LowlatMove &m, LowlatPlan &tables)
 {
     const p2p_plan_job &job = m.job.plan;
@@ -529,7 +540,7 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     __shared__ PlanView plan;
     __shared__ LowlatPlan tables;
     __shared__ Stride unused;
-    __shared__ bool enough; /* rows everywhere, as far as is known */
+    __shared__ bool enough; /* all ranks have enough rows, as far as this CTA knows */
     const p2p_self &self = job.plan.self;
     const device_plan_header &h = WITH_PLAN ? tables.p.header : plan.header;
     prefetch_params(job);
@@ -610,7 +621,7 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
         sender.send_all();
     }
     const bool reports_faults =
-        WITH_PLAN && is_receiver && is_control_warp(); /* of wrong data */
+        WITH_PLAN && is_receiver && is_control_warp(); /* may have to report wrong data */
     if (!reports_faults) count_posted_warp(self);
     if (!WITH_PLAN) m.fates = fates_of(plan, self);
     bool ok = true;
@@ -647,8 +658,8 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     Rows::clear_rows(m, 0, threadIdx.x, LOWLAT_BLOCK);
 }
 
-/* CTAs that only send: with more tokens, stores to peers hold up what else an SM does, first of all
- * the ids behind them; measured, docs/lab/cuda.md. */
+/* CTAs that only send. With more tokens, stores to peers delay what else an SM does, above all
+ * the ids that follow them; measured, docs/lab/cuda.md. */
 static int32_t num_send_only_ctas_of(const p2p_dispatch_job *job, int num_sms)
 {
     const int many = job->plan.is_lowlat ? num_sms * 10 / 64 : num_sms * 15 / 64;
@@ -656,7 +667,7 @@ static int32_t num_send_only_ctas_of(const p2p_dispatch_job *job, int num_sms)
     return job->plan.is_lowlat && job->num_tokens >= 32 ? num_sms / 8 : 0;
 }
 
-/* Of these kernels, the second ones with the plan. */
+/* Launches one of two kernels; the second one makes the plan. */
 template <class Kernel>
 static cudaError_t launch_lowlat(const Kernel (&kernels)[2], p2p_dispatch_job job, int num_sms,
                                  cudaStream_t stream)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* dispatch of few tokens (lowlat/dispatch.cuh), of strings: rows with second rows, or quantized on the
- * way, at any address. */
+/* dispatch of few tokens (lowlat/dispatch.cuh) for packed rows: rows with second rows, or rows
+ * that are quantized on the way, at any address. */
 #include "cuda/lowlat/dispatch.cuh"
 
 template <class OwnPiece> struct PackedRows {

@@ -1,12 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* LowlatMove tokens: what the kernels of small operations share, in which latency is all.
+/* Low-latency kernels: what the kernels of operations with few tokens share.
  *
- * Rows travel as always (net/staging.cuh), so a rank may take such a kernel where a peer takes another.
- * What is different is how an operation begins and ends.  Whatever can be loaded at once is loaded
- * at once; one warp of each CTA, the speaker, does what concerns the whole operation beside the
- * others: in the last CTA it announces, waits until all peers have announced, and counts the
- * operation once every CTA has begun.  So nobody waits at the end for what is known earlier.  There
- * is no list of units: every warp sends what it has to send, and waits for nothing before that. */
+ * Rows travel as in the other kernels (net/staging.cuh), so a rank may use a low-latency kernel
+ * while a peer uses another one. What differs is how an operation begins and ends. Everything
+ * that can be loaded at once is loaded at once. One warp of each CTA, the control warp, does
+ * the work for the whole operation while the workers move rows:
+ *
+ *   every CTA   control warp   counts that the CTA has started
+ *   last CTA    worker 0       announces, after a system fence
+ *   last CTA    control warp   waits for the peers' announcements; when all CTAs have started,
+ *                              counts the operation
+ *
+ * So no warp waits at the end for something that was known earlier. There is no list of units:
+ * every warp sends what it has to send before it waits. */
 #ifndef EPIC_LOWLAT_CUH
 #define EPIC_LOWLAT_CUH
 
@@ -14,16 +20,17 @@
 #include "cuda/plan/view.cuh"
 
 #ifndef LOWLAT_WORKERS
-#define LOWLAT_WORKERS 16 /* and the speaker: 96 registers for each thread */
+#define LOWLAT_WORKERS 16 /* with the control warp 96 registers per thread */
 #endif
 #define LOWLAT_BLOCK ((LOWLAT_WORKERS + 1) * WARP)
 
+/* Is this thread in the control warp, the last one of the CTA? */
 __device__ __forceinline__ bool is_control_warp()
 {
     return threadIdx.x >= LOWLAT_WORKERS * WARP;
 }
 
-/* The CTAs [first, first + ctas), which share some work: units of it go to them in turn, then to
+/* The CTAs [first, first + ctas), which share some work. Units go to the CTAs in turn, then to
  * their warps. */
 struct CtaRange {
     int first, ctas;
@@ -36,7 +43,7 @@ struct CtaRange {
     {
         return worker_index_of((int)(threadIdx.x / WARP));
     }
-    /* The same, by the number of this warp in its CTA. */
+    /* The index among all workers of warp number `warp` of this CTA. */
     __device__ __forceinline__ int worker_index_of(int warp) const
     {
         return warp * ctas + (int)blockIdx.x - first;
@@ -55,8 +62,8 @@ struct CtaRange {
     }
 };
 
-/* Every warp, first of all: its share of the parameters, which come from memory line after line if
- * they are only read where they are used. */
+/* Reads this warp's share of the kernel's parameters first of all. Otherwise they come from
+ * memory line by line where they are used. */
 template <class Job> __device__ __forceinline__ void prefetch_params(const Job &job)
 {
     const int at = (int)(threadIdx.x / WARP) * 16;
@@ -65,25 +72,27 @@ template <class Job> __device__ __forceinline__ void prefetch_params(const Job &
     keep_in_registers(word);
 }
 
-/* How many bits a number below n has. */
+/* Bits of numbers below n. */
 __device__ __forceinline__ int bits_of(int n)
 {
     return 32 - __clz(n - 1);
 }
 
-/* What the speaker reads before all else, as it comes. */
+/* State that the control warp reads first of all. */
 struct StartState {
-    uint32_t epoch;    /* that has ended */
-    uint32_t overlaps; /* lane 0: as mark_running says */
-    /* 0: nothing has broken the group so far; for the workers, too.  hosts: as far as this GPU
-     * knows, and what the net says is found by who waits. */
+    uint32_t epoch;    /* the epoch that has ended */
+    uint32_t overlaps; /* lane 0: result of mark_running() */
+    /* P2P_BROKEN of a failed group, else 0. backend hosts: as far as this GPU knows; waits find
+     * what only the net inbox knows. */
     uint64_t broken;
 #ifdef EPIC_HOSTS
-    uint64_t epochs, freed; /* that have ended, and those of which the net has read all */
-    uint64_t said; /* as `broken`, by the net, to the last CTA: nobody waits for that */
+    /* epochs that have ended, and those of which the net has read all */
+    uint64_t epochs, freed;
+    uint64_t said; /* in the last CTA: `broken` in the net inbox; no warp waits for it */
 #endif
 };
 
+/* Reads the state at the start of a kernel. All warps; workers get zeros. */
 __device__ __forceinline__ StartState read_start_state(const p2p_self &self)
 {
     StartState o = {};
@@ -101,7 +110,7 @@ __device__ __forceinline__ StartState read_start_state(const p2p_self &self)
     return o;
 }
 
-/* hosts, the speaker, once the operation is open: may this rank's outbox be written? */
+/* backend hosts: waits until this rank's outbox may be written. The control warp. */
 __device__ __forceinline__ bool wait_outbox_ready(const OpState &op, const StartState &opening)
 {
 #ifdef EPIC_HOSTS
@@ -112,8 +121,8 @@ __device__ __forceinline__ bool wait_outbox_ready(const OpState &op, const Start
 #endif
 }
 
-/* The speaker: what the last CTA tells all ranks of the operation at once; hosts: with the rest, as all
- * of it goes by the net once. */
+/* Stores the sizes of the announcement, in the last CTA. backend hosts announces everything at
+ * once, with one put. The control warp. */
 __device__ __forceinline__ void announce_sizes(const p2p_self &self, const OpState &op,
                                                int32_t tokens, int32_t capacity, int32_t rows)
 {
@@ -124,15 +133,17 @@ __device__ __forceinline__ void announce_sizes(const p2p_self &self, const OpSta
     store_relaxed(to + P2P_ANNOUNCED_ROWS, stamp_word(op, (uint32_t)rows));
 }
 
-/* One warp of the last CTA, worker 0, announces that the rank has begun, and so that what the
- * operations before restored can be written again: after a fence, which takes a microsecond, so it
- * comes first of all, and nobody waits for the announcement but who ends.  hosts: a plan waits for
- * it, too, so the speaker announces, before the CTA meets. */
+/* Does this warp announce? The announcement means that the rank has begun and that what earlier
+ * operations restored may be written again. A system fence comes before it and takes a
+ * microsecond, so it is issued first of all. Only the end of an operation waits for the
+ * announcement. With backend hosts a plan waits for it, too; there the control warp announces,
+ * before the barrier of the CTA. */
 __device__ __forceinline__ bool is_announcer(bool plans)
 {
     return is_last_cta() && (HOSTS && plans ? is_control_warp() : threadIdx.x < WARP);
 }
 
+/* Stores the signature to every rank. The announcing warp, after the fence. */
 __device__ __forceinline__ void announce_start(const p2p_self &self, const OpState &op)
 {
     if (lane_id() >= self.num_ranks) return;
@@ -142,7 +153,7 @@ __device__ __forceinline__ void announce_start(const p2p_self &self, const OpSta
     post_put(op, lane_id(), to, P2P_ANNOUNCE_WORDS * 8);
 }
 
-/* hosts, the speaker of a plan, which is open: nothing else is signed. */
+/* backend hosts: announces a plan, whose signature contains nothing else. The control warp. */
 __device__ __forceinline__ void announce_plan_start(const p2p_self &self, OpState &op)
 {
     if (!HOSTS || !is_announcer(true)) return;
@@ -151,7 +162,7 @@ __device__ __forceinline__ void announce_plan_start(const p2p_self &self, OpStat
     announce_start(self, op);
 }
 
-/* The speaker: the running operation, but for its signature and boxes. */
+/* Sets the state of the operation, except signature and staging. The control warp. */
 __device__ __forceinline__ void open_lowlat(OpState &op, const p2p_self &self,
                                             const StartState &opening, int32_t tokens,
                                             int32_t capacity, int32_t rows)
@@ -171,13 +182,14 @@ __device__ __forceinline__ void open_lowlat(OpState &op, const p2p_self &self,
     __syncwarp();
 }
 
-/* The speaker: where rows are. */
+/* Sets the staging. The control warp. */
 __device__ __forceinline__ void find_lowlat_boxes(OpState &op, const p2p_self &self)
 {
     if (lane_id() < self.num_ranks) find_boxes(self, op, lane_id());
 }
 
-/* One warp, lane = rank: all that the announcements say beside; zeros past the ranks. */
+/* Waits for the sizes that the ranks announce; lane = rank. One warp. Lanes past the ranks get
+ * zeros. */
 __device__ __forceinline__ bool wait_sizes(const p2p_self &self, const OpState &op,
                                            int32_t &tokens, int32_t &capacity, int32_t &rows)
 {
@@ -201,8 +213,8 @@ __device__ __forceinline__ bool wait_sizes(const p2p_self &self, const OpState &
     return ok;
 }
 
-/* Every thread, when the CTA has met: this CTA has begun.  The speaker counts: workers have rows to
- * send. */
+/* Counts that this CTA has started, after its barrier. The control warp does it, because
+ * workers have rows to send. */
 __device__ __forceinline__ void count_started_cta(const p2p_self &self, const OpState &op)
 {
     if (threadIdx.x != LOWLAT_WORKERS * WARP) return;
@@ -210,7 +222,8 @@ __device__ __forceinline__ void count_started_cta(const p2p_self &self, const Op
     report_overlap(op);
 }
 
-/* hosts, in place of that: every warp, when it has shipped what it has to. */
+/* backend hosts, in place of that: a warp counts itself when it has posted all its puts. Every
+ * warp. */
 __device__ __forceinline__ void count_posted_warp(const p2p_self &self)
 {
     if (!HOSTS || lane_id() != 0) return;
@@ -218,9 +231,10 @@ __device__ __forceinline__ void count_posted_warp(const p2p_self &self)
     atomicAdd(&control_of(self)->done, 1u);
 }
 
-/* The speaker of the last CTA, once it has announced: waits for the peers' announcements, then
- * counts the operation when no CTA reads the epoch any more.  hosts: when all warps have shipped the
- * net hears of the epoch's end, beside that; `are_copied`: announcements have been brought to the heap. */
+/* Ends the operation: waits for the peers' announcements and until no CTA reads the epoch any
+ * more, then counts the operation. backend hosts: when all warps have posted their puts, posts
+ * the end of the epoch. The control warp of the last CTA. `are_copied`: announcements have been
+ * copied to the heap. */
 __device__ __forceinline__ void finish_lowlat(const p2p_self &self, OpState &op,
                                               const StartState &opening, bool are_copied)
 {
@@ -230,7 +244,8 @@ __device__ __forceinline__ void finish_lowlat(const p2p_self &self, OpState &op,
                                          gridDim.x * (HOSTS ? blockDim.x / WARP : 1)) != 0;
     };
 #ifdef EPIC_HOSTS
-    if (opening.said) { /* who is late may find that all has come, and the group broken */
+    /* a late rank may find that everything has arrived and the group is broken */
+    if (opening.said) {
         op.aborted_wait = WAIT_ABORTED(-1, P2P_PHASE_ARRIVE);
         return;
     }
@@ -245,8 +260,8 @@ __device__ __forceinline__ void finish_lowlat(const p2p_self &self, OpState &op,
     if (lane_id() == 0) complete_operation(control, op);
 }
 
-/* The speaker: has every rank rows for the slots that the plan gives it?  true too if the group is
- * broken. */
+/* Has every rank rows for the slots that the plan gives it? Returns true if the group is
+ * broken. The control warp. */
 __device__ __forceinline__ bool have_all_rows(const p2p_self &self, const OpState &op,
                                               const device_plan_header &h)
 {
@@ -256,8 +271,8 @@ __device__ __forceinline__ bool have_all_rows(const p2p_self &self, const OpStat
            __all_sync(ALL_LANES, q >= num_ranks || h.slots_of[q] <= rows) != 0;
 }
 
-/* Every thread of `ctas` CTAs, at the end of all they store: true in the one that was the last to
- * come. */
+/* Returns true in the CTA that ends last among `ctas` CTAs. All their threads, after their last
+ * store. */
 static __device__ bool is_last_cta_to_end(OpState &op, int ctas)
 {
     if (threadIdx.x == 0) {
@@ -269,7 +284,7 @@ static __device__ bool is_last_cta_to_end(OpState &op, int ctas)
     return op.last != 0;
 }
 
-/* The same of all CTAs, when somebody has too few rows, of which it tells. */
+/* Like is_last_cta_to_end(), for all CTAs if a rank has too few rows; reports which one. */
 static __device__ bool is_last_cta_of_overflow(OpState &op, const device_plan_header &h)
 {
     if (is_last_cta_to_end(op, (int)gridDim.x))
@@ -277,7 +292,7 @@ static __device__ bool is_last_cta_of_overflow(OpState &op, const device_plan_he
     return op.last != 0;
 }
 
-/* Every thread, at the end. */
+/* Reports a wait that was given up. All threads, at the end. */
 __device__ __forceinline__ void end_lowlat(OpState &op)
 {
     __syncthreads();

@@ -1,58 +1,66 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The plan of few tokens.  Every rank tells every other one the ids of all its choices, and each CTA
- * makes the whole plan by itself in shared memory: for each expert and 32 tokens of a rank a mask of
- * those that chose it, how many there are before, and where the expert's slab begins.  So there is
- * one hop, no count travels, and whatever all ranks must decide alike they decide on the same
- * numbers.  A token that chooses an expert twice does not fit the masks: then choices are counted
- * one by one, slowly; or, where ids are promised to be distinct, it is wrong data.
+/* The plan of few tokens. Every rank sends the ids of all its choices to every rank, and each
+ * CTA makes the whole plan by itself in shared memory:
  *
- * Ids travel as stamped words of two, four ids side by side.  A rank does so if it has few tokens;
- * if it hears that another one has more, which will wait for counts, it gives up its tables, counts as
- * that one does (plan/planner.cuh), and takes records.
+ *   masks    for each expert and 32 tokens of a rank: which of them chose the expert
+ *   before   choices of the expert in earlier groups of tokens
+ *   start    where the slab of the expert begins
  *
- * A CTA meets three times: when all ids are there, when each warp has counted its experts, and when
- * slabs have their places.  Nothing else is waited for, so what one warp has to do is done beside:
- * by the speakers, each CTA's another part. */
+ * So a plan takes one hop, no counts travel, and all ranks decide on equal numbers. A token
+ * that chooses an expert twice does not fit the masks; then choices are counted one by one,
+ * slowly. Where ids are promised to be distinct, it is an error in the data.
+ *
+ * Ids travel as stamped words of two ids; a lane handles four. A rank uses this planner if it
+ * has few tokens. If another rank has more, that rank waits for counts; then this rank drops
+ * its tables, counts like that one (plan/planner.cuh), and receives records ("mixed" below).
+ *
+ * A CTA has three barriers: when all ids have arrived, when each warp has counted its experts,
+ * and when slabs are placed. Work for one warp is done by control warps meanwhile, a different
+ * part in each CTA. */
 #ifndef EPIC_LOWLAT_PLAN_CUH
 #define EPIC_LOWLAT_PLAN_CUH
 
 #include "cuda/dispatch/dispatch.cuh"
 #include "cuda/lowlat/lowlat.cuh"
 
-#define LOWLAT_NO_ID 0xffffu      /* an id that chooses nobody, */
-#define LOWLAT_INVALID_ID 0xfffeu /* that is no expert's */
-#define LOWLAT_LANE_IDS 4         /* side by side */
-/* With ids, at most 8192 of at most 4096 tokens, made up to multiples of four. */
+#define LOWLAT_NO_ID 0xffffu      /* the id of a choice without expert */
+#define LOWLAT_INVALID_ID 0xfffeu /* the id of a choice that is out of range */
+#define LOWLAT_LANE_IDS 4         /* ids per lane */
+/* Largest tables. With ids: at most 8192, of at most 4096 tokens, rounded up to multiples of
+ * four. */
 #define LOWLAT_PLAN_MAX_BYTES \
     (P2P_LOWLAT_MASKS * 6 + LOWLAT_WORKERS * WARP * 8 + P2P_LOWLAT_CHOICES * 2 * 2 + 16)
 
-struct PlanVerdict { /* on a plan, the same on all ranks */
+struct PlanVerdict { /* the result of a plan, equal on all ranks */
     uint32_t result;
-    bool short_of_rows; /* the plan is good, and some rank has fewer rows than slots */
+    bool short_of_rows; /* the plan is valid, but a rank has fewer rows than slots */
 };
 
-struct LowlatPlan { /* in shared memory; the arrays in dynamic shared memory */
-    Planner p; /* load, start, capacity, bad_ranks and header as every plan has them, but that
-                         slabs begin behind those of the ranks below */
+/* tables of the plan, in shared memory; the arrays in dynamic shared memory */
+struct LowlatPlan {
+    /* load, start, capacity, bad_ranks and header as in every plan, except that start counts
+     * the slots of all ranks */
+    Planner p;
     uint32_t *mask;   /* [groups][num_experts] tokens of the group that chose the expert */
-    uint16_t *before; /* [groups][num_experts] choices of it in the groups before */
+    uint16_t *before; /* [groups][num_experts] choices of the expert in earlier groups */
     uint16_t *id;     /* [num_ranks][most][fours * LOWLAT_LANE_IDS] */
     int32_t tokens[DEVICE_MAX_RANKS];
-    int32_t rows[DEVICE_MAX_RANKS]; /* that the ranks have room for */
-    uint32_t bad[DEVICE_MAX_RANKS]; /* the first choice that is no expert, or NO_INDEX */
-    int32_t upto[LOWLAT_WORKERS];   /* rows of a warp's experts */
+    int32_t rows[DEVICE_MAX_RANKS]; /* rows that the ranks have room for */
+    uint32_t bad[DEVICE_MAX_RANKS]; /* first choice with an invalid id, or NO_INDEX */
+    int32_t upto[LOWLAT_WORKERS];   /* rows of the experts of each warp */
     int32_t slots;                  /* of all ranks */
-    int32_t most, groups;           /* tokens of a rank */
-    int32_t experts, top_k, fours;  /* of the layer */
+    int32_t most, groups;           /* tokens of a rank at most; groups of them */
+    int32_t experts, top_k, fours;  /* of the layer; fours: lanes per token */
     bool twice;                     /* some token chose an expert twice */
-    bool has_large_rank;            /* some rank has more tokens than few */
+    bool has_large_rank;            /* some rank has more tokens than this planner takes */
 
+    /* Index of a token's first id. */
     __device__ __forceinline__ int first_id_index(int rank, int32_t token) const
     {
         return (rank * most + token) * fours * LOWLAT_LANE_IDS;
     }
-    /* The slot of choice k on its expert's rank, whose first expert is `first`; slots are in the
-     * order of rank, token and k. */
+    /* The slot of choice k on its expert's rank, whose first expert is `first`. Slots are in
+     * the order of rank, token and k. */
     __device__ __forceinline__ int32_t slot_of(int rank, int32_t token, int k, int e,
                                                int first) const
     {
@@ -61,7 +69,7 @@ struct LowlatPlan { /* in shared memory; the arrays in dynamic shared memory */
         if (!twice) return begin + before[at] + __popc(mask[at] & ((1u << token % WARP) - 1));
         return begin + count_before(rank, token * fours * LOWLAT_LANE_IDS + k, (uint16_t)e);
     }
-    /* Choices of the expert by ranks below, and by the first `choices` of that rank. */
+    /* Choices of the expert on lower ranks, and among the first `choices` of `rank`. */
     __device__ __noinline__ int count_before(int rank, int choices, uint16_t expert) const
     {
         int count = 0;
@@ -76,7 +84,7 @@ struct LowlatPlan { /* in shared memory; the arrays in dynamic shared memory */
     {
         return k < top_k ? id[first_id_index(rank, token) + k] : LOWLAT_NO_ID;
     }
-    /* The slot of the token's choice k if that is here, or -1. */
+    /* The slot of the token's choice k if its expert is here, else -1. */
     __device__ __forceinline__ int32_t slot_here(const p2p_plan_job &job, int rank,
                                                  int32_t token, int k) const
     {
@@ -85,13 +93,14 @@ struct LowlatPlan { /* in shared memory; the arrays in dynamic shared memory */
         const bool here = e - (uint32_t)first < (uint32_t)job.block;
         return here ? slot_of(rank, token, k, (int)e, first) : -1;
     }
-    /* Where rank q's slabs begin among all; q = num_ranks: how many slots there are. */
+    /* Slots of all ranks below q; all slots for q = num_ranks. */
     __device__ __forceinline__ int32_t slots_before(const p2p_plan_job &job, int q) const
     {
         const int e = q * job.block;
         return e < experts ? p.start[e] : slots;
     }
-    /* One warp writes what the plan says of a token; lane k: the slot of choice k here. */
+    /* Writes the words of the plan about a token. One warp; lane k has the slot of choice k
+     * here. */
     __device__ __forceinline__ void store_token(const p2p_plan_job &job, int rank,
                                                 int32_t token, int32_t slot, uint32_t here,
                                                 uint32_t result) const
@@ -115,11 +124,13 @@ struct LowlatPlan { /* in shared memory; the arrays in dynamic shared memory */
     }
 };
 
+/* Lanes per token. */
 __host__ __device__ __forceinline__ int fours_of(const epic_layer &layer)
 {
     return ((int)layer.top_k + LOWLAT_LANE_IDS - 1) / LOWLAT_LANE_IDS;
 }
 
+/* Dynamic shared memory of the planner, enough for the other planner, too. */
 static inline int lowlat_plan_bytes(const p2p_plan_job &job)
 {
     const int64_t ranks = job.self.num_ranks, experts = job.layer.num_experts;
@@ -130,7 +141,7 @@ static inline int lowlat_plan_bytes(const p2p_plan_job &job)
     return bytes > other ? bytes : other;
 }
 
-/* Every thread, before the CTA meets: room for the tables, empty. */
+/* Sets up empty tables. All threads, before the first barrier. */
 static __device__ void open_tables(LowlatPlan &f, const p2p_plan_job &job, uint8_t *memory)
 {
     const int experts = (int)job.layer.num_experts, ranks = job.self.num_ranks;
@@ -158,7 +169,7 @@ static __device__ void open_tables(LowlatPlan &f, const p2p_plan_job &job, uint8
     f.twice = f.has_large_rank = false;
 }
 
-/* A choice as it is read; nothing is worked out of it, which would wait for it. */
+/* An id as it is loaded. Nothing is computed from it yet, which would wait for the load. */
 struct RawId {
     uint32_t low, high; /* high: of int64 ids */
 };
@@ -177,6 +188,7 @@ __device__ __forceinline__ RawId raw_id(const p2p_plan_job &job, int32_t token, 
     return id;
 }
 
+/* A 16-bit id, or LOWLAT_NO_ID, or LOWLAT_INVALID_ID. */
 __device__ __forceinline__ uint32_t encode_id(const p2p_plan_job &job, RawId id)
 {
     const int32_t sign = (int32_t)(job.has_int64_ids ? id.high : id.low);
@@ -190,8 +202,8 @@ __device__ __forceinline__ uint32_t two_ids(const p2p_plan_job &job, RawId low, 
     return encode_id(job, low) | encode_id(job, high) << 16;
 }
 
-/* Where a rank's words about a token are in the heap; hosts: tokens lie side by side, so that those
- * of some tokens are one piece. */
+/* The words in a heap with the ids of a rank's token. backend hosts: those of consecutive
+ * tokens are adjacent, so that one put copies several. */
 __device__ __forceinline__ uint64_t *id_words(const p2p_plan_job &job, const OpState &op,
                                               uint8_t *heap, int rank, int32_t token)
 {
@@ -202,23 +214,24 @@ __device__ __forceinline__ uint64_t *id_words(const p2p_plan_job &job, const OpS
            (HOSTS ? token * 2 * fours_of(job.layer) : 0);
 }
 
-/* A speaker tells all peers the ids of some of this rank's tokens, of several at a time: lanes are
- * (token, word).  The first ones are read, and made words of, before anything else is known. */
+/* A control warp sends the ids of some of this rank's tokens to all peers, several tokens at a
+ * time; a lane has one word of one token. The first words are made before anything else is
+ * known. */
 struct IdSender {
     const p2p_plan_job &job;
-    const int words, bits; /* of a token */
-    int32_t token;         /* this lane's */
+    const int words, bits; /* words per token, and their bits */
+    int32_t token;         /* token of this lane */
     const int32_t step;
     RawId low, high;
     uint32_t both;
 
-    __device__ __forceinline__ IdSender(const p2p_plan_job &plan, const CtaRange &ctas_of_plan,
+    __device__ __forceinline__ IdSender(const p2p_plan_job &plan, const CtaRange &planning_ctas,
                                         bool tells)
         : job(plan), words(2 * fours_of(plan.layer)), bits(bits_of(words)),
-          token((((int)blockIdx.x - ctas_of_plan.first) << (5 - bits)) + (lane_id() >> bits)),
-          step(ctas_of_plan.ctas << (5 - bits))
+          token((((int)blockIdx.x - planning_ctas.first) << (5 - bits)) + (lane_id() >> bits)),
+          step(planning_ctas.ctas << (5 - bits))
     {
-        if (!tells || !is_control_warp() || !ctas_of_plan.contains_this_cta() ||
+        if (!tells || !is_control_warp() || !planning_ctas.contains_this_cta() ||
             word_of_lane() >= words)
             token = job.num_tokens;
         read_ids();
@@ -238,7 +251,7 @@ struct IdSender {
         if (token < job.num_tokens) both = two_ids(job, low, high);
     }
 #ifdef EPIC_HOSTS
-    /* What was made: all lanes at once, as the first one ships for all. */
+    /* Sends all words. All lanes work together, because the first lane posts the put. */
     __device__ __forceinline__ void send_ids(const OpState &op)
     {
         const p2p_self &self = job.self;
@@ -256,7 +269,7 @@ struct IdSender {
         }
     }
 #else
-    /* What was made. */
+    /* Sends all words. */
     __device__ __forceinline__ void send_ids(const OpState &op)
     {
         const p2p_self &self = job.self;
@@ -275,7 +288,7 @@ struct IdSender {
 #endif
 };
 
-/* One choice of the tables; true: the token has chosen that expert before. */
+/* Marks a choice in the tables. Returns true if the token has chosen the expert before. */
 __device__ __forceinline__ bool mark_choice(LowlatPlan &f, int rank, int32_t token, int k,
                                             uint32_t e)
 {
@@ -286,7 +299,7 @@ __device__ __forceinline__ bool mark_choice(LowlatPlan &f, int rank, int32_t tok
             bit) != 0;
 }
 
-/* Four ids of a token. */
+/* Marks four choices of a token. */
 __device__ __forceinline__ void mark_four_choices(LowlatPlan &f, int rank, int32_t token,
                                                   int four, const uint32_t (&ids)[2])
 {
@@ -300,8 +313,8 @@ __device__ __forceinline__ void mark_four_choices(LowlatPlan &f, int rank, int32
     if (twice) f.twice = true;
 }
 
-/* The workers: all ids of all ranks, four a lane.  The last warps begin, as the first ones have rows
- * to send.  A lane's ids are all of one rank. */
+/* Waits for the ids of all ranks and marks them, four per lane. Workers; the last warps begin,
+ * because the first ones have rows to send. The ids of a lane are all of one rank. */
 static __device__ bool gather_ids(LowlatPlan &f, const p2p_plan_job &job, const OpState &op)
 {
     const p2p_self &self = job.self;
@@ -313,7 +326,8 @@ static __device__ bool gather_ids(LowlatPlan &f, const p2p_plan_job &job, const 
     const bool own = rank == self.rank, in = four < fours && rank < self.num_ranks;
     const int32_t step = LOWLAT_WORKERS * WARP >> (four_bits + rank_bits);
     int32_t token = first >> (four_bits + rank_bits);
-    int32_t known = own ? job.num_tokens : in ? -1 : 0; /* its tokens */
+    /* number of tokens of the rank; -1: not known */
+    int32_t known = own ? job.num_tokens : in ? -1 : 0;
     const uint64_t *said = announcement_words(self, op, self.heap[self.rank], in ? rank : 0) +
                            P2P_ANNOUNCED_TOKENS;
     for (; !__all_sync(ALL_LANES, token >= (known < 0 ? f.most : known)); token += step) {
@@ -334,7 +348,7 @@ static __device__ bool gather_ids(LowlatPlan &f, const p2p_plan_job &job, const 
                 load_two_words(from, a, b);
                 const uint64_t tokens = known < 0 ? load_relaxed(said) : 0;
                 if (known < 0 && is_stamped(op, tokens)) known = (int32_t)(uint32_t)tokens;
-                if (known > f.most) known = 0; /* it sends none */
+                if (known > f.most) known = 0; /* that rank sends no ids */
                 ids[0] = (uint32_t)a;
                 ids[1] = (uint32_t)b;
                 waits =
@@ -349,7 +363,7 @@ static __device__ bool gather_ids(LowlatPlan &f, const p2p_plan_job &job, const 
     return true;
 }
 
-/* The speaker: what else the announcements say. */
+/* Waits for the other words of the announcements. The control warp. */
 static __device__ bool gather_sizes(LowlatPlan &f, const p2p_self &self, const OpState &op)
 {
     int32_t tokens, capacity, rows;
@@ -363,13 +377,12 @@ static __device__ bool gather_sizes(LowlatPlan &f, const p2p_self &self, const O
     return true;
 }
 
-/* Every thread: choices of each expert, then where the slabs begin.  Two barriers. */
+/* Counts the choices of each expert, then places the slabs. All threads; two barriers. */
 static __device__ void compute_slabs(LowlatPlan &f, const p2p_plan_job &job)
 {
     const int experts = f.experts, ranks = job.self.num_ranks;
     const int e = (int)threadIdx.x, warp = e / WARP;
-    const bool counts =
-        warp * WARP < experts; /* all warps together have few instructions a time */
+    const bool counts = warp * WARP < experts; /* fewer warps run faster */
     int32_t rows = 0, upto = 0;
     if (e < experts) {
         int32_t run = 0;
@@ -400,20 +413,20 @@ static __device__ void compute_slabs(LowlatPlan &f, const p2p_plan_job &job)
     __syncthreads();
 }
 
-/* One warp, lane = rank: slots that the rank needs. */
+/* Slots that rank q needs; lane = rank. One warp. */
 __device__ __forceinline__ int32_t needed_by(const LowlatPlan &f, const p2p_plan_job &job,
                                              int q)
 {
     return q < job.self.num_ranks ? f.slots_before(job, q + 1) - f.slots_before(job, q) : 0;
 }
 
-/* Any thread: slots on this rank. */
+/* Slots that this rank needs. Any thread. */
 __device__ __forceinline__ int32_t needed_here(const LowlatPlan &f, const p2p_plan_job &job)
 {
     return f.slots_before(job, job.self.rank + 1) - f.slots_before(job, job.self.rank);
 }
 
-/* One warp.  `moves`: rows come too. */
+/* The result of the plan. One warp. `moves`: rows are moved, too. */
 static __device__ PlanVerdict judge_plan(const LowlatPlan &f, const p2p_plan_job &job,
                                          bool moves)
 {
@@ -432,8 +445,8 @@ static __device__ PlanVerdict judge_plan(const LowlatPlan &f, const p2p_plan_job
             !any_bad && !any_over};
 }
 
-/* Every thread, of a layer whose ids are distinct: finds the first choice of each rank that is not,
- * which no order of the threads may decide. */
+/* Finds the first repeated id of each rank, whatever the order of threads, for a layer with
+ * distinct ids. All threads. */
 static __device__ __noinline__ void find_duplicates(LowlatPlan &f, int ranks)
 {
     const int each = f.fours * LOWLAT_LANE_IDS;
@@ -447,11 +460,11 @@ static __device__ __noinline__ void find_duplicates(LowlatPlan &f, int ranks)
 }
 
 #ifdef EPIC_HOSTS
-/* What ranks of other hosts say comes to the inbox.  That may be host memory, where the polls of many
- * warps are served one after the other; so *porters* alone poll it, and bring what has come to the same
- * places of the heap, where all others wait for it.
+/* backend hosts: words of other hosts arrive in the net inbox. That may be host memory, where
+ * the polls of many warps are served one after the other. So only *inbox pollers* poll it; they
+ * copy what has arrived to the same places of the heap, where all other warps wait for it.
  *
- * One warp: announcements. */
+ * Copies the announcements. One warp. */
 static __device__ bool copy_announcements(const p2p_self &self, const OpState &op)
 {
     const int q = lane_id() < self.num_ranks ? lane_id() : self.rank;
@@ -471,7 +484,8 @@ static __device__ bool copy_announcements(const p2p_self &self, const OpState &o
     });
 }
 
-/* Warp `part` of `parts`: ids, two words a lane.  How many come the announcement says. */
+/* Copies ids, two words per lane. Warp `part` of `parts`. The announcement has the number
+ * of tokens. */
 static __device__ bool copy_ids(const p2p_plan_job &job, const OpState &op, int part, int parts)
 {
     const p2p_self &self = job.self;
@@ -505,7 +519,8 @@ static __device__ bool copy_ids(const p2p_plan_job &job, const OpState &op, int 
     return true;
 }
 
-/* Every warp of the last CTA, which takes nothing; or the speaker of the only one. */
+/* Polls the inbox. Every warp of the last CTA, which receives nothing; or the control warp of
+ * the only CTA. */
 static __device__ bool poll_inbox(const p2p_plan_job &job, const OpState &op)
 {
     const bool alone = gridDim.x == 1;
@@ -526,7 +541,7 @@ enum LowlatPlanState {
     LOWLAT_PLAN_MIXED /* some rank has more tokens */
 };
 
-/* Every thread. */
+/* Makes the plan in the tables. All threads. */
 static __device__ LowlatPlanState make_lowlat_plan(LowlatPlan &f, const p2p_plan_job &job,
                                                    const OpState &op)
 {
@@ -539,8 +554,8 @@ static __device__ LowlatPlanState make_lowlat_plan(LowlatPlan &f, const p2p_plan
     return LOWLAT_PLAN_MADE;
 }
 
-/* Every thread of every CTA that plans: together with ranks that have more tokens.  false: the group
- * is broken. */
+/* Makes the plan together with ranks that have more tokens. All threads of every CTA that
+ * plans. false: the group is broken. */
 static __device__ __noinline__ bool make_mixed_plan(LowlatPlan &f, const p2p_plan_job &job,
                                                     const OpState &op, uint8_t *memory)
 {
@@ -548,7 +563,8 @@ static __device__ __noinline__ bool make_mixed_plan(LowlatPlan &f, const p2p_pla
     return __syncthreads_and(ok) != 0;
 }
 
-/* One speaker, while the ids are on their way: what the plan says whatever they are. */
+/* Fills in the header fields that do not depend on the ids, while ids are under way. One
+ * control warp. */
 static __device__ void begin_header(LowlatPlan &f, const p2p_plan_job &job, const OpState &op)
 {
     if (lane_id() == 0) {
@@ -559,7 +575,7 @@ static __device__ void begin_header(LowlatPlan &f, const p2p_plan_job &job, cons
     __syncwarp();
 }
 
-/* The same one: the rest of the header, and what is told of wrong data. */
+/* Fills in the rest of the header, writes it, and reports wrong data. The same control warp. */
 static __device__ void end_header(LowlatPlan &f, const p2p_plan_job &job, const OpState &op,
                                   uint32_t result)
 {
@@ -582,7 +598,7 @@ static __device__ void end_header(LowlatPlan &f, const p2p_plan_job &job, const 
         report_overflow(f.p, job, op);
 }
 
-/* One speaker: what the plan and the caller are told of the experts here. */
+/* Writes the plan's tables of local experts and the caller's counts. One control warp. */
 static __device__ void write_slabs(const LowlatPlan &f, const p2p_plan_job &job,
                                    uint32_t result)
 {
@@ -603,14 +619,15 @@ static __device__ void write_slabs(const LowlatPlan &f, const p2p_plan_job &job,
     }
 }
 
-/* The speakers of the first two CTAs of the ctas_of_plan that made the plan, or of its only one. */
+/* Writes the header and the slabs: the control warps of the first two CTAs that made the plan,
+ * or of the only one. */
 static __device__ void write_lowlat_plan(LowlatPlan &f, const p2p_plan_job &job,
-                                         const OpState &op, const CtaRange &ctas_of_plan,
+                                         const OpState &op, const CtaRange &planning_ctas,
                                          uint32_t result)
 {
-    const int part = (int)blockIdx.x - ctas_of_plan.first;
+    const int part = (int)blockIdx.x - planning_ctas.first;
     if (part == 0) end_header(f, job, op, result);
-    if (part == (ctas_of_plan.ctas > 1)) write_slabs(f, job, result);
+    if (part == (planning_ctas.ctas > 1)) write_slabs(f, job, result);
 }
 
 #endif

@@ -1,22 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The units of combine of few tokens: aligned rows, sums by rank, a vector for each lane.  Rows of a
- * unit are asked for side by side, up to eight, and those of a warp's first unit before the plan's
- * header has been checked; sums and their order are those of combine/plain.cuh.  EXACT: all
- * lanes of every piece are in the row. */
+/* The units of combine of few tokens: aligned rows, sums by rank, one vector per lane. The rows
+ * of a unit are loaded together, up to eight, and those of a warp's first unit before the
+ * plan's header has been checked. Sums and their order are those of combine/plain.cuh. EXACT:
+ * all lanes of every piece are in the row. */
 #ifndef EPIC_LOWLAT_SUM_CUH
 #define EPIC_LOWLAT_SUM_CUH
 
 #include "cuda/combine/plain.cuh"
 #include "cuda/lowlat/lowlat.cuh"
 
-#define LOWLAT_LOADED_ROWS 8 /* of a token, on their way side by side */
+#define LOWLAT_LOADED_ROWS 8 /* rows of a token that are loaded together */
 
 struct SlotRows {
     uint4 q[LOWLAT_LOADED_ROWS];
     float weight; /* of this lane's slot */
 };
 
-/* This lane's vector of a unit's piece, and is there one? */
+/* Number of this lane's vector of the unit's piece. */
 __device__ __forceinline__ int32_t vector_of(const Unit &u)
 {
     return u.piece * WARP + lane_id();
@@ -28,7 +28,7 @@ __device__ __forceinline__ bool in_row(const CombineState &c, const Unit &u)
     return EXACT || vector_of(u) < c.shape.vectors;
 }
 
-/* Those of slots [from, from + LOWLAT_LOADED_ROWS), of `count`. */
+/* Loads the rows of slots [from, from + LOWLAT_LOADED_ROWS) of `count`. */
 template <bool EXACT>
 __device__ __forceinline__ void load_slot_rows(const CombineState &c, SlotRows &rows,
                                                const Unit &u, int count, int from)
@@ -58,21 +58,21 @@ __device__ __forceinline__ void add_loaded(const SlotRows &rows, float (&acc)[1]
     }
 }
 
-/* Does the unit have its slots in the lowest lanes, as every record does?  Anything may lie where a
- * record is read before the plan's header has been checked. */
+/* Are the unit's slots in the lowest lanes, as in every record? Before the plan's header has
+ * been checked, a record may contain anything. */
 __device__ __forceinline__ bool has_slots_in_low_lanes(const Unit &u)
 {
     const uint32_t lanes = __ballot_sync(ALL_LANES, u.slot >= 0);
     return (lanes & (lanes + 1)) == 0;
 }
 
-/* Slots of the unit here: those of the lowest lanes. */
+/* Number of the unit's slots here. */
 __device__ __forceinline__ int num_slots_of(const Unit &u)
 {
     return __popc(__ballot_sync(ALL_LANES, u.slot >= 0));
 }
 
-/* What is asked for at once of a unit, whose slots are known. */
+/* Loads weight and first rows of a unit whose slots are known. */
 template <bool EXACT>
 __device__ __forceinline__ void load_unit_rows(const CombineState &c, SlotRows &rows,
                                                const Unit &u)
@@ -81,7 +81,7 @@ __device__ __forceinline__ void load_unit_rows(const CombineState &c, SlotRows &
     load_slot_rows<EXACT>(c, rows, u, num_slots_of(u), 0);
 }
 
-/* This rank's partial, in ascending k, of `count` slots. */
+/* This rank's partial of `count` slots, in ascending k. */
 template <class ROW, bool EXACT>
 __device__ __forceinline__ uint4 sum_loaded(const CombineState &c, SlotRows &rows,
                                             const Unit &u, int count)
@@ -120,8 +120,8 @@ template <class ROW> __device__ __forceinline__ void add_to(float (&total)[ROW::
     for (int e = 0; e < ROW::N; e++) total[e] += x[e];
 }
 
-/* Adds the partials of the ranks in `touched`, in their order, SIDE side by side; each is taken as it
- * comes. */
+/* Adds the partials of the ranks in `touched` in their order, SIDE at a time; waits for each.
+ */
 template <class ROW, bool EXACT, int SIDE>
 __device__ __forceinline__ bool add_by_rank(const CombineState &c, const Unit &u,
                                             uint32_t touched, uint4 own, float (&total)[ROW::N])

@@ -1,25 +1,34 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What goes to other hosts.  The library of backend hosts is compiled with EPIC_HOSTS; in p2p's
- * nothing of this is left.
+/* Puts to other hosts, for the library of backend hosts; in p2p all functions are empty.
  *
- * A peer's heap cannot be written there: `heap[q]` is this rank's own *outbox*, laid out as a heap.
- * Kernels store into it as into a peer's, then post_put() what they have stored: an entry in a ring in
- * host memory.  One thread of the rank (src/backend/hosts/proxy.c) gives it to the net, and the
- * words come to the same places of the peer's heap, in any order.  So what all peers are told alike
- * lies in the outbox once, and what they are told num_send_only_ctas is numbered by distance (source_number).
+ * A kernel cannot write the heap of a peer on another host. For such a peer, heap[q] is this
+ * rank's own *outbox*, laid out as a heap. A kernel stores into the outbox and calls
+ * post_put(), which appends an entry to a ring in host memory. The rank's proxy thread
+ * (src/backend/hosts/proxy.c) passes it to the net, which copies the words to the same offsets of the
+ * peer's inbox, in any order.
  *
- * Two things are asked of kernels that p2p does not need:
- *   - Whatever is shipped in an epoch is taken in that epoch, by waiting for it: a word that nobody
- *     waits for might land two epochs later, over the one that is there then.
- *   - Words of 8 bytes are shipped, whole: so a token's floats begin at even places.
- * An outbox of this parity may be written once the net has read all of it (`freed`). */
+ *   kernel warp       stores words into the outbox (relaxed), __syncwarp
+ *   one lane          __threadfence_system, then stores the entry: a reader of
+ *                     the entry sees the words
+ *   proxy thread      polls the entry, starts the put
+ *   peer's warp       polls its inbox: every word is its own flag
+ *
+ * Words that are equal for all peers are in the outbox once. Words that differ are indexed by
+ * distance (source_number).
+ *
+ * Kernels of backend hosts follow two rules that p2p does not need. (1) Every word that arrives
+ * in an epoch is waited for in that epoch; an unread word could arrive two epochs later and
+ * overwrite a newer one. (2) The net copies whole words of 8 bytes, so the floats of a token
+ * begin at even indices.
+ *
+ * The outbox of one parity may be written again when the net has read all of it (`freed`). */
 #ifndef EPIC_NET_CUH
 #define EPIC_NET_CUH
 
 #include "cuda/common/wait.cuh"
 
-/* A net takes a while: what is received must be far enough behind what is sent for it to be full,
- * and for the thread to find rows that lie one after the other. */
+/* A lag that suits a net: receiving stays far enough behind sending for the net to be busy, and
+ * for the proxy to find rows that lie next to each other. */
 static inline int32_t lag_for_net(const p2p_self &self, int32_t lag, int32_t num_tokens)
 {
     const int32_t window = net_window(self);
@@ -29,19 +38,19 @@ static inline int32_t lag_for_net(const p2p_self &self, int32_t lag, int32_t num
 
 #ifdef EPIC_HOSTS
 
-/* One thread: is there room in the ring for entry number `place`? */
+/* Does the ring have room for entry number `place`? One thread. */
 __device__ __forceinline__ bool ring_has_room(const OpState &op, uint64_t place)
 {
     p2p_control *control = control_of(op);
     if (place < load_relaxed(&control->room)) return true;
     if (!poll_permit(&control->room_polled_at, 1)) return false;
     const uint64_t room = load_relaxed(&op.self->ring.words->taken) + P2P_RING_ENTRIES;
-    store_relaxed(&control->room, room); /* an older one is as true */
+    store_relaxed(&control->room, room); /* an older value is also correct */
     return place < room;
 }
 
-/* One thread: an entry takes its place.  When the group is broken, what does not fit is lost: nobody
- * will look at it.  `room`: as it was a while ago. */
+/* Takes the next place of the ring for an entry and stores it. One thread. `room`: an earlier
+ * value of the ring's room. In a broken group an entry that has no room is dropped. */
 __device__ __forceinline__ void write_entry(const OpState &op, uint64_t entry,
                                             uint64_t *entries, uint64_t room)
 {
@@ -52,8 +61,8 @@ __device__ __forceinline__ void write_entry(const OpState &op, uint64_t entry,
     store_relaxed(entries + place % P2P_RING_ENTRIES, entry | P2P_ENTRY_LAP(place));
 }
 
-/* One thread: what it has stored, or seen stored, is there for whoever reads the entry.  What can be
- * read before the fence is, as it takes no time beside it. */
+/* Posts an entry. One thread. The system fence orders all stores that this thread made or has
+ * seen before the entry. Words that do not depend on the fence are loaded before it. */
 static __device__ __noinline__ void post_entry(const OpState &op, uint64_t entry)
 {
     uint64_t *entries = op.self->ring.entries;
@@ -62,7 +71,8 @@ static __device__ __noinline__ void post_entry(const OpState &op, uint64_t entry
     write_entry(op, entry, entries, room);
 }
 
-/* One thread: `bytes` that are stored for rank q go.  Nothing to do for ranks of this host. */
+/* Posts the put of `bytes` that were stored for rank q at `from`. One thread. Does nothing if q
+ * is on this host. */
 __device__ __forceinline__ void post_put(const OpState &op, int q, const void *from,
                                          uint32_t bytes)
 {
@@ -72,7 +82,7 @@ __device__ __forceinline__ void post_put(const OpState &op, int q, const void *f
     post_entry(op, P2P_ENTRY(q, word, bytes / 8));
 }
 
-/* One warp: what its lanes have stored. */
+/* Posts the put of what the lanes of a warp have stored. The whole warp. */
 __device__ __forceinline__ void post_put_warp(const OpState &op, int q, const void *from,
                                               uint32_t bytes)
 {
@@ -80,8 +90,8 @@ __device__ __forceinline__ void post_put_warp(const OpState &op, int q, const vo
     if (lane_id() == 0) post_put(op, q, from, bytes);
 }
 
-/* One warp has stored one of the pieces of what goes to rank q for that token; who stores the last one
- * ships the whole. */
+/* One warp has stored one of the `pieces` of a token's row for rank q. The warp that stores the
+ * last one posts the put of the whole row. */
 __device__ __forceinline__ void post_put_when_complete(const p2p_self &self, const OpState &op,
                                                        int q, int32_t token, int pieces,
                                                        const void *whole, uint32_t bytes)
@@ -90,14 +100,15 @@ __device__ __forceinline__ void post_put_when_complete(const p2p_self &self, con
     __syncwarp();
     if (lane_id() != 0) return;
     uint32_t *sent = (uint32_t *)(op.heap + self.at.sent) + q * self.max_tokens + token;
-    __threadfence(); /* the system's is for who ships: it has seen this */
+    /* orders this lane before the count; the lane that posts has the system fence */
+    __threadfence();
     if (atomicAdd(sent, 1u) + 1 != (uint32_t)pieces) return;
     store_relaxed(sent, 0u);
     post_put(op, q, whole, bytes);
 }
 
-/* One warp: a token's floats, `count` of them; poison stands in for the half of a word that is not
- * there. */
+/* Posts the put of a token's `count` floats. One warp. If count is odd, poison fills the last
+ * word. */
 __device__ __forceinline__ void post_put_floats(const OpState &op, int q, uint32_t *floats,
                                                 int count)
 {
@@ -106,8 +117,8 @@ __device__ __forceinline__ void post_put_floats(const OpState &op, int q, uint32
     post_put_warp(op, q, floats, (uint32_t)(count + 1) / 2 * 8);
 }
 
-/* One warp: the records of some tokens, by the lane of each that `speaks` for it; one word at
- * least. */
+/* Posts the put of records, `words` words of each lane with `speaks`, at least one word. One
+ * warp. */
 __device__ __forceinline__ void post_put_records(const OpState &op, int q,
                                                  const uint64_t *record, bool speaks, int words)
 {
@@ -115,7 +126,7 @@ __device__ __forceinline__ void post_put_records(const OpState &op, int q,
     if (speaks) post_put(op, q, record, (uint32_t)max(words, 1) * 8);
 }
 
-/* One thread: nobody ships anything more in this epoch, all entries of which have their places. */
+/* Posts the end of the epoch: no thread posts anything in it after this. One thread. */
 static __device__ __noinline__ void post_epoch_end(const OpState &op)
 {
     p2p_control *control = control_of(op);
@@ -125,7 +136,7 @@ static __device__ __noinline__ void post_epoch_end(const OpState &op)
     store_relaxed(&control->epochs, epochs + 1);
 }
 
-/* One thread: may the outbox of the next epoch's parity be written? */
+/* Waits until the outbox of the next epoch's parity may be written. One thread. */
 __device__ __forceinline__ bool wait_outbox_free(const OpState &op)
 {
     p2p_control *control = control_of(op);
@@ -139,7 +150,8 @@ __device__ __forceinline__ bool wait_outbox_free(const OpState &op)
     });
 }
 
-/* One warp, late in an operation: so that the next one need not ask. */
+/* Reads `freed` late in an operation, so that the next one need not wait for host memory. One
+ * warp. */
 __device__ __forceinline__ void refresh_freed(const OpState &op)
 {
     if (lane_id() == 0)
@@ -148,7 +160,8 @@ __device__ __forceinline__ void refresh_freed(const OpState &op)
 
 static __device__ void report_aborted_wait(const OpState &op);
 
-/* Every thread of a CTA, before it stores anything for a peer.  false: the group is broken. */
+/* Waits for the outbox before a CTA stores anything for a peer. All threads. false: the group
+ * is broken. */
 static __device__ __noinline__ bool wait_outbox(const OpState &op)
 {
     const bool ok = __syncthreads_and(threadIdx.x || wait_outbox_free(op)) != 0;
@@ -156,7 +169,7 @@ static __device__ __noinline__ bool wait_outbox(const OpState &op)
     return ok;
 }
 
-/* One warp of the grid, between two rounds. */
+/* Ends the puts of a round and waits for the outbox of the next one. One warp of the grid. */
 static __device__ bool end_round_puts(const OpState &op)
 {
     bool ok = true;
@@ -167,7 +180,8 @@ static __device__ bool end_round_puts(const OpState &op)
     return __all_sync(ALL_LANES, ok) != 0;
 }
 
-/* One warp, lane = rank: a word of its announcement, as far as one here has read it. */
+/* A word of the announcement of rank `lane`, as one thread of this rank last read it. One warp.
+ */
 __device__ __forceinline__ uint64_t read_announcement_cached(const OpState &op,
                                                              const uint64_t *from, int which,
                                                              int rank)
@@ -184,7 +198,7 @@ __device__ __forceinline__ uint64_t read_announcement_cached(const OpState &op,
     return said;
 }
 
-/* Has all of an announcement come?  Some operations look at its first word alone. */
+/* Have all words of an announcement arrived? Some operations wait for its first word only. */
 __device__ __forceinline__ bool is_announcement_complete(const OpState &op,
                                                          const uint64_t *announcement)
 {
@@ -250,7 +264,7 @@ __device__ __forceinline__ uint64_t read_announcement_cached(const OpState &, co
 
 #endif
 
-/* One thread: the same of any number of words. */
+/* Like post_put(), for any number of words. One thread. */
 __device__ __forceinline__ void post_put_words(const OpState &op, int q, const uint64_t *from,
                                                int64_t words)
 {

@@ -1,25 +1,34 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* How an operation begins and ends on the device, and how its rounds follow each other.
+/* The begin and end of an operation on the device, and of its rounds.
  *
- * Operations are numbered by the epoch, which lives on the device so that a captured graph counts
- * on.  A rank announces epoch n when its kernel begins and ends it only after all peers have
- * announced n.  So in epoch n + 1 everything of parity (n + 1) & 1 that belongs to a peer is
- * free: the peer's operation n - 1, the last one to use it, had ended before it announced n.
- * Nothing else orders the ranks: data is its own flag. */
+ * Operations are counted by the epoch. It is kept on the device, so that a captured graph
+ * continues to count. The protocol of an epoch n on one rank:
+ *
+ *   begin    read the epoch; all CTAs set op.epoch = n
+ *   announce last CTA: store the sizes, system fence, store {n, signature} to all ranks.
+ *            Everything that kernel n - 1 restored is visible before the signature.
+ *   work     data is its own flag: nothing else orders the ranks
+ *   finish   one warp waits for {n, signature} of all ranks, system fence; the last CTA to
+ *            come stores the epoch and leaves
+ *
+ * A rank ends epoch n only after all peers have announced n. So in epoch n + 1 all memory of
+ * parity (n + 1) & 1 is free: the last operation to use it was n - 1, and its owner had ended
+ * that one before it announced n. */
 #ifndef EPIC_OPERATION_CUH
 #define EPIC_OPERATION_CUH
 
 #include "cuda/net/net.cuh"
 
-/* One thread of each CTA, before it reads the epoch: the first CTA marks that an operation runs.
- * 1: one does already, on a stream that has not waited.  CTAs begin in order, where those of that one
- * end and leave room: the last ones may find that it has ended. */
+/* Marks that an operation runs; the first CTA does it, one thread of each CTA calls it before
+ * it reads the epoch. Returns 1 if another operation runs already, on a stream that has not
+ * waited for it. CTAs start in order, so the last CTAs of the second one may find that the
+ * first one has ended. */
 __device__ __forceinline__ uint32_t mark_running(const p2p_self &self)
 {
     return blockIdx.x == 0 ? atomicOr(&control_of(self)->running, 1u) : 0;
 }
 
-/* One thread of each CTA: two at once break the group. */
+/* Breaks the group if two operations run at once. One thread of each CTA. */
 __device__ __forceinline__ void report_overlap(const OpState &op)
 {
     const p2p_self &self = *op.self;
@@ -30,15 +39,15 @@ __device__ __forceinline__ void report_overlap(const OpState &op)
                        0);
 }
 
-/* One thread, when no CTA reads the epoch any more. */
+/* Counts the operation. One thread, when no CTA reads the epoch any more. */
 __device__ __forceinline__ void complete_operation(p2p_control *control, const OpState &op)
 {
     control->done = 0;
     store_relaxed(&control->epoch, op.epoch);
-    store_relaxed(&control->running, 0u); /* who finds that, finds the epoch */
+    store_relaxed(&control->running, 0u); /* a thread that sees 0 also sees the epoch */
 }
 
-/* What else an announcement says. */
+/* Stores the sizes of an announcement. */
 __device__ __forceinline__ void store_announced_sizes(const OpState &op, uint64_t *to)
 {
     store_relaxed(to + P2P_ANNOUNCED_TOKENS, stamp_word(op, (uint32_t)op.tokens));
@@ -46,18 +55,19 @@ __device__ __forceinline__ void store_announced_sizes(const OpState &op, uint64_
     store_relaxed(to + P2P_ANNOUNCED_ROWS, stamp_word(op, (uint32_t)op.rows));
 }
 
-/* One warp: tells every rank, this one too, that the operation has begun here. */
+/* Announces to every rank, this one included, that the operation has begun here. One warp. */
 static __device__ void announce_operation(const p2p_self &self, const OpState &op)
 {
     if (lane_id() >= self.num_ranks) return;
     uint64_t *to = announcement_words(self, op, self.heap[lane_id()], self.rank);
     store_announced_sizes(op, to);
-    __threadfence_system(); /* what the operations before restored must be seen first */
+    /* makes what earlier operations restored visible before the announcement */
+    __threadfence_system();
     store_relaxed(to + P2P_ANNOUNCED_SIGNATURE, stamp_word(op, op.signature));
     post_put(op, lane_id(), to, P2P_ANNOUNCE_WORDS * 8);
 }
 
-/* What this rank and rank q stage for each other in the running epoch. */
+/* Sets the staging that this rank and rank q use for each other in the running epoch. */
 __device__ __forceinline__ void find_boxes(const p2p_self &self, OpState &op, int q)
 {
     const int peers = self.num_ranks - 1, first = epoch_parity(op) * peers;
@@ -70,14 +80,15 @@ __device__ __forceinline__ void find_boxes(const p2p_self &self, OpState &op, in
     op.host_box[q] = self.inbox + self.at.staging + (first + its) * self.at.source_bytes;
     op.relay[q] = (uint8_t)q;
     if (row_inbox_base(self, q) == inbox_base(self, q)) return;
-    const int relay = self.rank - self.rank % self.local + q % self.local; /* of this host */
+    /* the rank of this host that relays for q */
+    const int relay = self.rank - self.rank % self.local + q % self.local;
     if (relay != self.rank) op.relay[q] = (uint8_t)relay;
 #endif
 }
 
-/* Every thread of every CTA.  `mark` is what the ranks must agree on beyond the signature (a
- * plan's id).  false: the group is broken, nothing is to be done; or the launch only loads the
- * kernel (operation EPIC_OP_NONE). */
+/* Begins an operation. All threads of all CTAs. `mark`: what the ranks must agree on besides
+ * the signature (the id of a plan). Returns false if the group is broken, or if the launch only
+ * loads the kernel (EPIC_OP_NONE). */
 static __device__ bool begin_operation(OpState &op, const p2p_self &self, uint32_t mark,
                                        int32_t tokens, int32_t capacity, int32_t rows)
 {
@@ -85,7 +96,8 @@ static __device__ bool begin_operation(OpState &op, const p2p_self &self, uint32
 #ifdef EPIC_HOSTS
     const p2p_control *control = (const p2p_control *)(self.heap[self.rank] + self.at.control);
     uint64_t broken = load_relaxed(&control->broken);
-    if (!broken && blockIdx.x == 0 && threadIdx.x == 0) /* by the net; one asks for all */
+    /* the net writes it; one thread reads it for all */
+    if (!broken && blockIdx.x == 0 && threadIdx.x == 0)
         broken = load_relaxed((const uint64_t *)(self.inbox + self.at.broken));
 #else
     const uint64_t broken =
@@ -113,15 +125,15 @@ static __device__ bool begin_operation(OpState &op, const p2p_self &self, uint32
     if (threadIdx.x < self.num_ranks) find_boxes(self, op, threadIdx.x);
     __syncthreads();
     if (HOSTS && !wait_outbox(op)) return false;
-    /* nobody here waits for the warp that announces, and the last CTA does not plan */
+    /* the first warp of the last CTA: no warp waits for it, and that CTA does not plan */
     if (is_last_cta() && threadIdx.x < WARP) announce_operation(self, op);
     if (threadIdx.x == 0) report_overlap(op);
     return true;
 }
 
-/* One warp: waits until every rank has announced, and called the same; who called another is found
- * while this waits.  What this kernel does afterwards may come before that for the peers.  `are_copied`:
- * all of it comes to the heap (lowlat/plan.cuh). */
+/* Waits until every rank has announced the same call; a wait finds a rank that announced
+ * another one. One warp. Gives no memory order: peers may see later stores of this kernel
+ * first. `are_copied`: announcements have been copied to the heap (lowlat/plan.cuh). */
 __device__ __forceinline__ bool
 wait_announcements_unfenced(const p2p_self &self, const OpState &op, bool are_copied = false)
 {
@@ -131,18 +143,19 @@ wait_announcements_unfenced(const p2p_self &self, const OpState &op, bool are_co
         announcement_words(self, op, are_copied ? op.heap : inbox_base(self, q), q);
     return wait_warp(op, -1, P2P_PHASE_ARRIVE, [&] {
         uint64_t said = load_relaxed(from + P2P_ANNOUNCED_SIGNATURE);
-        /* nobody is two operations ahead: a word of this parity is at most this one's */
+        /* no rank is two operations ahead, so a word of this parity is at most this old */
         INVARIANT(said == 0 || (int32_t)((uint32_t)(said >> 32) - op.epoch) <= 0);
         if (HOSTS && mine && !is_announcement_complete(op, from)) said = 0;
         return __all_sync(ALL_LANES, !mine || said == stamp_word(op, op.signature)) != 0;
     });
 }
 
-/* The same, and everything afterwards is behind it. */
+/* Like wait_announcements_unfenced(), and orders everything after it behind the announcements.
+ */
 __device__ __forceinline__ bool wait_announcements(const p2p_self &self, const OpState &op)
 {
     const bool ok = wait_announcements_unfenced(self, op);
-    fence_system(); /* once: a poll that acquires takes twice as long */
+    fence_system(); /* one fence: polls with acquire take twice as long */
     return ok;
 }
 
@@ -151,7 +164,8 @@ static __device__ bool wait_announcements(const OpState &op)
     return wait_announcements(*op.self, op);
 }
 
-/* One warp, lane = rank: word `which` of that rank's announcement; 0 past the ranks. */
+/* Waits for word `which` of every rank's announcement; lane = rank. One warp. Lanes past the
+ * ranks get 0. */
 __device__ __forceinline__ bool read_announcement(const p2p_self &self, const OpState &op,
                                                   int which, int32_t &value)
 {
@@ -172,13 +186,14 @@ static __device__ bool read_announcement(const OpState &op, int which, int32_t &
     return read_announcement(*op.self, op, which, value);
 }
 
-/* Every thread of every CTA, at the end, where CTA `hears` hears the peers.  true in the CTA that was the
- * last to come, which may read what they have announced, if that is `read`. */
-__device__ __forceinline__ bool finish_operation(const p2p_self &self, OpState &op, int hears,
-                                                 bool read)
+/* Ends an operation. All threads of all CTAs. CTA `waiting_cta` waits for the peers'
+ * announcements. Returns true in the CTA that comes last; with `read` it may read what the
+ * peers announced. */
+__device__ __forceinline__ bool finish_operation(const p2p_self &self, OpState &op,
+                                                 int waiting_cta, bool read)
 {
-    if ((int)blockIdx.x == hears && threadIdx.x / WARP == 1) refresh_freed(op);
-    if ((int)blockIdx.x == hears && threadIdx.x < WARP)
+    if ((int)blockIdx.x == waiting_cta && threadIdx.x / WARP == 1) refresh_freed(op);
+    if ((int)blockIdx.x == waiting_cta && threadIdx.x < WARP)
         (void)(read ? wait_announcements(self, op) : wait_announcements_unfenced(self, op));
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -200,7 +215,8 @@ static __device__ bool finish_operation(OpState &op)
     return finish_operation(*op.self, op, 0, true);
 }
 
-/* One warp of the grid. */
+/* Begins the next round: advances the epoch, announces it, and releases the other CTAs. One
+ * warp. */
 static __device__ void begin_round(OpState &op)
 {
     if (threadIdx.x == 0) op.epoch = epoch_after(op.epoch);
@@ -213,8 +229,8 @@ static __device__ void begin_round(OpState &op)
     }
 }
 
-/* Every thread of every CTA: ends a round of an operation that is larger than the staging, and
- * begins the next one, an epoch of its own.  false: the group is broken, in the round that was. */
+/* Ends a round of an operation that needs more staging than there is, and begins the next
+ * round, which is an epoch of its own. All threads of all CTAs. false: the group is broken. */
 static __device__ bool next_round(OpState &op)
 {
     __syncthreads();

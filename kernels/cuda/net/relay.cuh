@@ -1,33 +1,37 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Relays, of backend hosts alone: hosts of ranks_per_host(self) ranks each, host h those from h * local on.  A
- * rank's *mates* are the ranks in its place on other hosts.  Of rows alone, one goes by the net for
- * all ranks of a host: to the sender's mate there, which hands it on, or from the mate, which has
- * added what the ranks of its host have.  All else goes straight to whom it is for.
+/* Relays between hosts of several ranks; backend hosts only. A row crosses the net once per
+ * host, not once per rank.
  *
- *     dispatch   row of rank (h', j) -- net --> (h, j) -- NVLink --> those of host h that want it
- *     combine    partials of host h  -- NVLink --> (h, j), their sum -- net --> (h', j)
+ * Host h has the ranks from h * local on, where local is ranks_per_host(). The *mates* of a
+ * rank are the ranks with the same place on the other hosts. A row goes to the sender's mate on
+ * a host, which forwards it there. Partial sums go to the mate of the token's rank, which adds
+ * those of its host and sends the sum. Everything except rows goes directly to its destination.
  *
- * What ranks of a host store for each other on behalf of a rank of another host lies in their heaps,
- * in the place of that rank, or of the one on its host that is the storing rank's mate.  A stamped
- * word for each token (*wants*) says beforehand which ranks of the host want a row, or that a rank
- * has a partial. */
+ *   dispatch   row of rank (h', j) -- net --> (h, j) -- NVLink --> ranks of h that want it
+ *   combine    partials of host h  -- NVLink --> (h, j), their sum -- net --> (h', j)
+ *
+ * Rows that ranks of a host store for each other on behalf of a rank of another host goes to the
+ * staging of that rank, or of the storing rank's mate on that rank's host. A stamped word per
+ * token (*wants*) shows in advance which ranks of the host want the row, or that a rank has a
+ * partial. */
 #ifndef EPIC_RELAY_CUH
 #define EPIC_RELAY_CUH
 
 #include "cuda/net/staging.cuh"
 
+/* Number of hosts in the group. */
 __device__ __forceinline__ int num_hosts(const p2p_self &self)
 {
     return self.num_ranks / ranks_per_host(self);
 }
 
-/* The rank in the place of rank `like`, on the host of rank `on`. */
+/* The rank on the host of rank `on` with the place of rank `like`. */
 __device__ __forceinline__ int mate_of(const p2p_self &self, int like, int on)
 {
     return on - on % ranks_per_host(self) + like % ranks_per_host(self);
 }
 
-/* Staging in a heap of rank `to`, in the place of rank `by`. */
+/* Staging in a heap of rank `to` for rows of rank `by`. */
 __device__ __forceinline__ uint8_t *box_address(const p2p_self &self, const OpState &op,
                                                 uint8_t *heap, int to, int by)
 {
@@ -35,6 +39,7 @@ __device__ __forceinline__ uint8_t *box_address(const p2p_self &self, const OpSt
     return heap + self.at.staging + place * self.at.source_bytes;
 }
 
+/* The word *wants* in a heap of rank `to` for a token of rank `by`. */
 __device__ __forceinline__ uint64_t *wants_word(const p2p_self &self, const OpState &op,
                                                 uint8_t *heap, int to, int by, int32_t token)
 {
@@ -44,7 +49,7 @@ __device__ __forceinline__ uint64_t *wants_word(const p2p_self &self, const OpSt
            token;
 }
 
-/* One warp waits for such a word, which rank `from` brings. */
+/* Waits for the word *wants* that rank `from` stores. One warp. */
 __device__ __forceinline__ bool wait_wants(const OpState &op, const uint64_t *at, int from,
                                            uint32_t &wants)
 {
@@ -57,7 +62,7 @@ __device__ __forceinline__ bool wait_wants(const OpState &op, const uint64_t *at
     return ok;
 }
 
-/* Ranks as bits; of other hosts one stands for all, the mate. */
+/* Replaces the ranks of each other host by the mate there. Ranks are bits. */
 __device__ __forceinline__ uint32_t reduce_to_mates(const p2p_self &self, uint32_t ranks)
 {
     uint32_t mates = 0;
@@ -71,7 +76,7 @@ __device__ __forceinline__ uint32_t reduce_to_mates(const p2p_self &self, uint32
     return mates;
 }
 
-/* One warp: tells the mates which ranks of their hosts want this rank's token. */
+/* Sends to each mate which ranks of its host want this rank's token. One warp. */
 __device__ __forceinline__ void send_wants(const p2p_self &self, const OpState &op,
                                            int32_t token, uint32_t peers)
 {
@@ -84,8 +89,8 @@ __device__ __forceinline__ void send_wants(const p2p_self &self, const OpState &
     post_put(op, mate, to, 8);
 }
 
-/* The ranks to which this rank's token goes that is for `peers`, as bits; mates are told with the
- * `first` piece. */
+/* The ranks to which this rank sends its token that `peers` want, as bits. `first`: the mates
+ * are also sent *wants*, with the first piece. */
 __device__ __forceinline__ uint32_t choose_routes(const p2p_self &self, const OpState &op,
                                                   int32_t token, bool first, uint32_t peers)
 {
@@ -94,9 +99,9 @@ __device__ __forceinline__ uint32_t choose_routes(const p2p_self &self, const Op
     return reduce_to_mates(self, peers);
 }
 
-/* One warp hands on a piece of a row of rank `from`, number `place` of the round, to the ranks of this
- * host that want it, as bits.  escapes(heap, source) says where what a special piece needs lies,
- * NULL: rows here have none. */
+/* Forwards a piece of row number `place` of the round of rank `from` to the ranks of this host
+ * in `wants`. One warp. escapes(heap, source) returns the escape words of the piece; NULL: rows
+ * here have none. */
 template <int V, bool EXACT, class Escapes>
 __device__ __forceinline__ bool forward_piece(const p2p_self &self, const OpState &op, int from,
                                               int32_t place, int piece, int32_t vectors,
@@ -122,7 +127,7 @@ __device__ __forceinline__ bool forward_piece(const p2p_self &self, const OpStat
     return true;
 }
 
-/* May a host add its ranks' partials?  The tree's nodes must be its own. */
+/* May a host add the partials of its ranks? Only if they form nodes of the tree. */
 __device__ __forceinline__ bool can_add_by_host(const p2p_self &self,
                                                 const device_plan_header &h)
 {

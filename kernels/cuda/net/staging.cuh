@@ -1,13 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Rows on their way: what every kernel that moves rows shares.
+/* Rows on their way: staging, which is shared by all kernels that move rows.
  *
- * Staging [source][token of the round] of a rank holds poison until a peer writes it; the sources
- * are numbered from the next rank upwards, this rank itself has none.  A reader polls the data
- * and writes the poison back.
+ * Staging [source][token of the round] holds poison until a peer writes it. Sources are
+ * numbered from the next rank upwards; this rank itself has none.
  *
- * Rows of bytes may hold poison themselves.  A piece with a word {7fff,ffff}{7fff,ffff} (a NaN
- * in every float type) is sent with 7fff7fff in place of ffffffff, and each lane sends a word
- * that says which ones those were; the reader looks for it when it sees such a word. */
+ *   sender     one warp stores a piece, 16 bytes per lane and store, each word its own flag
+ *   receiver   one warp polls the piece until no word is poison, uses it, and stores poison
+ *              back before its rank announces the next epoch
+ *
+ * Rows of bytes may contain poison themselves. A word ffffffff is sent as 7fff7fff (both are
+ * NaNs in every float type), and each lane sends an *escape* word with a bit for each word it
+ * replaced. The receiver waits for the escapes if a piece contains a word with 7fff in both
+ * halves. */
 #ifndef EPIC_STAGING_CUH
 #define EPIC_STAGING_CUH
 
@@ -17,13 +21,13 @@
 #define POISON_STAND_IN 0x7fff7fffu
 #define ESCAPE_SENT 0x80000000u
 
-/* Where in a box the row of a token of the round is, of so many vectors. */
+/* The staged row of a token of the round, with `vectors` vectors per row. */
 __device__ __forceinline__ uint4 *staged_row(uint8_t *box, int32_t token, int32_t vectors)
 {
     return (uint4 *)(box + (uint64_t)(uint32_t)token * ((uint32_t)vectors * 16u));
 }
 
-/* What `source` (0: the next rank upwards) sends to the rank that owns the heap. */
+/* Escape words from `source` (0: the next rank upwards) in a heap. */
 __device__ __forceinline__ uint32_t *escapes_base(const p2p_self &self, const OpState &op,
                                                   uint8_t *heap, int source)
 {
@@ -31,6 +35,7 @@ __device__ __forceinline__ uint32_t *escapes_base(const p2p_self &self, const Op
            ((int64_t)epoch_parity(op) * (self.num_ranks - 1) + source) * self.at.escape_words;
 }
 
+/* Floats (weights and their gradients) from `source` in a heap. */
 __device__ __forceinline__ uint32_t *floats_base(const p2p_self &self, const OpState &op,
                                                  uint8_t *heap, int source)
 {
@@ -39,6 +44,7 @@ __device__ __forceinline__ uint32_t *floats_base(const p2p_self &self, const OpS
                HEAP_TOP_K(self);
 }
 
+/* Does the vector contain a word that could be poison or its stand-in? */
 __device__ __forceinline__ bool needs_escape(uint4 q)
 {
     const uint32_t signs = 0x80008000u;
@@ -55,7 +61,8 @@ __device__ __forceinline__ void unhide_word(uint32_t &word, uint32_t mask, int b
     if (mask >> bit & 1) word = POISON;
 }
 
-/* One warp: makes a piece fit to be sent.  Not 0: the lane's word that must go with it. */
+/* Replaces poison words of a piece before it is sent. One warp. Returns this lane's escape
+ * word, 0 if the piece needs none. */
 template <int V> __device__ __forceinline__ uint32_t hide_poison(uint4 (&q)[V])
 {
     bool special = false;
@@ -73,7 +80,7 @@ template <int V> __device__ __forceinline__ uint32_t hide_poison(uint4 (&q)[V])
     return mask;
 }
 
-/* One warp, at the receiver: the piece as it was. */
+/* Restores the poison words of a received piece from its escape words. One warp. */
 template <int V>
 __device__ __forceinline__ bool unhide_poison(const OpState &op, int peer, uint4 (&q)[V],
                                               uint32_t *escape)
@@ -109,13 +116,13 @@ template <int V> __device__ __forceinline__ bool has_missing(const uint4 (&q)[V]
 #ifdef EPIC_HOSTS
 #ifndef POLL_WINDOW_BYTES
 #define POLL_WINDOW_BYTES \
-    (512 << 10) /* behind the last piece that has come, what may come next; */
+    (512 << 10) /* bytes behind the last arrived piece that may arrive next */
 #endif
-#define SPINS_PER_FAR_POLL 32u /* what waits for more looks so seldom */
+#define SPINS_PER_FAR_POLL 32u /* all other waits poll once in so many spins */
 #define MAX_POLLED_WORDS \
-    (POLL_WINDOW_BYTES / 8) /* of a rank's rows, where all that waits is polled whole */
+    (POLL_WINDOW_BYTES / 8) /* words of a rank's rows up to which all waits poll every spin */
 
-/* One warp: may its piece, whose last vector that is, be the next to come? */
+/* May the piece with last vector `last` be the next to arrive? One warp. */
 __device__ __forceinline__ bool may_arrive_next(const OpState &op, int peer, const uint4 *last)
 {
     const uint64_t said = load_relaxed(&control_of(op)->received_vectors[peer]);
@@ -123,7 +130,8 @@ __device__ __forceinline__ bool may_arrive_next(const OpState &op, int peer, con
     return place <= (is_stamped(op, said) ? (uint32_t)said : 0) + POLL_WINDOW_BYTES / 16;
 }
 
-/* The same: it has come.  What another forgets is found again. */
+/* Records that the piece has arrived. A lost update is harmless: the next arrival corrects it.
+ */
 __device__ __forceinline__ void record_arrival(const OpState &op, int peer, const uint4 *last)
 {
     uint64_t *seen = &control_of(op)->received_vectors[peer];
@@ -133,9 +141,9 @@ __device__ __forceinline__ void record_arrival(const OpState &op, int peer, cons
         store_relaxed(seen, stamp_word(op, place));
 }
 
-/* One warp waits for the last vector of a piece that lies in host memory; mostly all of it is there then.
- * A thousand warps wait, for pieces that come one after the other: so those alone poll that wait for
- * what comes next, one vector each, and bandwidth is left to rows. */
+/* Waits for the last vector of a piece in host memory; the rest has mostly arrived by then. One
+ * warp. A thousand warps wait for pieces that arrive one after the other, so only those that
+ * may be next poll every spin, one vector each. */
 static __device__ __noinline__ bool wait_host_piece(const OpState &op, int peer,
                                                     const uint4 *last)
 {
@@ -151,13 +159,13 @@ static __device__ __noinline__ bool wait_host_piece(const OpState &op, int peer,
     return ok;
 }
 
-/* Of so few rows polls ask for all there is: it takes no turn more. */
+/* So few rows that all waits may poll every spin. */
 __device__ __forceinline__ bool can_poll_all(const OpState &op, int32_t vectors)
 {
     return LOW_LATENCY && op.tokens * vectors * 16 <= MAX_POLLED_WORDS;
 }
 
-/* One warp, before it reads a piece with that last vector. */
+/* Waits before the piece with last vector `last` is read. One warp. */
 __device__ __forceinline__ bool wait_piece(const OpState &op, int peer, const uint4 *last)
 {
     return !is_host_memory(op, last) || wait_host_piece(op, peer, last);
@@ -169,9 +177,9 @@ __device__ __forceinline__ bool wait_piece(const OpState &, int, const uint4 *)
 }
 #endif
 
-/* One warp waits for a piece: vectors [first, ...) of a staged row, `vectors` long.  `copied`: q
- * is what was there a while ago.  While nothing of it is there, only the first vectors are asked
- * for: what waits takes bandwidth from what works. */
+/* Waits for a piece, vectors [first, ...) of a staged row of `vectors`, and reads it. One warp.
+ * `copied`: q holds what was there earlier. Until the piece begins to arrive only its first
+ * vectors are polled, because polling takes bandwidth from rows. */
 template <int V, bool EXACT>
 __device__ __forceinline__ bool receive_piece(const OpState &op, int peer, const uint4 *staged,
                                               int32_t first, int32_t vectors, bool copied,
@@ -182,7 +190,7 @@ __device__ __forceinline__ bool receive_piece(const OpState &op, int peer, const
     if (is_host_memory(op, staged)) {
         const uint4 *last = staged + min(first + V * WARP, vectors) - 1;
         if (!can_poll_all(op, vectors) && !wait_host_piece(op, peer, last)) return false;
-        copied = false; /* nothing was */
+        copied = false; /* host memory was not copied */
     }
 #endif
     staged += begin;
@@ -226,7 +234,7 @@ __device__ __forceinline__ void send_piece(uint4 *staged, int32_t first, int32_t
         if (EXACT || begin + v * WARP < vectors) store_relaxed(staged + v * WARP, q[v]);
 }
 
-/* The place of the n-th bit that is set, in each lane for its own n; 0 if there are fewer. */
+/* Position of the n-th set bit, or 0 if there are fewer; n may differ between lanes. */
 __device__ __forceinline__ int nth_bit(uint64_t bits, int n)
 {
     int place = 0;
@@ -235,7 +243,7 @@ __device__ __forceinline__ int nth_bit(uint64_t bits, int n)
     return place;
 }
 
-/* Zeros in rows [first, end), by threads `thread` of `threads`. */
+/* Writes zeros to rows [first, end) with threads numbered `thread` of `threads`. */
 static __device__ void zero_rows(uint8_t *rows, int64_t row_bytes, int64_t first, int64_t end,
                                  int64_t thread, int64_t threads)
 {

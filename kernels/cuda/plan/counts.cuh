@@ -1,70 +1,85 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Counting choices, the first half of making a plan.
+/* Counting choices: the first half of making a plan.
  *
- * The first `planners` CTAs plan; CTA c takes the c-th part of the tokens, its warp w the w-th
- * part of that.  A choice's place among those of its expert is then
+ * The first `planners` CTAs make the plan. CTA c has the c-th part of the tokens, its warp w
+ * the w-th part of that. The position of a choice among all choices of its expert is
  *
- *   choices of lower ranks + of lower CTAs + of lower warps + of this warp before it,
+ *   choices of lower ranks + of lower CTAs + of lower warps + earlier ones of this warp,
  *
- * and nothing depends on the order in which anything happens.
+ * so no position depends on the order in which anything happens.
  *
- * Planning is compiled for each KIND of layer: what few of them have costs the others nothing. */
+ *   who                    stores                            who waits for it
+ *   warp                   its counts, in shared memory      its CTA, at a barrier
+ *   planner CTA            counts of the CTA (`tallies`,     all planner CTAs of this rank
+ *                          stamped, this rank)
+ *   planner CTA 0          counts of the rank (`counts`,     all planner CTAs of all ranks
+ *                          stamped, to every rank)
+ *
+ * Planning is compiled for each KIND of layer, so that rare features cost the others nothing.
+ */
 #ifndef EPIC_COUNTS_CUH
 #define EPIC_COUNTS_CUH
 
 #include "cuda/plan/view.cuh"
 
+/* "None" among the indices of the planner. */
 #define NO_INDEX 0xffffffffu
 #define RANKS_AT_ONCE 8
-#define PLAN_MOST_WARPS 16     /* of a CTA, that count */
+#define PLAN_MOST_WARPS 16     /* warps of a CTA that count, at most */
 #define PLAN_TALLY_WORDS 16384 /* warps that count, times experts, at most */
 
-enum { /* a KIND */
+enum { /* bits of KIND */
        PLAN_FLAT = 1,
-       PLAN_RARE = 2 /* there are replicas, or choices may be dropped */
+       PLAN_RARE = 2 /* the layer has replicas or may drop choices */
 };
 
-struct Planner { /* in shared memory; the arrays in dynamic shared memory */
+/* State of planning, in shared memory; the arrays are in dynamic shared memory. */
+struct Planner {
     device_plan_header header;
-    int32_t *low;                /* [num_tallies] choices that come before this CTA's */
-    int32_t *load;               /* [num_tallies] choices over the group */
-    int32_t *row_low, *row_load; /* FLAT: the same of rows, [num_ranks], behind choices */
+    int32_t *low;                /* [num_tallies] choices before those of this CTA */
+    int32_t *load;               /* [num_tallies] choices of all ranks */
+    int32_t *row_low, *row_load; /* FLAT: the same of rows, [num_ranks], after choices */
     int32_t *start; /* [num_experts] first slot on its rank; FLAT: its number there */
-    int32_t *tally; /* [warps][num_tallies] choices that come before the warp's, in this CTA */
-    uint8_t *owner; /* [num_tallies] rank */
-    uint8_t *rare;  /* what only rare layers need */
-    int32_t common[DEVICE_MAX_RANKS]; /* choices that each expert of a rank may keep */
+    int32_t *tally; /* [warps][num_tallies] choices in this CTA before those of the warp */
+    uint8_t *owner; /* [num_tallies] rank of the expert */
+    uint8_t *rare;  /* arrays of rare layers only */
+    int32_t common[DEVICE_MAX_RANKS]; /* most choices that an expert of each rank keeps */
     int32_t demand[DEVICE_MAX_RANKS];
     int32_t capacity[DEVICE_MAX_RANKS];
     int32_t fits[DEVICE_MAX_RANKS],
-        fails[DEVICE_MAX_RANKS];      /* FLAT: limits, while one is sought */
-    int64_t needed[DEVICE_MAX_RANKS]; /* slots, once expert_capacity has dropped */
-    uint32_t bad_choice;   /* the first of this CTA whose id is none, or a token's second time
-                            where ids are distinct; NO_INDEX */
-    uint32_t bad_owner;    /* lowest expert whose owner is out of range; NO_INDEX */
-    int32_t *base, *taken; /* these where choices are kept by k; plan/keep_by_k.cuh */
-    int32_t *chosen;       /* these with replicas; plan/replicas.cuh */
+        fails[DEVICE_MAX_RANKS]; /* FLAT: bounds of the limit that is searched */
+    /* slots that are needed after expert_capacity has dropped */
+    int64_t needed[DEVICE_MAX_RANKS];
+    /* index of this CTA's first choice with an invalid id, or with an id that its token repeats
+     * where ids are distinct; NO_INDEX: none */
+    uint32_t bad_choice;
+    uint32_t bad_owner;    /* lowest expert with an invalid rank; NO_INDEX: none */
+    int32_t *base, *taken; /* EPIC_BY_K only: plan/keep_by_k.cuh */
+    int32_t *chosen;       /* replicas only: plan/replicas.cuh */
     uint16_t *logical, *nth, *first, *replica;
-    uint32_t table;       /* a hash of the table */
-    uint32_t bad_replica; /* lowest expert whose entry is out of range; or num_experts + the
-                             lowest logical expert that has none; NO_INDEX */
-    uint32_t bad_ranks;   /* a bit for each rank whose data is wrong */
+    uint32_t table; /* hash of the table of replicas */
+    /* lowest expert whose entry is invalid, or num_experts + the lowest logical expert without
+     * replicas; NO_INDEX: none */
+    uint32_t bad_replica;
+    uint32_t bad_ranks; /* ranks with wrong data, as bits */
     int32_t warps, tokens_of_cta, tokens_of_warp;
 };
 
-/* What is counted: choices of each expert, by k those of each k num_send_only_ctas; and FLAT, behind those, rows
- * of each rank, which are counted as if a rank were an expert that a token chooses once. */
+/* Number of counters for choices: one per expert, or with EPIC_BY_K one per expert and k. */
 __host__ __device__ inline int num_choice_tallies(const p2p_plan_job &job)
 {
     return (int)(job.layer.num_experts * (job.by_k ? job.layer.top_k : 1));
 }
 
+/* Number of all counters. FLAT has one more per rank, after those of choices: rows are counted
+ * as if a rank were an expert that each token chooses at most once. */
 __host__ __device__ inline int num_tallies(const p2p_plan_job &job, bool flat)
 {
     return num_choice_tallies(job) + (flat ? job.self.num_ranks : 0);
 }
 
-/* The same, with what the compiler knows. */
+/* Like num_choice_tallies(), with the KIND known to the compiler. */
+/* Sets up the planner: arrays, zero counts, and the owner of every expert. All threads. */
 template <int KIND> __device__ __forceinline__ int choice_tallies(const p2p_plan_job &job)
 {
     return KIND & PLAN_RARE ? num_choice_tallies(job) : (int)job.layer.num_experts;
@@ -75,20 +90,22 @@ template <int KIND> __device__ __forceinline__ int tallies_of(const p2p_plan_job
     return choice_tallies<KIND>(job) + (KIND & PLAN_FLAT ? job.self.num_ranks : 0);
 }
 
+/* Warps of a CTA that count so many tallies, as many as fit the memory. */
 __host__ __device__ inline int planner_warps(int tallies)
 {
     const int most = PLAN_TALLY_WORDS / tallies;
     return most < 3                 ? 1
            : most > PLAN_MOST_WARPS ? PLAN_MOST_WARPS
-                                    : most; /* two would take too much memory */
+                                    : most; /* two would need too much memory */
 }
 
+/* Dynamic shared memory of the planner for so many tallies. */
 __host__ __device__ inline int planner_bytes(int tallies)
 {
     return tallies * 4 * (3 + planner_warps(tallies)) + (tallies + 15) / 16 * 16;
 }
 
-/* As many as any number of tallies may take: fewer warps count more of them. */
+/* The largest planner_bytes() of any number of tallies; it is not monotonic. */
 static inline int planner_most_bytes(void)
 {
     int most = 0;
@@ -102,18 +119,18 @@ static inline int planner_bytes_of(const p2p_plan_job &job)
     return planner_bytes(num_tallies(job, job.layer.layout == EPIC_FLAT));
 }
 
-/* Tokens side by side in a warp, one lane for each choice; a token with more than 32 choices
- * takes two halves, one after the other. */
+/* The tokens that a warp handles side by side, one lane per choice. A token with more than 32
+ * choices takes two halves, one after the other. */
 struct TokenLanes {
-    int tokens, halves; /* at a time; of a token */
-    int token, k;       /* of this lane */
+    int tokens, halves; /* tokens at a time; halves of a token */
+    int token, k;       /* token and choice of this lane */
     bool on;
     uint32_t mates; /* lanes of the same token */
 
     __device__ explicit TokenLanes(int top_k)
     {
         const int lane = lane_id();
-        const float part = reciprocal_approx((float)top_k); /* of numbers as small as these */
+        const float part = reciprocal_approx((float)top_k); /* exact for numbers this small */
         tokens = top_k <= WARP ? (int)((WARP + 0.5f) * part) : 1;
         halves = top_k <= WARP ? 1 : 2;
         token = top_k <= WARP ? (int)(((float)lane + 0.5f) * part) : 0;
@@ -123,8 +140,9 @@ struct TokenLanes {
     }
 };
 
-/* One warp: the records for rank q of its lanes' tokens, each of `count` words or one.  Those of up to 32
- * choices go whole, filled up: so those of a CTA lie one after the other, and post_put_plan ships them. */
+/* backend hosts: completes the records for rank q of the warp's tokens, which have `count`
+ * words. Records of up to 32 choices are filled up, so that those of a CTA lie next to each
+ * other and post_put_plan() posts one put. Longer records are posted here. One warp. */
 __device__ __forceinline__ void fill_records(const OpState &op, const TokenLanes &lanes, int q,
                                              uint64_t *record, bool in, int count)
 {
@@ -135,12 +153,13 @@ __device__ __forceinline__ void fill_records(const OpState &op, const TokenLanes
         store_relaxed(record + lanes.k, stamp_word(op, RECORD_ABSENT));
 }
 
-/* What ids are below, as the caller brings them. */
+/* Upper bound of the ids that the caller passes. */
 __device__ __forceinline__ int num_ids(const p2p_plan_job &job)
 {
     return (int)(job.layer.num_logical ? job.layer.num_logical : job.layer.num_experts);
 }
 
+/* The id of choice number i of this rank, as the caller passes it. */
 __device__ __forceinline__ int64_t read_id(const p2p_plan_job &job, int64_t i)
 {
     return job.has_int64_ids ? __ldg((const long long *)job.topk_idx + i)
@@ -151,13 +170,14 @@ struct TokenRange { /* the tokens of a warp */
     int32_t begin, end;
 };
 
-/* One thread. */
+/* Splits this rank's tokens among planner CTAs and their warps. One thread. */
 __device__ __forceinline__ void split_tokens(Planner &p, const p2p_plan_job &job, int warps)
 {
     p.tokens_of_cta = (job.num_tokens + job.planners - 1) / job.planners;
     p.tokens_of_warp = (p.tokens_of_cta + warps - 1) / warps;
 }
 
+/* The tokens of this warp. */
 __device__ __forceinline__ TokenRange range_of_warp(const Planner &p, const p2p_plan_job &job)
 {
     const int warp = threadIdx.x / WARP;
@@ -215,8 +235,8 @@ static __device__ void begin_planner(Planner &p, const p2p_plan_job &job, uint8_
             if (p.owner[e] != p.owner[e / block * block]) atomicMin(&p.bad_owner, (uint32_t)e);
 }
 
-/* One group of lanes' choices: returns how many of the same expert this warp had before.  `same`:
- * the lanes with that expert. */
+/* Counts one choice per lane. Returns how many choices of the same expert this warp counted
+ * before. `same`: the lanes with that expert. All lanes; expert -1: no choice. */
 __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert, uint32_t &same)
 {
     same = __match_any_sync(ALL_LANES, expert);
@@ -234,8 +254,8 @@ __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert)
     return count_group(tally, expert, same);
 }
 
-/* FLAT: the same for the rows of the choices' ranks.  -1: the token's row there has been counted
- * with a choice before, of which `seen` remembers those of the half before. */
+/* FLAT: counts the rows on the choices' ranks. Returns -1 if the token's row there was counted
+ * with an earlier choice. `seen`: ranks of the token's first half. */
 __device__ __forceinline__ int32_t count_rows(int32_t *tally, const TokenLanes &lanes,
                                               int32_t owner, int half, uint32_t &seen)
 {
@@ -247,8 +267,8 @@ __device__ __forceinline__ int32_t count_rows(int32_t *tally, const TokenLanes &
     return counts ? place : -1;
 }
 
-/* One group of lanes' choices: has an earlier one of the token the same id?  `same`: the lanes with
- * this id; `first`: in the second half of a token, the id of this lane's choice in its first half. */
+/* Has an earlier choice of the token the same id? `same`: the lanes with this id. `first`: in
+ * the second half of a token, the id of this lane's choice in the first half. */
 __device__ __forceinline__ bool is_repeated_choice(const TokenLanes &lanes, int32_t id,
                                                    uint32_t same, int32_t first)
 {
@@ -259,23 +279,23 @@ __device__ __forceinline__ bool is_repeated_choice(const TokenLanes &lanes, int3
     return id >= 0 && found;
 }
 
-/* What a lane has counted last. */
+/* groups of choices that a lane keeps in registers between counting and placing */
 #define COUNTED_GROUPS 4
 
 struct CountedChoices {
     int32_t id[COUNTED_GROUPS], place[COUNTED_GROUPS];
 };
 
-/* Are those all of the warp's choices? */
+/* Do the kept groups contain all choices of the warp? */
 __device__ __forceinline__ bool has_counted_all(const TokenRange &part, const TokenLanes &lanes)
 {
     return lanes.halves == 1 && part.end - part.begin <= COUNTED_GROUPS * lanes.tokens;
 }
 
-/* The choices of this warp in their order, a group of lanes at a time, the ids of four groups read
- * ahead: read(at) gives the id of choice number `at`; use(at, id, k, first, i) is for all lanes, with
- * -1 of those that have none, and returns the id as is_repeated_choice() takes it for `first`; i: the group's
- * number among its four. */
+/* Visits the choices of this warp in order, one per lane, with the ids of four groups loaded
+ * ahead. read(at) returns the id of choice number `at`. use(at, id, k, first, i) is called by
+ * all lanes (-1: no choice) and returns what is_repeated_choice() takes as `first`; i is the
+ * number of the group among the four. */
 template <class Read, class Use>
 __device__ __forceinline__ void for_each_choice(const p2p_plan_job &job,
                                                 const TokenLanes &lanes, const TokenRange &part,
@@ -305,15 +325,15 @@ __device__ __forceinline__ void for_each_choice(const p2p_plan_job &job,
     }
 }
 
-/* The ids of the caller's choices, checked; -1: no expert. */
+/* Checks an id of the caller. Returns -1 if the choice has no expert. */
 __device__ __forceinline__ int32_t check_id(Planner &p, int64_t at, int64_t id, int ids)
 {
     if (id >= ids) atomicMin(&p.bad_choice, (uint32_t)at);
     return id < 0 || id >= ids ? -1 : (int32_t)id;
 }
 
-/* Where the experts of this rank's choices wait, of logical ones: where the plan has the records of
- * its tokens in the end. */
+/* The experts of this rank's logical choices. They are kept in the place of its own records,
+ * which the plan gets later. */
 __device__ __forceinline__ int32_t *resolved_experts(const p2p_plan_job &job)
 {
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
@@ -322,8 +342,8 @@ __device__ __forceinline__ int32_t *resolved_experts(const p2p_plan_job &job)
            record_index(job.self, job.self.rank, 0, (int)job.layer.top_k);
 }
 
-/* What choice `at` is of: an expert, or a logical one if those come first in each logical expert's
- * turn. */
+/* The id that is counted for choice `at`: an expert, or a logical expert that is split later.
+ */
 template <int KIND>
 __device__ __forceinline__ int64_t planned_id(const p2p_plan_job &job, int64_t at)
 {
@@ -331,15 +351,15 @@ __device__ __forceinline__ int64_t planned_id(const p2p_plan_job &job, int64_t a
     return read_id(job, at);
 }
 
-/* What those are below. */
+/* Upper bound of those ids. */
 template <int KIND> __device__ __forceinline__ int num_planned_ids(const p2p_plan_job &job)
 {
     return (int)(KIND & PLAN_RARE && !job.resolves ? (uint32_t)num_ids(job)
                                                    : job.layer.num_experts);
 }
 
-/* Counts the choices of this warp; a choice's place in it waits in `fate`, FLAT that of its row unless
- * the layer drops. */
+/* Counts the choices of this warp. The position of a choice in the warp is kept in `fate`; FLAT
+ * keeps that of its row, unless the layer drops choices. */
 template <int KIND>
 static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
                                      const TokenLanes &lanes, const TokenRange &part,
@@ -377,8 +397,8 @@ static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
         });
 }
 
-/* What a rank says about an expert: its choices, where it lives, and RECORD_LAST: about the first
- * one, if something is wrong with this rank's data; about all, if its table cannot be used. */
+/* A word of `counts`: choices of an expert and its rank. RECORD_LAST in the word of expert 0
+ * means that this rank's data is wrong; in all words, that its table of ranks is invalid. */
 #define COUNT_BITS P2P_COUNT_BITS
 #define COUNT_OF(word) ((uint32_t)(word) & ((1u << COUNT_BITS) - 1))
 #define OWNER_OF(word) ((uint32_t)(word) >> COUNT_BITS & 31)
@@ -388,7 +408,7 @@ __device__ __forceinline__ uint32_t owner_word(const Planner &p, int expert)
     return p.bad_owner == NO_INDEX ? (uint32_t)p.owner[expert] << COUNT_BITS : RECORD_LAST;
 }
 
-/* The table of rank q is not this rank's: the group is broken. */
+/* Breaks the group: rank q has another table of experts than this rank. */
 static __device__ __noinline__ void report_table_mismatch(const OpState &op, int q)
 {
     const p2p_self &self = *op.self;
@@ -397,7 +417,8 @@ static __device__ __noinline__ void report_table_mismatch(const OpState &op, int
         op.signature);
 }
 
-/* Makes the warps' tallies exclusive sums and publishes the CTA's counts to the others. */
+/* Turns the warps' counts into exclusive sums and publishes the counts of this CTA to the
+ * others. */
 template <int KIND>
 static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
@@ -410,7 +431,7 @@ static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, cons
                       stamp_word(op, p.bad_choice));
     const int warps = p.warps;
     for (int e = threadIdx.x; e < experts; e += blockDim.x) {
-        int32_t counts[PLAN_MOST_WARPS], sum = 0; /* all loads before any store */
+        int32_t counts[PLAN_MOST_WARPS], sum = 0; /* all loads come before any store */
 #pragma unroll
         for (int w = 0; w < PLAN_MOST_WARPS; w++)
             counts[w] = w < warps ? p.tally[w * experts + e] : 0;
@@ -425,6 +446,7 @@ static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, cons
     }
 }
 
+/* The words in a heap about the first wrong value of `rank`. */
 __device__ __forceinline__ uint64_t *fault_words(const p2p_self &self, const OpState &op,
                                                  uint8_t *heap, int rank)
 {
@@ -432,7 +454,8 @@ __device__ __forceinline__ uint64_t *fault_words(const p2p_self &self, const OpS
            (epoch_parity(op) * DEVICE_MAX_RANKS + rank) * P2P_FAULT_WORDS;
 }
 
-/* One thread: what is wrong with entry `index` of the ids or of a table; a p2p_fault as `kind`. */
+/* The wrong value at `index` of the ids or of a table; `kind` becomes a p2p_fault. One thread.
+ */
 __device__ __forceinline__ int64_t read_wrong_value(const p2p_plan_job &job, uint32_t &kind,
                                                     uint32_t &index)
 {
@@ -450,7 +473,7 @@ __device__ __forceinline__ int64_t read_wrong_value(const p2p_plan_job &job, uin
     return id;
 }
 
-/* One thread: tells all ranks which of this rank's choices or experts is wrong. */
+/* Sends to all ranks which of this rank's choices or experts is wrong. One thread. */
 static __device__ __noinline__ void
 publish_wrong_value(const p2p_plan_job &job, const OpState &op, uint32_t kind, uint32_t index)
 {
@@ -466,7 +489,7 @@ publish_wrong_value(const p2p_plan_job &job, const OpState &op, uint32_t kind, u
     }
 }
 
-/* One thread of CTA 0: tells all ranks what is wrong with this rank's data. */
+/* Finds the first wrong value of this rank and sends it to all ranks. One thread of CTA 0. */
 static __device__ __noinline__ bool publish_fault(const Planner &p, const p2p_plan_job &job,
                                                   const OpState &op)
 {
@@ -490,8 +513,8 @@ static __device__ __noinline__ bool publish_fault(const Planner &p, const p2p_pl
     return true;
 }
 
-/* Of ranks of other hosts the first CTA alone asks the inbox, and keeps what it reads in the heap for
- * the others. */
+/* backend hosts: the first CTA copies the counts of remote ranks from the inbox to the heap,
+ * where the other CTAs wait for them. */
 __device__ __forceinline__ void cache_counts(const OpState &op, uint64_t *counts, int first,
                                              const uint64_t (&words)[RANKS_AT_ONCE])
 {
@@ -501,8 +524,9 @@ __device__ __forceinline__ void cache_counts(const OpState &op, uint64_t *counts
             store_relaxed(counts + (first + i) * DEVICE_MAX_TALLIES, words[i]);
 }
 
-/* Sums the CTAs' counts, tells them to the peers, and sums the ranks' counts.  noinline: keeps its
- * registers out of dispatch's hot loop, which would spill. */
+/* Adds up the counts of the CTAs, sends this rank's sums to all ranks, waits for theirs and
+ * adds those up. noinline keeps its registers out of the loop that moves rows, which would
+ * spill. */
 template <int KIND>
 static __device__ __noinline__ bool exchange_counts(Planner &p, const p2p_plan_job &job,
                                                     const OpState &op)

@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Layout FLAT: one row for each token and rank, which the kernels that move rows take for a token's
- * only slot here.  What else there is of a token, its local experts and their weights, lies by row.
+/* Layout FLAT: a token has one row per rank that it chooses. Kernels that move rows treat this
+ * row as the token's only slot. The token's local experts and their weights are arrays by row.
  *
- * On its way a plan says of each token two things to each rank: a stamped word with the row, and
- * where other plans send slots, the local experts. */
+ * While a plan is made, each rank sends two things per token to each rank: a stamped word with
+ * the row and, in place of slots, the records with local experts. */
 #ifndef EPIC_FLAT_CUH
 #define EPIC_FLAT_CUH
 
 #include "cuda/plan/view.cuh"
 
-/* What a source says of its token to the rank that owns the heap: the row there. */
+/* The word in a heap with the row of a token; `place` is the source. */
 __device__ __forceinline__ uint64_t *row_word_address(const p2p_self &self, const OpState &op,
                                                       uint8_t *heap, int place, int64_t token)
 {
@@ -17,7 +17,7 @@ __device__ __forceinline__ uint64_t *row_word_address(const p2p_self &self, cons
            ((int64_t)epoch_parity(op) * self.num_ranks + place) * self.max_tokens + token;
 }
 
-/* The same that this rank is told by `source`. */
+/* The word in which `source` sends the row of its token to this rank. */
 __device__ __forceinline__ uint64_t *row_word_from(const p2p_self &self, const OpState &op,
                                                    int source, int64_t token)
 {
@@ -30,7 +30,7 @@ __device__ __forceinline__ bool is_valid_row(uint32_t value)
     return value < RECORD_DISCARD;
 }
 
-/* The local experts of a FLAT plan, [num_ranks, max_tokens, top_k] as the records. */
+/* The local experts of a FLAT plan, [num_ranks, max_tokens, top_k] like the records. */
 __device__ __forceinline__ const int32_t *local_experts_of(const PlanView &plan,
                                                            const p2p_self &self)
 {

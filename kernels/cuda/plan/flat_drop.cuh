@@ -1,28 +1,31 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What is dropped, and FLAT the search for it.
+/* Which choices are dropped; and for FLAT the search for the limits.
  *
- * By expert, the slots that a rank needs follow from its experts' loads.  FLAT they do not: a row is
- * needed by every token that keeps a choice on the rank, and which ones do, only the token's own
- * rank knows.  So for each limit that is tried the ranks count their rows and exchange the counts.
- * One CTA of each rank does it: this is the exception, and there is no order of CTAs to keep. */
+ * In EXPERT_MAJOR the slots that a rank needs follow from the loads of its experts. In FLAT
+ * they do not: a row is needed by every token that keeps a choice on the rank, and only the
+ * token's own rank knows which tokens do. So for each limit that is tried, the ranks count
+ * their rows and exchange the counts. One CTA per rank does this, so no order of CTAs has to be
+ * kept. */
 #ifndef EPIC_FLAT_DROP_CUH
 #define EPIC_FLAT_DROP_CUH
 
 #include "cuda/plan/flat.cuh"
 #include "cuda/plan/keep_by_k.cuh"
 
+/* May the layer drop choices? */
 __device__ __forceinline__ bool layer_drops(const p2p_plan_job &job)
 {
     return job.layer.overflow == EPIC_OVERFLOW_DROP;
 }
 
+/* Choices that an expert keeps. */
 __device__ __forceinline__ int32_t num_kept(const Planner &p, const p2p_plan_job &job,
                                             int expert)
 {
     return min(p.load[expert], min(p.common[p.owner[expert]], expert_quota(p, job, expert)));
 }
 
-/* An EPIC_FATE, or 0: choice k of a token, which has `place` in its warp, is kept. */
+/* An EPIC_FATE, or 0 if choice k of a token is kept. `place`: its position in the warp. */
 __device__ __forceinline__ int32_t fate_of_choice(const Planner &p, const p2p_plan_job &job,
                                                   int expert, int k, int32_t place)
 {
@@ -31,8 +34,8 @@ __device__ __forceinline__ int32_t fate_of_choice(const Planner &p, const p2p_pl
     return nth >= expert_quota(p, job, expert) ? EPIC_FATE_EXPERT_FULL : EPIC_FATE_RANK_FULL;
 }
 
-/* One warp: counts the rows of its tokens' choices that are kept; a row's place in the warp goes to
- * the choice that it is counted with, into `rows`. */
+/* Counts the rows of the warp's choices that are kept. The position of a row in the warp is
+ * stored in `rows`, for the choice that it was counted with. */
 static __device__ void count_kept_rows(Planner &p, const p2p_plan_job &job,
                                        const int32_t *places, int32_t *rows)
 {
@@ -59,6 +62,7 @@ static __device__ void count_kept_rows(Planner &p, const p2p_plan_job &job,
         }
 }
 
+/* The words in a heap with the row counts of `rank` in exchange number `search`. */
 __device__ __forceinline__ uint64_t *search_words(const p2p_self &self, const OpState &op,
                                                   uint8_t *heap, int rank, int search)
 {
@@ -67,8 +71,8 @@ __device__ __forceinline__ uint64_t *search_words(const p2p_self &self, const Op
                DEVICE_MAX_RANKS;
 }
 
-/* Whole CTA: how many rows each rank needs with the limits that are tried; for each, how many come
- * before this rank's. */
+/* Counts the rows that each rank needs with the current limits, and those before this rank's.
+ * The whole CTA. false: the group is broken. */
 static __device__ bool count_needed_rows(Planner &p, const p2p_plan_job &job, const OpState &op,
                                          int search)
 {
@@ -111,8 +115,8 @@ static __device__ bool count_needed_rows(Planner &p, const p2p_plan_job &job, co
     return __syncthreads_and(ok) != 0;
 }
 
-/* Whole CTA: the largest common limit of each rank for which its capacity suffices; what was counted
- * last was counted with those. */
+/* Finds for each rank the largest common limit for which its capacity suffices; the last count
+ * was made with these limits. Bisection; the whole CTA. false: the group is broken. */
 static __device__ __noinline__ bool find_drop_limits(Planner &p, const p2p_plan_job &job,
                                                      const OpState &op)
 {
@@ -121,7 +125,7 @@ static __device__ __noinline__ bool find_drop_limits(Planner &p, const p2p_plan_
     int search = 0;
     if (!count_needed_rows(p, job, op, search++)) return false;
     if (mine) {
-        int32_t most = 0; /* of all experts: nothing more is dropped */
+        int32_t most = 0; /* load of the fullest expert: a higher limit drops nothing */
         for (int e = 0; e < experts; e++) most = max(most, p.load[e]);
         const bool over = p.capacity[d] && p.row_load[d] > p.capacity[d];
         p.fits[d] = over ? 0 : 0x7fffffff;

@@ -1,19 +1,21 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* FLAT, the last part of making a plan: the rows of this rank's tokens, and telling of them. */
+/* FLAT, the last part of making a plan: places the rows of this rank's tokens and sends them.
+ */
 #ifndef EPIC_FLAT_PLACE_CUH
 #define EPIC_FLAT_PLACE_CUH
 
 #include "cuda/plan/flat_drop.cuh"
 
-struct FlatChoice { /* FLAT: one choice */
+struct FlatChoice { /* one choice */
     int64_t at;     /* its number, -1: none */
-    int32_t owner;  /* the rank of its expert, -1: it has none */
-    int32_t local;  /* the expert's number there */
-    int32_t row;    /* there; known to the choice that it was counted with, else -1 */
-    int32_t fate;   /* if it has no rank */
+    int32_t owner;  /* rank of its expert, -1: none */
+    int32_t local;  /* number of the expert there */
+    int32_t row;    /* row there, for the choice that it was counted with; else -1 */
+    int32_t fate;   /* valid if it has no rank */
 };
 
-/* `place`: of its row, or if the layer drops its own one, and `row_place` that of its row. */
+/* Places a choice. `place`: position of its row, or if the layer drops, of the choice itself;
+ * `row_place` is then that of the row. */
 template <int KIND>
 __device__ __forceinline__ FlatChoice flat_choice_of(const Planner &p, const p2p_plan_job &job,
                                                      int64_t at, int64_t id, int k,
@@ -34,8 +36,8 @@ __device__ __forceinline__ FlatChoice flat_choice_of(const Planner &p, const p2p
     return s;
 }
 
-/* Tells every rank about the lanes' tokens: row and local experts, c[h] of the choice of half h,
- * which learns its row. */
+/* Sends the rows and local experts of the warp's tokens to every rank. c[h] is this lane's
+ * choice in half h; its row is set. */
 __device__ __forceinline__ void send_row_words(const OpState &op, const p2p_plan_job &job,
                                                const TokenLanes &lanes, int32_t token, bool in,
                                                bool bad, FlatChoice (&c)[2])
@@ -82,7 +84,7 @@ __device__ __forceinline__ void send_row_words(const OpState &op, const p2p_plan
     }
 }
 
-/* FLAT: place_choices. */
+/* The FLAT version of place_choices(). */
 template <int KIND>
 static __device__ void place_rows(Planner &p, const p2p_plan_job &job, const OpState &op)
 {

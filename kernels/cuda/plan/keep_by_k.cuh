@@ -1,28 +1,30 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Choices that are kept by k: of an expert's, all with k 0 come before those with k 1.
+/* EPIC_BY_K: an expert keeps all choices with k = 0 before those with k = 1, and so on.
  *
- * So the ranks count the choices of each k num_send_only_ctas, as if there were an expert for each k:
+ * The ranks count the choices of each k separately, as if there were one expert per k:
  *
  *   tally        k * num_experts + expert
- *   base         [tallies of choices]   choices of the expert with lower k, over the group
- *   taken        [warps][num_experts]   those that are kept before the warp's next one, in the order
- *                                       of slots, which is that of the tokens
+ *   base         [tallies of choices]  choices of the expert with lower k, of all ranks
+ *   taken        [warps][num_experts]  kept choices before the next one of the warp, in the
+ *                                      order of slots, which is that of tokens
  *
- * A choice's place among those of its k, behind all of lower k, says whether it is kept; its slot
- * follows from those that are kept before it, of which each warp knows the number for every k. */
+ * The position of a choice among those of its k, plus all of lower k, decides whether it is
+ * kept. Its slot follows from the kept choices before it; each warp knows their number for
+ * every k. */
 #ifndef EPIC_KEEP_BY_K_CUH
 #define EPIC_KEEP_BY_K_CUH
 
 #include "cuda/plan/replicas.cuh"
 
-/* Of the planner's dynamic shared memory, behind what replicas need. */
+/* Dynamic shared memory after that of replicas. */
 static inline int by_k_bytes(const p2p_plan_job *job)
 {
     const int warps = planner_warps(num_tallies(*job, job->layer.layout == EPIC_FLAT));
     return job->by_k ? (int)job->layer.num_experts * 4 * (1 + warps) : 0;
 }
 
-/* Every thread, when the ranks' counts are there: `load` becomes all choices of each expert. */
+/* Replaces `load` by all choices of each expert, and sets `base`. All threads, when counts have
+ * arrived. */
 static __device__ void prepare_by_k(Planner &p, const p2p_plan_job &job)
 {
     const int experts = job.layer.num_experts;
@@ -45,7 +47,8 @@ static __device__ void prepare_by_k(Planner &p, const p2p_plan_job &job)
     __syncthreads();
 }
 
-/* The place of a choice in the order in which its expert keeps them; `place`: in its warp. */
+/* Position of a choice in the order in which its expert keeps choices. `place`: position in the
+ * warp. */
 __device__ __forceinline__ int32_t keep_order_of(const Planner &p, const p2p_plan_job &job,
                                                  int tallies, int expert, int k, int32_t place)
 {
@@ -54,7 +57,7 @@ __device__ __forceinline__ int32_t keep_order_of(const Planner &p, const p2p_pla
     return job.by_k ? p.base[i] + nth : nth;
 }
 
-/* Every thread, when it is known how many choices each expert keeps: keep(expert). */
+/* Sets `taken`. keep(expert) returns how many choices an expert keeps. All threads. */
 template <class Keep>
 static __device__ void count_kept_before(Planner &p, const p2p_plan_job &job, Keep keep)
 {

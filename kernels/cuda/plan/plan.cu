@@ -1,16 +1,25 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* plan: where every choice goes.
- *   topk_idx  [num_tokens, top_k]   the first CTAs count and place them (plan/planner.cuh)
- *   plan      header and arrays     all warps then copy the records that the ranks sent about
- *                                   their tokens into it, several tokens a warp side by side;
- *                                   FLAT: first the rows, then records that are local experts
- * Who else must see what: counts and records are stamped words, each its own flag. */
+/* plan: computes the slot of every choice.
+ *
+ *   topk_idx  [num_tokens, top_k]   the first CTAs count and place the choices
+ *                                   (plan/planner.cuh)
+ *   plan      header and arrays     all warps copy the records that the ranks sent about
+ *                                   their tokens, several tokens per warp side by side;
+ *                                   FLAT: first rows, then records with local experts
+ *
+ *   who stores               what                       who waits for it
+ *   planner CTA 0            counts, to every rank      planner CTAs of every rank
+ *   planner CTAs             records, to the rank of    warps that copy records there
+ *                            the expert
+ *
+ * Both are stamped words, each its own flag, so no other order is needed. */
 #include "cuda/common/launch.cuh"
 #include "cuda/plan/store_records.cuh"
 
 #define BLOCK 512
 
-/* FLAT: the same for their rows, each the only slot of its record. */
+/* FLAT: copies the rows of a group of tokens into the plan, each as the only slot of its
+ * record. */
 static __device__ bool store_rows(const OpState &op, const p2p_plan_job &job, int32_t *records,
                                   int source, int32_t first_token, int32_t num_tokens)
 {
@@ -43,7 +52,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
     if ((int)blockIdx.x < job.planners) ok = make_plan<KIND>(planner, job, op, memory);
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
                                                         job.layer.num_experts, job.layer.top_k);
-    /* who plans is late, and keeps nothing where others can */
+    /* planner CTAs are late, so they store no records if there are enough others */
     const int first_cta = (int)gridDim.x >= 2 * job.planners ? job.planners : 0;
     int32_t tokens_of = 0;
     ok = ok && ((int)blockIdx.x < first_cta ||

@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Making a plan: every rank counts its own choices, the ranks exchange counts, each computes the
- * slots of its own choices and sends them as records to the ranks of the experts.
+/* Making a plan: every rank counts its own choices, the ranks exchange counts, and each rank
+ * computes the slots of its own choices and sends them as records to the ranks of the experts.
  *
- *     ids -> choices of each expert -> counts, to all ranks -> load, what is kept, slabs
- *                                                                          |
- *     the ranks of the experts <- records (slot of each choice) <- places of own choices
- */
+ *   ids -> choices per expert -> counts, to all ranks -> loads, kept choices, slabs
+ *                                                                           |
+ *   ranks of the experts <- records (slot of each choice) <- places of own choices
+ *
+ * All ranks decide on equal numbers, so all reach the same result. make_plan() is the entry. */
 #ifndef EPIC_PLANNER_CUH
 #define EPIC_PLANNER_CUH
 
@@ -22,7 +23,7 @@ __device__ __forceinline__ ExpertSpan span_of_rank(const p2p_plan_job &job, int 
                               : ExpertSpan{rank * job.block, job.block};
 }
 
-/* What `count` rows of an expert take. */
+/* Rows of a slab with `count` rows: rounded up to the alignment. */
 __device__ __forceinline__ uint64_t round_up_rows(int32_t count, uint32_t alignment)
 {
     const bool power = (alignment & (alignment - 1)) == 0; /* most are; a division is slow */
@@ -31,9 +32,10 @@ __device__ __forceinline__ uint64_t round_up_rows(int32_t count, uint32_t alignm
     return (uint64_t)(uint32_t)count + (past ? alignment - past : 0);
 }
 
-/* Of the planner's dynamic shared memory, at most, behind what every plan needs. */
+/* Most dynamic shared memory that rare layers need in addition. */
 #define PLAN_RARE_BYTES (P2P_REPLICATED_EXPERTS * 12 + 16 + (48 << 10))
 
+/* Dynamic shared memory of the planner for this job. */
 static inline int planner_bytes_with(const p2p_plan_job &job)
 {
     return planner_bytes_of(job) + replica_bytes(&job.layer) + by_k_bytes(&job);
@@ -47,8 +49,8 @@ __device__ __forceinline__ int32_t num_kept_of(const Planner &p, const p2p_plan_
     return KIND & PLAN_RARE ? num_kept(p, job, expert) : p.load[expert];
 }
 
-/* One warp: slots of a rank when each of its experts keeps at most `most` (and, with `capped`,
- * what expert_capacity allows). */
+/* Slots that a rank needs if each of its experts keeps at most `most` choices and, with
+ * `capped`, at most what expert_capacity allows. One warp. */
 template <int KIND>
 static __device__ int64_t count_slots(Planner &p, const p2p_plan_job &job, int rank,
                                       int32_t most, bool capped)
@@ -63,7 +65,7 @@ static __device__ int64_t count_slots(Planner &p, const p2p_plan_job &job, int r
             count = min(count, capped ? min(most, expert_quota(p, job, e)) : most);
         sum += round_up_rows(count, job.layer.alignment);
     }
-    /* 20 bits at a time: 32 lanes' sums of those fit a word */
+    /* in parts of 20 bits: the sum of 32 lanes fits a word */
     const uint32_t part = (1u << 20) - 1;
     uint64_t total = __reduce_add_sync(ALL_LANES, (uint32_t)sum & part);
     total += (uint64_t)__reduce_add_sync(ALL_LANES, (uint32_t)(sum >> 20) & part) << 20;
@@ -71,7 +73,7 @@ static __device__ int64_t count_slots(Planner &p, const p2p_plan_job &job, int r
     return (int64_t)total;
 }
 
-/* One warp: the largest common limit for which the rank's capacity suffices. */
+/* The largest common limit for which the capacity of the rank suffices. One warp. */
 static __device__ int32_t find_common_limit(Planner &p, const p2p_plan_job &job, int rank,
                                             int64_t capacity)
 {
@@ -86,7 +88,8 @@ static __device__ int32_t find_common_limit(Planner &p, const p2p_plan_job &job,
     return fits;
 }
 
-/* The plan's tables of replicas. */
+/* The plan's tables of replicas: the logical expert of each expert, and the experts of this
+ * rank. */
 __device__ __forceinline__ int32_t *logical_table(const p2p_plan_job &job)
 {
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
@@ -99,8 +102,8 @@ __device__ __forceinline__ int32_t *expert_table(const p2p_plan_job &job)
     return logical_table(job) + device_round_up(job.layer.num_experts * 4ll, 128) / 4;
 }
 
-/* One warp: where each slab of a rank begins; FLAT: the numbers of its experts.  For this rank, CTA
- * 0 writes the plan's tables.  Returns the slots of the rank, if they fit an int32_t. */
+/* Places the slabs of a rank; FLAT: numbers its experts. For this rank CTA 0 writes the tables
+ * of the plan. Returns the slots of the rank. One warp. */
 template <int KIND>
 static __device__ int64_t place_slabs(Planner &p, const p2p_plan_job &job, int rank)
 {
@@ -150,7 +153,7 @@ static __device__ int64_t place_slabs(Planner &p, const p2p_plan_job &job, int r
     return slots;
 }
 
-/* One thread: what the header says beside what has been decided. */
+/* Fills in the header fields that do not depend on the counts. One thread. */
 static __device__ void fill_header(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
     device_plan_header &h = p.header;
@@ -190,15 +193,15 @@ static __device__ void fill_header(Planner &p, const p2p_plan_job &job, const Op
         }
 }
 
-/* Do all slots of a rank surely fit an int32_t? */
+/* Do the slots of a rank fit an int32_t whatever the ids are? */
 __device__ __forceinline__ bool slots_fit_int32(const p2p_plan_job &job)
 {
     const int64_t choices = (int64_t)job.self.num_ranks * job.self.max_tokens * job.layer.top_k;
     return choices + (int64_t)job.layer.num_experts * job.layer.alignment <= 0x7fffffff;
 }
 
-/* Three warps, while counts are under way: what the ranks have announced, and in CTA 0 what the header
- * says whatever is counted. */
+/* Reads what the ranks have announced and, in CTA 0, fills in the header, while counts are
+ * under way. Each of three warps does one part. */
 static __device__ bool prepare_header(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
     const int after = (int)(blockDim.x / WARP) - 1 - (int)(threadIdx.x / WARP);
@@ -212,7 +215,8 @@ static __device__ bool prepare_header(Planner &p, const p2p_plan_job &job, const
     return true;
 }
 
-/* Whole CTA: limits, slabs, and whether the plan is good; the same on all CTAs and ranks. */
+/* Decides limits and slabs, and whether the plan is valid. The whole CTA; all CTAs and ranks
+ * reach the same result. */
 template <int KIND>
 static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
@@ -220,7 +224,8 @@ static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const Op
     const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP, ranks = job.self.num_ranks;
     device_plan_header &h = p.header;
     bool ok = true;
-    if (threadIdx.x == 0 && p.bad_ranks) h.result = EPIC_EINVAL; /* whatever else is wrong */
+    /* takes precedence over all other errors */
+    if (threadIdx.x == 0 && p.bad_ranks) h.result = EPIC_EINVAL;
     if (FLAT && RARE && layer_drops(job)) {
         for (int d = threadIdx.x; d < ranks; d += blockDim.x) p.demand[d] = p.row_load[d];
         __syncthreads();
@@ -257,8 +262,8 @@ static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const Op
     return ok;
 }
 
-/* hosts, one thread of CTA 0: what every rank with wrong data has said is there, also what nobody
- * asks for. */
+/* backend hosts: waits for the fault words of every rank with wrong data, so that none arrives
+ * later. One thread of CTA 0. */
 static __device__ __noinline__ bool wait_faults(const Planner &p, const p2p_self &self,
                                                 const OpState &op)
 {
@@ -272,7 +277,7 @@ static __device__ __noinline__ bool wait_faults(const Planner &p, const p2p_self
     return true;
 }
 
-/* One thread of CTA 0: what the lowest rank with wrong data has said of it. */
+/* Reports the wrong value of the lowest rank with wrong data. One thread of CTA 0. */
 static __device__ __noinline__ void report_fault(const Planner &p, const p2p_plan_job &job,
                                                  const OpState &op)
 {
@@ -299,7 +304,7 @@ static __device__ __noinline__ void report_fault(const Planner &p, const p2p_pla
     report_data_error(job.self, said);
 }
 
-/* One thread of CTA 0: the same for the lowest rank that has too few slots. */
+/* Reports the lowest rank that has too few slots. One thread of CTA 0. */
 static __device__ __noinline__ void report_overflow(const Planner &p, const p2p_plan_job &job,
                                                     const OpState &op)
 {
@@ -313,7 +318,7 @@ static __device__ __noinline__ void report_overflow(const Planner &p, const p2p_
     }
 }
 
-/* The first warp or more, `threads`: header and outputs. */
+/* Writes the header and the caller's outputs. `threads` threads, whole warps. */
 static __device__ void write_plan_outputs(const Planner &p, const p2p_plan_job &job, int thread,
                                           int threads)
 {
@@ -347,13 +352,12 @@ static __device__ void write_plan_outputs(const Planner &p, const p2p_plan_job &
     }
 }
 
-struct PlacedChoice { /* one choice */
-    int32_t rank;     /* that gets a word about it, -1: none */
+struct PlacedChoice { /* a choice and its destination */
+    int32_t rank;     /* rank that is sent a word about it, -1: none */
     uint32_t slot;
 };
 
-/* The slot of a choice, or an EPIC_FATE, when the plan is good; all lanes, those without a choice
- * with id -1. */
+/* The slot of a choice, or an EPIC_FATE; the plan is valid. All lanes; id -1: no choice. */
 template <int KIND>
 __device__ __forceinline__ int32_t slot_of_choice(const Planner &p, const p2p_plan_job &job,
                                                   int64_t id, int k, int32_t place, int &e)
@@ -368,7 +372,7 @@ __device__ __forceinline__ int32_t slot_of_choice(const Planner &p, const p2p_pl
     if (e >= 0 && job.layer.num_logical && !job.resolves) e = choose_replica(p, e, nth);
     const bool keeps = e >= 0 && nth < num_kept(p, job, e),
                full = e >= 0 && nth >= expert_quota(p, job, e);
-    if (job.by_k) /* in the order of slots others come before */
+    if (job.by_k) /* slots are in another order than by k */
         nth = count_group(p.taken + threadIdx.x / WARP * (int)job.layer.num_experts,
                           keeps ? e : -1);
     return keeps   ? p.start[e] + nth
@@ -377,7 +381,7 @@ __device__ __forceinline__ int32_t slot_of_choice(const Planner &p, const p2p_pl
                    : EPIC_FATE_RANK_FULL;
 }
 
-/* All lanes; `at` -1: this one has no choice. */
+/* Places a choice: writes its fate and rank. All lanes; `at` -1: this lane has none. */
 template <int KIND>
 __device__ __forceinline__ PlacedChoice place_choice(const Planner &p, const p2p_plan_job &job,
                                                      int64_t at, int64_t id, int k,
@@ -401,7 +405,7 @@ __device__ __forceinline__ PlacedChoice place_choice(const Planner &p, const p2p
     return {owner, (uint32_t)where};
 }
 
-/* Sends the records of the lanes' tokens; c[h] is the choice of half h. */
+/* Sends the records of the warp's tokens. c[h] is this lane's choice in half h. */
 __device__ __forceinline__ void send_records(const OpState &op, const p2p_plan_job &job,
                                              const TokenLanes &lanes, int32_t token, bool in,
                                              const PlacedChoice (&c)[2])
@@ -436,7 +440,7 @@ __device__ __forceinline__ void send_records(const OpState &op, const p2p_plan_j
     }
 }
 
-/* The choices that a warp has counted are placed and told. */
+/* Places the choices that the warp kept in registers, and sends their records. */
 template <int KIND>
 static __device__ void place_counted(Planner &p, const p2p_plan_job &job, const OpState &op,
                                      const TokenLanes &lanes, const TokenRange &part,
@@ -497,8 +501,8 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
     }
 }
 
-/* Every thread of a CTA that plans, which has stored what ranks are told of its tokens, thread = rank:
- * one piece of it, as few large puts are quicker than many. */
+/* Posts what a planner CTA has stored for the other ranks about its tokens, one put per rank
+ * and array, because few large puts are faster than many. All threads; thread = rank. */
 static __device__ __noinline__ void post_put_plan(const Planner &p, const p2p_plan_job &job,
                                                   const OpState &op, bool flat)
 {
@@ -521,7 +525,7 @@ static __device__ __noinline__ void post_put_plan(const Planner &p, const p2p_pl
             tokens);
 }
 
-/* Every thread of the first `planners` CTAs.  false: the group is broken. */
+/* Makes the plan. All threads of the first `planners` CTAs. false: the group is broken. */
 template <int KIND>
 static __device__ bool make_plan(Planner &p, const p2p_plan_job &job, const OpState &op,
                                  uint8_t *memory)
@@ -561,7 +565,8 @@ static __device__ bool make_plan(Planner &p, const p2p_plan_job &job, const OpSt
         if (threadIdx.x == 0) {
             if (p.header.result == EPIC_EINVAL) report_fault(p, job, op);
             if (p.header.result == EPIC_EOVERFLOW) report_overflow(p, job, op);
-            if (job.self.operation == EPIC_OP_PLAN) return true; /* nobody waits for it */
+            /* no thread of this kernel waits for it */
+            if (job.self.operation == EPIC_OP_PLAN) return true;
             __threadfence();
             store_release(&control_of(op)->planned, op.epoch);
         }

@@ -1,31 +1,32 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Replicas, while a plan is made.  Ids name logical experts, and choice n of one, in the order of
- * the group, goes to its replica n % r.  So the ranks count choices of logical experts, as they
- * count those of experts else; what each replica gets of them, and the place of a choice among
- * those of its replica, follow by a division.
+/* Replicas while a plan is made. Ids name logical experts. Choice n of a logical expert, in the
+ * order of all ranks' tokens, goes to replica n % r of its r replicas. So the ranks count
+ * choices of logical experts; the count of each replica, and the position of a choice in it,
+ * follow by division.
  *
- *   logical   [num_experts]        the table
- *   nth       [num_experts]        which of its logical expert's replicas an expert is
+ *   logical   [num_experts]        logical expert of each expert
+ *   nth       [num_experts]        number of the expert among its replicas
  *   first     [num_logical + 1]    where the replicas of a logical expert begin in `replica`
- *   replica   [num_experts]        experts by logical expert, ascending
- *   chosen    [num_logical]        choices over the group */
+ *   replica   [num_experts]        experts ordered by logical expert
+ *   chosen    [num_logical]        choices of all ranks */
 #ifndef EPIC_REPLICAS_CUH
 #define EPIC_REPLICAS_CUH
 
 #include "cuda/plan/counts.cuh"
 
-/* Of the planner's dynamic shared memory, behind what every plan needs. */
+/* Dynamic shared memory after that of every plan. */
 __host__ __device__ inline int replica_bytes(const epic_layer *layer)
 {
     return layer->num_logical ? (int)layer->num_experts * 12 + 16 : 0;
 }
 
+/* Replicas of a logical expert. */
 __device__ __forceinline__ int num_replicas_of(const Planner &p, int logical)
 {
     return p.first[logical + 1] - p.first[logical];
 }
 
-/* One warp: where the replicas of each logical expert begin, from how many there are. */
+/* Sets `first` from the number of replicas. One warp. */
 static __device__ void sum_replica_counts(Planner &p, int num_logical)
 {
     int before = 0;
@@ -42,7 +43,8 @@ static __device__ void sum_replica_counts(Planner &p, int num_logical)
     if (lane_id() == 0) p.first[num_logical] = (uint16_t)before;
 }
 
-/* Every thread, after begin_planner: the table, checked.  Entries out of range count as 0. */
+/* Reads and checks the table. Invalid entries count as 0. All threads, after begin_planner().
+ */
 static __device__ void read_replicas(Planner &p, const p2p_plan_job &job)
 {
     const int experts = job.layer.num_experts, num_logical = job.layer.num_logical;
@@ -81,13 +83,13 @@ static __device__ void read_replicas(Planner &p, const p2p_plan_job &job)
     __syncthreads();
 }
 
-/* A word of the counts, past all others: the table's hash, 0 if it cannot be used. */
+/* A word after all counts: the hash of the table; 0: the table is invalid. */
 __device__ __forceinline__ uint32_t table_hash_word(const Planner &p)
 {
     return p.bad_replica == NO_INDEX ? p.table | 1 : 0;
 }
 
-/* One thread of each CTA: have all ranks the same table? */
+/* Have all ranks the same table? One thread of each CTA. false: the group is broken. */
 static __device__ bool compare_tables(const Planner &p, const p2p_plan_job &job,
                                       const OpState &op)
 {
@@ -118,8 +120,8 @@ static __device__ bool compare_tables(const Planner &p, const p2p_plan_job &job,
     return true;
 }
 
-/* Every thread, when the ranks' counts are there: those of logical experts become those of their
- * replicas. */
+/* Turns the counts of logical experts into those of their replicas. All threads, when counts
+ * have arrived. */
 static __device__ void split_among_replicas(Planner &p, const p2p_plan_job &job)
 {
     const int experts = job.layer.num_experts, num_logical = job.layer.num_logical;
@@ -132,7 +134,7 @@ static __device__ void split_among_replicas(Planner &p, const p2p_plan_job &job)
     __syncthreads();
 }
 
-/* What expert_capacity leaves an expert. */
+/* Most choices of an expert that expert_capacity allows. */
 __device__ __forceinline__ int32_t expert_quota(const Planner &p, const p2p_plan_job &job,
                                                 int expert)
 {
@@ -144,7 +146,7 @@ __device__ __forceinline__ int32_t expert_quota(const Planner &p, const p2p_plan
     return (int32_t)((limit + replicas - 1 - p.nth[expert]) / replicas);
 }
 
-/* Choice `nth` of a logical expert: the replica that has it, and its place there. */
+/* The replica that gets choice `nth` of a logical expert; nth becomes the position there. */
 __device__ __forceinline__ int choose_replica(const Planner &p, int logical, int32_t &nth)
 {
     const int replicas = num_replicas_of(p, logical), turn = nth % replicas;

@@ -1,16 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Logical experts become experts before anything else is counted.
+/* Turns logical experts into experts before anything else is counted.
  *
- * By expert and by token, what replicas get follows from the counts of logical experts
- * (plan/replicas.cuh).  Where rows are counted with the choices (FLAT), or choices by k, a choice's expert
- * has to be known first: then the ranks exchange the counts of logical experts, each writes the
- * experts of its choices, and the plan is made of those.  One CTA of each rank does it, as it knows
- * the order of all choices of its rank. */
+ * In EXPERT_MAJOR without EPIC_BY_K the counts of replicas follow from those of logical experts
+ * (plan/replicas.cuh). FLAT counts rows together with choices, and EPIC_BY_K counts per k, so
+ * both must know the expert of a choice first. Then the ranks exchange counts of logical
+ * experts, each rank writes the experts of its choices, and the plan is made from these. One
+ * CTA per rank does this, because it must know the order of all choices of the rank. */
 #ifndef EPIC_RESOLVE_CUH
 #define EPIC_RESOLVE_CUH
 
 #include "cuda/plan/replicas.cuh"
 
+/* The words in a heap with the choices of logical experts of `rank`. */
 __device__ __forceinline__ uint64_t *chosen_words(const p2p_self &self, const OpState &op,
                                                   uint8_t *heap, int rank)
 {
@@ -18,7 +19,8 @@ __device__ __forceinline__ uint64_t *chosen_words(const p2p_self &self, const Op
            ((int64_t)epoch_parity(op) * self.num_ranks + rank) * P2P_REPLICATED_EXPERTS;
 }
 
-/* One thread: choices of a logical expert here and everywhere. */
+/* Exchanges the choices of one logical expert with all ranks. One thread. false: the group is
+ * broken. */
 static __device__ bool exchange_chosen(Planner &p, const p2p_self &self, const OpState &op,
                                        int logical, uint32_t own)
 {
@@ -45,7 +47,8 @@ static __device__ bool exchange_chosen(Planner &p, const p2p_self &self, const O
     return true;
 }
 
-/* Every thread, when the tables are there and nothing is counted yet; false: the group is broken. */
+/* Writes the expert of every choice of this rank. All threads, after read_replicas(). false:
+ * the group is broken. */
 static __device__ __noinline__ bool resolve_replicas(Planner &p, const p2p_plan_job &job,
                                                      const OpState &op)
 {

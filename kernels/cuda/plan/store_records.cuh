@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The records that the ranks send about their tokens become the plan's. */
+/* Copies the records that the ranks send about their tokens into the plan. */
 #ifndef EPIC_STORE_RECORDS_CUH
 #define EPIC_STORE_RECORDS_CUH
 
 #include "cuda/plan/planner.cuh"
 
-/* Copies the records of a group of tokens of one source; the lanes are (token, word). */
+/* Copies the records of a group of tokens of one source; a lane has one word of one token. One
+ * warp. false: the group is broken. */
 static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
                                      int32_t *records, int source, int32_t first_token,
                                      int32_t num_tokens)
@@ -15,7 +16,7 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
     const int32_t token = first_token + lanes.token;
     const bool in = lanes.on && token < num_tokens;
     const uint64_t *words = record_address(job.self, op, source, in ? token : 0, top_k);
-    bool over = false; /* the record has ended */
+    bool over = false; /* the record has ended in an earlier half */
     for (int half = 0; half < lanes.halves; half++) {
         const int k = lanes.k + half * WARP;
         const bool reads = in && k < top_k && !over;
@@ -26,11 +27,12 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
             const bool come = reads && is_stamped(op, word);
             lasts =
                 __ballot_sync(ALL_LANES, come && ((uint32_t)word & RECORD_LAST)) & lanes.mates;
-            const bool whole = HOSTS && lanes.halves == 1; /* all that was shipped */
+            /* backend hosts: every word that was put must be waited for */
+            const bool whole = HOSTS && lanes.halves == 1;
             if (!__all_sync(ALL_LANES, !whole || !reads || come)) return false;
-            /* every lane up to the token's last word must have come */
+            /* every lane up to the token's last word must have its word */
             const bool needed = reads && !(lasts & lanes_below());
-            const bool open = !lasts && lanes.halves == 1; /* no last word yet */
+            const bool open = !lasts && lanes.halves == 1; /* the last word has not arrived */
             return __all_sync(ALL_LANES, !needed || (come && !(reads && open))) != 0;
         });
         if (!ok) return false;
@@ -45,8 +47,8 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
     return true;
 }
 
-/* Calls keep(source, first token, tokens of the source) for what falls to warp `warp` of `warps`;
- * tokens_of: lane = rank.  false: the group is broken. */
+/* Calls keep(source, first token, tokens of the source) for the groups of tokens of warp `warp`
+ * of `warps`. tokens_of: lane = rank. false: the group is broken. */
 template <class Keep>
 __device__ __forceinline__ bool for_each_group(const p2p_plan_job &job, int32_t tokens_of,
                                                int warp, int warps, Keep keep)

@@ -1,41 +1,45 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reading plans on the device, and records: what a peer says about a token of its own, its slots
- * here, as up to top_k stamped words, ascending k, the last one marked. */
+/* Reading plans on the device, and records.
+ *
+ * A record is what a rank sends about one of its tokens: the token's slots on the receiving
+ * rank, as up to top_k stamped words in ascending k, with a mark on the last one. */
 #ifndef EPIC_PLAN_VIEW_CUH
 #define EPIC_PLAN_VIEW_CUH
 
 #include "cuda/net/operation.cuh"
 
 #define RECORD_LAST 0x80000000u
-#define RECORD_ABSENT 0x7fffffffu  /* no choice of this token goes to this rank */
-#define RECORD_DISCARD 0x7ffffffeu /* one does, but the plan is bad: nowhere to put its row */
+#define RECORD_ABSENT 0x7fffffffu /* no choice of this token goes to this rank */
+/* a choice does, but the plan is invalid: its row has no place */
+#define RECORD_DISCARD 0x7ffffffeu
 
+/* Bit mask of the lanes before this one. */
 __device__ __forceinline__ uint32_t lanes_below()
 {
     return (1u << lane_id()) - 1;
 }
 
-/* ------------------------------------------------------------------------- reading ---- */
+/* ----------------------------------------------------------------------------- reading ---- */
 
 #define HEADER_LANE_WORDS ((int)((sizeof(device_plan_header) / 4 + WARP - 1) / WARP))
 
-struct PlanView { /* a plan that is read, in shared memory */
+struct PlanView { /* a plan that a kernel reads, in shared memory */
     device_plan_header header;
     const int32_t *slab_begin, *rank_of, *records;
-    const device_padding *padding; /* [1 << slab_bits], zeros past the slabs owned */
+    const device_padding *padding; /* [1 << slab_bits], zeros after the local experts */
     int32_t slab_bits;
-    int32_t most_tokens; /* of any rank */
-    uint32_t is_valid;   /* the bytes are a plan of this rank's */
+    int32_t most_tokens; /* largest number of tokens of a rank */
+    uint32_t is_valid;   /* the bytes are a plan of this rank and layer */
 };
 
-/* Where the record of a rank's token begins among the plan's. */
+/* Index in the plan's records of the record of a rank's token. */
 __device__ __forceinline__ int64_t record_index(const p2p_self &self, int rank, int32_t token,
                                                 int top_k)
 {
     return ((int64_t)rank * self.max_tokens + token) * top_k;
 }
 
-/* One warp: the sum of a header's words, of which lane l has words l, l + 32, ... */
+/* Checksum of a header of which lane l holds words l, l + 32, ... One warp. */
 static __device__ uint32_t header_checksum(const uint32_t (&words)[HEADER_LANE_WORDS])
 {
     uint32_t sum = 0;
@@ -48,7 +52,7 @@ static __device__ uint32_t header_checksum(const uint32_t (&words)[HEADER_LANE_W
     return __reduce_add_sync(ALL_LANES, sum);
 }
 
-/* Was the plan made with the layer that the call was given? */
+/* Was the plan made with the layer of the call? */
 __device__ __forceinline__ bool is_plan_of_layer(const device_plan_header &h,
                                                  const p2p_self &self)
 {
@@ -56,7 +60,8 @@ __device__ __forceinline__ bool is_plan_of_layer(const device_plan_header &h,
            h.layer_hash == self.layer_hashes[1];
 }
 
-/* One warp. */
+/* Do the fields of the header fit this rank, and are they in range? The bytes of a plan are not
+ * trusted. One warp. */
 static __device__ bool is_header_valid(const device_plan_header &h, const p2p_self &self,
                                        int64_t plan_bytes)
 {
@@ -74,6 +79,7 @@ static __device__ bool is_header_valid(const device_plan_header &h, const p2p_se
     return __all_sync(ALL_LANES, fits) != 0;
 }
 
+/* Sets the pointers of a view into the plan. */
 static __device__ void set_plan_pointers(PlanView &view, const uint8_t *plan,
                                          const p2p_self &self)
 {
@@ -86,7 +92,8 @@ static __device__ void set_plan_pointers(PlanView &view, const uint8_t *plan,
     view.records = (const int32_t *)(plan + at.records);
 }
 
-/* One thread: reports why the plan cannot be used.  `whole`: its bytes are a plan's. */
+/* Reports why the plan cannot be used. `whole`: its checksum and fields are valid. One thread.
+ */
 static __device__ __noinline__ void report_bad_plan(const p2p_self &self,
                                                     const device_plan_header &h, bool whole,
                                                     int32_t num_tokens)
@@ -106,7 +113,8 @@ static __device__ __noinline__ void report_bad_plan(const p2p_self &self,
 
 #define ANY_TOKENS (-1)
 
-/* One warp: words l, l + 32, ... of a header for lane l; zeros if there are too few bytes. */
+/* Loads words l, l + 32, ... of a header in lane l; zeros if the plan has too few bytes. One
+ * warp. */
 __device__ __forceinline__ void load_header(uint32_t (&words)[HEADER_LANE_WORDS],
                                             const uint8_t *plan, int64_t plan_bytes)
 {
@@ -120,7 +128,7 @@ __device__ __forceinline__ void load_header(uint32_t (&words)[HEADER_LANE_WORDS]
     }
 }
 
-/* One warp: the plan whose header that is. */
+/* Sets the view from the words of a header and checks it. One warp. */
 static __device__ void view_plan(PlanView &view, const uint32_t (&words)[HEADER_LANE_WORDS],
                                  const uint8_t *plan, int64_t plan_bytes, const p2p_self &self,
                                  int32_t num_tokens)
@@ -149,8 +157,8 @@ static __device__ void view_plan(PlanView &view, const uint32_t (&words)[HEADER_
     }
 }
 
-/* Every thread of a CTA.  A plan that is none, or of another layer or number of tokens, is not good,
- * and has the id 0. */
+/* Reads a plan. All threads of a CTA. A plan that is invalid, of another layer, or of another
+ * number of tokens gets is_valid = 0 and id 0. */
 static __device__ void read_plan(PlanView &view, const uint8_t *plan, int64_t plan_bytes,
                                  const p2p_self &self, int32_t num_tokens)
 {
@@ -162,11 +170,12 @@ static __device__ void read_plan(PlanView &view, const uint8_t *plan, int64_t pl
     __syncthreads();
 }
 
-/* Some threads, when all have announced: has every rank rows for all slots that the plan, a good
- * one, gives it?  The one that `tells` tells of the first that has not.  What a rank with few tokens
- * says of its rows may come after its signature; of a broken group the answer is yes. */
+/* Has every rank rows for all slots that a valid plan gives it? Any threads, after all ranks
+ * have announced. A thread with `reports` reports the first rank that has not. The rows of a rank
+ * with few tokens may arrive after its signature. Returns true if the group is broken. */
 static __device__ __noinline__ bool check_rows(const p2p_self &self, const OpState &op,
-                                               const volatile device_plan_header *h, bool tells)
+                                               const volatile device_plan_header *h,
+                                               bool reports)
 {
     for (int q = 0; q < self.num_ranks; q++) {
         const int32_t needed = h->slots_of[q];
@@ -180,7 +189,7 @@ static __device__ __noinline__ bool check_rows(const p2p_self &self, const OpSta
             return true;
         const int32_t rows = (int32_t)(uint32_t)word;
         if (needed <= rows) continue;
-        if (tells)
+        if (reports)
             report_data_error(self, {EPIC_EOVERFLOW,
                                      op.epoch,
                                      P2P_FAULT_ROWS,
@@ -191,10 +200,10 @@ static __device__ __noinline__ bool check_rows(const p2p_self &self, const OpSta
     return true;
 }
 
-/* ------------------------------------------------------------------- taking records ---- */
+/* ------------------------------------------------------------------- receiving records ---- */
 
-/* The record that `source` sent about its token, from the heap; strided by top_k.  (Hot paths
- * read the self from the launch's parameters, never through op.self.) */
+/* The record in the heap that `source` sends about its token, with top_k words per token. Hot
+ * code passes `self` from the kernel's parameters, not op.self. */
 __device__ __forceinline__ const uint64_t *
 record_address(const p2p_self &self, const OpState &op, int source, int64_t token, int top_k)
 {
@@ -205,8 +214,9 @@ record_address(const p2p_self &self, const OpState &op, int source, int64_t toke
            token * top_k;
 }
 
-/* One warp takes the words [half * 32, ...) of a record as they come: this lane's slot, or -1;
- * RECORD_DISCARD stays itself.  `word` was read ahead; `more`: the record goes on. */
+/* Waits for words [half * 32, ...) of a record. One warp. `slot`: this lane's slot,
+ * RECORD_DISCARD, or -1. `word` was loaded earlier. `more`: the record continues in the next
+ * half. */
 __device__ __forceinline__ bool receive_record(const OpState &op, const uint64_t *words,
                                                int top_k, int half, int source, uint64_t word,
                                                int32_t &slot, bool &more)
@@ -221,7 +231,7 @@ __device__ __forceinline__ bool receive_record(const OpState &op, const uint64_t
         const uint32_t there = __ballot_sync(ALL_LANES, come);
         lasts = __ballot_sync(ALL_LANES, come && ((uint32_t)word & RECORD_LAST));
         if (HOSTS && top_k <= WARP && __popc(there) < count)
-            return false; /* all that was shipped */
+            return false; /* backend hosts: every word that was put must be waited for */
         const uint32_t need = lasts           ? (2u << (__ffs(lasts) - 1)) - 1
                               : count == WARP ? ALL_LANES
                                               : (1u << count) - 1;

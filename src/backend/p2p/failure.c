@@ -57,7 +57,7 @@ static void read_why(const epic_group *group, char *why, size_t size)
     why[size - 1] = 0;
 }
 
-/* ------------------------------------------------------------------- data errors ---- */
+/* ------------------------------------------------------------------------- data errors ---- */
 
 /* What an operation calls its rows of tokens and of slots. */
 typedef struct names {
@@ -131,7 +131,7 @@ static void write_notice(const epic_group *g, const p2p_notice *n, char *to, siz
     }
 }
 
-/* ---------------------------------------------------------------------- failures ---- */
+/* ---------------------------------------------------------------------------- failures ---- */
 
 static void write_timeout(const p2p_status *s, char *to, size_t size)
 {

@@ -37,7 +37,7 @@ static bool p2p_can_join(const epic_peer *peers, int num_ranks, const epic_confi
     return p2p_share_library(peers, num_ranks, why);
 }
 
-/* ------------------------------------------------------------------------- own part ---- */
+/* ---------------------------------------------------------------------------- own part ---- */
 
 static epic_result make_heap(epic_group *g)
 {
@@ -58,7 +58,7 @@ static epic_result make_own_part(epic_group *g, join_card *mine)
     return p2p_heap_export(g, g->self.heap[g->rank], &mine->handle);
 }
 
-/* ----------------------------------------------------------------------------- peers ---- */
+/* ------------------------------------------------------------------------------- peers ---- */
 
 /* Nothing in a join_card is trusted: it may come from anybody who reached the bootstrap. */
 static epic_result check_card(const join_card *c, int rank)
@@ -84,7 +84,7 @@ static epic_result connect_peers(epic_group *g, const join_card *cards)
     return p2p_watch_open(g);
 }
 
-/* --------------------------------------------------------------------- join and leave ---- */
+/* ---------------------------------------------------------------------- join and leave ---- */
 
 /* Uses the copy engine, so it works while kernels run. */
 static void write_to_peer(epic_group *g, int peer, int64_t at, const void *bytes, size_t count)

@@ -12,7 +12,7 @@
 #define HEAD_BYTES (5 << 20) /* sent to all peers while the plan is made */
 #define COMBINE_LAG 48       /* tokens; measured, docs/lab/cuda.md */
 
-/* --------------------------------------------------------------------------- common ---- */
+/* ------------------------------------------------------------------------------ common ---- */
 
 static void fill_self(p2p_self *self, const epic_group *g, const epic_call *call,
                       epic_operation operation, signature a)
@@ -62,7 +62,7 @@ static epic_result check_row(const epic_group *g, const char *name, const epic_r
                      (long long)rows->row_bytes, (long long)g->config.max_row_bytes);
 }
 
-/* ----------------------------------------------------------------------------- plan ---- */
+/* -------------------------------------------------------------------------------- plan ---- */
 
 /* May operations of few tokens take kernels of their own?  hosts: where all of them do, as ids go to every
  * rank; and where rows go straight. */
@@ -144,7 +144,7 @@ static epic_result p2p_plan(epic_group *g, const epic_plan_args *args)
                     "launching plan");
 }
 
-/* ------------------------------------------------------------------------- dispatch ---- */
+/* ---------------------------------------------------------------------------- dispatch ---- */
 
 /* Second rows, the caller's or made on the way. */
 static epic_result fill_scales(const epic_group *g, p2p_dispatch_job *job,
@@ -295,7 +295,7 @@ static epic_result p2p_plan_dispatch(epic_group *g, const epic_plan_args *plan_a
     return launch_dispatch(g, &job, &plan_args->call, "launching plan and dispatch");
 }
 
-/* ------------------------------------------------------------- combine and gradients ---- */
+/* --------------------------------------------------------------- combine and gradients ---- */
 
 /* Stands in for arrays of slots without a row: kernels/cuda/combine/slots.cuh. */
 static void *scratch_of(const epic_group *g)
@@ -473,7 +473,7 @@ static epic_result p2p_combine_backward(epic_group *g, const epic_combine_backwa
         "launching combine_backward");
 }
 
-/* ------------------------------------------------------------------------------ sum ---- */
+/* --------------------------------------------------------------------------------- sum ---- */
 
 static epic_result p2p_sum(epic_group *g, const epic_allreduce_sum_args *args)
 {

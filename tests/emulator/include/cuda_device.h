@@ -24,7 +24,7 @@
     inline __attribute__((always_inline)) /* or one of a name serves all files */
 #define __noinline__ __attribute__((noinline))
 
-/* ------------------------------------------------------------------------ who and where ---- */
+/* ----------------------------------------------------------------------- who and where ---- */
 
 struct emulated_number {
     unsigned x;
@@ -34,7 +34,7 @@ struct emulated_number {
 #define blockDim (emulated_number{emulator_here->threads})
 #define gridDim (emulated_number{emulator_here->ctas})
 
-/* ------------------------------------------------------------------------------- vectors ---- */
+/* ----------------------------------------------------------------------------- vectors ---- */
 
 struct uint4 {
     unsigned x, y, z, w;
@@ -63,7 +63,7 @@ static inline float4 make_float4(float x, float y, float z, float w)
     return (float4){x, y, z, w};
 }
 
-/* --------------------------------------------------------------------------------- warps ---- */
+/* ------------------------------------------------------------------------------- warps ---- */
 
 template <class T> inline uint64_t emulated_bits(T value)
 {
@@ -193,7 +193,7 @@ inline void __nanosleep(unsigned)
     emulator_nap();
 }
 
-/* -------------------------------------------------------------------------------- memory ---- */
+/* ------------------------------------------------------------------------------ memory ---- */
 
 inline void __threadfence()
 {
@@ -250,7 +250,7 @@ template <class T> inline T atomicMax(T *p, std::common_type_t<T> value)
     return emulated_update(p, [=](T old) { return std::max(old, value); });
 }
 
-/* ------------------------------------------------------------------------------- numbers ---- */
+/* ----------------------------------------------------------------------------- numbers ---- */
 
 template <class A, class B> inline std::common_type_t<A, B> max(A a, B b)
 {

@@ -47,7 +47,7 @@ static epic_result refuse(void *self, const epic_gemm_args *a)
     return EPIC_ENOTSUP;
 }
 
-/* -------------------------------------------------------------------------------- calls ---- */
+/* ------------------------------------------------------------------------------- calls ---- */
 
 static void *of(const both *b, bool device)
 {

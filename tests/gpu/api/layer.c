@@ -45,7 +45,7 @@ static void run_on_host(void *what, int rank, epic_context *ctx, const epic_conf
     part_free(t);
 }
 
-/* -------------------------------------------------------------------------------- tests ---- */
+/* ------------------------------------------------------------------------------- tests ---- */
 
 static void test_random(uint32_t seed, int num_ranks)
 {

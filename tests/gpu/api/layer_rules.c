@@ -118,7 +118,7 @@ static void test_less_saved(uint32_t seed)
     free_given(&given);
 }
 
-/* ------------------------------------------------------------------------ what is wrong ---- */
+/* ----------------------------------------------------------------------- what is wrong ---- */
 
 static problem small(int num_ranks)
 {
@@ -263,7 +263,7 @@ static void test_roomy(void)
     free_problem(&p);
 }
 
-/* ---------------------------------------------------------------------- what it refuses ---- */
+/* --------------------------------------------------------------------- what it refuses ---- */
 
 static void refuse(const part *t, epic_context *ctx, epic_result result, const char *what)
 {

@@ -56,7 +56,7 @@ static void need(const rank *r, epic_result result, const char *what)
     _exit(1); /* the peer would wait */
 }
 
-/* ------------------------------------------------------------------------------ the case ---- */
+/* ---------------------------------------------------------------------------- the case ---- */
 
 static both pushed(uint32_t type, int64_t count, double size)
 {
@@ -142,7 +142,7 @@ static epic_moe_weights weights_of(const rank *r, bool scaled)
     return w;
 }
 
-/* ----------------------------------------------------------------------------- the layer ---- */
+/* --------------------------------------------------------------------------- the layer ---- */
 
 typedef struct run { /* of a whole layer */
     both out, load, gradients[GRADIENTS], saved, workspace;
@@ -248,7 +248,7 @@ static void compare(const rank *r, const run *scaled, const run *wide, bool back
     }
 }
 
-/* ------------------------------------------------------------------------- what it is of ---- */
+/* ----------------------------------------------------------------------- what it is of ---- */
 
 /* dispatch, experts and combine with the layer's plan, with which `saved` begins. */
 static void compare_parts(rank *r, const epic_config *config, const run *whole)
@@ -316,7 +316,7 @@ static void compare_parts(rank *r, const epic_config *config, const run *whole)
     for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++) free_both(arrays[i]);
 }
 
-/* ------------------------------------------------------------------------------ refusals ---- */
+/* ---------------------------------------------------------------------------- refusals ---- */
 
 static void refused(const rank *r, epic_result result, epic_result want, const char *word)
 {
@@ -352,7 +352,7 @@ static void refuse(rank *r, const epic_config *config)
     refused(r, epic_moe_forward(r->ctx, &f), EPIC_EINVAL, "w_down_scales is given");
 }
 
-/* -------------------------------------------------------------------------------- ranks ---- */
+/* ------------------------------------------------------------------------------- ranks ---- */
 
 static void run_kind(rank *r, const epic_config *config)
 {

@@ -72,7 +72,7 @@ static void pull(const buffer *b)
          "a copy");
 }
 
-/* ---------------------------------------------------------------------------- a case ---- */
+/* ------------------------------------------------------------------------------ a case ---- */
 
 static void fill_logits(const problem *p)
 {
@@ -117,7 +117,7 @@ static void fill(const problem *p)
     use(&loss, 8);
 }
 
-/* --------------------------------------------------------------------- the two sides ---- */
+/* ----------------------------------------------------------------------- the two sides ---- */
 
 typedef struct side {
     const problem *p;
@@ -229,7 +229,7 @@ static epic_result update(const side *s)
     return epic_bias_update(s->device ? ctx : NULL, &args);
 }
 
-/* ------------------------------------------------------------------------ comparison ---- */
+/* -------------------------------------------------------------------------- comparison ---- */
 
 /* slack 0: the same bits, any NaN like any other. */
 static int agree(const buffer *b, uint32_t type, int64_t i, double slack)

@@ -102,7 +102,7 @@ static epic_result refused(char *why, const char *what, cudaError_t error)
         if (cuda_error != cudaSuccess) return refused(why, what, cuda_error); \
     } while (0)
 
-/* ------------------------------------------------------------------ threads that copy ---- */
+/* ------------------------------------------------------------------- threads that copy ---- */
 
 /* Whole words, each once: the GPU may look at any of them, and writes there when it has seen it.
  * memcpy stores the last ones twice. */
@@ -160,7 +160,7 @@ static void *run_copier(void *self)
     }
 }
 
-/* -------------------------------------------------------------- the thread that asks ---- */
+/* ---------------------------------------------------------------- the thread that asks ---- */
 
 static bool is_posted(const jobs *all)
 {
@@ -257,7 +257,7 @@ static void start_threads(net *w)
             w->num_copiers++;
 }
 
-/* ---------------------------------------------------------------------------- opening ---- */
+/* ----------------------------------------------------------------------------- opening ---- */
 
 static void close_net(net *w);
 
@@ -344,7 +344,7 @@ static epic_result connect_all(net *w, const void *cards, char *why)
     return EPIC_OK;
 }
 
-/* ---------------------------------------------------------------------------- sending ---- */
+/* ----------------------------------------------------------------------------- sending ---- */
 
 /* As a job of a thread. */
 static bool copy(net *w, peer *p, uint64_t to, const void *from, uint32_t bytes)
@@ -421,7 +421,7 @@ static void say(const net *w, char *to, size_t size)
         snprintf(to, size, "local, host memory, %d threads", w->num_copiers);
 }
 
-/* ---------------------------------------------------------------------------- closing ---- */
+/* ----------------------------------------------------------------------------- closing ---- */
 
 static void close_lane(lane *l)
 {
