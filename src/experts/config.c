@@ -33,9 +33,10 @@ static epic_result check_types(const epic_experts *ex)
                          "F16, F64 or, with row_type F32, BF16 or F16, E4M3",
                          ex->weight_type);
     if ((ex->row_type == EPIC_F64) != (ex->weight_type == EPIC_F64))
-        return epic_fail(EPIC_EINVAL,
-                         "experts.row_type is %s and weight_type is %s: F64 goes with F64 only",
-                         convert_name(ex->row_type), convert_name(ex->weight_type));
+        return epic_fail(
+            EPIC_EINVAL,
+            "experts.row_type is %s and weight_type is %s: both or neither must be F64",
+            convert_name(ex->row_type), convert_name(ex->weight_type));
     return EPIC_OK;
 }
 
@@ -82,7 +83,7 @@ epic_result experts_read_config(experts_job *job, const epic_experts *theirs, si
     if ((int64_t)ex->num_local_experts > MAX_WEIGHT_NUMBERS / (job->hidden * job->width))
         return epic_fail(EPIC_EINVAL,
                          "experts.num_local_experts is %u: with hidden %u and inner %u the "
-                         "weights have more than %lld numbers",
+                         "weights must have at most %lld numbers",
                          ex->num_local_experts, ex->hidden, ex->inner,
                          (long long)MAX_WEIGHT_NUMBERS);
     job->is_f64 = ex->row_type == EPIC_F64;

@@ -26,11 +26,12 @@ epic_result experts_memory(const epic_experts *experts, size_t experts_size, int
     TRY(experts_read_config(&job, experts, experts_size));
     TRY(check_slots(num_slots));
     if (job.is_e4m3 && !on_device)
-        return epic_fail(EPIC_ENOTSUP, "experts.weight_type is E4M3: experts of E4M3 need a "
-                                       "CUDA context; pass it, or config.backend \"gpu\"");
+        return epic_fail(EPIC_ENOTSUP,
+                         "experts.weight_type is E4M3: it is supported on CUDA contexts "
+                         "only; pass one, or config.backend \"gpu\"");
     if (job.is_f64 && on_device)
         return epic_fail(EPIC_ENOTSUP,
-                         "experts.row_type is F64: experts of F64 need a host context");
+                         "experts.row_type is F64: it is supported on host contexts only");
     *out = (epic_experts_memory_info){
         .saved_bytes = experts_saved_bytes(&job, num_slots),
         .forward_bytes = experts_workspace_bytes(&job, num_slots, false),
@@ -64,7 +65,9 @@ static epic_result check_counts(const experts_job *job, int64_t num_slots)
 {
     int64_t sum = 0;
     if (job->expert_rows == NULL)
-        return epic_fail(EPIC_EINVAL, "expert_rows is NULL: epic_plan gives them");
+        return epic_fail(
+            EPIC_EINVAL,
+            "expert_rows is NULL: it must point to the counts that epic_plan returns");
     if (job->is_device) return EPIC_OK; /* its kernels cut off what does not fit */
     for (uint32_t e = 0; e < job->experts.num_local_experts; e++) {
         const int64_t rows = job->expert_rows[e];
@@ -77,11 +80,9 @@ static epic_result check_counts(const experts_job *job, int64_t num_slots)
         sum += rows;
     }
     if (sum > num_slots)
-        return epic_fail(
-            EPIC_EINVAL,
-            "expert_rows add up to %lld, but num_slots is %lld: the slabs must fit "
-            "into the buffers",
-            (long long)sum, (long long)num_slots);
+        return epic_fail(EPIC_EINVAL,
+                         "expert_rows add up to %lld: their sum must be at most num_slots %lld",
+                         (long long)sum, (long long)num_slots);
     return EPIC_OK;
 }
 
@@ -89,15 +90,17 @@ static epic_result check_weighting(const experts_job *job, int64_t num_slots)
 {
     const bool late = job->experts.weighting == EPIC_WEIGHT_LATE;
     if (late && (job->slot_weights != NULL || job->d_slot_weights != NULL))
-        return epic_fail(EPIC_EINVAL,
-                         "%s is given, but experts.weighting is EPIC_WEIGHT_LATE: give the "
-                         "weights to combine, or choose EPIC_WEIGHT_EARLY or _INPUT",
-                         job->slot_weights ? "slot_weights" : "d_slot_weights");
+        return epic_fail(
+            EPIC_EINVAL,
+            "%s is not NULL: it must be NULL if experts.weighting is EPIC_WEIGHT_LATE; pass "
+            "the weights to combine, or set EPIC_WEIGHT_EARLY or _INPUT",
+            job->slot_weights ? "slot_weights" : "d_slot_weights");
     if (!late && job->slot_weights == NULL && num_slots > 0)
-        return epic_fail(EPIC_EINVAL,
-                         "slot_weights is NULL: experts.weighting %u needs what dispatch "
-                         "delivered",
-                         job->experts.weighting);
+        return epic_fail(
+            EPIC_EINVAL,
+            "slot_weights is NULL: experts.weighting %u needs the weights that dispatch "
+            "returns",
+            job->experts.weighting);
     return EPIC_OK;
 }
 
@@ -105,9 +108,9 @@ static epic_result check_memory(const char *name, const void *memory, int64_t by
                                 int64_t needed)
 {
     if (needed > 0 && (memory == NULL || bytes < needed))
-        return epic_fail(EPIC_EINVAL, "%s has %lld bytes%s: epic_experts_memory asks for %lld",
-                         name, (long long)bytes, memory ? "" : " and is NULL",
-                         (long long)needed);
+        return epic_fail(EPIC_EINVAL,
+                         "%s has %lld bytes%s: it must have %lld (epic_experts_memory)", name,
+                         (long long)bytes, memory ? "" : " and is NULL", (long long)needed);
     return EPIC_OK;
 }
 
@@ -126,7 +129,7 @@ static epic_result check_scales(const experts_job *job, const named_scales *all,
                              all[i].name);
         if (!job->is_e4m3 && all[i].scales != NULL)
             return epic_fail(EPIC_EINVAL,
-                             "%s is given, but experts.weight_type is %s: only E4M3 has scales",
+                             "%s is not NULL: it must be NULL if experts.weight_type is %s",
                              all[i].name, convert_name(job->experts.weight_type));
     }
     return EPIC_OK;
@@ -138,12 +141,12 @@ static epic_result check_e4m3(const experts_job *job, const char *call)
     if (!job->is_e4m3) return EPIC_OK;
     if (!job->is_device)
         return epic_fail(EPIC_ENOTSUP,
-                         "experts.weight_type is E4M3: %s of E4M3 wants a CUDA context", call);
+                         "experts.weight_type is E4M3: %s supports it on CUDA contexts only",
+                         call);
     if (job->experts.gemm != NULL)
         return epic_fail(
             EPIC_ENOTSUP,
-            "experts.gemm is given, but experts.weight_type is E4M3: leave gemm NULL "
-            "for our product, or multiply weights of another type");
+            "experts.gemm is not NULL: it must be NULL if experts.weight_type is E4M3");
     return EPIC_OK;
 }
 
@@ -163,7 +166,8 @@ static epic_result check_required(const required *arrays, int count, int64_t num
 static epic_result check_flags(uint32_t flags, uint32_t known)
 {
     if ((flags & ~known) != 0)
-        return epic_fail(EPIC_EINVAL, "flags is %u: only flags %u is known here", flags, known);
+        return epic_fail(EPIC_EINVAL, "flags is %u: it must have no bits except %u", flags,
+                         known);
     return EPIC_OK;
 }
 

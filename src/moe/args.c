@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Checking a call of the layer. */
+/* Reads and checks the arguments of the layer's calls: first the configuration (config.c),
+ * then shapes of rows, weights, buffers (buffers.c) and addresses (arrays.c). */
 #include "moe/args.h"
 
 #include "base/error.h"
@@ -9,20 +10,22 @@
 #include "rules/convert.h"
 #include "rules/sentences.h"
 
-typedef struct call_args { /* what both calls bring */
+/* Arguments that epic_moe_forward and epic_moe_backward have in common. */
+typedef struct call_args {
     const epic_moe *moe;
     const epic_moe_weights *weights;
-    epic_rows *x, *y; /* y: out, or d_out */
+    epic_rows *x, *y; /* y: out in forward, d_out in backward */
     const char *y_name;
     const void *saved;
     int64_t saved_bytes;
     void *workspace;
     int64_t workspace_bytes;
-    const int32_t *rank_of_expert; /* forward */
+    const int32_t *rank_of_expert; /* forward only */
     bool backward;
 } call_args;
 
-/* Are the rows as many and as wide as x?  {NULL, 0, 0} gets the width. */
+/* Checks that `rows` has as many rows as x, each as wide. Sets the width if the caller left
+ * {NULL, 0, 0}. */
 static epic_result check_rows(const moe_job *j, const char *name, epic_rows *rows)
 {
     if (!rows->data && !rows->num_rows && !rows->row_bytes) rows->row_bytes = j->row_bytes;
@@ -32,10 +35,11 @@ static epic_result check_rows(const moe_job *j, const char *name, epic_rows *row
                          (long long)rows->num_rows, (long long)j->x.num_rows);
     if (rows->row_bytes != j->row_bytes)
         return epic_fail(
-            EPIC_EINVAL, "%s.row_bytes is %lld: hidden %lld of that type takes %lld", name,
-            (long long)rows->row_bytes, (long long)j->hidden, (long long)j->row_bytes);
+            EPIC_EINVAL,
+            "%s.row_bytes is %lld: it must be %lld, for hidden %lld of moe.experts.row_type",
+            name, (long long)rows->row_bytes, (long long)j->row_bytes, (long long)j->hidden);
     if (!rows->data && rows->num_rows)
-        return epic_fail(EPIC_EINVAL, "%s.data is NULL with %lld rows: memory is needed", name,
+        return epic_fail(EPIC_EINVAL, "%s.data is NULL: it must point to %lld rows", name,
                          (long long)rows->num_rows);
     return EPIC_OK;
 }
@@ -44,11 +48,12 @@ static epic_result check_memory(const char *name, const void *memory, int64_t by
                                 int64_t needed)
 {
     if (!memory || (uintptr_t)memory % 64)
-        return epic_fail(EPIC_EINVAL, "%s is at %p: an address that 64 divides is needed", name,
+        return epic_fail(EPIC_EINVAL, "%s is at %p: it must be aligned to 64 bytes", name,
                          memory);
     if (bytes < needed)
-        return epic_fail(EPIC_EINVAL, "%s_bytes is %lld: %lld are needed (epic_moe_memory)",
-                         name, (long long)bytes, (long long)needed);
+        return epic_fail(EPIC_EINVAL,
+                         "%s_bytes is %lld: it must be at least %lld (epic_moe_memory)", name,
+                         (long long)bytes, (long long)needed);
     return EPIC_OK;
 }
 
@@ -58,25 +63,27 @@ static epic_result check_weight(const char *name, const void *weight, bool wante
     return epic_fail(EPIC_EINVAL, "weights.%s is NULL: the layer needs it", name);
 }
 
-/* E4M3 has scales, other types have none. */
+/* Checks that scales are passed if and only if weights are E4M3. */
 static epic_result check_scales(const char *name, const float *scales, bool scaled)
 {
     if (!scales == !scaled) return EPIC_OK;
-    return epic_fail(EPIC_EINVAL,
-                     scaled
-                         ? "weights.%s is NULL: weights of E4M3 need it"
-                         : "weights.%s is given: only moe.experts.weight_type E4M3 has scales",
-                     name);
+    return epic_fail(
+        EPIC_EINVAL,
+        scaled
+            ? "weights.%s is NULL: weights of type E4M3 need it"
+            : "weights.%s is not NULL: it must be NULL unless moe.experts.weight_type is E4M3",
+        name);
 }
 
-/* Backward has weights of E4M3 if they come with scales.  What it has to make again wants them
- * turned. */
+/* Sets j->is_e4m3_backward: the caller passed scales, so the weights are E4M3 in backward
+ * too. EPIC_RECOMPUTE cannot be combined with that, because recomputation multiplies rows
+ * and weights of row_type. */
 static epic_result read_e4m3_backward(moe_job *j)
 {
     j->is_e4m3_backward = j->is_e4m3 && j->weights.w_gate_up_scales;
     if (!j->is_e4m3_backward || !(j->moe.flags & EPIC_RECOMPUTE)) return EPIC_OK;
-    return epic_fail(EPIC_EINVAL, "weights.w_gate_up_scales is given, and moe.flags has "
-                                  "EPIC_RECOMPUTE: that wants weights of moe.experts.row_type");
+    return epic_fail(EPIC_EINVAL, "weights.w_gate_up_scales is not NULL: with EPIC_RECOMPUTE, "
+                                  "weights in backward must be of moe.experts.row_type");
 }
 
 static epic_result check_weights(const moe_job *j, bool scaled)
@@ -90,20 +97,20 @@ static epic_result check_weights(const moe_job *j, bool scaled)
     TRY(check_weight("shared_gate_up", w->shared_gate_up, j->has_shared));
     TRY(check_weight("shared_down", w->shared_down, j->has_shared));
     if (w->w_shared_gate && !j->has_shared)
-        return epic_fail(EPIC_EINVAL, "weights.w_shared_gate is given: it belongs to a shared "
-                                      "expert, and moe.shared is NULL");
+        return epic_fail(EPIC_EINVAL, "weights.w_shared_gate is not NULL: it must be NULL if "
+                                      "moe.shared is NULL");
     return EPIC_OK;
 }
 
-/* How the rank's tokens are cut. */
+/* Checks that the rank's tokens make whole blocks, and blocks make whole sequences. */
 static epic_result check_num_tokens(const moe_job *j, int64_t tokens)
 {
     const int64_t sequence = j->moe.sequence_tokens;
     if (j->tokens != tokens)
         return epic_fail(
             EPIC_EINVAL,
-            "x.num_rows is %lld: with EPIC_TREE a multiple of leaves / num_ranks = "
-            "%lld is needed",
+            "x.num_rows is %lld: with EPIC_TREE it must be a multiple of leaves / num_ranks = "
+            "%lld",
             (long long)tokens, (long long)j->blocks);
     if (j->moe.balance_coeff != 0 && sequence && j->block % sequence)
         return epic_fail(
@@ -113,8 +120,9 @@ static epic_result check_num_tokens(const moe_job *j, int64_t tokens)
     return EPIC_OK;
 }
 
-/* Which weights there are must be equal on all ranks and, where EPIC_CHECK_WEIGHTS asks for it, what
- * is in those that all ranks have.  On a device the host does not see that. */
+/* Records in j->options which weights the caller passed, and on the host, if
+ * EPIC_CHECK_WEIGHTS is set, a hash of those that every rank holds. Dispatch compares the
+ * record on all ranks. */
 static void record_weights(moe_job *j)
 {
     const epic_moe_weights *w = &j->weights;
@@ -148,32 +156,33 @@ static void record_weights(moe_job *j)
 static epic_result not_yet(const char *what)
 {
     return epic_fail(EPIC_ENOTSUP,
-                     "%s is not there yet in the layer on CUDA contexts; use a host context",
+                     "%s is not supported by the layer on CUDA contexts; use a host context",
                      what);
 }
 
-/* EPIC_ENOTSUP for what the layer on a device cannot do yet. */
+/* Returns EPIC_ENOTSUP for options that the layer does not support on a device. */
 static epic_result check_device_support(const moe_job *j)
 {
     if (j->has_shared && j->shared.gemm) return not_yet("moe.shared.gemm");
     return EPIC_OK;
 }
 
-/* Reads weights, rows and memory of a call; EPIC_EINVAL. */
+/* Reads and checks what forward and backward have in common, and lays out the buffers. */
 static epic_result read_call(moe_job *j, epic_context *ctx, const epic_call *call,
                              const call_args *c)
 {
-    if (!ctx) return epic_fail(EPIC_EINVAL, "ctx is NULL: a context from epic_open is needed");
+    if (!ctx) return epic_fail(EPIC_EINVAL, "ctx is NULL: it must be a context from epic_open");
     TRY(context_check(ctx));
     *j = (moe_job){
         .ctx = ctx, .call = *call, .x = *c->x, .is_device = ctx->backend->transport == NULL};
     TRY(READ_SIZED(&j->weights, c->weights, sizeof *c->weights, "weights"));
     if (c->x->num_rows < 0 || c->x->num_rows > ctx->config.max_tokens)
         return epic_fail(EPIC_EINVAL,
-                         "x.num_rows is %lld: 0 to config.max_tokens %lld are possible",
+                         "x.num_rows is %lld: it must be 0 to config.max_tokens %lld",
                          (long long)c->x->num_rows, (long long)ctx->config.max_tokens);
     TRY(moe_read_config(j, &ctx->config, c->moe, sizeof *c->moe, c->x->num_rows));
-    j->is_by_hosts = j->layer.sum_order == EPIC_BY_HOSTS; /* either has one block */
+    j->is_by_hosts =
+        j->layer.sum_order == EPIC_BY_HOSTS; /* the order it becomes has one block too */
     layer_choose_order(&j->layer, ctx->num_ranks, context_relays(ctx, c->rank_of_expert));
     TRY(check_rows(j, "x", c->x));
     TRY(check_rows(j, c->y_name, c->y));
@@ -189,7 +198,6 @@ static epic_result read_call(moe_job *j, epic_context *ctx, const epic_call *cal
     return check_memory("workspace", c->workspace, c->workspace_bytes, j->work_bytes);
 }
 
-/* The type of losses that a call brings; EPIC_EINVAL. */
 static epic_result check_loss_type(const moe_job *j, uint32_t type)
 {
     if (type == 0 || type == EPIC_F32 || (type == EPIC_F64 && j->is_f64)) return EPIC_OK;
@@ -198,8 +206,8 @@ static epic_result check_loss_type(const moe_job *j, uint32_t type)
                      type);
 }
 
-/* A rank that owns more experts than the layer has room for would write past expert_rows.  Ranks
- * out of range are epic_plan's to name, on every rank. */
+/* Checks that the placement table gives no rank more experts than num_local_experts, which
+ * is the size of expert_rows. epic_plan reports entries that are not a rank, on every rank. */
 static epic_result check_placement(const moe_job *j, const int32_t *rank_of_expert)
 {
     const uint32_t experts = j->layer.num_experts, ranks = (uint32_t)j->ctx->num_ranks;
@@ -207,7 +215,7 @@ static epic_result check_placement(const moe_job *j, const int32_t *rank_of_expe
     if (!rank_of_expert && experts % ranks)
         return epic_fail(EPIC_EINVAL,
                          "rank_of_expert is NULL: num_ranks %u does not divide "
-                         "moe.layer.num_experts %u, so a table is needed",
+                         "moe.layer.num_experts %u, so it must be a table",
                          ranks, experts);
     for (uint32_t r = 0; rank_of_expert && r < ranks; r++) {
         uint32_t count = 0;
@@ -223,8 +231,8 @@ static epic_result check_device_planned(const epic_moe_args *a, bool planning)
 {
     if (planning || a->flags & EPIC_PLANNED)
         return epic_fail(EPIC_ENOTSUP,
-                         "epic_moe_plan is not there yet on CUDA contexts, where the host does "
-                         "not see how many slots there are: give moe.capacity "
+                         "epic_moe_plan is not supported on CUDA contexts, where the host does "
+                         "not know the number of slots; set moe.capacity "
                          "(epic_capacity_bound)");
     return EPIC_OK;
 }
@@ -246,8 +254,8 @@ epic_result moe_read_forward_args(moe_job *j, epic_context *ctx, epic_moe_args *
     TRY(read_call(j, ctx, &a->call, &c));
     TRY(moe_check_forward_arrays(j, a));
     if (a->flags & ~known)
-        return epic_fail(EPIC_EINVAL, "flags is 0x%x: only 0x%x is known here", a->flags,
-                         known);
+        return epic_fail(EPIC_EINVAL, "flags is 0x%x: it must have no bits except 0x%x",
+                         a->flags, known);
     if (a->reserved)
         return epic_fail(EPIC_EINVAL, "reserved fields must be zero: one is %u", a->reserved);
     if (planning && j->capacity != EPIC_CAPACITY_EXACT)
@@ -261,7 +269,7 @@ epic_result moe_read_forward_args(moe_job *j, epic_context *ctx, epic_moe_args *
     TRY(check_loss_type(j, a->loss_type));
     if (j->is_device) TRY(check_device_planned(a, planning));
     if (j->is_device && a->rank_of_expert)
-        return EPIC_OK; /* in its memory: the plan will tell */
+        return EPIC_OK; /* the plan checks a table in device memory */
     return check_placement(j, a->rank_of_expert);
 }
 
@@ -284,10 +292,12 @@ epic_result moe_read_backward_args(moe_job *j, epic_context *ctx, epic_moe_backw
     TRY(moe_check_backward_arrays(j, a, g));
     if (a->d_x.data || !j->tokens) TRY(check_rows(j, "d_x", &a->d_x));
     if (g->scale_of_expert && !j->weights.scale_of_expert)
-        return epic_fail(EPIC_EINVAL, "gradients.scale_of_expert is given: "
-                                      "weights.scale_of_expert is NULL, so it has none");
+        return epic_fail(EPIC_EINVAL,
+                         "gradients.scale_of_expert is not NULL: it must be NULL if "
+                         "weights.scale_of_expert is NULL");
     if (a->flags & ~EPIC_ACCUMULATE)
-        return epic_fail(EPIC_EINVAL, "flags is 0x%x: only EPIC_ACCUMULATE is known", a->flags);
+        return epic_fail(EPIC_EINVAL, "flags is 0x%x: it must be 0 or EPIC_ACCUMULATE",
+                         a->flags);
     if (a->reserved)
         return epic_fail(EPIC_EINVAL, "reserved fields must be zero: one is %u", a->reserved);
     return check_loss_type(j, a->loss_type);

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Where the arrays of a layer's call lie.  The steps inside look at their own again; what only
- * they looked at would be refused when the peers are called on already. */
+/* Checks the addresses of all arrays of a layer's call: alignment, and that no output
+ * overlaps another array. The calls inside check their own arrays too, but they would find a
+ * mistake only when peers already wait for this rank. */
 #include "base/arrays.h"
 #include "moe/args.h"
 #include "rules/convert.h"

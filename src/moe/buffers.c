@@ -1,5 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Cuts up the memory that the caller of a layer brings. */
+/* Lays out the two buffers of a layer: `saved`, which forward writes and backward reads, and
+ * `workspace`. The layout is computed from the configuration alone, so the same code counts
+ * bytes for epic_moe_memory and finds the addresses in a call. */
 #include "moe/moe.h"
 #include "plan/plan.h"
 #include "rules/experts_layout.h"
@@ -10,6 +12,8 @@ static int64_t larger_of(int64_t a, int64_t b)
     return a > b ? a : b;
 }
 
+/* Returns the next free address in `base` and reserves `bytes` there, rounded up to 64.
+ * Returns NULL if `base` is NULL. */
 static void *place_buffer(unsigned char *base, int64_t *used, int64_t bytes)
 {
     void *at = base ? base + *used : NULL;
@@ -17,17 +21,19 @@ static void *place_buffer(unsigned char *base, int64_t *used, int64_t bytes)
     return at;
 }
 
+/* Buffers that epic_moe_plan fills come first, and their offsets do not depend on the
+ * capacity: the caller makes `saved` larger after epic_moe_plan has counted the slots. On
+ * devices the counts have room for all experts, because a placement table in device memory
+ * can give a rank any number. */
 static void layout_saved(moe_job *j, unsigned char *base)
 {
     int64_t used = 0;
     const int64_t choices = j->tokens * j->top_k, slots = j->capacity;
     const int64_t experts = j->layer.num_experts;
-    const int64_t local = j->is_device
-                              ? larger_of(j->experts.num_local_experts, experts)
-                              : j->experts.num_local_experts; /* whatever a table says */
+    const int64_t local = j->is_device ? larger_of(j->experts.num_local_experts, experts)
+                                       : j->experts.num_local_experts;
     moe_saved *s = &j->saved;
-    s->plan =
-        place_buffer(base, &used, j->plan_bytes); /* from here: what epic_moe_plan leaves */
+    s->plan = place_buffer(base, &used, j->plan_bytes); /* epic_moe_plan fills from here */
     s->logits = place_buffer(base, &used, j->tokens * j->columns * j->real_bytes);
     s->topk_idx = place_buffer(base, &used, choices * 4);
     s->weights = place_buffer(base, &used, choices * j->real_bytes);
@@ -35,7 +41,7 @@ static void layout_saved(moe_job *j, unsigned char *base)
     s->expert_tokens = place_buffer(base, &used, local * 4);
     s->load = place_buffer(base, &used, (int64_t)j->layer.num_experts * 4);
     s->logical_load = place_buffer(base, &used, (int64_t)j->layer.num_logical * 4);
-    s->total_tokens = place_buffer(base, &used, 8); /* to here: whatever the capacity is */
+    s->total_tokens = place_buffer(base, &used, 8); /* to here */
     const bool keeps = !(j->moe.flags & EPIC_RECOMPUTE);
     const bool keeps_rows = !(j->moe.flags & EPIC_DISPATCH_AGAIN);
     s->shared = place_buffer(base, &used, keeps ? j->blocks * j->shared_memory.saved_bytes : 0);
@@ -46,7 +52,8 @@ static void layout_saved(moe_job *j, unsigned char *base)
     j->saved_bytes = used;
 }
 
-/* What is saved without these flags, and made again here. */
+/* Places buffers in the workspace that EPIC_RECOMPUTE and EPIC_DISPATCH_AGAIN leave out of
+ * `saved`, and the scales of E4M3 rows. */
 static void layout_unsaved(moe_job *j, unsigned char *base, int64_t *used, bool backward)
 {
     const bool scaled = j->is_e4m3 && !backward;

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reads and checks the configuration of a layer: epic_moe and the structs that it points to. */
+/* Reads and checks the configuration of a layer: epic_moe and the structs that it points to.
+ * Computes the sizes that follow from it. */
 #include <math.h>
 #include <stdio.h>
 
@@ -28,6 +29,7 @@ static epic_result read_configs(moe_job *j, const epic_config *config, const epi
     return EPIC_OK;
 }
 
+/* Returns the error for two options that must have the same value. */
 static epic_result fail_unequal(const char *a, int64_t value, const char *b, int64_t other)
 {
     return epic_fail(EPIC_EINVAL, "moe.%s is %lld, moe.%s is %lld: make them equal", a,
@@ -38,18 +40,18 @@ static epic_result check_e4m3(const moe_job *j)
 {
     if (j->has_shared && j->shared.weight_type == EPIC_E4M3)
         return epic_fail(EPIC_EINVAL,
-                         "moe.shared.weight_type is E4M3: only moe.experts may be");
+                         "moe.shared.weight_type is E4M3: only moe.experts supports it");
     if (!j->is_e4m3) return EPIC_OK;
     if (!(j->moe.flags & EPIC_DISPATCH_AGAIN))
         return epic_fail(EPIC_EINVAL, "moe.experts.weight_type is E4M3: moe.flags must have "
                                       "EPIC_DISPATCH_AGAIN, as rows of e4m3 are not saved");
     if (j->experts.gemm)
-        return epic_fail(EPIC_ENOTSUP, "moe.experts.gemm is given, but weight_type is E4M3: "
-                                       "leave gemm NULL for our product");
+        return epic_fail(EPIC_ENOTSUP, "moe.experts.gemm is not NULL: it must be NULL if "
+                                       "weight_type is E4M3");
     if (!j->is_device)
         return epic_fail(EPIC_ENOTSUP,
-                         "moe.experts.weight_type is E4M3: the layer of E4M3 needs "
-                         "a CUDA context");
+                         "moe.experts.weight_type is E4M3: the layer supports it on CUDA "
+                         "contexts only");
     return EPIC_OK;
 }
 
@@ -58,7 +60,7 @@ static epic_result check_shapes(const moe_job *j, const epic_config *config)
     const epic_layer *layer = &j->layer;
     const epic_router *router = &j->router;
     if (layer->layout != EPIC_EXPERT_MAJOR)
-        return epic_fail(EPIC_EINVAL, "moe.layer.layout is %u: EPIC_EXPERT_MAJOR is needed",
+        return epic_fail(EPIC_EINVAL, "moe.layer.layout is %u: it must be EPIC_EXPERT_MAJOR",
                          layer->layout);
     if (router->num_experts != layer_num_ids(layer))
         return fail_unequal("router.num_experts", router->num_experts,
@@ -67,7 +69,7 @@ static epic_result check_shapes(const moe_job *j, const epic_config *config)
     if (router->top_k != layer->top_k)
         return fail_unequal("router.top_k", router->top_k, "layer.top_k", layer->top_k);
     if (j->has_shared && j->shared.num_local_experts != 1)
-        return epic_fail(EPIC_EINVAL, "moe.shared.num_local_experts is %u: it is one expert",
+        return epic_fail(EPIC_EINVAL, "moe.shared.num_local_experts is %u: it must be 1",
                          j->shared.num_local_experts);
     if (j->has_shared && j->shared.hidden != j->experts.hidden)
         return fail_unequal("shared.hidden", j->shared.hidden, "experts.hidden",
@@ -76,7 +78,7 @@ static epic_result check_shapes(const moe_job *j, const epic_config *config)
         return fail_unequal("shared.row_type", j->shared.row_type, "experts.row_type",
                             j->experts.row_type);
     if (j->has_shared && j->shared.weighting != EPIC_WEIGHT_LATE)
-        return epic_fail(EPIC_EINVAL, "moe.shared.weighting is %u: EPIC_WEIGHT_LATE is needed",
+        return epic_fail(EPIC_EINVAL, "moe.shared.weighting is %u: it must be EPIC_WEIGHT_LATE",
                          j->shared.weighting);
     if (j->row_bytes > config->max_row_bytes)
         return epic_fail(EPIC_EINVAL,
@@ -85,11 +87,11 @@ static epic_result check_shapes(const moe_job *j, const epic_config *config)
                          (long long)j->hidden, (long long)j->row_bytes,
                          (long long)config->max_row_bytes);
     if (j->is_f64 && j->top_k * 8 > config->max_row_bytes)
-        return epic_fail(EPIC_EINVAL,
-                         "moe.layer.top_k is %u: beside a row of F64 as many float64 weights "
-                         "travel, %lld bytes, and config.max_row_bytes is %lld",
-                         layer->top_k, (long long)j->top_k * 8,
-                         (long long)config->max_row_bytes);
+        return epic_fail(
+            EPIC_EINVAL,
+            "moe.layer.top_k is %u: with F64 rows its float64 weights take %lld bytes, "
+            "more than config.max_row_bytes %lld",
+            layer->top_k, (long long)j->top_k * 8, (long long)config->max_row_bytes);
     return EPIC_OK;
 }
 
@@ -102,32 +104,35 @@ static epic_result check_options(const moe_job *j)
 {
     const epic_moe *m = &j->moe;
     if (!is_coeff(m->balance_coeff) || !is_coeff(m->z_coeff))
-        return epic_fail(EPIC_EINVAL,
-                         "moe.balance_coeff is %g, moe.z_coeff is %g: 0 (no loss) or more is "
-                         "needed; less would be a reward",
-                         m->balance_coeff, m->z_coeff);
+        return epic_fail(
+            EPIC_EINVAL,
+            "moe.balance_coeff is %g, moe.z_coeff is %g: both must be finite and 0 (no "
+            "loss) or more",
+            m->balance_coeff, m->z_coeff);
     if (m->sequence_tokens < 0)
         return epic_fail(EPIC_EINVAL,
-                         "moe.sequence_tokens is %lld: a length, or 0 for the plain loss",
+                         "moe.sequence_tokens is %lld: it must be a length, or 0 for the loss "
+                         "over all tokens",
                          (long long)m->sequence_tokens);
     if (m->flags & ~(uint32_t)KNOWN_FLAGS)
         return epic_fail(EPIC_EINVAL,
-                         "moe.flags is 0x%x: only EPIC_SUM_DENSE, EPIC_RECOMPUTE and "
-                         "EPIC_DISPATCH_AGAIN are known",
+                         "moe.flags is 0x%x: it must have no bits except EPIC_SUM_DENSE, "
+                         "EPIC_RECOMPUTE and EPIC_DISPATCH_AGAIN",
                          m->flags);
     if (m->reserved)
         return epic_fail(EPIC_EINVAL, "moe.reserved is %u: it must be 0", m->reserved);
     if (m->capacity < 0 || m->capacity > INT32_MAX)
         return epic_fail(EPIC_EINVAL,
-                         "moe.capacity is %lld: 1 to 2147483647 slots are possible "
-                         "(epic_capacity_bound never overflows), or EPIC_CAPACITY_EXACT",
+                         "moe.capacity is %lld: it must be 1 to 2147483647 slots "
+                         "(epic_capacity_bound always suffices), or EPIC_CAPACITY_EXACT",
                          (long long)m->capacity);
     if (j->is_f64 && j->is_device)
-        return epic_fail(EPIC_ENOTSUP, "moe.experts.row_type is F64: the layer of F64 needs a "
-                                       "host context");
+        return epic_fail(EPIC_ENOTSUP, "moe.experts.row_type is F64: the layer supports it on "
+                                       "host contexts only");
     if (j->is_f64 && m->flags & EPIC_SUM_DENSE)
-        return epic_fail(EPIC_EINVAL, "moe.flags has EPIC_SUM_DENSE: gradients of F64 rows are "
-                                      "float64, which epic_allreduce_sum does not add");
+        return epic_fail(EPIC_EINVAL,
+                         "moe.flags has EPIC_SUM_DENSE: it is not supported with F64 rows, "
+                         "because epic_allreduce_sum sums float32 only");
     return EPIC_OK;
 }
 
@@ -136,6 +141,7 @@ static int64_t larger_of(int64_t a, int64_t b)
     return a > b ? a : b;
 }
 
+/* Returns the levels of a binary tree with this many leaves. */
 static int64_t num_levels(int64_t blocks)
 {
     int64_t levels = 1;
@@ -156,7 +162,8 @@ static epic_result measure_experts(const char *name, const epic_experts *experts
     return epic_fail(EPIC_EINVAL, "moe.%s: %s", name, why);
 }
 
-/* Backward has rows of row_type whatever forward had, and weights of either. */
+/* E4M3 layers: backward reads rows of row_type, and weights of row_type or E4M3, whichever
+ * the caller passes. Its workspace must suffice for both. */
 static epic_result measure_e4m3_experts(moe_job *j)
 {
     epic_experts_memory_info scaled_info;
@@ -192,7 +199,8 @@ epic_result moe_read_config(moe_job *j, const epic_config *config, const epic_mo
     j->is_e4m3 = j->experts.weight_type == EPIC_E4M3 && !j->is_f64;
     if (j->is_e4m3) j->experts.weight_type = j->experts.row_type;
     if (j->is_f64 && j->experts.weighting == EPIC_WEIGHT_LATE)
-        j->experts.weighting = EPIC_WEIGHT_EARLY; /* combine's weights are float32 */
+        j->experts.weighting =
+            EPIC_WEIGHT_EARLY; /* combine multiplies by float32 weights only */
     j->real_type = j->is_f64 ? EPIC_F64 : EPIC_F32;
     j->real_bytes = convert_bytes(j->real_type);
     j->hidden = j->experts.hidden;

@@ -1,5 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The dense arithmetic of the layer in REAL; OPS names the struct, GEMM the product. */
+/* Host arithmetic of the layer's dense part on one block of tokens: the gate, zero-experts
+ * and the shared expert's gate. dense_f32.c and dense_f64.c include this file with REAL
+ * (float or double), GEMM (the matrix product) and OPS (the table that it defines).
+ *
+ * Rows of another type are converted to REAL, one row at a time, or GATE_TILE columns of all
+ * rows for the products of the gate. */
 #include <math.h>
 #include <string.h>
 
@@ -7,6 +12,7 @@
 #include "moe/moe.h"
 #include "rules/convert.h"
 
+/* Converts n elements of `type` to REAL. REAL double implies EPIC_F64. */
 static void load_reals(REAL *out, const void *in, uint32_t type, int64_t n)
 {
     if (type == EPIC_F64)
@@ -33,7 +39,8 @@ static void *row_at(const dense_block *b, const epic_rows *rows, int64_t token)
     return (char *)rows->data + token * b->job->row_bytes;
 }
 
-/* Columns [first, first + count) of x as REAL, and the distance of its rows. */
+/* Returns columns [first, first + count) of x as REAL, converted into work.tile if x has
+ * another type. *stride: number of elements from one row to the next. */
 static const REAL *columns_of(const dense_block *b, int64_t first, int64_t count,
                               int64_t *stride)
 {
@@ -82,7 +89,7 @@ static bool is_zero_expert(const dense_block *b, int64_t choice)
     return b->topk_idx[choice] >= (int32_t)b->job->router.num_experts;
 }
 
-/* acc += w * row for every zero-expert of the token. */
+/* acc += w * row for each zero-expert that the token chose. */
 static void add_zero_experts(const dense_block *b, int64_t token, const REAL *row, REAL *acc)
 {
     const moe_job *j = b->job;
@@ -124,13 +131,15 @@ static void shared_gate_forward(const dense_block *b, void *weights)
     }
 }
 
-/* The gradient of what the sigmoid of a token is taken of. */
+/* Returns the gradient of z, the argument of the sigmoid of a token: d_weight * s * (1 - s)
+ * with s = sigmoid(z). */
 static REAL shared_gate_slope(const moe_job *j, int64_t token)
 {
     const REAL s = ((const REAL *)j->work.shared_weights)[token];
     return ((const REAL *)j->work.d_shared_weights)[token] * s * (1 - s);
 }
 
+/* gradient [hidden] += the gradient of w_shared_gate. */
 static void shared_gate_gradient(const dense_block *b, REAL *gradient)
 {
     const moe_job *j = b->job;
@@ -157,6 +166,8 @@ static void zero_expert_d_weights(const dense_block *b, const epic_rows *d_out, 
     }
 }
 
+/* Computes d_W_gate = x^T d_logits and d_b_gate = the sum of d_logits over tokens, at their
+ * offsets in `dense`. */
 static void gate_gradient(const dense_block *b, const REAL *d_logits, REAL *dense)
 {
     const moe_job *j = b->job;

@@ -1,15 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_moe_backward on a device: the steps of forward, from the last to the first. */
+/* Runs epic_moe_backward on a device: the stages of host_backward.c, each launched on the
+ * caller's stream. */
 #include "base/error.h"
 #include "experts/config.h"
 #include "moe/device.h"
 
-typedef struct dense_targets { /* where gradients of the dense part go; NULL: not wanted */
+/* Where kernels write gradients of the dense part. NULL: not wanted. flags: 0 or
+ * EPIC_ACCUMULATE. */
+typedef struct dense_targets {
     float *w_gate, *b_gate, *scale, *gate_up, *down, *b_gate_up, *b_down, *w_shared_gate;
     uint32_t flags;
 } dense_targets;
 
-/* Are they summed, over ranks or blocks?  Else they go where the caller wants them. */
+/* Are gradients of the dense part summed over blocks or ranks before they go to the caller?
+ * Otherwise kernels write them to the caller's arrays. */
 static bool is_dense_staged(const moe_job *j)
 {
     return j->dense_levels > 0;
@@ -22,7 +26,8 @@ static dense_targets caller_targets(const epic_moe_gradients *g, uint32_t flags)
                            g->shared_b_down,  g->w_shared_gate, flags};
 }
 
-/* Zeros where no step writes: what is summed is a number. */
+/* Zeroes the parts of `dense` that no kernel writes, so that the sum over ranks reads no
+ * uninitialized memory. */
 static epic_result zero_missing_gradients(moe_job *j, float *dense)
 {
     const dense_offsets p = moe_dense_offsets(j);
@@ -69,7 +74,9 @@ static epic_result losses_backward(moe_job *j, const dense_block *block)
     return z.coeff != 0 ? CONTEXT_OP(j->ctx, z_loss_backward, &z, z.coeff) : EPIC_OK;
 }
 
-/* The router's flag to accumulate would be the logits', too. */
+/* Computes work.d_logits of one block from the gradients of its weights and losses. The
+ * router's EPIC_ACCUMULATE would apply to d_logits too, so an accumulated gradient of
+ * scale_of_expert is computed in work.d_scale and then added. */
 static epic_result router_backward(moe_job *j, const dense_block *block,
                                    const layer_tokens *tokens, const dense_targets *to)
 {
@@ -138,7 +145,8 @@ static epic_result shared_expert_backward(moe_job *j, int64_t b, const dense_blo
                       (to->flags & EPIC_ACCUMULATE) != 0, j->work.gate);
 }
 
-/* What d_x gets beside the gate's part and the experts', in the shared expert's place. */
+/* Adds to work.shared_y, which holds the shared expert's part of d_x, the parts of the zero-
+ * experts and of the shared expert's gate. */
 static epic_result add_local_d_x(moe_job *j, const layer_tokens *tokens)
 {
     const layer_rows sum = {j->work.shared_y, j->has_shared ? j->work.shared_y : NULL, NULL};
@@ -174,7 +182,8 @@ static epic_result block_backward(moe_job *j, const epic_moe_backward_args *a, i
     return gate_backward(j, &block, &d_x, to);
 }
 
-/* Blocks [first, first + count), their dense gradients added in a binary tree at `level`. */
+/* Computes the gradients of blocks [first, first + count) and sums them in a binary tree.
+ * The sum is row `level` of work.dense; rows from level + 1 on are scratch space. */
 static epic_result blocks_backward(moe_job *j, const epic_moe_backward_args *a, int64_t first,
                                    int64_t count, int64_t level)
 {
@@ -190,7 +199,7 @@ static epic_result blocks_backward(moe_job *j, const epic_moe_backward_args *a, 
                       EPIC_F32, false);
 }
 
-/* Summed gradients, from work to where they are wanted. */
+/* Copies or, with EPIC_ACCUMULATE, adds the summed gradients to the caller's arrays. */
 static epic_result store_dense_gradients(moe_job *j, const epic_moe_gradients *g,
                                          uint32_t flags)
 {

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_moe_forward on a device: the same steps, launched one after the other on the caller's
- * stream.  The host sees no number of them; what is wrong with the data every rank's plan
- * finds, and epic_check tells it. */
+/* Runs epic_moe_forward on a device: the stages of host_forward.c, each launched on the
+ * caller's stream. The host reads no number of them. The plan on every rank finds invalid
+ * data, and epic_check reports it. */
 #include "base/error.h"
 #include "moe/device.h"
 #include "rules/experts_layout.h"
 
-/* A token's row depends on that token alone: all blocks at once. */
+/* Runs on all blocks at once, because the logits of a token depend on that token alone. */
 epic_result moe_device_route(moe_job *j, const epic_moe_args *a)
 {
     dense_block all = moe_get_block(j, 0);
@@ -35,7 +35,8 @@ epic_result moe_device_route(moe_job *j, const epic_moe_args *a)
     return CONTEXT_OP(j->ctx, sent_choices, j->call.stream, &tokens, j->work.plan_idx);
 }
 
-/* The plan writes the counts of as many experts as the rank with most has. */
+/* Zeroes the counts of all local experts. The plan writes counts only for as many experts as
+ * the rank with the most has. */
 static epic_result zero_counts(moe_job *j)
 {
     const int32_t *end = j->saved.expert_tokens + j->experts.num_local_experts;
@@ -43,14 +44,15 @@ static epic_result zero_counts(moe_job *j)
                       end - j->saved.expert_rows, EPIC_F32, true);
 }
 
+/* Copies `count` int32 numbers if the caller wants them. The kernel copies 4-byte elements
+ * of any type. */
 static epic_result copy_counts(moe_job *j, int32_t *to, const int32_t *from, int64_t count)
 {
     if (!to) return EPIC_OK;
-    return CONTEXT_OP(j->ctx, add, j->call.stream, to, from, count, EPIC_F32,
-                      true); /* bits of any four bytes */
+    return CONTEXT_OP(j->ctx, add, j->call.stream, to, from, count, EPIC_F32, true);
 }
 
-/* Rows of e4m3 have scales of their own. */
+/* Changes the arguments of dispatch so that it sends E4M3 rows with scales. */
 static void quantize_dispatch(const moe_job *j, epic_dispatch_args *dispatch)
 {
     if (!j->is_e4m3) return;
@@ -84,7 +86,6 @@ epic_result moe_device_plan_dispatch(moe_job *j, const epic_moe_args *a)
     return copy_counts(j, a->logical_load, j->saved.logical_load, j->layer.num_logical);
 }
 
-/* What is not an expert's on some rank, added to what has come home. */
 epic_result moe_device_add_local_experts(moe_job *j, const epic_rows *out)
 {
     if (!j->has_shared && !j->router.zero_experts) return EPIC_OK;
@@ -99,9 +100,11 @@ epic_result moe_device_add_local_experts(moe_job *j, const epic_rows *out)
     return EPIC_OK;
 }
 
+/* Computes the losses of all blocks, sums them in the tree of blocks, and over the ranks
+ * with EPIC_SUM_DENSE. */
 static epic_result compute_losses(moe_job *j, const epic_moe_args *a)
 {
-    float *both = j->work.losses; /* [2, blocks], then [2] */
+    float *both = j->work.losses; /* [2, blocks]; the first two are the sums afterwards */
     const bool none = j->moe.balance_coeff == 0 && j->moe.z_coeff == 0;
     if (none) return CONTEXT_OP(j->ctx, give_losses, j->call.stream, NULL, a);
     for (int64_t b = 0; b < j->blocks; b++) {
@@ -125,7 +128,7 @@ static epic_result compute_losses(moe_job *j, const epic_moe_args *a)
 
 epic_result moe_device_forward(moe_job *j, const epic_moe_args *a)
 {
-    TRY(moe_device_route(j, a)); /* local: nobody waits yet */
+    TRY(moe_device_route(j, a)); /* no peer waits yet */
     TRY(moe_device_plan_dispatch(j, a));
     epic_result result = moe_run_experts(j);
     if (result != EPIC_OK) return moe_abort_call(j, result);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The weights of choices on their way in a layer of float64. */
+/* Carries the weights of float64 layers through dispatch and combine. stages.h explains how. */
 #include <string.h>
 
 #include "moe/stages.h"
@@ -19,6 +19,7 @@ void moe_attach_f64_weights(moe_job *j, epic_dispatch_args *how)
     how->recv_scales = weight_rows(j, j->work.recv_weights, j->capacity);
 }
 
+/* Returns the number of slots in use, which are the first ones. */
 static int64_t count_slots(const moe_job *j)
 {
     int64_t slots = 0;
@@ -27,7 +28,8 @@ static int64_t count_slots(const moe_job *j)
     return slots;
 }
 
-/* Where a slot's number is among those of its token.  What was saved may be damaged. */
+/* Returns the index of a slot's weight in rows of top_k weights per slot. A k that is out of
+ * range because `saved` is damaged counts as 0. */
 static int64_t weight_index(const moe_job *j, int64_t slot)
 {
     const float k = j->saved.slot_k[slot];

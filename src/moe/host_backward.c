@@ -1,17 +1,25 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_moe_backward on a host: the stages of forward, from the last to the first. */
+/* Runs epic_moe_backward on the host: the stages of forward in reverse order.
+ *
+ * Combine backward sends d_out to the slots. The experts' backward computes weight gradients
+ * and the gradient of each slot's row. Dispatch backward sums those into d_x. Each block of
+ * tokens then adds the gradients of the router, the losses, the shared expert and the gate.
+ * Gradients of the dense part are summed over blocks in a binary tree, and over ranks with
+ * EPIC_SUM_DENSE. */
 #include <string.h>
 
 #include "base/error.h"
 #include "moe/host.h"
 
+/* The caller's arguments, and damage of `saved` to report on every rank. */
 typedef struct backward_call {
     const epic_moe_backward_args *args;
     epic_moe_gradients gradients;
-    data_fault fault; /* of saved */
+    data_fault fault;
 } backward_call;
 
-/* d_logits of one block, through the weights and the losses, and what scales experts. */
+/* Computes work.d_logits of one block from the gradients of its weights and losses, and adds
+ * to the gradient of scale_of_expert in `dense`. */
 static epic_result router_backward(moe_job *j, const dense_block *block, const void *d_weights,
                                    void *dense)
 {
@@ -33,6 +41,8 @@ static epic_result router_backward(moe_job *j, const dense_block *block, const v
     return moe_losses_backward(j, block);
 }
 
+/* Runs the backward of the shared expert on one block. d_x (NULL: not wanted): its part of
+ * d_x. */
 static epic_result shared_expert_backward(moe_job *j, int64_t b, const dense_block *block,
                                           const epic_rows *d_out, void *d_x, void *dense)
 {
@@ -69,6 +79,8 @@ static epic_result shared_expert_backward(moe_job *j, int64_t b, const dense_blo
     return epic_experts_backward(NULL, &how);
 }
 
+/* Computes the gradients of the dense part for block b, into `dense`, and adds to its rows
+ * of d_x. */
 static epic_result block_backward(moe_job *j, const backward_call *c, int64_t b, void *dense)
 {
     memset(dense, 0, (size_t)(j->dense_count * j->real_bytes));
@@ -87,7 +99,8 @@ static epic_result block_backward(moe_job *j, const backward_call *c, int64_t b,
     return EPIC_OK;
 }
 
-/* Blocks [first, first + count), their dense gradients added in a binary tree at `level`. */
+/* Computes the gradients of blocks [first, first + count) and sums them in a binary tree.
+ * The sum is row `level` of work.dense; rows from level + 1 on are scratch space. */
 static epic_result blocks_backward(moe_job *j, const backward_call *c, int64_t first,
                                    int64_t count, int64_t level)
 {
@@ -100,6 +113,8 @@ static epic_result blocks_backward(moe_job *j, const backward_call *c, int64_t f
     return EPIC_OK;
 }
 
+/* Copies or, with EPIC_ACCUMULATE, adds reals [begin, end) of work.dense to the caller's
+ * gradient. */
 static void store_gradient(const moe_job *j, const backward_call *c, void *to, int64_t begin,
                            int64_t end)
 {
@@ -125,7 +140,8 @@ static void store_dense_gradients(const moe_job *j, const backward_call *c)
     store_gradient(j, c, g->w_shared_gate, p.w_shared_gate, p.end);
 }
 
-/* What a failure that every rank sees leaves behind: zeros, or, accumulating, what was there. */
+/* Sets all gradients to zero after an error that every rank reports. With EPIC_ACCUMULATE
+ * they stay as they were. */
 static void zero_gradients(const moe_job *j, const backward_call *c)
 {
     const epic_moe_gradients *g = &c->gradients;
@@ -164,6 +180,7 @@ static epic_result run_backward(moe_job *j, backward_call *c)
     return EPIC_OK;
 }
 
+/* Reads a float or double, or returns `none` if the caller passed NULL. */
 static double read_number_or(const void *number, uint32_t type, double none)
 {
     if (!number) return none;

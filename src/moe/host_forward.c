@@ -1,5 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_moe_forward and epic_moe_plan on a host: router, plan, dispatch, experts, combine. */
+/* Runs epic_moe_forward and epic_moe_plan on the host.
+ *
+ * Forward has these stages: the gate computes logits, the router chooses experts and
+ * weights, the plan counts slots, dispatch sends rows to their experts' ranks, the experts
+ * run, combine brings the results back, and the shared expert and zero-experts are added.
+ * Then the losses are computed. In every stage up to dispatch an error is local. From
+ * dispatch on peers wait, so a local error aborts the context. */
 #include <string.h>
 
 #include "api/api.h"
@@ -9,8 +15,8 @@
 #include "router/config.h"
 #include "rules/sentences.h"
 
-/* Token ids or a table that cannot be used are told to every rank by the plan: nothing is chosen
- * here then. */
+/* Runs the gate and the router. If token ids or the table are invalid, chooses no expert and
+ * stores the fault, which the plan reports on every rank. */
 static epic_result route_tokens(moe_job *j, const epic_moe_args *a, data_fault *fault)
 {
     for (int64_t b = 0; j->block && b < j->blocks; b++) {
@@ -40,13 +46,14 @@ static epic_result route_tokens(moe_job *j, const epic_moe_args *a, data_fault *
         return EPIC_OK;
     }
     TRY(epic_router_forward(NULL, &how));
-    for (int64_t i = 0; i < j->tokens * j->top_k; i++) /* zero-experts stay at home */
+    for (int64_t i = 0; i < j->tokens * j->top_k; i++) /* zero-experts are not dispatched */
         j->work.plan_idx[i] =
             j->saved.topk_idx[i] < (int32_t)j->router.num_experts ? j->saved.topk_idx[i] : -1;
     return EPIC_OK;
 }
 
-/* The promise of EPIC_TREE needs equal blocks; every rank sees the same numbers here. */
+/* Checks that all ranks have the same number of tokens, which EPIC_TREE needs for equal
+ * blocks. Every rank sees the same numbers in the plan, so all return the same result. */
 static epic_result check_equal_tokens(const moe_job *j)
 {
     const plan_view plan = plan_view_of(j->saved.plan);
@@ -66,6 +73,7 @@ static void zero_counts(const moe_job *j)
     memset(j->saved.logical_load, 0, j->layer.num_logical * sizeof(int32_t));
 }
 
+/* Copies the loads from `saved` to the caller's arrays. */
 static void copy_load(const moe_job *j, const epic_moe_args *a)
 {
     const epic_layer *layer = &j->layer;
@@ -75,6 +83,8 @@ static void copy_load(const moe_job *j, const epic_moe_args *a)
                layer->num_logical * sizeof *a->logical_load);
 }
 
+/* Makes the plan, unless epic_moe_plan made it, and dispatches the rows. Copies the load for
+ * the caller also if it fails. */
 static epic_result plan_and_dispatch(moe_job *j, const epic_moe_args *a,
                                      const note_extra *extra)
 {
@@ -138,6 +148,7 @@ static epic_result add_local_experts(moe_job *j, const epic_rows *out)
     return EPIC_OK;
 }
 
+/* Stores a loss as float64 or float32, if the caller wants it. */
 static void store_loss(void *out, uint32_t type, double loss)
 {
     if (out && type == EPIC_F64)
@@ -153,6 +164,8 @@ static void store_losses(const epic_moe_args *a, double balance, double z)
     store_loss(a->z_loss, a->loss_type, z);
 }
 
+/* Computes the losses of all blocks, sums them in the tree of blocks, and over the ranks
+ * with EPIC_SUM_DENSE. */
 static epic_result compute_losses(moe_job *j, const epic_moe_args *a)
 {
     void *balance = j->work.losses, *z = moe_real_at(j, balance, j->blocks);
@@ -164,7 +177,8 @@ static epic_result compute_losses(moe_job *j, const epic_moe_args *a)
     double both[2] = {moe_dense_ops(j)->sum_in_tree(balance, j->blocks),
                       moe_dense_ops(j)->sum_in_tree(z, j->blocks)};
     if (j->moe.flags & EPIC_SUM_DENSE) {
-        float sums[2] = {(float)both[0], (float)both[1]}; /* they are: F64 is not summed */
+        float sums[2] = {(float)both[0],
+                         (float)both[1]}; /* exact, as F64 layers cannot have EPIC_SUM_DENSE */
         const epic_allreduce_sum_args sum = {
             .call = j->call, .data = sums, .count = 2, .order = j->layer.sum_order};
         TRY(epic_allreduce_sum(j->ctx, &sum));
@@ -175,15 +189,15 @@ static epic_result compute_losses(moe_job *j, const epic_moe_args *a)
     return EPIC_OK;
 }
 
-/* A planned call finds the routes in `saved`.  What is wrong there is this rank's own mistake. */
+/* Routes the tokens, or checks the routes that epic_moe_plan left in `saved`. A fault there
+ * is a mistake of this rank alone, since no peer waits yet. */
 static epic_result prepare_routes(moe_job *j, const epic_moe_args *a, data_fault *fault)
 {
     if (!(a->flags & EPIC_PLANNED)) return route_tokens(j, a, fault);
     TRY(moe_check_saved(j, fault));
     if (fault->error == DATA_GOOD) return EPIC_OK;
-    return epic_fail(EPIC_EINVAL,
-                     "flags has EPIC_PLANNED, but saved does not begin with what a "
-                     "successful epic_moe_plan left there");
+    return epic_fail(EPIC_EINVAL, "flags has EPIC_PLANNED: saved must begin with what a "
+                                  "successful epic_moe_plan left there");
 }
 
 void moe_zero_rows(const moe_job *j, const epic_rows *rows)
@@ -194,11 +208,11 @@ void moe_zero_rows(const moe_job *j, const epic_rows *rows)
 epic_result moe_host_forward(moe_job *j, const epic_moe_args *a)
 {
     data_fault fault;
-    TRY(prepare_routes(j, a, &fault)); /* local: nobody waits yet */
+    TRY(prepare_routes(j, a, &fault)); /* no peer waits yet */
     const note_extra extra = {&fault, &j->options};
     *j->saved.total_tokens = -1;
     epic_result result = plan_and_dispatch(j, a, &extra);
-    if (result != EPIC_OK) { /* the same on every rank */
+    if (result != EPIC_OK) { /* every rank gets this error */
         moe_zero_rows(j, &a->out);
         store_losses(a, 0, 0);
         return result;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The public calls of the layer.  Each checks its arguments (args.c), and then runs on the host
- * (host_*.c) or on a device (device_*.c). */
+/* The public calls of the layer. Each checks its arguments (args.c), then runs on the host
+ * (host_forward.c, host_backward.c) or on a device (device_forward.c, device_backward.c).
+ * Files call downwards only: tests/includes.py has the order. */
 #include "api/config.h"
 #include "base/error.h"
 #include "base/sized.h"
@@ -9,6 +10,7 @@
 #include "moe/device.h"
 #include "moe/host.h"
 
+/* Returns the sizes of both buffers for the configuration in *j. */
 static void count_memory(moe_job *j, int64_t *saved, int64_t *forward, int64_t *backward)
 {
     moe_layout_buffers(j, NULL, NULL, false);
@@ -53,7 +55,9 @@ epic_result epic_moe_plan_v1(epic_context *ctx, const epic_moe_args *args, size_
     epic_moe_args a;
     moe_job j;
     TRY(READ_SIZED(&a, args, size, "args"));
-    if (!slots) return epic_fail(EPIC_EINVAL, "slots is NULL: the number of slots goes there");
+    if (!slots)
+        return epic_fail(EPIC_EINVAL,
+                         "slots is NULL: it must point to room for the number of slots");
     TRY(moe_read_forward_args(&j, ctx, &a, true));
     experts_blas_enter();
     const epic_result result = moe_host_plan(&j, &a, slots);

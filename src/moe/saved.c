@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Is what an earlier call saved still what it was? */
+/* Checks on the host whether `saved` still holds what forward left there. */
 #include "base/error.h"
 #include "moe/stages.h"
 #include "plan/plan.h"
 
-/* Forward left the plan's own counts; what is beyond the plan's experts is zero. */
+/* Compares the saved counts with those of the plan. Counts of local experts that the plan
+ * does not have are 0. */
 static bool find_bad_count(const moe_job *j, const plan_view *plan, data_fault *fault)
 {
     const int64_t planned = plan->header->num_local;
@@ -22,6 +23,8 @@ static bool find_bad_count(const moe_job *j, const plan_view *plan, data_fault *
     return false;
 }
 
+/* Finds a saved choice that is not an expert of the router. Negative choices are valid: no
+ * expert. */
 static bool find_bad_choice(const moe_job *j, data_fault *fault)
 {
     for (int64_t i = 0; i < j->tokens * j->top_k; i++) {
@@ -41,7 +44,7 @@ epic_result moe_check_saved(const moe_job *j, data_fault *fault)
     if (total == -1 || plan_check(&plan, j->saved.plan, j->plan_bytes, 0, 0, 0) != PLAN_GOOD)
         return EPIC_OK;
     if (plan.header->num_tokens != j->tokens)
-        return epic_fail(EPIC_EINVAL, "x.num_rows is %lld: forward had %lld tokens",
+        return epic_fail(EPIC_EINVAL, "x.num_rows is %lld: it must be %lld, as in forward",
                          (long long)j->tokens, (long long)plan.header->num_tokens);
     if (plan.header->total_tokens != total)
         *fault = (data_fault){DATA_SAVED_PART, {SAVED_TOKENS, 0, total}};

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The stages of the layer that hosts and devices run alike: the calls that move rows between
- * ranks, and the experts.  host_*.c and device_*.c call these; nothing here calls them. */
+/* The parts of the layer that the host and the device run alike: the collective calls that
+ * move rows between ranks, and the experts. host_*.c and device_*.c call these functions. */
 #include "moe/stages.h"
 
 #include <stdio.h>
@@ -28,10 +28,11 @@ epic_plan_args moe_make_plan_args(const moe_job *j, const epic_moe_args *a,
                             .demand = a->demand};
 }
 
-/* All of it, or with EPIC_RECOMPUTE what is saved alone. */
+/* Calls epic_experts_forward for all slots. flags 0: computes work.y. EPIC_RECOMPUTE:
+ * computes only what backward reads, with weights of row_type. */
 static epic_result call_experts(moe_job *j, uint32_t flags)
 {
-    const bool scaled = j->is_e4m3 && !flags; /* what is recomputed has weights of row_type */
+    const bool scaled = j->is_e4m3 && !flags;
     epic_experts experts = j->experts;
     if (scaled) experts.weight_type = EPIC_E4M3;
     const epic_experts_args how = {.call = j->call,
@@ -84,9 +85,9 @@ epic_result moe_combine(moe_job *j, const epic_rows *out)
     return epic_combine(j->ctx, &how);
 }
 
-/* Also where combine multiplied the weights: the gradient of a weight comes from the activation,
- * d_out W_down^T times what it multiplies, and not from the experts' outputs, which nobody has kept.
- */
+/* Sends d_out unweighted, also if combine multiplied by the weights. The gradient of a
+ * weight is then computed from the activations (d_out W_down^T, times what the weight
+ * multiplies), because forward does not save the experts' outputs. */
 epic_result moe_combine_backward(moe_job *j, const epic_rows *d_out, data_fault *fault)
 {
     const epic_rows slots = {j->work.d_y, j->capacity, j->row_bytes};
@@ -147,7 +148,8 @@ epic_result moe_experts_backward(moe_job *j, const epic_moe_gradients *g, uint32
     return epic_experts_backward(moe_local_context(j), &how);
 }
 
-/* The rank's peers wait for its part of this step also if it does not want d_x. */
+/* Peers wait for this rank's part even if it does not want d_x. The result then goes to
+ * work.d_y, which is free by now. */
 epic_result moe_dispatch_backward(moe_job *j, const epic_rows *d_x)
 {
     const epic_rows spare = {j->work.d_y, j->tokens, j->row_bytes};
@@ -161,8 +163,7 @@ epic_result moe_dispatch_backward(moe_job *j, const epic_rows *d_x)
         .d_slot_weights = j->is_f64 ? NULL : j->work.d_slot_weights,
         .d_weights = j->is_f64 ? NULL : j->work.d_weights,
         .type = j->experts.row_type};
-    if (j->is_f64)
-        TRY(moe_combine_weight_gradients(j)); /* before d_x that nobody wants takes the place */
+    if (j->is_f64) TRY(moe_combine_weight_gradients(j)); /* uses work.d_y, as does `spare` */
     return epic_dispatch_backward(j->ctx, &how);
 }
 
@@ -180,6 +181,6 @@ epic_result moe_abort_call(moe_job *j, epic_result result)
 {
     char why[512];
     snprintf(why, sizeof why, "%s", epic_sentence());
-    epic_abort(j->ctx, j->call.tag, why); /* does nothing to a group that is broken already */
+    epic_abort(j->ctx, j->call.tag, why); /* no effect if the context failed already */
     return epic_fail(result, "%s", why);
 }

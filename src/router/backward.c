@@ -47,8 +47,7 @@ static epic_result prepare_backward(router_job *job, const epic_context *ctx,
     if (args->num_tokens > 0 &&
         (args->topk_idx == NULL || args->d_weights == NULL || args->d_logits == NULL))
         return epic_fail(EPIC_EINVAL,
-                         "%s is NULL: the router's backward needs topk_idx, d_weights and "
-                         "d_logits",
+                         "%s is NULL: topk_idx, d_weights and d_logits must not be NULL",
                          !args->topk_idx    ? "topk_idx"
                          : !args->d_weights ? "d_weights"
                                             : "d_logits");

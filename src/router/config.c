@@ -12,8 +12,7 @@
 static epic_result check_enum(const char *name, uint32_t value, uint32_t last)
 {
     if (value > last)
-        return epic_fail(EPIC_EINVAL, "router.%s is %u: its values are 0 to %u", name, value,
-                         last);
+        return epic_fail(EPIC_EINVAL, "router.%s is %u: it must be 0 to %u", name, value, last);
     return EPIC_OK;
 }
 
@@ -23,9 +22,10 @@ static epic_result check_sizes(const epic_router *r)
     if (r->num_experts == 0)
         return epic_fail(EPIC_EINVAL, "router.num_experts is 0: it must be 1 or more");
     if (columns > MAX_COLUMNS)
-        return epic_fail(EPIC_EINVAL,
-                         "router.num_experts %u and zero_experts %u are more than %d together",
-                         r->num_experts, r->zero_experts, MAX_COLUMNS);
+        return epic_fail(
+            EPIC_EINVAL,
+            "router.num_experts is %u and zero_experts is %u: their sum must be at most %d",
+            r->num_experts, r->zero_experts, MAX_COLUMNS);
     if (r->top_k == 0 || r->top_k > MAX_TOP_K || r->top_k > columns)
         return epic_fail(EPIC_EINVAL,
                          "router.top_k is %u: it must be 1 to %d, and at most the %lld experts",
@@ -72,11 +72,10 @@ static epic_result check_groups(const epic_router *r)
                          r->topk_groups, r->num_groups);
     const uint32_t each = columns / r->num_groups;
     if (r->top_k > r->topk_groups * each)
-        return epic_fail(
-            EPIC_EINVAL,
-            "router.top_k is %u, but topk_groups %u groups of %u experts have only "
-            "%u: keep more groups",
-            r->top_k, r->topk_groups, each, r->topk_groups * each);
+        return epic_fail(EPIC_EINVAL,
+                         "router.top_k is %u: it must be at most %u, as topk_groups %u groups "
+                         "have %u experts each; increase topk_groups",
+                         r->top_k, r->topk_groups * each, r->topk_groups, each);
     if (r->group_score == EPIC_GROUP_SUM &&
         (r->group_best == 0 || r->group_best > MAX_TOP_K || r->group_best > each))
         return epic_fail(
@@ -132,15 +131,16 @@ static epic_result check_common(const router_job *job, const router_common *comm
         return epic_fail(EPIC_EINVAL, "num_tokens is %lld: it must be 0 to 2147483647",
                          (long long)common->num_tokens);
     if (common->logits == NULL && common->num_tokens > 0)
-        return epic_fail(EPIC_EINVAL, "logits is NULL: %lld tokens need them",
+        return epic_fail(EPIC_EINVAL,
+                         "logits is NULL: it must point to the logits of %lld tokens",
                          (long long)common->num_tokens);
     if (common->workspace == NULL || common->workspace_bytes < needed)
         return epic_fail(
-            EPIC_EINVAL, "workspace has %zu bytes%s: epic_router_workspace asks for %zu",
+            EPIC_EINVAL, "workspace has %zu bytes%s: it must have %zu (epic_router_workspace)",
             common->workspace_bytes, common->workspace ? "" : " and is NULL", needed);
     if ((common->flags & ~common->known_flags) != 0)
-        return epic_fail(EPIC_EINVAL, "flags is %u: only %u is known here", common->flags,
-                         common->known_flags);
+        return epic_fail(EPIC_EINVAL, "flags is %u: it must have no bits except %u",
+                         common->flags, common->known_flags);
     return EPIC_OK;
 }
 
@@ -211,10 +211,10 @@ epic_result router_check_ids(const router_job *job, const int32_t *topk_idx, int
     const int64_t top_k = job->router.top_k;
     for (int64_t i = 0; i < num_tokens * top_k; i++)
         if (topk_idx[i] >= job->num_columns)
-            return epic_fail(
-                EPIC_EINVAL,
-                "topk_idx of token %lld, k %lld, is %d: the router has %lld experts",
-                (long long)(i / top_k), (long long)(i % top_k), topk_idx[i],
-                (long long)job->num_columns);
+            return epic_fail(EPIC_EINVAL,
+                             "topk_idx of token %lld, k %lld, is %d: it must be below the "
+                             "router's %lld experts",
+                             (long long)(i / top_k), (long long)(i % top_k), topk_idx[i],
+                             (long long)job->num_columns);
     return EPIC_OK;
 }

@@ -24,8 +24,9 @@ static const int32_t *table_row(const epic_router_args *args, const router_job *
 static epic_result check_table(const epic_router_args *args)
 {
     if ((args->token_ids == NULL) != (args->table == NULL))
-        return epic_fail(EPIC_EINVAL, "token_ids is %s and table is %s: they come together",
-                         args->token_ids ? "given" : "NULL", args->table ? "given" : "NULL");
+        return epic_fail(EPIC_EINVAL, "token_ids is %s and table is %s: pass both or neither",
+                         args->token_ids ? "not NULL" : "NULL",
+                         args->table ? "not NULL" : "NULL");
     if (args->token_id_type != 0 && args->token_id_type != EPIC_I32 &&
         args->token_id_type != EPIC_I64)
         return epic_fail(EPIC_EINVAL,
@@ -57,13 +58,15 @@ static epic_result check_ids(const router_job *job, const epic_router_args *args
     const data_fault fault = router_find_fault(job, args);
     const int64_t *about = fault.about;
     if (fault.error == DATA_TOKEN_ID)
-        return epic_fail(EPIC_EINVAL,
-                         "token_ids of token %lld is %lld: the table has %lld "
-                         "rows",
-                         (long long)about[0], (long long)about[1], (long long)about[2]);
+        return epic_fail(
+            EPIC_EINVAL,
+            "token_ids of token %lld is %lld: it must be an index into the table's %lld "
+            "rows",
+            (long long)about[0], (long long)about[1], (long long)about[2]);
     if (fault.error == DATA_TABLE)
         return epic_fail(
-            EPIC_EINVAL, "table row %lld, k %lld, is %lld: the router has %lld experts",
+            EPIC_EINVAL,
+            "table row %lld, k %lld, is %lld: it must be below the router's %lld experts",
             (long long)about[0], (long long)about[1], (long long)about[2], (long long)about[3]);
     return EPIC_OK;
 }
@@ -99,7 +102,8 @@ epic_result router_prepare_forward(router_job *job, const epic_router_args *args
                              }));
     TRY(router_job_set_weights_type(job, args->weights_type));
     if (args->num_tokens > 0 && (args->topk_idx == NULL || args->weights == NULL))
-        return epic_fail(EPIC_EINVAL, "%s is NULL: a router gives both topk_idx and weights",
+        return epic_fail(EPIC_EINVAL,
+                         "%s is NULL: topk_idx and weights must both point to room for results",
                          args->topk_idx ? "weights" : "topk_idx");
     TRY(check_table(args));
     TRY(check_forward_arrays(args, job));

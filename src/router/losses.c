@@ -43,16 +43,17 @@ static epic_result check_pass(const loss_job *job, pass pass)
     if (a->total_tokens < a->num_tokens)
         return epic_fail(
             EPIC_EINVAL,
-            "total_tokens is %lld: it counts the tokens of all ranks, %lld of this "
-            "one among them",
+            "total_tokens is %lld: it must be the number of tokens of all ranks, at least "
+            "the %lld of this rank",
             (long long)a->total_tokens, (long long)a->num_tokens);
     if (pass == FORWARD && a->loss == NULL)
-        return epic_fail(EPIC_EINVAL, "loss is NULL: it must have room for one number");
+        return epic_fail(EPIC_EINVAL, "loss is NULL: it must point to room for one number");
     if (pass == FORWARD && a->loss_type > EPIC_F32 && a->loss_type != EPIC_F64)
         return epic_fail(EPIC_EINVAL, "loss_type is %u: it must be EPIC_F32 (or 0) or EPIC_F64",
                          a->loss_type);
     if (pass == BACKWARD && a->d_logits == NULL && a->num_tokens > 0)
-        return epic_fail(EPIC_EINVAL, "d_logits is NULL: the gradient goes there");
+        return epic_fail(EPIC_EINVAL,
+                         "d_logits is NULL: it must point to room for the gradient");
     return check_loss_arrays(job, pass);
 }
 
@@ -84,8 +85,8 @@ static epic_result check_balance(const loss_job *job)
                          (long long)a->sequence_tokens);
     if (a->sequence_tokens == 0 && a->load == NULL)
         return epic_fail(EPIC_EINVAL,
-                         "load is NULL: the balance loss needs the choices of each "
-                         "expert, as epic_plan gives them");
+                         "load is NULL: the balance loss needs the number of choices of each "
+                         "expert, which epic_plan returns");
     if (a->sequence_tokens == 0 || a->num_tokens == 0) return EPIC_OK;
     if (a->num_tokens % a->sequence_tokens != 0)
         return epic_fail(EPIC_EINVAL,
@@ -93,7 +94,7 @@ static epic_result check_balance(const loss_job *job)
                          (long long)a->num_tokens, (long long)a->sequence_tokens);
     if (a->topk_idx == NULL)
         return epic_fail(EPIC_EINVAL, "topk_idx is NULL: the sequence-wise balance loss counts "
-                                      "each sequence's choices");
+                                      "the choices of each sequence");
     if (context_on_device(job->ctx)) return EPIC_OK;
     return router_check_ids(&job->router, a->topk_idx, a->num_tokens);
 }
@@ -335,8 +336,7 @@ static epic_result check_bias(const epic_bias_update_args *a)
     if (a->num_experts < 1 || a->num_experts > MAX_COLUMNS)
         return epic_fail(EPIC_EINVAL, "num_experts is %lld: it must be 1 to %d",
                          (long long)a->num_experts, MAX_COLUMNS);
-    if (a->flags != 0)
-        return epic_fail(EPIC_EINVAL, "flags is 0x%x: none is known here", a->flags);
+    if (a->flags != 0) return epic_fail(EPIC_EINVAL, "flags is 0x%x: it must be 0", a->flags);
     const call_array arrays[] = {ARRAY_OUT(a, bias, a->num_experts, 4),
                                  ARRAY_IN(a, load, a->num_experts, 4)};
     return CHECK_ARRAYS(arrays);
