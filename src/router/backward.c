@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_router_backward: the gradient of the weights, given to the logits and to the scale by
- * expert. */
+/* epic_router_backward: the gradients of the logits and of scale_of_expert from those of the
+ * weights. weigh_template.h and score_template.h have the formulas. The choice itself has no
+ * gradient. */
 #include <string.h>
 
 #include "base/arrays.h"
@@ -56,6 +57,7 @@ static epic_result prepare_backward(router_job *job, const epic_context *ctx,
     return router_check_ids(job, args->topk_idx, args->num_tokens);
 }
 
+/* Stores or, with EPIC_ACCUMULATE, adds the sums over tokens. */
 static void store_scale_gradient(const router_job *job, void *d_scale_of_expert)
 {
     float *narrow = d_scale_of_expert;

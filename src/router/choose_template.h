@@ -1,13 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Which experts a token chooses.  Included by row_template.h. */
+/* Chooses the experts of a token. row_template.h includes this file.
+ *
+ * The selection value of a column is its score, plus its bias if there is one (auxiliary-
+ * loss-free balancing, arXiv 2408.15664). The top_k columns with the largest values are
+ * chosen, best first. Equal values: the lower column first. NaN comes last.
+ *
+ * With num_groups the columns are cut into equal groups, and only topk_groups of them are
+ * kept (group-limited routing, arXiv 2412.19437). The score of a group is its largest value,
+ * or the sum of its group_best largest. Columns of other groups are left out, or their
+ * values count as 0 (EPIC_OTHERS_ZERO). */
 
-/* Does a come before b, when b has the lower id?  A NaN comes last. */
+/* Does a rank before b, if b has the higher column? NaN ranks last. */
 static inline bool is_above(REAL a, REAL b)
 {
     return a > b || (b != b && a == a);
 }
 
-/* Puts i among the best k so far, if it belongs there; returns how many there are. */
+/* Inserts column i into the sorted list `out` of the best k so far, if it belongs there.
+ * Returns the length of the list. */
 static inline int insert_best(int32_t *out, int found, int k, const REAL *v, int64_t i)
 {
     if (found == k && !is_above(v[i], v[out[k - 1]])) return found;
@@ -17,8 +27,8 @@ static inline int insert_best(int32_t *out, int found, int k, const REAL *v, int
     return found;
 }
 
-/* The k largest of v, best first; equal ones by ascending id.  kept, if given, has a byte for
- * each block of `block` elements: 0 leaves the block out. */
+/* Writes the columns of the k largest values to `out`, best first. kept (NULL: all): one
+ * byte for each block of `block` columns; 0 leaves the block out. */
 static void select_best(int32_t *out, int k, const REAL *v, int64_t n, const uint8_t *kept,
                         int64_t block)
 {
@@ -29,6 +39,7 @@ static void select_best(int32_t *out, int k, const REAL *v, int64_t n, const uin
                 found = insert_best(out, found, k, v, i);
 }
 
+/* Returns the score of a group whose values are v[0 .. n). order: room for 64 columns. */
 static REAL score_group(const epic_router *r, const REAL *v, int64_t n, int32_t *order)
 {
     const int m = r->group_score == EPIC_GROUP_SUM ? (int)r->group_best : 1;
@@ -38,7 +49,7 @@ static REAL score_group(const epic_router *r, const REAL *v, int64_t n, int32_t 
     return sum;
 }
 
-/* Marks the groups to keep. */
+/* Sets job->kept to 1 for the topk_groups best groups and 0 for the others. */
 static void keep_groups(const router_job *job, const REAL *v)
 {
     const epic_router *r = &job->router;
@@ -66,6 +77,8 @@ static void select_in_groups(const router_job *job, REAL *v, int32_t *topk_idx)
     select_best(topk_idx, k, v, job->num_columns, NULL, job->num_columns);
 }
 
+/* Chooses without groups or with them. If the order of the values is that of the logits,
+ * uses the logits, so that scores need not be computed. */
 static void select_experts(const router_job *job, int32_t *topk_idx)
 {
     const int64_t n = job->num_columns;

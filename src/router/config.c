@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A call's router, checked, and its workspace, cut up. */
+/* Checks the router's options and lays out its workspace. */
 #include "router/config.h"
 
 #include "base/sized.h"
@@ -97,7 +97,8 @@ static epic_result read_router(epic_router *out, const epic_router *theirs, size
     return check_groups(out);
 }
 
-/* Eight bytes for each number, whatever the type: a query needs no type then. */
+/* Counts eight bytes for each number of any type, so that epic_router_workspace needs no
+ * type. */
 static int64_t workspace_bytes(const epic_router *r)
 {
     const size_t columns = (size_t)r->num_experts + r->zero_experts;

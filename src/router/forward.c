@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_router_forward: which experts each token chooses, and with what weights. */
+/* epic_router_forward: chooses top_k experts for each token and computes their weights.
+ *
+ * One token is computed at a time (row.h): scores of the logits (score_template.h), choice
+ * (choose_template.h), weights (weigh_template.h). On a device the backend does all of it. */
 #include "base/arrays.h"
 #include "base/sized.h"
 #include "context/context.h"
@@ -14,6 +17,7 @@ static int64_t token_id(const epic_router_args *args, int64_t token)
     return args->token_id_type == EPIC_I64 ? wide[token] : narrow[token];
 }
 
+/* Returns the experts that the table gives to the token's id, or NULL if there is no table. */
 static const int32_t *table_row(const epic_router_args *args, const router_job *job,
                                 int64_t token)
 {
@@ -52,7 +56,7 @@ data_fault router_find_fault(const router_job *job, const epic_router_args *args
     return (data_fault){DATA_GOOD, {0}};
 }
 
-/* A call without peers: the rank is nobody's business. */
+/* Reports the fault of a call without peers, as an error of this rank. */
 static epic_result check_ids(const router_job *job, const epic_router_args *args)
 {
     const data_fault fault = router_find_fault(job, args);

@@ -1,8 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* One token's part of the losses.  Included by row_template.h.  Sums over tokens are in float64
- * anyway, so what is added over experts here is too. */
+/* One token's part of the losses. row_template.h includes this file.
+ *
+ * The balance loss uses probabilities P: the softmax of the logits for the score types
+ * softmax and logits, otherwise the scores divided by their sum. The part of a token is the
+ * sum over experts e of P_e * load_e. Its gradient is dP_e = load_e, taken back through the
+ * division (or the softmax) to the logits. The part of a token in the z-loss is the square
+ * of logsumexp(z), and its gradient is 2 logsumexp(z) softmax(z). Sums over experts are in
+ * float64, as the sums over tokens are. */
 
-/* P in scores; returns what the scores were divided by, 0 if all of them are 0. */
+/* Computes P in job->scores. Returns the sum that divided the scores; 0: all of them are 0. */
 static REAL make_probabilities(const router_job *job, const void *logits)
 {
     const uint32_t score = job->router.score;
@@ -19,7 +25,7 @@ static REAL make_probabilities(const router_job *job, const void *logits)
     return sum;
 }
 
-/* The sum of p * load, in the order of sum_row(). */
+/* Returns the sum of P_e * load_e over experts, added in the order of sum_row(). */
 static double dot_load(const router_job *job, const int32_t *load)
 {
     const REAL *p = job->scores;
@@ -63,7 +69,7 @@ static void balance_backward(const router_job *job, const void *logits, const in
     store_d_logits(job, d_logits);
 }
 
-/* log of the sum of e^z; the softmax is left in scores. */
+/* Returns log(sum of e^z). Leaves softmax(z) in job->scores. */
 static double compute_logsumexp(const router_job *job, const void *logits)
 {
     load_row(job->logits, logits, job->type, job->num_columns);

@@ -1,5 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The losses that keep a router healthy, and the update of its bias. */
+/* The auxiliary losses of the router, and the update of its bias.
+ *
+ * With T tokens on all ranks, E experts, top_k choices and P_te the probability of expert e
+ * for token t (loss_template.h):
+ * - Balance loss (Switch Transformer, arXiv 2101.03961): coeff * E / (top_k T^2) * sum_t
+ *   sum_e P_te load_e. load_e counts the choices of expert e on all ranks.
+ * - Sequence-wise balance loss (DeepSeek-V3, arXiv 2412.19437): the same for each sequence
+ *   of S tokens, averaged over the T / S sequences; load_e then counts the choices of the
+ *   sequence.
+ * - Z-loss (ST-MoE, arXiv 2202.08906): coeff / T * sum_t logsumexp(z_t)^2.
+ * - Bias update (arXiv 2408.15664): bias_e += rate * sign(mean load - load_e).
+ *
+ * Each rank computes its tokens' part of a loss. The sum over ranks is the loss. */
 #include <string.h>
 
 #include "base/arrays.h"
@@ -11,6 +23,7 @@
 
 typedef enum pass { FORWARD, BACKWARD } pass;
 
+/* One call of a loss. */
 typedef struct loss_job {
     epic_context *ctx;
     epic_loss args;
@@ -105,11 +118,13 @@ static epic_result check_reserved(uint32_t pad)
                : EPIC_OK;
 }
 
+/* Returns the gradient of the loss itself, 1 if the caller passed none. */
 static double incoming_gradient(const epic_loss *args)
 {
     return args->d_loss ? *args->d_loss : 1;
 }
 
+/* Stores the loss as float64 or float32. */
 static void store_loss(const epic_loss *args, double loss)
 {
     const float narrow = (float)loss;
@@ -119,7 +134,7 @@ static void store_loss(const epic_loss *args, double loss)
         memcpy(args->loss, &narrow, sizeof narrow);
 }
 
-/* What the sum over tokens and experts of P * load is multiplied by. */
+/* Returns the factor of the sum over tokens and experts of P * load. */
 static double balance_factor(const loss_job *job)
 {
     const epic_loss *a = &job->args;
@@ -130,7 +145,7 @@ static double balance_factor(const loss_job *job)
     return job->router.router.num_experts * a->coeff / job->router.router.top_k / counted / T;
 }
 
-/* The choices of one sequence, counted into the workspace. */
+/* Counts the choices of each expert in one sequence, into the workspace. */
 static const int32_t *count_choices(const loss_job *job, int64_t first)
 {
     const router_job *r = &job->router;
@@ -141,7 +156,7 @@ static const int32_t *count_choices(const loss_job *job, int64_t first)
     return r->order;
 }
 
-/* Tokens [first, first + how many are returned) share a load. */
+/* Sets *load for the tokens from `first` on. Returns how many tokens share it. */
 static int64_t next_load(const loss_job *job, int64_t first, const int32_t **load)
 {
     const bool whole = job->args.sequence_tokens == 0;
@@ -149,6 +164,8 @@ static int64_t next_load(const loss_job *job, int64_t first, const int32_t **loa
     return whole ? job->args.num_tokens : job->args.sequence_tokens;
 }
 
+/* Sums over tokens are kept in LOSS_RUNS partial sums ("runs"), each over consecutive
+ * tokens, and added in a tree at the end. A GPU adds in the same order, one run per thread. */
 static void zero_runs(const loss_job *job)
 {
     memset(job->router.runs, 0, LOSS_RUNS * sizeof *job->router.runs);

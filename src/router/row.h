@@ -1,35 +1,41 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What is done with the logits of one token, in float32 and in float64. */
+/* The arithmetic of the router on the logits of one token, as a table of functions in
+ * float32 and in float64. row_template.h implements both. */
 #ifndef EPIC_ROUTER_ROW_H
 #define EPIC_ROUTER_ROW_H
 
 #include "router/config.h"
 
+/* Functions on the logits of one token. */
 typedef struct router_row_ops {
-    /* Chooses (or takes `given`, [top_k]) and weighs.  scores NULL: not wanted. */
+    /* Chooses top_k experts, or copies `given` [top_k] if it is not NULL, and computes their
+     * weights. scores (NULL: not wanted): [num_columns]. */
     void (*choose)(const router_job *job, const void *logits, const int32_t *given,
                    int32_t *topk_idx, void *weights, void *scores);
 
+    /* Computes d_logits [num_columns] from d_weights [top_k], and adds to job->scale_sums. */
     void (*choose_backward)(const router_job *job, const void *logits, const int32_t *topk_idx,
                             const void *d_weights, void *d_logits);
 
-    /* The sum over the experts of P * load. */
+    /* Returns the sum over experts of P * load. */
     double (*balance)(const router_job *job, const void *logits, const int32_t *load);
 
-    /* The gradient of `factor` times that. */
+    /* Writes or adds the gradient of factor * balance(...) to d_logits. */
     void (*balance_backward)(const router_job *job, const void *logits, const int32_t *load,
                              double factor, void *d_logits);
 
-    /* The square of logsumexp. */
+    /* Returns the square of logsumexp(logits). */
     double (*z_square)(const router_job *job, const void *logits);
 
+    /* Writes or adds the gradient of factor * z_square(...) to d_logits. */
     void (*z_backward)(const router_job *job, const void *logits, double factor,
                        void *d_logits);
 } router_row_ops;
 
-extern const router_row_ops router_row_ops_f32; /* logits F32, BF16, F16 */
+extern const router_row_ops router_row_ops_f32; /* for logits of type F32, BF16 and F16 */
 extern const router_row_ops router_row_ops_f64;
 
+/* Returns the table for the type of the logits. */
 static inline const router_row_ops *router_row_of(const router_job *job)
 {
     return job->type == EPIC_F64 ? &router_row_ops_f64 : &router_row_ops_f32;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The rows of a router in float64: what gradients are checked in. */
+/* The arithmetic of the router on one token in float64 (row_template.h). Tests check gradients in it. */
 #define REAL double
 #define OF(name) name##_f64
 #include "router/row_template.h"

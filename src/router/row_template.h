@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What is done with the logits of one token: included once with REAL float, once with double.
- * OF(name) is the name, for that type, of what other files see.  The order of every sum is fixed:
- * see sum_block(). */
+/* The arithmetic of the router on one token. row_f32.c and row_f64.c include this file with
+ * REAL float and REAL double. OF(name) is the name that other files see, with the type as
+ * its suffix. The order of every sum is fixed (sum_block), so that results have the same
+ * bits on every machine and on GPUs. */
 #include <string.h>
 
 #include "router/row.h"
@@ -16,6 +17,8 @@
 #include "router/loss_template.h"
 #include "router/weigh_template.h"
 
+/* router_row_ops.choose. Computes scores only if the choice, the weights or the caller need
+ * them. */
 static void choose_experts(const router_job *job, const void *logits, const int32_t *given,
                            int32_t *topk_idx, void *weights, void *scores)
 {

@@ -1,11 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Scores of one token and their gradients.  Included by row_template.h. */
+/* Scores of a token and their gradients. row_template.h includes this file.
+ *
+ * The score of logit z is softmax(z), sigmoid(z), sqrt(log(1 + e^z)) or z itself. */
 
 #include "rules/scalar_template.h"
 
 #define SUM_BLOCK 1024
 #define SUM_LANES 32
 
+/* Converts n elements of `type` to REAL. REAL double implies EPIC_F64. */
 static void load_row(REAL *out, const void *in, uint32_t type, int64_t n)
 {
     if (sizeof *out == sizeof(double))
@@ -14,7 +17,7 @@ static void load_row(REAL *out, const void *in, uint32_t type, int64_t n)
         convert_to_float((float *)(void *)out, in, type, n);
 }
 
-/* type F64: REAL is double. */
+/* Converts n elements of REAL to `type`. EPIC_F64 implies REAL double. */
 static void store_row(void *out, uint32_t type, const REAL *in, int64_t n)
 {
     float *narrow = out;
@@ -26,8 +29,9 @@ static void store_row(void *out, uint32_t type, const REAL *in, int64_t n)
         convert_from_float(out, type, (const float *)(const void *)in, n);
 }
 
-/* Blocks of 1024 elements; in a block, lane i of 32 adds elements i, i + 32, ...; then distances
- * 16, 8, 4, 2, 1; block sums in ascending order.  A warp can do that too. */
+/* Returns the sum of at most 1024 elements. Lane i of 32 adds elements i, i + 32, ... in
+ * order. The lanes are then added in a tree with distances 16, 8, 4, 2, 1. A warp adds in
+ * the same order. */
 static REAL sum_block(const REAL *v, int64_t n)
 {
     REAL lanes[SUM_LANES] = {0};
@@ -40,6 +44,7 @@ static REAL sum_block(const REAL *v, int64_t n)
     return lanes[0];
 }
 
+/* Returns the sum of n elements: the sums of blocks of 1024, added in order. */
 static REAL sum_row(const REAL *v, int64_t n)
 {
     REAL total = 0;
@@ -55,7 +60,7 @@ static REAL largest_of(const REAL *v, int64_t n)
     return largest;
 }
 
-/* Returns the sum of e^(z - largest). */
+/* p = softmax(z). Returns the sum of e^(z - largest). */
 static REAL make_softmax(REAL *p, const REAL *z, int64_t n)
 {
     const REAL largest = largest_of(z, n);
@@ -82,7 +87,8 @@ static void make_scores(REAL *s, const REAL *z, uint32_t score, int64_t n)
     }
 }
 
-/* dz_i = p_i * (dp_i - sum of p dp), in place; products is room for n. */
+/* Turns the gradient of p = softmax(z) into that of z, in place: d_i = p_i * (d_i - sum_j
+ * p_j d_j). products: scratch space for n elements. */
 static void softmax_backward(REAL *d, const REAL *p, REAL *products, int64_t n)
 {
     for (int64_t i = 0; i < n; i++) products[i] = p[i] * d[i];
@@ -90,7 +96,7 @@ static void softmax_backward(REAL *d, const REAL *p, REAL *products, int64_t n)
     for (int64_t i = 0; i < n; i++) d[i] = p[i] * (d[i] - mean);
 }
 
-/* From the gradient of the scores, in spare, to that of the logits, in place. */
+/* Turns the gradient of the scores in job->spare into that of the logits, in place. */
 static void score_backward(const router_job *job)
 {
     const REAL *z = job->logits;
@@ -103,7 +109,8 @@ static void score_backward(const router_job *job)
             if (d[i] != 0) d[i] *= score_slope(s[i], z[i], job->router.score);
 }
 
-/* Writes, or adds, the gradient of the logits, in spare. */
+/* Writes the gradient of the logits in job->spare to d_logits, or adds it with
+ * EPIC_ACCUMULATE. */
 static void store_d_logits(const router_job *job, void *d_logits)
 {
     const int64_t n = job->num_columns;

@@ -1,16 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The weights of the chosen and their gradient.  Included by row_template.h. */
+/* Weights of a token's chosen experts, and their gradients. row_template.h includes this
+ * file.
+ *
+ * The weight of choice i is parts[i] / divisor * scale * scale_of_expert[e]. parts[i]
+ * depends on the weight rule: the score, sigmoid of the logit, softmax over the chosen
+ * logits, or SparseMixer. The divisor is 1, the sum of the parts plus eps
+ * (EPIC_NORMALIZE_SUM), or the sum but at least norm_min (EPIC_NORMALIZE_CLAMPED). A choice
+ * below 0 is no expert, and its weight is 0. */
 
 #define MAX_CHOSEN 64
 
-/* The weights of a token before the scale are parts[k] / divisor. */
+/* The parts and the divisor of a token. */
 typedef struct shares {
     REAL parts[MAX_CHOSEN];   /* 0 where there is no expert */
     REAL divisor;             /* 0: every weight is 0 */
-    bool is_divisor_variable; /* the divisor changes with the parts */
+    bool is_divisor_variable; /* the divisor depends on the parts */
 } shares;
 
-/* Softmax over the chosen logits. */
+/* p = softmax over the logits of the chosen experts, 0 for no expert. */
 static void softmax_chosen(REAL *p, const REAL *z, const int32_t *topk_idx, int k)
 {
     int best = -1;
@@ -25,8 +32,11 @@ static void softmax_chosen(REAL *p, const REAL *z, const int32_t *topk_idx, int 
     for (int i = 0; i < k; i++) p[i] /= sum;
 }
 
-/* EPIC_WEIGHT_SPARSEMIXER: p [num_columns] is what choice i is made of.  Compared as Phi-3.5-MoE
- * does it: also where the largest is below 0. */
+/* EPIC_WEIGHT_SPARSEMIXER (arXiv 2310.00811, as Phi-3.5-MoE uses it). The part of choice i
+ * is its probability in a softmax over all columns except those chosen before i, and except
+ * those far below the largest: (largest - z) / max(|z|, largest) > 2 * jitter. The
+ * comparison is that of Phi-3.5-MoE also if the largest is below 0. p: [num_columns], that
+ * softmax. */
 static void masked_softmax(const router_job *job, const int32_t *topk_idx, int i, REAL *p)
 {
     const REAL *z = job->logits;
@@ -46,6 +56,7 @@ static void masked_softmax(const router_job *job, const int32_t *topk_idx, int i
     for (int64_t j = 0; j < n && sum != 0; j++) p[j] /= sum;
 }
 
+/* Computes the parts of all choices with EPIC_WEIGHT_SPARSEMIXER. */
 static void sparsemixer_parts(const router_job *job, const int32_t *topk_idx, REAL *parts)
 {
     REAL *p = job->values;
@@ -57,7 +68,8 @@ static void sparsemixer_parts(const router_job *job, const int32_t *topk_idx, RE
     }
 }
 
-/* Adds the gradient of the logits: that of each choice's own softmax. */
+/* Adds the gradient of the logits to job->spare: each part has the gradient of its own
+ * softmax. The mask has no gradient. */
 static void sparsemixer_backward(const router_job *job, const REAL *parts,
                                  const int32_t *topk_idx, const REAL *g)
 {
@@ -72,6 +84,7 @@ static void sparsemixer_backward(const router_job *job, const REAL *parts,
     }
 }
 
+/* Computes the parts of all choices by the router's weight rule. */
 static void make_parts(const router_job *job, const int32_t *topk_idx, REAL *parts)
 {
     if (job->router.weight_rule == EPIC_WEIGHT_SPARSEMIXER) {
@@ -92,6 +105,7 @@ static void make_parts(const router_job *job, const int32_t *topk_idx, REAL *par
     }
 }
 
+/* Computes the parts and the divisor of a token. */
 static shares make_shares(const router_job *job, const int32_t *topk_idx)
 {
     const epic_router *r = &job->router;
@@ -111,7 +125,7 @@ static shares make_shares(const router_job *job, const int32_t *topk_idx)
     return shares;
 }
 
-/* What is multiplied to the weight of expert e; e < 0: none, whose weight is 0. */
+/* Returns scale_of_expert of expert e, or 1 if there is none or e < 0. */
 static REAL scale_of(const router_job *job, int32_t e)
 {
     const float *narrow = job->scale_of_expert;
@@ -120,6 +134,7 @@ static REAL scale_of(const router_job *job, int32_t e)
     return job->weights_type == EPIC_F64 ? (REAL)wide[e] : (REAL)narrow[e];
 }
 
+/* Computes the weights [top_k] of a token's choices. */
 static void weigh_choices(const router_job *job, const int32_t *topk_idx, void *weights)
 {
     shares shares = make_shares(job, topk_idx);
@@ -131,7 +146,8 @@ static void weigh_choices(const router_job *job, const int32_t *topk_idx, void *
     store_row(weights, job->weights_type, shares.parts, job->router.top_k);
 }
 
-/* Adds to the gradient of the scale by expert, and takes its factor out of g. */
+/* Adds to the gradient of scale_of_expert, and multiplies g by the scale, so that g is the
+ * gradient of the weight without it. */
 static void scale_backward(const router_job *job, const shares *shares, const int32_t *topk_idx,
                            REAL *g)
 {
@@ -144,7 +160,8 @@ static void scale_backward(const router_job *job, const shares *shares, const in
     }
 }
 
-/* From the gradient of the weights to that of the parts, in place. */
+/* Turns the gradient g of the weights into that of the parts, in place. With a divisor that
+ * depends on the parts, d_i = (g_i - sum_j g_j part_j / divisor) * scale / divisor. */
 static void share_backward(const shares *shares, REAL *g, int k, REAL scale)
 {
     REAL mean = 0;
@@ -156,8 +173,8 @@ static void share_backward(const shares *shares, REAL *g, int k, REAL scale)
         for (int i = 0; i < k; i++) g[i] -= mean;
 }
 
-/* Adds the gradient of the parts, in g, to that of what they are made of, in spare: the scores,
- * or, where there are none, the logits. */
+/* Adds the gradient g of the parts to job->spare: to the scores with EPIC_WEIGHT_OF_SCORE,
+ * to the logits with the other rules. */
 static void parts_backward(const router_job *job, const REAL *parts, const int32_t *topk_idx,
                            const REAL *g)
 {
@@ -182,7 +199,7 @@ static void parts_backward(const router_job *job, const REAL *parts, const int32
     }
 }
 
-/* Leaves the gradient of the logits in spare. */
+/* Computes the gradient of the logits from that of the weights, in job->spare. */
 static void weigh_backward(const router_job *job, const int32_t *topk_idx,
                            const void *d_weights)
 {

@@ -91,7 +91,7 @@ static void test_wrong_arguments(void)
     REFUSE_CALL(workspace, NULL, "workspace");
     REFUSE_CALL(workspace, (char *)p.workspace + 4, "16 divides");
     REFUSE_CALL(flags, 1, "flags");
-    REFUSE_CALL(w_down_scales, (const float *)p.workspace, "w_down_scales is given");
+    REFUSE_CALL(w_down_scales, (const float *)p.workspace, "w_down_scales is not NULL");
 
     epic_experts scaled = ex;
     scaled.weight_type = EPIC_E4M3;

@@ -46,8 +46,9 @@ static const wrong table[] = {
     {ALL, FIELD(moe.capacity), 1ull << 31, "moe.capacity", "2147483648"},
     {ALL, FIELD(moe.balance_coeff), NAN_BITS, "moe.balance_coeff", "nan"},
     {ALL, FIELD(moe.z_coeff), NAN_BITS, "moe.z_coeff", "nan"},
-    {ALL, FIELD(moe.balance_coeff), MINUS_TWO_BITS, "moe.balance_coeff is -2", "reward"},
-    {ALL, FIELD(moe.z_coeff), MINUS_TWO_BITS, "moe.z_coeff is -2", "reward"},
+    {ALL, FIELD(moe.balance_coeff), MINUS_TWO_BITS, "moe.balance_coeff is -2",
+     "0 (no loss) or more"},
+    {ALL, FIELD(moe.z_coeff), MINUS_TWO_BITS, "moe.z_coeff is -2", "0 (no loss) or more"},
     {ALL, FIELD(moe.sequence_tokens), (uint64_t)-2, "moe.sequence_tokens", "-2"},
     {ALL, FIELD(moe.flags), 6, "moe.flags", "0x6"},
     {ALL, FIELD(moe.reserved), 9, "moe.reserved", "9"},
@@ -217,7 +218,7 @@ static void try_others(part *t, epic_context *ctx, const epic_config *config)
     static const int32_t ids[TOKENS] = {0, 1, 2, 0};
     copy_call(&c, t, config);
     c.forward.token_ids = ids;
-    refuse(make_call(&c, FORWARD, ctx), FORWARD, "token_ids is given", "table is NULL");
+    refuse(make_call(&c, FORWARD, ctx), FORWARD, "token_ids is not NULL", "table is NULL");
 }
 
 /* A gate of a shared expert that there is not. */
@@ -245,7 +246,7 @@ static void try_backward(part *t, epic_context *ctx, const epic_config *config)
     refuse(make_call(&c, BACKWARD, ctx), BACKWARD, "d_x.data", "x.data");
     copy_call(&c, t, config);
     c.backward.x.num_rows = c.backward.d_out.num_rows = c.backward.d_x.num_rows = 2;
-    refuse(make_call(&c, BACKWARD, ctx), BACKWARD, "x.num_rows is 2", "4 tokens");
+    refuse(make_call(&c, BACKWARD, ctx), BACKWARD, "x.num_rows is 2", "must be 4");
 }
 
 static bool untouched(const void *memory, size_t bytes)

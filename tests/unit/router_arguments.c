@@ -38,7 +38,7 @@ static void test_wrong_routers(void)
     REFUSE(num_groups, 3, "num_groups");
     REFUSE(num_groups, 4, "topk_groups");
     r = (epic_router){.num_experts = 16, .top_k = 4, .num_groups = 8, .topk_groups = 1};
-    refuse_router(r, "keep more groups");
+    refuse_router(r, "increase topk_groups");
     r.topk_groups = 8;
     r.group_score = EPIC_GROUP_SUM;
     refuse_router(r, "group_best");

@@ -334,10 +334,10 @@ static void refuse(rank *r, const epic_config *config)
     const epic_moe_backward_args b = {.moe = &r->moe, .weights = &w};
     r->experts.weight_type = EPIC_E4M3;
     r->moe.flags |= EPIC_RECOMPUTE;
-    refused(r, epic_moe_backward(r->ctx, &b), EPIC_EINVAL, "w_gate_up_scales is given");
+    refused(r, epic_moe_backward(r->ctx, &b), EPIC_EINVAL, "w_gate_up_scales is not NULL");
     r->moe.flags &= ~(uint32_t)EPIC_RECOMPUTE;
     w.w_gate_up_scales = NULL;
-    refused(r, epic_moe_backward(r->ctx, &b), EPIC_EINVAL, "w_down_scales is given");
+    refused(r, epic_moe_backward(r->ctx, &b), EPIC_EINVAL, "w_down_scales is not NULL");
     refused(r, epic_moe_forward(r->ctx, &f), EPIC_EINVAL, "w_gate_up_scales is NULL");
     r->experts.gemm = &gemm;
     refused(r, epic_moe_memory(NULL, config, &r->moe, &memory), EPIC_ENOTSUP,
@@ -349,7 +349,7 @@ static void refuse(rank *r, const epic_config *config)
     r->moe.flags = EPIC_DISPATCH_AGAIN;
     r->experts.weight_type = 0;
     w.w_down_scales = r->of_down.scales.device;
-    refused(r, epic_moe_forward(r->ctx, &f), EPIC_EINVAL, "w_down_scales is given");
+    refused(r, epic_moe_forward(r->ctx, &f), EPIC_EINVAL, "w_down_scales is not NULL");
 }
 
 /* ------------------------------------------------------------------------------- ranks ---- */
