@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Beats: a thread of the host shows kernels that wait that this process runs.  The clock of a device
- * goes on while the process is stopped, so a kernel ends a wait only after a beat that came after its
- * deadline, and starts the deadline anew if the process was stopped (kernels/cuda/common/wait.cuh). */
+/* Beats: a thread of the host shows waiting kernels that this process runs.
+ *
+ * The clock of a device continues while the process is stopped. So a kernel gives up a wait
+ * only after a beat that came after its deadline, and starts the deadline again if the process
+ * was stopped (kernels/cuda/common/wait.cuh). */
 #ifndef EPIC_P2P_BEATS_H
 #define EPIC_P2P_BEATS_H
 
@@ -9,12 +11,12 @@
 #include "cuda/common/cuda_kernels.h"
 
 typedef struct p2p_beats {
-    uint32_t timeout_ms; /* the shortest deadline of a call so far */
+    uint32_t timeout_ms; /* shortest time limit of a call so far */
     uint32_t beats, stops;
     int64_t next_ns; /* when the next beat is due; 0: there was none */
 } p2p_beats;
 
-/* Makes beats frequent enough for calls with this deadline.  Any thread. */
+/* Makes beats frequent enough for calls with this time limit. Any thread. */
 static inline void p2p_beats_expect(p2p_beats *b, uint32_t timeout_ms)
 {
     uint32_t known = __atomic_load_n(&b->timeout_ms, __ATOMIC_RELAXED);
@@ -24,15 +26,16 @@ static inline void p2p_beats_expect(p2p_beats *b, uint32_t timeout_ms)
         continue;
 }
 
-/* Milliseconds between two beats: a wait ends later than its deadline by so much. */
+/* Milliseconds between two beats; a wait ends later than its deadline by up to this time. */
 static inline int p2p_beats_ms(const p2p_beats *b)
 {
     const uint32_t ms = __atomic_load_n(&b->timeout_ms, __ATOMIC_RELAXED) / 16;
     return ms < 10 ? 10 : ms > 100 ? 100 : (int)ms;
 }
 
-/* Beats if it is time.  One thread calls this about every p2p_beats_ms.  A call that comes later by a
- * quarter of the deadline, at least 30 and at most 100 ms, shows that the process was stopped. */
+/* Beats if it is time. One thread calls it about every p2p_beats_ms(). A call that is late by a
+ * quarter of the time limit, at least 30 and at most 100 ms, shows that the process was
+ * stopped. */
 static inline void p2p_beat(p2p_beats *b, p2p_status *status)
 {
     const int64_t now = clock_ns(), ms = 1000000, period = p2p_beats_ms(b) * ms;
@@ -45,7 +48,7 @@ static inline void p2p_beat(p2p_beats *b, p2p_status *status)
     __atomic_store_n(&status->awake, P2P_AWAKE(b->stops, b->beats), __ATOMIC_RELEASE);
 }
 
-/* No thread will beat any more: kernels judge by their own clock. */
+/* No thread beats after this: kernels then use the clock of their device alone. */
 static inline void p2p_beats_end(p2p_status *status)
 {
     __atomic_store_n(&status->awake, (uint64_t)0, __ATOMIC_RELEASE);

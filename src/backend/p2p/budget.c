@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* SMs of each GPU that the contexts of this process have taken.  Kernels that wait for each
- * other must be resident together, whichever groups they belong to. */
+/* SMs of each GPU that contexts of this process use. Kernels that wait for each other must be
+ * resident together, whichever groups they belong to, so their SMs must add up to at most those
+ * of the GPU. */
 #include <pthread.h>
 #include <string.h>
 
@@ -9,10 +10,10 @@
 
 #define MAX_DEVICES 64
 #define SMALL_TOKENS 32
-#define SMALL_BYTES (512 << 10) /* of rows that all ranks send to one */
+#define SMALL_BYTES (512 << 10) /* rows that all ranks send to one rank */
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-static int taken[MAX_DEVICES]; /* guarded by mutex */
+static int taken[MAX_DEVICES]; /* SMs in use per device; guarded by mutex */
 
 int p2p_budget_taken(int device)
 {
@@ -23,6 +24,7 @@ int p2p_budget_taken(int device)
     return sms;
 }
 
+/* Takes `sms` of a device unless that exceeds `most`. `others`: those in use before. */
 static bool budget_add(int device, int sms, int most, int *others)
 {
     pthread_mutex_lock(&mutex);
@@ -37,12 +39,12 @@ static epic_result budget_take(epic_group *g, int sms, int device_sms)
 {
     int others;
     if (g->device >= MAX_DEVICES)
-        return epic_fail(EPIC_ENOTSUP, "device %d: backend p2p takes the first %d", g->device,
-                         MAX_DEVICES);
+        return epic_fail(EPIC_ENOTSUP, "device is %d: must be below %d in backend p2p",
+                         g->device, MAX_DEVICES);
     if (!budget_add(g->device, sms, device_sms, &others))
         return epic_fail(
             EPIC_EINVAL,
-            "config.max_sms: %d SMs of device %d are wanted, other contexts of this "
+            "config.max_sms: %d SMs of device %d are needed, other contexts of this "
             "process have taken %d of its %d; give each context a smaller "
             "config.max_sms, or close one",
             sms, g->device, others, device_sms);
@@ -50,8 +52,8 @@ static epic_result budget_take(epic_group *g, int sms, int device_sms)
     return EPIC_OK;
 }
 
-/* SMs of an operation in a group that does not say, for what it may send at most: with fewer rows
- * than here more SMs than P2P_SMALL_SMS gain nothing. */
+/* SMs of an operation if the config does not set max_sms. With rows below these limits more SMs
+ * than P2P_SMALL_SMS gain nothing. */
 static int default_sms(const epic_group *g)
 {
     const epic_config *config = &g->config;
@@ -61,7 +63,8 @@ static int default_sms(const epic_group *g)
     return few ? P2P_SMALL_SMS : P2P_DEFAULT_SMS;
 }
 
-/* Kernels of all ranks on a GPU must be resident at once.  Ranks that share one reckon alike. */
+/* The kernels of all ranks on a GPU must be resident at once. Ranks that share a GPU compute
+ * the same number of SMs. */
 epic_result p2p_budget_share(epic_group *g, const p2p_gpu *gpus)
 {
     const p2p_gpu *mine = &gpus[g->rank];

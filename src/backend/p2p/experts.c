@@ -1,18 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The experts: from checked arguments to launches.  They are local: no epoch, no peer.
+/* Experts: turns checked arguments into launches. Experts are local: no epoch, no peer.
  *
- *     forward    saved = x W_gate_up;  activations;  y = activations W_down.  Of e4m3 weights
- *                activations are e4m3, too, with their scales behind them
- *     backward   (of e4m3 weights d_y and d_gate_up are quantized for the products with them)
- *                d = d_y W_down^T;  activations and d_gate_up from d and saved, in place;
- *                d_w_down = activations^T d_y;  d_w_gate_up = x^T d_gate_up;
- *                d_x = d_gate_up W_gate_up^T */
+ *   forward    saved = x W_gate_up;  activations = f(saved);  y = activations W_down.
+ *              With e4m3 weights activations are e4m3, too, followed by their scales.
+ *   backward   d = d_y W_down^T;  activations and d_gate_up from d and saved, in place;
+ *              d_w_down = activations^T d_y;  d_w_gate_up = x^T d_gate_up;
+ *              d_x = d_gate_up W_gate_up^T.  With e4m3 weights d_y and d_gate_up are
+ *              quantized for the products with them. */
 #include "backend/p2p/p2p.h"
 #include "backend/p2p/ranges.h"
 #include "base/error.h"
 #include "cuda/experts/grouped.h"
 
-typedef struct experts_call { /* what both directions have */
+typedef struct experts_call { /* arguments that both directions share */
     epic_experts experts;
     epic_call how;
     p2p_slabs slabs;
@@ -22,18 +22,20 @@ typedef struct experts_call { /* what both directions have */
     const float *slot_weights;
     const void *b_gate_up;
     int64_t hidden, inner, width;
-    bool scaled; /* e4m3; experts.weight_type is that of the biases then */
+    bool scaled; /* e4m3 weights; experts.weight_type is then the type of the biases */
     int sms;
     cudaStream_t stream;
 } experts_call;
 
+/* Checks the arguments and lays out the workspace. */
 static epic_result begin_experts(epic_group *g, experts_call *c, const epic_experts *experts,
                                  const epic_call *how, int64_t num_slots, bool backward)
 {
     TRY(p2p_check_group(g));
     if (experts->row_type == EPIC_F64)
         return epic_fail(EPIC_ENOTSUP,
-                         "experts.row_type is F64: float64 rows are for host memory");
+                         "experts.row_type is EPIC_F64: must be another type in CUDA contexts; "
+                         "use host memory for float64");
     c->experts = *experts;
     c->how = *how;
     c->at = experts_layout_of(experts, num_slots, backward);
@@ -48,6 +50,7 @@ static epic_result begin_experts(epic_group *g, experts_call *c, const epic_expe
     return EPIC_OK;
 }
 
+/* The slabs of the experts: their slots, and the tiles of products. */
 static p2p_slabs slabs_of(const experts_call *c, const int32_t *expert_rows,
                           const int32_t *expert_tokens, int64_t num_slots)
 {
@@ -71,7 +74,7 @@ static void *d_gate_up_of(const experts_call *c)
     return c->work + c->at.d_gate_up;
 }
 
-/* The caller's own product does no more than multiply: the bias is added behind it. */
+/* Adds the bias after the product of the caller's own gemm, which only multiplies. */
 static epic_result add_bias(const experts_call *c, const p2p_gemm *g)
 {
     const p2p_scale_job job = {.slabs = c->slabs,
@@ -111,6 +114,7 @@ static epic_result launch_caller_product(const experts_call *c, const p2p_gemm *
     return g->bias ? add_bias(c, g) : EPIC_OK;
 }
 
+/* Launches a product of the experts: the caller's gemm if there is one, else ours. */
 static epic_result launch_product(const experts_call *c, p2p_gemm g)
 {
     const bool scaled = c->scaled && g.pass != EPIC_GEMM_WEIGHT;
@@ -128,6 +132,7 @@ static bool is_whole(const void *p)
     return (uintptr_t)p % 16 == 0;
 }
 
+/* The job of the activation kernels, as both directions need it. */
 static p2p_activation_job activation_of(const experts_call *c)
 {
     const int64_t vector = c->experts.row_type == EPIC_F32 ? 4 : 8;
@@ -212,7 +217,7 @@ static epic_result weight_gradient(const experts_call *c, const epic_experts_bac
     return out == NULL ? EPIC_OK : launch_product(c, job);
 }
 
-/* out [slots, k] = rows [slots, n] times the weights turned. */
+/* out [slots, k] = rows [slots, n] times the transposed weights. */
 static epic_result row_gradient(const experts_call *c, const void *rows, const void *weights,
                                 const float *scales, void *out, int64_t k, int64_t n)
 {
@@ -233,8 +238,8 @@ static epic_result row_gradient(const experts_call *c, const void *rows, const v
     return launch_product(c, job);
 }
 
-/* From the gradient of the activations, in their place, to that of the first product.  Weights on
- * the input multiply it there, but for the biases, which they do not multiply. */
+/* Turns the gradient of the activations, in place, into that of the first product. With weights
+ * on the input, the gradient is multiplied by them here, but not that of the biases. */
 static epic_result activation_backward(const experts_call *c,
                                        const epic_experts_backward_args *a)
 {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What kernels report, in words; and abort. */
+/* Error texts for failures and data errors that kernels report; and abort. */
 #include <stdio.h>
 #include <string.h>
 
@@ -32,10 +32,10 @@ epic_result p2p_cuda(cudaError_t error, const char *what)
     if (error == cudaSuccess) return EPIC_OK;
     (void)cudaGetLastError();
     return epic_fail(error == cudaErrorMemoryAllocation ? EPIC_ENOMEM : EPIC_EDEVICE,
-                     "%s: CUDA says \"%s\"", what, cudaGetErrorString(error));
+                     "%s: CUDA reports \"%s\"", what, cudaGetErrorString(error));
 }
 
-#define RANK_NAMES_BYTES 160 /* bytes that all ranks' numbers take */
+#define RANK_NAMES_BYTES 160 /* bytes of a list of all ranks */
 
 static int name_ranks(char *to, size_t size, uint32_t ranks)
 {
@@ -43,11 +43,11 @@ static int name_ranks(char *to, size_t size, uint32_t ranks)
     for (int q = 0; q < DEVICE_MAX_RANKS; q++)
         if (ranks >> q & 1)
             n += snprintf(to + n, size - (size_t)n, "%s%d", n ? ", " : "rank ", q);
-    if (!n) n = snprintf(to, size, "nobody in particular");
+    if (!n) n = snprintf(to, size, "no rank in particular");
     return n;
 }
 
-/* The sentence of the peer that aborted lies in this rank's heap. */
+/* Reads the error text of the peer that aborted from this rank's heap. */
 static void read_why(const epic_group *group, char *why, size_t size)
 {
     why[0] = 0;
@@ -59,7 +59,7 @@ static void read_why(const epic_group *group, char *why, size_t size)
 
 /* ------------------------------------------------------------------------- data errors ---- */
 
-/* What an operation calls its rows of tokens and of slots. */
+/* Names of an operation's rows of tokens and of slots. */
 typedef struct names {
     const char *tokens, *slots;
 } names;
@@ -78,6 +78,7 @@ static names row_names_of(long long operation)
     }
 }
 
+/* Writes the error text of a data error. */
 static void write_notice(const epic_group *g, const p2p_notice *n, char *to, size_t size)
 {
     const long long a = n->about[0], b = n->about[1], c = n->about[2], d = n->about[3];
@@ -127,7 +128,7 @@ static void write_notice(const epic_group *g, const p2p_notice *n, char *to, siz
     default:
         snprintf(to, size,
                  "plan: these are not the bytes that epic_plan wrote for this rank and group; "
-                 "bring those");
+                 "pass those");
     }
 }
 
@@ -144,7 +145,7 @@ static void write_timeout(const p2p_status *s, char *to, size_t size)
              phase_name(s->phase));
 }
 
-/* Why this rank's plan was not good, if that is what made it differ. */
+/* Appends why this rank's plan was invalid, if that made this rank differ from the others. */
 static void add_cause(const epic_group *g, char *to, size_t size)
 {
     const p2p_status *s = g->status;
@@ -230,7 +231,7 @@ epic_result p2p_check(epic_group *group, epic_failure_info *out)
     return (epic_result)result;
 }
 
-/* The oldest notice, or -1. */
+/* Index of the oldest unread notice, or -1. */
 static int oldest_notice(const p2p_status *s)
 {
     int oldest = -1;
@@ -242,7 +243,7 @@ static int oldest_notice(const p2p_status *s)
     return oldest;
 }
 
-/* Of several threads that ask at once, one gets it. */
+/* If several threads call at once, one of them gets the notice. */
 epic_result p2p_take_notice(epic_group *group)
 {
     char sentence[256];

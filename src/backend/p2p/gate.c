@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The dense part of a layer: products with one slab, which all tokens are, and small sums. */
+/* The dense part of a layer on CUDA: the gate's products, which have one slab with all tokens,
+ * and small sums. */
 #include "backend/p2p/p2p.h"
 #include "base/error.h"
 #include "cuda/experts/grouped.h"
@@ -18,7 +19,8 @@ static p2p_slabs slabs_of(const epic_gate *gate)
                        .most_tiles = at.most_tiles};
 }
 
-/* x [tokens, hidden], logits [tokens, columns] and w_gate are those of one expert's product. */
+/* The gate's product as that of one expert: x [tokens, hidden], logits [tokens, columns],
+ * w_gate. */
 static p2p_gemm product_of(const epic_group *g, const epic_gate *gate, uint32_t pass)
 {
     return (p2p_gemm){.slabs = slabs_of(gate),
@@ -42,7 +44,8 @@ static epic_result launch_product(const p2p_gemm *product, epic_stream stream)
                     "launching a product of the gate");
 }
 
-/* The same product of the pieces of its float32 factor, w_gate or the logits' gradient. */
+/* The same product with its float32 factor (w_gate or the logits' gradient) split into pieces.
+ */
 static p2p_gemm product_of_pieces(const p2p_gemm *product, const epic_gate *gate)
 {
     const bool forward = product->pass == EPIC_GEMM_FORWARD;
@@ -61,9 +64,10 @@ static p2p_gemm product_of_pieces(const p2p_gemm *product, const epic_gate *gate
     return pieces;
 }
 
-/* Pieces 0, 1, 2 of a float32 are its high, middle and low bits.  As they are; and those of two
- * factors, of which 0 x 2, 2 x 0, 1 x 1, 0 x 1, 1 x 0 and 0 x 0 are added, in this order: what is left out
- * is less than the last of float32's bits. */
+/* Orders of pieces. Pieces 0, 1, 2 of a float32 are its high, middle and low bits. IN_ORDER has
+ * them once. The PAIRS_ orders are those of two factors: the products 0 x 2, 2 x 0, 1 x 1, 0 x
+ * 1, 1 x 0 and 0 x 0 are added in this order; the others are less than the last bit of a
+ * float32. */
 enum { IN_ORDER = 0 | 1 << 2 | 2 << 4 };
 enum { PAIRS_LEFT = 0 | 2 << 2 | 1 << 4 | 0 << 6 | 1 << 8 | 0 << 10 };
 enum { PAIRS_RIGHT = 2 | 0 << 2 | 1 << 4 | 1 << 6 | 0 << 8 | 0 << 10 };
@@ -97,8 +101,8 @@ static epic_result multiply_pieces(const p2p_gemm *product, const p2p_gemm *piec
     return p2p_cuda(p2p_launch_fold(&fold, stream), "launching the sum of the gate's pieces");
 }
 
-/* FORWARD and WEIGHT, over sums of `depth`, which is a block's tokens whatever this rank has: the
- * same way, and so the same bits, for every number of ranks. */
+/* FORWARD and WEIGHT: sums over `depth`, which is the number of tokens of a block on all ranks.
+ * So the method, and the bits, are the same for every number of ranks. */
 static epic_result multiply_long(p2p_gemm *product, const epic_gate *gate, int64_t lines,
                                  int64_t depth)
 {
@@ -110,7 +114,7 @@ static epic_result multiply_long(p2p_gemm *product, const epic_gate *gate, int64
     return launch_product(product, gate->stream);
 }
 
-/* INPUT: d_x = d_logits w_gate^T, added to rows. */
+/* INPUT: d_x = d_logits w_gate^T, added to rows, from pairs of pieces. */
 static epic_result multiply_pairs(const p2p_gemm *product, const p2p_gemm *pairs,
                                   const epic_gate *gate)
 {
@@ -130,7 +134,7 @@ static epic_result multiply_pairs(const p2p_gemm *product, const p2p_gemm *pairs
     return launch_product(pairs, gate->stream);
 }
 
-/* By the tokens of a block, as multiply_long. */
+/* INPUT: chooses the method by the tokens of a block, as multiply_long() does. */
 static epic_result multiply_wide(const p2p_gemm *product, const epic_gate *gate)
 {
     const gate_pairs at = gate_pairs_of(gate->tokens, gate->hidden, gate->columns);
@@ -177,7 +181,7 @@ static epic_result bias_gradient(const epic_gate *gate)
                     "launching the gate's bias's gradient");
 }
 
-/* Also without a token: gradients are zeros then. */
+/* Also called without tokens: the gradients are then zeros. */
 epic_result p2p_gate_backward(epic_group *group, const epic_gate *gate)
 {
     p2p_gemm weight = product_of(group, gate, EPIC_GEMM_WEIGHT);

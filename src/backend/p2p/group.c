@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What a rank's group consists of before there are peers, and memory of its device: the same in
- * backends p2p and hosts. */
+/* What backends p2p and hosts share: a rank's group before it knows its peers, and memory of
+ * its device. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -9,10 +9,10 @@
 #include "base/error.h"
 #include "cuda/experts/grouped.h"
 
-#define LEAST_HEAP (4 << 20) /* an allocation of its own */
+#define LEAST_HEAP (4 << 20) /* bytes for an allocation of its own */
 #define MOST_SMS 65536       /* more than any device has */
 
-/* Kernels of p2p have it as a constant.  Floats of hosts are of even numbers (float_stride). */
+/* A constant in kernels of p2p. backend hosts needs an even number (float_stride). */
 int32_t p2p_top_k_for(const epic_config *config)
 {
     const uint32_t most = HOSTS ? config->max_top_k : 0;
@@ -62,6 +62,7 @@ epic_group *p2p_group_new(const epic_join *join, const p2p_hooks *hooks)
     return g;
 }
 
+/* Allocates the host memory through which kernels report. */
 static epic_result make_status(epic_group *g)
 {
     void *device = NULL;
@@ -81,11 +82,11 @@ epic_result p2p_group_device(epic_group *g, p2p_gpu *gpu)
     TRY(p2p_cuda(cudaGetDeviceProperties(&properties, g->device), "the current device"));
     if (properties.major < 8)
         return epic_fail(EPIC_ENOTSUP,
-                         "device %d (%s): compute capability %d.%d; 8.0 is needed", g->device,
-                         properties.name, properties.major, properties.minor);
+                         "device %d (%s): compute capability is %d.%d: must be at least 8.0",
+                         g->device, properties.name, properties.major, properties.minor);
     if (g->config.max_tokens > 1 << 20)
         return epic_fail(EPIC_ENOTSUP,
-                         "config.max_tokens is %lld: CUDA contexts take at most 1048576",
+                         "config.max_tokens is %lld: must be at most 1048576 in CUDA contexts",
                          (long long)g->config.max_tokens);
     TRY(p2p_cuda(cudaStreamCreateWithFlags(&g->side, cudaStreamNonBlocking), "a stream"));
     g->bulk = properties.major >= 9;
@@ -154,7 +155,7 @@ bool p2p_fetch(void *to, const void *from, size_t bytes, bool *good)
     return known;
 }
 
-/* The context's device need not be the current one. */
+/* Works whichever device is the current one. */
 void *p2p_allocate(epic_group *g, size_t bytes)
 {
     int before;
@@ -167,7 +168,7 @@ void *p2p_allocate(epic_group *g, size_t bytes)
     return memory;
 }
 
-/* Work that still reads the memory is waited for: cudaFree does. */
+/* cudaFree() waits for work that still reads the memory. */
 void p2p_release(epic_group *g, void *memory)
 {
     (void)g;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* How ranks of one host reach each other's heaps: those of this process by a list, as what comes
- * through the bootstrap is never an address, which whoever reached the bootstrap could choose; those of
- * other processes by CUDA's IPC. */
+/* How ranks of one host get the address of each other's heaps. Ranks of this process use a
+ * list: an address never comes through the bootstrap, where whoever reached it could choose
+ * one. Ranks of other processes use CUDA IPC. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -9,6 +9,7 @@
 #include "backend/p2p/p2p.h"
 #include "base/error.h"
 
+/* A heap of this process in the list. */
 typedef struct exported_heap {
     struct exported_heap *next;
     const epic_group *group;
@@ -34,6 +35,7 @@ bool p2p_share_library(const epic_peer *peers, int num_ranks, char *why)
     return true;
 }
 
+/* Finds a heap in the list; the mutex is held. */
 static const exported_heap *find_exported(uint64_t group_id, int rank)
 {
     const exported_heap *at = list;
@@ -56,7 +58,7 @@ static epic_result export_here(const epic_group *group, uint8_t *heap)
     if (!taken) return EPIC_OK;
     free(mine);
     return epic_fail(EPIC_EPEER,
-                     "rank %d of this group is in it already: the bootstrap mixed "
+                     "rank %d of this group is in it already: the bootstrap has mixed "
                      "two groups; open one from each bootstrap",
                      group->rank);
 }
@@ -95,6 +97,7 @@ uint8_t *p2p_heap_find(uint64_t group_id, int rank)
     return heap;
 }
 
+/* Sets heap[peer] to the heap of a rank of this process, and enables access to its device. */
 static epic_result connect_local_heap(epic_group *g, int peer)
 {
     struct cudaPointerAttributes attributes;
@@ -102,9 +105,8 @@ static epic_result connect_local_heap(epic_group *g, int peer)
     uint8_t *heap = p2p_heap_find(g->self.group_id, peer);
     if (!heap)
         return epic_fail(EPIC_EPEER,
-                         "rank %d says that it is in the process of rank %d, and is "
-                         "not",
-                         peer, g->rank);
+                         "rank %d claims to be in the process of rank %d, but is not", peer,
+                         g->rank);
     g->self.heap[peer] = heap;
     TRY(p2p_cuda(cudaPointerGetAttributes(&attributes, heap), "a peer's heap"));
     if (attributes.device == g->device) return EPIC_OK;
@@ -121,6 +123,7 @@ static epic_result connect_local_heap(epic_group *g, int peer)
     return p2p_cuda(error, "peer access");
 }
 
+/* Maps the heap of a rank of another process. */
 static epic_result map_remote_heap(epic_group *g, int peer, cudaIpcMemHandle_t handle)
 {
     void *heap = NULL;
@@ -131,7 +134,7 @@ static epic_result map_remote_heap(epic_group *g, int peer, cudaIpcMemHandle_t h
         return epic_fail(
             EPIC_ENOTSUP,
             "ranks %d and %d: the peer's device memory cannot be mapped here: CUDA "
-            "says \"%s\"",
+            "reports \"%s\"",
             g->rank, peer, cudaGetErrorString(error));
     }
     g->self.heap[peer] = heap;
@@ -139,7 +142,7 @@ static epic_result map_remote_heap(epic_group *g, int peer, cudaIpcMemHandle_t h
     return EPIC_OK;
 }
 
-/* Processes that share a GPU take turns on it: slow, but right. */
+/* Processes that share a GPU take turns on it, which is slow but correct. */
 epic_result p2p_heap_connect(epic_group *g, int peer, const cudaIpcMemHandle_t *handle)
 {
     if (peer == g->rank) return EPIC_OK;

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Joining: every rank makes a heap, tells the others where it is, and maps theirs. */
+/* Joining and leaving: every rank allocates a heap, sends its handle to the others through the
+ * bootstrap, and maps theirs. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -10,7 +11,7 @@
 
 #define LEAVE_NAP_NS 200000
 
-/* What a rank tells the others. */
+/* what a rank sends to the others through the bootstrap */
 typedef struct join_card {
     uint32_t result; /* of its own part so far */
     p2p_gpu gpu;
@@ -24,7 +25,8 @@ static bool p2p_can_join(const epic_peer *peers, int num_ranks, const epic_confi
     (void)config;
     if (!p2p_any_device(why)) return false;
     if (num_ranks > DEVICE_MAX_RANKS) {
-        snprintf(why, 256, "%d ranks: backend p2p has at most %d", num_ranks, DEVICE_MAX_RANKS);
+        snprintf(why, 256, "num_ranks is %d: must be at most %d in backend p2p", num_ranks,
+                 DEVICE_MAX_RANKS);
         return false;
     }
     for (int q = 1; q < num_ranks; q++)
@@ -50,6 +52,7 @@ static epic_result make_heap(epic_group *g)
     return p2p_heap_clear(g, heap);
 }
 
+/* Makes what this rank has before it knows the others: device, heap, loaded kernels, handle. */
 static epic_result make_own_part(epic_group *g, join_card *mine)
 {
     TRY(p2p_group_device(g, &mine->gpu));
@@ -60,14 +63,15 @@ static epic_result make_own_part(epic_group *g, join_card *mine)
 
 /* ------------------------------------------------------------------------------- peers ---- */
 
-/* Nothing in a join_card is trusted: it may come from anybody who reached the bootstrap. */
+/* Checks a card, whose contents are not trusted: any process that reached the bootstrap may
+ * have sent it. */
 static epic_result check_card(const join_card *c, int rank)
 {
     if (c->result > EPIC_ECLOSED || !p2p_gpu_fits(&c->gpu) ||
         !memchr(c->sentence, 0, sizeof c->sentence))
         return epic_fail(
             EPIC_EPEER,
-            "backend p2p: what the bootstrap brought from rank %d was not written by "
+            "backend p2p: what the bootstrap returned for rank %d was not written by "
             "EPIC",
             rank);
     if (c->result == EPIC_OK) return EPIC_OK;
@@ -86,14 +90,14 @@ static epic_result connect_peers(epic_group *g, const join_card *cards)
 
 /* ---------------------------------------------------------------------- join and leave ---- */
 
-/* Uses the copy engine, so it works while kernels run. */
+/* Uses the copy engine, so that it works while kernels run. */
 static void write_to_peer(epic_group *g, int peer, int64_t at, const void *bytes, size_t count)
 {
     (void)cudaMemcpyAsync(g->self.heap[peer] + at, bytes, count, cudaMemcpyDefault, g->side);
     (void)cudaStreamSynchronize(g->side);
 }
 
-/* Peers see every store by themselves. */
+/* Peers see every store without being woken. */
 static void skip_wake(const epic_group *g)
 {
     (void)g;
@@ -112,7 +116,7 @@ static void release_group(epic_group *g)
 static epic_result p2p_join(epic_group **out, const epic_join *join)
 {
     if (join->bootstrap->num_ranks > DEVICE_MAX_RANKS)
-        return epic_fail(EPIC_ENOTSUP, "backend p2p: %d ranks are too many, it has at most %d",
+        return epic_fail(EPIC_ENOTSUP, "num_ranks is %d: must be at most %d in backend p2p",
                          join->bootstrap->num_ranks, DEVICE_MAX_RANKS);
     epic_group *g = p2p_group_new(join, &hooks);
     join_card mine = {0}, cards[DEVICE_MAX_RANKS];
@@ -134,14 +138,15 @@ static epic_result p2p_join(epic_group **out, const epic_join *join)
     return result;
 }
 
-/* A peer of this process whose join failed has freed its heap already, and says no goodbye. */
+/* A peer of this process whose join failed has already freed its heap, and will not announce
+ * its close. */
 static bool has_released(const epic_group *g, int peer)
 {
     return p2p_same(g->peers[peer].process, g->peers[g->rank].process) &&
            p2p_heap_find(g->self.group_id, peer) != g->self.heap[peer];
 }
 
-/* Has every peer closed, or died? */
+/* Has every peer closed or died? */
 static bool all_gone(epic_group *g)
 {
     const uint64_t *gone = p2p_gone(g);
@@ -150,6 +155,7 @@ static bool all_gone(epic_group *g)
     return true;
 }
 
+/* Stores this rank's last epoch to the word `gone` of every peer that can still be reached. */
 static void announce_close(epic_group *g)
 {
     *g->word = P2P_GONE((uint64_t)p2p_epoch(g));
@@ -158,7 +164,7 @@ static void announce_close(epic_group *g)
             write_to_peer(g, q, g->self.at.gone + 8 * g->rank, g->word, sizeof *g->word);
 }
 
-/* The heap may be freed once no peer can write into it: it has closed too, or is dead. */
+/* The heap may be freed only when no peer can write into it: every peer has closed or died. */
 static void p2p_leave(epic_group *g)
 {
     int device = -1;

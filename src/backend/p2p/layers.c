@@ -1,4 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+/* Checks a layer, fills in its defaults, and computes its hashes: layers.h. */
 #include "backend/p2p/layers.h"
 
 #include "base/error.h"
@@ -14,7 +15,7 @@ void p2p_sign_layer(signature *a, const epic_layer *layer)
     if (layer->priority != EPIC_BY_TOKEN) signature_mix(a, ~(uint64_t)layer->priority);
 }
 
-/* A hash of a complete layer: never 0, which stands for any layer. */
+/* A hash of a complete layer. It is never 0, which stands for any layer. */
 static uint32_t hash_layer(const epic_layer *layer)
 {
     signature a = {0};
@@ -22,7 +23,7 @@ static uint32_t hash_layer(const epic_layer *layer)
     return (uint32_t)(a.hash >> 32) | 1;
 }
 
-/* EPIC_BY_HOSTS stands for one of two orders, and the plan's rank_of_expert has decided which. */
+/* EPIC_BY_HOSTS stands for one of two orders; the plan's rank_of_expert decides which one. */
 void p2p_expect_layer(p2p_self *self, const epic_layer *layer)
 {
     epic_layer order = *layer;
@@ -44,28 +45,30 @@ epic_result p2p_read_layer(const epic_group *g, epic_layer *out, const epic_laye
 {
     *out = *layer;
     if (out->num_logical && out->num_experts > P2P_REPLICATED_EXPERTS)
-        return epic_fail(EPIC_ENOTSUP,
-                         "layer.num_experts is %u: CUDA contexts take at most %d with replicas",
-                         out->num_experts, P2P_REPLICATED_EXPERTS);
+        return epic_fail(
+            EPIC_ENOTSUP,
+            "layer.num_experts is %u: must be at most %d in CUDA contexts with replicas",
+            out->num_experts, P2P_REPLICATED_EXPERTS);
     if (out->num_experts > DEVICE_MAX_EXPERTS)
-        return epic_fail(EPIC_ENOTSUP, "layer.num_experts is %u: CUDA contexts take at most %d",
+        return epic_fail(EPIC_ENOTSUP,
+                         "layer.num_experts is %u: must be at most %d in CUDA contexts",
                          out->num_experts, DEVICE_MAX_EXPERTS);
     if (p2p_keeps_by_k(out) && (uint64_t)out->num_experts * out->top_k > P2P_BY_K_TALLIES)
         return epic_fail(EPIC_ENOTSUP,
                          "layer.priority is EPIC_BY_K, layer.num_experts %u, layer.top_k %u: "
-                         "CUDA contexts take at most %d for their product then",
+                         "their product must be at most %d in CUDA contexts",
                          out->num_experts, out->top_k, P2P_BY_K_TALLIES);
     if (g->config.max_tokens * out->top_k >= 1ll << P2P_COUNT_BITS)
         return epic_fail(EPIC_ENOTSUP,
-                         "layer.top_k is %u, config.max_tokens %lld: CUDA contexts take less "
-                         "than %lld choices of a rank",
+                         "layer.top_k is %u, config.max_tokens %lld: their product must "
+                         "be below %lld in CUDA contexts",
                          out->top_k, (long long)g->config.max_tokens, 1ll << P2P_COUNT_BITS);
     if (!out->alignment || out->layout == EPIC_FLAT) out->alignment = 1;
     if (!out->leaves) out->leaves = (uint32_t)g->num_ranks;
     if (out->sum_order != EPIC_TREE) out->leaves = (uint32_t)g->num_ranks;
     if (out->leaves / (uint32_t)g->num_ranks > 128)
         return epic_fail(EPIC_ENOTSUP,
-                         "layer.leaves is %u: CUDA contexts take at most 128 for each rank",
+                         "layer.leaves is %u: must be at most 128 per rank in CUDA contexts",
                          out->leaves);
     return EPIC_OK;
 }

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The layer that a call is given, and what the host concludes from it: whether kernels support it,
- * where the arrays of its plans are, and the hashes that ranks and plans are compared by. */
+/* The layer of a call, and what the host derives from it: whether kernels support it, where the
+ * arrays of its plans are, and the hashes by which ranks and plans are compared. */
 #ifndef EPIC_P2P_LAYERS_H
 #define EPIC_P2P_LAYERS_H
 
 #include "backend/p2p/p2p.h"
 
-/* A hash of what the ranks must call alike: 28 bits, under the operation's 4. */
+/* A hash of the arguments that must be equal on all ranks: 28 bits, below the operation's 4. */
 typedef struct signature {
     uint64_t hash;
 } signature;
@@ -20,26 +20,27 @@ static inline void signature_mix(signature *a, uint64_t value)
 /* Mixes every field of a complete layer into the hash. */
 void p2p_sign_layer(signature *a, const epic_layer *layer);
 
-/* Fills in the layer's defaults.  Errors: EPIC_ENOTSUP for what the kernels do not support. */
+/* Fills in the layer's defaults. Errors: EPIC_ENOTSUP if the kernels do not support the layer.
+ */
 epic_result p2p_read_layer(const epic_group *group, epic_layer *out, const epic_layer *layer);
 
-/* Reads the layer of a plan that exists.  Kernels load from the plan before they have checked its
- * header, so the plan must have as many bytes as the layer needs.  Errors: as p2p_read_layer, and
+/* Like p2p_read_layer(), for a layer whose plan exists. Kernels load from the plan before they
+ * have checked its header, so the plan must have as many bytes as the layer needs. Errors: also
  * EPIC_EINVAL. */
 epic_result p2p_read_plan_layer(const epic_group *group, epic_layer *out,
                                 const epic_layer *layer, int64_t plan_bytes);
 
-/* Where the arrays of the layer's plans are. */
+/* Offsets of the arrays of the layer's plans. */
 device_plan_layout p2p_plan_layout(const epic_group *group, const epic_layer *layer);
 
-/* Makes the kernels compare their plan with this complete layer. */
+/* Makes the kernels compare the layer of their plan with this complete layer. */
 void p2p_expect_layer(p2p_self *self, const epic_layer *layer);
 
-/* Does it matter whether choices are kept by k? */
+/* Does EPIC_BY_K make a difference for this layer? */
 bool p2p_keeps_by_k(const epic_layer *layer);
 
-/* Does combine need leaves below the ranks, partials of another type, or a tree of more than 8
- * ranks?  The kernels for few tokens support none of these. */
+/* Does combine need leaves within ranks, partials of another type, or a tree of more than 8
+ * ranks? The low-latency kernels support none of these. */
 bool p2p_has_rare_sums(const epic_group *group, const epic_layer *layer);
 
 #endif

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Loading the kernels at open.  Each is launched once, for an operation that is none, and returns
- * at once: what CUDA does at a first launch (loading code, giving the device more local memory)
- * may wait until the device is idle, and it never is while a peer's kernel waits for ours. */
+/* Loading the kernels at open. Each kernel is launched once, for EPIC_OP_NONE, and returns at
+ * once. What CUDA does at a first launch (loading code, giving the device more local memory)
+ * may wait until the device is idle, and the device is never idle while a kernel of a peer
+ * waits for ours. */
 #include "backend/p2p/p2p.h"
 #include "base/error.h"
 #include "cuda/experts/dense_tokens.h"
@@ -12,16 +13,16 @@ static epic_result load_code(void)
 {
     TRY(p2p_cuda(p2p_load_plan(), "loading the plan kernel"));
     TRY(p2p_cuda(p2p_load_dispatch(), "loading the dispatch kernels"));
-    TRY(p2p_cuda(p2p_load_dispatch_packed(), "loading the dispatch kernels of second rows"));
-    TRY(p2p_cuda(p2p_load_dispatch_bulk(), "loading the dispatch kernels of whole rows"));
+    TRY(p2p_cuda(p2p_load_dispatch_packed(), "loading the dispatch kernels for packed rows"));
+    TRY(p2p_cuda(p2p_load_dispatch_bulk(), "loading the dispatch kernels with bulk stores"));
     TRY(p2p_cuda(p2p_load_combine(), "loading the combine kernels"));
     TRY(p2p_cuda(p2p_load_combine_backward(), "loading the combine_backward kernels"));
-    TRY(p2p_cuda(p2p_load_lowlat_plan(), "loading the plan kernel for few tokens"));
-    TRY(p2p_cuda(p2p_load_lowlat_dispatch(), "loading the dispatch kernels for few tokens"));
+    TRY(p2p_cuda(p2p_load_lowlat_plan(), "loading the low-latency plan kernel"));
+    TRY(p2p_cuda(p2p_load_lowlat_dispatch(), "loading the low-latency dispatch kernels"));
     TRY(p2p_cuda(p2p_load_lowlat_dispatch_packed(),
-                 "loading those of second rows for few tokens"));
-    TRY(p2p_cuda(p2p_load_lowlat_combine(), "loading the combine kernels for few tokens"));
-    TRY(p2p_cuda(p2p_load_flat_floats(), "loading the kernel for floats"));
+                 "loading the low-latency dispatch kernels for packed rows"));
+    TRY(p2p_cuda(p2p_load_lowlat_combine(), "loading the low-latency combine kernels"));
+    TRY(p2p_cuda(p2p_load_flat_floats(), "loading the kernel for floats of FLAT plans"));
     TRY(p2p_cuda(p2p_load_router(), "loading the router kernels"));
     TRY(p2p_cuda(p2p_load_router_backward(), "loading the router's backward kernels"));
     TRY(p2p_cuda(p2p_load_loss(), "loading the loss kernels"));
@@ -30,17 +31,17 @@ static epic_result load_code(void)
     TRY(p2p_cuda(p2p_load_dense(), "loading the kernels of a layer's dense part"));
     TRY(p2p_cuda(p2p_load_pieces(), "loading the kernels of the gate's pieces"));
     TRY(p2p_cuda(p2p_load_dense_tokens(), "loading the kernels of a layer's tokens"));
-    TRY(p2p_cuda(p2p_load_fits(), "loading the kernel that looks at a layer's plan"));
+    TRY(p2p_cuda(p2p_load_fits(), "loading the kernel that checks a layer's plan"));
     TRY(p2p_cuda(p2p_load_plain_gemm(), "loading the plain products"));
     TRY(p2p_cuda(p2p_load_hopper_gemm(), "loading the products of sm_90a"));
     TRY(p2p_cuda(p2p_load_sum_replicas(), "loading the kernel that sums replicas"));
     return p2p_cuda(p2p_load_sum(), "loading the sum kernel");
 }
 
-/* Row sizes that take different kernels. */
+/* Row sizes that use different kernels. */
 static const int64_t row_bytes[] = {16, 2048, 3584, 4096};
 
-/* Of few tokens, in any order. */
+/* Low-latency combine in both orders. */
 static cudaError_t launch_sums(p2p_combine_job job, cudaStream_t stream)
 {
     cudaError_t error = p2p_launch_lowlat_combine(&job, 1, stream);
@@ -82,7 +83,7 @@ static cudaError_t launch_rows(const p2p_self *self, int64_t bytes, int aligned,
 
 typedef cudaError_t launcher(const p2p_dispatch_job *job, int num_sms, cudaStream_t stream);
 
-/* The job with a plan that is read or made, of either layout. */
+/* The job with a plan that is read or made, in either layout. */
 static cudaError_t launch_layouts(const p2p_dispatch_job *like, launcher *launch,
                                   cudaStream_t stream)
 {
@@ -97,7 +98,7 @@ static cudaError_t launch_layouts(const p2p_dispatch_job *like, launcher *launch
     return error;
 }
 
-/* Rows with a second row each, joined or quantized, with a plan that is read or made. */
+/* Packed rows, from two arrays or quantized, with a plan that is read or made. */
 static cudaError_t launch_packed(const p2p_self *self, int aligned, cudaStream_t stream)
 {
     cudaError_t error = cudaSuccess;
@@ -147,7 +148,7 @@ static cudaError_t launch_all(const p2p_self *self, cudaStream_t stream)
 epic_result p2p_load(epic_group *g)
 {
     p2p_self self = g->self;
-    self.max_tokens = 1; /* few, for the kernels that make room for all in shared memory */
+    self.max_tokens = 1; /* small, for kernels that have room for all tokens in shared memory */
     TRY(load_code());
     return p2p_cuda(launch_all(&self, g->side), "loading the kernels");
 }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The step calls: from checked arguments to one launch each.  Nothing waits and nothing is
- * allocated, so that all of them can be captured in a graph. */
+/* The operations of a group: each call turns checked arguments into one launch. Nothing waits
+ * and nothing is allocated, so all of them can be captured in a CUDA graph. */
 #include <string.h>
 
 #include "backend/p2p/layers.h"
@@ -9,11 +9,12 @@
 
 #define MOST_ROWS 0x7ffffff0 /* slots are int32 */
 
-#define HEAD_BYTES (5 << 20) /* sent to all peers while the plan is made */
+#define HEAD_BYTES (5 << 20) /* bytes that are sent to all peers while the plan is made */
 #define COMBINE_LAG 48       /* tokens; measured, docs/lab/cuda.md */
 
 /* ------------------------------------------------------------------------------ common ---- */
 
+/* Fills in what every job begins with: the operation, its signature and its time limit. */
 static void fill_self(p2p_self *self, const epic_group *g, const epic_call *call,
                       epic_operation operation, signature a)
 {
@@ -51,7 +52,7 @@ static epic_result check_type(uint32_t type)
 {
     if (type == EPIC_F32 || type == EPIC_BF16 || type == EPIC_F16) return EPIC_OK;
     return epic_fail(EPIC_ENOTSUP,
-                     "type is %u: CUDA contexts add EPIC_F32, EPIC_BF16 and EPIC_F16 rows",
+                     "type is %u: must be EPIC_F32, EPIC_BF16 or EPIC_F16 in CUDA contexts",
                      type);
 }
 
@@ -64,8 +65,8 @@ static epic_result check_row(const epic_group *g, const char *name, const epic_r
 
 /* -------------------------------------------------------------------------------- plan ---- */
 
-/* May operations of few tokens take kernels of their own?  hosts: where all of them do, as ids go to every
- * rank; and where rows go straight. */
+/* May this group use low-latency kernels? backend hosts: only if all operations do, because ids
+ * go to every rank, and only without relays. */
 static bool can_use_lowlat(const epic_group *g)
 {
 #ifdef EPIC_HOSTS
@@ -76,8 +77,8 @@ static bool can_use_lowlat(const epic_group *g)
 #endif
 }
 
-/* Does an operation of so many tokens here take the kernels for few?  Rows travel alike with them
- * and with the others, so each rank chooses for itself. */
+/* Does an operation with so many tokens use a low-latency kernel? Rows travel the same way with
+ * all kernels, so each rank chooses for itself. */
 static bool fits_lowlat(const epic_group *g, const epic_layer *layer, int32_t num_tokens,
                         int32_t most, int64_t row_bytes)
 {
@@ -92,7 +93,8 @@ static int planners_of(int64_t num_tokens, int num_sms)
     return planners > num_sms ? num_sms : planners;
 }
 
-/* few: tokens of a rank that are, at most. */
+/* Fills in the job of a plan. max_lowlat_tokens: tokens of a rank that may use the low-latency
+ * planner. */
 static epic_result fill_plan(const epic_group *g, p2p_plan_job *job, const epic_plan_args *args,
                              int32_t max_lowlat_tokens, signature *a)
 {
@@ -115,7 +117,8 @@ static epic_result fill_plan(const epic_group *g, p2p_plan_job *job, const epic_
     job->by_k = p2p_keeps_by_k(&job->layer);
     job->resolves = job->layer.num_logical && (flat || job->by_k);
     const bool searches = flat && job->layer.overflow == EPIC_OVERFLOW_DROP;
-    if (searches || job->resolves) job->planners = 1; /* plan/flat_drop.cuh, plan/resolve.cuh */
+    /* one CTA: plan/flat_drop.cuh, plan/resolve.cuh */
+    if (searches || job->resolves) job->planners = 1;
     job->at = p2p_plan_layout(g, &job->layer);
     if (!can_use_lowlat(g) || args->rank_of_expert) max_lowlat_tokens = 0;
     if (max_lowlat_tokens > g->config.max_tokens)
@@ -146,7 +149,7 @@ static epic_result p2p_plan(epic_group *g, const epic_plan_args *args)
 
 /* ---------------------------------------------------------------------------- dispatch ---- */
 
-/* Second rows, the caller's or made on the way. */
+/* Fills in the second rows: the caller's, or the scales that dispatch makes. */
 static epic_result fill_scales(const epic_group *g, p2p_dispatch_job *job,
                                const epic_dispatch_args *args, signature *a)
 {
@@ -167,7 +170,7 @@ static epic_result fill_scales(const epic_group *g, p2p_dispatch_job *job,
     return EPIC_OK;
 }
 
-/* Of a job whose layer is filled in. */
+/* Fills in a dispatch. The job's layer is set. */
 static epic_result fill_dispatch(const epic_group *g, p2p_dispatch_job *job,
                                  const epic_dispatch_args *args, signature *a)
 {
@@ -193,6 +196,7 @@ static epic_result fill_dispatch(const epic_group *g, p2p_dispatch_job *job,
 
 typedef cudaError_t launcher(const p2p_dispatch_job *, int, cudaStream_t);
 
+/* The launch function for the kind of rows and the number of tokens. */
 static launcher *launcher_of(const p2p_dispatch_job *job, bool is_lowlat)
 {
     const bool strings = job->scale_bytes != 0;
@@ -202,18 +206,18 @@ static launcher *launcher_of(const p2p_dispatch_job *job, bool is_lowlat)
     return is_lowlat ? p2p_launch_lowlat_dispatch : p2p_launch_dispatch;
 }
 
-/* Does the job need what is special of FLAT?  Rows alone, with a plan that exists, do not: the record
- * of a token has its row where others have slots. */
+/* Does the job need what is special in FLAT? Rows alone do not, if the plan exists: the record
+ * of a token has its row where other layouts have slots. */
 static bool is_flat(const p2p_dispatch_job *job)
 {
     return job->plan.layer.layout == EPIC_FLAT &&
            (job->plan.planners || job->recv_expert || job->weights);
 }
 
-/* The most rows of a rank that are few, the same on all ranks; -1: none are. */
+/* Most rows per rank that use low-latency kernels, equal on all ranks; -1: none do. */
 static int32_t max_lowlat_rows(const epic_group *g, const p2p_dispatch_job *job)
 {
-    if (HOSTS && job->scale_bytes) return -1; /* there are no such kernels */
+    if (HOSTS && job->scale_bytes) return -1; /* backend hosts has no such kernels */
     return job->quantize && g->lowlat_tokens > P2P_LOWLAT_QUANTIZED_TOKENS
                ? P2P_LOWLAT_QUANTIZED_TOKENS
                : g->lowlat_tokens;
@@ -247,19 +251,20 @@ static epic_result p2p_dispatch(epic_group *g, const epic_dispatch_args *args)
     return launch_dispatch(g, &job, &args->call, "launching dispatch");
 }
 
-/* Rows can leave before the plan is known if nothing is dropped, the id says the rank, and all fit
- * the staging. */
+/* May rows leave before the plan is complete? Only if nothing is dropped, the id determines the
+ * rank, and all rows fit the staging. */
 static bool can_overlap(const epic_group *g, const p2p_dispatch_job *job)
 {
     const int64_t row = p2p_packed_bytes(job->row_bytes, job->scale_bytes);
     if (HOSTS && job->plan.layer.layout == EPIC_FLAT)
-        return false; /* takes not all that is told */
+        return false; /* it would not wait for every word that is put */
     return job->plan.layer.overflow == EPIC_OVERFLOW_ERROR && !job->plan.layer.num_logical &&
            g->config.max_tokens * row <= g->self.at.source_bytes;
 }
 
-/* What the net carries while the plan is made, of tokens that go to as many peers as they do with
- * uniform routing, about; and few enough that receiving has caught up before the end. */
+/* Tokens to send while the plan is made: as many as the links carry in that time, if tokens go
+ * to as many peers as with uniform routing; and few enough that receiving catches up before the
+ * end. */
 static int32_t early_tokens_of(const epic_group *g, const p2p_dispatch_job *job)
 {
     const int64_t ranks = g->num_ranks, top_k = job->plan.layer.top_k;
@@ -297,13 +302,13 @@ static epic_result p2p_plan_dispatch(epic_group *g, const epic_plan_args *plan_a
 
 /* --------------------------------------------------------------- combine and gradients ---- */
 
-/* Stands in for arrays of slots without a row: kernels/cuda/combine/slots.cuh. */
+/* Stands in for arrays of slots without rows: kernels/cuda/combine/slots.cuh. */
 static void *scratch_of(const epic_group *g)
 {
     return g->self.heap[g->rank] + g->self.at.scratch;
 }
 
-/* What a combine is given of its plan. */
+/* the plan of a call */
 typedef struct plan_argument {
     const epic_layer *layer;
     const void *plan;
@@ -325,6 +330,7 @@ static epic_result fill_combine_plan(const epic_group *g, p2p_combine_job *job,
     return EPIC_OK;
 }
 
+/* Fills in and launches a combine, which is also the backward of dispatch. */
 static epic_result launch_combine(const epic_group *g, p2p_combine_job *job,
                                   const epic_layer *layer, const epic_call *call,
                                   const epic_rows *rows, const epic_rows *out, signature a,
@@ -372,7 +378,7 @@ static epic_result p2p_combine(epic_group *g, const epic_combine_args *args)
                           EPIC_OP_COMBINE);
 }
 
-/* Brings the floats of a FLAT plan home, which is an operation of its own. */
+/* Sends back the floats of a FLAT plan, in an operation of its own. */
 static epic_result launch_flat_floats(const epic_group *g,
                                       const epic_dispatch_backward_args *args,
                                       const p2p_combine_job *rows, const epic_layer *layer,
@@ -413,7 +419,8 @@ static void fill_quantized(p2p_combine_backward_job *job,
                            const epic_combine_backward_args *args)
 {
     const epic_rows *rows = &args->d_rows, *scales = &args->d_rows_scales;
-    const int lane_bytes = args->type == EPIC_F32 ? 4 : 8; /* of e4m3, of a vector */
+    /* bytes of e4m3 per vector and lane */
+    const int lane_bytes = args->type == EPIC_F32 ? 4 : 8;
     if (!args->quantize) return;
     if (!args->d_out.row_bytes)
         job->row_bytes = rows->row_bytes * (args->type == EPIC_F32 ? 4 : 2);
@@ -478,7 +485,7 @@ static epic_result p2p_combine_backward(epic_group *g, const epic_combine_backwa
 static epic_result p2p_sum(epic_group *g, const epic_allreduce_sum_args *args)
 {
     P2P_RANGE("epic_allreduce_sum");
-    const int64_t most = g->self.at.source_bytes / 16 * 4; /* floats of one launch */
+    const int64_t most = g->self.at.source_bytes / 16 * 4; /* floats per launch */
     signature a = {EPIC_OP_SUM};
     TRY(p2p_check_group(g));
     signature_mix(&a, (uint64_t)args->count);
@@ -497,7 +504,7 @@ static epic_result p2p_sum(epic_group *g, const epic_allreduce_sum_args *args)
     return EPIC_OK;
 }
 
-/* How many sums that are, the plan says: one launch does them all. */
+/* The plan knows how many sums there are; one launch does them all. */
 static epic_result p2p_sum_replicas(epic_group *g, const epic_sum_replicas_args *args)
 {
     P2P_RANGE("epic_sum_replicas");

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The backend p2p: GPUs that can address each other's memory, one process for each, several in
- * one process, or several ranks on one GPU of one process. */
+/* Backend p2p: GPUs that can address each other's memory. Ranks are processes with a GPU each,
+ * threads of one process with a GPU each, or several ranks that share a GPU. Backend hosts uses
+ * the same group and operations. */
 #ifndef EPIC_P2P_H
 #define EPIC_P2P_H
 
@@ -8,23 +9,23 @@
 #include "backend/p2p/beats.h"
 #include "cuda/common/cuda_kernels.h"
 
-#define P2P_DEFAULT_SMS 64 /* of a context that does not say how many, at most; and where it */
-#define P2P_SMALL_SMS 32   /* never sends more than a few rows: measured, docs/lab/cuda.md */
-#define P2P_SPARE_SMS 4    /* of a GPU that ranks share, for their other work */
+#define P2P_DEFAULT_SMS 64 /* SMs of an operation if the config does not set max_sms, */
+#define P2P_SMALL_SMS 32   /* and if it sends only few rows; measured, docs/lab/cuda.md */
+#define P2P_SPARE_SMS 4 /* SMs that stay free on a GPU that ranks share, for their other work */
 
-typedef struct p2p_watch p2p_watch;   /* sees peers' processes end */
-typedef struct hosts_part hosts_part; /* what backend hosts adds */
+typedef struct p2p_watch p2p_watch;   /* watches the peers' processes */
+typedef struct hosts_part hosts_part; /* state that backend hosts adds */
 
-typedef struct p2p_gpu { /* what a rank tells the others of its GPU */
+typedef struct p2p_gpu { /* what a rank sends to the others about its GPU */
     int32_t device_sms;
-    int32_t taken_sms;  /* by other contexts of its process */
+    int32_t taken_sms;  /* used by other contexts of its process */
     uint8_t device[16]; /* uuid */
 } p2p_gpu;
 
-/* How the two backends that share this folder differ at run time. */
+/* Functions that differ between the two backends. */
 typedef struct p2p_hooks {
-    /* Writes `count` bytes at offset `at` of a rank's heap (hosts: inbox), its own included, and
-     * returns when they are there or cannot arrive. */
+    /* Writes `count` bytes at offset `at` of a rank's heap (backend hosts: of its inbox);
+     * `peer` may be this rank. Returns when they have arrived or cannot arrive. */
     void (*write)(epic_group *group, int peer, int64_t at, const void *bytes, size_t count);
 
     /* Announces that an operation is about to be launched or given up. */
@@ -33,32 +34,32 @@ typedef struct p2p_hooks {
 
 struct epic_group {
     const p2p_hooks *hooks;
-    p2p_self self;      /* what every job begins with; operation and signature still 0 */
+    p2p_self self;      /* template of the jobs' first member; operation and signature are 0 */
     p2p_status *status; /* host memory that kernels write */
     epic_config config;
     epic_peer peers[DEVICE_MAX_RANKS];
     int32_t rank, num_ranks;
     int device;
-    int device_sms;                /* of the whole GPU */
-    int num_sms;                   /* of one operation, at most; taken from the GPU's */
-    int ranks_here;                /* that share this GPU */
+    int device_sms; /* SMs of the whole GPU */
+    int num_sms;    /* SMs of an operation at most; taken from the GPU's budget */
+    int ranks_here; /* ranks of the group on this GPU */
     bool mapped[DEVICE_MAX_RANKS]; /* heaps of other processes */
     p2p_watch *watch;
-    p2p_beats *beats;      /* that show kernels that this process runs */
-    hosts_part *hosts;     /* NULL: p2p */
+    p2p_beats *beats;      /* show kernels that this process runs */
+    hosts_part *hosts;     /* NULL in p2p */
     cudaStream_t side;     /* for words to peers while a kernel runs */
     uint64_t *word;        /* pinned host memory */
     bool bulk;             /* the GPU has bulk stores */
-    int32_t lowlat_tokens; /* of a rank, at most: P2P_LOWLAT_TOKENS */
+    int32_t lowlat_tokens; /* most tokens of a rank that use low-latency kernels */
 };
 
-/* The sentence of a CUDA error, as EPIC_EDEVICE. */
+/* Turns a CUDA error into a result (EPIC_EDEVICE, EPIC_ENOMEM) with an error text. */
 epic_result p2p_cuda(cudaError_t error, const char *what);
 
-/* Loads every kernel, so that no launch has to wait for an idle device. */
+/* Loads every kernel, so that no launch waits for an idle device. */
 epic_result p2p_load(epic_group *group);
 
-/* Is there a device at all?  `why` has 256 bytes. */
+/* Is there a CUDA device? If not, writes the reason to `why` (256 bytes). */
 bool p2p_any_device(char *why);
 
 static inline bool p2p_same(const uint64_t a[2], const uint64_t b[2])
@@ -66,20 +67,21 @@ static inline bool p2p_same(const uint64_t a[2], const uint64_t b[2])
     return a[0] == b[0] && a[1] == b[1];
 }
 
-/* A group that knows its layout, then its device, stream and status; and back. */
+/* Makes a group that knows its layout; NULL: no memory. Then sets its device, stream and
+ * status. p2p_group_free() undoes both. */
 epic_group *p2p_group_new(const epic_join *join, const p2p_hooks *hooks);
 epic_result p2p_group_device(epic_group *group, p2p_gpu *gpu);
 void p2p_group_free(epic_group *group);
-bool p2p_gpu_fits(const p2p_gpu *gpu); /* it was not written by a stranger */
+bool p2p_gpu_fits(const p2p_gpu *gpu); /* are the numbers in range? */
 
-int32_t p2p_top_k_for(const epic_config *config); /* choices that the heap has room for */
+int32_t p2p_top_k_for(const epic_config *config); /* choices per token in the heap */
 p2p_heap p2p_heap_for(const epic_config *config);
 int64_t p2p_heap_bytes(const p2p_heap *at);
 epic_result p2p_heap_clear(epic_group *group, uint8_t *heap);
 uint32_t p2p_epoch(epic_group *group);
-const uint64_t *p2p_gone(epic_group *group); /* NULL: the device does not answer */
+const uint64_t *p2p_gone(epic_group *group); /* [num_ranks]; NULL: the device does not answer */
 
-/* Where the bytes that peers write with p2p_hooks.write are found. */
+/* Base of the memory that p2p_hooks.write writes. */
 static inline uint8_t *p2p_inbox(const epic_group *g)
 {
 #ifdef EPIC_HOSTS
@@ -94,47 +96,52 @@ void *p2p_allocate(epic_group *group, size_t bytes);
 void p2p_release(epic_group *group, void *memory);
 void p2p_describe(char *to, size_t size);
 
-/* Takes SMs for one context from those of its GPU (group->num_sms), which ranks share that have
- * the same, and gives them back. */
+/* The budget of SMs of each GPU, for all contexts of this process. Returns the SMs in use. */
 int p2p_budget_taken(int device);
+/* Takes the SMs of this context (group->num_sms); ranks that share the GPU get equal numbers.
+ */
 epic_result p2p_budget_share(epic_group *group, const p2p_gpu *gpus);
 void p2p_budget_give_back(epic_group *group);
 
-/* Begins and ends to watch the peers' processes. */
+/* Start and stop watching the peers' processes. */
 epic_result p2p_watch_open(epic_group *group);
 void p2p_watch_close(epic_group *group);
 
-/* Has the process of this peer ended?  The watcher of p2p and the proxy thread of hosts set it. */
+/* Has the process of this peer died? Set by the watcher of p2p or the proxy thread of hosts. */
 static inline bool p2p_is_dead(const epic_group *group, int peer)
 {
     return __atomic_load_n(&group->status->dead, __ATOMIC_ACQUIRE) >> peer & 1;
 }
 
-/* Lets the other ranks of this host reach the heap: those of this process find it, the others
- * need the handle.  Then reaches theirs, and lets go of all. */
+/* Makes the heap reachable for the other ranks of this host: ranks of this process find it in a
+ * list, the others need the handle. */
 epic_result p2p_heap_export(const epic_group *group, uint8_t *heap, cudaIpcMemHandle_t *handle);
+/* Sets heap[peer] to the heap of a peer. Errors: EPIC_ENOTSUP if it cannot be mapped. */
 epic_result p2p_heap_connect(epic_group *group, int peer, const cudaIpcMemHandle_t *handle);
+/* Unmaps all heaps, and removes this rank's from the list. */
 void p2p_heap_disconnect(const epic_group *group);
 
-/* Do ranks of one process share one copy of this library, and so its list of heaps?  If not, `why`
- * (256 bytes) gets the reason. */
+/* Do the ranks of each process share one copy of this library, and so its list of heaps? If
+ * not, writes the reason to `why` (256 bytes). */
 bool p2p_share_library(const epic_peer *peers, int num_ranks, char *why);
 
-/* Of a rank of this process; NULL: not here. */
+/* The heap of a rank of this process; NULL: it is not here. */
 uint8_t *p2p_heap_find(uint64_t group_id, int rank);
 
-/* EPIC_OK, or the failure that a kernel has reported. */
+/* Returns EPIC_OK, or the failure that a kernel has reported, in `out`. */
 epic_result p2p_check(epic_group *group, epic_failure_info *out);
 
-/* The same as a step's result, its sentence left with the thread. */
+/* Returns EPIC_OK, or the failure as the result of an operation, with its error text. */
 epic_result p2p_check_group(epic_group *group);
 
-/* The oldest data error that has not been returned yet, as a result with its sentence. */
+/* Returns the oldest data error that has not been returned, with its error text; EPIC_OK: none.
+ */
 epic_result p2p_take_notice(epic_group *group);
 
+/* Breaks the group on all ranks, with `why` as the error text on the others. */
 void p2p_abort(epic_group *group, uint64_t tag, const char *why);
 
-/* Router and losses; router.c. */
+/* Router and losses: router.c. */
 epic_result p2p_router_forward(epic_group *group, const epic_router_args *args);
 epic_result p2p_router_backward(epic_group *group, const epic_router_backward_args *args);
 epic_result p2p_balance_loss_forward(epic_group *group, const epic_loss *args, double factor);
@@ -143,11 +150,11 @@ epic_result p2p_z_loss_forward(epic_group *group, const epic_loss *args, double 
 epic_result p2p_z_loss_backward(epic_group *group, const epic_loss *args, double factor);
 epic_result p2p_bias_update(epic_group *group, const epic_bias_update_args *args);
 
-/* The experts; experts.c. */
+/* Experts: experts.c. */
 epic_result p2p_experts_forward(epic_group *group, const epic_experts_args *args);
 epic_result p2p_experts_backward(epic_group *group, const epic_experts_backward_args *args);
 
-/* The layer's dense part; gate.c, tokens.c. */
+/* The dense part of a layer: gate.c, tokens.c. */
 epic_result p2p_gate(epic_group *group, const epic_gate *gate);
 epic_result p2p_gate_backward(epic_group *group, const epic_gate *gate);
 epic_result p2p_add(epic_group *group, epic_stream stream, void *to, const void *from,

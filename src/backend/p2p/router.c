@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Router and losses: from checked arguments to launches.  They are local: no epoch, no peer. */
+/* Router and losses: turns checked arguments into launches. They are local: no epoch, no peer.
+ */
 #include "cuda/router/router.h"
 #include "backend/p2p/p2p.h"
 #include "backend/p2p/ranges.h"
@@ -19,13 +20,15 @@ static epic_result fill_router_rows(epic_group *g, p2p_router_rows *out,
     const uint32_t columns = router->num_experts + router->zero_experts;
     if (columns > P2P_MAX_COLUMNS)
         return epic_fail(EPIC_ENOTSUP,
-                         "router.num_experts and zero_experts are %u: CUDA contexts take at "
-                         "most %d",
+                         "router.num_experts and zero_experts are %u: must be at most %d "
+                         "in CUDA contexts",
                          columns, P2P_MAX_COLUMNS);
     if (type == EPIC_F64)
-        return epic_fail(EPIC_ENOTSUP, "type is EPIC_F64: float64 logits are for host memory");
+        return epic_fail(EPIC_ENOTSUP, "type is EPIC_F64: must be another type in CUDA "
+                                       "contexts; use host memory for float64");
     if (num_tokens > INT32_MAX)
-        return epic_fail(EPIC_ENOTSUP, "num_tokens is %lld: CUDA contexts take at most %d",
+        return epic_fail(EPIC_ENOTSUP,
+                         "num_tokens is %lld: must be at most %d in CUDA contexts",
                          (long long)num_tokens, INT32_MAX);
     *out = (p2p_router_rows){.router = *router,
                              .logits = logits,
@@ -38,13 +41,12 @@ static epic_result fill_router_rows(epic_group *g, p2p_router_rows *out,
     return EPIC_OK;
 }
 
-/* What the host's router can do and the kernels cannot yet. */
+/* Rejects weight rules that the host's router supports and the kernels do not. */
 static epic_result check_weights(const epic_router *router)
 {
     if (router->weight_rule == EPIC_WEIGHT_SPARSEMIXER)
-        return epic_fail(EPIC_ENOTSUP,
-                         "router.weight_rule EPIC_WEIGHT_SPARSEMIXER is not there "
-                         "on CUDA contexts yet; use host memory");
+        return epic_fail(EPIC_ENOTSUP, "router.weight_rule EPIC_WEIGHT_SPARSEMIXER is not "
+                                       "supported in CUDA contexts; use host memory");
     return EPIC_OK;
 }
 

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What a layer's tokens have beside the experts that they are sent to, and whether its plan fits. */
+/* Zero-experts, the shared expert's gate and the end of a layer, by token; and the check that a
+ * plan fits its layer. */
 #include "backend/p2p/p2p.h"
 #include "base/error.h"
 #include "cuda/experts/dense_tokens.h"
@@ -24,7 +25,8 @@ epic_result p2p_shared_gate(epic_group *group, epic_stream stream, const layer_t
                     "launching the shared expert's gate");
 }
 
-/* The gradient of its weights is the sum of all rows, each times the token's: a bias's gradient. */
+/* The gradient of the gate's weights is a sum of rows, each times the token's number, like the
+ * gradient of a bias. */
 epic_result p2p_shared_gate_backward(epic_group *group, epic_stream stream,
                                      const layer_tokens *tokens, float *gradient,
                                      bool accumulate, void *workspace)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The watcher: a thread that sees peers' processes end and tells running kernels, by a word in
- * host memory.  Another word of it shows them that this process runs.  It makes no CUDA call. */
+/* The watcher: a thread that notices when processes of peers die and tells running kernels by a
+ * word in host memory. It also writes the beats (beats.h). It makes no CUDA call. */
 #include <errno.h>
 #include <poll.h>
 #include <stdlib.h>
@@ -17,9 +17,9 @@ struct p2p_watch {
     pthread_t thread;
     p2p_status *status;
     p2p_beats *beats;
-    int end; /* an eventfd: leave */
+    int end; /* an eventfd that ends the thread */
     int num_ranks;
-    int processes[DEVICE_MAX_RANKS]; /* pidfds; -1: by number */
+    int processes[DEVICE_MAX_RANKS]; /* pidfds; -1: watched by pid */
     int64_t pids[DEVICE_MAX_RANKS];  /* 0: not watched, or dead */
 };
 
@@ -73,7 +73,7 @@ epic_result p2p_watch_open(epic_group *g)
     w->beats = g->beats;
     p2p_beats_expect(w->beats, g->config.timeout_ms);
     w->end =
-        g->num_ranks > 1 ? eventfd(0, EFD_CLOEXEC) : -1; /* a rank alone waits for no peer */
+        g->num_ranks > 1 ? eventfd(0, EFD_CLOEXEC) : -1; /* a single rank waits for no peer */
     if (g->num_ranks > 1 && (w->end < 0 || thread_start(&w->thread, watch_processes, w) != 0)) {
         for (int q = 0; q < g->num_ranks; q++)
             if (w->processes[q] >= 0) close(w->processes[q]);
