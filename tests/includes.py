@@ -58,10 +58,10 @@ FILES = {
     """,
     "src/backend/mpi": """
         runtime
-        tables lives
+        tables liveness
         control
-        cells
-        sights lanes
+        op_slots
+        peer_status staging
         progress
         wait drain
         lifecycle
@@ -73,8 +73,8 @@ FILES = {
         segment
         wake
         failure
-        cells lanes
-        sight
+        op_slots rings
+        peer_status
         wait
         group
     """,

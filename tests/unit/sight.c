@@ -9,7 +9,7 @@
 /* The process has ended by the time it is asked for; it closed before. */
 static bool closed_and_ended(epic_group *g, int peer)
 {
-    atomic_store(&head_of(g, peer)->closed, 1);
+    atomic_store(&shared_rank_state_of(g, peer)->closed, 1);
     return true;
 }
 
@@ -23,13 +23,13 @@ static void look(const epic_bootstrap *bootstrap, void *self)
     if (!CHECK(epic_open(&ctx, bootstrap, &config) == EPIC_OK)) return;
     if (bootstrap->rank == 0) {
         epic_sight sight;
-        shared_look(ctx->group, 1, 7, 0, &sight);
+        shared_look_at_peer(ctx->group, 1, 7, 0, &sight);
         CHECK(!sight.gone && !sight.closed);
         ctx->group->is_dead = closed_and_ended;
-        shared_look(ctx->group, 1, 7, 0, &sight);
+        shared_look_at_peer(ctx->group, 1, 7, 0, &sight);
         CHECK(sight.gone && sight.closed);
         ctx->group->is_dead = NULL;
-        atomic_store(&head_of(ctx->group, 1)->closed, 0);
+        atomic_store(&shared_rank_state_of(ctx->group, 1)->closed, 0);
     }
     CHECK(epic_allreduce_sum(ctx, &sum) == EPIC_OK);
     epic_close(ctx);

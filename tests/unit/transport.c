@@ -63,15 +63,15 @@ static void too_little_staging(void)
     CHECK(least);
     config.staging_bytes = atoll(least + 5);
     CHECK(shared_layout_of(&config, &layout) == EPIC_OK);
-    CHECK(layout.private_bytes >= 17408 && layout.everyone_bytes >= 17408);
-    CHECK(layout.staging_bytes * layout.num_cells <= config.staging_bytes);
+    CHECK(layout.peer_ring_bytes >= 17408 && layout.broadcast_ring_bytes >= 17408);
+    CHECK(layout.staging_bytes * layout.num_slots <= config.staging_bytes);
     config.staging_bytes--;
     CHECK(shared_layout_of(&config, &layout) == EPIC_EINVAL);
     for (int64_t given = 300000; given < 100000000; given = given * 5 / 3) {
         config.staging_bytes = given;
         CHECK(shared_layout_of(&config, &layout) == EPIC_OK);
-        CHECK(layout.staging_bytes * layout.num_cells <= given);
-        CHECK(layout.private_bytes % 64 == 0 && layout.everyone_bytes % 64 == 0);
+        CHECK(layout.staging_bytes * layout.num_slots <= given);
+        CHECK(layout.peer_ring_bytes % 64 == 0 && layout.broadcast_ring_bytes % 64 == 0);
     }
 }
 

@@ -30,28 +30,28 @@ typedef struct bootstrap {
 } bootstrap;
 
 /* One gather.  Receives come first in `requests`, then sends; a rank's own are null. */
-typedef struct round {
+typedef struct gather_round {
     unsigned char *bytes;  /* [num_ranks, size], by rank */
     MPI_Request *requests; /* [2, num_ranks] */
     MPI_Status *statuses;  /* [2, num_ranks] */
     int *indices;          /* [2, num_ranks] */
     bool *missing;         /* [num_ranks] */
     size_t size;
-} round;
+} gather_round;
 
-static void lock(void)
+static void lock_mpi(void)
 {
     if (runtime_mutex()) pthread_mutex_lock(runtime_mutex());
 }
 
-static void unlock(void)
+static void unlock_mpi(void)
 {
     if (runtime_mutex()) pthread_mutex_unlock(runtime_mutex());
 }
 
 /* ------------------------------------------------------------------------------- roll ---- */
 
-static void call_out(MPI_Comm comm, int rank, int num_ranks)
+static void send_roll_calls(MPI_Comm comm, int rank, int num_ranks)
 {
     for (int r = 0; r < num_ranks; r++) {
         MPI_Request request;
@@ -61,7 +61,7 @@ static void call_out(MPI_Comm comm, int rank, int num_ranks)
 }
 
 /* Notes one who called; false: nobody did. */
-static bool hear_one(MPI_Comm comm, bool *missing)
+static bool receive_roll_call(MPI_Comm comm, bool *missing)
 {
     int came = 0;
     MPI_Message message;
@@ -74,21 +74,21 @@ static bool hear_one(MPI_Comm comm, bool *missing)
 }
 
 /* Calls once, at half-time or when another has called.  Errors are of no interest here. */
-static void call_roll(const bootstrap *m, MPI_Comm comm, bool *missing, bool late)
+static void exchange_roll_calls(const bootstrap *m, MPI_Comm comm, bool *missing, bool late)
 {
     MPI_Errhandler theirs;
     MPI_Comm_get_errhandler(comm, &theirs);
     MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN);
-    while (hear_one(comm, missing)) late = true;
+    while (receive_roll_call(comm, missing)) late = true;
     if (late && missing[m->rank]) {
-        call_out(comm, m->rank, m->num_ranks);
+        send_roll_calls(comm, m->rank, m->num_ranks);
         missing[m->rank] = false;
     }
     MPI_Comm_set_errhandler(comm, theirs);
     MPI_Errhandler_free(&theirs);
 }
 
-static epic_result nobody_came(const bootstrap *m, const bool *missing)
+static epic_result fail_with_missing(const bootstrap *m, const bool *missing)
 {
     char names[160];
     epic_bootstrap_names(names, sizeof names, missing, m->num_ranks);
@@ -100,37 +100,38 @@ static epic_result nobody_came(const bootstrap *m, const bool *missing)
 
 /* -------------------------------------------------------------------------- duplicating ---- */
 
-static epic_result await_duplicate(bootstrap *m, MPI_Comm comm, MPI_Request *request,
-                                   bool *missing)
+static epic_result wait_for_duplicate(bootstrap *m, MPI_Comm comm, MPI_Request *request,
+                                      bool *missing)
 {
     const int64_t start = epic_bootstrap_now();
     deadline end = deadline_begin_ms(m->timeout_ms);
     for (;;) {
         int done = 0;
         const int64_t now = epic_bootstrap_now();
-        lock();
+        lock_mpi();
         const int code = MPI_Test(request, &done, MPI_STATUS_IGNORE);
         if (code == MPI_SUCCESS && !done)
-            call_roll(m, comm, missing, now - start >= m->timeout_ms / 2);
-        unlock();
-        if (code != MPI_SUCCESS) return runtime_sentence(code, "MPI_Comm_idup");
+            exchange_roll_calls(m, comm, missing, now - start >= m->timeout_ms / 2);
+        unlock_mpi();
+        if (code != MPI_SUCCESS) return runtime_fail(code, "MPI_Comm_idup");
         if (done) return EPIC_OK;
-        if (deadline_before_nap(&end, NAP_NS)) return nobody_came(m, missing);
-        nap_ns(NAP_NS);
+        if (deadline_before_nap(&end, NAP_NS)) return fail_with_missing(m, missing);
+        runtime_nap(NAP_NS);
     }
 }
 
-static epic_result duplicate(bootstrap *m, MPI_Comm comm)
+static epic_result duplicate_comm(bootstrap *m, MPI_Comm comm)
 {
     MPI_Request request;
     bool *missing = malloc((size_t)m->num_ranks * sizeof *missing);
     if (!missing) return epic_fail(EPIC_ENOMEM, "no memory for %d ranks", m->num_ranks);
     for (int r = 0; r < m->num_ranks; r++) missing[r] = true;
-    lock();
+    lock_mpi();
     const int code = MPI_Comm_idup(comm, &m->comm, &request);
-    unlock();
-    const epic_result result = code == MPI_SUCCESS ? await_duplicate(m, comm, &request, missing)
-                                                   : runtime_sentence(code, "MPI_Comm_idup");
+    unlock_mpi();
+    const epic_result result = code == MPI_SUCCESS
+                                   ? wait_for_duplicate(m, comm, &request, missing)
+                                   : runtime_fail(code, "MPI_Comm_idup");
     free(missing);
     if (result == EPIC_OK) MPI_Comm_set_errhandler(m->comm, MPI_ERRORS_RETURN);
     return result;
@@ -138,7 +139,7 @@ static epic_result duplicate(bootstrap *m, MPI_Comm comm)
 
 /* --------------------------------------------------------------------------- gathering ---- */
 
-static void free_round(round *r)
+static void free_round(gather_round *r)
 {
     free(r->bytes);
     free(r->requests);
@@ -147,15 +148,16 @@ static void free_round(round *r)
     free(r->missing);
 }
 
-static epic_result make_round(round *r, const bootstrap *m, const void *mine, size_t size)
+static epic_result make_round(gather_round *r, const bootstrap *m, const void *mine,
+                              size_t size)
 {
     const size_t n = (size_t)m->num_ranks;
-    *r = (round){.bytes = malloc(n * size + 1),
-                 .requests = malloc(2 * n * sizeof *r->requests),
-                 .statuses = calloc(2 * n, sizeof *r->statuses),
-                 .indices = malloc(2 * n * sizeof *r->indices),
-                 .missing = malloc(n * sizeof *r->missing),
-                 .size = size};
+    *r = (gather_round){.bytes = malloc(n * size + 1),
+                        .requests = malloc(2 * n * sizeof *r->requests),
+                        .statuses = calloc(2 * n, sizeof *r->statuses),
+                        .indices = malloc(2 * n * sizeof *r->indices),
+                        .missing = malloc(n * sizeof *r->missing),
+                        .size = size};
     if (!r->bytes || !r->requests || !r->statuses || !r->indices || !r->missing) {
         free_round(r);
         return epic_fail(EPIC_ENOMEM, "no memory for %zu bytes of %d ranks", size,
@@ -167,7 +169,7 @@ static epic_result make_round(round *r, const bootstrap *m, const void *mine, si
     return EPIC_OK;
 }
 
-static int post(round *r, const bootstrap *m)
+static int post_messages(gather_round *r, const bootstrap *m)
 {
     const unsigned char *mine = r->bytes + (size_t)m->rank * r->size;
     const int size = (int)r->size;
@@ -183,7 +185,7 @@ static int post(round *r, const bootstrap *m)
     return code;
 }
 
-static epic_result differ(const bootstrap *m, int other, size_t size)
+static epic_result fail_with_sizes(const bootstrap *m, int other, size_t size)
 {
     return epic_fail(
         EPIC_EMISMATCH,
@@ -193,61 +195,62 @@ static epic_result differ(const bootstrap *m, int other, size_t size)
 }
 
 /* What MPI has finished, number i of it; code: of the whole. */
-static epic_result receive(round *r, const bootstrap *m, int i, int code)
+static epic_result finish_request(gather_round *r, const bootstrap *m, int i, int code)
 {
     const int which = r->indices[i];
     MPI_Status *status = &r->statuses[i];
     int size = 0, kind = MPI_SUCCESS;
     if (code != MPI_SUCCESS) MPI_Error_class(status->MPI_ERROR, &kind);
-    if (kind == MPI_ERR_TRUNCATE) return differ(m, which, r->size);
+    if (kind == MPI_ERR_TRUNCATE) return fail_with_sizes(m, which, r->size);
     if (kind != MPI_SUCCESS && kind != MPI_ERR_PENDING)
-        return runtime_sentence(status->MPI_ERROR, "a message");
+        return runtime_fail(status->MPI_ERROR, "a message");
     if (which >= m->num_ranks) return EPIC_OK;
     MPI_Get_count(status, MPI_BYTE, &size);
-    if ((size_t)size != r->size) return differ(m, which, r->size);
+    if ((size_t)size != r->size) return fail_with_sizes(m, which, r->size);
     r->missing[which] = false;
     return EPIC_OK;
 }
 
 /* *left counts the requests that MPI has not finished. */
-static epic_result look(round *r, const bootstrap *m, int *left)
+static epic_result poll_round(gather_round *r, const bootstrap *m, int *left)
 {
     int count = 0;
     const int code =
         MPI_Testsome(2 * m->num_ranks, r->requests, &count, r->indices, r->statuses);
     if (code != MPI_SUCCESS && code != MPI_ERR_IN_STATUS)
-        return runtime_sentence(code, "MPI_Testsome");
-    for (int i = 0; i < count; i++) TRY(receive(r, m, i, code)); /* MPI_UNDEFINED: negative */
+        return runtime_fail(code, "MPI_Testsome");
+    for (int i = 0; i < count; i++)
+        TRY(finish_request(r, m, i, code)); /* MPI_UNDEFINED: negative */
     *left -= count > 0 ? count : 0;
     return EPIC_OK;
 }
 
-static epic_result await_round(round *r, const bootstrap *m)
+static epic_result run_round(gather_round *r, const bootstrap *m)
 {
     deadline end = deadline_begin_ms(m->timeout_ms);
     int left = 2 * (m->num_ranks - 1);
-    lock();
-    const int code = post(r, m);
-    unlock();
-    if (code != MPI_SUCCESS) return runtime_sentence(code, "posting a message");
+    lock_mpi();
+    const int code = post_messages(r, m);
+    unlock_mpi();
+    if (code != MPI_SUCCESS) return runtime_fail(code, "posting a message");
     for (;;) {
-        lock();
-        const epic_result result = look(r, m, &left);
-        unlock();
+        lock_mpi();
+        const epic_result result = poll_round(r, m, &left);
+        unlock_mpi();
         if (result != EPIC_OK || left == 0) return result;
-        if (deadline_before_nap(&end, NAP_NS)) return nobody_came(m, r->missing);
-        nap_ns(NAP_NS);
+        if (deadline_before_nap(&end, NAP_NS)) return fail_with_missing(m, r->missing);
+        runtime_nap(NAP_NS);
     }
 }
 
 /* A bootstrap that has failed says the same ever after. */
-static epic_result gather(void *self, const void *mine, void *all, int64_t bytes)
+static epic_result gather_bytes(void *self, const void *mine, void *all, int64_t bytes)
 {
     bootstrap *m = self;
-    round r;
+    gather_round r;
     if (m->failed) return epic_fail(m->failed, "%s", m->sentence);
     TRY(make_round(&r, m, mine, bytes));
-    m->failed = await_round(&r, m);
+    m->failed = run_round(&r, m);
     if (m->failed) { /* MPI may still reach into the round */
         snprintf(m->sentence, sizeof m->sentence, "%s", epic_sentence());
         return m->failed;
@@ -271,7 +274,7 @@ bool bootstrap_can_use(MPI_Comm comm, const char *name, char *why, size_t size)
     return false;
 }
 
-static epic_result check(const void *native)
+static epic_result check_native(const void *native)
 {
     char why[128];
     int finalized = 0;
@@ -289,25 +292,25 @@ static epic_result check(const void *native)
 static void close_bootstrap(void *self)
 {
     bootstrap *m = self;
-    lock();
+    lock_mpi();
     if (!m->failed && runtime_is_up()) MPI_Comm_free(&m->comm);
-    unlock();
+    unlock_mpi();
     free(m);
 }
 
 epic_result mpi_bootstrap(epic_bootstrap *out, const void *native, uint32_t timeout_ms)
 {
-    TRY(check(native));
+    TRY(check_native(native));
     const MPI_Comm comm = native ? *(const MPI_Comm *)native : MPI_COMM_WORLD;
     bootstrap *m = calloc(1, sizeof *m);
     if (!m) return epic_fail(EPIC_ENOMEM, "no memory for a bootstrap");
     m->timeout_ms = timeout_ms;
     MPI_Comm_rank(comm, &m->rank);
     MPI_Comm_size(comm, &m->num_ranks);
-    TRY(duplicate(m, comm)); /* else MPI may still write to m */
+    TRY(duplicate_comm(m, comm)); /* else MPI may still write to m */
     *out = (epic_bootstrap){.rank = m->rank,
                             .num_ranks = m->num_ranks,
-                            .gather = gather,
+                            .gather = gather_bytes,
                             .close = close_bootstrap,
                             .self = m};
     return EPIC_OK;

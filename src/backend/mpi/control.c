@@ -8,54 +8,57 @@
 
 #include "backend/mpi/group.h"
 
-static int text_bytes(uint32_t kind)
+static int control_message_bytes(uint32_t kind)
 {
-    const size_t head = offsetof(message, note);
+    const size_t head = offsetof(control_message, note);
     switch (kind) {
     case MESSAGE_NOTE:
         return (int)(head + sizeof(epic_note));
     case MESSAGE_FAILURE:
         return (int)(head + sizeof(epic_failure_info));
-    case MESSAGE_ANSWER:
-        return (int)(head + sizeof(answer));
+    case MESSAGE_STATUS_REPLY:
+        return (int)(head + sizeof(status_report));
     default:
         return (int)head;
     }
 }
 
-void control_isend(epic_group *group, const message *text, int to, MPI_Request *request)
+void control_send(epic_group *group, const control_message *message, int to,
+                  MPI_Request *request)
 {
-    const int code = MPI_Isend(text, text_bytes(text->kind), MPI_BYTE, to, CONTROL_TAG,
-                               group->comm, request);
-    if (code != MPI_SUCCESS) control_refused(group, code, "MPI_Isend");
+    const int code = MPI_Isend(message, control_message_bytes(message->kind), MPI_BYTE, to,
+                               CONTROL_TAG, group->comm, request);
+    if (code != MPI_SUCCESS) control_fail(group, code, "MPI_Isend");
 }
 
-static void tell_all(epic_group *group, const message *text, MPI_Request *requests)
+static void broadcast_message(epic_group *group, const control_message *message,
+                              MPI_Request *requests)
 {
     for (int r = 0; r < group->num_ranks; r++)
-        if (r != group->rank) control_isend(group, text, r, &requests[r]);
+        if (r != group->rank) control_send(group, message, r, &requests[r]);
 }
 
-void control_changed(epic_group *group)
+void control_notify_all(epic_group *group)
 {
-    for (int i = 0; i < group->num_cells; i++) group->cells[i].events++;
+    for (int i = 0; i < group->num_slots; i++) group->slots[i].num_events++;
 }
 
 /* ------------------------------------------------------------------------- failures ---- */
 
-void control_break(epic_group *group, const epic_failure_info *failure, bool tell)
+void control_break(epic_group *group, const epic_failure_info *failure, bool should_broadcast)
 {
     if (is_broken(group)) return;
     group->failure = *failure;
     group->failure.sentence[sizeof failure->sentence - 1] = '\0';
     atomic_store_explicit(&group->broken, true, memory_order_release);
-    control_changed(group);
-    if (!tell) return;
-    group->farewell.text = (message){.kind = MESSAGE_FAILURE, .failure = group->failure};
-    tell_all(group, &group->farewell.text, group->broadcasts);
+    control_notify_all(group);
+    if (!should_broadcast) return;
+    group->failure_buffer.message =
+        (control_message){.kind = MESSAGE_FAILURE, .failure = group->failure};
+    broadcast_message(group, &group->failure_buffer.message, group->broadcast_requests);
 }
 
-void control_refused(epic_group *group, int code, const char *what)
+void control_fail(epic_group *group, int code, const char *what)
 {
     char reason[MPI_MAX_ERROR_STRING] = "";
     int length = 0;
@@ -69,22 +72,23 @@ void control_refused(epic_group *group, int code, const char *what)
 
 epic_result control_start(epic_group *group)
 {
-    for (int i = 0; i < NUM_POSTED; i++) {
-        int code = MPI_Recv_init(&group->posted[i], sizeof(message), MPI_BYTE, MPI_ANY_SOURCE,
-                                 CONTROL_TAG, group->comm, &group->posted_requests[i]);
-        if (code == MPI_SUCCESS) code = MPI_Start(&group->posted_requests[i]);
-        if (code != MPI_SUCCESS) return runtime_sentence(code, "posting a receive");
+    for (int i = 0; i < NUM_RECEIVE_BUFFERS; i++) {
+        int code = MPI_Recv_init(&group->receive_buffers[i], sizeof(control_message), MPI_BYTE,
+                                 MPI_ANY_SOURCE, CONTROL_TAG, group->comm,
+                                 &group->receive_requests[i]);
+        if (code == MPI_SUCCESS) code = MPI_Start(&group->receive_requests[i]);
+        if (code != MPI_SUCCESS) return runtime_fail(code, "posting a receive");
     }
     return EPIC_OK;
 }
 
 void control_stop(epic_group *group)
 {
-    for (int i = 0; i < NUM_POSTED; i++) {
-        if (group->posted_requests[i] == MPI_REQUEST_NULL) continue;
-        MPI_Cancel(&group->posted_requests[i]);
-        MPI_Wait(&group->posted_requests[i], MPI_STATUS_IGNORE);
-        MPI_Request_free(&group->posted_requests[i]);
+    for (int i = 0; i < NUM_RECEIVE_BUFFERS; i++) {
+        if (group->receive_requests[i] == MPI_REQUEST_NULL) continue;
+        MPI_Cancel(&group->receive_requests[i]);
+        MPI_Wait(&group->receive_requests[i], MPI_STATUS_IGNORE);
+        MPI_Request_free(&group->receive_requests[i]);
     }
 }
 
@@ -92,17 +96,18 @@ void control_stop(epic_group *group)
 
 void control_close(epic_group *group)
 {
-    group->closing = (message){.kind = MESSAGE_CLOSED};
-    tell_all(group, &group->closing, group->broadcasts + group->num_ranks);
+    group->close_message = (control_message){.kind = MESSAGE_CLOSED};
+    broadcast_message(group, &group->close_message,
+                      group->broadcast_requests + group->num_ranks);
 }
 
-bool control_sent(epic_group *group)
+bool control_is_sent(epic_group *group)
 {
     int sent = 1;
-    const int code =
-        MPI_Testall(2 * group->num_ranks, group->broadcasts, &sent, MPI_STATUSES_IGNORE);
-    for (int i = 0; code == MPI_SUCCESS && sent && i < NUM_LETTERS; i++)
-        if (MPI_Test(&group->letters[i].request, &sent, MPI_STATUS_IGNORE) != MPI_SUCCESS)
+    const int code = MPI_Testall(2 * group->num_ranks, group->broadcast_requests, &sent,
+                                 MPI_STATUSES_IGNORE);
+    for (int i = 0; code == MPI_SUCCESS && sent && i < NUM_SEND_BUFFERS; i++)
+        if (MPI_Test(&group->send_buffers[i].request, &sent, MPI_STATUS_IGNORE) != MPI_SUCCESS)
             break;
     return code != MPI_SUCCESS || sent;
 }

@@ -18,51 +18,51 @@ typedef struct creation {
     MPI_Comm parent, made;
     MPI_Group ranks;
     int tag, code;
-    bool done, left;
+    bool done, is_abandoned;
 } creation;
 
-static void discard(creation *c)
+static void free_creation(creation *c)
 {
     pthread_mutex_destroy(&c->mutex);
     free(c);
 }
 
-static void *create(void *self)
+static void *run_creation(void *self)
 {
     creation *c = self;
     const int code = MPI_Comm_create_group(c->parent, c->ranks, c->tag, &c->made);
     pthread_mutex_lock(&c->mutex);
     c->code = code;
     c->done = true;
-    const bool left = c->left;
+    const bool is_abandoned = c->is_abandoned;
     pthread_mutex_unlock(&c->mutex);
-    if (left) discard(c);
+    if (is_abandoned) free_creation(c);
     return NULL;
 }
 
-static bool is_done(creation *c, bool leave)
+static bool is_done(creation *c, bool abandon)
 {
     pthread_mutex_lock(&c->mutex);
     const bool done = c->done;
-    c->left = leave && !done;
+    c->is_abandoned = abandon && !done;
     pthread_mutex_unlock(&c->mutex);
     return done;
 }
 
-static int first_dead(epic_group *group)
+static int find_dead_peer(epic_group *group)
 {
     const int64_t now = clock_ns();
-    lives_look(group, now);
+    liveness_check(group, now);
     for (int r = 0; r < group->num_ranks; r++)
-        if (lives_is_gone(group, r)) return r;
+        if (liveness_is_gone(group, r)) return r;
     return -1;
 }
 
-static epic_result await(epic_group *group, creation *c)
+static epic_result wait_for_creation(epic_group *group, creation *c)
 {
     deadline end = deadline_begin_ms((uint64_t)(group->timeout_ns / 1000000));
     while (!is_done(c, false)) {
-        const int dead = first_dead(group);
+        const int dead = find_dead_peer(group);
         if (dead >= 0)
             return epic_fail(EPIC_EPEER,
                              "backend mpi: rank %d's process ended while the group was joined; "
@@ -74,7 +74,7 @@ static epic_result await(epic_group *group, creation *c)
                 "backend mpi: MPI_Comm_create_group did not return within %lld ms: "
                 "a rank is gone or stopped; open a new group",
                 (long long)(group->timeout_ns / 1000000));
-        nap_ns(NAP_NS);
+        runtime_nap(NAP_NS);
     }
     return EPIC_OK;
 }
@@ -86,19 +86,19 @@ epic_result create_comm(epic_group *group, MPI_Comm parent, MPI_Group ranks, int
     if (!c) return epic_fail(EPIC_ENOMEM, "no memory for a communicator");
     *c = (creation){.parent = parent, .made = MPI_COMM_NULL, .ranks = ranks, .tag = tag};
     pthread_mutex_init(&c->mutex, NULL);
-    if (runtime_mutex() || thread_start(&thread, create, c) != 0) {
-        create(c);
+    if (runtime_mutex() || thread_start(&thread, run_creation, c) != 0) {
+        run_creation(c);
     } else {
-        const epic_result result = await(group, c);
+        const epic_result result = wait_for_creation(group, c);
         if (!is_done(c, result != EPIC_OK)) {
             pthread_detach(thread);
-            lifecycle_broke();
+            lifecycle_mark_broken();
             return result;
         }
         pthread_join(thread, NULL);
     }
     group->comm = c->made;
     const int code = c->code;
-    discard(c);
-    return code == MPI_SUCCESS ? EPIC_OK : runtime_sentence(code, "MPI_Comm_create_group");
+    free_creation(c);
+    return code == MPI_SUCCESS ? EPIC_OK : runtime_fail(code, "MPI_Comm_create_group");
 }

@@ -12,22 +12,22 @@
 #define PACE_NS 1000000
 #define IDLE_LOOKS 20 /* without rows, before it sleeps */
 
-static void wake(epic_group *group)
+static void wake_drain(epic_group *group)
 {
-    if (group->drainer_sleeps) pthread_cond_signal(&group->wake_drainer);
+    if (group->drain_sleeps) pthread_cond_signal(&group->drain_wake_up);
 }
 
 /* Naps without the mutex.  Where others have looked at MPI meanwhile, or just do, rows move. */
-static void pace(epic_group *group)
+static void drain_once(epic_group *group)
 {
-    const uint64_t looks = group->looks;
+    const uint64_t looks = group->num_looks;
     pthread_mutex_unlock(group->mutex);
-    do nap_ns(PACE_NS);
+    do runtime_nap(PACE_NS);
     while (pthread_mutex_trylock(group->mutex) != 0);
-    if (looks == group->looks && !is_broken(group)) progress_drain(group);
+    if (looks == group->num_looks && !is_broken(group)) progress_drain(group);
 }
 
-static void *drain(void *self)
+static void *drain_run(void *self)
 {
     epic_group *group = self;
     int idle = 0;
@@ -35,12 +35,12 @@ static void *drain(void *self)
     while (!group->leaving) {
         idle = group->num_draining ? 0 : idle + 1;
         if (idle <= IDLE_LOOKS && !is_broken(group)) {
-            pace(group);
+            drain_once(group);
             continue;
         }
-        group->drainer_sleeps = true;
-        pthread_cond_wait(&group->wake_drainer, group->mutex);
-        group->drainer_sleeps = false;
+        group->drain_sleeps = true;
+        pthread_cond_wait(&group->drain_wake_up, group->mutex);
+        group->drain_sleeps = false;
     }
     pthread_mutex_unlock(group->mutex);
     return NULL;
@@ -48,28 +48,28 @@ static void *drain(void *self)
 
 epic_result drain_start(epic_group *group)
 {
-    group->drainer_runs = thread_start(&group->drainer, drain, group) == 0;
-    if (group->drainer_runs) return EPIC_OK;
+    group->drain_runs = thread_start(&group->drain_thread, drain_run, group) == 0;
+    if (group->drain_runs) return EPIC_OK;
     return epic_fail(EPIC_ENOMEM, "backend mpi: the system refused one more thread");
 }
 
 void drain_stop(epic_group *group)
 {
-    if (!group->drainer_runs) return;
+    if (!group->drain_runs) return;
     pthread_mutex_lock(group->mutex);
     group->leaving = true;
-    wake(group);
+    wake_drain(group);
     pthread_mutex_unlock(group->mutex);
-    pthread_join(group->drainer, NULL);
-    group->drainer_runs = false;
+    pthread_join(group->drain_thread, NULL);
+    group->drain_runs = false;
 }
 
 void mpi_finish(epic_group *group, int index)
 {
-    cell *c = &group->cells[index];
+    op_slot *slot = &group->slots[index];
     pthread_mutex_lock(group->mutex);
-    c->state = CELL_DRAINING;
+    slot->state = SLOT_DRAINING;
     group->num_draining++;
-    wake(group);
+    wake_drain(group);
     pthread_mutex_unlock(group->mutex);
 }

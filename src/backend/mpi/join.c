@@ -92,13 +92,13 @@ bool mpi_can_join(const epic_peer *peers, int num_ranks, const epic_config *conf
 /* --------------------------------------------------------------------------------- join ---- */
 
 /* What a rank tells the others before any call that all must make. */
-typedef struct offer {
+typedef struct join_info {
     int32_t result;
     int32_t parent_rank, parent_size;
     int32_t native;
     uint64_t job;
     core_set cores;
-} offer;
+} join_info;
 
 static uint64_t job_id(void)
 {
@@ -108,10 +108,10 @@ static uint64_t job_id(void)
     return hash;
 }
 
-static epic_result prepare(const epic_join *join, epic_group **group, offer *mine)
+static epic_result prepare_rank(const epic_join *join, epic_group **group, join_info *mine)
 {
-    *mine =
-        (offer){.native = join->config->native != NULL, .job = job_id(), .cores = cores_mine()};
+    *mine = (join_info){
+        .native = join->config->native != NULL, .job = job_id(), .cores = cores_mine()};
     TRY(lifecycle_start());
     TRY(tables_check(join->config, join->bootstrap->num_ranks));
     char why[SENTENCE];
@@ -124,18 +124,18 @@ static epic_result prepare(const epic_join *join, epic_group **group, offer *min
     return drain_start(*group);
 }
 
-static epic_result check_offers(const offer *offers, int num_ranks)
+static epic_result check_infos(const join_info *infos, int num_ranks)
 {
     uint32_t taken[(1 << 20) / 32] = {0};
     for (int r = 0; r < num_ranks; r++) {
-        const offer *o = &offers[r];
+        const join_info *o = &infos[r];
         if (o->result != EPIC_OK)
             return epic_fail((epic_result)o->result, "backend mpi: rank %d could not join (%s)",
                              r, epic_result_name((epic_result)o->result));
-        if (o->native != offers->native)
+        if (o->native != infos->native)
             return epic_fail(EPIC_EINVAL, "config.native is set on rank %d and not on rank %d",
                              o->native ? r : 0, o->native ? 0 : r);
-        if (o->job != offers->job || o->parent_size != offers->parent_size)
+        if (o->job != infos->job || o->parent_size != infos->parent_size)
             return epic_fail(EPIC_EINVAL, "ranks 0 and %d are not of one MPI communicator", r);
         if (o->parent_rank < 0 || o->parent_rank >= 1 << 20)
             return epic_fail(EPIC_ENOTSUP,
@@ -154,7 +154,7 @@ static epic_result check_offers(const offer *offers, int num_ranks)
 }
 
 /* Could every rank of this host have a core of its own? */
-static bool have_cores(const epic_join *join, const offer *offers)
+static bool have_cores(const epic_join *join, const join_info *infos)
 {
     const epic_peer *mine = &join->peers[join->bootstrap->rank];
     core_set any = {{0}};
@@ -162,24 +162,25 @@ static bool have_cores(const epic_join *join, const offer *offers)
     for (int r = 0; r < join->bootstrap->num_ranks; r++) {
         if (memcmp(join->peers[r].host, mine->host, sizeof mine->host) != 0) continue;
         ranks++;
-        for (int w = 0; w < CORE_WORDS; w++) any.words[w] |= offers[r].cores.words[w];
+        for (int w = 0; w < CORE_WORDS; w++) any.words[w] |= infos[r].cores.words[w];
     }
     return cores_count(&any) >= ranks;
 }
 
 /* A communicator of the bootstrap's ranks, in the bootstrap's order; nobody else takes part. */
-static epic_result connect(epic_group *group, const epic_join *join, const offer *offers)
+static epic_result make_connections(epic_group *group, const epic_join *join,
+                                    const join_info *infos)
 {
     const MPI_Comm parent = parent_of(join->config);
     int ranks[EPIC_MAX_RANKS];
-    for (int r = 0; r < group->num_ranks; r++) ranks[r] = offers[r].parent_rank;
+    for (int r = 0; r < group->num_ranks; r++) ranks[r] = infos[r].parent_rank;
     MPI_Group all = MPI_GROUP_NULL, ours = MPI_GROUP_NULL;
     int code = MPI_Comm_group(parent, &all);
     if (code == MPI_SUCCESS) code = MPI_Group_incl(all, group->num_ranks, ranks, &ours);
     if (all != MPI_GROUP_NULL) MPI_Group_free(&all);
-    if (code != MPI_SUCCESS) return runtime_sentence(code, "MPI_Group_incl");
-    group->own_cores = have_cores(join, offers);
-    lives_watch(group, join->peers);
+    if (code != MPI_SUCCESS) return runtime_fail(code, "MPI_Group_incl");
+    group->own_cores = have_cores(join, infos);
+    liveness_watch(group, join->peers);
     const epic_result result =
         create_comm(group, parent, ours, (int)(join->group_id % (CREATE_TAGS - 1)));
     if (group->comm == MPI_COMM_NULL) return result; /* MPI may still look at `ours` */
@@ -188,20 +189,21 @@ static epic_result connect(epic_group *group, const epic_join *join, const offer
     return result == EPIC_OK ? control_start(group) : result;
 }
 
-static void discard(epic_group *group)
+static void discard_group(epic_group *group)
 {
     if (!group) return;
     drain_stop(group);
-    lives_unwatch(group);
+    liveness_unwatch(group);
     tables_free(group);
 }
 
 /* The mutex is held where MPI takes one thread at a time; the peers are on their way, so the
  * call that waits for them is short. */
-static epic_result connect_alone(epic_group *group, const epic_join *join, const offer *offers)
+static epic_result connect_locked(epic_group *group, const epic_join *join,
+                                  const join_info *infos)
 {
     pthread_mutex_lock(group->mutex);
-    const epic_result result = connect(group, join, offers);
+    const epic_result result = make_connections(group, join, infos);
     pthread_mutex_unlock(group->mutex);
     return result;
 }
@@ -209,27 +211,27 @@ static epic_result connect_alone(epic_group *group, const epic_join *join, const
 epic_result mpi_join(epic_group **out, const epic_join *join)
 {
     const int num_ranks = join->bootstrap->num_ranks;
-    offer mine, offers[EPIC_MAX_RANKS];
+    join_info mine, infos[EPIC_MAX_RANKS];
     epic_group *group = NULL;
     char sentence[SENTENCE];
-    epic_result result = prepare(join, &group, &mine);
+    epic_result result = prepare_rank(join, &group, &mine);
     mine.result = (int32_t)result;
     snprintf(sentence, sizeof sentence, "%s", epic_error(NULL));
     const epic_result met =
-        join->bootstrap->gather(join->bootstrap->self, &mine, offers, sizeof mine);
+        join->bootstrap->gather(join->bootstrap->self, &mine, infos, sizeof mine);
     if (result != EPIC_OK) epic_fail(result, "%s", sentence);
     if (result == EPIC_OK) result = met;
-    if (result == EPIC_OK) result = check_offers(offers, num_ranks);
+    if (result == EPIC_OK) result = check_infos(infos, num_ranks);
     if (result != EPIC_OK) {
-        discard(group);
+        discard_group(group);
         return result;
     }
-    result = connect_alone(group, join, offers);
+    result = connect_locked(group, join, infos);
     if (group->comm == MPI_COMM_NULL) {
-        discard(group);
+        discard_group(group);
         return result;
     }
-    lifecycle_opened();
+    lifecycle_add_open();
     if (result != EPIC_OK)
         mpi_leave(group);
     else
@@ -240,12 +242,12 @@ epic_result mpi_join(epic_group **out, const epic_join *join)
 /* -------------------------------------------------------------------------------- leave ---- */
 
 /* *since: when one was first seen dead.  Its closing may still be on its way. */
-static bool any_dead(epic_group *group, int64_t *since)
+static bool has_dead_peer(epic_group *group, int64_t *since)
 {
     const int64_t now = clock_ns();
-    lives_look(group, now);
+    liveness_check(group, now);
     for (int r = 0; r < group->num_ranks; r++)
-        if (!group->peers[r].closed && lives_is_gone(group, r)) {
+        if (!group->peers[r].closed && liveness_is_gone(group, r)) {
             if (!*since) *since = now;
             return now - *since >= SETTLE_NS;
         }
@@ -253,7 +255,7 @@ static bool any_dead(epic_group *group, int64_t *since)
 }
 
 /* Until MPI needs our memory no more; false: the group broke, a peer died or fetches nothing. */
-static bool flush(epic_group *group)
+static bool flush_messages(epic_group *group)
 {
     deadline end = deadline_begin_ms((uint64_t)(group->timeout_ns / 1000000));
     int64_t dead_since = 0;
@@ -262,22 +264,22 @@ static bool flush(epic_group *group)
         if (!is_broken(group)) progress_control(group);
         if (!is_broken(group)) progress_drain(group);
         const bool broken = is_broken(group);
-        const bool done = !broken && group->num_draining == 0 && control_sent(group);
-        const bool over =
-            broken || any_dead(group, &dead_since) || deadline_before_nap(&end, FLUSH_NAP_NS);
+        const bool done = !broken && group->num_draining == 0 && control_is_sent(group);
+        const bool over = broken || has_dead_peer(group, &dead_since) ||
+                          deadline_before_nap(&end, FLUSH_NAP_NS);
         pthread_mutex_unlock(group->mutex);
         if (done) return true;
         if (over) return false;
-        nap_ns(FLUSH_NAP_NS);
+        runtime_nap(FLUSH_NAP_NS);
     }
 }
 
 static bool test_cells(epic_group *group)
 {
     int idle = 1;
-    for (int i = 0; idle && i < group->num_cells; i++) {
-        cell *c = &group->cells[i];
-        const int code = MPI_Testall(group->num_ranks * NUM_REQUESTS, c->requests, &idle,
+    for (int i = 0; idle && i < group->num_slots; i++) {
+        op_slot *slot = &group->slots[i];
+        const int code = MPI_Testall(group->num_ranks * NUM_REQUESTS, slot->requests, &idle,
                                      MPI_STATUSES_IGNORE);
         if (code != MPI_SUCCESS) return false;
     }
@@ -285,12 +287,12 @@ static bool test_cells(epic_group *group)
 }
 
 /* Takes back what the peers will not serve.  false: MPI may still reach into the lanes. */
-static bool cancel(epic_group *group)
+static bool cancel_requests(epic_group *group)
 {
     pthread_mutex_lock(group->mutex);
-    for (int i = 0; i < group->num_cells; i++)
+    for (int i = 0; i < group->num_slots; i++)
         for (int q = 0; q < group->num_ranks * NUM_REQUESTS; q++) {
-            MPI_Request *request = &group->cells[i].requests[q];
+            MPI_Request *request = &group->slots[i].requests[q];
             if (q % NUM_REQUESTS >= REQUEST_RECEIVE && *request != MPI_REQUEST_NULL)
                 MPI_Cancel(request);
         }
@@ -303,13 +305,13 @@ static bool cancel(epic_group *group)
 
 /* A peer died, or fetched nothing until the deadline: our communicator must live as long as
  * theirs. */
-static void give_up(epic_group *group)
+static void break_with_timeout(epic_group *group)
 {
     const epic_failure_info failure = {.result = EPIC_ETIMEOUT,
                                        .rank = group->rank,
                                        .sentence = "a rank closed while a peer had not "
                                                    "fetched its rows; open a new group"};
-    progress_break(group, &failure);
+    progress_break_group(group, &failure);
 }
 
 void mpi_leave(epic_group *group)
@@ -320,12 +322,12 @@ void mpi_leave(epic_group *group)
         pthread_mutex_lock(group->mutex);
         control_close(group);
         pthread_mutex_unlock(group->mutex);
-        idle = flush(group);
-        if (!idle && !is_broken(group)) give_up(group);
+        idle = flush_messages(group);
+        if (!idle && !is_broken(group)) break_with_timeout(group);
     }
     drain_stop(group);
-    if (up && !idle) idle = cancel(group);
-    tables_drop_lanes(group, !idle);
-    lives_unwatch(group);
+    if (up && !idle) idle = cancel_requests(group);
+    tables_release_rings(group, !idle);
+    liveness_unwatch(group);
     lifecycle_retire(group);
 }

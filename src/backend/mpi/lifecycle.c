@@ -32,7 +32,7 @@ static bool all_closed(const epic_group *group)
     return true;
 }
 
-static bool try_bury(epic_group *group)
+static bool free_if_all_closed(epic_group *group)
 {
     if (is_broken(group)) return false;
     pthread_mutex_lock(group->mutex);
@@ -48,12 +48,12 @@ static bool try_bury(epic_group *group)
 }
 
 /* How many whole ones stay. */
-static int sweep(void)
+static int free_left_groups(void)
 {
     int whole = 0;
     for (epic_group **at = &lifecycle.left; *at;) {
         epic_group *group = *at, *next = group->next;
-        if (try_bury(group)) {
+        if (free_if_all_closed(group)) {
             *at = next;
         } else {
             whole += !is_broken(group);
@@ -64,14 +64,14 @@ static int sweep(void)
     return whole;
 }
 
-void lifecycle_opened(void)
+void lifecycle_add_open(void)
 {
     pthread_mutex_lock(&lifecycle.mutex);
     lifecycle.num_open++;
     pthread_mutex_unlock(&lifecycle.mutex);
 }
 
-void lifecycle_broke(void)
+void lifecycle_mark_broken(void)
 {
     pthread_mutex_lock(&lifecycle.mutex);
     lifecycle.any_broken = true;
@@ -85,7 +85,7 @@ void lifecycle_retire(epic_group *group)
     lifecycle.any_broken |= is_broken(group);
     group->next = lifecycle.left;
     lifecycle.left = group;
-    if (runtime_is_up()) sweep();
+    if (runtime_is_up()) free_left_groups();
     pthread_mutex_unlock(&lifecycle.mutex);
 }
 
@@ -97,7 +97,7 @@ static int before_finalize(MPI_Comm comm, int key, void *value, void *state)
     (void)comm, (void)key, (void)value, (void)state;
     pthread_mutex_lock(&lifecycle.mutex);
     const int64_t end = clock_ns() + LAST_CALL_NS;
-    while (sweep() && clock_ns() < end) nap_ns(1000000);
+    while (free_left_groups() && clock_ns() < end) runtime_nap(1000000);
     for (epic_group *group = lifecycle.left; group; group = group->next) {
         pthread_mutex_lock(group->mutex);
         control_stop(group);
@@ -115,7 +115,7 @@ __attribute__((destructor)) static void end(void)
     if (!lifecycle.any_broken && !lifecycle.num_open) MPI_Finalize();
 }
 
-static int watch(void)
+static int attach_finalize_hook(void)
 {
     int key = MPI_KEYVAL_INVALID;
     int code = MPI_Comm_create_keyval(MPI_COMM_NULL_COPY_FN, before_finalize, &key, NULL);
@@ -123,7 +123,7 @@ static int watch(void)
     return code;
 }
 
-static epic_result start(void)
+static epic_result start_locked(void)
 {
     bool ours = false;
     const epic_result result = runtime_start(&ours);
@@ -133,8 +133,8 @@ static epic_result start(void)
     }
     TRY(result);
     if (lifecycle.watched) return EPIC_OK;
-    const int code = watch();
-    if (code != MPI_SUCCESS) return runtime_sentence(code, "MPI_Comm_set_attr");
+    const int code = attach_finalize_hook();
+    if (code != MPI_SUCCESS) return runtime_fail(code, "MPI_Comm_set_attr");
     lifecycle.watched = true;
     return EPIC_OK;
 }
@@ -142,8 +142,8 @@ static epic_result start(void)
 epic_result lifecycle_start(void)
 {
     pthread_mutex_lock(&lifecycle.mutex);
-    const epic_result result = start();
-    if (result == EPIC_OK) sweep();
+    const epic_result result = start_locked();
+    if (result == EPIC_OK) free_left_groups();
     pthread_mutex_unlock(&lifecycle.mutex);
     return result;
 }

@@ -3,68 +3,69 @@
 #include "backend/mpi/group.h"
 #include "base/error.h"
 
-#define LATELY_NS 1000000
+#define RECENT_NS 1000000
 
-static int claim(epic_group *group)
+static int claim_slot(epic_group *group)
 {
     pthread_mutex_lock(group->mutex);
     if (!is_broken(group)) progress_drain(group); /* caches know the memory of the last one */
-    cell *c = cells_find_free(group);
-    if (c) c->state = CELL_CLAIMED;
+    op_slot *slot = op_slots_find_free(group);
+    if (slot) slot->state = SLOT_CLAIMED;
     pthread_mutex_unlock(group->mutex);
-    return c ? c->index : -1;
+    return slot ? slot->index : -1;
 }
 
-static bool has_come(const cell *c, int from)
+static bool has_come(const op_slot *slot, int from)
 {
-    return atomic_load_explicit(&c->came[from], memory_order_acquire);
+    return atomic_load_explicit(&slot->has_note[from], memory_order_acquire);
 }
 
-static const epic_note *note(epic_group *group, int index, int from)
+static const epic_note *get_note(epic_group *group, int index, int from)
 {
-    cell *c = &group->cells[index];
-    if (!has_come(c, from)) progress_asked(group, c);
-    return has_come(c, from) ? &c->notes[from] : NULL;
+    op_slot *slot = &group->slots[index];
+    if (!has_come(slot, from)) progress_after_miss(group, slot);
+    return has_come(slot, from) ? &slot->notes[from] : NULL;
 }
 
-static void *room(epic_group *group, int index, int to, int64_t entry)
+static void *get_room(epic_group *group, int index, int to, int64_t entry)
 {
-    cell *c = &group->cells[index];
-    void *at = lanes_room(group, c, to, entry);
-    if (!at) progress_asked(group, c);
+    op_slot *slot = &group->slots[index];
+    void *at = staging_room(group, slot, to, entry);
+    if (!at) progress_after_miss(group, slot);
     return at;
 }
 
-static const void *entry_of(epic_group *group, int index, int from, int64_t entry)
+static const void *get_entry(epic_group *group, int index, int from, int64_t entry)
 {
-    cell *c = &group->cells[index];
-    const void *at = lanes_entry(group, c, from, entry);
+    op_slot *slot = &group->slots[index];
+    const void *at = staging_entry(group, slot, from, entry);
     if (at) return at;
-    progress_asked(group, c);
-    return lanes_entry(group, c, from, entry);
+    progress_after_miss(group, slot);
+    return staging_entry(group, slot, from, entry);
 }
 
-static void look(epic_group *group, int from, uint64_t tag, uint64_t place, epic_sight *out)
+static void look_at_peer(epic_group *group, int from, uint64_t tag, uint64_t sequence,
+                         epic_sight *out)
 {
     pthread_mutex_lock(group->mutex);
     progress_control(group);
-    sights_look(group, from, tag, place, out);
+    peer_status_read(group, from, tag, sequence, out);
     pthread_mutex_unlock(group->mutex);
 }
 
-static bool looked_lately(epic_group *group)
+static bool has_polled_recently(epic_group *group)
 {
-    const int64_t looked = atomic_load_explicit(&group->looked_ns, memory_order_relaxed);
-    return clock_ns() - looked < LATELY_NS;
+    const int64_t looked = atomic_load_explicit(&group->polled_ns, memory_order_relaxed);
+    return clock_ns() - looked < RECENT_NS;
 }
 
 /* Looks at MPI now and then, unless another thread does: a rank that never waits hears of
  * failures too.  One that comes after a while hears all that its peers said meanwhile, before it
  * joins an operation that they gave up: a look may have MPI receive what only the next one
  * finds, so two in vain end it. */
-static bool failure(epic_group *group, epic_failure_info *out)
+static bool get_failure(epic_group *group, epic_failure_info *out)
 {
-    if (!is_broken(group) && !looked_lately(group) &&
+    if (!is_broken(group) && !has_polled_recently(group) &&
         pthread_mutex_trylock(group->mutex) == 0) {
         while (progress_control(group) || progress_control(group)) continue;
         pthread_mutex_unlock(group->mutex);
@@ -76,20 +77,20 @@ static bool failure(epic_group *group, epic_failure_info *out)
 
 static const epic_transport transport = {
     .shares = false,
-    .lane_bytes = mpi_lane_bytes,
-    .claim = claim,
+    .lane_bytes = mpi_ring_bytes,
+    .claim = claim_slot,
     .announce = mpi_announce,
-    .note = note,
+    .note = get_note,
     .shape = mpi_shape,
-    .room = room,
+    .room = get_room,
     .send = mpi_send,
-    .entry = entry_of,
+    .entry = get_entry,
     .drop = mpi_drop,
     .finish = mpi_finish,
     .wait = mpi_wait,
-    .look = look,
-    .break_group = progress_break,
-    .failure = failure,
+    .look = look_at_peer,
+    .break_group = progress_break_group,
+    .failure = get_failure,
     .bytes_sent = mpi_bytes_sent,
 };
 

@@ -5,63 +5,64 @@
 
 /* ------------------------------------------------------------------ control messages ---- */
 
-static void file(epic_group *group, const message *text, int from)
+static void dispatch_message(epic_group *group, const control_message *message, int from)
 {
-    switch (text->kind) {
+    switch (message->kind) {
     case MESSAGE_NOTE:
-        cells_file_note(group, text, from);
+        op_slots_add_note(group, message, from);
         break;
     case MESSAGE_FAILURE:
-        control_break(group, &text->failure, false);
+        control_break(group, &message->failure, false);
         break;
     case MESSAGE_CLOSED:
-        group->peers[from].closing = true;
+        group->peers[from].close_message = true;
         break;
-    case MESSAGE_ASK:
-        sights_answer(group, text, from);
+    case MESSAGE_STATUS_REQUEST:
+        peer_status_reply(group, message, from);
         break;
-    case MESSAGE_ANSWER:
-        sights_keep(group, text, from);
+    case MESSAGE_STATUS_REPLY:
+        peer_status_store(group, message, from);
         break;
     }
 }
 
 static void mark_closed(epic_group *group)
 {
-    for (int r = 0; r < group->num_ranks; r++) group->peers[r].closed = group->peers[r].closing;
-    control_changed(group);
+    for (int r = 0; r < group->num_ranks; r++)
+        group->peers[r].closed = group->peers[r].close_message;
+    control_notify_all(group);
 }
 
 /* Files what has come; false: nothing.  A peer counts as closed only after a look that found
  * nothing more: what it sent before it closed is then filed, in whatever order MPI reported it. */
 bool progress_control(epic_group *group)
 {
-    bool closing = false, any = false;
-    group->looks++;
-    atomic_store_explicit(&group->looked_ns, clock_ns(), memory_order_relaxed);
-    for (int count = NUM_POSTED; closing || count == NUM_POSTED;) {
-        int indices[NUM_POSTED];
-        MPI_Status statuses[NUM_POSTED];
-        const int code =
-            MPI_Testsome(NUM_POSTED, group->posted_requests, &count, indices, statuses);
+    bool close_message = false, any = false;
+    group->num_looks++;
+    atomic_store_explicit(&group->polled_ns, clock_ns(), memory_order_relaxed);
+    for (int count = NUM_RECEIVE_BUFFERS; close_message || count == NUM_RECEIVE_BUFFERS;) {
+        int indices[NUM_RECEIVE_BUFFERS];
+        MPI_Status statuses[NUM_RECEIVE_BUFFERS];
+        const int code = MPI_Testsome(NUM_RECEIVE_BUFFERS, group->receive_requests, &count,
+                                      indices, statuses);
         if (code != MPI_SUCCESS) {
-            control_refused(group, code, "MPI_Testsome");
+            control_fail(group, code, "MPI_Testsome");
             return false;
         }
         if (count <= 0) break; /* MPI_UNDEFINED: none is posted */
         any = true;
         for (int i = 0; i < count; i++) {
-            const message *text = &group->posted[indices[i]];
-            file(group, text, statuses[i].MPI_SOURCE);
-            closing |= text->kind == MESSAGE_CLOSED;
-            MPI_Start(&group->posted_requests[indices[i]]);
+            const control_message *message = &group->receive_buffers[indices[i]];
+            dispatch_message(group, message, statuses[i].MPI_SOURCE);
+            close_message |= message->kind == MESSAGE_CLOSED;
+            MPI_Start(&group->receive_requests[indices[i]]);
         }
     }
-    if (closing) mark_closed(group);
+    if (close_message) mark_closed(group);
     return any;
 }
 
-void progress_break(epic_group *group, const epic_failure_info *failure)
+void progress_break_group(epic_group *group, const epic_failure_info *failure)
 {
     pthread_mutex_lock(group->mutex);
     progress_control(group);
@@ -72,42 +73,44 @@ void progress_break(epic_group *group, const epic_failure_info *failure)
 /* ------------------------------------------------------------------------------ rows ---- */
 
 /* Asks MPI what became of the cell's sends and receives. */
-static void advance(epic_group *group, cell *c)
+static void poll_slot(epic_group *group, op_slot *slot)
 {
     int count;
-    group->looks++;
-    const int code = MPI_Testsome(group->num_ranks * NUM_REQUESTS, c->requests, &count,
+    group->num_looks++;
+    const int code = MPI_Testsome(group->num_ranks * NUM_REQUESTS, slot->requests, &count,
                                   group->indices, MPI_STATUSES_IGNORE);
     if (code != MPI_SUCCESS) {
-        control_refused(group, code, "MPI_Testsome");
+        control_fail(group, code, "MPI_Testsome");
         return;
     }
     for (int i = 0; i < count; i++) { /* MPI_UNDEFINED is negative */
         const int which = group->indices[i] % NUM_REQUESTS;
-        if (which >= REQUEST_RECEIVE || (which >= REQUEST_SEND && c->awaits_room)) c->events++;
-        if (which >= REQUEST_RECEIVE) lanes_arrived(group, c, group->indices[i] / NUM_REQUESTS);
+        if (which >= REQUEST_RECEIVE || (which >= REQUEST_SEND && slot->waits_for_room))
+            slot->num_events++;
+        if (which >= REQUEST_RECEIVE)
+            staging_receive_done(group, slot, group->indices[i] / NUM_REQUESTS);
     }
 }
 
-static bool is_idle(const epic_group *group, const cell *c)
+static bool is_idle(const epic_group *group, const op_slot *slot)
 {
     for (int q = 0; q < group->num_ranks * NUM_REQUESTS; q++)
-        if (c->requests[q] != MPI_REQUEST_NULL) return false;
+        if (slot->requests[q] != MPI_REQUEST_NULL) return false;
     return true;
 }
 
-static void try_free(epic_group *group, cell *c)
+static void free_if_idle(epic_group *group, op_slot *slot)
 {
-    advance(group, c);
-    if (!is_idle(group, c)) return;
-    c->state = CELL_FREE;
+    poll_slot(group, slot);
+    if (!is_idle(group, slot)) return;
+    slot->state = SLOT_FREE;
     group->num_draining--;
 }
 
 void progress_drain(epic_group *group)
 {
-    for (int i = 0; group->num_draining && i < group->num_cells; i++)
-        if (group->cells[i].state == CELL_DRAINING) try_free(group, &group->cells[i]);
+    for (int i = 0; group->num_draining && i < group->num_slots; i++)
+        if (group->slots[i].state == SLOT_DRAINING) free_if_idle(group, &group->slots[i]);
 }
 
 /* ------------------------------------------------------------------------- of a cell ---- */
@@ -115,20 +118,20 @@ void progress_drain(epic_group *group)
 /* What the cell waits for: rows once the flow has a shape, notes before.  Where ranks outnumber
  * cores, a call of MPI that finds nothing gives the core away: no call looks for what does not
  * matter yet. */
-void progress_cell(epic_group *group, cell *c)
+void progress_cell(epic_group *group, op_slot *slot)
 {
-    if (c->per_segment)
-        advance(group, c);
+    if (slot->per_segment)
+        poll_slot(group, slot);
     else
         progress_control(group);
 }
 
 /* A caller that only asks and never waits gets there too. */
-void progress_asked(epic_group *group, cell *c)
+void progress_after_miss(epic_group *group, op_slot *slot)
 {
-    if (++c->questions < group->num_ranks) return;
-    c->questions = 0;
+    if (++slot->num_misses < group->num_ranks) return;
+    slot->num_misses = 0;
     pthread_mutex_lock(group->mutex);
-    if (!is_broken(group)) progress_cell(group, c);
+    if (!is_broken(group)) progress_cell(group, slot);
     pthread_mutex_unlock(group->mutex);
 }

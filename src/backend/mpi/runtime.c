@@ -5,7 +5,7 @@
 #include "backend/mpi/group.h"
 #include "base/error.h"
 
-void nap_ns(int64_t ns)
+void runtime_nap(int64_t ns)
 {
     const struct timespec t = {.tv_sec = ns / 1000000000, .tv_nsec = ns % 1000000000};
     nanosleep(&t, NULL);
@@ -21,7 +21,7 @@ pthread_mutex_t *runtime_mutex(void)
     return level < MPI_THREAD_MULTIPLE ? &one_thread : NULL;
 }
 
-epic_result runtime_sentence(int code, const char *what)
+epic_result runtime_fail(int code, const char *what)
 {
     char reason[MPI_MAX_ERROR_STRING] = "";
     int length = 0;
@@ -47,7 +47,7 @@ epic_result runtime_start(bool *ours)
                                        "before it");
     if (!initialized) {
         code = MPI_Init_thread(NULL, NULL, MPI_THREAD_MULTIPLE, &level);
-        if (code != MPI_SUCCESS) return runtime_sentence(code, "MPI_Init_thread");
+        if (code != MPI_SUCCESS) return runtime_fail(code, "MPI_Init_thread");
         *ours = true;
     }
     MPI_Query_thread(&level);

@@ -9,111 +9,113 @@
 #include "base/error.h"
 
 #define PAGE 4096
-#define UNIT 128 /* halves of lanes are multiples of 64 */
-#define LEAST_LANE (2 * LEAST_SEGMENT)
-#define MOST_LANE (1 << 20)
+#define RING_UNIT 128 /* halves of lanes are multiples of 64 */
+#define MIN_RING (2 * MIN_SEGMENT)
+#define MAX_RING (1 << 20)
 #define DEFAULT_STAGING (256ll << 20)
-#define MOST_LARGE (32ll << 20) /* lanes of one cell that may be all in memory */
+#define MAX_HUGE_PAGES (32ll << 20) /* lanes of one cell that may be all in memory */
 
 /* Hands out pieces of `base`; with base NULL it only counts. */
-typedef struct cutter {
+typedef struct carver {
     unsigned char *base;
     size_t used;
-} cutter;
+} carver;
 
-static void *cut_bytes(cutter *from, size_t bytes)
+static void *carve_bytes(carver *from, size_t bytes)
 {
     unsigned char *piece = from->base ? from->base + from->used : NULL;
     from->used += (bytes + 63) / 64 * 64;
     return piece;
 }
 
-#define CUT(from, count, type) ((type *)cut_bytes(from, (size_t)(count) * sizeof(type)))
+#define CARVE(from, count, type) ((type *)carve_bytes(from, (size_t)(count) * sizeof(type)))
 
-static void cut_cell(cutter *from, int num_ranks, cell *c)
+static void carve_slot(carver *from, int num_ranks, op_slot *slot)
 {
-    c->notes = CUT(from, num_ranks, epic_note);
-    c->came = CUT(from, num_ranks, atomic_bool);
-    c->peer_cells = CUT(from, num_ranks, int32_t);
-    c->sends = CUT(from, num_ranks, lane);
-    c->receives = CUT(from, num_ranks, lane);
-    c->sights = CUT(from, num_ranks, sight);
-    c->requests = CUT(from, num_ranks * NUM_REQUESTS, MPI_Request);
+    slot->notes = CARVE(from, num_ranks, epic_note);
+    slot->has_note = CARVE(from, num_ranks, atomic_bool);
+    slot->peer_slots = CARVE(from, num_ranks, int32_t);
+    slot->send_rings = CARVE(from, num_ranks, staging_ring);
+    slot->receive_rings = CARVE(from, num_ranks, staging_ring);
+    slot->statuses = CARVE(from, num_ranks, peer_status);
+    slot->requests = CARVE(from, num_ranks * NUM_REQUESTS, MPI_Request);
 }
 
-static void cut_tables(cutter *from, epic_group *group)
+static void carve_tables(carver *from, epic_group *group)
 {
     const int num_ranks = group->num_ranks;
-    group->cells = CUT(from, group->num_cells, cell);
-    group->peers = CUT(from, num_ranks, peer);
-    group->lives = CUT(from, num_ranks, struct pollfd);
-    group->letters = CUT(from, NUM_LETTERS, letter);
-    group->posted = CUT(from, NUM_POSTED, message);
-    group->indices = CUT(from, num_ranks * NUM_REQUESTS, int);
-    group->broadcasts = CUT(from, 2 * num_ranks, MPI_Request);
-    cell counted;
+    group->slots = CARVE(from, group->num_slots, op_slot);
+    group->peers = CARVE(from, num_ranks, peer);
+    group->pidfds = CARVE(from, num_ranks, struct pollfd);
+    group->send_buffers = CARVE(from, NUM_SEND_BUFFERS, send_buffer);
+    group->receive_buffers = CARVE(from, NUM_RECEIVE_BUFFERS, control_message);
+    group->indices = CARVE(from, num_ranks * NUM_REQUESTS, int);
+    group->broadcast_requests = CARVE(from, 2 * num_ranks, MPI_Request);
+    op_slot counted;
     peer early;
-    for (int i = 0; i < group->num_cells; i++)
-        cut_cell(from, num_ranks, from->base ? &group->cells[i] : &counted);
+    for (int i = 0; i < group->num_slots; i++)
+        carve_slot(from, num_ranks, from->base ? &group->slots[i] : &counted);
     for (int r = 0; r < num_ranks; r++)
         (from->base ? &group->peers[r] : &early)->early =
-            CUT(from, group->max_early, early_note);
+            CARVE(from, group->max_early, early_note);
     from->used = (from->used + PAGE - 1) / PAGE * PAGE;
 }
 
-static int64_t num_lanes(const epic_config *config, int num_ranks)
+static int64_t num_rings(const epic_config *config, int num_ranks)
 {
     return 2ll * (num_ranks - 1) * config->max_in_flight;
 }
 
 /* As large as staging_bytes allows; by default at least the least. */
-static int64_t choose_lane_bytes(const epic_config *config, int num_ranks)
+static int64_t choose_ring_bytes(const epic_config *config, int num_ranks)
 {
-    const int64_t lanes = num_lanes(config, num_ranks);
+    const int64_t rings = num_rings(config, num_ranks);
     const int64_t staging = config->staging_bytes ? config->staging_bytes : DEFAULT_STAGING;
-    int64_t bytes = lanes ? staging / lanes / UNIT * UNIT : MOST_LANE;
-    if (bytes > MOST_LANE) bytes = MOST_LANE;
-    if (bytes < LEAST_LANE && !config->staging_bytes) bytes = LEAST_LANE;
+    int64_t bytes = rings ? staging / rings / RING_UNIT * RING_UNIT : MAX_RING;
+    if (bytes > MAX_RING) bytes = MAX_RING;
+    if (bytes < MIN_RING && !config->staging_bytes) bytes = MIN_RING;
     return bytes;
 }
 
-static void measure(epic_group *group, const epic_config *config, int rank, int num_ranks)
+static void measure_group(epic_group *group, const epic_config *config, int rank, int num_ranks)
 {
     group->rank = rank;
     group->num_ranks = num_ranks;
-    group->num_cells = (int)config->max_in_flight;
+    group->num_slots = (int)config->max_in_flight;
     group->max_early = 2 * config->max_in_flight;
-    group->lane_bytes = choose_lane_bytes(config, num_ranks);
-    cutter count = {0};
-    cut_tables(&count, group);
+    group->ring_bytes = choose_ring_bytes(config, num_ranks);
+    carver count = {0};
+    carve_tables(&count, group);
     group->table_bytes = count.used;
     group->memory_bytes =
-        count.used + (size_t)(num_lanes(config, num_ranks) * group->lane_bytes);
+        count.used + (size_t)(num_rings(config, num_ranks) * group->ring_bytes);
 }
 
 epic_result tables_check(const epic_config *config, int num_ranks)
 {
-    if (choose_lane_bytes(config, num_ranks) >= LEAST_LANE) return EPIC_OK;
+    if (choose_ring_bytes(config, num_ranks) >= MIN_RING) return EPIC_OK;
     return epic_fail(EPIC_EINVAL,
                      "config.staging_bytes is %lld; backend mpi needs %lld for %d ranks and "
                      "max_in_flight %u: raise it, lower max_in_flight, or pass 0",
                      (long long)config->staging_bytes,
-                     (long long)(num_lanes(config, num_ranks) * LEAST_LANE), num_ranks,
+                     (long long)(num_rings(config, num_ranks) * MIN_RING), num_ranks,
                      config->max_in_flight);
 }
 
 static void clear_tables(epic_group *group)
 {
     const int per_cell = group->num_ranks * NUM_REQUESTS;
-    for (int i = 0; i < group->num_cells; i++) {
-        group->cells[i].index = i;
-        for (int q = 0; q < per_cell; q++) group->cells[i].requests[q] = MPI_REQUEST_NULL;
+    for (int i = 0; i < group->num_slots; i++) {
+        group->slots[i].index = i;
+        for (int q = 0; q < per_cell; q++) group->slots[i].requests[q] = MPI_REQUEST_NULL;
     }
-    for (int i = 0; i < NUM_LETTERS; i++) group->letters[i].request = MPI_REQUEST_NULL;
-    for (int i = 0; i < NUM_POSTED; i++) group->posted_requests[i] = MPI_REQUEST_NULL;
-    for (int i = 0; i < 2 * group->num_ranks; i++) group->broadcasts[i] = MPI_REQUEST_NULL;
+    for (int i = 0; i < NUM_SEND_BUFFERS; i++)
+        group->send_buffers[i].request = MPI_REQUEST_NULL;
+    for (int i = 0; i < NUM_RECEIVE_BUFFERS; i++) group->receive_requests[i] = MPI_REQUEST_NULL;
+    for (int i = 0; i < 2 * group->num_ranks; i++)
+        group->broadcast_requests[i] = MPI_REQUEST_NULL;
     for (int r = 0; r < group->num_ranks; r++)
-        group->lives[r] = (struct pollfd){.fd = -1, .events = POLLIN};
+        group->pidfds[r] = (struct pollfd){.fd = -1, .events = POLLIN};
 }
 
 /* MPI of one host copies from another process's lanes page by page: with large pages a message of
@@ -121,16 +123,16 @@ static void clear_tables(epic_group *group)
  * system that has none goes on without. */
 static void use_large_pages(const epic_group *group)
 {
-    const int64_t of_cell = 2 * (group->num_ranks - 1) * group->lane_bytes;
-    if (of_cell <= MOST_LARGE)
-        madvise(group->lanes, group->memory_bytes - group->table_bytes, MADV_HUGEPAGE);
+    const int64_t of_cell = 2 * (group->num_ranks - 1) * group->ring_bytes;
+    if (of_cell <= MAX_HUGE_PAGES)
+        madvise(group->rings, group->memory_bytes - group->table_bytes, MADV_HUGEPAGE);
 }
 
 epic_result tables_make(epic_group **out, const epic_config *config, int rank, int num_ranks)
 {
     epic_group *group = calloc(1, sizeof *group);
     if (!group) return epic_fail(EPIC_ENOMEM, "no memory for a group");
-    measure(group, config, rank, num_ranks);
+    measure_group(group, config, rank, num_ranks);
     group->memory = mmap(NULL, group->memory_bytes, PROT_READ | PROT_WRITE,
                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (group->memory == MAP_FAILED) {
@@ -141,14 +143,14 @@ epic_result tables_make(epic_group **out, const epic_config *config, int rank, i
                          "config.staging_bytes or max_in_flight",
                          bytes);
     }
-    cutter from = {.base = group->memory};
-    cut_tables(&from, group);
-    group->lanes = from.base + group->table_bytes;
+    carver from = {.base = group->memory};
+    carve_tables(&from, group);
+    group->rings = from.base + group->table_bytes;
     use_large_pages(group);
     group->timeout_ns = 1000000ll * config->timeout_ms;
     group->comm = MPI_COMM_NULL;
     pthread_mutex_init(&group->own_mutex, NULL);
-    pthread_cond_init(&group->wake_drainer, NULL);
+    pthread_cond_init(&group->drain_wake_up, NULL);
     group->mutex = runtime_mutex() ? runtime_mutex() : &group->own_mutex;
     clear_tables(group);
     *out = group;
@@ -156,22 +158,22 @@ epic_result tables_make(epic_group **out, const epic_config *config, int rank, i
 }
 
 /* Where MPI may still reach into the lanes the addresses stay ours, but the pages go. */
-void tables_drop_lanes(epic_group *group, bool in_use)
+void tables_release_rings(epic_group *group, bool in_use)
 {
     const size_t bytes = group->memory_bytes - group->table_bytes;
     if (!bytes) return;
     if (in_use) {
-        madvise(group->lanes, bytes, MADV_DONTNEED);
+        madvise(group->rings, bytes, MADV_DONTNEED);
         return;
     }
-    munmap(group->lanes, bytes);
+    munmap(group->rings, bytes);
     group->memory_bytes = group->table_bytes;
 }
 
 void tables_free(epic_group *group)
 {
     munmap(group->memory, group->memory_bytes);
-    pthread_cond_destroy(&group->wake_drainer);
+    pthread_cond_destroy(&group->drain_wake_up);
     pthread_mutex_destroy(&group->own_mutex);
     free(group);
 }
@@ -179,7 +181,7 @@ void tables_free(epic_group *group)
 void mpi_memory(const epic_config *config, epic_memory_info *out)
 {
     epic_group group = {0};
-    measure(&group, config, 0, (int)config->num_ranks);
+    measure_group(&group, config, 0, (int)config->num_ranks);
     out->host_bytes = (int64_t)(sizeof group + group.memory_bytes);
     out->shared_bytes = 0;
     out->device_bytes = 0;

@@ -10,10 +10,10 @@
     1000000 /* so long without naps: the shortest takes three times what is asked */
 #define SHORTEST_NAP_NS 20000
 #define LONGEST_NAP_NS 200000
-#define PATIENCE_NS 1000000 /* with peers that are gone */
-#define LOOKS_AT_NOTES 8    /* the first of so many, by who waits for rows */
+#define PATIENCE_NS 1000000      /* with peers that are gone */
+#define POLLS_PER_CONTROL_POLL 8 /* the first of so many, by who waits for rows */
 
-static void begin_wait(waiting *w, uint32_t phase, const uint64_t *waits_for)
+static void begin_wait(wait_state *w, uint32_t phase, const uint64_t *waits_for)
 {
     w->now = true;
     w->phase = phase;
@@ -23,40 +23,41 @@ static void begin_wait(waiting *w, uint32_t phase, const uint64_t *waits_for)
         memset(w->waits_for, 0, sizeof w->waits_for);
 }
 
-static void end_wait(waiting *w)
+static void end_wait(wait_state *w)
 {
     w->now = false;
     w->last_ns = clock_ns();
 }
 
 /* A wait for a peer that is gone is soon over: the caller judges whether it still owes us. */
-static bool awaits_the_gone(epic_group *group, const waiting *w, int64_t now)
+static bool waits_for_gone_peer(epic_group *group, const wait_state *w, int64_t now)
 {
-    lives_look(group, now);
+    liveness_check(group, now);
     for (int r = 0; r < group->num_ranks; r++)
-        if (has_rank(w->waits_for, r) && lives_is_gone(group, r)) return true;
+        if (has_rank(w->waits_for, r) && liveness_is_gone(group, r)) return true;
     return false;
 }
 
 /* Has anything changed for the cell since its last wait?  (c NULL: is a cell free?)  Who waits
  * for rows looks at notes and failures now and then. */
-static bool look_around(epic_group *group, cell *c)
+static bool has_changed(epic_group *group, op_slot *slot)
 {
     if (is_broken(group)) return true;
-    if (!c) {
+    if (!slot) {
         progress_control(group);
         progress_drain(group);
-        return cells_find_free(group) != NULL;
+        return op_slots_find_free(group) != NULL;
     }
-    if (c->events == c->seen) progress_cell(group, c);
-    if (c->events != c->seen) return true;
-    if (c->per_segment && ++c->looks % LOOKS_AT_NOTES == 0) progress_control(group);
-    sights_ask(group, c, clock_ns());
-    return c->events != c->seen;
+    if (slot->num_events == slot->num_seen_events) progress_cell(group, slot);
+    if (slot->num_events != slot->num_seen_events) return true;
+    if (slot->per_segment && ++slot->num_looks % POLLS_PER_CONTROL_POLL == 0)
+        progress_control(group);
+    peer_status_request(group, slot, clock_ns());
+    return slot->num_events != slot->num_seen_events;
 }
 
 /* A look may have MPI receive what only the next one finds: so that one comes first. */
-static void rest(const epic_group *group, int looks, int64_t waited, int64_t left)
+static void back_off(const epic_group *group, int looks, int64_t waited, int64_t left)
 {
     if (waited < YIELD_NS) {
         const bool keeps = waited < SPIN_NS && group->own_cores;
@@ -66,34 +67,35 @@ static void rest(const epic_group *group, int looks, int64_t waited, int64_t lef
     int64_t ns = waited / 8;
     if (ns < SHORTEST_NAP_NS) ns = SHORTEST_NAP_NS;
     if (ns > LONGEST_NAP_NS) ns = LONGEST_NAP_NS;
-    nap_ns(ns < left ? ns : left);
+    runtime_nap(ns < left ? ns : left);
 }
 
-static void wait_until(epic_group *group, cell *c, waiting *w, int64_t start, int64_t end)
+static void wait_until(epic_group *group, op_slot *slot, wait_state *w, int64_t start,
+                       int64_t end)
 {
-    for (int looks = 1; !look_around(group, c); looks++) {
+    for (int looks = 1; !has_changed(group, slot); looks++) {
         pthread_mutex_unlock(group->mutex);
         const int64_t now = clock_ns();
-        if (now < end) rest(group, looks, now - start, end - now);
+        if (now < end) back_off(group, looks, now - start, end - now);
         pthread_mutex_lock(group->mutex);
         w->now = true; /* threads that wait for a free cell share it */
-        if (now >= end || (now - start >= PATIENCE_NS && awaits_the_gone(group, w, now)))
+        if (now >= end || (now - start >= PATIENCE_NS && waits_for_gone_peer(group, w, now)))
             return;
     }
-    if (!c) return;
-    c->seen = c->events;
-    c->waiting.quiet_ns = clock_ns();
+    if (!slot) return;
+    slot->num_seen_events = slot->num_events;
+    slot->wait.unchanged_since_ns = clock_ns();
 }
 
 void mpi_wait(epic_group *group, int index, uint32_t phase, const uint64_t *waits_for,
               uint32_t ms)
 {
-    cell *c = index < 0 ? NULL : &group->cells[index];
-    waiting *w = c ? &c->waiting : &group->waiting;
+    op_slot *slot = index < 0 ? NULL : &group->slots[index];
+    wait_state *w = slot ? &slot->wait : &group->wait;
     const int64_t start = clock_ns();
     pthread_mutex_lock(group->mutex);
     begin_wait(w, phase, waits_for);
-    wait_until(group, c, w, start, start + 1000000ll * ms);
+    wait_until(group, slot, w, start, start + 1000000ll * ms);
     end_wait(w);
     pthread_mutex_unlock(group->mutex);
 }

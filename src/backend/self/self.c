@@ -17,13 +17,13 @@ struct epic_group {
     epic_failure_info failure;
 };
 
-static int64_t lane_bytes(const epic_group *g, bool everyone)
+static int64_t self_ring_bytes(const epic_group *g, bool everyone)
 {
     (void)g, (void)everyone;
     return 0;
 }
 
-static int claim(epic_group *g)
+static int self_claim(epic_group *g)
 {
     int cell = 0;
     pthread_mutex_lock(&g->mutex);
@@ -33,46 +33,46 @@ static int claim(epic_group *g)
     return cell < g->num_cells ? cell : -1;
 }
 
-static void announce(epic_group *g, int cell, uint64_t tag, uint64_t place,
-                     const epic_note *note)
+static void self_announce(epic_group *g, int cell, uint64_t tag, uint64_t place,
+                          const epic_note *note)
 {
     (void)g, (void)cell, (void)tag, (void)place, (void)note;
 }
 
-static const epic_note *note(epic_group *g, int cell, int peer)
+static const epic_note *self_note(epic_group *g, int cell, int peer)
 {
     (void)g, (void)cell, (void)peer;
     return NULL;
 }
 
-static void shape(epic_group *g, int cell, const epic_flow *flow)
+static void self_shape(epic_group *g, int cell, const epic_flow *flow)
 {
     (void)g, (void)cell, (void)flow;
 }
 
-static void *room(epic_group *g, int cell, int to, int64_t index)
+static void *self_room(epic_group *g, int cell, int to, int64_t index)
 {
     (void)g, (void)cell, (void)to, (void)index;
     return NULL;
 }
 
-static void send_upto(epic_group *g, int cell, int to, int64_t upto)
+static void self_send(epic_group *g, int cell, int to, int64_t upto)
 {
     (void)g, (void)cell, (void)to, (void)upto;
 }
 
-static const void *entry(epic_group *g, int cell, int from, int64_t index)
+static const void *self_entry(epic_group *g, int cell, int from, int64_t index)
 {
     (void)g, (void)cell, (void)from, (void)index;
     return NULL;
 }
 
-static void drop(epic_group *g, int cell, int from, int64_t upto)
+static void self_drop(epic_group *g, int cell, int from, int64_t upto)
 {
     (void)g, (void)cell, (void)from, (void)upto;
 }
 
-static void finish(epic_group *g, int cell)
+static void self_finish(epic_group *g, int cell)
 {
     pthread_mutex_lock(&g->mutex);
     g->used &= ~(1ull << cell);
@@ -81,8 +81,8 @@ static void finish(epic_group *g, int cell)
 }
 
 /* Only a thread that found no free cell comes here, and not for long. */
-static void wait_for_change(epic_group *g, int cell, uint32_t phase, const uint64_t *waits_for,
-                            uint32_t ms)
+static void self_wait(epic_group *g, int cell, uint32_t phase, const uint64_t *waits_for,
+                      uint32_t ms)
 {
     (void)cell, (void)phase, (void)waits_for;
     const struct timespec limit = clock_in_ns(ms * 1000000ll);
@@ -94,13 +94,13 @@ static void wait_for_change(epic_group *g, int cell, uint32_t phase, const uint6
     pthread_mutex_unlock(&g->mutex);
 }
 
-static void look(epic_group *g, int peer, uint64_t tag, uint64_t place, epic_sight *out)
+static void self_look(epic_group *g, int peer, uint64_t tag, uint64_t place, epic_sight *out)
 {
     (void)g, (void)peer, (void)tag, (void)place;
     memset(out, 0, sizeof *out);
 }
 
-static void break_group(epic_group *g, const epic_failure_info *failure)
+static void self_break_group(epic_group *g, const epic_failure_info *failure)
 {
     pthread_mutex_lock(&g->mutex);
     if (!g->failure.result) g->failure = *failure;
@@ -108,7 +108,7 @@ static void break_group(epic_group *g, const epic_failure_info *failure)
     pthread_mutex_unlock(&g->mutex);
 }
 
-static bool failure(epic_group *g, epic_failure_info *out)
+static bool self_failure(epic_group *g, epic_failure_info *out)
 {
     pthread_mutex_lock(&g->mutex);
     const bool broken = g->failure.result != EPIC_OK;
@@ -117,14 +117,14 @@ static bool failure(epic_group *g, epic_failure_info *out)
     return broken;
 }
 
-static uint64_t bytes_sent(const epic_group *g)
+static uint64_t self_bytes_sent(const epic_group *g)
 {
     (void)g;
     return 0;
 }
 
-static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *config,
-                     char *why)
+static bool self_can_join(const epic_peer *peers, int num_ranks, const epic_config *config,
+                          char *why)
 {
     (void)peers, (void)config;
     if (num_ranks == 1) return true;
@@ -132,7 +132,7 @@ static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *c
     return false;
 }
 
-static epic_result join(epic_group **out, const epic_join *join)
+static epic_result self_join(epic_group **out, const epic_join *join)
 {
     epic_group *g = calloc(1, sizeof *g);
     if (!g) return epic_fail(EPIC_ENOMEM, "no memory for a group of one: %zu bytes", sizeof *g);
@@ -147,14 +147,14 @@ static epic_result join(epic_group **out, const epic_join *join)
     return EPIC_OK;
 }
 
-static void leave(epic_group *g)
+static void self_leave(epic_group *g)
 {
     pthread_cond_destroy(&g->changed);
     pthread_mutex_destroy(&g->mutex);
     free(g);
 }
 
-static void memory(const epic_config *config, epic_memory_info *out)
+static void self_memory(const epic_config *config, epic_memory_info *out)
 {
     (void)config;
     memset(out, 0, sizeof *out);
@@ -163,29 +163,29 @@ static void memory(const epic_config *config, epic_memory_info *out)
 
 static const epic_transport transport = {
     .shares = true,
-    .lane_bytes = lane_bytes,
-    .claim = claim,
-    .announce = announce,
-    .note = note,
-    .shape = shape,
-    .room = room,
-    .send = send_upto,
-    .entry = entry,
-    .drop = drop,
-    .finish = finish,
-    .wait = wait_for_change,
-    .look = look,
-    .break_group = break_group,
-    .failure = failure,
-    .bytes_sent = bytes_sent,
+    .lane_bytes = self_ring_bytes,
+    .claim = self_claim,
+    .announce = self_announce,
+    .note = self_note,
+    .shape = self_shape,
+    .room = self_room,
+    .send = self_send,
+    .entry = self_entry,
+    .drop = self_drop,
+    .finish = self_finish,
+    .wait = self_wait,
+    .look = self_look,
+    .break_group = self_break_group,
+    .failure = self_failure,
+    .bytes_sent = self_bytes_sent,
 };
 
 const epic_backend epic_backend_self = {
     .name = "self",
-    .can_join = can_join,
-    .join = join,
-    .leave = leave,
-    .forget = leave,
-    .memory = memory,
+    .can_join = self_can_join,
+    .join = self_join,
+    .leave = self_leave,
+    .forget = self_leave,
+    .memory = self_memory,
     .transport = &transport,
 };

@@ -9,7 +9,8 @@
 
 bool shared_is_gone(epic_group *g, int peer)
 {
-    return load_acquire(&head_of(g, peer)->closed) || (g->is_dead && g->is_dead(g, peer));
+    return load_acquire(&shared_rank_state_of(g, peer)->closed) ||
+           (g->is_dead && g->is_dead(g, peer));
 }
 
 /* Becomes the writer, also in place of one that died while it wrote. */
@@ -19,7 +20,7 @@ static bool become_writer(epic_group *g)
     for (;;) {
         uint32_t state = load_ordered(&g->header->failure_state);
         if (state == GROUP_BROKEN) return false;
-        const bool open = state == GROUP_WHOLE || shared_is_gone(g, (int)state - 1);
+        const bool open = state == GROUP_HEALTHY || shared_is_gone(g, (int)state - 1);
         if (open && compare_swap(&g->header->failure_state, &state, (uint32_t)g->rank + 1))
             return true;
         if (clock_ns() >= stop) return false;
@@ -27,12 +28,12 @@ static bool become_writer(epic_group *g)
     }
 }
 
-void shared_break(epic_group *g, const epic_failure_info *failure)
+void shared_break_group(epic_group *g, const epic_failure_info *failure)
 {
     if (!become_writer(g)) return;
     g->header->failure = *failure;
     store_ordered(&g->header->failure_state, GROUP_BROKEN);
-    shared_ring_all(g);
+    shared_wake_all(g);
 }
 
 bool shared_failure(epic_group *g, epic_failure_info *out)

@@ -17,66 +17,67 @@ static int64_t slice_of(const epic_config *config)
 }
 
 /* Tells the peers where this rank may run. */
-static void show_cores(epic_group *g)
+static void publish_cores(epic_group *g)
 {
     const core_set mine = cores_mine();
     for (int w = 0; w < CORE_WORDS; w++)
-        store_relaxed(&head_of(g, g->rank)->cores[w], mine.words[w]);
+        store_relaxed(&shared_rank_state_of(g, g->rank)->cores[w], mine.words[w]);
 }
 
-static int64_t private_bytes(const shared_layout *l)
+static int64_t local_bytes(const shared_layout *l)
 {
-    const size_t cell = sizeof(shared_exchange) + (size_t)l->num_ranks * sizeof(shared_link);
-    return (int64_t)(sizeof(epic_group) + (size_t)l->num_cells * cell);
+    const size_t slot = sizeof(shared_exchange) + (size_t)l->num_ranks * sizeof(peer_link);
+    return (int64_t)(sizeof(epic_group) + (size_t)l->num_slots * slot);
 }
 
-void shared_memory(const epic_config *config, epic_memory_info *out)
+void shared_memory_info(const epic_config *config, epic_memory_info *out)
 {
     shared_layout layout;
     memset(out, 0, sizeof *out);
     if (shared_layout_of(config, &layout) != EPIC_OK) return;
-    out->host_bytes = private_bytes(&layout);
+    out->host_bytes = local_bytes(&layout);
     out->shared_bytes = layout.block_bytes;
 }
 
-static void place_exchanges(epic_group *g)
+static void init_exchanges(epic_group *g)
 {
-    for (int i = 0; i < g->layout.num_cells; i++) {
+    for (int i = 0; i < g->layout.num_slots; i++) {
         shared_exchange *x = &g->exchanges[i];
-        x->cell = cell_of(g, g->rank, i);
+        x->slot = shared_op_slot_of(g, g->rank, i);
         x->index = i;
         x->links = g->links + (size_t)i * (size_t)g->num_ranks;
     }
 }
 
-epic_result shared_open(epic_group **out, const epic_join *join, const shared_layout *layout,
-                        char *segment, bool across)
+epic_result shared_group_new(epic_group **out, const epic_join *join,
+                             const shared_layout *layout, char *segment,
+                             bool is_shared_by_processes)
 {
-    const size_t cells = (size_t)layout->num_cells, ranks = (size_t)layout->num_ranks;
+    const size_t slots = (size_t)layout->num_slots, ranks = (size_t)layout->num_ranks;
     epic_group *g = calloc(1, sizeof *g);
     if (g) {
-        g->exchanges = calloc(cells, sizeof *g->exchanges);
-        g->links = calloc(cells * ranks, sizeof *g->links);
+        g->exchanges = calloc(slots, sizeof *g->exchanges);
+        g->links = calloc(slots * ranks, sizeof *g->links);
     }
     if (!g || !g->exchanges || !g->links) {
-        if (g) shared_free(g);
+        if (g) shared_group_free(g);
         return epic_fail(EPIC_ENOMEM, "no memory for %zu operations of %zu ranks: %lld bytes",
-                         cells, ranks, (long long)private_bytes(layout));
+                         slots, ranks, (long long)local_bytes(layout));
     }
     g->segment = segment;
     g->header = (shared_header *)segment;
     g->layout = *layout;
     g->rank = join->bootstrap->rank;
     g->num_ranks = layout->num_ranks;
-    g->across = across;
+    g->is_shared_by_processes = is_shared_by_processes;
     g->slice_ns = slice_of(join->config);
-    show_cores(g);
-    place_exchanges(g);
+    publish_cores(g);
+    init_exchanges(g);
     *out = g;
     return EPIC_OK;
 }
 
-void shared_found(char *segment, const shared_layout *layout, uint64_t group_id)
+void shared_segment_init(char *segment, const shared_layout *layout, uint64_t group_id)
 {
     shared_header *header = (shared_header *)segment;
     header->group_id = group_id;
@@ -85,20 +86,20 @@ void shared_found(char *segment, const shared_layout *layout, uint64_t group_id)
     header->magic = SEGMENT_MAGIC;
 }
 
-bool shared_is_ours(const char *segment, const shared_layout *layout, uint64_t group_id)
+bool shared_segment_is_of(const char *segment, const shared_layout *layout, uint64_t group_id)
 {
     const shared_header *header = (const shared_header *)segment;
     return header->magic == SEGMENT_MAGIC && header->group_id == group_id &&
            header->segment_bytes == (uint64_t)layout->segment_bytes;
 }
 
-void shared_say_goodbye(epic_group *g)
+void shared_group_close(epic_group *g)
 {
-    store_ordered(&head_of(g, g->rank)->closed, 1);
-    shared_ring_all(g);
+    store_ordered(&shared_rank_state_of(g, g->rank)->closed, 1);
+    shared_wake_all(g);
 }
 
-void shared_free(epic_group *g)
+void shared_group_free(epic_group *g)
 {
     free(g->exchanges);
     free(g->links);
@@ -122,9 +123,9 @@ const epic_transport shared_transport = {
     .entry = shared_entry,
     .drop = shared_drop,
     .finish = shared_finish,
-    .wait = shared_sleep,
-    .look = shared_look,
-    .break_group = shared_break,
+    .wait = shared_wait_for_change,
+    .look = shared_look_at_peer,
+    .break_group = shared_break_group,
     .failure = shared_failure,
     .bytes_sent = bytes_sent,
 };

@@ -19,10 +19,10 @@
 #define SEGMENT_MAGIC 0x31474553434950ull /* "PICSEG1" */
 
 /* failure_state, else: the rank that is writing the failure, plus one */
-#define GROUP_WHOLE 0u
+#define GROUP_HEALTHY 0u
 #define GROUP_BROKEN UINT32_MAX
 
-enum shared_bell { BELL_QUIET, BELL_ARMED, BELL_ASLEEP };
+enum slot_futex_state { SLOT_FUTEX_IDLE, SLOT_FUTEX_ARMED, SLOT_FUTEX_ASLEEP };
 
 /* A sleeping rank as its peers see it. */
 typedef struct shared_wait {
@@ -32,39 +32,39 @@ typedef struct shared_wait {
 } shared_wait;
 
 /* Between the owner of a cell and one peer. */
-typedef struct shared_lane {
-    _Alignas(64) _Atomic int64_t dropped_everyone; /* written by the peer: entries, over all */
-    _Atomic int64_t dropped;                       /*   flows of the exchange */
+typedef struct shared_peer_counters {
+    _Alignas(64) _Atomic int64_t broadcast_dropped; /* written by the peer: entries, over all */
+    _Atomic int64_t dropped;                        /*   flows of the exchange */
     _Atomic uint64_t done;             /* the cell's version that the peer needs no more */
     _Alignas(64) _Atomic int64_t sent; /* written by the owner: entries, over all flows */
-} shared_lane;
+} shared_peer_counters;
 
 /* What one rank shows of one exchange.  Nobody but the owner writes, except bell and the peers'
  * half of the lanes. */
-typedef struct shared_cell {
+typedef struct shared_op_slot {
     /* Even: the fields up to note belong to one exchange; odd: they are being written. */
     _Alignas(64) _Atomic uint64_t version;
     _Atomic uint64_t tag;
-    _Atomic uint64_t place;
+    _Atomic uint64_t sequence;
     _Atomic uint32_t operation;
     _Atomic uint32_t finished;
-    _Alignas(64) _Atomic uint32_t bell; /* an enum shared_bell */
+    _Alignas(64) _Atomic uint32_t futex; /* an enum slot_futex_state */
     shared_wait wait;
-    _Alignas(64) _Atomic int64_t sent_everyone;
+    _Alignas(64) _Atomic int64_t broadcast_sent;
     _Alignas(64) epic_note note;
-    shared_lane lanes[]; /* [num_ranks] */
-} shared_cell;
+    shared_peer_counters peers[]; /* [num_ranks] */
+} shared_op_slot;
 
 /* One rank. */
-typedef struct shared_head {
+typedef struct shared_rank_state {
     _Alignas(64) _Atomic uint32_t closed;
-    _Atomic uint32_t used_cells;        /* cells from here on have never been used */
-    _Atomic uint32_t last_cell;         /* cell of the last announcement, plus one */
-    _Atomic uint64_t cores[CORE_WORDS]; /* a core_set: where it may run */
-    _Alignas(64) _Atomic uint32_t door; /* rung when a cell may have come free */
-    _Atomic uint32_t sleepers;          /* threads at the door */
-    shared_wait wait;                   /* of those threads */
-} shared_head;
+    _Atomic uint32_t num_used_slots;               /* cells from here on have never been used */
+    _Atomic uint32_t last_slot;                    /* cell of the last announcement, plus one */
+    _Atomic uint64_t cores[CORE_WORDS];            /* a core_set: where it may run */
+    _Alignas(64) _Atomic uint32_t free_slot_futex; /* rung when a cell may have come free */
+    _Atomic uint32_t num_sleepers;                 /* threads at the door */
+    shared_wait wait;                              /* of those threads */
+} shared_rank_state;
 
 typedef struct shared_header {
     uint64_t magic;
@@ -78,12 +78,12 @@ typedef struct shared_header {
 /* Where things are; follows from the configuration alone. */
 typedef struct shared_layout {
     int num_ranks;
-    int num_cells;
-    int64_t everyone_bytes; /* lanes */
-    int64_t private_bytes;
-    int64_t cell_bytes;
+    int num_slots;
+    int64_t broadcast_ring_bytes; /* lanes */
+    int64_t peer_ring_bytes;
+    int64_t slot_bytes;
     int64_t staging_bytes; /* of one cell */
-    int64_t cells_at;      /* in a block */
+    int64_t slots_at;      /* in a block */
     int64_t staging_at;
     int64_t block_bytes;
     int64_t segment_bytes;

@@ -15,19 +15,19 @@
 #include "backend/shared/shared.h"
 #include "base/clock.h"
 
-#define WATCH_NS 50000
+#define SPIN_NS 50000
 #define SPINS 1000 /* about a microsecond */
 
 static void futex_sleep(const epic_group *g, _Atomic uint32_t *word, uint32_t seen, int64_t ns)
 {
     const struct timespec limit = {.tv_sec = (time_t)(ns / 1000000000),
                                    .tv_nsec = (long)(ns % 1000000000)};
-    const int op = g->across ? FUTEX_WAIT : FUTEX_WAIT_PRIVATE;
+    const int op = g->is_shared_by_processes ? FUTEX_WAIT : FUTEX_WAIT_PRIVATE;
     syscall(SYS_futex, word, op, seen, &limit, NULL, 0);
 }
 
-static void show_wait(const epic_group *g, shared_wait *wait, uint32_t phase,
-                      const uint64_t *waits_for)
+static void publish_wait(const epic_group *g, shared_wait *wait, uint32_t phase,
+                         const uint64_t *waits_for)
 {
     for (int w = 0; w < (g->num_ranks + 63) / 64; w++)
         store_relaxed(&wait->waits_for[w], waits_for[w]);
@@ -35,7 +35,7 @@ static void show_wait(const epic_group *g, shared_wait *wait, uint32_t phase,
     store_release(&wait->heartbeat_ns, clock_ns());
 }
 
-static bool awaits_the_gone(epic_group *g, const uint64_t *waits_for)
+static bool waits_for_gone_peer(epic_group *g, const uint64_t *waits_for)
 {
     for (int r = 0; r < g->num_ranks; r++)
         if (waits_for[r / 64] >> (r % 64) & 1 && shared_is_gone(g, r)) return true;
@@ -43,13 +43,13 @@ static bool awaits_the_gone(epic_group *g, const uint64_t *waits_for)
 }
 
 /* Shows a sign of life between two slices of sleep.  False: enough slept. */
-static bool sleeps_on(epic_group *g, shared_wait *wait, const uint64_t *waits_for,
-                      int64_t deadline)
+static bool should_sleep_on(epic_group *g, shared_wait *wait, const uint64_t *waits_for,
+                            int64_t deadline)
 {
     const int64_t now = clock_ns();
     store_release(&wait->heartbeat_ns, now);
-    return now < deadline && load_ordered(&g->header->failure_state) == GROUP_WHOLE &&
-           !awaits_the_gone(g, waits_for);
+    return now < deadline && load_ordered(&g->header->failure_state) == GROUP_HEALTHY &&
+           !waits_for_gone_peer(g, waits_for);
 }
 
 static void sleep_slice(epic_group *g, _Atomic uint32_t *word, uint32_t seen, int64_t deadline)
@@ -66,78 +66,80 @@ static bool has_cores(const epic_group *g)
     core_set any = {{0}};
     for (int r = 0; r < g->num_ranks; r++)
         for (int w = 0; w < CORE_WORDS; w++)
-            any.words[w] |= load_relaxed(&head_of(g, r)->cores[w]);
+            any.words[w] |= load_relaxed(&shared_rank_state_of(g, r)->cores[w]);
     return cores_count(&any) >= g->num_ranks;
 }
 
-static bool have_own_cores(epic_group *g)
+static bool has_own_cores(epic_group *g)
 {
-    int known = load_relaxed(&g->own_cores);
-    if (!known) {
-        known = 1 + has_cores(g);
-        store_relaxed(&g->own_cores, known);
+    int seen_count = load_relaxed(&g->own_cores);
+    if (!seen_count) {
+        seen_count = 1 + has_cores(g);
+        store_relaxed(&g->own_cores, seen_count);
     }
-    return known == 2;
+    return seen_count == 2;
 }
 
 /* Who has a core of its own keeps it; else the rank that will ring may need it. */
-static bool watch_bell(epic_group *g, const shared_cell *cell)
+static bool spin_on_futex(epic_group *g, const shared_op_slot *slot)
 {
-    const bool spins = have_own_cores(g);
+    const bool spins = has_own_cores(g);
     const int64_t begin = clock_ns();
     int64_t now = begin;
     if (!spins && patience_is_over(&g->patience)) return false;
-    for (bool rung = false; !rung && now - begin < WATCH_NS; now = clock_ns()) {
+    for (bool rung = false; !rung && now - begin < SPIN_NS; now = clock_ns()) {
         for (int i = 0; spins && i < SPINS; i++)
-            if (load_acquire(&cell->bell) == BELL_QUIET) return true;
+            if (load_acquire(&slot->futex) == SLOT_FUTEX_IDLE) return true;
         if (!spins) sched_yield();
-        rung = load_acquire(&cell->bell) == BELL_QUIET;
+        rung = load_acquire(&slot->futex) == SLOT_FUTEX_IDLE;
     }
     if (!spins) patience_learn(&g->patience, now - begin);
-    return load_acquire(&cell->bell) == BELL_QUIET;
+    return load_acquire(&slot->futex) == SLOT_FUTEX_IDLE;
 }
 
-static void sleep_on_bell(epic_group *g, shared_cell *cell, const uint64_t *waits_for,
+static void sleep_on_slot(epic_group *g, shared_op_slot *slot, const uint64_t *waits_for,
                           int64_t deadline)
 {
-    uint32_t armed = BELL_ARMED;
-    if (watch_bell(g, cell) || !compare_swap(&cell->bell, &armed, BELL_ASLEEP)) return;
-    do sleep_slice(g, &cell->bell, BELL_ASLEEP, deadline);
-    while (load_acquire(&cell->bell) == BELL_ASLEEP &&
-           sleeps_on(g, &cell->wait, waits_for, deadline));
+    uint32_t armed = SLOT_FUTEX_ARMED;
+    if (spin_on_futex(g, slot) || !compare_swap(&slot->futex, &armed, SLOT_FUTEX_ASLEEP))
+        return;
+    do sleep_slice(g, &slot->futex, SLOT_FUTEX_ASLEEP, deadline);
+    while (load_acquire(&slot->futex) == SLOT_FUTEX_ASLEEP &&
+           should_sleep_on(g, &slot->wait, waits_for, deadline));
 }
 
-static bool any_cell_free(epic_group *g)
+static bool any_slot_is_free(epic_group *g)
 {
-    for (int i = 0; i < g->layout.num_cells; i++)
-        if (shared_cell_is_free(g, &g->exchanges[i])) return true;
+    for (int i = 0; i < g->layout.num_slots; i++)
+        if (shared_slot_is_free(g, &g->exchanges[i])) return true;
     return false;
 }
 
 /* Several threads may stand at the door; each asks for itself after it has been counted. */
-static void sleep_at_door(epic_group *g, const uint64_t *waits_for, int64_t deadline)
+static void sleep_for_free_slot(epic_group *g, const uint64_t *waits_for, int64_t deadline)
 {
-    shared_head *head = head_of(g, g->rank);
-    add_ordered(&head->sleepers, 1);
+    shared_rank_state *head = shared_rank_state_of(g, g->rank);
+    add_ordered(&head->num_sleepers, 1);
     do {
-        const uint32_t seen = load_ordered(&head->door);
-        if (any_cell_free(g)) break;
-        sleep_slice(g, &head->door, seen, deadline);
-    } while (sleeps_on(g, &head->wait, waits_for, deadline));
-    add_ordered(&head->sleepers, (uint32_t)-1);
+        const uint32_t seen = load_ordered(&head->free_slot_futex);
+        if (any_slot_is_free(g)) break;
+        sleep_slice(g, &head->free_slot_futex, seen, deadline);
+    } while (should_sleep_on(g, &head->wait, waits_for, deadline));
+    add_ordered(&head->num_sleepers, (uint32_t)-1);
 }
 
-void shared_sleep(epic_group *g, int index, uint32_t phase, const uint64_t *waits_for,
-                  uint32_t ms)
+void shared_wait_for_change(epic_group *g, int index, uint32_t phase, const uint64_t *waits_for,
+                            uint32_t ms)
 {
     const int64_t deadline = clock_ns() + ms * 1000000ll;
     if (index < 0) {
-        show_wait(g, &head_of(g, g->rank)->wait, phase, waits_for);
-        sleep_at_door(g, waits_for, deadline);
+        publish_wait(g, &shared_rank_state_of(g, g->rank)->wait, phase, waits_for);
+        sleep_for_free_slot(g, waits_for, deadline);
         return;
     }
-    shared_cell *cell = g->exchanges[index].cell;
-    show_wait(g, &cell->wait, phase, waits_for);
-    if (load_relaxed(&cell->bell) != BELL_QUIET) sleep_on_bell(g, cell, waits_for, deadline);
-    store_ordered(&cell->bell, BELL_ARMED);
+    shared_op_slot *slot = g->exchanges[index].slot;
+    publish_wait(g, &slot->wait, phase, waits_for);
+    if (load_relaxed(&slot->futex) != SLOT_FUTEX_IDLE)
+        sleep_on_slot(g, slot, waits_for, deadline);
+    store_ordered(&slot->futex, SLOT_FUTEX_ARMED);
 }

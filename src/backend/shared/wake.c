@@ -9,30 +9,31 @@
 
 static void futex_wake(const epic_group *g, _Atomic uint32_t *word)
 {
-    const int op = g->across ? FUTEX_WAKE : FUTEX_WAKE_PRIVATE;
+    const int op = g->is_shared_by_processes ? FUTEX_WAKE : FUTEX_WAKE_PRIVATE;
     syscall(SYS_futex, word, op, INT_MAX, NULL, NULL, 0);
 }
 
-void shared_ring(const epic_group *g, shared_cell *cell)
+void shared_wake_slot(const epic_group *g, shared_op_slot *slot)
 {
-    if (load_ordered(&cell->bell) == BELL_QUIET) return;
-    if (swap_ordered(&cell->bell, BELL_QUIET) == BELL_ASLEEP) futex_wake(g, &cell->bell);
+    if (load_ordered(&slot->futex) == SLOT_FUTEX_IDLE) return;
+    if (swap_ordered(&slot->futex, SLOT_FUTEX_IDLE) == SLOT_FUTEX_ASLEEP)
+        futex_wake(g, &slot->futex);
 }
 
-void shared_ring_door(const epic_group *g, int rank)
+void shared_wake_free_slot(const epic_group *g, int rank)
 {
-    shared_head *head = head_of(g, rank);
-    if (load_ordered(&head->sleepers) == 0) return;
-    add_ordered(&head->door, 1);
-    futex_wake(g, &head->door);
+    shared_rank_state *head = shared_rank_state_of(g, rank);
+    if (load_ordered(&head->num_sleepers) == 0) return;
+    add_ordered(&head->free_slot_futex, 1);
+    futex_wake(g, &head->free_slot_futex);
 }
 
-void shared_ring_all(const epic_group *g)
+void shared_wake_all(const epic_group *g)
 {
     for (int r = 0; r < g->num_ranks; r++) {
-        shared_ring_door(g, r);
-        const int used = (int)load_ordered(&head_of(g, r)->used_cells);
-        for (int i = 0; i < used && i < g->layout.num_cells; i++)
-            shared_ring(g, cell_of(g, r, i));
+        shared_wake_free_slot(g, r);
+        const int used = (int)load_ordered(&shared_rank_state_of(g, r)->num_used_slots);
+        for (int i = 0; i < used && i < g->layout.num_slots; i++)
+            shared_wake_slot(g, shared_op_slot_of(g, r, i));
     }
 }

@@ -15,8 +15,8 @@
 #include <unistd.h>
 
 #include "backend/shared/shared.h"
-#include "backend/shm/greeting.h"
-#include "backend/shm/lines.h"
+#include "backend/shm/connections.h"
+#include "backend/shm/handshake.h"
 #include "base/error.h"
 #include "base/process.h"
 
@@ -46,7 +46,7 @@ static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *c
     return true;
 }
 
-static epic_result no_memory(const shared_layout *l, const char *what)
+static epic_result fail_with_memory(const shared_layout *l, const char *what)
 {
     const char *way_out = epic_way_out(errno);
     return epic_fail(EPIC_ENOMEM,
@@ -56,63 +56,64 @@ static epic_result no_memory(const shared_layout *l, const char *what)
                      *way_out ? ", or" : ";");
 }
 
-static epic_result map_memory(const shared_layout *l, int memory, char **segment)
+static epic_result map_segment(const shared_layout *l, int memory, char **segment)
 {
     void *at = mmap(NULL, (size_t)l->segment_bytes, PROT_READ | PROT_WRITE,
                     MAP_SHARED | MAP_NORESERVE, memory, 0);
-    if (at == MAP_FAILED) return no_memory(l, "mapping the shared memory");
+    if (at == MAP_FAILED) return fail_with_memory(l, "mapping the shared memory");
     *segment = at;
     return EPIC_OK;
 }
 
 /* Sealed, so that nobody can take the pages from under the others. */
-static epic_result make_memory(const shared_layout *l, uint64_t group_id, int *memory,
-                               char **segment)
+static epic_result create_segment(const shared_layout *l, uint64_t group_id, int *memory,
+                                  char **segment)
 {
     if (!process_may_grow(l->segment_bytes)) {
         errno = EFBIG;
-        return no_memory(l, "making shared memory");
+        return fail_with_memory(l, "making shared memory");
     }
     *memory = memfd_create("epic-shm", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (*memory < 0 || ftruncate(*memory, l->segment_bytes) != 0 ||
         fcntl(*memory, F_ADD_SEALS, SEALS) != 0)
-        return no_memory(l, "making shared memory");
-    TRY(map_memory(l, *memory, segment));
-    shared_found(*segment, l, group_id);
+        return fail_with_memory(l, "making shared memory");
+    TRY(map_segment(l, *memory, segment));
+    shared_segment_init(*segment, l, group_id);
     return EPIC_OK;
 }
 
-static epic_result take_memory(const shared_layout *l, uint64_t group_id, int memory,
-                               char **segment)
+static epic_result open_segment(const shared_layout *l, uint64_t group_id, int memory,
+                                char **segment)
 {
     struct stat status;
     const int seals = fcntl(memory, F_GET_SEALS);
     if (fstat(memory, &status) != 0 || status.st_size != l->segment_bytes || seals < 0 ||
         (seals & SEALS) != SEALS)
         return epic_fail(EPIC_EDEVICE, "shm: rank 0 sent something else than the memory");
-    TRY(map_memory(l, memory, segment));
-    if (shared_is_ours(*segment, l, group_id)) return EPIC_OK;
+    TRY(map_segment(l, memory, segment));
+    if (shared_segment_is_of(*segment, l, group_id)) return EPIC_OK;
     return epic_fail(EPIC_EDEVICE, "shm: rank 0 sent the memory of another group");
 }
 
-static bool is_dead(epic_group *group, int peer)
+static bool is_peer_dead(epic_group *group, int peer)
 {
-    return lines_is_dead(group->own, peer);
+    return connections_is_dead(group->backend_data, peer);
 }
 
 static epic_result join_with(epic_group **out, const epic_join *join, const shared_layout *l,
-                             shm_lines *lines, int *memory, char **segment)
+                             shm_connections *connections, int *memory, char **segment)
 {
     const bool first = join->bootstrap->rank == 0;
-    epic_result result = lines_alloc(lines, join->bootstrap->rank, join->bootstrap->num_ranks);
-    if (result == EPIC_OK && first) result = make_memory(l, join->group_id, memory, segment);
-    const epic_result opened = lines_open(lines, join, result == EPIC_OK, memory);
+    epic_result result =
+        connections_alloc(connections, join->bootstrap->rank, join->bootstrap->num_ranks);
+    if (result == EPIC_OK && first) result = create_segment(l, join->group_id, memory, segment);
+    const epic_result opened = connections_open(connections, join, result == EPIC_OK, memory);
     if (result != EPIC_OK) return result;
     TRY(opened);
-    if (!first) TRY(take_memory(l, join->group_id, *memory, segment));
-    TRY(shared_open(out, join, l, *segment, true));
-    (*out)->is_dead = is_dead;
-    (*out)->own = lines;
+    if (!first) TRY(open_segment(l, join->group_id, *memory, segment));
+    TRY(shared_group_new(out, join, l, *segment, true));
+    (*out)->is_dead = is_peer_dead;
+    (*out)->backend_data = connections;
     return EPIC_OK;
 }
 
@@ -122,31 +123,32 @@ static epic_result shm_join(epic_group **out, const epic_join *join)
     TRY(shared_layout_of(join->config, &l));
     int memory = -1;
     char *segment = NULL;
-    shm_lines *lines = calloc(1, sizeof *lines);
-    if (!lines) return lines_decline(join, epic_fail(EPIC_ENOMEM, "shm: no memory"));
-    const epic_result result = join_with(out, join, &l, lines, &memory, &segment);
+    shm_connections *connections = calloc(1, sizeof *connections);
+    if (!connections)
+        return connections_decline(join, epic_fail(EPIC_ENOMEM, "shm: no memory"));
+    const epic_result result = join_with(out, join, &l, connections, &memory, &segment);
     if (memory >= 0) close(memory); /* the mapping keeps it */
     if (result == EPIC_OK) return EPIC_OK;
     if (segment) munmap(segment, (size_t)l.segment_bytes);
-    lines_close(lines);
-    free(lines);
+    connections_close(connections);
+    free(connections);
     return result;
 }
 
 /* Of a forked child's descriptors and mapping the parent and its peers notice nothing. */
 static void shm_forget(epic_group *group)
 {
-    shm_lines *lines = group->own;
-    lines_close(lines);
-    free(lines);
+    shm_connections *connections = group->backend_data;
+    connections_close(connections);
+    free(connections);
     munmap(group->segment, (size_t)group->layout.segment_bytes);
-    shared_free(group);
+    shared_group_free(group);
 }
 
 /* The peers' mappings keep the memory for as long as they need it. */
 static void shm_leave(epic_group *group)
 {
-    shared_say_goodbye(group);
+    shared_group_close(group);
     shm_forget(group);
 }
 
@@ -156,6 +158,6 @@ const epic_backend epic_backend_shm = {
     .join = shm_join,
     .leave = shm_leave,
     .forget = shm_forget,
-    .memory = shared_memory,
+    .memory = shared_memory_info,
     .transport = &shared_transport,
 };

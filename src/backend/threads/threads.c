@@ -12,18 +12,18 @@
 #include "base/error.h"
 
 /* A group of this process, from its first rank's join to its last rank's leave. */
-typedef struct hall {
-    struct hall *next;
+typedef struct thread_group {
+    struct thread_group *next;
     uint64_t group_id;
     shared_layout layout;
     char *segment;
-    int num_inside;            /* ranks that hold it */
+    int num_joined;            /* ranks that hold it */
     int num_seen;              /* ranks that came, also those that have gone */
     bool seen[EPIC_MAX_RANKS]; /* a rank joins once */
-} hall;
+} thread_group;
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* guards the table and its halls */
-static hall *halls;
+static thread_group *thread_groups;
 
 static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *config,
                      char *why)
@@ -51,9 +51,9 @@ static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *c
 }
 
 /* NULL: the sentence says why. */
-static hall *build(const shared_layout *layout, uint64_t group_id)
+static thread_group *new_thread_group(const shared_layout *layout, uint64_t group_id)
 {
-    hall *h = calloc(1, sizeof *h);
+    thread_group *h = calloc(1, sizeof *h);
     char *segment = mmap(NULL, (size_t)layout->segment_bytes, PROT_READ | PROT_WRITE,
                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (!h || segment == MAP_FAILED) {
@@ -65,23 +65,25 @@ static hall *build(const shared_layout *layout, uint64_t group_id)
                   (long long)layout->segment_bytes);
         return NULL;
     }
-    shared_found(segment, layout, group_id);
-    *h = (hall){.next = halls, .group_id = group_id, .layout = *layout, .segment = segment};
-    return halls = h;
+    shared_segment_init(segment, layout, group_id);
+    *h = (thread_group){
+        .next = thread_groups, .group_id = group_id, .layout = *layout, .segment = segment};
+    return thread_groups = h;
 }
 
-static hall *find(uint64_t group_id)
+static thread_group *find_thread_group(uint64_t group_id)
 {
-    hall *h = halls;
+    thread_group *h = thread_groups;
     while (h && h->group_id != group_id) h = h->next;
     return h;
 }
 
-static epic_result enter_locked(hall **out, const shared_layout *layout, const epic_join *join)
+static epic_result join_locked(thread_group **out, const shared_layout *layout,
+                               const epic_join *join)
 {
     const int rank = join->bootstrap->rank;
-    hall *h = find(join->group_id);
-    if (!h) h = build(layout, join->group_id);
+    thread_group *h = find_thread_group(join->group_id);
+    if (!h) h = new_thread_group(layout, join->group_id);
     if (!h) return EPIC_ENOMEM;
     if (memcmp(&h->layout, layout, sizeof *layout) != 0 || h->seen[rank])
         return epic_fail(EPIC_EPEER,
@@ -90,25 +92,26 @@ static epic_result enter_locked(hall **out, const shared_layout *layout, const e
                          rank);
     h->seen[rank] = true;
     h->num_seen++;
-    h->num_inside++;
+    h->num_joined++;
     *out = h;
     return EPIC_OK;
 }
 
-static epic_result enter(hall **out, const shared_layout *layout, const epic_join *join)
+static epic_result join_thread_group(thread_group **out, const shared_layout *layout,
+                                     const epic_join *join)
 {
     pthread_mutex_lock(&mutex);
-    const epic_result result = enter_locked(out, layout, join);
+    const epic_result result = join_locked(out, layout, join);
     pthread_mutex_unlock(&mutex);
     return result;
 }
 
 /* Each rank departs once, after its last access; the others may still be reading. */
-static void depart(hall *h)
+static void leave_thread_group(thread_group *h)
 {
     pthread_mutex_lock(&mutex);
-    if (--h->num_inside == 0) {
-        hall **link = &halls;
+    if (--h->num_joined == 0) {
+        thread_group **link = &thread_groups;
         while (*link != h) link = &(*link)->next;
         *link = h->next;
         munmap(h->segment, (size_t)h->layout.segment_bytes);
@@ -118,7 +121,7 @@ static void depart(hall *h)
 }
 
 /* Waits until every rank has entered; one that could not says so. */
-static epic_result await_all(const epic_join *join, epic_result entered)
+static epic_result gather_results(const epic_join *join, epic_result entered)
 {
     const epic_bootstrap *bootstrap = join->bootstrap;
     const uint64_t mine = entered == EPIC_OK;
@@ -130,7 +133,7 @@ static epic_result await_all(const epic_join *join, epic_result entered)
 }
 
 /* Whatever the bootstrap said: are all of them here? */
-static epic_result check_all(const hall *h)
+static epic_result check_all_joined(const thread_group *h)
 {
     pthread_mutex_lock(&mutex);
     const int num_seen = h->num_seen;
@@ -145,24 +148,24 @@ static epic_result check_all(const hall *h)
 static epic_result threads_join(epic_group **out, const epic_join *join)
 {
     shared_layout layout;
-    hall *h = NULL;
+    thread_group *h = NULL;
     TRY(shared_layout_of(join->config, &layout));
-    epic_result result = await_all(join, enter(&h, &layout, join));
-    if (result == EPIC_OK) result = check_all(h);
-    if (result == EPIC_OK) result = shared_open(out, join, &layout, h->segment, false);
+    epic_result result = gather_results(join, join_thread_group(&h, &layout, join));
+    if (result == EPIC_OK) result = check_all_joined(h);
+    if (result == EPIC_OK) result = shared_group_new(out, join, &layout, h->segment, false);
     if (result == EPIC_OK)
-        (*out)->own = h;
+        (*out)->backend_data = h;
     else if (h)
-        depart(h);
+        leave_thread_group(h);
     return result;
 }
 
 static void threads_leave(epic_group *group)
 {
-    hall *h = group->own;
-    shared_say_goodbye(group);
-    shared_free(group);
-    depart(h);
+    thread_group *h = group->backend_data;
+    shared_group_close(group);
+    shared_group_free(group);
+    leave_thread_group(h);
 }
 
 const epic_backend epic_backend_threads = {
@@ -171,6 +174,6 @@ const epic_backend epic_backend_threads = {
     .join = threads_join,
     .leave = threads_leave,
     .forget = threads_leave, /* a child has the memory for itself */
-    .memory = shared_memory,
+    .memory = shared_memory_info,
     .transport = &shared_transport,
 };

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Sending and receiving greetings, with a descriptor beside them. */
-#include "backend/shm/greeting.h"
+#include "backend/shm/handshake.h"
 
 #include <errno.h>
 #include <string.h>
@@ -15,19 +15,19 @@ typedef union descriptor {
     char bytes[CMSG_SPACE(sizeof(int))];
 } descriptor;
 
-epic_result greeting_refused(const char *what)
+epic_result shm_fail_with_errno(const char *what)
 {
     const bool memory = errno == ENOMEM || errno == ENOBUFS;
     return epic_fail(memory ? EPIC_ENOMEM : EPIC_EDEVICE, "shm: %s: %s%s", what,
                      strerror(errno), epic_way_out(errno));
 }
 
-epic_result greeting_left(int peer)
+epic_result shm_fail_with_left(int peer)
 {
     return epic_fail(EPIC_EPEER, "shm: rank %d left while the group was joined", peer);
 }
 
-static void attach(struct msghdr *message, descriptor *control, int memory)
+static void attach_descriptor(struct msghdr *message, descriptor *control, int memory)
 {
     message->msg_control = control->bytes;
     message->msg_controllen = sizeof control->bytes;
@@ -38,21 +38,21 @@ static void attach(struct msghdr *message, descriptor *control, int memory)
     memcpy(CMSG_DATA(c), &memory, sizeof memory);
 }
 
-epic_result greeting_send(int fd, const greeting *hello, int to, int memory)
+epic_result handshake_send(int fd, const handshake *hello, int to, int memory)
 {
     struct iovec part = {.iov_base = (void *)hello, .iov_len = sizeof *hello};
     struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1};
     descriptor control = {0};
-    if (memory >= 0) attach(&message, &control, memory);
+    if (memory >= 0) attach_descriptor(&message, &control, memory);
     ssize_t sent;
     do sent = sendmsg(fd, &message, MSG_NOSIGNAL);
     while (sent < 0 && errno == EINTR);
     if (sent == (ssize_t)sizeof *hello) return EPIC_OK;
-    return errno == EPIPE || errno == ECONNRESET ? greeting_left(to)
-                                                 : greeting_refused("sendmsg");
+    return errno == EPIPE || errno == ECONNRESET ? shm_fail_with_left(to)
+                                                 : shm_fail_with_errno("sendmsg");
 }
 
-bool greeting_receive(int fd, greeting *hello, int *memory)
+bool handshake_receive(int fd, handshake *hello, int *memory)
 {
     struct iovec part = {.iov_base = hello, .iov_len = sizeof *hello};
     struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1};
@@ -68,11 +68,11 @@ bool greeting_receive(int fd, greeting *hello, int *memory)
     if (c && c->cmsg_level == SOL_SOCKET && c->cmsg_type == SCM_RIGHTS)
         memcpy(memory, CMSG_DATA(c), sizeof *memory);
     else if (got > 0 && memory && message.msg_flags & MSG_CTRUNC)
-        *memory = GREETING_NO_ROOM;
+        *memory = HANDSHAKE_NO_ROOM;
     return got == (ssize_t)sizeof *hello && !(message.msg_flags & MSG_TRUNC);
 }
 
-bool greeting_is_of_same_user(int fd)
+bool handshake_is_same_user(int fd)
 {
     struct ucred who;
     socklen_t length = sizeof who;

@@ -13,44 +13,44 @@
 
 #define PACE_NS 5000000 /* between two looks */
 
-void lives_watch(epic_group *group, const epic_peer *peers)
+void liveness_watch(epic_group *group, const epic_peer *peers)
 {
     const epic_peer *mine = &peers[group->rank];
     for (int r = 0; r < group->num_ranks; r++) {
         const bool near = memcmp(peers[r].host, mine->host, sizeof mine->host) == 0;
         if (r == group->rank || !near) continue;
         errno = 0;
-        group->lives[r].fd = process_watch(peers[r].pid);
-        if (group->lives[r].fd < 0 && errno == ESRCH) group->peers[r].dead = true;
+        group->pidfds[r].fd = process_watch(peers[r].pid);
+        if (group->pidfds[r].fd < 0 && errno == ESRCH) group->peers[r].dead = true;
     }
 }
 
-static void bury(epic_group *group, int peer)
+static void mark_dead(epic_group *group, int peer)
 {
     group->peers[peer].dead = true;
-    close(group->lives[peer].fd);
-    group->lives[peer].fd = -1;
+    close(group->pidfds[peer].fd);
+    group->pidfds[peer].fd = -1;
 }
 
-void lives_look(epic_group *group, int64_t now)
+void liveness_check(epic_group *group, int64_t now)
 {
-    if (now - group->lives_seen_ns < PACE_NS) return;
-    group->lives_seen_ns = now;
-    if (poll(group->lives, (nfds_t)group->num_ranks, 0) <= 0) return;
+    if (now - group->liveness_checked_ns < PACE_NS) return;
+    group->liveness_checked_ns = now;
+    if (poll(group->pidfds, (nfds_t)group->num_ranks, 0) <= 0) return;
     for (int r = 0; r < group->num_ranks; r++)
-        if (group->lives[r].fd >= 0 && group->lives[r].revents) bury(group, r);
+        if (group->pidfds[r].fd >= 0 && group->pidfds[r].revents) mark_dead(group, r);
 }
 
 /* What it sent before it died is on this host already; the exchange looks twice. */
-bool lives_is_gone(const epic_group *group, int peer)
+bool liveness_is_gone(const epic_group *group, int peer)
 {
     return group->peers[peer].closed || group->peers[peer].dead;
 }
 
-void lives_unwatch(epic_group *group)
+void liveness_unwatch(epic_group *group)
 {
     for (int r = 0; r < group->num_ranks; r++) {
-        if (group->lives[r].fd >= 0) close(group->lives[r].fd);
-        group->lives[r].fd = -1;
+        if (group->pidfds[r].fd >= 0) close(group->pidfds[r].fd);
+        group->pidfds[r].fd = -1;
     }
 }

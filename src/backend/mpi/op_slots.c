@@ -1,0 +1,120 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The life of a cell: free, claimed, open (announced), draining (finished, while MPI still reads
+ * from its lanes), free. */
+#include "backend/mpi/group.h"
+
+/* ---------------------------------------------------------------------------- notes ---- */
+
+op_slot *op_slots_find(epic_group *group, uint64_t tag, uint64_t sequence)
+{
+    for (int i = 0; i < group->num_slots; i++) {
+        op_slot *slot = &group->slots[i];
+        if (slot->state == SLOT_OPEN && slot->tag == tag && slot->sequence == sequence)
+            return slot;
+    }
+    return NULL;
+}
+
+static void store_note(op_slot *slot, int from, int peer_cell, const epic_note *note)
+{
+    slot->notes[from] = *note;
+    slot->peer_slots[from] = peer_cell;
+    atomic_store_explicit(&slot->has_note[from], true, memory_order_release);
+    slot->num_events++;
+}
+
+static void store_early_note(epic_group *group, const control_message *message, int from)
+{
+    peer *p = &group->peers[from];
+    for (uint32_t i = 0; i < group->max_early; i++) {
+        early_note *e = &p->early[i];
+        if (e->is_used) continue;
+        *e = (early_note){true, message->op_slot, message->tag, message->sequence,
+                          message->note};
+        p->num_early++;
+        return;
+    }
+    epic_failure_info failure = {.result = EPIC_EMISMATCH,
+                                 .rank = group->rank,
+                                 .tag = message->tag,
+                                 .sequence = message->sequence,
+                                 .num_culprits = 1,
+                                 .culprits = {from},
+                                 .sentence = "a rank began more operations at once than "
+                                             "max_in_flight; open a new group"};
+    control_break(group, &failure, true);
+}
+
+void op_slots_add_note(epic_group *group, const control_message *message, int from)
+{
+    peer *p = &group->peers[from];
+    p->operation = (uint32_t)message->note.same[0]; /* as exchange/op_header.h begins */
+    p->tag = message->tag;
+    p->sequence = message->sequence;
+    op_slot *slot = op_slots_find(group, message->tag, message->sequence);
+    if (slot)
+        store_note(slot, from, message->op_slot, &message->note);
+    else
+        store_early_note(group, message, from);
+}
+
+static void take_early_note(epic_group *group, op_slot *slot, int from)
+{
+    peer *p = &group->peers[from];
+    for (uint32_t i = 0; p->num_early && i < group->max_early; i++) {
+        early_note *e = &p->early[i];
+        if (!e->is_used || e->tag != slot->tag || e->sequence != slot->sequence) continue;
+        store_note(slot, from, e->op_slot, &e->note);
+        e->is_used = false;
+        p->num_early--;
+        return;
+    }
+}
+
+/* ------------------------------------------------------------------- claim to finish ---- */
+
+op_slot *op_slots_find_free(epic_group *group)
+{
+    for (int i = 0; i < group->num_slots; i++)
+        if (group->slots[i].state == SLOT_FREE) return &group->slots[i];
+    return NULL;
+}
+
+static void reset_slot(epic_group *group, op_slot *slot)
+{
+    for (int r = 0; r < group->num_ranks; r++) {
+        atomic_store_explicit(&slot->has_note[r], false, memory_order_relaxed);
+        slot->send_rings[r] = (staging_ring){
+            .num_started = (uint64_t)slot->num_flows}; /* halves take turns, too */
+        slot->receive_rings[r] = (staging_ring){0};
+        slot->statuses[r].is_pending = false;
+        slot->statuses[r].replied_ns = 0;
+    }
+    slot->per_segment = 0;
+    slot->num_misses = 0;
+    slot->waits_for_room = false;
+    slot->wait = (wait_state){.unchanged_since_ns = clock_ns()};
+}
+
+void mpi_announce(epic_group *group, int index, uint64_t tag, uint64_t sequence,
+                  const epic_note *note)
+{
+    op_slot *slot = &group->slots[index];
+    reset_slot(group, slot);
+    pthread_mutex_lock(group->mutex);
+    slot->tag = group->last_tag = tag;
+    slot->sequence = group->last_sequence = sequence;
+    group->last_operation = (uint32_t)note->same[0];
+    slot->announcement = (control_message){.kind = MESSAGE_NOTE,
+                                           .op_slot = index,
+                                           .tag = tag,
+                                           .sequence = sequence,
+                                           .note = *note};
+    slot->state = SLOT_OPEN;
+    for (int r = 0; r < group->num_ranks && !is_broken(group); r++) {
+        if (r == group->rank) continue;
+        take_early_note(group, slot, r);
+        control_send(group, &slot->announcement, r, request_of(slot, r, REQUEST_NOTE));
+    }
+    pthread_mutex_unlock(group->mutex);
+}

@@ -1,0 +1,176 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Where peers are.  A rank that waits in vain asks the peers that it waits for, and those that
+ * they wait for; who is itself in wait() answers.  So at its deadline it knows who is awake, and
+ * names only those who are not. */
+#include <string.h>
+
+#include "backend/mpi/group.h"
+
+#define MS 1000000ll
+#define PATIENCE_NS (50 * MS) /* quiet for so long before the first question */
+#define PACE_NS (10 * MS)     /* between two thoughts of asking */
+#define AGAIN_NS (100 * MS)   /* after an answer */
+#define SILENT_NS (5000 * MS) /* without one: what piles up at a stuck peer stays small */
+#define FRESH_NS (500 * MS)
+#define MOMENT_NS (100 * MS) /* between two calls of wait() it still counts as waiting */
+
+static send_buffer *find_free_buffer(epic_group *group)
+{
+    for (int i = 0; i < NUM_SEND_BUFFERS; i++) {
+        int sent = 0;
+        if (MPI_Test(&group->send_buffers[i].request, &sent, MPI_STATUS_IGNORE) != MPI_SUCCESS)
+            return NULL;
+        if (sent) return &group->send_buffers[i];
+    }
+    return NULL;
+}
+
+static bool is_fresh(const peer_status *s, int64_t now)
+{
+    return s->replied_ns && now - s->replied_ns <= FRESH_NS;
+}
+
+static void send_request(epic_group *group, op_slot *slot, int to, int64_t now)
+{
+    peer_status *s = &slot->statuses[to];
+    if (to == group->rank || liveness_is_gone(group, to) || is_broken(group)) return;
+    if (s->is_pending && now - s->requested_ns < SILENT_NS) return;
+    if (!s->is_pending && s->replied_ns && now - s->replied_ns < AGAIN_NS) return;
+    send_buffer *l = find_free_buffer(group);
+    if (!l) return;
+    s->is_pending = true;
+    s->requested_ns = now;
+    l->message = (control_message){.kind = MESSAGE_STATUS_REQUEST,
+                                   .op_slot = slot->index,
+                                   .tag = slot->tag,
+                                   .sequence = slot->sequence};
+    control_send(group, &l->message, to, &l->request);
+}
+
+/* Adds those that are waited for by those in `whom`, as far as answers tell. */
+static void add_indirect_waits(epic_group *group, const op_slot *slot, int64_t now,
+                               uint64_t *whom)
+{
+    uint64_t followed[RANK_WORDS] = {0};
+    for (int r = 0; r < group->num_ranks; r++) {
+        const peer_status *s = &slot->statuses[r];
+        if (!has_rank(whom, r) || has_rank(followed, r)) continue;
+        if (!is_fresh(s, now) || !s->status_report.waiting) continue;
+        followed[r / 64] |= 1ull << (r % 64);
+        for (int w = 0; w < RANK_WORDS; w++) whom[w] |= s->status_report.waits_for[w];
+        r = -1; /* a lower rank may have been added */
+    }
+}
+
+void peer_status_request(epic_group *group, op_slot *slot, int64_t now)
+{
+    if (now - slot->wait.unchanged_since_ns < PATIENCE_NS) return;
+    if (now - slot->wait.requested_ns < PACE_NS) return;
+    slot->wait.requested_ns = now;
+    uint64_t whom[RANK_WORDS];
+    memcpy(whom, slot->wait.waits_for, sizeof whom);
+    add_indirect_waits(group, slot, now, whom);
+    for (int r = 0; r < group->num_ranks; r++)
+        if (has_rank(whom, r)) send_request(group, slot, r, now);
+}
+
+static void add_wait(status_report *out, const wait_state *w, int64_t now)
+{
+    if (!w->now && now - w->last_ns > MOMENT_NS) return;
+    out->waiting = 1;
+    for (int i = 0; i < RANK_WORDS; i++) out->waits_for[i] |= w->waits_for[i];
+}
+
+/* In the exchange that is asked about, if this rank is there; else anywhere. */
+static status_report make_report(epic_group *group, uint64_t tag, uint64_t sequence)
+{
+    status_report out = {
+        .operation = group->last_operation,
+        .inside = op_slots_find(group, group->last_tag, group->last_sequence) != NULL,
+        .tag = group->last_tag,
+        .sequence = group->last_sequence};
+    const int64_t now = clock_ns();
+    const op_slot *here = op_slots_find(group, tag, sequence);
+    if (here) {
+        out.phase = here->wait.phase;
+        add_wait(&out, &here->wait, now);
+        return out;
+    }
+    add_wait(&out, &group->wait, now);
+    for (int i = 0; i < group->num_slots; i++)
+        if (group->slots[i].state == SLOT_OPEN) add_wait(&out, &group->slots[i].wait, now);
+    return out;
+}
+
+void peer_status_reply(epic_group *group, const control_message *question, int from)
+{
+    send_buffer *l = is_broken(group) ? NULL : find_free_buffer(group);
+    if (!l) return;
+    l->message = (control_message){.kind = MESSAGE_STATUS_REPLY,
+                                   .op_slot = question->op_slot,
+                                   .tag = question->tag,
+                                   .sequence = question->sequence,
+                                   .status_report =
+                                       make_report(group, question->tag, question->sequence)};
+    control_send(group, &l->message, from, &l->request);
+}
+
+void peer_status_store(epic_group *group, const control_message *reply, int from)
+{
+    op_slot *slot = op_slots_find(group, reply->tag, reply->sequence);
+    if (!slot || slot->index != reply->op_slot) return; /* that exchange is over */
+    peer_status *s = &slot->statuses[from];
+    s->is_pending = false;
+    s->replied_ns = clock_ns();
+    s->status_report = reply->status_report;
+}
+
+static bool has_come(epic_group *group, int from, const op_slot *slot, uint64_t tag,
+                     uint64_t sequence)
+{
+    const peer *p = &group->peers[from];
+    if (slot && atomic_load_explicit(&slot->has_note[from], memory_order_relaxed)) return true;
+    if (p->operation && p->tag == tag && p->sequence >= sequence) return true;
+    for (uint32_t i = 0; p->num_early && i < group->max_early; i++)
+        if (p->early[i].is_used && p->early[i].tag == tag && p->early[i].sequence >= sequence)
+            return true;
+    return false;
+}
+
+static void copy_note_status(epic_group *group, int from, epic_sight *out)
+{
+    const peer *p = &group->peers[from];
+    out->operation = p->operation;
+    out->tag = p->tag;
+    out->place = p->sequence;
+    out->inside = p->operation && op_slots_find(group, p->tag, p->sequence);
+}
+
+static void copy_report(const status_report *a, bool fresh, epic_sight *out)
+{
+    out->phase = a->phase;
+    if (!fresh) return;
+    out->waiting = a->waiting;
+    memcpy(out->waits_for, a->waits_for, sizeof out->waits_for);
+    out->operation = a->operation;
+    out->tag = a->tag;
+    out->place = a->sequence;
+    out->inside = a->inside;
+}
+
+void peer_status_read(epic_group *group, int from, uint64_t tag, uint64_t sequence,
+                      epic_sight *out)
+{
+    memset(out, 0, sizeof *out);
+    const int64_t now = clock_ns();
+    op_slot *slot = op_slots_find(group, tag, sequence);
+    out->came = has_come(group, from, slot, tag, sequence);
+    liveness_check(group, now);
+    out->closed = group->peers[from].closed;
+    out->gone = liveness_is_gone(group, from);
+    copy_note_status(group, from, out);
+    if (slot && slot->statuses[from].replied_ns)
+        copy_report(&slot->statuses[from].status_report, is_fresh(&slot->statuses[from], now),
+                    out);
+    if (slot && !out->gone) send_request(group, slot, from, now);
+}

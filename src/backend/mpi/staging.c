@@ -1,0 +1,185 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Rows.  A lane is two segments; one is filled (or read) while MPI moves the other.  Both sides
+ * know how many entries a flow has, so which entries a segment holds needs no words: all that
+ * fit, and the flow's last segment the rest.  A segment leaves when it is full, or last.  The
+ * receiver posts a segment only when it has room, and large sends wait for that: no credits.
+ *
+ * A flow that fills a small part of a segment begins further on in it each time.  The cache of who
+ * read the last one still has its lines, and to write such a line is to take it from there; what
+ * was read some flows ago has left that cache.
+ *
+ * A peer's cell is not used again before the peer has received all that it expects in it, so the
+ * cell's number as MPI tag is enough to tell exchanges apart; flows follow by MPI's own order. */
+#include "backend/mpi/group.h"
+
+#define ROUND_BYTES (256 * 1024) /* of all lanes of a cell: ranks may share a cache */
+
+/* There is no lane to everyone; what goes to all of them goes through the lane to each. */
+int64_t mpi_ring_bytes(const epic_group *group, bool everyone)
+{
+    (void)everyone;
+    return group->ring_bytes;
+}
+
+static unsigned char *segment_of(epic_group *group, const op_slot *slot, int peer,
+                                 bool receive_rings, uint64_t number)
+{
+    const int64_t other = peer - (peer > group->rank);
+    const int64_t at =
+        ((int64_t)slot->index * (group->num_ranks - 1) + other) * 2 + receive_rings;
+    return group->rings + at * group->ring_bytes +
+           (int64_t)(number % 2) * (group->ring_bytes / 2);
+}
+
+static unsigned char *sent_segment(epic_group *group, const op_slot *slot, int to,
+                                   uint64_t number)
+{
+    return segment_of(group, slot, to, false, number) + slot->send_rings[to].offset;
+}
+
+/* Where in its segment a flow begins. */
+static int64_t choose_offset(const epic_group *group, const op_slot *slot,
+                             const staging_ring *l)
+{
+    const int64_t bytes = l->num_entries * slot->stride, half = group->ring_bytes / 2;
+    const int64_t part = ROUND_BYTES / (group->num_ranks - 1);
+    const int64_t round = part < half ? part : half;
+    return bytes && bytes <= round ? slot->num_flows % (round / bytes) * bytes : 0;
+}
+
+static uint64_t num_segments(const op_slot *slot, int64_t entries)
+{
+    return (uint64_t)((entries + slot->per_segment - 1) / slot->per_segment);
+}
+
+static int segment_bytes(const op_slot *slot, const staging_ring *l, uint64_t number)
+{
+    const int64_t begin = (int64_t)(number - l->first) * slot->per_segment;
+    const int64_t left = l->num_entries - begin;
+    const int64_t count = left < slot->per_segment ? left : slot->per_segment;
+    return (int)((count - 1) * slot->stride + slot->entry_bytes);
+}
+
+/* Posts segments whose half of the lane has been dropped. */
+static void post_receives(epic_group *group, op_slot *slot, int from)
+{
+    staging_ring *l = &slot->receive_rings[from];
+    const uint64_t end = l->first + num_segments(slot, l->num_entries);
+    const uint64_t dropped = l->first + (uint64_t)(l->moved / slot->per_segment);
+    while (l->num_started < end && l->num_started < dropped + 2) {
+        const uint64_t number = l->num_started;
+        MPI_Request *request = request_of(slot, from, REQUEST_RECEIVE + (int)(number % 2));
+        if (*request != MPI_REQUEST_NULL) return;
+        const int code = MPI_Irecv(segment_of(group, slot, from, true, number),
+                                   segment_bytes(slot, l, number), MPI_BYTE, from,
+                                   FIRST_ROW_TAG + slot->index, group->comm, request);
+        if (code != MPI_SUCCESS) {
+            control_fail(group, code, "MPI_Irecv");
+            return;
+        }
+        l->num_started++;
+    }
+}
+
+void staging_receive_done(epic_group *group, op_slot *slot, int from)
+{
+    if (slot->per_segment && !is_broken(group)) post_receives(group, slot, from);
+}
+
+static void begin_flow(staging_ring *l, int64_t num_entries)
+{
+    l->num_entries = num_entries;
+    l->moved = 0;
+    l->first = l->num_started;
+}
+
+void mpi_shape(epic_group *group, int index, const epic_flow *flow)
+{
+    op_slot *slot = &group->slots[index];
+    pthread_mutex_lock(group->mutex);
+    slot->entry_bytes = flow->entry_bytes;
+    slot->stride = (flow->entry_bytes + 63) / 64 * 64;
+    slot->per_segment = group->ring_bytes / 2 / slot->stride;
+    for (int r = 0; r < group->num_ranks && !is_broken(group); r++) {
+        if (r == group->rank) continue;
+        begin_flow(&slot->send_rings[r], flow->sends[r]);
+        begin_flow(&slot->receive_rings[r], flow->receives[r]);
+        slot->send_rings[r].offset = choose_offset(group, slot, &slot->send_rings[r]);
+        post_receives(group, slot, r);
+    }
+    slot->num_flows++;
+    pthread_mutex_unlock(group->mutex);
+}
+
+void *staging_room(epic_group *group, op_slot *slot, int to, int64_t entry)
+{
+    const staging_ring *l = &slot->send_rings[to];
+    const uint64_t number = l->first + (uint64_t)(entry / slot->per_segment);
+    if (number >= l->num_started + 2 ||
+        *request_of(slot, to, REQUEST_SEND + (int)(number % 2)) != MPI_REQUEST_NULL) {
+        slot->waits_for_room = true;
+        return NULL;
+    }
+    return sent_segment(group, slot, to, number) + entry % slot->per_segment * slot->stride;
+}
+
+static void start_sends(epic_group *group, op_slot *slot, int to, uint64_t end)
+{
+    staging_ring *l = &slot->send_rings[to];
+    pthread_mutex_lock(group->mutex);
+    for (; l->num_started < end && !is_broken(group); l->num_started++) {
+        const uint64_t number = l->num_started;
+        const int code =
+            MPI_Isend(sent_segment(group, slot, to, number), segment_bytes(slot, l, number),
+                      MPI_BYTE, to, FIRST_ROW_TAG + slot->peer_slots[to], group->comm,
+                      request_of(slot, to, REQUEST_SEND + (int)(number % 2)));
+        if (code != MPI_SUCCESS) control_fail(group, code, "MPI_Isend");
+    }
+    pthread_mutex_unlock(group->mutex);
+}
+
+void mpi_send(epic_group *group, int index, int to, int64_t upto)
+{
+    op_slot *slot = &group->slots[index];
+    staging_ring *l = &slot->send_rings[to];
+    atomic_fetch_add_explicit(&group->bytes_sent,
+                              (uint64_t)((upto - l->moved) * slot->entry_bytes),
+                              memory_order_relaxed);
+    l->moved = upto;
+    const uint64_t end =
+        l->first + (upto == l->num_entries ? num_segments(slot, upto)
+                                           : (uint64_t)(upto / slot->per_segment));
+    if (l->num_started < end) start_sends(group, slot, to, end);
+}
+
+static bool has_arrived(op_slot *slot, int from, uint64_t number)
+{
+    return number < slot->receive_rings[from].num_started &&
+           *request_of(slot, from, REQUEST_RECEIVE + (int)(number % 2)) == MPI_REQUEST_NULL;
+}
+
+const void *staging_entry(epic_group *group, op_slot *slot, int from, int64_t entry)
+{
+    const staging_ring *l = &slot->receive_rings[from];
+    const uint64_t number = l->first + (uint64_t)(entry / slot->per_segment);
+    if (!has_arrived(slot, from, number)) return NULL;
+    return segment_of(group, slot, from, true, number) +
+           entry % slot->per_segment * slot->stride;
+}
+
+void mpi_drop(epic_group *group, int index, int from, int64_t upto)
+{
+    op_slot *slot = &group->slots[index];
+    staging_ring *l = &slot->receive_rings[from];
+    const int64_t before = l->moved / slot->per_segment;
+    l->moved = upto;
+    if (upto / slot->per_segment == before || is_broken(group)) return;
+    pthread_mutex_lock(group->mutex);
+    post_receives(group, slot, from);
+    pthread_mutex_unlock(group->mutex);
+}
+
+uint64_t mpi_bytes_sent(const epic_group *group)
+{
+    return atomic_load_explicit(&group->bytes_sent, memory_order_relaxed);
+}

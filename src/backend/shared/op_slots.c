@@ -1,0 +1,133 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Cells: one rank's part of one exchange, and finding the peers' parts. */
+#include <string.h>
+
+#include "backend/shared/shared.h"
+
+/* Have all peers let go of the exchange that the cell held last? */
+static bool is_released(const epic_group *g, const shared_exchange *x)
+{
+    const uint64_t version = load_relaxed(&x->slot->version);
+    for (int r = 0; r < g->num_ranks; r++)
+        if (r != g->rank && load_ordered(&x->slot->peers[r].done) != version) return false;
+    return true;
+}
+
+bool shared_slot_is_free(epic_group *g, const shared_exchange *x)
+{
+    return !load_ordered(&x->claimed) && is_released(g, x);
+}
+
+/* Tested again after it is ours: another thread may have used the cell in between.  Who slept at
+ * the door meanwhile may have missed it. */
+int shared_claim(epic_group *g)
+{
+    for (int i = 0; i < g->layout.num_slots; i++) {
+        shared_exchange *x = &g->exchanges[i];
+        if (!shared_slot_is_free(g, x) || swap_ordered(&x->claimed, true)) continue;
+        if (is_released(g, x)) return i;
+        store_ordered(&x->claimed, false);
+        shared_wake_free_slot(g, g->rank);
+    }
+    return -1;
+}
+
+static void raise_num_used_slots(shared_rank_state *head, uint32_t count)
+{
+    uint32_t used = load_relaxed(&head->num_used_slots);
+    while (used < count && !compare_swap(&head->num_used_slots, &used, count)) continue;
+}
+
+/* The release order of tag and place shows the odd version to whoever reads the new ones. */
+static void write_slot(epic_group *g, shared_exchange *x, const epic_note *note)
+{
+    shared_op_slot *slot = x->slot;
+    const uint64_t version = load_relaxed(&slot->version);
+    store_relaxed(&slot->version, version + 1);
+    store_release(&slot->tag, x->tag);
+    store_release(&slot->sequence, x->sequence);
+    store_release(&slot->operation, (uint32_t)note->same[0]); /* which operation, by contract */
+    store_release(&slot->finished, 0);
+    store_relaxed(&slot->futex, SLOT_FUTEX_IDLE);
+    store_relaxed(&slot->wait.heartbeat_ns, 0);
+    store_relaxed(&slot->wait.phase, 0);
+    store_relaxed(&slot->broadcast_sent, 0);
+    for (int r = 0; r < g->num_ranks; r++) {
+        shared_peer_counters *counters = &slot->peers[r];
+        store_relaxed(&counters->sent, 0);
+        store_relaxed(&counters->dropped, 0);
+        store_relaxed(&counters->broadcast_dropped, 0);
+    }
+    slot->note = *note;
+    store_ordered(&slot->version, version + 2);
+}
+
+void shared_announce(epic_group *g, int index, uint64_t tag, uint64_t sequence,
+                     const epic_note *note)
+{
+    shared_exchange *x = &g->exchanges[index];
+    shared_rank_state *head = shared_rank_state_of(g, g->rank);
+    x->tag = tag;
+    x->sequence = sequence;
+    x->broadcast_out = (ring_end){0};
+    x->slowest_peer = g->rank;
+    memset(x->links, 0, (size_t)g->num_ranks * sizeof *x->links);
+    raise_num_used_slots(head, (uint32_t)index + 1);
+    write_slot(g, x, note);
+    store_release(&head->last_slot, (uint32_t)index + 1);
+    for (int r = 0; r < g->num_ranks; r++)
+        if (r != g->rank && shared_match_peer(g, x, r)) shared_wake_slot(g, x->links[r].slot);
+}
+
+/* Other exchanges' cells may be rewritten while we look: what we read counts only if the
+ * version was the same before and after.  The cell of our own exchange stays. */
+static bool slot_holds(shared_op_slot *slot, uint64_t tag, uint64_t sequence)
+{
+    const uint64_t version = load_ordered(&slot->version);
+    if (version == 0 || version % 2) return false;
+    const bool same =
+        load_acquire(&slot->tag) == tag && load_acquire(&slot->sequence) == sequence;
+    return same && load_relaxed(&slot->version) == version;
+}
+
+shared_op_slot *shared_find_slot(const epic_group *g, int peer, uint64_t tag, uint64_t sequence,
+                                 int first, int *index)
+{
+    const int used = (int)load_ordered(&shared_rank_state_of(g, peer)->num_used_slots);
+    const int count = used < g->layout.num_slots ? used : g->layout.num_slots;
+    for (int i = 0; i < count; i++) {
+        *index = (first + i) % count;
+        shared_op_slot *slot = shared_op_slot_of(g, peer, *index);
+        if (slot_holds(slot, tag, sequence)) return slot;
+    }
+    return NULL;
+}
+
+bool shared_match_peer(epic_group *g, shared_exchange *x, int peer)
+{
+    peer_link *link = &x->links[peer];
+    if (!link->slot)
+        link->slot = shared_find_slot(g, peer, x->tag, x->sequence, x->index, &link->index);
+    return link->slot != NULL;
+}
+
+const epic_note *shared_note(epic_group *g, int index, int peer)
+{
+    shared_exchange *x = &g->exchanges[index];
+    if (peer == g->rank) return &x->slot->note;
+    return shared_match_peer(g, x, peer) ? &x->links[peer].slot->note : NULL;
+}
+
+void shared_finish(epic_group *g, int index)
+{
+    shared_exchange *x = &g->exchanges[index];
+    store_release(&x->slot->finished, 1);
+    for (int r = 0; r < g->num_ranks; r++) {
+        shared_op_slot *peer_slot = x->links[r].slot;
+        if (!peer_slot) continue; /* ourselves, or the group is broken */
+        store_ordered(&peer_slot->peers[g->rank].done, load_relaxed(&peer_slot->version));
+        shared_wake_free_slot(g, r);
+    }
+    store_ordered(&x->claimed, false);
+    shared_wake_free_slot(g, g->rank);
+}

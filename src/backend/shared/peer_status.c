@@ -1,0 +1,72 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Where a peer was last seen. */
+#include <string.h>
+
+#include "backend/shared/shared.h"
+#include "base/clock.h"
+
+#define GRACE_NS 100000000
+
+/* Waiting ranks show a sign of life every slice; the rest is for a busy machine. */
+static bool is_fresh(const epic_group *g, const shared_wait *wait)
+{
+    const int64_t heartbeat = load_acquire(&wait->heartbeat_ns), now = clock_ns();
+    const int64_t slices = g->slice_ns * 5 / 2, limit = slices > GRACE_NS ? slices : GRACE_NS;
+    return heartbeat && (now < heartbeat || now - heartbeat < limit);
+}
+
+static void add_wait(const epic_group *g, const shared_wait *wait, epic_sight *out)
+{
+    if (!is_fresh(g, wait)) return;
+    out->waiting = true;
+    for (int w = 0; w < (g->num_ranks + 63) / 64; w++)
+        out->waits_for[w] |= load_relaxed(&wait->waits_for[w]);
+}
+
+/* All that the peer waits for, in whatever operation. */
+static void add_all_waits(const epic_group *g, int peer, epic_sight *out)
+{
+    const shared_rank_state *head = shared_rank_state_of(g, peer);
+    const int used = (int)load_ordered(&head->num_used_slots);
+    for (int i = 0; i < used && i < g->layout.num_slots; i++) {
+        const shared_op_slot *slot = shared_op_slot_of(g, peer, i);
+        if (!load_acquire(&slot->finished)) add_wait(g, &slot->wait, out);
+    }
+    if (load_acquire(&head->num_sleepers)) add_wait(g, &head->wait, out);
+}
+
+/* The last announcement.  Its cell may be rewritten meanwhile, by a newer one. */
+static void add_last_operation(const epic_group *g, int peer, epic_sight *out)
+{
+    for (int attempt = 0; attempt < 100; attempt++) {
+        const uint32_t last = load_acquire(&shared_rank_state_of(g, peer)->last_slot);
+        if (last == 0 || last > (uint32_t)g->layout.num_slots) return;
+        const shared_op_slot *slot = shared_op_slot_of(g, peer, (int)last - 1);
+        const uint64_t version = load_acquire(&slot->version);
+        out->tag = load_acquire(&slot->tag);
+        out->place = load_acquire(&slot->sequence);
+        out->operation = load_acquire(&slot->operation);
+        out->inside = !load_acquire(&slot->finished);
+        if (version % 2 == 0 && load_relaxed(&slot->version) == version) return;
+    }
+}
+
+void shared_look_at_peer(epic_group *g, int peer, uint64_t tag, uint64_t sequence,
+                         epic_sight *out)
+{
+    memset(out, 0, sizeof *out);
+    /* A peer says that it closes first and ends then.  Asked in the other order, one that does both
+     * between the two questions would be gone without having closed: a process that died. */
+    out->gone = shared_is_gone(g, peer);
+    out->closed = load_acquire(&shared_rank_state_of(g, peer)->closed);
+    out->gone |= out->closed;
+    add_last_operation(g, peer, out);
+    int index;
+    const shared_op_slot *slot = shared_find_slot(g, peer, tag, sequence, 0, &index);
+    out->came = slot || (out->operation && out->tag == tag && out->place >= sequence);
+    if (slot) out->phase = load_acquire(&slot->wait.phase);
+    if (slot && !load_acquire(&slot->finished))
+        add_wait(g, &slot->wait, out);
+    else
+        add_all_waits(g, peer, out);
+}

@@ -1,0 +1,157 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Lanes: rows flow through bounded rings.
+ *
+ * The writer stores `sent` after the bytes of the entries, the reader loads it before them; the
+ * reader stores `dropped` after its last look at an entry, the writer loads it before it writes
+ * there again. */
+#include "backend/shared/shared.h"
+#include "rules/invariant.h"
+
+int64_t shared_lane_bytes(const epic_group *g, bool everyone)
+{
+    return everyone ? g->layout.broadcast_ring_bytes : g->layout.peer_ring_bytes;
+}
+
+static void next_flow(ring_end *end, int64_t entries, char *ring)
+{
+    end->base = end->next;
+    end->next += entries;
+    end->ring = ring;
+}
+
+static void shape_broadcast(epic_group *g, shared_exchange *x, const epic_flow *flow)
+{
+    int64_t sends = 0;
+    for (int r = 0; r < g->num_ranks; r++) {
+        if (r == g->rank) continue;
+        peer_link *link = &x->links[r];
+        sends = flow->sends[r]; /* all equal */
+        next_flow(&link->broadcast_in, flow->receives[r],
+                  shared_broadcast_ring(g, r, link->index));
+    }
+    next_flow(&x->broadcast_out, sends, shared_broadcast_ring(g, g->rank, x->index));
+}
+
+static void shape_peer_rings(epic_group *g, shared_exchange *x, const epic_flow *flow)
+{
+    for (int r = 0; r < g->num_ranks; r++) {
+        if (r == g->rank) continue;
+        peer_link *link = &x->links[r];
+        next_flow(&link->in, flow->receives[r], shared_peer_ring(g, r, link->index, g->rank));
+        next_flow(&link->out, flow->sends[r], shared_peer_ring(g, g->rank, x->index, r));
+        link->sent = 0;
+    }
+}
+
+void shared_shape(epic_group *g, int index, const epic_flow *flow)
+{
+    shared_exchange *x = &g->exchanges[index];
+    x->everyone = flow->everyone;
+    x->entry_bytes = flow->entry_bytes;
+    x->stride = flow->entry_bytes > 0 ? (flow->entry_bytes + 63) / 64 * 64 : 64;
+    x->depth = shared_lane_bytes(g, flow->everyone) / x->stride;
+    x->broadcast_sent = 0;
+    if (flow->everyone)
+        shape_broadcast(g, x, flow);
+    else
+        shape_peer_rings(g, x, flow);
+}
+
+/* The first entry of a flow waits until the flow before has left the ring: its entries may have
+ * had another size. */
+static bool has_room(const shared_exchange *x, const ring_end *end, int64_t index)
+{
+    return end->seen_count >= end->base && end->base + index - end->seen_count < x->depth;
+}
+
+/* How far the slowest peer is.  As long as one peer is known to keep the lane full, the others
+ * need not be asked. */
+static int64_t least_dropped(epic_group *g, shared_exchange *x, int64_t index)
+{
+    ring_end slow = x->broadcast_out;
+    if (x->slowest_peer != g->rank) {
+        slow.seen_count = load_ordered(&x->slot->peers[x->slowest_peer].broadcast_dropped);
+        if (!has_room(x, &slow, index)) return slow.seen_count;
+    }
+    int64_t least = INT64_MAX;
+    for (int r = 0; r < g->num_ranks; r++) {
+        if (r == g->rank) continue;
+        const int64_t dropped = load_ordered(&x->slot->peers[r].broadcast_dropped);
+        if (dropped >= least) continue;
+        least = dropped;
+        x->slowest_peer = r;
+    }
+    return least;
+}
+
+void *shared_room(epic_group *g, int index, int to, int64_t entry)
+{
+    shared_exchange *x = &g->exchanges[index];
+    ring_end *end = to == EVERYONE ? &x->broadcast_out : &x->links[to].out;
+    if (!has_room(x, end, entry)) {
+        end->seen_count = to == EVERYONE ? least_dropped(g, x, entry)
+                                         : load_ordered(&x->slot->peers[to].dropped);
+        if (!has_room(x, end, entry)) return NULL;
+    }
+    return end->ring + entry % x->depth * x->stride;
+}
+
+static void count_bytes(epic_group *g, const shared_exchange *x, int64_t *sent, int64_t upto)
+{
+    add_relaxed(&g->bytes_sent, (uint64_t)((upto - *sent) * x->entry_bytes));
+    *sent = upto;
+}
+
+static void send_broadcast(epic_group *g, shared_exchange *x, int64_t upto)
+{
+    if (upto <= x->broadcast_sent) return;
+    INVARIANT(x->broadcast_out.base + upto <= x->broadcast_out.seen_count + x->depth);
+    INVARIANT(x->broadcast_out.base + upto <= x->broadcast_out.next);
+    count_bytes(g, x, &x->broadcast_sent, upto);
+    store_ordered(&x->slot->broadcast_sent, x->broadcast_out.base + upto);
+    for (int r = 0; r < g->num_ranks; r++)
+        if (r != g->rank) shared_wake_slot(g, x->links[r].slot);
+}
+
+void shared_send(epic_group *g, int index, int to, int64_t upto)
+{
+    shared_exchange *x = &g->exchanges[index];
+    if (to == EVERYONE) {
+        send_broadcast(g, x, upto);
+        return;
+    }
+    peer_link *link = &x->links[to];
+    if (upto <= link->sent) return;
+    INVARIANT(link->out.base + upto <= link->out.seen_count + x->depth);
+    INVARIANT(link->out.base + upto <= link->out.next);
+    count_bytes(g, x, &link->sent, upto);
+    store_ordered(&x->slot->peers[to].sent, link->out.base + upto);
+    shared_wake_slot(g, link->slot);
+}
+
+const void *shared_entry(epic_group *g, int index, int from, int64_t entry)
+{
+    shared_exchange *x = &g->exchanges[index];
+    peer_link *link = &x->links[from];
+    ring_end *end = x->everyone ? &link->broadcast_in : &link->in;
+    if (end->base + entry >= end->seen_count) {
+        end->seen_count = x->everyone ? load_ordered(&link->slot->broadcast_sent)
+                                      : load_ordered(&link->slot->peers[g->rank].sent);
+        if (end->base + entry >= end->seen_count) return NULL;
+    }
+    return end->ring + entry % x->depth * x->stride;
+}
+
+void shared_drop(epic_group *g, int index, int from, int64_t upto)
+{
+    shared_exchange *x = &g->exchanges[index];
+    peer_link *link = &x->links[from];
+    shared_peer_counters *counters = &link->slot->peers[g->rank];
+    const ring_end *end = x->everyone ? &link->broadcast_in : &link->in;
+    INVARIANT(end->base + upto <= end->next); /* also past what has come, which nobody wants */
+    if (x->everyone)
+        store_ordered(&counters->broadcast_dropped, end->base + upto);
+    else
+        store_ordered(&counters->dropped, end->base + upto);
+    shared_wake_slot(g, link->slot);
+}
