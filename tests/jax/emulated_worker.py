@@ -70,7 +70,7 @@ def take_cpus_for_gpus(backend: str) -> None:
     layers: Any = importlib.import_module("epic.jax.moe")  # the package has a function so named
     opening: Any = groups
     opening.choose_backend = lambda *_: backend
-    layers.memory_of = lambda query, _: call.memory_of(query, None)
+    layers.memory_specs = lambda query, _: call.memory_specs(query, None)
 
 
 def main(backend: str, rank: int, port: int) -> None:

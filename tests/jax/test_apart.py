@@ -139,7 +139,7 @@ def test_checkpoint_and_vmap_of_kept_calls() -> None:
     layer = epic.jax.Layer(8, 2)
     sizes: dict[str, Any] = {"max_tokens": 16, "max_row_bytes": 64}
     with epic.jax.open(ranks=[0, 1], num_ranks=2, name="two", **sizes) as group:
-        assert call.is_apart(group)
+        assert call.has_own_programs(group)
         ids = jnp.asarray(np.arange(12).reshape(6, 2) % 8, jnp.int32)
         x = jnp.asarray(np.random.default_rng(0).integers(-4, 5, (6, 16)), jnp.float32)
 

@@ -170,7 +170,9 @@ def make_cases(group: Any, mesh: Any, meshed: Any) -> dict[str, Case]:
         "sum_replicas": Case(
             epic.jax.sum_replicas, {"x": real(E, 5)}, ("x",), ("x",), plan=replicas
         ),
-        "tied": Case(epic.jax.tied, {"weight": real(E, 5)}, (), ("weight",), plan=replicas),
+        "sum_replica_grads": Case(
+            epic.jax.sum_replica_grads, {"weight": real(E, 5)}, (), ("weight",), plan=replicas
+        ),
         "experts": Case(
             of_weights(epic.jax.experts, epic.jax.ExpertWeights),
             {"rows": real(SLOTS, H), "expert_rows": counts, "expert_tokens": counts,
@@ -240,7 +242,7 @@ def wrong_values(case: Case, name: str) -> Iterator[Any]:
 NAMES = (
     "route,balance_loss,balance_loss by sequence,z_loss,bias_update,plan,plan_dispatch,dispatch,"
     "dispatch rounded,dispatch_flat,dispatch_quantized,dispatch_quantized with scales,dequantize,"
-    "combine,sum,sum_replicas,tied,experts,moe,sharded.moe,sharded.plan_dispatch,sharded.combine"
+    "combine,sum,sum_replicas,sum_replica_grads,experts,moe,sharded.moe,sharded.plan_dispatch,sharded.combine"
 ).split(",")
 
 

@@ -20,7 +20,7 @@ import epic.jax
 import layers
 import reference
 from conftest import make_mesh
-from epic.jax.meshes import by_rank
+from epic.jax.meshes import devices_by_rank
 from reference import relative, slots_of
 from steps import ALIGN, ALL, EXPERTS, HIDDEN, LAYER, TOKENS, TOP_K, choices, mapped, numbers
 
@@ -176,10 +176,10 @@ def test_groups_of_a_mesh() -> None:
             self.devices, self.axis_names = devices, names
 
     grid: Any = Fake(np.arange(8).reshape(4, 2), ("ep", "tp"))
-    assert by_rank(grid, ("ep",)) == ([[0, 2, 4, 6], [1, 3, 5, 7]], 4)
+    assert devices_by_rank(grid, ("ep",)) == ([[0, 2, 4, 6], [1, 3, 5, 7]], 4)
     grid = Fake(np.arange(8).reshape(2, 2, 2), ("dp", "ep", "tp"))
-    assert by_rank(grid, ("ep",)) == ([[0, 2], [1, 3], [4, 6], [5, 7]], 2)
-    assert by_rank(grid, ("dp", "ep")) == ([[0, 2, 4, 6], [1, 3, 5, 7]], 4)
+    assert devices_by_rank(grid, ("ep",)) == ([[0, 2], [1, 3], [4, 6], [5, 7]], 2)
+    assert devices_by_rank(grid, ("dp", "ep")) == ([[0, 2, 4, 6], [1, 3, 5, 7]], 4)
 
 
 # ------------------------------------------------------------------------------ layer ----

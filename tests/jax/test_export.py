@@ -38,7 +38,7 @@ def test_weights_and_results_of_a_layer(opened: Any) -> None:
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     x, weights = jax.device_put((x, weights), sharding)
     wanted, got = jax.jit(layer)(x, weights), travel(layer, x, weights).call(x, weights)
-    assert isinstance(got, epic.jax.MoeOut) and got.record.way == wanted.record.way
+    assert isinstance(got, epic.jax.MoeOut) and got.record.spec == wanted.record.spec
     assert np.array_equal(got.out, wanted.out) and np.array_equal(got.load, wanted.load)
     ledgers = [epic.jax.read_plan(out.record) for out in (got, wanted)]
     assert [one.kept for one in ledgers[0]] == [one.kept for one in ledgers[1]]
@@ -57,7 +57,7 @@ def test_plans_and_weights_of_experts(opened: Any) -> None:
     ids = jnp.asarray(np.arange(12).reshape(6, 2) % 8, jnp.int32)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(6, 16)), jnp.float32)
     plan = travel(lambda i: epic.jax.plan(group, LAYER, i), ids).call(ids)
-    assert isinstance(plan, epic.jax.Plan) and plan.way == epic.jax.plan(group, LAYER, ids).way
+    assert isinstance(plan, epic.jax.Plan) and plan.spec == epic.jax.plan(group, LAYER, ids).spec
 
     def there_and_back(plan: Any, x: Any) -> Any:
         return epic.jax.combine(plan, epic.jax.dispatch(plan, x)[0])
@@ -82,4 +82,4 @@ def test_every_type_is_known() -> None:
     tuples = [kind for kind in tuples if hasattr(kind, "_fields")]
     assert set(tuples) == set(export_types.TUPLES)
     with pytest.raises(ValueError, match="Duplicate serialization"):
-        export_types.register()
+        export_types.register_types()

@@ -160,7 +160,7 @@ def refusal(seen: Seen, operands: list[Any], results: list[Any]) -> str:
 
 def test_every_array_of_every_handler(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused before anything is read or written, by the dtype and by the number of elements."""
-    monkeypatch.setattr(call, "must_stay", lambda *_: False)
+    monkeypatch.setattr(call, "must_keep_call", lambda *_: False)
     seen = watch(monkeypatch, make_programs(opened(None)))
     wanted = {f"epic_{name}" for name in library.COLLECTIVES + library.LOCAL} - {"epic_keep"}
     assert {one.target for one in seen} == wanted

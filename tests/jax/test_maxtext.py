@@ -21,7 +21,7 @@ from flax import nnx
 
 import epic.jax.linen
 import epic.jax.nnx
-from epic.jax.block import Biases, laid, parameters, place
+from epic.jax.block import Biases, constrain_sharding, make_parameters, parameter_sharding
 
 pytestmark = pytest.mark.thorough
 
@@ -96,7 +96,7 @@ class DenseBlock(nn.Module):
     @nn.compact
     def __call__(self, x: Any) -> tuple[Any, Any]:
         """As MoEBlock."""
-        wishes = parameters(self.group, OPTIONS, Biases())
+        wishes = make_parameters(self.group, OPTIONS, Biases())
         w: dict[str, Any] = {
             n: self.param(n, nn.with_logical_partitioning(p.init, p.names), p.shape)
             for n, p in wishes.items()
@@ -200,7 +200,7 @@ def test_a_decoder_trains(shape: tuple[int, ...]) -> None:
         key = jax.random.key(0)
         logical = nn.get_partition_spec(jax.eval_shape(model.init, key, TEXT[:, :-1]))
         places = jax.tree.map(
-            lambda names: place(mesh, names, RULES),
+            lambda names: parameter_sharding(mesh, names, RULES),
             logical,
             is_leaf=lambda x: isinstance(x, P),
         )
@@ -219,7 +219,7 @@ class DenseNnx(nnx.Module):
     """Of the same parameters."""
 
     def __init__(self, group: Any, rngs: nnx.Rngs) -> None:
-        for name, wish in parameters(group, OPTIONS, Biases()).items():
+        for name, wish in make_parameters(group, OPTIONS, Biases()).items():
             setattr(self, name, nnx.Param(wish.init(rngs.params(), wish.shape)))
 
     def __call__(self, x: Any) -> tuple[Any, Any]:
@@ -298,7 +298,7 @@ def test_an_nnx_decoder_trains() -> None:
             return epic.jax.nnx.MoEBlock(mesh, group, OPTIONS, rngs=rngs, **WHERE)
 
         def param(value: Any, names: Any) -> Any:
-            return nnx.Param(laid(value, place(mesh, names, RULES)))
+            return nnx.Param(constrain_sharding(value, parameter_sharding(mesh, names, RULES)))
 
         with nnx.logical_axis_rules(RULES):
             model = nnx.jit(lambda: NnxDecoder(sparse, param, nnx.Rngs(0)))()

@@ -300,7 +300,7 @@ def test_texts_of_many_devices() -> None:
 
     def text(order: Any) -> str:
         rows = tuple(tuple(row) for row in np.asarray(order).reshape(-1, 8).tolist())
-        return meshes.text(rows, 8)
+        return meshes.describe_devices(rows, 8)
 
     first, second = np.arange(4096), np.arange(4096)
     second[[4000, 4001]] = 4001, 4000

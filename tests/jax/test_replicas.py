@@ -13,7 +13,7 @@ import pytest
 import epic.jax
 import layers
 from conftest import make_mesh
-from epic.jax.placement import OF_EXPERTS
+from epic.jax.placement import EXPERT_WEIGHTS
 from steps import choices, mapped, numbers
 
 # Which of the eight logical experts each of ten or twelve is a copy of.
@@ -28,7 +28,9 @@ def replicated(case: dict[str, Any], table: np.ndarray) -> tuple[Any, dict[str, 
     wish = layers.options(case, 3)  # which leaves the number of a rank's experts open
     layer = replace(wish.layer, num_experts=len(table), num_logical=layers.EXPERTS)
     w = layers.weights(case)
-    return replace(wish, layer=layer), {n: v[table] if n in OF_EXPERTS else v for n, v in w.items()}
+    return replace(wish, layer=layer), {
+        n: v[table] if n in EXPERT_WEIGHTS else v for n, v in w.items()
+    }
 
 
 RUNS = {
@@ -64,7 +66,7 @@ def test_layer(
     run = jax.jit(jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True))
     (_, moe), (d_x, d_w) = run(x, w)
     out, loss, true_x, true_w = layers.true_step(case, 1 if "loss_axes" in more else 4 // ep)
-    true_w = {n: d[table] if n in OF_EXPERTS else d for n, d in true_w.items()}
+    true_w = {n: d[table] if n in EXPERT_WEIGHTS else d for n, d in true_w.items()}
     layers.compare((moe.out, moe.loss, d_x, d_w), (out, loss, true_x, true_w))
     for logical in range(layers.EXPERTS):
         same = np.asarray(d_w["w_down"])[table == logical]
@@ -77,8 +79,8 @@ def test_layer(
 
 
 def test_steps(mesh: Any, opened: Any) -> None:
-    """Any experts of your own: `tied` adds gradients, sum_replicas what was kept for later; copies
-    may be anywhere."""
+    """Experts of the caller: sum_replica_grads adds their gradients, sum_replicas any kept sums.
+    The replicas may be on any ranks."""
     group = opened(mesh)
     ep = group.num_ranks
     owners = np.array([0, 1, 2, 3, 3, 2, 1, 0, 0, 1, 2, 3], np.int32) % ep
@@ -95,7 +97,7 @@ def test_steps(mesh: Any, opened: Any) -> None:
             rows = jnp.repeat(use(plan, w), sizes, total_repeat_length=recv.shape[0])
             return epic.jax.combine(plan, recv * rows[:, None]), plan
 
-        out, pull, plan = jax.vjp(lambda w: out_of(w, epic.jax.tied), w, has_aux=True)
+        out, pull, plan = jax.vjp(lambda w: out_of(w, epic.jax.sum_replica_grads), w, has_aux=True)
         plain = jax.vjp(lambda w: out_of(w, lambda _, w: w)[0], w)[1]
         later = epic.jax.sum_replicas(plan, plain(x)[0])
         return out, pull(x)[0], later, plan.logical_load, plan.load
@@ -192,4 +194,4 @@ def test_what_cannot_be(opened: Any) -> None:
     with pytest.raises(epic.jax.EpicArgumentError, match=r"\[local experts 12, ...\]"):
         epic.jax.sum_replicas(plan, x)
     with jax.enable_x64(True), pytest.raises(epic.jax.EpicUnsupportedError, match="float64"):
-        epic.jax.tied(plan, jnp.zeros((12, 2), jnp.float64))
+        epic.jax.sum_replica_grads(plan, jnp.zeros((12, 2), jnp.float64))

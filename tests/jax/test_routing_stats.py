@@ -87,7 +87,7 @@ def test_plans_that_cannot_be_read(opened: Any) -> None:
     with pytest.raises(epic.jax.EpicArgumentError, match="traced"):
         jax.jit(lambda i: epic.jax.read_plan(epic.jax.plan(group, layer, i)))(choices(3)[:6])
     with pytest.raises(epic.jax.EpicArgumentError):
-        routing_stats.read(np.zeros(4096, np.uint8), TOP_K)
+        routing_stats.read_record(np.zeros(4096, np.uint8), TOP_K)
 
 
 @pytest.mark.parametrize("gemm", [None, jax.lax.ragged_dot], ids=["core", "composed"])
@@ -129,7 +129,7 @@ def test_a_layer_has_memory_for_distinct_choices(opened: Any) -> None:
     none: dict[str, Any] = {}
     for more, slots in ((none, whole // 4), (table, whole)):
         out = epic.jax.sharded.moe(mesh, group, options, x, epic.jax.MoeWeights(**w), **more)
-        assert out.record.way.capacity == slots
+        assert out.record.spec.capacity == slots
         assert int(out.load.sum()) == 4 * layers.BATCH * layers.LENGTH
 
 

@@ -59,7 +59,7 @@ def test_in_a_shard_map(experts: int, ep: int, form: str, opened: Any) -> None:
     weights = epic.jax.MoeWeights(**layers.weights(case))
     specs = jax.tree.map(lambda _: P(), weights)
     if form == "own":
-        weights = placement.padded(group, wish.layer, weights)
+        weights = placement.pad_weights(group, wish.layer, weights)
         specs = epic.jax.sharded.weight_specs(group, weights)
         assert specs.w_gate_up[0] == "ep"
     assert weights.w_gate_up.shape[0] == (experts if form == "whole" else ep * -(-experts // ep))
@@ -78,7 +78,7 @@ def test_in_a_shard_map(experts: int, ep: int, form: str, opened: Any) -> None:
     (_, (out, loss)), (d_x, d_w) = run(x, weights)
     gradients = {n: d for n, d in d_w._asdict().items() if d is not None}
     if form == "own":
-        rows = placement.rows(group, wish.layer).reshape(-1)
+        rows = placement.experts_of_ranks(group, wish.layer).reshape(-1)
         for name in ("w_gate_up", "w_down"):
             assert not np.any(np.asarray(gradients[name])[rows == experts]), "padding has none"
             gradients[name] = np.asarray(gradients[name])[rows < experts]
@@ -105,7 +105,7 @@ def test_the_steps(experts: int, ep: int, opened: Any) -> None:
     sent = ids.reshape(4 // ep, -1)
     for g, row in enumerate(per_group):
         wanted = np.append(np.bincount(sent[g], minlength=experts), 0)
-        assert row.tolist() == wanted[placement.rows(group, layer)].tolist()
+        assert row.tolist() == wanted[placement.experts_of_ranks(group, layer)].tolist()
 
 
 def test_blocks_are_as_even_as_they_can_be() -> None:
@@ -114,7 +114,10 @@ def test_blocks_are_as_even_as_they_can_be() -> None:
         for ranks in range(1, 9):
             group = epic.jax.Group("g", ("ep",), ranks, 1, 1)
             layer = epic.jax.Layer(experts, 1)
-            owner, rows = placement.owners(group, layer), placement.rows(group, layer)
+            owner, rows = (
+                placement.default_owners(group, layer),
+                placement.experts_of_ranks(group, layer),
+            )
             assert np.all(np.diff(owner) >= 0)
             load = np.bincount(owner, minlength=ranks)
             assert load.max() - load.min() <= 1 and load.max() == rows.shape[1]

@@ -360,7 +360,7 @@ def case_layers() -> None:
 def case_experts() -> None:
     """Dispatch, JAX's grouped GEMM and combine, with all gradients, against float64."""
     from epic.jax import gemm
-    from epic.jax.composed import mlp as experts_of
+    from epic.jax.composed import apply_experts as experts_of
 
     count, hidden, inner, most = len(gpus()), 256, 128, 1e-5
     rows = count * 24

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import cases
 import epic.jax
-from epic.jax.placement import OF_EXPERTS
+from epic.jax.placement import EXPERT_WEIGHTS
 from reference import mlp, mlp_backward, relative
 
 ROUNDED = 0.25  # of cases' weights, which are for rows of 16
@@ -116,7 +116,7 @@ def arguments(mesh: Any, case: Case) -> tuple[Any, ...]:
     x, ct = cases.arrays()
     w = cases.weights(case.case)
     if case.table is not None:
-        w = {n: v[case.table] if n in OF_EXPERTS else v for n, v in w.items()}
+        w = {n: v[case.table] if n in EXPERT_WEIGHTS else v for n, v in w.items()}
     typed = {n: v if n in EXACT else np.asarray(jnp.asarray(v, case.dtype)) for n, v in w.items()}
     x, ct = (put(mesh, np.asarray(jnp.asarray(v, case.dtype))) for v in (x, ct))
     return x, {n: put(mesh, v, P()) for n, v in typed.items()}, ct
@@ -142,7 +142,7 @@ def errors(case: Case, got: Any, groups: int) -> dict[str, float]:
     """Relative, of each array."""
     out, loss, d_x, d_w = cases.true_step(case.case, groups)
     if case.table is not None:
-        d_w = {n: d[case.table] if n in OF_EXPERTS else d for n, d in d_w.items()}
+        d_w = {n: d[case.table] if n in EXPERT_WEIGHTS else d for n, d in d_w.items()}
     found = {"out": relative(got[0], out), "d_x": relative(got[2], d_x)}
     found["loss"] = abs(float(got[1]) - loss) / max(abs(loss), 1e-3)
     return found | {n: relative(got[3][n], d) for n, d in d_w.items()}

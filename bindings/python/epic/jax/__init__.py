@@ -21,7 +21,7 @@ from epic.jax.groups import Group, check, close, open
 from epic.jax.layer_args import MoeOut, MoeWeights
 from epic.jax.library import TARGETS
 from epic.jax.moe import moe
-from epic.jax.replicas import sum_replicas, tied
+from epic.jax.replicas import sum_replica_grads, sum_replicas
 from epic.jax.router import balance_loss, bias_update, route, z_loss
 from epic.jax.routing_stats import RoutingStats, read_plan
 from epic.jax.steps import Plan, combine, plan, sum
@@ -62,13 +62,13 @@ __all__ = [
     "route",
     "sharded",
     "sum",
+    "sum_replica_grads",
     "sum_replicas",
-    "tied",
     "z_loss",
 ]
 
 
-export_types.register()
+export_types.register_types()
 
 with contextlib.suppress(ImportError):  # without the libraries: said when they are used
     _native.warn_without_blas()

@@ -20,20 +20,20 @@ from epic.jax.groups import Group
 from epic.jax.layer_args import MoeOut, MoeWeights
 from epic.options import Moe, word
 
-Initialiser = Callable[..., Any]
+Initializer = Callable[..., Any]
 Names = tuple[str | None, ...]
 AxisNames = Mapping[str, Names]
 Rules = Sequence[tuple[str, Any]]
 
 # Variance 1 / fan-in, for each expert by itself.
-KERNEL: Initialiser = jax.nn.initializers.variance_scaling(
+KERNEL: Initializer = jax.nn.initializers.variance_scaling(
     1.0, "fan_in", "truncated_normal", in_axis=-2, out_axis=-1, batch_axis=(0,)
 )
-GATE: Initialiser = jax.nn.initializers.lecun_normal()
-ZEROS: Initialiser = jax.nn.initializers.zeros
+GATE: Initializer = jax.nn.initializers.lecun_normal()
+ZEROS: Initializer = jax.nn.initializers.zeros
 
 
-def of_replicas(init: Initialiser, logical_of_expert: tuple[int, ...] | None) -> Initialiser:
+def init_replicas(init: Initializer, logical_of_expert: tuple[int, ...] | None) -> Initializer:
     """Experts that are copies of each other begin alike."""
     if logical_of_expert is None:
         return init
@@ -51,7 +51,7 @@ class Parameter:
 
     shape: tuple[int, ...]
     names: Names
-    init: Initialiser
+    init: Initializer
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def logical_rules(
     return (("exp", group.axes), ("embed_moe", fsdp_axes or None), ("mlp_moe", inner))
 
 
-def place(mesh: Mesh, names: Names, rules: Rules) -> NamedSharding:
+def parameter_sharding(mesh: Mesh, names: Names, rules: Rules) -> NamedSharding:
     """Of a parameter, by the first rule for each name, as MaxText reads its rules: an axis that an
     earlier dimension has falls out, and so does one that the mesh has not."""
     known: dict[str, Any] = {axis: axis for axis in mesh.axis_names} | dict(reversed(rules))
@@ -114,14 +114,14 @@ def place(mesh: Mesh, names: Names, rules: Rules) -> NamedSharding:
     return NamedSharding(mesh, P(*parts))
 
 
-def laid(value: Any, where: NamedSharding) -> Any:
+def constrain_sharding(value: Any, where: NamedSharding) -> Any:
     """The value there, in and outside of jit, on axes of either kind."""
     if getattr(where.mesh, "are_all_axes_explicit", False):
         return jax.sharding.reshard(value, where)
     return jax.lax.with_sharding_constraint(value, where)
 
 
-def names_of(parameter: str, rank: int, given: AxisNames | None) -> Names:
+def axis_names_of(parameter: str, rank: int, given: AxisNames | None) -> Names:
     """A parameter's logical axes: the caller's, or MaxText's."""
     names = tuple((given or {}).get(parameter, AXIS_NAMES[parameter]))
     if len(names) != rank:
@@ -129,23 +129,23 @@ def names_of(parameter: str, rank: int, given: AxisNames | None) -> Names:
     return names
 
 
-def check_names(given: AxisNames | None) -> None:
+def check_axis_names(given: AxisNames | None) -> None:
     """Each must be a parameter's."""
     for name in given or {}:
         word("axis_names", name, AXIS_NAMES)
 
 
-def parameters(
+def make_parameters(
     group: Group,
     options: Moe,
     biases: Biases,
     axis_names: AxisNames | None = None,
-    kernel_init: Initialiser | None = None,
+    kernel_init: Initializer | None = None,
     logical_of_expert: tuple[int, ...] | None = None,
 ) -> dict[str, Parameter]:
     """Those that the options ask for, by their names in MoeWeights.  Experts that the ranks do not
     divide are on every rank."""
-    check_names(axis_names)
+    check_axis_names(axis_names)
     even = placement.is_even(group, options.layer)
     experts, hidden = options.layer.num_experts, options.experts.hidden
     inner, width = options.experts.inner, options.experts.width
@@ -166,13 +166,13 @@ def parameters(
             shapes |= {"shared_b_gate_up": (1, width), "shared_b_down": (1, hidden)}
 
     def parameter(name: str, shape: tuple[int, ...]) -> Parameter:
-        names = names_of(name, len(shape), axis_names)
-        if name in placement.OF_EXPERTS and not even:
+        names = axis_names_of(name, len(shape), axis_names)
+        if name in placement.EXPERT_WEIGHTS and not even:
             names = (None, *names[1:])
         kernel = kernel_init or KERNEL
         init = ZEROS if "b_" in name else GATE if name == "w_gate" else kernel
-        if name in placement.OF_EXPERTS:
-            init = of_replicas(init, logical_of_expert)
+        if name in placement.EXPERT_WEIGHTS:
+            init = init_replicas(init, logical_of_expert)
         return Parameter(shape, names, init)
 
     return {name: parameter(name, shape) for name, shape in shapes.items()}
@@ -193,13 +193,13 @@ class Block(Protocol):
     logical_of_expert: tuple[int, ...] | None
 
 
-def table_of(module: Block) -> Any:
+def logical_table(module: Block) -> Any:
     """logical_of_expert as an array."""
     table = module.logical_of_expert
     return None if table is None else np.array(table, np.int32)
 
 
-def apply(module: Block, x: Any, weights: dict[str, Any], bias: Any, **tokens: Any) -> MoeOut:
+def apply_moe(module: Block, x: Any, weights: dict[str, Any], bias: Any, **tokens: Any) -> MoeOut:
     """sharded.moe in the module's dtype; the gate is in float32 (float64 rows: float64).  tokens:
     token_ids, table, token_mask.
 
@@ -222,5 +222,5 @@ def apply(module: Block, x: Any, weights: dict[str, Any], bias: Any, **tokens: A
         tensor_axis=module.tensor_axis,
         loss_axes=module.loss_axes,
         grouped_gemm=module.grouped_gemm,
-        logical_of_expert=table_of(module),
+        logical_of_expert=logical_table(module),
     )

@@ -4,7 +4,7 @@
 from typing import Any
 
 
-def store() -> Any:
+def distributed_store() -> Any:
     """JAX's distributed key-value store; None without jax.distributed.  Its name is private to
     JAX, and used here only: where it is gone, bring an exchange or Tcp."""
     try:

@@ -19,10 +19,10 @@ from jax.extend.core import get_opaque_trace_state
 from epic.errors import EpicUnsupportedError
 from epic.jax import mesh_checks, meshes
 from epic.jax.groups import Group
-from epic.jax.library import NO_GRAPH, handlers
+from epic.jax.library import NO_GRAPH, load_handlers
 
 Array = jax.Array
-Spec = jax.ShapeDtypeStruct
+ArraySpec = jax.ShapeDtypeStruct
 
 
 # ------------------------------------------------------------------------ call sites ----
@@ -62,11 +62,11 @@ def site_primitive() -> Any:
     return make_site()
 
 
-def marks(group: Group, *operands: Any) -> list[Any]:
+def site_and_rank(group: Group, *operands: Any) -> list[Any]:
     """Two int32 scalars for a collective: this call site's number, and this device's rank in the
     mesh of the program.  Operands are those of the call, so that a call which is computed again
     has a number of its own."""
-    primitive, rank = site_primitive(), mesh_checks.rank(group)
+    primitive, rank = site_primitive(), mesh_checks.rank_in_mesh(group)
     if primitive is None:
         return [np.int32(0), rank]
     return [primitive.bind(*map(jax.lax.stop_gradient, operands), group=group), rank]
@@ -75,40 +75,40 @@ def marks(group: Group, *operands: Any) -> list[Any]:
 # -------------------------------------------------------------------- varying values ----
 
 
-def varying(x: Any) -> frozenset[str]:
+def varying_axes(x: Any) -> frozenset[str]:
     """The mesh axes along which check_vma=True knows x to differ."""
     return getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", frozenset())
 
 
-def axes_of(group: Group | None, *operands: Any) -> frozenset[str]:
+def result_axes(group: Group | None, *operands: Any) -> frozenset[str]:
     """Along which the results of a call differ: with its operands, and within its group."""
-    axes: frozenset[str] = frozenset().union(*(varying(x) for x in operands))
+    axes: frozenset[str] = frozenset().union(*(varying_axes(x) for x in operands))
     if group is not None:
         manual = getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ())
         axes |= {axis for axis in group.axes if axis in manual}
     return axes
 
 
-def spread(axes: frozenset[str], x: Any) -> Any:
+def cast_varying(axes: frozenset[str], x: Any) -> Any:
     """x as a value that differs along the axes; its gradient is then summed over new ones."""
-    missing = tuple(sorted(axes - varying(x)))
+    missing = tuple(sorted(axes - varying_axes(x)))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
-def spread_all(group: Group | None, *values: Any) -> list[Any]:
+def cast_all_varying(group: Group | None, *values: Any) -> list[Any]:
     """All of them along what any of them, or the group, differs in.  None stays None."""
-    axes = axes_of(group, *(x for x in values if x is not None))
-    return [None if x is None else spread(axes, jnp.asarray(x)) for x in values]
+    axes = result_axes(group, *(x for x in values if x is not None))
+    return [None if x is None else cast_varying(axes, jnp.asarray(x)) for x in values]
 
 
 # ----------------------------------------------------------------------------- calls ----
 
-ABSENT = Spec((1,), np.uint8)
+ABSENT = ArraySpec((1,), np.uint8)
 
 
-def call(
+def call_handler(
     name: str,
-    results: Sequence[Spec | None],
+    results: Sequence[ArraySpec | None],
     operands: Sequence[Any],
     group: Group | None = None,
     aliases: dict[int, int] | None = None,
@@ -120,16 +120,19 @@ def call(
     Collectives return one array more than the results: a byte that is there when the call is done,
     also where all other results are empty.
     """
-    handlers()
-    operands = [*operands, *(waits_for(group) if group is not None else [])]
+    load_handlers()
+    operands = [*operands, *(previous_call(group) if group is not None else [])]
     given = [x for x in operands if x is not None]
-    axes = axes_of(group, *given)
+    axes = result_axes(group, *given)
     arrays = [np.zeros(1, np.uint8) if x is None else x for x in operands]
-    shapes = [ABSENT if r is None else Spec(r.shape, r.dtype) for r in results]
+    shapes = [ABSENT if r is None else ArraySpec(r.shape, r.dtype) for r in results]
     target, stays = f"epic_{name}", False
     if group is not None:
-        stays = must_stay(group, shapes)
-        attributes |= {"group": group.name, "devices": meshes.text(group.devices, group.num_ranks)}
+        stays = must_keep_call(group, shapes)
+        attributes |= {
+            "group": group.name,
+            "devices": meshes.describe_devices(group.devices, group.num_ranks),
+        }
         target += "" if group.command_buffers else NO_GRAPH
         results, shapes = [*results, ABSENT], [*shapes, ABSENT]
     # On a GPU the order of the calls is the stream's, so the call itself may have the side effect.
@@ -138,12 +141,12 @@ def call(
     run = jax.ffi.ffi_call(target, shapes, input_output_aliases=aliases, **how)
 
     def spread_results(*arrays: Any) -> list[Any]:
-        out = [spread(axes, x) for x in run(*arrays, **attributes)]
+        out = [cast_varying(axes, x) for x in run(*arrays, **attributes)]
         if stays and not on_gpu:
             keep_call(out[-1])
         return out
 
-    out = differentiated_once(name, in_a_row(spread_results))(*arrays)
+    out = first_order_only(name, map_in_sequence(spread_results))(*arrays)
     if group is not None:
         record_call(group, out[-1])
     return [None if wanted is None else x for wanted, x in zip(results, out, strict=True)]
@@ -152,12 +155,12 @@ def call(
 last_calls: dict[str, tuple[Any, Any]] = {}
 
 
-def is_apart(group: Group) -> bool:
+def has_own_programs(group: Group) -> bool:
     """Return whether the ranks are in programs of their own: then these may differ."""
     return not group.axes and group.num_ranks > 1
 
 
-def waits_for(group: Group) -> list[Any]:
+def previous_call(group: Group) -> list[Any]:
     """Return what the next call of the group waits for: the last one before it.
 
     XLA starts calls that do not depend on each other in any order, and on a rank without tokens
@@ -166,7 +169,7 @@ def waits_for(group: Group) -> list[Any]:
     trace that it was made in: a loop or an inner jit begins anew.
     """
     state, done = last_calls.get(group.name, (None, None))
-    return [done] if is_apart(group) and state == get_opaque_trace_state() else []
+    return [done] if has_own_programs(group) and state == get_opaque_trace_state() else []
 
 
 def record_call(group: Group, done: Any) -> None:
@@ -176,11 +179,11 @@ def record_call(group: Group, done: Any) -> None:
     hand its error to the next.
     """
     last_calls.pop(group.name, None)
-    if is_apart(group) and isinstance(done, jax.core.Tracer):
+    if has_own_programs(group) and isinstance(done, jax.core.Tracer):
         last_calls[group.name] = (get_opaque_trace_state(), jax.lax.stop_gradient(done))
 
 
-def must_stay(group: Group, results: Sequence[Spec]) -> bool:
+def must_keep_call(group: Group, results: Sequence[ArraySpec]) -> bool:
     """Return whether JAX and XLA must keep a collective call of which no result is used.
 
     They drop such calls, and calls whose results are all empty.  On a mesh every rank runs one and
@@ -189,9 +192,9 @@ def must_stay(group: Group, results: Sequence[Spec]) -> bool:
     jax.checkpoint JAX keeps the results of calls that stay, and does not make them again.
     """
     is_empty = any(0 in result.shape for result in results)
-    stays = is_apart(group) or (not group.axes and is_empty)
+    stays = has_own_programs(group) or (not group.axes and is_empty)
     if stays:
-        allow_effect()
+        allow_side_effects()
     return stays
 
 
@@ -205,7 +208,7 @@ def keep_call(done: Any) -> None:
 
 
 @functools.cache
-def allow_effect() -> None:
+def allow_side_effects() -> None:
     """Let JAX 0.10 and 0.11 trace calls with a side effect under custom gradients and checkpoint.
 
     They know that the effect of jax.ffi may stand in loops; later versions say it of these two as
@@ -220,20 +223,20 @@ def allow_effect() -> None:
         getattr(effects, name).add_type(FfiEffect)
 
 
-def in_a_row(run: Callable[..., Any]) -> Callable[..., Any]:
+def map_in_sequence(run: Callable[..., Any]) -> Callable[..., Any]:
     """The call, made for one element after the other under vmap.  JAX's own way for ffi_call does
     not know axes that only the mapped operands differ along (spmd_axis_name)."""
     call_one = jax.custom_batching.custom_vmap(run)
 
     @call_one.def_vmap
     def batch(_: int, is_batched: list[bool], *arrays: Any) -> tuple[Any, Any]:
-        axes = frozenset().union(*map(varying, arrays))
-        alike = [spread(axes, jnp.asarray(x)) for x in arrays]
+        axes = frozenset().union(*map(varying_axes, arrays))
+        alike = [cast_varying(axes, jnp.asarray(x)) for x in arrays]
 
         def one(mapped: list[Any]) -> Any:
             left = iter(mapped)
             every = [next(left) if b else x for b, x in zip(is_batched, alike, strict=True)]
-            return [spread(axes, out) for out in call_one(*every)]
+            return [cast_varying(axes, out) for out in call_one(*every)]
 
         out = jax.lax.map(one, [x for b, x in zip(is_batched, alike, strict=True) if b])
         return out, [True] * len(out)
@@ -241,7 +244,7 @@ def in_a_row(run: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *arrays: call_one(*arrays)
 
 
-def differentiated_once(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+def first_order_only(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
     """The call, which a gradient of ours makes and nobody can differentiate again."""
     once = jax.custom_jvp(run)
 
@@ -267,7 +270,9 @@ def zero_gradient(x: Any) -> Any:
     return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.floating) else no_gradient(x)
 
 
-def memory_of(query: Callable[[bool], Any], platform: str | None) -> tuple[Spec, Spec, Spec]:
+def memory_specs(
+    query: Callable[[bool], Any], platform: str | None
+) -> tuple[ArraySpec, ArraySpec, ArraySpec]:
     """Return the saved memory and the workspaces of forward and backward.
 
     query: returns the MemoryInfo for GPUs (True) or CPUs (False).
@@ -283,10 +288,10 @@ def memory_of(query: Callable[[bool], Any], platform: str | None) -> tuple[Spec,
                 raise
     names = ("saved_bytes", "forward_bytes", "backward_bytes")
     sizes = (max(getattr(info, name) for info in found) for name in names)
-    saved, forward, backward = (Spec((size,), np.uint8) for size in sizes)
+    saved, forward, backward = (ArraySpec((size,), np.uint8) for size in sizes)
     return saved, forward, backward
 
 
-def like(x: Any) -> Spec:
+def spec_of(x: Any) -> ArraySpec:
     """The shape and dtype of an array."""
-    return Spec(x.shape, x.dtype)
+    return ArraySpec(x.shape, x.dtype)

@@ -12,41 +12,41 @@ import jax.numpy as jnp
 from epic.errors import EpicArgumentError
 from epic.jax import dispatching, replicas, steps
 from epic.jax import router as routing
-from epic.jax.call import spread_all
-from epic.jax.experts import ExpertWeights, of_slabs, without_tail
+from epic.jax.call import cast_all_varying
+from epic.jax.experts import ExpertWeights, apply_to_slabs, zero_tail
 from epic.jax.gemm import GroupedGemm
 from epic.jax.groups import Group
-from epic.jax.layer_args import MoeWeights, of
+from epic.jax.layer_args import MoeWeights, expert_weights_of
 from epic.options import Experts, Moe
 
 
 @jax.custom_vjp
-def gelu(v: Any) -> Any:
+def gelu_erf(v: Any) -> Any:
     """v Phi(v), with erf.  JAX 0.12 cannot differentiate its own in a shard_map that checks varying
     values: the derivative here has no polynomial of JAX's."""
     return v * 0.5 * (1 + jax.lax.erf(v * math.sqrt(0.5)))
 
 
-def gelu_forward(v: Any) -> tuple[Any, Any]:
+def gelu_erf_forward(v: Any) -> tuple[Any, Any]:
     """The argument is needed again."""
-    return gelu(v), v
+    return gelu_erf(v), v
 
 
-def gelu_backward(v: Any, d: Any) -> tuple[Any]:
+def gelu_erf_backward(v: Any, d: Any) -> tuple[Any]:
     """d (Phi(v) + v phi(v))."""
     slope = 0.5 * (1 + jax.lax.erf(v * math.sqrt(0.5)))
     slope = slope + v * jnp.exp(-0.5 * v * v) / math.sqrt(2 * math.pi)
     return (d * slope,)
 
 
-gelu.defvjp(gelu_forward, gelu_backward)
+gelu_erf.defvjp(gelu_erf_forward, gelu_erf_backward)
 
 
-def activate(options: Experts, z: Any) -> Any:
+def apply_activation(options: Experts, z: Any) -> Any:
     """The experts' nonlinearity over [rows, width]."""
     plain: dict[str, Callable[[Any], Any]] = {
         "silu": jax.nn.silu,
-        "gelu": gelu,
+        "gelu": gelu_erf,
         "gelu_tanh": partial(jax.nn.gelu, approximate=True),
         "relu2": lambda v: jnp.square(jax.nn.relu(v)),
     }
@@ -63,7 +63,7 @@ def activate(options: Experts, z: Any) -> Any:
     return gate * jax.nn.sigmoid((options.alpha or 1.702) * gate) * (up + 1)
 
 
-def mlp(
+def apply_experts(
     group: Group,
     options: Experts,
     gemm: GroupedGemm | None,
@@ -75,24 +75,24 @@ def mlp(
     """The experts over slabs of counts[0] rows, with the caller's products, else by the core."""
     sizes = counts[0]
     if gemm is None:
-        return of_slabs(options, group.platform, False, x, counts, w, scale)
+        return apply_to_slabs(options, group.platform, False, x, counts, w, scale)
     expert = jnp.repeat(jnp.arange(sizes.shape[0]), sizes, total_repeat_length=x.shape[0])
     column = None if scale is None else scale[:, None].astype(x.dtype)
     # A product leaves the rows past the last slab undefined, and so does its gradient.  Zeros take
     # their place before and after each product, so that they never meet a parameter.
     x = x if options.weighting != "input" or column is None else x * column
-    z = gemm(*spread_all(None, without_tail(x, sizes), w.w_gate_up.astype(x.dtype), sizes))
+    z = gemm(*cast_all_varying(None, zero_tail(x, sizes), w.w_gate_up.astype(x.dtype), sizes))
     if w.b_gate_up is not None:
         z = z + w.b_gate_up.astype(z.dtype)[expert]
-    a = activate(options, without_tail(z, sizes))
+    a = apply_activation(options, zero_tail(z, sizes))
     early = column if options.weighting == "early" else None
     a = a if early is None else a * early
-    a = without_tail(a.astype(x.dtype), sizes)
-    y = gemm(*spread_all(None, a, w.w_down.astype(x.dtype), sizes))
+    a = zero_tail(a.astype(x.dtype), sizes)
+    y = gemm(*cast_all_varying(None, a, w.w_down.astype(x.dtype), sizes))
     if w.b_down is not None:
         b = w.b_down.astype(y.dtype)[expert]
         y = y + (b if early is None else b * early)
-    return without_tail(y.astype(x.dtype), sizes)
+    return zero_tail(y.astype(x.dtype), sizes)
 
 
 def dense_gemm(x: Any, w: Any, _: Any) -> Any:
@@ -100,7 +100,7 @@ def dense_gemm(x: Any, w: Any, _: Any) -> Any:
     return x @ w[0]
 
 
-def sent(
+def plan_and_dispatch(
     group: Group,
     options: Moe,
     chosen: Any,
@@ -123,7 +123,7 @@ def sent(
     return plan, *dispatching.dispatch(plan, x, w, quantize=options.quantize)
 
 
-def composed(
+def compose_layer(
     group: Group,
     options: Moe,
     gemm: GroupedGemm | None,
@@ -133,18 +133,22 @@ def composed(
     after: dict[str, Any],
 ) -> tuple[Any, steps.Plan, Any, Any]:
     """The layer from the single functions: out, plan, logits, choices."""
-    logits = logits_of(x, weights)
+    logits = router_logits(x, weights)
     placed = {name: extras.pop(name) for name in ("rank_of_expert", "logical_of_expert")}
     mask = extras.pop("token_mask")
     chosen, w = routing.route(options.router, logits, bias=weights.bias, **extras)
     if mask is not None:
         chosen = jnp.where(mask[:, None], chosen, -1)
     zero = chosen >= options.router.num_experts  # identity experts stay at home
-    plan, recv, slot = sent(group, options, jnp.where(zero, -1, chosen), x, w, placed, after)
+    plan, recv, slot = plan_and_dispatch(
+        group, options, jnp.where(zero, -1, chosen), x, w, placed, after
+    )
     late = options.experts.weighting == "late"
     rows = (plan.expert_rows, plan.expert_tokens)
-    mine = ExpertWeights(*(replicas.tied(plan, weight) for weight in of(weights)))
-    y = mlp(group, options.experts, gemm, recv, rows, mine, None if late else slot)
+    mine = ExpertWeights(
+        *(replicas.sum_replica_grads(plan, weight) for weight in expert_weights_of(weights))
+    )
+    y = apply_experts(group, options.experts, gemm, recv, rows, mine, None if late else slot)
     out = steps.combine(plan, y, slot if late else None)
     if options.router.zero_experts:
         kept = jnp.where(zero, w, 0).sum(axis=1, keepdims=True)
@@ -152,19 +156,19 @@ def composed(
     if options.shared is not None:
         whole = jnp.full((1,), x.shape[0], jnp.int32)
         dense = None if gemm is None else dense_gemm
-        shared = of(weights, "shared_")
-        out = out + mlp(group, options.shared, dense, x, (whole, whole), shared, None)
+        shared = expert_weights_of(weights, "shared_")
+        out = out + apply_experts(group, options.shared, dense, x, (whole, whole), shared, None)
     return out, plan, logits, chosen
 
 
-def logits_of(x: Any, weights: MoeWeights) -> Any:
+def router_logits(x: Any, weights: MoeWeights) -> Any:
     """What the router sees, in float32."""
     wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
     logits = jnp.matmul(x.astype(wide), weights.w_gate.astype(wide), precision="highest")
     return logits if weights.b_gate is None else logits + weights.b_gate.astype(wide)
 
 
-def losses(
+def layer_losses(
     group: Group, options: Moe, logits: Any, load: Any, chosen: Any, axes: tuple[str, ...]
 ) -> Any:
     """This device's part of the losses over the group and the axes."""
@@ -192,7 +196,7 @@ def losses(
     return loss
 
 
-def losses_of_kept(
+def masked_layer_losses(
     group: Group,
     options: Moe,
     logits: Any,

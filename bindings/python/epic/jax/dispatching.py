@@ -12,34 +12,34 @@ import jax.numpy as jnp
 from epic.errors import EpicArgumentError
 from epic.jax.arrays import FLOATS, as_array
 from epic.jax.call import (
-    Spec,
-    call,
-    marks,
+    ArraySpec,
+    call_handler,
+    cast_all_varying,
+    previous_call,
     record_call,
-    spread_all,
-    waits_for,
+    site_and_rank,
     zero_gradient,
 )
 from epic.jax.groups import Group
 from epic.jax.steps import (
     PLAN_PARTS,
     Plan,
-    Way,
+    PlanSpec,
+    as_channel,
     as_tokens,
     as_weights,
-    calm,
-    channel_of,
     check_group,
     check_plan,
-    in_order,
+    expert_tables,
+    finish_call,
+    make_plan,
+    make_plan_spec,
+    max_local_experts,
     no_gradients,
-    num_local,
+    ordering_deps,
     plan_attributes,
-    plan_of,
+    plan_operands,
     plan_results,
-    plan_way,
-    tables,
-    with_plan,
 )
 from epic.options import Layer, Moe, word
 
@@ -53,40 +53,40 @@ SCALES = ("float32", "bfloat16", "float16", "float64", *NARROW)
 # -------------------------------------------------------------------------- dispatch ----
 
 
-def recv_results(way: Way, tokens: Any, weights: Any) -> list[Spec | None]:
+def dispatch_results(spec: PlanSpec, tokens: Any, weights: Any) -> list[ArraySpec | None]:
     """What dispatch gives."""
-    recv = Spec((way.capacity, tokens.shape[1]), tokens.dtype)
-    return [recv, None if weights is None else Spec((way.capacity,), jnp.float32)]
+    recv = ArraySpec((spec.capacity, tokens.shape[1]), tokens.dtype)
+    return [recv, None if weights is None else ArraySpec((spec.capacity,), jnp.float32)]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def dispatch_rows(way: Way, data: Any, tokens: Any, weights: Any) -> tuple[Any, ...]:
+def dispatch_rows(spec: PlanSpec, data: Any, tokens: Any, weights: Any) -> tuple[Any, ...]:
     """dispatch on checked arrays; data: the plan's bytes, then what to wait for.  The last result
     is that of call."""
-    operands = [data[0], tokens, weights, *marks(way.group, data[0], tokens), *data[1:]]
-    results = recv_results(way, tokens, weights)
-    return tuple(call("dispatch", results, operands, way.group, **way.sizes()))
+    operands = [data[0], tokens, weights, *site_and_rank(spec.group, data[0], tokens), *data[1:]]
+    results = dispatch_results(spec, tokens, weights)
+    return tuple(call_handler("dispatch", results, operands, spec.group, **spec.sizes()))
 
 
-def dispatch_forward(way: Way, data: Any, tokens: Any, weights: Any) -> tuple[Any, Any]:
+def dispatch_forward(spec: PlanSpec, data: Any, tokens: Any, weights: Any) -> tuple[Any, Any]:
     """Nothing is saved but the plan."""
-    return dispatch_rows.fun(way, data, tokens, weights), data
+    return dispatch_rows.fun(spec, data, tokens, weights), data
 
 
-def rows_home(way: Way, data: Any, gradients: tuple[Any, ...]) -> tuple[Any, Any]:
+def return_gradients(spec: PlanSpec, data: Any, gradients: tuple[Any, ...]) -> tuple[Any, Any]:
     """Gradients of the received rows and weights, brought to their tokens."""
     d_recv, d_slot_weights = gradients[:2]
-    d_tokens = Spec((way.num_tokens, d_recv.shape[1]), d_recv.dtype)
-    d_weights = Spec((way.num_tokens, way.layer.top_k), jnp.float32)
-    operands = [data[0], d_recv, d_slot_weights, *marks(way.group, data[0], d_recv)]
+    d_tokens = ArraySpec((spec.num_tokens, d_recv.shape[1]), d_recv.dtype)
+    d_weights = ArraySpec((spec.num_tokens, spec.layer.top_k), jnp.float32)
+    operands = [data[0], d_recv, d_slot_weights, *site_and_rank(spec.group, data[0], d_recv)]
     results = [d_tokens, None if d_slot_weights is None else d_weights]
-    out = call("dispatch_backward", results, operands, way.group, **way.sizes())
+    out = call_handler("dispatch_backward", results, operands, spec.group, **spec.sizes())
     return out[0], out[1]
 
 
-def dispatch_backward(way: Way, data: Any, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+def dispatch_backward(spec: PlanSpec, data: Any, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
     """The plan has no gradient."""
-    return (no_gradients(data), *rows_home(way, data, gradients))
+    return (no_gradients(data), *return_gradients(spec, data, gradients))
 
 
 dispatch_rows.defvjp(dispatch_forward, dispatch_backward)
@@ -103,16 +103,16 @@ def dispatch(
     rounded; the gradient goes straight through.
     """
     check_plan(plan)
-    check_layout(plan.way.layer, "expert_major", "dispatch_flat")
+    check_layout(plan.spec.layer, "expert_major", "dispatch_flat")
     if quantize is not None:
         word("quantize", quantize, BLOCKS)
     elif is_narrow(tokens):
-        recv, _, slot = carried(plan, tokens, weights, None)
+        recv, _, slot = dispatch_narrow(plan, tokens, weights, None)
         return recv, slot
     inputs = dispatch_inputs(plan, tokens, weights, FLOATS if quantize else ROW_TYPES)
     if quantize is not None:
-        return in_order(plan, dispatch_rounded(plan.way, quantize, *inputs))
-    return in_order(plan, dispatch_rows(plan.way, *inputs))
+        return finish_call(plan, dispatch_rounded(plan.spec, quantize, *inputs))
+    return finish_call(plan, dispatch_rows(plan.spec, *inputs))
 
 
 def check_layout(layer: Layer, layout: str, other: str) -> None:
@@ -125,34 +125,39 @@ def dispatch_inputs(
     plan: Plan, tokens: Any, weights: Any, dtypes: Sequence[str] = FLOATS
 ) -> list[Any]:
     """Return the plan, tokens of one of the dtypes and weights, checked."""
-    way = plan.way
-    rows = as_tokens("tokens", tokens, way.token_dims, dtypes)
-    way.group.check_width("tokens", rows)
-    weights = as_weights("weights", weights, way.token_dims, way.layer.top_k)
-    return with_plan(plan, rows, weights)
+    spec = plan.spec
+    rows = as_tokens("tokens", tokens, spec.token_dims, dtypes)
+    spec.group.check_width("tokens", rows)
+    weights = as_weights("weights", weights, spec.token_dims, spec.layer.top_k)
+    return plan_operands(plan, rows, weights)
 
 
 # -------------------------------------------------------------------- flat, quantized ----
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def dispatch_flat_rows(way: Way, data: Any, tokens: Any, weights: Any) -> tuple[Any, ...]:
+def dispatch_flat_rows(spec: PlanSpec, data: Any, tokens: Any, weights: Any) -> tuple[Any, ...]:
     """dispatch_flat on checked arrays."""
-    choices = (way.capacity, way.layer.top_k)
-    results: list[Spec | None] = [Spec((way.capacity, tokens.shape[1]), tokens.dtype)]
-    results += [None if weights is None else Spec(choices, jnp.float32), Spec(choices, jnp.int32)]
-    operands = [data[0], tokens, weights, *marks(way.group, data[0], tokens), *data[1:]]
-    return tuple(call("dispatch_flat", results, operands, way.group, **way.sizes()))
+    choices = (spec.capacity, spec.layer.top_k)
+    results: list[ArraySpec | None] = [ArraySpec((spec.capacity, tokens.shape[1]), tokens.dtype)]
+    results += [
+        None if weights is None else ArraySpec(choices, jnp.float32),
+        ArraySpec(choices, jnp.int32),
+    ]
+    operands = [data[0], tokens, weights, *site_and_rank(spec.group, data[0], tokens), *data[1:]]
+    return tuple(call_handler("dispatch_flat", results, operands, spec.group, **spec.sizes()))
 
 
-def dispatch_flat_forward(way: Way, data: Any, tokens: Any, weights: Any) -> tuple[Any, Any]:
+def dispatch_flat_forward(spec: PlanSpec, data: Any, tokens: Any, weights: Any) -> tuple[Any, Any]:
     """Nothing is saved but the plan."""
-    return dispatch_flat_rows.fun(way, data, tokens, weights), data
+    return dispatch_flat_rows.fun(spec, data, tokens, weights), data
 
 
-def dispatch_flat_backward(way: Way, data: Any, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+def dispatch_flat_backward(
+    spec: PlanSpec, data: Any, gradients: tuple[Any, ...]
+) -> tuple[Any, ...]:
     """As dispatch's."""
-    return (no_gradients(data), *rows_home(way, data, gradients))
+    return (no_gradients(data), *return_gradients(spec, data, gradients))
 
 
 dispatch_flat_rows.defvjp(dispatch_flat_forward, dispatch_flat_backward)
@@ -167,9 +172,9 @@ def dispatch_flat(plan: Plan, tokens: Any, weights: Any = None) -> tuple[Any, An
     over these experts.
     """
     check_plan(plan)
-    check_layout(plan.way.layer, "flat", "dispatch")
+    check_layout(plan.spec.layer, "flat", "dispatch")
     inputs = dispatch_inputs(plan, tokens, weights)
-    return in_order(plan, dispatch_flat_rows(plan.way, *inputs))
+    return finish_call(plan, dispatch_flat_rows(plan.spec, *inputs))
 
 
 BLOCKS = {"1x128": (1, 128, jnp.float32), "1x32": (2, 32, jnp.uint8)}
@@ -192,24 +197,26 @@ def from_bytes(data: Any, dtype: Any) -> Any:
     return jax.lax.bitcast_convert_type(data.reshape(shape), dtype)
 
 
-def carried(plan: Plan, tokens: Any, weights: Any, scales: Any) -> tuple[Any, Any, Any]:
+def dispatch_narrow(plan: Plan, tokens: Any, weights: Any, scales: Any) -> tuple[Any, Any, Any]:
     """Rows of an 8-bit type, their scales or None, and weights, in their slots: as they are."""
-    way = plan.way
-    rows = as_tokens("tokens", tokens, way.token_dims, NARROW)
-    weights = as_weights("weights", weights, way.token_dims, way.layer.top_k)
-    extra = None if scales is None else as_tokens("scales", scales, way.token_dims, SCALES, "n")
-    way.group.check_width("tokens", rows)
+    spec = plan.spec
+    rows = as_tokens("tokens", tokens, spec.token_dims, NARROW)
+    weights = as_weights("weights", weights, spec.token_dims, spec.layer.top_k)
+    extra = None if scales is None else as_tokens("scales", scales, spec.token_dims, SCALES, "n")
+    spec.group.check_width("tokens", rows)
     if extra is not None:
-        way.group.check_width("scales", extra)
+        spec.group.check_width("scales", extra)
     given = [None if x is None else jax.lax.stop_gradient(x) for x in (rows, weights)]
     packed, name = [as_bytes(given[0])], "dispatch"
     if extra is not None:
         packed, name = [*packed, as_bytes(jax.lax.stop_gradient(extra))], "dispatch_scaled"
-    data, slot_weights, *packed = spread_all(way.group, plan.bytes, given[1], *packed)
-    results: list[Spec | None] = [Spec((way.capacity, x.shape[1]), jnp.uint8) for x in packed]
-    results += [None if slot_weights is None else Spec((way.capacity,), jnp.float32)]
-    operands = [data, *packed, slot_weights, *marks(way.group, data, *packed)]
-    out = call(name, results, operands, way.group, **way.sizes())
+    data, slot_weights, *packed = cast_all_varying(spec.group, plan.bytes, given[1], *packed)
+    results: list[ArraySpec | None] = [
+        ArraySpec((spec.capacity, x.shape[1]), jnp.uint8) for x in packed
+    ]
+    results += [None if slot_weights is None else ArraySpec((spec.capacity,), jnp.float32)]
+    operands = [data, *packed, slot_weights, *site_and_rank(spec.group, data, *packed)]
+    out = call_handler(name, results, operands, spec.group, **spec.sizes())
     back = None if extra is None else from_bytes(out[1], extra.dtype)
     return from_bytes(out[0], rows.dtype), back, out[-2]
 
@@ -228,25 +235,27 @@ def dispatch_quantized(
     are quantized already, in an 8-bit type, and go as they are with these, whatever the block.
     """
     check_plan(plan)
-    check_layout(plan.way.layer, "expert_major", "dispatch_flat")
+    check_layout(plan.spec.layer, "expert_major", "dispatch_flat")
     word("block", block, BLOCKS)
     if scales is not None:
-        return carried(plan, tokens, weights, scales)
+        return dispatch_narrow(plan, tokens, weights, scales)
     data, rows, weights = dispatch_inputs(plan, tokens, weights)
     rows, weights = (None if x is None else jax.lax.stop_gradient(x) for x in (rows, weights))
-    return in_order(plan, quantized(plan.way, block, data, rows, weights))
+    return finish_call(plan, quantize_and_dispatch(plan.spec, block, data, rows, weights))
 
 
-def quantized(way: Way, block: str, data: Any, rows: Any, weights: Any) -> tuple[Any, ...]:
+def quantize_and_dispatch(
+    spec: PlanSpec, block: str, data: Any, rows: Any, weights: Any
+) -> tuple[Any, ...]:
     """dispatch_quantized on checked arrays."""
     kind, size, scale_type = BLOCKS[block]
-    slots, hidden = way.capacity, rows.shape[1]
-    results: list[Spec | None] = [Spec((slots, hidden), jnp.float8_e4m3fn)]
-    results += [Spec((slots, -(-hidden // size)), scale_type)]
-    results += [None if weights is None else Spec((slots,), jnp.float32)]
-    operands = [data[0], rows, weights, *marks(way.group, data[0], rows), *data[1:]]
-    numbers = {**way.sizes(), "quantize": kind}
-    return tuple(call("dispatch_quantized", results, operands, way.group, **numbers))
+    slots, hidden = spec.capacity, rows.shape[1]
+    results: list[ArraySpec | None] = [ArraySpec((slots, hidden), jnp.float8_e4m3fn)]
+    results += [ArraySpec((slots, -(-hidden // size)), scale_type)]
+    results += [None if weights is None else ArraySpec((slots,), jnp.float32)]
+    operands = [data[0], rows, weights, *site_and_rank(spec.group, data[0], rows), *data[1:]]
+    numbers = {**spec.sizes(), "quantize": kind}
+    return tuple(call_handler("dispatch_quantized", results, operands, spec.group, **numbers))
 
 
 def dequantize(rows: Any, scales: Any, dtype: Any, block: str = "1x128") -> Any:
@@ -268,22 +277,22 @@ def dequantize(rows: Any, scales: Any, dtype: Any, block: str = "1x128") -> Any:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def dispatch_rounded(way: Way, block: str, data: Any, tokens: Any, weights: Any) -> Any:
+def dispatch_rounded(spec: PlanSpec, block: str, data: Any, tokens: Any, weights: Any) -> Any:
     """dispatch whose rows travelled in e4m3; its gradient is that of dispatch."""
-    rows, scales, slot, done = quantized(way, block, data, tokens, weights)
+    rows, scales, slot, done = quantize_and_dispatch(spec, block, data, tokens, weights)
     return dequantize(rows, scales, tokens.dtype, block), slot, done
 
 
 def dispatch_rounded_forward(
-    way: Way, block: str, data: Any, tokens: Any, weights: Any
+    spec: PlanSpec, block: str, data: Any, tokens: Any, weights: Any
 ) -> tuple[Any, Any]:
     """Nothing is saved but the plan."""
-    return dispatch_rounded.fun(way, block, data, tokens, weights), data
+    return dispatch_rounded.fun(spec, block, data, tokens, weights), data
 
 
-def dispatch_rounded_backward(way: Way, _: str, data: Any, gradients: Any) -> tuple[Any, ...]:
+def dispatch_rounded_backward(spec: PlanSpec, _: str, data: Any, gradients: Any) -> tuple[Any, ...]:
     """Straight through."""
-    return (no_gradients(data), *rows_home(way, data, gradients))
+    return (no_gradients(data), *return_gradients(spec, data, gradients))
 
 
 dispatch_rounded.defvjp(dispatch_rounded_forward, dispatch_rounded_backward)
@@ -294,32 +303,46 @@ dispatch_rounded.defvjp(dispatch_rounded_forward, dispatch_rounded_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def plan_dispatch_rows(
-    way: Way, local: int, ints: tuple[Any, ...], tokens: Any, weights: Any
+    spec: PlanSpec, local: int, ints: tuple[Any, ...], tokens: Any, weights: Any
 ) -> tuple[Any, ...]:
     """plan_dispatch on checked arrays; ints: choices, the two tables, channel, and what to wait
     for."""
     chosen, owners, logical, number, *after = ints
-    results = plan_results(way, owners is not None, local) + recv_results(way, tokens, weights)
-    operands = [chosen, owners, logical, tokens, weights, *marks(way.group, chosen, tokens)]
+    results = plan_results(spec, owners is not None, local) + dispatch_results(
+        spec, tokens, weights
+    )
+    operands = [
+        chosen,
+        owners,
+        logical,
+        tokens,
+        weights,
+        *site_and_rank(spec.group, chosen, tokens),
+    ]
     operands += [number, *after]
-    out = call("plan_dispatch", results, operands, way.group, **plan_attributes(way, local))
+    out = call_handler(
+        "plan_dispatch", results, operands, spec.group, **plan_attributes(spec, local)
+    )
     return tuple(out)
 
 
 def plan_dispatch_forward(
-    way: Way, local: int, ints: tuple[Any, ...], tokens: Any, weights: Any
+    spec: PlanSpec, local: int, ints: tuple[Any, ...], tokens: Any, weights: Any
 ) -> tuple[Any, Any]:
     """The plan and the integers' shapes are saved."""
-    out = plan_dispatch_rows.fun(way, local, ints, tokens, weights)
+    out = plan_dispatch_rows.fun(spec, local, ints, tokens, weights)
     return out, (out[0], ints)
 
 
 def plan_dispatch_backward(
-    way: Way, _: int, saved: tuple[Any, Any], gradients: tuple[Any, ...]
+    spec: PlanSpec, _: int, saved: tuple[Any, Any], gradients: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     """As dispatch's."""
     data, ints = saved
-    return (jax.tree.map(zero_gradient, ints), *rows_home(way, (data,), gradients[PLAN_PARTS:]))
+    return (
+        jax.tree.map(zero_gradient, ints),
+        *return_gradients(spec, (data,), gradients[PLAN_PARTS:]),
+    )
 
 
 plan_dispatch_rows.defvjp(plan_dispatch_forward, plan_dispatch_backward)
@@ -344,14 +367,22 @@ def plan_dispatch(
     (plan, recv, slot_weights or None)."""
     check_group(group, layer)
     check_layout(layer, "expert_major", "plan and dispatch_flat")
-    way, chosen = plan_way(group, layer, topk_idx, capacity, moe)
-    local = num_local(group, layer, rank_of_expert, num_local_experts)
-    placed = tables(group, layer, rank_of_expert, logical_of_expert)
-    rows = as_tokens("tokens", tokens, way.token_dims, FLOATS)
+    spec, chosen = make_plan_spec(group, layer, topk_idx, capacity, moe)
+    local = max_local_experts(group, layer, rank_of_expert, num_local_experts)
+    placed = expert_tables(group, layer, rank_of_expert, logical_of_expert)
+    rows = as_tokens("tokens", tokens, spec.token_dims, FLOATS)
     group.check_width("tokens", rows)
-    weights = as_weights("weights", weights, way.token_dims, layer.top_k)
-    arrays = [rows, weights, chosen, *placed, channel_of(channel), *calm(after), *waits_for(group)]
-    rows, weights, *ints = spread_all(group, *arrays)
-    out = plan_dispatch_rows(way, local, tuple(ints), rows, weights)
+    weights = as_weights("weights", weights, spec.token_dims, layer.top_k)
+    arrays = [
+        rows,
+        weights,
+        chosen,
+        *placed,
+        as_channel(channel),
+        *ordering_deps(after),
+        *previous_call(group),
+    ]
+    rows, weights, *ints = cast_all_varying(group, *arrays)
+    out = plan_dispatch_rows(spec, local, tuple(ints), rows, weights)
     record_call(group, out[-1])
-    return plan_of(way, local, out[:PLAN_PARTS]), *out[PLAN_PARTS:-1]
+    return make_plan(spec, local, out[:PLAN_PARTS]), *out[PLAN_PARTS:-1]

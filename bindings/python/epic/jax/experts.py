@@ -19,7 +19,14 @@ from epic.jax.arrays import (
     check_kind,
     dtype_of,
 )
-from epic.jax.call import Spec, call, like, memory_of, no_gradient, spread_all
+from epic.jax.call import (
+    ArraySpec,
+    call_handler,
+    cast_all_varying,
+    memory_specs,
+    no_gradient,
+    spec_of,
+)
 from epic.jax.groups import Group
 from epic.options import Experts
 
@@ -38,7 +45,7 @@ class ExpertWeights(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Static:
+class ExpertsStatic:
     """What forward and backward know while tracing.  platform: where the call will run, None:
     unknown.  tail: are slots past the last slab wanted as zeros?"""
 
@@ -46,22 +53,22 @@ class Static:
     platform: str | None
     tail: bool
 
-    def memory(self, slots: int) -> tuple[Spec, Spec, Spec]:
+    def memory(self, slots: int) -> tuple[ArraySpec, ArraySpec, ArraySpec]:
         """What is saved, and workspace forward and backward."""
-        return memory_of(partial(_native.experts_memory, self.options, slots), self.platform)
+        return memory_specs(partial(_native.experts_memory, self.options, slots), self.platform)
 
     def finished(self, slots: Any, expert_rows: Any) -> Any:
         """Zeros in the tail.  On CPUs the handler writes them; on GPUs it leaves what was there."""
         if slots is None or not self.tail or self.platform == "cpu":
             return slots
         if self.platform == "gpu":
-            return without_tail(slots, expert_rows)
+            return zero_tail(slots, expert_rows)
         return jax.lax.platform_dependent(
-            slots, expert_rows, cpu=lambda slots, _: slots, default=without_tail
+            slots, expert_rows, cpu=lambda slots, _: slots, default=zero_tail
         )
 
 
-def without_tail(slots: Any, expert_rows: Any) -> Any:
+def zero_tail(slots: Any, expert_rows: Any) -> Any:
     """Slots [slots, ...], those past the last slab zero."""
     occupied = jnp.arange(slots.shape[0]) < expert_rows.sum()
     return jnp.where(jnp.expand_dims(occupied, tuple(range(1, slots.ndim))), slots, 0)
@@ -93,12 +100,12 @@ def check_weights(
             check_array(name, bias, (first.name,), (local, columns))
 
 
-def as_weights(weights: ExpertWeights) -> ExpertWeights:
+def as_expert_weights(weights: ExpertWeights) -> ExpertWeights:
     """Return checked weights as arrays of JAX."""
     return ExpertWeights(*(None if w is None else jnp.asarray(w) for w in weights))
 
 
-def counted(options: Experts, weight: Any, name: str = "w_gate_up") -> Experts:
+def fill_num_experts(options: Experts, weight: Any, name: str = "w_gate_up") -> Experts:
     """Return the options with as many experts as the weight has, where they leave it open."""
     if options.num_local_experts:
         return options
@@ -116,55 +123,55 @@ def refuse_e4m3(options: Experts) -> None:
         )
 
 
-def typed(options: Experts, rows: Any, weights: Any) -> Experts:
+def fill_dtypes(options: Experts, rows: Any, weights: Any) -> Experts:
     """The options with the dtypes of the arrays."""
     refuse_e4m3(options)
     return replace(options, row_type=rows.dtype.name, weight_type=weights.dtype.name)
 
 
-def wide(x: Any) -> Any:
+def wide_dtype(x: Any) -> Any:
     """What sums of rows are."""
     return jnp.float64 if x.dtype == jnp.float64 else jnp.float32
 
 
-def grad_type(platform: str | None, x: Any, weight: Any) -> Any:
+def gradient_dtype(platform: str | None, x: Any, weight: Any) -> Any:
     """Of the gradients of experts: on GPUs the core rounds them to the weights' dtype itself."""
-    return x.dtype if platform == "gpu" and weight.dtype == x.dtype else wide(x)
+    return x.dtype if platform == "gpu" and weight.dtype == x.dtype else wide_dtype(x)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def run(static: Static, counts: Any, x: Any, slot_weights: Any, weights: Any) -> Any:
+def run_experts(static: ExpertsStatic, counts: Any, x: Any, slot_weights: Any, weights: Any) -> Any:
     """experts on checked arrays; counts: expert_rows, expert_tokens."""
-    return forward(static, counts, x, slot_weights, weights)[0]
+    return run_experts_forward(static, counts, x, slot_weights, weights)[0]
 
 
-def forward(
-    static: Static, counts: Any, x: Any, slot_weights: Any, weights: Any
+def run_experts_forward(
+    static: ExpertsStatic, counts: Any, x: Any, slot_weights: Any, weights: Any
 ) -> tuple[Any, Any]:
     """The core saves what gate and up gave."""
     saved, workspace, _ = static.memory(x.shape[0])
     operands = [x, *counts, slot_weights, *weights]
-    results = [like(x), saved, workspace]
-    y, saved, _ = call("experts", results, operands, **static.options.numbers("experts_"))
+    results = [spec_of(x), saved, workspace]
+    y, saved, _ = call_handler("experts", results, operands, **static.options.numbers("experts_"))
     return static.finished(y, counts[0]), (counts, x, slot_weights, weights, saved)
 
 
-def backward(static: Static, kept: Any, d_y: Any) -> tuple[Any, ...]:
+def run_experts_backward(static: ExpertsStatic, kept: Any, d_y: Any) -> tuple[Any, ...]:
     """Weight gradients leave in the weights' dtype; those of experts come in it, on GPUs."""
     counts, x, slot_weights, weights, saved = kept
-    kind = grad_type(static.platform, x, weights[0])
-    results = [like(x), None if slot_weights is None else like(slot_weights)]
-    results += [None if w is None else Spec(w.shape, kind) for w in weights]
+    kind = gradient_dtype(static.platform, x, weights[0])
+    results = [spec_of(x), None if slot_weights is None else spec_of(slot_weights)]
+    results += [None if w is None else ArraySpec(w.shape, kind) for w in weights]
     results += [static.memory(x.shape[0])[2]]
     operands = [x, *counts, slot_weights, *weights, saved, d_y]
-    out = call("experts_backward", results, operands, **static.options.numbers("experts_"))
+    out = call_handler("experts_backward", results, operands, **static.options.numbers("experts_"))
     d_slots = [static.finished(d, counts[0]) for d in out[:2]]
     pairs = zip(weights, out[2:6], strict=True)
     d_weights = tuple(None if w is None else d.astype(w.dtype) for w, d in pairs)
     return tuple(no_gradient(c) for c in counts), *d_slots, d_weights
 
 
-run.defvjp(forward, backward)
+run_experts.defvjp(run_experts_forward, run_experts_backward)
 
 
 def experts(
@@ -190,12 +197,12 @@ def experts(
     if group is not None:
         check_kind("group", group, Group)
     platform = group.platform if group else None
-    return of_slabs(
+    return apply_to_slabs(
         options, platform, True, rows, (expert_rows, expert_tokens), weights, slot_weights
     )
 
 
-def of_slabs(
+def apply_to_slabs(
     options: Experts,
     platform: str | None,
     tail: bool,
@@ -207,9 +214,9 @@ def of_slabs(
     """experts; tail: as Static's."""
     refuse_e4m3(options)
     rows = as_array("rows", rows, FLOATS, ("slots", ("hidden", options.hidden)))
-    options = counted(options, weights.w_gate_up)
+    options = fill_num_experts(options, weights.w_gate_up)
     check_weights(options, weights, rows)
-    weights = as_weights(weights)
+    weights = as_expert_weights(weights)
     local = [("experts", options.num_local_experts)]
     counts = (
         as_array("expert_rows", counts[0], INTEGERS, local).astype(jnp.int32),
@@ -224,14 +231,14 @@ def of_slabs(
     if slot_weights is not None:
         slot_weights = slot_weights.astype(jnp.float32)
     if platform == "gpu":
-        weights = ExpertWeights(*(on_gpu(rows.dtype, weight) for weight in weights))
-    options = typed(options, rows, weights.w_gate_up)
-    arrays = spread_all(None, *counts, rows, slot_weights, *weights)
-    static = Static(options, platform, tail)
-    return run(static, tuple(arrays[:2]), arrays[2], arrays[3], tuple(arrays[4:]))
+        weights = ExpertWeights(*(cast_for_gpu(rows.dtype, weight) for weight in weights))
+    options = fill_dtypes(options, rows, weights.w_gate_up)
+    arrays = cast_all_varying(None, *counts, rows, slot_weights, *weights)
+    static = ExpertsStatic(options, platform, tail)
+    return run_experts(static, tuple(arrays[:2]), arrays[2], arrays[3], tuple(arrays[4:]))
 
 
-def on_gpu(dtype: Any, weight: Any) -> Any:
+def cast_for_gpu(dtype: Any, weight: Any) -> Any:
     """A weight as the tensor cores take it: 16-bit rows and weights are of one type."""
     if weight is None or dtype not in (jnp.bfloat16, jnp.float16):
         return weight

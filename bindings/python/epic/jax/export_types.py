@@ -16,37 +16,37 @@ from epic.options import Layer, names
 TUPLES = (MoeWeights, MoeOut, ExpertWeights)
 
 
-def write_way(way: steps.Way) -> bytes:
+def write_spec(spec: steps.PlanSpec) -> bytes:
     """Return what a plan and its users know while tracing as JSON."""
-    layer = {name: getattr(way.layer, name) for name in names(Layer)}
-    parts = {"group": asdict(way.group), "layer": layer}
-    return json.dumps({**parts, "token_dims": way.token_dims, "capacity": way.capacity}).encode()
+    layer = {name: getattr(spec.layer, name) for name in names(Layer)}
+    parts = {"group": asdict(spec.group), "layer": layer}
+    return json.dumps({**parts, "token_dims": spec.token_dims, "capacity": spec.capacity}).encode()
 
 
-def read_way(data: bytes) -> steps.Way:
+def read_spec(data: bytes) -> steps.PlanSpec:
     """Return the reverse of write_way."""
     found = json.loads(data)
     group = found["group"]
     group["axes"] = tuple(group["axes"])
     group["devices"] = tuple(tuple(row) for row in group["devices"])
     dims = tuple(found["token_dims"])
-    return steps.Way(Group(**group), Layer(**found["layer"]), dims, found["capacity"])
+    return steps.PlanSpec(Group(**group), Layer(**found["layer"]), dims, found["capacity"])
 
 
 def register_dataclass(kind: Any, fields: tuple[str, ...]) -> None:
-    """Register a dataclass of arrays whose last field is a Way."""
+    """Register a dataclass of arrays whose last field is a PlanSpec."""
     export.register_pytree_node_serialization(
         kind,
         serialized_name=f"epic.jax.{kind.__name__}",
-        serialize_auxdata=lambda aux: write_way(aux[0]),
-        deserialize_auxdata=lambda data: (read_way(bytes(data)),),
+        serialize_auxdata=lambda aux: write_spec(aux[0]),
+        deserialize_auxdata=lambda data: (read_spec(bytes(data)),),
         from_children=lambda aux, children: kind(
-            **dict(zip(fields, children, strict=True)), way=aux[0]
+            **dict(zip(fields, children, strict=True)), spec=aux[0]
         ),
     )
 
 
-def register() -> None:
+def register_types() -> None:
     """Tell jax.export of all our types, once."""
     for kind in TUPLES:
         export.register_namedtuple_serialization(kind, serialized_name=f"epic.jax.{kind.__name__}")

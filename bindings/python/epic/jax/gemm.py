@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from epic.jax.call import no_gradient, spread, spread_all, varying
+from epic.jax.call import cast_all_varying, cast_varying, no_gradient, varying_axes
 
 GroupedGemm = Callable[[Any, Any, Any], Any]
 
@@ -21,7 +21,7 @@ ragged_dot: GroupedGemm = jax.lax.ragged_dot
 
 
 @cache
-def slabs() -> Any:
+def load_slab_kernels() -> Any:
     """The kernels for Hopper; None where this JAX has not what they are written in."""
     try:
         from epic.jax import slabs as module
@@ -30,38 +30,46 @@ def slabs() -> Any:
     return module
 
 
-def varied(function: Any, *operands: Any) -> Any:
+def with_varying_axes(function: Any, *operands: Any) -> Any:
     """Pallas' results do not say along which mesh axes they differ: with their operands."""
     out = function(*operands)
-    return spread(frozenset().union(*(varying(x) for x in operands)), out)
+    return cast_varying(frozenset().union(*(varying_axes(x) for x in operands)), out)
 
 
 @jax.custom_vjp
-def mosaic(x: Any, w: Any, sizes: Any) -> Any:
+def mosaic_gemm(x: Any, w: Any, sizes: Any) -> Any:
     """By epic.jax.slabs; sizes are multiples of its tiles."""
-    return varied(slabs().rows_by_weights, x, w, sizes)
+    return with_varying_axes(load_slab_kernels().rows_by_weights, x, w, sizes)
 
 
-def mosaic_forward(x: Any, w: Any, sizes: Any) -> tuple[Any, Any]:
+def mosaic_gemm_forward(x: Any, w: Any, sizes: Any) -> tuple[Any, Any]:
     """All operands are needed again."""
-    return mosaic(x, w, sizes), (x, w, sizes)
+    return mosaic_gemm(x, w, sizes), (x, w, sizes)
 
 
-def mosaic_backward(kept: Any, d_y: Any) -> tuple[Any, ...]:
+def mosaic_gemm_backward(kept: Any, d_y: Any) -> tuple[Any, ...]:
     """d_x = d_y w^T by slab, d_w = x^T d_y by slab."""
     x, w, sizes = kept
-    d_x = varied(slabs().weights_transposed, d_y, w, sizes)
-    return d_x, varied(slabs().slab_products, x, d_y, sizes), no_gradient(sizes)
+    d_x = with_varying_axes(load_slab_kernels().weights_transposed, d_y, w, sizes)
+    return (
+        d_x,
+        with_varying_axes(load_slab_kernels().slab_products, x, d_y, sizes),
+        no_gradient(sizes),
+    )
 
 
-mosaic.defvjp(mosaic_forward, mosaic_backward)
+mosaic_gemm.defvjp(mosaic_gemm_forward, mosaic_gemm_backward)
 
 
-def fits(alignment: int, x: Any, w: Any) -> bool:
+def fits_kernels(alignment: int, x: Any, w: Any) -> bool:
     """Can the kernels take these, forward and backward?"""
-    if slabs() is None or x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float16):
+    if (
+        load_slab_kernels() is None
+        or x.dtype != w.dtype
+        or x.dtype not in (jnp.bfloat16, jnp.float16)
+    ):
         return False
-    tile = slabs().TILE
+    tile = load_slab_kernels().TILE
     whole = alignment % tile == 0 and x.shape[0] % tile == 0
     return whole and w.shape[1] % tile == 0 and w.shape[2] % tile == 0
 
@@ -76,8 +84,8 @@ def best(alignment: int) -> GroupedGemm:
     """The fastest for slabs that begin at multiples of the alignment."""
 
     def product(x: Any, w: Any, sizes: Any) -> Any:
-        if fits(alignment, x, w) and is_hopper():
-            return mosaic(*spread_all(None, x, w, sizes))
+        if fits_kernels(alignment, x, w) and is_hopper():
+            return mosaic_gemm(*cast_all_varying(None, x, w, sizes))
         return ragged_dot(x, w, sizes)
 
     return product

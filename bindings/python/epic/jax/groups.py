@@ -16,8 +16,8 @@ from epic.bootstrapping import Bootstrap, Exchange, Tcp
 from epic.errors import EpicArgumentError, EpicError
 from epic.jax import cuda, meshes
 from epic.jax.arrays import as_axes, check_kind
-from epic.jax.bootstrapping import JaxStore, store
-from epic.jax.library import handlers
+from epic.jax.bootstrapping import JaxStore, distributed_store
+from epic.jax.library import load_handlers
 from epic.options import INT64_MAX, Layer, backend_for, text, whole
 from epic.store import StoreExchange
 
@@ -39,7 +39,7 @@ class Group:
     max_row_bytes: int
     platform: str = "cpu"
     command_buffers: bool = True
-    devices: meshes.Rows = ()
+    devices: meshes.DeviceRows = ()
     max_top_k: int = 0
 
     def config(self) -> ctypes.Structure:
@@ -83,8 +83,8 @@ class Group:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if error is not None and self.name in opened:
-            abort(endings.why(error), [self.name])
+        if error is not None and self.name in open_groups:
+            abort_groups(endings.why(error), [self.name])
         self.close()
 
 
@@ -100,7 +100,7 @@ class Member:
 
 
 @dataclass
-class Opened:
+class OpenGroup:
     """What a group holds in this process."""
 
     group: Group
@@ -108,7 +108,7 @@ class Opened:
     exchanges: list[StoreExchange]
 
 
-opened: dict[str, Opened] = {}
+open_groups: dict[str, OpenGroup] = {}
 lock = threading.Lock()
 
 
@@ -157,7 +157,7 @@ def choose_bootstrap(
     if local:
         threads = {i: bootstrapping.by_threads(num_ranks, timeout_ms) for i in indices}
         return lambda s: threads[s.index][s.rank], []
-    client = store()
+    client = distributed_store()
     if client is None:
         raise EpicArgumentError(
             "the ranks are in several processes and jax.distributed is not initialized: call "
@@ -173,7 +173,9 @@ def choose_bootstrap(
     )
 
 
-def met_over_mpi(native: Any, has_mesh: bool, bootstrap: Any, timeout_ms: int) -> Bootstrap | None:
+def bootstrap_over_mpi(
+    native: Any, has_mesh: bool, bootstrap: Any, timeout_ms: int
+) -> Bootstrap | None:
     """The ranks of a communicator, where nothing else tells who they are.  Else MPI is only
     started, if nobody has: backend mpi makes communicators of its own for the groups."""
     alone = not has_mesh and bootstrap is None
@@ -188,7 +190,7 @@ def met_over_mpi(native: Any, has_mesh: bool, bootstrap: Any, timeout_ms: int) -
     return None
 
 
-def without_mesh(
+def members_without_mesh(
     devices: list[Any], ranks: Sequence[int] | None, num_ranks: int | None, world: Bootstrap | None
 ) -> tuple[list[Member], int]:
     """Without a mesh: the members of this process, and how many ranks there are."""
@@ -215,7 +217,7 @@ def without_mesh(
 def open_member(bootstrap_of: Callable[[Member], Bootstrap], config: Any, member: Member) -> int:
     """Opens the context of one member; blocks until its peers open theirs."""
     bootstrap = bootstrap_of(member)
-    with cuda.current(member.ordinal) if member.is_gpu else contextlib.nullcontext():
+    with cuda.use_gpu(member.ordinal) if member.is_gpu else contextlib.nullcontext():
         return bootstrapping.open_context(bootstrap, config)
 
 
@@ -240,7 +242,7 @@ def choose_sizes(
             if value is None:
                 raise EpicArgumentError(f"{name} is needed, or like=, the activations")
         return whole("max_tokens", max_tokens), whole("max_row_bytes", max_row_bytes)
-    tokens, row_bytes = meshes.sizes(mesh, like, token_axes)
+    tokens, row_bytes = meshes.token_sizes(mesh, like, token_axes)
     return (
         whole("max_tokens", max_tokens) if max_tokens is not None else tokens,
         whole("max_row_bytes", max_row_bytes) if max_row_bytes is not None else row_bytes,
@@ -296,16 +298,20 @@ def open(
     if mesh is not None:
         check_kind("mesh", mesh, jax.sharding.Mesh)
     axes = (axis,) if isinstance(axis, str) else as_axes("axis", axis)
-    groups, count = meshes.by_rank(mesh, axes) if mesh is not None else ([jax.local_devices()], 0)
+    groups, count = (
+        meshes.devices_by_rank(mesh, axes) if mesh is not None else ([jax.local_devices()], 0)
+    )
     platform = groups[0][0].platform
     max_tokens, max_row_bytes = choose_sizes(mesh, like, token_axes, max_tokens, max_row_bytes)
     backend = choose_backend(platform, backend)
-    world = met_over_mpi(native, mesh is not None, bootstrap, timeout_ms or DEFAULT_TIMEOUT_MS)
+    world = bootstrap_over_mpi(
+        native, mesh is not None, bootstrap, timeout_ms or DEFAULT_TIMEOUT_MS
+    )
     if mesh is not None:
-        devices_of, members = meshes.ids(groups), local_members(groups)
+        devices_of, members = meshes.device_ids(groups), local_members(groups)
     else:
         axes, devices_of = (), ()
-        members, count = without_mesh(groups[0], ranks, num_ranks, world)
+        members, count = members_without_mesh(groups[0], ranks, num_ranks, world)
     command_buffers |= platform == "cpu"
     group = Group(
         name,
@@ -326,21 +332,21 @@ def open(
     config.backend = text("backend", backend) if backend else None
     config.native = None if native is None else bootstrapping.address_of(native)
     with lock:
-        if name in opened:
+        if name in open_groups:
             raise EpicArgumentError(
                 f"group {name!r} is open: close it first, or choose another name="
             )
-        opened[name] = Opened(group, {}, [])
+        open_groups[name] = OpenGroup(group, {}, [])
     try:
-        fill(group, members, world or bootstrap, config)
+        open_members(group, members, world or bootstrap, config)
     except BaseException:
         with lock:
-            opened.pop(name, None)
+            open_groups.pop(name, None)
         raise
     return group
 
 
-def fill(
+def open_members(
     group: Group, members: list[Member], bootstrap: Tcp | Exchange | Bootstrap | None, config: Any
 ) -> None:
     """Opens all members of this process at once and tells the handlers."""
@@ -350,7 +356,7 @@ def fill(
     bootstrap_of, exchanges = choose_bootstrap(
         bootstrap, group.name, members, group.num_ranks, timeout_ms
     )
-    endings.begin("epic.jax", handlers(), abort, close_all)
+    endings.begin("epic.jax", load_handlers(), abort_groups, close_all)
     openers = {
         member: bootstrapping.Opener(partial(open_member, bootstrap_of, config, member))
         for member in members
@@ -366,11 +372,11 @@ def fill(
     if errors:
         bootstrapping.end(contexts.values())
         raise errors[0]
-    opened[group.name] = Opened(group, contexts, exchanges)
-    devices = meshes.text(group.devices, group.num_ranks).encode()
+    open_groups[group.name] = OpenGroup(group, contexts, exchanges)
+    devices = meshes.describe_devices(group.devices, group.num_ranks).encode()
     for member, context in contexts.items():
         where = (member.is_gpu, member.ordinal, devices, member.rank)
-        if handlers().epic_jax_member_add(group.name.encode(), *where, context):
+        if load_handlers().epic_jax_member_add(group.name.encode(), *where, context):
             close(group)
             raise EpicArgumentError(f"name {group.name!r}: at most 63 bytes are allowed")
 
@@ -385,14 +391,14 @@ def close(group: Group) -> None:
     that are alive are waited for here."""
     check_kind("group", group, Group)
     with lock:
-        state = opened.get(group.name)
+        state = open_groups.get(group.name)
     if state is None:
         return
-    settle()
+    wait_for_live_arrays()
     with lock:
-        opened.pop(group.name, None)
+        open_groups.pop(group.name, None)
     for member in state.contexts:
-        handlers().epic_jax_member_remove(group.name.encode(), member.is_gpu, member.ordinal)
+        load_handlers().epic_jax_member_remove(group.name.encode(), member.is_gpu, member.ordinal)
     if group.platform == "gpu" and group.command_buffers:
         jax.clear_caches()  # a graph would use this context's memory, and asks nobody
     bootstrapping.end(state.contexts.values())
@@ -403,19 +409,19 @@ def close(group: Group) -> None:
 
 def close_all() -> None:
     """What this process left open."""
-    for state in list(opened.values()):
+    for state in list(open_groups.values()):
         close(state.group)
 
 
-def abort(why: str, names: Sequence[str] | None = None) -> None:
+def abort_groups(why: str, names: Sequence[str] | None = None) -> None:
     """Tells the peers of the groups, or of all, that this process will make no more calls."""
     with lock:
-        for name in opened if names is None else names:
-            for context in opened[name].contexts.values():
+        for name in open_groups if names is None else names:
+            for context in open_groups[name].contexts.values():
                 _native.core().epic_abort(context, 0, why.encode())
 
 
-def settle() -> None:
+def wait_for_live_arrays() -> None:
     """Waits for the programs whose results are alive; their errors are their owners'."""
     for array in jax.live_arrays():
         with contextlib.suppress(Exception):
@@ -438,7 +444,7 @@ def check(group: Group) -> None:
 
 def contexts_of(group: Group) -> Iterator[int]:
     """The contexts of this process."""
-    state = opened.get(group.name)
+    state = open_groups.get(group.name)
     if state is None:
         raise EpicError("EPIC_ECLOSED", f"group {group.name!r} is not open in this process")
     yield from state.contexts.values()

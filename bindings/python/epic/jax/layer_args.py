@@ -11,7 +11,7 @@ from epic.errors import EpicArgumentError
 from epic.jax import placement, steps
 from epic.jax import router as routing
 from epic.jax.arrays import FLOATS, check_array, check_kind
-from epic.jax.experts import ExpertWeights, check_weights, counted, refuse_e4m3, wide
+from epic.jax.experts import ExpertWeights, check_weights, fill_num_experts, refuse_e4m3, wide_dtype
 from epic.jax.groups import Group
 from epic.options import Experts, Moe, Router
 
@@ -66,33 +66,33 @@ class MoeOut(NamedTuple):
         return self.load if self.logical_load is None else self.logical_load
 
 
-TABLES = 4  # of the layer's integers: token_ids, table, rank_of_expert, logical_of_expert
+NUM_TABLES = 4  # of the layer's integers: token_ids, table, rank_of_expert, logical_of_expert
 
 # The order of the handlers' arrays.
-ORDER = (
+WEIGHT_ORDER = (
     "w_gate b_gate bias w_gate_up w_down b_gate_up b_down shared_gate_up shared_down "
     "shared_b_gate_up shared_b_down"
 ).split()
 
-SHARED = ("shared_gate_up", "shared_down", "shared_b_gate_up", "shared_b_down")
-OF_MLPS = ORDER[3:]  # the experts' and the shared expert's
+SHARED_WEIGHTS = ("shared_gate_up", "shared_down", "shared_b_gate_up", "shared_b_down")
+MLP_WEIGHTS = WEIGHT_ORDER[3:]  # the experts' and the shared expert's
 
 
-def of(weights: MoeWeights, prefix: str = "") -> ExpertWeights:
+def expert_weights_of(weights: MoeWeights, prefix: str = "") -> ExpertWeights:
     """The weights of the experts, or with "shared_" of the shared one."""
     if not prefix:
         return ExpertWeights(*(getattr(weights, name) for name in ExpertWeights._fields))
-    return ExpertWeights(*(getattr(weights, name) for name in SHARED))
+    return ExpertWeights(*(getattr(weights, name) for name in SHARED_WEIGHTS))
 
 
-def promised(options: Moe, table: Any) -> Moe:
+def promise_distinct(options: Moe, table: Any) -> Moe:
     """A router chooses no expert twice; a caller's table may."""
     if table is not None or options.layer.distinct:
         return options
     return replace(options, layer=replace(options.layer, distinct=True))
 
 
-def completed(group: Group, options: Moe, x: Any, weights: MoeWeights) -> Moe:
+def complete_options(group: Group, options: Moe, x: Any, weights: MoeWeights) -> Moe:
     """The options with the arrays' dtypes and the capacity as a number."""
     refuse_e4m3(options.experts)
     types = {"row_type": x.dtype.name, "weight_type": weights.w_gate_up.dtype.name}
@@ -100,7 +100,7 @@ def completed(group: Group, options: Moe, x: Any, weights: MoeWeights) -> Moe:
         options,
         experts=replace(options.experts, **types),
         shared=replace(options.shared, **types) if options.shared else None,
-        capacity=steps.slots_of(group, options.layer, options.capacity),
+        capacity=steps.num_slots(group, options.layer, options.capacity),
     )
 
 
@@ -115,12 +115,12 @@ def check_parts(options: Moe, weights: MoeWeights) -> None:
             f"is {'None' if options.shared is None else 'given'}: shared options and shared "
             "weights come together"
         )
-    for name in OF_MLPS:
+    for name in MLP_WEIGHTS:
         if name.startswith("shared_") and options.shared is None:
-            refuse_given(name, getattr(weights, name), "options.shared is None")
+            refuse_unused(name, getattr(weights, name), "options.shared is None")
 
 
-def refuse_given(name: str, value: Any, why: str) -> None:
+def refuse_unused(name: str, value: Any, why: str) -> None:
     """Refuse an argument that would not be used."""
     if value is not None:
         raise EpicArgumentError(f"{name} is given and {why}: leave it None")
@@ -137,9 +137,11 @@ def check_weights_of_layer(
         vector = getattr(weights, name)
         if vector is not None:
             check_array(name, vector, FLOATS, [columns])
-    check_weights(experts, of(weights), x)
+    check_weights(experts, expert_weights_of(weights), x)
     if shared is not None:
-        check_weights(shared, of(weights, "shared_"), x, "shared_", weights.w_gate_up)
+        check_weights(
+            shared, expert_weights_of(weights, "shared_"), x, "shared_", weights.w_gate_up
+        )
 
 
 def as_weights_of_layer(options: Moe, x: Any, weights: MoeWeights) -> MoeWeights:
@@ -147,7 +149,7 @@ def as_weights_of_layer(options: Moe, x: Any, weights: MoeWeights) -> MoeWeights
     check_weights_of_layer(options.router, options.experts, options.shared, x, weights)
     found = {n: jnp.asarray(w) for n, w in weights._asdict().items() if w is not None}
     for name in {"w_gate", "b_gate"} & set(found):
-        found[name] = found[name].astype(wide(x))
+        found[name] = found[name].astype(wide_dtype(x))
     return MoeWeights(**{**found, "bias": routing.as_bias(options.router, weights.bias)})
 
 
@@ -157,7 +159,7 @@ def check_experts(group: Group, options: Moe, rank_of_expert: Any) -> None:
     local, layer = options.experts.num_local_experts, options.layer
     if isinstance(rank_of_expert, jax.core.Tracer):
         return
-    owned = steps.num_local(group, layer, rank_of_expert, None)
+    owned = steps.max_local_experts(group, layer, rank_of_expert, None)
     if local < owned or (rank_of_expert is None and local != owned):
         raise EpicArgumentError(
             f"w_gate_up has {local} experts: must have {owned}, as many as a rank of group "
@@ -184,7 +186,7 @@ def check_tokens(group: Group, options: Moe, num_tokens: int) -> None:
         routing.check_sequences(num_tokens // blocks, options.sequence_tokens, "x")
 
 
-def placed(
+def place_experts(
     group: Group, options: Moe, weights: MoeWeights, given: Any
 ) -> tuple[Moe, MoeWeights, Any]:
     """The experts of this rank counted, their rows of the weights where those of all came, and
@@ -193,9 +195,11 @@ def placed(
     uneven = given is None and not placement.is_even(group, layer)
     first = check_array("w_gate_up", weights.w_gate_up, FLOATS, ("experts", "hidden", "width"))
     if uneven and first.shape[0] == layer.num_experts:
-        weights = placement.own(group, layer, weights)
-    mine = counted(options.experts, weights.w_gate_up)
-    shared = options.shared and counted(options.shared, weights.shared_gate_up, "shared_gate_up")
+        weights = placement.take_own_weights(group, layer, weights)
+    mine = fill_num_experts(options.experts, weights.w_gate_up)
+    shared = options.shared and fill_num_experts(
+        options.shared, weights.shared_gate_up, "shared_gate_up"
+    )
     options = replace(options, experts=mine, shared=shared)
     check_experts(group, options, given)
-    return options, weights, placement.table(group, layer, given)
+    return options, weights, placement.owner_table(group, layer, given)

@@ -25,7 +25,7 @@ TARGETS = tuple(
 
 
 @functools.cache
-def handlers() -> ctypes.CDLL:
+def load_handlers() -> ctypes.CDLL:
     """libepic_jax.so, its handlers registered.  XLA holds bare pointers: it is never unloaded."""
     _native.core()
     library = ctypes.CDLL(str(_native.find("libepic_jax.so")))

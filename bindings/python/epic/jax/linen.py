@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from epic.jax import block
-from epic.jax.block import AxisNames, Biases, Initialiser, logical_rules
+from epic.jax.block import AxisNames, Biases, Initializer, logical_rules
 from epic.jax.gemm import GroupedGemm
 from epic.jax.groups import Group
 from epic.jax.router import bias_update
@@ -42,7 +42,7 @@ class MoEBlock(nn.Module):
     tensor_axis: str | None = None
     loss_axes: tuple[str, ...] = ()
     grouped_gemm: GroupedGemm | None = None
-    kernel_init: Initialiser | None = None
+    kernel_init: Initializer | None = None
     axis_names: AxisNames | None = None
     logical_of_expert: tuple[int, ...] | None = None
 
@@ -50,7 +50,7 @@ class MoEBlock(nn.Module):
         """Parameters, made at initialization."""
         found = {}
         more = (self.axis_names, self.kernel_init, self.logical_of_expert)
-        wishes = block.parameters(self.group, self.options, self.biases, *more)
+        wishes = block.make_parameters(self.group, self.options, self.biases, *more)
         for name, wish in wishes.items():
             init = nn.with_logical_partitioning(wish.init, wish.names)
             found[name] = self.param(name, init, wish.shape, self.param_dtype)
@@ -71,7 +71,7 @@ class MoEBlock(nn.Module):
         if self.is_initializing():  # shapes are known: no call, and any batch will do
             return x if self.dtype is None else x.astype(self.dtype), jnp.zeros((), jnp.float32)
         value = None if bias is None else bias.value
-        out = block.apply(self, x, weights, value, **tokens)
+        out = block.apply_moe(self, x, weights, value, **tokens)
         if bias is not None and self.is_mutable_collection("moe"):
             bias.value = bias_update(bias.value, out.load_of_ids, self.bias_rate)
         self.sow("losses", "moe_loss", out.loss)

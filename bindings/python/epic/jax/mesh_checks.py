@@ -14,7 +14,7 @@ import numpy as np
 
 from epic.errors import EpicArgumentError
 from epic.jax.groups import Group
-from epic.jax.meshes import by_rank, ids, named, shown
+from epic.jax.meshes import device_ids, devices_by_rank, show_axes, show_devices
 
 UNKNOWN = -1
 
@@ -31,13 +31,13 @@ def check_mesh(group: Group, mesh: Any) -> None:
         )
     opened = {row[0]: row for row in group.devices}
     axes = group.axes[0] if len(group.axes) == 1 else group.axes
-    for row in ids(by_rank(mesh, group.axes)[0]):
+    for row in device_ids(devices_by_rank(mesh, group.axes)[0]):
         has = opened.get(row[0]) or next((r for r in group.devices if row[0] in r), None)
         if row == has:
             continue
-        theirs = f"devices {shown(has)}" if has else f"no device {row[0]}"
+        theirs = f"devices {show_devices(has)}" if has else f"no device {row[0]}"
         raise EpicArgumentError(
-            f"the mesh has devices {shown(row)} along {named(group.axes)}, and group "
+            f"the mesh has devices {show_devices(row)} along {show_axes(group.axes)}, and group "
             f"{group.name!r} was opened with {theirs} (in the order of the ranks): use the mesh "
             "that the group was opened with, or open a group with this one, epic.jax.open(mesh, "
             f"{axes!r}, name=...)"
@@ -52,7 +52,7 @@ def check_lowering(group: Group, context: Any) -> None:
         check_mesh(group, mesh)
 
 
-def bound_size(group: Group) -> int | None:
+def size_of_bound_axes(group: Group) -> int | None:
     """Devices along the group's axes where the program is now; None outside of a shard_map."""
     try:
         return math.prod(map(jax.lax.axis_size, group.axes))
@@ -70,21 +70,21 @@ def rank_without_mesh(group: Group) -> Any:
     return jax.lax.axis_index(axes) if whole else np.int32(UNKNOWN)
 
 
-def rank(group: Group) -> Any:
+def rank_in_mesh(group: Group) -> Any:
     """This device's rank by the mesh of the program, an int32 scalar, for the handlers to compare
     with the group's; UNKNOWN on GPUs, where they could not read it without waiting."""
     if not group.axes:
         return rank_without_mesh(group)
-    size = bound_size(group)
+    size = size_of_bound_axes(group)
     if size is None and group.num_ranks > 1:
         raise EpicArgumentError(
             f"a collective of group {group.name!r} outside of a shard_map over "
-            f"{named(group.axes)}: XLA would gather all arrays and run it on every device.  Put "
-            "it into jax.shard_map over the group's mesh, or use epic.jax.sharded"
+            f"{show_axes(group.axes)}: XLA would gather all arrays and run it on every device.  "
+            "Put it into jax.shard_map over the group's mesh, or use epic.jax.sharded"
         )
     if size is not None and size != group.num_ranks:
         raise EpicArgumentError(
-            f"{named(group.axes)} has {size} devices here, and group {group.name!r} was opened "
+            f"{show_axes(group.axes)} has {size} devices here, and group {group.name!r} was opened "
             f"with {group.num_ranks} ranks: use the mesh that the group was opened with, or open "
             "a group with this one"
         )

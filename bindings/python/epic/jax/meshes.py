@@ -14,11 +14,11 @@ import numpy as np
 
 from epic.errors import EpicArgumentError
 
-Rows = tuple[tuple[int, ...], ...]
+DeviceRows = tuple[tuple[int, ...], ...]
 MOST_TEXT = 200  # bytes; the handlers have room for 255
 
 
-def check_known(mesh: jax.sharding.Mesh, argument: str, axes: tuple[str, ...]) -> None:
+def check_axes_in_mesh(mesh: jax.sharding.Mesh, argument: str, axes: tuple[str, ...]) -> None:
     """The mesh must have them."""
     for axis in axes:
         if axis not in mesh.axis_names:
@@ -28,9 +28,9 @@ def check_known(mesh: jax.sharding.Mesh, argument: str, axes: tuple[str, ...]) -
             )
 
 
-def by_rank(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> tuple[list[list[Any]], int]:
+def devices_by_rank(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> tuple[list[list[Any]], int]:
     """Devices by group and rank: a group is all devices that share the other coordinates."""
-    check_known(mesh, "axis", axes)
+    check_axes_in_mesh(mesh, "axis", axes)
     if len(set(axes)) < len(axes):
         raise EpicArgumentError(f"axis {axes}: each axis once")
     devices = np.asarray(mesh.devices)
@@ -40,7 +40,7 @@ def by_rank(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> tuple[list[list[A
     return last.reshape(-1, num_ranks).tolist(), num_ranks
 
 
-def sizes(mesh: jax.sharding.Mesh | None, like: Any, token_axes: Any) -> tuple[int, int]:
+def token_sizes(mesh: jax.sharding.Mesh | None, like: Any, token_axes: Any) -> tuple[int, int]:
     """Tokens of a device and bytes of a row, of activations [B, ..., hidden] of all devices that
     token_axes cut as sharded.moe says; without a mesh of this one."""
     if not hasattr(like, "shape") or not hasattr(like, "dtype"):
@@ -60,24 +60,24 @@ def sizes(mesh: jax.sharding.Mesh | None, like: Any, token_axes: Any) -> tuple[i
             )
         for i, part in enumerate(token_axes if whole else [token_axes or mesh.axis_names]):
             axes = (part,) if isinstance(part, str) else part or ()
-            check_known(mesh, "token_axes", axes)
+            check_axes_in_mesh(mesh, "token_axes", axes)
             shape[i] = -(-shape[i] // math.prod(mesh.shape[axis] for axis in axes))
     return math.prod(shape[:-1]), shape[-1] * np.dtype(like.dtype).itemsize
 
 
-def ids(groups: list[list[Any]]) -> Rows:
+def device_ids(groups: list[list[Any]]) -> DeviceRows:
     """The devices' numbers, which are the same in every process."""
     return tuple(tuple(device.id for device in group) for group in groups)
 
 
-def shown(row: tuple[int, ...]) -> str:
+def show_devices(row: tuple[int, ...]) -> str:
     """[0 1 2 3], cut where it is long."""
     most = 16
     more = f" and {len(row) - most} more" if len(row) > most else ""
     return "[" + " ".join(map(str, row[:most])) + more + "]"
 
 
-def text(devices: Rows, num_ranks: int) -> str:
+def describe_devices(devices: DeviceRows, num_ranks: int) -> str:
     """All devices of a group's name for the handlers, which compare it and show it; where it is
     long a digest stands for the rest."""
     if not devices:
@@ -90,6 +90,6 @@ def text(devices: Rows, num_ranks: int) -> str:
     return f"devices {whole[: MOST_TEXT - 50]}... ({len(rows)} groups, digest {digest})"
 
 
-def named(axes: tuple[str, ...]) -> str:
+def show_axes(axes: tuple[str, ...]) -> str:
     """The axes of a group in a sentence."""
     return "axis " + repr(axes[0]) if len(axes) == 1 else f"axes {axes}"

@@ -27,36 +27,36 @@ from epic.jax.arrays import (
     check_kind,
 )
 from epic.jax.call import (
-    Spec,
-    call,
-    like,
-    marks,
-    memory_of,
+    ArraySpec,
+    call_handler,
+    cast_all_varying,
+    memory_specs,
+    previous_call,
     record_call,
-    spread_all,
-    waits_for,
+    site_and_rank,
+    spec_of,
     zero_gradient,
 )
-from epic.jax.composed import composed, logits_of, losses, losses_of_kept
+from epic.jax.composed import compose_layer, layer_losses, masked_layer_losses, router_logits
 from epic.jax.experts import (
-    grad_type,
-    on_gpu,
-    wide,
+    cast_for_gpu,
+    gradient_dtype,
+    wide_dtype,
 )
 from epic.jax.gemm import GroupedGemm
 from epic.jax.groups import Group
 from epic.jax.layer_args import (
-    OF_MLPS,
-    ORDER,
-    TABLES,
+    MLP_WEIGHTS,
+    NUM_TABLES,
+    WEIGHT_ORDER,
     MoeOut,
     MoeWeights,
     as_weights_of_layer,
     check_parts,
     check_tokens,
-    completed,
-    placed,
-    promised,
+    complete_options,
+    place_experts,
+    promise_distinct,
 )
 from epic.options import Moe
 
@@ -64,85 +64,95 @@ from epic.options import Moe
 
 
 @dataclass(frozen=True)
-class Static:
+class LayerStatic:
     """What forward and backward know while tracing; options are completed."""
 
     group: Group
     options: Moe
 
 
-def memory(static: Static) -> tuple[Spec, Spec, Spec]:
+def layer_memory(static: LayerStatic) -> tuple[ArraySpec, ArraySpec, ArraySpec]:
     """What is saved, and workspace forward and backward."""
     query = partial(_native.moe_memory, static.group.config(), static.options)
-    return memory_of(query, static.group.platform)
+    return memory_specs(query, static.group.platform)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def layer(static: Static, x: Any, weights: MoeWeights, ints: tuple[Any, ...]) -> tuple[Any, ...]:
+def run_layer(
+    static: LayerStatic, x: Any, weights: MoeWeights, ints: tuple[Any, ...]
+) -> tuple[Any, ...]:
     """moe on checked arrays; ints: token_ids, table, rank_of_expert, logical_of_expert, channel,
     what to wait for."""
-    return layer_forward(static, x, weights, ints)[0]
+    return run_layer_forward(static, x, weights, ints)[0]
 
 
-def layer_forward(
-    static: Static, x: Any, weights: MoeWeights, ints: tuple[Any, ...]
+def run_layer_forward(
+    static: LayerStatic, x: Any, weights: MoeWeights, ints: tuple[Any, ...]
 ) -> tuple[Any, Any]:
     """The core saves what it needs; x and weights are kept as they are."""
-    saved, workspace, _ = memory(static)
+    saved, workspace, _ = layer_memory(static)
     num_experts, num_logical = static.options.layer.num_experts, static.options.layer.num_logical
-    results: list[Spec | None] = [like(x), Spec((1,), jnp.float32)]
-    results += [Spec((num_experts,), jnp.int32), Spec((1,), jnp.int32)]
-    results += [Spec((num_logical,), jnp.int32) if num_logical else None, saved, workspace]
-    arrays = [getattr(weights, name) for name in ORDER]
-    operands = [x, *arrays, *ints[:TABLES]]
-    operands += [*marks(static.group, x, *ints[TABLES:]), *ints[TABLES:]]
-    out = call("moe", results, operands, static.group, **steps.moe_attributes(static.options))
+    results: list[ArraySpec | None] = [spec_of(x), ArraySpec((1,), jnp.float32)]
+    results += [ArraySpec((num_experts,), jnp.int32), ArraySpec((1,), jnp.int32)]
+    results += [ArraySpec((num_logical,), jnp.int32) if num_logical else None, saved, workspace]
+    arrays = [getattr(weights, name) for name in WEIGHT_ORDER]
+    operands = [x, *arrays, *ints[:NUM_TABLES]]
+    operands += [*site_and_rank(static.group, x, *ints[NUM_TABLES:]), *ints[NUM_TABLES:]]
+    out = call_handler(
+        "moe", results, operands, static.group, **steps.moe_attributes(static.options)
+    )
     out = out[:-1]
-    record = record_of(static, x, out[5], ints[TABLES])
+    record = make_record(static, x, out[5], ints[NUM_TABLES])
     return (*out[:5], record), (x, weights, ints, out[5])
 
 
-def record_of(static: Static, x: Any, saved: Any, channel: Any) -> steps.Record:
+def make_record(static: LayerStatic, x: Any, saved: Any, channel: Any) -> steps.Record:
     """The plan, with which the core begins what it saves, as the steps have theirs."""
-    way = steps.Way(static.group, static.options.layer, x.shape[:-1], static.options.capacity or 0)
+    spec = steps.PlanSpec(
+        static.group, static.options.layer, x.shape[:-1], static.options.capacity or 0
+    )
     number = jnp.where(channel < 0, 0, channel | steps.CALLERS_CHANNEL)
     tail = jax.lax.bitcast_convert_type(number, jnp.uint8).reshape(-1)
     zeros = jnp.zeros(steps.PLAN_TAIL - tail.shape[0], jnp.uint8)
-    size = static.group.plan_bytes(way.layer)
-    return steps.Record(jnp.concatenate([saved[:size], tail, zeros]), way)
+    size = static.group.plan_bytes(spec.layer)
+    return steps.Record(jnp.concatenate([saved[:size], tail, zeros]), spec)
 
 
-def of_logical(record: steps.Record, found: dict[str, Any]) -> dict[str, Any]:
+def sum_expert_gradients(record: steps.Record, found: dict[str, Any]) -> dict[str, Any]:
     """The gradients of experts, added over replicas."""
-    mine = {name: found[name] for name in placement.OF_EXPERTS if found[name] is not None}
-    return {name: replicas.added(record.way, record.bytes, d) for name, d in mine.items()}
+    mine = {name: found[name] for name in placement.EXPERT_WEIGHTS if found[name] is not None}
+    return {
+        name: replicas.sum_over_replicas(record.spec, record.bytes, d) for name, d in mine.items()
+    }
 
 
-def gradient_types(static: Static, x: Any, weights: MoeWeights) -> dict[str, Any]:
+def gradient_dtypes(static: LayerStatic, x: Any, weights: MoeWeights) -> dict[str, Any]:
     """In which the core's gradients come: wide, but on GPUs those of experts as narrow as the rows
     where the weights are, too.  Those of replicas are added over ranks first."""
-    of_experts = wide(x)
+    of_experts = wide_dtype(x)
     if not static.options.layer.num_logical:
-        of_experts = grad_type(static.group.platform, x, weights.w_gate_up)
-    return {n: of_experts if n in placement.OF_EXPERTS else wide(x) for n in ORDER}
+        of_experts = gradient_dtype(static.group.platform, x, weights.w_gate_up)
+    return {n: of_experts if n in placement.EXPERT_WEIGHTS else wide_dtype(x) for n in WEIGHT_ORDER}
 
 
-def layer_backward(static: Static, kept: Any, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+def run_layer_backward(
+    static: LayerStatic, kept: Any, gradients: tuple[Any, ...]
+) -> tuple[Any, ...]:
     """Weight gradients leave in the weights' dtype."""
     x, weights, ints, saved = kept
-    kinds = gradient_types(static, x, weights)
-    arrays = {name: getattr(weights, name) for name in ORDER}
-    named = [name for name in ORDER if name != "bias"]
-    results: list[Spec | None] = [like(x)]
-    results += [None if arrays[n] is None else Spec(arrays[n].shape, kinds[n]) for n in named]
-    results += [memory(static)[2]]
+    kinds = gradient_dtypes(static, x, weights)
+    arrays = {name: getattr(weights, name) for name in WEIGHT_ORDER}
+    named = [name for name in WEIGHT_ORDER if name != "bias"]
+    results: list[ArraySpec | None] = [spec_of(x)]
+    results += [None if arrays[n] is None else ArraySpec(arrays[n].shape, kinds[n]) for n in named]
+    results += [layer_memory(static)[2]]
     operands = [x, *arrays.values(), saved, gradients[0], gradients[1]]
-    operands += [*marks(static.group, x), ints[TABLES]]
+    operands += [*site_and_rank(static.group, x), ints[NUM_TABLES]]
     numbers = steps.moe_attributes(static.options)
-    out = call("moe_backward", results, operands, static.group, **numbers)
+    out = call_handler("moe_backward", results, operands, static.group, **numbers)
     found = dict(zip(named, out[1:-2], strict=True))
     if static.options.layer.num_logical:
-        found |= of_logical(record_of(static, x, saved, ints[TABLES]), found)
+        found |= sum_expert_gradients(make_record(static, x, saved, ints[NUM_TABLES]), found)
     pairs = found.items()
     d_weights = {n: None if d is None else d.astype(arrays[n].dtype) for n, d in pairs}
     bias = None if weights.bias is None else jnp.zeros_like(weights.bias)
@@ -153,7 +163,7 @@ def layer_backward(static: Static, kept: Any, gradients: tuple[Any, ...]) -> tup
     )
 
 
-layer.defvjp(layer_forward, layer_backward)
+run_layer.defvjp(run_layer_forward, run_layer_backward)
 
 
 # ------------------------------------------------------------------------------- moe ----
@@ -168,10 +178,10 @@ FSDP_DIMENSION = {
 }
 
 
-def gathered(group: Group, x: Any, weights: MoeWeights, axes: tuple[str, ...]) -> MoeWeights:
+def gather_weights(group: Group, x: Any, weights: MoeWeights, axes: tuple[str, ...]) -> MoeWeights:
     """The weights whole in hidden; the gradient of each is reduced and scattered over the axes,
     then added over the others."""
-    parts = MoeWeights(*spread_all(group, *weights, x)[:-1])
+    parts = MoeWeights(*cast_all_varying(group, *weights, x)[:-1])
 
     def whole(name: str, part: Any) -> Any:
         if part is None or name not in FSDP_DIMENSION:
@@ -193,7 +203,7 @@ def loss_axes_of(group: Group, axes: Sequence[str]) -> tuple[str, ...]:
     return tuple(axes)
 
 
-def masked(options: Moe, mask: Any, x: Any) -> Any:
+def as_token_mask(options: Moe, mask: Any, x: Any) -> Any:
     """The mask as [num_tokens], checked; None stays None."""
     if mask is None:
         return None
@@ -203,14 +213,14 @@ def masked(options: Moe, mask: Any, x: Any) -> Any:
     return mask.reshape(-1)
 
 
-def from_core(
+def run_core_layer(
     group: Group, options: Moe, x: Any, weights: MoeWeights, ints: list[Any]
 ) -> tuple[Any, ...]:
     """What MoeOut has, of the core's own layer."""
-    arrays = spread_all(group, x, *weights, *ints)
+    arrays = cast_all_varying(group, x, *weights, *ints)
     count = 1 + len(weights)
     spread = MoeWeights(*arrays[1:count])
-    return layer(Static(group, options), arrays[0], spread, tuple(arrays[count:]))
+    return run_layer(LayerStatic(group, options), arrays[0], spread, tuple(arrays[count:]))
 
 
 def moe(
@@ -252,52 +262,65 @@ def moe(
     check_kind("group", group, Group)
     check_parts(options, weights)
     if tensor_axis is not None:
-        options, weights = tensor.cut(options, weights, tensor_axis)
+        options, weights = tensor.take_part(options, weights, tensor_axis)
         more = {"token_ids": token_ids, "table": table, "token_mask": token_mask}
         more |= {"rank_of_expert": rank_of_expert, "logical_of_expert": logical_of_expert}
         more |= {"grouped_gemm": grouped_gemm}
         more |= {"fsdp_axes": fsdp_axes, "loss_axes": loss_axes, "channel": channel, "after": after}
-        return tensor.whole(moe(group, options, x, weights, **more), tensor_axis)
+        return tensor.sum_parts(moe(group, options, x, weights, **more), tensor_axis)
     fsdp, over = as_axes("fsdp_axes", fsdp_axes), loss_axes_of(group, loss_axes)
     steps.check_group(group, options.layer)
     if fsdp:
-        weights = gathered(group, x, weights, fsdp)
+        weights = gather_weights(group, x, weights, fsdp)
     x = as_array("x", x, FLOATS, (ANY_ROWS, ("hidden", options.experts.hidden)))
-    options, weights, owners = placed(group, promised(options, table), weights, rank_of_expert)
-    owners, logical = steps.tables(group, options.layer, owners, logical_of_expert)
+    options, weights, owners = place_experts(
+        group, promise_distinct(options, table), weights, rank_of_expert
+    )
+    owners, logical = steps.expert_tables(group, options.layer, owners, logical_of_expert)
     weights = as_weights_of_layer(options, x, weights)
     if group.platform == "gpu":
-        cast = {name: on_gpu(x.dtype, getattr(weights, name)) for name in OF_MLPS}
+        cast = {name: cast_for_gpu(x.dtype, getattr(weights, name)) for name in MLP_WEIGHTS}
         weights = weights._replace(**cast)
-    options = completed(group, options, x, weights)
+    options = complete_options(group, options, x, weights)
     rows = steps.as_rows(x)
     check_tokens(group, options, rows.shape[0])
     group.check_width("x", rows)
     token_ids, table = routing.as_ids(token_ids, table, options.router.top_k, x.shape[:-1])
-    mask = masked(options, token_mask, x)
+    mask = as_token_mask(options, token_mask, x)
     rows = rows if mask is None else jnp.where(mask[:, None], rows, 0)
     if grouped_gemm is not None or options.quantize is not None or mask is not None:
         extras = {"token_ids": token_ids, "table": table, "token_mask": mask}
         extras |= {"rank_of_expert": owners, "logical_of_expert": logical}
         order = {"channel": channel, "after": after}
-        out, plan, logits, chosen = composed(
+        out, plan, logits, chosen = compose_layer(
             group, options, grouped_gemm, rows, weights, extras, order
         )
         if mask is None:
-            loss = losses(group, options, logits, plan.load_of_ids, chosen, over)
+            loss = layer_losses(group, options, logits, plan.load_of_ids, chosen, over)
         else:
             out = jnp.where(mask[:, None], out, 0)
-            loss = losses_of_kept(group, options, logits, plan.load_of_ids, mask, over, channel)
-        record = steps.Record(plan.bytes, plan.way)
+            loss = masked_layer_losses(
+                group, options, logits, plan.load_of_ids, mask, over, channel
+            )
+        record = steps.Record(plan.bytes, plan.spec)
         return MoeOut(out.reshape(x.shape), loss, plan.load, plan.demand, plan.logical_load, record)
-    ints = [token_ids, table, owners, logical, steps.channel_of(channel), *steps.calm(after)]
-    ints += waits_for(group)
+    ints = [
+        token_ids,
+        table,
+        owners,
+        logical,
+        steps.as_channel(channel),
+        *steps.ordering_deps(after),
+    ]
+    ints += previous_call(group)
     # The core counts over the group alone; losses over more are made from logits of our own.
     inner = replace(options, balance_coeff=0.0, z_coeff=0.0) if over else options
-    out, loss, *rest = from_core(group, inner, rows, weights, ints)
+    out, loss, *rest = run_core_layer(group, inner, rows, weights, ints)
     record_call(group, rest[1])
     found = MoeOut(out.reshape(x.shape), loss[0], *rest)
     if over and (options.balance_coeff or options.z_coeff):
-        loss = losses(group, options, logits_of(rows, weights), found.load_of_ids, None, over)
+        loss = layer_losses(
+            group, options, router_logits(rows, weights), found.load_of_ids, None, over
+        )
         found = found._replace(loss=loss)
     return found

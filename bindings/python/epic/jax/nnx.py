@@ -9,7 +9,7 @@ from flax.core.spmd import get_logical_axis_rules
 from jax.sharding import Mesh
 
 from epic.jax import block
-from epic.jax.block import AxisNames, Biases, Initialiser, logical_rules
+from epic.jax.block import AxisNames, Biases, Initializer, logical_rules
 from epic.jax.gemm import GroupedGemm
 from epic.jax.groups import Group
 from epic.jax.layer_args import MoeOut
@@ -52,7 +52,7 @@ class MoEBlock(nnx.Module):
         tensor_axis: str | None = None,
         loss_axes: tuple[str, ...] = (),
         grouped_gemm: GroupedGemm | None = None,
-        kernel_init: Initialiser | None = None,
+        kernel_init: Initializer | None = None,
         axis_names: AxisNames | None = None,
         logical_of_expert: tuple[int, ...] | None = None,
     ) -> None:
@@ -65,13 +65,13 @@ class MoEBlock(nnx.Module):
         self.grouped_gemm = grouped_gemm
         self.logical_of_expert = logical_of_expert
         more = (axis_names, kernel_init, logical_of_expert)
-        wishes = block.parameters(group, options, biases, *more)
+        wishes = block.make_parameters(group, options, biases, *more)
         self.names = tuple(wishes)
         rules = get_logical_axis_rules() or logical_rules(group, fsdp_axes, tensor_axis)
 
         def made(kind: Any, value: Any, names: block.Names) -> Any:
             """Where it belongs; nnx itself would refuse rules that name an axis twice."""
-            value = block.laid(value, block.place(mesh, names, rules))
+            value = block.constrain_sharding(value, block.parameter_sharding(mesh, names, rules))
             with nnx.use_eager_sharding(False):
                 return kind(value, out_sharding=names, mesh=mesh)
 
@@ -102,7 +102,7 @@ class MoEBlock(nnx.Module):
         tokens = {"token_ids": token_ids, "table": table, "token_mask": token_mask}
         weights = {name: getattr(self, name)[...] for name in self.names}
         bias = self.expert_bias[...] if self.bias_rate else None
-        out = block.apply(self, x, weights, bias, **tokens)
+        out = block.apply_moe(self, x, weights, bias, **tokens)
         if bias is not None and self.update_bias and not self.deterministic:
             self.expert_bias[...] = bias_update(bias, out.load_of_ids, self.bias_rate)
         return out

@@ -11,7 +11,12 @@ import numpy as np
 from epic.jax.groups import Group
 from epic.options import Layer
 
-OF_EXPERTS = ("w_gate_up", "w_down", "b_gate_up", "b_down")  # weights with a row for each expert
+EXPERT_WEIGHTS = (
+    "w_gate_up",
+    "w_down",
+    "b_gate_up",
+    "b_down",
+)  # weights with a row for each expert
 
 
 def is_even(group: Group, layer: Layer) -> bool:
@@ -19,48 +24,48 @@ def is_even(group: Group, layer: Layer) -> bool:
     return layer.num_experts % group.num_ranks == 0
 
 
-def owners(group: Group, layer: Layer) -> np.ndarray:
+def default_owners(group: Group, layer: Layer) -> np.ndarray:
     """[num_experts] int32: the rank of each."""
     experts = np.arange(layer.num_experts, dtype=np.int64)
     return (experts * group.num_ranks // layer.num_experts).astype(np.int32)
 
 
-def table(group: Group, layer: Layer, given: Any) -> Any:
+def owner_table(group: Group, layer: Layer, given: Any) -> Any:
     """rank_of_expert for the core: the caller's, or None where it needs none."""
     if given is not None or is_even(group, layer):
         return given
-    return jnp.asarray(owners(group, layer))
+    return jnp.asarray(default_owners(group, layer))
 
 
-def rows(group: Group, layer: Layer) -> np.ndarray:
+def experts_of_ranks(group: Group, layer: Layer) -> np.ndarray:
     """[num_ranks, local experts] int32: which expert each row of a rank is; num_experts: none."""
     found = np.full((group.num_ranks, group.local_experts(layer)), layer.num_experts, np.int32)
-    owner = owners(group, layer)
+    owner = default_owners(group, layer)
     for rank in range(group.num_ranks):
         mine = np.flatnonzero(owner == rank)
         found[rank, : len(mine)] = mine
     return found
 
 
-def picked(weight: Any, experts: Any) -> Any:
+def take_experts(weight: Any, experts: Any) -> Any:
     """Rows of a weight of all experts, zeros where there is none."""
     return jnp.take(weight, experts, axis=0, mode="fill", fill_value=0)
 
 
-def padded(group: Group, layer: Layer, weights: Any) -> Any:
+def pad_weights(group: Group, layer: Layer, weights: Any) -> Any:
     """Weights [num_experts, ...] with as many rows for every rank: to be cut evenly."""
-    return replaced(weights, rows(group, layer).reshape(-1))
+    return replace_expert_weights(weights, experts_of_ranks(group, layer).reshape(-1))
 
 
-def own(group: Group, layer: Layer, weights: Any) -> Any:
+def take_own_weights(group: Group, layer: Layer, weights: Any) -> Any:
     """This rank's rows of weights of all experts, in a shard_map."""
-    mine = jnp.asarray(rows(group, layer))[jax.lax.axis_index(group.axes)]
-    return replaced(weights, mine)
+    mine = jnp.asarray(experts_of_ranks(group, layer))[jax.lax.axis_index(group.axes)]
+    return replace_expert_weights(weights, mine)
 
 
-def replaced(weights: Any, experts: Any) -> Any:
+def replace_expert_weights(weights: Any, experts: Any) -> Any:
     """Those of MoeWeights that have a row for each expert, picked."""
-    named = {name: getattr(weights, name) for name in OF_EXPERTS}
+    named = {name: getattr(weights, name) for name in EXPERT_WEIGHTS}
     return weights._replace(
-        **{name: None if w is None else picked(w, experts) for name, w in named.items()}
+        **{name: None if w is None else take_experts(w, experts) for name, w in named.items()}
     )

@@ -9,49 +9,60 @@ import jax.numpy as jnp
 
 from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.jax.arrays import ANY_ROWS, FLOATS, as_array
-from epic.jax.call import Spec, call, like, marks, no_gradient, spread_all
-from epic.jax.steps import Plan, Way, check_plan
+from epic.jax.call import (
+    ArraySpec,
+    call_handler,
+    cast_all_varying,
+    no_gradient,
+    site_and_rank,
+    spec_of,
+)
+from epic.jax.steps import Plan, PlanSpec, check_plan
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def added(way: Way, data: Any, x: Any) -> Any:
+def sum_over_replicas(spec: PlanSpec, data: Any, x: Any) -> Any:
     """sum_replicas on checked arrays."""
     flat = x.reshape(x.shape[0], -1)
-    results = [like(flat), Spec(flat.shape[1:], jnp.float32)]
-    operands = [data, flat, *marks(way.group, data, flat)]
-    return call("sum_replicas", results, operands, way.group, aliases={1: 0})[0].reshape(x.shape)
+    results = [spec_of(flat), ArraySpec(flat.shape[1:], jnp.float32)]
+    operands = [data, flat, *site_and_rank(spec.group, data, flat)]
+    return call_handler("sum_replicas", results, operands, spec.group, aliases={1: 0})[0].reshape(
+        x.shape
+    )
 
 
-def added_forward(way: Way, data: Any, x: Any) -> tuple[Any, Any]:
+def sum_over_replicas_forward(spec: PlanSpec, data: Any, x: Any) -> tuple[Any, Any]:
     """Nothing is saved but the plan."""
-    return added.fun(way, data, x), data
+    return sum_over_replicas.fun(spec, data, x), data
 
 
-def added_backward(way: Way, data: Any, gradient: Any) -> tuple[Any, Any]:
+def sum_over_replicas_backward(spec: PlanSpec, data: Any, gradient: Any) -> tuple[Any, Any]:
     """Each replica's numbers are in every replica's sum."""
-    return no_gradient(data), added(way, data, gradient)
+    return no_gradient(data), sum_over_replicas(spec, data, gradient)
 
 
-added.defvjp(added_forward, added_backward)
+sum_over_replicas.defvjp(sum_over_replicas_forward, sum_over_replicas_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def as_it_is(_: Way, __: Any, x: Any) -> Any:
+def with_summed_gradient(_: PlanSpec, __: Any, x: Any) -> Any:
     """x, whose gradient is added over replicas."""
     return x
 
 
-def as_it_is_forward(_: Way, data: Any, x: Any) -> tuple[Any, Any]:
+def with_summed_gradient_forward(_: PlanSpec, data: Any, x: Any) -> tuple[Any, Any]:
     """As added's."""
     return x, data
 
 
-def as_it_is_backward(way: Way, data: Any, gradient: Any) -> tuple[Any, Any]:
+def with_summed_gradient_backward(spec: PlanSpec, data: Any, gradient: Any) -> tuple[Any, Any]:
     """In float32."""
-    return no_gradient(data), added(way, data, gradient.astype(jnp.float32)).astype(gradient.dtype)
+    return no_gradient(data), sum_over_replicas(spec, data, gradient.astype(jnp.float32)).astype(
+        gradient.dtype
+    )
 
 
-as_it_is.defvjp(as_it_is_forward, as_it_is_backward)
+with_summed_gradient.defvjp(with_summed_gradient_forward, with_summed_gradient_backward)
 
 
 def as_rows_of_experts(name: str, plan: Plan, x: Any) -> Any:
@@ -69,22 +80,22 @@ def as_rows_of_experts(name: str, plan: Plan, x: Any) -> Any:
 
 def sum_replicas(plan: Plan, x: Any) -> Any:
     """Adds what the replicas of a logical expert have, x [local experts, ...] float32, and gives
-    each the sum: of gradients that were made without `tied`, or over many steps."""
+    each the sum: of gradients that were made without `sum_replica_grads`, or over many steps."""
     x = as_rows_of_experts("x", plan, x)
     if x.dtype != jnp.float32:
         raise EpicArgumentError(f"x is {x.dtype}: must be float32")
-    if not plan.way.layer.num_logical:
+    if not plan.spec.layer.num_logical:
         return x
-    return added(plan.way, *spread_all(plan.way.group, plan.bytes, x))
+    return sum_over_replicas(plan.spec, *cast_all_varying(plan.spec.group, plan.bytes, x))
 
 
-def tied(plan: Plan, weight: Any) -> Any:
+def sum_replica_grads(plan: Plan, weight: Any) -> Any:
     """A weight [local experts, ...] as it is; its gradient is that of its logical expert, the sum
     over the replicas.  epic.jax.moe does it by itself."""
     check_plan(plan)
     if weight is None:
         return None
-    if not plan.way.layer.num_logical:
+    if not plan.spec.layer.num_logical:
         return as_array("weight", weight, FLOATS, (ANY_ROWS,))
     weight = as_rows_of_experts("weight", plan, weight)
-    return as_it_is(plan.way, *spread_all(plan.way.group, plan.bytes, weight))
+    return with_summed_gradient(plan.spec, *cast_all_varying(plan.spec.group, plan.bytes, weight))

@@ -19,13 +19,13 @@ from epic.jax.arrays import (
     as_array_or_none,
     check_kind,
 )
-from epic.jax.call import Spec, call, like, spread_all, zero_gradient
+from epic.jax.call import ArraySpec, call_handler, cast_all_varying, spec_of, zero_gradient
 from epic.options import INT64_MAX, Router, real, whole
 
 
-def workspace(router: Router) -> Spec:
+def router_workspace(router: Router) -> ArraySpec:
     """What the core's loops need beside the arrays."""
-    return Spec((_native.size("epic_router_workspace_v1", router),), jnp.uint8)
+    return ArraySpec((_native.size("epic_router_workspace_v1", router),), jnp.uint8)
 
 
 def as_logits(router: Router, logits: Any) -> Any:
@@ -71,31 +71,33 @@ def as_bias(router: Router, bias: Any) -> Any:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def choose(router: Router, logits: Any, extras: tuple[Any, Any, Any]) -> tuple[Any, Any]:
+def choose_experts(router: Router, logits: Any, extras: tuple[Any, Any, Any]) -> tuple[Any, Any]:
     """router on checked arrays; extras: bias, token_ids, table."""
     shape = (logits.shape[0], router.top_k)
     kind = jnp.float64 if logits.dtype == jnp.float64 else jnp.float32
-    results = [Spec(shape, jnp.int32), Spec(shape, kind), workspace(router)]
-    out = call("router", results, [logits, *extras], **router.numbers())
+    results = [ArraySpec(shape, jnp.int32), ArraySpec(shape, kind), router_workspace(router)]
+    out = call_handler("router", results, [logits, *extras], **router.numbers())
     return out[0], out[1]
 
 
-def choose_forward(router: Router, logits: Any, extras: Any) -> tuple[Any, Any]:
+def choose_experts_forward(router: Router, logits: Any, extras: Any) -> tuple[Any, Any]:
     """The choice is saved, not made again."""
-    chosen, weights = choose.fun(router, logits, extras)
+    chosen, weights = choose_experts.fun(router, logits, extras)
     return (chosen, weights), (logits, chosen, extras)
 
 
-def choose_backward(router: Router, saved: Any, gradients: tuple[Any, Any]) -> tuple[Any, ...]:
+def choose_experts_backward(
+    router: Router, saved: Any, gradients: tuple[Any, Any]
+) -> tuple[Any, ...]:
     """The weights' gradient; the choice has none."""
     logits, chosen, extras = saved
-    results = [like(logits), workspace(router)]
+    results = [spec_of(logits), router_workspace(router)]
     operands = [logits, chosen, gradients[1]]
-    d_logits = call("router_backward", results, operands, **router.numbers())[0]
+    d_logits = call_handler("router_backward", results, operands, **router.numbers())[0]
     return d_logits, jax.tree.map(zero_gradient, extras)
 
 
-choose.defvjp(choose_forward, choose_backward)
+choose_experts.defvjp(choose_experts_forward, choose_experts_backward)
 
 
 def route(
@@ -110,49 +112,49 @@ def route(
     bias = as_bias(router, bias)
     dims = jnp.asarray(logits).shape[:-1]
     token_ids, table = as_ids(token_ids, table, router.top_k, dims)
-    rows, *extras = spread_all(None, rows, bias, token_ids, table)
-    return choose(router, rows, tuple(extras))
+    rows, *extras = cast_all_varying(None, rows, bias, token_ids, table)
+    return choose_experts(router, rows, tuple(extras))
 
 
 # ---------------------------------------------------------------------------- losses ----
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def loss(
+def run_loss(
     name: str, router: Router, numbers: tuple[Any, ...], logits: Any, ints: tuple[Any, Any]
 ) -> Any:
     """A loss of this device's tokens; ints: load, topk_idx."""
-    results = [Spec((1,), jnp.float32), workspace(router)]
+    results = [ArraySpec((1,), jnp.float32), router_workspace(router)]
     attributes = {**router.numbers(), **dict(numbers)}
-    return call(name, results, [logits, *ints, None], **attributes)[0][0]
+    return call_handler(name, results, [logits, *ints, None], **attributes)[0][0]
 
 
-def loss_forward(
+def run_loss_forward(
     name: str, router: Router, numbers: tuple[Any, ...], logits: Any, ints: Any
 ) -> tuple[Any, Any]:
     """All inputs are needed again."""
-    return loss.fun(name, router, numbers, logits, ints), (logits, ints)
+    return run_loss.fun(name, router, numbers, logits, ints), (logits, ints)
 
 
-def loss_backward(
+def run_loss_backward(
     name: str, router: Router, numbers: tuple[Any, ...], saved: Any, gradient: Any
 ) -> tuple[Any, Any]:
     """In the logits; the load has none."""
     logits, ints = saved
     operands = [logits, *ints, gradient.reshape(1)]
-    results = [like(logits), workspace(router)]
+    results = [spec_of(logits), router_workspace(router)]
     attributes = {**router.numbers(), **dict(numbers)}
-    d_logits = call(name + "_backward", results, operands, **attributes)[0]
+    d_logits = call_handler(name + "_backward", results, operands, **attributes)[0]
     return d_logits, jax.tree.map(zero_gradient, ints)
 
 
-loss.defvjp(loss_forward, loss_backward)
+run_loss.defvjp(run_loss_forward, run_loss_backward)
 
 
 def make_loss(name: str, router: Router, logits: Any, ints: tuple[Any, Any], **numbers: Any) -> Any:
     """Make the loss of checked arrays."""
-    rows, *rest = spread_all(None, logits, *ints)
-    return loss(name, router, tuple(sorted(numbers.items())), rows, tuple(rest))
+    rows, *rest = cast_all_varying(None, logits, *ints)
+    return run_loss(name, router, tuple(sorted(numbers.items())), rows, tuple(rest))
 
 
 def balance_loss(

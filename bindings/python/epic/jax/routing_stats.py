@@ -12,10 +12,10 @@ from epic.jax.arrays import check_kind
 from epic.jax.steps import PLAN_TAIL, Plan, Record
 from epic.routing_stats import EXPERT_FULL, NO_EXPERT, RANK_FULL, RoutingStats
 
-__all__ = ["EXPERT_FULL", "NO_EXPERT", "RANK_FULL", "RoutingStats", "read", "read_plan"]
+__all__ = ["EXPERT_FULL", "NO_EXPERT", "RANK_FULL", "RoutingStats", "read_plan", "read_record"]
 
 
-def read(data: np.ndarray, top_k: int) -> RoutingStats:
+def read_record(data: np.ndarray, top_k: int) -> RoutingStats:
     """One plan's bytes."""
 
     def ints(offset: int, rows: int) -> np.ndarray:
@@ -36,6 +36,6 @@ def read_plan(plan: Plan | Record) -> list[RoutingStats]:
             "program, and of one shard give dataclasses.replace(plan, "
             "bytes=plan.bytes.addressable_shards[i].data)"
         )
-    size = plan.way.group.plan_bytes(plan.way.layer)
+    size = plan.spec.group.plan_bytes(plan.spec.layer)
     every = np.asarray(whole).reshape(-1, size + PLAN_TAIL)
-    return [read(row[:size].copy(), plan.way.layer.top_k) for row in every]
+    return [read_record(row[:size].copy(), plan.spec.layer.top_k) for row in every]

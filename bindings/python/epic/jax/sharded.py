@@ -29,7 +29,9 @@ Axes = tuple[str, ...]
 TokenAxes = Axes | P | None
 
 
-def mapped(mesh: Mesh, function: Callable[..., Any], ins: Any, outs: Any) -> Callable[..., Any]:
+def map_over_mesh(
+    mesh: Mesh, function: Callable[..., Any], ins: Any, outs: Any
+) -> Callable[..., Any]:
     """shard_map over all axes of the mesh."""
     return jax.shard_map(function, mesh=mesh, in_specs=ins, out_specs=outs)
 
@@ -45,10 +47,10 @@ def check_axes(mesh: Mesh, taken: Axes, **given: Any) -> None:
                 raise EpicArgumentError(f"{name} {axis!r}: that is the group's axis")
 
 
-def check_cut(mesh: Mesh, name: str, x: Any, spec: P) -> None:
+def check_divisible(mesh: Mesh, name: str, x: Any, spec: P) -> None:
     """A dimension is cut into equal parts, one for each device of its axes."""
     for dimension, axes in enumerate(spec):
-        count = math.prod(mesh.shape[a] for a in flat(P(axes)))
+        count = math.prod(mesh.shape[a] for a in axes_of_spec(P(axes)))
         if x is not None and dimension < x.ndim and x.shape[dimension] % count:
             raise EpicArgumentError(
                 f"{name}: shape {tuple(x.shape)}: the {count} devices of {axes!r} must divide "
@@ -56,7 +58,7 @@ def check_cut(mesh: Mesh, name: str, x: Any, spec: P) -> None:
             )
 
 
-def flat(spec: P) -> Axes:
+def axes_of_spec(spec: P) -> Axes:
     """The axes of all dimensions, one after the other."""
     parts = [part for part in spec if part is not None]
     return tuple(a for part in parts for a in ((part,) if isinstance(part, str) else part))
@@ -79,13 +81,13 @@ def token_spec(
         raise EpicArgumentError(
             f"token_axes {spec}: x has {rank} dimensions, and the last, hidden, stays whole"
         )
-    as_axes("token_axes", flat(spec))
-    for axis in flat(spec):
+    as_axes("token_axes", axes_of_spec(spec))
+    for axis in axes_of_spec(spec):
         if axis not in mesh.axis_names:
             raise EpicArgumentError(f"token_axes {axis!r}: the mesh has the axes {mesh.axis_names}")
-    if not set(group.axes) <= set(flat(spec)):
+    if not set(group.axes) <= set(axes_of_spec(spec)):
         raise EpicArgumentError(f"token_axes {spec}: the group's {group.axes} must be among them")
-    return spec, flat(spec)
+    return spec, axes_of_spec(spec)
 
 
 def rows_specs(
@@ -132,9 +134,9 @@ def plan_dispatch(
     if weights is not None:
         weights = check_array("weights", weights, FLOATS, dims)
     rows, choices, slots, own = rows_specs(mesh, group, token_axes, tokens.ndim, hidden_axis)
-    check_cut(mesh, "tokens", tokens, rows)
-    steps.tables(group, options, rank_of_expert, logical_of_expert)
-    count = steps.num_local(group, options, rank_of_expert, num_local_experts)
+    check_divisible(mesh, "tokens", tokens, rows)
+    steps.expert_tables(group, options, rank_of_expert, logical_of_expert)
+    count = steps.max_local_experts(group, options, rank_of_expert, num_local_experts)
 
     def local(chosen: Any, x: Any, w: Any, owners: Any, logical: Any) -> Any:
         placing = {"rank_of_expert": owners, "logical_of_expert": logical}
@@ -143,7 +145,7 @@ def plan_dispatch(
 
     ins, outs = (choices, rows, choices, P(), P()), (own, slots, own)
     tables = (rank_of_expert, logical_of_expert)
-    return mapped(mesh, local, ins, outs)(topk_idx, tokens, weights, *tables)
+    return map_over_mesh(mesh, local, ins, outs)(topk_idx, tokens, weights, *tables)
 
 
 def combine(
@@ -158,13 +160,13 @@ def combine(
     """As epic.jax.combine, on what plan_dispatch above gave, with its token_axes and hidden_axis:
     [B, ..., hidden], as the tokens were."""
     check_kind("plan", plan, steps.Plan)
-    dims, group = plan.way.token_dims, plan.way.group
+    dims, group = plan.spec.token_dims, plan.spec.group
     whole, _, slots, own = rows_specs(mesh, group, token_axes, len(dims) + 1, hidden_axis)
 
     def slots_of(spec: Any) -> tuple[str, int]:
         """Return the slots of all devices along the axes of a dimension."""
-        count = math.prod(mesh.shape[axis] for axis in flat(P(spec)))
-        return "slots of all devices", plan.way.capacity * count
+        count = math.prod(mesh.shape[axis] for axis in axes_of_spec(P(spec)))
+        return "slots of all devices", plan.spec.capacity * count
 
     rows = check_array("rows", rows, FLOATS, (slots_of(slots[0]), "hidden"))
     if slot_weights is not None:
@@ -174,7 +176,7 @@ def combine(
         out = steps.combine(plan, rows, weights)
         return out.reshape(*dims, out.shape[-1])
 
-    return mapped(mesh, local, (own, slots, own), whole)(plan, rows, slot_weights)
+    return map_over_mesh(mesh, local, (own, slots, own), whole)(plan, rows, slot_weights)
 
 
 def weight_specs(
@@ -191,7 +193,7 @@ def weight_specs(
 
     def spec(name: str, shape: tuple[int, ...]) -> P:
         parts: list[Any] = [None] * len(shape)
-        if name in placement.OF_EXPERTS and shape[0] % group.num_ranks == 0:
+        if name in placement.EXPERT_WEIGHTS and shape[0] % group.num_ranks == 0:
             parts[0] = group.axes
         if fsdp_axes and name in layer.FSDP_DIMENSION:
             parts[layer.FSDP_DIMENSION[name]] = fsdp_axes
@@ -291,18 +293,18 @@ def moe(
             f"tensor_axis {tensor_axis!r}: its devices have the same tokens, so it is none of "
             f"token_axes {spec}"
         )
-    if options.sequence_tokens and len(axes) > len(flat(P(spec[0]))):
+    if options.sequence_tokens and len(axes) > len(axes_of_spec(P(spec[0]))):
         raise EpicArgumentError(
             f"token_axes {spec}: sequence_tokens {options.sequence_tokens} wants whole sequences "
             "on each device, so only the first dimension may be sharded"
         )
-    check_cut(mesh, "x", x, spec)
-    steps.tables(group, options.layer, rank_of_expert, logical_of_expert)
+    check_divisible(mesh, "x", x, spec)
+    steps.expert_tables(group, options.layer, rank_of_expert, logical_of_expert)
     if tensor_axis:
-        tensor.check_parts(options, tensor_axis, mesh.shape[tensor_axis])
+        tensor.check_tensor_axis(options, tensor_axis, mesh.shape[tensor_axis])
     check_weights(group, options, x, weights, rank_of_expert)
     if rank_of_expert is None and not placement.is_even(group, options.layer):
-        weights = placement.padded(group, options.layer, weights)
+        weights = placement.pad_weights(group, options.layer, weights)
     summed = (*group.axes, *loss_axes)
     replicas = tuple(a for a in axes if a not in summed)
 
@@ -331,8 +333,8 @@ def moe(
 
     places_of = weight_specs(group, weights, tuple(fsdp_axes), tensor_axis)
     for name, where in places_of._asdict().items():
-        check_cut(mesh, name, getattr(weights, name), where or P())
+        check_divisible(mesh, name, getattr(weights, name), where or P())
     ins = (spec, places_of, spec, P(), spec, P(), P())
     outs = MoeOut(spec, P(), P(), P(axes), P(), P(axes))
     tables = (token_ids, table, token_mask, rank_of_expert, logical_of_expert)
-    return mapped(mesh, local, ins, outs)(x, weights, *tables)
+    return map_over_mesh(mesh, local, ins, outs)(x, weights, *tables)

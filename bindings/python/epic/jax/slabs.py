@@ -28,7 +28,7 @@ PART = 64  # columns that are stored at once
 interpreter: dict[str, Any] = {}  # of tests without a GPU
 
 
-def turned(ref: Any) -> Any:
+def transpose_ref(ref: Any) -> Any:
     """Transposed; JAX 0.10 has no method for it."""
     return ref.transpose((1, 0)) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, (1, 0))
 
@@ -38,7 +38,7 @@ def width_of(columns: int) -> int:
     return next((width for width in WIDTHS if columns % width == 0), 0)
 
 
-def swizzled(columns: int, dtype: Any) -> tuple[Any, ...]:
+def swizzle_transforms(columns: int, dtype: Any) -> tuple[Any, ...]:
     """How a tile of so many columns lies in shared memory."""
     pallas: Any = plgpu  # some of its classes look abstract to mypy
     swizzle = pallas.find_swizzle(columns * jnp.dtype(dtype).itemsize * 8)
@@ -46,12 +46,14 @@ def swizzled(columns: int, dtype: Any) -> tuple[Any, ...]:
     return pallas.TilingTransform((8, elements)), pallas.SwizzleTransform(swizzle)
 
 
-def block(shape: tuple[int, int], index: Callable[..., Any], dtype: Any) -> Any:
+def operand_block(shape: tuple[int, int], index: Callable[..., Any], dtype: Any) -> Any:
     """A stage of one operand."""
-    return plgpu.BlockSpec(shape, index, transforms=swizzled(shape[1], dtype), delay_release=1)
+    return plgpu.BlockSpec(
+        shape, index, transforms=swizzle_transforms(shape[1], dtype), delay_release=1
+    )
 
 
-def multiply(
+def multiply_tile(
     operands: tuple[Any, Any],
     width: int,
     specs: list[Any],
@@ -97,7 +99,7 @@ def num_sms() -> int:
     return jax.local_devices(backend="gpu")[0].core_count
 
 
-def launch(body: Any, out: Any, *operands: Any) -> Any:
+def launch_kernel(body: Any, out: Any, *operands: Any) -> Any:
     """One block on each SM."""
     kernel = plgpu.kernel(
         body,
@@ -112,13 +114,13 @@ def launch(body: Any, out: Any, *operands: Any) -> Any:
     return kernel(*operands)
 
 
-def scoped(body: Any, allocations: Any, dtype: Any) -> None:
+def with_shared_memory(body: Any, allocations: Any, dtype: Any) -> None:
     """Shared memory for all tiles of a block."""
     shape = (WARPGROUPS, 2, HALF, PART)
     pl.run_scoped(
         body,
         pipe=allocations,
-        scratch=plgpu.SMEM(shape, dtype, transforms=swizzled(PART, dtype)),
+        scratch=plgpu.SMEM(shape, dtype, transforms=swizzle_transforms(PART, dtype)),
         collective_axes="wg",
     )
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -134,15 +136,15 @@ def rows_by_weights(x: Any, w: Any, sizes: Any, transposed: bool = False) -> Any
     owner = jnp.searchsorted(last, jnp.arange(tiles), side="right").astype(jnp.int32)
 
     def kernel(owners: Any, x_ref: Any, w_ref: Any, out: Any) -> None:
-        first = block((TILE, STEP), lambda i: (0, i), x.dtype)
+        first = operand_block((TILE, STEP), lambda i: (0, i), x.dtype)
         if transposed:
-            second = block((width, STEP), lambda i: (0, i), x.dtype)
+            second = operand_block((width, STEP), lambda i: (0, i), x.dtype)
         else:
-            second = block((STEP, width), lambda i: (i, 0), x.dtype)
+            second = operand_block((STEP, width), lambda i: (i, 0), x.dtype)
 
         def body(_: Any, a: Any, b: Any, acc: Any) -> Any:
             mine = a.at[pl.ds(lax.axis_index("wg") * HALF, HALF)]
-            plgpu.wgmma(acc, mine, turned(b) if transposed else b)
+            plgpu.wgmma(acc, mine, transpose_ref(b) if transposed else b)
             plgpu.wgmma_wait(1)
             return acc
 
@@ -153,7 +155,7 @@ def rows_by_weights(x: Any, w: Any, sizes: Any, transposed: bool = False) -> Any
             mine = w_ref.at[expert]
             mine = mine.at[column, :] if transposed else mine.at[:, column]
             where = out.at[row, column]
-            return multiply(
+            return multiply_tile(
                 (x_ref.at[row], mine), width, [first, second], k // STEP, body, where, scratch, pipe
             )
 
@@ -166,7 +168,7 @@ def rows_by_weights(x: Any, w: Any, sizes: Any, transposed: bool = False) -> Any
                 def occupied() -> None:
                     tile((m, c), scratch, pipe)
 
-        allocations = multiply(
+        allocations = multiply_tile(
             (x_ref.at[pl.ds(0, TILE)], w_ref.at[0]),
             width,
             [first, second],
@@ -176,9 +178,9 @@ def rows_by_weights(x: Any, w: Any, sizes: Any, transposed: bool = False) -> Any
             None,
             None,
         )
-        scoped(tile_loop, allocations, x.dtype)
+        with_shared_memory(tile_loop, allocations, x.dtype)
 
-    return launch(kernel, jax.ShapeDtypeStruct((rows, n), x.dtype), owner, x, w)
+    return launch_kernel(kernel, jax.ShapeDtypeStruct((rows, n), x.dtype), owner, x, w)
 
 
 def slab_products(x: Any, y: Any, sizes: Any) -> Any:
@@ -192,18 +194,18 @@ def slab_products(x: Any, y: Any, sizes: Any) -> Any:
     def kernel(begins: Any, counts: Any, x_ref: Any, y_ref: Any, out: Any) -> None:
         def body(_: Any, a: Any, b: Any, acc: Any) -> Any:
             mine = a.at[:, pl.ds(lax.axis_index("wg") * HALF, HALF)]
-            plgpu.wgmma(acc, turned(mine), b)
+            plgpu.wgmma(acc, transpose_ref(mine), b)
             plgpu.wgmma_wait(1)
             return acc
 
         def run(expert: Any, m: Any, c: Any, scratch: Any, pipe: Any) -> Any:
             start = begins[expert]
             specs = [
-                block((STEP, TILE), lambda i: (start + i, m), x.dtype),
-                block((STEP, width), lambda i: (start + i, c), x.dtype),
+                operand_block((STEP, TILE), lambda i: (start + i, m), x.dtype),
+                operand_block((STEP, width), lambda i: (start + i, c), x.dtype),
             ]
             where = out.at[expert].at[pl.ds(m * TILE, TILE), pl.ds(c * width, width)]
-            return multiply(
+            return multiply_tile(
                 (x_ref, y_ref), width, specs, counts[expert], body, where, scratch, pipe
             )
 
@@ -213,10 +215,10 @@ def slab_products(x: Any, y: Any, sizes: Any) -> Any:
                 m, c = plgpu.planar_snake(loop.index[1], (tiles, columns), 0, 8)
                 run(loop.index[0], m, c, scratch, pipe)
 
-        scoped(tile_loop, run(0, 0, 0, None, None), x.dtype)
+        with_shared_memory(tile_loop, run(0, 0, 0, None, None), x.dtype)
 
     out = jax.ShapeDtypeStruct((experts, k, n), x.dtype)
-    return launch(kernel, out, begin.astype(jnp.int32), steps.astype(jnp.int32), x, y)
+    return launch_kernel(kernel, out, begin.astype(jnp.int32), steps.astype(jnp.int32), x, y)
 
 
 weights_transposed = partial(rows_by_weights, transposed=True)

@@ -30,15 +30,15 @@ from epic.jax.arrays import (
 )
 from epic.jax.call import (
     Array,
-    Spec,
-    call,
-    is_apart,
-    like,
-    marks,
+    ArraySpec,
+    call_handler,
+    cast_all_varying,
+    has_own_programs,
     no_gradient,
+    previous_call,
     record_call,
-    spread_all,
-    waits_for,
+    site_and_rank,
+    spec_of,
     zero_gradient,
 )
 from epic.jax.groups import Group
@@ -52,7 +52,7 @@ MOST_SLOTS = (1 << 31) - 1  # slots are numbered by int32
 
 
 @dataclass(frozen=True)
-class Way:
+class PlanSpec:
     """What a plan and its users know while tracing."""
 
     group: Group
@@ -75,7 +75,7 @@ class Way:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=PLAN_FIELDS,
-    meta_fields=("way",),
+    meta_fields=("spec",),
 )
 @dataclass(frozen=True)
 class Plan:
@@ -93,7 +93,7 @@ class Plan:
     load: Array
     demand: Array
     logical_load: Array | None
-    way: Way
+    spec: PlanSpec
 
     @property
     def load_of_ids(self) -> Array:
@@ -101,13 +101,13 @@ class Plan:
         return self.load if self.logical_load is None else self.logical_load
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("bytes",), meta_fields=("way",))
+@partial(jax.tree_util.register_dataclass, data_fields=("bytes",), meta_fields=("spec",))
 @dataclass(frozen=True)
 class Record:
     """The bytes of a plan that a layer has made inside, for read_plan."""
 
     bytes: Array
-    way: Way
+    spec: PlanSpec
 
 
 def as_rows(x: Any) -> Any:
@@ -145,7 +145,7 @@ def as_slot_weights(x: Any, capacity: int) -> Any:
     return as_array("slot_weights", x, FLOATS, [("capacity", capacity)]).astype(jnp.float32)
 
 
-def calm(after: Any) -> list[Any]:
+def ordering_deps(after: Any) -> list[Any]:
     """Return the arrays to wait for, without a gradient."""
     for x in jax.tree.leaves(after):
         if not hasattr(x, "dtype") or not hasattr(x, "shape"):
@@ -156,7 +156,7 @@ def calm(after: Any) -> list[Any]:
 def check_plan(plan: Any) -> None:
     """Refuse what is no plan, and a plan whose bytes are not those of one."""
     check_kind("plan", plan, Plan)
-    size = plan.way.group.plan_bytes(plan.way.layer) + PLAN_TAIL
+    size = plan.spec.group.plan_bytes(plan.spec.layer) + PLAN_TAIL
     as_array("plan.bytes", plan.bytes, ("uint8",), [size])
 
 
@@ -174,9 +174,9 @@ def check_group(group: Any, layer: Any, name: str = "layer") -> None:
 # ------------------------------------------------------------------------------ plan ----
 
 
-def plan_way(
+def make_plan_spec(
     group: Group, layer: Layer, topk_idx: Any, capacity: int | None, moe: Moe | None
-) -> tuple[Way, Any]:
+) -> tuple[PlanSpec, Any]:
     """Check the routing; return the choices as [num_tokens, top_k]."""
     check_group(group, layer)
     if moe is not None:
@@ -188,23 +188,23 @@ def plan_way(
             f"topk_idx has {rows.shape[0]} tokens: must be at most the max_tokens "
             f"{group.max_tokens} that group {group.name!r} was opened with"
         )
-    return Way(group, layer, topk_idx.shape[:-1], slots_of(group, layer, capacity), moe), rows
+    return PlanSpec(group, layer, topk_idx.shape[:-1], num_slots(group, layer, capacity), moe), rows
 
 
-def slots_of(group: Group, layer: Layer, capacity: Any) -> int:
+def num_slots(group: Group, layer: Layer, capacity: Any) -> int:
     """Return the capacity as a number that XLA can make an array of; None: what always suffices."""
     if capacity is None:
         capacity = group.capacity_bound(layer)
     return whole("capacity", capacity, 1, MOST_SLOTS)
 
 
-def most_of_a_rank(table: Any) -> int:
+def max_experts_per_rank(table: Any) -> int:
     """Experts, of a rank_of_expert that is no tracer; what is no rank the core says."""
     ranks = np.asarray(table)
     return int(np.bincount(ranks[ranks >= 0], minlength=1).max())
 
 
-def num_local(group: Group, layer: Layer, rank_of_expert: Any, given: int | None) -> int:
+def max_local_experts(group: Group, layer: Layer, rank_of_expert: Any, given: int | None) -> int:
     """Return the most experts of a rank; those of a traced table are counted by the handler."""
     check_group(group, layer)
     check_table("rank_of_expert", layer, rank_of_expert)
@@ -212,7 +212,7 @@ def num_local(group: Group, layer: Layer, rank_of_expert: Any, given: int | None
     if rank_of_expert is None:
         least = most = group.local_experts(layer)
     elif not isinstance(rank_of_expert, jax.core.Tracer):
-        least = most_of_a_rank(rank_of_expert)
+        least = max_experts_per_rank(rank_of_expert)
     elif not given:
         raise EpicArgumentError("rank_of_expert is traced: num_local_experts is needed then")
     count = least if not given else whole("num_local_experts", given)
@@ -229,38 +229,38 @@ def check_table(name: str, layer: Layer, table: Any) -> None:
     as_array_or_none(name, table, INTEGERS, [("num_experts", layer.num_experts)])
 
 
-def tables(group: Group, layer: Layer, owners: Any, logical: Any) -> list[Any]:
+def expert_tables(group: Group, layer: Layer, owners: Any, logical: Any) -> list[Any]:
     """rank_of_expert and logical_of_expert for the core, checked; None where it needs none."""
     if bool(layer.num_logical) != (logical is not None):
         raise EpicArgumentError(
             f"num_logical {layer.num_logical}: logical_of_expert [num_experts] comes with "
             "replicas, and only then"
         )
-    owners = placement.table(group, layer, owners)
+    owners = placement.owner_table(group, layer, owners)
     check_table("rank_of_expert", layer, owners)
     check_table("logical_of_expert", layer, logical)
     return [None if t is None else jnp.asarray(t, jnp.int32) for t in (owners, logical)]
 
 
-def plan_results(way: Way, has_table: bool, local: int) -> list[Spec | None]:
+def plan_results(spec: PlanSpec, has_table: bool, local: int) -> list[ArraySpec | None]:
     """With a table the core may write counts of more experts than the caller reckons with."""
-    counts = Spec((way.layer.num_experts if has_table else local,), jnp.int32)
-    size = way.group.plan_bytes(way.layer) + PLAN_TAIL
+    counts = ArraySpec((spec.layer.num_experts if has_table else local,), jnp.int32)
+    size = spec.group.plan_bytes(spec.layer) + PLAN_TAIL
     return [
-        Spec((size,), jnp.uint8),
+        ArraySpec((size,), jnp.uint8),
         counts,
         counts,
-        Spec((way.layer.num_experts,), jnp.int32),
-        Spec((1,), jnp.int32),
-        Spec((way.layer.num_logical,), jnp.int32) if way.layer.num_logical else None,
+        ArraySpec((spec.layer.num_experts,), jnp.int32),
+        ArraySpec((1,), jnp.int32),
+        ArraySpec((spec.layer.num_logical,), jnp.int32) if spec.layer.num_logical else None,
     ]
 
 
-def plan_attributes(way: Way, local: int) -> dict[str, Any]:
+def plan_attributes(spec: PlanSpec, local: int) -> dict[str, Any]:
     """Return the attributes of plan and plan_dispatch."""
-    of_moe = {} if way.moe is None else moe_attributes(way.moe)
-    sizes = {"capacity": way.capacity, "num_local_experts": local}
-    return {**of_moe, **way.layer.numbers(), **sizes, "has_moe": int(way.moe is not None)}
+    of_moe = {} if spec.moe is None else moe_attributes(spec.moe)
+    sizes = {"capacity": spec.capacity, "num_local_experts": local}
+    return {**of_moe, **spec.layer.numbers(), **sizes, "has_moe": int(spec.moe is not None)}
 
 
 def moe_attributes(options: Moe) -> dict[str, Any]:
@@ -280,13 +280,13 @@ def moe_attributes(options: Moe) -> dict[str, Any]:
     }
 
 
-def plan_of(way: Way, local: int, parts: Sequence[Any]) -> Plan:
+def make_plan(spec: PlanSpec, local: int, parts: Sequence[Any]) -> Plan:
     """Results of the handler as a Plan."""
     data, rows, tokens, load, demand, logical = parts
-    return Plan(data, rows[:local], tokens[:local], load, demand, logical, way)
+    return Plan(data, rows[:local], tokens[:local], load, demand, logical, spec)
 
 
-def channel_of(channel: Any) -> Any:
+def as_channel(channel: Any) -> Any:
     """The caller's number as an operand; -1: none.  The handler checks one that is traced."""
     if channel is None:
         return jnp.int32(-1)
@@ -318,33 +318,33 @@ def plan(
     that must be there first; see docs/guide/jax.md for the one case that needs them.  moe: the
     completed options of a composed layer, which must be equal on all ranks.
     """
-    way, chosen = plan_way(group, layer, topk_idx, capacity, moe)
-    local = num_local(group, layer, rank_of_expert, num_local_experts)
-    placed = tables(group, layer, rank_of_expert, logical_of_expert)
-    chosen, *placed, number = spread_all(group, chosen, *placed, channel_of(channel))
-    parts = call(
+    spec, chosen = make_plan_spec(group, layer, topk_idx, capacity, moe)
+    local = max_local_experts(group, layer, rank_of_expert, num_local_experts)
+    placed = expert_tables(group, layer, rank_of_expert, logical_of_expert)
+    chosen, *placed, number = cast_all_varying(group, chosen, *placed, as_channel(channel))
+    parts = call_handler(
         "plan",
-        plan_results(way, placed[0] is not None, local),
-        [chosen, *placed, *marks(group, chosen), number, *calm(after)],
+        plan_results(spec, placed[0] is not None, local),
+        [chosen, *placed, *site_and_rank(group, chosen), number, *ordering_deps(after)],
         group,
-        **plan_attributes(way, local),
+        **plan_attributes(spec, local),
     )
-    return plan_of(way, local, parts[:-1])
+    return make_plan(spec, local, parts[:-1])
 
 
 # ------------------------------------------------------------------- calls on a plan ----
 
 
-def with_plan(plan: Plan, *arrays: Any) -> list[Any]:
+def plan_operands(plan: Plan, *arrays: Any) -> list[Any]:
     """Return the plan's bytes with what a call must wait for, as one operand, and the arrays."""
-    after = waits_for(plan.way.group)
-    data, *spread = spread_all(plan.way.group, plan.bytes, *arrays, *after)
+    after = previous_call(plan.spec.group)
+    data, *spread = cast_all_varying(plan.spec.group, plan.bytes, *arrays, *after)
     return [(data, *spread[len(arrays) :]), *spread[: len(arrays)]]
 
 
-def in_order(plan: Plan, results: Sequence[Any]) -> Any:
+def finish_call(plan: Plan, results: Sequence[Any]) -> Any:
     """Return the results of a call without the last, which the next call waits for."""
-    record_call(plan.way.group, results[-1])
+    record_call(plan.spec.group, results[-1])
     return tuple(results[:-1])
 
 
@@ -357,36 +357,45 @@ def no_gradients(ints: Any) -> Any:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def combine_rows(way: Way, data: Any, rows: Any, slot_weights: Any) -> tuple[Any, Any]:
+def combine_rows(spec: PlanSpec, data: Any, rows: Any, slot_weights: Any) -> tuple[Any, Any]:
     """combine on checked arrays; data and the last result as dispatch_rows'."""
-    results = [Spec((way.num_tokens, rows.shape[1]), rows.dtype)]
-    operands = [data[0], rows, slot_weights, *marks(way.group, data[0], rows), *data[1:]]
-    out, done = call("combine", results, operands, way.group, **way.sizes())
+    results = [ArraySpec((spec.num_tokens, rows.shape[1]), rows.dtype)]
+    operands = [data[0], rows, slot_weights, *site_and_rank(spec.group, data[0], rows), *data[1:]]
+    out, done = call_handler("combine", results, operands, spec.group, **spec.sizes())
     return out, done
 
 
-def combine_forward(way: Way, data: Any, rows: Any, slot_weights: Any) -> tuple[Any, Any]:
+def combine_forward(spec: PlanSpec, data: Any, rows: Any, slot_weights: Any) -> tuple[Any, Any]:
     """Rows are needed again only for the weights' gradient."""
-    out = combine_rows.fun(way, data, rows, slot_weights)
+    out = combine_rows.fun(spec, data, rows, slot_weights)
     kept = None if slot_weights is None else rows
-    return out, (data, kept, slot_weights, first_of_two(way.group, out[1]))
+    return out, (data, kept, slot_weights, gradient_deps(spec.group, out[1]))
 
 
-def combine_backward(way: Way, saved: tuple[Any, ...], gradients: Any) -> tuple[Any, ...]:
+def combine_backward(spec: PlanSpec, saved: tuple[Any, ...], gradients: Any) -> tuple[Any, ...]:
     """To the slots, scaled by their weights."""
     data, rows, slot_weights, after = saved
     d_out = gradients[0]
-    d_rows = Spec((way.capacity, d_out.shape[1]), d_out.dtype)
-    d_weights = None if slot_weights is None else like(slot_weights)
-    operands = [data[0], d_out, rows, slot_weights, *marks(way.group, data[0], d_out), *after]
-    out = call("combine_backward", [d_rows, d_weights], operands, way.group, **way.sizes())
+    d_rows = ArraySpec((spec.capacity, d_out.shape[1]), d_out.dtype)
+    d_weights = None if slot_weights is None else spec_of(slot_weights)
+    operands = [
+        data[0],
+        d_out,
+        rows,
+        slot_weights,
+        *site_and_rank(spec.group, data[0], d_out),
+        *after,
+    ]
+    out = call_handler(
+        "combine_backward", [d_rows, d_weights], operands, spec.group, **spec.sizes()
+    )
     return no_gradients(data), out[0], out[1]
 
 
-def first_of_two(group: Group, done: Any) -> list[Any]:
+def gradient_deps(group: Group, done: Any) -> list[Any]:
     """Return what the gradient of a call waits for: `done`, which the call gives, where the order
     of the two could differ between programs."""
-    return [done] if is_apart(group) else []
+    return [done] if has_own_programs(group) else []
 
 
 combine_rows.defvjp(combine_forward, combine_backward)
@@ -398,11 +407,11 @@ def combine(plan: Plan, rows: Any, slot_weights: Any = None) -> Any:
     out[t] = sum over k of slot_weights[slot(t, k)] * rows[slot(t, k)], in the layer's order.
     """
     check_plan(plan)
-    way = plan.way
-    rows = as_array("rows", rows, FLOATS, (("capacity", way.capacity), "hidden"))
-    way.group.check_width("rows", rows)
-    slot_weights = as_slot_weights(slot_weights, way.capacity)
-    return in_order(plan, combine_rows(way, *with_plan(plan, rows, slot_weights)))[0]
+    spec = plan.spec
+    rows = as_array("rows", rows, FLOATS, (("capacity", spec.capacity), "hidden"))
+    spec.group.check_width("rows", rows)
+    slot_weights = as_slot_weights(slot_weights, spec.capacity)
+    return finish_call(plan, combine_rows(spec, *plan_operands(plan, rows, slot_weights)))[0]
 
 
 # ------------------------------------------------------------------------------- sum ----
@@ -412,15 +421,15 @@ def combine(plan: Plan, rows: Any, slot_weights: Any = None) -> Any:
 def sum_array(group: Group, order: int, x: Any, ints: tuple[Any, ...]) -> tuple[Any, Any]:
     """sum on a flat float32 array; ints: channel, and what to wait for.  The last result is that of
     call."""
-    operands = [x, *marks(group, x), *ints]
-    out, done = call("sum", [like(x)], operands, group, aliases={0: 0}, order=order)
+    operands = [x, *site_and_rank(group, x), *ints]
+    out, done = call_handler("sum", [spec_of(x)], operands, group, aliases={0: 0}, order=order)
     return out, done
 
 
 def sum_forward(group: Group, order: int, x: Any, ints: tuple[Any, ...]) -> tuple[Any, Any]:
     """Nothing is saved but the shapes of the integers."""
     out = sum_array(group, order, x, ints)
-    return out, (ints, first_of_two(group, out[1]))
+    return out, (ints, gradient_deps(group, out[1]))
 
 
 def sum_backward(group: Group, order: int, saved: Any, gradients: Any) -> tuple[Any, ...]:
@@ -440,8 +449,8 @@ def sum(group: Group, x: Any, *, tree: bool = False, channel: Any = None, after:
     if not isinstance(tree, bool | np.bool_):
         raise EpicArgumentError(f"tree is {tree!r}: must be True or False")
     x = as_array("x", x, ("float32",), ["any"], (ANY_ROWS, "any"), [])
-    order = [channel_of(channel), *calm(after), *waits_for(group)]
-    flat, *ints = spread_all(group, x.reshape(-1), *order)
+    order = [as_channel(channel), *ordering_deps(after), *previous_call(group)]
+    flat, *ints = cast_all_varying(group, x.reshape(-1), *order)
     out, done = sum_array(group, int(tree), flat, tuple(ints))
     record_call(group, done)
     return out.reshape(x.shape)

@@ -22,7 +22,7 @@ DIMENSION = {
 }
 
 
-def part_of(name: str, experts: Experts, axis: str, parts: int) -> Experts:
+def experts_of_part(name: str, experts: Experts, axis: str, parts: int) -> Experts:
     """One device's, checked."""
     if experts.inner % parts:
         raise EpicArgumentError(
@@ -37,14 +37,14 @@ def part_of(name: str, experts: Experts, axis: str, parts: int) -> Experts:
     return replace(experts, inner=experts.inner // parts)
 
 
-def check_parts(options: Any, axis: str, parts: int) -> None:
+def check_tensor_axis(options: Any, axis: str, parts: int) -> None:
     """Refuse experts that so many devices of the axis cannot share."""
-    part_of("experts", options.experts, axis, parts)
+    experts_of_part("experts", options.experts, axis, parts)
     if options.shared is not None:
-        part_of("shared", options.shared, axis, parts)
+        experts_of_part("shared", options.shared, axis, parts)
 
 
-def cut(options: Any, weights: Any, axis: str) -> tuple[Any, Any]:
+def take_part(options: Any, weights: Any, axis: str) -> tuple[Any, Any]:
     """Moe and MoeWeights of one device of the axis: its part of inner, and on the first alone what
     the sum over the axis may have once."""
     parts, first = jax.lax.axis_size(axis), jax.lax.axis_index(axis) == 0
@@ -52,12 +52,12 @@ def cut(options: Any, weights: Any, axis: str) -> tuple[Any, Any]:
         raise EpicUnsupportedError("tensor_axis: identity experts would be added on each device")
     once = {name: getattr(weights, name) for name in ("b_down", "shared_b_down")}
     once = {name: None if b is None else jnp.where(first, b, 0) for name, b in once.items()}
-    experts = part_of("experts", options.experts, axis, parts)
-    shared = options.shared and part_of("shared", options.shared, axis, parts)
+    experts = experts_of_part("experts", options.experts, axis, parts)
+    shared = options.shared and experts_of_part("shared", options.shared, axis, parts)
     return replace(options, experts=experts, shared=shared), weights._replace(**once)
 
 
-def whole(out: Any, axis: str) -> Any:
+def sum_parts(out: Any, axis: str) -> Any:
     """MoeOut after one sum; all but `out` is alike on the devices of the axis."""
 
     def alike(x: Any) -> Any:
