@@ -2,8 +2,8 @@
 /* The grouped expert MLP as custom calls.  It waits for nobody, so it runs on XLA's thread. */
 #include <string.h>
 
-#include "place.h"
-#include "read.h"
+#include "local.h"
+#include "options.h"
 
 /* Zeros past the last slab: an XLA result has no memory of its own to be left alone.  On a GPU,
  * where the counts cannot be read here, epic/jax/experts.py does it. */
@@ -20,36 +20,38 @@ static void zero_tail(const ffi_reader *reader, ffi_array slots, ffi_array exper
 }
 
 /* What both directions read first, in this order. */
-typedef struct inputs {
+typedef struct experts_inputs {
     epic_experts experts;
     uint32_t rows_set, weights_set; /* the types of rows and weights */
     int64_t slots, local, hidden, inner, width;
     ffi_array x, rows, tokens, slot_weights;
     ffi_array w_gate_up, w_down, b_gate_up, b_down;
-} inputs;
+} experts_inputs;
 
-static inputs read_inputs(ffi_reader *reader)
+static experts_inputs read_inputs(ffi_reader *reader)
 {
-    inputs in = {.experts = read_experts(reader, "experts_")};
+    experts_inputs in = {.experts = options_read_experts(reader, "experts_")};
     const epic_experts *ex = &in.experts;
     in.local = ex->num_local_experts;
     in.hidden = ex->hidden;
     in.inner = ex->inner;
     in.width = ex->ungated ? in.inner : 2 * in.inner;
-    in.rows_set = ffi_set(ex->row_type) & FFI_SET_FLOATS;
-    in.weights_set = ffi_set(ex->weight_type ? ex->weight_type : ex->row_type) & FFI_SET_FLOATS;
-    in.x = ffi_arg(reader, "rows", in.rows_set, FFI_ANY_COUNT);
+    in.rows_set = ffi_set_of(ex->row_type) & FFI_SET_FLOATS;
+    in.weights_set =
+        ffi_set_of(ex->weight_type ? ex->weight_type : ex->row_type) & FFI_SET_FLOATS;
+    in.x = ffi_read_arg(reader, "rows", in.rows_set, FFI_ANY_COUNT);
     in.slots = in.x.rows;
-    ffi_check_count(reader, "rows", in.x, ffi_product(in.slots, in.hidden, 1));
-    in.rows = ffi_arg(reader, "expert_rows", FFI_SET_I32, in.local);
-    in.tokens = ffi_arg(reader, "expert_tokens", FFI_SET_I32, in.local);
-    in.slot_weights = ffi_arg_or_none(reader, "slot_weights", FFI_SET_F32, in.slots);
-    in.w_gate_up = ffi_arg(reader, "w_gate_up", in.weights_set,
-                           ffi_product(in.local, in.hidden, in.width));
-    in.w_down =
-        ffi_arg(reader, "w_down", in.weights_set, ffi_product(in.local, in.inner, in.hidden));
-    in.b_gate_up = ffi_arg_or_none(reader, "b_gate_up", in.weights_set, in.local * in.width);
-    in.b_down = ffi_arg_or_none(reader, "b_down", in.weights_set, in.local * in.hidden);
+    ffi_check_count(reader, "rows", in.x, ffi_multiply_sizes(in.slots, in.hidden, 1));
+    in.rows = ffi_read_arg(reader, "expert_rows", FFI_SET_I32, in.local);
+    in.tokens = ffi_read_arg(reader, "expert_tokens", FFI_SET_I32, in.local);
+    in.slot_weights = ffi_read_arg_or_none(reader, "slot_weights", FFI_SET_F32, in.slots);
+    in.w_gate_up = ffi_read_arg(reader, "w_gate_up", in.weights_set,
+                                ffi_multiply_sizes(in.local, in.hidden, in.width));
+    in.w_down = ffi_read_arg(reader, "w_down", in.weights_set,
+                             ffi_multiply_sizes(in.local, in.inner, in.hidden));
+    in.b_gate_up =
+        ffi_read_arg_or_none(reader, "b_gate_up", in.weights_set, in.local * in.width);
+    in.b_down = ffi_read_arg_or_none(reader, "b_down", in.weights_set, in.local * in.hidden);
     return in;
 }
 
@@ -62,44 +64,46 @@ static inputs read_inputs(ffi_reader *reader)
 
 static ffi_error *experts_forward(ffi_frame *frame, bool on_device)
 {
-    if (place_is_query(frame, on_device)) return NULL;
-    place place = {0};
-    ffi_reader reader = place_begin(frame, on_device, &place);
-    const inputs in = read_inputs(&reader);
-    epic_experts_args args = {INPUTS(in), .call.stream = place.stream};
-    const ffi_array y = ffi_result(&reader, "y", in.rows_set, in.x.count);
-    const ffi_array saved = ffi_result(&reader, "saved", FFI_SET_U8, FFI_ANY_COUNT);
-    const ffi_array workspace = ffi_result(&reader, "workspace", FFI_SET_U8, FFI_ANY_COUNT);
+    if (local_is_query(frame, on_device)) return NULL;
+    local_call local = {0};
+    ffi_reader reader = local_begin(frame, on_device, &local);
+    const experts_inputs in = read_inputs(&reader);
+    epic_experts_args args = {INPUTS(in), .call.stream = local.stream};
+    const ffi_array y = ffi_read_result(&reader, "y", in.rows_set, in.x.count);
+    const ffi_array saved = ffi_read_result(&reader, "saved", FFI_SET_U8, FFI_ANY_COUNT);
+    const ffi_array workspace =
+        ffi_read_result(&reader, "workspace", FFI_SET_U8, FFI_ANY_COUNT);
     args.y = y.data;
     args.saved = saved.data;
     args.saved_bytes = (size_t)saved.bytes;
     args.workspace = workspace.data;
     args.workspace_bytes = (size_t)workspace.bytes;
     if (reader.error == NULL) zero_tail(&reader, y, in.rows);
-    return place_end(&reader, &place, "experts",
-                     reader.error ? EPIC_OK : epic_experts_forward(place.use.ctx, &args));
+    return local_end(&reader, &local, "experts",
+                     reader.error ? EPIC_OK : epic_experts_forward(local.use.ctx, &args));
 }
 
-PLACE_HANDLERS(experts, experts_forward(frame, on_device))
+LOCAL_EXPORTS(experts, experts_forward(frame, on_device))
 
-static void read_gradients(ffi_reader *reader, const inputs *in,
+static void read_gradients(ffi_reader *reader, const experts_inputs *in,
                            epic_experts_backward_args *args)
 {
-    const ffi_array d_x = ffi_result(reader, "d_rows", in->rows_set, in->x.count);
+    const ffi_array d_x = ffi_read_result(reader, "d_rows", in->rows_set, in->x.count);
     const ffi_array d_slot_weights =
-        ffi_result_or_none(reader, "d_slot_weights", FFI_SET_F32, in->slots);
+        ffi_read_result_or_none(reader, "d_slot_weights", FFI_SET_F32, in->slots);
     const ffi_array d_w_gate_up =
-        ffi_result(reader, "d_w_gate_up", FFI_SET_FLOATS, in->w_gate_up.count);
-    const uint32_t grads = ffi_set(d_w_gate_up.type); /* all gradients have one type */
+        ffi_read_result(reader, "d_w_gate_up", FFI_SET_FLOATS, in->w_gate_up.count);
+    const uint32_t grads = ffi_set_of(d_w_gate_up.type); /* all gradients have one type */
     args->d_x = d_x.data;
     args->d_slot_weights = d_slot_weights.data;
     args->grad_type = d_w_gate_up.type;
     args->d_w_gate_up = d_w_gate_up.data;
-    args->d_w_down = ffi_result(reader, "d_w_down", grads, in->w_down.count).data;
+    args->d_w_down = ffi_read_result(reader, "d_w_down", grads, in->w_down.count).data;
     args->d_b_gate_up =
-        ffi_result_or_none(reader, "d_b_gate_up", grads, in->local * in->width).data;
-    args->d_b_down = ffi_result_or_none(reader, "d_b_down", grads, in->local * in->hidden).data;
-    const ffi_array workspace = ffi_result(reader, "workspace", FFI_SET_U8, FFI_ANY_COUNT);
+        ffi_read_result_or_none(reader, "d_b_gate_up", grads, in->local * in->width).data;
+    args->d_b_down =
+        ffi_read_result_or_none(reader, "d_b_down", grads, in->local * in->hidden).data;
+    const ffi_array workspace = ffi_read_result(reader, "workspace", FFI_SET_U8, FFI_ANY_COUNT);
     args->workspace = workspace.data;
     args->workspace_bytes = (size_t)workspace.bytes;
     if (reader->error != NULL) return;
@@ -109,18 +113,18 @@ static void read_gradients(ffi_reader *reader, const inputs *in,
 
 static ffi_error *experts_backward(ffi_frame *frame, bool on_device)
 {
-    if (place_is_query(frame, on_device)) return NULL;
-    place place = {0};
-    ffi_reader reader = place_begin(frame, on_device, &place);
-    const inputs in = read_inputs(&reader);
-    epic_experts_backward_args args = {INPUTS(in), .call.stream = place.stream};
-    const ffi_array saved = ffi_arg(&reader, "saved", FFI_SET_U8, FFI_ANY_COUNT);
+    if (local_is_query(frame, on_device)) return NULL;
+    local_call local = {0};
+    ffi_reader reader = local_begin(frame, on_device, &local);
+    const experts_inputs in = read_inputs(&reader);
+    epic_experts_backward_args args = {INPUTS(in), .call.stream = local.stream};
+    const ffi_array saved = ffi_read_arg(&reader, "saved", FFI_SET_U8, FFI_ANY_COUNT);
     args.saved = saved.data;
     args.saved_bytes = (size_t)saved.bytes;
-    args.d_y = ffi_arg(&reader, "d_y", in.rows_set, in.x.count).data;
+    args.d_y = ffi_read_arg(&reader, "d_y", in.rows_set, in.x.count).data;
     read_gradients(&reader, &in, &args);
-    return place_end(&reader, &place, "experts (backward)",
-                     reader.error ? EPIC_OK : epic_experts_backward(place.use.ctx, &args));
+    return local_end(&reader, &local, "experts (backward)",
+                     reader.error ? EPIC_OK : epic_experts_backward(local.use.ctx, &args));
 }
 
-PLACE_HANDLERS(experts_backward, experts_backward(frame, on_device))
+LOCAL_EXPORTS(experts_backward, experts_backward(frame, on_device))

@@ -8,7 +8,7 @@
 #include <string.h>
 
 #include "../dtypes.h"
-#include "words.h"
+#include "translate.h"
 
 /* XLA refuses a handler that claims a newer minor version than its own, so claim the oldest that
  * has all we use (futures, the ordinal), not this header's. */
@@ -29,7 +29,7 @@ bool ffi_is_query(ffi_frame *frame, XLA_FFI_Handler_Traits traits)
 
 /* ---------------------------------------------------------------------------- errors ---- */
 
-static XLA_FFI_Error_Code code_of(epic_result result)
+static XLA_FFI_Error_Code xla_code_of(epic_result result)
 {
     switch (result) {
     case EPIC_OK:
@@ -54,21 +54,12 @@ static XLA_FFI_Error_Code code_of(epic_result result)
     return XLA_FFI_Error_Code_INTERNAL;
 }
 
-static const char *result_name(epic_result result)
-{
-    static const char *const names[] = {
-        "EPIC_OK",      "EPIC_EINVAL",    "EPIC_ENOMEM",    "EPIC_ENOTSUP", "EPIC_ETIMEOUT",
-        "EPIC_EDEVICE", "EPIC_EOVERFLOW", "EPIC_EMISMATCH", "EPIC_EPEER",   "EPIC_ECLOSED"};
-    const size_t i = (size_t)result;
-    return i < sizeof names / sizeof *names ? names[i] : "EPIC_EDEVICE";
-}
-
 ffi_error *ffi_error_new(const XLA_FFI_Api *api, epic_result result, const char *text)
 {
     char whole[1600];
-    snprintf(whole, sizeof whole, "%.1560s [%s]", text, result_name(result));
+    snprintf(whole, sizeof whole, "%.1560s [%s]", text, epic_result_name(result));
     XLA_FFI_Error_Create_Args args = {XLA_FFI_Error_Create_Args_STRUCT_SIZE, NULL, whole,
-                                      code_of(result)};
+                                      xla_code_of(result)};
     return api->XLA_FFI_Error_Create(&args); /* copies the text */
 }
 
@@ -82,22 +73,22 @@ ffi_error *ffi_fail(const ffi_frame *frame, epic_result result, const char *form
     return ffi_error_new(frame->api, result, text);
 }
 
-ffi_error *ffi_error_of(const ffi_frame *frame, const char *what, epic_result result)
+ffi_error *ffi_error_of_core(const ffi_frame *frame, const char *what, epic_result result)
 {
     if (result == EPIC_OK) return NULL;
     char sentence[1280];
-    words_translate(epic_error(NULL), sentence, sizeof sentence);
+    translate_sentence(epic_error(NULL), sentence, sizeof sentence);
     return ffi_fail(frame, result, "epic.jax.%s: %s", what, sentence);
 }
 
 /* ---------------------------------------------------------------------------- arrays ---- */
 
-ffi_reader ffi_read(const ffi_frame *frame, bool on_device)
+ffi_reader ffi_reader_of(const ffi_frame *frame, bool on_device)
 {
     return (ffi_reader){.frame = frame, .on_device = on_device};
 }
 
-static uint32_t type_of(XLA_FFI_DataType type)
+static uint32_t epic_type_of(XLA_FFI_DataType type)
 {
     switch ((int)type) {
     case XLA_FFI_DataType_F32:
@@ -121,9 +112,9 @@ static uint32_t type_of(XLA_FFI_DataType type)
     }
 }
 
-static ffi_array array_of(const XLA_FFI_Buffer *buffer)
+static ffi_array array_of_buffer(const XLA_FFI_Buffer *buffer)
 {
-    ffi_array array = {.data = buffer->data, .type = type_of(buffer->dtype), .count = 1};
+    ffi_array array = {.data = buffer->data, .type = epic_type_of(buffer->dtype), .count = 1};
     for (int64_t d = 0; d < buffer->rank; d++) array.count *= buffer->dims[d];
     array.columns = buffer->rank > 1 ? buffer->dims[buffer->rank - 1] : 1;
     array.rows = 1;
@@ -134,7 +125,7 @@ static ffi_array array_of(const XLA_FFI_Buffer *buffer)
     return array;
 }
 
-int64_t ffi_product(int64_t a, int64_t b, int64_t c)
+int64_t ffi_multiply_sizes(int64_t a, int64_t b, int64_t c)
 {
     int64_t product;
     if (a == 0 || b == 0 || c == 0) return 0;
@@ -151,7 +142,7 @@ static const char *type_name(uint32_t type)
 }
 
 /* Writes the names of a set of types: "float32 or bfloat16". */
-static void set_name(uint32_t types, char *out, size_t size)
+static void write_type_names(uint32_t types, char *out, size_t size)
 {
     size_t at = 0;
     out[0] = '\0';
@@ -172,10 +163,10 @@ void ffi_check_count(ffi_reader *reader, const char *name, ffi_array array, int6
 }
 
 /* The one check of an array against what its handler requires. */
-static void check_array(ffi_reader *reader, const ffi_need *need, const ffi_array *array)
+static void check_array(ffi_reader *reader, const ffi_requirement *need, const ffi_array *array)
 {
     char wanted[128];
-    set_name(need->types, wanted, sizeof wanted);
+    write_type_names(need->types, wanted, sizeof wanted);
     if (array->type == FFI_OTHER || !(need->types & FFI_SET(array->type)))
         reader->error =
             ffi_fail(reader->frame, EPIC_EINVAL, "%s is an array of %s: must be of %s",
@@ -184,7 +175,7 @@ static void check_array(ffi_reader *reader, const ffi_need *need, const ffi_arra
         ffi_check_count(reader, need->name, *array, need->count);
 }
 
-ffi_array ffi_take(ffi_reader *reader, const ffi_need *need)
+ffi_array ffi_read_array(ffi_reader *reader, const ffi_requirement *need)
 {
     const ffi_frame *frame = reader->frame;
     const ffi_array none = {0};
@@ -196,42 +187,45 @@ ffi_array ffi_take(ffi_reader *reader, const ffi_need *need)
                      need->result ? "result" : "argument", (long long)i);
         return none;
     }
-    const ffi_array array = array_of(need->result ? frame->rets.rets[i] : frame->args.args[i]);
+    const ffi_array array =
+        array_of_buffer(need->result ? frame->rets.rets[i] : frame->args.args[i]);
     if (need->optional && array.type == FFI_U8) return none;
     check_array(reader, need, &array);
     return reader->error ? none : array;
 }
 
-ffi_array ffi_arg(ffi_reader *reader, const char *name, uint32_t types, int64_t count)
+ffi_array ffi_read_arg(ffi_reader *reader, const char *name, uint32_t types, int64_t count)
 {
-    return ffi_take(reader, &(ffi_need){name, types, count, .result = false});
+    return ffi_read_array(reader, &(ffi_requirement){name, types, count, .result = false});
 }
 
-ffi_array ffi_arg_or_none(ffi_reader *reader, const char *name, uint32_t types, int64_t count)
+ffi_array ffi_read_arg_or_none(ffi_reader *reader, const char *name, uint32_t types,
+                               int64_t count)
 {
-    return ffi_take(reader, &(ffi_need){name, types, count, .optional = true});
+    return ffi_read_array(reader, &(ffi_requirement){name, types, count, .optional = true});
 }
 
-ffi_array ffi_result(ffi_reader *reader, const char *name, uint32_t types, int64_t count)
+ffi_array ffi_read_result(ffi_reader *reader, const char *name, uint32_t types, int64_t count)
 {
-    return ffi_take(reader, &(ffi_need){name, types, count, .result = true});
+    return ffi_read_array(reader, &(ffi_requirement){name, types, count, .result = true});
 }
 
-ffi_array ffi_result_or_none(ffi_reader *reader, const char *name, uint32_t types,
-                             int64_t count)
+ffi_array ffi_read_result_or_none(ffi_reader *reader, const char *name, uint32_t types,
+                                  int64_t count)
 {
-    return ffi_take(reader, &(ffi_need){name, types, count, .result = true, .optional = true});
+    return ffi_read_array(
+        reader, &(ffi_requirement){name, types, count, .result = true, .optional = true});
 }
 
-int32_t ffi_arg_int(ffi_reader *reader, const char *name)
+int32_t ffi_read_arg_int(ffi_reader *reader, const char *name)
 {
-    const ffi_array array = ffi_arg(reader, name, FFI_SET_I32, 1);
+    const ffi_array array = ffi_read_arg(reader, name, FFI_SET_I32, 1);
     int32_t value = 0;
     if (reader->error == NULL && !reader->on_device) memcpy(&value, array.data, sizeof value);
     return value;
 }
 
-int32_t ffi_ordinal(ffi_reader *reader)
+int32_t ffi_get_ordinal(ffi_reader *reader)
 {
     XLA_FFI_DeviceOrdinal_Get_Args args = {XLA_FFI_DeviceOrdinal_Get_Args_STRUCT_SIZE, NULL,
                                            reader->frame->ctx, -1};
@@ -240,7 +234,7 @@ int32_t ffi_ordinal(ffi_reader *reader)
     return args.device_ordinal;
 }
 
-epic_stream ffi_stream(ffi_reader *reader)
+epic_stream ffi_get_stream(ffi_reader *reader)
 {
     XLA_FFI_Stream_Get_Args args = {XLA_FFI_Stream_Get_Args_STRUCT_SIZE, NULL,
                                     reader->frame->ctx, NULL};
@@ -248,7 +242,7 @@ epic_stream ffi_stream(ffi_reader *reader)
     return args.stream;
 }
 
-epic_rows ffi_rows(ffi_array array)
+epic_rows ffi_rows_of(ffi_array array)
 {
     if (array.data == NULL) return (epic_rows){0};
     return (epic_rows){array.data, array.rows, array.columns * dtype_bytes(array.type)};
@@ -257,7 +251,8 @@ epic_rows ffi_rows(ffi_array array)
 /* ------------------------------------------------------------------------ attributes ---- */
 
 /* Names are spans without a final zero. */
-static const void *find(const ffi_reader *reader, const char *name, XLA_FFI_AttrType type)
+static const void *find_attribute(const ffi_reader *reader, const char *name,
+                                  XLA_FFI_AttrType type)
 {
     const XLA_FFI_Attrs *attrs = &reader->frame->attrs;
     for (int64_t i = 0; i < attrs->size; i++) {
@@ -269,10 +264,10 @@ static const void *find(const ffi_reader *reader, const char *name, XLA_FFI_Attr
 }
 
 /* A Python int arrives as S64, a float as F64. */
-static void scalar(ffi_reader *reader, const char *name, XLA_FFI_DataType type, void *out)
+static void read_scalar(ffi_reader *reader, const char *name, XLA_FFI_DataType type, void *out)
 {
     if (reader->error) return;
-    const XLA_FFI_Scalar *found = find(reader, name, XLA_FFI_AttrType_SCALAR);
+    const XLA_FFI_Scalar *found = find_attribute(reader, name, XLA_FFI_AttrType_SCALAR);
     if (found == NULL || found->dtype != type)
         reader->error = ffi_fail(reader->frame, EPIC_EINVAL, "attribute %s: %s is needed", name,
                                  type == XLA_FFI_DataType_S64 ? "an int" : "a float");
@@ -280,34 +275,34 @@ static void scalar(ffi_reader *reader, const char *name, XLA_FFI_DataType type, 
         memcpy(out, found->value, 8);
 }
 
-int64_t ffi_int(ffi_reader *reader, const char *name)
+int64_t ffi_read_int(ffi_reader *reader, const char *name)
 {
     int64_t value = 0;
-    scalar(reader, name, XLA_FFI_DataType_S64, &value);
+    read_scalar(reader, name, XLA_FFI_DataType_S64, &value);
     return value;
 }
 
-uint32_t ffi_uint(ffi_reader *reader, const char *name)
+uint32_t ffi_read_uint(ffi_reader *reader, const char *name)
 {
-    const int64_t value = ffi_int(reader, name);
+    const int64_t value = ffi_read_int(reader, name);
     if (reader->error == NULL && (value < 0 || value > UINT32_MAX))
         reader->error = ffi_fail(reader->frame, EPIC_EINVAL, "%s %lld: 0 to %u is needed", name,
                                  (long long)value, UINT32_MAX);
     return (uint32_t)value;
 }
 
-double ffi_float(ffi_reader *reader, const char *name)
+double ffi_read_float(ffi_reader *reader, const char *name)
 {
     double value = 0;
-    scalar(reader, name, XLA_FFI_DataType_F64, &value);
+    read_scalar(reader, name, XLA_FFI_DataType_F64, &value);
     return value;
 }
 
-void ffi_text(ffi_reader *reader, const char *name, char *out, size_t size)
+void ffi_read_text(ffi_reader *reader, const char *name, char *out, size_t size)
 {
     out[0] = '\0';
     if (reader->error) return;
-    const XLA_FFI_ByteSpan *span = find(reader, name, XLA_FFI_AttrType_STRING);
+    const XLA_FFI_ByteSpan *span = find_attribute(reader, name, XLA_FFI_AttrType_STRING);
     if (span == NULL || span->len >= size) {
         reader->error =
             ffi_fail(reader->frame, EPIC_EINVAL,

@@ -30,7 +30,7 @@
 #define FFI_SET_INDICES (FFI_SET_I32 | FFI_SET(EPIC_I64))
 
 /* Returns the set of one type, which may come from an attribute; of an unknown one the empty set. */
-static inline uint32_t ffi_set(uint32_t type)
+static inline uint32_t ffi_set_of(uint32_t type)
 {
     return type < FFI_OTHER ? FFI_SET(type) : 0;
 }
@@ -66,48 +66,49 @@ ffi_error *ffi_fail(const ffi_frame *frame, epic_result result, const char *form
 ffi_error *ffi_error_new(const XLA_FFI_Api *api, epic_result result, const char *text);
 
 /* The core's last failure on this thread, as XLA's error; NULL for EPIC_OK. */
-ffi_error *ffi_error_of(const ffi_frame *frame, const char *what, epic_result result);
+ffi_error *ffi_error_of_core(const ffi_frame *frame, const char *what, epic_result result);
 
-ffi_reader ffi_read(const ffi_frame *frame, bool on_device);
+ffi_reader ffi_reader_of(const ffi_frame *frame, bool on_device);
 
 /* Returns the product of three sizes that are 0 or more; INT64_MAX if it is larger. */
-int64_t ffi_product(int64_t a, int64_t b, int64_t c);
+int64_t ffi_multiply_sizes(int64_t a, int64_t b, int64_t c);
 
 /* What a handler requires of an array.  Every array of every handler goes through one check of
  * these, so that no handler reads or writes past an array or misreads its elements. */
-typedef struct ffi_need {
+typedef struct ffi_requirement {
     const char *name;
     uint32_t types; /* a set of FFI_SET bits */
     int64_t count;  /* number of elements, or FFI_ANY_COUNT */
     bool result;    /* else an argument */
     bool optional;  /* may be absent: then a single byte, FFI_U8, stands in its place */
-} ffi_need;
+} ffi_requirement;
 
 /* Returns the next argument or result of the call. */
-ffi_array ffi_take(ffi_reader *reader, const ffi_need *need);
+ffi_array ffi_read_array(ffi_reader *reader, const ffi_requirement *need);
 
-/* The check of ffi_take() for an array whose number of elements is known only after it was read. */
+/* The check of ffi_read_array() for an array whose number of elements is known only after it was read. */
 void ffi_check_count(ffi_reader *reader, const char *name, ffi_array array, int64_t count);
 
-/* Shorthands for ffi_take(). */
-ffi_array ffi_arg(ffi_reader *reader, const char *name, uint32_t types, int64_t count);
-ffi_array ffi_arg_or_none(ffi_reader *reader, const char *name, uint32_t types, int64_t count);
-ffi_array ffi_result(ffi_reader *reader, const char *name, uint32_t types, int64_t count);
-ffi_array ffi_result_or_none(ffi_reader *reader, const char *name, uint32_t types,
-                             int64_t count);
-int32_t ffi_arg_int(ffi_reader *reader, const char *name); /* 0 for one on a GPU */
+/* Shorthands for ffi_read_array(). */
+ffi_array ffi_read_arg(ffi_reader *reader, const char *name, uint32_t types, int64_t count);
+ffi_array ffi_read_arg_or_none(ffi_reader *reader, const char *name, uint32_t types,
+                               int64_t count);
+ffi_array ffi_read_result(ffi_reader *reader, const char *name, uint32_t types, int64_t count);
+ffi_array ffi_read_result_or_none(ffi_reader *reader, const char *name, uint32_t types,
+                                  int64_t count);
+int32_t ffi_read_arg_int(ffi_reader *reader, const char *name); /* 0 for one on a GPU */
 
 /* Attributes by name. */
-int64_t ffi_int(ffi_reader *reader, const char *name);
-uint32_t ffi_uint(ffi_reader *reader, const char *name);
-double ffi_float(ffi_reader *reader, const char *name);
-void ffi_text(ffi_reader *reader, const char *name, char *out, size_t size);
+int64_t ffi_read_int(ffi_reader *reader, const char *name);
+uint32_t ffi_read_uint(ffi_reader *reader, const char *name);
+double ffi_read_float(ffi_reader *reader, const char *name);
+void ffi_read_text(ffi_reader *reader, const char *name, char *out, size_t size);
 
 /* Which device of its platform in this process, and the stream to order work on. */
-int32_t ffi_ordinal(ffi_reader *reader);
-epic_stream ffi_stream(ffi_reader *reader);
+int32_t ffi_get_ordinal(ffi_reader *reader);
+epic_stream ffi_get_stream(ffi_reader *reader);
 
 /* Seen as rows for the core. */
-epic_rows ffi_rows(ffi_array array);
+epic_rows ffi_rows_of(ffi_array array);
 
 #endif

@@ -9,9 +9,9 @@
 #include "ffi.h"
 
 struct member {
-    char name[MEMBERS_NAME];
+    char name[MEMBER_NAME_BYTES];
     member_device device;
-    member_place place;
+    member_position position;
     epic_context *ctx;
     member_use *uses; /* in flight */
     struct member *next;
@@ -22,16 +22,16 @@ static pthread_cond_t left = PTHREAD_COND_INITIALIZER;
 static member *members;
 
 /* name NULL: of any group. */
-static bool is_at(const member *member, const char *name, member_device device)
+static bool matches_device(const member *member, const char *name, member_device device)
 {
     return member->device.ordinal == device.ordinal && member->device.is_gpu == device.is_gpu &&
            (name == NULL || strcmp(member->name, name) == 0);
 }
 
-static member **find(const char *name, member_device device)
+static member **find_member(const char *name, member_device device)
 {
     member **at = &members;
-    while (*at != NULL && !is_at(*at, name, device)) at = &(*at)->next;
+    while (*at != NULL && !matches_device(*at, name, device)) at = &(*at)->next;
     return at;
 }
 
@@ -44,7 +44,7 @@ static bool is_busy(const member *found, uint64_t tag)
 
 /* Once one operation of a tag cannot be made, the order of the tag is lost for good, and peers
  * would wait for it until their deadline. */
-static void tell_peers(epic_context *ctx, uint64_t tag, member_answer answer)
+static void notify_peers(epic_context *ctx, uint64_t tag, member_status answer)
 {
     if (answer == MEMBER_TAG_BUSY)
         epic_abort(
@@ -57,12 +57,12 @@ static void tell_peers(epic_context *ctx, uint64_t tag, member_answer answer)
                    "mesh that the group was opened with");
 }
 
-static member_answer answer_of(const member *found, const member_use *use,
-                               const member_place *place)
+static member_status check_entry(const member *found, const member_use *use,
+                                 const member_position *position)
 {
     if (found == NULL) return MEMBER_NONE;
-    if (strcmp(found->place.devices, place->devices) != 0) return MEMBER_OTHER_DEVICES;
-    if (place->rank >= 0 && place->rank != found->place.rank) return MEMBER_OTHER_RANK;
+    if (strcmp(found->position.devices, position->devices) != 0) return MEMBER_OTHER_DEVICES;
+    if (position->rank >= 0 && position->rank != found->position.rank) return MEMBER_OTHER_RANK;
     if (!found->device.is_gpu && is_busy(found, use->tag)) return MEMBER_TAG_BUSY;
     return MEMBER_OK;
 }
@@ -75,25 +75,25 @@ static void begin_use(member_use *use, member *member)
     member->uses = use;
 }
 
-member_answer member_enter(member_use *use, const char *name, member_device device,
-                           member_place *place)
+member_status member_enter(member_use *use, const char *name, member_device device,
+                           member_position *position)
 {
     pthread_mutex_lock(&mutex);
-    member *found = *find(name, device);
-    const member_answer answer = answer_of(found, use, place);
+    member *found = *find_member(name, device);
+    const member_status answer = check_entry(found, use, position);
     if (answer == MEMBER_OK)
         begin_use(use, found);
     else if (found != NULL)
-        tell_peers(found->ctx, use->tag, answer);
-    if (found != NULL) *place = found->place;
+        notify_peers(found->ctx, use->tag, answer);
+    if (found != NULL) *position = found->position;
     pthread_mutex_unlock(&mutex);
     return answer;
 }
 
-member_answer member_borrow(member_use *use, member_device device)
+member_status member_borrow(member_use *use, member_device device)
 {
     pthread_mutex_lock(&mutex);
-    member *found = *find(NULL, device);
+    member *found = *find_member(NULL, device);
     if (found != NULL) begin_use(use, found);
     pthread_mutex_unlock(&mutex);
     return found != NULL ? MEMBER_OK : MEMBER_NONE;
@@ -116,12 +116,13 @@ FFI_EXPORT int epic_jax_member_add(const char *name, int is_gpu, int32_t ordinal
     member *made = calloc(1, sizeof *made);
     if (made == NULL) return 2;
     pthread_mutex_lock(&mutex);
-    const bool refused = strlen(name) >= MEMBERS_NAME || strlen(devices) >= MEMBERS_DEVICES ||
-                         *find(name, device) != NULL;
+    const bool refused = strlen(name) >= MEMBER_NAME_BYTES ||
+                         strlen(devices) >= MEMBER_DEVICES_BYTES ||
+                         *find_member(name, device) != NULL;
     if (!refused) {
         strcpy(made->name, name);
-        strcpy(made->place.devices, devices);
-        made->place.rank = rank;
+        strcpy(made->position.devices, devices);
+        made->position.rank = rank;
         made->device = device;
         made->ctx = ctx;
         made->next = members;
@@ -136,7 +137,7 @@ FFI_EXPORT epic_context *epic_jax_member_remove(const char *name, int is_gpu, in
 {
     const member_device device = {is_gpu != 0, ordinal};
     pthread_mutex_lock(&mutex);
-    member **at = find(name, device), *found = *at;
+    member **at = find_member(name, device), *found = *at;
     epic_context *ctx = NULL;
     if (found != NULL) {
         *at = found->next;

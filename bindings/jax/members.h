@@ -9,7 +9,7 @@
 
 #include "epic/epic.h"
 
-enum { MEMBERS_NAME = 64, MEMBERS_DEVICES = 256 };
+enum { MEMBER_NAME_BYTES = 64, MEMBER_DEVICES_BYTES = 256 };
 
 typedef struct member member;
 
@@ -26,31 +26,31 @@ typedef struct member_use {
     struct member_use *next; /* the members' */
 } member_use;
 
-typedef enum member_answer {
+typedef enum member_status {
     MEMBER_OK,
     MEMBER_NONE,          /* no such group on this device of that platform */
     MEMBER_OTHER_DEVICES, /* the group of that name was opened with other devices */
     MEMBER_OTHER_RANK,    /* the program's mesh has this device at another rank */
     MEMBER_TAG_BUSY       /* the tag has an operation in flight here (on the host only) */
-} member_answer;
+} member_status;
 
 /* What a program takes for granted, or what a member has: the devices of the group as epic.jax
  * writes them, "" if they are unknown, and the rank of this device, -1 if it is. */
-typedef struct member_place {
-    char devices[MEMBERS_DEVICES];
+typedef struct member_position {
+    char devices[MEMBER_DEVICES_BYTES];
     int32_t rank;
-} member_place;
+} member_position;
 
 /* Begins an operation of use->tag.  After MEMBER_OTHER_DEVICES and MEMBER_OTHER_RANK `place` is what
  * the member has.  All ranks get the first of these, as their program is the same.  After the
  * second and MEMBER_TAG_BUSY, which only some may get, the peers have been told that this operation
  * will not come. */
-member_answer member_enter(member_use *use, const char *name, member_device device,
-                           member_place *place);
+member_status member_enter(member_use *use, const char *name, member_device device,
+                           member_position *position);
 void member_leave(member_use *use);
 
 /* The same for work that is no operation of the group: on any member of the device. */
-member_answer member_borrow(member_use *use, member_device device);
+member_status member_borrow(member_use *use, member_device device);
 
 /* For Python.  0: done; 1: the name is taken on that device, or a text is too long; 2: no memory. */
 int epic_jax_member_add(const char *name, int is_gpu, int32_t ordinal, const char *devices,

@@ -14,11 +14,11 @@
 enum { IDLE_SECONDS = 30, STACK_BYTES = 8 << 20 };
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-static pthread_cond_t come = PTHREAD_COND_INITIALIZER;
-static pool_task *first; /* tasks that no thread has taken; the order does not matter */
+static pthread_cond_t task_ready = PTHREAD_COND_INITIALIZER;
+static pool_task *first_task; /* tasks that no thread has taken; the order does not matter */
 static int num_tasks, num_waiting;
 
-static struct timespec idle_end(void)
+static struct timespec idle_deadline(void)
 {
     struct timespec end;
     clock_gettime(CLOCK_REALTIME, &end);
@@ -29,23 +29,23 @@ static struct timespec idle_end(void)
 /* The next task; NULL: there was none for a while. */
 static pool_task *next_task(void)
 {
-    const struct timespec end = idle_end();
+    const struct timespec end = idle_deadline();
     pthread_mutex_lock(&mutex);
     num_waiting++;
     int error = 0;
-    while (first == NULL && error != ETIMEDOUT)
-        error = pthread_cond_timedwait(&come, &mutex, &end);
+    while (first_task == NULL && error != ETIMEDOUT)
+        error = pthread_cond_timedwait(&task_ready, &mutex, &end);
     num_waiting--;
-    pool_task *task = first;
+    pool_task *task = first_task;
     if (task != NULL) {
-        first = task->next;
+        first_task = task->next;
         num_tasks--;
     }
     pthread_mutex_unlock(&mutex);
     return task;
 }
 
-static void *work(void *task)
+static void *run_tasks(void *task)
 {
     for (; task != NULL; task = next_task()) ((pool_task *)task)->run(task);
     return NULL;
@@ -58,7 +58,7 @@ static bool start_thread(pool_task *task)
     if (pthread_attr_init(&attributes)) return false;
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
     pthread_attr_setstacksize(&attributes, STACK_BYTES);
-    const bool started = pthread_create(&thread, &attributes, work, task) == 0;
+    const bool started = pthread_create(&thread, &attributes, run_tasks, task) == 0;
     pthread_attr_destroy(&attributes);
     return started;
 }
@@ -68,10 +68,10 @@ bool pool_run(pool_task *task)
     pthread_mutex_lock(&mutex);
     const bool waits = num_waiting > num_tasks; /* a thread for this task */
     if (waits) {
-        task->next = first;
-        first = task;
+        task->next = first_task;
+        first_task = task;
         num_tasks++;
-        pthread_cond_signal(&come);
+        pthread_cond_signal(&task_ready);
     }
     pthread_mutex_unlock(&mutex);
     return waits || start_thread(task);

@@ -4,14 +4,14 @@
  * Each table lists the arrays in the order in which epic/jax/steps.py and dispatching.py pass them.  Slots past the
  * last slab are always written as zeros: an XLA result has no memory of its own to be left
  * alone. */
-#include "job.h"
-#include "read.h"
+#include "handler.h"
+#include "options.h"
 
 /* The core's arguments of whichever operation it is. */
-typedef struct step_job {
-    job job;
+typedef struct step_call {
+    handler_call call;
     epic_layer layer;
-    moe_options whole; /* of a composed layer, for the ranks to compare */
+    moe_options moe_options; /* of a composed layer, for the ranks to compare */
     epic_plan_args plan;
     epic_dispatch_args dispatch;
     epic_combine_args combine;
@@ -19,30 +19,30 @@ typedef struct step_job {
     epic_combine_backward_args combine_backward;
     epic_allreduce_sum_args sum;
     epic_sum_replicas_args sum_replicas;
-    int64_t from_count;
-    const float *from;
-} step_job;
+    int64_t sum_input_count;
+    const float *sum_input;
+} step_call;
 
 /* clang-format off */
-#define AT(member) offsetof(step_job, member)
+#define AT(member) offsetof(step_call, member)
 #define ROWS(flags, name, types, member, ...) \
-    JOB_ROWS(flags, name, types, AT(member), __VA_ARGS__)
+    HANDLER_ROWS(flags, name, types, AT(member), __VA_ARGS__)
 #define DATA(flags, name, types, member, ...) \
-    JOB_DATA(flags, name, types, AT(member), __VA_ARGS__)
+    HANDLER_DATA(flags, name, types, AT(member), __VA_ARGS__)
 /* Rows that define the hidden size; their type leads. */
 #define LEADING_ROWS(text, accepted, size, member, element_member) \
-    {.flags = JOB_LEADS, .name = text, .types = accepted, .sets_columns = DIM_HIDDEN, \
+    {.flags = HANDLER_SETS_TYPE, .name = text, .types = accepted, .sets_columns = DIM_HIDDEN, \
      .dims = {size, DIM_HIDDEN}, .rows = AT(member), .element = element_member}
 #define PLAN(step) \
-    {.kind = JOB_PLAN, .name = "plan", .types = FFI_SET_U8, .dims = {DIM_ANY}, \
+    {.kind = HANDLER_PLAN, .name = "plan", .types = FFI_SET_U8, .dims = {DIM_ANY}, \
      .data = AT(step.plan), .count = AT(step.plan_bytes)}
-#define SITE {.kind = JOB_SITE}
-#define CHANNEL {.kind = JOB_CHANNEL}
+#define SITE {.kind = HANDLER_SITE}
+#define CHANNEL {.kind = HANDLER_CHANNEL}
 #define OPERATION(name, text, role, first, read, check) \
-    static const job_operation name##_operation = { \
-        text, role, sizeof(step_job), AT(first.call), name##_arrays, \
-        JOB_LENGTH(name##_arrays), read, check, run_##name}; \
-    JOB_HANDLERS(name)
+    static const handler_operation name##_operation = { \
+        text, role, sizeof(step_call), AT(first.call), name##_arrays, \
+        HANDLER_LENGTH(name##_arrays), read, check, run_##name}; \
+    HANDLER_EXPORTS(name)
 
 /* ------------------------------------------------------------------------------ plan ---- */
 
@@ -50,30 +50,30 @@ typedef struct step_job {
     {.name = "topk_idx", .types = FFI_SET_INDICES, .sets_rows = DIM_TOKENS, \
      .dims = {DIM_TOKENS, DIM_TOP_K}, .data = AT(plan.topk_idx), \
      .element = AT(plan.index_type), .num_rows = AT(plan.num_tokens)}, \
-    {.flags = JOB_OPTIONAL, .name = "rank_of_expert", .types = FFI_SET_I32, \
+    {.flags = HANDLER_OPTIONAL, .name = "rank_of_expert", .types = FFI_SET_I32, \
      .sets_rows = DIM_COUNTED, .dims = {DIM_EXPERTS}, .data = AT(plan.rank_of_expert)}, \
-    DATA(JOB_OPTIONAL, "logical_of_expert", FFI_SET_I32, plan.logical_of_expert, DIM_EXPERTS)
+    DATA(HANDLER_OPTIONAL, "logical_of_expert", FFI_SET_I32, plan.logical_of_expert, DIM_EXPERTS)
 #define PLAN_RESULTS \
-    {.kind = JOB_NEW_PLAN, .flags = JOB_RESULT, .name = "plan", .types = FFI_SET_U8, \
+    {.kind = HANDLER_NEW_PLAN, .flags = HANDLER_RESULT, .name = "plan", .types = FFI_SET_U8, \
      .dims = {DIM_ANY}, .data = AT(plan.plan), .count = AT(plan.plan_bytes)}, \
-    DATA(JOB_RESULT, "expert_rows", FFI_SET_I32, plan.expert_rows, DIM_COUNTED), \
-    DATA(JOB_RESULT, "expert_tokens", FFI_SET_I32, plan.expert_tokens, DIM_COUNTED), \
-    DATA(JOB_RESULT, "load", FFI_SET_I32, plan.load, DIM_EXPERTS), \
-    DATA(JOB_RESULT, "demand", FFI_SET_I32, plan.demand, DIM_ONE), \
-    DATA(JOB_RESULT | JOB_OPTIONAL, "logical_load", FFI_SET_I32, plan.logical_load, DIM_LOGICAL)
+    DATA(HANDLER_RESULT, "expert_rows", FFI_SET_I32, plan.expert_rows, DIM_COUNTED), \
+    DATA(HANDLER_RESULT, "expert_tokens", FFI_SET_I32, plan.expert_tokens, DIM_COUNTED), \
+    DATA(HANDLER_RESULT, "load", FFI_SET_I32, plan.load, DIM_EXPERTS), \
+    DATA(HANDLER_RESULT, "demand", FFI_SET_I32, plan.demand, DIM_ONE), \
+    DATA(HANDLER_RESULT | HANDLER_OPTIONAL, "logical_load", FFI_SET_I32, plan.logical_load, DIM_LOGICAL)
 /* clang-format on */
 
 enum { MOST_RANKS = 1024 };
 
 /* A table that the program computes says only here how many experts a rank has: those past the
  * caller's number would have slots that nobody computes.  What is no rank the core says. */
-static void check_plan(ffi_reader *reader, job *base)
+static void check_plan(ffi_reader *reader, handler_call *base)
 {
-    const step_job *job = (step_job *)base;
-    const int32_t *rank_of = job->plan.rank_of_expert;
+    const step_call *call = (step_call *)base;
+    const int32_t *rank_of = call->plan.rank_of_expert;
     if (reader->on_device || rank_of == NULL) return;
     int64_t counts[MOST_RANKS] = {0};
-    for (uint32_t e = 0; e < job->layer.num_experts; e++) {
+    for (uint32_t e = 0; e < call->layer.num_experts; e++) {
         if (rank_of[e] < 0 || rank_of[e] >= MOST_RANKS) continue;
         if (++counts[rank_of[e]] <= base->sizes[DIM_LOCAL]) continue;
         reader->error = ffi_fail(reader->frame, EPIC_EINVAL,
@@ -83,34 +83,35 @@ static void check_plan(ffi_reader *reader, job *base)
     }
 }
 
-static void read_plan(ffi_reader *reader, job *base)
+static void read_plan(ffi_reader *reader, handler_call *base)
 {
-    step_job *job = (step_job *)base;
-    job->layer = read_layer(reader);
-    job->plan.layer = &job->layer;
-    if (ffi_uint(reader, "has_moe") != 0) {
-        read_moe(reader, &job->whole);
-        job->plan.moe = &job->whole.moe;
+    step_call *call = (step_call *)base;
+    call->layer = options_read_layer(reader);
+    call->plan.layer = &call->layer;
+    if (ffi_read_uint(reader, "has_moe") != 0) {
+        options_read_moe(reader, &call->moe_options);
+        call->plan.moe = &call->moe_options.moe;
     }
-    job->plan.capacity = ffi_int(reader, "capacity");
-    job->dispatch.flags = EPIC_ZERO_TAIL;
-    base->sizes[DIM_TOP_K] = job->layer.top_k;
-    base->sizes[DIM_EXPERTS] = job->layer.num_experts;
-    base->sizes[DIM_LOGICAL] = job->layer.num_logical;
-    base->sizes[DIM_SLOTS] = job->plan.capacity;
+    call->plan.capacity = ffi_read_int(reader, "capacity");
+    call->dispatch.flags = EPIC_ZERO_TAIL;
+    base->sizes[DIM_TOP_K] = call->layer.top_k;
+    base->sizes[DIM_EXPERTS] = call->layer.num_experts;
+    base->sizes[DIM_LOGICAL] = call->layer.num_logical;
+    base->sizes[DIM_SLOTS] = call->plan.capacity;
     base->sizes[DIM_SLOT_COLUMNS] = 1;
-    base->sizes[DIM_LOCAL] = base->sizes[DIM_COUNTED] = ffi_int(reader, "num_local_experts");
+    base->sizes[DIM_LOCAL] = base->sizes[DIM_COUNTED] =
+        ffi_read_int(reader, "num_local_experts");
 }
 
 /* The tail comes first, so that a plan that fails has it too. */
-static epic_result run_plan(job *base)
+static epic_result run_plan(handler_call *base)
 {
-    step_job *job = (step_job *)base;
-    job_put_channel(base, job->plan.plan, job->plan.plan_bytes);
-    return epic_plan(base->use.ctx, &job->plan);
+    step_call *call = (step_call *)base;
+    handler_write_channel(base, call->plan.plan, call->plan.plan_bytes);
+    return epic_plan(base->use.ctx, &call->plan);
 }
 
-static const job_array plan_arrays[] = {PLAN_INPUTS, SITE, CHANNEL, PLAN_RESULTS};
+static const handler_array plan_arrays[] = {PLAN_INPUTS, SITE, CHANNEL, PLAN_RESULTS};
 OPERATION(plan, "plan", ROLE_PLAN, plan, read_plan, check_plan)
 
 /* -------------------------------------------------------------------------- dispatch ---- */
@@ -118,80 +119,81 @@ OPERATION(plan, "plan", ROLE_PLAN, plan, read_plan, check_plan)
 /* clang-format off */
 #define DISPATCH_INPUTS \
     LEADING_ROWS("tokens", FFI_SET_FLOATS | FFI_SET_U8, DIM_TOKENS, dispatch.tokens, 0), \
-    DATA(JOB_OPTIONAL, "weights", FFI_SET_F32, dispatch.weights, DIM_TOKENS, DIM_TOP_K)
+    DATA(HANDLER_OPTIONAL, "weights", FFI_SET_F32, dispatch.weights, DIM_TOKENS, DIM_TOP_K)
 #define DISPATCH_RECV \
-    ROWS(JOB_RESULT, "recv", JOB_SAME_TYPE, dispatch.recv, DIM_SLOTS, DIM_HIDDEN)
+    ROWS(HANDLER_RESULT, "recv", HANDLER_ROW_TYPE, dispatch.recv, DIM_SLOTS, DIM_HIDDEN)
 #define SLOT_WEIGHTS \
-    DATA(JOB_RESULT | JOB_OPTIONAL, "slot_weights", FFI_SET_F32, dispatch.slot_weights, \
+    DATA(HANDLER_RESULT | HANDLER_OPTIONAL, "slot_weights", FFI_SET_F32, dispatch.slot_weights, \
          DIM_SLOTS, DIM_SLOT_COLUMNS)
 /* clang-format on */
 
 /* The plan's layer, and the sizes of the arrays of a call that uses the plan. */
-static const epic_layer *read_way(ffi_reader *reader, step_job *job)
+static const epic_layer *read_plan_sizes(ffi_reader *reader, step_call *call)
 {
-    int64_t *sizes = job->job.sizes;
-    job->layer = read_layer(reader);
-    sizes[DIM_TOKENS] = ffi_int(reader, "num_tokens");
-    sizes[DIM_TOP_K] = job->layer.top_k;
-    sizes[DIM_SLOTS] = ffi_int(reader, "capacity");
-    sizes[DIM_SLOT_COLUMNS] = job->layer.layout == EPIC_FLAT ? job->layer.top_k : 1;
-    return &job->layer;
+    int64_t *sizes = call->call.sizes;
+    call->layer = options_read_layer(reader);
+    sizes[DIM_TOKENS] = ffi_read_int(reader, "num_tokens");
+    sizes[DIM_TOP_K] = call->layer.top_k;
+    sizes[DIM_SLOTS] = ffi_read_int(reader, "capacity");
+    sizes[DIM_SLOT_COLUMNS] = call->layer.layout == EPIC_FLAT ? call->layer.top_k : 1;
+    return &call->layer;
 }
 
-static void read_dispatch(ffi_reader *reader, job *base)
+static void read_dispatch(ffi_reader *reader, handler_call *base)
 {
-    step_job *job = (step_job *)base;
-    job->dispatch.layer = read_way(reader, job);
-    job->dispatch.flags = EPIC_ZERO_TAIL;
+    step_call *call = (step_call *)base;
+    call->dispatch.layer = read_plan_sizes(reader, call);
+    call->dispatch.flags = EPIC_ZERO_TAIL;
 }
 
-static epic_result run_dispatch(job *base)
+static epic_result run_dispatch(handler_call *base)
 {
-    step_job *job = (step_job *)base;
-    return epic_dispatch(base->use.ctx, &job->dispatch);
+    step_call *call = (step_call *)base;
+    return epic_dispatch(base->use.ctx, &call->dispatch);
 }
 
-static const job_array dispatch_arrays[] = {PLAN(dispatch), DISPATCH_INPUTS, SITE,
-                                            DISPATCH_RECV, SLOT_WEIGHTS};
+static const handler_array dispatch_arrays[] = {PLAN(dispatch), DISPATCH_INPUTS, SITE,
+                                                DISPATCH_RECV, SLOT_WEIGHTS};
 OPERATION(dispatch, "dispatch", ROLE_DISPATCH, dispatch, read_dispatch, NULL)
 
 /* One row for each (token, rank), and which of this rank's experts it is for. */
-static const job_array dispatch_flat_arrays[] = {
-    PLAN(dispatch),
-    DISPATCH_INPUTS,
-    SITE,
-    DISPATCH_RECV,
-    SLOT_WEIGHTS,
-    DATA(JOB_RESULT, "recv_expert", FFI_SET_I32, dispatch.recv_expert, DIM_SLOTS, DIM_TOP_K)};
+static const handler_array dispatch_flat_arrays[] = {PLAN(dispatch),
+                                                     DISPATCH_INPUTS,
+                                                     SITE,
+                                                     DISPATCH_RECV,
+                                                     SLOT_WEIGHTS,
+                                                     DATA(HANDLER_RESULT, "recv_expert",
+                                                          FFI_SET_I32, dispatch.recv_expert,
+                                                          DIM_SLOTS, DIM_TOP_K)};
 #define run_dispatch_flat run_dispatch
 OPERATION(dispatch_flat, "dispatch_flat", ROLE_DISPATCH, dispatch, read_dispatch, NULL)
 
-static void read_dispatch_quantized(ffi_reader *reader, job *base)
+static void read_dispatch_quantized(ffi_reader *reader, handler_call *base)
 {
     read_dispatch(reader, base);
-    ((step_job *)base)->dispatch.quantize = ffi_uint(reader, "quantize");
+    ((step_call *)base)->dispatch.quantize = ffi_read_uint(reader, "quantize");
 }
 
-static void check_quantized(ffi_reader *reader, job *base)
+static void check_quantized(ffi_reader *reader, handler_call *base)
 {
-    const step_job *job = (step_job *)base;
-    const bool is_wide = job->dispatch.quantize == EPIC_QUANTIZE_1X128;
+    const step_call *call = (step_call *)base;
+    const bool is_wide = call->dispatch.quantize == EPIC_QUANTIZE_1X128;
     const int64_t block = is_wide ? 128 : 32, bytes = is_wide ? 4 : 1;
     const int64_t scales = (base->sizes[DIM_HIDDEN] + block - 1) / block;
-    if (job->dispatch.recv_scales.row_bytes != scales * bytes)
+    if (call->dispatch.recv_scales.row_bytes != scales * bytes)
         reader->error = ffi_fail(
             reader->frame, EPIC_EINVAL, "recv_scales has rows of %lld bytes: must have %lld",
-            (long long)job->dispatch.recv_scales.row_bytes, (long long)(scales * bytes));
+            (long long)call->dispatch.recv_scales.row_bytes, (long long)(scales * bytes));
 }
 
 /* Rows of a float type leave as e4m3 with scales: float32, those of 1x32 bytes. */
-static const job_array dispatch_quantized_arrays[] = {
+static const handler_array dispatch_quantized_arrays[] = {
     PLAN(dispatch),
     LEADING_ROWS("tokens", FFI_SET_FLOATS, DIM_TOKENS, dispatch.tokens, AT(dispatch.type)),
-    DATA(JOB_OPTIONAL, "weights", FFI_SET_F32, dispatch.weights, DIM_TOKENS, DIM_TOP_K),
+    DATA(HANDLER_OPTIONAL, "weights", FFI_SET_F32, dispatch.weights, DIM_TOKENS, DIM_TOP_K),
     SITE,
-    ROWS(JOB_RESULT, "recv", FFI_SET(EPIC_E4M3), dispatch.recv, DIM_SLOTS, DIM_HIDDEN),
-    {.flags = JOB_RESULT,
+    ROWS(HANDLER_RESULT, "recv", FFI_SET(EPIC_E4M3), dispatch.recv, DIM_SLOTS, DIM_HIDDEN),
+    {.flags = HANDLER_RESULT,
      .name = "recv_scales",
      .types = FFI_SET_F32 | FFI_SET_U8,
      .sets_columns = DIM_SCALES,
@@ -203,7 +205,7 @@ OPERATION(dispatch_quantized, "dispatch_quantized", ROLE_DISPATCH, dispatch,
           read_dispatch_quantized, check_quantized)
 
 /* Rows of bytes that come with scales of their own, which are bytes here too. */
-static const job_array dispatch_scaled_arrays[] = {
+static const handler_array dispatch_scaled_arrays[] = {
     PLAN(dispatch),
     LEADING_ROWS("tokens", FFI_SET_U8, DIM_TOKENS, dispatch.tokens, 0),
     {.name = "scales",
@@ -211,94 +213,98 @@ static const job_array dispatch_scaled_arrays[] = {
      .sets_columns = DIM_SCALES,
      .dims = {DIM_TOKENS, DIM_SCALES},
      .rows = AT(dispatch.scales)},
-    DATA(JOB_OPTIONAL, "weights", FFI_SET_F32, dispatch.weights, DIM_TOKENS, DIM_TOP_K),
+    DATA(HANDLER_OPTIONAL, "weights", FFI_SET_F32, dispatch.weights, DIM_TOKENS, DIM_TOP_K),
     SITE,
     DISPATCH_RECV,
-    ROWS(JOB_RESULT, "recv_scales", FFI_SET_U8, dispatch.recv_scales, DIM_SLOTS, DIM_SCALES),
+    ROWS(HANDLER_RESULT, "recv_scales", FFI_SET_U8, dispatch.recv_scales, DIM_SLOTS,
+         DIM_SCALES),
     SLOT_WEIGHTS};
 #define run_dispatch_scaled run_dispatch
 OPERATION(dispatch_scaled, "dispatch_scaled", ROLE_DISPATCH, dispatch, read_dispatch, NULL)
 
-static epic_result run_plan_dispatch(job *base)
+static epic_result run_plan_dispatch(handler_call *base)
 {
-    step_job *job = (step_job *)base;
-    job_put_channel(base, job->plan.plan, job->plan.plan_bytes);
-    return epic_plan_dispatch(base->use.ctx, &job->plan, &job->dispatch);
+    step_call *call = (step_call *)base;
+    handler_write_channel(base, call->plan.plan, call->plan.plan_bytes);
+    return epic_plan_dispatch(base->use.ctx, &call->plan, &call->dispatch);
 }
 
-static const job_array plan_dispatch_arrays[] = {
+static const handler_array plan_dispatch_arrays[] = {
     PLAN_INPUTS, DISPATCH_INPUTS, SITE, CHANNEL, PLAN_RESULTS, DISPATCH_RECV, SLOT_WEIGHTS};
 OPERATION(plan_dispatch, "plan_dispatch", ROLE_PLAN, plan, read_plan, check_plan)
 
-static void read_dispatch_backward(ffi_reader *reader, job *base)
+static void read_dispatch_backward(ffi_reader *reader, handler_call *base)
 {
-    step_job *job = (step_job *)base;
-    job->dispatch_backward.layer = read_way(reader, job);
+    step_call *call = (step_call *)base;
+    call->dispatch_backward.layer = read_plan_sizes(reader, call);
 }
 
-static epic_result run_dispatch_backward(job *base)
+static epic_result run_dispatch_backward(handler_call *base)
 {
-    step_job *job = (step_job *)base;
-    return epic_dispatch_backward(base->use.ctx, &job->dispatch_backward);
+    step_call *call = (step_call *)base;
+    return epic_dispatch_backward(base->use.ctx, &call->dispatch_backward);
 }
 
-static const job_array dispatch_backward_arrays[] = {
+static const handler_array dispatch_backward_arrays[] = {
     PLAN(dispatch_backward),
     LEADING_ROWS("d_recv", FFI_SET_FLOATS, DIM_SLOTS, dispatch_backward.d_recv,
                  AT(dispatch_backward.type)),
-    DATA(JOB_OPTIONAL, "d_slot_weights", FFI_SET_F32, dispatch_backward.d_slot_weights,
+    DATA(HANDLER_OPTIONAL, "d_slot_weights", FFI_SET_F32, dispatch_backward.d_slot_weights,
          DIM_SLOTS, DIM_SLOT_COLUMNS),
     SITE,
-    ROWS(JOB_RESULT, "d_tokens", JOB_SAME_TYPE, dispatch_backward.d_tokens, DIM_TOKENS,
+    ROWS(HANDLER_RESULT, "d_tokens", HANDLER_ROW_TYPE, dispatch_backward.d_tokens, DIM_TOKENS,
          DIM_HIDDEN),
-    DATA(JOB_RESULT | JOB_OPTIONAL, "d_weights", FFI_SET_F32, dispatch_backward.d_weights,
-         DIM_TOKENS, DIM_TOP_K)};
+    DATA(HANDLER_RESULT | HANDLER_OPTIONAL, "d_weights", FFI_SET_F32,
+         dispatch_backward.d_weights, DIM_TOKENS, DIM_TOP_K)};
 OPERATION(dispatch_backward, "dispatch (backward)", ROLE_DISPATCH_BACKWARD, dispatch_backward,
           read_dispatch_backward, NULL)
 
 /* --------------------------------------------------------------------------- combine ---- */
 
-static void read_combine(ffi_reader *reader, job *base)
+static void read_combine(ffi_reader *reader, handler_call *base)
 {
-    step_job *job = (step_job *)base;
-    job->combine.layer = read_way(reader, job);
+    step_call *call = (step_call *)base;
+    call->combine.layer = read_plan_sizes(reader, call);
 }
 
-static epic_result run_combine(job *base)
+static epic_result run_combine(handler_call *base)
 {
-    step_job *job = (step_job *)base;
-    return epic_combine(base->use.ctx, &job->combine);
+    step_call *call = (step_call *)base;
+    return epic_combine(base->use.ctx, &call->combine);
 }
 
-static const job_array combine_arrays[] = {
+static const handler_array combine_arrays[] = {
     PLAN(combine),
     LEADING_ROWS("rows", FFI_SET_FLOATS, DIM_SLOTS, combine.rows, AT(combine.type)),
-    DATA(JOB_OPTIONAL, "slot_weights", FFI_SET_F32, combine.slot_weights, DIM_SLOTS), SITE,
-    ROWS(JOB_RESULT, "out", JOB_SAME_TYPE, combine.out, DIM_TOKENS, DIM_HIDDEN)};
+    DATA(HANDLER_OPTIONAL, "slot_weights", FFI_SET_F32, combine.slot_weights, DIM_SLOTS), SITE,
+    ROWS(HANDLER_RESULT, "out", HANDLER_ROW_TYPE, combine.out, DIM_TOKENS, DIM_HIDDEN)};
 OPERATION(combine, "combine", ROLE_COMBINE, combine, read_combine, NULL)
 
-static void read_combine_backward(ffi_reader *reader, job *base)
+static void read_combine_backward(ffi_reader *reader, handler_call *base)
 {
-    step_job *job = (step_job *)base;
-    job->combine_backward.layer = read_way(reader, job);
-    job->combine_backward.flags = EPIC_ZERO_TAIL;
+    step_call *call = (step_call *)base;
+    call->combine_backward.layer = read_plan_sizes(reader, call);
+    call->combine_backward.flags = EPIC_ZERO_TAIL;
 }
 
-static epic_result run_combine_backward(job *base)
+static epic_result run_combine_backward(handler_call *base)
 {
-    step_job *job = (step_job *)base;
-    return epic_combine_backward(base->use.ctx, &job->combine_backward);
+    step_call *call = (step_call *)base;
+    return epic_combine_backward(base->use.ctx, &call->combine_backward);
 }
 
-static const job_array combine_backward_arrays[] = {
+static const handler_array combine_backward_arrays[] = {
     PLAN(combine_backward),
     LEADING_ROWS("d_out", FFI_SET_FLOATS, DIM_TOKENS, combine_backward.d_out,
                  AT(combine_backward.type)),
-    ROWS(JOB_OPTIONAL, "rows", JOB_SAME_TYPE, combine_backward.rows, DIM_SLOTS, DIM_HIDDEN),
-    DATA(JOB_OPTIONAL, "slot_weights", FFI_SET_F32, combine_backward.slot_weights, DIM_SLOTS),
+    ROWS(HANDLER_OPTIONAL, "rows", HANDLER_ROW_TYPE, combine_backward.rows, DIM_SLOTS,
+         DIM_HIDDEN),
+    DATA(HANDLER_OPTIONAL, "slot_weights", FFI_SET_F32, combine_backward.slot_weights,
+         DIM_SLOTS),
     SITE,
-    ROWS(JOB_RESULT, "d_rows", JOB_SAME_TYPE, combine_backward.d_rows, DIM_SLOTS, DIM_HIDDEN),
-    DATA(JOB_RESULT | JOB_OPTIONAL, "d_slot_weights", FFI_SET_F32,
+    ROWS(HANDLER_RESULT, "d_rows", HANDLER_ROW_TYPE, combine_backward.d_rows, DIM_SLOTS,
+         DIM_HIDDEN),
+    DATA(HANDLER_RESULT | HANDLER_OPTIONAL, "d_slot_weights", FFI_SET_F32,
          combine_backward.d_slot_weights, DIM_SLOTS)};
 OPERATION(combine_backward, "combine (backward)", ROLE_COMBINE_BACKWARD, combine_backward,
           read_combine_backward, NULL)
@@ -306,73 +312,73 @@ OPERATION(combine_backward, "combine (backward)", ROLE_COMBINE_BACKWARD, combine
 /* ------------------------------------------------------------------------------- sum ---- */
 
 /* The core adds in place: XLA has been told that x and the sum are one array. */
-static void check_in_place(ffi_reader *reader, const step_job *job, const void *to,
+static void check_in_place(ffi_reader *reader, const step_call *call, const void *to,
                            int64_t count)
 {
-    if (reader->error == NULL && (job->from != to || job->from_count != count))
+    if (reader->error == NULL && (call->sum_input != to || call->sum_input_count != count))
         reader->error =
             ffi_fail(reader->frame, EPIC_EINVAL, "sum: x and the result are not one array");
 }
 
-static void read_sum(ffi_reader *reader, job *base)
+static void read_sum(ffi_reader *reader, handler_call *base)
 {
-    ((step_job *)base)->sum.order = ffi_uint(reader, "order");
+    ((step_call *)base)->sum.order = ffi_read_uint(reader, "order");
 }
 
-static void check_sum(ffi_reader *reader, job *base)
+static void check_sum(ffi_reader *reader, handler_call *base)
 {
-    const step_job *job = (step_job *)base;
-    check_in_place(reader, job, job->sum.data, job->sum.count);
+    const step_call *call = (step_call *)base;
+    check_in_place(reader, call, call->sum.data, call->sum.count);
 }
 
-static epic_result run_sum(job *base)
+static epic_result run_sum(handler_call *base)
 {
-    step_job *job = (step_job *)base;
-    return epic_allreduce_sum(base->use.ctx, &job->sum);
+    step_call *call = (step_call *)base;
+    return epic_allreduce_sum(base->use.ctx, &call->sum);
 }
 
 /* clang-format off */
 #define X \
     {.name = "x", .types = FFI_SET_F32, .dims = {DIM_ANY}, .sets_columns = DIM_HIDDEN, \
-     .data = AT(from), .count = AT(from_count)}
+     .data = AT(sum_input), .count = AT(sum_input_count)}
 /* clang-format on */
 
-static const job_array sum_arrays[] = {X,
-                                       SITE,
-                                       CHANNEL,
-                                       {.flags = JOB_RESULT,
-                                        .name = "sum",
-                                        .types = FFI_SET_F32,
-                                        .dims = {DIM_ANY},
-                                        .data = AT(sum.data),
-                                        .count = AT(sum.count)}};
+static const handler_array sum_arrays[] = {X,
+                                           SITE,
+                                           CHANNEL,
+                                           {.flags = HANDLER_RESULT,
+                                            .name = "sum",
+                                            .types = FFI_SET_F32,
+                                            .dims = {DIM_ANY},
+                                            .data = AT(sum.data),
+                                            .count = AT(sum.count)}};
 OPERATION(sum, "sum", ROLE_SUM, sum, read_sum, check_sum)
 
 /* Nothing but arrays. */
-static void read_nothing(ffi_reader *reader, job *base)
+static void read_nothing(ffi_reader *reader, handler_call *base)
 {
     (void)reader;
     (void)base;
 }
 
-static void check_sum_replicas(ffi_reader *reader, job *base)
+static void check_sum_replicas(ffi_reader *reader, handler_call *base)
 {
-    const step_job *job = (step_job *)base;
-    const epic_rows rows = job->sum_replicas.data;
-    check_in_place(reader, job, rows.data,
+    const step_call *call = (step_call *)base;
+    const epic_rows rows = call->sum_replicas.data;
+    check_in_place(reader, call, rows.data,
                    rows.num_rows * rows.row_bytes / (int64_t)sizeof(float));
 }
 
-static epic_result run_sum_replicas(job *base)
+static epic_result run_sum_replicas(handler_call *base)
 {
-    step_job *job = (step_job *)base;
-    return epic_sum_replicas(base->use.ctx, &job->sum_replicas);
+    step_call *call = (step_call *)base;
+    return epic_sum_replicas(base->use.ctx, &call->sum_replicas);
 }
 
 /* x is [local experts, numbers], and the workspace holds one row of it. */
-static const job_array sum_replicas_arrays[] = {
+static const handler_array sum_replicas_arrays[] = {
     PLAN(sum_replicas), X, SITE,
-    ROWS(JOB_RESULT, "sum", FFI_SET_F32, sum_replicas.data, DIM_ANY),
-    DATA(JOB_RESULT, "workspace", FFI_SET_F32, sum_replicas.workspace, DIM_HIDDEN)};
+    ROWS(HANDLER_RESULT, "sum", FFI_SET_F32, sum_replicas.data, DIM_ANY),
+    DATA(HANDLER_RESULT, "workspace", FFI_SET_F32, sum_replicas.workspace, DIM_HIDDEN)};
 OPERATION(sum_replicas, "sum_replicas", ROLE_SUM_REPLICAS, sum_replicas, read_nothing,
           check_sum_replicas)

@@ -45,7 +45,7 @@ from epic.jax.groups import Group
 from epic.options import Layer, Moe, whole
 
 PLAN_TAIL = 16  # bytes behind the core's plan: the channel of its call site
-CALLERS_CHANNEL = 1 << 23  # a bit of it, where the number is the caller's: as job.c
+CALLERS_CHANNEL = 1 << 23  # a bit of it, where the number is the caller's: as in handler.c
 PLAN_FIELDS = ("bytes", "expert_rows", "expert_tokens", "load", "demand", "logical_load")
 PLAN_PARTS = 6  # results of a plan, before those of dispatch
 MOST_SLOTS = (1 << 31) - 1  # slots are numbered by int32

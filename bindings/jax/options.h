@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The core's option structs from attributes, and arrays as the core wants them. */
-#ifndef EPIC_JAX_READ_H
-#define EPIC_JAX_READ_H
+#ifndef EPIC_JAX_OPTIONS_H
+#define EPIC_JAX_OPTIONS_H
 
 #include "ffi.h"
 
-epic_layer read_layer(ffi_reader *reader);
-epic_router read_router(ffi_reader *reader);
+epic_layer options_read_layer(ffi_reader *reader);
+epic_router options_read_router(ffi_reader *reader);
 
 /* Attributes begin with `prefix`: "experts_" or "shared_". */
-epic_experts read_experts(ffi_reader *reader, const char *prefix);
+epic_experts options_read_experts(ffi_reader *reader, const char *prefix);
 
 /* A whole layer, whose parts point to each other: it must not move. */
 typedef struct moe_options {
@@ -18,6 +18,6 @@ typedef struct moe_options {
     epic_experts experts, shared;
     epic_moe moe;
 } moe_options;
-void read_moe(ffi_reader *reader, moe_options *out);
+void options_read_moe(ffi_reader *reader, moe_options *out);
 
 #endif

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Sentences of the core in the words of its Python callers.  epic/words.py has the table. */
-#include "words.h"
+#include "translate.h"
 
 #include <ctype.h>
 #include <stdbool.h>
@@ -71,7 +71,7 @@ static int translate_name(const char *at, char *out, size_t size)
     return 0;
 }
 
-void words_translate(const char *sentence, char *out, size_t size)
+void translate_sentence(const char *sentence, char *out, size_t size)
 {
     size_t used = 0;
     char before = ' ';

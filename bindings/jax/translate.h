@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Sentences of the core in the words of its Python callers. */
-#ifndef EPIC_JAX_WORDS_H
-#define EPIC_JAX_WORDS_H
+#ifndef EPIC_JAX_TRANSLATE_H
+#define EPIC_JAX_TRANSLATE_H
 
 #include <stddef.h>
 
@@ -12,6 +12,6 @@ int epic_jax_set_words(const char *const *words, int count);
 
 /* Copies a sentence into `out`, at most `size` bytes with the final zero, and replaces the names
  * of C in it. */
-void words_translate(const char *sentence, char *out, size_t size);
+void translate_sentence(const char *sentence, char *out, size_t size);
 
 #endif

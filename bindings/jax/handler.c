@@ -1,0 +1,324 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* One collective operation, from XLA's call to its end. */
+#include "handler.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "translate.h"
+
+/* ------------------------------------------------------------------------------ tags ---- */
+
+enum { CALLERS_CHANNEL = 1 << 23 }; /* callers' numbers and call sites' never meet */
+
+/* The rank is where the program takes this device to be; on a GPU nobody can read it here. */
+static void read_site(ffi_reader *reader, handler_call *call)
+{
+    call->site = (uint32_t)ffi_read_arg_int(reader, "site");
+    call->rank = ffi_read_arg_int(reader, "rank");
+    if (reader->on_device) call->rank = -1;
+}
+
+/* A caller's number comes after the site's, and replaces it. */
+static void read_channel(ffi_reader *reader, handler_call *call)
+{
+    const int32_t channel = ffi_read_arg_int(reader, "channel");
+    call->channel = call->site;
+    if (reader->error != NULL || channel < 0) return;
+    if (channel >= CALLERS_CHANNEL)
+        reader->error = ffi_fail(reader->frame, EPIC_EINVAL, "channel %d: 0 to %d is needed",
+                                 channel, CALLERS_CHANNEL - 1);
+    call->channel = (handler_channel)channel | CALLERS_CHANNEL;
+}
+
+/* Operations are matched between ranks by this number: alike on all ranks, and on the CPU
+ * different for any two calls of a program, except for an inner jit called twice.  On GPUs the
+ * numbers of the call are out of reach, and streams order it: there the role is compared. */
+static uint64_t make_tag(const handler_call *call)
+{
+    return (uint64_t)call->channel << 40 | (uint64_t)call->site << 8 | call->operation->role;
+}
+
+void handler_write_channel(const handler_call *call, void *plan, size_t plan_bytes)
+{
+    if (call->on_device) return;
+    char *tail = (char *)plan + plan_bytes;
+    memset(tail, 0, HANDLER_PLAN_TAIL);
+    memcpy(tail, &call->channel, sizeof call->channel);
+}
+
+/* ---------------------------------------------------------------------------- arrays ---- */
+
+/* Cuts the tail off, and reads what it says where it can be read. */
+static void read_plan_tail(ffi_reader *reader, handler_call *call, const handler_array *field,
+                           ffi_array *plan)
+{
+    if (plan->count < HANDLER_PLAN_TAIL) {
+        reader->error = ffi_fail(reader->frame, EPIC_EINVAL, "plan: %lld bytes are no plan",
+                                 (long long)plan->count);
+        return;
+    }
+    plan->count -= HANDLER_PLAN_TAIL;
+    if (field->kind != HANDLER_PLAN || reader->on_device) return;
+    memcpy(&call->channel, (const char *)plan->data + plan->count, sizeof call->channel);
+    call->channel &= 2 * CALLERS_CHANNEL - 1;
+}
+
+static void copy_to_field(handler_call *call, size_t offset, const void *value, size_t bytes)
+{
+    if (offset != 0) memcpy((char *)call + offset, value, bytes);
+}
+
+/* Returns the set of types that the array may have in this call. */
+static uint32_t accepted_types(const handler_call *call, const handler_array *field)
+{
+    switch (field->types) {
+    case HANDLER_ROW_TYPE:
+        return ffi_set_of(call->row_type);
+    case HANDLER_WIDE_TYPE:
+        return call->row_type == EPIC_F64 ? FFI_SET(EPIC_F64) : FFI_SET_F32;
+    case HANDLER_WEIGHT_TYPE:
+        return ffi_set_of(call->weight_type);
+    default:
+        return field->types;
+    }
+}
+
+/* Returns how many elements the array must have, or FFI_ANY_COUNT. */
+static int64_t expected_count(const handler_call *call, const handler_array *field)
+{
+    if (field->dims[0] == DIM_ANY) return FFI_ANY_COUNT;
+    const int64_t *sizes = call->sizes;
+    return ffi_multiply_sizes(sizes[field->dims[0]], sizes[field->dims[1]],
+                              sizes[field->dims[2]]);
+}
+
+/* Reads an array that may define sizes: its count is checked when they are known. */
+static void read_array(ffi_reader *reader, handler_call *call, const handler_array *field)
+{
+    const ffi_requirement need = {field->name, accepted_types(call, field), FFI_ANY_COUNT,
+                                  .result = (field->flags & HANDLER_RESULT) != 0,
+                                  .optional = (field->flags & HANDLER_OPTIONAL) != 0};
+    ffi_array array = ffi_read_array(reader, &need);
+    if (reader->error != NULL) return;
+    if (field->flags & HANDLER_SETS_TYPE) call->row_type = array.type;
+    if (array.data != NULL) {
+        if (field->sets_rows) call->sizes[field->sets_rows] = array.rows;
+        if (field->sets_columns) call->sizes[field->sets_columns] = array.columns;
+        const int64_t count = expected_count(call, field);
+        if (count != FFI_ANY_COUNT) ffi_check_count(reader, field->name, array, count);
+        if (reader->error != NULL) return;
+    }
+    if (field->kind != HANDLER_ARRAY) read_plan_tail(reader, call, field, &array);
+    const epic_rows rows = ffi_rows_of(array);
+    copy_to_field(call, field->data, &array.data, sizeof array.data);
+    copy_to_field(call, field->rows, &rows, sizeof rows);
+    copy_to_field(call, field->element, &array.type, sizeof array.type);
+    copy_to_field(call, field->num_rows, &array.rows, sizeof array.rows);
+    copy_to_field(call, field->count, &array.count, sizeof array.count);
+}
+
+static void read_field(ffi_reader *reader, handler_call *call, const handler_array *field)
+{
+    if (field->kind == HANDLER_SITE)
+        read_site(reader, call);
+    else if (field->kind == HANDLER_CHANNEL)
+        read_channel(reader, call);
+    else
+        read_array(reader, call, field);
+}
+
+static epic_call *core_call_of(handler_call *call)
+{
+    return (epic_call *)(void *)((char *)call + call->operation->call_offset);
+}
+
+/* NULL: the reader has the error. */
+static handler_call *read_call(ffi_reader *reader, const handler_operation *operation)
+{
+    handler_call *call = calloc(1, operation->bytes);
+    if (call == NULL) {
+        reader->error =
+            ffi_fail(reader->frame, EPIC_ENOMEM, "no memory for %zu bytes", operation->bytes);
+        return NULL;
+    }
+    call->operation = operation;
+    call->on_device = reader->on_device;
+    call->api = reader->frame->api;
+    call->sizes[DIM_ONE] = 1;
+    call->row_type = FFI_OTHER;
+    operation->read(reader, call);
+    for (int i = 0; i < operation->num_arrays; i++)
+        read_field(reader, call, &operation->arrays[i]);
+    ffi_read_result(reader, "done", FFI_SET_U8, 1); /* never written: see epic/jax/call.py */
+    if (operation->check != NULL && reader->error == NULL) operation->check(reader, call);
+    call->use.tag = make_tag(call);
+    core_call_of(call)->tag = call->use.tag;
+    if (reader->error == NULL) return call;
+    free(call);
+    return NULL;
+}
+
+/* ----------------------------------------------------------------------------- members ---- */
+
+typedef struct member_claim {
+    char name[MEMBER_NAME_BYTES];
+    member_device device;
+    member_position wanted, has;
+} member_claim;
+
+static ffi_error *other_devices_error(const ffi_frame *frame, const char *what,
+                                      const member_claim *claim)
+{
+    return ffi_fail(
+        frame, EPIC_EMISMATCH,
+        "epic.jax.%s: the program was made for group \"%s\" of %s, and the group "
+        "that is open under this name has %s: use in the program what epic.jax.open "
+        "gave last, or open the group with the program's mesh",
+        what, claim->name, claim->wanted.devices, claim->has.devices);
+}
+
+static ffi_error *other_rank_error(const ffi_frame *frame, const char *what,
+                                   const member_claim *claim)
+{
+    return ffi_fail(
+        frame, EPIC_EMISMATCH,
+        "epic.jax.%s: device %d is rank %d of group \"%s\" (%s, by rank), and rank %d "
+        "on the group's axis in the mesh of the program: run it on the "
+        "mesh that the group was opened with, or open a group with this mesh.  The "
+        "group is broken: open it again",
+        what, claim->device.ordinal, claim->has.rank, claim->name, claim->has.devices,
+        claim->wanted.rank);
+}
+
+static ffi_error *refusal_error(const ffi_frame *frame, const handler_call *call,
+                                member_status answer, const member_claim *claim)
+{
+    const char *what = call->operation->what;
+    if (answer == MEMBER_OTHER_DEVICES) return other_devices_error(frame, what, claim);
+    if (answer == MEMBER_OTHER_RANK) return other_rank_error(frame, what, claim);
+    if (answer == MEMBER_NONE)
+        return ffi_fail(
+            frame, EPIC_ECLOSED,
+            "epic.jax.%s: group \"%s\" is not open on %s device %d of this process: "
+            "call epic.jax.open before the program runs",
+            what, claim->name, claim->device.is_gpu ? "CUDA" : "CPU", claim->device.ordinal);
+    return ffi_fail(frame, EPIC_EINVAL,
+                    "epic.jax.%s: another call with the same number (tag %llu) is in flight on "
+                    "device %d, so their order would be chance.  An inner jit that is called "
+                    "twice gives both calls one number: give their plans different channel=, "
+                    "or order them by after=.  The group is broken: open it again",
+                    what, (unsigned long long)call->use.tag, claim->device.ordinal);
+}
+
+/* Enters the member that the attribute `group` and the call's device say, if it is where the program
+ * takes it to be. */
+static void enter_member(ffi_reader *reader, handler_call *call)
+{
+    member_claim claim = {.device = {reader->on_device, ffi_get_ordinal(reader)},
+                          .wanted.rank = call->rank};
+    ffi_read_text(reader, "group", claim.name, sizeof claim.name);
+    ffi_read_text(reader, "devices", claim.wanted.devices, sizeof claim.wanted.devices);
+    if (reader->error != NULL) return;
+    claim.has = claim.wanted;
+    const member_status answer = member_enter(&call->use, claim.name, claim.device, &claim.has);
+    if (answer != MEMBER_OK) reader->error = refusal_error(reader->frame, call, answer, &claim);
+}
+
+static ffi_error *run_operation(handler_call *call)
+{
+    const epic_result result = call->operation->run(call);
+    if (result == EPIC_OK) return NULL;
+    /* Two calls of one number need not be here at once for ranks to take one for the other. */
+    const char *hint =
+        result == EPIC_EMISMATCH
+            ? ".  Calls of an inner jit that is called twice share a number: give their plans "
+              "different channel=, or order them by after="
+            : "";
+    char sentence[1280], text[1536];
+    translate_sentence(epic_error(call->use.ctx), sentence, sizeof sentence);
+    snprintf(text, sizeof text, "epic.jax.%s: %s%s", call->operation->what, sentence, hint);
+    return ffi_error_new(call->api, result, text);
+}
+
+/* -------------------------------------------------------------------------- the host ---- */
+
+static void set_future(const XLA_FFI_Api *api, XLA_FFI_Future *future, ffi_error *error)
+{
+    if (error != NULL) {
+        XLA_FFI_Future_SetError_Args args = {XLA_FFI_Future_SetError_Args_STRUCT_SIZE, NULL,
+                                             future, error};
+        api->XLA_FFI_Future_SetError(&args);
+    } else {
+        XLA_FFI_Future_SetAvailable_Args args = {XLA_FFI_Future_SetAvailable_Args_STRUCT_SIZE,
+                                                 NULL, future};
+        api->XLA_FFI_Future_SetAvailable(&args);
+    }
+}
+
+/* The member is left before the future is set: what runs next may use the same tag. */
+static void run_task(pool_task *task)
+{
+    handler_call *mine = (handler_call *)task;
+    ffi_error *error = run_operation(mine);
+    member_leave(&mine->use);
+    const XLA_FFI_Api *api = mine->api;
+    XLA_FFI_Future *future = mine->future;
+    free(mine);
+    set_future(api, future, error);
+}
+
+static ffi_error *start_task(ffi_frame *frame, handler_call *call)
+{
+    const XLA_FFI_Api *api = call->api;
+    XLA_FFI_Future_Create_Args create = {XLA_FFI_Future_Create_Args_STRUCT_SIZE, NULL, NULL};
+    ffi_error *error = api->XLA_FFI_Future_Create(&create);
+    if (error == NULL) {
+        call->task.run = run_task;
+        call->future = frame->future = create.future;
+        if (pool_run(&call->task)) return NULL; /* the job may be gone by now */
+    }
+    const char *what = call->operation->what;
+    member_leave(&call->use);
+    free(call);
+    if (error == NULL)
+        set_future(api, create.future,
+                   ffi_fail(frame, EPIC_ENOMEM, "epic.jax.%s: the system gives no more threads",
+                            what));
+    return error;
+}
+
+ffi_error *handler_run_on_host(ffi_frame *frame, const handler_operation *operation)
+{
+    if (ffi_is_query(frame, 0)) return NULL;
+    ffi_reader reader = ffi_reader_of(frame, false);
+    handler_call *call = read_call(&reader, operation);
+    if (call == NULL) return reader.error;
+    enter_member(&reader, call);
+    if (reader.error == NULL) return start_task(frame, call);
+    free(call);
+    return reader.error;
+}
+
+/* --------------------------------------------------------------------------- the GPU ---- */
+
+/* Errors in the data, which epic_check tells, end nothing here: this rank would leave the rest of
+ * its program out, and the others would wait for it. */
+ffi_error *handler_run_on_gpu(ffi_frame *frame, const handler_operation *operation,
+                              bool in_graphs)
+{
+    if (ffi_is_query(frame, in_graphs ? XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE : 0))
+        return NULL;
+    ffi_reader reader = ffi_reader_of(frame, true);
+    handler_call *call = read_call(&reader, operation);
+    if (call == NULL) return reader.error;
+    core_call_of(call)->stream = ffi_get_stream(&reader);
+    enter_member(&reader, call);
+    if (reader.error == NULL) {
+        reader.error = run_operation(call);
+        member_leave(&call->use);
+    }
+    free(call);
+    return reader.error;
+}
