@@ -331,7 +331,7 @@ static void check_sum(ffi_reader *reader, handler_call *base)
     check_in_place(reader, call, call->sum.data, call->sum.count);
 }
 
-static epic_result run_sum(handler_call *base)
+static epic_result run_allreduce_sum(handler_call *base)
 {
     step_call *call = (step_call *)base;
     return epic_allreduce_sum(base->use.ctx, &call->sum);
@@ -343,16 +343,16 @@ static epic_result run_sum(handler_call *base)
      .data = AT(sum_input), .count = AT(sum_input_count)}
 /* clang-format on */
 
-static const handler_array sum_arrays[] = {X,
-                                           SITE,
-                                           CHANNEL,
-                                           {.flags = HANDLER_RESULT,
-                                            .name = "sum",
-                                            .types = FFI_SET_F32,
-                                            .dims = {DIM_ANY},
-                                            .data = AT(sum.data),
-                                            .count = AT(sum.count)}};
-OPERATION(sum, "sum", ROLE_SUM, sum, read_sum, check_sum)
+static const handler_array allreduce_sum_arrays[] = {X,
+                                                     SITE,
+                                                     CHANNEL,
+                                                     {.flags = HANDLER_RESULT,
+                                                      .name = "sum",
+                                                      .types = FFI_SET_F32,
+                                                      .dims = {DIM_ANY},
+                                                      .data = AT(sum.data),
+                                                      .count = AT(sum.count)}};
+OPERATION(allreduce_sum, "sum", ROLE_SUM, sum, read_sum, check_sum)
 
 /* Nothing but arrays. */
 static void read_nothing(ffi_reader *reader, handler_call *base)

@@ -10,7 +10,8 @@
 #include "frames_call.h"
 
 handler epic_jax_combine, epic_jax_cuda_combine, epic_jax_no_graph_combine;
-handler epic_jax_cuda_plan_dispatch, epic_jax_cuda_combine_backward, epic_jax_cuda_sum;
+handler epic_jax_cuda_plan_dispatch, epic_jax_cuda_combine_backward,
+    epic_jax_cuda_allreduce_sum;
 handler epic_jax_cuda_dispatch_backward, epic_jax_cuda_plan, epic_jax_cuda_router;
 handler epic_jax_cuda_moe, epic_jax_no_graph_moe, epic_jax_cuda_moe_backward;
 handler epic_jax_cuda_experts, epic_jax_cuda_experts_backward;
@@ -138,7 +139,7 @@ static int sum(const float *from, float *to)
     add(c, RESULT, XLA_FFI_DataType_F32, to, HIDDEN, 0);
     add_group(c, "g");
     add_int(c, "order", 0);
-    const int code = run_collective(epic_jax_cuda_sum, c);
+    const int code = run_collective(epic_jax_cuda_allreduce_sum, c);
     free(c);
     return code;
 }

@@ -232,7 +232,7 @@ def test_an_exported_program_on_another_mesh(opened: Any) -> None:
     x, y = (
         jax.device_put(numbers(1, 4, 5), jax.sharding.NamedSharding(m, ALL)) for m in (mesh, turned)
     )
-    allowed = [jax.export.DisabledSafetyCheck.custom_call("epic_sum")]
+    allowed = [jax.export.DisabledSafetyCheck.custom_call("epic_allreduce_sum")]
     exported = jax.export.export(run, disabled_checks=allowed)(x)
     assert np.array_equal(jax.jit(exported.call)(x), run(x))
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"another order|is rank"):
