@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* One element between float32 and the narrow types, by its bits.  Rounding is to nearest even;
- * subnormals and -0 are kept; a NaN stays a NaN and becomes quiet. */
+/* Converts one element between float32 and the narrow types, by its bits. Rounds to nearest
+ * even. Subnormals and -0 are kept. A NaN becomes a quiet NaN. */
 #ifndef EPIC_HOST_CONVERT_H
 #define EPIC_HOST_CONVERT_H
 
@@ -9,10 +9,11 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-#define INFINITY_BITS 0x7f800000u /* of float32; more, without the sign, is a NaN */
+#define INFINITY_BITS 0x7f800000u /* of float32; larger values without the sign are NaNs */
 #define E4M3_MAX 448.0f
 #define E4M3_NAN 0x7fu
 
+/* Return the bits of a float32, and the float32 with these bits. */
 INLINE uint32_t bits_of(float x)
 {
     uint32_t bits;
@@ -27,8 +28,8 @@ INLINE float float_of(uint32_t bits)
     return x;
 }
 
-/* Drops the low bits of a finite value, to nearest even; a carry may go up into the exponent,
- * where it belongs. */
+/* Drops the low bits of a finite number, rounding to nearest even. A carry into the exponent
+ * gives the correct result. */
 INLINE uint32_t round_bits(uint32_t bits, unsigned dropped)
 {
     return (bits + (1u << (dropped - 1)) - 1 + (bits >> dropped & 1)) >> dropped;
@@ -69,7 +70,7 @@ INLINE uint16_t f16_of_float(float x)
     return (uint16_t)(sign | (round_bits(size, 13) - (112u << 10)));
 }
 
-/* Saturating: infinity and all above 448 become 448. */
+/* Saturates: infinity and numbers above 448 become 448. */
 INLINE uint8_t e4m3_of_float(float x)
 {
     const uint32_t bits = bits_of(x);

@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The dot product of epic_combine_backward, in its defined order.
+/* The dot product of epic_combine_backward, in its defined order. A block of 1024 products
+ * is summed in 256 accumulators, and accumulator i takes elements i, i + 256, i + 512 and i
+ * + 768. Groups of 8 accumulators are added in a tree, then the 32 groups.
  *
- * An accumulator without any element is absent: it adds nothing.  That is what -0 does in a sum
- * (x + -0 is x for every x, +0 and -0 too), so a short block is filled up with pairs whose
- * product is -0: they change neither an accumulator that has an element nor a sum. */
+ * An accumulator without elements adds nothing to the sum. A sum with -0 has that effect,
+ * because x + -0 is x for every x, +0 and -0 included. A short block is therefore filled up
+ * with pairs whose product is -0. */
 #ifndef EPIC_HOST_DOT_H
 #define EPIC_HOST_DOT_H
 
@@ -12,10 +14,11 @@
 #include "lanes.h"
 
 #define ACCUMULATORS 256
-#define GROUP 8 /* accumulators */
+#define GROUP 8 /* accumulators that are added first */
 #define NUM_GROUPS (ACCUMULATORS / GROUP)
 
-/* Adds the accumulators of a block in place, in the defined order; returns the sum. */
+/* Defines a function that adds the accumulators of a block in place, in the defined order,
+ * and returns the sum. */
 #define DEFINE_ADD_ACCUMULATORS(name, real)                                         \
     static inline real name(real *sums)                                             \
     {                                                                               \
@@ -36,7 +39,8 @@ DEFINE_ADD_ACCUMULATORS(add_accumulators_f64, double)
 #if LANES == 1
 DEFINE_ADD_ACCUMULATORS(add_accumulators, float)
 #else
-/* Distances 4, 2, 1 inside eight groups at once; the sums of groups 0 2 4 6 1 3 5 7. */
+/* Adds eight groups at once with distances 4, 2, 1. Returns the sums of groups 0 2 4 6 1 3 5
+ * 7. */
 INLINE __m256 add_groups(const float *sums)
 {
     __m256 four[4], two[2];
@@ -67,10 +71,10 @@ INLINE float add_accumulators(const float *sums)
 }
 #endif
 
-/* The sum of the block that begins at element `at`, all of which is there.  The rows are read
- * from front to back, as the processor expects, and the accumulators wait in its first cache.
- * The fence, for the compiler alone, keeps it from going through the four quarters at once: four
- * times slower on cold rows. */
+/* Returns the sum of a full block that begins at element `at`. Rows are read from front to
+ * back, as hardware prefetchers expect, and the accumulators stay in the first-level cache.
+ * The fence has no instruction. It keeps the compiler from reading the four quarters of the
+ * block at once, which was four times slower on rows that are not in a cache. */
 INLINE float dot_block(const void *a, const void *b, epic_type type, int64_t at)
 {
     float sums[ACCUMULATORS];
@@ -88,7 +92,7 @@ INLINE float dot_block(const void *a, const void *b, epic_type type, int64_t at)
     return add_accumulators(sums);
 }
 
-/* A short block as a whole one of float32. */
+/* Converts a short block to a full block of float32, filled up with `absent`. */
 INLINE void fill_block(float *block, const void *row, epic_type type, int64_t at, int64_t count,
                        float absent)
 {

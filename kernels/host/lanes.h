@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Lanes of float32, as many as the variant has, and how elements of a row become lanes and go
- * back.  `type` must be known where these are inlined: F32, BF16 or F16. */
+/* SIMD vectors ("lanes") of float32 for each variant, and loads and stores of row elements
+ * of any type. `type` must be a constant where these functions are inlined: F32, BF16 or
+ * F16. */
 #ifndef EPIC_HOST_LANES_ANY_H
 #define EPIC_HOST_LANES_ANY_H
 
@@ -43,7 +44,7 @@ INLINE void store_lanes(void *row, epic_type type, int64_t at, lanes x)
         store_f32(to, x);
 }
 
-/* The last elements of a row, fewer than there are lanes; the other lanes are 0. */
+/* Loads the last `count` elements of a row, fewer than LANES. The other lanes are 0. */
 INLINE lanes load_some(const void *row, epic_type type, int64_t at, int64_t count)
 {
     char whole[LANES * sizeof(float)] = {0};

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Lanes of float32 for AVX2 with FMA and F16C: eight. */
+/* Vectors of float32 for AVX2 with FMA and F16C: eight lanes. */
 #ifndef EPIC_HOST_LANES_H
 #define EPIC_HOST_LANES_H
 
@@ -33,7 +33,7 @@ INLINE void store_f32(void *to, lanes x)
     _mm256_storeu_ps(to, x);
 }
 
-/* As bf16_of_float. */
+/* Computes what bf16_of_float() does. */
 INLINE void store_bf16(void *to, lanes x)
 {
     const __m256i bits = _mm256_castps_si256(x);
@@ -53,13 +53,14 @@ INLINE void store_f16(void *to, lanes x)
     _mm_storeu_si128(to, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
 
-/* to: aligned as lanes are; memory gets it past the caches. */
+/* Stores with a non-temporal store, which bypasses the caches. `to` must be aligned to
+ * sizeof(lanes). */
 INLINE void store_past_caches(void *to, lanes x)
 {
     _mm256_stream_ps(to, x);
 }
 
-/* As e4m3_of_float. */
+/* Computes what e4m3_of_float() does. */
 INLINE void store_e4m3(void *to, lanes x)
 {
     const __m256i bits = _mm256_castps_si256(x);
@@ -86,7 +87,8 @@ INLINE void store_e4m3(void *to, lanes x)
     _mm_storel_epi64(to, _mm_packus_epi16(words, words));
 }
 
-/* The larger of |a| and |b| by their bits: a NaN is above all. */
+/* Returns the larger of |a| and |b| in each lane, compared by their bits. A NaN is larger
+ * than any number. */
 INLINE lanes lanes_max_size(lanes a, lanes b)
 {
     const __m256i sizes = _mm256_set1_epi32(0x7fffffff);
@@ -95,7 +97,7 @@ INLINE lanes lanes_max_size(lanes a, lanes b)
                          _mm256_and_si256(_mm256_castps_si256(b), sizes)));
 }
 
-/* The largest bits of lanes without sign. */
+/* Returns the largest of the lanes' bits. All lanes must be positive or NaN. */
 INLINE uint32_t lanes_largest_bits(lanes a)
 {
     const __m256i bits = _mm256_castps_si256(a);

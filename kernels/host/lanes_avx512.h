@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Lanes of float32 for AVX-512 (F, BW, VL, DQ): sixteen.  The processor's own bfloat16
- * conversion flushes subnormals, so it is not used. */
+/* Vectors of float32 for AVX-512 (F, BW, VL, DQ): sixteen lanes. The processor's bfloat16
+ * conversion flushes subnormals to zero, so it is not used. */
 #ifndef EPIC_HOST_LANES_H
 #define EPIC_HOST_LANES_H
 
@@ -34,7 +34,7 @@ INLINE void store_f32(void *to, lanes x)
     _mm512_storeu_ps(to, x);
 }
 
-/* As bf16_of_float. */
+/* Computes what bf16_of_float() does. */
 INLINE void store_bf16(void *to, lanes x)
 {
     const __m512i bits = _mm512_castps_si512(x);
@@ -53,13 +53,14 @@ INLINE void store_f16(void *to, lanes x)
     _mm256_storeu_si256(to, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
 
-/* to: aligned as lanes are; memory gets it past the caches. */
+/* Stores with a non-temporal store, which bypasses the caches. `to` must be aligned to
+ * sizeof(lanes). */
 INLINE void store_past_caches(void *to, lanes x)
 {
     _mm512_stream_ps(to, x);
 }
 
-/* As e4m3_of_float. */
+/* Computes what e4m3_of_float() does. */
 INLINE void store_e4m3(void *to, lanes x)
 {
     const __m512i bits = _mm512_castps_si512(x);
@@ -85,7 +86,8 @@ INLINE void store_e4m3(void *to, lanes x)
     _mm_storeu_si128(to, _mm512_cvtepi32_epi8(code));
 }
 
-/* The larger of |a| and |b| by their bits: a NaN is above all. */
+/* Returns the larger of |a| and |b| in each lane, compared by their bits. A NaN is larger
+ * than any number. */
 INLINE lanes lanes_max_size(lanes a, lanes b)
 {
     const __m512i sizes = _mm512_set1_epi32(0x7fffffff);
@@ -94,7 +96,7 @@ INLINE lanes lanes_max_size(lanes a, lanes b)
                          _mm512_and_si512(_mm512_castps_si512(b), sizes)));
 }
 
-/* The largest bits of lanes without sign. */
+/* Returns the largest of the lanes' bits. All lanes must be positive or NaN. */
 INLINE uint32_t lanes_largest_bits(lanes a)
 {
     return (uint32_t)_mm512_reduce_max_epi32(_mm512_castps_si512(a));

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Lanes of float32 for any processor: one; the compiler makes of it what it can.  fma may be a
- * call into libm: right, but slow. */
+/* A "vector" of one float32 for any processor. Compilers may vectorize the loops. Without an
+ * FMA instruction lanes_fma() calls libm, which is correct but slow. */
 #ifndef EPIC_HOST_LANES_H
 #define EPIC_HOST_LANES_H
 
@@ -55,14 +55,15 @@ INLINE void store_e4m3(void *to, lanes x)
     memcpy(to, &narrow, sizeof narrow);
 }
 
-/* The larger of |a| and |b| by their bits: a NaN is above all. */
+/* Returns the larger of |a| and |b|, compared by their bits. A NaN is larger than any
+ * number. */
 INLINE lanes lanes_max_size(lanes a, lanes b)
 {
     const uint32_t size_a = bits_of(a) & 0x7fffffff, size_b = bits_of(b) & 0x7fffffff;
     return float_of(size_a > size_b ? size_a : size_b);
 }
 
-/* The largest bits of lanes without sign. */
+/* Returns the bits of a positive number or NaN. */
 INLINE uint32_t lanes_largest_bits(lanes a)
 {
     return bits_of(a);

@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Rows to e4m3 with a scale for each block.
+/* Quantizes rows to e4m3 with one scale per block.
  *
- * What the notes in epic.h leave open:
- *   - 1x128: max|x| / 448 is rounded to float32; where that gives 0 the scale is 1.  x / scale
- *     is rounded to float32, then to e4m3.
- *   - 1x32: the scale is the smallest 2^s with max|x| <= 448 * 2^s exactly, s no less than -127;
- *     no rounded quotient decides it.
- *   - a block with a NaN or an infinity has the scale 0x7fc00000 or 255, and all its q are 0x7f. */
+ * These rules complete those of epic.h:
+ * - 1x128: max|x| / 448 is rounded to float32, and 0 becomes scale 1. x / scale is rounded
+ *   to float32, then to e4m3.
+ * - 1x32: the scale is the smallest 2^s with max|x| <= 448 * 2^s exactly, and s is at least
+ *   -127. It is computed from the bits, because a rounded quotient could be off by one.
+ * - A block with a NaN or an infinity has the scale 0x7fc00000 (1x128) or 255 (1x32), and
+ *   all its bytes are 0x7f. */
 #ifndef EPIC_HOST_QUANTIZE_H
 #define EPIC_HOST_QUANTIZE_H
 
@@ -17,8 +18,8 @@
 #define E8M0_ONE 127
 #define E8M0_NAN 255
 
-/* The bits of the largest |x|: the bits of floats without sign are ordered as the floats are,
- * NaNs last. */
+/* Returns the bits of the largest |x|. Bits of floats without sign have the order of the
+ * floats, and NaNs are largest. */
 INLINE uint32_t max_bits(const float *x, int block)
 {
     lanes max = lanes_of(0.0f);
@@ -33,7 +34,8 @@ INLINE float scale_1x128(uint32_t max)
     return scale == 0.0f ? 1.0f : scale;
 }
 
-/* 448 is 1.75 * 2^8: the exponent of max less 8, one more if its mantissa is above 1.75. */
+/* Returns the exponent of the scale. 448 is 1.75 * 2^8: it is the exponent of max minus 8,
+ * plus 1 if the mantissa of max is above 1.75. */
 INLINE int scale_1x32(uint32_t max)
 {
     if (max >= INFINITY_BITS) return E8M0_NAN;
@@ -42,7 +44,8 @@ INLINE int scale_1x32(uint32_t max)
     return scale < 0 ? 0 : scale;
 }
 
-/* 1 / scale, a power of two, so that multiplying by it is dividing by the scale. */
+/* Returns 1 / scale. It is a power of two, so multiplying by it equals dividing by the
+ * scale. */
 INLINE float inverse_of_e8m0(int scale)
 {
     return scale == E8M0_NAN ? float_of(NAN_BITS) : float_of((uint32_t)(254 - scale) << 23);
@@ -73,8 +76,9 @@ INLINE void quantize_block(uint8_t *q, void *scales, int64_t at, const float *x,
         quantize_block_1x32(q, scales, at, x);
 }
 
-/* The last block of a row; what it lacks counts as 0, which decides nothing: an infinite w makes
- * a NaN of it, but then the elements that are there are not finite either. */
+/* Quantizes the last block of a row. Missing elements count as 0, which does not change the
+ * scale. An infinite w turns those into NaN, but then the other elements are not finite
+ * either. */
 INLINE void quantize_short_block(uint8_t *q, void *scales, const void *row, float w,
                                  epic_type type, int64_t at, int64_t count, int block)
 {
@@ -88,7 +92,7 @@ INLINE void quantize_short_block(uint8_t *q, void *scales, const void *row, floa
     memcpy(q, whole, (size_t)count);
 }
 
-/* x = w * row, block by block. */
+/* Quantizes x = w * row, block by block. */
 INLINE void quantize_of(uint8_t *q, void *scales, const void *row, float w, epic_type type,
                         int64_t n, int block)
 {

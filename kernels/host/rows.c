@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The host's arithmetic on rows, compiled once for each kind of processor (VARIANT).
+/* The host's arithmetic on rows. CMake compiles this file once per kind of processor, with
+ * VARIANT as the name.
  *
- * A row is worked on in strips: columns whose sums stay in registers while the rows are gone
- * through.  Each strip is read from all rows before it is written, which is why `out may be one
- * of the rows` holds. */
+ * Rows are summed in strips of STRIP_LANES columns, whose sums stay in registers while all
+ * rows are read. Each strip is read from every row before it is written, so `out` may be one
+ * of the rows. */
 #include "kernels/kernels.h"
 
 #include "dot.h"
@@ -21,7 +22,7 @@
 
 #define STRIP (STRIP_LANES / LANES)
 
-/* What is summed: out[i] = sum of weights[r] * rows[r][i]; weights NULL: all 1. */
+/* Arguments of a sum: out[i] = sum of weights[r] * rows[r][i]. weights NULL: all 1. */
 typedef struct sum_args {
     void *out;
     const void *const *rows;
@@ -29,7 +30,8 @@ typedef struct sum_args {
     int num_rows;
 } sum_args;
 
-/* Calls function with the types as constants, so that it is compiled for each pair. */
+/* Calls `function` with the types as constants, so that the compiler makes a version for
+ * each pair. */
 #define FOR_EACH_PAIR(function, type, out_type, ...)       \
     do {                                                   \
         if (type == EPIC_BF16 && out_type == EPIC_BF16)    \
@@ -48,7 +50,7 @@ typedef struct sum_args {
             function(__VA_ARGS__, EPIC_F32, EPIC_F32);     \
     } while (0)
 
-/* One strip of the sum, from column `at`. */
+/* Sums one strip, from column `at` on. */
 INLINE void sum_strip(const sum_args *args, bool weighted, int64_t at, epic_type type,
                       epic_type out_type)
 {
@@ -70,7 +72,7 @@ INLINE void sum_strip(const sum_args *args, bool weighted, int64_t at, epic_type
     for (int i = 0; i < STRIP; i++) store_lanes(args->out, out_type, at + i * LANES, sums[i]);
 }
 
-/* The same for at most LANES columns. */
+/* Sums at most LANES columns, from column `at` on. */
 INLINE void sum_some(const sum_args *args, bool weighted, int64_t at, int64_t count,
                      epic_type type, epic_type out_type)
 {
@@ -107,7 +109,8 @@ static void sum_f64(const sum_args *args, int64_t n)
     }
 }
 
-/* Without weights a partial is the plain sum: 1 * x is x, and fma(1, x, sum) is sum + x. */
+/* host_kernels.partial. Without weights it is the plain sum: 1 * x is x, and fma(1, x, sum)
+ * is sum + x. */
 static void sum_partial(void *out, epic_type out_type, const void *const *rows,
                         const float *weights, int num_rows, epic_type type, int64_t n)
 {
@@ -193,8 +196,9 @@ static void fence_copies(void)
 {
 }
 #else
-#define LINE 256             /* bytes written past the caches at once */
-#define MIN_PAST_CACHES 1024 /* below, what memcpy writes of the ends is too much of the row */
+#define LINE 256 /* bytes that copy_line() writes with non-temporal stores */
+/* Shorter rows go to memcpy, because head and tail would be too large a part of them. */
+#define MIN_PAST_CACHES 1024
 
 INLINE void copy_line(char *to, const char *from)
 {
@@ -204,10 +208,10 @@ INLINE void copy_line(char *to, const char *from)
     for (int i = 0; i < LINE / step; i++) store_past_caches(to + i * step, x[i]);
 }
 
-/* Rows go to results that nobody reads soon and that no cache could hold, and to lanes that a core
- * reads with which this one shares no cache (exchange/ring_copy.h): memory need not be read for them
- * first, and lines of a lane need not come back from the reader's cache before they are written,
- * and go there after. */
+/* host_kernels.copy. Rows are copied to results that are not read soon and exceed the
+ * caches, and to staging rings that a core without a common cache reads. Non-temporal stores
+ * then save reading the destination from memory, or from the reader's cache, before it is
+ * written. */
 static void copy_row(void *to, const void *from, size_t n)
 {
     if (n < MIN_PAST_CACHES) {
@@ -221,15 +225,15 @@ static void copy_row(void *to, const void *from, size_t n)
     memcpy((char *)to + at, (const char *)from + at, n - at);
 }
 
-/* A fence waits until memory has all: one for each row of 4 KiB took more than a third of the
- * time. */
+/* host_kernels.fence_copies. The fence waits until memory has all stores. One fence per row
+ * of 4 KiB took more than a third of the time, so callers fence once after many rows. */
 static void fence_copies(void)
 {
     _mm_sfence();
 }
 #endif
 
-/* Also E4M3 and E8M0; 0 for what is not a number's type. */
+/* host_kernels.to_double. Also converts E4M3 and E8M0. Returns 0 for other types. */
 static double to_double(const void *from, epic_type type)
 {
     uint8_t byte;
@@ -252,7 +256,7 @@ static double to_double(const void *from, epic_type type)
     }
 }
 
-/* Also E4M3; any other type is left as it is. */
+/* host_kernels.from_float. Also converts to E4M3. Does nothing for other types. */
 static void from_float(void *to, epic_type type, float x)
 {
     const double wide = x;

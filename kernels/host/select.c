@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Which host kernels this processor runs, and what is known of each element type. */
+/* Chooses the variant of the host kernels that this processor runs, and lists the sizes of
+ * the element types. */
 #include "kernels/kernels.h"
 
 #include <stdatomic.h>
@@ -14,8 +15,9 @@ extern const host_kernels host_kernels_generic;
 extern const host_kernels host_kernels_avx2;
 extern const host_kernels host_kernels_avx512;
 
-/* The compiler's own question also asks whether the system keeps these registers; not every
- * compiler knows f16c by name. */
+/* Does the processor have AVX2, FMA and F16C? __builtin_cpu_supports() also checks that the
+ * operating system saves the registers. Some compilers do not know "f16c", so CPUID is read
+ * for it. */
 static bool runs_avx2(void)
 {
     unsigned a, b, c, d;
@@ -43,7 +45,7 @@ int host_kernels_all(const host_kernels *out[4])
     return num;
 }
 
-/* Threads that come here first together find the same answer. */
+/* Threads that call this first at the same time all store the same pointer. */
 const host_kernels *host_kernels_get(void)
 {
     static _Atomic(const host_kernels *) chosen;

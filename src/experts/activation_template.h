@@ -1,6 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Activations and their slopes, over runs of numbers `step` apart.  Included by
- * pass_template.h. */
+/* Activations and their derivatives, on n numbers that are `step` apart. pass_template.h
+ * includes this file.
+ *
+ * SiLU: x s(x), with s the sigmoid. GELU: x Phi(x), Phi the normal distribution; its tanh
+ * form: x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) (arXiv 1606.08415). ReLU^2: max(x,
+ * 0)^2. Clamped SwiGLU (gpt-oss): x s(alpha x) with x at most the limit, times (up + 1) with
+ * up between -limit and limit. Clamped SiLU: the same with alpha 1 and times up. */
 
 #define SQRT_HALF ((REAL)0.70710678118654752440)
 #define SQRT_2_OVER_PI ((REAL)0.79788456080286535588)
@@ -19,6 +24,7 @@ static inline REAL normal_cdf(REAL x)
                                      : (REAL)(0.5 * (1 + erf(x * SQRT_HALF)));
 }
 
+/* Returns the tanh in the tanh form of GELU. */
 static inline REAL gelu_tanh(REAL x)
 {
     const REAL inner = SQRT_2_OVER_PI * (x + TANH_CUBIC * x * x * x);
@@ -55,7 +61,7 @@ static void apply_activation(REAL *out, const REAL *in, int64_t n, int step,
     }
 }
 
-/* s(a x) (1 + a x (1 - s(a x))): the slope of x s(a x), s the sigmoid. */
+/* Returns s(a x) (1 + a x (1 - s(a x))), the derivative of x s(a x), with s the sigmoid. */
 static inline REAL swish_slope(REAL ax)
 {
     return sigmoid_of(ax) * (1 + ax * sigmoid_of(-ax));
@@ -94,7 +100,8 @@ static void make_slopes(REAL *out, const REAL *in, int64_t n, int step, const ep
     }
 }
 
-/* What the activation is multiplied by, and its slope. */
+/* Returns the factor of the activation for the number u of the up projection, and up_slope()
+ * its derivative. */
 static inline REAL up_factor(REAL u, const epic_experts *ex)
 {
     const REAL limit = (REAL)ex->limit;

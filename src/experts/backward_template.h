@@ -1,7 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Backward over one slab.  Included by pass_template.h after forward_template.h. */
+/* Backward on one slab. pass_template.h includes this file after forward_template.h.
+ *
+ * With a the activations, w the slots' weights and d_y the gradient of y = (w a) W_down + w
+ * b_down:
+ * - d_W_down = (w a)^T d_y, d_b_down = sum of w d_y, d_a = d_y W_down^T.
+ * - d_w = dot(d_a, a) + dot(d_y, b_down) for each slot. Thus the weights' gradient needs no
+ *   saved y.
+ * - d_gate_up = w d_a through the activation, d_W_gate_up = x^T d_gate_up, d_b_gate_up = sum
+ *   of d_gate_up.
+ * - d_x = d_gate_up W_gate_up^T.
+ *
+ * With EPIC_WEIGHT_INPUT, x is multiplied by w instead: d_w = dot(d_x', x) and d_x = w d_x',
+ * with d_x' the gradient of w x. */
 
-/* Sums over a row are in float64: they are short and there is one for each slot. */
+/* Returns the dot product, summed in float64. */
 static double dot_product(const REAL *a, const REAL *b, int64_t n)
 {
     double sum = 0;
@@ -9,7 +21,7 @@ static double dot_product(const REAL *a, const REAL *b, int64_t n)
     return sum;
 }
 
-/* From the gradient d of a row of activations to that of a row of the first product. */
+/* Computes a row of d_gate_up from d, the gradient of a row of activations. */
 static void activate_row_backward(const experts_job *job, REAL *d_gate_up, const REAL *gate_up,
                                   const REAL *d)
 {
@@ -32,7 +44,8 @@ static void activate_row_backward(const experts_job *job, REAL *d_gate_up, const
     }
 }
 
-/* The gradient of an early weight, from the gradient of its unweighted activations. */
+/* Returns the gradient of a slot's weight with EPIC_WEIGHT_EARLY. d: gradient of its
+ * unweighted activations. */
 static double early_gradient(const experts_job *job, const REAL *gate_up, const REAL *d,
                              const void *d_y, int64_t row, const REAL *b_down)
 {
@@ -43,7 +56,8 @@ static double early_gradient(const experts_job *job, const REAL *gate_up, const 
                   : sum;
 }
 
-/* From the gradient of the activations, d, to d_gate_up; 0 on padding. */
+/* Computes job->d_gate_up and the gradients of early weights from d, the gradient of the
+ * weighted activations. Padding rows are 0. */
 static void activations_backward(const experts_job *job, const slab *slab, REAL *d,
                                  const void *d_y)
 {
@@ -65,7 +79,8 @@ static void activations_backward(const experts_job *job, const slab *slab, REAL 
     clear_padding(job, slab, job->d_gate_up, job->width);
 }
 
-/* Weights on the input: their gradient, then that of the rows themselves, in place. */
+/* EPIC_WEIGHT_INPUT: computes the weights' gradients, and multiplies the rows of d by their
+ * weights, in place. */
 static void inputs_backward(const experts_job *job, const slab *slab, REAL *d)
 {
     REAL *x = job->line;
@@ -80,7 +95,7 @@ static void inputs_backward(const experts_job *job, const slab *slab, REAL *d)
     }
 }
 
-/* The rows' gradient, and that of weights on the input; `rows` is free again. */
+/* Computes d_x, and the gradients of weights on the input. job->rows is free by now. */
 static void rows_backward(const experts_job *job, const slab *slab)
 {
     const bool input = job->experts.weighting == EPIC_WEIGHT_INPUT;

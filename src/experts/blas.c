@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* OpenBLAS, loaded at first use: libepic.so itself depends on libc alone.  onednn.c is for
- * bfloat16. */
+/* Loads OpenBLAS at first use, so that libepic.so depends on libc alone. onednn.c does the
+ * same for oneDNN. */
 #include "experts/blas.h"
 
 #include <dlfcn.h>
@@ -27,7 +27,9 @@ GEMM(sgemm_wide, int64_t, float);
 GEMM(dgemm_wide, int64_t, double);
 
 typedef struct blas {
-    sgemm_int *sgemm; /* these two, or the next two */
+    /* A build with 32-bit integers has the first two functions, one with 64-bit integers the
+     * next two. */
+    sgemm_int *sgemm;
     dgemm_int *dgemm;
     sgemm_wide *wide_sgemm;
     dgemm_wide *wide_dgemm;
@@ -42,14 +44,16 @@ static pthread_once_t once = PTHREAD_ONCE_INIT;
 
 #ifdef EPIC_HAVE_BLAS
 
-/* How builds of OpenBLAS name things: those of distributions, of scipy and of numpy. */
+/* Prefix and suffix of function names in builds of OpenBLAS: those of distributions, of
+ * scipy and of numpy. */
 typedef struct naming {
     const char *before, *after;
 } naming;
 
 static const naming namings[] = {{"", ""}, {"scipy_", ""}, {"scipy_", "64_"}, {"", "64_"}};
 
-/* ISO C has no cast from an object's address to a function's. */
+/* Stores the address of a function. memcpy() because ISO C has no cast from void * to a
+ * function pointer. */
 static bool find_symbol(void *library, const naming *n, const char *name, void *function)
 {
     char whole[64];
@@ -59,7 +63,7 @@ static bool find_symbol(void *library, const naming *n, const char *name, void *
     return address != NULL;
 }
 
-/* "OpenBLAS 0.3.21 Haswell", from "OpenBLAS 0.3.21 NO_LAPACKE ..." and "Haswell". */
+/* Makes the name for epic-info: "OpenBLAS 0.3.21 Haswell". */
 static void make_name(blas *b, void *library, const naming *n, const char *config)
 {
     char *(*core)(void) = NULL;
@@ -70,7 +74,8 @@ static void make_name(blas *b, void *library, const naming *n, const char *confi
              core ? " " : "", core ? core() : "");
 }
 
-/* Some builds with wide numbers have the plain names: the configuration tells. */
+/* Finds all functions of a library. Some builds with 64-bit integers have names without
+ * suffix; their configuration string has USE64BITINT. */
 static bool read_functions(blas *b, void *library, const naming *n)
 {
     char *(*get_config)(void) = NULL;
@@ -87,7 +92,8 @@ static bool read_functions(blas *b, void *library, const naming *n)
     return b->loaded;
 }
 
-/* Stays loaded: its threads and tables are for the life of the process. */
+/* Loads a library if it is an OpenBLAS. It stays loaded, because its threads and tables live
+ * as long as the process. */
 static bool try_library(const char *path, int flags)
 {
     void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL | flags);
@@ -102,7 +108,8 @@ static bool try_library(const char *path, int flags)
     return false;
 }
 
-/* A path of the process, if it is that of an OpenBLAS. */
+/* dl_iterate_phdr() callback: copies the path of a loaded library to `path` if its name
+ * contains "openblas". */
 static int match_openblas(struct dl_phdr_info *info, size_t size, void *path)
 {
     (void)size;
@@ -111,8 +118,9 @@ static int match_openblas(struct dl_phdr_info *info, size_t size, void *path)
     return snprintf(path, 4096, "%s", info->dlpi_name) < 4096;
 }
 
-/* The system's first, so that all programs of a machine have the same bits.  Then one that the
- * process has loaded, as Python's numpy does; one that the loader is told of; the build's. */
+/* Tries libraries in this order. The system's comes first, so that all programs on a machine
+ * compute the same bits. Then one that the process loaded already, as numpy does; scipy's,
+ * if the loader finds it; the one found at build time. */
 static void find_library(void)
 {
     char loaded[4096] = "";
@@ -155,7 +163,7 @@ static int transpose_code(bool transpose)
     return transpose ? TRANSPOSED : AS_IT_LIES;
 }
 
-/* A call of either build. */
+/* Calls a product of a build with 32-bit or 64-bit integers. */
 #define MULTIPLY(gemm, integer)                                                       \
     gemm(ROW_MAJOR, transpose_code(g->transpose_a), transpose_code(g->transpose_b),   \
          (integer)g->m, (integer)g->n, (integer)g->k, 1, g->a, (integer)g->lda, g->b, \
@@ -195,7 +203,7 @@ static float number_at(const void *matrix, int64_t index)
     return x;
 }
 
-/* Slow: for where oneDNN has no memory. */
+/* Multiplies bfloat16 by plain loops: slow, for when oneDNN runs out of memory. */
 static void multiply_bf16_plain(const gemm *g)
 {
     for (int64_t i = 0; i < g->m; i++)

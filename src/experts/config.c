@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The experts' struct, checked, and their workspace, cut up. */
+/* Checks the experts' options and lays out their workspace. */
 #include "experts/config.h"
 
 #include "base/sized.h"
@@ -9,8 +9,8 @@
 
 #define MAX_EXPERTS 65536
 #define MAX_ROW_NUMBERS (1 << 24)      /* of a row */
-#define MAX_WEIGHT_NUMBERS (1ll << 56) /* of all local experts: their bytes fit an int64_t */
-#define TILE_NUMBERS (1 << 20) /* 4 MiB: less than a core's caches, much more than a row */
+#define MAX_WEIGHT_NUMBERS (1ll << 56) /* of all local experts: their bytes fit in an int64_t */
+#define TILE_NUMBERS (1 << 20) /* 4 MiB: fits in a core's caches, and is much more than a row */
 
 static epic_result check_range(const char *name, uint32_t value, uint32_t first, uint32_t last)
 {
@@ -69,7 +69,7 @@ epic_result experts_read_config(experts_job *job, const epic_experts *theirs, si
     const bool silu = ex->activation == EPIC_CLAMPED_SILU;
     if (ex->limit == 0) ex->limit = silu ? 10 : 7;
     if (ex->alpha == 0) ex->alpha = 1.702f;
-    if (silu) ex->alpha = 1; /* with which the other formula is this one */
+    if (silu) ex->alpha = 1; /* clamped SiLU is the formula of clamped SwiGLU with alpha 1 */
     TRY(check_range("num_local_experts", ex->num_local_experts, 1, MAX_EXPERTS));
     TRY(check_range("hidden", ex->hidden, 1, MAX_ROW_NUMBERS));
     TRY(check_range("inner", ex->inner, 1, MAX_ROW_NUMBERS));
@@ -123,7 +123,7 @@ static int64_t tile_numbers(const experts_job *job)
     return experts_has_ready_weights(job) ? 0 : larger_of(forward, backward);
 }
 
-/* Numbers in a piece of workspace, each piece beginning on a cache line. */
+/* Rounds up to 16 numbers, so that each piece of the workspace begins on a cache line. */
 static int64_t pad_numbers(int64_t numbers)
 {
     return (numbers + 15) / 16 * 16;
@@ -140,7 +140,8 @@ int64_t experts_saved_bytes(const experts_job *job, int64_t num_slots)
     return num_slots * job->width * number_bytes(job);
 }
 
-/* The one list of the pieces: gives each its place from `at`, returns the numbers in all. */
+/* Assigns each piece of the workspace its place from `at` on (NULL: none). Returns the
+ * numbers in all pieces. */
 static int64_t layout_pieces(experts_job *job, int64_t num_slots, bool backward, char *at)
 {
     const bool copied =

@@ -1,5 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_experts_forward and epic_experts_backward: the MLP of the local experts, slab by slab. */
+/* epic_experts_forward and epic_experts_backward: the MLPs of the local experts. Checks
+ * arguments, then hands over to the device backend or runs one slab after the other on the
+ * calling thread (pass_template.h). */
 #include <string.h>
 
 #include "api/config.h"
@@ -68,7 +70,7 @@ static epic_result check_counts(const experts_job *job, int64_t num_slots)
         return epic_fail(
             EPIC_EINVAL,
             "expert_rows is NULL: it must point to the counts that epic_plan returns");
-    if (job->is_device) return EPIC_OK; /* its kernels cut off what does not fit */
+    if (job->is_device) return EPIC_OK; /* kernels ignore rows that do not fit */
     for (uint32_t e = 0; e < job->experts.num_local_experts; e++) {
         const int64_t rows = job->expert_rows[e];
         const int64_t tokens = tokens_of(job, e);
@@ -114,7 +116,7 @@ static epic_result check_memory(const char *name, const void *memory, int64_t by
     return EPIC_OK;
 }
 
-/* E4M3 comes with scales, other types without. */
+/* Scales that E4M3 weights and rows need, and other types must not have. */
 typedef struct named_scales {
     const char *name;
     const float *scales;
@@ -135,7 +137,8 @@ static epic_result check_scales(const experts_job *job, const named_scales *all,
     return EPIC_OK;
 }
 
-/* Is there a product of E4M3 here? */
+/* Returns EPIC_ENOTSUP if E4M3 weights cannot be multiplied: on the host, or by the caller's
+ * gemm. */
 static epic_result check_e4m3(const experts_job *job, const char *call)
 {
     if (!job->is_e4m3) return EPIC_OK;
@@ -191,14 +194,14 @@ epic_result experts_read_grad_type(uint32_t *type, uint32_t row_type, bool devic
                      device ? convert_name(row_type) : " on host contexts");
 }
 
-/* Elements of the arrays of both passes, and the bytes of one. */
+/* Elements of each array of both passes, and the bytes of an element. */
 typedef struct shapes {
     int64_t local, slots, rows, gate_up, down, biases_up, biases_down;
     int64_t x_scales, gate_up_scales, down_scales; /* E4M3 */
     size_t x, row, weight, bias, gradient, slot_weight;
 } shapes;
 
-/* Rows of e4m3 are forward's alone. */
+/* Returns the shapes. Rows of e4m3 exist in forward only. */
 static shapes shapes_of(const experts_job *job, int64_t num_slots, bool backward)
 {
     const int64_t local = job->experts.num_local_experts;
@@ -275,6 +278,7 @@ static epic_result read_context(experts_job *job, epic_context *ctx)
     return EPIC_OK;
 }
 
+/* Moves to the slab of the next local expert. Returns false after the last. */
 static bool next_slab(const experts_job *job, slab *slab)
 {
     slab->expert++;
@@ -392,7 +396,7 @@ static epic_result prepare_backward(experts_job *job, const epic_experts_backwar
     return EPIC_OK;
 }
 
-/* An expert with no slot: its gradients are zeros. */
+/* Zeroes the gradients of an expert that has no slot. */
 static void zero_gradients(const experts_job *job, int64_t expert)
 {
     const struct {

@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Forward over one slab.  Included by pass_template.h. */
+/* Forward on one slab. pass_template.h includes this file.
+ *
+ * The first product goes to `saved`, which backward reads. Activations and the second
+ * product are computed from it. */
 
 static void add_bias(REAL *rows, const REAL *bias, int64_t num_rows, int64_t n)
 {
@@ -8,7 +11,7 @@ static void add_bias(REAL *rows, const REAL *bias, int64_t num_rows, int64_t n)
         for (int64_t i = 0; i < n; i++) rows[r * n + i] += bias[i];
 }
 
-/* One row of the activations, from one row of the first product. */
+/* Computes one row of activations from one row of the first product. */
 static void activate_row(const experts_job *job, REAL *out, const REAL *gate_up)
 {
     const epic_experts *ex = &job->experts;
@@ -19,7 +22,8 @@ static void activate_row(const experts_job *job, REAL *out, const REAL *gate_up)
         for (int64_t i = 0; i < job->inner; i++) out[i] *= up_factor(up[i * step], ex);
 }
 
-/* What the second product multiplies: weighted if weights are early; 0 on padding. */
+/* Returns the operand of the second product: activations, multiplied by the weights with
+ * EPIC_WEIGHT_EARLY. Padding rows are 0. */
 static const void *make_activations(const experts_job *job, const slab *slab,
                                     const REAL *gate_up)
 {
@@ -36,6 +40,8 @@ static const void *make_activations(const experts_job *job, const slab *slab,
     return job->activations;
 }
 
+/* Adds b_down to each row that is not padding, multiplied by its weight with
+ * EPIC_WEIGHT_EARLY. */
 static void add_down_bias(const experts_job *job, const slab *slab, REAL *y)
 {
     const REAL *bias = bias_of(job, slab, job->b_down, job->hidden);

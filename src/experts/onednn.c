@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* oneDNN, loaded at first use.  dnnl_gemm_bf16bf16f32 takes any number of rows without making a
- * kernel for it, as its matmul primitive would: slabs have other rows in each step.  Its headers
- * do not have it; oneDNN 2 and 3 export it, like dnnl_sgemm, and their own tests call it.  One that
- * does not is not used. */
+/* Loads oneDNN at first use.
+ *
+ * dnnl_gemm_bf16bf16f32 takes any number of rows. oneDNN's matmul primitive would compile a
+ * kernel for each shape, and slabs have other shapes in each call. oneDNN 2 and 3 export
+ * this function, like dnnl_sgemm, but their headers do not declare it. A library without it
+ * is not used. */
 #include "experts/onednn.h"
 
 #include <dlfcn.h>
@@ -11,24 +13,24 @@
 #include <string.h>
 
 #ifndef EPIC_ONEDNN
-#define EPIC_ONEDNN "" /* a file's name: the build found none */
+#define EPIC_ONEDNN "" /* file name; empty: the build found none */
 #endif
 
 typedef int multiply_bf16(char op_a, char op_b, int64_t m, int64_t n, int64_t k, float alpha,
                           const void *a, int64_t lda, const void *b, int64_t ldb, float beta,
                           float *c, int64_t ldc);
 
-/* What dnnl_version() points to begins so. */
+/* The beginning of the struct that dnnl_version() returns. */
 typedef struct version {
     int major, minor, patch;
     const char *hash;
-    unsigned runtime; /* of threads */
+    unsigned runtime; /* thread runtime */
 } version;
 
 enum { SEQUENTIAL = 1, OPENMP = 2 };
 
 typedef struct onednn {
-    multiply_bf16 *multiply; /* NULL: there is none */
+    multiply_bf16 *multiply; /* NULL: not loaded */
     void (*set_num_threads)(int num_threads);
     int (*get_num_threads)(void);
     char name[32];
@@ -38,7 +40,8 @@ static onednn the_onednn;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static _Thread_local int depth, threads_before;
 
-/* ISO C has no cast from an object's address to a function's. */
+/* Stores the address of a function. memcpy() because ISO C has no cast from void * to a
+ * function pointer. */
 static bool find_symbol(void *library, const char *name, void *function)
 {
     void *address = dlsym(library, name);
@@ -46,7 +49,8 @@ static bool find_symbol(void *library, const char *name, void *function)
     return address != NULL;
 }
 
-/* Threads other than OpenMP's cannot be kept to one, and bits would depend on their number. */
+/* Finds the functions of a library. A library with a thread runtime other than OpenMP is
+ * refused: it cannot be limited to one thread, and bits depend on the number of threads. */
 static bool read_functions(onednn *o, void *library)
 {
     const version *(*get_version)(void) = NULL;
@@ -61,7 +65,7 @@ static bool read_functions(onednn *o, void *library)
            find_symbol(library, "dnnl_gemm_bf16bf16f32", &o->multiply);
 }
 
-/* Stays loaded, as OpenBLAS does. */
+/* The library stays loaded, because its threads and tables live as long as the process. */
 bool onednn_load_file(const char *file)
 {
     onednn o = {0};

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* oneDNN's product of bfloat16 matrices, loaded at first use: see blas.h. */
+/* oneDNN's product of bfloat16 matrices, loaded at first use. blas.h is the interface for
+ * other files. */
 #ifndef EPIC_EXPERTS_ONEDNN_H
 #define EPIC_EXPERTS_ONEDNN_H
 
@@ -7,18 +8,20 @@
 
 #include "experts/blas.h"
 
-/* The one that was found when the library was built, on a processor with instructions for
- * bfloat16: without those it is no faster than OpenBLAS. */
+/* Is oneDNN loaded? Loads the library that the build found, if the processor has bfloat16
+ * instructions. Without them oneDNN is no faster than OpenBLAS. */
 bool onednn_is_ready(void);
-const char *onednn_name(void); /* "oneDNN 3.1.0"; "": not ready */
+/* Returns "oneDNN 3.1.0", or "" if it is not ready. */
+const char *onednn_name(void);
 
-/* Takes that of a file, whatever the processor; for tests, before anything else here. */
+/* Loads oneDNN from this file, on any processor. For tests, before any other call. */
 bool onednn_load_file(const char *file);
 
-/* false: oneDNN refuses, as without memory, and C is as it was. */
+/* Multiplies bfloat16 A and B into float32 C. Returns false if oneDNN refuses, for example
+ * without memory; C is unchanged then. */
 bool onednn_multiply(const gemm *g);
 
-/* One thread for this thread's products, and back; they nest. */
+/* Between these, products of this thread use one OpenMP thread. They nest. */
 void onednn_enter(void);
 void onednn_leave(void);
 

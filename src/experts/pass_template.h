@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The experts' work on one slab: included once with REAL float, once with double.
- * OF(name) is the name, for that type, of what other files see.
+/* Forward and backward of the experts on one slab. pass_f32.c and pass_f64.c include this
+ * file with REAL float and REAL double. OF(name) is the name that other files see, with the
+ * type as its suffix.
  *
- * A product over the slab is one call over all of its padded rows (narrow weights: one for each
- * tile of weights), so that a row's bits depend on its slab alone.  Padding rows are zero in x
- * and in d_y, by contract, and are made zero wherever a bias would fill them. */
+ * Each matrix product is one call over all rows of the slab, padding included, or one call
+ * per tile of weights that need a conversion. The bits of a row therefore depend on its slab
+ * alone. Padding rows of x and d_y are zero by contract; where adding a bias would make them
+ * nonzero, they are zeroed again. */
 #include <math.h>
 #include <string.h>
 

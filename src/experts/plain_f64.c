@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Matrix products as plain loops, in float64. */
+/* Matrix products by plain loops in float64 (plain_template.h). */
 #define REAL double
 #define OF(name) name##_f64
 #include "experts/plain_template.h"

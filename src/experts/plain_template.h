@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Matrix products as plain loops, each with its inner loop along contiguous memory: what is left
- * when there is no OpenBLAS.  Included once with REAL float, once with double. */
+/* Matrix products by plain loops, for machines without OpenBLAS. The inner loop runs along
+ * contiguous memory, so that compilers vectorize it. plain_f32.c and plain_f64.c include
+ * this file with REAL float and REAL double. */
 #include <string.h>
 
 #include "experts/blas.h"
@@ -13,7 +14,8 @@ static void add_row(REAL *out, REAL x, const REAL *row, int64_t n)
 
 #define DOT_LANES 16
 
-/* In lanes, so that compilers vectorize it without being allowed to reorder sums. */
+/* Returns the dot product. Sixteen partial sums let compilers vectorize it without
+ * reordering sums. */
 static REAL dot_rows(const REAL *a, const REAL *b, int64_t n)
 {
     REAL lanes[DOT_LANES] = {0};

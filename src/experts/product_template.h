@@ -1,7 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Rows and weights as REAL, and their products.  Included by pass_template.h. */
+/* Operands of the experts' matrix products, and the products. pass_template.h includes this
+ * file.
+ *
+ * A product reads its operands as REAL, or as bfloat16 if rows and weights are BF16 and the
+ * processor multiplies bfloat16 (job->is_bf16). Weights of another type are converted tile
+ * by tile (experts_tile_size) into the workspace: W [k, n] is cut along n, so that a tile
+ * and all rows of the slab give whole elements of the result. No product is cut along k,
+ * since that would change the order of its sums. */
 
-/* REAL double: type is F64. */
+/* Converts n elements of `type` to REAL. REAL double implies EPIC_F64. */
 static void load_reals(REAL *out, const void *in, uint32_t type, int64_t n)
 {
     if (sizeof *out == sizeof(double))
@@ -18,7 +25,7 @@ static void store_reals(void *out, uint32_t type, const REAL *in, int64_t n)
         convert_from_float(out, type, (const float *)(const void *)in, n);
 }
 
-/* Element `index` of an array of weights or biases. */
+/* Returns the address of element `index` of an array of weights or biases. */
 static const void *weight_at(const experts_job *job, const void *weights, int64_t index)
 {
     return (const char *)weights + index * convert_bytes(job->experts.weight_type);
@@ -43,8 +50,8 @@ static void store_weight_gradient(const experts_job *job, int64_t slot, double g
         ((float *)job->d_slot_weights)[slot] = (float)gradient;
 }
 
-/* Operands are matrices as products take them, BF16 with job->is_bf16, else REAL.  A row of one is
- * made where operand_row says, and then put there. */
+/* Returns where to compute a row of an operand. store_operand_row() then stores it,
+ * converted to bfloat16 with job->is_bf16. */
 static REAL *operand_row(const experts_job *job, void *operand, int64_t row, int64_t n)
 {
     const int64_t most = job->hidden > job->inner ? job->hidden : job->inner;
@@ -58,7 +65,8 @@ static void store_operand_row(const experts_job *job, void *operand, int64_t row
                     n);
 }
 
-/* A row of an operand, until the next is read or made. */
+/* Returns a row of an operand as REAL. It is valid until the next call of this function or
+ * operand_row(). */
 static const REAL *read_operand_row(const experts_job *job, const void *operand, int64_t row,
                                     int64_t n)
 {
@@ -68,7 +76,7 @@ static const REAL *read_operand_row(const experts_job *job, const void *operand,
     return out;
 }
 
-/* Zeros in the slab's padding. */
+/* Zeroes the rows of an operand that are padding. */
 static void clear_padding(const experts_job *job, const slab *slab, void *operand, int64_t n)
 {
     const size_t bytes = (size_t)n * (job->is_bf16 ? sizeof(uint16_t) : sizeof(REAL));
@@ -84,13 +92,15 @@ static void multiply_matrices(const experts_job *job, const gemm *g)
         OF(gemm)(g);
 }
 
-/* The weight that multiplies what a slot's expert does, 1 without weights. */
+/* Returns the weight of a slot if weights are applied at this place (EPIC_WEIGHT_EARLY or
+ * EPIC_WEIGHT_INPUT), else 1. */
 static REAL slot_weight(const experts_job *job, uint32_t weighting, int64_t slot)
 {
     return job->experts.weighting == weighting ? slot_weight_at(job, slot) : 1;
 }
 
-/* The slab's rows of x or d_y, as they lie or converted into the workspace. */
+/* Returns the slab's rows of x or d_y as an operand, converted into the workspace if
+ * necessary. */
 static const void *slab_rows(const experts_job *job, const slab *slab, const void *rows)
 {
     const void *first = row_at(job, rows, slab->first);
@@ -99,7 +109,8 @@ static const void *slab_rows(const experts_job *job, const slab *slab, const voi
     return job->rows;
 }
 
-/* What the first product multiplies: x, weighted if weights belong on the input. */
+/* Returns the operand of the first product: x, multiplied by the weights with
+ * EPIC_WEIGHT_INPUT. */
 static const void *make_inputs(const experts_job *job, const slab *slab)
 {
     if (job->experts.weighting != EPIC_WEIGHT_INPUT) return slab_rows(job, slab, job->x);
@@ -115,7 +126,7 @@ static const void *make_inputs(const experts_job *job, const slab *slab)
     return job->rows;
 }
 
-/* The bias of the slab's expert, or NULL. */
+/* Returns the bias of the slab's expert as REAL, or NULL. */
 static const REAL *bias_of(const experts_job *job, const slab *slab, const void *biases,
                            int64_t n)
 {
@@ -126,7 +137,7 @@ static const REAL *bias_of(const experts_job *job, const slab *slab, const void 
     return job->bias;
 }
 
-/* out [rows, n] = a [rows, k] W, W [k, n] the matrix of the slab's expert. */
+/* out [rows, n] = a [rows, k] W, with W [k, n] the matrix of the slab's expert. */
 static void multiply_weights(const experts_job *job, const slab *slab, REAL *out, const void *a,
                              const void *weights, int64_t k, int64_t n)
 {
@@ -153,7 +164,7 @@ static void multiply_weights(const experts_job *job, const slab *slab, REAL *out
     }
 }
 
-/* out [rows, n] = a [rows, k] W^T, W [n, k] the matrix of the slab's expert. */
+/* out [rows, n] = a [rows, k] W^T, with W [n, k] the matrix of the slab's expert. */
 static void multiply_weights_transposed(const experts_job *job, const slab *slab, REAL *out,
                                         const void *a, const void *weights, int64_t k,
                                         int64_t n)
@@ -184,7 +195,8 @@ static void multiply_weights_transposed(const experts_job *job, const slab *slab
     }
 }
 
-/* The gradient of the expert's weights [m, n]: a [rows, m] transposed, times d [rows, n]. */
+/* Writes or adds the gradient of the expert's weights [m, n]: a^T d, with a [rows, m] and d
+ * [rows, n]. */
 static void weight_gradient(const experts_job *job, const slab *slab, void *d_weights,
                             const void *a, int64_t m, const void *d, int64_t n)
 {
@@ -203,8 +215,8 @@ static void weight_gradient(const experts_job *job, const slab *slab, void *d_we
     multiply_matrices(job, &g);
 }
 
-/* The gradient of the expert's bias: the sum of the rows of d that are not padding, in
- * ascending order, each times its weight if it is weighted. */
+/* Writes or adds the gradient of the expert's bias: the sum of the rows of d that are not
+ * padding, in ascending order. Each row is multiplied by its slot's weight if `weighted`. */
 static void bias_gradient(const experts_job *job, const slab *slab, void *d_biases,
                           const void *d, int64_t n, bool weighted)
 {
