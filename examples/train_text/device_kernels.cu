@@ -202,51 +202,52 @@ static __global__ void move_kernel(device_adam a)
 extern "C" cudaError_t device_embed(const device_shape *s, const unsigned char *bytes,
                                     int places, const float *table, float *x)
 {
-    return enqueue(embed_kernel, ctas(s, s->tokens * s->hidden, THREADS), THREADS, 0, s->stream,
-                   bytes, places, table, x, s->tokens, s->hidden);
+    return launch_kernel(embed_kernel, ctas(s, s->tokens * s->hidden, THREADS), THREADS, 0,
+                         s->stream, bytes, places, table, x, s->tokens, s->hidden);
 }
 
 extern "C" cudaError_t device_embed_backward(const device_shape *s, const unsigned char *bytes,
                                              int places, const float *d_x, float *d_table)
 {
     const int64_t rows = (int64_t)places * DEVICE_BYTES;
-    return enqueue(embed_backward_kernel, ctas(s, rows * LANES, THREADS), THREADS, 0, s->stream,
-                   bytes, places, d_x, d_table, s->tokens, s->hidden);
+    return launch_kernel(embed_backward_kernel, ctas(s, rows * LANES, THREADS), THREADS, 0,
+                         s->stream, bytes, places, d_x, d_table, s->tokens, s->hidden);
 }
 
 extern "C" cudaError_t device_norm_rows(const device_shape *s, const device_norm *n)
 {
-    return enqueue(norm_kernel, ctas(s, s->tokens * LANES, THREADS), THREADS, 0, s->stream, *n,
-                   s->tokens, s->hidden);
+    return launch_kernel(norm_kernel, ctas(s, s->tokens * LANES, THREADS), THREADS, 0,
+                         s->stream, *n, s->tokens, s->hidden);
 }
 
 extern "C" cudaError_t device_norm_backward(const device_shape *s, const device_norm *n)
 {
-    const cudaError_t error = enqueue(gain_kernel, ctas(s, s->hidden * LANES, THREADS), THREADS,
-                                      0, s->stream, *n, s->tokens, s->hidden);
+    const cudaError_t error = launch_kernel(gain_kernel, ctas(s, s->hidden * LANES, THREADS),
+                                            THREADS, 0, s->stream, *n, s->tokens, s->hidden);
     if (error != cudaSuccess) return error;
-    return enqueue(norm_backward_kernel, ctas(s, s->tokens * LANES, THREADS), THREADS, 0,
-                   s->stream, *n, s->tokens, s->hidden);
+    return launch_kernel(norm_backward_kernel, ctas(s, s->tokens * LANES, THREADS), THREADS, 0,
+                         s->stream, *n, s->tokens, s->hidden);
 }
 
 extern "C" cudaError_t device_add(const device_shape *s, float *to, const float *x,
                                   const void *narrow)
 {
     const int64_t count = s->tokens * s->hidden;
-    return enqueue(add_kernel, ctas(s, count, THREADS), THREADS, 0, s->stream, to, x, narrow,
-                   count);
+    return launch_kernel(add_kernel, ctas(s, count, THREADS), THREADS, 0, s->stream, to, x,
+                         narrow, count);
 }
 
 extern "C" cudaError_t device_narrow(const device_shape *s, void *narrow, const float *x,
                                      int64_t count)
 {
-    return enqueue(narrow_kernel, ctas(s, count, THREADS), THREADS, 0, s->stream, narrow, x,
-                   count);
+    return launch_kernel(narrow_kernel, ctas(s, count, THREADS), THREADS, 0, s->stream, narrow,
+                         x, count);
 }
 
 extern "C" cudaError_t device_multiply(const device_shape *s, const device_gemm *g)
 {
-    return enqueue(multiply_kernel, ctas(s, g->m * g->n, THREADS), THREADS, 0, s->stream, *g);
+    return launch_kernel(multiply_kernel, ctas(s, g->m * g->n, THREADS), THREADS, 0, s->stream,
+                         *g);
 }
 
 extern "C" cudaError_t device_judge(const device_shape *s, float *logits,
@@ -254,14 +255,14 @@ extern "C" cudaError_t device_judge(const device_shape *s, float *logits,
                                     float *token_loss, float *loss)
 {
     const cudaError_t error =
-        enqueue(judge_kernel, ctas(s, s->tokens * LANES, THREADS), THREADS, 0, s->stream,
-                logits, bytes, places, scale, token_loss, s->tokens);
+        launch_kernel(judge_kernel, ctas(s, s->tokens * LANES, THREADS), THREADS, 0, s->stream,
+                      logits, bytes, places, scale, token_loss, s->tokens);
     if (error != cudaSuccess) return error;
-    return enqueue(loss_kernel, 1, LANES, 0, s->stream, (const float *)token_loss, scale, loss,
-                   s->tokens);
+    return launch_kernel(loss_kernel, 1, LANES, 0, s->stream, (const float *)token_loss, scale,
+                         loss, s->tokens);
 }
 
 extern "C" cudaError_t device_move(const device_shape *s, const device_adam *a)
 {
-    return enqueue(move_kernel, ctas(s, a->count, THREADS), THREADS, 0, s->stream, *a);
+    return launch_kernel(move_kernel, ctas(s, a->count, THREADS), THREADS, 0, s->stream, *a);
 }

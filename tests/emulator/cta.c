@@ -103,7 +103,7 @@ uint32_t emulator_random(void)
 
 /* ------------------------------------------------------------------------ taking turns ---- */
 
-static void push(const fiber *f)
+static void push_fiber(const fiber *f)
 {
     here->queue[(here->first + here->waiting++) % EMULATOR_MAX_THREADS] =
         (uint16_t)f->place.thread;
@@ -122,7 +122,7 @@ static void end_barrier(sm *s)
     for (int i = 0; i < s->work->threads; i++) {
         const fiber *f = &s->fibers[i];
         const uint32_t gone = s->warps[i / EMULATOR_WARP].gone;
-        if (f != s->running && !(gone >> i % EMULATOR_WARP & 1)) push(f);
+        if (f != s->running && !(gone >> i % EMULATOR_WARP & 1)) push_fiber(f);
     }
 }
 
@@ -212,7 +212,7 @@ void emulator_nap(void)
     if (emulator_random() % 4 == 0) do_all_bulk(here->running);
     here->running->napping = true;
     here->napping++;
-    push(here->running);
+    push_fiber(here->running);
     leave_the_sm();
 }
 
@@ -231,7 +231,7 @@ const uint64_t *emulator_warp_sync(emulator_warp_call what, uint64_t value)
     if (w->arrived == ALL) {
         w->arrived = 0;
         for (unsigned i = 0; i < EMULATOR_WARP; i++)
-            if (i != lane) push(me - lane + i);
+            if (i != lane) push_fiber(me - lane + i);
     } else {
         leave_the_sm();
     }
@@ -260,7 +260,7 @@ void *emulator_shared(uint32_t at, uint32_t bytes)
 }
 
 /* Words that peers may be writing. */
-static void fetch(uint8_t *to, const void *from, uint32_t bytes)
+static void load_vectors(uint8_t *to, const void *from, uint32_t bytes)
 {
     for (uint32_t i = 0; i < bytes / 4; i++) {
         const uint32_t word = __atomic_load_n((const uint32_t *)from + i, __ATOMIC_RELAXED);
@@ -275,7 +275,7 @@ void emulator_copy(uint32_t to, const void *from, uint32_t bytes)
     if ((uintptr_t)from % bytes) emulator_die("a copy from an address that is not aligned");
     copy *c = &me->copies[me->num_copies++];
     *c = (copy){from, to, bytes, me->group, emulator_random() & 1, {0}};
-    if (c->early) fetch(c->data, from, bytes);
+    if (c->early) load_vectors(c->data, from, bytes);
     memset(emulator_shared(to, bytes), JUNK, bytes);
 }
 
@@ -294,7 +294,7 @@ void emulator_wait_copies(int pending)
             me->copies[kept++] = *c;
             continue;
         }
-        if (!c->early) fetch(c->data, c->from, c->bytes);
+        if (!c->early) load_vectors(c->data, c->from, c->bytes);
         memcpy(emulator_shared(c->to, c->bytes), c->data, c->bytes);
         me->hidden = true;
     }
@@ -351,7 +351,7 @@ void emulator_wait_bulk(int pending)
 
 /* ------------------------------------------------------------------------------- a CTA ---- */
 
-static void *map(size_t bytes)
+static void *map_stack(size_t bytes)
 {
     void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -363,10 +363,10 @@ static sm *make_sm(void)
 {
     static uint64_t made;
     const char *seed = getenv("EMULATED_SEED");
-    sm *s = map(sizeof *s);
-    s->fibers = map(EMULATOR_MAX_THREADS * sizeof *s->fibers);
-    s->stacks = map((size_t)EMULATOR_MAX_THREADS * STACK_BYTES);
-    s->shared = map(SHARED_BYTES);
+    sm *s = map_stack(sizeof *s);
+    s->fibers = map_stack(EMULATOR_MAX_THREADS * sizeof *s->fibers);
+    s->stacks = map_stack((size_t)EMULATOR_MAX_THREADS * STACK_BYTES);
+    s->shared = map_stack(SHARED_BYTES);
     s->random = (seed ? strtoull(seed, NULL, 10) : 0) * 0x9e3779b97f4a7c15u +
                 (__atomic_add_fetch(&made, 1, __ATOMIC_RELAXED) << 20) + 0x2545f491u;
     return s;
@@ -383,10 +383,10 @@ static void queue_warps(sm *s, int warps)
     }
     for (int i = 0; i < warps; i++)
         for (int lane = 0; lane < EMULATOR_WARP; lane++)
-            push(&s->fibers[order[i] * EMULATOR_WARP + lane]);
+            push_fiber(&s->fibers[order[i] * EMULATOR_WARP + lane]);
 }
 
-static void reset(sm *s, const launch *work, int cta)
+static void reset_sm(sm *s, const launch *work, int cta)
 {
     s->work = work;
     s->alive = work->threads;
@@ -414,7 +414,7 @@ void run_cta(const launch *work, int cta)
         here = make_sm();
         if (getcontext(&here->fresh)) emulator_die("no context");
     }
-    reset(here, work, cta);
+    reset_sm(here, work, cta);
     if (_setjmp(here->home) != 1) run_next(); /* 2: a fiber has ended */
     emulator_fence(0);
     emulator_here = NULL;

@@ -15,7 +15,7 @@ typedef struct product { /* c = a b, column by column */
     float *c;
 } product;
 
-static void multiply(const void *arguments)
+static void multiply_matrices(const void *arguments)
 {
     const product *p = arguments;
     for (int j = (int)emulator_here->thread; j < p->n; j += EMULATOR_WARP)
@@ -53,7 +53,7 @@ cublasStatus_t cublasSgemm(cublasHandle_t handle, cublasOperation_t op_a,
     static const char kernel;
     const product p = {m, n, k, lda, ldb, ldc, a, b, c};
     if (op_a || op_b || *alpha != 1 || *beta != 0) emulator_die("such a product is not here");
-    (void)emulator_enqueue(&kernel, multiply, &p, sizeof p, 1, EMULATOR_WARP, 0,
+    (void)emulator_enqueue(&kernel, multiply_matrices, &p, sizeof p, 1, EMULATOR_WARP, 0,
                            handle->stream);
     return CUBLAS_STATUS_SUCCESS;
 }

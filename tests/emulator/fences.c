@@ -25,20 +25,21 @@ static list of_device[MAX_DEVICES];       /* guarded by mutex */
 static __thread list of_cta;              /* of the CTA that runs on this thread */
 static uintptr_t unseen[1 << TABLE_BITS]; /* all of them, by hash; 0: none */
 
-static uintptr_t *probe(uintptr_t at, int i)
+static uintptr_t *probe_slot(uintptr_t at, int i)
 {
     const uint64_t hash = (at >> 4) * 0x9e3779b97f4a7c15u >> (64 - TABLE_BITS);
     return &unseen[(hash + (uint64_t)i) % (1 << TABLE_BITS)];
 }
 
-static uintptr_t *find(uintptr_t at)
+static uintptr_t *find_store(uintptr_t at)
 {
     for (int i = 0; i < PROBES; i++)
-        if (__atomic_load_n(probe(at, i), __ATOMIC_RELAXED) == at) return probe(at, i);
+        if (__atomic_load_n(probe_slot(at, i), __ATOMIC_RELAXED) == at)
+            return probe_slot(at, i);
     return NULL;
 }
 
-static void push(list *l, uintptr_t at)
+static void push_store(list *l, uintptr_t at)
 {
     if (l->count == l->room) {
         l->room = l->room ? 2 * l->room : 1024;
@@ -52,13 +53,13 @@ static void push(list *l, uintptr_t at)
 void emulator_note_store(const void *p)
 {
     const uintptr_t at = (uintptr_t)p;
-    if (find(at)) return;
+    if (find_store(at)) return;
     for (int i = 0; i < PROBES; i++) {
         uintptr_t none = 0;
-        if (!__atomic_compare_exchange_n(probe(at, i), &none, at, false, __ATOMIC_RELAXED,
+        if (!__atomic_compare_exchange_n(probe_slot(at, i), &none, at, false, __ATOMIC_RELAXED,
                                          __ATOMIC_RELAXED))
             continue;
-        push(&of_cta, at);
+        push_store(&of_cta, at);
         return;
     }
 }
@@ -77,13 +78,13 @@ static bool is_watching(void)
 
 void emulator_check_store(const void *p)
 {
-    if (is_watching() && find((uintptr_t)p))
+    if (is_watching() && find_store((uintptr_t)p))
         emulator_die("a store to %p, where one of the rank itself has no fence after it", p);
 }
 
-static void forget(uintptr_t at)
+static void forget_store(uintptr_t at)
 {
-    uintptr_t *place = find(at);
+    uintptr_t *place = find_store(at);
     if (place) __atomic_store_n(place, 0, __ATOMIC_RELAXED);
 }
 
@@ -91,9 +92,9 @@ void emulator_fence(int system)
 {
     list *device = &of_device[current_device()];
     pthread_mutex_lock(&mutex);
-    for (size_t i = 0; i < of_cta.count; i++) push(device, of_cta.at[i]);
+    for (size_t i = 0; i < of_cta.count; i++) push_store(device, of_cta.at[i]);
     of_cta.count = 0;
-    for (size_t i = 0; i < device->count && system; i++) forget(device->at[i]);
+    for (size_t i = 0; i < device->count && system; i++) forget_store(device->at[i]);
     if (system) device->count = 0;
     pthread_mutex_unlock(&mutex);
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
@@ -103,7 +104,7 @@ void see_stores(int device)
 {
     list *stores = &of_device[device];
     pthread_mutex_lock(&mutex);
-    for (size_t i = 0; i < stores->count; i++) forget(stores->at[i]);
+    for (size_t i = 0; i < stores->count; i++) forget_store(stores->at[i]);
     stores->count = 0;
     pthread_mutex_unlock(&mutex);
 }

@@ -25,7 +25,7 @@ static block *blocks; /* guarded by mutex, as this is: */
 static uint64_t limits[MAX_DEVICES];
 
 /* The block that holds p; the caller has the mutex. */
-static block **find(const void *p)
+static block **find_block(const void *p)
 {
     block **link = &blocks;
     const uint8_t *at = p;
@@ -34,8 +34,8 @@ static block **find(const void *p)
     return link;
 }
 
-static cudaError_t add(void **memory, int fd, size_t bytes, int device,
-                       enum cudaMemoryType type)
+static cudaError_t add_block(void **memory, int fd, size_t bytes, int device,
+                             enum cudaMemoryType type)
 {
     const size_t whole = (bytes + PAGE - 1) / PAGE * PAGE;
     block *b = malloc(sizeof *b);
@@ -56,7 +56,7 @@ static cudaError_t add(void **memory, int fd, size_t bytes, int device,
     return cudaSuccess;
 }
 
-static cudaError_t allocate(void **memory, size_t bytes, enum cudaMemoryType type)
+static cudaError_t allocate_block(void **memory, size_t bytes, enum cudaMemoryType type)
 {
     const int fd = memfd_create("emulated GPU", MFD_CLOEXEC);
     if (bytes == 0) bytes = 1;
@@ -65,14 +65,14 @@ static cudaError_t allocate(void **memory, size_t bytes, enum cudaMemoryType typ
         close(fd);
         return cudaErrorMemoryAllocation;
     }
-    return add(memory, fd, bytes, current_device(), type);
+    return add_block(memory, fd, bytes, current_device(), type);
 }
 
 static cudaError_t give_back(void *memory)
 {
     if (!memory) return cudaSuccess;
     pthread_mutex_lock(&mutex);
-    block **link = find(memory), *b = *link;
+    block **link = find_block(memory), *b = *link;
     if (b && b->begin == memory) *link = b->next;
     pthread_mutex_unlock(&mutex);
     if (!b || b->begin != memory) return cudaErrorInvalidValue;
@@ -114,7 +114,7 @@ static bool has_room(int device, size_t bytes)
 bool is_known(const void *p)
 {
     pthread_mutex_lock(&mutex);
-    const bool known = *find(p) != NULL;
+    const bool known = *find_block(p) != NULL;
     pthread_mutex_unlock(&mutex);
     return known;
 }
@@ -122,7 +122,7 @@ bool is_known(const void *p)
 cudaError_t cudaMalloc(void **memory, size_t bytes)
 {
     if (!has_room(current_device(), bytes)) return cudaErrorMemoryAllocation;
-    return allocate(memory, bytes, cudaMemoryTypeDevice);
+    return allocate_block(memory, bytes, cudaMemoryTypeDevice);
 }
 
 cudaError_t cudaFree(void *memory)
@@ -134,7 +134,7 @@ cudaError_t cudaFree(void *memory)
 cudaError_t cudaHostAlloc(void **memory, size_t bytes, unsigned flags)
 {
     (void)flags;
-    return allocate(memory, bytes, cudaMemoryTypeHost);
+    return allocate_block(memory, bytes, cudaMemoryTypeHost);
 }
 
 cudaError_t cudaFreeHost(void *memory)
@@ -152,7 +152,7 @@ cudaError_t cudaHostGetDevicePointer(void **device, void *host, unsigned flags)
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, const void *p)
 {
     pthread_mutex_lock(&mutex);
-    const block *b = *find(p);
+    const block *b = *find_block(p);
     attributes->type = b ? b->type : cudaMemoryTypeUnregistered;
     attributes->device = b ? b->device : -2;
     pthread_mutex_unlock(&mutex);
@@ -162,7 +162,7 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, c
 cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *memory)
 {
     pthread_mutex_lock(&mutex);
-    const block *b = *find(memory);
+    const block *b = *find_block(memory);
     if (b) *handle = (cudaIpcMemHandle_t){getpid(), b->fd, (int64_t)b->bytes, b->device};
     pthread_mutex_unlock(&mutex);
     return b ? cudaSuccess : cudaErrorInvalidValue;
@@ -176,7 +176,8 @@ cudaError_t cudaIpcOpenMemHandle(void **memory, cudaIpcMemHandle_t handle, unsig
              (long long)handle.fd);
     const int fd = open(path, O_RDWR | O_CLOEXEC);
     if (fd < 0) return cudaErrorInvalidValue;
-    return add(memory, fd, (size_t)handle.bytes, (int)handle.device, cudaMemoryTypeDevice);
+    return add_block(memory, fd, (size_t)handle.bytes, (int)handle.device,
+                     cudaMemoryTypeDevice);
 }
 
 cudaError_t cudaIpcCloseMemHandle(void *memory)

@@ -143,7 +143,7 @@ static stream *stream_of(cudaStream_t given)
     return s;
 }
 
-static void finish(stream *s)
+static void finish_task(stream *s)
 {
     pthread_mutex_lock(&mutex);
     while (s->first || s->busy) pthread_cond_wait(&s->idle, &mutex);
@@ -151,7 +151,7 @@ static void finish(stream *s)
 }
 
 /* As CUDA: with CUDA_LAUNCH_BLOCKING the host waits for each task. */
-static void enqueue(stream *s, task *t)
+static void enqueue_task(stream *s, task *t)
 {
     pthread_mutex_lock(&mutex);
     const bool captured = s->captured != NULL;
@@ -160,7 +160,7 @@ static void enqueue(stream *s, task *t)
     *end = &t->next;
     pthread_cond_signal(&s->given);
     pthread_mutex_unlock(&mutex);
-    if (!captured && getenv("CUDA_LAUNCH_BLOCKING")) finish(s);
+    if (!captured && getenv("CUDA_LAUNCH_BLOCKING")) finish_task(s);
 }
 
 /* The caller has the mutex. */
@@ -203,13 +203,13 @@ cudaError_t cudaStreamDestroy(cudaStream_t given)
 
 cudaError_t cudaStreamSynchronize(cudaStream_t given)
 {
-    finish(stream_of(given));
+    finish_task(stream_of(given));
     return cudaSuccess;
 }
 
 /* -------------------------------------------------------------- what streams are given ---- */
 
-static void remember(const void *kernel)
+static void record_launch(const void *kernel)
 {
     int i = 0;
     pthread_mutex_lock(&mutex);
@@ -243,10 +243,10 @@ cudaError_t emulator_enqueue(const void *kernel, void (*body)(const void *argume
     if (ctas < 1 || threads < 1 || threads > EMULATOR_MAX_THREADS || threads % EMULATOR_WARP ||
         shared_bytes < 0 || shared_bytes > most_shared(kernel))
         return cudaErrorInvalidValue;
-    remember(kernel);
+    record_launch(kernel);
     if (num_launches < MAX_LAUNCHES)
         launches[num_launches++] = (emulator_launch){kernel, ctas, threads, shared_bytes};
-    enqueue(stream_of(given), new_task(&t, arguments, bytes));
+    enqueue_task(stream_of(given), new_task(&t, arguments, bytes));
     return cudaSuccess;
 }
 
@@ -258,8 +258,8 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaM
     stream *s = stream_of(given);
     (void)kind;
     if (bytes == 0) return cudaSuccess;
-    enqueue(s, new_task(&t, is_known(from) ? NULL : from, bytes));
-    if (!is_known(to) && !s->captured) finish(s);
+    enqueue_task(s, new_task(&t, is_known(from) ? NULL : from, bytes));
+    if (!is_known(to) && !s->captured) finish_task(s);
     return cudaSuccess;
 }
 
@@ -272,7 +272,7 @@ cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaMemcpy
 cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t given)
 {
     const task t = {.to = to, .value = value, .bytes = bytes};
-    enqueue(stream_of(given), new_task(&t, NULL, 0));
+    enqueue_task(stream_of(given), new_task(&t, NULL, 0));
     return cudaSuccess;
 }
 
@@ -292,7 +292,7 @@ static graph *new_graph(void)
     return g;
 }
 
-static cudaError_t drop(graph *g)
+static cudaError_t destroy_graph(graph *g)
 {
     if (__atomic_sub_fetch(&g->users, 1, __ATOMIC_ACQ_REL)) return cudaSuccess;
     free_tasks(g->first);
@@ -333,16 +333,16 @@ cudaError_t cudaGraphUpload(cudaGraphExec_t exec, cudaStream_t given)
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t given)
 {
     for (const task *t = exec->first; t; t = t->next)
-        enqueue(stream_of(given), new_task(t, NULL, 0));
+        enqueue_task(stream_of(given), new_task(t, NULL, 0));
     return cudaSuccess;
 }
 
 cudaError_t cudaGraphDestroy(cudaGraph_t g)
 {
-    return drop(g);
+    return destroy_graph(g);
 }
 
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec)
 {
-    return drop(exec);
+    return destroy_graph(exec);
 }

@@ -127,7 +127,7 @@ int64_t place_of_choice(const test_case *c, int rank, int64_t i)
 
 /* ---------------------------------------------------------------------------- one rank ---- */
 
-static void *take(bench *b, size_t bytes, int offset)
+static void *take_arena(bench *b, size_t bytes, int offset)
 {
     const size_t at = (b->used + 255) / 256 * 256;
     b->used = at + bytes + 256;
@@ -141,7 +141,7 @@ static void *take(bench *b, size_t bytes, int offset)
 
 void *case_upload(bench *b, const void *from, size_t bytes, int offset)
 {
-    void *to = take(b, bytes, offset);
+    void *to = take_arena(b, bytes, offset);
     CHECK_CUDA(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, b->me->stream));
     CHECK_CUDA(cudaStreamSynchronize(b->me->stream));
     return to;
@@ -157,7 +157,7 @@ void *case_download(bench *b, const void *from, size_t bytes)
     return to;
 }
 
-void wrong(bench *b, const char *format, ...)
+void report_wrong(bench *b, const char *format, ...)
 {
     char text[256];
     va_list list;
@@ -181,7 +181,7 @@ void wrong(bench *b, const char *format, ...)
 bool case_must(bench *b, epic_result result, const char *what)
 {
     if (result == EPIC_OK) return true;
-    wrong(b, "%s: %s", what, epic_error(NULL));
+    report_wrong(b, "%s: %s", what, epic_error(NULL));
     return false;
 }
 
@@ -231,17 +231,17 @@ void make_inputs(bench *b, arrays *a)
                      : case_upload(b, narrow, (size_t)choices * 4, 0);
     a->table = r->table ? case_upload(b, r->owner, experts, 0) : NULL;
     a->logical = r->logical ? case_upload(b, r->logical, experts, 0) : NULL;
-    a->expert_rows = take(b, experts, 0);
-    a->expert_tokens = take(b, experts, 0);
-    a->load = take(b, experts, 0);
-    a->demand = take(b, 4, 0);
+    a->expert_rows = take_arena(b, experts, 0);
+    a->expert_tokens = take_arena(b, experts, 0);
+    a->load = take_arena(b, experts, 0);
+    a->demand = take_arena(b, 4, 0);
     a->tokens = case_upload(b, rows, (size_t)(tokens * c->row_bytes), c->offset);
     a->weights = case_upload(b, weights, (size_t)choices * 4, 0);
-    a->recv = take(b, (size_t)(c->recv_rows[me] * c->recv_bytes), c->offset);
+    a->recv = take_arena(b, (size_t)(c->recv_rows[me] * c->recv_bytes), c->offset);
     a->scales = case_upload(b, scales, (size_t)(tokens * c->scale_bytes), c->offset);
-    a->recv_scales = take(b, (size_t)(c->recv_rows[me] * c->scale_bytes), c->offset);
-    a->slot_weights = take(b, (size_t)(c->recv_rows[me] * case_each(c)) * 4, 0);
-    a->recv_expert = take(b, (size_t)(c->recv_rows[me] * case_each(c)) * 4, 0);
+    a->recv_scales = take_arena(b, (size_t)(c->recv_rows[me] * c->scale_bytes), c->offset);
+    a->slot_weights = take_arena(b, (size_t)(c->recv_rows[me] * case_each(c)) * 4, 0);
+    a->recv_expert = take_arena(b, (size_t)(c->recv_rows[me] * case_each(c)) * 4, 0);
     free(narrow);
     free(weights);
     free(rows);
@@ -320,12 +320,12 @@ void make_sums(bench *b, sums *s)
     s->rows = case_upload(b, rows, (size_t)(slots * c->row_bytes), c->offset);
     s->weights = case_upload(b, weights, (size_t)slots * 4, 0);
     s->floats = case_upload(b, floats, (size_t)num_floats * 4, 0);
-    s->out = take(b, (size_t)(tokens * c->row_bytes), c->offset);
-    s->d_tokens = take(b, (size_t)(tokens * c->row_bytes), c->offset);
-    s->d_rows = take(b, (size_t)(slots * c->row_bytes), c->offset);
-    s->d_rows_scales = take(b, (size_t)(slots * c->scale_bytes), c->offset);
-    s->d_weights = take(b, (size_t)slots * 4, 0);
-    s->choice_floats = take(b, (size_t)tokens * c->r.layer.top_k * 4, 0);
+    s->out = take_arena(b, (size_t)(tokens * c->row_bytes), c->offset);
+    s->d_tokens = take_arena(b, (size_t)(tokens * c->row_bytes), c->offset);
+    s->d_rows = take_arena(b, (size_t)(slots * c->row_bytes), c->offset);
+    s->d_rows_scales = take_arena(b, (size_t)(slots * c->scale_bytes), c->offset);
+    s->d_weights = take_arena(b, (size_t)slots * 4, 0);
+    s->choice_floats = take_arena(b, (size_t)tokens * c->r.layer.top_k * 4, 0);
     free(rows);
     free(weights);
     free(floats);
@@ -409,7 +409,7 @@ bool call_combine_backward(bench *b, const arrays *a, const sums *s)
     return case_must(b, p2p_ops.combine_backward(b->me->group, &args), "combine_backward");
 }
 
-static void dirty(bench *b, void *to, int64_t bytes)
+static void dirty_memory(bench *b, void *to, int64_t bytes)
 {
     CHECK_CUDA(cudaMemsetAsync(to, CASE_GARBAGE, (size_t)bytes, b->me->stream));
 }
@@ -417,19 +417,19 @@ static void dirty(bench *b, void *to, int64_t bytes)
 void dirty_received(bench *b, const arrays *a)
 {
     const int64_t rows = b->c.recv_rows[b->me->rank];
-    dirty(b, a->recv, rows * b->c.recv_bytes);
-    dirty(b, a->recv_scales, rows * b->c.scale_bytes);
-    dirty(b, a->slot_weights, rows * case_each(&b->c) * 4);
-    dirty(b, a->recv_expert, rows * case_each(&b->c) * 4);
+    dirty_memory(b, a->recv, rows * b->c.recv_bytes);
+    dirty_memory(b, a->recv_scales, rows * b->c.scale_bytes);
+    dirty_memory(b, a->slot_weights, rows * case_each(&b->c) * 4);
+    dirty_memory(b, a->recv_expert, rows * case_each(&b->c) * 4);
 }
 
 void dirty_sums(bench *b, const sums *s)
 {
     const int64_t tokens = b->c.r.tokens_of[b->me->rank];
-    dirty(b, s->out, tokens * b->c.row_bytes);
-    dirty(b, s->d_tokens, tokens * b->c.row_bytes);
-    dirty(b, s->choice_floats, tokens * b->c.r.layer.top_k * 4);
-    dirty(b, s->d_rows, s->num_rows * b->c.row_bytes);
-    dirty(b, s->d_rows_scales, s->num_rows * b->c.scale_bytes);
-    dirty(b, s->d_weights, s->num_rows * 4);
+    dirty_memory(b, s->out, tokens * b->c.row_bytes);
+    dirty_memory(b, s->d_tokens, tokens * b->c.row_bytes);
+    dirty_memory(b, s->choice_floats, tokens * b->c.r.layer.top_k * 4);
+    dirty_memory(b, s->d_rows, s->num_rows * b->c.row_bytes);
+    dirty_memory(b, s->d_rows_scales, s->num_rows * b->c.scale_bytes);
+    dirty_memory(b, s->d_weights, s->num_rows * 4);
 }

@@ -44,8 +44,8 @@ typedef struct sums { /* what the sums are given and write */
 } sums;
 
 /* Random numbers that every rank draws alike. */
-uint64_t draw(uint64_t *state);
-int64_t between(uint64_t *state, int64_t low, int64_t high);
+uint64_t draw_bits(uint64_t *state);
+int64_t draw_between(uint64_t *state, int64_t low, int64_t high);
 
 typedef enum case_kind {
     CASE_ANY,
@@ -74,7 +74,7 @@ bool case_moves(const test_case *c);
 int64_t case_each(const test_case *c);
 
 /* Counts an error and tells of the first ones. */
-void wrong(bench *b, const char *format, ...);
+void report_wrong(bench *b, const char *format, ...);
 
 void make_inputs(bench *b, arrays *a);
 void make_sums(bench *b, sums *s);

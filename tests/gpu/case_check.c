@@ -20,23 +20,27 @@ void check_plan(bench *b, const arrays *a)
     const device_plan_header *h = (const device_plan_header *)plan;
     const device_plan_layout at = device_plan_layout_of(
         r->num_ranks, b->me->group->config.max_tokens, (int64_t)experts, r->layer.top_k);
-    if ((int32_t)h->result != r->result) wrong(b, "plan: result is %u", h->result);
-    if (memcmp(load, r->load, experts * 4)) wrong(b, "plan: load");
-    if (*demand != r->demand_of[me]) wrong(b, "plan: demand is %d", *demand);
+    if ((int32_t)h->result != r->result) report_wrong(b, "plan: result is %u", h->result);
+    if (memcmp(load, r->load, experts * 4)) report_wrong(b, "plan: load");
+    if (*demand != r->demand_of[me]) report_wrong(b, "plan: demand is %d", *demand);
     int local = 0;
     for (size_t e = 0; e < experts; e++) {
         if (r->owner[e] != me) continue;
         const int32_t want = r->result ? 0 : r->kept[e];
         const uint32_t align = r->layer.alignment;
-        if (kept[local] != want) wrong(b, "plan: expert_tokens of %zu is %d", e, kept[local]);
+        if (kept[local] != want)
+            report_wrong(b, "plan: expert_tokens of %zu is %d", e, kept[local]);
         if (rows[local] != (int32_t)((uint32_t)(want + (int)align - 1) / align * align))
-            wrong(b, "plan: expert_rows of %zu is %d", e, rows[local]);
+            report_wrong(b, "plan: expert_rows of %zu is %d", e, rows[local]);
         local++;
     }
     if (r->result == EPIC_OK) {
-        if (h->slots_of[me] != r->slots_of[me]) wrong(b, "plan: %d slots", h->slots_of[me]);
-        if (memcmp(plan + at.fate, r->slot[me], (size_t)choices * 4)) wrong(b, "plan: fate");
-        if (memcmp(plan + at.rank_of, r->rank[me], (size_t)choices * 4)) wrong(b, "plan: rank");
+        if (h->slots_of[me] != r->slots_of[me])
+            report_wrong(b, "plan: %d slots", h->slots_of[me]);
+        if (memcmp(plan + at.fate, r->slot[me], (size_t)choices * 4))
+            report_wrong(b, "plan: fate");
+        if (memcmp(plan + at.rank_of, r->rank[me], (size_t)choices * 4))
+            report_wrong(b, "plan: rank");
     }
     free(load);
     free(demand);
@@ -51,7 +55,7 @@ typedef struct slots { /* what a rank's slots hold */
     int32_t *experts; /* FLAT */
 } slots;
 
-static void fill(const test_case *c, const slots *s, int value, int64_t count)
+static void fill_slots(const test_case *c, const slots *s, int value, int64_t count)
 {
     const size_t floats = (size_t)(count * case_each(c)) * 4;
     memset(s->rows, value, (size_t)(count * c->recv_bytes));
@@ -75,9 +79,9 @@ static void expect_slots(bench *b, const slots *s, bool moves)
     const int me = b->me->rank;
     const int64_t have = c->recv_rows[me], used = moves ? r->slots_of[me] : have;
     const bool flat = r->layer.layout == EPIC_FLAT;
-    fill(c, s, CASE_GARBAGE, have);
-    fill(c, s, 0, c->zero_tail ? have : used);
-    if (moves && c->leave_padding && !flat) fill(c, s, CASE_GARBAGE, used);
+    fill_slots(c, s, CASE_GARBAGE, have);
+    fill_slots(c, s, 0, c->zero_tail ? have : used);
+    if (moves && c->leave_padding && !flat) fill_slots(c, s, CASE_GARBAGE, used);
     for (int q = 0; q < r->num_ranks && moves; q++)
 #pragma omp parallel for
         for (int64_t i = 0; i < (int64_t)r->tokens_of[q] * r->layer.top_k; i++) {
@@ -104,9 +108,9 @@ static void check_bytes(bench *b, const char *what, const char *which, const uin
     size_t i = 0;
     if (!memcmp(want, got, bytes)) return;
     while (want[i] == got[i]) i++;
-    wrong(b, "%s: %s of slot %zu, byte %zu is %02x, not %02x (%lld slots)", what, which,
-          i / (size_t)row_bytes, i % (size_t)row_bytes, got[i], want[i],
-          (long long)b->c.r.slots_of[b->me->rank]);
+    report_wrong(b, "%s: %s of slot %zu, byte %zu is %02x, not %02x (%lld slots)", what, which,
+                 i / (size_t)row_bytes, i % (size_t)row_bytes, got[i], want[i],
+                 (long long)b->c.r.slots_of[b->me->rank]);
 }
 
 void check_dispatch(bench *b, const arrays *a, const char *what)
@@ -126,14 +130,14 @@ void check_dispatch(bench *b, const arrays *a, const char *what)
     check_bytes(b, what, "second row", want.scales, got.scales, c->scale_bytes);
     for (int64_t i = 0; i < floats && c->r.layer.layout == EPIC_FLAT && c->seed % 3; i++)
         if (want.experts[i] != got.experts[i]) {
-            wrong(b, "%s: expert %lld is %d, not %d", what, (long long)i, got.experts[i],
-                  want.experts[i]);
+            report_wrong(b, "%s: expert %lld is %d, not %d", what, (long long)i, got.experts[i],
+                         want.experts[i]);
             break;
         }
     for (int64_t i = 0; i < floats && c->weighted; i++)
         if (!same_float(want.weights[i], got.weights[i])) {
-            wrong(b, "%s: weight of slot %lld is %g, not %g", what, (long long)i,
-                  got.weights[i], want.weights[i]);
+            report_wrong(b, "%s: weight of slot %lld is %g, not %g", what, (long long)i,
+                         got.weights[i], want.weights[i]);
             break;
         }
     for (int i = 0; i < 2; i++) {
@@ -155,7 +159,7 @@ static float weight_of(const void *self, int rank, int64_t slot)
     return slot_weight(self, rank, slot);
 }
 
-static float one(const void *self, int rank, int64_t slot)
+static float unit_weight(const void *self, int rank, int64_t slot)
 {
     (void)self;
     (void)rank;
@@ -168,18 +172,19 @@ static void check_rows(bench *b, const void *out, bool weighted, const char *wha
     const test_case *c = &b->c;
     const int me = b->me->rank;
     const int64_t tokens = c->r.tokens_of[me];
-    const expert_rows rows = {element_of, weighted ? weight_of : one, c};
+    const expert_rows rows = {element_of, weighted ? weight_of : unit_weight, c};
     uint8_t *got = case_download(b, out, (size_t)(tokens * c->row_bytes));
     for (int64_t t = 0; t < tokens; t += c->sample)
         for (int64_t i = 0; i < c->hidden; i++) {
             const float want =
                 c->r.result
                     ? 0.0f
-                    : round_to(combined(&c->r, me, (int32_t)t, i, c->type, &rows), c->type);
+                    : round_to(combined_number(&c->r, me, (int32_t)t, i, c->type, &rows),
+                               c->type);
             const float x = get_element(got + t * c->row_bytes, i, c->type);
             if (same_float(x, want)) continue;
-            wrong(b, "%s: token %lld element %lld is %.9g, not %.9g", what, (long long)t,
-                  (long long)i, x, want);
+            report_wrong(b, "%s: token %lld element %lld is %.9g, not %.9g", what, (long long)t,
+                         (long long)i, x, want);
             t = tokens;
             break;
         }
@@ -197,8 +202,8 @@ static void check_choice_floats(bench *b, const sums *s)
         const float want =
             owner < 0 ? 0.0f : choice_weight(c, owner, place_of_choice(c, me, i) + 1000000);
         if (same_float(got[i], want)) continue;
-        wrong(b, "dispatch_backward: weight of choice %lld is %g, not %g", (long long)i, got[i],
-              want);
+        report_wrong(b, "dispatch_backward: weight of choice %lld is %g, not %g", (long long)i,
+                     got[i], want);
         break;
     }
     free(got);
@@ -211,7 +216,7 @@ static void check_quantized(bench *b, const slots *s, int64_t slot, const float 
     quantize_blocks(c->quantize, x, c->hidden, q, scales);
     if (memcmp(q, s->rows + slot * c->recv_bytes, (size_t)c->hidden) ||
         memcmp(scales, s->scales + slot * c->scale_bytes, (size_t)c->scale_bytes))
-        wrong(b, "combine_backward: quantized row of slot %lld", (long long)slot);
+        report_wrong(b, "combine_backward: quantized row of slot %lld", (long long)slot);
     free(q);
     free(scales);
 }
@@ -228,8 +233,8 @@ static void check_scaled(bench *b, const slots *s, int64_t slot, const float *x)
         const float want = round_to(x[i], c->type);
         const float got = get_element(s->rows + slot * c->row_bytes, i, c->type);
         if (same_float(got, want)) continue;
-        wrong(b, "combine_backward: slot %lld element %lld is %.9g, not %.9g", (long long)slot,
-              (long long)i, got, want);
+        report_wrong(b, "combine_backward: slot %lld element %lld is %.9g, not %.9g",
+                     (long long)slot, (long long)i, got, want);
         break;
     }
 }
@@ -253,8 +258,8 @@ static void check_gradient(bench *b, const slots *s, int q, int64_t choice)
     check_scaled(b, s, slot, scaled);
     const float want = dot_in_order(x, y, c->hidden);
     if (!flat && !same_float(want, dots[slot]))
-        wrong(b, "combine_backward: dot of slot %lld is %.9g, not %.9g", (long long)slot,
-              dots[slot], want);
+        report_wrong(b, "combine_backward: dot of slot %lld is %.9g, not %.9g", (long long)slot,
+                     dots[slot], want);
     free(x);
     free(y);
     free(scaled);
@@ -294,7 +299,8 @@ static void check_gradients(bench *b, const sums *s)
                         filled_with(got.scales + i * scale_bytes, scale_bytes, padding) &&
                         filled_with((uint8_t *)&got.weights[i], dot_bytes, padding)))
             continue;
-        wrong(b, "combine_backward: padding slot %lld is not %02x", (long long)i, padding);
+        report_wrong(b, "combine_backward: padding slot %lld is not %02x", (long long)i,
+                     padding);
         break;
     }
     free(got.rows);
@@ -315,8 +321,8 @@ void test_sum(bench *b)
 {
     const int n = b->me->num_ranks, me = b->me->rank;
     uint64_t s = b->c.seed * 77;
-    const int64_t count = between(&s, 0, 3000);
-    const bool tree = (n & (n - 1)) == 0 && between(&s, 0, 1);
+    const int64_t count = draw_between(&s, 0, 3000);
+    const bool tree = (n & (n - 1)) == 0 && draw_between(&s, 0, 1);
     float *x = calloc((size_t)count + 1, 4);
     for (int64_t i = 0; i < count; i++)
         case_put((uint8_t *)x, i, EPIC_F32,
@@ -340,7 +346,7 @@ void test_sum(bench *b)
             for (int q = 0; q + d < n; q += 2 * d) y[q] += y[q + d];
         for (int q = 1; q < n && !tree; q++) y[0] += y[q];
         if (same_float(got[i], y[0])) continue;
-        wrong(b, "sum: element %lld is %g, not %g", (long long)i, got[i], y[0]);
+        report_wrong(b, "sum: element %lld is %g, not %g", (long long)i, got[i], y[0]);
         break;
     }
     free(x);
@@ -396,8 +402,8 @@ void test_sum_replicas(bench *b, const arrays *a)
             if (i == 0) rows++;
             const float is = got[(rows - 1) * count + i], must = replicas_sum(c, e, i);
             if (is == must) continue;
-            wrong(b, "sum_replicas: expert %u, element %lld is %g, not %g", e, (long long)i, is,
-                  must);
+            report_wrong(b, "sum_replicas: expert %u, element %lld is %g, not %g", e,
+                         (long long)i, is, must);
             e = (uint32_t)experts - 1, i = count;
         }
     free(x);

@@ -16,28 +16,28 @@ uint64_t case_hash(uint64_t a, uint64_t b, uint64_t c, uint64_t d)
     return x ^ x >> 32;
 }
 
-uint64_t draw(uint64_t *state)
+uint64_t draw_bits(uint64_t *state)
 {
     return case_hash(++*state, 1, 2, 3);
 }
 
-int64_t between(uint64_t *state, int64_t low, int64_t high)
+int64_t draw_between(uint64_t *state, int64_t low, int64_t high)
 {
-    return low + (int64_t)(draw(state) % (uint64_t)(high - low + 1));
+    return low + (int64_t)(draw_bits(state) % (uint64_t)(high - low + 1));
 }
 
 static void draw_ids(test_case *c, uint64_t *s)
 {
     routing *r = &c->r;
     const int64_t experts = r->layer.num_experts, k = r->layer.top_k;
-    const int skew = (int)between(s, 0, 3);
+    const int skew = (int)draw_between(s, 0, 3);
     for (int q = 0; q < r->num_ranks; q++) {
         r->ids[q] = malloc((size_t)(r->tokens_of[q] * k + 1) * sizeof **r->ids);
         for (int64_t i = 0; i < r->tokens_of[q] * k; i++) {
-            int64_t e = between(s, 0, experts - 1);
-            if (skew == 1 && between(s, 0, 9) < 8) e %= experts < 4 ? experts : 4;
+            int64_t e = draw_between(s, 0, experts - 1);
+            if (skew == 1 && draw_between(s, 0, 9) < 8) e %= experts < 4 ? experts : 4;
             if (skew == 2) e = e * e / experts;
-            if (between(s, 0, 9) == 0) e = -1 - between(s, 0, 5);
+            if (draw_between(s, 0, 9) == 0) e = -1 - draw_between(s, 0, 5);
             r->ids[q][i] = e;
         }
         /* most tokens choose distinct experts, as routers do */
@@ -62,7 +62,7 @@ static void limit_to_few(epic_layer *l, int num_ranks)
     if (num_ranks > 8) l->sum_order = EPIC_BY_RANK;
 }
 
-static int64_t least(int64_t a, int64_t b)
+static int64_t min_of(int64_t a, int64_t b)
 {
     return a < b ? a : b;
 }
@@ -73,10 +73,10 @@ static void limit_to_plain(test_case *c, int64_t max_tokens)
 {
     epic_layer *l = &c->r.layer;
     const int64_t n = c->r.num_ranks, groups = n * ((max_tokens + 31) / 32);
-    const int64_t block = least(P2P_LOWLAT_MASKS / groups, P2P_LOWLAT_EXPERTS) / n;
+    const int64_t block = min_of(P2P_LOWLAT_MASKS / groups, P2P_LOWLAT_EXPERTS) / n;
     c->plain = true;
-    l->top_k = (uint32_t)least(l->top_k, P2P_LOWLAT_CHOICES / (n * max_tokens));
-    l->num_experts = (uint32_t)(n * least(l->num_experts / n, block));
+    l->top_k = (uint32_t)min_of(l->top_k, P2P_LOWLAT_CHOICES / (n * max_tokens));
+    l->num_experts = (uint32_t)(n * min_of(l->num_experts / n, block));
     l->layout = EPIC_EXPERT_MAJOR;
     l->sum_order = EPIC_BY_RANK;
 }
@@ -88,32 +88,34 @@ static void draw_layer(test_case *c, uint64_t *s, int64_t max_tokens, case_kind 
     static const uint32_t ks[] = {1, 2, 3, 4, 6, 8, 8, 8, 8, 13, 16, 31, 32, 33, 40, 64};
     static const uint32_t blocks[] = {1, 2, 3, 4, 8, 8, 16, 64, 5, 128};
     const int n = r->num_ranks;
-    l->num_experts = (uint32_t)n * blocks[between(s, 0, 9)];
-    if (between(s, 0, 29) == 0) l->num_experts = (uint32_t)n * (4096u / (uint32_t)n);
-    l->top_k = top_k_of(ks[between(s, 0, 15)]);
-    l->alignment = between(s, 0, 2) ? 1u << between(s, 0, 7) : (uint32_t)between(s, 1, 20);
-    if (between(s, 0, 3) == 0) l->partial_type = EPIC_F32;
-    if (between(s, 0, 3) == 0) l->layout = EPIC_FLAT;
+    l->num_experts = (uint32_t)n * blocks[draw_between(s, 0, 9)];
+    if (draw_between(s, 0, 29) == 0) l->num_experts = (uint32_t)n * (4096u / (uint32_t)n);
+    l->top_k = top_k_of(ks[draw_between(s, 0, 15)]);
+    l->alignment =
+        draw_between(s, 0, 2) ? 1u << draw_between(s, 0, 7) : (uint32_t)draw_between(s, 1, 20);
+    if (draw_between(s, 0, 3) == 0) l->partial_type = EPIC_F32;
+    if (draw_between(s, 0, 3) == 0) l->layout = EPIC_FLAT;
     if (l->layout == EPIC_FLAT) l->alignment = 1;
     const bool power = (n & (n - 1)) == 0 && (l->num_experts & (l->num_experts - 1)) == 0;
     l->leaves = (uint32_t)n;
-    if (power && between(s, 0, 1)) {
+    if (power && draw_between(s, 0, 1)) {
         l->sum_order = EPIC_TREE;
-        while (l->leaves < l->num_experts && l->leaves < 128u * (unsigned)n && between(s, 0, 1))
+        while (l->leaves < l->num_experts && l->leaves < 128u * (unsigned)n &&
+               draw_between(s, 0, 1))
             l->leaves *= 2;
     }
     if (kind != CASE_ANY) limit_to_few(l, n);
     if (kind == CASE_PLAIN) limit_to_plain(c, max_tokens);
     r->owner = malloc(l->num_experts * sizeof *r->owner);
     const uint32_t block = l->num_experts / (uint32_t)n;
-    const int turn = (int)between(s, 0, n - 1);
-    r->table = between(s, 0, 3) == 0 && !c->plain;
+    const int turn = (int)draw_between(s, 0, n - 1);
+    r->table = draw_between(s, 0, 3) == 0 && !c->plain;
     for (uint32_t e = 0; e < l->num_experts; e++) {
         r->owner[e] = (int32_t)(e / block);
         if (r->table && l->sum_order == EPIC_TREE)
             r->owner[e] = (r->owner[e] + turn) % n;
         else if (r->table)
-            r->owner[e] = (int32_t)between(s, 0, n - 1);
+            r->owner[e] = (int32_t)draw_between(s, 0, n - 1);
     }
 }
 
@@ -123,13 +125,13 @@ static void draw_replicas(test_case *c)
     routing *r = &c->r;
     uint64_t state = case_hash(c->seed, 42, 0, 0), *s = &state;
     epic_layer *l = &r->layer;
-    if (l->num_experts > P2P_REPLICATED_EXPERTS || c->plain || between(s, 0, 3)) return;
-    l->num_logical = (uint32_t)between(s, 1, l->num_experts);
-    const int64_t busy = between(s, 1, l->num_logical);
+    if (l->num_experts > P2P_REPLICATED_EXPERTS || c->plain || draw_between(s, 0, 3)) return;
+    l->num_logical = (uint32_t)draw_between(s, 1, l->num_experts);
+    const int64_t busy = draw_between(s, 1, l->num_logical);
     r->logical = malloc(l->num_experts * sizeof *r->logical);
     for (uint32_t e = 0; e < l->num_experts; e++)
         r->logical[l->num_experts - 1 - e] =
-            e < l->num_logical ? (int32_t)e : (int32_t)between(s, 0, busy - 1);
+            e < l->num_logical ? (int32_t)e : (int32_t)draw_between(s, 0, busy - 1);
     for (int q = 0; q < r->num_ranks; q++) {
         const int64_t choices = (int64_t)r->tokens_of[q] * l->top_k;
         r->named[q] = malloc((size_t)(choices + 1) * sizeof **r->named);
@@ -141,12 +143,12 @@ static void draw_replicas(test_case *c)
 static void draw_capacity(test_case *c, uint64_t *s)
 {
     routing *r = &c->r;
-    const int kind = (int)between(s, 0, 9);
+    const int kind = (int)draw_between(s, 0, 9);
     solve_routing(r);
     for (int q = 0; q < r->num_ranks; q++) {
         const int64_t need = r->slots_of[q];
-        r->capacity_of[q] = kind == 0 ? 0 : need + between(s, 1, 40);
-        c->recv_rows[q] = need + between(s, 0, 1) * between(s, 0, 50);
+        r->capacity_of[q] = kind == 0 ? 0 : need + draw_between(s, 1, 40);
+        c->recv_rows[q] = need + draw_between(s, 0, 1) * draw_between(s, 0, 50);
         free(r->slot[q]);
         free(r->rank[q]);
     }
@@ -157,17 +159,17 @@ static void draw_capacity(test_case *c, uint64_t *s)
         kind >= 1 && kind <= 3 && r->layer.layout == EPIC_EXPERT_MAJOR && !c->plain;
     if (drops) {
         r->layer.overflow = EPIC_OVERFLOW_DROP;
-        if (between(s, 0, 1)) r->layer.expert_capacity = (uint32_t)between(s, 1, 30);
+        if (draw_between(s, 0, 1)) r->layer.expert_capacity = (uint32_t)draw_between(s, 1, 30);
         if (case_hash(c->seed, 43, 0, 0) % 2 &&
             r->layer.num_experts * r->layer.top_k <= P2P_BY_K_TALLIES)
             r->layer.priority = EPIC_BY_K;
         for (int q = 0; q < r->num_ranks; q++)
-            if (between(s, 0, 1)) r->capacity_of[q] = 1 + r->capacity_of[q] / 2;
-    } else if (kind == 4 && between(s, 0, 2) == 0) { /* one rank has too little */
-        r->capacity_of[between(s, 0, r->num_ranks - 1)] = 1;
-    } else if (kind == 5 && between(s, 0, 2) == 0) { /* an id that is none */
-        const int q = (int)between(s, 0, r->num_ranks - 1);
-        if (r->tokens_of[q]) r->ids[q][0] = r->layer.num_experts + between(s, 0, 3);
+            if (draw_between(s, 0, 1)) r->capacity_of[q] = 1 + r->capacity_of[q] / 2;
+    } else if (kind == 4 && draw_between(s, 0, 2) == 0) { /* one rank has too little */
+        r->capacity_of[draw_between(s, 0, r->num_ranks - 1)] = 1;
+    } else if (kind == 5 && draw_between(s, 0, 2) == 0) { /* an id that is none */
+        const int q = (int)draw_between(s, 0, r->num_ranks - 1);
+        if (r->tokens_of[q]) r->ids[q][0] = r->layer.num_experts + draw_between(s, 0, 3);
         if (r->tokens_of[q] && r->logical) r->named[q][0] = r->layer.num_logical;
         choose_experts(r);
     }
@@ -183,7 +185,7 @@ static int64_t most_slots(const test_case *c)
 }
 
 /* Rows whose scales are whole vectors, if that leaves the case short. */
-static void widen(test_case *c, int64_t max_row_bytes)
+static void widen_rows(test_case *c, int64_t max_row_bytes)
 {
     const int64_t wide = 512, row_bytes = wide * type_bytes(c->type);
     if (row_bytes > max_row_bytes || most_slots(c) * wide > 1500000) return;
@@ -196,7 +198,7 @@ static void choose_scales(test_case *c, uint64_t kind, int64_t max_row_bytes)
 {
     static const int64_t bytes[] = {1, 4, 17, 64, 224, 1040};
     c->quantize = kind % 4 == 0 ? EPIC_QUANTIZE_1X128 : kind % 4 == 1 ? EPIC_QUANTIZE_1X32 : 0;
-    if (c->quantize && kind / 4 % 2) widen(c, max_row_bytes);
+    if (c->quantize && kind / 4 % 2) widen_rows(c, max_row_bytes);
     const int64_t n = c->hidden;
     c->recv_bytes = c->quantize ? n : c->row_bytes;
     c->scale_bytes = c->quantize == EPIC_QUANTIZE_1X128  ? (n + 127) / 128 * 4
@@ -206,7 +208,7 @@ static void choose_scales(test_case *c, uint64_t kind, int64_t max_row_bytes)
 }
 
 /* Narrower rows where there are many, so that cases stay short. */
-static void shrink(test_case *c)
+static void narrow_rows(test_case *c)
 {
     const int64_t slots = most_slots(c);
     while (c->hidden > 8 && slots * c->hidden > 1500000) c->hidden = c->hidden / 3 + 1;
@@ -226,10 +228,10 @@ static void mix_few_and_many(test_case *c, int64_t max_tokens)
     epic_layer *l = &c->r.layer;
     const int n = c->r.num_ranks;
     const int32_t few = few_in(max_tokens);
-    if (n == 1 || max_tokens <= few || between(s, 0, 5)) return;
-    const uint32_t block = (uint32_t)between(s, 1, 8);
+    if (n == 1 || max_tokens <= few || draw_between(s, 0, 5)) return;
+    const uint32_t block = (uint32_t)draw_between(s, 1, 8);
     l->num_experts = (uint32_t)n * block;
-    l->top_k = top_k_of((uint32_t)between(s, 1, 8));
+    l->top_k = top_k_of((uint32_t)draw_between(s, 1, 8));
     l->layout = EPIC_EXPERT_MAJOR;
     l->sum_order = EPIC_BY_RANK;
     l->leaves = (uint32_t)n;
@@ -237,10 +239,11 @@ static void mix_few_and_many(test_case *c, int64_t max_tokens)
     free(c->r.owner);
     c->r.owner = malloc(l->num_experts * sizeof *c->r.owner);
     for (uint32_t e = 0; e < l->num_experts; e++) c->r.owner[e] = (int32_t)(e / block);
-    const int many = (int)between(s, 0, n - 1);
+    const int many = (int)draw_between(s, 0, n - 1);
     for (int q = 0; q < n; q++)
-        c->r.tokens_of[q] = (int32_t)(q == many ? between(s, few + 1, max_tokens)
-                                                : between(s, 0, between(s, 0, 1) ? few : 3));
+        c->r.tokens_of[q] =
+            (int32_t)(q == many ? draw_between(s, few + 1, max_tokens)
+                                : draw_between(s, 0, draw_between(s, 0, 1) ? few : 3));
 }
 
 void draw_case(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens,
@@ -251,33 +254,34 @@ void draw_case(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens,
     memset(c, 0, sizeof *c);
     c->seed = seed;
     c->r.num_ranks = num_ranks;
-    c->type = types[between(s, 0, 2)];
-    c->hard = between(s, 0, 1);
-    c->weighted = between(s, 0, 2) > 0;
-    c->fused = between(s, 0, 1);
-    c->wide = between(s, 0, 3) == 0;
-    c->zero_tail = between(s, 0, 4) == 0;
+    c->type = types[draw_between(s, 0, 2)];
+    c->hard = draw_between(s, 0, 1);
+    c->weighted = draw_between(s, 0, 2) > 0;
+    c->fused = draw_between(s, 0, 1);
+    c->wide = draw_between(s, 0, 3) == 0;
+    c->zero_tail = draw_between(s, 0, 4) == 0;
     c->leave_padding = case_hash(seed, 40, 0, 0) % 4 == 0;
     c->sample = 1;
     draw_layer(c, s, max_tokens, kind);
     const int64_t limit =
         4096 / c->r.layer.top_k < max_tokens ? 4096 / c->r.layer.top_k : max_tokens;
-    const int64_t most = between(s, 0, 3) ? between(s, 0, limit / 6) : between(s, 0, limit);
+    const int64_t most =
+        draw_between(s, 0, 3) ? draw_between(s, 0, limit / 6) : draw_between(s, 0, limit);
     for (int q = 0; q < num_ranks; q++) {
-        c->r.tokens_of[q] = (int32_t)between(s, 0, most);
-        if (between(s, 0, 5) == 0) c->r.tokens_of[q] = 0;
+        c->r.tokens_of[q] = (int32_t)draw_between(s, 0, most);
+        if (draw_between(s, 0, 5) == 0) c->r.tokens_of[q] = 0;
     }
     mix_few_and_many(c, max_tokens);
     static const int64_t hiddens[] = {1, 7, 8, 64, 100, 128, 256, 520, 512, 1024, 1032, 1792};
-    c->hidden = hiddens[between(s, 0, 11)];
+    c->hidden = hiddens[draw_between(s, 0, 11)];
     if (c->hidden * type_bytes(c->type) > max_row_bytes)
         c->hidden = max_row_bytes / type_bytes(c->type);
     c->row_bytes = c->hidden * type_bytes(c->type);
-    if (between(s, 0, 4) == 0) c->offset = type_bytes(c->type);
+    if (draw_between(s, 0, 4) == 0) c->offset = type_bytes(c->type);
     draw_ids(c, s);
     draw_replicas(c);
     draw_capacity(c, s);
-    shrink(c);
+    narrow_rows(c);
     const bool no_strings = HOSTS && c->plain; /* they have no such kernel there */
     choose_scales(c, no_strings ? 3 : case_hash(seed, 41, 0, 0), max_row_bytes);
     if (c->scale_bytes > max_row_bytes) c->scale_bytes = max_row_bytes;
@@ -293,9 +297,10 @@ enum { SUM_BY_RANK, SUM_FLAT, SUM_TREE }; /* and their layer */
  * few. */
 static int32_t form_tokens(uint64_t *s, int rank, int64_t max_tokens)
 {
-    if (max_tokens > TEAM_LOWLAT_TOKENS && (rank == 0 || between(s, 0, 1)))
-        return TEAM_LOWLAT_TOKENS + (int32_t)between(s, 1, 12);
-    return (int32_t)(between(s, 0, 9) ? between(s, 0, 12) : TEAM_LOWLAT_TOKENS * 3 / 4 + 1);
+    if (max_tokens > TEAM_LOWLAT_TOKENS && (rank == 0 || draw_between(s, 0, 1)))
+        return TEAM_LOWLAT_TOKENS + (int32_t)draw_between(s, 1, 12);
+    return (int32_t)(draw_between(s, 0, 9) ? draw_between(s, 0, 12)
+                                           : TEAM_LOWLAT_TOKENS * 3 / 4 + 1);
 }
 
 static void form_layer(test_case *c, uint64_t *s, int sums)
@@ -303,10 +308,10 @@ static void form_layer(test_case *c, uint64_t *s, int sums)
     static const uint32_t blocks[] = {1, 2, 4, 8, 16};
     routing *r = &c->r;
     epic_layer *l = &r->layer;
-    const uint32_t n = (uint32_t)r->num_ranks, block = blocks[between(s, 0, 4)];
+    const uint32_t n = (uint32_t)r->num_ranks, block = blocks[draw_between(s, 0, 4)];
     l->num_experts = n * block;
-    l->top_k = top_k_of((uint32_t)between(s, 1, 3));
-    l->alignment = sums == SUM_FLAT ? 1 : 1u << between(s, 0, 4);
+    l->top_k = top_k_of((uint32_t)draw_between(s, 1, 3));
+    l->alignment = sums == SUM_FLAT ? 1 : 1u << draw_between(s, 0, 4);
     l->layout = sums == SUM_FLAT ? EPIC_FLAT : EPIC_EXPERT_MAJOR;
     l->sum_order = sums == SUM_TREE && (n & (n - 1)) == 0 ? EPIC_TREE : EPIC_BY_RANK;
     l->leaves = n;
@@ -321,7 +326,7 @@ static void form_rows(test_case *c, uint64_t *s, int rows, int scales)
     c->row_bytes = c->hidden * type_bytes(c->type);
     if (rows == ANYWHERE) c->offset = type_bytes(c->type);
     if (scales == QUANTIZED)
-        c->quantize = between(s, 0, 1) ? EPIC_QUANTIZE_1X128 : EPIC_QUANTIZE_1X32;
+        c->quantize = draw_between(s, 0, 1) ? EPIC_QUANTIZE_1X128 : EPIC_QUANTIZE_1X32;
     c->recv_bytes = c->quantize ? c->hidden : c->row_bytes;
     c->scale_bytes = scales == ALONE                      ? 0
                      : scales == JOINED                   ? bytes[rows]
@@ -340,19 +345,19 @@ void draw_form(test_case *c, uint64_t seed, int form, int num_ranks, int64_t max
     c->type = types[type];
     c->fused = true; /* which makes a plan, and reads it */
     c->sample = 1;
-    c->hard = between(s, 0, 1);
-    c->weighted = between(s, 0, 3) > 0;
-    c->wide = between(s, 0, 3) == 0;
-    c->zero_tail = between(s, 0, 3) == 0;
-    c->leave_padding = between(s, 0, 3) == 0;
+    c->hard = draw_between(s, 0, 1);
+    c->weighted = draw_between(s, 0, 3) > 0;
+    c->wide = draw_between(s, 0, 3) == 0;
+    c->zero_tail = draw_between(s, 0, 3) == 0;
+    c->leave_padding = draw_between(s, 0, 3) == 0;
     form_layer(c, s, sums);
     for (int q = 0; q < num_ranks; q++) c->r.tokens_of[q] = form_tokens(s, q, max_tokens);
     form_rows(c, s, rows, (rows + type + 2 * sums) % 3);
     draw_ids(c, s);
     solve_routing(&c->r);
     for (int q = 0; q < num_ranks; q++) {
-        c->r.capacity_of[q] = (int32_t)(c->r.slots_of[q] + between(s, 0, 9));
-        c->recv_rows[q] = c->r.slots_of[q] + between(s, 0, 9);
+        c->r.capacity_of[q] = (int32_t)(c->r.slots_of[q] + draw_between(s, 0, 9));
+        c->recv_rows[q] = c->r.slots_of[q] + draw_between(s, 0, 9);
     }
 }
 
@@ -386,7 +391,7 @@ void draw_big(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens)
                 int64_t e;
                 bool again;
                 do {
-                    e = between(s, 0, 255);
+                    e = draw_between(s, 0, 255);
                     again = false;
                     for (int j = 0; j < k; j++) again |= c->r.ids[q][t * 8 + j] == e;
                 } while (again);

@@ -28,7 +28,7 @@ static void check_plain(bench *b)
     const int64_t most = g->config.max_tokens;
     if (most > g->lowlat_tokens || !p2p_can_plan_lowlat(g->num_ranks, most, &b->c.r.layer) ||
         b->c.r.layer.top_k > 32 || b->c.r.layer.layout == EPIC_FLAT)
-        wrong(b, "it is not for the kernels of few tokens");
+        report_wrong(b, "it is not for the kernels of few tokens");
 }
 
 static void run_case(bench *b)
@@ -61,7 +61,8 @@ static void run_case(bench *b)
     test_sum(b);
     test_sum_replicas(b, &a);
     epic_failure_info failure;
-    if (p2p_ops.check(b->me->group, &failure) != EPIC_OK) wrong(b, "%s", failure.sentence);
+    if (p2p_ops.check(b->me->group, &failure) != EPIC_OK)
+        report_wrong(b, "%s", failure.sentence);
 }
 
 /* Staging, floats and parts must hold poison again, the escapes zeros. */
@@ -72,14 +73,15 @@ static void check_heap(bench *b, const uint8_t *memory)
     cudaMemcpy(heap, memory, (size_t)at->bytes, cudaMemcpyDefault);
     for (int64_t i = at->floats; i < at->bytes; i++)
         if (heap[i] != 0xff) {
-            wrong(b, "heap byte %lld is %02x, not ff (floats %lld parts %lld staging %lld)",
-                  (long long)i, heap[i], (long long)at->floats, (long long)at->parts,
-                  (long long)at->staging);
+            report_wrong(b,
+                         "heap byte %lld is %02x, not ff (floats %lld parts %lld staging %lld)",
+                         (long long)i, heap[i], (long long)at->floats, (long long)at->parts,
+                         (long long)at->staging);
             break;
         }
     for (int64_t i = at->escapes; i < at->floats; i++)
         if (heap[i]) {
-            wrong(b, "escape byte %lld is %02x", (long long)(i - at->escapes), heap[i]);
+            report_wrong(b, "escape byte %lld is %02x", (long long)(i - at->escapes), heap[i]);
             break;
         }
     free(heap);
@@ -113,7 +115,7 @@ static void draw_next(bench *b, uint64_t seed, int i)
                   kind_of(i));
 }
 
-static int work(team_rank *me)
+static int run_rank(team_rank *me)
 {
     bench b = {.me = me, .arena_bytes = options.arena_bytes};
     CHECK_CUDA(cudaMalloc((void **)&b.arena, options.arena_bytes));
@@ -170,7 +172,7 @@ int main(int argc, char **argv)
               .staging_bytes = tight ? 1 : 0, /* as much as there must be: two rows */
               .lowlat_tokens = big || most ? 0 : TEAM_LOWLAT_TOKENS,
               .timeout_ms = TEAM_LONG_MS,
-              .work = work};
+              .work = run_rank};
     const int failed = team_run(&t);
     printf("gpu_check %s ranks, %s GPUs, %s, %d cases from seed %llu%s: %s\n", argv[1], argv[2],
            argv[3], options.cases, (unsigned long long)options.seed,

@@ -38,7 +38,7 @@ static uint32_t most = 160;
 
 /* ---------------------------------------------------------------------------- problems ---- */
 
-static void draw(problem *p)
+static void draw_problem(problem *p)
 {
     static const uint32_t types[] = {EPIC_BF16, EPIC_BF16, EPIC_F16, EPIC_F32};
     static const int alignments[] = {1, 8, 16, 64, 128, 128, 3};
@@ -82,17 +82,17 @@ static both make_rows(const problem *p, uint32_t type, int64_t columns)
     int64_t first = 0;
     for (uint32_t e = 0; e < p->ex.num_local_experts; e++) {
         for (int64_t i = first * columns; i < (first + p->tokens[e]) * columns; i++)
-            set(&b, i, random_number(1));
+            set_number(&b, i, random_number(1));
         first += p->rows[e];
     }
-    push(&b);
+    push_to_device(&b);
     return b;
 }
 
 static both make_pushed(uint32_t type, int64_t count, double size)
 {
     both b = random_both(type, count, size);
-    push(&b);
+    push_to_device(&b);
     return b;
 }
 
@@ -113,15 +113,15 @@ static void make_inputs(problem *p)
         p->x_scales = scale_rows(&p->x, hidden);
         p->x_back = make_both(ex->row_type, p->x.count);
         for (int64_t i = 0; i < p->x.count; i++)
-            if (!is_poison(&p->x, i)) set(&p->x_back, i, p->x.truth[i]);
-        push(&p->x_back);
+            if (!is_poison(&p->x, i)) set_number(&p->x_back, i, p->x.truth[i]);
+        push_to_device(&p->x_back);
         p->of_gate_up = scale_weights(&p->w_gate_up, local, hidden, p->width);
         p->of_down = scale_weights(&p->w_down, local, inner, hidden);
     }
     p->counts = make_both(EPIC_F32, 2 * MOST_LOCAL);
     memcpy(p->counts.host, p->rows, sizeof p->rows);
     memcpy((int32_t *)p->counts.host + MOST_LOCAL, p->tokens, sizeof p->tokens);
-    push(&p->counts);
+    push_to_device(&p->counts);
 }
 
 static int64_t count_of(const problem *p, int result)
@@ -144,18 +144,18 @@ static void make_results(problem *p)
         const uint32_t type = i < 2 ? p->ex.row_type : i < 6 ? p->grad_type : EPIC_F32;
         p->out[i] = make_both(type, count_of(p, i));
         for (int64_t j = 0; i >= 2 && i < 6 && p->accumulate && j < p->out[i].count; j++)
-            put(p->out[i].host, type, j, 0.25);
-        push(&p->out[i]);
+            put_number(p->out[i].host, type, j, 0.25);
+        push_to_device(&p->out[i]);
         p->exact[i] = calloc((size_t)p->out[i].count, sizeof(double));
         p->near[i] = calloc((size_t)p->out[i].count, sizeof(double));
     }
     p->saved_bytes = at.saved_bytes;
     p->workspace_bytes = at.bytes;
-    must(!cudaMalloc(&p->saved, (size_t)at.saved_bytes) &&
-             !cudaMalloc(&p->workspace, (size_t)at.bytes) &&
-             !fill_in(p->saved, 0xff, (size_t)at.saved_bytes) &&
-             !fill_in(p->workspace, 0xff, (size_t)at.bytes),
-         "memory");
+    must_succeed(!cudaMalloc(&p->saved, (size_t)at.saved_bytes) &&
+                     !cudaMalloc(&p->workspace, (size_t)at.bytes) &&
+                     !fill_in(p->saved, 0xff, (size_t)at.saved_bytes) &&
+                     !fill_in(p->workspace, 0xff, (size_t)at.bytes),
+                 "memory");
 }
 
 static void free_problem(problem *p)
@@ -194,7 +194,7 @@ static bool is_late(const problem *p)
     .saved_bytes = (p)->saved_bytes, .workspace = (p)->workspace,           \
     .workspace_bytes = (p)->workspace_bytes
 
-static void call(team_rank *me, const problem *p)
+static void call_experts(team_rank *me, const problem *p)
 {
     epic_experts_args forward = {INPUTS(p), .call.stream = me->stream, .y = p->out[0].device};
     epic_experts_backward_args backward = {INPUTS(p),
@@ -219,8 +219,8 @@ static void call(team_rank *me, const problem *p)
         backward.w_gate_up_scales = p->of_gate_up.scales.device;
         backward.w_down_scales = p->of_down.scales.device;
     }
-    must(p2p_ops.experts_forward(me->group, &forward) == EPIC_OK, "forward");
-    must(p2p_ops.experts_backward(me->group, &backward) == EPIC_OK, "backward");
+    must_succeed(p2p_ops.experts_forward(me->group, &forward) == EPIC_OK, "forward");
+    must_succeed(p2p_ops.experts_backward(me->group, &backward) == EPIC_OK, "backward");
 }
 
 /* Recorded while the device has no counts that make sense. */
@@ -230,10 +230,10 @@ static void call_captured(team_rank *me, const problem *p)
     cudaGraphExec_t exec;
     CHECK_CUDA(fill_in(p->counts.device, 0x7f, p->counts.bytes));
     CHECK_CUDA(cudaStreamBeginCapture(me->stream, cudaStreamCaptureModeThreadLocal));
-    call(me, p);
+    call_experts(me, p);
     CHECK_CUDA(cudaStreamEndCapture(me->stream, &graph));
     CHECK_CUDA(cudaGraphInstantiate(&exec, graph, 0));
-    push(&p->counts);
+    push_to_device(&p->counts);
     CHECK_CUDA(cudaGraphLaunch(exec, me->stream));
     CHECK_CUDA(cudaStreamSynchronize(me->stream));
     CHECK_CUDA(cudaGraphExecDestroy(exec));
@@ -290,7 +290,7 @@ static void print_problem(const problem *p, int number)
 }
 
 /* |got - want| / |want| over a result, as vectors; the result's own rounding is `want`'s too. */
-static double distance(const problem *p, int result, const double *want, bool round)
+static double vector_distance(const problem *p, int result, const double *want, bool round)
 {
     const both *out = &p->out[result];
     const double before = p->accumulate && result >= 2 && result < 6 ? 0.25 : 0;
@@ -298,8 +298,8 @@ static double distance(const problem *p, int result, const double *want, bool ro
     for (int64_t i = 0; i < out->count; i++) {
         if ((result < 2 || result == 6) && want[i] == 0)
             continue; /* no token: looked at apart */
-        const double w = round ? rounded(want[i] + before, out->type) : want[i] + before;
-        const double d = get(out->host, out->type, i) - w;
+        const double w = round ? round_to_type(want[i] + before, out->type) : want[i] + before;
+        const double d = get_number(out->host, out->type, i) - w;
         difference += d * d;
         size += w * w;
     }
@@ -315,7 +315,7 @@ static bool are_rows_clean(const problem *p, int result)
     for (uint32_t e = 0; e < p->ex.num_local_experts; e++) {
         for (int64_t i = (first + p->tokens[e]) * columns; i < (first + p->rows[e]) * columns;
              i++)
-            if (get(out->host, out->type, i) != 0) return false;
+            if (get_number(out->host, out->type, i) != 0) return false;
         first += p->rows[e];
     }
     for (int64_t i = first * columns; i < out->count; i++)
@@ -330,11 +330,12 @@ static bool are_empty_clean(const problem *p, int result)
     const int64_t each = out->count / p->ex.num_local_experts;
     const double want = p->accumulate ? 0.25 : 0;
     for (int64_t i = 0; i < out->count; i++)
-        if (p->tokens[i / each] == 0 && get(out->host, out->type, i) != want) return false;
+        if (p->tokens[i / each] == 0 && get_number(out->host, out->type, i) != want)
+            return false;
     return true;
 }
 
-static void compare(const problem *p, int number)
+static void compare_results(const problem *p, int number)
 {
     const uint32_t type = p->ex.row_type;
     const bool clamped =
@@ -350,9 +351,9 @@ static void compare(const problem *p, int number)
     const int before = failures;
     for (int i = 0; i < RESULTS; i++) {
         if (!is_wanted(p, i)) continue;
-        pull(&p->out[i]);
-        const double exact = distance(p, i, p->exact[i], false);
-        const double near = distance(p, i, p->near[i], true);
+        pull_from_device(&p->out[i]);
+        const double exact = vector_distance(p, i, p->exact[i], false);
+        const double near = vector_distance(p, i, p->near[i], true);
         const int row = p->scaled ? 3 : type == EPIC_BF16 ? 0 : type == EPIC_F16 ? 1 : 2;
         if (exact > worst[0][row][i]) worst[0][row][i] = exact;
         if (near > worst[1][row][i]) worst[1][row][i] = near;
@@ -378,21 +379,21 @@ static void run_case(team_rank *me, int number)
 {
     problem p = {.slots = 0};
     random_state = (seed + (uint64_t)number) * 0x9e3779b97f4a7c15u | 1;
-    draw(&p);
+    draw_problem(&p);
     make_inputs(&p);
     make_results(&p);
     if (p.captured)
         call_captured(me, &p);
     else
-        call(me, &p);
+        call_experts(me, &p);
     CHECK_CUDA(cudaStreamSynchronize(me->stream));
     ask_oracle(&p, p.exact, EPIC_F64);
     ask_oracle(&p, p.near, p.ex.row_type);
-    compare(&p, number);
+    compare_results(&p, number);
     free_problem(&p);
 }
 
-static int work(team_rank *me)
+static int run_rank(team_rank *me)
 {
     for (int i = 0; i < cases && failures < 20; i++) run_case(me, i);
     static const char *const types[] = {"bf16", "fp16", "float32", "e4m3"};
@@ -417,6 +418,6 @@ int main(int argc, char **argv)
                     .max_tokens = 16,
                     .max_row_bytes = 64,
                     .timeout_ms = TEAM_LONG_MS,
-                    .work = work};
+                    .work = run_rank};
     return team_run(&t) != 0;
 }

@@ -86,15 +86,15 @@ static int64_t up_of(const epic_experts *ex, int64_t i)
 }
 
 /* out [n] = row [k] W, or W^T with W [n, k]; rounded. */
-static void times(const oracle *o, double *out, const double *row, const double *w, int64_t k,
-                  int64_t n, bool turned)
+static void multiply_row(const oracle *o, double *out, const double *row, const double *w,
+                         int64_t k, int64_t n, bool turned)
 {
     for (int64_t j = 0; j < n; j++) out[j] = 0;
     for (int64_t i = 0; i < k && !turned; i++)
         for (int64_t j = 0; j < n; j++) out[j] += row[i] * w[i * n + j];
     for (int64_t j = 0; j < n && turned; j++)
         for (int64_t i = 0; i < k; i++) out[j] += row[i] * w[j * k + i];
-    for (int64_t j = 0; j < n; j++) out[j] = rounded(out[j], o->held);
+    for (int64_t j = 0; j < n; j++) out[j] = round_to_type(out[j], o->held);
 }
 
 /* As e4m3 holds them, with a scale for each 128. */
@@ -105,7 +105,8 @@ static void quantize_f64(double *x, int64_t n)
         double most = 0;
         for (int64_t i = first; i < end; i++) most = fmax(most, fabs(x[i]));
         const double scale = most > 0 ? (float)(most / E4M3_MAX) : 1;
-        for (int64_t i = first; i < end; i++) x[i] = rounded(x[i] / scale, EPIC_E4M3) * scale;
+        for (int64_t i = first; i < end; i++)
+            x[i] = round_to_type(x[i] / scale, EPIC_E4M3) * scale;
     }
 }
 
@@ -116,15 +117,15 @@ static void forward_slot(const oracle *o, int64_t e, int64_t slot, const oracle_
     const double w = o->weights ? o->weights[slot] : 1;
     const double early = ex->weighting == EPIC_WEIGHT_EARLY ? w : 1;
     const double input = ex->weighting == EPIC_WEIGHT_INPUT ? w : 1;
-    times(o, r->saved, o->x + slot * hidden, o->w_gate_up + e * hidden * width, hidden, width,
-          false);
+    multiply_row(o, r->saved, o->x + slot * hidden, o->w_gate_up + e * hidden * width, hidden,
+                 width, false);
     for (int64_t i = 0; i < inner; i++) {
         const double *b = o->b_gate_up ? o->b_gate_up + e * width : NULL;
         const int64_t g = gate_of(ex, i), u = up_of(ex, i);
         const double gate = input * r->saved[g] + (b ? b[g] : 0);
         const double up = ex->ungated ? 0 : input * r->saved[u] + (b ? b[u] : 0);
         r->act[i] = activate_f64(gate, ex).value * up_f64(up, ex).value * early;
-        r->held[i] = rounded(r->act[i], o->held);
+        r->held[i] = round_to_type(r->act[i], o->held);
         if (!o->scaled) r->act[i] = r->held[i];
     }
     if (o->scaled && o->held != EPIC_F64) quantize_f64(r->act, inner);
@@ -156,8 +157,8 @@ static double activation_backward(const oracle *o, int64_t e, int64_t slot, cons
         const double d_up = r->d_act[i] * early * gate.value * up.slope;
         dot += ex->weighting == EPIC_WEIGHT_INPUT ? d_gate * r->saved[g] + d_up * up_saved
                                                   : r->d_act[i] * gate.value * up.value;
-        r->d_gate_up[g] = rounded(d_gate * scale, o->held);
-        if (!ex->ungated) r->d_gate_up[u] = rounded(d_up * scale, o->held);
+        r->d_gate_up[g] = round_to_type(d_gate * scale, o->held);
+        if (!ex->ungated) r->d_gate_up[u] = round_to_type(d_up * scale, o->held);
     }
     for (int64_t j = 0; j < ex->hidden && ex->weighting == EPIC_WEIGHT_EARLY && o->b_down; j++)
         dot += o->d_y[slot * ex->hidden + j] * o->b_down[e * ex->hidden + j];
@@ -186,14 +187,14 @@ static void backward_slot(const oracle *o, int64_t e, int64_t slot, const oracle
     const double *d_y = o->d_y + slot * hidden, *x = o->x_back + slot * hidden;
     const double w = o->weights ? o->weights[slot] : 1;
     const bool input = ex->weighting == EPIC_WEIGHT_INPUT;
-    times(o, r->d_act, factor_of(o, r, d_y, hidden), o->w_down + e * inner * hidden, hidden,
-          inner, true);
+    multiply_row(o, r->d_act, factor_of(o, r, d_y, hidden), o->w_down + e * inner * hidden,
+                 hidden, inner, true);
     o->d_weights[slot] = activation_backward(o, e, slot, r);
     for (int64_t j = 0; j < hidden; j++)
         o->d_b_down[e * hidden + j] += (ex->weighting == EPIC_WEIGHT_EARLY ? w : 1) * d_y[j];
     for (int64_t j = 0; j < width; j++) o->d_b_gate_up[e * width + j] += r->d_gate_up[j];
     for (int64_t j = 0; j < width && input && o->biased_gradient; j++)
-        r->d_gate_up[j] = rounded(r->d_gate_up[j] * w, o->held);
+        r->d_gate_up[j] = round_to_type(r->d_gate_up[j] * w, o->held);
     add_outer(o->d_w_down + e * inner * hidden, r->held, inner, d_y, hidden);
     add_outer(o->d_w_gate_up + e * hidden * width, x, hidden, r->d_gate_up, width);
     const double *d_gate_up = factor_of(o, r, r->d_gate_up, width);
@@ -217,7 +218,7 @@ static void oracle_run(const oracle *o)
                           .held = memory + 2 * width + 2 * inner,
                           .factor = memory + 2 * width + 3 * inner};
     int64_t first = 0;
-    must(memory != NULL, "memory");
+    must_succeed(memory != NULL, "memory");
     for (uint32_t e = 0; e < o->ex.num_local_experts; e++) {
         for (int64_t slot = first; slot < first + o->tokens[e]; slot++) {
             forward_slot(o, e, slot, &r);

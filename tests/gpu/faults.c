@@ -47,7 +47,7 @@ typedef struct memory {
     epic_layer layer;
 } memory;
 
-static memory allocate(team_rank *me)
+static memory allocate_memory(team_rank *me)
 {
     memory m = {.layer = {.num_experts = 8 * (uint32_t)me->num_ranks, .top_k = 4}};
     int32_t ids[TOKENS * 4];
@@ -68,7 +68,7 @@ static memory allocate(team_rank *me)
 }
 
 /* The deadline of what is called when something goes wrong: only a test of deadlines waits for it. */
-static uint32_t patience(void)
+static uint32_t fault_timeout(void)
 {
     return expected[fault] == EPIC_ETIMEOUT ? (uint32_t)deadline_ms : TEAM_LONG_MS;
 }
@@ -87,7 +87,7 @@ static epic_result call_plan(team_rank *me, memory *m)
 static epic_result call_dispatch(team_rank *me, memory *m, int64_t row_bytes)
 {
     const uint64_t tag = fault == TAGGED && me->rank == culprit;
-    const epic_call call = {.stream = me->stream, .tag = tag, .timeout_ms = patience()};
+    const epic_call call = {.stream = me->stream, .tag = tag, .timeout_ms = fault_timeout()};
     const epic_dispatch_args args = {.call = call,
                                      .layer = &m->layer,
                                      .plan = m->plan,
@@ -99,7 +99,7 @@ static epic_result call_dispatch(team_rank *me, memory *m, int64_t row_bytes)
 
 static epic_result call_sum(team_rank *me, memory *m)
 {
-    const epic_call call = {.stream = me->stream, .timeout_ms = patience()};
+    const epic_call call = {.stream = me->stream, .timeout_ms = fault_timeout()};
     const epic_allreduce_sum_args args = {.call = call, .data = m->data, .count = 1000};
     return p2p_ops.sum(me->group, &args);
 }
@@ -109,7 +109,7 @@ static void sleep_ms(long ms)
     nanosleep(&(struct timespec){.tv_sec = ms / 1000, .tv_nsec = ms % 1000 * 1000000}, NULL);
 }
 
-static void misbehave(team_rank *me, memory *m)
+static void inject_fault(team_rank *me, memory *m)
 {
     if (fault == DIFFERENT) call_sum(me, m);
     if (fault == SHAPED) call_dispatch(me, m, HIDDEN);
@@ -120,7 +120,7 @@ static void misbehave(team_rank *me, memory *m)
 }
 
 /* What was late may be the machine's fault: `late` is told, and the fault tried again. */
-static int judge(team_rank *me, double took, const epic_failure_info *f)
+static int judge_fault(team_rank *me, double took, const epic_failure_info *f)
 {
     int *late = me->shared;
     const bool differ = expected[fault] == EPIC_EMISMATCH; /* each may name the other side */
@@ -149,16 +149,16 @@ static int judge_later_call(team_rank *me, memory *m)
     return me->rank != culprit && (uint32_t)later != expected[fault];
 }
 
-static int work(team_rank *me)
+static int run_rank(team_rank *me)
 {
-    memory m = allocate(me);
+    memory m = allocate_memory(me);
     team_barrier(me);
     if (call_plan(me, &m) != EPIC_OK) team_stop();
     CHECK_CUDA(cudaStreamSynchronize(me->stream));
     team_barrier(me);
     const double begin = now_ms();
     if (me->rank == culprit)
-        misbehave(me, &m);
+        inject_fault(me, &m);
     else
         call_dispatch(me, &m, HIDDEN * 2);
     const cudaError_t error = cudaStreamSynchronize(me->stream);
@@ -166,7 +166,7 @@ static int work(team_rank *me)
     epic_failure_info f;
     int bad = error != cudaSuccess;
     p2p_ops.check(me->group, &f);
-    if (me->rank != culprit || fault == LATE || fault == SLOW) bad |= judge(me, took, &f);
+    if (me->rank != culprit || fault == LATE || fault == SLOW) bad |= judge_fault(me, took, &f);
     team_barrier(me);
     bad |= judge_later_call(me, &m);
     team_barrier(me);
@@ -197,7 +197,7 @@ int main(int argc, char **argv)
                   .staging_bytes = apart ? (size_t)(ranks - 1) * TOKENS / 4 * HIDDEN * 4 : 0,
                   .timeout_ms = (uint32_t)deadline_ms,
                   .max_sms = sms,
-                  .work = work,
+                  .work = run_rank,
                   .shared_bytes = sizeof(int)};
         for (int tries = 1;; tries++) {
             const bool wrong = team_run(&t) != 0, late = *(int *)team_shared() != 0;

@@ -25,10 +25,10 @@ typedef struct problem {
 static p2p_status status;
 static epic_group group = {.status = &status, .device_sms = 132};
 
-static both pushed(uint32_t type, int64_t count)
+static both pushed_both(uint32_t type, int64_t count)
 {
     both b = random_both(type, count, 1);
-    push(&b);
+    push_to_device(&b);
     return b;
 }
 
@@ -49,20 +49,20 @@ static size_t workspace_bytes(const shape *s)
 static problem make_problem(const shape *s)
 {
     problem p = {.s = s,
-                 .x = pushed(s->type, s->tokens * s->hidden),
-                 .w = pushed(EPIC_F32, s->hidden * s->columns),
-                 .bias = pushed(EPIC_F32, s->columns),
+                 .x = pushed_both(s->type, s->tokens * s->hidden),
+                 .w = pushed_both(EPIC_F32, s->hidden * s->columns),
+                 .bias = pushed_both(EPIC_F32, s->columns),
                  .logits = make_both(EPIC_F32, s->tokens * s->columns),
-                 .d = pushed(EPIC_F32, s->tokens * s->columns),
-                 .d_w = pushed(EPIC_F32, s->hidden * s->columns),
-                 .d_bias = pushed(EPIC_F32, s->columns),
-                 .d_x = pushed(s->type, s->tokens * s->hidden),
-                 .also = pushed(s->type, s->tokens * s->hidden)};
+                 .d = pushed_both(EPIC_F32, s->tokens * s->columns),
+                 .d_w = pushed_both(EPIC_F32, s->hidden * s->columns),
+                 .d_bias = pushed_both(EPIC_F32, s->columns),
+                 .d_x = pushed_both(s->type, s->tokens * s->hidden),
+                 .also = pushed_both(s->type, s->tokens * s->hidden)};
     const size_t bytes = workspace_bytes(s);
-    push(&p.logits);
-    must(cudaMalloc(&p.workspace, bytes) == cudaSuccess, "memory");
-    must(cudaMemset(p.workspace, 0xff, bytes) == cudaSuccess, "poison");
-    must(cudaDeviceSynchronize() == cudaSuccess, "poison");
+    push_to_device(&p.logits);
+    must_succeed(cudaMalloc(&p.workspace, bytes) == cudaSuccess, "memory");
+    must_succeed(cudaMemset(p.workspace, 0xff, bytes) == cudaSuccess, "poison");
+    must_succeed(cudaDeviceSynchronize() == cudaSuccess, "poison");
     return p;
 }
 
@@ -82,7 +82,7 @@ typedef struct sum {
 } sum;
 
 /* The bound: rounding of all those sums, which tensor cores do towards zero. */
-static void judge(problem *p, double got, sum s)
+static void judge_number(problem *p, double got, sum s)
 {
     double want = s.begin, size = fabs(s.begin);
     for (int64_t i = 0; i < s.depth; i++) {
@@ -100,13 +100,13 @@ static void check_logits(problem *p)
     const shape *s = p->s;
     for (int64_t i = 0; i < s->tokens * s->columns; i++) {
         const int64_t t = i / s->columns, c = i % s->columns;
-        judge(p, get(p->logits.host, EPIC_F32, i),
-              (sum){.a = &p->x.truth[t * s->hidden],
-                    .step_a = 1,
-                    .b = &p->w.truth[c],
-                    .step_b = s->columns,
-                    .depth = s->hidden,
-                    .begin = s->bias ? p->bias.truth[c] : 0});
+        judge_number(p, get_number(p->logits.host, EPIC_F32, i),
+                     (sum){.a = &p->x.truth[t * s->hidden],
+                           .step_a = 1,
+                           .b = &p->w.truth[c],
+                           .step_b = s->columns,
+                           .depth = s->hidden,
+                           .begin = s->bias ? p->bias.truth[c] : 0});
     }
 }
 
@@ -115,13 +115,13 @@ static void check_gradient(problem *p)
     const shape *s = p->s;
     for (int64_t i = 0; i < s->hidden * s->columns; i++) {
         const int64_t h = i / s->columns, c = i % s->columns;
-        judge(p, get(p->d_w.host, EPIC_F32, i),
-              (sum){.a = &p->x.truth[h],
-                    .step_a = s->hidden,
-                    .b = &p->d.truth[c],
-                    .step_b = s->columns,
-                    .depth = s->tokens,
-                    .begin = s->accumulate ? p->d_w.truth[i] : 0});
+        judge_number(p, get_number(p->d_w.host, EPIC_F32, i),
+                     (sum){.a = &p->x.truth[h],
+                           .step_a = s->hidden,
+                           .b = &p->d.truth[c],
+                           .step_b = s->columns,
+                           .depth = s->tokens,
+                           .begin = s->accumulate ? p->d_w.truth[i] : 0});
     }
 }
 
@@ -132,18 +132,18 @@ static void check_rows(problem *p)
     const double rounding = s->type == EPIC_BF16 ? 0x1p-8 : s->type == EPIC_F16 ? 0x1p-11 : 0;
     for (int64_t i = 0; i < s->tokens * s->hidden; i++) {
         const int64_t t = i / s->hidden, h = i % s->hidden;
-        judge(p, get(p->d_x.host, s->type, i),
-              (sum){.a = &p->d.truth[t * s->columns],
-                    .step_a = 1,
-                    .b = &p->w.truth[h * s->columns],
-                    .step_b = 1,
-                    .depth = s->columns,
-                    .begin = p->d_x.truth[i] + (s->accumulate ? p->also.truth[i] : 0),
-                    .rounding = rounding});
+        judge_number(p, get_number(p->d_x.host, s->type, i),
+                     (sum){.a = &p->d.truth[t * s->columns],
+                           .step_a = 1,
+                           .b = &p->w.truth[h * s->columns],
+                           .step_b = 1,
+                           .depth = s->columns,
+                           .begin = p->d_x.truth[i] + (s->accumulate ? p->also.truth[i] : 0),
+                           .rounding = rounding});
     }
 }
 
-static bool run(const shape *s)
+static bool run_shape(const shape *s)
 {
     problem p = make_problem(s);
     epic_gate gate = {.x = p.x.device,
@@ -158,17 +158,17 @@ static bool run(const shape *s)
                       .row_type = s->type,
                       .accumulate = s->accumulate,
                       .in_pieces = s->in_pieces && s->tokens};
-    must(p2p_gate(&group, &gate) == EPIC_OK, "forward");
+    must_succeed(p2p_gate(&group, &gate) == EPIC_OK, "forward");
     gate.logits = p.d.device;
     gate.d_w_gate = p.d_w.device;
     gate.d_b_gate = p.d_bias.device;
     gate.d_x = p.d_x.device;
     gate.also = s->accumulate ? p.also.device : NULL;
-    must(p2p_gate_backward(&group, &gate) == EPIC_OK, "backward");
-    must(cudaDeviceSynchronize() == cudaSuccess, "a kernel");
-    pull(&p.logits);
-    pull(&p.d_w);
-    pull(&p.d_x);
+    must_succeed(p2p_gate_backward(&group, &gate) == EPIC_OK, "backward");
+    must_succeed(cudaDeviceSynchronize() == cudaSuccess, "a kernel");
+    pull_from_device(&p.logits);
+    pull_from_device(&p.d_w);
+    pull_from_device(&p.d_x);
     check_logits(&p);
     const double forward = p.worst;
     check_gradient(&p);
@@ -227,15 +227,15 @@ int main(int argc, char **argv)
     const int cases = argc > 1 ? atoi(argv[1]) : 20;
     random_state = argc > 2 ? strtoull(argv[2], NULL, 10) * 7919 + 1 : 1;
     alarm(300);
-    must(p2p_load_plain_gemm() == cudaSuccess && p2p_load_hopper_gemm() == cudaSuccess,
-         "loading");
+    must_succeed(p2p_load_plain_gemm() == cudaSuccess && p2p_load_hopper_gemm() == cudaSuccess,
+                 "loading");
     int bad = check_room();
-    for (size_t i = 0; i < sizeof first / sizeof *first; i++) bad += !run(&first[i]);
+    for (size_t i = 0; i < sizeof first / sizeof *first; i++) bad += !run_shape(&first[i]);
     for (int i = 0; i < cases; i++) {
         const shape s = random_shape();
-        bad += !run(&s);
+        bad += !run_shape(&s);
     }
-    if (argc > 3) bad += !run(&large);
+    if (argc > 3) bad += !run_shape(&large);
     printf("gate: %s\n", bad ? "WRONG" : "good");
     return bad != 0;
 }

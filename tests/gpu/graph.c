@@ -36,7 +36,7 @@ typedef struct memory {
     epic_layer layer;
 } memory;
 
-static memory allocate(const team_rank *me)
+static memory allocate_memory(const team_rank *me)
 {
     memory m = {.layer = {.num_experts = EACH * (uint32_t)me->num_ranks,
                           .top_k = TOP_K,
@@ -63,7 +63,7 @@ static memory allocate(const team_rank *me)
     return m;
 }
 
-static epic_result step(team_rank *me, memory *m)
+static epic_result run_operations(team_rank *me, memory *m)
 {
     const epic_plan_args plan = {.call.stream = me->stream,
                                  .layer = &m->layer,
@@ -106,13 +106,14 @@ static int rows_of(const int32_t *ids)
 }
 
 /* Of an expert, in a round. */
-static int number(int expert, int i, int round)
+static int row_number(int expert, int i, int round)
 {
     return expert * 100 + i * 7 + round;
 }
 
 /* Small integers: out must be the token times its rows, exactly. */
-static int replay(team_rank *me, memory *m, cudaGraphExec_t graph, int round, unsigned *seed)
+static int replay_graph(team_rank *me, memory *m, cudaGraphExec_t graph, int round,
+                        unsigned *seed)
 {
     static _Thread_local int32_t ids[TOKENS * TOP_K];
     static _Thread_local float x[TOKENS * HIDDEN], y[TOKENS * HIDDEN];
@@ -123,14 +124,14 @@ static int replay(team_rank *me, memory *m, cudaGraphExec_t graph, int round, un
     CHECK_CUDA(cudaMemcpyAsync(m->tokens, x, sizeof x, cudaMemcpyHostToDevice, me->stream));
     float numbers[EACH * NUMBERS];
     for (int i = 0; i < EACH * NUMBERS; i++)
-        numbers[i] = (float)number(me->rank * EACH + i / NUMBERS, i % NUMBERS, round);
+        numbers[i] = (float)row_number(me->rank * EACH + i / NUMBERS, i % NUMBERS, round);
     CHECK_CUDA(cudaMemcpyAsync(m->numbers, numbers, sizeof numbers, cudaMemcpyHostToDevice,
                                me->stream));
     CHECK_CUDA(cudaStreamSynchronize(me->stream));
     if (round % 3 == 0) usleep((unsigned)rand_r(seed) % 300);
     if (graph)
         CHECK_CUDA(cudaGraphLaunch(graph, me->stream));
-    else if (step(me, m) != EPIC_OK)
+    else if (run_operations(me, m) != EPIC_OK)
         return 1;
     CHECK_CUDA(cudaStreamSynchronize(me->stream));
     CHECK_CUDA(cudaMemcpyAsync(y, m->out, sizeof y, cudaMemcpyDeviceToHost, me->stream));
@@ -146,7 +147,8 @@ static int replay(team_rank *me, memory *m, cudaGraphExec_t graph, int round, un
     }
     for (int i = 0; i < EACH * NUMBERS && rare; i++) {
         const int half = (int)m->layer.num_logical, l = (me->rank * EACH + i / NUMBERS) % half;
-        const int must = number(l, i % NUMBERS, round) + number(l + half, i % NUMBERS, round);
+        const int must =
+            row_number(l, i % NUMBERS, round) + row_number(l + half, i % NUMBERS, round);
         if (numbers[i] == (float)must) continue;
         fprintf(stderr, "rank %d round %d: number %d is %g, not %d\n", me->rank, round, i,
                 numbers[i], must);
@@ -155,15 +157,15 @@ static int replay(team_rank *me, memory *m, cudaGraphExec_t graph, int round, un
     return 0;
 }
 
-static int work(team_rank *me)
+static int run_rank(team_rank *me)
 {
-    memory m = allocate(me);
+    memory m = allocate_memory(me);
     cudaGraph_t graph;
     cudaGraphExec_t exec;
     unsigned seed = 5 + (unsigned)me->rank;
     team_barrier(me);
     CHECK_CUDA(cudaStreamBeginCapture(me->stream, cudaStreamCaptureModeThreadLocal));
-    const epic_result result = step(me, &m);
+    const epic_result result = run_operations(me, &m);
     CHECK_CUDA(cudaStreamEndCapture(me->stream, &graph));
     if (result != EPIC_OK) team_stop();
     CHECK_CUDA(cudaGraphInstantiate(&exec, graph, 0));
@@ -171,7 +173,7 @@ static int work(team_rank *me)
     CHECK_CUDA(cudaStreamSynchronize(me->stream));
     team_barrier(me);
     for (int i = 0; i < replays; i++)
-        if (replay(me, &m, i % 2 ? exec : NULL, i, &seed)) team_stop();
+        if (replay_graph(me, &m, i % 2 ? exec : NULL, i, &seed)) team_stop();
     epic_failure_info f;
     if (p2p_ops.check(me->group, &f) != EPIC_OK) {
         fprintf(stderr, "rank %d: %s\n", me->rank, f.sentence);
@@ -195,7 +197,7 @@ int main(int argc, char **argv)
                     .max_row_bytes = HIDDEN * 4,
                     .timeout_ms = TEAM_LONG_MS,
                     .max_sms = 12,
-                    .work = work};
+                    .work = run_rank};
     const int failed = team_run(&t);
     printf("gpu_graph %s ranks, %s GPUs, %s, %d replays and calls%s: %s\n", argv[1], argv[2],
            argv[3], replays,

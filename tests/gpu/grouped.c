@@ -64,15 +64,15 @@ static both make_rows(const problem *p, int64_t columns)
     both b = make_both(p->s->type, p->slots * columns);
     for (int e = 0; e < p->s->experts; e++)
         for (int64_t i = 0; i < p->s->tokens[e] * columns; i++)
-            set(&b, p->first[e] * columns + i, random_number(1));
-    push(&b);
+            set_number(&b, p->first[e] * columns + i, random_number(1));
+    push_to_device(&b);
     return b;
 }
 
 static both make_pushed(uint32_t type, int64_t count, double size)
 {
     both b = random_both(type, count, size);
-    push(&b);
+    push_to_device(&b);
     return b;
 }
 
@@ -80,7 +80,7 @@ static both make_counts(const int32_t *counts, int n)
 {
     both b = make_both(EPIC_F32, n);
     memcpy(b.host, counts, (size_t)n * sizeof *counts);
-    push(&b);
+    push_to_device(&b);
     return b;
 }
 
@@ -91,7 +91,7 @@ static void make_slabs(problem *p)
                              .inner = 8,
                              .row_type = EPIC_BF16};
     const experts_layout at = experts_layout_of(&as, p->slots, false);
-    must(cudaMalloc(&p->workspace, (size_t)at.activations) == cudaSuccess, "memory");
+    must_succeed(cudaMalloc(&p->workspace, (size_t)at.activations) == cudaSuccess, "memory");
     uint8_t *work = p->workspace;
     p->slabs = (p2p_slabs){.expert_rows = p->counts.device,
                            .expert_tokens = p->tokens.device,
@@ -101,8 +101,8 @@ static void make_slabs(problem *p)
                            .num_slots = p->slots,
                            .num_experts = p->s->experts,
                            .most_tiles = at.most_tiles};
-    must(p2p_launch_slabs(&p->slabs, stream) == cudaSuccess, "launching slabs");
-    must(cudaStreamSynchronize(stream) == cudaSuccess, "slabs");
+    must_succeed(p2p_launch_slabs(&p->slabs, stream) == cudaSuccess, "launching slabs");
+    must_succeed(cudaStreamSynchronize(stream) == cudaSuccess, "slabs");
 }
 
 static problem make_problem(const shape *s)
@@ -176,8 +176,8 @@ typedef struct verdict {
     int64_t boxes[2][4]; /* wrong ones of that tile, 64 x 64 each */
 } verdict;
 
-static void judge(verdict *v, int expert, int64_t line, int64_t column, double got, double want,
-                  double slack)
+static void judge_number(verdict *v, int expert, int64_t line, int64_t column, double got,
+                         double want, double slack)
 {
     v->checked++;
     if (fabs(got - want) <= slack) return;
@@ -208,8 +208,8 @@ static double slack_of(uint32_t type, double want, double size, bool short_sums)
 }
 
 /* All of the result; `before` is what accumulating began with. */
-static verdict check(const problem *p, uint32_t pass, kernel how, const both *out,
-                     double before)
+static verdict check_product(const problem *p, uint32_t pass, kernel how, const both *out,
+                             double before)
 {
     const shape *s = p->s;
     const bool weight = pass == EPIC_GEMM_WEIGHT;
@@ -226,10 +226,10 @@ static verdict check(const problem *p, uint32_t pass, kernel how, const both *ou
                 double size = before, want = before;
                 if (weight || i / columns < s->tokens[e])
                     want += truth_at(p, pass, e, line, column, &size);
-                const double got = get(out->host, out->type, line * columns + column);
+                const double got = get_number(out->host, out->type, line * columns + column);
                 const double slack = slack_of(out->type, want, size, short_sums);
                 if (round == 0)
-                    judge(&v, e, line, column, got, want, slack);
+                    judge_number(&v, e, line, column, got, want, slack);
                 else if (!(fabs(got - want) <= slack))
                     count_box(p, &v, &again, pass, line, column);
             }
@@ -238,11 +238,11 @@ static verdict check(const problem *p, uint32_t pass, kernel how, const both *ou
         if (v.wrong == 0) break;
     }
     for (int64_t i = (p->slots - TAIL) * columns; !weight && i < p->slots * columns; i++)
-        if (!is_poison(out, i)) judge(&v, 0, i / columns, i % columns, 1, 0, 0);
+        if (!is_poison(out, i)) judge_number(&v, 0, i / columns, i % columns, 1, 0, 0);
     return v;
 }
 
-static void tell(const problem *p, uint32_t pass, kernel how, const verdict *v)
+static void print_verdict(const problem *p, uint32_t pass, kernel how, const verdict *v)
 {
     const shape *s = p->s;
     const int64_t first = pass == EPIC_GEMM_WEIGHT ? v->expert * s->k : p->first[v->expert];
@@ -316,13 +316,13 @@ static void cut_sums(p2p_gemm *job, const problem *p, both *parts)
     const int64_t lines = job->pass == EPIC_GEMM_WEIGHT ? p->s->k : p->s->tokens[0];
     *parts = make_both(EPIC_F32,
                        SLICES * lines * (job->pass == EPIC_GEMM_INPUT ? p->s->k : p->s->n));
-    push(parts);
+    push_to_device(parts);
     job->slabs.num_slots = p->s->tokens[0];
     job->slices = SLICES;
     job->parts = parts->device;
 }
 
-static void run(const problem *p, uint32_t pass, kernel how)
+static void run_product(const problem *p, uint32_t pass, kernel how)
 {
     const shape *s = p->s;
     if (only && strcmp(only, kernels[how]) != 0) return;
@@ -338,22 +338,23 @@ static void run(const problem *p, uint32_t pass, kernel how)
     both parts = {0};
     const bool ready = is_ready(s, &job, how);
     if (ready && how == SLICED) cut_sums(&job, p, &parts);
-    for (int64_t i = 0; before != 0 && i < out.count; i++) put(out.host, out.type, i, before);
-    push(&out);
+    for (int64_t i = 0; before != 0 && i < out.count; i++)
+        put_number(out.host, out.type, i, before);
+    push_to_device(&out);
     if (!ready) {
         left_out[pass][how]++;
     } else {
         const cudaError_t error = how <= SLICED ? p2p_launch_plain_gemm(&job, stream)
                                                 : p2p_launch_hopper_gemm(&job, stream);
-        must(error == cudaSuccess, "launching");
+        must_succeed(error == cudaSuccess, "launching");
         if (cudaStreamSynchronize(stream) != cudaSuccess) {
             printf("WRONG  %s, %s, \"%s\": the kernel has failed\n", passes[pass], kernels[how],
                    s->name);
-            must(false, "a kernel"); /* nothing works after it */
+            must_succeed(false, "a kernel"); /* nothing works after it */
         }
-        pull(&out);
-        const verdict v = check(p, pass, how, &out, before);
-        if (v.wrong && bad[pass][how] < 4) tell(p, pass, how, &v);
+        pull_from_device(&out);
+        const verdict v = check_product(p, pass, how, &out, before);
+        if (v.wrong && bad[pass][how] < 4) print_verdict(p, pass, how, &v);
         *(v.wrong ? &bad[pass][how] : &good[pass][how]) += 1;
     }
     free_both(&out);
@@ -364,7 +365,7 @@ static void run_shape(const shape *s)
 {
     problem p = make_problem(s);
     for (uint32_t pass = 0; pass < (s->type == EPIC_E4M3 ? 2 : 3); pass++)
-        for (kernel how = PLAIN; how < KERNELS; how++) run(&p, pass, how);
+        for (kernel how = PLAIN; how < KERNELS; how++) run_product(&p, pass, how);
     free_problem(&p);
     fflush(stdout);
 }
@@ -454,8 +455,9 @@ int main(int argc, char **argv)
     only = argc > 4 ? argv[4] : NULL;
     signal(SIGALRM, give_up);
     int wrong = 0;
-    must(!p2p_load_slabs() && !p2p_load_plain_gemm() && !p2p_load_hopper_gemm(), "loading");
-    must(!cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "a stream");
+    must_succeed(!p2p_load_slabs() && !p2p_load_plain_gemm() && !p2p_load_hopper_gemm(),
+                 "loading");
+    must_succeed(!cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "a stream");
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) run_shape(&shapes[i]);
     for (int i = 0; i < cases; i++) {
         random_state = (seed + (uint64_t)i) * 0x9e3779b97f4a7c15u | 1;

@@ -23,7 +23,7 @@ typedef struct device_part {
     cudaStream_t stream;
 } device_part;
 
-static inline void must(cudaError_t error, const char *what)
+static inline void must_succeed(cudaError_t error, const char *what)
 {
     if (error == cudaSuccess) return;
     fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(error));
@@ -35,8 +35,9 @@ static inline void *to_device(device_part *d, void *host, int64_t bytes, bool ou
     if (host == NULL) return NULL;
     mirror *m = &d->arrays[d->num++];
     *m = (mirror){host, NULL, (size_t)bytes, out};
-    must(cudaMalloc(&m->device, m->bytes + 1), "memory"); /* an address also for no bytes */
-    must(copy_in(m->device, host, m->bytes), "a copy");
+    must_succeed(cudaMalloc(&m->device, m->bytes + 1),
+                 "memory"); /* an address also for no bytes */
+    must_succeed(copy_in(m->device, host, m->bytes), "a copy");
     return m->device;
 }
 
@@ -44,8 +45,8 @@ static inline void *poisoned_device(device_part *d, int64_t bytes)
 {
     mirror *m = &d->arrays[d->num++];
     *m = (mirror){NULL, NULL, (size_t)bytes, false};
-    must(cudaMalloc(&m->device, m->bytes + 1), "memory");
-    must(fill_in(m->device, 0xff, m->bytes), "poison");
+    must_succeed(cudaMalloc(&m->device, m->bytes + 1), "memory");
+    must_succeed(fill_in(m->device, 0xff, m->bytes), "poison");
     return m->device;
 }
 
@@ -128,7 +129,8 @@ static inline void move_out(device_part *d)
     for (int i = 0; i < d->num; i++) {
         const mirror *m = &d->arrays[i];
         if (m->out)
-            must(cudaMemcpy(m->host, m->device, m->bytes, cudaMemcpyDeviceToHost), "a copy");
+            must_succeed(cudaMemcpy(m->host, m->device, m->bytes, cudaMemcpyDeviceToHost),
+                         "a copy");
         cudaFree(m->device);
     }
 }
@@ -145,10 +147,11 @@ static inline device_part device_part_make(const problem *p, int rank,
                                            const epic_config *config)
 {
     device_part d = {.t = part_make(p, rank, config, 7)};
-    must(cudaStreamCreateWithFlags(&d.stream, cudaStreamNonBlocking), "a stream");
+    must_succeed(cudaStreamCreateWithFlags(&d.stream, cudaStreamNonBlocking), "a stream");
     move_in(&d);
-    must(cudaMemsetAsync((void *)d.t->forward.saved, 0xff, 8, d.stream), "a first work");
-    must(cudaStreamSynchronize(d.stream), "a first work");
+    must_succeed(cudaMemsetAsync((void *)d.t->forward.saved, 0xff, 8, d.stream),
+                 "a first work");
+    must_succeed(cudaStreamSynchronize(d.stream), "a first work");
     return d;
 }
 

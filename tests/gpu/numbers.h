@@ -34,7 +34,7 @@ static inline int64_t bytes_of(uint32_t type)
     return type == EPIC_F64 ? 8 : type == EPIC_F32 ? 4 : type == EPIC_E4M3 ? 1 : 2;
 }
 
-static inline double get(const void *data, uint32_t type, int64_t i)
+static inline double get_number(const void *data, uint32_t type, int64_t i)
 {
     if (type == EPIC_F64) return ((const double *)data)[i];
     if (type == EPIC_F32) return ((const float *)data)[i];
@@ -43,7 +43,7 @@ static inline double get(const void *data, uint32_t type, int64_t i)
     return type == EPIC_BF16 ? float_of_bf16(bits) : float_of_f16(bits);
 }
 
-static inline void put(void *data, uint32_t type, int64_t i, double x)
+static inline void put_number(void *data, uint32_t type, int64_t i, double x)
 {
     if (type == EPIC_F64)
         ((double *)data)[i] = x;
@@ -57,11 +57,11 @@ static inline void put(void *data, uint32_t type, int64_t i, double x)
 }
 
 /* x as an array of that type holds it. */
-static inline double rounded(double x, uint32_t type)
+static inline double round_to_type(double x, uint32_t type)
 {
     double held;
-    put(&held, type, 0, x);
-    return get(&held, type, 0);
+    put_number(&held, type, 0, x);
+    return get_number(&held, type, 0);
 }
 
 /* The same numbers in float64, as the device has them, and as it gave them back. */
@@ -73,7 +73,7 @@ typedef struct both {
     size_t bytes;
 } both;
 
-static inline void must(bool good, const char *what)
+static inline void must_succeed(bool good, const char *what)
 {
     if (good) return;
     fprintf(stderr, "%s: %s, %s\n", what, epic_error(NULL),
@@ -87,33 +87,34 @@ static inline both make_both(uint32_t type, int64_t count)
     both b = {.type = type, .count = count, .bytes = (size_t)(count * bytes_of(type)) + 16};
     b.truth = calloc((size_t)count + 1, sizeof *b.truth);
     b.host = malloc(b.bytes);
-    must(b.truth && b.host && cudaMalloc(&b.device, b.bytes) == cudaSuccess, "memory");
+    must_succeed(b.truth && b.host && cudaMalloc(&b.device, b.bytes) == cudaSuccess, "memory");
     memset(b.host, 0xff, b.bytes);
     return b;
 }
 
-static inline void set(both *b, int64_t i, double x)
+static inline void set_number(both *b, int64_t i, double x)
 {
-    put(b->host, b->type, i, x);
-    b->truth[i] = get(b->host, b->type, i);
+    put_number(b->host, b->type, i, x);
+    b->truth[i] = get_number(b->host, b->type, i);
 }
 
 static inline both random_both(uint32_t type, int64_t count, double size)
 {
     both b = make_both(type, count);
-    for (int64_t i = 0; i < count; i++) set(&b, i, random_number(size));
+    for (int64_t i = 0; i < count; i++) set_number(&b, i, random_number(size));
     return b;
 }
 
-static inline void push(const both *b)
+static inline void push_to_device(const both *b)
 {
-    must(copy_in(b->device, b->host, b->bytes) == cudaSuccess, "a copy to the device");
+    must_succeed(copy_in(b->device, b->host, b->bytes) == cudaSuccess, "a copy to the device");
 }
 
-static inline void pull(const both *b)
+static inline void pull_from_device(const both *b)
 {
-    must(cudaMemcpy(b->host, b->device, b->bytes, cudaMemcpyDeviceToHost) == cudaSuccess,
-         "a copy from the device");
+    must_succeed(cudaMemcpy(b->host, b->device, b->bytes, cudaMemcpyDeviceToHost) ==
+                     cudaSuccess,
+                 "a copy from the device");
 }
 
 static inline void free_both(both *b)

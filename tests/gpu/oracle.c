@@ -8,7 +8,7 @@
 
 __extension__ typedef _Float16 float16;
 
-static int64_t padded(int64_t n, int64_t to)
+static int64_t round_up_to(int64_t n, int64_t to)
 {
     return (n + to - 1) / to * to;
 }
@@ -19,7 +19,7 @@ static int64_t slots_with(const routing *r, int rank, int64_t most)
     if (r->layer.layout == EPIC_FLAT) return r->rows_of[rank];
     for (uint32_t e = 0; e < r->layer.num_experts; e++)
         if (r->owner[e] == rank)
-            slots += padded(r->kept[e] < most ? r->kept[e] : most, r->layer.alignment);
+            slots += round_up_to(r->kept[e] < most ? r->kept[e] : most, r->layer.alignment);
     return slots;
 }
 
@@ -46,7 +46,7 @@ static void count_rows(const routing *r, int64_t *rows)
         }
 }
 
-static void count(routing *r)
+static void count_choices(routing *r)
 {
     for (int q = 0; q < r->num_ranks; q++)
         for (int64_t i = 0; i < (int64_t)r->tokens_of[q] * r->layer.top_k; i++) {
@@ -69,7 +69,7 @@ static int64_t quota_of(const routing *r, int64_t expert)
     return (r->layer.expert_capacity + replicas - 1 - before) / replicas;
 }
 
-static void limit(routing *r)
+static void limit_kept(routing *r)
 {
     const bool drop = r->layer.overflow == EPIC_OVERFLOW_DROP;
     for (uint32_t e = 0; e < r->layer.num_experts; e++) r->kept[e] = r->load[e];
@@ -127,14 +127,14 @@ static void number_choices(routing *r)
     free(next);
 }
 
-static void place(routing *r)
+static void place_choices(routing *r)
 {
     const int k = (int)r->layer.top_k;
     int32_t *next = calloc(r->layer.num_experts, sizeof *next);
     number_choices(r);
     for (uint32_t e = 0; e < r->layer.num_experts; e++) {
         r->begin[e] = (int32_t)r->slots_of[r->owner[e]];
-        r->slots_of[r->owner[e]] += padded(r->kept[e], r->layer.alignment);
+        r->slots_of[r->owner[e]] += round_up_to(r->kept[e], r->layer.alignment);
     }
     for (int q = 0; q < r->num_ranks; q++)
         for (int64_t i = 0; i < (int64_t)r->tokens_of[q] * k; i++) {
@@ -189,13 +189,13 @@ void solve_routing(routing *r)
         r->rank[q] = malloc(choices * 4);
         r->slots_of[q] = r->rows_of[q] = 0;
     }
-    count(r);
+    count_choices(r);
     count_rows(r, r->rows_of);
-    limit(r);
+    limit_kept(r);
     if (r->layer.layout == EPIC_FLAT)
         place_rows(r);
     else
-        place(r);
+        place_choices(r);
 }
 
 void free_routing(routing *r)
@@ -284,7 +284,7 @@ typedef struct node {
     float sum;
 } node;
 
-static node add(node a, node b, uint32_t type)
+static node add_nodes(node a, node b, uint32_t type)
 {
     if (!a.there) return b;
     if (!b.there) return a;
@@ -292,8 +292,8 @@ static node add(node a, node b, uint32_t type)
 }
 
 /* The partial over the choices whose expert lies in [first, first + count). */
-static node partial(const routing *r, int rank, int32_t token, int64_t i, uint32_t type,
-                    const expert_rows *rows, int owner, int64_t first, int64_t count)
+static node partial_sum(const routing *r, int rank, int32_t token, int64_t i, uint32_t type,
+                        const expert_rows *rows, int owner, int64_t first, int64_t count)
 {
     const int k = (int)r->layer.top_k;
     node n = {false, 0};
@@ -314,31 +314,33 @@ static node partial(const routing *r, int rank, int32_t token, int64_t i, uint32
     return n;
 }
 
-static node tree(const routing *r, int rank, int32_t token, int64_t i, uint32_t type,
-                 const expert_rows *rows, int64_t leaf, int64_t leaves, int64_t all)
+static node tree_sum(const routing *r, int rank, int32_t token, int64_t i, uint32_t type,
+                     const expert_rows *rows, int64_t leaf, int64_t leaves, int64_t all)
 {
     const int64_t block = r->layer.num_experts / all;
     if (leaves == 1)
-        return partial(r, rank, token, i, type, rows, r->owner[leaf * block], leaf * block,
-                       block);
-    return add(tree(r, rank, token, i, type, rows, leaf, leaves / 2, all),
-               tree(r, rank, token, i, type, rows, leaf + leaves / 2, leaves / 2, all), type);
+        return partial_sum(r, rank, token, i, type, rows, r->owner[leaf * block], leaf * block,
+                           block);
+    return add_nodes(
+        tree_sum(r, rank, token, i, type, rows, leaf, leaves / 2, all),
+        tree_sum(r, rank, token, i, type, rows, leaf + leaves / 2, leaves / 2, all), type);
 }
 
-float combined(const routing *r, int rank, int32_t token, int64_t i, uint32_t type,
-               const expert_rows *rows)
+float combined_number(const routing *r, int rank, int32_t token, int64_t i, uint32_t type,
+                      const expert_rows *rows)
 {
     const uint32_t part = r->layer.partial_type ? r->layer.partial_type : type;
     if (r->layer.sum_order == EPIC_TREE) {
         const bool flat = r->layer.layout == EPIC_FLAT; /* a rank's leaves are in the row */
         const int64_t leaves = flat ? r->num_ranks : (int64_t)r->layer.leaves;
-        const node n = tree(r, rank, token, i, part, rows, 0, leaves, leaves);
+        const node n = tree_sum(r, rank, token, i, part, rows, 0, leaves, leaves);
         return n.there ? n.sum : 0.0f;
     }
     node total = {false, 0};
     for (int q = 0; q < r->num_ranks; q++)
-        total = add(total, partial(r, rank, token, i, part, rows, q, 0, r->layer.num_experts),
-                    EPIC_F32);
+        total = add_nodes(
+            total, partial_sum(r, rank, token, i, part, rows, q, 0, r->layer.num_experts),
+            EPIC_F32);
     return total.there ? total.sum : 0.0f;
 }
 
@@ -361,10 +363,10 @@ float dot_in_order(const float *a, const float *b, int64_t n)
         }
         for (int distance = 4; distance; distance /= 2)
             for (int i = 0; i < 256; i++)
-                if (i % 8 < distance) acc[i] = add(acc[i], acc[i + distance], EPIC_F32);
+                if (i % 8 < distance) acc[i] = add_nodes(acc[i], acc[i + distance], EPIC_F32);
         for (int distance = 16; distance; distance /= 2)
             for (int g = 0; g < distance; g++)
-                acc[g * 8] = add(acc[g * 8], acc[(g + distance) * 8], EPIC_F32);
+                acc[g * 8] = add_nodes(acc[g * 8], acc[(g + distance) * 8], EPIC_F32);
         total = block ? total + acc[0].sum : acc[0].sum;
     }
     return total;

@@ -49,8 +49,8 @@ typedef struct expert_rows {
     float (*weight)(const void *self, int rank, int64_t slot);
     const void *self;
 } expert_rows;
-float combined(const routing *r, int rank, int32_t token, int64_t i, uint32_t type,
-               const expert_rows *rows);
+float combined_number(const routing *r, int rank, int32_t token, int64_t i, uint32_t type,
+                      const expert_rows *rows);
 
 /* n numbers in blocks, as epic.h says; how: an epic_quantize. */
 void quantize_blocks(uint32_t how, const float *x, int64_t n, uint8_t *q, uint8_t *scales);

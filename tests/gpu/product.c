@@ -11,7 +11,7 @@ enum { N = 96 };
 #define BYTES (N * N * sizeof(float))
 
 /* Column by column, as cuBLAS has it. */
-static void multiply(const float *a, const float *b, float *c)
+static void multiply_matrices(const float *a, const float *b, float *c)
 {
     for (int i = 0; i < N; i++)
         for (int j = 0; j < N; j++) {
@@ -55,7 +55,7 @@ bool product_is_right(void)
         a[i] = (float)(i * 7 % 17 - 8);
         b[i] = (float)(i * 5 % 13 - 6);
     }
-    multiply(a, b, want);
+    multiply_matrices(a, b, want);
     if (!multiply_there(a, b, got)) return false;
     if (!memcmp(want, got, BYTES)) return true;
     fprintf(stderr, "the matrix product is wrong\n");

@@ -30,12 +30,12 @@ float router_normal(void)
     return sum - 6;
 }
 
-static uint32_t pick(const uint32_t *from, uint32_t count)
+static uint32_t pick_one(const uint32_t *from, uint32_t count)
 {
     return from[router_below(count)];
 }
 
-static uint32_t less(uint32_t a, uint32_t b)
+static uint32_t min_of(uint32_t a, uint32_t b)
 {
     return a < b ? a : b;
 }
@@ -50,7 +50,7 @@ static void pick_groups(epic_router *r, uint32_t n)
     r->topk_groups = least + router_below(groups - least + 1);
     r->group_score = router_below(2);
     r->group_others = router_below(2);
-    r->group_best = 1 + router_below(less(each, router_below(2) ? 2 : 64));
+    r->group_best = 1 + router_below(min_of(each, router_below(2) ? 2 : 64));
 }
 
 static epic_router pick_router(uint32_t most)
@@ -58,20 +58,20 @@ static epic_router pick_router(uint32_t most)
     static const uint32_t sizes[] = {1,   2,   8,   31,  32,  33,  60,   64,   127,  128,
                                      160, 256, 257, 384, 512, 513, 1000, 1024, 2048, 4096};
     uint32_t n =
-        router_below(3) ? pick(sizes, router_below(4) ? 15 : 20) : 1 + router_below(700);
-    n = less(n, most);
+        router_below(3) ? pick_one(sizes, router_below(4) ? 15 : 20) : 1 + router_below(700);
+    n = min_of(n, most);
     const uint32_t zero = n > 4 && router_below(5) == 0 ? 1 + router_below(n / 4) : 0;
     epic_router r = {.num_experts = n - zero,
                      .zero_experts = zero,
-                     .top_k = router_below(6) ? 1 + router_below(less(8, n))
-                                              : less(n, 1 + router_below(MOST_K)),
+                     .top_k = router_below(6) ? 1 + router_below(min_of(8, n))
+                                              : min_of(n, 1 + router_below(MOST_K)),
                      .score = router_below(4),
                      .weight_rule = router_below(3),
                      .normalize = router_below(3),
                      .eps = router_below(2) ? 1e-20 : 0,
                      .norm_min = router_below(2) ? 1e-6 : 0.7,
                      .scale = router_below(2) ? 2.5 : 0};
-    if (router_below(8) == 0) r.top_k = less(n, MOST_K);
+    if (router_below(8) == 0) r.top_k = min_of(n, MOST_K);
     if (router_below(2)) pick_groups(&r, n);
     return r;
 }
@@ -79,7 +79,7 @@ static epic_router pick_router(uint32_t most)
 problem router_draw(uint32_t most)
 {
     static const uint32_t types[] = {EPIC_F32, EPIC_BF16, EPIC_F16};
-    problem p = {.router = pick_router(most), .type = pick(types, 3)};
+    problem p = {.router = pick_router(most), .type = pick_one(types, 3)};
     if (most >= 256 && router_below(10) == 0)
         p.router = (epic_router){.num_experts = 256,
                                  .top_k = 8,

@@ -14,10 +14,10 @@ static inline both scale_rows(both *rows, int64_t columns)
     for (int64_t i = 0; i < rows->count; i++) {
         const int64_t at = i / columns * each + i % columns / 128;
         if (is_poison(rows, i)) continue;
-        if (i % columns % 128 == 0) set(&scales, at, 0.5 + random_number(0.25));
+        if (i % columns % 128 == 0) set_number(&scales, at, 0.5 + random_number(0.25));
         rows->truth[i] *= scales.truth[at];
     }
-    push(&scales);
+    push_to_device(&scales);
     return scales;
 }
 
@@ -32,17 +32,18 @@ static inline scaled_weights scale_weights(both *w, int64_t experts, int64_t k, 
     scaled_weights s = {make_both(EPIC_F32, experts * down * across),
                         make_both(EPIC_E4M3, w->count),
                         make_both(EPIC_F32, experts * down * across)};
-    for (int64_t i = 0; i < s.scales.count; i++) set(&s.scales, i, 0.5 + random_number(0.25));
+    for (int64_t i = 0; i < s.scales.count; i++)
+        set_number(&s.scales, i, 0.5 + random_number(0.25));
     for (int64_t i = 0; i < w->count; i++) {
         const int64_t e = i / (k * n), row = i / n % k, column = i % n;
         const double scale = s.scales.truth[(e * down + row / 128) * across + column / 128];
-        set(&s.turned, (e * n + column) * k + row, w->truth[i]);
-        set(&s.turned_scales, (e * across + column / 128) * down + row / 128, scale);
+        set_number(&s.turned, (e * n + column) * k + row, w->truth[i]);
+        set_number(&s.turned_scales, (e * across + column / 128) * down + row / 128, scale);
         w->truth[i] *= scale;
     }
-    push(&s.scales);
-    push(&s.turned);
-    push(&s.turned_scales);
+    push_to_device(&s.scales);
+    push_to_device(&s.turned);
+    push_to_device(&s.turned_scales);
     return s;
 }
 

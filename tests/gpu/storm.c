@@ -27,7 +27,7 @@ typedef struct entry { /* a case of the pool */
     sums s;
 } entry;
 
-static void prepare(entry *e, team_rank *me, uint64_t seed, case_kind kind)
+static void prepare_entry(entry *e, team_rank *me, uint64_t seed, case_kind kind)
 {
     memset(e, 0, sizeof *e);
     e->b = (bench){.me = me, .arena_bytes = ARENA_BYTES};
@@ -43,7 +43,7 @@ static void prepare(entry *e, team_rank *me, uint64_t seed, case_kind kind)
 }
 
 /* Five operations, or four; returns how many, 0: refused. */
-static int enqueue(entry *e)
+static int enqueue_operations(entry *e)
 {
     bench *b = &e->b;
     dirty_received(b, &e->a);
@@ -56,32 +56,32 @@ static int enqueue(entry *e)
     return good ? (b->c.fused ? 4 : 5) : 0;
 }
 
-static void look(entry *e)
+static void check_results(entry *e)
 {
     CHECK_CUDA(cudaStreamSynchronize(e->b.me->stream));
     epic_failure_info failure; /* of a group that is broken nothing else is right */
     if (p2p_ops.check(e->b.me->group, &failure) != EPIC_OK)
-        wrong(&e->b, "%s", failure.sentence);
+        report_wrong(&e->b, "%s", failure.sentence);
     check_plan(&e->b, &e->a);
     check_dispatch(&e->b, &e->a, "dispatch");
     check_sums(&e->b, &e->s);
 }
 
-static int work(team_rank *me)
+static int run_rank(team_rank *me)
 {
     entry *pool = calloc(POOL, sizeof *pool);
     uint64_t same = first_seed, own = first_seed * 31 + (uint64_t)me->rank + 1;
     int done = 0;
     for (int i = 0; i < POOL; i++)
-        prepare(&pool[i], me, first_seed + (uint64_t)i, i < FEW ? CASE_PLAIN : CASE_ANY);
+        prepare_entry(&pool[i], me, first_seed + (uint64_t)i, i < FEW ? CASE_PLAIN : CASE_ANY);
     team_barrier(me);
     for (int round = 1; done < operations; round++) {
         const int most = FEW && done < operations / 2 ? FEW : POOL;
-        entry *e = &pool[between(&same, 0, most - 1)];
-        if (between(&own, 0, 3) == 0) usleep((unsigned)between(&own, 0, 400));
-        const int count = enqueue(e);
+        entry *e = &pool[draw_between(&same, 0, most - 1)];
+        if (draw_between(&own, 0, 3) == 0) usleep((unsigned)draw_between(&own, 0, 400));
+        const int count = enqueue_operations(e);
         done += count;
-        if (round % LOOK_EVERY == 0 || done >= operations) look(e);
+        if (round % LOOK_EVERY == 0 || done >= operations) check_results(e);
         if (!count || e->b.wrong) team_stop();
     }
     CHECK_CUDA(cudaStreamSynchronize(me->stream));
@@ -107,7 +107,7 @@ int main(int argc, char **argv)
               .lowlat_tokens = TEAM_LOWLAT_TOKENS,
               .max_row_bytes = MAX_ROW_BYTES,
               .timeout_ms = TEAM_LONG_MS,
-              .work = work};
+              .work = run_rank};
     const int failed = team_run(&t);
     printf("gpu_storm %s ranks, %s GPUs, %s, %d operations from seed %llu: %s\n", argv[1],
            argv[2], argv[3], operations, (unsigned long long)first_seed,

@@ -31,7 +31,7 @@ typedef struct bootstrap { /* shared by all ranks */
 static bootstrap *place;
 static char *shared;
 
-static epic_result gather(void *self, const void *mine, void *all, int64_t bytes)
+static epic_result gather_seats(void *self, const void *mine, void *all, int64_t bytes)
 {
     const team_rank *me = self;
     if (bytes > SEAT_BYTES) return epic_fail(EPIC_EINVAL, "the test's bootstrap is too small");
@@ -111,7 +111,7 @@ static int run_rank(const team *t, int rank)
     mine.host[0] = host_of(rank);
     mine.process[0] = (uint64_t)getpid();
     mine.pid = getpid();
-    const epic_bootstrap bootstrap = {rank, t->num_ranks, gather, NULL, &me};
+    const epic_bootstrap bootstrap = {rank, t->num_ranks, gather_seats, NULL, &me};
     const epic_config config = {.max_tokens = t->max_tokens,
                                 .max_row_bytes = t->max_row_bytes,
                                 .staging_bytes = t->staging_bytes,
@@ -120,11 +120,11 @@ static int run_rank(const team *t, int rank)
                                 .max_sms = sms_of(t),
                                 .max_top_k = team_max_top_k()};
     CHECK_CUDA(cudaSetDevice(rank % t->num_gpus));
-    gather(&me, &mine, peers, sizeof mine);
+    gather_seats(&me, &mine, peers, sizeof mine);
     const epic_join join = {&bootstrap, &config, peers, place->group_id};
     epic_result result = BACKEND.join(&me.group, &join);
     uint32_t results[DEVICE_MAX_RANKS], own = (uint32_t)result;
-    gather(&me, &own, results, sizeof own);
+    gather_seats(&me, &own, results, sizeof own);
     for (int q = 0; q < t->num_ranks; q++)
         if (results[q] != EPIC_OK) {
             fprintf(stderr, "rank %d: join: rank %d: %s\n", rank, q,

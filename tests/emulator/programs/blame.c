@@ -57,7 +57,7 @@ static int64_t tokens_of(const team_rank *me)
     return now_played->to[me->rank] == NONE ? 0 : TOKENS;
 }
 
-static memory allocate(const team_rank *me)
+static memory allocate_memory(const team_rank *me)
 {
     memory m = {.layer = {.num_experts = (uint32_t)me->num_ranks, .top_k = 1}};
     int32_t ids[TOKENS];
@@ -73,7 +73,7 @@ static memory allocate(const team_rank *me)
     return m;
 }
 
-static void plan(team_rank *me, memory *m)
+static void make_plan(team_rank *me, memory *m)
 {
     const epic_plan_args args = {.call = {.stream = me->stream, .timeout_ms = 30000},
                                  .layer = &m->layer,
@@ -97,13 +97,13 @@ static void dispatch_on(team_rank *me, memory *m, cudaStream_t stream)
     if (p2p_ops.dispatch(me->group, &args) != EPIC_OK) team_stop();
 }
 
-static void dispatch(team_rank *me, memory *m)
+static void dispatch_rows(team_rank *me, memory *m)
 {
     dispatch_on(me, m, me->stream);
 }
 
 /* The rank's dispatch has ended with `result`, by the fault of `culprit`. */
-static void expect(team_rank *me, epic_result result, int culprit)
+static void expect_failure(team_rank *me, epic_result result, int culprit)
 {
     epic_failure_info f;
     CHECK_CUDA(cudaStreamSynchronize(me->stream));
@@ -121,13 +121,13 @@ static void expect(team_rank *me, epic_result result, int culprit)
 static void play_closed(team_rank *me, memory *m)
 {
     if (me->rank == 2) emulator_hold(me->rank, 1);
-    dispatch(me, m);
+    dispatch_rows(me, m);
     if (me->rank == 2) {
         while (!p2p_is_dead(me->group, 0)) sleep_ms(1);
         sleep_ms(300);
         emulator_hold(me->rank, 0);
     }
-    expect(me, EPIC_OK, NOBODY);
+    expect_failure(me, EPIC_OK, NOBODY);
 }
 
 /* Rank 0 closes, and the others go on without it. */
@@ -135,8 +135,8 @@ static void play_left(team_rank *me, memory *m)
 {
     if (me->rank == 0) return;
     const double begin = now_ms();
-    dispatch(me, m);
-    expect(me, EPIC_EPEER, 0);
+    dispatch_rows(me, m);
+    expect_failure(me, EPIC_EPEER, 0);
     if (now_ms() - begin > 1000 + slack_ms()) bad = true;
 }
 
@@ -146,8 +146,8 @@ static void play_waiting(team_rank *me, memory *m)
 {
     if (me->rank == 2) emulator_hold(me->rank, 1);
     team_barrier(me);
-    dispatch(me, m);
-    if (me->rank != 2) expect(me, EPIC_ETIMEOUT, 2);
+    dispatch_rows(me, m);
+    if (me->rank != 2) expect_failure(me, EPIC_ETIMEOUT, 2);
     team_barrier(me);
     emulator_hold(me->rank, 0);
 }
@@ -158,11 +158,11 @@ static void play_circle(team_rank *me, memory *m)
     epic_failure_info f;
     emulator_hold(me->rank, 1);
     team_barrier(me);
-    dispatch(me, m);
+    dispatch_rows(me, m);
     const double end = now_ms() + 20000;
     while (p2p_ops.check(me->group, &f) == EPIC_OK && now_ms() < end) sleep_ms(5);
     emulator_hold(me->rank, 0);
-    expect(me, EPIC_ETIMEOUT, 1 - f.rank);
+    expect_failure(me, EPIC_ETIMEOUT, 1 - f.rank);
 }
 
 /* Rank 1's CTAs begin one by one, each a quarter of the deadline after the last: the operation takes
@@ -171,13 +171,13 @@ static void play_long(team_rank *me, memory *m)
 {
     if (me->rank == 1) emulator_hold(me->rank, 1);
     team_barrier(me);
-    dispatch(me, m);
+    dispatch_rows(me, m);
     for (int ctas = 2; ctas < (int)now_played->sms && me->rank == 1; ctas++) {
         sleep_ms((long)now_played->deadline[1] / 4);
         emulator_hold(me->rank, ctas);
     }
     emulator_hold(me->rank, 0);
-    expect(me, EPIC_OK, NOBODY);
+    expect_failure(me, EPIC_OK, NOBODY);
 }
 
 /* Rank 1 brings bytes that are no plan: the ranks differ, and rank 1 says why. */
@@ -185,7 +185,7 @@ static void play_damaged(team_rank *me, memory *m)
 {
     epic_failure_info f;
     if (me->rank == 1) CHECK_CUDA(fill_in(m->plan + 40, 0x77, 6));
-    dispatch(me, m);
+    dispatch_rows(me, m);
     CHECK_CUDA(cudaStreamSynchronize(me->stream));
     const epic_result result = p2p_ops.check(me->group, &f);
     if (result == EPIC_EMISMATCH &&
@@ -203,15 +203,15 @@ static void play_overlap(team_rank *me, memory *m)
     CHECK_CUDA(cudaStreamCreateWithFlags(&second, cudaStreamNonBlocking));
     if (me->rank == 2) emulator_hold(me->rank, 1);
     team_barrier(me);
-    dispatch(me, m);
+    dispatch_rows(me, m);
     if (me->rank != 2) {
         dispatch_on(me, m, me->rank == 1 ? second : me->stream);
-        expect(me, EPIC_EMISMATCH, 1);
+        expect_failure(me, EPIC_EMISMATCH, 1);
         CHECK_CUDA(cudaStreamSynchronize(second));
     }
     team_barrier(me);
     emulator_hold(me->rank, 0);
-    expect(me, EPIC_EMISMATCH, 1);
+    expect_failure(me, EPIC_EMISMATCH, 1);
     CHECK_CUDA(cudaStreamDestroy(second));
 }
 
@@ -221,9 +221,9 @@ static void play_relay(team_rank *me, memory *m)
 {
     if (me->rank == 3) emulator_hold(me->rank, 1);
     team_barrier(me);
-    dispatch(me, m);
-    if (me->rank < 2) expect(me, EPIC_OK, NOBODY);
-    if (me->rank == 2) expect(me, EPIC_ETIMEOUT, 3);
+    dispatch_rows(me, m);
+    if (me->rank < 2) expect_failure(me, EPIC_OK, NOBODY);
+    if (me->rank == 2) expect_failure(me, EPIC_ETIMEOUT, 3);
     team_barrier(me);
     emulator_hold(me->rank, 0);
 }
@@ -233,8 +233,8 @@ static void play_far(team_rank *me, memory *m)
 {
     if (me->rank == 1) emulator_hold(me->rank, 1);
     team_barrier(me);
-    dispatch(me, m);
-    if (me->rank >= 2) expect(me, EPIC_ETIMEOUT, 1);
+    dispatch_rows(me, m);
+    if (me->rank >= 2) expect_failure(me, EPIC_ETIMEOUT, 1);
     team_barrier(me);
     emulator_hold(me->rank, 0);
 }
@@ -251,10 +251,10 @@ static const scenario scenarios[] = {
     {"far", 4, {NONE, 2, NONE, NONE}, false, {8000, 8000, 7200, 8000}, 2, 20000, play_far},
 };
 
-static int work(team_rank *me)
+static int run_rank(team_rank *me)
 {
-    memory m = allocate(me);
-    plan(me, &m);
+    memory m = allocate_memory(me);
+    make_plan(me, &m);
     team_barrier(me);
     now_played->play(me, &m);
     void *const parts[] = {m.ids, m.plan, m.tokens, m.recv};
@@ -275,7 +275,7 @@ int main(int argc, char **argv)
                     .max_row_bytes = ROW,
                     .timeout_ms = now_played->close_ms,
                     .max_sms = now_played->sms,
-                    .work = work};
+                    .work = run_rank};
     const int failed = team_run(&t);
     printf("emulated_blame %s: %s\n", now_played->name, failed ? "WRONG" : "good");
     return failed != 0;

@@ -10,14 +10,14 @@
 
 static bool bad;
 
-static void refused(epic_result result, const char *number)
+static void expect_refusal(epic_result result, const char *number)
 {
     if (result == EPIC_ENOTSUP && strstr(epic_error(NULL), number)) return;
     fprintf(stderr, "%d, not refused with %s: %s\n", result, number, epic_error(NULL));
     bad = true;
 }
 
-static epic_result plan(team_rank *me, uint32_t num_experts)
+static epic_result make_plan(team_rank *me, uint32_t num_experts)
 {
     static int32_t ids[64];
     static uint8_t bytes[64];
@@ -30,11 +30,11 @@ static epic_result plan(team_rank *me, uint32_t num_experts)
     return p2p_ops.plan(me->group, &args);
 }
 
-static int work(team_rank *me)
+static int run_rank(team_rank *me)
 {
-    refused(plan(me, DEVICE_MAX_EXPERTS + 1), "at most 8192");
+    expect_refusal(make_plan(me, DEVICE_MAX_EXPERTS + 1), "at most 8192");
     /* with one fewer the plan's bytes alone are too few */
-    if (plan(me, DEVICE_MAX_EXPERTS) != EPIC_EINVAL) bad = true;
+    if (make_plan(me, DEVICE_MAX_EXPERTS) != EPIC_EINVAL) bad = true;
     return 0;
 }
 
@@ -44,13 +44,13 @@ int main(void)
     const epic_config config = {.max_tokens = 1, .max_row_bytes = 16};
     const epic_join join = {.bootstrap = &bootstrap, .config = &config};
     epic_group *group;
-    refused(epic_backend_p2p.join(&group, &join), "at most 32");
+    expect_refusal(epic_backend_p2p.join(&group, &join), "at most 32");
     const team t = {.num_ranks = 1,
                     .num_gpus = 1,
                     .max_tokens = 1 << 17, /* more than fit the shared memory */
                     .max_row_bytes = 16,
                     .timeout_ms = 1000,
-                    .work = work};
+                    .work = run_rank};
     if (team_run(&t)) bad = true;
     printf("emulated_bounds: %s\n", bad ? "WRONG" : "good");
     return bad;

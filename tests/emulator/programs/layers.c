@@ -47,7 +47,7 @@ static round alone[NUM_LAYERS][2][MAX_RANKS];
 static int only; /* the layer that a team has for itself; NUM_LAYERS: it has all */
 static bool bad;
 
-static void *take(size_t bytes)
+static void *allocate_zeroed(size_t bytes)
 {
     void *p;
     CHECK_CUDA(cudaMalloc(&p, bytes));
@@ -55,20 +55,20 @@ static void *take(size_t bytes)
     return p;
 }
 
-static memory allocate(const team_rank *me)
+static memory allocate_memory(const team_rank *me)
 {
     memory m = {0};
     for (int i = 0; i < NUM_LAYERS; i++) {
         const int64_t bytes = device_layer_bytes(me->num_ranks, TOKENS, &layers[i]);
         if (bytes > m.plan_bytes) m.plan_bytes = bytes;
     }
-    m.ids = take(sizeof(int32_t) * TOKENS * MAX_TOP_K);
-    m.weights = take(sizeof(float) * TOKENS * MAX_TOP_K);
-    m.d_weights = take(sizeof(float) * TOKENS * MAX_TOP_K);
-    m.slot_weights = take(sizeof(float) * SLOTS * 2);
-    m.plan = take((size_t)m.plan_bytes);
-    m.tokens = take((size_t)TOKENS * ROW);
-    m.slots = take((size_t)SLOTS * ROW);
+    m.ids = allocate_zeroed(sizeof(int32_t) * TOKENS * MAX_TOP_K);
+    m.weights = allocate_zeroed(sizeof(float) * TOKENS * MAX_TOP_K);
+    m.d_weights = allocate_zeroed(sizeof(float) * TOKENS * MAX_TOP_K);
+    m.slot_weights = allocate_zeroed(sizeof(float) * SLOTS * 2);
+    m.plan = allocate_zeroed((size_t)m.plan_bytes);
+    m.tokens = allocate_zeroed((size_t)TOKENS * ROW);
+    m.slots = allocate_zeroed((size_t)SLOTS * ROW);
     return m;
 }
 
@@ -79,7 +79,7 @@ static void free_all(const memory *m)
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) CHECK_CUDA(cudaFree(parts[i]));
 }
 
-static void must(const team_rank *me, epic_result result, const char *call, int layer)
+static void must_succeed(const team_rank *me, epic_result result, const char *call, int layer)
 {
     epic_failure_info failure;
     if (result == EPIC_OK) CHECK_CUDA(cudaStreamSynchronize(me->stream));
@@ -135,12 +135,13 @@ static void make_calls(const team_rank *me, const memory *m, int which, int64_t 
                                               .d_slot_weights = m->slot_weights,
                                               .d_weights = m->d_weights,
                                               .type = EPIC_BF16};
-    must(me, p2p_ops.plan(me->group, &plan), "plan", which);
-    must(me, p2p_ops.dispatch(me->group, &dispatch), "dispatch", which);
-    must(me, p2p_ops.combine(me->group, &combine), "combine", which);
-    must(me, p2p_ops.combine_backward(me->group, &spread), "combine_backward", which);
-    must(me, p2p_ops.dispatch_backward(me->group, &home), "dispatch_backward", which);
-    must(me, p2p_ops.plan_dispatch(me->group, &plan, &dispatch), "plan_dispatch", which);
+    must_succeed(me, p2p_ops.plan(me->group, &plan), "plan", which);
+    must_succeed(me, p2p_ops.dispatch(me->group, &dispatch), "dispatch", which);
+    must_succeed(me, p2p_ops.combine(me->group, &combine), "combine", which);
+    must_succeed(me, p2p_ops.combine_backward(me->group, &spread), "combine_backward", which);
+    must_succeed(me, p2p_ops.dispatch_backward(me->group, &home), "dispatch_backward", which);
+    must_succeed(me, p2p_ops.plan_dispatch(me->group, &plan, &dispatch), "plan_dispatch",
+                 which);
 }
 
 /* Distinct experts for each token. */
@@ -177,7 +178,7 @@ static bool is_same(const round *a, const round *b)
     return same;
 }
 
-static void compare(const team_rank *me, int which, bool few, const round *r)
+static void compare_kernels(const team_rank *me, int which, bool few, const round *r)
 {
     if (is_same(r, &alone[which][few][me->rank])) return;
     fprintf(stderr, "layer %d, %s tokens, rank %d: not the kernels that it runs alone\n", which,
@@ -185,15 +186,15 @@ static void compare(const team_rank *me, int which, bool few, const round *r)
     bad = true;
 }
 
-static int work(team_rank *me)
+static int run_rank(team_rank *me)
 {
-    const memory m = allocate(me);
+    const memory m = allocate_memory(me);
     for (int few = 0; few < 2 && only < NUM_LAYERS; few++)
         alone[only][few][me->rank] = run_layer(me, &m, only, few);
     for (int i = 0; i < 2 * NUM_LAYERS && only == NUM_LAYERS; i++) {
         const int which = i < NUM_LAYERS ? i : 2 * NUM_LAYERS - 1 - i; /* up, then down */
         const round r = run_layer(me, &m, which, i & 1);
-        compare(me, which, i & 1, &r);
+        compare_kernels(me, which, i & 1, &r);
     }
     team_barrier(me);
     free_all(&m);
@@ -218,7 +219,7 @@ int main(int argc, char **argv)
                     .max_row_bytes = ROW,
                     .lowlat_tokens = TEAM_LOWLAT_TOKENS,
                     .timeout_ms = TEAM_LONG_MS,
-                    .work = work};
+                    .work = run_rank};
     int failed = 0;
     for (only = 0; only <= NUM_LAYERS; only++) failed |= team_run(&t) != 0;
     failed |= bad || all_alike();

@@ -14,7 +14,7 @@ static int before;
 static bool late;
 
 /* As many kernels as before? */
-static void look(cudaError_t error, const char *what)
+static void check_launch(cudaError_t error, const char *what)
 {
     if (error == cudaSuccess && emulator_kernels() == before) return;
     fprintf(stderr, "%s: error %d, %d kernels for the first time\n", what, (int)error,
@@ -33,8 +33,8 @@ static void try_plans(const p2p_self *self, cudaStream_t stream)
                       .layout = kind & 1 ? EPIC_FLAT : EPIC_EXPERT_MAJOR,
                       .overflow = kind & 2 ? EPIC_OVERFLOW_DROP : EPIC_OVERFLOW_ERROR,
                       .num_logical = kind & 4 ? 1 : 0}};
-        look(p2p_launch_plan(&job, 1, stream), "plan");
-        look(p2p_launch_lowlat_plan(&job, 1, stream), "plan of few tokens");
+        check_launch(p2p_launch_plan(&job, 1, stream), "plan");
+        check_launch(p2p_launch_lowlat_plan(&job, 1, stream), "plan of few tokens");
     }
 }
 
@@ -46,13 +46,13 @@ static void try_strings(p2p_dispatch_job job, uint32_t type, cudaStream_t stream
     job.bulk = job.scales_aligned = 1;
     for (uint32_t quantize = 0; quantize <= EPIC_QUANTIZE_1X32; quantize++) {
         job.quantize = quantize;
-        job.plan.few = 0;
-        look(p2p_launch_dispatch_packed(&job, 1, stream), "dispatch of strings");
+        job.plan.is_lowlat = 0;
+        check_launch(p2p_launch_dispatch_packed(&job, 1, stream), "dispatch of strings");
         if (p2p_can_dispatch_bulk(&job))
-            look(p2p_launch_dispatch_bulk(&job, 1, stream), "dispatch in bulk");
-        for (job.plan.few = 0; job.plan.few < 2; job.plan.few++)
-            look(p2p_launch_lowlat_dispatch_packed(&job, 1, stream),
-                 "dispatch of a few strings");
+            check_launch(p2p_launch_dispatch_bulk(&job, 1, stream), "dispatch in bulk");
+        for (job.plan.is_lowlat = 0; job.plan.is_lowlat < 2; job.plan.is_lowlat++)
+            check_launch(p2p_launch_lowlat_dispatch_packed(&job, 1, stream),
+                         "dispatch of a few strings");
     }
 }
 
@@ -64,9 +64,9 @@ static void try_dispatch(const p2p_self *self, int64_t bytes, int kind, cudaStre
     job.plan.layer.layout = job.flat ? EPIC_FLAT : EPIC_EXPERT_MAJOR;
     job.plan.planners = kind >> 2 & 1;
     job.plan.layer.num_experts = 1;
-    look(p2p_launch_dispatch(&job, 1, stream), "dispatch");
-    for (job.plan.few = 0; job.plan.few < 2; job.plan.few++)
-        look(p2p_launch_lowlat_dispatch(&job, 1, stream), "dispatch of few tokens");
+    check_launch(p2p_launch_dispatch(&job, 1, stream), "dispatch");
+    for (job.plan.is_lowlat = 0; job.plan.is_lowlat < 2; job.plan.is_lowlat++)
+        check_launch(p2p_launch_lowlat_dispatch(&job, 1, stream), "dispatch of few tokens");
     for (int i = 0; i < 3 && bytes <= 4096; i++) try_strings(job, types[i], stream);
 }
 
@@ -80,17 +80,17 @@ static void try_sums(const p2p_self *self, int64_t bytes, int kind, cudaStream_t
                                          .type = types[i],
                                          .tree = kind >> 1 & 1,
                                          .flat = kind >> 2 & 1};
-        look(p2p_launch_combine(&combine, 1, stream), "combine");
-        look(p2p_launch_lowlat_combine(&combine, 1, stream), "combine of few tokens");
-        look(p2p_launch_flat_floats(&combine, 1, stream), "floats");
+        check_launch(p2p_launch_combine(&combine, 1, stream), "combine");
+        check_launch(p2p_launch_lowlat_combine(&combine, 1, stream), "combine of few tokens");
+        check_launch(p2p_launch_flat_floats(&combine, 1, stream), "floats");
         p2p_combine_backward_job backward = {
             .self = *self, .row_bytes = bytes, .aligned = aligned, .type = types[i]};
         for (; backward.quantize <= EPIC_QUANTIZE_1X32; backward.quantize++)
-            look(p2p_launch_combine_backward(&backward, 1, stream), "combine_backward");
+            check_launch(p2p_launch_combine_backward(&backward, 1, stream), "combine_backward");
     }
 }
 
-static int work(team_rank *me)
+static int run_rank(team_rank *me)
 {
     p2p_self self = me->group->self;
     const p2p_sum_job sum = {.self = self};
@@ -106,8 +106,8 @@ static int work(team_rank *me)
             try_dispatch(&self, row_bytes[i], kind, me->stream);
             try_sums(&self, row_bytes[i], kind, me->stream);
         }
-    look(p2p_launch_sum(&sum, 1, me->stream), "sum");
-    look(p2p_launch_sum_replicas(&replicas, 1, me->stream), "sum of replicas");
+    check_launch(p2p_launch_sum(&sum, 1, me->stream), "sum");
+    check_launch(p2p_launch_sum_replicas(&replicas, 1, me->stream), "sum of replicas");
     CHECK_CUDA(cudaStreamSynchronize(me->stream));
     return late;
 }
@@ -122,7 +122,7 @@ int main(void)
                         .max_tokens = 16,
                         .max_row_bytes = 14336,
                         .timeout_ms = TEAM_LONG_MS,
-                        .work = work};
+                        .work = run_rank};
         bad |= team_run(&t) != 0;
     }
     printf("emulated_loaded: %s\n", bad ? "WRONG" : "good");

@@ -24,7 +24,7 @@ static epic_result open_with(epic_context **ctx, uint32_t max_sms)
 }
 
 /* The SMs that a group of one takes by itself. */
-static uint32_t chosen(int64_t max_tokens, int64_t max_row_bytes)
+static uint32_t default_sms_of(int64_t max_tokens, int64_t max_row_bytes)
 {
     const epic_config config = {
         .max_tokens = max_tokens, .max_row_bytes = max_row_bytes, .backend = "p2p"};
@@ -35,23 +35,23 @@ static uint32_t chosen(int64_t max_tokens, int64_t max_row_bytes)
     return sms;
 }
 
-static uint32_t less(uint32_t a, uint32_t b)
+static uint32_t min_of(uint32_t a, uint32_t b)
 {
     return a < b ? a : b;
 }
 
 /* Few rows take fewer SMs, by tokens and by bytes. */
-static void choose(uint32_t all)
+static void test_default_sms(uint32_t all)
 {
-    const uint32_t few = less(all, 32), many = less(all, 64);
-    CHECK(chosen(1, 14336) == few && chosen(16, 14336) == few);
-    CHECK(chosen(16, 16384) == few && chosen(16, 16400) == many);
-    CHECK(chosen(32, 4096) == few && chosen(33, 4096) == many);
-    CHECK(chosen(512, 16) == many && chosen(1, 4 << 20) == many);
+    const uint32_t few = min_of(all, 32), many = min_of(all, 64);
+    CHECK(default_sms_of(1, 14336) == few && default_sms_of(16, 14336) == few);
+    CHECK(default_sms_of(16, 16384) == few && default_sms_of(16, 16400) == many);
+    CHECK(default_sms_of(32, 4096) == few && default_sms_of(33, 4096) == many);
+    CHECK(default_sms_of(512, 16) == many && default_sms_of(1, 4 << 20) == many);
 }
 
 /* A sum that is one rank's own. */
-static void use(epic_context *ctx, uint32_t max_sms)
+static void run_sum(epic_context *ctx, uint32_t max_sms)
 {
     float *data, back = 0;
     const float three = 3;
@@ -72,7 +72,7 @@ int main(void)
     int sms = 0;
     CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0) == cudaSuccess);
     const uint32_t all = (uint32_t)sms;
-    choose(all);
+    test_default_sms(all);
 
     CHECK(open_with(&first, all - 10) == EPIC_OK && epic_max_sms(first) == all - 10);
     CHECK(open_with(&second, 11) == EPIC_EINVAL);
@@ -80,9 +80,9 @@ int main(void)
     epic_close(second);
     CHECK(open_with(&second, 0) == EPIC_OK && epic_max_sms(second) == 10); /* what is left */
     CHECK(open_with(&third, 0) == EPIC_EINVAL && epic_max_sms(third) == 0);
-    use(first, 0);
-    use(second, 3);
-    use(second, 1000); /* no more than the context's */
+    run_sum(first, 0);
+    run_sum(second, 3);
+    run_sum(second, 1000); /* no more than the context's */
     epic_close(third);
     epic_close(second);
     CHECK(open_with(&second, 10) == EPIC_OK);

@@ -104,7 +104,7 @@ static epic_bootstrap bootstraps[MAX_RANKS];
 static pthread_barrier_t all;
 static observed host[NUM_CASES][MAX_RANKS], device[NUM_CASES][MAX_RANKS];
 
-static void need(int good, const char *what, const epic_context *ctx)
+static void must_succeed(int good, const char *what, const epic_context *ctx)
 {
     if (good) return;
     fprintf(stderr, "data_errors: %s: %s\n", what, epic_error(ctx));
@@ -122,26 +122,26 @@ typedef struct seat { /* a rank's context and memory, on a host or a device */
     float *floats; /* [SLOTS] */
 } seat;
 
-static void copy(const seat *s, void *to, const void *from, size_t bytes)
+static void copy_memory(const seat *s, void *to, const void *from, size_t bytes)
 {
     if (!s->on_device) {
         memcpy(to, from, bytes);
         return;
     }
-    need(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, s->stream) == cudaSuccess, "copy",
-         NULL);
-    need(cudaStreamSynchronize(s->stream) == cudaSuccess, "copy", NULL);
+    must_succeed(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, s->stream) == cudaSuccess,
+                 "copy", NULL);
+    must_succeed(cudaStreamSynchronize(s->stream) == cudaSuccess, "copy", NULL);
 }
 
-static void *memory(const seat *s, size_t bytes)
+static void *allocate_memory(const seat *s, size_t bytes)
 {
     void *p = NULL;
     if (!s->on_device) return aligned_alloc(64, (bytes + 63) / 64 * 64);
-    need(cudaMalloc(&p, bytes) == cudaSuccess, "cudaMalloc", NULL);
+    must_succeed(cudaMalloc(&p, bytes) == cudaSuccess, "cudaMalloc", NULL);
     return p;
 }
 
-static void drop(const seat *s, void *p)
+static void free_memory(const seat *s, void *p)
 {
     if (s->on_device)
         cudaFree(p);
@@ -177,7 +177,7 @@ static void fill_replicas(const seat *s, int which)
     for (int e = 0; e < EXPERTS; e++) logical[e] = e * 7 % NUM_LOGICAL;
     if (which == REPLICA && s->rank == num_ranks - 1) logical[17] = NUM_LOGICAL + 3;
     for (int e = 0; e < EXPERTS && which == NO_REPLICA; e++) logical[e] |= 1;
-    copy(s, s->logical, logical, sizeof logical);
+    copy_memory(s, s->logical, logical, sizeof logical);
 }
 
 /* Of tokens with many choices, most of nobody. */
@@ -211,24 +211,24 @@ static void fill_ids(const seat *s, int which)
     for (int i = 0; i < TOKENS * TOP_K; i++) narrow[i] = (int32_t)ids[i];
     for (int e = 0; e < EXPERTS; e++) owner[e] = e % num_ranks;
     if (which == PLACEMENT) owner[17] = num_ranks + 2;
-    copy(s, s->ids, which == WIDE_EXPERT ? (void *)ids : (void *)narrow,
-         which == WIDE_EXPERT ? sizeof ids : sizeof narrow);
-    copy(s, s->owner, owner, sizeof owner);
+    copy_memory(s, s->ids, which == WIDE_EXPERT ? (void *)ids : (void *)narrow,
+                which == WIDE_EXPERT ? sizeof ids : sizeof narrow);
+    copy_memory(s, s->owner, owner, sizeof owner);
 }
 
 /* What a call returned, or, on a device, what epic_check says of it, once. */
-static void observe(seat *s, epic_result result, observed *o)
+static void observe_result(seat *s, epic_result result, observed *o)
 {
     if (s->on_device) {
-        need(result == EPIC_OK, "a call", s->ctx);
-        need(cudaStreamSynchronize(s->stream) == cudaSuccess, "synchronize", NULL);
+        must_succeed(result == EPIC_OK, "a call", s->ctx);
+        must_succeed(cudaStreamSynchronize(s->stream) == cudaSuccess, "synchronize", NULL);
         result = epic_check(s->ctx);
     }
     if (o) {
         o->result = result;
         snprintf(o->sentence, sizeof o->sentence, "%s", result ? epic_error(s->ctx) : "");
     }
-    need(epic_check(s->ctx) == EPIC_OK, "the second check", s->ctx);
+    must_succeed(epic_check(s->ctx) == EPIC_OK, "the second check", s->ctx);
     pthread_barrier_wait(&all);
 }
 
@@ -236,10 +236,11 @@ static void read_back(const seat *s, observed *o)
 {
     static _Thread_local _Alignas(64) unsigned char bytes[PLAN];
     epic_plan_info again;
-    need(!epic_plan_read(s->plan, PLAN, &o->info), "plan_read", s->ctx);
-    copy(s, bytes, s->plan, PLAN);
-    need(!epic_plan_read(bytes, PLAN, &again), "plan_read of a copy", s->ctx);
-    need(!memcmp(&again, &o->info, sizeof again), "plan_read: a copy says the same", NULL);
+    must_succeed(!epic_plan_read(s->plan, PLAN, &o->info), "plan_read", s->ctx);
+    copy_memory(s, bytes, s->plan, PLAN);
+    must_succeed(!epic_plan_read(bytes, PLAN, &again), "plan_read of a copy", s->ctx);
+    must_succeed(!memcmp(&again, &o->info, sizeof again), "plan_read: a copy says the same",
+                 NULL);
     memcpy(o->fate, bytes + o->info.fate_offset, sizeof o->fate);
     memcpy(o->rank, bytes + o->info.rank_offset, sizeof o->rank);
     if (o->result == EPIC_EINVAL) o->info.num_local_experts = 0; /* of a table that is none */
@@ -247,7 +248,7 @@ static void read_back(const seat *s, observed *o)
     o->info.fate_offset = o->info.rank_offset = 0;
 }
 
-static epic_result dispatch(seat *s, const epic_layer *layer, int64_t rows)
+static epic_result dispatch_rows(seat *s, const epic_layer *layer, int64_t rows)
 {
     const epic_dispatch_args args = {.call.stream = s->stream,
                                      .layer = layer,
@@ -307,12 +308,12 @@ static void run_short(seat *s, int which, observed *o)
     const int backward = which == D_ROWS || which == NO_ROWS;
     const size_t written = backward ? (size_t)rows_of(s, which) * ROW : tokens;
     memset(bytes, 0x11, sizeof bytes);
-    copy(s, s->recv, bytes, sizeof bytes);
-    copy(s, s->d_rows, bytes, sizeof bytes);
-    copy(s, s->tokens, bytes, tokens);
-    observe(s, call_short(s, which), o);
-    copy(s, bytes, backward ? s->d_rows : s->tokens, written);
-    for (size_t i = 0; i < written; i++) need(bytes[i] == 0, "zeros", NULL);
+    copy_memory(s, s->recv, bytes, sizeof bytes);
+    copy_memory(s, s->d_rows, bytes, sizeof bytes);
+    copy_memory(s, s->tokens, bytes, tokens);
+    observe_result(s, call_short(s, which), o);
+    copy_memory(s, bytes, backward ? s->d_rows : s->tokens, written);
+    for (size_t i = 0; i < written; i++) must_succeed(bytes[i] == 0, "zeros", NULL);
 }
 
 /* Of a host context only the rank that has too few is told, at once: nobody would meet it. */
@@ -329,15 +330,15 @@ static void run_replicas(seat *s, observed *o)
                  num_ranks - 1, local - 1, local);
         return;
     }
-    copy(s, s->floats, rows, sizeof rows);
+    copy_memory(s, s->floats, rows, sizeof rows);
     const epic_sum_replicas_args args = {.call.stream = s->stream,
                                          .plan = s->plan,
                                          .plan_bytes = PLAN,
                                          .data = {s->floats, local - last, 5 * sizeof *rows},
                                          .workspace = workspace};
-    observe(s, epic_sum_replicas(s->ctx, &args), o);
-    copy(s, after, s->floats, sizeof after);
-    need(!memcmp(rows, after, sizeof rows), "rows of replicas as they were", NULL);
+    observe_result(s, epic_sum_replicas(s->ctx, &args), o);
+    copy_memory(s, after, s->floats, sizeof after);
+    must_succeed(!memcmp(rows, after, sizeof rows), "rows of replicas as they were", NULL);
 }
 
 /* With a layer whose plans have the same size.  A host context has done nothing, a CUDA context
@@ -348,11 +349,11 @@ static void run_other_layer(seat *s, observed *o)
     epic_layer other = s->layer;
     other.alignment = 2;
     memset(bytes, 0x11, sizeof bytes);
-    copy(s, s->recv, bytes, sizeof bytes);
-    observe(s, dispatch(s, &other, SLOTS), o);
-    copy(s, bytes, s->recv, sizeof bytes);
+    copy_memory(s, s->recv, bytes, sizeof bytes);
+    observe_result(s, dispatch_rows(s, &other, SLOTS), o);
+    copy_memory(s, bytes, s->recv, sizeof bytes);
     for (size_t i = 0; i < sizeof bytes; i++)
-        need(bytes[i] == (s->on_device ? 0 : 0x11), "what dispatch has written", NULL);
+        must_succeed(bytes[i] == (s->on_device ? 0 : 0x11), "what dispatch has written", NULL);
 }
 
 static void run_case(seat *s, int which, observed *o)
@@ -389,10 +390,10 @@ static void run_case(seat *s, int which, observed *o)
                                  .index_type = which == WIDE_EXPERT ? EPIC_I64 : EPIC_I32};
     fill_ids(s, which);
     const epic_result planned = epic_plan(s->ctx, &args);
-    observe(s, planned, which == DAMAGED ? NULL : o);
+    observe_result(s, planned, which == DAMAGED ? NULL : o);
     if (which == DAMAGED) {
-        copy(s, s->plan + 40, "damage", 6);
-        observe(s, dispatch(s, &s->layer, SLOTS), o);
+        copy_memory(s, s->plan + 40, "damage", 6);
+        observe_result(s, dispatch_rows(s, &s->layer, SLOTS), o);
         return;
     }
     read_back(s, o);
@@ -414,8 +415,8 @@ static void run_case(seat *s, int which, observed *o)
         run_short(s, which, o);
         return;
     }
-    observe(s, dispatch(s, &s->layer, which == ROWS && last ? 5 : SLOTS),
-            which == ROWS ? o : NULL);
+    observe_result(s, dispatch_rows(s, &s->layer, which == ROWS && last ? 5 : SLOTS),
+                   which == ROWS ? o : NULL);
 }
 
 static void run_on(int rank, const char *backend, observed (*out)[MAX_RANKS])
@@ -423,17 +424,17 @@ static void run_on(int rank, const char *backend, observed (*out)[MAX_RANKS])
     seat s = {.rank = rank, .on_device = !strcmp(backend, "p2p")};
     const epic_config config = {
         .max_tokens = TOKENS, .max_row_bytes = ROW, .timeout_ms = 150000, .backend = backend};
-    need(!epic_open(&s.ctx, &bootstraps[rank], &config), "open", s.ctx);
-    need((epic_max_sms(s.ctx) > 0) == s.on_device, "max_sms", s.ctx);
+    must_succeed(!epic_open(&s.ctx, &bootstraps[rank], &config), "open", s.ctx);
+    must_succeed((epic_max_sms(s.ctx) > 0) == s.on_device, "max_sms", s.ctx);
     if (s.on_device) cudaStreamCreateWithFlags(&s.stream, cudaStreamNonBlocking);
-    s.plan = memory(&s, PLAN);
-    s.recv = memory(&s, SLOTS * ROW);
-    s.d_rows = memory(&s, SLOTS * ROW);
-    s.tokens = memory(&s, TOKENS * ROW);
-    s.ids = memory(&s, TOKENS * TOP_K * sizeof *s.ids);
-    s.owner = memory(&s, EXPERTS * sizeof *s.owner);
-    s.logical = memory(&s, EXPERTS * sizeof *s.logical);
-    s.floats = memory(&s, SLOTS * sizeof *s.floats);
+    s.plan = allocate_memory(&s, PLAN);
+    s.recv = allocate_memory(&s, SLOTS * ROW);
+    s.d_rows = allocate_memory(&s, SLOTS * ROW);
+    s.tokens = allocate_memory(&s, TOKENS * ROW);
+    s.ids = allocate_memory(&s, TOKENS * TOP_K * sizeof *s.ids);
+    s.owner = allocate_memory(&s, EXPERTS * sizeof *s.owner);
+    s.logical = allocate_memory(&s, EXPERTS * sizeof *s.logical);
+    s.floats = allocate_memory(&s, SLOTS * sizeof *s.floats);
     const int tree = !(num_ranks & (num_ranks - 1));
     for (int i = 0; i < NUM_CASES; i++) {
         pthread_barrier_wait(&all);
@@ -442,12 +443,12 @@ static void run_on(int rank, const char *backend, observed (*out)[MAX_RANKS])
     pthread_barrier_wait(&all);
     void *const parts[] = {s.plan, s.recv,  s.d_rows,  s.tokens,
                            s.ids,  s.owner, s.logical, s.floats};
-    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) drop(&s, parts[i]);
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) free_memory(&s, parts[i]);
     if (s.stream) cudaStreamDestroy(s.stream);
     epic_close(s.ctx);
 }
 
-static void *run(void *self)
+static void *run_rank(void *self)
 {
     const int rank = (int)((epic_bootstrap *)self - bootstraps);
     run_on(rank, num_ranks > 1 ? "threads" : "self", host);
@@ -464,7 +465,7 @@ static int same_ledger(const observed *a, const observed *b)
     return same;
 }
 
-static int judge(int which, int rank)
+static int judge_case(int which, int rank)
 {
     static const int expected[NUM_CASES] = {
         [EXPERT] = EPIC_EINVAL,         [WIDE_EXPERT] = EPIC_EINVAL,
@@ -497,12 +498,13 @@ int main(int argc, char **argv)
     setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0); /* no kernel waits behind another rank's */
     if (argc > 1) num_ranks = atoi(argv[1]);
     if (num_ranks < 1 || num_ranks > MAX_RANKS || EXPERTS % num_ranks) return 2;
-    need(!epic_bootstrap_threads(bootstraps, num_ranks, 20000), "bootstrap", NULL);
+    must_succeed(!epic_bootstrap_threads(bootstraps, num_ranks, 20000), "bootstrap", NULL);
     pthread_barrier_init(&all, NULL, (unsigned)num_ranks);
-    for (int r = 0; r < num_ranks; r++) pthread_create(&threads[r], NULL, run, &bootstraps[r]);
+    for (int r = 0; r < num_ranks; r++)
+        pthread_create(&threads[r], NULL, run_rank, &bootstraps[r]);
     for (int r = 0; r < num_ranks; r++) pthread_join(threads[r], NULL);
     for (int i = 0; i < NUM_CASES; i++)
-        for (int r = 0; r < num_ranks; r++) failed |= judge(i, r);
+        for (int r = 0; r < num_ranks; r++) failed |= judge_case(i, r);
     for (int r = 0; r < num_ranks; r++) epic_bootstrap_close(&bootstraps[r]);
     printf("data errors and ledgers, %d ranks on one GPU: host and CUDA %s\n", num_ranks,
            failed ? "DIFFER" : "say the same");

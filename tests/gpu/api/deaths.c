@@ -46,7 +46,7 @@ static double now_ms(void)
     return (double)t.tv_sec * 1e3 + (double)t.tv_nsec / 1e6;
 }
 
-static void need(int good, const char *what, const epic_context *ctx)
+static void must_succeed(int good, const char *what, const epic_context *ctx)
 {
     if (good) return;
     fprintf(stderr, "%s of rank %d: %s: %s\n", fault_names[fault], victim, what,
@@ -65,13 +65,13 @@ static void take_seat(rounds *s, int rank, int ranks, unsigned at)
                                     fault == STOPPED ? (uint32_t)deadline_ms : PATIENCE_MS,
                                 .backend = BACKEND};
     epic_bootstrap bootstrap;
-    need(!epic_bootstrap_tcp(&bootstrap, &tcp), "bootstrap", NULL);
-    need(!epic_open(&s->ctx, &bootstrap, &config), "open", s->ctx);
+    must_succeed(!epic_bootstrap_tcp(&bootstrap, &tcp), "bootstrap", NULL);
+    must_succeed(!epic_open(&s->ctx, &bootstrap, &config), "open", s->ctx);
     epic_bootstrap_close(&bootstrap);
-    need(round_seat(s, &config), "memory and a stream", NULL);
+    must_succeed(round_seat(s, &config), "memory and a stream", NULL);
 }
 
-static void *end(void *unused)
+static void *end_process(void *unused)
 {
     (void)unused;
     usleep(delay_us);
@@ -93,24 +93,25 @@ static double work_until_error(rounds *s)
     }
     const double end_ms = now_ms();
     epic_failure_info f;
-    need(!epic_failure(s->ctx, &f), "failure", s->ctx);
-    need(f.result == (fault == STOPPED ? EPIC_ETIMEOUT : EPIC_EPEER), "another error", s->ctx);
-    need(f.num_culprits == 1 && f.culprits[0] == victim, "another culprit", s->ctx);
-    need(epic_check(s->ctx) == (epic_result)f.result, "a later call", s->ctx);
+    must_succeed(!epic_failure(s->ctx, &f), "failure", s->ctx);
+    must_succeed(f.result == (fault == STOPPED ? EPIC_ETIMEOUT : EPIC_EPEER), "another error",
+                 s->ctx);
+    must_succeed(f.num_culprits == 1 && f.culprits[0] == victim, "another culprit", s->ctx);
+    must_succeed(epic_check(s->ctx) == (epic_result)f.result, "a later call", s->ctx);
     return end_ms - (fault == STOPPED && begin > shared->fault_ms ? begin : shared->fault_ms);
 }
 
-static int survive(rounds *s, int rank)
+static int survive_fault(rounds *s, int rank)
 {
     const double late = work_until_error(s);
     const double most = (fault == STOPPED ? deadline_ms * 1.125 : 1000) + slack_ms();
     if (late > most)
         fprintf(stderr, "rank %d: %s of rank %d seen after %.0f ms\n", rank, fault_names[fault],
                 victim, late);
-    need(product_is_right(), "a matrix product", NULL);
+    must_succeed(product_is_right(), "a matrix product", NULL);
     epic_close(s->ctx);
     take_seat(s, rank - (rank > victim), num_ranks - 1, port + 1);
-    for (int i = 0; i < 5; i++) need(!round_run(s), "a step of the new group", s->ctx);
+    for (int i = 0; i < 5; i++) must_succeed(!round_run(s), "a step of the new group", s->ctx);
     epic_close(s->ctx);
     printf("  rank %d: %s of rank %d after %.1f ms, seen %.0f ms later\n", rank,
            fault_names[fault], victim, delay_us / 1e3, late);
@@ -118,27 +119,27 @@ static int survive(rounds *s, int rank)
     return late <= most;
 }
 
-static void be(int rank)
+static void run_rank(int rank)
 {
     rounds s = {0};
     pthread_t thread;
-    need(cudaSetDevice(rank % num_gpus) == cudaSuccess, "cudaSetDevice", NULL);
+    must_succeed(cudaSetDevice(rank % num_gpus) == cudaSuccess, "cudaSetDevice", NULL);
     take_seat(&s, rank, num_ranks, port);
-    need(!round_run(&s), "the first step", s.ctx);
+    must_succeed(!round_run(&s), "the first step", s.ctx);
     __atomic_add_fetch(&shared->began, 1, __ATOMIC_RELAXED);
     if (rank != victim) {
-        shared->passed[rank] = survive(&s, rank);
+        shared->passed[rank] = survive_fault(&s, rank);
         fflush(NULL);
         _exit(0);
     }
     /* On hosts what it has sent may be under way still. */
     while (__atomic_load_n(&shared->began, __ATOMIC_RELAXED) < num_ranks) usleep(100);
-    pthread_create(&thread, NULL, end, NULL);
+    pthread_create(&thread, NULL, end_process, NULL);
     while (round_run(&s) == EPIC_OK) continue;
     for (;;) pause(); /* the peers were faster than the fault: they must not be */
 }
 
-static int inject(int i)
+static int inject_fault(int i)
 {
     pid_t pids[MAX_RANKS];
     int passed = 1, status;
@@ -151,7 +152,7 @@ static int inject(int i)
     memset(shared, 0, sizeof *shared);
     fflush(NULL);
     for (int r = 0; r < num_ranks; r++)
-        if (!(pids[r] = fork())) be(r);
+        if (!(pids[r] = fork())) run_rank(r);
     for (int r = 0; r < num_ranks; r++)
         if (r != victim) waitpid(pids[r], &status, 0); /* the victim stays a zombie meanwhile */
     kill(pids[victim], SIGKILL);
@@ -171,7 +172,7 @@ int main(int argc, char **argv)
     shared =
         mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (num_ranks < 2 || num_ranks > MAX_RANKS || shared == MAP_FAILED) return 2;
-    for (int i = first; i < first + faults; i++) passed += inject(i);
+    for (int i = first; i < first + faults; i++) passed += inject_fault(i);
     printf("api_deaths %d processes, %d GPUs: %d of %d faults as they should be\n", num_ranks,
            num_gpus, passed, faults);
     return passed != faults;

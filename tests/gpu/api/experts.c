@@ -32,15 +32,16 @@ typedef struct arrays {
 
 static atomic_int multiplied; /* calls of the caller's own product */
 
-static both fetch(const void *device, int64_t count)
+static both fetch_floats(const void *device, int64_t count)
 {
     both b = make_both(EPIC_F32, count);
-    must(!cudaMemcpy(b.host, device, (size_t)count * 4, cudaMemcpyDeviceToHost), "a copy");
-    for (int64_t i = 0; i < count; i++) b.truth[i] = get(b.host, EPIC_F32, i);
+    must_succeed(!cudaMemcpy(b.host, device, (size_t)count * 4, cudaMemcpyDeviceToHost),
+                 "a copy");
+    for (int64_t i = 0; i < count; i++) b.truth[i] = get_number(b.host, EPIC_F32, i);
     return b;
 }
 
-static epic_result refuse(void *self, const epic_gemm_args *a)
+static epic_result refuse_product(void *self, const epic_gemm_args *a)
 {
     (void)self;
     (void)a;
@@ -49,32 +50,32 @@ static epic_result refuse(void *self, const epic_gemm_args *a)
 
 /* ------------------------------------------------------------------------------- calls ---- */
 
-static void *of(const both *b, bool device)
+static void *data_of(const both *b, bool device)
 {
     return device ? b->device : b->host;
 }
 
-static void call(const epic_experts *ex, const arrays *a, bool device, uint32_t flags)
+static void call_experts(const epic_experts *ex, const arrays *a, bool device, uint32_t flags)
 {
     epic_context *where = device ? ctx : NULL;
-    const int32_t *counts = of(&a->counts, device);
+    const int32_t *counts = data_of(&a->counts, device);
     const bool late = ex->weighting == EPIC_WEIGHT_LATE;
     const epic_experts_args f = {.call.stream = device ? stream : NULL,
                                  .experts = ex,
-                                 .x = of(&a->x, device),
+                                 .x = data_of(&a->x, device),
                                  .num_slots = SLOTS,
                                  .expert_rows = counts,
                                  .expert_tokens = counts + LOCAL,
-                                 .slot_weights = late ? NULL : of(&a->weights, device),
-                                 .w_gate_up = of(&a->w_gate_up, device),
-                                 .w_down = of(&a->w_down, device),
-                                 .b_gate_up = of(&a->b_gate_up, device),
-                                 .b_down = of(&a->b_down, device),
-                                 .saved = of(&a->out[7], device),
+                                 .slot_weights = late ? NULL : data_of(&a->weights, device),
+                                 .w_gate_up = data_of(&a->w_gate_up, device),
+                                 .w_down = data_of(&a->w_down, device),
+                                 .b_gate_up = data_of(&a->b_gate_up, device),
+                                 .b_down = data_of(&a->b_down, device),
+                                 .saved = data_of(&a->out[7], device),
                                  .saved_bytes = (int64_t)a->out[7].bytes,
-                                 .workspace = of(&a->workspace, device),
+                                 .workspace = data_of(&a->workspace, device),
                                  .workspace_bytes = (int64_t)a->workspace.bytes,
-                                 .y = of(&a->out[0], device)};
+                                 .y = data_of(&a->out[0], device)};
     const epic_experts_backward_args b = {.call.stream = f.call.stream,
                                           .experts = ex,
                                           .x = f.x,
@@ -90,18 +91,18 @@ static void call(const epic_experts *ex, const arrays *a, bool device, uint32_t 
                                           .saved_bytes = f.saved_bytes,
                                           .workspace = f.workspace,
                                           .workspace_bytes = f.workspace_bytes,
-                                          .d_y = of(&a->d_y, device),
-                                          .d_x = of(&a->out[1], device),
-                                          .d_w_gate_up = of(&a->out[2], device),
-                                          .d_w_down = of(&a->out[3], device),
-                                          .d_b_gate_up = of(&a->out[4], device),
-                                          .d_b_down = of(&a->out[5], device),
+                                          .d_y = data_of(&a->d_y, device),
+                                          .d_x = data_of(&a->out[1], device),
+                                          .d_w_gate_up = data_of(&a->out[2], device),
+                                          .d_w_down = data_of(&a->out[3], device),
+                                          .d_b_gate_up = data_of(&a->out[4], device),
+                                          .d_b_down = data_of(&a->out[5], device),
                                           .d_slot_weights =
-                                              late ? NULL : of(&a->out[6], device),
+                                              late ? NULL : data_of(&a->out[6], device),
                                           .flags = flags};
     CHECK(epic_experts_forward(where, &f) == EPIC_OK);
     CHECK(epic_experts_backward(where, &b) == EPIC_OK);
-    if (device) must(!cudaStreamSynchronize(stream), "the experts");
+    if (device) must_succeed(!cudaStreamSynchronize(stream), "the experts");
 }
 
 /* Zeros where a slot carries no token, as dispatch leaves them. */
@@ -111,7 +112,7 @@ static both make_rows(int64_t columns)
     int64_t first = 0;
     for (int e = 0; e < LOCAL; e++) {
         for (int64_t i = (first + tokens[e]) * columns; i < (first + rows[e]) * columns; i++)
-            set(&b, i, 0);
+            set_number(&b, i, 0);
         first += rows[e];
     }
     return b;
@@ -156,8 +157,8 @@ static void push_all(const arrays *a)
 {
     const both *all[] = {&a->x,         &a->weights, &a->w_gate_up, &a->w_down,
                          &a->b_gate_up, &a->b_down,  &a->d_y,       &a->counts};
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++) push(all[i]);
-    for (int i = 0; i < OUTS; i++) push(&a->out[i]);
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) push_to_device(all[i]);
+    for (int i = 0; i < OUTS; i++) push_to_device(&a->out[i]);
 }
 
 static void free_arrays(arrays *a)
@@ -169,16 +170,16 @@ static void free_arrays(arrays *a)
 }
 
 /* The host's results against the device's, which come into `there`. */
-static void compare(const arrays *a, const char *what, bool late)
+static void compare_results(const arrays *a, const char *what, bool late)
 {
     for (int i = 0; i < 7; i++) {
         const both *out = &a->out[i];
-        both there = fetch(out->device, out->count);
+        both there = fetch_floats(out->device, out->count);
         const int64_t count = i == 0 || i == 1 ? (rows[0] + rows[2]) * HIDDEN
                               : i == 6         ? (late ? 0 : rows[0] + rows[2])
                                                : out->count;
         for (int64_t j = 0; j < count; j++) {
-            const double want = get(out->host, EPIC_F32, j), got = there.truth[j];
+            const double want = get_number(out->host, EPIC_F32, j), got = there.truth[j];
             if (fabs(got - want) <= 2e-5 * (1 + fabs(want))) continue;
             fprintf(stderr, "%s: result %d, number %lld is %.9g, on the host %.9g\n", what, i,
                     (long long)j, got, want);
@@ -198,21 +199,22 @@ static void test_values(uint32_t weighting, const epic_gemm *gemm, uint32_t flag
                        .row_type = EPIC_F32};
     arrays a = make_arrays(&ex);
     for (int i = 2; i < 6 && flags; i++)
-        for (int64_t j = 0; j < a.out[i].count; j++) put(a.out[i].host, EPIC_F32, j, 0.5);
+        for (int64_t j = 0; j < a.out[i].count; j++)
+            put_number(a.out[i].host, EPIC_F32, j, 0.5);
     push_all(&a);
-    call(&ex, &a, false, flags);
+    call_experts(&ex, &a, false, flags);
     ex.gemm = gemm;
-    call(&ex, &a, true, flags);
-    compare(&a, gemm ? "with the caller's product" : "with ours", !weighting);
+    call_experts(&ex, &a, true, flags);
+    compare_results(&a, gemm ? "with the caller's product" : "with ours", !weighting);
     free_arrays(&a);
 }
 
 /* What float32 holds of a truth. */
-static both widened(const both *b)
+static both widen_both(const both *b)
 {
     both wide = make_both(EPIC_F32, b->count);
-    for (int64_t i = 0; i < b->count; i++) set(&wide, i, b->truth[i]);
-    push(&wide);
+    for (int64_t i = 0; i < b->count; i++) set_number(&wide, i, b->truth[i]);
+    push_to_device(&wide);
     return wide;
 }
 
@@ -226,13 +228,13 @@ static scaled_arrays make_scaled(void)
     scaled_arrays s = {.x = random_both(EPIC_E4M3, SLOTS * HIDDEN, 1),
                        .w_gate_up = random_both(EPIC_E4M3, LOCAL * HIDDEN * WIDTH, 0.4),
                        .w_down = random_both(EPIC_E4M3, LOCAL * INNER * HIDDEN, 0.5)};
-    push(&s.x);
+    push_to_device(&s.x);
     s.x_scales = scale_rows(&s.x, HIDDEN);
     s.of_gate_up = scale_weights(&s.w_gate_up, LOCAL, HIDDEN, WIDTH);
     s.of_down = scale_weights(&s.w_down, LOCAL, INNER, HIDDEN);
-    s.wide[0] = widened(&s.x);
-    s.wide[1] = widened(&s.w_gate_up);
-    s.wide[2] = widened(&s.w_down);
+    s.wide[0] = widen_both(&s.x);
+    s.wide[1] = widen_both(&s.w_gate_up);
+    s.wide[2] = widen_both(&s.w_down);
     return s;
 }
 
@@ -246,13 +248,13 @@ static void free_scaled_arrays(scaled_arrays *s)
 }
 
 /* The distance of two results as vectors, over the slots with a token. */
-static double distance(const both *got, const both *want)
+static double vector_distance(const both *got, const both *want)
 {
     double difference = 0, size = 0;
     int64_t first = 0;
     for (int e = 0; e < LOCAL; e++) {
         for (int64_t i = first * HIDDEN; i < (first + tokens[e]) * HIDDEN; i++) {
-            const double w = get(want->host, EPIC_F32, i), d = got->truth[i] - w;
+            const double w = get_number(want->host, EPIC_F32, i), d = got->truth[i] - w;
             difference += d * d;
             size += w * w;
         }
@@ -261,7 +263,7 @@ static double distance(const both *got, const both *want)
     return sqrt(difference / size);
 }
 
-static void refused(epic_result result, epic_result want, const char *word)
+static void expect_refusal(epic_result result, epic_result want, const char *word)
 {
     CHECK(result == want);
     if (strstr(epic_error(ctx), word)) return;
@@ -281,13 +283,13 @@ static void refuse_scaled(epic_experts_args f)
                                           .w_gate_up = f.w_gate_up,
                                           .w_down = f.w_down,
                                           .d_y = f.x};
-    refused(epic_experts_backward(ctx, &b), EPIC_EINVAL, "w_gate_up_scales is NULL");
-    refused(epic_experts_backward(NULL, &b), EPIC_ENOTSUP, "E4M3");
+    expect_refusal(epic_experts_backward(ctx, &b), EPIC_EINVAL, "w_gate_up_scales is NULL");
+    expect_refusal(epic_experts_backward(NULL, &b), EPIC_ENOTSUP, "E4M3");
     ex.gemm = &own;
-    refused(epic_experts_forward(ctx, &f), EPIC_ENOTSUP, "experts.gemm");
+    expect_refusal(epic_experts_forward(ctx, &f), EPIC_ENOTSUP, "experts.gemm");
     ex.gemm = NULL;
     f.x_scales = NULL;
-    refused(epic_experts_forward(ctx, &f), EPIC_EINVAL, "x_scales is NULL");
+    expect_refusal(epic_experts_forward(ctx, &f), EPIC_EINVAL, "x_scales is NULL");
 }
 
 /* e4m3 with scales against float32 of the same values: only the activations are rounded. */
@@ -333,9 +335,9 @@ static void test_scaled(void)
     f.workspace_bytes = need.forward_bytes;
     f.y = a.out[0].device;
     CHECK(epic_experts_forward(ctx, &f) == EPIC_OK);
-    must(!cudaStreamSynchronize(stream), "the experts");
-    both there = fetch(a.out[0].device, a.out[0].count);
-    const double far = distance(&there, &a.out[0]);
+    must_succeed(!cudaStreamSynchronize(stream), "the experts");
+    both there = fetch_floats(a.out[0].device, a.out[0].count);
+    const double far = vector_distance(&there, &a.out[0]);
     if (!(far > 1e-4 && far < 5e-2)) {
         fprintf(stderr, "e4m3 is %.2e from float32\n", far);
         failures++;
@@ -363,17 +365,17 @@ static void test_refusals(void)
                            .workspace = a.workspace.device,
                            .workspace_bytes = (int64_t)a.workspace.bytes,
                            .y = a.out[0].device};
-    refused(epic_experts_forward(ctx, &f), EPIC_EINVAL, "saved has 64 bytes");
+    expect_refusal(epic_experts_forward(ctx, &f), EPIC_EINVAL, "saved has 64 bytes");
     f.saved_bytes = (int64_t)a.out[7].bytes;
     f.workspace_bytes = 128;
-    refused(epic_experts_forward(ctx, &f), EPIC_EINVAL, "workspace has 128 bytes");
+    expect_refusal(epic_experts_forward(ctx, &f), EPIC_EINVAL, "workspace has 128 bytes");
     f.workspace_bytes = (int64_t)a.workspace.bytes;
     f.workspace = (char *)a.workspace.device + 4;
-    refused(epic_experts_forward(ctx, &f), EPIC_EINVAL, "workspace");
+    expect_refusal(epic_experts_forward(ctx, &f), EPIC_EINVAL, "workspace");
     f.workspace = a.workspace.device;
-    const epic_gemm broken = {refuse, NULL};
+    const epic_gemm broken = {refuse_product, NULL};
     ex.gemm = &broken;
-    refused(epic_experts_forward(ctx, &f), EPIC_ENOTSUP, "experts.gemm");
+    expect_refusal(epic_experts_forward(ctx, &f), EPIC_ENOTSUP, "experts.gemm");
     ex.gemm = NULL;
     epic_experts_backward_args b = {.call.stream = stream,
                                     .experts = &ex,
@@ -388,14 +390,14 @@ static void test_refusals(void)
                                     .workspace_bytes = f.workspace_bytes,
                                     .d_y = a.d_y.device,
                                     .grad_type = EPIC_BF16};
-    refused(epic_experts_backward(ctx, &b), EPIC_EINVAL, "grad_type is 2");
-    refused(epic_experts_backward(NULL, &b), EPIC_EINVAL, "grad_type is 2");
+    expect_refusal(epic_experts_backward(ctx, &b), EPIC_EINVAL, "grad_type is 2");
+    expect_refusal(epic_experts_backward(NULL, &b), EPIC_EINVAL, "grad_type is 2");
     b.grad_type = 0;
     b.reserved = 1;
-    refused(epic_experts_backward(ctx, &b), EPIC_EINVAL,
-            "reserved fields must be zero: one is 1");
+    expect_refusal(epic_experts_backward(ctx, &b), EPIC_EINVAL,
+                   "reserved fields must be zero: one is 1");
     ex.row_type = EPIC_F64;
-    refused(epic_experts_forward(ctx, &f), EPIC_ENOTSUP, "float64");
+    expect_refusal(epic_experts_forward(ctx, &f), EPIC_ENOTSUP, "float64");
     free_arrays(&a);
 }
 
@@ -403,8 +405,8 @@ int main(void)
 {
     const epic_config config = {.max_tokens = 16, .max_row_bytes = 64, .backend = "p2p"};
     const epic_gemm own = {own_multiply, &multiplied};
-    must(epic_open(&ctx, NULL, &config) == EPIC_OK, "open");
-    must(!cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "a stream");
+    must_succeed(epic_open(&ctx, NULL, &config) == EPIC_OK, "open");
+    must_succeed(!cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "a stream");
     for (uint32_t weighting = 0; weighting < 3; weighting++)
         for (uint32_t flags = 0; flags <= EPIC_ACCUMULATE; flags += EPIC_ACCUMULATE) {
             test_values(weighting, NULL, flags);

@@ -12,12 +12,13 @@ static void run_captured(device_part *d, epic_context *ctx)
 {
     cudaGraph_t graph;
     cudaGraphExec_t exec;
-    must(cudaStreamBeginCapture(d->stream, cudaStreamCaptureModeThreadLocal), "capture");
+    must_succeed(cudaStreamBeginCapture(d->stream, cudaStreamCaptureModeThreadLocal),
+                 "capture");
     both_ways(d->t, ctx);
-    must(cudaStreamEndCapture(d->stream, &graph), "capture");
-    must(cudaGraphInstantiate(&exec, graph, 0), "a graph");
-    must(cudaGraphLaunch(exec, d->stream), "a graph");
-    must(cudaStreamSynchronize(d->stream), "a graph");
+    must_succeed(cudaStreamEndCapture(d->stream, &graph), "capture");
+    must_succeed(cudaGraphInstantiate(&exec, graph, 0), "a graph");
+    must_succeed(cudaGraphLaunch(exec, d->stream), "a graph");
+    must_succeed(cudaStreamSynchronize(d->stream), "a graph");
     cudaGraphExecDestroy(exec);
     cudaGraphDestroy(graph);
 }
@@ -29,7 +30,7 @@ static void run_on_device(void *what, int rank, epic_context *ctx, const epic_co
         run_captured(&d, ctx);
     else
         both_ways(d.t, ctx);
-    must(cudaStreamSynchronize(d.stream), "the layer");
+    must_succeed(cudaStreamSynchronize(d.stream), "the layer");
     CHECK(epic_check(ctx) == EPIC_OK, "%s: %s", d.t->p->name, epic_error(ctx));
     device_part_end(&d);
 }

@@ -39,7 +39,7 @@ static void run_summed(void *what, int rank, epic_context *ctx, const epic_confi
     void *workspace = poisoned_device(&d, most * (int64_t)sizeof(float));
     both_ways(d.t, ctx);
     if (!p->placed) sum_replicas(&d, ctx, workspace);
-    must(cudaStreamSynchronize(d.stream), "the layer");
+    must_succeed(cudaStreamSynchronize(d.stream), "the layer");
     CHECK(epic_check(ctx) == EPIC_OK, "%s: %s", p->name, epic_error(ctx));
     device_part_end(&d);
 }
@@ -120,7 +120,7 @@ static void test_less_saved(uint32_t seed)
 
 /* ----------------------------------------------------------------------- what is wrong ---- */
 
-static problem small(int num_ranks)
+static problem small_problem(int num_ranks)
 {
     source s = source_of(3);
     problem p = {.name = "a small layer", .num_ranks = num_ranks, .placed = num_ranks > 1};
@@ -152,9 +152,10 @@ static void put_table(const device_part *d, const int32_t *table)
 {
     void *to = (void *)(uintptr_t)d->t->forward.rank_of_expert;
     if (!to) return;
-    must(cudaMemcpyAsync(to, table, 4 * sizeof *table, cudaMemcpyHostToDevice, d->stream),
-         "a copy");
-    must(cudaStreamSynchronize(d->stream), "a copy");
+    must_succeed(
+        cudaMemcpyAsync(to, table, 4 * sizeof *table, cudaMemcpyHostToDevice, d->stream),
+        "a copy");
+    must_succeed(cudaStreamSynchronize(d->stream), "a copy");
 }
 
 /* By the rank's own stream: a peer's may be in the next call already. */
@@ -162,9 +163,10 @@ static bool all_zeros(const device_part *d, const void *device, int64_t count)
 {
     float *numbers = malloc((size_t)count * sizeof *numbers);
     bool zeros = true;
-    must(cudaMemcpyAsync(numbers, device, (size_t)count * 4, cudaMemcpyDeviceToHost, d->stream),
-         "a copy");
-    must(cudaStreamSynchronize(d->stream), "a copy");
+    must_succeed(
+        cudaMemcpyAsync(numbers, device, (size_t)count * 4, cudaMemcpyDeviceToHost, d->stream),
+        "a copy");
+    must_succeed(cudaStreamSynchronize(d->stream), "a copy");
     for (int64_t i = 0; i < count; i++) zeros = zeros && numbers[i] == 0;
     free(numbers);
     return zeros;
@@ -178,7 +180,7 @@ static void run_wrong(void *what, int rank, epic_context *ctx, const epic_config
     const part *t = d.t;
     if (w->table) put_table(&d, w->table);
     both_ways(d.t, ctx);
-    must(cudaStreamSynchronize(d.stream), "the layer");
+    must_succeed(cudaStreamSynchronize(d.stream), "the layer");
     CHECK(epic_check(ctx) == EPIC_EINVAL && strstr(epic_error(ctx), w->why), "%s: %s", w->why,
           epic_error(ctx));
     CHECK(epic_check(ctx) == EPIC_OK, "once: %s", epic_error(ctx));
@@ -187,7 +189,7 @@ static void run_wrong(void *what, int rank, epic_context *ctx, const epic_config
     if (w->table) {
         put_table(&d, w->p.rank_of_expert);
         both_ways(d.t, ctx);
-        must(cudaStreamSynchronize(d.stream), "the layer");
+        must_succeed(cudaStreamSynchronize(d.stream), "the layer");
         CHECK(epic_check(ctx) == EPIC_OK, "%s: %s", w->why, epic_error(ctx));
         CHECK(!all_zeros(&d, t->forward.out.data, t->tokens * 8), "%s: no out", w->why);
     }
@@ -197,9 +199,10 @@ static void run_wrong(void *what, int rank, epic_context *ctx, const epic_config
 static void test_wrong(void)
 {
     static const int32_t crowded[] = {0, 0, 0, 1};
-    wrong tables = {small(2), crowded,
+    wrong tables = {small_problem(2), crowded,
                     "moe.experts.num_local_experts is 2: the placement gives a rank 3"};
-    wrong unequal = {small(2), NULL, "x.num_rows is 5 on rank 0 and 7 on rank 1: EPIC_TREE"};
+    wrong unequal = {small_problem(2), NULL,
+                     "x.num_rows is 5 on rank 0 and 7 on rank 1: EPIC_TREE"};
     unequal.p.placed = false;
     unequal.p.layer.sum_order = EPIC_TREE;
     unequal.p.tokens_of[0] = 5;
@@ -215,7 +218,7 @@ static void test_own_product(void)
 {
     atomic_int calls = 0;
     const epic_gemm own = {own_multiply, &calls};
-    problem p = small(2), host = p;
+    problem p = small_problem(2), host = p;
     make_results(&host);
     run_team(run_on_host, &host, &host, NULL);
     p.experts.gemm = &own;
@@ -247,9 +250,10 @@ static void run_roomy(void *what, int rank, epic_context *ctx, const epic_config
     t->forward.workspace = poisoned_device(&d, t->memory.forward_bytes);
     t->backward.workspace_bytes = t->memory.backward_bytes;
     t->backward.workspace = poisoned_device(&d, t->memory.backward_bytes);
-    must(cudaMemsetAsync(t->forward.saved, 1, (size_t)saved, d.stream), "another poison");
+    must_succeed(cudaMemsetAsync(t->forward.saved, 1, (size_t)saved, d.stream),
+                 "another poison");
     both_ways(t, ctx);
-    must(cudaStreamSynchronize(d.stream), "the layer");
+    must_succeed(cudaStreamSynchronize(d.stream), "the layer");
     CHECK(epic_check(ctx) == EPIC_OK, "%s", epic_error(ctx));
     CHECK(all_zeros(&d, (float *)t->gradients.w_gate_up + 4 * up, up), "w_gate_up");
     CHECK(all_zeros(&d, (float *)t->gradients.w_down + 4 * down, down), "w_down");
@@ -258,14 +262,15 @@ static void run_roomy(void *what, int rank, epic_context *ctx, const epic_config
 
 static void test_roomy(void)
 {
-    problem p = small(1);
+    problem p = small_problem(1);
     run_team(run_roomy, &p, &p, "p2p");
     free_problem(&p);
 }
 
 /* --------------------------------------------------------------------- what it refuses ---- */
 
-static void refuse(const part *t, epic_context *ctx, epic_result result, const char *what)
+static void expect_refusal(const part *t, epic_context *ctx, epic_result result,
+                           const char *what)
 {
     CHECK(epic_moe_forward(ctx, &t->forward) == result, "%s: %s", what, epic_error(ctx));
     CHECK(strstr(epic_error(ctx), what) != NULL, "%s is not named: %s", what, epic_error(ctx));
@@ -286,37 +291,38 @@ static void run_refused(void *what, int rank, epic_context *ctx, const epic_conf
     t->moe.shared = &shared;
     t->weights.shared_gate_up = t->weights.w_gate_up;
     t->weights.shared_down = t->weights.w_down;
-    refuse(t, ctx, EPIC_ENOTSUP, "moe.shared.gemm");
+    expect_refusal(t, ctx, EPIC_ENOTSUP, "moe.shared.gemm");
     t->moe.shared = NULL;
     t->experts.num_local_experts--;
-    refuse(t, ctx, EPIC_EINVAL, "moe.experts.num_local_experts is 3: the placement");
+    expect_refusal(t, ctx, EPIC_EINVAL, "moe.experts.num_local_experts is 3: the placement");
     t->experts.num_local_experts++;
     t->moe.capacity = EPIC_CAPACITY_EXACT;
     CHECK(epic_moe_plan(ctx, &t->forward, &slots) == EPIC_ENOTSUP, "%s", epic_error(ctx));
     t->moe.capacity = p.moe.capacity;
     t->forward.saved_bytes = t->memory.saved_bytes;
     t->forward.workspace_bytes = t->memory.forward_bytes - 1;
-    refuse(t, ctx, EPIC_EINVAL, "workspace_bytes");
+    expect_refusal(t, ctx, EPIC_EINVAL, "workspace_bytes");
     t->forward.workspace_bytes++;
     both_ways(t, ctx);
-    must(cudaStreamSynchronize(d.stream), "the layer");
+    must_succeed(cudaStreamSynchronize(d.stream), "the layer");
     CHECK(epic_check(ctx) == EPIC_OK, "%s", epic_error(ctx));
     device_part_end(&d);
 }
 
 static void test_refused(void)
 {
-    problem p = small(1);
+    problem p = small_problem(1);
     run_team(run_refused, &p, &p, "p2p");
     free_problem(&p);
 }
 
-static void described(void *what, int rank, epic_context *ctx, const epic_config *config)
+static void check_description(void *what, int rank, epic_context *ctx,
+                              const epic_config *config)
 {
     struct cudaDeviceProp gpu;
     char text[4096];
     (void)what, (void)rank, (void)config;
-    must(cudaGetDeviceProperties(&gpu, 0), "properties");
+    must_succeed(cudaGetDeviceProperties(&gpu, 0), "properties");
     ctx->backend->describe(text, sizeof text);
     const bool none = gpu.major != 9 || !strcmp(gpu.name, "a GPU of threads");
     CHECK(strstr(text, none ? "experts on plain kernels" : "experts on tensor cores"), "%s",
@@ -325,8 +331,8 @@ static void described(void *what, int rank, epic_context *ctx, const epic_config
 
 static void test_described(void)
 {
-    problem p = small(1);
-    run_team(described, &p, &p, "p2p");
+    problem p = small_problem(1);
+    run_team(check_description, &p, &p, "p2p");
     free_problem(&p);
 }
 

@@ -37,31 +37,31 @@ typedef struct rank { /* one rank's part of a case */
 } rank;
 
 /* Memory comes and goes when no kernel runs: cudaFree waits for all, and they for this rank. */
-static void bootstrap(void)
+static void wait_for_all(void)
 {
     pthread_barrier_wait(&all);
 }
 
-static void fail(const rank *r, const char *what, double value)
+static void report_wrong(const rank *r, const char *what, double value)
 {
     fprintf(stderr, "type %u, weighting %u, top-%u, rank %d: %s: %.3e %s\n", r->k->type,
             r->k->weighting, r->k->top_k, r->number, what, value, epic_error(r->ctx));
     __atomic_add_fetch(&failures, 1, __ATOMIC_RELAXED);
 }
 
-static void need(const rank *r, epic_result result, const char *what)
+static void expect_ok(const rank *r, epic_result result, const char *what)
 {
     if (result == EPIC_OK) return;
-    fail(r, what, (double)result);
+    report_wrong(r, what, (double)result);
     _exit(1); /* the peer would wait */
 }
 
 /* ---------------------------------------------------------------------------- the case ---- */
 
-static both pushed(uint32_t type, int64_t count, double size)
+static both pushed_both(uint32_t type, int64_t count, double size)
 {
     both b = random_both(type, count, size);
-    push(&b);
+    push_to_device(&b);
     return b;
 }
 
@@ -69,8 +69,8 @@ static both pushed(uint32_t type, int64_t count, double size)
 static both as_type(const both *b, uint32_t type)
 {
     both wide = make_both(type, b->count);
-    for (int64_t i = 0; i < b->count; i++) set(&wide, i, b->truth[i]);
-    push(&wide);
+    for (int64_t i = 0; i < b->count; i++) set_number(&wide, i, b->truth[i]);
+    push_to_device(&wide);
     return wide;
 }
 
@@ -91,15 +91,15 @@ static void make_rank(rank *r)
                         .experts = &r->experts,
                         .capacity = CAPACITY,
                         .flags = EPIC_DISPATCH_AGAIN | k->flags};
-    r->x = pushed(k->type, TOKENS * HIDDEN, 1);
-    r->d_out = pushed(k->type, TOKENS * HIDDEN, 1);
+    r->x = pushed_both(k->type, TOKENS * HIDDEN, 1);
+    r->d_out = pushed_both(k->type, TOKENS * HIDDEN, 1);
     random_state = 77; /* the gate is the same on all ranks */
-    r->w_gate = pushed(EPIC_F32, HIDDEN * EXPERTS, 0.2);
+    r->w_gate = pushed_both(EPIC_F32, HIDDEN * EXPERTS, 0.2);
     random_state = 99 + (uint64_t)r->number;
-    r->b_gate_up = pushed(k->type, LOCAL * WIDTH, 0.5);
-    r->b_down = pushed(k->type, LOCAL * HIDDEN, 0.5);
-    r->gate_up = pushed(EPIC_E4M3, LOCAL * HIDDEN * WIDTH, 0.2);
-    r->down = pushed(EPIC_E4M3, LOCAL * INNER * HIDDEN, 0.3);
+    r->b_gate_up = pushed_both(k->type, LOCAL * WIDTH, 0.5);
+    r->b_down = pushed_both(k->type, LOCAL * HIDDEN, 0.5);
+    r->gate_up = pushed_both(EPIC_E4M3, LOCAL * HIDDEN * WIDTH, 0.2);
+    r->down = pushed_both(EPIC_E4M3, LOCAL * INNER * HIDDEN, 0.3);
     r->of_gate_up = scale_weights(&r->gate_up, LOCAL, HIDDEN, WIDTH);
     r->of_down = scale_weights(&r->down, LOCAL, INNER, HIDDEN);
     r->wide_gate_up = as_type(&r->gate_up, k->type);
@@ -151,7 +151,7 @@ typedef struct run { /* of a whole layer */
 static both of_bytes(int64_t bytes)
 {
     both b = make_both(EPIC_E4M3, bytes);
-    push(&b);
+    push_to_device(&b);
     return b;
 }
 
@@ -164,7 +164,7 @@ static run run_layer(rank *r, const epic_config *config, bool scaled, bool scale
     run n = {.out = make_both(r->k->type, TOKENS * HIDDEN),
              .load = make_both(EPIC_F32, EXPERTS)};
     r->experts.weight_type = scaled ? EPIC_E4M3 : 0;
-    need(r, epic_moe_memory(NULL, config, &r->moe, &memory), "memory");
+    expect_ok(r, epic_moe_memory(NULL, config, &r->moe, &memory), "memory");
     const epic_moe_weights ahead = weights_of(r, scaled);
     const epic_moe_weights back = scaled_back ? back_of(r) : weights_of(r, false);
     n.saved = of_bytes(memory.saved_bytes);
@@ -199,17 +199,17 @@ static run run_layer(rank *r, const epic_config *config, bool scaled, bool scale
                                       .saved_bytes = memory.saved_bytes,
                                       .workspace = n.workspace.device,
                                       .workspace_bytes = memory.backward_bytes};
-    bootstrap();
-    need(r, epic_moe_forward(r->ctx, &f), "forward");
-    must(!cudaStreamSynchronize(r->stream), "forward");
-    push(&n.workspace); /* poison: nothing is kept there */
-    need(r, epic_moe_backward(r->ctx, &b), "backward");
-    must(!cudaStreamSynchronize(r->stream), "backward");
-    bootstrap();
-    need(r, epic_check(r->ctx), "check");
-    pull(&n.out);
-    pull(&n.load);
-    for (int i = 0; i < GRADIENTS; i++) pull(&n.gradients[i]);
+    wait_for_all();
+    expect_ok(r, epic_moe_forward(r->ctx, &f), "forward");
+    must_succeed(!cudaStreamSynchronize(r->stream), "forward");
+    push_to_device(&n.workspace); /* poison: nothing is kept there */
+    expect_ok(r, epic_moe_backward(r->ctx, &b), "backward");
+    must_succeed(!cudaStreamSynchronize(r->stream), "backward");
+    wait_for_all();
+    expect_ok(r, epic_check(r->ctx), "check");
+    pull_from_device(&n.out);
+    pull_from_device(&n.load);
+    for (int i = 0; i < GRADIENTS; i++) pull_from_device(&n.gradients[i]);
     return n;
 }
 
@@ -221,11 +221,12 @@ static void free_run(run *n)
 }
 
 /* As vectors. */
-static double distance(const both *got, const both *want)
+static double vector_distance(const both *got, const both *want)
 {
     double difference = 0, size = 0;
     for (int64_t i = 0; i < got->count; i++) {
-        const double w = get(want->host, want->type, i), d = get(got->host, got->type, i) - w;
+        const double w = get_number(want->host, want->type, i),
+                     d = get_number(got->host, got->type, i) - w;
         difference += d * d;
         size += w * w;
     }
@@ -234,17 +235,17 @@ static double distance(const both *got, const both *want)
 
 /* e4m3 has four bits: rows, activations and, but for what they stand for, no weights are rounded.
  * back_alone: only the weights of backward are others, if `again`. */
-static void compare(const rank *r, const run *scaled, const run *wide, bool back_alone,
-                    bool again)
+static void compare_results(const rank *r, const run *scaled, const run *wide, bool back_alone,
+                            bool again)
 {
-    const double out = distance(&scaled->out, &wide->out);
-    const double d_x = distance(&scaled->gradients[D_X], &wide->gradients[D_X]);
-    if (!back_alone && !(out > 1e-3 && out < 6e-2)) fail(r, "out", out);
-    if (back_alone && out != 0) fail(r, "out, of the same weights", out);
-    if (back_alone && (d_x > 1e-3) != again) fail(r, "d_x, quantized or not", d_x);
+    const double out = vector_distance(&scaled->out, &wide->out);
+    const double d_x = vector_distance(&scaled->gradients[D_X], &wide->gradients[D_X]);
+    if (!back_alone && !(out > 1e-3 && out < 6e-2)) report_wrong(r, "out", out);
+    if (back_alone && out != 0) report_wrong(r, "out, of the same weights", out);
+    if (back_alone && (d_x > 1e-3) != again) report_wrong(r, "d_x, quantized or not", d_x);
     for (int i = 0; i < GRADIENTS; i++) {
-        const double far = distance(&scaled->gradients[i], &wide->gradients[i]);
-        if (!(far < 8e-2)) fail(r, gradients[i], far);
+        const double far = vector_distance(&scaled->gradients[i], &wide->gradients[i]);
+        if (!(far < 8e-2)) report_wrong(r, gradients[i], far);
     }
 }
 
@@ -256,10 +257,10 @@ static void compare_parts(rank *r, const epic_config *config, const run *whole)
     enum { BLOCKS = (HIDDEN + 127) / 128 };
     const int64_t row = HIDDEN * bytes_of(r->k->type);
     int64_t plan_bytes;
-    need(r, epic_plan_bytes(config, &r->layer, &plan_bytes), "plan_bytes");
+    expect_ok(r, epic_plan_bytes(config, &r->layer, &plan_bytes), "plan_bytes");
     const int32_t *load = (const int32_t *)whole->load.host + r->number * LOCAL;
     epic_experts_memory_info memory;
-    need(r, epic_experts_memory(r->ctx, NULL, &r->experts, CAPACITY, &memory), "memory");
+    expect_ok(r, epic_experts_memory(r->ctx, NULL, &r->experts, CAPACITY, &memory), "memory");
     both recv = of_bytes(CAPACITY * HIDDEN), scales = of_bytes(CAPACITY * BLOCKS * 4);
     both saved = of_bytes(memory.saved_bytes), work = of_bytes(memory.forward_bytes);
     both y = make_both(r->k->type, CAPACITY * HIDDEN), counts = make_both(EPIC_F32, 2 * LOCAL);
@@ -268,7 +269,7 @@ static void compare_parts(rank *r, const epic_config *config, const run *whole)
         ((int32_t *)counts.host)[e] = (load[e] + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
         ((int32_t *)counts.host)[LOCAL + e] = load[e];
     }
-    push(&counts);
+    push_to_device(&counts);
     const epic_dispatch_args dispatch = {.call.stream = r->stream,
                                          .layer = &r->layer,
                                          .plan = whole->saved.device,
@@ -303,29 +304,31 @@ static void compare_parts(rank *r, const epic_config *config, const run *whole)
                                        .rows = {y.device, CAPACITY, row},
                                        .out = {out.device, TOKENS, row},
                                        .type = r->k->type};
-    bootstrap();
-    need(r, epic_dispatch(r->ctx, &dispatch), "dispatch");
-    need(r, epic_experts_forward(r->ctx, &experts), "experts");
-    need(r, epic_combine(r->ctx, &combine), "combine");
-    must(!cudaStreamSynchronize(r->stream), "the parts");
-    bootstrap();
-    pull(&out);
+    wait_for_all();
+    expect_ok(r, epic_dispatch(r->ctx, &dispatch), "dispatch");
+    expect_ok(r, epic_experts_forward(r->ctx, &experts), "experts");
+    expect_ok(r, epic_combine(r->ctx, &combine), "combine");
+    must_succeed(!cudaStreamSynchronize(r->stream), "the parts");
+    wait_for_all();
+    pull_from_device(&out);
     if (memcmp(out.host, whole->out.host, TOKENS * (size_t)row) != 0)
-        fail(r, "not the bits of the calls that it is made of", distance(&out, &whole->out));
+        report_wrong(r, "not the bits of the calls that it is made of",
+                     vector_distance(&out, &whole->out));
     both *arrays[] = {&recv, &scales, &saved, &work, &y, &counts, &out};
     for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++) free_both(arrays[i]);
 }
 
 /* ---------------------------------------------------------------------------- refusals ---- */
 
-static void refused(const rank *r, epic_result result, epic_result want, const char *word)
+static void expect_refusal(const rank *r, epic_result result, epic_result want,
+                           const char *word)
 {
     if (result == want && strstr(epic_error(r->ctx), word)) return;
-    fail(r, word, (double)result);
+    report_wrong(r, word, (double)result);
 }
 
 /* Nothing has been enqueued: no peer is called on. */
-static void refuse(rank *r, const epic_config *config)
+static void refuse_product(rank *r, const epic_config *config)
 {
     epic_moe_memory_info memory;
     epic_moe_weights w = weights_of(r, true);
@@ -334,22 +337,23 @@ static void refuse(rank *r, const epic_config *config)
     const epic_moe_backward_args b = {.moe = &r->moe, .weights = &w};
     r->experts.weight_type = EPIC_E4M3;
     r->moe.flags |= EPIC_RECOMPUTE;
-    refused(r, epic_moe_backward(r->ctx, &b), EPIC_EINVAL, "w_gate_up_scales is not NULL");
+    expect_refusal(r, epic_moe_backward(r->ctx, &b), EPIC_EINVAL,
+                   "w_gate_up_scales is not NULL");
     r->moe.flags &= ~(uint32_t)EPIC_RECOMPUTE;
     w.w_gate_up_scales = NULL;
-    refused(r, epic_moe_backward(r->ctx, &b), EPIC_EINVAL, "w_down_scales is not NULL");
-    refused(r, epic_moe_forward(r->ctx, &f), EPIC_EINVAL, "w_gate_up_scales is NULL");
+    expect_refusal(r, epic_moe_backward(r->ctx, &b), EPIC_EINVAL, "w_down_scales is not NULL");
+    expect_refusal(r, epic_moe_forward(r->ctx, &f), EPIC_EINVAL, "w_gate_up_scales is NULL");
     r->experts.gemm = &gemm;
-    refused(r, epic_moe_memory(NULL, config, &r->moe, &memory), EPIC_ENOTSUP,
-            "moe.experts.gemm");
+    expect_refusal(r, epic_moe_memory(NULL, config, &r->moe, &memory), EPIC_ENOTSUP,
+                   "moe.experts.gemm");
     r->experts.gemm = NULL;
     r->moe.flags = 0;
-    refused(r, epic_moe_memory(NULL, config, &r->moe, &memory), EPIC_EINVAL,
-            "EPIC_DISPATCH_AGAIN");
+    expect_refusal(r, epic_moe_memory(NULL, config, &r->moe, &memory), EPIC_EINVAL,
+                   "EPIC_DISPATCH_AGAIN");
     r->moe.flags = EPIC_DISPATCH_AGAIN;
     r->experts.weight_type = 0;
     w.w_down_scales = r->of_down.scales.device;
-    refused(r, epic_moe_forward(r->ctx, &f), EPIC_EINVAL, "w_down_scales is not NULL");
+    expect_refusal(r, epic_moe_forward(r->ctx, &f), EPIC_EINVAL, "w_down_scales is not NULL");
 }
 
 /* ------------------------------------------------------------------------------- ranks ---- */
@@ -357,17 +361,17 @@ static void refuse(rank *r, const epic_config *config)
 static void run_kind(rank *r, const epic_config *config)
 {
     for (int turn = 0; turn < RANKS; turn++) {
-        bootstrap();
+        wait_for_all();
         if (turn == r->number) make_rank(r);
-        bootstrap();
+        wait_for_all();
     }
     const bool again = !(r->k->flags & EPIC_RECOMPUTE);
     run wide = run_layer(r, config, false, false), scaled = run_layer(r, config, true, false);
     run back = run_layer(r, config, true, again);
-    compare(r, &scaled, &wide, false, false);
-    compare(r, &back, &scaled, true, again);
+    compare_results(r, &scaled, &wide, false, false);
+    compare_results(r, &back, &scaled, true, again);
     if (r->k->top_k == 1) compare_parts(r, config, &scaled);
-    if (r->k->top_k == 1) refuse(r, config);
+    if (r->k->top_k == 1) refuse_product(r, config);
     free_run(&wide);
     free_run(&scaled);
     free_run(&back);
@@ -388,9 +392,9 @@ static void *be_rank(void *number)
                                 .timeout_ms = 60000,
                                 .backend = "p2p"};
     int gpus = 1;
-    must(!cudaGetDeviceCount(&gpus) && !cudaSetDevice(r.number % gpus), "a GPU");
-    need(&r, epic_open(&r.ctx, &bootstraps[r.number], &config), "open");
-    must(!cudaStreamCreateWithFlags(&r.stream, cudaStreamNonBlocking), "a stream");
+    must_succeed(!cudaGetDeviceCount(&gpus) && !cudaSetDevice(r.number % gpus), "a GPU");
+    expect_ok(&r, epic_open(&r.ctx, &bootstraps[r.number], &config), "open");
+    must_succeed(!cudaStreamCreateWithFlags(&r.stream, cudaStreamNonBlocking), "a stream");
     for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
         rank now = {.k = &kinds[i], .ctx = r.ctx, .number = r.number, .stream = r.stream};
         run_kind(&now, &config);
@@ -405,7 +409,7 @@ int main(void)
     pthread_t threads[RANKS];
     setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0); /* no kernel waits behind another rank's */
     pthread_barrier_init(&all, NULL, RANKS);
-    must(epic_bootstrap_threads(bootstraps, RANKS, 20000) == EPIC_OK, "bootstrap");
+    must_succeed(epic_bootstrap_threads(bootstraps, RANKS, 20000) == EPIC_OK, "bootstrap");
     for (intptr_t i = 0; i < RANKS; i++) pthread_create(&threads[i], NULL, be_rank, (void *)i);
     for (int i = 0; i < RANKS; i++) pthread_join(threads[i], NULL);
     for (int i = 0; i < RANKS; i++) epic_bootstrap_close(&bootstraps[i]);

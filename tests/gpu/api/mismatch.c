@@ -53,7 +53,7 @@ static int num_ranks = 3, failed;
 static epic_bootstrap bootstraps[MAX_RANKS];
 static pthread_barrier_t all;
 
-static void need(int good, const char *what, const epic_context *ctx)
+static void must_succeed(int good, const char *what, const epic_context *ctx)
 {
     if (good) return;
     fprintf(stderr, "mismatch: %s: %s\n", what, epic_error(ctx));
@@ -68,11 +68,11 @@ typedef struct seat {
     int32_t *ids, *owner, *logical;
 } seat;
 
-static void *memory(size_t bytes)
+static void *allocate_memory(size_t bytes)
 {
     void *p = NULL;
-    need(cudaMalloc(&p, bytes) == cudaSuccess && fill_in(p, 0, bytes) == cudaSuccess, "memory",
-         NULL);
+    must_succeed(cudaMalloc(&p, bytes) == cudaSuccess && fill_in(p, 0, bytes) == cudaSuccess,
+                 "memory", NULL);
     return p;
 }
 
@@ -94,8 +94,8 @@ static void make_plan(seat *s, int which, cudaStream_t stream)
     if (replicas && s->rank == 1) logical[EXPERTS - 1] = 0;
     for (int e = 0; e < EXPERTS; e++) owner[e] = e % num_ranks;
     if (which == TABLE && s->rank == 1) owner[7] = (owner[7] + 1) % num_ranks;
-    need(copy_in(s->owner, owner, sizeof owner) == cudaSuccess, "copy", NULL);
-    need(copy_in(s->logical, logical, sizeof logical) == cudaSuccess, "copy", NULL);
+    must_succeed(copy_in(s->owner, owner, sizeof owner) == cudaSuccess, "copy", NULL);
+    must_succeed(copy_in(s->logical, logical, sizeof logical) == cudaSuccess, "copy", NULL);
     const epic_plan_args args = {.call.stream = stream,
                                  .layer = &layer,
                                  .plan = s->plan,
@@ -106,35 +106,35 @@ static void make_plan(seat *s, int which, cudaStream_t stream)
                                  .logical_of_expert = replicas ? s->logical : NULL,
                                  .capacity = SLOTS};
     const epic_result result = epic_plan(s->ctx, &args);
-    need(!result || (which == OVERLAP && result == EPIC_EMISMATCH), "plan", s->ctx);
+    must_succeed(!result || (which == OVERLAP && result == EPIC_EMISMATCH), "plan", s->ctx);
 }
 
 /* Rank 1 plans the same twice, on streams that do not wait, before the peers plan at all.  Where the
  * second stream came late on all ranks nothing has run at once: then once more. */
-static void overlap(seat *s)
+static void overlap_operations(seat *s)
 {
     if (s->rank != 1) pthread_barrier_wait(&all);
     for (int i = 0; i < TRIES && epic_check(s->ctx) == EPIC_OK; i++) {
         make_plan(s, OVERLAP, s->stream);
         make_plan(s, OVERLAP, s->second);
         if (s->rank == 1 && i == 0) pthread_barrier_wait(&all);
-        need(!cudaStreamSynchronize(s->stream), "synchronize", NULL);
-        need(!cudaStreamSynchronize(s->second), "synchronize", NULL);
+        must_succeed(!cudaStreamSynchronize(s->stream), "synchronize", NULL);
+        must_succeed(!cudaStreamSynchronize(s->second), "synchronize", NULL);
     }
 }
 
-static void provoke(seat *s, int which)
+static void provoke_mismatch(seat *s, int which)
 {
     const int64_t tokens = TOKENS - (which == TOKENS_OF_PLAN && s->rank == 1);
     if (which == OVERLAP)
-        overlap(s);
+        overlap_operations(s);
     else
         make_plan(s, which, s->stream);
     if (which <= OVERLAP) return;
-    need(cudaStreamSynchronize(s->stream) == cudaSuccess, "synchronize", NULL);
+    must_succeed(cudaStreamSynchronize(s->stream) == cudaSuccess, "synchronize", NULL);
     if (which >= DAMAGED && s->rank == 1) { /* the rank; or what any value would fit */
         unsigned char *const at = s->plan + (which == DAMAGED ? 40 : 64);
-        need(fill_in(at, 0x77, 4) == cudaSuccess, "damage", NULL);
+        must_succeed(fill_in(at, 0x77, 4) == cudaSuccess, "damage", NULL);
     }
     epic_layer layer = layer_of(which);
     if (which == OTHER_LAYER && s->rank == 1) layer.flags = EPIC_DISTINCT;
@@ -146,8 +146,8 @@ static void provoke(seat *s, int which)
                                     .out = {s->out, tokens, ROW},
                                     .type = EPIC_BF16};
     const epic_result result = epic_combine(s->ctx, &args);
-    need(result == EPIC_OK || result == EPIC_EMISMATCH, "combine",
-         s->ctx); /* a late rank is told */
+    must_succeed(result == EPIC_OK || result == EPIC_EMISMATCH, "combine",
+                 s->ctx); /* a late rank is told */
 }
 
 static double now_ms(void)
@@ -157,7 +157,7 @@ static double now_ms(void)
     return (double)t.tv_sec * 1e3 + (double)t.tv_nsec * 1e-6;
 }
 
-static void judge(seat *s, int which, double took)
+static void judge_case(seat *s, int which, double took)
 {
     const epic_result result = epic_check(s->ctx);
     const int reason = which <= OVERLAP || s->rank == 1;
@@ -175,30 +175,30 @@ static void run_case(seat *s, int which)
                                 .max_row_bytes = ROW,
                                 .timeout_ms = DEADLINE_MS,
                                 .backend = "p2p"};
-    need(!epic_open(&s->ctx, &bootstraps[s->rank], &config), "open", s->ctx);
+    must_succeed(!epic_open(&s->ctx, &bootstraps[s->rank], &config), "open", s->ctx);
     pthread_barrier_wait(&all);
     const double begin = now_ms();
-    provoke(s, which);
-    need(cudaStreamSynchronize(s->stream) == cudaSuccess, "synchronize", NULL);
-    judge(s, which, now_ms() - begin);
+    provoke_mismatch(s, which);
+    must_succeed(cudaStreamSynchronize(s->stream) == cudaSuccess, "synchronize", NULL);
+    judge_case(s, which, now_ms() - begin);
     pthread_barrier_wait(&all);
     epic_close(s->ctx);
 }
 
-static void *run(void *self)
+static void *run_rank(void *self)
 {
     seat s = {.rank = (int)((epic_bootstrap *)self - bootstraps)};
     int32_t ids[TOKENS * TOP_K];
     for (int i = 0; i < TOKENS * TOP_K; i++) ids[i] = i % (EXPERTS / 2);
-    need(!cudaStreamCreateWithFlags(&s.stream, cudaStreamNonBlocking), "stream", NULL);
-    need(!cudaStreamCreateWithFlags(&s.second, cudaStreamNonBlocking), "stream", NULL);
-    s.plan = memory(PLAN);
-    s.recv = memory((size_t)SLOTS * ROW);
-    s.out = memory(TOKENS * ROW);
-    s.ids = memory(sizeof ids);
-    s.owner = memory(EXPERTS * sizeof *s.owner);
-    s.logical = memory(EXPERTS * sizeof *s.logical);
-    need(copy_in(s.ids, ids, sizeof ids) == cudaSuccess, "copy", NULL);
+    must_succeed(!cudaStreamCreateWithFlags(&s.stream, cudaStreamNonBlocking), "stream", NULL);
+    must_succeed(!cudaStreamCreateWithFlags(&s.second, cudaStreamNonBlocking), "stream", NULL);
+    s.plan = allocate_memory(PLAN);
+    s.recv = allocate_memory((size_t)SLOTS * ROW);
+    s.out = allocate_memory(TOKENS * ROW);
+    s.ids = allocate_memory(sizeof ids);
+    s.owner = allocate_memory(EXPERTS * sizeof *s.owner);
+    s.logical = allocate_memory(EXPERTS * sizeof *s.logical);
+    must_succeed(copy_in(s.ids, ids, sizeof ids) == cudaSuccess, "copy", NULL);
     for (int i = 0; i < NUM_CASES; i++) run_case(&s, i);
     void *const parts[] = {s.plan, s.recv, s.out, s.ids, s.owner, s.logical};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) cudaFree(parts[i]);
@@ -213,9 +213,10 @@ int main(int argc, char **argv)
     setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0); /* no kernel waits behind another rank's */
     if (argc > 1) num_ranks = atoi(argv[1]);
     if (num_ranks < 2 || num_ranks > MAX_RANKS) return 2;
-    need(!epic_bootstrap_threads(bootstraps, num_ranks, 20000), "bootstrap", NULL);
+    must_succeed(!epic_bootstrap_threads(bootstraps, num_ranks, 20000), "bootstrap", NULL);
     pthread_barrier_init(&all, NULL, (unsigned)num_ranks);
-    for (int r = 0; r < num_ranks; r++) pthread_create(&threads[r], NULL, run, &bootstraps[r]);
+    for (int r = 0; r < num_ranks; r++)
+        pthread_create(&threads[r], NULL, run_rank, &bootstraps[r]);
     for (int r = 0; r < num_ranks; r++) pthread_join(threads[r], NULL);
     for (int r = 0; r < num_ranks; r++) epic_bootstrap_close(&bootstraps[r]);
     printf("what kernels alone see to differ, %d ranks on one GPU: %s\n", num_ranks,

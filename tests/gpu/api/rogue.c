@@ -19,38 +19,38 @@ typedef struct seat {
     char sentence[512];
 } seat;
 
-static uint64_t next(seat *s)
+static uint64_t next_random(seat *s)
 {
     uint64_t x = s->random += 0x9e3779b97f4a7c15ull;
     x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9ull;
     return x ^ x >> 31;
 }
 
-static void lie(seat *s, unsigned char *record, size_t bytes)
+static void make_lie(seat *s, unsigned char *record, size_t bytes)
 {
     static const int64_t huge[] = {-1, INT64_MAX, INT64_MIN, 1ll << 32, 0x7fffffff, 0};
-    switch (next(s) % 4) {
+    switch (next_random(s) % 4) {
     case 0:
-        memset(record, next(s) % 2 ? 0xff : 0, bytes);
+        memset(record, next_random(s) % 2 ? 0xff : 0, bytes);
         break;
     case 1:
-        for (size_t i = 0; i < bytes; i++) record[i] = (unsigned char)next(s);
+        for (size_t i = 0; i < bytes; i++) record[i] = (unsigned char)next_random(s);
         break;
     case 2:
-        memcpy(record + next(s) % (bytes / 8) * 8, &huge[next(s) % 6], 8);
+        memcpy(record + next_random(s) % (bytes / 8) * 8, &huge[next_random(s) % 6], 8);
         break;
     default:
-        record[next(s) % bytes] ^= (unsigned char)(1 << next(s) % 8);
+        record[next_random(s) % bytes] ^= (unsigned char)(1 << next_random(s) % 8);
     }
 }
 
-static epic_result gather(void *self, const void *mine, void *all, int64_t bytes)
+static epic_result gather_lies(void *self, const void *mine, void *all, int64_t bytes)
 {
     seat *s = self;
     const epic_result result = s->inner.gather(s->inner.self, mine, all, bytes);
     if (result != EPIC_OK || !s->lies || bytes >= HELLO_BYTES) return result;
-    const int rank = (int)(next(s) % RANKS);
-    if (rank != s->inner.rank) lie(s, (unsigned char *)all + (size_t)rank * bytes, bytes);
+    const int rank = (int)(next_random(s) % RANKS);
+    if (rank != s->inner.rank) make_lie(s, (unsigned char *)all + (size_t)rank * bytes, bytes);
     return EPIC_OK;
 }
 
@@ -61,7 +61,7 @@ static void *run_rank(void *self)
                                 .max_row_bytes = 64,
                                 .backend = "p2p",
                                 .timeout_ms = s->honest ? 60000 : 2000};
-    const epic_bootstrap bootstrap = {s->inner.rank, RANKS, gather, NULL, s};
+    const epic_bootstrap bootstrap = {s->inner.rank, RANKS, gather_lies, NULL, s};
     epic_context *ctx = NULL;
     s->result = epic_open(&ctx, &bootstrap, &config);
     snprintf(s->sentence, sizeof s->sentence, "%s", s->result ? epic_error(ctx) : "");

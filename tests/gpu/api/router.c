@@ -33,7 +33,7 @@ static cudaStream_t stream;
 static int failures;
 static long one_bit; /* results that differ by rounding, where they may */
 
-static void need(int good, const char *what)
+static void must_succeed(int good, const char *what)
 {
     if (good) return;
     fprintf(stderr, "router: %s: %s, %s\n", what, epic_error(ctx),
@@ -46,30 +46,31 @@ static void make_buffer(buffer *b, size_t room)
     b->room = room + GUARD;
     b->host = aligned_alloc(64, (b->room + 63) / 64 * 64);
     b->back = aligned_alloc(64, (b->room + 63) / 64 * 64);
-    need(b->host && b->back && cudaMalloc(&b->device, b->room) == cudaSuccess, "memory");
+    must_succeed(b->host && b->back && cudaMalloc(&b->device, b->room) == cudaSuccess,
+                 "memory");
 }
 
 /* The bytes that a case uses, poisoned with the guard behind them. */
-static void *use(buffer *b, size_t bytes)
+static void *use_case(buffer *b, size_t bytes)
 {
-    need(bytes + GUARD <= b->room, "a buffer is too small");
+    must_succeed(bytes + GUARD <= b->room, "a buffer is too small");
     b->bytes = bytes;
     memset(b->host, POISON, bytes + GUARD);
     return b->host;
 }
 
-static void push(const buffer *b)
+static void push_to_device(const buffer *b)
 {
-    need(cudaMemcpyAsync(b->device, b->host, b->bytes + GUARD, cudaMemcpyHostToDevice,
-                         stream) == cudaSuccess,
-         "a copy");
+    must_succeed(cudaMemcpyAsync(b->device, b->host, b->bytes + GUARD, cudaMemcpyHostToDevice,
+                                 stream) == cudaSuccess,
+                 "a copy");
 }
 
-static void pull(const buffer *b)
+static void pull_from_device(const buffer *b)
 {
-    need(cudaMemcpyAsync(b->back, b->device, b->bytes + GUARD, cudaMemcpyDeviceToHost,
-                         stream) == cudaSuccess,
-         "a copy");
+    must_succeed(cudaMemcpyAsync(b->back, b->device, b->bytes + GUARD, cudaMemcpyDeviceToHost,
+                                 stream) == cudaSuccess,
+                 "a copy");
 }
 
 /* ------------------------------------------------------------------------------ a case ---- */
@@ -81,40 +82,41 @@ static void fill_logits(const problem *p)
         router_put(logits.host, p->type, i, router_logit(kind));
 }
 
-static void fill(const problem *p)
+static void fill_random(const problem *p)
 {
     const int64_t k = p->router.top_k, ids = 50;
     const int64_t grad = router_type_bytes(p->grad_type ? p->grad_type : p->type);
-    use(&logits, (size_t)(p->tokens * p->n * router_type_bytes(p->type)));
+    use_case(&logits, (size_t)(p->tokens * p->n * router_type_bytes(p->type)));
     fill_logits(p);
-    float *b = use(&bias, (size_t)p->n * 4);
+    float *b = use_case(&bias, (size_t)p->n * 4);
     for (int64_t i = 0; i < p->n; i++) b[i] = router_below(3) ? 0.1f * router_normal() : 0;
-    float *factors = use(&scale, (size_t)p->n * 4),
-          *d_factors = use(&d_scale, (size_t)p->n * 4);
+    float *factors = use_case(&scale, (size_t)p->n * 4),
+          *d_factors = use_case(&d_scale, (size_t)p->n * 4);
     for (int64_t i = 0; i < p->n; i++) factors[i] = router_normal();
     for (int64_t i = 0; i < p->n; i++) d_factors[i] = router_normal(); /* to be added to */
-    int32_t *rows = use(&table, (size_t)(ids * k * 4));
+    int32_t *rows = use_case(&table, (size_t)(ids * k * 4));
     for (int64_t i = 0; i < ids * k; i++)
         rows[i] = (int32_t)router_below((uint32_t)p->n + 1) - 1;
-    use(&token_ids, (size_t)p->tokens * 8);
+    use_case(&token_ids, (size_t)p->tokens * 8);
     for (int64_t t = 0; t < p->tokens; t++) {
         const int64_t id = router_below((uint32_t)ids);
         if (p->id_type == EPIC_I64) ((int64_t *)token_ids.host)[t] = id;
         if (p->id_type == EPIC_I32) ((int32_t *)token_ids.host)[t] = (int32_t)id;
     }
     int64_t workspace_bytes;
-    need(epic_router_workspace(&p->router, &workspace_bytes) == EPIC_OK, "a router is wrong");
-    use(&workspace, (size_t)workspace_bytes);
-    use(&topk_idx, (size_t)(p->tokens * k * 4));
-    use(&weights, (size_t)(p->tokens * k * 4));
-    use(&scores, (size_t)(p->tokens * p->n * 4));
-    float *d = use(&d_weights, (size_t)(p->tokens * k * 4));
+    must_succeed(epic_router_workspace(&p->router, &workspace_bytes) == EPIC_OK,
+                 "a router is wrong");
+    use_case(&workspace, (size_t)workspace_bytes);
+    use_case(&topk_idx, (size_t)(p->tokens * k * 4));
+    use_case(&weights, (size_t)(p->tokens * k * 4));
+    use_case(&scores, (size_t)(p->tokens * p->n * 4));
+    float *d = use_case(&d_weights, (size_t)(p->tokens * k * 4));
     for (int64_t i = 0; i < p->tokens * k; i++) d[i] = router_normal();
-    use(&d_logits, (size_t)(p->tokens * p->n * grad));
-    int32_t *counts = use(&load, (size_t)p->n * 4);
+    use_case(&d_logits, (size_t)(p->tokens * p->n * grad));
+    int32_t *counts = use_case(&load, (size_t)p->n * 4);
     for (int64_t i = 0; i < p->n; i++) counts[i] = (int32_t)router_below(100);
-    *(float *)use(&d_loss, 4) = router_normal();
-    use(&loss, 8);
+    *(float *)use_case(&d_loss, 4) = router_normal();
+    use_case(&loss, 8);
 }
 
 /* ----------------------------------------------------------------------- the two sides ---- */
@@ -124,47 +126,47 @@ typedef struct side {
     int device;
 } side;
 
-static void *of(const side *s, const buffer *b)
+static void *data_of(const side *s, const buffer *b)
 {
     return s->device ? b->device : b->host;
 }
 
-static epic_result forward(const side *s)
+static epic_result call_forward(const side *s)
 {
     const problem *p = s->p;
     const epic_router_args args = {.router = &p->router,
-                                   .logits = of(s, &logits),
+                                   .logits = data_of(s, &logits),
                                    .num_tokens = p->tokens,
-                                   .bias = p->has_bias ? of(s, &bias) : NULL,
-                                   .scale_of_expert = p->has_scale ? of(s, &scale) : NULL,
-                                   .token_ids = p->has_table ? of(s, &token_ids) : NULL,
-                                   .table = p->has_table ? of(s, &table) : NULL,
+                                   .bias = p->has_bias ? data_of(s, &bias) : NULL,
+                                   .scale_of_expert = p->has_scale ? data_of(s, &scale) : NULL,
+                                   .token_ids = p->has_table ? data_of(s, &token_ids) : NULL,
+                                   .table = p->has_table ? data_of(s, &table) : NULL,
                                    .table_rows = 50,
-                                   .workspace = of(s, &workspace),
+                                   .workspace = data_of(s, &workspace),
                                    .workspace_bytes = workspace.bytes,
-                                   .topk_idx = of(s, &topk_idx),
-                                   .weights = of(s, &weights),
-                                   .scores = p->has_scores ? of(s, &scores) : NULL,
+                                   .topk_idx = data_of(s, &topk_idx),
+                                   .weights = data_of(s, &weights),
+                                   .scores = p->has_scores ? data_of(s, &scores) : NULL,
                                    .type = p->type,
                                    .token_id_type = p->id_type,
                                    .call.stream = s->device ? stream : NULL};
     return epic_router_forward(s->device ? ctx : NULL, &args);
 }
 
-static epic_result backward(const side *s)
+static epic_result call_backward(const side *s)
 {
     const problem *p = s->p;
     const epic_router_backward_args args = {
         .router = &p->router,
-        .logits = of(s, &logits),
+        .logits = data_of(s, &logits),
         .num_tokens = p->tokens,
-        .topk_idx = of(s, &topk_idx),
-        .scale_of_expert = p->has_scale ? of(s, &scale) : NULL,
-        .d_scale_of_expert = p->has_scale ? of(s, &d_scale) : NULL,
-        .d_weights = of(s, &d_weights),
-        .workspace = of(s, &workspace),
+        .topk_idx = data_of(s, &topk_idx),
+        .scale_of_expert = p->has_scale ? data_of(s, &scale) : NULL,
+        .d_scale_of_expert = p->has_scale ? data_of(s, &d_scale) : NULL,
+        .d_weights = data_of(s, &d_weights),
+        .workspace = data_of(s, &workspace),
         .workspace_bytes = workspace.bytes,
-        .d_logits = of(s, &d_logits),
+        .d_logits = data_of(s, &d_logits),
         .type = p->type,
         .grad_type = p->grad_type,
         .flags = p->flags,
@@ -176,18 +178,18 @@ static loss_args args_of(const side *s, int back)
 {
     const problem *p = s->p;
     return (loss_args){.router = &p->router,
-                       .logits = of(s, &logits),
+                       .logits = data_of(s, &logits),
                        .num_tokens = p->tokens,
                        .total_tokens = p->total,
-                       .load = of(s, &load),
-                       .topk_idx = of(s, &topk_idx),
+                       .load = data_of(s, &load),
+                       .topk_idx = data_of(s, &topk_idx),
                        .sequence_tokens = p->sequence,
                        .coeff = p->coeff,
-                       .d_loss = back && p->has_d_loss ? of(s, &d_loss) : NULL,
-                       .workspace = of(s, &workspace),
+                       .d_loss = back && p->has_d_loss ? data_of(s, &d_loss) : NULL,
+                       .workspace = data_of(s, &workspace),
                        .workspace_bytes = workspace.bytes,
-                       .loss = back ? NULL : of(s, &loss),
-                       .d_logits = back ? of(s, &d_logits) : NULL,
+                       .loss = back ? NULL : data_of(s, &loss),
+                       .d_logits = back ? data_of(s, &d_logits) : NULL,
                        .type = p->type,
                        .loss_type = p->loss_type,
                        .grad_type = p->grad_type,
@@ -195,7 +197,7 @@ static loss_args args_of(const side *s, int back)
                        .call.stream = s->device ? stream : NULL};
 }
 
-static epic_result balance(const side *s)
+static epic_result call_balance_loss(const side *s)
 {
     const loss_args args = args_of(s, 0);
     return balance_loss_forward(s->device ? ctx : NULL, &args);
@@ -207,7 +209,7 @@ static epic_result balance_backward(const side *s)
     return balance_loss_backward(s->device ? ctx : NULL, &args);
 }
 
-static epic_result z(const side *s)
+static epic_result call_z_loss(const side *s)
 {
     const loss_args args = args_of(s, 0);
     return z_loss_forward(s->device ? ctx : NULL, &args);
@@ -219,11 +221,11 @@ static epic_result z_backward(const side *s)
     return z_loss_backward(s->device ? ctx : NULL, &args);
 }
 
-static epic_result update(const side *s)
+static epic_result call_bias_update(const side *s)
 {
     const epic_bias_update_args args = {.call.stream = s->device ? stream : NULL,
-                                        .bias = of(s, &bias),
-                                        .load = of(s, &load),
+                                        .bias = data_of(s, &bias),
+                                        .load = data_of(s, &load),
                                         .num_experts = s->p->n,
                                         .rate = 0.001f};
     return epic_bias_update(s->device ? ctx : NULL, &args);
@@ -232,7 +234,7 @@ static epic_result update(const side *s)
 /* -------------------------------------------------------------------------- comparison ---- */
 
 /* slack 0: the same bits, any NaN like any other. */
-static int agree(const buffer *b, uint32_t type, int64_t i, double slack)
+static int check_agreement(const buffer *b, uint32_t type, int64_t i, double slack)
 {
     const int64_t size = router_type_bytes(type);
     if (!memcmp((char *)b->host + i * size, (char *)b->back + i * size, (size_t)size)) return 1;
@@ -242,11 +244,11 @@ static int agree(const buffer *b, uint32_t type, int64_t i, double slack)
     return slack > 0 && fabs(want - got) <= slack * fabs(want) + (type == EPIC_F16 ? 1.01 : 0);
 }
 
-static void compare(const char *what, const buffer *b, uint32_t type, double slack)
+static void compare_bits(const char *what, const buffer *b, uint32_t type, double slack)
 {
     const int64_t size = router_type_bytes(type), count = (int64_t)b->bytes / size;
     for (int64_t i = 0; i < count; i++) {
-        if (agree(b, type, i, slack)) continue;
+        if (check_agreement(b, type, i, slack)) continue;
         fprintf(stderr, "%s: number %lld is %.17g, on the host %.17g\n", what, (long long)i,
                 router_get(b->back, type, i), router_get(b->host, type, i));
         failures++;
@@ -266,13 +268,13 @@ typedef struct step {
 } step;
 
 static const step steps[] = {
-    {"router_forward", forward, {&topk_idx, &weights, &scores}, 0},
-    {"router_backward", backward, {&d_logits, &d_scale}, 0},
-    {"balance_loss_forward", balance, {&loss}, 1e-12},
+    {"router_forward", call_forward, {&topk_idx, &weights, &scores}, 0},
+    {"router_backward", call_backward, {&d_logits, &d_scale}, 0},
+    {"balance_loss_forward", call_balance_loss, {&loss}, 1e-12},
     {"balance_loss_backward", balance_backward, {&d_logits}, 0},
-    {"z_loss_forward", z, {&loss}, 1e-12},
+    {"z_loss_forward", call_z_loss, {&loss}, 1e-12},
     {"z_loss_backward", z_backward, {&d_logits}, 1e-6},
-    {"bias_update", update, {&bias}, 0},
+    {"bias_update", call_bias_update, {&bias}, 0},
 };
 enum { STEPS = sizeof steps / sizeof *steps };
 
@@ -289,20 +291,20 @@ static double slack_of(const problem *p, const step *s, const buffer *b)
     return type == EPIC_F64 ? s->slack : type == EPIC_BF16 ? 0x1p-7 : 0x1p-22;
 }
 
-static void launch(const step *s, const side *there, int captured)
+static void launch_case(const step *s, const side *there, int captured)
 {
     cudaGraph_t graph;
     cudaGraphExec_t exec;
     if (!captured) {
-        need(s->run(there) == EPIC_OK, s->what);
+        must_succeed(s->run(there) == EPIC_OK, s->what);
         return;
     }
-    need(!cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
-    need(s->run(there) == EPIC_OK, s->what);
-    need(!cudaStreamEndCapture(stream, &graph), "capture");
-    need(!cudaGraphInstantiate(&exec, graph, 0), "a graph");
-    need(!cudaGraphLaunch(exec, stream), "a graph");
-    need(!cudaStreamSynchronize(stream), "a graph");
+    must_succeed(!cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
+    must_succeed(s->run(there) == EPIC_OK, s->what);
+    must_succeed(!cudaStreamEndCapture(stream, &graph), "capture");
+    must_succeed(!cudaGraphInstantiate(&exec, graph, 0), "a graph");
+    must_succeed(!cudaGraphLaunch(exec, stream), "a graph");
+    must_succeed(!cudaStreamSynchronize(stream), "a graph");
     cudaGraphExecDestroy(exec);
     cudaGraphDestroy(graph);
 }
@@ -310,21 +312,21 @@ static void launch(const step *s, const side *there, int captured)
 static int run_case(const problem *p, int captured)
 {
     const int before = failures;
-    fill(p);
-    for (int i = 0; i < BUFFERS; i++) push(all[i]);
+    fill_random(p);
+    for (int i = 0; i < BUFFERS; i++) push_to_device(all[i]);
     for (int i = 0; i < STEPS; i++) {
         const side here = {p, 0}, there = {p, 1};
         if (steps[i].outs[0] == &d_logits) memset(d_logits.host, POISON, d_logits.bytes);
         if (steps[i].outs[0] == &loss) memset(loss.host, POISON, loss.bytes);
-        if (i > 0 && steps[i].outs[0] != &bias) push(steps[i].outs[0]);
-        launch(&steps[i], &there, captured);
-        for (int b = 0; b < 3 && steps[i].outs[b]; b++) pull(steps[i].outs[b]);
-        need(steps[i].run(&here) == EPIC_OK, steps[i].what);
-        need(!cudaStreamSynchronize(stream), steps[i].what);
+        if (i > 0 && steps[i].outs[0] != &bias) push_to_device(steps[i].outs[0]);
+        launch_case(&steps[i], &there, captured);
+        for (int b = 0; b < 3 && steps[i].outs[b]; b++) pull_from_device(steps[i].outs[b]);
+        must_succeed(steps[i].run(&here) == EPIC_OK, steps[i].what);
+        must_succeed(!cudaStreamSynchronize(stream), steps[i].what);
         for (int b = 0; b < 3 && steps[i].outs[b]; b++) {
             const buffer *out = steps[i].outs[b];
             const long rounded = one_bit;
-            compare(steps[i].what, out, type_of(p, out), slack_of(p, &steps[i], out));
+            compare_bits(steps[i].what, out, type_of(p, out), slack_of(p, &steps[i], out));
             if (steps[i].slack == 0) one_bit = rounded;
         }
     }
@@ -356,30 +358,33 @@ static void test_replay(void)
     p.total = 40;
     p.sequence = 11;
     p.flags = 0;
-    fill(&p);
-    need(!cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
-    for (int i = 0; i < STEPS; i++) need(steps[i].run(&there) == EPIC_OK, steps[i].what);
-    need(!cudaStreamEndCapture(stream, &graph) && !cudaGraphInstantiate(&exec, graph, 0),
-         "a graph");
+    fill_random(&p);
+    must_succeed(!cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
+    for (int i = 0; i < STEPS; i++)
+        must_succeed(steps[i].run(&there) == EPIC_OK, steps[i].what);
+    must_succeed(!cudaStreamEndCapture(stream, &graph) &&
+                     !cudaGraphInstantiate(&exec, graph, 0),
+                 "a graph");
     for (int round = 0; round < 20; round++) {
-        fill(&p);
-        for (int i = 0; i < BUFFERS; i++) push(all[i]);
-        need(!cudaGraphLaunch(exec, stream), "a graph");
-        for (int i = 0; i < STEPS; i++) need(steps[i].run(&here) == EPIC_OK, steps[i].what);
+        fill_random(&p);
+        for (int i = 0; i < BUFFERS; i++) push_to_device(all[i]);
+        must_succeed(!cudaGraphLaunch(exec, stream), "a graph");
+        for (int i = 0; i < STEPS; i++)
+            must_succeed(steps[i].run(&here) == EPIC_OK, steps[i].what);
         for (int i = 0; i < 4; i++) {
             buffer *const outs[] = {&topk_idx, &weights, &d_logits, &bias};
             const step *last = &steps[outs[i] == &d_logits ? 5 : 0];
-            pull(outs[i]);
-            need(!cudaStreamSynchronize(stream), "a graph");
-            compare("a replayed graph", outs[i], type_of(&p, outs[i]),
-                    outs[i] == &d_logits ? slack_of(&p, last, outs[i]) : 0);
+            pull_from_device(outs[i]);
+            must_succeed(!cudaStreamSynchronize(stream), "a graph");
+            compare_bits("a replayed graph", outs[i], type_of(&p, outs[i]),
+                         outs[i] == &d_logits ? slack_of(&p, last, outs[i]) : 0);
         }
     }
     cudaGraphExecDestroy(exec);
     cudaGraphDestroy(graph);
 }
 
-static void refused(epic_result result, epic_result want, const char *word)
+static void expect_refusal(epic_result result, epic_result want, const char *word)
 {
     if (result == want && strstr(epic_error(NULL), word)) return;
     fprintf(stderr, "%s: result %d, \"%s\"\n", word, result, epic_error(NULL));
@@ -391,24 +396,24 @@ static void test_refusals(void)
     problem p = {.router = {.num_experts = 8, .top_k = 2}, .n = 8, .tokens = 3, .total = 3};
     const side there = {&p, 1};
     p.type = EPIC_F32;
-    fill(&p);
+    fill_random(&p);
     p.type = EPIC_F64;
-    refused(forward(&there), EPIC_ENOTSUP, "float64");
-    refused(z(&there), EPIC_ENOTSUP, "float64");
+    expect_refusal(call_forward(&there), EPIC_ENOTSUP, "float64");
+    expect_refusal(call_z_loss(&there), EPIC_ENOTSUP, "float64");
     p.type = EPIC_F32;
     p.router.weight_rule = EPIC_WEIGHT_SPARSEMIXER;
-    refused(forward(&there), EPIC_ENOTSUP, "SPARSEMIXER");
+    expect_refusal(call_forward(&there), EPIC_ENOTSUP, "SPARSEMIXER");
     p.router.weight_rule = 0;
     p.router.num_experts = 5000;
     int64_t bytes;
-    need(epic_router_workspace(&p.router, &bytes) == EPIC_OK, "a router is wrong");
-    use(&workspace, (size_t)bytes);
-    refused(forward(&there), EPIC_ENOTSUP, "5000");
+    must_succeed(epic_router_workspace(&p.router, &bytes) == EPIC_OK, "a router is wrong");
+    use_case(&workspace, (size_t)bytes);
+    expect_refusal(call_forward(&there), EPIC_ENOTSUP, "5000");
     p.router.num_experts = 0;
-    refused(forward(&there), EPIC_EINVAL, "num_experts");
+    expect_refusal(call_forward(&there), EPIC_EINVAL, "num_experts");
     const epic_bias_update_args no_bias = {
         .call.stream = stream, .load = load.device, .num_experts = 8, .rate = 1};
-    refused(epic_bias_update(ctx, &no_bias), EPIC_EINVAL, "bias");
+    expect_refusal(epic_bias_update(ctx, &no_bias), EPIC_EINVAL, "bias");
 }
 
 /* Ids out of range in arrays are no expert on a device. */
@@ -422,7 +427,7 @@ static void test_wild_ids(void)
                  .id_type = EPIC_I64,
                  .has_table = 1};
     const side there = {&p, 1};
-    fill(&p);
+    fill_random(&p);
     for (int i = 0; i < 32; i++) router_put(logits.host, EPIC_F32, i, router_normal());
     ((int64_t *)token_ids.host)[0] = 50;
     ((int64_t *)token_ids.host)[1] = -1;
@@ -430,11 +435,11 @@ static void test_wild_ids(void)
     ((int64_t *)token_ids.host)[3] = 7;
     ((int32_t *)table.host)[14] = 8;
     ((int32_t *)table.host)[15] = 3;
-    for (int i = 0; i < BUFFERS; i++) push(all[i]);
-    need(forward(&there) == EPIC_OK, "wild ids");
-    pull(&topk_idx);
-    pull(&weights);
-    need(!cudaStreamSynchronize(stream), "wild ids");
+    for (int i = 0; i < BUFFERS; i++) push_to_device(all[i]);
+    must_succeed(call_forward(&there) == EPIC_OK, "wild ids");
+    pull_from_device(&topk_idx);
+    pull_from_device(&weights);
+    must_succeed(!cudaStreamSynchronize(stream), "wild ids");
     const int32_t *got = topk_idx.back;
     const float *w = weights.back;
     for (int i = 0; i < 8; i++) {
@@ -443,11 +448,12 @@ static void test_wild_ids(void)
         failures++;
     }
     for (int i = 0; i < 8; i++) ((int32_t *)topk_idx.host)[i] = i % 2 ? 100 : INT32_MAX;
-    push(&topk_idx);
+    push_to_device(&topk_idx);
     p.sequence = 2;
-    need(backward(&there) == EPIC_OK && balance(&there) == EPIC_OK, "wild ids");
-    pull(&d_logits);
-    need(!cudaStreamSynchronize(stream), "wild ids");
+    must_succeed(call_backward(&there) == EPIC_OK && call_balance_loss(&there) == EPIC_OK,
+                 "wild ids");
+    pull_from_device(&d_logits);
+    must_succeed(!cudaStreamSynchronize(stream), "wild ids");
     for (int i = 0; i < 32; i++) failures += ((float *)d_logits.back)[i] != 0;
 }
 
@@ -457,8 +463,8 @@ int main(int argc, char **argv)
     const uint32_t most = argc > 3 ? (uint32_t)atoi(argv[3]) : 4096;
     const uint64_t seed = argc > 2 ? (uint64_t)atoll(argv[2]) : 1;
     const epic_config config = {.max_tokens = 16, .max_row_bytes = 64, .backend = "p2p"};
-    need(epic_open(&ctx, NULL, &config) == EPIC_OK, "open");
-    need(!cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "a stream");
+    must_succeed(epic_open(&ctx, NULL, &config) == EPIC_OK, "open");
+    must_succeed(!cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "a stream");
     for (int i = 0; i < BUFFERS; i++)
         make_buffer(all[i], (size_t)ROUTER_MOST_TOKENS * 1024 * 4 + (256 << 10));
     int good = 0;
@@ -474,7 +480,7 @@ int main(int argc, char **argv)
     for (int i = 0; i < 5; i++) test_replay();
     test_refusals();
     test_wild_ids();
-    need(epic_check(ctx) == EPIC_OK, "check");
+    must_succeed(epic_check(ctx) == EPIC_OK, "check");
     for (int i = 0; i < BUFFERS; i++) {
         cudaFree(all[i]->device);
         free(all[i]->host);

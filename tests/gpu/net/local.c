@@ -79,7 +79,7 @@ struct net {
     jobs jobs[LANES]; /* of threads that copy all are in ROWS */
 };
 
-static bool can(char *why)
+static bool local_can_open(char *why)
 {
     (void)why;
     return true;
@@ -90,16 +90,16 @@ static bool reaches_gpu(void)
     return true;
 }
 
-static epic_result refused(char *why, const char *what, cudaError_t error)
+static epic_result refuse_open(char *why, const char *what, cudaError_t error)
 {
     snprintf(why, NET_WHY_BYTES, "net \"local\": %s: %s", what, cudaGetErrorString(error));
     return EPIC_EDEVICE;
 }
 
-#define CUDA(call, what)                                                      \
-    do {                                                                      \
-        const cudaError_t cuda_error = (call);                                \
-        if (cuda_error != cudaSuccess) return refused(why, what, cuda_error); \
+#define CUDA(call, what)                                                          \
+    do {                                                                          \
+        const cudaError_t cuda_error = (call);                                    \
+        if (cuda_error != cudaSuccess) return refuse_open(why, what, cuda_error); \
     } while (0)
 
 /* ------------------------------------------------------------------- threads that copy ---- */
@@ -261,7 +261,7 @@ static void start_threads(net *w)
 
 static void close_net(net *w);
 
-static epic_result prepare(net *w, card *c, char *why)
+static epic_result prepare_card(net *w, card *c, char *why)
 {
     const net_setup *s = &w->setup;
     CUDA(cudaGetDevice(&w->device), "the device");
@@ -281,11 +281,11 @@ static epic_result prepare(net *w, card *c, char *why)
 static epic_result open_net(net **out, const net_setup *setup, void *bytes, char *why)
 {
     net *w = calloc(1, sizeof *w);
-    if (!w) return refused(why, "host memory", cudaErrorMemoryAllocation);
+    if (!w) return refuse_open(why, "host memory", cudaErrorMemoryAllocation);
     w->setup = *setup;
     pthread_mutex_init(&w->lock, NULL);
     pthread_cond_init(&w->awake, NULL);
-    const epic_result result = prepare(w, bytes, why);
+    const epic_result result = prepare_card(w, bytes, why);
     if (result == EPIC_OK)
         *out = w;
     else
@@ -347,7 +347,7 @@ static epic_result connect_all(net *w, const void *cards, char *why)
 /* ----------------------------------------------------------------------------- sending ---- */
 
 /* As a job of a thread. */
-static bool copy(net *w, peer *p, uint64_t to, const void *from, uint32_t bytes)
+static bool copy_bytes(net *w, peer *p, uint64_t to, const void *from, uint32_t bytes)
 {
     const int lane = w->setup.on_gpu && to < w->setup.urgent_bytes ? URGENT : ROWS;
     int *left = &p->left[p->given % DEPTH];
@@ -366,22 +366,22 @@ static bool copy(net *w, peer *p, uint64_t to, const void *from, uint32_t bytes)
     return true;
 }
 
-static bool put(net *w, int host, uint64_t to, const void *from, uint32_t bytes)
+static bool local_put(net *w, int host, uint64_t to, const void *from, uint32_t bytes)
 {
     peer *p = &w->peers[host];
-    if (p->given - p->finished == DEPTH || !copy(w, p, to, from, bytes)) return false;
+    if (p->given - p->finished == DEPTH || !copy_bytes(w, p, to, from, bytes)) return false;
     p->given++;
     return true;
 }
 
-static bool word(net *w, int host, uint64_t to, uint64_t value)
+static bool local_word(net *w, int host, uint64_t to, uint64_t value)
 {
     peer *p = &w->peers[host];
     if (p->given - p->finished == DEPTH) return false;
     if (w->setup.on_gpu) {
         uint64_t *from = &w->words[(uint64_t)host * DEPTH + p->given % DEPTH];
         *from = value;
-        if (!copy(w, p, to, from, 8)) return false;
+        if (!copy_bytes(w, p, to, from, 8)) return false;
     } else {
         __atomic_store_n((uint64_t *)(void *)(p->inbox + to), value, __ATOMIC_RELEASE);
         p->left[p->given % DEPTH] = 1;
@@ -390,7 +390,7 @@ static bool word(net *w, int host, uint64_t to, uint64_t value)
     return true;
 }
 
-static int look(net *w)
+static int local_look(net *w)
 {
     int moved = 0;
     if (w->nic) nic_run(w->nic);
@@ -402,18 +402,18 @@ static int look(net *w)
     return moved;
 }
 
-static bool done(const net *w, int host, uint64_t count)
+static bool local_done(const net *w, int host, uint64_t count)
 {
     return w->peers[host].finished >= count;
 }
 
-static bool gone(const net *w, int host)
+static bool local_gone(const net *w, int host)
 {
     (void)w, (void)host;
     return false;
 }
 
-static void say(const net *w, char *to, size_t size)
+static void local_describe(const net *w, char *to, size_t size)
 {
     if (w->setup.on_gpu)
         snprintf(to, size, "local, GPU memory, %s", w->nic ? "a kernel" : "copy engines");
@@ -439,7 +439,7 @@ static void let_go(peer *p)
 
 static bool is_all_done(net *w)
 {
-    look(w);
+    local_look(w);
     for (int h = 0; h < w->setup.num_hosts; h++)
         if (w->peers[h].finished < w->peers[h].given) return false;
     return true;

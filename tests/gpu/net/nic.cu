@@ -59,7 +59,7 @@ static __device__ __forceinline__ uint64_t now_ns()
     return ns;
 }
 
-static __device__ __forceinline__ ulonglong2 poll(const void *from)
+static __device__ __forceinline__ ulonglong2 poll_ring(const void *from)
 {
     ulonglong2 q;
     asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
@@ -69,25 +69,26 @@ static __device__ __forceinline__ ulonglong2 poll(const void *from)
     return q;
 }
 
-static __device__ __forceinline__ uint64_t load(const uint64_t *from)
+static __device__ __forceinline__ uint64_t load_vector(const uint64_t *from)
 {
     uint64_t x;
     asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(x) : "l"(from) : "memory");
     return x;
 }
 
-static __device__ __forceinline__ void store(uint64_t *to, uint64_t x)
+static __device__ __forceinline__ void store_vector(uint64_t *to, uint64_t x)
 {
     asm volatile("st.release.gpu.global.u64 [%0], %1;" : : "l"(to), "l"(x) : "memory");
 }
 
 /* One thread: the next of the list. */
-static __device__ void deal(board *all, uint64_t &dealt, const item &next)
+static __device__ void deal_entries(board *all, uint64_t &dealt, const item &next)
 {
     const int place = (int)(dealt % LIST);
-    while (dealt >= LIST && load(&all->ended[place]) != dealt - LIST + 1) __nanosleep(100);
+    while (dealt >= LIST && load_vector(&all->ended[place]) != dealt - LIST + 1)
+        __nanosleep(100);
     all->list[place] = next;
-    store(&all->dealt, ++dealt);
+    store_vector(&all->dealt, ++dealt);
 }
 
 /* Half of an entry a lane: those of the first ring, then of the second. */
@@ -100,7 +101,8 @@ static __device__ void deal_all(const shared_part &p)
         ulonglong2 q = {};
         const uint64_t number = ring < NIC_RINGS ? taken[ring] + lane / 2 % AHEAD : 0;
         if (ring < NIC_RINGS)
-            q = poll((const char *)&p.rings[ring * ENTRIES + number % ENTRIES] + 16 * half);
+            q = poll_ring((const char *)&p.rings[ring * ENTRIES + number % ENTRIES] +
+                          16 * half);
         const uint64_t seq = (half ? q.x : q.y) >> 48;
         const uint32_t come =
             __ballot_sync(~0u, ring < NIC_RINGS && seq == (uint16_t)(number / ENTRIES + 1));
@@ -120,7 +122,7 @@ static __device__ void deal_all(const shared_part &p)
             if (lane) continue;
             while (now_ns() < free_at) {
             }
-            deal(p.all, dealt, next);
+            deal_entries(p.all, dealt, next);
             const uint64_t now = now_ns();
             free_at = (free_at > now - 2000 ? free_at : now) +
                       (uint64_t)((double)next.bytes * p.ns_a_byte);
@@ -132,10 +134,11 @@ static __device__ void deal_all(const shared_part &p)
     }
     if (lane == 0) *(volatile uint64_t *)p.ended = p.launch;
     for (int i = 0; lane == 0 && i < (int)(gridDim.x - 1) / GANG; i++)
-        deal(p.all, dealt, item{0, 0, 0, 0, 0});
+        deal_entries(p.all, dealt, item{0, 0, 0, 0, 0});
 }
 
-template <class T> static __device__ void copy(const item &i, uint32_t first, uint32_t end)
+template <class T>
+static __device__ void copy_bytes(const item &i, uint32_t first, uint32_t end)
 {
     const T *from = (const T *)i.from;
     T *to = (T *)i.to;
@@ -156,9 +159,9 @@ static __device__ void copy_share(const item &i, int part)
     const uint32_t count = i.bytes / (wide ? 16 : 8), share = (count + GANG - 1) / GANG;
     const uint32_t first = min(count, part * share), end = min(count, first + share);
     if (wide)
-        copy<uint4>(i, first, end);
+        copy_bytes<uint4>(i, first, end);
     else
-        copy<unsigned long long>(i, first, end);
+        copy_bytes<unsigned long long>(i, first, end);
 }
 
 static __global__ void __launch_bounds__(THREADS) run_nic(shared_part p)
@@ -172,7 +175,7 @@ static __global__ void __launch_bounds__(THREADS) run_nic(shared_part p)
     for (uint64_t number = (blockIdx.x - 1) / GANG;; number += gangs) {
         item *listed = &p.all->list[number % LIST];
         if (threadIdx.x == 0) {
-            while (load(&p.all->dealt) <= number) __nanosleep(50);
+            while (load_vector(&p.all->dealt) <= number) __nanosleep(50);
             now = *listed;
         }
         __syncthreads();
@@ -184,11 +187,11 @@ static __global__ void __launch_bounds__(THREADS) run_nic(shared_part p)
         if (atomicAdd(&listed->come, 1u) + 1 != GANG) continue;
         __threadfence_system();
         *(volatile int *)now.left = 1;
-        store(&p.all->ended[number % LIST], number + 1);
+        store_vector(&p.all->ended[number % LIST], number + 1);
     }
 }
 
-static cudaError_t prepare(nic *n)
+static cudaError_t prepare_nic(nic *n)
 {
     void *memory = NULL;
     const size_t rings = NIC_RINGS * ENTRIES * sizeof(entry), words = NIC_RINGS * 8;
@@ -211,7 +214,7 @@ cudaError_t nic_open(nic **out, int ctas, double speed)
     n->ctas = (ctas + GANG - 1) / GANG * GANG;
     n->speed = speed;
     cudaError_t error = cudaGetDevice(&n->device);
-    if (error == cudaSuccess) error = prepare(n);
+    if (error == cudaSuccess) error = prepare_nic(n);
     if (error == cudaSuccess)
         *out = n;
     else

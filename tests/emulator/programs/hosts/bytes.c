@@ -23,8 +23,8 @@ static uint32_t order;
 static int bad;
 
 /* What the last operation gave, once all ranks have ended it; 0: not looked at. */
-static void expect(team_rank *me, uint64_t *before, const char *what, uint64_t bytes,
-                   uint64_t entries)
+static void expect_puts(team_rank *me, uint64_t *before, const char *what, uint64_t bytes,
+                        uint64_t entries)
 {
     CHECK_CUDA(cudaStreamSynchronize(me->stream));
     epic_failure_info f;
@@ -46,7 +46,7 @@ static void expect(team_rank *me, uint64_t *before, const char *what, uint64_t b
     __atomic_store_n(&bad, 1, __ATOMIC_RELAXED);
 }
 
-static void *memory(size_t bytes)
+static void *allocate_zeroed(size_t bytes)
 {
     void *p = NULL;
     CHECK_CUDA(cudaMalloc(&p, bytes));
@@ -62,18 +62,20 @@ static void test_dispatch(team_rank *me, void *const *all, epic_dispatch_args di
 {
     const uint64_t words = relays ? TOKENS * 8 : 0, copies = relays ? 1 : 2;
     if (p2p_ops.dispatch(me->group, &dispatch) != EPIC_OK) team_stop();
-    expect(me, before, "dispatch", ANNOUNCED + copies * ROWS + words,
-           relays ? 0 : ALWAYS + 2 * TOKENS);
+    expect_puts(me, before, "dispatch", ANNOUNCED + copies * ROWS + words,
+                relays ? 0 : ALWAYS + 2 * TOKENS);
     dispatch.scales = (epic_rows){all[SCALES], TOKENS, SCALE};
     dispatch.recv_scales = (epic_rows){all[SLOT_SCALES], SLOTS, SCALE};
     if (p2p_ops.dispatch(me->group, &dispatch) != EPIC_OK) team_stop();
-    expect(me, before, "second rows", ANNOUNCED + copies * TOKENS * (ROW + SCALE) + words, 0);
+    expect_puts(me, before, "second rows", ANNOUNCED + copies * TOKENS * (ROW + SCALE) + words,
+                0);
     dispatch.scales = (epic_rows){0};
     dispatch.recv.row_bytes = ROW / 2;
     dispatch.type = EPIC_BF16;
     dispatch.quantize = EPIC_QUANTIZE_1X128;
     if (p2p_ops.dispatch(me->group, &dispatch) != EPIC_OK) team_stop();
-    expect(me, before, "quantized", ANNOUNCED + copies * TOKENS * (ROW / 2 + SCALE) + words, 0);
+    expect_puts(me, before, "quantized",
+                ANNOUNCED + copies * TOKENS * (ROW / 2 + SCALE) + words, 0);
 }
 
 static void test_sums(team_rank *me, void *const *all, const epic_plan_args *plan,
@@ -95,26 +97,26 @@ static void test_sums(team_rank *me, void *const *all, const epic_plan_args *pla
                                              .type = EPIC_BF16};
     if (p2p_ops.combine(me->group, &combine) != EPIC_OK) team_stop();
     const uint64_t copies = relays && order == EPIC_TREE ? 1 : 2;
-    expect(me, before, "combine", ANNOUNCED + copies * ROWS, ALWAYS + copies * TOKENS);
+    expect_puts(me, before, "combine", ANNOUNCED + copies * ROWS, ALWAYS + copies * TOKENS);
     if (p2p_ops.combine_backward(me->group, &back) != EPIC_OK) team_stop();
-    expect(me, before, "combine_backward", ANNOUNCED + (relays ? ROWS + TOKENS * 8 : 2 * ROWS),
-           0);
+    expect_puts(me, before, "combine_backward",
+                ANNOUNCED + (relays ? ROWS + TOKENS * 8 : 2 * ROWS), 0);
 }
 
-static int work(team_rank *me)
+static int run_rank(team_rank *me)
 {
     const epic_layer layer = {.num_experts = RANKS, .top_k = RANKS, .sum_order = order};
     const int64_t plan_bytes = device_layer_bytes(RANKS, TOKENS, &layer);
     const epic_call call = {.stream = me->stream, .timeout_ms = 60000};
     int32_t ids[TOKENS * RANKS];
     for (int i = 0; i < TOKENS * RANKS; i++) ids[i] = i % RANKS;
-    void *all[NUM_ARRAYS] = {memory((size_t)plan_bytes),
-                             memory(sizeof ids),
-                             memory(ROWS),
-                             memory((size_t)SLOTS * ROW),
-                             memory((size_t)TOKENS * SCALE),
-                             memory((size_t)SLOTS * SCALE),
-                             memory(ROWS)};
+    void *all[NUM_ARRAYS] = {allocate_zeroed((size_t)plan_bytes),
+                             allocate_zeroed(sizeof ids),
+                             allocate_zeroed(ROWS),
+                             allocate_zeroed((size_t)SLOTS * ROW),
+                             allocate_zeroed((size_t)TOKENS * SCALE),
+                             allocate_zeroed((size_t)SLOTS * SCALE),
+                             allocate_zeroed(ROWS)};
     CHECK_CUDA(copy_in(all[IDS], ids, sizeof ids));
     const epic_plan_args plan = {.call = call,
                                  .layer = &layer,
@@ -134,8 +136,8 @@ static int work(team_rank *me)
     if (p2p_ops.plan(me->group, &plan) != EPIC_OK) team_stop();
     const uint64_t told =
         few ? TOKENS * 16 : (TOKENS + 1) * RANKS * 8; /* counts, and records */
-    expect(me, before, "plan", ANNOUNCED + 2 * told,
-           ALWAYS + 2 * (few ? (TOKENS + 15) / 16 : 2));
+    expect_puts(me, before, "plan", ANNOUNCED + 2 * told,
+                ALWAYS + 2 * (few ? (TOKENS + 15) / 16 : 2));
     test_dispatch(me, all, dispatch, before);
     test_sums(me, all, &plan, before);
     for (int i = 0; i < NUM_ARRAYS; i++) CHECK_CUDA(cudaFree(all[i]));
@@ -149,7 +151,7 @@ int main(void)
                     .max_tokens = TOKENS,
                     .max_row_bytes = ROW + SCALE, /* one round */
                     .timeout_ms = 60000,
-                    .work = work};
+                    .work = run_rank};
     setenv("EPIC_TEST_RANKS_PER_HOST", "2", 1);
     for (int i = 0; i < 4 && !bad; i++) {
         relays = i % 2;

@@ -49,7 +49,7 @@ static void check_failure(const rounds *s, int rank, int victim)
     CHECK_SAY(right, "rank %d, and rank %d was cut off: %s", rank, victim, f.sentence);
 }
 
-static void be(const epic_bootstrap *bootstrap, void *self)
+static void run_rank(const epic_bootstrap *bootstrap, void *self)
 {
     trial *t = self;
     rounds s = {0};
@@ -66,12 +66,12 @@ static void be(const epic_bootstrap *bootstrap, void *self)
     epic_close(s.ctx);
 }
 
-static bool cut(int num_ranks, int victim, trial *t)
+static bool run_cut(int num_ranks, int victim, trial *t)
 {
     uint64_t last = 0;
     *t = (trial){.victim = victim};
     if (!net_open(num_ranks)) return false;
-    net_run(num_ranks, be, t, 0, 120);
+    net_run(num_ranks, run_rank, t, 0, 120);
     net_close();
     for (int r = 0; r < num_ranks; r++)
         if (t->seen_ns[r] > last) last = t->seen_ns[r];
@@ -90,7 +90,7 @@ int main(int argc, char **argv)
     setenv("UCX_NET_DEVICES", "net", 1);
     trial *t = run_share(sizeof *t);
     for (int i = 0; i < cuts; i++)
-        if (!cut(num_ranks, i * 3 % num_ranks, t))
+        if (!run_cut(num_ranks, i * 3 % num_ranks, t))
             return check_skip("a link can be cut in a network namespace alone");
     return check_end();
 }

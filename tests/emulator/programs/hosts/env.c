@@ -39,8 +39,8 @@ static void leave_room_for_a_heap(void)
     emulator_limit(0, (uint64_t)told.device_bytes + 65536);
 }
 
-static void refused(const epic_bootstrap *bootstrap, epic_result result,
-                    const char *const said[2])
+static void expect_refusal(const epic_bootstrap *bootstrap, epic_result result,
+                           const char *const said[2])
 {
     epic_context *ctx;
     const epic_config config = config_of();
@@ -51,12 +51,12 @@ static void refused(const epic_bootstrap *bootstrap, epic_result result,
     epic_close(ctx);
 }
 
-static void ask(const epic_bootstrap *bootstrap, void *self)
+static void open_with_wish(const epic_bootstrap *bootstrap, void *self)
 {
     const wish *w = self;
     if (w->full == bootstrap->rank) leave_room_for_a_heap();
     setenv("EPIC_NET_MEMORY", w->memory[bootstrap->rank], 1);
-    refused(bootstrap, w->result, w->said);
+    expect_refusal(bootstrap, w->result, w->said);
     CHECK(emulator_bytes(true) == 0 && emulator_bytes(false) == 0);
 }
 
@@ -65,7 +65,7 @@ static void ask_out_of_reach(const epic_bootstrap *bootstrap, void *self)
     static const char *const said[2] = {"rank 1: EPIC_NET_MEMORY=gpu: chaos: host 1 reaches no",
                                         "without it rows go by way of host memory"};
     (void)self;
-    refused(bootstrap, EPIC_ENOTSUP, said);
+    expect_refusal(bootstrap, EPIC_ENOTSUP, said);
 }
 
 int main(void)
@@ -87,7 +87,7 @@ int main(void)
     };
     check_begin();
     for (size_t i = 0; i < sizeof wishes / sizeof *wishes; i++)
-        run_processes(RANKS, ask, &wishes[i], 150);
+        run_processes(RANKS, open_with_wish, &wishes[i], 150);
     /* Across processes chaos reaches nobody. */
     setenv("EPIC_NET_MEMORY", "gpu", 1);
     setenv("EPIC_CHAOS_OUT_OF_REACH", "1", 1);

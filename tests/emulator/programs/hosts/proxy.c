@@ -15,7 +15,7 @@ static bool is_full = true;        /* of FULL, at first */
 static uint64_t most = UINT64_MAX; /* puts to FULL that are read */
 static uint64_t given[NUM_HOSTS];  /* to a host */
 
-static bool put(net *w, int host, uint64_t to, const void *from, uint32_t bytes)
+static bool net_put(net *w, int host, uint64_t to, const void *from, uint32_t bytes)
 {
     (void)w, (void)to, (void)from, (void)bytes;
     if (host == FULL && __atomic_load_n(&is_full, __ATOMIC_ACQUIRE)) return false;
@@ -23,25 +23,25 @@ static bool put(net *w, int host, uint64_t to, const void *from, uint32_t bytes)
     return true;
 }
 
-static bool word(net *w, int host, uint64_t to, uint64_t value)
+static bool net_word(net *w, int host, uint64_t to, uint64_t value)
 {
     (void)value;
-    return put(w, host, to, NULL, 8);
+    return net_put(w, host, to, NULL, 8);
 }
 
-static int look(net *w)
+static int net_look(net *w)
 {
     (void)w;
     return 0;
 }
 
-static bool done(const net *w, int host, uint64_t count)
+static bool net_done(const net *w, int host, uint64_t count)
 {
     (void)w;
     return host != FULL || count <= __atomic_load_n(&most, __ATOMIC_ACQUIRE);
 }
 
-static bool gone(const net *w, int host)
+static bool net_gone(const net *w, int host)
 {
     (void)w, (void)host;
     return false;
@@ -49,13 +49,13 @@ static bool gone(const net *w, int host)
 
 static const net_engine engine = {.name = "test",
                                   .preferred_bytes = 2 << 10,
-                                  .put = put,
-                                  .put_word = word,
-                                  .progress = look,
-                                  .is_done = done,
-                                  .is_gone = gone};
+                                  .put = net_put,
+                                  .put_word = net_word,
+                                  .progress = net_look,
+                                  .is_done = net_done,
+                                  .is_gone = net_gone};
 
-static void wrong(const char *what)
+static void fail_test(const char *what)
 {
     fprintf(stderr, "hosts_proxy: %s\n", what);
     exit(1);
@@ -64,12 +64,12 @@ static void wrong(const char *what)
 static void wait_for(const uint64_t *count, uint64_t wanted, const char *or_else)
 {
     for (int ms = 0; __atomic_load_n(count, __ATOMIC_ACQUIRE) < wanted; ms++) {
-        if (ms == LONGEST_MS) wrong(or_else);
+        if (ms == LONGEST_MS) fail_test(or_else);
         usleep(1000);
     }
 }
 
-static void post(const p2p_ring *ring, uint64_t place, uint64_t entry)
+static void post_ring_entry(const p2p_ring *ring, uint64_t place, uint64_t entry)
 {
     __atomic_store_n(&ring->entries[place], entry | P2P_ENTRY_LAP(place), __ATOMIC_RELEASE);
 }
@@ -82,13 +82,13 @@ static void test_rows(const hosts_proxy_setup *s)
     uint64_t place = 0;
     for (uint64_t i = 0; i < PIECES; i++)
         for (int h = FULL; h <= OTHER; h++)
-            post(&s->ring, place++, P2P_ENTRY(h, rows + i * apart, WORDS));
-    post(&s->ring, place, P2P_ENTRY(0, P2P_EPOCH_ENDS, 0));
+            post_ring_entry(&s->ring, place++, P2P_ENTRY(h, rows + i * apart, WORDS));
+    post_ring_entry(&s->ring, place, P2P_ENTRY(0, P2P_EPOCH_ENDS, 0));
     wait_for(&given[OTHER], PIECES, "what is for a host waits behind one that is full");
-    if (__atomic_load_n(freed, __ATOMIC_ACQUIRE)) wrong("ended, and not all has gone");
+    if (__atomic_load_n(freed, __ATOMIC_ACQUIRE)) fail_test("ended, and not all has gone");
     __atomic_store_n(&is_full, false, __ATOMIC_RELEASE);
     wait_for(freed, 1, "the epoch does not end");
-    if (given[FULL] != PIECES || given[OTHER] != PIECES) wrong("not each piece went once");
+    if (given[FULL] != PIECES || given[OTHER] != PIECES) fail_test("not each piece went once");
 }
 
 /* One is told something and never reads it. */
@@ -97,7 +97,7 @@ static void test_messages(const hosts_proxy_setup *s, hosts_proxy *r)
     __atomic_store_n(&most, PIECES, __ATOMIC_RELEASE);
     for (int h = FULL; h <= OTHER; h++) hosts_proxy_send(r, h, (uint64_t)s->at.why, 8);
     if (__atomic_load_n(&given[OTHER], __ATOMIC_ACQUIRE) != PIECES + 1)
-        wrong("a message waits behind that to another host");
+        fail_test("a message waits behind that to another host");
 }
 
 int main(void)

@@ -16,7 +16,7 @@ static run_random dice;
 static int percent; /* how often a net is hungry */
 static bool is_full;
 
-static void wrong(const char *what, const put_range *r)
+static void fail_test(const char *what, const put_range *r)
 {
     fprintf(stderr, "hosts_parcels: %s: host %d, words %llu and %u more\n", what, r->host,
             (unsigned long long)r->word, r->words);
@@ -29,7 +29,7 @@ static bool may_go(const void *self, int host, put_batch_kind kind, int puts)
     return kind == BATCH_COMPLETE ? !is_full : run_chance(&dice, percent);
 }
 
-static void take(put_batcher *all)
+static void take_puts(put_batcher *all)
 {
     put_range r;
     while (put_batcher_next(all, may_go, NULL, &r)) {
@@ -38,10 +38,10 @@ static void take(put_batcher *all)
             continue;
         }
         if (r.words == 0 || r.word / PARCEL != (r.word + r.words - 1) / PARCEL)
-            wrong("over the edge of a parcel", &r);
+            fail_test("over the edge of a parcel", &r);
         for (uint64_t i = r.word; i < r.word + r.words; i++) {
-            if (!shipped[r.host][i]) wrong("not shipped", &r);
-            if (given[r.host][i]++) wrong("given twice", &r);
+            if (!shipped[r.host][i]) fail_test("not shipped", &r);
+            if (given[r.host][i]++) fail_test("given twice", &r);
         }
         put_batcher_mark_posted(all);
     }
@@ -68,17 +68,17 @@ static void test_random(void)
         while (!put_batcher_has_room(all, r.words)) {
             const int before = percent;
             percent = 100;
-            take(all);
+            take_puts(all);
             percent = before;
         }
         if (r.words) put_batcher_add(all, r.host, r.word, r.words);
         memset(&shipped[r.host][r.word], 1, r.words);
-        take(all);
+        take_puts(all);
     }
     percent = 100;
-    take(all);
-    if (!put_batcher_is_empty(all)) wrong("something is left", &(put_range){0});
-    if (memcmp(shipped, given, sizeof given)) wrong("not all was given", &(put_range){0});
+    take_puts(all);
+    if (!put_batcher_is_empty(all)) fail_test("something is left", &(put_range){0});
+    if (memcmp(shipped, given, sizeof given)) fail_test("not all was given", &(put_range){0});
     put_batcher_free(all);
 }
 
@@ -90,13 +90,13 @@ static void test_whole(uint32_t words)
     put_range r;
     percent = 0;
     for (uint32_t i = 0; i < count; i++) {
-        if (put_batcher_next(all, may_go, NULL, &r)) wrong("before all is there", &r);
+        if (put_batcher_next(all, may_go, NULL, &r)) fail_test("before all is there", &r);
         put_batcher_add(all, 0, 3 * words + i * 5 % count * piece, piece);
     }
     if (!put_batcher_next(all, may_go, NULL, &r) || r.word != 3 * words || r.words != words)
-        wrong("not whole", &r);
+        fail_test("not whole", &r);
     put_batcher_mark_posted(all);
-    if (put_batcher_next(all, may_go, NULL, &r)) wrong("once more", &r);
+    if (put_batcher_next(all, may_go, NULL, &r)) fail_test("once more", &r);
     put_batcher_free(all);
 }
 
@@ -112,14 +112,14 @@ static void test_stale(void)
     for (uint64_t row = 1; row < ROWS; row++) { /* the first parcel lacks its first row */
         put_batcher_add(all, 0, row * ROW, ROW);
         while (put_batcher_next(all, may_go, NULL, &r)) {
-            if (r.word / PARCEL == 0 && seen++) wrong("twice", &r);
+            if (r.word / PARCEL == 0 && seen++) fail_test("twice", &r);
             if (r.word / PARCEL == 0 && (r.word != ROW || r.words != PARCEL - ROW))
-                wrong("not all that there is of it", &r);
-            if (r.word / PARCEL == 0 && row < 256) wrong("while more of it may come", &r);
+                fail_test("not all that there is of it", &r);
+            if (r.word / PARCEL == 0 && row < 256) fail_test("while more of it may come", &r);
             put_batcher_mark_posted(all);
         }
     }
-    if (!seen) wrong("waits for a row that does not come", &(put_range){0});
+    if (!seen) fail_test("waits for a row that does not come", &(put_range){0});
     put_batcher_free(all);
 }
 
@@ -131,16 +131,16 @@ static void test_urgent(void)
     percent = 100;
     is_full = true;
     put_batcher_add(all, 0, 3 * PARCEL, PARCEL);
-    if (put_batcher_next(all, may_go, NULL, &r)) wrong("the net is full", &r);
+    if (put_batcher_next(all, may_go, NULL, &r)) fail_test("the net is full", &r);
     put_batcher_add(all, 0, 40, 8);
     if (!put_batcher_next(all, may_go, NULL, &r) || r.word != 40 || r.words != 8)
-        wrong("what is urgent waits behind a row", &r);
+        fail_test("what is urgent waits behind a row", &r);
     put_batcher_mark_posted(all);
     is_full = false;
     put_batcher_add(all, 0, 48, 8);
     for (int i = 0; i < 2; i++) {
         if (!put_batcher_next(all, may_go, NULL, &r) || r.word != (i ? 3 * PARCEL : 48))
-            wrong("not what is urgent first", &r);
+            fail_test("not what is urgent first", &r);
         put_batcher_mark_posted(all);
     }
     put_batcher_free(all);
@@ -158,7 +158,7 @@ static void test_long(void)
     for (int i = 0; i < COUNT; i++) {
         while (!put_batcher_has_room(all, LONG)) {
             if (!put_batcher_next(all, may_go, NULL, &r))
-                wrong("no room for one", &(put_range){0});
+                fail_test("no room for one", &(put_range){0});
             words += r.words;
             put_batcher_mark_posted(all);
         }
@@ -169,7 +169,7 @@ static void test_long(void)
         words += r.words;
         put_batcher_mark_posted(all);
     }
-    if (words != added || !put_batcher_is_empty(all)) wrong("not all was given", &r);
+    if (words != added || !put_batcher_is_empty(all)) fail_test("not all was given", &r);
     put_batcher_free(all);
 }
 

@@ -16,7 +16,7 @@ enum { RANKS = 2, TOP_K = 8, ROW = 16, FEW = 40, MANY = 160, MOST_IDS = MANY * T
 
 static int num_tokens = MANY, plans = 10;
 
-static int work(team_rank *me)
+static int run_rank(team_rank *me)
 {
     const int num_ids = num_tokens * TOP_K, num_slots = 2 * num_ids;
     const size_t id_bytes = (size_t)num_ids * 4, bytes = (size_t)num_tokens * ROW;
@@ -74,7 +74,7 @@ int main(int argc, char **argv)
                     .max_tokens = num_tokens,
                     .max_row_bytes = 512,
                     .timeout_ms = 60000,
-                    .work = work};
+                    .work = run_rank};
     setenv(few ? "EPIC_CHAOS_LAST" : "EPIC_CHAOS_LATE", "1", 1);
     if (team_run(&t) != 0) return 1;
     printf("hosts_records: good\n");

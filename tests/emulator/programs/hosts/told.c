@@ -48,7 +48,7 @@ static epic_config config_of(void)
 }
 
 /* What epic-info says of the group. */
-static void look(void)
+static void check_info(void)
 {
     static char output[65536];
     char command[4096];
@@ -151,7 +151,7 @@ static void check_order(epic_context *ctx)
     CHECK(cudaStreamDestroy(args.call.stream) == cudaSuccess);
 }
 
-static epic_result count(void *self, const void *mine, void *all, int64_t bytes)
+static epic_result count_gathers(void *self, const void *mine, void *all, int64_t bytes)
 {
     counting *c = self;
     c->gathers++;
@@ -163,7 +163,7 @@ static void *rank_of(void *bootstrap)
     epic_context *ctx;
     const epic_config config = config_of();
     counting counted = {.of = bootstrap};
-    const epic_bootstrap counting_bootstrap = {counted.of->rank, num_ranks, count, NULL,
+    const epic_bootstrap counting_bootstrap = {counted.of->rank, num_ranks, count_gathers, NULL,
                                                &counted};
     CHECK(cudaSetDevice(full && counted.of->rank == num_ranks - 1) == cudaSuccess);
     const epic_result result = epic_open(&ctx, &counting_bootstrap, &config);
@@ -173,7 +173,7 @@ static void *rank_of(void *bootstrap)
     CHECK(strncmp(epic_net_name(ctx), words, strlen(words)) == 0);
     pthread_barrier_wait(&barrier);
     if (epic_rank(ctx) == 0) check_memory();
-    if (epic_rank(ctx) == 0) look();
+    if (epic_rank(ctx) == 0) check_info();
     pthread_barrier_wait(&barrier);
     check_order(ctx);
     epic_close(ctx);

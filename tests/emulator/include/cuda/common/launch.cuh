@@ -9,7 +9,7 @@ template <class Kernel, class... Arguments> struct EmulatedCall {
     Kernel kernel;
     std::tuple<Arguments...> arguments;
 
-    static void run(const void *self)
+    static void run_kernel(const void *self)
     {
         const EmulatedCall *call = (const EmulatedCall *)self;
         std::apply(call->kernel, call->arguments);
@@ -22,8 +22,8 @@ static cudaError_t launch_kernel(Kernel kernel, int ctas, int threads, int share
 {
     typedef EmulatedCall<Kernel, Arguments...> Call;
     const Call call = {kernel, std::make_tuple(arguments...)};
-    return emulator_enqueue((const void *)kernel, Call::run, &call, sizeof call, ctas, threads,
-                            shared_bytes, stream);
+    return emulator_enqueue((const void *)kernel, Call::run_kernel, &call, sizeof call, ctas,
+                            threads, shared_bytes, stream);
 }
 
 inline void *dynamic_shared()
