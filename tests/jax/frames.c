@@ -414,7 +414,7 @@ static results taken(void)
     return r;
 }
 
-static void test_layer(epic_context *ctx, const epic_config *config)
+static void test_layer(epic_context *ctx)
 {
     CHECK(epic_moe_memory(ctx, NULL, &the_moe, &sizes) == EPIC_OK);
     const size_t most =
@@ -481,7 +481,7 @@ int main(void)
     test_traits(epic_jax_no_graph_moe, 0);
     test_traits(epic_jax_cuda_experts, XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE);
     test_step();
-    test_layer(ctx, &config);
+    test_layer(ctx);
     test_experts();
     test_refusals();
     test_broken(ctx);

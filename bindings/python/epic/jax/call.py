@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import get_opaque_trace_state
 
-from epic.errors import EpicUnsupportedError
+from epic.errors import EpicError, EpicUnsupportedError
 from epic.jax import mesh_checks, meshes
 from epic.jax.groups import Group
 from epic.jax.library import NO_GRAPH, load_handlers

@@ -422,7 +422,9 @@ def sum_array(group: Group, order: int, x: Any, ints: tuple[Any, ...]) -> tuple[
     """sum on a flat float32 array; ints: channel, and what to wait for.  The last result is that of
     call."""
     operands = [x, *site_and_rank(group, x), *ints]
-    out, done = call_handler("allreduce_sum", [spec_of(x)], operands, group, aliases={0: 0}, order=order)
+    out, done = call_handler(
+        "allreduce_sum", [spec_of(x)], operands, group, aliases={0: 0}, order=order
+    )
     return out, done
 
 
