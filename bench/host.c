@@ -151,7 +151,7 @@ static void run_once(seat *s, int what)
         const epic_dispatch_args args = {.layer = &s->layer,
                                          .plan = s->plan,
                                          .plan_bytes = s->plan_bytes,
-                                         .tokens = s->tokens,
+                                         .tokens = epic_rows_as_const(s->tokens),
                                          .recv = s->recv,
                                          .weights = s->weights,
                                          .slot_weights = s->slot_weights};
@@ -160,7 +160,7 @@ static void run_once(seat *s, int what)
         const epic_combine_args args = {.layer = &s->layer,
                                         .plan = s->plan,
                                         .plan_bytes = s->plan_bytes,
-                                        .rows = s->recv,
+                                        .rows = epic_rows_as_const(s->recv),
                                         .out = s->out,
                                         .slot_weights = s->slot_weights,
                                         .type = EPIC_BF16};

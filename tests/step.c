@@ -111,7 +111,7 @@ epic_dispatch_args step_dispatch(step *s, uint64_t tag)
                                 .layer = &s->layer,
                                 .plan = s->plan,
                                 .plan_bytes = s->plan_bytes,
-                                .tokens = of_tokens(s, s->x),
+                                .tokens = epic_rows_as_const(of_tokens(s, s->x)),
                                 .recv = of_slots(s, s->recv),
                                 .weights = s->weights,
                                 .slot_weights = s->slot_weights};
@@ -128,7 +128,7 @@ epic_combine_args step_combine(step *s, uint64_t tag)
                                .layer = &s->layer,
                                .plan = s->plan,
                                .plan_bytes = s->plan_bytes,
-                               .rows = of_slots(s, s->recv),
+                               .rows = epic_rows_as_const(of_slots(s, s->recv)),
                                .out = of_tokens(s, s->out),
                                .slot_weights = is_flat(s) ? NULL : s->slot_weights,
                                .type = EPIC_F32};
@@ -140,7 +140,7 @@ epic_dispatch_backward_args step_dispatch_backward(step *s, uint64_t tag)
                                          .layer = &s->layer,
                                          .plan = s->plan,
                                          .plan_bytes = s->plan_bytes,
-                                         .d_recv = of_slots(s, s->d_rows),
+                                         .d_recv = epic_rows_as_const(of_slots(s, s->d_rows)),
                                          .d_tokens = of_tokens(s, s->d_tokens),
                                          .d_slot_weights = s->d_slot_weights,
                                          .d_weights = s->d_weights,
@@ -149,17 +149,17 @@ epic_dispatch_backward_args step_dispatch_backward(step *s, uint64_t tag)
 
 epic_combine_backward_args step_combine_backward(step *s, uint64_t tag)
 {
-    return (epic_combine_backward_args){.call.tag = tag,
-                                        .layer = &s->layer,
-                                        .plan = s->plan,
-                                        .plan_bytes = s->plan_bytes,
-                                        .d_out = of_tokens(s, s->d_out),
-                                        .rows =
-                                            is_flat(s) ? (epic_rows){0} : of_slots(s, s->recv),
-                                        .d_rows = of_slots(s, s->d_rows),
-                                        .slot_weights = is_flat(s) ? NULL : s->slot_weights,
-                                        .d_slot_weights = is_flat(s) ? NULL : s->d_slot_weights,
-                                        .type = EPIC_F32};
+    return (epic_combine_backward_args){
+        .call.tag = tag,
+        .layer = &s->layer,
+        .plan = s->plan,
+        .plan_bytes = s->plan_bytes,
+        .d_out = epic_rows_as_const(of_tokens(s, s->d_out)),
+        .rows = epic_rows_as_const(is_flat(s) ? (epic_rows){0} : of_slots(s, s->recv)),
+        .d_rows = of_slots(s, s->d_rows),
+        .slot_weights = is_flat(s) ? NULL : s->slot_weights,
+        .d_slot_weights = is_flat(s) ? NULL : s->d_slot_weights,
+        .type = EPIC_F32};
 }
 
 epic_allreduce_sum_args step_sum(step *s, uint64_t tag)

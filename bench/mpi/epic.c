@@ -37,9 +37,14 @@ void epic_way_free(epic_way *w)
     free(w);
 }
 
-static epic_rows rows_of(const job *j, const bf16 *data, int64_t num)
+static epic_rows rows_of(const job *j, bf16 *data, int64_t num)
 {
-    return (epic_rows){(void *)(uintptr_t)data, num, 2 * (int64_t)j->hidden};
+    return (epic_rows){data, num, 2 * (int64_t)j->hidden};
+}
+
+static epic_const_rows const_rows_of(const job *j, const bf16 *data, int64_t num)
+{
+    return (epic_const_rows){data, num, 2 * (int64_t)j->hidden};
 }
 
 static epic_plan_args plan_args(const epic_way *w, const job *j, int64_t capacity,
@@ -69,7 +74,7 @@ void epic_way_dispatch(epic_way *w, const job *j)
 {
     int32_t demand;
     const epic_plan_args plan = plan_args(w, j, w->slots, &demand);
-    const epic_dispatch_args dispatch = {.tokens = rows_of(j, j->x, j->tokens),
+    const epic_dispatch_args dispatch = {.tokens = const_rows_of(j, j->x, j->tokens),
                                          .recv = rows_of(j, j->slabs, w->slots),
                                          .weights = j->weights,
                                          .slot_weights = j->slot_weights};
@@ -81,7 +86,7 @@ void epic_way_combine(epic_way *w, const job *j)
     const epic_combine_args args = {.layer = &w->layer,
                                     .plan = w->plan,
                                     .plan_bytes = w->plan_bytes,
-                                    .rows = rows_of(j, j->slabs, w->slots),
+                                    .rows = const_rows_of(j, j->slabs, w->slots),
                                     .out = rows_of(j, j->out, j->tokens),
                                     .slot_weights = j->slot_weights,
                                     .type = EPIC_BF16};
@@ -93,8 +98,8 @@ void epic_way_gradients(epic_way *w, const job *j)
     const epic_combine_backward_args combine = {.layer = &w->layer,
                                                 .plan = w->plan,
                                                 .plan_bytes = w->plan_bytes,
-                                                .d_out = rows_of(j, j->d_out, j->tokens),
-                                                .rows = rows_of(j, j->slabs, w->slots),
+                                                .d_out = const_rows_of(j, j->d_out, j->tokens),
+                                                .rows = const_rows_of(j, j->slabs, w->slots),
                                                 .d_rows = rows_of(j, j->d_slabs, w->slots),
                                                 .slot_weights = j->slot_weights,
                                                 .d_slot_weights = j->d_slot_weights,
@@ -102,7 +107,8 @@ void epic_way_gradients(epic_way *w, const job *j)
     const epic_dispatch_backward_args dispatch = {.layer = &w->layer,
                                                   .plan = w->plan,
                                                   .plan_bytes = w->plan_bytes,
-                                                  .d_recv = rows_of(j, j->d_slabs, w->slots),
+                                                  .d_recv =
+                                                      const_rows_of(j, j->d_slabs, w->slots),
                                                   .d_tokens = rows_of(j, j->d_x, j->tokens),
                                                   .d_slot_weights = j->d_slot_weights,
                                                   .d_weights = j->d_weights,

@@ -546,3 +546,8 @@ epic_rows call_rows(call_array array)
     if (array.data == NULL) return (epic_rows){0};
     return (epic_rows){array.data, array.rows, array.columns * dtype_bytes(array.type)};
 }
+
+epic_const_rows call_const_rows(call_array array)
+{
+    return epic_rows_as_const(call_rows(array));
+}

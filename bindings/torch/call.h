@@ -124,5 +124,6 @@ void call_told(torch_call *call, epic_result result);
 void call_end(torch_call *call);
 
 epic_rows call_rows(call_array array);
+epic_const_rows call_const_rows(call_array array);
 
 #endif

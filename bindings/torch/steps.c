@@ -179,7 +179,7 @@ static void read_weights(torch_call *call, call_array tokens, epic_dispatch_args
 static call_array read_tokens(torch_call *call, epic_dispatch_args *args)
 {
     const call_array tokens = call_arg(call, "tokens", CALL_ROWS, 2);
-    args->tokens = call_rows(tokens);
+    args->tokens = call_const_rows(tokens);
     read_weights(call, tokens, args);
     return tokens;
 }
@@ -246,7 +246,7 @@ static call_array read_chosen(torch_call *call, call_array chosen, epic_dispatch
         call_fail(call, EPIC_EINVAL, "weights: shape %s: [%lld, %lld] is needed",
                   call_shape(weights.dim, weights.sizes).text, (long long)chosen.rows,
                   (long long)chosen.columns);
-    args->tokens = call_rows(tokens);
+    args->tokens = call_const_rows(tokens);
     args->weights = weights.data;
     return tokens;
 }
@@ -347,14 +347,14 @@ static void dispatch_bytes(torch_value *stack, uint64_t num_arguments, uint64_t 
     read_plan(&call, &args.plan, &args.plan_bytes);
     const call_array tokens = call_arg(&call, "tokens", CALL_U8, 2);
     const call_array scales = call_arg_or_none(&call, "scales", CALL_U8, 2);
-    args.tokens = call_rows(tokens);
+    args.tokens = call_const_rows(tokens);
     read_weights(&call, tokens, &args);
     const int64_t capacity = call_int(&call);
     args.call = enter_layer(&call, &layer);
     args.flags = call_uint(&call, "flags");
     args.recv = call_rows(call_result(&call, "recv", CALL_U8, capacity, tokens.columns));
     if (scales.data != NULL) {
-        args.scales = call_rows(scales);
+        args.scales = call_const_rows(scales);
         args.recv_scales =
             call_rows(call_result(&call, "recv_scales", CALL_U8, capacity, scales.columns));
     } else {
@@ -378,7 +378,7 @@ static void dispatch_backward(torch_value *stack, uint64_t num_arguments, uint64
     const int64_t num_tokens = call_int(&call), top_k = call_int(&call);
     args.call = enter_layer(&call, &layer);
     args.type = d_recv.type;
-    args.d_recv = call_rows(d_recv);
+    args.d_recv = call_const_rows(d_recv);
     args.d_slot_weights = slots.data;
     args.d_tokens =
         call_rows(call_result(&call, "d_tokens", d_recv.type, num_tokens, d_recv.columns));
@@ -396,7 +396,7 @@ static call_array read_rows(torch_call *call, epic_combine_args *args)
 {
     const call_array rows = call_arg(call, "rows", CALL_ROWS, 2);
     const call_array slots = call_arg_or_none(call, "slot_weights", EPIC_F32, 1);
-    args->rows = call_rows(rows);
+    args->rows = call_const_rows(rows);
     args->type = rows.type;
     args->slot_weights = slots.data;
     if (slots.data != NULL && slots.count != rows.rows)
@@ -437,8 +437,8 @@ static void read_gradient(torch_call *call, gradient_job *job)
     const call_array rows = call_arg_or_none(call, "rows", d_out.type, 2);
     const call_array slots = call_arg_or_none(call, "slot_weights", EPIC_F32, 1);
     args->type = d_out.type;
-    args->d_out = call_rows(d_out);
-    args->rows = call_rows(rows);
+    args->d_out = call_const_rows(d_out);
+    args->rows = call_const_rows(rows);
     args->slot_weights = slots.data;
     job->slots = call_int(call);
     job->columns = d_out.columns;

@@ -181,6 +181,11 @@ static epic_rows rows(const model *m, void *data)
     return (epic_rows){data, m->tokens, m->hidden * 2};
 }
 
+static epic_const_rows const_rows(const model *m, const void *data)
+{
+    return (epic_const_rows){data, m->tokens, m->hidden * 2};
+}
+
 static epic_moe_weights weights_of(const model *m, int layer)
 {
     return (epic_moe_weights){.w_gate = value(m, GATE + layer),
@@ -207,7 +212,7 @@ static bool mix(model *m, int layer)
     const epic_moe_args args = {.call.stream = d->shape.stream,
                                 .moe = &m->moe,
                                 .weights = &weights,
-                                .x = rows(m, d->narrow_h[layer]),
+                                .x = const_rows(m, d->narrow_h[layer]),
                                 .out = rows(m, d->out),
                                 .saved = d->saved[layer],
                                 .saved_bytes = m->moe_memory.saved_bytes,
@@ -231,8 +236,8 @@ static bool mix_backward(model *m, int layer)
     const epic_moe_backward_args args = {.call.stream = d->shape.stream,
                                          .moe = &m->moe,
                                          .weights = &weights,
-                                         .x = rows(m, d->narrow_h[layer]),
-                                         .d_out = rows(m, d->d_out),
+                                         .x = const_rows(m, d->narrow_h[layer]),
+                                         .d_out = const_rows(m, d->d_out),
                                          .d_x = rows(m, d->narrow_d_h),
                                          .gradients = &gradients,
                                          .saved = d->saved[layer],

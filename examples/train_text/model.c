@@ -133,6 +133,11 @@ static epic_rows rows(const model *m, float *data)
     return (epic_rows){data, m->tokens, m->hidden * (int64_t)sizeof *data};
 }
 
+static epic_const_rows const_rows(const model *m, const float *data)
+{
+    return (epic_const_rows){data, m->tokens, m->hidden * (int64_t)sizeof *data};
+}
+
 /* Of this rank's experts. */
 static epic_moe_weights weights_of(const model *m, int layer)
 {
@@ -156,7 +161,7 @@ static bool mix(model *m, int layer, float *balance)
     const epic_moe_weights weights = weights_of(m, layer);
     const epic_moe_args args = {.moe = &m->moe,
                                 .weights = &weights,
-                                .x = rows(m, m->h[layer]),
+                                .x = const_rows(m, m->h[layer]),
                                 .out = rows(m, m->x[layer + 1]),
                                 .saved = m->saved[layer],
                                 .saved_bytes = m->moe_memory.saved_bytes,
@@ -176,8 +181,8 @@ static bool mix_backward(model *m, int layer)
     const epic_moe_gradients gradients = gradients_of(m, layer);
     const epic_moe_backward_args args = {.moe = &m->moe,
                                          .weights = &weights,
-                                         .x = rows(m, m->h[layer]),
-                                         .d_out = rows(m, m->d_x),
+                                         .x = const_rows(m, m->h[layer]),
+                                         .d_out = const_rows(m, m->d_x),
                                          .d_x = rows(m, m->d_h),
                                          .gradients = &gradients,
                                          .saved = m->saved[layer],

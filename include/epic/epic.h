@@ -142,13 +142,30 @@ typedef enum epic_flag {
                                 backward sends them again, one operation more */
 } epic_flag;
 
-/* A matrix seen as rows of bytes, contiguous.  {NULL, 0, 0} is a matrix without rows, whatever
- * they would be. */
+/* A contiguous matrix, seen as rows of bytes, that a call may write.  {NULL, 0, 0} is a matrix without
+ * rows; its row_bytes count as those that the call expects. */
 typedef struct epic_rows {
     void *data;
     int64_t num_rows;
     int64_t row_bytes;
 } epic_rows;
+
+/* Like epic_rows, for a matrix that a call only reads. */
+typedef struct epic_const_rows {
+    const void *data;
+    int64_t num_rows;
+    int64_t row_bytes;
+} epic_const_rows;
+
+/* Returns the rows as an input: a buffer that dispatch wrote is what combine reads.  Local. */
+static inline epic_const_rows epic_rows_as_const(epic_rows rows)
+{
+    epic_const_rows input;
+    input.data = rows.data;
+    input.num_rows = rows.num_rows;
+    input.row_bytes = rows.row_bytes;
+    return input;
+}
 
 /* What every call that computes has.  Local calls use the stream only. */
 typedef struct epic_call {
@@ -461,19 +478,19 @@ typedef struct epic_dispatch_args {
     const epic_layer *layer; /* that epic_plan was given for this plan */
     const void *plan;
     int64_t plan_bytes;
-    epic_rows tokens;      /* [num_tokens, row_bytes] */
-    epic_rows recv;        /* out [slots, row_bytes]; num_rows is what it really has */
-    epic_rows scales;      /* [num_tokens, scale_bytes]: a second row array, or none */
-    epic_rows recv_scales; /* out [slots, scale_bytes] */
-    const float *weights;  /* [num_tokens, top_k], or NULL */
-    float *slot_weights;   /* out [slots], 0 on padding; FLAT: [rows, top_k], ascending k,
+    epic_const_rows tokens; /* [num_tokens, row_bytes] */
+    epic_rows recv;         /* out [slots, row_bytes]; num_rows is what it really has */
+    epic_const_rows scales; /* [num_tokens, scale_bytes]: a second row array, or none */
+    epic_rows recv_scales;  /* out [slots, scale_bytes] */
+    const float *weights;   /* [num_tokens, top_k], or NULL */
+    float *slot_weights;    /* out [slots], 0 on padding; FLAT: [rows, top_k], ascending k,
                               0 where there is no choice */
-    int32_t *recv_expert;  /* out, FLAT only: [rows, top_k] local experts, then -1 */
-    uint32_t type;         /* of tokens; EPIC_BYTES unless quantized on the way */
-    uint32_t quantize;     /* an epic_quantize: tokens F32, BF16 or F16; recv is e4m3,
+    int32_t *recv_expert;   /* out, FLAT only: [rows, top_k] local experts, then -1 */
+    uint32_t type;          /* of tokens; EPIC_BYTES unless quantized on the way */
+    uint32_t quantize;      /* an epic_quantize: tokens F32, BF16 or F16; recv is e4m3,
                               recv_scales the scales; scales must be none */
-    uint32_t flags;        /* EPIC_ZERO_TAIL, EPIC_LEAVE_PADDING */
-    uint32_t reserved;     /* 0 */
+    uint32_t flags;         /* EPIC_ZERO_TAIL, EPIC_LEAVE_PADDING */
+    uint32_t reserved;      /* 0 */
 } epic_dispatch_args;
 
 /* Sends row t of tokens to every expert the plan chose for it: recv[slot] = tokens[token_of
@@ -499,7 +516,7 @@ typedef struct epic_combine_args {
     const epic_layer *layer; /* that epic_plan was given for this plan */
     const void *plan;
     int64_t plan_bytes;
-    epic_rows rows;            /* [slots, row_bytes]; FLAT: one finished partial per row */
+    epic_const_rows rows;      /* [slots, row_bytes]; FLAT: one finished partial per row */
     epic_rows out;             /* out [num_tokens, row_bytes] */
     const float *slot_weights; /* [slots]; NULL: 1.  Not with FLAT */
     uint32_t type;             /* of rows and out: F32, BF16, F16 or F64 */
@@ -521,7 +538,7 @@ typedef struct epic_dispatch_backward_args {
     const epic_layer *layer; /* that epic_plan was given for this plan */
     const void *plan;
     int64_t plan_bytes;
-    epic_rows d_recv;            /* [slots, row_bytes] */
+    epic_const_rows d_recv;      /* [slots, row_bytes] */
     epic_rows d_tokens;          /* out [num_tokens, row_bytes] */
     const float *d_slot_weights; /* [slots]; FLAT: [rows, top_k], as slot_weights; or NULL */
     float *d_weights;            /* out [num_tokens, top_k]; 0 where no choice is alive */
@@ -539,8 +556,8 @@ typedef struct epic_combine_backward_args {
     const epic_layer *layer; /* that epic_plan was given for this plan */
     const void *plan;
     int64_t plan_bytes;
-    epic_rows d_out;           /* [num_tokens, row_bytes] */
-    epic_rows rows;            /* [slots, row_bytes]: what combine was given; none without
+    epic_const_rows d_out;     /* [num_tokens, row_bytes] */
+    epic_const_rows rows;      /* [slots, row_bytes]: what combine was given; none without
                                   d_slot_weights */
     epic_rows d_rows;          /* out [slots, row_bytes]; quantized: e4m3 rows */
     epic_rows d_rows_scales;   /* out, quantized only */
@@ -1083,7 +1100,7 @@ typedef struct epic_moe_args {
     epic_call call;
     const epic_moe *moe;
     const epic_moe_weights *weights;
-    epic_rows x;           /* [num_tokens, hidden] of the experts' row_type */
+    epic_const_rows x;     /* [num_tokens, hidden] of the experts' row_type */
     epic_rows out;         /* out, as x */
     const void *token_ids; /* of epic_router_args, as the three below */
     const int32_t *table;
@@ -1166,8 +1183,8 @@ typedef struct epic_moe_backward_args {
     epic_call call;
     const epic_moe *moe; /* these as forward had them */
     const epic_moe_weights *weights;
-    epic_rows x;
-    epic_rows d_out;                     /* [num_tokens, hidden] */
+    epic_const_rows x;
+    epic_const_rows d_out;               /* [num_tokens, hidden] */
     epic_rows d_x;                       /* out; data NULL: not wanted, on this rank */
     const epic_moe_gradients *gradients; /* NULL: none are wanted */
     const void *saved;                   /* as forward left it */

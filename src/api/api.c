@@ -25,11 +25,12 @@ static void add_options_hash(epic_call *call, const note_extra *extra)
         call->tag = hash_join(call->tag, extra->options->hash);
 }
 
-/* {NULL, 0, 0} is a matrix without rows: it is as wide as the one that it goes with. */
-static void widen(epic_rows *rows, const epic_rows *other)
-{
-    if (!rows->data && !rows->num_rows && !rows->row_bytes) rows->row_bytes = other->row_bytes;
-}
+/* Gives a matrix without rows, {NULL, 0, 0}, the row_bytes of the matrix that belongs to it.  For
+ * epic_rows and epic_const_rows. */
+#define DEFAULT_ROW_BYTES(rows, bytes)                                                         \
+    do {                                                                                       \
+        if (!(rows).data && !(rows).num_rows && !(rows).row_bytes) (rows).row_bytes = (bytes); \
+    } while (0)
 
 static epic_result read_plan_args(const epic_context *ctx, epic_plan_args *a, epic_layer *layer,
                                   const epic_plan_args *args, size_t size)
@@ -72,15 +73,13 @@ epic_result api_plan(epic_context *ctx, const epic_plan_args *args, const note_e
 static void widen_dispatch(epic_dispatch_args *a)
 {
     const int64_t size = a->quantize ? (int64_t)epic_type_bytes(a->type) : 1;
-    epic_rows wide = {0};
-    if (__builtin_mul_overflow(a->recv.row_bytes, size, &wide.row_bytes))
-        wide.row_bytes = INT64_MAX;
-    widen(&a->tokens, &wide);
-    wide.row_bytes = size ? a->tokens.row_bytes / size : 0;
-    widen(&a->recv, &wide);
+    int64_t row_bytes;
+    if (__builtin_mul_overflow(a->recv.row_bytes, size, &row_bytes)) row_bytes = INT64_MAX;
+    DEFAULT_ROW_BYTES(a->tokens, row_bytes);
+    DEFAULT_ROW_BYTES(a->recv, size ? a->tokens.row_bytes / size : 0);
     if (a->quantize) return;
-    widen(&a->scales, &a->recv_scales);
-    widen(&a->recv_scales, &a->scales);
+    DEFAULT_ROW_BYTES(a->scales, a->recv_scales.row_bytes);
+    DEFAULT_ROW_BYTES(a->recv_scales, a->scales.row_bytes);
 }
 
 /* Completes the layer of a plan that exists, in `out`, and makes *layer point there.  The call does
@@ -183,8 +182,8 @@ epic_result epic_combine_v1(epic_context *ctx, const epic_combine_args *args, si
     TRY(check_context(ctx));
     TRY(READ_SIZED(&a, args, size, "args"));
     TRY(read_plan_layer(ctx, &layer, &a.layer));
-    widen(&a.rows, &a.out);
-    widen(&a.out, &a.rows);
+    DEFAULT_ROW_BYTES(a.rows, a.out.row_bytes);
+    DEFAULT_ROW_BYTES(a.out, a.rows.row_bytes);
     TRY(check_combine_args(ctx, &a));
     if (context_on_device(ctx)) return CONTEXT_OP(ctx, combine, &a);
     return host_combine(ctx, &a);
@@ -198,8 +197,8 @@ epic_result epic_dispatch_backward_v1(epic_context *ctx,
     TRY(check_context(ctx));
     TRY(READ_SIZED(&a, args, size, "args"));
     TRY(read_plan_layer(ctx, &layer, &a.layer));
-    widen(&a.d_recv, &a.d_tokens);
-    widen(&a.d_tokens, &a.d_recv);
+    DEFAULT_ROW_BYTES(a.d_recv, a.d_tokens.row_bytes);
+    DEFAULT_ROW_BYTES(a.d_tokens, a.d_recv.row_bytes);
     TRY(check_dispatch_backward_args(ctx, &a));
     if (context_on_device(ctx)) return CONTEXT_OP(ctx, dispatch_backward, &a);
     return host_dispatch_backward(ctx, &a);
@@ -207,10 +206,10 @@ epic_result epic_dispatch_backward_v1(epic_context *ctx,
 
 static void widen_combine_backward(epic_combine_backward_args *a)
 {
-    if (!a->quantize) widen(&a->d_out, &a->d_rows);
-    if (a->d_slot_weights) widen(&a->d_out, &a->rows);
-    if (a->d_slot_weights) widen(&a->rows, &a->d_out);
-    if (!a->quantize) widen(&a->d_rows, &a->d_out);
+    if (!a->quantize) DEFAULT_ROW_BYTES(a->d_out, a->d_rows.row_bytes);
+    if (a->d_slot_weights) DEFAULT_ROW_BYTES(a->d_out, a->rows.row_bytes);
+    if (a->d_slot_weights) DEFAULT_ROW_BYTES(a->rows, a->d_out.row_bytes);
+    if (!a->quantize) DEFAULT_ROW_BYTES(a->d_rows, a->d_out.row_bytes);
 }
 
 static epic_result combine_backward(epic_context *ctx, const epic_combine_backward_args *args,

@@ -32,43 +32,43 @@ epic_result check_plan_bytes(const void *plan, int64_t plan_bytes)
 }
 
 /* A matrix: not negative, not without memory, rows no wider than the context's. */
-static epic_result check_rows(const epic_context *ctx, const char *name, const epic_rows *rows)
+static epic_result check_rows(const epic_context *ctx, const char *name, epic_const_rows rows)
 {
-    if (rows->num_rows < 0 || rows->num_rows > INT32_MAX)
+    if (rows.num_rows < 0 || rows.num_rows > INT32_MAX)
         return epic_fail(EPIC_EINVAL, "%s.num_rows is %lld: 0 to 2147483647 are possible", name,
-                         (long long)rows->num_rows);
-    if (rows->row_bytes < 1 || rows->row_bytes > ctx->config.max_row_bytes)
-        return epic_fail(
-            EPIC_EINVAL, "%s.row_bytes is %lld: 1 to config.max_row_bytes %lld are possible",
-            name, (long long)rows->row_bytes, (long long)ctx->config.max_row_bytes);
-    if (!rows->data && rows->num_rows)
+                         (long long)rows.num_rows);
+    if (rows.row_bytes < 1 || rows.row_bytes > ctx->config.max_row_bytes)
+        return epic_fail(EPIC_EINVAL,
+                         "%s.row_bytes is %lld: 1 to config.max_row_bytes %lld are possible",
+                         name, (long long)rows.row_bytes, (long long)ctx->config.max_row_bytes);
+    if (!rows.data && rows.num_rows)
         return epic_fail(EPIC_EINVAL, "%s.data is NULL with %lld rows: memory is needed", name,
-                         (long long)rows->num_rows);
+                         (long long)rows.num_rows);
     return EPIC_OK;
 }
 
-static epic_result check_absent(const char *name, const epic_rows *rows, const char *why)
+static epic_result check_absent(const char *name, epic_const_rows rows, const char *why)
 {
-    if (!rows->data && !rows->num_rows && !rows->row_bytes) return EPIC_OK;
+    if (!rows.data && !rows.num_rows && !rows.row_bytes) return EPIC_OK;
     return epic_fail(EPIC_EINVAL, "%s is given (%lld rows of %lld bytes): %s, leave it zero",
-                     name, (long long)rows->num_rows, (long long)rows->row_bytes, why);
+                     name, (long long)rows.num_rows, (long long)rows.row_bytes, why);
 }
 
-static epic_result check_equal(const char *a, const epic_rows *rows_a, const char *b,
-                               const epic_rows *rows_b)
+static epic_result check_equal(const char *a, epic_const_rows rows_a, const char *b,
+                               epic_const_rows rows_b)
 {
-    if (rows_a->row_bytes == rows_b->row_bytes) return EPIC_OK;
+    if (rows_a.row_bytes == rows_b.row_bytes) return EPIC_OK;
     return epic_fail(EPIC_EINVAL, "%s.row_bytes is %lld, %s.row_bytes is %lld: make them equal",
-                     a, (long long)rows_a->row_bytes, b, (long long)rows_b->row_bytes);
+                     a, (long long)rows_a.row_bytes, b, (long long)rows_b.row_bytes);
 }
 
 /* Rows of whole elements. */
-static epic_result check_whole(const char *name, const epic_rows *rows, uint32_t type)
+static epic_result check_whole(const char *name, epic_const_rows rows, uint32_t type)
 {
     const int64_t size = (int64_t)epic_type_bytes(type);
-    if (rows->row_bytes % size == 0) return EPIC_OK;
+    if (rows.row_bytes % size == 0) return EPIC_OK;
     return epic_fail(EPIC_EINVAL, "%s.row_bytes is %lld: elements of type %s have %lld bytes",
-                     name, (long long)rows->row_bytes, epic_type_name(type), (long long)size);
+                     name, (long long)rows.row_bytes, epic_type_name(type), (long long)size);
 }
 
 /* A type that can be added. */
@@ -97,9 +97,9 @@ static epic_result check_pair(const char *a, const void *given_a, const char *b,
 
 /* The shapes of quantized rows: n elements in, n bytes and their scales out. */
 static epic_result check_quantized(const epic_context *ctx, uint32_t quantize, uint32_t type,
-                                   const char *in_name, const epic_rows *in,
-                                   const char *out_name, const epic_rows *out,
-                                   const char *scales_name, const epic_rows *scales)
+                                   const char *in_name, epic_const_rows in,
+                                   const char *out_name, epic_const_rows out,
+                                   const char *scales_name, epic_const_rows scales)
 {
     if (quantize > EPIC_QUANTIZE_1X32)
         return epic_fail(EPIC_EINVAL, "quantize is %u: it is no epic_quantize", quantize);
@@ -109,30 +109,31 @@ static epic_result check_quantized(const epic_context *ctx, uint32_t quantize, u
                          "quantized",
                          type, quantize);
     TRY(check_whole(in_name, in, type));
-    const int64_t n = in->row_bytes / (int64_t)epic_type_bytes(type);
+    const int64_t n = in.row_bytes / (int64_t)epic_type_bytes(type);
     const int64_t wide = quantize == EPIC_QUANTIZE_1X128 ? (n + 127) / 128 * 4 : (n + 31) / 32;
-    if (out->row_bytes != n)
+    if (out.row_bytes != n)
         return epic_fail(EPIC_EINVAL, "%s.row_bytes is %lld: %lld elements make as many bytes",
-                         out_name, (long long)out->row_bytes, (long long)n);
+                         out_name, (long long)out.row_bytes, (long long)n);
     TRY(check_rows(ctx, scales_name, scales));
-    if (scales->row_bytes != wide)
+    if (scales.row_bytes != wide)
         return epic_fail(
             EPIC_EINVAL, "%s.row_bytes is %lld: the scales of %lld elements take %lld",
-            scales_name, (long long)scales->row_bytes, (long long)n, (long long)wide);
-    if (scales->num_rows < out->num_rows)
+            scales_name, (long long)scales.row_bytes, (long long)n, (long long)wide);
+    if (scales.num_rows < out.num_rows)
         return epic_fail(EPIC_EINVAL, "%s.num_rows is %lld: %s has %lld rows, bring as many",
-                         scales_name, (long long)scales->num_rows, out_name,
-                         (long long)out->num_rows);
+                         scales_name, (long long)scales.num_rows, out_name,
+                         (long long)out.num_rows);
     return EPIC_OK;
 }
 
-static call_array of_rows(const char *name, const epic_rows *rows, size_t unit, bool out)
+static call_array of_rows(const char *name, epic_const_rows rows, size_t unit, bool out)
 {
-    return (call_array){name, rows->data, rows->num_rows * rows->row_bytes, unit, out};
+    return (call_array){name, rows.data, rows.num_rows * rows.row_bytes, unit, out};
 }
 
-#define ROWS_IN(args, rows, unit) of_rows(#rows ".data", &(args)->rows, unit, false)
-#define ROWS_OUT(args, rows, unit) of_rows(#rows ".data", &(args)->rows, unit, true)
+#define ROWS_IN(args, rows, unit) of_rows(#rows ".data", (args)->rows, unit, false)
+#define ROWS_OUT(args, rows, unit) \
+    of_rows(#rows ".data", epic_rows_as_const((args)->rows), unit, true)
 
 /* ------------------------------------------------------------------------- each call ---- */
 
@@ -235,9 +236,9 @@ static epic_result check_scales(const epic_context *ctx, const epic_dispatch_arg
     if (!a->scales.data && !a->recv_scales.data && !a->scales.row_bytes &&
         !a->recv_scales.row_bytes)
         return EPIC_OK;
-    TRY(check_rows(ctx, "scales", &a->scales));
-    TRY(check_rows(ctx, "recv_scales", &a->recv_scales));
-    TRY(check_equal("scales", &a->scales, "recv_scales", &a->recv_scales));
+    TRY(check_rows(ctx, "scales", a->scales));
+    TRY(check_rows(ctx, "recv_scales", epic_rows_as_const(a->recv_scales)));
+    TRY(check_equal("scales", a->scales, "recv_scales", epic_rows_as_const(a->recv_scales)));
     if (a->scales.num_rows != a->tokens.num_rows)
         return epic_fail(EPIC_EINVAL, "scales.num_rows is %lld: tokens has %lld rows",
                          (long long)a->scales.num_rows, (long long)a->tokens.num_rows);
@@ -263,18 +264,18 @@ epic_result check_dispatch_args(const epic_context *ctx, const epic_dispatch_arg
     TRY(check_reserved(a->reserved));
     if (a->type > EPIC_I64)
         return epic_fail(EPIC_EINVAL, "type is %u: it is no epic_type", a->type);
-    TRY(check_rows(ctx, "tokens", &a->tokens));
-    TRY(check_rows(ctx, "recv", &a->recv));
+    TRY(check_rows(ctx, "tokens", a->tokens));
+    TRY(check_rows(ctx, "recv", epic_rows_as_const(a->recv)));
     TRY(check_pair("weights", a->weights, "slot_weights", a->slot_weights));
     if (a->recv_expert && a->layer->layout != EPIC_FLAT)
         return epic_fail(EPIC_EINVAL, SAYS_RECV_EXPERT);
     if (a->quantize) {
-        TRY(check_absent("scales", &a->scales,
-                         "rows that are quantized on the way bring none"));
-        TRY(check_quantized(ctx, a->quantize, a->type, "tokens", &a->tokens, "recv", &a->recv,
-                            "recv_scales", &a->recv_scales));
+        TRY(check_absent("scales", a->scales, "rows that are quantized on the way bring none"));
+        TRY(check_quantized(ctx, a->quantize, a->type, "tokens", a->tokens, "recv",
+                            epic_rows_as_const(a->recv), "recv_scales",
+                            epic_rows_as_const(a->recv_scales)));
     } else {
-        TRY(check_equal("tokens", &a->tokens, "recv", &a->recv));
+        TRY(check_equal("tokens", a->tokens, "recv", epic_rows_as_const(a->recv)));
         TRY(check_scales(ctx, a));
     }
     return check_dispatch_arrays(a);
@@ -285,10 +286,10 @@ epic_result check_combine_args(const epic_context *ctx, const epic_combine_args 
     TRY(check_plan_bytes(a->plan, a->plan_bytes));
     TRY(check_flags(a->flags, 0));
     TRY(check_summed(ctx, a->type));
-    TRY(check_rows(ctx, "rows", &a->rows));
-    TRY(check_rows(ctx, "out", &a->out));
-    TRY(check_equal("rows", &a->rows, "out", &a->out));
-    TRY(check_whole("rows", &a->rows, a->type));
+    TRY(check_rows(ctx, "rows", a->rows));
+    TRY(check_rows(ctx, "out", epic_rows_as_const(a->out)));
+    TRY(check_equal("rows", a->rows, "out", epic_rows_as_const(a->out)));
+    TRY(check_whole("rows", a->rows, a->type));
     TRY(check_by_slot(a->layer, "slot_weights", a->slot_weights));
     const size_t unit = epic_type_bytes(a->type);
     const call_array arrays[] = {{"plan", a->plan, a->plan_bytes, 16, false},
@@ -304,11 +305,11 @@ epic_result check_dispatch_backward_args(const epic_context *ctx,
     TRY(check_plan_bytes(a->plan, a->plan_bytes));
     TRY(check_flags(a->flags, 0));
     TRY(check_summed(ctx, a->type));
-    TRY(check_rows(ctx, "d_recv", &a->d_recv));
-    TRY(check_rows(ctx, "d_tokens", &a->d_tokens));
-    TRY(check_equal("d_recv", &a->d_recv, "d_tokens", &a->d_tokens));
+    TRY(check_rows(ctx, "d_recv", a->d_recv));
+    TRY(check_rows(ctx, "d_tokens", epic_rows_as_const(a->d_tokens)));
+    TRY(check_equal("d_recv", a->d_recv, "d_tokens", epic_rows_as_const(a->d_tokens)));
     TRY(check_pair("d_slot_weights", a->d_slot_weights, "d_weights", a->d_weights));
-    TRY(check_whole("d_recv", &a->d_recv, a->type));
+    TRY(check_whole("d_recv", a->d_recv, a->type));
     const size_t unit = epic_type_bytes(a->type);
     const call_array arrays[] = {{"plan", a->plan, a->plan_bytes, 16, false},
                                  ROWS_IN(a, d_recv, unit),
@@ -338,24 +339,26 @@ epic_result check_combine_backward_args(const epic_context *ctx,
     TRY(check_flags(a->flags, EPIC_ZERO_TAIL | EPIC_LEAVE_PADDING));
     TRY(check_reserved(a->reserved));
     TRY(check_summed(ctx, a->type));
-    TRY(check_rows(ctx, "d_out", &a->d_out));
-    TRY(check_whole("d_out", &a->d_out, a->type));
-    TRY(check_rows(ctx, "d_rows", &a->d_rows));
+    TRY(check_rows(ctx, "d_out", a->d_out));
+    TRY(check_whole("d_out", a->d_out, a->type));
+    TRY(check_rows(ctx, "d_rows", epic_rows_as_const(a->d_rows)));
     TRY(check_by_slot(a->layer, "slot_weights", a->slot_weights));
     TRY(check_by_slot(a->layer, "d_slot_weights", a->d_slot_weights));
     if (a->d_slot_weights) {
-        TRY(check_rows(ctx, "rows", &a->rows));
-        TRY(check_equal("rows", &a->rows, "d_out", &a->d_out));
-        TRY(check_whole("rows", &a->rows, a->type));
+        TRY(check_rows(ctx, "rows", a->rows));
+        TRY(check_equal("rows", a->rows, "d_out", a->d_out));
+        TRY(check_whole("rows", a->rows, a->type));
     } else {
-        TRY(check_absent("rows", &a->rows, "only d_slot_weights needs it"));
+        TRY(check_absent("rows", a->rows, "only d_slot_weights needs it"));
     }
     if (a->quantize) {
-        TRY(check_quantized(ctx, a->quantize, a->type, "d_out", &a->d_out, "d_rows", &a->d_rows,
-                            "d_rows_scales", &a->d_rows_scales));
+        TRY(check_quantized(ctx, a->quantize, a->type, "d_out", a->d_out, "d_rows",
+                            epic_rows_as_const(a->d_rows), "d_rows_scales",
+                            epic_rows_as_const(a->d_rows_scales)));
     } else {
-        TRY(check_absent("d_rows_scales", &a->d_rows_scales, "only quantize needs it"));
-        TRY(check_equal("d_rows", &a->d_rows, "d_out", &a->d_out));
+        TRY(check_absent("d_rows_scales", epic_rows_as_const(a->d_rows_scales),
+                         "only quantize needs it"));
+        TRY(check_equal("d_rows", epic_rows_as_const(a->d_rows), "d_out", a->d_out));
     }
     return check_combine_backward_arrays(a);
 }
@@ -380,7 +383,7 @@ epic_result check_sum_replicas_args(const epic_sum_replicas_args *a)
     if (data->row_bytes < 0 || data->row_bytes > INT64_MAX / MAX_EXPERTS)
         return epic_fail(EPIC_EINVAL, "data.row_bytes is %lld: 0 to %lld are possible",
                          (long long)data->row_bytes, (long long)(INT64_MAX / MAX_EXPERTS));
-    TRY(check_whole("data", data, EPIC_F32));
+    TRY(check_whole("data", epic_rows_as_const(a->data), EPIC_F32));
     const call_array arrays[] = {{"plan", a->plan, a->plan_bytes, 16, false},
                                  ROWS_OUT(a, data, 4),
                                  ARRAY_OUT(a, workspace, data->row_bytes / 4, 4)};

@@ -205,9 +205,15 @@ static epic_call call_of(const epic_dispatcher *s)
     return (epic_call){.stream = s->config.stream, .tag = s->config.tag};
 }
 
-static epic_rows rows_of(const epic_dispatcher *s, const void *data, int64_t num_rows)
+static epic_rows rows_of(const epic_dispatcher *s, void *data, int64_t num_rows)
 {
-    return (epic_rows){(void *)(uintptr_t)data, num_rows, s->row_bytes};
+    return (epic_rows){data, num_rows, s->row_bytes};
+}
+
+static epic_const_rows const_rows_of(const epic_dispatcher *s, const void *data,
+                                     int64_t num_rows)
+{
+    return (epic_const_rows){data, num_rows, s->row_bytes};
 }
 
 static epic_result give_slots(const epic_slots *slots, epic_slots *out, size_t size)
@@ -235,7 +241,7 @@ epic_result epic_dispatcher_dispatch_v1(epic_dispatcher *dispatcher, const void 
                                  .expert_rows = dispatcher->slots.expert_rows,
                                  .expert_tokens = dispatcher->slots.expert_tokens};
     const epic_dispatch_args dispatch = {
-        .tokens = rows_of(dispatcher, tokens, num_tokens),
+        .tokens = const_rows_of(dispatcher, tokens, num_tokens),
         .recv = rows_of(dispatcher, dispatcher->slots.rows, dispatcher->sizes.capacity),
         .weights = weights,
         .slot_weights = weights != NULL ? dispatcher->slots.weights : NULL};
@@ -255,7 +261,8 @@ epic_result epic_dispatcher_combine(epic_dispatcher *dispatcher, void *out)
         .layer = &dispatcher->layer,
         .plan = dispatcher->plan,
         .plan_bytes = dispatcher->sizes.plan_bytes,
-        .rows = rows_of(dispatcher, dispatcher->slots.results, dispatcher->sizes.capacity),
+        .rows =
+            const_rows_of(dispatcher, dispatcher->slots.results, dispatcher->sizes.capacity),
         .out = rows_of(dispatcher, out, dispatcher->num_tokens),
         .slot_weights = dispatcher->weighted ? dispatcher->slots.weights : NULL,
         .type = dispatcher->config.type};
@@ -272,8 +279,9 @@ epic_result epic_dispatcher_combine_backward_v1(epic_dispatcher *dispatcher, con
         .layer = &dispatcher->layer,
         .plan = dispatcher->plan,
         .plan_bytes = dispatcher->sizes.plan_bytes,
-        .d_out = rows_of(dispatcher, d_out, dispatcher->num_tokens),
-        .rows = rows_of(dispatcher, dispatcher->slots.results, dispatcher->sizes.capacity),
+        .d_out = const_rows_of(dispatcher, d_out, dispatcher->num_tokens),
+        .rows =
+            const_rows_of(dispatcher, dispatcher->slots.results, dispatcher->sizes.capacity),
         .d_rows = rows_of(dispatcher, dispatcher->gradients.rows, dispatcher->sizes.capacity),
         .slot_weights = dispatcher->weighted ? dispatcher->slots.weights : NULL,
         .d_slot_weights = dispatcher->gradients.weights,
@@ -295,8 +303,8 @@ epic_result epic_dispatcher_dispatch_backward(epic_dispatcher *dispatcher, void 
         .layer = &dispatcher->layer,
         .plan = dispatcher->plan,
         .plan_bytes = dispatcher->sizes.plan_bytes,
-        .d_recv =
-            rows_of(dispatcher, dispatcher->gradients.results, dispatcher->sizes.capacity),
+        .d_recv = const_rows_of(dispatcher, dispatcher->gradients.results,
+                                dispatcher->sizes.capacity),
         .d_tokens = rows_of(dispatcher, d_tokens, dispatcher->num_tokens),
         .d_slot_weights = d_weights != NULL ? dispatcher->gradients.weights : NULL,
         .d_weights = d_weights,

@@ -13,7 +13,8 @@ typedef struct combining {
     plan_view plan;
     epic_type type, partial_type;
     const char *rows_name;
-    epic_rows rows, out;
+    epic_const_rows rows;
+    epic_rows out;
     uint32_t top_k; /* the layer's */
     const float *slot_weights;
     const float *d_slot_weights;
@@ -311,7 +312,7 @@ epic_result host_combine(epic_context *ctx, const epic_combine_args *args)
     step s;
     step_begin(&s, ctx, EPIC_OP_COMBINE, args->plan, args->plan_bytes, NULL);
     TRY(step_check_layer(&s, args->layer));
-    TRY(step_check_tokens(&s, "out", &args->out));
+    TRY(step_check_tokens(&s, "out", args->out.num_rows));
     return run(ctx, EPIC_OP_COMBINE, &args->call, &s, &c);
 }
 
@@ -328,6 +329,6 @@ epic_result host_dispatch_backward(epic_context *ctx, const epic_dispatch_backwa
     step s;
     step_begin(&s, ctx, EPIC_OP_DISPATCH_BACKWARD, args->plan, args->plan_bytes, NULL);
     TRY(step_check_layer(&s, args->layer));
-    TRY(step_check_tokens(&s, "d_tokens", &args->d_tokens));
+    TRY(step_check_tokens(&s, "d_tokens", args->d_tokens.num_rows));
     return run(ctx, EPIC_OP_DISPATCH_BACKWARD, &args->call, &s, &c);
 }

@@ -145,7 +145,7 @@ epic_result host_combine_backward(epic_context *ctx, const epic_combine_backward
     step s;
     step_begin(&s, ctx, EPIC_OP_COMBINE_BACKWARD, args->plan, args->plan_bytes, extra);
     TRY(step_check_layer(&s, args->layer));
-    TRY(step_check_tokens(&s, "d_out", &args->d_out));
+    TRY(step_check_tokens(&s, "d_out", args->d_out.num_rows));
     s.note.same[SAME_TYPE] = args->type;
     s.note.same[SAME_ROW_BYTES] = args->d_out.row_bytes;
     s.note.same[SAME_QUANTIZE] = args->quantize;

@@ -21,7 +21,12 @@ typedef struct dispatching {
     int64_t held;                  /* the token whose quantized string x->row holds, or -1 */
 } dispatching;
 
-static unsigned char *row_of(const epic_rows *rows, int64_t i)
+static const unsigned char *row_of(const epic_const_rows *rows, int64_t i)
+{
+    return (const unsigned char *)rows->data + i * rows->row_bytes;
+}
+
+static unsigned char *out_row_of(const epic_rows *rows, int64_t i)
 {
     return (unsigned char *)rows->data + i * rows->row_bytes;
 }
@@ -124,9 +129,9 @@ static void put_row(const dispatching *d, int64_t slot, const parts *p)
 {
     const epic_dispatch_args *a = d->args;
     if (p->row.size > 0)
-        d->copy(row_of(&a->recv, slot) + p->row.at, p->row.from, (size_t)p->row.size);
+        d->copy(out_row_of(&a->recv, slot) + p->row.at, p->row.from, (size_t)p->row.size);
     if (p->scales.size > 0)
-        d->copy(row_of(&a->recv_scales, slot) + p->scales.at, p->scales.from,
+        d->copy(out_row_of(&a->recv_scales, slot) + p->scales.at, p->scales.from,
                 (size_t)p->scales.size);
 }
 
@@ -276,8 +281,8 @@ static void clear_outputs(const epic_dispatch_args *a)
 static epic_result check(const step *s, const epic_dispatch_args *a)
 {
     TRY(step_check_layer(s, a->layer));
-    TRY(step_check_tokens(s, "tokens", &a->tokens));
-    return a->scales.data ? step_check_tokens(s, "scales", &a->scales) : EPIC_OK;
+    TRY(step_check_tokens(s, "tokens", a->tokens.num_rows));
+    return a->scales.data ? step_check_tokens(s, "scales", a->scales.num_rows) : EPIC_OK;
 }
 
 static void note_rows(int64_t *same, const epic_dispatch_args *args)

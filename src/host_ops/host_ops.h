@@ -52,7 +52,7 @@ void note_layer(epic_note *note, const epic_layer *layer);
 epic_result step_check_layer(const step *s, const epic_layer *layer);
 
 /* EPIC_EINVAL when `rows` has not the rows that the plan has tokens. */
-epic_result step_check_tokens(const step *s, const char *name, const epic_rows *rows);
+epic_result step_check_tokens(const step *s, const char *name, int64_t num_rows);
 
 /* EPIC_EOVERFLOW, on every rank alike, when a buffer of any rank is smaller than its plan. */
 epic_result step_check_slots(const exchange *x, const char *name);

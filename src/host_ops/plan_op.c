@@ -65,10 +65,10 @@ epic_result step_check_layer(const step *s, const epic_layer *layer)
     return epic_fail(EPIC_EINVAL, "%s", sentence);
 }
 
-epic_result step_check_tokens(const step *s, const char *name, const epic_rows *rows)
+epic_result step_check_tokens(const step *s, const char *name, int64_t num_rows)
 {
-    if (s->damaged || rows->num_rows == s->plan.header->num_tokens) return EPIC_OK;
-    return epic_fail(EPIC_EINVAL, SAYS_TOKENS, name, (long long)rows->num_rows,
+    if (s->damaged || num_rows == s->plan.header->num_tokens) return EPIC_OK;
+    return epic_fail(EPIC_EINVAL, SAYS_TOKENS, name, (long long)num_rows,
                      (long long)s->plan.header->num_tokens);
 }
 

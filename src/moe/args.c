@@ -14,7 +14,7 @@
 typedef struct call_args {
     const epic_moe *moe;
     const epic_moe_weights *weights;
-    epic_rows *x, *y; /* y: out in forward, d_out in backward */
+    epic_const_rows x, y; /* y: out in forward, d_out in backward */
     const char *y_name;
     const void *saved;
     int64_t saved_bytes;
@@ -24,23 +24,22 @@ typedef struct call_args {
     bool backward;
 } call_args;
 
-/* Checks that `rows` has as many rows as x, each as wide. Sets the width if the caller left
- * {NULL, 0, 0}. */
-static epic_result check_rows(const moe_job *j, const char *name, epic_rows *rows)
+/* Checks that `rows` has as many rows as x, each as wide. {NULL, 0, 0} has no rows of any width. */
+static epic_result check_rows(const moe_job *j, const char *name, epic_const_rows rows)
 {
-    if (!rows->data && !rows->num_rows && !rows->row_bytes) rows->row_bytes = j->row_bytes;
-    if (rows->num_rows != j->x.num_rows)
+    const bool is_empty = !rows.data && !rows.num_rows && !rows.row_bytes;
+    if (rows.num_rows != j->x.num_rows)
         return epic_fail(EPIC_EINVAL,
                          "%s.num_rows is %lld, x.num_rows is %lld: make them equal", name,
-                         (long long)rows->num_rows, (long long)j->x.num_rows);
-    if (rows->row_bytes != j->row_bytes)
+                         (long long)rows.num_rows, (long long)j->x.num_rows);
+    if (!is_empty && rows.row_bytes != j->row_bytes)
         return epic_fail(
             EPIC_EINVAL,
             "%s.row_bytes is %lld: it must be %lld, for hidden %lld of moe.experts.row_type",
-            name, (long long)rows->row_bytes, (long long)j->row_bytes, (long long)j->hidden);
-    if (!rows->data && rows->num_rows)
+            name, (long long)rows.row_bytes, (long long)j->row_bytes, (long long)j->hidden);
+    if (!rows.data && rows.num_rows)
         return epic_fail(EPIC_EINVAL, "%s.data is NULL: it must point to %lld rows", name,
-                         (long long)rows->num_rows);
+                         (long long)rows.num_rows);
     return EPIC_OK;
 }
 
@@ -174,20 +173,21 @@ static epic_result read_call(moe_job *j, epic_context *ctx, const epic_call *cal
     if (!ctx) return epic_fail(EPIC_EINVAL, "ctx is NULL: it must be a context from epic_open");
     TRY(context_check(ctx));
     *j = (moe_job){
-        .ctx = ctx, .call = *call, .x = *c->x, .is_device = ctx->backend->transport == NULL};
+        .ctx = ctx, .call = *call, .x = c->x, .is_device = ctx->backend->transport == NULL};
     TRY(READ_SIZED(&j->weights, c->weights, sizeof *c->weights, "weights"));
-    if (c->x->num_rows < 0 || c->x->num_rows > ctx->config.max_tokens)
+    if (c->x.num_rows < 0 || c->x.num_rows > ctx->config.max_tokens)
         return epic_fail(EPIC_EINVAL,
                          "x.num_rows is %lld: it must be 0 to config.max_tokens %lld",
-                         (long long)c->x->num_rows, (long long)ctx->config.max_tokens);
-    TRY(moe_read_config(j, &ctx->config, c->moe, sizeof *c->moe, c->x->num_rows));
+                         (long long)c->x.num_rows, (long long)ctx->config.max_tokens);
+    TRY(moe_read_config(j, &ctx->config, c->moe, sizeof *c->moe, c->x.num_rows));
     j->is_by_hosts =
         j->layer.sum_order == EPIC_BY_HOSTS; /* the order it becomes has one block too */
     layer_choose_order(&j->layer, ctx->num_ranks, context_relays(ctx, c->rank_of_expert));
     TRY(check_rows(j, "x", c->x));
     TRY(check_rows(j, c->y_name, c->y));
-    j->x = *c->x;
-    TRY(check_num_tokens(j, c->x->num_rows));
+    j->x = c->x;
+    j->x.row_bytes = j->row_bytes;
+    TRY(check_num_tokens(j, c->x.num_rows));
     if (c->backward) TRY(read_e4m3_backward(j));
     TRY(check_weights(j, c->backward ? j->is_e4m3_backward : j->is_e4m3));
     if (j->weights.w_shared_gate) j->shared.weighting = EPIC_WEIGHT_EARLY;
@@ -243,8 +243,8 @@ epic_result moe_read_forward_args(moe_job *j, epic_context *ctx, epic_moe_args *
     const uint32_t known = planning ? 0 : EPIC_PLANNED;
     const call_args c = {.moe = a->moe,
                          .weights = a->weights,
-                         .x = &a->x,
-                         .y = planning ? &a->x : &a->out,
+                         .x = a->x,
+                         .y = planning ? a->x : epic_rows_as_const(a->out),
                          .y_name = "out",
                          .saved = a->saved,
                          .saved_bytes = a->saved_bytes,
@@ -252,6 +252,7 @@ epic_result moe_read_forward_args(moe_job *j, epic_context *ctx, epic_moe_args *
                          .workspace_bytes = a->workspace_bytes,
                          .rank_of_expert = a->rank_of_expert};
     TRY(read_call(j, ctx, &a->call, &c));
+    if (!planning) a->out.row_bytes = j->row_bytes;
     TRY(moe_check_forward_arrays(j, a));
     if (a->flags & ~known)
         return epic_fail(EPIC_EINVAL, "flags is 0x%x: it must have no bits except 0x%x",
@@ -278,8 +279,8 @@ epic_result moe_read_backward_args(moe_job *j, epic_context *ctx, epic_moe_backw
 {
     const call_args c = {.moe = a->moe,
                          .weights = a->weights,
-                         .x = &a->x,
-                         .y = &a->d_out,
+                         .x = a->x,
+                         .y = a->d_out,
                          .y_name = "d_out",
                          .saved = a->saved,
                          .saved_bytes = a->saved_bytes,
@@ -287,10 +288,14 @@ epic_result moe_read_backward_args(moe_job *j, epic_context *ctx, epic_moe_backw
                          .workspace_bytes = a->workspace_bytes,
                          .backward = true};
     TRY(read_call(j, ctx, &a->call, &c));
+    a->d_out.row_bytes = j->row_bytes;
     j->grad_type = a->grad_type;
     TRY(experts_read_grad_type(&j->grad_type, j->experts.row_type, j->is_device));
     TRY(moe_check_backward_arrays(j, a, g));
-    if (a->d_x.data || !j->tokens) TRY(check_rows(j, "d_x", &a->d_x));
+    if (a->d_x.data || !j->tokens) {
+        TRY(check_rows(j, "d_x", epic_rows_as_const(a->d_x)));
+        a->d_x.row_bytes = j->row_bytes;
+    }
     if (g->scale_of_expert && !j->weights.scale_of_expert)
         return epic_fail(EPIC_EINVAL,
                          "gradients.scale_of_expert is not NULL: it must be NULL if "

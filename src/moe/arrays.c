@@ -68,11 +68,11 @@ static void add_weights(array_list *p, const moe_job *j, bool scaled)
     add_array(p, "weights.w_shared_gate", w->w_shared_gate, j->hidden, j->real_bytes, false);
 }
 
-static void add_rows(array_list *p, const moe_job *j, const char *name, const epic_rows *rows,
+static void add_rows(array_list *p, const moe_job *j, const char *name, const void *data,
                      bool out)
 {
     const int64_t element = convert_bytes(j->experts.row_type);
-    add_array(p, name, rows->data, j->tokens * j->hidden, element, out);
+    add_array(p, name, data, j->tokens * j->hidden, element, out);
 }
 
 static void add_buffers(array_list *p, const moe_job *j, const void *saved,
@@ -88,13 +88,13 @@ epic_result moe_check_forward_arrays(const moe_job *j, const epic_moe_args *a)
     const int64_t experts = j->layer.num_experts;
     const int64_t number = a->loss_type == EPIC_F64 ? 8 : 4;
     add_weights(&p, j, j->is_e4m3);
-    add_rows(&p, j, "x.data", &a->x, false);
+    add_rows(&p, j, "x.data", a->x.data, false);
     add_array(&p, "token_ids", a->token_ids, j->tokens, a->token_id_type == EPIC_I64 ? 8 : 4,
               false);
     add_array(&p, "table", a->table, a->table_rows > 0 ? j->top_k : 0, 4, false);
     add_array(&p, "rank_of_expert", a->rank_of_expert, experts, 4, false);
     add_array(&p, "logical_of_expert", a->logical_of_expert, experts, 4, false);
-    add_rows(&p, j, "out.data", &a->out, true);
+    add_rows(&p, j, "out.data", a->out.data, true);
     add_array(&p, "loss", a->loss, 1, number, true);
     add_array(&p, "balance_loss", a->balance_loss, 1, number, true);
     add_array(&p, "z_loss", a->z_loss, 1, number, true);
@@ -114,12 +114,12 @@ epic_result moe_check_backward_arrays(const moe_job *j, const epic_moe_backward_
     const int64_t real = j->real_bytes, number = a->loss_type == EPIC_F64 ? 8 : 4;
     const int64_t of_expert = convert_bytes(j->grad_type);
     add_weights(&p, j, j->is_e4m3_backward);
-    add_rows(&p, j, "x.data", &a->x, false);
-    add_rows(&p, j, "d_out.data", &a->d_out, false);
+    add_rows(&p, j, "x.data", a->x.data, false);
+    add_rows(&p, j, "d_out.data", a->d_out.data, false);
     add_array(&p, "d_loss", a->d_loss, 1, number, false);
     add_array(&p, "d_balance_loss", a->d_balance_loss, 1, number, false);
     add_array(&p, "d_z_loss", a->d_z_loss, 1, number, false);
-    add_rows(&p, j, "d_x.data", &a->d_x, true);
+    add_rows(&p, j, "d_x.data", a->d_x.data, true);
     add_array(&p, "gradients.w_gate", g->w_gate, d.b_gate, real, true);
     add_array(&p, "gradients.b_gate", g->b_gate, d.scale - d.b_gate, real, true);
     add_array(&p, "gradients.scale_of_expert", g->scale_of_expert, d.gate_up - d.scale, real,

@@ -34,7 +34,12 @@ static uint32_t row_type(const dense_block *b)
     return b->job->experts.row_type;
 }
 
-static void *row_at(const dense_block *b, const epic_rows *rows, int64_t token)
+static const void *row_at(const dense_block *b, const epic_const_rows *rows, int64_t token)
+{
+    return (const char *)rows->data + token * b->job->row_bytes;
+}
+
+static void *out_row_at(const dense_block *b, const epic_rows *rows, int64_t token)
 {
     return (char *)rows->data + token * b->job->row_bytes;
 }
@@ -106,14 +111,14 @@ static void add_local_experts(const dense_block *b, const epic_rows *out, const 
     if (!shared_y && !j->router.zero_experts) return;
     REAL *acc = j->work.rows, *row = acc + j->hidden;
     for (int64_t t = 0; t < j->block; t++) {
-        load_reals(acc, row_at(b, out, t), row_type(b), j->hidden);
+        load_reals(acc, out_row_at(b, out, t), row_type(b), j->hidden);
         load_reals(row, row_at(b, &b->x, t), row_type(b), j->hidden);
         add_zero_experts(b, t, row, acc);
         if (shared_y) {
             load_reals(row, (const char *)shared_y + t * j->row_bytes, row_type(b), j->hidden);
             for (int64_t h = 0; h < j->hidden; h++) acc[h] += row[h];
         }
-        store_reals(row_at(b, out, t), row_type(b), acc, j->hidden);
+        store_reals(out_row_at(b, out, t), row_type(b), acc, j->hidden);
     }
 }
 
@@ -151,7 +156,8 @@ static void shared_gate_gradient(const dense_block *b, REAL *gradient)
     }
 }
 
-static void zero_expert_d_weights(const dense_block *b, const epic_rows *d_out, void *d_weights)
+static void zero_expert_d_weights(const dense_block *b, const epic_const_rows *d_out,
+                                  void *d_weights)
 {
     const moe_job *j = b->job;
     if (!j->router.zero_experts) return;
@@ -189,8 +195,9 @@ static void gate_gradient(const dense_block *b, const REAL *d_logits, REAL *dens
         for (int64_t e = 0; e < j->columns; e++) bias[e] += d_logits[t * j->columns + e];
 }
 
-static void gate_backward(const dense_block *b, const void *d_logits, const epic_rows *d_out,
-                          const void *d_shared, const epic_rows *d_x, void *dense)
+static void gate_backward(const dense_block *b, const void *d_logits,
+                          const epic_const_rows *d_out, const void *d_shared,
+                          const epic_rows *d_x, void *dense)
 {
     const moe_job *j = b->job;
     REAL *acc = j->work.rows, *row = acc + j->block * j->hidden;
@@ -212,7 +219,7 @@ static void gate_backward(const dense_block *b, const void *d_logits, const epic
     GEMM(&back);
     for (int64_t t = 0; t < j->block; t++) {
         REAL *sum = acc + t * j->hidden;
-        load_reals(row, row_at(b, d_x, t), row_type(b), j->hidden);
+        load_reals(row, out_row_at(b, d_x, t), row_type(b), j->hidden);
         for (int64_t h = 0; h < j->hidden; h++) sum[h] += row[h];
         if (j->router.zero_experts) {
             load_reals(row, row_at(b, d_out, t), row_type(b), j->hidden);
@@ -224,7 +231,7 @@ static void gate_backward(const dense_block *b, const void *d_logits, const epic
         }
         const REAL d = shared_gate ? shared_gate_slope(j, t) : 0;
         for (int64_t h = 0; shared_gate && h < j->hidden; h++) sum[h] += d * shared_gate[h];
-        store_reals(row_at(b, d_x, t), row_type(b), sum, j->hidden);
+        store_reals(out_row_at(b, d_x, t), row_type(b), sum, j->hidden);
     }
 }
 

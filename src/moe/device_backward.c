@@ -173,7 +173,7 @@ static epic_result block_backward(moe_job *j, const epic_moe_backward_args *a, i
     const dense_block block = moe_get_block(j, b);
     const layer_tokens tokens = backward_token_args(j, a, &block, b);
     const bool wanted = a->d_x.data != NULL;
-    const epic_rows d_x = wanted ? moe_block_rows(j, &a->d_x, b) : (epic_rows){0};
+    const epic_rows d_x = wanted ? moe_block_out_rows(j, &a->d_x, b) : (epic_rows){0};
     TRY(router_backward(j, &block, &tokens, to));
     if (j->has_shared)
         TRY(shared_expert_backward(j, b, &block, &tokens, wanted ? j->work.shared_y : NULL,

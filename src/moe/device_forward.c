@@ -92,7 +92,7 @@ epic_result moe_device_add_local_experts(moe_job *j, const epic_rows *out)
     for (int64_t b = 0; b < j->blocks; b++) {
         const dense_block block = moe_get_block(j, b);
         const layer_tokens tokens = moe_device_token_args(j, &block);
-        void *rows = moe_block_rows(j, out, b).data;
+        void *rows = moe_block_out_rows(j, out, b).data;
         const layer_rows sum = {rows, rows, j->has_shared ? j->work.shared_y : NULL};
         if (j->has_shared) TRY(moe_device_shared(j, &block, b, 0));
         TRY(CONTEXT_OP(j->ctx, finish, j->call.stream, &tokens, &sum));

@@ -15,7 +15,7 @@ void moe_attach_f64_weights(moe_job *j, epic_dispatch_args *how)
         j->work.choice_k[i] = (float)(i % j->top_k);
     how->weights = j->work.choice_k;
     how->slot_weights = j->saved.slot_k;
-    how->scales = weight_rows(j, j->saved.weights, j->tokens);
+    how->scales = epic_rows_as_const(weight_rows(j, j->saved.weights, j->tokens));
     how->recv_scales = weight_rows(j, j->work.recv_weights, j->capacity);
 }
 
@@ -54,7 +54,8 @@ epic_result moe_combine_weight_gradients(moe_job *j)
                                    .layer = j->moe.layer,
                                    .plan = j->saved.plan,
                                    .plan_bytes = j->plan_bytes,
-                                   .rows = weight_rows(j, rows, j->capacity),
+                                   .rows =
+                                       epic_rows_as_const(weight_rows(j, rows, j->capacity)),
                                    .out = weight_rows(j, j->work.d_weights, j->tokens),
                                    .type = EPIC_F64};
     return epic_combine(j->ctx, &how);

@@ -44,7 +44,7 @@ static epic_result router_backward(moe_job *j, const dense_block *block, const v
 /* Runs the backward of the shared expert on one block. d_x (NULL: not wanted): its part of
  * d_x. */
 static epic_result shared_expert_backward(moe_job *j, int64_t b, const dense_block *block,
-                                          const epic_rows *d_out, void *d_x, void *dense)
+                                          const epic_const_rows *d_out, void *d_x, void *dense)
 {
     const dense_offsets parts = moe_dense_offsets(j);
     const int32_t rows = (int32_t)j->block;
@@ -86,9 +86,9 @@ static epic_result block_backward(moe_job *j, const backward_call *c, int64_t b,
     memset(dense, 0, (size_t)(j->dense_count * j->real_bytes));
     if (!j->block) return EPIC_OK;
     const dense_block block = moe_get_block(j, b);
-    const epic_rows d_out = moe_block_rows(j, &c->args->d_out, b);
+    const epic_const_rows d_out = moe_block_rows(j, &c->args->d_out, b);
     const bool wanted = c->args->d_x.data != NULL;
-    const epic_rows d_x = wanted ? moe_block_rows(j, &c->args->d_x, b) : (epic_rows){0};
+    const epic_rows d_x = wanted ? moe_block_out_rows(j, &c->args->d_x, b) : (epic_rows){0};
     void *d_shared = wanted && j->has_shared ? j->work.shared_y : NULL;
     void *d_weights = moe_real_at(j, j->work.d_weights, b * j->block * j->top_k);
     moe_dense_ops(j)->zero_expert_d_weights(&block, &d_out, d_weights);

@@ -141,7 +141,7 @@ static epic_result add_local_experts(moe_job *j, const epic_rows *out)
     for (int64_t b = 0; j->block && b < j->blocks; b++) {
         if (j->has_shared) TRY(moe_host_shared_expert(j, b, 0));
         const dense_block block = moe_get_block(j, b);
-        const epic_rows rows = moe_block_rows(j, out, b);
+        const epic_rows rows = moe_block_out_rows(j, out, b);
         moe_dense_ops(j)->add_local_experts(&block, &rows,
                                             j->has_shared ? j->work.shared_y : NULL);
     }

@@ -106,7 +106,7 @@ typedef struct moe_job {
     moe_saved saved;
     moe_work work;
     int64_t saved_bytes, work_bytes;
-    epic_rows x;
+    epic_const_rows x;
 } moe_job;
 
 /* Reads and checks `moe` and computes all sizes for `tokens` tokens, rounded up to whole blocks.
@@ -124,8 +124,17 @@ static inline void *moe_real_at(const moe_job *j, const void *base, int64_t inde
     return (char *)(uintptr_t)base + index * j->real_bytes;
 }
 
-/* Returns the rows of block `block` of `rows`, an array with a row per token of the rank. */
-static inline epic_rows moe_block_rows(const moe_job *j, const epic_rows *rows, int64_t block)
+/* Return the rows of block `block` of `rows`, an array with a row per token of the rank: for reading (x,
+ * d_out) and for writing (out, d_x). */
+static inline epic_const_rows moe_block_rows(const moe_job *j, const epic_const_rows *rows,
+                                             int64_t block)
+{
+    return (epic_const_rows){(const char *)rows->data + block * j->block * j->row_bytes,
+                             j->block, j->row_bytes};
+}
+
+static inline epic_rows moe_block_out_rows(const moe_job *j, const epic_rows *rows,
+                                           int64_t block)
 {
     return (epic_rows){(char *)rows->data + block * j->block * j->row_bytes, j->block,
                        j->row_bytes};
@@ -143,7 +152,7 @@ dense_offsets moe_dense_offsets(const moe_job *j);
 /* One block of tokens: its rows of x and of what forward saved. */
 typedef struct dense_block {
     const moe_job *job;
-    epic_rows x;
+    epic_const_rows x;
     const void *logits;      /* [block, columns] real; gate_forward() writes them */
     const int32_t *topk_idx; /* [block, top_k] */
     const void *weights;     /* [block, top_k] real */
@@ -162,13 +171,14 @@ typedef struct dense_ops {
     /* weights [block] = sigmoid(x w_shared_gate), the factor of the shared expert's output */
     void (*shared_gate_forward)(const dense_block *b, void *weights);
     /* d_weights of choices of zero-experts = dot(d_out, x); the other elements stay */
-    void (*zero_expert_d_weights)(const dense_block *b, const epic_rows *d_out,
+    void (*zero_expert_d_weights)(const dense_block *b, const epic_const_rows *d_out,
                                   void *d_weights);
     /* Writes at `dense` the gradients of the gate, its bias and the shared expert's gate.  Adds to
      * d_x (NULL: not wanted) d_logits W_gate^T, weight * d_out for zero-experts, and d_shared, the
      * shared expert's part (NULL: none). */
-    void (*gate_backward)(const dense_block *b, const void *d_logits, const epic_rows *d_out,
-                          const void *d_shared, const epic_rows *d_x, void *dense);
+    void (*gate_backward)(const dense_block *b, const void *d_logits,
+                          const epic_const_rows *d_out, const void *d_shared,
+                          const epic_rows *d_x, void *dense);
     /* to[i] += from[i], n reals */
     void (*add_reals)(void *to, const void *from, int64_t n);
     /* Returns the sum of values[0 .. n), added in a binary tree. */

@@ -88,7 +88,7 @@ epic_result moe_combine(moe_job *j, const epic_rows *out)
 /* Sends d_out unweighted, also if combine multiplied by the weights. The gradient of a
  * weight is then computed from the activations (d_out W_down^T, times what the weight
  * multiplies), because forward does not save the experts' outputs. */
-epic_result moe_combine_backward(moe_job *j, const epic_rows *d_out, data_fault *fault)
+epic_result moe_combine_backward(moe_job *j, const epic_const_rows *d_out, data_fault *fault)
 {
     const epic_rows slots = {j->work.d_y, j->capacity, j->row_bytes};
     const epic_combine_backward_args how = {.call = j->call,

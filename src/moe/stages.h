@@ -71,7 +71,7 @@ epic_result moe_run_experts(moe_job *j);
 epic_result moe_combine(moe_job *j, const epic_rows *out);
 /* Sends d_out to the slots of its tokens, into work.d_y. Collective. *fault (NULL: none):
  * damage that this rank found, reported on every rank. */
-epic_result moe_combine_backward(moe_job *j, const epic_rows *d_out, data_fault *fault);
+epic_result moe_combine_backward(moe_job *j, const epic_const_rows *d_out, data_fault *fault);
 /* Dispatches x again if forward did not save the received rows (EPIC_DISPATCH_AGAIN).
  * Collective. */
 epic_result moe_dispatch_again(moe_job *j);

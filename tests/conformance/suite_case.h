@@ -75,6 +75,7 @@ void case_drop(seat *s);
  * the call. `needs` has bits of suite_need. */
 void *case_lend(seat *s, const void *here);
 epic_rows case_lend_rows(seat *s, epic_rows here);
+epic_const_rows case_lend_const_rows(seat *s, epic_const_rows here);
 epic_plan_args case_lend_plan(seat *s, const epic_plan_args *args);
 epic_call case_call(const seat *s);
 epic_result case_return(seat *s, epic_result result, uint32_t needs);

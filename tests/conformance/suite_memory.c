@@ -76,6 +76,12 @@ epic_rows case_lend_rows(seat *s, epic_rows here)
     return here;
 }
 
+epic_const_rows case_lend_const_rows(seat *s, epic_const_rows here)
+{
+    here.data = case_lend(s, here.data);
+    return here;
+}
+
 static void take_back(seat *s)
 {
     for (int i = 0; i < s->num_arrays; i++) {

@@ -126,10 +126,13 @@ static void make_arrays(seat *s, run_random *common, dispatched *d)
     int64_t room = s->num_slots + run_below(common, 4);
     if (s->rank == d->short_rank) room = s->num_slots - 1;
     if (d->room) room = d->room;
-    a->tokens = case_rows(s, s->num_tokens, a->tokens.row_bytes);
+    const epic_rows tokens = case_rows(s, s->num_tokens, a->tokens.row_bytes);
+    epic_rows scales = {0};
     a->recv = case_rows(s, room, a->recv.row_bytes);
-    if (a->scales.row_bytes) a->scales = case_rows(s, s->num_tokens, a->scales.row_bytes);
+    if (a->scales.row_bytes) scales = case_rows(s, s->num_tokens, a->scales.row_bytes);
     if (a->recv_scales.row_bytes) a->recv_scales = case_rows(s, room, a->recv_scales.row_bytes);
+    a->tokens = epic_rows_as_const(tokens);
+    a->scales = epic_rows_as_const(scales);
     if (run_chance(common, 60)) {
         /* Passed even if empty, because all ranks must pass it or none. */
         d->weights = case_rows(s, s->num_tokens * top_k_of(s) + 1, 4);
@@ -142,10 +145,10 @@ static void make_arrays(seat *s, run_random *common, dispatched *d)
         a->recv_expert = d->recv_expert.data;
     }
     for (int64_t t = 0; t < s->num_tokens; t++) {
-        world_row(s->w, STREAM_TOKENS, s->first_token + t, d->type, d->n, at(a->tokens, t));
+        world_row(s->w, STREAM_TOKENS, s->first_token + t, d->type, d->n, at(tokens, t));
         if (a->scales.data)
             world_row(s->w, STREAM_SCALES, s->first_token + t, EPIC_BYTES, a->scales.row_bytes,
-                      at(a->scales, t));
+                      at(scales, t));
     }
     for (int64_t c = 0; a->weights && c < s->num_tokens * top_k_of(s); c++)
         ((float *)d->weights.data)[c] =
@@ -276,9 +279,9 @@ static epic_dispatch_args lend_dispatch(seat *s, const epic_dispatch_args *args)
 {
     epic_dispatch_args a = *args;
     a.plan = case_lend(s, a.plan);
-    a.tokens = case_lend_rows(s, a.tokens);
+    a.tokens = case_lend_const_rows(s, a.tokens);
     a.recv = case_lend_rows(s, a.recv);
-    a.scales = case_lend_rows(s, a.scales);
+    a.scales = case_lend_const_rows(s, a.scales);
     a.recv_scales = case_lend_rows(s, a.recv_scales);
     a.weights = case_lend(s, a.weights);
     a.slot_weights = case_lend(s, a.slot_weights);
@@ -371,7 +374,9 @@ static void make_spread(seat *s, run_random *common, spread *d)
     const int64_t row_bytes = d->n * oracle_type_bytes(a->type);
     int64_t room = s->num_slots + run_below(common, 4);
     if (s->rank == d->short_rank) room = s->num_slots - 1;
-    a->d_out = case_rows(s, s->num_tokens, row_bytes);
+    const epic_rows d_out = case_rows(s, s->num_tokens, row_bytes);
+    epic_rows rows = {0};
+    a->d_out = epic_rows_as_const(d_out);
     a->d_rows = case_rows(s, room, a->quantize ? d->n : row_bytes);
     if (a->quantize)
         a->d_rows_scales = case_rows(s, room, oracle_scale_bytes(a->quantize, d->n));
@@ -381,16 +386,17 @@ static void make_spread(seat *s, run_random *common, spread *d)
         a->slot_weights = d->slot_weights.data;
     }
     if (!flat && run_chance(common, 70)) {
-        a->rows = case_rows(s, room, row_bytes);
+        rows = case_rows(s, room, row_bytes);
+        a->rows = epic_rows_as_const(rows);
         d->d_slot_weights = case_rows(s, room + 1, 4);
         a->d_slot_weights = d->d_slot_weights.data;
     }
     for (int64_t t = 0; t < s->num_tokens; t++)
-        world_row(s->w, STREAM_D_OUT, s->first_token + t, a->type, d->n, at(a->d_out, t));
+        world_row(s->w, STREAM_D_OUT, s->first_token + t, a->type, d->n, at(d_out, t));
     for (int64_t slot = 0; slot < s->num_slots && slot < room; slot++) {
         const int64_t c = filled_by(s, slot);
         if (c < 0) continue;
-        if (a->rows.data) world_row(s->w, STREAM_ROWS, c, a->type, d->n, at(a->rows, slot));
+        if (a->rows.data) world_row(s->w, STREAM_ROWS, c, a->type, d->n, at(rows, slot));
         if (a->slot_weights)
             ((float *)d->slot_weights.data)[slot] = world_weight(s->w, STREAM_ROWS, c);
     }
@@ -466,8 +472,8 @@ static epic_result call_combine_backward(seat *s, const epic_combine_backward_ar
 {
     epic_combine_backward_args a = *args;
     a.plan = case_lend(s, a.plan);
-    a.d_out = case_lend_rows(s, a.d_out);
-    a.rows = case_lend_rows(s, a.rows);
+    a.d_out = case_lend_const_rows(s, a.d_out);
+    a.rows = case_lend_const_rows(s, a.rows);
     a.d_rows = case_lend_rows(s, a.d_rows);
     a.d_rows_scales = case_lend_rows(s, a.d_rows_scales);
     a.slot_weights = case_lend(s, a.slot_weights);

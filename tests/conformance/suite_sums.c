@@ -92,7 +92,7 @@ static epic_result call_combine(seat *s, const epic_combine_args *args)
 {
     epic_combine_args a = *args;
     a.plan = case_lend(s, a.plan);
-    a.rows = case_lend_rows(s, a.rows);
+    a.rows = case_lend_const_rows(s, a.rows);
     a.out = case_lend_rows(s, a.out);
     a.slot_weights = case_lend(s, a.slot_weights);
     return case_return(s, epic_combine(s->ctx, &a), type_needs(a.type));
@@ -120,7 +120,7 @@ void case_combine(seat *s, run_random *common)
                            .layer = &s->w->layer,
                            .plan = s->plan,
                            .plan_bytes = s->plan_bytes,
-                           .rows = make_slots(&m, s, room),
+                           .rows = epic_rows_as_const(make_slots(&m, s, room)),
                            .slot_weights = weights.data,
                            .type = m.type};
     a.out = case_rows(s, s->num_tokens, a.rows.row_bytes);
@@ -175,7 +175,7 @@ static epic_result call_dispatch_backward(seat *s, const epic_dispatch_backward_
 {
     epic_dispatch_backward_args a = *args;
     a.plan = case_lend(s, a.plan);
-    a.d_recv = case_lend_rows(s, a.d_recv);
+    a.d_recv = case_lend_const_rows(s, a.d_recv);
     a.d_tokens = case_lend_rows(s, a.d_tokens);
     a.d_slot_weights = case_lend(s, a.d_slot_weights);
     a.d_weights = case_lend(s, a.d_weights);
@@ -198,7 +198,7 @@ void case_dispatch_backward(seat *s, run_random *common)
                                      .layer = &s->w->layer,
                                      .plan = s->plan,
                                      .plan_bytes = s->plan_bytes,
-                                     .d_recv = make_slots(&m, s, room),
+                                     .d_recv = epic_rows_as_const(make_slots(&m, s, room)),
                                      .d_slot_weights = d_slot_weights.data,
                                      .d_weights = d_weights.data,
                                      .type = m.type};

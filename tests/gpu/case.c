@@ -273,22 +273,22 @@ static epic_dispatch_args dispatch_args(bench *b, const arrays *a)
     const int me = b->me->rank;
     const epic_rows none = {0}, scales = {a->scales, c->r.tokens_of[me], c->scale_bytes};
     const epic_rows recv_scales = {a->recv_scales, c->recv_rows[me], c->scale_bytes};
-    return (epic_dispatch_args){.call = b->call,
-                                .scales = c->quantize || !c->scale_bytes ? none : scales,
-                                .recv_scales = c->scale_bytes ? recv_scales : none,
-                                .type = c->quantize ? c->type : EPIC_BYTES,
-                                .quantize = c->quantize,
-                                .layer = &b->c.r.layer,
-                                .plan = a->plan,
-                                .plan_bytes = a->plan_bytes,
-                                .tokens = {a->tokens, c->r.tokens_of[me], c->row_bytes},
-                                .recv = {a->recv, c->recv_rows[me], c->recv_bytes},
-                                .weights = c->weighted ? a->weights : NULL,
-                                .slot_weights = c->weighted ? a->slot_weights : NULL,
-                                .recv_expert =
-                                    is_flat(c) && c->seed % 3 ? a->recv_expert : NULL,
-                                .flags = (c->zero_tail ? EPIC_ZERO_TAIL : 0) |
-                                         (c->leave_padding ? EPIC_LEAVE_PADDING : 0)};
+    return (epic_dispatch_args){
+        .call = b->call,
+        .scales = epic_rows_as_const(c->quantize || !c->scale_bytes ? none : scales),
+        .recv_scales = c->scale_bytes ? recv_scales : none,
+        .type = c->quantize ? c->type : EPIC_BYTES,
+        .quantize = c->quantize,
+        .layer = &b->c.r.layer,
+        .plan = a->plan,
+        .plan_bytes = a->plan_bytes,
+        .tokens = {a->tokens, c->r.tokens_of[me], c->row_bytes},
+        .recv = {a->recv, c->recv_rows[me], c->recv_bytes},
+        .weights = c->weighted ? a->weights : NULL,
+        .slot_weights = c->weighted ? a->slot_weights : NULL,
+        .recv_expert = is_flat(c) && c->seed % 3 ? a->recv_expert : NULL,
+        .flags =
+            (c->zero_tail ? EPIC_ZERO_TAIL : 0) | (c->leave_padding ? EPIC_LEAVE_PADDING : 0)};
 }
 
 void case_put(uint8_t *row, int64_t i, uint32_t type, float x)

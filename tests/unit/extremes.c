@@ -79,8 +79,8 @@ MAKE(experts_forward, experts_args)
 #define CALL(name, type, args, ...) \
     check_call(&(extreme_call){#name, &(args), sizeof(args), make_##name, 0, {__VA_ARGS__}})
 
-static const epic_rows in_rows = {tokens, TOKENS, WIDTH * 4},
-                       slot_rows = {slots, 64, WIDTH * 4};
+static const epic_const_rows in_rows = {tokens, TOKENS, WIDTH * 4};
+static const epic_rows slot_rows = {slots, 64, WIDTH * 4};
 
 static void check_steps(const epic_layer *layer)
 {
@@ -101,17 +101,17 @@ static void check_steps(const epic_layer *layer)
     d.quantize = EPIC_QUANTIZE_1X128;
     CALL(dispatch, dispatch_args, d, ROWS(epic_dispatch_args, tokens),
          ROWS(epic_dispatch_args, recv), ROWS(epic_dispatch_args, recv_scales));
-    d.tokens = (epic_rows){0}; /* as wide as recv says */
+    d.tokens = (epic_const_rows){0}; /* as wide as recv says */
     CALL(dispatch, dispatch_args, d, ROWS(epic_dispatch_args, recv));
     epic_combine_args c = {.plan = plan,
                            .plan_bytes = sizeof plan,
-                           .rows = slot_rows,
+                           .rows = epic_rows_as_const(slot_rows),
                            .out = {out, TOKENS, WIDTH * 4},
                            .type = EPIC_F32};
     CALL(combine, combine_args, c, ROWS(epic_combine_args, rows), ROWS(epic_combine_args, out));
     epic_dispatch_backward_args db = {.plan = plan,
                                       .plan_bytes = sizeof plan,
-                                      .d_recv = slot_rows,
+                                      .d_recv = epic_rows_as_const(slot_rows),
                                       .d_tokens = {out, TOKENS, WIDTH * 4},
                                       .type = EPIC_F32};
     CALL(dispatch_backward, dispatch_backward_args, db,

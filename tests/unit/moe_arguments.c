@@ -196,9 +196,9 @@ static void try_others(part *t, epic_context *ctx, const epic_config *config)
         MEMORY, "moe", "");
     refuse(epic_moe_memory_v1(NULL, config, sizeof *config, &c.moe, sizeof c.moe, NULL, 0),
            MEMORY, "out", "NULL");
-    c.forward.out.data = c.forward.x.data;
+    c.forward.out.data = (void *)(uintptr_t)c.forward.x.data;
     refuse(make_call(&c, FORWARD, ctx), FORWARD, "out.data", "x.data");
-    c.forward.out.data = (char *)c.forward.x.data + HIDDEN * sizeof(float);
+    c.forward.out.data = (char *)(uintptr_t)c.forward.x.data + HIDDEN * sizeof(float);
     refuse(make_call(&c, FORWARD, ctx), FORWARD, "out.data", "x.data");
     copy_call(&c, t, config);
     c.forward.loss = (float *)c.forward.workspace + 1;
@@ -240,9 +240,9 @@ static void try_backward(part *t, epic_context *ctx, const epic_config *config)
     c.backward.gradients = &gradients;
     refuse(make_call(&c, BACKWARD, ctx), BACKWARD, "gradients.scale_of_expert", "is NULL");
     copy_call(&c, t, config);
-    c.backward.d_x.data = c.backward.d_out.data;
+    c.backward.d_x.data = (void *)(uintptr_t)c.backward.d_out.data;
     refuse(make_call(&c, BACKWARD, ctx), BACKWARD, "d_x.data", "d_out.data");
-    c.backward.d_x.data = c.backward.x.data;
+    c.backward.d_x.data = (void *)(uintptr_t)c.backward.x.data;
     refuse(make_call(&c, BACKWARD, ctx), BACKWARD, "d_x.data", "x.data");
     copy_call(&c, t, config);
     c.backward.x.num_rows = c.backward.d_out.num_rows = c.backward.d_x.num_rows = 2;

@@ -199,7 +199,8 @@ static inline void make_calls(part *t, uint64_t tag)
                                  .d_loss = p->d_loss_given ? number_at(d_losses, 0) : NULL,
                                  .flags = p->backward_flags,
                                  .grad_type = p->narrow_gradients ? row_type(p) : 0};
-    if (none) t->backward.d_out = t->backward.d_x = (epic_rows){0};
+    if (none) t->backward.d_out = (epic_const_rows){0};
+    if (none) t->backward.d_x = (epic_rows){0};
     if (p->wants_no_gradient) t->backward.gradients = NULL;
     if (p->wants_no_d_x) t->backward.d_x = (epic_rows){0};
 }

@@ -34,27 +34,27 @@ static void run(epic_context *ctx, part *p, void *plan, int64_t plan_bytes)
     const epic_dispatch_args dispatch = {.layer = &layer,
                                          .plan = plan,
                                          .plan_bytes = plan_bytes,
-                                         .tokens = tokens,
+                                         .tokens = epic_rows_as_const(tokens),
                                          .recv = slots,
                                          .weights = p->weights,
                                          .slot_weights = p->slot_weights};
     const epic_combine_args combine = {.layer = &layer,
                                        .plan = plan,
                                        .plan_bytes = plan_bytes,
-                                       .rows = slots,
+                                       .rows = epic_rows_as_const(slots),
                                        .out = out,
                                        .type = EPIC_F32};
     const epic_combine_backward_args back = {.layer = &layer,
                                              .plan = plan,
                                              .plan_bytes = plan_bytes,
-                                             .d_out = out,
-                                             .rows = slots,
+                                             .d_out = epic_rows_as_const(out),
+                                             .rows = epic_rows_as_const(slots),
                                              .d_rows = slots,
                                              .type = EPIC_F32};
     const epic_dispatch_backward_args home = {.layer = &layer,
                                               .plan = plan,
                                               .plan_bytes = plan_bytes,
-                                              .d_recv = slots,
+                                              .d_recv = epic_rows_as_const(slots),
                                               .d_tokens = out,
                                               .type = EPIC_F32};
     CHECK_SAY(epic_plan(ctx, &where) == EPIC_OK, "%s", epic_error(ctx));
@@ -63,12 +63,13 @@ static void run(epic_context *ctx, part *p, void *plan, int64_t plan_bytes)
     CHECK_SAY(epic_combine(ctx, &combine) == EPIC_OK, "%s", epic_error(ctx));
     if (rank == 0) CHECK(!memcmp(p->tokens, p->out, sizeof p->out));
     epic_combine_backward_args alone = back;
-    alone.rows = none; /* without d_slot_weights nobody needs it */
+    alone.rows = epic_rows_as_const(none); /* without d_slot_weights nobody needs it */
     CHECK_SAY(epic_combine_backward(ctx, &alone) == EPIC_OK, "%s", epic_error(ctx));
     CHECK_SAY(epic_dispatch_backward(ctx, &home) == EPIC_OK, "%s", epic_error(ctx));
     if (rank == 0) CHECK(!memcmp(p->tokens, p->out, sizeof p->out));
     epic_dispatch_args nothing = dispatch;
-    nothing.tokens = nothing.recv = none;
+    nothing.tokens = epic_rows_as_const(none);
+    nothing.recv = none;
     CHECK(epic_dispatch(ctx, &nothing) == EPIC_EINVAL); /* nobody knows how wide */
     CHECK_SAY(strstr(epic_error(ctx), "row_bytes is 0"), "%s", epic_error(ctx));
 }

@@ -83,7 +83,7 @@ static void use_plan(const forged *f)
     const epic_dispatch_args dispatch = {.layer = &f->layer,
                                          .plan = f->plan,
                                          .plan_bytes = f->bytes,
-                                         .tokens = home,
+                                         .tokens = epic_rows_as_const(home),
                                          .recv = away,
                                          .weights = by_choice,
                                          .slot_weights = by_slot,
@@ -91,14 +91,14 @@ static void use_plan(const forged *f)
     const epic_combine_args combine = {.layer = &f->layer,
                                        .plan = f->plan,
                                        .plan_bytes = f->bytes,
-                                       .rows = away,
+                                       .rows = epic_rows_as_const(away),
                                        .out = home,
                                        .slot_weights = flat ? NULL : by_slot,
                                        .type = EPIC_F32};
     const epic_dispatch_backward_args back = {.layer = &f->layer,
                                               .plan = f->plan,
                                               .plan_bytes = f->bytes,
-                                              .d_recv = away,
+                                              .d_recv = epic_rows_as_const(away),
                                               .d_tokens = home,
                                               .d_slot_weights = by_slot,
                                               .d_weights = by_choice,
@@ -106,12 +106,12 @@ static void use_plan(const forged *f)
     epic_combine_backward_args apart = {.layer = &f->layer,
                                         .plan = f->plan,
                                         .plan_bytes = f->bytes,
-                                        .d_out = home,
+                                        .d_out = epic_rows_as_const(home),
                                         .d_rows = away,
                                         .type = EPIC_F32,
                                         .flags = EPIC_ZERO_TAIL};
     if (!flat) {
-        apart.rows = more;
+        apart.rows = epic_rows_as_const(more);
         apart.slot_weights = by_slot;
         apart.d_slot_weights = by_slot_too;
     }

@@ -185,7 +185,7 @@ static void early_close(const epic_bootstrap *bootstrap, void *self)
     const epic_dispatch_args how = {.layer = &s.layer,
                                     .plan = s.plan,
                                     .plan_bytes = s.plan_bytes,
-                                    .tokens = tokens,
+                                    .tokens = epic_rows_as_const(tokens),
                                     .recv = recv};
     CHECK_SAY(epic_dispatch(s.ctx, &how) == EPIC_OK, "rank %d: %s", bootstrap->rank,
               epic_error(s.ctx));

@@ -38,14 +38,14 @@ static cudaStream_t stream_of(const epic_call *call)
     return (cudaStream_t)call->stream;
 }
 
-static int32_t rows_of(const epic_rows *rows)
+static int32_t rows_of(int64_t num_rows)
 {
-    return rows->num_rows > MOST_ROWS ? MOST_ROWS : (int32_t)rows->num_rows;
+    return num_rows > MOST_ROWS ? MOST_ROWS : (int32_t)num_rows;
 }
 
-static bool is_aligned(const epic_rows *rows)
+static bool is_aligned(epic_const_rows rows)
 {
-    return (uintptr_t)rows->data % 16 == 0 && rows->row_bytes % 16 == 0;
+    return (uintptr_t)rows.data % 16 == 0 && rows.row_bytes % 16 == 0;
 }
 
 static epic_result check_type(uint32_t type)
@@ -56,11 +56,11 @@ static epic_result check_type(uint32_t type)
                      type);
 }
 
-static epic_result check_row(const epic_group *g, const char *name, const epic_rows *rows)
+static epic_result check_row(const epic_group *g, const char *name, int64_t row_bytes)
 {
-    if (rows->row_bytes <= g->config.max_row_bytes) return EPIC_OK;
+    if (row_bytes <= g->config.max_row_bytes) return EPIC_OK;
     return epic_fail(EPIC_EINVAL, "%s.row_bytes is %lld: config.max_row_bytes is %lld", name,
-                     (long long)rows->row_bytes, (long long)g->config.max_row_bytes);
+                     (long long)row_bytes, (long long)g->config.max_row_bytes);
 }
 
 /* -------------------------------------------------------------------------------- plan ---- */
@@ -153,17 +153,20 @@ static epic_result p2p_plan(epic_group *g, const epic_plan_args *args)
 static epic_result fill_scales(const epic_group *g, p2p_dispatch_job *job,
                                const epic_dispatch_args *args, signature *a)
 {
-    const epic_rows *in = &args->scales, *out = &args->recv_scales;
-    const int64_t bytes = out->row_bytes ? out->row_bytes : in->row_bytes;
+    const epic_const_rows in = args->scales;
+    const epic_rows out = args->recv_scales;
+    const int64_t bytes = out.row_bytes ? out.row_bytes : in.row_bytes;
     if (!bytes) return EPIC_OK;
-    TRY(check_row(g, args->quantize ? "recv_scales" : "scales", args->quantize ? out : in));
-    job->scales = in->data;
-    job->recv_scales = out->data;
+    TRY(check_row(g, args->quantize ? "recv_scales" : "scales",
+                  args->quantize ? out.row_bytes : in.row_bytes));
+    job->scales = in.data;
+    job->recv_scales = out.data;
     job->scale_bytes = bytes;
     job->type = args->type;
     job->quantize = args->quantize;
-    job->scales_aligned = is_aligned(out) && (args->quantize || is_aligned(in));
-    job->scales_in_words = (uintptr_t)out->data % 4 == 0 && bytes % 4 == 0;
+    job->scales_aligned =
+        is_aligned(epic_rows_as_const(out)) && (args->quantize || is_aligned(in));
+    job->scales_in_words = (uintptr_t)out.data % 4 == 0 && bytes % 4 == 0;
     signature_mix(a, (uint64_t)bytes);
     signature_mix(a, args->quantize);
     if (args->quantize) signature_mix(a, args->type);
@@ -174,7 +177,7 @@ static epic_result fill_scales(const epic_group *g, p2p_dispatch_job *job,
 static epic_result fill_dispatch(const epic_group *g, p2p_dispatch_job *job,
                                  const epic_dispatch_args *args, signature *a)
 {
-    TRY(check_row(g, "tokens", &args->tokens));
+    TRY(check_row(g, "tokens", args->tokens.row_bytes));
     job->tokens = args->tokens.data;
     job->recv = args->recv.data;
     job->weights = args->weights;
@@ -183,9 +186,9 @@ static epic_result fill_dispatch(const epic_group *g, p2p_dispatch_job *job,
     job->top_k = (int32_t)job->plan.layer.top_k;
     job->token_bytes = args->tokens.row_bytes ? args->tokens.row_bytes : args->recv.row_bytes;
     job->row_bytes = args->quantize ? args->recv.row_bytes : job->token_bytes;
-    job->num_tokens = rows_of(&args->tokens);
-    job->recv_rows = rows_of(&args->recv);
-    job->aligned = is_aligned(&args->tokens) && is_aligned(&args->recv);
+    job->num_tokens = rows_of(args->tokens.num_rows);
+    job->recv_rows = rows_of(args->recv.num_rows);
+    job->aligned = is_aligned(args->tokens) && is_aligned(epic_rows_as_const(args->recv));
     job->bulk = g->bulk;
     job->zero_tail = (args->flags & EPIC_ZERO_TAIL) != 0;
     job->leave_padding = (args->flags & EPIC_LEAVE_PADDING) != 0;
@@ -333,22 +336,22 @@ static epic_result fill_combine_plan(const epic_group *g, p2p_combine_job *job,
 /* Fills in and launches a combine, which is also the backward of dispatch. */
 static epic_result launch_combine(const epic_group *g, p2p_combine_job *job,
                                   const epic_layer *layer, const epic_call *call,
-                                  const epic_rows *rows, const epic_rows *out, signature a,
+                                  epic_const_rows rows, epic_rows out, signature a,
                                   epic_operation operation)
 {
     TRY(check_type(job->type));
-    TRY(check_row(g, "rows", rows));
-    job->rows = rows->data;
-    job->out = out->data;
-    job->row_bytes = rows->row_bytes ? rows->row_bytes : out->row_bytes;
-    job->num_tokens = rows_of(out);
-    job->num_rows = rows_of(rows);
+    TRY(check_row(g, "rows", rows.row_bytes));
+    job->rows = rows.data;
+    job->out = out.data;
+    job->row_bytes = rows.row_bytes ? rows.row_bytes : out.row_bytes;
+    job->num_tokens = rows_of(out.num_rows);
+    job->num_rows = rows_of(rows.num_rows);
     if (!job->num_rows) {
         job->rows = scratch_of(g);
         if (job->slot_weights) job->slot_weights = scratch_of(g);
         if (job->slot_floats) job->slot_floats = scratch_of(g);
     }
-    job->aligned = is_aligned(rows) && is_aligned(out);
+    job->aligned = is_aligned(rows) && is_aligned(epic_rows_as_const(out));
     job->lag = COMBINE_LAG;
     signature_mix(&a, (uint64_t)job->row_bytes);
     signature_mix(&a, job->type);
@@ -374,7 +377,7 @@ static epic_result p2p_combine(epic_group *g, const epic_combine_args *args)
     job.slot_weights = args->slot_weights;
     job.type = args->type;
     signature_mix(&a, args->slot_weights != NULL);
-    return launch_combine(g, &job, &layer, &args->call, &args->rows, &args->out, a,
+    return launch_combine(g, &job, &layer, &args->call, args->rows, args->out, a,
                           EPIC_OP_COMBINE);
 }
 
@@ -410,7 +413,7 @@ static epic_result p2p_dispatch_backward(epic_group *g, const epic_dispatch_back
     job.choice_floats = apart ? NULL : args->d_weights;
     job.type = args->type;
     signature_mix(&a, args->d_weights != NULL);
-    TRY(launch_combine(g, &job, &layer, &args->call, &args->d_recv, &args->d_tokens, a,
+    TRY(launch_combine(g, &job, &layer, &args->call, args->d_recv, args->d_tokens, a,
                        EPIC_OP_DISPATCH_BACKWARD));
     return apart ? launch_flat_floats(g, args, &job, &layer, a) : EPIC_OK;
 }
@@ -441,7 +444,7 @@ static epic_result p2p_combine_backward(epic_group *g, const epic_combine_backwa
     epic_layer layer;
     TRY(p2p_check_group(g));
     TRY(check_type(args->type));
-    TRY(check_row(g, "d_out", &args->d_out));
+    TRY(check_row(g, "d_out", args->d_out.row_bytes));
     TRY(p2p_read_plan_layer(g, &layer, args->layer, args->plan_bytes));
     job.plan = args->plan;
     job.plan_bytes = args->plan_bytes;
@@ -452,11 +455,11 @@ static epic_result p2p_combine_backward(epic_group *g, const epic_combine_backwa
     job.d_slot_weights = args->d_slot_weights;
     job.row_bytes = args->d_out.row_bytes ? args->d_out.row_bytes : args->d_rows.row_bytes;
     fill_quantized(&job, args);
-    job.num_tokens = rows_of(&args->d_out);
+    job.num_tokens = rows_of(args->d_out.num_rows);
     job.top_k = (int32_t)layer.top_k;
-    job.num_rows = rows_of(&args->d_rows);
+    job.num_rows = rows_of(args->d_rows.num_rows);
     if (args->d_slot_weights && args->rows.num_rows < job.num_rows)
-        job.num_rows = rows_of(&args->rows);
+        job.num_rows = rows_of(args->rows.num_rows);
     if (!job.num_rows) {
         job.d_rows = job.d_rows_scales = scratch_of(g);
         if (job.rows) job.rows = scratch_of(g);
@@ -464,8 +467,9 @@ static epic_result p2p_combine_backward(epic_group *g, const epic_combine_backwa
         if (job.d_slot_weights) job.d_slot_weights = scratch_of(g);
     }
     job.type = args->type;
-    job.aligned = is_aligned(&args->d_out) && (args->quantize || is_aligned(&args->d_rows)) &&
-                  (!args->d_slot_weights || is_aligned(&args->rows));
+    job.aligned = is_aligned(args->d_out) &&
+                  (args->quantize || is_aligned(epic_rows_as_const(args->d_rows))) &&
+                  (!args->d_slot_weights || is_aligned(args->rows));
     job.zero_tail = (args->flags & EPIC_ZERO_TAIL) != 0;
     job.leave_padding = (args->flags & EPIC_LEAVE_PADDING) != 0;
     signature_mix(&a, (uint64_t)job.row_bytes);
@@ -515,7 +519,7 @@ static epic_result p2p_sum_replicas(epic_group *g, const epic_sum_replicas_args 
                                 .plan_bytes = args->plan_bytes,
                                 .data = args->data.data,
                                 .count = args->data.row_bytes / (int64_t)sizeof(float),
-                                .num_rows = rows_of(&args->data)};
+                                .num_rows = rows_of(args->data.num_rows)};
     fill_self(&job.self, g, &args->call, EPIC_OP_SUM, a);
     return p2p_cuda(
         p2p_launch_sum_replicas(&job, sms_of(g, &args->call), stream_of(&args->call)),

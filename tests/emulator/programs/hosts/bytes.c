@@ -64,12 +64,12 @@ static void test_dispatch(team_rank *me, void *const *all, epic_dispatch_args di
     if (p2p_ops.dispatch(me->group, &dispatch) != EPIC_OK) team_stop();
     expect_puts(me, before, "dispatch", ANNOUNCED + copies * ROWS + words,
                 relays ? 0 : ALWAYS + 2 * TOKENS);
-    dispatch.scales = (epic_rows){all[SCALES], TOKENS, SCALE};
+    dispatch.scales = (epic_const_rows){all[SCALES], TOKENS, SCALE};
     dispatch.recv_scales = (epic_rows){all[SLOT_SCALES], SLOTS, SCALE};
     if (p2p_ops.dispatch(me->group, &dispatch) != EPIC_OK) team_stop();
     expect_puts(me, before, "second rows", ANNOUNCED + copies * TOKENS * (ROW + SCALE) + words,
                 0);
-    dispatch.scales = (epic_rows){0};
+    dispatch.scales = (epic_const_rows){0};
     dispatch.recv.row_bytes = ROW / 2;
     dispatch.type = EPIC_BF16;
     dispatch.quantize = EPIC_QUANTIZE_1X128;
