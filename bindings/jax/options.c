@@ -84,5 +84,6 @@ void options_read_moe(ffi_reader *reader, moe_options *out)
                           .balance_coeff = ffi_read_float(reader, "balance_coeff"),
                           .z_coeff = ffi_read_float(reader, "z_coeff"),
                           .sequence_tokens = ffi_read_int(reader, "sequence_tokens"),
-                          .capacity = ffi_read_int(reader, "capacity")};
+                          .capacity = ffi_read_int(reader, "capacity"),
+                          .flags = ffi_read_uint(reader, "moe_flags")};
 }

@@ -135,11 +135,14 @@ typedef enum epic_flag {
     EPIC_PLANNED = 16,   /* of epic_moe_forward: epic_moe_plan has made the plan */
     /* Padding slots are not written, for experts that go by expert_tokens; of each rank alone. */
     EPIC_LEAVE_PADDING = 32,
-    EPIC_RECOMPUTE = 64,      /* of a layer: `saved` has no part of the experts' and the shared
+    EPIC_RECOMPUTE = 64,       /* of a layer: `saved` has no part of the experts' and the shared
                                 expert's; backward computes it again, their first product.  Of
                                 epic_experts_forward: that part alone is made */
-    EPIC_DISPATCH_AGAIN = 128 /* of a layer, on every rank alike: `saved` has no received rows;
-                                backward sends them again, one operation more */
+    EPIC_DISPATCH_AGAIN = 128, /* of a layer, on every rank alike: `saved` has no received rows;
+                                  backward sends them again, one operation more */
+    EPIC_LOSS_BY_CALLER = 256 /* of a layer, equal on all ranks: the caller computes the losses.
+                                  The layer compares the coefficients between the ranks, and
+                                  computes as if both were 0 */
 } epic_flag;
 
 /* A contiguous matrix, seen as rows of bytes, that a call may write.  {NULL, 0, 0} is a matrix without
@@ -1054,7 +1057,8 @@ typedef struct epic_moe {
     double z_coeff;              /* of epic_z_loss, likewise */
     int64_t sequence_tokens;     /* of epic_balance_loss */
     int64_t capacity; /* slots of this rank; or EPIC_CAPACITY_EXACT, for epic_moe_plan */
-    uint32_t flags; /* EPIC_SUM_DENSE, not with F64 rows; EPIC_RECOMPUTE; EPIC_DISPATCH_AGAIN */
+    uint32_t flags;   /* EPIC_SUM_DENSE, not with F64 rows; EPIC_RECOMPUTE; EPIC_DISPATCH_AGAIN;
+                       EPIC_LOSS_BY_CALLER */
     uint32_t reserved; /* 0 */
 } epic_moe;
 

@@ -12,7 +12,8 @@
 #include "plan/plan.h"
 #include "rules/convert.h"
 
-#define KNOWN_FLAGS (EPIC_SUM_DENSE | EPIC_RECOMPUTE | EPIC_DISPATCH_AGAIN)
+#define KNOWN_FLAGS \
+    (EPIC_SUM_DENSE | EPIC_RECOMPUTE | EPIC_DISPATCH_AGAIN | EPIC_LOSS_BY_CALLER)
 
 static epic_result read_configs(moe_job *j, const epic_config *config, const epic_moe *moe,
                                 size_t size)
@@ -117,7 +118,7 @@ static epic_result check_options(const moe_job *j)
     if (m->flags & ~(uint32_t)KNOWN_FLAGS)
         return epic_fail(EPIC_EINVAL,
                          "moe.flags is 0x%x: it must have no bits except EPIC_SUM_DENSE, "
-                         "EPIC_RECOMPUTE and EPIC_DISPATCH_AGAIN",
+                         "EPIC_RECOMPUTE, EPIC_DISPATCH_AGAIN and EPIC_LOSS_BY_CALLER",
                          m->flags);
     if (m->reserved)
         return epic_fail(EPIC_EINVAL, "moe.reserved is %u: it must be 0", m->reserved);
@@ -212,6 +213,8 @@ epic_result moe_read_config(moe_job *j, const epic_config *config, const epic_mo
     j->block = (tokens + j->blocks - 1) / j->blocks;
     j->tokens = j->block * j->blocks;
     TRY(check_options(j));
+    /* The ranks compare j->options, which has the coefficients already. */
+    if (j->moe.flags & EPIC_LOSS_BY_CALLER) j->moe.balance_coeff = j->moe.z_coeff = 0;
     TRY(check_e4m3(j));
     TRY(measure_memory(j, config));
     return check_shapes(j, config);

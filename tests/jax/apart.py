@@ -12,6 +12,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 import epic.jax
 import layers
@@ -163,6 +164,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 KINDS: dict[str, dict[str, Any]] = {
     "core": {},
+    "loss_axes": {"loss_axes": ("any",)},
     "composed": {"grouped_gemm": jax.lax.ragged_dot},
     "quantized": {"quantize": "1x32"},
     "masked": {"token_mask": np.ones(T, bool)},
@@ -175,8 +177,8 @@ def run_options(rank: int, ranks: int, port: int, kind: str) -> None:
     base = replace(layers.options({"z_coeff": 0.25}, ranks), quantize=more.pop("quantize", None))
     x = jnp.ones((T, layers.HIDDEN), jnp.float32)
     for name, change in CHANGES.items():
-        if kind == "masked" and name == "sequence_tokens":
-            continue  # a mask refuses it
+        if kind in ("masked", "loss_axes") and name == "sequence_tokens":
+            continue  # both refuse it
         options = base if rank == 0 else change_options(base, change)
         weights = local_weights(options, ranks)
         if name == "dtype" and rank > 0:
@@ -184,12 +186,23 @@ def run_options(rank: int, ranks: int, port: int, kind: str) -> None:
             weights |= of_experts
         try:
             with open_group(rank, ranks, port) as group:
-                out = epic.jax.moe(group, options, x, epic.jax.MoeWeights(**weights), **more).out
-                jax.block_until_ready(out)
+                jax.block_until_ready(call_layer(group, options, x, weights, more))
                 print(name, "no error", flush=True)
         except jax.errors.JaxRuntimeError as error:
             code = epic.jax.error_code(error)
             print(name, code, " ".join(str(error).split()), flush=True)
+
+
+def call_layer(group: Any, options: Any, x: Any, weights: Any, more: dict[str, Any]) -> Any:
+    """Return the layer's output; loss_axes need a mesh, here one of this process's device."""
+
+    def run(x: Any, weights: Any) -> Any:
+        return epic.jax.moe(group, options, x, epic.jax.MoeWeights(**weights), **more).out
+
+    if "loss_axes" not in more:
+        return run(x, weights)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("any",))
+    return jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P("any"))(x, weights)
 
 
 def change_options(base: epic.jax.Moe, change: dict[str, Any]) -> epic.jax.Moe:

@@ -266,6 +266,7 @@ static void add_moe(call *c)
     add_float(c, "scale", 1.5);
     add_float(c, "balance_coeff", 0.25);
     add_float(c, "z_coeff", 0.5);
+    add_int(c, "moe_flags", 0);
     add_group(c, "g");
 }
 

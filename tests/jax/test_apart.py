@@ -76,12 +76,12 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.parametrize("kind", ["core", "composed", "quantized", "masked"])
+@pytest.mark.parametrize("kind", ["core", "loss_axes", "composed", "quantized", "masked"])
 def test_options_that_differ(kind: str) -> None:
     """Nothing that is sent has another shape, so the results of both ranks would be wrong."""
     wanted = dict(DIFFERENT)
-    if kind == "masked":
-        del wanted["sequence_tokens"]  # a mask refuses it
+    if kind in ("masked", "loss_axes"):
+        del wanted["sequence_tokens"]  # both refuse it
     for said in run_apart(kind, 2):
         lines = [line for line in said.splitlines() if line.split(" ")[0] in wanted]
         assert len(lines) == len(wanted), said[-3000:]

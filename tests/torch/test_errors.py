@@ -174,7 +174,7 @@ SOURCES = Path(__file__).parents[2] / "src"
 KEPT = {  # environment variables, and flags of C that epic.torch and epic.jax set themselves
     "EPIC_SECRET", "EPIC_TIMEOUT_MS", "EPIC_TRACE", "EPIC_NET_MEMORY", "EPIC_BACKEND",
     "EPIC_CHECK_WEIGHTS", "EPIC_ACCUMULATE", "EPIC_DISPATCH_AGAIN", "EPIC_PLANNED",
-    "EPIC_RECOMPUTE", "EPIC_SUM_DENSE",
+    "EPIC_RECOMPUTE", "EPIC_SUM_DENSE", "EPIC_LOSS_BY_CALLER",
 }  # fmt: skip
 OF_TYPES = r"\b(?:B?F16|F32|F64|E4M3)\b"
 

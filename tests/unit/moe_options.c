@@ -157,6 +157,7 @@ CHANGE(z, p->moe.z_coeff = 0)
 CHANGE(sequence, p->moe.sequence_tokens = 2)
 CHANGE(sum_dense, p->moe.flags = EPIC_SUM_DENSE)
 CHANGE(again, p->moe.flags = EPIC_DISPATCH_AGAIN)
+CHANGE(by_caller, p->moe.flags = EPIC_LOSS_BY_CALLER)
 CHANGE(no_gate_bias, p->gate_biased = false)
 CHANGE(no_bias, p->biased = false)
 CHANGE(choice_bias, p->bias_given = true)
@@ -185,7 +186,8 @@ static const struct {
     {z, "z_coeff is 0.001 on rank 0 and 0 on rank 1"},
     {sequence, "sequence_tokens is 0 on rank 0 and 2 on rank 1"},
     {sum_dense, "EPIC_SUM_DENSE is 0 on rank 0 and 1 on rank 1"},
-    {again, "EPIC_DISPATCH_AGAIN is 0 on rank 0 and 1 on rank 1"}};
+    {again, "EPIC_DISPATCH_AGAIN is 0 on rank 0 and 1 on rank 1"},
+    {by_caller, "EPIC_LOSS_BY_CALLER is 0 on rank 0 and 1 on rank 1"}};
 
 /* Which weights there are is known to the calls of the whole layer alone. */
 static const struct {

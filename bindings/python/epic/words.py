@@ -32,6 +32,7 @@ PHRASES = {
     "epic_capacity_bound": "capacity=None",
     "0 (the rows' type)": "None",
     "EPIC_DISTINCT": "distinct=True",
+    "flag EPIC_LOSS_BY_CALLER": "loss_axes (1: given)",
     "EPIC_CAPACITY_EXACT": "EXACT",
     "EPIC_QUANTIZE_NONE": "None",
     "EPIC_QUANTIZE_1X128": "'1x128'",

@@ -7,7 +7,7 @@ composed of the single functions.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -69,6 +69,11 @@ class LayerStatic:
 
     group: Group
     options: Moe
+    is_loss_by_caller: bool = False  # loss_axes: layer_losses() computes the losses
+
+    def attributes(self) -> dict[str, Any]:
+        """Return the attributes of the forward and the backward call."""
+        return steps.moe_attributes(self.options, self.is_loss_by_caller)
 
 
 def layer_memory(static: LayerStatic) -> tuple[ArraySpec, ArraySpec, ArraySpec]:
@@ -98,9 +103,7 @@ def run_layer_forward(
     arrays = [getattr(weights, name) for name in WEIGHT_ORDER]
     operands = [x, *arrays, *ints[:NUM_TABLES]]
     operands += [*site_and_rank(static.group, x, *ints[NUM_TABLES:]), *ints[NUM_TABLES:]]
-    out = call_handler(
-        "moe", results, operands, static.group, **steps.moe_attributes(static.options)
-    )
+    out = call_handler("moe", results, operands, static.group, **static.attributes())
     out = out[:-1]
     record = make_record(static, x, out[5], ints[NUM_TABLES])
     return (*out[:5], record), (x, weights, ints, out[5])
@@ -148,7 +151,7 @@ def run_layer_backward(
     results += [layer_memory(static)[2]]
     operands = [x, *arrays.values(), saved, gradients[0], gradients[1]]
     operands += [*site_and_rank(static.group, x), ints[NUM_TABLES]]
-    numbers = steps.moe_attributes(static.options)
+    numbers = static.attributes()
     out = call_handler("moe_backward", results, operands, static.group, **numbers)
     found = dict(zip(named, out[1:-2], strict=True))
     if static.options.layer.num_logical:
@@ -214,13 +217,12 @@ def as_token_mask(options: Moe, mask: Any, x: Any) -> Any:
 
 
 def run_core_layer(
-    group: Group, options: Moe, x: Any, weights: MoeWeights, ints: list[Any]
+    static: LayerStatic, x: Any, weights: MoeWeights, ints: list[Any]
 ) -> tuple[Any, ...]:
-    """What MoeOut has, of the core's own layer."""
-    arrays = cast_all_varying(group, x, *weights, *ints)
+    """Return the fields of MoeOut, computed by the core's own layer."""
+    arrays = cast_all_varying(static.group, x, *weights, *ints)
     count = 1 + len(weights)
-    spread = MoeWeights(*arrays[1:count])
-    return run_layer(LayerStatic(group, options), arrays[0], spread, tuple(arrays[count:]))
+    return run_layer(static, arrays[0], MoeWeights(*arrays[1:count]), tuple(arrays[count:]))
 
 
 def moe(
@@ -313,9 +315,10 @@ def moe(
         *steps.ordering_deps(after),
     ]
     ints += previous_call(group)
-    # The core counts over the group alone; losses over more are made from logits of our own.
-    inner = replace(options, balance_coeff=0.0, z_coeff=0.0) if over else options
-    out, loss, *rest = run_core_layer(group, inner, rows, weights, ints)
+    # The core computes losses over the tokens of the group.  With loss_axes layer_losses() computes
+    # them from the logits; the core still compares the coefficients between the ranks.
+    static = LayerStatic(group, options, is_loss_by_caller=bool(over))
+    out, loss, *rest = run_core_layer(static, rows, weights, ints)
     record_call(group, rest[1])
     found = MoeOut(out.reshape(x.shape), loss[0], *rest)
     if over and (options.balance_coeff or options.z_coeff):

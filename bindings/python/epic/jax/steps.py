@@ -48,6 +48,7 @@ PLAN_TAIL = 16  # bytes behind the core's plan: the channel of its call site
 CALLERS_CHANNEL = 1 << 23  # a bit of it, where the number is the caller's: as in handler.c
 PLAN_FIELDS = ("bytes", "expert_rows", "expert_tokens", "load", "demand", "logical_load")
 PLAN_PARTS = 6  # results of a plan, before those of dispatch
+LOSS_BY_CALLER = 256  # EPIC_LOSS_BY_CALLER
 MOST_SLOTS = (1 << 31) - 1  # slots are numbered by int32
 
 
@@ -263,9 +264,16 @@ def plan_attributes(spec: PlanSpec, local: int) -> dict[str, Any]:
     return {**of_moe, **spec.layer.numbers(), **sizes, "has_moe": int(spec.moe is not None)}
 
 
-def moe_attributes(options: Moe) -> dict[str, Any]:
-    """Return all numbers of a whole layer.  num_experts is the layer's, and also the router's where
-    there are no replicas."""
+def moe_attributes(options: Moe, is_loss_by_caller: bool = False) -> dict[str, Any]:
+    """Return the attributes that the handlers read a whole layer from.
+
+    num_experts is the layer's; without replicas it is the router's too.
+
+    Args:
+        options: the options, with dtypes and capacity filled in.
+        is_loss_by_caller: the ranks compare the loss coefficients, and the core computes no losses.
+
+    """
     shared = options.shared.numbers("shared_") if options.shared else {}
     return {
         **options.router.numbers(),
@@ -277,6 +285,7 @@ def moe_attributes(options: Moe) -> dict[str, Any]:
         "z_coeff": float(options.z_coeff),
         "sequence_tokens": options.sequence_tokens,
         "capacity": options.capacity,
+        "moe_flags": LOSS_BY_CALLER if is_loss_by_caller else 0,
     }
 
 
