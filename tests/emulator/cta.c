@@ -1,5 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A CTA: its threads are fibers that take turns on one thread of the system. */
+/* Runs one CTA: its threads are fibers that take turns on one thread of the system.
+ *
+ * A fiber runs until it waits for its warp, for its CTA, or naps; then the next fiber of the
+ * queue continues. Lanes that meet at different calls, copies that are never waited for, and
+ * accesses beyond the shared memory end the program. */
 #include <sched.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -12,24 +16,24 @@
 
 #include "inner.h"
 
-#define STACK_BYTES (64 << 10) /* of a fiber */
-#define STACK_END 0x57ac57acu  /* at its lowest address */
-#define MAX_COPIES 128         /* of a fiber, under way */
-#define MAX_BULK 64            /* of a fiber, under way */
+#define STACK_BYTES (64 << 10) /* bytes of a fiber's stack */
+#define STACK_END 0x57ac57acu  /* at the lowest address of a stack */
+#define MAX_COPIES 128         /* copies of a fiber that are under way */
+#define MAX_BULK 64            /* bulk stores of a fiber that are under way */
 #define MAX_WARPS (EMULATOR_MAX_THREADS / EMULATOR_WARP)
 #define ALL 0xffffffffu
 #define JUNK 0xcd
 #define YIELD_ONE_IN 256
-#define NAP_NS 20000 /* of a CTA all of whose threads nap */
+#define NAP_NS 20000 /* sleep if all threads of a CTA nap */
 
-typedef struct copy { /* cp.async */
+typedef struct copy { /* a cp.async that is under way */
     const void *from;
     uint32_t to, bytes, group;
-    bool early; /* the data is here already */
+    bool early; /* the data was copied when it was issued */
     uint8_t data[16];
 } copy;
 
-typedef struct bulk { /* cp.async.bulk from shared memory */
+typedef struct bulk { /* a cp.async.bulk from shared memory that is under way */
     uint8_t *to;
     uint32_t from, bytes, group;
     void (*watch)(const void *);
@@ -38,23 +42,23 @@ typedef struct bulk { /* cp.async.bulk from shared memory */
 typedef struct fiber {
     emulator_thread place;
     jmp_buf jump;
-    bool started; /* it has a stack, and a place to go on */
+    bool started; /* it has a stack and a place to continue */
     bool napping;
     unsigned warp_calls;
     uint32_t group, num_copies;
     copy copies[MAX_COPIES];
     uint32_t bulk_group, num_bulk;
-    bool hidden; /* what it wrote may not be seen by bulk stores */
+    bool hidden; /* what it wrote is not visible to bulk stores yet */
     bulk bulk[MAX_BULK];
 } fiber;
 
 typedef struct warp {
     uint32_t arrived, gone;
     emulator_warp_call what;
-    uint64_t values[2][EMULATOR_WARP]; /* of even and odd warp_calls */
+    uint64_t values[2][EMULATOR_WARP]; /* of even and odd warp calls */
 } warp;
 
-typedef struct sm { /* a thread of the system, and the CTA that it runs */
+typedef struct sm { /* a thread of the system that runs CTAs */
     const launch *work;
     fiber *fibers;
     uint8_t *stacks;
@@ -64,9 +68,9 @@ typedef struct sm { /* a thread of the system, and the CTA that it runs */
     fiber *running;
     warp warps[MAX_WARPS];
     int alive, at_barrier, good, result;
-    uint16_t queue[EMULATOR_MAX_THREADS]; /* a ring of those who may run */
+    uint16_t queue[EMULATOR_MAX_THREADS]; /* ring of the fibers that can run */
     unsigned first, waiting, napping;
-    unsigned idle; /* turns in a row in which all napped */
+    unsigned idle; /* turns in a row in which all fibers napped */
     uint64_t random;
 } sm;
 
@@ -137,7 +141,8 @@ static void end_thread(const fiber *me)
     if (--here->alive && here->at_barrier == here->alive) end_barrier(here);
 }
 
-/* A fiber runs its thread of one CTA after the other: to make it anew costs a call of the system. */
+/* A fiber runs its thread of one CTA after another, because making a new fiber costs a system
+ * call. */
 static void begin_fiber(void)
 {
     for (;;) {
@@ -161,7 +166,7 @@ static void switch_to(fiber *next)
     setcontext(fresh);
 }
 
-/* Goes on with the first of the queue. */
+/* Continues with the first fiber of the queue. */
 static void run_next(void)
 {
     sm *s = here;
@@ -182,7 +187,7 @@ static void run_next(void)
     switch_to(next);
 }
 
-/* Once in a while the other threads of the system, too, get ahead of the lanes still to come. */
+/* Sometimes lets other threads of the system run before the remaining lanes. */
 static void leave_the_sm(void)
 {
     if (emulator_random() % YIELD_ONE_IN == 0) sched_yield();
@@ -200,7 +205,7 @@ static void do_bulk(const bulk *b)
     }
 }
 
-/* Bulk stores get done whoever waits for what. */
+/* Performs a fiber's bulk stores, whatever it waits for. */
 static void do_all_bulk(fiber *f)
 {
     for (uint32_t i = 0; i < f->num_bulk; i++) do_bulk(&f->bulk[i]);
@@ -259,7 +264,7 @@ void *emulator_shared(uint32_t at, uint32_t bytes)
     return emulator_here->shared + at;
 }
 
-/* Words that peers may be writing. */
+/* Copies words that peers may be writing. */
 static void load_vectors(uint8_t *to, const void *from, uint32_t bytes)
 {
     for (uint32_t i = 0; i < bytes / 4; i++) {
@@ -313,7 +318,7 @@ void emulator_show_bulk(void)
     here->running->hidden = false;
 }
 
-/* Done now, or as late as it may be. */
+/* Performs a bulk store now or as late as possible. */
 void emulator_bulk(void *to, uint32_t from, uint32_t bytes, void (*watch)(const void *))
 {
     fiber *me = here->running;
@@ -372,7 +377,7 @@ static sm *make_sm(void)
     return s;
 }
 
-/* Warps begin in a random order. */
+/* Warps start in random order. */
 static void queue_warps(sm *s, int warps)
 {
     int order[MAX_WARPS];
@@ -394,7 +399,7 @@ static void reset_sm(sm *s, const launch *work, int cta)
     s->good = 1;
     s->first = s->waiting = s->napping = s->idle = 0;
     memset(s->warps, 0, sizeof s->warps);
-    /* or what the last CTA has left there */
+    /* otherwise it has what the last CTA left there */
     if (emulator_random() & 1) memset(s->shared, JUNK, (size_t)work->shared_bytes);
     for (int i = 0; i < work->threads; i++) {
         fiber *f = &s->fibers[i];

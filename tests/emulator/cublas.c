@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* One kernel of one warp; alpha is 1, beta 0. */
+/* The one product of cuBLAS that tests need, as a kernel of one warp. alpha is 1 and beta is 0.
+ */
 #include <cublas_v2.h>
 #include <stdlib.h>
 
@@ -9,7 +10,7 @@ struct emulated_cublas {
     cudaStream_t stream;
 };
 
-typedef struct product { /* c = a b, column by column */
+typedef struct product { /* c = a b, in column order */
     int m, n, k, lda, ldb, ldc;
     const float *a, *b;
     float *c;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Devices: each has SMs, threads that take the CTAs of kernels in the order of their begin. */
+/* Devices: each has SMs, which are threads that take the CTAs of kernels in launch order. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -7,17 +7,17 @@
 
 #include "inner.h"
 
-typedef struct running { /* a kernel, until its last CTA has begun */
+typedef struct running { /* a kernel until its last CTA has begun */
     const launch *work;
     int begun, ended;
-    bool backward; /* CTAs begin from the last */
+    bool backward; /* CTAs begin with the last one */
     pthread_cond_t done;
     struct running *next;
 } running;
 
 typedef struct gpu {
     int num_sms;
-    running *first; /* guarded by mutex, as all of this */
+    running *first; /* guarded by mutex, like the fields below */
     pthread_cond_t work;
 } gpu;
 
@@ -28,7 +28,7 @@ static __thread int device_now;
 static struct {
     const void *kernel;
     int bytes;
-} asked[MAX_KERNELS]; /* guarded by mutex: who may use how much shared memory */
+} asked[MAX_KERNELS]; /* guarded by mutex: shared memory that each kernel may use */
 
 static int number_of(const char *name, int otherwise, int most)
 {
@@ -81,7 +81,7 @@ static void *be_sm(void *self)
             pthread_cond_wait(&g->work, &mutex);
             continue;
         }
-        if (!r->begun) r->backward = held[g - gpus] != 0; /* who announces is the last */
+        if (!r->begun) r->backward = held[g - gpus] != 0; /* the last CTA announces */
         const int cta = r->backward ? r->work->ctas - 1 - r->begun : r->begun;
         r->begun++;
         pthread_mutex_unlock(&mutex);
@@ -165,7 +165,7 @@ const char *cudaGetErrorString(cudaError_t error)
     }
 }
 
-/* Every call returns its own error, and launches are checked where they are made. */
+/* Each call returns its own error, and launches are checked where they are made. */
 cudaError_t cudaGetLastError(void)
 {
     return cudaSuccess;

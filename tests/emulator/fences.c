@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Which stores of a kernel into its own memory other GPUs may not see yet.  On a GPU such a store
- * may come to memory late, after what a peer has written to the same place; here it is done at once,
- * but a peer's store there before a fence has ordered the two ends the program.
+/* Finds missing fences. On a GPU a store of a kernel to its own memory may become visible late,
+ * after a later store of a peer to the same place. The emulator performs every store at once,
+ * but ends the program if a peer stores there before a fence has ordered the two.
  *
- * A store is first its CTA's own.  A fence of that CTA, or its end, makes it the device's; a fence
- * for the system, by a thread of the device, or the end of a kernel makes the device's stores seen: a
- * kernel that has given up ends without a fence, and its group is broken.  A fence of a thread
- * counts for all of its CTA, as a barrier comes before it in all that is to be seen. */
+ * A store first belongs to its CTA. A fence of that CTA, or its end, makes it the device's. A
+ * system fence by a thread of the device, or the end of a kernel, makes all stores of the
+ * device visible; a kernel that was given up ends without a fence, and its group is broken. A
+ * fence of one thread counts for its whole CTA, because a barrier precedes it wherever other
+ * threads' stores must be visible. */
 #include <pthread.h>
 #include <stdlib.h>
 
@@ -21,9 +22,10 @@ typedef struct list {
 } list;
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-static list of_device[MAX_DEVICES];       /* guarded by mutex */
-static __thread list of_cta;              /* of the CTA that runs on this thread */
-static uintptr_t unseen[1 << TABLE_BITS]; /* all of them, by hash; 0: none */
+static list of_device[MAX_DEVICES]; /* guarded by mutex */
+static __thread list of_cta;        /* of the CTA that runs on this thread */
+/* all stores that are not visible, by hash; 0: none */
+static uintptr_t unseen[1 << TABLE_BITS];
 
 static uintptr_t *probe_slot(uintptr_t at, int i)
 {
@@ -49,7 +51,7 @@ static void push_store(list *l, uintptr_t at)
     l->at[l->count++] = at;
 }
 
-/* One for which there is no place is not watched. */
+/* A store without room in the table is not watched. */
 void emulator_note_store(const void *p)
 {
     const uintptr_t at = (uintptr_t)p;
@@ -64,11 +66,12 @@ void emulator_note_store(const void *p)
     }
 }
 
-/* Where groups are broken on purpose (EMULATED_FENCES=0): who gives up an operation restores its
- * staging without a fence, while peers that do not know yet still store there.  Nobody reads it. */
+/* EMULATED_FENCES=0 switches the check off, for tests that break groups on purpose. A rank that
+ * gives up an operation restores its staging without a fence, while peers that do not know it
+ * yet still store there; no thread reads that. */
 static bool is_watching(void)
 {
-    static int watch; /* 0: not asked yet, 1: yes, 2: no */
+    static int watch; /* 0: not read yet, 1: yes, 2: no */
     if (!watch) {
         const char *text = getenv("EMULATED_FENCES");
         watch = text && *text == '0' ? 2 : 1;

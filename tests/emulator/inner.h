@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the emulator's files share. */
+/* Declarations that the files of the emulator share. */
 #ifndef EPIC_EMULATOR_INNER_H
 #define EPIC_EMULATOR_INNER_H
 
@@ -9,8 +9,8 @@
 
 #define MAX_DEVICES 8
 #define MAX_KERNELS 256
-#define SHARED_BYTES (227 << 10)  /* of a CTA, when the kernel has asked for it, */
-#define SHARED_UNASKED (48 << 10) /* and when it has not */
+#define SHARED_BYTES (227 << 10)  /* per CTA, if the kernel has requested it */
+#define SHARED_UNASKED (48 << 10) /* and if it has not */
 
 typedef struct launch { /* of a kernel */
     void (*body)(const void *arguments);
@@ -21,17 +21,17 @@ typedef struct launch { /* of a kernel */
 /* cta.c: runs one CTA on the calling thread. */
 void run_cta(const launch *work, int cta);
 
-/* device.c: runs a kernel, from its begin to its end; numbers of the machine. */
+/* device.c: runs a kernel from beginning to end; random numbers; the number of SMs. */
 void run_kernel(int device, const launch *work);
 int most_shared(const void *kernel);
 int num_devices(void);
 int num_sms(void);
 int current_device(void);
 
-/* memory.c: does the address lie in memory of this runtime? */
+/* memory.c: is the address in memory of this runtime? */
 bool is_known(const void *p);
 
-/* fences.c: nobody will see these any more. */
+/* fences.c: makes stores visible, or forgets them. */
 void see_stores(int device); /* at the end of a kernel */
 void forget_stores(const void *begin, size_t bytes);
 

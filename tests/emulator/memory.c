@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Memory of devices, and of hosts that devices see: files in memory, so that other processes can
- * map them.  A page after the last is not mapped. */
+/* Memory of devices, and pinned host memory: files in memory, so that other processes can map
+ * them. The page after a block is not mapped. */
 #include <fcntl.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -21,10 +21,10 @@ typedef struct block {
 } block;
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-static block *blocks; /* guarded by mutex, as this is: */
+static block *blocks; /* guarded by mutex, like the fields below */
 static uint64_t limits[MAX_DEVICES];
 
-/* The block that holds p; the caller has the mutex. */
+/* Finds the block that contains p. The caller holds the mutex. */
 static block **find_block(const void *p)
 {
     block **link = &blocks;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Ranges of NVTX: each thread's names are kept for tests to look at. */
+/* NVTX ranges: the names of each thread are kept for tests. */
 #include <nvtx3/nvToolsExt.h>
 #include <stdio.h>
 #include <string.h>

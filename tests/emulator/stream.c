@@ -1,30 +1,30 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Streams: each is a thread that does its tasks in order.  A graph is a list of tasks. */
+/* Streams: each is a thread that performs its tasks in order. A graph is a list of tasks. */
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "inner.h"
 
-#define MAX_LAUNCHES 64 /* that a thread remembers */
+#define MAX_LAUNCHES 64 /* launches that a thread remembers */
 
 typedef struct task {
-    launch kernel; /* if it has a body */
+    launch kernel; /* valid if it has a body */
     void *to;
     const void *from; /* NULL: fill with `value` */
     size_t bytes;
     int value;
-    void *owned; /* the kernel's arguments, or what to copy */
+    void *owned; /* the kernel's arguments, or the data to copy */
     struct task *next;
 } task;
 
 typedef struct emulator_stream {
     pthread_t thread;
-    pthread_cond_t given, idle; /* its thread has something to do; or no more */
+    pthread_cond_t given, idle; /* its thread has a task; it has none */
     task *first, **end;
     bool busy, closed;
     int device;
-    struct emulator_graph *captured; /* not NULL: tasks go there */
+    struct emulator_graph *captured; /* not NULL: tasks are added to this graph */
     struct emulator_stream *next;
 } stream;
 
@@ -38,8 +38,8 @@ static pthread_cond_t any_idle = PTHREAD_COND_INITIALIZER;
 static stream *streams;
 static stream *defaults[MAX_DEVICES];
 static const void *launched[MAX_KERNELS];
-static __thread emulator_launch launches[MAX_LAUNCHES]; /* of this thread, */
-static __thread int num_launches;                       /* since they were asked for */
+static __thread emulator_launch launches[MAX_LAUNCHES]; /* launches of this thread */
+static __thread int num_launches;                       /* since they were last copied */
 static __thread stream *own;
 
 /* ------------------------------------------------------------------------------- tasks ---- */
@@ -72,7 +72,7 @@ static void *copy_of(const void *from, size_t bytes)
     return p;
 }
 
-/* A task like t, with an own copy of `data`. */
+/* Makes a task like t with a copy of `data`. */
 static task *new_task(const task *t, const void *data, size_t bytes)
 {
     task *made = copy_of(t, sizeof *t);
@@ -150,7 +150,7 @@ static void finish_task(stream *s)
     pthread_mutex_unlock(&mutex);
 }
 
-/* As CUDA: with CUDA_LAUNCH_BLOCKING the host waits for each task. */
+/* Like CUDA: with CUDA_LAUNCH_BLOCKING the host waits for each task. */
 static void enqueue_task(stream *s, task *t)
 {
     pthread_mutex_lock(&mutex);
@@ -163,7 +163,7 @@ static void enqueue_task(stream *s, task *t)
     if (!captured && getenv("CUDA_LAUNCH_BLOCKING")) finish_task(s);
 }
 
-/* The caller has the mutex. */
+/* The caller holds the mutex. */
 static bool any_busy(int device)
 {
     for (const stream *s = streams; s; s = s->next)
@@ -250,7 +250,7 @@ cudaError_t emulator_enqueue(const void *kernel, void (*body)(const void *argume
     return cudaSuccess;
 }
 
-/* A host's memory that CUDA does not know may be used again at once when the call returns. */
+/* Host memory that CUDA does not know may be reused as soon as the call returns. */
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind,
                             cudaStream_t given)
 {
@@ -263,7 +263,7 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaM
     return cudaSuccess;
 }
 
-/* As on a GPU, it returns when the host's memory may be used again, not when the device has it. */
+/* As on a GPU, returns when the host memory may be reused, not when the device has the data. */
 cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind)
 {
     return cudaMemcpyAsync(to, from, bytes, kind, NULL);
@@ -329,7 +329,7 @@ cudaError_t cudaGraphUpload(cudaGraphExec_t exec, cudaStream_t given)
     return cudaSuccess;
 }
 
-/* The tasks use the graph's arguments: it lives until they have ended. */
+/* The tasks use the graph's arguments, so the graph lives until they have ended. */
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t given)
 {
     for (const task *t = exec->first; t; t = t->next)

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The matrix product by which the GPU tests see that the GPU still works, on the GPU of threads. */
+/* The matrix product with which the GPU tests check that the GPU still works, on the emulator.
+ */
 #ifndef EPIC_EMULATED_CUBLAS_H
 #define EPIC_EMULATED_CUBLAS_H
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* bf16 for the GPU of threads: what the kernels use of it. */
+/* The part of bf16 that the kernels use, for the emulator. */
 #ifndef EPIC_EMULATED_BF16_H
 #define EPIC_EMULATED_BF16_H
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The part of CUDA's C++ that the kernels use, for a GPU of threads: included ahead of each of
- * their sources. */
+/* The part of CUDA's C++ that the kernels use, for the emulator. Included before each of their
+ * sources. */
 #ifndef EPIC_EMULATED_DEVICE_H
 #define EPIC_EMULATED_DEVICE_H
 
@@ -20,8 +20,8 @@
 #define __launch_bounds__(...)
 #define __shared__ static thread_local
 #define __align__(n) alignas(n)
-#define __forceinline__ \
-    inline __attribute__((always_inline)) /* or one of a name serves all files */
+/* Otherwise one function of a name would serve all files. */
+#define __forceinline__ inline __attribute__((always_inline))
 #define __noinline__ __attribute__((noinline))
 
 /* ----------------------------------------------------------------------- who and where ---- */
@@ -294,7 +294,7 @@ inline float __uint_as_float(unsigned x)
     return emulated_value<float>(x);
 }
 
-/* Arithmetic makes one NaN only. */
+/* Results of arithmetic have one NaN only. */
 inline float emulated_nan(float x)
 {
     return x != x ? __uint_as_float(0x7fffffffu) : x;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* fp16 for the GPU of threads: what the kernels use of it. */
+/* The part of fp16 that the kernels use, for the emulator. */
 #ifndef EPIC_EMULATED_FP16_H
 #define EPIC_EMULATED_FP16_H
 

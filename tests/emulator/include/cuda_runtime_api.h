@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The part of CUDA's runtime that EPIC calls, for a GPU of threads: see emulator.h.  What the
- * functions do, and the names, are CUDA's. */
+/* The part of CUDA's runtime that EPIC calls, for the emulator (emulator.h). Names and meanings
+ * are CUDA's. */
 #ifndef EPIC_EMULATED_CUDA_H
 #define EPIC_EMULATED_CUDA_H
 
@@ -106,7 +106,7 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream);
 cudaError_t cudaGraphDestroy(cudaGraph_t graph);
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec);
 
-/* CUDA's own take any function, in C++. */
+/* In C++ CUDA's versions accept any function. */
 cudaError_t emulator_set_shared(const void *kernel, int bytes);
 
 #ifdef __cplusplus

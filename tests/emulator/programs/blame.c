@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Who is blamed, and who is not, when ranks stop inside an operation: a rank is made to stop there
- * by holding back all but the first CTAs of its kernels.  Each rank is a process with a GPU; of backend
- * hosts a thread.
+/* Tests which ranks are named as culprits when ranks stop inside an operation. A rank is
+ * stopped there by holding back all but the first CTAs of its kernels. Each rank is a process
+ * with a GPU; with backend hosts it is a thread.
+ *
  *   emulated_blame SCENARIO */
 #include <stdio.h>
 #include <stdlib.h>
@@ -29,11 +30,11 @@ typedef struct memory {
 typedef struct scenario {
     const char *name;
     int ranks;
-    int to[4];            /* the rank that all tokens of a rank go to, if it has some, */
-    bool one;             /* or its first one alone */
-    uint32_t deadline[4]; /* ms, of a rank's dispatch */
-    uint32_t sms;         /* of each rank: few, so that spins ask often */
-    uint32_t close_ms;    /* how long a rank that closes waits for the others */
+    int to[4];            /* rank that all tokens of a rank go to, if it has any */
+    bool one;             /* or only its first token */
+    uint32_t deadline[4]; /* ms, of each rank's dispatch */
+    uint32_t sms;         /* per rank; few, so that waits check often */
+    uint32_t close_ms;    /* ms that a rank that closes waits for the others */
     void (*play)(team_rank *me, memory *m);
 } scenario;
 
@@ -102,7 +103,7 @@ static void dispatch_rows(team_rank *me, memory *m)
     dispatch_on(me, m, me->stream);
 }
 
-/* The rank's dispatch has ended with `result`, by the fault of `culprit`. */
+/* Expects that the rank's dispatch has ended with `result` and names `culprit`. */
 static void expect_failure(team_rank *me, epic_result result, int culprit)
 {
     epic_failure_info f;
@@ -116,8 +117,8 @@ static void expect_failure(team_rank *me, epic_result result, int culprit)
     bad = true;
 }
 
-/* Rank 0 has sent and received all it has, closes and ends, while rank 1 still waits for rows of
- * rank 2. */
+/* Rank 0 has sent and received everything, closes and ends. Rank 1 still waits for rows of rank
+ * 2. */
 static void play_closed(team_rank *me, memory *m)
 {
     if (me->rank == 2) emulator_hold(me->rank, 1);
@@ -130,7 +131,7 @@ static void play_closed(team_rank *me, memory *m)
     expect_failure(me, EPIC_OK, NOBODY);
 }
 
-/* Rank 0 closes, and the others go on without it. */
+/* Rank 0 closes, and the others continue without it. */
 static void play_left(team_rank *me, memory *m)
 {
     if (me->rank == 0) return;
@@ -140,8 +141,8 @@ static void play_left(team_rank *me, memory *m)
     if (now_ms() - begin > 1000 + slack_ms()) bad = true;
 }
 
-/* Rank 2 stops.  Rank 1 waits for it, and rank 0 for rank 1; rank 0's time is up first, when rank 1
- * has told that it waits. */
+/* Rank 2 stops. Rank 1 waits for it, and rank 0 for rank 1. The time limit of rank 0 ends
+ * first, after rank 1 has published that it waits. */
 static void play_waiting(team_rank *me, memory *m)
 {
     if (me->rank == 2) emulator_hold(me->rank, 1);
@@ -152,7 +153,8 @@ static void play_waiting(team_rank *me, memory *m)
     emulator_hold(me->rank, 0);
 }
 
-/* Ranks 0 and 1 both stop, and wait for each other: the one that says so names the other. */
+/* Ranks 0 and 1 both stop and wait for each other. The rank that reports names the other one.
+ */
 static void play_circle(team_rank *me, memory *m)
 {
     epic_failure_info f;
@@ -165,8 +167,9 @@ static void play_circle(team_rank *me, memory *m)
     expect_failure(me, EPIC_ETIMEOUT, 1 - f.rank);
 }
 
-/* Rank 1's CTAs begin one by one, each a quarter of the deadline after the last: the operation takes
- * one and a half times the deadline, and never stops.  A busy machine may add the rest. */
+/* The CTAs of rank 1 begin one by one, each a quarter of the time limit after the previous one.
+ * The operation takes one and a half times the limit and never stops. A busy machine may add
+ * the rest. */
 static void play_long(team_rank *me, memory *m)
 {
     if (me->rank == 1) emulator_hold(me->rank, 1);
@@ -180,7 +183,7 @@ static void play_long(team_rank *me, memory *m)
     expect_failure(me, EPIC_OK, NOBODY);
 }
 
-/* Rank 1 brings bytes that are no plan: the ranks differ, and rank 1 says why. */
+/* Rank 1 passes bytes that are no plan. The ranks differ, and rank 1 reports why. */
 static void play_damaged(team_rank *me, memory *m)
 {
     epic_failure_info f;
@@ -195,8 +198,8 @@ static void play_damaged(team_rank *me, memory *m)
     bad = true;
 }
 
-/* Rank 1 dispatches on two streams that do not wait.  The first one has all SMs and waits for one row
- * of rank 2; as its other CTAs end, those of the second begin. */
+/* Rank 1 dispatches on two streams that do not wait for each other. The first kernel has all
+ * SMs and waits for one row of rank 2; as its other CTAs end, those of the second begin. */
 static void play_overlap(team_rank *me, memory *m)
 {
     cudaStream_t second;
@@ -215,8 +218,8 @@ static void play_overlap(team_rank *me, memory *m)
     CHECK_CUDA(cudaStreamDestroy(second));
 }
 
-/* Two hosts of two.  Rows of rank 1 for rank 2 go by way of rank 3, which stops when it has them all:
- * rank 1 has ended its operation. */
+/* Two hosts of two ranks. Rows of rank 1 for rank 2 go through rank 3, which stops when it has
+ * them all; rank 1 has ended its operation. */
 static void play_relay(team_rank *me, memory *m)
 {
     if (me->rank == 3) emulator_hold(me->rank, 1);
@@ -228,7 +231,7 @@ static void play_relay(team_rank *me, memory *m)
     emulator_hold(me->rank, 0);
 }
 
-/* The same, but rank 1 stops; rank 3 has told rank 2 that it waits. */
+/* Like play_relay(), but rank 1 stops. Rank 3 has published to rank 2 that it waits. */
 static void play_far(team_rank *me, memory *m)
 {
     if (me->rank == 1) emulator_hold(me->rank, 1);

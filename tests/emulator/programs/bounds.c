@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What backend p2p has no room for is refused with the number that bounds it: ranks at open, experts
- * with a plan.  Tokens are bounded by memory alone.
+/* Tests that backend p2p refuses what it has no room for with an error that contains the limit:
+ * ranks at open, experts with a plan. Tokens are limited by memory alone.
+ *
  *   emulated_bounds */
 #include <stdio.h>
 #include <string.h>
@@ -33,7 +34,7 @@ static epic_result make_plan(team_rank *me, uint32_t num_experts)
 static int run_rank(team_rank *me)
 {
     expect_refusal(make_plan(me, DEVICE_MAX_EXPERTS + 1), "at most 8192");
-    /* with one fewer the plan's bytes alone are too few */
+    /* with one expert fewer only the bytes of the plan are too few */
     if (make_plan(me, DEVICE_MAX_EXPERTS) != EPIC_EINVAL) bad = true;
     return 0;
 }

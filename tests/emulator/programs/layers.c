@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A layer runs the kernels that it would run alone, whatever other layers share its context: each kind of
- * layer makes its calls in a context of its own, then all of them take turns in one context.  Every
- * call must launch the same kernels with the same shapes both times.
+/* Tests that a layer runs the kernels that it would run alone, whatever other layers share its
+ * context. Each kind of layer makes its calls in a context of its own; then all of them take
+ * turns in one context. Every call must launch the same kernels with the same shapes both
+ * times.
+ *
  *   emulated_layers [RANKS] */
 #include <stdio.h>
 #include <stdlib.h>
@@ -12,7 +14,7 @@
 
 enum {
     MAX_RANKS = 16,
-    TOKENS = 136, /* more than the kernels for few tokens take */
+    TOKENS = 136, /* more than the low-latency kernels take */
     FEW = 16,
     MAX_TOP_K = 40,
     ROW = 128,
@@ -44,7 +46,7 @@ typedef struct memory {
 } memory;
 
 static round alone[NUM_LAYERS][2][MAX_RANKS];
-static int only; /* the layer that a team has for itself; NUM_LAYERS: it has all */
+static int only; /* the layer that a team has for itself; NUM_LAYERS: all */
 static bool bad;
 
 static void *allocate_zeroed(size_t bytes)
@@ -144,7 +146,7 @@ static void make_calls(const team_rank *me, const memory *m, int which, int64_t 
                  which);
 }
 
-/* Distinct experts for each token. */
+/* Fills in distinct experts for each token. */
 static void fill_ids(const memory *m, const epic_layer *layer)
 {
     static _Thread_local int32_t ids[TOKENS * MAX_TOP_K];
@@ -201,7 +203,7 @@ static int run_rank(team_rank *me)
     return 0;
 }
 
-/* Would a test that sees no difference between any kernels notice anything? */
+/* Are all launches equal? Then the test would notice nothing. */
 static bool all_alike(void)
 {
     for (int i = 1; i < NUM_LAYERS; i++)

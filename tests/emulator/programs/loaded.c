@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Open launches every kernel of the exchange: the first launch of one may wait until the GPU is idle,
- * and with a peer's kernel on it that waits for ours it never is.
+/* Tests that open launches every kernel of the exchange. The first launch of a kernel may wait
+ * until the GPU is idle, and it never is while a kernel of a peer there waits for ours.
+ *
  *   emulated_loaded */
 #include <stdio.h>
 #include <stdlib.h>
@@ -13,7 +14,7 @@ static const uint32_t types[] = {EPIC_BF16, EPIC_F16, EPIC_F32};
 static int before;
 static bool late;
 
-/* As many kernels as before? */
+/* Is the number of kernels the same as before? */
 static void check_launch(cudaError_t error, const char *what)
 {
     if (error == cudaSuccess && emulator_kernels() == before) return;
@@ -114,7 +115,7 @@ static int run_rank(team_rank *me)
 
 int main(void)
 {
-    static const int num_ranks[] = {9, 2}; /* which kernels follow from */
+    static const int num_ranks[] = {9, 2}; /* numbers of ranks that select different kernels */
     int bad = 0;
     for (int i = 0; i < 2; i++) {
         const team t = {.num_ranks = num_ranks[i],

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Where rows lie whose offsets need more than 32 bits: no test moves so many. */
+/* Tests the addresses of rows whose offsets need more than 32 bits; no other test moves so many
+ * rows. */
 #include <cstdio>
 #include <cuda_device.h>
 

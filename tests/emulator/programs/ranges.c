@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Each call that launches kernels is a range of NVTX by its name, which ends when the call returns,
- * with an error too. */
+/* Tests that each call that launches kernels is an NVTX range with its name, which ends when
+ * the call returns, also with an error. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

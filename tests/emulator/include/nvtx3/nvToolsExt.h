@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* NVTX's ranges, as far as EPIC uses them, into the emulator (ranges.c). */
+/* The part of NVTX that EPIC uses; the emulator records the ranges (ranges.c). */
 #ifndef EPIC_EMULATED_NVTX_H
 #define EPIC_EMULATED_NVTX_H
 

@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What a rank gives to the net, to the byte: two hosts of two ranks, every token goes to all four.
- * By relays a row crosses once for a host, with a word that says who wants it, whatever goes with it,
- * and a host's partials cross as one, where the sums are a tree's; else once for a rank.  And how many
- * entries of the ring that takes: one for a whole partial; a plan has one for counts and one for the
- * records of all tokens of a thread block, that of few tokens one for the ids of several, and nothing
+/* Tests how many bytes and ring entries a rank passes to the net, exactly. Two hosts of two
+ * ranks; every token goes to all four ranks.
+ *
+ * With relays a row crosses the net once per host, together with a word about which ranks want
+ * it. The partials of a host cross as one if the sum order is a tree, else one per rank. A
+ * whole partial takes one ring entry. A plan takes one entry for counts and one for the records
+ * of a CTA's tokens; a low-latency plan takes one for the ids of several tokens and nothing
  * else. */
 #include <stdio.h>
 #include <stdlib.h>
@@ -15,14 +17,15 @@
 
 enum { RANKS = 4, TOKENS = 40, ROW = 4096, SCALE = ROW / 2 / 128 * 4, SLOTS = RANKS * TOKENS };
 #define ROWS ((uint64_t)TOKENS * ROW)
-#define ANNOUNCED 64u /* an announcement to each rank of the other host */
-#define ALWAYS 2u     /* entries: those two */
+#define ANNOUNCED 64u /* bytes of an announcement to each rank of the other host */
+#define ALWAYS 2u     /* entries of those two announcements */
 
 static bool relays;
 static uint32_t order;
 static int bad;
 
-/* What the last operation gave, once all ranks have ended it; 0: not looked at. */
+/* Expects what the last operation passed to the net, once all ranks have ended it; 0: not
+ * checked. */
 static void expect_puts(team_rank *me, uint64_t *before, const char *what, uint64_t bytes,
                         uint64_t entries)
 {
@@ -56,7 +59,7 @@ static void *allocate_zeroed(size_t bytes)
 
 enum { PLAN, IDS, TOKEN_ROWS, SLOT_ROWS, SCALES, SLOT_SCALES, OUT, NUM_ARRAYS };
 
-/* The dispatches: of rows, of two rows for each token, and of rows that are quantized on the way. */
+/* Dispatches rows, rows with a second row, and rows that are quantized on the way. */
 static void test_dispatch(team_rank *me, void *const *all, epic_dispatch_args dispatch,
                           uint64_t *before)
 {
@@ -131,11 +134,10 @@ static int run_rank(team_rank *me)
                                          .tokens = {all[TOKEN_ROWS], TOKENS, ROW},
                                          .recv = {all[SLOT_ROWS], SLOTS, ROW}};
     const bool few =
-        !relays && order == EPIC_BY_RANK; /* 16 tokens' ids, two words each, at once */
+        !relays && order == EPIC_BY_RANK; /* ids of 16 tokens, two words each, in one entry */
     uint64_t before[3] = {0};
     if (p2p_ops.plan(me->group, &plan) != EPIC_OK) team_stop();
-    const uint64_t told =
-        few ? TOKENS * 16 : (TOKENS + 1) * RANKS * 8; /* counts, and records */
+    const uint64_t told = few ? TOKENS * 16 : (TOKENS + 1) * RANKS * 8; /* counts and records */
     expect_puts(me, before, "plan", ANNOUNCED + 2 * told,
                 ALWAYS + 2 * (few ? (TOKENS + 15) / 16 : 2));
     test_dispatch(me, all, dispatch, before);

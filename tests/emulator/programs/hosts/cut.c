@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The link of a rank is cut amid steps, over UCX between network namespaces: the others name it and
- * nobody else, it names some of them, all within a deadline that is longer, and closing ends.
+/* Tests what happens when the link of a rank is cut in the middle of operations, over UCX
+ * between network namespaces. The other ranks name this rank and no other; it names some of
+ * them; all within a time limit that is longer; and closing ends.
+ *
  *   cut RANKS CUTS */
 #include <cuda_runtime_api.h>
 #include <stdio.h>
@@ -17,10 +19,10 @@ enum {
     MAX_RANKS = 8,
     STEPS = 3, /* before the cut */
     MOST_MS = 1500,
-    PATIENCE_MS = 60000 /* the deadline: the cut must be seen long before */
+    PATIENCE_MS = 60000 /* the time limit; the cut must be noticed long before */
 };
 
-typedef struct trial { /* shared by all */
+typedef struct trial { /* shared by all ranks */
     int victim;
     uint64_t cut_ns;
     uint64_t seen_ns[MAX_RANKS];

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The backend that GPUs take which say "gpu" and no more: of one host p2p, of several hosts.
- *   named RANKS WANTED      the hosts are EPIC_HOST's; what goes wrong is said, and ends it with 1 */
+/* Tests which backend "gpu" selects: p2p on one host, hosts on several hosts.
+ *
+ *   named RANKS WANTED      EPIC_HOST sets the hosts; prints an error and exits with 1 */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -15,7 +16,7 @@ static epic_config config_of(const char *backend)
         .max_tokens = 16, .max_row_bytes = 64, .num_ranks = 1, .backend = backend};
 }
 
-/* Says what keeps the ranks from opening, once, and ends them. */
+/* Prints once why the ranks cannot open, and ends them. */
 static void open_as(const epic_bootstrap *bootstrap, const char *backend, const char *wanted)
 {
     epic_context *ctx;
@@ -41,7 +42,8 @@ static void ask_by_variable(const epic_bootstrap *bootstrap, void *wanted)
     open_as(bootstrap, NULL, wanted);
 }
 
-/* p2p is for one host; who asks for it on several is told of what is for them. */
+/* p2p is for one host. A rank that requests it on several gets an error that names the
+ * alternative. */
 static void ask_for_p2p(const epic_bootstrap *bootstrap, void *wanted)
 {
     (void)wanted;
@@ -54,7 +56,7 @@ static void ask_for_p2p(const epic_bootstrap *bootstrap, void *wanted)
     epic_close(ctx);
 }
 
-/* How many hosts there will be is not known beforehand. */
+/* The number of hosts is not known before open. */
 static void check_memory(void)
 {
     epic_memory_info p2p, gpu;

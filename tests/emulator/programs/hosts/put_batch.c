@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Pieces of random sizes in random order, as kernels ship them: every word goes once, and none that
- * was not shipped; what is complete before a net asks for more goes in one put. */
+/* Tests batching of puts: pieces of random sizes in random order, as kernels post them. Every
+ * word is put once, no other word is put, and what is complete before the net requests more
+ * goes in one put. */
 #include "backend/hosts/put_batch.h"
 
 #include <stdio.h>
@@ -13,7 +14,7 @@ enum { HOSTS_HERE = 3, WORDS = 40000, PARCEL = 1024, MOST = 700, PIECES = 4000 }
 
 static unsigned char shipped[HOSTS_HERE][WORDS], given[HOSTS_HERE][WORDS];
 static run_random dice;
-static int percent; /* how often a net is hungry */
+static int percent; /* percentage of the time that a net is idle */
 static bool is_full;
 
 static void fail_test(const char *what, const put_range *r)
@@ -47,7 +48,7 @@ static void take_puts(put_batcher *all)
     }
 }
 
-/* A free stretch of one host's words, or nothing. */
+/* Draws a free range of one host's words, or an empty one. */
 static put_range draw_piece(void)
 {
     put_range r = {.host = (int)run_below(&dice, HOSTS_HERE),
@@ -82,7 +83,7 @@ static void test_random(void)
     put_batcher_free(all);
 }
 
-/* A parcel's pieces in any order are one put, as long as nobody is hungry. */
+/* The pieces of a row in any order become one put while the net is busy. */
 static void test_whole(uint32_t words)
 {
     put_batcher *all = put_batcher_new(1, 4 * words, 0, words);
@@ -100,8 +101,8 @@ static void test_whole(uint32_t words)
     put_batcher_free(all);
 }
 
-/* What one piece is missing of goes when many others have come since, to a net that is not hungry; not
- * long before. */
+/* A row with a missing piece is put, to a busy net, after many others have arrived; not long
+ * before. */
 static void test_stale(void)
 {
     enum { ROW = 64, ROWS = 1024 };
@@ -109,7 +110,7 @@ static void test_stale(void)
     uint64_t seen = 0;
     put_range r;
     percent = 0;
-    for (uint64_t row = 1; row < ROWS; row++) { /* the first parcel lacks its first row */
+    for (uint64_t row = 1; row < ROWS; row++) { /* the first row lacks its first piece */
         put_batcher_add(all, 0, row * ROW, ROW);
         while (put_batcher_next(all, may_go, NULL, &r)) {
             if (r.word / PARCEL == 0 && seen++) fail_test("twice", &r);
@@ -123,7 +124,7 @@ static void test_stale(void)
     put_batcher_free(all);
 }
 
-/* Rows that are there first are overtaken, and wait while the net is full. */
+/* Rows that came first are overtaken, and wait while the net is full. */
 static void test_urgent(void)
 {
     put_batcher *all = put_batcher_new(1, 8 * PARCEL, PARCEL, PARCEL);
@@ -146,8 +147,8 @@ static void test_urgent(void)
     put_batcher_free(all);
 }
 
-/* The longest piece that an entry of the ring can say, in parcels of 2 KB, as often as there is
- * room. */
+/* The longest piece that a ring entry can describe, in rows of 2 KB, as often as there is room.
+ */
 static void test_long(void)
 {
     enum { SMALL = (2 << 10) / 8, LONG = 0x3ffff, COUNT = 9 };

@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Plans, and plans with dispatch, one after the other, over a net that is late (chaos.h).  Tokens
- * have one of eight choices on the other host: most words of a record say nothing, and a word that
- * is late is mostly one of them.  All the same each is waited for: else it lands over a record of
- * the plan after the next.
- *   hosts_records [few]   few tokens, whose ids go in place of records, over a net that keeps the last
- *                         word of each put back: nothing may be taken before all of it has come */
+/* Tests plans, and plans with dispatch, one after another over a slow net (chaos.h). Each token
+ * has one of eight choices on the other host, so most words of a record are empty, and a late
+ * word is mostly an empty one. Every word must still be waited for; otherwise it overwrites a
+ * record of the plan after the next one.
+ *
+ *   hosts_records [few]   few tokens, whose ids travel in place of records, over a net that
+ *                         delays the last word of each put: nothing may be used before all
+ *                         of it has arrived */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

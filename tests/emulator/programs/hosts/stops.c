@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* All processes of a group on a CUDA backend are stopped together, their parts of the GPU too: the
- * clock of the device goes on meanwhile. */
+/* Tests that all processes of a group on a CUDA backend may be stopped together, with their
+ * parts of the GPU, while the clock of the device continues. */
 #include "stops.h"
 
 #include <cuda_runtime_api.h>
@@ -13,7 +13,7 @@
 #endif
 #define MOST_BYTES 4096
 
-static float *memory; /* of the device */
+static float *memory; /* on the device */
 static cudaStream_t stream;
 
 static epic_result add_on_device(epic_context *ctx, const epic_allreduce_sum_args *args)

@@ -1,9 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What a group of several hosts tells of itself: how many they are, what its rows take between them,
- * there and in epic-info; beforehand the memory that it takes, to the page; which order EPIC_BY_HOSTS
- * is; and that opening it meets no more often than it must.
+/* Tests what a group of several hosts reports about itself: the number of hosts, what its rows
+ * take between them, there and in epic-info; in advance, the memory that it takes, to the page;
+ * which order EPIC_BY_HOSTS is; and that open does not gather more often than necessary.
+ *
  *   told RANKS HOSTS WORDS-OF-THE-NET EPIC-INFO GATHERS [full]
- * full: the last rank has a GPU of its own, without room for what the network reads and writes. */
+ *
+ * full: the last rank has a GPU of its own, without room for the inbox and outbox of the net.
+ */
 #include <cuda_runtime_api.h>
 #include <pthread.h>
 #include <stdbool.h>
@@ -23,7 +26,7 @@ static bool on_gpu, full;
 static char group[64];
 static epic_bootstrap bootstraps[MAX_RANKS];
 
-typedef struct counting { /* a bootstrap's gathers */
+typedef struct counting { /* counts the gathers of a bootstrap */
     const epic_bootstrap *of;
     int gathers;
 } counting;
@@ -47,7 +50,7 @@ static epic_config config_of(void)
                          .max_top_k = 3};
 }
 
-/* What epic-info says of the group. */
+/* Checks what epic-info prints about the group. */
 static void check_info(void)
 {
     static char output[65536];
@@ -64,7 +67,7 @@ static void check_info(void)
     _exit(1);
 }
 
-/* All ranks have what was told of one, less at most `least`. */
+/* Do all ranks have the bytes that were reported for one rank, less at most `least`? */
 static bool is_told(const char *what, uint64_t bytes, int64_t told, int64_t least)
 {
     const int64_t each = (int64_t)bytes / num_ranks;
@@ -75,7 +78,7 @@ static bool is_told(const char *what, uint64_t bytes, int64_t told, int64_t leas
     return good;
 }
 
-/* Where EPIC_NET_MEMORY says so; it is as it was afterwards. */
+/* The reported memory with EPIC_NET_MEMORY set to `where`, which is restored afterwards. */
 static epic_memory_info memory_of(const char *where, uint32_t max_top_k)
 {
     epic_memory_info told;
@@ -91,16 +94,16 @@ static epic_memory_info memory_of(const char *where, uint32_t max_top_k)
     return told;
 }
 
-/* Unasked each kind is told as if all lay there.  Beside pinned memory a rank has some of the host's
- * own. */
+/* Without EPIC_NET_MEMORY each kind of memory is reported as if it held everything. Besides
+ * pinned memory a rank has some ordinary host memory. */
 static void check_memory(void)
 {
     const epic_memory_info host = memory_of("host", 3), gpu = memory_of("gpu", 3);
     const epic_memory_info told = on_gpu ? gpu : host, unasked = memory_of("", 3);
-    /* inbox and outbox: a record of 8 bytes for a choice, twice, and a float */
+    /* inbox and outbox: a record of 8 bytes per choice, twice, and a float */
     const int64_t spared = 2 * 96ll * (64 - 4) * (16 * num_ranks + 8 * (num_ranks - 1));
     const int64_t more = memory_of("host", 0).host_bytes - host.host_bytes;
-    CHECK(llabs(more - spared) < 8192); /* parts are whole */
+    CHECK(llabs(more - spared) < 8192); /* parts are whole pages */
     CHECK(host.host_bytes > gpu.host_bytes + (1 << 20) && gpu.device_bytes > host.device_bytes);
     CHECK(unasked.host_bytes == host.host_bytes && unasked.device_bytes == gpu.device_bytes);
     CHECK(is_told("pinned memory", emulator_bytes(true), told.host_bytes, OWN));
@@ -109,7 +112,7 @@ static void check_memory(void)
 
 enum { EXPERTS = 24 };
 
-/* Is the sum of a plan with EPIC_BY_HOSTS a tree? */
+/* Is the sum order of a plan with EPIC_BY_HOSTS a tree? */
 static bool in_tree(epic_context *ctx, epic_plan_args args)
 {
     epic_plan_info plan;
@@ -120,7 +123,7 @@ static bool in_tree(epic_context *ctx, epic_plan_args args)
     return plan.num_leaves > 0;
 }
 
-/* Ranks share a GPU: each has a stream, and frees nothing while others wait for it. */
+/* Ranks share a GPU: each uses a stream, and frees nothing while others wait for it. */
 static void check_order(epic_context *ctx)
 {
     const epic_layer layer = {.num_experts = EXPERTS, .top_k = 1, .sum_order = EPIC_BY_HOSTS};
@@ -180,7 +183,7 @@ static void *rank_of(void *bootstrap)
     return NULL;
 }
 
-/* What a variable of the net may not be is an error that names it, at open. */
+/* An invalid value of a net variable is an error at open that names the variable. */
 static void check_variable(const char *name, const char *value)
 {
     epic_context *ctx = NULL;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* How kernels are started on the GPU of threads: in place of kernels/cuda/common/launch.cuh. */
+/* Launching kernels on the emulator; replaces kernels/cuda/common/launch.cuh. */
 #ifndef EPIC_LAUNCH_CUH
 #define EPIC_LAUNCH_CUH
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the assembly of kernels/cuda/common/ptx.cuh does, on the GPU of threads. */
+/* The functions of kernels/cuda/common/ptx.cuh without assembly, for the emulator. */
 #ifndef EPIC_PTX_CUH
 #define EPIC_PTX_CUH
 
@@ -14,7 +14,7 @@ inline uint64_t timer_ns()
     return emulator_now();
 }
 
-/* Each word of a vector is read, and written, by itself. */
+/* Reads or writes each word of a vector separately. */
 template <class T> inline T emulated_load(const T *p)
 {
     return __atomic_load_n(p, __ATOMIC_RELAXED);
@@ -216,7 +216,8 @@ template <int N> inline void keep_in_registers(float (&)[N])
 {
 }
 
-/* y or a neighbour of it: which one, x says, as a GPU has the same bits for it each time. */
+/* Returns y or a neighbour of it, chosen by x, so that the result has the same bits each time.
+ */
 inline float approximate(float y, float x)
 {
     const float towards[] = {y, 0, 2 * y};
