@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The data of random cases, a rank's arrays, and its calls. */
+/* The data of random cases, the arrays of a rank, and its calls. */
 #include "case_inner.h"
 
 #include <math.h>
@@ -12,7 +12,7 @@
 
 /* ------------------------------------------------------------------------- random data ---- */
 
-/* A number of so many bits that sums round, sometimes one that hurts. */
+/* A number with enough bits that sums round, sometimes a special one. */
 float case_number(uint64_t h, bool hard, uint32_t type)
 {
     const float x = (float)((int64_t)(h % (2 << 24)) - (1 << 24)) / (float)(1 << 22);
@@ -190,7 +190,7 @@ bool same_float(float a, float b)
     return (isnan(a) && isnan(b)) || !memcmp(&a, &b, 4);
 }
 
-/* A plan's memory before it is made: words of either sign, because kernels may read a record that
+/* Memory for a plan, filled with words of either sign, because kernels may read a record that
  * the plan turns out not to have. */
 static void *take_plan(bench *b, size_t bytes)
 {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Random cases for the p2p backend: every rank makes the same case from the same seed, brings its
- * part, makes the calls, and compares what they wrote with plain loops, bit for bit. */
+/* Random cases for the CUDA backends. Every rank makes the same case from the same seed, does
+ * its part, makes the calls, and compares the results with plain loops, bit for bit. */
 #ifndef EPIC_TEST_CASE_H
 #define EPIC_TEST_CASE_H
 
@@ -12,15 +12,15 @@ typedef struct test_case {
     uint64_t seed;
     uint32_t type;
     int64_t hidden, row_bytes;
-    uint32_t quantize;               /* of dispatch and combine_backward, an epic_quantize */
-    int64_t recv_bytes, scale_bytes; /* of received rows, and of their second rows; 0: none */
+    uint32_t quantize;               /* an epic_quantize, of dispatch and combine_backward */
+    int64_t recv_bytes, scale_bytes; /* of received rows and of their second rows; 0: none */
     int64_t recv_rows[ORACLE_RANKS];
-    int offset; /* bytes by which rows are not aligned */
+    int offset; /* bytes by which rows are unaligned */
     bool hard, weighted, fused, wide, zero_tail, leave_padding, plain;
-    int sample; /* every how many tokens sums are checked */
+    int sample; /* sums of every n-th token are checked */
 } test_case;
 
-typedef struct bench { /* a rank's memory and the running case */
+typedef struct bench { /* memory of a rank, and the running case */
     team_rank *me;
     test_case c;
     uint8_t *arena;
@@ -29,7 +29,7 @@ typedef struct bench { /* a rank's memory and the running case */
     epic_call call;
 } bench;
 
-typedef struct arrays { /* what plan and dispatch are given and write */
+typedef struct arrays { /* inputs and outputs of plan and dispatch */
     void *plan, *ids;
     int32_t *table, *logical, *expert_rows, *expert_tokens, *load, *demand, *recv_expert;
     void *tokens, *recv, *scales, *recv_scales;
@@ -37,20 +37,20 @@ typedef struct arrays { /* what plan and dispatch are given and write */
     size_t plan_bytes;
 } arrays;
 
-typedef struct sums { /* what the sums are given and write */
+typedef struct sums { /* inputs and outputs of the sums */
     void *rows, *out, *d_tokens, *d_out, *d_rows, *d_rows_scales;
     float *weights, *floats, *choice_floats, *d_weights;
     int64_t num_rows;
 } sums;
 
-/* Random numbers that every rank draws alike. */
+/* Random numbers that are the same on every rank. */
 uint64_t draw_bits(uint64_t *state);
 int64_t draw_between(uint64_t *state, int64_t low, int64_t high);
 
 typedef enum case_kind {
     CASE_ANY,
-    CASE_FEW,  /* what the kernels for few tokens take after a plan, */
-    CASE_PLAIN /* and what those that make the plan take, too */
+    CASE_FEW,  /* for the low-latency kernels that read a plan, */
+    CASE_PLAIN /* and for those that make the plan, too */
 } case_kind;
 
 #define MOST_CASE_TOKENS 640 /* of a context with more than P2P_LOWLAT_TOKENS */
@@ -58,28 +58,29 @@ typedef enum case_kind {
 void draw_case(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens,
                int64_t max_row_bytes, case_kind kind);
 
-/* One of the forms that take kernels of their own: rows at any address, of vectors, of whole pieces;
- * each type; without second rows, with them, quantized; summed by rank, FLAT, as a tree (where ranks
- * are a power of two), in this order: a group that has met FLAT or a tree leaves some kernels. */
+/* Case number n of the forms that have kernels of their own: rows at any address, of vectors,
+ * of whole pieces; each type; without second rows, with them, quantized; summed by rank, FLAT,
+ * as a tree (if the number of ranks is a power of two). */
 #define CASE_FORMS 27
 void draw_form(test_case *c, uint64_t seed, int form, int num_ranks, int64_t max_tokens);
 
-/* Full size: what the benchmark runs. */
+/* Full size, as the benchmark. */
 void draw_big(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens);
 
-/* Do its rows arrive: the plan is good and every rank's buffer is large enough? */
+/* Do its rows arrive? The plan is valid and every rank's buffer is large enough. */
 bool case_moves(const test_case *c);
 
-/* FLAT: so many floats lie by row, else one by slot. */
+/* Floats per slot, which is a row with FLAT. */
 int64_t case_each(const test_case *c);
 
-/* Counts an error and tells of the first ones. */
+/* Counts an error, and prints the first ones. */
 void report_wrong(bench *b, const char *format, ...);
 
 void make_inputs(bench *b, arrays *a);
 void make_sums(bench *b, sums *s);
 
-/* The calls; what they write is garbage before.  false: refused. */
+/* The calls, with outputs that contain garbage before. They return false if the call is
+ * refused. */
 bool call_plan(bench *b, const arrays *a);
 bool call_dispatch(bench *b, const arrays *a);
 bool call_plan_dispatch(bench *b, const arrays *a);
@@ -93,7 +94,7 @@ void check_plan(bench *b, const arrays *a);
 void check_dispatch(bench *b, const arrays *a, const char *what);
 void check_sums(bench *b, const sums *s);
 
-/* epic_allreduce_sum of random floats, called and checked; epic_sum_replicas likewise. */
+/* Tests epic_allreduce_sum with random floats, and epic_sum_replicas. */
 void test_sum(bench *b);
 void test_sum_replicas(bench *b, const arrays *a);
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the calls of a case must have written. */
+/* Checks what the calls of a case have written. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -49,10 +49,10 @@ void check_plan(bench *b, const arrays *a)
     free(plan);
 }
 
-typedef struct slots { /* what a rank's slots hold */
+typedef struct slots { /* contents of a rank's slots */
     uint8_t *rows, *scales;
     float *weights;
-    int32_t *experts; /* FLAT */
+    int32_t *experts; /* FLAT only */
 } slots;
 
 static void fill_slots(const test_case *c, const slots *s, int value, int64_t count)
@@ -71,7 +71,7 @@ static int32_t local_of(const routing *r, int32_t expert)
     return local;
 }
 
-/* What they should hold; pads and tails as they should be. */
+/* Computes what the slots should contain, with padding and tail. */
 static void expect_slots(bench *b, const slots *s, bool moves)
 {
     const test_case *c = &b->c;
@@ -221,7 +221,7 @@ static void check_quantized(bench *b, const slots *s, int64_t slot, const float 
     free(scales);
 }
 
-/* A slot's row of the gradient, which is x. */
+/* Checks the row of a slot of the gradient, which is x. */
 static void check_scaled(bench *b, const slots *s, int64_t slot, const float *x)
 {
     const test_case *c = &b->c;
@@ -239,7 +239,7 @@ static void check_scaled(bench *b, const slots *s, int64_t slot, const float *x)
     }
 }
 
-/* The gradient of one slot. */
+/* Checks the gradient of one slot. */
 static void check_gradient(bench *b, const slots *s, int q, int64_t choice)
 {
     const float *dots = s->weights;
@@ -353,7 +353,7 @@ void test_sum(bench *b)
     free(got);
 }
 
-/* A number of an expert: small and whole, so that sums in any order are the same. */
+/* A number of an expert, a small integer, so that sums are exact in any order. */
 static float expert_number(const test_case *c, uint32_t expert, int64_t i)
 {
     return (float)(case_hash(c->seed, 91, expert, (uint64_t)i) % 1000);
@@ -369,7 +369,7 @@ static float replicas_sum(const test_case *c, uint32_t expert, int64_t i)
     return sum;
 }
 
-/* Rows of some hundred floats: where staging is small they take several rounds. */
+/* Rows of some hundred floats, which take several rounds if the staging is small. */
 void test_sum_replicas(bench *b, const arrays *a)
 {
     const test_case *c = &b->c;

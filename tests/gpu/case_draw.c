@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Drawing random cases. */
+/* Draws random cases. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -53,7 +53,7 @@ static uint32_t top_k_of(uint32_t drawn)
     return most && drawn > most ? most : drawn;
 }
 
-/* What the kernels for few tokens take; a group that has once met another layer leaves them. */
+/* Limits a layer to what the low-latency kernels support. */
 static void limit_to_few(epic_layer *l, int num_ranks)
 {
     if (l->top_k > 32) l->top_k = 32;
@@ -67,8 +67,8 @@ static int64_t min_of(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-/* What those of them take that make the plan (p2p_can_plan_lowlat): a group that has met nothing else is
- * what they need most. */
+/* Limits a case to what the low-latency kernels that make the plan support
+ * (p2p_can_plan_lowlat). */
 static void limit_to_plain(test_case *c, int64_t max_tokens)
 {
     epic_layer *l = &c->r.layer;
@@ -119,7 +119,7 @@ static void draw_layer(test_case *c, uint64_t *s, int64_t max_tokens, case_kind 
     }
 }
 
-/* Some logical experts have more replicas than others, each at least one. */
+/* Some logical experts have more replicas than others; each has at least one. */
 static void draw_replicas(test_case *c)
 {
     routing *r = &c->r;
@@ -165,9 +165,9 @@ static void draw_capacity(test_case *c, uint64_t *s)
             r->layer.priority = EPIC_BY_K;
         for (int q = 0; q < r->num_ranks; q++)
             if (draw_between(s, 0, 1)) r->capacity_of[q] = 1 + r->capacity_of[q] / 2;
-    } else if (kind == 4 && draw_between(s, 0, 2) == 0) { /* one rank has too little */
+    } else if (kind == 4 && draw_between(s, 0, 2) == 0) { /* one rank has too little room */
         r->capacity_of[draw_between(s, 0, r->num_ranks - 1)] = 1;
-    } else if (kind == 5 && draw_between(s, 0, 2) == 0) { /* an id that is none */
+    } else if (kind == 5 && draw_between(s, 0, 2) == 0) { /* an invalid id */
         const int q = (int)draw_between(s, 0, r->num_ranks - 1);
         if (r->tokens_of[q]) r->ids[q][0] = r->layer.num_experts + draw_between(s, 0, 3);
         if (r->tokens_of[q] && r->logical) r->named[q][0] = r->layer.num_logical;
@@ -184,7 +184,7 @@ static int64_t most_slots(const test_case *c)
     return slots;
 }
 
-/* Rows whose scales are whole vectors, if that leaves the case short. */
+/* Widens rows so that scales are whole vectors, if the case stays short. */
 static void widen_rows(test_case *c, int64_t max_row_bytes)
 {
     const int64_t wide = 512, row_bytes = wide * type_bytes(c->type);
@@ -193,7 +193,7 @@ static void widen_rows(test_case *c, int64_t max_row_bytes)
     c->row_bytes = row_bytes;
 }
 
-/* Second rows, the caller's or those of quantized ones; by the seed alone. */
+/* Draws second rows: the caller's, or those of quantized rows. Depends on the seed only. */
 static void choose_scales(test_case *c, uint64_t kind, int64_t max_row_bytes)
 {
     static const int64_t bytes[] = {1, 4, 17, 64, 224, 1040};
@@ -207,7 +207,7 @@ static void choose_scales(test_case *c, uint64_t kind, int64_t max_row_bytes)
                                                          : 0;
 }
 
-/* Narrower rows where there are many, so that cases stay short. */
+/* Narrows rows if there are many, so that cases stay short. */
 static void narrow_rows(test_case *c)
 {
     const int64_t slots = most_slots(c);
@@ -215,13 +215,13 @@ static void narrow_rows(test_case *c)
     c->row_bytes = c->hidden * type_bytes(c->type);
 }
 
-/* Tokens that are few in such a context, at most. */
+/* Most tokens that use low-latency kernels in such a context. */
 static int32_t few_in(int64_t max_tokens)
 {
     return max_tokens < MOST_CASE_TOKENS ? TEAM_LOWLAT_TOKENS : P2P_LOWLAT_TOKENS;
 }
 
-/* Ranks with few tokens, whose plans have kernels of their own, beside one with more of them. */
+/* Gives one rank more tokens than the low-latency kernels take, and the others few. */
 static void mix_few_and_many(test_case *c, int64_t max_tokens)
 {
     uint64_t state = case_hash(c->seed, 44, 0, 0), *s = &state;
@@ -282,19 +282,19 @@ void draw_case(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens,
     draw_replicas(c);
     draw_capacity(c, s);
     narrow_rows(c);
-    const bool no_strings = HOSTS && c->plain; /* they have no such kernel there */
+    const bool no_strings = HOSTS && c->plain; /* backend hosts has no such kernel */
     choose_scales(c, no_strings ? 3 : case_hash(seed, 41, 0, 0), max_row_bytes);
     if (c->scale_bytes > max_row_bytes) c->scale_bytes = max_row_bytes;
 }
 
 /* ------------------------------------------------------------------------------- forms ---- */
 
-enum { ANYWHERE, ALIGNED, WHOLE };        /* rows: at any address; vectors; whole pieces */
-enum { ALONE, JOINED, QUANTIZED };        /* and their second rows */
-enum { SUM_BY_RANK, SUM_FLAT, SUM_TREE }; /* and their layer */
+enum { ANYWHERE, ALIGNED, WHOLE };        /* rows at any address; of vectors; of whole pieces */
+enum { ALONE, JOINED, QUANTIZED };        /* second rows: none; the caller's; quantized */
+enum { SUM_BY_RANK, SUM_FLAT, SUM_TREE }; /* sum order and layout */
 
-/* Rank 0 has more tokens than the kernels for few take, if there may be so many; others like it or
- * few. */
+/* Rank 0 has more tokens than the low-latency kernels take, if the context allows it; others
+ * have as many or few. */
 static int32_t form_tokens(uint64_t *s, int rank, int64_t max_tokens)
 {
     if (max_tokens > TEAM_LOWLAT_TOKENS && (rank == 0 || draw_between(s, 0, 1)))
@@ -343,7 +343,7 @@ void draw_form(test_case *c, uint64_t seed, int form, int num_ranks, int64_t max
     c->seed = seed;
     c->r.num_ranks = num_ranks;
     c->type = types[type];
-    c->fused = true; /* which makes a plan, and reads it */
+    c->fused = true; /* makes a plan and reads it */
     c->sample = 1;
     c->hard = draw_between(s, 0, 1);
     c->weighted = draw_between(s, 0, 3) > 0;
@@ -361,7 +361,7 @@ void draw_form(test_case *c, uint64_t seed, int form, int num_ranks, int64_t max
     }
 }
 
-/* Full size: what the benchmark runs. */
+/* Full size, as the benchmark. */
 void draw_big(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens)
 {
     uint64_t state = seed * 1000003, *s = &state;

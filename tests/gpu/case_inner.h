@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the parts of a case share: case_draw.c draws it, case.c has its data and its calls,
- * case_check.c looks at what they wrote. */
+/* What the files of a case share: case_draw.c draws it, case.c has its data and calls,
+ * case_check.c checks the results. */
 #ifndef EPIC_TEST_CASE_INNER_H
 #define EPIC_TEST_CASE_INNER_H
 
@@ -10,26 +10,27 @@
 
 uint64_t case_hash(uint64_t a, uint64_t b, uint64_t c, uint64_t d);
 
-/* A number with few bits, sometimes one that hurts. */
+/* A number with few bits, sometimes a special one. */
 float case_number(uint64_t h, bool hard, uint32_t type);
 
-/* Data that every rank can compute of every other. */
+/* Data of a rank, which every rank can compute. */
 void token_row(const test_case *c, int rank, int64_t token, uint8_t *row);
 void token_scales(const test_case *c, int rank, int64_t token, uint8_t *scales);
-/* What arrives of it: its row and second row. */
+/* The row and second row that arrive. */
 void received_row(const test_case *c, int rank, int64_t token, uint8_t *row, uint8_t *scales);
 float choice_weight(const test_case *c, int rank, int64_t choice);
 float slot_weight(const test_case *c, int rank, int64_t slot);
 float slot_element(const test_case *c, int rank, int64_t slot, int64_t i);
 float token_element(const test_case *c, int rank, int64_t token, int64_t i);
 
-/* Where what belongs to the i-th choice of `rank` lies on the rank of its expert. */
+/* Index of the data of the i-th choice of `rank` on the rank of its expert. */
 int64_t place_of_choice(const test_case *c, int rank, int64_t i);
 
-/* A caller's NaN is all ones: what staging holds while nobody has written there. */
+/* Stores a number. NaNs get all bits set, which is what staging contains until a peer writes
+ * it. */
 void case_put(uint8_t *row, int64_t i, uint32_t type, float x);
 
-/* To the arena, from it; the latter to memory of its own. */
+/* Copies to the arena, and from it to new memory. */
 void *case_upload(bench *b, const void *from, size_t bytes, int offset);
 void *case_download(bench *b, const void *from, size_t bytes);
 

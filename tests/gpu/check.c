@@ -1,9 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Random cases on the p2p backend against plain loops, bit for bit.
- *   gpu_check RANKS GPUS threads|processes CASES SEED [big|tight|small|few|most|usual [rows|forms]]
- * few: contexts of few tokens; most: of more than the library takes for few, which elsewhere are
- * TEAM_LOWLAT_TOKENS.
- * rows: of the seeds those whose rows have no second rows; forms: each kernel's in turn (few, usual).
+/* Checks random cases on a CUDA backend against plain loops, bit for bit.
+ *
+ *   gpu_check RANKS GPUS threads|processes CASES SEED
+ *             [big|tight|small|lowlat|most|usual [rows|forms]]
+ *
+ *   lowlat  contexts for low-latency kernels (at most TEAM_LOWLAT_TOKENS tokens)
+ *   most    contexts with more tokens than the library's limit for these kernels
+ *   rows    only the seeds whose rows have no second rows
+ *   forms   the cases of each kernel in turn (lowlat, usual)
+ *
  * Every rank makes the same case from the same seed, does its part, and checks its results. */
 #include <stdio.h>
 #include <stdlib.h>
@@ -21,7 +26,7 @@ static struct {
     size_t arena_bytes;
 } options;
 
-/* Do the kernels for few tokens have this case, all of them? */
+/* Do all low-latency kernels support this case? */
 static void check_plain(bench *b)
 {
     const epic_group *g = b->me->group;
@@ -65,7 +70,7 @@ static void run_case(bench *b)
         report_wrong(b, "%s", failure.sentence);
 }
 
-/* Staging, floats and parts must hold poison again, the escapes zeros. */
+/* Staging, floats and parts must contain poison again, escapes zeros. */
 static void check_heap(bench *b, const uint8_t *memory)
 {
     const p2p_heap *at = &b->me->group->self.at;
@@ -96,7 +101,7 @@ static void check_restored(bench *b)
 #endif
 }
 
-/* First come the cases that all kernels for few tokens take, at the end any. */
+/* The first cases suit all low-latency kernels; the last ones are any. */
 static case_kind kind_of(int i)
 {
     if (!options.few || i >= options.cases - options.cases / 4) return CASE_ANY;
@@ -169,7 +174,7 @@ int main(int argc, char **argv)
               .max_row_bytes = big     ? 14336
                                : small ? 2048
                                        : 7168,
-              .staging_bytes = tight ? 1 : 0, /* as much as there must be: two rows */
+              .staging_bytes = tight ? 1 : 0, /* the minimum, two rows */
               .lowlat_tokens = big || most ? 0 : TEAM_LOWLAT_TOKENS,
               .timeout_ms = TEAM_LONG_MS,
               .work = run_rank};

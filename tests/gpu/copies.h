@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* cudaMemset, and cudaMemcpy from memory that CUDA does not know, may return before the device has
- * the bytes, and a stream made with cudaStreamNonBlocking does not wait for them.  These return
- * when the device has them. */
+/* Copies that return when the device has the bytes. cudaMemset(), and cudaMemcpy() from memory
+ * that CUDA does not know, may return earlier, and a stream made with cudaStreamNonBlocking
+ * does not wait for them. */
 #ifndef EPIC_TEST_COPIES_H
 #define EPIC_TEST_COPIES_H
 

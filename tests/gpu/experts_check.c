@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The experts on a CUDA context, forward and backward, against float64 loops, with random
- * cotangents: exact ones, and ones that round where the kernels do.  Half of the cases run from a
- * captured graph that was recorded with other counts.
- *   gpu_experts_check [CASES] [SEED] [MOST]      MOST: of hidden and inner */
+/* Checks the experts on a CUDA context, forward and backward, against float64 loops with random
+ * cotangents: a float64 version without rounding, and one that rounds where the kernels do.
+ * Half of the cases run from a captured graph that was recorded with other counts.
+ *
+ *   gpu_experts_check [CASES] [SEED] [MOST]      MOST: largest hidden and inner */
 #include "base/error.h"
 #include "cuda/experts/grouped.h"
 #include "experts_oracle.h"
@@ -18,9 +19,8 @@ typedef struct problem {
     bool biased, accumulate, captured, scaled;
     int32_t tokens[MOST_LOCAL], rows[MOST_LOCAL];
     int64_t slots, width;
-    both x, weights, w_gate_up, w_down, b_gate_up, b_down, d_y,
-        counts;            /* counts: rows, tokens */
-    both x_scales, x_back; /* scaled: x as backward has it */
+    both x, weights, w_gate_up, w_down, b_gate_up, b_down, d_y, counts; /* rows, tokens */
+    both x_scales, x_back; /* scaled: x as backward uses it */
     scaled_weights of_gate_up, of_down;
     both out[RESULTS]; /* y d_x d_w_gate_up d_w_down d_b_gate_up d_b_down d_weights */
     double *exact[RESULTS], *near[RESULTS];
@@ -30,7 +30,7 @@ typedef struct problem {
 
 static const char *const names[RESULTS] = {
     "y", "d_x", "d_w_gate_up", "d_w_down", "d_b_gate_up", "d_b_down", "d_slot_weights"};
-static double worst[2][4][RESULTS]; /* exact and near, by type */
+static double worst[2][4][RESULTS]; /* without and with rounding, by type */
 static int failures;
 static int cases = 40;
 static uint64_t seed = 1;
@@ -75,7 +75,7 @@ static void draw_problem(problem *p)
     p->slots += TAIL;
 }
 
-/* Rows that carry a token are random, the others NaN, which nobody may read. */
+/* Rows with a token are random; the others are NaN, which no kernel may read. */
 static both make_rows(const problem *p, uint32_t type, int64_t columns)
 {
     both b = make_both(type, p->slots * columns);
@@ -223,7 +223,7 @@ static void call_experts(team_rank *me, const problem *p)
     must_succeed(p2p_ops.experts_backward(me->group, &backward) == EPIC_OK, "backward");
 }
 
-/* Recorded while the device has no counts that make sense. */
+/* Records the graph while the counts on the device are invalid. */
 static void call_captured(team_rank *me, const problem *p)
 {
     cudaGraph_t graph;
@@ -289,7 +289,8 @@ static void print_problem(const problem *p, int number)
     fprintf(stderr, "\n");
 }
 
-/* |got - want| / |want| over a result, as vectors; the result's own rounding is `want`'s too. */
+/* The distance |got - want| / |want| of a result as vectors. If `round` is set, `want` is rounded like the result.
+ */
 static double vector_distance(const problem *p, int result, const double *want, bool round)
 {
     const both *out = &p->out[result];
@@ -297,7 +298,7 @@ static double vector_distance(const problem *p, int result, const double *want, 
     double difference = 0, size = 0;
     for (int64_t i = 0; i < out->count; i++) {
         if ((result < 2 || result == 6) && want[i] == 0)
-            continue; /* no token: looked at apart */
+            continue; /* no token: checked separately */
         const double w = round ? round_to_type(want[i] + before, out->type) : want[i] + before;
         const double d = get_number(out->host, out->type, i) - w;
         difference += d * d;
@@ -306,7 +307,7 @@ static double vector_distance(const problem *p, int result, const double *want, 
     return size > 0 ? sqrt(difference / size) : sqrt(difference);
 }
 
-/* Slots without a token: zeros inside slabs, poison past the last. */
+/* Slots without a token must be zero inside slabs, and poison after the last slab. */
 static bool are_rows_clean(const problem *p, int result)
 {
     const both *out = &p->out[result];
@@ -323,7 +324,7 @@ static bool are_rows_clean(const problem *p, int result)
     return true;
 }
 
-/* An expert with no token: zeros to the bit, or what was there. */
+/* Gradients of an expert without tokens must be exactly zero, or what was there before. */
 static bool are_empty_clean(const problem *p, int result)
 {
     const both *out = &p->out[result];
@@ -357,7 +358,7 @@ static void compare_results(const problem *p, int number)
         const int row = p->scaled ? 3 : type == EPIC_BF16 ? 0 : type == EPIC_F16 ? 1 : 2;
         if (exact > worst[0][row][i]) worst[0][row][i] = exact;
         if (near > worst[1][row][i]) worst[1][row][i] = near;
-        /* gradients jump at the limit, and what is held in 16 bits may come to its other side */
+        /* gradients jump at the limit, and values held in 16 bits may be on its other side */
         const double most_exact = clamped && i > 0 ? 0.2 : exact_plain;
         if (!(exact <= most_exact) || !(near <= most_near)) {
             fprintf(stderr, "%s is %.2e from float64, %.2e from what rounds alike\n", names[i],

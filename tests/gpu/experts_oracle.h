@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The experts' MLP and its gradients as plain loops in float64, rounded to `held` where the CUDA
- * path holds numbers in memory, or nowhere (EPIC_F64). */
+/* Oracle of the experts' MLP and its gradients: plain loops in float64, rounded to `held` where
+ * the CUDA kernels keep numbers in memory, or nowhere (EPIC_F64). */
 #ifndef EPIC_TEST_EXPERTS_ORACLE_H
 #define EPIC_TEST_EXPERTS_ORACLE_H
 
@@ -8,17 +8,19 @@
 
 #include "numbers.h"
 
-typedef struct oracle { /* float64 throughout */
-    epic_experts ex;    /* limit and alpha filled in */
+typedef struct oracle { /* arguments, float64 throughout */
+    epic_experts ex;    /* limit and alpha are filled in */
     uint32_t held;
-    bool scaled;          /* factors of products with weights are held as e4m3, with a scale for
-                             each 128 numbers */
-    bool biased_gradient; /* d_b_gate_up is wanted: EPIC_WEIGHT_INPUT then rounds once more */
+    /* factors of products with weights are held as e4m3, with a scale per 128 numbers */
+    bool scaled;
+    /* d_b_gate_up is requested: EPIC_WEIGHT_INPUT then rounds once more */
+    bool biased_gradient;
     int64_t slots;
     const int32_t *rows, *tokens;
-    const double *x, *x_back; /* as forward and backward have it */
-    const double *weights, *w_gate_up, *w_down, *b_gate_up, *b_down, *d_y;         /* in */
-    double *y, *d_x, *d_w_gate_up, *d_w_down, *d_b_gate_up, *d_b_down, *d_weights; /* out: 0 */
+    const double *x, *x_back; /* in forward and in backward */
+    const double *weights, *w_gate_up, *w_down, *b_gate_up, *b_down, *d_y; /* inputs */
+    /* outputs, 0 before */
+    double *y, *d_x, *d_w_gate_up, *d_w_down, *d_b_gate_up, *d_b_down, *d_weights;
 } oracle;
 
 static double sigmoid_f64(double x)
@@ -71,8 +73,8 @@ static activated up_f64(double u, const epic_experts *ex)
 
 typedef struct oracle_row { /* one slot */
     double *saved, *act, *d_act, *d_gate_up;
-    double *factor; /* d_y or d_gate_up as a product with weights has it */
-    double *held;   /* the activations as backward has them */
+    double *factor; /* d_y or d_gate_up as a factor of a product with weights */
+    double *held;   /* activations as backward uses them */
 } oracle_row;
 
 static int64_t gate_of(const epic_experts *ex, int64_t i)
@@ -97,7 +99,7 @@ static void multiply_row(const oracle *o, double *out, const double *row, const 
     for (int64_t j = 0; j < n; j++) out[j] = round_to_type(out[j], o->held);
 }
 
-/* As e4m3 holds them, with a scale for each 128. */
+/* Rounds to e4m3 with a scale per 128 numbers. */
 static void quantize_f64(double *x, int64_t n)
 {
     for (int64_t first = 0; first < n; first += 128) {
@@ -137,7 +139,8 @@ static void forward_slot(const oracle *o, int64_t e, int64_t slot, const oracle_
     }
 }
 
-/* The gradient of the first product's row, from that of the activations; returns the weight's. */
+/* The gradient of the first product's row from that of the activations; returns that of the
+ * weight. */
 static double activation_backward(const oracle *o, int64_t e, int64_t slot, const oracle_row *r)
 {
     const epic_experts *ex = &o->ex;

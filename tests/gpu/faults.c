@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Faults on the p2p backend: each must become an error that names the right rank, in time, and
- * leave CUDA usable; the next round opens a new group.
+/* Tests faults on a CUDA backend. Each must become an error that names the right rank, in time,
+ * and leave CUDA usable. The next round opens a new group.
+ *
  *   gpu_faults RANKS GPUS threads|processes ROUNDS [DEADLINE in ms [SMS of a rank]] */
 #include <stdio.h>
 #include <stdlib.h>
@@ -14,12 +15,12 @@
 #include "slack.h"
 #include "team.h"
 
-/* So few that the kernels for few tokens are taken; another program has more. */
+/* Few enough for the low-latency kernels; another program uses more. */
 #ifndef TOKENS
 #define TOKENS 64
 #endif
 #define HIDDEN 512
-#define TRIES 5 /* of a fault, where answers are late */
+#define TRIES 5 /* tries of a fault if errors are late */
 
 enum fault { SKIPPED, DIFFERENT, SHAPED, TAGGED, LATE, SLOW, ABORTED, NUM_FAULTS };
 static const char *const fault_names[] = {"a skipped call", "another call", "another shape",
@@ -30,7 +31,7 @@ static const uint32_t expected[] = {EPIC_ETIMEOUT,  EPIC_EMISMATCH, EPIC_EMISMAT
                                     EPIC_EPEER};
 static enum fault fault;
 static int culprit, deadline_ms = 200;
-static bool apart; /* no row goes to the culprit or comes from there; rounds of few tokens */
+static bool apart; /* no row goes to or comes from the culprit; rounds of few tokens */
 
 static double now_ms(void)
 {
@@ -67,7 +68,8 @@ static memory allocate_memory(team_rank *me)
     return m;
 }
 
-/* The deadline of what is called when something goes wrong: only a test of deadlines waits for it. */
+/* Time limit of a call in which something goes wrong: only a test of time limits waits for it.
+ */
 static uint32_t fault_timeout(void)
 {
     return expected[fault] == EPIC_ETIMEOUT ? (uint32_t)deadline_ms : TEAM_LONG_MS;
@@ -119,7 +121,7 @@ static void inject_fault(team_rank *me, memory *m)
     if (fault == ABORTED) p2p_ops.abort(me->group, 0, "the loss is not a number");
 }
 
-/* What was late may be the machine's fault: `late` is told, and the fault tried again. */
+/* If an error is late, the machine may be too busy: prints it and tries the fault again. */
 static int judge_fault(team_rank *me, double took, const epic_failure_info *f)
 {
     int *late = me->shared;
@@ -128,7 +130,7 @@ static int judge_fault(team_rank *me, double took, const epic_failure_info *f)
                        (f->num_culprits == 1 && f->culprits[0] == culprit);
     const bool in_time =
         took < deadline_ms * 1.25 + slack_ms() || (fault == LATE && me->rank == culprit);
-    const bool came = fault == LATE && f->result == EPIC_OK; /* when nobody had given up yet */
+    const bool came = fault == LATE && f->result == EPIC_OK; /* before any rank had given up */
     if (f->result == expected[fault] && named && in_time) return 0;
     if (came || (f->result == expected[fault] && named))
         __atomic_store_n(late, 1, __ATOMIC_RELAXED);
@@ -138,7 +140,7 @@ static int judge_fault(team_rank *me, double took, const epic_failure_info *f)
     return !__atomic_load_n(late, __ATOMIC_RELAXED);
 }
 
-/* The same error at once, or, where nothing is broken, the next operation. */
+/* A later call must return the same error at once or, if nothing is broken, succeed. */
 static int judge_later_call(team_rank *me, memory *m)
 {
     const epic_result later = call_sum(me, m);

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The gate's products against float64 loops, in shapes that take tensor cores and in others: its
- * float32 factor must count with all of its bits, however it is multiplied.
+/* Checks the gate's products against float64 loops, in shapes that use tensor cores and in
+ * others. All bits of the float32 factor must count, however it is multiplied.
+ *
  *   gpu_gate_check [CASES] [SEED] [large] */
 #include <math.h>
 #include <unistd.h>
@@ -19,7 +20,7 @@ typedef struct problem {
     const shape *s;
     both x, w, bias, logits, d, d_w, d_bias, d_x, also;
     void *workspace;
-    double worst; /* of the errors, as parts of the bound */
+    double worst; /* largest error, as a part of the bound */
 } problem;
 
 static p2p_status status;
@@ -32,7 +33,7 @@ static both pushed_both(uint32_t type, int64_t count)
     return b;
 }
 
-/* For both ways to multiply, there and back. */
+/* For both methods, forward and backward. */
 static size_t workspace_bytes(const shape *s)
 {
     const int64_t both_ways[] = {
@@ -74,14 +75,14 @@ static void free_problem(problem *p)
     cudaFree(p->workspace);
 }
 
-/* One sum of `depth` products, `step` numbers apart, added to `begin`. */
+/* A sum of `depth` products, `step` numbers apart, added to `begin`. */
 typedef struct sum {
     const double *a, *b;
     int64_t step_a, step_b, depth;
-    double begin, rounding; /* of the result, as a part of it */
+    double begin, rounding; /* relative rounding of the result */
 } sum;
 
-/* The bound: rounding of all those sums, which tensor cores do towards zero. */
+/* The bound is the rounding of all these sums, which tensor cores do towards zero. */
 static void judge_number(problem *p, double got, sum s)
 {
     double want = s.begin, size = fabs(s.begin);
@@ -92,7 +93,7 @@ static void judge_number(problem *p, double got, sum s)
     }
     const double bound = (5e-7 + 1.5e-10 * (double)s.depth) * size + s.rounding * fabs(want);
     const double part = fabs(got - want) / (bound + 1e-30);
-    if (!(part <= p->worst)) p->worst = part; /* also NaN */
+    if (!(part <= p->worst)) p->worst = part; /* also true for NaN */
 }
 
 static void check_logits(problem *p)
@@ -125,7 +126,7 @@ static void check_gradient(problem *p)
     }
 }
 
-/* Rounded once, whatever is added. */
+/* Rows must be rounded once, whatever is added. */
 static void check_rows(problem *p)
 {
     const shape *s = p->s;

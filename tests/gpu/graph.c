@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A captured graph of plan+dispatch and combine, replayed with new routing and data; then the
- * same operations many times back to back with random delays of the host.
+/* Tests a captured graph of plan+dispatch and combine, replayed with new routing and data. Then
+ * runs the same operations many times back to back with random delays of the host.
+ *
  *   gpu_graph RANKS GPUS threads|processes REPLAYS [flat|rare]
- * rare: with replicas, of which the sum is captured too, and kept by k. */
+ *   rare: with replicas, whose sum is captured, too, and with EPIC_BY_K */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -13,13 +14,13 @@
 #include "oracle.h"
 #include "team.h"
 
-/* So few that the kernels for few tokens are taken; another program has more. */
+/* Few enough for the low-latency kernels; another program uses more. */
 #ifndef TOKENS
 #define TOKENS 96
 #endif
 #define HIDDEN 256
 #define TOP_K 3
-#define EACH 6 /* experts of a rank */
+#define EACH 6 /* experts per rank */
 #define SLOTS (TOKENS * TOP_K * 8)
 #define NUMBERS 7
 
@@ -93,7 +94,7 @@ static epic_result run_operations(team_rank *me, memory *m)
     return p2p_ops.combine(me->group, &combine);
 }
 
-/* How many rows a token has: one for each choice, or for each rank that it chooses. */
+/* Number of rows of a token: one per choice, or one per rank that it chooses. */
 static int rows_of(const int32_t *ids)
 {
     int rows = 0;
@@ -105,13 +106,13 @@ static int rows_of(const int32_t *ids)
     return rows;
 }
 
-/* Of an expert, in a round. */
+/* A number of an expert in a round. */
 static int row_number(int expert, int i, int round)
 {
     return expert * 100 + i * 7 + round;
 }
 
-/* Small integers: out must be the token times its rows, exactly. */
+/* With small integers, out must be exactly the token times its number of rows. */
 static int replay_graph(team_rank *me, memory *m, cudaGraphExec_t graph, int round,
                         unsigned *seed)
 {

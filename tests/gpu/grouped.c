@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The products over slabs, every pass with every kernel that can do it, against float64 loops:
- * first shapes of growing difficulty, each with a name, so that what fails first says what is
- * wrong; then random ones.  What is past the slabs stays as it was, rows of padding are NaN on
- * their way in, and zeros come out.
+/* Checks the products over slabs, every pass with every kernel that supports it, against
+ * float64 loops. First come named shapes of growing difficulty, so that the first failure shows
+ * what is wrong; then random ones. Memory after the slabs must stay unchanged; padding rows are
+ * NaN in the input and zero in the output.
+ *
  *   gpu_grouped [RANDOM_CASES] [SEED] [MOST] [KERNEL]
- *                          MOST: of k and n in random cases; KERNEL: one of plain, sliced,
- *                          pairs, alone */
+ *       MOST: largest k and n of random cases; KERNEL: plain, sliced, pairs or alone */
 #include <math.h>
 #include <signal.h>
 #include <unistd.h>
@@ -20,7 +20,7 @@ typedef struct shape {
     int64_t k, n;
     int experts, alignment;
     int tokens[MOST_EXPERTS];
-    uint32_t type, out_type; /* out_type: of weights' gradients; of E4M3 rows, of results */
+    uint32_t type, out_type; /* out_type: of weight gradients; with E4M3 rows, of results */
     bool bias, weighted, accumulate;
 } shape;
 
@@ -30,8 +30,8 @@ typedef struct problem {
     int64_t slots;
     uint32_t y_type;
     both x, w, d, bias, weights, counts, tokens;
-    both scales[2];      /* E4M3: of x and d */
-    scaled_weights of_w; /* E4M3 */
+    both scales[2];      /* E4M3: scales of x and d */
+    scaled_weights of_w; /* E4M3 only */
     p2p_slabs slabs;
     void *workspace;
 } problem;
@@ -42,7 +42,7 @@ static const char *const kernels[] = {"plain", "sliced", "pairs", "alone"};
 static const char *const passes[] = {"forward", "input", "weight"};
 static int good[3][KERNELS], bad[3][KERNELS], left_out[3][KERNELS];
 static cudaStream_t stream;
-static const char *only; /* of the kernels */
+static const char *only; /* name of the only kernel to test */
 static char running[160];
 
 /* ---------------------------------------------------------------------------- problems ---- */
@@ -58,7 +58,7 @@ static void lay_out(problem *p)
     p->slots += TAIL;
 }
 
-/* Rows that carry a token are random, the others NaN. */
+/* Rows with a token are random, the others NaN. */
 static both make_rows(const problem *p, int64_t columns)
 {
     both b = make_both(p->s->type, p->slots * columns);
@@ -138,8 +138,8 @@ static void free_problem(problem *p)
 
 /* ------------------------------------------------------------------------------- truth ---- */
 
-/* Number (line, column) of the result, line being a slot, or expert * k + a row of its weights.
- * *size gets what is added, without its signs. */
+/* Number (line, column) of the result; line is a slot, or expert * k + a row of its weights.
+ * *size becomes the sum of the absolute values. */
 static double truth_at(const problem *p, uint32_t pass, int expert, int64_t line,
                        int64_t column, double *size)
 {
@@ -170,10 +170,10 @@ static double truth_at(const problem *p, uint32_t pass, int expert, int64_t line
 }
 
 typedef struct verdict {
-    int64_t wrong, checked, line, column; /* of the first wrong one */
+    int64_t wrong, checked, line, column; /* of the first wrong number */
     int expert;
     double got, want;
-    int64_t boxes[2][4]; /* wrong ones of that tile, 64 x 64 each */
+    int64_t boxes[2][4]; /* wrong numbers in its tile, by boxes of 64 x 64 */
 } verdict;
 
 static void judge_number(verdict *v, int expert, int64_t line, int64_t column, double got,
@@ -199,7 +199,7 @@ static void count_box(const problem *p, const verdict *v, verdict *to, uint32_t 
     to->boxes[row % 128 / 64][column % 256 / 64]++;
 }
 
-/* Tensor cores add 32 products of e4m3 with 13 bits behind the largest's first. */
+/* Tensor cores add 32 products of e4m3 with 13 bits after the leading bit of the largest. */
 static double slack_of(uint32_t type, double want, double size, bool short_sums)
 {
     const double round = type == EPIC_BF16 ? 0x1.02p-8 : type == EPIC_F16 ? 0x1.02p-11 : 0;
@@ -207,7 +207,7 @@ static double slack_of(uint32_t type, double want, double size, bool short_sums)
            (type == EPIC_F16 ? 1e-7 : 1e-30);
 }
 
-/* All of the result; `before` is what accumulating began with. */
+/* Checks the whole result. `before`: the initial value when accumulating. */
 static verdict check_product(const problem *p, uint32_t pass, kernel how, const both *out,
                              double before)
 {
@@ -216,7 +216,7 @@ static verdict check_product(const problem *p, uint32_t pass, kernel how, const 
     const bool short_sums = s->type == EPIC_E4M3 && how > SLICED;
     const int64_t columns = pass == EPIC_GEMM_INPUT ? s->k : s->n;
     verdict v = {0};
-    for (int round = 0; round < 2; round++) { /* the second time only to count boxes */
+    for (int round = 0; round < 2; round++) { /* the second time only counts boxes */
         verdict again = v;
         for (int e = 0; e < s->experts; e++) {
             const int64_t first = weight ? e * s->k : p->first[e];
@@ -293,7 +293,7 @@ static p2p_gemm job_of(const problem *p, uint32_t pass, const both *out, kernel 
                       .alone = how == ALONE};
 }
 
-/* A kernel whose barriers are wrong never ends. */
+/* A kernel with wrong barriers never ends. */
 static void give_up(int number)
 {
     (void)number;
@@ -301,7 +301,7 @@ static void give_up(int number)
     _exit(1);
 }
 
-/* Sums are cut where one slab fills all slots. */
+/* Sums are cut only if one slab fills all slots. */
 static bool is_ready(const shape *s, const p2p_gemm *job, kernel how)
 {
     if (how == PLAIN) return true;
@@ -310,7 +310,7 @@ static bool is_ready(const shape *s, const p2p_gemm *job, kernel how)
     return !p2p_gemm_is_slow(job) && (how == PAIRS || s->type != EPIC_F16);
 }
 
-/* Without the slots behind the slab, which no kernel but this one knows by their number. */
+/* Limits the job to the slab, as only this kernel uses the number of slots. */
 static void cut_sums(p2p_gemm *job, const problem *p, both *parts)
 {
     const int64_t lines = job->pass == EPIC_GEMM_WEIGHT ? p->s->k : p->s->tokens[0];

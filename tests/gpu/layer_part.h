@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A rank's part of a layer (tests/unit/moe_layer.h) with all of its arrays on a device. */
+/* A rank's part of a layer (tests/unit/moe_layer.h) with all arrays on a device. */
 #ifndef EPIC_TEST_LAYER_PART_H
 #define EPIC_TEST_LAYER_PART_H
 
@@ -10,7 +10,7 @@
 
 enum { MOST_MIRRORS = 64 };
 
-typedef struct mirror { /* an array of the host's, and where it is on the device */
+typedef struct mirror { /* an array of the host and its copy on the device */
     void *host, *device;
     size_t bytes;
     bool out;
@@ -27,7 +27,7 @@ static inline void must_succeed(cudaError_t error, const char *what)
 {
     if (error == cudaSuccess) return;
     fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(error));
-    _exit(1); /* peers would wait for us */
+    _exit(1); /* peers would wait for this rank */
 }
 
 static inline void *to_device(device_part *d, void *host, int64_t bytes, bool out)
@@ -50,7 +50,7 @@ static inline void *poisoned_device(device_part *d, int64_t bytes)
     return m->device;
 }
 
-/* The rank's call, with every array on the device. */
+/* Makes the arguments of the rank's call, with every array on the device. */
 static inline void move_in(device_part *d)
 {
     part *t = d->t;
@@ -142,7 +142,7 @@ static inline void both_ways(part *t, epic_context *ctx)
           epic_error(ctx));
 }
 
-/* The rank's part on the device, its stream used once. */
+/* Makes the rank's part on the device and uses its stream once. */
 static inline device_part device_part_make(const problem *p, int rank,
                                            const epic_config *config)
 {
@@ -155,7 +155,7 @@ static inline device_part device_part_make(const problem *p, int rank,
     return d;
 }
 
-/* The results come back, to where all ranks' are, and everything goes. */
+/* Copies the results to where those of all ranks are, and frees everything. */
 static inline void device_part_end(device_part *d)
 {
     move_out(d);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Numbers of any type on the host, random ones, and arrays that lie on both sides. */
+/* Numbers of any type on the host, random ones, and arrays that exist on host and device. */
 #ifndef EPIC_TEST_NUMBERS_H
 #define EPIC_TEST_NUMBERS_H
 
@@ -56,7 +56,7 @@ static inline void put_number(void *data, uint32_t type, int64_t i, double x)
             type == EPIC_BF16 ? bf16_of_float((float)x) : f16_of_float((float)x);
 }
 
-/* x as an array of that type holds it. */
+/* Rounds x to what an array of that type holds. */
 static inline double round_to_type(double x, uint32_t type)
 {
     double held;
@@ -64,7 +64,7 @@ static inline double round_to_type(double x, uint32_t type)
     return get_number(&held, type, 0);
 }
 
-/* The same numbers in float64, as the device has them, and as it gave them back. */
+/* The same numbers in float64, on the device, and as copied back from it. */
 typedef struct both {
     double *truth; /* of an input */
     void *host, *device;
@@ -81,7 +81,7 @@ static inline void must_succeed(bool good, const char *what)
     exit(1);
 }
 
-/* Poisoned: every byte 0xff, which is a NaN of every type. */
+/* Makes an array of poison: every byte is 0xff, which is a NaN in every type. */
 static inline both make_both(uint32_t type, int64_t count)
 {
     both b = {.type = type, .count = count, .bytes = (size_t)(count * bytes_of(type)) + 16};
@@ -125,7 +125,7 @@ static inline void free_both(both *b)
     *b = (both){0};
 }
 
-/* Is the element as make_both left it? */
+/* Is the element as make_both() left it? */
 static inline bool is_poison(const both *b, int64_t i)
 {
     static const uint64_t ones = UINT64_MAX;

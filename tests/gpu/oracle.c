@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The truth for GPU tests. */
+/* Oracle of the GPU tests: routing and arithmetic of all ranks in plain loops. */
 #include "oracle.h"
 
 #include <math.h>
@@ -23,8 +23,8 @@ static int64_t slots_with(const routing *r, int rank, int64_t most)
     return slots;
 }
 
-/* FLAT: a token has one row on each rank where it chooses; which is the i-th choice's there, or -1:
- * that of a choice before. */
+/* FLAT: the row of the i-th choice, one per token and rank; -1: it was counted with an earlier
+ * choice. */
 static int64_t next_row(const routing *r, int q, int64_t i, const int64_t *rows)
 {
     const int64_t k = r->layer.top_k, e = r->ids[q][i];
@@ -57,7 +57,7 @@ static void count_choices(routing *r)
         }
 }
 
-/* What expert_capacity leaves an expert: its part, with replicas. */
+/* Most choices that expert_capacity leaves an expert; its share, with replicas. */
 static int64_t quota_of(const routing *r, int64_t expert)
 {
     int64_t replicas = 0, before = 0;
@@ -112,7 +112,7 @@ static void place_rows(routing *r)
     memcpy(r->slots_of, r->rows_of, sizeof r->slots_of);
 }
 
-/* The place of each choice in the order in which its expert keeps them, into `slot`. */
+/* Sets `slot` to the position of each choice in the order in which its expert keeps choices. */
 static void number_choices(routing *r)
 {
     const int64_t top_k = r->layer.top_k;
@@ -158,7 +158,7 @@ static void place_choices(routing *r)
 void choose_experts(routing *r)
 {
     const int64_t experts = r->layer.num_experts;
-    int32_t *turn = malloc((size_t)experts * sizeof *turn); /* of the next choice */
+    int32_t *turn = malloc((size_t)experts * sizeof *turn); /* replica of the next choice */
     if (!r->logical) {
         free(turn);
         return;
@@ -167,7 +167,7 @@ void choose_experts(routing *r)
     for (int q = 0; q < r->num_ranks; q++)
         for (int64_t i = 0; i < (int64_t)r->tokens_of[q] * r->layer.top_k; i++) {
             const int64_t l = r->named[q][i];
-            r->ids[q][i] = l < 0 ? l : l + experts; /* none; or too large */
+            r->ids[q][i] = l < 0 ? l : l + experts; /* none, or too large */
             if (l < 0 || l >= r->layer.num_logical) continue;
             do turn[l] = (int32_t)((turn[l] + 1) % experts);
             while (r->logical[turn[l]] != l);
@@ -291,7 +291,7 @@ static node add_nodes(node a, node b, uint32_t type)
     return (node){true, round_to(a.sum + b.sum, type)};
 }
 
-/* The partial over the choices whose expert lies in [first, first + count). */
+/* The partial sum of the choices whose expert is in [first, first + count). */
 static node partial_sum(const routing *r, int rank, int32_t token, int64_t i, uint32_t type,
                         const expert_rows *rows, int owner, int64_t first, int64_t count)
 {
@@ -308,7 +308,7 @@ static node partial_sum(const routing *r, int rank, int32_t token, int64_t i, ui
         else
             n.sum = w * x;
         n.there = true;
-        if (r->layer.layout == EPIC_FLAT) break; /* one row for all of them */
+        if (r->layer.layout == EPIC_FLAT) break; /* one row for all choices */
     }
     n.sum = round_to(n.sum, type);
     return n;
@@ -331,7 +331,8 @@ float combined_number(const routing *r, int rank, int32_t token, int64_t i, uint
 {
     const uint32_t part = r->layer.partial_type ? r->layer.partial_type : type;
     if (r->layer.sum_order == EPIC_TREE) {
-        const bool flat = r->layer.layout == EPIC_FLAT; /* a rank's leaves are in the row */
+        /* the leaves of a rank are in the row */
+        const bool flat = r->layer.layout == EPIC_FLAT;
         const int64_t leaves = flat ? r->num_ranks : (int64_t)r->layer.leaves;
         const node n = tree_sum(r, rank, token, i, part, rows, 0, leaves, leaves);
         return n.there ? n.sum : 0.0f;
@@ -374,7 +375,7 @@ float dot_in_order(const float *a, const float *b, int64_t n)
 
 /* -------------------------------------------------------------------------- quantizing ---- */
 
-/* To the nearest multiple of the step that e4m3 has there, even ones first. */
+/* Rounds to the nearest multiple of the step that e4m3 has there, ties to even. */
 static uint8_t e4m3_of(float x)
 {
     const double size = fabs((double)x);

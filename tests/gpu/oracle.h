@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The truth for GPU tests: plain loops over the routing of all ranks, as epic.h defines it. */
+/* Oracle of the GPU tests: plain loops over the routing of all ranks, as epic.h defines it. */
 #ifndef EPIC_TEST_ORACLE_H
 #define EPIC_TEST_ORACLE_H
 
@@ -10,39 +10,39 @@
 
 #define ORACLE_RANKS 32
 
-typedef struct routing { /* one case: what every rank brings */
+typedef struct routing { /* one case: the inputs of all ranks */
     int num_ranks;
-    epic_layer layer; /* defaults filled in */
+    epic_layer layer; /* with defaults filled in */
     int32_t tokens_of[ORACLE_RANKS];
     int64_t capacity_of[ORACLE_RANKS];
     int64_t *ids[ORACLE_RANKS];   /* [tokens, top_k] */
-    int64_t *named[ORACLE_RANKS]; /* with replicas the same, as EPIC is given them */
+    int64_t *named[ORACLE_RANKS]; /* with replicas: the ids that EPIC gets */
     int32_t *owner;               /* [num_experts] */
     int32_t *logical;             /* [num_experts]; NULL: no replicas */
     bool table;
-    /* what follows from it */
+    /* results: */
     int32_t *slot[ORACLE_RANKS]; /* [tokens, top_k]: slot on the owner, or an EPIC_FATE */
-    int32_t *rank[ORACLE_RANKS]; /* [tokens, top_k]: the owner, -1 */
+    int32_t *rank[ORACLE_RANKS]; /* [tokens, top_k]: the owner, or -1 */
     int64_t slots_of[ORACLE_RANKS], demand_of[ORACLE_RANKS];
-    int64_t rows_of[ORACLE_RANKS]; /* FLAT: slots of the ranks */
+    int64_t rows_of[ORACLE_RANKS]; /* FLAT: slots of each rank */
     int32_t *load, *kept, *begin;  /* [num_experts] */
     int32_t result;
 } routing;
 
-/* With replicas: the experts of the choices that are named. */
+/* With replicas: sets the experts of the named choices. */
 void choose_experts(routing *r);
 
-/* Fills in what follows; free_routing gives all of it back, the inputs too. */
+/* Computes the results. free_routing() frees everything, the inputs too. */
 void solve_routing(routing *r);
 void free_routing(routing *r);
 
-/* Element i of a row, and back. */
+/* Reads and writes element i of a row. */
 float get_element(const void *row, int64_t i, uint32_t type);
 void put_element(void *row, int64_t i, uint32_t type, float x);
 int type_bytes(uint32_t type);
 float round_to(float x, uint32_t type);
 
-/* Element i of the combined row of a token; element(rank, slot, i) gives the experts' rows,
+/* Element i of the combined row of a token. element(rank, slot, i) returns the experts' rows,
  * weight(rank, slot) their weights. */
 typedef struct expert_rows {
     float (*element)(const void *self, int rank, int64_t slot, int64_t i);
@@ -52,10 +52,10 @@ typedef struct expert_rows {
 float combined_number(const routing *r, int rank, int32_t token, int64_t i, uint32_t type,
                       const expert_rows *rows);
 
-/* n numbers in blocks, as epic.h says; how: an epic_quantize. */
+/* Quantizes n numbers in blocks, as epic.h defines it; how: an epic_quantize. */
 void quantize_blocks(uint32_t how, const float *x, int64_t n, uint8_t *q, uint8_t *scales);
 
-/* The dot product in the header's order. */
+/* The dot product in the order of the header. */
 float dot_in_order(const float *a, const float *b, int64_t n);
 
 #endif

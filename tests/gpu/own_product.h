@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A product of the caller's own, of float32.  It waits, which a product should not, and multiplies
- * on the host. */
+/* A product of the caller's own, for float32. It waits for the stream, which a real product
+ * should not, and multiplies on the host. */
 #ifndef EPIC_TEST_OWN_PRODUCT_H
 #define EPIC_TEST_OWN_PRODUCT_H
 
@@ -12,7 +12,7 @@
 
 #include "epic/epic.h"
 
-/* By the call's own stream: other threads may be in other calls. */
+/* Uses the stream of the call, because other threads may be in other calls. */
 static inline void *own_copy(const void *device, int64_t bytes, cudaStream_t stream)
 {
     void *host = malloc((size_t)bytes + 1);
@@ -23,7 +23,7 @@ static inline void *own_copy(const void *device, int64_t bytes, cudaStream_t str
     exit(1);
 }
 
-/* `e` is the expert, `row` the first of its slab, `count` its tokens. */
+/* e: the expert; row: the first row of its slab; count: its tokens. */
 static inline double own_sum(const epic_gemm_args *a, const float *left, const float *right,
                              int64_t e, int64_t row, int64_t count, int64_t line,
                              int64_t column)
@@ -42,7 +42,7 @@ static inline double own_sum(const epic_gemm_args *a, const float *left, const f
     return sum;
 }
 
-/* An epic_gemm's multiply; self is an atomic_int that counts the calls. */
+/* The multiply function of an epic_gemm; self is an atomic_int that counts calls. */
 static inline epic_result own_multiply(void *self, const epic_gemm_args *a)
 {
     const bool weight = a->pass == EPIC_GEMM_WEIGHT, input = a->pass == EPIC_GEMM_INPUT;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A matrix product of small integers, which float32 holds exactly. */
+/* Multiplies matrices of small integers, which float32 represents exactly. */
 #include "product.h"
 
 #include <cublas_v2.h>
@@ -10,7 +10,7 @@
 enum { N = 96 };
 #define BYTES (N * N * sizeof(float))
 
-/* Column by column, as cuBLAS has it. */
+/* In column order, like cuBLAS. */
 static void multiply_matrices(const float *a, const float *b, float *c)
 {
     for (int i = 0; i < N; i++)

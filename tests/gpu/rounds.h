@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Rounds of a rank by the public calls, one after the other, for faults to hit: plan and dispatch,
- * then combine.  Nobody looks at the rows. */
+/* Rounds of a rank by the public calls, for faults to interrupt: plan and dispatch, then
+ * combine. The rows are not checked. */
 #ifndef EPIC_TEST_ROUNDS_H
 #define EPIC_TEST_ROUNDS_H
 
@@ -13,7 +13,7 @@ enum { ROUND_TOKENS = 128, ROUND_TOP_K = 4, ROUND_EXPERTS = 24, ROUND_ROW = 1024
 
 typedef struct rounds {
     epic_context *ctx;
-    cudaStream_t stream; /* which waits for no other */
+    cudaStream_t stream; /* which waits for no other stream */
     epic_layer layer;
     int64_t slots, plan_bytes;
     void *plan, *ids, *tokens, *recv, *out;
@@ -25,7 +25,7 @@ static inline bool round_memory(void **out, int64_t bytes)
            fill_in(*out, 0, (size_t)bytes) == cudaSuccess;
 }
 
-/* r->ctx is open, with this config. */
+/* Sets up the rounds; r->ctx has been opened with this config. */
 static inline bool round_seat(rounds *r, const epic_config *config)
 {
     const int rank = epic_rank(r->ctx), num_ranks = epic_num_ranks(r->ctx);
@@ -47,7 +47,7 @@ static inline bool round_seat(rounds *r, const epic_config *config)
            cudaDeviceSynchronize() == cudaSuccess;
 }
 
-/* EPIC_EDEVICE: CUDA has failed. */
+/* Runs one round; EPIC_EDEVICE: CUDA has failed. */
 static inline epic_result round_run(rounds *r)
 {
     const epic_plan_args plan = {.call.stream = r->stream,

@@ -19,10 +19,10 @@ void router_seed(uint64_t seed);
 uint32_t router_below(uint32_t n);
 float router_normal(void);
 
-/* At most so many experts; every tenth is DeepSeek-V3's. */
+/* Draws a router of at most `most` experts; every tenth is that of DeepSeek-V3. */
 problem router_draw(uint32_t most);
 
-/* Of one of eight kinds: ties, large ones, odd ones, plain ones. */
+/* A logit of one of eight kinds: ties, large, special and ordinary ones. */
 float router_logit(int kind);
 
 int64_t router_type_bytes(uint32_t type);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* EPIC_TEST_SLACK_MS: how much later errors and deadlines may be where the machine is slow or busy. */
+/* EPIC_TEST_SLACK_MS: how late errors and time limits may be on a slow or busy machine. */
 #ifndef EPIC_TEST_SLACK_H
 #define EPIC_TEST_SLACK_H
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Ranks of a test: how they start, meet, and join. */
+/* Ranks of a test: how they start, meet, and join a group. */
 #include "team.h"
 
 #include <pthread.h>
@@ -66,7 +66,7 @@ typedef struct seat {
     int result;
 } seat;
 
-/* SMs of a rank: three quarters of its GPU are shared out where ranks share it. */
+/* SMs of a rank: ranks that share a GPU get equal parts of three quarters of it. */
 static uint32_t sms_of(const team *t)
 {
     int sms = 0;
@@ -77,7 +77,7 @@ static uint32_t sms_of(const team *t)
     return sharers > 1 ? share : t->max_sms;
 }
 
-/* EPIC_TEST_EPOCH: so many operations the group seems to have behind it. */
+/* EPIC_TEST_EPOCH: makes the group begin with this epoch. */
 static void set_epoch(const team_rank *me)
 {
     const char *text = getenv("EPIC_TEST_EPOCH");
@@ -88,8 +88,8 @@ static void set_epoch(const team_rank *me)
                 &epoch, sizeof epoch));
 }
 
-/* Of backend hosts every rank is a host of its own, or as many are as EPIC_TEST_RANKS_PER_HOST
- * says. */
+/* backend hosts: every rank is a host of its own, or EPIC_TEST_RANKS_PER_HOST ranks are one
+ * host. */
 static uint64_t host_of(int rank)
 {
     const char *text = HOSTS ? getenv("EPIC_TEST_RANKS_PER_HOST") : NULL;
@@ -164,7 +164,7 @@ static int run_threads(const team *t)
     return failed;
 }
 
-/* No CUDA call has been made in the parent. */
+/* The parent process makes no CUDA call. */
 static int run_processes(const team *t)
 {
     pid_t children[DEVICE_MAX_RANKS], ended;

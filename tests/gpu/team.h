@@ -1,15 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Ranks of a test: threads of one process, or processes, each with a seat in one p2p group. */
+/* Ranks of a test: threads of one process, or processes, each in one group of a CUDA backend.
+ */
 #ifndef EPIC_TEST_TEAM_H
 #define EPIC_TEST_TEAM_H
 
 #include "backend/p2p/p2p.h"
 
 #define TEAM_LOWLAT_TOKENS \
-    128                     /* fewer than P2P_LOWLAT_TOKENS, so that a case of more is small */
-#define TEAM_LONG_MS 150000 /* a deadline that nobody waits for, on a busy machine either */
+    128 /* fewer than P2P_LOWLAT_TOKENS, so that a case with more is small */
+#define TEAM_LONG_MS 150000 /* a time limit that is never reached, on a busy machine either */
 
-typedef struct team_rank { /* what a rank of the test is given */
+typedef struct team_rank { /* what a rank of the test gets */
     int rank, num_ranks;
     epic_group *group;
     cudaStream_t stream;
@@ -22,26 +23,27 @@ typedef struct team {
     bool processes; /* else threads */
     int64_t max_tokens, max_row_bytes, staging_bytes;
     int32_t
-        lowlat_tokens; /* of a rank, at most: TEAM_LOWLAT_TOKENS; 0: as the library has it */
+        /* most tokens for low-latency kernels: TEAM_LOWLAT_TOKENS; 0: the library's limit */
+        lowlat_tokens;
     uint32_t timeout_ms;
-    uint32_t max_sms;           /* of a rank, or fewer; 0: as many as there are */
-    int (*work)(team_rank *me); /* 0: good */
+    uint32_t max_sms;           /* of a rank, at most; 0: as many as there are */
+    int (*work)(team_rank *me); /* returns 0 if it succeeded */
     size_t shared_bytes;
 } team;
 
-/* Runs work on every rank; returns how many failed. */
+/* Runs `work` on every rank; returns how many failed. */
 int team_run(const team *t);
 
 /* Waits for all ranks of the team, on the host. */
 void team_barrier(team_rank *me);
 
-/* Ends the test, as failed, for all ranks: they would wait for one that has given up. */
+/* Ends the test as failed, for all ranks; the others would wait for one that has given up. */
 __attribute__((noreturn)) void team_stop(void);
 
-/* EPIC_TEST_MAX_TOP_K: of all layers that are drawn; 0: any. */
+/* EPIC_TEST_MAX_TOP_K: largest top_k of the drawn layers; 0: any. */
 uint32_t team_max_top_k(void);
 
-/* The shared bytes of the running team, also before and after (parent process). */
+/* The shared bytes of the running team, also before and after it (in the parent process). */
 void *team_shared(void);
 
 #define CHECK_CUDA(call)                                       \
