@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# train_text --device cuda has the host's losses within 1e-2 of each, with one rank and with two, and
-# goes on from a checkpoint.
+# Checks that train_text --device cuda has the losses of the host within 1e-2, with one rank and with
+# two, and that it continues from a checkpoint.
 set -eu
 . "$(dirname "$0")/../demo/common.sh"
 

@@ -1,8 +1,9 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# GPUs of several hosts where a library is missing: the backend's, its net's, or UCX itself.  What is
-# said names it and what helps.  Only the net's needs UCX: the backend loads without.
-# usage: without.sh NAMED LIBEPIC_UCX [LIBEPIC_HOSTS]...     NAMED lies with the emulated libraries
+# Tests GPUs of several hosts if a library is missing: that of the backend, of its net, or UCX itself.
+# The error must name the library and a remedy. Only the library of the net needs UCX; the backend
+# loads without it.
+# usage: without.sh NAMED LIBEPIC_UCX [LIBEPIC_HOSTS]...  NAMED is in the folder of emulated libraries
 set -eu
 export LC_ALL=C
 here=$(mktemp -d)
@@ -20,13 +21,13 @@ needs() { # library: what it is linked with
     readelf -d "$1" | sed -n 's/.*(NEEDED).*\[\(.*\)\]/\1/p'
 }
 
-# A copy must not look where it was built: those paths are spoilt.
+# Copies a program with invalid build paths, so that it does not find the libraries there.
 spoil() { # file
     sed -e "s|$emulated|$(echo "$emulated" | tr a-z b-za)|g" -e "s|$lib|$(echo "$lib" | tr a-z b-za)|g" \
         "$1" >"$here/$(basename "$1")"
 }
 
-# refuses WORD...    two hosts do not open, with all of these in what is said
+# refuses WORD...    two hosts must fail to open, with all these words in the error
 refuses() {
     if said=$(LD_LIBRARY_PATH=$here EPIC_HOST=%r EPIC_NET=ucx "$here/$(basename "$named")" 2 hosts 2>&1); then
         fail "they opened: $said"
@@ -35,7 +36,7 @@ refuses() {
     for word; do
         case $said in
         *"$word"*) ;;
-        *) fail "not said: $word" ;;
+        *) fail "missing in the error: $word" ;;
         esac
     done
 }

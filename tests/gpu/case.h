@@ -49,8 +49,8 @@ int64_t draw_between(uint64_t *state, int64_t low, int64_t high);
 
 typedef enum case_kind {
     CASE_ANY,
-    CASE_FEW,  /* for the low-latency kernels that read a plan, */
-    CASE_PLAIN /* and for those that make the plan, too */
+    CASE_LOWLAT, /* for the low-latency kernels that read a plan, */
+    CASE_PLAIN   /* and for those that make the plan, too */
 } case_kind;
 
 #define MOST_CASE_TOKENS 640 /* of a context with more than P2P_LOWLAT_TOKENS */

@@ -54,7 +54,7 @@ static uint32_t top_k_of(uint32_t drawn)
 }
 
 /* Limits a layer to what the low-latency kernels support. */
-static void limit_to_few(epic_layer *l, int num_ranks)
+static void limit_to_lowlat(epic_layer *l, int num_ranks)
 {
     if (l->top_k > 32) l->top_k = 32;
     l->partial_type = 0;
@@ -104,7 +104,7 @@ static void draw_layer(test_case *c, uint64_t *s, int64_t max_tokens, case_kind 
                draw_between(s, 0, 1))
             l->leaves *= 2;
     }
-    if (kind != CASE_ANY) limit_to_few(l, n);
+    if (kind != CASE_ANY) limit_to_lowlat(l, n);
     if (kind == CASE_PLAIN) limit_to_plain(c, max_tokens);
     r->owner = malloc(l->num_experts * sizeof *r->owner);
     const uint32_t block = l->num_experts / (uint32_t)n;
@@ -216,18 +216,18 @@ static void narrow_rows(test_case *c)
 }
 
 /* Most tokens that use low-latency kernels in such a context. */
-static int32_t few_in(int64_t max_tokens)
+static int32_t lowlat_tokens_in(int64_t max_tokens)
 {
     return max_tokens < MOST_CASE_TOKENS ? TEAM_LOWLAT_TOKENS : P2P_LOWLAT_TOKENS;
 }
 
 /* Gives one rank more tokens than the low-latency kernels take, and the others few. */
-static void mix_few_and_many(test_case *c, int64_t max_tokens)
+static void mix_small_and_large(test_case *c, int64_t max_tokens)
 {
     uint64_t state = case_hash(c->seed, 44, 0, 0), *s = &state;
     epic_layer *l = &c->r.layer;
     const int n = c->r.num_ranks;
-    const int32_t few = few_in(max_tokens);
+    const int32_t few = lowlat_tokens_in(max_tokens);
     if (n == 1 || max_tokens <= few || draw_between(s, 0, 5)) return;
     const uint32_t block = (uint32_t)draw_between(s, 1, 8);
     l->num_experts = (uint32_t)n * block;
@@ -271,7 +271,7 @@ void draw_case(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens,
         c->r.tokens_of[q] = (int32_t)draw_between(s, 0, most);
         if (draw_between(s, 0, 5) == 0) c->r.tokens_of[q] = 0;
     }
-    mix_few_and_many(c, max_tokens);
+    mix_small_and_large(c, max_tokens);
     static const int64_t hiddens[] = {1, 7, 8, 64, 100, 128, 256, 520, 512, 1024, 1032, 1792};
     c->hidden = hiddens[draw_between(s, 0, 11)];
     if (c->hidden * type_bytes(c->type) > max_row_bytes)

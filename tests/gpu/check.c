@@ -22,7 +22,7 @@
 static struct {
     int cases;
     uint64_t seed;
-    bool big, few, rows, forms;
+    bool big, lowlat, rows, forms;
     size_t arena_bytes;
 } options;
 
@@ -33,7 +33,7 @@ static void check_plain(bench *b)
     const int64_t most = g->config.max_tokens;
     if (most > g->lowlat_tokens || !p2p_can_plan_lowlat(g->num_ranks, most, &b->c.r.layer) ||
         b->c.r.layer.top_k > 32 || b->c.r.layer.layout == EPIC_FLAT)
-        report_wrong(b, "it is not for the kernels of few tokens");
+        report_wrong(b, "the low-latency kernels do not support it");
 }
 
 static void run_case(bench *b)
@@ -104,8 +104,8 @@ static void check_restored(bench *b)
 /* The first cases suit all low-latency kernels; the last ones are any. */
 static case_kind kind_of(int i)
 {
-    if (!options.few || i >= options.cases - options.cases / 4) return CASE_ANY;
-    return i < (options.cases + 1) / 2 ? CASE_PLAIN : CASE_FEW;
+    if (!options.lowlat || i >= options.cases - options.cases / 4) return CASE_ANY;
+    return i < (options.cases + 1) / 2 ? CASE_PLAIN : CASE_LOWLAT;
 }
 
 static void draw_next(bench *b, uint64_t seed, int i)
@@ -148,29 +148,29 @@ int main(int argc, char **argv)
 {
     if (argc < 6) {
         fprintf(stderr, "gpu_check RANKS GPUS threads|processes CASES SEED "
-                        "[big|tight|small|few|most|usual [rows|forms]]\n");
+                        "[big|tight|small|lowlat|most|usual [rows|forms]]\n");
         return 2;
     }
     const bool big = argc > 6 && !strcmp(argv[6], "big");
     const bool tight = argc > 6 && !strcmp(argv[6], "tight"); /* little staging: many rounds */
     const bool most = argc > 6 && !strcmp(argv[6], "most");
-    const bool few = argc > 6 && !strcmp(argv[6], "few");
+    const bool lowlat = argc > 6 && !strcmp(argv[6], "lowlat");
     const bool small = argc > 6 && !strcmp(argv[6], "small"); /* under a slow tool */
     options.cases = atoi(argv[4]);
     options.seed = strtoull(argv[5], NULL, 10);
     options.big = big;
-    options.few = few;
+    options.lowlat = lowlat;
     options.rows = argc > 7 && !strcmp(argv[7], "rows");
     options.forms = argc > 7 && !strcmp(argv[7], "forms");
     options.arena_bytes = big ? (size_t)3 << 30 : (size_t)1200 << 20;
     team t = {.num_ranks = atoi(argv[1]),
               .num_gpus = atoi(argv[2]),
               .processes = !strcmp(argv[3], "processes"),
-              .max_tokens = big     ? 4096
-                            : small ? SMALL_CASE_TOKENS
-                            : most  ? MOST_CASE_TOKENS
-                            : few   ? TEAM_LOWLAT_TOKENS
-                                    : MAX_CASE_TOKENS,
+              .max_tokens = big      ? 4096
+                            : small  ? SMALL_CASE_TOKENS
+                            : most   ? MOST_CASE_TOKENS
+                            : lowlat ? TEAM_LOWLAT_TOKENS
+                                     : MAX_CASE_TOKENS,
               .max_row_bytes = big     ? 14336
                                : small ? 2048
                                        : 7168,
@@ -181,12 +181,12 @@ int main(int argc, char **argv)
     const int failed = team_run(&t);
     printf("gpu_check %s ranks, %s GPUs, %s, %d cases from seed %llu%s: %s\n", argv[1], argv[2],
            argv[3], options.cases, (unsigned long long)options.seed,
-           big     ? ", full size"
-           : tight ? ", little staging"
-           : small ? ", small"
-           : most  ? ", many few tokens"
-           : few   ? ", few tokens"
-                   : "",
+           big      ? ", full size"
+           : tight  ? ", little staging"
+           : small  ? ", small"
+           : most   ? ", large low-latency limit"
+           : lowlat ? ", low latency"
+                    : "",
            failed ? "WRONG" : "good");
     return failed != 0;
 }

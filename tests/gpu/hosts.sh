@@ -1,8 +1,9 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# Backend hosts on the GPUs that are there, their ranks as hosts: under chaos, over UCX on lo, over
-# the net "local" with memory on GPUs.  Else memory is the host's, but where it is left open.  CASES random cases, STORM operations in a storm, FAULTS and
-# DEATHS of each shape, PARTS of the script; no step takes longer than LIMIT seconds.
+# Tests backend hosts on the GPUs of this machine, with ranks as hosts: over chaos, over UCX on lo, and
+# over the net "local" with memory on GPUs. Otherwise memory is in the host unless it is left open.
+# Variables: CASES random cases, STORM operations in a storm, FAULTS and DEATHS of each shape, PARTS of
+# the script; no test takes longer than LIMIT seconds.
 OUT=${HOSTS_OUT:-build/gpu/hosts}
 CASES=${CASES:-30}
 STORM=${STORM:-1000}
@@ -19,10 +20,10 @@ export UCX_LOG_LEVEL=error UCX_ERROR_SIGNALS= UCX_TLS=${UCX_TLS:-tcp} EPIC_TEST_
 [ "$UCX_TLS" = tcp ] && export UCX_NET_DEVICES=${UCX_NET_DEVICES:-lo}
 failed=0 total=0
 UCX=$(ls "$OUT/libepic_ucx.so" build/lib/libepic_ucx.so 2>/dev/null | head -n 1)
-[ -n "$UCX" ] || echo "left out: no libepic_ucx.so (Debian: libucx-dev, then build again): nothing over UCX, no deaths"
+[ -n "$UCX" ] || echo "left out: no libepic_ucx.so (Debian: libucx-dev, then build again): tests over UCX and of deaths are left out"
 
-# NET RANKS-PER-HOST PROGRAM...: one line of it, and how long it took.  EPIC_NET_MEMORY: host unless
-# said before; empty: left open.
+# run NET RANKS-PER-HOST PROGRAM...: prints one line of its output, and its time. EPIC_NET_MEMORY is
+# host unless it is set before; empty: left open.
 run() {
     local net=$1 local=$2 begin=$(date +%s%N) status memory=${EPIC_NET_MEMORY-host}
     shift 2

@@ -64,7 +64,7 @@ static inline double round_to_type(double x, uint32_t type)
     return get_number(&held, type, 0);
 }
 
-/* The same numbers in float64, on the device, and as copied back from it. */
+/* An array in float64, on the device, and as copied back from it. */
 typedef struct both {
     double *truth; /* of an input */
     void *host, *device;

@@ -1,9 +1,9 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Runs the GPU tests on the GPUs that are there: virtual ranks on one GPU, processes that share it,
-# then processes and threads on several.  CASES random cases for each, SEED the first seed, BIG
-# cases of full size, FAULTS in one process, DEATHS of processes, STORM operations back to back;
-# EPIC_TEST_SCALE times the cases of the conformance suite.
+# Runs the GPU tests on the GPUs of this machine: ranks that share one GPU as threads and as processes,
+# then processes and threads on several GPUs. Variables: CASES random cases per test, SEED the first
+# seed, BIG cases of full size, FAULTS in one process, DEATHS of processes, STORM operations back to
+# back; EPIC_TEST_SCALE multiplies the cases of the conformance suite.
 OUT=${GPU_OUT:-build/gpu}
 CASES=${CASES:-60}
 SEED=${SEED:-1}
@@ -15,7 +15,7 @@ GPUS=$(nvidia-smi -L | wc -l)
 failed=0
 run() { timeout ${LIMIT:-120} "$OUT/$@" || failed=1; }
 
-# Errors and leaks of memory, races and barriers inside a thread block, on small sizes.
+# Runs compute-sanitizer on small cases: memory errors and leaks, races and barriers in a CTA.
 sanitize() {
     timeout 120 compute-sanitizer --error-exitcode 9 --tool "$@" >"$OUT/sanitizer.log" 2>&1
     if [ $? = 0 ] && grep -q ' 0 errors\| 0 hazards' "$OUT/sanitizer.log"; then
@@ -45,14 +45,14 @@ run gpu_grouped "$CASES" "$SEED"
 run gpu_gate_check "$CASES" "$SEED" large
 run gpu_experts_check "$CASES" "$SEED" 200
 for ranks in 1 2 3 4 8; do run gpu_check $ranks 1 threads "$CASES" $((SEED + ranks * 1000)); done
-for ranks in 1 2 3 4 8; do run gpu_check $ranks 1 threads "$CASES" $((SEED + ranks * 1000 + 300)) few; done
+for ranks in 1 2 3 4 8; do run gpu_check $ranks 1 threads "$CASES" $((SEED + ranks * 1000 + 300)) lowlat; done
 for ranks in 1 2 3 4 8; do run gpu_check $ranks 1 threads "$CASES" $((SEED + ranks * 1000 + 400)) most; done
 for ranks in 2 3 4; do # each form in turn, twice
     run gpu_check $ranks 1 threads 54 $((SEED + ranks * 1000 + 600)) usual forms
-    run gpu_check $ranks 1 threads 54 $((SEED + ranks * 1000 + 700)) few forms
+    run gpu_check $ranks 1 threads 54 $((SEED + ranks * 1000 + 700)) lowlat forms
 done
 run gpu_check 16 1 threads 20 $((SEED + 16000))
-run gpu_check 16 1 threads 20 $((SEED + 16300)) few
+run gpu_check 16 1 threads 20 $((SEED + 16300)) lowlat
 run gpu_check 32 1 threads 5 $((SEED + 32000))
 EPIC_TEST_SCALE=0.1 LIMIT=300 run conformance_p2p 16
 run gpu_check 4 1 threads "$CASES" $((SEED + 9000)) tight
@@ -75,7 +75,7 @@ fi
 if [ "$GPUS" -gt 1 ]; then
     for ranks in $(seq 2 "$((GPUS < 8 ? GPUS : 8))"); do
         run gpu_check $ranks "$GPUS" processes "$CASES" $((SEED + ranks * 1000 + 500))
-        run gpu_check $ranks "$GPUS" processes "$CASES" $((SEED + ranks * 1000 + 800)) few
+        run gpu_check $ranks "$GPUS" processes "$CASES" $((SEED + ranks * 1000 + 800)) lowlat
     done
     run gpu_check "$GPUS" "$GPUS" threads "$CASES" $((SEED + 10000))
     run gpu_storm "$GPUS" "$GPUS" processes "$STORM" $((SEED + 20))

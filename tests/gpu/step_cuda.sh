@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# examples/step_cuda says what it has to, and is as short as it is meant to be: at most 45 lines
-# of code with at most 10 names of ours.   usage: step_cuda.sh PROGRAM
+# Checks that examples/step_cuda prints the expected lines and stays short: at most 45 lines of code
+# with at most 10 names of EPIC.   usage: step_cuda.sh PROGRAM
 set -eu
 source=$(dirname "$0")/../../examples/step_cuda.c
 "$1" | diff - /dev/fd/3 3<<END

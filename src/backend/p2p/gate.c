@@ -44,7 +44,7 @@ static epic_result launch_product(const p2p_gemm *product, epic_stream stream)
                     "launching a product of the gate");
 }
 
-/* The same product with its float32 factor (w_gate or the logits' gradient) split into pieces.
+/* The gate's product with its float32 factor (w_gate or the logits' gradient) split into pieces.
  */
 static p2p_gemm product_of_pieces(const p2p_gemm *product, const epic_gate *gate)
 {

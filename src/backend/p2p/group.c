@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What backends p2p and hosts share: a rank's group before it knows its peers, and memory of
+/* Functions that backends p2p and hosts share: a rank's group before it knows its peers, and memory of
  * its device. */
 #include <stdio.h>
 #include <stdlib.h>

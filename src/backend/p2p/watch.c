@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The watcher: a thread that notices when processes of peers die and tells running kernels by a
+/* The watcher: a thread that notices when processes of peers die and informs running kernels by a
  * word in host memory. It also writes the beats (beats.h). It makes no CUDA call. */
 #include <errno.h>
 #include <poll.h>

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* SMs of one GPU, shared by all contexts of the process, whichever groups they belong to. */
+/* Tests the budget of SMs of one GPU, which all contexts of the process share, whichever groups
+ * they belong to. */
 #include <cuda_runtime_api.h>
 #include <stdio.h>
 #include <string.h>
@@ -23,7 +24,7 @@ static epic_result open_with(epic_context **ctx, uint32_t max_sms)
     return epic_open(ctx, NULL, &config);
 }
 
-/* The SMs that a group of one takes by itself. */
+/* The SMs that a group of one rank takes by default. */
 static uint32_t default_sms_of(int64_t max_tokens, int64_t max_row_bytes)
 {
     const epic_config config = {
@@ -50,7 +51,7 @@ static void test_default_sms(uint32_t all)
     CHECK(default_sms_of(512, 16) == many && default_sms_of(1, 4 << 20) == many);
 }
 
-/* A sum that is one rank's own. */
+/* Runs a sum of a group with one rank. */
 static void run_sum(epic_context *ctx, uint32_t max_sms)
 {
     float *data, back = 0;
@@ -78,11 +79,11 @@ int main(void)
     CHECK(open_with(&second, 11) == EPIC_EINVAL);
     CHECK(strstr(epic_error(second), "config.max_sms") != NULL);
     epic_close(second);
-    CHECK(open_with(&second, 0) == EPIC_OK && epic_max_sms(second) == 10); /* what is left */
+    CHECK(open_with(&second, 0) == EPIC_OK && epic_max_sms(second) == 10); /* the rest */
     CHECK(open_with(&third, 0) == EPIC_EINVAL && epic_max_sms(third) == 0);
     run_sum(first, 0);
     run_sum(second, 3);
-    run_sum(second, 1000); /* no more than the context's */
+    run_sum(second, 1000); /* no more than the context has */
     epic_close(third);
     epic_close(second);
     CHECK(open_with(&second, 10) == EPIC_OK);

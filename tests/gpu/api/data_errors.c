@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Errors in the data, and what a plan's bytes say, by the public calls: a CUDA context tells by
- * epic_check what a host context returns at once, in the same words, on every rank; the group
- * stays usable.   usage: api_data_errors [RANKS] */
+/* Tests errors in the data and damaged plans by the public calls. A CUDA context reports by
+ * epic_check what a host context returns at once, with the same text on every rank; the group
+ * stays usable.
+ *
+ *   usage: api_data_errors [RANKS] */
 #include <cuda_runtime_api.h>
 #include <pthread.h>
 #include <stdbool.h>
@@ -12,7 +14,7 @@
 
 #include "epic/epic.h"
 
-/* So few that the kernels for few tokens are taken; another program has more. */
+/* Few enough for the low-latency kernels; another program uses more. */
 #ifndef TOKENS
 #define TOKENS 40
 #endif
@@ -32,7 +34,7 @@ enum {
     COMBINE_ROWS,
     D_RECV_ROWS,
     D_ROWS,
-    NO_ROWS, /* of combine_backward, at all */
+    NO_ROWS, /* no rows in combine_backward */
     DROP,
     TREE,
     DISTINCT,
@@ -41,10 +43,10 @@ enum {
     LONG_TWIN,   /* one in each half of the choices */
     SECOND_TWIN, /* both in the second half */
     REPLICAS,
-    REPLICA,      /* a wrong entry of the table */
-    NO_REPLICA,   /* a logical expert without any */
-    LOGICAL,      /* an id beyond them */
-    REPLICA_ROWS, /* fewer than experts, on the last rank */
+    REPLICA,      /* an invalid entry of the table */
+    NO_REPLICA,   /* a logical expert without replicas */
+    LOGICAL,      /* an id that is too large */
+    REPLICA_ROWS, /* fewer rows than experts, on the last rank */
     BY_K,
     REPLICAS_BY_K,
     FLAT_DROP,
@@ -54,7 +56,7 @@ enum {
     FLAT_DISTINCT,
     FLAT_TWIN,
     FLAT_WEIGHTS, /* by slot */
-    OTHER_LAYER,  /* than the plan's */
+    OTHER_LAYER,  /* another layer than the plan's */
     DAMAGED,
     NUM_CASES
 };
@@ -92,7 +94,7 @@ static const char *const names[] = {"good",
                                     "another layer",
                                     "damaged plan"};
 
-typedef struct observed { /* of one case, on one rank */
+typedef struct observed { /* results of one case on one rank */
     int result;
     char sentence[512];
     epic_plan_info info;
@@ -108,10 +110,10 @@ static void must_succeed(int good, const char *what, const epic_context *ctx)
 {
     if (good) return;
     fprintf(stderr, "data_errors: %s: %s\n", what, epic_error(ctx));
-    _exit(1); /* peers would wait for us, and threads must not meet in exit handlers */
+    _exit(1); /* peers would wait for this rank, and threads must not meet in exit handlers */
 }
 
-typedef struct seat { /* a rank's context and memory, on a host or a device */
+typedef struct seat { /* context and memory of a rank, on a host or a device */
     epic_context *ctx;
     epic_layer layer; /* of the case */
     int rank, on_device;
@@ -180,7 +182,7 @@ static void fill_replicas(const seat *s, int which)
     copy_memory(s, s->logical, logical, sizeof logical);
 }
 
-/* Of tokens with many choices, most of nobody. */
+/* Fills in the ids of tokens with many choices, most of which have no expert. */
 static void fill_long(int which, int64_t *ids)
 {
     for (int i = 0; i < TOKENS * TOP_K; i++) ids[i] = i % 5 ? -1 : i % LONG_K / 5 * 3;
@@ -189,7 +191,7 @@ static void fill_long(int which, int64_t *ids)
     if (which == SECOND_TWIN) ids[LONG_K + 37] = ids[LONG_K + 35];
 }
 
-/* Ids that are good, but for the case's own. */
+/* Fills in valid ids, except those of the case. */
 static void fill_ids(const seat *s, int which)
 {
     int64_t ids[TOKENS * TOP_K];
@@ -216,7 +218,7 @@ static void fill_ids(const seat *s, int which)
     copy_memory(s, s->owner, owner, sizeof owner);
 }
 
-/* What a call returned, or, on a device, what epic_check says of it, once. */
+/* Records the result of a call or, on a device, what epic_check returns about it, once. */
 static void observe_result(seat *s, epic_result result, observed *o)
 {
     if (s->on_device) {
@@ -243,8 +245,8 @@ static void read_back(const seat *s, observed *o)
                  NULL);
     memcpy(o->fate, bytes + o->info.fate_offset, sizeof o->fate);
     memcpy(o->rank, bytes + o->info.rank_offset, sizeof o->rank);
-    if (o->result == EPIC_EINVAL) o->info.num_local_experts = 0; /* of a table that is none */
-    o->info.id = 0;                                              /* groups differ in these */
+    if (o->result == EPIC_EINVAL) o->info.num_local_experts = 0; /* of an invalid table */
+    o->info.id = 0; /* these differ between groups */
     o->info.fate_offset = o->info.rank_offset = 0;
 }
 
@@ -259,14 +261,14 @@ static epic_result dispatch_rows(seat *s, const epic_layer *layer, int64_t rows)
     return epic_dispatch(s->ctx, &args);
 }
 
-/* Too few on the last rank. */
+/* The last rank has too few rows. */
 static int64_t rows_of(const seat *s, int which)
 {
     if (s->rank < num_ranks - 1 || which == FLAT_WEIGHTS) return SLOTS;
     return which == NO_ROWS ? 0 : 5;
 }
 
-/* The others, with too few rows on the last rank: what they write becomes zeros. */
+/* Makes the other calls with too few rows on the last rank; their results become zeros. */
 static epic_result call_short(seat *s, int which)
 {
     const epic_call call = {.stream = s->stream};
@@ -316,7 +318,8 @@ static void run_short(seat *s, int which, observed *o)
     for (size_t i = 0; i < written; i++) must_succeed(bytes[i] == 0, "zeros", NULL);
 }
 
-/* Of a host context only the rank that has too few is told, at once: nobody would meet it. */
+/* On a host context only the rank with too few rows gets the error, at once; the others would
+ * wait for it. */
 static void run_replicas(seat *s, observed *o)
 {
     static _Thread_local float rows[EXPERTS * 5], after[EXPERTS * 5], workspace[5];
@@ -341,7 +344,7 @@ static void run_replicas(seat *s, observed *o)
     must_succeed(!memcmp(rows, after, sizeof rows), "rows of replicas as they were", NULL);
 }
 
-/* With a layer whose plans have the same size.  A host context has done nothing, a CUDA context
+/* Passes a layer whose plans have the same size. A host context does nothing; a CUDA context
  * writes zeros. */
 static void run_other_layer(seat *s, observed *o)
 {
@@ -402,7 +405,7 @@ static void run_case(seat *s, int which, observed *o)
         run_replicas(s, o);
         return;
     }
-    if (which == FLAT_WEIGHTS) { /* the arguments say so */
+    if (which == FLAT_WEIGHTS) { /* the arguments show it */
         o->result = call_short(s, which);
         snprintf(o->sentence, sizeof o->sentence, "%s", epic_error(s->ctx));
         return;
@@ -456,7 +459,7 @@ static void *run_rank(void *self)
     return NULL;
 }
 
-/* CUDA plans say -1 where a dropped choice's expert lives. */
+/* CUDA plans have -1 as the rank of a dropped choice. */
 static int same_ledger(const observed *a, const observed *b)
 {
     int same = !memcmp(&a->info, &b->info, sizeof a->info);

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Processes that die or stop at random points, by the public calls.  The others get an error that
- * names the rank, a death within a second, a stop by the deadline; a matrix product is right in
- * them afterwards, and a new group of them opens and works.
- *   api_deaths RANKS GPUS FAULTS [FIRST [DEADLINE of those that stop, in ms]] */
+/* Tests processes that die or stop at random points, by the public calls. The others get an
+ * error that names the rank: after a death within a second, after a stop by the time limit. A
+ * matrix product is correct in them afterwards, and a new group of them opens and works.
+ *
+ *   api_deaths RANKS GPUS FAULTS [FIRST [DEADLINE of ranks that stop, in ms]] */
 #include <cuda_runtime_api.h>
 #include <pthread.h>
 #include <signal.h>
@@ -25,16 +26,16 @@ static const char *const fault_names[] = {"SIGKILL", "SIGSTOP", "exit"};
 #ifndef BACKEND
 #define BACKEND "p2p"
 #endif
-#define PATIENCE_MS 20000u /* for one that dies: its death must be seen long before */
+#define PATIENCE_MS 20000u /* for a rank that dies: its death must be noticed long before */
 
 static int num_ranks, num_gpus, victim;
 static double deadline_ms = 400; /* for a rank that stops */
 static enum fault fault;
 static unsigned delay_us, port;
 
-typedef struct place { /* shared by all */
-    double fault_ms;   /* when it happened */
-    int began;         /* ranks that have ended their first step */
+typedef struct place { /* shared by all ranks */
+    double fault_ms;   /* time of the fault */
+    int began;         /* ranks that have finished their first round */
     int passed[MAX_RANKS];
 } place;
 static place *shared;
@@ -54,7 +55,7 @@ static void must_succeed(int good, const char *what, const epic_context *ctx)
     _exit(1);
 }
 
-/* Meets the others on the port `at` and opens. */
+/* Joins the others on the port `at` and opens a context. */
 static void take_seat(rounds *s, int rank, int ranks, unsigned at)
 {
     const epic_tcp tcp = {.rank = rank, .num_ranks = ranks, .port = at, .timeout_ms = 30000};
@@ -78,11 +79,11 @@ static void *end_process(void *unused)
     shared->fault_ms = now_ms();
     if (fault == KILLED) raise(SIGKILL);
     if (fault == EXITED) _exit(0);
-    kill(getpid(), SIGSTOP); /* this thread may run on for a moment */
+    kill(getpid(), SIGSTOP); /* this thread may continue for a moment */
     for (;;) pause();
 }
 
-/* Until the error; returns how late it was, in ms. */
+/* Works until the error; returns how late it was, in ms. */
 static double work_until_error(rounds *s)
 {
     epic_result result = EPIC_OK;
@@ -132,11 +133,11 @@ static void run_rank(int rank)
         fflush(NULL);
         _exit(0);
     }
-    /* On hosts what it has sent may be under way still. */
+    /* With backend hosts, what the rank has sent may still be under way. */
     while (__atomic_load_n(&shared->began, __ATOMIC_RELAXED) < num_ranks) usleep(100);
     pthread_create(&thread, NULL, end_process, NULL);
     while (round_run(&s) == EPIC_OK) continue;
-    for (;;) pause(); /* the peers were faster than the fault: they must not be */
+    for (;;) pause(); /* the peers were faster than the fault, which must not count */
 }
 
 static int inject_fault(int i)
@@ -147,7 +148,7 @@ static int inject_fault(int i)
     fault = (enum fault)(i % NUM_FAULTS);
     victim = rand_r(&seed) % num_ranks;
     delay_us = (unsigned)rand_r(&seed) % 20000;
-    /* below those that the system gives to connections */
+    /* below the ports that the system gives to connections */
     port = 20000 + ((unsigned)getpid() * 7 + (unsigned)i * 2) % 12000;
     memset(shared, 0, sizeof *shared);
     fflush(NULL);

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The public calls of the experts on a CUDA context: the host's results for the same float32
- * arguments, with our product and with one of the caller's own; e4m3 beside the host's float32; and
- * what they refuse.
+/* Tests the public calls of the experts on a CUDA context: the host's results for the same
+ * float32 arguments, with our product and with one of the caller's own; e4m3 compared with
+ * float32 on the host; and the arguments that they refuse.
+ *
  *   api_experts */
 #include <math.h>
 
@@ -105,7 +106,7 @@ static void call_experts(const epic_experts *ex, const arrays *a, bool device, u
     if (device) must_succeed(!cudaStreamSynchronize(stream), "the experts");
 }
 
-/* Zeros where a slot carries no token, as dispatch leaves them. */
+/* Rows with zeros in slots without a token, as dispatch leaves them. */
 static both make_rows(int64_t columns)
 {
     both b = random_both(EPIC_F32, SLOTS * columns, 1);
@@ -169,7 +170,7 @@ static void free_arrays(arrays *a)
     for (int i = 0; i < OUTS; i++) free_both(&a->out[i]);
 }
 
-/* The host's results against the device's, which come into `there`. */
+/* Compares the host's results with the device's. */
 static void compare_results(const arrays *a, const char *what, bool late)
 {
     for (int i = 0; i < 7; i++) {
@@ -209,7 +210,7 @@ static void test_values(uint32_t weighting, const epic_gemm *gemm, uint32_t flag
     free_arrays(&a);
 }
 
-/* What float32 holds of a truth. */
+/* The truth of an array, rounded to float32. */
 static both widen_both(const both *b)
 {
     both wide = make_both(EPIC_F32, b->count);
@@ -218,7 +219,7 @@ static both widen_both(const both *b)
     return wide;
 }
 
-typedef struct scaled_arrays { /* e4m3, and what they stand for */
+typedef struct scaled_arrays { /* e4m3 arrays and the numbers that they represent */
     both x, w_gate_up, w_down, x_scales, wide[3];
     scaled_weights of_gate_up, of_down;
 } scaled_arrays;
@@ -292,7 +293,8 @@ static void refuse_scaled(epic_experts_args f)
     expect_refusal(epic_experts_forward(ctx, &f), EPIC_EINVAL, "x_scales is NULL");
 }
 
-/* e4m3 with scales against float32 of the same values: only the activations are rounded. */
+/* Compares e4m3 with scales with float32 of the same values: only the activations are rounded.
+ */
 static void test_scaled(void)
 {
     epic_experts ex = {

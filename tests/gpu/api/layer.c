@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The whole layer on CUDA contexts: random layers against plain float64 loops, their gradients
- * against central differences of those (tests/unit/moe_values.h), and both against the layer on
- * host contexts; half of them in a captured graph; some gradients of weights as narrow as the rows.
+/* Tests the whole layer on CUDA contexts: random layers against plain float64 loops, their
+ * gradients against central differences of these (tests/unit/moe_values.h), and both against
+ * the layer on host contexts. Half of the cases run in a captured graph; some weight gradients
+ * have the type of the rows.
+ *
  *   api_layer [CASES] [MOST_RANKS] [SEED] */
 #include "layer_part.h"
 #include "unit/moe_values.h"
 
-static bool captured; /* the calls are, in a graph that runs once */
+static bool captured; /* the calls are captured in a graph that runs once */
 
 static void run_captured(device_part *d, epic_context *ctx)
 {

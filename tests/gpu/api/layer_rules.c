@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the layer on CUDA contexts promises beside its values (api_layer): with EPIC_TREE the same
- * bits for 1, 2 and 4 ranks, and whatever is saved; gradients of replicas that epic_sum_replicas
- * adds; products of the caller's own; tables that do not fit the layer, and unequal ranks, told by
- * epic_check; what it refuses; and what epic-info says of the experts on this GPU.
+/* Tests rules of the layer on CUDA contexts, other than its values (api_layer): with EPIC_TREE
+ * equal bits for 1, 2 and 4 ranks, and whatever is saved; gradients of replicas that
+ * epic_sum_replicas adds; products of the caller's own; tables that do not fit the layer, and
+ * unequal ranks, reported by epic_check; arguments that it refuses; and what epic-info prints
+ * about the experts on this GPU.
+ *
  *   api_layer_rules [CASES] [SEED] */
 #define MOST_NUMBERS (1 << 10)
 #include "api/api.h"
@@ -12,7 +14,7 @@
 
 /* -------------------------------------------------------------------------------- bits ---- */
 
-/* workspace: of an expert's largest gradient. */
+/* workspace: room for the largest gradient of an expert. */
 static void sum_replicas(device_part *d, epic_context *ctx, void *workspace)
 {
     const part *t = d->t;
@@ -62,7 +64,7 @@ static void run_team(rank_work *work, void *what, const problem *p, const char *
     team_threads(work, what, &config);
 }
 
-/* Sums of rows of 16 bits are rounded up to five times on their way, see moe_values.h. */
+/* Sums of rows of 16 bits are rounded up to five times on their way; see moe_values.h. */
 static void compare_with_host(const problem *host, const problem *p)
 {
     const double allowed = row_type(p) == EPIC_F32 ? 1e-4 : 0.05;
@@ -71,7 +73,7 @@ static void compare_with_host(const problem *host, const problem *p)
         for (int64_t i = 0; i < numbers_in_all(p, which); i++) {
             const double want = gradient_of(host, which, i);
             const double off = fabs(gradient_of(p, which, i) - want);
-            error = off <= error ? error : off; /* a NaN stays */
+            error = off <= error ? error : off; /* keeps a NaN */
             size = fmax(size, fabs(want));
         }
         CHECK(error <= allowed * size, "%s: %s is off by %g of %g from the host's", p->name,
@@ -99,7 +101,7 @@ static void test_bits(uint32_t seed, uint32_t multiple)
 
 /* ----------------------------------------------------------------------- less is saved ---- */
 
-/* What is not saved is made again: the same bits. */
+/* Values that are not saved are computed again, with the same bits. */
 static void test_less_saved(uint32_t seed)
 {
     problem given = draw(seed), whole = spread(&given, 2, seed);
@@ -144,8 +146,8 @@ static void free_problem(problem *p)
 
 typedef struct wrong {
     problem p;
-    const int32_t *table; /* that the layer has no room for; NULL: the placement is good */
-    const char *why;      /* what epic_check then says */
+    const int32_t *table; /* a table that the layer has no room for; NULL: a valid placement */
+    const char *why;      /* expected error of epic_check */
 } wrong;
 
 static void put_table(const device_part *d, const int32_t *table)
@@ -158,7 +160,7 @@ static void put_table(const device_part *d, const int32_t *table)
     must_succeed(cudaStreamSynchronize(d->stream), "a copy");
 }
 
-/* By the rank's own stream: a peer's may be in the next call already. */
+/* Uses the rank's own stream, because a peer's may already be in the next call. */
 static bool all_zeros(const device_part *d, const void *device, int64_t count)
 {
     float *numbers = malloc((size_t)count * sizeof *numbers);
@@ -172,7 +174,7 @@ static bool all_zeros(const device_part *d, const void *device, int64_t count)
     return zeros;
 }
 
-/* Every rank hears why, rows and gradients are zeros, and the context goes on. */
+/* Every rank gets the reason, rows and gradients are zeros, and the context stays usable. */
 static void run_wrong(void *what, int rank, epic_context *ctx, const epic_config *config)
 {
     const wrong *w = what;
@@ -213,7 +215,7 @@ static void test_wrong(void)
     free_problem(&unequal.p);
 }
 
-/* The experts' products by a function of the caller's: six a rank, and the host's results. */
+/* Products by a function of the caller: six per rank, with the host's results. */
 static void test_own_product(void)
 {
     atomic_int calls = 0;
@@ -229,12 +231,12 @@ static void test_own_product(void)
     free_problem(&p);
 }
 
-/* Room for an expert more than there is: it has no rows, whatever the memory held before. */
+/* Room for one expert more than there are: it has no rows, whatever the memory contains. */
 static void run_roomy(void *what, int rank, epic_context *ctx, const epic_config *config)
 {
     device_part d = device_part_make(what, rank, config);
     part *t = d.t;
-    const int64_t up = 8 * 8, down = 4 * 8; /* numbers of an expert */
+    const int64_t up = 8 * 8, down = 4 * 8; /* numbers per expert */
     t->experts.num_local_experts = 5;
     CHECK(epic_moe_memory(NULL, config, &t->moe, &t->memory) == EPIC_OK, "%s",
           epic_error(NULL));
@@ -276,7 +278,8 @@ static void expect_refusal(const part *t, epic_context *ctx, epic_result result,
     CHECK(strstr(epic_error(ctx), what) != NULL, "%s is not named: %s", what, epic_error(ctx));
 }
 
-/* Each by its name, and before any peer is called on: the context goes on. */
+/* Each error names its argument and comes before any peer is involved; the context stays
+ * usable. */
 static void run_refused(void *what, int rank, epic_context *ctx, const epic_config *config)
 {
     problem p = *(const problem *)what;
@@ -346,7 +349,7 @@ int main(int argc, char **argv)
     test_roomy();
     test_own_product();
     test_described();
-    /* Every third as tensor cores take it. */
+    /* every third one in the form for tensor cores */
     for (uint32_t i = 0; i < count; i++) test_bits(first + i, i % 3 == 2 ? 8 : 1);
     for (uint32_t i = 0; i < (count + 1) / 2; i++) test_less_saved(first + i);
     printf("layer_rules: %u cases: %s\n", count, *failures ? "WRONG" : "good");

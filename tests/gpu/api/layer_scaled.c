@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The layer of E4M3 experts on CUDA contexts: the bits of the public calls that it is made of, where
- * weights of choices are 1; its results and gradients beside those of the same weights in the
- * rows' type; and what it refuses.
+/* Tests the layer of E4M3 experts on CUDA contexts: the bits of the public calls that it
+ * consists of, if weights of choices are 1; its results and gradients compared with those of
+ * the same weights in the type of the rows; and the arguments that it refuses.
+ *
  *   api_layer_scaled */
 #include <math.h>
 #include <pthread.h>
@@ -36,7 +37,8 @@ typedef struct rank { /* one rank's part of a case */
     scaled_weights of_gate_up, of_down;
 } rank;
 
-/* Memory comes and goes when no kernel runs: cudaFree waits for all, and they for this rank. */
+/* Memory is allocated and freed while no kernel runs: cudaFree waits for all kernels, and these
+ * wait for this rank. */
 static void wait_for_all(void)
 {
     pthread_barrier_wait(&all);
@@ -65,7 +67,7 @@ static both pushed_both(uint32_t type, int64_t count, double size)
     return b;
 }
 
-/* The nearest numbers of that type to what e4m3 and scales stand for. */
+/* Numbers of that type that are nearest to what e4m3 and scales represent. */
 static both as_type(const both *b, uint32_t type)
 {
     both wide = make_both(type, b->count);
@@ -74,7 +76,7 @@ static both as_type(const both *b, uint32_t type)
     return wide;
 }
 
-/* One rank after the other: the numbers come from one source. */
+/* One rank after the other, because the numbers come from one generator. */
 static void make_rank(rank *r)
 {
     const kind *k = r->k;
@@ -115,7 +117,7 @@ static void free_rank(rank *r)
     free_scaled(&r->of_down);
 }
 
-/* Forward's, or as they lie for backward. */
+/* The weights of forward, or in the layout for backward. */
 static epic_moe_weights back_of(const rank *r)
 {
     return (epic_moe_weights){.w_gate = r->w_gate.device,
@@ -202,7 +204,7 @@ static run run_layer(rank *r, const epic_config *config, bool scaled, bool scale
     wait_for_all();
     expect_ok(r, epic_moe_forward(r->ctx, &f), "forward");
     must_succeed(!cudaStreamSynchronize(r->stream), "forward");
-    push_to_device(&n.workspace); /* poison: nothing is kept there */
+    push_to_device(&n.workspace); /* poison: nothing may be kept there */
     expect_ok(r, epic_moe_backward(r->ctx, &b), "backward");
     must_succeed(!cudaStreamSynchronize(r->stream), "backward");
     wait_for_all();
@@ -233,8 +235,8 @@ static double vector_distance(const both *got, const both *want)
     return difference == 0 ? 0 : sqrt(difference / size);
 }
 
-/* e4m3 has four bits: rows, activations and, but for what they stand for, no weights are rounded.
- * back_alone: only the weights of backward are others, if `again`. */
+/* e4m3 has four bits. Rows and activations are rounded; weights are not, as they are exactly
+ * the represented numbers. back_alone: with `again` only the weights of backward differ. */
 static void compare_results(const rank *r, const run *scaled, const run *wide, bool back_alone,
                             bool again)
 {
@@ -251,7 +253,8 @@ static void compare_results(const rank *r, const run *scaled, const run *wide, b
 
 /* ----------------------------------------------------------------------- what it is of ---- */
 
-/* dispatch, experts and combine with the layer's plan, with which `saved` begins. */
+/* Compares with dispatch, experts and combine on the layer's plan, which is the first part of
+ * `saved`. */
 static void compare_parts(rank *r, const epic_config *config, const run *whole)
 {
     enum { BLOCKS = (HIDDEN + 127) / 128 };
@@ -327,7 +330,7 @@ static void expect_refusal(const rank *r, epic_result result, epic_result want,
     report_wrong(r, word, (double)result);
 }
 
-/* Nothing has been enqueued: no peer is called on. */
+/* Nothing has been enqueued, so no peer is involved. */
 static void refuse_product(rank *r, const epic_config *config)
 {
     epic_moe_memory_info memory;

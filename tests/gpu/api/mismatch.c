@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What a kernel alone can see: ranks that differ in the tables of experts, the tokens of a plan, a
- * plan's bytes; a rank that runs two operations at once.  All get EPIC_EMISMATCH long before the
- * deadline, the one that is wrong with the reason; then a new group opens.
- * usage: mismatch [RANKS] */
+/* Tests mismatches that only a kernel can find: ranks that differ in the tables of experts, in
+ * the tokens or the bytes of a plan; and a rank that runs two operations at once. All get
+ * EPIC_EMISMATCH long before the time limit, the wrong one with the reason; then a new group
+ * opens.
+ *
+ *   usage: mismatch [RANKS] */
 #include <cuda_runtime_api.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -14,7 +16,7 @@
 #include "copies.h"
 #include "epic/epic.h"
 
-/* So few that the kernels for few tokens are taken; another program has more. */
+/* Few enough for the low-latency kernels; another program uses more. */
 #ifndef TOKENS
 #define TOKENS 24
 #define LESS 23
@@ -57,7 +59,7 @@ static void must_succeed(int good, const char *what, const epic_context *ctx)
 {
     if (good) return;
     fprintf(stderr, "mismatch: %s: %s\n", what, epic_error(ctx));
-    _exit(1); /* peers would wait for us, and threads must not meet in exit handlers */
+    _exit(1); /* peers would wait for this rank, and threads must not meet in exit handlers */
 }
 
 typedef struct seat {
@@ -109,8 +111,8 @@ static void make_plan(seat *s, int which, cudaStream_t stream)
     must_succeed(!result || (which == OVERLAP && result == EPIC_EMISMATCH), "plan", s->ctx);
 }
 
-/* Rank 1 plans the same twice, on streams that do not wait, before the peers plan at all.  Where the
- * second stream came late on all ranks nothing has run at once: then once more. */
+/* Rank 1 plans twice, on streams that do not wait for each other, before the peers plan at all.
+ * If the second stream came late on all ranks, nothing ran at once; then it tries again. */
 static void overlap_operations(seat *s)
 {
     if (s->rank != 1) pthread_barrier_wait(&all);
@@ -132,7 +134,7 @@ static void provoke_mismatch(seat *s, int which)
         make_plan(s, which, s->stream);
     if (which <= OVERLAP) return;
     must_succeed(cudaStreamSynchronize(s->stream) == cudaSuccess, "synchronize", NULL);
-    if (which >= DAMAGED && s->rank == 1) { /* the rank; or what any value would fit */
+    if (which >= DAMAGED && s->rank == 1) { /* the wrong rank, or any rank if all values fit */
         unsigned char *const at = s->plan + (which == DAMAGED ? 40 : 64);
         must_succeed(fill_in(at, 0x77, 4) == cudaSuccess, "damage", NULL);
     }
@@ -147,7 +149,7 @@ static void provoke_mismatch(seat *s, int which)
                                     .type = EPIC_BF16};
     const epic_result result = epic_combine(s->ctx, &args);
     must_succeed(result == EPIC_OK || result == EPIC_EMISMATCH, "combine",
-                 s->ctx); /* a late rank is told */
+                 s->ctx); /* a late rank gets the error, too */
 }
 
 static double now_ms(void)

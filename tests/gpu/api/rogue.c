@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_open of CUDA contexts over a bootstrap that lies about what each rank told the others when it
- * joined: an error, never a crash, and the next group opens.
- * usage: rogue [TRIALS] */
+/* Tests epic_open of CUDA contexts over a bootstrap that changes the data of ranks when they
+ * join: an error, never a crash, and the next group opens.
+ *
+ *   usage: rogue [TRIALS] */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -9,12 +10,12 @@
 
 #include "epic/epic.h"
 
-enum { RANKS = 3, HELLO_BYTES = 512 /* and more; what a backend's ranks tell is less */ };
+enum { RANKS = 3, HELLO_BYTES = 512 /* at least as large as the data of a backend */ };
 
 typedef struct seat {
     epic_bootstrap inner;
     uint64_t random;
-    int lies, honest; /* this rank's bootstrap; all of them */
+    int lies, honest; /* does this rank's bootstrap change data? do all others not? */
     epic_result result;
     char sentence[512];
 } seat;

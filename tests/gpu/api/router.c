@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Router, losses and bias update on a CUDA context against the same calls on host memory, which
- * tests/unit/router.c holds against float64: the same experts, the same bits (losses and the
- * gradient of the z-loss: but for float64's last bit).  Random routers; half of the cases from a
- * captured graph.
- * usage: router [CASES] [SEED] [MOST_EXPERTS] */
+/* Tests router, losses and bias update on a CUDA context against the same calls on host memory,
+ * which tests/unit/router.c compares with float64. Experts and bits must be equal; losses and
+ * the gradient of the z-loss may differ in the last bit of float64. Random routers; half of the
+ * cases run from a captured graph.
+ *
+ *   usage: router [CASES] [SEED] [MOST_EXPERTS] */
 #include <cuda_runtime_api.h>
 #include <math.h>
 #include <stdio.h>
@@ -16,7 +17,7 @@
 
 enum { GUARD = 64, POISON = 0xab };
 
-typedef struct buffer { /* the same bytes on both sides, a guard behind them */
+typedef struct buffer { /* the same bytes on host and device, followed by a guard */
     void *host, *device, *back;
     size_t room, bytes;
 } buffer;
@@ -50,7 +51,7 @@ static void make_buffer(buffer *b, size_t room)
                  "memory");
 }
 
-/* The bytes that a case uses, poisoned with the guard behind them. */
+/* Sets the bytes that a case uses, and the guard after them, to poison. */
 static void *use_case(buffer *b, size_t bytes)
 {
     must_succeed(bytes + GUARD <= b->room, "a buffer is too small");
@@ -233,7 +234,7 @@ static epic_result call_bias_update(const side *s)
 
 /* -------------------------------------------------------------------------- comparison ---- */
 
-/* slack 0: the same bits, any NaN like any other. */
+/* slack 0: the bits must be equal; all NaNs count as equal. */
 static int check_agreement(const buffer *b, uint32_t type, int64_t i, double slack)
 {
     const int64_t size = router_type_bytes(type);
@@ -263,7 +264,7 @@ static void compare_bits(const char *what, const buffer *b, uint32_t type, doubl
 typedef struct step {
     const char *what;
     epic_result (*run)(const side *);
-    buffer *outs[3]; /* what it writes */
+    buffer *outs[3]; /* outputs of the call */
     double slack;
 } step;
 
@@ -347,7 +348,8 @@ static void print_problem(int i, const problem *p)
         p->has_scale);
 }
 
-/* A graph captured once gives the host's results for whatever its arrays hold later. */
+/* A graph that was captured once returns the host's results for whatever its arrays contain
+ * later. */
 static void test_replay(void)
 {
     problem p = router_draw(256);
@@ -416,7 +418,7 @@ static void test_refusals(void)
     expect_refusal(epic_bias_update(ctx, &no_bias), EPIC_EINVAL, "bias");
 }
 
-/* Ids out of range in arrays are no expert on a device. */
+/* Ids out of range in device arrays have no expert. */
 static void test_wild_ids(void)
 {
     problem p = {.router = {.num_experts = 8, .top_k = 2, .normalize = EPIC_NORMALIZE_SUM},

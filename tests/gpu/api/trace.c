@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* EPIC_TRACE on a CUDA context: a sentence and not a trace that is not there; without it, a group. */
+/* Tests EPIC_TRACE on a CUDA context: open fails with an error text instead of writing an
+ * incomplete trace; without EPIC_TRACE the group opens. */
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>

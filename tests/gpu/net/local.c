@@ -1,13 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The engine local, of tests: a net between GPUs of one machine that is as fast as a good network,
- * EPIC_NET=local.  Memory on GPUs (EPIC_NET_MEMORY=gpu, or unset) is copied by copy engines, which
- * stand in for a NIC that reaches GPUs; a thread of its own asks them to, as asking takes 2.7 us a
- * copy where a NIC takes 0.25.  What is urgent has a queue and streams of its own, and is asked for first.  With
- * EPIC_LOCAL_NIC=CTAS it is copied by a kernel of so many CTAs (nic.h), as fast as a NIC of
- * EPIC_LOCAL_SPEED GB/s (50), by which no call of CUDA is waited for.  Host memory is copied by
- * threads (EPIC_LOCAL_THREADS, 8), what is small by who puts it, for a NIC that does not reach GPUs,
- * between ranks of one process alone.  It calls CUDA where a real engine must not, and nobody is ever
- * gone. */
+/* The net "local", for tests (EPIC_NET=local): GPUs of one machine, about as fast as a good
+ * network.
+ *
+ * Memory on GPUs (EPIC_NET_MEMORY=gpu or unset) is copied by copy engines, which stand in for a
+ * NIC that reaches GPUs. A thread of its own issues the copies, because issuing takes 2.7 us
+ * per copy, where a NIC takes 0.25. Urgent words have a queue and streams of their own, and are
+ * issued first. With EPIC_LOCAL_NIC=CTAS a kernel of so many CTAs copies (nic.h), as fast as a
+ * NIC of EPIC_LOCAL_SPEED GB/s (50); no CUDA call waits for it.
+ *
+ * Host memory is copied by threads (EPIC_LOCAL_THREADS, 8), small puts by the calling thread,
+ * as for a NIC that does not reach GPUs; the ranks must be in one process. This net calls CUDA
+ * where a real one must not, and never reports a dead host. */
 #include <cuda_runtime_api.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -19,12 +22,12 @@
 #include "nic.h"
 
 #define DEPTH 256      /* puts to a host that are under way */
-#define EVENTS 16      /* of those to a host, */
-#define OF_EVENT 4     /* for so many puts, or for the last that there is to ask for */
-#define JOBS 1024      /* of the threads that copy, or of the one that asks copy engines to */
+#define EVENTS 16      /* events per host, */
+#define OF_EVENT 4     /* each for so many puts, or for the last one that is left to issue */
+#define JOBS 1024      /* of the threads that copy, or of the one that issues */
 #define COPIERS 32     /* at most */
-#define PATIENCE 20000 /* looks for a job before that one naps */
-#define SMALL 1024     /* bytes that no other thread is asked to copy */
+#define PATIENCE 20000 /* looks for a job before that thread sleeps */
+#define SMALL 1024     /* bytes that the calling thread copies itself */
 
 typedef struct card {
     int64_t pid;
@@ -33,7 +36,7 @@ typedef struct card {
     cudaIpcMemHandle_t handle;
 } card;
 
-enum { URGENT = NIC_URGENT, ROWS = NIC_ROWS, LANES }; /* what goes in a stream of its own */
+enum { URGENT = NIC_URGENT, ROWS = NIC_ROWS, LANES }; /* traffic with a stream of its own */
 
 typedef struct job {
     char *to;
@@ -48,35 +51,36 @@ typedef struct jobs {
     job at[JOBS];
 } jobs;
 
-typedef struct lane { /* to a peer, by the thread that asks */
+typedef struct lane { /* copies to a peer, by the issuing thread */
     cudaStream_t stream;
     cudaEvent_t events[EVENTS];
-    uint64_t marks[EVENTS]; /* what has been asked for when an event was recorded */
+    uint64_t marks[EVENTS]; /* number of copies issued when an event was recorded */
     uint64_t num_events, num_seen;
-    uint64_t asked, marked, seen; /* copies */
-    int *left[DEPTH];             /* of those that have not been seen to end */
+    uint64_t asked, marked, seen; /* numbers of copies */
+    int *left[DEPTH];             /* counters of copies that have not been seen to end */
 } lane;
 
 typedef struct peer {
     char *inbox;
     bool mapped;
     uint64_t given, finished; /* puts and words */
-    int *left;                /* [DEPTH], 1: that one has been copied */
+    int *left;                /* [DEPTH], 1: that copy has ended */
     lane lanes[LANES];
 } peer;
 
 struct net {
     net_setup setup;
     int device, num_copiers, leave;
-    int num_asleep; /* threads that sleep, or are about to */
+    int num_asleep; /* threads that sleep or are about to */
     pthread_mutex_t lock;
     pthread_cond_t awake; /* signalled when a job is posted while threads sleep */
     nic *nic;             /* NULL: copy engines */
     uint64_t
-        *words; /* [num_hosts][DEPTH], on GPUs in pinned memory; behind them those of `left` */
+        /* [num_hosts][DEPTH], pinned if memory is on GPUs; followed by those of `left` */
+        *words;
     peer peers[NET_MAX_HOSTS];
     pthread_t copiers[COPIERS];
-    jobs jobs[LANES]; /* of threads that copy all are in ROWS */
+    jobs jobs[LANES]; /* threads that copy host memory use ROWS only */
 };
 
 static bool local_can_open(char *why)
@@ -104,8 +108,8 @@ static epic_result refuse_open(char *why, const char *what, cudaError_t error)
 
 /* ------------------------------------------------------------------- threads that copy ---- */
 
-/* Whole words, each once: the GPU may look at any of them, and writes there when it has seen it.
- * memcpy stores the last ones twice. */
+/* Copies whole words, each once: the GPU may look at any of them and write there when it has
+ * seen it. memcpy stores the last words twice. */
 static void copy_words(const job *j)
 {
     const uint64_t *from = (const uint64_t *)(const void *)j->from;
@@ -115,7 +119,7 @@ static void copy_words(const job *j)
     __atomic_store_n(j->left, 1, __ATOMIC_RELEASE);
 }
 
-/* Wakes all threads that sleep: only the one that a job is for would do, and which one is not known. */
+/* Wakes all threads that sleep, because it is not known which one the job is for. */
 static void wake_threads(net *w)
 {
     if (!__atomic_load_n(&w->num_asleep, __ATOMIC_SEQ_CST)) return;
@@ -124,8 +128,8 @@ static void wake_threads(net *w)
     pthread_mutex_unlock(&w->lock);
 }
 
-/* Sleeps until `is_wanted`. The count goes up before the first look: a thread that posts a job later
- * sees it. */
+/* Sleeps until `is_wanted`. The count is increased before the first look, so that a thread that
+ * posts a job later sees it. */
 static void sleep_until(net *w, bool (*is_wanted)(const net *, uint64_t), uint64_t number)
 {
     pthread_mutex_lock(&w->lock);
@@ -141,8 +145,9 @@ static bool has_job(const net *w, uint64_t number)
            __atomic_load_n(&w->leave, __ATOMIC_SEQ_CST);
 }
 
-/* Spins before it sleeps, and never calls sched_yield(): that gives the core to another spinning thread for
- * a whole time slice. With 14 threads a rank, one token took 4.9 ms so (4 H100, 64 cores). */
+/* Spins before it sleeps. It never calls sched_yield(), which gives the core to another
+ * spinning thread for a whole time slice: with 14 threads per rank one token took 4.9 ms (4
+ * H100, 64 cores). */
 static void *run_copier(void *self)
 {
     net *w = self;
@@ -167,15 +172,15 @@ static bool is_posted(const jobs *all)
     return all->taken < __atomic_load_n(&all->posted, __ATOMIC_SEQ_CST);
 }
 
-/* All that was asked for before the event has been copied. */
+/* Records that all copies issued before the event have ended. */
 static void note_copied(lane *l, uint64_t mark)
 {
     for (; l->seen < mark; l->seen++)
         __atomic_store_n(l->left[l->seen % DEPTH], 1, __ATOMIC_RELEASE);
 }
 
-/* Events cost time, too: one is for several copies, unless nothing else would tell of the last ones.
- * `more`: copies will be asked for at once. */
+/* Looks at events. Events cost time, so one is for several copies, unless no later one would
+ * cover the last copies. `more`: copies will be issued at once. */
 static int see_events(lane *l, bool more)
 {
     int moved = 0;
@@ -346,7 +351,7 @@ static epic_result connect_all(net *w, const void *cards, char *why)
 
 /* ----------------------------------------------------------------------------- sending ---- */
 
-/* As a job of a thread. */
+/* Copies as a job of a thread. */
 static bool copy_bytes(net *w, peer *p, uint64_t to, const void *from, uint32_t bytes)
 {
     const int lane = w->setup.on_gpu && to < w->setup.urgent_bytes ? URGENT : ROWS;

@@ -1,21 +1,24 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* CTA 0 deals: a warp of it polls the rings, and gives what has come to the others by a list in the
- * GPU's memory, each when the one before it would have left a NIC of that speed.  The others are
- * gangs of four, which take turns and copy a share each; the last one of a gang says so. */
+/* The kernel of the NIC. One warp of CTA 0 polls the rings and passes the entries to the other
+ * CTAs through a list in GPU memory, each when the previous one would have left a NIC of that
+ * speed. The other CTAs form gangs of four, which take turns; each CTA copies its share, and
+ * the last one of a gang reports the end. */
 #include "nic.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-#define ENTRIES 256 /* of a ring, */
-#define LIST 64     /* and of the list */
+#define ENTRIES 256 /* of a ring */
+#define LIST 64     /* of the list */
 #define AHEAD 4     /* entries of a ring that are polled at once */
 #define THREADS 256
-#define GANG 4          /* CTAs that copy together */
-#define DEPTH 4         /* vectors of a thread under way */
-#define IDLE_NS 5000000 /* without an entry, after which the kernel ends until the next put */
+#define GANG 4  /* CTAs that copy together */
+#define DEPTH 4 /* vectors of a thread under way */
+/* time without an entry after which the kernel ends until the next put */
+#define IDLE_NS 5000000
 
-struct entry { /* addresses have 48 bits; `seq` is in both halves, as they are read apart */
+/* addresses have 48 bits; `seq` is in both halves, because they are read separately */
+struct entry {
     uint64_t to, from_seq;
     uint64_t left_seq, bytes;
 };
@@ -27,7 +30,7 @@ struct item {
 
 struct board { /* on the GPU */
     item list[LIST];
-    uint64_t dealt, ended[LIST]; /* the number of the item that a place had last, from 1 */
+    uint64_t dealt, ended[LIST]; /* number of the last item at each place, from 1 */
 };
 
 struct nic {
@@ -39,11 +42,11 @@ struct nic {
     cudaStream_t stream;
     uint64_t given[NIC_RINGS];
     uint64_t *taken; /* [NIC_RINGS] in host memory */
-    uint64_t *ended; /* in host memory: the number of the last launch that has ended */
+    uint64_t *ended; /* in host memory: number of the last launch that has ended */
     uint64_t launches;
 };
 
-struct shared_part { /* of a nic, for its kernel */
+struct shared_part { /* part of a nic for its kernel */
     entry *rings;
     uint64_t *taken, *ended;
     const int *leave;
@@ -81,7 +84,7 @@ static __device__ __forceinline__ void store_vector(uint64_t *to, uint64_t x)
     asm volatile("st.release.gpu.global.u64 [%0], %1;" : : "l"(to), "l"(x) : "memory");
 }
 
-/* One thread: the next of the list. */
+/* Passes the next entry to the list. One thread. */
 static __device__ void deal_entries(board *all, uint64_t &dealt, const item &next)
 {
     const int place = (int)(dealt % LIST);
@@ -91,7 +94,7 @@ static __device__ void deal_entries(board *all, uint64_t &dealt, const item &nex
     store_vector(&all->dealt, ++dealt);
 }
 
-/* Half of an entry a lane: those of the first ring, then of the second. */
+/* A lane polls half an entry: first those of the first ring, then of the second. */
 static __device__ void deal_all(const shared_part &p)
 {
     const int lane = threadIdx.x, ring = lane / (2 * AHEAD), half = lane % 2;
@@ -111,7 +114,7 @@ static __device__ void deal_all(const shared_part &p)
         for (int i = 0; i < NIC_RINGS * AHEAD; i++) {
             const int its = i / AHEAD;
             if (i % AHEAD == 0) any = true;
-            any &= (come >> 2 * i & 3) == 3; /* in their order */
+            any &= (come >> 2 * i & 3) == 3; /* in order */
             item next = {__shfl_sync(~0u, q.x, 2 * i), __shfl_sync(~0u, q.y, 2 * i),
                          __shfl_sync(~0u, q.x, 2 * i + 1),
                          (uint32_t)__shfl_sync(~0u, q.y, 2 * i + 1), 0};
@@ -229,8 +232,9 @@ static bool has_waiting_entry(const nic *n)
     return false;
 }
 
-/* A kernel that never ended would block every call of CUDA that waits for the device or allocates
- * memory: epic_close() makes such calls. So the kernel ends when it is idle, and a put starts it again. */
+/* A kernel that never ended would block every CUDA call that waits for the device or allocates
+ * memory, and epic_close() makes such calls. So the kernel ends when it is idle, and a put
+ * starts it again. */
 void nic_run(nic *n)
 {
     if (__atomic_load_n(n->ended, __ATOMIC_ACQUIRE) != n->launches || !has_waiting_entry(n))

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A NIC that is a kernel: it takes what it is asked to copy from rings in host memory, as a NIC its
- * descriptors, and takes as long as a network of its speed.  Copy engines, which local.c has else,
- * are asked by calls of CUDA, and these wait for each other. */
+/* A NIC that is a kernel: it takes copy orders from rings in host memory, as a NIC takes
+ * descriptors, and is as fast as a network of its speed. Copy engines, which local.c uses
+ * otherwise, need CUDA calls, which wait for each other. */
 #ifndef NET_NIC_H
 #define NET_NIC_H
 
@@ -13,23 +13,23 @@
 extern "C" {
 #endif
 
-enum { NIC_URGENT, NIC_ROWS, NIC_RINGS }; /* what is urgent goes first */
+enum { NIC_URGENT, NIC_ROWS, NIC_RINGS }; /* urgent entries go first */
 
 typedef struct nic nic;
 
-/* Opens a NIC of `speed` GB/s (0: as fast as it can) on the current device: `ctas` thread blocks copy, and
- * one more deals. Its kernel runs from a put until it has been idle for 5 ms. */
+/* Opens a NIC of `speed` GB/s (0: as fast as possible) on the current device. `ctas` CTAs copy,
+ * and one more passes them work. Its kernel runs from a put until it has been idle for 5 ms. */
 cudaError_t nic_open(nic **out, int ctas, double speed);
 
-/* Memory that the GPU sees, multiples of 8; *left becomes 1 in host memory that it sees, too.
- * False: come again. */
+/* Copies memory that the GPU can access, in multiples of 8 bytes; sets *left to 1 in host
+ * memory when it has ended. Returns false if the ring is full. */
 bool nic_put(nic *n, int ring, void *to, const void *from, uint32_t bytes, int *left);
 
-/* Starts the kernel again if it has ended and an entry waits. Call it while a put is not done: a put that
- * came while the kernel ended is not seen otherwise. */
+/* Starts the kernel again if it has ended and an entry waits. Must be called while a put is not
+ * done, because a put that comes while the kernel ends is not seen otherwise. */
 void nic_run(nic *n);
 
-/* Copies what was put, then frees the NIC. NULL is allowed. */
+/* Completes all puts, then frees the NIC. NULL is allowed. */
 void nic_close(nic *n);
 
 #ifdef __cplusplus

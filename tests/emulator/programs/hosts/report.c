@@ -3,7 +3,7 @@
  * take between them, there and in epic-info; in advance, the memory that it takes, to the page;
  * which order EPIC_BY_HOSTS is; and that open does not gather more often than necessary.
  *
- *   told RANKS HOSTS WORDS-OF-THE-NET EPIC-INFO GATHERS [full]
+ *   report RANKS HOSTS WORDS-OF-THE-NET EPIC-INFO GATHERS [full]
  *
  * full: the last rank has a GPU of its own, without room for the inbox and outbox of the net.
  */
