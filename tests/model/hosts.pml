@@ -109,7 +109,7 @@ inline await(what)
     fi
 }
 
-/* tell_end() and report().  Of a death all can find out themselves: who is told does the same. */
+/* report_aborted_wait() and report_failure().  Of a death all can find out themselves: who is told does the same. */
 inline find_out(q)
 {
     buries(q) -> broken[r] = q + 1; reports[r] = cut
@@ -317,7 +317,7 @@ inline give(box)
     box = leaf(r, e)
 }
 
-/* add_host(), and what is shipped then. */
+/* add_partials_of_host(), and what is shipped then. */
 inline add_host()
 {
     await((partial[parity(e)] != POISON));
