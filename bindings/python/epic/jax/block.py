@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Flax modules share: the layer's parameters by name, with shapes, logical axes and
-initializers."""
+"""Shared parts of the Flax modules: parameters with their shapes, logical axes and initializers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ ZEROS: Initializer = jax.nn.initializers.zeros
 
 
 def init_replicas(init: Initializer, logical_of_expert: tuple[int, ...] | None) -> Initializer:
-    """Experts that are copies of each other begin alike."""
+    """Return an initializer that gives equal values to experts that are replicas of each other."""
     if logical_of_expert is None:
         return init
 
@@ -47,7 +46,14 @@ def init_replicas(init: Initializer, logical_of_expert: tuple[int, ...] | None) 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One array of all experts; `names` are its logical axes."""
+    """An array of all experts.
+
+    Attributes:
+        shape: the shape.
+        names: a logical axis for each dimension.
+        init: the initializer.
+
+    """
 
     shape: tuple[int, ...]
     names: Names
@@ -56,7 +62,14 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Biases:
-    """Which biases a block has."""
+    """Which biases a block has.
+
+    Attributes:
+        gate: a bias of the router's logits.
+        experts: biases of the experts.
+        shared: biases of the shared expert.
+
+    """
 
     gate: bool = False
     experts: bool = False
@@ -79,7 +92,7 @@ AXIS_NAMES: dict[str, Names] = {
 
 
 def check_module(mesh: Any, group: Any, options: Any, biases: Any) -> None:
-    """Refuse other objects in the place of what a block is made of, and another mesh."""
+    """Refuse objects of other classes, and a mesh that the group was not opened with."""
     check_kind("mesh", mesh, Mesh)
     check_kind("group", group, Group)
     check_kind("options", options, Moe)
@@ -90,8 +103,17 @@ def check_module(mesh: Any, group: Any, options: Any, biases: Any) -> None:
 def logical_rules(
     group: Group, fsdp_axes: tuple[str, ...] = (), tensor_axis: str | None = None
 ) -> tuple[tuple[str, tuple[str, ...] | None], ...]:
-    """Logical axis -> mesh axes, as the layer computes: "exp" over the group, "embed_moe" (hidden)
-    over the FSDP axes, "mlp_moe" (inner) over the tensor axis."""
+    """Return the rules from logical axes to mesh axes with which the layer computes.
+
+    Args:
+        group: the group, whose axes shard "exp".
+        fsdp_axes: mesh axes for "embed_moe" (hidden).
+        tensor_axis: a mesh axis for "mlp_moe" (inner).
+
+    Returns:
+        Pairs of a logical axis and mesh axes (None: not sharded).
+
+    """
     check_kind("group", group, Group)
     fsdp_axes = as_axes("fsdp_axes", fsdp_axes)
     inner = as_axes("tensor_axis", (tensor_axis,)) if tensor_axis else None
@@ -99,8 +121,11 @@ def logical_rules(
 
 
 def parameter_sharding(mesh: Mesh, names: Names, rules: Rules) -> NamedSharding:
-    """Of a parameter, by the first rule for each name, as MaxText reads its rules: an axis that an
-    earlier dimension has falls out, and so does one that the mesh has not."""
+    """Return the sharding of a parameter, from the first rule for each name, like MaxText.
+
+    An axis that an earlier dimension has is left out, and so is an axis that the mesh does not
+    have.
+    """
     known: dict[str, Any] = {axis: axis for axis in mesh.axis_names} | dict(reversed(rules))
     taken: set[str] = set()
     parts: list[tuple[str, ...] | None] = []
@@ -115,14 +140,14 @@ def parameter_sharding(mesh: Mesh, names: Names, rules: Rules) -> NamedSharding:
 
 
 def constrain_sharding(value: Any, where: NamedSharding) -> Any:
-    """The value there, in and outside of jit, on axes of either kind."""
+    """Return the value in that sharding, in and outside of jit, on mesh axes of either type."""
     if getattr(where.mesh, "are_all_axes_explicit", False):
         return jax.sharding.reshard(value, where)
     return jax.lax.with_sharding_constraint(value, where)
 
 
 def axis_names_of(parameter: str, rank: int, given: AxisNames | None) -> Names:
-    """A parameter's logical axes: the caller's, or MaxText's."""
+    """Return a parameter's logical axes: the caller's names, or MaxText's."""
     names = tuple((given or {}).get(parameter, AXIS_NAMES[parameter]))
     if len(names) != rank:
         raise EpicArgumentError(f"axis_names[{parameter!r}] {names}: {rank} names are needed")
@@ -130,7 +155,7 @@ def axis_names_of(parameter: str, rank: int, given: AxisNames | None) -> Names:
 
 
 def check_axis_names(given: AxisNames | None) -> None:
-    """Each must be a parameter's."""
+    """Refuse names that no parameter has."""
     for name in given or {}:
         word("axis_names", name, AXIS_NAMES)
 
@@ -143,8 +168,10 @@ def make_parameters(
     kernel_init: Initializer | None = None,
     logical_of_expert: tuple[int, ...] | None = None,
 ) -> dict[str, Parameter]:
-    """Those that the options ask for, by their names in MoeWeights.  Experts that the ranks do not
-    divide are on every rank."""
+    """Return the parameters that the options ask for, by their names in MoeWeights.
+
+    If the ranks do not divide the experts, all experts are on every rank.
+    """
     check_axis_names(axis_names)
     even = placement.is_even(group, options.layer)
     experts, hidden = options.layer.num_experts, options.experts.hidden
@@ -179,7 +206,7 @@ def make_parameters(
 
 
 class Block(Protocol):
-    """What a module of either kind has."""
+    """The attributes that the modules of linen and nnx share."""
 
     mesh: Mesh
     group: Group
@@ -194,16 +221,21 @@ class Block(Protocol):
 
 
 def logical_table(module: Block) -> Any:
-    """logical_of_expert as an array."""
+    """Return logical_of_expert as an array."""
     table = module.logical_of_expert
     return None if table is None else np.array(table, np.int32)
 
 
 def apply_moe(module: Block, x: Any, weights: dict[str, Any], bias: Any, **tokens: Any) -> MoeOut:
-    """sharded.moe in the module's dtype; the gate is in float32 (float64 rows: float64).  tokens:
-    token_ids, table, token_mask.
+    """Run sharded.moe in the module's dtype, with the gate in float32 (float64 rows: float64).
 
-    bias [num_experts], or None: for the choice of experts; zero-experts have none.
+    Args:
+        module: the module.
+        x: [B, ..., hidden].
+        weights: the arrays by their names in MoeWeights.
+        bias: [num_experts] or None: for the choice of experts; zero-experts have none.
+        **tokens: token_ids, table and token_mask.
+
     """
     x = x if module.dtype is None else x.astype(module.dtype)
     wide = "float64" if x.dtype == "float64" else "float32"

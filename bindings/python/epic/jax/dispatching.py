@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dispatch in all its forms: rows for each choice or for each rank, as they are or in 8 bits, by a
-plan or together with it."""
+"""dispatch in all its forms.
+
+Rows are sent once for each choice or once for each rank, in their dtype or in 8 bits, with a plan
+that exists or together with making it.
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -54,27 +57,30 @@ SCALES = ("float32", "bfloat16", "float16", "float64", *NARROW)
 
 
 def dispatch_results(spec: PlanSpec, tokens: Any, weights: Any) -> list[ArraySpec | None]:
-    """What dispatch gives."""
+    """Return the result specs of dispatch."""
     recv = ArraySpec((spec.capacity, tokens.shape[1]), tokens.dtype)
     return [recv, None if weights is None else ArraySpec((spec.capacity,), jnp.float32)]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def dispatch_rows(spec: PlanSpec, data: Any, tokens: Any, weights: Any) -> tuple[Any, ...]:
-    """dispatch on checked arrays; data: the plan's bytes, then what to wait for.  The last result
-    is that of call."""
+    """Run dispatch on checked arrays.
+
+    data is the plan's bytes and the ordering dependencies; the last result is the byte of a
+    finished call.
+    """
     operands = [data[0], tokens, weights, *site_and_rank(spec.group, data[0], tokens), *data[1:]]
     results = dispatch_results(spec, tokens, weights)
     return tuple(call_handler("dispatch", results, operands, spec.group, **spec.sizes()))
 
 
 def dispatch_forward(spec: PlanSpec, data: Any, tokens: Any, weights: Any) -> tuple[Any, Any]:
-    """Nothing is saved but the plan."""
+    """Save the plan only."""
     return dispatch_rows.fun(spec, data, tokens, weights), data
 
 
 def return_gradients(spec: PlanSpec, data: Any, gradients: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Gradients of the received rows and weights, brought to their tokens."""
+    """Return the gradients of received rows and weights to their tokens, and sum them there."""
     d_recv, d_slot_weights = gradients[:2]
     d_tokens = ArraySpec((spec.num_tokens, d_recv.shape[1]), d_recv.dtype)
     d_weights = ArraySpec((spec.num_tokens, spec.layer.top_k), jnp.float32)
@@ -85,7 +91,7 @@ def return_gradients(spec: PlanSpec, data: Any, gradients: tuple[Any, ...]) -> t
 
 
 def dispatch_backward(spec: PlanSpec, data: Any, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The plan has no gradient."""
+    """Return the gradients of dispatch; the plan has none."""
     return (no_gradients(data), *return_gradients(spec, data, gradients))
 
 
@@ -95,12 +101,26 @@ dispatch_rows.defvjp(dispatch_forward, dispatch_backward)
 def dispatch(
     plan: Plan, tokens: Any, weights: Any = None, *, quantize: str | None = None
 ) -> tuple[Any, Any]:
-    """Sends each token to its experts: tokens [..., hidden] -> [capacity, hidden].
+    """Send each token to the ranks of its experts, one row for each choice.
 
-    With weights [..., top_k] also each slot's weight [capacity] float32; else None.  Slots that
-    the plan does not fill are zeros.  Rows of an 8-bit type (fp8, int8, uint8) go as they are,
-    without a gradient.  quantize "1x128" or "1x32": rows travel in e4m3 and arrive
-    rounded; the gradient goes straight through.
+    Collective; differentiable in tokens and weights.  Rows of an 8-bit dtype (float8, int8, uint8)
+    are sent unchanged and have no gradient.
+
+    Args:
+        plan: a plan whose layout is "expert_major".
+        tokens: [..., hidden] a float dtype or an 8-bit dtype; [...] as in topk_idx.
+        weights: [..., top_k] any float dtype, or None: the weight of each choice.
+        quantize: "1x128" or "1x32": send rows as float8_e4m3fn with a scale for each block of so
+            many columns, and return rounded rows.  The gradient passes straight through.  None:
+            send rows in their own dtype.
+
+    Returns:
+        Rows [capacity, hidden] in the dtype of tokens, zeros in slots without a token, and
+        slot_weights [capacity] float32 (None without weights).
+
+    Raises:
+        EpicArgumentError: an argument is wrong; raised while tracing.
+
     """
     check_plan(plan)
     check_layout(plan.spec.layer, "expert_major", "dispatch_flat")
@@ -116,7 +136,7 @@ def dispatch(
 
 
 def check_layout(layer: Layer, layout: str, other: str) -> None:
-    """Each layout has a dispatch of its own."""
+    """Refuse a plan of the other layout, and name the function for it."""
     if layer.layout != layout:
         raise EpicArgumentError(f"layout {layer.layout!r}: {layout!r} is needed here, else {other}")
 
@@ -124,7 +144,7 @@ def check_layout(layer: Layer, layout: str, other: str) -> None:
 def dispatch_inputs(
     plan: Plan, tokens: Any, weights: Any, dtypes: Sequence[str] = FLOATS
 ) -> list[Any]:
-    """Return the plan, tokens of one of the dtypes and weights, checked."""
+    """Return the plan's operand, tokens of one of the dtypes and weights, checked."""
     spec = plan.spec
     rows = as_tokens("tokens", tokens, spec.token_dims, dtypes)
     spec.group.check_width("tokens", rows)
@@ -137,7 +157,7 @@ def dispatch_inputs(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def dispatch_flat_rows(spec: PlanSpec, data: Any, tokens: Any, weights: Any) -> tuple[Any, ...]:
-    """dispatch_flat on checked arrays."""
+    """Run dispatch_flat on checked arrays."""
     choices = (spec.capacity, spec.layer.top_k)
     results: list[ArraySpec | None] = [ArraySpec((spec.capacity, tokens.shape[1]), tokens.dtype)]
     results += [
@@ -149,14 +169,14 @@ def dispatch_flat_rows(spec: PlanSpec, data: Any, tokens: Any, weights: Any) -> 
 
 
 def dispatch_flat_forward(spec: PlanSpec, data: Any, tokens: Any, weights: Any) -> tuple[Any, Any]:
-    """Nothing is saved but the plan."""
+    """Save the plan only."""
     return dispatch_flat_rows.fun(spec, data, tokens, weights), data
 
 
 def dispatch_flat_backward(
     spec: PlanSpec, data: Any, gradients: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """As dispatch's."""
+    """Return the gradients, as dispatch_backward() does."""
     return (no_gradients(data), *return_gradients(spec, data, gradients))
 
 
@@ -164,12 +184,24 @@ dispatch_flat_rows.defvjp(dispatch_flat_forward, dispatch_flat_backward)
 
 
 def dispatch_flat(plan: Plan, tokens: Any, weights: Any = None) -> tuple[Any, Any, Any]:
-    """Sends each token once to each rank that has experts for it; the layer's layout is "flat".
+    """Send each token once to each rank that has experts for it.
 
-    tokens [..., hidden], weights [..., top_k] or None.  Gives rows [capacity, hidden], their
-    weights [capacity, top_k] or None, and the local experts that each row is for [capacity, top_k],
-    -1 behind them.  combine(plan, rows) wants one finished partial for each row: the weighted sum
-    over these experts.
+    Collective; differentiable in tokens and weights.  For `combine(plan, rows)` each row must
+    become the weighted sum over its experts.
+
+    Args:
+        plan: a plan whose layout is "flat".
+        tokens: [..., hidden] a float dtype.
+        weights: [..., top_k] any float dtype, or None.
+
+    Returns:
+        Rows [capacity, hidden] in the dtype of tokens, their weights [capacity, top_k] float32
+        (None without weights), and the local experts of each row [capacity, top_k] int32, filled up
+        with -1.
+
+    Raises:
+        EpicArgumentError: an argument is wrong; raised while tracing.
+
     """
     check_plan(plan)
     check_layout(plan.spec.layer, "flat", "dispatch")
@@ -181,24 +213,24 @@ BLOCKS = {"1x128": (1, 128, jnp.float32), "1x32": (2, 32, jnp.uint8)}
 
 
 def is_narrow(x: Any) -> bool:
-    """Return whether x has a type that the core carries and never adds."""
+    """Return whether x has a dtype that the core sends but cannot add."""
     return getattr(getattr(x, "dtype", None), "name", None) in NARROW
 
 
 def as_bytes(x: Any) -> Any:
-    """[rows, n] of any type as bytes [rows, n * size]."""
+    """Return [rows, n] of any dtype as bytes [rows, n * size]."""
     return jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(x.shape[0], -1)
 
 
 def from_bytes(data: Any, dtype: Any) -> Any:
-    """The reverse."""
+    """Return bytes [rows, n * size] as [rows, n] of the dtype."""
     size = jnp.dtype(dtype).itemsize
     shape = (data.shape[0], data.shape[1] // size, size) if size > 1 else data.shape
     return jax.lax.bitcast_convert_type(data.reshape(shape), dtype)
 
 
 def dispatch_narrow(plan: Plan, tokens: Any, weights: Any, scales: Any) -> tuple[Any, Any, Any]:
-    """Rows of an 8-bit type, their scales or None, and weights, in their slots: as they are."""
+    """Send rows of an 8-bit dtype with their scales (or None) and weights, unchanged."""
     spec = plan.spec
     rows = as_tokens("tokens", tokens, spec.token_dims, NARROW)
     weights = as_weights("weights", weights, spec.token_dims, spec.layer.top_k)
@@ -229,10 +261,24 @@ def dispatch_quantized(
     *,
     scales: Any = None,
 ) -> tuple[Any, Any, Any]:
-    """dispatch in e4m3: rows, scales [capacity, blocks], weights; without a gradient.
+    """Send tokens as float8_e4m3fn rows with their scales.  There is no gradient.
 
-    block "1x128": float32 scales; "1x32": powers of two as e8m0 bytes.  scales [..., n]: tokens
-    are quantized already, in an 8-bit type, and go as they are with these, whatever the block.
+    Args:
+        plan: a plan whose layout is "expert_major".
+        tokens: [..., hidden] a float dtype; with `scales` an 8-bit dtype.
+        weights: [..., top_k] any float dtype, or None.
+        block: "1x128": a float32 scale for each 128 columns; "1x32": a power of two as an e8m0 byte
+            for each 32 columns.
+        scales: [..., n]: the tokens are quantized already, and are sent with these scales, whatever
+            `block` is.
+
+    Returns:
+        Rows [capacity, hidden] float8_e4m3fn (with `scales`: dtype of tokens), scales [capacity,
+        blocks], and slot_weights [capacity] float32 (None without weights).
+
+    Raises:
+        EpicArgumentError: an argument is wrong; raised while tracing.
+
     """
     check_plan(plan)
     check_layout(plan.spec.layer, "expert_major", "dispatch_flat")
@@ -247,7 +293,7 @@ def dispatch_quantized(
 def quantize_and_dispatch(
     spec: PlanSpec, block: str, data: Any, rows: Any, weights: Any
 ) -> tuple[Any, ...]:
-    """dispatch_quantized on checked arrays."""
+    """Run dispatch_quantized on checked arrays."""
     kind, size, scale_type = BLOCKS[block]
     slots, hidden = spec.capacity, rows.shape[1]
     results: list[ArraySpec | None] = [ArraySpec((slots, hidden), jnp.float8_e4m3fn)]
@@ -259,8 +305,21 @@ def quantize_and_dispatch(
 
 
 def dequantize(rows: Any, scales: Any, dtype: Any, block: str = "1x128") -> Any:
-    """What dispatch_quantized's rows [slots, n] stand for, with their scales and the block that
-    they were made with, in a dtype."""
+    """Return the values of quantized rows.
+
+    Args:
+        rows: [slots, hidden], as `dispatch_quantized` returns them.
+        scales: [slots, blocks]: float32 for "1x128", uint8 or float8_e8m0fnu for "1x32".
+        dtype: the dtype of the result: float32, bfloat16, float16 or float64.
+        block: the block that the rows were quantized with.
+
+    Returns:
+        [slots, hidden] dtype: each row times its scales.
+
+    Raises:
+        EpicArgumentError: an argument is wrong; raised while tracing.
+
+    """
     word("block", block, BLOCKS)
     if jnp.dtype(dtype).name not in FLOATS:
         raise EpicArgumentError(f"dtype is {jnp.dtype(dtype)}: must be {' or '.join(FLOATS)}")
@@ -278,7 +337,7 @@ def dequantize(rows: Any, scales: Any, dtype: Any, block: str = "1x128") -> Any:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def dispatch_rounded(spec: PlanSpec, block: str, data: Any, tokens: Any, weights: Any) -> Any:
-    """dispatch whose rows travelled in e4m3; its gradient is that of dispatch."""
+    """Run dispatch with rows that travel as float8_e4m3fn; the gradient is that of dispatch."""
     rows, scales, slot, done = quantize_and_dispatch(spec, block, data, tokens, weights)
     return dequantize(rows, scales, tokens.dtype, block), slot, done
 
@@ -286,12 +345,12 @@ def dispatch_rounded(spec: PlanSpec, block: str, data: Any, tokens: Any, weights
 def dispatch_rounded_forward(
     spec: PlanSpec, block: str, data: Any, tokens: Any, weights: Any
 ) -> tuple[Any, Any]:
-    """Nothing is saved but the plan."""
+    """Save the plan only."""
     return dispatch_rounded.fun(spec, block, data, tokens, weights), data
 
 
 def dispatch_rounded_backward(spec: PlanSpec, _: str, data: Any, gradients: Any) -> tuple[Any, ...]:
-    """Straight through."""
+    """Return the gradients straight through the rounding."""
     return (no_gradients(data), *return_gradients(spec, data, gradients))
 
 
@@ -305,8 +364,11 @@ dispatch_rounded.defvjp(dispatch_rounded_forward, dispatch_rounded_backward)
 def plan_dispatch_rows(
     spec: PlanSpec, local: int, ints: tuple[Any, ...], tokens: Any, weights: Any
 ) -> tuple[Any, ...]:
-    """plan_dispatch on checked arrays; ints: choices, the two tables, channel, and what to wait
-    for."""
+    """Run plan_dispatch on checked arrays.
+
+    ints are the choices, rank_of_expert, logical_of_expert, the channel and the ordering
+    dependencies.
+    """
     chosen, owners, logical, number, *after = ints
     results = plan_results(spec, owners is not None, local) + dispatch_results(
         spec, tokens, weights
@@ -329,7 +391,7 @@ def plan_dispatch_rows(
 def plan_dispatch_forward(
     spec: PlanSpec, local: int, ints: tuple[Any, ...], tokens: Any, weights: Any
 ) -> tuple[Any, Any]:
-    """The plan and the integers' shapes are saved."""
+    """Save the plan and the shapes of the integers."""
     out = plan_dispatch_rows.fun(spec, local, ints, tokens, weights)
     return out, (out[0], ints)
 
@@ -337,7 +399,7 @@ def plan_dispatch_forward(
 def plan_dispatch_backward(
     spec: PlanSpec, _: int, saved: tuple[Any, Any], gradients: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """As dispatch's."""
+    """Return the gradients, as dispatch_backward() does."""
     data, ints = saved
     return (
         jax.tree.map(zero_gradient, ints),
@@ -363,8 +425,33 @@ def plan_dispatch(
     after: Any = None,
     moe: Moe | None = None,
 ) -> tuple[Plan, Any, Any]:
-    """plan, then dispatch of tokens [..., hidden] and weights [..., top_k] with it, as one call:
-    (plan, recv, slot_weights or None)."""
+    """Make a plan and dispatch tokens with it, as one collective call.
+
+    It returns what `plan` and then `dispatch` would return, with one exchange less.
+
+    Args:
+        group: the group.
+        layer: the layer, of layout "expert_major"; static.
+        topk_idx: [..., top_k] int32 or int64: the chosen experts of each token; negative: no
+            expert.
+        tokens: [..., hidden] a float dtype.
+        weights: [..., top_k] any float dtype, or None.
+        capacity: see `plan`.
+        rank_of_expert: see `plan`.
+        logical_of_expert: see `plan`.
+        num_local_experts: see `plan`.
+        channel: see `plan`.
+        after: see `plan`.
+        moe: see `plan`.
+
+    Returns:
+        The Plan, rows [capacity, hidden] in the dtype of tokens, and slot_weights [capacity]
+        float32 (None without weights).
+
+    Raises:
+        EpicArgumentError: an argument is wrong; raised while tracing.
+
+    """
     check_group(group, layer)
     check_layout(layer, "expert_major", "plan and dispatch_flat")
     spec, chosen = make_plan_spec(group, layer, topk_idx, capacity, moe)

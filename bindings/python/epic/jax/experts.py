@@ -32,11 +32,18 @@ from epic.options import Experts
 
 
 class ExpertWeights(NamedTuple):
-    """Parameters of the local experts: gate and up in one array, as options.interleaved says.
+    """Weights of the experts of this device, all of one float dtype.
 
-    w_gate_up: [local experts, hidden, width]; width: 2 inner, ungated inner.
-    w_down: [local experts, inner, hidden].
-    b_gate_up, b_down: [local experts, width] and [local experts, hidden]; None: no biases."""
+    width is 2 * inner (gate columns, then up columns; `Experts.interleaved`: alternating), or inner
+    for ungated experts.
+
+    Attributes:
+        w_gate_up: [experts, hidden, width].
+        w_down: [experts, inner, hidden].
+        b_gate_up: [experts, width] or None: no bias.
+        b_down: [experts, hidden] or None: no bias.
+
+    """
 
     w_gate_up: Any
     w_down: Any
@@ -46,19 +53,28 @@ class ExpertWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertsStatic:
-    """What forward and backward know while tracing.  platform: where the call will run, None:
-    unknown.  tail: are slots past the last slab wanted as zeros?"""
+    """Static facts of the experts' forward and backward call.
+
+    Attributes:
+        options: the options, with dtypes and the number of experts filled in.
+        platform: where the call will run, "cpu" or "gpu"; None: not known.
+        tail: whether slots past the last slab must be zeros.
+
+    """
 
     options: Experts
     platform: str | None
     tail: bool
 
     def memory(self, slots: int) -> tuple[ArraySpec, ArraySpec, ArraySpec]:
-        """What is saved, and workspace forward and backward."""
+        """Return the saved memory and the workspaces of forward and backward, as array specs."""
         return memory_specs(partial(_native.experts_memory, self.options, slots), self.platform)
 
     def finished(self, slots: Any, expert_rows: Any) -> Any:
-        """Zeros in the tail.  On CPUs the handler writes them; on GPUs it leaves what was there."""
+        """Return the slots with zeros in the tail.
+
+        On CPUs the handler has written them; on GPUs it has left the tail as it was.
+        """
         if slots is None or not self.tail or self.platform == "cpu":
             return slots
         if self.platform == "gpu":
@@ -69,7 +85,7 @@ class ExpertsStatic:
 
 
 def zero_tail(slots: Any, expert_rows: Any) -> Any:
-    """Slots [slots, ...], those past the last slab zero."""
+    """Return slots [slots, ...] with zeros past the last slab."""
     occupied = jnp.arange(slots.shape[0]) < expert_rows.sum()
     return jnp.where(jnp.expand_dims(occupied, tuple(range(1, slots.ndim))), slots, 0)
 
@@ -77,10 +93,15 @@ def zero_tail(slots: Any, expert_rows: Any) -> Any:
 def check_weights(
     options: Experts, weights: ExpertWeights, rows: Any, prefix: str = "", like: Any = None
 ) -> None:
-    """Refuse weights of other shapes than the options ask for, and of several dtypes.
+    """Refuse weights of shapes other than the options ask for, and of several dtypes.
 
-    rows: float64 weights go with float64 rows only.  prefix: "shared_" in the names of the shared
-    expert's.  like: an array whose dtype the weights must have; None: they agree with each other.
+    Args:
+        options: the experts' options.
+        weights: the weights.
+        rows: float64 weights are allowed with float64 rows only.
+        prefix: "shared_" in the names of the shared expert's weights.
+        like: an array whose dtype the weights must have; None: they must agree with each other.
+
     """
     local = ("experts", options.num_local_experts)
     hidden, width = ("hidden", options.hidden), ("width", options.width)
@@ -106,7 +127,7 @@ def as_expert_weights(weights: ExpertWeights) -> ExpertWeights:
 
 
 def fill_num_experts(options: Experts, weight: Any, name: str = "w_gate_up") -> Experts:
-    """Return the options with as many experts as the weight has, where they leave it open."""
+    """Return the options with the number of experts of the weight, if they leave it open."""
     if options.num_local_experts:
         return options
     count = check_array(name, weight, FLOATS, ("experts", "hidden", "width")).shape[0]
@@ -116,7 +137,7 @@ def fill_num_experts(options: Experts, weight: Any, name: str = "w_gate_up") -> 
 
 
 def refuse_e4m3(options: Experts) -> None:
-    """What the core can do on GPUs and no function here asks for."""
+    """Refuse weight_type "e4m3", which only epic.torch supports."""
     if options.weight_type == "e4m3":
         raise EpicUnsupportedError(
             "weight_type 'e4m3': epic.torch has it; here leave it None, and the arrays tell it"
@@ -124,31 +145,34 @@ def refuse_e4m3(options: Experts) -> None:
 
 
 def fill_dtypes(options: Experts, rows: Any, weights: Any) -> Experts:
-    """The options with the dtypes of the arrays."""
+    """Return the options with the dtypes of the arrays."""
     refuse_e4m3(options)
     return replace(options, row_type=rows.dtype.name, weight_type=weights.dtype.name)
 
 
 def wide_dtype(x: Any) -> Any:
-    """What sums of rows are."""
+    """Return the dtype in which rows of the dtype of x are summed."""
     return jnp.float64 if x.dtype == jnp.float64 else jnp.float32
 
 
 def gradient_dtype(platform: str | None, x: Any, weight: Any) -> Any:
-    """Of the gradients of experts: on GPUs the core rounds them to the weights' dtype itself."""
+    """Return the dtype in which the core writes gradients of experts.
+
+    On GPUs it rounds them to the weights' dtype itself.
+    """
     return x.dtype if platform == "gpu" and weight.dtype == x.dtype else wide_dtype(x)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def run_experts(static: ExpertsStatic, counts: Any, x: Any, slot_weights: Any, weights: Any) -> Any:
-    """experts on checked arrays; counts: expert_rows, expert_tokens."""
+    """Run the experts on checked arrays; counts are expert_rows and expert_tokens."""
     return run_experts_forward(static, counts, x, slot_weights, weights)[0]
 
 
 def run_experts_forward(
     static: ExpertsStatic, counts: Any, x: Any, slot_weights: Any, weights: Any
 ) -> tuple[Any, Any]:
-    """The core saves what gate and up gave."""
+    """Run the forward call; the core saves the outputs of the first product."""
     saved, workspace, _ = static.memory(x.shape[0])
     operands = [x, *counts, slot_weights, *weights]
     results = [spec_of(x), saved, workspace]
@@ -157,7 +181,7 @@ def run_experts_forward(
 
 
 def run_experts_backward(static: ExpertsStatic, kept: Any, d_y: Any) -> tuple[Any, ...]:
-    """Weight gradients leave in the weights' dtype; those of experts come in it, on GPUs."""
+    """Run the backward call; return each weight's gradient in the dtype of the weight."""
     counts, x, slot_weights, weights, saved = kept
     kind = gradient_dtype(static.platform, x, weights[0])
     results = [spec_of(x), None if slot_weights is None else spec_of(slot_weights)]
@@ -184,13 +208,28 @@ def experts(
     *,
     group: Group | None = None,
 ) -> Any:
-    """The MLP of each slab: rows [slots, hidden] -> [slots, hidden].
+    """Apply the MLP of each expert to the rows of its slab.
 
-    expert_rows and expert_tokens: as a plan gives them.  weights: of this device's experts, all of
-    one dtype.  slot_weights [slots] with weighting
-    "early" and "input".  Only occupied slots are computed; the others come out as zeros.
-    group: tells whether the call will run on CPUs or GPUs; without it memory is taken that is
-    enough for either.  On a GPU some group must be open.
+    Local: it waits for no other rank.  Differentiable in rows, weights and slot_weights.  Only
+    occupied slots are computed; the other rows of the result are zeros.
+
+    Args:
+        options: the experts' options; static.
+        rows: [slots, hidden] float32, bfloat16, float16 or float64, as `dispatch` returns them.
+        expert_rows: [experts] integers: `Plan.expert_rows`.
+        expert_tokens: [experts] integers: `Plan.expert_tokens`.
+        weights: the weights of this device's experts.
+        slot_weights: [slots] any float dtype: the weights of the choices, with weighting "early" or
+            "input" only; with "late" pass them to `combine` instead.
+        group: the group, from which the function knows whether the call runs on CPUs or GPUs.
+            None: memory is reserved that suffices for both.  On a GPU some group must be open.
+
+    Returns:
+        [slots, hidden], dtype of rows.
+
+    Raises:
+        EpicArgumentError: an argument is wrong; raised while tracing.
+
     """
     check_kind("options", options, Experts)
     check_kind("weights", weights, ExpertWeights)
@@ -211,7 +250,7 @@ def apply_to_slabs(
     weights: ExpertWeights,
     slot_weights: Any,
 ) -> Any:
-    """experts; tail: as Static's."""
+    """Check the arguments of experts() and run it; tail: as in ExpertsStatic."""
     refuse_e4m3(options)
     rows = as_array("rows", rows, FLOATS, ("slots", ("hidden", options.hidden)))
     options = fill_num_experts(options, weights.w_gate_up)
@@ -239,7 +278,7 @@ def apply_to_slabs(
 
 
 def cast_for_gpu(dtype: Any, weight: Any) -> Any:
-    """A weight as the tensor cores take it: 16-bit rows and weights are of one type."""
+    """Return a weight in the dtype that the tensor cores need: that of 16-bit rows."""
     if weight is None or dtype not in (jnp.bfloat16, jnp.float16):
         return weight
     return weight.astype(dtype)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped products of JAX on GPUs, for `grouped_gemm=`: rows [slots, k] of slabs times
-[experts, k, n] -> [slots, n].
+"""Grouped products for `grouped_gemm=`: rows [slots, k] of slabs times [experts, k, n].
 
-Without it the products are the core's.  docs/lab/benchmarks.md has the figures.  Rows past the
-last slab come out as whatever was there: nothing of EPIC reads them.
+Without `grouped_gemm=` the layer uses the core's products.  These are JAX's products on GPUs;
+docs/lab/benchmarks.md has the figures.  They leave rows past the last slab undefined, and nothing
+in EPIC reads those rows.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ ragged_dot: GroupedGemm = jax.lax.ragged_dot
 
 @cache
 def load_slab_kernels() -> Any:
-    """The kernels for Hopper; None where this JAX has not what they are written in."""
+    """Return the module with the kernels for Hopper; None if this JAX lacks what they need."""
     try:
         from epic.jax import slabs as module
     except ImportError:
@@ -31,24 +31,24 @@ def load_slab_kernels() -> Any:
 
 
 def with_varying_axes(function: Any, *operands: Any) -> Any:
-    """Pallas' results do not say along which mesh axes they differ: with their operands."""
+    """Run a Pallas function and mark the result as varying over the mesh axes of its operands."""
     out = function(*operands)
     return cast_varying(frozenset().union(*(varying_axes(x) for x in operands)), out)
 
 
 @jax.custom_vjp
 def mosaic_gemm(x: Any, w: Any, sizes: Any) -> Any:
-    """By epic.jax.slabs; sizes are multiples of its tiles."""
+    """Multiply with epic.jax.slabs; sizes are multiples of its tiles."""
     return with_varying_axes(load_slab_kernels().rows_by_weights, x, w, sizes)
 
 
 def mosaic_gemm_forward(x: Any, w: Any, sizes: Any) -> tuple[Any, Any]:
-    """All operands are needed again."""
+    """Save all operands."""
     return mosaic_gemm(x, w, sizes), (x, w, sizes)
 
 
 def mosaic_gemm_backward(kept: Any, d_y: Any) -> tuple[Any, ...]:
-    """d_x = d_y w^T by slab, d_w = x^T d_y by slab."""
+    """Return d_x = d_y w^T and d_w = x^T d_y, slab by slab."""
     x, w, sizes = kept
     d_x = with_varying_axes(load_slab_kernels().weights_transposed, d_y, w, sizes)
     return (
@@ -62,7 +62,7 @@ mosaic_gemm.defvjp(mosaic_gemm_forward, mosaic_gemm_backward)
 
 
 def fits_kernels(alignment: int, x: Any, w: Any) -> bool:
-    """Can the kernels take these, forward and backward?"""
+    """Return whether the kernels can multiply these, forward and backward."""
     if (
         load_slab_kernels() is None
         or x.dtype != w.dtype
@@ -75,13 +75,22 @@ def fits_kernels(alignment: int, x: Any, w: Any) -> bool:
 
 
 def is_hopper() -> bool:
-    """Of the GPUs of this process."""
+    """Return whether the GPUs of this process are Hopper GPUs."""
     device = jax.local_devices(backend="gpu")[0]
     return str(getattr(device, "compute_capability", "")).startswith("9.")
 
 
 def best(alignment: int) -> GroupedGemm:
-    """The fastest for slabs that begin at multiples of the alignment."""
+    """Return the fastest grouped product for slabs that begin at multiples of the alignment.
+
+    Args:
+        alignment: `Layer.alignment`; multiples of 128 allow the kernels for Hopper.
+
+    Returns:
+        A function for `grouped_gemm=`: (rows [slots, k], weights [experts, k, n], sizes [experts])
+        returns [slots, n].
+
+    """
 
     def product(x: Any, w: Any, sizes: Any) -> Any:
         if fits_kernels(alignment, x, w) and is_hopper():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups: which devices share the experts of a layer, and their contexts in the core."""
+"""Groups: the devices that share the experts of a layer, and their contexts in the core."""
 
 import contextlib
 import ctypes
@@ -26,11 +26,24 @@ DEFAULT_TIMEOUT_MS = 300_000
 
 @dataclass(frozen=True)
 class Group:
-    """A group that is, or was, open: a value, the same in every process, by which programs know
-    it.  Which context a device has is looked up by `name` whenever a program runs.
+    """A group of devices, as programs know it.
 
-    devices: the ids of each group's devices, by rank; empty without a mesh.
-    max_top_k: the largest top_k of its layers; 0: 64."""
+    `epic.jax.open` returns it.  It is a static value, equal in all processes and hashable, so it
+    may be an argument of jitted functions.  When a program runs, the handlers find the context of a
+    device by the group's `name`.  A Group is a context manager that closes the group.
+
+    Attributes:
+        name: the name, at most 63 bytes.
+        axes: the mesh axes along which a group extends; empty without a mesh.
+        num_ranks: the number of ranks of one group.
+        max_tokens: the largest number of tokens that a device sends at once.
+        max_row_bytes: the largest size of a row.
+        platform: "cpu" or "gpu".
+        command_buffers: whether XLA may put the calls into CUDA graphs.
+        devices: the device ids of each group by rank; empty without a mesh.
+        max_top_k: the largest top_k of the group's layers; 0: 64.
+
+    """
 
     name: str
     axes: tuple[str, ...]
@@ -43,7 +56,7 @@ class Group:
     max_top_k: int = 0
 
     def config(self) -> ctypes.Structure:
-        """For the core's size queries."""
+        """Return the core's epic_config for size queries."""
         return _native.Config(
             max_tokens=self.max_tokens,
             max_row_bytes=self.max_row_bytes,
@@ -51,23 +64,23 @@ class Group:
         )
 
     def plan_bytes(self, layer: Layer) -> int:
-        """Bytes of a plan as the core counts them."""
+        """Return the size of a plan in bytes."""
         return self.query("epic_plan_bytes_v1", layer)
 
     def capacity_bound(self, layer: Layer) -> int:
-        """The fewest slots of a rank that can never overflow."""
+        """Return the number of slots of a rank that always suffices."""
         return self.query("epic_capacity_bound_v1", layer)
 
     def query(self, name: str, layer: Layer) -> int:
-        """A size query over this group's sizes and the layer; local."""
+        """Return the result of a size query of the core for this group's sizes and the layer."""
         return _native.size(name, self.config(), layer)
 
     def local_experts(self, layer: Layer) -> int:
-        """Experts of one rank, at most, placed in contiguous blocks."""
+        """Return the largest number of experts of a rank that owns a contiguous block."""
         return -(-layer.num_experts // self.num_ranks)
 
     def check_width(self, name: str, rows: Any) -> None:
-        """Refuse rows that are wider than those that the group was opened for."""
+        """Refuse rows that are wider than max_row_bytes."""
         width = rows.shape[-1] * rows.dtype.itemsize
         if width > self.max_row_bytes:
             raise EpicArgumentError(
@@ -76,7 +89,7 @@ class Group:
             )
 
     def close(self) -> None:
-        """As epic.jax.close."""
+        """Close the group; see `epic.jax.close`."""
         close(self)
 
     def __enter__(self) -> "Group":
@@ -90,8 +103,15 @@ class Group:
 
 @dataclass(frozen=True)
 class Member:
-    """A device of this process in one of the groups that share a name.  ordinal: as XLA's
-    handlers count the devices of a platform."""
+    """A device of this process in one of the groups that share a name.
+
+    Attributes:
+        is_gpu: whether the device is a GPU.
+        ordinal: the number of the device, as XLA's handlers count those of its platform.
+        index: which of the groups of this name.
+        rank: the rank in that group.
+
+    """
 
     is_gpu: bool
     ordinal: int
@@ -101,7 +121,14 @@ class Member:
 
 @dataclass
 class OpenGroup:
-    """What a group holds in this process."""
+    """An open group of this process.
+
+    Attributes:
+        group: the group.
+        contexts: the core's context of each member.
+        exchanges: the bootstraps over JAX's store, whose keys close() deletes.
+
+    """
 
     group: Group
     contexts: dict[Member, int]
@@ -116,14 +143,17 @@ lock = threading.Lock()
 
 
 def member_of(device: Any, index: int, rank: int) -> Member:
-    """On CPUs handlers see the global id of a device, on GPUs the number that CUDA knows."""
+    """Return the member of a device.
+
+    On CPUs handlers see the global id of a device, on GPUs the number that CUDA has for it.
+    """
     if device.platform == "gpu":
         return Member(True, device.local_hardware_id, index, rank)
     return Member(False, device.id, index, rank)
 
 
 def local_members(groups: list[list[Any]]) -> list[Member]:
-    """The members of this process."""
+    """Return the members of this process."""
     here = groups[0][0].client.process_index()
     return [
         member_of(device, index, rank)
@@ -143,7 +173,7 @@ def choose_bootstrap(
     num_ranks: int,
     timeout_ms: int,
 ) -> tuple[Callable[[Member], Bootstrap], list[StoreExchange]]:
-    """How each member gets its bootstrap, and the exchanges that were made for it."""
+    """Return a function from a member to its bootstrap, and the exchanges made for it."""
     indices = {member.index for member in members}
     local = all(sum(s.index == i for s in members) == num_ranks for i in indices)
     if isinstance(bootstrap, Bootstrap):
@@ -176,8 +206,11 @@ def choose_bootstrap(
 def bootstrap_over_mpi(
     native: Any, has_mesh: bool, bootstrap: Any, timeout_ms: int
 ) -> Bootstrap | None:
-    """The ranks of a communicator, where nothing else tells who they are.  Else MPI is only
-    started, if nobody has: backend mpi makes communicators of its own for the groups."""
+    """Return the bootstrap of an MPI communicator, if it defines the ranks of the group.
+
+    With a mesh or another bootstrap MPI is only initialized, unless the program has done so: the
+    backend mpi makes its own communicators for the groups.
+    """
     alone = not has_mesh and bootstrap is None
     if native is None or (not alone and bootstrapping.address_of(native) is not None):
         return None
@@ -193,7 +226,7 @@ def bootstrap_over_mpi(
 def members_without_mesh(
     devices: list[Any], ranks: Sequence[int] | None, num_ranks: int | None, world: Bootstrap | None
 ) -> tuple[list[Member], int]:
-    """Without a mesh: the members of this process, and how many ranks there are."""
+    """Return the members of this process and the number of ranks of a group without a mesh."""
     mine, count = [0], 1 if num_ranks is None else whole("num_ranks", num_ranks, 1)
     if world is not None:
         mine, count = [world.struct.rank], world.struct.num_ranks
@@ -215,7 +248,7 @@ def members_without_mesh(
 
 
 def open_member(bootstrap_of: Callable[[Member], Bootstrap], config: Any, member: Member) -> int:
-    """Opens the context of one member; blocks until its peers open theirs."""
+    """Open the context of one member; block until its peers open theirs."""
     bootstrap = bootstrap_of(member)
     with cuda.use_gpu(member.ordinal) if member.is_gpu else contextlib.nullcontext():
         return bootstrapping.open_context(bootstrap, config)
@@ -225,7 +258,10 @@ def open_member(bootstrap_of: Callable[[Member], Bootstrap], config: Any, member
 
 
 def choose_backend(platform: str, wish: str | None) -> str | None:
-    """Arrays lie where the devices are: on GPUs only p2p and hosts can reach them."""
+    """Return the name of the backend for devices of the platform; None: the core chooses.
+
+    On GPUs only p2p and hosts can access the arrays.
+    """
     if platform not in ("cpu", "gpu"):
         raise EpicArgumentError(
             f"devices of platform {platform!r}: epic.jax runs on cpu and on CUDA GPUs"
@@ -236,7 +272,7 @@ def choose_backend(platform: str, wish: str | None) -> str | None:
 def choose_sizes(
     mesh: Any, like: Any, token_axes: Any, max_tokens: int | None, max_row_bytes: int | None
 ) -> tuple[int, int]:
-    """Those that are given, else what the activations tell."""
+    """Return max_tokens and max_row_bytes, as given or derived from the activations `like`."""
     if like is None:
         for name, value in (("max_tokens", max_tokens), ("max_row_bytes", max_row_bytes)):
             if value is None:
@@ -269,27 +305,59 @@ def open(
     max_top_k: int = 0,
     command_buffers: bool = True,
 ) -> Group:
-    """Opens the groups of a mesh: all devices that share their coordinates but those of `axis`
-    are one.  Collective over the processes of the mesh.
+    """Open the groups of a mesh.
 
-    Without a mesh: `ranks` are those of this process's local devices, of `num_ranks`; for
-    processes that do not know each other by jax.distributed.  max_tokens and max_row_bytes are
-    the most that one device sends at once; like=, the activations [B, ..., hidden] of all devices
-    or their ShapeDtypeStruct, with token_axes= as of sharded.moe, tells both.  bootstrap: by
-    default threads where all ranks are here, else JAX's key-value store; or Tcp(...); or a function
-    (rank, bytes) -> every rank's bytes.
-    name: by which compiled programs find the group, at most 63 bytes; several that are open at a
-    time need different ones.  timeout_ms: of every wait, 0: 300 000.  staging_bytes: most staging
-    memory of a rank; 0: as full speed takes.
-    native: in processes that mpirun started, "world", a communicator of mpi4py or the address of an
-    MPI_Comm.  Backend mpi, which joins several hosts, then sends over it; without a mesh and
-    bootstrap its ranks are the group's, one for each process.
-    backend: of GPUs "p2p", for one host, "hosts", for several, or "gpu", p2p if the ranks are on
-    one, else hosts; None: EPIC_BACKEND's, if that is for such memory, else "gpu".  Of CPUs: None,
-    the core chooses.
-    max_top_k: largest top_k of its layers, 0: 64; with "hosts" less takes less memory.
-    max_sms: most SMs that a call takes, 0: the core's default;
-    command_buffers=False keeps XLA from putting the calls into its CUDA graphs.
+    All devices that share their other mesh coordinates form one group along `axis`: on a mesh (dp,
+    ep) with axis="ep" there are dp groups.  The call is collective over the processes of the mesh
+    and blocks until all of them make it.
+
+    Without a mesh, each process has a program of its own: pass the `ranks` of this process's local
+    devices and `num_ranks`.
+
+    Args:
+        mesh: the mesh whose devices form the groups; None: see above.
+        axis: the name of a mesh axis, or a tuple of names.
+        max_tokens: the largest number of tokens that one device sends at once.
+        max_row_bytes: the size of the widest row in bytes, hidden * itemsize.
+        like: activations [B, ..., hidden] of all devices, or their `jax.ShapeDtypeStruct`;
+            max_tokens and max_row_bytes are derived from it.
+        token_axes: with `like`: how it is sharded, as in `epic.jax.sharded.moe`.
+        name: the name by which compiled programs find the group, at most 63 bytes.  Groups that are
+            open at the same time need different names.
+        ranks: without a mesh: the ranks of this process's local devices.
+        num_ranks: without a mesh: the number of ranks.
+        bootstrap: how processes find each other: `Tcp(...)`, or a function (rank, bytes) that
+            returns the bytes of all ranks.  None: threads if all ranks are in this process, else
+            JAX's key-value store.
+        native: in processes that mpirun started: "world", a communicator of mpi4py or the address
+            of an MPI_Comm.  The backend mpi sends over it.  Without a mesh and a bootstrap its
+            ranks are the group's, one for each process.
+        timeout_ms: the deadline of every wait in milliseconds; 0: 300 000.
+        staging_bytes: the largest staging memory of a rank; 0: as much as full speed needs.
+        backend: on GPUs "p2p" (one host), "hosts" (several), or "gpu" (p2p if all ranks are on one
+            host, else hosts); None: the environment variable EPIC_BACKEND if it names a backend for
+            GPUs, else "gpu".  On CPUs None: the core chooses.
+        max_sms: the largest number of SMs that a call uses; 0: the core's default.
+        max_top_k: the largest top_k of the group's layers; 0: 64.  With "hosts" less needs less
+            memory.
+        command_buffers: False keeps XLA from putting the calls into its CUDA graphs.
+
+    Returns:
+        Group: a static value that names the group, equal in all processes.
+
+    Raises:
+        EpicArgumentError: an argument is wrong.
+        EpicError: the group could not be opened; `code` has the reason, for example EPIC_ETIMEOUT
+            if a process did not come.
+
+    Example:
+        >>> import jax
+        >>> import epic.jax
+        >>> mesh = jax.sharding.Mesh(jax.devices(), ("ep",))
+        >>> with epic.jax.open(mesh, "ep", max_tokens=64, max_row_bytes=4 * 16) as group:
+        ...     group.num_ranks == jax.device_count()
+        True
+
     """
     if mesh is not None and (ranks is not None or num_ranks is not None):
         raise EpicArgumentError(
@@ -349,7 +417,7 @@ def open(
 def open_members(
     group: Group, members: list[Member], bootstrap: Tcp | Exchange | Bootstrap | None, config: Any
 ) -> None:
-    """Opens all members of this process at once and tells the handlers."""
+    """Open all members of this process at once, and add them to the handlers' table."""
     if not members:
         return
     timeout_ms = config.timeout_ms or DEFAULT_TIMEOUT_MS
@@ -382,13 +450,22 @@ def open_members(
 
 
 def close(group: Group) -> None:
-    """Closes this process's members, after the operations in flight.  A group may be opened
-    again under its name, also under programs compiled before.  On GPUs with command buffers
-    all programs are compiled again, as XLA's graphs hold what the context had.
+    """Close the members of this process after their operations in flight.
 
-    Wait for the results of the last program first (jax.block_until_ready): where one device no
-    longer finds its member and another waits in an XLA collective, XLA ends the process.  Arrays
-    that are alive are waited for here."""
+    Closing twice is allowed.
+
+    The group may be opened again under its name, also for programs that were compiled before.  On
+    GPUs with command buffers all programs are compiled again, because XLA's graphs refer to memory
+    of the closed context.
+
+    Wait for the results of the last program first (`jax.block_until_ready`).  If one device no
+    longer finds its member while another waits in an XLA collective, XLA ends the process.  close()
+    itself waits for all arrays that are alive.
+
+    Args:
+        group: the group.
+
+    """
     check_kind("group", group, Group)
     with lock:
         state = open_groups.get(group.name)
@@ -408,13 +485,13 @@ def close(group: Group) -> None:
 
 
 def close_all() -> None:
-    """What this process left open."""
+    """Close the groups that this process left open."""
     for state in list(open_groups.values()):
         close(state.group)
 
 
 def abort_groups(why: str, names: Sequence[str] | None = None) -> None:
-    """Tells the peers of the groups, or of all, that this process will make no more calls."""
+    """Notify the peers of these groups (None: of all) that this process will make no more calls."""
     with lock:
         for name in open_groups if names is None else names:
             for context in open_groups[name].contexts.values():
@@ -422,15 +499,25 @@ def abort_groups(why: str, names: Sequence[str] | None = None) -> None:
 
 
 def wait_for_live_arrays() -> None:
-    """Waits for the programs whose results are alive; their errors are their owners'."""
+    """Wait for the programs whose results are alive; ignore errors, which their owners get."""
     for array in jax.live_arrays():
         with contextlib.suppress(Exception):
             array.block_until_ready()
 
 
 def check(group: Group) -> None:
-    """Raises what broke the group, if something has; and on GPUs an error in the data of an
-    operation that has ended since the last check: once, on every rank."""
+    """Raise the error that broke the group, if there is one.
+
+    On GPUs also raise an error in the data (such as an expert id out of range) of an operation that
+    has ended since the last check: once, on every rank.
+
+    Args:
+        group: the group.
+
+    Raises:
+        EpicError: the error; `code` has its name.
+
+    """
     check_kind("group", group, Group)
     errors = []
     for context in list(contexts_of(group)):
@@ -443,7 +530,7 @@ def check(group: Group) -> None:
 
 
 def contexts_of(group: Group) -> Iterator[int]:
-    """The contexts of this process."""
+    """Yield the contexts of this process."""
     state = open_groups.get(group.name)
     if state is None:
         raise EpicError("EPIC_ECLOSED", f"group {group.name!r} is not open in this process")

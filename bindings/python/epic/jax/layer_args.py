@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer takes and gives: its weights, checked while tracing, and its results."""
+"""Weights and results of a layer, and the checks of its arguments while tracing."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -17,18 +17,30 @@ from epic.options import Experts, Moe, Router
 
 
 class MoeWeights(NamedTuple):
-    """Parameters, as one device has them: of its own experts; the others whole.  In sharded.moe
-    those of all experts.  width: 2 inner, gate then up (options.interleaved: by turns); ungated
-    inner.  E: the router's columns, num_experts + zero_experts.
+    """Weights of a layer, as one device holds them.
 
-    w_gate: [hidden, E] float32, of the router.
-    w_gate_up: [local experts, hidden, width], of any of the rows' types.
-    w_down: [local experts, inner, hidden].
-    b_gate: [E] float32, added to the logits.
-    bias: [E] float32, for the choice only; no gradient (bias_update moves it).
-    b_gate_up, b_down: [local experts, width] and [local experts, hidden].
-    shared_gate_up, shared_down, shared_b_gate_up, shared_b_down: of the shared expert, with 1 in
-        place of the local experts and its own inner."""
+    In `epic.jax.moe` the experts' arrays have the experts of this device; in `epic.jax.sharded.moe`
+    they have all experts.  E is the number of router columns, num_experts + zero_experts.  width is
+    2 * inner (gate columns, then up columns; `Experts.interleaved`: alternating), or inner for
+    ungated experts. All weights of experts and of the shared expert have one dtype: float32,
+    bfloat16, float16, or float64 with float64 rows.
+
+    Attributes:
+        w_gate: [hidden, E] any float dtype: the router's weight; converted to float32 (float64
+            rows: float64), in which the router computes.
+        w_gate_up: [experts, hidden, width]: gate and up projections.
+        w_down: [experts, inner, hidden]: down projections.
+        b_gate: [E] any float dtype or None: added to the logits.
+        bias: [E] float32 or None: added to the scores for the choice of experts only; it has no
+            gradient, `bias_update` changes it.
+        b_gate_up: [experts, width] or None.
+        b_down: [experts, hidden] or None.
+        shared_gate_up: [1, hidden, shared width] or None: the shared expert of `Moe.shared`.
+        shared_down: [1, shared inner, hidden] or None.
+        shared_b_gate_up: [1, shared width] or None.
+        shared_b_down: [1, hidden] or None.
+
+    """
 
     w_gate: Any
     w_gate_up: Any
@@ -44,14 +56,18 @@ class MoeWeights(NamedTuple):
 
 
 class MoeOut(NamedTuple):
-    """What a layer gives.
+    """Results of a layer.
 
-    out: as x.
-    loss: [] float32, this device's part of balance loss + z-loss.
-    load: [num_experts] int32, choices of each expert over the group, before any is dropped.
-    demand: [1] int32, slots that all choices of this rank's experts would take.
-    logical_load: [num_logical], with replicas: load by what the router chooses.
-    record: of the plan, for read_plan outside of the program: the fate of each choice."""
+    Attributes:
+        out: [..., hidden], shape and dtype of x.
+        loss: [] float32: this device's part of the balance loss and z-loss.
+        load: [num_experts] int32: choices of each expert over the group, before any is dropped.
+        demand: [1] int32: slots that all choices of this rank's experts would take.
+        logical_load: [num_logical] int32: choices of each logical expert; None without replicas.
+        record: the plan of the layer, for `read_plan` outside of the program: what happened to each
+            choice.
+
+    """
 
     out: Any
     loss: Any
@@ -62,7 +78,7 @@ class MoeOut(NamedTuple):
 
     @property
     def load_of_ids(self) -> Any:
-        """Of what the router chooses: experts, or with replicas the logical ones."""
+        """Load of the experts, or with replicas of the logical experts that the router chooses."""
         return self.load if self.logical_load is None else self.logical_load
 
 
@@ -79,21 +95,21 @@ MLP_WEIGHTS = WEIGHT_ORDER[3:]  # the experts' and the shared expert's
 
 
 def expert_weights_of(weights: MoeWeights, prefix: str = "") -> ExpertWeights:
-    """The weights of the experts, or with "shared_" of the shared one."""
+    """Return the weights of the experts, or with prefix "shared_" those of the shared expert."""
     if not prefix:
         return ExpertWeights(*(getattr(weights, name) for name in ExpertWeights._fields))
     return ExpertWeights(*(getattr(weights, name) for name in SHARED_WEIGHTS))
 
 
 def promise_distinct(options: Moe, table: Any) -> Moe:
-    """A router chooses no expert twice; a caller's table may."""
+    """Return the options with distinct=True: a router chooses no expert twice, but a table may."""
     if table is not None or options.layer.distinct:
         return options
     return replace(options, layer=replace(options.layer, distinct=True))
 
 
 def complete_options(group: Group, options: Moe, x: Any, weights: MoeWeights) -> Moe:
-    """The options with the arrays' dtypes and the capacity as a number."""
+    """Return the options with the dtypes of the arrays and the capacity as a number."""
     refuse_e4m3(options.experts)
     types = {"row_type": x.dtype.name, "weight_type": weights.w_gate_up.dtype.name}
     return replace(
@@ -105,8 +121,7 @@ def complete_options(group: Group, options: Moe, x: Any, weights: MoeWeights) ->
 
 
 def check_parts(options: Moe, weights: MoeWeights) -> None:
-    """Refuse other objects in the place of options and weights, and a shared expert of which only
-    one of them speaks."""
+    """Refuse objects of other classes, and a shared expert in only one of options and weights."""
     check_kind("options", options, Moe)
     check_kind("weights", weights, MoeWeights)
     if (options.shared is None) != (weights.shared_gate_up is None):
@@ -129,8 +144,10 @@ def refuse_unused(name: str, value: Any, why: str) -> None:
 def check_weights_of_layer(
     router: Router, experts: Experts, shared: Experts | None, x: Any, weights: MoeWeights
 ) -> None:
-    """Refuse weights of other shapes than the options ask for.  The router's may have any float
-    type; the others must be of one."""
+    """Refuse weights of wrong shapes or dtypes.
+
+    The router's weights may have any float dtype; the others must agree in one.
+    """
     columns = routing.columns_of(router)
     check_array("w_gate", weights.w_gate, FLOATS, (("hidden", experts.hidden), columns))
     for name in ("b_gate", "bias"):
@@ -145,7 +162,7 @@ def check_weights_of_layer(
 
 
 def as_weights_of_layer(options: Moe, x: Any, weights: MoeWeights) -> MoeWeights:
-    """Return the weights, checked, as arrays; the router's in the type that it computes in."""
+    """Return the weights as arrays, checked, the router's in the dtype in which it computes."""
     check_weights_of_layer(options.router, options.experts, options.shared, x, weights)
     found = {n: jnp.asarray(w) for n, w in weights._asdict().items() if w is not None}
     for name in {"w_gate", "b_gate"} & set(found):
@@ -154,8 +171,10 @@ def as_weights_of_layer(options: Moe, x: Any, weights: MoeWeights) -> MoeWeights
 
 
 def check_experts(group: Group, options: Moe, rank_of_expert: Any) -> None:
-    """Refuse weights of fewer experts than a rank owns.  A table that is traced is counted by the
-    core, when the program runs."""
+    """Refuse weights of fewer experts than a rank owns.
+
+    The core checks a traced rank_of_expert when the program runs.
+    """
     local, layer = options.experts.num_local_experts, options.layer
     if isinstance(rank_of_expert, jax.core.Tracer):
         return
@@ -168,7 +187,7 @@ def check_experts(group: Group, options: Moe, rank_of_expert: Any) -> None:
 
 
 def check_tokens(group: Group, options: Moe, num_tokens: int) -> None:
-    """Refuse numbers of tokens that the layer cannot take."""
+    """Refuse a number of tokens that the group or the options do not allow."""
     layer = options.layer
     if num_tokens > group.max_tokens:
         raise EpicArgumentError(
@@ -189,8 +208,13 @@ def check_tokens(group: Group, options: Moe, num_tokens: int) -> None:
 def place_experts(
     group: Group, options: Moe, weights: MoeWeights, given: Any
 ) -> tuple[Moe, MoeWeights, Any]:
-    """The experts of this rank counted, their rows of the weights where those of all came, and
-    the core's table."""
+    """Count the experts of this rank.
+
+    Returns:
+        The options with num_local_experts, the weights of this rank's experts (if those of all
+        came), and rank_of_expert for the core.
+
+    """
     layer = options.layer
     uneven = given is None and not placement.is_even(group, layer)
     first = check_array("w_gate_up", weights.w_gate_up, FLOATS, ("experts", "hidden", "width"))

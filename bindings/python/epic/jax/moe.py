@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole layer: router, plan, dispatch, experts, combine, as one function with one gradient.
+"""The whole layer as one function with one gradient.
 
-It is the core's own layer, forward and backward one call each.  With a token mask, with rows that
-travel in 8 bits and with `grouped_gemm=`, where the experts' products are the caller's, it is
-composed of the single functions.
+The layer is the router, the plan, dispatch, the experts and combine.  Normally it is one call of
+the core forward and one backward.  With a token mask, with rows that travel in 8 bits and with
+`grouped_gemm=` (products of the caller) composed.py builds it from the single functions.
 """
 
 from collections.abc import Sequence
@@ -65,7 +65,14 @@ from epic.options import Moe
 
 @dataclass(frozen=True)
 class LayerStatic:
-    """What forward and backward know while tracing; options are completed."""
+    """Static facts of a layer's forward and backward call.
+
+    Attributes:
+        group: the group.
+        options: the options, with dtypes and capacity filled in by complete_options().
+        is_loss_by_caller: True with loss_axes: layer_losses() computes the losses, not the core.
+
+    """
 
     group: Group
     options: Moe
@@ -77,7 +84,7 @@ class LayerStatic:
 
 
 def layer_memory(static: LayerStatic) -> tuple[ArraySpec, ArraySpec, ArraySpec]:
-    """What is saved, and workspace forward and backward."""
+    """Return the saved memory and the workspaces of forward and backward, as array specs."""
     query = partial(_native.moe_memory, static.group.config(), static.options)
     return memory_specs(query, static.group.platform)
 
@@ -86,15 +93,26 @@ def layer_memory(static: LayerStatic) -> tuple[ArraySpec, ArraySpec, ArraySpec]:
 def run_layer(
     static: LayerStatic, x: Any, weights: MoeWeights, ints: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """moe on checked arrays; ints: token_ids, table, rank_of_expert, logical_of_expert, channel,
-    what to wait for."""
+    """Run the layer on checked arrays, with a gradient.
+
+    Args:
+        static: the static facts.
+        x: [num_tokens, hidden].
+        weights: arrays of this device.
+        ints: token_ids, table, rank_of_expert, logical_of_expert, channel, then ordering
+            dependencies.
+
+    Returns:
+        out, loss [1], load, demand, logical_load or None, record.
+
+    """
     return run_layer_forward(static, x, weights, ints)[0]
 
 
 def run_layer_forward(
     static: LayerStatic, x: Any, weights: MoeWeights, ints: tuple[Any, ...]
 ) -> tuple[Any, Any]:
-    """The core saves what it needs; x and weights are kept as they are."""
+    """Run the forward call; keep x, weights and what the core saves for the gradient."""
     saved, workspace, _ = layer_memory(static)
     num_experts, num_logical = static.options.layer.num_experts, static.options.layer.num_logical
     results: list[ArraySpec | None] = [spec_of(x), ArraySpec((1,), jnp.float32)]
@@ -110,7 +128,11 @@ def run_layer_forward(
 
 
 def make_record(static: LayerStatic, x: Any, saved: Any, channel: Any) -> steps.Record:
-    """The plan, with which the core begins what it saves, as the steps have theirs."""
+    """Return the plan of a layer for read_plan().
+
+    The core writes its plan at the beginning of the saved memory.  The tail behind it holds the
+    channel, as in a plan of plan().
+    """
     spec = steps.PlanSpec(
         static.group, static.options.layer, x.shape[:-1], static.options.capacity or 0
     )
@@ -122,7 +144,7 @@ def make_record(static: LayerStatic, x: Any, saved: Any, channel: Any) -> steps.
 
 
 def sum_expert_gradients(record: steps.Record, found: dict[str, Any]) -> dict[str, Any]:
-    """The gradients of experts, added over replicas."""
+    """Return the gradients of the experts' weights, summed over replicas."""
     mine = {name: found[name] for name in placement.EXPERT_WEIGHTS if found[name] is not None}
     return {
         name: replicas.sum_over_replicas(record.spec, record.bytes, d) for name, d in mine.items()
@@ -130,8 +152,12 @@ def sum_expert_gradients(record: steps.Record, found: dict[str, Any]) -> dict[st
 
 
 def gradient_dtypes(static: LayerStatic, x: Any, weights: MoeWeights) -> dict[str, Any]:
-    """In which the core's gradients come: wide, but on GPUs those of experts as narrow as the rows
-    where the weights are, too.  Those of replicas are added over ranks first."""
+    """Return the dtype of each gradient that the core writes, by weight name.
+
+    Gradients are float32 (float64 with float64 rows).  On GPUs those of the experts have the rows'
+    dtype if the weights have it too, except with replicas, whose gradients are summed over ranks
+    first.
+    """
     of_experts = wide_dtype(x)
     if not static.options.layer.num_logical:
         of_experts = gradient_dtype(static.group.platform, x, weights.w_gate_up)
@@ -141,7 +167,7 @@ def gradient_dtypes(static: LayerStatic, x: Any, weights: MoeWeights) -> dict[st
 def run_layer_backward(
     static: LayerStatic, kept: Any, gradients: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """Weight gradients leave in the weights' dtype."""
+    """Run the backward call; return each weight's gradient in the dtype of the weight."""
     x, weights, ints, saved = kept
     kinds = gradient_dtypes(static, x, weights)
     arrays = {name: getattr(weights, name) for name in WEIGHT_ORDER}
@@ -182,8 +208,10 @@ FSDP_DIMENSION = {
 
 
 def gather_weights(group: Group, x: Any, weights: MoeWeights, axes: tuple[str, ...]) -> MoeWeights:
-    """The weights whole in hidden; the gradient of each is reduced and scattered over the axes,
-    then added over the others."""
+    """Return the weights with all of hidden, gathered over the FSDP axes.
+
+    The gradient of each weight is reduced and scattered over these axes.
+    """
     parts = MoeWeights(*cast_all_varying(group, *weights, x)[:-1])
 
     def whole(name: str, part: Any) -> Any:
@@ -196,7 +224,7 @@ def gather_weights(group: Group, x: Any, weights: MoeWeights, axes: tuple[str, .
 
 
 def loss_axes_of(group: Group, axes: Sequence[str]) -> tuple[str, ...]:
-    """Those whose tokens the losses count beside the group's, each once."""
+    """Return loss_axes as a checked tuple, which must not contain an axis of the group."""
     for axis in as_axes("loss_axes", axes):
         if axis in group.axes:
             raise EpicArgumentError(
@@ -207,7 +235,7 @@ def loss_axes_of(group: Group, axes: Sequence[str]) -> tuple[str, ...]:
 
 
 def as_token_mask(options: Moe, mask: Any, x: Any) -> Any:
-    """The mask as [num_tokens], checked; None stays None."""
+    """Return the mask as [num_tokens], checked; None stays None."""
     if mask is None:
         return None
     mask = as_array("token_mask", mask, ("bool",), x.shape[:-1])
@@ -243,23 +271,80 @@ def moe(
     channel: Any = None,
     after: Any = None,
 ) -> MoeOut:
-    """The layer of x [..., hidden], on each device's own tokens and experts.
+    """Run a Mixture-of-Experts layer on this device's tokens, with its experts on all ranks.
 
-    Sum MoeOut.loss over the group's axis (jax.lax.psum) before it joins the loss.  Where the ranks
-    do not divide the experts, ranks have one more or less, and weights may be those of all.
+    Call it inside of a `jax.shard_map` over the group's mesh; for global arrays in a plain jit use
+    `epic.jax.sharded.moe`.  It is differentiable in x and in all weights except `bias` (first
+    order, reverse mode).  All ranks must call it with equal options, which the ranks compare.
 
-    token_ids [...] with table [rows, top_k]: experts by token id.  token_mask [...] bool: tokens
-    that count; the others go nowhere, come out as zeros, and load and losses are without them (the
-    layer is composed then).  rank_of_expert [num_experts]: which rank owns each expert.
-    logical_of_expert [num_experts]: with layer.num_logical, whose replica each expert is; replicas'
-    gradients are added, so that equal weights stay equal.
+    Args:
+        group: the group, as `epic.jax.open` returned it.
+        options: the options of the layer, for example from `Moe.of(...)`; static.
+        x: [..., hidden] float32, bfloat16, float16 or float64: the tokens of this device.
+        weights: this device's weights; `MoeWeights` has the shapes and dtypes.  If the number of
+            ranks does not divide the number of experts, they may be the weights of all experts.
+        token_ids: [...] integers, with `table`: the id of each token.
+        table: [rows, top_k] integers: the experts of each token id.  They replace the router's
+            choice; the weights of the choices still come from the router's logits.
+        token_mask: [...] bool: False for padding tokens.  They choose no expert, return zeros, and
+            count neither in the load nor in the losses.
+        rank_of_expert: [num_experts] integers: the rank that owns each expert.  None: contiguous
+            blocks, as equal as the numbers allow.
+        logical_of_expert: [num_experts] integers, with `Layer.num_logical`: the logical expert that
+            each expert is a replica of.  The gradients of replicas are summed, so equal weights
+            stay equal.
+        grouped_gemm: a function like `jax.lax.ragged_dot`, called with rows [slots, k], weights
+            [experts, k, n] and sizes [experts], that returns [slots, n].  None: the core's
+            products.
+        fsdp_axes: mesh axes over which the weights are sharded in hidden; they are gathered here.
+        tensor_axis: a mesh axis over which the weights are sharded in inner.  Its devices have the
+            same tokens, and `options.experts.inner` is the whole inner dimension.
+        loss_axes: further mesh axes whose tokens the losses count, for example data axes.
+        channel: an int from 0 to 2^23 - 1 that differs between independent calls of one inner
+            `jax.jit`; see "Independent layers" in the JAX guide.
+        after: an array or pytree that must be computed before this call starts.
 
-    grouped_gemm: a function as jax.lax.ragged_dot, (rows [slots, k], weights [experts, k, n], sizes
-    [experts]) -> [slots, n].  fsdp_axes: mesh axes over which the weights come sharded, in hidden.
-    tensor_axis: a mesh axis over which they come sharded in inner (options.experts.inner is the
-    whole), whose devices have the same tokens; their parts are added up.  loss_axes: further axes
-    over whose tokens the losses are counted; sum MoeOut.loss over them too.  channel, after: as
-    plan's.
+    Returns:
+        MoeOut: the output in the shape of x, this device's part of the losses, the load of the
+        experts and the demand for slots.  Sum `loss` with `jax.lax.psum` over the group's axis and
+        `loss_axes`.
+
+    Raises:
+        EpicArgumentError: an argument is wrong; raised while tracing.
+        EpicUnsupportedError: the combination is not supported; raised while tracing.
+        jax.errors.JaxRuntimeError: the compiled program failed; `epic.jax.error_code` returns the
+            code.
+
+    Example:
+        >>> import jax
+        >>> import epic.jax
+        >>> from jax.sharding import PartitionSpec as P
+        >>> options = epic.jax.Moe.of(
+        ...     num_experts=8, top_k=2, hidden=16, inner=32, balance_coeff=0.01
+        ... )
+        >>> keys = jax.random.split(jax.random.key(0), 4)
+        >>> x = jax.random.normal(keys[0], (64, 16))
+        >>> weights = epic.jax.MoeWeights(
+        ...     w_gate=jax.random.normal(keys[1], (16, 8)) / 4,
+        ...     w_gate_up=jax.random.normal(keys[2], (8, 16, 64)) / 4,
+        ...     w_down=jax.random.normal(keys[3], (8, 32, 16)) / 6,
+        ... )
+        >>> mesh = jax.sharding.Mesh(jax.devices(), ("ep",))
+        >>> group = epic.jax.open(mesh, "ep", like=x)
+        >>> def layer(x, weights):
+        ...     out = epic.jax.moe(group, options, x, weights)
+        ...     return out.out, jax.lax.psum(out.loss, "ep")
+        >>> specs = epic.jax.sharded.weight_specs(group, weights)
+        >>> sharding = {"in_specs": (P("ep"), specs), "out_specs": (P("ep"), P())}
+        >>> layer = jax.shard_map(layer, mesh=mesh, **sharding)
+        >>> def loss_of(weights, x):
+        ...     out, balance_loss = layer(x, weights)
+        ...     return (out**2).mean() + balance_loss
+        >>> loss, gradients = jax.jit(jax.value_and_grad(loss_of))(weights, x)
+        >>> gradients.w_down.shape
+        (8, 32, 16)
+        >>> epic.jax.close(group)
+
     """
     check_kind("group", group, Group)
     check_parts(options, weights)

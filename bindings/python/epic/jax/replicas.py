@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas of experts: their gradients are added, so that weights that were equal stay equal."""
+"""Replicas of experts: their gradients are summed, so weights that were equal stay equal."""
 
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from epic.jax.steps import Plan, PlanSpec, check_plan
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def sum_over_replicas(spec: PlanSpec, data: Any, x: Any) -> Any:
-    """sum_replicas on checked arrays."""
+    """Run sum_replicas on checked arrays."""
     flat = x.reshape(x.shape[0], -1)
     results = [spec_of(flat), ArraySpec(flat.shape[1:], jnp.float32)]
     operands = [data, flat, *site_and_rank(spec.group, data, flat)]
@@ -32,12 +32,12 @@ def sum_over_replicas(spec: PlanSpec, data: Any, x: Any) -> Any:
 
 
 def sum_over_replicas_forward(spec: PlanSpec, data: Any, x: Any) -> tuple[Any, Any]:
-    """Nothing is saved but the plan."""
+    """Save the plan only."""
     return sum_over_replicas.fun(spec, data, x), data
 
 
 def sum_over_replicas_backward(spec: PlanSpec, data: Any, gradient: Any) -> tuple[Any, Any]:
-    """Each replica's numbers are in every replica's sum."""
+    """Sum the gradients over replicas, as each replica's x is in every replica's sum."""
     return no_gradient(data), sum_over_replicas(spec, data, gradient)
 
 
@@ -46,17 +46,17 @@ sum_over_replicas.defvjp(sum_over_replicas_forward, sum_over_replicas_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def with_summed_gradient(_: PlanSpec, __: Any, x: Any) -> Any:
-    """x, whose gradient is added over replicas."""
+    """Return x; its gradient is summed over replicas."""
     return x
 
 
 def with_summed_gradient_forward(_: PlanSpec, data: Any, x: Any) -> tuple[Any, Any]:
-    """As added's."""
+    """Save the plan only."""
     return x, data
 
 
 def with_summed_gradient_backward(spec: PlanSpec, data: Any, gradient: Any) -> tuple[Any, Any]:
-    """In float32."""
+    """Sum the gradient over replicas in float32."""
     return no_gradient(data), sum_over_replicas(spec, data, gradient.astype(jnp.float32)).astype(
         gradient.dtype
     )
@@ -66,7 +66,7 @@ with_summed_gradient.defvjp(with_summed_gradient_forward, with_summed_gradient_b
 
 
 def as_rows_of_experts(name: str, plan: Plan, x: Any) -> Any:
-    """Return x as an array with a row for each expert of this rank."""
+    """Return x as an array with a row for each expert of this rank, checked."""
     check_plan(plan)
     local = ("local experts", plan.expert_rows.shape[0])
     x = as_array(name, x, FLOATS, [local], (local, ANY_ROWS))
@@ -79,8 +79,22 @@ def as_rows_of_experts(name: str, plan: Plan, x: Any) -> Any:
 
 
 def sum_replicas(plan: Plan, x: Any) -> Any:
-    """Adds what the replicas of a logical expert have, x [local experts, ...] float32, and gives
-    each the sum: of gradients that were made without `sum_replica_grads`, or over many steps."""
+    """Sum an array over the replicas of each logical expert; each replica gets the sum.
+
+    Use it for gradients that were made without `sum_replica_grads`, or that were accumulated over
+    many steps.  Collective; differentiable in x.
+
+    Args:
+        plan: a plan with replicas; without replicas x is returned unchanged.
+        x: [local experts, ...] float32.
+
+    Returns:
+        [local experts, ...] float32.
+
+    Raises:
+        EpicArgumentError: x has a wrong shape or dtype; raised while tracing.
+
+    """
     x = as_rows_of_experts("x", plan, x)
     if x.dtype != jnp.float32:
         raise EpicArgumentError(f"x is {x.dtype}: must be float32")
@@ -90,8 +104,22 @@ def sum_replicas(plan: Plan, x: Any) -> Any:
 
 
 def sum_replica_grads(plan: Plan, weight: Any) -> Any:
-    """A weight [local experts, ...] as it is; its gradient is that of its logical expert, the sum
-    over the replicas.  epic.jax.moe does it by itself."""
+    """Return a weight unchanged, but sum its gradient over the replicas of each expert.
+
+    Replicas that begin with equal weights then stay equal.  `epic.jax.moe` does this itself.
+
+    Args:
+        plan: the plan that the weight's rows were used with.
+        weight: [local experts, ...] float32, bfloat16 or float16; None stays None.
+
+    Returns:
+        The weight.
+
+    Raises:
+        EpicArgumentError: the weight has a wrong shape or dtype; raised while tracing.
+        EpicUnsupportedError: the weight is float64.
+
+    """
     check_plan(plan)
     if weight is None:
         return None

@@ -24,7 +24,7 @@ from epic.options import INT64_MAX, Router, real, whole
 
 
 def router_workspace(router: Router) -> ArraySpec:
-    """What the core's loops need beside the arrays."""
+    """Return the spec of the core's workspace."""
     return ArraySpec((_native.size("epic_router_workspace_v1", router),), jnp.uint8)
 
 
@@ -36,7 +36,7 @@ def as_logits(router: Router, logits: Any) -> Any:
 
 
 def columns_of(router: Router) -> tuple[str, int]:
-    """Return E, the columns of the logits, as a dimension."""
+    """Return E, the number of columns of the logits, as a named dimension."""
     name = "num_experts + zero_experts" if router.zero_experts else "num_experts"
     return name, router.num_experts + router.zero_experts
 
@@ -72,7 +72,7 @@ def as_bias(router: Router, bias: Any) -> Any:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def choose_experts(router: Router, logits: Any, extras: tuple[Any, Any, Any]) -> tuple[Any, Any]:
-    """router on checked arrays; extras: bias, token_ids, table."""
+    """Run the router on checked arrays; extras are bias, token_ids and table."""
     shape = (logits.shape[0], router.top_k)
     kind = jnp.float64 if logits.dtype == jnp.float64 else jnp.float32
     results = [ArraySpec(shape, jnp.int32), ArraySpec(shape, kind), router_workspace(router)]
@@ -81,7 +81,7 @@ def choose_experts(router: Router, logits: Any, extras: tuple[Any, Any, Any]) ->
 
 
 def choose_experts_forward(router: Router, logits: Any, extras: Any) -> tuple[Any, Any]:
-    """The choice is saved, not made again."""
+    """Save the choice, so that backward does not choose again."""
     chosen, weights = choose_experts.fun(router, logits, extras)
     return (chosen, weights), (logits, chosen, extras)
 
@@ -89,7 +89,7 @@ def choose_experts_forward(router: Router, logits: Any, extras: Any) -> tuple[An
 def choose_experts_backward(
     router: Router, saved: Any, gradients: tuple[Any, Any]
 ) -> tuple[Any, ...]:
-    """The weights' gradient; the choice has none."""
+    """Return the gradient of the weights in the logits; the choice has none."""
     logits, chosen, extras = saved
     results = [spec_of(logits), router_workspace(router)]
     operands = [logits, chosen, gradients[1]]
@@ -103,10 +103,33 @@ choose_experts.defvjp(choose_experts_forward, choose_experts_backward)
 def route(
     router: Router, logits: Any, *, bias: Any = None, token_ids: Any = None, table: Any = None
 ) -> tuple[Any, Any]:
-    """Chooses experts: logits [..., E] -> topk_idx [num_tokens, top_k] int32 and weights.
+    """Choose top_k experts for each token.
 
-    bias [E] float32 counts for the choice only and has no gradient.  table [rows, top_k] with
-    token_ids [num_tokens]: experts by token id instead of a choice.
+    Local; differentiable in the logits, through the weights.
+
+    Args:
+        router: the router's options; static.
+        logits: [..., E] float32, bfloat16, float16 or float64; E is num_experts + zero_experts.
+        bias: [E] any float dtype or None: added to the scores for the choice only; no gradient.
+        token_ids: [...] integers, with `table`.
+        table: [rows, top_k] integers: the experts of each token id, in place of a choice.
+
+    Returns:
+        topk_idx [num_tokens, top_k] int32 and weights [num_tokens, top_k] float32 (float64 logits:
+        float64).
+
+    Raises:
+        EpicArgumentError: an argument is wrong; raised while tracing.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import epic.jax
+        >>> router = epic.jax.Router(num_experts=4, top_k=2, normalize="sum")
+        >>> logits = jnp.array([[0.0, 2.0, 1.0, -1.0]])
+        >>> topk_idx, weights = epic.jax.route(router, logits)
+        >>> topk_idx.tolist(), round(float(weights.sum()), 3)
+        ([[1, 2]], 1.0)
+
     """
     rows = as_logits(router, logits)
     bias = as_bias(router, bias)
@@ -123,7 +146,7 @@ def route(
 def run_loss(
     name: str, router: Router, numbers: tuple[Any, ...], logits: Any, ints: tuple[Any, Any]
 ) -> Any:
-    """A loss of this device's tokens; ints: load, topk_idx."""
+    """Run a loss of this device's tokens on checked arrays; ints are load and topk_idx."""
     results = [ArraySpec((1,), jnp.float32), router_workspace(router)]
     attributes = {**router.numbers(), **dict(numbers)}
     return call_handler(name, results, [logits, *ints, None], **attributes)[0][0]
@@ -132,14 +155,14 @@ def run_loss(
 def run_loss_forward(
     name: str, router: Router, numbers: tuple[Any, ...], logits: Any, ints: Any
 ) -> tuple[Any, Any]:
-    """All inputs are needed again."""
+    """Save all inputs."""
     return run_loss.fun(name, router, numbers, logits, ints), (logits, ints)
 
 
 def run_loss_backward(
     name: str, router: Router, numbers: tuple[Any, ...], saved: Any, gradient: Any
 ) -> tuple[Any, Any]:
-    """In the logits; the load has none."""
+    """Return the gradient in the logits; the load has none."""
     logits, ints = saved
     operands = [logits, *ints, gradient.reshape(1)]
     results = [spec_of(logits), router_workspace(router)]
@@ -152,7 +175,7 @@ run_loss.defvjp(run_loss_forward, run_loss_backward)
 
 
 def make_loss(name: str, router: Router, logits: Any, ints: tuple[Any, Any], **numbers: Any) -> Any:
-    """Make the loss of checked arrays."""
+    """Run a loss on checked arrays that may vary over mesh axes."""
     rows, *rest = cast_all_varying(None, logits, *ints)
     return run_loss(name, router, tuple(sorted(numbers.items())), rows, tuple(rest))
 
@@ -167,11 +190,29 @@ def balance_loss(
     topk_idx: Any = None,
     sequence_tokens: int = 0,
 ) -> Any:
-    """num_experts * coeff / (top_k * T^2) * sum over experts of load * sum over tokens of P, which
-    are the scores of logits [..., E] over their sum.
+    """Return this device's part of the load balance loss.
 
-    load: as a plan gives it; or, for each sequence by itself, topk_idx and sequence_tokens.  T is
-    total_tokens, of all devices; the devices' losses add up to the loss.
+    The loss is num_experts * coeff / (top_k * T^2) * sum over experts of (load * sum over tokens of
+    P): P are the scores of a token divided by their sum, T is total_tokens.  Local; differentiable
+    in the logits.  Sum the parts of all devices with `jax.lax.psum`.
+
+    Args:
+        router: the router's options; static.
+        logits: [..., E] a float dtype: those of this device's tokens.
+        coeff: the coefficient.
+        total_tokens: the number of tokens of all devices.
+        load: [num_experts] int32 or int64, as `Plan.load` has it; with replicas
+            `Plan.logical_load`.
+        topk_idx: [num_tokens, top_k] int32 or int64, with `sequence_tokens`.
+        sequence_tokens: the length of a sequence: each sequence has a loss of its own, from
+            topk_idx. 0: one loss over all tokens, from load.
+
+    Returns:
+        [] float32.
+
+    Raises:
+        EpicArgumentError: an argument is wrong; raised while tracing.
+
     """
     rows = as_logits(router, logits)
     tokens = whole("total_tokens", total_tokens, most=INT64_MAX)
@@ -200,8 +241,24 @@ def check_sequences(num_tokens: int, sequence_tokens: int, name: str = "logits")
 
 
 def z_loss(router: Router, logits: Any, *, coeff: float, total_tokens: int) -> Any:
-    """coeff / T * sum over tokens of logsumexp(logits)^2, T total_tokens of all devices; what they
-    get adds up."""
+    """Return this device's part of the router z-loss.
+
+    The loss is coeff / T * sum over tokens of logsumexp(logits)^2.  Local; differentiable in the
+    logits.  Sum the parts of all devices with `jax.lax.psum`.
+
+    Args:
+        router: the router's options; static.
+        logits: [..., E] a float dtype: those of this device's tokens.
+        coeff: the coefficient.
+        total_tokens: T, the number of tokens of all devices.
+
+    Returns:
+        [] float32.
+
+    Raises:
+        EpicArgumentError: an argument is wrong; raised while tracing.
+
+    """
     rows = as_logits(router, logits)
     tokens = whole("total_tokens", total_tokens, most=INT64_MAX)
     numbers = {"coeff": real("coeff", coeff), "total_tokens": tokens}
@@ -209,7 +266,7 @@ def z_loss(router: Router, logits: Any, *, coeff: float, total_tokens: int) -> A
 
 
 def probabilities(router: Router, logits: Any) -> Any:
-    """P of the balance loss: the scores of all columns, divided by their sum."""
+    """Return P of the balance loss: the scores of all columns divided by their sum."""
     if router.score in ("softmax", "logits"):
         return jax.nn.softmax(logits)
     scores = jax.nn.sigmoid(logits)
@@ -221,8 +278,19 @@ def probabilities(router: Router, logits: Any) -> Any:
 def masked_losses(
     router: Router, logits: Any, load: Any, mask: Any, total: Any, coeffs: tuple[float, float]
 ) -> Any:
-    """balance_loss and z_loss over the tokens that the mask [num_tokens] keeps, `total` [] of
-    them on all devices; the core counts all tokens that it sees."""
+    """Return balance loss plus z-loss over the tokens that the mask keeps.
+
+    The core's losses count all tokens that they see, so this is computed with JAX.
+
+    Args:
+        router: the router's options.
+        logits: [num_tokens, E].
+        load: [num_experts]: choices of the tokens that are kept.
+        mask: [num_tokens] bool.
+        total: []: number of tokens that are kept, over all devices.
+        coeffs: the coefficients of balance loss and z-loss.
+
+    """
     total = jnp.maximum(total, 1).astype(logits.dtype)
     loss = jnp.zeros((), logits.dtype)
     if coeffs[0]:
@@ -239,9 +307,27 @@ def masked_losses(
 
 
 def bias_update(bias: Any, load: Any, rate: float) -> Any:
-    """bias + rate * sign(mean load - load), as epic_bias_update: exact, and +-0 where they meet.
+    """Return the bias after one step towards equal loads.
 
-    bias and load [num_experts]; without a gradient.
+    bias + rate * sign(mean load - load), without a gradient.  The sign is exact.
+
+    Args:
+        bias: [num_experts] a float dtype.
+        load: [num_experts] int32 or int64: `MoeOut.load_of_ids` or `Plan.load_of_ids`.
+        rate: the size of a step, for example 0.001; a number or a traced array.
+
+    Returns:
+        [num_experts], dtype of bias.
+
+    Raises:
+        EpicArgumentError: an argument is wrong; raised while tracing.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import epic.jax
+        >>> epic.jax.bias_update(jnp.zeros(3), jnp.array([5, 1, 3]), 0.5).tolist()
+        [-0.5, 0.5, 0.0]
+
     """
     load = as_array("load", load, INDICES, ["num_experts"])
     bias = as_array("bias", bias, FLOATS, ["num_experts"])

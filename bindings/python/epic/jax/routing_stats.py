@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a finished plan says, on the host: where each choice went, and why the others did not go."""
+"""Reads finished plans on the host: where each choice went, and why others were dropped."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ __all__ = ["EXPERT_FULL", "NO_EXPERT", "RANK_FULL", "RoutingStats", "read_plan",
 
 
 def read_record(data: np.ndarray, top_k: int) -> RoutingStats:
-    """One plan's bytes."""
+    """Return the statistics of one plan's bytes."""
 
     def ints(offset: int, rows: int) -> np.ndarray:
         return np.frombuffer(data, np.int32, rows * top_k, offset).reshape(rows, top_k)
@@ -25,9 +25,20 @@ def read_record(data: np.ndarray, top_k: int) -> RoutingStats:
 
 
 def read_plan(plan: Plan | Record) -> list[RoutingStats]:
-    """The plan of each device, in the order in which a shard_map stacked them; waits for them.
-    plan: of the steps, or MoeOut.record.  Outside of compiled programs, of arrays that this process
-    has."""
+    """Return what happened to each choice of a plan.
+
+    Call it outside of compiled programs, with arrays that this process has.  It waits for them.
+
+    Args:
+        plan: a plan, or `MoeOut.record`.
+
+    Returns:
+        A RoutingStats for each device, in the order in which a shard_map stacked them.
+
+    Raises:
+        EpicArgumentError: the plan's bytes are traced, or belong to other processes too.
+
+    """
     check_kind("plan", plan, Plan, Record)
     whole: Any = plan.bytes
     if isinstance(whole, jax.core.Tracer) or not whole.is_fully_addressable:

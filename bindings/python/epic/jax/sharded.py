@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same functions over global arrays, for plain jit: they insert the shard_map.
+"""The same functions over global arrays, for a plain jit: they insert the shard_map.
 
-Tokens are sharded over `token_axes` (data axes and the group's), in their first dimension or in
-several, rows of a receive buffer in their first, experts over the group's axis, hidden over
-`hidden_axis` if there is one.  Without a shard_map XLA would gather every array and run the call
-on all devices.
+Tokens are sharded over `token_axes` (data axes and the group's axes), in their first dimension or
+in several.  Rows of a receive buffer are sharded in their first dimension, experts over the group's
+axes, hidden over `hidden_axis` if there is one.  Without a shard_map XLA would gather every array
+and run the call on all devices.
 """
 
 import math
@@ -25,6 +25,8 @@ from epic.jax.groups import Group
 from epic.jax.layer_args import MoeOut, MoeWeights
 from epic.options import Layer, Moe
 
+__all__ = ["combine", "moe", "plan_dispatch", "weight_specs"]
+
 Axes = tuple[str, ...]
 TokenAxes = Axes | P | None
 
@@ -32,12 +34,12 @@ TokenAxes = Axes | P | None
 def map_over_mesh(
     mesh: Mesh, function: Callable[..., Any], ins: Any, outs: Any
 ) -> Callable[..., Any]:
-    """shard_map over all axes of the mesh."""
+    """Return the function in a shard_map over all axes of the mesh."""
     return jax.shard_map(function, mesh=mesh, in_specs=ins, out_specs=outs)
 
 
 def check_axes(mesh: Mesh, taken: Axes, **given: Any) -> None:
-    """Axes that an argument names: the mesh has them, and they are none of those taken."""
+    """Refuse axes of arguments that the mesh does not have, or that are among `taken`."""
     for name, axes in given.items():
         one = (axes,) if axes else ()  # the name of a single axis, or none
         for axis in as_axes(name, axes or ()) if name.endswith("_axes") else as_axes(name, one):
@@ -48,7 +50,7 @@ def check_axes(mesh: Mesh, taken: Axes, **given: Any) -> None:
 
 
 def check_divisible(mesh: Mesh, name: str, x: Any, spec: P) -> None:
-    """A dimension is cut into equal parts, one for each device of its axes."""
+    """Refuse an array that the devices of its axes cannot share equally."""
     for dimension, axes in enumerate(spec):
         count = math.prod(mesh.shape[a] for a in axes_of_spec(P(axes)))
         if x is not None and dimension < x.ndim and x.shape[dimension] % count:
@@ -59,7 +61,7 @@ def check_divisible(mesh: Mesh, name: str, x: Any, spec: P) -> None:
 
 
 def axes_of_spec(spec: P) -> Axes:
-    """The axes of all dimensions, one after the other."""
+    """Return the axes of all dimensions, one after the other."""
     parts = [part for part in spec if part is not None]
     return tuple(a for part in parts for a in ((part,) if isinstance(part, str) else part))
 
@@ -67,8 +69,10 @@ def axes_of_spec(spec: P) -> Axes:
 def token_spec(
     mesh: Mesh, group: Group, given: TokenAxes, rank: int, hidden_axis: str | None = None
 ) -> tuple[P, Axes]:
-    """How the dimensions of x but the last are cut, and the axes that cut them: by default the
-    first by all axes of the mesh but the hidden one, in the mesh's order."""
+    """Return how all dimensions of x except the last are sharded, and the axes of this sharding.
+
+    By default the first dimension is sharded over all axes of the mesh except hidden_axis.
+    """
     check_kind("group", group, Group)
     check_kind("mesh", mesh, Mesh)
     mesh_checks.check_mesh(group, mesh)
@@ -93,8 +97,11 @@ def token_spec(
 def rows_specs(
     mesh: Mesh, group: Group, given: TokenAxes, rank: int, hidden_axis: str | None
 ) -> tuple[P, P, P, P]:
-    """Of arrays [B, ..., hidden], [B, ..., top_k], [slots, hidden], and of what each device has by
-    itself: a plan, [slots]."""
+    """Return the shardings of the arrays of a plan's calls.
+
+    They are for arrays [B, ..., hidden], [B, ..., top_k], [slots, hidden], and for arrays that each
+    device has of its own, such as plans and [slots].
+    """
     spec, axes = token_spec(mesh, group, given, rank, hidden_axis)
     if hidden_axis in axes:
         raise EpicArgumentError(
@@ -121,11 +128,30 @@ def plan_dispatch(
     hidden_axis: str | None = None,
     **more: Any,
 ) -> tuple[steps.Plan, Any, Any]:
-    """As epic.jax.plan_dispatch of tokens [B, ..., hidden], topk_idx and weights [B, ..., top_k];
-    every part of the results is stacked over the devices.
+    """Make a plan and dispatch tokens with it, over global arrays.
 
-    token_axes: as moe's.  hidden_axis: a mesh axis over which hidden is sharded; its devices have
-    the same tokens.
+    See `epic.jax.plan_dispatch`.  Every part of the results is stacked over the devices.
+
+    Args:
+        mesh: the mesh that the group was opened with.
+        group: the group.
+        options: the layer; static.
+        topk_idx: [B, ..., top_k] int32 or int64: the chosen experts; negative: no expert.
+        tokens: [B, ..., hidden] a float dtype.
+        weights: [B, ..., top_k] any float dtype, or None.
+        rank_of_expert: see `epic.jax.plan`.
+        logical_of_expert: see `epic.jax.plan`.
+        num_local_experts: see `epic.jax.plan`.
+        token_axes: see `moe`.
+        hidden_axis: a mesh axis over which hidden is sharded; its devices have the same tokens.
+        **more: further arguments of `epic.jax.plan_dispatch`: capacity, channel, after.
+
+    Returns:
+        The Plan, rows and slot_weights of all devices.
+
+    Raises:
+        EpicArgumentError: an argument is wrong; raised while tracing.
+
     """
     steps.check_group(group, options, "options")
     tokens = check_array("tokens", tokens, dispatching.ROW_TYPES, (ANY_ROWS, "hidden"))
@@ -157,8 +183,25 @@ def combine(
     token_axes: TokenAxes = None,
     hidden_axis: str | None = None,
 ) -> Any:
-    """As epic.jax.combine, on what plan_dispatch above gave, with its token_axes and hidden_axis:
-    [B, ..., hidden], as the tokens were."""
+    """Return rows to their tokens and sum them there, over global arrays.
+
+    See `epic.jax.combine`.
+
+    Args:
+        mesh: the mesh that the group was opened with.
+        plan: the plan that `plan_dispatch` of this module returned.
+        rows: [slots of all devices, hidden] a float dtype.
+        slot_weights: [slots of all devices] any float dtype, or None.
+        token_axes: as passed to `plan_dispatch`.
+        hidden_axis: as passed to `plan_dispatch`.
+
+    Returns:
+        [B, ..., hidden], sharded as the tokens were.
+
+    Raises:
+        EpicArgumentError: an argument is wrong; raised while tracing.
+
+    """
     check_kind("plan", plan, steps.Plan)
     dims, group = plan.spec.token_dims, plan.spec.group
     whole, _, slots, own = rows_specs(mesh, group, token_axes, len(dims) + 1, hidden_axis)
@@ -185,8 +228,24 @@ def weight_specs(
     fsdp_axes: Axes = (),
     tensor_axis: str | None = None,
 ) -> MoeWeights:
-    """Where moe wants its weights: experts over the group's axes, where they divide; hidden over
-    fsdp_axes; inner over tensor_axis; vectors that all experts share on every device."""
+    """Return the shardings in which `moe` needs its weights.
+
+    Experts are sharded over the group's axes if the ranks divide them, hidden over fsdp_axes and
+    inner over tensor_axis.  Router weights and other arrays without experts are on every device.
+
+    Args:
+        group: the group.
+        weights: arrays, or anything else that has a shape, in a MoeWeights.
+        fsdp_axes: mesh axes for hidden.
+        tensor_axis: a mesh axis for inner.
+
+    Returns:
+        A MoeWeights of `jax.sharding.PartitionSpec`; None where the weights are None.
+
+    Raises:
+        EpicArgumentError: an argument is of a wrong class.
+
+    """
     check_kind("group", group, Group)
     check_kind("weights", weights, MoeWeights)
     fsdp_axes = as_axes("fsdp_axes", fsdp_axes)
@@ -206,7 +265,7 @@ def weight_specs(
 
 
 def load_everywhere(group: Group, loads: Any, axes: Axes) -> Any:
-    """Choices of each expert over all groups; of each group one rank counts."""
+    """Return the load summed over all groups; one rank of each group counts."""
     first = jnp.ones((), bool)
     for axis in group.axes:
         first &= jax.lax.axis_index(axis) == 0
@@ -214,7 +273,7 @@ def load_everywhere(group: Group, loads: Any, axes: Axes) -> Any:
 
 
 def check_inputs(options: Moe, x: Any, token_ids: Any, table: Any, token_mask: Any) -> None:
-    """Compare what comes with the tokens of all devices with them."""
+    """Compare the arrays that come with the tokens with the tokens' dimensions."""
     dims = x.shape[:-1]
     if token_ids is not None:
         check_array("token_ids", token_ids, INTEGERS, dims)
@@ -226,8 +285,10 @@ def check_inputs(options: Moe, x: Any, token_ids: Any, table: Any, token_mask: A
 def check_weights(
     group: Group, options: Moe, x: Any, weights: MoeWeights, rank_of_expert: Any
 ) -> None:
-    """Refuse weights that are not those of all experts; with rank_of_expert those of as many on
-    each rank."""
+    """Refuse weights that are not those of all experts.
+
+    With rank_of_expert they must have equally many for each rank.
+    """
     first = check_array("w_gate_up", weights.w_gate_up, FLOATS, ("experts", "hidden", "width"))
     count = options.layer.num_experts
     if rank_of_expert is not None:
@@ -262,16 +323,56 @@ def moe(
     loss_axes: Axes = (),
     **more: Any,
 ) -> MoeOut:
-    """As epic.jax.moe over x [B, ..., hidden] and weights of all experts.
+    """Run a Mixture-of-Experts layer over global arrays.
 
-    token_axes: the mesh axes over which B is sharded, by default all of them; or a PartitionSpec
-    for B, S and so on, P(("data", "expert"), "context"), so that no dimension has to be cut by all
-    devices.  The group's axes must be among them.
+    Call it in a plain `jax.jit` (or outside of one); it inserts the shard_map around
+    `epic.jax.moe`.
 
-    The loss is one number, as on a single device: the mean over the groups of their sums, or,
-    with loss_axes, over all tokens of these axes together.  load [num_experts] is of all groups,
-    demand [devices] of each device.  Weights are those of all experts also where the ranks do not
-    divide them; then they lie on every rank.
+    Args:
+        mesh: the mesh that the group was opened with.
+        group: the group.
+        options: the options of the layer; static.
+        x: [B, ..., hidden] float32, bfloat16, float16 or float64: the tokens of all devices.
+        weights: the weights of all experts; `weight_specs` returns their best sharding.
+        token_axes: a tuple of mesh axes over which B is sharded; or a PartitionSpec for B and
+            further dimensions, for example P(("data", "expert"), "context").  It must contain the
+            group's axes. None: B over all axes.
+        token_ids: [B, ...] integers; see `epic.jax.moe`.
+        table: see `epic.jax.moe`.
+        token_mask: [B, ...] bool; see `epic.jax.moe`.
+        rank_of_expert: see `epic.jax.moe`.
+        logical_of_expert: see `epic.jax.moe`.
+        fsdp_axes: see `epic.jax.moe`.
+        tensor_axis: see `epic.jax.moe`.
+        loss_axes: further mesh axes whose tokens the losses count.
+        **more: further arguments of `epic.jax.moe`: grouped_gemm, channel, after.
+
+    Returns:
+        MoeOut: `loss` is one number, the mean over groups of each group's loss, or with loss_axes
+        the loss over all tokens of these axes.  `load` [num_experts] counts all groups.  `demand`
+        [devices] has a number for each device.
+
+    Raises:
+        EpicArgumentError: an argument is wrong; raised while tracing.
+
+    Example:
+        >>> import jax
+        >>> import epic.jax
+        >>> options = epic.jax.Moe.of(num_experts=8, top_k=2, hidden=16, inner=32)
+        >>> keys = jax.random.split(jax.random.key(0), 4)
+        >>> x = jax.random.normal(keys[0], (8, 4, 16))
+        >>> weights = epic.jax.MoeWeights(
+        ...     w_gate=jax.random.normal(keys[1], (16, 8)) / 4,
+        ...     w_gate_up=jax.random.normal(keys[2], (8, 16, 64)) / 4,
+        ...     w_down=jax.random.normal(keys[3], (8, 32, 16)) / 6,
+        ... )
+        >>> mesh = jax.sharding.Mesh(jax.devices(), ("ep",))
+        >>> with epic.jax.open(mesh, "ep", like=x) as group:
+        ...     layer = jax.jit(lambda x, w: epic.jax.sharded.moe(mesh, group, options, x, w))
+        ...     out = layer(x, weights)
+        ...     out.out.shape, int(out.load.sum())
+        ((8, 4, 16), 64)
+
     """
     check_kind("mesh", mesh, Mesh)
     layer_args.check_parts(options, weights)

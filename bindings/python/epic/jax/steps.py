@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""plan, combine, sum, and what dispatch shares with them: arrays in, arrays out, with gradients.
+"""plan, combine and sum with gradients, and what dispatching.py shares with them.
 
-They are called on each device's own part: inside shard_map over the group's axis, or anywhere in
-a group of one.
+The functions work on each device's own arrays: inside of a shard_map over the group's axis, or
+anywhere in a group of one rank.
 """
 
 import math
@@ -54,7 +54,16 @@ MOST_SLOTS = (1 << 31) - 1  # slots are numbered by int32
 
 @dataclass(frozen=True)
 class PlanSpec:
-    """What a plan and its users know while tracing."""
+    """Static facts of a plan, which the calls that use the plan need while tracing.
+
+    Attributes:
+        group: the group.
+        layer: the layer.
+        token_dims: the dimensions of topk_idx without the last.
+        capacity: the number of slots of this device.
+        moe: the options of a composed layer, which the ranks compare; None: a plan of its own.
+
+    """
 
     group: Group
     layer: Layer
@@ -64,7 +73,7 @@ class PlanSpec:
 
     @property
     def num_tokens(self) -> int:
-        """Of this device."""
+        """Number of tokens of this device."""
         return math.prod(self.token_dims)
 
     def sizes(self) -> dict[str, Any]:
@@ -80,12 +89,17 @@ class PlanSpec:
 )
 @dataclass(frozen=True)
 class Plan:
-    """Where every choice goes.
+    """A plan: which slot each choice of an expert gets.  It is a pytree.
 
-    bytes [n] uint8: what dispatch, combine and their gradients read; expert_rows and
-    expert_tokens [local experts] int32: padded and true rows of each slab; load [num_experts]
-    int32: choices of each expert over the group; demand [1] int32: slots that were needed;
-    logical_load [num_logical]: the load of logical experts, None without replicas.
+    Attributes:
+        bytes: [n] uint8: the plan itself, which dispatch, combine and their gradients read.
+        expert_rows: [local experts] int32: rows of each expert's slab, with padding.
+        expert_tokens: [local experts] int32: rows of each slab that hold tokens.
+        load: [num_experts] int32: choices of each expert over the group, before any is dropped.
+        demand: [1] int32: slots that all choices of this rank's experts would take.
+        logical_load: [num_logical] int32: choices of each logical expert; None without replicas.
+        spec: static facts: group, layer, shape of the tokens, capacity.
+
     """
 
     bytes: Array
@@ -98,14 +112,14 @@ class Plan:
 
     @property
     def load_of_ids(self) -> Array:
-        """Of what ids name: experts, or the logical ones."""
+        """Load of the ids in topk_idx: of experts, or with replicas of logical experts."""
         return self.load if self.logical_load is None else self.logical_load
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("bytes",), meta_fields=("spec",))
 @dataclass(frozen=True)
 class Record:
-    """The bytes of a plan that a layer has made inside, for read_plan."""
+    """The bytes of a plan that a layer made; read_plan() reads them."""
 
     bytes: Array
     spec: PlanSpec
@@ -119,8 +133,10 @@ def as_rows(x: Any) -> Any:
 def as_tokens(
     name: str, x: Any, dims: tuple[int, ...], dtypes: Sequence[str], last: Dimension = "hidden"
 ) -> Any:
-    """Return [..., n] as [num_tokens, n], its rows in the order of the choices: of arrays with
-    several dimensions of tokens these must agree."""
+    """Return [..., n] as [num_tokens, n], in the order of the choices.
+
+    If tokens and choices both have several dimensions of tokens, these must be equal.
+    """
     x = as_array(name, x, dtypes, (ANY_ROWS, last))
     count = math.prod(dims)
     in_order = x.ndim == 2 or len(dims) == 1 or x.shape[:-1] == dims
@@ -200,13 +216,16 @@ def num_slots(group: Group, layer: Layer, capacity: Any) -> int:
 
 
 def max_experts_per_rank(table: Any) -> int:
-    """Experts, of a rank_of_expert that is no tracer; what is no rank the core says."""
+    """Return the largest number of experts of a rank in a table that is not traced.
+
+    The core reports entries that are no rank.
+    """
     ranks = np.asarray(table)
     return int(np.bincount(ranks[ranks >= 0], minlength=1).max())
 
 
 def max_local_experts(group: Group, layer: Layer, rank_of_expert: Any, given: int | None) -> int:
-    """Return the most experts of a rank; those of a traced table are counted by the handler."""
+    """Return the largest number of experts of a rank.  The handler counts a traced table."""
     check_group(group, layer)
     check_table("rank_of_expert", layer, rank_of_expert)
     least, most = 1, layer.num_experts
@@ -226,12 +245,12 @@ def max_local_experts(group: Group, layer: Layer, rank_of_expert: Any, given: in
 
 
 def check_table(name: str, layer: Layer, table: Any) -> None:
-    """Refuse what is not an integer for each expert."""
+    """Refuse a table that does not have an integer for each expert."""
     as_array_or_none(name, table, INTEGERS, [("num_experts", layer.num_experts)])
 
 
 def expert_tables(group: Group, layer: Layer, owners: Any, logical: Any) -> list[Any]:
-    """rank_of_expert and logical_of_expert for the core, checked; None where it needs none."""
+    """Return rank_of_expert and logical_of_expert for the core, checked; None if it needs none."""
     if bool(layer.num_logical) != (logical is not None):
         raise EpicArgumentError(
             f"num_logical {layer.num_logical}: logical_of_expert [num_experts] comes with "
@@ -244,7 +263,10 @@ def expert_tables(group: Group, layer: Layer, owners: Any, logical: Any) -> list
 
 
 def plan_results(spec: PlanSpec, has_table: bool, local: int) -> list[ArraySpec | None]:
-    """With a table the core may write counts of more experts than the caller reckons with."""
+    """Return the results of a plan.
+
+    With a table the core may write counts of more experts than the caller expects.
+    """
     counts = ArraySpec((spec.layer.num_experts if has_table else local,), jnp.int32)
     size = spec.group.plan_bytes(spec.layer) + PLAN_TAIL
     return [
@@ -290,13 +312,13 @@ def moe_attributes(options: Moe, is_loss_by_caller: bool = False) -> dict[str, A
 
 
 def make_plan(spec: PlanSpec, local: int, parts: Sequence[Any]) -> Plan:
-    """Results of the handler as a Plan."""
+    """Return the results of the handler as a Plan."""
     data, rows, tokens, load, demand, logical = parts
     return Plan(data, rows[:local], tokens[:local], load, demand, logical, spec)
 
 
 def as_channel(channel: Any) -> Any:
-    """The caller's number as an operand; -1: none.  The handler checks one that is traced."""
+    """Return the caller's channel as an int32 array; -1: none.  The handler checks a traced one."""
     if channel is None:
         return jnp.int32(-1)
     if not hasattr(channel, "dtype") or isinstance(channel, np.generic):
@@ -317,15 +339,48 @@ def plan(
     after: Any = None,
     moe: Moe | None = None,
 ) -> Plan:
-    """Makes the plan of topk_idx [..., top_k]; negative: no expert.
+    """Make the plan of the experts that the tokens of all ranks chose.
 
-    capacity: slots of this device; None: as many as can ever be needed.  rank_of_expert
-    [num_experts]: which rank owns each expert; None: contiguous blocks, as even as the numbers
-    allow.  logical_of_expert [num_experts]: with layer.num_logical, which logical expert each is a
-    replica of.  num_local_experts: experts of one rank at most, where rank_of_expert is traced.
-    channel: a number that no independent plan of the program shares; after: results
-    that must be there first; see docs/guide/jax.md for the one case that needs them.  moe: the
-    completed options of a composed layer, which must be equal on all ranks.
+    The call is collective: all ranks of the group make it.  `dispatch`, `dispatch_flat` and
+    `combine` use the plan.
+
+    Args:
+        group: the group.
+        layer: the layer, equal on all ranks; static.
+        topk_idx: [..., top_k] int32 or int64: the chosen experts of each token; negative: no
+            expert.
+        capacity: the number of slots of this device; None: as many as can ever be needed.
+        rank_of_expert: [num_experts] integers: the rank that owns each expert.  None: contiguous
+            blocks, as equal as the numbers allow.
+        logical_of_expert: [num_experts] integers, with `Layer.num_logical`: the logical expert that
+            each expert is a replica of.
+        num_local_experts: the largest number of experts of a rank; needed if rank_of_expert is
+            traced.
+        channel: an int from 0 to 2^23 - 1 that no independent plan of the program has; see
+            "Independent layers" in the JAX guide.
+        after: an array or pytree that must be computed before this call starts.
+        moe: the options of a layer that is composed from these functions; the ranks compare them.
+
+    Returns:
+        Plan: the plan, with the sizes of the experts' slabs, the load and the demand.
+
+    Raises:
+        EpicArgumentError: an argument is wrong; raised while tracing.
+
+    Example:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import epic.jax
+        >>> layer = epic.jax.Layer(num_experts=4, top_k=2)
+        >>> topk_idx = jnp.array([[0, 1], [2, 3], [0, 2]], jnp.int32)
+        >>> tokens = jnp.ones((3, 8))
+        >>> with epic.jax.open(max_tokens=4, max_row_bytes=64) as group:  # one rank
+        ...     plan = epic.jax.plan(group, layer, topk_idx)
+        ...     rows, _ = epic.jax.dispatch(plan, tokens)  # [capacity, 8]
+        ...     out = epic.jax.combine(plan, rows)  # sums the two rows of each token
+        ...     plan.expert_tokens.tolist(), out[:, 0].tolist()
+        ([2, 1, 2, 1], [2.0, 2.0, 2.0])
+
     """
     spec, chosen = make_plan_spec(group, layer, topk_idx, capacity, moe)
     local = max_local_experts(group, layer, rank_of_expert, num_local_experts)
@@ -345,20 +400,20 @@ def plan(
 
 
 def plan_operands(plan: Plan, *arrays: Any) -> list[Any]:
-    """Return the plan's bytes with what a call must wait for, as one operand, and the arrays."""
+    """Return the plan's bytes with the ordering dependencies as one operand, and the arrays."""
     after = previous_call(plan.spec.group)
     data, *spread = cast_all_varying(plan.spec.group, plan.bytes, *arrays, *after)
     return [(data, *spread[len(arrays) :]), *spread[: len(arrays)]]
 
 
 def finish_call(plan: Plan, results: Sequence[Any]) -> Any:
-    """Return the results of a call without the last, which the next call waits for."""
+    """Record the last result, for which the next call waits; return the others."""
     record_call(plan.spec.group, results[-1])
     return tuple(results[:-1])
 
 
 def no_gradients(ints: Any) -> Any:
-    """Return the cotangents of arrays of integers."""
+    """Return the cotangents of integer arrays."""
     return jax.tree.map(no_gradient, ints)
 
 
@@ -367,7 +422,11 @@ def no_gradients(ints: Any) -> Any:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def combine_rows(spec: PlanSpec, data: Any, rows: Any, slot_weights: Any) -> tuple[Any, Any]:
-    """combine on checked arrays; data and the last result as dispatch_rows'."""
+    """Run combine on checked arrays.
+
+    data is the plan's bytes and the ordering dependencies; the last result is the byte of a
+    finished call.
+    """
     results = [ArraySpec((spec.num_tokens, rows.shape[1]), rows.dtype)]
     operands = [data[0], rows, slot_weights, *site_and_rank(spec.group, data[0], rows), *data[1:]]
     out, done = call_handler("combine", results, operands, spec.group, **spec.sizes())
@@ -375,14 +434,14 @@ def combine_rows(spec: PlanSpec, data: Any, rows: Any, slot_weights: Any) -> tup
 
 
 def combine_forward(spec: PlanSpec, data: Any, rows: Any, slot_weights: Any) -> tuple[Any, Any]:
-    """Rows are needed again only for the weights' gradient."""
+    """Save the rows for the gradient of the weights, if there are weights."""
     out = combine_rows.fun(spec, data, rows, slot_weights)
     kept = None if slot_weights is None else rows
     return out, (data, kept, slot_weights, gradient_deps(spec.group, out[1]))
 
 
 def combine_backward(spec: PlanSpec, saved: tuple[Any, ...], gradients: Any) -> tuple[Any, ...]:
-    """To the slots, scaled by their weights."""
+    """Send the gradients to the slots, multiplied by the slots' weights."""
     data, rows, slot_weights, after = saved
     d_out = gradients[0]
     d_rows = ArraySpec((spec.capacity, d_out.shape[1]), d_out.dtype)
@@ -402,8 +461,11 @@ def combine_backward(spec: PlanSpec, saved: tuple[Any, ...], gradients: Any) -> 
 
 
 def gradient_deps(group: Group, done: Any) -> list[Any]:
-    """Return what the gradient of a call waits for: `done`, which the call gives, where the order
-    of the two could differ between programs."""
+    """Return what the gradient of a call waits for.
+
+    That is the call itself, if ranks have programs of their own, which could order the two
+    differently.
+    """
     return [done] if has_own_programs(group) else []
 
 
@@ -411,9 +473,22 @@ combine_rows.defvjp(combine_forward, combine_backward)
 
 
 def combine(plan: Plan, rows: Any, slot_weights: Any = None) -> Any:
-    """Brings rows home, summed: [capacity, hidden] -> [num_tokens, hidden].
+    """Return the rows to their tokens and sum them there.
 
-    out[t] = sum over k of slot_weights[slot(t, k)] * rows[slot(t, k)], in the layer's order.
+    out[t] = sum over k of slot_weights[slot(t, k)] * rows[slot(t, k)], in the order of
+    `Layer.sum_order`.  Collective; differentiable in rows and slot_weights.
+
+    Args:
+        plan: the plan.
+        rows: [capacity, hidden] float32, bfloat16, float16 or float64: a row for each slot.
+        slot_weights: [capacity] any float dtype, or None: no weights.
+
+    Returns:
+        [num_tokens, hidden], dtype of rows.
+
+    Raises:
+        EpicArgumentError: an argument is wrong; raised while tracing.
+
     """
     check_plan(plan)
     spec = plan.spec
@@ -428,8 +503,11 @@ def combine(plan: Plan, rows: Any, slot_weights: Any = None) -> Any:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def sum_array(group: Group, order: int, x: Any, ints: tuple[Any, ...]) -> tuple[Any, Any]:
-    """sum on a flat float32 array; ints: channel, and what to wait for.  The last result is that of
-    call."""
+    """Run sum on a flat float32 array.
+
+    ints are the channel and the ordering dependencies; the last result is the byte of a finished
+    call.
+    """
     operands = [x, *site_and_rank(group, x), *ints]
     out, done = call_handler(
         "allreduce_sum", [spec_of(x)], operands, group, aliases={0: 0}, order=order
@@ -438,13 +516,13 @@ def sum_array(group: Group, order: int, x: Any, ints: tuple[Any, ...]) -> tuple[
 
 
 def sum_forward(group: Group, order: int, x: Any, ints: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Nothing is saved but the shapes of the integers."""
+    """Save the shapes of the integers only."""
     out = sum_array(group, order, x, ints)
     return out, (ints, gradient_deps(group, out[1]))
 
 
 def sum_backward(group: Group, order: int, saved: Any, gradients: Any) -> tuple[Any, ...]:
-    """Each rank's x is in every rank's sum."""
+    """Sum the gradients over the ranks, as each rank's x is in every rank's sum."""
     ints, after = saved
     d_x = sum_array(group, order, gradients[0], (ints[0], *after))[0]
     return d_x, jax.tree.map(zero_gradient, ints)
@@ -454,8 +532,24 @@ sum_array.defvjp(sum_forward, sum_backward)
 
 
 def sum(group: Group, x: Any, *, tree: bool = False, channel: Any = None, after: Any = None) -> Any:
-    """Adds a float32 array x over the ranks: the same bits on every rank, in rank order or in a
-    binary tree.  channel, after: as plan's."""
+    """Sum an array over the ranks of the group, with the same bits on every rank.
+
+    Collective; differentiable in x.
+
+    Args:
+        group: the group.
+        x: [...] float32, the same shape on all ranks.
+        tree: False: add in the order of the ranks.  True: add in a binary tree.
+        channel: see `plan`.
+        after: see `plan`.
+
+    Returns:
+        [...] float32: the sum.
+
+    Raises:
+        EpicArgumentError: an argument is wrong; raised while tracing.
+
+    """
     check_kind("group", group, Group)
     if not isinstance(tree, bool | np.bool_):
         raise EpicArgumentError(f"tree is {tree!r}: must be True or False")
