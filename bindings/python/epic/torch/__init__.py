@@ -15,6 +15,7 @@ from epic.torch.narrow import dequantize, swizzle_scales
 from epic.torch.ops import as_epic_error
 from epic.torch.pretrained import from_block, replace_moe, sum_gradients
 from epic.torch.replicas import sum_replicas, tied
+from epic.torch.restore import restore_moe, save_pretrained
 from epic.torch.router import balance_loss, bias_update, route, z_loss
 from epic.torch.routing_stats import read_plan
 from epic.torch.scaled import scaled
@@ -69,9 +70,11 @@ __all__ = [
     "plan_dispatch",
     "read_plan",
     "replace_moe",
+    "restore_moe",
     "route",
     "save_exchange",
     "save_plans",
+    "save_pretrained",
     "scaled",
     "sharded_state",
     "slab_mm",

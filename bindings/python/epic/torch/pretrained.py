@@ -5,6 +5,8 @@ Nothing of transformers is imported here: blocks are known by the names of their
 by the names of their parameters.
 """
 
+import copy
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -150,10 +152,17 @@ PAIRS = ("GptOssMLP", "Llama4TextMoe")  # give a second value, which their layer
 
 
 class Block(nn.Module):
-    """What stands in a block's place.  jitter_noise: of Mixtral's blocks, while they train."""
+    """What stands in a block's place.  jitter_noise: of Mixtral's blocks, while they train.
 
-    def __init__(self, moe: MoE, gives_pair: bool, jitter_noise: float = 0.0) -> None:
+    original: the block that it replaced, without memory, from which restore_moe makes a new one.
+    It is in a tuple so that it is no part of this module, and of its state.
+    """
+
+    def __init__(
+        self, moe: MoE, gives_pair: bool, jitter_noise: float = 0.0, original: Any = None
+    ) -> None:
         super().__init__()
+        self.original = (None if original is None else without_memory(original),)
         self.moe, self.gives_pair, self.jitter_noise = moe, gives_pair, jitter_noise
 
     def forward(self, hidden_states: Tensor) -> Any:
@@ -165,6 +174,18 @@ class Block(nn.Module):
             )
         out, _ = self.moe(hidden_states)
         return (out, None) if self.gives_pair else out
+
+
+def without_memory(block: nn.Module) -> nn.Module:
+    """Return a copy of a block whose parameters and buffers are on the device "meta"."""
+    tensors: Iterator[Any] = (*block.parameters(), *block.buffers()).__iter__()
+    empty = {
+        id(t): nn.Parameter(t.detach().to("meta"), requires_grad=t.requires_grad)
+        if isinstance(t, nn.Parameter)
+        else t.to("meta")
+        for t in tensors
+    }
+    return copy.deepcopy(block, empty)
 
 
 def read_block(block: nn.Module) -> Found:
@@ -261,6 +282,17 @@ def check_router_logits(model: nn.Module, _: Any, wishes: dict[str, Any]) -> Non
         )
 
 
+# The handle of this hook, for each model that replace_moe has changed.
+ROUTER_HOOKS: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+
+
+def forget_router_hook(model: nn.Module) -> None:
+    """Allow router logits again, after restore_moe."""
+    hook = ROUTER_HOOKS.pop(model, None)
+    if hook is not None:
+        hook.remove()
+
+
 def wants_router_logits(model: nn.Module) -> bool:
     """Returns whether a configuration of the model asks for them, or its part for text."""
     config = getattr(model, "config", None)
@@ -287,9 +319,9 @@ def replace_moe(model: nn.Module, group: Group, *, grouped_mm: GroupedMm | None 
     for parent, name, block in found:
         layer = from_block(block, group, grouped_mm=grouped_mm)
         noise = getattr(block, "jitter_noise", 0.0)
-        made = Block(layer, type(block).__name__ in PAIRS, noise)
+        made = Block(layer, type(block).__name__ in PAIRS, noise, block)
         setattr(parent, name, made.train(block.training))
-    model.register_forward_pre_hook(check_router_logits, with_kwargs=True)
+    ROUTER_HOOKS[model] = model.register_forward_pre_hook(check_router_logits, with_kwargs=True)
     return len(found)
 
 

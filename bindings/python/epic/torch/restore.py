@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns a model with replaced blocks back into a model of the transformers package, and saves it.
+
+replace_moe leaves each rank with its own experts.  Here the experts of all ranks are gathered, one
+rank's part at a time, and written into a block of the original class, under the original names.
+"""
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from epic.errors import EpicUnsupportedError
+from epic.torch.groups import Group
+from epic.torch.module import OF_EXPERTS, MoE
+from epic.torch.pretrained import Block, forget_router_hook
+from epic.torch.state import check_sharding
+from epic.torch.sums import sum as sum_over_ranks
+
+Weights = dict[str, Tensor]
+
+
+def copy_transposed(experts: Any, w: Weights) -> None:
+    """Write [E, H, 2 I] and [E, I, H] into experts that store them transposed."""
+    experts.gate_up_proj.copy_(w["w_gate_up"].transpose(1, 2))
+    experts.down_proj.copy_(w["w_down"].transpose(1, 2))
+
+
+def copy_shared_expert(mlp: Any, w: Weights) -> None:
+    """Write the shared expert into an MLP with separate gate and up projections."""
+    gate, up = w["shared_gate_up"][0].T.chunk(2)
+    mlp.gate_proj.weight.copy_(gate)
+    mlp.up_proj.weight.copy_(up)
+    mlp.down_proj.weight.copy_(w["shared_down"][0].T)
+
+
+def fill_softmax_block(block: Any, w: Weights) -> None:
+    """Mixtral, Qwen3-MoE."""
+    block.gate.weight.copy_(w["w_gate"].T)
+    copy_transposed(block.experts, w)
+
+
+def fill_sigmoid_block(block: Any, w: Weights) -> None:
+    """DeepSeek-V3, GLM-4.5."""
+    block.gate.weight.copy_(w["w_gate"].T)
+    block.gate.e_score_correction_bias.copy_(w["bias"])
+    copy_transposed(block.experts, w)
+    copy_shared_expert(block.shared_experts, w)
+
+
+def fill_llama4_block(block: Any, w: Weights) -> None:
+    """Llama 4."""
+    block.router.weight.copy_(w["w_gate"].T)
+    block.experts.gate_up_proj.copy_(w["w_gate_up"])
+    block.experts.down_proj.copy_(w["w_down"])
+    copy_shared_expert(block.shared_expert, w)
+
+
+def fill_gpt_oss_block(block: Any, w: Weights) -> None:
+    """gpt-oss."""
+    block.router.weight.copy_(w["w_gate"].T)
+    block.router.bias.copy_(w["b_gate"])
+    block.experts.gate_up_proj.copy_(w["w_gate_up"])
+    block.experts.gate_up_proj_bias.copy_(w["b_gate_up"])
+    block.experts.down_proj.copy_(w["w_down"])
+    block.experts.down_proj_bias.copy_(w["b_down"])
+
+
+# The inverse of pretrained.BLOCKS: writes the weights of a layer into a block of transformers.
+FILLS: dict[str, Callable[[Any, Weights], None]] = {
+    "MixtralSparseMoeBlock": fill_softmax_block,
+    "Qwen3MoeSparseMoeBlock": fill_softmax_block,
+    "DeepseekV3MoE": fill_sigmoid_block,
+    "Glm4MoeMoE": fill_sigmoid_block,
+    "GptOssMLP": fill_gpt_oss_block,
+    "Llama4TextMoe": fill_llama4_block,
+}
+
+
+def replaced_blocks(model: nn.Module) -> Iterator[tuple[nn.Module, str, Block]]:
+    """Yield parent, name and block of each block that replace_moe made, in the model's order."""
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if isinstance(child, Block):
+                yield parent, name, child
+
+
+def gather_experts(group: Group, own: Tensor, keep: bool, device: Any) -> Tensor | None:
+    """Return the experts of all ranks [num_experts, ...] on a device, with the bits of each rank.
+
+    A rank that does not keep them takes part and returns None.  One rank's experts travel at a
+    time: 16 bits of them as an integer in a float32, which a sum with zeros does not change.
+    """
+    local = own.detach().contiguous()
+    whole = None
+    if keep:
+        shape = (group.num_ranks, *local.shape)
+        whole = torch.empty(shape, dtype=local.dtype, device=device)
+    for rank in range(group.num_ranks):
+        words = local.view(-1).view(torch.int16)
+        part = words.float() if rank == group.rank else torch.zeros_like(words, dtype=torch.float32)
+        part = sum_over_ranks(group, part)
+        if whole is not None:
+            whole[rank].copy_(part.to(torch.int16).view(local.dtype).view(local.shape))
+    return None if whole is None else whole.flatten(0, 1)
+
+
+def original_block(block: Block, group: Group, keep: bool, device: Any) -> nn.Module | None:
+    """Return the block of transformers with the weights that all ranks have now.
+
+    A rank that does not keep it takes part and returns None.
+    """
+    layer: MoE = block.moe
+    weights = {}
+    for name, value in layer.weights()._asdict().items():
+        if value is None:
+            continue
+        full = gather_experts(group, value, keep, device) if name in OF_EXPERTS else value.detach()
+        if full is not None:
+            weights[name] = full
+    if not keep:
+        return None
+    made = copy.deepcopy(block.original[0])
+    place = device or group.device
+    with torch.no_grad():
+        made.to_empty(device=place)
+        FILLS[type(made).__name__](made, weights)
+    for parameter, like in zip(made.parameters(), block.original[0].parameters(), strict=True):
+        parameter.requires_grad_(like.requires_grad)
+    return made.train(block.training)
+
+
+def check_restorable(model: nn.Module, group: Group) -> None:
+    """Refuse a model without replaced blocks, or with blocks that are sharded further."""
+    blocks = list(replaced_blocks(model))
+    if not blocks:
+        raise EpicUnsupportedError(
+            f"{type(model).__name__} has no block that replace_moe made: call it on the model that "
+            "was passed to epic.torch.replace_moe"
+        )
+    for _, name, block in blocks:
+        if any(hasattr(p, "placements") for p in block.parameters()):
+            raise EpicUnsupportedError(
+                f"{name} is sharded by fully_shard: must be whole on its rank; save with "
+                "epic.torch.sharded_state instead"
+            )
+    check_sharding(group, model.named_parameters())
+
+
+def restore_moe(model: nn.Module, group: Group, *, device: Any = None) -> int:
+    """Put blocks of the transformers package back in place of those that replace_moe made.
+
+    The blocks hold the weights that the ranks have now, with the same bits.  Every rank calls it
+    and afterwards holds the whole model.  To write a checkpoint use save_pretrained, which needs
+    the whole model on one rank only.
+
+    Args:
+        model: A model that replace_moe has changed.
+        group: The group of its layers.
+        device: Where the experts of all ranks are stored; default: the device of the group.
+
+    Returns:
+        The number of blocks.
+
+    Raises:
+        EpicUnsupportedError: The model has no replaced block, or fully_shard has sharded one.
+    """
+    check_restorable(model, group)
+    found = list(replaced_blocks(model))
+    for parent, name, block in found:
+        setattr(parent, name, original_block(block, group, True, device))
+    forget_router_hook(model)
+    return len(found)
+
+
+def save_pretrained(
+    model: Any, folder: str | os.PathLike[str], group: Group, **options: Any
+) -> None:
+    """Save a model that replace_moe has changed as transformers would save the original.
+
+    The folder can be loaded by from_pretrained without EPIC, and by any number of ranks with it.
+    Rank 0 of the group writes; it stores the experts of all ranks in CPU memory meanwhile.  The
+    model itself does not change, so training can continue.  Every rank calls it and returns when
+    the folder is complete.
+
+    Args:
+        model: A model that replace_moe has changed.
+        folder: The folder to write, on a disk of rank 0.
+        group: The group of its layers.
+        **options: Arguments of the model's own save_pretrained, such as max_shard_size.
+
+    Raises:
+        EpicUnsupportedError: The model has no replaced block, or fully_shard has sharded one.
+        OSError: Rank 0 could not write.  Rank 0 itself raises the error that it met.
+
+    Example:
+        epic.torch.replace_moe(model, group)
+        train(model)
+        epic.torch.save_pretrained(model, "out", group)
+        model = AutoModelForCausalLM.from_pretrained("out")
+
+    """
+    check_restorable(model, group)
+    writes = group.rank == 0
+    found = list(replaced_blocks(model))
+    blocks = [original_block(block, group, writes, "cpu") for *_, block in found]
+    failure: Exception | None = None
+    if writes:
+        try:
+            for (parent, name, _), made in zip(found, blocks, strict=True):
+                setattr(parent, name, made)
+            model.save_pretrained(folder, **options)
+        except Exception as error:  # the other ranks wait for this one
+            failure = error
+        finally:
+            for parent, name, block in found:
+                setattr(parent, name, block)
+    failed = torch.full((1,), float(failure is not None), device=group.device)
+    failed = sum_over_ranks(group, failed)
+    if failure is not None:
+        raise failure
+    if failed.item():
+        raise OSError(f"rank 0 could not write {os.fspath(folder)}: its own error says why")

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of transformers that were spread over ranks: restored, and saved as stock ones."""
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import epic.torch
+from epic.torch.pretrained import BLOCKS, Block
+from epic.torch.restore import FILLS
+from test_pretrained import MODELS, model_of, on_two, transformers
+
+IDS = torch.randint(3, 64, (4, 7), generator=torch.Generator().manual_seed(4))
+
+
+def logits_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """The logits, in evaluation."""
+    with torch.no_grad():
+        return model.eval()(ids, use_cache=False).logits
+
+
+def train_step(model: Any, rank: int, group: epic.torch.Group) -> None:
+    """One step of SGD on half of the batch."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    ids = IDS[2 * rank : 2 * rank + 2]
+    model.train()(ids, use_cache=False).logits.square().mean().backward()
+    epic.torch.sum_gradients(model, group)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal, -0 apart from 0, NaN equal to NaN."""
+    return a.dtype == b.dtype and torch.equal(a.view(torch.int16), b.view(torch.int16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_save_pretrained(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """A saved model is the original, bit for bit; after training stock transformers computes the
+    logits of the ranks from it."""
+    model = model_of(name).to(dtype)
+    last = [p for n, p in model.named_parameters() if n.endswith("down_proj")][-1]
+    with torch.no_grad():
+        last.view(-1)[:2] = torch.tensor([-0.0, torch.nan], dtype=dtype)
+    copies = [copy.deepcopy(model) for _ in range(2)]
+
+    def run(rank: int, mine: Any, group: epic.torch.Group) -> Any:
+        epic.torch.save_pretrained(mine, tmp_path / "first", group)
+        assert any(isinstance(m, Block) for m in mine.modules())
+        with torch.no_grad():
+            for layer in (m for m in mine.modules() if isinstance(m, epic.torch.MoE)):
+                layer.w_down.nan_to_num_()
+        train_step(mine, rank, group)
+        epic.torch.save_pretrained(mine, tmp_path / "second", group)
+        return logits_of(mine, IDS)
+
+    answers = on_two(copies, run)
+    stock = transformers.AutoModelForCausalLM
+    loaded = stock.from_pretrained(tmp_path / "first", dtype=dtype)
+    assert type(loaded) is type(model)
+    wanted = model.state_dict()
+    assert loaded.state_dict().keys() == wanted.keys()
+    for key, value in loaded.state_dict().items():
+        # from_pretrained keeps the bias of the choice in float32
+        assert same_bits(value.to(wanted[key].dtype), wanted[key]), key
+    loaded = stock.from_pretrained(tmp_path / "second", dtype=dtype)
+    loaded.config._attn_implementation = "eager"
+    got = logits_of(loaded, IDS)
+    for answer in answers:
+        error = (got - answer).abs().max() / answer.abs().max()
+        assert error < (1e-5 if dtype == torch.float32 else 0.05)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_restore(name: str) -> None:
+    """Every rank has the whole model again, with the class, the names and the bits of the original,
+    and can be replaced once more."""
+    model = model_of(name)
+    first = model.model.layers[-1]
+    frozen = (first.feed_forward if name == "Llama4" else first.mlp).experts.down_proj
+    frozen.requires_grad_(False)
+    copies = [copy.deepcopy(model) for _ in range(2)]
+
+    def run(rank: int, mine: Any, group: epic.torch.Group) -> Any:
+        before = logits_of(mine.train(), IDS)
+        blocks = epic.torch.restore_moe(mine, group)
+        assert not any(isinstance(m, Block) for m in mine.modules())
+        state = {key: value.clone() for key, value in mine.state_dict().items()}
+        frozen = [n for n, p in mine.named_parameters() if not p.requires_grad]
+        assert epic.torch.replace_moe(mine, group) == blocks
+        return before, state, frozen, logits_of(mine, IDS)
+
+    for before, state, frozen_names, again in on_two(copies, run):
+        wanted = model.state_dict()
+        assert state.keys() == wanted.keys()
+        assert all(same_bits(value, wanted[key]) for key, value in state.items())
+        assert frozen_names == [n for n, p in model.named_parameters() if not p.requires_grad]
+        assert torch.equal(before, again)
+
+
+def test_router_logits_after_restore() -> None:
+    """A restored model records router logits again."""
+    copies = [model_of("Mixtral") for _ in range(2)]
+
+    def run(_: int, mine: Any, group: epic.torch.Group) -> Any:
+        with pytest.raises(epic.torch.EpicUnsupportedError, match="output_router_logits"):
+            mine(IDS, output_router_logits=True)
+        epic.torch.restore_moe(mine, group)
+        return len(mine(IDS, output_router_logits=True, use_cache=False).router_logits)
+
+    assert on_two(copies, run) == [2, 2]
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    """Models without replaced blocks; and rank 0 that cannot write is an error on every rank."""
+    with epic.torch.Group(num_ranks=1, max_tokens=64, max_row_bytes=4096) as group:
+        for call in (epic.torch.restore_moe, lambda m, g: epic.torch.save_pretrained(m, "x", g)):
+            with pytest.raises(epic.torch.EpicUnsupportedError, match="no block that replace_moe"):
+                call(model_of("Mixtral"), group)
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+
+    def run(rank: int, mine: Any, group: epic.torch.Group) -> str:
+        with pytest.raises((OSError, AssertionError)) as caught:
+            epic.torch.save_pretrained(mine, blocked / "inside", group)
+        assert any(isinstance(m, Block) for m in mine.modules())
+        logits_of(mine, IDS)  # the group goes on
+        return str(caught.value)
+
+    answers = on_two([model_of("Mixtral") for _ in range(2)], run)
+    assert "rank 0 could not write" in answers[1]
+
+
+def test_no_memory_is_kept() -> None:
+    """What replace_moe keeps of the original is small, and no part of the model's state."""
+    model = model_of("Qwen3Moe")
+    with epic.torch.Group(num_ranks=1, max_tokens=64, max_row_bytes=4096) as group:
+        epic.torch.replace_moe(model, group)
+        blocks = [m for m in model.modules() if isinstance(m, Block)]
+        for block in blocks:
+            assert all(p.is_meta for p in block.original[0].parameters())
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        assert not [key for key in model.state_dict() if "original" in key]
+        again = copy.deepcopy(model)
+        assert epic.torch.restore_moe(again, group) == len(blocks)
+
+
+def test_every_family_can_be_restored() -> None:
+    """Each class that replace_moe reads has its inverse."""
+    assert FILLS.keys() == BLOCKS.keys()
