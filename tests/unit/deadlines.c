@@ -13,6 +13,7 @@
 #include "run.h"
 
 #define DEADLINE_MS 2500
+#define LATE_MS 1700 /* less than the deadline, more than half of it */
 #define NAP_MS 100
 #define ITEMS 50 /* twice the deadline, in naps */
 #define STOP_AT 8
@@ -67,7 +68,7 @@ static epic_failure_info failure_of(const epic_context *ctx)
 
 /* --------------------------------------------------------------------------- slow rows ---- */
 
-enum pace { SLOW_FILL, SLOW_TAKE, STOPS };
+enum pace { SLOW_FILL, SLOW_TAKE, STOPS, LATE };
 
 typedef struct slow {
     epic_context *ctx;
@@ -96,6 +97,7 @@ static void fill(slow *s, int64_t item, void *entry)
     memset(entry, (int)item, ROW);
     if (s->pace == SLOW_FILL) run_nap_us(NAP_MS * 1000);
     if (s->pace == STOPS && item >= STOP_AT) stop_until_told(s);
+    if (s->pace == LATE && item == 0) run_nap_us(LATE_MS * 1000);
 }
 
 static void take(slow *s, int64_t item, const unsigned char *row)
@@ -189,6 +191,19 @@ static void moving(const epic_bootstrap *bootstrap, void *self)
         CHECK_SAY(all[i].result == EPIC_OK, "%s, slow rows %d: %s", backend, i,
                   failure_of(ctx).sentence);
     CHECK(ms_since(begin) > 2 * DEADLINE_MS);
+    epic_close(ctx);
+}
+
+/* Rank 0 comes late, and its first row comes as late again: the deadline starts anew when the note
+ * has come. */
+static void late_rows(const epic_bootstrap *bootstrap, void *self)
+{
+    (void)self;
+    epic_context *ctx = open_context(bootstrap, 1);
+    slow s = {.ctx = ctx, .pace = LATE};
+    if (bootstrap->rank == 0) run_nap_us(LATE_MS * 1000);
+    be_slow(&s);
+    CHECK_SAY(s.result == EPIC_OK, "%s: %s", backend, failure_of(ctx).sentence);
     epic_close(ctx);
 }
 
@@ -337,6 +352,7 @@ int main(void)
         backend = processes ? "shm" : "threads";
         beside(2, moving, NULL);
         for (int i = 0; i < 2; i++) beside(2, stopping, &patterns[i]);
+        beside(2, late_rows, NULL);
         beside(3, late_note, NULL);
         beside(2, other_tag, NULL);
         beside(2, circle, NULL);

@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A peer that closes its context and ends, both between two questions of one look: it closed, it
- * did not die. */
+/* What a rank sees of a peer that leaves.  A peer that closes its context and ends, both within one
+ * look, has closed; it did not die.  A peer that looks dead once is not blamed yet, because what it
+ * sent before may arrive a moment later. */
 #include "backend/shared/shared.h"
 #include "check.h"
 #include "context/context.h"
+#include "exchange/exchange.h"
 #include "run.h"
 
 /* The process has ended by the time it is asked for; it closed before. */
@@ -35,10 +37,49 @@ static void look(const epic_bootstrap *bootstrap, void *self)
     epic_close(ctx);
 }
 
+/* ------------------------------------------------------------- a peer that is seen gone ---- */
+
+static const epic_transport *real;
+static _Atomic int was_seen; /* 1: rank 0 has seen rank 1 gone */
+
+/* Rank 1 looks dead at the first look.  What it sent before arrives right after. */
+static void look_once_gone(epic_group *group, int peer, uint64_t tag, uint64_t place,
+                           epic_sight *out)
+{
+    real->look(group, peer, tag, place, out);
+    if (!atomic_exchange(&was_seen, 1)) out->gone = true;
+}
+
+static void announce_late(const epic_bootstrap *bootstrap, void *self)
+{
+    (void)self;
+    const epic_config config = {.max_tokens = 4,
+                                .max_row_bytes = 64,
+                                .timeout_ms = 20000,
+                                .max_in_flight = 1,
+                                .backend = "threads"};
+    epic_context *ctx;
+    float one = 1;
+    const epic_allreduce_sum_args sum = {.data = &one, .count = 1};
+    if (!CHECK(epic_open(&ctx, bootstrap, &config) == EPIC_OK)) return;
+    epic_transport watched = *ctx->backend->transport;
+    if (bootstrap->rank == 0) {
+        real = ctx->backend->transport;
+        watched.look = look_once_gone;
+        ctx->exchanges[0].transport = &watched;
+    } else {
+        while (!atomic_load(&was_seen)) run_nap_us(1000);
+    }
+    const epic_result result = epic_allreduce_sum(ctx, &sum);
+    CHECK_SAY(result == EPIC_OK, "rank %d: %s", bootstrap->rank, epic_error(ctx));
+    epic_close(ctx);
+}
+
 int main(void)
 {
     check_begin();
     run_alarm(60);
     run_threads(2, look, NULL);
+    run_threads(2, announce_late, NULL);
     return check_end();
 }

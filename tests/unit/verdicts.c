@@ -149,6 +149,26 @@ static void abort_is_told(const epic_bootstrap *bootstrap, void *self)
     close_seat(&s);
 }
 
+/* A rank that waits returns soon after another rank has aborted, long before its deadline. */
+static void abort_ends_a_wait(const epic_bootstrap *bootstrap, void *self)
+{
+    (void)self;
+    float one = 1;
+    const epic_allreduce_sum_args args = {.data = &one, .count = 1};
+    seat s = open_seat(bootstrap, 2, TOKENS);
+    const uint64_t begin = run_now_ns();
+    if (bootstrap->rank == 0) {
+        run_nap_us(200000);
+        epic_abort(s.ctx, 7, "no more rows");
+    } else {
+        check_result(epic_allreduce_sum(s.ctx, &args), EPIC_EPEER);
+        CHECK(strstr(epic_error(s.ctx), "no more rows") != NULL);
+        const long ms = (long)((run_now_ns() - begin) / 1000000);
+        CHECK_SAY(ms < (long)s.config.timeout_ms / 2, "the wait ended after %ld ms", ms);
+    }
+    close_seat(&s);
+}
+
 /* ---------------------------------------------------------------------------- leaving ---- */
 
 #define MANY 4000
@@ -253,6 +273,7 @@ int main(void)
     for (int i = 0; i < 20; i++) run_threads(3, error_beside_mismatch, NULL);
     run_threads(2, counts_after_error, NULL);
     run_threads(2, abort_is_told, NULL);
+    run_threads(2, abort_ends_a_wait, NULL);
     run_threads(2, scales_from_an_empty_buffer, NULL);
     for (int i = 0; i < 3; i++) run_threads(3, early_close, NULL);
     run_threads(2, never_leaves, NULL);
