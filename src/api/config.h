@@ -21,7 +21,8 @@ epic_result config_of_query(epic_config *out, bool *on_device, epic_context *ctx
 /* EPIC_TRACE: the folder for traces; NULL: none. */
 const char *config_trace(void);
 
-/* EPIC_CHECK_WEIGHTS: are the weights that all ranks have compared? */
+/* Returns whether calls of a layer compare the weights that all ranks hold: EPIC_CHECK_WEIGHTS, or if
+ * that is unset, whether this is a debug build (NDEBUG is not defined). */
 bool config_checks_weights(void);
 
 /* The name that stands for: "gpu" is one of two, by the hosts that the ranks are on.  NULL stays NULL. */

@@ -223,8 +223,16 @@ static void other_numbers(void *what, int rank, epic_context *ctx, const epic_co
     part_free(t);
 }
 
-static void test_weights(int which, bool checked)
+#ifdef NDEBUG
+enum { IS_DEBUG_BUILD = 0 };
+#else
+enum { IS_DEBUG_BUILD = 1 };
+#endif
+
+/* value: of EPIC_CHECK_WEIGHTS; NULL: unset. */
+static void test_weights(int which, const char *value)
 {
+    const bool checked = value ? strcmp(value, "1") == 0 : IS_DEBUG_BUILD;
     static differing d;
     memset(&d, 0, sizeof d);
     usual(&d.p[0]);
@@ -233,7 +241,7 @@ static void test_weights(int which, bool checked)
     make_given(&d.p[0], &s);
     make_results(&d.p[0]);
     damaged_weight = which;
-    setenv("EPIC_CHECK_WEIGHTS", checked ? "1" : "0", 1);
+    if (value) setenv("EPIC_CHECK_WEIGHTS", value, 1);
     const epic_config config = config_of(&d.p[0]);
     team_threads(other_numbers, &d, &config);
     unsetenv("EPIC_CHECK_WEIGHTS");
@@ -244,8 +252,8 @@ static void test_weights(int which, bool checked)
     for (int r = 0; r < RANKS; r++)
         CHECK(noticed ? d.result[r] == EPIC_EMISMATCH && strstr(d.said[r], words) != NULL
                       : d.result[r] == EPIC_OK,
-              "%s, %schecked, rank %d: %s, \"%s\"", name, checked ? "" : "not ", r,
-              epic_result_name(d.result[r]), d.said[r]);
+              "%s, EPIC_CHECK_WEIGHTS %s, rank %d: %s, \"%s\"", name, value ? value : "unset",
+              r, epic_result_name(d.result[r]), d.said[r]);
     free_results(&d.p[0]);
     free_given(&d.p[0]);
 }
@@ -266,8 +274,11 @@ int main(void)
     test(score, PLANNED, "router.score is softmax on rank 0 and sigmoid on rank 1");
     for (size_t i = 0; i < sizeof allowed / sizeof *allowed; i++)
         test(allowed[i], FORWARD, NULL);
-    for (int which = 0; which < X; which++) test_weights(which, true);
-    test_weights(NUM_GIVEN, true);
-    test_weights(W_GATE, false);
+    unsetenv("EPIC_CHECK_WEIGHTS");
+    for (int which = 0; which < X; which++) test_weights(which, "1");
+    test_weights(NUM_GIVEN, "1");
+    test_weights(W_GATE, "0");
+    test_weights(W_GATE, "");
+    test_weights(W_GATE, NULL);
     return atomic_load(failures) ? 1 : 0;
 }

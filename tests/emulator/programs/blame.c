@@ -153,6 +153,19 @@ static void play_waiting(team_rank *me, memory *m)
     emulator_hold(me->rank, 0);
 }
 
+/* Rank 2 does not come.  Rank 1 stops after it has announced, so that rank 0 waits for rows of rank 1,
+ * too; but the rank that has not announced is the one to blame. */
+static void play_absent(team_rank *me, memory *m)
+{
+    if (me->rank == 1) emulator_hold(me->rank, 1);
+    team_barrier(me);
+    if (me->rank != 2) dispatch(me, m);
+    if (me->rank == 0) expect(me, EPIC_ETIMEOUT, 2);
+    team_barrier(me);
+    emulator_hold(me->rank, 0);
+    if (me->rank == 1) expect(me, EPIC_ETIMEOUT, 2);
+}
+
 /* Ranks 0 and 1 both stop and wait for each other. The rank that reports names the other one.
  */
 static void play_circle(team_rank *me, memory *m)
@@ -246,6 +259,7 @@ static const scenario scenarios[] = {
     {"closed", 3, {-1, -1, 1}, false, {20000, 20000, 20000}, 2, 300, play_closed},
     {"left", 3, {1, 2, 0}, false, {20000, 20000, 20000}, 2, 300, play_left},
     {"waiting", 3, {-1, 0, 1}, false, {7200, 8000, 8000}, 2, 20000, play_waiting},
+    {"absent", 3, {-1, 0, -1}, false, {3000, 20000, 20000}, 2, 20000, play_absent},
     {"circle", 2, {1, 0, 0}, false, {2000, 2000, 0}, 2, 20000, play_circle},
     {"long", 2, {1, 0, 0}, false, {6000, 6000, 0}, 8, 20000, play_long},
     {"damaged", 2, {1, 0, 0}, false, {20000, 20000, 0}, 2, 20000, play_damaged},

@@ -215,6 +215,59 @@ static void test_wrong(void)
     free_problem(&unequal.p);
 }
 
+/* Options of a layer that ranks may not have differently; rank 1 gets the change. */
+typedef struct differing {
+    problem p;
+    const char *name;
+    void (*change)(problem *p);
+} differing;
+
+static void change_router(problem *p)
+{
+    p->router.normalize = EPIC_NORMALIZE_NONE;
+}
+
+static void change_activation(problem *p)
+{
+    p->experts.activation = EPIC_GELU;
+}
+
+static void change_loss(problem *p)
+{
+    p->moe.balance_coeff = 0.5;
+}
+
+/* The ranks compare a hash of all options when a call of the layer plans: every rank gets
+ * EPIC_EMISMATCH.  A rank that comes late gets it from the call, not from the device. */
+static void run_differing(void *what, int rank, epic_context *ctx, const epic_config *config)
+{
+    const differing *w = what;
+    problem p = w->p;
+    if (rank == 1) w->change(&p);
+    device_part d = device_part_make(&p, rank, config);
+    const epic_result result = epic_moe_forward(ctx, &d.t->forward);
+    CHECK(result == EPIC_OK || result == EPIC_EMISMATCH, "%s: %s", w->name, epic_error(ctx));
+    must(cudaStreamSynchronize(d.stream), "the layer");
+    CHECK(epic_check(ctx) == EPIC_EMISMATCH, "%s differs, rank %d: %s", w->name, rank,
+          epic_error(ctx));
+    device_part_end(&d);
+}
+
+static void test_differing(void)
+{
+    static const struct {
+        const char *name;
+        void (*change)(problem *p);
+    } cases[] = {{"router.normalize", change_router},
+                 {"experts.activation", change_activation},
+                 {"balance_coeff", change_loss}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        differing w = {small(2), cases[i].name, cases[i].change};
+        run_team(run_differing, &w, &w.p, "p2p");
+        free_problem(&w.p);
+    }
+}
+
 /* Products by a function of the caller: six per rank, with the host's results. */
 static void test_own_product(void)
 {
@@ -346,6 +399,7 @@ int main(int argc, char **argv)
     failures = share(sizeof *failures);
     test_refused();
     test_wrong();
+    test_differing();
     test_roomy();
     test_own_product();
     test_described();
