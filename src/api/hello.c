@@ -40,7 +40,7 @@ static epic_result read_file(const char *path, char *text, size_t size)
     const int fd = open(path, O_RDONLY | O_CLOEXEC);
     text[0] = 0;
     if (fd < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOMEM))
-        return epic_fail(EPIC_EDEVICE, "%s: %s%s", path, strerror(errno), epic_way_out(errno));
+        return epic_fail(EPIC_EDEVICE, "%s: %s%s", path, strerror(errno), epic_remedy(errno));
     if (fd < 0) return EPIC_OK;
     const ssize_t n = read(fd, text, size - 1);
     text[n > 0 ? n : 0] = 0;

@@ -76,7 +76,7 @@ static epic_result choose(const epic_backend **out, const epic_peer *peers, int 
     }
     const bool loaded = backend_find(out, "mpi") == EPIC_OK;
     if (loaded && (*out)->can_join(peers, (int)config->num_ranks, config, why)) return EPIC_OK;
-    if (!loaded) epic_fit(why, sizeof why, epic_sentence());
+    if (!loaded) epic_fit_text(why, sizeof why, epic_sentence());
     return epic_fail(
         EPIC_ENOTSUP,
         "no backend joins these ranks: %s; %s%s; on GPUs config.backend \"gpu\" does", reasons,
@@ -119,7 +119,8 @@ static epic_result agree(const epic_bootstrap *bootstrap, hello *mine, hello *al
                          epic_result result)
 {
     mine->refused = result;
-    epic_fit(mine->sentence, sizeof mine->sentence, result == EPIC_OK ? "" : epic_sentence());
+    epic_fit_text(mine->sentence, sizeof mine->sentence,
+                  result == EPIC_OK ? "" : epic_sentence());
     TRY(bootstrap->gather(bootstrap->self, mine, all, sizeof *mine));
     return hello_compare(all, bootstrap->num_ranks);
 }

@@ -16,15 +16,17 @@ typedef struct call_array {
     bool out;         /* written by the call */
 } call_array;
 
-static inline call_array array_of(const char *name, const void *data, int64_t count,
-                                  size_t unit, bool out)
+static inline call_array call_array_of(const char *name, const void *data, int64_t count,
+                                       size_t unit, bool out)
 {
     return (call_array){name, data, count * (int64_t)unit, unit, out};
 }
 
 /* A field of a call's arguments, with so many elements of `unit` bytes. */
-#define ARRAY_IN(args, field, count, unit) array_of(#field, (args)->field, count, unit, false)
-#define ARRAY_OUT(args, field, count, unit) array_of(#field, (args)->field, count, unit, true)
+#define ARRAY_IN(args, field, count, unit) \
+    call_array_of(#field, (args)->field, count, unit, false)
+#define ARRAY_OUT(args, field, count, unit) \
+    call_array_of(#field, (args)->field, count, unit, true)
 
 /* Does every array begin where its elements may, and does none share bytes with one that is
  * written?  EPIC_EINVAL. */

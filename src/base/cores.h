@@ -17,7 +17,7 @@ typedef struct core_set {
 _Static_assert(sizeof(core_set) == sizeof(cpu_set_t), "core_set");
 
 /* Of the calling thread; empty where the system does not say. */
-static inline core_set cores_mine(void)
+static inline core_set cores_of_thread(void)
 {
     core_set mine = {{0}};
     cpu_set_t cores;

@@ -20,7 +20,7 @@ epic_result epic_fail(epic_result result, const char *format, ...)
     vsnprintf(whole, sizeof whole, format, list);
     va_end(list);
     text_clean(whole); /* values of the environment, and what peers have sent, are in it */
-    epic_fit(sentence, sizeof sentence, whole);
+    epic_fit_text(sentence, sizeof sentence, whole);
     return result;
 }
 
@@ -30,7 +30,7 @@ static bool is_inside_char(const char *at)
     return ((unsigned char)*at & 0xc0) == 0x80;
 }
 
-void epic_fit(char *out, size_t size, const char *whole)
+void epic_fit_text(char *out, size_t size, const char *whole)
 {
     static const char gap[] = " ... ";
     const size_t length = strlen(whole), room = size - sizeof gap;
@@ -46,7 +46,7 @@ void epic_fit(char *out, size_t size, const char *whole)
     memcpy(out + head + sizeof gap - 1, whole + length - tail, tail + 1);
 }
 
-const char *epic_way_out(int error)
+const char *epic_remedy(int error)
 {
     switch (error) {
     case EMFILE:

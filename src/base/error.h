@@ -19,10 +19,10 @@ const char *epic_sentence(void);
 /* Copies a sentence to a place of `size` bytes.  Where it does not fit it loses its middle: what
  * is wrong stands at the beginning, the way out at the end, and a caller's long word between.  No
  * character of UTF-8 is cut. */
-void epic_fit(char *out, size_t size, const char *sentence);
+void epic_fit_text(char *out, size_t size, const char *sentence);
 
 /* The way out of an error of the system, to end a sentence with; "" if there is none to name. */
-const char *epic_way_out(int error);
+const char *epic_remedy(int error);
 
 #define TRY(call)                                     \
     do {                                              \

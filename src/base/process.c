@@ -36,23 +36,23 @@ bool process_may_grow(int64_t bytes)
 }
 
 static _Atomic uint32_t generation;
-static pthread_once_t once = PTHREAD_ONCE_INIT;
-static bool counted;
+static pthread_once_t register_once = PTHREAD_ONCE_INIT;
+static bool is_counting;
 
-static void in_child(void)
+static void count_fork(void)
 {
     atomic_fetch_add_explicit(&generation, 1, memory_order_relaxed);
 }
 
-static void begin(void)
+static void register_fork_handler(void)
 {
-    counted = pthread_atfork(NULL, NULL, in_child) == 0;
+    is_counting = pthread_atfork(NULL, NULL, count_fork) == 0;
 }
 
 bool process_count_forks(void)
 {
-    pthread_once(&once, begin);
-    return counted;
+    pthread_once(&register_once, register_fork_handler);
+    return is_counting;
 }
 
 uint32_t process_generation(void)

@@ -94,7 +94,7 @@ epic_result recorder_open(epic_recorder **out, const char *group, uint64_t group
         if (recorder->fd >= 0) close(recorder->fd);
         free(recorder);
         return epic_fail(EPIC_EDEVICE, "the flight recorder's memfd of %zu bytes: %s%s",
-                         sizeof(recorder_page), strerror(refused), epic_way_out(refused));
+                         sizeof(recorder_page), strerror(refused), epic_remedy(refused));
     }
     recorder->page = page;
     write_header(recorder->page, group, group_id, rank, num_ranks, backend, net);
@@ -145,8 +145,8 @@ static void load_words(void *to, const _Atomic uint64_t *from, size_t num_words)
 }
 
 /* Only by the record's one writer. */
-static void publish(recorder_page *page, size_t i, const recorder_entry *entry,
-                    const char *sentence)
+static void publish_entry(recorder_page *page, size_t i, const recorder_entry *entry,
+                          const char *sentence)
 {
     recorder_record *record = &page->records[i];
     const uint64_t sequence = atomic_load_explicit(&record->sequence, memory_order_relaxed);
@@ -161,7 +161,7 @@ static void publish(recorder_page *page, size_t i, const recorder_entry *entry,
 }
 
 /* A record that is not in flight, beginning where the ring is; -1: all are. */
-static int claim(recorder_page *page, uint64_t number)
+static int claim_record(recorder_page *page, uint64_t number)
 {
     for (uint64_t i = 0; i < RECORDER_RECORDS; i++) {
         const int at = (int)((number + i) % RECORDER_RECORDS);
@@ -180,7 +180,7 @@ uint64_t recorder_begin(epic_recorder *recorder, uint32_t operation, uint64_t ta
     if (!recorder) return NO_RECORD;
     recorder_page *page = recorder->page;
     const uint64_t number = atomic_fetch_add_explicit(&page->next, 1, memory_order_relaxed);
-    const int at = claim(page, number);
+    const int at = claim_record(page, number);
     if (at < 0) return NO_RECORD;
 
     const recorder_entry entry = {
@@ -193,12 +193,12 @@ uint64_t recorder_begin(epic_recorder *recorder, uint32_t operation, uint64_t ta
         .state = RECORDER_ANNOUNCED,
         .waits_for = -1,
     };
-    publish(page, (size_t)at, &entry, NULL);
+    publish_entry(page, (size_t)at, &entry, NULL);
     return number * RECORDER_RECORDS + (uint64_t)at;
 }
 
 /* The entry of a record in flight, for its writer; false: there is no such record any more. */
-static bool own(epic_recorder *recorder, uint64_t record, recorder_entry *out)
+static bool get_own_entry(epic_recorder *recorder, uint64_t record, recorder_entry *out)
 {
     if (!recorder || record == NO_RECORD) return false;
     load_words(out, recorder->page->records[record % RECORDER_RECORDS].words, RECORDER_WORDS);
@@ -208,24 +208,27 @@ static bool own(epic_recorder *recorder, uint64_t record, recorder_entry *out)
 void recorder_phase(epic_recorder *recorder, uint64_t record, uint32_t phase, int32_t waits_for)
 {
     recorder_entry entry;
-    if (!own(recorder, record, &entry)) return;
+    if (!get_own_entry(recorder, record, &entry)) return;
     if (entry.state == phase && entry.waits_for == waits_for) return;
     entry.state = phase;
     entry.waits_for = waits_for;
-    publish(recorder->page, record % RECORDER_RECORDS, &entry, NULL);
+    publish_entry(recorder->page, record % RECORDER_RECORDS, &entry, NULL);
 }
 
 void recorder_end(epic_recorder *recorder, uint64_t record, epic_result result,
                   const char *sentence)
 {
     recorder_entry entry;
-    if (!own(recorder, record, &entry)) return;
+    if (!get_own_entry(recorder, record, &entry)) return;
     const size_t at = record % RECORDER_RECORDS;
     entry.state = RECORDER_DONE;
     entry.waits_for = -1;
     entry.result = (uint32_t)result;
     entry.end_ns = wall_ns();
-    publish(recorder->page, at, &entry, result == EPIC_OK ? NULL : sentence ? sentence : "");
+    publish_entry(recorder->page, at, &entry,
+                  result == EPIC_OK ? NULL
+                  : sentence        ? sentence
+                                    : "");
     atomic_store_explicit(&recorder->page->records[at].in_flight, 0, memory_order_release);
     const trace_record ended = {
         .tag = entry.tag,
@@ -237,7 +240,7 @@ void recorder_end(epic_recorder *recorder, uint64_t record, epic_result result,
 
 /* ---------------------------------------------------------------------------- reading ---- */
 
-static bool valid(const recorder_page *page)
+static bool is_valid_page(const recorder_page *page)
 {
     return atomic_load_explicit(&page->magic, memory_order_acquire) == RECORDER_MAGIC &&
            page->version == RECORDER_VERSION && page->page_bytes == sizeof *page &&
@@ -255,7 +258,7 @@ const recorder_page *recorder_map(int fd)
 
     recorder_page *page = mmap(NULL, sizeof *page, PROT_READ, MAP_SHARED, fd, 0);
     if (page == MAP_FAILED) return NULL;
-    if (valid(page)) return page;
+    if (is_valid_page(page)) return page;
     munmap(page, sizeof *page);
     return NULL;
 }

@@ -25,78 +25,78 @@ void tags_close(tag_table *table)
     pthread_mutex_destroy(&table->mutex);
 }
 
-static tag_entry *find(tag_entry *entries, size_t size, uint64_t tag)
+static tag_entry *find_entry(tag_entry *entries, size_t size, uint64_t tag)
 {
     size_t i = (size_t)hash_mix(tag) & (size - 1);
     while (entries[i].next && entries[i].tag != tag) i = (i + 1) & (size - 1);
     return &entries[i];
 }
 
-static bool grow(tag_table *table)
+static bool grow_table(tag_table *table)
 {
     const size_t size = table->size * 2;
     tag_entry *entries = calloc(size, sizeof *entries);
     if (!entries) return false;
     for (size_t i = 0; i < table->size; i++)
         if (table->entries[i].next)
-            *find(entries, size, table->entries[i].tag) = table->entries[i];
+            *find_entry(entries, size, table->entries[i].tag) = table->entries[i];
     free(table->entries);
     table->entries = entries;
     table->size = size;
     return true;
 }
 
-static epic_result enter(tag_table *table, uint64_t tag, uint64_t *place)
+static epic_result begin_locked(tag_table *table, uint64_t tag, uint64_t *place)
 {
     if (table->in_flight == table->max_in_flight)
         return epic_fail(EPIC_EINVAL,
                          "tag %llu: %u operations are in flight on this rank, max_in_flight "
                          "allows no more; wait for one of them or open with more",
                          (unsigned long long)tag, table->in_flight);
-    tag_entry *entry = find(table->entries, table->size, tag);
-    if (entry->next && entry->busy)
+    tag_entry *entry = find_entry(table->entries, table->size, tag);
+    if (entry->next && entry->is_busy)
         return epic_fail(EPIC_EINVAL,
                          "tag %llu: an operation of this tag is in flight on this rank, so the "
                          "order of the two would be chance; use another tag, or wait for it",
                          (unsigned long long)tag);
     if (!entry->next) {
-        if (table->used * 2 >= table->size && !grow(table))
+        if (table->used * 2 >= table->size && !grow_table(table))
             return epic_fail(EPIC_ENOMEM, "no memory for tag %llu after %zu others",
                              (unsigned long long)tag, table->used);
-        entry = find(table->entries, table->size, tag);
+        entry = find_entry(table->entries, table->size, tag);
         *entry = (tag_entry){.tag = tag, .next = 1};
         table->used++;
     }
-    entry->busy = true;
+    entry->is_busy = true;
     *place = entry->next++ - 1;
     table->in_flight++;
     return EPIC_OK;
 }
 
-epic_result tags_enter(tag_table *table, uint64_t tag, uint64_t *place)
+epic_result tags_begin(tag_table *table, uint64_t tag, uint64_t *place)
 {
     pthread_mutex_lock(&table->mutex);
-    const epic_result result = enter(table, tag, place);
+    const epic_result result = begin_locked(table, tag, place);
     pthread_mutex_unlock(&table->mutex);
     return result;
 }
 
-uint64_t tags_go_on(tag_table *table, uint64_t tag)
+uint64_t tags_continue(tag_table *table, uint64_t tag)
 {
     pthread_mutex_lock(&table->mutex);
-    tag_entry *entry = find(table->entries, table->size, tag);
-    INVARIANT(entry->next && entry->busy);
+    tag_entry *entry = find_entry(table->entries, table->size, tag);
+    INVARIANT(entry->next && entry->is_busy);
     const uint64_t place = entry->next++ - 1;
     pthread_mutex_unlock(&table->mutex);
     return place;
 }
 
-void tags_leave(tag_table *table, uint64_t tag)
+void tags_end(tag_table *table, uint64_t tag)
 {
     pthread_mutex_lock(&table->mutex);
-    tag_entry *entry = find(table->entries, table->size, tag);
-    INVARIANT(entry->next && entry->busy && table->in_flight > 0);
-    entry->busy = false;
+    tag_entry *entry = find_entry(table->entries, table->size, tag);
+    INVARIANT(entry->next && entry->is_busy && table->in_flight > 0);
+    entry->is_busy = false;
     table->in_flight--;
     pthread_mutex_unlock(&table->mutex);
 }

@@ -13,7 +13,7 @@
 typedef struct tag_entry {
     uint64_t tag;
     uint64_t next; /* place of the next operation, plus one; 0: the entry is empty */
-    bool busy;
+    bool is_busy;
 } tag_entry;
 
 typedef struct tag_table { /* open addressing, a power of two; entries are never removed */
@@ -33,11 +33,11 @@ void tags_close(tag_table *table);
 
 /* Claims the tag's next place.  EPIC_EINVAL: the tag has an operation in flight on this rank, or
  * there are max_in_flight already; nothing is changed then. */
-epic_result tags_enter(tag_table *table, uint64_t tag, uint64_t *place);
+epic_result tags_begin(tag_table *table, uint64_t tag, uint64_t *place);
 
 /* The tag's next place, for the operation that goes on where the one in flight has ended. */
-uint64_t tags_go_on(tag_table *table, uint64_t tag);
+uint64_t tags_continue(tag_table *table, uint64_t tag);
 
-void tags_leave(tag_table *table, uint64_t tag);
+void tags_end(tag_table *table, uint64_t tag);
 
 #endif

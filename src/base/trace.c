@@ -19,33 +19,33 @@
 
 struct epic_trace {
     int fd;
-    bool ended; /* a write failed */
+    bool has_failed; /* a write failed */
     int64_t written;
     size_t filled;
     pthread_mutex_t mutex; /* operations of different tags run side by side */
     unsigned char buffer[BUFFER_BYTES];
 };
 
-static void flush(epic_trace *t)
+static void flush_buffer(epic_trace *t)
 {
     size_t at = 0;
-    if (!t->ended && !process_may_grow(t->written + (int64_t)t->filled)) {
-        t->ended = true;
+    if (!t->has_failed && !process_may_grow(t->written + (int64_t)t->filled)) {
+        t->has_failed = true;
         errno = EFBIG;
     }
-    while (!t->ended && at < t->filled) {
+    while (!t->has_failed && at < t->filled) {
         const ssize_t more = write(t->fd, t->buffer + at, t->filled - at);
         if (more < 0 && errno == EINTR) continue;
-        if (more <= 0) t->ended = true;
+        if (more <= 0) t->has_failed = true;
         if (more > 0) at += (size_t)more;
     }
     t->written += (int64_t)at;
     t->filled = 0;
 }
 
-static void put(epic_trace *t, const void *bytes, size_t size)
+static void put_bytes(epic_trace *t, const void *bytes, size_t size)
 {
-    if (t->filled + size > BUFFER_BYTES) flush(t);
+    if (t->filled + size > BUFFER_BYTES) flush_buffer(t);
     memcpy(t->buffer + t->filled, bytes, size);
     t->filled += size;
 }
@@ -74,9 +74,9 @@ epic_result trace_open(epic_trace **out, const char *folder, const trace_header 
     t->fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
     int refused = t->fd < 0 ? errno : 0;
     if (!refused) {
-        put(t, header, sizeof *header);
-        flush(t);
-        refused = t->ended ? errno : 0;
+        put_bytes(t, header, sizeof *header);
+        flush_buffer(t);
+        refused = t->has_failed ? errno : 0;
     }
     if (!refused) {
         *out = t;
@@ -93,8 +93,8 @@ epic_result trace_open(epic_trace **out, const char *folder, const trace_header 
 bool trace_close(epic_trace *t)
 {
     if (!t) return true;
-    const bool whole = !t->ended && t->fd >= 0 && close(t->fd) == 0;
-    if (t->fd >= 0 && t->ended) close(t->fd);
+    const bool whole = !t->has_failed && t->fd >= 0 && close(t->fd) == 0;
+    if (t->fd >= 0 && t->has_failed) close(t->fd);
     pthread_mutex_destroy(&t->mutex);
     free(t);
     return whole;
@@ -108,12 +108,12 @@ static int64_t id_at(const void *ids, uint32_t type, int64_t i)
 static void put_id(epic_trace *t, int64_t id, uint32_t bytes)
 {
     const uint32_t word = id < 0 ? UINT32_MAX : (uint32_t)id;
-    put(t, &word, bytes); /* little-endian: the low bytes come first */
+    put_bytes(t, &word, bytes); /* little-endian: the low bytes come first */
 }
 
 void trace_plan(epic_trace *t, trace_record record, const void *ids, uint32_t type)
 {
-    if (!t || t->ended) return;
+    if (!t || t->has_failed) return;
     struct timespec now;
     clock_gettime(CLOCK_REALTIME, &now);
     const int64_t all = record.plan.num_tokens * record.plan.top_k;
@@ -123,19 +123,19 @@ void trace_plan(epic_trace *t, trace_record record, const void *ids, uint32_t ty
     record.payload = ((uint64_t)all * record.id_bytes + 7) / 8 * 8;
     record.time_ns = (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
     pthread_mutex_lock(&t->mutex);
-    put(t, &record, sizeof record);
+    put_bytes(t, &record, sizeof record);
     for (int64_t i = 0; i < all; i++) put_id(t, id_at(ids, type, i), record.id_bytes);
-    put(t, &zero, record.payload - (uint64_t)all * record.id_bytes);
-    flush(t);
+    put_bytes(t, &zero, record.payload - (uint64_t)all * record.id_bytes);
+    flush_buffer(t);
     pthread_mutex_unlock(&t->mutex);
 }
 
 void trace_operation(epic_trace *t, trace_record record)
 {
-    if (!t || t->ended) return;
+    if (!t || t->has_failed) return;
     record.kind = TRACE_OPERATION;
     pthread_mutex_lock(&t->mutex);
-    put(t, &record, sizeof record);
-    flush(t);
+    put_bytes(t, &record, sizeof record);
+    flush_buffer(t);
     pthread_mutex_unlock(&t->mutex);
 }

@@ -33,35 +33,35 @@ static void set_port(struct sockaddr *at, uint32_t port)
         ((struct sockaddr_in6 *)(void *)at)->sin6_port = htons((uint16_t)port);
 }
 
-static void add(epic_places *out, const struct sockaddr *at, socklen_t bytes)
+static void add_endpoint(epic_endpoints *out, const struct sockaddr *at, socklen_t bytes)
 {
-    if (out->count == TCP_MAX_PLACES || bytes > sizeof out->at[0].address) return;
+    if (out->count == TCP_MAX_ENDPOINTS || bytes > sizeof out->at[0].address) return;
     for (int i = 0; i < out->count; i++)
         if (out->at[i].bytes == bytes && memcmp(&out->at[i].address, at, bytes) == 0) return;
     memcpy(&out->at[out->count].address, at, bytes);
     out->at[out->count++].bytes = bytes;
 }
 
-static void add_loopback(epic_places *out, uint32_t port)
+static void add_loopback(epic_endpoints *out, uint32_t port)
 {
     struct sockaddr_in at = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     set_port((struct sockaddr *)&at, port);
-    add(out, (const struct sockaddr *)&at, sizeof at);
+    add_endpoint(out, (const struct sockaddr *)&at, sizeof at);
 }
 
 /* All addresses of this host. */
-static void add_any(epic_places *out, uint32_t port)
+static void add_any(epic_endpoints *out, uint32_t port)
 {
     struct sockaddr_in four = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_ANY)};
     struct sockaddr_in6 six = {.sin6_family = AF_INET6, .sin6_addr = IN6ADDR_ANY_INIT};
     set_port((struct sockaddr *)&four, port);
     set_port((struct sockaddr *)&six, port);
-    add(out, (const struct sockaddr *)&four, sizeof four);
-    add(out, (const struct sockaddr *)&six, sizeof six);
+    add_endpoint(out, (const struct sockaddr *)&four, sizeof four);
+    add_endpoint(out, (const struct sockaddr *)&six, sizeof six);
 }
 
 /* Is the address one of this host's? */
-static epic_result find_own(bool *own, const struct addrinfo *address)
+static epic_result check_is_own(bool *own, const struct addrinfo *address)
 {
     struct sockaddr_storage at = {0};
     *own = false;
@@ -87,8 +87,8 @@ static bool is_own_name(const char *name)
             (own[first] == '\0' || name[first] == '\0'));
 }
 
-static epic_result choose(epic_places *out, const struct addrinfo *addresses,
-                          const epic_tcp *tcp)
+static epic_result choose_endpoints(epic_endpoints *out, const struct addrinfo *addresses,
+                                    const epic_tcp *tcp)
 {
     bool all_loopback = true, foreign = false;
     for (const struct addrinfo *at = addresses; at != NULL; at = at->ai_next) {
@@ -96,11 +96,11 @@ static epic_result choose(epic_places *out, const struct addrinfo *addresses,
         const bool loopback = is_loopback(at->ai_addr);
         all_loopback &= loopback;
         if (tcp->secret == NULL && !loopback) {
-            TRY(find_own(&own, at));
+            TRY(check_is_own(&own, at));
             foreign |= !own;
             if (own) add_loopback(out, tcp->port);
         } else {
-            add(out, at->ai_addr, at->ai_addrlen);
+            add_endpoint(out, at->ai_addr, at->ai_addrlen);
         }
     }
     if (tcp->rank == 0 && tcp->secret != NULL && all_loopback && is_own_name(tcp->address)) {
@@ -115,12 +115,12 @@ static epic_result choose(epic_places *out, const struct addrinfo *addresses,
                      tcp->address, tcp->rank);
 }
 
-epic_result epic_tcp_places(epic_places *out, const epic_tcp *tcp, time_limit *limit)
+epic_result epic_tcp_endpoints(epic_endpoints *out, const epic_tcp *tcp, time_limit *limit)
 {
     struct addrinfo *addresses = NULL;
-    *out = (epic_places){0};
+    *out = (epic_endpoints){0};
     TRY(epic_tcp_resolve(&addresses, tcp, limit));
-    const epic_result result = choose(out, addresses, tcp);
+    const epic_result result = choose_endpoints(out, addresses, tcp);
     freeaddrinfo(addresses);
     return result;
 }
@@ -134,16 +134,16 @@ epic_result epic_tcp_no_socket(int wrong)
 }
 
 /* A listening socket, or -1 and errno. */
-static int listen_on(const epic_place *place)
+static int listen_on(const epic_endpoint *endpoint)
 {
     const int one = 1;
-    const int family = place->address.ss_family;
+    const int family = endpoint->address.ss_family;
     const int listener = socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     if (listener < 0) return -1;
     (void)setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
     if (family == AF_INET6)
         (void)setsockopt(listener, IPPROTO_IPV6, IPV6_V6ONLY, &one, sizeof one);
-    if (bind(listener, (const struct sockaddr *)&place->address, place->bytes) == 0 &&
+    if (bind(listener, (const struct sockaddr *)&endpoint->address, endpoint->bytes) == 0 &&
         listen(listener, SOMAXCONN) == 0)
         return listener;
     const int wrong = errno;
@@ -153,24 +153,24 @@ static int listen_on(const epic_place *place)
 }
 
 /* The same, with patience while the port is taken. */
-static int listen_patiently(const epic_place *place, time_limit *limit)
+static int listen_patiently(const epic_endpoint *endpoint, time_limit *limit)
 {
     for (;;) {
-        const int listener = listen_on(place);
+        const int listener = listen_on(endpoint);
         if (listener >= 0 || errno != EADDRINUSE || time_limit_look(limit) == 0)
             return listener;
         time_limit_nap(limit, PAUSE_MS);
     }
 }
 
-static bool is_absent(int wrong)
+static bool is_not_here(int wrong)
 {
     return wrong == EADDRNOTAVAIL || wrong == EAFNOSUPPORT;
 }
 
 static epic_result refuse_address(const epic_tcp *tcp, int wrong)
 {
-    if (is_absent(wrong))
+    if (is_not_here(wrong))
         return epic_fail(EPIC_EINVAL,
                          "address \"%.200s\" (tcp.address or MASTER_ADDR) is not one of this "
                          "host's, and rank 0 must listen on it: name the host of rank 0",
@@ -186,20 +186,20 @@ static epic_result refuse_address(const epic_tcp *tcp, int wrong)
                      tcp->port, strerror(wrong));
 }
 
-epic_result epic_tcp_listen(int listeners[TCP_MAX_PLACES], int *num_listeners,
+epic_result epic_tcp_listen(int listeners[TCP_MAX_ENDPOINTS], int *num_listeners,
                             const epic_tcp *tcp, time_limit *limit)
 {
-    epic_places places;
+    epic_endpoints endpoints;
     int wrong = EADDRNOTAVAIL;
     *num_listeners = 0;
-    TRY(epic_tcp_places(&places, tcp, limit));
+    TRY(epic_tcp_endpoints(&endpoints, tcp, limit));
 
     time_limit patience = time_limit_begin(PORT_PATIENCE_MS, limit);
-    for (int i = 0; i < places.count; i++) {
-        const int listener = listen_patiently(&places.at[i], &patience);
+    for (int i = 0; i < endpoints.count; i++) {
+        const int listener = listen_patiently(&endpoints.at[i], &patience);
         if (listener >= 0) {
             listeners[(*num_listeners)++] = listener;
-        } else if (!is_absent(errno)) {
+        } else if (!is_not_here(errno)) {
             wrong = errno; /* ours, but refused: peers may come to just this one */
             while (*num_listeners > 0) close(listeners[--*num_listeners]);
             break;

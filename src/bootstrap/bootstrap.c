@@ -8,7 +8,7 @@
 
 #include "base/clock.h"
 
-#define MOST_NAMES 16
+#define MAX_NAMES 16
 
 epic_result epic_bootstrap_check(const void *mine, const void *all, size_t bytes)
 {
@@ -29,7 +29,7 @@ static epic_result gather_alone(void *self, const void *mine, void *all, int64_t
     return EPIC_OK;
 }
 
-void epic_bootstrap_alone(epic_bootstrap *out)
+void epic_bootstrap_of_one(epic_bootstrap *out)
 {
     *out = (epic_bootstrap){.rank = 0, .num_ranks = 1, .gather = gather_alone};
 }
@@ -43,20 +43,20 @@ void epic_bootstrap_close(epic_bootstrap *bootstrap)
     bootstrap->self = NULL;
 }
 
-int64_t epic_bootstrap_now(void)
+int64_t epic_bootstrap_now_ms(void)
 {
     return clock_ms();
 }
 
-int epic_bootstrap_left(int64_t end)
+int epic_bootstrap_left_ms(int64_t end)
 {
-    const int64_t left = end - epic_bootstrap_now();
+    const int64_t left = end - epic_bootstrap_now_ms();
     if (left <= 0) return 0;
     return left > INT32_MAX ? INT32_MAX : (int)left;
 }
 
 /* Appends to text that has `used` of `size` bytes; returns the new `used`. */
-static size_t append(char *out, size_t size, size_t used, const char *format, ...)
+static size_t append_text(char *out, size_t size, size_t used, const char *format, ...)
 {
     va_list list;
     va_start(list, format);
@@ -66,18 +66,18 @@ static size_t append(char *out, size_t size, size_t used, const char *format, ..
     return after < size ? after : size - 1;
 }
 
-void epic_bootstrap_names(char *out, size_t size, const bool *which, int32_t num_ranks)
+void epic_bootstrap_list_ranks(char *out, size_t size, const bool *which, int32_t num_ranks)
 {
     int32_t total = 0;
     for (int32_t r = 0; r < num_ranks; r++) total += which[r];
 
-    size_t used = append(out, size, 0, total == 1 ? "rank" : "ranks");
-    const int32_t shown = total <= MOST_NAMES ? total : MOST_NAMES;
+    size_t used = append_text(out, size, 0, total == 1 ? "rank" : "ranks");
+    const int32_t shown = total <= MAX_NAMES ? total : MAX_NAMES;
     for (int32_t r = 0, i = 0; r < num_ranks && i < shown; r++) {
         if (!which[r]) continue;
         const char *mark = i == 0 ? "" : i == total - 1 ? " and" : ",";
-        used = append(out, size, used, "%s %d", mark, r);
+        used = append_text(out, size, used, "%s %d", mark, r);
         i++;
     }
-    if (total > shown) append(out, size, used, " and %d more", total - shown);
+    if (total > shown) append_text(out, size, used, " and %d more", total - shown);
 }

@@ -47,7 +47,7 @@ typedef struct claim {
 /* ------------------------------------------------------------------------- variables ---- */
 
 /* The integer that a variable holds, if it is set: decimal digits and nothing else. */
-static epic_result parse(const char *name, int64_t least, int64_t most, int64_t *out)
+static epic_result parse_integer(const char *name, int64_t least, int64_t most, int64_t *out)
 {
     const char *text = getenv(name);
     int64_t value = 0;
@@ -72,14 +72,14 @@ static const char *size_name_of(const launcher *l)
     return NULL;
 }
 
-static epic_result half_set(const char *set, const char *missing)
+static epic_result fail_half_set(const char *set, const char *missing)
 {
     return epic_fail(EPIC_EINVAL, "%s is set and %s is not: set both", set, missing);
 }
 
 /* Slurm sets SLURM_PROCID=0 and, with -n, SLURM_NTASKS in a batch script too.  That is no task of
  * srun, which has a step: what the script starts follows other variables, or check_batch. */
-static bool slurm_counts(void)
+static bool is_slurm_task(void)
 {
     const char *rank = getenv("SLURM_PROCID");
     return getenv("SLURM_STEP_ID") != NULL || getenv("SLURM_STEPID") != NULL ||
@@ -90,19 +90,21 @@ static epic_result read_claim(claim *out, const launcher *l)
 {
     const char *size_name = size_name_of(l);
     *out = (claim){0};
-    if (l->trust == SLURM && (getenv(l->rank) == NULL || !slurm_counts())) return EPIC_OK;
+    if (l->trust == SLURM && (getenv(l->rank) == NULL || !is_slurm_task())) return EPIC_OK;
     if (getenv(l->rank) == NULL && size_name == NULL) return EPIC_OK;
-    if (getenv(l->rank) == NULL) return half_set(size_name, l->rank);
-    if (size_name == NULL && l->num_ranks[0] != NULL) return half_set(l->rank, l->num_ranks[0]);
+    if (getenv(l->rank) == NULL) return fail_half_set(size_name, l->rank);
+    if (size_name == NULL && l->num_ranks[0] != NULL)
+        return fail_half_set(l->rank, l->num_ranks[0]);
     *out = (claim){.by = l, .size_name = size_name};
-    if (size_name != NULL) TRY(parse(size_name, 1, BOOTSTRAP_MAX_RANKS, &out->num_ranks));
+    if (size_name != NULL)
+        TRY(parse_integer(size_name, 1, BOOTSTRAP_MAX_RANKS, &out->num_ranks));
     const int64_t most = size_name != NULL ? out->num_ranks : BOOTSTRAP_MAX_RANKS;
-    return parse(l->rank, 0, most - 1, &out->rank);
+    return parse_integer(l->rank, 0, most - 1, &out->rank);
 }
 
 /* --------------------------------------------------------------------- which to follow ---- */
 
-static void tell(char *out, size_t size, const claim *c)
+static void describe_claim(char *out, size_t size, const claim *c)
 {
     const int used = snprintf(out, size, "%s is %lld", c->by->rank, (long long)c->rank);
     if (c->size_name != NULL)
@@ -112,7 +114,7 @@ static void tell(char *out, size_t size, const claim *c)
 
 /* A launcher may start launchers, so ranks and sizes may differ from those of an outer one; a
  * group of one where another says that there are several is a mistake all the same. */
-static bool contradicts(const claim *followed, const claim *other)
+static bool is_contradiction(const claim *followed, const claim *other)
 {
     const trust a = followed->by->trust, b = other->by->trust;
     if (b == HINT) return false;
@@ -125,8 +127,8 @@ static bool contradicts(const claim *followed, const claim *other)
 static epic_result refuse_contradiction(const claim *followed, const claim *other)
 {
     char first[128], second[128];
-    tell(first, sizeof first, followed);
-    tell(second, sizeof second, other);
+    describe_claim(first, sizeof first, followed);
+    describe_claim(second, sizeof second, other);
     return epic_fail(EPIC_EINVAL,
                      "%s, but %s: which of them describes this group?  Unset the others, or "
                      "bootstrap with epic_bootstrap_tcp",
@@ -143,7 +145,7 @@ static epic_result refuse_unknown(const claim *c)
                      c->by->rank, (long long)c->rank);
 }
 
-static epic_result choose(claim *out, const claim *claims)
+static epic_result choose_claim(claim *out, const claim *claims)
 {
     const claim *first = NULL;
     *out = (claim){0};
@@ -155,14 +157,15 @@ static epic_result choose(claim *out, const claim *claims)
     if (first == NULL) return EPIC_OK;
     if (out->by == NULL) return refuse_unknown(first);
     for (size_t i = 0; i < NUM_LAUNCHERS; i++)
-        if (claims[i].by != NULL && claims[i].by != out->by && contradicts(out, &claims[i]))
+        if (claims[i].by != NULL && claims[i].by != out->by &&
+            is_contradiction(out, &claims[i]))
             return refuse_contradiction(out, &claims[i]);
     return EPIC_OK;
 }
 
 /* ---------------------------------------------------------------- where the ranks meet ---- */
 
-static epic_result need_master(const claim *c, const char *name)
+static epic_result check_is_set(const claim *c, const char *name)
 {
     if (getenv(name) != NULL) return EPIC_OK;
     return epic_fail(EPIC_EINVAL,
@@ -187,10 +190,10 @@ static int64_t derive_port(int64_t master_port)
 
 /* Who starts ranks by hand sets both; launchers of MPI ranks may mean this host.  Slurm tells
  * enough. */
-static epic_result find_place(epic_tcp *tcp, char host[ENV_HOST], const claim *c)
+static epic_result find_endpoint(epic_tcp *tcp, char host[ENV_HOST], const claim *c)
 {
     int64_t port = 0;
-    TRY(parse("MASTER_PORT", 1, 65535, &port));
+    TRY(parse_integer("MASTER_PORT", 1, 65535, &port));
     port = derive_port(port);
     tcp->address = getenv("MASTER_ADDR");
     tcp->port = (uint32_t)port;
@@ -200,17 +203,17 @@ static epic_result find_place(epic_tcp *tcp, char host[ENV_HOST], const claim *c
         if (tcp->address == NULL && host[0] != '\0') tcp->address = host;
         return port == 0 ? env_slurm_port(&tcp->port) : EPIC_OK;
     }
-    TRY(need_master(c, "MASTER_PORT"));
-    return c->by->trust == BY_HAND ? need_master(c, "MASTER_ADDR") : EPIC_OK;
+    TRY(check_is_set(c, "MASTER_PORT"));
+    return c->by->trust == BY_HAND ? check_is_set(c, "MASTER_ADDR") : EPIC_OK;
 }
 
-static epic_result follow(epic_tcp *tcp, char host[ENV_HOST], const claim *c)
+static epic_result follow_claim(epic_tcp *tcp, char host[ENV_HOST], const claim *c)
 {
     int64_t timeout_ms = 0;
     const char *patience = getenv("EPIC_TIMEOUT_MS"); /* empty is unset, as in epic_open */
     if (patience != NULL && patience[0] != '\0')
-        TRY(parse("EPIC_TIMEOUT_MS", 1, UINT32_MAX, &timeout_ms));
-    TRY(find_place(tcp, host, c));
+        TRY(parse_integer("EPIC_TIMEOUT_MS", 1, UINT32_MAX, &timeout_ms));
+    TRY(find_endpoint(tcp, host, c));
     tcp->rank = (int32_t)c->rank;
     tcp->num_ranks = (int32_t)c->num_ranks;
     tcp->timeout_ms = (uint32_t)timeout_ms;
@@ -224,7 +227,7 @@ static epic_result follow(epic_tcp *tcp, char host[ENV_HOST], const claim *c)
 static epic_result check_batch(void)
 {
     int64_t num_tasks = 1;
-    TRY(parse("SLURM_NTASKS", 1, INT32_MAX, &num_tasks));
+    TRY(parse_integer("SLURM_NTASKS", 1, INT32_MAX, &num_tasks));
     if (num_tasks == 1) return EPIC_OK;
     return epic_fail(
         EPIC_EINVAL,
@@ -257,9 +260,9 @@ epic_result epic_bootstrap_env(epic_bootstrap *out)
         return epic_fail(EPIC_EINVAL, "out is NULL: pass an epic_bootstrap to fill in");
     *out = (epic_bootstrap){0}; /* so that a failed bootstrap can be closed too */
     for (size_t i = 0; i < NUM_LAUNCHERS; i++) TRY(read_claim(&claims[i], &launchers[i]));
-    TRY(choose(&followed, claims));
-    TRY(followed.by != NULL ? follow(&tcp, host, &followed) : check_alone());
+    TRY(choose_claim(&followed, claims));
+    TRY(followed.by != NULL ? follow_claim(&tcp, host, &followed) : check_alone());
     if (tcp.num_ranks > 1) return epic_bootstrap_tcp(out, &tcp);
-    epic_bootstrap_alone(out);
+    epic_bootstrap_of_one(out);
     return EPIC_OK;
 }

@@ -11,8 +11,8 @@
 #include <sys/socket.h>
 #include <sys/uio.h>
 
-bool epic_frame_hello(epic_hello *out, int32_t rank, int32_t num_ranks, bool has_secret,
-                      const time_limit *limit)
+bool epic_frame_make_hello(epic_hello *out, int32_t rank, int32_t num_ranks, bool has_secret,
+                           const time_limit *limit)
 {
     *out = (epic_hello){
         .magic = HELLO_MAGIC,
@@ -42,7 +42,7 @@ uint64_t epic_frame_checksum(const void *bytes, size_t length)
     return sum;
 }
 
-static bool again(void)
+static bool is_temporary_error(void)
 {
     return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR;
 }
@@ -62,7 +62,7 @@ epic_frame_state epic_frame_send(int socket, const epic_frame *frame, const void
         const struct msghdr message = {.msg_iov = parts,
                                        .msg_iovlen = frame->length > 0 ? 2 : 1};
         const ssize_t sent = sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-        if (sent < 0) return again() ? FRAME_MORE : FRAME_LOST;
+        if (sent < 0) return is_temporary_error() ? FRAME_MORE : FRAME_LOST;
         *done += (size_t)sent;
     }
     return FRAME_DONE;
@@ -72,7 +72,7 @@ epic_frame_state epic_frame_receive(int socket, void *to, size_t bytes, size_t *
 {
     while (*done < bytes) {
         const ssize_t got = recv(socket, (char *)to + *done, bytes - *done, MSG_DONTWAIT);
-        if (got < 0) return again() ? FRAME_MORE : FRAME_LOST;
+        if (got < 0) return is_temporary_error() ? FRAME_MORE : FRAME_LOST;
         if (got == 0) return FRAME_LOST;
         *done += (size_t)got;
     }
@@ -96,7 +96,7 @@ epic_frame_state epic_frame_send_bytes(int socket, const void *bytes, size_t len
     while (done < length) {
         const ssize_t sent = send(socket, (const char *)bytes + done, length - done,
                                   MSG_NOSIGNAL | MSG_DONTWAIT);
-        if (sent < 0 && !again()) return FRAME_LOST;
+        if (sent < 0 && !is_temporary_error()) return FRAME_LOST;
         if (sent > 0) done += (size_t)sent;
         if (sent < 0 && !epic_frame_wait(socket, POLLOUT, limit)) return FRAME_MORE;
     }
@@ -112,7 +112,7 @@ epic_frame_state epic_frame_receive_all(int socket, void *to, size_t bytes, time
     }
 }
 
-void epic_frame_tune(int socket)
+void epic_frame_set_no_delay(int socket)
 {
     const int one = 1;
     (void)setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);

@@ -64,8 +64,8 @@ typedef enum epic_frame_state {
 } epic_frame_state;
 
 /* False: the system gives no random bytes. */
-bool epic_frame_hello(epic_hello *out, int32_t rank, int32_t num_ranks, bool has_secret,
-                      const time_limit *limit);
+bool epic_frame_make_hello(epic_hello *out, int32_t rank, int32_t num_ranks, bool has_secret,
+                           const time_limit *limit);
 uint64_t epic_frame_checksum(const void *bytes, size_t length);
 
 /* Send and receive what the socket takes or has now.  *done counts what has gone (of frame and
@@ -83,6 +83,6 @@ epic_frame_state epic_frame_send_bytes(int socket, const void *bytes, size_t len
 epic_frame_state epic_frame_receive_all(int socket, void *to, size_t bytes, time_limit *limit);
 
 /* Options of every connection: no delay. */
-void epic_frame_tune(int socket);
+void epic_frame_set_no_delay(int socket);
 
 #endif

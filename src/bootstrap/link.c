@@ -19,8 +19,8 @@ bool epic_link_secure(epic_link *link, const epic_secret *secret, bool listener,
 }
 
 /* SHA-256 with a secret, else a checksum and zeros. */
-static bool digest_of(const epic_secret *secret, const void *bytes, size_t length,
-                      uint8_t digest[FRAME_TAG])
+static bool compute_digest(const epic_secret *secret, const void *bytes, size_t length,
+                           uint8_t digest[FRAME_TAG])
 {
     const uint64_t sum = secret == NULL ? epic_frame_checksum(bytes, length) : 0;
     memset(digest, 0, FRAME_TAG);
@@ -29,8 +29,9 @@ static bool digest_of(const epic_secret *secret, const void *bytes, size_t lengt
            epic_secret_digest(secret, length > 0 ? bytes : "", length, digest);
 }
 
-epic_frame epic_link_frame(const epic_secret *secret, epic_result result, uint64_t sequence,
-                           const void *bytes, size_t length, const time_limit *limit)
+epic_frame epic_link_make_frame(const epic_secret *secret, epic_result result,
+                                uint64_t sequence, const void *bytes, size_t length,
+                                const time_limit *limit)
 {
     epic_frame frame = {
         .magic = FRAME_MAGIC,
@@ -40,12 +41,12 @@ epic_frame epic_link_frame(const epic_secret *secret, epic_result result, uint64
         .left_ms = time_limit_left_ms(limit),
     };
     const bool keyed = secret != NULL && secret->library != NULL;
-    (void)digest_of(keyed ? secret : NULL, bytes, length, frame.digest);
+    (void)compute_digest(keyed ? secret : NULL, bytes, length, frame.digest);
     return frame;
 }
 
-static bool tag_of(const epic_link *link, bool listener, uint64_t number,
-                   const epic_frame *frame, uint8_t tag[FRAME_TAG])
+static bool compute_tag(const epic_link *link, bool listener, uint64_t number,
+                        const epic_frame *frame, uint8_t tag[FRAME_TAG])
 {
     uint8_t data[SIDE_BYTES + sizeof number + offsetof(epic_frame, tag)] = {0};
     strcpy((char *)data, listener ? "from rank 0" : "to rank 0");
@@ -54,64 +55,65 @@ static bool tag_of(const epic_link *link, bool listener, uint64_t number,
     return epic_secret_mac(link->secret, link->key, sizeof link->key, data, sizeof data, tag);
 }
 
-epic_letter epic_link_letter(epic_link *link, const epic_frame *frame, const void *bytes)
+epic_message epic_link_message(epic_link *link, const epic_frame *frame, const void *bytes)
 {
-    epic_letter letter = {.frame = *frame, .bytes = bytes};
+    epic_message message = {.frame = *frame, .bytes = bytes};
     const uint64_t number = link->num_sent++;
     /* where libcrypto refuses, the peer will not find the tag right */
     if (link->secret != NULL)
-        (void)tag_of(link, link->listener, number, frame, letter.frame.tag);
-    return letter;
+        (void)compute_tag(link, link->listener, number, frame, message.frame.tag);
+    return message;
 }
 
-void epic_link_take_back(epic_link *link)
+void epic_link_reuse_number(epic_link *link)
 {
     link->num_sent--;
 }
 
 bool epic_link_check(epic_link *link, const epic_frame *frame)
 {
-    uint8_t right[FRAME_TAG];
+    uint8_t expected[FRAME_TAG];
     const uint64_t number = link->num_received++;
     if (frame->magic != FRAME_MAGIC) return false;
     if (link->secret == NULL) return true;
-    return tag_of(link, !link->listener, number, frame, right) &&
-           link->secret->compare(right, frame->tag, sizeof right) == 0;
+    return compute_tag(link, !link->listener, number, frame, expected) &&
+           link->secret->compare(expected, frame->tag, sizeof expected) == 0;
 }
 
 bool epic_link_check_bytes(const epic_link *link, const epic_frame *frame, const void *bytes)
 {
-    uint8_t right[FRAME_TAG];
-    return digest_of(link->secret, bytes, frame->length, right) &&
-           memcmp(right, frame->digest, sizeof right) == 0;
+    uint8_t expected[FRAME_TAG];
+    return compute_digest(link->secret, bytes, frame->length, expected) &&
+           memcmp(expected, frame->digest, sizeof expected) == 0;
 }
 
-epic_frame_state epic_link_send(const epic_link *link, epic_letter *letter)
+epic_frame_state epic_link_send(const epic_link *link, epic_message *message)
 {
-    return epic_frame_send(link->socket, &letter->frame, letter->bytes, &letter->done);
+    return epic_frame_send(link->socket, &message->frame, message->bytes, &message->done);
 }
 
-epic_frame_state epic_link_send_all(const epic_link *link, epic_letter *letter,
+epic_frame_state epic_link_send_all(const epic_link *link, epic_message *message,
                                     time_limit *limit)
 {
     for (;;) {
-        const epic_frame_state state = epic_link_send(link, letter);
+        const epic_frame_state state = epic_link_send(link, message);
         if (state != FRAME_MORE) return state;
         if (!epic_frame_wait(link->socket, POLLOUT, limit)) return FRAME_MORE;
     }
 }
 
-void epic_link_tell(epic_link *link, epic_result result, const char *sentence,
-                    time_limit *limit)
+void epic_link_send_failure(epic_link *link, epic_result result, const char *sentence,
+                            time_limit *limit)
 {
     const size_t length = strlen(sentence);
-    const epic_frame frame = epic_link_frame(link->secret, result, 0, sentence, length, limit);
-    epic_letter letter = epic_link_letter(link, &frame, sentence);
-    (void)epic_link_send_all(link, &letter, limit);
+    const epic_frame frame =
+        epic_link_make_frame(link->secret, result, 0, sentence, length, limit);
+    epic_message message = epic_link_message(link, &frame, sentence);
+    (void)epic_link_send_all(link, &message, limit);
 }
 
-void epic_link_hear(int socket, const epic_frame *frame, char sentence[FRAME_SENTENCE + 1],
-                    time_limit *limit)
+void epic_link_receive_unproved(int socket, const epic_frame *frame,
+                                char sentence[FRAME_SENTENCE + 1], time_limit *limit)
 {
     memset(sentence, 0, FRAME_SENTENCE + 1);
     if (frame->length > FRAME_SENTENCE ||
@@ -120,7 +122,8 @@ void epic_link_hear(int socket, const epic_frame *frame, char sentence[FRAME_SEN
     text_clean(sentence);
 }
 
-epic_result epic_link_fail(const epic_link *link, const epic_frame *frame, time_limit *limit)
+epic_result epic_link_receive_failure(const epic_link *link, const epic_frame *frame,
+                                      time_limit *limit)
 {
     char sentence[FRAME_SENTENCE + 1] = {0};
     if (frame->result == EPIC_OK || frame->result > EPIC_ECLOSED ||

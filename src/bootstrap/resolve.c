@@ -20,9 +20,9 @@
 typedef struct query {
     pthread_mutex_t mutex;
     pthread_cond_t changed;
-    bool done;
-    bool left; /* nobody waits for the answer any more */
-    int wrong; /* the answer: 0 and `found`, or an EAI_ and, for EAI_SYSTEM, an errno */
+    bool is_done;
+    bool is_abandoned; /* nobody waits for the answer any more */
+    int wrong;         /* the answer: 0 and `found`, or an EAI_ and, for EAI_SYSTEM, an errno */
     int system_wrong;
     struct addrinfo *found;
     char port[16];
@@ -39,7 +39,7 @@ static void free_query(query *q)
     free(q);
 }
 
-static void *ask(void *self)
+static void *run_query(void *self)
 {
     query *q = self;
     struct addrinfo *found = NULL;
@@ -49,11 +49,11 @@ static void *ask(void *self)
     q->wrong = wrong;
     q->system_wrong = system_wrong;
     q->found = wrong == 0 ? found : NULL;
-    q->done = true;
-    const bool left = q->left;
+    q->is_done = true;
+    const bool is_abandoned = q->is_abandoned;
     pthread_cond_signal(&q->changed);
     pthread_mutex_unlock(&q->mutex);
-    if (left) free_query(q);
+    if (is_abandoned) free_query(q);
     return NULL;
 }
 
@@ -78,33 +78,33 @@ static query *new_query(const char *name, const char *port)
     return q;
 }
 
-static bool start(query *q)
+static bool start_query(query *q)
 {
     pthread_t thread;
-    return thread_start(&thread, ask, q) == 0 && pthread_detach(thread) == 0;
+    return thread_start(&thread, run_query, q) == 0 && pthread_detach(thread) == 0;
 }
 
 /* The code that the thread left behind will return to must not be unloaded. */
 static void stay_loaded(void)
 {
     Dl_info info;
-    if (dladdr((const void *)(uintptr_t)&ask, &info) != 0 && info.dli_fname != NULL)
+    if (dladdr((const void *)(uintptr_t)&run_query, &info) != 0 && info.dli_fname != NULL)
         (void)dlopen(info.dli_fname, RTLD_NOW | RTLD_NOLOAD | RTLD_NODELETE);
 }
 
 /* False: it is too late, and the query is its thread's alone. */
-static bool await(query *q, time_limit *limit)
+static bool wait_for_query(query *q, time_limit *limit)
 {
     pthread_mutex_lock(&q->mutex);
-    for (int ms; !q->done && (ms = time_limit_look(limit)) > 0;) {
+    for (int ms; !q->is_done && (ms = time_limit_look(limit)) > 0;) {
         const struct timespec until = clock_in_ns(ms * 1000000ll);
         pthread_cond_timedwait(&q->changed, &q->mutex, &until);
     }
-    const bool done = q->done;
-    if (!done) stay_loaded();
-    q->left = !done;
+    const bool is_done = q->is_done;
+    if (!is_done) stay_loaded();
+    q->is_abandoned = !is_done;
     pthread_mutex_unlock(&q->mutex);
-    return done;
+    return is_done;
 }
 
 /* Some failures of getaddrinfo are a want of descriptors in disguise. */
@@ -116,7 +116,7 @@ static int find_reason(int wrong, int system_wrong)
     return wrong == EAI_SYSTEM ? system_wrong : 0;
 }
 
-static epic_result refuse(const epic_tcp *tcp, int wrong, int system_wrong)
+static epic_result fail_unresolved(const epic_tcp *tcp, int wrong, int system_wrong)
 {
     const int reason = find_reason(wrong, system_wrong);
     if (reason == EMFILE || reason == ENFILE)
@@ -128,7 +128,7 @@ static epic_result refuse(const epic_tcp *tcp, int wrong, int system_wrong)
                      tcp->address, reason != 0 ? strerror(reason) : gai_strerror(wrong));
 }
 
-static epic_result refuse_late(const epic_tcp *tcp)
+static epic_result fail_late(const epic_tcp *tcp)
 {
     return epic_fail(EPIC_ETIMEOUT,
                      "address \"%.200s\" (tcp.address or MASTER_ADDR): no name server answered "
@@ -137,19 +137,19 @@ static epic_result refuse_late(const epic_tcp *tcp)
 }
 
 /* One question.  *again: it may be answered later. */
-static epic_result ask_once(struct addrinfo **out, const epic_tcp *tcp, const char *port,
-                            time_limit *limit, bool *again)
+static epic_result resolve_once(struct addrinfo **out, const epic_tcp *tcp, const char *port,
+                                time_limit *limit, bool *can_retry)
 {
     query *q = new_query(tcp->address, port);
     if (q == NULL) return epic_fail(EPIC_ENOMEM, "no memory to resolve an address");
-    if (!start(q)) ask(q); /* without threads, without a deadline */
-    if (!await(q, limit)) return refuse_late(tcp);
+    if (!start_query(q)) run_query(q); /* without threads, without a deadline */
+    if (!wait_for_query(q, limit)) return fail_late(tcp);
     const int wrong = q->wrong, system_wrong = q->system_wrong;
     *out = q->found;
     q->found = NULL;
     free_query(q);
-    *again = wrong == EAI_AGAIN && time_limit_look(limit) > 0;
-    return wrong == 0 ? EPIC_OK : refuse(tcp, wrong, system_wrong);
+    *can_retry = wrong == EAI_AGAIN && time_limit_look(limit) > 0;
+    return wrong == 0 ? EPIC_OK : fail_unresolved(tcp, wrong, system_wrong);
 }
 
 epic_result epic_tcp_resolve(struct addrinfo **out, const epic_tcp *tcp, time_limit *limit)
@@ -160,9 +160,9 @@ epic_result epic_tcp_resolve(struct addrinfo **out, const epic_tcp *tcp, time_li
     snprintf(port, sizeof port, "%u", tcp->port);
     if (getaddrinfo(tcp->address, port, &numeric, out) == 0) return EPIC_OK;
     for (;;) {
-        bool again = false;
-        const epic_result result = ask_once(out, tcp, port, limit, &again);
-        if (!again) return result;
+        bool can_retry = false;
+        const epic_result result = resolve_once(out, tcp, port, limit, &can_retry);
+        if (!can_retry) return result;
         time_limit_nap(limit, PAUSE_MS);
     }
 }

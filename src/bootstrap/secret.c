@@ -10,7 +10,7 @@
 #define ROLE_BYTES 16
 
 /* `why` stays empty where there simply is no libcrypto. */
-static void *load(char why[256])
+static void *load_libcrypto(char why[256])
 {
     static const char *const names[] = {"libcrypto.so.3", "libcrypto.so.1.1"};
     why[0] = '\0';
@@ -25,7 +25,7 @@ static void *load(char why[256])
 }
 
 /* memcpy: ISO C has no cast from an object pointer to a function pointer */
-static bool find(void *library, const char *name, void *function)
+static bool find_symbol(void *library, const char *name, void *function)
 {
     void *const found = dlsym(library, name);
     memcpy(function, &found, sizeof found);
@@ -41,7 +41,7 @@ epic_result epic_secret_open(epic_secret *out, const char *text)
         return epic_fail(EPIC_EINVAL,
                          "the secret (tcp.secret or EPIC_SECRET) is empty: give one, "
                          "or leave it unset for none");
-    out->library = load(why);
+    out->library = load_libcrypto(why);
     if (out->library == NULL && why[0] != '\0')
         return epic_fail(EPIC_ENOTSUP,
                          "a secret (tcp.secret or EPIC_SECRET) is proved with libcrypto, which "
@@ -52,10 +52,10 @@ epic_result epic_secret_open(epic_secret *out, const char *text)
                                        "libcrypto, and neither libcrypto.so.3 nor "
                                        "libcrypto.so.1.1 is there: install OpenSSL's library "
                                        "(Debian, Ubuntu: libssl3)");
-    if (find(out->library, "EVP_sha256", &out->sha256) &&
-        find(out->library, "HMAC", &out->hmac) &&
-        find(out->library, "EVP_Digest", &out->digest) &&
-        find(out->library, "CRYPTO_memcmp", &out->compare))
+    if (find_symbol(out->library, "EVP_sha256", &out->sha256) &&
+        find_symbol(out->library, "HMAC", &out->hmac) &&
+        find_symbol(out->library, "EVP_Digest", &out->digest) &&
+        find_symbol(out->library, "CRYPTO_memcmp", &out->compare))
         return EPIC_OK;
 
     epic_secret_close(out);

@@ -8,7 +8,7 @@
 #include "base/hash.h"
 #include "bootstrap/env.h"
 
-static const char *first_set(const char *const *names, int count)
+static const char *get_first_set(const char *const *names, int count)
 {
     for (int i = 0; i < count; i++) {
         const char *value = getenv(names[i]);
@@ -18,7 +18,7 @@ static const char *first_set(const char *const *names, int count)
 }
 
 /* Appends `length` bytes; false: no room. */
-static bool append(char host[ENV_HOST], size_t *used, const char *text, size_t length)
+static bool append_bytes(char host[ENV_HOST], size_t *used, const char *text, size_t length)
 {
     if (*used + length >= ENV_HOST) return false;
     memcpy(host + *used, text, length);
@@ -29,30 +29,30 @@ static bool append(char host[ENV_HOST], size_t *used, const char *text, size_t l
 
 /* The first of "n1,n2", "n[01-04,07]", "a[1-2]b[3-4]-ib": a bracket's first number is what stands
  * before its first "-" or ",". */
-static bool first_host(char host[ENV_HOST], const char *list)
+static bool copy_first_host(char host[ENV_HOST], const char *list)
 {
     size_t used = 0;
     host[0] = '\0';
     for (const char *at = list; *at != '\0' && *at != ',';) {
         if (*at != '[') {
             if (!(isalnum((unsigned char)*at) || strchr("-._", *at) != NULL)) return false;
-            if (!append(host, &used, at++, 1)) return false;
+            if (!append_bytes(host, &used, at++, 1)) return false;
             continue;
         }
         const size_t digits = strspn(at + 1, "0123456789");
         const char *end = strchr(at, ']');
         if (digits == 0 || end == NULL || strchr("-,]", at[1 + digits]) == NULL) return false;
-        if (!append(host, &used, at + 1, digits)) return false;
+        if (!append_bytes(host, &used, at + 1, digits)) return false;
         at = end + 1;
     }
     return used > 0;
 }
 
-static bool one_node(void)
+static bool is_one_node(void)
 {
     static const char *const names[] = {"SLURM_STEP_NUM_NODES", "SLURM_NNODES",
                                         "SLURM_JOB_NUM_NODES"};
-    const char *nodes = first_set(names, 3);
+    const char *nodes = get_first_set(names, 3);
     return nodes != NULL && strcmp(nodes, "1") == 0;
 }
 
@@ -61,13 +61,13 @@ epic_result env_slurm_host(char host[ENV_HOST])
     static const char *const names[] = {"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST",
                                         "SLURM_NODELIST"};
     host[0] = '\0';
-    if (one_node()) return EPIC_OK;
-    const char *list = first_set(names, 3);
+    if (is_one_node()) return EPIC_OK;
+    const char *list = get_first_set(names, 3);
     if (list == NULL)
         return epic_fail(EPIC_EINVAL,
                          "SLURM_PROCID is set, and neither SLURM_STEP_NODELIST nor "
                          "MASTER_ADDR: set MASTER_ADDR to the host of task 0");
-    if (first_host(host, list)) return EPIC_OK;
+    if (copy_first_host(host, list)) return EPIC_OK;
     return epic_fail(EPIC_EINVAL,
                      "SLURM_STEP_NODELIST is \"%.100s\", not a list of hosts as Slurm writes "
                      "it: set MASTER_ADDR to the host of task 0",
@@ -84,7 +84,7 @@ epic_result env_slurm_port(uint32_t *port)
         *port = (uint32_t)first;
         return EPIC_OK;
     }
-    const char *job = first_set(jobs, 2), *step = first_set(steps, 2);
+    const char *job = get_first_set(jobs, 2), *step = get_first_set(steps, 2);
     if (job == NULL)
         return epic_fail(EPIC_EINVAL, "SLURM_PROCID is set, and neither SLURM_JOB_ID nor "
                                       "MASTER_PORT: set MASTER_PORT, a port free on the host "

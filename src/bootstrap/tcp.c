@@ -13,17 +13,17 @@
 #include "base/sized.h"
 #include "bootstrap/tcp.h"
 
-#define TELL_MS 1000 /* for rank 0 to tell all why it failed */
+#define SEND_MS 1000 /* for rank 0 to tell all why it failed */
 #define DRAIN_MS 500 /* for them to read it, once it closes */
 
-typedef struct line {
+typedef struct connection {
     epic_link link;
-    bool ready; /* its part of what goes on is over */
+    bool is_ready; /* its part of what goes on is over */
     epic_frame frame;
-    size_t head;        /* bytes of frame that have come */
-    size_t body;        /* and of what follows it */
-    epic_letter letter; /* on its way to the peer */
-} line;
+    size_t head;          /* bytes of frame that have come */
+    size_t body;          /* and of what follows it */
+    epic_message message; /* on its way to the peer */
+} connection;
 
 typedef struct tcp_bootstrap {
     int32_t rank;
@@ -33,271 +33,275 @@ typedef struct tcp_bootstrap {
     epic_result broken; /* EPIC_OK, or what every later gather returns */
     char sentence[512];
     epic_secret secret; /* its text is forgotten: the links have their keys */
-    int32_t num_lines;
-    struct pollfd *polls; /* [num_lines] */
-    line lines[];         /* rank 0: [num_ranks], its own unused; others: [1], to rank 0 */
+    int32_t num_connections;
+    struct pollfd *polls;     /* [num_lines] */
+    connection connections[]; /* rank 0: [num_ranks], its own unused; others: [1], to rank 0 */
 } tcp_bootstrap;
 
-static unsigned long long number(const tcp_bootstrap *m)
+static unsigned long long gather_number(const tcp_bootstrap *b)
 {
-    return (unsigned long long)m->sequence;
+    return (unsigned long long)b->sequence;
 }
 
 /* Polls the lines that are not ready for `events`, the others for `idle`.  False: the limit has passed. */
-static bool poll_lines(tcp_bootstrap *m, short events, short idle, time_limit *limit)
+static bool poll_connections(tcp_bootstrap *b, short events, short idle, time_limit *limit)
 {
-    const int32_t first = m->rank == 0 ? 1 : 0; /* poll() refuses more than there may be */
-    for (int32_t i = first; i < m->num_lines; i++)
-        m->polls[i] = (struct pollfd){.fd = m->lines[i].link.socket,
-                                      .events = m->lines[i].ready ? idle : events};
+    const int32_t first = b->rank == 0 ? 1 : 0; /* poll() refuses more than there may be */
+    for (int32_t i = first; i < b->num_connections; i++)
+        b->polls[i] = (struct pollfd){.fd = b->connections[i].link.socket,
+                                      .events = b->connections[i].is_ready ? idle : events};
     const int ms = time_limit_look(limit);
-    const int changed = poll(m->polls + first, (nfds_t)(m->num_lines - first), ms);
+    const int changed = poll(b->polls + first, (nfds_t)(b->num_connections - first), ms);
     return changed > 0 || ms > 0;
 }
 
 /* ------------------------------------------------------------------------------ rank 0 ---- */
 
-static epic_result fail_lost(const tcp_bootstrap *m, int32_t rank)
+static epic_result fail_lost(const tcp_bootstrap *b, int32_t rank)
 {
     return epic_fail(EPIC_EPEER,
                      "gather %llu: rank %d closed its connection to rank 0: it died or "
                      "left the bootstrap",
-                     number(m), rank);
+                     gather_number(b), rank);
 }
 
-static epic_result fail_late(const tcp_bootstrap *m, const char *what)
+static epic_result fail_late(const tcp_bootstrap *b, const char *what)
 {
     char names[256];
-    bool *missing = calloc((size_t)m->num_ranks, sizeof *missing);
+    bool *missing = calloc((size_t)b->num_ranks, sizeof *missing);
     if (missing != NULL)
-        for (int32_t r = 1; r < m->num_ranks; r++) missing[r] = !m->lines[r].ready;
-    if (missing != NULL) epic_bootstrap_names(names, sizeof names, missing, m->num_ranks);
+        for (int32_t r = 1; r < b->num_ranks; r++) missing[r] = !b->connections[r].is_ready;
+    if (missing != NULL) epic_bootstrap_list_ranks(names, sizeof names, missing, b->num_ranks);
     const epic_result result =
-        epic_fail(EPIC_ETIMEOUT, "gather %llu: %s did not %s within %u ms", number(m),
-                  missing != NULL ? names : "some ranks", what, m->timeout_ms);
+        epic_fail(EPIC_ETIMEOUT, "gather %llu: %s did not %s within %u ms", gather_number(b),
+                  missing != NULL ? names : "some ranks", what, b->timeout_ms);
     free(missing);
     return result;
 }
 
 /* What came has no right tag: it is believed in nothing. */
-static epic_result fail_foreign(const tcp_bootstrap *m, int32_t rank)
+static epic_result fail_forged(const tcp_bootstrap *b, int32_t rank)
 {
     return epic_fail(EPIC_EPEER, "gather %llu: what came from rank %d was not written by it%s",
-                     number(m), rank,
-                     m->lines[rank].link.secret != NULL
+                     gather_number(b), rank,
+                     b->connections[rank].link.secret != NULL
                          ? ": somebody in between changed, repeated or left out something"
                          : "");
 }
 
-static epic_result check_frame(tcp_bootstrap *m, int32_t rank, const epic_frame *frame,
+static epic_result check_frame(tcp_bootstrap *b, int32_t rank, const epic_frame *frame,
                                size_t bytes)
 {
-    if (!epic_link_check(&m->lines[rank].link, frame)) return fail_foreign(m, rank);
+    if (!epic_link_check(&b->connections[rank].link, frame)) return fail_forged(b, rank);
     if (frame->result != EPIC_OK)
         return epic_fail(EPIC_EPEER, "gather %llu: what rank %d sent is not a part of a gather",
-                         number(m), rank);
-    if (frame->sequence != m->sequence)
+                         gather_number(b), rank);
+    if (frame->sequence != b->sequence)
         return epic_fail(EPIC_EMISMATCH,
                          "rank %d is at gather %llu of the bootstrap, rank 0 at %llu", rank,
-                         (unsigned long long)frame->sequence, number(m));
+                         (unsigned long long)frame->sequence, gather_number(b));
     if (frame->length != bytes)
         return epic_fail(
             EPIC_EMISMATCH,
             "gather %llu: rank %d brings %llu bytes and rank 0 brings %zu: all ranks "
             "bring equally many",
-            number(m), rank, (unsigned long long)frame->length, bytes);
+            gather_number(b), rank, (unsigned long long)frame->length, bytes);
     return EPIC_OK;
 }
 
 /* Takes what has come from a rank; ready once that is all. */
-static epic_result collect_one(tcp_bootstrap *m, int32_t rank, char *to, size_t bytes,
-                               time_limit *limit)
+static epic_result receive_part(tcp_bootstrap *b, int32_t rank, char *to, size_t bytes,
+                                time_limit *limit)
 {
-    line *l = &m->lines[rank];
-    if (l->ready) /* it only was watched for its end; past ours it left because of who is late */
-        return time_limit_left_ms(limit) == 0 ? fail_late(m, "come") : fail_lost(m, rank);
-    if (l->head < sizeof l->frame) {
+    connection *c = &b->connections[rank];
+    if (c->is_ready) /* it only was watched for its end; past ours it left because of who is late */
+        return time_limit_left_ms(limit) == 0 ? fail_late(b, "come") : fail_lost(b, rank);
+    if (c->head < sizeof c->frame) {
         const epic_frame_state state =
-            epic_frame_receive(l->link.socket, &l->frame, sizeof l->frame, &l->head);
-        if (state == FRAME_LOST) return fail_lost(m, rank);
+            epic_frame_receive(c->link.socket, &c->frame, sizeof c->frame, &c->head);
+        if (state == FRAME_LOST) return fail_lost(b, rank);
         if (state == FRAME_MORE) return EPIC_OK;
-        TRY(check_frame(m, rank, &l->frame, bytes));
-        epic_tcp_answer_earlier(limit, l->frame.left_ms);
+        TRY(check_frame(b, rank, &c->frame, bytes));
+        epic_tcp_answer_earlier(limit, c->frame.left_ms);
     }
-    const epic_frame_state state = epic_frame_receive(l->link.socket, to, bytes, &l->body);
-    if (state == FRAME_LOST) return fail_lost(m, rank);
+    const epic_frame_state state = epic_frame_receive(c->link.socket, to, bytes, &c->body);
+    if (state == FRAME_LOST) return fail_lost(b, rank);
     if (state == FRAME_MORE) return EPIC_OK;
-    if (!epic_link_check_bytes(&l->link, &l->frame, to))
+    if (!epic_link_check_bytes(&c->link, &c->frame, to))
         return epic_fail(EPIC_EPEER, "gather %llu: the bytes of rank %d arrived damaged",
-                         number(m), rank);
-    l->ready = true;
+                         gather_number(b), rank);
+    c->is_ready = true;
     return EPIC_OK;
 }
 
-static epic_result collect(tcp_bootstrap *m, char *all, size_t bytes, time_limit *limit)
+static epic_result collect_parts(tcp_bootstrap *b, char *all, size_t bytes, time_limit *limit)
 {
     int32_t num_ready = 0;
-    for (int32_t r = 1; r < m->num_ranks; r++) {
-        line *l = &m->lines[r];
-        l->ready = false;
-        l->head = l->body = 0;
+    for (int32_t r = 1; r < b->num_ranks; r++) {
+        connection *c = &b->connections[r];
+        c->is_ready = false;
+        c->head = c->body = 0;
     }
-    while (num_ready < m->num_ranks - 1) {
-        if (!poll_lines(m, POLLIN, POLLRDHUP, limit)) return fail_late(m, "come");
-        for (int32_t r = 1; r < m->num_ranks; r++) {
-            if (m->polls[r].revents == 0) continue;
-            TRY(collect_one(m, r, all + (size_t)r * bytes, bytes, limit));
-            num_ready += m->lines[r].ready;
+    while (num_ready < b->num_ranks - 1) {
+        if (!poll_connections(b, POLLIN, POLLRDHUP, limit)) return fail_late(b, "come");
+        for (int32_t r = 1; r < b->num_ranks; r++) {
+            if (b->polls[r].revents == 0) continue;
+            TRY(receive_part(b, r, all + (size_t)r * bytes, bytes, limit));
+            num_ready += b->connections[r].is_ready;
         }
     }
     return EPIC_OK;
 }
 
 /* Sends everyone everything.  A rank that is lost does not keep the others from getting it. */
-static epic_result answer(tcp_bootstrap *m, const char *all, size_t bytes, time_limit *limit)
+static epic_result send_answers(tcp_bootstrap *b, const char *all, size_t bytes,
+                                time_limit *limit)
 {
     int32_t num_ready = 0;
     int32_t lost = 0;
-    const epic_frame frame = epic_link_frame(m->lines[1].link.secret, EPIC_OK, m->sequence, all,
-                                             (size_t)m->num_ranks * bytes, limit);
-    for (int32_t r = 1; r < m->num_ranks; r++) {
-        m->lines[r].ready = false;
-        m->lines[r].letter = epic_link_letter(&m->lines[r].link, &frame, all);
+    const epic_frame frame =
+        epic_link_make_frame(b->connections[1].link.secret, EPIC_OK, b->sequence, all,
+                             (size_t)b->num_ranks * bytes, limit);
+    for (int32_t r = 1; r < b->num_ranks; r++) {
+        b->connections[r].is_ready = false;
+        b->connections[r].message = epic_link_message(&b->connections[r].link, &frame, all);
     }
-    while (num_ready < m->num_ranks - 1) {
-        if (!poll_lines(m, POLLOUT, 0, limit)) return fail_late(m, "take what all brought");
-        for (int32_t r = 1; r < m->num_ranks; r++) {
-            line *l = &m->lines[r];
-            if (m->polls[r].revents == 0 || l->ready) continue;
-            const epic_frame_state state = epic_link_send(&l->link, &l->letter);
+    while (num_ready < b->num_ranks - 1) {
+        if (!poll_connections(b, POLLOUT, 0, limit))
+            return fail_late(b, "take what all brought");
+        for (int32_t r = 1; r < b->num_ranks; r++) {
+            connection *c = &b->connections[r];
+            if (b->polls[r].revents == 0 || c->is_ready) continue;
+            const epic_frame_state state = epic_link_send(&c->link, &c->message);
             if (state == FRAME_LOST) lost = r;
-            l->ready = state != FRAME_MORE;
-            num_ready += l->ready;
+            c->is_ready = state != FRAME_MORE;
+            num_ready += c->is_ready;
         }
     }
-    return lost == 0 ? EPIC_OK : fail_lost(m, lost);
+    return lost == 0 ? EPIC_OK : fail_lost(b, lost);
 }
 
 /* Tells every rank the sentence of this failure; one that took half an answer sees its end. */
-static void tell_all(tcp_bootstrap *m)
+static void send_failure_to_all(tcp_bootstrap *b)
 {
-    time_limit limit = time_limit_begin(TELL_MS, NULL);
-    for (int32_t r = 1; r < m->num_ranks; r++) {
-        const epic_letter *letter = &m->lines[r].letter;
-        epic_link *link = &m->lines[r].link;
-        const size_t length = sizeof letter->frame + letter->frame.length;
-        if (letter->frame.magic == FRAME_MAGIC && letter->done == 0) epic_link_take_back(link);
-        if (letter->done == 0 || letter->done == length)
-            epic_link_tell(link, m->broken, m->sentence, &limit);
+    time_limit limit = time_limit_begin(SEND_MS, NULL);
+    for (int32_t r = 1; r < b->num_ranks; r++) {
+        const epic_message *message = &b->connections[r].message;
+        epic_link *link = &b->connections[r].link;
+        const size_t length = sizeof message->frame + message->frame.length;
+        if (message->frame.magic == FRAME_MAGIC && message->done == 0)
+            epic_link_reuse_number(link);
+        if (message->done == 0 || message->done == length)
+            epic_link_send_failure(link, b->broken, b->sentence, &limit);
         else
             (void)shutdown(link->socket, SHUT_WR);
     }
 }
 
-static epic_result gather_at_zero(tcp_bootstrap *m, const void *mine, char *all, size_t bytes,
+static epic_result gather_at_zero(tcp_bootstrap *b, const void *mine, char *all, size_t bytes,
                                   time_limit *limit)
 {
     if (bytes > 0) memmove(all, mine, bytes);
-    TRY(collect(m, all, bytes, limit));
-    return answer(m, all, bytes, limit);
+    TRY(collect_parts(b, all, bytes, limit));
+    return send_answers(b, all, bytes, limit);
 }
 
 /* ------------------------------------------------------------------------- other ranks ---- */
 
-static epic_result fail_silent(const tcp_bootstrap *m)
+static epic_result fail_silent(const tcp_bootstrap *b)
 {
     return epic_fail(
         EPIC_ETIMEOUT,
         "gather %llu: rank 0 did not answer rank %d within %u ms: it, or a rank that "
         "it waits for, did not come",
-        number(m), m->rank, m->timeout_ms);
+        gather_number(b), b->rank, b->timeout_ms);
 }
 
-static epic_result fail_without_zero(const tcp_bootstrap *m)
+static epic_result fail_without_zero(const tcp_bootstrap *b)
 {
     return epic_fail(EPIC_EPEER,
                      "gather %llu: rank 0 closed its connection to rank %d: it died or "
                      "left the bootstrap",
-                     number(m), m->rank);
+                     gather_number(b), b->rank);
 }
 
 /* Sends our part and receives the head of the answer.  Rank 0 answers before it has our part
  * only to say that it failed: so both at once; who cannot send may still be told why. */
-static epic_result exchange_heads(tcp_bootstrap *m, epic_letter *letter, time_limit *limit)
+static epic_result exchange_heads(tcp_bootstrap *b, epic_message *message, time_limit *limit)
 {
-    line *l = &m->lines[0];
+    connection *c = &b->connections[0];
     bool sending = true;
-    l->head = 0;
-    l->ready = false;
+    c->head = 0;
+    c->is_ready = false;
     for (;;) {
-        if (sending) sending = epic_link_send(&l->link, letter) == FRAME_MORE;
+        if (sending) sending = epic_link_send(&c->link, message) == FRAME_MORE;
         const epic_frame_state state =
-            epic_frame_receive(l->link.socket, &l->frame, sizeof l->frame, &l->head);
-        if (state == FRAME_LOST) return fail_without_zero(m);
+            epic_frame_receive(c->link.socket, &c->frame, sizeof c->frame, &c->head);
+        if (state == FRAME_LOST) return fail_without_zero(b);
         if (state == FRAME_DONE) return EPIC_OK;
         const short events = (short)(sending ? POLLIN | POLLOUT : POLLIN);
-        if (!poll_lines(m, events, 0, limit)) return fail_silent(m);
+        if (!poll_connections(b, events, 0, limit)) return fail_silent(b);
     }
 }
 
-static epic_result gather_elsewhere(tcp_bootstrap *m, const void *mine, char *all, size_t bytes,
+static epic_result gather_elsewhere(tcp_bootstrap *b, const void *mine, char *all, size_t bytes,
                                     time_limit *limit)
 {
-    const size_t total = (size_t)m->num_ranks * bytes;
-    epic_link *link = &m->lines[0].link;
-    const epic_frame *frame = &m->lines[0].frame;
+    const size_t total = (size_t)b->num_ranks * bytes;
+    epic_link *link = &b->connections[0].link;
+    const epic_frame *frame = &b->connections[0].frame;
     const epic_frame ours =
-        epic_link_frame(link->secret, EPIC_OK, m->sequence, mine, bytes, limit);
-    epic_letter letter = epic_link_letter(link, &ours, mine);
-    TRY(exchange_heads(m, &letter, limit));
-    if (!epic_link_check(link, frame)) return fail_foreign(m, 0);
-    if (frame->result != EPIC_OK) return epic_link_fail(link, frame, limit);
-    if (frame->sequence != m->sequence || frame->length != total)
+        epic_link_make_frame(link->secret, EPIC_OK, b->sequence, mine, bytes, limit);
+    epic_message message = epic_link_message(link, &ours, mine);
+    TRY(exchange_heads(b, &message, limit));
+    if (!epic_link_check(link, frame)) return fail_forged(b, 0);
+    if (frame->result != EPIC_OK) return epic_link_receive_failure(link, frame, limit);
+    if (frame->sequence != b->sequence || frame->length != total)
         return epic_fail(EPIC_EPEER, "gather %llu: what rank 0 sent is not its answer",
-                         number(m));
+                         gather_number(b));
 
     const epic_frame_state state = epic_frame_receive_all(link->socket, all, total, limit);
-    if (state == FRAME_LOST) return fail_without_zero(m);
-    if (state == FRAME_MORE) return fail_silent(m);
+    if (state == FRAME_LOST) return fail_without_zero(b);
+    if (state == FRAME_MORE) return fail_silent(b);
     if (!epic_link_check_bytes(link, frame, all))
         return epic_fail(EPIC_EPEER, "gather %llu: the answer of rank 0 arrived damaged",
-                         number(m));
+                         gather_number(b));
     return EPIC_OK;
 }
 
 /* ------------------------------------------------------------------- open, use, close ---- */
 
-static epic_result gather(void *self, const void *mine, void *all, int64_t bytes)
+static epic_result tcp_gather(void *self, const void *mine, void *all, int64_t bytes)
 {
-    tcp_bootstrap *m = self;
+    tcp_bootstrap *b = self;
     TRY(epic_bootstrap_check(mine, all, bytes));
-    if (m->broken != EPIC_OK) return epic_fail(m->broken, "%s", m->sentence);
+    if (b->broken != EPIC_OK) return epic_fail(b->broken, "%s", b->sentence);
 
-    time_limit limit = time_limit_begin(m->timeout_ms, NULL);
-    m->sequence++;
-    const epic_result result = m->rank == 0 ? gather_at_zero(m, mine, all, bytes, &limit)
-                                            : gather_elsewhere(m, mine, all, bytes, &limit);
+    time_limit limit = time_limit_begin(b->timeout_ms, NULL);
+    b->sequence++;
+    const epic_result result = b->rank == 0 ? gather_at_zero(b, mine, all, bytes, &limit)
+                                            : gather_elsewhere(b, mine, all, bytes, &limit);
     if (result == EPIC_OK) return EPIC_OK;
-    m->broken = result;
-    snprintf(m->sentence, sizeof m->sentence, "%s", epic_sentence());
-    if (m->rank == 0) tell_all(m);
+    b->broken = result;
+    snprintf(b->sentence, sizeof b->sentence, "%s", epic_sentence());
+    if (b->rank == 0) send_failure_to_all(b);
     return result;
 }
 
 /* Rank 0 told its peers why it failed: a close with bytes unread would reset the connections
  * and could overtake that.  Reads and forgets what they still send, until they are gone. */
-static void drain(tcp_bootstrap *m)
+static void drain_connections(tcp_bootstrap *b)
 {
     char rubbish[4096];
     time_limit limit = time_limit_begin(DRAIN_MS, NULL);
-    for (int32_t r = 1; r < m->num_ranks; r++) {
-        m->lines[r].ready = false;
-        (void)shutdown(m->lines[r].link.socket, SHUT_WR);
+    for (int32_t r = 1; r < b->num_ranks; r++) {
+        b->connections[r].is_ready = false;
+        (void)shutdown(b->connections[r].link.socket, SHUT_WR);
     }
-    for (int32_t r = 1; r < m->num_ranks; r++)
+    for (int32_t r = 1; r < b->num_ranks; r++)
         for (epic_frame_state state = FRAME_DONE; state != FRAME_LOST;) {
             size_t done = 0;
-            const int s = m->lines[r].link.socket;
+            const int s = b->connections[r].link.socket;
             state = epic_frame_receive(s, rubbish, sizeof rubbish, &done);
             if (state == FRAME_MORE && !epic_frame_wait(s, POLLIN, &limit)) break;
         }
@@ -305,12 +309,12 @@ static void drain(tcp_bootstrap *m)
 
 static void close_bootstrap(void *self)
 {
-    tcp_bootstrap *m = self;
-    if (m->rank == 0 && m->broken != EPIC_OK) drain(m);
-    for (int32_t i = 0; i < m->num_lines; i++) epic_link_close(&m->lines[i].link);
-    epic_secret_close(&m->secret);
-    free(m->polls);
-    free(m);
+    tcp_bootstrap *b = self;
+    if (b->rank == 0 && b->broken != EPIC_OK) drain_connections(b);
+    for (int32_t i = 0; i < b->num_connections; i++) epic_link_close(&b->connections[i].link);
+    epic_secret_close(&b->secret);
+    free(b->polls);
+    free(b);
 }
 
 static epic_result check_tcp(const epic_tcp *tcp)
@@ -328,43 +332,45 @@ static epic_result check_tcp(const epic_tcp *tcp)
 }
 
 /* Connects the ranks of a bootstrap whose memory is there. */
-static epic_result bootstrap(tcp_bootstrap *m, const epic_tcp *tcp)
+static epic_result connect_ranks(tcp_bootstrap *b, const epic_tcp *tcp)
 {
     time_limit limit = time_limit_begin(tcp->timeout_ms, NULL);
-    epic_link *links = calloc((size_t)m->num_lines, sizeof *links);
+    epic_link *links = calloc((size_t)b->num_connections, sizeof *links);
     if (links == NULL)
         return epic_fail(EPIC_ENOMEM, "no memory for a bootstrap of %d ranks", tcp->num_ranks);
-    epic_result result = epic_secret_open(&m->secret, tcp->secret);
+    epic_result result = epic_secret_open(&b->secret, tcp->secret);
     if (result == EPIC_OK)
-        result = tcp->rank == 0 ? epic_tcp_accept(links, tcp, &m->secret, &limit)
-                                : epic_tcp_connect(links, tcp, &m->secret, &limit);
-    for (int32_t i = 0; i < m->num_lines && result == EPIC_OK; i++) m->lines[i].link = links[i];
-    m->secret.text = NULL;
+        result = tcp->rank == 0 ? epic_tcp_accept(links, tcp, &b->secret, &limit)
+                                : epic_tcp_connect(links, tcp, &b->secret, &limit);
+    for (int32_t i = 0; i < b->num_connections && result == EPIC_OK; i++)
+        b->connections[i].link = links[i];
+    b->secret.text = NULL;
     free(links);
     return result;
 }
 
 static epic_result open_bootstrap(epic_bootstrap *out, const epic_tcp *tcp)
 {
-    const int32_t num_lines = tcp->rank == 0 ? tcp->num_ranks : 1;
-    tcp_bootstrap *m = calloc(1, sizeof *m + (size_t)num_lines * sizeof m->lines[0]);
-    struct pollfd *polls = calloc((size_t)num_lines, sizeof *polls);
-    if (m == NULL || polls == NULL) {
+    const int32_t num_connections = tcp->rank == 0 ? tcp->num_ranks : 1;
+    tcp_bootstrap *b =
+        calloc(1, sizeof *b + (size_t)num_connections * sizeof b->connections[0]);
+    struct pollfd *polls = calloc((size_t)num_connections, sizeof *polls);
+    if (b == NULL || polls == NULL) {
         free(polls);
-        free(m);
+        free(b);
         return epic_fail(EPIC_ENOMEM, "no memory for a bootstrap of %d ranks", tcp->num_ranks);
     }
-    m->rank = tcp->rank;
-    m->num_ranks = tcp->num_ranks;
-    m->timeout_ms = tcp->timeout_ms;
-    m->num_lines = num_lines;
-    m->polls = polls;
-    for (int32_t i = 0; i < num_lines; i++) m->lines[i].link.socket = -1;
-    const epic_result result = bootstrap(m, tcp);
+    b->rank = tcp->rank;
+    b->num_ranks = tcp->num_ranks;
+    b->timeout_ms = tcp->timeout_ms;
+    b->num_connections = num_connections;
+    b->polls = polls;
+    for (int32_t i = 0; i < num_connections; i++) b->connections[i].link.socket = -1;
+    const epic_result result = connect_ranks(b, tcp);
     if (result == EPIC_OK)
-        *out = (epic_bootstrap){tcp->rank, tcp->num_ranks, gather, close_bootstrap, m};
+        *out = (epic_bootstrap){tcp->rank, tcp->num_ranks, tcp_gather, close_bootstrap, b};
     else
-        close_bootstrap(m);
+        close_bootstrap(b);
     return result;
 }
 
@@ -379,6 +385,6 @@ epic_result epic_bootstrap_tcp_v1(epic_bootstrap *out, const epic_tcp *theirs, s
     if (tcp.address == NULL) tcp.address = "127.0.0.1";
     if (tcp.timeout_ms == 0) tcp.timeout_ms = BOOTSTRAP_TIMEOUT_MS;
     if (tcp.num_ranks > 1) return open_bootstrap(out, &tcp);
-    epic_bootstrap_alone(out);
+    epic_bootstrap_of_one(out);
     return EPIC_OK;
 }

@@ -12,17 +12,17 @@
 
 #include "bootstrap/link.h"
 
-#define TCP_MAX_PLACES 8
+#define TCP_MAX_ENDPOINTS 8
 
-typedef struct epic_place {
+typedef struct epic_endpoint {
     struct sockaddr_storage address;
     socklen_t bytes;
-} epic_place;
+} epic_endpoint;
 
-typedef struct epic_places {
-    epic_place at[TCP_MAX_PLACES];
+typedef struct epic_endpoints {
+    epic_endpoint at[TCP_MAX_ENDPOINTS];
     int count;
-} epic_places;
+} epic_endpoints;
 
 /* The addresses that tcp->address stands for; freeaddrinfo them.  Errors: EPIC_EINVAL,
  * EPIC_ETIMEOUT (no name server answered), EPIC_EDEVICE. */
@@ -30,11 +30,11 @@ epic_result epic_tcp_resolve(struct addrinfo **out, const epic_tcp *tcp, time_li
 
 /* Where to listen, or to connect to: those, or loopback in place of this host's where there is no
  * secret.  Errors: as above; EPIC_EINVAL also where another host would take a secret. */
-epic_result epic_tcp_places(epic_places *out, const epic_tcp *tcp, time_limit *limit);
+epic_result epic_tcp_endpoints(epic_endpoints *out, const epic_tcp *tcp, time_limit *limit);
 
 /* Listens on those of them that are this host's.  Errors: EPIC_EINVAL (none is), EPIC_EDEVICE
  * (the port is taken). */
-epic_result epic_tcp_listen(int listeners[TCP_MAX_PLACES], int *num_listeners,
+epic_result epic_tcp_listen(int listeners[TCP_MAX_ENDPOINTS], int *num_listeners,
                             const epic_tcp *tcp, time_limit *limit);
 
 /* Rank 0.  links[r], for r from 1 to num_ranks - 1, come out connected; on failure every rank

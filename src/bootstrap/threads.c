@@ -11,14 +11,14 @@
 
 typedef struct hub hub;
 
-typedef struct guest {
+typedef struct member {
     hub *hub;
     int32_t rank;
     bool arrived; /* waits in the gather that is going on; the next three are its arguments */
     const void *mine;
     char *all;
     size_t bytes;
-} guest;
+} member;
 
 struct hub {
     pthread_mutex_t mutex; /* guards everything below */
@@ -32,7 +32,7 @@ struct hub {
     epic_result broken; /* EPIC_OK, or what every later gather returns */
     char sentence[512];
     bool *gone; /* [num_ranks] */
-    guest guests[];
+    member members[];
 };
 
 /* Breaks the hub with the sentence that this thread just failed with. */
@@ -54,7 +54,7 @@ static epic_result fail_again(const hub *h)
 static void break_gone(hub *h)
 {
     char names[256];
-    epic_bootstrap_names(names, sizeof names, h->gone, h->num_ranks);
+    epic_bootstrap_list_ranks(names, sizeof names, h->gone, h->num_ranks);
     h->broken = EPIC_EPEER;
     snprintf(h->sentence, sizeof h->sentence,
              "gather %llu: %s closed this bootstrap of threads",
@@ -62,17 +62,17 @@ static void break_gone(hub *h)
     pthread_cond_broadcast(&h->changed);
 }
 
-static epic_result check_bytes(hub *h, const guest *s)
+static epic_result check_bytes(hub *h, const member *m)
 {
     for (int32_t r = 0; r < h->num_ranks; r++) {
-        const guest *other = &h->guests[r];
-        if (!other->arrived || other->bytes == s->bytes) continue;
+        const member *other = &h->members[r];
+        if (!other->arrived || other->bytes == m->bytes) continue;
         return break_hub(h,
                          epic_fail(EPIC_EMISMATCH,
                                    "gather %llu: rank %d brings %zu bytes and rank %d brings "
                                    "%zu: all ranks bring equally many",
                                    (unsigned long long)h->finished + 1, r, other->bytes,
-                                   s->rank, s->bytes));
+                                   m->rank, m->bytes));
     }
     return EPIC_OK;
 }
@@ -81,11 +81,11 @@ static epic_result check_bytes(hub *h, const guest *s)
 static void finish_gather(hub *h)
 {
     for (int32_t to = 0; to < h->num_ranks; to++) {
-        const size_t bytes = h->guests[to].bytes;
+        const size_t bytes = h->members[to].bytes;
         for (int32_t from = 0; from < h->num_ranks && bytes > 0; from++)
-            memmove(h->guests[to].all + (size_t)from * bytes, h->guests[from].mine, bytes);
+            memmove(h->members[to].all + (size_t)from * bytes, h->members[from].mine, bytes);
     }
-    for (int32_t r = 0; r < h->num_ranks; r++) h->guests[r].arrived = false;
+    for (int32_t r = 0; r < h->num_ranks; r++) h->members[r].arrived = false;
     h->num_arrived = 0;
     h->finished++;
     pthread_cond_broadcast(&h->changed);
@@ -96,8 +96,8 @@ static epic_result fail_late(hub *h)
     char names[256];
     bool *missing = calloc((size_t)h->num_ranks, sizeof *missing);
     if (missing == NULL) return break_hub(h, epic_fail(EPIC_ETIMEOUT, "ranks did not come"));
-    for (int32_t r = 0; r < h->num_ranks; r++) missing[r] = !h->guests[r].arrived;
-    epic_bootstrap_names(names, sizeof names, missing, h->num_ranks);
+    for (int32_t r = 0; r < h->num_ranks; r++) missing[r] = !h->members[r].arrived;
+    epic_bootstrap_list_ranks(names, sizeof names, missing, h->num_ranks);
     free(missing);
     return break_hub(h, epic_fail(EPIC_ETIMEOUT,
                                   "gather %llu: %s did not come to this bootstrap of threads "
@@ -107,27 +107,27 @@ static epic_result fail_late(hub *h)
 }
 
 /* Two threads use one rank's meet: the second is refused, and the gather goes on without it. */
-static epic_result fail_twice(hub *h, const guest *s)
+static epic_result fail_twice(hub *h, const member *m)
 {
     h->num_twice++;
     return epic_fail(
         EPIC_EINVAL,
         "gather %llu: another thread is rank %d of this bootstrap of threads: each "
         "thread needs the meet of its own rank",
-        (unsigned long long)h->finished + 1, s->rank);
+        (unsigned long long)h->finished + 1, m->rank);
 }
 
 /* Returns with the mutex held, as it was called.  call: what the guest becomes. */
-static epic_result gather_locked(hub *h, guest *s, const guest *call)
+static epic_result gather_locked(hub *h, member *m, const member *call)
 {
     if (h->broken == EPIC_OK && h->num_open < h->num_ranks) break_gone(h);
     if (h->broken != EPIC_OK) return fail_again(h);
     TRY(check_bytes(h, call));
     /* hub and rank stay: a second thread of this rank may read them without the mutex. */
-    s->arrived = true;
-    s->mine = call->mine;
-    s->all = call->all;
-    s->bytes = call->bytes;
+    m->arrived = true;
+    m->mine = call->mine;
+    m->all = call->all;
+    m->bytes = call->bytes;
     h->num_arrived++;
 
     const uint64_t number = h->finished;
@@ -143,15 +143,15 @@ static epic_result gather_locked(hub *h, guest *s, const guest *call)
     return EPIC_OK;
 }
 
-static epic_result gather(void *self, const void *mine, void *all, int64_t bytes)
+static epic_result threads_gather(void *self, const void *mine, void *all, int64_t bytes)
 {
-    guest *s = self;
-    hub *h = s->hub;
+    member *m = self;
+    hub *h = m->hub;
     TRY(epic_bootstrap_check(mine, all, bytes));
-    const guest call = {h, s->rank, true, mine, all, (size_t)bytes};
+    const member call = {h, m->rank, true, mine, all, (size_t)bytes};
     pthread_mutex_lock(&h->mutex);
-    const bool is_twice = s->arrived && h->broken == EPIC_OK;
-    const epic_result result = is_twice ? fail_twice(h, s) : gather_locked(h, s, &call);
+    const bool is_twice = m->arrived && h->broken == EPIC_OK;
+    const epic_result result = is_twice ? fail_twice(h, m) : gather_locked(h, m, &call);
     pthread_mutex_unlock(&h->mutex);
     return result;
 }
@@ -164,12 +164,12 @@ static void free_hub(hub *h)
     free(h);
 }
 
-static void close_guest(void *self)
+static void close_member(void *self)
 {
-    guest *s = self;
-    hub *h = s->hub;
+    member *m = self;
+    hub *h = m->hub;
     pthread_mutex_lock(&h->mutex);
-    h->gone[s->rank] = true;
+    h->gone[m->rank] = true;
     if (h->num_arrived > 0 && h->broken == EPIC_OK) break_gone(h);
     const bool last = --h->num_open == 0;
     pthread_mutex_unlock(&h->mutex);
@@ -180,7 +180,7 @@ static epic_result open_hub(hub **out, int32_t num_ranks, uint32_t timeout_ms)
 {
     pthread_condattr_t attributes;
     const size_t ranks = (size_t)num_ranks;
-    hub *h = calloc(1, sizeof *h + ranks * sizeof h->guests[0]);
+    hub *h = calloc(1, sizeof *h + ranks * sizeof h->members[0]);
     bool *gone = calloc(ranks, sizeof *gone);
     if (h == NULL || gone == NULL) {
         free(gone);
@@ -209,8 +209,8 @@ epic_result epic_bootstrap_threads(epic_bootstrap *out, int32_t num_ranks, uint3
                          BOOTSTRAP_MAX_RANKS);
     TRY(open_hub(&h, num_ranks, timeout_ms));
     for (int32_t r = 0; r < num_ranks; r++) {
-        h->guests[r] = (guest){.hub = h, .rank = r};
-        out[r] = (epic_bootstrap){r, num_ranks, gather, close_guest, &h->guests[r]};
+        h->members[r] = (member){.hub = h, .rank = r};
+        out[r] = (epic_bootstrap){r, num_ranks, threads_gather, close_member, &h->members[r]};
     }
     return EPIC_OK;
 }

@@ -283,13 +283,13 @@ epic_result exchange_open(exchange **out, epic_context *ctx, uint32_t operation,
     deadline_start(&asked.deadline, timeout_ms * MS, now_ns());
     *out = NULL;
     TRY(context_check(ctx));
-    TRY(tags_enter(&ctx->tags, call->tag, &asked.place));
+    TRY(tags_begin(&ctx->tags, call->tag, &asked.place));
     asked.met = asked.place;
     exchange *x = NULL;
     const epic_result result = enter(&x, ctx, &asked, note, bytes);
     if (result != EPIC_OK) {
         if (x) return exchange_close(x, result);
-        tags_leave(&ctx->tags, call->tag);
+        tags_end(&ctx->tags, call->tag);
         return result;
     }
     *out = x;
@@ -301,7 +301,7 @@ void exchange_go_on(exchange *x, uint32_t operation, uint64_t bytes)
     epic_context *ctx = x->ctx;
     recorder_end(ctx->recorder, x->record, EPIC_OK, NULL);
     x->operation = operation;
-    x->place = tags_go_on(&ctx->tags, x->tag);
+    x->place = tags_continue(&ctx->tags, x->tag);
     x->record = recorder_begin(ctx->recorder, operation, x->tag, x->place, bytes);
     x->phase = PHASE_NEXT_ROWS;
     exchange_moved(x);
@@ -314,7 +314,7 @@ epic_result exchange_close(exchange *x, epic_result result)
     rounding_leave(x->rounding);
     x->transport->finish(x->group, x->cell); /* the cell is no longer ours */
     recorder_end(ctx->recorder, record, result, result == EPIC_OK ? NULL : epic_sentence());
-    tags_leave(&ctx->tags, tag);
+    tags_end(&ctx->tags, tag);
     return result;
 }
 

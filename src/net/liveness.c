@@ -81,11 +81,11 @@ static void *run_thread(void *self)
             polls[h] =
                 (struct pollfd){.fd = is_watched(l, h) ? l->sockets[h] : -1, .events = POLLIN};
         polls[n] = (struct pollfd){.fd = l->stop_event, .events = POLLIN};
-        const int got = poll(polls, (nfds_t)n + 1, epic_bootstrap_left(next));
+        const int got = poll(polls, (nfds_t)n + 1, epic_bootstrap_left_ms(next));
         if (got > 0 && polls[n].revents) return NULL;
         for (int h = 0; h < n && got > 0; h++)
             if (polls[h].revents) read_beats(l, h);
-        const int64_t now = epic_bootstrap_now(), late = now - next;
+        const int64_t now = epic_bootstrap_now_ms(), late = now - next;
         if (late < 0) continue;
         for (int h = 0; h < n; h++) {
             if (next && late > BEAT_MS) l->acked_ms[h] += late;
@@ -98,7 +98,7 @@ static void *run_thread(void *self)
 /* Signals of the program are not for this thread. */
 epic_result liveness_start_thread(net_liveness *l)
 {
-    const int64_t now = epic_bootstrap_now();
+    const int64_t now = epic_bootstrap_now_ms();
     for (int h = 0; h < l->setup.num_hosts; h++) l->acked_ms[h] = now;
     l->stop_event = eventfd(0, EFD_CLOEXEC);
     if (l->stop_event < 0)

@@ -50,7 +50,7 @@ static epic_result fail_with_errno(const char *what)
 {
     const int error = errno;
     return epic_fail(EPIC_EDEVICE, "lines: %s: %s%s", what, strerror(error),
-                     epic_way_out(error));
+                     epic_remedy(error));
 }
 
 epic_result net_liveness_listen(net_liveness **out, const net_liveness_setup *setup,
@@ -214,7 +214,7 @@ static epic_result poll_once(connect_state *o)
         *p++ = (struct pollfd){.fd = o->incoming[g].fd, .events = POLLIN};
     if (poll(polls, (nfds_t)(p - polls), POLL_MS) < 0 && errno != EINTR)
         return fail_with_errno("poll");
-    const int64_t now = epic_bootstrap_now();
+    const int64_t now = epic_bootstrap_now_ms();
     for (int h = 0; h < l->setup.num_hosts; h++)
         if (must_connect(l, h)) advance_outgoing(o, h, polls[1 + h].revents, now);
     for (int g = 0; g < MAX_INCOMING; g++)
@@ -227,7 +227,7 @@ static epic_result fail_with_missing(const net_liveness *l, const bool *which)
 {
     char names[256];
     const int num_ranks = l->setup.num_hosts * l->setup.ranks_per_host;
-    epic_bootstrap_names(names, sizeof names, which, num_ranks);
+    epic_bootstrap_list_ranks(names, sizeof names, which, num_ranks);
     return epic_fail(
         EPIC_ETIMEOUT,
         "lines: no TCP connection with %s within %u ms: it did not come, or this host "

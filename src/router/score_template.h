@@ -77,10 +77,10 @@ static void make_scores(REAL *s, const REAL *z, uint32_t score, int64_t n)
         make_softmax(s, z, n);
         break;
     case EPIC_SCORE_SIGMOID:
-        for (int64_t i = 0; i < n; i++) s[i] = sigmoid(z[i]);
+        for (int64_t i = 0; i < n; i++) s[i] = score_sigmoid(z[i]);
         break;
     case EPIC_SCORE_SQRTSOFTPLUS:
-        for (int64_t i = 0; i < n; i++) s[i] = sqrtsoftplus(z[i]);
+        for (int64_t i = 0; i < n; i++) s[i] = score_sqrtsoftplus(z[i]);
         break;
     default:
         memcpy(s, z, (size_t)n * sizeof *s);

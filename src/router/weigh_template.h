@@ -101,7 +101,7 @@ static void make_parts(const router_job *job, const int32_t *topk_idx, REAL *par
     const bool scores = job->router.weight_rule == EPIC_WEIGHT_OF_SCORE;
     for (int i = 0; i < k; i++) {
         const int32_t e = topk_idx[i];
-        parts[i] = e < 0 ? 0 : scores ? s[e] : sigmoid(z[e]);
+        parts[i] = e < 0 ? 0 : scores ? s[e] : score_sigmoid(z[e]);
     }
 }
 
@@ -195,7 +195,7 @@ static void parts_backward(const router_job *job, const REAL *parts, const int32
         else if (job->router.weight_rule == EPIC_WEIGHT_SOFTMAX_CHOSEN)
             d[e] += parts[i] * (g[i] - mean);
         else
-            d[e] += g[i] * (parts[i] * sigmoid(-z[e]));
+            d[e] += g[i] * (parts[i] * score_sigmoid(-z[e]));
     }
 }
 

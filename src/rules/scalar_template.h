@@ -14,13 +14,13 @@ SCALAR REAL exp_of_difference(REAL a, REAL b)
     return OF(exp)(d, low);
 }
 
-SCALAR REAL sigmoid(REAL z)
+SCALAR REAL score_sigmoid(REAL z)
 {
     const REAL e = OF(exp)(z > 0 ? -z : z, 0);
     return OF(part_of)(z > 0 ? 1 : e, 1 + e);
 }
 
-SCALAR REAL sqrtsoftplus(REAL z)
+SCALAR REAL score_sqrtsoftplus(REAL z)
 {
     if (z < SMALL_LOGIT) return OF(exp)(z / 2, 0);
     const REAL e = OF(exp)(z > 0 ? -z : z, 0);
@@ -30,7 +30,7 @@ SCALAR REAL sqrtsoftplus(REAL z)
 /* ds/dz of the scores that depend on their own logit alone. */
 SCALAR REAL score_slope(REAL s, REAL z, uint32_t score)
 {
-    if (score == EPIC_SCORE_SIGMOID) return s * sigmoid(-z);
+    if (score == EPIC_SCORE_SIGMOID) return s * score_sigmoid(-z);
     if (score == EPIC_SCORE_LOGITS) return 1;
-    return z < SMALL_LOGIT ? s / 2 : sigmoid(z) / (2 * s);
+    return z < SMALL_LOGIT ? s / 2 : score_sigmoid(z) / (2 * s);
 }

@@ -17,9 +17,9 @@ static int guests[MOST_GUESTS], num_guests;
 /* The next connection of the script. */
 static int come(void)
 {
-    epic_places places;
+    epic_endpoints places;
     if (s.left == 0 || num_guests == MOST_GUESTS) return 0;
-    (void)epic_tcp_places(&places, NULL, NULL);
+    (void)epic_tcp_endpoints(&places, NULL, NULL);
     const int guest = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     if (connect(guest, (struct sockaddr *)&places.at[0].address, places.at[0].bytes) != 0)
         return close(guest), 0;

@@ -26,17 +26,17 @@ int script_listener(void)
 }
 
 /* In place of src/bootstrap/address.c. */
-epic_result epic_tcp_places(epic_places *out, const epic_tcp *tcp, time_limit *limit)
+epic_result epic_tcp_endpoints(epic_endpoints *out, const epic_tcp *tcp, time_limit *limit)
 {
     (void)tcp, (void)limit;
     script_listener();
-    *out = (epic_places){.count = 1};
+    *out = (epic_endpoints){.count = 1};
     memcpy(&out->at[0].address, &place, sizeof place);
     out->at[0].bytes = sizeof place;
     return EPIC_OK;
 }
 
-epic_result epic_tcp_listen(int listeners[TCP_MAX_PLACES], int *num_listeners,
+epic_result epic_tcp_listen(int listeners[TCP_MAX_ENDPOINTS], int *num_listeners,
                             const epic_tcp *tcp, time_limit *limit)
 {
     (void)tcp, (void)limit;
@@ -117,8 +117,8 @@ static void put_frame(script *s, int socket)
     const uint8_t *bytes = take(s, &length);
     const time_limit limit = time_limit_begin(INT32_MAX, NULL);
     const epic_frame frame =
-        epic_link_frame(s->link.secret, result, sequence, bytes, length, &limit);
-    epic_letter letter = epic_link_letter(&s->link, &frame, bytes);
+        epic_link_make_frame(s->link.secret, result, sequence, bytes, length, &limit);
+    epic_message letter = epic_link_message(&s->link, &frame, bytes);
     spoil(s, &letter.frame, sizeof letter.frame);
     put(socket, &letter.frame, sizeof letter.frame);
     put(socket, bytes, length);

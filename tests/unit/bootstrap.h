@@ -80,7 +80,7 @@ static inline void nap(int ms)
 static inline void run_rank(const trial *t, int rank, uint32_t port)
 {
     report *out = &reports[rank];
-    const int64_t begin = epic_bootstrap_now();
+    const int64_t begin = epic_bootstrap_now_ms();
     epic_tcp tcp = {
         .address = t->address,
         .secret = rank == t->odd && t->other_secret ? t->other_secret : t->secret,
@@ -93,7 +93,7 @@ static inline void run_rank(const trial *t, int rank, uint32_t port)
     t->rank(t, &tcp, out);
     snprintf(out->sentence, sizeof out->sentence, "%s",
              out->result == EPIC_OK ? "" : epic_error(NULL));
-    out->ms = epic_bootstrap_now() - begin;
+    out->ms = epic_bootstrap_now_ms() - begin;
 }
 
 static inline pid_t spawn(const trial *t, int rank, uint32_t port)
@@ -239,13 +239,13 @@ static inline void play_zero(const epic_tcp *tcp, uint32_t version, bool has_sec
     char rest[256];
     const int listener = listen_at(tcp->port);
     const int s = accept(listener, NULL, NULL);
-    epic_frame_hello(&ours, 0, tcp->num_ranks, has_secret, &limit);
+    epic_frame_make_hello(&ours, 0, tcp->num_ranks, has_secret, &limit);
     ours.version = version;
     (void)epic_frame_receive_all(s, &theirs, sizeof theirs, &limit);
     (void)epic_frame_send_bytes(s, &ours, sizeof ours, &limit);
     epic_link link = {.socket = s};
-    const epic_frame frame = epic_link_frame(NULL, EPIC_OK, 0, NULL, 0, &limit);
-    epic_letter entry = epic_link_letter(&link, &frame, NULL);
+    const epic_frame frame = epic_link_make_frame(NULL, EPIC_OK, 0, NULL, 0, &limit);
+    epic_message entry = epic_link_message(&link, &frame, NULL);
     (void)epic_link_send_all(&link, &entry, &limit);
     (void)epic_frame_receive_all(s, rest, sizeof rest, &limit);
     close(s);
@@ -258,10 +258,10 @@ static inline int run_tests(void (*const tests[])(void), size_t count)
     reports = mmap(NULL, sizeof *reports * (MOST + 1), PROT_READ | PROT_WRITE,
                    MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     for (size_t i = 0; i < count; i++) {
-        const int64_t begin = epic_bootstrap_now();
+        const int64_t begin = epic_bootstrap_now_ms();
         tests[i]();
         if (getenv("BOOTSTRAP_VERBOSE") != NULL)
-            printf("-- test %zu: %lld ms\n", i, (long long)(epic_bootstrap_now() - begin));
+            printf("-- test %zu: %lld ms\n", i, (long long)(epic_bootstrap_now_ms() - begin));
     }
     return failures == 0 ? 0 : 1;
 }

@@ -23,7 +23,7 @@ static void odd_version(const trial *t, epic_tcp *tcp, report *out)
     char answer[1024];
     time_limit limit = time_limit_begin(5000, NULL);
     const int s = knock_until_open(tcp->port);
-    epic_frame_hello(&hello, tcp->rank, tcp->num_ranks, false, &limit);
+    epic_frame_make_hello(&hello, tcp->rank, tcp->num_ranks, false, &limit);
     hello.version = 99;
     (void)epic_frame_send_bytes(s, &hello, sizeof hello, &limit);
     (void)epic_frame_receive_all(s, answer, sizeof answer, &limit);
@@ -85,7 +85,7 @@ static void goes_early(const trial *t, epic_tcp *tcp, report *out)
         epic_hello hello;
         time_limit limit = time_limit_begin(5000, NULL);
         const int s = knock_until_open(tcp->port);
-        epic_frame_hello(&hello, tcp->rank, tcp->num_ranks, false, &limit);
+        epic_frame_make_hello(&hello, tcp->rank, tcp->num_ranks, false, &limit);
         (void)epic_frame_send_bytes(s, &hello, sizeof hello, &limit);
         (void)epic_frame_receive_all(s, &hello, sizeof hello, &limit);
         close(s);

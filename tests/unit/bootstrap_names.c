@@ -178,9 +178,9 @@ static int64_t expect(const epic_tcp *tcp, epic_result result, const char *words
                       int64_t least_ms)
 {
     epic_bootstrap bootstrap;
-    const int64_t begin = epic_bootstrap_now();
+    const int64_t begin = epic_bootstrap_now_ms();
     const epic_result got = epic_bootstrap_tcp(&bootstrap, tcp);
-    const int64_t ms = epic_bootstrap_now() - begin;
+    const int64_t ms = epic_bootstrap_now_ms() - begin;
     CHECK_SAY(got == result && strstr(epic_error(NULL), words), "%s: %s", epic_result_name(got),
               epic_error(NULL));
     CHECK_SAY(ms >= least_ms && ms < LATE_MS, "%lld ms: %s", (long long)ms, epic_error(NULL));
@@ -235,10 +235,10 @@ static void *let_in(void *self)
     const int s = accept(listener, NULL, NULL);
     epic_link link = {.socket = s};
     if (recv(s, &theirs, sizeof theirs, MSG_WAITALL) != (ssize_t)sizeof theirs) return NULL;
-    epic_frame_hello(&ours, 0, theirs.num_ranks, false, &limit);
+    epic_frame_make_hello(&ours, 0, theirs.num_ranks, false, &limit);
     (void)epic_frame_send_bytes(s, &ours, sizeof ours, &limit);
-    const epic_frame frame = epic_link_frame(NULL, EPIC_OK, 0, NULL, 0, &limit);
-    epic_letter entry = epic_link_letter(&link, &frame, NULL);
+    const epic_frame frame = epic_link_make_frame(NULL, EPIC_OK, 0, NULL, 0, &limit);
+    epic_message entry = epic_link_message(&link, &frame, NULL);
     (void)epic_link_send_all(&link, &entry, &limit);
     (void)!recv(s, &theirs, sizeof theirs, MSG_WAITALL);
     close(s);

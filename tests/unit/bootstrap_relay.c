@@ -314,11 +314,11 @@ static void *refuse_one(void *self)
     const int s = accept(listener, NULL, NULL);
     epic_link link = {.socket = s};
     CHECK(read_all(s, &theirs, sizeof theirs));
-    epic_frame_hello(&ours, 0, theirs.num_ranks, o->has_secret, &limit);
+    epic_frame_make_hello(&ours, 0, theirs.num_ranks, o->has_secret, &limit);
     ours.version = o->version;
     write_all(s, &ours, sizeof ours);
     if (o->has_secret && o->version == FRAME_VERSION) CHECK(read_all(s, proof, sizeof proof));
-    epic_link_tell(&link, EPIC_EMISMATCH, "go away, all of you", &limit);
+    epic_link_send_failure(&link, EPIC_EMISMATCH, "go away, all of you", &limit);
     while (o->stays && !o->over) run_nap_us(1000);
     close(listener);
     run_nap_us(20000);
@@ -336,7 +336,7 @@ static void *take_seat(void *self)
     for (int i = 0; !o->over; i++) {
         const int s = knock(o->port);
         const time_limit limit = time_limit_begin(60000, NULL);
-        epic_frame_hello(&hello, 1 + i % 2, i % 5 ? 3 : 4, true, &limit);
+        epic_frame_make_hello(&hello, 1 + i % 2, i % 5 ? 3 : 4, true, &limit);
         if (i % 3 == 0) hello.version = 99;
         if (i % 7 == 0) hello.left_ms = 1;
         if (s >= 0) {

@@ -29,7 +29,7 @@ static void babble(const trial *t, uint32_t port)
         say(port, NULL, 0, hold);
         say(port, http, sizeof http - 1, hold);
         const time_limit limit = time_limit_begin(60000, NULL);
-        epic_frame_hello(&hello, 2, t->num_ranks, t->secret != NULL, &limit);
+        epic_frame_make_hello(&hello, 2, t->num_ranks, t->secret != NULL, &limit);
         say(port, &hello, (size_t)(rand() % 63), hold); /* half of a hello */
         hello.rank = t->num_ranks;                      /* a rank that is not */
         say(port, &hello, sizeof hello, hold);
@@ -194,7 +194,7 @@ static void prove_among_silent(const trial *t, uint32_t port)
     epic_hello ours, theirs;
     epic_frame answer;
     const int s = knock_until_open(port);
-    epic_frame_hello(&ours, 1, t->num_ranks, true, &limit);
+    epic_frame_make_hello(&ours, 1, t->num_ranks, true, &limit);
     (void)epic_frame_send_bytes(s, &ours, sizeof ours, &limit);
     (void)epic_frame_receive_all(s, &theirs, sizeof theirs, &limit);
     for (int i = 0; i < 300; i++) (void)knock(port);
@@ -244,10 +244,10 @@ static void refuse_with(const trial *t, const epic_tcp *tcp, const char *sentenc
     const int listener = listen_at(tcp->port);
     for (struct pollfd at = {listener, POLLIN, 0}; poll(&at, 1, (int)t->timeout_ms) > 0;) {
         epic_link link = {.socket = accept(listener, NULL, NULL)};
-        epic_frame_hello(&ours, 0, tcp->num_ranks, t->secret != NULL, &limit);
+        epic_frame_make_hello(&ours, 0, tcp->num_ranks, t->secret != NULL, &limit);
         (void)epic_frame_receive_all(link.socket, &theirs, sizeof theirs, &limit);
         (void)epic_frame_send_bytes(link.socket, &ours, sizeof ours, &limit);
-        epic_link_tell(&link, EPIC_EINVAL, sentence, &limit);
+        epic_link_send_failure(&link, EPIC_EINVAL, sentence, &limit);
         (void)epic_frame_receive_all(link.socket, rest, sizeof rest, &limit);
         close(link.socket);
     }

@@ -30,8 +30,8 @@ static epic_context *open_context(const epic_bootstrap *bootstrap)
 static void start_at(epic_context *ctx, uint64_t tag, uint64_t place)
 {
     uint64_t first;
-    CHECK(tags_enter(&ctx->tags, tag, &first) == EPIC_OK);
-    tags_leave(&ctx->tags, tag);
+    CHECK(tags_begin(&ctx->tags, tag, &first) == EPIC_OK);
+    tags_end(&ctx->tags, tag);
     for (size_t i = 0; i < ctx->tags.size; i++)
         if (ctx->tags.entries[i].next && ctx->tags.entries[i].tag == tag)
             ctx->tags.entries[i].next = place + 1;

@@ -44,7 +44,7 @@ static void check_fit(void)
         char out[600];
         char *word = long_word(599);
         memset(out, 7, sizeof out);
-        epic_fit(out, size, word);
+        epic_fit_text(out, size, word);
         CHECK(strlen(out) == size - 1 && (size == sizeof out || out[size] == 7));
         free(word);
     }
@@ -153,7 +153,7 @@ static void check_verdict(void)
     CHECK(hello_compare(all, 3) == EPIC_OK);
     char *word = long_word(1000);
     epic_fail(EPIC_ENOMEM, "shm: %s; lower config.max_in_flight", word);
-    epic_fit(all[2].sentence, sizeof all[2].sentence, epic_error(NULL));
+    epic_fit_text(all[2].sentence, sizeof all[2].sentence, epic_error(NULL));
     all[2].refused = EPIC_ENOMEM;
     all[0].refused = EPIC_EPEER;
     all[1].refused = EPIC_ETIMEOUT;

@@ -47,7 +47,7 @@ static void test_many_late_returns(void)
 
 static void test_cores(void)
 {
-    core_set set = cores_mine();
+    core_set set = cores_of_thread();
     CHECK(cores_count(&set) >= 1);
     set = (core_set){{1, [CORE_WORDS - 1] = 1ull << 63}};
     CHECK_EQ(cores_count(&set), 2);

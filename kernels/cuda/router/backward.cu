@@ -57,8 +57,8 @@ __device__ __forceinline__ void parts_backward(const epic_router &r, const Share
         g[0] = s.parts[0] * (g[0] - mean);
         g[1] = s.parts[1] * (g[1] - mean);
     } else if (r.weight_rule == EPIC_WEIGHT_SIGMOID_CHOSEN) {
-        g[0] = g[0] * (s.parts[0] * sigmoid(-z[0]));
-        g[1] = g[1] * (s.parts[1] * sigmoid(-z[1]));
+        g[0] = g[0] * (s.parts[0] * score_sigmoid(-z[0]));
+        g[1] = g[1] * (s.parts[1] * score_sigmoid(-z[1]));
     }
     for (int i = 0; i < c.k; i++) {
         if (lane_id() == i && c.id[0] >= 0) d[at(c.id[0])] += g[0];

@@ -197,8 +197,8 @@ __device__ __forceinline__ Softmax softmax(float *p, const float *z, int columns
 /* Of the scores that depend on their own logit alone. */
 __device__ __forceinline__ float score_of(float z, uint32_t score)
 {
-    if (score == EPIC_SCORE_SIGMOID) return sigmoid(z);
-    return score == EPIC_SCORE_SQRTSOFTPLUS ? sqrtsoftplus(z) : z;
+    if (score == EPIC_SCORE_SIGMOID) return score_sigmoid(z);
+    return score == EPIC_SCORE_SQRTSOFTPLUS ? score_sqrtsoftplus(z) : z;
 }
 
 /* s may be z. */
@@ -209,9 +209,9 @@ __device__ __forceinline__ void make_scores(float *s, const float *z, uint32_t s
     if (score == EPIC_SCORE_SOFTMAX)
         softmax<V>(s, z, columns);
     else if (score == EPIC_SCORE_SIGMOID)
-        each_place<V>(columns, [&](int i) { s[at(i)] = sigmoid(z[at(i)]); });
+        each_place<V>(columns, [&](int i) { s[at(i)] = score_sigmoid(z[at(i)]); });
     else if (score == EPIC_SCORE_SQRTSOFTPLUS)
-        each_place<V>(columns, [&](int i) { s[at(i)] = sqrtsoftplus(z[at(i)]); });
+        each_place<V>(columns, [&](int i) { s[at(i)] = score_sqrtsoftplus(z[at(i)]); });
     else
         each_column<V>(0, columns, [&](int i) { s[at(i)] = z[at(i)]; });
 }
@@ -284,7 +284,8 @@ __device__ __forceinline__ Shares<J> share(const p2p_router_rows &rows, const Ch
 #pragma unroll
     for (int j = 0; j < J; j++)
         if (c.live(j))
-            s.parts[j] = r.weight_rule == EPIC_WEIGHT_SIGMOID_CHOSEN ? sigmoid(x[j]) : x[j];
+            s.parts[j] =
+                r.weight_rule == EPIC_WEIGHT_SIGMOID_CHOSEN ? score_sigmoid(x[j]) : x[j];
     if (r.weight_rule == EPIC_WEIGHT_SOFTMAX_CHOSEN) softmax_chosen(c, s.parts);
     if (r.normalize == EPIC_NORMALIZE_NONE) return s;
 

@@ -83,7 +83,7 @@ static epic_result read_threads(int32_t *threads)
 
 int32_t hosts_env_threads(const hosts_env *env, int ranks)
 {
-    const core_set cores = cores_mine();
+    const core_set cores = cores_of_thread();
     const int32_t some = cores_count(&cores) / ranks / CORES_PER_THREAD;
     if (env->threads >= 0) return env->threads;
     if (some < DEFAULT_MIN_THREADS) return 0;

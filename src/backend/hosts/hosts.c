@@ -197,7 +197,7 @@ static epic_result move_to_host(epic_group *g, hosts_part *h, peer_info *mine)
 static epic_result fail_on_gpu(epic_result result)
 {
     char why[160];
-    epic_fit(why, sizeof why, epic_sentence());
+    epic_fit_text(why, sizeof why, epic_sentence());
     return epic_fail(result,
                      "EPIC_NET_MEMORY=gpu: %s; without it rows go by way of host memory", why);
 }
@@ -215,7 +215,7 @@ static epic_result open_own_boxes(epic_group *g, hosts_part *h, peer_info *mine)
                         h->env.engine->name);
     if (result == EPIC_OK) return EPIC_OK;
     if (h->env.memory == HOSTS_MEMORY_GPU) return fail_on_gpu(result);
-    epic_fit(mine->sentence, sizeof mine->sentence, epic_sentence());
+    epic_fit_text(mine->sentence, sizeof mine->sentence, epic_sentence());
     return move_to_host(g, h, mine);
 }
 
@@ -308,7 +308,8 @@ static epic_result gather_peers(const epic_join *join, peer_info *infos, epic_re
 {
     peer_info *mine = &infos[join->bootstrap->num_ranks];
     mine->result = (uint32_t)result;
-    if (result != EPIC_OK) epic_fit(mine->sentence, sizeof mine->sentence, epic_sentence());
+    if (result != EPIC_OK)
+        epic_fit_text(mine->sentence, sizeof mine->sentence, epic_sentence());
     infos[join->bootstrap->rank] = *mine;
     if (!join->bootstrap->gather) return EPIC_OK;
     return join->bootstrap->gather(join->bootstrap->self, mine, infos, sizeof *mine);
@@ -511,7 +512,7 @@ static void hosts_forget(epic_group *g)
 
 static void hosts_describe_net(const epic_group *g, char *to, size_t size)
 {
-    epic_fit(to, size, g->hosts->net_text);
+    epic_fit_text(to, size, g->hosts->net_text);
 }
 
 /* Inbox and outbox count where they may lie: unasked on the GPU and in host memory, though they will

@@ -91,7 +91,7 @@ static void exchange_roll_calls(const bootstrap *m, MPI_Comm comm, bool *missing
 static epic_result fail_with_missing(const bootstrap *m, const bool *missing)
 {
     char names[160];
-    epic_bootstrap_names(names, sizeof names, missing, m->num_ranks);
+    epic_bootstrap_list_ranks(names, sizeof names, missing, m->num_ranks);
     return epic_fail(EPIC_ETIMEOUT,
                      "bootstrap over MPI: rank %d waited %u ms for %s, who did not come to the "
                      "communicator's bootstrap",
@@ -103,11 +103,11 @@ static epic_result fail_with_missing(const bootstrap *m, const bool *missing)
 static epic_result wait_for_duplicate(bootstrap *m, MPI_Comm comm, MPI_Request *request,
                                       bool *missing)
 {
-    const int64_t start = epic_bootstrap_now();
+    const int64_t start = epic_bootstrap_now_ms();
     deadline end = deadline_begin_ms(m->timeout_ms);
     for (;;) {
         int done = 0;
-        const int64_t now = epic_bootstrap_now();
+        const int64_t now = epic_bootstrap_now_ms();
         lock_mpi();
         const int code = MPI_Test(request, &done, MPI_STATUS_IGNORE);
         if (code == MPI_SUCCESS && !done)

@@ -111,7 +111,7 @@ static uint64_t job_id(void)
 static epic_result prepare_rank(const epic_join *join, epic_group **group, join_info *mine)
 {
     *mine = (join_info){
-        .native = join->config->native != NULL, .job = job_id(), .cores = cores_mine()};
+        .native = join->config->native != NULL, .job = job_id(), .cores = cores_of_thread()};
     TRY(lifecycle_start());
     TRY(tables_check(join->config, join->bootstrap->num_ranks));
     char why[SENTENCE];

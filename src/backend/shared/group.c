@@ -19,7 +19,7 @@ static int64_t slice_of(const epic_config *config)
 /* Tells the peers where this rank may run. */
 static void publish_cores(epic_group *g)
 {
-    const core_set mine = cores_mine();
+    const core_set mine = cores_of_thread();
     for (int w = 0; w < CORE_WORDS; w++)
         store_relaxed(&shared_rank_state_of(g, g->rank)->cores[w], mine.words[w]);
 }

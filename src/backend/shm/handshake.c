@@ -19,7 +19,7 @@ epic_result shm_fail_with_errno(const char *what)
 {
     const bool memory = errno == ENOMEM || errno == ENOBUFS;
     return epic_fail(memory ? EPIC_ENOMEM : EPIC_EDEVICE, "shm: %s: %s%s", what,
-                     strerror(errno), epic_way_out(errno));
+                     strerror(errno), epic_remedy(errno));
 }
 
 epic_result shm_fail_with_left(int peer)

@@ -48,7 +48,7 @@ static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *c
 
 static epic_result fail_with_memory(const shared_layout *l, const char *what)
 {
-    const char *way_out = epic_way_out(errno);
+    const char *way_out = epic_remedy(errno);
     return epic_fail(EPIC_ENOMEM,
                      "shm: %s of %lld bytes: %s%s%s lower config.max_in_flight or "
                      "config.staging_bytes",

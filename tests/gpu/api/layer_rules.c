@@ -262,7 +262,7 @@ static void test_differing(void)
                  {"experts.activation", change_activation},
                  {"balance_coeff", change_loss}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        differing w = {small(2), cases[i].name, cases[i].change};
+        differing w = {small_problem(2), cases[i].name, cases[i].change};
         run_team(run_differing, &w, &w.p, "p2p");
         free_problem(&w.p);
     }
