@@ -162,7 +162,7 @@ class Block(nn.Module):
         self, moe: MoE, gives_pair: bool, jitter_noise: float = 0.0, original: Any = None
     ) -> None:
         super().__init__()
-        self.original = (None if original is None else without_memory(original),)
+        self.original: tuple[Any] = (None if original is None else without_memory(original),)
         self.moe, self.gives_pair, self.jitter_noise = moe, gives_pair, jitter_noise
 
     def forward(self, hidden_states: Tensor) -> Any:

@@ -167,6 +167,7 @@ def restore_moe(model: nn.Module, group: Group, *, device: Any = None) -> int:
 
     Raises:
         EpicUnsupportedError: The model has no replaced block, or fully_shard has sharded one.
+
     """
     check_restorable(model, group)
     found = list(replaced_blocks(model))
