@@ -38,12 +38,15 @@ def chunks(header: str) -> list[str]:
 
 
 def prose(comment: str) -> str:
-    """A comment's text.  Lines with "- ", "(a)", "NAME: " make lists, other indented ones code."""
+    """A comment's text.  Lines with "- ", "(a)", "NAME: " and the last lines of a call
+    ("Errors: ") make lists; other indented lines are code."""
     text = re.sub(r"^/\*+ ?|\s*\*/$", "", comment.strip())
     lines = [re.sub(r"^ ?\* ?", "", line) for line in text.splitlines()]
     out, code, item = [], False, False
     for line in lines:
-        begins = bool(re.match(r"^ {2,3}(?:- |\(\w\) |[A-Z_]{4,}: )\S", line))
+        begins = bool(
+            re.match(r"^ {2,3}(?:- |\(\w\) |[A-Z_]{4,}: )\S|^(?:Errors|Threads|CUDA): ", line)
+        )
         item = begins or (item and line.startswith("    "))
         indented = not item and bool(re.match(r"^ {3,}\S", line))
         if indented != code:

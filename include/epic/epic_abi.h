@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The symbols that the typed calls of epic.h are made of, and that bindings call.  Programs include
- * epic.h, which includes this.
+/* The exported symbols behind the typed calls of epic.h.  Programs include epic.h, which
+ * includes this file; bindings of other languages call the symbols directly.
  *
- * A symbol takes the arguments of its call, and after each sized struct the size that the struct has in
- * the caller's header.  If that is smaller than the library's, the rest is zero.  If it is larger, the
- * tail that the library does not know must be zero.  A size below the struct's first version is refused.
- * Structs inside others (layer, router, experts, moe, weights, gradients) never change under a number:
- * when one grows, the symbols that take it get the next number, and the old symbols stay. */
+ * A symbol has the arguments of its call, and after each sized struct the size that the struct
+ * has in the caller's header.  If that size is smaller than in the library, the library fills
+ * the rest with zeros.  If it is larger, the tail that the library does not know must be zero.
+ * A size below the struct's first version is refused.  Structs inside others (layer, router,
+ * experts, moe, weights, gradients) never change under a number: if one of them grows, the
+ * symbols that take it get the next number, and the old symbols stay.  docs/reference/abi.md
+ * has the rules. */
 #ifndef EPIC_ABI_H
 #define EPIC_ABI_H
 
@@ -16,7 +18,7 @@
 extern "C" {
 #endif
 
-/* Enums are arguments, results and callbacks' results of 32 bits on both sides of the library. */
+/* Enums are passed as arguments and results of 32 bits between program and library. */
 #ifdef __cplusplus
 #define EPIC_CHECK_ENUM(type) \
     static_assert(sizeof(type) == 4, #type " has no 32 bits: compile without -fshort-enums")
@@ -45,11 +47,11 @@ EPIC_CHECK_ENUM(epic_operation);
 
 EPIC_API epic_result epic_dispatcher_open_v1(epic_dispatcher **out,
                                              const epic_dispatcher_config *config, size_t size);
-EPIC_API epic_result epic_dispatcher_dispatch_v1(epic_dispatcher *step, const void *tokens,
-                                                 const int32_t *topk_idx, const float *weights,
-                                                 int64_t num_tokens, epic_slots *out,
-                                                 size_t size);
-EPIC_API epic_result epic_dispatcher_combine_backward_v1(epic_dispatcher *step,
+EPIC_API epic_result epic_dispatcher_dispatch_v1(epic_dispatcher *dispatcher,
+                                                 const void *tokens, const int32_t *topk_idx,
+                                                 const float *weights, int64_t num_tokens,
+                                                 epic_slots *out, size_t size);
+EPIC_API epic_result epic_dispatcher_combine_backward_v1(epic_dispatcher *dispatcher,
                                                          const void *d_out, epic_slots *out,
                                                          size_t size);
 EPIC_API epic_result epic_open_v1(epic_context **out, const epic_bootstrap *bootstrap,
@@ -136,19 +138,19 @@ static inline epic_result epic_dispatcher_open(epic_dispatcher **out,
     return epic_dispatcher_open_v1(out, config, sizeof *config);
 }
 
-static inline epic_result epic_dispatcher_dispatch(epic_dispatcher *step, const void *tokens,
-                                                   const int32_t *topk_idx,
+static inline epic_result epic_dispatcher_dispatch(epic_dispatcher *dispatcher,
+                                                   const void *tokens, const int32_t *topk_idx,
                                                    const float *weights, int64_t num_tokens,
                                                    epic_slots *out)
 {
-    return epic_dispatcher_dispatch_v1(step, tokens, topk_idx, weights, num_tokens, out,
+    return epic_dispatcher_dispatch_v1(dispatcher, tokens, topk_idx, weights, num_tokens, out,
                                        sizeof *out);
 }
 
-static inline epic_result epic_dispatcher_combine_backward(epic_dispatcher *step,
+static inline epic_result epic_dispatcher_combine_backward(epic_dispatcher *dispatcher,
                                                            const void *d_out, epic_slots *out)
 {
-    return epic_dispatcher_combine_backward_v1(step, d_out, out, sizeof *out);
+    return epic_dispatcher_combine_backward_v1(dispatcher, d_out, out, sizeof *out);
 }
 
 static inline epic_result epic_open(epic_context **out, const epic_bootstrap *bootstrap,
