@@ -35,6 +35,8 @@ static bool budget_add(int device, int sms, int most, int *others)
     return fits;
 }
 
+/* Takes `sms` of the group's device for the group. device_sms: SMs of the whole device. Errors:
+ * EPIC_EINVAL if other contexts of this process leave too few. */
 static epic_result budget_take(epic_group *g, int sms, int device_sms)
 {
     int others;

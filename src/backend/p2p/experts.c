@@ -64,11 +64,13 @@ static p2p_slabs slabs_of(const experts_call *c, const int32_t *expert_rows,
                        .most_tiles = c->at.most_tiles};
 }
 
+/* The activations in the workspace; during backward first their gradient, [slots, inner]. */
 static void *activations_of(const experts_call *c)
 {
     return c->work + c->at.activations;
 }
 
+/* The gradient of the first product in the workspace, [slots, width]. */
 static void *d_gate_up_of(const experts_call *c)
 {
     return c->work + c->at.d_gate_up;
@@ -88,6 +90,7 @@ static epic_result add_bias(const experts_call *c, const p2p_gemm *g)
     return p2p_cuda(p2p_launch_scale(&job, c->stream), "launching the experts' bias");
 }
 
+/* Calls the caller's own gemm (experts.gemm) for a product, then adds the bias. */
 static epic_result launch_caller_product(const experts_call *c, const p2p_gemm *g)
 {
     const epic_gemm *theirs = c->experts.gemm;
@@ -127,6 +130,7 @@ static epic_result launch_product(const experts_call *c, p2p_gemm g)
     return p2p_cuda(p2p_launch_gemm(&g, c->stream), "launching a product of the experts");
 }
 
+/* Can vectors of 16 bytes be loaded from this address? */
 static bool is_whole(const void *p)
 {
     return (uintptr_t)p % 16 == 0;
@@ -187,6 +191,8 @@ epic_result p2p_experts_forward(epic_group *group, const epic_experts_args *a)
 
 /* ---------------------------------------------------------------------------- backward ---- */
 
+/* out [experts, n] = the sum of each expert's rows [slots, n], times their weights if there are
+ * any. out may be NULL: not wanted. */
 static epic_result bias_gradient(const experts_call *c, const epic_experts_backward_args *a,
                                  const void *rows, const float *weights, void *out, int64_t n)
 {
@@ -202,6 +208,8 @@ static epic_result bias_gradient(const experts_call *c, const epic_experts_backw
     return p2p_cuda(p2p_launch_bias(&job, c->stream), "launching a bias's gradient");
 }
 
+/* out [experts, k, n] = rows [slots, k] transposed times d [slots, n], for each expert. out may
+ * be NULL: not wanted. */
 static epic_result weight_gradient(const experts_call *c, const epic_experts_backward_args *a,
                                    const void *rows, const void *d, void *out, int64_t k,
                                    int64_t n)

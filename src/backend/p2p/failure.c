@@ -7,6 +7,7 @@
 #include "base/error.h"
 #include "rules/sentences.h"
 
+/* The name of an epic_operation, whose number may come from a peer. */
 static const char *operation_name(uint32_t operation)
 {
     static const char *const names[] = {
@@ -15,6 +16,7 @@ static const char *operation_name(uint32_t operation)
     return operation < sizeof names / sizeof *names ? names[operation] : "an unknown operation";
 }
 
+/* What a kernel waited for, as the end of the text "rank 1 waited 9 ms for rank 2 ...". */
 static const char *phase_name(uint32_t phase)
 {
     static const char *const names[] = {"",
@@ -37,6 +39,7 @@ epic_result p2p_cuda(cudaError_t error, const char *what)
 
 #define RANK_NAMES_BYTES 160 /* bytes of a list of all ranks */
 
+/* Writes a list of the ranks in a bit mask. Returns its length. */
 static int name_ranks(char *to, size_t size, uint32_t ranks)
 {
     int n = 0;
@@ -64,6 +67,7 @@ typedef struct names {
     const char *tokens, *slots;
 } names;
 
+/* The names of the arguments of an operation that have rows of tokens and of slots. */
 static names row_names_of(long long operation)
 {
     switch (operation) {
@@ -134,6 +138,7 @@ static void write_notice(const epic_group *g, const p2p_notice *n, char *to, siz
 
 /* ---------------------------------------------------------------------------- failures ---- */
 
+/* Writes the error text of a timeout: which rank waited for which, and in which phase. */
 static void write_timeout(const p2p_status *s, char *to, size_t size)
 {
     char culprits[RANK_NAMES_BYTES];
@@ -163,6 +168,8 @@ static void add_cause(const epic_group *g, char *to, size_t size)
     }
 }
 
+/* Writes the error text for ranks that made different calls, or one call with different
+ * arguments. The signatures' highest 4 bits are the operation. */
 static void write_mismatch(const epic_group *g, char *to, size_t size)
 {
     const p2p_status *s = g->status;
@@ -194,6 +201,7 @@ static void write_mismatch(const epic_group *g, char *to, size_t size)
     add_cause(g, to, size);
 }
 
+/* Writes the error text for a peer that aborted, died or closed its context. */
 static void write_peer_failure(const epic_group *group, const p2p_status *s, char *to,
                                size_t size)
 {

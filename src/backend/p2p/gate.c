@@ -6,6 +6,7 @@
 #include "cuda/experts/grouped.h"
 #include "rules/gate_layout.h"
 
+/* The gate's only slab, which has all tokens, and its tiles in the workspace. */
 static p2p_slabs slabs_of(const epic_gate *gate)
 {
     experts_layout at;
@@ -38,13 +39,14 @@ static p2p_gemm product_of(const epic_group *g, const epic_gate *gate, uint32_t 
                       .sms = g->device_sms};
 }
 
+/* Launches one product of the gate. */
 static epic_result launch_product(const p2p_gemm *product, epic_stream stream)
 {
     return p2p_cuda(p2p_launch_gemm(product, (cudaStream_t)stream),
                     "launching a product of the gate");
 }
 
-/* The gate's product with its float32 factor (w_gate or the logits' gradient) split into pieces.
+/* The gate's product, with its float32 factor (w_gate or the gradient of the logits) in pieces.
  */
 static p2p_gemm product_of_pieces(const p2p_gemm *product, const epic_gate *gate)
 {
@@ -72,11 +74,14 @@ enum { IN_ORDER = 0 | 1 << 2 | 2 << 4 };
 enum { PAIRS_LEFT = 0 | 2 << 2 | 1 << 4 | 0 << 6 | 1 << 8 | 0 << 10 };
 enum { PAIRS_RIGHT = 2 | 0 << 2 | 1 << 4 | 1 << 6 | 0 << 8 | 0 << 10 };
 
+/* Launches the kernel that splits float32 numbers into bfloat16 pieces. */
 static epic_result launch_split(const p2p_pieces_job *job, epic_stream stream)
 {
     return p2p_cuda(p2p_launch_split(job, (cudaStream_t)stream), "launching the gate's pieces");
 }
 
+/* Multiplies in three steps: splits `b` into pieces, multiplies `a` by all of them on tensor
+ * cores, and adds the columns of each number's pieces. */
 static epic_result multiply_pieces(const p2p_gemm *product, const p2p_gemm *pieces,
                                    const epic_gate *gate)
 {
@@ -150,6 +155,7 @@ static epic_result multiply_wide(const p2p_gemm *product, const epic_gate *gate)
     return launch_product(product, gate->stream);
 }
 
+/* Writes the gate's slab and its tiles, which all products of the gate read. */
 static epic_result launch_gate_slab(epic_group *g, const epic_gate *gate)
 {
     TRY(p2p_check_group(g));
@@ -168,6 +174,7 @@ epic_result p2p_gate(epic_group *group, const epic_gate *gate)
     return multiply_long(&product, gate, gate->block, gate->hidden);
 }
 
+/* d_b_gate [columns] = the sum of the gradients of the logits over all tokens. */
 static epic_result bias_gradient(const epic_gate *gate)
 {
     const p2p_bias_job job = {.slabs = slabs_of(gate),

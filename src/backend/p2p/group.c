@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Functions that backends p2p and hosts share: a rank's group before it knows its peers, and memory of
- * its device. */
+/* Functions that backends p2p and hosts share: a rank's group before it knows its peers, and
+ * memory of its device. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -175,6 +175,8 @@ void p2p_release(epic_group *g, void *memory)
     (void)cudaFree(memory);
 }
 
+/* Writes the description of a GPU for epic_info. Returns its length; 0: the GPU cannot be
+ * queried. */
 static int describe_gpu(char *to, size_t size, int device)
 {
     struct cudaDeviceProp gpu;

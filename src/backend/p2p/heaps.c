@@ -44,6 +44,8 @@ static const exported_heap *find_exported(uint64_t group_id, int rank)
     return at;
 }
 
+/* Adds the heap to the list of this process. Errors: EPIC_EPEER if the list has this rank
+ * already. */
 static epic_result export_here(const epic_group *group, uint8_t *heap)
 {
     exported_heap *mine = malloc(sizeof *mine);
@@ -75,6 +77,7 @@ epic_result p2p_heap_export(const epic_group *group, uint8_t *heap, cudaIpcMemHa
     return p2p_cuda(cudaIpcGetMemHandle(handle, heap), "an IPC handle of the heap");
 }
 
+/* Removes the group's heap from the list. */
 static void withdraw_here(const epic_group *group)
 {
     pthread_mutex_lock(&mutex);

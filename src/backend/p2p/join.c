@@ -19,6 +19,8 @@ typedef struct join_card {
     char sentence[256];
 } join_card;
 
+/* Can the peers form a group of this backend? They must be on one host. If not, writes the
+ * reason to `why` (256 bytes). */
 static bool p2p_can_join(const epic_peer *peers, int num_ranks, const epic_config *config,
                          char *why)
 {
@@ -41,6 +43,7 @@ static bool p2p_can_join(const epic_peer *peers, int num_ranks, const epic_confi
 
 /* ---------------------------------------------------------------------------- own part ---- */
 
+/* Allocates and clears this rank's heap. */
 static epic_result make_heap(epic_group *g)
 {
     const int64_t bytes = p2p_heap_bytes(&g->self.at);
@@ -78,6 +81,8 @@ static epic_result check_card(const join_card *c, int rank)
     return epic_fail((epic_result)c->result, "rank %d: %s", rank, c->sentence);
 }
 
+/* Checks every rank's card, takes SMs from the GPU's budget, maps the heaps, and starts the
+ * watcher. */
 static epic_result connect_peers(epic_group *g, const join_card *cards)
 {
     p2p_gpu gpus[DEVICE_MAX_RANKS];
@@ -105,6 +110,7 @@ static void skip_wake(const epic_group *g)
 
 static const p2p_hooks hooks = {.write = write_to_peer, .wake = skip_wake};
 
+/* Frees everything of a group, also of one that was made only in part. */
 static void release_group(epic_group *g)
 {
     p2p_watch_close(g);
@@ -113,6 +119,8 @@ static void release_group(epic_group *g)
     p2p_group_free(g);
 }
 
+/* Opens this rank's group. It gathers the cards even if its own part failed, so that the other
+ * ranks receive the error text instead of waiting. */
 static epic_result p2p_join(epic_group **out, const epic_join *join)
 {
     if (join->bootstrap->num_ranks > DEVICE_MAX_RANKS)
@@ -179,6 +187,7 @@ static void p2p_leave(epic_group *g)
     if (device >= 0) (void)cudaSetDevice(device);
 }
 
+/* Computes the memory that a context with this config takes. */
 static void p2p_memory(const epic_config *config, epic_memory_info *out)
 {
     const p2p_heap at = p2p_heap_for(config);

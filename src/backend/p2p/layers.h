@@ -11,6 +11,7 @@ typedef struct signature {
     uint64_t hash;
 } signature;
 
+/* Mixes a value into the hash; the order of the values matters. */
 static inline void signature_mix(signature *a, uint64_t value)
 {
     a->hash = (a->hash ^ value) * 0x9e3779b97f4a7c15ull;

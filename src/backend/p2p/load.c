@@ -9,6 +9,7 @@
 #include "cuda/experts/grouped.h"
 #include "cuda/router/router.h"
 
+/* Loads the code of every kernel, and allows the kernels their dynamic shared memory. */
 static epic_result load_code(void)
 {
     TRY(p2p_cuda(p2p_load_plan(), "loading the plan kernel"));
@@ -49,6 +50,8 @@ static cudaError_t launch_sums(p2p_combine_job job, cudaStream_t stream)
     return error == cudaSuccess ? p2p_launch_lowlat_combine(&job, 1, stream) : error;
 }
 
+/* Launches all kernels for rows of this size: dispatch with and without a plan, combine and
+ * combine_backward of each type. */
 static cudaError_t launch_rows(const p2p_self *self, int64_t bytes, int aligned,
                                cudaStream_t stream)
 {
@@ -121,6 +124,7 @@ static cudaError_t launch_packed(const p2p_self *self, int aligned, cudaStream_t
     return error;
 }
 
+/* Launches each kernel once, and waits for them. */
 static cudaError_t launch_all(const p2p_self *self, cudaStream_t stream)
 {
     const p2p_plan_job plan = {.self = *self, .layer.num_experts = 1, .layer.top_k = 1};

@@ -28,26 +28,31 @@ static void fill_self(p2p_self *self, const epic_group *g, const epic_call *call
     p2p_beats_expect(g->beats, timeout_ms);
 }
 
+/* The SMs of a call: call.max_sms, but at most those of the group. */
 static int sms_of(const epic_group *g, const epic_call *call)
 {
     return call->max_sms && (int)call->max_sms < g->num_sms ? (int)call->max_sms : g->num_sms;
 }
 
+/* The CUDA stream of a call. */
 static cudaStream_t stream_of(const epic_call *call)
 {
     return (cudaStream_t)call->stream;
 }
 
+/* A number of rows as int32. More than MOST_ROWS rows cannot be used. */
 static int32_t rows_of(int64_t num_rows)
 {
     return num_rows > MOST_ROWS ? MOST_ROWS : (int32_t)num_rows;
 }
 
+/* Can all rows be read in vectors of 16 bytes? */
 static bool is_aligned(epic_const_rows rows)
 {
     return (uintptr_t)rows.data % 16 == 0 && rows.row_bytes % 16 == 0;
 }
 
+/* Checks the type of the rows of combine and of the backward operations. */
 static epic_result check_type(uint32_t type)
 {
     if (type == EPIC_F32 || type == EPIC_BF16 || type == EPIC_F16) return EPIC_OK;
@@ -56,6 +61,7 @@ static epic_result check_type(uint32_t type)
                      type);
 }
 
+/* Checks that a row fits the staging of this group. */
 static epic_result check_row(const epic_group *g, const char *name, int64_t row_bytes)
 {
     if (row_bytes <= g->config.max_row_bytes) return EPIC_OK;
@@ -86,6 +92,7 @@ static bool fits_lowlat(const epic_group *g, const epic_layer *layer, int32_t nu
            g->config.max_tokens * device_round_up(row_bytes, 16) <= g->self.at.source_bytes;
 }
 
+/* CTAs that make the plan: one per 64 tokens, within the limits. */
 static int planners_of(int64_t num_tokens, int num_sms)
 {
     const int64_t wanted = (num_tokens + 63) / 64;
@@ -132,6 +139,7 @@ static epic_result fill_plan(const epic_group *g, p2p_plan_job *job, const epic_
     return EPIC_OK;
 }
 
+/* epic_ops.plan: launches the plan kernel. */
 static epic_result p2p_plan(epic_group *g, const epic_plan_args *args)
 {
     P2P_RANGE("epic_plan");
@@ -202,9 +210,9 @@ typedef cudaError_t launcher(const p2p_dispatch_job *, int, cudaStream_t);
 /* The launch function for the kind of rows and the number of tokens. */
 static launcher *launcher_of(const p2p_dispatch_job *job, bool is_lowlat)
 {
-    const bool strings = job->scale_bytes != 0;
+    const bool is_packed = job->scale_bytes != 0;
     if (!is_lowlat && p2p_can_dispatch_bulk(job)) return p2p_launch_dispatch_bulk;
-    if (strings)
+    if (is_packed)
         return is_lowlat ? p2p_launch_lowlat_dispatch_packed : p2p_launch_dispatch_packed;
     return is_lowlat ? p2p_launch_lowlat_dispatch : p2p_launch_dispatch;
 }
@@ -226,6 +234,7 @@ static int32_t max_lowlat_rows(const epic_group *g, const p2p_dispatch_job *job)
                : g->lowlat_tokens;
 }
 
+/* Chooses the kernel of a dispatch and launches it. */
 static epic_result launch_dispatch(const epic_group *g, p2p_dispatch_job *job,
                                    const epic_call *call, const char *what)
 {
@@ -238,6 +247,7 @@ static epic_result launch_dispatch(const epic_group *g, p2p_dispatch_job *job,
     return p2p_cuda(launcher_of(job, is_lowlat)(job, sms_of(g, call), stream_of(call)), what);
 }
 
+/* epic_ops.dispatch: sends rows according to a plan that exists. */
 static epic_result p2p_dispatch(epic_group *g, const epic_dispatch_args *args)
 {
     P2P_RANGE("epic_dispatch");
@@ -277,6 +287,8 @@ static int32_t early_tokens_of(const epic_group *g, const p2p_dispatch_job *job)
     return (int32_t)(head < most ? head : most);
 }
 
+/* epic_ops.plan_dispatch: makes a plan and dispatches, in one kernel if can_overlap() permits,
+ * else in two. */
 static epic_result p2p_plan_dispatch(epic_group *g, const epic_plan_args *plan_args,
                                      const epic_dispatch_args *args)
 {
@@ -318,6 +330,7 @@ typedef struct plan_argument {
     int64_t plan_bytes;
 } plan_argument;
 
+/* Checks the plan of a call, and fills in the job's offsets and options that come from it. */
 static epic_result fill_combine_plan(const epic_group *g, p2p_combine_job *job,
                                      epic_layer *layer, const plan_argument *given)
 {
@@ -365,6 +378,7 @@ static epic_result launch_combine(const epic_group *g, p2p_combine_job *job,
                     "launching combine");
 }
 
+/* epic_ops.combine: sends rows back and sums each token's. */
 static epic_result p2p_combine(epic_group *g, const epic_combine_args *args)
 {
     P2P_RANGE("epic_combine");
@@ -399,6 +413,8 @@ static epic_result launch_flat_floats(const epic_group *g,
         "launching dispatch_backward");
 }
 
+/* epic_ops.dispatch_backward: a combine without weights, which also sends back the gradients of
+ * the weights. With FLAT these take an operation of their own. */
 static epic_result p2p_dispatch_backward(epic_group *g, const epic_dispatch_backward_args *args)
 {
     P2P_RANGE("epic_dispatch_backward");
@@ -408,16 +424,17 @@ static epic_result p2p_dispatch_backward(epic_group *g, const epic_dispatch_back
     TRY(p2p_check_group(g));
     TRY(fill_combine_plan(g, &job, &layer,
                           &(plan_argument){args->layer, args->plan, args->plan_bytes}));
-    const bool apart = job.flat && args->d_weights;
-    job.slot_floats = apart ? NULL : args->d_slot_weights;
-    job.choice_floats = apart ? NULL : args->d_weights;
+    const bool separate = job.flat && args->d_weights;
+    job.slot_floats = separate ? NULL : args->d_slot_weights;
+    job.choice_floats = separate ? NULL : args->d_weights;
     job.type = args->type;
     signature_mix(&a, args->d_weights != NULL);
     TRY(launch_combine(g, &job, &layer, &args->call, args->d_recv, args->d_tokens, a,
                        EPIC_OP_DISPATCH_BACKWARD));
-    return apart ? launch_flat_floats(g, args, &job, &layer, a) : EPIC_OK;
+    return separate ? launch_flat_floats(g, args, &job, &layer, a) : EPIC_OK;
 }
 
+/* Fills in the rows and scales that a quantizing combine_backward writes. */
 static void fill_quantized(p2p_combine_backward_job *job,
                            const epic_combine_backward_args *args)
 {
@@ -436,6 +453,7 @@ static void fill_quantized(p2p_combine_backward_job *job,
     job->scales_in_words = ((uintptr_t)scales->data | (uint64_t)scales->row_bytes) % 4 == 0;
 }
 
+/* epic_ops.combine_backward: sends the gradient of each token to its experts' ranks. */
 static epic_result p2p_combine_backward(epic_group *g, const epic_combine_backward_args *args)
 {
     P2P_RANGE("epic_combine_backward");
@@ -486,6 +504,8 @@ static epic_result p2p_combine_backward(epic_group *g, const epic_combine_backwa
 
 /* --------------------------------------------------------------------------------- sum ---- */
 
+/* epic_ops.sum: sums the floats of all ranks, in launches of what the staging holds. Every rank
+ * passes the same count, so all ranks make the same launches. */
 static epic_result p2p_sum(epic_group *g, const epic_allreduce_sum_args *args)
 {
     P2P_RANGE("epic_allreduce_sum");
@@ -526,6 +546,7 @@ static epic_result p2p_sum_replicas(epic_group *g, const epic_sum_replicas_args 
         "launching sum_replicas");
 }
 
+/* epic_ops.max_sms: the most SMs that an operation of this group uses. */
 static uint32_t p2p_max_sms(const epic_group *g)
 {
     return (uint32_t)g->num_sms;

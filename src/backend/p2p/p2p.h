@@ -62,6 +62,7 @@ epic_result p2p_load(epic_group *group);
 /* Is there a CUDA device? If not, writes the reason to `why` (256 bytes). */
 bool p2p_any_device(char *why);
 
+/* Are two ids of hosts or processes equal? */
 static inline bool p2p_same(const uint64_t a[2], const uint64_t b[2])
 {
     return a[0] == b[0] && a[1] == b[1];
@@ -75,9 +76,14 @@ void p2p_group_free(epic_group *group);
 bool p2p_gpu_fits(const p2p_gpu *gpu); /* are the numbers in range? */
 
 int32_t p2p_top_k_for(const epic_config *config); /* choices per token in the heap */
+/* The offsets of the heap of a context with this config. */
 p2p_heap p2p_heap_for(const epic_config *config);
+/* Bytes to allocate for a heap. */
 int64_t p2p_heap_bytes(const p2p_heap *at);
+/* Sets words to 0 and staging to poison. Returns after the device has done so. */
 epic_result p2p_heap_clear(epic_group *group, uint8_t *heap);
+/* Reads the number of the last operation that began from the device. Waits for the copy, not
+ * for kernels. */
 uint32_t p2p_epoch(epic_group *group);
 const uint64_t *p2p_gone(epic_group *group); /* [num_ranks]; NULL: the device does not answer */
 
@@ -91,9 +97,13 @@ static inline uint8_t *p2p_inbox(const epic_group *g)
 #endif
 }
 
+/* epic_backend.fetch: copies bytes from memory that a device can access. Returns false if
+ * `from` is host memory. `good`: whether the copy succeeded. */
 bool p2p_fetch(void *to, const void *from, size_t bytes, bool *good);
+/* Device memory of the group's GPU; NULL: there is not enough. */
 void *p2p_allocate(epic_group *group, size_t bytes);
 void p2p_release(epic_group *group, void *memory);
+/* Writes one line about the GPUs of this host for epic_info. */
 void p2p_describe(char *to, size_t size);
 
 /* The budget of SMs of each GPU, for all contexts of this process. Returns the SMs in use. */
@@ -101,6 +111,7 @@ int p2p_budget_taken(int device);
 /* Takes the SMs of this context (group->num_sms); ranks that share the GPU get equal numbers.
  */
 epic_result p2p_budget_share(epic_group *group, const p2p_gpu *gpus);
+/* Returns the SMs of this context to the budget of its GPU. */
 void p2p_budget_give_back(epic_group *group);
 
 /* Start and stop watching the peers' processes. */
@@ -141,7 +152,8 @@ epic_result p2p_take_notice(epic_group *group);
 /* Breaks the group on all ranks, with `why` as the error text on the others. */
 void p2p_abort(epic_group *group, uint64_t tag, const char *why);
 
-/* Router and losses: router.c. */
+/* Router and losses, in router.c. Each function checks that the kernels support the arguments,
+ * and launches on the stream of its call. Errors: EPIC_ENOTSUP, EPIC_EDEVICE. */
 epic_result p2p_router_forward(epic_group *group, const epic_router_args *args);
 epic_result p2p_router_backward(epic_group *group, const epic_router_backward_args *args);
 epic_result p2p_balance_loss_forward(epic_group *group, const epic_loss *args, double factor);
@@ -150,28 +162,45 @@ epic_result p2p_z_loss_forward(epic_group *group, const epic_loss *args, double 
 epic_result p2p_z_loss_backward(epic_group *group, const epic_loss *args, double factor);
 epic_result p2p_bias_update(epic_group *group, const epic_bias_update_args *args);
 
-/* Experts: experts.c. */
+/* Experts, in experts.c. Both functions launch the products and the activation on the stream of
+ * the call. Errors: EPIC_ENOTSUP, EPIC_EDEVICE, and those of the caller's gemm. */
 epic_result p2p_experts_forward(epic_group *group, const epic_experts_args *args);
 epic_result p2p_experts_backward(epic_group *group, const epic_experts_backward_args *args);
 
-/* The dense part of a layer: gate.c, tokens.c. */
+/* The dense part of a layer, in gate.c and tokens.c. Errors: EPIC_EDEVICE. */
+
+/* logits [tokens, columns] = x w_gate + b_gate in float32. */
 epic_result p2p_gate(epic_group *group, const epic_gate *gate);
+/* The gradients of w_gate, b_gate and x; d_x is added to rows that exist. */
 epic_result p2p_gate_backward(epic_group *group, const epic_gate *gate);
+/* Adds `count` numbers to `to`. replace: copies them instead. from NULL: they are zeros. */
 epic_result p2p_add(epic_group *group, epic_stream stream, void *to, const void *from,
                     int64_t count, uint32_t type, bool replace);
+/* Writes topk_idx without the choices of zero-experts, which are not sent. */
 epic_result p2p_sent_choices(epic_group *group, epic_stream stream, const layer_tokens *tokens,
                              int32_t *to);
+/* The factors of the shared expert's output: a sigmoid per token. */
 epic_result p2p_shared_gate(epic_group *group, epic_stream stream, const layer_tokens *tokens);
+/* d_shared_weights in place, and the gradient [hidden] of the gate's weights (NULL: not wanted).
+ */
 epic_result p2p_shared_gate_backward(epic_group *group, epic_stream stream,
                                      const layer_tokens *tokens, float *gradient,
                                      bool accumulate, void *workspace);
+/* The gradients of the weights of choices of zero-experts. */
 epic_result p2p_zero_weights(epic_group *group, epic_stream stream, const layer_tokens *tokens);
+/* Sums the rows of a layer's output: combined, shared expert, zero-experts. */
 epic_result p2p_finish(epic_group *group, epic_stream stream, const layer_tokens *tokens,
                        const layer_rows *rows);
+/* Checks on the device that the plan has at most num_local experts on a rank and, with EPIC_TREE,
+ * as many tokens on every rank. The kernel reports a data error if not. */
 epic_result p2p_fits(epic_group *group, const epic_plan_args *args, uint32_t num_local);
+/* values [2, n]: sums each row in a binary tree, to values[0] and values[1]. */
 epic_result p2p_trees(epic_group *group, epic_stream stream, float *values, int64_t n);
+/* Copies the layer's losses to the caller's arguments that are not NULL. */
 epic_result p2p_give_losses(epic_group *group, epic_stream stream, const float *losses,
                             const epic_moe_args *args);
+/* d_losses [2]: the gradients of the balance loss and the z loss, each with d_loss added. NULL
+ * for d_loss counts as 1, for the others as 0. */
 epic_result p2p_take_losses(epic_group *group, epic_stream stream, float *d_losses,
                             const epic_moe_backward_args *args);
 

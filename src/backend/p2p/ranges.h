@@ -8,6 +8,7 @@
 #if __has_include(<nvtx3/nvToolsExt.h>)
 #include <nvtx3/nvToolsExt.h>
 
+/* Begins a range of this thread; p2p_range_end() ends it. */
 static inline int p2p_range_begin(const char *name)
 {
     return nvtxRangePushA(name);

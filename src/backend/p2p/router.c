@@ -7,11 +7,13 @@
 #include "base/error.h"
 #include "rules/rule.h"
 
+/* The CUDA stream of an epic_stream. */
 static cudaStream_t stream_of(epic_stream stream)
 {
     return (cudaStream_t)stream;
 }
 
+/* Checks the sizes and types of router arguments, and fills in what all its kernels need. */
 static epic_result fill_router_rows(epic_group *g, p2p_router_rows *out,
                                     const epic_router *router, const void *logits,
                                     int64_t num_tokens, uint32_t type)
@@ -50,6 +52,7 @@ static epic_result check_weights(const epic_router *router)
     return EPIC_OK;
 }
 
+/* The type of the gradients: that of the logits unless the caller names another. */
 static uint32_t grad_type_of(const p2p_router_rows *rows, uint32_t grad_type)
 {
     return grad_type ? grad_type : rows->type;
@@ -92,6 +95,7 @@ epic_result p2p_router_backward(epic_group *group, const epic_router_backward_ar
                     "launching the router's backward");
 }
 
+/* Fills in the job of a loss. z: it is the z loss, else the balance loss. */
 static epic_result fill_loss(epic_group *g, p2p_loss_job *job, const epic_loss *args,
                              double factor, bool z)
 {
@@ -114,6 +118,7 @@ static epic_result fill_loss(epic_group *g, p2p_loss_job *job, const epic_loss *
     return EPIC_OK;
 }
 
+/* Launches a loss. */
 static epic_result loss_forward(epic_group *group, const epic_loss *args, double factor, bool z)
 {
     p2p_loss_job job;
@@ -121,6 +126,7 @@ static epic_result loss_forward(epic_group *group, const epic_loss *args, double
     return p2p_cuda(p2p_launch_loss(&job, stream_of(args->stream)), "launching a loss");
 }
 
+/* Launches the gradient of a loss. */
 static epic_result loss_backward(epic_group *group, const epic_loss *args, double factor,
                                  bool z)
 {

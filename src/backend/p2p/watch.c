@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The watcher: a thread that notices when processes of peers die and informs running kernels by a
- * word in host memory. It also writes the beats (beats.h). It makes no CUDA call. */
+/* The watcher: a thread that notices when processes of peers die and informs running kernels by
+ * a word in host memory. It also writes the beats (beats.h). It makes no CUDA call. */
 #include <errno.h>
 #include <poll.h>
 #include <stdlib.h>
@@ -23,12 +23,15 @@ struct p2p_watch {
     int64_t pids[DEVICE_MAX_RANKS];  /* 0: not watched, or dead */
 };
 
+/* Reports to running kernels that the process of a peer has died. */
 static void mark_dead(p2p_watch *w, int rank)
 {
     __atomic_fetch_or(&w->status->dead, 1u << rank, __ATOMIC_RELEASE);
     w->pids[rank] = 0;
 }
 
+/* The watcher's thread: waits for the end of a peer's process, or for the time of the next
+ * beat. */
 static void *watch_processes(void *self)
 {
     p2p_watch *w = self;
@@ -53,6 +56,7 @@ static void *watch_processes(void *self)
     return NULL;
 }
 
+/* Are two ranks in one process? */
 static bool same_process(const epic_peer *a, const epic_peer *b)
 {
     return !memcmp(a->process, b->process, sizeof a->process);
