@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Declarations that the files of a case share: case_draw.c draws it, case.c has its data and calls,
- * case_check.c checks the results. */
+/* Declarations that the files of a case share: case_draw.c draws it, case.c has its data and
+ * calls, case_check.c checks the results. */
 #ifndef EPIC_TEST_CASE_INNER_H
 #define EPIC_TEST_CASE_INNER_H
 

@@ -289,8 +289,8 @@ static void print_problem(const problem *p, int number)
     fprintf(stderr, "\n");
 }
 
-/* The distance |got - want| / |want| of a result as vectors. If `round` is set, `want` is rounded
- * like the result. */
+/* The distance |got - want| / |want| of a result as vectors. If `round` is set, `want` is
+ * rounded like the result. */
 static double vector_distance(const problem *p, int result, const double *want, bool round)
 {
     const both *out = &p->out[result];

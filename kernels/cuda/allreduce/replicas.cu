@@ -5,10 +5,11 @@
  *   data  [local experts, count]   a thread adds four floats of the replicas here, sends them
  *                                  to all peers, and later adds those of all ranks
  *
- * The plan has a table of which experts are replicas of each other. The logical experts with several
- * replicas form one list of vectors, first those of the first logical expert, then of the next.
- * The list is processed in rounds of as many vectors as fit the staging. All ranks have the
- * same list, also for logical experts of which they have no replica: they send zeros. */
+ * The plan has a table of which experts are replicas of each other. The logical experts with
+ * several replicas form one list of vectors, first those of the first logical expert, then of
+ * the next. The list is processed in rounds of as many vectors as fit the staging. All ranks
+ * have the same list, also for logical experts of which they have no replica: they send zeros.
+ */
 #include "cuda/allreduce/sum.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/plan/view.cuh"
@@ -112,6 +113,7 @@ struct Quad { /* four floats of a logical expert */
     int64_t i;
 };
 
+/* The array of a local expert. */
 __device__ __forceinline__ float *floats_of_expert(const p2p_sum_replicas_job &job, int local)
 {
     return job.data + local * job.count;
@@ -200,6 +202,7 @@ static __device__ bool check_local_rows(const OpState &op, const p2p_sum_replica
     return !short_of;
 }
 
+/* MANY: there are too many ranks for the registers of a thread. */
 template <bool MANY>
 __global__ void __launch_bounds__(BLOCK, 1)
     sum_replicas_kernel(const __grid_constant__ p2p_sum_replicas_job job)

@@ -11,6 +11,7 @@
 
 #define BLOCK 512
 
+/* The sum of vector v of the array, with this rank's floats loaded. */
 __device__ __forceinline__ RankSum make_rank_sum(const OpState &op, const p2p_sum_job &job,
                                                  int64_t v)
 {
@@ -20,6 +21,7 @@ __device__ __forceinline__ RankSum make_rank_sum(const OpState &op, const p2p_su
             in,        in ? load_floats(job.data, v * 4, job.count) : make_uint4(0, 0, 0, 0)};
 }
 
+/* MANY: there are too many ranks for the registers of a thread. */
 template <bool MANY>
 __global__ void __launch_bounds__(BLOCK, 1) sum_kernel(const __grid_constant__ p2p_sum_job job)
 {

@@ -31,12 +31,14 @@ __device__ __forceinline__ void store_floats(float *data, int64_t i, int64_t cou
         if (i + e < count) data[i + e] = x[e];
 }
 
+/* Adds `left`, the earlier sum, to x. */
 __device__ __forceinline__ void add_to_left(const float (&left)[4], float (&x)[4])
 {
 #pragma unroll
     for (int e = 0; e < 4; e++) x[e] = left[e] + x[e];
 }
 
+/* Copies four floats. */
 __device__ __forceinline__ void copy_floats(const float (&from)[4], float (&to)[4])
 {
 #pragma unroll
@@ -47,6 +49,8 @@ __device__ __forceinline__ void copy_floats(const float (&from)[4], float (&to)[
 template <int LEVELS> struct Tree {
     float left[LEVELS][4];
 
+    /* Adds the next leaf to the tree, and each node that becomes complete to its parent's sum.
+     * x is overwritten. */
     __device__ __forceinline__ void push_leaf(int leaf, float (&x)[4])
     {
         bool rises = true;
@@ -84,10 +88,12 @@ struct RankSum { /* four floats of each rank; `in`: this thread has some */
     bool in;
     uint4 own;
 
+    /* The vector that `rank` sends to this rank. */
     __device__ __forceinline__ uint4 *staged_vector(int rank) const
     {
         return (uint4 *)(op.inbox[rank] + at * 4);
     }
+    /* Stores this thread's four floats to the staging of every peer. */
     __device__ __forceinline__ void send_floats() const
     {
         const uint4 q = replace_poisons(own, F32::NAN_WORD);

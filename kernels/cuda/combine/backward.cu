@@ -26,6 +26,7 @@ template <class ROW> static constexpr int block_for(bool quantize)
     return quantize ? Dot<F32>::BLOCK : Dot<ROW>::BLOCK;
 }
 
+/* EXACT: the rows are aligned and have whole pieces. QUANTIZE: d_rows are e4m3 with scales. */
 template <class ROW, bool EXACT, bool QUANTIZE>
 __global__ void __launch_bounds__(block_for<ROW>(QUANTIZE), 1)
     combine_backward_kernel(const __grid_constant__ p2p_combine_backward_job job)
@@ -71,6 +72,7 @@ template <class ROW> static Kernel kernel_for(bool exact, bool quantize)
                  : combine_backward_kernel<ROW, false, false>;
 }
 
+/* The kernel for a type of rows. */
 static Kernel kernel_of(uint32_t type, bool exact, bool quantize)
 {
     return type == EPIC_BF16  ? kernel_for<Bf16>(exact, quantize)
@@ -78,11 +80,13 @@ static Kernel kernel_of(uint32_t type, bool exact, bool quantize)
                               : kernel_for<F32>(exact, quantize);
 }
 
+/* Threads per CTA of that kernel. */
 static int block_of(uint32_t type, bool quantize)
 {
     return type == EPIC_F32 ? block_for<F32>(quantize) : block_for<Bf16>(quantize);
 }
 
+/* Dynamic shared memory of a CTA: the streams of its warps. */
 static int memory_bytes(uint32_t type, bool quantize)
 {
     const int warp_bytes = type == EPIC_F32 ? GradientStream<F32, true, false>::WARP_BYTES

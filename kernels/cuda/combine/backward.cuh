@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Functions that both paths of combine_backward share: slots, sending, and the work along with this
- * rank's own tokens. */
+/* Functions that both paths of combine_backward share: slots, sending, and the work along with
+ * this rank's own tokens. */
 #ifndef EPIC_COMBINE_BACKWARD_CUH
 #define EPIC_COMBINE_BACKWARD_CUH
 

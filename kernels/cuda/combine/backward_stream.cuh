@@ -53,6 +53,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     int pieces = 0, slots = 0; /* pieces and slots that are left to copy */
     uint32_t begun = 0, copied = 0, used = 0; /* numbers of units */
 
+    /* memory: WARP_BYTES of shared memory of this warp; round_end: end of the round's tokens.
+     */
     __device__ __forceinline__ GradientStream(const BackwardMove &move, uint8_t *memory,
                                               int32_t round_end)
         : m(move), entries((Entry *)(memory + Pieces::BYTES)), sums((float *)(memory + SUMS)),
@@ -102,15 +104,18 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         walk.next_unit(m.stride);
         next_word = read_ahead(m, walk);
     }
+    /* Does the unit receive from a peer, and not from this rank? */
     __device__ __forceinline__ bool is_staged(const Entry &u) const
     {
         return u.role > 0 && u.role < m.job.self.num_ranks;
     }
+    /* The row of d_out that a peer sends to this rank's staging for this unit. */
     __device__ __forceinline__ uint4 *staged_d_out(const Entry &u) const
     {
         return staged_row(m.op.inbox[rank_of_role(m.job.self, u.role)], u.token - m.first,
                           m.shape.vectors);
     }
+    /* Makes the next entry the one whose pieces are copied. */
     __device__ __forceinline__ void open_unit()
     {
         const Entry &entry = *(copying = &entries[copied++ % ENTRIES]);
@@ -146,6 +151,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
 
     /* ---- using ---- */
 
+    /* Reads the oldest piece of the ring, and starts the copy of another. fill: what vectors
+     * past the end of the row contain. */
     __device__ __forceinline__ void read_piece(int32_t its_vector, uint4 (&q)[V], uint32_t fill)
     {
         copy_next();
@@ -164,6 +171,7 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         fill_end<ROW, V, EXACT>(m, its_vector, q);
         return true;
     }
+    /* Stores weight * x to a row, rounded to its type. */
     __device__ __forceinline__ void store_scaled(uint8_t *to, int32_t its_vector, float weight,
                                                  const float (&x)[V][ROW::N])
     {
@@ -221,6 +229,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
             if (n == DOTS - 1 || i == count - 1) add_dots(u, piece, i - n, n + 1);
         }
     }
+    /* Does the oldest unit under way, after taking another from the list. false: the group is
+     * broken. */
     __device__ __forceinline__ bool use_unit()
     {
         begin_unit();

@@ -31,6 +31,7 @@ static __device__ void clear_outputs(const CombineState &c)
                 BLOCK);
 }
 
+/* EXACT: the rows are aligned and have whole pieces. */
 template <class ROW, bool EXACT>
 __global__ void __launch_bounds__(BLOCK, 1)
     combine_kernel(const __grid_constant__ p2p_combine_job job)
@@ -81,6 +82,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
 
 typedef void (*Kernel)(p2p_combine_job);
 
+/* The kernel for a type of rows. */
 static Kernel kernel_of(uint32_t type, bool exact)
 {
     if (type == EPIC_BF16)
@@ -89,6 +91,7 @@ static Kernel kernel_of(uint32_t type, bool exact)
     return exact ? combine_kernel<F32, true> : combine_kernel<F32, false>;
 }
 
+/* Dynamic shared memory of a CTA: the larger of the stream's rings and the stacks of leaves. */
 static int memory_bytes(void)
 {
     const int stacks = LEAF_LEVELS * 2 * WARP * 16,

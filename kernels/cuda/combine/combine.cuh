@@ -10,11 +10,13 @@
 template <class ROW, class PART> struct PartialSum {
     static constexpr int VECTORS = ROW::N / PART::N; /* vectors of PART per vector of ROW */
 
+    /* The numbers of a partial vector as floats. */
     static __device__ __forceinline__ void unpack_floats(const uint4 *q, float *x)
     {
 #pragma unroll
         for (int i = 0; i < VECTORS; i++) PART::unpack_floats(q[i], x + i * PART::N);
     }
+    /* Rounds the floats to PART. */
     static __device__ __forceinline__ void pack_floats(uint4 *q, const float *x)
     {
 #pragma unroll
@@ -58,6 +60,7 @@ __device__ __forceinline__ bool is_added_by_host(const CombineState &c)
 #endif
 }
 
+/* backend hosts: sets what is_added_by_host() returns. */
 __device__ __forceinline__ void set_adds_by_host(CombineState &c, bool adds_by_host)
 {
 #ifdef EPIC_HOSTS

@@ -17,11 +17,13 @@ template <class ROW> struct Dot16 {
     static constexpr int V = 4, BLOCK = 512, LAST = 1;
     float acc[8];
 
+    /* Adds x * y to the accumulators; v: number of the vector in the block. */
     __device__ __forceinline__ void add_products(int, const float *x, const float *y)
     {
 #pragma unroll
         for (int i = 0; i < 8; i++) acc[i] = __fmaf_rn(x[i], y[i], acc[i]);
     }
+    /* Adds up the accumulators of this lane. */
     __device__ __forceinline__ float lane_sum() const
     {
         const float a = acc[0] + acc[4], b = acc[1] + acc[5];
@@ -39,12 +41,15 @@ template <> struct Dot<F32> {
     static constexpr int V = 8, BLOCK = 384, LAST = 2; /* 168 registers each */
     float acc[8]; /* 0-3 of even vectors, 4-7 of odd ones */
 
+    /* The same for vectors of four floats: even and odd vectors have accumulators of their own.
+     */
     __device__ __forceinline__ void add_products(int v, const float *x, const float *y)
     {
         float *a = acc + v % 2 * 4;
 #pragma unroll
         for (int i = 0; i < 4; i++) a[i] = __fmaf_rn(x[i], y[i], a[i]);
     }
+    /* Adds up four accumulators of this lane and of the adjacent one. */
     static __device__ __forceinline__ float sum_group(const float *a)
     {
         float s[4];
@@ -52,6 +57,7 @@ template <> struct Dot<F32> {
         for (int i = 0; i < 4; i++) s[i] = a[i] + __shfl_xor_sync(ALL_LANES, a[i], 1);
         return (s[0] + s[2]) + (s[1] + s[3]);
     }
+    /* Adds up the accumulators of this lane and of the adjacent one. */
     __device__ __forceinline__ float lane_sum() const
     {
         return sum_group(acc) + sum_group(acc + 4);
@@ -67,6 +73,7 @@ template <class ROW> __device__ __forceinline__ float add_lanes(float s)
     return s;
 }
 
+/* a + b by element. */
 __device__ __forceinline__ float4 add_float4(float4 a, float4 b)
 {
     return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
@@ -97,6 +104,7 @@ __device__ __forceinline__ float dot_of(const float (&x)[V][ROW::N], const uint4
     return dot.lane_sum();
 }
 
+/* weight * x, rounded to the rows' type. */
 template <class ROW>
 __device__ __forceinline__ uint4 scale_vector(float weight, const float (&x)[ROW::N])
 {

@@ -83,6 +83,7 @@ static __device__ bool receive_half(const FlatFloats &f, int32_t token, int half
     return true;
 }
 
+/* Sends the floats of all peers' choices here, then receives those of this rank's choices. */
 static __device__ bool move_floats(const FlatFloats &f)
 {
     const p2p_self &self = f.job.self;
@@ -119,6 +120,7 @@ static __device__ bool rows_were_enough(const p2p_self &self, const OpState &op,
     return enough;
 }
 
+/* The operation that sends back the floats of a FLAT plan. */
 __global__ void __launch_bounds__(BLOCK, 1)
     floats_kernel(const __grid_constant__ p2p_combine_job job)
 {

@@ -67,6 +67,7 @@ __device__ __forceinline__ void add_lanes(const CombineState &c, float (&acc)[V]
         add_rows<ROW, V, 1>(c, acc, lanes, slot, weight, vector);
 }
 
+/* Packs the sums of a piece, rounded to PART. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ void pack_sum(uint4 (&node)[V][PartialSum<ROW, PART>::VECTORS],
                                          const float (&acc)[V][ROW::N])
@@ -75,8 +76,8 @@ __device__ __forceinline__ void pack_sum(uint4 (&node)[V][PartialSum<ROW, PART>:
     for (int v = 0; v < V; v++) PartialSum<ROW, PART>::pack_floats(node[v], acc[v]);
 }
 
-/* The partial of all choices of a token here, in ascending k. Returns false if it has none here.
- */
+/* The partial of all choices of a token here, in ascending k. Returns false if it has none
+ * here. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ bool
 sum_local_rows(const CombineState &c, uint4 (&node)[V][PartialSum<ROW, PART>::VECTORS],
@@ -100,6 +101,7 @@ sum_local_rows(const CombineState &c, uint4 (&node)[V][PartialSum<ROW, PART>::VE
 
 /* ---------------------------------------------------------------- leaves within a rank ---- */
 
+/* The leaf of this rank, from 0, to which a slot's expert belongs. */
 __device__ __forceinline__ int leaf_of(const CombineState &c, int32_t slot)
 {
     const device_plan_header &h = c.plan.header;
@@ -129,14 +131,17 @@ template <class ROW, class PART> struct LeafStack {
     uint64_t leaf_at;
     int depth;
 
+    /* This lane's vector p of node i of the stack. */
     __device__ __forceinline__ uint4 *vector_at(int i, int p) const
     {
         return memory + (i * P + p) * WARP + lane_id();
     }
+    /* One leaf of the subtree of node i. */
     __device__ __forceinline__ uint32_t leaf_of_level(int i) const
     {
         return (uint32_t)(leaf_at >> (8 * i)) & 255;
     }
+    /* Replaces the top two nodes by their sum. */
     __device__ __forceinline__ void merge_top()
     {
         uint4 a[P], b[P];
@@ -150,6 +155,7 @@ template <class ROW, class PART> struct LeafStack {
 #pragma unroll
         for (int p = 0; p < P; p++) *vector_at(depth - 1, p) = a[p];
     }
+    /* Adds a node to the stack, after merging those whose subtree ends before its leaf. */
     __device__ __forceinline__ void push_node(const uint4 *node, uint32_t new_leaf)
     {
         while (depth >= 2 &&
@@ -161,6 +167,7 @@ template <class ROW, class PART> struct LeafStack {
         leaf_at = (leaf_at & ~(255ull << (8 * depth))) | (uint64_t)new_leaf << (8 * depth);
         depth++;
     }
+    /* Merges all nodes into one. false: there is none. */
     __device__ __forceinline__ bool pop_result(uint4 *node)
     {
         while (depth >= 2) merge_top();
@@ -287,6 +294,7 @@ __device__ __forceinline__ bool sum_unit(const CombineState &c, const Unit &u, i
 
 #include "cuda/combine/relay.cuh"
 
+/* Sums a piece of a peer's token here and stores it to the peer's staging. */
 template <class ROW, class PART, int V, bool LEAVES>
 __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit &u)
 {
@@ -385,6 +393,7 @@ receive_partials(const CombineState &c, const Unit &u, int place, bool (&there)[
     return true;
 }
 
+/* a = a + b, if there is a b; there_a, there_b: whether each exists. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ void
 add_node(uint4 (&a)[V][PartialSum<ROW, PART>::VECTORS], bool &there_a,
@@ -472,6 +481,7 @@ add_ranks(const CombineState &c, const Unit &u, uint32_t touched,
     return true;
 }
 
+/* Sums a piece of an own token, here and on the peers, and stores it to the output. */
 template <class ROW, class PART, int V, bool LEAVES>
 __device__ __forceinline__ bool do_source_unit(const CombineState &c, const Unit &u)
 {

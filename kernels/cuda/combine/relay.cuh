@@ -21,6 +21,7 @@ __device__ __forceinline__ uint4 *node_address(const CombineState &c, const Unit
            (u.piece * WARP + lane_id()) * P;
 }
 
+/* Stores a node to staging. */
 template <int P>
 __device__ __forceinline__ void store_node(const CombineState &c, const Unit &u, uint8_t *box,
                                            const uint4 (&node)[P])

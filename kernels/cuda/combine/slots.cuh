@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Functions that combine and its gradient share: slots and rounds. M is the type of their state. */
+/* Functions that combine and its gradient share: slots and rounds. M is the type of their
+ * state. */
 #ifndef EPIC_SLOTS_CUH
 #define EPIC_SLOTS_CUH
 

@@ -55,6 +55,7 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
     uint32_t places = 0;
     uint32_t begun = 0, copied = 0, used = 0; /* numbers of units */
 
+    /* memory: WARP_BYTES of shared memory of this warp; end: of the round's tokens. */
     __device__ __forceinline__ CombineStream(const CombineState &combine, uint8_t *memory,
                                              int32_t end)
         : c(combine), entries((Entry *)(memory + Pieces::BYTES)), ring(memory), e(c.expert),
@@ -71,17 +72,20 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
 
     /* ---- copying ---- */
 
+    /* Loads the slots that the next expert unit needs. */
     __device__ __forceinline__ void read_expert()
     {
         const int32_t t = c.first + e.step;
         slot_e = t < end_e ? read_slot(c, peer_of_role(c, e.role), t, 0) : -1;
     }
+    /* Loads the slots and ranks that the next source unit needs. */
     __device__ __forceinline__ void read_source()
     {
         const int32_t t = c.first + s.step;
         slot_s = t < end_s ? read_slot(c, c.job.self.rank, t, 0) : -1;
         ranks_s = rank_of_choice(c, t, 0);
     }
+    /* Adds a unit to the entries under way, and starts the copy of its slots' weights. */
     __device__ __forceinline__ void fill_entry(Entry &entry, int32_t of_token, int role,
                                                int piece, int32_t its_slot, uint32_t its_places)
     {
@@ -123,6 +127,7 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
             read_source();
         }
     }
+    /* The partial in this rank's inbox that the peer at a place of the tree sends. */
     __device__ __forceinline__ uint4 *staged_partial(int32_t of_token, int place)
     {
         const int rank = c.plan.header.rank_at[place];
@@ -156,15 +161,18 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
 
     /* ---- using ---- */
 
+    /* Is this lane's vector v of the piece inside the row? */
     __device__ __forceinline__ bool in_row(const Entry &u, int v) const
     {
         return EXACT || u.vector + v * WARP + lane_id() < c.shape.vectors;
     }
+    /* Reads the oldest piece of the ring, and starts the copy of another. */
     __device__ __forceinline__ void read_piece(const Entry &u, uint4 (&q)[V])
     {
         copy_next();
         ring.read_piece(q, u.vector, c.shape);
     }
+    /* sum = the sum of weight * row over the unit's slots here, rounded to the rows' type. */
     __device__ __forceinline__ void add_rows_here(const Entry &u, uint4 (&sum)[V])
     {
         const int32_t count = u.num_slots;
@@ -190,6 +198,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
 #pragma unroll
         for (int v = 0; v < V; v++) sum[v] = ROW::pack_floats(acc[v]);
     }
+    /* Stores a partial to the staging of the token's rank. dispatch_backward: with the first
+     * piece also the floats of the token's choices. */
     __device__ __forceinline__ void send_partial(const Entry &u, const uint4 (&node)[V])
     {
         const p2p_self &self = c.job.self;
@@ -222,6 +232,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
                     (int64_t)u.token * float_stride(c.top_k),
                 u.num_slots);
     }
+    /* Reads the partial of a place from the ring, polls it in place if it had not arrived when
+     * it was copied, and stores poison back. false: the group is broken. */
     __device__ __forceinline__ bool receive_partial(const Entry &u, int place, uint4 (&q)[V])
     {
         uint4 *from = staged_partial(u.token, place);
@@ -265,6 +277,7 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         for (int v = 0; v < V; v++) out[v] = ROW::pack_floats(total[v]);
         return true;
     }
+    /* a = a + b, if there is a b; there_a, there_b: whether each exists. */
     static __device__ __forceinline__ void add_to(uint4 (&a)[V], bool &there_a,
                                                   const uint4 (&b)[V], bool &there_b)
     {
@@ -343,6 +356,7 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
             c.job.choice_floats[(int64_t)u.token * c.top_k + lane_id()] = __uint_as_float(word);
         return true;
     }
+    /* Sums the partials of a piece of a token and stores it to the output. */
     __device__ __forceinline__ bool finish_token(const Entry &u, const uint4 (&own)[V])
     {
         uint4 out[V];
@@ -353,6 +367,7 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
             if (in_row(u, v)) store_once(row + v * WARP * 16, out[v], c.policy);
         return u.vector || !c.job.choice_floats || receive_floats(u);
     }
+    /* Does the oldest unit under way, after taking another from the list. */
     __device__ __forceinline__ bool use_unit()
     {
         begin_unit();
@@ -366,6 +381,7 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
     }
 };
 
+/* Runs all rounds of combine with streams. false: the group is broken. */
 template <class ROW, bool EXACT, bool TREE>
 __device__ __forceinline__ bool combine_stream(CombineState &c, OpState &op, uint8_t *memory)
 {

@@ -71,6 +71,7 @@ __device__ __forceinline__ uint32_t epoch_parity(const OpState &op)
 
 /* Functions with a `self` argument read that copy, which is a parameter of the kernel. A read
  * through op.self is a load from memory and takes about 500 ns. */
+/* The words of this rank's heap through which its CTAs agree about the operation. */
 __device__ __forceinline__ p2p_control *control_of(const p2p_self &self)
 {
     return (p2p_control *)(self.heap[self.rank] + self.at.control);

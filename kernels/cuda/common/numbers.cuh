@@ -9,6 +9,7 @@
 
 #include "cuda/common/rows.cuh"
 
+/* Loads element i of an array of a type that is known only at run time. */
 __device__ __forceinline__ float load_number(const void *p, uint32_t type, int64_t i)
 {
     if (type == EPIC_BF16) return __bfloat162float(((const __nv_bfloat16 *)p)[i]);
@@ -16,6 +17,7 @@ __device__ __forceinline__ float load_number(const void *p, uint32_t type, int64
     return ((const float *)p)[i];
 }
 
+/* Rounds x to the type and stores it as element i. */
 __device__ __forceinline__ void store_number(void *p, uint32_t type, int64_t i, float x)
 {
     if (type == EPIC_BF16)

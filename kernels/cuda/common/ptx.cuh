@@ -19,6 +19,8 @@ __device__ __forceinline__ uint64_t timer_ns()
     return t;
 }
 
+/* Loads memory that peers may store to at the same time. The words of a vector may differ in
+ * age. */
 __device__ __forceinline__ uint32_t load_relaxed(const uint32_t *p)
 {
     uint32_t v;
@@ -69,6 +71,7 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t *p)
     return v;
 }
 
+/* Stores to memory that peers may load at the same time. */
 __device__ __forceinline__ void store_relaxed(uint32_t *p, uint32_t v)
 {
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
@@ -86,6 +89,7 @@ __device__ __forceinline__ void store_relaxed(uint4 *p, uint4 v)
                  : "memory");
 }
 
+/* Stores a word; loads with load_acquire() that read it see what this thread stored before. */
 __device__ __forceinline__ void store_release(uint32_t *p, uint32_t v)
 {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
@@ -177,6 +181,7 @@ template <int PENDING> __device__ __forceinline__ void wait_copies()
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+/* The address in shared memory of a generic pointer. */
 __device__ __forceinline__ uint32_t shared_address(const void *p)
 {
     return (uint32_t)__cvta_generic_to_shared(p);

@@ -25,10 +25,12 @@ template <int V, int N> struct Quantized {
     uint32_t q[V][N / 4];                            /* elements of this lane */
     uint32_t scales;                                 /* word number word_index() of the piece */
 
+    /* Does this lane store a word of scales? */
     static __device__ __forceinline__ bool has_word()
     {
         return lane_id() % LANES < V;
     }
+    /* Number of this lane's word of scales in the piece. */
     static __device__ __forceinline__ int word_index()
     {
         return lane_id() % LANES * (WARP / LANES) + lane_id() / LANES;
@@ -80,6 +82,7 @@ __device__ __forceinline__ uint32_t join_lanes(uint32_t (&own)[V], uint32_t how)
     return mine;
 }
 
+/* The largest absolute value, as bits, of the block whose scale this lane makes. One warp. */
 template <int V, int N>
 __device__ __forceinline__ uint32_t find_largest(const float (&x)[V][N], uint32_t how)
 {
@@ -138,6 +141,7 @@ struct Divisor {
     float s, high, low, minus_r; /* minus_r is -1 / s, rounded */
 };
 
+/* Prepares divisions by s. */
 __device__ __forceinline__ Divisor divisor_of(float s)
 {
     const float high = __fmul_rn(reciprocal_approx(s), 1 - 0x1p-21f);
@@ -190,6 +194,7 @@ __device__ __forceinline__ void quantize_vector(Quantized<V, N> &piece, int v, f
         piece.q[v][i / 4] = pack_e4m3(x[i], x[i + 1], x[i + 2], x[i + 3]);
 }
 
+/* Quantizes a piece of a row. x is overwritten. One warp. */
 template <int V, int N>
 __device__ __forceinline__ Quantized<V, N> quantize_piece(float (&x)[V][N], uint32_t how)
 {
@@ -218,6 +223,8 @@ struct
     bool whole, words;
 };
 
+/* Stores N elements of this lane from byte `at` of a slot's row on, up to the end of the row.
+ */
 template <int V, int N>
 __device__ __forceinline__ void store_vector(const QuantizedRows &to, int32_t slot, int32_t at,
                                              const uint32_t (&q)[N / 4], uint64_t policy)

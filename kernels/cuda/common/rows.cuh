@@ -20,6 +20,7 @@ struct RowShape { /* layout of the caller's rows */
     bool aligned;
 };
 
+/* The shape of rows of row_bytes bytes, with V vectors per lane and piece. */
 template <int V> __device__ __forceinline__ RowShape row_shape(int64_t row_bytes, int aligned)
 {
     const int32_t vectors = (int32_t)((row_bytes + 15) / 16);
@@ -99,6 +100,7 @@ __device__ __forceinline__ void load_piece_again(const uint8_t *row, int32_t fir
                      : load_row_again(row, first + v * WARP + lane_id(), s, fill);
 }
 
+/* Stores this lane's part of the piece that begins with vector `first`. */
 template <int V, bool EXACT>
 __device__ __forceinline__ void store_piece(uint8_t *row, int32_t first, const RowShape &s,
                                             const uint4 (&q)[V], uint64_t policy)
@@ -112,6 +114,7 @@ __device__ __forceinline__ void store_piece(uint8_t *row, int32_t first, const R
             store_row(row, first + v * WARP + lane_id(), s, q[v], policy);
 }
 
+/* Stores zeros to this lane's part of a piece. */
 template <int V, bool EXACT>
 __device__ __forceinline__ void zero_piece(uint8_t *row, int32_t first, const RowShape &s,
                                            uint64_t policy)
@@ -122,11 +125,13 @@ __device__ __forceinline__ void zero_piece(uint8_t *row, int32_t first, const Ro
     store_piece<V, EXACT>(row, first, s, zeros, policy);
 }
 
+/* A vector that is poison in every word. */
 __device__ __forceinline__ uint4 poison_vector()
 {
     return make_uint4(POISON, POISON, POISON, POISON);
 }
 
+/* Is any word poison? It is the largest number of 32 bits, so the maximum tells. */
 __device__ __forceinline__ bool has_poison(uint4 q)
 {
     return max(max(q.x, q.y), max(q.z, q.w)) == POISON;
@@ -139,6 +144,7 @@ __device__ __forceinline__ uint32_t replace_poison(uint32_t word, uint32_t nan)
     return word == POISON ? nan : word;
 }
 
+/* Like replace_poison(), for each word of a vector. */
 __device__ __forceinline__ uint4 replace_poisons(uint4 q, uint32_t nan)
 {
     return make_uint4(replace_poison(q.x, nan), replace_poison(q.y, nan),
@@ -168,6 +174,7 @@ template <int V, bool EXACT> struct PieceRing {
     uint32_t memory; /* shared address of this lane's part */
     uint32_t next = 0;
 
+    /* warp_memory: BYTES of shared memory of this warp. */
     __device__ __forceinline__ explicit PieceRing(const void *warp_memory)
         : memory(shared_address(warp_memory) + lane_id() * 16)
     {
@@ -232,6 +239,8 @@ template <class Units> __device__ __forceinline__ bool run_units(Units &&units)
 
 /* ----------------------------------------------------------------------- element types ---- */
 
+/* The types of rows. Each converts a vector of 16 bytes to N floats and back, and names a NaN
+ * that may replace a caller's NaN that equals poison. */
 struct Bf16 {
     static constexpr int N = 8; /* elements per vector */
     static constexpr uint32_t NAN_WORD = 0x7fff7fffu, MINUS_ZERO = 0x80008000u;
@@ -324,6 +333,7 @@ struct Stride { /* distance to a warp's next unit; in shared memory */
 struct UnitWalk {
     int step, role, span;
 
+    /* Begins at the first unit of this warp. */
     __device__ __forceinline__ explicit UnitWalk(const Stride &s)
     {
         const int first = (blockIdx.x * blockDim.x + threadIdx.x) / WARP;
@@ -331,6 +341,7 @@ struct UnitWalk {
         role = first / s.spans % s.roles;
         step = first < s.units ? first / s.spans / s.roles : NO_STEP;
     }
+    /* Moves on to the next unit of this warp. */
     __device__ __forceinline__ void next_unit(const Stride &s)
     {
         span += s.span;
@@ -341,6 +352,7 @@ struct UnitWalk {
     }
 };
 
+/* The greatest common divisor. */
 static inline int common_divisor(int a, int b)
 {
     while (b) {

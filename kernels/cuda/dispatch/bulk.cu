@@ -24,6 +24,7 @@ struct Unit {
     int step, role;          /* 0: this rank's own token; n: a token of the n-th peer */
     uint64_t choice, record; /* its choice and record, as loaded ahead */
 
+    /* Is it a unit of this rank's tokens? */
     __device__ __forceinline__ bool is_own() const
     {
         return role == 0;
@@ -217,6 +218,8 @@ __device__ __forceinline__ bool pad_with_token(PackedMove &m, int32_t token, Rou
     return true;
 }
 
+/* Moves the row of a unit, which is in its place or on its way there. false: the group is
+ * broken. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool move_unit(PackedMove &m, const Unit &unit, RoundProgress &p,
                                           const BulkPlaces &places)
@@ -257,6 +260,7 @@ __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, BulkPlac
     return ok;
 }
 
+/* Moves all rounds. *turns: units that the warps of this CTA have taken in the round. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const uint8_t *memory,
                                             int *turns)
@@ -297,6 +301,7 @@ __device__ __forceinline__ bool pad_all(PackedMove &m, const uint8_t *memory)
     return true;
 }
 
+/* OwnPiece: how rows of this rank become packed. WITH_PLAN: it makes the plan, too. */
 template <class OwnPiece, bool WITH_PLAN, bool FLAT>
 __global__ void __launch_bounds__(BLOCK, 1)
     dispatch_bulk_kernel(const __grid_constant__ p2p_dispatch_job job)

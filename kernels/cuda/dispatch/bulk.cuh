@@ -22,6 +22,7 @@ struct BulkPlaces {        /* the places of a warp */
     uint32_t zeros, poison;
     int count, used; /* number of places; the one in use */
 
+    /* memory: dynamic shared memory of the CTA; warp: number of this warp in it. */
     __device__ __forceinline__ BulkPlaces(const PackedMove &m, const void *memory, int warp)
     {
         zeros = shared_address(memory);
@@ -31,10 +32,12 @@ struct BulkPlaces {        /* the places of a warp */
         first = poison + CONSTANT_BYTES + (uint32_t)(warp * count) * bytes;
         used = 0;
     }
+    /* The place that is used after the current one. */
     __device__ __forceinline__ int next_place() const
     {
         return used + 1 == count ? 0 : used + 1;
     }
+    /* The shared address of a place. */
     __device__ __forceinline__ uint32_t place_address(int place) const
     {
         return first + (uint32_t)place * bytes;

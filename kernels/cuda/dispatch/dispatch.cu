@@ -49,6 +49,8 @@ template <bool EXACT> struct PieceFeed {
     {
         open_unit();
     }
+    /* Begins to copy the pieces of the unit at `walk`. Pieces in host memory, and those that
+     * are forwarded, are not copied. */
     __device__ __forceinline__ void open_unit()
     {
         const p2p_self &self = m.job.plan.self;
@@ -65,6 +67,7 @@ template <bool EXACT> struct PieceFeed {
                                                                    : NULL;
         if (is_forward_role(m, walk) || (staged && is_host_memory(m.op, row))) from = NULL;
     }
+    /* Starts the copy of one more piece, and moves on to the next unit after the last one. */
     __device__ __forceinline__ void copy_next()
     {
         if (from) {
@@ -77,6 +80,7 @@ template <bool EXACT> struct PieceFeed {
         walk.next_unit(m.stride);
         open_unit();
     }
+    /* Reads the oldest piece of the ring, and starts the copy of another. */
     __device__ __forceinline__ void read_piece(uint4 (&q)[V], int32_t its_vector)
     {
         copy_next();
@@ -92,6 +96,8 @@ template <bool EXACT> struct PieceFeed {
     }
 };
 
+/* Sends the pieces of an own token to every peer that needs them. word: its choices, as loaded
+ * ahead. */
 template <bool EXACT>
 __device__ __forceinline__ void send_unit(const DispatchMove &m, const UnitWalk &walk,
                                           uint64_t word, PieceFeed<EXACT> &feed)
@@ -363,6 +369,7 @@ template <bool FLAT> __device__ __forceinline__ bool clear_tail(const DispatchMo
     return true;
 }
 
+/* Moves all rounds, each with as many tokens as fit the staging. false: the group is broken. */
 template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool move_rounds(DispatchMove &m, OpState &op, const uint8_t *memory)
 {

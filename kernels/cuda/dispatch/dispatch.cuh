@@ -186,7 +186,8 @@ __device__ __forceinline__ void end_record(const DispatchMove &m, int rank, int3
         ((int32_t *)m.plan.records)[at + k] = -1;
 }
 
-/* The address at which `source` stores the weight of the n-th choice of its token on this rank. */
+/* The address at which `source` stores the weight of the n-th choice of its token on this rank.
+ */
 __device__ __forceinline__ uint32_t *weight_address(const DispatchMove &m, int source,
                                                     int32_t token, int n)
 {
@@ -232,6 +233,7 @@ __device__ __forceinline__ bool receive_weight(const DispatchMove &m, int rank, 
     return true;
 }
 
+/* Stores a piece to the slots of the lanes; slot -1: none. */
 template <bool EXACT>
 __device__ __forceinline__ void fill_slots(const DispatchMove &m, int32_t vector, int32_t slot,
                                            const uint4 (&q)[V])
@@ -273,8 +275,8 @@ __device__ __forceinline__ bool receive_row_piece(const DispatchMove &m, int ran
     return true;
 }
 
-template <bool EXACT>
 /* Writes zeros to a piece of a slot. */
+template <bool EXACT>
 __device__ __forceinline__ void pad_piece(const DispatchMove &m, int32_t slot, int piece)
 {
     if ((uint32_t)slot >= (uint32_t)m.job.recv_rows) return;
@@ -292,6 +294,7 @@ __device__ __forceinline__ bool wait_for_plan(const DispatchMove &m)
     });
 }
 
+/* The header of the plan in memory; volatile, because this kernel may be writing it. */
 __device__ __forceinline__ const volatile device_plan_header *header_of(const DispatchMove &m)
 {
     return (const volatile device_plan_header *)m.job.plan.plan;

@@ -17,6 +17,7 @@ static inline int memory_bytes(int planning)
     return planning > rings ? planning : rings;
 }
 
+/* Loads kernels, and allows them dynamic shared memory of most_bytes. */
 template <int COUNT>
 static cudaError_t load_kernels(const Kernel (&kernels)[COUNT], int most_bytes)
 {
@@ -54,6 +55,7 @@ static inline p2p_dispatch_job deal_dispatch(const p2p_dispatch_job &job, int64_
     return copy;
 }
 
+/* Launches a kernel of dispatch with the memory that it needs. */
 static inline cudaError_t launch_dispatch(Kernel kernel, const p2p_dispatch_job &job,
                                           int num_sms, cudaStream_t stream)
 {

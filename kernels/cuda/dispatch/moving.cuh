@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Code that dispatch and combine_backward share, as both move rows of tokens to slots: arguments of
- * a unit, its pieces, and padding along with tokens. M is a RowMove. */
+/* Code that dispatch and combine_backward share, as both move rows of tokens to slots:
+ * arguments of a unit, its pieces, and padding along with tokens. M is a RowMove. */
 #ifndef EPIC_MOVING_CUH
 #define EPIC_MOVING_CUH
 
@@ -53,11 +53,13 @@ __device__ __forceinline__ int rank_of_role(const p2p_self &self, int role)
     return wrap_rank(self.rank + role, self.num_ranks);
 }
 
+/* Number of the first piece of a unit's span. */
 template <class M> __device__ __forceinline__ int first_piece(const M &m, const UnitWalk &walk)
 {
     return walk.span * m.job.span;
 }
 
+/* Pieces of a unit's span; the last span of a row may have fewer. */
 template <class M> __device__ __forceinline__ int pieces_of(const M &m, const UnitWalk &walk)
 {
     return min(m.job.span, m.shape.pieces - first_piece(m, walk));

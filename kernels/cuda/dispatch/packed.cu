@@ -17,6 +17,7 @@ struct Pieces {
     int first, count;
     bool is_own;
 
+    /* The pieces of the unit at `walk`. */
     __device__ __forceinline__ Pieces(const PackedMove &m, const UnitWalk &walk)
         : is_own(walk.role == 0 || source_role(m, walk) == m.job.plan.self.num_ranks)
     {
@@ -39,12 +40,13 @@ template <class OwnPiece> struct PieceFeed {
     int32_t vector, left;  /* its next vector; pieces left */
     int32_t end;           /* the round ends before this token */
 
-    __device__ __forceinline__ PieceFeed(const PackedMove &strings, const UnitWalk &first,
+    __device__ __forceinline__ PieceFeed(const PackedMove &move, const UnitWalk &first,
                                          int32_t round_end, const uint8_t *memory)
-        : m(strings), ring(memory), walk(first), end(round_end)
+        : m(move), ring(memory), walk(first), end(round_end)
     {
         open_unit();
     }
+    /* Begins to copy the pieces of the unit at `walk`. */
     __device__ __forceinline__ void open_unit()
     {
         const p2p_dispatch_job &job = m.job;
@@ -70,6 +72,7 @@ template <class OwnPiece> struct PieceFeed {
         second = job.scales + (int64_t)token * job.scale_bytes - (int64_t)split * 16;
         if (!job.scales_aligned) limit = split;
     }
+    /* Starts the copy of one more piece, and moves on to the next unit after the last one. */
     __device__ __forceinline__ void copy_next()
     {
         if (row) {
@@ -87,11 +90,13 @@ template <class OwnPiece> struct PieceFeed {
         walk.next_unit(m.stride);
         open_unit();
     }
+    /* Reads the oldest piece of the ring, and starts the copy of another. */
     __device__ __forceinline__ void read_piece(uint4 (&q)[V], int piece, const RowShape &shape)
     {
         copy_next();
         ring.read_piece(q, piece * V * WARP, shape);
     }
+    /* Skips pieces that are not needed. */
     __device__ __forceinline__ void skip_pieces(int pieces)
     {
         for (; pieces > 0; pieces--) {
@@ -99,11 +104,13 @@ template <class OwnPiece> struct PieceFeed {
             ring.wait_next();
         }
     }
+    /* Reads piece i of a token of this rank from the ring. */
     __device__ __forceinline__ void read_own_piece(JoinedPiece &piece, int32_t token, int i)
     {
         read_piece(piece.q, i, m.shape);
         piece.complete_scales(m, token, i);
     }
+    /* The same, and quantizes it. */
     __device__ __forceinline__ void read_own_piece(QuantizedPiece &piece, int32_t, int i)
     {
         uint4 raw[V];
@@ -148,6 +155,8 @@ __device__ __forceinline__ void get_piece(const PackedMove &m, int32_t token, in
         load_own_piece<OwnPiece, FAST>(m, token, i, piece);
 }
 
+/* Sends the pieces of an own token to every peer that needs them. word: its choices, as loaded
+ * ahead. */
 template <class OwnPiece, bool FAST>
 __device__ __forceinline__ void send_unit(const PackedMove &m, const UnitWalk &walk,
                                           uint64_t word, PieceFeed<OwnPiece> &feed)
@@ -269,6 +278,8 @@ static __device__ __noinline__ void send_head(const PackedMove m)
     }
 }
 
+/* Receives the tokens of a unit from their rank, and pads slabs along with this rank's own
+ * ones. false: the group is broken. */
 template <class OwnPiece, bool FAST, bool FLAT>
 __device__ __forceinline__ bool receive_unit(const PackedMove &m, const UnitWalk &walk,
                                              uint64_t word, int slab_bits,
@@ -341,6 +352,7 @@ __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, const ui
     }
 }
 
+/* Moves all rounds, each with as many tokens as fit the staging. false: the group is broken. */
 template <class OwnPiece, bool FAST, bool FLAT>
 __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const uint8_t *memory)
 {

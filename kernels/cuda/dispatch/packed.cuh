@@ -235,24 +235,29 @@ struct JoinedPiece { /* a piece of this rank's token, from two arrays */
         for (int v = 0; v < V; v++)
             raw[v] = vector_of(m, token, first_vector(piece) + v * WARP);
     }
+    /* Loads a piece from memory at any address. */
     __device__ __forceinline__ void load_piece(const PackedMove &m, int32_t token, int piece)
     {
         load_raw(m, token, piece, q);
     }
+    /* Makes the piece from what load_raw() has loaded. */
     __device__ __forceinline__ void make_piece(const PackedMove &m, int32_t, int,
                                                const uint4 (&raw)[V])
     {
         make_raw(m, raw);
     }
+    /* The same without the token, which only unaligned quantized rows need. */
     __device__ __forceinline__ void make_raw(const PackedMove &, const uint4 (&raw)[V])
     {
 #pragma unroll
         for (int v = 0; v < V; v++) q[v] = raw[v];
     }
+    /* This lane's first vector of a piece. */
     static __device__ __forceinline__ int32_t first_vector(int piece)
     {
         return piece * V * WARP + lane_id();
     }
+    /* Loads vector `at` of the packed row of a token: a part of the row or of the scales. */
     static __device__ __forceinline__ uint4 vector_of(const PackedMove &m, int32_t token,
                                                       int32_t at)
     {
@@ -276,6 +281,8 @@ struct JoinedPiece { /* a piece of this rank's token, from two arrays */
             if (first_vector(piece) + v * WARP >= m.row_vectors)
                 q[v] = vector_of(m, token, first_vector(piece) + v * WARP);
     }
+    /* Stores the piece to the staging of peers, with an escape word per lane if it contains
+     * poison. */
     __device__ __forceinline__ void send_to_peers(const PackedMove &m, int32_t token, int piece,
                                                   uint32_t peers)
     {
@@ -291,6 +298,7 @@ struct JoinedPiece { /* a piece of this rank's token, from two arrays */
             post_put_warp(m.op, rank, escape, WARP * 4);
         });
     }
+    /* Stores the piece to the slots of the lanes. */
     __device__ __forceinline__ void fill_slots_of(const PackedMove &m, int piece,
                                                   int32_t slot) const
     {
@@ -342,6 +350,7 @@ struct QuantizedPiece {
         for (int v = 0; v < V; v++)
             raw[v] = load_row_again(row, piece * V * WARP + vector_of(v), m.own_shape, 0);
     }
+    /* Makes the piece from what load_raw() has loaded; unaligned rows are loaded here. */
     __device__ __forceinline__ void make_piece(const PackedMove &m, int32_t token, int piece,
                                                const uint4 (&raw)[V])
     {
@@ -350,6 +359,7 @@ struct QuantizedPiece {
         else
             load_piece(m, token, piece);
     }
+    /* 16 elements of two adjacent vectors. */
     static __device__ __forceinline__ void unpack_floats(const PackedMove &m, uint4 low,
                                                          uint4 high, float (&x)[16])
     {
@@ -389,18 +399,23 @@ struct QuantizedPiece {
             load_elements(row, row_at(piece, v), m.job.row_bytes, m.job.type, x[v]);
         e = quantize_piece<2, 16>(x, m.job.quantize);
     }
+    /* First element, and byte, of run v of this lane: 16 elements of e4m3. */
     static __device__ __forceinline__ int64_t row_at(int piece, int v)
     {
         return (int64_t)piece * Sixteens::BYTES + (v * WARP + lane_id()) * 16;
     }
+    /* Offset in the scales of this lane's word of scales. */
     static __device__ __forceinline__ int64_t scales_at(int piece)
     {
         return ((int64_t)piece * Sixteens::WORDS + Sixteens::word_index()) * 4;
     }
+    /* The 16 quantized elements of run v. */
     __device__ __forceinline__ uint4 vector_of_run(int v) const
     {
         return make_uint4(e.q[v][0], e.q[v][1], e.q[v][2], e.q[v][3]);
     }
+    /* Stores the piece to the staging of peers. e4m3 numbers and scales are never poison;
+     * scales that are all NaN are replaced by a stand-in. */
     __device__ __forceinline__ void send_to_peers(const PackedMove &m, int32_t token, int piece,
                                                   uint32_t peers) const
     {
@@ -419,6 +434,7 @@ struct QuantizedPiece {
             post_put_packed(m, rank, token, m.own_shape.pieces, staged);
         });
     }
+    /* Stores the piece and its scales to the slots of the lanes. */
     __device__ __forceinline__ void fill_slots_of(const PackedMove &m, int piece,
                                                   int32_t slot) const
     {

@@ -22,6 +22,7 @@ struct CombineUnits {
     const CtaRange all_ctas;
     const int worker; /* from a shuffle, so that the compiler knows that all lanes agree */
 
+    /* All CTAs share both kinds of units. */
     __device__ __forceinline__ explicit CombineUnits(const CombineState &combine)
         : c(combine), all_ctas{0, (int)gridDim.x},
           worker(all_ctas.worker_index_of(__shfl_sync(ALL_LANES, (int)(threadIdx.x / WARP), 0)))
@@ -43,6 +44,7 @@ struct CombineUnits {
         return back >= all_ctas.ctas ? back - all_ctas.ctas
                                      : back + all_ctas.num_workers() - all_ctas.ctas;
     }
+    /* Loads the slots of unit u, and an own token's ranks. end: number of units of the kind. */
     __device__ __forceinline__ Unit read_unit(int u, bool own, int end) const
     {
         if (u >= end) return {};
@@ -103,6 +105,7 @@ template <class Sums> struct Worker {
     int loaded = NOTHING_LOADED;
     bool is_ahead = false;
 
+    /* Loads the first units, and the rows of one of them. */
     __device__ __forceinline__ void read_ahead(const CombineUnits &units)
     {
         bool sends, adds;
@@ -116,6 +119,7 @@ template <class Sums> struct Worker {
         loaded = sends ? SENT_LOADED : OWN_LOADED;
         Sums::load_rows(units.c, rows, unit);
     }
+    /* Sends all partials, then adds those of this rank's tokens. false: the group is broken. */
     __device__ __forceinline__ bool run_units(const CombineUnits &units)
     {
         const CombineState &c = units.c;
@@ -131,6 +135,7 @@ template <class Sums> struct Worker {
     }
 };
 
+/* Sums by rank of aligned rows. SIDE: partials that are polled at a time. */
 template <class ROW_, bool EXACT, int SIDE> struct QuickSums {
     typedef ROW_ ROW;
     static constexpr int V = 1; /* vectors per lane and piece */
@@ -153,6 +158,7 @@ template <class ROW_, bool EXACT, int SIDE> struct QuickSums {
     }
 };
 
+/* Sums of rows at any address, by rank or in the tree. Nothing is loaded ahead. */
 template <class ROW_> struct PlainSums {
     typedef ROW_ ROW;
     static constexpr int V = 2;
@@ -182,6 +188,7 @@ static __device__ void clear_outputs(const CombineState &c, int64_t thread, int6
                 threads);
 }
 
+/* Sums: QuickSums or PlainSums. */
 template <class Sums>
 __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     lowlat_combine_kernel(const __grid_constant__ p2p_combine_job job)
@@ -254,6 +261,7 @@ struct Kind {
     bool plain, exact, two;
 };
 
+/* The kernel of a kind for rows of type ROW. */
 template <class ROW> static Kernel kernel_for(const Kind &kind)
 {
     if (kind.plain) return lowlat_combine_kernel<PlainSums<ROW>>;
@@ -264,6 +272,7 @@ template <class ROW> static Kernel kernel_for(const Kind &kind)
                     : lowlat_combine_kernel<QuickSums<ROW, false, 4>>;
 }
 
+/* The kernel of a kind for a type that is known only at run time. */
 static Kernel kernel_of(uint32_t type, const Kind &kind)
 {
     if (type == EPIC_BF16) return kernel_for<Bf16>(kind);

@@ -20,6 +20,17 @@ __device__ __forceinline__ void post_put_rows(const LowlatMove &m, int32_t token
     }
 }
 
+/* How lowlat_dispatch_kernel() moves plain rows. WHOLE: rows are aligned and have whole pieces.
+ * PackedRows has the same functions:
+ *   shape_of            shape of the rows that travel
+ *   describe_rows       fills in the members of PackedMove
+ *   own_pieces          pieces of a row of this rank
+ *   load_piece          loads a piece of this rank's token
+ *   send_to_peers       stores it to the staging of peers
+ *   receive_from_peer   waits for a piece; q: what was loaded from staging earlier
+ *   fill_slots_of       stores a piece to the slots of the lanes
+ *   pad_slot            writes zeros to a piece of a slot
+ *   clear_rows          writes zeros to all slots from `first` on */
 template <bool WHOLE> struct PlainRows {
     static constexpr bool EXACT = WHOLE;
 

@@ -37,6 +37,7 @@ struct LowlatMove : PackedMove {
     bool is_mixed; /* another rank has more tokens: slots come from records, not from tables */
     CtaRange senders, receivers; /* CTAs that send, and CTAs that receive; perhaps the same */
 
+    /* Tokens of a rank. */
     __device__ __forceinline__ int32_t tokens_in(int rank) const
     {
         return has_new_plan ? tables->tokens[rank] : plan.header.tokens_of[rank];
@@ -84,15 +85,17 @@ template <class Rows> struct PieceSender {
     uint32_t peers;
     uint4 q[V];
 
-    __device__ __forceinline__ explicit PieceSender(const LowlatMove &few)
-        : m(few), unit(few.senders.worker_index()),
-          end(m.job.num_tokens * Rows::own_pieces(few))
+    /* Loads the first piece of this warp. */
+    __device__ __forceinline__ explicit PieceSender(const LowlatMove &move)
+        : m(move), unit(move.senders.worker_index()),
+          end(m.job.num_tokens * Rows::own_pieces(move))
     {
-        if (is_control_warp() || !few.senders.contains_this_cta()) unit = end;
+        if (is_control_warp() || !move.senders.contains_this_cta()) unit = end;
         if (unit >= end) return;
         load_row();
         word = read_choice_ahead(m, token, lane_id());
     }
+    /* Loads the piece of the current unit. */
     __device__ __forceinline__ void load_row()
     {
         token = unit / Rows::own_pieces(m);
@@ -110,6 +113,7 @@ template <class Rows> struct PieceSender {
             if (q != self.rank && __any_sync(ALL_LANES, choice_goes_to(m, word, q)))
                 peers |= 1u << q;
     }
+    /* Sends all pieces of this warp, each after the next one has been loaded. */
     __device__ __forceinline__ void send_all()
     {
         if (unit >= end) return;
@@ -138,10 +142,12 @@ struct WeightSender {
     uint64_t word;
     uint32_t weight;
 
-    __device__ __forceinline__ explicit WeightSender(const LowlatMove &few)
-        : m(few), first(few.job.num_tokens)
+    /* Sends nothing until read_ahead() has been called. */
+    __device__ __forceinline__ explicit WeightSender(const LowlatMove &move)
+        : m(move), first(move.job.num_tokens)
     {
     }
+    /* Loads the first tokens' weights, in control warps of CTAs that receive. */
     __device__ __forceinline__ void read_ahead()
     {
         if (is_control_warp() && m.receivers.contains_this_cta() && m.job.weights)
@@ -149,31 +155,38 @@ struct WeightSender {
         if (has_choice()) word = read_choice_ahead(m, lane_token(), lane_choice());
         read_weight();
     }
+    /* Moves to this warp's first tokens, which have so many choices each. */
     __device__ __forceinline__ void begin_tokens(int32_t choices)
     {
         top_k = choices;
         bits = bits_of(choices);
         first = (int32_t)((int)blockIdx.x - m.receivers.first) << (5 - bits);
     }
+    /* The token of this lane. */
     __device__ __forceinline__ int32_t lane_token() const
     {
         return first + (lane_id() >> bits);
     }
+    /* The number of this lane's choice of its token. */
     __device__ __forceinline__ int lane_choice() const
     {
         return lane_id() & ((1 << bits) - 1);
     }
+    /* Does this lane have a choice of an existing token? */
     __device__ __forceinline__ bool has_choice() const
     {
         return first < m.job.num_tokens && lane_token() < m.job.num_tokens &&
                lane_choice() < top_k;
     }
+    /* Loads the weight of this lane's choice. */
     __device__ __forceinline__ void read_weight()
     {
         if (!has_choice()) return;
         const float *weights = m.job.weights + (int64_t)lane_token() * top_k;
         weight = __float_as_uint(__ldg(weights + lane_choice()));
     }
+    /* Sends the weights of the current tokens. A peer gets those of its choices only, one after
+     * the other. */
     __device__ __forceinline__ void send_current() const
     {
         const p2p_self &self = m.job.plan.self;
@@ -315,6 +328,7 @@ __device__ __forceinline__ void load_words(const LowlatMove &m, int u, PendingWo
     if (!m.has_new_plan && __ldg(m.plan.rank_of + at) == w.rank) w.choice = __ldg(m.fates + at);
 }
 
+/* Stores a weight to a slot of the output, if rows are stored at all. */
 __device__ __forceinline__ void store_weight(const LowlatMove &m, int32_t slot, uint32_t word)
 {
     if (slot >= 0 && slot < m.job.recv_rows && !m.discards)
@@ -351,6 +365,7 @@ __device__ __forceinline__ int32_t find_slot(const LowlatMove &m, int rank, int3
                           : (int32_t)word;
 }
 
+/* Receives a piece and stores it to its slots. false: the group is broken. */
 template <class Rows>
 __device__ __forceinline__ bool receive_pending(const LowlatMove &m, PendingPiece &p)
 {
@@ -365,6 +380,8 @@ __device__ __forceinline__ bool receive_pending(const LowlatMove &m, PendingPiec
     return true;
 }
 
+/* Receives all pieces of this warp; each is loaded while the one before it is received. `first`
+ * has been loaded. */
 template <class Rows>
 __device__ __forceinline__ bool receive_all(const LowlatMove &m, PendingPiece &first)
 {
@@ -385,11 +402,14 @@ __device__ __forceinline__ int first_words(const LowlatMove &m)
     return m.receivers.num_workers() - 1 - m.receivers.worker_index();
 }
 
+/* Number of tokens, of all ranks, whose words are received. */
 __device__ __forceinline__ int num_words(const LowlatMove &m)
 {
     return m.job.num_tokens + m.most_tokens * (m.job.plan.self.num_ranks - 1);
 }
 
+/* Receives the weights of this warp's tokens and, with a new plan, stores the tokens' records.
+ * w: the first one, loaded ahead. */
 __device__ __forceinline__ bool receive_words(const LowlatMove &m, PendingWords &w)
 {
     for (int u = first_words(m); u < num_words(m); u += m.receivers.num_workers()) {
@@ -429,6 +449,7 @@ template <class Rows> __device__ __forceinline__ void pad_slabs(const LowlatMove
     }
 }
 
+/* The slots of this rank's choices in a plan that is read. */
 __device__ __forceinline__ const int32_t *fates_of(const PlanView &plan, const p2p_self &self)
 {
     const device_plan_header &h = plan.header;
@@ -448,6 +469,7 @@ __device__ __forceinline__ bool receive_mixed_slot(const LowlatMove &m, int rank
     return read_record(m, rank, token, 0, keep, word, slot, more);
 }
 
+/* Like receive_words(), with slots from records that peers send. */
 __device__ __forceinline__ bool receive_mixed_words(const LowlatMove &m)
 {
     for (int u = first_words(m); u < num_words(m); u += m.receivers.num_workers()) {
@@ -464,6 +486,7 @@ __device__ __forceinline__ bool receive_mixed_words(const LowlatMove &m)
     return true;
 }
 
+/* Like receive_all(), with slots from records that peers send. */
 template <class Rows> __device__ __forceinline__ bool receive_mixed_rows(const LowlatMove &m)
 {
     for (int u = m.receivers.worker_index(); u < num_units<Rows>(m);
@@ -532,6 +555,8 @@ static __device__ bool make_plan_of(LowlatMove &m, LowlatPlan &tables)
     return true;
 }
 
+/* Rows: how rows are moved, see PlainRows in lowlat/dispatch.cu. WITH_PLAN: it makes the plan,
+ * too. */
 template <class Rows, bool WITH_PLAN>
 __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     lowlat_dispatch_kernel(const __grid_constant__ p2p_dispatch_job job)
@@ -678,6 +703,7 @@ static cudaError_t launch_lowlat(const Kernel (&kernels)[2], p2p_dispatch_job jo
     return launch_kernel(kernels[has_new_plan], num_sms, LOWLAT_BLOCK, bytes, stream, job);
 }
 
+/* Loads two kernels, and allows them the largest memory of a plan. */
 template <class Kernel> static cudaError_t load_lowlat(const Kernel (&kernels)[2])
 {
     for (const Kernel &kernel : kernels) {

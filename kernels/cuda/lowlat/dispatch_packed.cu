@@ -3,6 +3,8 @@
  * that are quantized on the way, at any address. */
 #include "cuda/lowlat/dispatch.cuh"
 
+/* How lowlat_dispatch_kernel() moves packed rows; PlainRows lists the functions. OwnPiece:
+ * JoinedPiece or QuantizedPiece, how rows of this rank become packed. */
 template <class OwnPiece> struct PackedRows {
     static constexpr bool EXACT = false;
 

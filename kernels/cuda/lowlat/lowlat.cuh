@@ -35,10 +35,12 @@ __device__ __forceinline__ bool is_control_warp()
 struct CtaRange {
     int first, ctas;
 
+    /* Does this CTA take part? */
     __device__ __forceinline__ bool contains_this_cta() const
     {
         return (uint32_t)((int)blockIdx.x - first) < (uint32_t)ctas;
     }
+    /* The index of this warp among all workers. */
     __device__ __forceinline__ int worker_index() const
     {
         return worker_index_of((int)(threadIdx.x / WARP));
@@ -48,14 +50,17 @@ struct CtaRange {
     {
         return warp * ctas + (int)blockIdx.x - first;
     }
+    /* Workers of all CTAs. */
     __device__ __forceinline__ int num_workers() const
     {
         return LOWLAT_WORKERS * ctas;
     }
+    /* The index of this thread among all threads of the CTAs, control warps included. */
     __device__ __forceinline__ int64_t thread_index() const
     {
         return ((int64_t)blockIdx.x - first) * LOWLAT_BLOCK + threadIdx.x;
     }
+    /* Threads of all CTAs, control warps included. */
     __device__ __forceinline__ int64_t num_threads() const
     {
         return (int64_t)ctas * LOWLAT_BLOCK;

@@ -80,6 +80,7 @@ struct LowlatPlan {
         }
         return count;
     }
+    /* The expert of the token's choice k as the rank has sent it, or LOWLAT_NO_ID. */
     __device__ __forceinline__ uint32_t choice_of(int rank, int32_t token, int k) const
     {
         return k < top_k ? id[first_id_index(rank, token) + k] : LOWLAT_NO_ID;
@@ -174,6 +175,7 @@ struct RawId {
     uint32_t low, high; /* high: of int64 ids */
 };
 
+/* Loads the id of choice k; -1 past the last choice. */
 __device__ __forceinline__ RawId raw_id(const p2p_plan_job &job, int32_t token, int k)
 {
     const int64_t at = (int64_t)token * job.layer.top_k + k;
@@ -197,6 +199,7 @@ __device__ __forceinline__ uint32_t encode_id(const p2p_plan_job &job, RawId id)
                                                                              : id.low;
 }
 
+/* A word with two encoded ids. */
 __device__ __forceinline__ uint32_t two_ids(const p2p_plan_job &job, RawId low, RawId high)
 {
     return encode_id(job, low) | encode_id(job, high) << 16;
@@ -225,27 +228,31 @@ struct IdSender {
     RawId low, high;
     uint32_t both;
 
+    /* Loads the first ids. sends: false in kernels that have no ids to send. */
     __device__ __forceinline__ IdSender(const p2p_plan_job &plan, const CtaRange &planning_ctas,
-                                        bool tells)
+                                        bool sends)
         : job(plan), words(2 * fours_of(plan.layer)), bits(bits_of(words)),
           token((((int)blockIdx.x - planning_ctas.first) << (5 - bits)) + (lane_id() >> bits)),
           step(planning_ctas.ctas << (5 - bits))
     {
-        if (!tells || !is_control_warp() || !planning_ctas.contains_this_cta() ||
+        if (!sends || !is_control_warp() || !planning_ctas.contains_this_cta() ||
             word_of_lane() >= words)
             token = job.num_tokens;
         read_ids();
     }
+    /* The number of this lane's word of its token. */
     __device__ __forceinline__ int word_of_lane() const
     {
         return lane_id() & ((1 << bits) - 1);
     }
+    /* Loads the ids of this lane's word. */
     __device__ __forceinline__ void read_ids()
     {
         if (token >= job.num_tokens) return;
         low = raw_id(job, token, 2 * word_of_lane());
         high = raw_id(job, token, 2 * word_of_lane() + 1);
     }
+    /* Makes this lane's word from the loaded ids. */
     __device__ __forceinline__ void make_words()
     {
         if (token < job.num_tokens) both = two_ids(job, low, high);
@@ -529,6 +536,7 @@ static __device__ bool poll_inbox(const p2p_plan_job &job, const OpState &op)
     return copy_announcements(job.self, op) && (!alone || copy_ids(job, op, 0, 1));
 }
 #else
+/* Peers store to the heap itself, so there is nothing to copy. */
 static __device__ bool poll_inbox(const p2p_plan_job &, const OpState &)
 {
     return true;

@@ -22,6 +22,7 @@ __device__ __forceinline__ int32_t vector_of(const Unit &u)
     return u.piece * WARP + lane_id();
 }
 
+/* Is this lane's vector of the piece inside the row? */
 template <bool EXACT>
 __device__ __forceinline__ bool in_row(const CombineState &c, const Unit &u)
 {
@@ -43,6 +44,7 @@ __device__ __forceinline__ void load_slot_rows(const CombineState &c, SlotRows &
     }
 }
 
+/* acc += weight * row for the loaded rows, those from slot number `from` on. */
 template <class ROW>
 __device__ __forceinline__ void add_loaded(const SlotRows &rows, float (&acc)[1][ROW::N],
                                            int count, int from)
@@ -97,6 +99,8 @@ __device__ __forceinline__ uint4 sum_loaded(const CombineState &c, SlotRows &row
     return ROW::pack_floats(acc[0]);
 }
 
+/* Sums a piece of a peer's token here and stores it to the peer's staging. `rows` are loaded.
+ */
 template <class ROW, bool EXACT>
 __device__ __forceinline__ void send_sum(const CombineState &c, SlotRows &rows, const Unit &u)
 {
@@ -112,6 +116,7 @@ __device__ __forceinline__ void send_sum(const CombineState &c, SlotRows &rows, 
         send_floats(c, rank, u.token, floats_base(self, c.op, self.heap[rank], source));
 }
 
+/* Adds the numbers of a vector. */
 template <class ROW> __device__ __forceinline__ void add_to(float (&total)[ROW::N], uint4 q)
 {
     float x[ROW::N];
@@ -162,6 +167,8 @@ __device__ __forceinline__ bool add_by_rank(const CombineState &c, const Unit &u
     return true;
 }
 
+/* Sums a piece of an own token, here and on the peers, and stores it to the output. `rows` are
+ * loaded. false: the group is broken. */
 template <class ROW, bool EXACT, int SIDE>
 __device__ __forceinline__ bool receive_sum(const CombineState &c, SlotRows &rows,
                                             const Unit &u)

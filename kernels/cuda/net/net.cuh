@@ -4,8 +4,8 @@
  * A kernel cannot write the heap of a peer on another host. For such a peer, heap[q] is this
  * rank's own *outbox*, laid out as a heap. A kernel stores into the outbox and calls
  * post_put(), which appends an entry to a ring in host memory. The rank's proxy thread
- * (src/backend/hosts/proxy.c) passes it to the net, which copies the words to the same offsets of the
- * peer's inbox, in any order.
+ * (src/backend/hosts/proxy.c) passes it to the net, which copies the words to the same offsets
+ * of the peer's inbox, in any order.
  *
  *   kernel warp       stores words into the outbox (relaxed), __syncwarp
  *   one lane          __threadfence_system, then stores the entry: a reader of
@@ -211,6 +211,7 @@ __device__ __forceinline__ bool is_announcement_complete(const OpState &op,
 
 #else
 
+/* Backend p2p has no puts: peers see every store. There, all of these do nothing. */
 __device__ __forceinline__ void post_put(const OpState &, int, const void *, uint32_t)
 {
 }

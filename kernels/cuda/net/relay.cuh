@@ -10,10 +10,10 @@
  *   dispatch   row of rank (h', j) -- net --> (h, j) -- NVLink --> ranks of h that want it
  *   combine    partials of host h  -- NVLink --> (h, j), their sum -- net --> (h', j)
  *
- * Rows that ranks of a host store for each other on behalf of a rank of another host goes to the
- * staging of that rank, or of the storing rank's mate on that rank's host. A stamped word per
- * token (*wants*) shows in advance which ranks of the host want the row, or that a rank has a
- * partial. */
+ * Rows that ranks of a host store for each other on behalf of a rank of another host goes to
+ * the staging of that rank, or of the storing rank's mate on that rank's host. A stamped word
+ * per token (*wants*) shows in advance which ranks of the host want the row, or that a rank has
+ * a partial. */
 #ifndef EPIC_RELAY_CUH
 #define EPIC_RELAY_CUH
 

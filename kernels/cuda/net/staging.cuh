@@ -51,11 +51,13 @@ __device__ __forceinline__ bool needs_escape(uint4 q)
     return max(max(q.x | signs, q.y | signs), max(q.z | signs, q.w | signs)) == POISON;
 }
 
+/* Replaces the word by its stand-in if it is poison, and sets its bit of the mask. */
 __device__ __forceinline__ void hide_word(uint32_t &word, uint32_t &mask, int bit)
 {
     if (word == POISON) word = POISON_STAND_IN, mask |= 1u << bit;
 }
 
+/* Undoes hide_word(). */
 __device__ __forceinline__ void unhide_word(uint32_t &word, uint32_t mask, int bit)
 {
     if (mask >> bit & 1) word = POISON;
@@ -105,6 +107,7 @@ __device__ __forceinline__ bool unhide_poison(const OpState &op, int peer, uint4
     return ok;
 }
 
+/* Does any lane's vector contain poison, so that it has not arrived? One warp. */
 template <int V> __device__ __forceinline__ bool has_missing(const uint4 (&q)[V])
 {
     bool missing = false;
@@ -212,6 +215,7 @@ __device__ __forceinline__ bool receive_piece(const OpState &op, int peer, const
            });
 }
 
+/* Stores poison back to a staged piece that has been read, for the epoch after next. */
 template <int V, bool EXACT>
 __device__ __forceinline__ void poison_piece(uint4 *staged, int32_t first, int32_t vectors)
 {
@@ -223,6 +227,8 @@ __device__ __forceinline__ void poison_piece(uint4 *staged, int32_t first, int32
             store_in_place(staged + v * WARP, poison_vector());
 }
 
+/* Stores a piece, vectors [first, ...) of a row of `vectors`, to a peer's staging. The row must
+ * contain no poison. */
 template <int V, bool EXACT>
 __device__ __forceinline__ void send_piece(uint4 *staged, int32_t first, int32_t vectors,
                                            const uint4 (&q)[V])
@@ -256,17 +262,21 @@ static __device__ void zero_rows(uint8_t *rows, int64_t row_bytes, int64_t first
     for (int64_t i = vectors * 16 + thread; i < bytes; i += threads) from[i] = 0;
 }
 
+/* Writes zeros to elements [first, end) with threads numbered `thread` of `threads`. x may be
+ * NULL. */
 static __device__ void zero_floats(float *x, int64_t first, int64_t end, int64_t thread,
                                    int64_t threads)
 {
     for (int64_t i = first + thread; x && i < end; i += threads) x[i] = 0.0f;
 }
 
+/* Number of this thread in the grid. */
 __device__ __forceinline__ int64_t grid_thread()
 {
     return (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
 }
 
+/* Number of threads of the grid. */
 __device__ __forceinline__ int64_t grid_threads()
 {
     return (int64_t)gridDim.x * blockDim.x;

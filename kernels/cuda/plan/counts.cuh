@@ -79,12 +79,12 @@ __host__ __device__ inline int num_tallies(const p2p_plan_job &job, bool flat)
 }
 
 /* Like num_choice_tallies(), with the KIND known to the compiler. */
-/* Sets up the planner: arrays, zero counts, and the owner of every expert. All threads. */
 template <int KIND> __device__ __forceinline__ int choice_tallies(const p2p_plan_job &job)
 {
     return KIND & PLAN_RARE ? num_choice_tallies(job) : (int)job.layer.num_experts;
 }
 
+/* The tallies of a planner: those of choices and, FLAT, those of each rank's rows. */
 template <int KIND> __device__ __forceinline__ int tallies_of(const p2p_plan_job &job)
 {
     return choice_tallies<KIND>(job) + (KIND & PLAN_FLAT ? job.self.num_ranks : 0);
@@ -114,6 +114,7 @@ static inline int planner_most_bytes(void)
     return most;
 }
 
+/* Dynamic shared memory of the planner of this job. */
 static inline int planner_bytes_of(const p2p_plan_job &job)
 {
     return planner_bytes(num_tallies(job, job.layer.layout == EPIC_FLAT));
@@ -127,6 +128,7 @@ struct TokenLanes {
     bool on;
     uint32_t mates; /* lanes of the same token */
 
+    /* Deals the choices of a token to lanes. */
     __device__ explicit TokenLanes(int top_k)
     {
         const int lane = lane_id();
@@ -189,6 +191,7 @@ __device__ __forceinline__ TokenRange range_of_warp(const Planner &p, const p2p_
     return part;
 }
 
+/* Sets up the planner: arrays, zero counts, and the owner of every expert. All threads. */
 template <int KIND>
 static __device__ void begin_planner(Planner &p, const p2p_plan_job &job, uint8_t *memory)
 {
@@ -248,6 +251,7 @@ __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert, u
     return base + before;
 }
 
+/* The same without the lanes. */
 __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert)
 {
     uint32_t same;
@@ -403,6 +407,7 @@ static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
 #define COUNT_OF(word) ((uint32_t)(word) & ((1u << COUNT_BITS) - 1))
 #define OWNER_OF(word) ((uint32_t)(word) >> COUNT_BITS & 31)
 
+/* The word of an expert's rank, to which its count is added. */
 __device__ __forceinline__ uint32_t owner_word(const Planner &p, int expert)
 {
     return p.bad_owner == NO_INDEX ? (uint32_t)p.owner[expert] << COUNT_BITS : RECORD_LAST;

@@ -25,6 +25,7 @@ __device__ __forceinline__ uint64_t *row_word_from(const p2p_self &self, const O
                             source_number(self, self.rank, source), token);
 }
 
+/* Is it a row's number, and not a mark? */
 __device__ __forceinline__ bool is_valid_row(uint32_t value)
 {
     return value < RECORD_DISCARD;

@@ -39,6 +39,8 @@ static __device__ bool store_rows(const OpState &op, const p2p_plan_job &job, in
     return ok;
 }
 
+/* KIND: PLAN_FLAT and PLAN_RARE, as bits. The first CTAs make the plan, the others store the
+ * records that arrive. */
 template <int KIND>
 __global__ void __launch_bounds__(BLOCK, 1)
     plan_kernel(const __grid_constant__ p2p_plan_job job)

@@ -17,6 +17,7 @@ struct ExpertSpan { /* experts among which those of a rank are found */
     int begin, count;
 };
 
+/* A rank's block of experts; with a table of ranks, all experts. */
 __device__ __forceinline__ ExpertSpan span_of_rank(const p2p_plan_job &job, int rank)
 {
     return job.rank_of_expert ? ExpertSpan{0, (int)job.layer.num_experts}
@@ -97,6 +98,7 @@ __device__ __forceinline__ int32_t *logical_table(const p2p_plan_job &job)
     return (int32_t *)(job.plan + device_logical(&at, job.layer.layout));
 }
 
+/* The plan's table after that of logical experts. */
 __device__ __forceinline__ int32_t *expert_table(const p2p_plan_job &job)
 {
     return logical_table(job) + device_round_up(job.layer.num_experts * 4ll, 128) / 4;
@@ -460,6 +462,8 @@ static __device__ void place_counted(Planner &p, const p2p_plan_job &job, const 
     }
 }
 
+/* Places the choices of a warp's tokens in slots, and sends the records to the choices' ranks.
+ */
 template <int KIND>
 static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const OpState &op,
                                      const TokenLanes &lanes, const TokenRange &part,

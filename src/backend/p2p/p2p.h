@@ -181,8 +181,8 @@ epic_result p2p_sent_choices(epic_group *group, epic_stream stream, const layer_
                              int32_t *to);
 /* The factors of the shared expert's output: a sigmoid per token. */
 epic_result p2p_shared_gate(epic_group *group, epic_stream stream, const layer_tokens *tokens);
-/* d_shared_weights in place, and the gradient [hidden] of the gate's weights (NULL: not wanted).
- */
+/* d_shared_weights in place, and the gradient [hidden] of the gate's weights (NULL: not
+ * wanted). */
 epic_result p2p_shared_gate_backward(epic_group *group, epic_stream stream,
                                      const layer_tokens *tokens, float *gradient,
                                      bool accumulate, void *workspace);
@@ -191,8 +191,8 @@ epic_result p2p_zero_weights(epic_group *group, epic_stream stream, const layer_
 /* Sums the rows of a layer's output: combined, shared expert, zero-experts. */
 epic_result p2p_finish(epic_group *group, epic_stream stream, const layer_tokens *tokens,
                        const layer_rows *rows);
-/* Checks on the device that the plan has at most num_local experts on a rank and, with EPIC_TREE,
- * as many tokens on every rank. The kernel reports a data error if not. */
+/* Checks on the device that the plan has at most num_local experts on a rank and, with
+ * EPIC_TREE, as many tokens on every rank. The kernel reports a data error if not. */
 epic_result p2p_fits(epic_group *group, const epic_plan_args *args, uint32_t num_local);
 /* values [2, n]: sums each row in a binary tree, to values[0] and values[1]. */
 epic_result p2p_trees(epic_group *group, epic_stream stream, float *values, int64_t n);
