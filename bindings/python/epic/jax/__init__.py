@@ -70,7 +70,7 @@ __all__ = [
 
 export_types.register_types()
 
-with contextlib.suppress(ImportError):  # without the libraries: said when they are used
+with contextlib.suppress(ImportError):  # no libraries: the first call raises the error
     _native.warn_without_blas()
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of arguments while tracing: one rule for arrays and one for other objects, each with a
-sentence that names the argument.
+"""Checks of arguments while tracing.
 
-The handlers check the number of elements and the dtype of each array again, when they run.
+One rule for arrays and one for other objects; each error names the argument.  The handlers check
+the number of elements and the dtype of each array again when they run.
 """
 
 from collections.abc import Sequence
@@ -14,27 +14,27 @@ import numpy as np
 
 from epic.errors import EpicArgumentError
 
-FLOATS = ("float32", "bfloat16", "float16", "float64")  # types that the core adds
+FLOATS = ("float32", "bfloat16", "float16", "float64")  # dtypes that the core can add
 INDICES = ("int32", "int64")
 INTEGERS = ("int32", "int64", "int8", "int16", "uint8", "uint16", "uint32", "uint64")
-ANY_ROWS = "..."  # as the first or last of a shape: one or more dimensions of any size
+ANY_ROWS = "..."  # first or last in a shape: one or more dimensions of any size
 
-Dimension = int | str | tuple[str, int]  # a size; a name, of any size; or both
+Dimension = int | str | tuple[str, int]  # a size, a name (any size), or both
 Shape = Sequence[Dimension]
 
 
 def show_dimension(dimension: Dimension) -> str:
-    """Return the dimension as a sentence has it."""
+    """Return the dimension as text."""
     return " ".join(map(str, dimension)) if isinstance(dimension, tuple) else str(dimension)
 
 
 def show_shape(shape: Shape) -> str:
-    """Return the shape as a sentence has it: [num_tokens, top_k 2]."""
+    """Return the shape as text: [num_tokens, top_k 2]."""
     return "[" + ", ".join(map(show_dimension, shape)) + "]"
 
 
 def has_shape(found: tuple[int, ...], wanted: Shape) -> bool:
-    """Return whether an array's shape is the one that is wanted."""
+    """Return whether an array has the wanted shape."""
     if wanted and wanted[0] == ANY_ROWS:
         if len(found) < len(wanted):
             return False
@@ -51,7 +51,7 @@ def has_shape(found: tuple[int, ...], wanted: Shape) -> bool:
 
 
 def show_needed(dtypes: Sequence[str], shape: Shape) -> str:
-    """Return what is wanted as a sentence has it: float32[8] or int32[8]."""
+    """Return dtypes and shape as text: float32[8] or int32[8]."""
     if not shape:
         return "one integer" if tuple(dtypes) == INTEGERS else f"one {' or '.join(dtypes)}"
     families = {FLOATS: "a float type ", INTEGERS: "integers "}
@@ -80,7 +80,7 @@ def check_array(name: str, value: Any, dtypes: Sequence[str], *shapes: Shape) ->
         dtype = dtype_of(value)
     except (TypeError, ValueError, OverflowError, AttributeError) as error:
         if isinstance(error, jax.errors.JAXTypeError):
-            raise  # of a tracer that left its function, which JAX explains
+            raise  # JAX explains a tracer that left its function
         raise EpicArgumentError(
             f"{name} is a {type(value).__name__}: must be an array, {needed}"
         ) from error
@@ -101,14 +101,14 @@ def as_array_or_none(name: str, value: Any, dtypes: Sequence[str], *shapes: Shap
 
 
 def check_kind(name: str, value: Any, *kinds: type) -> None:
-    """Refuse an object of another class, such as a dict in the place of options."""
+    """Refuse an object of another class, such as a dict in place of options."""
     if not isinstance(value, kinds):
         wanted = " or ".join(kind.__name__ for kind in kinds)
         raise EpicArgumentError(f"{name} is a {type(value).__name__}: must be a {wanted}")
 
 
 def as_axes(name: str, value: Any) -> tuple[str, ...]:
-    """Return a tuple of different mesh axes; a single name is not one."""
+    """Return a tuple of different mesh axes; refuse a single name."""
     if isinstance(value, str):
         raise EpicArgumentError(f"{name} {value!r}: a tuple of axes is needed, ({value!r},)")
     if not isinstance(value, tuple | list) or not all(isinstance(axis, str) for axis in value):

@@ -24,7 +24,7 @@ Names = tuple[str | None, ...]
 AxisNames = Mapping[str, Names]
 Rules = Sequence[tuple[str, Any]]
 
-# Variance 1 / fan-in, for each expert by itself.
+# Variance 1 / fan-in, computed for each expert alone.
 KERNEL: Initializer = jax.nn.initializers.variance_scaling(
     1.0, "fan_in", "truncated_normal", in_axis=-2, out_axis=-1, batch_axis=(0,)
 )
@@ -76,7 +76,7 @@ class Biases:
     shared: bool = False
 
 
-# Logical axes of each parameter: MaxText's names.
+# Logical axes of each parameter, with MaxText's names.
 AXIS_NAMES: dict[str, Names] = {
     "w_gate": ("embed_moe", None),
     "b_gate": (None,),

@@ -5,8 +5,11 @@ from typing import Any
 
 
 def distributed_store() -> Any:
-    """JAX's distributed key-value store; None without jax.distributed.  Its name is private to
-    JAX, and used here only: where it is gone, bring an exchange or Tcp."""
+    """Return the client of JAX's distributed key-value store; None without jax.distributed.
+
+    The name is private to JAX and used only here.  If a later JAX lacks it, pass a Tcp or an
+    exchange.
+    """
     try:
         from jax._src import distributed
     except ImportError:
@@ -21,11 +24,11 @@ class JaxStore:
         self.client = client
 
     def put(self, key: str, value: bytes) -> None:
-        """Sets a key."""
+        """Set a key."""
         self.client.key_value_set_bytes(key, value, allow_overwrite=True)
 
     def put_first(self, key: str, value: bytes) -> bytes:
-        """Sets a key unless it has a value; returns the value that it has then."""
+        """Set a key unless it has a value; return the value that it has then."""
         try:
             self.client.key_value_set_bytes(key, value)
         except Exception as error:
@@ -35,7 +38,7 @@ class JaxStore:
         return value
 
     def has(self, key: str) -> bool:
-        """Returns whether the key has a value."""
+        """Return whether the key has a value."""
         try:
             self.get(key)
         except Exception as error:
@@ -45,9 +48,9 @@ class JaxStore:
         return True
 
     def get(self, key: str) -> bytes:
-        """Returns the value of a key that has one."""
+        """Return the value of a key that has one."""
         return self.client.key_value_try_get_bytes(key)
 
     def remove(self, key: str) -> None:
-        """Deletes a key."""
+        """Delete a key."""
         self.client.key_value_delete(key)

@@ -29,7 +29,7 @@ ArraySpec = jax.ShapeDtypeStruct
 
 
 def make_site() -> Any:
-    """The primitive, or None where JAX does not have what it takes."""
+    """Return the primitive, or None if this JAX lacks what it needs."""
     try:
         from jax.extend.core import Primitive
         from jax.interpreters import batching, mlir
@@ -45,11 +45,11 @@ def make_site() -> Any:
         return [mlir.ir_constant(np.int32(channel))]
 
     def batch(operands: Any, _: Any, *, group: Group) -> Any:
-        """Under vmap: the elements are calls of one site, in a row.  None: it is not mapped."""
+        """Under vmap: all elements are calls of one site, one after the other."""
         return site.bind(*operands, group=group), None
 
     try:
-        mlir.register_lowering(site, lower, cacheable=False)  # each call site its own number
+        mlir.register_lowering(site, lower, cacheable=False)  # a number for each call site
     except TypeError:
         return None
     batching.primitive_batchers[site] = batch
@@ -58,14 +58,16 @@ def make_site() -> Any:
 
 @functools.cache
 def site_primitive() -> Any:
-    """Made once, at first use."""
+    """Return the primitive, made at the first use."""
     return make_site()
 
 
 def site_and_rank(group: Group, *operands: Any) -> list[Any]:
-    """Two int32 scalars for a collective: this call site's number, and this device's rank in the
-    mesh of the program.  Operands are those of the call, so that a call which is computed again
-    has a number of its own."""
+    """Return the number of this call site and this device's rank, two int32 scalars.
+
+    The primitive has the operands of the call, so a call that is computed again (jax.checkpoint)
+    gets a number of its own.
+    """
     primitive, rank = site_primitive(), mesh_checks.rank_in_mesh(group)
     if primitive is None:
         return [np.int32(0), rank]
@@ -76,12 +78,15 @@ def site_and_rank(group: Group, *operands: Any) -> list[Any]:
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """The mesh axes along which check_vma=True knows x to differ."""
+    """Return the mesh axes along which x differs, as check_vma=True sees them."""
     return getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", frozenset())
 
 
 def result_axes(group: Group | None, *operands: Any) -> frozenset[str]:
-    """Along which the results of a call differ: with its operands, and within its group."""
+    """Return the axes along which the results of a call differ.
+
+    These are the axes of its operands and those of the group.
+    """
     axes: frozenset[str] = frozenset().union(*(varying_axes(x) for x in operands))
     if group is not None:
         manual = getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ())
@@ -90,13 +95,19 @@ def result_axes(group: Group | None, *operands: Any) -> frozenset[str]:
 
 
 def cast_varying(axes: frozenset[str], x: Any) -> Any:
-    """x as a value that differs along the axes; its gradient is then summed over new ones."""
+    """Return x as a value that differs along the axes.
+
+    Its gradient is then summed over the new axes.
+    """
     missing = tuple(sorted(axes - varying_axes(x)))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def cast_all_varying(group: Group | None, *values: Any) -> list[Any]:
-    """All of them along what any of them, or the group, differs in.  None stays None."""
+    """Return all values as differing along the axes of any of them, or of the group.
+
+    None stays None.
+    """
     axes = result_axes(group, *(x for x in values if x is not None))
     return [None if x is None else cast_varying(axes, jnp.asarray(x)) for x in values]
 
@@ -114,11 +125,20 @@ def call_handler(
     aliases: dict[int, int] | None = None,
     **attributes: Any,
 ) -> list[Any]:
-    """Calls the handler.  None stands for what is absent, in operands and results.  The group
-    is given for collectives; aliases: operands whose memory is a result's.
+    """Call a handler of libepic_jax.so.
 
-    Collectives return one array more than the results: a byte that is there when the call is done,
-    also where all other results are empty.
+    Args:
+        name: the target without "epic_".
+        results: the specs of the results; None: the handler does not write this one.
+        operands: the arrays; None: this one is absent.
+        group: the group of a collective call; None: a local call.
+        aliases: from operand to the result that uses its memory.
+        **attributes: the attributes of the call.
+
+    Returns:
+        The results.  A collective call has one more: a byte that exists when the call has finished,
+        even if all other results are empty.
+
     """
     load_handlers()
     operands = [*operands, *(previous_call(group) if group is not None else [])]
@@ -135,7 +155,7 @@ def call_handler(
         }
         target += "" if group.command_buffers else NO_GRAPH
         results, shapes = [*results, ABSENT], [*shapes, ABSENT]
-    # On a GPU the order of the calls is the stream's, so the call itself may have the side effect.
+    # On a GPU the stream orders the calls, so the call itself may have the side effect.
     on_gpu = group is not None and group.platform == "gpu"
     how: dict[str, Any] = {"has_side_effect": True} if stays and on_gpu else {}
     run = jax.ffi.ffi_call(target, shapes, input_output_aliases=aliases, **how)
@@ -156,27 +176,27 @@ last_calls: dict[str, tuple[Any, Any]] = {}
 
 
 def has_own_programs(group: Group) -> bool:
-    """Return whether the ranks are in programs of their own: then these may differ."""
+    """Return whether each rank has a program of its own, which may then differ from the others'."""
     return not group.axes and group.num_ranks > 1
 
 
 def previous_call(group: Group) -> list[Any]:
-    """Return what the next call of the group waits for: the last one before it.
+    """Return what the next call of the group must wait for: the previous call.
 
     XLA starts calls that do not depend on each other in any order, and on a rank without tokens
-    nothing depends on empty arrays.  On a mesh that order is the same in all programs.  Where each
-    rank has a program of its own it is made the order of tracing.  A call is known only in the
-    trace that it was made in: a loop or an inner jit begins anew.
+    nothing depends on the empty arrays.  On a mesh all ranks run one program, so the order is
+    equal.  Without a mesh, this dependency makes it the order of tracing.  A call is visible only
+    in the trace that made it, so an inner jit and the body of a loop begin without a previous call.
     """
     state, done = last_calls.get(group.name, (None, None))
     return [done] if has_own_programs(group) and state == get_opaque_trace_state() else []
 
 
 def record_call(group: Group, done: Any) -> None:
-    """Let the next call of the group wait for this one, which gives `done`.
+    """Make the next call of the group wait for `done`, a result of this call.
 
-    Outside of a trace no call waits: calls are made one by one there, and one that failed must not
-    hand its error to the next.
+    Outside of a trace no call waits.  Calls are made one by one there, and an error of one call
+    must not reach the next.
     """
     last_calls.pop(group.name, None)
     if has_own_programs(group) and isinstance(done, jax.core.Tracer):
@@ -186,10 +206,10 @@ def record_call(group: Group, done: Any) -> None:
 def must_keep_call(group: Group, results: Sequence[ArraySpec]) -> bool:
     """Return whether JAX and XLA must keep a collective call of which no result is used.
 
-    They drop such calls, and calls whose results are all empty.  On a mesh every rank runs one and
-    the same program, which drops a call on all ranks or on none.  Without a mesh each process has
-    a program of its own: its peers would wait for a dropped call until their deadline.  Under
-    jax.checkpoint JAX keeps the results of calls that stay, and does not make them again.
+    They drop such calls, and calls whose results are all empty.  On a mesh every rank runs the same
+    program, which drops a call on all ranks or on none.  Without a mesh the peers of a rank that
+    dropped a call would wait for it until their deadline.  Under jax.checkpoint JAX keeps the
+    results of these calls and does not repeat them.
     """
     is_empty = any(0 in result.shape for result in results)
     stays = has_own_programs(group) or (not group.axes and is_empty)
@@ -199,10 +219,10 @@ def must_keep_call(group: Group, results: Sequence[ArraySpec]) -> bool:
 
 
 def keep_call(done: Any) -> None:
-    """Keep the call that returns `done`, by a second one that uses it and has a side effect.
+    """Keep the call that returns `done`, by a second call that uses it and has a side effect.
 
-    The collective itself has none: XLA on the CPU runs calls with side effects one after the other,
-    in an order of its own.
+    The collective itself has no side effect: XLA on the CPU runs calls with side effects one after
+    the other, in an order of its own.
     """
     jax.ffi.ffi_call("epic_keep", ABSENT, has_side_effect=True)(done)
 
@@ -211,8 +231,9 @@ def keep_call(done: Any) -> None:
 def allow_side_effects() -> None:
     """Let JAX 0.10 and 0.11 trace calls with a side effect under custom gradients and checkpoint.
 
-    They know that the effect of jax.ffi may stand in loops; later versions say it of these two as
-    well.  The names are private to JAX: where they are gone, the version is taken to be later.
+    These versions know that the effect of jax.ffi is allowed in loops.  Later versions also know it
+    for these two transformations.  The names are private to JAX; if they are gone, the version is
+    later.
     """
     try:
         from jax._src import effects
@@ -224,8 +245,11 @@ def allow_side_effects() -> None:
 
 
 def map_in_sequence(run: Callable[..., Any]) -> Callable[..., Any]:
-    """The call, made for one element after the other under vmap.  JAX's own way for ffi_call does
-    not know axes that only the mapped operands differ along (spmd_axis_name)."""
+    """Return the call, made for one element after the other under vmap.
+
+    JAX's own rule for ffi_call does not know axes along which only the mapped operands differ
+    (spmd_axis_name).
+    """
     call_one = jax.custom_batching.custom_vmap(run)
 
     @call_one.def_vmap
@@ -245,7 +269,10 @@ def map_in_sequence(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def first_order_only(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """The call, which a gradient of ours makes and nobody can differentiate again."""
+    """Return the call, which raises an error if JAX differentiates it.
+
+    Only EPIC's own gradients make these calls, so this is a second derivative.
+    """
     once = jax.custom_jvp(run)
 
     @once.defjvp
@@ -261,12 +288,12 @@ def first_order_only(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def no_gradient(x: Any) -> np.ndarray:
-    """The cotangent of integers."""
+    """Return the cotangent of integers."""
     return np.zeros(np.shape(x), jax.dtypes.float0)
 
 
 def zero_gradient(x: Any) -> Any:
-    """A zero cotangent, of whatever type x is."""
+    """Return a zero cotangent for x of any dtype."""
     return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.floating) else no_gradient(x)
 
 
@@ -293,5 +320,5 @@ def memory_specs(
 
 
 def spec_of(x: Any) -> ArraySpec:
-    """The shape and dtype of an array."""
+    """Return the shape and dtype of an array."""
     return ArraySpec(x.shape, x.dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layer composed of the single functions, around any grouped product."""
+"""The layer composed from the single functions, around any grouped product."""
 
 import math
 from collections.abc import Callable
@@ -22,18 +22,21 @@ from epic.options import Experts, Moe
 
 @jax.custom_vjp
 def gelu_erf(v: Any) -> Any:
-    """v Phi(v), with erf.  JAX 0.12 cannot differentiate its own in a shard_map that checks varying
-    values: the derivative here has no polynomial of JAX's."""
+    """Return v Phi(v), with erf.
+
+    JAX 0.12 cannot differentiate its own function in a shard_map that checks varying values.  The
+    derivative here avoids JAX's polynomial.
+    """
     return v * 0.5 * (1 + jax.lax.erf(v * math.sqrt(0.5)))
 
 
 def gelu_erf_forward(v: Any) -> tuple[Any, Any]:
-    """The argument is needed again."""
+    """Save the argument."""
     return gelu_erf(v), v
 
 
 def gelu_erf_backward(v: Any, d: Any) -> tuple[Any]:
-    """d (Phi(v) + v phi(v))."""
+    """Return d (Phi(v) + v phi(v))."""
     slope = 0.5 * (1 + jax.lax.erf(v * math.sqrt(0.5)))
     slope = slope + v * jnp.exp(-0.5 * v * v) / math.sqrt(2 * math.pi)
     return (d * slope,)
@@ -43,7 +46,7 @@ gelu_erf.defvjp(gelu_erf_forward, gelu_erf_backward)
 
 
 def apply_activation(options: Experts, z: Any) -> Any:
-    """The experts' nonlinearity over [rows, width]."""
+    """Return the experts' nonlinearity of [rows, width]."""
     plain: dict[str, Callable[[Any], Any]] = {
         "silu": jax.nn.silu,
         "gelu": gelu_erf,
@@ -72,14 +75,14 @@ def apply_experts(
     w: ExpertWeights,
     scale: Any,
 ) -> Any:
-    """The experts over slabs of counts[0] rows, with the caller's products, else by the core."""
+    """Apply the experts to slabs of counts[0] rows, with the products of the caller or the core."""
     sizes = counts[0]
     if gemm is None:
         return apply_to_slabs(options, group.platform, False, x, counts, w, scale)
     expert = jnp.repeat(jnp.arange(sizes.shape[0]), sizes, total_repeat_length=x.shape[0])
     column = None if scale is None else scale[:, None].astype(x.dtype)
-    # A product leaves the rows past the last slab undefined, and so does its gradient.  Zeros take
-    # their place before and after each product, so that they never meet a parameter.
+    # A product leaves the rows past the last slab undefined, and so does its gradient.  They are
+    # set to zero before and after each product, so that they never reach a parameter.
     x = x if options.weighting != "input" or column is None else x * column
     z = gemm(*cast_all_varying(None, zero_tail(x, sizes), w.w_gate_up.astype(x.dtype), sizes))
     if w.b_gate_up is not None:
@@ -96,7 +99,7 @@ def apply_experts(
 
 
 def dense_gemm(x: Any, w: Any, _: Any) -> Any:
-    """The product of a single expert that has all rows."""
+    """Return the product of a single expert that has all rows."""
     return x @ w[0]
 
 
@@ -109,7 +112,7 @@ def plan_and_dispatch(
     placed: dict[str, Any],
     after: dict[str, Any],
 ) -> tuple[steps.Plan, Any, Any]:
-    """plan and dispatch, rounded on the way if the options say so."""
+    """Make the plan and dispatch the rows, rounded to 8 bits with options.quantize."""
     more = {
         "capacity": options.capacity,
         **placed,
@@ -132,14 +135,19 @@ def compose_layer(
     extras: dict[str, Any],
     after: dict[str, Any],
 ) -> tuple[Any, steps.Plan, Any, Any]:
-    """The layer from the single functions: out, plan, logits, choices."""
+    """Run the layer from the single functions.
+
+    Returns:
+        out [num_tokens, hidden], the plan, the logits and the choices.
+
+    """
     logits = router_logits(x, weights)
     placed = {name: extras.pop(name) for name in ("rank_of_expert", "logical_of_expert")}
     mask = extras.pop("token_mask")
     chosen, w = routing.route(options.router, logits, bias=weights.bias, **extras)
     if mask is not None:
         chosen = jnp.where(mask[:, None], chosen, -1)
-    zero = chosen >= options.router.num_experts  # identity experts stay at home
+    zero = chosen >= options.router.num_experts  # identity experts: their rows are not sent
     plan, recv, slot = plan_and_dispatch(
         group, options, jnp.where(zero, -1, chosen), x, w, placed, after
     )
@@ -162,7 +170,7 @@ def compose_layer(
 
 
 def router_logits(x: Any, weights: MoeWeights) -> Any:
-    """What the router sees, in float32."""
+    """Return the router's logits in float32 (float64 rows: float64)."""
     wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
     logits = jnp.matmul(x.astype(wide), weights.w_gate.astype(wide), precision="highest")
     return logits if weights.b_gate is None else logits + weights.b_gate.astype(wide)
@@ -171,7 +179,7 @@ def router_logits(x: Any, weights: MoeWeights) -> Any:
 def layer_losses(
     group: Group, options: Moe, logits: Any, load: Any, chosen: Any, axes: tuple[str, ...]
 ) -> Any:
-    """This device's part of the losses over the group and the axes."""
+    """Return this device's part of the losses over the tokens of the group and of the axes."""
     total = logits.shape[0] * group.num_ranks * math.prod(map(jax.lax.axis_size, axes))
     if axes and options.sequence_tokens:
         raise EpicArgumentError(
@@ -205,7 +213,10 @@ def masked_layer_losses(
     axes: tuple[str, ...],
     channel: Any,
 ) -> Any:
-    """losses of the tokens that the mask keeps; how many there are is known at run time."""
+    """Return layer_losses() of the tokens that the mask keeps.
+
+    The number of these tokens is known at run time only.
+    """
     total = steps.sum(group, mask.sum(dtype=jnp.float32)[None], channel=channel)[0]
     if axes:
         total, load = jax.lax.psum((total, load), axes)

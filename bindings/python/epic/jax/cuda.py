@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which GPU the calls of a thread mean: what the core asks CUDA when a context is opened."""
+"""Selects the GPU of a thread, which the core asks CUDA for when it opens a context."""
 
 import contextlib
 import ctypes
@@ -11,19 +11,19 @@ from epic.errors import EpicError
 
 @functools.cache
 def load_driver() -> ctypes.CDLL:
-    """CUDA's driver, which JAX has in use by now."""
+    """Return CUDA's driver library, which JAX has loaded already."""
     return ctypes.CDLL("libcuda.so.1")
 
 
 def check_cuda(code: int, what: str) -> None:
-    """Raises what CUDA refuses."""
+    """Raise an error if a CUDA call failed."""
     if code != 0:
         raise EpicError("EPIC_EDEVICE", f"{what}: CUDA says {code}")
 
 
 @contextlib.contextmanager
 def use_gpu(ordinal: int) -> Iterator[None]:
-    """Makes a GPU this thread's, by its primary context, which is XLA's too."""
+    """Make a GPU current in this thread, by its primary context, which XLA uses too."""
     cuda, context, device = load_driver(), ctypes.c_void_p(), ctypes.c_int()
     check_cuda(cuda.cuDeviceGet(ctypes.byref(device), ordinal), f"GPU {ordinal}")
     check_cuda(cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), f"GPU {ordinal}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""jax.export of programs whose arguments and results have EPIC's types: how these are written."""
+"""Lets jax.export serialize programs whose arguments and results have EPIC's types."""
 
 import json
 from dataclasses import asdict
@@ -17,14 +17,14 @@ TUPLES = (MoeWeights, MoeOut, ExpertWeights)
 
 
 def write_spec(spec: steps.PlanSpec) -> bytes:
-    """Return what a plan and its users know while tracing as JSON."""
+    """Return a PlanSpec as JSON."""
     layer = {name: getattr(spec.layer, name) for name in names(Layer)}
     parts = {"group": asdict(spec.group), "layer": layer}
     return json.dumps({**parts, "token_dims": spec.token_dims, "capacity": spec.capacity}).encode()
 
 
 def read_spec(data: bytes) -> steps.PlanSpec:
-    """Return the reverse of write_way."""
+    """Return the PlanSpec that write_spec() wrote."""
     found = json.loads(data)
     group = found["group"]
     group["axes"] = tuple(group["axes"])
@@ -47,7 +47,7 @@ def register_dataclass(kind: Any, fields: tuple[str, ...]) -> None:
 
 
 def register_types() -> None:
-    """Tell jax.export of all our types, once."""
+    """Register all types of EPIC with jax.export."""
     for kind in TUPLES:
         export.register_namedtuple_serialization(kind, serialized_name=f"epic.jax.{kind.__name__}")
     register_dataclass(steps.Plan, steps.PLAN_FIELDS)

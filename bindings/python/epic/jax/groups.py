@@ -477,10 +477,10 @@ def close(group: Group) -> None:
     for member in state.contexts:
         load_handlers().epic_jax_member_remove(group.name.encode(), member.is_gpu, member.ordinal)
     if group.platform == "gpu" and group.command_buffers:
-        jax.clear_caches()  # a graph would use this context's memory, and asks nobody
+        jax.clear_caches()  # graphs hold this context's memory
     bootstrapping.end(state.contexts.values())
     for exchange in state.exchanges:
-        with contextlib.suppress(Exception):  # the store may be gone by now
+        with contextlib.suppress(Exception):  # the store may be closed already
             exchange.forget()
 
 

@@ -82,16 +82,16 @@ class MoeOut(NamedTuple):
         return self.load if self.logical_load is None else self.logical_load
 
 
-NUM_TABLES = 4  # of the layer's integers: token_ids, table, rank_of_expert, logical_of_expert
+NUM_TABLES = 4  # token_ids, table, rank_of_expert, logical_of_expert
 
-# The order of the handlers' arrays.
+# The order of the weights in the handlers' arguments.
 WEIGHT_ORDER = (
     "w_gate b_gate bias w_gate_up w_down b_gate_up b_down shared_gate_up shared_down "
     "shared_b_gate_up shared_b_down"
 ).split()
 
 SHARED_WEIGHTS = ("shared_gate_up", "shared_down", "shared_b_gate_up", "shared_b_down")
-MLP_WEIGHTS = WEIGHT_ORDER[3:]  # the experts' and the shared expert's
+MLP_WEIGHTS = WEIGHT_ORDER[3:]  # weights of the experts and the shared expert
 
 
 def expert_weights_of(weights: MoeWeights, prefix: str = "") -> ExpertWeights:

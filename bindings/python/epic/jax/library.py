@@ -18,7 +18,7 @@ LOCAL = (
     "router router_backward balance_loss balance_loss_backward z_loss z_loss_backward "
     "experts experts_backward keep"
 ).split()
-NO_GRAPH = "_no_graph"  # ends the names of handlers that stay out of XLA's command buffers
+NO_GRAPH = "_no_graph"  # suffix of handlers that XLA keeps out of its command buffers
 TARGETS = tuple(
     f"epic_{name}" for name in [*COLLECTIVES, *LOCAL, *(name + NO_GRAPH for name in COLLECTIVES)]
 )
@@ -26,7 +26,10 @@ TARGETS = tuple(
 
 @functools.cache
 def load_handlers() -> ctypes.CDLL:
-    """libepic_jax.so, its handlers registered.  XLA holds bare pointers: it is never unloaded."""
+    """Return libepic_jax.so with its handlers registered.
+
+    XLA keeps bare pointers to them, so the library is never unloaded.
+    """
     _native.core()
     library = ctypes.CDLL(str(_native.find("libepic_jax.so")))
     member: list[Any] = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int32]
@@ -49,7 +52,7 @@ def load_handlers() -> ctypes.CDLL:
 
     for name in COLLECTIVES + LOCAL:
         register(name, f"epic_jax_{name}", "cpu")
-    for name in COLLECTIVES + LOCAL:  # kept by JAX until there is such a platform
+    for name in COLLECTIVES + LOCAL:  # JAX keeps these for processes without CUDA
         register(name, f"epic_jax_cuda_{name}", "CUDA")
     for name in COLLECTIVES:
         register(name + NO_GRAPH, f"epic_jax_no_graph_{name}", "CUDA")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layer as a flax.linen module.  Needs flax; nothing else of EPIC imports it."""
+"""The layer as a flax.linen module.  It needs flax; only users of this module import it."""
 
 from typing import Any
 
@@ -19,15 +19,30 @@ __all__ = ["Biases", "MoEBlock", "logical_rules"]
 
 
 class MoEBlock(nn.Module):
-    """A Mixture-of-Experts layer of global arrays: x [B, ..., hidden] -> (out, loss).
+    """A Mixture-of-Experts layer of global arrays: x [B, ..., hidden] returns (out, loss).
 
-    Parameters have MaxText's logical axes, "exp", "embed_moe" and "mlp_moe", or those that
-    axis_names gives for a parameter's name; logical_rules(group, fsdp_axes) says where the layer
-    wants them.  token_axes: as sharded.moe's.  Rows are computed in dtype (None: as they come);
-    parameters are param_dtype.  bias_rate above 0: a bias for the choice of experts, "expert_bias"
-    in the collection "moe", follows the load whenever that is mutable.  The loss is sown as
-    "moe_loss" in "losses", the load as "load" in "intermediates".  logical_of_expert: with
-    layer.num_logical, whose replica each expert is; replicas begin alike and stay so.
+    Parameters have the names of MoeWeights and MaxText's logical axes "exp", "embed_moe" and
+    "mlp_moe"; logical_rules(group, fsdp_axes) maps these to mesh axes.  The loss is sown as
+    "moe_loss" in "losses", the load as "load" in "intermediates".
+
+    Attributes:
+        mesh: the mesh that the group was opened with.
+        group: the group.
+        options: the options of the layer.
+        biases: which biases the block has.
+        bias_rate: above 0: a bias for the choice of experts, "expert_bias" in the collection "moe",
+            follows the load by steps of this size whenever the collection is mutable.
+        dtype: the dtype in which rows are computed; None: that of x.
+        param_dtype: the dtype of the parameters.
+        token_axes: see `epic.jax.sharded.moe`.
+        fsdp_axes: see `epic.jax.moe`.
+        tensor_axis: see `epic.jax.moe`.
+        loss_axes: see `epic.jax.moe`.
+        grouped_gemm: see `epic.jax.moe`.
+        kernel_init: the initializer of the experts' weights; None: variance 1 / fan-in.
+        axis_names: logical axes for some parameters, in place of MaxText's.
+        logical_of_expert: see `epic.jax.moe`; replicas begin with equal values and stay equal.
+
     """
 
     mesh: Mesh
@@ -47,7 +62,7 @@ class MoEBlock(nn.Module):
     logical_of_expert: tuple[int, ...] | None = None
 
     def weights(self) -> dict[str, Any]:
-        """Parameters, made at initialization."""
+        """Return the parameters, which initialization creates."""
         found = {}
         more = (self.axis_names, self.kernel_init, self.logical_of_expert)
         wishes = block.make_parameters(self.group, self.options, self.biases, *more)
@@ -60,15 +75,25 @@ class MoEBlock(nn.Module):
     def __call__(
         self, x: Any, token_ids: Any = None, table: Any = None, token_mask: Any = None
     ) -> tuple[Any, Any]:
-        """The layer; token_ids [B, ...] and table [rows, top_k]: experts by token id; token_mask
-        [B, ...] bool: tokens that count."""
+        """Run the layer.
+
+        Args:
+            x: [B, ..., hidden].
+            token_ids: [B, ...], with `table`; see `epic.jax.moe`.
+            table: [rows, top_k].
+            token_mask: [B, ...] bool: False for padding tokens.
+
+        Returns:
+            out [B, ..., hidden] and the loss [].
+
+        """
         tokens = {"token_ids": token_ids, "table": table, "token_mask": token_mask}
         block.check_module(self.mesh, self.group, self.options, self.biases)
         weights, bias = self.weights(), None
         if self.bias_rate:
             shape = (self.options.layer.num_ids,)
             bias = self.variable("moe", "expert_bias", jnp.zeros, shape, jnp.float32)
-        if self.is_initializing():  # shapes are known: no call, and any batch will do
+        if self.is_initializing():  # no call: the batch may have any size
             return x if self.dtype is None else x.astype(self.dtype), jnp.zeros((), jnp.float32)
         value = None if bias is None else bias.value
         out = block.apply_moe(self, x, weights, value, **tokens)

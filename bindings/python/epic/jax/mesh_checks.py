@@ -20,7 +20,7 @@ UNKNOWN = -1
 
 
 def check_mesh(group: Group, mesh: Any) -> None:
-    """Refuses a mesh that is not made of groups that this one was opened for, rank by rank."""
+    """Refuse a mesh whose devices are not those of the group, rank by rank."""
     if not group.devices or not isinstance(mesh, jax.sharding.Mesh):
         return
     platform = mesh.devices.flat[0].platform
@@ -45,15 +45,17 @@ def check_mesh(group: Group, mesh: Any) -> None:
 
 
 def check_lowering(group: Group, context: Any) -> None:
-    """The same for the mesh of the shard_map that is being compiled.  Where JAX keeps it is
-    private to JAX: if it is not there, only the handlers compare."""
+    """Check the mesh of the shard_map that is being compiled.
+
+    JAX keeps it in a private place.  If it is not there, only the handlers compare.
+    """
     mesh = getattr(getattr(context, "axis_context", None), "mesh", None)
     if group.num_ranks > 1 or set(group.axes) <= set(getattr(mesh, "axis_names", ())):
         check_mesh(group, mesh)
 
 
 def size_of_bound_axes(group: Group) -> int | None:
-    """Devices along the group's axes where the program is now; None outside of a shard_map."""
+    """Return the number of devices along the group's axes here; None outside of a shard_map."""
     try:
         return math.prod(map(jax.lax.axis_size, group.axes))
     except NameError:
@@ -61,7 +63,7 @@ def size_of_bound_axes(group: Group) -> int | None:
 
 
 def rank_without_mesh(group: Group) -> Any:
-    """In a shard_map over as many devices as the group has ranks, the place among them."""
+    """Return this device's index in a shard_map over as many devices as the group has ranks."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = tuple(a for a in mesh.axis_names if a in getattr(mesh, "manual_axes", ()))
     if group.platform == "gpu" or not axes or math.prod(mesh.shape[a] for a in axes) == 1:
@@ -71,8 +73,11 @@ def rank_without_mesh(group: Group) -> Any:
 
 
 def rank_in_mesh(group: Group) -> Any:
-    """This device's rank by the mesh of the program, an int32 scalar, for the handlers to compare
-    with the group's; UNKNOWN on GPUs, where they could not read it without waiting."""
+    """Return this device's rank in the mesh of the program, an int32 scalar.
+
+    The handlers compare it with the rank in the group.  It is UNKNOWN on GPUs, where they could not
+    read it without waiting.
+    """
     if not group.axes:
         return rank_without_mesh(group)
     size = size_of_bound_axes(group)

@@ -15,11 +15,11 @@ import numpy as np
 from epic.errors import EpicArgumentError
 
 DeviceRows = tuple[tuple[int, ...], ...]
-MOST_TEXT = 200  # bytes; the handlers have room for 255
+MOST_TEXT = 200  # bytes; the handlers hold up to 255
 
 
 def check_axes_in_mesh(mesh: jax.sharding.Mesh, argument: str, axes: tuple[str, ...]) -> None:
-    """The mesh must have them."""
+    """Refuse axes that the mesh does not have."""
     for axis in axes:
         if axis not in mesh.axis_names:
             names = ", ".join(map(str, mesh.axis_names))
@@ -29,7 +29,10 @@ def check_axes_in_mesh(mesh: jax.sharding.Mesh, argument: str, axes: tuple[str, 
 
 
 def devices_by_rank(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> tuple[list[list[Any]], int]:
-    """Devices by group and rank: a group is all devices that share the other coordinates."""
+    """Return the devices of each group by rank, and the number of ranks.
+
+    A group is all devices that share the other coordinates.
+    """
     check_axes_in_mesh(mesh, "axis", axes)
     if len(set(axes)) < len(axes):
         raise EpicArgumentError(f"axis {axes}: each axis once")
@@ -41,8 +44,11 @@ def devices_by_rank(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> tuple[lis
 
 
 def token_sizes(mesh: jax.sharding.Mesh | None, like: Any, token_axes: Any) -> tuple[int, int]:
-    """Tokens of a device and bytes of a row, of activations [B, ..., hidden] of all devices that
-    token_axes cut as sharded.moe says; without a mesh of this one."""
+    """Return the tokens of a device and the bytes of a row, from the activations of all devices.
+
+    The activations are [B, ..., hidden], sharded over token_axes as in sharded.moe; without a mesh
+    they are those of this device.
+    """
     if not hasattr(like, "shape") or not hasattr(like, "dtype"):
         raise EpicArgumentError(
             f"like is a {type(like).__name__}: must be an array [..., hidden] or its "
@@ -66,20 +72,22 @@ def token_sizes(mesh: jax.sharding.Mesh | None, like: Any, token_axes: Any) -> t
 
 
 def device_ids(groups: list[list[Any]]) -> DeviceRows:
-    """The devices' numbers, which are the same in every process."""
+    """Return the devices' ids, which are equal in every process."""
     return tuple(tuple(device.id for device in group) for group in groups)
 
 
 def show_devices(row: tuple[int, ...]) -> str:
-    """[0 1 2 3], cut where it is long."""
+    """Return the ids as text: [0 1 2 3], cut if there are many."""
     most = 16
     more = f" and {len(row) - most} more" if len(row) > most else ""
     return "[" + " ".join(map(str, row[:most])) + more + "]"
 
 
 def describe_devices(devices: DeviceRows, num_ranks: int) -> str:
-    """All devices of a group's name for the handlers, which compare it and show it; where it is
-    long a digest stands for the rest."""
+    """Return all devices of a group's name as text, which the handlers compare and show.
+
+    If the text is long, a digest replaces the rest.
+    """
     if not devices:
         return f"{num_ranks} ranks without a mesh"
     rows = sorted(devices)
@@ -91,5 +99,5 @@ def describe_devices(devices: DeviceRows, num_ranks: int) -> str:
 
 
 def show_axes(axes: tuple[str, ...]) -> str:
-    """The axes of a group in a sentence."""
+    """Return the axes of a group as part of a sentence."""
     return "axis " + repr(axes[0]) if len(axes) == 1 else f"axes {axes}"

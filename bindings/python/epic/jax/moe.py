@@ -197,7 +197,7 @@ run_layer.defvjp(run_layer_forward, run_layer_backward)
 
 # ------------------------------------------------------------------------------- moe ----
 
-# The dimension that FSDP axes shard: always hidden.
+# The dimension of each weight that FSDP axes shard: hidden.
 FSDP_DIMENSION = {
     "w_gate": 0,
     "w_gate_up": 1,

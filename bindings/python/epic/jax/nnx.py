@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layer as a flax.nnx module.  Needs flax; nothing else of EPIC imports it."""
+"""The layer as a flax.nnx module.  It needs flax; only users of this module import it."""
 
 from typing import Any
 
@@ -21,19 +21,36 @@ __all__ = ["Biases", "ExpertBias", "MoEBlock", "logical_rules"]
 
 
 class ExpertBias(nnx.Variable):
-    """A bias for the choice of experts: no parameter, it follows the load."""
+    """A bias for the choice of experts.  It is no parameter: it follows the load."""
 
 
 class MoEBlock(nnx.Module):
-    """A Mixture-of-Experts layer of global arrays: x [B, ..., hidden] -> (out, loss).
+    """A Mixture-of-Experts layer of global arrays: x [B, ..., hidden] returns (out, loss).
 
-    Parameters have MaxText's logical axes, "exp", "embed_moe" and "mlp_moe", or those that
-    axis_names gives for a parameter's name, and lie where logical_rules(group, fsdp_axes) says,
-    unless nnx.logical_axis_rules does.  token_axes: as sharded.moe's.  Rows are computed in dtype
-    (None: as they come); parameters are param_dtype.  bias_rate above 0: an ExpertBias follows
-    the load at every call while update_bias is true and the module trains: model.eval() sets
-    deterministic, model.train() clears it.  logical_of_expert: with layer.num_logical, whose
-    replica each expert is; replicas begin alike and stay so.
+    Parameters have the names of MoeWeights and MaxText's logical axes "exp", "embed_moe" and
+    "mlp_moe". They are sharded by nnx.logical_axis_rules if such rules are active, else by
+    logical_rules(group, fsdp_axes, tensor_axis).
+
+    Args:
+        mesh: the mesh that the group was opened with.
+        group: the group.
+        options: the options of the layer.
+        rngs: the random numbers of the initializers.
+        biases: which biases the block has.
+        bias_rate: above 0: an ExpertBias follows the load by steps of this size at every call while
+            `update_bias` is true and the module trains.  model.eval() sets `deterministic`, and
+            model.train() clears it.
+        dtype: the dtype in which rows are computed; None: that of x.
+        param_dtype: the dtype of the parameters.
+        token_axes: see `epic.jax.sharded.moe`.
+        fsdp_axes: see `epic.jax.moe`.
+        tensor_axis: see `epic.jax.moe`.
+        loss_axes: see `epic.jax.moe`.
+        grouped_gemm: see `epic.jax.moe`.
+        kernel_init: the initializer of the experts' weights; None: variance 1 / fan-in.
+        axis_names: logical axes for some parameters, in place of MaxText's.
+        logical_of_expert: see `epic.jax.moe`; replicas begin with equal values and stay equal.
+
     """
 
     def __init__(
@@ -70,7 +87,10 @@ class MoEBlock(nnx.Module):
         rules = get_logical_axis_rules() or logical_rules(group, fsdp_axes, tensor_axis)
 
         def made(kind: Any, value: Any, names: block.Names) -> Any:
-            """Where it belongs; nnx itself would refuse rules that name an axis twice."""
+            """Return a variable in its sharding.
+
+            nnx itself would refuse rules that name an axis twice.
+            """
             value = block.constrain_sharding(value, block.parameter_sharding(mesh, names, rules))
             with nnx.use_eager_sharding(False):
                 return kind(value, out_sharding=names, mesh=mesh)
@@ -83,22 +103,32 @@ class MoEBlock(nnx.Module):
             self.expert_bias = made(ExpertBias, zeros, (None,))
 
     def set_view(self, deterministic: bool | None = None) -> None:
-        """nnx.view(model, deterministic=True) is a model in which the bias stays."""
+        """Set what nnx.view(model, deterministic=True) changes: whether the bias stays."""
         if deterministic is not None:
             self.deterministic = deterministic
 
     def __call__(
         self, x: Any, token_ids: Any = None, table: Any = None, token_mask: Any = None
     ) -> tuple[Any, Any]:
-        """The layer; token_ids [B, ...] and table [rows, top_k]: experts by token id; token_mask
-        [B, ...] bool: tokens that count."""
+        """Run the layer.
+
+        Args:
+            x: [B, ..., hidden].
+            token_ids: [B, ...], with `table`; see `epic.jax.moe`.
+            table: [rows, top_k].
+            token_mask: [B, ...] bool: False for padding tokens.
+
+        Returns:
+            out [B, ..., hidden] and the loss [].
+
+        """
         out = self.moe(x, token_ids, table, token_mask)
         return out.out, out.loss
 
     def moe(
         self, x: Any, token_ids: Any = None, table: Any = None, token_mask: Any = None
     ) -> MoeOut:
-        """The same with load [num_experts] and demand [devices]: as sharded.moe gives them."""
+        """Run the layer; return its MoeOut, which also has the load and the demand."""
         tokens = {"token_ids": token_ids, "table": table, "token_mask": token_mask}
         weights = {name: getattr(self, name)[...] for name in self.names}
         bias = self.expert_bias[...] if self.bias_rate else None

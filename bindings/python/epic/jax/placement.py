@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank owns which expert when the caller does not say: contiguous blocks, and where the
-number of ranks does not divide that of the experts, blocks that differ by one."""
+"""The default owners of experts: contiguous blocks.
+
+If the number of ranks does not divide the number of experts, the blocks differ by one.
+"""
 
 from typing import Any
 
@@ -20,25 +22,28 @@ EXPERT_WEIGHTS = (
 
 
 def is_even(group: Group, layer: Layer) -> bool:
-    """Has every rank as many experts?  Then the core needs no table."""
+    """Return whether every rank has equally many experts, so that the core needs no table."""
     return layer.num_experts % group.num_ranks == 0
 
 
 def default_owners(group: Group, layer: Layer) -> np.ndarray:
-    """[num_experts] int32: the rank of each."""
+    """Return the rank of each expert, [num_experts] int32."""
     experts = np.arange(layer.num_experts, dtype=np.int64)
     return (experts * group.num_ranks // layer.num_experts).astype(np.int32)
 
 
 def owner_table(group: Group, layer: Layer, given: Any) -> Any:
-    """rank_of_expert for the core: the caller's, or None where it needs none."""
+    """Return rank_of_expert for the core: the caller's table, or None if it needs none."""
     if given is not None or is_even(group, layer):
         return given
     return jnp.asarray(default_owners(group, layer))
 
 
 def experts_of_ranks(group: Group, layer: Layer) -> np.ndarray:
-    """[num_ranks, local experts] int32: which expert each row of a rank is; num_experts: none."""
+    """Return the expert of each row of each rank, [num_ranks, local experts] int32.
+
+    Rows without an expert have num_experts.
+    """
     found = np.full((group.num_ranks, group.local_experts(layer)), layer.num_experts, np.int32)
     owner = default_owners(group, layer)
     for rank in range(group.num_ranks):
@@ -48,23 +53,23 @@ def experts_of_ranks(group: Group, layer: Layer) -> np.ndarray:
 
 
 def take_experts(weight: Any, experts: Any) -> Any:
-    """Rows of a weight of all experts, zeros where there is none."""
+    """Return rows of a weight of all experts, with zeros where there is no expert."""
     return jnp.take(weight, experts, axis=0, mode="fill", fill_value=0)
 
 
 def pad_weights(group: Group, layer: Layer, weights: Any) -> Any:
-    """Weights [num_experts, ...] with as many rows for every rank: to be cut evenly."""
+    """Return weights [num_experts, ...] with equally many rows for every rank, for even sharding."""
     return replace_expert_weights(weights, experts_of_ranks(group, layer).reshape(-1))
 
 
 def take_own_weights(group: Group, layer: Layer, weights: Any) -> Any:
-    """This rank's rows of weights of all experts, in a shard_map."""
+    """Return this rank's rows of the weights of all experts; call it in a shard_map."""
     mine = jnp.asarray(experts_of_ranks(group, layer))[jax.lax.axis_index(group.axes)]
     return replace_expert_weights(weights, mine)
 
 
 def replace_expert_weights(weights: Any, experts: Any) -> Any:
-    """Those of MoeWeights that have a row for each expert, picked."""
+    """Return MoeWeights with these experts' rows of each array that has a row for each expert."""
     named = {name: getattr(weights, name) for name in EXPERT_WEIGHTS}
     return weights._replace(
         **{name: None if w is None else take_experts(w, experts) for name, w in named.items()}

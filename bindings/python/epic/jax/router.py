@@ -335,7 +335,7 @@ def bias_update(bias: Any, load: Any, rate: float) -> Any:
         raise EpicArgumentError(
             f"bias has {bias.shape[0]} experts and load {load.shape[0]}: must have as many"
         )
-    if not isinstance(rate, jax.Array):  # else a traced rate
+    if not isinstance(rate, jax.Array):  # an array may be traced
         rate = real("rate", rate)
     mean, rest = jnp.divmod(load.sum(), load.shape[0])
     above = jnp.sign(mean - load) + jnp.where((load == mean) & (rest > 0), 1, 0)

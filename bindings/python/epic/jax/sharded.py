@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same functions over global arrays, for a plain jit: they insert the shard_map.
+"""The functions of epic.jax over global arrays, for a plain jit.
 
-Tokens are sharded over `token_axes` (data axes and the group's axes), in their first dimension or
-in several.  Rows of a receive buffer are sharded in their first dimension, experts over the group's
-axes, hidden over `hidden_axis` if there is one.  Without a shard_map XLA would gather every array
-and run the call on all devices.
+They insert the shard_map.  Tokens are sharded over `token_axes` (data axes and the group's axes),
+in their first dimension or in several.  Rows of a receive buffer are sharded in their first
+dimension, experts over the group's axes, hidden over `hidden_axis` if there is one.  Without a
+shard_map XLA would gather every array and run the call on all devices.
 """
 
 import math
@@ -41,7 +41,7 @@ def map_over_mesh(
 def check_axes(mesh: Mesh, taken: Axes, **given: Any) -> None:
     """Refuse axes of arguments that the mesh does not have, or that are among `taken`."""
     for name, axes in given.items():
-        one = (axes,) if axes else ()  # the name of a single axis, or none
+        one = (axes,) if axes else ()  # an argument that names a single axis
         for axis in as_axes(name, axes or ()) if name.endswith("_axes") else as_axes(name, one):
             if axis not in mesh.axis_names:
                 raise EpicArgumentError(f"{name} {axis!r}: the mesh has the axes {mesh.axis_names}")

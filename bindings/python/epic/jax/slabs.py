@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped products for Hopper, in Pallas: slabs begin at multiples of TILE rows, so that each tile
-of rows belongs to one expert.
+"""Grouped products for Hopper, in Pallas.
 
-A thread block is a warpgroup that loads and two that multiply 64 x 256 each; the grid is
-persistent.  Tiles past the last slab are left alone.
+Slabs begin at multiples of TILE rows, so each tile of rows belongs to one expert.  In a thread
+block one warpgroup loads, and two multiply 64 x 256 elements each.  The grid is persistent: one
+block for each SM.  Tiles past the last slab are not written.
 """
 
 from collections.abc import Callable
@@ -17,37 +17,37 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 TILE = 128  # rows of an output tile
-WIDTHS = (256, 128)  # its columns: the first that fits
-STEP = 64  # of the dimension that is summed over, in one stage
+WIDTHS = (256, 128)  # columns of an output tile: the first that divides n
+STEP = 64  # elements of the summed dimension in one pipeline stage
 STAGES = 4
-WARPGROUPS = 2  # that multiply
+WARPGROUPS = 2  # warpgroups that multiply
 HALF = TILE // WARPGROUPS
-PART = 64  # columns that are stored at once
+PART = 64  # columns of one store
 
 
-interpreter: dict[str, Any] = {}  # of tests without a GPU
+interpreter: dict[str, Any] = {}  # arguments of plgpu.kernel in tests without a GPU
 
 
 def transpose_ref(ref: Any) -> Any:
-    """Transposed; JAX 0.10 has no method for it."""
+    """Return the transposed reference; JAX 0.10 has no method for it."""
     return ref.transpose((1, 0)) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, (1, 0))
 
 
 def width_of(columns: int) -> int:
-    """Of the tiles that so many columns are cut into; 0: none fits."""
+    """Return the width of the tiles for this many columns; 0: no width divides them."""
     return next((width for width in WIDTHS if columns % width == 0), 0)
 
 
 def swizzle_transforms(columns: int, dtype: Any) -> tuple[Any, ...]:
-    """How a tile of so many columns lies in shared memory."""
-    pallas: Any = plgpu  # some of its classes look abstract to mypy
+    """Return the layout in shared memory of a tile with this many columns."""
+    pallas: Any = plgpu  # mypy takes some of its classes for abstract
     swizzle = pallas.find_swizzle(columns * jnp.dtype(dtype).itemsize * 8)
     elements = swizzle // jnp.dtype(dtype).itemsize
     return pallas.TilingTransform((8, elements)), pallas.SwizzleTransform(swizzle)
 
 
 def operand_block(shape: tuple[int, int], index: Callable[..., Any], dtype: Any) -> Any:
-    """A stage of one operand."""
+    """Return the specification of one pipeline stage of an operand."""
     return plgpu.BlockSpec(
         shape, index, transforms=swizzle_transforms(shape[1], dtype), delay_release=1
     )
@@ -63,7 +63,10 @@ def multiply_tile(
     scratch: Any,
     pipe: dict[str, Any] | None,
 ) -> Any:
-    """One output tile: `out` is where this block's tile goes; allocations if pipe is None."""
+    """Compute one output tile and store it to `out`.
+
+    With pipe=None return the allocations that it needs.
+    """
 
     def store(evaluate: Any) -> None:
         def tile(acc: Any) -> None:
@@ -95,12 +98,12 @@ def multiply_tile(
 
 
 def num_sms() -> int:
-    """Of the GPUs of this process."""
+    """Return the number of SMs of this process's GPUs."""
     return jax.local_devices(backend="gpu")[0].core_count
 
 
 def launch_kernel(body: Any, out: Any, *operands: Any) -> Any:
-    """One block on each SM."""
+    """Launch a kernel with one block on each SM."""
     kernel = plgpu.kernel(
         body,
         out_type=out,
@@ -115,7 +118,7 @@ def launch_kernel(body: Any, out: Any, *operands: Any) -> Any:
 
 
 def with_shared_memory(body: Any, allocations: Any, dtype: Any) -> None:
-    """Shared memory for all tiles of a block."""
+    """Run the body with shared memory that all tiles of a block reuse."""
     shape = (WARPGROUPS, 2, HALF, PART)
     pl.run_scoped(
         body,
@@ -127,12 +130,23 @@ def with_shared_memory(body: Any, allocations: Any, dtype: Any) -> None:
 
 
 def rows_by_weights(x: Any, w: Any, sizes: Any, transposed: bool = False) -> Any:
-    """x [rows, k] by slabs, times w [experts, k, n], or of w [experts, n, k] transposed."""
+    """Return x [rows, k] times w, slab by slab.
+
+    Args:
+        x: [rows, k].
+        w: [experts, k, n], or with `transposed` [experts, n, k].
+        sizes: [experts]: rows of each slab, multiples of TILE.
+        transposed: multiply with the transposed w.
+
+    Returns:
+        [rows, n].
+
+    """
     rows, k = x.shape
     n = w.shape[1] if transposed else w.shape[2]
     width = width_of(n)
     tiles, columns = rows // TILE, n // width
-    last = jnp.cumsum(sizes) // TILE  # of each slab, in tiles
+    last = jnp.cumsum(sizes) // TILE  # end of each slab, in tiles
     owner = jnp.searchsorted(last, jnp.arange(tiles), side="right").astype(jnp.int32)
 
     def kernel(owners: Any, x_ref: Any, w_ref: Any, out: Any) -> None:
@@ -184,7 +198,7 @@ def rows_by_weights(x: Any, w: Any, sizes: Any, transposed: bool = False) -> Any
 
 
 def slab_products(x: Any, y: Any, sizes: Any) -> Any:
-    """x^T y of each slab: [experts, k, n] from x [rows, k] and y [rows, n]."""
+    """Return x^T y of each slab: [experts, k, n] from x [rows, k] and y [rows, n]."""
     k, n, experts = x.shape[1], y.shape[1], sizes.shape[0]
     width = width_of(n)
     tiles, columns = k // TILE, n // width

@@ -44,12 +44,12 @@ from epic.jax.call import (
 from epic.jax.groups import Group
 from epic.options import Layer, Moe, whole
 
-PLAN_TAIL = 16  # bytes behind the core's plan: the channel of its call site
-CALLERS_CHANNEL = 1 << 23  # a bit of it, where the number is the caller's: as in handler.c
+PLAN_TAIL = 16  # bytes after the core's plan, which hold the channel of its call site
+CALLERS_CHANNEL = 1 << 23  # this bit marks channels of callers; handler.c has it too
 PLAN_FIELDS = ("bytes", "expert_rows", "expert_tokens", "load", "demand", "logical_load")
-PLAN_PARTS = 6  # results of a plan, before those of dispatch
+PLAN_PARTS = 6  # results of plan_dispatch that make the plan
 LOSS_BY_CALLER = 256  # EPIC_LOSS_BY_CALLER
-MOST_SLOTS = (1 << 31) - 1  # slots are numbered by int32
+MOST_SLOTS = (1 << 31) - 1  # slot numbers are int32
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class PlanSpec:
 
     group: Group
     layer: Layer
-    token_dims: tuple[int, ...]  # those of topk_idx but the last
+    token_dims: tuple[int, ...]  # dimensions of topk_idx without the last
     capacity: int
-    moe: Moe | None = None  # the completed options of a composed layer, which the ranks compare
+    moe: Moe | None = None  # options of a composed layer, which the ranks compare
 
     @property
     def num_tokens(self) -> int:

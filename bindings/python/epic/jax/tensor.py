@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts whose inner dimension is sharded over a mesh axis: every device of it has the same tokens
-and a part of each expert, and one sum makes the output whole."""
+"""Experts whose inner dimension is sharded over a mesh axis.
+
+Every device of the axis has the same tokens and a part of each expert.  One sum completes the
+output.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -11,7 +14,7 @@ import jax.numpy as jnp
 from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.options import Experts
 
-# The dimension of each weight that is sharded: always inner.
+# The dimension of each weight that is sharded: inner.
 DIMENSION = {
     "w_gate_up": 2,
     "w_down": 1,
@@ -23,7 +26,7 @@ DIMENSION = {
 
 
 def experts_of_part(name: str, experts: Experts, axis: str, parts: int) -> Experts:
-    """One device's, checked."""
+    """Return the options of one device's part of the experts, checked."""
     if experts.inner % parts:
         raise EpicArgumentError(
             f"{name}.inner {experts.inner}: tensor_axis {axis!r} has {parts} devices, which must "
@@ -38,15 +41,18 @@ def experts_of_part(name: str, experts: Experts, axis: str, parts: int) -> Exper
 
 
 def check_tensor_axis(options: Any, axis: str, parts: int) -> None:
-    """Refuse experts that so many devices of the axis cannot share."""
+    """Refuse experts that this many devices of the axis cannot share."""
     experts_of_part("experts", options.experts, axis, parts)
     if options.shared is not None:
         experts_of_part("shared", options.shared, axis, parts)
 
 
 def take_part(options: Any, weights: Any, axis: str) -> tuple[Any, Any]:
-    """Moe and MoeWeights of one device of the axis: its part of inner, and on the first alone what
-    the sum over the axis may have once."""
+    """Return Moe and MoeWeights of one device of the axis.
+
+    inner is the device's part.  Only the first device keeps the down biases, which the sum over the
+    axis must count once.
+    """
     parts, first = jax.lax.axis_size(axis), jax.lax.axis_index(axis) == 0
     if options.router.zero_experts:
         raise EpicUnsupportedError("tensor_axis: identity experts would be added on each device")
@@ -58,12 +64,15 @@ def take_part(options: Any, weights: Any, axis: str) -> tuple[Any, Any]:
 
 
 def sum_parts(out: Any, axis: str) -> Any:
-    """MoeOut after one sum; all but `out` is alike on the devices of the axis."""
+    """Return MoeOut after the sum of `out`.
+
+    The other fields are equal on the devices of the axis.
+    """
 
     def alike(x: Any) -> Any:
         return None if x is None else jax.lax.pmax(jax.lax.stop_gradient(x), axis)
 
-    def of_the_first(x: Any) -> Any:  # each device is of another group, whose plan has its own id
+    def of_the_first(x: Any) -> Any:  # each device's group has plans with other ids
         first = jax.lax.axis_index(axis) == 0
         return jax.lax.psum(jnp.where(first, x.astype(jnp.int32), 0), axis).astype(x.dtype)
 
