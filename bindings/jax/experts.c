@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The grouped expert MLP as custom calls.  It waits for nobody, so it runs on XLA's thread. */
+/* The grouped expert MLP as custom calls.  They are local calls: they wait for no other
+ * rank. */
 #include <string.h>
 
 #include "local.h"
 #include "options.h"
 
-/* Zeros past the last slab: an XLA result has no memory of its own to be left alone.  On a GPU,
- * where the counts cannot be read here, epic/jax/experts.py does it. */
+/* Writes zeros past the last slab, because a result of XLA begins as uninitialized memory and
+ * the core does not write there.  On a GPU the host cannot read the counts, and
+ * epic/jax/experts.py does it. */
 static void zero_tail(const ffi_reader *reader, ffi_array slots, ffi_array expert_rows)
 {
     if (reader->on_device || slots.data == NULL || slots.rows == 0) return;
@@ -19,10 +21,10 @@ static void zero_tail(const ffi_reader *reader, ffi_array slots, ffi_array exper
            (size_t)((slots.rows - occupied) * row_bytes));
 }
 
-/* What both directions read first, in this order. */
+/* Options and arrays that both directions read first, in this order. */
 typedef struct experts_inputs {
     epic_experts experts;
-    uint32_t rows_set, weights_set; /* the types of rows and weights */
+    uint32_t rows_set, weights_set; /* sets of types of rows and weights */
     int64_t slots, local, hidden, inner, width;
     ffi_array x, rows, tokens, slot_weights;
     ffi_array w_gate_up, w_down, b_gate_up, b_down;
@@ -55,7 +57,7 @@ static experts_inputs read_inputs(ffi_reader *reader)
     return in;
 }
 
-/* The fields of the core's arguments, alike in both directions. */
+/* Initializes the fields of the core's arguments that both directions share. */
 #define INPUTS(in)                                                            \
     .experts = &(in).experts, .x = (in).x.data, .num_slots = (in).x.rows,     \
     .expert_rows = (in).rows.data, .expert_tokens = (in).tokens.data,         \

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* XLA's call frames for people.  Nothing here links with XLA: every service is reached through
- * frame->api.  Only names that jax 0.10 to 0.12 share are used, so one library serves them all. */
+/* Reads XLA's call frames.  Nothing here links with XLA: every function of XLA is called
+ * through frame->api.  The file uses only names that jax 0.10 to 0.12 share, so one library
+ * works with all of them. */
 #include "ffi.h"
 
 #include <stdarg.h>
@@ -10,12 +11,13 @@
 #include "../dtypes.h"
 #include "translate.h"
 
-/* XLA refuses a handler that claims a newer minor version than its own, so claim the oldest that
- * has all we use (futures, the ordinal), not this header's. */
+/* XLA refuses a handler whose minor version is newer than its own.  So the handlers report the
+ * oldest version that has all they use (futures and the ordinal), not the version of this
+ * header. */
 enum { USED_MAJOR = 0, USED_MINOR = 3 };
 _Static_assert(XLA_FFI_API_MAJOR == 0 && XLA_FFI_API_MINOR >= USED_MINOR, "header too old");
 
-static char no_elements[16]; /* where an array without elements lies when XLA says NULL */
+static char no_elements[16]; /* address of arrays without elements, for which XLA passes NULL */
 
 bool ffi_is_query(ffi_frame *frame, XLA_FFI_Handler_Traits traits)
 {
@@ -141,7 +143,7 @@ static const char *type_name(uint32_t type)
     return name != NULL ? name : "another dtype";
 }
 
-/* Writes the names of a set of types: "float32 or bfloat16". */
+/* Writes the names of a set of types, "float32 or bfloat16", into `out`. */
 static void write_type_names(uint32_t types, char *out, size_t size)
 {
     size_t at = 0;
@@ -162,7 +164,7 @@ void ffi_check_count(ffi_reader *reader, const char *name, ffi_array array, int6
                      (long long)array.count, (long long)count);
 }
 
-/* The one check of an array against what its handler requires. */
+/* Sets the reader's error if the array does not meet the requirements. */
 static void check_array(ffi_reader *reader, const ffi_requirement *need, const ffi_array *array)
 {
     char wanted[128];
@@ -250,7 +252,8 @@ epic_rows ffi_rows_of(ffi_array array)
 
 /* ------------------------------------------------------------------------ attributes ---- */
 
-/* Names are spans without a final zero. */
+/* Returns the value of an attribute; NULL if there is none of this name and type.  XLA's names
+ * have no final zero. */
 static const void *find_attribute(const ffi_reader *reader, const char *name,
                                   XLA_FFI_AttrType type)
 {
@@ -263,14 +266,15 @@ static const void *find_attribute(const ffi_reader *reader, const char *name,
     return NULL;
 }
 
-/* A Python int arrives as S64, a float as F64. */
+/* Copies a scalar attribute of 8 bytes.  XLA passes a Python int as S64 and a float as F64. */
 static void read_scalar(ffi_reader *reader, const char *name, XLA_FFI_DataType type, void *out)
 {
     if (reader->error) return;
     const XLA_FFI_Scalar *found = find_attribute(reader, name, XLA_FFI_AttrType_SCALAR);
     if (found == NULL || found->dtype != type)
-        reader->error = ffi_fail(reader->frame, EPIC_EINVAL, "attribute %s: %s is needed", name,
-                                 type == XLA_FFI_DataType_S64 ? "an int" : "a float");
+        reader->error =
+            ffi_fail(reader->frame, EPIC_EINVAL, "attribute %s is missing: must be %s", name,
+                     type == XLA_FFI_DataType_S64 ? "an int" : "a float");
     else
         memcpy(out, found->value, 8);
 }
@@ -286,8 +290,8 @@ uint32_t ffi_read_uint(ffi_reader *reader, const char *name)
 {
     const int64_t value = ffi_read_int(reader, name);
     if (reader->error == NULL && (value < 0 || value > UINT32_MAX))
-        reader->error = ffi_fail(reader->frame, EPIC_EINVAL, "%s %lld: 0 to %u is needed", name,
-                                 (long long)value, UINT32_MAX);
+        reader->error = ffi_fail(reader->frame, EPIC_EINVAL, "%s is %lld: must be 0 to %u",
+                                 name, (long long)value, UINT32_MAX);
     return (uint32_t)value;
 }
 
@@ -304,9 +308,10 @@ void ffi_read_text(ffi_reader *reader, const char *name, char *out, size_t size)
     if (reader->error) return;
     const XLA_FFI_ByteSpan *span = find_attribute(reader, name, XLA_FFI_AttrType_STRING);
     if (span == NULL || span->len >= size) {
-        reader->error =
-            ffi_fail(reader->frame, EPIC_EINVAL,
-                     "attribute %s: a str of less than %zu bytes is needed", name, size);
+        reader->error = ffi_fail(
+            reader->frame, EPIC_EINVAL,
+            "attribute %s is missing or too long: must be a str of less than %zu bytes", name,
+            size);
         return;
     }
     memcpy(out, span->ptr, span->len);

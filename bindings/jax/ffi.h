@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* XLA's call frames for people: errors, arrays and attributes, read in order.
+/* Reads XLA's call frames: arrays, attributes and errors.
  *
- * A reader keeps its first error and gives harmless values from then on, so a handler reads
- * everything and looks at reader.error once. */
+ * XLA passes a handler one frame with all arguments, results and attributes.  A ffi_reader
+ * reads the arrays in their order and the attributes by name.  It keeps its first error, and
+ * returns zeros after it.  So a handler reads everything and then checks reader.error once. */
 #ifndef EPIC_JAX_FFI_H
 #define EPIC_JAX_FFI_H
 
@@ -17,10 +18,10 @@
 
 /* Types that arrays have in addition to those of epic_type. */
 #define FFI_U8 \
-    30u /* bytes: of plans, memory, 8-bit rows, and the stand-in for an absent array */
+    30u /* bytes: plans, memory, 8-bit rows, and the byte that replaces an absent array */
 #define FFI_OTHER 31u /* a type that no handler accepts */
 
-/* Sets of types, which say what a handler accepts for an array. */
+/* Sets of types that a handler accepts for an array. */
 #define FFI_SET(type) (1u << (type))
 #define FFI_SET_F32 FFI_SET(EPIC_F32)
 #define FFI_SET_I32 FFI_SET(EPIC_I32)
@@ -29,86 +30,95 @@
     (FFI_SET_F32 | FFI_SET(EPIC_BF16) | FFI_SET(EPIC_F16) | FFI_SET(EPIC_F64))
 #define FFI_SET_INDICES (FFI_SET_I32 | FFI_SET(EPIC_I64))
 
-/* Returns the set of one type, which may come from an attribute; of an unknown one the empty set. */
+/* Returns the set that contains this type, or the empty set for an unknown type.  The type may
+ * come from an attribute. */
 static inline uint32_t ffi_set_of(uint32_t type)
 {
     return type < FFI_OTHER ? FFI_SET(type) : 0;
 }
 
-#define FFI_ANY_COUNT (-1) /* instead of a number of elements: the caller checks it */
+#define FFI_ANY_COUNT (-1) /* in place of a number of elements: the caller checks the number */
 
 typedef XLA_FFI_CallFrame ffi_frame;
 typedef XLA_FFI_Error ffi_error; /* NULL is success; XLA frees the others */
 
+/* The state of reading one frame. */
 typedef struct ffi_reader {
     const ffi_frame *frame;
-    bool on_device; /* the arrays lie on a GPU: their numbers cannot be read here */
+    bool on_device; /* the arrays are on a GPU: the host cannot read their elements */
     ffi_error *error;
-    int64_t num_args, num_results; /* read so far */
+    int64_t num_args, num_results; /* numbers of arrays read so far */
 } ffi_reader;
 
+/* An array of the frame.  `rows` is the product of all dimensions except the last. */
 typedef struct ffi_array {
-    void *data; /* NULL: the array is absent; never NULL for one that is there */
+    void *data; /* NULL if and only if the array is absent */
     int64_t rows;
-    int64_t columns; /* of the last dimension; 1 for rank 0 and 1 */
+    int64_t columns; /* size of the last dimension; 1 for arrays of rank 0 and 1 */
     int64_t count;
     int64_t bytes;
     uint32_t type; /* an epic_type, or FFI_U8 */
 } ffi_array;
 
-/* Does XLA ask what the handler was compiled for, and its traits?  Then it has been told. */
+/* Returns whether XLA queries the handler's API version and traits, and writes the answer.  A
+ * handler returns at once if this is true. */
 bool ffi_is_query(ffi_frame *frame, XLA_FFI_Handler_Traits traits);
 
-/* Makes an error of XLA.  Its text ends with the name of the result, as [EPIC_EINVAL]: XLA may give
- * the text another code on its way to the caller. */
+/* Creates an XLA error.  Its text ends with the name of the result, "[EPIC_EINVAL]", because
+ * XLA may replace the code before the error reaches the caller. */
 ffi_error *ffi_fail(const ffi_frame *frame, epic_result result, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 ffi_error *ffi_error_new(const XLA_FFI_Api *api, epic_result result, const char *text);
 
-/* The core's last failure on this thread, as XLA's error; NULL for EPIC_OK. */
+/* Returns the core's last error of this thread as an XLA error; NULL for EPIC_OK.  `what` is
+ * the function of epic.jax. */
 ffi_error *ffi_error_of_core(const ffi_frame *frame, const char *what, epic_result result);
 
+/* Returns a reader at the beginning of the frame. */
 ffi_reader ffi_reader_of(const ffi_frame *frame, bool on_device);
 
-/* Returns the product of three sizes that are 0 or more; INT64_MAX if it is larger. */
+/* Returns the product of three sizes, each 0 or more; INT64_MAX if it overflows. */
 int64_t ffi_multiply_sizes(int64_t a, int64_t b, int64_t c);
 
-/* What a handler requires of an array.  Every array of every handler goes through one check of
- * these, so that no handler reads or writes past an array or misreads its elements. */
+/* Requirements on an array.  ffi_read_array() checks every array of every handler, so that no
+ * handler reads or writes past an array or misinterprets its elements. */
 typedef struct ffi_requirement {
     const char *name;
     uint32_t types; /* a set of FFI_SET bits */
     int64_t count;  /* number of elements, or FFI_ANY_COUNT */
-    bool result;    /* else an argument */
-    bool optional;  /* may be absent: then a single byte, FFI_U8, stands in its place */
+    bool result;    /* a result; else an argument */
+    bool optional;  /* may be absent; a single FFI_U8 byte then replaces it */
 } ffi_requirement;
 
-/* Returns the next argument or result of the call. */
+/* Returns the next argument or result, or an absent array and an error if it does not meet the
+ * requirements. */
 ffi_array ffi_read_array(ffi_reader *reader, const ffi_requirement *need);
 
-/* The check of ffi_read_array() for an array whose number of elements is known only after it was read. */
+/* Checks the number of elements of an array if that number is known only after reading it. */
 void ffi_check_count(ffi_reader *reader, const char *name, ffi_array array, int64_t count);
 
-/* Shorthands for ffi_read_array(). */
+/* Shorthands for ffi_read_array(); _or_none: the array may be absent. */
 ffi_array ffi_read_arg(ffi_reader *reader, const char *name, uint32_t types, int64_t count);
 ffi_array ffi_read_arg_or_none(ffi_reader *reader, const char *name, uint32_t types,
                                int64_t count);
 ffi_array ffi_read_result(ffi_reader *reader, const char *name, uint32_t types, int64_t count);
 ffi_array ffi_read_result_or_none(ffi_reader *reader, const char *name, uint32_t types,
                                   int64_t count);
-int32_t ffi_read_arg_int(ffi_reader *reader, const char *name); /* 0 for one on a GPU */
+int32_t ffi_read_arg_int(ffi_reader *reader,
+                         const char *name); /* one int32; 0 if it is on a GPU */
 
-/* Attributes by name. */
+/* Read an attribute by its name.  ffi_read_text() copies at most `size` bytes with the final
+ * zero. */
 int64_t ffi_read_int(ffi_reader *reader, const char *name);
 uint32_t ffi_read_uint(ffi_reader *reader, const char *name);
 double ffi_read_float(ffi_reader *reader, const char *name);
 void ffi_read_text(ffi_reader *reader, const char *name, char *out, size_t size);
 
-/* Which device of its platform in this process, and the stream to order work on. */
+/* Return XLA's number of the device that runs the call, and the CUDA stream of the call. */
 int32_t ffi_get_ordinal(ffi_reader *reader);
 epic_stream ffi_get_stream(ffi_reader *reader);
 
-/* Seen as rows for the core. */
+/* Returns the array as the core's epic_rows. */
 epic_rows ffi_rows_of(ffi_array array);
 
 #endif

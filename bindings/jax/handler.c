@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* One collective operation, from XLA's call to its end. */
+/* Handlers of collective operations: read the frame, enter the member of the group, run the
+ * core's function, and report its result to XLA. */
 #include "handler.h"
 
 #include <stdio.h>
@@ -10,9 +11,12 @@
 
 /* ------------------------------------------------------------------------------ tags ---- */
 
-enum { CALLERS_CHANNEL = 1 << 23 }; /* callers' numbers and call sites' never meet */
+enum {
+    CALLERS_CHANNEL = 1 << 23
+}; /* a bit that keeps callers' channels apart from numbers of sites */
 
-/* The rank is where the program takes this device to be; on a GPU nobody can read it here. */
+/* Reads the number of the call site and this device's rank in the program's mesh.  The host
+ * cannot read a rank that is on a GPU. */
 static void read_site(ffi_reader *reader, handler_call *call)
 {
     call->site = (uint32_t)ffi_read_arg_int(reader, "site");
@@ -20,21 +24,22 @@ static void read_site(ffi_reader *reader, handler_call *call)
     if (reader->on_device) call->rank = -1;
 }
 
-/* A caller's number comes after the site's, and replaces it. */
+/* Reads the caller's channel, which replaces the number of the site. */
 static void read_channel(ffi_reader *reader, handler_call *call)
 {
     const int32_t channel = ffi_read_arg_int(reader, "channel");
     call->channel = call->site;
     if (reader->error != NULL || channel < 0) return;
     if (channel >= CALLERS_CHANNEL)
-        reader->error = ffi_fail(reader->frame, EPIC_EINVAL, "channel %d: 0 to %d is needed",
+        reader->error = ffi_fail(reader->frame, EPIC_EINVAL, "channel is %d: must be 0 to %d",
                                  channel, CALLERS_CHANNEL - 1);
     call->channel = (handler_channel)channel | CALLERS_CHANNEL;
 }
 
-/* Operations are matched between ranks by this number: alike on all ranks, and on the CPU
- * different for any two calls of a program, except for an inner jit called twice.  On GPUs the
- * numbers of the call are out of reach, and streams order it: there the role is compared. */
+/* Returns the tag by which ranks match this operation.  On the CPU it is equal on all ranks and
+ * differs between any two calls of a program, except calls of an inner jit that runs twice.  On
+ * GPUs the host cannot read channel and site, and streams order the calls, so the tag has the
+ * role only. */
 static uint64_t make_tag(const handler_call *call)
 {
     return (uint64_t)call->channel << 40 | (uint64_t)call->site << 8 | call->operation->role;
@@ -50,12 +55,14 @@ void handler_write_channel(const handler_call *call, void *plan, size_t plan_byt
 
 /* ---------------------------------------------------------------------------- arrays ---- */
 
-/* Cuts the tail off, and reads what it says where it can be read. */
+/* Subtracts the tail from a plan's bytes, and reads the channel in it if the plan is on the
+ * host. */
 static void read_plan_tail(ffi_reader *reader, handler_call *call, const handler_array *field,
                            ffi_array *plan)
 {
     if (plan->count < HANDLER_PLAN_TAIL) {
-        reader->error = ffi_fail(reader->frame, EPIC_EINVAL, "plan: %lld bytes are no plan",
+        reader->error = ffi_fail(reader->frame, EPIC_EINVAL,
+                                 "plan has %lld bytes: must be the bytes of a plan",
                                  (long long)plan->count);
         return;
     }
@@ -65,6 +72,7 @@ static void read_plan_tail(ffi_reader *reader, handler_call *call, const handler
     call->channel &= 2 * CALLERS_CHANNEL - 1;
 }
 
+/* Stores a value at an offset of the call; offset 0: does nothing. */
 static void copy_to_field(handler_call *call, size_t offset, const void *value, size_t bytes)
 {
     if (offset != 0) memcpy((char *)call + offset, value, bytes);
@@ -94,7 +102,8 @@ static int64_t expected_count(const handler_call *call, const handler_array *fie
                               sizes[field->dims[2]]);
 }
 
-/* Reads an array that may define sizes: its count is checked when they are known. */
+/* Reads an array, sets the sizes that it defines, checks its number of elements, and stores the
+ * fields that its entry asks for. */
 static void read_array(ffi_reader *reader, handler_call *call, const handler_array *field)
 {
     const ffi_requirement need = {field->name, accepted_types(call, field), FFI_ANY_COUNT,
@@ -134,7 +143,7 @@ static epic_call *core_call_of(handler_call *call)
     return (epic_call *)(void *)((char *)call + call->operation->call_offset);
 }
 
-/* NULL: the reader has the error. */
+/* Returns the call of this frame; NULL: the reader has the error. */
 static handler_call *read_call(ffi_reader *reader, const handler_operation *operation)
 {
     handler_call *call = calloc(1, operation->bytes);
@@ -151,7 +160,8 @@ static handler_call *read_call(ffi_reader *reader, const handler_operation *oper
     operation->read(reader, call);
     for (int i = 0; i < operation->num_arrays; i++)
         read_field(reader, call, &operation->arrays[i]);
-    ffi_read_result(reader, "done", FFI_SET_U8, 1); /* never written: see epic/jax/call.py */
+    ffi_read_result(reader, "done", FFI_SET_U8,
+                    1); /* not written: it only exists for XLA to wait for */
     if (operation->check != NULL && reader->error == NULL) operation->check(reader, call);
     call->use.tag = make_tag(call);
     core_call_of(call)->tag = call->use.tag;
@@ -162,6 +172,7 @@ static handler_call *read_call(ffi_reader *reader, const handler_operation *oper
 
 /* ----------------------------------------------------------------------------- members ---- */
 
+/* A member, as the program expects it and as it is. */
 typedef struct member_claim {
     char name[MEMBER_NAME_BYTES];
     member_device device;
@@ -171,12 +182,11 @@ typedef struct member_claim {
 static ffi_error *other_devices_error(const ffi_frame *frame, const char *what,
                                       const member_claim *claim)
 {
-    return ffi_fail(
-        frame, EPIC_EMISMATCH,
-        "epic.jax.%s: the program was made for group \"%s\" of %s, and the group "
-        "that is open under this name has %s: use in the program what epic.jax.open "
-        "gave last, or open the group with the program's mesh",
-        what, claim->name, claim->wanted.devices, claim->has.devices);
+    return ffi_fail(frame, EPIC_EMISMATCH,
+                    "epic.jax.%s: the program was made for group \"%s\" of %s, and the group "
+                    "that is open under this name has %s: use in the program the group that "
+                    "epic.jax.open returned last, or open the group with the program's mesh",
+                    what, claim->name, claim->wanted.devices, claim->has.devices);
 }
 
 static ffi_error *other_rank_error(const ffi_frame *frame, const char *what,
@@ -206,14 +216,14 @@ static ffi_error *refusal_error(const ffi_frame *frame, const handler_call *call
             what, claim->name, claim->device.is_gpu ? "CUDA" : "CPU", claim->device.ordinal);
     return ffi_fail(frame, EPIC_EINVAL,
                     "epic.jax.%s: another call with the same number (tag %llu) is in flight on "
-                    "device %d, so their order would be chance.  An inner jit that is called "
+                    "device %d, so their order is not defined.  An inner jit that is called "
                     "twice gives both calls one number: give their plans different channel=, "
                     "or order them by after=.  The group is broken: open it again",
                     what, (unsigned long long)call->use.tag, claim->device.ordinal);
 }
 
-/* Enters the member that the attribute `group` and the call's device say, if it is where the program
- * takes it to be. */
+/* Enters the member of the call's device in the group of attribute `group`, if its devices and
+ * rank are those that the program expects. */
 static void enter_member(ffi_reader *reader, handler_call *call)
 {
     member_claim claim = {.device = {reader->on_device, ffi_get_ordinal(reader)},
@@ -226,11 +236,13 @@ static void enter_member(ffi_reader *reader, handler_call *call)
     if (answer != MEMBER_OK) reader->error = refusal_error(reader->frame, call, answer, &claim);
 }
 
+/* Runs the core's function; returns its error as an XLA error. */
 static ffi_error *run_operation(handler_call *call)
 {
     const epic_result result = call->operation->run(call);
     if (result == EPIC_OK) return NULL;
-    /* Two calls of one number need not be here at once for ranks to take one for the other. */
+    /* Ranks can match the wrong calls of one number even if the two are not in flight
+     * together. */
     const char *hint =
         result == EPIC_EMISMATCH
             ? ".  Calls of an inner jit that is called twice share a number: give their plans "
@@ -257,7 +269,7 @@ static void set_future(const XLA_FFI_Api *api, XLA_FFI_Future *future, ffi_error
     }
 }
 
-/* The member is left before the future is set: what runs next may use the same tag. */
+/* Leaves the member before it sets the future, because the next call may have the same tag. */
 static void run_task(pool_task *task)
 {
     handler_call *mine = (handler_call *)task;
@@ -269,6 +281,7 @@ static void run_task(pool_task *task)
     set_future(api, future, error);
 }
 
+/* Creates the future and runs the call on a thread of the pool. */
 static ffi_error *start_task(ffi_frame *frame, handler_call *call)
 {
     const XLA_FFI_Api *api = call->api;
@@ -277,15 +290,15 @@ static ffi_error *start_task(ffi_frame *frame, handler_call *call)
     if (error == NULL) {
         call->task.run = run_task;
         call->future = frame->future = create.future;
-        if (pool_run(&call->task)) return NULL; /* the job may be gone by now */
+        if (pool_run(&call->task)) return NULL; /* run_task() may have freed the call */
     }
     const char *what = call->operation->what;
     member_leave(&call->use);
     free(call);
     if (error == NULL)
         set_future(api, create.future,
-                   ffi_fail(frame, EPIC_ENOMEM, "epic.jax.%s: the system gives no more threads",
-                            what));
+                   ffi_fail(frame, EPIC_ENOMEM,
+                            "epic.jax.%s: the system cannot create a thread", what));
     return error;
 }
 
@@ -303,8 +316,9 @@ ffi_error *handler_run_on_host(ffi_frame *frame, const handler_operation *operat
 
 /* --------------------------------------------------------------------------- the GPU ---- */
 
-/* Errors in the data, which epic_check tells, end nothing here: this rank would leave the rest of
- * its program out, and the others would wait for it. */
+/* Enqueues the operation on XLA's stream.  Errors in the data are not reported here but by
+ * epic_check(): if this handler failed, XLA would skip the rest of the program on this rank,
+ * and the other ranks would wait for it. */
 ffi_error *handler_run_on_gpu(ffi_frame *frame, const handler_operation *operation,
                               bool in_graphs)
 {

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Any context of the GPU that a local call runs on. */
+/* Local calls borrow any context of the GPU that they run on. */
 #include "local.h"
 
+/* Borrows a context of the GPU and gets XLA's stream; does nothing on the CPU. */
 static void find_context(ffi_reader *reader, local_call *local)
 {
     if (!reader->on_device) return;
@@ -37,11 +38,11 @@ bool local_is_query(ffi_frame *frame, bool on_device)
                         on_device ? XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE : 0);
 }
 
-/* Does nothing: a call with a side effect that keeps another one in a program, whose result it
- * takes. */
+/* Does nothing.  Its call has a side effect and an argument, the result of another call, which
+ * XLA must therefore keep. */
 static ffi_error *keep_call(ffi_frame *frame, bool on_device)
 {
-    (void)local_is_query(frame, on_device); /* answers XLA's question, if it is one */
+    (void)local_is_query(frame, on_device); /* answers XLA's query, if this is one */
     return NULL;
 }
 

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The members of this process: a list under one mutex, which is never held across a wait. */
+/* The members of this process: a list under one mutex.  Only member removal waits while it has
+ * the mutex, on a condition variable, which releases it. */
 #include "members.h"
 
 #include <pthread.h>
@@ -13,21 +14,22 @@ struct member {
     member_device device;
     member_position position;
     epic_context *ctx;
-    member_use *uses; /* in flight */
+    member_use *uses; /* operations in flight */
     struct member *next;
 };
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-static pthread_cond_t left = PTHREAD_COND_INITIALIZER;
+static pthread_cond_t use_ended = PTHREAD_COND_INITIALIZER;
 static member *members;
 
-/* name NULL: of any group. */
+/* Returns whether a member is of this device and of the group `name` (NULL: of any group). */
 static bool matches_device(const member *member, const char *name, member_device device)
 {
     return member->device.ordinal == device.ordinal && member->device.is_gpu == device.is_gpu &&
            (name == NULL || strcmp(member->name, name) == 0);
 }
 
+/* Returns the link to a member; the link holds NULL if no member matches. */
 static member **find_member(const char *name, member_device device)
 {
     member **at = &members;
@@ -42,8 +44,8 @@ static bool is_busy(const member *found, uint64_t tag)
     return false;
 }
 
-/* Once one operation of a tag cannot be made, the order of the tag is lost for good, and peers
- * would wait for it until their deadline. */
+/* Notifies the peers that this operation will not come.  The order of the tag's operations is
+ * lost, and the peers would wait until their deadline. */
 static void notify_peers(epic_context *ctx, uint64_t tag, member_status answer)
 {
     if (answer == MEMBER_TAG_BUSY)
@@ -105,7 +107,7 @@ void member_leave(member_use *use)
     member_use **at = &use->member->uses;
     while (*at != use) at = &(*at)->next;
     *at = use->next;
-    pthread_cond_broadcast(&left);
+    pthread_cond_broadcast(&use_ended);
     pthread_mutex_unlock(&mutex);
 }
 
@@ -141,7 +143,7 @@ FFI_EXPORT epic_context *epic_jax_member_remove(const char *name, int is_gpu, in
     epic_context *ctx = NULL;
     if (found != NULL) {
         *at = found->next;
-        while (found->uses != NULL) pthread_cond_wait(&left, &mutex);
+        while (found->uses != NULL) pthread_cond_wait(&use_ended, &mutex);
         ctx = found->ctx;
     }
     pthread_mutex_unlock(&mutex);

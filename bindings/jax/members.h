@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A member of a group: the context that a device has in a group of a given name.  Programs know the name alone; it is
- * looked up at every call, so a group may be closed and opened again under a compiled program. */
+/* Members of groups: the core's context of each device in each open group.
+ *
+ * A compiled program has only the name of its group.  The handlers look up the member at every
+ * call, so a group may be closed and opened again without compiling the program again. */
 #ifndef EPIC_JAX_MEMBERS_H
 #define EPIC_JAX_MEMBERS_H
 
@@ -15,49 +17,56 @@ typedef struct member member;
 
 typedef struct member_device {
     bool is_gpu;
-    int32_t ordinal; /* as XLA counts them */
+    int32_t ordinal; /* XLA's number of the device in its platform */
 } member_device;
 
-/* An operation on a member, from member_enter to member_leave. */
+/* An operation in flight on a member, from member_enter() to member_leave(). */
 typedef struct member_use {
     member *member;
     epic_context *ctx;
     uint64_t tag;
-    struct member_use *next; /* the members' */
+    struct member_use *next; /* used by members.c */
 } member_use;
 
+/* Result of entering a member. */
 typedef enum member_status {
     MEMBER_OK,
-    MEMBER_NONE,          /* no such group on this device of that platform */
-    MEMBER_OTHER_DEVICES, /* the group of that name was opened with other devices */
-    MEMBER_OTHER_RANK,    /* the program's mesh has this device at another rank */
-    MEMBER_TAG_BUSY       /* the tag has an operation in flight here (on the host only) */
+    MEMBER_NONE,          /* no group of this name is open on the device */
+    MEMBER_OTHER_DEVICES, /* the group was opened with other devices */
+    MEMBER_OTHER_RANK,    /* the device has another rank in the program's mesh */
+    MEMBER_TAG_BUSY       /* an operation with this tag is in flight (host only) */
 } member_status;
 
-/* What a program takes for granted, or what a member has: the devices of the group as epic.jax
- * writes them, "" if they are unknown, and the rank of this device, -1 if it is. */
+/* Position of a member: the group's devices as text of epic/jax/meshes.py, and the device's
+ * rank in the group; -1: unknown. */
 typedef struct member_position {
     char devices[MEMBER_DEVICES_BYTES];
     int32_t rank;
 } member_position;
 
-/* Begins an operation of use->tag.  After MEMBER_OTHER_DEVICES and MEMBER_OTHER_RANK `place` is what
- * the member has.  All ranks get the first of these, as their program is the same.  After the
- * second and MEMBER_TAG_BUSY, which only some may get, the peers have been told that this operation
- * will not come. */
+/* Begins an operation of use->tag on the member of this device in the group `name`, if the
+ * member's position is the one that the program expects.  Writes the member's position to
+ * `position`.
+ *
+ * All ranks get MEMBER_OTHER_DEVICES, because they run the same program.  Only some ranks may
+ * get MEMBER_OTHER_RANK or MEMBER_TAG_BUSY, so the call then notifies the peers (epic_abort)
+ * that this operation will not come. */
 member_status member_enter(member_use *use, const char *name, member_device device,
                            member_position *position);
+
+/* Ends the operation. */
 void member_leave(member_use *use);
 
-/* The same for work that is no operation of the group: on any member of the device. */
+/* Begins local work on any member of the device, which no peer waits for. */
 member_status member_borrow(member_use *use, member_device device);
 
-/* For Python.  0: done; 1: the name is taken on that device, or a text is too long; 2: no memory. */
+/* Adds a member; epic/jax/groups.py calls it.  Returns 0; 1 if the name is taken on that device
+ * or a text is too long; 2 without memory. */
 int epic_jax_member_add(const char *name, int is_gpu, int32_t ordinal, const char *devices,
                         int32_t rank, epic_context *ctx);
 
-/* Takes the member away, waits for its operations to end and returns its context; NULL: there was
- * none. */
+/* Removes a member after its operations in flight.  Returns its context; NULL if there is no
+ * such member. */
 epic_context *epic_jax_member_remove(const char *name, int is_gpu, int32_t ordinal);
 
 #endif

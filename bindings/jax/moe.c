@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The whole layer as two custom calls, forward and backward, over the core's own layer.  Each
- * table lists the arrays in the order in which epic/jax/moe.py passes them. */
+/* The whole layer as two custom calls, forward and backward, which run the core's own layer.
+ * Each table lists the arrays in the order in which epic/jax/moe.py passes them. */
 #include "handler.h"
 #include "options.h"
 
-/* What the core is given in both directions, then either one's. */
+/* A call of the layer, forward or backward. */
 typedef struct moe_call {
     handler_call call;
     moe_options options;
@@ -16,7 +16,8 @@ typedef struct moe_call {
 
 /* clang-format off */
 #define AT(member) offsetof(moe_call, member)
-#define IN(name, types, member, ...) HANDLER_DATA(HANDLER_ARG, name, types, AT(member), __VA_ARGS__)
+#define IN(name, types, member, ...) \
+    HANDLER_DATA(HANDLER_ARG, name, types, AT(member), __VA_ARGS__)
 #define IN_OR_NONE(name, types, member, ...) \
     HANDLER_DATA(HANDLER_OPTIONAL, name, types, AT(member), __VA_ARGS__)
 #define OUT(name, types, member, ...) \
@@ -95,12 +96,14 @@ static const handler_array forward_arrays[] = {
     {HANDLER_ARRAY, HANDLER_OPTIONAL, "token_ids", FFI_SET_INDICES, {DIM_TOKENS},
      .data = AT(forward.token_ids), .element = AT(forward.token_id_type)},
     {HANDLER_ARRAY, HANDLER_OPTIONAL, "table", FFI_SET_I32, {DIM_TABLE_ROWS, DIM_TOP_K},
-     .sets_rows = DIM_TABLE_ROWS, .data = AT(forward.table), .num_rows = AT(forward.table_rows)},
+     .sets_rows = DIM_TABLE_ROWS, .data = AT(forward.table),
+     .num_rows = AT(forward.table_rows)},
     IN_OR_NONE("rank_of_expert", FFI_SET_I32, forward.rank_of_expert, DIM_EXPERTS),
     IN_OR_NONE("logical_of_expert", FFI_SET_I32, forward.logical_of_expert, DIM_EXPERTS),
     {.kind = HANDLER_SITE},
     {.kind = HANDLER_CHANNEL},
-    HANDLER_ROWS(HANDLER_RESULT, "out", HANDLER_ROW_TYPE, AT(forward.out), DIM_TOKENS, DIM_HIDDEN),
+    HANDLER_ROWS(HANDLER_RESULT, "out", HANDLER_ROW_TYPE, AT(forward.out), DIM_TOKENS,
+                 DIM_HIDDEN),
     OUT("loss", FFI_SET_F32, forward.loss, DIM_ONE),
     OUT("load", FFI_SET_I32, forward.load, DIM_EXPERTS),
     OUT("demand", FFI_SET_I32, forward.demand, DIM_ONE),
@@ -138,7 +141,7 @@ static epic_result run_backward(handler_call *base)
     return epic_moe_backward(base->use.ctx, &call->backward);
 }
 
-/* Gradients of experts have the type of d_w_gate_up, which leads them. */
+/* Gradients of experts have the type of d_w_gate_up, which has HANDLER_SETS_TYPE. */
 /* clang-format off */
 #define GRADIENT(name, member, ...) \
     OUT(name, HANDLER_WIDE_TYPE, gradients.member, __VA_ARGS__)
@@ -149,14 +152,17 @@ static const handler_array backward_arrays[] = {
     X(backward.x),
     WEIGHTS,
     MEMORY(HANDLER_ARG, "saved", backward.saved, backward.saved_bytes),
-    HANDLER_ROWS(HANDLER_ARG, "d_out", HANDLER_ROW_TYPE, AT(backward.d_out), DIM_TOKENS, DIM_HIDDEN),
+    HANDLER_ROWS(HANDLER_ARG, "d_out", HANDLER_ROW_TYPE, AT(backward.d_out), DIM_TOKENS,
+                 DIM_HIDDEN),
     IN("d_loss", FFI_SET_F32, backward.d_loss, DIM_ONE),
     {.kind = HANDLER_SITE},
     {.kind = HANDLER_CHANNEL},
-    HANDLER_ROWS(HANDLER_RESULT, "d_x", HANDLER_ROW_TYPE, AT(backward.d_x), DIM_TOKENS, DIM_HIDDEN),
+    HANDLER_ROWS(HANDLER_RESULT, "d_x", HANDLER_ROW_TYPE, AT(backward.d_x), DIM_TOKENS,
+                 DIM_HIDDEN),
     GRADIENT("d_w_gate", w_gate, DIM_HIDDEN, DIM_COLUMNS),
     GRADIENT_OR_NONE("d_b_gate", b_gate, DIM_COLUMNS),
-    {.flags = HANDLER_RESULT | HANDLER_SETS_TYPE, .name = "d_w_gate_up", .types = FFI_SET_FLOATS,
+    {.flags = HANDLER_RESULT | HANDLER_SETS_TYPE, .name = "d_w_gate_up",
+     .types = FFI_SET_FLOATS,
      .dims = {DIM_LOCAL, DIM_HIDDEN, DIM_WIDTH}, .data = AT(gradients.w_gate_up),
      .element = AT(backward.grad_type)},
     OUT("d_w_down", HANDLER_ROW_TYPE, gradients.w_down, DIM_LOCAL, DIM_INNER, DIM_HIDDEN),

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The core's option structs from attributes: one attribute for each field, of the same name. */
+/* Reads the core's option structs from attributes.  Each field has an attribute of its name. */
 #include "options.h"
 
 #include <stdio.h>

@@ -1,23 +1,28 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The core's option structs from attributes, and arrays as the core wants them. */
+/* Reads the core's option structs from the attributes of a call. */
 #ifndef EPIC_JAX_OPTIONS_H
 #define EPIC_JAX_OPTIONS_H
 
 #include "ffi.h"
 
+/* Read the options of a layer and of its router. */
 epic_layer options_read_layer(ffi_reader *reader);
 epic_router options_read_router(ffi_reader *reader);
 
-/* Attributes begin with `prefix`: "experts_" or "shared_". */
+/* Reads the experts' options; the names of the attributes begin with `prefix`, "experts_" or
+ * "shared_". */
 epic_experts options_read_experts(ffi_reader *reader, const char *prefix);
 
-/* A whole layer, whose parts point to each other: it must not move. */
+/* Options of a whole layer.  `moe` points to the other fields, so the struct must not be
+ * copied. */
 typedef struct moe_options {
     epic_layer layer;
     epic_router router;
     epic_experts experts, shared;
     epic_moe moe;
 } moe_options;
+
+/* Reads the options of a whole layer into `out`. */
 void options_read_moe(ffi_reader *reader, moe_options *out);
 
 #endif

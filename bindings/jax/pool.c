@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Threads for operations that wait for peers.
  *
- * Ending an operation sets its future, and that runs the rest of the XLA program on the thread
- * that sets it, where it may wait in a collective.  So a task never queues behind another: there
- * are at least as many waiting threads as tasks that have none yet.  A thread that has had
- * nothing to do for a while ends. */
+ * An operation ends by setting its future.  XLA then runs the rest of the program on the same
+ * thread, where it may wait in a collective.  So a task must never queue behind another task:
+ * there are always at least as many idle threads as queued tasks.  A thread ends when it was
+ * idle for IDLE_SECONDS. */
 #include "pool.h"
 
 #include <errno.h>
@@ -15,7 +15,7 @@ enum { IDLE_SECONDS = 30, STACK_BYTES = 8 << 20 };
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t task_ready = PTHREAD_COND_INITIALIZER;
-static pool_task *first_task; /* tasks that no thread has taken; the order does not matter */
+static pool_task *first_task; /* queued tasks, in any order */
 static int num_tasks, num_waiting;
 
 static struct timespec idle_deadline(void)
@@ -26,7 +26,7 @@ static struct timespec idle_deadline(void)
     return end;
 }
 
-/* The next task; NULL: there was none for a while. */
+/* Waits for a task; returns NULL if none came for IDLE_SECONDS. */
 static pool_task *next_task(void)
 {
     const struct timespec end = idle_deadline();
@@ -66,7 +66,7 @@ static bool start_thread(pool_task *task)
 bool pool_run(pool_task *task)
 {
     pthread_mutex_lock(&mutex);
-    const bool waits = num_waiting > num_tasks; /* a thread for this task */
+    const bool waits = num_waiting > num_tasks; /* an idle thread is free for this task */
     if (waits) {
         task->next = first_task;
         first_task = task;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Router and losses as custom calls.  They wait for nobody, so they run on XLA's thread. */
+/* Router and losses as custom calls.  They are local calls: they wait for no other rank. */
 #include "local.h"
 #include "options.h"
 
@@ -86,7 +86,7 @@ LOCAL_EXPORTS(router_backward, router_backward(frame, on_device))
 
 /* ---------------------------------------------------------------------------- losses ---- */
 
-/* What the four calls take; out is the loss, or the gradient of the logits. */
+/* Arguments of the four loss calls; `out` is the loss or the gradient of the logits. */
 typedef struct loss_inputs {
     epic_context *ctx;
     epic_call call;
@@ -166,8 +166,8 @@ static epic_result call_z_loss_backward(const loss_inputs *in)
 
 typedef epic_result loss_function(const loss_inputs *in);
 
-/* Arguments: logits, load or none, topk_idx or none, d_loss or none.  Results: the loss, or
- * d_logits, and workspace. */
+/* Runs a loss call.  Arguments: logits, load or none, topk_idx or none, d_loss or none.
+ * Results: the loss (backward: d_logits) and workspace. */
 static ffi_error *run_loss(ffi_frame *frame, bool on_device, const char *what, bool is_backward,
                            loss_function *call)
 {

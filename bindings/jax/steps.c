@@ -1,17 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The collective operations as custom calls: plan, dispatch, combine, their gradients, sum.
+/* Collective operations as custom calls: plan, dispatch, combine, their gradients, and sums.
  *
- * Each table lists the arrays in the order in which epic/jax/steps.py and dispatching.py pass them.  Slots past the
- * last slab are always written as zeros: an XLA result has no memory of its own to be left
- * alone. */
+ * Each table lists the arrays in the order in which epic/jax/steps.py, dispatching.py and
+ * replicas.py pass them.  The core always writes zeros to slots past the last slab
+ * (EPIC_ZERO_TAIL), because a result of XLA begins as uninitialized memory. */
 #include "handler.h"
 #include "options.h"
 
-/* The core's arguments of whichever operation it is. */
+/* A call of any operation in this file: each uses the arguments of one or two functions. */
 typedef struct step_call {
     handler_call call;
     epic_layer layer;
-    moe_options moe_options; /* of a composed layer, for the ranks to compare */
+    moe_options moe_options; /* options of a composed layer, which the ranks compare */
     epic_plan_args plan;
     epic_dispatch_args dispatch;
     epic_combine_args combine;
@@ -29,7 +29,7 @@ typedef struct step_call {
     HANDLER_ROWS(flags, name, types, AT(member), __VA_ARGS__)
 #define DATA(flags, name, types, member, ...) \
     HANDLER_DATA(flags, name, types, AT(member), __VA_ARGS__)
-/* Rows that define the hidden size; their type leads. */
+/* Rows that define the hidden size and the type of the rows. */
 #define LEADING_ROWS(text, accepted, size, member, element_member) \
     {.flags = HANDLER_SETS_TYPE, .name = text, .types = accepted, .sets_columns = DIM_HIDDEN, \
      .dims = {size, DIM_HIDDEN}, .rows = AT(member), .element = element_member}
@@ -52,7 +52,8 @@ typedef struct step_call {
      .element = AT(plan.index_type), .num_rows = AT(plan.num_tokens)}, \
     {.flags = HANDLER_OPTIONAL, .name = "rank_of_expert", .types = FFI_SET_I32, \
      .sets_rows = DIM_COUNTED, .dims = {DIM_EXPERTS}, .data = AT(plan.rank_of_expert)}, \
-    DATA(HANDLER_OPTIONAL, "logical_of_expert", FFI_SET_I32, plan.logical_of_expert, DIM_EXPERTS)
+    DATA(HANDLER_OPTIONAL, "logical_of_expert", FFI_SET_I32, plan.logical_of_expert, \
+         DIM_EXPERTS)
 #define PLAN_RESULTS \
     {.kind = HANDLER_NEW_PLAN, .flags = HANDLER_RESULT, .name = "plan", .types = FFI_SET_U8, \
      .dims = {DIM_ANY}, .data = AT(plan.plan), .count = AT(plan.plan_bytes)}, \
@@ -60,13 +61,15 @@ typedef struct step_call {
     DATA(HANDLER_RESULT, "expert_tokens", FFI_SET_I32, plan.expert_tokens, DIM_COUNTED), \
     DATA(HANDLER_RESULT, "load", FFI_SET_I32, plan.load, DIM_EXPERTS), \
     DATA(HANDLER_RESULT, "demand", FFI_SET_I32, plan.demand, DIM_ONE), \
-    DATA(HANDLER_RESULT | HANDLER_OPTIONAL, "logical_load", FFI_SET_I32, plan.logical_load, DIM_LOGICAL)
+    DATA(HANDLER_RESULT | HANDLER_OPTIONAL, "logical_load", FFI_SET_I32, plan.logical_load, \
+         DIM_LOGICAL)
 /* clang-format on */
 
 enum { MOST_RANKS = 1024 };
 
-/* A table that the program computes says only here how many experts a rank has: those past the
- * caller's number would have slots that nobody computes.  What is no rank the core says. */
+/* Checks that no rank has more than num_local_experts experts in a table that the program
+ * computed. Nothing would compute the slots of further experts.  The core reports entries that
+ * are no rank. */
 static void check_plan(ffi_reader *reader, handler_call *base)
 {
     const step_call *call = (step_call *)base;
@@ -103,7 +106,7 @@ static void read_plan(ffi_reader *reader, handler_call *base)
         ffi_read_int(reader, "num_local_experts");
 }
 
-/* The tail comes first, so that a plan that fails has it too. */
+/* Writes the tail first, so that a plan that fails has it, too. */
 static epic_result run_plan(handler_call *base)
 {
     step_call *call = (step_call *)base;
@@ -123,11 +126,11 @@ OPERATION(plan, "plan", ROLE_PLAN, plan, read_plan, check_plan)
 #define DISPATCH_RECV \
     ROWS(HANDLER_RESULT, "recv", HANDLER_ROW_TYPE, dispatch.recv, DIM_SLOTS, DIM_HIDDEN)
 #define SLOT_WEIGHTS \
-    DATA(HANDLER_RESULT | HANDLER_OPTIONAL, "slot_weights", FFI_SET_F32, dispatch.slot_weights, \
-         DIM_SLOTS, DIM_SLOT_COLUMNS)
+    DATA(HANDLER_RESULT | HANDLER_OPTIONAL, "slot_weights", FFI_SET_F32, \
+         dispatch.slot_weights, DIM_SLOTS, DIM_SLOT_COLUMNS)
 /* clang-format on */
 
-/* The plan's layer, and the sizes of the arrays of a call that uses the plan. */
+/* Reads the plan's layer and the sizes of a call that uses the plan. */
 static const epic_layer *read_plan_sizes(ffi_reader *reader, step_call *call)
 {
     int64_t *sizes = call->call.sizes;
@@ -156,7 +159,7 @@ static const handler_array dispatch_arrays[] = {PLAN(dispatch), DISPATCH_INPUTS,
                                                 DISPATCH_RECV, SLOT_WEIGHTS};
 OPERATION(dispatch, "dispatch", ROLE_DISPATCH, dispatch, read_dispatch, NULL)
 
-/* One row for each (token, rank), and which of this rank's experts it is for. */
+/* Results: one row for each pair of a token and a rank, and the local experts of each row. */
 static const handler_array dispatch_flat_arrays[] = {PLAN(dispatch),
                                                      DISPATCH_INPUTS,
                                                      SITE,
@@ -186,7 +189,8 @@ static void check_quantized(ffi_reader *reader, handler_call *base)
             (long long)call->dispatch.recv_scales.row_bytes, (long long)(scales * bytes));
 }
 
-/* Rows of a float type leave as e4m3 with scales: float32, those of 1x32 bytes. */
+/* Sends rows of a float type as e4m3, with float32 scales for 1x128 and byte scales for
+ * 1x32. */
 static const handler_array dispatch_quantized_arrays[] = {
     PLAN(dispatch),
     LEADING_ROWS("tokens", FFI_SET_FLOATS, DIM_TOKENS, dispatch.tokens, AT(dispatch.type)),
@@ -204,7 +208,7 @@ static const handler_array dispatch_quantized_arrays[] = {
 OPERATION(dispatch_quantized, "dispatch_quantized", ROLE_DISPATCH, dispatch,
           read_dispatch_quantized, check_quantized)
 
-/* Rows of bytes that come with scales of their own, which are bytes here too. */
+/* Sends 8-bit rows with scales of the caller.  Both are bytes here. */
 static const handler_array dispatch_scaled_arrays[] = {
     PLAN(dispatch),
     LEADING_ROWS("tokens", FFI_SET_U8, DIM_TOKENS, dispatch.tokens, 0),
@@ -311,7 +315,8 @@ OPERATION(combine_backward, "combine (backward)", ROLE_COMBINE_BACKWARD, combine
 
 /* ------------------------------------------------------------------------------- sum ---- */
 
-/* The core adds in place: XLA has been told that x and the sum are one array. */
+/* Checks that x and the result are one array, as `input_output_aliases` asked: the core adds in
+ * place. */
 static void check_in_place(ffi_reader *reader, const step_call *call, const void *to,
                            int64_t count)
 {
@@ -354,7 +359,7 @@ static const handler_array allreduce_sum_arrays[] = {X,
                                                       .count = AT(sum.count)}};
 OPERATION(allreduce_sum, "sum", ROLE_SUM, sum, read_sum, check_sum)
 
-/* Nothing but arrays. */
+/* An operation without attributes. */
 static void read_nothing(ffi_reader *reader, handler_call *base)
 {
     (void)reader;
@@ -375,7 +380,7 @@ static epic_result run_sum_replicas(handler_call *base)
     return epic_sum_replicas(base->use.ctx, &call->sum_replicas);
 }
 
-/* x is [local experts, numbers], and the workspace holds one row of it. */
+/* x is [local experts, n]; the workspace is one row of it. */
 static const handler_array sum_replicas_arrays[] = {
     PLAN(sum_replicas), X, SITE,
     ROWS(HANDLER_RESULT, "sum", FFI_SET_F32, sum_replicas.data, DIM_ANY),

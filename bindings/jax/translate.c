@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Sentences of the core in the words of its Python callers.  epic/words.py has the table. */
+/* Replaces names of C in the core's sentences by names of Python.  epic/words.py has the
+ * table. */
 #include "translate.h"
 
 #include <ctype.h>
@@ -10,7 +11,7 @@
 
 #include "ffi.h"
 
-static char **table; /* pairs: a name of C, then Python's */
+static char **table; /* pairs: a name of C, then its replacement */
 static int table_length;
 
 FFI_EXPORT int epic_jax_set_words(const char *const *words, int count)
@@ -31,7 +32,7 @@ static bool is_in_name(char c)
     return isalnum((unsigned char)c) || c == '_';
 }
 
-/* Does the text begin with the whole name, or with a prefix and more of a name? */
+/* Returns whether the text begins with the whole name, or with a prefix and more of a name. */
 static bool begins_with(const char *text, const char *name, size_t length)
 {
     if (strncmp(text, name, length) != 0) return false;
@@ -40,8 +41,8 @@ static bool begins_with(const char *text, const char *name, size_t length)
     return is_in_name(text[length]) == is_prefix;
 }
 
-/* Writes the field of an operation that differs between ranks, if it is the layer's flags: Python
- * has the argument `distinct` for them.  Returns the bytes of the sentence that it replaces. */
+/* Translates "layer.flags 0, rank 1 <verb> 8" to the argument `distinct` of Python.  Returns
+ * the number of bytes that it replaces; 0: the text is something else. */
 static int translate_flags(const char *at, char *out, size_t size)
 {
     unsigned mine, other;
@@ -56,8 +57,8 @@ static int translate_flags(const char *at, char *out, size_t size)
     return length;
 }
 
-/* Writes what stands for the name that the text begins with.  Returns the name's bytes; 0: no name
- * of C is there. */
+/* Writes the replacement of the name that the text begins with.  Returns the number of bytes of
+ * that name; 0: the text does not begin with a name of C. */
 static int translate_name(const char *at, char *out, size_t size)
 {
     const int length = translate_flags(at, out, size);

@@ -359,7 +359,7 @@ static int experts(bool backward)
 /* What the core gives to a caller in C, into the same arrays. */
 static void direct(epic_context *ctx, bool backward)
 {
-    const epic_rows in = {x, TOKENS, sizeof x[0]};
+    const epic_const_rows in = {x, TOKENS, sizeof x[0]};
     const epic_moe_gradients gradients = {
         .w_gate = d_gate, .w_gate_up = d_gate_up, .w_down = d_down};
     if (backward)

@@ -331,8 +331,8 @@ NUMBERS: list[tuple[str, dict[str, Any], str]] = [
     ("balance_loss", {"coeff": np.zeros(3)}, "coeff array"),
     ("dequantize", {"dtype": "int8"}, "dtype is int8"),
     ("sum", {"tree": "yes"}, "tree is 'yes'"),
-    ("moe", {"loss_axes": "dp"}, "loss_axes 'dp'"),
-    ("sharded.moe", {"token_axes": ("ep", "ep")}, "'ep' is there twice"),
+    ("moe", {"loss_axes": "dp"}, "loss_axes is 'dp'"),
+    ("sharded.moe", {"token_axes": ("ep", "ep")}, "must not contain 'ep' twice"),
     ("sharded.moe", {"token_axes": ("pe",)}, "token_axes 'pe': the mesh has the axes"),
     ("sharded.moe", {"fsdp_axes": ("pe",)}, "fsdp_axes 'pe': the mesh has the axes"),
     ("sharded.moe", {"fsdp_axes": {"a": 1}}, "fsdp_axes is"),
@@ -340,7 +340,7 @@ NUMBERS: list[tuple[str, dict[str, Any], str]] = [
     (
         "sharded.moe",
         {"token_axes": jax.sharding.PartitionSpec(("ep", "ep"))},
-        "'ep' is there twice",
+        "must not contain 'ep' twice",
     ),
 ]
 
@@ -423,7 +423,7 @@ def test_blocks_and_groups(opened: Any) -> None:
                 epic.jax.nnx.MoEBlock(**given, rngs=nnx.Rngs(0))
     wrong_open: list[tuple[dict[str, Any], str]] = [
         ({"mesh": {"ep": 4}}, "mesh is a dict: must be a Mesh"),
-        ({"mesh": mesh, "axis": ("ep", "ep")}, "'ep' is there twice"),
+        ({"mesh": mesh, "axis": ("ep", "ep")}, "must not contain 'ep' twice"),
         ({"mesh": mesh, "axis": 3}, "axis is 3"),
         ({"mesh": mesh, "like": [1, 2]}, "like is a list"),
         ({"mesh": mesh, "name": "a\0b"}, "must not contain a NUL"),

@@ -222,7 +222,7 @@ def test_names_of_ones_own(opened: Any) -> None:
     assert down[...].sharding.spec == P("ep", None, "dp")
     for wrong, sentence in (
         ({"w_up": ("exp",)}, "axis_names 'w_up': one of w_gate"),
-        ({"w_gate": ("embed",)}, r"axis_names\['w_gate'\] \('embed',\): 2 names"),
+        ({"w_gate": ("embed",)}, r"axis_names\['w_gate'\] is \('embed',\): must have 2 names"),
     ):
         with pytest.raises(epic.jax.EpicArgumentError, match=sentence):
             epic.jax.nnx.MoEBlock(mesh, group, wish, rngs=nnx.Rngs(0), axis_names=wrong)
@@ -230,7 +230,7 @@ def test_names_of_ones_own(opened: Any) -> None:
 
 WRONG: tuple[tuple[dict[str, Any], str], ...] = (
     ({"fsdp_axes": ("fsdp",)}, r"fsdp_axes 'fsdp': the mesh has the axes \('dp', 'ep'\)"),
-    ({"fsdp_axes": "dp"}, r"fsdp_axes 'dp': a tuple of axes is needed, \('dp',\)"),
+    ({"fsdp_axes": "dp"}, r"fsdp_axes is 'dp': must be a tuple of axes, \('dp',\)"),
     ({"fsdp_axes": ("ep",)}, "fsdp_axes 'ep': that is the group's axis"),
     ({"loss_axes": ("data",)}, "loss_axes 'data': the mesh has"),
     ({"token_axes": ("data", "ep")}, "token_axes 'data': the mesh has"),

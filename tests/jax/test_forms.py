@@ -93,7 +93,7 @@ def test_each_layout_has_its_dispatch(opened: Any) -> None:
         epic.jax.dispatch(epic.jax.plan(group, FLAT, ids), x)
     with pytest.raises(ValueError, match="dispatch_flat"):
         epic.jax.plan_dispatch(group, FLAT, ids, x)
-    with pytest.raises(ValueError, match="'flat' is needed"):
+    with pytest.raises(ValueError, match="must be 'flat'"):
         epic.jax.dispatch_flat(epic.jax.plan(group, LAYER, ids), x)
     with pytest.raises(ValueError, match="1x128, 1x32"):
         epic.jax.dispatch_quantized(epic.jax.plan(group, LAYER, ids), x, block="2x2")

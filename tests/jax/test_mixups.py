@@ -125,8 +125,8 @@ def test_a_computed_table(opened: Any) -> None:
 
 LOSSES: list[tuple[Any, str]] = [
     (("dp", "ep"), "loss_axes 'ep': the tokens of the group's axis are counted anyway"),
-    (("dp", "dp"), "'dp' is there twice"),
-    ("dp", r"a tuple of axes is needed, \('dp',\)"),
+    (("dp", "dp"), "must not contain 'dp' twice"),
+    ("dp", r"must be a tuple of axes, \('dp',\)"),
     (("tp",), "loss_axes 'tp': the mesh has the axes"),
 ]
 
@@ -161,10 +161,10 @@ def test_loss_axes_of_the_same_tokens(opened: Any) -> None:
 
 
 OPENED: list[tuple[dict[str, Any], str]] = [
-    ({"ranks": [0, 0], "num_ranks": 2}, r"ranks \[0, 0\]: different ones"),
-    ({"ranks": [0, 2], "num_ranks": 2}, r"ranks \[0, 2\]: different ones"),
+    ({"ranks": [0, 0], "num_ranks": 2}, r"ranks is \[0, 0\]: must be different numbers"),
+    ({"ranks": [0, 2], "num_ranks": 2}, r"ranks is \[0, 2\]: must be different numbers"),
     ({"ranks": [-1, 0], "num_ranks": 2}, "ranks -1: an integer from 0"),
-    ({"ranks": 1, "num_ranks": 2}, "ranks 1: a list is needed"),
+    ({"ranks": 1, "num_ranks": 2}, "ranks is 1: must be a list"),
     ({"num_ranks": 0}, "num_ranks 0: an integer from 1"),
     ({"bootstrap": "tcp"}, r"bootstrap 'tcp': a Tcp\(address, port, secret\), or a function"),
     (
@@ -180,7 +180,7 @@ OPENED: list[tuple[dict[str, Any], str]] = [
     ({"timeout_ms": -1}, "timeout_ms -1: an integer from 0"),
     ({"max_sms": -1}, "max_sms -1: an integer from 0"),
     ({"mesh": True, "num_ranks": 4}, "num_ranks 4: the mesh says both"),
-    ({"mesh": True, "axis": ("ep", "ep")}, "'ep' is there twice"),
+    ({"mesh": True, "axis": ("ep", "ep")}, "must not contain 'ep' twice"),
     ({"mesh": True, "max_tokens": -5, "like": layers.arrays()[0]}, "max_tokens -5"),
     ({"mesh": True, "like": layers.arrays()[0], "token_axes": ("tp",)}, "token_axes 'tp' is not"),
     ({"mesh": True, "like": layers.arrays()[0], "token_axes": P("dp", "ep", None)}, "stays whole"),

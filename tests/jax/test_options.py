@@ -165,9 +165,9 @@ def test_sizes_of_a_group(token_axes: Any, tokens: int) -> None:
 
 def test_sizes_are_needed() -> None:
     """By one way or the other."""
-    with pytest.raises(epic.EpicArgumentError, match="max_row_bytes is needed, or like="):
+    with pytest.raises(epic.EpicArgumentError, match="max_row_bytes is None: pass a number, or"):
         epic.jax.open(max_tokens=4)
-    with pytest.raises(epic.EpicArgumentError, match=r"\[..., hidden\] is needed"):
+    with pytest.raises(epic.EpicArgumentError, match=r"must be \[..., hidden\]"):
         epic.jax.open(like=np.ones(3))
     with pytest.raises(epic.EpicArgumentError, match="max_tokens -1"):
         epic.jax.open(max_tokens=-1, max_row_bytes=4)

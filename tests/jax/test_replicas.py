@@ -173,9 +173,9 @@ def test_what_cannot_be(opened: Any) -> None:
     group = opened(make_mesh(1))
     ids, x = choices(3, 0)[:6], numbers(1, 6, 5)
     layer = epic.jax.Layer(12, 3, num_logical=8)
-    with pytest.raises(epic.jax.EpicArgumentError, match="comes with replicas, and only then"):
+    with pytest.raises(epic.jax.EpicArgumentError, match="passed if num_logical is above 0"):
         epic.jax.plan(group, layer, ids)
-    with pytest.raises(epic.jax.EpicArgumentError, match="comes with replicas, and only then"):
+    with pytest.raises(epic.jax.EpicArgumentError, match="passed if num_logical is above 0"):
         epic.jax.plan(group, epic.jax.Layer(8, 3), ids, logical_of_expert=TWELVE)
     with pytest.raises(
         epic.jax.EpicArgumentError, match=r"int32\[10\]: must be integers \[num_experts 12\]"

@@ -120,7 +120,7 @@ def test_what_cannot_be(opened: Any) -> None:
         (plain, {}, epic.jax.EpicArgumentError, "gate and up columns must alternate"),
         (odd, {}, epic.jax.EpicArgumentError, "experts.inner 10: tensor_axis 'tp' has 4 devices"),
         (columns, {}, epic.jax.EpicUnsupportedError, "identity experts"),
-        (good, {"token_axes": ("ep", "tp")}, epic.jax.EpicArgumentError, "none of token_axes"),
+        (good, {"token_axes": ("ep", "tp")}, epic.jax.EpicArgumentError, "not be in token_axes"),
     ):
         case = {"zero_experts": 3} if wish is columns else {}
         inner = wish.experts.inner

@@ -110,10 +110,10 @@ def check_kind(name: str, value: Any, *kinds: type) -> None:
 def as_axes(name: str, value: Any) -> tuple[str, ...]:
     """Return a tuple of different mesh axes; refuse a single name."""
     if isinstance(value, str):
-        raise EpicArgumentError(f"{name} {value!r}: a tuple of axes is needed, ({value!r},)")
+        raise EpicArgumentError(f"{name} is {value!r}: must be a tuple of axes, ({value!r},)")
     if not isinstance(value, tuple | list) or not all(isinstance(axis, str) for axis in value):
         raise EpicArgumentError(f"{name} is {value!r}: must be a tuple of names of mesh axes")
     for i, axis in enumerate(value):
         if axis in value[:i]:
-            raise EpicArgumentError(f"{name} {tuple(value)}: {axis!r} is there twice")
+            raise EpicArgumentError(f"{name} is {tuple(value)}: must not contain {axis!r} twice")
     return tuple(value)

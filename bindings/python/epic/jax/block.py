@@ -150,7 +150,7 @@ def axis_names_of(parameter: str, rank: int, given: AxisNames | None) -> Names:
     """Return a parameter's logical axes: the caller's names, or MaxText's."""
     names = tuple((given or {}).get(parameter, AXIS_NAMES[parameter]))
     if len(names) != rank:
-        raise EpicArgumentError(f"axis_names[{parameter!r}] {names}: {rank} names are needed")
+        raise EpicArgumentError(f"axis_names[{parameter!r}] is {names}: must have {rank} names")
     return names
 
 

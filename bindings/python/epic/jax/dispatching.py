@@ -138,7 +138,7 @@ def dispatch(
 def check_layout(layer: Layer, layout: str, other: str) -> None:
     """Refuse a plan of the other layout, and name the function for it."""
     if layer.layout != layout:
-        raise EpicArgumentError(f"layout {layer.layout!r}: {layout!r} is needed here, else {other}")
+        raise EpicArgumentError(f"layout is {layer.layout!r}: must be {layout!r}, or use {other}")
 
 
 def dispatch_inputs(

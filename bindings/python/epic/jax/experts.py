@@ -140,7 +140,7 @@ def refuse_e4m3(options: Experts) -> None:
     """Refuse weight_type "e4m3", which only epic.torch supports."""
     if options.weight_type == "e4m3":
         raise EpicUnsupportedError(
-            "weight_type 'e4m3': epic.torch has it; here leave it None, and the arrays tell it"
+            "weight_type is 'e4m3': epic.jax does not support it; leave it None"
         )
 
 

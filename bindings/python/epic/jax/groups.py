@@ -236,11 +236,11 @@ def members_without_mesh(
                 f"this process is rank {mine[0]}: leave both out, or split the communicator"
             )
     if isinstance(ranks, int):
-        raise EpicArgumentError(f"ranks {ranks}: a list is needed, of a rank for each device")
+        raise EpicArgumentError(f"ranks is {ranks}: must be a list, with a rank for each device")
     taken = list(ranks if ranks is not None else mine)
     if len({whole("ranks", r) for r in taken}) < len(taken) or max(taken, default=0) >= count:
         raise EpicArgumentError(
-            f"ranks {taken}: different ones from 0 to {count - 1} (num_ranks - 1) are needed"
+            f"ranks is {taken}: must be different numbers from 0 to {count - 1} (num_ranks - 1)"
         )
     if len(taken) > len(devices):
         raise EpicArgumentError(f"ranks {taken}: this process has {len(devices)} devices for them")
@@ -276,7 +276,7 @@ def choose_sizes(
     if like is None:
         for name, value in (("max_tokens", max_tokens), ("max_row_bytes", max_row_bytes)):
             if value is None:
-                raise EpicArgumentError(f"{name} is needed, or like=, the activations")
+                raise EpicArgumentError(f"{name} is None: pass a number, or like=, the activations")
         return whole("max_tokens", max_tokens), whole("max_row_bytes", max_row_bytes)
     tokens, row_bytes = meshes.token_sizes(mesh, like, token_axes)
     return (

@@ -127,8 +127,7 @@ def check_parts(options: Moe, weights: MoeWeights) -> None:
     if (options.shared is None) != (weights.shared_gate_up is None):
         raise EpicArgumentError(
             f"shared_gate_up is {'given' if options.shared is None else 'None'} and options.shared "
-            f"is {'None' if options.shared is None else 'given'}: shared options and shared "
-            "weights come together"
+            f"is {'None' if options.shared is None else 'given'}: pass both or none"
         )
     for name in MLP_WEIGHTS:
         if name.startswith("shared_") and options.shared is None:

@@ -56,7 +56,7 @@ def token_sizes(mesh: jax.sharding.Mesh | None, like: Any, token_axes: Any) -> t
         )
     shape = list(like.shape)
     if len(shape) < 2:
-        raise EpicArgumentError(f"like: shape {like.shape}: [..., hidden] is needed")
+        raise EpicArgumentError(f"like has shape {like.shape}: must be [..., hidden]")
     if mesh is not None:
         whole = isinstance(token_axes, jax.sharding.PartitionSpec)
         if whole and len(token_axes) >= len(shape):

@@ -58,7 +58,7 @@ def take_experts(weight: Any, experts: Any) -> Any:
 
 
 def pad_weights(group: Group, layer: Layer, weights: Any) -> Any:
-    """Return weights [num_experts, ...] with equally many rows for every rank, for even sharding."""
+    """Return weights [num_experts, ...] with equally many rows for every rank."""
     return replace_expert_weights(weights, experts_of_ranks(group, layer).reshape(-1))
 
 
@@ -69,7 +69,7 @@ def take_own_weights(group: Group, layer: Layer, weights: Any) -> Any:
 
 
 def replace_expert_weights(weights: Any, experts: Any) -> Any:
-    """Return MoeWeights with these experts' rows of each array that has a row for each expert."""
+    """Return MoeWeights with only these experts' rows."""
     named = {name: getattr(weights, name) for name in EXPERT_WEIGHTS}
     return weights._replace(
         **{name: None if w is None else take_experts(w, experts) for name, w in named.items()}

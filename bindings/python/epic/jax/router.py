@@ -48,8 +48,8 @@ def as_ids(token_ids: Any, table: Any, top_k: int, dims: tuple[int, ...]) -> tup
     """
     if (token_ids is None) != (table is None):
         raise EpicArgumentError(
-            f"{'token_ids' if token_ids is None else 'table'} is None: token_ids and table come "
-            "together"
+            f"{'token_ids' if token_ids is None else 'table'} is None: pass both token_ids and "
+            "table, or none"
         )
     if table is None:
         return None, None
@@ -225,7 +225,7 @@ def balance_loss(
         chosen = as_array("topk_idx", topk_idx, INDICES, choices)
         ints = (None, chosen.astype(jnp.int32))
     elif load is None:
-        raise EpicArgumentError("load is None: load is needed, or topk_idx with sequence_tokens")
+        raise EpicArgumentError("load is None: pass load, or topk_idx with sequence_tokens")
     else:
         ids = [("num_experts", router.num_experts)]
         ints = (as_array("load", load, INDICES, ids).astype(jnp.int32), None)

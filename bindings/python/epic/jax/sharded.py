@@ -105,7 +105,7 @@ def rows_specs(
     spec, axes = token_spec(mesh, group, given, rank, hidden_axis)
     if hidden_axis in axes:
         raise EpicArgumentError(
-            f"hidden_axis {hidden_axis!r}: its devices have the same tokens, so it is none of "
+            f"hidden_axis {hidden_axis!r}: its devices have the same tokens, so it must not be in "
             f"token_axes {spec}"
         )
     rows = P(*spec, *[None] * (rank - 1 - len(spec)), hidden_axis)
@@ -391,12 +391,12 @@ def moe(
     check_axes(mesh, group.axes, fsdp_axes=fsdp_axes, tensor_axis=tensor_axis)
     if tensor_axis in axes:
         raise EpicArgumentError(
-            f"tensor_axis {tensor_axis!r}: its devices have the same tokens, so it is none of "
+            f"tensor_axis {tensor_axis!r}: its devices have the same tokens, so it must not be in "
             f"token_axes {spec}"
         )
     if options.sequence_tokens and len(axes) > len(axes_of_spec(P(spec[0]))):
         raise EpicArgumentError(
-            f"token_axes {spec}: sequence_tokens {options.sequence_tokens} wants whole sequences "
+            f"token_axes {spec}: sequence_tokens {options.sequence_tokens} needs whole sequences "
             "on each device, so only the first dimension may be sharded"
         )
     check_divisible(mesh, "x", x, spec)

@@ -234,7 +234,7 @@ def max_local_experts(group: Group, layer: Layer, rank_of_expert: Any, given: in
     elif not isinstance(rank_of_expert, jax.core.Tracer):
         least = max_experts_per_rank(rank_of_expert)
     elif not given:
-        raise EpicArgumentError("rank_of_expert is traced: num_local_experts is needed then")
+        raise EpicArgumentError("num_local_experts is None: pass it if rank_of_expert is traced")
     count = least if not given else whole("num_local_experts", given)
     if not least <= count <= most:
         rule = f"at least {least}" if least > count else f"at most {most}"
@@ -253,8 +253,8 @@ def expert_tables(group: Group, layer: Layer, owners: Any, logical: Any) -> list
     """Return rank_of_expert and logical_of_expert for the core, checked; None if it needs none."""
     if bool(layer.num_logical) != (logical is not None):
         raise EpicArgumentError(
-            f"num_logical {layer.num_logical}: logical_of_expert [num_experts] comes with "
-            "replicas, and only then"
+            f"logical_of_expert is {'None' if logical is None else 'given'} and num_logical is "
+            f"{layer.num_logical}: it must be passed if num_logical is above 0, and only then"
         )
     owners = placement.owner_table(group, layer, owners)
     check_table("rank_of_expert", layer, owners)
