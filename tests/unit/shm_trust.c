@@ -16,8 +16,8 @@
 #include <unistd.h>
 
 #include "backend/shared/shared.h"
-#include "backend/shm/greeting.h"
-#include "backend/shm/lines.h"
+#include "backend/shm/connections.h"
+#include "backend/shm/handshake.h"
 #include "base/error.h"
 #include "check.h"
 #include "run.h"
@@ -34,22 +34,22 @@ static const epic_config config = {.max_tokens = 16,
                                    .timeout_ms = 3000,
                                    .max_in_flight = 2};
 
-/* The card of a rank, as backend/shm/lines.c writes it into a gather. */
-typedef struct card {
+/* The handle of a rank, as backend/shm/connections.c writes it into a gather. */
+typedef struct handle {
     uint64_t ready, secret[2];
     char name[NAME_BYTES + 1];
-} card;
+} handle;
 
 /* ------------------------------------------------------------ a caller of another user ---- */
 
-/* Calls the rank of the card and greets it as rank 1.  Returns what comes back: the bytes of the
+/* Connects to the rank of the handle and sends the handshake of rank 1.  Returns what comes back: the bytes of the
  * answer, or 0 if the rank has hung up. */
-static ssize_t call_rank_0(const card *theirs)
+static ssize_t call_rank_0(const handle *theirs)
 {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
     memcpy(address.sun_path + 1, theirs->name, NAME_BYTES);
     const socklen_t length = offsetof(struct sockaddr_un, sun_path) + 1 + NAME_BYTES;
-    greeting hello = {.group_id = GROUP_ID, .rank = 1};
+    handshake hello = {.group_id = GROUP_ID, .rank = 1};
     memcpy(hello.secret, theirs->secret, sizeof hello.secret);
     const int s = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
     CHECK(connect(s, (const struct sockaddr *)&address, length) == 0);
@@ -72,13 +72,14 @@ static void *be_stranger(void *self)
     return NULL;
 }
 
-/* Rank 1's bootstrap: a stranger that knows the cards calls rank 0 before rank 1 does. */
+/* Rank 1's bootstrap: a stranger that knows the handles connects to rank 0 before rank 1
+ * does. */
 static epic_result gather_with_stranger(void *self, const void *mine, void *all, int64_t bytes)
 {
     pthread_t stranger;
     const epic_bootstrap *inner = self;
     const epic_result result = inner->gather(inner->self, mine, all, bytes);
-    if (!CHECK_EQ(bytes, sizeof(card))) return result;
+    if (!CHECK_EQ(bytes, sizeof(handle))) return result;
     pthread_create(&stranger, NULL, be_stranger, all);
     pthread_join(stranger, NULL);
     return result;
@@ -111,7 +112,7 @@ static int make_memory(const shared_layout *l, int seals)
     void *at = mmap(NULL, (size_t)l->segment_bytes, PROT_READ | PROT_WRITE,
                     MAP_SHARED | MAP_NORESERVE, memory, 0);
     if (!CHECK(at != MAP_FAILED)) return memory;
-    shared_found(at, l, GROUP_ID);
+    shared_segment_init(at, l, GROUP_ID);
     munmap(at, (size_t)l->segment_bytes);
     CHECK(fcntl(memory, F_ADD_SEALS, seals) == 0);
     return memory;
@@ -124,12 +125,12 @@ static void join_with_seals(const epic_bootstrap *bootstrap, void *self)
     const epic_join join = {.bootstrap = bootstrap, .config = &config, .group_id = GROUP_ID};
     if (bootstrap->rank == 0) {
         shared_layout l;
-        shm_lines lines;
+        shm_connections connections;
         CHECK_EQ(shared_layout_of(&config, &l), EPIC_OK);
-        CHECK_EQ(lines_alloc(&lines, 0, 2), EPIC_OK);
+        CHECK_EQ(connections_alloc(&connections, 0, 2), EPIC_OK);
         int memory = make_memory(&l, seals);
-        CHECK_EQ(lines_open(&lines, &join, true, &memory), EPIC_OK);
-        lines_close(&lines);
+        CHECK_EQ(connections_open(&connections, &join, true, &memory), EPIC_OK);
+        connections_close(&connections);
         close(memory);
         return;
     }
