@@ -158,6 +158,41 @@ def test_checkpoint_and_vmap_of_kept_calls() -> None:
         assert np.array_equal(out, jnp.stack([2 * x, 6 * x]))
 
 
+def operands_of_sums(jaxpr: Any) -> list[int]:
+    """Return how many operands each sum in a program has."""
+    found: list[int] = []
+    for equation in jaxpr.eqns:
+        if equation.params.get("target_name") == "epic_allreduce_sum":
+            found.append(len(equation.invars))
+        for parameter in equation.params.values():
+            inner = getattr(parameter, "jaxpr", parameter)
+            found += operands_of_sums(inner) if hasattr(inner, "eqns") else []
+    return found
+
+
+@pytest.mark.parametrize("kind", ["jit", "scan"])
+def test_order_around_an_inner_trace(kind: str) -> None:
+    """A call after an inner jit or a loop waits for the call before it; the calls inside wait for
+    each other.  One operand more is the result of the call that it waits for."""
+
+    def inner(x: Any) -> Any:
+        return epic.jax.sum(group, epic.jax.sum(group, x))
+
+    def program(x: Any) -> Any:
+        epic.jax.sum(group, x)
+        if kind == "jit":
+            jax.jit(inner)(x)
+        else:
+            jax.lax.scan(lambda carry, _: (inner(carry), None), x, length=2)
+        return epic.jax.sum(group, x)
+
+    sizes: dict[str, Any] = {"max_tokens": 8, "max_row_bytes": 64}
+    with epic.jax.open(ranks=[0, 1], num_ranks=2, name="two", **sizes) as group:
+        sums = operands_of_sums(jax.make_jaxpr(program)(jnp.ones(3, jnp.float32)).jaxpr)
+    first, inside, waiting, last = sums
+    assert (inside, waiting, last) == (first, first + 1, first + 1)
+
+
 def test_an_error_stays_with_its_call() -> None:
     """Outside of jit too: the group goes on after an error in the data."""
     sizes: dict[str, Any] = {"max_tokens": 8, "max_row_bytes": 64}

@@ -126,7 +126,7 @@ def test_weights_of_e4m3_are_told_to_be_elsewhere() -> None:
     options = epic.jax.Experts(hidden=4, inner=4, weight_type="e4m3")
     weights = epic.jax.ExpertWeights(jnp.ones((2, 4, 8)), jnp.ones((2, 4, 4)))
     counts = jnp.zeros(2, jnp.int32)
-    with pytest.raises(epic.jax.EpicUnsupportedError, match="epic.jax does not support it"):
+    with pytest.raises(epic.jax.EpicUnsupportedError, match=r"epic\.jax does not support it"):
         epic.jax.experts(options, jnp.ones((3, 4)), counts, counts, weights)
 
 

@@ -172,7 +172,9 @@ def call_handler(
     return [None if wanted is None else x for wanted, x in zip(results, out, strict=True)]
 
 
-last_calls: dict[str, tuple[Any, Any]] = {}
+MOST_TRACES = 8  # of which last_calls keeps the last call, for each group
+# By group name: pairs of a trace and the result of its last call, the innermost trace last.
+last_calls: dict[str, list[tuple[Any, Any]]] = {}
 
 
 def has_own_programs(group: Group) -> bool:
@@ -185,22 +187,31 @@ def previous_call(group: Group) -> list[Any]:
 
     XLA starts calls that do not depend on each other in any order, and on a rank without tokens
     nothing depends on the empty arrays.  On a mesh all ranks run one program, so the order is
-    equal.  Without a mesh, this dependency makes it the order of tracing.  A call is visible only
-    in the trace that made it, so an inner jit and the body of a loop begin without a previous call.
+    equal.  Without a mesh, this dependency makes it the order of tracing.
+
+    A result of one trace cannot be used in another.  So an inner jit or the body of a loop begins
+    without a previous call, and the next call after it waits for the last call before it.
     """
-    state, done = last_calls.get(group.name, (None, None))
-    return [done] if has_own_programs(group) and state == get_opaque_trace_state() else []
+    if not has_own_programs(group):
+        return []
+    now = get_opaque_trace_state()
+    return [done for state, done in last_calls.get(group.name, []) if state == now][-1:]
 
 
 def record_call(group: Group, done: Any) -> None:
-    """Make the next call of the group wait for `done`, a result of this call.
+    """Make the next call of the group in this trace wait for `done`, a result of this call.
 
     Outside of a trace no call waits.  Calls are made one by one there, and an error of one call
     must not reach the next.
     """
-    last_calls.pop(group.name, None)
-    if has_own_programs(group) and isinstance(done, jax.core.Tracer):
-        last_calls[group.name] = (get_opaque_trace_state(), jax.lax.stop_gradient(done))
+    if not has_own_programs(group) or not isinstance(done, jax.core.Tracer):
+        last_calls.pop(group.name, None)
+        return
+    now, calls = get_opaque_trace_state(), last_calls.get(group.name, [])
+    outer = [state == now for state, _ in calls]
+    if True in outer:  # later entries are of traces inside of this one, which have ended
+        calls = calls[: outer.index(True)]
+    last_calls[group.name] = [*calls, (now, jax.lax.stop_gradient(done))][-MOST_TRACES:]
 
 
 def must_keep_call(group: Group, results: Sequence[ArraySpec]) -> bool:
