@@ -19,7 +19,7 @@ static epic_result check_context(epic_context *ctx)
 
 /* Device backends compare a tag's hash between the ranks and use it for nothing else, so the hash of
  * the layer's options travels in the tag. */
-static void add_options_hash(epic_call *call, const note_extra *extra)
+static void add_options_hash(epic_call *call, const op_header_extra *extra)
 {
     if (extra && extra->options && extra->options->hash)
         call->tag = hash_join(call->tag, extra->options->hash);
@@ -42,8 +42,8 @@ static epic_result read_plan_args(const epic_context *ctx, epic_plan_args *a, ep
     return check_plan_args(ctx, a, layer);
 }
 
-static epic_result plan(epic_context *ctx, const epic_plan_args *args, size_t size,
-                        const note_extra *extra)
+static epic_result call_plan(epic_context *ctx, const epic_plan_args *args, size_t size,
+                             const op_header_extra *extra)
 {
     epic_plan_args a;
     epic_layer layer;
@@ -51,7 +51,7 @@ static epic_result plan(epic_context *ctx, const epic_plan_args *args, size_t si
     TRY(check_context(ctx));
     TRY(read_plan_args(ctx, &a, &layer, args, size));
     TRY(layer_options_read(&options, a.moe));
-    const note_extra own = {.options = &options};
+    const op_header_extra own = {.options = &options};
     if (!extra) extra = &own;
     if (!context_on_device(ctx)) return host_plan(ctx, &a, extra);
     add_options_hash(&a.call, extra);
@@ -60,17 +60,18 @@ static epic_result plan(epic_context *ctx, const epic_plan_args *args, size_t si
 
 epic_result epic_plan_v1(epic_context *ctx, const epic_plan_args *args, size_t size)
 {
-    return plan(ctx, args, size, NULL);
+    return call_plan(ctx, args, size, NULL);
 }
 
-epic_result api_plan(epic_context *ctx, const epic_plan_args *args, const note_extra *extra)
+epic_result api_plan(epic_context *ctx, const epic_plan_args *args,
+                     const op_header_extra *extra)
 {
-    return plan(ctx, args, sizeof *args, extra);
+    return call_plan(ctx, args, sizeof *args, extra);
 }
 
 /* Quantized rows are as many bytes as elements.  The sizes have not been checked yet: a product that
  * does not fit becomes INT64_MAX, which is refused later. */
-static void widen_dispatch(epic_dispatch_args *a)
+static void default_dispatch_rows(epic_dispatch_args *a)
 {
     const int64_t size = a->quantize ? (int64_t)epic_type_bytes(a->type) : 1;
     int64_t row_bytes;
@@ -94,15 +95,15 @@ static epic_result read_plan_layer(const epic_context *ctx, epic_layer *out,
     return EPIC_OK;
 }
 
-static epic_result dispatch(epic_context *ctx, const epic_dispatch_args *args, size_t size,
-                            const note_extra *extra)
+static epic_result call_dispatch(epic_context *ctx, const epic_dispatch_args *args, size_t size,
+                                 const op_header_extra *extra)
 {
     epic_dispatch_args a;
     epic_layer layer;
     TRY(check_context(ctx));
     TRY(READ_SIZED(&a, args, size, "args"));
     TRY(read_plan_layer(ctx, &layer, &a.layer));
-    widen_dispatch(&a);
+    default_dispatch_rows(&a);
     TRY(check_dispatch_args(ctx, &a));
     if (!context_on_device(ctx)) return host_dispatch(ctx, &a, extra);
     add_options_hash(&a.call, extra);
@@ -111,17 +112,17 @@ static epic_result dispatch(epic_context *ctx, const epic_dispatch_args *args, s
 
 epic_result epic_dispatch_v1(epic_context *ctx, const epic_dispatch_args *args, size_t size)
 {
-    return dispatch(ctx, args, size, NULL);
+    return call_dispatch(ctx, args, size, NULL);
 }
 
 epic_result api_dispatch(epic_context *ctx, const epic_dispatch_args *args,
-                         const note_extra *extra)
+                         const op_header_extra *extra)
 {
-    return dispatch(ctx, args, sizeof *args, extra);
+    return call_dispatch(ctx, args, sizeof *args, extra);
 }
 
 /* What dispatch would refuse once the plan is there is refused before the plan is made. */
-static epic_result check_together(const epic_plan_args *p, const epic_dispatch_args *d)
+static epic_result check_plan_dispatch(const epic_plan_args *p, const epic_dispatch_args *d)
 {
     if (p->capacity == EPIC_CAPACITY_EXACT)
         return epic_fail(EPIC_EINVAL,
@@ -136,9 +137,9 @@ static epic_result check_together(const epic_plan_args *p, const epic_dispatch_a
     return EPIC_OK;
 }
 
-static epic_result plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
-                                 size_t plan_size, const epic_dispatch_args *dispatch,
-                                 size_t dispatch_size, const note_extra *extra)
+static epic_result call_plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
+                                      size_t plan_size, const epic_dispatch_args *dispatch,
+                                      size_t dispatch_size, const op_header_extra *extra)
 {
     epic_plan_args p;
     epic_dispatch_args d;
@@ -151,11 +152,11 @@ static epic_result plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
     d.layer = p.layer;
     d.plan = p.plan;
     d.plan_bytes = p.plan_bytes;
-    widen_dispatch(&d);
+    default_dispatch_rows(&d);
     TRY(check_dispatch_args(ctx, &d));
-    TRY(check_together(&p, &d));
+    TRY(check_plan_dispatch(&p, &d));
     TRY(layer_options_read(&options, p.moe));
-    const note_extra own = {.options = &options};
+    const op_header_extra own = {.options = &options};
     if (!extra) extra = &own;
     if (!context_on_device(ctx)) return host_plan_dispatch(ctx, &p, &d, extra);
     add_options_hash(&p.call, extra);
@@ -166,13 +167,13 @@ epic_result epic_plan_dispatch_v1(epic_context *ctx, const epic_plan_args *plan,
                                   size_t plan_size, const epic_dispatch_args *dispatch,
                                   size_t dispatch_size)
 {
-    return plan_dispatch(ctx, plan, plan_size, dispatch, dispatch_size, NULL);
+    return call_plan_dispatch(ctx, plan, plan_size, dispatch, dispatch_size, NULL);
 }
 
 epic_result api_plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
-                              const epic_dispatch_args *dispatch, const note_extra *extra)
+                              const epic_dispatch_args *dispatch, const op_header_extra *extra)
 {
-    return plan_dispatch(ctx, plan, sizeof *plan, dispatch, sizeof *dispatch, extra);
+    return call_plan_dispatch(ctx, plan, sizeof *plan, dispatch, sizeof *dispatch, extra);
 }
 
 epic_result epic_combine_v1(epic_context *ctx, const epic_combine_args *args, size_t size)
@@ -204,7 +205,7 @@ epic_result epic_dispatch_backward_v1(epic_context *ctx,
     return host_dispatch_backward(ctx, &a);
 }
 
-static void widen_combine_backward(epic_combine_backward_args *a)
+static void default_combine_backward_rows(epic_combine_backward_args *a)
 {
     if (!a->quantize) DEFAULT_ROW_BYTES(a->d_out, a->d_rows.row_bytes);
     if (a->d_slot_weights) DEFAULT_ROW_BYTES(a->d_out, a->rows.row_bytes);
@@ -212,15 +213,16 @@ static void widen_combine_backward(epic_combine_backward_args *a)
     if (!a->quantize) DEFAULT_ROW_BYTES(a->d_rows, a->d_out.row_bytes);
 }
 
-static epic_result combine_backward(epic_context *ctx, const epic_combine_backward_args *args,
-                                    size_t size, const note_extra *extra)
+static epic_result call_combine_backward(epic_context *ctx,
+                                         const epic_combine_backward_args *args, size_t size,
+                                         const op_header_extra *extra)
 {
     epic_combine_backward_args a;
     epic_layer layer;
     TRY(check_context(ctx));
     TRY(READ_SIZED(&a, args, size, "args"));
     TRY(read_plan_layer(ctx, &layer, &a.layer));
-    widen_combine_backward(&a);
+    default_combine_backward_rows(&a);
     TRY(check_combine_backward_args(ctx, &a));
     if (!context_on_device(ctx)) return host_combine_backward(ctx, &a, extra);
     add_options_hash(&a.call, extra);
@@ -230,13 +232,13 @@ static epic_result combine_backward(epic_context *ctx, const epic_combine_backwa
 epic_result epic_combine_backward_v1(epic_context *ctx, const epic_combine_backward_args *args,
                                      size_t size)
 {
-    return combine_backward(ctx, args, size, NULL);
+    return call_combine_backward(ctx, args, size, NULL);
 }
 
 epic_result api_combine_backward(epic_context *ctx, const epic_combine_backward_args *args,
-                                 const note_extra *extra)
+                                 const op_header_extra *extra)
 {
-    return combine_backward(ctx, args, sizeof *args, extra);
+    return call_combine_backward(ctx, args, sizeof *args, extra);
 }
 
 epic_result epic_allreduce_sum_v1(epic_context *ctx, const epic_allreduce_sum_args *args,
@@ -247,7 +249,7 @@ epic_result epic_allreduce_sum_v1(epic_context *ctx, const epic_allreduce_sum_ar
     TRY(READ_SIZED(&a, args, size, "args"));
     TRY(check_sum_args(ctx, &a));
     if (context_on_device(ctx)) return CONTEXT_OP(ctx, sum, &a);
-    return host_sum(ctx, &a);
+    return host_allreduce_sum(ctx, &a);
 }
 
 epic_result epic_sum_replicas_v1(epic_context *ctx, const epic_sum_replicas_args *args,

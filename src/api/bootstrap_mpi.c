@@ -12,11 +12,11 @@ typedef struct bootstrap {
     epic_bootstrap inner;
 } bootstrap;
 
-static epic_result gather(void *self, const void *mine, void *all, int64_t bytes)
+static epic_result gather_with_errors(void *self, const void *mine, void *all, int64_t bytes)
 {
     bootstrap *m = self;
     TRY(epic_bootstrap_check(mine, all, bytes));
-    return backend_said(m->backend, m->inner.gather(m->inner.self, mine, all, bytes));
+    return backend_copy_error(m->backend, m->inner.gather(m->inner.self, mine, all, bytes));
 }
 
 static void close_bootstrap(void *self)
@@ -38,14 +38,14 @@ epic_result epic_bootstrap_mpi(epic_bootstrap *out, const void *comm, uint32_t t
     m->backend = backend;
     const uint32_t patience = timeout_ms > 0 ? timeout_ms : BOOTSTRAP_TIMEOUT_MS;
     const epic_result result =
-        backend_said(backend, backend->bootstrap(&m->inner, comm, patience));
+        backend_copy_error(backend, backend->bootstrap(&m->inner, comm, patience));
     if (result != EPIC_OK) {
         free(m);
         return result;
     }
     *out = (epic_bootstrap){.rank = m->inner.rank,
                             .num_ranks = m->inner.num_ranks,
-                            .gather = gather,
+                            .gather = gather_with_errors,
                             .close = close_bootstrap,
                             .self = m};
     return EPIC_OK;

@@ -12,12 +12,12 @@
 #define DEFAULT_TIMEOUT_MS 300000u
 #define MOST_ROW_BYTES (1ll << 30)
 
-static epic_result bad(const char *field, int64_t value, const char *rule)
+static epic_result config_error(const char *field, int64_t value, const char *rule)
 {
     return epic_fail(EPIC_EINVAL, "config.%s is %lld: %s", field, (long long)value, rule);
 }
 
-static epic_result timeout_from_environment(uint32_t *timeout_ms)
+static epic_result read_timeout_env(uint32_t *timeout_ms)
 {
     const char *text = getenv("EPIC_TIMEOUT_MS");
     *timeout_ms = DEFAULT_TIMEOUT_MS;
@@ -58,17 +58,18 @@ epic_result config_read(epic_config *out, const epic_config *config, size_t size
 {
     TRY(READ_SIZED(out, config, size, "config"));
     if (out->max_tokens < 1 || out->max_tokens > INT32_MAX)
-        return bad("max_tokens", out->max_tokens, "1 to 2147483647 are possible");
+        return config_error("max_tokens", out->max_tokens, "1 to 2147483647 are possible");
     if (out->max_row_bytes < 1 || out->max_row_bytes > MOST_ROW_BYTES)
-        return bad("max_row_bytes", out->max_row_bytes, "1 to 1073741824 are possible");
+        return config_error("max_row_bytes", out->max_row_bytes,
+                            "1 to 1073741824 are possible");
     if (out->staging_bytes < 0)
-        return bad("staging_bytes", out->staging_bytes, "a size, or 0 for full speed");
+        return config_error("staging_bytes", out->staging_bytes, "a size, or 0 for full speed");
     if (out->max_in_flight > EPIC_MAX_CELLS)
-        return bad("max_in_flight", out->max_in_flight, "at most 64, or 0 for 64");
+        return config_error("max_in_flight", out->max_in_flight, "at most 64, or 0 for 64");
     if (out->max_top_k > MAX_TOP_K)
-        return bad("max_top_k", out->max_top_k, "at most 64, or 0 for 64");
-    if (out->reserved) return bad("reserved", out->reserved, "it must be 0");
-    if (!out->timeout_ms) TRY(timeout_from_environment(&out->timeout_ms));
+        return config_error("max_top_k", out->max_top_k, "at most 64, or 0 for 64");
+    if (out->reserved) return config_error("reserved", out->reserved, "it must be 0");
+    if (!out->timeout_ms) TRY(read_timeout_env(&out->timeout_ms));
     if (!out->max_in_flight) out->max_in_flight = EPIC_MAX_CELLS;
     if (!out->max_top_k) out->max_top_k = MAX_TOP_K;
     if (!out->name) out->name = "epic";
@@ -87,6 +88,6 @@ epic_result config_read_sizes(epic_config *out, const epic_config *config, size_
 {
     TRY(config_read(out, config, size));
     if (out->num_ranks < 1 || out->num_ranks > EPIC_MAX_RANKS)
-        return bad("num_ranks", out->num_ranks, "sizes need it: 1 to 1024");
+        return config_error("num_ranks", out->num_ranks, "sizes need it: 1 to 1024");
     return EPIC_OK;
 }

@@ -26,7 +26,7 @@ const char *config_trace(void);
 bool config_checks_weights(void);
 
 /* The name that stands for: "gpu" is one of two, by the hosts that the ranks are on.  NULL stays NULL. */
-const char *backend_meant(const char *name, int num_hosts);
+const char *backend_resolve_name(const char *name, int num_hosts);
 
 /* Sets *on_device to whether contexts of that backend compute in device memory; NULL: they do not.
  * Loads nothing.  Errors: EPIC_EINVAL (no backend has that name). */

@@ -18,7 +18,7 @@
 
 #define HELLO_MAGIC 0x4f4c4c4548435045ull /* "EPCHELLO" */
 
-static uint64_t random_word(void)
+static uint64_t random_uint64(void)
 {
     uint64_t word;
     if (getrandom(&word, sizeof word, 0) == sizeof word) return word;
@@ -28,14 +28,14 @@ static uint64_t random_word(void)
                      (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec);
 }
 
-static int64_t namespace_of(const char *path)
+static int64_t namespace_inode(const char *path)
 {
     struct stat s;
     return stat(path, &s) == 0 ? (int64_t)s.st_ino : 0;
 }
 
 /* A small file of the kernel's, as a string; "" where there is none, as without /proc. */
-static epic_result read_file(const char *path, char *text, size_t size)
+static epic_result read_kernel_file(const char *path, char *text, size_t size)
 {
     const int fd = open(path, O_RDONLY | O_CLOEXEC);
     text[0] = 0;
@@ -49,7 +49,7 @@ static epic_result read_file(const char *path, char *text, size_t size)
 }
 
 /* EPIC_HOST: what it says, with this rank in place of %r; of %r/4, a fourth of it. */
-static void named_host(uint64_t host[2], const char *name, int rank)
+static void hash_host_name(uint64_t host[2], const char *name, int rank)
 {
     char number[16];
     const char *percent = strstr(name, "%r"), *rest = percent ? percent + 2 : "";
@@ -67,28 +67,28 @@ static void named_host(uint64_t host[2], const char *name, int rank)
 }
 
 /* Same host and boot: the kernel's boot id, and the pid namespace, without which pids differ. */
-static epic_result find_host(uint64_t host[2], int rank)
+static epic_result identify_host(uint64_t host[2], int rank)
 {
     char text[64] = {0};
     const char *name = getenv("EPIC_HOST");
     if (name && *name) {
-        named_host(host, name, rank);
+        hash_host_name(host, name, rank);
         return EPIC_OK;
     }
-    TRY(read_file("/proc/sys/kernel/random/boot_id", text, sizeof text));
+    TRY(read_kernel_file("/proc/sys/kernel/random/boot_id", text, sizeof text));
     if (!text[0]) gethostname(text, sizeof text - 1);
     host[0] = hash_bytes(text, strlen(text));
-    host[1] = hash_join(host[0], (uint64_t)namespace_of("/proc/self/ns/pid"));
+    host[1] = hash_join(host[0], (uint64_t)namespace_inode("/proc/self/ns/pid"));
     return EPIC_OK;
 }
 
 /* When this process began, in the kernel's ticks: the 22nd word of /proc/self/stat, the 20th
  * after the name, which alone may hold spaces.  (Inode and times of /proc/self change whenever
  * the kernel forgets them.) */
-static epic_result process_start(uint64_t *start)
+static epic_result read_process_start(uint64_t *start)
 {
     char text[1024];
-    TRY(read_file("/proc/self/stat", text, sizeof text));
+    TRY(read_kernel_file("/proc/self/stat", text, sizeof text));
     const char *word = strrchr(text, ')');
     for (int i = 0; word && i < 20; i++) word = strchr(word + 1, ' ');
     *start = word ? strtoull(word, NULL, 10) : 0;
@@ -96,18 +96,18 @@ static epic_result process_start(uint64_t *start)
 }
 
 /* The pid, and when the process began: a pid alone may be used again. */
-static epic_result find_process(uint64_t process[2], const uint64_t host[2])
+static epic_result identify_process(uint64_t process[2], const uint64_t host[2])
 {
     process[0] = hash_join(host[1], (uint64_t)getpid());
-    return process_start(&process[1]);
+    return read_process_start(&process[1]);
 }
 
 /* A number of this copy of the library.  A process may have loaded several, each with its own tables:
  * two Python wheels, or a wheel and a library of the system. */
-static uint64_t find_library(void)
+static uint64_t identify_library(void)
 {
     static _Atomic uint64_t library;
-    uint64_t known = atomic_load(&library), chosen = random_word() | 1;
+    uint64_t known = atomic_load(&library), chosen = random_uint64() | 1;
     if (!known && atomic_compare_exchange_strong(&library, &known, chosen)) return chosen;
     return known;
 }
@@ -129,24 +129,24 @@ epic_result hello_fill(hello *mine, const epic_bootstrap *bootstrap, const epic_
     mine->max_top_k = config->max_top_k;
     snprintf(mine->backend, sizeof mine->backend, "%s", config->backend ? config->backend : "");
     snprintf(mine->name, sizeof mine->name, "%s", config->name);
-    mine->random = random_word();
+    mine->random = random_uint64();
     mine->peer.pid = getpid();
     mine->peer.uid = getuid();
-    mine->peer.network_ns = namespace_of("/proc/self/ns/net");
-    mine->peer.library = find_library();
-    TRY(find_host(mine->peer.host, bootstrap->rank));
-    return find_process(mine->peer.process, mine->peer.host);
+    mine->peer.network_ns = namespace_inode("/proc/self/ns/net");
+    mine->peer.library = identify_library();
+    TRY(identify_host(mine->peer.host, bootstrap->rank));
+    return identify_process(mine->peer.process, mine->peer.host);
 }
 
-static epic_result differ(const char *field, int64_t first, int rank, int64_t other)
+static epic_result fail_mismatch(const char *field, int64_t first, int rank, int64_t other)
 {
     return epic_fail(EPIC_EMISMATCH,
                      "open: rank 0 has %s %lld, rank %d has %lld; bring the same on every rank",
                      field, (long long)first, rank, (long long)other);
 }
 
-static epic_result differ_text(const char *field, const char *first, int rank,
-                               const char *other)
+static epic_result fail_mismatch_text(const char *field, const char *first, int rank,
+                                      const char *other)
 {
     return epic_fail(EPIC_EMISMATCH,
                      "open: rank 0 has %s \"%.63s\", rank %d has \"%.63s\"; bring the same on "
@@ -154,7 +154,7 @@ static epic_result differ_text(const char *field, const char *first, int rank,
                      field, first, rank, other);
 }
 
-static epic_result compare(const hello *a, const hello *b, int rank)
+static epic_result compare_hellos(const hello *a, const hello *b, int rank)
 {
     if (b->magic != HELLO_MAGIC || b->version != a->version || b->bytes != a->bytes)
         return epic_fail(EPIC_EMISMATCH,
@@ -180,32 +180,32 @@ static epic_result compare(const hello *a, const hello *b, int rank)
     };
     for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
         if (fields[i].first != fields[i].other)
-            return differ(fields[i].name, fields[i].first, rank, fields[i].other);
+            return fail_mismatch(fields[i].name, fields[i].first, rank, fields[i].other);
     if (strncmp(a->backend, b->backend, sizeof a->backend))
-        return differ_text("config.backend", a->backend, rank, b->backend);
+        return fail_mismatch_text("config.backend", a->backend, rank, b->backend);
     if (strncmp(a->name, b->name, sizeof a->name))
-        return differ_text("config.name", a->name, rank, b->name);
+        return fail_mismatch_text("config.name", a->name, rank, b->name);
     return EPIC_OK;
 }
 
 /* Is there an end of the text within `size` bytes? */
-static bool has_end(const char *text, size_t size)
+static bool is_terminated(const char *text, size_t size)
 {
     return memchr(text, 0, size) != NULL;
 }
 
 /* A record of another version is compare's business. */
-static bool is_ours(const hello *h)
+static bool is_same_version(const hello *h)
 {
     return h->magic == HELLO_MAGIC && h->version == EPIC_VERSION;
 }
 
-static epic_result check(const hello *h, int rank)
+static epic_result check_texts(const hello *h, int rank)
 {
     const char *what = h->refused < EPIC_OK || h->refused > EPIC_ECLOSED ? "result"
-                       : !has_end(h->backend, sizeof h->backend)         ? "backend"
-                       : !has_end(h->name, sizeof h->name)               ? "name"
-                       : !has_end(h->sentence, sizeof h->sentence)       ? "sentence"
+                       : !is_terminated(h->backend, sizeof h->backend)   ? "backend"
+                       : !is_terminated(h->name, sizeof h->name)         ? "name"
+                       : !is_terminated(h->sentence, sizeof h->sentence) ? "sentence"
                                                                          : NULL;
     if (!what) return EPIC_OK;
     return epic_fail(
@@ -224,31 +224,33 @@ static bool is_second_hand(int64_t refused)
 static const hello *find_refusal(const hello *all, int num_ranks, bool second_hand)
 {
     for (const hello *h = all; h < all + num_ranks; h++)
-        if (is_ours(h) && h->refused && is_second_hand(h->refused) == second_hand) return h;
+        if (is_same_version(h) && h->refused && is_second_hand(h->refused) == second_hand)
+            return h;
     return NULL;
 }
 
 /* Does it say of itself which rank is meant?  On GPUs all ranks repeat what one of them said. */
-static bool names_rank(const char *sentence)
+static bool begins_with_rank(const char *sentence)
 {
     int rank, end = 0;
     return sscanf(sentence, "rank %d: %n", &rank, &end) == 1 && end > 0;
 }
 
-static epic_result refuse(const hello *refusal, int rank)
+static epic_result report_refusal(const hello *refusal, int rank)
 {
     const epic_result result = (epic_result)refusal->refused;
-    if (names_rank(refusal->sentence)) return epic_fail(result, "open: %s", refusal->sentence);
+    if (begins_with_rank(refusal->sentence))
+        return epic_fail(result, "open: %s", refusal->sentence);
     return epic_fail(result, "open: rank %d: %s", rank, refusal->sentence);
 }
 
 epic_result hello_compare(hello *all, int num_ranks)
 {
     for (int r = 0; r < num_ranks; r++)
-        if (is_ours(&all[r])) TRY(check(&all[r], r));
+        if (is_same_version(&all[r])) TRY(check_texts(&all[r], r));
     const hello *refusal = find_refusal(all, num_ranks, false);
     if (!refusal) refusal = find_refusal(all, num_ranks, true);
-    if (refusal) return refuse(refusal, (int)(refusal - all));
-    for (int r = 0; r < num_ranks; r++) TRY(compare(&all[0], &all[r], r));
+    if (refusal) return report_refusal(refusal, (int)(refusal - all));
+    for (int r = 0; r < num_ranks; r++) TRY(compare_hellos(&all[0], &all[r], r));
     return EPIC_OK;
 }

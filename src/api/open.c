@@ -57,11 +57,11 @@ static epic_result check_num_ranks(uint32_t num_ranks, const epic_bootstrap *boo
 }
 
 /* The backend asked for, or the first that can join; mpi is tried last. */
-static epic_result choose(const epic_backend **out, const epic_peer *peers, int num_hosts,
-                          const epic_config *config)
+static epic_result choose_backend(const epic_backend **out, const epic_peer *peers,
+                                  int num_hosts, const epic_config *config)
 {
     char why[256] = "", reasons[1024] = "";
-    const char *name = backend_meant(config->backend, num_hosts);
+    const char *name = backend_resolve_name(config->backend, num_hosts);
     if (name) {
         TRY(backend_find(out, name));
         if ((*out)->can_join(peers, (int)config->num_ranks, config, why)) return EPIC_OK;
@@ -108,15 +108,15 @@ static epic_result gather_checked(void *self, const void *mine, void *all, int64
     return epic_fail(EPIC_OK, "%s", before);
 }
 
-static epic_bootstrap checked(const epic_bootstrap *bootstrap)
+static epic_bootstrap wrap_bootstrap(const epic_bootstrap *bootstrap)
 {
     return (epic_bootstrap){bootstrap->rank, bootstrap->num_ranks, gather_checked, NULL,
                             (void *)(uintptr_t)bootstrap};
 }
 
 /* Tells all ranks how this one fared: open succeeds everywhere or nowhere. */
-static epic_result agree(const epic_bootstrap *bootstrap, hello *mine, hello *all,
-                         epic_result result)
+static epic_result agree_on_result(const epic_bootstrap *bootstrap, hello *mine, hello *all,
+                                   epic_result result)
 {
     mine->refused = result;
     epic_fit_text(mine->sentence, sizeof mine->sentence,
@@ -138,23 +138,23 @@ static int32_t count_hosts(const epic_peer *peers, int num_ranks)
 
 /* Joining is collective, so nobody begins before all have found the same backend: a library may
  * be missing on one host only. */
-static epic_result find(const epic_backend **out, const epic_context *ctx,
-                        const epic_bootstrap *bootstrap, hello *mine, hello *all,
-                        const epic_peer *peers)
+static epic_result agree_on_backend(const epic_backend **out, const epic_context *ctx,
+                                    const epic_bootstrap *bootstrap, hello *mine, hello *all,
+                                    const epic_peer *peers)
 {
-    const epic_result found = choose(out, peers, ctx->num_hosts, &ctx->config);
+    const epic_result found = choose_backend(out, peers, ctx->num_hosts, &ctx->config);
     if (found == EPIC_OK) snprintf(mine->backend, sizeof mine->backend, "%s", (*out)->name);
-    return agree(bootstrap, mine, all, found);
+    return agree_on_result(bootstrap, mine, all, found);
 }
 
-static epic_result join(epic_context *ctx, const epic_backend *backend,
-                        const epic_bootstrap *bootstrap, const epic_peer *peers)
+static epic_result join_group(epic_context *ctx, const epic_backend *backend,
+                              const epic_bootstrap *bootstrap, const epic_peer *peers)
 {
     const epic_join how = {.bootstrap = bootstrap,
                            .config = &ctx->config,
                            .peers = peers,
                            .group_id = ctx->group_id};
-    TRY(backend_said(backend, backend->join(&ctx->group, &how)));
+    TRY(backend_copy_error(backend, backend->join(&ctx->group, &how)));
     ctx->backend = backend;
     return EPIC_OK;
 }
@@ -185,7 +185,7 @@ static epic_result start_trace(epic_context *ctx)
     return EPIC_OK;
 }
 
-static epic_result prepare(epic_context *ctx)
+static epic_result set_up_context(epic_context *ctx)
 {
     snprintf(ctx->backend_name, sizeof ctx->backend_name, "%s", ctx->backend->name);
     ctx->config.backend = ctx->backend_name;
@@ -195,7 +195,7 @@ static epic_result prepare(epic_context *ctx)
                   ctx->backend_name, ctx->net);
     TRY(start_trace(ctx));
     TRY(tags_open(&ctx->tags, ctx->config.max_in_flight));
-    return ctx->backend->transport ? exchanges_open(ctx) : EPIC_OK;
+    return ctx->backend->transport ? exchange_open_all(ctx) : EPIC_OK;
 }
 
 static bool is_ours(const epic_context *ctx)
@@ -203,10 +203,10 @@ static bool is_ours(const epic_context *ctx)
     return ctx->generation == process_generation();
 }
 
-static void give_back(epic_context *ctx)
+static void release_context(epic_context *ctx)
 {
     const bool ours = is_ours(ctx);
-    exchanges_close(ctx);
+    exchange_close_all(ctx);
     tags_close(&ctx->tags);
     (ours ? recorder_close : recorder_forget)(ctx->recorder);
     ctx->recorder = NULL;
@@ -224,17 +224,17 @@ static epic_result open_with(epic_context *ctx, const epic_bootstrap *bootstrap,
     const epic_backend *backend;
     epic_result own = hello_fill(&mine, bootstrap, &ctx->config);
     if (own == EPIC_OK) own = check_num_ranks(num_ranks, bootstrap);
-    TRY(agree(bootstrap, &mine, all, own));
+    TRY(agree_on_result(bootstrap, &mine, all, own));
     for (int r = 0; r < bootstrap->num_ranks; r++) {
         peers[r] = all[r].peer;
         ctx->group_id = hash_join(ctx->group_id, all[r].random);
     }
     ctx->num_hosts = count_hosts(peers, bootstrap->num_ranks);
-    TRY(find(&backend, ctx, bootstrap, &mine, all, peers));
-    epic_result result = join(ctx, backend, bootstrap, peers);
-    if (result == EPIC_OK) result = prepare(ctx);
-    result = agree(bootstrap, &mine, all, result);
-    if (result != EPIC_OK) give_back(ctx);
+    TRY(agree_on_backend(&backend, ctx, bootstrap, &mine, all, peers));
+    epic_result result = join_group(ctx, backend, bootstrap, peers);
+    if (result == EPIC_OK) result = set_up_context(ctx);
+    result = agree_on_result(bootstrap, &mine, all, result);
+    if (result != EPIC_OK) release_context(ctx);
     return result;
 }
 
@@ -250,7 +250,7 @@ static epic_result open_bootstrap(epic_context *ctx, const epic_bootstrap *boots
     const size_t ranks = (size_t)bootstrap->num_ranks;
     hello *all = calloc(ranks, sizeof *all);
     epic_peer *peers = calloc(ranks, sizeof *peers);
-    const epic_bootstrap asked = checked(bootstrap);
+    const epic_bootstrap asked = wrap_bootstrap(bootstrap);
     const epic_result result = all && peers
                                    ? open_with(ctx, &asked, all, peers, wished)
                                    : epic_fail(EPIC_ENOMEM, "no memory for %zu ranks", ranks);
@@ -261,7 +261,7 @@ static epic_result open_bootstrap(epic_context *ctx, const epic_bootstrap *boots
 
 /* Without a bootstrap the communicator is one, or the environment says who meets: a job of several
  * processes must not become as many groups of one. */
-static epic_result bootstrap_somehow(epic_bootstrap *out, const epic_config *config)
+static epic_result make_default_bootstrap(epic_bootstrap *out, const epic_config *config)
 {
     return config->native ? epic_bootstrap_mpi(out, config->native, config->timeout_ms)
                           : epic_bootstrap_env(out);
@@ -275,7 +275,7 @@ static epic_result open_context(epic_context *ctx, const epic_bootstrap *bootstr
     if (bootstrap)
         own = *bootstrap;
     else
-        TRY(bootstrap_somehow(&own, &ctx->config));
+        TRY(make_default_bootstrap(&own, &ctx->config));
     if (own.num_ranks == 1 && !own.gather) own.gather = gather_alone;
     const epic_result result = open_bootstrap(ctx, &own);
     if (!bootstrap) epic_bootstrap_close(&own);
@@ -304,7 +304,7 @@ epic_result epic_open_v1(epic_context **out, const epic_bootstrap *bootstrap,
 void epic_close(epic_context *ctx)
 {
     if (!ctx) return;
-    give_back(ctx);
+    release_context(ctx);
     pthread_mutex_destroy(&ctx->mutex);
     free(ctx);
 }

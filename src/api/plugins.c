@@ -33,7 +33,7 @@ static const plugin plugins[NUM_PLUGINS] = {
 };
 static const epic_backend *_Atomic loaded[NUM_PLUGINS]; /* they stay loaded */
 
-static epic_result load(const epic_backend **out, const plugin *p)
+static epic_result load_plugin(const epic_backend **out, const plugin *p)
 {
     void *handle = library_open((const void *)(uintptr_t)&backend_find, p->library);
     *out = handle ? dlsym(handle, p->symbol) : NULL;
@@ -50,13 +50,13 @@ static epic_result load(const epic_backend **out, const plugin *p)
     return result;
 }
 
-const char *backend_meant(const char *name, int num_hosts)
+const char *backend_resolve_name(const char *name, int num_hosts)
 {
     if (!name || strcmp(name, "gpu") != 0) return name;
     return num_hosts > 1 ? "hosts" : "p2p";
 }
 
-static epic_result no_backend(const char *name)
+static epic_result fail_no_backend(const char *name)
 {
     return epic_fail(EPIC_EINVAL,
                      "config.backend is \"%.40s\": there are self, threads, shm, mpi, p2p "
@@ -72,7 +72,7 @@ epic_result backend_place(bool *on_device, const char *name)
     for (int i = 0; name && epic_backends[i]; i++)
         is_known |= !strcmp(epic_backends[i]->name, name);
     for (int i = 0; name && i < NUM_PLUGINS; i++) is_known |= !strcmp(plugins[i].name, name);
-    return is_known || *on_device ? EPIC_OK : no_backend(name);
+    return is_known || *on_device ? EPIC_OK : fail_no_backend(name);
 }
 
 epic_result backend_find(const epic_backend **out, const char *name)
@@ -82,8 +82,8 @@ epic_result backend_find(const epic_backend **out, const char *name)
         if (!strcmp((*out)->name, name)) return EPIC_OK;
     }
     for (int i = 0; i < NUM_PLUGINS; i++)
-        if (!strcmp(plugins[i].name, name)) return load(out, &plugins[i]);
-    return no_backend(name);
+        if (!strcmp(plugins[i].name, name)) return load_plugin(out, &plugins[i]);
+    return fail_no_backend(name);
 }
 
 bool backend_fetch(void *to, const void *from, size_t bytes)

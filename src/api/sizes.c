@@ -21,8 +21,9 @@ epic_result config_of_query(epic_config *out, bool *on_device, epic_context *ctx
     return EPIC_OK;
 }
 
-static epic_result read_both(epic_config *c, epic_layer *l, const epic_config *config,
-                             size_t config_size, const epic_layer *layer, size_t layer_size)
+static epic_result read_config_and_layer(epic_config *c, epic_layer *l,
+                                         const epic_config *config, size_t config_size,
+                                         const epic_layer *layer, size_t layer_size)
 {
     TRY(config_read_sizes(c, config, config_size));
     return layer_read(l, layer, layer_size, (int32_t)c->num_ranks);
@@ -35,11 +36,11 @@ epic_result epic_plan_bytes_v1(const epic_config *config, size_t config_size,
     epic_layer l;
     if (!bytes) return epic_fail(EPIC_EINVAL, "bytes is NULL: pass a place for the result");
     *bytes = 0;
-    TRY(read_both(&c, &l, config, config_size, layer, layer_size));
+    TRY(read_config_and_layer(&c, &l, config, config_size, layer, layer_size));
     return check_plan_size(&c, &l, bytes);
 }
 
-static int64_t least(int64_t a, int64_t b)
+static int64_t min_int64(int64_t a, int64_t b)
 {
     return a < b ? a : b;
 }
@@ -47,21 +48,21 @@ static int64_t least(int64_t a, int64_t b)
 /* Every local expert that has a choice pads its slab, and whole slabs are multiples of the
  * alignment.  No slab is longer than what expert_capacity leaves of it.  A token brings top_k slots
  * to a rank at most: duplicates of an expert are choices too, unless the layer is EPIC_DISTINCT. */
-static int64_t bound(const epic_config *c, const epic_layer *l, int64_t local)
+static int64_t capacity_bound(const epic_config *c, const epic_layer *l, int64_t local)
 {
     const int64_t tokens = c->max_tokens * c->num_ranks;
     const bool distinct = (l->flags & EPIC_DISTINCT) != 0;
-    const int64_t choices = tokens * (distinct ? least(l->top_k, local) : l->top_k);
+    const int64_t choices = tokens * (distinct ? min_int64(l->top_k, local) : l->top_k);
     int64_t slab = distinct ? tokens : choices;
-    if (l->expert_capacity) slab = least(slab, l->expert_capacity);
-    if (l->layout == EPIC_FLAT) return least(tokens, local * slab);
-    const int64_t padding = least(choices, local) * (l->alignment - 1);
-    return least((choices + padding) / l->alignment * l->alignment,
-                 local * round_up(slab, l->alignment));
+    if (l->expert_capacity) slab = min_int64(slab, l->expert_capacity);
+    if (l->layout == EPIC_FLAT) return min_int64(tokens, local * slab);
+    const int64_t padding = min_int64(choices, local) * (l->alignment - 1);
+    return min_int64((choices + padding) / l->alignment * l->alignment,
+                     local * round_up(slab, l->alignment));
 }
 
 /* Experts that one rank may own: of contiguous blocks, or of any rank_of_expert. */
-static int64_t most_local(const epic_config *c, const epic_layer *l, bool placed)
+static int64_t max_local_experts(const epic_config *c, const epic_layer *l, bool placed)
 {
     const bool blocks = !placed && l->num_experts % c->num_ranks == 0;
     return blocks ? l->num_experts / c->num_ranks : l->num_experts;
@@ -75,9 +76,9 @@ epic_result epic_capacity_bound_v1(const epic_config *config, size_t config_size
     int64_t plan_bytes;
     if (!slots) return epic_fail(EPIC_EINVAL, "slots is NULL: pass a place for the result");
     *slots = 0;
-    TRY(read_both(&c, &l, config, config_size, layer, layer_size));
+    TRY(read_config_and_layer(&c, &l, config, config_size, layer, layer_size));
     TRY(check_plan_size(&c, &l, &plan_bytes));
-    *slots = bound(&c, &l, most_local(&c, &l, false));
+    *slots = capacity_bound(&c, &l, max_local_experts(&c, &l, false));
     return EPIC_OK;
 }
 
@@ -103,8 +104,10 @@ epic_result epic_layer_sizes_v1(epic_context *ctx, const epic_layer *layer, size
     const uint32_t ranks = (uint32_t)ctx->num_ranks;
     const uint32_t local = (l.num_experts + ranks - 1) / ranks;
     const uint32_t first = local * (uint32_t)ctx->rank;
-    info.capacity = bound(&ctx->config, &l, most_local(&ctx->config, &l, false));
-    info.capacity_any_placement = bound(&ctx->config, &l, most_local(&ctx->config, &l, true));
+    info.capacity =
+        capacity_bound(&ctx->config, &l, max_local_experts(&ctx->config, &l, false));
+    info.capacity_any_placement =
+        capacity_bound(&ctx->config, &l, max_local_experts(&ctx->config, &l, true));
     info.host_bytes = memory.host_bytes;
     info.shared_bytes = memory.shared_bytes;
     info.device_bytes = memory.device_bytes;
@@ -123,7 +126,7 @@ epic_result epic_memory_v1(const epic_config *config, size_t config_size,
     TRY(CHECK_PLACE(out, size));
     TRY(config_read_sizes(&c, config, config_size));
     const epic_backend *backend;
-    TRY(backend_find(&backend, c.backend ? backend_meant(c.backend, 1) : "shm"));
+    TRY(backend_find(&backend, c.backend ? backend_resolve_name(c.backend, 1) : "shm"));
     info = context_memory(&c, backend);
     if (layer)
         TRY(epic_plan_bytes_v1(config, config_size, layer, layer_size, &info.plan_bytes));

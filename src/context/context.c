@@ -25,7 +25,7 @@ static bool is_ours(const epic_context *ctx)
 
 /* --------------------------------------------------------------------------- breaking ---- */
 
-epic_result backend_said(const epic_backend *backend, epic_result result)
+epic_result backend_copy_error(const epic_backend *backend, epic_result result)
 {
     if (result == EPIC_OK || !backend->sentence) return result;
     return epic_fail(result, "%s", backend->sentence());
@@ -84,7 +84,7 @@ epic_result epic_check(epic_context *ctx)
     if (!ctx) return no_context();
     TRY(context_check(ctx));
     return context_on_device(ctx)
-               ? backend_said(ctx->backend, ctx->backend->ops->notice(ctx->group))
+               ? backend_copy_error(ctx->backend, ctx->backend->ops->notice(ctx->group))
                : EPIC_OK;
 }
 

@@ -64,10 +64,10 @@ static inline bool context_on_device(const epic_context *ctx)
 
 /* Calls operation `name` of the context's device backend (backend/ops.h). */
 #define CONTEXT_OP(ctx, name, ...) \
-    backend_said((ctx)->backend, (ctx)->backend->ops->name((ctx)->group, __VA_ARGS__))
+    backend_copy_error((ctx)->backend, (ctx)->backend->ops->name((ctx)->group, __VA_ARGS__))
 
 /* Makes the sentence of a backend's own library this thread's, and returns `result`. */
-epic_result backend_said(const epic_backend *backend, epic_result result);
+epic_result backend_copy_error(const epic_backend *backend, epic_result result);
 
 /* Monotonic nanoseconds. */
 uint64_t now_ns(void);

@@ -26,7 +26,7 @@ struct epic_dispatcher {
 
 /* ----------------------------------------------------------------------------- memory ---- */
 
-static void *take(const epic_dispatcher *s, int64_t bytes)
+static void *allocate_memory(const epic_dispatcher *s, int64_t bytes)
 {
     const epic_backend *backend = s->ctx->backend;
     const size_t whole = ((size_t)bytes + 63) / 64 * 64;
@@ -34,7 +34,7 @@ static void *take(const epic_dispatcher *s, int64_t bytes)
                              : aligned_alloc(64, whole ? whole : 64);
 }
 
-static void give(const epic_dispatcher *s, void *memory)
+static void release_memory(const epic_dispatcher *s, void *memory)
 {
     const epic_backend *backend = s->ctx->backend;
     if (memory == NULL) return;
@@ -44,44 +44,44 @@ static void give(const epic_dispatcher *s, void *memory)
         free(memory);
 }
 
-static bool take_slots(const epic_dispatcher *s, epic_slots *out)
+static bool allocate_slots(const epic_dispatcher *s, epic_slots *out)
 {
     *out = (epic_slots){.capacity = s->sizes.capacity,
                         .first_expert = (int32_t)s->sizes.first_expert,
                         .num_local_experts = (int32_t)s->sizes.num_local_experts};
-    out->rows = take(s, out->capacity * s->row_bytes);
-    out->weights = take(s, out->capacity * (int64_t)sizeof *out->weights);
+    out->rows = allocate_memory(s, out->capacity * s->row_bytes);
+    out->weights = allocate_memory(s, out->capacity * (int64_t)sizeof *out->weights);
     return out->rows != NULL && out->weights != NULL;
 }
 
-static bool take_all(epic_dispatcher *s)
+static bool allocate_all(epic_dispatcher *s)
 {
     const int64_t counts = s->sizes.num_local_experts * (int64_t)sizeof(int32_t);
-    s->plan = take(s, s->sizes.plan_bytes);
-    if (s->plan == NULL || !take_slots(s, &s->slots)) return false;
-    s->slots.expert_rows = take(s, counts);
-    s->slots.expert_tokens = take(s, counts);
+    s->plan = allocate_memory(s, s->sizes.plan_bytes);
+    if (s->plan == NULL || !allocate_slots(s, &s->slots)) return false;
+    s->slots.expert_rows = allocate_memory(s, counts);
+    s->slots.expert_tokens = allocate_memory(s, counts);
     if (s->slots.expert_rows == NULL || s->slots.expert_tokens == NULL) return false;
     s->slots.results = s->slots.rows;
     if (!s->config.gradients) return true;
-    s->slots.results = take(s, s->sizes.capacity * s->row_bytes);
-    if (s->slots.results == NULL || !take_slots(s, &s->gradients)) return false;
+    s->slots.results = allocate_memory(s, s->sizes.capacity * s->row_bytes);
+    if (s->slots.results == NULL || !allocate_slots(s, &s->gradients)) return false;
     s->gradients.results = s->gradients.rows;
     s->gradients.expert_rows = s->slots.expert_rows;
     s->gradients.expert_tokens = s->slots.expert_tokens;
     return true;
 }
 
-static void give_all(epic_dispatcher *s)
+static void release_all(epic_dispatcher *s)
 {
-    if (s->slots.results != s->slots.rows) give(s, s->slots.results);
-    give(s, s->slots.rows);
-    give(s, s->slots.weights);
-    give(s, s->slots.expert_rows);
-    give(s, s->slots.expert_tokens);
-    give(s, s->gradients.rows);
-    give(s, s->gradients.weights);
-    give(s, s->plan);
+    if (s->slots.results != s->slots.rows) release_memory(s, s->slots.results);
+    release_memory(s, s->slots.rows);
+    release_memory(s, s->slots.weights);
+    release_memory(s, s->slots.expert_rows);
+    release_memory(s, s->slots.expert_tokens);
+    release_memory(s, s->gradients.rows);
+    release_memory(s, s->gradients.weights);
+    release_memory(s, s->plan);
 }
 
 /* ------------------------------------------------------------------------ open, close ---- */
@@ -112,7 +112,7 @@ static epic_result check_config(const epic_dispatcher_config *c)
     return EPIC_OK;
 }
 
-static epic_result set_up(epic_dispatcher *s)
+static epic_result set_up_dispatcher(epic_dispatcher *s)
 {
     TRY(check_config(&s->config));
     s->row_bytes = (int64_t)s->config.hidden * (int64_t)epic_type_bytes(s->config.type);
@@ -133,7 +133,7 @@ static epic_result set_up(epic_dispatcher *s)
                          "config.num_experts is %u: num_ranks %d does not divide it; use "
                          "epic_plan with rank_of_expert",
                          s->layer.num_experts, s->ctx->num_ranks);
-    if (take_all(s)) return EPIC_OK;
+    if (allocate_all(s)) return EPIC_OK;
     return epic_fail(EPIC_ENOMEM,
                      "no memory for %lld slots of %lld bytes and a plan of %lld bytes; lower "
                      "config.max_tokens, or use epic_plan with a capacity",
@@ -151,7 +151,7 @@ epic_result epic_dispatcher_open_v1(epic_dispatcher **out, const epic_dispatcher
     if (s == NULL) return epic_fail(EPIC_ENOMEM, "no memory for a step");
     s->num_tokens = -1;
     epic_result result = READ_SIZED(&s->config, config, size, "config");
-    if (result == EPIC_OK) result = set_up(s);
+    if (result == EPIC_OK) result = set_up_dispatcher(s);
     if (result == EPIC_OK) {
         *out = s;
         return EPIC_OK;
@@ -168,7 +168,7 @@ epic_result epic_dispatcher_open_v1(epic_dispatcher **out, const epic_dispatcher
 void epic_dispatcher_close(epic_dispatcher *dispatcher)
 {
     if (dispatcher == NULL) return;
-    if (dispatcher->ctx != NULL && dispatcher->ctx->backend != NULL) give_all(dispatcher);
+    if (dispatcher->ctx != NULL && dispatcher->ctx->backend != NULL) release_all(dispatcher);
     if (dispatcher->opened_here) epic_close(dispatcher->ctx);
     free(dispatcher);
 }
@@ -180,7 +180,7 @@ epic_context *epic_dispatcher_context(const epic_dispatcher *dispatcher)
 
 /* ------------------------------------------------------------------------------ calls ---- */
 
-static epic_result check_step(const epic_dispatcher *s, bool gradients)
+static epic_result check_dispatcher(const epic_dispatcher *s, bool gradients)
 {
     if (s == NULL)
         return epic_fail(EPIC_EINVAL,
@@ -193,9 +193,9 @@ static epic_result check_step(const epic_dispatcher *s, bool gradients)
 }
 
 /* The dispatch that combine and the gradients belong to. */
-static epic_result check_under_way(const epic_dispatcher *s, bool gradients)
+static epic_result check_in_progress(const epic_dispatcher *s, bool gradients)
 {
-    TRY(check_step(s, gradients));
+    TRY(check_dispatcher(s, gradients));
     if (s->num_tokens >= 0) return EPIC_OK;
     return epic_fail(EPIC_EINVAL, "no step is under way: epic_dispatcher_dispatch comes first");
 }
@@ -216,7 +216,7 @@ static epic_const_rows const_rows_of(const epic_dispatcher *s, const void *data,
     return (epic_const_rows){data, num_rows, s->row_bytes};
 }
 
-static epic_result give_slots(const epic_slots *slots, epic_slots *out, size_t size)
+static epic_result write_slots(const epic_slots *slots, epic_slots *out, size_t size)
 {
     TRY(CHECK_PLACE(out, size));
     WRITE_SIZED(out, slots, size);
@@ -227,10 +227,10 @@ epic_result epic_dispatcher_dispatch_v1(epic_dispatcher *dispatcher, const void 
                                         const int32_t *topk_idx, const float *weights,
                                         int64_t num_tokens, epic_slots *out, size_t size)
 {
-    TRY(check_step(dispatcher, false));
+    TRY(check_dispatcher(dispatcher, false));
     epic_slots slots = dispatcher->slots;
     if (weights == NULL) slots.weights = NULL;
-    TRY(give_slots(&slots, out, size));
+    TRY(write_slots(&slots, out, size));
     const epic_plan_args plan = {.call = call_of(dispatcher),
                                  .layer = &dispatcher->layer,
                                  .plan = dispatcher->plan,
@@ -255,7 +255,7 @@ epic_result epic_dispatcher_dispatch_v1(epic_dispatcher *dispatcher, const void 
 
 epic_result epic_dispatcher_combine(epic_dispatcher *dispatcher, void *out)
 {
-    TRY(check_under_way(dispatcher, false));
+    TRY(check_in_progress(dispatcher, false));
     const epic_combine_args args = {
         .call = call_of(dispatcher),
         .layer = &dispatcher->layer,
@@ -272,8 +272,8 @@ epic_result epic_dispatcher_combine(epic_dispatcher *dispatcher, void *out)
 epic_result epic_dispatcher_combine_backward_v1(epic_dispatcher *dispatcher, const void *d_out,
                                                 epic_slots *out, size_t size)
 {
-    TRY(check_under_way(dispatcher, true));
-    TRY(give_slots(&dispatcher->gradients, out, size));
+    TRY(check_in_progress(dispatcher, true));
+    TRY(write_slots(&dispatcher->gradients, out, size));
     const epic_combine_backward_args args = {
         .call = call_of(dispatcher),
         .layer = &dispatcher->layer,
@@ -294,7 +294,7 @@ epic_result epic_dispatcher_combine_backward_v1(epic_dispatcher *dispatcher, con
 epic_result epic_dispatcher_dispatch_backward(epic_dispatcher *dispatcher, void *d_tokens,
                                               float *d_weights)
 {
-    TRY(check_under_way(dispatcher, true));
+    TRY(check_in_progress(dispatcher, true));
     if (!dispatcher->spread)
         return epic_fail(EPIC_EINVAL, "the step's gradients have not come to the slots: "
                                       "epic_dispatcher_combine_backward comes first");

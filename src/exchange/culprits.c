@@ -5,23 +5,23 @@
 #include <stdio.h>
 #include <string.h>
 
-static bool has(const uint64_t *ranks, int rank)
+static bool rank_set_has(const uint64_t *ranks, int rank)
 {
     return ranks[rank / 64] >> (rank % 64) & 1;
 }
 
-static void put(uint64_t *ranks, int rank)
+static void rank_set_add(uint64_t *ranks, int rank)
 {
     ranks[rank / 64] |= 1ull << (rank % 64);
 }
 
-void list_ranks(char *out, size_t size, const uint64_t *ranks)
+void format_ranks(char *out, size_t size, const uint64_t *ranks)
 {
     int count = 0, named = 0;
-    for (int r = 0; r < EPIC_MAX_RANKS; r++) count += has(ranks, r);
+    for (int r = 0; r < EPIC_MAX_RANKS; r++) count += rank_set_has(ranks, r);
     size_t used = (size_t)snprintf(out, size, count == 1 ? "rank" : "ranks");
     for (int r = 0; r < EPIC_MAX_RANKS && used < size; r++) {
-        if (!has(ranks, r)) continue;
+        if (!rank_set_has(ranks, r)) continue;
         if (named == 16) {
             snprintf(out + used, size - used, " and %d more", count - named);
             return;
@@ -32,28 +32,28 @@ void list_ranks(char *out, size_t size, const uint64_t *ranks)
     }
 }
 
-bool peer_finished(const exchange *x, const epic_sight *sight)
+bool has_peer_finished(const exchange *x, const epic_sight *sight)
 {
     if (!sight->came) return false;
     if (sight->closed) return true; /* nobody closes during a call */
-    if (sight->tag != x->tag || sight->place < x->met) return false;
-    return sight->place > x->met || !sight->inside;
+    if (sight->tag != x->tag || sight->place < x->header_sequence) return false;
+    return sight->place > x->header_sequence || !sight->inside;
 }
 
 /* The ranks that do not wait, reached from x's own waits through the waits of others. */
-static void follow(exchange *x, uint64_t *ends)
+static void follow_waits(exchange *x, uint64_t *ends)
 {
     uint64_t todo[RANK_WORDS], seen[RANK_WORDS] = {0};
     memcpy(todo, x->waits_for, sizeof todo);
-    put(seen, x->rank);
+    rank_set_add(seen, x->rank);
     for (int r = 0; r < x->num_ranks; r++) {
-        if (!has(todo, r) || has(seen, r)) continue;
-        put(seen, r);
+        if (!rank_set_has(todo, r) || rank_set_has(seen, r)) continue;
+        rank_set_add(seen, r);
         epic_sight sight;
-        x->transport->look(x->group, r, x->tag, x->met, &sight);
-        if (peer_finished(x, &sight)) continue;
+        x->transport->look(x->group, r, x->tag, x->header_sequence, &sight);
+        if (has_peer_finished(x, &sight)) continue;
         if (!sight.waiting || sight.gone) {
-            put(ends, r);
+            rank_set_add(ends, r);
             continue;
         }
         for (int w = 0; w < RANK_WORDS; w++) todo[w] |= sight.waits_for[w];
@@ -62,22 +62,22 @@ static void follow(exchange *x, uint64_t *ends)
 }
 
 /* Keeps the ranks that are furthest behind in (tag, place). */
-static void keep_last(exchange *x, const uint64_t *from, uint64_t *culprits)
+static void keep_furthest_behind(exchange *x, const uint64_t *from, uint64_t *culprits)
 {
     uint32_t least = UINT32_MAX;
     for (int pass = 0; pass < 2; pass++)
         for (int r = 0; r < x->num_ranks; r++) {
-            if (!has(from, r)) continue;
+            if (!rank_set_has(from, r)) continue;
             epic_sight sight;
-            x->transport->look(x->group, r, x->tag, x->met, &sight);
+            x->transport->look(x->group, r, x->tag, x->header_sequence, &sight);
             const uint32_t progress = sight.came ? 1 + sight.phase : 0;
             if (pass == 0 && progress < least) least = progress;
-            if (pass == 1 && progress <= least) put(culprits, r);
+            if (pass == 1 && progress <= least) rank_set_add(culprits, r);
         }
 }
 
 /* Adds where a culprit was last seen, unless that would be cut. */
-static bool tell_sight(char *sentence, size_t size, int rank, const epic_sight *sight)
+static bool append_peer_status(char *sentence, size_t size, int rank, const epic_sight *sight)
 {
     char clause[160];
     const size_t used = strlen(sentence);
@@ -92,18 +92,19 @@ static bool tell_sight(char *sentence, size_t size, int rank, const epic_sight *
     return true;
 }
 
-static void tell(exchange *x, const uint64_t *culprits, char *sentence, size_t size)
+static void describe_culprits(exchange *x, const uint64_t *culprits, char *sentence,
+                              size_t size)
 {
     char list[128];
-    list_ranks(list, sizeof list, culprits);
+    format_ranks(list, sizeof list, culprits);
     snprintf(sentence, size, "rank %d waited %llu ms for %s", x->rank,
              (unsigned long long)(x->deadline.timeout_ns / 1000000), list);
     int told = 0;
     for (int r = 0; r < x->num_ranks && told < 4; r++) {
-        if (!has(culprits, r)) continue;
+        if (!rank_set_has(culprits, r)) continue;
         epic_sight sight;
-        x->transport->look(x->group, r, x->tag, x->met, &sight);
-        if (!tell_sight(sentence, size, r, &sight)) return;
+        x->transport->look(x->group, r, x->tag, x->header_sequence, &sight);
+        if (!append_peer_status(sentence, size, r, &sight)) return;
         told++;
     }
 }
@@ -111,9 +112,10 @@ static void tell(exchange *x, const uint64_t *culprits, char *sentence, size_t s
 void find_culprits(exchange *x, uint64_t *culprits, char *sentence, size_t size)
 {
     uint64_t ends[RANK_WORDS] = {0};
-    follow(x, ends);
+    follow_waits(x, ends);
     bool any = false;
     for (int w = 0; w < RANK_WORDS; w++) any |= ends[w] != 0;
-    keep_last(x, any ? ends : x->waits_for, culprits); /* a circle: those we wait for */
-    tell(x, culprits, sentence, size);
+    keep_furthest_behind(x, any ? ends : x->waits_for,
+                         culprits); /* a circle: those we wait for */
+    describe_culprits(x, culprits, sentence, size);
 }

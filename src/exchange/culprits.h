@@ -6,11 +6,11 @@
 #include "exchange/exchange.h"
 
 /* "rank 2", "ranks 1, 2 and 5": the ranks whose bits are set. */
-void list_ranks(char *out, size_t size, const uint64_t *ranks);
+void format_ranks(char *out, size_t size, const uint64_t *ranks);
 
 /* Has the peer finished this exchange?  It may close then: nobody waits for it, even where one
  * lane to everyone is full and does not say who still reads it. */
-bool peer_finished(const exchange *x, const epic_sight *sight);
+bool has_peer_finished(const exchange *x, const epic_sight *sight);
 
 /* Follows who waits for whom from this exchange to the ranks that do not wait themselves; of
  * those the ones furthest behind.  `sentence` tells where each was last seen. */

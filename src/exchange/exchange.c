@@ -16,41 +16,41 @@ enum { PHASE_NOTES, PHASE_ROWS, PHASE_NEXT_ROWS }; /* what peers see */
 #define MS 1000000ull
 #define MAX_SLEEP_MS 1000u
 
-static size_t row_scratch(const epic_config *config)
+static size_t row_scratch_bytes(const epic_config *config)
 {
     return (size_t)config->max_row_bytes + 64;
 }
 
 int64_t exchange_bytes(const epic_config *config)
 {
-    const int64_t by_rank = 9 * 8 + 4 + (int64_t)sizeof(lane_reach) + 64 * 8;
+    const int64_t by_rank = 9 * 8 + 4 + (int64_t)sizeof(ring_cost) + 64 * 8;
     return (int64_t)sizeof(exchange) + by_rank * config->num_ranks +
-           (int64_t)row_scratch(config) + (TREE_LEVELS + 1) * PIECE_MAX;
+           (int64_t)row_scratch_bytes(config) + (TREE_LEVELS + 1) * PIECE_MAX;
 }
 
-static bool allocate(exchange *x, const epic_context *ctx)
+static bool exchange_allocate(exchange *x, const epic_context *ctx)
 {
     const size_t n = (size_t)ctx->num_ranks;
-    x->notes = calloc(n, sizeof *x->notes);
+    x->headers = calloc(n, sizeof *x->headers);
     x->items = calloc(n, sizeof *x->items);
     x->sends = calloc(n, sizeof *x->sends);
     x->receives = calloc(n, sizeof *x->receives);
-    x->sent = calloc(n, sizeof *x->sent);
-    x->taken = calloc(n, sizeof *x->taken);
-    x->item_to = calloc(n, sizeof *x->item_to);
-    x->piece_to = calloc(n, sizeof *x->piece_to);
-    x->item_from = calloc(n, sizeof *x->item_from);
-    x->reach = calloc(n, sizeof *x->reach);
+    x->num_sent = calloc(n, sizeof *x->num_sent);
+    x->num_read = calloc(n, sizeof *x->num_read);
+    x->next_item_to = calloc(n, sizeof *x->next_item_to);
+    x->next_piece_to = calloc(n, sizeof *x->next_piece_to);
+    x->next_item_from = calloc(n, sizeof *x->next_item_from);
+    x->ring_costs = calloc(n, sizeof *x->ring_costs);
     x->rows = calloc(n, sizeof *x->rows);
     x->sums = calloc(n, 64 * sizeof *x->sums);
-    x->row = malloc(row_scratch(&ctx->config));
+    x->row = malloc(row_scratch_bytes(&ctx->config));
     x->pieces = aligned_alloc(64, (size_t)(TREE_LEVELS + 1) * PIECE_MAX);
-    return x->notes && x->items && x->sends && x->receives && x->sent && x->taken &&
-           x->item_to && x->piece_to && x->item_from && x->reach && x->rows && x->sums &&
-           x->row && x->pieces;
+    return x->headers && x->items && x->sends && x->receives && x->num_sent && x->num_read &&
+           x->next_item_to && x->next_piece_to && x->next_item_from && x->ring_costs &&
+           x->rows && x->sums && x->row && x->pieces;
 }
 
-epic_result exchanges_open(epic_context *ctx)
+epic_result exchange_open_all(epic_context *ctx)
 {
     const uint32_t n = ctx->config.max_in_flight;
     ctx->exchanges = calloc(n, sizeof *ctx->exchanges);
@@ -63,7 +63,7 @@ epic_result exchanges_open(epic_context *ctx)
                         .cell = (int)i,
                         .rank = ctx->rank,
                         .num_ranks = ctx->num_ranks};
-        if (!allocate(x, ctx))
+        if (!exchange_allocate(x, ctx))
             return epic_fail(EPIC_ENOMEM,
                              "no memory for operation %u of max_in_flight %u: %lld bytes each",
                              i, n, (long long)exchange_bytes(&ctx->config));
@@ -71,14 +71,24 @@ epic_result exchanges_open(epic_context *ctx)
     return EPIC_OK;
 }
 
-void exchanges_close(epic_context *ctx)
+void exchange_close_all(epic_context *ctx)
 {
     for (uint32_t i = 0; ctx->exchanges && i < ctx->config.max_in_flight; i++) {
         exchange *x = &ctx->exchanges[i];
-        void *const parts[] = {(void *)x->notes, x->items, x->sends,        x->receives,
-                               x->sent,          x->taken, x->item_to,      x->piece_to,
-                               x->item_from,     x->reach, (void *)x->rows, x->sums,
-                               x->row,           x->pieces};
+        void *const parts[] = {(void *)x->headers,
+                               x->items,
+                               x->sends,
+                               x->receives,
+                               x->num_sent,
+                               x->num_read,
+                               x->next_item_to,
+                               x->next_piece_to,
+                               x->next_item_from,
+                               x->ring_costs,
+                               (void *)x->rows,
+                               x->sums,
+                               x->row,
+                               x->pieces};
         for (size_t p = 0; p < sizeof parts / sizeof *parts; p++) free(parts[p]);
     }
     free(ctx->exchanges);
@@ -86,86 +96,87 @@ void exchanges_close(epic_context *ctx)
 }
 
 /* The group's failure, if a rank has reported one. */
-static epic_result group_failure(exchange *x)
+static epic_result exchange_poll_failure(exchange *x)
 {
     epic_failure_info failure;
     if (!x->transport->failure(x->group, &failure)) return EPIC_OK;
     return context_break(x->ctx, &failure);
 }
 
-static epic_result break_group(exchange *x, epic_result result, const uint64_t *culprits,
-                               const char *sentence)
+static epic_result exchange_break_group(exchange *x, epic_result result,
+                                        const uint64_t *culprits, const char *sentence)
 {
     epic_failure_info failure = {.result = (uint32_t)result,
                                  .operation = x->operation,
                                  .tag = x->tag,
-                                 .sequence = x->place,
+                                 .sequence = x->sequence,
                                  .rank = x->rank};
     for (int r = 0; r < x->num_ranks && failure.num_culprits < EPIC_MAX_CULPRITS; r++)
         if (culprits[r / 64] >> (r % 64) & 1) failure.culprits[failure.num_culprits++] = r;
     snprintf(failure.sentence, sizeof failure.sentence, "%s (tag %llu, step %llu): %s",
              operation_name(x->operation), (unsigned long long)x->tag,
-             (unsigned long long)x->place, sentence);
+             (unsigned long long)x->sequence, sentence);
     x->transport->break_group(x->group, &failure);
-    const epic_result first = group_failure(x);
+    const epic_result first = exchange_poll_failure(x);
     return first ? first : context_break(x->ctx, &failure);
 }
 
 /* A peer that is gone and owes us something is EPIC_EPEER; what it sent before it went may have
  * arrived just now, so it is judged only when seen gone twice with no movement between.  Where a
  * process has ended, those that closed have left because of it. */
-static epic_result check_peers(exchange *x, uint64_t now, bool late)
+static epic_result exchange_check_peers(exchange *x, uint64_t now, bool late)
 {
-    if (!late && !x->peer_gone && now - x->looked_ns < LOOK_NS) return EPIC_OK;
-    x->looked_ns = now;
+    if (!late && !x->is_peer_gone && now - x->last_check_ns < LOOK_NS) return EPIC_OK;
+    x->last_check_ns = now;
     uint64_t closed[RANK_WORDS] = {0}, ended[RANK_WORDS] = {0};
     bool any = false, any_ended = false;
     for (int r = 0; r < x->num_ranks; r++) {
         if (!(x->waits_for[r / 64] >> (r % 64) & 1)) continue;
         epic_sight sight;
-        x->transport->look(x->group, r, x->tag, x->met, &sight);
-        if (!sight.gone || peer_finished(x, &sight)) continue;
+        x->transport->look(x->group, r, x->tag, x->header_sequence, &sight);
+        if (!sight.gone || has_peer_finished(x, &sight)) continue;
         (sight.closed ? closed : ended)[r / 64] |= 1ull << (r % 64);
         any = true;
         any_ended |= !sight.closed;
     }
-    if (!any || !x->peer_gone) {
-        x->peer_gone = any;
+    if (!any || !x->is_peer_gone) {
+        x->is_peer_gone = any;
         return EPIC_OK;
     }
     char list[128], sentence[256];
-    list_ranks(list, sizeof list, any_ended ? ended : closed);
+    format_ranks(list, sizeof list, any_ended ? ended : closed);
     snprintf(sentence, sizeof sentence, "rank %d waited for %s, %s; open a new group", x->rank,
              list, any_ended ? "whose process ended" : "who closed the context");
-    return break_group(x, EPIC_EPEER, any_ended ? ended : closed, sentence);
+    return exchange_break_group(x, EPIC_EPEER, any_ended ? ended : closed, sentence);
 }
 
 /* Breaks the group because the deadline has passed.  Returns EPIC_OK if this process was stopped
  * while it looked for the culprits: peers that were stopped with it look silent, and the deadline
  * starts anew. */
-static epic_result judge_timeout(exchange *x)
+static epic_result exchange_report_timeout(exchange *x)
 {
     uint64_t culprits[RANK_WORDS] = {0};
     char sentence[400];
     find_culprits(x, culprits, sentence, sizeof sentence);
     if (!deadline_look(&x->deadline, now_ns())) return EPIC_OK;
-    return break_group(x, EPIC_ETIMEOUT, culprits, sentence);
+    return exchange_break_group(x, EPIC_ETIMEOUT, culprits, sentence);
 }
 
-static epic_result wait_in(exchange *x, int cell)
+static epic_result exchange_wait_in(exchange *x, int cell)
 {
-    TRY(group_failure(x));
+    TRY(exchange_poll_failure(x));
     const uint64_t now = now_ns();
     const bool late = deadline_look(&x->deadline, now);
-    TRY(check_peers(x, now, late));
-    if (late && !x->peer_gone) TRY(judge_timeout(x)); /* else the next look tells */
-    const uint64_t longest = (x->peer_gone ? 1 : MAX_SLEEP_MS) * MS;
+    TRY(exchange_check_peers(x, now, late));
+    if (late && !x->is_peer_gone)
+        TRY(exchange_report_timeout(x)); /* else the next look tells */
+    const uint64_t longest = (x->is_peer_gone ? 1 : MAX_SLEEP_MS) * MS;
     const uint64_t sleep = deadline_sleep_ns(&x->deadline, now, longest);
     x->transport->wait(x->group, cell, x->phase, x->waits_for, (uint32_t)(sleep / MS) + 1);
-    return group_failure(x);
+    return exchange_poll_failure(x);
 }
 
-static int first_awaited(const exchange *x)
+static int first_awaited_rank(const exchange *x)
 {
     for (int r = 0; r < x->num_ranks; r++)
         if (x->waits_for[r / 64] >> (r % 64) & 1) return r;
@@ -175,40 +186,41 @@ static int first_awaited(const exchange *x)
 epic_result exchange_wait(exchange *x)
 {
     const uint32_t state = x->phase == PHASE_NOTES ? RECORDER_ANNOUNCED : RECORDER_MOVING;
-    recorder_phase(x->ctx->recorder, x->record, state, first_awaited(x));
-    return wait_in(x, x->cell);
+    recorder_phase(x->ctx->recorder, x->record, state, first_awaited_rank(x));
+    return exchange_wait_in(x, x->cell);
 }
 
-void exchange_moved(exchange *x)
+void exchange_report_progress(exchange *x)
 {
-    x->peer_gone = false;
+    x->is_peer_gone = false;
     deadline_renew(&x->deadline); /* it starts when there is something to wait for */
 }
 
 /* All cells are taken, by operations that wait for any of the peers. */
-static epic_result await_cell(exchange *asked, int *cell)
+static epic_result exchange_wait_for_cell(exchange *asked, int *cell)
 {
     exchange waiter = *asked;
     for (int r = 0; r < waiter.num_ranks; r++)
-        if (r != waiter.rank) expect(&waiter, r);
-    while ((*cell = asked->transport->claim(asked->group)) < 0) TRY(wait_in(&waiter, -1));
+        if (r != waiter.rank) exchange_mark_awaited(&waiter, r);
+    while ((*cell = asked->transport->claim(asked->group)) < 0)
+        TRY(exchange_wait_in(&waiter, -1));
     asked->deadline = waiter.deadline; /* one deadline for the cell and the notes */
     return EPIC_OK;
 }
 
-static epic_result claim(exchange **out, epic_context *ctx, exchange *asked)
+static epic_result exchange_claim_cell(exchange **out, epic_context *ctx, exchange *asked)
 {
     int cell = asked->transport->claim(ctx->group);
-    if (cell < 0) TRY(await_cell(asked, &cell));
+    if (cell < 0) TRY(exchange_wait_for_cell(asked, &cell));
     exchange *x = &ctx->exchanges[cell];
     x->operation = asked->operation;
     x->tag = asked->tag;
-    x->place = asked->place;
-    x->met = asked->met;
+    x->sequence = asked->sequence;
+    x->header_sequence = asked->header_sequence;
     x->deadline = asked->deadline;
     x->phase = PHASE_NOTES;
-    x->peer_gone = false;
-    x->looked_ns = now_ns();
+    x->is_peer_gone = false;
+    x->last_check_ns = now_ns();
     x->rounding = rounding_enter();
     *out = x;
     return EPIC_OK;
@@ -216,56 +228,57 @@ static epic_result claim(exchange **out, epic_context *ctx, exchange *asked)
 
 /* Compares rank r's note with ours and with that of `good`, the first rank whose note has no
  * error (-1: none yet): a note with an error says little, so ours may not tell two others apart. */
-static epic_result compare_note(exchange *x, int r, int *good)
+static epic_result exchange_compare_header(exchange *x, int r, int *good)
 {
     char sentence[256];
     const int with[] = {x->rank, *good};
     const int count = *good < 0 || *good == x->rank ? 1 : 2;
     for (int i = 0; i < count; i++) {
         const int a = r < with[i] ? r : with[i], b = r < with[i] ? with[i] : r;
-        if (note_matches(x->notes[a], a, x->notes[b], b, sentence, sizeof sentence)) continue;
+        if (op_header_compare(x->headers[a], a, x->headers[b], b, sentence, sizeof sentence))
+            continue;
         const uint64_t nobody[RANK_WORDS] = {0};
-        return break_group(x, EPIC_EMISMATCH, nobody, sentence);
+        return exchange_break_group(x, EPIC_EMISMATCH, nobody, sentence);
     }
-    if (*good < 0 && !note_own(x, r, OWN_ERROR)) *good = r;
+    if (*good < 0 && !exchange_local_field(x, r, LOCAL_ERROR)) *good = r;
     return EPIC_OK;
 }
 
 /* Collects the notes; the first pair that differs is everybody's EPIC_EMISMATCH. */
-static epic_result exchange_notes(exchange *x, const epic_note *mine)
+static epic_result exchange_gather_headers(exchange *x, const epic_note *mine)
 {
-    int good = mine->own[OWN_ERROR] ? -1 : x->rank;
-    memset(x->notes, 0, (size_t)x->num_ranks * sizeof *x->notes);
-    x->notes[x->rank] = mine;
+    int good = mine->own[LOCAL_ERROR] ? -1 : x->rank;
+    memset(x->headers, 0, (size_t)x->num_ranks * sizeof *x->headers);
+    x->headers[x->rank] = mine;
     for (;;) {
         int missing = 0;
         memset(x->waits_for, 0, sizeof x->waits_for);
         for (int r = 0; r < x->num_ranks; r++) {
-            if (x->notes[r]) continue;
-            x->notes[r] = x->transport->note(x->group, x->cell, r);
-            if (!x->notes[r]) {
-                expect(x, r);
+            if (x->headers[r]) continue;
+            x->headers[r] = x->transport->note(x->group, x->cell, r);
+            if (!x->headers[r]) {
+                exchange_mark_awaited(x, r);
                 missing++;
                 continue;
             }
-            TRY(compare_note(x, r, &good));
+            TRY(exchange_compare_header(x, r, &good));
         }
         if (!missing) return EPIC_OK;
         TRY(exchange_wait(x));
     }
 }
 
-static epic_result enter(exchange **out, epic_context *ctx, exchange *asked,
-                         const epic_note *note, uint64_t bytes)
+static epic_result exchange_enter(exchange **out, epic_context *ctx, exchange *asked,
+                                  const epic_note *note, uint64_t bytes)
 {
     exchange *x;
-    TRY(claim(&x, ctx, asked));
-    x->record = recorder_begin(ctx->recorder, x->operation, x->tag, x->place, bytes);
-    x->transport->announce(x->group, x->cell, x->tag, x->place, note);
+    TRY(exchange_claim_cell(&x, ctx, asked));
+    x->record = recorder_begin(ctx->recorder, x->operation, x->tag, x->sequence, bytes);
+    x->transport->announce(x->group, x->cell, x->tag, x->sequence, note);
     *out = x;
-    TRY(exchange_notes(x, note));
+    TRY(exchange_gather_headers(x, note));
     x->phase = PHASE_ROWS;
-    exchange_moved(x);
+    exchange_report_progress(x);
     return EPIC_OK;
 }
 
@@ -283,28 +296,28 @@ epic_result exchange_open(exchange **out, epic_context *ctx, uint32_t operation,
     deadline_start(&asked.deadline, timeout_ms * MS, now_ns());
     *out = NULL;
     TRY(context_check(ctx));
-    TRY(tags_begin(&ctx->tags, call->tag, &asked.place));
-    asked.met = asked.place;
+    TRY(tags_begin(&ctx->tags, call->tag, &asked.sequence));
+    asked.header_sequence = asked.sequence;
     exchange *x = NULL;
-    const epic_result result = enter(&x, ctx, &asked, note, bytes);
+    const epic_result result = exchange_enter(&x, ctx, &asked, note, bytes);
     if (result != EPIC_OK) {
         if (x) return exchange_close(x, result);
         tags_end(&ctx->tags, call->tag);
         return result;
     }
     *out = x;
-    return note_data_error(x->notes, x->num_ranks);
+    return op_header_data_error(x->headers, x->num_ranks);
 }
 
-void exchange_go_on(exchange *x, uint32_t operation, uint64_t bytes)
+void exchange_reuse(exchange *x, uint32_t operation, uint64_t bytes)
 {
     epic_context *ctx = x->ctx;
     recorder_end(ctx->recorder, x->record, EPIC_OK, NULL);
     x->operation = operation;
-    x->place = tags_continue(&ctx->tags, x->tag);
-    x->record = recorder_begin(ctx->recorder, operation, x->tag, x->place, bytes);
+    x->sequence = tags_continue(&ctx->tags, x->tag);
+    x->record = recorder_begin(ctx->recorder, operation, x->tag, x->sequence, bytes);
     x->phase = PHASE_NEXT_ROWS;
-    exchange_moved(x);
+    exchange_report_progress(x);
 }
 
 epic_result exchange_close(exchange *x, epic_result result)
@@ -318,7 +331,8 @@ epic_result exchange_close(exchange *x, epic_result result)
     return result;
 }
 
-cut cut_rows(const exchange *x, bool everyone, int64_t row_bytes, int64_t trailer)
+row_split exchange_split_rows(const exchange *x, bool everyone, int64_t row_bytes,
+                              int64_t trailer)
 {
     int64_t most = PIECE_MAX;
     if (x->num_ranks > 1) {
@@ -327,8 +341,8 @@ cut cut_rows(const exchange *x, bool everyone, int64_t row_bytes, int64_t traile
         most = half < PIECE_MAX ? half / PIECE_UNIT * PIECE_UNIT : PIECE_MAX;
     }
     if (row_bytes <= most)
-        return (cut){.row_bytes = row_bytes, .piece_bytes = row_bytes, .num_pieces = 1};
-    return (cut){.row_bytes = row_bytes,
-                 .piece_bytes = most,
-                 .num_pieces = (int32_t)((row_bytes + most - 1) / most)};
+        return (row_split){.row_bytes = row_bytes, .piece_bytes = row_bytes, .num_pieces = 1};
+    return (row_split){.row_bytes = row_bytes,
+                       .piece_bytes = most,
+                       .num_pieces = (int32_t)((row_bytes + most - 1) / most)};
 }

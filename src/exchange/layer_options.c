@@ -119,15 +119,15 @@ _Static_assert(NUM_OPTIONS + DOUBLE_WORDS + NUM_WEIGHTS <= OPTION_WORDS, "epic_n
 
 /* ------------------------------------------------------------------------- to words ---- */
 
-static void put(uint32_t **at, uint32_t value)
+static void put_word(uint32_t **at, uint32_t value)
 {
     *(*at)++ = value;
 }
 
 static void put_long(uint32_t **at, uint64_t value)
 {
-    put(at, (uint32_t)value);
-    put(at, (uint32_t)(value >> 32));
+    put_word(at, (uint32_t)value);
+    put_word(at, (uint32_t)(value >> 32));
 }
 
 /* -0 is 0. */
@@ -142,22 +142,22 @@ static void put_float(uint32_t **at, float value)
 {
     uint32_t bits = 0;
     if (value != 0) memcpy(&bits, &value, sizeof bits);
-    put(at, bits);
+    put_word(at, bits);
 }
 
 static void put_router(uint32_t **at, const epic_router *r)
 {
-    put(at, r->num_experts);
-    put(at, r->zero_experts);
-    put(at, r->top_k);
-    put(at, r->score);
-    put(at, r->num_groups);
-    put(at, r->topk_groups);
-    put(at, r->group_score);
-    put(at, r->group_best);
-    put(at, r->group_others);
-    put(at, r->weight_rule);
-    put(at, r->normalize);
+    put_word(at, r->num_experts);
+    put_word(at, r->zero_experts);
+    put_word(at, r->top_k);
+    put_word(at, r->score);
+    put_word(at, r->num_groups);
+    put_word(at, r->topk_groups);
+    put_word(at, r->group_score);
+    put_word(at, r->group_best);
+    put_word(at, r->group_others);
+    put_word(at, r->weight_rule);
+    put_word(at, r->normalize);
     put_real(at, r->eps);
     put_real(at, r->norm_min);
     put_real(at, r->jitter);
@@ -176,25 +176,25 @@ static void put_limits(uint32_t **at, const epic_experts *e)
 
 static void put_experts(uint32_t **at, const epic_experts *e)
 {
-    put(at, e->hidden);
-    put(at, e->inner);
-    put(at, e->activation);
-    put(at, e->ungated);
-    put(at, e->interleaved);
-    put(at, e->weighting);
-    put(at, e->row_type);
-    put(at, e->weight_type ? e->weight_type : e->row_type);
+    put_word(at, e->hidden);
+    put_word(at, e->inner);
+    put_word(at, e->activation);
+    put_word(at, e->ungated);
+    put_word(at, e->interleaved);
+    put_word(at, e->weighting);
+    put_word(at, e->row_type);
+    put_word(at, e->weight_type ? e->weight_type : e->row_type);
     put_limits(at, e);
 }
 
 static void put_shared(uint32_t **at, const epic_experts *e)
 {
-    put(at, e != NULL);
-    put(at, e ? e->inner : 0);
-    put(at, e ? e->activation : 0);
-    put(at, e ? e->ungated : 0);
-    put(at, e ? e->interleaved : 0);
-    put(at, !e ? 0 : e->weight_type ? e->weight_type : e->row_type);
+    put_word(at, e != NULL);
+    put_word(at, e ? e->inner : 0);
+    put_word(at, e ? e->activation : 0);
+    put_word(at, e ? e->ungated : 0);
+    put_word(at, e ? e->interleaved : 0);
+    put_word(at, !e ? 0 : e->weight_type ? e->weight_type : e->row_type);
     put_limits(at, e);
 }
 
@@ -211,9 +211,9 @@ void layer_options_fill(layer_options *out, const epic_moe *moe, const epic_rout
     put_real(&at, moe->balance_coeff);
     put_real(&at, moe->z_coeff);
     put_long(&at, (uint64_t)moe->sequence_tokens);
-    put(&at, (moe->flags & EPIC_SUM_DENSE) != 0);
-    put(&at, (moe->flags & EPIC_DISPATCH_AGAIN) != 0);
-    put(&at, (moe->flags & EPIC_LOSS_BY_CALLER) != 0);
+    put_word(&at, (moe->flags & EPIC_SUM_DENSE) != 0);
+    put_word(&at, (moe->flags & EPIC_DISPATCH_AGAIN) != 0);
+    put_word(&at, (moe->flags & EPIC_LOSS_BY_CALLER) != 0);
     out->hash = hash_bytes(out->words, (size_t)(at - out->words) * sizeof *at) | 1;
 }
 
@@ -232,7 +232,7 @@ epic_result layer_options_read(layer_options *out, const epic_moe *moe)
     return EPIC_OK;
 }
 
-uint32_t options_weight_word(const void *data, int64_t bytes, bool is_checked)
+uint32_t layer_options_weight_word(const void *data, int64_t bytes, bool is_checked)
 {
     if (!data) return 0;
     if (!is_checked) return 1;
@@ -240,8 +240,8 @@ uint32_t options_weight_word(const void *data, int64_t bytes, bool is_checked)
     return (uint32_t)(sum ^ sum >> 32) | 2; /* neither 0 nor 1 */
 }
 
-void options_set_weights(layer_options *out, bool are_checked,
-                         const uint32_t words[NUM_LAYER_WEIGHTS])
+void layer_options_set_weights(layer_options *out, bool are_checked,
+                               const uint32_t words[NUM_LAYER_WEIGHTS])
 {
     uint32_t *at = out->words + FIRST_WEIGHT;
     at[0] = are_checked;
@@ -251,7 +251,7 @@ void options_set_weights(layer_options *out, bool are_checked,
 
 /* ---------------------------------------------------------------------- to sentences ---- */
 
-static int words_of(const option *o)
+static int num_words_of(const option *o)
 {
     return o->kind == KIND_REAL || o->kind == KIND_LONG ? 2 : 1;
 }
@@ -270,9 +270,10 @@ static void describe_choice(char text[40], const option *o, uint32_t value)
         snprintf(text, 40, "%u", value);
 }
 
-static void describe(char text[40], const option *o, const uint32_t *words)
+static void describe_value(char text[40], const option *o, const uint32_t *words)
 {
-    const uint64_t whole = words_of(o) == 2 ? (uint64_t)words[1] << 32 | words[0] : words[0];
+    const uint64_t whole =
+        num_words_of(o) == 2 ? (uint64_t)words[1] << 32 | words[0] : words[0];
     double real;
     float narrow;
     memcpy(&real, &whole, sizeof real);
@@ -303,11 +304,11 @@ static bool find_difference(const option *table, int count, const uint32_t *a, i
                             const uint32_t *b, int rank_b, char *sentence, size_t size)
 {
     for (int i = 0; i < count; i++) {
-        const int n = words_of(&table[i]);
+        const int n = num_words_of(&table[i]);
         if (memcmp(a, b, (size_t)n * sizeof *a) != 0) {
             char text_a[40], text_b[40];
-            describe(text_a, &table[i], a);
-            describe(text_b, &table[i], b);
+            describe_value(text_a, &table[i], a);
+            describe_value(text_b, &table[i], b);
             snprintf(sentence, size,
                      "%s is %s on rank %d and %s on rank %d: must be equal; bring the same on "
                      "every rank",
@@ -320,8 +321,8 @@ static bool find_difference(const option *table, int count, const uint32_t *a, i
     return false;
 }
 
-void layer_options_tell(const epic_note *a, int rank_a, const epic_note *b, int rank_b,
-                        char *sentence, size_t size)
+void layer_options_describe_difference(const epic_note *a, int rank_a, const epic_note *b,
+                                       int rank_b, char *sentence, size_t size)
 {
     if (find_difference(options, NUM_OPTIONS, a->options, rank_a, b->options, rank_b, sentence,
                         size) ||

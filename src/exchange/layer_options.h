@@ -43,15 +43,15 @@ void layer_options_fill(layer_options *out, const epic_moe *moe, const epic_rout
                         const epic_experts *experts, const epic_experts *shared);
 
 /* Adds the weights.  are_checked: EPIC_CHECK_WEIGHTS asks for checksums. */
-void options_set_weights(layer_options *out, bool are_checked,
-                         const uint32_t words[NUM_LAYER_WEIGHTS]);
+void layer_options_set_weights(layer_options *out, bool are_checked,
+                               const uint32_t words[NUM_LAYER_WEIGHTS]);
 
 /* The word of a weight: `bytes` bytes of numbers at `data` (NULL: there is none), of which a
  * checksum is taken if `is_checked`. */
-uint32_t options_weight_word(const void *data, int64_t bytes, bool is_checked);
+uint32_t layer_options_weight_word(const void *data, int64_t bytes, bool is_checked);
 
 /* Writes to `sentence` which option of two notes differs, whose hashes do. */
-void layer_options_tell(const epic_note *a, int rank_a, const epic_note *b, int rank_b,
-                        char *sentence, size_t size);
+void layer_options_describe_difference(const epic_note *a, int rank_a, const epic_note *b,
+                                       int rank_b, char *sentence, size_t size);
 
 #endif

@@ -9,34 +9,34 @@
 #include "plan/plan.h"
 #include "rules/sentences.h"
 
-_Static_assert(NUM_SAME <= sizeof(((epic_note *)0)->same) / sizeof(int64_t), "note.same");
-_Static_assert(NUM_OWN <= sizeof(((epic_note *)0)->own) / sizeof(int64_t), "note.own");
+_Static_assert(NUM_COMMON <= sizeof(((epic_note *)0)->same) / sizeof(int64_t), "note.same");
+_Static_assert(NUM_LOCAL <= sizeof(((epic_note *)0)->own) / sizeof(int64_t), "note.own");
 
-static const char *const same_names[NUM_SAME] = {
-    [SAME_OPERATION] = "operation",
-    [SAME_PLAN] = "plan id",
-    [SAME_TYPE] = "type",
-    [SAME_ROW_BYTES] = "row_bytes",
-    [SAME_SCALE_BYTES] = "scales' row_bytes",
-    [SAME_QUANTIZE] = "quantize",
-    [SAME_WEIGHTS] = "weights",
-    [SAME_NUM_EXPERTS] = "num_experts",
-    [SAME_NUM_LOGICAL] = "num_logical",
-    [SAME_TOP_K] = "top_k",
-    [SAME_ALIGNMENT] = "alignment",
-    [SAME_LAYOUT] = "layout",
-    [SAME_OVERFLOW] = "overflow",
-    [SAME_EXPERT_CAPACITY] = "expert_capacity",
-    [SAME_PRIORITY] = "priority",
-    [SAME_SUM_ORDER] = "sum_order",
-    [SAME_LEAVES] = "leaves",
-    [SAME_PARTIAL_TYPE] = "partial_type",
-    [SAME_PLACEMENT] = "checksum of rank_of_expert",
-    [SAME_REPLICAS] = "checksum of logical_of_expert",
-    [SAME_COUNT] = "count",
-    [SAME_LAYER_FLAGS] = "layer.flags",
-    [SAME_OPTIONS] = "hash of the layer's options",
-    [SAME_LAYER_WEIGHTS] = "hash of the layer's weights",
+static const char *const common_names[NUM_COMMON] = {
+    [COMMON_OPERATION] = "operation",
+    [COMMON_PLAN] = "plan id",
+    [COMMON_TYPE] = "type",
+    [COMMON_ROW_BYTES] = "row_bytes",
+    [COMMON_SCALE_BYTES] = "scales' row_bytes",
+    [COMMON_QUANTIZE] = "quantize",
+    [COMMON_WEIGHTS] = "weights",
+    [COMMON_NUM_EXPERTS] = "num_experts",
+    [COMMON_NUM_LOGICAL] = "num_logical",
+    [COMMON_TOP_K] = "top_k",
+    [COMMON_ALIGNMENT] = "alignment",
+    [COMMON_LAYOUT] = "layout",
+    [COMMON_OVERFLOW] = "overflow",
+    [COMMON_EXPERT_CAPACITY] = "expert_capacity",
+    [COMMON_PRIORITY] = "priority",
+    [COMMON_SUM_ORDER] = "sum_order",
+    [COMMON_LEAVES] = "leaves",
+    [COMMON_PARTIAL_TYPE] = "partial_type",
+    [COMMON_PLACEMENT] = "checksum of rank_of_expert",
+    [COMMON_REPLICAS] = "checksum of logical_of_expert",
+    [COMMON_COUNT] = "count",
+    [COMMON_LAYER_FLAGS] = "layer.flags",
+    [COMMON_OPTIONS] = "hash of the layer's options",
+    [COMMON_LAYER_WEIGHTS] = "hash of the layer's weights",
 };
 
 const char *operation_name(uint32_t operation)
@@ -58,24 +58,24 @@ const char *operation_name(uint32_t operation)
 static const char *value_name(int field, int64_t value)
 {
     switch (field) {
-    case SAME_TYPE:
+    case COMMON_TYPE:
         return epic_type_name((uint32_t)value);
-    case SAME_PARTIAL_TYPE:
+    case COMMON_PARTIAL_TYPE:
         return value ? epic_type_name((uint32_t)value) : "0 (the rows' type)";
-    case SAME_QUANTIZE:
+    case COMMON_QUANTIZE:
         return epic_quantize_name((uint32_t)value);
-    case SAME_LAYOUT:
+    case COMMON_LAYOUT:
         return epic_layout_name((uint32_t)value);
-    case SAME_OVERFLOW:
+    case COMMON_OVERFLOW:
         return epic_overflow_name((uint32_t)value);
-    case SAME_PRIORITY:
+    case COMMON_PRIORITY:
         return epic_priority_name((uint32_t)value);
-    case SAME_SUM_ORDER:
+    case COMMON_SUM_ORDER:
         return epic_sum_order_name((uint32_t)value);
-    case SAME_WEIGHTS:
+    case COMMON_WEIGHTS:
         return value ? "some" : "none";
-    case SAME_PLACEMENT:
-    case SAME_REPLICAS:
+    case COMMON_PLACEMENT:
+    case COMMON_REPLICAS:
         return value ? NULL : "none";
     default:
         return NULL;
@@ -85,22 +85,23 @@ static const char *value_name(int field, int64_t value)
 static const char *value_text(int field, int64_t value, char text[32])
 {
     const char *name = value_name(field, value);
-    const bool number = field != SAME_PLAN && field != SAME_PLACEMENT && field != SAME_REPLICAS;
+    const bool number =
+        field != COMMON_PLAN && field != COMMON_PLACEMENT && field != COMMON_REPLICAS;
     if (name && strncmp(name, "unknown ", 8) != 0) return name;
     snprintf(text, 32, number ? "%lld" : "%llx", (long long)value);
     return text;
 }
 
-static const char *way_out(int field)
+static const char *mismatch_remedy(int field)
 {
-    return field == SAME_PLAN ? "use the plan of one and the same epic_plan"
-                              : "bring the same on every rank";
+    return field == COMMON_PLAN ? "use the plan of one and the same epic_plan"
+                                : "bring the same on every rank";
 }
 
-bool note_matches(const epic_note *a, int rank_a, const epic_note *b, int rank_b,
-                  char *sentence, size_t size)
+bool op_header_compare(const epic_note *a, int rank_a, const epic_note *b, int rank_b,
+                       char *sentence, size_t size)
 {
-    const int64_t op_a = a->same[SAME_OPERATION], op_b = b->same[SAME_OPERATION];
+    const int64_t op_a = a->same[COMMON_OPERATION], op_b = b->same[COMMON_OPERATION];
     if (op_a != op_b) {
         snprintf(sentence, size,
                  "rank %d called %s, rank %d called %s; make the calls of a tag in the same "
@@ -109,45 +110,46 @@ bool note_matches(const epic_note *a, int rank_a, const epic_note *b, int rank_b
                  operation_name((uint32_t)op_b));
         return false;
     }
-    if (a->own[OWN_ERROR] || b->own[OWN_ERROR]) return true; /* class (b) goes first */
-    for (int i = 0; i < NUM_SAME; i++) {
+    if (a->own[LOCAL_ERROR] || b->own[LOCAL_ERROR]) return true; /* class (b) goes first */
+    for (int i = 0; i < NUM_COMMON; i++) {
         char text_a[32], text_b[32];
         if (a->same[i] == b->same[i]) continue;
-        if (i == SAME_OPTIONS || i == SAME_LAYER_WEIGHTS) {
+        if (i == COMMON_OPTIONS || i == COMMON_LAYER_WEIGHTS) {
             if (!a->same[i] || !b->same[i]) continue; /* one of them does not know */
-            layer_options_tell(a, rank_a, b, rank_b, sentence, size);
+            layer_options_describe_difference(a, rank_a, b, rank_b, sentence, size);
             return false;
         }
         snprintf(sentence, size, "rank %d brought %s %s, rank %d brought %s; %s", rank_a,
-                 same_names[i], value_text(i, a->same[i], text_a), rank_b,
-                 value_text(i, b->same[i], text_b), way_out(i));
+                 common_names[i], value_text(i, a->same[i], text_a), rank_b,
+                 value_text(i, b->same[i], text_b), mismatch_remedy(i));
         return false;
     }
     return true;
 }
 
-void note_options(epic_note *note, const layer_options *options)
+void op_header_set_options(epic_note *note, const layer_options *options)
 {
     if (!options) return;
-    note->same[SAME_OPTIONS] = (int64_t)options->hash;
-    note->same[SAME_LAYER_WEIGHTS] = (int64_t)options->weights_hash;
+    note->same[COMMON_OPTIONS] = (int64_t)options->hash;
+    note->same[COMMON_LAYER_WEIGHTS] = (int64_t)options->weights_hash;
     memcpy(note->options, options->words, sizeof note->options);
 }
 
-bool note_same_layer(const epic_note *given, const epic_note *plan, char *sentence, size_t size)
+bool op_header_compare_layer(const epic_note *given, const epic_note *plan, char *sentence,
+                             size_t size)
 {
     /* A field stands before those whose defaults follow from it. */
-    static const int fields[] = {SAME_NUM_EXPERTS,     SAME_NUM_LOGICAL,  SAME_TOP_K,
-                                 SAME_LAYOUT,          SAME_ALIGNMENT,    SAME_OVERFLOW,
-                                 SAME_EXPERT_CAPACITY, SAME_PRIORITY,     SAME_SUM_ORDER,
-                                 SAME_LEAVES,          SAME_PARTIAL_TYPE, SAME_LAYER_FLAGS};
+    static const int fields[] = {
+        COMMON_NUM_EXPERTS, COMMON_NUM_LOGICAL, COMMON_TOP_K,           COMMON_LAYOUT,
+        COMMON_ALIGNMENT,   COMMON_OVERFLOW,    COMMON_EXPERT_CAPACITY, COMMON_PRIORITY,
+        COMMON_SUM_ORDER,   COMMON_LEAVES,      COMMON_PARTIAL_TYPE,    COMMON_LAYER_FLAGS};
     for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) {
         const int field = fields[i];
         char text[32], other[32];
         if (given->same[field] == plan->same[field]) continue;
         snprintf(sentence, size,
                  "%s%s is %s: must be %s, as in the layer that epic_plan was given; pass that",
-                 field == SAME_LAYER_FLAGS ? "" : "layer.", same_names[field],
+                 field == COMMON_LAYER_FLAGS ? "" : "layer.", common_names[field],
                  value_text(field, given->same[field], text),
                  value_text(field, plan->same[field], other));
         return false;
@@ -155,11 +157,11 @@ bool note_same_layer(const epic_note *given, const epic_note *plan, char *senten
     return true;
 }
 
-void note_fault(epic_note *note, const data_fault *fault)
+void op_header_set_fault(epic_note *note, const data_fault *fault)
 {
-    if (!fault || fault->error == DATA_GOOD) return;
-    note->own[OWN_ERROR] = fault->error;
-    memcpy(&note->own[OWN_ABOUT], fault->about, sizeof fault->about);
+    if (!fault || fault->error == DATA_OK) return;
+    note->own[LOCAL_ERROR] = fault->error;
+    memcpy(&note->own[LOCAL_ERROR_DETAILS], fault->about, sizeof fault->about);
 }
 
 static epic_result saved_error(int rank, const int64_t *about)
@@ -175,17 +177,17 @@ static epic_result saved_error(int rank, const int64_t *about)
                      (long long)about[2]);
 }
 
-epic_result note_data_error(const epic_note *const *notes, int num_ranks)
+epic_result op_header_data_error(const epic_note *const *notes, int num_ranks)
 {
     for (int r = 0; r < num_ranks; r++) {
-        const int64_t *about = notes[r]->own + OWN_ABOUT;
-        switch (notes[r]->own[OWN_ERROR]) {
-        case DATA_GOOD:
+        const int64_t *about = notes[r]->own + LOCAL_ERROR_DETAILS;
+        switch (notes[r]->own[LOCAL_ERROR]) {
+        case DATA_OK:
             break;
         case DATA_EXPERT:
             return epic_fail(EPIC_EINVAL, SAYS_EXPERT, r, (long long)about[0],
                              (long long)about[1], (long long)about[2],
-                             notes[r]->same[SAME_NUM_LOGICAL] ? "num_logical" : "num_experts",
+                             notes[r]->same[COMMON_NUM_LOGICAL] ? "num_logical" : "num_experts",
                              (long long)about[3]);
         case DATA_DUPLICATE:
             return epic_fail(EPIC_EINVAL, SAYS_DUPLICATE, r, (long long)about[0],

@@ -8,47 +8,47 @@
 #include "exchange/layer_options.h"
 
 enum { /* epic_note.same */
-       SAME_OPERATION,
-       SAME_PLAN,
-       SAME_TYPE,
-       SAME_ROW_BYTES,
-       SAME_SCALE_BYTES,
-       SAME_QUANTIZE,
-       SAME_WEIGHTS,
-       SAME_NUM_EXPERTS,
-       SAME_NUM_LOGICAL,
-       SAME_TOP_K,
-       SAME_ALIGNMENT,
-       SAME_LAYOUT,
-       SAME_OVERFLOW,
-       SAME_EXPERT_CAPACITY,
-       SAME_PRIORITY,
-       SAME_SUM_ORDER,
-       SAME_LEAVES,
-       SAME_PARTIAL_TYPE,
-       SAME_PLACEMENT,
-       SAME_REPLICAS,
-       SAME_COUNT,
-       SAME_LAYER_FLAGS,
-       SAME_OPTIONS,       /* layer_options.hash; 0: not compared, as the next */
-       SAME_LAYER_WEIGHTS, /* layer_options.weights_hash */
-       NUM_SAME
+       COMMON_OPERATION,
+       COMMON_PLAN,
+       COMMON_TYPE,
+       COMMON_ROW_BYTES,
+       COMMON_SCALE_BYTES,
+       COMMON_QUANTIZE,
+       COMMON_WEIGHTS,
+       COMMON_NUM_EXPERTS,
+       COMMON_NUM_LOGICAL,
+       COMMON_TOP_K,
+       COMMON_ALIGNMENT,
+       COMMON_LAYOUT,
+       COMMON_OVERFLOW,
+       COMMON_EXPERT_CAPACITY,
+       COMMON_PRIORITY,
+       COMMON_SUM_ORDER,
+       COMMON_LEAVES,
+       COMMON_PARTIAL_TYPE,
+       COMMON_PLACEMENT,
+       COMMON_REPLICAS,
+       COMMON_COUNT,
+       COMMON_LAYER_FLAGS,
+       COMMON_OPTIONS,       /* layer_options.hash; 0: not compared, as the next */
+       COMMON_LAYER_WEIGHTS, /* layer_options.weights_hash */
+       NUM_COMMON
 };
 
 enum { /* epic_note.own */
-       OWN_TOKENS,
-       OWN_CAPACITY,
-       OWN_ROWS,   /* of the receive buffer */
-       OWN_NEEDED, /* slots that the plan occupies */
-       OWN_NEXT,   /* of the dispatch that follows in the same call: the same number for
+       LOCAL_TOKENS,
+       LOCAL_CAPACITY,
+       LOCAL_ROWS,          /* of the receive buffer */
+       LOCAL_NEEDED_ROWS,   /* slots that the plan occupies */
+       LOCAL_NEXT_DISPATCH, /* of the dispatch that follows in the same call: the same number for
                       rows that may travel together; 0: none follows */
-       OWN_ERROR,  /* an enum data_error, then what it is about */
-       OWN_ABOUT,
-       NUM_OWN = OWN_ABOUT + 4
+       LOCAL_ERROR,         /* an enum data_error, then what it is about */
+       LOCAL_ERROR_DETAILS,
+       NUM_LOCAL = LOCAL_ERROR_DETAILS + 4
 };
 
 enum data_error {
-    DATA_GOOD,
+    DATA_OK,
     DATA_EXPERT,    /* token, k, value */
     DATA_DUPLICATE, /* token, k, value */
     DATA_PLACEMENT, /* expert, value */
@@ -65,34 +65,34 @@ enum saved_part { SAVED_TOKENS, SAVED_ROWS, SAVED_COUNT, SAVED_CHOICE };
 /* What a rank found wrong in its own data before an operation: it takes part all the same, with
  * this in its note, so that every rank gets the same error. */
 typedef struct data_fault {
-    int64_t error; /* an enum data_error; DATA_GOOD: nothing */
+    int64_t error; /* an enum data_error; DATA_OK: nothing */
     int64_t about[4];
 } data_fault;
 
 /* What a caller inside the core adds to the note of an operation. */
-typedef struct note_extra {
+typedef struct op_header_extra {
     const data_fault *fault;      /* NULL: none */
     const layer_options *options; /* NULL: not known */
-} note_extra;
+} op_header_extra;
 
 /* Puts a fault into a note; NULL is allowed. */
-void note_fault(epic_note *note, const data_fault *fault);
+void op_header_set_fault(epic_note *note, const data_fault *fault);
 
 /* Puts the options of a layer into a note; NULL is allowed. */
-void note_options(epic_note *note, const layer_options *options);
+void op_header_set_options(epic_note *note, const layer_options *options);
 
 const char *operation_name(uint32_t operation);
 
 /* Do two ranks' notes describe the same operation?  false: `sentence` says what differs. */
-bool note_matches(const epic_note *a, int rank_a, const epic_note *b, int rank_b,
-                  char *sentence, size_t size);
+bool op_header_compare(const epic_note *a, int rank_a, const epic_note *b, int rank_b,
+                       char *sentence, size_t size);
 
 /* Compares the layer of a call with that of its plan.  Returns false if a field differs, which
  * `sentence` names then. */
-bool note_same_layer(const epic_note *given, const epic_note *plan, char *sentence,
-                     size_t size);
+bool op_header_compare_layer(const epic_note *given, const epic_note *plan, char *sentence,
+                             size_t size);
 
 /* The class (b) error that the notes of all ranks tell, in the same words on every rank. */
-epic_result note_data_error(const epic_note *const *notes, int num_ranks);
+epic_result op_header_data_error(const epic_note *const *notes, int num_ranks);
 
 #endif

@@ -11,15 +11,15 @@
 #define FAR_PS 11000     /* for a line: seen were up to 8,000 in a shared cache, 27,000 else */
 #define MOST_PS 30000    /* more says only that the core was away */
 
-lane_way lane_way_of(exchange *x, int lane, int64_t bytes)
+ring_path ring_choose_path(exchange *x, int lane, int64_t bytes)
 {
-    lane_reach *reach = &x->reach[lane];
-    if (bytes < LEAST_BYTES) return LANE_NEAR;
-    if (reach->rows++ % TIMED_EVERY == 0) return LANE_TIMED;
-    return reach->line_ps > FAR_PS ? LANE_FAR : LANE_NEAR;
+    ring_cost *reach = &x->ring_costs[lane];
+    if (bytes < LEAST_BYTES) return RING_CACHED;
+    if (reach->rows++ % TIMED_EVERY == 0) return RING_TIMED;
+    return reach->line_ps > FAR_PS ? RING_STREAMED : RING_CACHED;
 }
 
-void lane_learn(lane_reach *reach, uint64_t ns, size_t bytes)
+void ring_record_time(ring_cost *reach, uint64_t ns, size_t bytes)
 {
     const uint64_t ps = ns * 1000 / (bytes / LINE);
     const int32_t seen = ps < MOST_PS ? (int32_t)ps : MOST_PS;
@@ -27,26 +27,26 @@ void lane_learn(lane_reach *reach, uint64_t ns, size_t bytes)
 }
 
 /* So that the time is the lane's alone. */
-static void warm(const volatile char *from, size_t bytes)
+static void read_into_cache(const volatile char *from, size_t bytes)
 {
     for (size_t at = 0; at < bytes; at += LINE) (void)from[at];
 }
 
-static void write_timed(lane_reach *reach, void *entry, const void *from, size_t bytes)
+static void write_row_timed(ring_cost *reach, void *entry, const void *from, size_t bytes)
 {
-    warm(from, bytes);
+    read_into_cache(from, bytes);
     const uint64_t begin = now_ns();
     memcpy(entry, from, bytes);
     atomic_exchange(&reach->settled, true); /* waits until all its lines are ours */
-    lane_learn(reach, now_ns() - begin, bytes);
+    ring_record_time(reach, now_ns() - begin, bytes);
 }
 
-void lane_write(exchange *x, int lane, lane_way way, void *entry, const void *from,
-                size_t bytes, lane_copy *past)
+void ring_write_row(exchange *x, int lane, ring_path way, void *entry, const void *from,
+                    size_t bytes, copy_function *past)
 {
-    if (way == LANE_TIMED)
-        write_timed(&x->reach[lane], entry, from, bytes);
-    else if (way == LANE_FAR)
+    if (way == RING_TIMED)
+        write_row_timed(&x->ring_costs[lane], entry, from, bytes);
+    else if (way == RING_STREAMED)
         past(entry, from, bytes);
     else
         memcpy(entry, from, bytes);

@@ -12,18 +12,18 @@
 
 #include "exchange/exchange.h"
 
-typedef enum lane_way { LANE_NEAR, LANE_FAR, LANE_TIMED } lane_way;
-typedef void lane_copy(void *to, const void *from, size_t n);
+typedef enum ring_path { RING_CACHED, RING_STREAMED, RING_TIMED } ring_path;
+typedef void copy_function(void *to, const void *from, size_t n);
 
 /* How the next row of `bytes` goes into a lane: through the caches, past them, or through them
  * and timed.  lane: the rank that reads it; our own number is the lane to everyone. */
-lane_way lane_way_of(exchange *x, int lane, int64_t bytes);
+ring_path ring_choose_path(exchange *x, int lane, int64_t bytes);
 
 /* Copies the row in that way; past: what copies past the caches. */
-void lane_write(exchange *x, int lane, lane_way way, void *entry, const void *from,
-                size_t bytes, lane_copy *past);
+void ring_write_row(exchange *x, int lane, ring_path way, void *entry, const void *from,
+                    size_t bytes, copy_function *past);
 
 /* What a timed row of `bytes` tells. */
-void lane_learn(lane_reach *reach, uint64_t ns, size_t bytes);
+void ring_record_time(ring_cost *reach, uint64_t ns, size_t bytes);
 
 #endif

@@ -16,163 +16,163 @@ typedef struct scattering {
     int64_t batch; /* entries */
 } scattering;
 
-static bool anyone_wants(const scattering *g, int64_t item)
+static bool is_wanted_by_any(const scattering *g, int64_t item)
 {
     for (int r = 0; r < g->x->num_ranks; r++)
-        if (r != g->x->rank && g->s->wants(g->s->self, r, item)) return true;
+        if (r != g->x->rank && g->s->is_sent(g->s->self, r, item)) return true;
     return false;
 }
 
 /* Returns how much it was. */
-static int64_t fill(scattering *g, int64_t item, int32_t piece, void *entry)
+static int64_t scatter_fill_entry(scattering *g, int64_t item, int32_t piece, void *entry)
 {
-    g->s->fill(g->s->self, item, piece, entry);
-    return piece_size(&g->s->cut, piece);
+    g->s->fill_entry(g->s->self, item, piece, entry);
+    return piece_size(&g->s->split, piece);
 }
 
 /* The lane to everyone: entry = item * num_pieces + piece, also for items that nobody wants. */
-static bool produce_shared(scattering *g)
+static bool scatter_send_to_all(scattering *g)
 {
     exchange *x = g->x;
-    const int32_t pieces = g->s->cut.num_pieces;
-    const int64_t total = g->s->items[x->rank] * pieces, first = x->sent[x->rank];
+    const int32_t pieces = g->s->split.num_pieces;
+    const int64_t total = g->s->items[x->rank] * pieces, first = x->num_sent[x->rank];
     const int64_t stop = total - first > g->batch ? first + g->batch : total;
     int64_t next = first, bytes = 0;
     for (; next < stop; next++) {
         void *entry = x->transport->room(x->group, x->cell, EVERYONE, next);
         if (!entry) break;
-        if (anyone_wants(g, next / pieces))
-            bytes += fill(g, next / pieces, (int32_t)(next % pieces), entry);
+        if (is_wanted_by_any(g, next / pieces))
+            bytes += scatter_fill_entry(g, next / pieces, (int32_t)(next % pieces), entry);
     }
     if (next == first) return false;
-    if (g->s->settle) g->s->settle();
-    exchange_sent(x, bytes);
-    x->sent[x->rank] = next;
+    if (g->s->flush_stores) g->s->flush_stores();
+    exchange_count_bytes(x, bytes);
+    x->num_sent[x->rank] = next;
     x->transport->send(x->group, x->cell, EVERYONE, next);
     return true;
 }
 
-static bool produce_for(scattering *g, int peer)
+static bool scatter_send_to(scattering *g, int peer)
 {
     exchange *x = g->x;
-    const int64_t first = x->sent[peer];
+    const int64_t first = x->num_sent[peer];
     int64_t next = first, bytes = 0;
     while (next < x->sends[peer] && next - first < g->batch) {
-        if (!g->s->wants(g->s->self, peer, x->item_to[peer])) {
-            x->item_to[peer]++;
+        if (!g->s->is_sent(g->s->self, peer, x->next_item_to[peer])) {
+            x->next_item_to[peer]++;
             continue;
         }
         void *entry = x->transport->room(x->group, x->cell, peer, next);
         if (!entry) break;
-        bytes += fill(g, x->item_to[peer], x->piece_to[peer], entry);
+        bytes += scatter_fill_entry(g, x->next_item_to[peer], x->next_piece_to[peer], entry);
         next++;
-        if (++x->piece_to[peer] == g->s->cut.num_pieces) {
-            x->piece_to[peer] = 0;
-            x->item_to[peer]++;
+        if (++x->next_piece_to[peer] == g->s->split.num_pieces) {
+            x->next_piece_to[peer] = 0;
+            x->next_item_to[peer]++;
         }
     }
     if (next == first) return false;
-    if (g->s->settle) g->s->settle();
-    exchange_sent(x, bytes);
-    x->sent[peer] = next;
+    if (g->s->flush_stores) g->s->flush_stores();
+    exchange_count_bytes(x, bytes);
+    x->num_sent[peer] = next;
     x->transport->send(x->group, x->cell, peer, next);
     return true;
 }
 
-static bool produce(scattering *g)
+static bool scatter_send(scattering *g)
 {
-    if (g->shared) return produce_shared(g);
+    if (g->shared) return scatter_send_to_all(g);
     bool moved = false;
     for (int i = 1; i < g->x->num_ranks; i++)
-        moved |= produce_for(g, (g->x->rank + i) % g->x->num_ranks);
+        moved |= scatter_send_to(g, (g->x->rank + i) % g->x->num_ranks);
     return moved;
 }
 
-static bool consume_shared(scattering *g, int from)
+static bool scatter_receive_broadcast(scattering *g, int from)
 {
     exchange *x = g->x;
-    const int32_t pieces = g->s->cut.num_pieces;
-    const int64_t first = x->taken[from], total = x->receives[from];
+    const int32_t pieces = g->s->split.num_pieces;
+    const int64_t first = x->num_read[from], total = x->receives[from];
     int64_t next = first;
     while (next < total && next - first < g->batch) {
-        if (!g->s->mine(g->s->self, from, next / pieces)) {
+        if (!g->s->is_received(g->s->self, from, next / pieces)) {
             next = (next / pieces + 1) * pieces;
             continue;
         }
         const void *entry = x->transport->entry(x->group, x->cell, from, next);
         if (!entry) break;
-        g->s->take(g->s->self, from, next / pieces, (int32_t)(next % pieces), entry);
+        g->s->read_entry(g->s->self, from, next / pieces, (int32_t)(next % pieces), entry);
         next++;
     }
     if (next == first) return false;
-    x->taken[from] = next;
+    x->num_read[from] = next;
     x->transport->drop(x->group, x->cell, from, next);
     return true;
 }
 
-static bool consume_from(scattering *g, int from)
+static bool scatter_receive_from(scattering *g, int from)
 {
     exchange *x = g->x;
-    int64_t *item = &x->item_from[from];
-    const int32_t pieces = g->s->cut.num_pieces;
-    const int64_t first = x->taken[from];
+    int64_t *item = &x->next_item_from[from];
+    const int32_t pieces = g->s->split.num_pieces;
+    const int64_t first = x->num_read[from];
     int64_t next = first;
     while (next < x->receives[from] && next - first < g->batch) {
-        while (!g->s->mine(g->s->self, from, *item)) ++*item;
+        while (!g->s->is_received(g->s->self, from, *item)) ++*item;
         const void *entry = x->transport->entry(x->group, x->cell, from, next);
         if (!entry) break;
-        g->s->take(g->s->self, from, *item, (int32_t)(next % pieces), entry);
+        g->s->read_entry(g->s->self, from, *item, (int32_t)(next % pieces), entry);
         if (++next % pieces == 0) ++*item;
     }
     if (next == first) return false;
-    x->taken[from] = next;
+    x->num_read[from] = next;
     x->transport->drop(x->group, x->cell, from, next);
     return true;
 }
 
-static bool consume(scattering *g)
+static bool scatter_receive(scattering *g)
 {
     exchange *x = g->x;
     bool moved = false;
     for (int i = 1; i < x->num_ranks; i++) {
         const int from = (x->rank + i) % x->num_ranks;
-        moved |= g->shared ? consume_shared(g, from) : consume_from(g, from);
+        moved |= g->shared ? scatter_receive_broadcast(g, from) : scatter_receive_from(g, from);
     }
     return moved;
 }
 
-static bool take_own(scattering *g)
+static bool scatter_read_own(scattering *g)
 {
     const int64_t first = g->own_next, total = g->s->items[g->x->rank];
-    const int64_t batch = g->batch / g->s->cut.num_pieces + 1;
+    const int64_t batch = g->batch / g->s->split.num_pieces + 1;
     for (; g->own_next < total && g->own_next - first < batch; g->own_next++)
-        if (g->s->mine(g->s->self, g->x->rank, g->own_next))
-            g->s->take_own(g->s->self, g->own_next);
+        if (g->s->is_received(g->s->self, g->x->rank, g->own_next))
+            g->s->read_own_item(g->s->self, g->own_next);
     return g->own_next > first;
 }
 
 /* What is still open, and so whom we wait for. */
-static bool unfinished(scattering *g)
+static bool scatter_is_unfinished(scattering *g)
 {
     exchange *x = g->x;
     memset(x->waits_for, 0, sizeof x->waits_for);
     bool open = false;
     for (int r = 0; r < x->num_ranks; r++) {
         if (r == x->rank) continue;
-        const bool owes = x->taken[r] < x->receives[r];
+        const bool owes = x->num_read[r] < x->receives[r];
         const bool full =
-            g->shared ? x->sent[x->rank] < x->sends[x->rank] : x->sent[r] < x->sends[r];
+            g->shared ? x->num_sent[x->rank] < x->sends[x->rank] : x->num_sent[r] < x->sends[r];
         if (!owes && !full) continue;
-        expect(x, r);
+        exchange_mark_awaited(x, r);
         open = true;
     }
     return open || g->own_next < g->s->items[x->rank];
 }
 
-static void count_entries(scattering *g)
+static void scatter_count_entries(scattering *g)
 {
     exchange *x = g->x;
-    const int64_t pieces = g->s->cut.num_pieces;
+    const int64_t pieces = g->s->split.num_pieces;
     for (int r = 0; r < x->num_ranks; r++) {
         int64_t sends = 0, receives = 0;
         if (g->shared) {
@@ -180,21 +180,21 @@ static void count_entries(scattering *g)
             receives = g->s->items[r];
         } else if (r != x->rank) {
             for (int64_t i = 0; i < g->s->items[x->rank]; i++)
-                sends += g->s->wants(g->s->self, r, i);
+                sends += g->s->is_sent(g->s->self, r, i);
             for (int64_t i = 0; i < g->s->items[r]; i++)
-                receives += g->s->mine(g->s->self, r, i);
+                receives += g->s->is_received(g->s->self, r, i);
         }
         x->sends[r] = sends * pieces;
         x->receives[r] = receives * pieces;
-        x->sent[r] = x->taken[r] = x->item_to[r] = x->item_from[r] = 0;
-        x->piece_to[r] = 0;
+        x->num_sent[r] = x->num_read[r] = x->next_item_to[r] = x->next_item_from[r] = 0;
+        x->next_piece_to[r] = 0;
     }
 }
 
-static void begin(scattering *g)
+static void scatter_begin_flow(scattering *g)
 {
     exchange *x = g->x;
-    count_entries(g);
+    scatter_count_entries(g);
     const epic_flow flow = {.entry_bytes = g->entry_bytes,
                             .everyone = g->shared,
                             .sends = x->sends,
@@ -204,17 +204,17 @@ static void begin(scattering *g)
 
 epic_result scatter_run(exchange *x, const scatter *s)
 {
-    const int64_t bytes = s->cut.piece_bytes > 0 ? s->cut.piece_bytes : 1;
+    const int64_t bytes = s->split.piece_bytes > 0 ? s->split.piece_bytes : 1;
     scattering g = {.x = x, .s = s, .entry_bytes = bytes};
     g.shared = x->transport->shares && x->num_ranks > 1;
     g.batch = BATCH_BYTES / bytes + 1;
-    begin(&g);
-    while (unfinished(&g)) {
-        bool moved = x->num_ranks > 1 && produce(&g);
-        moved |= x->num_ranks > 1 && consume(&g);
-        if (!moved) moved = take_own(&g);
+    scatter_begin_flow(&g);
+    while (scatter_is_unfinished(&g)) {
+        bool moved = x->num_ranks > 1 && scatter_send(&g);
+        moved |= x->num_ranks > 1 && scatter_receive(&g);
+        if (!moved) moved = scatter_read_own(&g);
         if (moved)
-            exchange_moved(x);
+            exchange_report_progress(x);
         else
             TRY(exchange_wait(x));
     }

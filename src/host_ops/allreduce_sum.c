@@ -32,65 +32,67 @@ static size_t block_size(const summing *s, int64_t block)
     return (size_t)(left < BLOCK ? left : BLOCK);
 }
 
-static void put(summing *s, int owner, int64_t item, void *entry)
+static void sum_copy_block(summing *s, int owner, int64_t item, void *entry)
 {
     const int64_t block = block_of(s, owner, item);
     memcpy(entry, block_at(s, block), block_size(s, block) * sizeof(float));
 }
 
-static void fill_part(void *self, int home, int64_t item, int32_t piece, void *entry)
+static void sum_fill_part(void *self, int home, int64_t item, int32_t piece, void *entry)
 {
     (void)piece;
-    put(self, home, item, entry);
+    sum_copy_block(self, home, item, entry);
 }
 
 /* The sum of ranks [first, first + count), in binary tree order, in scratch row `level`. */
-static const void *join(const summing *s, const void *const *rows, int first, int count,
-                        int level, int64_t n)
+static const void *sum_join_ranks(const summing *s, const void *const *rows, int first,
+                                  int count, int level, int64_t n)
 {
     if (count == 1) return rows[first];
-    const void *const both[] = {join(s, rows, first, count / 2, level, n),
-                                join(s, rows, first + count / 2, count / 2, level + 1, n)};
+    const void *const both[] = {
+        sum_join_ranks(s, rows, first, count / 2, level, n),
+        sum_join_ranks(s, rows, first + count / 2, count / 2, level + 1, n)};
     void *out = s->x->pieces + (size_t)level * PIECE_MAX;
     s->kernels->add(out, EPIC_F32, both, 2, EPIC_F32, n);
     return out;
 }
 
 /* out = the sum of all ranks' rows; it may be one of them. */
-static void add_rows(const summing *s, float *out, const void *const *rows, int64_t n)
+static void sum_add_rows(const summing *s, float *out, const void *const *rows, int64_t n)
 {
     const int num_ranks = s->x->num_ranks;
     if (s->args->order == EPIC_TREE)
-        memmove(out, join(s, rows, 0, num_ranks, 0, n), (size_t)n * sizeof(float));
+        memmove(out, sum_join_ranks(s, rows, 0, num_ranks, 0, n), (size_t)n * sizeof(float));
     else
         s->kernels->add(out, EPIC_F32, rows, num_ranks, EPIC_F32, n);
 }
 
-static void add_block(void *self, int64_t item, int32_t piece, const void **rows)
+static void sum_add_block(void *self, int64_t item, int32_t piece, const void **rows)
 {
     summing *s = self;
     (void)piece;
     const int64_t block = block_of(s, s->x->rank, item);
     float *out = block_at(s, block);
     rows[s->x->rank] = out;
-    add_rows(s, out, rows, (int64_t)block_size(s, block));
+    sum_add_rows(s, out, rows, (int64_t)block_size(s, block));
     rows[s->x->rank] = NULL;
 }
 
-static bool always(void *self, int rank, int64_t item)
+static bool is_always_sent(void *self, int rank, int64_t item)
 {
     (void)self, (void)rank, (void)item;
     return true;
 }
 
-static void fill_sum(void *self, int64_t item, int32_t piece, void *entry)
+static void sum_fill_result(void *self, int64_t item, int32_t piece, void *entry)
 {
     summing *s = self;
     (void)piece;
-    put(s, s->x->rank, item, entry);
+    sum_copy_block(s, s->x->rank, item, entry);
 }
 
-static void take_sum(void *self, int from, int64_t item, int32_t piece, const void *entry)
+static void sum_read_result(void *self, int from, int64_t item, int32_t piece,
+                            const void *entry)
 {
     summing *s = self;
     (void)piece;
@@ -98,34 +100,34 @@ static void take_sum(void *self, int from, int64_t item, int32_t piece, const vo
     memcpy(block_at(s, block), entry, block_size(s, block) * sizeof(float));
 }
 
-static void keep_own(void *self, int64_t item)
+static void skip_own_block(void *self, int64_t item)
 {
     (void)self, (void)item;
 }
 
-static epic_result add_in_blocks(summing *s)
+static epic_result sum_in_blocks(summing *s)
 {
     exchange *x = s->x;
     const int64_t blocks = (s->args->count + BLOCK - 1) / BLOCK;
     for (int r = 0; r < x->num_ranks; r++)
         x->items[r] = (blocks - r + x->num_ranks - 1) / x->num_ranks;
-    const cut whole = {.row_bytes = BLOCK * 4, .piece_bytes = BLOCK * 4, .num_pieces = 1};
+    const row_split whole = {.row_bytes = BLOCK * 4, .piece_bytes = BLOCK * 4, .num_pieces = 1};
     const collect add = {.self = s,
                          .items = x->items,
-                         .cut = whole,
-                         .gives = always,
-                         .awaits = always,
-                         .fill = fill_part,
-                         .take = add_block};
+                         .split = whole,
+                         .is_sent = is_always_sent,
+                         .is_received = is_always_sent,
+                         .fill_entry = sum_fill_part,
+                         .read_rows = sum_add_block};
     TRY(collect_run(x, &add));
     const scatter give = {.self = s,
                           .items = x->items,
-                          .cut = whole,
-                          .wants = always,
-                          .mine = always,
-                          .fill = fill_sum,
-                          .take = take_sum,
-                          .take_own = keep_own};
+                          .split = whole,
+                          .is_sent = is_always_sent,
+                          .is_received = is_always_sent,
+                          .fill_entry = sum_fill_result,
+                          .read_entry = sum_read_result,
+                          .read_own_item = skip_own_block};
     return scatter_run(x, &give);
 }
 
@@ -134,33 +136,33 @@ static bool is_short(const epic_allreduce_sum_args *args)
     return args->count * (int64_t)sizeof(float) <= NOTE_BYTES;
 }
 
-static void add_notes(summing *s)
+static void sum_from_headers(summing *s)
 {
     exchange *x = s->x;
-    for (int r = 0; r < x->num_ranks; r++) x->rows[r] = x->notes[r]->bytes;
-    add_rows(s, s->args->data, x->rows, s->args->count);
+    for (int r = 0; r < x->num_ranks; r++) x->rows[r] = x->headers[r]->bytes;
+    sum_add_rows(s, s->args->data, x->rows, s->args->count);
 }
 
-epic_result sum_arrays(epic_context *ctx, const epic_allreduce_sum_args *args,
-                       const epic_note *about)
+epic_result host_sum_with_header(epic_context *ctx, const epic_allreduce_sum_args *args,
+                                 const epic_note *about)
 {
     summing s = {.args = args, .kernels = host_kernels_get()};
     const size_t bytes = (size_t)args->count * sizeof(float);
     epic_note note = *about;
-    note.same[SAME_OPERATION] = EPIC_OP_SUM;
-    note.same[SAME_COUNT] = args->count;
-    note.same[SAME_SUM_ORDER] = args->order;
+    note.same[COMMON_OPERATION] = EPIC_OP_SUM;
+    note.same[COMMON_COUNT] = args->count;
+    note.same[COMMON_SUM_ORDER] = args->order;
     if (args->count && is_short(args)) memcpy(note.bytes, args->data, bytes);
     epic_result result = exchange_open(&s.x, ctx, EPIC_OP_SUM, &args->call, &note, bytes);
     if (!s.x) return result;
     if (result == EPIC_OK && !is_short(args))
-        result = add_in_blocks(&s);
+        result = sum_in_blocks(&s);
     else if (result == EPIC_OK && args->count)
-        add_notes(&s);
+        sum_from_headers(&s);
     return exchange_close(s.x, result);
 }
 
-epic_result host_sum(epic_context *ctx, const epic_allreduce_sum_args *args)
+epic_result host_allreduce_sum(epic_context *ctx, const epic_allreduce_sum_args *args)
 {
-    return sum_arrays(ctx, args, &(epic_note){0});
+    return host_sum_with_header(ctx, args, &(epic_note){0});
 }

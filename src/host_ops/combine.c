@@ -19,20 +19,20 @@ typedef struct combining {
     const float *slot_weights;
     const float *d_slot_weights;
     float *d_weights;
-    cut cut; /* of a partial */
+    row_split split; /* of a partial */
     int64_t trailer;
     /* the piece at hand */
     int64_t first, count; /* elements */
 } combining;
 
-static void set_piece(combining *c, int32_t piece)
+static void combine_set_piece(combining *c, int32_t piece)
 {
     const int64_t size = (int64_t)epic_type_bytes(c->partial_type);
-    c->first = piece_begin(&c->cut, piece) / size;
-    c->count = piece_size(&c->cut, piece) / size;
+    c->first = piece_offset(&c->split, piece) / size;
+    c->count = piece_size(&c->split, piece) / size;
 }
 
-static void *scratch(const combining *c, int level)
+static void *scratch_row(const combining *c, int level)
 {
     return c->x->pieces + (size_t)level * PIECE_MAX;
 }
@@ -72,12 +72,12 @@ static int32_t leaf_of(const plan_view *v, int32_t slot)
     return (int32_t)((uint32_t)expert / (layer->num_experts / layer->leaves));
 }
 
-static void gather(const combining *c, int home, int64_t token, gathered *g)
+static void gather_slots(const combining *c, int home, int64_t token, gathered *g)
 {
     const plan_view *v = &c->plan;
-    const int32_t *slots = choices_here(v, home, token);
+    const int32_t *slots = plan_slots_of_token(v, home, token);
     g->n = 0;
-    if (is_flat(v)) {
+    if (plan_is_flat(v)) {
         g->rows[g->n++] = piece_of_row(c, v->row_here[v->base_of[home] + token]);
         return;
     }
@@ -93,8 +93,8 @@ static void gather(const combining *c, int home, int64_t token, gathered *g)
 
 /* The partial of the choices whose leaves are in [first, first + count), in `out`; false: there
  * are none.  Rows of level and above are free. */
-static bool subtree(const combining *c, const gathered *g, int32_t first, int32_t count,
-                    int level, void *out)
+static bool reduce_subtree(const combining *c, const gathered *g, int32_t first, int32_t count,
+                           int level, void *out)
 {
     gathered in = {.n = 0};
     for (int i = 0; i < g->n; i++) {
@@ -110,9 +110,9 @@ static bool subtree(const combining *c, const gathered *g, int32_t first, int32_
         return true;
     }
     const int32_t half = count / 2;
-    const bool low = subtree(c, &in, first, half, level, out);
-    void *other = low ? scratch(c, level) : out;
-    const bool high = subtree(c, &in, first + half, half, level + low, other);
+    const bool low = reduce_subtree(c, &in, first, half, level, out);
+    void *other = low ? scratch_row(c, level) : out;
+    const bool high = reduce_subtree(c, &in, first + half, half, level + low, other);
     const void *const both[] = {out, other};
     if (low && high) c->kernels->add(out, c->partial_type, both, 2, c->partial_type, c->count);
     return true;
@@ -123,44 +123,47 @@ static void make_partial(const combining *c, int home, int64_t token, void *out)
 {
     const epic_layer *layer = &c->plan.header->layer;
     gathered g;
-    gather(c, home, token, &g);
-    if (layer->sum_order == EPIC_TREE && !is_flat(&c->plan)) {
+    gather_slots(c, home, token, &g);
+    if (layer->sum_order == EPIC_TREE && !plan_is_flat(&c->plan)) {
         const int32_t leaves = (int32_t)layer->leaves / c->x->num_ranks;
-        if (subtree(c, &g, c->plan.place_of[c->x->rank] * leaves, leaves, 1, out)) return;
+        if (reduce_subtree(c, &g, c->plan.place_of[c->x->rank] * leaves, leaves, 1, out))
+            return;
         g.n = 0; /* a damaged plan: its slots belong to leaves of other ranks */
     }
     c->kernels->partial(out, c->partial_type, g.rows, c->slot_weights ? g.weights : NULL, g.n,
                         c->type, c->count);
 }
 
-static void put_trailer(const combining *c, int home, int64_t token, void *trailer)
+static void write_trailer(const combining *c, int home, int64_t token, void *trailer)
 {
     const plan_view *v = &c->plan;
     const uint32_t top_k = v->header->layer.top_k;
-    const int32_t *here = choices_here(v, home, token);
-    int64_t place = is_flat(v) ? v->row_here[v->base_of[home] + token] * (int64_t)top_k : 0;
+    const int32_t *here = plan_slots_of_token(v, home, token);
+    int64_t place =
+        plan_is_flat(v) ? v->row_here[v->base_of[home] + token] * (int64_t)top_k : 0;
     float values[MAX_TOP_K] = {0};
     for (uint32_t k = 0; k < top_k; k++)
-        if (here[k] >= 0) values[k] = c->d_slot_weights[is_flat(v) ? place++ : here[k]];
+        if (here[k] >= 0) values[k] = c->d_slot_weights[plan_is_flat(v) ? place++ : here[k]];
     memcpy(trailer, values, top_k * sizeof *values);
 }
 
-static void fill(void *self, int home, int64_t token, int32_t piece, void *entry)
+static void combine_fill_entry(void *self, int home, int64_t token, int32_t piece, void *entry)
 {
     combining *c = self;
-    set_piece(c, piece);
-    const int64_t bytes = piece_size(&c->cut, piece);
-    const lane_way way = lane_way_of(c->x, home, bytes);
-    void *out = way == LANE_NEAR ? entry : scratch(c, 0);
+    combine_set_piece(c, piece);
+    const int64_t bytes = piece_size(&c->split, piece);
+    const ring_path way = ring_choose_path(c->x, home, bytes);
+    void *out = way == RING_CACHED ? entry : scratch_row(c, 0);
     make_partial(c, home, token, out);
-    if (out != entry) lane_write(c->x, home, way, entry, out, (size_t)bytes, c->kernels->copy);
+    if (out != entry)
+        ring_write_row(c->x, home, way, entry, out, (size_t)bytes, c->kernels->copy);
     if (c->trailer && piece == 0)
-        put_trailer(c, home, token, (unsigned char *)entry + c->cut.piece_bytes);
+        write_trailer(c, home, token, (unsigned char *)entry + c->split.piece_bytes);
 }
 
 /* ------------------------------------------------------------------------- home side ---- */
 
-static void take_trailer(const combining *c, int from, int64_t token, const void *trailer)
+static void read_trailer(const combining *c, int from, int64_t token, const void *trailer)
 {
     const uint32_t top_k = c->plan.header->layer.top_k;
     const int64_t first = token * top_k;
@@ -171,47 +174,47 @@ static void take_trailer(const combining *c, int from, int64_t token, const void
             c->d_weights[first + k] = values[k];
 }
 
-static void take_trailers(const combining *c, int64_t token, const void **rows)
+static void read_trailers(const combining *c, int64_t token, const void **rows)
 {
     const uint32_t top_k = c->plan.header->layer.top_k;
     memset(c->d_weights + token * top_k, 0, top_k * sizeof *c->d_weights);
     for (int r = 0; r < c->x->num_ranks; r++) {
         if (!rows[r]) continue;
         float own[MAX_TOP_K];
-        const void *trailer = (const unsigned char *)rows[r] + c->cut.piece_bytes;
+        const void *trailer = (const unsigned char *)rows[r] + c->split.piece_bytes;
         if (r == c->x->rank) {
-            put_trailer(c, r, token, own);
+            write_trailer(c, r, token, own);
             trailer = own;
         }
-        take_trailer(c, r, token, trailer);
+        read_trailer(c, r, token, trailer);
     }
 }
 
 /* The sum of the subtrees at places [first, first + count), in row `level` or where the only one
  * lies; rows above are free.  NULL: all empty. */
-static const void *join(const combining *c, const void *const *at, int32_t first, int32_t count,
-                        int level)
+static const void *join_subtrees(const combining *c, const void *const *at, int32_t first,
+                                 int32_t count, int level)
 {
     if (count == 1) return at[first];
     const void *both[2];
-    both[0] = join(c, at, first, count / 2, level);
-    both[1] = join(c, at, first + count / 2, count / 2, level + (both[0] != NULL));
+    both[0] = join_subtrees(c, at, first, count / 2, level);
+    both[1] = join_subtrees(c, at, first + count / 2, count / 2, level + (both[0] != NULL));
     if (!both[0] || !both[1]) return both[0] ? both[0] : both[1];
-    void *out = scratch(c, level);
+    void *out = scratch_row(c, level);
     c->kernels->add(out, c->partial_type, both, 2, c->partial_type, c->count);
     return out;
 }
 
-static void add_tree(const combining *c, const void **rows, void *out)
+static void add_partials_as_tree(const combining *c, const void **rows, void *out)
 {
     const void *at[EPIC_MAX_RANKS];
     for (int p = 0; p < c->x->num_ranks; p++) at[p] = NULL; /* place_of may be damaged */
     for (int r = 0; r < c->x->num_ranks; r++) at[c->plan.place_of[r]] = rows[r];
-    const void *root = join(c, at, 0, c->x->num_ranks, 1);
+    const void *root = join_subtrees(c, at, 0, c->x->num_ranks, 1);
     c->kernels->add(out, c->type, &root, root != NULL, c->partial_type, c->count);
 }
 
-static void add_by_rank(const combining *c, const void **rows, void *out)
+static void add_partials_by_rank(const combining *c, const void **rows, void *out)
 {
     const void *list[EPIC_MAX_RANKS];
     int n = 0;
@@ -220,84 +223,84 @@ static void add_by_rank(const combining *c, const void **rows, void *out)
     c->kernels->add(out, c->type, list, n, c->partial_type, c->count);
 }
 
-static void take(void *self, int64_t token, int32_t piece, const void **rows)
+static void combine_read_rows(void *self, int64_t token, int32_t piece, const void **rows)
 {
     combining *c = self;
     const int rank = c->x->rank;
-    set_piece(c, piece);
+    combine_set_piece(c, piece);
     rows[rank] = NULL;
-    if (has_here(&c->plan, rank, token)) {
-        rows[rank] = scratch(c, 0);
-        make_partial(c, rank, token, scratch(c, 0));
+    if (plan_receives_token(&c->plan, rank, token)) {
+        rows[rank] = scratch_row(c, 0);
+        make_partial(c, rank, token, scratch_row(c, 0));
     }
     void *out = (unsigned char *)c->out.data + token * c->out.row_bytes +
                 c->first * (int64_t)epic_type_bytes(c->type);
     if (c->plan.header->layer.sum_order == EPIC_TREE)
-        add_tree(c, rows, out);
+        add_partials_as_tree(c, rows, out);
     else
-        add_by_rank(c, rows, out);
-    if (c->d_weights && piece == 0) take_trailers(c, token, rows);
+        add_partials_by_rank(c, rows, out);
+    if (c->d_weights && piece == 0) read_trailers(c, token, rows);
     rows[rank] = NULL;
 }
 
-static bool gives(void *self, int home, int64_t token)
+static bool combine_is_sent(void *self, int home, int64_t token)
 {
-    return has_here(&((combining *)self)->plan, home, token);
+    return plan_receives_token(&((combining *)self)->plan, home, token);
 }
 
-static bool awaits(void *self, int from, int64_t token)
+static bool combine_is_received(void *self, int from, int64_t token)
 {
-    return goes_to(&((combining *)self)->plan, from, token);
+    return plan_sends_token(&((combining *)self)->plan, from, token);
 }
 
 /* ------------------------------------------------------------------------ the whole ---- */
 
-static epic_result move(combining *c)
+static epic_result combine_transfer(combining *c)
 {
     const epic_layer *layer = &c->plan.header->layer;
-    TRY(step_check_slots(c->x, c->rows_name));
+    TRY(plan_op_check_slots(c->x, c->rows_name));
     c->partial_type =
         layer->partial_type == EPIC_F32 && c->type != EPIC_F64 ? EPIC_F32 : c->type;
     const int64_t elements = c->out.row_bytes / (int64_t)epic_type_bytes(c->type);
     c->trailer = c->d_weights ? layer->top_k * (int64_t)sizeof(float) : 0;
-    c->cut = cut_rows(c->x, false, elements * (int64_t)epic_type_bytes(c->partial_type),
-                      TRAILER_MAX);
+    c->split = exchange_split_rows(
+        c->x, false, elements * (int64_t)epic_type_bytes(c->partial_type), TRAILER_MAX);
     const collect how = {.self = c,
                          .items = tokens_of(c->x, &c->plan),
-                         .cut = c->cut,
+                         .split = c->split,
                          .trailer = c->trailer,
-                         .gives = gives,
-                         .awaits = awaits,
-                         .fill = fill,
-                         .settle = c->kernels->fence_copies,
-                         .take = take};
+                         .is_sent = combine_is_sent,
+                         .is_received = combine_is_received,
+                         .fill_entry = combine_fill_entry,
+                         .flush_stores = c->kernels->fence_copies,
+                         .read_rows = combine_read_rows};
     return collect_run(c->x, &how);
 }
 
-static void clear_outputs(const combining *c)
+static void combine_clear_outputs(const combining *c)
 {
     const slot_array out = {c->out.data, c->out.row_bytes, c->out.num_rows};
     const slot_array weights = {c->d_weights, c->top_k * (int64_t)sizeof(float),
                                 c->out.num_rows};
-    clear_all(&out);
-    clear_all(&weights);
+    slot_array_clear(&out);
+    slot_array_clear(&weights);
 }
 
-static epic_result run(epic_context *ctx, uint32_t operation, const epic_call *call, step *s,
-                       combining *c)
+static epic_result combine_run(epic_context *ctx, uint32_t operation, const epic_call *call,
+                               step *s, combining *c)
 {
-    s->note.same[SAME_TYPE] = c->type;
-    s->note.same[SAME_ROW_BYTES] = c->out.row_bytes;
-    s->note.same[SAME_WEIGHTS] = c->slot_weights || c->d_weights;
-    s->note.own[OWN_ROWS] = c->rows.num_rows;
-    s->note.own[OWN_NEEDED] = s->damaged ? 0 : s->plan.header->num_slots;
+    s->note.same[COMMON_TYPE] = c->type;
+    s->note.same[COMMON_ROW_BYTES] = c->out.row_bytes;
+    s->note.same[COMMON_WEIGHTS] = c->slot_weights || c->d_weights;
+    s->note.own[LOCAL_ROWS] = c->rows.num_rows;
+    s->note.own[LOCAL_NEEDED_ROWS] = s->damaged ? 0 : s->plan.header->num_slots;
     const uint64_t bytes = (uint64_t)(c->out.num_rows * c->out.row_bytes);
     epic_result result = exchange_open(&c->x, ctx, operation, call, &s->note, bytes);
     if (!c->x) return result;
     c->plan = s->plan;
     const bool moves = result == EPIC_OK && s->plan.header->result == EPIC_OK;
-    if (moves) result = move(c);
-    if (!moves || result == EPIC_EOVERFLOW) clear_outputs(c);
+    if (moves) result = combine_transfer(c);
+    if (!moves || result == EPIC_EOVERFLOW) combine_clear_outputs(c);
     return exchange_close(c->x, result);
 }
 
@@ -310,10 +313,10 @@ epic_result host_combine(epic_context *ctx, const epic_combine_args *args)
                    .out = args->out,
                    .slot_weights = args->slot_weights};
     step s;
-    step_begin(&s, ctx, EPIC_OP_COMBINE, args->plan, args->plan_bytes, NULL);
-    TRY(step_check_layer(&s, args->layer));
-    TRY(step_check_tokens(&s, "out", args->out.num_rows));
-    return run(ctx, EPIC_OP_COMBINE, &args->call, &s, &c);
+    plan_op_begin(&s, ctx, EPIC_OP_COMBINE, args->plan, args->plan_bytes, NULL);
+    TRY(plan_op_check_layer(&s, args->layer));
+    TRY(plan_op_check_tokens(&s, "out", args->out.num_rows));
+    return combine_run(ctx, EPIC_OP_COMBINE, &args->call, &s, &c);
 }
 
 epic_result host_dispatch_backward(epic_context *ctx, const epic_dispatch_backward_args *args)
@@ -327,8 +330,8 @@ epic_result host_dispatch_backward(epic_context *ctx, const epic_dispatch_backwa
                    .d_slot_weights = args->d_slot_weights,
                    .d_weights = args->d_weights};
     step s;
-    step_begin(&s, ctx, EPIC_OP_DISPATCH_BACKWARD, args->plan, args->plan_bytes, NULL);
-    TRY(step_check_layer(&s, args->layer));
-    TRY(step_check_tokens(&s, "d_tokens", args->d_tokens.num_rows));
-    return run(ctx, EPIC_OP_DISPATCH_BACKWARD, &args->call, &s, &c);
+    plan_op_begin(&s, ctx, EPIC_OP_DISPATCH_BACKWARD, args->plan, args->plan_bytes, NULL);
+    TRY(plan_op_check_layer(&s, args->layer));
+    TRY(plan_op_check_tokens(&s, "d_tokens", args->d_tokens.num_rows));
+    return combine_run(ctx, EPIC_OP_DISPATCH_BACKWARD, &args->call, &s, &c);
 }

@@ -12,17 +12,17 @@ typedef struct spreading {
     const host_kernels *kernels;
     exchange *x;
     plan_view plan;
-    cut cut; /* of a row of d_out */
+    row_split split; /* of a row of d_out */
 } spreading;
 
-static const unsigned char *own_row(const spreading *s, int64_t token)
+static const unsigned char *row_of_own_token(const spreading *s, int64_t token)
 {
     return (const unsigned char *)s->args->d_out.data + token * s->args->d_out.row_bytes;
 }
 
 /* d_rows[slot] = w * piece, elements [first, first + n). */
-static void put_rows(const spreading *s, int64_t slot, float w, const void *piece,
-                     int64_t first, int64_t n)
+static void write_scaled_row(const spreading *s, int64_t slot, float w, const void *piece,
+                             int64_t first, int64_t n)
 {
     const epic_combine_backward_args *a = s->args;
     const epic_type type = (epic_type)a->type;
@@ -49,64 +49,66 @@ static void add_dot(const spreading *s, int64_t slot, double *sum, const void *p
     const unsigned char *row =
         (const unsigned char *)a->rows.data + slot * a->rows.row_bytes + first * size;
     if (n > 0 || first == 0) s->kernels->dot(sum, first == 0, piece, row, type, n);
-    if ((first + n) * size == s->cut.row_bytes) a->d_slot_weights[slot] = (float)*sum;
+    if ((first + n) * size == s->split.row_bytes) a->d_slot_weights[slot] = (float)*sum;
 }
 
 /* Pieces of one token of one source come one after the other, so a sum for each k is enough. */
-static void take_piece(const spreading *s, int from, int64_t token, const void *piece,
-                       int64_t first, int64_t n)
+static void scatter_piece(const spreading *s, int from, int64_t token, const void *piece,
+                          int64_t first, int64_t n)
 {
     const epic_combine_backward_args *a = s->args;
-    if (is_flat(&s->plan)) {
-        put_rows(s, s->plan.row_here[s->plan.base_of[from] + token], 1, piece, first, n);
+    if (plan_is_flat(&s->plan)) {
+        write_scaled_row(s, s->plan.row_here[s->plan.base_of[from] + token], 1, piece, first,
+                         n);
         return;
     }
-    const int32_t *slots = choices_here(&s->plan, from, token);
+    const int32_t *slots = plan_slots_of_token(&s->plan, from, token);
     for (uint32_t k = 0; k < s->plan.header->layer.top_k; k++) {
         const int32_t slot = slots[k];
         if (slot < 0) continue;
-        put_rows(s, slot, a->slot_weights ? a->slot_weights[slot] : 1, piece, first, n);
+        write_scaled_row(s, slot, a->slot_weights ? a->slot_weights[slot] : 1, piece, first, n);
         if (a->d_slot_weights)
             add_dot(s, slot, &s->x->sums[from * MAX_TOP_K + (int)k], piece, first, n);
     }
 }
 
-static void fill(void *self, int64_t token, int32_t piece, void *entry)
+static void combine_backward_fill_entry(void *self, int64_t token, int32_t piece, void *entry)
 {
     spreading *s = self;
     exchange *x = s->x;
-    const unsigned char *from = own_row(s, token) + piece_begin(&s->cut, piece);
-    const size_t size = (size_t)piece_size(&s->cut, piece);
-    const lane_way way = lane_way_of(x, x->rank, (int64_t)size);
-    lane_write(x, x->rank, way, entry, from, size, s->kernels->copy);
+    const unsigned char *from = row_of_own_token(s, token) + piece_offset(&s->split, piece);
+    const size_t size = (size_t)piece_size(&s->split, piece);
+    const ring_path way = ring_choose_path(x, x->rank, (int64_t)size);
+    ring_write_row(x, x->rank, way, entry, from, size, s->kernels->copy);
 }
 
-static void take(void *self, int from, int64_t token, int32_t piece, const void *entry)
+static void combine_backward_read_entry(void *self, int from, int64_t token, int32_t piece,
+                                        const void *entry)
 {
     spreading *s = self;
     const int64_t size = (int64_t)epic_type_bytes(s->args->type);
-    take_piece(s, from, token, entry, piece_begin(&s->cut, piece) / size,
-               piece_size(&s->cut, piece) / size);
+    scatter_piece(s, from, token, entry, piece_offset(&s->split, piece) / size,
+                  piece_size(&s->split, piece) / size);
 }
 
-static void take_own(void *self, int64_t token)
+static void combine_backward_read_own(void *self, int64_t token)
 {
     spreading *s = self;
-    const int64_t n = s->cut.row_bytes / (int64_t)epic_type_bytes(s->args->type);
-    take_piece(s, s->x->rank, token, own_row(s, token), 0, n);
+    const int64_t n = s->split.row_bytes / (int64_t)epic_type_bytes(s->args->type);
+    scatter_piece(s, s->x->rank, token, row_of_own_token(s, token), 0, n);
 }
 
-static bool wants(void *self, int peer, int64_t token)
+static bool combine_backward_is_sent(void *self, int peer, int64_t token)
 {
-    return goes_to(&((spreading *)self)->plan, peer, token);
+    return plan_sends_token(&((spreading *)self)->plan, peer, token);
 }
 
-static bool mine(void *self, int from, int64_t token)
+static bool combine_backward_is_received(void *self, int from, int64_t token)
 {
-    return has_here(&((spreading *)self)->plan, from, token);
+    return plan_receives_token(&((spreading *)self)->plan, from, token);
 }
 
-static void list_arrays(const epic_combine_backward_args *a, slot_array out[3])
+static void list_output_arrays(const epic_combine_backward_args *a, slot_array out[3])
 {
     out[0] = (slot_array){a->d_rows.data, a->d_rows.row_bytes, a->d_rows.num_rows};
     out[1] = (slot_array){a->d_rows_scales.data, a->d_rows_scales.row_bytes,
@@ -114,57 +116,57 @@ static void list_arrays(const epic_combine_backward_args *a, slot_array out[3])
     out[2] = (slot_array){a->d_slot_weights, sizeof(float), a->d_rows.num_rows};
 }
 
-static epic_result move(spreading *s)
+static epic_result combine_backward_transfer(spreading *s)
 {
     slot_array arrays[3];
-    TRY(step_check_slots(s->x, "d_rows"));
-    list_arrays(s->args, arrays);
-    for (int i = 0; i < 3; i++) clear_padding(&s->plan, &arrays[i], s->args->flags);
-    s->cut = cut_rows(s->x, true, s->args->d_out.row_bytes, 0);
+    TRY(plan_op_check_slots(s->x, "d_rows"));
+    list_output_arrays(s->args, arrays);
+    for (int i = 0; i < 3; i++) slot_array_clear_padding(&s->plan, &arrays[i], s->args->flags);
+    s->split = exchange_split_rows(s->x, true, s->args->d_out.row_bytes, 0);
     const scatter how = {.self = s,
                          .items = tokens_of(s->x, &s->plan),
-                         .cut = s->cut,
-                         .wants = wants,
-                         .mine = mine,
-                         .fill = fill,
-                         .settle = s->kernels->fence_copies,
-                         .take = take,
-                         .take_own = take_own};
+                         .split = s->split,
+                         .is_sent = combine_backward_is_sent,
+                         .is_received = combine_backward_is_received,
+                         .fill_entry = combine_backward_fill_entry,
+                         .flush_stores = s->kernels->fence_copies,
+                         .read_entry = combine_backward_read_entry,
+                         .read_own_item = combine_backward_read_own};
     return scatter_run(s->x, &how);
 }
 
-static int64_t least(int64_t a, int64_t b)
+static int64_t min_int64(int64_t a, int64_t b)
 {
     return a < b ? a : b;
 }
 
 epic_result host_combine_backward(epic_context *ctx, const epic_combine_backward_args *args,
-                                  const note_extra *extra)
+                                  const op_header_extra *extra)
 {
     spreading spread = {.args = args, .kernels = host_kernels_get()};
     step s;
-    step_begin(&s, ctx, EPIC_OP_COMBINE_BACKWARD, args->plan, args->plan_bytes, extra);
-    TRY(step_check_layer(&s, args->layer));
-    TRY(step_check_tokens(&s, "d_out", args->d_out.num_rows));
-    s.note.same[SAME_TYPE] = args->type;
-    s.note.same[SAME_ROW_BYTES] = args->d_out.row_bytes;
-    s.note.same[SAME_QUANTIZE] = args->quantize;
-    s.note.same[SAME_WEIGHTS] = args->slot_weights != NULL;
-    s.note.own[OWN_ROWS] = args->d_slot_weights
-                               ? least(args->d_rows.num_rows, args->rows.num_rows)
-                               : args->d_rows.num_rows;
-    s.note.own[OWN_NEEDED] = s.damaged ? 0 : s.plan.header->num_slots;
+    plan_op_begin(&s, ctx, EPIC_OP_COMBINE_BACKWARD, args->plan, args->plan_bytes, extra);
+    TRY(plan_op_check_layer(&s, args->layer));
+    TRY(plan_op_check_tokens(&s, "d_out", args->d_out.num_rows));
+    s.note.same[COMMON_TYPE] = args->type;
+    s.note.same[COMMON_ROW_BYTES] = args->d_out.row_bytes;
+    s.note.same[COMMON_QUANTIZE] = args->quantize;
+    s.note.same[COMMON_WEIGHTS] = args->slot_weights != NULL;
+    s.note.own[LOCAL_ROWS] = args->d_slot_weights
+                                 ? min_int64(args->d_rows.num_rows, args->rows.num_rows)
+                                 : args->d_rows.num_rows;
+    s.note.own[LOCAL_NEEDED_ROWS] = s.damaged ? 0 : s.plan.header->num_slots;
     const uint64_t bytes = (uint64_t)(args->d_out.num_rows * args->d_out.row_bytes);
     epic_result result =
         exchange_open(&spread.x, ctx, EPIC_OP_COMBINE_BACKWARD, &args->call, &s.note, bytes);
     if (!spread.x) return result;
     spread.plan = s.plan;
     const bool moves = result == EPIC_OK && s.plan.header->result == EPIC_OK;
-    if (moves) result = move(&spread);
+    if (moves) result = combine_backward_transfer(&spread);
     if (!moves || result == EPIC_EOVERFLOW) {
         slot_array arrays[3];
-        list_arrays(args, arrays);
-        for (int i = 0; i < 3; i++) clear_all(&arrays[i]);
+        list_output_arrays(args, arrays);
+        for (int i = 0; i < 3; i++) slot_array_clear(&arrays[i]);
     }
     return exchange_close(spread.x, result);
 }

@@ -8,15 +8,15 @@
 #include "exchange/ring_copy.h"
 #include "host_ops/host_ops.h"
 
-#define NEAR_BYTES (4 << 20) /* of slots: caches hold them until the experts read them */
+#define CACHED_COPY_MAX (4 << 20) /* of slots: caches hold them until the experts read them */
 
 typedef struct dispatching {
     const epic_dispatch_args *args;
     const host_kernels *kernels;
-    lane_copy *copy; /* to slots */
+    copy_function *copy; /* to slots */
     exchange *x;
     plan_view plan;
-    cut cut;
+    row_split split;
     int64_t scales_at, weights_at; /* where they begin in the string */
     int64_t held;                  /* the token whose quantized string x->row holds, or -1 */
 } dispatching;
@@ -33,7 +33,7 @@ static unsigned char *out_row_of(const epic_rows *rows, int64_t i)
 
 /* ---------------------------------------------------------------------------- sending ---- */
 
-static void quantize(dispatching *d, int64_t token)
+static void quantize_token(dispatching *d, int64_t token)
 {
     const epic_dispatch_args *a = d->args;
     const epic_type type = (epic_type)a->type;
@@ -49,14 +49,14 @@ static void quantize(dispatching *d, int64_t token)
 static const unsigned char *row_part(dispatching *d, int64_t token)
 {
     if (!d->args->quantize) return row_of(&d->args->tokens, token);
-    quantize(d, token);
+    quantize_token(d, token);
     return d->x->row;
 }
 
 static const unsigned char *scales_part(dispatching *d, int64_t token)
 {
     if (!d->args->quantize) return row_of(&d->args->scales, token);
-    quantize(d, token);
+    quantize_token(d, token);
     return d->x->row + d->scales_at;
 }
 
@@ -66,8 +66,8 @@ static const float *weights_part(const dispatching *d, int64_t token)
 }
 
 /* Copies what two ranges of a string share: [at, at + size) of `to`, [begin, end) of `from`. */
-static void copy_shared(lane_copy *copy, void *to, int64_t at, int64_t size, const void *from,
-                        int64_t begin, int64_t end)
+static void copy_overlap(copy_function *copy, void *to, int64_t at, int64_t size,
+                         const void *from, int64_t begin, int64_t end)
 {
     const int64_t low = at > begin ? at : begin;
     const int64_t high = at + size < end ? at + size : end;
@@ -77,31 +77,32 @@ static void copy_shared(lane_copy *copy, void *to, int64_t at, int64_t size, con
 }
 
 /* To few slots, which the experts read from the cache, and to lanes whose readers are near. */
-static void copy_near(void *to, const void *from, size_t n)
+static void copy_cached(void *to, const void *from, size_t n)
 {
     memcpy(to, from, n);
 }
 
-static void fill_by(dispatching *d, int64_t token, int32_t piece, void *entry, lane_copy *copy)
+static void fill_entry_with(dispatching *d, int64_t token, int32_t piece, void *entry,
+                            copy_function *copy)
 {
-    const int64_t begin = piece_begin(&d->cut, piece), size = piece_size(&d->cut, piece);
-    const int64_t row = d->scales_at, end = d->cut.row_bytes;
-    if (begin < row) copy_shared(copy, entry, begin, size, row_part(d, token), 0, row);
+    const int64_t begin = piece_offset(&d->split, piece), size = piece_size(&d->split, piece);
+    const int64_t row = d->scales_at, end = d->split.row_bytes;
+    if (begin < row) copy_overlap(copy, entry, begin, size, row_part(d, token), 0, row);
     if (row < d->weights_at)
-        copy_shared(copy, entry, begin, size, scales_part(d, token), row, d->weights_at);
+        copy_overlap(copy, entry, begin, size, scales_part(d, token), row, d->weights_at);
     if (d->weights_at < end)
-        copy_shared(copy, entry, begin, size, weights_part(d, token), d->weights_at, end);
+        copy_overlap(copy, entry, begin, size, weights_part(d, token), d->weights_at, end);
 }
 
-static void fill(void *self, int64_t token, int32_t piece, void *entry)
+static void dispatch_fill_entry(void *self, int64_t token, int32_t piece, void *entry)
 {
     dispatching *d = self;
     const int rank = d->x->rank;
-    const int64_t size = piece_size(&d->cut, piece);
-    const lane_way way = lane_way_of(d->x, rank, size);
-    void *to = way == LANE_TIMED ? d->x->pieces : entry;
-    fill_by(d, token, piece, to, way == LANE_FAR ? d->kernels->copy : copy_near);
-    if (to != entry) lane_write(d->x, rank, way, entry, to, (size_t)size, d->kernels->copy);
+    const int64_t size = piece_size(&d->split, piece);
+    const ring_path way = ring_choose_path(d->x, rank, size);
+    void *to = way == RING_TIMED ? d->x->pieces : entry;
+    fill_entry_with(d, token, piece, to, way == RING_STREAMED ? d->kernels->copy : copy_cached);
+    if (to != entry) ring_write_row(d->x, rank, way, entry, to, (size_t)size, d->kernels->copy);
 }
 
 /* -------------------------------------------------------------------------- receiving ---- */
@@ -118,14 +119,14 @@ typedef struct parts {
 } parts;
 
 /* What the string's range [begin, end), which lies at `piece`, has of its range [low, high). */
-static part part_of(const unsigned char *piece, int64_t begin, int64_t end, int64_t low,
-                    int64_t high)
+static part string_part_of(const unsigned char *piece, int64_t begin, int64_t end, int64_t low,
+                           int64_t high)
 {
     const int64_t first = low > begin ? low : begin, last = high < end ? high : end;
     return (part){piece + (first - begin), first - low, last - first};
 }
 
-static void put_row(const dispatching *d, int64_t slot, const parts *p)
+static void write_row(const dispatching *d, int64_t slot, const parts *p)
 {
     const epic_dispatch_args *a = d->args;
     if (p->row.size > 0)
@@ -136,81 +137,82 @@ static void put_row(const dispatching *d, int64_t slot, const parts *p)
 }
 
 /* Weights are few: they go through the caches.  A piece may end within one. */
-static void put_weight(const dispatching *d, int64_t place, uint32_t k, const part *weights)
+static void write_weight(const dispatching *d, int64_t place, uint32_t k, const part *weights)
 {
     const int64_t at = (int64_t)(k * sizeof(float)), end = weights->at + weights->size;
     float *to = d->args->slot_weights + place;
     if (weights->at <= at && at + (int64_t)sizeof *to <= end)
         memcpy(to, weights->from + (at - weights->at), sizeof *to);
     else
-        copy_shared(copy_near, to, at, sizeof *to, weights->from, weights->at, end);
+        copy_overlap(copy_cached, to, at, sizeof *to, weights->from, weights->at, end);
 }
 
-static void put_flat(const dispatching *d, int from, int64_t token, const parts *p)
+static void write_flat_row(const dispatching *d, int from, int64_t token, const parts *p)
 {
     const int64_t row = d->plan.row_here[d->plan.base_of[from] + token];
-    const int32_t *experts = choices_here(&d->plan, from, token);
+    const int32_t *experts = plan_slots_of_token(&d->plan, from, token);
     const uint32_t top_k = d->plan.header->layer.top_k;
     int64_t place = row * top_k;
-    put_row(d, row, p);
+    write_row(d, row, p);
     for (uint32_t k = 0; k < top_k && p->weights.size > 0; k++)
-        if (experts[k] >= 0) put_weight(d, place++, k, &p->weights);
+        if (experts[k] >= 0) write_weight(d, place++, k, &p->weights);
 }
 
-static void put(const dispatching *d, int from, int64_t token, const parts *p)
+static void write_token(const dispatching *d, int from, int64_t token, const parts *p)
 {
-    if (is_flat(&d->plan)) {
-        put_flat(d, from, token, p);
+    if (plan_is_flat(&d->plan)) {
+        write_flat_row(d, from, token, p);
         return;
     }
-    const int32_t *slots = choices_here(&d->plan, from, token);
+    const int32_t *slots = plan_slots_of_token(&d->plan, from, token);
     uint32_t here[MAX_TOP_K], count = 0; /* listed first: which are here is chance */
     for (uint32_t k = 0; k < d->plan.header->layer.top_k; k++) {
         here[count] = k;
         count += slots[k] >= 0;
     }
     for (uint32_t i = 0; i < count; i++) {
-        put_row(d, slots[here[i]], p);
-        if (p->weights.size > 0) put_weight(d, slots[here[i]], here[i], &p->weights);
+        write_row(d, slots[here[i]], p);
+        if (p->weights.size > 0) write_weight(d, slots[here[i]], here[i], &p->weights);
     }
 }
 
-static void take(void *self, int from, int64_t token, int32_t piece, const void *entry)
+static void dispatch_read_entry(void *self, int from, int64_t token, int32_t piece,
+                                const void *entry)
 {
     dispatching *d = self;
-    const int64_t begin = piece_begin(&d->cut, piece);
-    const int64_t end = begin + piece_size(&d->cut, piece);
-    const parts p = {part_of(entry, begin, end, 0, d->scales_at),
-                     part_of(entry, begin, end, d->scales_at, d->weights_at),
-                     part_of(entry, begin, end, d->weights_at, d->cut.row_bytes)};
-    put(d, from, token, &p);
+    const int64_t begin = piece_offset(&d->split, piece);
+    const int64_t end = begin + piece_size(&d->split, piece);
+    const parts p = {string_part_of(entry, begin, end, 0, d->scales_at),
+                     string_part_of(entry, begin, end, d->scales_at, d->weights_at),
+                     string_part_of(entry, begin, end, d->weights_at, d->split.row_bytes)};
+    write_token(d, from, token, &p);
 }
 
-static void take_own(void *self, int64_t token)
+static void dispatch_read_own(void *self, int64_t token)
 {
     dispatching *d = self;
     const int64_t row = d->scales_at, scales = d->weights_at - row;
-    const int64_t weights = d->cut.row_bytes - d->weights_at;
+    const int64_t weights = d->split.row_bytes - d->weights_at;
     parts p = {0};
     if (row > 0) p.row = (part){row_part(d, token), 0, row};
     if (scales > 0) p.scales = (part){scales_part(d, token), 0, scales};
     if (weights > 0) p.weights = (part){(const void *)weights_part(d, token), 0, weights};
-    put(d, d->x->rank, token, &p);
+    write_token(d, d->x->rank, token, &p);
 }
 
-static bool wants(void *self, int peer, int64_t token)
+static bool dispatch_is_sent(void *self, int peer, int64_t token)
 {
-    return goes_to(&((dispatching *)self)->plan, peer, token);
+    return plan_sends_token(&((dispatching *)self)->plan, peer, token);
 }
 
-static bool mine(void *self, int from, int64_t token)
+static bool dispatch_is_received(void *self, int from, int64_t token)
 {
-    return has_here(&((dispatching *)self)->plan, from, token);
+    return plan_receives_token(&((dispatching *)self)->plan, from, token);
 }
 
 /* ------------------------------------------------------------------------ the whole ---- */
 
-static void list_arrays(const epic_dispatch_args *a, uint32_t weights, slot_array out[3])
+static void list_output_arrays(const epic_dispatch_args *a, uint32_t weights, slot_array out[3])
 {
     out[0] = (slot_array){a->recv.data, a->recv.row_bytes, a->recv.num_rows};
     out[1] =
@@ -219,7 +221,7 @@ static void list_arrays(const epic_dispatch_args *a, uint32_t weights, slot_arra
 }
 
 /* FLAT: the local experts of each row in ascending k; unused entries are -1. */
-static void write_experts(const dispatching *d)
+static void write_recv_expert(const dispatching *d)
 {
     const plan_header *h = d->plan.header;
     const uint32_t top_k = h->layer.top_k;
@@ -239,120 +241,120 @@ static void write_experts(const dispatching *d)
         out[i] = -1;
 }
 
-static epic_result move(dispatching *d)
+static epic_result dispatch_transfer(dispatching *d)
 {
     const epic_dispatch_args *a = d->args;
-    const bool flat = is_flat(&d->plan);
+    const bool flat = plan_is_flat(&d->plan);
     const int64_t top_k = d->plan.header->layer.top_k;
     slot_array arrays[3];
-    TRY(step_check_slots(d->x, "recv"));
-    list_arrays(a, flat ? (uint32_t)top_k : 1, arrays);
-    for (int i = 0; i < 3; i++) clear_padding(&d->plan, &arrays[i], a->flags);
+    TRY(plan_op_check_slots(d->x, "recv"));
+    list_output_arrays(a, flat ? (uint32_t)top_k : 1, arrays);
+    for (int i = 0; i < 3; i++) slot_array_clear_padding(&d->plan, &arrays[i], a->flags);
     if (flat && a->slot_weights)
         memset(a->slot_weights, 0, (size_t)(d->plan.header->num_slots * top_k) * sizeof(float));
-    if (a->recv_expert) write_experts(d);
+    if (a->recv_expert) write_recv_expert(d);
     d->scales_at = a->recv.row_bytes;
     d->weights_at = d->scales_at + a->recv_scales.row_bytes; /* 0: no scales */
     d->held = -1;
     const int64_t string = d->weights_at + (a->weights ? 4 * top_k : 0);
-    d->cut = cut_rows(d->x, true, string, 0);
+    d->split = exchange_split_rows(d->x, true, string, 0);
     const scatter s = {.self = d,
                        .items = tokens_of(d->x, &d->plan),
-                       .cut = d->cut,
-                       .wants = wants,
-                       .mine = mine,
-                       .fill = fill,
-                       .settle = d->kernels->fence_copies,
-                       .take = take,
-                       .take_own = take_own};
+                       .split = d->split,
+                       .is_sent = dispatch_is_sent,
+                       .is_received = dispatch_is_received,
+                       .fill_entry = dispatch_fill_entry,
+                       .flush_stores = d->kernels->fence_copies,
+                       .read_entry = dispatch_read_entry,
+                       .read_own_item = dispatch_read_own};
     return scatter_run(d->x, &s);
 }
 
-static void clear_outputs(const epic_dispatch_args *a)
+static void dispatch_clear_outputs(const epic_dispatch_args *a)
 {
     slot_array arrays[3];
     const int64_t top_k = a->layer->layout == EPIC_FLAT ? a->layer->top_k : 1;
-    list_arrays(a, (uint32_t)top_k, arrays);
-    for (int i = 0; i < 3; i++) clear_all(&arrays[i]);
+    list_output_arrays(a, (uint32_t)top_k, arrays);
+    for (int i = 0; i < 3; i++) slot_array_clear(&arrays[i]);
     for (int64_t i = 0; a->recv_expert && i < a->recv.num_rows * top_k; i++)
         a->recv_expert[i] = -1;
 }
 
-static epic_result check(const step *s, const epic_dispatch_args *a)
+static epic_result dispatch_check(const step *s, const epic_dispatch_args *a)
 {
-    TRY(step_check_layer(s, a->layer));
-    TRY(step_check_tokens(s, "tokens", a->tokens.num_rows));
-    return a->scales.data ? step_check_tokens(s, "scales", a->scales.num_rows) : EPIC_OK;
+    TRY(plan_op_check_layer(s, a->layer));
+    TRY(plan_op_check_tokens(s, "tokens", a->tokens.num_rows));
+    return a->scales.data ? plan_op_check_tokens(s, "scales", a->scales.num_rows) : EPIC_OK;
 }
 
-static void note_rows(int64_t *same, const epic_dispatch_args *args)
+static void op_header_set_rows(int64_t *same, const epic_dispatch_args *args)
 {
-    same[SAME_TYPE] = args->type;
-    same[SAME_ROW_BYTES] = args->recv.row_bytes;
-    same[SAME_SCALE_BYTES] = args->recv_scales.row_bytes;
-    same[SAME_QUANTIZE] = args->quantize;
-    same[SAME_WEIGHTS] = args->weights != NULL;
+    same[COMMON_TYPE] = args->type;
+    same[COMMON_ROW_BYTES] = args->recv.row_bytes;
+    same[COMMON_SCALE_BYTES] = args->recv_scales.row_bytes;
+    same[COMMON_QUANTIZE] = args->quantize;
+    same[COMMON_WEIGHTS] = args->weights != NULL;
 }
 
-int64_t dispatch_number(const epic_dispatch_args *args)
+int64_t dispatch_signature(const epic_dispatch_args *args)
 {
-    int64_t same[NUM_SAME] = {0};
-    note_rows(same, args);
+    int64_t same[NUM_COMMON] = {0};
+    op_header_set_rows(same, args);
     return (int64_t)(hash_bytes(same, sizeof same) | 1);
 }
 
-static uint64_t sent_bytes(const epic_dispatch_args *args)
+static uint64_t dispatched_bytes(const epic_dispatch_args *args)
 {
     return (uint64_t)(args->tokens.num_rows * args->tokens.row_bytes);
 }
 
 /* In an open exchange; the plan is good and has slots. */
-static epic_result move_all(dispatching *d)
+static epic_result dispatch_transfer_all(dispatching *d)
 {
-    const bool few = d->plan.header->num_slots * d->args->recv.row_bytes < NEAR_BYTES;
-    d->copy = few ? copy_near : d->kernels->copy;
-    const epic_result result = move(d);
+    const bool few = d->plan.header->num_slots * d->args->recv.row_bytes < CACHED_COPY_MAX;
+    d->copy = few ? copy_cached : d->kernels->copy;
+    const epic_result result = dispatch_transfer(d);
     d->kernels->fence_copies();
     return result;
 }
 
-static epic_result dispatch(epic_context *ctx, const epic_dispatch_args *args, step *s)
+static epic_result dispatch_run(epic_context *ctx, const epic_dispatch_args *args, step *s)
 {
     dispatching d = {.args = args, .kernels = host_kernels_get()};
-    TRY(check(s, args));
-    note_rows(s->note.same, args);
-    s->note.own[OWN_ROWS] = args->recv.num_rows;
-    s->note.own[OWN_NEEDED] = s->damaged ? 0 : s->plan.header->num_slots;
-    epic_result result =
-        exchange_open(&d.x, ctx, EPIC_OP_DISPATCH, &args->call, &s->note, sent_bytes(args));
+    TRY(dispatch_check(s, args));
+    op_header_set_rows(s->note.same, args);
+    s->note.own[LOCAL_ROWS] = args->recv.num_rows;
+    s->note.own[LOCAL_NEEDED_ROWS] = s->damaged ? 0 : s->plan.header->num_slots;
+    epic_result result = exchange_open(&d.x, ctx, EPIC_OP_DISPATCH, &args->call, &s->note,
+                                       dispatched_bytes(args));
     if (!d.x) return result;
     d.plan = s->plan;
     const bool moves = result == EPIC_OK && s->plan.header->result == EPIC_OK;
-    if (moves) result = move_all(&d);
-    if (!moves || result == EPIC_EOVERFLOW) clear_outputs(args);
+    if (moves) result = dispatch_transfer_all(&d);
+    if (!moves || result == EPIC_EOVERFLOW) dispatch_clear_outputs(args);
     return exchange_close(d.x, result);
 }
 
 epic_result host_dispatch(epic_context *ctx, const epic_dispatch_args *args,
-                          const note_extra *extra)
+                          const op_header_extra *extra)
 {
     step s;
-    step_begin(&s, ctx, EPIC_OP_DISPATCH, args->plan, args->plan_bytes, extra);
-    return dispatch(ctx, args, &s);
+    plan_op_begin(&s, ctx, EPIC_OP_DISPATCH, args->plan, args->plan_bytes, extra);
+    return dispatch_run(ctx, args, &s);
 }
 
 /* The receive buffer has room: it was checked beside the capacity, which the plan kept to. */
-epic_result host_dispatch_on(exchange *x, const epic_dispatch_args *args)
+epic_result host_dispatch_continue(exchange *x, const epic_dispatch_args *args)
 {
     dispatching d = {
         .args = args, .kernels = host_kernels_get(), .x = x, .plan = plan_view_of(args->plan)};
-    exchange_go_on(x, EPIC_OP_DISPATCH, sent_bytes(args));
-    return exchange_close(x, move_all(&d));
+    exchange_reuse(x, EPIC_OP_DISPATCH, dispatched_bytes(args));
+    return exchange_close(x, dispatch_transfer_all(&d));
 }
 
-epic_result host_dispatch_made(epic_context *ctx, const epic_dispatch_args *args)
+epic_result host_dispatch_unchecked(epic_context *ctx, const epic_dispatch_args *args)
 {
     step s;
-    step_begin_made(&s, EPIC_OP_DISPATCH, args->plan);
-    return dispatch(ctx, args, &s);
+    plan_op_begin_unchecked(&s, EPIC_OP_DISPATCH, args->plan);
+    return dispatch_run(ctx, args, &s);
 }

@@ -32,7 +32,7 @@ static void copy_ids(int32_t *ids, const epic_plan_args *args, const epic_layer 
     }
 }
 
-static bool fit_in_note(int64_t num_tokens, const epic_layer *layer)
+static bool do_ids_fit_header(int64_t num_tokens, const epic_layer *layer)
 {
     return num_tokens * layer->top_k * (int64_t)sizeof(int32_t) <= NOTE_BYTES;
 }
@@ -46,7 +46,8 @@ static bool is_duplicate(const epic_plan_args *args, int64_t i, int64_t top_k)
     return false;
 }
 
-static void note_bad_id(epic_note *note, const epic_plan_args *args, const epic_layer *layer)
+static void op_header_check_ids(epic_note *note, const epic_plan_args *args,
+                                const epic_layer *layer)
 {
     const int64_t k = layer->top_k, choices = args->num_tokens * k;
     const int64_t num_ids = layer_num_ids(layer);
@@ -55,59 +56,60 @@ static void note_bad_id(epic_note *note, const epic_plan_args *args, const epic_
         const int64_t id = id_at(args, i);
         const bool beyond = id >= num_ids;
         if (!beyond && !(distinct && is_duplicate(args, i, k))) continue;
-        note->own[OWN_ERROR] = beyond ? DATA_EXPERT : DATA_DUPLICATE;
-        note->own[OWN_ABOUT] = i / k;
-        note->own[OWN_ABOUT + 1] = i % k;
-        note->own[OWN_ABOUT + 2] = id;
-        note->own[OWN_ABOUT + 3] = num_ids;
+        note->own[LOCAL_ERROR] = beyond ? DATA_EXPERT : DATA_DUPLICATE;
+        note->own[LOCAL_ERROR_DETAILS] = i / k;
+        note->own[LOCAL_ERROR_DETAILS + 1] = i % k;
+        note->own[LOCAL_ERROR_DETAILS + 2] = id;
+        note->own[LOCAL_ERROR_DETAILS + 3] = num_ids;
         return;
     }
 }
 
 /* Also a table that cannot be used; false then. */
-static bool note_tables(epic_note *note, const epic_context *ctx, const epic_plan_args *args,
-                        const epic_layer *layer)
+static bool op_header_set_tables(epic_note *note, const epic_context *ctx,
+                                 const epic_plan_args *args, const epic_layer *layer)
 {
     const int32_t *ranks = args->rank_of_expert, *logical = args->logical_of_expert;
     const size_t bytes = layer->num_experts * sizeof *ranks;
-    if (ranks) note->same[SAME_PLACEMENT] = (int64_t)hash_bytes(ranks, bytes);
-    if (logical) note->same[SAME_REPLICAS] = (int64_t)hash_bytes(logical, bytes);
-    const int64_t wrong = placement_error(layer, ctx->num_ranks, ranks);
+    if (ranks) note->same[COMMON_PLACEMENT] = (int64_t)hash_bytes(ranks, bytes);
+    if (logical) note->same[COMMON_REPLICAS] = (int64_t)hash_bytes(logical, bytes);
+    const int64_t wrong = layer_find_misplaced(layer, ctx->num_ranks, ranks);
     const replicas_error error = replicas_check(layer, logical);
     const data_fault placement = {DATA_PLACEMENT, {wrong, wrong < 0 ? 0 : ranks[wrong]}};
     const data_fault replicas = {DATA_REPLICAS,
                                  {error.expert, error.logical, layer->num_logical}};
     if (wrong >= 0)
-        note_fault(note, &placement);
+        op_header_set_fault(note, &placement);
     else if (error.expert >= 0 || error.logical >= 0)
-        note_fault(note, &replicas);
-    return note->own[OWN_ERROR] == DATA_GOOD;
+        op_header_set_fault(note, &replicas);
+    return note->own[LOCAL_ERROR] == DATA_OK;
 }
 
-static void fill_note(epic_note *note, const epic_context *ctx, const epic_plan_args *args,
-                      const epic_layer *layer, const note_extra *extra)
+static void plan_fill_header(epic_note *note, const epic_context *ctx,
+                             const epic_plan_args *args, const epic_layer *layer,
+                             const op_header_extra *extra)
 {
     memset(note, 0, sizeof *note);
-    note->same[SAME_OPERATION] = EPIC_OP_PLAN;
-    note_layer(note, layer);
-    note->own[OWN_TOKENS] = args->num_tokens;
-    note->own[OWN_CAPACITY] = args->capacity;
-    note_options(note, extra ? extra->options : NULL);
-    if (!note_tables(note, ctx, args, layer)) return;
-    note_bad_id(note, args, layer);
-    note_fault(note, extra ? extra->fault : NULL);
+    note->same[COMMON_OPERATION] = EPIC_OP_PLAN;
+    op_header_set_layer(note, layer);
+    note->own[LOCAL_TOKENS] = args->num_tokens;
+    note->own[LOCAL_CAPACITY] = args->capacity;
+    op_header_set_options(note, extra ? extra->options : NULL);
+    if (!op_header_set_tables(note, ctx, args, layer)) return;
+    op_header_check_ids(note, args, layer);
+    op_header_set_fault(note, extra ? extra->fault : NULL);
     int32_t ids[NOTE_BYTES / sizeof(int32_t)] = {0};
-    if (!fit_in_note(args->num_tokens, layer)) return;
+    if (!do_ids_fit_header(args->num_tokens, layer)) return;
     copy_ids(ids, args, layer);
     memcpy(note->bytes, ids, sizeof ids);
 }
 
-static int32_t *ids_of(planning *p, int rank, int64_t token)
+static int32_t *ids_of_token(planning *p, int rank, int64_t token)
 {
     return p->planner.here + (p->planner.base_of[rank] + token) * (int64_t)p->layer.top_k;
 }
 
-static bool always(void *self, int rank, int64_t item)
+static bool is_always_sent(void *self, int rank, int64_t item)
 {
     (void)self, (void)rank, (void)item;
     return true;
@@ -117,32 +119,32 @@ static void fill_ids(void *self, int64_t item, int32_t piece, void *entry)
 {
     planning *p = self;
     (void)piece;
-    memcpy(entry, ids_of(p, p->x->rank, item), p->layer.top_k * sizeof(int32_t));
+    memcpy(entry, ids_of_token(p, p->x->rank, item), p->layer.top_k * sizeof(int32_t));
 }
 
-static void take_ids(void *self, int from, int64_t item, int32_t piece, const void *entry)
+static void read_ids(void *self, int from, int64_t item, int32_t piece, const void *entry)
 {
     planning *p = self;
     (void)piece;
-    memcpy(ids_of(p, from, item), entry, p->layer.top_k * sizeof(int32_t));
+    memcpy(ids_of_token(p, from, item), entry, p->layer.top_k * sizeof(int32_t));
 }
 
-static void take_own_ids(void *self, int64_t item)
+static void skip_own_ids(void *self, int64_t item)
 {
     (void)self, (void)item; /* they are there already */
 }
 
 /* Takes the ids that ride in notes; true: those of some rank do not. */
-static bool take_noted_ids(planning *p)
+static bool read_header_ids(planning *p)
 {
     exchange *x = p->x;
     bool more = false;
     for (int r = 0; r < x->num_ranks; r++) {
         const int64_t tokens = x->items[r];
-        const bool noted = fit_in_note(tokens, &p->layer);
+        const bool noted = do_ids_fit_header(tokens, &p->layer);
         more |= !noted;
         if (!noted) continue;
-        memcpy(ids_of(p, r, 0), x->notes[r]->bytes,
+        memcpy(ids_of_token(p, r, 0), x->headers[r]->bytes,
                (size_t)tokens * p->layer.top_k * sizeof(int32_t));
         x->items[r] = 0;
     }
@@ -151,17 +153,17 @@ static bool take_noted_ids(planning *p)
 
 static epic_result exchange_ids(planning *p)
 {
-    const scatter s = {.self = p,
-                       .items = p->x->items,
-                       .cut =
-                           cut_rows(p->x, true, p->layer.top_k * (int64_t)sizeof(int32_t), 0),
-                       .wants = always,
-                       .mine = always,
-                       .fill = fill_ids,
-                       .take = take_ids,
-                       .take_own = take_own_ids};
-    copy_ids(ids_of(p, p->x->rank, 0), p->args, &p->layer);
-    return take_noted_ids(p) ? scatter_run(p->x, &s) : EPIC_OK;
+    const scatter s = {
+        .self = p,
+        .items = p->x->items,
+        .split = exchange_split_rows(p->x, true, p->layer.top_k * (int64_t)sizeof(int32_t), 0),
+        .is_sent = is_always_sent,
+        .is_received = is_always_sent,
+        .fill_entry = fill_ids,
+        .read_entry = read_ids,
+        .read_own_item = skip_own_ids};
+    copy_ids(ids_of_token(p, p->x->rank, 0), p->args, &p->layer);
+    return read_header_ids(p) ? scatter_run(p->x, &s) : EPIC_OK;
 }
 
 static void write_counts(planning *p, epic_result result)
@@ -186,12 +188,14 @@ static void write_counts(planning *p, epic_result result)
 
 /* A plan that moves nothing, after a class (b) error that the notes told.  Our own placement is
  * used unless it is what is wrong: the caller's arrays are as long as it says. */
-static void clear_plan(planning *p)
+static void make_empty_plan(planning *p)
 {
     const exchange *x = p->x;
     plan_tables tables = {.rank_of_expert = p->args->rank_of_expert};
-    if (note_own(x, x->rank, OWN_ERROR) == DATA_PLACEMENT) tables.rank_of_expert = NULL;
-    for (int r = 0; r < x->num_ranks; r++) x->items[r] = note_own(x, r, OWN_TOKENS);
+    if (exchange_local_field(x, x->rank, LOCAL_ERROR) == DATA_PLACEMENT)
+        tables.rank_of_expert = NULL;
+    for (int r = 0; r < x->num_ranks; r++)
+        x->items[r] = exchange_local_field(x, r, LOCAL_TOKENS);
     planner_begin(&p->planner, p->args->plan, &p->layer, x->rank, x->num_ranks, x->items,
                   &tables);
     const int64_t choices = p->planner.header->total_tokens * p->layer.top_k;
@@ -202,15 +206,16 @@ static void clear_plan(planning *p)
     write_counts(p, EPIC_EINVAL);
 }
 
-static epic_result make(planning *p)
+static epic_result make_plan(planning *p)
 {
     exchange *x = p->x;
-    for (int r = 0; r < x->num_ranks; r++) x->items[r] = note_own(x, r, OWN_TOKENS);
+    for (int r = 0; r < x->num_ranks; r++)
+        x->items[r] = exchange_local_field(x, r, LOCAL_TOKENS);
     const plan_tables tables = {p->args->rank_of_expert, p->args->logical_of_expert};
     planner_begin(&p->planner, p->args->plan, &p->layer, x->rank, x->num_ranks, x->items,
                   &tables);
     for (int r = 0; r < x->num_ranks; r++)
-        p->planner.capacity[r] = note_own(x, r, OWN_CAPACITY);
+        p->planner.capacity[r] = exchange_local_field(x, r, LOCAL_CAPACITY);
     TRY(exchange_ids(p));
     const epic_result result = planner_finish(&p->planner);
     write_counts(p, result);
@@ -221,7 +226,7 @@ static epic_result make(planning *p)
 static void trace_ids(const planning *p)
 {
     const trace_record record = {.tag = p->x->tag,
-                                 .place = p->x->place,
+                                 .place = p->x->sequence,
                                  .plan = {.num_tokens = p->args->num_tokens,
                                           .top_k = p->layer.top_k,
                                           .num_experts = layer_num_ids(&p->layer),
@@ -230,59 +235,63 @@ static void trace_ids(const planning *p)
 }
 
 /* Are the plan's bytes a plan, also one that moves nothing? */
-static bool is_made(epic_result result)
+static bool is_plan_written(epic_result result)
 {
     return result == EPIC_OK || result == EPIC_EINVAL || result == EPIC_EOVERFLOW;
 }
 
 /* Without p->x nothing was opened; else the caller closes. */
-static epic_result plan(planning *p, epic_context *ctx, const note_extra *extra, int64_t next)
+static epic_result plan_run(planning *p, epic_context *ctx, const op_header_extra *extra,
+                            int64_t next)
 {
     const epic_plan_args *args = p->args;
-    fill_note(&p->note, ctx, args, &p->layer, extra);
-    p->note.own[OWN_NEXT] = next;
+    plan_fill_header(&p->note, ctx, args, &p->layer, extra);
+    p->note.own[LOCAL_NEXT_DISPATCH] = next;
     const uint64_t bytes = (uint64_t)(args->num_tokens * p->layer.top_k) * sizeof(int32_t);
     epic_result result = exchange_open(&p->x, ctx, EPIC_OP_PLAN, &args->call, &p->note, bytes);
     if (!p->x) return result;
     if (result == EPIC_OK)
-        result = make(p);
+        result = make_plan(p);
     else
-        clear_plan(p);
+        make_empty_plan(p);
     const uint64_t id =
-        hash_join(hash_join(hash_join(ctx->group_id, p->x->tag), p->x->place), 1) | 1;
-    if (is_made(result)) planner_seal(&p->planner, id, ctx->group_id, result);
-    if (is_made(result) && result != EPIC_EINVAL) trace_ids(p);
+        hash_join(hash_join(hash_join(ctx->group_id, p->x->tag), p->x->sequence), 1) | 1;
+    if (is_plan_written(result)) planner_seal(&p->planner, id, ctx->group_id, result);
+    if (is_plan_written(result) && result != EPIC_EINVAL) trace_ids(p);
     return result;
 }
 
-epic_result host_plan(epic_context *ctx, const epic_plan_args *args, const note_extra *extra)
+epic_result host_plan(epic_context *ctx, const epic_plan_args *args,
+                      const op_header_extra *extra)
 {
     planning p = {.args = args, .layer = *args->layer};
-    const epic_result result = plan(&p, ctx, extra, 0);
+    const epic_result result = plan_run(&p, ctx, extra, 0);
     return p.x ? exchange_close(p.x, result) : result;
 }
 
 /* Does the same dispatch follow on every rank?  If not, its own bootstrap tells what differs. */
-static bool goes_on(const exchange *x)
+static bool do_all_continue(const exchange *x)
 {
     for (int r = 0; r < x->num_ranks; r++)
-        if (note_own(x, r, OWN_NEXT) != note_own(x, x->rank, OWN_NEXT)) return false;
+        if (exchange_local_field(x, r, LOCAL_NEXT_DISPATCH) !=
+            exchange_local_field(x, x->rank, LOCAL_NEXT_DISPATCH))
+            return false;
     return true;
 }
 
 epic_result host_plan_dispatch(epic_context *ctx, const epic_plan_args *args,
-                               const epic_dispatch_args *dispatch, const note_extra *extra)
+                               const epic_dispatch_args *dispatch, const op_header_extra *extra)
 {
     planning p = {.args = args, .layer = *args->layer};
-    epic_result result = plan(&p, ctx, extra, dispatch_number(dispatch));
+    epic_result result = plan_run(&p, ctx, extra, dispatch_signature(dispatch));
     if (!p.x) return result;
-    if (result == EPIC_OK && goes_on(p.x)) return host_dispatch_on(p.x, dispatch);
+    if (result == EPIC_OK && do_all_continue(p.x)) return host_dispatch_continue(p.x, dispatch);
     result = exchange_close(p.x, result);
-    if (!is_made(result)) return result;
-    if (result == EPIC_OK) return host_dispatch_made(ctx, dispatch);
+    if (!is_plan_written(result)) return result;
+    if (result == EPIC_OK) return host_dispatch_unchecked(ctx, dispatch);
     char why[512];
     snprintf(why, sizeof why, "%s", epic_sentence());
-    TRY(host_dispatch_made(ctx,
-                           dispatch)); /* a plan that moves nothing: this clears the outputs */
+    TRY(host_dispatch_unchecked(
+        ctx, dispatch)); /* a plan that moves nothing: this clears the outputs */
     return epic_fail(result, "%s", why);
 }

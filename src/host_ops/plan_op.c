@@ -6,76 +6,77 @@
 #include "host_ops/host_ops.h"
 #include "rules/sentences.h"
 
-void note_layer(epic_note *note, const epic_layer *layer)
+void op_header_set_layer(epic_note *note, const epic_layer *layer)
 {
-    note->same[SAME_NUM_EXPERTS] = layer->num_experts;
-    note->same[SAME_NUM_LOGICAL] = layer->num_logical;
-    note->same[SAME_TOP_K] = layer->top_k;
-    note->same[SAME_ALIGNMENT] = layer->alignment;
-    note->same[SAME_LAYOUT] = layer->layout;
-    note->same[SAME_OVERFLOW] = layer->overflow;
-    note->same[SAME_EXPERT_CAPACITY] = layer->expert_capacity;
-    note->same[SAME_PRIORITY] = layer->priority;
-    note->same[SAME_SUM_ORDER] = layer->sum_order;
-    note->same[SAME_LEAVES] = layer->leaves;
-    note->same[SAME_PARTIAL_TYPE] = layer->partial_type;
-    note->same[SAME_LAYER_FLAGS] = layer->flags;
+    note->same[COMMON_NUM_EXPERTS] = layer->num_experts;
+    note->same[COMMON_NUM_LOGICAL] = layer->num_logical;
+    note->same[COMMON_TOP_K] = layer->top_k;
+    note->same[COMMON_ALIGNMENT] = layer->alignment;
+    note->same[COMMON_LAYOUT] = layer->layout;
+    note->same[COMMON_OVERFLOW] = layer->overflow;
+    note->same[COMMON_EXPERT_CAPACITY] = layer->expert_capacity;
+    note->same[COMMON_PRIORITY] = layer->priority;
+    note->same[COMMON_SUM_ORDER] = layer->sum_order;
+    note->same[COMMON_LEAVES] = layer->leaves;
+    note->same[COMMON_PARTIAL_TYPE] = layer->partial_type;
+    note->same[COMMON_LAYER_FLAGS] = layer->flags;
 }
 
-static void note_plan(step *s)
+static void op_header_set_plan(step *s)
 {
-    s->note.same[SAME_PLAN] = (int64_t)s->plan.header->id;
-    note_layer(&s->note, &s->plan.header->layer);
-    s->note.own[OWN_TOKENS] = s->plan.header->num_tokens;
+    s->note.same[COMMON_PLAN] = (int64_t)s->plan.header->id;
+    op_header_set_layer(&s->note, &s->plan.header->layer);
+    s->note.own[LOCAL_TOKENS] = s->plan.header->num_tokens;
 }
 
-void step_begin(step *s, const epic_context *ctx, uint32_t operation, const void *plan,
-                int64_t plan_bytes, const note_extra *extra)
+void plan_op_begin(step *s, const epic_context *ctx, uint32_t operation, const void *plan,
+                   int64_t plan_bytes, const op_header_extra *extra)
 {
     memset(s, 0, sizeof *s);
     const data_fault damage = {
         DATA_PLAN,
         {plan_check(&s->plan, plan, plan_bytes, ctx->group_id, ctx->rank, ctx->num_ranks)}};
     const data_fault *fault = extra ? extra->fault : NULL;
-    const bool given = fault && fault->error != DATA_GOOD;
-    if (!given && damage.about[0] != PLAN_GOOD) fault = &damage;
-    s->note.same[SAME_OPERATION] = operation;
-    s->damaged = fault && fault->error != DATA_GOOD;
-    note_fault(&s->note, fault);
-    note_options(&s->note, extra ? extra->options : NULL);
-    if (!s->damaged) note_plan(s);
+    const bool given = fault && fault->error != DATA_OK;
+    if (!given && damage.about[0] != PLAN_OK) fault = &damage;
+    s->note.same[COMMON_OPERATION] = operation;
+    s->damaged = fault && fault->error != DATA_OK;
+    op_header_set_fault(&s->note, fault);
+    op_header_set_options(&s->note, extra ? extra->options : NULL);
+    if (!s->damaged) op_header_set_plan(s);
 }
 
-void step_begin_made(step *s, uint32_t operation, const void *plan)
+void plan_op_begin_unchecked(step *s, uint32_t operation, const void *plan)
 {
     memset(s, 0, sizeof *s);
     s->plan = plan_view_of(plan);
-    s->note.same[SAME_OPERATION] = operation;
-    note_fault(&s->note, NULL);
-    note_plan(s);
+    s->note.same[COMMON_OPERATION] = operation;
+    op_header_set_fault(&s->note, NULL);
+    op_header_set_plan(s);
 }
 
-epic_result step_check_layer(const step *s, const epic_layer *layer)
+epic_result plan_op_check_layer(const step *s, const epic_layer *layer)
 {
     epic_note given = {0};
     char sentence[160];
     if (s->damaged) return EPIC_OK;
-    note_layer(&given, layer);
-    if (note_same_layer(&given, &s->note, sentence, sizeof sentence)) return EPIC_OK;
+    op_header_set_layer(&given, layer);
+    if (op_header_compare_layer(&given, &s->note, sentence, sizeof sentence)) return EPIC_OK;
     return epic_fail(EPIC_EINVAL, "%s", sentence);
 }
 
-epic_result step_check_tokens(const step *s, const char *name, int64_t num_rows)
+epic_result plan_op_check_tokens(const step *s, const char *name, int64_t num_rows)
 {
     if (s->damaged || num_rows == s->plan.header->num_tokens) return EPIC_OK;
     return epic_fail(EPIC_EINVAL, SAYS_TOKENS, name, (long long)num_rows,
                      (long long)s->plan.header->num_tokens);
 }
 
-epic_result step_check_slots(const exchange *x, const char *name)
+epic_result plan_op_check_slots(const exchange *x, const char *name)
 {
     for (int r = 0; r < x->num_ranks; r++) {
-        const int64_t rows = note_own(x, r, OWN_ROWS), needed = note_own(x, r, OWN_NEEDED);
+        const int64_t rows = exchange_local_field(x, r, LOCAL_ROWS),
+                      needed = exchange_local_field(x, r, LOCAL_NEEDED_ROWS);
         if (rows < needed)
             return epic_fail(EPIC_EOVERFLOW, SAYS_ROWS, name, r, (long long)rows,
                              (long long)needed);
@@ -90,24 +91,24 @@ const int64_t *tokens_of(exchange *x, const plan_view *v)
     return tokens;
 }
 
-static void clear_rows(const slot_array *a, int64_t begin, int64_t end)
+static void slot_array_clear_rows(const slot_array *a, int64_t begin, int64_t end)
 {
     if (begin < end)
         memset((unsigned char *)a->data + begin * a->row_bytes, 0,
                (size_t)((end - begin) * a->row_bytes));
 }
 
-void clear_padding(const plan_view *v, const slot_array *a, uint32_t flags)
+void slot_array_clear_padding(const plan_view *v, const slot_array *a, uint32_t flags)
 {
     if (!a->data) return;
     const plan_header *h = v->header;
-    const bool pads = !is_flat(v) && !(flags & EPIC_LEAVE_PADDING);
+    const bool pads = !plan_is_flat(v) && !(flags & EPIC_LEAVE_PADDING);
     for (int32_t l = 0; l < h->num_local && pads; l++)
-        clear_rows(a, v->slab_begin[l] + v->slab_count[l], v->slab_begin[l + 1]);
-    if (flags & EPIC_ZERO_TAIL) clear_rows(a, h->num_slots, a->num_rows);
+        slot_array_clear_rows(a, v->slab_begin[l] + v->slab_count[l], v->slab_begin[l + 1]);
+    if (flags & EPIC_ZERO_TAIL) slot_array_clear_rows(a, h->num_slots, a->num_rows);
 }
 
-void clear_all(const slot_array *a)
+void slot_array_clear(const slot_array *a)
 {
-    if (a->data) clear_rows(a, 0, a->num_rows);
+    if (a->data) slot_array_clear_rows(a, 0, a->num_rows);
 }

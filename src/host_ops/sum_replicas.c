@@ -28,7 +28,7 @@ typedef struct adding {
 } adding;
 
 /* Is the local expert a replica, and one of leaf `leaf` (-1: of any)? */
-static bool is_part(const adding *a, int32_t local, int64_t leaf)
+static bool is_replica_on_leaf(const adding *a, int32_t local, int64_t leaf)
 {
     const int32_t expert = a->plan->expert_of[local];
     if (expert < 0 || a->plan->logical_of[expert] != a->logical) return false;
@@ -45,7 +45,7 @@ static void add_leaf(const adding *a, int64_t leaf, float *out)
 {
     memset(out, 0, (size_t)a->n * sizeof *out);
     for (int32_t l = 0; l < a->plan->header->num_local; l++) {
-        if (!is_part(a, l, leaf)) continue;
+        if (!is_replica_on_leaf(a, l, leaf)) continue;
         const void *const both[] = {out, numbers_of(a, l) + a->at};
         a->kernels->add(out, EPIC_F32, both, 2, EPIC_F32, a->n);
     }
@@ -66,7 +66,7 @@ static void add_leaves(adding *a, int64_t first, int64_t count, int level)
 }
 
 /* workspace = what this rank's replicas have. */
-static void add_local(adding *a)
+static void add_local_replicas(adding *a)
 {
     const plan_header *h = a->plan->header;
     const bool tree = h->layer.sum_order == EPIC_TREE;
@@ -80,15 +80,15 @@ static void add_local(adding *a)
     }
 }
 
-static void give_all(const adding *a)
+static void copy_sum_to_replicas(const adding *a)
 {
     const size_t bytes = (size_t)a->args->data.row_bytes;
     for (int32_t l = 0; l < a->plan->header->num_local; l++)
-        if (is_part(a, l, -1)) memcpy(numbers_of(a, l), a->args->workspace, bytes);
+        if (is_replica_on_leaf(a, l, -1)) memcpy(numbers_of(a, l), a->args->workspace, bytes);
 }
 
 /* A bit for each logical expert that has several replicas. */
-static void find_several(const plan_view *v, uint64_t *several)
+static void mark_replicated(const plan_view *v, uint64_t *several)
 {
     const epic_layer *layer = &v->header->layer;
     uint64_t one[MAX_EXPERTS / 64] = {0};
@@ -105,14 +105,14 @@ epic_result host_sum_replicas(epic_context *ctx, const epic_sum_replicas_args *a
 {
     step s;
     epic_allreduce_sum_args sum = {.call = args->call};
-    step_begin(&s, ctx, EPIC_OP_SUM, args->plan, args->plan_bytes, NULL);
+    plan_op_begin(&s, ctx, EPIC_OP_SUM, args->plan, args->plan_bytes, NULL);
     if (!s.damaged && args->data.num_rows < s.plan.header->num_local)
         return epic_fail(EPIC_EINVAL, "data.num_rows is %lld: the plan has %d local experts",
                          (long long)args->data.num_rows, s.plan.header->num_local);
-    TRY(sum_arrays(ctx, &sum, &s.note));
+    TRY(host_sum_with_header(ctx, &sum, &s.note));
     const plan_header *h = s.plan.header;
     uint64_t several[MAX_EXPERTS / 64] = {0};
-    find_several(&s.plan, several);
+    mark_replicated(&s.plan, several);
     adding a = {.args = args, .plan = &s.plan, .kernels = host_kernels_get()};
     a.count = args->data.row_bytes / (int64_t)sizeof(float);
     a.leaf_experts = h->layer.num_experts / (h->layer.leaves ? h->layer.leaves : 1);
@@ -122,9 +122,9 @@ epic_result host_sum_replicas(epic_context *ctx, const epic_sum_replicas_args *a
     for (uint32_t l = 0; h->result == EPIC_OK && l < h->layer.num_logical; l++) {
         if (!(several[l / 64] >> l % 64 & 1)) continue;
         a.logical = (int32_t)l;
-        add_local(&a);
-        TRY(sum_arrays(ctx, &sum, &s.note));
-        give_all(&a);
+        add_local_replicas(&a);
+        TRY(host_sum_with_header(ctx, &sum, &s.note));
+        copy_sum_to_replicas(&a);
     }
     return EPIC_OK;
 }

@@ -148,8 +148,9 @@ static void record_weights(moe_job *j)
         [WEIGHT_B_DOWN] = {w->b_down, 0}};
     uint32_t words[NUM_LAYER_WEIGHTS];
     for (int i = 0; i < NUM_LAYER_WEIGHTS; i++)
-        words[i] = options_weight_word(all[i].data, all[i].bytes, checked && all[i].bytes > 0);
-    options_set_weights(&j->options, checked, words);
+        words[i] =
+            layer_options_weight_word(all[i].data, all[i].bytes, checked && all[i].bytes > 0);
+    layer_options_set_weights(&j->options, checked, words);
 }
 
 static epic_result not_yet(const char *what)

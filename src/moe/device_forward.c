@@ -78,7 +78,7 @@ epic_result moe_device_plan_dispatch(moe_job *j, const epic_moe_args *a)
     const uint32_t local = j->experts.num_local_experts, ranks = (uint32_t)j->ctx->num_ranks;
     quantize_dispatch(j, &dispatch);
     if (a->rank_of_expert || local * ranks != j->layer.num_experts) TRY(zero_counts(j));
-    const note_extra extra = {.options = &j->options};
+    const op_header_extra extra = {.options = &j->options};
     TRY(api_plan_dispatch(j->ctx, &plan, &dispatch, &extra));
     if (a->rank_of_expert || (j->layer.sum_order == EPIC_TREE && !j->is_by_hosts))
         TRY(CONTEXT_OP(j->ctx, fits, &plan, local));

@@ -41,7 +41,7 @@ static epic_result route_tokens(moe_job *j, const epic_moe_args *a, data_fault *
     router_job router;
     TRY(router_prepare_forward(&router, &how));
     *fault = router_find_fault(&router, &how);
-    if (fault->error != DATA_GOOD) {
+    if (fault->error != DATA_OK) {
         memset(j->work.plan_idx, 0xff, (size_t)(j->tokens * j->top_k) * sizeof(int32_t));
         return EPIC_OK;
     }
@@ -86,7 +86,7 @@ static void copy_load(const moe_job *j, const epic_moe_args *a)
 /* Makes the plan, unless epic_moe_plan made it, and dispatches the rows. Copies the load for
  * the caller also if it fails. */
 static epic_result plan_and_dispatch(moe_job *j, const epic_moe_args *a,
-                                     const note_extra *extra)
+                                     const op_header_extra *extra)
 {
     epic_dispatch_args dispatch = {.call = j->call,
                                    .layer = j->moe.layer,
@@ -195,7 +195,7 @@ static epic_result prepare_routes(moe_job *j, const epic_moe_args *a, data_fault
 {
     if (!(a->flags & EPIC_PLANNED)) return route_tokens(j, a, fault);
     TRY(moe_check_saved(j, fault));
-    if (fault->error == DATA_GOOD) return EPIC_OK;
+    if (fault->error == DATA_OK) return EPIC_OK;
     return epic_fail(EPIC_EINVAL, "flags has EPIC_PLANNED: saved must begin with what a "
                                   "successful epic_moe_plan left there");
 }
@@ -209,7 +209,7 @@ epic_result moe_host_forward(moe_job *j, const epic_moe_args *a)
 {
     data_fault fault;
     TRY(prepare_routes(j, a, &fault)); /* no peer waits yet */
-    const note_extra extra = {&fault, &j->options};
+    const op_header_extra extra = {&fault, &j->options};
     *j->saved.total_tokens = -1;
     epic_result result = plan_and_dispatch(j, a, &extra);
     if (result != EPIC_OK) { /* every rank gets this error */
@@ -232,7 +232,7 @@ epic_result moe_host_plan(moe_job *j, const epic_moe_args *a, int64_t *slots)
     *slots = 0;
     TRY(route_tokens(j, a, &fault));
     const epic_plan_args plan = moe_make_plan_args(j, a, j->work.plan_idx);
-    const note_extra extra = {&fault, &j->options};
+    const op_header_extra extra = {&fault, &j->options};
     zero_counts(j);
     *j->saved.total_tokens = -1;
     const epic_result result = api_plan(j->ctx, &plan, &extra);

@@ -39,9 +39,9 @@ epic_result moe_check_saved(const moe_job *j, data_fault *fault)
 {
     plan_view plan;
     const int64_t total = *j->saved.total_tokens;
-    *fault = (data_fault){DATA_GOOD, {0}};
+    *fault = (data_fault){DATA_OK, {0}};
     if (total == -1) fault->error = DATA_SAVED;
-    if (total == -1 || plan_check(&plan, j->saved.plan, j->plan_bytes, 0, 0, 0) != PLAN_GOOD)
+    if (total == -1 || plan_check(&plan, j->saved.plan, j->plan_bytes, 0, 0, 0) != PLAN_OK)
         return EPIC_OK;
     if (plan.header->num_tokens != j->tokens)
         return epic_fail(EPIC_EINVAL, "x.num_rows is %lld: it must be %lld, as in forward",

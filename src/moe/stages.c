@@ -98,7 +98,7 @@ epic_result moe_combine_backward(moe_job *j, const epic_const_rows *d_out, data_
                                             .d_out = *d_out,
                                             .d_rows = slots,
                                             .type = j->experts.row_type};
-    const note_extra extra = {fault, &j->options};
+    const op_header_extra extra = {fault, &j->options};
     return api_combine_backward(j->ctx, &how, &extra);
 }
 

@@ -7,7 +7,7 @@
 
 #define CHUNK 1024 /* choices that are looked at together */
 
-static bool is_whole(const device_plan_header *h)
+static bool is_header_valid(const device_plan_header *h)
 {
     if (h->sum != device_header_sum(h) || h->num_ranks < 1 || h->num_ranks > DEVICE_MAX_RANKS ||
         h->rank < 0 || h->rank >= h->num_ranks || h->num_experts > DEVICE_MAX_EXPERTS ||
@@ -47,8 +47,8 @@ static epic_result read_fates(const unsigned char *from, int64_t choices, device
     return EPIC_OK;
 }
 
-static void describe(const device_plan_header *h, const device_plan_layout *at,
-                     epic_plan_info *out)
+static void describe_device_plan(const device_plan_header *h, const device_plan_layout *at,
+                                 epic_plan_info *out)
 {
     *out = (epic_plan_info){.id = h->id,
                             .num_tokens = h->tokens_of[h->rank],
@@ -72,7 +72,7 @@ bool device_plan_read(const void *plan, int64_t plan_bytes, device_fetch fetch,
     if (plan_bytes < (int64_t)sizeof h || !fetch(&h, plan, sizeof h) ||
         h.magic != DEVICE_PLAN_MAGIC)
         return false;
-    if (!is_whole(&h)) {
+    if (!is_header_valid(&h)) {
         *result = epic_fail(EPIC_EINVAL, "plan: its header is damaged");
         return true;
     }
@@ -83,7 +83,7 @@ bool device_plan_read(const void *plan, int64_t plan_bytes, device_fetch fetch,
     }
     const device_plan_layout at =
         device_plan_layout_of(h.num_ranks, h.max_tokens, h.num_experts, h.top_k);
-    describe(&h, &at, out);
+    describe_device_plan(&h, &at, out);
     *result = read_fates((const unsigned char *)plan + at.fate, out->num_tokens * h.top_k,
                          fetch, out);
     return true;

@@ -4,26 +4,26 @@
 #include "base/sized.h"
 #include "plan/plan.h"
 
-static epic_result bad(const char *field, uint32_t value, const char *rule)
+static epic_result layer_error(const char *field, uint32_t value, const char *rule)
 {
     return epic_fail(EPIC_EINVAL, "layer.%s is %u: %s", field, value, rule);
 }
 
-static bool power_of_two(uint32_t n)
+static bool is_power_of_two(uint32_t n)
 {
     return n && !(n & (n - 1));
 }
 
 static epic_result check_tree(const epic_layer *l, int32_t num_ranks)
 {
-    if (!power_of_two(l->leaves))
-        return bad(
+    if (!is_power_of_two(l->leaves))
+        return layer_error(
             "leaves", l->leaves,
             "EPIC_TREE needs a power of two (0 takes num_ranks, which must be one then)");
     if (l->num_experts % l->leaves)
-        return bad("leaves", l->leaves, "it must divide num_experts");
+        return layer_error("leaves", l->leaves, "it must divide num_experts");
     if (l->leaves % (uint32_t)num_ranks)
-        return bad("leaves", l->leaves, "num_ranks must divide it");
+        return layer_error("leaves", l->leaves, "num_ranks must divide it");
     return EPIC_OK;
 }
 
@@ -31,34 +31,36 @@ epic_result layer_read(epic_layer *out, const epic_layer *layer, size_t size, in
 {
     TRY(READ_SIZED(out, layer, size, "layer"));
     if (out->num_experts < 1 || out->num_experts > MAX_EXPERTS)
-        return bad("num_experts", out->num_experts, "1 to 65536 are possible");
+        return layer_error("num_experts", out->num_experts, "1 to 65536 are possible");
     if (out->num_logical > out->num_experts)
-        return bad("num_logical", out->num_logical,
-                   "at most num_experts is possible, each has a replica; or 0, no replicas");
+        return layer_error(
+            "num_logical", out->num_logical,
+            "at most num_experts is possible, each has a replica; or 0, no replicas");
     if (out->top_k < 1 || out->top_k > MAX_TOP_K)
-        return bad("top_k", out->top_k, "1 to 64 are possible");
+        return layer_error("top_k", out->top_k, "1 to 64 are possible");
     if (out->alignment > 1u << 20)
-        return bad("alignment", out->alignment, "at most 1048576 is possible");
-    if (out->layout > EPIC_FLAT) return bad("layout", out->layout, "it is no epic_layout");
+        return layer_error("alignment", out->alignment, "at most 1048576 is possible");
+    if (out->layout > EPIC_FLAT)
+        return layer_error("layout", out->layout, "it is no epic_layout");
     if (out->overflow > EPIC_OVERFLOW_DROP)
-        return bad("overflow", out->overflow, "it is no epic_overflow");
+        return layer_error("overflow", out->overflow, "it is no epic_overflow");
     if (out->expert_capacity && out->overflow != EPIC_OVERFLOW_DROP)
-        return bad("expert_capacity", out->expert_capacity,
-                   "it needs overflow EPIC_OVERFLOW_DROP, or must be 0");
+        return layer_error("expert_capacity", out->expert_capacity,
+                           "it needs overflow EPIC_OVERFLOW_DROP, or must be 0");
     if (out->priority > EPIC_BY_K)
-        return bad("priority", out->priority, "it is no epic_priority");
+        return layer_error("priority", out->priority, "it is no epic_priority");
     if (out->priority && out->overflow != EPIC_OVERFLOW_DROP)
-        return bad(
+        return layer_error(
             "priority", out->priority,
             "EPIC_BY_K needs overflow EPIC_OVERFLOW_DROP: without it nothing is dropped");
     if (out->sum_order > EPIC_BY_HOSTS)
-        return bad("sum_order", out->sum_order, "it is no epic_sum_order");
+        return layer_error("sum_order", out->sum_order, "it is no epic_sum_order");
     if (out->leaves && out->sum_order != EPIC_TREE)
-        return bad("leaves", out->leaves, "it needs sum_order EPIC_TREE, or must be 0");
+        return layer_error("leaves", out->leaves, "it needs sum_order EPIC_TREE, or must be 0");
     if (out->partial_type != EPIC_BYTES && out->partial_type != EPIC_F32)
-        return bad("partial_type", out->partial_type, "0 (the rows' type) or EPIC_F32");
+        return layer_error("partial_type", out->partial_type, "0 (the rows' type) or EPIC_F32");
     if (out->flags & ~(uint32_t)EPIC_DISTINCT)
-        return bad("flags", out->flags, "only EPIC_DISTINCT is known");
+        return layer_error("flags", out->flags, "only EPIC_DISTINCT is known");
     if (!out->alignment || out->layout == EPIC_FLAT) out->alignment = 1;
     if (out->sum_order != EPIC_TREE) return EPIC_OK;
     if (!out->leaves) out->leaves = (uint32_t)num_ranks;
@@ -72,12 +74,12 @@ void layer_choose_order(epic_layer *layer, int32_t num_ranks, bool relayed)
     layer->sum_order = EPIC_BY_RANK;
     tree.sum_order = EPIC_TREE;
     tree.leaves = (uint32_t)num_ranks;
-    if (relayed && power_of_two(tree.leaves) && tree.num_experts % tree.leaves == 0)
+    if (relayed && is_power_of_two(tree.leaves) && tree.num_experts % tree.leaves == 0)
         *layer = tree;
 }
 
-int64_t placement_error(const epic_layer *layer, int32_t num_ranks,
-                        const int32_t *rank_of_expert)
+int64_t layer_find_misplaced(const epic_layer *layer, int32_t num_ranks,
+                             const int32_t *rank_of_expert)
 {
     if (!rank_of_expert) return -1;
     const uint32_t block = layer->num_experts / (uint32_t)num_ranks;

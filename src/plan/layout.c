@@ -10,7 +10,7 @@
 #define PLAN_MAGIC 0x314e414c50435045ull /* "EPCPLAN1" */
 #define SECTION 64
 
-static int64_t section(int64_t *end, int64_t count)
+static int64_t add_section(int64_t *end, int64_t count)
 {
     const int64_t begin = *end;
     *end = round_up(begin + count * (int64_t)sizeof(int32_t), SECTION);
@@ -21,27 +21,27 @@ void plan_layout(plan_header *h)
 {
     const int64_t k = h->layer.top_k;
     int64_t end = round_up(sizeof *h, SECTION);
-    h->tokens_of = section(&end, h->num_ranks);
-    h->base_of = section(&end, h->num_ranks + 1);
-    h->expert_of = section(&end, h->num_local);
-    h->logical_of = section(&end, h->layer.num_logical ? h->layer.num_experts : 0);
-    h->slab_begin = section(&end, h->num_local + 1);
-    h->slab_count = section(&end, h->num_local);
-    h->place_of = section(&end, h->num_ranks);
-    h->fate = section(&end, h->num_tokens * k);
-    h->rank_to = section(&end, h->num_tokens * k);
-    h->here = section(&end, h->total_tokens * k);
-    h->row_here = section(&end, h->layer.layout == EPIC_FLAT ? h->total_tokens : 0);
+    h->tokens_of = add_section(&end, h->num_ranks);
+    h->base_of = add_section(&end, h->num_ranks + 1);
+    h->expert_of = add_section(&end, h->num_local);
+    h->logical_of = add_section(&end, h->layer.num_logical ? h->layer.num_experts : 0);
+    h->slab_begin = add_section(&end, h->num_local + 1);
+    h->slab_count = add_section(&end, h->num_local);
+    h->place_of = add_section(&end, h->num_ranks);
+    h->fate = add_section(&end, h->num_tokens * k);
+    h->rank_to = add_section(&end, h->num_tokens * k);
+    h->here = add_section(&end, h->total_tokens * k);
+    h->row_here = add_section(&end, h->layer.layout == EPIC_FLAT ? h->total_tokens : 0);
     h->bytes = end;
 }
 
-static int64_t work_bytes(int64_t num_experts, int64_t num_ranks)
+static int64_t workspace_bytes(int64_t num_experts, int64_t num_ranks)
 {
     int64_t end = 0;
-    for (int i = 0; i < 7; i++) section(&end, num_experts);
-    for (int i = 0; i < 4; i++) section(&end, num_ranks);
-    section(&end, 2 * num_ranks);
-    section(&end, 2 * num_ranks);
+    for (int i = 0; i < 7; i++) add_section(&end, num_experts);
+    for (int i = 0; i < 4; i++) add_section(&end, num_ranks);
+    add_section(&end, 2 * num_ranks);
+    add_section(&end, 2 * num_ranks);
     return end;
 }
 
@@ -56,7 +56,7 @@ int64_t plan_bytes_bound(const epic_layer *layer, int32_t num_ranks, int64_t max
                           .num_local = (int32_t)layer->num_experts,
                           .layer = *layer};
     plan_layout(&header);
-    const int64_t host = header.bytes + work_bytes(layer->num_experts, num_ranks);
+    const int64_t host = header.bytes + workspace_bytes(layer->num_experts, num_ranks);
     const int64_t device = device_layer_bytes(num_ranks, max_tokens, layer);
     return host > device ? host : device;
 }
@@ -81,8 +81,8 @@ plan_view plan_view_of(const void *plan)
     };
 }
 
-static int32_t most_experts(int32_t *count, const epic_layer *layer, int32_t num_ranks,
-                            const int32_t *owner)
+static int32_t max_experts_per_rank(int32_t *count, const epic_layer *layer, int32_t num_ranks,
+                                    const int32_t *owner)
 {
     int32_t most = 0;
     memset(count, 0, (size_t)num_ranks * sizeof *count);
@@ -92,7 +92,7 @@ static int32_t most_experts(int32_t *count, const epic_layer *layer, int32_t num
 }
 
 /* Working memory lies behind the largest plan that these tokens can have. */
-static void find_work(planner *p, const plan_header *h)
+static void locate_workspace(planner *p, const plan_header *h)
 {
     plan_header largest = *h;
     largest.num_local = (int32_t)h->layer.num_experts;
@@ -102,14 +102,15 @@ static void find_work(planner *p, const plan_header *h)
     int32_t **const by_expert[] = {&p->count, &p->owner, &p->local, &p->begin,
                                    &p->quota, &p->limit, &p->next};
     int32_t **const by_rank[] = {&p->rows, &p->most, &p->low, &p->high};
-    for (int i = 0; i < 7; i++) *by_expert[i] = (int32_t *)(p->bytes + section(&end, experts));
+    for (int i = 0; i < 7; i++)
+        *by_expert[i] = (int32_t *)(p->bytes + add_section(&end, experts));
     for (int i = 0; i < 4; i++)
-        *by_rank[i] = (int32_t *)(p->bytes + section(&end, h->num_ranks));
-    p->needed = (int64_t *)(p->bytes + section(&end, 2 * h->num_ranks));
-    p->capacity = (int64_t *)(p->bytes + section(&end, 2 * h->num_ranks));
+        *by_rank[i] = (int32_t *)(p->bytes + add_section(&end, h->num_ranks));
+    p->needed = (int64_t *)(p->bytes + add_section(&end, 2 * h->num_ranks));
+    p->capacity = (int64_t *)(p->bytes + add_section(&end, 2 * h->num_ranks));
 }
 
-static void find_arrays(planner *p)
+static void locate_arrays(planner *p)
 {
     const plan_header *h = p->header;
     unsigned char *bytes = p->bytes;
@@ -136,18 +137,18 @@ void planner_begin(planner *p, void *plan, const epic_layer *layer, int32_t rank
                      .layer = *layer};
     for (int32_t r = 0; r < num_ranks; r++) h.total_tokens += tokens_of[r];
     *p = (planner){.bytes = plan, .header = plan};
-    find_work(p, &h);
+    locate_workspace(p, &h);
     const uint32_t block = (layer->num_experts + (uint32_t)num_ranks - 1) / (uint32_t)num_ranks;
     if (tables->rank_of_expert)
         memcpy(p->owner, tables->rank_of_expert, layer->num_experts * sizeof *p->owner);
     for (uint32_t e = 0, r = 0; e < layer->num_experts && !tables->rank_of_expert; r++)
         for (uint32_t end = e + block; e < end && e < layer->num_experts; e++)
             p->owner[e] = (int32_t)r;
-    h.num_local = most_experts(p->rows, layer, num_ranks, p->owner);
+    h.num_local = max_experts_per_rank(p->rows, layer, num_ranks, p->owner);
     plan_layout(&h);
     memset(plan, 0, (size_t)h.fate); /* the padding between the arrays too */
     *p->header = h;
-    find_arrays(p);
+    locate_arrays(p);
     for (int32_t r = 0; r < num_ranks; r++) {
         p->tokens_of[r] = (int32_t)tokens_of[r];
         p->base_of[r + 1] = p->base_of[r] + p->tokens_of[r];
@@ -157,14 +158,14 @@ void planner_begin(planner *p, void *plan, const epic_layer *layer, int32_t rank
                layer->num_experts * sizeof *p->logical_of);
 }
 
-static uint64_t body_sum(const plan_header *h)
+static uint64_t body_checksum(const plan_header *h)
 {
     const unsigned char *bytes = (const unsigned char *)h;
     const int64_t begin = h->tokens_of;
     return hash_bytes(bytes + begin, (size_t)(h->bytes - begin));
 }
 
-static uint64_t header_sum(const plan_header *h)
+static uint64_t header_checksum(const plan_header *h)
 {
     plan_header copy;
     memcpy(&copy, h, sizeof copy);
@@ -172,7 +173,7 @@ static uint64_t header_sum(const plan_header *h)
     return hash_bytes(&copy, sizeof copy);
 }
 
-static void clear_gap(planner *p, int64_t begin, int64_t count, int64_t end)
+static void clear_padding_after(planner *p, int64_t begin, int64_t count, int64_t end)
 {
     begin += count * (int64_t)sizeof(int32_t);
     memset(p->bytes + begin, 0, (size_t)(end - begin));
@@ -182,17 +183,18 @@ void planner_seal(planner *p, uint64_t id, uint64_t group_id, epic_result result
 {
     plan_header *h = p->header;
     const int64_t k = h->layer.top_k;
-    clear_gap(p, h->fate, h->num_tokens * k, h->rank_to);
-    clear_gap(p, h->rank_to, h->num_tokens * k, h->here);
-    clear_gap(p, h->here, h->total_tokens * k, h->row_here);
-    clear_gap(p, h->row_here, h->layer.layout == EPIC_FLAT ? h->total_tokens : 0, h->bytes);
+    clear_padding_after(p, h->fate, h->num_tokens * k, h->rank_to);
+    clear_padding_after(p, h->rank_to, h->num_tokens * k, h->here);
+    clear_padding_after(p, h->here, h->total_tokens * k, h->row_here);
+    clear_padding_after(p, h->row_here, h->layer.layout == EPIC_FLAT ? h->total_tokens : 0,
+                        h->bytes);
     h->id = id;
     h->group_id = group_id;
     h->result = (uint32_t)result;
-    h->body_sum = body_sum(h);
-    h->header_sum = header_sum(h);
+    h->body_sum = body_checksum(h);
+    h->header_sum = header_checksum(h);
     INVARIANT(plan_check(&(plan_view){0}, h, h->bytes, group_id, h->rank, h->num_ranks) ==
-              PLAN_GOOD);
+              PLAN_OK);
 }
 
 /* -------------------------------------------------------------------------- checking ---- */
@@ -200,24 +202,24 @@ void planner_seal(planner *p, uint64_t id, uint64_t group_id, epic_result result
 const char *plan_damage_name(int damage)
 {
     switch (damage) {
-    case PLAN_SHORT:
+    case PLAN_TOO_SHORT:
         return "plan_bytes is less than the plan needs";
-    case PLAN_NOT_ONE:
+    case PLAN_BAD_MAGIC:
         return "the bytes are no plan of this version";
-    case PLAN_HEADER:
+    case PLAN_BAD_HEADER:
         return "its header is damaged";
-    case PLAN_BODY:
+    case PLAN_BAD_BODY:
         return "its arrays are damaged";
-    case PLAN_RANGE:
+    case PLAN_OUT_OF_RANGE:
         return "an entry is out of range";
-    case PLAN_FOREIGN:
+    case PLAN_WRONG_RANK:
         return "it belongs to another group or rank";
     default:
         return "nothing is wrong with it";
     }
 }
 
-static bool all_within(const int32_t *values, int64_t count, int32_t least, int64_t most)
+static bool are_all_within(const int32_t *values, int64_t count, int32_t least, int64_t most)
 {
     int32_t low = INT32_MAX, high = INT32_MIN;
     for (int64_t i = 0; i < count; i++) {
@@ -228,7 +230,7 @@ static bool all_within(const int32_t *values, int64_t count, int32_t least, int6
 }
 
 /* Sums are made in 64 bits: 32 could wrap around to what is expected. */
-static bool tokens_right(const plan_view *v)
+static bool are_tokens_valid(const plan_view *v)
 {
     const plan_header *h = v->header;
     int64_t base = 0;
@@ -241,7 +243,7 @@ static bool tokens_right(const plan_view *v)
 }
 
 /* Slabs ascend from 0 to num_slots, each with room for its count. */
-static bool slabs_right(const plan_view *v)
+static bool are_slabs_valid(const plan_view *v)
 {
     const plan_header *h = v->header;
     const bool flat = h->layer.layout == EPIC_FLAT;
@@ -253,25 +255,25 @@ static bool slabs_right(const plan_view *v)
     return flat || v->slab_begin[h->num_local] == h->num_slots;
 }
 
-static bool ranges_right(const plan_view *v)
+static bool are_ranges_valid(const plan_view *v)
 {
     const plan_header *h = v->header;
     const int64_t k = h->layer.top_k;
     const bool flat = h->layer.layout == EPIC_FLAT;
-    return tokens_right(v) && slabs_right(v) &&
-           all_within(v->expert_of, h->num_local, -1, (int64_t)h->layer.num_experts - 1) &&
-           all_within(v->logical_of, h->layer.num_logical ? h->layer.num_experts : 0, 0,
-                      (int64_t)h->layer.num_logical - 1) &&
-           all_within(v->place_of, h->num_ranks, 0, h->num_ranks - 1) &&
-           all_within(v->fate, h->num_tokens * k, EPIC_FATE_RANK_FULL, INT32_MAX) &&
-           all_within(v->rank_to, h->num_tokens * k, -1, h->num_ranks - 1) &&
-           all_within(v->here, h->total_tokens * k, -1,
-                      (flat ? h->num_local : h->num_slots) - 1) &&
-           all_within(v->row_here, flat ? h->total_tokens : 0, -1, h->num_slots - 1);
+    return are_tokens_valid(v) && are_slabs_valid(v) &&
+           are_all_within(v->expert_of, h->num_local, -1, (int64_t)h->layer.num_experts - 1) &&
+           are_all_within(v->logical_of, h->layer.num_logical ? h->layer.num_experts : 0, 0,
+                          (int64_t)h->layer.num_logical - 1) &&
+           are_all_within(v->place_of, h->num_ranks, 0, h->num_ranks - 1) &&
+           are_all_within(v->fate, h->num_tokens * k, EPIC_FATE_RANK_FULL, INT32_MAX) &&
+           are_all_within(v->rank_to, h->num_tokens * k, -1, h->num_ranks - 1) &&
+           are_all_within(v->here, h->total_tokens * k, -1,
+                          (flat ? h->num_local : h->num_slots) - 1) &&
+           are_all_within(v->row_here, flat ? h->total_tokens : 0, -1, h->num_slots - 1);
 }
 
 /* Are the sizes in the header such that its layout can be computed, and is it that layout? */
-static bool layout_right(const plan_header *h)
+static bool is_layout_valid(const plan_header *h)
 {
     epic_layer layer;
     if (h->num_ranks < 1 || h->num_ranks > 65536 || h->rank < 0 || h->rank >= h->num_ranks ||
@@ -292,15 +294,15 @@ enum plan_damage plan_check(plan_view *out, const void *plan, int64_t plan_bytes
                             uint64_t group_id, int32_t rank, int32_t num_ranks)
 {
     const plan_header *h = plan;
-    if (plan_bytes < (int64_t)sizeof *h) return PLAN_SHORT;
-    if (h->magic != PLAN_MAGIC) return PLAN_NOT_ONE;
-    if (h->header_sum != header_sum(h) || !layout_right(h)) return PLAN_HEADER;
-    if ((uint64_t)h->bytes > (uint64_t)plan_bytes) return PLAN_SHORT;
+    if (plan_bytes < (int64_t)sizeof *h) return PLAN_TOO_SHORT;
+    if (h->magic != PLAN_MAGIC) return PLAN_BAD_MAGIC;
+    if (h->header_sum != header_checksum(h) || !is_layout_valid(h)) return PLAN_BAD_HEADER;
+    if ((uint64_t)h->bytes > (uint64_t)plan_bytes) return PLAN_TOO_SHORT;
     if (group_id && (h->group_id != group_id || h->rank != rank || h->num_ranks != num_ranks))
-        return PLAN_FOREIGN;
-    if (h->body_sum != body_sum(h)) return PLAN_BODY;
+        return PLAN_WRONG_RANK;
+    if (h->body_sum != body_checksum(h)) return PLAN_BAD_BODY;
     const plan_view view = plan_view_of(plan);
-    if (!ranges_right(&view)) return PLAN_RANGE;
+    if (!are_ranges_valid(&view)) return PLAN_OUT_OF_RANGE;
     *out = view;
-    return PLAN_GOOD;
+    return PLAN_OK;
 }

@@ -53,13 +53,13 @@ typedef struct plan_view { /* a plan in memory; host code's way to it */
 } plan_view;
 
 enum plan_damage {
-    PLAN_GOOD,
-    PLAN_SHORT,
-    PLAN_NOT_ONE,
-    PLAN_HEADER,
-    PLAN_BODY,
-    PLAN_RANGE,
-    PLAN_FOREIGN
+    PLAN_OK,
+    PLAN_TOO_SHORT,
+    PLAN_BAD_MAGIC,
+    PLAN_BAD_HEADER,
+    PLAN_BAD_BODY,
+    PLAN_OUT_OF_RANGE,
+    PLAN_WRONG_RANK
 };
 
 const char *plan_damage_name(int damage);
@@ -124,8 +124,8 @@ typedef struct planner { /* a plan that is being made */
 
 /* The first expert that `rank_of_expert` (NULL: contiguous blocks) places wrongly, or -1: ranks
  * are below num_ranks; TREE: the experts of a rank are one of num_ranks equal blocks. */
-int64_t placement_error(const epic_layer *layer, int32_t num_ranks,
-                        const int32_t *rank_of_expert);
+int64_t layer_find_misplaced(const epic_layer *layer, int32_t num_ranks,
+                             const int32_t *rank_of_expert);
 
 /* What is wrong with a table of replicas.  There may be none (NULL). */
 typedef struct replicas_error {

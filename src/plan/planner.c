@@ -32,7 +32,7 @@ static void number_experts(planner *p)
         p->place_of[p->owner[(uint32_t)place * block]] = place;
 }
 
-static int32_t least(int32_t a, int32_t b)
+static int32_t min_int32(int32_t a, int32_t b)
 {
     return a < b ? a : b;
 }
@@ -45,21 +45,21 @@ enum {
     RANK_IS_FULL = 2 * MAX_EXPERTS
 };
 
-static bool goes_by_k(const planner *p)
+static bool is_priority_by_k(const planner *p)
 {
     return p->header->layer.priority == EPIC_BY_K;
 }
 
 /* The verdict on the choice of expert e that has `place` in the order of priority, when each
  * expert keeps its first min(limit, most[its rank]). */
-static int32_t judge(const planner *p, int32_t e, int32_t place)
+static int32_t judge_choice(const planner *p, int32_t e, int32_t place)
 {
-    if (place < least(p->limit[e], p->most[p->owner[e]])) return 0;
+    if (place < min_int32(p->limit[e], p->most[p->owner[e]])) return 0;
     return place >= p->quota[e] ? EXPERT_IS_FULL : RANK_IS_FULL;
 }
 
 /* Writes the verdict on every choice of the group: all with k 0 first, then those with k 1 ... */
-static void judge_by_k(planner *p)
+static void judge_choices_by_k(planner *p)
 {
     const plan_header *h = p->header;
     const int64_t top_k = h->layer.top_k, choices = h->total_tokens * top_k;
@@ -68,7 +68,7 @@ static void judge_by_k(planner *p)
         for (int64_t i = k; i < choices; i += top_k) {
             if (p->here[i] < 0) continue;
             const int32_t e = p->here[i] & ID_BITS;
-            p->here[i] = e | judge(p, e, p->next[e]++);
+            p->here[i] = e | judge_choice(p, e, p->next[e]++);
         }
 }
 
@@ -76,7 +76,7 @@ static void judge_by_k(planner *p)
 static bool is_kept(planner *p, int32_t here)
 {
     const int32_t e = here & ID_BITS;
-    return goes_by_k(p) ? here == e : judge(p, e, p->next[e]++) == 0;
+    return is_priority_by_k(p) ? here == e : judge_choice(p, e, p->next[e]++) == 0;
 }
 
 /* FLAT: a token has one row on each rank that keeps a choice of it. */
@@ -84,7 +84,7 @@ static void count_rows(planner *p)
 {
     const plan_header *h = p->header;
     const int64_t k = h->layer.top_k;
-    if (goes_by_k(p)) judge_by_k(p);
+    if (is_priority_by_k(p)) judge_choices_by_k(p);
     memset(p->next, 0, h->layer.num_experts * sizeof *p->next);
     for (int64_t t = 0; t < h->total_tokens; t++) {
         int32_t seen[MAX_TOP_K];
@@ -102,7 +102,7 @@ static void count_rows(planner *p)
 }
 
 /* What each rank needs when its experts keep their first min(limit, most[rank]) choices. */
-static void count_needed(planner *p)
+static void count_needed_slots(planner *p)
 {
     const plan_header *h = p->header;
     memset(p->needed, 0, (size_t)h->num_ranks * sizeof *p->needed);
@@ -111,7 +111,7 @@ static void count_needed(planner *p)
         return;
     }
     for (uint32_t e = 0; e < h->layer.num_experts; e++) {
-        const int32_t owner = p->owner[e], kept = least(p->limit[e], p->most[owner]);
+        const int32_t owner = p->owner[e], kept = min_int32(p->limit[e], p->most[owner]);
         p->needed[owner] += round_up(kept, h->layer.alignment);
     }
 }
@@ -140,12 +140,12 @@ static void drop_choices(planner *p)
             open |= p->high[r] - p->low[r] > 1;
         }
         if (!open) break;
-        count_needed(p);
+        count_needed_slots(p);
         for (int32_t r = 0; r < h->num_ranks; r++)
             *(is_over(p, r) ? &p->high[r] : &p->low[r]) = p->most[r];
     }
     for (uint32_t e = 0; e < num_experts; e++)
-        p->limit[e] = least(p->limit[e], p->low[p->owner[e]]);
+        p->limit[e] = min_int32(p->limit[e], p->low[p->owner[e]]);
 }
 
 static epic_result set_limits(planner *p)
@@ -154,13 +154,13 @@ static epic_result set_limits(planner *p)
     const epic_layer *layer = &h->layer;
     memcpy(p->limit, p->count, layer->num_experts * sizeof *p->limit);
     for (int32_t r = 0; r < h->num_ranks; r++) p->most[r] = INT32_MAX;
-    count_needed(p);
+    count_needed_slots(p);
     h->demand = p->needed[h->rank];
     h->capacity = p->capacity[h->rank];
     if (layer->overflow == EPIC_OVERFLOW_DROP) {
         for (uint32_t e = 0; e < layer->num_experts; e++)
-            p->limit[e] = least(p->limit[e], p->quota[e]);
-        if (layer->expert_capacity) count_needed(p);
+            p->limit[e] = min_int32(p->limit[e], p->quota[e]);
+        if (layer->expert_capacity) count_needed_slots(p);
         drop_choices(p);
         return EPIC_OK;
     }
@@ -200,8 +200,8 @@ typedef struct choices {
  * that are. */
 static int32_t fate_of(planner *p, int32_t e, int32_t here)
 {
-    const bool by_k = goes_by_k(p);
-    const int32_t verdict = by_k ? here - e : judge(p, e, p->next[e]);
+    const bool by_k = is_priority_by_k(p);
+    const int32_t verdict = by_k ? here - e : judge_choice(p, e, p->next[e]);
     p->next[e] += !by_k;
     return verdict == EXPERT_IS_FULL ? EPIC_FATE_EXPERT_FULL : EPIC_FATE_RANK_FULL;
 }
@@ -234,7 +234,7 @@ static void share_rows(planner *p, choices *c)
     }
 }
 
-static void keep_fate(planner *p, int64_t token, const choices *c)
+static void record_fates(planner *p, int64_t token, const choices *c)
 {
     plan_header *h = p->header;
     const uint32_t top_k = h->layer.top_k;
@@ -250,7 +250,7 @@ static void keep_fate(planner *p, int64_t token, const choices *c)
 }
 
 /* The same of another rank's token, of whose choices only those that land here matter. */
-static void place_foreign(planner *p, int32_t *here, uint32_t top_k, int32_t rank)
+static void place_foreign_token(planner *p, int32_t *here, uint32_t top_k, int32_t rank)
 {
     for (uint32_t k = 0; k < top_k; k++) {
         const int32_t e = here[k] & ID_BITS;
@@ -265,7 +265,7 @@ static void place_foreign(planner *p, int32_t *here, uint32_t top_k, int32_t ran
     }
 }
 
-static bool keeps_all(const planner *p)
+static bool is_nothing_dropped(const planner *p)
 {
     bool all = p->header->layer.layout == EPIC_EXPERT_MAJOR;
     for (uint32_t e = 0; e < p->header->layer.num_experts; e++)
@@ -284,7 +284,7 @@ static int32_t slot_here(const planner *p, int32_t e, int32_t slot)
     return e >= 0 && p->owner[e] == p->header->rank ? slot : -1;
 }
 
-static void place_kept_foreign(planner *p, int64_t begin, int64_t end)
+static void place_all_kept_foreign(planner *p, int64_t begin, int64_t end)
 {
     for (int64_t i = begin; i < end; i++) {
         const int32_t e = p->here[i];
@@ -293,13 +293,13 @@ static void place_kept_foreign(planner *p, int64_t begin, int64_t end)
 }
 
 /* Most plans drop nothing: then there is nothing to judge. */
-static void place_kept(planner *p)
+static void place_all_kept(planner *p)
 {
     plan_header *h = p->header;
     const int64_t k = h->layer.top_k, begin = p->base_of[h->rank] * k;
     const int64_t count = h->num_tokens * k;
     memcpy(p->next, p->begin, h->layer.num_experts * sizeof *p->next);
-    place_kept_foreign(p, 0, begin);
+    place_all_kept_foreign(p, 0, begin);
     for (int64_t i = 0; i < count; i++) {
         const int32_t e = p->here[begin + i], slot = next_slot(p, e);
         p->fate[i] = e < 0 ? EPIC_FATE_NONE : slot;
@@ -308,7 +308,7 @@ static void place_kept(planner *p)
         h->num_none += e < 0;
     }
     h->num_kept = count - h->num_none;
-    place_kept_foreign(p, begin + count, h->total_tokens * k);
+    place_all_kept_foreign(p, begin + count, h->total_tokens * k);
 }
 
 static void place_choices(planner *p)
@@ -316,11 +316,11 @@ static void place_choices(planner *p)
     plan_header *h = p->header;
     const bool flat = h->layer.layout == EPIC_FLAT;
     const uint32_t top_k = h->layer.top_k;
-    if (keeps_all(p)) {
-        place_kept(p);
+    if (is_nothing_dropped(p)) {
+        place_all_kept(p);
         return;
     }
-    if (goes_by_k(p)) judge_by_k(p);
+    if (is_priority_by_k(p)) judge_choices_by_k(p);
     memset(p->next, 0, h->layer.num_experts * sizeof *p->next);
     if (flat) memset(p->rows, 0, (size_t)h->num_ranks * sizeof *p->rows);
     for (int64_t t = 0; t < h->total_tokens; t++) {
@@ -329,7 +329,7 @@ static void place_choices(planner *p)
         const bool is_own = own >= 0 && own < h->num_tokens;
         choices c;
         if (!is_own && !flat) {
-            place_foreign(p, here, top_k, h->rank);
+            place_foreign_token(p, here, top_k, h->rank);
             continue;
         }
         place_token(p, here, &c);
@@ -342,7 +342,7 @@ static void place_choices(planner *p)
             if (flat && mine) p->row_here[t] = c.slot[k];
             here[k] = !mine ? -1 : flat ? p->local[here[k]] : c.slot[k];
         }
-        if (is_own) keep_fate(p, own, &c);
+        if (is_own) record_fates(p, own, &c);
     }
     if (flat) h->num_slots = p->rows[h->rank];
 }

@@ -53,7 +53,7 @@ data_fault router_find_fault(const router_job *job, const epic_router_args *args
             if (row[k] >= job->num_columns)
                 return (data_fault){DATA_TABLE, {id, k, row[k], job->num_columns}};
     }
-    return (data_fault){DATA_GOOD, {0}};
+    return (data_fault){DATA_OK, {0}};
 }
 
 /* Reports the fault of a call without peers, as an error of this rank. */

@@ -139,22 +139,22 @@ static void take_rows(void *self, int64_t item, int32_t piece, const void **rows
 /* From rank 0 to rank 1. */
 static epic_result flow(slow *s)
 {
-    const cut whole = {.row_bytes = ROW, .piece_bytes = ROW, .num_pieces = 1};
+    const row_split whole = {.row_bytes = ROW, .piece_bytes = ROW, .num_pieces = 1};
     const scatter scattered = {.self = s,
                                .items = (const int64_t[]){ITEMS, 0},
-                               .cut = whole,
-                               .wants = always,
-                               .mine = always,
-                               .fill = fill_item,
-                               .take = take_item,
-                               .take_own = take_own};
+                               .split = whole,
+                               .is_sent = always,
+                               .is_received = always,
+                               .fill_entry = fill_item,
+                               .read_entry = take_item,
+                               .read_own_item = take_own};
     const collect collected = {.self = s,
                                .items = (const int64_t[]){0, ITEMS},
-                               .cut = whole,
-                               .gives = always,
-                               .awaits = always,
-                               .fill = fill_home,
-                               .take = take_rows};
+                               .split = whole,
+                               .is_sent = always,
+                               .is_received = always,
+                               .fill_entry = fill_home,
+                               .read_rows = take_rows};
     return s->collects ? collect_run(s->x, &collected) : scatter_run(s->x, &scattered);
 }
 

@@ -15,58 +15,58 @@
 #define NEAR_NS 250
 #define FAR_NS 1700
 
-static lane_way next_way(lane_reach *reach, int64_t bytes)
+static ring_path next_path(ring_cost *cost, int64_t bytes)
 {
-    exchange x = {.reach = reach};
-    return lane_way_of(&x, 0, bytes);
+    exchange x = {.ring_costs = cost};
+    return ring_choose_path(&x, 0, bytes);
 }
 
 /* The first row is timed, and then few; short ones never. */
 static void test_turns(void)
 {
-    lane_reach reach = {0};
-    CHECK_EQ(next_way(&reach, ROW), LANE_TIMED);
+    ring_cost cost = {0};
+    CHECK_EQ(next_path(&cost, ROW), RING_TIMED);
     int timed = 0;
-    for (int i = 0; i < 1000; i++) timed += next_way(&reach, ROW) == LANE_TIMED;
+    for (int i = 0; i < 1000; i++) timed += next_path(&cost, ROW) == RING_TIMED;
     CHECK(timed > 5 && timed < 50);
-    for (int i = 0; i < 1000; i++) CHECK_EQ(next_way(&reach, 512), LANE_NEAR);
+    for (int i = 0; i < 1000; i++) CHECK_EQ(next_path(&cost, 512), RING_CACHED);
 }
 
-static lane_way way_after(lane_reach *reach, int rows, uint64_t ns)
+static ring_path path_after(ring_cost *cost, int rows, uint64_t ns)
 {
-    for (int i = 0; i < rows; i++) lane_learn(reach, ns, ROW);
-    const lane_way way = next_way(reach, ROW);
-    return way == LANE_TIMED ? next_way(reach, ROW) : way;
+    for (int i = 0; i < rows; i++) ring_record_time(cost, ns, ROW);
+    const ring_path path = next_path(cost, ROW);
+    return path == RING_TIMED ? next_path(cost, ROW) : path;
 }
 
 /* Cores that move apart and together are followed; one late clock is not. */
 static void test_learning(void)
 {
-    lane_reach reach = {0};
-    CHECK_EQ(way_after(&reach, 10, NEAR_NS), LANE_NEAR);
-    CHECK_EQ(way_after(&reach, 1, FAR_NS), LANE_NEAR);
-    CHECK_EQ(way_after(&reach, 10, FAR_NS), LANE_FAR);
-    CHECK_EQ(way_after(&reach, 1, NEAR_NS), LANE_FAR);
-    CHECK_EQ(way_after(&reach, 10, NEAR_NS), LANE_NEAR);
-    CHECK_EQ(way_after(&reach, 1, UINT32_MAX), LANE_NEAR); /* the core was away */
+    ring_cost cost = {0};
+    CHECK_EQ(path_after(&cost, 10, NEAR_NS), RING_CACHED);
+    CHECK_EQ(path_after(&cost, 1, FAR_NS), RING_CACHED);
+    CHECK_EQ(path_after(&cost, 10, FAR_NS), RING_STREAMED);
+    CHECK_EQ(path_after(&cost, 1, NEAR_NS), RING_STREAMED);
+    CHECK_EQ(path_after(&cost, 10, NEAR_NS), RING_CACHED);
+    CHECK_EQ(path_after(&cost, 1, UINT32_MAX), RING_CACHED); /* the core was away */
 }
 
 /* All lanes of all cells, with no row timed in the next step. */
-static void set_reach(epic_context *ctx, int32_t line_ps)
+static void set_costs(epic_context *ctx, int32_t line_ps)
 {
     for (uint32_t i = 0; i < ctx->config.max_in_flight; i++)
         for (int r = 0; r < ctx->num_ranks; r++)
-            ctx->exchanges[i].reach[r] = (lane_reach){.line_ps = line_ps, .rows = 1};
+            ctx->exchanges[i].ring_costs[r] = (ring_cost){.line_ps = line_ps, .rows = 1};
 }
 
-static void keep(const step *s, float *kept)
+static void keep_results(const step *s, float *kept)
 {
     const size_t rows = (size_t)(s->tokens * s->hidden);
     memcpy(kept, s->out, rows * sizeof *kept);
     memcpy(kept + rows, s->d_tokens, rows * sizeof *kept);
 }
 
-static void run_ways(const epic_bootstrap *bootstrap, void *self)
+static void run_paths(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
     static _Thread_local float near[2 * TOKENS * HIDDEN], far[2 * TOKENS * HIDDEN];
@@ -78,12 +78,12 @@ static void run_ways(const epic_bootstrap *bootstrap, void *self)
     step s;
     if (CHECK(epic_open(&ctx, bootstrap, &config) == EPIC_OK)) {
         step_open(&s, ctx, TOKENS, HIDDEN);
-        set_reach(ctx, 0);
+        set_costs(ctx, 0);
         CHECK(step_all(&s, 1));
-        keep(&s, near);
-        set_reach(ctx, INT32_MAX / 2);
+        keep_results(&s, near);
+        set_costs(ctx, INT32_MAX / 2);
         CHECK(step_all(&s, 1));
-        keep(&s, far);
+        keep_results(&s, far);
         CHECK(memcmp(near, far, sizeof near) == 0);
         step_close(&s);
     }
@@ -96,6 +96,6 @@ int main(void)
     run_alarm(100);
     test_turns();
     test_learning();
-    run_threads(RANKS, run_ways, NULL);
+    run_threads(RANKS, run_paths, NULL);
     return check_end();
 }

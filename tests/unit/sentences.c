@@ -176,38 +176,38 @@ static void check_verdict(void)
 
 static void mismatch(int field, int64_t a, int64_t b, const char *first, const char *second)
 {
-    epic_note note_a = {.same = {[SAME_OPERATION] = EPIC_OP_PLAN}}, note_b = note_a;
+    epic_note note_a = {.same = {[COMMON_OPERATION] = EPIC_OP_PLAN}}, note_b = note_a;
     char sentence[256], words[128];
     note_a.same[field] = a;
     note_b.same[field] = b;
-    CHECK(!note_matches(&note_a, 1022, &note_b, 1023, sentence, sizeof sentence));
+    CHECK(!op_header_compare(&note_a, 1022, &note_b, 1023, sentence, sizeof sentence));
     snprintf(words, sizeof words, "%s, rank 1023 brought %s; ", first, second);
     CHECK_SAY(strstr(sentence, words) != NULL, "no \"%s\" in: %s", words, sentence);
 }
 
 static void check_mismatches(void)
 {
-    mismatch(SAME_TYPE, EPIC_F32, EPIC_BF16, "type EPIC_F32", "EPIC_BF16");
-    mismatch(SAME_TYPE, EPIC_BYTES, EPIC_I64, "type EPIC_BYTES", "EPIC_I64");
-    mismatch(SAME_TYPE, EPIC_F16, 99, "type EPIC_F16", "99");
-    mismatch(SAME_PARTIAL_TYPE, 0, EPIC_F32, "partial_type 0 (the rows' type)", "EPIC_F32");
-    mismatch(SAME_QUANTIZE, 0, 2, "quantize EPIC_QUANTIZE_NONE", "EPIC_QUANTIZE_1X32");
-    mismatch(SAME_LAYOUT, 0, 1, "layout EPIC_EXPERT_MAJOR", "EPIC_FLAT");
-    mismatch(SAME_OVERFLOW, 1, 0, "overflow EPIC_OVERFLOW_DROP", "EPIC_OVERFLOW_ERROR");
-    mismatch(SAME_SUM_ORDER, 0, 1, "sum_order EPIC_BY_RANK", "EPIC_TREE");
-    mismatch(SAME_WEIGHTS, 1, 0, "weights some", "none");
-    mismatch(SAME_PLACEMENT, 0, 255, "rank_of_expert none", "ff");
-    mismatch(SAME_REPLICAS, 0, 255, "logical_of_expert none", "ff");
-    mismatch(SAME_COUNT, 3, 4, "count 3", "4");
-    for (int field = SAME_OPERATION; field < NUM_SAME; field++) {
+    mismatch(COMMON_TYPE, EPIC_F32, EPIC_BF16, "type EPIC_F32", "EPIC_BF16");
+    mismatch(COMMON_TYPE, EPIC_BYTES, EPIC_I64, "type EPIC_BYTES", "EPIC_I64");
+    mismatch(COMMON_TYPE, EPIC_F16, 99, "type EPIC_F16", "99");
+    mismatch(COMMON_PARTIAL_TYPE, 0, EPIC_F32, "partial_type 0 (the rows' type)", "EPIC_F32");
+    mismatch(COMMON_QUANTIZE, 0, 2, "quantize EPIC_QUANTIZE_NONE", "EPIC_QUANTIZE_1X32");
+    mismatch(COMMON_LAYOUT, 0, 1, "layout EPIC_EXPERT_MAJOR", "EPIC_FLAT");
+    mismatch(COMMON_OVERFLOW, 1, 0, "overflow EPIC_OVERFLOW_DROP", "EPIC_OVERFLOW_ERROR");
+    mismatch(COMMON_SUM_ORDER, 0, 1, "sum_order EPIC_BY_RANK", "EPIC_TREE");
+    mismatch(COMMON_WEIGHTS, 1, 0, "weights some", "none");
+    mismatch(COMMON_PLACEMENT, 0, 255, "rank_of_expert none", "ff");
+    mismatch(COMMON_REPLICAS, 0, 255, "logical_of_expert none", "ff");
+    mismatch(COMMON_COUNT, 3, 4, "count 3", "4");
+    for (int field = COMMON_OPERATION; field < NUM_COMMON; field++) {
         epic_note a = {0}, b = {0};
         char sentence[256];
         a.same[field] = INT64_MIN;
         b.same[field] = -1;
-        CHECK(!note_matches(&a, 1022, &b, 1023, sentence, sizeof sentence));
-        ends(sentence, field == SAME_OPERATION ? "in the same order on every rank"
-                       : field == SAME_PLAN    ? "use the plan of one and the same epic_plan"
-                                               : "bring the same on every rank");
+        CHECK(!op_header_compare(&a, 1022, &b, 1023, sentence, sizeof sentence));
+        ends(sentence, field == COMMON_OPERATION ? "in the same order on every rank"
+                       : field == COMMON_PLAN    ? "use the plan of one and the same epic_plan"
+                                                 : "bring the same on every rank");
     }
 }
 
@@ -226,9 +226,9 @@ static void check_data_errors(void)
     for (int error = DATA_EXPERT; error <= DATA_SAVED_PART; error++) {
         epic_note good = {0}, bad = {0};
         const epic_note *const notes[] = {&good, &good, &bad};
-        bad.own[OWN_ERROR] = error;
-        for (int i = 0; i < 4; i++) bad.own[OWN_ABOUT + i] = INT64_MIN + i;
-        CHECK(note_data_error(notes, 3) == EPIC_EINVAL);
+        bad.own[LOCAL_ERROR] = error;
+        for (int i = 0; i < 4; i++) bad.own[LOCAL_ERROR_DETAILS + i] = INT64_MIN + i;
+        CHECK(op_header_data_error(notes, 3) == EPIC_EINVAL);
         CHECK(strstr(epic_error(NULL), "rank 2") != NULL);
         ends(epic_error(NULL), way_out[error]);
     }

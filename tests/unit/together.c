@@ -151,7 +151,7 @@ static void alike(const epic_bootstrap *bootstrap, void *self)
     CHECK_EQ(plan_dispatch(s), EPIC_OK);
     CHECK_EQ(bootstraps, 1);
     CHECK_EQ(flows, s->num_tokens * TOP_K > 64 ? 2 : 1);
-    CHECK_EQ(s->ctx->exchanges[0].place, 1); /* the dispatch has a place of its own */
+    CHECK_EQ(s->ctx->exchanges[0].sequence, 1); /* the dispatch has a place of its own */
     check_home(s);
     CHECK_EQ(plan_dispatch(s), EPIC_OK);
     check_home(s);
