@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""epic.jax on GPUs, timed: gpu_jax.py steps | host | soak | layer | gemm, on all of this process.
+"""Time epic.jax on all GPUs of this process: gpu_jax.py steps | host | soak | layer | gemm.
 
-steps: plan_dispatch and combine in a compiled step, device time.  host: what XLA's host side takes
-for a call of ours, beside one that does nothing.  soak: training steps with XLA's command buffers
-on and off, losses compared.  layer: the models of bench/gpu/moe.c by the core's layer in one call
-and composed with products of this JAX, beside what that program takes for the same in C (--c: the
-program, run first).  gemm: those products.
+steps: plan_dispatch and combine in a compiled step, device time.  host: time of XLA's host side for
+an EPIC call, compared with a call that does nothing.  soak: training steps with XLA's command
+buffers on and off, losses compared.  layer: the models of bench/gpu/moe.c, by the core's layer in
+one call and composed with products of this JAX, compared with the same in C (--c: the program,
+which runs first).  gemm: those products.
 """
 
 import argparse
@@ -34,23 +34,23 @@ ALL = P("ep")
 
 
 def mesh_of_all() -> Mesh:
-    """All GPUs as one group."""
+    """Open all GPUs as one group."""
     return Mesh(np.array(jax.devices()), ("ep",))
 
 
 def put(mesh: Mesh, value: Any) -> Any:
-    """Sharded over the first dimension."""
+    """Return the array sharded over the first dimension."""
     return jax.device_put(value, NamedSharding(mesh, ALL))
 
 
 def mapped(mesh: Mesh, function: Callable[..., Any], inputs: int) -> Any:
-    """Jitted, on each device's own part."""
+    """Return the function jitted, on each device's own part."""
     specs = (ALL,) * inputs
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=ALL))
 
 
 def seconds(run: Callable[[], Any], calls: int = 1, repeats: int = 15) -> float:
-    """Median time of a call, of `calls` that are enqueued together."""
+    """Return the median time of a call, of `calls` that are enqueued together."""
     jax.block_until_ready(run())
     jax.block_until_ready(run())
     times = []
@@ -64,7 +64,7 @@ def seconds(run: Callable[[], Any], calls: int = 1, repeats: int = 15) -> float:
 
 
 def routing(tokens: int, experts: int, top_k: int) -> np.ndarray:
-    """Uniform, different experts for each token."""
+    """Return uniform random experts, different for each token."""
     rng = np.random.default_rng(1)
     return np.argpartition(rng.random((tokens, experts)), top_k, 1)[:, :top_k].astype(np.int32)
 
@@ -73,7 +73,7 @@ def routing(tokens: int, experts: int, top_k: int) -> np.ndarray:
 
 
 def steps(args: argparse.Namespace) -> None:
-    """The time of one operation is what eight more of it add to a program of eight."""
+    """Return the time of one operation: what eight more of it add to a program of eight."""
     mesh, few, many = mesh_of_all(), 4, 12
     ranks = mesh.size
     layer = epic.jax.Layer(args.experts, args.top_k, alignment=128)
@@ -146,7 +146,7 @@ XLA_FFI_Error *empty(XLA_FFI_CallFrame *frame)
 
 
 def register_empty() -> None:
-    """A custom call that does nothing, for CUDA."""
+    """Return a custom call that does nothing, for CUDA."""
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder, "empty.c"), Path(folder, "empty.so")
         source.write_text(EMPTY)
@@ -157,7 +157,7 @@ def register_empty() -> None:
 
 
 def enqueue_time(run: Any, x: Any) -> float:
-    """Median time until the call comes back, the device idle before it."""
+    """Return the median time until the call returns, with an idle device before it."""
     times = []
     for _ in range(100):
         begin = time.perf_counter()
@@ -168,7 +168,7 @@ def enqueue_time(run: Any, x: Any) -> float:
 
 
 def host(_: argparse.Namespace) -> None:
-    """What one more call costs a program on the host, outside of command buffers, of one GPU."""
+    """Print what one more call costs on the host, on one GPU, outside of command buffers."""
     register_empty()
     mesh, few, many = Mesh(np.array(jax.devices()[:1]), ("ep",)), 4, 36
     x = put(mesh, np.ones((1, 8), np.float32))
@@ -210,7 +210,7 @@ def host(_: argparse.Namespace) -> None:
 
 
 def soak(args: argparse.Namespace) -> None:
-    """A small model of MoE layers trained on random data; losses equal, on and off."""
+    """Train a small model with command buffers on and off; the losses must be equal."""
     mesh = mesh_of_all()
     ranks, hidden, inner, experts, tokens = mesh.size, 128, 128, 16, 256
     layer = epic.jax.Layer(experts, 2, alignment=128)
@@ -294,8 +294,10 @@ MODELS = {
 
 
 def of_c(args: argparse.Namespace) -> dict[str, tuple[float, float]]:
-    """ms of the models in C, forward and with backward, gradients of weights in bf16 as here; by
-    name.  It has the GPUs to itself: JAX has not looked at them yet."""
+    """Return milliseconds of the models in C by name, forward and with backward.
+
+    The gradients of weights are in bf16 as here.  The program runs before JAX uses the GPUs.
+    """
     if not args.c:
         return {}
     last = args.first + args.models
@@ -308,9 +310,13 @@ def of_c(args: argparse.Namespace) -> dict[str, tuple[float, float]]:
 
 
 def in_bursts(run: Callable[[], Any], rounds: int = 12) -> tuple[float, float]:
-    """Time of a call as bench/gpu/moe.c has it, rest, one call, three that are timed: what four
-    calls take more than one, so that the host's way to the GPUs and back, which C's events do not
-    see, is in neither.  And of one call by itself, from rest until the host has its results."""
+    """Return the time of a call, by the schedule of bench/gpu/moe.c, and of a single call.
+
+    The schedule is: rest, one call, three calls that are timed.  The result is the difference
+    between four calls and one, divided by three.  So it excludes the time between host and GPUs,
+    which the events in C exclude, too.  A single call is timed from rest until the host has its
+    results.
+    """
     jax.block_until_ready(run())
     times: dict[int, list[float]] = {1: [], 4: []}
     for calls in (1, 4) * rounds:
@@ -325,7 +331,7 @@ def in_bursts(run: Callable[[], Any], rounds: int = 12) -> tuple[float, float]:
 
 
 def parameters(mesh: Mesh, local: int, hidden: int, inner: int) -> tuple[Any, Any]:
-    """Random weights, made where they belong, and their shardings."""
+    """Return random weights, created in their shardings, and these shardings."""
     experts = local * mesh.size
     shapes = {
         "w_gate": ((hidden, experts), jnp.float32, P()),
@@ -343,12 +349,12 @@ def parameters(mesh: Mesh, local: int, hidden: int, inner: int) -> tuple[Any, An
 
 
 def chosen(args: argparse.Namespace) -> list[tuple[str, tuple[int, int, int, int]]]:
-    """Of the models, those that are asked for."""
+    """Return the models that the command line names."""
     return list(MODELS.items())[args.first : args.first + args.models]
 
 
 def layer(args: argparse.Namespace) -> None:
-    """Forward, and forward and backward with all gradients, which leave in the weights' dtype."""
+    """Return forward, and forward with backward and all gradients in the weights' dtype."""
     in_c = of_c(args)
     mesh, tokens = mesh_of_all(), args.tokens
     for name, (local, top_k, hidden, inner) in chosen(args):
@@ -398,12 +404,12 @@ def layer(args: argparse.Namespace) -> None:
 
 
 def even(rows: int, experts: int) -> np.ndarray:
-    """As many rows for each expert."""
+    """Return equally many rows for each expert."""
     return np.full(experts, rows // experts, np.int32)
 
 
 def skewed(rows: int, experts: int) -> np.ndarray:
-    """Zipf 0.7, four experts without a row, slabs of whole 128s."""
+    """Return Zipf 0.7 slabs of multiples of 128 rows; four experts have none."""
     weight = 1 / np.arange(1, experts + 1) ** 0.7
     weight[-4:] = 0
     sizes = (weight / weight.sum() * rows // 128 * 128).astype(np.int32)
@@ -412,7 +418,7 @@ def skewed(rows: int, experts: int) -> np.ndarray:
 
 
 def gemm(args: argparse.Namespace) -> None:
-    """Forward, d_x and d_w of [rows, K] x [experts, K, N], bf16."""
+    """Return forward, d_x and d_w of [rows, K] x [experts, K, N], bf16."""
     rows = 32768
     for k, n in ((7168, 4096), (2048, 7168))[: args.shapes]:
         for name, sizes in (("even", even(rows, 64)), ("skewed", skewed(rows, 64))):
@@ -443,7 +449,7 @@ def gemm(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """By name."""
+    """Run the benchmark of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=["steps", "host", "soak", "layer", "gemm"])
     parser.add_argument("--tokens", type=int, default=4096)

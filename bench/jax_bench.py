@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times dispatch, combine and the whole layer in JAX, EPIC against what JAX itself has.
+"""Time dispatch, combine and the whole layer in JAX, EPIC compared with JAX itself.
 
-JAX's own way, in the same run: sort by expert, exchange (ragged_all_to_all; on CPUs, where XLA has
-none, all_to_all of padded blocks), sort again, ragged_dot.  Both must give the same layer first.
-And what many do instead: each rank has capacity_factor * tokens * top_k / experts places for each
-expert and drops the rest, all_to_all of these blocks, one batched matmul for all experts.  With
-places for all it must give the same layer too.
+JAX itself, in the same run: sort by expert, exchange (ragged_all_to_all; on CPUs, where XLA lacks
+it, all_to_all of padded blocks), sort again, ragged_dot.  Both must first give the same layer.
+A third form is common elsewhere: each rank has capacity_factor * tokens * top_k / experts slots
+for each expert and drops the rest, all_to_all of these blocks, one batched matmul for all experts.
+With slots for all choices it must give the same layer, too.
 
 python bench/jax_bench.py                                   4 virtual CPU devices
 python bench/jax_bench.py --platform cuda --tokens 4096 --hidden 7168 --experts 256 --top-k 8
@@ -29,7 +29,7 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of one rank's part, and of the group."""
+    """Sizes of one rank's part and of the group."""
 
     ranks: int
     tokens: int
@@ -40,17 +40,17 @@ class Sizes:
 
     @property
     def local(self) -> int:
-        """Experts of a rank."""
+        """Return the number of experts of a rank."""
         return self.experts // self.ranks
 
     @property
     def most(self) -> int:
-        """Most rows that one rank may send to another."""
+        """Return the largest number of rows that one rank may send to another."""
         return self.tokens * min(self.top_k, self.local)
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Return the arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--platform", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--devices", type=int, default=4)
@@ -70,8 +70,11 @@ def arguments() -> argparse.Namespace:
 
 
 class Routes(NamedTuple):
-    """Where rows go: `order` sorts the choices by expert, `back` puts them back; counts of every
-    rank [ranks, experts]; `inner` sorts received rows by expert, `outer` puts them back."""
+    """Where rows go.
+
+    `order` sorts the choices by expert, and `back` reverses it.  There are counts of every rank
+    [ranks, experts].  `inner` sorts received rows by expert, and `outer` reverses it.
+    """
 
     order: Any
     counts: Any
@@ -81,14 +84,14 @@ class Routes(NamedTuple):
 
 
 def before(x: Any, axis: int) -> Any:
-    """Sums of what comes before each element."""
+    """Return the sum of the elements before each element."""
     import jax.numpy as jnp
 
     return jnp.cumsum(x, axis=axis) - x
 
 
 def make_routes(s: Sizes, ragged: bool, ids: Any) -> Routes:
-    """From the choices [tokens, top_k] of this rank."""
+    """Return the routes of the choices [tokens, top_k] of this rank."""
     import jax
     import jax.numpy as jnp
 
@@ -112,7 +115,7 @@ def make_routes(s: Sizes, ragged: bool, ids: Any) -> Routes:
 
 
 def exchange(s: Sizes, ragged: bool, r: Routes, rows: Any, home: bool) -> Any:
-    """Sorted rows to the ranks of their experts, or the received ones home."""
+    """Send sorted rows to the ranks of their experts, or return received rows."""
     import jax
     import jax.numpy as jnp
 
@@ -143,7 +146,7 @@ def exchange(s: Sizes, ragged: bool, r: Routes, rows: Any, home: bool) -> Any:
 
 
 def own_steps(s: Sizes, ragged: bool) -> dict[str, Step]:
-    """What one rank does; prepare gives combine's arguments."""
+    """The functions of one rank; prepare returns the arguments of combine."""
     import jax
     import jax.numpy as jnp
 
@@ -184,7 +187,7 @@ def own_steps(s: Sizes, ragged: bool) -> dict[str, Step]:
 
 
 def places_of(s: Sizes, most: int, ids: Any) -> tuple[Any, Any]:
-    """Of each choice: its place among this rank's for its expert, and whether there is one."""
+    """Return the slot of each choice among this rank's for its expert, and whether it has one."""
     import jax
     import jax.numpy as jnp
 
@@ -194,12 +197,12 @@ def places_of(s: Sizes, most: int, ids: Any) -> tuple[Any, Any]:
 
 
 def capacity_layer(s: Sizes, most: int) -> Step:
-    """The layer with at most so many rows for an expert from each rank; the others are dropped."""
+    """Return the layer with a limited number of rows per expert and rank; it drops the others."""
     import jax
     import jax.numpy as jnp
 
     def exchanged(blocks: Any) -> Any:
-        """[ranks, local experts, places, n], of destinations or sources."""
+        """Return [ranks, local experts, slots, n] of destinations or sources."""
         return jax.lax.all_to_all(blocks, "ep", 0, 0)
 
     def layer(x: Any, w: Any) -> Any:
@@ -223,7 +226,7 @@ def capacity_layer(s: Sizes, most: int) -> Step:
 
 
 def capacity_ways(s: Sizes, factors: list[float]) -> dict[str, dict[str, Step]]:
-    """By name; what fits no factor of these has all places, to be compared."""
+    """Return the layer for each capacity factor, by name."""
     found = {}
     for factor in factors:
         most = math.ceil(factor * s.tokens * s.top_k / s.experts)
@@ -235,7 +238,7 @@ def capacity_ways(s: Sizes, factors: list[float]) -> dict[str, dict[str, Step]]:
 
 
 def epic_steps(s: Sizes, group: Any) -> dict[str, Step]:
-    """The same."""
+    """Return the forms of EPIC by name."""
     import epic.jax
 
     place = epic.jax.Layer(s.experts, s.top_k)
@@ -272,7 +275,7 @@ def epic_steps(s: Sizes, group: Any) -> dict[str, Step]:
 
 
 def mapped(mesh: Any, step: Step, ins: Any) -> Step:
-    """Over the devices; results are stacked."""
+    """Return the function over the devices; results are stacked."""
     import jax
     from jax.sharding import PartitionSpec as P
 
@@ -280,7 +283,7 @@ def mapped(mesh: Any, step: Step, ins: Any) -> Step:
 
 
 def programs(mesh: Any, steps: dict[str, Step]) -> dict[Key, Step]:
-    """Each compiled: forward, and forward and backward of a weighted sum."""
+    """Return compiled functions: forward, and forward with backward of a weighted sum."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec as P
@@ -305,20 +308,20 @@ def programs(mesh: Any, steps: dict[str, Step]) -> dict[Key, Step]:
 
 
 class Time(NamedTuple):
-    """Milliseconds: of the clock, and of all cores together, which other programs disturb less."""
+    """Milliseconds of the clock, and of all cores together, which other programs disturb less."""
 
     wall: float
     cores: float
 
 
 def now() -> tuple[float, float]:
-    """Seconds of both."""
+    """Return seconds of the clock and of all cores."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return time.perf_counter(), used.ru_utime + used.ru_stime
 
 
 def medians(runs: Mapping[Any, Callable[[], Any]], rounds: int) -> dict[Any, Time]:
-    """All of them in turn in each round."""
+    """Time all functions in turn in each round."""
     import jax
 
     times: dict[Any, list[tuple[float, ...]]] = {key: [] for key in runs}
@@ -334,7 +337,7 @@ def medians(runs: Mapping[Any, Callable[[], Any]], rounds: int) -> dict[Any, Tim
 
 
 def inputs(s: Sizes, mesh: Any, dtype: str) -> dict[str, tuple[Any, ...]]:
-    """Arguments of the three programs, where they belong."""
+    """Return the arguments of the three programs, in their shardings."""
     import jax
     import numpy as np
     from jax.sharding import NamedSharding
@@ -361,7 +364,7 @@ def inputs(s: Sizes, mesh: Any, dtype: str) -> dict[str, tuple[Any, ...]]:
 
 
 def miss(a: Any, b: Any) -> float:
-    """The largest difference over the largest value, of all arrays."""
+    """Return the largest difference over the largest value, of all arrays."""
     import jax
     import numpy as np
 
@@ -373,7 +376,7 @@ def miss(a: Any, b: Any) -> float:
 
 
 def main() -> int:
-    """Checks, times, prints; 1 if the two ways do not agree."""
+    """Check, time and print; return 1 if the two ways differ."""
     args = arguments()
     if args.platform == "cpu":
         flag = f"--xla_force_host_platform_device_count={args.devices}"
@@ -438,7 +441,7 @@ def main() -> int:
 
 
 def line(what: str, a: Time, b: Time, way: str) -> None:
-    """Of the table."""
+    """Print a row of the table."""
     text = f"{a.wall:10.2f}{b.wall:10.2f}{b.wall / a.wall:7.2f}"
     text += f"{a.cores:13.2f}{b.cores:10.2f}{b.cores / max(a.cores, 1e-3):7.2f}"
     print(f"{what:29}{text}  {way}", flush=True)

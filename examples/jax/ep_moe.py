@@ -21,7 +21,7 @@ Params = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the model."""
+    """Sizes of the model."""
 
     batch: int = 8
     length: int = 16
@@ -33,7 +33,7 @@ class Sizes:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Return the arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--devices", type=int, default=4, help="of all processes together")
     parser.add_argument("--processes", type=int, default=1)
@@ -46,8 +46,8 @@ def arguments() -> argparse.Namespace:
 
 
 def launch(args: argparse.Namespace) -> int:
-    """Starts the processes; 0 if all went well."""
-    with socket.socket() as holder:  # so that the system gives the port to no connection
+    """Start the processes; return 0 if all succeed."""
+    with socket.socket() as holder:  # keeps the system from using the port for a connection
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # lets a process listen too
         holder.bind(("127.0.0.1", 0))
         port = holder.getsockname()[1]
@@ -60,7 +60,7 @@ def launch(args: argparse.Namespace) -> int:
 
 
 def initial(sizes: Sizes) -> tuple[list[Params], Any, Any]:
-    """Weights of every layer, x, and the cotangent of the output."""
+    """Return the weights of every layer, x, and the cotangent of the output."""
     import numpy as np
 
     rng = np.random.default_rng(0)
@@ -75,7 +75,7 @@ def initial(sizes: Sizes) -> tuple[list[Params], Any, Any]:
 
 
 def numpy_layer(sizes: Sizes, w: Params, x: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """out of tokens x, and the function from d_out to (d_x, d_w)."""
+    """Return out of tokens x, and the function from d_out to (d_x, d_w)."""
     import numpy as np
 
     z = x @ w["w_gate"]
@@ -110,7 +110,7 @@ def numpy_layer(sizes: Sizes, w: Params, x: Any) -> tuple[Any, Callable[[Any], A
 
 
 def numpy_model(sizes: Sizes, layers: list[Params], x: Any, ct: Any) -> tuple[Any, Any, Any]:
-    """Output, gradient of x and of the weights, in float64; each layer is added to its input."""
+    """Return output and gradients of x and the weights, in float64.  Each layer is residual."""
     import numpy as np
 
     shape, pulls = x.shape, []
@@ -131,7 +131,7 @@ def numpy_model(sizes: Sizes, layers: list[Params], x: Any, ct: Any) -> tuple[An
 
 
 def make_step(sizes: Sizes, mesh: Any, group: Any) -> Callable[..., Any]:
-    """A jitted function of (layers, x, ct): output, gradient of x and of the weights."""
+    """Return a jitted function of (layers, x, ct): output and gradients of x and the weights."""
     import jax
 
     import epic.jax
@@ -157,7 +157,7 @@ def make_step(sizes: Sizes, mesh: Any, group: Any) -> Callable[..., Any]:
 
 
 def place(mesh: Any, value: Any, *axes: Any) -> Any:
-    """A global array of which every process knows all."""
+    """Return a global array from an array that every process has."""
     import jax
 
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
@@ -165,7 +165,7 @@ def place(mesh: Any, value: Any, *axes: Any) -> Any:
 
 
 def miss(got: Any, wanted: Any) -> float:
-    """The largest relative error of all arrays."""
+    """Return the largest relative error of all arrays."""
     import jax
     import numpy as np
     from jax.experimental import multihost_utils
@@ -178,7 +178,7 @@ def miss(got: Any, wanted: Any) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    """One process's part."""
+    """Run one process."""
     import jax
     import numpy as np
 
@@ -213,7 +213,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """The launcher, or one of its processes."""
+    """Run as the launcher, or as one of its processes."""
     args = arguments()
     if args.processes > 1 and not args.port:
         return launch(args)

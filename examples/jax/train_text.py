@@ -22,7 +22,7 @@ from training import Params, Sizes
 
 
 def norm(x: Any) -> Any:
-    """RMS norm without a scale."""
+    """Return the RMS norm without a scale."""
     import jax
     import jax.numpy as jnp
 
@@ -30,7 +30,7 @@ def norm(x: Any) -> Any:
 
 
 def attention(sizes: Sizes, w: Params, x: Any) -> Any:
-    """Causal self-attention."""
+    """Return causal self-attention."""
     import jax
     import jax.numpy as jnp
 
@@ -40,7 +40,10 @@ def attention(sizes: Sizes, w: Params, x: Any) -> Any:
 
 
 def make_loss(sizes: Sizes, mesh: Any, group: Any) -> Any:
-    """A function (params, text [batch, length + 1]) -> loss, (cross entropy, load [layers, E])."""
+    """Return the loss function.
+
+    It maps (params, text [batch, length + 1]) to loss, (cross entropy, load [layers, E]).
+    """
     import jax
     import jax.numpy as jnp
 
@@ -73,7 +76,7 @@ def make_loss(sizes: Sizes, mesh: Any, group: Any) -> Any:
 
 
 def place(mesh: Any, value: Any, *axes: Any) -> Any:
-    """A global array of which every process knows all."""
+    """Return a global array from an array that every process has."""
     import jax
 
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
@@ -81,7 +84,7 @@ def place(mesh: Any, value: Any, *axes: Any) -> Any:
 
 
 def place_params(mesh: Any, params: Params) -> Params:
-    """Experts over the group, everything else on every device."""
+    """Return the shardings: experts over the group, everything else on every device."""
     import jax
 
     def one(path: Any, value: Any) -> Any:
@@ -91,7 +94,7 @@ def place_params(mesh: Any, params: Params) -> Params:
 
 
 def make_optimizer(args: argparse.Namespace, mesh: Any, params: Params) -> tuple[Any, Any]:
-    """AdamW with a cosine, and its state, each part where its parameter is."""
+    """Return AdamW with a cosine schedule, and its state, sharded like the parameters."""
     import jax
     import optax
 
@@ -111,7 +114,7 @@ def make_optimizer(args: argparse.Namespace, mesh: Any, params: Params) -> tuple
 
 
 def make_steps(loss_of: Any, optimizer: Any) -> tuple[Any, Any]:
-    """A training step and an evaluation, compiled."""
+    """Return a training step and an evaluation, compiled."""
     import jax
     import optax
 
@@ -127,7 +130,7 @@ def make_steps(loss_of: Any, optimizer: Any) -> tuple[Any, Any]:
 
 
 def train(args: argparse.Namespace, mesh: Any, group: Any, sizes: Sizes) -> int:
-    """All steps; 1 if nothing was learnt."""
+    """Run all steps; return 1 if the loss did not fall."""
     import jax
     import numpy as np
 
@@ -160,7 +163,7 @@ def train(args: argparse.Namespace, mesh: Any, group: Any, sizes: Sizes) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """One process's part."""
+    """Run one process."""
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     import jax

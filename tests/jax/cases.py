@@ -25,7 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def options(case: dict[str, Any], ranks: int) -> epic.Moe:
-    """As the functions want it."""
+    """Return the options of a case for this many ranks."""
     top_k = case.get("top_k", 2)
     return epic.Moe(
         epic.Layer(
@@ -55,7 +55,7 @@ def options(case: dict[str, Any], ranks: int) -> epic.Moe:
 
 
 def weights(case: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Of all experts, float32."""
+    """Return the weights of all experts, float32."""
     rng = np.random.default_rng(7)
     shapes = {
         "w_gate": (HIDDEN, EXPERTS + case.get("zero_experts", 0)),
@@ -114,7 +114,7 @@ def true_step(case: dict[str, Any], groups: int) -> tuple[Any, ...]:
 
 
 def compare(got: tuple[Any, ...], wanted: tuple[Any, ...], most: float = 5e-6) -> None:
-    """By relative error, each array by itself."""
+    """Compare by relative error, each array alone."""
     out, loss, d_x, d_w = wanted
     assert reference.relative(got[0], out) < most
     assert abs(float(got[1]) - loss) <= most * max(abs(loss), 1e-3)

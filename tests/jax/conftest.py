@@ -57,7 +57,7 @@ def mesh(request: pytest.FixtureRequest) -> Mesh:
 
 @pytest.fixture(params=[True, False], ids=["vma", "no_vma"])
 def vma(request: pytest.FixtureRequest) -> bool:
-    """With shard_map's check of varying values, and without."""
+    """Run with shard_map's check of varying values, and without it."""
     return request.param
 
 

@@ -75,12 +75,12 @@ Backward = struct(
 
 
 def address(array: np.ndarray | None) -> int | None:
-    """Where the numbers are."""
+    """Return the address of an array's elements."""
     return None if array is None else array.ctypes.data
 
 
 def rows(array: np.ndarray) -> Any:
-    """As epic_rows."""
+    """Return an array as epic_rows."""
     return Rows(array.ctypes.data, array.shape[0], array.shape[1] * array.itemsize)
 
 

@@ -34,14 +34,14 @@ weights: list[Any] = []  # after the last step
 
 
 def open_on_hosts(*arguments: Any) -> Any:
-    """As a group does.  A group of one host has the same losses, and shows nothing."""
+    """Open the context as on several hosts: a group on one host would have equal losses."""
     context = open_member(*arguments)
     assert _native.core().epic_num_hosts(context) == int(os.environ["EPIC_TEST_HOSTS"])
     return context
 
 
 def make_steps_that_keep(*arguments: Any) -> tuple[Any, Any]:
-    """As the example does."""
+    """Return the example's functions; the step keeps its last weights."""
     step, entropy = make_steps(*arguments)
 
     def step_and_keep(*operands: Any) -> Any:
@@ -53,7 +53,7 @@ def make_steps_that_keep(*arguments: Any) -> tuple[Any, Any]:
 
 
 def train(args: argparse.Namespace) -> int:
-    """One process's part, whose weights' bits lie beside the losses."""
+    """Train as one process; write a hash of its weights next to the file of losses."""
     code = train_text.run(args)
     bits = hashlib.sha256()
     for part in (np.asarray(w.addressable_shards[0].data) for w in weights):
@@ -63,7 +63,7 @@ def train(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """As the example, on that backend."""
+    """Run the example on that backend."""
     take_cpus_for_gpus(os.environ["EPIC_TEST_BACKEND"])
     opening.open_member = open_on_hosts
     training_text.make_steps = make_steps_that_keep

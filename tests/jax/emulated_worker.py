@@ -74,7 +74,7 @@ def take_cpus_for_gpus(backend: str) -> None:
 
 
 def main(backend: str, rank: int, port: int) -> None:
-    """In the order that several hosts choose by themselves, or in a tree."""
+    """Run the layers in the order that several hosts choose themselves, and in a tree."""
     take_cpus_for_gpus("gpu")
     bootstrap = epic.jax.Tcp("127.0.0.1", port)
     sizes: Any = {"max_tokens": 16, "max_row_bytes": 256, "max_top_k": 2, "timeout_ms": 120000}

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The handlers for GPUs, called as XLA calls them, on a machine without one: a host context
- * belongs to a member that says "GPU 3".  What lies in device memory only has an address nobody can read. */
+/* Calls the handlers for GPUs as XLA calls them, on a machine without a GPU.
+ *
+ * A member of "GPU 3" has a host context.  Arrays that only a GPU could read have an address
+ * that the host cannot read. */
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -45,7 +47,7 @@ static void add_layer(call *c, int64_t top_k)
     add_int(c, "has_moe", 0);
 }
 
-/* Calls a collective, whose last result is the byte that is there when it is done. */
+/* Calls a collective; its last result is the byte of a finished call. */
 static int run_collective(handler *function, call *c)
 {
     static unsigned char done;
@@ -175,7 +177,7 @@ static void test_step(void)
         }
         CHECK(d_w[t] == dot);
     }
-    for (int i = 0; i < TAIL; i++) CHECK(plan[plan_bytes + i] == 0xab); /* never touched */
+    for (int i = 0; i < TAIL; i++) CHECK(plan[plan_bytes + i] == 0xab); /* not written */
     CHECK(stream_asked == 5);
     CHECK(sum(x[0], x[0]) == 0 && x[0][1] == 1);
 }
@@ -191,14 +193,13 @@ static void test_refusals(void)
     CHECK(plan_dispatch("h", 1, XLA_FFI_DataType_F32) ==
           XLA_FFI_Error_Code_FAILED_PRECONDITION);
     CHECK(strstr(said, "\"h\" is not open on CUDA device 3"));
-    devices =
-        "devices [1 3]"; /* no number of the call is read: what the host knows is compared */
+    devices = "devices [1 3]"; /* the host compares only what it can read */
     CHECK(sum(x[0], x[0]) == XLA_FFI_Error_Code_FAILED_PRECONDITION);
     CHECK(strstr(said, "was made for group \"g\" of devices [1 3]") &&
           strstr(said, "has devices [3]"));
     devices = "devices [3]";
     CHECK(sum(x[0], x[0]) == 0);
-    ordinal = 2; /* there is a member of the CPU */
+    ordinal = 2; /* the CPU has a member of this number */
     CHECK(sum(x[0], x[0]) == XLA_FFI_Error_Code_FAILED_PRECONDITION);
     CHECK(strstr(said, "CUDA device 2"));
     call none = {0};
@@ -356,7 +357,7 @@ static int experts(bool backward)
     return code;
 }
 
-/* What the core gives to a caller in C, into the same arrays. */
+/* Calls the core directly, with the same arrays. */
 static void direct(epic_context *ctx, bool backward)
 {
     const epic_const_rows in = {x, TOKENS, sizeof x[0]};
@@ -395,7 +396,7 @@ typedef struct results {
     int32_t load[EXPERTS], demand;
 } results;
 
-/* What the arrays hold, which are garbage then. */
+/* Copies the arrays, and overwrites them with garbage. */
 static results taken(void)
 {
     results r = {.loss = loss[0], .demand = demand[0]};
@@ -439,7 +440,8 @@ static void test_layer(epic_context *ctx)
     CHECK(memcmp(&got, &wanted, sizeof got) == 0);
 }
 
-/* The counts cannot be read: slots past the last slab are left as they are.  One slot is free. */
+/* The host cannot read the counts, so slots past the last slab are not written.  One slot is
+ * free. */
 static void test_experts(void)
 {
     CHECK(plan_dispatch("g", 1, XLA_FFI_DataType_F32) == 0);
@@ -450,7 +452,7 @@ static void test_experts(void)
     CHECK(experts(true) == 0 && d_rows[SLOTS - 1][0] == -7 && d_down[1][0][0] != 0);
 }
 
-/* What broke the group is said by the next call, which does nothing. */
+/* The next call reports what broke the group, and does nothing. */
 static void test_broken(epic_context *ctx)
 {
     epic_abort(ctx, 0, "enough");

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* XLA's side of a call. */
+/* XLA's side of a call: the functions that handlers call, and the frame. */
 #include "frames_call.h"
 
 #include <stdlib.h>
@@ -29,7 +29,7 @@ static XLA_FFI_Error *ordinal_get(XLA_FFI_DeviceOrdinal_Get_Args *args)
     return NULL;
 }
 
-/* NULL is a stream too, and the one that host contexts accept. */
+/* NULL is a valid stream, and the only one that host contexts accept. */
 static XLA_FFI_Error *stream_get(XLA_FFI_Stream_Get_Args *args)
 {
     stream_asked++;
@@ -119,7 +119,7 @@ int run(handler *function, call *c)
     frame.attrs = (XLA_FFI_Attrs){
         .size = c->num_attrs, .types = c->types, .names = c->name_at, .attrs = c->attr_at};
     XLA_FFI_Error *error = function(&frame);
-    CHECK(frame.future == NULL); /* enqueued, not waited for */
+    CHECK(frame.future == NULL); /* the handler enqueued the work and did not wait */
     said[0] = '\0';
     if (error == NULL) return 0;
     const int code = error->code;

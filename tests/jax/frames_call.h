@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A call of a handler, as XLA makes it, put together by hand. */
+/* Builds a call of a handler as XLA builds it. */
 #ifndef FRAMES_CALL_H
 #define FRAMES_CALL_H
 
@@ -26,13 +26,13 @@ typedef struct call {
     int64_t sizes[2], num_attrs;
 } call;
 
-extern const XLA_FFI_Api api;    /* what a handler may ask XLA for */
-extern const int32_t unreadable; /* an address of what only the GPU can read */
+extern const XLA_FFI_Api api;    /* functions of XLA that handlers may call */
+extern const int32_t unreadable; /* an address that only the GPU can read */
 extern int failed;
-extern int32_t ordinal;     /* of the GPU that the call is for */
-extern int stream_asked;    /* how often */
-extern const char *devices; /* that the program takes group "g" to have */
-extern char said[1100];     /* the text of run()'s last error */
+extern int32_t ordinal;     /* number of the GPU of the call */
+extern int stream_asked;    /* how often a handler got the stream */
+extern const char *devices; /* devices that the program expects of group "g" */
+extern char said[1100];     /* text of run()'s last error */
 
 #define CHECK(condition)                                                              \
     do {                                                                              \
@@ -42,19 +42,19 @@ extern char said[1100];     /* the text of run()'s last error */
         }                                                                             \
     } while (0)
 
-/* An operand or a result: columns 0: [rows], else [rows, columns]. */
+/* Adds an operand or a result: [rows] if columns is 0, else [rows, columns]. */
 void add(call *c, int side, XLA_FFI_DataType type, const void *data, int64_t rows,
          int64_t columns);
 void add_none(call *c, int side);
-void add_number(call *c); /* a site, a rank or a channel, in device memory */
-void add_site(call *c);   /* and the rank */
+void add_number(call *c); /* adds a site, a rank or a channel in device memory */
+void add_site(call *c);   /* adds a site and a rank */
 
 void add_int(call *c, const char *name, int64_t value);
 void add_float(call *c, const char *name, double value);
 void add_text(call *c, const char *name, const char *text);
 void add_group(call *c, const char *name);
 
-/* Calls; the code of its error, 0 for none. */
+/* Calls the handler; returns the code of its error, 0 for none. */
 int run(handler *function, call *c);
 
 #endif

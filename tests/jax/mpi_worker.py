@@ -26,7 +26,7 @@ DP = EP = 2
 
 
 def backend(group: epic.jax.Group) -> str:
-    """Of the core, for the one context that this process has."""
+    """Return the name of the backend of this process's one context."""
     (context,) = epic.jax.groups.contexts_of(group)
     return _native.core().epic_backend_name(context).decode()
 

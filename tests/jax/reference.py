@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the functions must give: plain numpy in float64, written from epic.h, for all tokens of a
-group at once.  Nothing of EPIC is used here."""
+"""Expected results of the functions, in plain numpy in float64.
+
+The code follows epic.h, works on all tokens of a group at once, and uses nothing of EPIC.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +24,7 @@ def relative(got: Any, wanted: Any) -> float:
 
 @dataclass
 class Slots:
-    """Of one rank: the choice (token of the group, k) in each slot, or (-1, -1)."""
+    """Return the choice (token of the group, k) in each slot of a rank, or (-1, -1)."""
 
     choices: list[tuple[int, int]]
     rows: list[int]
@@ -62,7 +64,7 @@ def scores_backward(score: str, s: Array, d_s: Array) -> Array:
 
 @dataclass
 class Routing:
-    """Of all tokens of a group."""
+    """The routing of all tokens of a group."""
 
     ids: Array
     weights: Array
@@ -163,7 +165,7 @@ def mlp_backward(w: dict[str, Array], d: dict[str, Array], e: int, kept: Any, d_
 
 @dataclass
 class Options:
-    """Of the layer below."""
+    """Options of the layer below."""
 
     top_k: int
     score: str = "softmax"

@@ -55,7 +55,7 @@ def test_every_call_is_made(what: str, ranks: int) -> None:
 
 
 def test_names_in_errors_of_several_ranks() -> None:
-    """What differs between ranks is told by Python's argument and its values, with the code."""
+    """The error names the argument of Python, its values on both ranks, and the code."""
     wanted = ["brought distinct=False, rank 1 brought True", "brought overflow 'error', rank 1 b"]
     wanted += ["brought partial_type None, rank 1 brought float32"]
     for said in run_apart("differs", 2):

@@ -403,7 +403,7 @@ def test_what_is_traced_is_no_number(opened: Any) -> None:
 
 
 def test_blocks_and_groups(opened: Any) -> None:
-    """What a module of Flax and epic.jax.open are made of."""
+    """Wrong arguments of the Flax modules and of epic.jax.open are refused."""
     pytest.importorskip("flax")
     from flax import nnx
 

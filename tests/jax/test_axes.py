@@ -110,7 +110,7 @@ def test_steps_on_a_placement(opened: Any) -> None:
 
 
 def test_specs_that_cannot_be(opened: Any) -> None:
-    """With the rule."""
+    """Wrong axes are refused with the rule."""
     mesh = make_mesh(2)
     group = opened(mesh)
     case = layers.CASES["softmax"]
@@ -159,7 +159,7 @@ def maxtext_mesh(shape: tuple[int, ...]) -> Any:
 
 
 def spec_of(names: Any) -> P:
-    """As MaxText does: an axis that an earlier dimension has falls out."""
+    """An axis that an earlier dimension has is left out, as in MaxText."""
     taken: set[str] = set()
     parts: list[tuple[str, ...]] = []
     for name in names:

@@ -281,7 +281,7 @@ def test_a_bias_that_decides(mesh: Any, opened: Any) -> None:
 
 
 def test_repetition_changes_no_bit(opened: Any) -> None:
-    """The same program again, five times; other alignments give the same within rounding."""
+    """A program returns equal bits five times; other alignments differ by rounding only."""
     mesh = make_mesh(4)
     group = opened(mesh)
     case = {"alignment": 1, "normalize": True}
@@ -459,7 +459,7 @@ def test_router_in_small_types(dtype: str) -> None:
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), [(2048, 32, 4), (2048, 256, 8)])
 def test_losses(tokens: int, experts: int, top_k: int, score: str) -> None:
-    """Of tokens that are sharded: their parts add up to the loss over all of them."""
+    """The parts of sharded tokens add up to the loss over all tokens."""
     rng = np.random.default_rng(4)
     z = rng.normal(size=(tokens, experts)).astype(np.float32)
     wide = z.astype(np.float64)

@@ -69,7 +69,7 @@ ALSO: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("wish", ALSO.values(), ids=ALSO.keys())
 def test_one_call_for(wish: dict[str, Any]) -> None:
-    """What else the core's layer has."""
+    """The other options of the core's layer are checked, too."""
     assert calls_of(**wish)[0] == ONE_CALL
 
 
@@ -82,14 +82,14 @@ REST: dict[str, tuple[dict[str, Any], bool]] = {
 
 @pytest.mark.parametrize(("wish", "has_experts"), REST.values(), ids=REST.keys())
 def test_steps(wish: dict[str, Any], has_experts: bool) -> None:
-    """What the core has no layer for on CUDA is composed, with its own experts."""
+    """A layer that the core does not support on CUDA is composed, with the core's experts."""
     names, _ = calls_of(**wish)
     assert not names & ONE_CALL and {"epic_combine_backward", "epic_router"} <= names
     assert (names >= EXPERTS) == has_experts
 
 
 def test_memory_of_experts() -> None:
-    """Told where they run, they take what is needed there; else what is enough for either."""
+    """The memory fits the platform; without a platform it fits both."""
     options = epic.jax.Experts(2, HIDDEN, INNER)
     counts = jnp.array([8, 8], jnp.int32)
     own = epic.jax.ExpertWeights(

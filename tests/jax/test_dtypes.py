@@ -26,7 +26,7 @@ def rounded(dtype: Any) -> tuple[dict[str, np.ndarray], np.ndarray]:
 @pytest.mark.parametrize("gemm", [None, jax.lax.ragged_dot], ids=["core", "composed"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_all_parameters_of_one_dtype(dtype: str, gemm: Any, opened: Any) -> None:
-    """What tree.map(astype) makes of a checkpoint: the output and the gradients of float64, the
+    """Weights that tree.map(astype) converted: the output and the gradients of float64, the
     load to the last choice; each gradient has its parameter's dtype."""
     mesh = make_mesh(2)
     group = opened(mesh)

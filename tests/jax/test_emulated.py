@@ -22,7 +22,7 @@ for needed in (EMULATED / "libepic_hosts.so", LIBRARIES / "libepic_ucx.so"):
 
 @pytest.fixture
 def libraries(tmp_path: Path) -> Path:
-    """A folder of them.  Plugins lie beside the core: so it finds the emulated ones."""
+    """Return a folder of libraries, as the core loads plugins from its own folder."""
     folder = tmp_path / "libraries"
     folder.mkdir()
     plugins = [EMULATED / f"libepic_{name}.so" for name in ("cuda", "hosts")]
@@ -33,7 +33,7 @@ def libraries(tmp_path: Path) -> Path:
 
 
 def environment_of(libraries: Path, **more: str) -> dict[str, str]:
-    """Of a process with a GPU."""
+    """Return the environment of a process with a GPU."""
     return os.environ | {
         "EPIC_LIBRARY_PATH": str(libraries),
         "LD_PRELOAD": str(EMULATED / "libemulator.so"),
@@ -47,7 +47,7 @@ def environment_of(libraries: Path, **more: str) -> dict[str, str]:
 
 
 def losses(libraries: Path, backend: str, **more: str) -> list[list[float]]:
-    """Of each rank of emulated_worker.py."""
+    """Return the output of each rank of emulated_worker.py."""
     port = str(free_port())
     running = [
         subprocess.Popen(

@@ -170,7 +170,7 @@ def test_the_code_in_any_exception(opened: Any) -> None:
 
 
 def test_errors_have_the_words_of_python(opened: Any) -> None:
-    """No name of C is in what the core says, while tracing and at run time."""
+    """Errors while tracing and at run time contain no names of C."""
     mesh = make_mesh(4)
     group = opened(mesh)
     x, ids = numbers(1, 4 * TOKENS, HIDDEN), choices(3, 0)

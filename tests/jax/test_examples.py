@@ -42,7 +42,7 @@ def test_a_wrong_curve_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 def test_picture(tmp_path: Path) -> None:
-    """A PNG that says its size and whose pixels are all there."""
+    """A PNG of the right size with all its pixels."""
     import numpy as np
 
     training.write_picture(tmp_path / "x.png", np.ones((10, 2, 8), np.int32))

@@ -93,7 +93,7 @@ def placed(old: dict[str, Any], new: dict[str, np.ndarray]) -> dict[str, Any]:
 
 @everywhere
 def test_linen(shape: tuple[int, ...], case: dict[str, Any], opened: Any) -> None:
-    """Where parameters are made, out, loss and all gradients."""
+    """Compare the sharding of parameters, out, loss and all gradients."""
     grid = three_axes(shape)
     group = opened(grid)
     module, variables = linen_block(grid, group, case)
@@ -113,7 +113,7 @@ def test_linen(shape: tuple[int, ...], case: dict[str, Any], opened: Any) -> Non
 
 @everywhere
 def test_nnx(shape: tuple[int, ...], case: dict[str, Any], opened: Any) -> None:
-    """The same of the other module."""
+    """Compare the other module in the same ways."""
     grid = three_axes(shape)
     group = opened(grid)
     module = nnx_block(grid, group, case)

@@ -86,7 +86,7 @@ def test_flat(mesh: Any, opened: Any) -> None:
 
 
 def test_each_layout_has_its_dispatch(opened: Any) -> None:
-    """The wrong one says which is right."""
+    """The error names the function for the other layout."""
     group = opened(None)
     ids, x = choices(3)[:TOKENS], numbers(1, TOKENS, HIDDEN)
     with pytest.raises(ValueError, match="dispatch_flat"):
@@ -158,7 +158,7 @@ def test_quantized(block: str, dtype: str, mesh: Any, opened: Any) -> None:
 @pytest.mark.parametrize("gemm", [None, jax.lax.ragged_dot], ids=["core", "ragged_dot"])
 @pytest.mark.parametrize("block", ["1x128", "1x32"])
 def test_layer_with_rounded_rows(block: str, gemm: Any, mesh: Any, opened: Any) -> None:
-    """As the layer over rounded rows whose router saw the true ones; gradients go straight
+    """Like a layer over rounded rows whose router has the true rows; gradients go straight
     through."""
     group = opened(mesh)
     case = layers.CASES["shared"]
@@ -215,7 +215,7 @@ def test_a_layer_says_what_it_cannot(opened: Any) -> None:
 
 
 def slots_by_hand(ids: Any, rows: Any, capacity: int, ep: int) -> np.ndarray:
-    """What each device's slots must hold of the rows, device by device."""
+    """Return the rows that each device's slots must have."""
     found = np.zeros((4, capacity, *rows.shape[1:]), rows.dtype)
     for device in range(4):
         first = device // ep * ep * TOKENS
@@ -252,7 +252,7 @@ def test_rows_of_eight_bits(dtype: str, mesh: Any, opened: Any) -> None:
 
 @pytest.mark.parametrize("scale_type", ["float32", "uint8"])
 def test_rows_with_their_scales(scale_type: str, mesh: Any, opened: Any) -> None:
-    """As DeepSeek's recipe has them: e4m3 rows and scales go in, and come out together."""
+    """Rows in e4m3 and their scales, as in DeepSeek's recipe, are sent together."""
     group = opened(mesh)
     ids, w = choices(3), numbers(2, 4 * TOKENS, TOP_K)
     x = numbers(1, 4 * TOKENS, HIDDEN).astype(jnp.float8_e4m3fn)

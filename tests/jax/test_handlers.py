@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The handlers compare each array of each call with its arguments by themselves: what Python would
+"""The handlers compare each array of each call with its arguments themselves: what Python would
 not let through is handed to them here."""
 
 import re

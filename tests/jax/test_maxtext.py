@@ -72,7 +72,7 @@ def attend(x: Any, y: Any, w: tuple[Any, Any, Any]) -> Any:
 
 
 def whole_loss(of_model: Any, text: Any) -> Any:
-    """Of the next tokens, and of the layers."""
+    """Return the loss of the next tokens and of the layers."""
     logits, loss = of_model
     picked = jnp.take_along_axis(jax.nn.log_softmax(logits), text[:, 1:, None], axis=-1)
     return loss - picked.mean()
@@ -89,13 +89,13 @@ WHERE: dict[str, Any] = {
 
 
 class DenseBlock(nn.Module):
-    """Of the same parameters."""
+    """A dense block with the same parameters."""
 
     group: Any
 
     @nn.compact
     def __call__(self, x: Any) -> tuple[Any, Any]:
-        """As MoEBlock."""
+        """Run the layer like MoEBlock."""
         wishes = make_parameters(self.group, OPTIONS, Biases())
         w: dict[str, Any] = {
             n: self.param(n, nn.with_logical_partitioning(p.init, p.names), p.shape)
@@ -216,14 +216,14 @@ def test_a_decoder_trains(shape: tuple[int, ...]) -> None:
 
 
 class DenseNnx(nnx.Module):
-    """Of the same parameters."""
+    """A dense block with the same parameters."""
 
     def __init__(self, group: Any, rngs: nnx.Rngs) -> None:
         for name, wish in make_parameters(group, OPTIONS, Biases()).items():
             setattr(self, name, nnx.Param(wish.init(rngs.params(), wish.shape)))
 
     def __call__(self, x: Any) -> tuple[Any, Any]:
-        """As MoEBlock."""
+        """Run the layer like MoEBlock."""
         return dense({n: getattr(self, n)[...] for n in ("w_gate", "w_gate_up", "w_down")}, x)
 
 
@@ -236,7 +236,7 @@ class NnxLayer(nnx.Module):
         self.moe = make_block(rngs)
 
     def __call__(self, carry: Any) -> Any:
-        """As DecoderLayer's."""
+        """Run the layer like DecoderLayer of linen."""
         x, loss = carry
         x = attend(x, self.before(x), (self.query[...], self.key[...], self.value[...]))
         y, more = self.moe(self.between(x))
@@ -274,7 +274,7 @@ class NnxDecoder(nnx.Module):
 
 
 def train_nnx(model: Any, text: Any) -> list[float]:
-    """As train."""
+    """Train like train()."""
 
     @nnx.jit
     def step(model: Any) -> Any:
@@ -290,7 +290,7 @@ def train_nnx(model: Any, text: Any) -> list[float]:
 
 
 def test_an_nnx_decoder_trains() -> None:
-    """The same with nnx on data x fsdp x expert: made sharded, in a jit."""
+    """Train the nnx model on data x fsdp x expert, with parameters created in a jit."""
     mesh = mesh_of(MESHES["data2_fsdp2_expert2"])
     with epic.jax.open(mesh, "expert", like=LIKE, token_axes=TOKENS, timeout_ms=60000) as group:
 

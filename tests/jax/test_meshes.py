@@ -2,7 +2,7 @@
 """A group that is used on another mesh than its own is refused, never wrong.
 
 Each way of mixing them up is tried with every step that a program has; without the checks the
-results were wrong and nothing said so.
+results were wrong without an error.
 """
 
 from collections.abc import Callable, Iterator
@@ -109,7 +109,7 @@ def test_another_mesh_in_sharded_functions(other: Mesh, opened: Any) -> None:
 
 @pytest.mark.parametrize("mesh", SAME.values(), ids=SAME.keys())
 def test_the_same_groups_in_another_mesh(mesh: Mesh, opened: Any) -> None:
-    """What has the same devices by rank is used as before."""
+    """A mesh that has the same devices by rank works."""
     group = opened(SAME["itself"])
     for run in rounds(mesh, group).values():
         run()
@@ -181,7 +181,7 @@ def test_a_group_that_is_no_longer_open(opened: Any) -> None:
 
 @pytest.fixture
 def unseen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As where JAX does not tell which devices a program is compiled for."""
+    """Only the handlers compare if JAX hides the devices of the program."""
     monkeypatch.setattr(mesh_checks, "check_lowering", lambda *_: None)
     yield
     jax.clear_caches()
@@ -190,7 +190,7 @@ def unseen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("order", [[2, 1, 0, 3], [1, 2, 3, 0]])
 @pytest.mark.usefixtures("unseen")
 def test_ranks_are_compared_at_each_call(order: list[int]) -> None:
-    """The handler's own check: every rank gets an exception, in seconds, that says which."""
+    """The handler refuses: every rank gets an exception within seconds that names the reason."""
     home = make_mesh(4)
     for name in ("plan", "plan_dispatch", "gradient", "sum"):
         with epic.jax.open(home, "ep", name="calls", **SIZES) as group:
@@ -244,7 +244,7 @@ def test_a_mesh_that_comes_with_the_context(opened: Any) -> None:
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0]])
 def test_ranks_given_without_a_mesh(order: list[int]) -> None:
-    """In a shard_map over all of them, the place in its mesh must be the rank."""
+    """In a shard_map over all ranks, the index in its mesh must be the rank."""
     with epic.jax.open(ranks=range(4), num_ranks=4, **SIZES) as group:
         mesh = mesh_of(order, ("any",))
         run = jax.shard_map(

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments that do not belong together are told, where the numbers would be wrong in silence or
-the process would end."""
+"""Arguments that do not belong together raise errors.
+
+Without these checks the numbers would be wrong without an error, or the process would end.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +24,7 @@ Step = Callable[..., Any]
 
 
 def table(*counts: int) -> np.ndarray:
-    """As many experts for each rank."""
+    """Return a table with this many experts for each rank."""
     return np.repeat(np.arange(len(counts), dtype=np.int32), counts)
 
 
@@ -105,7 +107,7 @@ def test_steps(opened: Any) -> None:
 
 
 def test_a_computed_table(opened: Any) -> None:
-    """What is traced is counted when the program runs; the group goes on."""
+    """The handler counts a traced table when the program runs; the group stays usable."""
     mesh = make_mesh(2)
     group = opened(mesh)
     x, ids = numbers(1, 4 * TOKENS, HIDDEN), choices(3)
@@ -203,7 +205,7 @@ def test_much_staging() -> None:
 
 
 def test_experts_are_asked_together() -> None:
-    """Also where num_local_experts is derived later."""
+    """Experts are checked together, even if num_local_experts is derived later."""
     wish: dict[str, Any] = {"num_experts": EXPERTS, "top_k": 2, "hidden": 16, "inner": 8}
     for wrong in ({"interleaved": True}, {"activation": "clamped_swiglu"}):
         with pytest.raises(EpicArgumentError, match="needs a gate"):

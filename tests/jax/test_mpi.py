@@ -27,7 +27,7 @@ PERMIT = {  # of Open MPI 4 and 5: as root, and more processes than cores
 
 
 def mpiexec() -> str:
-    """Of the MPI that the plugin was built for."""
+    """Return mpirun of the MPI that the plugin was built for."""
     name = shutil.which(os.environ.get("EPIC_MPIEXEC", "mpiexec"))
     if name is None:
         pytest.skip("there is no mpiexec (Debian: openmpi-bin)")
@@ -51,7 +51,7 @@ def test_in_one_mpirun() -> None:
 
 
 def test_what_native_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The world, an address, or a communicator of mpi4py, which tells its own."""
+    """native may be "world", an address, or a communicator of mpi4py."""
     assert bootstrapping.address_of("world") is None
     assert bootstrapping.address_of(1 << 40) == 1 << 40
     comm = object()

@@ -105,7 +105,7 @@ MOE = Moe(LAYER, ROUTER, EXPERTS)
     ids=lambda x: str(x)[:40],
 )
 def test_a_layer_of_parts_that_do_not_fit(wrong: dict[str, Any], sentence: str) -> None:
-    """What its parts say twice must agree."""
+    """Options that two parts share must agree."""
     with pytest.raises(epic.EpicArgumentError, match=sentence):
         replace(MOE, **wrong)
 
@@ -146,7 +146,7 @@ MESH = ("data", "context", "ep")
     ids=str,
 )
 def test_sizes_of_a_group(token_axes: Any, tokens: int) -> None:
-    """like= tells what a device sends at most; the layer that it describes fits exactly."""
+    """like= derives the sizes of a device; the layer that it describes fits exactly."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 1, 2), MESH)
     x = np.ones((8, 6, 16), np.float32)
     with epic.jax.open(mesh, "ep", like=x, token_axes=token_axes) as group:
@@ -164,7 +164,7 @@ def test_sizes_of_a_group(token_axes: Any, tokens: int) -> None:
 
 
 def test_sizes_are_needed() -> None:
-    """By one way or the other."""
+    """max_row_bytes must be given directly or by like=."""
     with pytest.raises(epic.EpicArgumentError, match="max_row_bytes is None: pass a number, or"):
         epic.jax.open(max_tokens=4)
     with pytest.raises(epic.EpicArgumentError, match=r"must be \[..., hidden\]"):
@@ -174,7 +174,7 @@ def test_sizes_are_needed() -> None:
 
 
 def test_a_port() -> None:
-    """Of a bootstrap."""
+    """Errors of a bootstrap are reported."""
     with pytest.raises(epic.EpicArgumentError, match="port 65536: 1 to 65535"):
         Tcp(port=65536)
     with pytest.raises(epic.EpicArgumentError, match="address 29507: a str"):
@@ -201,7 +201,7 @@ def test_one_family() -> None:
 
 
 def test_dtypes_are_values_too() -> None:
-    """What was a TypeError is of the family."""
+    """Errors that were TypeErrors are EpicArgumentErrors."""
     with pytest.raises(epic.EpicArgumentError, match="float type"):
         epic.jax.route(ROUTER, jnp.zeros((3, 8), jnp.int32))
     with pytest.raises(epic.EpicArgumentError, match=r"w_down is bfloat16.*must be float32"):
@@ -246,7 +246,7 @@ def test_every_field_is_documented(kind: Any) -> None:
 
 
 def test_every_argument_is_documented() -> None:
-    """Of every public function, what a caller may pass is in its text, or in that of the function
+    """Each argument of a public function is in its docstring, or in that of the function
     that it says it is like."""
     like = {"moe": epic.jax.moe, "plan_dispatch": epic.jax.plan, "combine": epic.jax.combine}
     of_sharded = ("plan_dispatch", "combine", "moe", "weight_specs")

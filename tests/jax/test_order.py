@@ -63,7 +63,7 @@ def test_sixteen_independent_layers(psum: bool, opened: Any) -> None:
 
 @pytest.mark.parametrize("remat", ["all", "nothing", "dots", None])
 def test_scan_over_layers(vma: bool, remat: str | None, opened: Any) -> None:
-    """With recomputation by several policies, against the same layers unrolled."""
+    """Recomputed layers by several policies equal the same layers unrolled."""
     mesh = make_mesh(4)
     group = opened(mesh)
     x, w, ids = numbers(1, 4 * TOKENS, HIDDEN), numbers(2, 4 * TOKENS, TOP_K), choices(3)

@@ -12,7 +12,7 @@ COPIES = "epic-placement 1 ranks 2 experts 4 logical 3 rank_of_expert 0 0 1 1 "
 
 
 def test_it_is_read(tmp_path: Path) -> None:
-    """With and without replicas."""
+    """Placements with and without replicas work."""
     path = tmp_path / "place.txt"
     path.write_text(PLAIN)
     assert epic.read_placement(path) == (2, 4, 0, [0, 1, 1, 0], None)
@@ -36,7 +36,7 @@ def test_it_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_others_are_refused(tmp_path: Path, text: str) -> None:
-    """With the name of what is wrong."""
+    """The error names the wrong value."""
     path = tmp_path / "place.txt"
     path.write_text(text)
     with pytest.raises(epic.EpicArgumentError, match="as epic-place writes"):

@@ -37,7 +37,7 @@ def poisoned_forward(x: Any, w: Any, sizes: Any) -> tuple[Any, Any]:
 
 
 def poisoned_backward(kept: Any, d_y: Any) -> tuple[Any, ...]:
-    """Of the rows too: their gradient is undefined past the last slab."""
+    """Poison the gradient of the rows past the last slab, too."""
     x, w, sizes = kept
     owner, live = owners_of(x.shape[0], sizes)
     x, d = jnp.where(live, x, 0), jnp.where(live, d_y, 0)

@@ -44,7 +44,7 @@ def start(what: str, processes: int) -> list[Any]:
 
 
 def run(what: str, processes: int) -> list[str]:
-    """What each process said."""
+    """Return the output of each process."""
     running = start(what, processes)
     said = []
     try:

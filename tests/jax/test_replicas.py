@@ -120,7 +120,7 @@ def test_steps(mesh: Any, opened: Any) -> None:
 
 
 def test_blocks(opened: Any) -> None:
-    """Both kinds: copies begin alike and stay so while it trains; the bias is of logical ones."""
+    """Replicas begin equal and stay equal in training; the bias has the logical experts."""
     pytest.importorskip("flax")
     from flax import nnx
 
@@ -162,14 +162,14 @@ def test_blocks(opened: Any) -> None:
 
 
 def nn_unboxed(variables: Any) -> Any:
-    """Of linen's boxes of names."""
+    """Return the arrays without linen's boxes of names."""
     import flax.linen as nn
 
     return nn.meta.unbox(variables)
 
 
 def test_what_cannot_be(opened: Any) -> None:
-    """With the rule, while tracing; what tables say, when the program runs."""
+    """Wrong tables are refused while tracing; traced ones when the program runs."""
     group = opened(make_mesh(1))
     ids, x = choices(3, 0)[:6], numbers(1, 6, 5)
     layer = epic.jax.Layer(12, 3, num_logical=8)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan says of each choice, and what an nnx block says of a step."""
+"""The statistics of each choice of a plan, and those of a training step of an nnx block."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from steps import EXPERTS, TOKENS, TOP_K, choices, mapped
 
 
 def places(ids: np.ndarray, priority: str) -> np.ndarray:
-    """Of each choice, [ranks, tokens, k]: how many of its expert come before it."""
+    """Return [ranks, tokens, k]: how many choices of the same expert precede each choice."""
     ranks, tokens, top_k = ids.shape
     order = [(r, t, k) for r in range(ranks) for t in range(tokens) for k in range(top_k)]
     if priority == "by_k":

@@ -155,7 +155,7 @@ def test_too_small_a_capacity(opened: Any) -> None:
 
 
 def test_without_numbers_of_call_sites(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where JAX gives none, layers in a row are right, and side by side with channel=."""
+    """Without the primitive, layers in a row work, and layers side by side with channel=."""
     monkeypatch.setattr(call, "site_primitive", lambda: None)
     mesh = make_mesh(2)
     group = opened(mesh)

@@ -30,7 +30,7 @@ def operand(seed: int, *shape: int) -> tuple[Any, np.ndarray]:
 
 
 def rows(seed: int, columns: int) -> tuple[Any, np.ndarray]:
-    """With NaN past the last slab, where nobody may look."""
+    """The kernels never read past the last slab, where the rows are NaN."""
     x, wide = operand(seed, ROWS, columns)
     return x.at[SIZES.sum() :].set(jnp.nan), wide
 

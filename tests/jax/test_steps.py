@@ -171,7 +171,7 @@ def test_rank_of_expert(opened: Any) -> None:
 
 
 def test_drop(opened: Any) -> None:
-    """What does not fit gives zeros, forward and backward; load and demand tell the truth."""
+    """Choices that do not fit return zeros, forward and backward; load and demand are exact."""
     mesh = make_mesh(4)
     group = opened(mesh)
     layer = epic.jax.Layer(EXPERTS, 1, overflow="drop", expert_capacity=2)
