@@ -66,9 +66,8 @@ def separate_lists(text: str) -> str:
                   flags=re.M)  # fmt: skip
 
 
-def public_names(package: str) -> list[str]:
-    """Return __all__ of epic.<package>, read without importing it."""
-    source = ROOT / f"bindings/python/epic/{package}/__init__.py"
+def public_names(source: Path) -> list[str]:
+    """Return __all__ of a module, read without importing it."""
     for node in ast.parse(source.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
             names: list[str] = ast.literal_eval(node.value)
@@ -76,14 +75,32 @@ def public_names(package: str) -> list[str]:
     raise SystemExit(f"{source} has no __all__")
 
 
+def python_directive(name: str, heading: str) -> list[str]:
+    """Return the lines by which mkdocstrings prints one object under a heading."""
+    return [f"::: {name}", "    options:", f"      heading: {heading}", ""]
+
+
 def python_reference(package: str) -> str:
-    """Return the directives by which mkdocstrings prints one Python package."""
-    names = public_names(package)
+    """Return the directives by which mkdocstrings prints one Python package.
+
+    A function may have the name of its module, as in epic.jax.moe.  A module of the package, as in
+    epic.jax.sharded, is printed as the names in its __all__.
+    """
+    folder = ROOT / "bindings/python/epic" / package
+    names = public_names(folder / "__init__.py")
     constants = [name for name in names if name.isupper()]
     lines = ["", "**Constants**: " + ", ".join(f"`{name}`" for name in constants), ""]
     for name in names:
-        if name not in constants:
-            lines += [f"::: epic.{package}.{name}", ""]
+        path, module = f"epic.{package}.{name}", folder / f"{name}.py"
+        if name in constants:
+            continue
+        if not module.exists():
+            lines += python_directive(path, path)
+        elif re.search(rf"^def {name}\(", module.read_text(encoding="utf-8"), re.M):
+            lines += python_directive(f"{path}.{name}", path)
+        else:
+            for member in public_names(module):
+                lines += python_directive(f"{path}.{member}", f"{path}.{member}")
     return "\n".join(lines)
 
 
