@@ -2,7 +2,6 @@
 #include "call.h"
 
 #include <inttypes.h>
-#include <limits.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -19,7 +18,6 @@ torch_call call_begin(const char *op, torch_value *stack, uint64_t num_results)
     call.op = op;
     call.stack = stack;
     call.into = num_results == 0;
-    call.end = INT_MAX;
     call.next = call.num_owned = call.num_made = call.num_spans = 0;
     call.place = (group_place){-1, 0};
     call.use.group = NULL;
@@ -166,7 +164,7 @@ static torch_tensor next_tensor(torch_call *call)
 
 static torch_tensor next_tensor_or_none(torch_call *call)
 {
-    torch_value *cell = (torch_value *)(uintptr_t)call_int_or(call, 0);
+    torch_value *cell = (torch_value *)(uintptr_t)call_int(call);
     if (cell == NULL) return NULL;
     const torch_value value = *cell;
     torch_cell_delete(cell);
@@ -351,11 +349,6 @@ int64_t call_int(torch_call *call)
     return (int64_t)call->stack[call->next++];
 }
 
-int64_t call_int_or(torch_call *call, int64_t usual)
-{
-    return call->next < call->end ? call_int(call) : usual;
-}
-
 uint32_t call_uint(torch_call *call, const char *name)
 {
     const int64_t value = call_int(call);
@@ -425,7 +418,7 @@ epic_call call_enter_group(torch_call *call)
 
 uint64_t call_tag(torch_call *call)
 {
-    return (uint64_t)call_int_or(call, 0);
+    return (uint64_t)call_int(call);
 }
 
 epic_call call_enter(torch_call *call)

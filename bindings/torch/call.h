@@ -45,7 +45,6 @@ typedef struct torch_call {
     const char *op;
     torch_value *stack;
     int next;  /* argument to be read */
-    int end;   /* behind the last one, where not all are passed */
     bool into; /* NAME_out: results are arguments */
     int num_owned, num_made, num_spans;
     torch_tensor owned[2 * CALL_TENSORS]; /* an argument may have a copy */
@@ -89,7 +88,6 @@ void call_check_count(torch_call *call, const char *name, call_array array, int6
 void call_turn(
     torch_call *call); /* the tensor that orders the calls of a context: never read */
 int64_t call_int(torch_call *call);
-int64_t call_int_or(torch_call *call, int64_t usual); /* `usual`, behind the last argument */
 uint32_t call_uint(torch_call *call, const char *name);
 double call_float(torch_call *call);
 

@@ -29,8 +29,8 @@ void group_leave(group_use *use);
 /* A layer as a group's plans have it. */
 typedef struct group_layer {
     epic_layer layer;
-    int64_t capacity; /* of a rank, that can never overflow */
-    int64_t bytes;    /* of a plan and its counts */
+    int64_t capacity;   /* of a rank, that can never overflow */
+    int64_t plan_bytes; /* without the counts that follow a plan; a multiple of 16 */
 } group_layer;
 
 /* Numbers of layers say their group too, and are valid until it closes.  0: no memory, no group. */

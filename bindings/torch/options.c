@@ -27,15 +27,15 @@ static epic_layer layer_of(uint64_t rules, uint64_t slabs, uint64_t leaves)
 
 epic_layer read_layer(torch_call *call)
 {
-    const uint64_t rules = (uint64_t)call_int(call), slabs = (uint64_t)call_int_or(call, 1);
-    return layer_of(rules, slabs, (uint64_t)call_int_or(call, 0));
+    const uint64_t rules = (uint64_t)call_int(call), slabs = (uint64_t)call_int(call);
+    return layer_of(rules, slabs, (uint64_t)call_int(call));
 }
 
 TORCH_EXPORT int64_t epic_torch_layer_add(int64_t group, int64_t rules, int64_t slabs,
-                                          int64_t leaves, int64_t capacity, int64_t bytes)
+                                          int64_t leaves, int64_t capacity, int64_t plan_bytes)
 {
     const group_layer layer = {layer_of((uint64_t)rules, (uint64_t)slabs, (uint64_t)leaves),
-                               capacity, bytes};
+                               capacity, plan_bytes};
     return group_add_layer(group, &layer);
 }
 

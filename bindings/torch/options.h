@@ -38,7 +38,7 @@ epic_layer read_layer(torch_call *call);
 
 /* For Python: the number of a layer that the group keeps (groups.h), given by those three. */
 int64_t epic_torch_layer_add(int64_t group, int64_t rules, int64_t slabs, int64_t leaves,
-                             int64_t capacity, int64_t bytes);
+                             int64_t capacity, int64_t plan_bytes);
 epic_router read_router(torch_call *call);
 
 /* The options of a whole layer that stand behind its loss coefficients, and the parts of an epic_moe:

@@ -13,12 +13,11 @@ static bool go(const torch_call *call)
 
 /* ------------------------------------------------------------------------------ plan ---- */
 
-/* What plan and plan_dispatch read alike. */
+/* The inputs of one call of plan or plan_dispatch. */
 typedef struct plan_job {
-    epic_layer layer;
+    group_layer kept; /* the layer as the group keeps it */
     epic_plan_args args;
     int64_t top_k, table_length, logical_length; /* of the arrays */
-    int64_t bytes;                               /* of the plan and its counts */
     compared_options compared;                   /* of a composed layer */
 } plan_job;
 
@@ -32,33 +31,16 @@ static call_array read_choices(torch_call *call, plan_job *job)
     return chosen;
 }
 
-/* Of a layer that the group keeps. */
-static void read_kept_layout(torch_call *call, plan_job *job)
-{
-    group_layer kept = {0};
-    job->args.call = call_enter_layer(call, &kept);
-    job->args.capacity = kept.capacity;
-    job->bytes = kept.bytes;
-    job->layer = kept.layer;
-    job->args.layer = &job->layer;
-}
-
-/* What is no array of the caller's tokens: the sizes, the layer and where its experts are.  A single
- * number says all of that (KEPT). */
+/* Reads the layer, the capacity (negative: the layer's bound), the tag and the placement tables. */
 static void read_layout(torch_call *call, plan_job *job)
 {
-    if (call->end - call->next == 1) {
-        read_kept_layout(call, job);
-        return;
-    }
-    job->args.capacity = call_int(call);
-    job->bytes = call_int(call);
-    job->args.call = call_enter_group(call);
-    job->layer = read_layer(call);
+    job->args.call = call_enter_layer(call, &job->kept);
+    const int64_t capacity = call_int(call);
+    job->args.capacity = capacity < 0 ? job->kept.capacity : capacity;
     job->args.call.tag = call_tag(call);
     const call_array table = call_arg_or_none(call, "rank_of_expert", EPIC_I32, 1);
     const call_array logical = call_arg_or_none(call, "logical_of_expert", EPIC_I32, 1);
-    job->args.layer = &job->layer;
+    job->args.layer = &job->kept.layer;
     job->args.rank_of_expert = table.data;
     job->args.logical_of_expert = logical.data;
     job->table_length = table.count;
@@ -69,10 +51,10 @@ static void read_layout(torch_call *call, plan_job *job)
 static void check_lengths(torch_call *call, const plan_job *job)
 {
     if (call->failed) return;
-    const int64_t experts = job->layer.num_experts;
-    if (job->top_k != job->layer.top_k)
+    const int64_t experts = job->kept.layer.num_experts;
+    if (job->top_k != job->kept.layer.top_k)
         call_fail(call, EPIC_EINVAL, "topk_idx has %lld columns: top_k %u are needed",
-                  (long long)job->top_k, job->layer.top_k);
+                  (long long)job->top_k, job->kept.layer.top_k);
     if (job->args.rank_of_expert != NULL && job->table_length != experts)
         call_fail(call, EPIC_EINVAL,
                   "rank_of_expert has %lld elements: num_experts %lld are needed",
@@ -83,49 +65,39 @@ static void check_lengths(torch_call *call, const plan_job *job)
                   (long long)job->logical_length, (long long)experts);
 }
 
-/* How many experts of this rank the core may write counts of. */
-static int64_t most_experts(const torch_call *call, const plan_job *job)
-{
-    const int64_t experts = job->layer.num_experts, ranks = epic_num_ranks(call->use.ctx);
-    return job->args.rank_of_expert != NULL ? experts : (experts + ranks - 1) / ranks;
-}
-
-/* The plan, and behind it the counts: on a GPU each tensor is 2 us of the host's time. */
+/* Makes the result: the plan, followed by its counts.  They share one tensor, because each tensor on
+ * a GPU costs 2 us of host time.  With a placement table the core may write counts of all experts. */
 static void plan_results(torch_call *call, plan_job *job)
 {
     check_lengths(call, job);
     if (call->failed) return;
-    const int64_t local = most_experts(call, job), experts = job->layer.num_experts;
-    const int64_t count = 2 * local + experts + 1 + job->layer.num_logical;
-    const int64_t plan_bytes = job->bytes - count * (int64_t)sizeof(int32_t);
-    if (plan_bytes < 0 || plan_bytes % 16 != 0)
-        call_fail(call, EPIC_EINVAL,
-                  "bytes %lld: a multiple of 16 and 4 for each of %lld counts are needed",
-                  (long long)job->bytes, (long long)count);
-    const call_array made = call_memory(call, "plan", job->bytes);
+    const int64_t experts = job->kept.layer.num_experts, logical = job->kept.layer.num_logical;
+    const int64_t ranks = epic_num_ranks(call->use.ctx), even = (experts + ranks - 1) / ranks;
+    const int64_t local = job->args.rank_of_expert != NULL ? experts : even;
+    const int64_t count = 2 * local + experts + 1 + logical;
+    const int64_t count_bytes = count * (int64_t)sizeof(int32_t);
+    const call_array made = call_memory(call, "plan", job->kept.plan_bytes + count_bytes);
     if (call->failed) return;
     job->args.plan = made.data;
-    job->args.plan_bytes = plan_bytes;
-    int32_t *counts = (int32_t *)(void *)((char *)made.data + plan_bytes);
+    job->args.plan_bytes = job->kept.plan_bytes;
+    int32_t *counts = (int32_t *)(void *)((char *)made.data + job->kept.plan_bytes);
     job->args.expert_rows = counts;
     job->args.expert_tokens = counts + local;
     job->args.load = counts + 2 * local;
     job->args.demand = counts + 2 * local + experts;
-    if (job->layer.num_logical != 0) job->args.logical_load = counts + 2 * local + experts + 1;
+    if (logical != 0) job->args.logical_load = counts + 2 * local + experts + 1;
 }
 
-/* Of the overloads "compared": the options of the layer that the plan is made for. */
+/* Reads the options of the whole layer, which the overloads "compared" have behind the others. */
 static void read_layer_options(torch_call *call, plan_job *job)
 {
-    read_compared(call, &job->compared, &job->layer);
+    read_compared(call, &job->compared, &job->kept.layer);
     job->args.moe = &job->compared.moe;
 }
 
-static void make_plan(torch_value *stack, uint64_t num_arguments, uint64_t num_results,
-                      bool is_compared)
+static void make_plan(torch_value *stack, uint64_t num_results, bool is_compared)
 {
     torch_call call = call_begin("plan", stack, num_results);
-    call.end = (int)num_arguments;
     plan_job job = {0};
     call_turn(&call);
     (void)read_choices(&call, &job);
@@ -138,12 +110,14 @@ static void make_plan(torch_value *stack, uint64_t num_arguments, uint64_t num_r
 
 static void plan(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
-    make_plan(stack, num_arguments, num_results, false);
+    (void)num_arguments;
+    make_plan(stack, num_results, false);
 }
 
 static void plan_compared(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
-    make_plan(stack, num_arguments, num_results, true);
+    (void)num_arguments;
+    make_plan(stack, num_results, true);
 }
 
 /* -------------------------------------------------------------------------- dispatch ---- */
@@ -251,18 +225,16 @@ static call_array read_chosen(torch_call *call, call_array chosen, epic_dispatch
     return tokens;
 }
 
-static void make_plan_dispatch(torch_value *stack, uint64_t num_arguments, uint64_t num_results,
-                               bool is_compared)
+static void make_plan_dispatch(torch_value *stack, uint64_t num_results, bool is_compared)
 {
     torch_call call = call_begin("plan_dispatch", stack, num_results);
-    call.end = (int)num_arguments;
     plan_job job = {0};
     epic_dispatch_args args = {0};
     call_turn(&call);
     const call_array chosen = read_choices(&call, &job);
     const call_array tokens = read_chosen(&call, chosen, &args);
     read_layout(&call, &job);
-    args.flags = (uint32_t)call_int_or(&call, EPIC_ZERO_TAIL);
+    args.flags = call_uint(&call, "flags");
     if (is_compared) read_layer_options(&call, &job);
     plan_results(&call, &job);
     dispatch_results(&call, tokens, job.args.capacity, &args);
@@ -272,13 +244,15 @@ static void make_plan_dispatch(torch_value *stack, uint64_t num_arguments, uint6
 
 static void plan_dispatch(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
-    make_plan_dispatch(stack, num_arguments, num_results, false);
+    (void)num_arguments;
+    make_plan_dispatch(stack, num_results, false);
 }
 
 static void plan_dispatch_compared(torch_value *stack, uint64_t num_arguments,
                                    uint64_t num_results)
 {
-    make_plan_dispatch(stack, num_arguments, num_results, true);
+    (void)num_arguments;
+    make_plan_dispatch(stack, num_results, true);
 }
 
 /* Each token once for each rank that has experts for it, and which those are. */
@@ -520,32 +494,24 @@ static void sum_replicas_(torch_value *stack, uint64_t num_arguments, uint64_t n
 
 /* --------------------------------------------------------------------------- schemas ---- */
 
-/* What is left out takes torch little time: what has a usual value stands behind what has none. */
+/* Each argument costs torch 0.2 us of host time, also one that is left out: the options of a layer are
+ * therefore kept by the group, and operators get the layer's number. */
 #define PLACE ", int group, int tag=0"
-#define PLANNED_BY ", int layer, int tag=0" /* the layer of the plan, as the group keeps it */
+#define PLANNED_BY ", int layer, int tag=0" /* the layer of the plan */
 #define FLAGS ", int flags=1"
-#define USUAL ", SymInt capacity, SymInt bytes, int group, int layer_rules"
-#define LAYOUT                                                   \
-    USUAL ", int layer_slabs=1, int layer_leaves=0, int tag=0, " \
-          "Tensor? rank_of_expert=None, Tensor? logical_of_expert=None"
+#define LAYOUT                                     \
+    ", int layer, SymInt capacity=-1, int tag=0, " \
+    "Tensor? rank_of_expert=None, Tensor? logical_of_expert=None"
 #define PLANNED ") -> (Tensor plan)"
 #define PLANNED_SENT ") -> (Tensor plan, Tensor recv, Tensor slot_weights)"
 #define CHOSEN "(Tensor(a!) order_token, Tensor topk_idx"
 #define SENT CHOSEN ", Tensor tokens, Tensor? weights"
 
-#define KEPT ", int layer"
-
-/* As OP: overloads with fewer arguments, as each takes time.  `usual`: all that can be left out is;
- * `kept`: the group keeps the layer, whose bound is the capacity. */
-#define OP_LESS(name, overload, schema)                       \
-    {                                                         \
-#name "." #overload, #name "." #overload schema, name \
-    }
-
-/* As LAYOUT and FLAGS, none left out, and behind them the options of a layer, which are compared. */
-#define WHOLE_LAYOUT                                                               \
-    USUAL ", int layer_slabs, int layer_leaves, int tag, Tensor? rank_of_expert, " \
-          "Tensor? logical_of_expert"
+/* An overload for composed layers: its last arguments are the options of the whole layer, which the
+ * ranks compare. */
+#define WHOLE_LAYOUT                          \
+    ", int layer, SymInt capacity, int tag, " \
+    "Tensor? rank_of_expert, Tensor? logical_of_expert"
 #define COMPARED(name, schema)                                       \
     {                                                                \
 #name ".compared", #name ".compared" schema, name##_compared \
@@ -556,13 +522,9 @@ static const torch_op ops[] = {
     COMPARED(plan_dispatch,
              SENT WHOLE_LAYOUT ", int dispatch_flags" COMPARED_SCHEMA PLANNED_SENT),
     OP(plan, CHOSEN LAYOUT PLANNED),
-    OP_LESS(plan, usual, CHOSEN USUAL PLANNED),
-    OP_LESS(plan, kept, CHOSEN KEPT PLANNED),
     OP(dispatch, "(Tensor(a!) order_token, Tensor plan, Tensor tokens, Tensor? weights, "
                  "SymInt capacity" PLANNED_BY FLAGS ") -> (Tensor recv, Tensor slot_weights)"),
     OP(plan_dispatch, SENT LAYOUT FLAGS PLANNED_SENT),
-    OP_LESS(plan_dispatch, usual, SENT USUAL PLANNED_SENT),
-    OP_LESS(plan_dispatch, kept, SENT KEPT PLANNED_SENT),
     OP(dispatch_quantized,
        "(Tensor(a!) order_token, Tensor plan, Tensor tokens, Tensor? weights, "
        "SymInt capacity, int quantize" PLANNED_BY FLAGS

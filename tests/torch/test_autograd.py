@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients, checkpointing, autocast, and what torch itself checks of operators."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +15,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import epic.torch
 from epic.torch.arguments import STAYS
 from epic.torch.groups import Facts
-from epic.torch.ops import KEPT, KIND, bare, words_of
+from epic.torch.ops import KEPT, KIND, LIBRARY, bare, words_of
 from epic.torch.ops import LAYER as LAYER_WORDS
 from epic.torch.ops import SIZES as SIZES_OF_EXPERTS
-from epic.torch.plans import USUAL
 from parts import (
     EXPERTS,
     HIDDEN,
@@ -70,8 +70,8 @@ def opcheck(rank: int) -> None:
     with group_of(4) as group:
         way = Facts(*group.facts(LAYER.key))
         x, w, ids, ct = (v.detach() for v in Data(UNEVEN).mine(rank))
-        sizes, place = (way.capacity, way.bytes), (way.number, 0)
-        layout = (*sizes, group.number, *way.words, 0, None, None)
+        place = (way.number, 0)
+        layout = (way.number, way.capacity, 0, None, None)
         plan = epic.torch.plan(group, LAYER, ids)
         data, order_token = plan.bytes, group.order_token
         recv, slot = epic.torch.dispatch(plan, x, w)
@@ -107,9 +107,7 @@ def opcheck(rank: int) -> None:
             (ops.plan, (order_token, ids)),
             (ops.plan_dispatch, (order_token, ids, x, w)),
         ):
-            usual = (*args, *sizes, group.number, way.words[0])
-            torch.library.opcheck(op.usual, usual, test_utils=whole)
-            torch.library.opcheck(op.kept, (*args, way.number), test_utils=whole)
+            torch.library.opcheck(op.default, (*args, way.number), test_utils=whole)
         for op, args in calls:
             # Two plans differ: each has a number of its own.
             again = op not in (ops.plan, ops.plan_dispatch)
@@ -194,32 +192,32 @@ def test_a_layer_as_three_numbers() -> None:
     with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
         for name, value in wrong.items():
             layer = {**good, name: value}
-            counts = 3 * layer["num_experts"] + 1 + layer["num_logical"]
-            size = group.plan_bytes(LAYER) + 4 * counts
+            sizes = (99, group.plan_bytes(LAYER))
+            number = LIBRARY.epic_torch_layer_add(group.number, *words_of(layer), *sizes)
             with pytest.raises(RuntimeError) as caught:
-                ops.plan.default(group.order_token, ids, 99, size, group.number, *words_of(layer))
+                ops.plan.default(group.order_token, ids, number)
             assert f"{name} is {value}" in str(caught.value) or name == "top_k", caught.value
             assert str(value) in str(caught.value)
     with pytest.raises(epic.torch.EpicArgumentError, match="top_k 256"):
         words_of({**good, "top_k": 256})
 
 
-def test_what_is_usual_is_left_out() -> None:
-    """Of a plan's numbers: each takes torch time.  The schemas have the same values."""
-    ids = torch.zeros((4, 2), dtype=torch.int32)
-    for op in (ops.plan, ops.plan_dispatch):
-        usual = {a.name: a.default_value for a in op.default._schema.arguments}
-        assert tuple(usual[n] for n in ("layer_slabs", "layer_leaves", "tag")) == USUAL
-    cases: list[tuple[dict[str, Any], int, int]] = [
-        ({}, 0, 0), ({"alignment": 4}, 0, 1), ({"sum_order": "tree", "leaves": 2}, 0, 2), ({}, 7, 3)
-    ]  # fmt: skip
+def test_a_plan_has_what_its_layer_needs() -> None:
+    """Defaults of the operators, and the same values written out, make the same plan."""
+    ids, x = torch.zeros((4, 2), dtype=torch.int32), torch.ones((4, 8))
     with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
-        for options, tag, count in cases:
+        for options in ({}, {"alignment": 4}, {"sum_order": "tree", "leaves": 2}):
             layer = epic.torch.Layer(EXPERTS, 2, **options)
-            way = epic.torch.plan(group, layer, ids, tag=tag).way
-            assert way is epic.torch.plan(group, layer, ids, tag=tag).way
-            assert len(way.more) == count
-            assert way.numbers() == (group.number, *Facts(*group.facts(layer.key)).words, tag)
+            way = Facts(*group.facts(layer.key))
+            inputs = (group.order_token, ids, x, None, way.number)
+            short = ops.plan_dispatch.default(*inputs)
+            whole = ops.plan_dispatch.default(*inputs, way.capacity, 0, None, None, 1)
+            assert torch.equal(short[1], whole[1]) and short[0].shape == whole[0].shape
+            counts = slice(way.plan_bytes, None)
+            assert torch.equal(short[0][counts], whole[0][counts])
+            spec = epic.torch.plan(group, layer, ids, tag=7).way
+            assert spec is epic.torch.plan(group, layer, ids, tag=7).way
+            assert spec.layer == way.number
 
 
 class Names(TorchDispatchMode):
@@ -238,7 +236,7 @@ class Names(TorchDispatchMode):
 def test_bare_operators_are_the_operators() -> None:
     """Without torch's Python around them they are seen as ever; what has none stays as it is."""
     operator = ops.dispatch.default
-    assert bare(operator) is not operator  # else what saves the time is gone from this torch
+    assert bare(operator) is not operator, "torch has no _dispatch_call_boxed any more: see BOXED"
     assert bare(print) is print
     ids, x = torch.zeros((4, 2), dtype=torch.int32), torch.ones((4, 8))
     with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group, Names() as names:
@@ -247,6 +245,35 @@ def test_bare_operators_are_the_operators() -> None:
         epic.torch.combine(plan, epic.torch.dispatch(plan, x)[0])
         epic.torch.plan_dispatch(group, layer, ids, x)
     assert names.found == ["plan", "dispatch", "combine", "plan_dispatch"]
+
+
+class Twice(torch.autograd.Function):
+    """2 x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        """Multiply x by a factor."""
+        ctx.factor = 2
+        return ctx.factor * x
+
+    @staticmethod
+    def backward(ctx: Any, d_y: torch.Tensor) -> torch.Tensor:
+        """Multiply the gradient by the same factor."""
+        return ctx.factor * d_y
+
+
+def test_the_short_way_into_autograd() -> None:
+    """The base class's apply, which arguments.applied calls, does what Function.apply does.  Torch
+    2.9 saves time by it; later versions have nothing around it, so applied needs it no more when
+    2.9 is not supported."""
+    short = super(torch.autograd.Function, Twice).apply
+    for apply in (short, Twice.apply):
+        x = torch.ones(3, requires_grad=True)
+        y = apply(x)
+        y.sum().backward()
+        assert torch.equal(y, torch.full((3,), 2.0)) and torch.equal(x.grad, y)
+    is_python = inspect.ismethod(torch.autograd.Function.apply)
+    assert is_python == (torch.__version__ < "2.10"), "see applied: is its trick still of use?"
 
 
 class Overrides(TorchFunctionMode):
@@ -283,25 +310,18 @@ def test_torch_functions_see_the_operators() -> None:
 
 
 def test_a_layer_that_the_group_keeps() -> None:
-    """Its number says what the numbers of the other overloads do, until the group closes."""
-    ids, x = torch.zeros((4, 2), dtype=torch.int32), torch.ones((4, 8))
+    """Its number is valid until the group closes."""
+    ids = torch.zeros((4, 2), dtype=torch.int32)
     with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
-        for options in ({}, {"alignment": 4}, {"sum_order": "tree", "leaves": 2}):
-            layer = epic.torch.Layer(EXPERTS, 2, **options)
-            way = Facts(*group.facts(layer.key))
-            sizes = (way.capacity, way.bytes, group.number)
-            usual = ops.plan_dispatch.default(group.order_token, ids, x, None, *sizes, *way.words)
-            kept = ops.plan_dispatch.kept(group.order_token, ids, x, None, way.number)
-            assert torch.equal(kept[1], usual[1]) and kept[0].shape == usual[0].shape
-            counts = slice(way.plan_bytes, None)
-            assert torch.equal(kept[0][counts], usual[0][counts])
-        for wrong in (way.number + 1, 0):
+        number = Facts(*group.facts(epic.torch.Layer(EXPERTS, 2).key)).number
+        ops.plan.default(group.order_token, ids, number)
+        for wrong in (number + 1, 0):
             with pytest.raises(RuntimeError, match="group was closed"):
-                ops.plan.kept(group.order_token, ids, wrong)
-        assert way.number in KEPT
-    assert way.number not in KEPT
+                ops.plan.default(group.order_token, ids, wrong)
+        assert number in KEPT
+    assert number not in KEPT
     with pytest.raises(RuntimeError, match="group was closed"):
-        ops.plan.kept(group.order_token, ids, way.number)
+        ops.plan.default(group.order_token, ids, number)
 
 
 # ---------------------------------------------------------------------- checkpointing ----

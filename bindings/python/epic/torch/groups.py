@@ -177,7 +177,6 @@ class Facts(NamedTuple):
     plan_bytes: int
     capacity: int
     num_local_experts: int
-    bytes: int  # of a plan with its counts
     words: tuple[int, ...]
     number: int  # that the library keeps it by; 0: it does not
 
@@ -315,18 +314,17 @@ class Group:
             size = -(-_native.size("epic_plan_bytes_v1", config, options) // 16) * 16
             bound = _native.size("epic_capacity_bound_v1", config, options)
             local = -(-options.num_experts // self.num_ranks)
-            counts = 2 * local + options.num_experts + 1 + options.num_logical
-            whole, words = size + 4 * counts, words_of(options.numbers())
-            number = LIBRARY.epic_torch_layer_add(self.number, *words, bound, whole)
+            words = words_of(options.numbers())
+            number = LIBRARY.epic_torch_layer_add(self.number, *words, bound, size)
             if number == 0 and self.number != 0:
                 raise EpicError(
                     "EPIC_ENOMEM",
                     f"group {self.name!r} cannot keep another layer: it has {len(self.layers)}, "
                     "and at most 65536 are possible; open another group",
                 )
-            KEPT[number] = (bound, whole)
+            KEPT[number] = (bound, size, local, options.num_experts, options.num_logical)
             self.layers.append(number)
-            found = (size, bound, local, whole, words, number)
+            found = (size, bound, local, words, number)
             self.kept[layer] = found
         return found
 

@@ -16,11 +16,6 @@ EXACT = 0  # as capacity: as many slots as land
 MOST_WAYS = 1024  # that a group keeps
 
 
-# Of the operators' numbers behind the group's and the layer's rules, what they are where they are
-# left out, as most are: slabs, leaves and tag.  torch takes a fifth of a microsecond for each.
-USUAL = (1, 0, 0)
-
-
 @dataclass(slots=True)
 class Way:
     """Where the calls of a plan go, what its layer counts, and what the operators are passed.  Its
@@ -33,28 +28,16 @@ class Way:
     num_experts: int
     num_logical: int
     plan_bytes: int  # without the counts
-    bytes: int
     capacity: int  # of a rank, that can never overflow
     num_local: int
     room: int  # of expert_rows and of expert_tokens among the counts
-    number: int  # the group's
-    layer: int  # the layer's, as the library keeps it: says the group, too
-    rules: int  # the first number of the layer
-    more: tuple[int, ...]  # slabs, leaves and tag, without what is as usual at the end
-    kept: int  # as layer, where plans can be made by it; 0: with a tag, and for tracers
+    layer: int  # the layer's number, by which the library finds it and its group
     compared: tuple[Any, ...] = ()  # options of a whole layer that all ranks must have alike
-
-    def numbers(self) -> tuple[int, ...]:
-        """Of a plan, none left out."""
-        return (self.number, self.rules, *self.more, *USUAL[len(self.more) :])
 
 
 def way_of(group: Group, layer: Layer, tag: int) -> Way:
     """Of a layer's calls; the group keeps it, and tracers see it made."""
-    size, bound, local, whole, (rules, *more), kept = group.facts(layer.key)
-    more = (*more, tag)
-    while more and more[-1] == USUAL[len(more) - 1]:
-        more = more[:-1]
+    size, bound, local, _, number = group.facts(layer.key)
     way = Way(
         group,
         tag,
@@ -63,15 +46,10 @@ def way_of(group: Group, layer: Layer, tag: int) -> Way:
         layer.num_experts,
         layer.num_logical,
         size,
-        whole,
         bound,
         local,
         local,
-        group.number,
-        kept,
-        rules,
-        more,
-        0 if tag or is_traced() else kept,
+        number,
     )
     if not is_traced():
         if len(group.ways) >= MOST_WAYS:  # a tag for each call, say
@@ -83,7 +61,6 @@ def way_of(group: Group, layer: Layer, tag: int) -> Way:
 class Plan(NamedTuple):
     """Where every choice goes.
 
-    Made by tuple.__new__ where time counts: its own is a function of Python.
     bytes [n] uint8: what dispatch, combine and their gradients read, and behind that int32 counts,
     of which the properties are views, so clone what you would write (in compiled functions they are
     copies): expert_rows and expert_tokens
@@ -189,8 +166,8 @@ def check_local(way: Way, ranks: Any, local: int, room: int) -> None:
         raise EpicArgumentError(f"num_local_experts {local}: a rank has {least} of {room}")
 
 
-# Way, num_tokens, slots, and tables if there are any.
-Wish = tuple[Way, int, int, tuple[Any, ...]]
+# Way, num_tokens, slots, and (rank_of_expert, logical_of_expert).
+Wish = tuple[Way, int, int, tuple[Any, Any]]
 
 
 def asked(
@@ -216,7 +193,7 @@ def asked(
         raise EpicArgumentError(f"capacity {slots!r}: an int, 0 (EXACT) or more, is needed")
     ranks, logical, local = placed
     if ranks is None and logical is None and local is None and not way.num_logical:
-        return way, num_tokens, slots, ()
+        return way, num_tokens, slots, (None, None)
     tables = tables_of(layer, ranks, logical, topk_idx)
     if ranks is not None:  # the core may write counts of more experts than the caller reckons with
         if capacity is None or local is None:
@@ -225,7 +202,7 @@ def asked(
                 "and num_local_experts="
             )
         room = way.num_experts
-        way = replace(way, bytes=way.bytes + 8 * (room - way.room), room=room)
+        way = replace(way, room=room)
     if local is not None:
         check_local(way, ranks, local, way.room)
         way = replace(way, num_local=local)

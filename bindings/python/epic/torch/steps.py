@@ -26,10 +26,9 @@ from epic.torch.ops import bare, parts_of, raising, told, write
 from epic.torch.plans import EXACT, Plan, Way, Wish, asked, wrong_layout
 
 ops = torch.ops.epic
-PLAN, PLAN_NOW, PLAN_KEPT = ops.plan.usual, bare(ops.plan.usual), bare(ops.plan.kept)
+PLAN, PLAN_NOW = ops.plan.default, bare(ops.plan.default)
 DISPATCH, DISPATCH_NOW = ops.dispatch.default, bare(ops.dispatch.default)
-PLAN_DISPATCH, PLAN_DISPATCH_NOW = ops.plan_dispatch.usual, bare(ops.plan_dispatch.usual)
-PLAN_DISPATCH_KEPT = bare(ops.plan_dispatch.kept)
+PLAN_DISPATCH, PLAN_DISPATCH_NOW = ops.plan_dispatch.default, bare(ops.plan_dispatch.default)
 COMBINE, COMBINE_NOW = ops.combine.default, bare(ops.combine.default)
 
 ZERO_TAIL = 1
@@ -66,23 +65,17 @@ def plan(
         way, num_tokens, slots, tables = asked(
             group, layer, topk_idx, capacity, placed, tag, compared
         )
-        kept = way.kept if slots == way.capacity and not tables else 0
         if out is not None:
             data = plan_into(way, topk_idx, slots, tables, out)
         elif compared:
-            given = (*all_numbers_of(way, tables), *compared)
-            data = ops.plan.compared(group.order_token, topk_idx, slots, way.bytes, *given)
-        elif kept and not overridden(topk_idx):
-            data = PLAN_KEPT(group.order_token, topk_idx, kept)
-        elif tables or way.more:
-            numbers = numbers_of(way, tables)
-            data = ops.plan.default(group.order_token, topk_idx, slots, way.bytes, *numbers)
+            given = (way.layer, slots, way.tag, *tables, *compared)
+            data = ops.plan.compared(group.order_token, topk_idx, *given)
         else:
             call = PLAN if is_traced() or overridden(topk_idx) else PLAN_NOW
-            data = call(group.order_token, topk_idx, slots, way.bytes, way.number, way.rules)
+            data = call(group.order_token, topk_idx, way.layer, slots, way.tag, *tables)
     except RuntimeError as error:
         raise told(error) from None
-    made = tuple.__new__(Plan, (data, num_tokens, slots, way))
+    made = Plan(data, num_tokens, slots, way)
     return made._replace(capacity=landed(made, layer)) if slots == EXACT else made
 
 
@@ -92,16 +85,6 @@ def landed(plan: Plan, layer: Layer) -> int:
     return int((plan.expert_rows.sum() if dropping else plan.demand).item())
 
 
-def numbers_of(way: Way, tables: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a plan's operators are passed behind its bytes."""
-    return (*way.numbers(), *tables) if tables else (way.number, way.rules, *way.more)
-
-
-def all_numbers_of(way: Way, tables: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The same, with tables that are none: other arguments follow."""
-    return (*way.numbers(), *(tables or (None, None)))
-
-
 def bytes_of(out: Any) -> Tensor:
     """Those of a plan that is given as out=."""
     if not isinstance(out, Plan):
@@ -109,10 +92,10 @@ def bytes_of(out: Any) -> Tensor:
     return out.bytes
 
 
-def plan_into(way: Way, chosen: Tensor, slots: int, tables: tuple[Any, ...], out: Plan) -> Tensor:
+def plan_into(way: Way, chosen: Tensor, slots: int, tables: tuple[Any, Any], out: Plan) -> Tensor:
     """plan with out=."""
     data = bytes_of(out)
-    args = (way.group.order_token, chosen, slots, way.bytes, *all_numbers_of(way, tables))
+    args = (way.group.order_token, chosen, way.layer, slots, way.tag, *tables)
     write(ops.plan_out.default, args, data)
     return data
 
@@ -380,20 +363,12 @@ def plan_dispatch_op(
     way, _, slots, tables = wish
     order_token = way.group.order_token
     if way.compared:
-        given = (*all_numbers_of(way, tables), int(zero_tail), *way.compared)
-        inputs = (order_token, chosen, tokens, weights, slots, way.bytes)
-        return ops.plan_dispatch.compared(*inputs, *given)
-    kept = way.kept if zero_tail and slots == way.capacity and not tables else 0
-    if kept and not overridden(chosen, tokens, weights):
-        return PLAN_DISPATCH_KEPT(order_token, chosen, tokens, weights, kept)
-    if zero_tail and not tables and not way.more:
-        is_seen = is_traced() or overridden(chosen, tokens, weights)
-        call = PLAN_DISPATCH if is_seen else PLAN_DISPATCH_NOW
-        return call(order_token, chosen, tokens, weights, slots, way.bytes, way.number, way.rules)
-    numbers = (*all_numbers_of(way, tables), int(zero_tail))
-    return ops.plan_dispatch.default(
-        order_token, chosen, tokens, weights, slots, way.bytes, *numbers
-    )
+        given = (way.layer, slots, way.tag, *tables, int(zero_tail), *way.compared)
+        return ops.plan_dispatch.compared(order_token, chosen, tokens, weights, *given)
+    is_seen = is_traced() or overridden(chosen, tokens, weights)
+    call = PLAN_DISPATCH if is_seen else PLAN_DISPATCH_NOW
+    numbers = (way.layer, slots, way.tag, *tables, int(zero_tail))
+    return call(order_token, chosen, tokens, weights, *numbers)
 
 
 def plan_dispatch_into(
@@ -409,8 +384,8 @@ def plan_dispatch_into(
     found = (bytes_of(plan), recv, slot)
     check_pair(weights, slot)
     way, _, slots, tables = wish
-    numbers = (*all_numbers_of(way, tables), int(zero_tail))
-    args = (way.group.order_token, chosen, tokens, weights, slots, way.bytes, *numbers)
+    numbers = (way.layer, slots, way.tag, *tables, int(zero_tail))
+    args = (way.group.order_token, chosen, tokens, weights, *numbers)
     write(ops.plan_dispatch_out.default, args, *found)
     return found
 
@@ -487,7 +462,7 @@ def plan_dispatch(
     except RuntimeError as error:
         raise told(error) from None
     data, recv, slot = found
-    made = tuple.__new__(Plan, (data, num_tokens, slots, way))
+    made = Plan(data, num_tokens, slots, way)
     return made, recv, None if weights is None else slot
 
 
