@@ -17,7 +17,7 @@ torch_call call_begin(const char *op, torch_value *stack, uint64_t num_results)
     torch_call call; /* its arrays are filled as it goes */
     call.op = op;
     call.stack = stack;
-    call.into = num_results == 0;
+    call.has_out = num_results == 0;
     call.next = call.num_owned = call.num_made = call.num_spans = 0;
     call.place = (group_place){-1, 0};
     call.use.group = NULL;
@@ -50,7 +50,7 @@ void call_fail(torch_call *call, epic_result result, const char *format, ...)
     va_end(list);
 }
 
-void call_told(torch_call *call, epic_result result)
+void call_check_result(torch_call *call, epic_result result)
 {
     if (result != EPIC_OK) call_fail(call, result, "%s", epic_error(NULL));
 }
@@ -67,9 +67,9 @@ void call_end(torch_call *call)
 {
     if (call->guard != NULL) torch.delete_cuda_guard(call->guard);
     group_leave(&call->use);
-    torch_delete(call->owned, call->num_owned);
+    torch_delete_tensors(call->owned, call->num_owned);
     if (call->failed) {
-        torch_delete(call->made, call->num_made);
+        torch_delete_tensors(call->made, call->num_made);
         throw_copy(call);
     }
     for (int i = 0; i < call->num_made; i++)
@@ -152,14 +152,14 @@ static bool is_one_of(uint32_t type, uint32_t wanted)
     }
 }
 
-static torch_tensor own(torch_call *call, torch_value value)
+static torch_tensor own_tensor(torch_call *call, torch_value value)
 {
     return call->owned[call->num_owned++] = (torch_tensor)(uintptr_t)value;
 }
 
 static torch_tensor next_tensor(torch_call *call)
 {
-    return own(call, call->stack[call->next++]);
+    return own_tensor(call, call->stack[call->next++]);
 }
 
 static torch_tensor next_tensor_or_none(torch_call *call)
@@ -168,7 +168,7 @@ static torch_tensor next_tensor_or_none(torch_call *call)
     if (cell == NULL) return NULL;
     const torch_value value = *cell;
     torch_cell_delete(cell);
-    return own(call, value);
+    return own_tensor(call, value);
 }
 
 static const char *place_name(group_place place, char *out, size_t size)
@@ -202,7 +202,7 @@ static void check_place(torch_call *call, const char *name, torch_tensor tensor)
                   place_name(call->place, there, sizeof there));
 }
 
-static void measure(call_array *array, int64_t dim, const int64_t *sizes)
+static void measure_array(call_array *array, int64_t dim, const int64_t *sizes)
 {
     array->dim = dim;
     array->sizes = sizes;
@@ -219,8 +219,8 @@ static void note_span(torch_call *call, const char *name, call_array array)
     call->spans[call->num_spans++] = (call_span){name, begin, begin + (size_t)array.bytes};
 }
 
-static call_array empty(torch_call *call, uint32_t type, int64_t dim, const int64_t *sizes,
-                        torch_tensor *out)
+static call_array make_empty(torch_call *call, uint32_t type, int64_t dim, const int64_t *sizes,
+                             torch_tensor *out)
 {
     call_array array = {.data = no_elements, .type = type};
     int64_t strides[CALL_DIMS];
@@ -239,26 +239,27 @@ static call_array empty(torch_call *call, uint32_t type, int64_t dim, const int6
         call_fail(call, EPIC_ENOMEM, "no memory for %" PRId64 " elements", count);
         return array;
     }
-    measure(&array, dim, sizes);
+    measure_array(&array, dim, sizes);
     torch.get_data_ptr(*out, &array.data);
     if (array.data == NULL) array.data = no_elements;
     return array;
 }
 
 /* Memory that goes with the call. */
-static call_array passing(torch_call *call, uint32_t type, int64_t dim, const int64_t *sizes)
+static call_array make_temporary(torch_call *call, uint32_t type, int64_t dim,
+                                 const int64_t *sizes)
 {
     torch_tensor made = NULL;
-    const call_array array = empty(call, type, dim, sizes, &made);
+    const call_array array = make_empty(call, type, dim, sizes, &made);
     if (made != NULL) call->owned[call->num_owned++] = made;
     return array;
 }
 
 /* Of an argument, in the order of its indices. */
-static call_array copied(torch_call *call, const char *name, torch_tensor tensor,
-                         call_array array, uint32_t type)
+static call_array copy_argument(torch_call *call, const char *name, torch_tensor tensor,
+                                call_array array, uint32_t type)
 {
-    const call_array copy = passing(call, type, array.dim, array.sizes);
+    const call_array copy = make_temporary(call, type, array.dim, array.sizes);
     if (call->failed) return copy;
     if (torch.copy_(call->owned[call->num_owned - 1], tensor, 0))
         call_fail(call, EPIC_ENOMEM, "%s cannot be copied: call .contiguous() on it", name);
@@ -266,8 +267,8 @@ static call_array copied(torch_call *call, const char *name, torch_tensor tensor
 }
 
 /* Sizes are borrowed from the tensor. */
-static bool properties(torch_call *call, const char *name, torch_tensor tensor, call_array *out,
-                       bool *contiguous)
+static bool read_properties(torch_call *call, const char *name, torch_tensor tensor,
+                            call_array *out, bool *contiguous)
 {
     int64_t *sizes;
     int32_t dtype;
@@ -282,13 +283,13 @@ static bool properties(torch_call *call, const char *name, torch_tensor tensor, 
     return true;
 }
 
-static call_array look(torch_call *call, const char *name, torch_tensor tensor, uint32_t type,
-                       int64_t dim, bool written)
+static call_array read_array(torch_call *call, const char *name, torch_tensor tensor,
+                             uint32_t type, int64_t dim, bool written)
 {
     call_array array = {.data = no_elements};
     bool contiguous;
     check_place(call, name, tensor);
-    if (!properties(call, name, tensor, &array, &contiguous)) return array;
+    if (!read_properties(call, name, tensor, &array, &contiguous)) return array;
     if (!is_one_of(array.type, type))
         call_fail(call, EPIC_EINVAL, "%s is %s: %s is needed", name, type_name(array.type),
                   type_name(type));
@@ -301,8 +302,9 @@ static call_array look(torch_call *call, const char *name, torch_tensor tensor, 
         call_fail(call, EPIC_EINVAL, "%s is not contiguous: call .contiguous() on it", name);
     if (call->failed) return array;
     const uint32_t wanted = type == CALL_WEIGHTS ? EPIC_F32 : array.type;
-    if (!contiguous || array.type != wanted) return copied(call, name, tensor, array, wanted);
-    measure(&array, array.dim, array.sizes);
+    if (!contiguous || array.type != wanted)
+        return copy_argument(call, name, tensor, array, wanted);
+    measure_array(&array, array.dim, array.sizes);
     if (array.data == NULL) array.data = no_elements;
     note_span(call, name, array);
     return array;
@@ -310,19 +312,19 @@ static call_array look(torch_call *call, const char *name, torch_tensor tensor, 
 
 call_array call_arg(torch_call *call, const char *name, uint32_t type, int64_t dim)
 {
-    return look(call, name, next_tensor(call), type, dim, false);
+    return read_array(call, name, next_tensor(call), type, dim, false);
 }
 
 call_array call_arg_written(torch_call *call, const char *name, uint32_t type, int64_t dim)
 {
-    return look(call, name, next_tensor(call), type, dim, true);
+    return read_array(call, name, next_tensor(call), type, dim, true);
 }
 
 call_array call_arg_or_none(torch_call *call, const char *name, uint32_t type, int64_t dim)
 {
     torch_tensor tensor = next_tensor_or_none(call);
     if (tensor == NULL) return (call_array){0};
-    return look(call, name, tensor, type, dim, false);
+    return read_array(call, name, tensor, type, dim, false);
 }
 
 void call_check_type(torch_call *call, const char *name, call_array array, uint32_t type)
@@ -339,9 +341,9 @@ void call_check_count(torch_call *call, const char *name, call_array array, int6
                   name, array.count, count);
 }
 
-void call_turn(torch_call *call)
+void call_order_token(torch_call *call)
 {
-    check_place(call, "turn", next_tensor(call));
+    check_place(call, "order_token", next_tensor(call));
 }
 
 int64_t call_int(torch_call *call)
@@ -369,7 +371,7 @@ double call_float(torch_call *call)
 
 /* A kernel is launched on the current device's stream of that device.  To ask takes a quarter of
  * what a guard does. */
-static void guard_device(torch_call *call, epic_call *out)
+static void enter_device(torch_call *call, epic_call *out)
 {
     const int32_t wanted = call->place.device_index;
     int32_t current;
@@ -394,7 +396,7 @@ static void check_entered(torch_call *call, bool entered)
                   place_name(call->use.place, there, sizeof there));
 }
 
-static void enter(torch_call *call, int64_t number)
+static void enter_group(torch_call *call, int64_t number)
 {
     if (!call->failed) check_entered(call, group_enter(&call->use, number));
 }
@@ -404,15 +406,15 @@ epic_call call_enter_layer(torch_call *call, group_layer *layer)
     epic_call out = {0};
     const int64_t number = call_int(call);
     if (!call->failed) check_entered(call, group_enter_layer(&call->use, number, layer));
-    guard_device(call, &out);
+    enter_device(call, &out);
     return out;
 }
 
 epic_call call_enter_group(torch_call *call)
 {
     epic_call out = {0};
-    enter(call, call_int(call));
-    guard_device(call, &out);
+    enter_group(call, call_int(call));
+    enter_device(call, &out);
     return out;
 }
 
@@ -433,10 +435,10 @@ epic_call call_enter_local(torch_call *call)
     epic_call out = {0};
     const int64_t number = call_int(call);
     if (number != 0)
-        enter(call, number);
+        enter_group(call, number);
     else if (call->place.device_type != TORCH_CPU)
         call_fail(call, EPIC_EINVAL, "tensors on a GPU need a group of that GPU: pass group=");
-    guard_device(call, &out);
+    enter_device(call, &out);
     return out;
 }
 
@@ -449,17 +451,16 @@ bool call_on_gpu(const torch_call *call)
 
 /* --------------------------------------------------------------------------- results ---- */
 
-static call_array made_result(torch_call *call, uint32_t type, int64_t dim,
-                              const int64_t *sizes)
+static call_array new_result(torch_call *call, uint32_t type, int64_t dim, const int64_t *sizes)
 {
     torch_tensor made = NULL;
-    const call_array array = empty(call, type, dim, sizes, &made);
+    const call_array array = make_empty(call, type, dim, sizes, &made);
     if (made != NULL) call->made[call->num_made++] = made;
     return array;
 }
 
 /* What is written shares no memory with what is read, nor with what else is written. */
-static void check_apart(torch_call *call, const char *name)
+static void check_overlap(torch_call *call, const char *name)
 {
     if (call->failed) return;
     const call_span own = call->spans[call->num_spans - 1];
@@ -470,11 +471,11 @@ static void check_apart(torch_call *call, const char *name)
 }
 
 /* The caller's tensor. */
-static call_array given_result(torch_call *call, const char *name, uint32_t type, int64_t dim,
-                               const int64_t *sizes)
+static call_array written_result(torch_call *call, const char *name, uint32_t type, int64_t dim,
+                                 const int64_t *sizes)
 {
     const torch_tensor given = next_tensor_or_none(call);
-    if (given == NULL) return passing(call, type, dim, sizes);
+    if (given == NULL) return make_temporary(call, type, dim, sizes);
     int64_t found_dim, *found;
     bool contiguous;
     char named[64];
@@ -486,31 +487,31 @@ static call_array given_result(torch_call *call, const char *name, uint32_t type
     if (!call->failed && !torch.is_contiguous(given, &contiguous) && !contiguous)
         call_fail(call, EPIC_EINVAL, "out %s is not contiguous: give a tensor that is", name);
     snprintf(named, sizeof named, "out %s", name);
-    call_array array = look(call, named, given, type, dim, true);
+    call_array array = read_array(call, named, given, type, dim, true);
     if (call->failed) return array;
     call->spans[call->num_spans - 1].name = name;
-    check_apart(call, name);
+    check_overlap(call, name);
     return array;
 }
 
-static call_array result(torch_call *call, const char *name, uint32_t type, int64_t dim,
-                         const int64_t *sizes)
+static call_array next_result(torch_call *call, const char *name, uint32_t type, int64_t dim,
+                              const int64_t *sizes)
 {
-    return call->into ? given_result(call, name, type, dim, sizes)
-                      : made_result(call, type, dim, sizes);
+    return call->has_out ? written_result(call, name, type, dim, sizes)
+                         : new_result(call, type, dim, sizes);
 }
 
 call_array call_result(torch_call *call, const char *name, uint32_t type, int64_t rows,
                        int64_t columns)
 {
     const int64_t sizes[2] = {rows, columns};
-    return result(call, name, type, columns < 0 ? 1 : 2, sizes);
+    return next_result(call, name, type, columns < 0 ? 1 : 2, sizes);
 }
 
 call_array call_result_like(torch_call *call, const char *name, uint32_t type, call_array like)
 {
     if (like.data != NULL && like.sizes != NULL)
-        return result(call, name, type, like.dim, like.sizes);
+        return next_result(call, name, type, like.dim, like.sizes);
     call_no_result(call, name);
     return (call_array){0};
 }
@@ -522,7 +523,7 @@ call_array call_memory(torch_call *call, const char *name, int64_t bytes)
 
 void call_no_result(torch_call *call, const char *name)
 {
-    if (!call->into)
+    if (!call->has_out)
         (void)call_result(call, name, EPIC_F32, 0, -1);
     else if (next_tensor_or_none(call) != NULL)
         call_fail(call, EPIC_EINVAL, "out %s is given, but this call has none: pass None",
@@ -531,7 +532,7 @@ void call_no_result(torch_call *call, const char *name)
 
 call_array call_workspace(torch_call *call, int64_t bytes)
 {
-    return passing(call, CALL_U8, 1, &bytes);
+    return make_temporary(call, CALL_U8, 1, &bytes);
 }
 
 epic_rows call_rows(call_array array)

@@ -44,8 +44,8 @@ typedef struct call_span { /* where an argument lies */
 typedef struct torch_call {
     const char *op;
     torch_value *stack;
-    int next;  /* argument to be read */
-    bool into; /* NAME_out: results are arguments */
+    int next;     /* argument to be read */
+    bool has_out; /* NAME_out: results are arguments */
     int num_owned, num_made, num_spans;
     torch_tensor owned[2 * CALL_TENSORS]; /* an argument may have a copy */
     torch_tensor made[CALL_TENSORS];
@@ -85,7 +85,7 @@ call_array call_arg_written(torch_call *call, const char *name, uint32_t type, i
 /* Of an array that is there: the core is told no types of each, and no lengths. */
 void call_check_type(torch_call *call, const char *name, call_array array, uint32_t type);
 void call_check_count(torch_call *call, const char *name, call_array array, int64_t count);
-void call_turn(
+void call_order_token(
     torch_call *call); /* the tensor that orders the calls of a context: never read */
 int64_t call_int(torch_call *call);
 uint32_t call_uint(torch_call *call, const char *name);
@@ -117,7 +117,7 @@ void call_no_result(torch_call *call, const char *name);
 call_array call_workspace(torch_call *call, int64_t bytes);
 
 /* What the core said. */
-void call_told(torch_call *call, epic_result result);
+void call_check_result(torch_call *call, epic_result result);
 /* The end: results on the stack, or the error thrown. */
 void call_end(torch_call *call);
 

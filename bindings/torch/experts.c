@@ -26,15 +26,15 @@ static int64_t blocks_of(int64_t length)
 }
 
 /* What both directions read first, in this order.  Scales: of weights of e4m3, and forward of x. */
-typedef struct inputs {
+typedef struct experts_inputs {
     call_array x, rows, tokens, slot_weights;
     call_array w_gate_up, w_down, b_gate_up, b_down;
     call_array w_gate_up_scales, w_down_scales;
-} inputs;
+} experts_inputs;
 
-static inputs read_inputs(torch_call *call)
+static experts_inputs read_inputs(torch_call *call)
 {
-    inputs in = {.x = call_arg(call, "x", CALL_MATRIX, 2)};
+    experts_inputs in = {.x = call_arg(call, "x", CALL_MATRIX, 2)};
     in.rows = call_arg(call, "expert_rows", EPIC_I32, 1);
     in.tokens = call_arg(call, "expert_tokens", EPIC_I32, 1);
     in.slot_weights = call_arg_or_none(call, "slot_weights", EPIC_F32, 1);
@@ -47,7 +47,8 @@ static inputs read_inputs(torch_call *call)
     return in;
 }
 
-static void check_inputs(torch_call *call, const inputs *in, const epic_experts *experts)
+static void check_inputs(torch_call *call, const experts_inputs *in,
+                         const epic_experts *experts)
 {
     const int64_t local = experts->num_local_experts, hidden = experts->hidden;
     const int64_t inner = experts->inner, width = experts->ungated ? inner : 2 * inner;
@@ -82,15 +83,16 @@ static epic_experts_memory_info sizes_of(torch_call *call, const epic_experts *e
 {
     epic_experts_memory_info sizes = {0};
     if (!call->failed)
-        call_told(call, epic_experts_memory(call->use.ctx, NULL, experts, num_slots, &sizes));
+        call_check_result(call,
+                          epic_experts_memory(call->use.ctx, NULL, experts, num_slots, &sizes));
     return sizes;
 }
 
-static void experts(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+static void op_experts(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;
     torch_call call = call_begin("experts", stack, num_results);
-    const inputs in = read_inputs(&call);
+    const experts_inputs in = read_inputs(&call);
     const call_array x_scales = call_arg_or_none(&call, "x_scales", EPIC_F32, 2);
     const int64_t saved_bytes = call_int(&call);
     const epic_call where = call_enter_local(&call);
@@ -112,12 +114,12 @@ static void experts(torch_value *stack, uint64_t num_arguments, uint64_t num_res
                                     .workspace = workspace.data,
                                     .workspace_bytes = workspace.bytes};
     zero_tail(&call, y, in.rows);
-    if (!call.failed) call_told(&call, epic_experts_forward(call.use.ctx, &args));
+    if (!call.failed) call_check_result(&call, epic_experts_forward(call.use.ctx, &args));
     call_end(&call);
 }
 
-static void gradients(torch_call *call, const inputs *in, uint32_t grad_type,
-                      epic_experts_backward_args *args)
+static void gradient_results(torch_call *call, const experts_inputs *in, uint32_t grad_type,
+                             epic_experts_backward_args *args)
 {
     const uint32_t wide = in->x.type == EPIC_F64 ? EPIC_F64 : EPIC_F32;
     const uint32_t type = grad_type != 0 ? grad_type : wide;
@@ -135,11 +137,12 @@ static void gradients(torch_call *call, const inputs *in, uint32_t grad_type,
     zero_tail(call, d_slots, in->rows);
 }
 
-static void experts_backward(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+static void op_experts_backward(torch_value *stack, uint64_t num_arguments,
+                                uint64_t num_results)
 {
     (void)num_arguments;
     torch_call call = call_begin("experts_backward", stack, num_results);
-    const inputs in = read_inputs(&call);
+    const experts_inputs in = read_inputs(&call);
     const call_array saved = call_arg(&call, "saved", CALL_U8, 1);
     const call_array d_y = call_arg(&call, "d_y", in.x.type, 2);
     const epic_call where = call_enter_local(&call);
@@ -154,11 +157,11 @@ static void experts_backward(torch_value *stack, uint64_t num_arguments, uint64_
                                        .saved = saved.data,
                                        .saved_bytes = saved.bytes,
                                        .d_y = d_y.data};
-    gradients(&call, &in, types.grad, &args);
+    gradient_results(&call, &in, types.grad, &args);
     const call_array workspace = call_workspace(&call, sizes.backward_bytes);
     args.workspace = workspace.data;
     args.workspace_bytes = workspace.bytes;
-    if (!call.failed) call_told(&call, epic_experts_backward(call.use.ctx, &args));
+    if (!call.failed) call_check_result(&call, epic_experts_backward(call.use.ctx, &args));
     call_end(&call);
 }
 

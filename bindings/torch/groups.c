@@ -22,18 +22,18 @@ struct group {
 enum { LAYER_BITS = 16 }; /* of a layer's number: which one it is of its group */
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-static pthread_cond_t left = PTHREAD_COND_INITIALIZER;
+static pthread_cond_t group_left = PTHREAD_COND_INITIALIZER;
 static group *groups;
 static int64_t last_number;
 
-static group **find(int64_t number)
+static group **find_group(int64_t number)
 {
     group **at = &groups;
     while (*at != NULL && (*at)->number != number) at = &(*at)->next;
     return at;
 }
 
-static void enter(group_use *use, group *found)
+static void use_group(group_use *use, group *found)
 {
     found->num_uses++;
     *use = (group_use){found, found->ctx, found->place};
@@ -42,9 +42,9 @@ static void enter(group_use *use, group *found)
 bool group_enter(group_use *use, int64_t number)
 {
     pthread_mutex_lock(&mutex);
-    group *found = *find(number);
+    group *found = *find_group(number);
     const bool is_open = found != NULL && !found->is_closing;
-    if (is_open) enter(use, found);
+    if (is_open) use_group(use, found);
     pthread_mutex_unlock(&mutex);
     return is_open;
 }
@@ -52,11 +52,11 @@ bool group_enter(group_use *use, int64_t number)
 bool group_enter_layer(group_use *use, int64_t number, group_layer *layer)
 {
     pthread_mutex_lock(&mutex);
-    group *found = *find(number >> LAYER_BITS);
+    group *found = *find_group(number >> LAYER_BITS);
     const int64_t i = number & ((1 << LAYER_BITS) - 1);
     const bool there = found != NULL && !found->is_closing && i < found->num_layers;
     if (there) {
-        enter(use, found);
+        use_group(use, found);
         *layer = found->layers[i];
     }
     pthread_mutex_unlock(&mutex);
@@ -76,7 +76,7 @@ static int64_t add_layer(group *to, const group_layer *layer)
 int64_t group_add_layer(int64_t number, const group_layer *layer)
 {
     pthread_mutex_lock(&mutex);
-    group *found = *find(number);
+    group *found = *find_group(number);
     const int64_t made = found != NULL ? add_layer(found, layer) : 0;
     pthread_mutex_unlock(&mutex);
     return made;
@@ -86,7 +86,7 @@ void group_leave(group_use *use)
 {
     if (use->group == NULL) return;
     pthread_mutex_lock(&mutex);
-    if (--use->group->num_uses == 0) pthread_cond_broadcast(&left);
+    if (--use->group->num_uses == 0) pthread_cond_broadcast(&group_left);
     pthread_mutex_unlock(&mutex);
     use->group = NULL;
 }
@@ -105,7 +105,7 @@ TORCH_EXPORT int64_t epic_torch_group_add(epic_context *ctx, int32_t device_type
     return number;
 }
 
-/* Lets no further call in and waits until those inside have left, for at most `ms`.  Returns how
+/* Lets no further call in and waits until those inside have group_left, for at most `ms`.  Returns how
  * many are still inside. */
 TORCH_EXPORT int32_t epic_torch_group_drain(int64_t number, int32_t ms)
 {
@@ -115,12 +115,12 @@ TORCH_EXPORT int32_t epic_torch_group_drain(int64_t number, int32_t ms)
     end.tv_sec += ms / 1000 + end.tv_nsec / 1000000000l;
     end.tv_nsec %= 1000000000l;
     pthread_mutex_lock(&mutex);
-    group *found = *find(number);
+    group *found = *find_group(number);
     int wrong = 0;
     if (found != NULL) found->is_closing = true;
     while (found != NULL && found->num_uses > 0 && wrong == 0) {
-        wrong = pthread_cond_timedwait(&left, &mutex, &end);
-        found = *find(number); /* another thread may have removed it */
+        wrong = pthread_cond_timedwait(&group_left, &mutex, &end);
+        found = *find_group(number); /* another thread may have removed it */
     }
     const int32_t num_inside = found != NULL ? found->num_uses : 0;
     pthread_mutex_unlock(&mutex);
@@ -131,10 +131,10 @@ TORCH_EXPORT epic_context *epic_torch_group_remove(int64_t number)
 {
     epic_context *ctx = NULL;
     pthread_mutex_lock(&mutex);
-    group **at = find(number), *found = *at;
+    group **at = find_group(number), *found = *at;
     if (found != NULL) {
         *at = found->next;
-        while (found->num_uses > 0) pthread_cond_wait(&left, &mutex);
+        while (found->num_uses > 0) pthread_cond_wait(&group_left, &mutex);
         ctx = found->ctx;
     }
     pthread_mutex_unlock(&mutex);

@@ -118,12 +118,12 @@ static void read_numbers(torch_call *call, moe_job *job)
     check_weights(call, job);
 }
 
-static void moe(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+static void op_moe(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;
     torch_call call = call_begin("moe", stack, num_results);
     moe_job job = {0};
-    call_turn(&call);
+    call_order_token(&call);
     read_weights(&call, &job);
     const call_array ids = call_arg_or_none(&call, "token_ids", CALL_INDEX, 1);
     const call_array table = call_arg_or_none(&call, "table", EPIC_I32, 2);
@@ -161,16 +161,16 @@ static void moe(torch_value *stack, uint64_t num_arguments, uint64_t num_results
     args.saved_bytes = saved.bytes;
     args.workspace = workspace.data;
     args.workspace_bytes = workspace.bytes;
-    if (!call.failed) call_told(&call, epic_moe_forward(call.use.ctx, &args));
+    if (!call.failed) call_check_result(&call, epic_moe_forward(call.use.ctx, &args));
     call_end(&call);
 }
 
-static void moe_backward(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+static void op_moe_backward(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;
     torch_call call = call_begin("moe_backward", stack, num_results);
     moe_job job = {0};
-    call_turn(&call);
+    call_order_token(&call);
     read_weights(&call, &job);
     const uint32_t type = job.x.type == EPIC_F64 ? EPIC_F64 : EPIC_F32;
     const call_array saved = call_arg(&call, "saved", CALL_U8, 1);
@@ -213,7 +213,7 @@ static void moe_backward(torch_value *stack, uint64_t num_arguments, uint64_t nu
     const call_array workspace = call_workspace(&call, workspace_bytes);
     args.workspace = workspace.data;
     args.workspace_bytes = workspace.bytes;
-    if (!call.failed) call_told(&call, epic_moe_backward(call.use.ctx, &args));
+    if (!call.failed) call_check_result(&call, epic_moe_backward(call.use.ctx, &args));
     call_end(&call);
 }
 

@@ -23,9 +23,9 @@ torch_ops experts_ops(void);
 torch_ops moe_ops(void);
 
 #define OPS_OF(array) ((torch_ops){array, (int)(sizeof(array) / sizeof *(array))})
-#define OP(name, schema)          \
-    {                             \
-#name, #name schema, name \
+#define OP(name, schema)               \
+    {                                  \
+#name, #name schema, op_##name \
     }
 
 #endif

@@ -4,37 +4,37 @@
 #define READ_INT(prefix, name) out.name = call_uint(call, #name);
 #define READ_REAL(prefix, name) out.name = call_float(call);
 
-static uint32_t bits(uint64_t word, int first, int count)
+static uint32_t extract_bits(uint64_t word, int first, int count)
 {
     return (uint32_t)(word >> first) & (uint32_t)((1ull << count) - 1);
 }
 
-static epic_layer layer_of(uint64_t rules, uint64_t slabs, uint64_t leaves)
+static epic_layer unpack_layer(uint64_t rules, uint64_t slabs, uint64_t leaves)
 {
-    return (epic_layer){.num_experts = bits(rules, 0, 17),
-                        .num_logical = bits(rules, 17, 17),
-                        .top_k = bits(rules, 34, 8),
-                        .flags = bits(rules, 42, 8),
-                        .sum_order = bits(rules, 50, 3),
-                        .partial_type = bits(rules, 53, 3),
-                        .overflow = bits(rules, 56, 2),
-                        .priority = bits(rules, 58, 2),
-                        .layout = bits(rules, 60, 2),
-                        .alignment = bits(slabs, 0, 32),
-                        .expert_capacity = bits(slabs, 32, 32),
-                        .leaves = bits(leaves, 0, 32)};
+    return (epic_layer){.num_experts = extract_bits(rules, 0, 17),
+                        .num_logical = extract_bits(rules, 17, 17),
+                        .top_k = extract_bits(rules, 34, 8),
+                        .flags = extract_bits(rules, 42, 8),
+                        .sum_order = extract_bits(rules, 50, 3),
+                        .partial_type = extract_bits(rules, 53, 3),
+                        .overflow = extract_bits(rules, 56, 2),
+                        .priority = extract_bits(rules, 58, 2),
+                        .layout = extract_bits(rules, 60, 2),
+                        .alignment = extract_bits(slabs, 0, 32),
+                        .expert_capacity = extract_bits(slabs, 32, 32),
+                        .leaves = extract_bits(leaves, 0, 32)};
 }
 
 epic_layer read_layer(torch_call *call)
 {
     const uint64_t rules = (uint64_t)call_int(call), slabs = (uint64_t)call_int(call);
-    return layer_of(rules, slabs, (uint64_t)call_int(call));
+    return unpack_layer(rules, slabs, (uint64_t)call_int(call));
 }
 
 TORCH_EXPORT int64_t epic_torch_layer_add(int64_t group, int64_t rules, int64_t slabs,
                                           int64_t leaves, int64_t capacity, int64_t plan_bytes)
 {
-    const group_layer layer = {layer_of((uint64_t)rules, (uint64_t)slabs, (uint64_t)leaves),
+    const group_layer layer = {unpack_layer((uint64_t)rules, (uint64_t)slabs, (uint64_t)leaves),
                                capacity, plan_bytes};
     return group_add_layer(group, &layer);
 }
@@ -50,14 +50,15 @@ epic_router read_router(torch_call *call)
 static void read_kind(torch_call *call, epic_experts *out, mlp_types *types)
 {
     const uint64_t kind = (uint64_t)call_int(call);
-    out->inner = bits(kind, 0, 32);
-    out->activation = bits(kind, 32, 8);
-    out->ungated = bits(kind, 40, 4);
-    out->interleaved = bits(kind, 44, 4);
-    out->weighting = bits(kind, 48, 4);
-    out->row_type = bits(kind, 60, 4) != 0 ? bits(kind, 60, 4) : types->row;
-    out->weight_type = bits(kind, 52, 4) != 0 ? bits(kind, 52, 4) : types->weight;
-    types->grad = bits(kind, 56, 4);
+    out->inner = extract_bits(kind, 0, 32);
+    out->activation = extract_bits(kind, 32, 8);
+    out->ungated = extract_bits(kind, 40, 4);
+    out->interleaved = extract_bits(kind, 44, 4);
+    out->weighting = extract_bits(kind, 48, 4);
+    out->row_type = extract_bits(kind, 60, 4) != 0 ? extract_bits(kind, 60, 4) : types->row;
+    out->weight_type =
+        extract_bits(kind, 52, 4) != 0 ? extract_bits(kind, 52, 4) : types->weight;
+    types->grad = extract_bits(kind, 56, 4);
     out->limit = (float)call_float(call);
     out->alpha = (float)call_float(call);
 }
@@ -65,7 +66,8 @@ static void read_kind(torch_call *call, epic_experts *out, mlp_types *types)
 epic_experts read_experts(torch_call *call, mlp_types *types)
 {
     const uint64_t sizes = (uint64_t)call_int(call);
-    epic_experts out = {.num_local_experts = bits(sizes, 0, 32), .hidden = bits(sizes, 32, 32)};
+    epic_experts out = {.num_local_experts = extract_bits(sizes, 0, 32),
+                        .hidden = extract_bits(sizes, 32, 32)};
     read_kind(call, &out, types);
     return out;
 }

@@ -55,7 +55,7 @@ static const char *register_all(void *library, void *cpu, void *cuda, torch_ops 
 TORCH_EXPORT const char *epic_torch_register(void)
 {
     static void *library, *cpu, *cuda;
-    const char *missing = torch_find();
+    const char *missing = torch_find_functions();
     if (missing != NULL) return missing;
     if (torch.library_init_fragment("epic", __FILE__, __LINE__, &library) ||
         torch.library_init_impl("epic", "CPU", __FILE__, __LINE__, &cpu) ||

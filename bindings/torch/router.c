@@ -8,7 +8,7 @@ static call_array router_workspace(torch_call *call, const epic_router *router)
 {
     if (call->failed) return (call_array){0};
     int64_t bytes;
-    call_told(call, epic_router_workspace(router, &bytes));
+    call_check_result(call, epic_router_workspace(router, &bytes));
     return call_workspace(call, bytes);
 }
 
@@ -27,7 +27,7 @@ static uint32_t wide_type(call_array logits)
 
 /* ---------------------------------------------------------------------------- router ---- */
 
-static void route(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+static void op_route(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;
     torch_call call = call_begin("route", stack, num_results);
@@ -61,11 +61,11 @@ static void route(torch_value *stack, uint64_t num_arguments, uint64_t num_resul
                                    .type = logits.type,
                                    .weights_type = weights.type,
                                    .token_id_type = ids.type};
-    if (!call.failed) call_told(&call, epic_router_forward(call.use.ctx, &args));
+    if (!call.failed) call_check_result(&call, epic_router_forward(call.use.ctx, &args));
     call_end(&call);
 }
 
-static void route_backward(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+static void op_route_backward(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;
     torch_call call = call_begin("route_backward", stack, num_results);
@@ -91,7 +91,7 @@ static void route_backward(torch_value *stack, uint64_t num_arguments, uint64_t 
                                             .d_logits = d_logits.data,
                                             .type = logits.type,
                                             .weights_type = d_weights.type};
-    if (!call.failed) call_told(&call, epic_router_backward(call.use.ctx, &args));
+    if (!call.failed) call_check_result(&call, epic_router_backward(call.use.ctx, &args));
     call_end(&call);
 }
 
@@ -143,11 +143,11 @@ static void read_loss(loss_job *job, bool is_balance, bool is_backward)
 
 static void end_loss(loss_job *job, epic_result result)
 {
-    call_told(&job->call, result);
+    call_check_result(&job->call, result);
     call_end(&job->call);
 }
 
-static void balance_loss(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+static void op_balance_loss(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;
     loss_job job = {.call = call_begin("balance_loss", stack, num_results)};
@@ -158,8 +158,8 @@ static void balance_loss(torch_value *stack, uint64_t num_arguments, uint64_t nu
              job.call.failed ? EPIC_OK : epic_balance_loss_forward(job.call.use.ctx, &args));
 }
 
-static void balance_loss_backward(torch_value *stack, uint64_t num_arguments,
-                                  uint64_t num_results)
+static void op_balance_loss_backward(torch_value *stack, uint64_t num_arguments,
+                                     uint64_t num_results)
 {
     (void)num_arguments;
     loss_job job = {.call = call_begin("balance_loss_backward", stack, num_results)};
@@ -171,7 +171,7 @@ static void balance_loss_backward(torch_value *stack, uint64_t num_arguments,
              job.call.failed ? EPIC_OK : epic_balance_loss_backward(job.call.use.ctx, &args));
 }
 
-static void z_loss(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+static void op_z_loss(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;
     loss_job job = {.call = call_begin("z_loss", stack, num_results)};
@@ -181,7 +181,7 @@ static void z_loss(torch_value *stack, uint64_t num_arguments, uint64_t num_resu
     end_loss(&job, job.call.failed ? EPIC_OK : epic_z_loss_forward(job.call.use.ctx, &args));
 }
 
-static void z_loss_backward(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+static void op_z_loss_backward(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;
     loss_job job = {.call = call_begin("z_loss_backward", stack, num_results)};
@@ -193,7 +193,7 @@ static void z_loss_backward(torch_value *stack, uint64_t num_arguments, uint64_t
 
 /* ------------------------------------------------------------------------------ bias ---- */
 
-static void bias_update_(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+static void op_bias_update_(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;
     torch_call call = call_begin("bias_update", stack, num_results);
@@ -207,7 +207,7 @@ static void bias_update_(torch_value *stack, uint64_t num_arguments, uint64_t nu
                                         .load = load.data,
                                         .num_experts = bias.count,
                                         .rate = (float)rate};
-    if (!call.failed) call_told(&call, epic_bias_update(call.use.ctx, &args));
+    if (!call.failed) call_check_result(&call, epic_bias_update(call.use.ctx, &args));
     call_end(&call);
 }
 

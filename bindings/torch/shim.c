@@ -15,7 +15,7 @@ static const uint64_t torch_2_10 = 0x020a000000000000;
 
 /* From 2.10 on torch takes Python's lock for each tensor that only Python goes on to hold, as the
  * caller's arguments: within a lock of ours that is no wait and no word to other threads. */
-void torch_delete(torch_tensor *tensors, int count)
+void torch_delete_tensors(torch_tensor *tensors, int count)
 {
     const bool locks = lock_python != NULL && count > 1;
     const int before = locks ? lock_python() : 0;
@@ -24,7 +24,7 @@ void torch_delete(torch_tensor *tensors, int count)
 }
 
 /* ISO C has no cast from an object pointer to a function pointer. */
-static bool find(void *library, const char *name, void *out)
+static bool find_symbol(void *library, const char *name, void *out)
 {
     void *found = dlsym(library, name);
     memcpy(out, &found, sizeof found);
@@ -34,24 +34,24 @@ static bool find(void *library, const char *name, void *out)
 static void find_python(void)
 {
     if (torch.abi_version() < torch_2_10) return;
-    if (!find(RTLD_DEFAULT, "PyGILState_Release", &unlock_python) ||
-        !find(RTLD_DEFAULT, "PyGILState_Ensure", &lock_python))
+    if (!find_symbol(RTLD_DEFAULT, "PyGILState_Release", &unlock_python) ||
+        !find_symbol(RTLD_DEFAULT, "PyGILState_Ensure", &lock_python))
         lock_python = NULL;
 }
 
-const char *torch_find(void)
+const char *torch_find_functions(void)
 {
     void *cpu = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
     if (cpu == NULL) return "libtorch_cpu.so (import torch first)";
 #define FIND(type, name, ...) \
-    if (!find(cpu, "aoti_torch_" #name, &torch.name)) return "aoti_torch_" #name;
+    if (!find_symbol(cpu, "aoti_torch_" #name, &torch.name)) return "aoti_torch_" #name;
     TORCH_FUNCTIONS(FIND)
 #undef FIND
     find_python();
     void *cuda = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
     if (cuda != NULL) {
 #define FIND(type, name, ...) \
-    if (!find(cuda, "aoti_torch_" #name, &torch.name)) return "aoti_torch_" #name;
+    if (!find_symbol(cuda, "aoti_torch_" #name, &torch.name)) return "aoti_torch_" #name;
         TORCH_CUDA_FUNCTIONS(FIND)
 #undef FIND
     }

@@ -61,14 +61,14 @@ typedef struct torch_functions {
 extern torch_functions torch;
 
 /* NULL, or the name of what is missing. */
-const char *torch_find(void);
+const char *torch_find_functions(void);
 
 /* Throws std::runtime_error(text), which torch turns into Python's RuntimeError.  Copies the text.
  * The frames of the callers are unwound like C++ ones: they are compiled with -fexceptions. */
 _Noreturn void torch_throw(const char *text);
 
 /* Lets go of handles. */
-void torch_delete(torch_tensor *tensors, int count);
+void torch_delete_tensors(torch_tensor *tensors, int count);
 
 /* Frees the cell of an optional argument, which torch allocated with C++'s new. */
 void torch_cell_delete(void *cell);

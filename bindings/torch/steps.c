@@ -6,11 +6,6 @@
 #include "ops.h"
 #include "options.h"
 
-static bool go(const torch_call *call)
-{
-    return !call->failed;
-}
-
 /* ------------------------------------------------------------------------------ plan ---- */
 
 /* The inputs of one call of plan or plan_dispatch. */
@@ -99,22 +94,22 @@ static void make_plan(torch_value *stack, uint64_t num_results, bool is_compared
 {
     torch_call call = call_begin("plan", stack, num_results);
     plan_job job = {0};
-    call_turn(&call);
+    call_order_token(&call);
     (void)read_choices(&call, &job);
     read_layout(&call, &job);
     if (is_compared) read_layer_options(&call, &job);
     plan_results(&call, &job);
-    if (go(&call)) call_told(&call, epic_plan(call.use.ctx, &job.args));
+    if (!call.failed) call_check_result(&call, epic_plan(call.use.ctx, &job.args));
     call_end(&call);
 }
 
-static void plan(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+static void op_plan(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;
     make_plan(stack, num_results, false);
 }
 
-static void plan_compared(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+static void op_plan_compared(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;
     make_plan(stack, num_results, true);
@@ -174,20 +169,20 @@ static void dispatch_results(torch_call *call, call_array tokens, int64_t capaci
     slot_weights_result(call, args);
 }
 
-static void dispatch(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+static void op_dispatch(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;
     torch_call call = call_begin("dispatch", stack, num_results);
     epic_layer layer;
     epic_dispatch_args args = {.layer = &layer};
-    call_turn(&call);
+    call_order_token(&call);
     read_plan(&call, &args.plan, &args.plan_bytes);
     const call_array tokens = read_tokens(&call, &args);
     const int64_t capacity = call_int(&call);
     args.call = enter_layer(&call, &layer);
     args.flags = call_uint(&call, "flags");
     dispatch_results(&call, tokens, capacity, &args);
-    if (go(&call)) call_told(&call, epic_dispatch(call.use.ctx, &args));
+    if (!call.failed) call_check_result(&call, epic_dispatch(call.use.ctx, &args));
     call_end(&call);
 }
 
@@ -230,7 +225,7 @@ static void make_plan_dispatch(torch_value *stack, uint64_t num_results, bool is
     torch_call call = call_begin("plan_dispatch", stack, num_results);
     plan_job job = {0};
     epic_dispatch_args args = {0};
-    call_turn(&call);
+    call_order_token(&call);
     const call_array chosen = read_choices(&call, &job);
     const call_array tokens = read_chosen(&call, chosen, &args);
     read_layout(&call, &job);
@@ -238,31 +233,32 @@ static void make_plan_dispatch(torch_value *stack, uint64_t num_results, bool is
     if (is_compared) read_layer_options(&call, &job);
     plan_results(&call, &job);
     dispatch_results(&call, tokens, job.args.capacity, &args);
-    if (go(&call)) call_told(&call, epic_plan_dispatch(call.use.ctx, &job.args, &args));
+    if (!call.failed)
+        call_check_result(&call, epic_plan_dispatch(call.use.ctx, &job.args, &args));
     call_end(&call);
 }
 
-static void plan_dispatch(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+static void op_plan_dispatch(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;
     make_plan_dispatch(stack, num_results, false);
 }
 
-static void plan_dispatch_compared(torch_value *stack, uint64_t num_arguments,
-                                   uint64_t num_results)
+static void op_plan_dispatch_compared(torch_value *stack, uint64_t num_arguments,
+                                      uint64_t num_results)
 {
     (void)num_arguments;
     make_plan_dispatch(stack, num_results, true);
 }
 
 /* Each token once for each rank that has experts for it, and which those are. */
-static void dispatch_flat(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+static void op_dispatch_flat(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;
     torch_call call = call_begin("dispatch_flat", stack, num_results);
     epic_layer layer;
     epic_dispatch_args args = {.layer = &layer};
-    call_turn(&call);
+    call_order_token(&call);
     read_plan(&call, &args.plan, &args.plan_bytes);
     const call_array tokens = read_tokens(&call, &args);
     const int64_t capacity = call_int(&call), top_k = call_int(&call);
@@ -274,7 +270,7 @@ static void dispatch_flat(torch_value *stack, uint64_t num_arguments, uint64_t n
     else
         call_no_result(&call, "slot_weights");
     args.recv_expert = call_result(&call, "recv_expert", EPIC_I32, capacity, top_k).data;
-    if (go(&call)) call_told(&call, epic_dispatch(call.use.ctx, &args));
+    if (!call.failed) call_check_result(&call, epic_dispatch(call.use.ctx, &args));
     call_end(&call);
 }
 
@@ -289,13 +285,14 @@ static void quantized_results(torch_call *call, const char *name, uint32_t quant
     *scales = call_rows(call_result(call, "scales", wide ? EPIC_F32 : CALL_U8, slots, blocks));
 }
 
-static void dispatch_quantized(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+static void op_dispatch_quantized(torch_value *stack, uint64_t num_arguments,
+                                  uint64_t num_results)
 {
     (void)num_arguments;
     torch_call call = call_begin("dispatch_quantized", stack, num_results);
     epic_layer layer;
     epic_dispatch_args args = {.layer = &layer};
-    call_turn(&call);
+    call_order_token(&call);
     read_plan(&call, &args.plan, &args.plan_bytes);
     const call_array tokens = read_tokens(&call, &args);
     const int64_t capacity = call_int(&call);
@@ -306,18 +303,18 @@ static void dispatch_quantized(torch_value *stack, uint64_t num_arguments, uint6
     quantized_results(&call, "recv", args.quantize, capacity, tokens.columns, &args.recv,
                       &args.recv_scales);
     slot_weights_result(&call, &args);
-    if (go(&call)) call_told(&call, epic_dispatch(call.use.ctx, &args));
+    if (!call.failed) call_check_result(&call, epic_dispatch(call.use.ctx, &args));
     call_end(&call);
 }
 
 /* Rows that are bytes to the core, and second ones beside them, or none. */
-static void dispatch_bytes(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+static void op_dispatch_bytes(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;
     torch_call call = call_begin("dispatch_bytes", stack, num_results);
     epic_layer layer;
     epic_dispatch_args args = {.layer = &layer};
-    call_turn(&call);
+    call_order_token(&call);
     read_plan(&call, &args.plan, &args.plan_bytes);
     const call_array tokens = call_arg(&call, "tokens", CALL_U8, 2);
     const call_array scales = call_arg_or_none(&call, "scales", CALL_U8, 2);
@@ -335,17 +332,18 @@ static void dispatch_bytes(torch_value *stack, uint64_t num_arguments, uint64_t 
         call_no_result(&call, "recv_scales");
     }
     slot_weights_result(&call, &args);
-    if (go(&call)) call_told(&call, epic_dispatch(call.use.ctx, &args));
+    if (!call.failed) call_check_result(&call, epic_dispatch(call.use.ctx, &args));
     call_end(&call);
 }
 
-static void dispatch_backward(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+static void op_dispatch_backward(torch_value *stack, uint64_t num_arguments,
+                                 uint64_t num_results)
 {
     (void)num_arguments;
     torch_call call = call_begin("dispatch_backward", stack, num_results);
     epic_layer layer;
     epic_dispatch_backward_args args = {.layer = &layer};
-    call_turn(&call);
+    call_order_token(&call);
     read_plan(&call, &args.plan, &args.plan_bytes);
     const call_array d_recv = call_arg(&call, "d_recv", CALL_ROWS, 2);
     const call_array slots = call_arg_or_none(&call, "d_slot_weights", EPIC_F32, 1);
@@ -360,7 +358,7 @@ static void dispatch_backward(torch_value *stack, uint64_t num_arguments, uint64
         args.d_weights = call_result(&call, "d_weights", EPIC_F32, num_tokens, top_k).data;
     else
         call_no_result(&call, "d_weights");
-    if (go(&call)) call_told(&call, epic_dispatch_backward(call.use.ctx, &args));
+    if (!call.failed) call_check_result(&call, epic_dispatch_backward(call.use.ctx, &args));
     call_end(&call);
 }
 
@@ -379,19 +377,19 @@ static call_array read_rows(torch_call *call, epic_combine_args *args)
     return rows;
 }
 
-static void combine(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+static void op_combine(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;
     torch_call call = call_begin("combine", stack, num_results);
     epic_layer layer;
     epic_combine_args args = {.layer = &layer};
-    call_turn(&call);
+    call_order_token(&call);
     read_plan(&call, &args.plan, &args.plan_bytes);
     const call_array rows = read_rows(&call, &args);
     const int64_t num_tokens = call_int(&call);
     args.call = enter_layer(&call, &layer);
     args.out = call_rows(call_result(&call, "out", rows.type, num_tokens, rows.columns));
-    if (go(&call)) call_told(&call, epic_combine(call.use.ctx, &args));
+    if (!call.failed) call_check_result(&call, epic_combine(call.use.ctx, &args));
     call_end(&call);
 }
 
@@ -405,7 +403,7 @@ typedef struct gradient_job {
 static void read_gradient(torch_call *call, gradient_job *job)
 {
     epic_combine_backward_args *args = &job->args;
-    call_turn(call);
+    call_order_token(call);
     read_plan(call, &args->plan, &args->plan_bytes);
     const call_array d_out = call_arg(call, "d_out", CALL_ROWS, 2);
     const call_array rows = call_arg_or_none(call, "rows", d_out.type, 2);
@@ -427,7 +425,8 @@ static void d_slot_weights_result(torch_call *call, gradient_job *job)
         call_no_result(call, "d_slot_weights");
 }
 
-static void combine_backward(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+static void op_combine_backward(torch_value *stack, uint64_t num_arguments,
+                                uint64_t num_results)
 {
     (void)num_arguments;
     torch_call call = call_begin("combine_backward", stack, num_results);
@@ -439,12 +438,12 @@ static void combine_backward(torch_value *stack, uint64_t num_arguments, uint64_
     job.args.d_rows =
         call_rows(call_result(&call, "d_rows", job.args.type, job.slots, job.columns));
     d_slot_weights_result(&call, &job);
-    if (go(&call)) call_told(&call, epic_combine_backward(call.use.ctx, &job.args));
+    if (!call.failed) call_check_result(&call, epic_combine_backward(call.use.ctx, &job.args));
     call_end(&call);
 }
 
-static void combine_backward_quantized(torch_value *stack, uint64_t num_arguments,
-                                       uint64_t num_results)
+static void op_combine_backward_quantized(torch_value *stack, uint64_t num_arguments,
+                                          uint64_t num_results)
 {
     (void)num_arguments;
     torch_call call = call_begin("combine_backward_quantized", stack, num_results);
@@ -457,38 +456,38 @@ static void combine_backward_quantized(torch_value *stack, uint64_t num_argument
     quantized_results(&call, "d_rows", job.args.quantize, job.slots, job.columns,
                       &job.args.d_rows, &job.args.d_rows_scales);
     d_slot_weights_result(&call, &job);
-    if (go(&call)) call_told(&call, epic_combine_backward(call.use.ctx, &job.args));
+    if (!call.failed) call_check_result(&call, epic_combine_backward(call.use.ctx, &job.args));
     call_end(&call);
 }
 
 /* ------------------------------------------------------------------------------- sum ---- */
 
-static void sum_(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+static void op_sum_(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;
     torch_call call = call_begin("sum", stack, num_results);
-    call_turn(&call);
+    call_order_token(&call);
     const call_array x = call_arg_written(&call, "x", EPIC_F32, 1);
     const uint32_t order = call_uint(&call, "order");
     epic_allreduce_sum_args args = {.data = x.data, .count = x.count, .order = order};
     args.call = call_enter(&call);
-    if (go(&call)) call_told(&call, epic_allreduce_sum(call.use.ctx, &args));
+    if (!call.failed) call_check_result(&call, epic_allreduce_sum(call.use.ctx, &args));
     call_end(&call);
 }
 
 /* A row for each expert of this rank: of the replicas of a logical expert each gets the sum. */
-static void sum_replicas_(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+static void op_sum_replicas_(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;
     torch_call call = call_begin("sum_replicas", stack, num_results);
     epic_sum_replicas_args args = {0};
-    call_turn(&call);
+    call_order_token(&call);
     read_plan(&call, &args.plan, &args.plan_bytes);
     const call_array x = call_arg_written(&call, "x", EPIC_F32, 2);
     args.call = call_enter(&call);
     args.data = call_rows(x);
     args.workspace = call_workspace(&call, args.data.row_bytes).data;
-    if (go(&call)) call_told(&call, epic_sum_replicas(call.use.ctx, &args));
+    if (!call.failed) call_check_result(&call, epic_sum_replicas(call.use.ctx, &args));
     call_end(&call);
 }
 
@@ -512,9 +511,9 @@ static void sum_replicas_(torch_value *stack, uint64_t num_arguments, uint64_t n
 #define WHOLE_LAYOUT                          \
     ", int layer, SymInt capacity, int tag, " \
     "Tensor? rank_of_expert, Tensor? logical_of_expert"
-#define COMPARED(name, schema)                                       \
-    {                                                                \
-#name ".compared", #name ".compared" schema, name##_compared \
+#define COMPARED(name, schema)                                            \
+    {                                                                     \
+#name ".compared", #name ".compared" schema, op_##name##_compared \
     }
 
 static const torch_op ops[] = {

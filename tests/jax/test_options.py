@@ -242,7 +242,7 @@ def test_every_field_is_documented(kind: Any) -> None:
     """Each has a line of its own in help(), or shares one."""
     lines = re.findall(r"^(\w+(?:, \w+)*): ", inspect.cleandoc(kind.__doc__), re.MULTILINE)
     said = {name for line in lines for name in line.split(", ")}
-    assert said == set(kind._fields if kind in VALUES else epic.options.names(kind))
+    assert said == set(kind._fields if kind in VALUES else epic.options.field_names(kind))
 
 
 def test_every_argument_is_documented() -> None:

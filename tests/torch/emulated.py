@@ -25,7 +25,7 @@ import epic.torch
 from epic.torch import ExpertWeights, groups
 from epic.torch.experts import mlp, slab_mm
 from epic.torch.ops import argument_names
-from epic.torch.scaled import quantize_rows, quantize_weight, spread
+from epic.torch.scaled import expand_scales, quantize_rows, quantize_weight
 from parts import (
     FORMS,
     LAYER,
@@ -269,13 +269,13 @@ def by_slabs(ends: list[int], x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 def rounded_rows(x: torch.Tensor) -> torch.Tensor:
     """What travels, in numbers."""
     rows, scales = quantize_rows(x)
-    return rows.double() * spread(scales.double(), x.shape[1])
+    return rows.double() * expand_scales(scales.double(), x.shape[1])
 
 
 def rounded_weight(w: torch.Tensor) -> torch.Tensor:
     """And of weights."""
     found, scales = quantize_weight(w)
-    return (found.double() * spread(scales.double(), *found.shape[1:])).mT
+    return (found.double() * expand_scales(scales.double(), *found.shape[1:])).mT
 
 
 def rounded_mm(frozen: bool) -> Any:

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import epic.torch
-from epic.torch.arguments import STAYS
+from epic.torch.arguments import NO_OFFLOAD
 from epic.torch.groups import Facts
-from epic.torch.ops import KEPT, KIND, LIBRARY, bare, words_of
+from epic.torch.ops import KEPT_LAYERS, KIND, LIBRARY, boxed_call, pack_layer
 from epic.torch.ops import LAYER as LAYER_WORDS
 from epic.torch.ops import SIZES as SIZES_OF_EXPERTS
 from parts import (
@@ -68,10 +68,10 @@ def test_gradcheck(world: Any) -> None:
 def opcheck(rank: int) -> None:
     """Schemas, fakes, tracing: each operator with tensors that fit."""
     with group_of(4) as group:
-        way = Facts(*group.facts(LAYER.key))
+        spec = Facts(*group.facts(LAYER.key))
         x, w, ids, ct = (v.detach() for v in Data(UNEVEN).mine(rank))
-        place = (way.number, 0)
-        layout = (way.number, way.capacity, 0, None, None)
+        place = (spec.number, 0)
+        layout = (spec.number, spec.capacity, 0, None, None)
         plan = epic.torch.plan(group, LAYER, ids)
         data, order_token = plan.bytes, group.order_token
         recv, slot = epic.torch.dispatch(plan, x, w)
@@ -79,27 +79,27 @@ def opcheck(rank: int) -> None:
         count, octets = x.shape[0], x.view(torch.uint8)
         calls: list[tuple[Any, tuple[Any, ...]]] = [
             (ops.plan, (order_token, ids, *layout)),
-            (ops.dispatch, (order_token, data, x, w, way.capacity, *place, 1)),
-            (ops.dispatch, (order_token, data, x, None, way.capacity, *place, 1)),
+            (ops.dispatch, (order_token, data, x, w, spec.capacity, *place, 1)),
+            (ops.dispatch, (order_token, data, x, None, spec.capacity, *place, 1)),
             (ops.plan_dispatch, (order_token, ids, x, w, *layout, 1)),
-            (ops.dispatch_quantized, (order_token, data, x, w, way.capacity, 1, *place, 1)),
-            (ops.dispatch_bytes, (order_token, data, octets, octets, w, way.capacity, *place, 1)),
-            (ops.dispatch_bytes, (order_token, data, octets, None, None, way.capacity, *place, 1)),
+            (ops.dispatch_quantized, (order_token, data, x, w, spec.capacity, 1, *place, 1)),
+            (ops.dispatch_bytes, (order_token, data, octets, octets, w, spec.capacity, *place, 1)),
+            (ops.dispatch_bytes, (order_token, data, octets, None, None, spec.capacity, *place, 1)),
             (
                 ops.dispatch_flat,
-                (order_token, flat.bytes, x, w, way.capacity, TOP_K, flat.way.layer, 0, 1),
+                (order_token, flat.bytes, x, w, spec.capacity, TOP_K, flat.spec.layer, 0, 1),
             ),
             (ops.dispatch_backward, (order_token, data, recv, slot, count, TOP_K, *place)),
             (ops.combine, (order_token, data, recv, slot, count, *place)),
-            (ops.combine_backward, (order_token, data, ct, recv, slot, way.capacity, *place, 1)),
+            (ops.combine_backward, (order_token, data, ct, recv, slot, spec.capacity, *place, 1)),
             (
                 ops.combine_backward_quantized,
-                (order_token, data, ct, recv, slot, way.capacity, 2, *place, 1),
+                (order_token, data, ct, recv, slot, spec.capacity, 2, *place, 1),
             ),
             (ops.sum_, (order_token, torch.ones(5), 0, group.number, 0)),
             (
                 ops.sum_replicas_,
-                (order_token, data, torch.ones(way.num_local_experts, 5), group.number, 0),
+                (order_token, data, torch.ones(spec.num_local_experts, 5), group.number, 0),
             ),
         ]
         whole = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -107,7 +107,7 @@ def opcheck(rank: int) -> None:
             (ops.plan, (order_token, ids)),
             (ops.plan_dispatch, (order_token, ids, x, w)),
         ):
-            torch.library.opcheck(op.default, (*args, way.number), test_utils=whole)
+            torch.library.opcheck(op.default, (*args, spec.number), test_utils=whole)
         for op, args in calls:
             # Two plans differ: each has a number of its own.
             again = op not in (ops.plan, ops.plan_dispatch)
@@ -193,13 +193,13 @@ def test_a_layer_as_three_numbers() -> None:
         for name, value in wrong.items():
             layer = {**good, name: value}
             sizes = (99, group.plan_bytes(LAYER))
-            number = LIBRARY.epic_torch_layer_add(group.number, *words_of(layer), *sizes)
+            number = LIBRARY.epic_torch_layer_add(group.number, *pack_layer(layer), *sizes)
             with pytest.raises(RuntimeError) as caught:
                 ops.plan.default(group.order_token, ids, number)
             assert f"{name} is {value}" in str(caught.value) or name == "top_k", caught.value
             assert str(value) in str(caught.value)
     with pytest.raises(epic.torch.EpicArgumentError, match="top_k 256"):
-        words_of({**good, "top_k": 256})
+        pack_layer({**good, "top_k": 256})
 
 
 def test_a_plan_has_what_its_layer_needs() -> None:
@@ -208,16 +208,16 @@ def test_a_plan_has_what_its_layer_needs() -> None:
     with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
         for options in ({}, {"alignment": 4}, {"sum_order": "tree", "leaves": 2}):
             layer = epic.torch.Layer(EXPERTS, 2, **options)
-            way = Facts(*group.facts(layer.key))
-            inputs = (group.order_token, ids, x, None, way.number)
+            facts = Facts(*group.facts(layer.key))
+            inputs = (group.order_token, ids, x, None, facts.number)
             short = ops.plan_dispatch.default(*inputs)
-            whole = ops.plan_dispatch.default(*inputs, way.capacity, 0, None, None, 1)
+            whole = ops.plan_dispatch.default(*inputs, facts.capacity, 0, None, None, 1)
             assert torch.equal(short[1], whole[1]) and short[0].shape == whole[0].shape
-            counts = slice(way.plan_bytes, None)
+            counts = slice(facts.plan_bytes, None)
             assert torch.equal(short[0][counts], whole[0][counts])
-            spec = epic.torch.plan(group, layer, ids, tag=7).way
-            assert spec is epic.torch.plan(group, layer, ids, tag=7).way
-            assert spec.layer == way.number
+            spec = epic.torch.plan(group, layer, ids, tag=7).spec
+            assert spec is epic.torch.plan(group, layer, ids, tag=7).spec
+            assert spec.layer == facts.number
 
 
 class Names(TorchDispatchMode):
@@ -236,8 +236,10 @@ class Names(TorchDispatchMode):
 def test_bare_operators_are_the_operators() -> None:
     """Without torch's Python around them they are seen as ever; what has none stays as it is."""
     operator = ops.dispatch.default
-    assert bare(operator) is not operator, "torch has no _dispatch_call_boxed any more: see BOXED"
-    assert bare(print) is print
+    assert boxed_call(operator) is not operator, (
+        "torch has no _dispatch_call_boxed any more: see BOXED"
+    )
+    assert boxed_call(print) is print
     ids, x = torch.zeros((4, 2), dtype=torch.int32), torch.ones((4, 8))
     with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group, Names() as names:
         layer = epic.torch.Layer(EXPERTS, 2)
@@ -318,8 +320,8 @@ def test_a_layer_that_the_group_keeps() -> None:
         for wrong in (number + 1, 0):
             with pytest.raises(RuntimeError, match="group was closed"):
                 ops.plan.default(group.order_token, ids, wrong)
-        assert number in KEPT
-    assert number not in KEPT
+        assert number in KEPT_LAYERS
+    assert number not in KEPT_LAYERS
     with pytest.raises(RuntimeError, match="group was closed"):
         ops.plan.default(group.order_token, ids, number)
 
@@ -373,7 +375,7 @@ class Offload:
 
     def pack(self, x: torch.Tensor) -> Any:
         """On the way."""
-        asks = [getattr(x, name, not value) == value for name, value in STAYS.items()]
+        asks = [getattr(x, name, not value) == value for name, value in NO_OFFLOAD.items()]
         assert all(asks) == any(asks)
         if all(asks) or isinstance(x, torch.nn.Parameter):
             self.stayed.append(x)

@@ -351,14 +351,14 @@ def test_nothing_is_kept() -> None:
                 epic.torch.combine(plan, recv, slot)
                 into = (torch.empty_like(recv), torch.empty_like(slot))
                 epic.torch.dispatch(plan, rows, weights, out=into)
-                place = (plan.capacity, plan.way.layer, 0, 1)
+                place = (plan.capacity, plan.spec.layer, 0, 1)
                 ops.dispatch_out.default(
                     group.order_token, plan.bytes, rows, None, *place, None, None
                 )
                 with pytest.raises(EpicArgumentError, match="out recv has the shape"):
                     epic.torch.dispatch(plan, rows, weights, out=(into[0][1:].clone(), into[1]))
                 for data in (damaged, weights):
-                    args = (data, rows.clone(), weights.clone(), plan.capacity, plan.way.layer)
+                    args = (data, rows.clone(), weights.clone(), plan.capacity, plan.spec.layer)
                     with pytest.raises(RuntimeError, match="EPIC_EINVAL"):
                         ops.dispatch.default(group.order_token, *args)
 

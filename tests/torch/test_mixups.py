@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 import epic.torch
 from epic.torch import EpicArgumentError, EpicUnsupportedError
 from epic.torch.experts import slab_mm
-from epic.torch.plans import MOST_WAYS
+from epic.torch.plans import MAX_SPECS
 from parts import EXPERTS, HIDDEN, LAYER, SIZES, TOP_K, choices, numbers
 
 COUNT = 6
@@ -389,9 +389,9 @@ def test_options_made_in_a_program(strict: bool) -> None:
 def test_a_tag_for_each_call() -> None:
     """A group keeps what layers and tags need, and not for ever."""
     with epic.torch.Group(**ALONE) as group:
-        for tag in range(MOST_WAYS + 5):
+        for tag in range(MAX_SPECS + 5):
             epic.torch.plan(group, LAYER, IDS[:1], tag=tag)
-        assert len(group.ways) <= MOST_WAYS
+        assert len(group.specs) <= MAX_SPECS
 
 
 def test_losses_of_sequences_on_uneven_ranks() -> None:

@@ -73,7 +73,7 @@ def functions(group: epic.torch.Group, x: Any, w: Any, ids: Any) -> dict[str, An
     t, logits = epic.torch, numbers(5, x.shape[0], EXPERTS)
     plan, flat = t.plan(group, LAYER, ids), t.plan(group, FLAT, ids)
     copies = t.plan(group, REPLICATED, ids, logical_of_expert=TWELVE)
-    local = copies.way.num_local
+    local = copies.spec.num_local
     recv, slots = t.dispatch(plan, x, w)
     counts = (plan.expert_rows, plan.expert_tokens)
     options = t.Moe.of(**WISH)
@@ -217,7 +217,7 @@ def test_not_wanted() -> None:
         assert epic.torch.moe(*wish, out=given) is not wanted
         assert torch.equal(given.out, wanted.out)
         plan, recv, slots = epic.torch.plan_dispatch(group, LAYER, IDS, X, W)
-        ct, place = numbers(9, 4, HIDDEN), (plan.capacity, plan.way.layer, 0, 1)
+        ct, place = numbers(9, 4, HIDDEN), (plan.capacity, plan.spec.layer, 0, 1)
         args = (group.order_token, plan.bytes, ct, recv, slots, *place)
         rows, weights = ops.combine_backward.default(*args)
         found = torch.empty_like(weights)

@@ -15,7 +15,7 @@ from typing import Any
 
 from epic import _native
 from epic.errors import EpicArgumentError, EpicError
-from epic.options import text, whole
+from epic.options import check_int, encode_text
 
 Exchange = Callable[[int, bytes], list[bytes]]
 ETIMEOUT, EPEER = 4, 8
@@ -36,10 +36,10 @@ class Tcp:
     secret: str | None = None
 
     def __post_init__(self) -> None:
-        text("address", self.address)
+        encode_text("address", self.address)
         if self.secret is not None:
-            text("secret", self.secret)
-        if not 1 <= whole("port", self.port) <= 65535:
+            encode_text("secret", self.secret)
+        if not 1 <= check_int("port", self.port) <= 65535:
             raise EpicArgumentError(f"port {self.port}: 1 to 65535 is needed")
 
 

@@ -27,7 +27,7 @@ FLAGS = ("distinct", "ungated", "interleaved")
 SMALLEST = {"max_tokens": 1, "max_row_bytes": 1}
 
 
-def word(field: str, value: Any, words: Iterable[str]) -> str:
+def check_choice(field: str, value: Any, words: Iterable[str]) -> str:
     """The value, if it is one of the words."""
     words = tuple(words)
     if value in words:
@@ -55,7 +55,7 @@ def backend_for(on_gpus: bool, wish: str | None) -> str | None:
     return wish
 
 
-def whole(field: str, value: Any, least: int = 0, most: int = UINT32_MAX) -> int:
+def check_int(field: str, value: Any, least: int = 0, most: int = UINT32_MAX) -> int:
     """The value, if it is an integer that the core can have."""
     index = None
     if isinstance(value, SupportsIndex) and (field in FLAGS or not isinstance(value, bool)):
@@ -67,7 +67,7 @@ def whole(field: str, value: Any, least: int = 0, most: int = UINT32_MAX) -> int
     return index
 
 
-def real(field: str, value: Any) -> float:
+def check_float(field: str, value: Any) -> float:
     """The value, if it is a finite number."""
     found = math.nan
     if isinstance(value, SupportsFloat):
@@ -78,7 +78,7 @@ def real(field: str, value: Any) -> float:
     return found
 
 
-def text(field: str, value: Any) -> bytes:
+def encode_text(field: str, value: Any) -> bytes:
     """The value as the core has it: a C string in UTF-8."""
     if not isinstance(value, str):
         raise EpicArgumentError(f"{field} {value!r}: a str is needed")
@@ -90,39 +90,39 @@ def text(field: str, value: Any) -> bytes:
         raise EpicArgumentError(f"{field} {value!r}: must be text that UTF-8 can encode") from None
 
 
-def number(field: str, value: Any) -> int | float:
+def to_core_number(field: str, value: Any) -> int | float:
     """The core's number for the value of a field."""
     if field in CHOICES:
-        return CHOICES[field].index(word(field, value, CHOICES[field]))
+        return CHOICES[field].index(check_choice(field, value, CHOICES[field]))
     if field.endswith("_type"):
         types = WEIGHT_TYPES if field == "weight_type" else TYPES
-        return 0 if value is None else types[word(field, value, types)]
-    return real(field, value) if field in REALS else whole(field, value)
+        return 0 if value is None else types[check_choice(field, value, types)]
+    return check_float(field, value) if field in REALS else check_int(field, value)
 
 
-known: dict[str, Any] = {}
+options_by_key: dict[str, Any] = {}
 
 
-def key() -> Any:
+def key_field() -> Any:
     """A field: the name of a value, by which `known` has it.  Tracers take words for constants,
     and not numbers."""
     return field(init=False, repr=False, compare=False, default="")
 
 
-def made(kind: str, *values: Any) -> str:
+def intern_options(kind: str, *values: Any) -> str:
     """The key of a value, which is checked and known then.  Its own parts come as their keys.  A
     function by itself, so that tracers may take its result for a constant."""
     twin: Any = object.__new__(KINDS[kind])
-    for name, value in zip(names(KINDS[kind]), values, strict=True):
-        part = known.get(value) if isinstance(value, str) else None
+    for name, value in zip(field_names(KINDS[kind]), values, strict=True):
+        part = options_by_key.get(value) if isinstance(value, str) else None
         object.__setattr__(twin, name, part or value)
     twin.check()
     object.__setattr__(twin, "key", repr(twin))
-    known[twin.key] = twin
+    options_by_key[twin.key] = twin
     return str(twin.key)
 
 
-class Named:
+class Keyed:
     """A dataclass with a key."""
 
     key: str
@@ -130,37 +130,40 @@ class Named:
 
     def __post_init__(self) -> None:
         found = [getattr(self, name) for name in self.NAMES]
-        keys = [v.key if isinstance(v, Named) else v for v in found]
-        object.__setattr__(self, "key", made(type(self).__name__, *keys))
+        keys = [v.key if isinstance(v, Keyed) else v for v in found]
+        object.__setattr__(self, "key", intern_options(type(self).__name__, *keys))
 
     def check(self) -> None:
         """Of what it is made of."""
 
     def __reduce__(self) -> Any:
         """Copies are made, and so known, in the process that has them."""
-        return type(self), tuple(getattr(self, name) for name in names(type(self)))
+        return type(self), tuple(getattr(self, name) for name in field_names(type(self)))
 
 
-def names(kind: Any) -> list[str]:
+def field_names(kind: Any) -> list[str]:
     """What a dataclass is made of."""
     return [field.name for field in fields(kind) if field.init]
 
 
-class Options(Named):
+class Options(Keyed):
     """Fields as numbers, by the names that the core gives them; checked when they are made."""
 
     def check(self) -> None:
         """By the fields' rules, then by the core's."""
         self.numbers()
         with contextlib.suppress(ImportError):  # without the libraries: when they are used
-            self.ask_core()
+            self.check_with_core()
 
-    def ask_core(self) -> None:
+    def check_with_core(self) -> None:
         """Raises what the core says about the fields together."""
 
     def numbers(self, prefix: str = "") -> dict[str, Any]:
         """For example {"num_experts": 8, "overflow": 0, ...}; `prefix` before each name."""
-        return {prefix + name: number(name, getattr(self, name)) for name in names(type(self))}
+        return {
+            prefix + name: to_core_number(name, getattr(self, name))
+            for name in field_names(type(self))
+        }
 
 
 DISTINCT = 8  # EPIC_DISTINCT
@@ -208,7 +211,7 @@ class Layer(Options):
     layout: str = "expert_major"
     num_logical: int = 0
     distinct: bool = False
-    key: str = key()
+    key: str = key_field()
 
     @property
     def num_ids(self) -> int:
@@ -223,7 +226,7 @@ class Layer(Options):
         found[prefix + "flags"] = DISTINCT * found.pop(prefix + "distinct")
         return found
 
-    def ask_core(self) -> None:
+    def check_with_core(self) -> None:
         """As a group of one rank would be asked."""
         _native.size("epic_plan_bytes_v1", _native.Config(num_ranks=1, **SMALLEST), self)
 
@@ -267,7 +270,7 @@ class Router(Options):
     norm_min: float = 0.0
     jitter: float = 0.0
     scale: float = 1.0
-    key: str = key()
+    key: str = key_field()
 
     def numbers(self, prefix: str = "") -> dict[str, Any]:
         """As Options; the core looks at topk_groups where there are groups."""
@@ -298,7 +301,7 @@ class Router(Options):
                 stacklevel=6,
             )
 
-    def ask_core(self) -> None:
+    def check_with_core(self) -> None:
         """By the query of its workspace."""
         _native.size("epic_router_workspace_v1", self)
 
@@ -335,17 +338,17 @@ class Experts(Options):
     weight_type: str | None = None
     limit: float = 0.0
     alpha: float = 0.0
-    key: str = key()
+    key: str = key_field()
 
     @property
     def width(self) -> int:
         """Columns of the first weight: gate and up, or one of them."""
         return self.inner if self.ungated else 2 * self.inner
 
-    def ask_core(self) -> None:
+    def check_with_core(self) -> None:
         """By the query of its memory."""
         for name in ("hidden", "inner"):
-            whole(name, getattr(self, name), 1)
+            check_int(name, getattr(self, name), 1)
         if self.num_local_experts:
             _native.experts_memory(self, 0, self.weight_type == "e4m3")
         else:
@@ -356,7 +359,7 @@ PARTS: dict[str, Any] = {"layer": Layer, "router": Router, "experts": Experts}
 
 
 @dataclass(frozen=True)
-class Moe(Named):
+class Moe(Keyed):
     """What is fixed for a layer: router, plan, dispatch, experts, combine.  Moe.of(...) makes one
     of plain words.
 
@@ -381,14 +384,14 @@ class Moe(Named):
     sequence_tokens: int = 0
     capacity: int | None = None
     quantize: str | None = None
-    key: str = key()
+    key: str = key_field()
 
     @classmethod
     def of(cls, **wishes: Any) -> "Moe":
         """All of it at once, each number said once: every field of Layer, Router, Experts and Moe
         by its name.  of(num_experts=8, top_k=2, hidden=256, inner=512, score="sigmoid")."""
         for name in wishes:
-            word("Moe.of:", name, WISHES)
+            check_choice("Moe.of:", name, MOE_ARGUMENTS)
 
         def chosen(kind: Any) -> dict[str, Any]:
             return {name: value for name, value in wishes.items() if name in kind.NAMES}
@@ -409,16 +412,16 @@ class Moe(Named):
                 f"shared is a {type(self.shared).__name__}: an epic.Experts is needed, or None"
             )
         for name in ("balance_coeff", "z_coeff"):
-            if real(name, getattr(self, name)) < 0:
+            if check_float(name, getattr(self, name)) < 0:
                 raise EpicArgumentError(
                     f"{name} {getattr(self, name)}: 0 (no loss) or more is needed; less would be a "
                     "reward"
                 )
-        whole("sequence_tokens", self.sequence_tokens)
+        check_int("sequence_tokens", self.sequence_tokens)
         if self.capacity is not None:
-            whole("capacity", self.capacity, 1)
+            check_int("capacity", self.capacity, 1)
         if self.quantize is not None:
-            word("quantize", self.quantize, BLOCKS)
+            check_choice("quantize", self.quantize, BLOCKS)
         self.check_parts()
 
     def check_parts(self) -> None:
@@ -450,5 +453,7 @@ class Moe(Named):
 
 KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Layer, Router, Experts, Moe)}
 for kind_ in KINDS.values():
-    kind_.NAMES = tuple(names(kind_))
-WISHES = sorted({name for kind in KINDS.values() for name in kind.NAMES} - set(PARTS))  # of Moe.of
+    kind_.NAMES = tuple(field_names(kind_))
+MOE_ARGUMENTS = sorted(
+    {name for kind in KINDS.values() for name in kind.NAMES} - set(PARTS)
+)  # of Moe.of

@@ -17,7 +17,7 @@ from epic.jax.arrays import as_axes, check_kind
 from epic.jax.gemm import GroupedGemm
 from epic.jax.groups import Group
 from epic.jax.layer_args import MoeOut, MoeWeights
-from epic.options import Moe, word
+from epic.options import Moe, check_choice
 
 Initializer = Callable[..., Any]
 Names = tuple[str | None, ...]
@@ -157,7 +157,7 @@ def axis_names_of(parameter: str, rank: int, given: AxisNames | None) -> Names:
 def check_axis_names(given: AxisNames | None) -> None:
     """Refuse names that no parameter has."""
     for name in given or {}:
-        word("axis_names", name, AXIS_NAMES)
+        check_choice("axis_names", name, AXIS_NAMES)
 
 
 def make_parameters(

@@ -44,7 +44,7 @@ from epic.jax.steps import (
     plan_operands,
     plan_results,
 )
-from epic.options import Layer, Moe, word
+from epic.options import Layer, Moe, check_choice
 
 NARROW = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float8_e4m3",
           "float8_e3m4", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3b11fnuz")  # fmt: skip
@@ -125,7 +125,7 @@ def dispatch(
     check_plan(plan)
     check_layout(plan.spec.layer, "expert_major", "dispatch_flat")
     if quantize is not None:
-        word("quantize", quantize, BLOCKS)
+        check_choice("quantize", quantize, BLOCKS)
     elif is_narrow(tokens):
         recv, _, slot = dispatch_narrow(plan, tokens, weights, None)
         return recv, slot
@@ -282,7 +282,7 @@ def dispatch_quantized(
     """
     check_plan(plan)
     check_layout(plan.spec.layer, "expert_major", "dispatch_flat")
-    word("block", block, BLOCKS)
+    check_choice("block", block, BLOCKS)
     if scales is not None:
         return dispatch_narrow(plan, tokens, weights, scales)
     data, rows, weights = dispatch_inputs(plan, tokens, weights)
@@ -320,7 +320,7 @@ def dequantize(rows: Any, scales: Any, dtype: Any, block: str = "1x128") -> Any:
         EpicArgumentError: an argument is wrong; raised while tracing.
 
     """
-    word("block", block, BLOCKS)
+    check_choice("block", block, BLOCKS)
     if jnp.dtype(dtype).name not in FLOATS:
         raise EpicArgumentError(f"dtype is {jnp.dtype(dtype)}: must be {' or '.join(FLOATS)}")
     size, scale_types = BLOCKS[block][1], SCALES_OF[block]

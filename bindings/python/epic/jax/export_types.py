@@ -11,14 +11,14 @@ from epic.jax import steps
 from epic.jax.experts import ExpertWeights
 from epic.jax.groups import Group
 from epic.jax.layer_args import MoeOut, MoeWeights
-from epic.options import Layer, names
+from epic.options import Layer, field_names
 
 TUPLES = (MoeWeights, MoeOut, ExpertWeights)
 
 
 def write_spec(spec: steps.PlanSpec) -> bytes:
     """Return a PlanSpec as JSON."""
-    layer = {name: getattr(spec.layer, name) for name in names(Layer)}
+    layer = {name: getattr(spec.layer, name) for name in field_names(Layer)}
     parts = {"group": asdict(spec.group), "layer": layer}
     return json.dumps({**parts, "token_dims": spec.token_dims, "capacity": spec.capacity}).encode()
 

@@ -18,7 +18,7 @@ from epic.jax import cuda, meshes
 from epic.jax.arrays import as_axes, check_kind
 from epic.jax.bootstrapping import JaxStore, distributed_store
 from epic.jax.library import load_handlers
-from epic.options import INT64_MAX, Layer, backend_for, text, whole
+from epic.options import INT64_MAX, Layer, backend_for, check_int, encode_text
 from epic.store import StoreExchange
 
 DEFAULT_TIMEOUT_MS = 300_000
@@ -227,7 +227,7 @@ def members_without_mesh(
     devices: list[Any], ranks: Sequence[int] | None, num_ranks: int | None, world: Bootstrap | None
 ) -> tuple[list[Member], int]:
     """Return the members of this process and the number of ranks of a group without a mesh."""
-    mine, count = [0], 1 if num_ranks is None else whole("num_ranks", num_ranks, 1)
+    mine, count = [0], 1 if num_ranks is None else check_int("num_ranks", num_ranks, 1)
     if world is not None:
         mine, count = [world.struct.rank], world.struct.num_ranks
         if list(ranks or mine) != mine or (num_ranks or count) != count:
@@ -238,7 +238,7 @@ def members_without_mesh(
     if isinstance(ranks, int):
         raise EpicArgumentError(f"ranks is {ranks}: must be a list, with a rank for each device")
     taken = list(ranks if ranks is not None else mine)
-    if len({whole("ranks", r) for r in taken}) < len(taken) or max(taken, default=0) >= count:
+    if len({check_int("ranks", r) for r in taken}) < len(taken) or max(taken, default=0) >= count:
         raise EpicArgumentError(
             f"ranks is {taken}: must be different numbers from 0 to {count - 1} (num_ranks - 1)"
         )
@@ -277,11 +277,11 @@ def choose_sizes(
         for name, value in (("max_tokens", max_tokens), ("max_row_bytes", max_row_bytes)):
             if value is None:
                 raise EpicArgumentError(f"{name} is None: pass a number, or like=, the activations")
-        return whole("max_tokens", max_tokens), whole("max_row_bytes", max_row_bytes)
+        return check_int("max_tokens", max_tokens), check_int("max_row_bytes", max_row_bytes)
     tokens, row_bytes = meshes.token_sizes(mesh, like, token_axes)
     return (
-        whole("max_tokens", max_tokens) if max_tokens is not None else tokens,
-        whole("max_row_bytes", max_row_bytes) if max_row_bytes is not None else row_bytes,
+        check_int("max_tokens", max_tokens) if max_tokens is not None else tokens,
+        check_int("max_row_bytes", max_row_bytes) if max_row_bytes is not None else row_bytes,
     )
 
 
@@ -390,14 +390,14 @@ def open(
         platform,
         command_buffers,
         devices_of,
-        whole("max_top_k", max_top_k, 0, 64),
+        check_int("max_top_k", max_top_k, 0, 64),
     )
     config = group.config()
-    config.timeout_ms = whole("timeout_ms", timeout_ms)
-    config.staging_bytes = whole("staging_bytes", staging_bytes, most=INT64_MAX)
-    config.max_sms, config.max_top_k = whole("max_sms", max_sms), group.max_top_k
-    config.name = text("name", name)
-    config.backend = text("backend", backend) if backend else None
+    config.timeout_ms = check_int("timeout_ms", timeout_ms)
+    config.staging_bytes = check_int("staging_bytes", staging_bytes, most=INT64_MAX)
+    config.max_sms, config.max_top_k = check_int("max_sms", max_sms), group.max_top_k
+    config.name = encode_text("name", name)
+    config.backend = encode_text("backend", backend) if backend else None
     config.native = None if native is None else bootstrapping.address_of(native)
     with lock:
         if name in open_groups:

@@ -20,7 +20,7 @@ from epic.jax.arrays import (
     check_kind,
 )
 from epic.jax.call import ArraySpec, call_handler, cast_all_varying, spec_of, zero_gradient
-from epic.options import INT64_MAX, Router, real, whole
+from epic.options import INT64_MAX, Router, check_float, check_int
 
 
 def router_workspace(router: Router) -> ArraySpec:
@@ -215,9 +215,9 @@ def balance_loss(
 
     """
     rows = as_logits(router, logits)
-    tokens = whole("total_tokens", total_tokens, most=INT64_MAX)
-    numbers = {"coeff": real("coeff", coeff), "total_tokens": tokens}
-    each = whole("sequence_tokens", sequence_tokens)
+    tokens = check_int("total_tokens", total_tokens, most=INT64_MAX)
+    numbers = {"coeff": check_float("coeff", coeff), "total_tokens": tokens}
+    each = check_int("sequence_tokens", sequence_tokens)
     ints: tuple[Any, Any]
     if each:
         check_sequences(rows.shape[0], each)
@@ -260,8 +260,8 @@ def z_loss(router: Router, logits: Any, *, coeff: float, total_tokens: int) -> A
 
     """
     rows = as_logits(router, logits)
-    tokens = whole("total_tokens", total_tokens, most=INT64_MAX)
-    numbers = {"coeff": real("coeff", coeff), "total_tokens": tokens}
+    tokens = check_int("total_tokens", total_tokens, most=INT64_MAX)
+    numbers = {"coeff": check_float("coeff", coeff), "total_tokens": tokens}
     return make_loss("z_loss", router, rows, (None, None), sequence_tokens=0, **numbers)
 
 
@@ -336,7 +336,7 @@ def bias_update(bias: Any, load: Any, rate: float) -> Any:
             f"bias has {bias.shape[0]} experts and load {load.shape[0]}: must have as many"
         )
     if not isinstance(rate, jax.Array):  # an array may be traced
-        rate = real("rate", rate)
+        rate = check_float("rate", rate)
     mean, rest = jnp.divmod(load.sum(), load.shape[0])
     above = jnp.sign(mean - load) + jnp.where((load == mean) & (rest > 0), 1, 0)
     return bias + rate * above.astype(bias.dtype)

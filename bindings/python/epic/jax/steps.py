@@ -42,7 +42,7 @@ from epic.jax.call import (
     zero_gradient,
 )
 from epic.jax.groups import Group
-from epic.options import Layer, Moe, whole
+from epic.options import Layer, Moe, check_int
 
 PLAN_TAIL = 16  # bytes after the core's plan, which hold the channel of its call site
 CALLERS_CHANNEL = 1 << 23  # this bit marks channels of callers; handler.c has it too
@@ -212,7 +212,7 @@ def num_slots(group: Group, layer: Layer, capacity: Any) -> int:
     """Return the capacity as a number that XLA can make an array of; None: what always suffices."""
     if capacity is None:
         capacity = group.capacity_bound(layer)
-    return whole("capacity", capacity, 1, MOST_SLOTS)
+    return check_int("capacity", capacity, 1, MOST_SLOTS)
 
 
 def max_experts_per_rank(table: Any) -> int:
@@ -235,7 +235,7 @@ def max_local_experts(group: Group, layer: Layer, rank_of_expert: Any, given: in
         least = max_experts_per_rank(rank_of_expert)
     elif not given:
         raise EpicArgumentError("num_local_experts is None: pass it if rank_of_expert is traced")
-    count = least if not given else whole("num_local_experts", given)
+    count = least if not given else check_int("num_local_experts", given)
     if not least <= count <= most:
         rule = f"at least {least}" if least > count else f"at most {most}"
         raise EpicArgumentError(
@@ -322,7 +322,7 @@ def as_channel(channel: Any) -> Any:
     if channel is None:
         return jnp.int32(-1)
     if not hasattr(channel, "dtype") or isinstance(channel, np.generic):
-        channel = whole("channel", channel, 0, CALLERS_CHANNEL - 1)
+        channel = check_int("channel", channel, 0, CALLERS_CHANNEL - 1)
     return as_array("channel", channel, INTEGERS, []).astype(jnp.int32)
 
 

@@ -46,7 +46,7 @@ def no_vmap() -> EpicUnsupportedError:
     )
 
 
-def applied(function: Any) -> Callable[..., Any]:
+def make_apply(function: Any) -> Callable[..., Any]:
     """Return function.apply of an EpicFunction, or a faster callable that does the same.
 
     Tracers and functorch's transforms need a forward without ctx and a setup_context.  Torch runs
@@ -112,10 +112,10 @@ class Refusal(EpicFunction):
         )
 
 
-refusal_apply = applied(Refusal)
+refusal_apply = make_apply(Refusal)
 
 
-def once(backward: Callable[..., Any]) -> Callable[..., Any]:
+def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     """A backward that cannot be differentiated.  torch's once_differentiable looks at the incoming
     gradients alone, and gives zeros where the result depends on what was saved."""
 
@@ -132,15 +132,15 @@ def once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 # What offloading of activations asks a saved tensor: TransformerEngine (and Megatron-Core with it),
 # Megatron-Core's own, and that of its release 0.16.
-STAYS: dict[str, bool] = {
+NO_OFFLOAD: dict[str, bool] = {
     "_TE_do_not_offload": True, "_do_not_offload": True, "offloading_activation": False,
 }  # fmt: skip
 
 
-def stay(x: Tensor) -> None:
+def mark_no_offload(x: Tensor) -> None:
     """Marks what is no activation: it is small, or belongs to something that stays anyway."""
     if not is_traced():
-        x.__dict__.update(STAYS)
+        x.__dict__.update(NO_OFFLOAD)
 
 
 def check_floats(name: str, x: Tensor) -> None:
@@ -151,7 +151,7 @@ def check_floats(name: str, x: Tensor) -> None:
         )
 
 
-def flattened(name: str, x: Tensor) -> Tensor:
+def flatten_rows(name: str, x: Tensor) -> Tensor:
     """[..., n] as [rows, n]."""
     if x.dim() < 2:
         raise EpicArgumentError(f"{name}: shape {list(x.shape)}: [..., hidden] is needed")
@@ -163,7 +163,7 @@ def as_rows(name: str, x: Tensor, count: int) -> Tensor:
     shape = x.shape
     if len(shape) == 2 and shape[0] == count:
         return x
-    rows = flattened(name, x)
+    rows = flatten_rows(name, x)
     if rows.shape[0] != count:
         raise EpicArgumentError(
             f"{name}: {rows.shape[0]} rows (shape {list(shape)}): the plan has {count}"

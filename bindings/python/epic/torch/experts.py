@@ -12,12 +12,24 @@ from torch import Tensor
 
 from epic import _native
 from epic.errors import EpicArgumentError, EpicUnsupportedError
-from epic.options import Experts, known
-from epic.torch.arguments import EpicFunction, applied, check_floats, once, stay
+from epic.options import Experts, options_by_key
+from epic.torch.arguments import (
+    EpicFunction,
+    check_floats,
+    first_order_only,
+    make_apply,
+    mark_no_offload,
+)
 from epic.torch.groups import Group
-from epic.torch.ops import mlp_numbers, numbers, raising, refuse_gradient, write
+from epic.torch.ops import (
+    mlp_numbers,
+    operator_numbers,
+    refuse_gradient,
+    translate_errors,
+    write_out,
+)
 from epic.torch.router import number_of
-from epic.torch.scaled import E4M3, quantize_rows, quantize_weight, turned
+from epic.torch.scaled import E4M3, quantize_rows, quantize_weight, transpose_scaled
 
 ops = torch.ops.epic
 
@@ -61,7 +73,7 @@ def type_of_weights(options: Experts, w: Tensor) -> str:
     return "e4m3" if options.weight_type == "e4m3" else dtype_name(w)
 
 
-def completed(options: Experts, local: int, row_type: str, weight_type: str) -> Experts:
+def with_types(options: Experts, local: int, row_type: str, weight_type: str) -> Experts:
     """The options with what the tensors tell."""
     if options.num_local_experts not in (0, local):
         raise EpicArgumentError(
@@ -77,13 +89,13 @@ def completed(options: Experts, local: int, row_type: str, weight_type: str) -> 
 
 
 @functools.cache
-def kept_facts(
+def compute_facts(
     options: str, local: int, row_type: str, weight_type: str, kept_type: str, on_gpu: bool
 ) -> tuple[Any, ...]:
     """What the operators are passed for the options of that key, forward and backward, and bytes
     that forward saves for backward: of none, and of each slot.  kept_type: of the weights, where
     weight_type is of the products."""
-    whole = completed(known[options], local, row_type, weight_type)
+    whole = with_types(options_by_key[options], local, row_type, weight_type)
     if on_gpu and row_type == "float64":
         raise EpicUnsupportedError(
             "rows are float64: on GPUs the core's experts take float32, bfloat16 and float16; "
@@ -96,16 +108,16 @@ def kept_facts(
     narrow = values["row_type"] if on_gpu and kept_type in (row_type, "e4m3") else 0
     of_rows = {"row_type": values["row_type"]} if weight_type == "e4m3" else {}  # x is e4m3, too
     passed = [
-        numbers(name, mlp_numbers("experts", values, **types))
+        operator_numbers(name, mlp_numbers("experts", values, **types))
         for name, types in (("experts", of_rows), ("experts_backward", {"grad_type": narrow}))
     ]
     return *passed, none, -(-(one - none) >> 20)
 
 
 @torch._dynamo.assume_constant_result
-def facts(*key: Any) -> tuple[Any, ...]:
+def experts_facts(*key: Any) -> tuple[Any, ...]:
     """kept_facts; tracers look through a cache."""
-    return kept_facts(*key)
+    return compute_facts(*key)
 
 
 def check_weights(
@@ -145,17 +157,17 @@ def check_scales(dtype: torch.dtype, weights: Any) -> None:
             )
 
 
-def products(
+def operator_inputs(
     x: Tensor, weight_type: str, weights: tuple[Tensor | None, ...]
 ) -> tuple[Tensor, tuple[Any, ...]]:
     """Rows, and weights with their scales and the rows', as the operator takes them."""
     if weight_type != "e4m3":
         return x, (*weights, None)
     rows, scales = quantize_rows(x)
-    return rows, (*rounded_weights(x, weights), scales)
+    return rows, (*round_weights(x, weights), scales)
 
 
-def rounded_weights(x: Tensor, weights: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+def round_weights(x: Tensor, weights: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     """Of e4m3, whatever they were, and their biases of the rows' dtype."""
     up, down, *biases, up_scales, down_scales = weights
     assert up is not None and down is not None
@@ -166,7 +178,7 @@ def rounded_weights(x: Tensor, weights: tuple[Tensor | None, ...]) -> tuple[Tens
     return up, down, *wide, up_scales, down_scales
 
 
-def weights_back(
+def weights_for_backward(
     x: Tensor, weight_type: str, weights: tuple[Tensor | None, ...]
 ) -> tuple[Tensor | None, ...]:
     """For backward: not turned, of e4m3 with their scales, or as they are."""
@@ -177,7 +189,10 @@ def weights_back(
     assert up is not None and down is not None
     if up_scales is None or down_scales is None:
         return up.to(x.dtype), down.to(x.dtype), *wide, None, None
-    (up, up_scales), (down, down_scales) = turned(up, up_scales), turned(down, down_scales)
+    (up, up_scales), (down, down_scales) = (
+        transpose_scaled(up, up_scales),
+        transpose_scaled(down, down_scales),
+    )
     return up, down, *wide, up_scales, down_scales
 
 
@@ -197,7 +212,7 @@ class RunExperts(EpicFunction):
         *weights: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Call the operator: the rows, and what the core saves for backward."""
-        rows, given = products(x, weight_type, weights)
+        rows, given = operator_inputs(x, weight_type, weights)
         counts = (expert_rows, expert_tokens, slots)
         return ops.experts.default(rows, *counts, *given, size, group, *numbers[0])
 
@@ -206,18 +221,18 @@ class RunExperts(EpicFunction):
         """Save the inputs and the second result."""
         _, group, ctx.weight_type, numbers, *tensors = inputs
         ctx.numbers = (group, *numbers[1])
-        stay(tensors[1])  # expert_rows, expert_tokens
-        stay(tensors[2])
+        mark_no_offload(tensors[1])  # expert_rows, expert_tokens
+        mark_no_offload(tensors[2])
         ctx.save_for_backward(*tensors, out[1])
         ctx.mark_non_differentiable(out[1])
 
     @staticmethod
-    @once
-    @raising
+    @first_order_only
+    @translate_errors
     def backward(ctx: Any, d_y: Tensor, *_: Any) -> tuple[Any, ...]:
         """Weight gradients leave in the weights' dtype; those of e4m3 have none."""
         *inputs, saved = ctx.saved_tensors
-        weights = weights_back(inputs[0], ctx.weight_type, tuple(inputs[4:]))
+        weights = weights_for_backward(inputs[0], ctx.weight_type, tuple(inputs[4:]))
         more = (saved, d_y.contiguous(), *ctx.numbers)
         d_x, *rest = ops.experts_backward.default(*inputs[:4], *weights, *more)
         pairs = zip(inputs[3:8], rest, strict=True)
@@ -225,10 +240,10 @@ class RunExperts(EpicFunction):
         return None, None, None, None, d_x, None, None, *given, None, None
 
 
-run_experts_apply = applied(RunExperts)
+run_experts_apply = make_apply(RunExperts)
 
 
-@raising
+@translate_errors
 def experts(
     options: Experts,
     rows: Tensor,
@@ -262,14 +277,14 @@ def experts(
     number, on_gpu = number_of(group, rows, "rows"), group is not None and group.on_gpu
     kind = type_of_weights(options, up)
     kinds = (dtype_name(rows), kind, dtype_name(up))
-    forward, backward, base, each = facts(options.key, up.shape[0], *kinds, on_gpu)
+    forward, backward, base, each = experts_facts(options.key, up.shape[0], *kinds, on_gpu)
     arrays = [None if w is None else w.contiguous() for w in weights]
     size = base + each * rows.shape[0]
     rows, counts = rows.contiguous(), (expert_rows, expert_tokens, slot_weights)
     if out is not None:
         refuse_gradient(rows, *counts, *arrays)
-        x, given = products(rows, kind, tuple(arrays))
-        write(ops.experts_out.default, (x, *counts, *given, size, number, *forward), out, None)
+        x, given = operator_inputs(rows, kind, tuple(arrays))
+        write_out(ops.experts_out.default, (x, *counts, *given, size, number, *forward), out, None)
         return out
     return run_experts_apply(size, number, kind, (forward, backward), rows, *counts, *arrays)[0]
 

@@ -6,10 +6,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epic.torch.arguments import EpicFunction, applied, as_rows, as_weights, needs_gradient, once
-from epic.torch.ops import parts_of, raising, write
+from epic.torch.arguments import (
+    EpicFunction,
+    as_rows,
+    as_weights,
+    first_order_only,
+    make_apply,
+    needs_gradient,
+)
+from epic.torch.ops import parts_of, translate_errors, write_out
 from epic.torch.plans import Plan, wrong_layout
-from epic.torch.steps import ZERO_TAIL, check_pair, rows_home, save_plan
+from epic.torch.steps import ZERO_TAIL, check_pair, save_plan, token_gradients
 
 ops = torch.ops.epic
 
@@ -18,9 +25,9 @@ def dispatch_flat_args(
     plan: Plan, data: Tensor, tokens: Tensor, weights: Tensor | None
 ) -> tuple[Any, ...]:
     """What the operator is passed."""
-    way = plan.way
-    place = (way.layer, way.tag, ZERO_TAIL)
-    return (way.group.order_token, data, tokens, weights, plan.capacity, way.top_k, *place)
+    spec = plan.spec
+    place = (spec.layer, spec.tag, ZERO_TAIL)
+    return (spec.group.order_token, data, tokens, weights, plan.capacity, spec.top_k, *place)
 
 
 def dispatch_flat_op(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,21 +49,21 @@ class DispatchFlat(EpicFunction):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], out: tuple[Tensor, ...]) -> None:
         """Save the plan alone."""
         plan, data, tokens, _ = inputs
-        save_plan(ctx, plan.way, data, tokens)
+        save_plan(ctx, plan.spec, data, tokens)
         ctx.mark_non_differentiable(out[2])
 
     @staticmethod
-    @once
-    @raising
+    @first_order_only
+    @translate_errors
     def backward(ctx: Any, d_recv: Tensor, d_slots: Tensor, _: Tensor) -> tuple[Any, ...]:
         """As dispatch's."""
-        return None, None, *rows_home(ctx, d_recv, d_slots.reshape(-1))
+        return None, None, *token_gradients(ctx, d_recv, d_slots.reshape(-1))
 
 
-dispatch_flat_apply = applied(DispatchFlat)
+dispatch_flat_apply = make_apply(DispatchFlat)
 
 
-@raising
+@translate_errors
 def dispatch_flat(
     plan: Plan,
     tokens: Tensor,
@@ -71,16 +78,16 @@ def dispatch_flat(
     finished partial for each row: the weighted sum over these experts.  out: these three, which are
     written and returned, without a gradient.
     """
-    way = plan.way
-    if not way.flat:
-        raise wrong_layout(way, "dispatch")
+    spec = plan.spec
+    if not spec.flat:
+        raise wrong_layout(spec, "dispatch")
     rows = as_rows("tokens", tokens, plan.num_tokens)
-    weights = as_weights("weights", weights, (plan.num_tokens, way.top_k), tokens)
+    weights = as_weights("weights", weights, (plan.num_tokens, spec.top_k), tokens)
     inputs = (plan, plan.bytes, rows, weights)
     if out is not None:
         recv, slots, experts = parts_of(out, "recv, slot_weights, experts")
         check_pair(weights, slots)
-        write(ops.dispatch_flat_out.default, dispatch_flat_args(*inputs), recv, slots, experts)
+        write_out(ops.dispatch_flat_out.default, dispatch_flat_args(*inputs), recv, slots, experts)
         return recv, slots, experts
     call = dispatch_flat_apply if needs_gradient(rows, weights) else dispatch_flat_op
     recv, slots, experts = call(*inputs)

@@ -20,17 +20,26 @@ import torch.distributed as dist
 from epic import _native, bootstrapping, endings, store
 from epic.bootstrapping import Bootstrap, Exchange, Tcp
 from epic.errors import EpicArgumentError, EpicError
-from epic.options import INT64_MAX, ON_GPUS, Layer, backend_for, known, made, text, whole
-from epic.torch.ops import KEPT, LIBRARY, words_of
+from epic.options import (
+    INT64_MAX,
+    ON_GPUS,
+    Layer,
+    backend_for,
+    check_int,
+    encode_text,
+    intern_options,
+    options_by_key,
+)
+from epic.torch.ops import KEPT_LAYERS, LIBRARY, pack_layer
 
 DEFAULT_TIMEOUT_MS = 300_000
 LAST_CALLS_MS = 2000  # that calls of other threads have when the process ends
 LAST_RETURN_S = 0.5  # that threads have to return from calls that were ended then
 CPU, CUDA = 0, 1  # torch's numbers of device types
 
-torch._dynamo.assume_constant_result(made)  # options may be made in compiled functions
+torch._dynamo.assume_constant_result(intern_options)  # options may be made in compiled functions
 
-opened: "weakref.WeakSet[Group]" = weakref.WeakSet()
+open_groups: "weakref.WeakSet[Group]" = weakref.WeakSet()
 lock = threading.Lock()
 
 
@@ -77,7 +86,7 @@ def threads(num_ranks: int, timeout_ms: int = 0) -> list[Bootstrap]:
     return bootstrapping.by_threads(num_ranks, timeout_ms or DEFAULT_TIMEOUT_MS)
 
 
-def of_processes(process_group: Any, timeout_ms: int) -> tuple[Bootstrap, int, int]:
+def bootstrap_of_processes(process_group: Any, timeout_ms: int) -> tuple[Bootstrap, int, int]:
     """Over the process group's own store."""
     rank, num_ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
     ranks = "-".join(map(str, dist.get_process_group_ranks(process_group)))
@@ -87,7 +96,7 @@ def of_processes(process_group: Any, timeout_ms: int) -> tuple[Bootstrap, int, i
     return bootstrapping.by_exchange(exchange, rank, num_ranks), rank, num_ranks
 
 
-def of_environment(timeout_ms: int) -> tuple[Bootstrap, int, int]:
+def bootstrap_of_environment(timeout_ms: int) -> tuple[Bootstrap, int, int]:
     """As torchrun's variables say, over the store that torchrun serves."""
     wait = timedelta(milliseconds=timeout_ms)
     served, rank, num_ranks = next(dist.rendezvous("env://", timeout=wait))
@@ -111,7 +120,7 @@ def choose_bootstrap(
         bootstrapping.check_bootstrap(bootstrap)
         if num_ranks is None:
             raise EpicArgumentError("bootstrap= needs rank= and num_ranks=")
-        rank, num_ranks = whole("rank", rank), whole("num_ranks", num_ranks, 1)
+        rank, num_ranks = check_int("rank", rank), check_int("num_ranks", num_ranks, 1)
         if isinstance(bootstrap, Tcp):
             return bootstrapping.by_tcp(bootstrap, 0, rank, num_ranks, timeout_ms), rank, num_ranks
         return bootstrapping.by_exchange(bootstrap, rank, num_ranks), rank, num_ranks
@@ -124,16 +133,16 @@ def choose_bootstrap(
     if rank:
         raise EpicArgumentError(f"rank {rank}: it goes with num_ranks= and bootstrap=")
     if process_group is not None:
-        return of_processes(process_group, timeout_ms)
+        return bootstrap_of_processes(process_group, timeout_ms)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        return of_environment(timeout_ms)
+        return bootstrap_of_environment(timeout_ms)
     return Bootstrap(_native.Bootstrap(num_ranks=1)), 0, 1
 
 
 # ----------------------------------------------------------------------------- where ----
 
 
-def of_mesh(mesh: Any, dim: Any) -> Any:
+def process_group_of(mesh: Any, dim: Any) -> Any:
     """The process group of a DeviceMesh's dimension; any process group as it is."""
     if mesh is dist.GroupMember.NON_GROUP_MEMBER:
         raise EpicArgumentError("process_group: this process is not one of its ranks")
@@ -217,11 +226,11 @@ class Group:
         max_top_k: int = 0,
     ) -> None:
         self.number = 0
-        self.ways: dict[Any, Any] = {}  # of layers and tags, as plans have them
+        self.specs: dict[Any, Any] = {}  # of layers and tags, as plans have them
         self.name = name
-        self.max_tokens = whole("max_tokens", max_tokens)
-        self.max_row_bytes = whole("max_row_bytes", max_row_bytes)
-        process_group = of_mesh(ranks, dim)
+        self.max_tokens = check_int("max_tokens", max_tokens)
+        self.max_row_bytes = check_int("max_row_bytes", max_row_bytes)
+        process_group = process_group_of(ranks, dim)
         if ranks is None and bootstrap is None and num_ranks is None and dist.is_initialized():
             process_group = dist.group.WORLD
         over_processes = process_group is not None and bootstrap is None and num_ranks is None
@@ -229,16 +238,19 @@ class Group:
         self.device = choose_device(device, ranks, process_group)
         backend = choose_backend(self.device, backend)
         self.on_gpu = backend in ON_GPUS  # where the core computes
-        wait = whole("timeout_ms", timeout_ms) or DEFAULT_TIMEOUT_MS
-        names = text("name", name), text("backend", backend) if backend else None
+        wait = check_int("timeout_ms", timeout_ms) or DEFAULT_TIMEOUT_MS
+        names = encode_text("name", name), encode_text("backend", backend) if backend else None
         bootstrap, self.rank, self.num_ranks = choose_bootstrap(
             process_group, bootstrap, rank, num_ranks, wait
         )
         config = self.config()
         config.timeout_ms = timeout_ms
-        config.staging_bytes = whole("staging_bytes", staging_bytes, most=INT64_MAX)
-        config.max_in_flight = whole("max_in_flight", max_in_flight)
-        config.max_sms, config.max_top_k = whole("max_sms", max_sms), whole("max_top_k", max_top_k)
+        config.staging_bytes = check_int("staging_bytes", staging_bytes, most=INT64_MAX)
+        config.max_in_flight = check_int("max_in_flight", max_in_flight)
+        config.max_sms, config.max_top_k = (
+            check_int("max_sms", max_sms),
+            check_int("max_top_k", max_top_k),
+        )
         config.name, config.backend = names
         self.context = self.opened(bootstrap, config)
         # What tracers order operations by, as each writes to it.  Compiled functions save what
@@ -252,7 +264,7 @@ class Group:
         kind = CUDA if self.device.type == "cuda" else CPU
         self.number = LIBRARY.epic_torch_group_add(self.context, kind, index)
         with lock:
-            opened.add(self)
+            open_groups.add(self)
 
     def opened(self, bootstrap: Bootstrap, config: Any) -> int:
         """The context; opened in a thread, so that Ctrl-C lands while it waits."""
@@ -310,11 +322,11 @@ class Group:
         """Facts of the layer of that key; kept."""
         found = self.kept.get(layer)
         if found is None:
-            config, options = self.config(), known[layer]
+            config, options = self.config(), options_by_key[layer]
             size = -(-_native.size("epic_plan_bytes_v1", config, options) // 16) * 16
             bound = _native.size("epic_capacity_bound_v1", config, options)
             local = -(-options.num_experts // self.num_ranks)
-            words = words_of(options.numbers())
+            words = pack_layer(options.numbers())
             number = LIBRARY.epic_torch_layer_add(self.number, *words, bound, size)
             if number == 0 and self.number != 0:
                 raise EpicError(
@@ -322,7 +334,7 @@ class Group:
                     f"group {self.name!r} cannot keep another layer: it has {len(self.layers)}, "
                     "and at most 65536 are possible; open another group",
                 )
-            KEPT[number] = (bound, size, local, options.num_experts, options.num_logical)
+            KEPT_LAYERS[number] = (bound, size, local, options.num_experts, options.num_logical)
             self.layers.append(number)
             found = (size, bound, local, words, number)
             self.kept[layer] = found
@@ -363,12 +375,12 @@ class Group:
         """Gives the context back, after the calls in flight."""
         with lock:
             number, self.number = self.number, 0
-            opened.discard(self)
-        self.ways.clear()  # each has this group
+            open_groups.discard(self)
+        self.specs.clear()  # each has this group
         if number == 0:
             return
         for layer in self.layers:
-            KEPT.pop(layer, None)
+            KEPT_LAYERS.pop(layer, None)
         if self.device.type == "cuda":
             with contextlib.suppress(RuntimeError):  # a device that failed has nothing in flight
                 torch.cuda.synchronize(self.device)
@@ -399,7 +411,9 @@ class Group:
 
 
 # By the process group itself: a name comes back after destroy_process_group, for other ranks.
-shared: "weakref.WeakKeyDictionary[Any, tuple[Group, dict[str, Any]]]" = weakref.WeakKeyDictionary()
+shared_groups: "weakref.WeakKeyDictionary[Any, tuple[Group, dict[str, Any]]]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def shared_group(
@@ -409,8 +423,8 @@ def shared_group(
     process group, and anew where it was closed or is too small.  Collective, as opening is.
 
     options: of Group; those of one that is open cannot be others."""
-    process_group = of_mesh(process_group, None)
-    found, had = shared.get(process_group, (None, {}))
+    process_group = process_group_of(process_group, None)
+    found, had = shared_groups.get(process_group, (None, {}))
     good = found is not None and found.is_open and found.max_tokens >= max_tokens
     if found is not None and good and found.max_row_bytes >= max_row_bytes:
         for name, value in options.items():
@@ -421,13 +435,13 @@ def shared_group(
                 )
         return found
     made = Group(process_group, max_tokens=max_tokens, max_row_bytes=max_row_bytes, **options)
-    shared[process_group] = made, options
+    shared_groups[process_group] = made, options
     return made
 
 
 def abort_all(why: str) -> None:
     """Tells the peers of all groups."""
-    for group in list(opened):
+    for group in list(open_groups):
         if group.is_open:
             group.abort(why)
 
@@ -439,7 +453,7 @@ def close_all() -> None:
     and the peer for one of ours: after a moment such calls are ended.  Their threads then get time
     to return to Python: one that is still in C++ when the interpreter ends aborts the process."""
     num_ended = 0
-    for group in list(opened):
+    for group in list(open_groups):
         num_inside = LIBRARY.epic_torch_group_drain(group.number, LAST_CALLS_MS)
         if num_inside:
             group.abort("its process ends while a thread of it is in a call")

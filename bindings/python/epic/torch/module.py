@@ -81,7 +81,7 @@ class MoE(nn.Module):
         self.sums_in_backward = narrow and options.layer.sum_order == "tree"
         self.num_local_experts = options.layer.num_experts // group.num_ranks
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        device = place_of(group) if device is None else device
+        device = default_device(group) if device is None else device
         shapes = self.shapes(gate_bias, expert_biases, shared_gate)
         self.names = tuple(shapes)
         for name, shape in shapes.items():
@@ -136,7 +136,7 @@ class MoE(nn.Module):
                     mine = parameter.to_local()
                     whole = torch.empty(parameter.shape, dtype=mine.dtype, device=mine.device)
                     self.draw(whole, name, seed)
-                    mine.copy_(part_of(whole, parameter))
+                    mine.copy_(local_part(whole, parameter))
                 else:
                     self.draw(parameter, name, seed)
             for buffer in (self.bias, self.load):
@@ -150,17 +150,17 @@ class MoE(nn.Module):
         first = self.group.rank * self.num_local_experts
         logical = self.replicas or range(self.options.layer.num_experts)
         if name not in OF_EXPERTS:
-            fill(out, name, seed, 0)
+            fill_normal(out, name, seed, 0)
             return
         for i, expert in enumerate(out):
-            fill(expert, name, seed, 1 + logical[first + i])
+            fill_normal(expert, name, seed, 1 + logical[first + i])
 
     def _apply(self, fn: Any, recurse: bool = True) -> "MoE":
         """The bias moves, and stays float32: steps of bias_rate are lost in fewer bits."""
         before, load = self.bias, self.load
         super()._apply(fn, recurse)
         if load is not None:
-            self.load = moved(load, fn(load).device)
+            self.load = move_load(load, fn(load).device)
         if before is not None and self.bias is not None and self.bias.dtype != before.dtype:
             self.bias = before.to(self.bias.device)
         mark_experts(self, self.group)  # the parameters may be new ones
@@ -217,7 +217,7 @@ class MoE(nn.Module):
             # Not found.load_of_ids: compiled functions of torch 2.9 take no properties of a tuple.
             counts = found.load if found.logical_load is None else found.logical_load
             if self.load.device != counts.device:  # load_state_dict(assign=True), fully_shard
-                self.load = moved(self.load, counts.device)
+                self.load = move_load(self.load, counts.device)
             torch.ops.epic.count_load_.default(self.load, counts)
         return found.out, found.loss
 
@@ -277,18 +277,18 @@ def add_gradients(group: Group, parameter: Tensor, tag: int = 0, tree: bool = Fa
         numbers.copy_(sum_over_ranks(group, wide, tree=tree, tag=tag))
 
 
-def moved(load: Tensor, device: torch.device) -> Tensor:
+def move_load(load: Tensor, device: torch.device) -> Tensor:
     """The counts of a layer on a device; from "meta" they begin as zeros."""
     return torch.zeros_like(load, device=device) if load.is_meta else load.to(device)
 
 
-def place_of(group: Group) -> torch.device:
+def default_device(group: Group) -> torch.device:
     """The group's, but under `with torch.device("meta")`."""
     wish = torch.get_default_device()
     return wish if wish.type == "meta" else group.device
 
 
-def fill(out: Tensor, name: str, seed: int, part: int) -> None:
+def fill_normal(out: Tensor, name: str, seed: int, part: int) -> None:
     """Random numbers that depend on the name, the seed and the part alone; drawn on the CPU."""
     number = sum((i + 1) * ord(letter) for i, letter in enumerate(name))
     generator = torch.Generator("cpu").manual_seed((seed * 1_000_003 + number) * 65_537 + part)
@@ -297,7 +297,7 @@ def fill(out: Tensor, name: str, seed: int, part: int) -> None:
     out.copy_(drawn * inputs**-0.5)
 
 
-def part_of(whole: Tensor, like: Any) -> Tensor:
+def local_part(whole: Tensor, like: Any) -> Tensor:
     """What this rank has of it under a DTensor's placements; nothing is sent."""
     from torch.distributed.tensor import distribute_tensor
 
@@ -315,7 +315,7 @@ def sharded_state(layer: MoE, mesh: Any) -> dict[str, Any]:
     from torch.distributed.tensor import DTensor
 
     def place(name: str, value: Tensor) -> Any:
-        mine, placements, shape = placed(name, value.detach(), mesh)
+        mine, placements, shape = local_and_placements(name, value.detach(), mesh)
         stride = torch.empty(shape, device="meta").stride()
         more = {"run_check": False, "shape": shape, "stride": stride}
         return DTensor.from_local(mine, mesh, placements, **more)
@@ -323,7 +323,9 @@ def sharded_state(layer: MoE, mesh: Any) -> dict[str, Any]:
     return {name: place(name, v) for name, v in layer.state_dict().items() if name != EXTRA}
 
 
-def placed(name: str, value: Tensor, mesh: Any) -> tuple[Tensor, list[Any], torch.Size]:
+def local_and_placements(
+    name: str, value: Tensor, mesh: Any
+) -> tuple[Tensor, list[Any], torch.Size]:
     """Memory of this rank, its placements in a mesh whose last dimension is the group's, and the
     shape of the whole."""
     from torch.distributed.tensor import DTensor, Replicate, Shard

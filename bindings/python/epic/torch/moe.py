@@ -14,17 +14,17 @@ from torch import Tensor
 
 from epic import _native
 from epic.errors import EpicArgumentError, EpicUnsupportedError
-from epic.options import Experts, Moe, Router, known
+from epic.options import Experts, Moe, Router, options_by_key
 from epic.torch import replicas, steps, sums
 from epic.torch.arguments import (
     EpicFunction,
-    applied,
     as_flat,
     as_int32,
     check_floats,
-    flattened,
-    once,
-    stay,
+    first_order_only,
+    flatten_rows,
+    make_apply,
+    mark_no_offload,
 )
 from epic.torch.experts import (
     TYPE_NAMES,
@@ -33,24 +33,24 @@ from epic.torch.experts import (
     activate,
     check_scales,
     check_weights,
-    completed,
     dtype_name,
     experts,
     mlp,
-    rounded_weights,
+    round_weights,
     type_of_weights,
-    weights_back,
+    weights_for_backward,
+    with_types,
 )
 from epic.torch.groups import Group
 from epic.torch.ops import (
     LAYER,
     argument_names,
     mlp_numbers,
-    numbers,
-    packed,
+    operator_numbers,
+    pack_fields,
     parts_of,
-    raising,
-    write,
+    translate_errors,
+    write_out,
 )
 from epic.torch.plans import Plan, tables_of
 from epic.torch.router import balance_loss, route
@@ -140,7 +140,7 @@ class Facts(NamedTuple):
 
 def numbers_of(options: Moe, **types: int) -> tuple[Any, ...]:
     """Of completed options; types: of the experts' weights, as mlp_numbers takes them."""
-    return numbers("moe", values_of(options, **types))
+    return operator_numbers("moe", values_of(options, **types))
 
 
 def values_of(options: Moe, **types: int) -> dict[str, Any]:
@@ -152,20 +152,20 @@ def values_of(options: Moe, **types: int) -> dict[str, Any]:
         "sequence_tokens": options.sequence_tokens,
         "capacity": options.capacity,
         "flags": _native.DISPATCH_AGAIN if options.experts.weight_type == "e4m3" else 0,
-        **packed(LAYER, options.layer.numbers()),
+        **pack_fields(LAYER, options.layer.numbers()),
         **options.router.numbers("router_"),
         **mlp_numbers("experts", options.experts.numbers(), **types),
         **mlp_numbers("shared", shared),
     }
 
 
-def completed_moe(wish: Moe, local: int, row_type: str, weight_type: str, kept_type: str) -> Moe:
+def moe_with_types(wish: Moe, local: int, row_type: str, weight_type: str, kept_type: str) -> Moe:
     """The options with the tensors' dtypes."""
     shared_type = row_type if kept_type == "e4m3" else kept_type
     return replace(
         wish,
-        experts=completed(wish.experts, local, row_type, weight_type),
-        shared=wish.shared and completed(wish.shared, 1, row_type, shared_type),
+        experts=with_types(wish.experts, local, row_type, weight_type),
+        shared=wish.shared and with_types(wish.shared, 1, row_type, shared_type),
     )
 
 
@@ -175,7 +175,7 @@ def compared_of(
     """Return the options of a composed layer as arguments of its plan.
 
     The ranks compare them when they make the plan.  options: the key of an epic.Moe."""
-    whole = completed_moe(known[options], local, row_type, weight_type, kept_type)
+    whole = moe_with_types(options_by_key[options], local, row_type, weight_type, kept_type)
     experts, shared = whole.experts.numbers(), whole.shared.numbers() if whole.shared else {}
     values = values_of(whole, row_type=experts["row_type"], weight_type=experts["weight_type"])
     if shared:
@@ -197,11 +197,11 @@ def facts_of(
     """Facts of the options of that key.  kept_type: of the weights, where
     weight_type is of the products.  distinct: a router chooses no expert twice for a token; a
     caller's table may."""
-    wish = known[options]
+    wish = options_by_key[options]
     if distinct:
         wish = replace(wish, layer=replace(wish.layer, distinct=True))
     bound = group.capacity_bound(wish.layer)
-    whole = completed_moe(wish, local, row_type, weight_type, kept_type)
+    whole = moe_with_types(wish, local, row_type, weight_type, kept_type)
     whole = replace(whole, capacity=bound if wish.capacity is None else wish.capacity)
     sizes = _native.moe_memory(group.config(), whole, group.on_gpu)
     bytes_ = [int(sizes.saved_bytes), int(sizes.forward_bytes), int(sizes.backward_bytes)]
@@ -255,7 +255,7 @@ def forward_args(
     """What the operator is passed; weights: in ORDER."""
     numbers = (facts.saved_bytes, facts.forward_bytes, group.number, tag, *facts.forward)
     if facts.weight_type == "e4m3":
-        weights = with_experts(weights, rounded_weights(x, experts_in(weights)))
+        weights = with_experts(weights, round_weights(x, experts_in(weights)))
     return (group.order_token, x, *weights, token_ids, table, *tables, *numbers)
 
 
@@ -298,27 +298,27 @@ class Layer(EpicFunction):
         """Save x, the weights and what the core saves for backward, which is the last result."""
         ctx.group, ctx.tag, ctx.facts, ctx.sum_order, _, _, _, x, *weights = inputs
         if (bias := weights[ORDER.index("bias")]) is not None:
-            stay(bias)
+            mark_no_offload(bias)
         ctx.save_for_backward(x, *weights, out[-1])
         ctx.mark_non_differentiable(*out[2:])
 
     @staticmethod
-    @once
-    @raising
+    @first_order_only
+    @translate_errors
     def backward(ctx: Any, d_out: Tensor, d_loss: Tensor, *_: Any) -> tuple[Any, ...]:
         """Weight gradients leave in the weights' dtype."""
         x, *weights, saved = ctx.saved_tensors
         group, facts = ctx.group, ctx.facts
         numbers = (facts.backward_bytes, group.number, ctx.tag, *facts.backward)
-        own = weights_back(x, facts.weight_type, experts_in(tuple(weights)))
+        own = weights_for_backward(x, facts.weight_type, experts_in(tuple(weights)))
         given = with_experts(tuple(weights), own)
         inputs = (x, *given, saved, d_out.contiguous(), d_loss.contiguous())
         results = ops.moe_backward.default(group.order_token_backward, *inputs, *numbers)
         d_x, *rest = results
         if facts.replicas:
-            rest = of_logical(ctx, saved, rest)
+            rest = sum_over_replicas(ctx, saved, rest)
         if ctx.sum_order is not None:
-            rest = of_all_ranks(ctx, rest)
+            rest = sum_over_ranks(ctx, rest)
         pairs = zip(weights[:-2], (*rest[:2], None, *rest[2:]), strict=True)  # not of the bias
         none = [w is None or d is None or w.dtype == E4M3 for w, d in pairs]
         pairs = zip(weights[:-2], (*rest[:2], None, *rest[2:]), strict=True)
@@ -326,25 +326,27 @@ class Layer(EpicFunction):
         return *[None] * 7, d_x, *found, None, None
 
 
-layer_apply = applied(Layer)
+layer_apply = make_apply(Layer)
 
 
-def of_logical(ctx: Any, saved: Tensor, gradients: list[Tensor]) -> list[Tensor]:
+def sum_over_replicas(ctx: Any, saved: Tensor, gradients: list[Tensor]) -> list[Tensor]:
     """The gradients of experts, added over replicas; of no tensor [0].  Those of w_gate and b_gate
     come before them."""
     group, plan = ctx.group, saved[: ctx.facts.plan_bytes]
     first, end = 2, 2 + len(OF_EXPERTS)
-    whole = partial(replicas.added, group.order_token_backward, plan, group=group, tag=ctx.tag)
+    whole = partial(
+        replicas.add_replicas, group.order_token_backward, plan, group=group, tag=ctx.tag
+    )
     mine = [whole(d) if d.dim() > 1 else d for d in gradients[first:end]]
     return [*gradients[:first], *mine, *gradients[end:]]
 
 
-def of_all_ranks(ctx: Any, gradients: list[Tensor]) -> list[Tensor]:
+def sum_over_ranks(ctx: Any, gradients: list[Tensor]) -> list[Tensor]:
     """The gradients of what all ranks share, added over them before they are rounded to the
     weights' dtype.  Those of experts stand between them."""
     first, end = 2, 2 + len(OF_EXPERTS)
     shared = [*gradients[:first], *gradients[end:]]
-    whole = sums.added_in_backward(ctx.group, ctx.sum_order, ctx.tag, shared)
+    whole = sums.sum_gradients_now(ctx.group, ctx.sum_order, ctx.tag, shared)
     return [*whole[:first], *gradients[first:end], *whole[first:]]
 
 
@@ -369,7 +371,7 @@ def logits_of(x: Tensor, weights: MoeWeights) -> Tensor:
         return logits if weights.b_gate is None else logits + weights.b_gate.to(wide)
 
 
-def by_experts(
+def run_experts(
     options: Any,
     grouped_mm: GroupedMm | None,
     x: Tensor,
@@ -382,10 +384,10 @@ def by_experts(
         check_weights(options, weights)
         return mlp(options, grouped_mm, x, plan.counted("expert_rows"), weights, slots)
     counts = (plan.counted("expert_rows"), plan.counted("expert_tokens"))
-    return experts(options, x, *counts, weights, slots, plan.way.group)
+    return experts(options, x, *counts, weights, slots, plan.spec.group)
 
 
-def by_shared(options: Moe, x: Tensor, weights: MoeWeights) -> Tensor:
+def run_shared_expert(options: Moe, x: Tensor, weights: MoeWeights) -> Tensor:
     """The shared expert, which sees every token, gated if it has a gate."""
     assert options.shared is not None and weights.shared_gate_up is not None
     assert weights.shared_down is not None
@@ -413,7 +415,7 @@ def probabilities(router: Router, logits: Tensor) -> Tensor:
     return scores / scores.sum(-1, keepdim=True)
 
 
-def losses(
+def compute_losses(
     group: Group,
     options: Moe,
     logits: Tensor,
@@ -452,7 +454,7 @@ def losses(
     return loss
 
 
-def composed(
+def run_composed(
     group: Group,
     options: Moe,
     grouped_mm: GroupedMm | None,
@@ -491,20 +493,20 @@ def composed(
         *(replicas.tied(plan, getattr(weights, name)) for name in OF_EXPERTS),
         *(getattr(weights, name) for name in SCALES),
     )
-    y = by_experts(options.experts, grouped_mm, recv, plan, own, None if late else slots)
+    y = run_experts(options.experts, grouped_mm, recv, plan, own, None if late else slots)
     out = steps.combine(plan, y, slots if late else None)
     if options.router.zero_experts:
         kept = torch.where(zero, w, 0).sum(dim=1, keepdim=True)
         out = (out + x * kept).to(x.dtype)
     if options.shared is not None:
-        out = out + by_shared(options, x, weights)
+        out = out + run_shared_expert(options, x, weights)
         if mask is not None:  # biases of the shared expert make zeros something else
             out = torch.where(mask[:, None], out, 0)
     load, logical = plan.counted("load"), None
     if options.layer.num_logical:
         logical = plan.counted("logical_load")
     of_ids = load if logical is None else logical
-    loss = losses(group, options, logits, of_ids, chosen, mask, tag)
+    loss = compute_losses(group, options, logits, of_ids, chosen, mask, tag)
     return MoeOut(out, loss, load, plan.counted("demand"), logical)
 
 
@@ -539,7 +541,7 @@ def with_wide_router(x: Tensor, weights: MoeWeights) -> MoeWeights:
     return weights._replace(**change) if change else weights
 
 
-@raising
+@translate_errors
 def moe(
     group: Group,
     options: Moe,
@@ -569,7 +571,7 @@ def moe(
     """
     weights = MoeWeights(*weights)
     check_moe(options, x, weights)
-    rows = flattened("x", x).contiguous()
+    rows = flatten_rows("x", x).contiguous()
     tables = tables_of(options.layer, rank_of_expert, logical_of_expert, rows)
     if token_ids is not None:
         token_ids = as_flat("token_ids", token_ids, x.shape[:-1])
@@ -590,10 +592,10 @@ def moe(
             )
         if order is not None:
             weights = with_summed_gradients(weights, group, order, tag)
-        found = composed(
+        found = run_composed(
             group, options, grouped_mm, rows, weights, token_ids, table, tables, mask, tag
         )
-        return found._replace(out=reshaped(found.out, x.shape))
+        return found._replace(out=reshape_owned(found.out, x.shape))
     up = weights.w_gate_up
     check_scales(up.dtype, weights)
     weights = with_wide_router(rows, weights)
@@ -607,10 +609,10 @@ def moe(
         return moe_into(forward_args(group, tag, facts, *inputs), x, facts, out)
     y, loss, load, demand, logical, _ = layer_apply(group, tag, facts, order, *inputs)
     logical = logical if facts.replicas else None
-    return MoeOut(reshaped(y, x.shape), reshaped(loss, ()), load, demand, logical)
+    return MoeOut(reshape_owned(y, x.shape), reshape_owned(loss, ()), load, demand, logical)
 
 
-def reshaped(x: Tensor, shape: Any) -> Tensor:
+def reshape_owned(x: Tensor, shape: Any) -> Tensor:
     """What nobody else has, in another shape, and to autograd no view: what is written in place
     into a view that a module gives loses the hooks of fully_shard, and gradients are wrong."""
     return x if x.shape == shape else torch.ops.aten._unsafe_view.default(x, shape)
@@ -627,5 +629,5 @@ def moe_into(args: tuple[Any, ...], x: Tensor, facts: Facts, out: MoeOut) -> Moe
         raise EpicArgumentError("out: logical_load: there are no replicas: pass None")
     rows = None if given.out is None else given.out.view(args[1].shape)
     loss = None if given.loss is None else given.loss.view(1)
-    write(ops.moe_out.default, args, rows, loss, *given[2:], None)
+    write_out(ops.moe_out.default, args, rows, loss, *given[2:], None)
     return given

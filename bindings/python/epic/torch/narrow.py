@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from epic.errors import EpicArgumentError
-from epic.options import BLOCKS, word
+from epic.options import BLOCKS, check_choice
 from epic.torch.arguments import as_rows, as_weights, needs_gradient
-from epic.torch.ops import write
+from epic.torch.ops import write_out
 from epic.torch.plans import Plan
 
 NARROW = (
@@ -32,7 +32,7 @@ def out_bytes(name: str, out: Tensor | None, x: Tensor | None) -> Tensor | None:
     return out.view(torch.uint8)
 
 
-def carried(
+def dispatch_bytes(
     plan: Plan,
     tokens: Tensor,
     scales: Tensor | None,
@@ -50,14 +50,14 @@ def carried(
         )
     rows = as_rows("tokens", tokens, plan.num_tokens)
     beside = None if scales is None else as_rows("scales", scales, plan.num_tokens)
-    weights = as_weights("weights", weights, (plan.num_tokens, plan.way.top_k), tokens)
-    way = plan.way
-    place = (plan.capacity, way.layer, way.tag, int(zero_tail))
+    weights = as_weights("weights", weights, (plan.num_tokens, plan.spec.top_k), tokens)
+    spec = plan.spec
+    place = (plan.capacity, spec.layer, spec.tag, int(zero_tail))
     sent = (as_bytes(rows), None if beside is None else as_bytes(beside), weights)
-    args = (way.group.order_token, plan.bytes, *sent, *place)
+    args = (spec.group.order_token, plan.bytes, *sent, *place)
     if out is not None:
         views = (out_bytes("recv", out[0], rows), out_bytes("scales", out[1], beside), out[2])
-        write(torch.ops.epic.dispatch_bytes_out.default, args, *views)
+        write_out(torch.ops.epic.dispatch_bytes_out.default, args, *views)
         return out
     recv, found, slots = torch.ops.epic.dispatch_bytes.default(*args)
     told = None if beside is None else found.view(beside.dtype)
@@ -66,7 +66,7 @@ def carried(
 
 def check_scales(rows: Tensor, scales: Tensor, block: str) -> int:
     """Columns of a block, if the scales are those of such blocks."""
-    size = 32 if word("block", block, BLOCKS) == "1x32" else 128
+    size = 32 if check_choice("block", block, BLOCKS) == "1x32" else 128
     kinds = (torch.uint8, torch.float8_e8m0fnu) if size == 32 else (torch.float32,)
     shape = (rows.shape[0], -(-rows.shape[1] // size))
     if scales.dtype not in kinds or scales.shape != shape:

@@ -22,7 +22,7 @@ from epic.words import to_python
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def load() -> ctypes.CDLL:
+def load_library() -> ctypes.CDLL:
     """The library, registered with torch."""
     _native.core()
     library = ctypes.CDLL(str(_native.find("libepic_torch.so")))
@@ -43,15 +43,15 @@ def load() -> ctypes.CDLL:
     return library
 
 
-LIBRARY = load()
+LIBRARY = load_library()
 FAKES = torch.library.Library("epic", "FRAGMENT")  # kept: what it registered goes with it
 
 
-def nothing(*_: Any, **__: Any) -> None:
+def return_nothing(*_: Any, **__: Any) -> None:
     """What an operator gives that writes into tensors of the caller."""
 
 
-def in_one_place(function: Callable[..., Any]) -> Callable[..., Any]:
+def on_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
     """Where one tensor is on "meta" and another is not, torch asks for shapes alone: results would
     be memory that nobody wrote."""
 
@@ -73,16 +73,16 @@ def refuse_vmap(*_: Any, **__: Any) -> Any:
     raise no_vmap()
 
 
-def fake(function: Function) -> Function:
+def register_shapes(function: Function) -> Function:
     """Registers shapes: NAME_fake for the overloads of epic::NAME, and for epic::NAME_out.  All of
     them refuse torch.func.vmap."""
     name = function.__name__.removesuffix("_fake")
     for overload in getattr(torch.ops.epic, name).overloads():
         operator = getattr(getattr(torch.ops.epic, name), overload)
-        torch.library.register_fake(operator, in_one_place(function), lib=FAKES)
+        torch.library.register_fake(operator, on_one_device(function), lib=FAKES)
         FAKES.impl(operator, refuse_vmap, "FuncTorchBatched")
     if not name.endswith("_"):  # in place
-        torch.library.register_fake(f"epic::{name}_out", nothing, lib=FAKES)
+        torch.library.register_fake(f"epic::{name}_out", return_nothing, lib=FAKES)
         FAKES.impl(f"{name}_out", refuse_vmap, "FuncTorchBatched")
     return function
 
@@ -94,7 +94,7 @@ def fake(function: Function) -> Function:
 BOXED = getattr(torch._C, "_dispatch_call_boxed", None)
 
 
-def bare(operator: Any) -> Any:
+def boxed_call(operator: Any) -> Any:
     """Return a faster callable for an operator, or the operator if torch has no BOXED."""
     if BOXED is None or not isinstance(operator, torch._ops.OpOverload):
         return getattr(operator, "_op", operator)
@@ -119,13 +119,13 @@ def as_epic_error(error: RuntimeError) -> RuntimeError:
     return EpicError(code, sentence)
 
 
-def told(error: RuntimeError) -> RuntimeError:
+def to_epic_error(error: RuntimeError) -> RuntimeError:
     """As an EpicError.  A compiled program raises RuntimeError with the same text: as_epic_error
     makes one of the other."""
     return error if torch.compiler.is_compiling() else as_epic_error(error)
 
 
-def raising(function: Function) -> Function:
+def translate_errors(function: Function) -> Function:
     """Raises kernels' errors as EpicError.  What is called often does so itself: another function
     around each is time of the host."""
 
@@ -134,7 +134,7 @@ def raising(function: Function) -> Function:
         try:
             return function(*args, **options)
         except RuntimeError as error:
-            raise told(error) from None
+            raise to_epic_error(error) from None
 
     return run  # type: ignore[return-value]
 
@@ -142,29 +142,29 @@ def raising(function: Function) -> Function:
 # ---------------------------------------------------------------------------- shapes ----
 
 
-def ints(like: Tensor, *shape: Any) -> Tensor:
+def new_ints(like: Tensor, *shape: Any) -> Tensor:
     """An int32 result."""
     return like.new_empty(shape, dtype=torch.int32)
 
 
-def floats(like: Tensor, *shape: Any) -> Tensor:
+def new_floats(like: Tensor, *shape: Any) -> Tensor:
     """A float32 result."""
     return like.new_empty(shape, dtype=torch.float32)
 
 
-def octets(like: Tensor, size: Any) -> Tensor:
+def new_bytes(like: Tensor, size: Any) -> Tensor:
     """A result of bytes."""
     return like.new_empty((size,), dtype=torch.uint8)
 
 
-def wide(like: Tensor) -> torch.dtype:
+def wide_dtype(like: Tensor) -> torch.dtype:
     """What is computed beside rows of a dtype."""
     return torch.float64 if like.dtype == torch.float64 else torch.float32
 
 
 def like_or_none(x: Tensor | None, dtype: torch.dtype, of: Tensor) -> Tensor:
     """A gradient, or the empty result that stands for none."""
-    return floats(of, 0) if x is None else x.new_empty(x.shape, dtype=dtype)
+    return new_floats(of, 0) if x is None else x.new_empty(x.shape, dtype=dtype)
 
 
 def argument_names(name: str, overload: str = "default") -> list[str]:
@@ -191,7 +191,7 @@ KIND = {
 DTYPES = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn)
 
 
-def packed(words: Words, values: dict[str, int]) -> dict[str, int]:
+def pack_fields(words: Words, values: dict[str, int]) -> dict[str, int]:
     """Values as the operators take them."""
     found = {}
     for argument, parts in words.items():
@@ -205,15 +205,15 @@ def packed(words: Words, values: dict[str, int]) -> dict[str, int]:
     return found
 
 
-def words_of(layer: dict[str, int]) -> tuple[int, ...]:
+def pack_layer(layer: dict[str, int]) -> tuple[int, ...]:
     """A layer's numbers as the operators take them."""
-    return tuple(packed(LAYER, layer).values())
+    return tuple(pack_fields(LAYER, layer).values())
 
 
 def mlp_numbers(prefix: str, values: dict[str, Any], **types: int) -> dict[str, Any]:
     """Those of an MLP.  types: what the tensors do not tell."""
     values = values | {"row_type": 0, "weight_type": 0, "grad_type": 0} | types
-    found = packed({f"{prefix}_sizes": SIZES, f"{prefix}_kind": KIND}, values)
+    found = pack_fields({f"{prefix}_sizes": SIZES, f"{prefix}_kind": KIND}, values)
     return found | {f"{prefix}_{name}": values[name] for name in ("limit", "alpha")}
 
 
@@ -229,17 +229,17 @@ def type_in(kind: int, name: str) -> torch.dtype | None:
 
 # The layers that groups keep, by number: capacity, bytes of a plan, and how many local experts,
 # experts and logical experts there are.
-KEPT: dict[int, tuple[int, int, int, int, int]] = {}
+KEPT_LAYERS: dict[int, tuple[int, int, int, int, int]] = {}
 
 
 def size_of_plan(layer: int, rank_of_expert: Tensor | None) -> int:
     """Return the bytes of a plan of that layer, with the counts that follow it."""
-    _, plan_bytes, local, experts, logical = KEPT[layer]
+    _, plan_bytes, local, experts, logical = KEPT_LAYERS[layer]
     room = local if rank_of_expert is None else experts
     return plan_bytes + 4 * (2 * room + experts + 1 + logical)
 
 
-@fake
+@register_shapes
 def plan_fake(
     order_token: Tensor,
     topk_idx: Tensor,
@@ -251,10 +251,10 @@ def plan_fake(
     **__: Any,
 ) -> Tensor:
     """The plan, and behind it expert_rows, expert_tokens, load, demand, logical_load."""
-    return octets(topk_idx, size_of_plan(layer, rank_of_expert))
+    return new_bytes(topk_idx, size_of_plan(layer, rank_of_expert))
 
 
-@fake
+@register_shapes
 def dispatch_fake(
     order_token: Tensor,
     plan: Tensor,
@@ -266,10 +266,10 @@ def dispatch_fake(
 ) -> tuple[Tensor, Tensor]:
     """The received rows and their weights."""
     slots = 0 if weights is None else capacity
-    return tokens.new_empty((capacity, tokens.shape[-1])), floats(tokens, slots)
+    return tokens.new_empty((capacity, tokens.shape[-1])), new_floats(tokens, slots)
 
 
-@fake
+@register_shapes
 def plan_dispatch_fake(
     order_token: Tensor,
     topk_idx: Tensor,
@@ -283,12 +283,12 @@ def plan_dispatch_fake(
     **__: Any,
 ) -> tuple[Tensor, ...]:
     """Those of plan, then those of dispatch."""
-    planned = octets(topk_idx, size_of_plan(layer, rank_of_expert))
-    slots = KEPT[layer][0] if capacity < 0 else capacity
+    planned = new_bytes(topk_idx, size_of_plan(layer, rank_of_expert))
+    slots = KEPT_LAYERS[layer][0] if capacity < 0 else capacity
     return planned, *dispatch_fake(order_token, planned, tokens, weights, slots)
 
 
-@fake
+@register_shapes
 def dispatch_flat_fake(
     order_token: Tensor,
     plan: Tensor,
@@ -299,8 +299,8 @@ def dispatch_flat_fake(
     *_: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rows, their weights and their experts."""
-    slots = floats(tokens, 0) if weights is None else floats(tokens, capacity, top_k)
-    return tokens.new_empty((capacity, tokens.shape[1])), slots, ints(tokens, capacity, top_k)
+    slots = new_floats(tokens, 0) if weights is None else new_floats(tokens, capacity, top_k)
+    return tokens.new_empty((capacity, tokens.shape[1])), slots, new_ints(tokens, capacity, top_k)
 
 
 def quantized(like: Tensor, slots: Any, quantize: int) -> tuple[Tensor, Tensor]:
@@ -311,7 +311,7 @@ def quantized(like: Tensor, slots: Any, quantize: int) -> tuple[Tensor, Tensor]:
     return rows, like.new_empty((slots, (hidden + block - 1) // block), dtype=kind)
 
 
-@fake
+@register_shapes
 def dispatch_quantized_fake(
     order_token: Tensor,
     plan: Tensor,
@@ -322,11 +322,11 @@ def dispatch_quantized_fake(
     *_: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rows, scales and weights."""
-    slots = floats(tokens, 0 if weights is None else capacity)
+    slots = new_floats(tokens, 0 if weights is None else capacity)
     return *quantized(tokens, capacity, quantize), slots
 
 
-@fake
+@register_shapes
 def dispatch_bytes_fake(
     order_token: Tensor,
     plan: Tensor,
@@ -338,11 +338,13 @@ def dispatch_bytes_fake(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rows and second rows of bytes, and weights."""
     recv = tokens.new_empty((capacity, tokens.shape[1]))
-    beside = floats(tokens, 0) if scales is None else scales.new_empty((capacity, scales.shape[1]))
-    return recv, beside, floats(tokens, 0 if weights is None else capacity)
+    beside = (
+        new_floats(tokens, 0) if scales is None else scales.new_empty((capacity, scales.shape[1]))
+    )
+    return recv, beside, new_floats(tokens, 0 if weights is None else capacity)
 
 
-@fake
+@register_shapes
 def dispatch_backward_fake(
     order_token: Tensor,
     plan: Tensor,
@@ -355,10 +357,10 @@ def dispatch_backward_fake(
     """Gradients of tokens and weights."""
     d_tokens = d_recv.new_empty((num_tokens, d_recv.shape[1]))
     none = d_slot_weights is None
-    return d_tokens, floats(d_recv, 0) if none else floats(d_recv, num_tokens, top_k)
+    return d_tokens, new_floats(d_recv, 0) if none else new_floats(d_recv, num_tokens, top_k)
 
 
-@fake
+@register_shapes
 def combine_fake(
     order_token: Tensor,
     plan: Tensor,
@@ -371,7 +373,7 @@ def combine_fake(
     return rows.new_empty((num_tokens, rows.shape[1]))
 
 
-@fake
+@register_shapes
 def combine_backward_fake(
     order_token: Tensor,
     plan: Tensor,
@@ -383,10 +385,10 @@ def combine_backward_fake(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of rows and of their weights."""
     d_rows = d_out.new_empty((capacity, d_out.shape[1]))
-    return d_rows, floats(d_out, 0 if rows is None else capacity)
+    return d_rows, new_floats(d_out, 0 if rows is None else capacity)
 
 
-@fake
+@register_shapes
 def combine_backward_quantized_fake(
     order_token: Tensor,
     plan: Tensor,
@@ -398,16 +400,16 @@ def combine_backward_quantized_fake(
     *_: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of rows, with their scales, and of their weights."""
-    slots = floats(d_out, 0 if rows is None else capacity)
+    slots = new_floats(d_out, 0 if rows is None else capacity)
     return *quantized(d_out, capacity, quantize), slots
 
 
-@fake
+@register_shapes
 def sum__fake(order_token: Tensor, *_: Any) -> None:
     """Nothing."""
 
 
-@fake
+@register_shapes
 def sum_replicas__fake(order_token: Tensor, *_: Any) -> None:
     """Nothing."""
 
@@ -415,7 +417,7 @@ def sum_replicas__fake(order_token: Tensor, *_: Any) -> None:
 # ------------------------------------------------------------------- router and losses ----
 
 
-@fake
+@register_shapes
 def route_fake(
     logits: Tensor,
     bias: Tensor | None,
@@ -428,40 +430,40 @@ def route_fake(
 ) -> tuple[Tensor, Tensor]:
     """The choice and its weights."""
     shape = (logits.shape[0], top_k)
-    return ints(logits, *shape), logits.new_empty(shape, dtype=wide(logits))
+    return new_ints(logits, *shape), logits.new_empty(shape, dtype=wide_dtype(logits))
 
 
-@fake
+@register_shapes
 def route_backward_fake(logits: Tensor, *_: Any) -> Tensor:
     """The logits' gradient."""
     return torch.empty_like(logits)
 
 
-@fake
+@register_shapes
 def balance_loss_fake(logits: Tensor, *_: Any) -> Tensor:
     """A number."""
-    return logits.new_empty((1,), dtype=wide(logits))
+    return logits.new_empty((1,), dtype=wide_dtype(logits))
 
 
-@fake
+@register_shapes
 def balance_loss_backward_fake(logits: Tensor, *_: Any) -> Tensor:
     """The logits' gradient."""
     return torch.empty_like(logits)
 
 
-@fake
+@register_shapes
 def z_loss_fake(logits: Tensor, *_: Any) -> Tensor:
     """A number."""
-    return logits.new_empty((1,), dtype=wide(logits))
+    return logits.new_empty((1,), dtype=wide_dtype(logits))
 
 
-@fake
+@register_shapes
 def z_loss_backward_fake(logits: Tensor, *_: Any) -> Tensor:
     """The logits' gradient."""
     return torch.empty_like(logits)
 
 
-@fake
+@register_shapes
 def bias_update__fake(bias: Tensor, *_: Any) -> None:
     """Nothing."""
 
@@ -478,7 +480,7 @@ FAKES.define("count_load_(Tensor(a!) load, Tensor counts) -> ()")
 FAKES.impl("count_load_", count_load, "CompositeExplicitAutograd")
 
 
-@fake
+@register_shapes
 def count_load__fake(load: Tensor, counts: Tensor) -> None:
     """Nothing."""
 
@@ -486,7 +488,7 @@ def count_load__fake(load: Tensor, counts: Tensor) -> None:
 # ------------------------------------------------------------------- experts and layer ----
 
 
-@fake
+@register_shapes
 def experts_fake(
     x: Tensor,
     expert_rows: Tensor,
@@ -506,10 +508,10 @@ def experts_fake(
     *_: Any,
 ) -> tuple[Tensor, Tensor]:
     """The rows, and what is saved for backward."""
-    return torch.empty_like(x, dtype=type_in(kind, "row_type")), octets(x, saved_bytes)
+    return torch.empty_like(x, dtype=type_in(kind, "row_type")), new_bytes(x, saved_bytes)
 
 
-@fake
+@register_shapes
 def experts_backward_fake(
     x: Tensor,
     expert_rows: Tensor,
@@ -531,11 +533,11 @@ def experts_backward_fake(
     """Gradients of x, slot_weights and the weights."""
     weights = (w_gate_up, w_down, b_gate_up, b_down)
     slots = like_or_none(slot_weights, torch.float32, x)
-    dtype = type_in(kind, "grad_type") or wide(x)
+    dtype = type_in(kind, "grad_type") or wide_dtype(x)
     return torch.empty_like(x), slots, *(like_or_none(w, dtype, x) for w in weights)
 
 
-def numbers(name: str, values: dict[str, Any]) -> tuple[Any, ...]:
+def operator_numbers(name: str, values: dict[str, Any]) -> tuple[Any, ...]:
     """Those values that an operator has arguments for, in their order."""
     return tuple(values[argument] for argument in argument_names(name) if argument in values)
 
@@ -546,22 +548,22 @@ OF_EXPERTS = range(3, 7)  # of these, w_gate_up to b_down
 KIND_OF_EXPERTS = argument_names("moe_backward").index("experts_kind") - 2
 
 
-@fake
+@register_shapes
 def moe_fake(order_token: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """The tokens, the loss, load, demand, logical_load, and what is saved for backward."""
     logical, saved_bytes = rest[MOE_WEIGHTS + 5 : MOE_WEIGHTS + 7]  # behind two arrays of scales
     num_ids = rest[NUM_EXPERTS - 2]
     loads = (num_ids, 0) if logical is None else (logical.shape[0], num_ids)
-    loss = x.new_empty((1,), dtype=wide(x))
-    counts = (ints(x, loads[0]), ints(x, 1), ints(x, loads[1]))
-    return torch.empty_like(x), loss, *counts, octets(x, saved_bytes)
+    loss = x.new_empty((1,), dtype=wide_dtype(x))
+    counts = (new_ints(x, loads[0]), new_ints(x, 1), new_ints(x, loads[1]))
+    return torch.empty_like(x), loss, *counts, new_bytes(x, saved_bytes)
 
 
-@fake
+@register_shapes
 def moe_backward_fake(order_token: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """Gradients of x and of the weights but the bias."""
-    of_experts = type_in(rest[KIND_OF_EXPERTS], "grad_type") or wide(x)
-    kinds = [of_experts if i in OF_EXPERTS else wide(x) for i in range(MOE_WEIGHTS)]
+    of_experts = type_in(rest[KIND_OF_EXPERTS], "grad_type") or wide_dtype(x)
+    kinds = [of_experts if i in OF_EXPERTS else wide_dtype(x) for i in range(MOE_WEIGHTS)]
     found = [like_or_none(rest[i], kinds[i], x) for i in range(MOE_WEIGHTS) if i != 2]
     return torch.empty_like(x), *found
 
@@ -588,7 +590,7 @@ def note_write(*tensors: Tensor | None) -> None:
                 torch.autograd.graph.increment_version(x)
 
 
-def write(operator: Any, args: tuple[Any, ...], *outs: Tensor | None) -> None:
+def write_out(operator: Any, args: tuple[Any, ...], *outs: Tensor | None) -> None:
     """A call that writes into tensors of the caller; None: not wanted."""
     refuse_gradient(*outs, *args)
     for x in outs:  # torch would take tensors on "meta" for a question about shapes

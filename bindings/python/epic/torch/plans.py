@@ -13,11 +13,11 @@ from epic.torch.arguments import as_int32, count_of, is_traced
 from epic.torch.groups import Group
 
 EXACT = 0  # as capacity: as many slots as land
-MOST_WAYS = 1024  # that a group keeps
+MAX_SPECS = 1024  # that a group keeps
 
 
 @dataclass(slots=True)
-class Way:
+class PlanSpec:
     """Where the calls of a plan go, what its layer counts, and what the operators are passed.  Its
     fields are read a dozen times a call: of a tuple that takes twice as long."""
 
@@ -35,10 +35,10 @@ class Way:
     compared: tuple[Any, ...] = ()  # options of a whole layer that all ranks must have alike
 
 
-def way_of(group: Group, layer: Layer, tag: int) -> Way:
+def make_spec(group: Group, layer: Layer, tag: int) -> PlanSpec:
     """Of a layer's calls; the group keeps it, and tracers see it made."""
     size, bound, local, _, number = group.facts(layer.key)
-    way = Way(
+    spec = PlanSpec(
         group,
         tag,
         layer.top_k,
@@ -52,10 +52,10 @@ def way_of(group: Group, layer: Layer, tag: int) -> Way:
         number,
     )
     if not is_traced():
-        if len(group.ways) >= MOST_WAYS:  # a tag for each call, say
-            group.ways.clear()
-        group.ways[layer.key, tag] = way
-    return way
+        if len(group.specs) >= MAX_SPECS:  # a tag for each call, say
+            group.specs.clear()
+        group.specs[layer.key, tag] = spec
+    return spec
 
 
 class Plan(NamedTuple):
@@ -70,11 +70,11 @@ class Plan(NamedTuple):
     bytes: Tensor
     num_tokens: int
     capacity: int
-    way: Way
+    spec: PlanSpec
 
     def counts(self, begin: int, count: int) -> Tensor:
         """A part of them."""
-        begin = self.way.plan_bytes + 4 * begin
+        begin = self.spec.plan_bytes + 4 * begin
         found = self.bytes[begin : begin + 4 * count].view(torch.int32)
         # What leaves a compiled function as a view in another dtype of what it was given, torch
         # makes anew from the offset, and takes that for one of bytes.
@@ -83,16 +83,16 @@ class Plan(NamedTuple):
     def counted(self, name: str) -> Tensor:
         """One of the counts by its name; compiled functions of torch 2.9 take methods of a plan and
         no properties."""
-        room, experts = self.way.room, self.way.num_experts
+        room, experts = self.spec.room, self.spec.num_experts
         if name == "expert_rows":
-            return self.counts(0, self.way.num_local)
+            return self.counts(0, self.spec.num_local)
         if name == "expert_tokens":
-            return self.counts(room, self.way.num_local)
+            return self.counts(room, self.spec.num_local)
         if name == "load":
             return self.counts(2 * room, experts)
         if name == "demand":
             return self.counts(2 * room + experts, 1)
-        return self.counts(2 * room + experts + 1, self.way.num_logical)
+        return self.counts(2 * room + experts + 1, self.spec.num_logical)
 
     @property
     def expert_rows(self) -> Tensor:
@@ -117,7 +117,7 @@ class Plan(NamedTuple):
     @property
     def logical_load(self) -> Tensor | None:
         """The load of logical experts."""
-        return self.counted("logical_load") if self.way.num_logical else None
+        return self.counted("logical_load") if self.spec.num_logical else None
 
     @property
     def load_of_ids(self) -> Tensor:
@@ -126,9 +126,9 @@ class Plan(NamedTuple):
         return self.load if logical is None else logical
 
 
-def wrong_layout(way: Way, other: str) -> EpicArgumentError:
+def wrong_layout(spec: PlanSpec, other: str) -> EpicArgumentError:
     """Each layout has a dispatch of its own, as their results differ in shape."""
-    is_, needed = ("flat", "expert_major") if way.flat else ("expert_major", "flat")
+    is_, needed = ("flat", "expert_major") if spec.flat else ("expert_major", "flat")
     return EpicArgumentError(f"layout {is_!r}: {needed!r} is needed here, else {other}")
 
 
@@ -155,22 +155,22 @@ def tables_of(layer: Layer, ranks: Any, logical: Any, like: Tensor) -> tuple[Any
     return table_of(layer, ranks, like), whose
 
 
-def check_local(way: Way, ranks: Any, local: int, room: int) -> None:
+def check_local(spec: PlanSpec, ranks: Any, local: int, room: int) -> None:
     """num_local_experts: as many as a rank has.  Of a table on a GPU the host does not know it."""
     least = room if ranks is None else 1
     if ranks is not None and not is_traced() and getattr(ranks, "is_cpu", True):
         known = torch.as_tensor(ranks)  # what is no rank the core says
-        known = known[(known >= 0) & (known < way.group.num_ranks)]
+        known = known[(known >= 0) & (known < spec.group.num_ranks)]
         least = int(known.bincount(minlength=1).max())
     if not least <= local <= room:
         raise EpicArgumentError(f"num_local_experts {local}: a rank has {least} of {room}")
 
 
 # Way, num_tokens, slots, and (rank_of_expert, logical_of_expert).
-Wish = tuple[Way, int, int, tuple[Any, Any]]
+PlanRequest = tuple[PlanSpec, int, int, tuple[Any, Any]]
 
 
-def asked(
+def resolve_request(
     group: Group,
     layer: Layer,
     topk_idx: Tensor,
@@ -178,22 +178,22 @@ def asked(
     placed: tuple[Any, Any, int | None],
     tag: int,
     compared: tuple[Any, ...] = (),
-) -> Wish:
+) -> PlanRequest:
     """What a plan is made of.  placed: rank_of_expert, logical_of_expert, num_local_experts;
     compared: as Way has them."""
-    way = None if is_traced() else group.ways.get((layer.key, tag))
-    if way is None:
-        way = way_of(group, layer, tag)
+    spec = None if is_traced() else group.specs.get((layer.key, tag))
+    if spec is None:
+        spec = make_spec(group, layer, tag)
     if compared:
-        way = replace(way, compared=compared)
-    shape, top_k = topk_idx.shape, way.top_k
+        spec = replace(spec, compared=compared)
+    shape, top_k = topk_idx.shape, spec.top_k
     num_tokens = shape[0] if len(shape) == 2 and shape[1] == top_k else count_of(shape, top_k)
-    slots = way.capacity if capacity is None else capacity
+    slots = spec.capacity if capacity is None else capacity
     if not isinstance(slots, (int, torch.SymInt)) or slots < 0:
         raise EpicArgumentError(f"capacity {slots!r}: an int, 0 (EXACT) or more, is needed")
     ranks, logical, local = placed
-    if ranks is None and logical is None and local is None and not way.num_logical:
-        return way, num_tokens, slots, (None, None)
+    if ranks is None and logical is None and local is None and not spec.num_logical:
+        return spec, num_tokens, slots, (None, None)
     tables = tables_of(layer, ranks, logical, topk_idx)
     if ranks is not None:  # the core may write counts of more experts than the caller reckons with
         if capacity is None or local is None:
@@ -201,9 +201,9 @@ def asked(
                 "rank_of_expert needs capacity=, as any placement may need more than the bound, "
                 "and num_local_experts="
             )
-        room = way.num_experts
-        way = replace(way, room=room)
+        room = spec.num_experts
+        spec = replace(spec, room=room)
     if local is not None:
-        check_local(way, ranks, local, way.room)
-        way = replace(way, num_local=local)
-    return way, num_tokens, slots, tables
+        check_local(spec, ranks, local, spec.room)
+        spec = replace(spec, num_local=local)
+    return spec, num_tokens, slots, tables

@@ -7,15 +7,22 @@ import torch
 from torch import Tensor
 
 from epic.errors import EpicArgumentError, EpicUnsupportedError
-from epic.torch.arguments import EpicFunction, applied, check_floats, needs_gradient, once, stay
+from epic.torch.arguments import (
+    EpicFunction,
+    check_floats,
+    first_order_only,
+    make_apply,
+    mark_no_offload,
+    needs_gradient,
+)
 from epic.torch.groups import Group
-from epic.torch.ops import copy_into, note_write, raising
-from epic.torch.plans import Plan, Way
+from epic.torch.ops import copy_into, note_write, translate_errors
+from epic.torch.plans import Plan, PlanSpec
 
 ops = torch.ops.epic
 
 
-def added(order_token: Tensor, data: Tensor, x: Tensor, group: Group, tag: int) -> Tensor:
+def add_replicas(order_token: Tensor, data: Tensor, x: Tensor, group: Group, tag: int) -> Tensor:
     """sum_replicas on checked tensors."""
     out = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     rows = out.view(out.shape[0], -1)
@@ -27,36 +34,36 @@ class SumReplicas(EpicFunction):
     """epic::sum_replicas_ with its gradient."""
 
     @staticmethod
-    def forward(way: Way, data: Tensor, x: Tensor) -> Tensor:
+    def forward(spec: PlanSpec, data: Tensor, x: Tensor) -> Tensor:
         """Call the operator."""
-        return added(way.group.order_token, data, x, way.group, way.tag)
+        return add_replicas(spec.group.order_token, data, x, spec.group, spec.tag)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
         """Save the plan alone."""
-        ctx.way, data, _ = inputs
-        stay(data)
+        ctx.spec, data, _ = inputs
+        mark_no_offload(data)
         ctx.save_for_backward(data)
 
     @staticmethod
-    @once
-    @raising
+    @first_order_only
+    @translate_errors
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         """Each replica's numbers are in every replica's sum."""
         (data,) = ctx.saved_tensors
-        group, tag = ctx.way.group, ctx.way.tag
-        whole = added(group.order_token_backward, data, gradient, group, tag)
+        group, tag = ctx.spec.group, ctx.spec.tag
+        whole = add_replicas(group.order_token_backward, data, gradient, group, tag)
         return None, None, whole.to(gradient.dtype)
 
 
-sum_replicas_apply = applied(SumReplicas)
+sum_replicas_apply = make_apply(SumReplicas)
 
 
 class Tied(EpicFunction):
     """A weight as it is, whose gradient is added over replicas."""
 
     @staticmethod
-    def forward(_way: Way, _data: Tensor, weight: Tensor) -> Tensor:
+    def forward(_way: PlanSpec, _data: Tensor, weight: Tensor) -> Tensor:
         """Give the weight as it is."""
         return weight.view_as(weight)
 
@@ -64,12 +71,12 @@ class Tied(EpicFunction):
     backward = SumReplicas.backward
 
 
-tied_apply = applied(Tied)
+tied_apply = make_apply(Tied)
 
 
-def check(plan: Plan, name: str, x: Tensor) -> None:
+def check_local_rows(plan: Plan, name: str, x: Tensor) -> None:
     """A row for each expert of this rank."""
-    local = plan.way.num_local
+    local = plan.spec.num_local
     if x.dim() < 1 or x.shape[0] != local:
         raise EpicArgumentError(
             f"{name}: shape {list(x.shape)}: [local experts {local}, ...] is needed"
@@ -87,36 +94,36 @@ def check_type(name: str, x: Tensor) -> None:
         )
 
 
-@raising
+@translate_errors
 def sum_replicas(plan: Plan, x: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Adds what the replicas of a logical expert have, x [local experts, ...] float32, and gives
     each the sum: of gradients that were made without `tied`, or over many steps.  out: as x, or x
     itself: written and returned, without a gradient."""
-    check(plan, "x", x)
+    check_local_rows(plan, "x", x)
     if x.dtype != torch.float32:
         raise EpicArgumentError(f"x: dtype {x.dtype}: float32 is needed")
     if out is not None:
         copy_into(out, x)
-    if not plan.way.num_logical:
+    if not plan.spec.num_logical:
         return x if out is None else out
-    way, group = plan.way, plan.way.group
+    spec, group = plan.spec, plan.spec.group
     if out is not None:
         rows = out.view(out.shape[0], -1)
-        ops.sum_replicas_.default(group.order_token, plan.bytes, rows, group.number, way.tag)
+        ops.sum_replicas_.default(group.order_token, plan.bytes, rows, group.number, spec.tag)
         note_write(out)
         return out
     if needs_gradient(x):
-        return sum_replicas_apply(way, plan.bytes, x)
-    return added(group.order_token, plan.bytes, x, group, way.tag)
+        return sum_replicas_apply(spec, plan.bytes, x)
+    return add_replicas(group.order_token, plan.bytes, x, group, spec.tag)
 
 
-@raising
+@translate_errors
 def tied(plan: Plan, weight: Tensor | None) -> Tensor | None:
     """A weight [local experts, ...] as it is; its gradient is that of its logical expert, the sum
     over the replicas.  epic.torch.moe does it by itself."""
-    if weight is None or not plan.way.num_logical:
+    if weight is None or not plan.spec.num_logical:
         return weight
-    check(plan, "weight", weight)
-    found = tied_apply(plan.way, plan.bytes, weight)
-    stay(found)  # as the parameter that it is
+    check_local_rows(plan, "weight", weight)
+    found = tied_apply(plan.spec, plan.bytes, weight)
+    mark_no_offload(found)  # as the parameter that it is
     return found

@@ -8,33 +8,33 @@ import torch
 from torch import Tensor
 
 from epic.errors import EpicArgumentError
-from epic.options import Router, known
+from epic.options import Router, options_by_key
 from epic.torch.arguments import (
     EpicFunction,
-    applied,
     as_flat,
     as_int32,
     check_floats,
+    first_order_only,
+    make_apply,
     needs_gradient,
-    once,
 )
 from epic.torch.groups import Group
-from epic.torch.ops import note_write, parts_of, raising, write
+from epic.torch.ops import note_write, parts_of, translate_errors, write_out
 
 ops = torch.ops.epic
 
 
 @functools.cache
-def kept_numbers(router: str) -> tuple[Any, ...]:
+def cached_numbers(router: str) -> tuple[Any, ...]:
     """They take time."""
-    return tuple(known[router].numbers().values())
+    return tuple(options_by_key[router].numbers().values())
 
 
 @torch._dynamo.assume_constant_result
 def numbers_of(router: str) -> tuple[Any, ...]:
     """What the operators are passed for the router of that key.  Tracers look through a cache, so
     this has none itself."""
-    return kept_numbers(router)
+    return cached_numbers(router)
 
 
 def number_of(group: Group | None, x: Tensor, name: str = "logits") -> int:
@@ -83,8 +83,8 @@ class Route(EpicFunction):
         ctx.mark_non_differentiable(out[0])
 
     @staticmethod
-    @once
-    @raising
+    @first_order_only
+    @translate_errors
     def backward(ctx: Any, _: Any, d_weights: Tensor) -> tuple[Any, ...]:
         """The weights' gradient; the choice has none."""
         logits, chosen = ctx.saved_tensors
@@ -94,10 +94,10 @@ class Route(EpicFunction):
         return d_logits, None, None, None
 
 
-route_apply = applied(Route)
+route_apply = make_apply(Route)
 
 
-@raising
+@translate_errors
 def route(
     router: Router,
     logits: Tensor,
@@ -127,7 +127,7 @@ def route(
     if out is not None:
         chosen, weights = parts_of(out, "topk_idx, weights")
         args = (rows, *extras, where, *numbers_of(router.key))
-        write(ops.route_out.default, args, chosen, weights)
+        write_out(ops.route_out.default, args, chosen, weights)
         return chosen, weights
     call = route_apply if needs_gradient(rows) else route_op
     return call(rows, extras, where, numbers_of(router.key))
@@ -158,16 +158,16 @@ class BalanceLoss(EpicFunction):
         ctx.save_for_backward(logits, load, chosen)
 
     @staticmethod
-    @once
-    @raising
+    @first_order_only
+    @translate_errors
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Any, ...]:
         """In the logits; the load has none."""
         sizes = (ctx.total_tokens, ctx.sequence_tokens)
-        d_logits = scaled(ops.balance_loss_backward.default, ctx, d_loss, *sizes)
+        d_logits = scale_gradient(ops.balance_loss_backward.default, ctx, d_loss, *sizes)
         return d_logits, None, None, None, None, None
 
 
-balance_loss_apply = applied(BalanceLoss)
+balance_loss_apply = make_apply(BalanceLoss)
 
 
 class ZLoss(EpicFunction):
@@ -185,17 +185,21 @@ class ZLoss(EpicFunction):
         ctx.save_for_backward(logits)
 
     @staticmethod
-    @once
-    @raising
+    @first_order_only
+    @translate_errors
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Any, ...]:
         """In the logits."""
-        return scaled(ops.z_loss_backward.default, ctx, d_loss, ctx.total_tokens), None, None
+        return (
+            scale_gradient(ops.z_loss_backward.default, ctx, d_loss, ctx.total_tokens),
+            None,
+            None,
+        )
 
 
-z_loss_apply = applied(ZLoss)
+z_loss_apply = make_apply(ZLoss)
 
 
-def scaled(operator: Any, ctx: Any, d_loss: Tensor, *sizes: int) -> Tensor:
+def scale_gradient(operator: Any, ctx: Any, d_loss: Tensor, *sizes: int) -> Tensor:
     """The core takes d_loss in float32; in float64 it is multiplied here."""
     saved = ctx.saved_tensors
     if d_loss.dtype == torch.float64:
@@ -203,7 +207,7 @@ def scaled(operator: Any, ctx: Any, d_loss: Tensor, *sizes: int) -> Tensor:
     return operator(*saved, d_loss.contiguous(), *sizes, *ctx.rest)
 
 
-@raising
+@translate_errors
 def balance_loss(
     router: Router,
     logits: Tensor,
@@ -237,11 +241,11 @@ def loss_into(operator: Any, args: tuple[Any, ...], out: Tensor) -> Tensor:
     """A loss with out=."""
     if out.shape != ():
         raise EpicArgumentError(f"out: shape {list(out.shape)}: [] is needed")
-    write(operator, args, out.view(1))
+    write_out(operator, args, out.view(1))
     return out
 
 
-@raising
+@translate_errors
 def z_loss(
     router: Router,
     logits: Tensor,
@@ -260,7 +264,7 @@ def z_loss(
     return z_loss_apply(rows, total_tokens, rest)[0]
 
 
-@raising
+@translate_errors
 def bias_update(bias: Tensor, load: Tensor, rate: float, group: Group | None = None) -> None:
     """bias += rate * sign(mean load - load), in place; without a gradient."""
     with torch.no_grad():

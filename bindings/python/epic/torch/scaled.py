@@ -22,7 +22,7 @@ def blocks_of(length: int) -> int:
     return -(-length // BLOCK)
 
 
-def spread(scales: Tensor, *shape: int) -> Tensor:
+def expand_scales(scales: Tensor, *shape: int) -> Tensor:
     """A scale for each element of the last dimensions, whose lengths are the shape."""
     for i, length in enumerate(shape):
         dim = i - len(shape)
@@ -30,7 +30,7 @@ def spread(scales: Tensor, *shape: int) -> Tensor:
     return scales
 
 
-def scale_of(largest: Tensor) -> Tensor:
+def scale_for(largest: Tensor) -> Tensor:
     """That brings it to e4m3's largest."""
     return torch.where(largest == 0, 1.0, largest / LARGEST)
 
@@ -39,8 +39,8 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """[slots, hidden] as e4m3 and scales [slots, blocks], as dispatch with "1x128" does it."""
     columns = x.shape[1]
     wide = torch.nn.functional.pad(x.float(), (0, blocks_of(columns) * BLOCK - columns))
-    scales = scale_of(wide.unflatten(1, (-1, BLOCK)).abs().amax(-1))
-    return (x.float() / spread(scales, columns)).to(E4M3), scales
+    scales = scale_for(wide.unflatten(1, (-1, BLOCK)).abs().amax(-1))
+    return (x.float() / expand_scales(scales, columns)).to(E4M3), scales
 
 
 def quantize_weight(w: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,11 +51,11 @@ def quantize_weight(w: Tensor) -> tuple[Tensor, Tensor]:
     missing = (0, blocks_of(columns) * BLOCK - columns, 0, blocks_of(rows) * BLOCK - rows)
     whole = torch.nn.functional.pad(turned, missing)
     tiles = whole.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK))
-    scales = scale_of(tiles.abs().amax((2, 4)))
-    return (turned / spread(scales, rows, columns)).to(E4M3).contiguous(), scales
+    scales = scale_for(tiles.abs().amax((2, 4)))
+    return (turned / expand_scales(scales, rows, columns)).to(E4M3).contiguous(), scales
 
 
-def turned(w: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+def transpose_scaled(w: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """The same numbers, [experts, m, n] as [experts, n, m]."""
     octets = w.view(torch.uint8).mT.contiguous()
     return octets.view(E4M3), scales.mT.contiguous()

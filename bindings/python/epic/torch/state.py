@@ -61,7 +61,7 @@ def held_experts(group: Group, num_experts: int) -> HeldExperts:
     return held.as_subclass(HeldExperts)
 
 
-def experts_of(held: Tensor) -> str:
+def format_experts(held: Tensor) -> str:
     """In words."""
     first, count, num_experts = held.tolist()
     return f"experts {first} to {first + count - 1} of {num_experts}"
@@ -71,7 +71,7 @@ def check_held(own: Tensor, other: Tensor) -> None:
     """Refuses a state of experts that are not those of this rank; one on "meta" has no numbers."""
     if not other.is_meta and other.tolist() != own.tolist():
         raise EpicArgumentError(
-            f"the state holds {experts_of(other)}, and this rank has {experts_of(own)}; a "
+            f"the state holds {format_experts(other)}, and this rank has {format_experts(own)}; a "
             "state_dict has the experts of one rank: save and load with "
             "epic.torch.sharded_state(layer, mesh), which has those of all ranks"
         )
@@ -126,10 +126,10 @@ def check_ddp(layer: nn.Module, group: Group) -> None:
     taken = {id(p) for name, p in named if name not in wrapper.parameters_to_ignore}
     if len(ranks) > 1 and any(id(p) in taken for _, p in experts_in(layer)):
         raise EpicArgumentError(
-            f"process_group: DistributedDataParallel joins ranks {listed(ranks)}, each of which "
-            "has other experts, and made them all equal to those of one rank: pass the process "
-            'group of the ranks that have the same experts, as mesh.get_group("dp"), or use '
-            "sum_gradients() without DistributedDataParallel; then make or load the model anew"
+            f"process_group: DistributedDataParallel joins ranks {format_ranks(ranks)}, which have "
+            "different experts, and it has made them equal to those of one rank: pass the process "
+            'group of the ranks that have the same experts, for example mesh.get_group("dp"), or '
+            "use sum_gradients() without DistributedDataParallel; then make or load the model anew"
         )
     CHECKED[layer] = weakref.ref(wrapper)
 
@@ -144,7 +144,7 @@ def check_sharding(group: Group, parameters: Iterable[tuple[str, Any]]) -> None:
         ranks = process_ranks(group) & set(mesh.mesh.flatten().tolist())
         if len(ranks) < 2:
             continue
-        where = f"{name} is sharded over ranks {listed(ranks)} of the group"
+        where = f"{name} is sharded over ranks {format_ranks(ranks)} of the group"
         if is_of_experts(name):
             raise EpicArgumentError(
                 f"{where}, each of which has other experts: pass fully_shard the mesh of the other "
@@ -161,6 +161,6 @@ def experts_in(layer: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in layer.named_parameters() if is_of_experts(name)]
 
 
-def listed(ranks: set[int]) -> str:
+def format_ranks(ranks: set[int]) -> str:
     """For a sentence."""
     return ", ".join(map(str, sorted(ranks)))

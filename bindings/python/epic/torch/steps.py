@@ -9,27 +9,27 @@ from torch import Tensor
 from torch.overrides import has_torch_function_variadic as overridden
 
 from epic.errors import EpicArgumentError, EpicUnsupportedError
-from epic.options import BLOCKS, Layer, word
+from epic.options import BLOCKS, Layer, check_choice
 from epic.torch.arguments import (
     EpicFunction,
-    applied,
     as_rows,
     as_weights,
+    first_order_only,
     is_traced,
+    make_apply,
+    mark_no_offload,
     needs_gradient,
-    once,
-    stay,
 )
 from epic.torch.groups import Group
-from epic.torch.narrow import NARROW, carried, dequantize
-from epic.torch.ops import bare, parts_of, raising, told, write
-from epic.torch.plans import EXACT, Plan, Way, Wish, asked, wrong_layout
+from epic.torch.narrow import NARROW, dequantize, dispatch_bytes
+from epic.torch.ops import boxed_call, parts_of, to_epic_error, translate_errors, write_out
+from epic.torch.plans import EXACT, Plan, PlanRequest, PlanSpec, resolve_request, wrong_layout
 
 ops = torch.ops.epic
-PLAN, PLAN_NOW = ops.plan.default, bare(ops.plan.default)
-DISPATCH, DISPATCH_NOW = ops.dispatch.default, bare(ops.dispatch.default)
-PLAN_DISPATCH, PLAN_DISPATCH_NOW = ops.plan_dispatch.default, bare(ops.plan_dispatch.default)
-COMBINE, COMBINE_NOW = ops.combine.default, bare(ops.combine.default)
+PLAN, PLAN_NOW = ops.plan.default, boxed_call(ops.plan.default)
+DISPATCH, DISPATCH_NOW = ops.dispatch.default, boxed_call(ops.dispatch.default)
+PLAN_DISPATCH, PLAN_DISPATCH_NOW = ops.plan_dispatch.default, boxed_call(ops.plan_dispatch.default)
+COMBINE, COMBINE_NOW = ops.combine.default, boxed_call(ops.combine.default)
 
 ZERO_TAIL = 1
 
@@ -62,26 +62,26 @@ def plan(
     """
     try:
         placed = (rank_of_expert, logical_of_expert, num_local_experts)
-        way, num_tokens, slots, tables = asked(
+        spec, num_tokens, slots, tables = resolve_request(
             group, layer, topk_idx, capacity, placed, tag, compared
         )
         if out is not None:
-            data = plan_into(way, topk_idx, slots, tables, out)
+            data = plan_into(spec, topk_idx, slots, tables, out)
         elif compared:
-            given = (way.layer, slots, way.tag, *tables, *compared)
+            given = (spec.layer, slots, spec.tag, *tables, *compared)
             data = ops.plan.compared(group.order_token, topk_idx, *given)
         else:
             call = PLAN if is_traced() or overridden(topk_idx) else PLAN_NOW
-            data = call(group.order_token, topk_idx, way.layer, slots, way.tag, *tables)
+            data = call(group.order_token, topk_idx, spec.layer, slots, spec.tag, *tables)
     except RuntimeError as error:
-        raise told(error) from None
-    made = Plan(data, num_tokens, slots, way)
-    return made._replace(capacity=landed(made, layer)) if slots == EXACT else made
+        raise to_epic_error(error) from None
+    made = Plan(data, num_tokens, slots, spec)
+    return made._replace(capacity=wait_capacity(made, layer)) if slots == EXACT else made
 
 
-def landed(plan: Plan, layer: Layer) -> int:
+def wait_capacity(plan: Plan, layer: Layer) -> int:
     """How many slots there are, for which the host waits.  What is dropped counts in demand."""
-    dropping = layer.overflow == "drop" and not plan.way.flat
+    dropping = layer.overflow == "drop" and not plan.spec.flat
     return int((plan.expert_rows.sum() if dropping else plan.demand).item())
 
 
@@ -92,37 +92,39 @@ def bytes_of(out: Any) -> Tensor:
     return out.bytes
 
 
-def plan_into(way: Way, chosen: Tensor, slots: int, tables: tuple[Any, Any], out: Plan) -> Tensor:
+def plan_into(
+    spec: PlanSpec, chosen: Tensor, slots: int, tables: tuple[Any, Any], out: Plan
+) -> Tensor:
     """plan with out=."""
     data = bytes_of(out)
-    args = (way.group.order_token, chosen, way.layer, slots, way.tag, *tables)
-    write(ops.plan_out.default, args, data)
+    args = (spec.group.order_token, chosen, spec.layer, slots, spec.tag, *tables)
+    write_out(ops.plan_out.default, args, data)
     return data
 
 
 # -------------------------------------------------------------------------- dispatch ----
 
 
-def save_plan(ctx: Any, way: Way, data: Tensor, tokens: Tensor) -> None:
+def save_plan(ctx: Any, spec: PlanSpec, data: Tensor, tokens: Tensor) -> None:
     """For rows_home.  Sizes are asked of inputs: tracers know no others in a backward."""
-    ctx.way, ctx.num_tokens = way, tokens.shape[0]
-    stay(data)
+    ctx.spec, ctx.num_tokens = spec, tokens.shape[0]
+    mark_no_offload(data)
     ctx.save_for_backward(data)
 
 
-def rows_home(ctx: Any, d_recv: Tensor, d_slots: Tensor) -> tuple[Any, Any]:
+def token_gradients(ctx: Any, d_recv: Tensor, d_slots: Tensor) -> tuple[Any, Any]:
     """Gradients of the received rows and weights, brought to their tokens."""
     (data,) = ctx.saved_tensors
-    way, weighs = ctx.way, ctx.needs_input_grad[3]
+    spec, weighs = ctx.spec, ctx.needs_input_grad[3]
     d_tokens, d_weights = ops.dispatch_backward.default(
-        way.group.order_token_backward,
+        spec.group.order_token_backward,
         data,
         d_recv,
         d_slots if weighs else None,
         ctx.num_tokens,
-        way.top_k,
-        way.layer,
-        way.tag,
+        spec.top_k,
+        spec.layer,
+        spec.tag,
     )
     return d_tokens, d_weights if weighs else None
 
@@ -141,29 +143,29 @@ class Dispatch(EpicFunction):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
         """Save the plan alone."""
         plan, data, tokens, *_ = inputs
-        save_plan(ctx, plan.way, data, tokens)
+        save_plan(ctx, plan.spec, data, tokens)
 
     @staticmethod
-    @once
-    @raising
+    @first_order_only
+    @translate_errors
     def backward(ctx: Any, d_recv: Tensor, d_slots: Tensor) -> tuple[Any, ...]:
         """The plan has no gradient."""
-        return None, None, *rows_home(ctx, d_recv, d_slots), None
+        return None, None, *token_gradients(ctx, d_recv, d_slots), None
 
 
-dispatch_apply = applied(Dispatch)
+dispatch_apply = make_apply(Dispatch)
 
 
 def dispatch_op(
     plan: Plan, data: Tensor, tokens: Tensor, weights: Tensor | None, zero_tail: bool
 ) -> tuple[Tensor, Tensor]:
     """The operator."""
-    capacity, way = plan.capacity, plan.way
+    capacity, spec = plan.capacity, plan.spec
     is_seen = is_traced() or overridden(data, tokens, weights)
-    call, order_token = DISPATCH if is_seen else DISPATCH_NOW, way.group.order_token
-    if zero_tail and not way.tag:
-        return call(order_token, data, tokens, weights, capacity, way.layer)
-    return call(order_token, data, tokens, weights, capacity, way.layer, way.tag, int(zero_tail))
+    call, order_token = DISPATCH if is_seen else DISPATCH_NOW, spec.group.order_token
+    if zero_tail and not spec.tag:
+        return call(order_token, data, tokens, weights, capacity, spec.layer)
+    return call(order_token, data, tokens, weights, capacity, spec.layer, spec.tag, int(zero_tail))
 
 
 def dispatch(
@@ -184,24 +186,26 @@ def dispatch(
     of an 8-bit type go as they are, without a gradient.
     """
     try:
-        way = plan.way
-        if way.flat:
-            raise wrong_layout(way, "dispatch_flat")
+        spec = plan.spec
+        if spec.flat:
+            raise wrong_layout(spec, "dispatch_flat")
         if tokens.dtype in NARROW:
-            return narrow(plan, tokens, weights, quantize, zero_tail, out)
+            return dispatch_narrow(plan, tokens, weights, quantize, zero_tail, out)
         rows = as_rows("tokens", tokens, plan.num_tokens)
-        weights = as_weights("weights", weights, (plan.num_tokens, way.top_k), tokens)
+        weights = as_weights("weights", weights, (plan.num_tokens, spec.top_k), tokens)
         if out is not None:
             if quantize is not None:
                 raise EpicArgumentError("quantize with out=: call dispatch_quantized with out=")
             parts = parts_of(out, "recv, slot_weights")
             return dispatch_into(plan, rows, weights, zero_tail, *parts)
         if quantize is not None:
-            return rounded(plan, rows, weights, as_block("quantize", quantize, "tokens", rows))
+            return dispatch_rounded(
+                plan, rows, weights, as_block("quantize", quantize, "tokens", rows)
+            )
         call = dispatch_apply if needs_gradient(rows, weights) else dispatch_op
         recv, slots = call(plan, plan.bytes, rows, weights, zero_tail)
     except RuntimeError as error:
-        raise told(error) from None
+        raise to_epic_error(error) from None
     return recv, None if weights is None else slots
 
 
@@ -215,14 +219,14 @@ def dispatch_into(
 ) -> tuple[Tensor, Tensor | None]:
     """dispatch with out=."""
     check_pair(weights, slots)
-    way = plan.way
-    place = (way.layer, way.tag, int(zero_tail))
-    args = (way.group.order_token, plan.bytes, rows, weights, plan.capacity, *place)
-    write(ops.dispatch_out.default, args, recv, slots)
+    spec = plan.spec
+    place = (spec.layer, spec.tag, int(zero_tail))
+    args = (spec.group.order_token, plan.bytes, rows, weights, plan.capacity, *place)
+    write_out(ops.dispatch_out.default, args, recv, slots)
     return recv, slots
 
 
-def narrow(
+def dispatch_narrow(
     plan: Plan,
     tokens: Tensor,
     weights: Tensor | None,
@@ -238,7 +242,7 @@ def narrow(
         into = parts_of(out, "recv, slot_weights")
         check_pair(weights, into[1])
         into = (into[0], None, into[1])
-    recv, _, slots = carried(plan, tokens, None, weights, zero_tail, into)
+    recv, _, slots = dispatch_bytes(plan, tokens, None, weights, zero_tail, into)
     return recv, slots
 
 
@@ -257,10 +261,10 @@ def as_block(name: str, block: str, what: str, rows: Tensor) -> str:
         raise EpicUnsupportedError(
             f"{name} with {what} of torch.float64: float32, bfloat16 and float16 are rounded"
         )
-    return word(name, block, BLOCKS)
+    return check_choice(name, block, BLOCKS)
 
 
-@raising
+@translate_errors
 def dispatch_quantized(
     plan: Plan,
     tokens: Tensor,
@@ -276,21 +280,21 @@ def dispatch_quantized(
     tokens are quantized already, in an 8-bit type, and go as they are with these, of any dtype and
     number, whatever the block.  out: these three, which are written and returned.
     """
-    if plan.way.flat:
-        raise wrong_layout(plan.way, "dispatch_flat")
+    if plan.spec.flat:
+        raise wrong_layout(plan.spec, "dispatch_flat")
     if scales is not None:
         return with_scales(plan, tokens, scales, weights, out)
     rows = as_rows("tokens", tokens.detach(), plan.num_tokens)
-    weights = as_weights("weights", weights, (plan.num_tokens, plan.way.top_k), tokens)
+    weights = as_weights("weights", weights, (plan.num_tokens, plan.spec.top_k), tokens)
     if weights is not None:
         weights = weights.detach()
     inputs = (plan, plan.bytes, rows, weights, as_block("block", block, "tokens", rows))
     if out is not None:
         recv, scales, slots = parts_of(out, "recv, scales, slot_weights")
         check_pair(weights, slots)
-        write(ops.dispatch_quantized_out.default, quantized_args(*inputs), recv, scales, slots)
+        write_out(ops.dispatch_quantized_out.default, quantized_args(*inputs), recv, scales, slots)
         return recv, scales, slots
-    recv, scales, slots = quantized(*inputs)
+    recv, scales, slots = dispatch_quantized_op(*inputs)
     return recv, scales, None if weights is None else slots
 
 
@@ -306,7 +310,7 @@ def with_scales(
         out = parts_of(out, "recv, scales, slot_weights")
         check_pair(weights, out[2])
     weights = None if weights is None else weights.detach()
-    recv, found, slots = carried(plan, tokens.detach(), scales, weights, out=out)
+    recv, found, slots = dispatch_bytes(plan, tokens.detach(), scales, weights, out=out)
     assert found is not None
     return recv, found, slots
 
@@ -315,14 +319,14 @@ def quantized_args(
     plan: Plan, data: Tensor, rows: Tensor, weights: Tensor | None, block: str
 ) -> tuple[Any, ...]:
     """What the operator is passed."""
-    way = plan.way
+    spec = plan.spec
     kind = 1 + BLOCKS.index(block)
-    place = (way.layer, way.tag, ZERO_TAIL)
-    return (way.group.order_token, data, rows, weights, plan.capacity, kind, *place)
+    place = (spec.layer, spec.tag, ZERO_TAIL)
+    return (spec.group.order_token, data, rows, weights, plan.capacity, kind, *place)
 
 
-@raising
-def quantized(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+@translate_errors
+def dispatch_quantized_op(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The operator; inputs: of quantized_args."""
     return ops.dispatch_quantized.default(*quantized_args(*inputs))
 
@@ -335,17 +339,17 @@ class DispatchRounded(EpicFunction):
         plan: Plan, data: Tensor, tokens: Tensor, weights: Tensor | None, block: str
     ) -> tuple[Tensor, Tensor]:
         """Call the operator and multiply the rows by their scales."""
-        rows, scales, slots = quantized(plan, data, tokens, weights, block)
+        rows, scales, slots = dispatch_quantized_op(plan, data, tokens, weights, block)
         return dequantize(rows, scales, tokens.dtype, block), slots
 
     setup_context = Dispatch.setup_context
     backward = Dispatch.backward
 
 
-dispatch_rounded_apply = applied(DispatchRounded)
+dispatch_rounded_apply = make_apply(DispatchRounded)
 
 
-def rounded(
+def dispatch_rounded(
     plan: Plan, rows: Tensor, weights: Tensor | None, block: str
 ) -> tuple[Tensor, Tensor | None]:
     """dispatch with quantize=."""
@@ -357,23 +361,23 @@ def rounded(
 
 
 def plan_dispatch_op(
-    wish: Wish, chosen: Tensor, tokens: Tensor, weights: Tensor | None, zero_tail: bool
+    wish: PlanRequest, chosen: Tensor, tokens: Tensor, weights: Tensor | None, zero_tail: bool
 ) -> tuple[Tensor, ...]:
     """The operator."""
-    way, _, slots, tables = wish
-    order_token = way.group.order_token
-    if way.compared:
-        given = (way.layer, slots, way.tag, *tables, int(zero_tail), *way.compared)
+    spec, _, slots, tables = wish
+    order_token = spec.group.order_token
+    if spec.compared:
+        given = (spec.layer, slots, spec.tag, *tables, int(zero_tail), *spec.compared)
         return ops.plan_dispatch.compared(order_token, chosen, tokens, weights, *given)
     is_seen = is_traced() or overridden(chosen, tokens, weights)
     call = PLAN_DISPATCH if is_seen else PLAN_DISPATCH_NOW
-    numbers = (way.layer, slots, way.tag, *tables, int(zero_tail))
+    numbers = (spec.layer, slots, spec.tag, *tables, int(zero_tail))
     return call(order_token, chosen, tokens, weights, *numbers)
 
 
 def plan_dispatch_into(
     out: Any,
-    wish: Wish,
+    wish: PlanRequest,
     chosen: Tensor,
     tokens: Tensor,
     weights: Tensor | None,
@@ -383,10 +387,10 @@ def plan_dispatch_into(
     plan, recv, slot = parts_of(out, "plan, recv, slot_weights")
     found = (bytes_of(plan), recv, slot)
     check_pair(weights, slot)
-    way, _, slots, tables = wish
-    numbers = (way.layer, slots, way.tag, *tables, int(zero_tail))
-    args = (way.group.order_token, chosen, tokens, weights, *numbers)
-    write(ops.plan_dispatch_out.default, args, *found)
+    spec, _, slots, tables = wish
+    numbers = (spec.layer, slots, spec.tag, *tables, int(zero_tail))
+    args = (spec.group.order_token, chosen, tokens, weights, *numbers)
+    write_out(ops.plan_dispatch_out.default, args, *found)
     return found
 
 
@@ -395,7 +399,7 @@ class PlanDispatch(EpicFunction):
 
     @staticmethod
     def forward(
-        wish: Wish, chosen: Tensor, tokens: Tensor, weights: Tensor | None, zero_tail: bool
+        wish: PlanRequest, chosen: Tensor, tokens: Tensor, weights: Tensor | None, zero_tail: bool
     ) -> tuple[Tensor, ...]:
         """Call the operator."""
         return plan_dispatch_op(wish, chosen, tokens, weights, zero_tail)
@@ -407,14 +411,14 @@ class PlanDispatch(EpicFunction):
         ctx.mark_non_differentiable(out[0])
 
     @staticmethod
-    @once
-    @raising
+    @first_order_only
+    @translate_errors
     def backward(ctx: Any, _: Any, d_recv: Tensor, d_slots: Tensor) -> tuple[Any, ...]:
         """As dispatch's."""
-        return None, None, *rows_home(ctx, d_recv, d_slots), None
+        return None, None, *token_gradients(ctx, d_recv, d_slots), None
 
 
-plan_dispatch_apply = applied(PlanDispatch)
+plan_dispatch_apply = make_apply(PlanDispatch)
 
 
 def as_tokens(tokens: Tensor, topk_idx: Tensor, num_tokens: int) -> Tensor:
@@ -445,24 +449,24 @@ def plan_dispatch(
     three, which are written and returned, without a gradient."""
     try:
         placed = (rank_of_expert, logical_of_expert, num_local_experts)
-        wish = asked(group, layer, topk_idx, capacity, placed, tag, compared)
-        way, num_tokens, slots, _ = wish
-        if way.flat:
-            raise wrong_layout(way, "plan, then dispatch_flat")
+        wish = resolve_request(group, layer, topk_idx, capacity, placed, tag, compared)
+        spec, num_tokens, slots, _ = wish
+        if spec.flat:
+            raise wrong_layout(spec, "plan, then dispatch_flat")
         if slots == EXACT:
             raise EpicArgumentError("capacity EXACT: call plan, then dispatch")
         if out is not None:
             found = plan_dispatch_into(out, wish, topk_idx, tokens, weights, zero_tail)
         elif needs_gradient(tokens, weights):
             rows = as_tokens(tokens, topk_idx, num_tokens)
-            weights = as_weights("weights", weights, (num_tokens, way.top_k), tokens)
+            weights = as_weights("weights", weights, (num_tokens, spec.top_k), tokens)
             found = plan_dispatch_apply(wish, topk_idx, rows, weights, zero_tail)
         else:
             found = plan_dispatch_op(wish, topk_idx, tokens, weights, zero_tail)
     except RuntimeError as error:
-        raise told(error) from None
+        raise to_epic_error(error) from None
     data, recv, slot = found
-    made = Plan(data, num_tokens, slots, way)
+    made = Plan(data, num_tokens, slots, spec)
     return made, recv, None if weights is None else slot
 
 
@@ -473,12 +477,12 @@ def combine_op(
     plan: Plan, data: Tensor, rows: Tensor, slots: Tensor | None, _: Any = None
 ) -> Tensor:
     """The operator."""
-    num_tokens, way = plan.num_tokens, plan.way
+    num_tokens, spec = plan.num_tokens, plan.spec
     is_seen = is_traced() or overridden(data, rows, slots)
-    call, order_token = COMBINE if is_seen else COMBINE_NOW, way.group.order_token
-    if not way.tag:
-        return call(order_token, data, rows, slots, num_tokens, way.layer)
-    return call(order_token, data, rows, slots, num_tokens, way.layer, way.tag)
+    call, order_token = COMBINE if is_seen else COMBINE_NOW, spec.group.order_token
+    if not spec.tag:
+        return call(order_token, data, rows, slots, num_tokens, spec.layer)
+    return call(order_token, data, rows, slots, num_tokens, spec.layer, spec.tag)
 
 
 class Combine(EpicFunction):
@@ -495,28 +499,28 @@ class Combine(EpicFunction):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
         """Save the rows only if the weights' gradient needs them."""
         plan, data, rows, slots, ctx.block = inputs
-        ctx.way, ctx.capacity = plan.way, rows.shape[0]
-        stay(data)
+        ctx.spec, ctx.capacity = plan.spec, rows.shape[0]
+        mark_no_offload(data)
         ctx.save_for_backward(data, rows if ctx.needs_input_grad[3] else None, slots)
 
     @staticmethod
-    @once
-    @raising
+    @first_order_only
+    @translate_errors
     def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
         """To the slots, scaled by their weights."""
         data, rows, slots = ctx.saved_tensors
-        way, block = ctx.way, ctx.block
-        inputs = (way.group.order_token_backward, data, d_out, rows, slots, ctx.capacity)
+        spec, block = ctx.spec, ctx.block
+        inputs = (spec.group.order_token_backward, data, d_out, rows, slots, ctx.capacity)
         if block is None:
-            d_rows, d_slots = ops.combine_backward.default(*inputs, way.layer, way.tag)
+            d_rows, d_slots = ops.combine_backward.default(*inputs, spec.layer, spec.tag)
         else:
-            more = (1 + BLOCKS.index(block), way.layer, way.tag)
+            more = (1 + BLOCKS.index(block), spec.layer, spec.tag)
             back = ops.combine_backward_quantized.default(*inputs, *more)
             d_rows, d_slots = dequantize(back[0], back[1], d_out.dtype, block), back[2]
         return None, None, d_rows, d_slots if rows is not None else None, None
 
 
-combine_apply = applied(Combine)
+combine_apply = make_apply(Combine)
 
 
 def combine(
@@ -545,14 +549,14 @@ def combine(
         call = combine_apply if needs_gradient(rows, slots) else combine_op
         return call(plan, plan.bytes, rows, slots, block)
     except RuntimeError as error:
-        raise told(error) from None
+        raise to_epic_error(error) from None
 
 
 def combine_into(plan: Plan, rows: Tensor, slots: Tensor | None, out: Tensor) -> Tensor:
     """combine with out=."""
-    data, num_tokens, _, way = plan
-    args = (way.group.order_token, data, rows, slots, num_tokens, way.layer, way.tag)
-    write(ops.combine_out.default, args, out)
+    data, num_tokens, _, spec = plan
+    args = (spec.group.order_token, data, rows, slots, num_tokens, spec.layer, spec.tag)
+    write_out(ops.combine_out.default, args, out)
     return out
 
 

@@ -8,9 +8,16 @@ import torch
 from torch import Tensor
 
 from epic.errors import EpicArgumentError
-from epic.torch.arguments import EpicFunction, applied, is_traced, needs_gradient, no_vmap, once
+from epic.torch.arguments import (
+    EpicFunction,
+    first_order_only,
+    is_traced,
+    make_apply,
+    needs_gradient,
+    no_vmap,
+)
 from epic.torch.groups import Group
-from epic.torch.ops import copy_into, note_write, raising
+from epic.torch.ops import copy_into, note_write, translate_errors
 
 ops = torch.ops.epic
 
@@ -19,7 +26,7 @@ def sum_op(group: Group, order_token: Tensor, x: Tensor, order: int, tag: int) -
     """The operator, which adds float32 in place; x [n], of float32 or float64."""
     out = with_zeros_of_others(group, x) if x.dtype == torch.float64 else x.clone()
     ops.sum_.default(order_token, out, order, group.number, tag)
-    return added_here(group, out, order) if x.dtype == torch.float64 else out
+    return add_in_order(group, out, order) if x.dtype == torch.float64 else out
 
 
 def refuse_vmap(x: Tensor) -> None:
@@ -41,7 +48,7 @@ def with_zeros_of_others(group: Group, x: Tensor) -> Tensor:
     return parts.view(-1)
 
 
-def added_here(group: Group, parts: Tensor, order: int) -> Tensor:
+def add_in_order(group: Group, parts: Tensor, order: int) -> Tensor:
     """Every rank's float64 numbers, which each rank has now, added in the order asked for."""
     rows = list(parts.to(torch.int16).view(torch.float64).view(group.num_ranks, -1))
     while order and len(rows) > 1:
@@ -63,18 +70,18 @@ class Sum(EpicFunction):
         ctx.group, _, *ctx.place = inputs
 
     @staticmethod
-    @once
-    @raising
+    @first_order_only
+    @translate_errors
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         """Each rank's x is in every rank's sum."""
         whole = sum_op(ctx.group, ctx.group.order_token_backward, gradient.contiguous(), *ctx.place)
         return None, whole, None, None
 
 
-sum_apply = applied(Sum)
+sum_apply = make_apply(Sum)
 
 
-@raising
+@translate_errors
 def sum(
     group: Group, x: Tensor, *, tree: bool = False, tag: int = 0, out: Tensor | None = None
 ) -> Tensor:
@@ -113,18 +120,18 @@ class SumGradient(EpicFunction):
         ctx.group, ctx.order, ctx.tag, _ = inputs
 
     @staticmethod
-    @once
-    @raising
+    @first_order_only
+    @translate_errors
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         """Each rank's part is in every rank's sum."""
-        (whole,) = added_in_backward(ctx.group, ctx.order, ctx.tag, [gradient])
+        (whole,) = sum_gradients_now(ctx.group, ctx.order, ctx.tag, [gradient])
         return None, None, None, whole
 
 
-sum_gradient_apply = applied(SumGradient)
+sum_gradient_apply = make_apply(SumGradient)
 
 
-def added_in_backward(group: Group, order: int, tag: int, parts: list[Tensor]) -> list[Tensor]:
+def sum_gradients_now(group: Group, order: int, tag: int, parts: list[Tensor]) -> list[Tensor]:
     """Adds gradients over the ranks in one sum; each keeps its shape and dtype."""
     wide = torch.float64 if parts[0].dtype == torch.float64 else torch.float32
     flat = torch.cat([part.reshape(-1).to(wide) for part in parts])
