@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The addresses by which other hosts reach this one, and sockets. */
+/* Addresses of this host that other hosts can connect to, and opening sockets. Used to make
+ * liveness connections. */
 #include <errno.h>
 #include <ifaddrs.h>
 #include <net/if.h>
@@ -11,7 +12,7 @@
 
 #include "net/liveness_inner.h"
 
-#define LISTEN_BACKLOG 128 /* that may wait to be heard, strangers too */
+#define LISTEN_BACKLOG 128 /* connections that may wait for accept(), also unknown ones */
 #define SOCKET_TYPE (SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK)
 
 void liveness_close_socket(int *socket)
@@ -20,7 +21,7 @@ void liveness_close_socket(int *socket)
     *socket = -1;
 }
 
-/* False: not an address that another host can call. */
+/* Copies an address. Returns false if other hosts cannot connect to it. */
 static bool read_address(const struct sockaddr *from, liveness_address *out)
 {
     static const uint8_t mapped[12] = {[10] = 0xff, [11] = 0xff};
@@ -98,7 +99,7 @@ int liveness_open_listener(uint32_t *port)
 {
     const liveness_address ipv6 = {{0}}, ipv4 = {{[10] = 0xff, [11] = 0xff}};
     const int fd = listen_on(&ipv6, port);
-    return fd >= 0 ? fd : listen_on(&ipv4, port); /* a system without IPv6 */
+    return fd >= 0 ? fd : listen_on(&ipv4, port); /* the system has no IPv6 */
 }
 
 int liveness_begin_connect(const liveness_address *address, uint32_t port)

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Beats, and what their acknowledgements tell. */
+/* The thread of the liveness connections. It sends one byte per connection ten times a
+ * second and decides from the kernel's acknowledgements whether a peer is dead. */
 #include <errno.h>
 #include <linux/tcp.h>
 #include <netinet/in.h>
@@ -18,7 +19,7 @@
 #define BEAT_MS 100
 #define BEAT_BYTE 'b'
 #define CLOSE_BYTE \
-    'e' /* the last byte of a line that is closed: without it, its process has died */
+    'e' /* last byte of a closed connection; a process that ended did not send it */
 
 static void set_state(net_liveness *l, int host, net_peer_state state)
 {
@@ -30,12 +31,14 @@ net_peer_state net_liveness_state(const net_liveness *l, int host)
     return (net_peer_state)__atomic_load_n(&l->state[host], __ATOMIC_ACQUIRE);
 }
 
+/* Returns true while the host is connected and neither closed nor dead. */
 static bool is_watched(const net_liveness *l, int host)
 {
     return l->sockets[host] >= 0 && net_liveness_state(l, host) == NET_PEER_ALIVE;
 }
 
-/* Takes the peer's beats.  What ends a line is told once, in the order in which it came. */
+/* Reads what the peer has sent. The first end of the connection that this finds, a close
+ * byte or an error, becomes the final state of the host. */
 static void read_beats(net_liveness *l, int host)
 {
     char bytes[256];
@@ -48,10 +51,13 @@ static void read_beats(net_liveness *l, int host)
     }
 }
 
-/* Judges by earlier beats, then sends one.  A host is gone when nothing that was sent since
- * `asked_ms` is acknowledged, and nothing else came from there.  Time for which this thread was late
- * does not count: it may have stood still between the clock and its beat, which then seems older than
- * it is, and what kept it may have kept the system from taking what came. */
+/* Checks whether the host acknowledged the earlier bytes, then sends the next one.
+ *
+ * A host is dead if no byte sent since `acked_ms` is acknowledged and no acknowledgement
+ * came for `silence_ms`. run_thread() adds the time by which this thread was late to
+ * `acked_ms`, because this process may have been stopped between reading the clock and
+ * sending. The whole machine may also have been stopped, and then its kernel has not yet
+ * processed what arrived. */
 static void check_and_beat(net_liveness *l, int host, int64_t now)
 {
     struct tcp_info info;
@@ -67,9 +73,10 @@ static void check_and_beat(net_liveness *l, int host, int64_t now)
     }
     const ssize_t sent = send(l->sockets[host], &(char){BEAT_BYTE}, 1, MSG_NOSIGNAL);
     if (sent < 0 && errno != EAGAIN && errno != EINTR)
-        read_beats(l, host); /* its last byte counts */
+        read_beats(l, host); /* the peer's last byte may be a close byte */
 }
 
+/* Sleeps until bytes arrive or the next byte is due. */
 static void *run_thread(void *self)
 {
     net_liveness *l = self;
@@ -95,18 +102,17 @@ static void *run_thread(void *self)
     }
 }
 
-/* Signals of the program are not for this thread. */
 epic_result liveness_start_thread(net_liveness *l)
 {
     const int64_t now = epic_bootstrap_now_ms();
     for (int h = 0; h < l->setup.num_hosts; h++) l->acked_ms[h] = now;
     l->stop_event = eventfd(0, EFD_CLOEXEC);
     if (l->stop_event < 0)
-        return epic_fail(EPIC_EDEVICE, "lines: eventfd: %s", strerror(errno));
+        return epic_fail(EPIC_EDEVICE, "liveness connections: eventfd: %s", strerror(errno));
     const int error = thread_start(&l->thread, run_thread, l);
     if (error) {
         liveness_close_socket(&l->stop_event);
-        return epic_fail(EPIC_EDEVICE, "lines: no thread for them: %s", strerror(error));
+        return epic_fail(EPIC_EDEVICE, "liveness connections: no thread: %s", strerror(error));
     }
     return EPIC_OK;
 }
@@ -127,8 +133,8 @@ void net_liveness_forget(net_liveness *l)
     free(l);
 }
 
-/* What has not been read when a socket is closed makes the system send a reset, which may overtake
- * the last byte: so nothing is left unread. */
+/* The system sends a reset if a socket is closed while received bytes are unread, and a
+ * reset may overtake the close byte. So this reads everything first. */
 void net_liveness_close(net_liveness *l)
 {
     if (!l) return;

@@ -1,8 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Making lines.  Each rank listens and calls the hosts below its own, one address after another.  A
- * caller begins with the secret of the rank that it calls, the answer is the caller's secret: both
- * have been at the bootstrap.  An address may lead elsewhere, as one of a container's bridge does, and
- * whoever finds the port may call: such are hung up on. */
+/* Making liveness connections. Each rank listens, and connects to the hosts with lower
+ * numbers, trying one address after the other. The connecting rank sends the secret of the
+ * rank that it wants to reach, and receives its own secret as the answer. So both prove that
+ * they took part in the bootstrap.
+ *
+ * An address may lead to another machine, such as the address of a container's bridge, and
+ * anyone who finds the port can connect. Such connections are closed. */
 #include <errno.h>
 #include <poll.h>
 #include <stdio.h>
@@ -16,28 +19,30 @@
 #include "bootstrap/bootstrap.h"
 #include "net/liveness_inner.h"
 
-#define MAX_INCOMING 32 /* callers that may be heard at once; then the first is hung up on */
+#define MAX_INCOMING 32 /* connections without a handshake; a further one replaces the oldest */
 #define ADDRESS_TRY_MS 1000 /* for one address */
-#define RETRY_PAUSE_MS 50   /* before the next one, when it refused */
+#define RETRY_PAUSE_MS 50   /* before the next address, after a refusal */
 #define POLL_MS 50
 #define MAGIC 0x656e696c63697065ull /* "epicline" in memory */
 
+/* The first message of either side. */
 typedef struct handshake {
     uint64_t magic, group_id;
-    uint64_t secret[2]; /* of the one who is spoken to */
+    uint64_t secret[2]; /* the secret of the receiver */
     int32_t host, num_hosts;
 } handshake;
 
-/* A connection that is not a line yet. */
+/* A connection before its handshake is complete. */
 typedef struct connection {
-    int fd; /* -1: none */
+    int fd; /* -1: not open */
     bool has_sent;
-    int next;            /* calls: the address to try next */
-    int64_t until_ms;    /* calls: when to try it */
-    size_t num_received; /* bytes of what the other says */
+    int next;            /* outgoing: index of the address to try next */
+    int64_t until_ms;    /* outgoing: when to try the next address */
+    size_t num_received; /* bytes of `received` so far */
     handshake received;
 } connection;
 
+/* The state of one net_liveness_connect(). */
 typedef struct connect_state {
     net_liveness *lines;
     const unsigned char *handles;
@@ -49,7 +54,7 @@ typedef struct connect_state {
 static epic_result fail_with_errno(const char *what)
 {
     const int error = errno;
-    return epic_fail(EPIC_EDEVICE, "lines: %s: %s%s", what, strerror(error),
+    return epic_fail(EPIC_EDEVICE, "liveness connections: %s: %s%s", what, strerror(error),
                      epic_remedy(error));
 }
 
@@ -57,7 +62,7 @@ epic_result net_liveness_listen(net_liveness **out, const net_liveness_setup *se
                                 void *handle)
 {
     net_liveness *l = calloc(1, sizeof *l);
-    if (!l) return epic_fail(EPIC_ENOMEM, "no host memory for lines");
+    if (!l) return epic_fail(EPIC_ENOMEM, "no host memory for liveness connections");
     l->setup = *setup;
     if (!l->setup.silence_ms) l->setup.silence_ms = 800;
     l->stop_event = -1;
@@ -72,7 +77,8 @@ epic_result net_liveness_listen(net_liveness **out, const net_liveness_setup *se
         result = fail_with_errno("getrandom");
     else if (l->handle.num_addresses == 0)
         result =
-            epic_fail(EPIC_EDEVICE, "lines: no interface%s%.40s of this host has an address",
+            epic_fail(EPIC_EDEVICE,
+                      "liveness connections: no interface%s%.40s of this host has an address",
                       setup->interface ? " " : "", setup->interface ? setup->interface : "");
     if (result == EPIC_OK) {
         memcpy(handle, &l->handle, sizeof l->handle);
@@ -102,7 +108,7 @@ static bool send_handshake(const connect_state *o, int fd, int to)
     return send(fd, &mine, sizeof mine, MSG_NOSIGNAL) == (ssize_t)sizeof mine;
 }
 
-/* Hears what has come.  False: the other hung up. */
+/* Reads what has arrived. Returns false if the other side closed the connection. */
 static bool receive_handshake(connection *t)
 {
     const size_t left = sizeof t->received - t->num_received;
@@ -111,7 +117,7 @@ static bool receive_handshake(connection *t)
     return count > 0 || (count < 0 && (errno == EAGAIN || errno == EINTR));
 }
 
-/* The host that speaks, or -1: not one of us. */
+/* Returns the host that sent this handshake, or -1 if no rank of this group did. */
 static int identify_host(const connect_state *o, const connection *t)
 {
     const net_liveness *l = o->lines;
@@ -123,7 +129,7 @@ static int identify_host(const connect_state *o, const connection *t)
     return ours && g->host >= 0 && g->host < l->setup.num_hosts ? g->host : -1;
 }
 
-/* The connection is a line now. */
+/* Turns the connection into the liveness connection of a host. */
 static void adopt_connection(connect_state *o, connection *t, int host)
 {
     o->lines->sockets[host] = t->fd;
@@ -144,8 +150,8 @@ static void try_next_address(connect_state *o, int host, int64_t now)
     if (t->fd >= 0) t->until_ms = now + ADDRESS_TRY_MS;
 }
 
-/* Once it is connected a call waits for its answer as long as there is time: who is called may be
- * late. */
+/* Moves one outgoing connection on. Once it is connected it waits for its answer until the
+ * time limit of net_liveness_connect(), because the peer may call that function late. */
 static void advance_outgoing(connect_state *o, int host, short events, int64_t now)
 {
     connection *t = &o->outgoing[host];
@@ -171,6 +177,8 @@ static void accept_connection(connect_state *o)
     *t = (connection){.fd = fd};
 }
 
+/* Reads one incoming connection. It becomes the connection of a host with a higher number,
+ * or is closed. */
 static void advance_incoming(connect_state *o, connection *t)
 {
     const bool there = receive_handshake(t);
@@ -185,6 +193,7 @@ static void advance_incoming(connect_state *o, connection *t)
 
 /* ---------------------------------------------------------------------------- waiting ---- */
 
+/* Sets the ranks in `which` that are not connected yet and returns their number. */
 static int find_missing(const net_liveness *l, bool *which)
 {
     int count = 0;
@@ -201,7 +210,7 @@ static bool must_connect(const net_liveness *l, int host)
     return host < l->setup.host && l->sockets[host] < 0;
 }
 
-/* Waits for a moment and does what there is to do. */
+/* Waits for at most POLL_MS and handles what has happened. */
 static epic_result poll_once(connect_state *o)
 {
     net_liveness *l = o->lines;
@@ -228,12 +237,12 @@ static epic_result fail_with_missing(const net_liveness *l, const bool *which)
     char names[256];
     const int num_ranks = l->setup.num_hosts * l->setup.ranks_per_host;
     epic_bootstrap_list_ranks(names, sizeof names, which, num_ranks);
-    return epic_fail(
-        EPIC_ETIMEOUT,
-        "lines: no TCP connection with %s within %u ms: it did not come, or this host "
-        "cannot reach it; see to firewalls, and to the interface%s%.40s",
-        names, l->setup.timeout_ms, l->setup.interface ? " " : "",
-        l->setup.interface ? l->setup.interface : "");
+    return epic_fail(EPIC_ETIMEOUT,
+                     "liveness connections: no TCP connection with %s within %u ms: it did not "
+                     "connect, or this host "
+                     "cannot reach it; check firewalls and the interface%s%.40s",
+                     names, l->setup.timeout_ms, l->setup.interface ? " " : "",
+                     l->setup.interface ? l->setup.interface : "");
 }
 
 epic_result net_liveness_connect(net_liveness *l, const void *handles)

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Engines live in libraries of their own: epic needs none of what they stand on. */
+/* Finds and loads the library of an engine. Engines live in libraries of their own, so that
+ * libepic.so needs none of their dependencies. */
 #include <dlfcn.h>
 #include <stdio.h>
 #include <string.h>
@@ -7,14 +8,15 @@
 #include "base/library.h"
 #include "net/net.h"
 
-/* A name becomes part of a file's: small letters alone. */
+/* The name becomes a part of a file name, so only small letters are allowed. */
 static bool is_name(const char *name)
 {
     const size_t length = strlen(name);
     return length > 0 && length <= 16 && strspn(name, "abcdefghijklmnopqrstuvwxyz") == length;
 }
 
-/* `error` begins with the file that is wrong, or not there. */
+/* Returns how to get a library that can be loaded. `error` of dlerror() begins with the file
+ * that is missing or broken. */
 static const char *load_remedy(const char *name, const char *library, const char *error)
 {
     if (strcmp(name, "ucx") != 0) return "there is none but ucx";
@@ -34,7 +36,7 @@ const net_engine *net_find_engine(const char *name, char *why)
     snprintf(symbol, sizeof symbol, "epic_net_%s", name);
     void *handle = library_open((const void *)(uintptr_t)&net_find_engine, library);
     const net_engine *engine = handle ? dlsym(handle, symbol) : NULL;
-    if (engine) return engine; /* it stays loaded */
+    if (engine) return engine; /* the library stays loaded */
     const char *error = dlerror();
     snprintf(why, NET_WHY_BYTES, "net \"%s\": %s cannot be loaded; %s (%.120s)", name, library,
              load_remedy(name, library, error), error ? error : "no symbol of that name");

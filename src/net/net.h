@@ -1,16 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A net: what carries bytes between GPUs of several hosts.  Each rank has one, to the ranks in its
- * place on the other hosts.  An *engine* is a way to make nets; it lives in a library of its own.
+/* The interface of a network library (engine) that carries bytes between GPUs of several
+ * hosts. Each rank opens one net, which connects it with one rank of each other host. An
+ * engine lives in a library of its own, libepic_NAME.so; libepic_ucx.so is one.
  *
- * A rank's peers write into its *inbox*, and what it sends lies in its *outbox*.  What holds:
- *   1. Every aligned word of 8 bytes arrives whole: who polls it sees the old word or the new one.
- *   2. Nothing else is ordered: the words of all puts land in any order, each of them once.
- *   3. A put that was taken lands, or the peer is said to be gone.
- *   4. Until done() says so, the source of a put is read again and again.
- *   5. After connect nothing blocks, nothing allocates memory of ours, and nothing calls CUDA.
+ * A rank has an inbox, into which its peers write, and an outbox, from which it sends. The
+ * engine promises:
+ *   1. Every aligned word of 8 bytes arrives whole. A reader that polls it sees the old or the new value.
+ *   2. Nothing else is ordered. The words of all puts land in any order, each of them once.
+ *   3. An accepted put lands, or is_gone() reports the peer.
+ *   4. The source of a put may be read, even repeatedly, until is_done() returns true for it.
+ *   5. After connect() no call blocks, allocates host memory of EPIC, or calls CUDA.
  *
- * So a reader needs poison or a stamp in every word, and a writer needs no fence and no flag.  All
- * calls on a net are made by one thread at a time; words of the inbox may be read by any. */
+ * So a reader needs poison or a stamp in every word, and a writer needs no fence and no
+ * flag. Only one thread at a time may call functions of a net. Any thread may read words of
+ * the inbox. */
 #ifndef EPIC_NET_ENGINE_H
 #define EPIC_NET_ENGINE_H
 
@@ -22,79 +25,88 @@
 
 #define NET_MAX_HOSTS 32
 #define NET_HANDLE_BYTES 4096
-#define NET_WHY_BYTES 256            /* bytes of a sentence */
-#define NET_MAX_PUT_BYTES (1u << 20) /* of one put */
+#define NET_WHY_BYTES 256            /* size of the buffer for an error text */
+#define NET_MAX_PUT_BYTES (1u << 20) /* largest size of one put */
 
 typedef struct net net;
 
-/* How bytes travel, where the engine has a choice; EPIC_NET_RDMA. */
+/* How rows travel, where the engine has a choice; EPIC_NET_RDMA sets it. */
 typedef enum net_rdma {
-    NET_RDMA_IF_WHOLE, /* by remote writes where those are known to keep words whole */
-    NET_RDMA_NEVER,    /* in messages that the receiver's thread copies, a word at a time */
-    NET_RDMA_ALWAYS    /* by remote writes: who says so knows the network */
+    /* remote writes where the network keeps words of 8 bytes whole, else messages */
+    NET_RDMA_IF_WHOLE,
+    NET_RDMA_NEVER, /* messages, which the receiving thread stores word by word */
+    NET_RDMA_ALWAYS /* remote writes; the user promises that the network keeps words whole */
 } net_rdma;
 
+/* Arguments of open(). Copied; the memory must stay until close(). */
 typedef struct net_setup {
-    int32_t host, num_hosts; /* peers are the other hosts' ranks, by their host's number */
+    int32_t host, num_hosts; /* the peers are numbered by their hosts */
     net_rdma rdma;
-    int32_t threads;      /* that the engine may have where CPUs move the bytes */
-    bool on_gpu;          /* inbox and outbox lie on a GPU; else in host memory */
-    void *inbox;          /* 8-byte aligned, as all below is */
-    uint64_t inbox_bytes; /* the same on all */
-    /* What goes to so many bytes at the beginning of an inbox is little, and awaited by what all
-     * else waits for: an engine may let it overtake. */
+    int32_t threads;      /* threads that the engine may start where CPUs move the bytes */
+    bool on_gpu;          /* inbox and outbox are memory of a GPU; else of the host */
+    void *inbox;          /* 8-byte aligned, like the sizes and the outbox */
+    uint64_t inbox_bytes; /* the same on all ranks */
+    /* Puts to the first `urgent_bytes` bytes of an inbox are small, and everything else
+     * waits for them. An engine may let them overtake other puts. */
     uint64_t urgent_bytes;
-    const void *outbox; /* what puts read lies here */
+    const void *outbox; /* puts read from here */
     uint64_t outbox_bytes;
 } net_setup;
 
+/* The functions of an engine. A library exports one object of this type, epic_net_NAME. */
 typedef struct net_engine {
     const char *name;
-    /* The size that puts should have, if there is as much; 2 KB to 512 KB. */
+    /* The engine is fastest with puts of this size, if that much is to send; 2 KB to 512 KB. */
     uint32_t preferred_bytes;
 
-    /* Can this host have such a net?  Local; `why` (NET_WHY_BYTES bytes) gets the reason when not. */
+    /* Returns whether this host can open such a net, else writes the reason to `why`
+     * (NET_WHY_BYTES bytes). Local. */
     bool (*is_available)(char *why);
 
-    /* May inbox and outbox lie on a GPU here?  Local.  Whether the peers are reached that way is
-     * known by connect alone. */
+    /* Returns whether inbox and outbox may lie on a GPU of this host. Local. Whether the
+     * peers can be reached that way is known only after connect(). */
     bool (*can_reach_gpu)(void);
 
-    /* Local.  `card` (NET_HANDLE_BYTES, zeroed) is what the peers must know; it carries 64 random
-     * bits without which nothing is written into the inbox. */
+    /* Opens this rank's end and writes what the peers need to connect into `handle`
+     * (NET_HANDLE_BYTES bytes, zeroed by the caller). Local. The handle contains 64 random
+     * bits; a message without them is never stored into the inbox. An error writes its
+     * reason to `why`. */
     epic_result (*open)(net **out, const net_setup *setup, void *handle, char *why);
 
-    /* Cards of all hosts, [num_hosts].  Local, and no peer has to answer.  EPIC_ENOTSUP: memory on
-     * the GPU is out of a peer's reach; close, and open with host memory. */
+    /* Connects to all peers; `handles` [num_hosts, NET_HANDLE_BYTES] are those of all hosts.
+     * Local: no peer has to answer. EPIC_ENOTSUP: a peer's GPU memory cannot be reached;
+     * close the net and open it again with host memory. */
     epic_result (*connect)(net *n, const void *handles, char *why);
 
-    /* Takes `bytes` from the outbox to offset `to` of the host's inbox, all multiples of 8, at most
-     * NET_MAX_PUT_BYTES.  False: there is no room, come again after look().  What goes to a host that
-     * is gone is taken and dropped. */
+    /* Sends `bytes` bytes of the outbox to offset `to` of the host's inbox. All are
+     * multiples of 8; at most NET_MAX_PUT_BYTES bytes. Returns false if there is no room;
+     * call progress() and try again. A put to a host that is gone is accepted and dropped. */
     bool (*put)(net *n, int host, uint64_t to, const void *from, uint32_t bytes);
 
-    /* The same of one word that needs no source. */
+    /* Like put(), but sends one word by value. */
     bool (*put_word)(net *n, int host, uint64_t to, uint64_t value);
 
-    /* Moves what can be moved; returns how much happened, 0: nothing. */
+    /* Moves what can be moved. Returns how many events happened; 0: none. */
     int (*progress)(net *n);
 
-    /* Puts and words to a host are counted together: have the first `count` of them left, so that
-     * their sources may be written? */
+    /* Puts and words to one host are counted together. Returns true once the engine has read
+     * the sources of the first `count` of them, so that they may be overwritten. */
     bool (*is_done)(const net *n, int host, uint64_t count);
 
-    /* Has the engine given the host up?  It may never notice: lines do (lines.h). */
+    /* Returns true if the engine has given up the host. It may never notice that a host is
+     * gone; liveness connections do (liveness.h). */
     bool (*is_gone)(const net *n, int host);
 
-    /* How the peers are really reached, in a line of at most `size` bytes. */
+    /* Writes one line of at most `size` bytes with the transports of the peers. */
     void (*describe)(const net *n, char *to, size_t size);
 
-    /* NULL is allowed.  Sends what was taken, for a moment at most, whatever the peers do. */
+    /* Closes the net. Sends accepted puts for a short time at most, whatever the peers do.
+     * NULL is allowed. */
     void (*close)(net *n);
 } net_engine;
 
-/* The engine of that name, loaded when it is first asked for; NULL and the reason (NET_WHY_BYTES
- * bytes): there is none. */
+/* Returns the engine of that name and loads its library at the first call. On an error
+ * returns NULL and writes the reason to `why` (NET_WHY_BYTES bytes). Any thread may call it. */
 const net_engine *net_find_engine(const char *name, char *why);
 
 #endif

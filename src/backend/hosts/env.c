@@ -1,4 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+/* Reading and checking the environment variables of the backend hosts. */
 #include "backend/hosts/env.h"
 
 #include <stdlib.h>
@@ -7,10 +8,11 @@
 #include "base/cores.h"
 #include "base/error.h"
 
-#define MAX_THREADS 7         /* of a rank's net beside its own; */
-#define DEFAULT_MAX_THREADS 6 /* unless the user says, up to so many, */
-#define DEFAULT_MIN_THREADS 2 /* as one would only take what its own does, */
-#define CORES_PER_THREAD 2    /* of so many cores each; as measured, docs/lab/hosts.md */
+#define MAX_THREADS 7         /* largest value of EPIC_NET_THREADS */
+#define DEFAULT_MAX_THREADS 6 /* the default is at most this many */
+/* with fewer than two, use none: a single thread only takes work from the proxy thread */
+#define DEFAULT_MIN_THREADS 2
+#define CORES_PER_THREAD 2 /* measured, docs/lab/hosts.md */
 
 const net_engine *hosts_env_engine(char *why)
 {
@@ -20,6 +22,7 @@ const net_engine *hosts_env_engine(char *why)
 
 enum { SWITCH_OFF, SWITCH_ON, SWITCH_UNSET };
 
+/* Reads a variable whose value is 0 or 1. */
 static epic_result read_switch(const char *name, const char *without, int *value)
 {
     const char *text = getenv(name);
@@ -48,7 +51,7 @@ static epic_result read_relays(bool *relays)
     return EPIC_OK;
 }
 
-/* A number, 0 to `most`; -1: it is not set. */
+/* Reads a number from 0 to `most`; -1: the variable is not set. */
 static epic_result read_number(const char *name, const char *what, const char *without,
                                int32_t most, int32_t *out)
 {
@@ -65,8 +68,8 @@ static epic_result read_number(const char *name, const char *what, const char *w
     return EPIC_OK;
 }
 
-/* Of most operations all tokens, as what lies there in large parcels goes fastest; measured,
- * docs/lab/hosts.md. */
+/* The default covers all tokens of most operations, because large batches are fastest
+ * (measured, docs/lab/hosts.md). */
 static epic_result read_window(int32_t *window)
 {
     TRY(read_number("EPIC_NET_WINDOW", "tokens that are sent before one is received", "8192",

@@ -1,36 +1,41 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reads the environment variables of backend hosts (docs/reference/environment.md). */
+/* Environment variables of the backend hosts (docs/reference/environment.md). */
 #ifndef EPIC_HOSTS_ENV_H
 #define EPIC_HOSTS_ENV_H
 
 #include "net/net.h"
 
-/* Where inbox and outbox are to lie.  What nobody asks for is where all can have it. */
+/* The memory of inbox and outbox. ANY: on the GPU if all ranks can, else in host memory. */
 typedef enum hosts_memory {
     HOSTS_MEMORY_ANY,
     HOSTS_MEMORY_GPU,
     HOSTS_MEMORY_HOST
 } hosts_memory;
 
+/* The values of all variables. */
 typedef struct hosts_env {
     const net_engine *engine;
     hosts_memory memory;
-    bool relays;     /* this rank's process may go by them */
-    net_rdma rdma;   /* how rows travel, where the engine has a choice */
-    int32_t window;  /* tokens that are sent before one is received */
-    int32_t threads; /* of the net, beside its own; -1: as many as there are cores for */
+    bool relays;    /* EPIC_NET_RELAY: rows may cross once per host */
+    net_rdma rdma;  /* EPIC_NET_RDMA: how rows travel */
+    int32_t window; /* EPIC_NET_WINDOW: tokens to send before the first one is received */
+    /* EPIC_NET_THREADS: threads in addition to the proxy thread; -1: choose by the number of
+     * cores */
+    int32_t threads;
 } hosts_env;
 
-/* A variable that says what it may not is EPIC_EINVAL, with its name. */
+/* Reads all variables. Errors: EPIC_EINVAL names a variable with an invalid value;
+ * EPIC_ENOTSUP: the engine cannot be loaded. */
 epic_result hosts_read_env(hosts_env *out);
 
-/* Threads that the net of one of so many ranks on this host may have. */
+/* Returns how many threads the net of a rank may start, with `ranks` ranks on this host. */
 int32_t hosts_env_threads(const hosts_env *env, int ranks);
 
-/* EPIC_NET's engine; NULL, and the reason (NET_WHY_BYTES bytes): it is not there. */
+/* Returns the engine that EPIC_NET names, or NULL with the reason in `why` (NET_WHY_BYTES
+ * bytes). */
 const net_engine *hosts_env_engine(char *why);
 
-/* What is no kind of memory asks for any. */
+/* Returns EPIC_NET_MEMORY; HOSTS_MEMORY_ANY if it is unset or invalid. */
 hosts_memory hosts_env_memory(void);
 
 #endif

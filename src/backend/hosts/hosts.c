@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The backend hosts: GPUs of several hosts.  The kernels and steps are p2p's, compiled once more with
- * EPIC_HOSTS; here is how such ranks join and leave.  Ranks of one host store into each other's
- * memory; those of different hosts speak by the net, on which every rank is a host of its own. */
+/* The backend hosts: GPUs of several hosts. Its kernels and operations are those of p2p,
+ * compiled again with EPIC_HOSTS; this file joins and leaves such groups. Ranks of one host
+ * store into each other's memory. Ranks of different hosts use the net, in which every rank
+ * counts as a host. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -14,31 +15,31 @@
 
 #define LEAVE_NAP_NS 200000
 
-/* What a rank tells the others. */
+/* The info that a rank publishes while joining. */
 typedef struct peer_info {
-    uint32_t result; /* of its own part so far */
+    uint32_t result; /* how this rank has fared so far */
     p2p_gpu gpu;
-    cudaIpcMemHandle_t handle; /* of the heap for neighbours */
-    uint32_t relays;           /* its process may go by them */
-    uint32_t wanted, on_gpu;   /* hosts_memory; inbox and outbox are */
-    char sentence[256];        /* why it failed, or why those are not */
+    cudaIpcMemHandle_t handle; /* of the heap, for ranks of the same host */
+    uint32_t relays;           /* its process allows relays */
+    uint32_t wanted, on_gpu;   /* hosts_memory; whether inbox and outbox lie on the GPU */
+    char sentence[256];        /* why the rank failed, or why they do not lie on the GPU */
     _Alignas(8) unsigned char liveness[NET_LIVENESS_HANDLE_BYTES];
     _Alignas(8) unsigned char net[NET_HANDLE_BYTES];
 } peer_info;
 
-/* What a group has beside p2p's. */
+/* The part of a group that p2p does not have. */
 typedef struct hosts_part {
     hosts_env env;
     net *net;
     net_liveness *liveness;
     hosts_proxy *proxy;
-    bool on_gpu;     /* inbox and outbox are; else in host memory */
-    uint8_t *heap;   /* on the GPU: where ranks of this host store, and behind it parts; */
-    uint8_t *inbox;  /* as large: where the net does, */
-    uint8_t *outbox; /* and what it reads; */
-    uint8_t *outbox_on_gpu; /* the outbox, as the GPU sees it */
-    p2p_ring host_ring;     /* as the host sees it */
-    char net_text[256];     /* by the engine, once peers were connected */
+    bool on_gpu;     /* inbox and outbox lie on the GPU, else in host memory */
+    uint8_t *heap;   /* on the GPU: written by ranks of this host; the partials lie behind it */
+    uint8_t *inbox;  /* as large: written by the net */
+    uint8_t *outbox; /* as large: read by the net */
+    uint8_t *outbox_on_gpu; /* the address of the outbox on the GPU */
+    p2p_ring host_ring;     /* its addresses on the host */
+    char net_text[256];     /* text of the engine after connecting */
 } hosts_part;
 
 _Static_assert(NET_MAX_HOSTS == DEVICE_MAX_RANKS, "each rank may be a host of its own");
@@ -83,13 +84,13 @@ static epic_result alloc_for_net(uint8_t **out, uint8_t **seen, bool on_gpu, int
     return EPIC_OK;
 }
 
-/* Partials that no other rank sees; they lie behind the heap. */
+/* Bytes of the partials that only this rank reads. They lie behind the heap. */
 static int64_t parts_bytes(const p2p_heap *at, int64_t num_ranks)
 {
     return num_ranks * at->part_words * 4;
 }
 
-/* What this rank tells itself, and ranks of this host tell it. */
+/* Allocates the heap, into which this rank and the ranks of its host write. */
 static epic_result make_heap(epic_group *g, hosts_part *h, peer_info *mine)
 {
     p2p_heap *at = &g->self.at;
@@ -99,7 +100,7 @@ static epic_result make_heap(epic_group *g, hosts_part *h, peer_info *mine)
         return epic_fail(
             EPIC_ENOTSUP,
             "backend hosts: a heap of %lld bytes is too large, it must be less than "
-            "64 GB: take fewer tokens at once or set config.staging_bytes",
+            "64 GB; lower config.max_tokens or set config.staging_bytes",
             (long long)at->bytes);
     for (int q = 0; q < g->num_ranks; q++)
         if (p2p_same(g->peers[q].host, g->peers[g->rank].host)) g->self.near |= 1u << q;
@@ -111,10 +112,11 @@ static epic_result make_heap(epic_group *g, hosts_part *h, peer_info *mine)
     return p2p_heap_export(g, h->heap, &mine->handle);
 }
 
-/* The same from and to other hosts.  What is never stored to the outbox is never shipped. */
+/* Bytes of inbox or outbox. Partials that are never stored to the outbox are never sent, so
+ * host memory has no room for them. */
 static int64_t box_bytes(const p2p_heap *at, bool on_gpu)
 {
-    return on_gpu ? p2p_heap_bytes(at) : at->bytes; /* an allocation of its own */
+    return on_gpu ? p2p_heap_bytes(at) : at->bytes; /* cudaMalloc needs the whole */
 }
 
 static epic_result make_boxes(epic_group *g, hosts_part *h)
@@ -141,6 +143,7 @@ static void free_boxes(hosts_part *h)
     free_memory(&h->outbox, h->on_gpu);
 }
 
+/* Allocates the ring through which kernels post to the proxy thread, in pinned host memory. */
 static epic_result make_proxy_ring(epic_group *g, hosts_part *h)
 {
     uint8_t *memory = NULL;
@@ -153,6 +156,7 @@ static epic_result make_proxy_ring(epic_group *g, hosts_part *h)
     return map_to_gpu(&g->self.ring.words, h->host_ring.words);
 }
 
+/* Opens this rank's end of the net and writes its handle. */
 static epic_result open_net(epic_group *g, hosts_part *h, peer_info *mine)
 {
     char why[NET_WHY_BYTES];
@@ -193,7 +197,7 @@ static epic_result move_to_host(epic_group *g, hosts_part *h, peer_info *mine)
     return open_boxes(g, h, mine, false);
 }
 
-/* Who asked for the GPU by name is told by that name that it cannot be. */
+/* Adds EPIC_NET_MEMORY=gpu to an error of a rank that set it. */
 static epic_result fail_on_gpu(epic_result result)
 {
     char why[160];
@@ -202,8 +206,8 @@ static epic_result fail_on_gpu(epic_result result)
                      "EPIC_NET_MEMORY=gpu: %s; without it rows go by way of host memory", why);
 }
 
-/* On the GPU, if this rank can and nobody asks for host memory; whether all ranks can is not known
- * yet. */
+/* Opens the boxes on the GPU if this rank can and EPIC_NET_MEMORY is not host, else
+ * in host memory. Whether all ranks can is known later. */
 static epic_result open_own_boxes(epic_group *g, hosts_part *h, peer_info *mine)
 {
     mine->wanted = h->env.memory;
@@ -229,6 +233,7 @@ static epic_result listen_for_liveness(epic_group *g, hosts_part *h, peer_info *
     return net_liveness_listen(&h->liveness, &lines, mine->liveness);
 }
 
+/* Does all that needs no peer, and fills in what this rank publishes. */
 static epic_result prepare_rank(epic_group *g, hosts_part *h, peer_info *mine)
 {
     TRY(p2p_group_device(g, &mine->gpu));
@@ -253,7 +258,7 @@ static epic_result connect_net(epic_group *g, hosts_part *h, const peer_info *in
     const epic_result result = h->env.engine->connect(h->net, all, why);
     free(all);
     if (result != EPIC_OK) return epic_fail(result, "%s", why);
-    /* before the net is the thread's */
+    /* the proxy thread owns the net from now on */
     h->env.engine->describe(h->net, h->net_text, sizeof h->net_text);
     return EPIC_OK;
 }
@@ -282,15 +287,16 @@ static epic_result start_proxy(epic_group *g, hosts_part *h)
     return hosts_proxy_open(&h->proxy, &setup);
 }
 
-/* Nothing in a card is trusted: it may come from anybody who reached the bootstrap. */
+/* Checks what another rank published. Nothing in it is trusted, because anyone who reached the
+ * bootstrap may have written it. */
 static epic_result check_peer(const peer_info *c, int rank)
 {
     if (c->result > EPIC_ECLOSED || !p2p_gpu_fits(&c->gpu) ||
         !memchr(c->sentence, 0, sizeof c->sentence))
         return epic_fail(
             EPIC_EPEER,
-            "backend hosts: what the bootstrap brought from rank %d was not written "
-            "by EPIC",
+            "backend hosts: the info of rank %d is not valid: it must be written by the same "
+            "EPIC",
             rank);
     if (c->result == EPIC_OK) return EPIC_OK;
     return epic_fail((epic_result)c->result, "rank %d: %s", rank, c->sentence);
@@ -302,8 +308,8 @@ static epic_result check_peers(const peer_info *infos, int num_ranks)
     return EPIC_OK;
 }
 
-/* Brings all cards to all ranks, this one's with how it has fared so far.  So what is found in them is
- * found by all: as many gathers follow on every rank. */
+/* Publishes this rank's info with its result so far, and receives those of all ranks. All ranks
+ * read the same infos, so all reach the same verdict and make the same number of gathers. */
 static epic_result gather_peers(const epic_join *join, peer_info *infos, epic_result result)
 {
     peer_info *mine = &infos[join->bootstrap->num_ranks];
@@ -348,9 +354,10 @@ static epic_result check_wanted_memory(const peer_info *infos, int num_ranks)
     return EPIC_OK;
 }
 
-/* Connects the net, in the same kind of memory on all ranks: on the GPU if all are there and reach
- * each other, unasked in host memory if not.  No rank moves before all have tried, as others may
- * still be connecting to what it has there. */
+/* Connects the net with the same kind of memory on all ranks: on the GPU if all ranks have it
+ * there and reach each other, else in host memory, unless a rank set EPIC_NET_MEMORY=gpu. No
+ * rank moves its boxes before all have tried to connect, because others may still be connecting
+ * to them. */
 static epic_result connect_boxes(epic_group *g, const epic_join *join, peer_info *infos)
 {
     hosts_part *h = g->hosts;
@@ -372,7 +379,9 @@ static epic_result connect_boxes(epic_group *g, const epic_join *join, peer_info
     return connect_net(g, h, infos);
 }
 
-/* Rows go by relays where all hosts have as many ranks, several, one after the other. */
+/* Returns the number of ranks per host if rows can go by relays, else 0. All hosts must have
+ * the same number of ranks, more than one, numbered host by host, and every rank must allow
+ * relays. */
 static int32_t ranks_per_host(const epic_group *g, const peer_info *infos)
 {
     int32_t local = 1;
@@ -386,6 +395,7 @@ static int32_t ranks_per_host(const epic_group *g, const peer_info *infos)
     return local;
 }
 
+/* Does all that needs the peers' infos; the last step of joining. */
 static epic_result connect_peers(epic_group *g, hosts_part *h, const peer_info *infos)
 {
     p2p_gpu gpus[NET_MAX_HOSTS];
@@ -402,6 +412,7 @@ static epic_result connect_peers(epic_group *g, hosts_part *h, const peer_info *
 
 /* ------------------------------------------------------------------- join and leave ---- */
 
+/* Frees everything of the group; members that were not made are NULL. */
 static void free_group(epic_group *g)
 {
     hosts_part *h = g->hosts;
@@ -459,7 +470,7 @@ static epic_result hosts_join(epic_group **out, const epic_join *join)
     const epic_result own = g ? prepare_rank(g, g->hosts, &infos[num_ranks])
                               : epic_fail(EPIC_ENOMEM, "no host memory for a context");
     epic_result result = gather_peers(join, infos, own);
-    if (result == EPIC_OK) result = check_peers(infos, num_ranks); /* its own, too */
+    if (result == EPIC_OK) result = check_peers(infos, num_ranks); /* also this rank's own */
     if (result == EPIC_OK) result = connect_boxes(g, join, infos);
     if (result == EPIC_OK) result = connect_peers(g, g->hosts, infos);
     free(infos);
@@ -470,7 +481,7 @@ static epic_result hosts_join(epic_group **out, const epic_join *join)
     return result;
 }
 
-/* Has every peer closed, or died? */
+/* Returns whether every peer has left, closed or died. */
 static bool are_all_gone(epic_group *g)
 {
     const uint64_t *gone = p2p_gone(g);
@@ -481,7 +492,8 @@ static bool are_all_gone(epic_group *g)
     return true;
 }
 
-/* Memory may be freed once no peer puts anything into it: it has closed too, or is dead. */
+/* Leaves the group. This rank's memory is freed only after every peer has left, closed or died,
+ * because a peer may still write into it before. */
 static void hosts_leave(epic_group *g)
 {
     int device = -1;
@@ -503,7 +515,8 @@ void epic_backend_hosts_counts(const epic_group *g, uint64_t counts[3])
     hosts_proxy_counts(g->hosts->proxy, counts);
 }
 
-/* In a forked child: while it held the lines, nobody would see its parent's death. */
+/* For a forked child: while it holds the liveness connections, the peers would not notice its
+ * parent's end. */
 static void hosts_forget(epic_group *g)
 {
     net_liveness_forget(g->hosts->liveness);
@@ -515,8 +528,8 @@ static void hosts_describe_net(const epic_group *g, char *to, size_t size)
     epic_fit_text(to, size, g->hosts->net_text);
 }
 
-/* Inbox and outbox count where they may lie: unasked on the GPU and in host memory, though they will
- * be in one of the two. */
+/* Counts inbox and outbox on the GPU and in host memory, unless EPIC_NET_MEMORY decides,
+ * because only joining shows where they will lie. */
 static void hosts_memory_info(const epic_config *config, epic_memory_info *out)
 {
     const p2p_heap at = p2p_heap_for(config);

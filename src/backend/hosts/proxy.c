@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* One turn of the thread after the other; it naps when turns move nothing. */
+/* The proxy thread: proxy_progress() again and again, with naps while nothing moves. */
 #include "backend/hosts/proxy.h"
 
 #include <errno.h>
@@ -14,65 +14,67 @@
 #include "base/thread.h"
 
 #define MAX_OPEN_EPOCHS \
-    4 /* epochs whose sources are being read: two, as kernels wait for that */
+    4 /* epochs whose sources the net still reads; kernels never run more than two ahead */
 #define MAX_ENTRIES \
-    256 /* entries of a turn, some 8 us: what has come is given, and freed, between */
-#define FEW_IN_FLIGHT 4 /* puts to a host, with which its net has something to do */
-/* Urgent puts to a host, at most: what comes while they are read is joined.  And bytes of rows to a
- * host, at most, because what is urgent may wait behind them. */
+    256 /* ring entries in one round, about 8 us; then what was read is posted */
+#define FEW_IN_FLIGHT 4 /* with fewer puts in flight to a host, its net runs dry */
+/* Limits per host. More urgent puts wait and are joined meanwhile. Bytes of rows are limited
+ * because an urgent put may have to wait behind them. */
 #define MAX_URGENT_IN_FLIGHT 16
 #define MAX_BYTES_IN_FLIGHT (2u << 20)
-#define URGENT_MAX_PUTS \
-    4 /* of a parcel that is urgent; what is in more pieces waits for the rest, */
-#define URGENT_QUIET_US 5 /* until so long none has come */
-#define PREFETCH_LINES 4  /* of entries, that are fetched before they are looked at */
-#define IDLE_ROUNDS 64    /* that move nothing before the thread naps, */
-#define SPIN_US 200       /* and where there are cores to spare, so long */
+#define URGENT_MAX_PUTS 4 /* an urgent batch in more pieces than this waits for the rest, */
+#define URGENT_QUIET_US 5 /* until none has come for this long */
+#define PREFETCH_LINES 4  /* of ring entries to prefetch */
+#define IDLE_ROUNDS 64    /* rounds without progress before the first nap, */
+#define SPIN_US 200       /* and this long, if there are cores to spare */
 #define SPARE_CORES 8
-#define FIRST_NAP_US 20 /* at first, while an operation runs; then twice as long each time, */
-#define MAX_NAP_BUSY_US 50    /* up to this, */
-#define MAX_NAP_IDLE_US 20000 /* or this, when none runs, unless a call is made */
+#define FIRST_NAP_US 20       /* length of the first nap; each further one is twice as long */
+#define MAX_NAP_BUSY_US 50    /* longest nap while an operation runs */
+#define MAX_NAP_IDLE_US 20000 /* longest nap otherwise; a call ends it */
 #define MESSAGE_TIMEOUT_MS 2000
 
-/* A word of peers' heaps that is no data but what is so now: what comes last counts.  So one is under
- * way at a time, and it is the newest. */
+/* A word in the heaps of the peers that holds this rank's newest state. Only one put of it is
+ * in flight at a time, because an older value must not land over a newer one. */
 typedef struct state_word {
     uint64_t sent;
-    uint64_t posted; /* with that one */
+    uint64_t posted; /* the number of that put */
 } state_word;
 
-enum { MESSAGE_IDLE, MESSAGE_REQUESTED, MESSAGE_POSTED }; /* of a message */
+enum { MESSAGE_IDLE, MESSAGE_REQUESTED, MESSAGE_POSTED }; /* the states of a message */
 
-typedef struct message { /* to a host */
+typedef struct message { /* a message of hosts_proxy_send() to one host */
     uint64_t at, posted;
     uint32_t bytes;
     int state;
 } message;
 
+/* The state of the thread. Members that another thread reads or writes are accessed atomically.
+ */
 struct hosts_proxy {
     hosts_proxy_setup setup;
     pthread_t thread;
-    pthread_mutex_t mutex; /* one call of tell() at a time */
+    pthread_mutex_t mutex; /* one hosts_proxy_send() at a time */
     message messages[NET_MAX_HOSTS];
     int is_closing;
-    int is_asleep;   /* the thread, until */
-    sem_t wake_up;   /* a call is made or its nap is over */
-    bool is_running; /* an operation */
-    bool has_read;   /* entries, in this turn, */
+    int is_asleep;   /* 1 while the thread sleeps */
+    sem_t wake_up;   /* posted by hosts_proxy_wake() to end a nap early */
+    bool is_running; /* an operation is running */
+    bool has_read;   /* this round read entries */
     bool has_read_urgent;
-    uint32_t full;        /* hosts for which the net had no room, in this turn */
-    int64_t urgent_at;    /* when one was */
-    bool epoch_ends_next; /* its epoch, once all of `parcels` has been given */
+    uint32_t full;        /* hosts for which the net had no room in this round */
+    int64_t urgent_at;    /* when an urgent piece was last read */
+    bool epoch_ends_next; /* the epoch ends when the batcher is empty */
     put_batcher *batcher;
-    uint64_t num_read;                  /* entries */
-    uint64_t pieces;                    /* those of them that are no ends of epochs, */
-    uint64_t bytes, puts;               /* what they have become */
-    uint64_t max_puts_in_flight;        /* puts of rows to a host that are under way */
-    uint64_t posted[NET_MAX_HOSTS];     /* puts and words to a host */
-    uint64_t num_urgent[NET_MAX_HOSTS]; /* puts of those, and the numbers of the last ones */
+    uint64_t num_read;              /* ring entries */
+    uint64_t pieces;                /* entries that are pieces */
+    uint64_t bytes, puts;           /* what the pieces became */
+    uint64_t max_puts_in_flight;    /* limit of row puts to one host */
+    uint64_t posted[NET_MAX_HOSTS]; /* puts and words to each host */
+    /* urgent puts to each host; the numbers of the last ones */
+    uint64_t num_urgent[NET_MAX_HOSTS];
     uint64_t urgent[NET_MAX_HOSTS][MAX_URGENT_IN_FLIGHT];
-    uint64_t ends[MAX_OPEN_EPOCHS][NET_MAX_HOSTS]; /* `given`, when an epoch ended */
-    uint64_t num_ends, num_freed;                  /* epochs */
+    uint64_t ends[MAX_OPEN_EPOCHS][NET_MAX_HOSTS]; /* `posted` at the ends of epochs */
+    uint64_t num_ends, num_freed; /* epochs that ended; epochs that the net has read */
     state_word waits[NET_MAX_HOSTS], broken[NET_MAX_HOSTS];
 };
 
@@ -88,12 +90,15 @@ static bool is_peer(const hosts_proxy *p, int host)
 
 /* ---------------------------------------------------------------------- of the kernels ---- */
 
+/* Remembers how much had been posted to each host when the epoch ended. */
 static void end_epoch(hosts_proxy *p)
 {
     memcpy(p->ends[p->num_ends++ % MAX_OPEN_EPOCHS], p->posted, sizeof p->posted);
     p->is_running = false;
 }
 
+/* Posts a put of the outbox to the same offset of the host's inbox. Returns false without room.
+ */
 static bool post_put(hosts_proxy *p, int host, uint64_t at, uint32_t bytes)
 {
     const hosts_proxy_setup *s = &p->setup;
@@ -106,11 +111,13 @@ static void read_piece(hosts_proxy *p, int host, uint64_t entry)
 {
     const uint64_t word = P2P_ENTRY_WORD(entry);
     put_batcher_add(p->batcher, host, word, P2P_ENTRY_WORDS(entry));
-    __atomic_store_n(&p->pieces, p->pieces + 1, __ATOMIC_RELAXED); /* as `puts` below */
+    /* read by hosts_proxy_counts() in another thread */
+    __atomic_store_n(&p->pieces, p->pieces + 1, __ATOMIC_RELAXED);
     p->has_read_urgent |= put_batcher_is_urgent(p->batcher, word);
 }
 
-/* Takes what there is of an epoch, as long as there is room for it. */
+/* Reads ring entries until the epoch ends, the batcher is full, or MAX_ENTRIES were read.
+ * Returns how many. */
 static int read_entries(hosts_proxy *p)
 {
     int num_read = 0;
@@ -121,7 +128,7 @@ static int read_entries(hosts_proxy *p)
         const int host = P2P_ENTRY_HOST(entry);
         if (entry >> 56 << 56 != P2P_ENTRY_LAP(p->num_read)) break;
         if (!put_batcher_has_room(p->batcher, P2P_ENTRY_WORDS(entry))) break;
-        __builtin_prefetch(from + PREFETCH_LINES * 8); /* past the end, too: it does no harm */
+        __builtin_prefetch(from + PREFETCH_LINES * 8); /* harmless past the end of the ring */
         if (P2P_ENTRY_WORD(entry) == P2P_EPOCH_ENDS)
             p->epoch_ends_next = true;
         else if (is_peer(p, host))
@@ -136,17 +143,20 @@ static int read_entries(hosts_proxy *p)
     return num_read;
 }
 
-/* Are fewer than `most` of what has been given to a host on its way? */
+/* Returns whether fewer than `most` of the puts posted to a host are in flight. */
 static bool has_fewer_in_flight(const hosts_proxy *p, int host, uint64_t max_puts_in_flight)
 {
     const uint64_t posted = p->posted[host];
     return posted < max_puts_in_flight || is_done(p, host, posted - max_puts_in_flight + 1);
 }
 
-/* What is urgent goes as soon as no more of it comes: a plan's records are a thousand pieces, of which
- * warps ship one after the other.  Rows are kept here rather than given to the
- * net all at once: it would give nothing else for as long as they take.  Parts of parcels go where
- * the net has little to do while kernels ship nothing; at the end of an epoch all must go. */
+/* Decides which batches go now.
+ *   - Complete batches of rows go while fewer than max_puts_in_flight are in flight to the host. They are kept
+ *     here otherwise, because the net would send nothing else until it is done with them.
+ *   - Urgent batches go as soon as no more urgent pieces arrive. The records of a plan are about a thousand
+ *     pieces, which warps post one after the other.
+ *   - Partial batches go while kernels post nothing and the net has little to do.
+ *   - At the end of an epoch everything goes. */
 static bool may_go(const void *self, int host, put_batch_kind kind, int puts)
 {
     const hosts_proxy *p = self;
@@ -167,8 +177,8 @@ static void record_urgent(hosts_proxy *p, int host)
     p->urgent[host][p->num_urgent[host]++ % MAX_URGENT_IN_FLIGHT] = p->posted[host];
 }
 
-/* Gives it to the net, as long as that has room.  Where it has none for one host, what goes to others
- * goes on: they would wait with that one, and be blamed for it. */
+/* Posts what may go, until the net has no room. If it has none for one host, the others go on;
+ * else they would wait for that host and be blamed for it. */
 static int post_batches(hosts_proxy *p)
 {
     int posted = 0;
@@ -182,7 +192,7 @@ static int post_batches(hosts_proxy *p)
         }
         if (put_batcher_is_urgent(p->batcher, next.word)) record_urgent(p, next.host);
         put_batcher_mark_posted(p->batcher);
-        /* who reads it is another thread */
+        /* read by hosts_proxy_counts() in another thread */
         __atomic_store_n(&p->bytes, p->bytes + next.words * 8, __ATOMIC_RELAXED);
         __atomic_store_n(&p->puts, p->puts + 1, __ATOMIC_RELAXED);
         posted++;
@@ -193,7 +203,7 @@ static int post_batches(hosts_proxy *p)
     return posted;
 }
 
-/* Tells kernels of which epochs the net has read all. */
+/* Reports to the kernels which epochs the net has read completely. */
 static void free_epochs(hosts_proxy *p)
 {
     while (p->num_freed < p->num_ends) {
@@ -206,6 +216,7 @@ static void free_epochs(hosts_proxy *p)
 
 /* ------------------------------------------------------------------------ of the rank ---- */
 
+/* Sends the word if its value is new and the previous put of it has been read. */
 static void send_state_word(hosts_proxy *p, state_word *m, int host, int64_t at, uint64_t value)
 {
     const hosts_proxy_setup *s = &p->setup;
@@ -215,7 +226,7 @@ static void send_state_word(hosts_proxy *p, state_word *m, int host, int64_t at,
     m->posted = ++p->posted[host];
 }
 
-/* What this rank has found out and all must know; 0: nothing. */
+/* Returns the failure that this rank found and must send to all, or 0. */
 static uint64_t broken_word(const hosts_proxy *p)
 {
     const p2p_status *s = p->setup.status;
@@ -236,6 +247,8 @@ static void send_state(hosts_proxy *p)
     }
 }
 
+/* Posts a requested message when nothing else is in flight, and ends it when it has been read.
+ */
 static void progress_message(hosts_proxy *p, int host)
 {
     message *m = &p->messages[host];
@@ -249,6 +262,7 @@ static void progress_message(hosts_proxy *p, int host)
     }
 }
 
+/* Sets the bits of ranks whose connection or net has failed, for kernels to see. */
 static void mark_dead(const hosts_proxy *p)
 {
     const hosts_proxy_setup *s = &p->setup;
@@ -260,7 +274,7 @@ static void mark_dead(const hosts_proxy *p)
 
 /* ------------------------------------------------------------------------- the thread ---- */
 
-/* Returns how much has moved. */
+/* One round of the thread. Returns how many things moved. */
 static int proxy_progress(hosts_proxy *p)
 {
     int moved = read_entries(p);
@@ -278,7 +292,7 @@ static void nap_us(int64_t us)
     nanosleep(&(struct timespec){.tv_nsec = us * 1000}, NULL);
 }
 
-/* Until a call is made, true, or the time is up. */
+/* Sleeps for `us` or until hosts_proxy_wake(). Returns whether it was woken. */
 static bool nap_until_called(hosts_proxy *p, int64_t us)
 {
     const struct timespec end = clock_in_ns(us * 1000);
@@ -304,6 +318,7 @@ static int64_t longer_nap(int64_t us)
     return us < MAX_NAP_IDLE_US / 2 ? us * 2 : MAX_NAP_IDLE_US;
 }
 
+/* The thread. */
 static void *proxy_run(void *self)
 {
     hosts_proxy *p = self;
@@ -368,7 +383,7 @@ static bool is_idle(const message *m)
     return __atomic_load_n(&m->state, __ATOMIC_ACQUIRE) == MESSAGE_IDLE;
 }
 
-/* Until the message has come, or a moment has passed. */
+/* Waits until the message is idle, MESSAGE_TIMEOUT_MS at most. */
 static void wait_for_message(message *m)
 {
     for (int i = 0; i < MESSAGE_TIMEOUT_MS * 10 && !is_idle(m); i++) nap_us(100);
@@ -376,7 +391,8 @@ static void wait_for_message(message *m)
 
 void hosts_proxy_send(hosts_proxy *p, int host, uint64_t at, uint32_t bytes)
 {
-    message *m = &p->messages[host]; /* one that a host does not read stays, others go on */
+    /* per host: a host that reads nothing blocks only its own messages */
+    message *m = &p->messages[host];
     pthread_mutex_lock(&p->mutex);
     wait_for_message(m);
     if (is_idle(m)) {
@@ -386,7 +402,7 @@ void hosts_proxy_send(hosts_proxy *p, int host, uint64_t at, uint32_t bytes)
         hosts_proxy_wake(p);
         wait_for_message(m);
     }
-    int asked = MESSAGE_REQUESTED; /* what was not begun is given up */
+    int asked = MESSAGE_REQUESTED; /* withdraw the message if the thread has not posted it */
     __atomic_compare_exchange_n(&m->state, &asked, MESSAGE_IDLE, false, __ATOMIC_ACQ_REL,
                                 __ATOMIC_RELAXED);
     pthread_mutex_unlock(&p->mutex);

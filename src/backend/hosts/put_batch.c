@@ -1,26 +1,29 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+/* Batches in linked lists: free, waiting for pieces, ready to go; the last two also for urgent
+ * ones. */
 #include "backend/hosts/put_batch.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-#define MAX_OPEN 2048 /* parcels of which something is there */
-/* Pieces that come after the last one of a parcel, until no more of it is expected: kernels ship rows
- * about in their order, as many at once as there are warps. */
+#define MAX_OPEN 2048 /* batches that can hold pieces at once */
+/* A batch is stale after so many pieces for other batches. Kernels post rows roughly in order,
+ * as many at once as there are warps, so no more pieces of it are expected. */
 #define STALE_AFTER 512
-#define MAX_SPANS 256 /* of one; what has more, once joined, goes as it is */
+#define MAX_SPANS 256 /* pieces of a batch; with more after joining, it goes as it is */
 
+/* A piece, or several joined ones, within a batch. */
 typedef struct span {
     uint32_t first, words;
 } span;
 
 typedef struct put_batch {
     int host;
-    uint32_t number; /* of those of a heap */
-    uint32_t words;  /* that are there */
+    uint32_t number; /* among the batches of a heap */
+    uint32_t words;  /* words of it that were added */
     int num_spans;
-    uint64_t added; /* pieces of all, with its last one */
-    int next; /* of the list that it is in: free ones, waiting ones or ready ones; -1: none */
+    uint64_t added; /* number of the last piece of it */
+    int next;       /* next in its list (free, waiting or ready); -1: last */
     int before;
     span spans[MAX_SPANS];
 } put_batch;
@@ -30,15 +33,15 @@ typedef struct list { /* oldest first */
 } list;
 
 struct put_batcher {
-    uint32_t words;        /* of a parcel */
-    uint32_t per_host;     /* parcels of a heap, */
-    uint32_t num_urgent;   /* the first of which are urgent */
-    uint64_t added;        /* pieces */
-    int num_free, current; /* the parcel that is being given; -1: none */
-    int next_span;         /* its spans that have been given */
+    uint32_t words;        /* words of a batch */
+    uint32_t per_host;     /* batches of a heap */
+    uint32_t num_urgent;   /* the first so many are urgent */
+    uint64_t added;        /* pieces so far */
+    int num_free, current; /* current: the batch being posted; -1: none */
+    int next_span;         /* its next span to post */
     list free;
     list waiting[2], ready[2]; /* [1]: urgent */
-    uint16_t *open_of;         /* [num_hosts][per_host]: of a waiting one, from 1 */
+    uint16_t *open_of; /* [num_hosts, per_host]: index of the waiting batch plus one; 0: none */
     put_batch open[MAX_OPEN];
 };
 
@@ -104,7 +107,7 @@ void put_batcher_free(put_batcher *all)
     free(all);
 }
 
-/* The first and the last one of a piece may be shared with others. */
+/* The first and the last batch of a piece may hold other pieces, too. */
 bool put_batcher_has_room(const put_batcher *all, uint32_t words)
 {
     return all->num_free >= (int)(words / all->words) + 2;
@@ -130,7 +133,7 @@ bool put_batcher_is_empty(const put_batcher *all)
     return all->num_free == MAX_OPEN;
 }
 
-/* The one that was freed last, which is near. */
+/* Takes the batch that was freed last, which is probably still in the cache. */
 static int open_batch(put_batcher *all, int host, uint32_t number)
 {
     const int i = all->free.last;
@@ -145,7 +148,7 @@ static int open_batch(put_batcher *all, int host, uint32_t number)
     return i;
 }
 
-/* It waits no more: pieces that come later open another. */
+/* Takes the batch out of its waiting list. Later pieces open a new one. */
 static void stop_waiting(put_batcher *all, int i)
 {
     const put_batch *p = &all->open[i];
@@ -158,7 +161,7 @@ static int compare_spans(const void *a, const void *b)
     return ((const span *)a)->first < ((const span *)b)->first ? -1 : 1;
 }
 
-/* Sorts spans, and makes one of those that touch. */
+/* Sorts the spans and joins those that touch. */
 static void join_spans(put_batch *p)
 {
     int last = 0;
@@ -173,6 +176,7 @@ static void join_spans(put_batch *p)
     p->num_spans = last + 1;
 }
 
+/* Adds words to a batch; pieces that follow each other directly become one span. */
 static void add_span(put_batch *p, uint32_t first, uint32_t words)
 {
     span *last = p->num_spans ? &p->spans[p->num_spans - 1] : NULL;
@@ -183,7 +187,8 @@ static void add_span(put_batch *p, uint32_t first, uint32_t words)
         p->spans[p->num_spans++] = (span){first, words};
 }
 
-/* Rows that no more rows go beside must not wait for the end: who takes them takes others after. */
+/* Makes the oldest waiting batch ready if it is stale. Its rows must not wait for the end of
+ * the epoch, because their receiver reads them in order. */
 static void release_stale(put_batcher *all)
 {
     const int i = all->waiting[0].first;
@@ -218,7 +223,7 @@ void put_batcher_add(put_batcher *all, int host, uint64_t word, uint32_t words)
 
 /* ------------------------------------------------------------------------------- giving ---- */
 
-/* The first of a list that may go; -1: none. */
+/* Returns the first batch of a list that may go; -1: none. */
 static int first_allowed(const put_batcher *all, const list *from, put_batch_kind kind,
                          put_batch_may_go *may, const void *self)
 {
@@ -228,7 +233,7 @@ static int first_allowed(const put_batcher *all, const list *from, put_batch_kin
     return i;
 }
 
-/* The parcel to give next is `now`. */
+/* Chooses the next batch to post and makes it the current one. */
 static bool choose_batch(put_batcher *all, put_batch_may_go *may, const void *self)
 {
     int i = -1;
@@ -245,7 +250,7 @@ static bool choose_batch(put_batcher *all, put_batch_may_go *may, const void *se
     }
     if (i < 0) return false;
     put_batch *p = &all->open[i];
-    if (p->words == all->words) { /* all of it, in whatever order it came */
+    if (p->words == all->words) { /* complete, in whatever order the pieces came */
         p->num_spans = 1;
         p->spans[0] = (span){0, p->words};
     }

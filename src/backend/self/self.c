@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* One rank: the smallest complete backend.  There are no peers, so no note is ever asked for and
- * no lane exists; what is left is which operations are in flight and what broke the group. */
+/* The backend self: one rank, the smallest complete backend. It has no peers, so no header is
+ * ever read and no ring exists. It only records which op slots are in use and what broke the
+ * group. */
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
@@ -10,9 +11,9 @@
 #include "base/error.h"
 
 struct epic_group {
-    pthread_mutex_t mutex; /* guards all below */
+    pthread_mutex_t mutex; /* guards the members below */
     pthread_cond_t changed;
-    uint64_t used; /* a bit for each cell */
+    uint64_t used; /* one bit for each op slot */
     int num_cells;
     epic_failure_info failure;
 };
@@ -80,7 +81,7 @@ static void self_finish(epic_group *g, int cell)
     pthread_mutex_unlock(&g->mutex);
 }
 
-/* Only a thread that found no free cell comes here, and not for long. */
+/* Called only by a thread that found no free op slot, and only for a short time. */
 static void self_wait(epic_group *g, int cell, uint32_t phase, const uint64_t *waits_for,
                       uint32_t ms)
 {

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Atomics whose names carry their order.  "Ordered" is sequentially consistent: of two ranks
- * that each store one word and then load the other's, at least one sees the other's store.
- * That is what keeps a wake-up from being lost. */
+/* Atomic operations whose names contain their memory order. "ordered" is sequentially
+ * consistent: if two ranks each store one word and then load the other's word, at least one of
+ * them sees the other's store. The protocol of wait.c needs this, so that no wake-up is lost.
+ */
 #ifndef EPIC_SHARED_ATOMICS_H
 #define EPIC_SHARED_ATOMICS_H
 

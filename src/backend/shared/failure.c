@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The group's failure: the first one that any rank reports. */
+/* The failure of a group, which is the first one that any rank reports, and whether a peer is
+ * gone. */
 #include <time.h>
 
 #include "backend/shared/shared.h"
 #include "base/clock.h"
 
-#define PATIENCE_NS 100000000 /* for a rank that is writing its failure */
+#define PATIENCE_NS 100000000 /* wait this long for a rank that is writing its failure */
 
 bool shared_is_gone(epic_group *g, int peer)
 {
@@ -13,7 +14,8 @@ bool shared_is_gone(epic_group *g, int peer)
            (g->is_dead && g->is_dead(g, peer));
 }
 
-/* Becomes the writer, also in place of one that died while it wrote. */
+/* Makes this rank the writer of the failure, also in place of a rank that ended while writing.
+ * Returns false if the group is broken already. */
 static bool become_writer(epic_group *g)
 {
     const int64_t stop = clock_ns() + PATIENCE_NS;
@@ -28,6 +30,7 @@ static bool become_writer(epic_group *g)
     }
 }
 
+/* Records a failure, unless there is one, and wakes all ranks. */
 void shared_break_group(epic_group *g, const epic_failure_info *failure)
 {
     if (!become_writer(g)) return;

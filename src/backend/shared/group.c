@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A rank joins a shared segment, and leaves it. */
+/* Making and freeing one rank's view of a group, and the table of transport functions. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -8,7 +8,8 @@
 
 #define SLICE_NS 100000000
 
-/* A quarter of the deadline at most, so that a waiting rank is seen waiting when it comes. */
+/* Returns the longest sleep between two heartbeats: a quarter of the deadline at most, so that
+ * peers see this rank waiting when their deadline ends. */
 static int64_t slice_of(const epic_config *config)
 {
     const int64_t quarter = config->timeout_ms * 1000000ll / 4;
@@ -16,7 +17,7 @@ static int64_t slice_of(const epic_config *config)
     return slice < 1000000 ? 1000000 : slice;
 }
 
-/* Tells the peers where this rank may run. */
+/* Publishes on which cores this rank may run; wait.c counts the cores of all ranks. */
 static void publish_cores(epic_group *g)
 {
     const core_set mine = cores_of_thread();

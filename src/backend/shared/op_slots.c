@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Cells: one rank's part of one exchange, and finding the peers' parts. */
+/* Op slots. A slot holds one rank's part of one exchange; peers find it by tag and sequence
+ * number. */
 #include <string.h>
 
 #include "backend/shared/shared.h"
 
-/* Have all peers let go of the exchange that the cell held last? */
+/* Returns whether all peers have finished the exchange that the slot held last. */
 static bool is_released(const epic_group *g, const shared_exchange *x)
 {
     const uint64_t version = load_relaxed(&x->slot->version);
@@ -18,8 +19,9 @@ bool shared_slot_is_free(epic_group *g, const shared_exchange *x)
     return !load_ordered(&x->claimed) && is_released(g, x);
 }
 
-/* Tested again after it is ours: another thread may have used the cell in between.  Who slept at
- * the door meanwhile may have missed it. */
+/* Claims a free slot and returns its index, or -1. The slot is tested again after it is
+ * claimed, because another thread may have used it in between. A thread that went to sleep
+ * while it was claimed is woken. */
 int shared_claim(epic_group *g)
 {
     for (int i = 0; i < g->layout.num_slots; i++) {
@@ -38,7 +40,8 @@ static void raise_num_used_slots(shared_rank_state *head, uint32_t count)
     while (used < count && !compare_swap(&head->num_used_slots, &used, count)) continue;
 }
 
-/* The release order of tag and place shows the odd version to whoever reads the new ones. */
+/* Writes this rank's part of an exchange. Tag and sequence number are stored with release
+ * order, so a reader that sees the new ones also sees the odd version. */
 static void write_slot(epic_group *g, shared_exchange *x, const epic_note *note)
 {
     shared_op_slot *slot = x->slot;
@@ -46,7 +49,8 @@ static void write_slot(epic_group *g, shared_exchange *x, const epic_note *note)
     store_relaxed(&slot->version, version + 1);
     store_release(&slot->tag, x->tag);
     store_release(&slot->sequence, x->sequence);
-    store_release(&slot->operation, (uint32_t)note->same[0]); /* which operation, by contract */
+    /* the operation, as the contract defines */
+    store_release(&slot->operation, (uint32_t)note->same[0]);
     store_release(&slot->finished, 0);
     store_relaxed(&slot->futex, SLOT_FUTEX_IDLE);
     store_relaxed(&slot->wait.heartbeat_ns, 0);
@@ -79,8 +83,9 @@ void shared_announce(epic_group *g, int index, uint64_t tag, uint64_t sequence,
         if (r != g->rank && shared_match_peer(g, x, r)) shared_wake_slot(g, x->links[r].slot);
 }
 
-/* Other exchanges' cells may be rewritten while we look: what we read counts only if the
- * version was the same before and after.  The cell of our own exchange stays. */
+/* Returns whether the slot holds the exchange. Its owner may be writing another exchange into
+ * it, so what was read counts only if the version was the same before and after. The slot of a
+ * common exchange does not change. */
 static bool slot_holds(shared_op_slot *slot, uint64_t tag, uint64_t sequence)
 {
     const uint64_t version = load_ordered(&slot->version);
@@ -90,6 +95,8 @@ static bool slot_holds(shared_op_slot *slot, uint64_t tag, uint64_t sequence)
     return same && load_relaxed(&slot->version) == version;
 }
 
+/* Returns the peer's slot of an exchange and its index, or NULL. The search begins at index
+ * `first`. */
 shared_op_slot *shared_find_slot(const epic_group *g, int peer, uint64_t tag, uint64_t sequence,
                                  int first, int *index)
 {
@@ -103,6 +110,7 @@ shared_op_slot *shared_find_slot(const epic_group *g, int peer, uint64_t tag, ui
     return NULL;
 }
 
+/* Finds the peer's slot of this rank's exchange, if it is not known yet. */
 bool shared_match_peer(epic_group *g, shared_exchange *x, int peer)
 {
     peer_link *link = &x->links[peer];
@@ -124,7 +132,8 @@ void shared_finish(epic_group *g, int index)
     store_release(&x->slot->finished, 1);
     for (int r = 0; r < g->num_ranks; r++) {
         shared_op_slot *peer_slot = x->links[r].slot;
-        if (!peer_slot) continue; /* ourselves, or the group is broken */
+        /* this rank, or a peer that was not found in a broken group */
+        if (!peer_slot) continue;
         store_ordered(&peer_slot->peers[g->rank].done, load_relaxed(&peer_slot->version));
         shared_wake_free_slot(g, r);
     }

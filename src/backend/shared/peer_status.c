@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Where a peer was last seen. */
+/* The status of a peer: what it announced last, whether it waits, and for which ranks. Deadline
+ * errors name culprits from this. */
 #include <string.h>
 
 #include "backend/shared/shared.h"
@@ -7,7 +8,8 @@
 
 #define GRACE_NS 100000000
 
-/* Waiting ranks show a sign of life every slice; the rest is for a busy machine. */
+/* Waiting ranks renew their heartbeat in every slice. The limit is longer, because a busy
+ * machine runs them late. */
 static bool is_fresh(const epic_group *g, const shared_wait *wait)
 {
     const int64_t heartbeat = load_acquire(&wait->heartbeat_ns), now = clock_ns();
@@ -23,7 +25,7 @@ static void add_wait(const epic_group *g, const shared_wait *wait, epic_sight *o
         out->waits_for[w] |= load_relaxed(&wait->waits_for[w]);
 }
 
-/* All that the peer waits for, in whatever operation. */
+/* Adds all ranks that the peer waits for, in any operation. */
 static void add_all_waits(const epic_group *g, int peer, epic_sight *out)
 {
     const shared_rank_state *head = shared_rank_state_of(g, peer);
@@ -35,7 +37,8 @@ static void add_all_waits(const epic_group *g, int peer, epic_sight *out)
     if (load_acquire(&head->num_sleepers)) add_wait(g, &head->wait, out);
 }
 
-/* The last announcement.  Its cell may be rewritten meanwhile, by a newer one. */
+/* Reads the last operation that the peer announced. A newer one may overwrite its slot
+ * meanwhile, so this tries again. */
 static void add_last_operation(const epic_group *g, int peer, epic_sight *out)
 {
     for (int attempt = 0; attempt < 100; attempt++) {
@@ -55,8 +58,9 @@ void shared_look_at_peer(epic_group *g, int peer, uint64_t tag, uint64_t sequenc
                          epic_sight *out)
 {
     memset(out, 0, sizeof *out);
-    /* A peer says that it closes first and ends then.  Asked in the other order, one that does both
-     * between the two questions would be gone without having closed: a process that died. */
+    /* A peer first marks itself closed and then ends, so this reads in the opposite order.
+     * Otherwise a peer that does both between the two reads would look like a process that died
+     * without closing. */
     out->gone = shared_is_gone(g, peer);
     out->closed = load_acquire(&shared_rank_state_of(g, peer)->closed);
     out->gone |= out->closed;

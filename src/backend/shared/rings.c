@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Lanes: rows flow through bounded rings.
+/* Staging rings, through which rows flow.
  *
- * The writer stores `sent` after the bytes of the entries, the reader loads it before them; the
- * reader stores `dropped` after its last look at an entry, the writer loads it before it writes
- * there again. */
+ * The writer stores `sent` after the bytes of the entries, and the reader loads it before it
+ * reads them. The reader stores `dropped` after it has read an entry, and the writer loads it
+ * before it writes there again. */
 #include "backend/shared/shared.h"
 #include "rules/invariant.h"
 
@@ -25,7 +25,7 @@ static void shape_broadcast(epic_group *g, shared_exchange *x, const epic_flow *
     for (int r = 0; r < g->num_ranks; r++) {
         if (r == g->rank) continue;
         peer_link *link = &x->links[r];
-        sends = flow->sends[r]; /* all equal */
+        sends = flow->sends[r]; /* equal for all peers */
         next_flow(&link->broadcast_in, flow->receives[r],
                   shared_broadcast_ring(g, r, link->index));
     }
@@ -57,15 +57,15 @@ void shared_shape(epic_group *g, int index, const epic_flow *flow)
         shape_peer_rings(g, x, flow);
 }
 
-/* The first entry of a flow waits until the flow before has left the ring: its entries may have
- * had another size. */
+/* Returns whether the ring has room for an entry. The first entry of a flow waits until all
+ * entries of the previous flow have left the ring, because they may have had another size. */
 static bool has_room(const shared_exchange *x, const ring_end *end, int64_t index)
 {
     return end->seen_count >= end->base && end->base + index - end->seen_count < x->depth;
 }
 
-/* How far the slowest peer is.  As long as one peer is known to keep the lane full, the others
- * need not be asked. */
+/* Returns how many entries the slowest peer has dropped. While the peer that was slowest last
+ * time still keeps the ring full, the others are not read. */
 static int64_t least_dropped(epic_group *g, shared_exchange *x, int64_t index)
 {
     ring_end slow = x->broadcast_out;
@@ -148,7 +148,7 @@ void shared_drop(epic_group *g, int index, int from, int64_t upto)
     peer_link *link = &x->links[from];
     shared_peer_counters *counters = &link->slot->peers[g->rank];
     const ring_end *end = x->everyone ? &link->broadcast_in : &link->in;
-    INVARIANT(end->base + upto <= end->next); /* also past what has come, which nobody wants */
+    INVARIANT(end->base + upto <= end->next); /* a peer may drop entries before they arrive */
     if (x->everyone)
         store_ordered(&counters->broadcast_dropped, end->base + upto);
     else

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Sizes of the shared segment. */
+/* Sizes of the shared segment, computed from the configuration. */
 #include "backend/shared/segment.h"
 
 #include "base/error.h"
 
 #define PAGE 4096
-#define FULL_RING (1024 * 1024) /* the lane to everyone; the others together as much */
+#define FULL_RING (1024 * 1024) /* the broadcast ring; all peer rings together have as much */
 #define GOOD_RING (132 * 1024)  /* two entries of 64 KiB and their trailers */
 #define MIN_RING (2 * 8704)     /* two entries of 1024 float64 elements and a trailer */
 
@@ -19,11 +19,12 @@ static int64_t at_least(int64_t bytes, int64_t least)
     return bytes < least ? least : bytes;
 }
 
-/* For full speed; a lane longer than a whole step is of no use. */
+/* Sets the sizes for full speed. A ring larger than all rows of one operation has no benefit.
+ */
 static void size_full_rings(const epic_config *config, shared_layout *l)
 {
     const int64_t peers = at_least(l->num_ranks - 1, 1);
-    const int64_t entry = config->max_row_bytes + 320; /* and its trailer */
+    const int64_t entry = config->max_row_bytes + 320; /* the trailer of an entry */
     int64_t step = FULL_RING;
     if (config->max_tokens < FULL_RING / entry + 1) step = config->max_tokens * entry;
     if (step > FULL_RING) step = FULL_RING;
@@ -31,7 +32,8 @@ static void size_full_rings(const epic_config *config, shared_layout *l)
     l->peer_ring_bytes = at_least(l->broadcast_ring_bytes / peers / 64 * 64, GOOD_RING);
 }
 
-/* Half of a cell's staging is the lane to everyone, unless the others would fall too short. */
+/* Splits less memory: half of a slot's staging is the broadcast ring, unless the peer rings
+ * would become too small. */
 static void split_staging(shared_layout *l, int64_t bytes)
 {
     const int64_t peers = at_least(l->num_ranks - 1, 1);

@@ -1,54 +1,54 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The transport of ranks that share memory, whoever brought the memory: threads and shm.
+/* The transport of ranks that share memory. The backends threads and shm provide the memory.
  *
- * Matching.  announce() writes the owner's cell, then looks for the peers' cells of the same
- * (tag, place) and rings those that it finds; who announces second finds the first.  A cell is
- * used again only after every peer has marked its version as done, so a peer that has found the
- * cell of its own exchange may read it until it finishes.
+ * Matching: announce() writes the owner's slot, then looks for the peers' slots of the same tag
+ * and sequence number and wakes those that it finds. The rank that announces last finds all
+ * others. A slot is used again only after every peer has marked its version as done. So a peer
+ * may read the slot of a common exchange until it finishes.
  *
- * Lanes.  `sent` and `dropped` count the entries of all flows of the exchange.  A flow starts at
- * the beginning of the ring, after the lane has been drained of the flow before.
+ * Rings: `sent` and `dropped` count the entries of all flows of an exchange. A flow begins at
+ * the start of the ring, after the previous flow has been drained.
  *
- * Sleeping.  Each cell has a bell.  Its owner arms it, asks again, and only then sleeps on it;
- * peers that change something load it and ring only if it is armed. */
+ * Sleeping: each slot has a futex. Its owner arms it, checks again, and only then sleeps on it.
+ * A peer that changes something loads it and wakes the owner only if it is armed or asleep. */
 #ifndef EPIC_SHARED_H
 #define EPIC_SHARED_H
 
 #include "backend/shared/segment.h"
 #include "base/patience.h"
 
-/* One direction of one lane as this rank sees it, counted over all flows. */
+/* One direction of one ring as this rank sees it. Entries are counted over all flows. */
 typedef struct ring_end {
     int64_t base;       /* entries of earlier flows */
-    int64_t next;       /* base of the next flow */
-    int64_t seen_count; /* how far the other side was when we last looked */
-    char *ring;         /* for the flow's kind of lane */
+    int64_t next;       /* `base` of the next flow */
+    int64_t seen_count; /* the other side's count when it was last read */
+    char *ring;         /* the memory of the ring */
 } ring_end;
 
-/* One peer as one exchange of this rank sees it. */
+/* One peer in one exchange of this rank. */
 typedef struct peer_link {
-    shared_op_slot *slot; /* the peer's, for the same exchange; NULL: not found yet */
-    int index;            /* its number */
+    shared_op_slot *slot; /* the peer's slot of this exchange; NULL: not found yet */
+    int index;            /* of the slot */
     ring_end out;
     ring_end in;
     ring_end broadcast_in;
-    int64_t sent; /* of this flow */
+    int64_t sent; /* entries of this flow */
 } peer_link;
 
-/* One cell of this rank: what need not be shared. */
+/* The private side of one slot of this rank. */
 typedef struct shared_exchange {
     _Atomic bool claimed;
     shared_op_slot *slot;
     int index;
     uint64_t tag;
     uint64_t sequence;
-    bool everyone; /* the flow */
+    bool everyone; /* the flow uses the broadcast ring */
     int64_t entry_bytes;
     int64_t stride;
     int64_t depth;
     ring_end broadcast_out;
-    int64_t broadcast_sent; /* of this flow */
-    int slowest_peer;       /* the peer that kept the lane to everyone full last time */
+    int64_t broadcast_sent; /* entries of this flow */
+    int slowest_peer;       /* the peer that last kept the broadcast ring full */
     peer_link *links;       /* [num_ranks] */
 } shared_exchange;
 
@@ -58,35 +58,39 @@ struct epic_group {
     shared_layout layout;
     int rank;
     int num_ranks;
-    bool is_shared_by_processes; /* processes: futexes are shared ones */
-    int64_t slice_ns;            /* longest sleep between two signs of life */
-    _Atomic int own_cores;       /* of every rank: 0 unknown, else 1 + whether */
+    bool is_shared_by_processes; /* selects shared futexes */
+    int64_t slice_ns;            /* longest sleep between two heartbeats */
+    _Atomic int own_cores; /* whether every rank can have its own core, plus one; 0: unknown */
     patience patience;
     _Atomic uint64_t bytes_sent;
-    shared_exchange *exchanges; /* [num_cells] */
-    peer_link *links;           /* [num_cells, num_ranks] */
+    shared_exchange *exchanges; /* [num_slots] */
+    peer_link *links;           /* [num_slots, num_ranks] */
 
-    /* Has the peer's process ended?  NULL: nobody dies alone. */
+    /* Returns whether the peer's process has ended. NULL: ranks cannot end alone. */
     bool (*is_dead)(epic_group *group, int peer);
-    void *backend_data; /* the backend's */
+    void *backend_data; /* belongs to the backend */
 };
 
 extern const epic_transport shared_transport;
 
-/* A group on `segment`; all but the segment is allocated here. */
+/* Makes this rank's view of a group on `segment` and allocates everything else.
+ * `is_shared_by_processes`: the ranks are processes. EPIC_ENOMEM. */
 epic_result shared_group_new(epic_group **out, const epic_join *join,
                              const shared_layout *layout, char *segment,
                              bool is_shared_by_processes);
-/* Marks a fresh segment as this group's, before any peer sees it. */
+/* Writes the header of a new segment, before any peer maps it. */
 void shared_segment_init(char *segment, const shared_layout *layout, uint64_t group_id);
-/* Is it the segment of this group? */
+/* Returns whether the segment belongs to this group. */
 bool shared_segment_is_of(const char *segment, const shared_layout *layout, uint64_t group_id);
-/* Tells the peers that this rank has left. */
+/* Marks this rank as closed and wakes all peers. */
 void shared_group_close(epic_group *group);
+/* Frees what shared_group_new() allocated. */
 void shared_group_free(epic_group *group);
+/* Sets the sizes that a group of this configuration takes. */
 void shared_memory_info(const epic_config *config, epic_memory_info *out);
 
-/* Between the files of the engine. */
+/* Functions that the files of this folder share; each is described where it is defined.
+ * shared_wake_*() are in wake.c. */
 bool shared_match_peer(epic_group *group, shared_exchange *x, int peer);
 shared_op_slot *shared_find_slot(const epic_group *group, int peer, uint64_t tag,
                                  uint64_t sequence, int first, int *index);
@@ -114,6 +118,7 @@ void shared_look_at_peer(epic_group *group, int peer, uint64_t tag, uint64_t seq
 void shared_break_group(epic_group *group, const epic_failure_info *failure);
 bool shared_failure(epic_group *group, epic_failure_info *out);
 
+/* Addresses in the segment: the state of a rank, a slot of it, and the rings of a slot. */
 static inline shared_rank_state *shared_rank_state_of(const epic_group *group, int rank)
 {
     const shared_layout *l = &group->layout;

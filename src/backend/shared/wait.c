@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Sleeping and waking.
+/* Waiting for a change.
  *
- * A bell is quiet, armed or asleep.  wait() on a quiet bell arms it and returns, so that its
- * caller asks once more; wait() on an armed bell, which nobody has rung since, sleeps.  Whoever
- * changes something stores first and then looks at the bell, both ordered: it sees the bell
- * armed, or the questions that follow the arming see the change. */
+ * The futex of a slot is idle, armed or asleep. A wait on an idle futex arms it and returns, so
+ * that the caller checks once more. A wait on a futex that is still armed sleeps. A peer that
+ * changes something stores it first and then loads the futex, both with sequential consistency.
+ * So either the peer sees the futex armed and wakes the owner, or the owner's check after
+ * arming sees the change. */
 #include <errno.h>
 #include <linux/futex.h>
 #include <sched.h>
@@ -16,7 +17,7 @@
 #include "base/clock.h"
 
 #define SPIN_NS 50000
-#define SPINS 1000 /* about a microsecond */
+#define SPINS 1000 /* about one microsecond */
 
 static void futex_sleep(const epic_group *g, _Atomic uint32_t *word, uint32_t seen, int64_t ns)
 {
@@ -26,6 +27,7 @@ static void futex_sleep(const epic_group *g, _Atomic uint32_t *word, uint32_t se
     syscall(SYS_futex, word, op, seen, &limit, NULL, 0);
 }
 
+/* Publishes for which ranks this rank waits, and in which phase. */
 static void publish_wait(const epic_group *g, shared_wait *wait, uint32_t phase,
                          const uint64_t *waits_for)
 {
@@ -42,7 +44,8 @@ static bool waits_for_gone_peer(epic_group *g, const uint64_t *waits_for)
     return false;
 }
 
-/* Shows a sign of life between two slices of sleep.  False: enough slept. */
+/* Renews the heartbeat between two slices of sleep. Returns false at the deadline, after a
+ * failure, or if a peer that is waited for is gone. */
 static bool should_sleep_on(epic_group *g, shared_wait *wait, const uint64_t *waits_for,
                             int64_t deadline)
 {
@@ -60,7 +63,7 @@ static void sleep_slice(epic_group *g, _Atomic uint32_t *word, uint32_t seen, in
     futex_sleep(g, word, seen, left < g->slice_ns ? left : g->slice_ns);
 }
 
-/* Could every rank have a core of its own?  All peers have joined. */
+/* Returns whether every rank could have a core of its own. All peers have joined. */
 static bool has_cores(const epic_group *g)
 {
     core_set any = {{0}};
@@ -80,7 +83,9 @@ static bool has_own_cores(epic_group *g)
     return seen_count == 2;
 }
 
-/* Who has a core of its own keeps it; else the rank that will ring may need it. */
+/* Polls the futex for SPIN_NS before sleeping. A rank with a core of its own keeps it; others
+ * yield, because the rank that will wake them may need the core. Returns true if the futex
+ * became idle. */
 static bool spin_on_futex(epic_group *g, const shared_op_slot *slot)
 {
     const bool spins = has_own_cores(g);
@@ -115,7 +120,8 @@ static bool any_slot_is_free(epic_group *g)
     return false;
 }
 
-/* Several threads may stand at the door; each asks for itself after it has been counted. */
+/* Several threads may wait for a free slot. Each checks for itself after it is counted in
+ * num_sleepers, so no wake-up is lost. */
 static void sleep_for_free_slot(epic_group *g, const uint64_t *waits_for, int64_t deadline)
 {
     shared_rank_state *head = shared_rank_state_of(g, g->rank);
@@ -128,6 +134,8 @@ static void sleep_for_free_slot(epic_group *g, const uint64_t *waits_for, int64_
     add_ordered(&head->num_sleepers, (uint32_t)-1);
 }
 
+/* Waits for about `ms` at most until something of the slot changes; index -1: until a slot is
+ * free. */
 void shared_wait_for_change(epic_group *g, int index, uint32_t phase, const uint64_t *waits_for,
                             uint32_t ms)
 {

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Waking the threads that sleep on a bell or at a door; wait.c has the rules. */
+/* Waking threads that sleep on the futex of a slot, or that wait for a free slot. wait.c has
+ * the protocol. */
 #include <limits.h>
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -13,6 +14,7 @@ static void futex_wake(const epic_group *g, _Atomic uint32_t *word)
     syscall(SYS_futex, word, op, INT_MAX, NULL, NULL, 0);
 }
 
+/* Sets the futex of a slot to idle and wakes its owner if that sleeps. */
 void shared_wake_slot(const epic_group *g, shared_op_slot *slot)
 {
     if (load_ordered(&slot->futex) == SLOT_FUTEX_IDLE) return;
@@ -20,6 +22,7 @@ void shared_wake_slot(const epic_group *g, shared_op_slot *slot)
         futex_wake(g, &slot->futex);
 }
 
+/* Wakes the threads of a rank that wait for a free slot. */
 void shared_wake_free_slot(const epic_group *g, int rank)
 {
     shared_rank_state *head = shared_rank_state_of(g, rank);
@@ -28,6 +31,7 @@ void shared_wake_free_slot(const epic_group *g, int rank)
     futex_wake(g, &head->free_slot_futex);
 }
 
+/* Wakes all threads of all ranks. */
 void shared_wake_all(const epic_group *g)
 {
     for (int r = 0; r < g->num_ranks; r++) {

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Connecting every two ranks of one host.
  *
- * Each rank listens on an abstract UNIX address with a random name and tells it to the others,
- * with a secret, through the bootstrap.  It calls every lower rank and is called by every higher
- * one.  The caller's first message brings the secret of the rank that it calls, the answer
- * brings the caller's: both prove that they were at the bootstrap.  Calling never waits for the
- * other side, so there is no order in which the ranks could block one another. */
+ * Each rank listens on an abstract UNIX address with a random name. It publishes the address
+ * and a secret through the bootstrap. It connects to every lower rank and accepts every higher
+ * one. The first message of the connecting rank contains the secret of the other rank, and the
+ * answer contains its own. So both prove that they took part in the bootstrap. Connecting never
+ * waits for the other side, so the ranks cannot block one another. */
 #include "backend/shm/connections.h"
 
 #include <errno.h>
@@ -24,11 +24,11 @@
 #include "base/process.h"
 
 #define NAME "epic."
-#define NAME_LENGTH 31   /* of NAME and hexadecimal digits */
-#define EXTRA_PENDING 16 /* callers beside the ranks that may be heard at once */
-#define CHECK_MS 200     /* how often a rank that is not called looks whether the others live */
+#define NAME_LENGTH 31   /* NAME and hexadecimal digits */
+#define EXTRA_PENDING 16 /* connections beyond the ranks that may be open without a handshake */
+#define CHECK_MS 200     /* how often to check that missing ranks still listen */
 
-/* What a rank tells the others through the bootstrap. */
+/* The address that a rank publishes through the bootstrap. */
 typedef struct handle {
     uint64_t ready;
     uint64_t secret[2];
@@ -38,13 +38,14 @@ typedef struct handle {
 typedef struct connect_state {
     shm_connections *connections;
     const epic_join *join;
-    handle *handles;      /* [num_ranks] */
-    struct pollfd *polls; /* [num_polls] listener, guests, lines; and as many for poll() */
-    int *pending;         /* [num_guests] sockets not yet known to be a rank's; -1: none */
+    handle *handles; /* [num_ranks] */
+    /* [num_polls] listener, pending, connections; then as many again for poll() */
+    struct pollfd *polls;
+    int *pending; /* [num_pending] accepted sockets before their handshake; -1: none */
     int num_pending;
     int num_polls;
     int listener;
-    int missing; /* higher ranks that have not called yet */
+    int missing; /* higher ranks that have not connected yet */
     deadline deadline;
     int *memory;
 } connect_state;
@@ -58,7 +59,8 @@ static void close_fd(int *fd)
 static struct sockaddr_un address_of(const handle *c, socklen_t *length)
 {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
-    memcpy(address.sun_path + 1, c->name, NAME_LENGTH); /* abstract: begins with a zero */
+    /* abstract addresses begin with a zero byte */
+    memcpy(address.sun_path + 1, c->name, NAME_LENGTH);
     *length = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + NAME_LENGTH);
     return address;
 }
@@ -72,7 +74,7 @@ static epic_result send_handshake(const connect_state *o, int fd, int to, int me
     return handshake_send(fd, &hello, to, memory);
 }
 
-/* The rank that speaks, or -1: not one of us. */
+/* Returns the rank that sent the handshake, or -1 if no rank of this group did. */
 static int receive_handshake(const connect_state *o, int fd, int *memory)
 {
     handshake hello;
@@ -86,7 +88,8 @@ static int receive_handshake(const connect_state *o, int fd, int *memory)
 
 /* -------------------------------------------------------------------------- waiting ---- */
 
-/* poll() refuses more entries than there may be descriptors, also empty ones: those are left out. */
+/* poll() refuses more entries than the limit of descriptors, even empty ones, so only open ones
+ * are passed. */
 static int poll_open(connect_state *o, int ms)
 {
     struct pollfd *some = o->polls + o->num_polls;
@@ -99,8 +102,8 @@ static int poll_open(connect_state *o, int ms)
     return got;
 }
 
-/* EPIC_OK: something may have come, or it is time to look.  A line that hangs up ends the
- * opening. */
+/* Waits until something may have arrived or it is time to check the missing ranks. A connection
+ * that is closed by the peer ends the joining. */
 static epic_result poll_once(connect_state *o, const char *what)
 {
     const uint64_t now = (uint64_t)clock_ns();
@@ -153,7 +156,8 @@ static epic_result open_listener(connect_state *o, handle *mine)
     return EPIC_OK;
 }
 
-/* Never waits for the peer, only, where the system keeps few callers, for a place in its queue. */
+/* Connects without waiting for the peer. It waits only if the peer's queue of connections is
+ * full. */
 static epic_result connect_to_rank(connect_state *o, int peer)
 {
     int *socket_fd = &o->connections->sockets[peer];
@@ -179,7 +183,8 @@ static bool out_of_room(int error)
     return error == EMFILE || error == ENFILE || error == ENOMEM || error == ENOBUFS;
 }
 
-/* A caller for whom there is no room would wait for an answer until the deadline. */
+/* Accepts new connections. If the system has no room for one, joining fails at once; else the
+ * peer would wait for an answer until its deadline. */
 static epic_result accept_pending(connect_state *o)
 {
     for (int i = 0; i < o->num_pending; i++) {
@@ -192,7 +197,8 @@ static epic_result accept_pending(connect_state *o)
     return EPIC_OK;
 }
 
-/* A guest has spoken: a higher rank that has not called yet becomes a line, others go. */
+/* Reads the handshake of a pending connection. A higher rank that is not connected yet becomes
+ * a connection; others are closed. */
 static epic_result identify_pending(connect_state *o, int *pending_fd)
 {
     shm_connections *connections = o->connections;
@@ -215,20 +221,20 @@ static int first_missing(const connect_state *o)
     return r;
 }
 
-/* Who does not listen any more has called us, or never will. */
+/* A rank that does not listen any more has either connected already or never will. */
 static bool is_listening(const connect_state *o, int peer)
 {
     socklen_t length;
     const struct sockaddr_un address = address_of(&o->handles[peer], &length);
     int probe = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-    if (probe < 0) return true; /* nobody knows */
+    if (probe < 0) return true; /* cannot be decided */
     const bool refused =
         connect(probe, (const struct sockaddr *)&address, length) != 0 && errno == ECONNREFUSED;
     close_fd(&probe);
     return !refused;
 }
 
-/* A missing rank that is gone, or -1. */
+/* Returns a missing rank that is gone, or -1. */
 static int find_gone(const connect_state *o)
 {
     for (int r = o->connections->rank + 1; r < o->connections->num_ranks; r++)
@@ -248,8 +254,8 @@ static bool handle_incoming(connect_state *o, epic_result *result)
     return any;
 }
 
-/* A rank that died before it called leaves no line that could hang up: it is seen gone, and what
- * it did before is looked for once more. */
+/* Accepts all higher ranks. A rank that died before it connected has no connection that could
+ * close. It is found by its closed listener, and what arrived before is handled once more. */
 static epic_result accept_all(connect_state *o)
 {
     int gone = -1;
@@ -302,7 +308,8 @@ static epic_result connect_to_all(connect_state *o)
     return EPIC_OK;
 }
 
-/* Calls the lower ranks and hangs up, so that none of them waits for us.  The sentence stays. */
+/* Connects to the lower ranks and closes these connections, so that none of them waits for this
+ * rank. The error text stays. */
 static epic_result fail_for_all(connect_state *o, epic_result result)
 {
     char sentence[512];
@@ -318,8 +325,8 @@ static epic_result fail_for_all(connect_state *o, epic_result result)
 
 /* ------------------------------------------------------------------------- the whole ---- */
 
-/* The kernel says who is at the other end, in our own numbering of processes.  A system without
- * pidfds is no failure. */
+/* Opens a pidfd for every peer. The kernel reports the process at the other end, in this rank's
+ * PID namespace. A system without pidfds is no error. */
 static epic_result watch_processes(shm_connections *connections)
 {
     for (int r = 0; r < connections->num_ranks; r++) {
@@ -336,7 +343,7 @@ static epic_result watch_processes(shm_connections *connections)
     return EPIC_OK;
 }
 
-/* `ready` false: this rank has failed before, and its sentence stays. */
+/* `ready` false: this rank has failed before; its error text stays. */
 static epic_result allocate_state(connect_state *o, bool ready)
 {
     if (!ready) return EPIC_EDEVICE;
@@ -359,14 +366,15 @@ static void release_state(connect_state *o)
     free(o->pending);
 }
 
-/* A name that open_listener made: it is somebody else's word, and becomes an address. */
+/* Returns whether open_listener() could have made the name. It comes from another process and
+ * becomes an address. */
 static bool is_socket_name(const char name[NAME_LENGTH + 1])
 {
     return name[NAME_LENGTH] == 0 && strncmp(name, NAME, 5) == 0 &&
            strspn(name + 5, "0123456789abcdef") == NAME_LENGTH - 5;
 }
 
-/* Every rank comes to the gathering, also one whose `result` is bad by now. */
+/* Every rank calls this, even after an error, because the gather needs all of them. */
 static epic_result gather_handles(const epic_join *join, handle *handles, epic_result result,
                                   handle *mine)
 {
@@ -399,7 +407,8 @@ epic_result connections_open(shm_connections *connections, const epic_join *join
                              int *memory)
 {
     handle mine = {0},
-           handles[EPIC_MAX_RANKS]; /* not allocated: to fail, too, takes a gathering */
+           /* on the stack: even an allocation that fails must reach the gather */
+        handles[EPIC_MAX_RANKS];
     connect_state o = {.connections = connections,
                        .join = join,
                        .handles = handles,

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Sending and receiving greetings, with a descriptor beside them. */
+/* Sending and receiving handshakes; a message may carry a descriptor. */
 #include "backend/shm/handshake.h"
 
 #include <errno.h>
@@ -9,7 +9,7 @@
 
 #include "base/error.h"
 
-/* Room for the descriptor that travels with a message. */
+/* A buffer for the descriptor that travels with a message. */
 typedef union descriptor {
     struct cmsghdr header;
     char bytes[CMSG_SPACE(sizeof(int))];
@@ -59,7 +59,7 @@ bool handshake_receive(int fd, handshake *hello, int *memory)
     descriptor control = {0};
     if (memory) {
         message.msg_control = control.bytes;
-        message.msg_controllen = CMSG_LEN(sizeof(int)); /* one and no more */
+        message.msg_controllen = CMSG_LEN(sizeof(int)); /* exactly one */
     }
     ssize_t got;
     do got = recvmsg(fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);

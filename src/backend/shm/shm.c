@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Ranks that are processes of one host.  Rank 0 makes anonymous memory and hands it to the
- * others over their lines; nothing of it has a name that could be left behind.
+/* The backend shm: ranks are processes of one host. Rank 0 makes anonymous memory and sends its
+ * descriptor over the connections. Nothing has a name, so nothing can be left behind.
  *
- * A child that a rank forks without exec keeps the rank's lines open.  The peers see the rank's
- * death all the same where the system has pidfds (Linux 5.3) and shows its number to them (one
- * PID namespace); elsewhere they wait until the child ends, or until their deadline. */
+ * A forked child without exec keeps the rank's connections open. The peers still notice the
+ * rank's end where the system has pidfds (Linux 5.3) and all ranks are in one PID namespace.
+ * Elsewhere they wait until the child ends, or until their deadline. */
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
@@ -65,7 +65,7 @@ static epic_result map_segment(const shared_layout *l, int memory, char **segmen
     return EPIC_OK;
 }
 
-/* Sealed, so that nobody can take the pages from under the others. */
+/* Makes the memory and seals its size, so that no rank can remove pages that others use. */
 static epic_result create_segment(const shared_layout *l, uint64_t group_id, int *memory,
                                   char **segment)
 {
@@ -127,7 +127,7 @@ static epic_result shm_join(epic_group **out, const epic_join *join)
     if (!connections)
         return connections_decline(join, epic_fail(EPIC_ENOMEM, "shm: no memory"));
     const epic_result result = join_with(out, join, &l, connections, &memory, &segment);
-    if (memory >= 0) close(memory); /* the mapping keeps it */
+    if (memory >= 0) close(memory); /* the mapping keeps the memory */
     if (result == EPIC_OK) return EPIC_OK;
     if (segment) munmap(segment, (size_t)l.segment_bytes);
     connections_close(connections);
@@ -135,7 +135,7 @@ static epic_result shm_join(epic_group **out, const epic_join *join)
     return result;
 }
 
-/* Of a forked child's descriptors and mapping the parent and its peers notice nothing. */
+/* The parent and its peers do not notice that a forked child closes its copies. */
 static void shm_forget(epic_group *group)
 {
     shm_connections *connections = group->backend_data;
@@ -145,7 +145,7 @@ static void shm_forget(epic_group *group)
     shared_group_free(group);
 }
 
-/* The peers' mappings keep the memory for as long as they need it. */
+/* The mappings of the peers keep the memory for as long as they need it. */
 static void shm_leave(epic_group *group)
 {
     shared_group_close(group);

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Ranks that are threads of one process.  The first to come maps the segment, the last to leave
- * unmaps it; ranks of a group find it in a table of the process, by the group's id.  What comes
- * through the bootstrap is never an address: whoever reached the bootstrap could choose it. */
+/* The backend threads: ranks are threads of one process. The first rank maps the segment and
+ * the last one to leave unmaps it. Ranks find each other in a table of the process by the
+ * group's id. No address comes through the bootstrap, because anyone who reaches the bootstrap
+ * could choose it. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -11,18 +12,18 @@
 #include "backend/shared/shared.h"
 #include "base/error.h"
 
-/* A group of this process, from its first rank's join to its last rank's leave. */
+/* A group of this process. It exists from the first rank's join to the last rank's leave. */
 typedef struct thread_group {
     struct thread_group *next;
     uint64_t group_id;
     shared_layout layout;
     char *segment;
-    int num_joined;            /* ranks that hold it */
-    int num_seen;              /* ranks that came, also those that have gone */
-    bool seen[EPIC_MAX_RANKS]; /* a rank joins once */
+    int num_joined;            /* ranks that use the segment now */
+    int num_seen;              /* ranks that ever joined */
+    bool seen[EPIC_MAX_RANKS]; /* a rank joins only once */
 } thread_group;
 
-static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* guards the table and its halls */
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* guards the table and its groups */
 static thread_group *thread_groups;
 
 static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *config,
@@ -50,7 +51,7 @@ static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *c
     return true;
 }
 
-/* NULL: the sentence says why. */
+/* Maps the segment and adds the group to the table. Returns NULL after an error. */
 static thread_group *new_thread_group(const shared_layout *layout, uint64_t group_id)
 {
     thread_group *h = calloc(1, sizeof *h);
@@ -106,7 +107,8 @@ static epic_result join_thread_group(thread_group **out, const shared_layout *la
     return result;
 }
 
-/* Each rank departs once, after its last access; the others may still be reading. */
+/* Each rank leaves once, after its last access. Others may still read the segment, so only the
+ * last one unmaps it. */
 static void leave_thread_group(thread_group *h)
 {
     pthread_mutex_lock(&mutex);
@@ -120,7 +122,7 @@ static void leave_thread_group(thread_group *h)
     pthread_mutex_unlock(&mutex);
 }
 
-/* Waits until every rank has entered; one that could not says so. */
+/* Waits until every rank has tried to join. Returns EPIC_EPEER if another rank could not. */
 static epic_result gather_results(const epic_join *join, epic_result entered)
 {
     const epic_bootstrap *bootstrap = join->bootstrap;
@@ -132,7 +134,7 @@ static epic_result gather_results(const epic_join *join, epic_result entered)
     return entered;
 }
 
-/* Whatever the bootstrap said: are all of them here? */
+/* Checks that all ranks are in this process, whatever the bootstrap reported. */
 static epic_result check_all_joined(const thread_group *h)
 {
     pthread_mutex_lock(&mutex);
@@ -173,7 +175,7 @@ const epic_backend epic_backend_threads = {
     .can_join = can_join,
     .join = threads_join,
     .leave = threads_leave,
-    .forget = threads_leave, /* a child has the memory for itself */
+    .forget = threads_leave, /* the child has a copy of the memory */
     .memory = shared_memory_info,
     .transport = &shared_transport,
 };

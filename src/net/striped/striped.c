@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The first strand is the caller's: words and small puts go by it, and find nothing large before
- * them.  Larger puts are dealt to the threads in turn. */
+/* The caller's thread drives the first stripe. Words and small puts use it, so they never
+ * wait behind large puts. Larger puts go to the threads of the other stripes in turn. */
 #include "net/striped/striped.h"
 
 #include <sched.h>
@@ -13,21 +13,23 @@
 #include "base/thread.h"
 
 #ifndef STRIPED_LARGE
-#define STRIPED_LARGE (32u << 10) /* bytes of a put, from which on a thread takes it */
+#define STRIPED_LARGE (32u << 10) /* a put of at least this many bytes goes to a thread */
 #endif
-#define MAX_JOBS 64        /* of a strand that its thread has not begun */
-#define MAX_IN_FLIGHT 1024 /* puts and words to a host; more come again later */
-#define CLOSE_MS 1000      /* how long what was taken is still sent */
+#define MAX_JOBS 64        /* puts that a stripe's thread has not started */
+#define MAX_IN_FLIGHT 1024 /* puts and words to one host; put() refuses more */
+#define CLOSE_MS 1000      /* how long close sends accepted puts */
 
-/* A thread naps when so many of its turns have moved nothing, each time twice as long: for a moment
- * at most while the caller looks often, else until the caller gives anything, and so begins an
- * operation.  What has come before that can wait. */
+/* A thread naps after IDLE_ROUNDS rounds without progress, each time twice as long. While
+ * the caller polls often, a nap lasts MAX_NAP_BUSY_US at most. Otherwise the caller has no
+ * operation running, so the thread may sleep until the next put; what arrives before that
+ * can wait. */
 #define IDLE_ROUNDS 64
 #define FIRST_NAP_US 20
 #define MAX_NAP_BUSY_US 50
 #define POLL_OFTEN_US 200
 #define MAX_NAP_IDLE_US 200000
 
+/* A put that waits for a stripe's thread. */
 typedef struct job {
     uint64_t to;
     const void *from;
@@ -35,45 +37,49 @@ typedef struct job {
     int host;
 } job;
 
-/* `given` belongs to who looks at the strand; all that both sides read is atomic. */
+/* One stripe. Its driver, which is its thread or the caller, owns `posted`. All words that
+ * both threads access are atomic. */
 typedef struct stripe {
     net *net;
-    net *owner; /* that it is of */
+    net *owner; /* the striped net */
     uint64_t posted[NET_MAX_HOSTS];
-    uint64_t completed[NET_MAX_HOSTS]; /* of those, the first ones */
-    uint32_t failed_hosts;             /* hosts that it has given up */
+    uint64_t completed[NET_MAX_HOSTS]; /* the first so many of `posted` */
+    uint32_t failed_hosts;             /* bit h: host h is gone */
     pthread_t thread;
-    bool has_thread;          /* the thread, and it closes its net at its end */
-    uint64_t queued, started; /* jobs */
+    bool has_thread;          /* the thread closes the net of the stripe at its end */
+    uint64_t queued, started; /* counts of jobs */
     job jobs[MAX_JOBS];
-    int64_t nap_us; /* us, 0: it is awake */
+    int64_t nap_us; /* length of the current nap; 0: awake */
     sem_t awake;
 } stripe;
 
+/* The puts to one host, in the order in which the caller made them. */
 typedef struct peer {
     uint64_t posted, finished;
-    uint8_t stripe_of[MAX_IN_FLIGHT]; /* the strand of each that is under way */
+    uint8_t stripe_of[MAX_IN_FLIGHT]; /* the stripe of each put in flight */
     uint64_t num_completed[STRIPED_MAX];
 } peer;
 
+/* A striped net. */
 struct net {
     net_setup setup;
     int num_stripes, next;
     int is_closing;
-    uint64_t num_polls, num_calls; /* of the caller: `calls` gave something */
+    uint64_t num_polls, num_calls; /* of the caller: progress calls; puts and words */
     peer peers[NET_MAX_HOSTS];
     stripe stripes[STRIPED_MAX];
 };
 
-/* Cards of strands, one after the other, each without the zeros at its end. */
+/* The handles of all stripes, back to back, each without the zero bytes at its end. */
 typedef struct handle {
-    uint16_t length[STRIPED_MAX]; /* 0: there is no such strand */
+    uint16_t length[STRIPED_MAX]; /* 0: no such stripe */
     unsigned char bytes[NET_HANDLE_BYTES - STRIPED_MAX * sizeof(uint16_t)];
 } handle;
 _Static_assert(sizeof(handle) == NET_HANDLE_BYTES, "a card is what the bootstrap carries");
 
 /* ------------------------------------------------------------------------- of a strand ---- */
 
+/* Passes one put to the net of the stripe. */
 static bool stripe_post(stripe *s, int host, uint64_t to, const void *from, uint32_t bytes)
 {
     if (!striped_over.engine->put(s->net, host, to, from, bytes)) return false;
@@ -81,6 +87,7 @@ static bool stripe_post(stripe *s, int host, uint64_t to, const void *from, uint
     return true;
 }
 
+/* Publishes how many puts of the stripe have completed and whether the host is gone. */
 static void stripe_update(stripe *s, int host)
 {
     uint64_t completed = s->completed[host];
@@ -103,6 +110,7 @@ static int stripe_progress(stripe *s)
 
 /* -------------------------------------------------------------------------- its thread ---- */
 
+/* Starts queued puts until the net of the stripe has no room. Returns how many. */
 static int stripe_take_jobs(stripe *s)
 {
     const uint64_t queued = __atomic_load_n(&s->queued, __ATOMIC_ACQUIRE);
@@ -116,7 +124,8 @@ static int stripe_take_jobs(stripe *s)
     return taken;
 }
 
-/* Until it is woken, unless calls were made since there were `calls`, or the net closes. */
+/* Sleeps for `us` at most. Returns at once if the caller has put something since it had made
+ * `num_calls` calls, or if the net is closing. */
 static void stripe_nap(stripe *s, int64_t us, uint64_t num_calls)
 {
     const struct timespec end = clock_in_ns(us * 1000);
@@ -127,7 +136,7 @@ static void stripe_nap(stripe *s, int64_t us, uint64_t num_calls)
     __atomic_store_n(&s->nap_us, 0, __ATOMIC_SEQ_CST);
 }
 
-/* From a nap that is longer than `us`. */
+/* Ends a nap that is longer than `us`. */
 static void stripe_wake(stripe *s, int64_t us)
 {
     if (__atomic_load_n(&s->nap_us, __ATOMIC_SEQ_CST) > us &&
@@ -135,12 +144,13 @@ static void stripe_wake(stripe *s, int64_t us)
         sem_post(&s->awake);
 }
 
-/* The longest nap, if the caller has looked so often in one of `us`. */
+/* Returns the longest nap after one of `us` in which the caller polled `num_polls` times. */
 static int64_t longest_nap_us(uint64_t num_polls, int64_t us)
 {
     return (int64_t)num_polls > us / POLL_OFTEN_US ? MAX_NAP_BUSY_US : MAX_NAP_IDLE_US;
 }
 
+/* The thread of a stripe. */
 static void *stripe_run(void *self)
 {
     stripe *s = self;
@@ -187,7 +197,8 @@ static size_t handle_length(const unsigned char *bytes)
     return length;
 }
 
-/* One more strand, and its card behind those of the others.  EPIC_ENOTSUP: that has no room. */
+/* Opens one more stripe and appends its handle to `all`. EPIC_ENOTSUP: the handle does not
+ * fit. */
 static epic_result add_stripe(net *n, handle *all, size_t *used, char *why)
 {
     unsigned char mine[NET_HANDLE_BYTES] = {0};
@@ -220,7 +231,7 @@ static epic_result add_stripes(net *n, handle *all, char *why)
     if (result != EPIC_OK || !striped_over.can_gain(n->stripes[0].net)) return result;
     while (result == EPIC_OK && n->num_stripes < wanted)
         result = add_stripe(n, all, &used, why);
-    return result == EPIC_ENOTSUP ? EPIC_OK : result; /* with those that there are */
+    return result == EPIC_ENOTSUP ? EPIC_OK : result; /* use the stripes that were opened */
 }
 
 epic_result striped_open(net **out, const net_setup *setup, void *bytes, char *why)
@@ -241,7 +252,7 @@ epic_result striped_open(net **out, const net_setup *setup, void *bytes, char *w
 
 /* -------------------------------------------------------------------------- connecting ---- */
 
-/* The strands that a card has; 0: it is damaged. */
+/* Returns the number of stripes in a handle; 0: the handle is damaged. */
 static int count_stripes(const handle *c)
 {
     size_t used = 0;
@@ -258,7 +269,7 @@ static void copy_handle(const handle *from, int stripe, unsigned char *to)
     memcpy(to, from->bytes + at, from->length[stripe]);
 }
 
-/* As many strands as every host has; the others are closed. */
+/* Keeps as many stripes as every host has and closes the others. */
 static epic_result agree_on_count(net *n, const handle *handles, char *why)
 {
     int count = n->num_stripes;
@@ -305,7 +316,8 @@ static bool has_room(const net *n, int host)
     return n->peers[host].posted - n->peers[host].finished < MAX_IN_FLIGHT;
 }
 
-/* Something was given to a strand; what the peers answer may come by any. */
+/* Records that a stripe got a put, and wakes the threads. A peer's answer may arrive on any
+ * stripe, so all of them must poll soon. */
 static bool record_put(net *n, int host, int stripe)
 {
     peer *p = &n->peers[host];
@@ -316,7 +328,7 @@ static bool record_put(net *n, int host, int stripe)
     return true;
 }
 
-/* To the next thread. */
+/* Queues the put for the next thread. */
 static bool queue_put(net *n, const job *j)
 {
     const int number = 1 + n->next;
@@ -345,7 +357,8 @@ bool striped_put_word(net *n, int host, uint64_t to, uint64_t value)
     return record_put(n, host, 0);
 }
 
-/* Those that have left, up to the first that has not. */
+/* Counts the puts that have completed, in order, up to the first that has not. Returns how
+ * many. */
 static int advance_finished(net *n, int host)
 {
     peer *p = &n->peers[host];

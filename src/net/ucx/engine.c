@@ -1,13 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What libepic_ucx.so shows, and what is asked of it before a net is open. */
+/* The engine that libepic_ucx.so exports: a striped net over ucx.c, and the calls that need no
+ * open net. */
 #include <stdio.h>
 
 #include "net/striped/striped.h"
 #include "net/ucx/lanes.h"
 
 #define PREFERRED_BYTES \
-    (224 << 10) /* what fits a segment of TCP (lanes.c), and 16 rows of 14 KB */
+    (224 << 10) /* fits a TCP segment (lanes.c) and holds 16 rows of 14 KB */
 
+/* Opening a UCX context is the test. */
 static bool ucx_is_available(char *why)
 {
     ucp_context_h context;

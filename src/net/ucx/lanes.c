@@ -1,4 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+/* Contexts of UCX, and questions about them that UCX answers only in its printed text. */
 #include "net/ucx/lanes.h"
 
 #include <stdio.h>
@@ -7,11 +8,12 @@
 
 #include "net/ucx/lanes_text.h"
 
-/* The most that UCX sends over TCP, and reads there, in one piece, and so need not assemble.  Its own
- * is 64 KB. */
+/* Size of a TCP segment: the largest message that UCX sends and reads over TCP in one piece.
+ * UCX's own default is 64 KB. */
 #define SEGMENT "256K"
 
-/* What UCX prints of one or the other; 1.13 tells which networks there are in no other way. */
+/* Returns what UCX prints about a context or an endpoint; the caller frees it. UCX 1.13 has no
+ * other call that names the networks. */
 static char *print_info(ucp_context_h context, ucp_ep_h endpoint)
 {
     char *text = NULL;
@@ -26,7 +28,7 @@ static char *print_info(ucp_context_h context, ucp_ep_h endpoint)
     return text;
 }
 
-/* "#  resource 0 : md 0 ... -- tcp/lo" */
+/* UCX prints lines such as "#  resource 0 : md 0 ... -- tcp/lo". */
 static bool has_one_of(ucp_context_h context, const char *const *networks, int count)
 {
     char *text = print_info(context, NULL);
@@ -54,7 +56,7 @@ bool ucx_can_reach_gpus(ucp_context_h context)
            have.memory_types & UCS_BIT(UCS_MEMORY_TYPE_CUDA);
 }
 
-/* Up to 1.16 UCX wants the name without that of the transport. */
+/* UCX before 1.17 expects the name of the variable without its transport. */
 static const char *segment_name(void)
 {
     unsigned major, minor, release;
@@ -62,8 +64,8 @@ static const char *segment_name(void)
     return major == 1 && minor < 17 ? "RX_SEG_SIZE" : "TCP_RX_SEG_SIZE";
 }
 
-/* Can UCX be told to refuse remote writes that the network has not, in place of sending messages that
- * the peer's memcpy lands?  Newer ones warn of what they do not know. */
+/* Returns whether this UCX can fail remote writes that a network does not have, instead of
+ * sending messages that the peer stores with memcpy. Older versions warn about the setting. */
 static bool can_disable_emulation(void)
 {
     unsigned major, minor, release;
@@ -71,7 +73,7 @@ static bool can_disable_emulation(void)
     return major > 1 || minor >= 22;
 }
 
-/* With segments of that size; NULL: of UCX's own. */
+/* Opens a context with TCP segments of that size; NULL: of UCX's default. */
 static ucs_status_t init_context(ucp_context_h *out, const char *segment, bool no_emulation)
 {
     const ucp_params_t wanted = {.field_mask = UCP_PARAM_FIELD_FEATURES,
@@ -87,7 +89,8 @@ static ucs_status_t init_context(ucp_context_h *out, const char *segment, bool n
     return status;
 }
 
-/* What a context without TCP is told of TCP it warns of. */
+/* The first context shows whether there is TCP: UCX warns about settings of TCP in a context
+ * without it. */
 ucs_status_t ucx_create_context(ucp_context_h *out, const char **segment, bool no_emulation)
 {
     const char *theirs = getenv("UCX_TCP_RX_SEG_SIZE");
@@ -116,7 +119,7 @@ bool ucx_can_reach(ucp_ep_h endpoint, uint64_t own, uint64_t theirs)
     return reaches;
 }
 
-/* They are what it begins with, of every UCX; there is no call that tells them. */
+/* A packed key begins with these bits in every UCX; no call returns them. */
 uint64_t ucx_domains(const void *key, size_t bytes)
 {
     uint64_t domains = 0;

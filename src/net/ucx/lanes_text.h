@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What UCX prints of an endpoint, read: "#  lane[0]:  4:tcp/eth0.0 md[1] -> md[1]/tcp am am_bw#0". */
+/* Reads what UCX prints about an endpoint, such as
+ * "#  lane[0]:  4:tcp/eth0.0 md[1] -> md[1]/tcp am am_bw#0". */
 #ifndef EPIC_NET_UCX_LANES_TEXT_H
 #define EPIC_NET_UCX_LANES_TEXT_H
 
@@ -8,8 +9,8 @@
 #include <stdio.h>
 #include <string.h>
 
-/* Writes the network of the next lane, as in "tcp/eth0", and returns what follows; NULL: there is
- * none. */
+/* Writes the network of the next lane, such as "tcp/eth0", and returns the text behind it;
+ * NULL: no more lanes. */
 static inline const char *lanes_next(const char *text, char *to, size_t size)
 {
     text = text ? strstr(text, " lane[") : NULL;
@@ -21,22 +22,23 @@ static inline const char *lanes_next(const char *text, char *to, size_t size)
     return text + length;
 }
 
+/* Returns whether the name of a lane begins with `with`. */
 static inline bool lanes_begins(const char *lane, const char *with)
 {
     return strncmp(lane, with, strlen(with)) == 0;
 }
 
-/* Is the lane, whose line goes on at `at`, one for memory of the peer? */
+/* Returns whether the lane whose line continues at `at` is for remote access to memory. */
 static inline bool lanes_is_for_memory(const char *at)
 {
     const char *found = strstr(at, " rma_bw#");
     return found && found < at + strcspn(at, "\n");
 }
 
-/* Is every lane RDMA, and one of them for memory of the peer?  Where there is none UCX sends what is
- * written there in messages of its own, which the other side copies with memcpy: words may land
- * twice, or in pieces.  EFA (srd) has such a lane where it reads alone, too, so it counts only where
- * UCX was told to send none (`honest`). */
+/* Returns whether every lane is RDMA and one of them is for remote access to memory. Without
+ * such a lane UCX sends remote writes as messages of its own. The receiver stores these with
+ * memcpy, so words may land twice or in parts. EFA (srd) shows such a lane even if it can only
+ * read, so it counts only in a context without emulation. */
 static inline bool lanes_keep_words(const char *text, bool no_emulation)
 {
     char lane[64];
@@ -50,8 +52,9 @@ static inline bool lanes_keep_words(const char *text, bool no_emulation)
     return lanes > 0 && writing > 0;
 }
 
-/* Has a lane for memory of the peer keys of it, and of memory here?  Bit n of `own` and of `theirs`: a
- * key by the domain md[n] of that side.  A device that does not reach memory of a GPU has none. */
+/* Returns whether a lane for remote access has keys of memory on both sides. Bit n of `own` and
+ * `theirs` is a key of the memory domain md[n] of that side. A device that does not reach GPU
+ * memory has no key of it. */
 static inline bool lanes_reach(const char *text, uint64_t own, uint64_t theirs)
 {
     char lane[64];

@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A strand of the engine ucx.  UCX picks the network.  Where every lane to a peer is a
- * remote write of RDMA, which keeps words whole, rows go by that; over anything else, TCP above
- * all, whose bytes come as they please (memcpy writes some of them twice), they go in active
- * messages, and the receiver's thread copies them into its inbox a word at a time. */
+/* One stripe of the engine ucx. UCX chooses the network.
+ *
+ * If every lane to a peer is RDMA, which keeps words of 8 bytes whole, rows go by remote
+ * writes. Over anything else, above all TCP, rows go in active messages, and the receiving
+ * thread stores them into its inbox word by word. A byte stream gives no such guarantee: memcpy
+ * may write a word in parts or twice. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -13,45 +15,49 @@
 #include "net/striped/striped.h"
 #include "net/ucx/lanes.h"
 
-#define MAX_IN_FLIGHT 256     /* puts to a host that are under way; more come again later */
-#define MESSAGE_ID 1          /* the id of ours */
-#define MAX_PROGRESS_CALLS 64 /* of UCX's in one look */
-#define FLUSH_MS 1000         /* how long close waits for what is under way */
+#define MAX_IN_FLIGHT 256     /* puts and words to one host; put() refuses more */
+#define MESSAGE_ID 1          /* the active message of this engine */
+#define MAX_PROGRESS_CALLS 64 /* calls of UCX in one progress call */
+#define FLUSH_MS 1000         /* how long close waits for puts in flight */
 
-/* What a message begins with; a word is all header. */
+/* The header of a message. A message with one word is only a header. */
 typedef struct header {
-    uint64_t token; /* of the receiver */
+    uint64_t token; /* of the receiver; proves that the sender has its handle */
     uint64_t to;
-    uint64_t value; /* of a word */
+    uint64_t value; /* of put_word() */
 } header;
 
+/* A put or word in flight. */
 typedef struct send_op {
     header header;
     bool completed;
 } send_op;
 
+/* One other host. */
 typedef struct peer {
-    ucp_ep_h endpoint; /* NULL: none */
-    ucp_rkey_h key;    /* of its inbox; NULL: reached by messages */
+    ucp_ep_h endpoint; /* NULL: this rank's own host */
+    ucp_rkey_h key;    /* key of the peer's inbox; NULL: send messages */
     uint64_t token, inbox;
     bool gone;
-    uint64_t posted, finished; /* parcels; those below `finished` have left */
+    uint64_t posted, finished; /* ops below `finished` have completed */
     send_op ops[MAX_IN_FLIGHT];
 } peer;
 
+/* One stripe. */
 struct net {
     net_setup setup;
     ucp_context_h context;
     ucp_worker_h worker;
     ucp_mem_h inbox, outbox;
-    uint64_t token, domains; /* which those are registered with */
-    const char *segment;     /* of TCP; "": there is none */
+    uint64_t token, domains; /* of the registered memory */
+    const char *segment;     /* size of TCP segments; "": no TCP */
     peer peers[NET_MAX_HOSTS];
 };
 
+/* The content of a handle, as one rank publishes it. */
 typedef struct handle {
     uint64_t token, inbox, inbox_bytes;
-    uint32_t address_bytes, key_bytes; /* of what lies in `bytes`, one after the other */
+    uint32_t address_bytes, key_bytes; /* lengths of the two parts of `bytes` */
     char segment[16];
     unsigned char bytes[NET_HANDLE_BYTES - 48];
 } handle;
@@ -64,6 +70,7 @@ static epic_result fail_with_status(char *why, const char *what, ucs_status_t st
     return status == UCS_ERR_NO_MEMORY ? EPIC_ENOMEM : EPIC_EDEVICE;
 }
 
+/* Returns from the function if a call of UCX fails. */
 #define TRY_UCX(call, what)                                                       \
     do {                                                                          \
         const ucs_status_t ucx_status = (call);                                   \
@@ -72,6 +79,7 @@ static epic_result fail_with_status(char *why, const char *what, ucs_status_t st
 
 /* ------------------------------------------------------------------------- receiving ---- */
 
+/* Stores whole words, so that a polling kernel never sees half of one. */
 static void store_words(void *to, const void *from, size_t bytes)
 {
     uint64_t word;
@@ -81,7 +89,8 @@ static void store_words(void *to, const void *from, size_t bytes)
     }
 }
 
-/* Whoever finds the port may send something: what lacks our token, or a place, is passed over. */
+/* Stores a message into the inbox. Anyone who finds the port can send something, so messages
+ * without the token of this net, or with an offset outside of the inbox, are ignored. */
 static ucs_status_t receive_message(void *self, const void *head, size_t head_bytes, void *data,
                                     size_t bytes, const ucp_am_recv_param_t *param)
 {
@@ -127,7 +136,7 @@ static epic_result create_worker(net *n, char *why)
     return EPIC_OK;
 }
 
-/* Appends to the handle what UCX has packed. */
+/* Appends packed data of UCX to the handle. Returns false if it does not fit. */
 static bool append_to_handle(handle *c, uint32_t *length, const void *bytes, size_t count)
 {
     const size_t used = (size_t)c->address_bytes + c->key_bytes;
@@ -201,6 +210,7 @@ static void on_peer_error(void *self, ucp_ep_h endpoint, ucs_status_t status)
     ((peer *)self)->gone = true;
 }
 
+/* Opens the endpoint to a host and decides whether rows go by remote writes or by messages. */
 static epic_result connect_to_host(net *n, int host, const handle *c, char *why)
 {
     peer *p = &n->peers[host];
@@ -252,12 +262,12 @@ static epic_result ucx_connect(net *n, const void *handles, char *why)
 
 static void on_completed(void *request, ucs_status_t status, void *self)
 {
-    (void)status; /* a peer that is gone: give_up hears of it */
+    (void)status; /* on_peer_error() also reports a peer that is gone */
     ((send_op *)self)->completed = true;
     ucp_request_free(request);
 }
 
-/* A remote write of a word reads it from its parcel. */
+/* A remote write of one word has its source in the op. */
 static void *start_send(peer *p, send_op *c, const void *from, uint32_t bytes)
 {
     const ucp_request_param_t param = {.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK |
@@ -328,13 +338,15 @@ static void ucx_describe(const net *n, char *to, size_t size)
         if (!p->endpoint) continue;
         ucx_describe_lanes(p->endpoint, way, sizeof way, p->key ? "writes" : "messages");
         const size_t used = strlen(to);
-        if (!strstr(to, way)) snprintf(to + used, size - used, "%s", way); /* each once */
+        /* print each kind once */
+        if (!strstr(to, way)) snprintf(to + used, size - used, "%s", way);
     }
 }
 
 /* ---------------------------------------------------------------------------- closing ---- */
 
-/* Until `request` is done, or for a moment; a request that is not stays UCX's. */
+/* Waits until the request is complete, FLUSH_MS at most. UCX keeps a request that is not
+ * complete. */
 static void wait_for_request(net *n, void *request)
 {
     const int64_t end = clock_ms() + FLUSH_MS;
