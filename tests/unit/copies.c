@@ -80,7 +80,7 @@ static void *be_thread(void *self)
         CHECK_EQ(one, bootstrap->num_ranks);
     } else if (!t->found) {
         CHECK_SAY(result == EPIC_ENOTSUP, "open: %d", (int)result);
-        CHECK_SAY(strstr(c->error(ctx), "another copy") != NULL, "%s", c->error(ctx));
+        CHECK_SAY(strstr(c->error(ctx), "different copies") != NULL, "%s", c->error(ctx));
     }
     c->close(ctx);
     return NULL;

@@ -1,13 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* From a communicator to a bootstrap.
+/* Making a bootstrap from a communicator.
  *
- * MPI's own collectives wait without end and, when a rank is missing, do not say which.  So the
- * caller's communicator is duplicated without blocking, and then every rank sends to every other
- * on the duplicate.  While the duplicate is made, those that have come cannot know of each other;
- * after half of the time they call the roll, on the caller's communicator.
+ * MPI's own collectives wait forever for a missing rank and do not name it. So this file
+ * duplicates the caller's communicator without blocking, and gathers with plain messages from
+ * every rank to every other on the duplicate.
  *
- * What MPI cannot take back when a bootstrap fails, the duplicate and the buffers of messages on
- * their way, stays. */
+ * While the duplicate is made, the ranks that are there do not know each other. After half of
+ * the time limit, each sends a roll call on the caller's communicator, so that the error can
+ * name the ranks that are missing.
+ *
+ * MPI cannot take back a duplicate or messages in flight. After a failure they stay. */
 #include "bootstrap/bootstrap.h"
 
 #include <stdio.h>
@@ -18,20 +20,21 @@
 #include "base/deadline.h"
 
 #define GATHER_TAG 0
-#define ROLL_TAG 32767 /* the largest that every MPI has */
+#define ROLL_TAG 32767 /* the largest tag that every MPI allows */
 #define NAP_NS 100000
 
+/* The state behind an epic_bootstrap. */
 typedef struct bootstrap {
     MPI_Comm comm;
     int rank, num_ranks;
     uint32_t timeout_ms;
-    epic_result failed; /* with this sentence */
+    epic_result failed; /* the result of the gather that failed; `sentence` is its error */
     char sentence[512];
 } bootstrap;
 
-/* One gather.  Receives come first in `requests`, then sends; a rank's own are null. */
+/* One gather. In `requests` the receives come before the sends; those of this rank are null. */
 typedef struct gather_round {
-    unsigned char *bytes;  /* [num_ranks, size], by rank */
+    unsigned char *bytes;  /* [num_ranks, size] by rank */
     MPI_Request *requests; /* [2, num_ranks] */
     MPI_Status *statuses;  /* [2, num_ranks] */
     int *indices;          /* [2, num_ranks] */
@@ -60,7 +63,7 @@ static void send_roll_calls(MPI_Comm comm, int rank, int num_ranks)
     }
 }
 
-/* Notes one who called; false: nobody did. */
+/* Receives one roll call and marks its sender as present. Returns false if there was none. */
 static bool receive_roll_call(MPI_Comm comm, bool *missing)
 {
     int came = 0;
@@ -73,7 +76,8 @@ static bool receive_roll_call(MPI_Comm comm, bool *missing)
     return true;
 }
 
-/* Calls once, at half-time or when another has called.  Errors are of no interest here. */
+/* Sends this rank's roll call once, at half of the time limit or when another rank's has
+ * arrived. Errors of MPI are ignored, because the roll call only improves an error text. */
 static void exchange_roll_calls(const bootstrap *m, MPI_Comm comm, bool *missing, bool late)
 {
     MPI_Errhandler theirs;
@@ -88,6 +92,7 @@ static void exchange_roll_calls(const bootstrap *m, MPI_Comm comm, bool *missing
     MPI_Errhandler_free(&theirs);
 }
 
+/* Sets the error that names the missing ranks. */
 static epic_result fail_with_missing(const bootstrap *m, const bool *missing)
 {
     char names[160];
@@ -194,7 +199,7 @@ static epic_result fail_with_sizes(const bootstrap *m, int other, size_t size)
         m->rank, size, other);
 }
 
-/* What MPI has finished, number i of it; code: of the whole. */
+/* Handles the i-th request that MPI has finished; `code` is the result of MPI_Testsome. */
 static epic_result finish_request(gather_round *r, const bootstrap *m, int i, int code)
 {
     const int which = r->indices[i];
@@ -211,7 +216,7 @@ static epic_result finish_request(gather_round *r, const bootstrap *m, int i, in
     return EPIC_OK;
 }
 
-/* *left counts the requests that MPI has not finished. */
+/* Polls all requests and subtracts the finished ones from `*left`. */
 static epic_result poll_round(gather_round *r, const bootstrap *m, int *left)
 {
     int count = 0;
@@ -220,7 +225,7 @@ static epic_result poll_round(gather_round *r, const bootstrap *m, int *left)
     if (code != MPI_SUCCESS && code != MPI_ERR_IN_STATUS)
         return runtime_fail(code, "MPI_Testsome");
     for (int i = 0; i < count; i++)
-        TRY(finish_request(r, m, i, code)); /* MPI_UNDEFINED: negative */
+        TRY(finish_request(r, m, i, code)); /* MPI_UNDEFINED is negative */
     *left -= count > 0 ? count : 0;
     return EPIC_OK;
 }
@@ -243,7 +248,7 @@ static epic_result run_round(gather_round *r, const bootstrap *m)
     }
 }
 
-/* A bootstrap that has failed says the same ever after. */
+/* The gather of the bootstrap. After a failure, every further call returns the same error. */
 static epic_result gather_bytes(void *self, const void *mine, void *all, int64_t bytes)
 {
     bootstrap *m = self;
@@ -251,7 +256,7 @@ static epic_result gather_bytes(void *self, const void *mine, void *all, int64_t
     if (m->failed) return epic_fail(m->failed, "%s", m->sentence);
     TRY(make_round(&r, m, mine, bytes));
     m->failed = run_round(&r, m);
-    if (m->failed) { /* MPI may still reach into the round */
+    if (m->failed) { /* MPI may still access the round, so it is not freed */
         snprintf(m->sentence, sizeof m->sentence, "%s", epic_sentence());
         return m->failed;
     }
@@ -307,7 +312,7 @@ epic_result mpi_bootstrap(epic_bootstrap *out, const void *native, uint32_t time
     m->timeout_ms = timeout_ms;
     MPI_Comm_rank(comm, &m->rank);
     MPI_Comm_size(comm, &m->num_ranks);
-    TRY(duplicate_comm(m, comm)); /* else MPI may still write to m */
+    TRY(duplicate_comm(m, comm)); /* on an error MPI may still write to m, so it is not freed */
     *out = (epic_bootstrap){.rank = m->rank,
                             .num_ranks = m->num_ranks,
                             .gather = gather_bytes,

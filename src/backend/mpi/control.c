@@ -1,13 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Messages on MPI tag 0.  A few receives from any source are always posted; whoever looks at MPI
- * files what came.  All messages are small, so MPI takes them at once and nobody waits for a
- * peer to look. */
+/* Sending control messages (MPI tag 0), and the failure of the group. A few receives from any
+ * source are always posted; progress.c polls them. All messages are small, so MPI accepts them
+ * at once and no rank waits for a peer to poll. */
 #include <stddef.h>
 #include <stdio.h>
 #include <string.h>
 
 #include "backend/mpi/group.h"
 
+/* Returns how many bytes of a message of this kind are sent. */
 static int control_message_bytes(uint32_t kind)
 {
     const size_t head = offsetof(control_message, note);
@@ -45,6 +46,8 @@ void control_notify_all(epic_group *group)
 
 /* ------------------------------------------------------------------------- failures ---- */
 
+/* Records the failure, unless there is one, and ends all waits of this rank. should_broadcast:
+ * also sends it to all ranks. */
 void control_break(epic_group *group, const epic_failure_info *failure, bool should_broadcast)
 {
     if (is_broken(group)) return;
@@ -58,6 +61,7 @@ void control_break(epic_group *group, const epic_failure_info *failure, bool sho
     broadcast_message(group, &group->failure_buffer.message, group->broadcast_requests);
 }
 
+/* Breaks the group because a call of MPI failed. */
 void control_fail(epic_group *group, int code, const char *what)
 {
     char reason[MPI_MAX_ERROR_STRING] = "";

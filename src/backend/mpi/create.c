@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A communicator of some ranks of another, within a deadline.
+/* Making a communicator of some ranks of another one, within a deadline.
  *
- * MPI_Comm_create_group is the only call that makes one without those who are not of it, and it
- * waits without end for a rank that has died meanwhile.  So, where several threads may call MPI,
- * a thread makes the call; if it does not come back, it and what it writes to are left behind. */
+ * Only MPI_Comm_create_group makes one without the ranks that do not belong to it, and it waits
+ * forever for a rank that has died meanwhile. So a thread makes the call, if MPI allows several
+ * threads. If the call does not return in time, the thread and the memory that it writes to are
+ * abandoned. */
 #include <stdlib.h>
 
 #include "backend/mpi/group.h"
@@ -14,7 +15,7 @@
 #define NAP_NS 50000
 
 typedef struct creation {
-    pthread_mutex_t mutex; /* guards done, left */
+    pthread_mutex_t mutex; /* guards done and is_abandoned */
     MPI_Comm parent, made;
     MPI_Group ranks;
     int tag, code;
@@ -40,6 +41,8 @@ static void *run_creation(void *self)
     return NULL;
 }
 
+/* Returns whether the call has returned. abandon: if it has not, its thread frees the memory
+ * when it does. */
 static bool is_done(creation *c, bool abandon)
 {
     pthread_mutex_lock(&c->mutex);

@@ -1,23 +1,25 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A rank that has finished an exchange may compute for long, or never call us again, while MPI
- * still needs it to move rows that a slow peer has not fetched.  This thread lends MPI a moment
- * every millisecond while there are such rows and nobody else looks at MPI.  It sleeps when there
- * have been none for a while: to wake it after every operation would cost more than a short one
- * takes. */
+/* A thread that polls MPI for rows whose sender has finished.
+ *
+ * A rank that has finished an exchange may compute for a long time, or never call EPIC again,
+ * while MPI still needs calls to move rows that a slow peer has not received. This thread polls
+ * MPI every millisecond while there are such rows and no other thread polls. After a while
+ * without such rows it sleeps; waking it after every operation would cost more than a short
+ * operation takes. */
 
 #include "backend/mpi/group.h"
 #include "base/error.h"
 #include "base/thread.h"
 
 #define PACE_NS 1000000
-#define IDLE_LOOKS 20 /* without rows, before it sleeps */
+#define IDLE_LOOKS 20 /* rounds without rows before it sleeps */
 
 static void wake_drain(epic_group *group)
 {
     if (group->drain_sleeps) pthread_cond_signal(&group->drain_wake_up);
 }
 
-/* Naps without the mutex.  Where others have looked at MPI meanwhile, or just do, rows move. */
+/* Naps without the mutex, then polls, unless another thread has polled meanwhile. */
 static void drain_once(epic_group *group)
 {
     const uint64_t looks = group->num_looks;
@@ -64,6 +66,7 @@ void drain_stop(epic_group *group)
     group->drain_runs = false;
 }
 
+/* Ends the exchange of a slot. The slot becomes free when MPI has sent all its rows. */
 void mpi_finish(epic_group *group, int index)
 {
     op_slot *slot = &group->slots[index];

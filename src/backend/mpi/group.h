@@ -1,27 +1,27 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A rank's view of a group whose ranks are processes of one MPI job, and what the files of this
- * folder are to each other:
+/* A rank's view of a group whose ranks are processes of one MPI job, and the functions that the
+ * files of this folder share, from the bottom up:
  *
- *   runtime.c    MPI itself
- *   tables.c     all memory of a group
- *   liveness.c    peers whose process has ended without a word
- *   control.c    messages on MPI tag 0: sending them, the group's failure
- *   op_slots.c   the life of a cell, and its notes
- *   peer_status.c where peers are: questions and answers between waiting ranks
- *   staging.c    rows, on MPI tag 1 + the receiver's cell
- *   progress.c   every look at MPI; dispatches what has come to the files above
- *   wait.c       waiting
- *   drain.c      a thread that keeps MPI moving for rows whose sender went on to other things
- *   lifecycle.c  from MPI's start to its end; groups that were left
- *   create.c     a communicator, within a deadline
- *   bootstrap.c  from a communicator to a bootstrap
- *   join.c       from a bootstrap to a communicator; leaving
- *   mpi.c        the contract, signed
+ *   runtime.c      MPI itself: starting it, its lock, its errors
+ *   tables.c       the memory of a group
+ *   liveness.c     peers whose process has ended without a close message
+ *   control.c      sending control messages (MPI tag 0); the failure of the group
+ *   op_slots.c     op slots and the headers that they hold
+ *   peer_status.c  what waiting ranks ask each other before they name culprits
+ *   staging.c      rows, on MPI tag 1 + the receiver's slot
+ *   progress.c     polls MPI and dispatches what arrived to the files above
+ *   wait.c         waiting for a change
+ *   drain.c        a thread that polls MPI while finished slots still hold unsent rows
+ *   lifecycle.c    from the start of MPI to its end; groups that this rank has left
+ *   create.c       makes a communicator within a deadline
+ *   bootstrap.c    makes a bootstrap from a communicator
+ *   join.c         joining and leaving a group
+ *   mpi.c          the table of transport functions
  *
- * No file calls a function of a file below it in this list (tests/includes.py).
+ * No file calls a function of a file further down in this list (tests/includes.py).
  *
- * One mutex guards the group and all MPI calls on its communicator; nobody holds it while
- * waiting.  Only lanes are reached without it, by the thread that uses the cell. */
+ * One mutex guards the group and all MPI calls on its communicator. No thread holds it while it
+ * sleeps. Only the rings are accessed without it, by the thread that uses the slot. */
 #ifndef EPIC_MPI_GROUP_H
 #define EPIC_MPI_GROUP_H
 
@@ -37,31 +37,33 @@
 #define RANK_WORDS (EPIC_MAX_RANKS / 64)
 #define CONTROL_TAG 0
 #define FIRST_ROW_TAG 1
-#define MIN_SEGMENT 8704 /* bytes; the largest entry that the exchanges must be able to put */
-#define NUM_RECEIVE_BUFFERS 16 /* receives waiting for messages */
-#define NUM_SEND_BUFFERS 64    /* questions and answers on their way */
+#define MIN_SEGMENT 8704 /* bytes; every exchange must be able to send an entry of this size */
+#define NUM_RECEIVE_BUFFERS 16 /* receives that are always posted for control messages */
+#define NUM_SEND_BUFFERS 64    /* status requests and replies in flight */
 
 enum message_kind {
     MESSAGE_NOTE = 1,
     MESSAGE_FAILURE,
     MESSAGE_CLOSED,
-    MESSAGE_STATUS_REQUEST, /* where are you, seen from (tag, place)? */
-    MESSAGE_STATUS_REPLY    /* to that */
+    MESSAGE_STATUS_REQUEST, /* asks a rank for its status, seen from (tag, sequence) */
+    MESSAGE_STATUS_REPLY    /* the answer */
 };
 
+/* The report of a rank about itself for a peer that waits for it. */
 typedef struct status_report {
     uint32_t waiting;
     uint32_t phase;
-    uint32_t operation; /* the last that was announced, with its tag and place */
+    uint32_t operation; /* the last one announced; tag and sequence belong to it */
     uint32_t inside;
     uint64_t tag;
     uint64_t sequence;
     uint64_t waits_for[RANK_WORDS];
 } status_report;
 
+/* A message on MPI tag 0. Only the part that its kind needs is sent. */
 typedef struct control_message {
     uint32_t kind;
-    int32_t op_slot; /* NOTE: the sender's; ASK: the asker's, which the answer brings back */
+    int32_t slot_index; /* NOTE: the sender's slot; STATUS_*: the slot of the rank that asked */
     uint64_t tag;
     uint64_t sequence;
     union {
@@ -71,71 +73,75 @@ typedef struct control_message {
     };
 } control_message;
 
+/* A control message in flight; MPI reads it until the request completes. */
 typedef struct send_buffer {
     control_message message;
     MPI_Request request;
 } send_buffer;
 
-/* A peer's note whose exchange this rank has not begun. */
+/* A peer's header for an exchange that this rank has not begun. */
 typedef struct early_note {
     bool is_used;
-    int32_t op_slot;
+    int32_t slot_index;
     uint64_t tag, sequence;
     epic_note note;
 } early_note;
 
+/* One rank, as this rank knows it. */
 typedef struct peer {
-    bool close_message; /* its last message is here; perhaps not yet those before it */
+    bool is_closing; /* its close message arrived; earlier messages may still arrive */
     bool closed;
     uint32_t num_early;
     early_note *early;  /* [max_early] */
-    uint32_t operation; /* of its last note, 0: none yet */
+    uint32_t operation; /* of its last header; 0: none yet */
     uint64_t tag, sequence;
     bool dead; /* its process has ended */
 } peer;
 
-/* What a peer last said, to the exchange of one cell. */
+/* The status of one peer, as one slot knows it. */
 typedef struct peer_status {
-    bool is_pending; /* and not answered yet */
+    bool is_pending; /* a request has no reply yet */
     int64_t requested_ns;
     int64_t replied_ns; /* 0: never */
     status_report status_report;
 } peer_status;
 
-/* One direction between this rank and a peer, in one cell.  Segments are numbered over the whole
- * exchange, and number n lives in half n % 2 of the lane. */
+/* The rows between this rank and one peer in one direction, in one slot. Segments are numbered
+ * over the whole exchange. Segment n uses half n % 2 of the ring. */
 typedef struct staging_ring {
     int64_t num_entries;  /* of the flow */
     int64_t moved;        /* entries of the flow that were sent, or dropped */
-    uint64_t first;       /* the flow's first segment */
-    uint64_t num_started; /* segments that MPI was told of */
-    int64_t offset;       /* sends: where the flow begins in its segments */
+    uint64_t first;       /* first segment of the flow */
+    uint64_t num_started; /* segments passed to MPI so far */
+    int64_t offset;       /* of send rings: where in its segments the flow begins */
 } staging_ring;
 
 enum { REQUEST_NOTE, REQUEST_SEND, REQUEST_RECEIVE = REQUEST_SEND + 2, NUM_REQUESTS = 5 };
 
+/* DRAINING: finished, but MPI still reads from its rings. */
 enum op_slot_state { SLOT_FREE, SLOT_CLAIMED, SLOT_OPEN, SLOT_DRAINING };
 
-/* How far a thread is in wait(). */
+/* The wait of a thread for a slot, or for a free slot. */
 typedef struct wait_state {
-    bool now;
+    bool is_waiting;
     uint32_t phase;
-    int64_t last_ns;            /* when it was last inside */
+    int64_t last_ns;            /* when a thread last waited */
     int64_t unchanged_since_ns; /* since when nothing has changed */
-    int64_t requested_ns;       /* when it last thought of asking peers where they are */
+    int64_t requested_ns;       /* when peers were last considered for a request */
     uint64_t waits_for[RANK_WORDS];
 } wait_state;
 
+/* One operation of this rank. Peers find it by tag and sequence number. */
 typedef struct op_slot {
     enum op_slot_state state;
     int index;
     uint64_t tag, sequence;
     control_message announcement;
     unsigned num_events,
-        num_seen_events; /* changes that this cell asked for; those before the last wait */
-    int num_misses;      /* answered with "not yet" since MPI was last looked at */
-    unsigned num_looks;  /* in waits */
-    bool waits_for_room; /* a lane was full */
+        num_seen_events; /* changes of what the slot waits for; those before the last wait */
+    int num_misses;      /* calls with no result since MPI was last polled */
+    unsigned num_looks;  /* polls while waiting */
+    bool waits_for_room; /* a ring was full */
     wait_state wait;
     int64_t num_flows;                        /* in all its exchanges */
     int64_t entry_bytes, stride, per_segment; /* of the flow */
@@ -153,46 +159,49 @@ struct epic_group {
     int rank, num_ranks, num_slots;
     MPI_Comm comm;
     pthread_mutex_t
-        *mutex; /* own_mutex, or the process's where MPI takes one thread at a time */
+        *mutex; /* own_mutex, or that of the process if MPI allows one thread at a time */
     pthread_mutex_t own_mutex;
     int64_t timeout_ns;
-    bool own_cores; /* every rank of this host could have one */
+    bool own_cores; /* every rank of this host can have its own core */
 
-    op_slot *slots;              /* [num_cells] */
+    op_slot *slots;              /* [num_slots] */
     peer *peers;                 /* [num_ranks] */
-    struct pollfd *pidfds;       /* [num_ranks] pidfds of those on this host, else -1 */
-    int64_t liveness_checked_ns; /* when they were last looked at */
+    struct pollfd *pidfds;       /* [num_ranks] pidfds of ranks on this host, else -1 */
+    int64_t liveness_checked_ns; /* when they were last polled */
     send_buffer *send_buffers;
-    control_message *receive_buffers; /* [NUM_POSTED] */
+    control_message *receive_buffers; /* [NUM_RECEIVE_BUFFERS] */
     MPI_Request receive_requests[NUM_RECEIVE_BUFFERS];
     uint32_t max_early;
-    uint64_t last_tag, last_sequence; /* of what this rank last announced */
+    uint64_t last_tag, last_sequence; /* of this rank's last announcement */
     uint32_t last_operation;
-    wait_state wait; /* for a free cell */
-    int *indices;    /* [num_ranks * NUM_REQUESTS], room for MPI_Testsome */
+    wait_state wait; /* for a free slot */
+    int *indices;    /* [num_ranks * NUM_REQUESTS] for MPI_Testsome */
 
     atomic_bool broken;
-    epic_failure_info failure;       /* written once, before broken */
-    send_buffer failure_buffer;      /* the failure, then the closing, for everybody */
-    MPI_Request *broadcast_requests; /* [2, num_ranks]: of the failure, of the closing */
+    epic_failure_info failure;  /* written once, before `broken` */
+    send_buffer failure_buffer; /* the failure message to all ranks */
+    /* [2, num_ranks]: of the failure message, of the close message */
+    MPI_Request *broadcast_requests;
     control_message close_message;
 
     pthread_t drain_thread;
     pthread_cond_t drain_wake_up;
     bool drain_runs, drain_sleeps, leaving;
     int num_draining;
-    uint64_t num_looks;        /* of any thread at MPI */
-    _Atomic int64_t polled_ns; /* when notes and failures were last looked for */
+    uint64_t num_looks;        /* polls of MPI by any thread */
+    _Atomic int64_t polled_ns; /* when control messages were last polled */
 
     unsigned char *rings;
     int64_t ring_bytes;
     _Atomic uint64_t bytes_sent;
 
-    void *memory; /* tables and lanes, one mapping */
+    void *memory; /* one mapping: tables, then rings */
     size_t table_bytes, memory_bytes;
-    epic_group *next; /* of those that were left */
+    epic_group *next; /* in the list of groups that this rank has left */
 };
 
+/* Returns a request of the slot: REQUEST_NOTE, or REQUEST_SEND or REQUEST_RECEIVE plus the half
+ * of the ring. */
 static inline MPI_Request *request_of(op_slot *slot, int peer, int which)
 {
     return &slot->requests[peer * NUM_REQUESTS + which];
@@ -208,12 +217,13 @@ static inline bool has_rank(const uint64_t *ranks, int rank)
     return ranks[rank / 64] >> (rank % 64) & 1;
 }
 
-/* runtime.c.  Those with a result leave a sentence when MPI cannot be used. */
+/* runtime.c. Functions with a result set an error text if MPI cannot be used. */
 void runtime_nap(int64_t ns);
-epic_result runtime_start(bool *ours); /* MPI is up, and threads may call it; *ours: by us */
-epic_result runtime_fail(int code, const char *what); /* EPIC_EDEVICE */
+epic_result runtime_start(bool *ours); /* starts MPI if necessary; *ours: this call did it */
+/* sets an error text and returns EPIC_EDEVICE */
+epic_result runtime_fail(int code, const char *what);
 bool runtime_is_up(void);
-pthread_mutex_t *runtime_mutex(void); /* NULL: any threads may call MPI at once */
+pthread_mutex_t *runtime_mutex(void); /* NULL: several threads may call MPI at once */
 
 /* tables.c */
 epic_result tables_check(const epic_config *config, int num_ranks);
@@ -222,31 +232,31 @@ void tables_free(epic_group *group);
 void tables_release_rings(epic_group *group, bool in_use);
 void mpi_memory(const epic_config *config, epic_memory_info *out);
 
-/* liveness.c.  The mutex is held. */
+/* liveness.c. The caller holds the mutex. */
 void liveness_watch(epic_group *group, const epic_peer *peers);
-void liveness_check(epic_group *group, int64_t now); /* now and then; else it does nothing */
-bool liveness_is_gone(const epic_group *group, int peer); /* closed, or dead */
+void liveness_check(epic_group *group, int64_t now);      /* polls at most every 5 ms */
+bool liveness_is_gone(const epic_group *group, int peer); /* closed, or its process ended */
 void liveness_unwatch(epic_group *group);
 
-/* control.c.  The mutex is held. */
+/* control.c. The caller holds the mutex. */
 epic_result control_start(epic_group *group);
 void control_stop(epic_group *group);
-void control_close(epic_group *group); /* tells the peers that this rank leaves */
+void control_close(epic_group *group); /* sends the close message to all peers */
 bool control_is_sent(epic_group *group);
 void control_send(epic_group *group, const control_message *message, int to,
                   MPI_Request *request);
-void control_notify_all(epic_group *group); /* wakes every waiting thread of this rank */
+void control_notify_all(epic_group *group); /* ends the waits of all threads of this rank */
 void control_break(epic_group *group, const epic_failure_info *failure, bool should_broadcast);
 void control_fail(epic_group *group, int code, const char *what);
 
-/* op_slots.c.  The mutex is held, but for mpi_announce. */
+/* op_slots.c. The caller holds the mutex, except for mpi_announce(). */
 op_slot *op_slots_find(epic_group *group, uint64_t tag, uint64_t sequence);
 op_slot *op_slots_find_free(epic_group *group);
 void op_slots_add_note(epic_group *group, const control_message *message, int from);
-void mpi_announce(epic_group *group, int op_slot, uint64_t tag, uint64_t sequence,
+void mpi_announce(epic_group *group, int index, uint64_t tag, uint64_t sequence,
                   const epic_note *note);
 
-/* peer_status.c.  The mutex is held. */
+/* peer_status.c. The caller holds the mutex. */
 void peer_status_request(epic_group *group, op_slot *slot, int64_t now);
 void peer_status_reply(epic_group *group, const control_message *question, int from);
 void peer_status_store(epic_group *group, const control_message *reply, int from);
@@ -256,24 +266,25 @@ void peer_status_read(epic_group *group, int peer, uint64_t tag, uint64_t sequen
 /* staging.c */
 int64_t mpi_ring_bytes(const epic_group *group, bool everyone);
 void staging_receive_done(epic_group *group, op_slot *slot,
-                          int from); /* a segment; the mutex is held */
+                          int from); /* a segment arrived; the caller holds the mutex */
 void *staging_room(epic_group *group, op_slot *slot, int to, int64_t entry);
 const void *staging_entry(epic_group *group, op_slot *slot, int from, int64_t entry);
-void mpi_shape(epic_group *group, int op_slot, const epic_flow *flow);
-void mpi_send(epic_group *group, int op_slot, int to, int64_t upto);
-void mpi_drop(epic_group *group, int op_slot, int from, int64_t upto);
+void mpi_shape(epic_group *group, int index, const epic_flow *flow);
+void mpi_send(epic_group *group, int index, int to, int64_t upto);
+void mpi_drop(epic_group *group, int index, int from, int64_t upto);
 uint64_t mpi_bytes_sent(const epic_group *group);
 
-/* progress.c.  The mutex is held, but for the last two. */
-bool progress_control(epic_group *group);             /* notes, failures, questions */
-void progress_drain(epic_group *group);               /* cells that are finished */
-void progress_cell(epic_group *group, op_slot *slot); /* what the cell waits for */
+/* progress.c. The caller holds the mutex, except for the last two. */
+/* polls control messages; returns whether any arrived */
+bool progress_control(epic_group *group);
+void progress_drain(epic_group *group); /* frees finished slots whose messages have been sent */
+void progress_slot(epic_group *group, op_slot *slot); /* polls what the slot waits for */
 void progress_after_miss(epic_group *group,
-                         op_slot *slot); /* a question had the answer "not yet" */
+                         op_slot *slot); /* polls after many calls without a result */
 void progress_break_group(epic_group *group, const epic_failure_info *failure);
 
 /* wait.c */
-void mpi_wait(epic_group *group, int op_slot, uint32_t phase, const uint64_t *waits_for,
+void mpi_wait(epic_group *group, int index, uint32_t phase, const uint64_t *waits_for,
               uint32_t ms);
 
 /* drain.c */
@@ -282,12 +293,13 @@ void drain_stop(epic_group *group);
 void mpi_finish(epic_group *group, int op_slot);
 
 /* lifecycle.c */
-epic_result lifecycle_start(void); /* MPI is up, as for runtime_start */
+/* starts MPI, like runtime_start(), and hooks MPI_Finalize */
+epic_result lifecycle_start(void);
 void lifecycle_add_open(void);
-void lifecycle_mark_broken(void);         /* MPI cannot end any more */
-void lifecycle_retire(epic_group *group); /* takes a group that was left */
+void lifecycle_mark_broken(void);         /* this process must not call MPI_Finalize */
+void lifecycle_retire(epic_group *group); /* takes over a group that this rank has left */
 
-/* create.c.  Sets group->comm, unless it fails. */
+/* create.c. Sets group->comm, except on an error. */
 epic_result create_comm(epic_group *group, MPI_Comm parent, MPI_Group ranks, int tag);
 
 /* bootstrap.c */

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* From a bootstrap to a communicator, and leaving. */
+/* Joining a group, from a bootstrap to a communicator, and leaving it. */
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -10,7 +10,7 @@
 #include "base/error.h"
 
 #define SENTENCE 256
-#define CREATE_TAGS 32768 /* MPI promises at least 32767 as the largest tag */
+#define CREATE_TAGS 32768 /* MPI guarantees tags up to 32767 */
 #define CANCEL_NS 20000000
 #define SETTLE_NS 100000000
 #define FLUSH_NAP_NS 100000
@@ -78,7 +78,7 @@ bool mpi_can_join(const epic_peer *peers, int num_ranks, const epic_config *conf
         return false;
     }
     const int launched = launched_ranks();
-    if (launched == num_ranks) return true; /* all of them will call MPI_Init_thread */
+    if (launched == num_ranks) return true; /* all of these ranks will call MPI_Init_thread */
     if (launched)
         snprintf(why, SENTENCE,
                  "mpirun started %d ranks, the bootstrap has %d, and MPI is not "
@@ -91,7 +91,7 @@ bool mpi_can_join(const epic_peer *peers, int num_ranks, const epic_config *conf
 
 /* --------------------------------------------------------------------------------- join ---- */
 
-/* What a rank tells the others before any call that all must make. */
+/* The info that a rank publishes before the first collective call of MPI. */
 typedef struct join_info {
     int32_t result;
     int32_t parent_rank, parent_size;
@@ -153,7 +153,7 @@ static epic_result check_infos(const join_info *infos, int num_ranks)
     return EPIC_OK;
 }
 
-/* Could every rank of this host have a core of its own? */
+/* Returns whether every rank of this host can have a core of its own. */
 static bool have_cores(const epic_join *join, const join_info *infos)
 {
     const epic_peer *mine = &join->peers[join->bootstrap->rank];
@@ -167,7 +167,7 @@ static bool have_cores(const epic_join *join, const join_info *infos)
     return cores_count(&any) >= ranks;
 }
 
-/* A communicator of the bootstrap's ranks, in the bootstrap's order; nobody else takes part. */
+/* Makes a communicator of the bootstrap's ranks, in their order. No other rank takes part. */
 static epic_result make_connections(epic_group *group, const epic_join *join,
                                     const join_info *infos)
 {
@@ -183,7 +183,7 @@ static epic_result make_connections(epic_group *group, const epic_join *join,
     liveness_watch(group, join->peers);
     const epic_result result =
         create_comm(group, parent, ours, (int)(join->group_id % (CREATE_TAGS - 1)));
-    if (group->comm == MPI_COMM_NULL) return result; /* MPI may still look at `ours` */
+    if (group->comm == MPI_COMM_NULL) return result; /* MPI may still read `ours` */
     MPI_Group_free(&ours);
     MPI_Comm_set_errhandler(group->comm, MPI_ERRORS_RETURN);
     return result == EPIC_OK ? control_start(group) : result;
@@ -197,8 +197,8 @@ static void discard_group(epic_group *group)
     tables_free(group);
 }
 
-/* The mutex is held where MPI takes one thread at a time; the peers are on their way, so the
- * call that waits for them is short. */
+/* Holds the mutex if MPI allows one thread at a time. All peers are about to make the same
+ * call, so it is short. */
 static epic_result connect_locked(epic_group *group, const epic_join *join,
                                   const join_info *infos)
 {
@@ -241,7 +241,8 @@ epic_result mpi_join(epic_group **out, const epic_join *join)
 
 /* -------------------------------------------------------------------------------- leave ---- */
 
-/* *since: when one was first seen dead.  Its closing may still be on its way. */
+/* Returns whether a peer has been dead for SETTLE_NS without a close message. *since: when that
+ * was first seen; its close message may still arrive. */
 static bool has_dead_peer(epic_group *group, int64_t *since)
 {
     const int64_t now = clock_ns();
@@ -254,7 +255,8 @@ static bool has_dead_peer(epic_group *group, int64_t *since)
     return false;
 }
 
-/* Until MPI needs our memory no more; false: the group broke, a peer died or fetches nothing. */
+/* Polls until MPI does not need this rank's memory any more. Returns false if the group broke,
+ * a peer died, or a peer does not receive. */
 static bool flush_messages(epic_group *group)
 {
     deadline end = deadline_begin_ms((uint64_t)(group->timeout_ns / 1000000));
@@ -286,7 +288,7 @@ static bool test_cells(epic_group *group)
     return idle;
 }
 
-/* Takes back what the peers will not serve.  false: MPI may still reach into the lanes. */
+/* Cancels what the peers will not serve. Returns false if MPI may still access the rings. */
 static bool cancel_requests(epic_group *group)
 {
     pthread_mutex_lock(group->mutex);
@@ -303,8 +305,8 @@ static bool cancel_requests(epic_group *group)
     return idle;
 }
 
-/* A peer died, or fetched nothing until the deadline: our communicator must live as long as
- * theirs. */
+/* Breaks the group because a peer died or received nothing until the deadline. This rank's
+ * communicator must live as long as those of its peers. */
 static void break_with_timeout(epic_group *group)
 {
     const epic_failure_info failure = {.result = EPIC_ETIMEOUT,

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* From MPI's start to its end.  There is one MPI in a process, so here are variables of the
- * process: did we start MPI, and the groups that were left.
+/* From the start of MPI to its end. A process has one MPI, so this file keeps the state of the
+ * process: whether EPIC started MPI, and the groups that this rank has left.
  *
- * A group that this rank has left keeps its communicator until all peers have left: MPI gives the
- * number of a freed one to the next, and a late message would reach the wrong group.  Those are
- * freed when another group is opened or left, or when MPI ends.  A broken group keeps its own for
- * good. */
+ * A group that this rank has left keeps its communicator until all peers have left, too. MPI
+ * reuses the number of a freed communicator, and a late message would then reach the wrong
+ * group. Such groups are freed when another group is opened or left, or when MPI ends. The
+ * communicator of a broken group is never freed. */
 #include <unistd.h>
 
 #include "backend/mpi/group.h"
@@ -14,9 +14,9 @@
 #define LAST_CALL_NS 1000000000 /* how long MPI_Finalize waits for peers that are leaving */
 
 static struct {
-    pthread_mutex_t mutex; /* guards all of this */
-    bool ours;             /* we started MPI, in process `pid` */
-    bool watched;          /* before_finalize is attached */
+    pthread_mutex_t mutex; /* guards the members below */
+    bool ours;             /* EPIC started MPI, in process `pid` */
+    bool watched;          /* before_finalize() is attached */
     bool any_broken;
     int num_open;
     pid_t pid;
@@ -47,7 +47,8 @@ static bool free_if_all_closed(epic_group *group)
     return over;
 }
 
-/* How many whole ones stay. */
+/* Frees the groups that all peers have left. Returns how many groups that are not broken
+ * remain. */
 static int free_left_groups(void)
 {
     int whole = 0;
@@ -91,7 +92,7 @@ void lifecycle_retire(epic_group *group)
 
 /* ------------------------------------------------------------------------ start and end ---- */
 
-/* MPI calls this first thing in MPI_Finalize, whoever makes that call. */
+/* MPI calls this at the beginning of MPI_Finalize, whoever calls that. */
 static int before_finalize(MPI_Comm comm, int key, void *value, void *state)
 {
     (void)comm, (void)key, (void)value, (void)state;
@@ -107,8 +108,8 @@ static int before_finalize(MPI_Comm comm, int key, void *value, void *state)
     return MPI_SUCCESS;
 }
 
-/* MPI ends with the process if we started it, unless the end could wait for a peer for ever: then
- * mpirun sees a rank that did not end MPI, and ends the job. */
+/* Ends MPI at the end of the process if EPIC started it, unless MPI_Finalize could wait forever
+ * for a peer. Then mpirun notices a rank that did not end MPI, and ends the job. */
 __attribute__((destructor)) static void end(void)
 {
     if (!lifecycle.ours || lifecycle.pid != getpid() || !runtime_is_up()) return;

@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A rank that closes says so.  One whose process is killed says nothing, and MPI may not notice:
- * where the launcher lets the others live, they would wait for it until their deadline.  The
- * system tells of processes of this host and PID namespace; whoever sees that one of them is gone
- * breaks the group for the ranks elsewhere.  Of the only rank on another host nobody tells: that a
- * connection is lost is no proof that a process has ended. */
+/* Peers whose process has ended without a close message. MPI may not notice that, and where the
+ * launcher lets the others live, they would wait until their deadline.
+ *
+ * The system reports the end of processes on this host and in this PID namespace, by pidfds. A
+ * rank that notices one breaks the group also for ranks on other hosts. The end of the only
+ * rank on another host is not noticed: a lost connection does not prove that a process has
+ * ended. */
 #include <errno.h>
 #include <string.h>
 #include <unistd.h>
@@ -11,7 +13,7 @@
 #include "backend/mpi/group.h"
 #include "base/process.h"
 
-#define PACE_NS 5000000 /* between two looks */
+#define PACE_NS 5000000 /* between two polls */
 
 void liveness_watch(epic_group *group, const epic_peer *peers)
 {
@@ -41,7 +43,8 @@ void liveness_check(epic_group *group, int64_t now)
         if (group->pidfds[r].fd >= 0 && group->pidfds[r].revents) mark_dead(group, r);
 }
 
-/* What it sent before it died is on this host already; the exchange looks twice. */
+/* All messages that it sent before it died have reached this host already. The exchange looks
+ * twice before it judges. */
 bool liveness_is_gone(const epic_group *group, int peer)
 {
     return group->peers[peer].closed || group->peers[peer].dead;

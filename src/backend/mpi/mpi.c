@@ -1,5 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Backend mpi: ranks are processes of one MPI job and share nothing; everything is a message. */
+/* The backend mpi: ranks are processes of one MPI job, share no memory and only exchange
+ * messages. This file contains the transport functions that poll MPI when there is no result
+ * yet, and the table of all of them. */
 #include "backend/mpi/group.h"
 #include "base/error.h"
 
@@ -8,7 +10,8 @@
 static int claim_slot(epic_group *group)
 {
     pthread_mutex_lock(group->mutex);
-    if (!is_broken(group)) progress_drain(group); /* caches know the memory of the last one */
+    /* the memory of the last slot is probably in the cache */
+    if (!is_broken(group)) progress_drain(group);
     op_slot *slot = op_slots_find_free(group);
     if (slot) slot->state = SLOT_CLAIMED;
     pthread_mutex_unlock(group->mutex);
@@ -59,10 +62,11 @@ static bool has_polled_recently(epic_group *group)
     return clock_ns() - looked < RECENT_NS;
 }
 
-/* Looks at MPI now and then, unless another thread does: a rank that never waits hears of
- * failures too.  One that comes after a while hears all that its peers said meanwhile, before it
- * joins an operation that they gave up: a look may have MPI receive what only the next one
- * finds, so two in vain end it. */
+/* Returns whether the group is broken. Polls MPI now and then, unless another thread does, so
+ * that a rank that never waits also learns of failures. It polls until two polls in a row find
+ * nothing, because one poll may let MPI receive a message that only the next one finds. So a
+ * rank that comes back after a long time knows of a failure before it joins an operation that
+ * its peers have given up. */
 static bool get_failure(epic_group *group, epic_failure_info *out)
 {
     if (!is_broken(group) && !has_polled_recently(group) &&

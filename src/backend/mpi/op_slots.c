@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The life of a cell: free, claimed, open (announced), draining (finished, while MPI still reads
- * from its lanes), free. */
+/* Op slots. A slot is free, claimed, open (announced), draining (finished, while MPI still
+ * reads from its rings), and free again. Headers that arrive before this rank begins the
+ * exchange wait in the list of their sender. */
 #include "backend/mpi/group.h"
 
 /* ---------------------------------------------------------------------------- notes ---- */
 
+/* Returns the open slot of an exchange, or NULL. */
 op_slot *op_slots_find(epic_group *group, uint64_t tag, uint64_t sequence)
 {
     for (int i = 0; i < group->num_slots; i++) {
@@ -29,7 +31,7 @@ static void store_early_note(epic_group *group, const control_message *message, 
     for (uint32_t i = 0; i < group->max_early; i++) {
         early_note *e = &p->early[i];
         if (e->is_used) continue;
-        *e = (early_note){true, message->op_slot, message->tag, message->sequence,
+        *e = (early_note){true, message->slot_index, message->tag, message->sequence,
                           message->note};
         p->num_early++;
         return;
@@ -45,15 +47,16 @@ static void store_early_note(epic_group *group, const control_message *message, 
     control_break(group, &failure, true);
 }
 
+/* Stores the header that a peer sent, in its slot or in the list of early ones. */
 void op_slots_add_note(epic_group *group, const control_message *message, int from)
 {
     peer *p = &group->peers[from];
-    p->operation = (uint32_t)message->note.same[0]; /* as exchange/op_header.h begins */
+    p->operation = (uint32_t)message->note.same[0]; /* by the layout of exchange/op_header.h */
     p->tag = message->tag;
     p->sequence = message->sequence;
     op_slot *slot = op_slots_find(group, message->tag, message->sequence);
     if (slot)
-        store_note(slot, from, message->op_slot, &message->note);
+        store_note(slot, from, message->slot_index, &message->note);
     else
         store_early_note(group, message, from);
 }
@@ -64,7 +67,7 @@ static void take_early_note(epic_group *group, op_slot *slot, int from)
     for (uint32_t i = 0; p->num_early && i < group->max_early; i++) {
         early_note *e = &p->early[i];
         if (!e->is_used || e->tag != slot->tag || e->sequence != slot->sequence) continue;
-        store_note(slot, from, e->op_slot, &e->note);
+        store_note(slot, from, e->slot_index, &e->note);
         e->is_used = false;
         p->num_early--;
         return;
@@ -85,7 +88,7 @@ static void reset_slot(epic_group *group, op_slot *slot)
     for (int r = 0; r < group->num_ranks; r++) {
         atomic_store_explicit(&slot->has_note[r], false, memory_order_relaxed);
         slot->send_rings[r] = (staging_ring){
-            .num_started = (uint64_t)slot->num_flows}; /* halves take turns, too */
+            .num_started = (uint64_t)slot->num_flows}; /* start with alternating halves */
         slot->receive_rings[r] = (staging_ring){0};
         slot->statuses[r].is_pending = false;
         slot->statuses[r].replied_ns = 0;
@@ -96,6 +99,7 @@ static void reset_slot(epic_group *group, op_slot *slot)
     slot->wait = (wait_state){.unchanged_since_ns = clock_ns()};
 }
 
+/* Opens the slot and sends this rank's header to all peers. */
 void mpi_announce(epic_group *group, int index, uint64_t tag, uint64_t sequence,
                   const epic_note *note)
 {
@@ -106,7 +110,7 @@ void mpi_announce(epic_group *group, int index, uint64_t tag, uint64_t sequence,
     slot->sequence = group->last_sequence = sequence;
     group->last_operation = (uint32_t)note->same[0];
     slot->announcement = (control_message){.kind = MESSAGE_NOTE,
-                                           .op_slot = index,
+                                           .slot_index = index,
                                            .tag = tag,
                                            .sequence = sequence,
                                            .note = *note};

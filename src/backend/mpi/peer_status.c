@@ -1,18 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Where peers are.  A rank that waits in vain asks the peers that it waits for, and those that
- * they wait for; who is itself in wait() answers.  So at its deadline it knows who is awake, and
- * names only those who are not. */
+/* The status of peers. A rank that waits for a long time sends a status request to the ranks
+ * that it waits for, and to those that they wait for. A rank that is itself waiting answers. So
+ * at its deadline a rank knows which peers are awake, and names only those that are not. */
 #include <string.h>
 
 #include "backend/mpi/group.h"
 
 #define MS 1000000ll
-#define PATIENCE_NS (50 * MS) /* quiet for so long before the first question */
-#define PACE_NS (10 * MS)     /* between two thoughts of asking */
-#define AGAIN_NS (100 * MS)   /* after an answer */
-#define SILENT_NS (5000 * MS) /* without one: what piles up at a stuck peer stays small */
+#define PATIENCE_NS (50 * MS) /* without a change, before the first request */
+#define PACE_NS (10 * MS)     /* between two checks whether to send requests */
+#define AGAIN_NS (100 * MS)   /* between a reply and the next request */
+/* between requests without a reply, so that few messages pile up at a stuck peer */
+#define SILENT_NS (5000 * MS)
 #define FRESH_NS (500 * MS)
-#define MOMENT_NS (100 * MS) /* between two calls of wait() it still counts as waiting */
+#define MOMENT_NS (100 * MS) /* a thread still counts as waiting between two calls of wait() */
 
 static send_buffer *find_free_buffer(epic_group *group)
 {
@@ -41,13 +42,13 @@ static void send_request(epic_group *group, op_slot *slot, int to, int64_t now)
     s->is_pending = true;
     s->requested_ns = now;
     l->message = (control_message){.kind = MESSAGE_STATUS_REQUEST,
-                                   .op_slot = slot->index,
+                                   .slot_index = slot->index,
                                    .tag = slot->tag,
                                    .sequence = slot->sequence};
     control_send(group, &l->message, to, &l->request);
 }
 
-/* Adds those that are waited for by those in `whom`, as far as answers tell. */
+/* Adds the ranks that the ranks in `whom` wait for, according to their latest replies. */
 static void add_indirect_waits(epic_group *group, const op_slot *slot, int64_t now,
                                uint64_t *whom)
 {
@@ -62,6 +63,7 @@ static void add_indirect_waits(epic_group *group, const op_slot *slot, int64_t n
     }
 }
 
+/* Sends status requests, if the slot has waited long enough. */
 void peer_status_request(epic_group *group, op_slot *slot, int64_t now)
 {
     if (now - slot->wait.unchanged_since_ns < PATIENCE_NS) return;
@@ -76,12 +78,13 @@ void peer_status_request(epic_group *group, op_slot *slot, int64_t now)
 
 static void add_wait(status_report *out, const wait_state *w, int64_t now)
 {
-    if (!w->now && now - w->last_ns > MOMENT_NS) return;
+    if (!w->is_waiting && now - w->last_ns > MOMENT_NS) return;
     out->waiting = 1;
     for (int i = 0; i < RANK_WORDS; i++) out->waits_for[i] |= w->waits_for[i];
 }
 
-/* In the exchange that is asked about, if this rank is there; else anywhere. */
+/* Reports the wait in the exchange that the request names, if this rank takes part in it, else
+ * all its waits. */
 static status_report make_report(epic_group *group, uint64_t tag, uint64_t sequence)
 {
     status_report out = {
@@ -102,12 +105,13 @@ static status_report make_report(epic_group *group, uint64_t tag, uint64_t seque
     return out;
 }
 
+/* Answers a request, if a send buffer is free. */
 void peer_status_reply(epic_group *group, const control_message *question, int from)
 {
     send_buffer *l = is_broken(group) ? NULL : find_free_buffer(group);
     if (!l) return;
     l->message = (control_message){.kind = MESSAGE_STATUS_REPLY,
-                                   .op_slot = question->op_slot,
+                                   .slot_index = question->slot_index,
                                    .tag = question->tag,
                                    .sequence = question->sequence,
                                    .status_report =
@@ -115,10 +119,11 @@ void peer_status_reply(epic_group *group, const control_message *question, int f
     control_send(group, &l->message, from, &l->request);
 }
 
+/* Stores a reply, if its exchange still runs. */
 void peer_status_store(epic_group *group, const control_message *reply, int from)
 {
     op_slot *slot = op_slots_find(group, reply->tag, reply->sequence);
-    if (!slot || slot->index != reply->op_slot) return; /* that exchange is over */
+    if (!slot || slot->index != reply->slot_index) return; /* that exchange is over */
     peer_status *s = &slot->statuses[from];
     s->is_pending = false;
     s->replied_ns = clock_ns();
@@ -158,6 +163,7 @@ static void copy_report(const status_report *a, bool fresh, epic_sight *out)
     out->inside = a->inside;
 }
 
+/* Fills in what is known about a peer; the contract is epic_transport.look. */
 void peer_status_read(epic_group *group, int from, uint64_t tag, uint64_t sequence,
                       epic_sight *out)
 {

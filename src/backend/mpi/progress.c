@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Every look at MPI.  This file polls and dispatches what has come to files that only handle
- * it: control messages to control.c, cells.c and sights.c, rows to lanes.c. */
+/* Polling MPI. This file dispatches what has arrived to files that only handle it: control
+ * messages to control.c, op_slots.c and peer_status.c, rows to staging.c. */
 #include "backend/mpi/group.h"
 
 /* ------------------------------------------------------------------ control messages ---- */
@@ -15,7 +15,7 @@ static void dispatch_message(epic_group *group, const control_message *message, 
         control_break(group, &message->failure, false);
         break;
     case MESSAGE_CLOSED:
-        group->peers[from].close_message = true;
+        group->peers[from].is_closing = true;
         break;
     case MESSAGE_STATUS_REQUEST:
         peer_status_reply(group, message, from);
@@ -29,18 +29,19 @@ static void dispatch_message(epic_group *group, const control_message *message, 
 static void mark_closed(epic_group *group)
 {
     for (int r = 0; r < group->num_ranks; r++)
-        group->peers[r].closed = group->peers[r].close_message;
+        group->peers[r].closed = group->peers[r].is_closing;
     control_notify_all(group);
 }
 
-/* Files what has come; false: nothing.  A peer counts as closed only after a look that found
- * nothing more: what it sent before it closed is then filed, in whatever order MPI reported it. */
+/* Handles all control messages that have arrived and returns whether there were any. A peer
+ * counts as closed only after a poll that finds nothing more. Then everything that it sent
+ * before is handled, in whatever order MPI reported it. */
 bool progress_control(epic_group *group)
 {
-    bool close_message = false, any = false;
+    bool any_closing = false, any = false;
     group->num_looks++;
     atomic_store_explicit(&group->polled_ns, clock_ns(), memory_order_relaxed);
-    for (int count = NUM_RECEIVE_BUFFERS; close_message || count == NUM_RECEIVE_BUFFERS;) {
+    for (int count = NUM_RECEIVE_BUFFERS; any_closing || count == NUM_RECEIVE_BUFFERS;) {
         int indices[NUM_RECEIVE_BUFFERS];
         MPI_Status statuses[NUM_RECEIVE_BUFFERS];
         const int code = MPI_Testsome(NUM_RECEIVE_BUFFERS, group->receive_requests, &count,
@@ -49,19 +50,20 @@ bool progress_control(epic_group *group)
             control_fail(group, code, "MPI_Testsome");
             return false;
         }
-        if (count <= 0) break; /* MPI_UNDEFINED: none is posted */
+        if (count <= 0) break; /* MPI_UNDEFINED: no receive is posted */
         any = true;
         for (int i = 0; i < count; i++) {
             const control_message *message = &group->receive_buffers[indices[i]];
             dispatch_message(group, message, statuses[i].MPI_SOURCE);
-            close_message |= message->kind == MESSAGE_CLOSED;
+            any_closing |= message->kind == MESSAGE_CLOSED;
             MPI_Start(&group->receive_requests[indices[i]]);
         }
     }
-    if (close_message) mark_closed(group);
+    if (any_closing) mark_closed(group);
     return any;
 }
 
+/* Breaks the group, unless a failure of a peer has arrived already. */
 void progress_break_group(epic_group *group, const epic_failure_info *failure)
 {
     pthread_mutex_lock(group->mutex);
@@ -72,7 +74,7 @@ void progress_break_group(epic_group *group, const epic_failure_info *failure)
 
 /* ------------------------------------------------------------------------------ rows ---- */
 
-/* Asks MPI what became of the cell's sends and receives. */
+/* Polls the sends and receives of a slot. */
 static void poll_slot(epic_group *group, op_slot *slot)
 {
     int count;
@@ -99,6 +101,7 @@ static bool is_idle(const epic_group *group, const op_slot *slot)
     return true;
 }
 
+/* Frees a draining slot if all its requests are complete. */
 static void free_if_idle(epic_group *group, op_slot *slot)
 {
     poll_slot(group, slot);
@@ -115,10 +118,10 @@ void progress_drain(epic_group *group)
 
 /* ------------------------------------------------------------------------- of a cell ---- */
 
-/* What the cell waits for: rows once the flow has a shape, notes before.  Where ranks outnumber
- * cores, a call of MPI that finds nothing gives the core away: no call looks for what does not
- * matter yet. */
-void progress_cell(epic_group *group, op_slot *slot)
+/* Polls what the slot waits for: rows after the flow has a shape, headers before. If ranks
+ * outnumber cores, an MPI call that finds nothing yields the core, so this makes no call that
+ * cannot help yet. */
+void progress_slot(epic_group *group, op_slot *slot)
 {
     if (slot->per_segment)
         poll_slot(group, slot);
@@ -126,12 +129,13 @@ void progress_cell(epic_group *group, op_slot *slot)
         progress_control(group);
 }
 
-/* A caller that only asks and never waits gets there too. */
+/* Polls after as many misses as there are ranks, so that a caller that never waits makes
+ * progress, too. */
 void progress_after_miss(epic_group *group, op_slot *slot)
 {
     if (++slot->num_misses < group->num_ranks) return;
     slot->num_misses = 0;
     pthread_mutex_lock(group->mutex);
-    if (!is_broken(group)) progress_cell(group, slot);
+    if (!is_broken(group)) progress_slot(group, slot);
     pthread_mutex_unlock(group->mutex);
 }

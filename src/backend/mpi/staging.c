@@ -1,20 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Rows.  A lane is two segments; one is filled (or read) while MPI moves the other.  Both sides
- * know how many entries a flow has, so which entries a segment holds needs no words: all that
- * fit, and the flow's last segment the rest.  A segment leaves when it is full, or last.  The
- * receiver posts a segment only when it has room, and large sends wait for that: no credits.
+/* Rows. A staging ring has two halves, its segments: one is filled or read while MPI moves the
+ * other.
  *
- * A flow that fills a small part of a segment begins further on in it each time.  The cache of who
- * read the last one still has its lines, and to write such a line is to take it from there; what
- * was read some flows ago has left that cache.
+ * Both sides know the number of entries in a flow, so no message lists which entries a segment
+ * contains: as many as fit, and the rest in the last one. A segment is sent when it is full or
+ * the last of its flow. The receiver posts a receive only when a half is free, and MPI delays
+ * large sends until then, so there are no credits.
  *
- * A peer's cell is not used again before the peer has received all that it expects in it, so the
- * cell's number as MPI tag is enough to tell exchanges apart; flows follow by MPI's own order. */
+ * A flow that fills a small part of a segment begins at another offset each time. The cache of
+ * the reader still holds the lines of the previous flow, and writing to them would fetch them
+ * from that cache.
+ *
+ * A peer uses a slot again only after it has received everything that it expects there. So the
+ * slot's number as MPI tag identifies the exchange, and MPI keeps the order of flows. */
 #include "backend/mpi/group.h"
 
-#define ROUND_BYTES (256 * 1024) /* of all lanes of a cell: ranks may share a cache */
+#define ROUND_BYTES (256 * 1024) /* of all rings of a slot; ranks may share a cache */
 
-/* There is no lane to everyone; what goes to all of them goes through the lane to each. */
+/* There is no broadcast ring: rows for all ranks go through the ring to each. */
 int64_t mpi_ring_bytes(const epic_group *group, bool everyone)
 {
     (void)everyone;
@@ -37,7 +40,7 @@ static unsigned char *sent_segment(epic_group *group, const op_slot *slot, int t
     return segment_of(group, slot, to, false, number) + slot->send_rings[to].offset;
 }
 
-/* Where in its segment a flow begins. */
+/* Returns where in its segments a flow begins. */
 static int64_t choose_offset(const epic_group *group, const op_slot *slot,
                              const staging_ring *l)
 {
@@ -60,7 +63,7 @@ static int segment_bytes(const op_slot *slot, const staging_ring *l, uint64_t nu
     return (int)((count - 1) * slot->stride + slot->entry_bytes);
 }
 
-/* Posts segments whose half of the lane has been dropped. */
+/* Posts receives for segments whose half of the ring has been dropped. */
 static void post_receives(epic_group *group, op_slot *slot, int from)
 {
     staging_ring *l = &slot->receive_rings[from];

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* All memory of a group: tables first, lanes behind them, in one mapping that is touched only
- * where it is used. */
+/* The memory of a group: tables, then rings, in one mapping. Only pages that are used take
+ * memory. */
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -9,13 +9,13 @@
 #include "base/error.h"
 
 #define PAGE 4096
-#define RING_UNIT 128 /* halves of lanes are multiples of 64 */
+#define RING_UNIT 128 /* both halves of a ring are multiples of 64 */
 #define MIN_RING (2 * MIN_SEGMENT)
 #define MAX_RING (1 << 20)
 #define DEFAULT_STAGING (256ll << 20)
-#define MAX_HUGE_PAGES (32ll << 20) /* lanes of one cell that may be all in memory */
+#define MAX_HUGE_PAGES (32ll << 20) /* of the rings of one slot */
 
-/* Hands out pieces of `base`; with base NULL it only counts. */
+/* Returns consecutive pieces of `base`. With base NULL it only counts bytes. */
 typedef struct carver {
     unsigned char *base;
     size_t used;
@@ -66,7 +66,7 @@ static int64_t num_rings(const epic_config *config, int num_ranks)
     return 2ll * (num_ranks - 1) * config->max_in_flight;
 }
 
-/* As large as staging_bytes allows; by default at least the least. */
+/* Returns the bytes of a ring: as large as staging_bytes allows; by default at least MIN_RING. */
 static int64_t choose_ring_bytes(const epic_config *config, int num_ranks)
 {
     const int64_t rings = num_rings(config, num_ranks);
@@ -118,9 +118,9 @@ static void clear_tables(epic_group *group)
         group->pidfds[r] = (struct pollfd){.fd = -1, .events = POLLIN};
 }
 
-/* MPI of one host copies from another process's lanes page by page: with large pages a message of
- * 128 KB and more takes a third less.  Not where much would be in memory that nobody uses.  A
- * system that has none goes on without. */
+/* MPI on one host copies page by page from the rings of another process; huge pages make
+ * messages of 128 KB and more a third faster. They are not used if they could take much memory.
+ * A system without huge pages ignores this. */
 static void use_large_pages(const epic_group *group)
 {
     const int64_t of_cell = 2 * (group->num_ranks - 1) * group->ring_bytes;
@@ -157,7 +157,8 @@ epic_result tables_make(epic_group **out, const epic_config *config, int rank, i
     return EPIC_OK;
 }
 
-/* Where MPI may still reach into the lanes the addresses stay ours, but the pages go. */
+/* in_use: MPI may still access the rings. Then the addresses stay reserved, but the pages are
+ * freed. */
 void tables_release_rings(epic_group *group, bool in_use)
 {
     const size_t bytes = group->memory_bytes - group->table_bytes;

@@ -1,21 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Waiting: looks at MPI, yields at first and then naps, because ranks may outnumber cores. */
+/* Waiting: polls MPI, yields the core at first and naps later, because there may be more ranks
+ * than cores. */
 #include <sched.h>
 #include <string.h>
 
 #include "backend/mpi/group.h"
 
-#define SPIN_NS 50000 /* so long a rank keeps its core if each has one */
-#define YIELD_NS \
-    1000000 /* so long without naps: the shortest takes three times what is asked */
+#define SPIN_NS 50000 /* a rank with its own core does not yield for this long */
+/* No naps for this long, because the shortest nap takes three times as long as requested. */
+#define YIELD_NS 1000000
 #define SHORTEST_NAP_NS 20000
 #define LONGEST_NAP_NS 200000
-#define PATIENCE_NS 1000000      /* with peers that are gone */
-#define POLLS_PER_CONTROL_POLL 8 /* the first of so many, by who waits for rows */
+#define PATIENCE_NS 1000000 /* before a wait for a peer that is gone ends */
+/* a wait for rows polls control messages once in so many polls */
+#define POLLS_PER_CONTROL_POLL 8
 
 static void begin_wait(wait_state *w, uint32_t phase, const uint64_t *waits_for)
 {
-    w->now = true;
+    w->is_waiting = true;
     w->phase = phase;
     if (waits_for)
         memcpy(w->waits_for, waits_for, sizeof w->waits_for);
@@ -25,11 +27,12 @@ static void begin_wait(wait_state *w, uint32_t phase, const uint64_t *waits_for)
 
 static void end_wait(wait_state *w)
 {
-    w->now = false;
+    w->is_waiting = false;
     w->last_ns = clock_ns();
 }
 
-/* A wait for a peer that is gone is soon over: the caller judges whether it still owes us. */
+/* Returns whether the thread waits for a peer that is gone. Such a wait ends soon, and the
+ * caller decides whether the peer still owes rows. */
 static bool waits_for_gone_peer(epic_group *group, const wait_state *w, int64_t now)
 {
     liveness_check(group, now);
@@ -38,8 +41,8 @@ static bool waits_for_gone_peer(epic_group *group, const wait_state *w, int64_t 
     return false;
 }
 
-/* Has anything changed for the cell since its last wait?  (c NULL: is a cell free?)  Who waits
- * for rows looks at notes and failures now and then. */
+/* Returns whether anything has changed for the slot since its last wait; slot NULL: whether a
+ * slot is free. A wait for rows also polls control messages now and then. */
 static bool has_changed(epic_group *group, op_slot *slot)
 {
     if (is_broken(group)) return true;
@@ -48,7 +51,7 @@ static bool has_changed(epic_group *group, op_slot *slot)
         progress_drain(group);
         return op_slots_find_free(group) != NULL;
     }
-    if (slot->num_events == slot->num_seen_events) progress_cell(group, slot);
+    if (slot->num_events == slot->num_seen_events) progress_slot(group, slot);
     if (slot->num_events != slot->num_seen_events) return true;
     if (slot->per_segment && ++slot->num_looks % POLLS_PER_CONTROL_POLL == 0)
         progress_control(group);
@@ -56,7 +59,8 @@ static bool has_changed(epic_group *group, op_slot *slot)
     return slot->num_events != slot->num_seen_events;
 }
 
-/* A look may have MPI receive what only the next one finds: so that one comes first. */
+/* Yields or naps. A poll may let MPI receive a message that only the next poll finds, so the
+ * first of two polls does not yield. */
 static void back_off(const epic_group *group, int looks, int64_t waited, int64_t left)
 {
     if (waited < YIELD_NS) {
@@ -78,7 +82,7 @@ static void wait_until(epic_group *group, op_slot *slot, wait_state *w, int64_t 
         const int64_t now = clock_ns();
         if (now < end) back_off(group, looks, now - start, end - now);
         pthread_mutex_lock(group->mutex);
-        w->now = true; /* threads that wait for a free cell share it */
+        w->is_waiting = true; /* several threads may wait for a free slot and share `w` */
         if (now >= end || (now - start >= PATIENCE_NS && waits_for_gone_peer(group, w, now)))
             return;
     }

@@ -129,7 +129,7 @@ static bool self_can_join(const epic_peer *peers, int num_ranks, const epic_conf
 {
     (void)peers, (void)config;
     if (num_ranks == 1) return true;
-    strcpy(why, "self is for one rank");
+    strcpy(why, "self supports one rank");
     return false;
 }
 

@@ -50,11 +50,12 @@ static epic_result choose_ring_sizes(const epic_config *config, shared_layout *l
     if (config->staging_bytes == 0 || given >= full) return EPIC_OK;
     const int64_t least = MIN_RING * (1 + peers);
     if (given < least)
-        return epic_fail(EPIC_EINVAL,
-                         "config.staging_bytes: %lld is too little for %d ranks and "
-                         "max_in_flight %d; give %lld or more, or 0, or lower max_in_flight",
-                         (long long)config->staging_bytes, l->num_ranks, l->num_slots,
-                         (long long)(least * l->num_slots));
+        return epic_fail(
+            EPIC_EINVAL,
+            "config.staging_bytes is %lld: must be 0, or at least %lld for %d ranks and "
+            "max_in_flight %d; raise it or lower max_in_flight",
+            (long long)config->staging_bytes, (long long)(least * l->num_slots), l->num_ranks,
+            l->num_slots);
     split_staging(l, given);
     return EPIC_OK;
 }

@@ -390,7 +390,7 @@ static epic_result gather_handles(const epic_join *join, handle *handles, epic_r
             return epic_fail(EPIC_EPEER, "shm: rank %d could not join", r);
         if (!is_socket_name(handles[r].name))
             return epic_fail(EPIC_EPEER,
-                             "shm: what the bootstrap brought from rank %d is not an "
+                             "shm: the bootstrap returned bytes of rank %d that are not an "
                              "address that EPIC made",
                              r);
     }

@@ -27,7 +27,7 @@ static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *c
 {
     (void)config;
     if (num_ranks > EPIC_MAX_RANKS) {
-        snprintf(why, 256, "shm is for at most %d ranks", EPIC_MAX_RANKS);
+        snprintf(why, 256, "shm supports at most %d ranks", EPIC_MAX_RANKS);
         return false;
     }
     const epic_peer *a = &peers[0];
@@ -89,7 +89,8 @@ static epic_result open_segment(const shared_layout *l, uint64_t group_id, int m
     const int seals = fcntl(memory, F_GET_SEALS);
     if (fstat(memory, &status) != 0 || status.st_size != l->segment_bytes || seals < 0 ||
         (seals & SEALS) != SEALS)
-        return epic_fail(EPIC_EDEVICE, "shm: rank 0 sent something else than the memory");
+        return epic_fail(EPIC_EDEVICE,
+                         "shm: rank 0 sent a descriptor that is not the shared memory");
     TRY(map_segment(l, memory, segment));
     if (shared_segment_is_of(*segment, l, group_id)) return EPIC_OK;
     return epic_fail(EPIC_EDEVICE, "shm: rank 0 sent the memory of another group");

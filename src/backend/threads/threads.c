@@ -31,20 +31,22 @@ static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *c
 {
     (void)config;
     if (num_ranks > EPIC_MAX_RANKS) {
-        snprintf(why, 256, "threads is for at most %d ranks", EPIC_MAX_RANKS);
+        snprintf(why, 256, "threads supports at most %d ranks", EPIC_MAX_RANKS);
         return false;
     }
     for (int r = 1; r < num_ranks; r++) {
         if (memcmp(peers[r].process, peers[0].process, sizeof peers[0].process) != 0) {
-            snprintf(why, 256,
-                     "threads is for ranks of one process; rank %d is another than rank 0", r);
+            snprintf(
+                why, 256,
+                "threads needs ranks of one process; ranks 0 and %d are different processes",
+                r);
             return false;
         }
         if (peers[r].library == peers[0].library) continue;
         snprintf(
             why, 256,
-            "threads is for ranks that share one copy of libepic; rank %d has loaded another "
-            "copy than rank 0",
+            "threads needs ranks that share one copy of libepic; ranks 0 and %d have loaded "
+            "different copies",
             r);
         return false;
     }
@@ -88,8 +90,8 @@ static epic_result join_locked(thread_group **out, const shared_layout *layout,
     if (!h) return EPIC_ENOMEM;
     if (memcmp(&h->layout, layout, sizeof *layout) != 0 || h->seen[rank])
         return epic_fail(EPIC_EPEER,
-                         "threads: rank %d of this group is in it already: the bootstrap mixed "
-                         "two groups; open one from each bootstrap",
+                         "threads: rank %d has joined this group already: the bootstrap mixed "
+                         "two groups; open only one group from each bootstrap",
                          rank);
     h->seen[rank] = true;
     h->num_seen++;
@@ -142,8 +144,8 @@ static epic_result check_all_joined(const thread_group *h)
     pthread_mutex_unlock(&mutex);
     if (num_seen == h->layout.num_ranks) return EPIC_OK;
     return epic_fail(EPIC_EPEER,
-                     "threads: %d of the %d ranks are in this process: the bootstrap brought "
-                     "ranks that do not exist",
+                     "threads: %d of the %d ranks are in this process: the bootstrap "
+                     "reported ranks that do not exist",
                      num_seen, h->layout.num_ranks);
 }
 
