@@ -24,6 +24,7 @@ TOP = {
     "CHANGELOG.md": "project/changelog.md",
 }
 PACKAGES = ("torch", "jax")
+MODULES = {"torch": (), "jax": ("linen", "nnx", "gemm")}  # public, but not in __all__
 PICTURE = re.compile(r"<picture>.*?srcset=\"(?P<dark>[^\"]+)\".*?alt=\"(?P<alt>[^\"]*)\""
                      r" src=\"(?P<light>[^\"]+)\".*?</picture>", re.S)  # fmt: skip
 
@@ -87,7 +88,7 @@ def python_reference(package: str) -> str:
     epic.jax.sharded, is printed as the names in its __all__.
     """
     folder = ROOT / "bindings/python/epic" / package
-    names = public_names(folder / "__init__.py")
+    names = [*public_names(folder / "__init__.py"), *MODULES[package]]
     constants = [name for name in names if name.isupper()]
     lines = ["", "**Constants**: " + ", ".join(f"`{name}`" for name in constants), ""]
     for name in names:

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 
 from epic.jax.call import cast_all_varying, cast_varying, no_gradient, varying_axes
 
+__all__ = ["best", "ragged_dot"]
+
 GroupedGemm = Callable[[Any, Any, Any], Any]
 
 ragged_dot: GroupedGemm = jax.lax.ragged_dot
