@@ -410,7 +410,7 @@ static void repeat(Rank *r, char op, int sms)
         barrier.count = 4;
         if (r->tokens < FEW_TOKENS)
             CHECK_CUDA(cudaMemsetAsync(r->flush, i, FLUSH_BYTES, r->me->stream));
-        must(p2p_ops.sum(r->me->group, &barrier));
+        must(p2p_ops.allreduce_sum(r->me->group, &barrier));
         CHECK_CUDA(cudaEventRecord(r->begin[slot], r->me->stream));
         run_op(r, op, sms);
         CHECK_CUDA(cudaEventRecord(r->end[slot], r->me->stream));
@@ -419,7 +419,7 @@ static void repeat(Rank *r, char op, int sms)
     *(volatile int *)r->gate = r->opened;
     CHECK_CUDA(cudaStreamSynchronize(r->me->stream));
     epic_failure_info failure;
-    if (p2p_ops.check(r->me->group, &failure) != EPIC_OK) {
+    if (p2p_ops.poll_failure(r->me->group, &failure) != EPIC_OK) {
         fprintf(stderr, "%s\n", failure.sentence);
         exit(1);
     }

@@ -248,7 +248,7 @@ epic_result epic_allreduce_sum_v1(epic_context *ctx, const epic_allreduce_sum_ar
     TRY(check_context(ctx));
     TRY(READ_SIZED(&a, args, size, "args"));
     TRY(check_sum_args(ctx, &a));
-    if (context_on_device(ctx)) return CONTEXT_OP(ctx, sum, &a);
+    if (context_on_device(ctx)) return CONTEXT_OP(ctx, allreduce_sum, &a);
     return host_allreduce_sum(ctx, &a);
 }
 

@@ -64,13 +64,13 @@ epic_result config_read(epic_config *out, const epic_config *config, size_t size
                             "1 to 1073741824 are possible");
     if (out->staging_bytes < 0)
         return config_error("staging_bytes", out->staging_bytes, "a size, or 0 for full speed");
-    if (out->max_in_flight > EPIC_MAX_CELLS)
+    if (out->max_in_flight > EPIC_MAX_OP_SLOTS)
         return config_error("max_in_flight", out->max_in_flight, "at most 64, or 0 for 64");
     if (out->max_top_k > MAX_TOP_K)
         return config_error("max_top_k", out->max_top_k, "at most 64, or 0 for 64");
     if (out->reserved) return config_error("reserved", out->reserved, "it must be 0");
     if (!out->timeout_ms) TRY(read_timeout_env(&out->timeout_ms));
-    if (!out->max_in_flight) out->max_in_flight = EPIC_MAX_CELLS;
+    if (!out->max_in_flight) out->max_in_flight = EPIC_MAX_OP_SLOTS;
     if (!out->max_top_k) out->max_top_k = MAX_TOP_K;
     if (!out->name) out->name = "epic";
     if (strlen(out->name) > 63)

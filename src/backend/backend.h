@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What a backend promises.  A backend is a way to reach peers; its files export one symbol, the
- * struct epic_backend.  api/backends.c lists all of them.  A host backend implements the functions
- * of backend/transport.h, a device backend those of backend/ops.h.  docs/internals/backends.md shows
- * how to add one. */
+/* The contract of every backend.
+ *
+ * A backend is a way to reach peers.  Its files export one symbol, a struct epic_backend, and
+ * api/backends.c or api/plugins.c lists it.  A host backend implements backend/transport.h, a
+ * device backend implements backend/ops.h.  docs/internals/backends.md shows how to add one. */
 #ifndef EPIC_BACKEND_H
 #define EPIC_BACKEND_H
 
@@ -12,86 +13,90 @@
 
 #include "epic/epic.h"
 
-#define EPIC_MAX_RANKS 1024 /* host backends */
-#define EPIC_MAX_CELLS 64   /* operations of one rank at once */
+#define EPIC_MAX_RANKS 1024  /* largest group of a host backend */
+#define EPIC_MAX_OP_SLOTS 64 /* operations that one rank can have in flight */
 
 struct epic_transport; /* backend/transport.h */
 struct epic_ops;       /* backend/ops.h */
 
-/* One rank's view of the group; each backend has its own. */
+/* One rank's state in a group.  Each backend defines its own. */
 typedef struct epic_group epic_group;
 
-/* What a rank tells the others before a backend is chosen. */
+/* What the ranks know about each other before a backend is chosen. */
 typedef struct epic_peer {
-    uint64_t host[2];    /* same value: same host and same boot */
-    uint64_t process[2]; /* same value: same process */
+    uint64_t host[2];    /* equal on two ranks: same host, boot and PID namespace */
+    uint64_t process[2]; /* equal on two ranks: same process */
     int64_t pid;
     int64_t uid;
-    int64_t network_ns; /* inode: same value, same abstract socket names */
-    uint64_t
-        library; /* same value and process: ranks share this copy of the library, and so its
-                           tables; random, as an address would tell where the library lies */
+    int64_t network_ns; /* inode; equal on two ranks: they share abstract socket names */
+    /* Equal on two ranks of a process: they use the same copy of the library and its tables.  The
+     * number is random, because an address would reveal where the library is loaded. */
+    uint64_t library;
 } epic_peer;
 
-/* What join is given; borrowed for the call. */
+/* The arguments of join.  They are valid during the call only. */
 typedef struct epic_join {
-    const epic_bootstrap *bootstrap; /* gather, rank, num_ranks; checked */
-    const epic_config *config;       /* every default filled in, equal on all ranks */
+    const epic_bootstrap *bootstrap; /* gather, rank and num_ranks are checked */
+    const epic_config *config;       /* defaults filled in; equal on all ranks */
     const epic_peer *peers;          /* [num_ranks] */
-    uint64_t group_id;               /* random, equal on all ranks */
+    uint64_t group_id;               /* random; equal on all ranks */
 } epic_join;
 
 typedef struct epic_backend {
-    const char *name; /* what epic_config.backend says */
+    /* The value of epic_config.backend that selects this backend. */
+    const char *name;
 
-    /* Can these ranks reach one another this way?  Local, quick, leaves no trace.  `why` (256
-     * bytes) gets the reason when not. */
+    /* Returns whether these ranks can reach each other this way.  It is a local call without side
+     * effects.  If it returns false, it writes the reason to `why`, which has 256 bytes. */
     bool (*can_join)(const epic_peer *peers, int num_ranks, const epic_config *config,
                      char *why);
 
-    /* Collective.  On failure leaves nothing behind, and *out untouched; the sentence goes to
-     * epic_fail.  After it the core tells all ranks how each fared. */
+    /* Creates the group; collective.  On an error it releases everything, leaves *out as it was
+     * and sets the error text with epic_fail.  The core then tells all ranks each rank's result. */
     epic_result (*join)(epic_group **out, const epic_join *join);
 
-    /* Local.  Safe when a peer is already gone. */
+    /* Releases the group; local.  It also works when a peer is already gone. */
     void (*leave)(epic_group *group);
 
-    /* In a forked child: gives back what the child has of its parent's group, which goes on;
-     * nothing that the parent or a peer can see may change.  NULL: the child keeps it. */
+    /* Releases a forked child's copies of its parent's group.  The parent and its peers must not
+     * notice anything.  NULL: the child keeps its copies. */
     void (*forget)(epic_group *group);
 
-    /* What join will take, from a config with every default filled in. */
+    /* Computes the memory that join allocates for a config whose defaults are filled in. */
     void (*memory)(const epic_config *config, epic_memory_info *out);
 
-    /* Copies bytes to the host if `from` is memory of this backend's devices, else false; *good:
-     * they came.  Synchronizes.  NULL: it has no memory of its own. */
+    /* Copies bytes to the host if `from` is memory of this backend's devices; otherwise returns
+     * false.  Sets *good to whether the copy succeeded.  Waits for the device.  NULL: the backend
+     * has no device memory. */
     bool (*fetch)(void *to, const void *from, size_t bytes, bool *good);
 
-    /* Memory of the group's device, 64-byte aligned, and back; at open and close of a step only.
-     * allocate: NULL if there is none left.  Both NULL: host memory. */
+    /* Allocates and releases memory of the group's device, 64-byte aligned, when a dispatcher is
+     * opened or closed.  allocate returns NULL if there is not enough.  Both NULL: host memory. */
     void *(*allocate)(epic_group *group, size_t bytes);
     void (*release)(epic_group *group, void *memory);
 
-    /* What this machine has for it, in a line of at most `size` bytes.  NULL: nothing to say. */
+    /* Writes one line of at most `size` bytes about this machine's hardware, for epic-info.  NULL:
+     * there is nothing to describe. */
     void (*describe)(char *to, size_t size);
 
-    /* How a group's peers on other hosts are really reached, as describe.  NULL: nothing to say. */
+    /* Writes one line about the net that reaches the group's peers on other hosts.  NULL: there is
+     * no net. */
     void (*say)(const epic_group *group, char *to, size_t size);
 
-    /* One of the two is set. */
-    const struct epic_transport *transport; /* host backends */
-    const struct epic_ops *ops;             /* device backends */
+    /* Exactly one of these two is set. */
+    const struct epic_transport *transport; /* of a host backend */
+    const struct epic_ops *ops;             /* of a device backend */
 
-    /* A backend in a library of its own has its own epic_fail: this thread's last sentence of
-     * it.  NULL: the core's. */
+    /* Returns this thread's last error text of a backend in a library of its own, which has its
+     * own copy of epic_fail.  NULL: the backend uses the core's. */
     const char *(*sentence)(void);
 
-    /* A bootstrap of the ranks that `native`, what config.native points to, knows: epic_bootstrap_mpi.
-     * NULL: it knows none. */
+    /* Creates a bootstrap of the ranks in `native`, which config.native points to.  See
+     * epic_bootstrap_mpi.  NULL: the backend has no bootstrap. */
     epic_result (*bootstrap)(epic_bootstrap *out, const void *native, uint32_t timeout_ms);
 } epic_backend;
 
-/* Every backend of this build, in the order in which they are tried; NULL ends the list. */
+/* The built-in backends, in the order in which open tries them.  NULL ends the list. */
 extern const epic_backend *const epic_backends[];
 
 #endif

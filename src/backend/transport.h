@@ -1,116 +1,129 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The contract of a host backend: how operations of several ranks meet and exchange bytes. */
+/* The contract of a host backend: how the ranks of an operation find each other and exchange rows.
+ *
+ * A host backend implements this table of functions.  All collective operations are written once,
+ * on top of it, in src/exchange and src/host_ops.
+ *
+ * An *exchange* is one collective operation.  Each rank keeps it in one of its *op slots*, 0 to
+ * max_in_flight - 1.  Ranks may use different op slots for the same exchange.  They find each other
+ * by (tag, sequence), where sequence counts the operations of the tag from 0.  An operation may also
+ * continue in the exchange of the one before it; then no op slot has its sequence number.
+ *
+ * Every rank first announces an *op header*.  Then rows flow through *lanes*.  A lane is a ring of
+ * entries in staging memory, from one rank to one peer, or to EVERYONE if `shares` is set: then
+ * each entry is written once and every peer reads it.  The entries of a lane have one size and are
+ * numbered from 0 in each *flow*.  The flows of an exchange follow one another, and every rank
+ * starts the same flows in the same order.
+ *
+ * Threads: one thread at a time uses an op slot; different threads may use different op slots at the
+ * same time.  Only wait() blocks.  No function allocates memory or calls back into the core. */
 #ifndef EPIC_TRANSPORT_H
 #define EPIC_TRANSPORT_H
 
 #include "backend/backend.h"
 
-/* Host backends bring a transport; every operation is written once, on it (src/exchange).
- *
- * An *exchange* is one collective operation.  On each rank it holds one *cell* (0 to
- * max_in_flight - 1, chosen by that rank: peers may hold other cells for the same exchange).
- * Ranks find each other's cells by (tag, place): the place-th operation of that tag.  An operation
- * may also go on in the exchange of the one before it: then no cell has its place.
- *
- * First every rank announces a *note*, then rows flow through *lanes*: a lane goes from one rank
- * to one peer, or to EVERYONE (only if `shares`: an entry put once is read by every peer).  A
- * lane carries *entries* of one size, numbered from 0 in each *flow*; flows of an exchange follow
- * one another and every rank shapes the same flows in the same order.  Lanes are bounded: room()
- * gives memory for an entry or NULL, entry() an entry that has arrived or NULL.  Nothing here
- * blocks except wait().
- *
- * A cell is used by one thread at a time; different cells by different threads at once.  No
- * function calls back into core.  Nothing but join allocates. */
-
+/* The value of `to` that selects the lane to all peers. */
 #define EVERYONE (-1)
 
-#define NOTE_BYTES 256
+/* Bytes of data that fit into an op header. */
+#define OP_PAYLOAD_BYTES 256
 
-typedef struct epic_note {
-    int64_t same[24]; /* must be equal on all ranks; [0] is the epic_operation; the rest in
-                         exchange/op_header.h */
-    int64_t own[12];  /* this rank's */
-    unsigned char bytes[NOTE_BYTES]; /* this rank's data, where so little is all of it: then no
-                                        row has to flow */
-    uint32_t
-        options[60]; /* of the layer that the operation is a part of, exchange/layer_options.h;
-                             read only where the hashes in `same` differ */
-} epic_note;
+/* The first message of an operation from every rank to every other.  exchange/op_header.h names
+ * the elements of both arrays. */
+typedef struct epic_op_header {
+    int64_t common[24]; /* must be equal on all ranks; [0] is the epic_operation */
+    int64_t local[12];  /* values of this rank */
+    /* Data of this rank if all of it fits; then no rows have to flow. */
+    unsigned char bytes[OP_PAYLOAD_BYTES];
+    /* Options of the layer (exchange/layer_options.h).  They are read only if the hashes of the
+     * options in `common` differ, to name the option that differs. */
+    uint32_t options[60];
+} epic_op_header;
 
+/* The shape of one flow.  Both arrays must stay valid until the flow ends. */
 typedef struct epic_flow {
-    int64_t entry_bytes;     /* <= lane_bytes of the lanes used; equal on all ranks */
-    bool everyone;           /* through the lane to EVERYONE; else one lane to each peer */
-    const int64_t *sends;    /* [num_ranks] entries for each peer; everyone: all equal; the
-                                   own place is not read.  Both live until the flow ends */
-    const int64_t *receives; /* [num_ranks] entries from each peer: its sends to us */
+    int64_t entry_bytes;  /* at most half of lane_bytes; equal on all ranks */
+    bool everyone;        /* use the lane to EVERYONE, not one lane to each peer */
+    const int64_t *sends; /* [num_ranks] entries to each peer; all equal if everyone is set */
+    const int64_t *receives; /* [num_ranks] entries from each peer */
 } epic_flow;
 
-/* Where a peer was last seen, as far as the transport knows. */
-typedef struct epic_sight {
-    bool came;      /* announced a note for (tag, place), or went past it */
-    bool gone;      /* its process died, or it closed its context */
-    bool closed;    /* gone, by epic_close */
-    bool waiting;   /* itself waiting, and awake: seen so within the last moments */
-    uint32_t phase; /* in (tag, place), what it last passed to wait() */
-    uint64_t waits_for[EPIC_MAX_RANKS / 64]; /* if waiting: a bit for each rank it waits for */
-    uint32_t operation;                      /* the last one that it announced, 0: none yet */
-    uint64_t tag;
-    uint64_t place;
-    bool inside; /* it has not finished that one */
-} epic_sight;
+/* The last known status of a peer, from which the core finds the ranks that keep others waiting. */
+typedef struct epic_peer_status {
+    bool came;      /* the peer has announced (tag, sequence) or a later one of the tag */
+    bool gone;      /* its process ended, or it closed its context */
+    bool closed;    /* it closed its context */
+    bool waiting;   /* it is inside wait(), and its heartbeat is recent */
+    uint32_t phase; /* the phase that it passed to wait() in (tag, sequence) */
+    uint64_t
+        waits_for[EPIC_MAX_RANKS / 64]; /* if waiting: one bit for each rank it waits for */
+    uint32_t operation;                 /* the last one that it announced; 0: none yet */
+    uint64_t tag;                       /* of that operation */
+    uint64_t sequence;                  /* of that operation */
+    bool inside;                        /* that operation has not finished on the peer */
+} epic_peer_status;
 
 typedef struct epic_transport {
+    /* An entry of the lane to EVERYONE is written once and read by all peers. */
     bool shares;
 
-    /* Bytes of a ring: the lane to EVERYONE, or a lane to one peer.  The same on all ranks.  An
-     * entry may be as large as half of it.  Multiples of 64. */
+    /* Returns the bytes of the lane to EVERYONE or of a lane to one peer: a multiple of 64, equal
+     * on all ranks.  An entry has at most half as many bytes. */
     int64_t (*lane_bytes)(const epic_group *group, bool everyone);
 
-    /* A free cell, or -1: all are in use or still read by slow peers (wait with cell -1). */
+    /* Claims a free op slot.  Returns -1 if all are in use or still read by slow peers; then call
+     * wait() with op_slot -1. */
     int (*claim)(epic_group *group);
 
-    /* Publishes note as this rank's part of (tag, place), in the claimed cell. */
-    void (*announce)(epic_group *group, int cell, uint64_t tag, uint64_t place,
-                     const epic_note *note);
+    /* Publishes the op header of this rank for (tag, sequence) in a claimed op slot. */
+    void (*announce)(epic_group *group, int op_slot, uint64_t tag, uint64_t sequence,
+                     const epic_op_header *header);
 
-    /* The peer's note for the exchange of this cell, or NULL: not there yet.  Valid until
-     * finish. */
-    const epic_note *(*note)(epic_group *group, int cell, int peer);
+    /* Returns the peer's op header for the exchange of this op slot, or NULL if it has not
+     * arrived.  The header stays valid until finish(). */
+    const epic_op_header *(*note)(epic_group *group, int op_slot, int peer);
 
-    /* Begins the next flow of the exchange.  All notes have been seen. */
-    void (*shape)(epic_group *group, int cell, const epic_flow *flow);
+    /* Starts the next flow of the exchange.  The caller has seen the op headers of all ranks. */
+    void (*shape)(epic_group *group, int op_slot, const epic_flow *flow);
 
-    /* Memory for entry `index` of the lane, or NULL: no room yet.  64-byte aligned.  Indices
-     * come in ascending order; asking for one again before it is sent gives the same memory. */
-    void *(*room)(epic_group *group, int cell, int to, int64_t index);
+    /* Returns memory for entry `index` of the lane, 64-byte aligned, or NULL if the ring is full.
+     * Indices ascend.  A second call for an entry that was not sent returns the same memory. */
+    void *(*room)(epic_group *group, int op_slot, int to, int64_t index);
 
-    /* Entries below `upto` are written: let the peer (or everyone) read them. */
-    void (*send)(epic_group *group, int cell, int to, int64_t upto);
+    /* Publishes all entries below `upto` to the peer, or to all peers. */
+    void (*send)(epic_group *group, int op_slot, int to, int64_t upto);
 
-    /* Entry `index` from a peer, or NULL: not there yet.  Valid until it is dropped. */
-    const void *(*entry)(epic_group *group, int cell, int from, int64_t index);
+    /* Returns entry `index` of a peer, or NULL if it has not arrived.  The entry stays valid until
+     * drop(). */
+    const void *(*entry)(epic_group *group, int op_slot, int from, int64_t index);
 
-    /* Entries below `upto` from this peer are not needed any more, also those not sent yet. */
-    void (*drop)(epic_group *group, int cell, int from, int64_t upto);
+    /* Releases all entries below `upto` of a peer, including entries that it has not sent yet. */
+    void (*drop)(epic_group *group, int op_slot, int from, int64_t upto);
 
-    /* This rank has sent all of its entries and dropped all that it receives (or the group is
-     * broken): the cell goes back, once the peers let it. */
-    void (*finish)(epic_group *group, int cell);
+    /* Ends the exchange on this rank and returns the op slot.  This rank has sent all its entries
+     * and dropped all that it receives, or the group has failed.  The op slot becomes free when the
+     * peers no longer read it. */
+    void (*finish)(epic_group *group, int op_slot);
 
-    /* Sleeps until something that this cell asked for may have changed (a note, room, an entry,
-     * a failure; cell -1: a free cell), or about `ms` milliseconds.  May return early.  A change
-     * between the last question and this call is not lost.  `phase` and `waits_for` (a bit for
-     * each rank) are what peers see of us meanwhile. */
-    void (*wait)(epic_group *group, int cell, uint32_t phase, const uint64_t *waits_for,
+    /* Sleeps until a result of the calls above may have changed for this op slot (-1: until an op
+     * slot may be free), until the group fails, or for about `ms` milliseconds.  It may return
+     * early.  A change between the last call and this one always ends the sleep.  Meanwhile peers
+     * see `phase` and `waits_for`, one bit for each rank that this rank waits for. */
+    void (*wait)(epic_group *group, int op_slot, uint32_t phase, const uint64_t *waits_for,
                  uint32_t ms);
 
-    void (*look)(epic_group *group, int peer, uint64_t tag, uint64_t place, epic_sight *out);
+    /* Writes the last known status of a peer, as seen from the exchange (tag, sequence). */
+    void (*look)(epic_group *group, int peer, uint64_t tag, uint64_t sequence,
+                 epic_peer_status *out);
 
-    /* The first failure that any rank reported is the group's; peers in wait() wake up. */
+    /* Marks the group as failed and wakes the peers in wait().  Only the first failure of the
+     * group is kept. */
     void (*break_group)(epic_group *group, const epic_failure_info *failure);
-    bool (*failure)(epic_group *group, epic_failure_info *out); /* false: whole */
 
-    /* Bytes put into lanes so far, by this rank; for tests. */
+    /* Returns true and writes *out if the group has failed. */
+    bool (*failure)(epic_group *group, epic_failure_info *out);
+
+    /* Returns the bytes of headers and entries that this rank has sent.  Tests use it. */
     uint64_t (*bytes_sent)(const epic_group *group);
 } epic_transport;
 

@@ -47,8 +47,9 @@ epic_result context_break(epic_context *ctx, const epic_failure_info *failure)
 static bool new_failure(const epic_context *ctx, epic_failure_info *failure)
 {
     const epic_backend *backend = ctx->backend;
-    const bool found = backend->transport ? backend->transport->failure(ctx->group, failure)
-                                          : backend->ops->check(ctx->group, failure) != EPIC_OK;
+    const bool found = backend->transport
+                           ? backend->transport->failure(ctx->group, failure)
+                           : backend->ops->poll_failure(ctx->group, failure) != EPIC_OK;
     text_clean(failure->sentence); /* a peer wrote it, or an abort of its caller */
     return found;
 }
@@ -84,7 +85,8 @@ epic_result epic_check(epic_context *ctx)
     if (!ctx) return no_context();
     TRY(context_check(ctx));
     return context_on_device(ctx)
-               ? backend_copy_error(ctx->backend, ctx->backend->ops->notice(ctx->group))
+               ? backend_copy_error(ctx->backend,
+                                    ctx->backend->ops->next_data_error(ctx->group))
                : EPIC_OK;
 }
 

@@ -28,7 +28,7 @@ static bool collect_send_to(collecting *g, int home)
     int64_t next = first, bytes = 0;
     while (next < x->sends[home] && next - first < g->batch) {
         while (!c->is_sent(c->self, home, x->next_item_to[home])) x->next_item_to[home]++;
-        void *entry = x->transport->room(x->group, x->cell, home, next);
+        void *entry = x->transport->room(x->group, x->op_slot, home, next);
         if (!entry) break;
         c->fill_entry(c->self, home, x->next_item_to[home], x->next_piece_to[home], entry);
         const int64_t trailer = x->next_piece_to[home] == 0 ? c->trailer : 0;
@@ -43,7 +43,7 @@ static bool collect_send_to(collecting *g, int home)
     if (c->flush_stores) c->flush_stores();
     exchange_count_bytes(x, bytes);
     x->num_sent[home] = next;
-    x->transport->send(x->group, x->cell, home, next);
+    x->transport->send(x->group, x->op_slot, home, next);
     return true;
 }
 
@@ -63,7 +63,7 @@ static bool collect_find_rows(collecting *g)
     for (int r = 0; r < x->num_ranks; r++) {
         x->rows[r] = NULL;
         if (r == x->rank || !g->c->is_received(g->c->self, r, g->item)) continue;
-        x->rows[r] = x->transport->entry(x->group, x->cell, r, x->num_read[r]);
+        x->rows[r] = x->transport->entry(x->group, x->op_slot, r, x->num_read[r]);
         if (x->rows[r]) continue;
         exchange_mark_awaited(x, r);
         all = false;
@@ -77,7 +77,7 @@ static void collect_release_rows(collecting *g, int64_t *dropped)
     for (int r = 0; r < x->num_ranks; r++) {
         if (r == x->rank || x->num_read[r] == dropped[r]) continue;
         dropped[r] = x->num_read[r];
-        x->transport->drop(x->group, x->cell, r, dropped[r]);
+        x->transport->drop(x->group, x->op_slot, r, dropped[r]);
     }
 }
 
@@ -129,7 +129,7 @@ static void collect_begin_flow(collecting *g)
     const epic_flow flow = {.entry_bytes = c->split.piece_bytes + c->trailer,
                             .sends = x->sends,
                             .receives = x->receives};
-    if (x->num_ranks > 1) x->transport->shape(x->group, x->cell, &flow);
+    if (x->num_ranks > 1) x->transport->shape(x->group, x->op_slot, &flow);
 }
 
 epic_result collect_run(exchange *x, const collect *c)

@@ -32,12 +32,12 @@ void format_ranks(char *out, size_t size, const uint64_t *ranks)
     }
 }
 
-bool has_peer_finished(const exchange *x, const epic_sight *sight)
+bool has_peer_finished(const exchange *x, const epic_peer_status *sight)
 {
     if (!sight->came) return false;
     if (sight->closed) return true; /* nobody closes during a call */
-    if (sight->tag != x->tag || sight->place < x->header_sequence) return false;
-    return sight->place > x->header_sequence || !sight->inside;
+    if (sight->tag != x->tag || sight->sequence < x->header_sequence) return false;
+    return sight->sequence > x->header_sequence || !sight->inside;
 }
 
 /* The ranks that do not wait, reached from x's own waits through the waits of others. */
@@ -49,7 +49,7 @@ static void follow_waits(exchange *x, uint64_t *ends)
     for (int r = 0; r < x->num_ranks; r++) {
         if (!rank_set_has(todo, r) || rank_set_has(seen, r)) continue;
         rank_set_add(seen, r);
-        epic_sight sight;
+        epic_peer_status sight;
         x->transport->look(x->group, r, x->tag, x->header_sequence, &sight);
         if (has_peer_finished(x, &sight)) continue;
         if (!sight.waiting || sight.gone) {
@@ -68,7 +68,7 @@ static void keep_furthest_behind(exchange *x, const uint64_t *from, uint64_t *cu
     for (int pass = 0; pass < 2; pass++)
         for (int r = 0; r < x->num_ranks; r++) {
             if (!rank_set_has(from, r)) continue;
-            epic_sight sight;
+            epic_peer_status sight;
             x->transport->look(x->group, r, x->tag, x->header_sequence, &sight);
             const uint32_t progress = sight.came ? 1 + sight.phase : 0;
             if (pass == 0 && progress < least) least = progress;
@@ -77,7 +77,8 @@ static void keep_furthest_behind(exchange *x, const uint64_t *from, uint64_t *cu
 }
 
 /* Adds where a culprit was last seen, unless that would be cut. */
-static bool append_peer_status(char *sentence, size_t size, int rank, const epic_sight *sight)
+static bool append_peer_status(char *sentence, size_t size, int rank,
+                               const epic_peer_status *sight)
 {
     char clause[160];
     const size_t used = strlen(sentence);
@@ -86,7 +87,7 @@ static bool append_peer_status(char *sentence, size_t size, int rank, const epic
     else
         snprintf(clause, sizeof clause, "; rank %d was last seen %s %s (tag %llu, step %llu)",
                  rank, sight->inside ? "in" : "after", operation_name(sight->operation),
-                 (unsigned long long)sight->tag, (unsigned long long)sight->place);
+                 (unsigned long long)sight->tag, (unsigned long long)sight->sequence);
     if (used + strlen(clause) >= size) return false;
     memcpy(sentence + used, clause, strlen(clause) + 1);
     return true;
@@ -102,7 +103,7 @@ static void describe_culprits(exchange *x, const uint64_t *culprits, char *sente
     int told = 0;
     for (int r = 0; r < x->num_ranks && told < 4; r++) {
         if (!rank_set_has(culprits, r)) continue;
-        epic_sight sight;
+        epic_peer_status sight;
         x->transport->look(x->group, r, x->tag, x->header_sequence, &sight);
         if (!append_peer_status(sentence, size, r, &sight)) return;
         told++;

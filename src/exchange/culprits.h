@@ -10,7 +10,7 @@ void format_ranks(char *out, size_t size, const uint64_t *ranks);
 
 /* Has the peer finished this exchange?  It may close then: nobody waits for it, even where one
  * lane to everyone is full and does not say who still reads it. */
-bool has_peer_finished(const exchange *x, const epic_sight *sight);
+bool has_peer_finished(const exchange *x, const epic_peer_status *sight);
 
 /* Follows who waits for whom from this exchange to the ranks that do not wait themselves; of
  * those the ones furthest behind.  `sentence` tells where each was last seen. */

@@ -60,7 +60,7 @@ epic_result exchange_open_all(epic_context *ctx)
         *x = (exchange){.ctx = ctx,
                         .transport = ctx->backend->transport,
                         .group = ctx->group,
-                        .cell = (int)i,
+                        .op_slot = (int)i,
                         .rank = ctx->rank,
                         .num_ranks = ctx->num_ranks};
         if (!exchange_allocate(x, ctx))
@@ -132,7 +132,7 @@ static epic_result exchange_check_peers(exchange *x, uint64_t now, bool late)
     bool any = false, any_ended = false;
     for (int r = 0; r < x->num_ranks; r++) {
         if (!(x->waits_for[r / 64] >> (r % 64) & 1)) continue;
-        epic_sight sight;
+        epic_peer_status sight;
         x->transport->look(x->group, r, x->tag, x->header_sequence, &sight);
         if (!sight.gone || has_peer_finished(x, &sight)) continue;
         (sight.closed ? closed : ended)[r / 64] |= 1ull << (r % 64);
@@ -162,7 +162,7 @@ static epic_result exchange_report_timeout(exchange *x)
     return exchange_break_group(x, EPIC_ETIMEOUT, culprits, sentence);
 }
 
-static epic_result exchange_wait_in(exchange *x, int cell)
+static epic_result exchange_wait_in(exchange *x, int op_slot)
 {
     TRY(exchange_poll_failure(x));
     const uint64_t now = now_ns();
@@ -172,7 +172,7 @@ static epic_result exchange_wait_in(exchange *x, int cell)
         TRY(exchange_report_timeout(x)); /* else the next look tells */
     const uint64_t longest = (x->is_peer_gone ? 1 : MAX_SLEEP_MS) * MS;
     const uint64_t sleep = deadline_sleep_ns(&x->deadline, now, longest);
-    x->transport->wait(x->group, cell, x->phase, x->waits_for, (uint32_t)(sleep / MS) + 1);
+    x->transport->wait(x->group, op_slot, x->phase, x->waits_for, (uint32_t)(sleep / MS) + 1);
     return exchange_poll_failure(x);
 }
 
@@ -187,7 +187,7 @@ epic_result exchange_wait(exchange *x)
 {
     const uint32_t state = x->phase == PHASE_NOTES ? RECORDER_ANNOUNCED : RECORDER_MOVING;
     recorder_phase(x->ctx->recorder, x->record, state, first_awaited_rank(x));
-    return exchange_wait_in(x, x->cell);
+    return exchange_wait_in(x, x->op_slot);
 }
 
 void exchange_report_progress(exchange *x)
@@ -197,22 +197,22 @@ void exchange_report_progress(exchange *x)
 }
 
 /* All cells are taken, by operations that wait for any of the peers. */
-static epic_result exchange_wait_for_cell(exchange *asked, int *cell)
+static epic_result exchange_wait_for_op_slot(exchange *asked, int *op_slot)
 {
     exchange waiter = *asked;
     for (int r = 0; r < waiter.num_ranks; r++)
         if (r != waiter.rank) exchange_mark_awaited(&waiter, r);
-    while ((*cell = asked->transport->claim(asked->group)) < 0)
+    while ((*op_slot = asked->transport->claim(asked->group)) < 0)
         TRY(exchange_wait_in(&waiter, -1));
     asked->deadline = waiter.deadline; /* one deadline for the cell and the notes */
     return EPIC_OK;
 }
 
-static epic_result exchange_claim_cell(exchange **out, epic_context *ctx, exchange *asked)
+static epic_result exchange_claim_op_slot(exchange **out, epic_context *ctx, exchange *asked)
 {
-    int cell = asked->transport->claim(ctx->group);
-    if (cell < 0) TRY(exchange_wait_for_cell(asked, &cell));
-    exchange *x = &ctx->exchanges[cell];
+    int op_slot = asked->transport->claim(ctx->group);
+    if (op_slot < 0) TRY(exchange_wait_for_op_slot(asked, &op_slot));
+    exchange *x = &ctx->exchanges[op_slot];
     x->operation = asked->operation;
     x->tag = asked->tag;
     x->sequence = asked->sequence;
@@ -245,9 +245,9 @@ static epic_result exchange_compare_header(exchange *x, int r, int *good)
 }
 
 /* Collects the notes; the first pair that differs is everybody's EPIC_EMISMATCH. */
-static epic_result exchange_gather_headers(exchange *x, const epic_note *mine)
+static epic_result exchange_gather_headers(exchange *x, const epic_op_header *mine)
 {
-    int good = mine->own[LOCAL_ERROR] ? -1 : x->rank;
+    int good = mine->local[LOCAL_ERROR] ? -1 : x->rank;
     memset(x->headers, 0, (size_t)x->num_ranks * sizeof *x->headers);
     x->headers[x->rank] = mine;
     for (;;) {
@@ -255,7 +255,7 @@ static epic_result exchange_gather_headers(exchange *x, const epic_note *mine)
         memset(x->waits_for, 0, sizeof x->waits_for);
         for (int r = 0; r < x->num_ranks; r++) {
             if (x->headers[r]) continue;
-            x->headers[r] = x->transport->note(x->group, x->cell, r);
+            x->headers[r] = x->transport->note(x->group, x->op_slot, r);
             if (!x->headers[r]) {
                 exchange_mark_awaited(x, r);
                 missing++;
@@ -269,12 +269,12 @@ static epic_result exchange_gather_headers(exchange *x, const epic_note *mine)
 }
 
 static epic_result exchange_enter(exchange **out, epic_context *ctx, exchange *asked,
-                                  const epic_note *note, uint64_t bytes)
+                                  const epic_op_header *note, uint64_t bytes)
 {
     exchange *x;
-    TRY(exchange_claim_cell(&x, ctx, asked));
+    TRY(exchange_claim_op_slot(&x, ctx, asked));
     x->record = recorder_begin(ctx->recorder, x->operation, x->tag, x->sequence, bytes);
-    x->transport->announce(x->group, x->cell, x->tag, x->sequence, note);
+    x->transport->announce(x->group, x->op_slot, x->tag, x->sequence, note);
     *out = x;
     TRY(exchange_gather_headers(x, note));
     x->phase = PHASE_ROWS;
@@ -283,7 +283,7 @@ static epic_result exchange_enter(exchange **out, epic_context *ctx, exchange *a
 }
 
 epic_result exchange_open(exchange **out, epic_context *ctx, uint32_t operation,
-                          const epic_call *call, const epic_note *note, uint64_t bytes)
+                          const epic_call *call, const epic_op_header *note, uint64_t bytes)
 {
     exchange asked = {.ctx = ctx,
                       .transport = ctx->backend->transport,
@@ -325,7 +325,7 @@ epic_result exchange_close(exchange *x, epic_result result)
     epic_context *ctx = x->ctx;
     const uint64_t tag = x->tag, record = x->record;
     rounding_leave(x->rounding);
-    x->transport->finish(x->group, x->cell); /* the cell is no longer ours */
+    x->transport->finish(x->group, x->op_slot); /* the cell is no longer ours */
     recorder_end(ctx->recorder, record, result, result == EPIC_OK ? NULL : epic_sentence());
     tags_end(&ctx->tags, tag);
     return result;

@@ -32,7 +32,7 @@ typedef struct exchange {
     epic_context *ctx;
     const epic_transport *transport;
     epic_group *group;
-    int cell;
+    int op_slot;
     int rank, num_ranks;
     uint32_t operation;
     uint64_t tag, sequence;
@@ -47,7 +47,7 @@ typedef struct exchange {
     uint64_t waits_for[RANK_WORDS];
 
     /* [num_ranks] each */
-    const epic_note **headers;
+    const epic_op_header **headers;
     int64_t *items;               /* what each source or home has */
     int64_t *sends, *receives;    /* entries of the flow */
     int64_t *num_sent, *num_read; /* entries done */
@@ -70,7 +70,7 @@ int64_t exchange_bytes(const epic_config *config); /* host memory of one */
  * nothing to close.  After a class (b) error in the notes, *out is open and the result says so:
  * the caller clears its outputs and closes. */
 epic_result exchange_open(exchange **out, epic_context *ctx, uint32_t operation,
-                          const epic_call *call, const epic_note *note, uint64_t bytes);
+                          const epic_call *call, const epic_op_header *note, uint64_t bytes);
 
 /* Ends the operation, which was good, and begins the tag's next one in its exchange, without a
  * bootstrap: the notes have told all that it needs, so every rank goes on or none. */
@@ -98,7 +98,7 @@ static inline void exchange_mark_awaited(exchange *x, int rank)
 
 static inline int64_t exchange_local_field(const exchange *x, int rank, int field)
 {
-    return x->headers[rank]->own[field];
+    return x->headers[rank]->local[field];
 }
 
 /* How rows are cut: pieces of piece_bytes, the last one shorter. */

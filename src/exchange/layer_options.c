@@ -113,7 +113,8 @@ enum { NUM_WEIGHTS = sizeof weights / sizeof *weights };
 _Static_assert(NUM_WEIGHTS == NUM_LAYER_WEIGHTS + 1, "a name for each layer_weight");
 
 #define DOUBLE_WORDS 7 /* options of two words */
-_Static_assert(NUM_OPTIONS + DOUBLE_WORDS + NUM_WEIGHTS <= OPTION_WORDS, "epic_note.options");
+_Static_assert(NUM_OPTIONS + DOUBLE_WORDS + NUM_WEIGHTS <= OPTION_WORDS,
+               "epic_op_header.options");
 
 #define FIRST_WEIGHT (OPTION_WORDS - NUM_WEIGHTS) /* weights stand at the end of the words */
 
@@ -321,8 +322,9 @@ static bool find_difference(const option *table, int count, const uint32_t *a, i
     return false;
 }
 
-void layer_options_describe_difference(const epic_note *a, int rank_a, const epic_note *b,
-                                       int rank_b, char *sentence, size_t size)
+void layer_options_describe_difference(const epic_op_header *a, int rank_a,
+                                       const epic_op_header *b, int rank_b, char *sentence,
+                                       size_t size)
 {
     if (find_difference(options, NUM_OPTIONS, a->options, rank_a, b->options, rank_b, sentence,
                         size) ||

@@ -10,7 +10,7 @@
 #include "backend/transport.h"
 
 /* Words of a note for options; a double takes two. */
-#define OPTION_WORDS (sizeof(((epic_note *)0)->options) / sizeof(uint32_t))
+#define OPTION_WORDS (sizeof(((epic_op_header *)0)->options) / sizeof(uint32_t))
 
 typedef struct layer_options {
     uint64_t hash;         /* of the options; 0: not known, so nothing is compared */
@@ -51,7 +51,8 @@ void layer_options_set_weights(layer_options *out, bool are_checked,
 uint32_t layer_options_weight_word(const void *data, int64_t bytes, bool is_checked);
 
 /* Writes to `sentence` which option of two notes differs, whose hashes do. */
-void layer_options_describe_difference(const epic_note *a, int rank_a, const epic_note *b,
-                                       int rank_b, char *sentence, size_t size);
+void layer_options_describe_difference(const epic_op_header *a, int rank_a,
+                                       const epic_op_header *b, int rank_b, char *sentence,
+                                       size_t size);
 
 #endif

@@ -9,8 +9,10 @@
 #include "plan/plan.h"
 #include "rules/sentences.h"
 
-_Static_assert(NUM_COMMON <= sizeof(((epic_note *)0)->same) / sizeof(int64_t), "note.same");
-_Static_assert(NUM_LOCAL <= sizeof(((epic_note *)0)->own) / sizeof(int64_t), "note.own");
+_Static_assert(NUM_COMMON <= sizeof(((epic_op_header *)0)->common) / sizeof(int64_t),
+               "op_header.common");
+_Static_assert(NUM_LOCAL <= sizeof(((epic_op_header *)0)->local) / sizeof(int64_t),
+               "op_header.local");
 
 static const char *const common_names[NUM_COMMON] = {
     [COMMON_OPERATION] = "operation",
@@ -98,10 +100,10 @@ static const char *mismatch_remedy(int field)
                                 : "bring the same on every rank";
 }
 
-bool op_header_compare(const epic_note *a, int rank_a, const epic_note *b, int rank_b,
+bool op_header_compare(const epic_op_header *a, int rank_a, const epic_op_header *b, int rank_b,
                        char *sentence, size_t size)
 {
-    const int64_t op_a = a->same[COMMON_OPERATION], op_b = b->same[COMMON_OPERATION];
+    const int64_t op_a = a->common[COMMON_OPERATION], op_b = b->common[COMMON_OPERATION];
     if (op_a != op_b) {
         snprintf(sentence, size,
                  "rank %d called %s, rank %d called %s; make the calls of a tag in the same "
@@ -110,33 +112,33 @@ bool op_header_compare(const epic_note *a, int rank_a, const epic_note *b, int r
                  operation_name((uint32_t)op_b));
         return false;
     }
-    if (a->own[LOCAL_ERROR] || b->own[LOCAL_ERROR]) return true; /* class (b) goes first */
+    if (a->local[LOCAL_ERROR] || b->local[LOCAL_ERROR]) return true; /* class (b) goes first */
     for (int i = 0; i < NUM_COMMON; i++) {
         char text_a[32], text_b[32];
-        if (a->same[i] == b->same[i]) continue;
+        if (a->common[i] == b->common[i]) continue;
         if (i == COMMON_OPTIONS || i == COMMON_LAYER_WEIGHTS) {
-            if (!a->same[i] || !b->same[i]) continue; /* one of them does not know */
+            if (!a->common[i] || !b->common[i]) continue; /* one of them does not know */
             layer_options_describe_difference(a, rank_a, b, rank_b, sentence, size);
             return false;
         }
         snprintf(sentence, size, "rank %d brought %s %s, rank %d brought %s; %s", rank_a,
-                 common_names[i], value_text(i, a->same[i], text_a), rank_b,
-                 value_text(i, b->same[i], text_b), mismatch_remedy(i));
+                 common_names[i], value_text(i, a->common[i], text_a), rank_b,
+                 value_text(i, b->common[i], text_b), mismatch_remedy(i));
         return false;
     }
     return true;
 }
 
-void op_header_set_options(epic_note *note, const layer_options *options)
+void op_header_set_options(epic_op_header *note, const layer_options *options)
 {
     if (!options) return;
-    note->same[COMMON_OPTIONS] = (int64_t)options->hash;
-    note->same[COMMON_LAYER_WEIGHTS] = (int64_t)options->weights_hash;
+    note->common[COMMON_OPTIONS] = (int64_t)options->hash;
+    note->common[COMMON_LAYER_WEIGHTS] = (int64_t)options->weights_hash;
     memcpy(note->options, options->words, sizeof note->options);
 }
 
-bool op_header_compare_layer(const epic_note *given, const epic_note *plan, char *sentence,
-                             size_t size)
+bool op_header_compare_layer(const epic_op_header *given, const epic_op_header *plan,
+                             char *sentence, size_t size)
 {
     /* A field stands before those whose defaults follow from it. */
     static const int fields[] = {
@@ -146,22 +148,22 @@ bool op_header_compare_layer(const epic_note *given, const epic_note *plan, char
     for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) {
         const int field = fields[i];
         char text[32], other[32];
-        if (given->same[field] == plan->same[field]) continue;
+        if (given->common[field] == plan->common[field]) continue;
         snprintf(sentence, size,
                  "%s%s is %s: must be %s, as in the layer that epic_plan was given; pass that",
                  field == COMMON_LAYER_FLAGS ? "" : "layer.", common_names[field],
-                 value_text(field, given->same[field], text),
-                 value_text(field, plan->same[field], other));
+                 value_text(field, given->common[field], text),
+                 value_text(field, plan->common[field], other));
         return false;
     }
     return true;
 }
 
-void op_header_set_fault(epic_note *note, const data_fault *fault)
+void op_header_set_fault(epic_op_header *note, const data_fault *fault)
 {
     if (!fault || fault->error == DATA_OK) return;
-    note->own[LOCAL_ERROR] = fault->error;
-    memcpy(&note->own[LOCAL_ERROR_DETAILS], fault->about, sizeof fault->about);
+    note->local[LOCAL_ERROR] = fault->error;
+    memcpy(&note->local[LOCAL_ERROR_DETAILS], fault->about, sizeof fault->about);
 }
 
 static epic_result saved_error(int rank, const int64_t *about)
@@ -177,17 +179,18 @@ static epic_result saved_error(int rank, const int64_t *about)
                      (long long)about[2]);
 }
 
-epic_result op_header_data_error(const epic_note *const *notes, int num_ranks)
+epic_result op_header_data_error(const epic_op_header *const *notes, int num_ranks)
 {
     for (int r = 0; r < num_ranks; r++) {
-        const int64_t *about = notes[r]->own + LOCAL_ERROR_DETAILS;
-        switch (notes[r]->own[LOCAL_ERROR]) {
+        const int64_t *about = notes[r]->local + LOCAL_ERROR_DETAILS;
+        switch (notes[r]->local[LOCAL_ERROR]) {
         case DATA_OK:
             break;
         case DATA_EXPERT:
             return epic_fail(EPIC_EINVAL, SAYS_EXPERT, r, (long long)about[0],
                              (long long)about[1], (long long)about[2],
-                             notes[r]->same[COMMON_NUM_LOGICAL] ? "num_logical" : "num_experts",
+                             notes[r]->common[COMMON_NUM_LOGICAL] ? "num_logical"
+                                                                  : "num_experts",
                              (long long)about[3]);
         case DATA_DUPLICATE:
             return epic_fail(EPIC_EINVAL, SAYS_DUPLICATE, r, (long long)about[0],

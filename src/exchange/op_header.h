@@ -7,7 +7,7 @@
 #include "backend/transport.h"
 #include "exchange/layer_options.h"
 
-enum { /* epic_note.same */
+enum { /* epic_op_header.common */
        COMMON_OPERATION,
        COMMON_PLAN,
        COMMON_TYPE,
@@ -35,7 +35,7 @@ enum { /* epic_note.same */
        NUM_COMMON
 };
 
-enum { /* epic_note.own */
+enum { /* epic_op_header.local */
        LOCAL_TOKENS,
        LOCAL_CAPACITY,
        LOCAL_ROWS,          /* of the receive buffer */
@@ -76,23 +76,23 @@ typedef struct op_header_extra {
 } op_header_extra;
 
 /* Puts a fault into a note; NULL is allowed. */
-void op_header_set_fault(epic_note *note, const data_fault *fault);
+void op_header_set_fault(epic_op_header *note, const data_fault *fault);
 
 /* Puts the options of a layer into a note; NULL is allowed. */
-void op_header_set_options(epic_note *note, const layer_options *options);
+void op_header_set_options(epic_op_header *note, const layer_options *options);
 
 const char *operation_name(uint32_t operation);
 
 /* Do two ranks' notes describe the same operation?  false: `sentence` says what differs. */
-bool op_header_compare(const epic_note *a, int rank_a, const epic_note *b, int rank_b,
+bool op_header_compare(const epic_op_header *a, int rank_a, const epic_op_header *b, int rank_b,
                        char *sentence, size_t size);
 
 /* Compares the layer of a call with that of its plan.  Returns false if a field differs, which
  * `sentence` names then. */
-bool op_header_compare_layer(const epic_note *given, const epic_note *plan, char *sentence,
-                             size_t size);
+bool op_header_compare_layer(const epic_op_header *given, const epic_op_header *plan,
+                             char *sentence, size_t size);
 
 /* The class (b) error that the notes of all ranks tell, in the same words on every rank. */
-epic_result op_header_data_error(const epic_note *const *notes, int num_ranks);
+epic_result op_header_data_error(const epic_op_header *const *notes, int num_ranks);
 
 #endif

@@ -39,7 +39,7 @@ static bool scatter_send_to_all(scattering *g)
     const int64_t stop = total - first > g->batch ? first + g->batch : total;
     int64_t next = first, bytes = 0;
     for (; next < stop; next++) {
-        void *entry = x->transport->room(x->group, x->cell, EVERYONE, next);
+        void *entry = x->transport->room(x->group, x->op_slot, EVERYONE, next);
         if (!entry) break;
         if (is_wanted_by_any(g, next / pieces))
             bytes += scatter_fill_entry(g, next / pieces, (int32_t)(next % pieces), entry);
@@ -48,7 +48,7 @@ static bool scatter_send_to_all(scattering *g)
     if (g->s->flush_stores) g->s->flush_stores();
     exchange_count_bytes(x, bytes);
     x->num_sent[x->rank] = next;
-    x->transport->send(x->group, x->cell, EVERYONE, next);
+    x->transport->send(x->group, x->op_slot, EVERYONE, next);
     return true;
 }
 
@@ -62,7 +62,7 @@ static bool scatter_send_to(scattering *g, int peer)
             x->next_item_to[peer]++;
             continue;
         }
-        void *entry = x->transport->room(x->group, x->cell, peer, next);
+        void *entry = x->transport->room(x->group, x->op_slot, peer, next);
         if (!entry) break;
         bytes += scatter_fill_entry(g, x->next_item_to[peer], x->next_piece_to[peer], entry);
         next++;
@@ -75,7 +75,7 @@ static bool scatter_send_to(scattering *g, int peer)
     if (g->s->flush_stores) g->s->flush_stores();
     exchange_count_bytes(x, bytes);
     x->num_sent[peer] = next;
-    x->transport->send(x->group, x->cell, peer, next);
+    x->transport->send(x->group, x->op_slot, peer, next);
     return true;
 }
 
@@ -99,14 +99,14 @@ static bool scatter_receive_broadcast(scattering *g, int from)
             next = (next / pieces + 1) * pieces;
             continue;
         }
-        const void *entry = x->transport->entry(x->group, x->cell, from, next);
+        const void *entry = x->transport->entry(x->group, x->op_slot, from, next);
         if (!entry) break;
         g->s->read_entry(g->s->self, from, next / pieces, (int32_t)(next % pieces), entry);
         next++;
     }
     if (next == first) return false;
     x->num_read[from] = next;
-    x->transport->drop(x->group, x->cell, from, next);
+    x->transport->drop(x->group, x->op_slot, from, next);
     return true;
 }
 
@@ -119,14 +119,14 @@ static bool scatter_receive_from(scattering *g, int from)
     int64_t next = first;
     while (next < x->receives[from] && next - first < g->batch) {
         while (!g->s->is_received(g->s->self, from, *item)) ++*item;
-        const void *entry = x->transport->entry(x->group, x->cell, from, next);
+        const void *entry = x->transport->entry(x->group, x->op_slot, from, next);
         if (!entry) break;
         g->s->read_entry(g->s->self, from, *item, (int32_t)(next % pieces), entry);
         if (++next % pieces == 0) ++*item;
     }
     if (next == first) return false;
     x->num_read[from] = next;
-    x->transport->drop(x->group, x->cell, from, next);
+    x->transport->drop(x->group, x->op_slot, from, next);
     return true;
 }
 
@@ -199,7 +199,7 @@ static void scatter_begin_flow(scattering *g)
                             .everyone = g->shared,
                             .sends = x->sends,
                             .receives = x->receives};
-    if (x->num_ranks > 1) x->transport->shape(x->group, x->cell, &flow);
+    if (x->num_ranks > 1) x->transport->shape(x->group, x->op_slot, &flow);
 }
 
 epic_result scatter_run(exchange *x, const scatter *s)

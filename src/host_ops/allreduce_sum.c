@@ -133,7 +133,7 @@ static epic_result sum_in_blocks(summing *s)
 
 static bool is_short(const epic_allreduce_sum_args *args)
 {
-    return args->count * (int64_t)sizeof(float) <= NOTE_BYTES;
+    return args->count * (int64_t)sizeof(float) <= OP_PAYLOAD_BYTES;
 }
 
 static void sum_from_headers(summing *s)
@@ -144,14 +144,14 @@ static void sum_from_headers(summing *s)
 }
 
 epic_result host_sum_with_header(epic_context *ctx, const epic_allreduce_sum_args *args,
-                                 const epic_note *about)
+                                 const epic_op_header *about)
 {
     summing s = {.args = args, .kernels = host_kernels_get()};
     const size_t bytes = (size_t)args->count * sizeof(float);
-    epic_note note = *about;
-    note.same[COMMON_OPERATION] = EPIC_OP_SUM;
-    note.same[COMMON_COUNT] = args->count;
-    note.same[COMMON_SUM_ORDER] = args->order;
+    epic_op_header note = *about;
+    note.common[COMMON_OPERATION] = EPIC_OP_SUM;
+    note.common[COMMON_COUNT] = args->count;
+    note.common[COMMON_SUM_ORDER] = args->order;
     if (args->count && is_short(args)) memcpy(note.bytes, args->data, bytes);
     epic_result result = exchange_open(&s.x, ctx, EPIC_OP_SUM, &args->call, &note, bytes);
     if (!s.x) return result;
@@ -164,5 +164,5 @@ epic_result host_sum_with_header(epic_context *ctx, const epic_allreduce_sum_arg
 
 epic_result host_allreduce_sum(epic_context *ctx, const epic_allreduce_sum_args *args)
 {
-    return host_sum_with_header(ctx, args, &(epic_note){0});
+    return host_sum_with_header(ctx, args, &(epic_op_header){0});
 }

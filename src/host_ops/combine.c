@@ -287,13 +287,13 @@ static void combine_clear_outputs(const combining *c)
 }
 
 static epic_result combine_run(epic_context *ctx, uint32_t operation, const epic_call *call,
-                               step *s, combining *c)
+                               plan_op *s, combining *c)
 {
-    s->note.same[COMMON_TYPE] = c->type;
-    s->note.same[COMMON_ROW_BYTES] = c->out.row_bytes;
-    s->note.same[COMMON_WEIGHTS] = c->slot_weights || c->d_weights;
-    s->note.own[LOCAL_ROWS] = c->rows.num_rows;
-    s->note.own[LOCAL_NEEDED_ROWS] = s->damaged ? 0 : s->plan.header->num_slots;
+    s->note.common[COMMON_TYPE] = c->type;
+    s->note.common[COMMON_ROW_BYTES] = c->out.row_bytes;
+    s->note.common[COMMON_WEIGHTS] = c->slot_weights || c->d_weights;
+    s->note.local[LOCAL_ROWS] = c->rows.num_rows;
+    s->note.local[LOCAL_NEEDED_ROWS] = s->damaged ? 0 : s->plan.header->num_slots;
     const uint64_t bytes = (uint64_t)(c->out.num_rows * c->out.row_bytes);
     epic_result result = exchange_open(&c->x, ctx, operation, call, &s->note, bytes);
     if (!c->x) return result;
@@ -312,7 +312,7 @@ epic_result host_combine(epic_context *ctx, const epic_combine_args *args)
                    .rows = args->rows,
                    .out = args->out,
                    .slot_weights = args->slot_weights};
-    step s;
+    plan_op s;
     plan_op_begin(&s, ctx, EPIC_OP_COMBINE, args->plan, args->plan_bytes, NULL);
     TRY(plan_op_check_layer(&s, args->layer));
     TRY(plan_op_check_tokens(&s, "out", args->out.num_rows));
@@ -329,7 +329,7 @@ epic_result host_dispatch_backward(epic_context *ctx, const epic_dispatch_backwa
                    .top_k = args->layer->top_k,
                    .d_slot_weights = args->d_slot_weights,
                    .d_weights = args->d_weights};
-    step s;
+    plan_op s;
     plan_op_begin(&s, ctx, EPIC_OP_DISPATCH_BACKWARD, args->plan, args->plan_bytes, NULL);
     TRY(plan_op_check_layer(&s, args->layer));
     TRY(plan_op_check_tokens(&s, "d_tokens", args->d_tokens.num_rows));

@@ -280,7 +280,7 @@ static void dispatch_clear_outputs(const epic_dispatch_args *a)
         a->recv_expert[i] = -1;
 }
 
-static epic_result dispatch_check(const step *s, const epic_dispatch_args *a)
+static epic_result dispatch_check(const plan_op *s, const epic_dispatch_args *a)
 {
     TRY(plan_op_check_layer(s, a->layer));
     TRY(plan_op_check_tokens(s, "tokens", a->tokens.num_rows));
@@ -318,13 +318,13 @@ static epic_result dispatch_transfer_all(dispatching *d)
     return result;
 }
 
-static epic_result dispatch_run(epic_context *ctx, const epic_dispatch_args *args, step *s)
+static epic_result dispatch_run(epic_context *ctx, const epic_dispatch_args *args, plan_op *s)
 {
     dispatching d = {.args = args, .kernels = host_kernels_get()};
     TRY(dispatch_check(s, args));
-    op_header_set_rows(s->note.same, args);
-    s->note.own[LOCAL_ROWS] = args->recv.num_rows;
-    s->note.own[LOCAL_NEEDED_ROWS] = s->damaged ? 0 : s->plan.header->num_slots;
+    op_header_set_rows(s->note.common, args);
+    s->note.local[LOCAL_ROWS] = args->recv.num_rows;
+    s->note.local[LOCAL_NEEDED_ROWS] = s->damaged ? 0 : s->plan.header->num_slots;
     epic_result result = exchange_open(&d.x, ctx, EPIC_OP_DISPATCH, &args->call, &s->note,
                                        dispatched_bytes(args));
     if (!d.x) return result;
@@ -338,7 +338,7 @@ static epic_result dispatch_run(epic_context *ctx, const epic_dispatch_args *arg
 epic_result host_dispatch(epic_context *ctx, const epic_dispatch_args *args,
                           const op_header_extra *extra)
 {
-    step s;
+    plan_op s;
     plan_op_begin(&s, ctx, EPIC_OP_DISPATCH, args->plan, args->plan_bytes, extra);
     return dispatch_run(ctx, args, &s);
 }
@@ -354,7 +354,7 @@ epic_result host_dispatch_continue(exchange *x, const epic_dispatch_args *args)
 
 epic_result host_dispatch_unchecked(epic_context *ctx, const epic_dispatch_args *args)
 {
-    step s;
+    plan_op s;
     plan_op_begin_unchecked(&s, EPIC_OP_DISPATCH, args->plan);
     return dispatch_run(ctx, args, &s);
 }

@@ -31,30 +31,30 @@ epic_result host_sum_replicas(epic_context *ctx, const epic_sum_replicas_args *a
 
 /* host_allreduce_sum with a note that tells more than the sum. */
 epic_result host_sum_with_header(epic_context *ctx, const epic_allreduce_sum_args *args,
-                                 const epic_note *about);
+                                 const epic_op_header *about);
 
 /* Is the plan one of this context?  Damage, or the caller's own fault, is kept for the note (class
  * (b)), as is the rest of `extra` (NULL: nothing). */
-typedef struct step {
+typedef struct plan_op {
     plan_view plan; /* of a good plan */
     bool damaged;   /* the plan, or what comes with it, is not to be used */
-    epic_note note;
-} step;
+    epic_op_header note;
+} plan_op;
 
-void plan_op_begin(step *s, const epic_context *ctx, uint32_t operation, const void *plan,
+void plan_op_begin(plan_op *s, const epic_context *ctx, uint32_t operation, const void *plan,
                    int64_t plan_bytes, const op_header_extra *extra);
 /* With a plan that this very call has made: that it is good needs no proof. */
-void plan_op_begin_unchecked(step *s, uint32_t operation, const void *plan);
+void plan_op_begin_unchecked(plan_op *s, uint32_t operation, const void *plan);
 
 /* What the ranks' layers must have in common. */
-void op_header_set_layer(epic_note *note, const epic_layer *layer);
+void op_header_set_layer(epic_op_header *note, const epic_layer *layer);
 
 /* Returns EPIC_EINVAL if the complete layer `layer` differs from the one that the plan was made
  * with.  A damaged plan is not compared: the ranks report it together. */
-epic_result plan_op_check_layer(const step *s, const epic_layer *layer);
+epic_result plan_op_check_layer(const plan_op *s, const epic_layer *layer);
 
 /* EPIC_EINVAL when `rows` has not the rows that the plan has tokens. */
-epic_result plan_op_check_tokens(const step *s, const char *name, int64_t num_rows);
+epic_result plan_op_check_tokens(const plan_op *s, const char *name, int64_t num_rows);
 
 /* EPIC_EOVERFLOW, on every rank alike, when a buffer of any rank is smaller than its plan. */
 epic_result plan_op_check_slots(const exchange *x, const char *name);

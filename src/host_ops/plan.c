@@ -13,7 +13,7 @@ typedef struct planning {
     epic_layer layer;
     planner planner;
     exchange *x;
-    epic_note note; /* read until x is closed */
+    epic_op_header note; /* read until x is closed */
 } planning;
 
 static int64_t id_at(const epic_plan_args *args, int64_t i)
@@ -34,7 +34,7 @@ static void copy_ids(int32_t *ids, const epic_plan_args *args, const epic_layer 
 
 static bool do_ids_fit_header(int64_t num_tokens, const epic_layer *layer)
 {
-    return num_tokens * layer->top_k * (int64_t)sizeof(int32_t) <= NOTE_BYTES;
+    return num_tokens * layer->top_k * (int64_t)sizeof(int32_t) <= OP_PAYLOAD_BYTES;
 }
 
 /* Has an earlier choice of the token of choice i the same expert? */
@@ -46,7 +46,7 @@ static bool is_duplicate(const epic_plan_args *args, int64_t i, int64_t top_k)
     return false;
 }
 
-static void op_header_check_ids(epic_note *note, const epic_plan_args *args,
+static void op_header_check_ids(epic_op_header *note, const epic_plan_args *args,
                                 const epic_layer *layer)
 {
     const int64_t k = layer->top_k, choices = args->num_tokens * k;
@@ -56,23 +56,23 @@ static void op_header_check_ids(epic_note *note, const epic_plan_args *args,
         const int64_t id = id_at(args, i);
         const bool beyond = id >= num_ids;
         if (!beyond && !(distinct && is_duplicate(args, i, k))) continue;
-        note->own[LOCAL_ERROR] = beyond ? DATA_EXPERT : DATA_DUPLICATE;
-        note->own[LOCAL_ERROR_DETAILS] = i / k;
-        note->own[LOCAL_ERROR_DETAILS + 1] = i % k;
-        note->own[LOCAL_ERROR_DETAILS + 2] = id;
-        note->own[LOCAL_ERROR_DETAILS + 3] = num_ids;
+        note->local[LOCAL_ERROR] = beyond ? DATA_EXPERT : DATA_DUPLICATE;
+        note->local[LOCAL_ERROR_DETAILS] = i / k;
+        note->local[LOCAL_ERROR_DETAILS + 1] = i % k;
+        note->local[LOCAL_ERROR_DETAILS + 2] = id;
+        note->local[LOCAL_ERROR_DETAILS + 3] = num_ids;
         return;
     }
 }
 
 /* Also a table that cannot be used; false then. */
-static bool op_header_set_tables(epic_note *note, const epic_context *ctx,
+static bool op_header_set_tables(epic_op_header *note, const epic_context *ctx,
                                  const epic_plan_args *args, const epic_layer *layer)
 {
     const int32_t *ranks = args->rank_of_expert, *logical = args->logical_of_expert;
     const size_t bytes = layer->num_experts * sizeof *ranks;
-    if (ranks) note->same[COMMON_PLACEMENT] = (int64_t)hash_bytes(ranks, bytes);
-    if (logical) note->same[COMMON_REPLICAS] = (int64_t)hash_bytes(logical, bytes);
+    if (ranks) note->common[COMMON_PLACEMENT] = (int64_t)hash_bytes(ranks, bytes);
+    if (logical) note->common[COMMON_REPLICAS] = (int64_t)hash_bytes(logical, bytes);
     const int64_t wrong = layer_find_misplaced(layer, ctx->num_ranks, ranks);
     const replicas_error error = replicas_check(layer, logical);
     const data_fault placement = {DATA_PLACEMENT, {wrong, wrong < 0 ? 0 : ranks[wrong]}};
@@ -82,23 +82,23 @@ static bool op_header_set_tables(epic_note *note, const epic_context *ctx,
         op_header_set_fault(note, &placement);
     else if (error.expert >= 0 || error.logical >= 0)
         op_header_set_fault(note, &replicas);
-    return note->own[LOCAL_ERROR] == DATA_OK;
+    return note->local[LOCAL_ERROR] == DATA_OK;
 }
 
-static void plan_fill_header(epic_note *note, const epic_context *ctx,
+static void plan_fill_header(epic_op_header *note, const epic_context *ctx,
                              const epic_plan_args *args, const epic_layer *layer,
                              const op_header_extra *extra)
 {
     memset(note, 0, sizeof *note);
-    note->same[COMMON_OPERATION] = EPIC_OP_PLAN;
+    note->common[COMMON_OPERATION] = EPIC_OP_PLAN;
     op_header_set_layer(note, layer);
-    note->own[LOCAL_TOKENS] = args->num_tokens;
-    note->own[LOCAL_CAPACITY] = args->capacity;
+    note->local[LOCAL_TOKENS] = args->num_tokens;
+    note->local[LOCAL_CAPACITY] = args->capacity;
     op_header_set_options(note, extra ? extra->options : NULL);
     if (!op_header_set_tables(note, ctx, args, layer)) return;
     op_header_check_ids(note, args, layer);
     op_header_set_fault(note, extra ? extra->fault : NULL);
-    int32_t ids[NOTE_BYTES / sizeof(int32_t)] = {0};
+    int32_t ids[OP_PAYLOAD_BYTES / sizeof(int32_t)] = {0};
     if (!do_ids_fit_header(args->num_tokens, layer)) return;
     copy_ids(ids, args, layer);
     memcpy(note->bytes, ids, sizeof ids);
@@ -246,7 +246,7 @@ static epic_result plan_run(planning *p, epic_context *ctx, const op_header_extr
 {
     const epic_plan_args *args = p->args;
     plan_fill_header(&p->note, ctx, args, &p->layer, extra);
-    p->note.own[LOCAL_NEXT_DISPATCH] = next;
+    p->note.local[LOCAL_NEXT_DISPATCH] = next;
     const uint64_t bytes = (uint64_t)(args->num_tokens * p->layer.top_k) * sizeof(int32_t);
     epic_result result = exchange_open(&p->x, ctx, EPIC_OP_PLAN, &args->call, &p->note, bytes);
     if (!p->x) return result;

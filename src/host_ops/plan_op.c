@@ -6,30 +6,30 @@
 #include "host_ops/host_ops.h"
 #include "rules/sentences.h"
 
-void op_header_set_layer(epic_note *note, const epic_layer *layer)
+void op_header_set_layer(epic_op_header *note, const epic_layer *layer)
 {
-    note->same[COMMON_NUM_EXPERTS] = layer->num_experts;
-    note->same[COMMON_NUM_LOGICAL] = layer->num_logical;
-    note->same[COMMON_TOP_K] = layer->top_k;
-    note->same[COMMON_ALIGNMENT] = layer->alignment;
-    note->same[COMMON_LAYOUT] = layer->layout;
-    note->same[COMMON_OVERFLOW] = layer->overflow;
-    note->same[COMMON_EXPERT_CAPACITY] = layer->expert_capacity;
-    note->same[COMMON_PRIORITY] = layer->priority;
-    note->same[COMMON_SUM_ORDER] = layer->sum_order;
-    note->same[COMMON_LEAVES] = layer->leaves;
-    note->same[COMMON_PARTIAL_TYPE] = layer->partial_type;
-    note->same[COMMON_LAYER_FLAGS] = layer->flags;
+    note->common[COMMON_NUM_EXPERTS] = layer->num_experts;
+    note->common[COMMON_NUM_LOGICAL] = layer->num_logical;
+    note->common[COMMON_TOP_K] = layer->top_k;
+    note->common[COMMON_ALIGNMENT] = layer->alignment;
+    note->common[COMMON_LAYOUT] = layer->layout;
+    note->common[COMMON_OVERFLOW] = layer->overflow;
+    note->common[COMMON_EXPERT_CAPACITY] = layer->expert_capacity;
+    note->common[COMMON_PRIORITY] = layer->priority;
+    note->common[COMMON_SUM_ORDER] = layer->sum_order;
+    note->common[COMMON_LEAVES] = layer->leaves;
+    note->common[COMMON_PARTIAL_TYPE] = layer->partial_type;
+    note->common[COMMON_LAYER_FLAGS] = layer->flags;
 }
 
-static void op_header_set_plan(step *s)
+static void op_header_set_plan(plan_op *s)
 {
-    s->note.same[COMMON_PLAN] = (int64_t)s->plan.header->id;
+    s->note.common[COMMON_PLAN] = (int64_t)s->plan.header->id;
     op_header_set_layer(&s->note, &s->plan.header->layer);
-    s->note.own[LOCAL_TOKENS] = s->plan.header->num_tokens;
+    s->note.local[LOCAL_TOKENS] = s->plan.header->num_tokens;
 }
 
-void plan_op_begin(step *s, const epic_context *ctx, uint32_t operation, const void *plan,
+void plan_op_begin(plan_op *s, const epic_context *ctx, uint32_t operation, const void *plan,
                    int64_t plan_bytes, const op_header_extra *extra)
 {
     memset(s, 0, sizeof *s);
@@ -39,25 +39,25 @@ void plan_op_begin(step *s, const epic_context *ctx, uint32_t operation, const v
     const data_fault *fault = extra ? extra->fault : NULL;
     const bool given = fault && fault->error != DATA_OK;
     if (!given && damage.about[0] != PLAN_OK) fault = &damage;
-    s->note.same[COMMON_OPERATION] = operation;
+    s->note.common[COMMON_OPERATION] = operation;
     s->damaged = fault && fault->error != DATA_OK;
     op_header_set_fault(&s->note, fault);
     op_header_set_options(&s->note, extra ? extra->options : NULL);
     if (!s->damaged) op_header_set_plan(s);
 }
 
-void plan_op_begin_unchecked(step *s, uint32_t operation, const void *plan)
+void plan_op_begin_unchecked(plan_op *s, uint32_t operation, const void *plan)
 {
     memset(s, 0, sizeof *s);
     s->plan = plan_view_of(plan);
-    s->note.same[COMMON_OPERATION] = operation;
+    s->note.common[COMMON_OPERATION] = operation;
     op_header_set_fault(&s->note, NULL);
     op_header_set_plan(s);
 }
 
-epic_result plan_op_check_layer(const step *s, const epic_layer *layer)
+epic_result plan_op_check_layer(const plan_op *s, const epic_layer *layer)
 {
-    epic_note given = {0};
+    epic_op_header given = {0};
     char sentence[160];
     if (s->damaged) return EPIC_OK;
     op_header_set_layer(&given, layer);
@@ -65,7 +65,7 @@ epic_result plan_op_check_layer(const step *s, const epic_layer *layer)
     return epic_fail(EPIC_EINVAL, "%s", sentence);
 }
 
-epic_result plan_op_check_tokens(const step *s, const char *name, int64_t num_rows)
+epic_result plan_op_check_tokens(const plan_op *s, const char *name, int64_t num_rows)
 {
     if (s->damaged || num_rows == s->plan.header->num_tokens) return EPIC_OK;
     return epic_fail(EPIC_EINVAL, SAYS_TOKENS, name, (long long)num_rows,

@@ -103,7 +103,7 @@ static void mark_replicated(const plan_view *v, uint64_t *several)
 /* The ranks meet once before anything is added: then all have the same plan. */
 epic_result host_sum_replicas(epic_context *ctx, const epic_sum_replicas_args *args)
 {
-    step s;
+    plan_op s;
     epic_allreduce_sum_args sum = {.call = args->call};
     plan_op_begin(&s, ctx, EPIC_OP_SUM, args->plan, args->plan_bytes, NULL);
     if (!s.damaged && args->data.num_rows < s.plan.header->num_local)

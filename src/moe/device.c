@@ -6,19 +6,19 @@
 #include "base/error.h"
 #include "experts/config.h"
 
-epic_gate moe_device_gate_args(const moe_job *j, const dense_block *block, void *logits)
+epic_gate_args moe_device_gate_args(const moe_job *j, const dense_block *block, void *logits)
 {
-    return (epic_gate){.stream = j->call.stream,
-                       .x = block->x.data,
-                       .tokens = block->x.num_rows,
-                       .hidden = j->hidden,
-                       .columns = j->columns,
-                       .block = j->block,
-                       .w_gate = j->weights.w_gate,
-                       .b_gate = j->weights.b_gate,
-                       .logits = logits,
-                       .workspace = j->work.gate,
-                       .row_type = j->experts.row_type};
+    return (epic_gate_args){.stream = j->call.stream,
+                            .x = block->x.data,
+                            .tokens = block->x.num_rows,
+                            .hidden = j->hidden,
+                            .columns = j->columns,
+                            .block = j->block,
+                            .w_gate = j->weights.w_gate,
+                            .b_gate = j->weights.b_gate,
+                            .logits = logits,
+                            .workspace = j->work.gate,
+                            .row_type = j->experts.row_type};
 }
 
 layer_tokens moe_device_token_args(const moe_job *j, const dense_block *block)
@@ -35,22 +35,22 @@ layer_tokens moe_device_token_args(const moe_job *j, const dense_block *block)
                           .shared_weights = j->work.shared_weights};
 }
 
-epic_loss moe_device_loss_args(const moe_job *j, const dense_block *block, double coeff)
+epic_loss_args moe_device_loss_args(const moe_job *j, const dense_block *block, double coeff)
 {
-    return (epic_loss){.router = &j->router,
-                       .logits = block->logits,
-                       .num_tokens = block->x.num_rows,
-                       .plan = j->saved.plan,
-                       .sequence_tokens = j->moe.sequence_tokens,
-                       .load = moe_router_load(j),
-                       .topk_idx = block->topk_idx,
-                       .coeff = coeff,
-                       .workspace = j->work.router,
-                       .workspace_bytes = j->router_bytes,
-                       .type = EPIC_F32,
-                       .loss_type = EPIC_F32,
-                       .grad_type = EPIC_F32,
-                       .stream = j->call.stream};
+    return (epic_loss_args){.router = &j->router,
+                            .logits = block->logits,
+                            .num_tokens = block->x.num_rows,
+                            .plan = j->saved.plan,
+                            .sequence_tokens = j->moe.sequence_tokens,
+                            .load = moe_router_load(j),
+                            .topk_idx = block->topk_idx,
+                            .coeff = coeff,
+                            .workspace = j->work.router,
+                            .workspace_bytes = j->router_bytes,
+                            .type = EPIC_F32,
+                            .loss_type = EPIC_F32,
+                            .grad_type = EPIC_F32,
+                            .stream = j->call.stream};
 }
 
 double moe_device_balance_factor(const moe_job *j)
@@ -64,7 +64,7 @@ epic_result moe_device_shared_gate(moe_job *j, const dense_block *block)
 {
     const layer_tokens tokens = moe_device_token_args(j, block);
     if (!tokens.w_shared_gate) return EPIC_OK;
-    return CONTEXT_OP(j->ctx, shared_gate, j->call.stream, &tokens);
+    return CONTEXT_OP(j->ctx, shared_gate_forward, j->call.stream, &tokens);
 }
 
 epic_result moe_device_shared(moe_job *j, const dense_block *block, int64_t b, uint32_t flags)

@@ -10,7 +10,7 @@
 
 /* Returns the arguments of the gate's kernels for a block, without gradients. `logits`:
  * [block, columns], written by forward, gradient of the logits in backward. */
-epic_gate moe_device_gate_args(const moe_job *j, const dense_block *block, void *logits);
+epic_gate_args moe_device_gate_args(const moe_job *j, const dense_block *block, void *logits);
 
 /* Returns the arguments of the kernels for zero-experts and the shared expert's gate. */
 layer_tokens moe_device_token_args(const moe_job *j, const dense_block *block);
@@ -39,7 +39,7 @@ epic_result moe_device_backward(moe_job *j, const epic_moe_backward_args *a,
                                 const epic_moe_gradients *g);
 
 /* Returns the arguments of a loss of a block, without outputs and gradients. */
-epic_loss moe_device_loss_args(const moe_job *j, const dense_block *block, double coeff);
+epic_loss_args moe_device_loss_args(const moe_job *j, const dense_block *block, double coeff);
 
 /* Returns the factor of the balance loss without the division by the tokens of all ranks,
  * which only the plan in device memory knows. router/losses.c has the formula. */

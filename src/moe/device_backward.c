@@ -32,10 +32,10 @@ static epic_result zero_missing_gradients(moe_job *j, float *dense)
 {
     const dense_offsets p = moe_dense_offsets(j);
     if (!j->weights.scale_of_expert)
-        TRY(CONTEXT_OP(j->ctx, add, j->call.stream, dense + p.scale, NULL, p.gate_up - p.scale,
-                       EPIC_F32, true));
+        TRY(CONTEXT_OP(j->ctx, add_array, j->call.stream, dense + p.scale, NULL,
+                       p.gate_up - p.scale, EPIC_F32, true));
     if (!j->has_shared || j->weights.w_shared_gate) return EPIC_OK;
-    return CONTEXT_OP(j->ctx, add, j->call.stream, dense + p.w_shared_gate, NULL,
+    return CONTEXT_OP(j->ctx, add_array, j->call.stream, dense + p.w_shared_gate, NULL,
                       p.end - p.w_shared_gate, EPIC_F32, true);
 }
 
@@ -62,8 +62,8 @@ static layer_tokens backward_token_args(const moe_job *j, const epic_moe_backwar
 static epic_result losses_backward(moe_job *j, const dense_block *block)
 {
     const float *incoming = j->work.losses;
-    epic_loss balance = moe_device_loss_args(j, block, j->moe.balance_coeff);
-    epic_loss z = moe_device_loss_args(j, block, j->moe.z_coeff);
+    epic_loss_args balance = moe_device_loss_args(j, block, j->moe.balance_coeff);
+    epic_loss_args z = moe_device_loss_args(j, block, j->moe.z_coeff);
     balance.d_loss = incoming;
     z.d_loss = incoming + 1;
     z.sequence_tokens = 0;
@@ -97,11 +97,12 @@ static epic_result router_backward(moe_job *j, const dense_block *block,
                                                                         : to->scale,
                                            .type = EPIC_F32,
                                            .weights_type = EPIC_F32};
-    if (j->router.zero_experts) TRY(CONTEXT_OP(j->ctx, zero_weights, j->call.stream, tokens));
+    if (j->router.zero_experts)
+        TRY(CONTEXT_OP(j->ctx, zero_experts_backward, j->call.stream, tokens));
     TRY(epic_router_backward(j->ctx, &how));
     if (scaled && adds)
-        TRY(CONTEXT_OP(j->ctx, add, j->call.stream, to->scale, j->work.d_scale, j->columns,
-                       EPIC_F32, false));
+        TRY(CONTEXT_OP(j->ctx, add_array, j->call.stream, to->scale, j->work.d_scale,
+                       j->columns, EPIC_F32, false));
     return losses_backward(j, block);
 }
 
@@ -151,16 +152,16 @@ static epic_result add_local_d_x(moe_job *j, const layer_tokens *tokens)
 {
     const layer_rows sum = {j->work.shared_y, j->has_shared ? j->work.shared_y : NULL, NULL};
     if (!j->router.zero_experts && !tokens->w_shared_gate) return EPIC_OK;
-    return CONTEXT_OP(j->ctx, finish, j->call.stream, tokens, &sum);
+    return CONTEXT_OP(j->ctx, add_local_rows, j->call.stream, tokens, &sum);
 }
 
 static epic_result gate_backward(moe_job *j, const dense_block *block, const epic_rows *d_x,
                                  const dense_targets *to)
 {
     const bool more = j->has_shared || j->router.zero_experts;
-    epic_gate gate = moe_device_gate_args(j, block, j->work.d_logits);
+    epic_gate_args gate = moe_device_gate_args(j, block, j->work.d_logits);
     gate.d_x = d_x->data;
-    gate.also = more && d_x->data ? j->work.shared_y : NULL;
+    gate.addend = more && d_x->data ? j->work.shared_y : NULL;
     gate.d_w_gate = to->w_gate;
     gate.d_b_gate = to->b_gate;
     gate.accumulate = (to->flags & EPIC_ACCUMULATE) != 0;
@@ -195,8 +196,8 @@ static epic_result blocks_backward(moe_job *j, const epic_moe_backward_args *a, 
     }
     TRY(blocks_backward(j, a, first, count / 2, level));
     TRY(blocks_backward(j, a, first + count / 2, count - count / 2, level + 1));
-    return CONTEXT_OP(j->ctx, add, j->call.stream, here, here + j->dense_count, j->dense_count,
-                      EPIC_F32, false);
+    return CONTEXT_OP(j->ctx, add_array, j->call.stream, here, here + j->dense_count,
+                      j->dense_count, EPIC_F32, false);
 }
 
 /* Copies or, with EPIC_ACCUMULATE, adds the summed gradients to the caller's arrays. */
@@ -217,7 +218,7 @@ static epic_result store_dense_gradients(moe_job *j, const epic_moe_gradients *g
                  {g->w_shared_gate, p.w_shared_gate, p.end}};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
         if (!parts[i].to) continue;
-        TRY(CONTEXT_OP(j->ctx, add, j->call.stream, parts[i].to,
+        TRY(CONTEXT_OP(j->ctx, add_array, j->call.stream, parts[i].to,
                        (float *)(void *)j->work.dense + parts[i].begin,
                        parts[i].end - parts[i].begin, EPIC_F32, !(flags & EPIC_ACCUMULATE)));
     }
@@ -228,7 +229,7 @@ epic_result moe_device_dense_backward(moe_job *j, const epic_moe_backward_args *
                                       const epic_moe_gradients *g)
 {
     if (j->moe.balance_coeff != 0 || j->moe.z_coeff != 0)
-        TRY(CONTEXT_OP(j->ctx, take_losses, j->call.stream, j->work.losses, a));
+        TRY(CONTEXT_OP(j->ctx, read_d_losses, j->call.stream, j->work.losses, a));
     if (!is_dense_staged(j)) {
         const dense_targets to = caller_targets(g, a->flags);
         return block_backward(j, a, 0, &to);

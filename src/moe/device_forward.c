@@ -11,7 +11,7 @@ epic_result moe_device_route(moe_job *j, const epic_moe_args *a)
 {
     dense_block all = moe_get_block(j, 0);
     all.x = j->x;
-    const epic_gate gate = moe_device_gate_args(j, &all, j->saved.logits);
+    const epic_gate_args gate = moe_device_gate_args(j, &all, j->saved.logits);
     const epic_router_args how = {.call = j->call,
                                   .router = &j->router,
                                   .logits = j->saved.logits,
@@ -28,11 +28,11 @@ epic_result moe_device_route(moe_job *j, const epic_moe_args *a)
                                   .type = EPIC_F32,
                                   .weights_type = EPIC_F32,
                                   .token_id_type = a->token_id_type};
-    TRY(CONTEXT_OP(j->ctx, gate, &gate));
+    TRY(CONTEXT_OP(j->ctx, gate_forward, &gate));
     TRY(epic_router_forward(j->ctx, &how));
     if (!j->router.zero_experts) return EPIC_OK;
     layer_tokens tokens = moe_device_token_args(j, &all);
-    return CONTEXT_OP(j->ctx, sent_choices, j->call.stream, &tokens, j->work.plan_idx);
+    return CONTEXT_OP(j->ctx, mask_zero_experts, j->call.stream, &tokens, j->work.plan_idx);
 }
 
 /* Zeroes the counts of all local experts. The plan writes counts only for as many experts as
@@ -40,7 +40,7 @@ epic_result moe_device_route(moe_job *j, const epic_moe_args *a)
 static epic_result zero_counts(moe_job *j)
 {
     const int32_t *end = j->saved.expert_tokens + j->experts.num_local_experts;
-    return CONTEXT_OP(j->ctx, add, j->call.stream, j->saved.expert_rows, NULL,
+    return CONTEXT_OP(j->ctx, add_array, j->call.stream, j->saved.expert_rows, NULL,
                       end - j->saved.expert_rows, EPIC_F32, true);
 }
 
@@ -49,7 +49,7 @@ static epic_result zero_counts(moe_job *j)
 static epic_result copy_counts(moe_job *j, int32_t *to, const int32_t *from, int64_t count)
 {
     if (!to) return EPIC_OK;
-    return CONTEXT_OP(j->ctx, add, j->call.stream, to, from, count, EPIC_F32, true);
+    return CONTEXT_OP(j->ctx, add_array, j->call.stream, to, from, count, EPIC_F32, true);
 }
 
 /* Changes the arguments of dispatch so that it sends E4M3 rows with scales. */
@@ -81,7 +81,7 @@ epic_result moe_device_plan_dispatch(moe_job *j, const epic_moe_args *a)
     const op_header_extra extra = {.options = &j->options};
     TRY(api_plan_dispatch(j->ctx, &plan, &dispatch, &extra));
     if (a->rank_of_expert || (j->layer.sum_order == EPIC_TREE && !j->is_by_hosts))
-        TRY(CONTEXT_OP(j->ctx, fits, &plan, local));
+        TRY(CONTEXT_OP(j->ctx, check_plan_fits, &plan, local));
     TRY(copy_counts(j, a->load, j->saved.load, j->layer.num_experts));
     return copy_counts(j, a->logical_load, j->saved.logical_load, j->layer.num_logical);
 }
@@ -95,7 +95,7 @@ epic_result moe_device_add_local_experts(moe_job *j, const epic_rows *out)
         void *rows = moe_block_out_rows(j, out, b).data;
         const layer_rows sum = {rows, rows, j->has_shared ? j->work.shared_y : NULL};
         if (j->has_shared) TRY(moe_device_shared(j, &block, b, 0));
-        TRY(CONTEXT_OP(j->ctx, finish, j->call.stream, &tokens, &sum));
+        TRY(CONTEXT_OP(j->ctx, add_local_rows, j->call.stream, &tokens, &sum));
     }
     return EPIC_OK;
 }
@@ -106,24 +106,24 @@ static epic_result compute_losses(moe_job *j, const epic_moe_args *a)
 {
     float *both = j->work.losses; /* [2, blocks]; the first two are the sums afterwards */
     const bool none = j->moe.balance_coeff == 0 && j->moe.z_coeff == 0;
-    if (none) return CONTEXT_OP(j->ctx, give_losses, j->call.stream, NULL, a);
+    if (none) return CONTEXT_OP(j->ctx, write_losses, j->call.stream, NULL, a);
     for (int64_t b = 0; b < j->blocks; b++) {
         const dense_block block = moe_get_block(j, b);
-        epic_loss balance = moe_device_loss_args(j, &block, j->moe.balance_coeff);
-        epic_loss z = moe_device_loss_args(j, &block, j->moe.z_coeff);
+        epic_loss_args balance = moe_device_loss_args(j, &block, j->moe.balance_coeff);
+        epic_loss_args z = moe_device_loss_args(j, &block, j->moe.z_coeff);
         balance.loss = both + b;
         z.loss = both + j->blocks + b;
         z.sequence_tokens = 0;
         TRY(CONTEXT_OP(j->ctx, balance_loss_forward, &balance, moe_device_balance_factor(j)));
         TRY(CONTEXT_OP(j->ctx, z_loss_forward, &z, j->moe.z_coeff));
     }
-    if (j->blocks > 1) TRY(CONTEXT_OP(j->ctx, trees, j->call.stream, both, j->blocks));
+    if (j->blocks > 1) TRY(CONTEXT_OP(j->ctx, sum_trees, j->call.stream, both, j->blocks));
     if (j->moe.flags & EPIC_SUM_DENSE) {
         const epic_allreduce_sum_args sum = {
             .call = j->call, .data = both, .count = 2, .order = j->layer.sum_order};
         TRY(epic_allreduce_sum(j->ctx, &sum));
     }
-    return CONTEXT_OP(j->ctx, give_losses, j->call.stream, both, a);
+    return CONTEXT_OP(j->ctx, write_losses, j->call.stream, both, a);
 }
 
 epic_result moe_device_forward(moe_job *j, const epic_moe_args *a)

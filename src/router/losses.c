@@ -26,14 +26,14 @@ typedef enum pass { FORWARD, BACKWARD } pass;
 /* One call of a loss. */
 typedef struct loss_job {
     epic_context *ctx;
-    epic_loss args;
+    epic_loss_args args;
     router_job router;
     const router_row_ops *row;
 } loss_job;
 
 static epic_result check_loss_arrays(const loss_job *job, pass pass)
 {
-    const epic_loss *a = &job->args;
+    const epic_loss_args *a = &job->args;
     const router_job *r = &job->router;
     const bool forward = pass == FORWARD;
     const int64_t numbers = a->num_tokens * r->num_columns;
@@ -52,7 +52,7 @@ static epic_result check_loss_arrays(const loss_job *job, pass pass)
 
 static epic_result check_pass(const loss_job *job, pass pass)
 {
-    const epic_loss *a = &job->args;
+    const epic_loss_args *a = &job->args;
     if (a->total_tokens < a->num_tokens)
         return epic_fail(
             EPIC_EINVAL,
@@ -72,7 +72,7 @@ static epic_result check_pass(const loss_job *job, pass pass)
 
 static epic_result prepare_loss(loss_job *job, pass pass)
 {
-    epic_loss *a = &job->args;
+    epic_loss_args *a = &job->args;
     if (job->ctx != NULL) TRY(context_check(job->ctx));
     TRY(router_job_init(&job->router, &(router_common){
                                           .router = a->router,
@@ -92,7 +92,7 @@ static epic_result prepare_loss(loss_job *job, pass pass)
 
 static epic_result check_balance(const loss_job *job)
 {
-    const epic_loss *a = &job->args;
+    const epic_loss_args *a = &job->args;
     if (a->sequence_tokens < 0)
         return epic_fail(EPIC_EINVAL, "sequence_tokens is %lld: it must be 0 or more",
                          (long long)a->sequence_tokens);
@@ -119,13 +119,13 @@ static epic_result check_reserved(uint32_t pad)
 }
 
 /* Returns the gradient of the loss itself, 1 if the caller passed none. */
-static double incoming_gradient(const epic_loss *args)
+static double incoming_gradient(const epic_loss_args *args)
 {
     return args->d_loss ? *args->d_loss : 1;
 }
 
 /* Stores the loss as float64 or float32. */
-static void store_loss(const epic_loss *args, double loss)
+static void store_loss(const epic_loss_args *args, double loss)
 {
     const float narrow = (float)loss;
     if (args->loss_type == EPIC_F64)
@@ -137,7 +137,7 @@ static void store_loss(const epic_loss *args, double loss)
 /* Returns the factor of the sum over tokens and experts of P * load. */
 static double balance_factor(const loss_job *job)
 {
-    const epic_loss *a = &job->args;
+    const epic_loss_args *a = &job->args;
     const double T = (double)a->total_tokens;
     /* Sequence-wise: 1 / S^2 for each sequence, over T / S sequences. */
     const double counted = a->sequence_tokens > 0 ? (double)a->sequence_tokens : T;

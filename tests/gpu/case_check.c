@@ -334,7 +334,7 @@ void test_sum(bench *b)
                                           .data = data,
                                           .count = count,
                                           .order = tree ? EPIC_TREE : EPIC_BY_RANK};
-    if (!case_must(b, p2p_ops.sum(b->me->group, &args), "sum")) return;
+    if (!case_must(b, p2p_ops.allreduce_sum(b->me->group, &args), "sum")) return;
     float *got = case_download(b, data, (size_t)count * 4);
     for (int64_t i = 0; i < count; i++) {
         float y[ORACLE_RANKS] = {0};

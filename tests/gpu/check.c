@@ -66,7 +66,7 @@ static void run_case(bench *b)
     test_sum(b);
     test_sum_replicas(b, &a);
     epic_failure_info failure;
-    if (p2p_ops.check(b->me->group, &failure) != EPIC_OK)
+    if (p2p_ops.poll_failure(b->me->group, &failure) != EPIC_OK)
         report_wrong(b, "%s", failure.sentence);
 }
 

@@ -103,7 +103,7 @@ static epic_result call_sum(team_rank *me, memory *m)
 {
     const epic_call call = {.stream = me->stream, .timeout_ms = fault_timeout()};
     const epic_allreduce_sum_args args = {.call = call, .data = m->data, .count = 1000};
-    return p2p_ops.sum(me->group, &args);
+    return p2p_ops.allreduce_sum(me->group, &args);
 }
 
 static void sleep_ms(long ms)
@@ -146,7 +146,8 @@ static int judge_later_call(team_rank *me, memory *m)
     const epic_result later = call_sum(me, m);
     CHECK_CUDA(cudaStreamSynchronize(me->stream));
     epic_failure_info f;
-    if (fault == SLOW) return later != EPIC_OK || p2p_ops.check(me->group, &f) != EPIC_OK;
+    if (fault == SLOW)
+        return later != EPIC_OK || p2p_ops.poll_failure(me->group, &f) != EPIC_OK;
     if (__atomic_load_n((int *)me->shared, __ATOMIC_RELAXED)) return 0;
     return me->rank != culprit && (uint32_t)later != expected[fault];
 }
@@ -167,7 +168,7 @@ static int run_rank(team_rank *me)
     const double took = now_ms() - begin;
     epic_failure_info f;
     int bad = error != cudaSuccess;
-    p2p_ops.check(me->group, &f);
+    p2p_ops.poll_failure(me->group, &f);
     if (me->rank != culprit || fault == LATE || fault == SLOW) bad |= judge_fault(me, took, &f);
     team_barrier(me);
     bad |= judge_later_call(me, &m);

@@ -13,7 +13,7 @@
 typedef struct shape {
     int64_t tokens, hidden, columns;
     uint32_t type;
-    bool bias, accumulate, in_pieces; /* accumulate: also adds `also` to d_x */
+    bool bias, accumulate, always_split; /* accumulate: also adds `also` to d_x */
 } shape;
 
 typedef struct problem {
@@ -147,24 +147,24 @@ static void check_rows(problem *p)
 static bool run_shape(const shape *s)
 {
     problem p = make_problem(s);
-    epic_gate gate = {.x = p.x.device,
-                      .tokens = s->tokens,
-                      .hidden = s->hidden,
-                      .columns = s->columns,
-                      .block = s->tokens,
-                      .w_gate = p.w.device,
-                      .b_gate = s->bias ? p.bias.device : NULL,
-                      .logits = p.logits.device,
-                      .workspace = p.workspace,
-                      .row_type = s->type,
-                      .accumulate = s->accumulate,
-                      .in_pieces = s->in_pieces && s->tokens};
+    epic_gate_args gate = {.x = p.x.device,
+                           .tokens = s->tokens,
+                           .hidden = s->hidden,
+                           .columns = s->columns,
+                           .block = s->tokens,
+                           .w_gate = p.w.device,
+                           .b_gate = s->bias ? p.bias.device : NULL,
+                           .logits = p.logits.device,
+                           .workspace = p.workspace,
+                           .row_type = s->type,
+                           .accumulate = s->accumulate,
+                           .always_split = s->always_split && s->tokens};
     must_succeed(p2p_gate(&group, &gate) == EPIC_OK, "forward");
     gate.logits = p.d.device;
     gate.d_w_gate = p.d_w.device;
     gate.d_b_gate = p.d_bias.device;
     gate.d_x = p.d_x.device;
-    gate.also = s->accumulate ? p.also.device : NULL;
+    gate.addend = s->accumulate ? p.also.device : NULL;
     must_succeed(p2p_gate_backward(&group, &gate) == EPIC_OK, "backward");
     must_succeed(cudaDeviceSynchronize() == cudaSuccess, "a kernel");
     pull_from_device(&p.logits);
@@ -179,7 +179,8 @@ static bool run_shape(const shape *s)
     printf("gate: %lld tokens, hidden %lld, %lld columns, type %u%s: %.2f, %.2f and %.2f of "
            "what may be%s\n",
            (long long)s->tokens, (long long)s->hidden, (long long)s->columns, s->type,
-           s->in_pieces ? " in pieces" : "", forward, weights, p.worst, good ? "" : ": WRONG");
+           s->always_split ? " in pieces" : "", forward, weights, p.worst,
+           good ? "" : ": WRONG");
     free_problem(&p);
     return good;
 }
@@ -214,7 +215,7 @@ static shape random_shape(void)
                    .type = type,
                    .bias = random_below(2),
                    .accumulate = random_below(2),
-                   .in_pieces = type == EPIC_BF16 && random_below(3)};
+                   .always_split = type == EPIC_BF16 && random_below(3)};
 }
 
 int main(int argc, char **argv)

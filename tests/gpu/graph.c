@@ -176,7 +176,7 @@ static int run_rank(team_rank *me)
     for (int i = 0; i < replays; i++)
         if (replay_graph(me, &m, i % 2 ? exec : NULL, i, &seed)) team_stop();
     epic_failure_info f;
-    if (p2p_ops.check(me->group, &f) != EPIC_OK) {
+    if (p2p_ops.poll_failure(me->group, &f) != EPIC_OK) {
         fprintf(stderr, "rank %d: %s\n", me->rank, f.sentence);
         team_stop();
     }

@@ -61,7 +61,7 @@ static void check_results(entry *e)
 {
     CHECK_CUDA(cudaStreamSynchronize(e->b.me->stream));
     epic_failure_info failure; /* in a broken group nothing else is right */
-    if (p2p_ops.check(e->b.me->group, &failure) != EPIC_OK)
+    if (p2p_ops.poll_failure(e->b.me->group, &failure) != EPIC_OK)
         report_wrong(&e->b, "%s", failure.sentence);
     check_plan(&e->b, &e->a);
     check_dispatch(&e->b, &e->a, "dispatch");

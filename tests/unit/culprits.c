@@ -11,9 +11,10 @@
 #define TAG 7
 #define STEP 5
 
-static epic_sight peers[RANKS];
+static epic_peer_status peers[RANKS];
 
-static void look(epic_group *group, int peer, uint64_t tag, uint64_t place, epic_sight *out)
+static void look(epic_group *group, int peer, uint64_t tag, uint64_t place,
+                 epic_peer_status *out)
 {
     (void)group;
     CHECK(tag == TAG && place == STEP);
@@ -21,9 +22,9 @@ static void look(epic_group *group, int peer, uint64_t tag, uint64_t place, epic
 }
 
 /* A peer that is inside the operation that rank 0 waits in, sending rows. */
-static epic_sight moving(void)
+static epic_peer_status moving(void)
 {
-    return (epic_sight){
+    return (epic_peer_status){
         .came = true, .phase = 1, .operation = 4, .tag = TAG, .place = STEP, .inside = true};
 }
 

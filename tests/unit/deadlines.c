@@ -162,7 +162,7 @@ static void *be_slow(void *self)
 {
     slow *s = self;
     const epic_call call = {.tag = s->tag};
-    const epic_note note = {.same = {EPIC_OP_SUM}};
+    const epic_op_header note = {.common = {EPIC_OP_SUM}};
     s->result = exchange_open(&s->x, s->ctx, EPIC_OP_SUM, &call, &note, 0);
     if (!s->x) return NULL;
     if (s->result == EPIC_OK) s->result = flow(s);

@@ -176,10 +176,10 @@ static void check_verdict(void)
 
 static void mismatch(int field, int64_t a, int64_t b, const char *first, const char *second)
 {
-    epic_note note_a = {.same = {[COMMON_OPERATION] = EPIC_OP_PLAN}}, note_b = note_a;
+    epic_op_header note_a = {.common = {[COMMON_OPERATION] = EPIC_OP_PLAN}}, note_b = note_a;
     char sentence[256], words[128];
-    note_a.same[field] = a;
-    note_b.same[field] = b;
+    note_a.common[field] = a;
+    note_b.common[field] = b;
     CHECK(!op_header_compare(&note_a, 1022, &note_b, 1023, sentence, sizeof sentence));
     snprintf(words, sizeof words, "%s, rank 1023 brought %s; ", first, second);
     CHECK_SAY(strstr(sentence, words) != NULL, "no \"%s\" in: %s", words, sentence);
@@ -200,10 +200,10 @@ static void check_mismatches(void)
     mismatch(COMMON_REPLICAS, 0, 255, "logical_of_expert none", "ff");
     mismatch(COMMON_COUNT, 3, 4, "count 3", "4");
     for (int field = COMMON_OPERATION; field < NUM_COMMON; field++) {
-        epic_note a = {0}, b = {0};
+        epic_op_header a = {0}, b = {0};
         char sentence[256];
-        a.same[field] = INT64_MIN;
-        b.same[field] = -1;
+        a.common[field] = INT64_MIN;
+        b.common[field] = -1;
         CHECK(!op_header_compare(&a, 1022, &b, 1023, sentence, sizeof sentence));
         ends(sentence, field == COMMON_OPERATION ? "in the same order on every rank"
                        : field == COMMON_PLAN    ? "use the plan of one and the same epic_plan"
@@ -224,10 +224,10 @@ static void check_data_errors(void)
                                           [DATA_SAVED] = "call epic_moe_forward again",
                                           [DATA_SAVED_PART] = "wrote on this rank"};
     for (int error = DATA_EXPERT; error <= DATA_SAVED_PART; error++) {
-        epic_note good = {0}, bad = {0};
-        const epic_note *const notes[] = {&good, &good, &bad};
-        bad.own[LOCAL_ERROR] = error;
-        for (int i = 0; i < 4; i++) bad.own[LOCAL_ERROR_DETAILS + i] = INT64_MIN + i;
+        epic_op_header good = {0}, bad = {0};
+        const epic_op_header *const notes[] = {&good, &good, &bad};
+        bad.local[LOCAL_ERROR] = error;
+        for (int i = 0; i < 4; i++) bad.local[LOCAL_ERROR_DETAILS + i] = INT64_MIN + i;
         CHECK(op_header_data_error(notes, 3) == EPIC_EINVAL);
         CHECK(strstr(epic_error(NULL), "rank 2") != NULL);
         ends(epic_error(NULL), way_out[error]);

@@ -24,7 +24,7 @@ static void look(const epic_bootstrap *bootstrap, void *self)
     const epic_allreduce_sum_args sum = {.data = &one, .count = 1};
     if (!CHECK(epic_open(&ctx, bootstrap, &config) == EPIC_OK)) return;
     if (bootstrap->rank == 0) {
-        epic_sight sight;
+        epic_peer_status sight;
         shared_look_at_peer(ctx->group, 1, 7, 0, &sight);
         CHECK(!sight.gone && !sight.closed);
         ctx->group->is_dead = closed_and_ended;
@@ -44,7 +44,7 @@ static _Atomic int was_seen; /* 1: rank 0 has seen rank 1 gone */
 
 /* Rank 1 looks dead at the first look.  What it sent before arrives right after. */
 static void look_once_gone(epic_group *group, int peer, uint64_t tag, uint64_t place,
-                           epic_sight *out)
+                           epic_peer_status *out)
 {
     real->look(group, peer, tag, place, out);
     if (!atomic_exchange(&was_seen, 1)) out->gone = true;

@@ -96,13 +96,14 @@ static void stand_still(int *times)
 }
 
 static void announce(epic_group *group, int cell, uint64_t tag, uint64_t place,
-                     const epic_note *note)
+                     const epic_op_header *note)
 {
     real->announce(group, cell, tag, place, note);
     stand_still(&still_announces);
 }
 
-static void look(epic_group *group, int peer, uint64_t tag, uint64_t place, epic_sight *out)
+static void look(epic_group *group, int peer, uint64_t tag, uint64_t place,
+                 epic_peer_status *out)
 {
     real->look(group, peer, tag, place, out);
     if (run_now_ns() - begin_ns >= DEADLINE_MS * MS) stand_still(&still_looks);

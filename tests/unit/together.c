@@ -28,7 +28,7 @@ static atomic_int stuck, given_up; /* the rank that does not come to its rows, o
 static atomic_bool late_flow;      /* it got as far as that */
 
 static void announce(epic_group *group, int cell, uint64_t tag, uint64_t place,
-                     const epic_note *note)
+                     const epic_op_header *note)
 {
     bootstraps++;
     real->announce(group, cell, tag, place, note);
@@ -45,7 +45,8 @@ static void shape(epic_group *group, int cell, const epic_flow *flow)
 }
 
 /* Peers are looked for where they met. */
-static void look(epic_group *group, int peer, uint64_t tag, uint64_t place, epic_sight *out)
+static void look(epic_group *group, int peer, uint64_t tag, uint64_t place,
+                 epic_peer_status *out)
 {
     if (atomic_load(&stuck) >= 0) CHECK_EQ(place, 0);
     real->look(group, peer, tag, place, out);

@@ -14,7 +14,7 @@
 static int claim_and_announce(seat *s, uint64_t tag, uint64_t place)
 {
     const int cell = s->t->claim(s->group);
-    epic_note note = {.same = {4}};
+    epic_op_header note = {.common = {4}};
     CHECK(cell >= 0);
     s->t->announce(s->group, cell, tag, place, &note);
     return cell;
@@ -43,7 +43,7 @@ static void killed_peer(seat *s)
     others(s, mask);
     const int cell = claim_and_announce(s, 1, s->rank == 2 ? 0 : 1);
     const uint64_t deadline = now() + PATIENCE_S * 1000000000ull;
-    epic_sight sight = {0};
+    epic_peer_status sight = {0};
     if (s->rank == 2 && has_pidfds() && fork() == 0) {
         nap_us(4000000);
         _exit(0);
@@ -55,7 +55,7 @@ static void killed_peer(seat *s)
     }
     CHECK(sight.gone && !sight.closed);
     CHECK(now() - atomic_load(&s->arena->stamp) < 3000000000u); /* the child lives for 4 s */
-    CHECK(sight.operation == 4 && sight.tag == 1 && sight.place == 0 && sight.inside);
+    CHECK(sight.operation == 4 && sight.tag == 1 && sight.sequence == 0 && sight.inside);
     const epic_failure_info mine = failure_of(s);
     epic_failure_info failure;
     s->t->break_group(s->group, &mine);
@@ -141,7 +141,7 @@ static void early_leaver(seat *s)
         s->t->send(s->group, w.cell, EVERYONE, i + 1);
     }
     if (s->rank == 0) CHECK(s->t->bytes_sent(s->group) == 5000);
-    epic_sight sight = {0};
+    epic_peer_status sight = {0};
     const uint64_t deadline = now() + 5000000000u;
     while (s->rank == 1 && !sight.gone && now() < deadline) {
         uint64_t mask[RANK_WORDS] = {1};
@@ -161,7 +161,7 @@ static void early_leaver(seat *s)
 static void sights(seat *s)
 {
     if (s->rank == 0) {
-        epic_sight sight;
+        epic_peer_status sight;
         s->t->look(s->group, 1, 6, 0, &sight);
         CHECK(!sight.came && !sight.operation && !sight.waiting && !sight.gone);
     }
@@ -176,11 +176,11 @@ static void sights(seat *s)
     if (s->rank == 2) s->t->wait(s->group, cell, 1, mask, 1);
     if (s->rank != 1) nap_us(350000);
     if (s->rank == 0) {
-        epic_sight sight = {0};
+        epic_peer_status sight = {0};
         const uint64_t stop = now() + 10000000000u;
         while (!sight.waiting && now() < stop) s->t->look(s->group, 1, 6, 0, &sight);
         CHECK(sight.came && sight.waiting && sight.phase == 3 && sight.waits_for[0] == 4);
-        CHECK(sight.operation == 4 && sight.tag == 6 && sight.place == 0 && sight.inside);
+        CHECK(sight.operation == 4 && sight.tag == 6 && sight.sequence == 0 && sight.inside);
         s->t->look(s->group, 1, 7, 0, &sight); /* it waits, though not here */
         CHECK(!sight.came && sight.waiting && sight.waits_for[0] == 4 && !sight.gone);
         s->t->look(s->group, 2, 6, 0, &sight);
@@ -191,7 +191,7 @@ static void sights(seat *s)
     for (int r = 0; r < 3; r++) CHECK(r == s->rank || s->t->note(s->group, cell, r));
     s->t->finish(s->group, cell);
     pthread_barrier_wait(&s->arena->barrier);
-    epic_sight sight;
+    epic_peer_status sight;
     s->t->look(s->group, (s->rank + 1) % 3, 6, 0, &sight);
     CHECK(sight.came && !sight.inside && !sight.waiting);
     pthread_barrier_wait(&s->arena->barrier);

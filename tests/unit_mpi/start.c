@@ -56,14 +56,14 @@ static void exchange_notes(epic_group *group, const epic_bootstrap *bootstrap)
     const uint64_t nobody[EPIC_MAX_RANKS / 64] = {0};
     const int cell = t->claim(group);
     NEED(cell >= 0);
-    const epic_note mine = {.own = {bootstrap->rank}};
+    const epic_op_header mine = {.local = {bootstrap->rank}};
     t->announce(group, cell, 7, 0, &mine);
     for (int r = 0, turns = 0; r < bootstrap->num_ranks; r++) {
         if (r == bootstrap->rank) continue;
-        const epic_note *note;
+        const epic_op_header *note;
         while (!(note = t->note(group, cell, r)) && turns++ < 1000)
             t->wait(group, cell, 0, nobody, 100);
-        NEED(note && note->own[0] == r);
+        NEED(note && note->local[0] == r);
     }
     t->finish(group, cell);
 }

@@ -216,10 +216,10 @@ static bool check_notes(const script *s, int cell, double end)
         bool all = true;
         for (int r = 0; r < s->num_ranks; r++) {
             if (r == s->rank) continue;
-            const epic_note *note = t->note(s->group, cell, r);
+            const epic_op_header *note = t->note(s->group, cell, r);
             if (note) {
-                CHECK(note->own[0] == (int64_t)mix(s->tag + s->place * 77 + (uint64_t)r));
-                CHECK(note->own[11] == r && note->same[23] == (int64_t)s->place);
+                CHECK(note->local[0] == (int64_t)mix(s->tag + s->place * 77 + (uint64_t)r));
+                CHECK(note->local[11] == r && note->common[23] == (int64_t)s->place);
                 continue;
             }
             waits_for[r / 64] |= 1ull << (r % 64);
@@ -234,10 +234,10 @@ static int begin(const script *s, double end)
 {
     const int cell = claim_cell(s, end);
     CHECK(cell >= 0);
-    epic_note note = {.same = {EPIC_OP_SUM}};
-    note.same[23] = (int64_t)s->place;
-    note.own[0] = (int64_t)mix(s->tag + s->place * 77 + (uint64_t)s->rank);
-    note.own[11] = s->rank;
+    epic_op_header note = {.common = {EPIC_OP_SUM}};
+    note.common[23] = (int64_t)s->place;
+    note.local[0] = (int64_t)mix(s->tag + s->place * 77 + (uint64_t)s->rank);
+    note.local[11] = s->rank;
     if (cell >= 0) t->announce(s->group, cell, s->tag, s->place, &note);
     return cell;
 }
@@ -360,7 +360,7 @@ static void check_claims(MPI_Comm *comm)
 static bool sees_waits(const script *s)
 {
     for (int r = 1; r < s->rank; r++) {
-        epic_sight sight;
+        epic_peer_status sight;
         t->look(s->group, r, s->tag, s->place, &sight);
         if (!sight.waiting || sight.phase != 7 || sight.waits_for[0] != 1ull << (r - 1))
             return false;
@@ -376,7 +376,7 @@ static void look_down(const script *s, int cell, double end)
     do t->wait(s->group, cell, 7, waits_for, 100);
     while (seconds() < end && !sees_waits(s));
     for (int r = 0; r < s->rank; r++) {
-        epic_sight sight;
+        epic_peer_status sight;
         t->look(s->group, r, s->tag, s->place, &sight);
         CHECK(!sight.gone && !sight.closed);
         CHECK(sight.came == (r != 0));
@@ -491,7 +491,7 @@ static void check_closed(MPI_Comm *comm)
         return;
     }
     const double end = seconds() + LONG_S;
-    epic_sight sight = {0};
+    epic_peer_status sight = {0};
     while (!sight.closed && seconds() < end) t->look(group, 0, 3, 1, &sight);
     CHECK(sight.closed && sight.gone && !sight.came);
     CHECK(sight.operation == EPIC_OP_SUM && sight.tag == 3 && !sight.inside);

@@ -14,7 +14,7 @@ static int control_message_bytes(uint32_t kind)
     const size_t head = offsetof(control_message, note);
     switch (kind) {
     case MESSAGE_NOTE:
-        return (int)(head + sizeof(epic_note));
+        return (int)(head + sizeof(epic_op_header));
     case MESSAGE_FAILURE:
         return (int)(head + sizeof(epic_failure_info));
     case MESSAGE_STATUS_REPLY:

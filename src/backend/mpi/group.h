@@ -67,7 +67,7 @@ typedef struct control_message {
     uint64_t tag;
     uint64_t sequence;
     union {
-        epic_note note;
+        epic_op_header note;
         epic_failure_info failure;
         status_report status_report;
     };
@@ -84,7 +84,7 @@ typedef struct early_note {
     bool is_used;
     int32_t slot_index;
     uint64_t tag, sequence;
-    epic_note note;
+    epic_op_header note;
 } early_note;
 
 /* One rank, as this rank knows it. */
@@ -147,7 +147,7 @@ typedef struct op_slot {
     int64_t entry_bytes, stride, per_segment; /* of the flow */
 
     /* [num_ranks] each */
-    epic_note *notes;
+    epic_op_header *notes;
     atomic_bool *has_note;
     int32_t *peer_slots;
     staging_ring *send_rings, *receive_rings;
@@ -254,14 +254,14 @@ op_slot *op_slots_find(epic_group *group, uint64_t tag, uint64_t sequence);
 op_slot *op_slots_find_free(epic_group *group);
 void op_slots_add_note(epic_group *group, const control_message *message, int from);
 void mpi_announce(epic_group *group, int index, uint64_t tag, uint64_t sequence,
-                  const epic_note *note);
+                  const epic_op_header *note);
 
 /* peer_status.c. The caller holds the mutex. */
 void peer_status_request(epic_group *group, op_slot *slot, int64_t now);
 void peer_status_reply(epic_group *group, const control_message *question, int from);
 void peer_status_store(epic_group *group, const control_message *reply, int from);
 void peer_status_read(epic_group *group, int peer, uint64_t tag, uint64_t sequence,
-                      epic_sight *out);
+                      epic_peer_status *out);
 
 /* staging.c */
 int64_t mpi_ring_bytes(const epic_group *group, bool everyone);

@@ -23,7 +23,7 @@ static bool has_come(const op_slot *slot, int from)
     return atomic_load_explicit(&slot->has_note[from], memory_order_acquire);
 }
 
-static const epic_note *get_note(epic_group *group, int index, int from)
+static const epic_op_header *get_note(epic_group *group, int index, int from)
 {
     op_slot *slot = &group->slots[index];
     if (!has_come(slot, from)) progress_after_miss(group, slot);
@@ -48,7 +48,7 @@ static const void *get_entry(epic_group *group, int index, int from, int64_t ent
 }
 
 static void look_at_peer(epic_group *group, int from, uint64_t tag, uint64_t sequence,
-                         epic_sight *out)
+                         epic_peer_status *out)
 {
     pthread_mutex_lock(group->mutex);
     progress_control(group);

@@ -17,7 +17,7 @@ op_slot *op_slots_find(epic_group *group, uint64_t tag, uint64_t sequence)
     return NULL;
 }
 
-static void store_note(op_slot *slot, int from, int peer_cell, const epic_note *note)
+static void store_note(op_slot *slot, int from, int peer_cell, const epic_op_header *note)
 {
     slot->notes[from] = *note;
     slot->peer_slots[from] = peer_cell;
@@ -51,7 +51,8 @@ static void store_early_note(epic_group *group, const control_message *message, 
 void op_slots_add_note(epic_group *group, const control_message *message, int from)
 {
     peer *p = &group->peers[from];
-    p->operation = (uint32_t)message->note.same[0]; /* by the layout of exchange/op_header.h */
+    p->operation =
+        (uint32_t)message->note.common[0]; /* by the layout of exchange/op_header.h */
     p->tag = message->tag;
     p->sequence = message->sequence;
     op_slot *slot = op_slots_find(group, message->tag, message->sequence);
@@ -101,14 +102,14 @@ static void reset_slot(epic_group *group, op_slot *slot)
 
 /* Opens the slot and sends this rank's header to all peers. */
 void mpi_announce(epic_group *group, int index, uint64_t tag, uint64_t sequence,
-                  const epic_note *note)
+                  const epic_op_header *note)
 {
     op_slot *slot = &group->slots[index];
     reset_slot(group, slot);
     pthread_mutex_lock(group->mutex);
     slot->tag = group->last_tag = tag;
     slot->sequence = group->last_sequence = sequence;
-    group->last_operation = (uint32_t)note->same[0];
+    group->last_operation = (uint32_t)note->common[0];
     slot->announcement = (control_message){.kind = MESSAGE_NOTE,
                                            .slot_index = index,
                                            .tag = tag,

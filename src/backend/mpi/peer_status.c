@@ -142,16 +142,16 @@ static bool has_come(epic_group *group, int from, const op_slot *slot, uint64_t 
     return false;
 }
 
-static void copy_note_status(epic_group *group, int from, epic_sight *out)
+static void copy_note_status(epic_group *group, int from, epic_peer_status *out)
 {
     const peer *p = &group->peers[from];
     out->operation = p->operation;
     out->tag = p->tag;
-    out->place = p->sequence;
+    out->sequence = p->sequence;
     out->inside = p->operation && op_slots_find(group, p->tag, p->sequence);
 }
 
-static void copy_report(const status_report *a, bool fresh, epic_sight *out)
+static void copy_report(const status_report *a, bool fresh, epic_peer_status *out)
 {
     out->phase = a->phase;
     if (!fresh) return;
@@ -159,13 +159,13 @@ static void copy_report(const status_report *a, bool fresh, epic_sight *out)
     memcpy(out->waits_for, a->waits_for, sizeof out->waits_for);
     out->operation = a->operation;
     out->tag = a->tag;
-    out->place = a->sequence;
+    out->sequence = a->sequence;
     out->inside = a->inside;
 }
 
 /* Fills in what is known about a peer; the contract is epic_transport.look. */
 void peer_status_read(epic_group *group, int from, uint64_t tag, uint64_t sequence,
-                      epic_sight *out)
+                      epic_peer_status *out)
 {
     memset(out, 0, sizeof *out);
     const int64_t now = clock_ns();

@@ -32,7 +32,7 @@ static void *carve_bytes(carver *from, size_t bytes)
 
 static void carve_slot(carver *from, int num_ranks, op_slot *slot)
 {
-    slot->notes = CARVE(from, num_ranks, epic_note);
+    slot->notes = CARVE(from, num_ranks, epic_op_header);
     slot->has_note = CARVE(from, num_ranks, atomic_bool);
     slot->peer_slots = CARVE(from, num_ranks, int32_t);
     slot->send_rings = CARVE(from, num_ranks, staging_ring);

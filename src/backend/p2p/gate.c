@@ -7,7 +7,7 @@
 #include "rules/gate_layout.h"
 
 /* The gate's only slab, which has all tokens, and its tiles in the workspace. */
-static p2p_slabs slabs_of(const epic_gate *gate)
+static p2p_slabs slabs_of(const epic_gate_args *gate)
 {
     experts_layout at;
     experts_lay_tiles(&at, 1, gate->tokens);
@@ -22,7 +22,7 @@ static p2p_slabs slabs_of(const epic_gate *gate)
 
 /* The gate's product as that of one expert: x [tokens, hidden], logits [tokens, columns],
  * w_gate. */
-static p2p_gemm product_of(const epic_group *g, const epic_gate *gate, uint32_t pass)
+static p2p_gemm product_of(const epic_group *g, const epic_gate_args *gate, uint32_t pass)
 {
     return (p2p_gemm){.slabs = slabs_of(gate),
                       .a = pass == EPIC_GEMM_INPUT ? (const void *)gate->logits : gate->x,
@@ -48,7 +48,7 @@ static epic_result launch_product(const p2p_gemm *product, epic_stream stream)
 
 /* The gate's product, with its float32 factor (w_gate or the gradient of the logits) in pieces.
  */
-static p2p_gemm product_of_pieces(const p2p_gemm *product, const epic_gate *gate)
+static p2p_gemm product_of_pieces(const p2p_gemm *product, const epic_gate_args *gate)
 {
     const bool forward = product->pass == EPIC_GEMM_FORWARD;
     const int64_t lines = forward ? gate->tokens : gate->hidden;
@@ -83,7 +83,7 @@ static epic_result launch_split(const p2p_pieces_job *job, epic_stream stream)
 /* Multiplies in three steps: splits `b` into pieces, multiplies `a` by all of them on tensor
  * cores, and adds the columns of each number's pieces. */
 static epic_result multiply_pieces(const p2p_gemm *product, const p2p_gemm *pieces,
-                                   const epic_gate *gate)
+                                   const epic_gate_args *gate)
 {
     const bool forward = product->pass == EPIC_GEMM_FORWARD;
     const cudaStream_t stream = (cudaStream_t)gate->stream;
@@ -108,12 +108,12 @@ static epic_result multiply_pieces(const p2p_gemm *product, const p2p_gemm *piec
 
 /* FORWARD and WEIGHT: sums over `depth`, which is the number of tokens of a block on all ranks.
  * So the method, and the bits, are the same for every number of ranks. */
-static epic_result multiply_long(p2p_gemm *product, const epic_gate *gate, int64_t lines,
+static epic_result multiply_long(p2p_gemm *product, const epic_gate_args *gate, int64_t lines,
                                  int64_t depth)
 {
     const p2p_gemm pieces = product_of_pieces(product, gate);
     const bool large = gate_is_large(lines, gate->columns, depth);
-    if (gate->in_pieces || (large && !p2p_gemm_is_slow(&pieces)))
+    if (gate->always_split || (large && !p2p_gemm_is_slow(&pieces)))
         return multiply_pieces(product, &pieces, gate);
     product->slices = gate_slices(lines, gate->columns, depth);
     return launch_product(product, gate->stream);
@@ -121,7 +121,7 @@ static epic_result multiply_long(p2p_gemm *product, const epic_gate *gate, int64
 
 /* INPUT: d_x = d_logits w_gate^T, added to rows, from pairs of pieces. */
 static epic_result multiply_pairs(const p2p_gemm *product, const p2p_gemm *pairs,
-                                  const epic_gate *gate)
+                                  const epic_gate_args *gate)
 {
     p2p_pieces_job split = {.from = product->a,
                             .to = (void *)(uintptr_t)pairs->a,
@@ -140,7 +140,7 @@ static epic_result multiply_pairs(const p2p_gemm *product, const p2p_gemm *pairs
 }
 
 /* INPUT: chooses the method by the tokens of a block, as multiply_long() does. */
-static epic_result multiply_wide(const p2p_gemm *product, const epic_gate *gate)
+static epic_result multiply_wide(const p2p_gemm *product, const epic_gate_args *gate)
 {
     const gate_pairs at = gate_pairs_of(gate->tokens, gate->hidden, gate->columns);
     const bool large = gate_is_large(gate->block, gate->columns, gate->hidden);
@@ -150,13 +150,13 @@ static epic_result multiply_wide(const p2p_gemm *product, const epic_gate *gate)
     pairs.b = work + at.weights;
     pairs.n = GATE_PAIRS * product->n;
     pairs.weight_type = pairs.y_type = EPIC_BF16;
-    if (gate->in_pieces || (large && !p2p_gemm_is_slow(&pairs)))
+    if (gate->always_split || (large && !p2p_gemm_is_slow(&pairs)))
         return multiply_pairs(product, &pairs, gate);
     return launch_product(product, gate->stream);
 }
 
 /* Writes the gate's slab and its tiles, which all products of the gate read. */
-static epic_result launch_gate_slab(epic_group *g, const epic_gate *gate)
+static epic_result launch_gate_slab(epic_group *g, const epic_gate_args *gate)
 {
     TRY(p2p_check_group(g));
     const p2p_slabs slabs = slabs_of(gate);
@@ -164,7 +164,7 @@ static epic_result launch_gate_slab(epic_group *g, const epic_gate *gate)
                     "launching the gate's slab");
 }
 
-epic_result p2p_gate(epic_group *group, const epic_gate *gate)
+epic_result p2p_gate(epic_group *group, const epic_gate_args *gate)
 {
     p2p_gemm product = product_of(group, gate, EPIC_GEMM_FORWARD);
     product.out = gate->logits;
@@ -175,7 +175,7 @@ epic_result p2p_gate(epic_group *group, const epic_gate *gate)
 }
 
 /* d_b_gate [columns] = the sum of the gradients of the logits over all tokens. */
-static epic_result bias_gradient(const epic_gate *gate)
+static epic_result bias_gradient(const epic_gate_args *gate)
 {
     const p2p_bias_job job = {.slabs = slabs_of(gate),
                               .rows = gate->logits,
@@ -189,14 +189,14 @@ static epic_result bias_gradient(const epic_gate *gate)
 }
 
 /* Also called without tokens: the gradients are then zeros. */
-epic_result p2p_gate_backward(epic_group *group, const epic_gate *gate)
+epic_result p2p_gate_backward(epic_group *group, const epic_gate_args *gate)
 {
     p2p_gemm weight = product_of(group, gate, EPIC_GEMM_WEIGHT);
     weight.out = gate->d_w_gate;
     weight.accumulate = (int32_t)gate->accumulate;
     p2p_gemm input = product_of(group, gate, EPIC_GEMM_INPUT);
     input.out = gate->d_x;
-    input.also = gate->also;
+    input.also = gate->addend;
     input.accumulate = 1;
     TRY(launch_gate_slab(group, gate));
     if (gate->d_b_gate) TRY(bias_gradient(gate));

@@ -156,10 +156,12 @@ void p2p_abort(epic_group *group, uint64_t tag, const char *why);
  * and launches on the stream of its call. Errors: EPIC_ENOTSUP, EPIC_EDEVICE. */
 epic_result p2p_router_forward(epic_group *group, const epic_router_args *args);
 epic_result p2p_router_backward(epic_group *group, const epic_router_backward_args *args);
-epic_result p2p_balance_loss_forward(epic_group *group, const epic_loss *args, double factor);
-epic_result p2p_balance_loss_backward(epic_group *group, const epic_loss *args, double factor);
-epic_result p2p_z_loss_forward(epic_group *group, const epic_loss *args, double factor);
-epic_result p2p_z_loss_backward(epic_group *group, const epic_loss *args, double factor);
+epic_result p2p_balance_loss_forward(epic_group *group, const epic_loss_args *args,
+                                     double factor);
+epic_result p2p_balance_loss_backward(epic_group *group, const epic_loss_args *args,
+                                      double factor);
+epic_result p2p_z_loss_forward(epic_group *group, const epic_loss_args *args, double factor);
+epic_result p2p_z_loss_backward(epic_group *group, const epic_loss_args *args, double factor);
 epic_result p2p_bias_update(epic_group *group, const epic_bias_update_args *args);
 
 /* Experts, in experts.c. Both functions launch the products and the activation on the stream of
@@ -170,9 +172,9 @@ epic_result p2p_experts_backward(epic_group *group, const epic_experts_backward_
 /* The dense part of a layer, in gate.c and tokens.c. Errors: EPIC_EDEVICE. */
 
 /* logits [tokens, columns] = x w_gate + b_gate in float32. */
-epic_result p2p_gate(epic_group *group, const epic_gate *gate);
+epic_result p2p_gate(epic_group *group, const epic_gate_args *gate);
 /* The gradients of w_gate, b_gate and x; d_x is added to rows that exist. */
-epic_result p2p_gate_backward(epic_group *group, const epic_gate *gate);
+epic_result p2p_gate_backward(epic_group *group, const epic_gate_args *gate);
 /* Adds `count` numbers to `to`. replace: copies them instead. from NULL: they are zeros. */
 epic_result p2p_add(epic_group *group, epic_stream stream, void *to, const void *from,
                     int64_t count, uint32_t type, bool replace);

@@ -96,7 +96,7 @@ epic_result p2p_router_backward(epic_group *group, const epic_router_backward_ar
 }
 
 /* Fills in the job of a loss. z: it is the z loss, else the balance loss. */
-static epic_result fill_loss(epic_group *g, p2p_loss_job *job, const epic_loss *args,
+static epic_result fill_loss(epic_group *g, p2p_loss_job *job, const epic_loss_args *args,
                              double factor, bool z)
 {
     *job = (p2p_loss_job){.load = args->load,
@@ -119,7 +119,8 @@ static epic_result fill_loss(epic_group *g, p2p_loss_job *job, const epic_loss *
 }
 
 /* Launches a loss. */
-static epic_result loss_forward(epic_group *group, const epic_loss *args, double factor, bool z)
+static epic_result loss_forward(epic_group *group, const epic_loss_args *args, double factor,
+                                bool z)
 {
     p2p_loss_job job;
     TRY(fill_loss(group, &job, args, factor, z));
@@ -127,7 +128,7 @@ static epic_result loss_forward(epic_group *group, const epic_loss *args, double
 }
 
 /* Launches the gradient of a loss. */
-static epic_result loss_backward(epic_group *group, const epic_loss *args, double factor,
+static epic_result loss_backward(epic_group *group, const epic_loss_args *args, double factor,
                                  bool z)
 {
     p2p_loss_job job;
@@ -136,25 +137,27 @@ static epic_result loss_backward(epic_group *group, const epic_loss *args, doubl
                     "launching a loss's backward");
 }
 
-epic_result p2p_balance_loss_forward(epic_group *group, const epic_loss *args, double factor)
+epic_result p2p_balance_loss_forward(epic_group *group, const epic_loss_args *args,
+                                     double factor)
 {
     P2P_RANGE("epic_balance_loss_forward");
     return loss_forward(group, args, factor, false);
 }
 
-epic_result p2p_balance_loss_backward(epic_group *group, const epic_loss *args, double factor)
+epic_result p2p_balance_loss_backward(epic_group *group, const epic_loss_args *args,
+                                      double factor)
 {
     P2P_RANGE("epic_balance_loss_backward");
     return loss_backward(group, args, factor, false);
 }
 
-epic_result p2p_z_loss_forward(epic_group *group, const epic_loss *args, double factor)
+epic_result p2p_z_loss_forward(epic_group *group, const epic_loss_args *args, double factor)
 {
     P2P_RANGE("epic_z_loss_forward");
     return loss_forward(group, args, factor, true);
 }
 
-epic_result p2p_z_loss_backward(epic_group *group, const epic_loss *args, double factor)
+epic_result p2p_z_loss_backward(epic_group *group, const epic_loss_args *args, double factor)
 {
     P2P_RANGE("epic_z_loss_backward");
     return loss_backward(group, args, factor, true);

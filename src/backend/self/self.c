@@ -35,12 +35,12 @@ static int self_claim(epic_group *g)
 }
 
 static void self_announce(epic_group *g, int cell, uint64_t tag, uint64_t place,
-                          const epic_note *note)
+                          const epic_op_header *note)
 {
     (void)g, (void)cell, (void)tag, (void)place, (void)note;
 }
 
-static const epic_note *self_note(epic_group *g, int cell, int peer)
+static const epic_op_header *self_note(epic_group *g, int cell, int peer)
 {
     (void)g, (void)cell, (void)peer;
     return NULL;
@@ -95,7 +95,8 @@ static void self_wait(epic_group *g, int cell, uint32_t phase, const uint64_t *w
     pthread_mutex_unlock(&g->mutex);
 }
 
-static void self_look(epic_group *g, int peer, uint64_t tag, uint64_t place, epic_sight *out)
+static void self_look(epic_group *g, int peer, uint64_t tag, uint64_t place,
+                      epic_peer_status *out)
 {
     (void)g, (void)peer, (void)tag, (void)place;
     memset(out, 0, sizeof *out);

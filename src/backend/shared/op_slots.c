@@ -42,7 +42,7 @@ static void raise_num_used_slots(shared_rank_state *head, uint32_t count)
 
 /* Writes this rank's part of an exchange. Tag and sequence number are stored with release
  * order, so a reader that sees the new ones also sees the odd version. */
-static void write_slot(epic_group *g, shared_exchange *x, const epic_note *note)
+static void write_slot(epic_group *g, shared_exchange *x, const epic_op_header *note)
 {
     shared_op_slot *slot = x->slot;
     const uint64_t version = load_relaxed(&slot->version);
@@ -50,7 +50,7 @@ static void write_slot(epic_group *g, shared_exchange *x, const epic_note *note)
     store_release(&slot->tag, x->tag);
     store_release(&slot->sequence, x->sequence);
     /* the operation, as the contract defines */
-    store_release(&slot->operation, (uint32_t)note->same[0]);
+    store_release(&slot->operation, (uint32_t)note->common[0]);
     store_release(&slot->finished, 0);
     store_relaxed(&slot->futex, SLOT_FUTEX_IDLE);
     store_relaxed(&slot->wait.heartbeat_ns, 0);
@@ -67,7 +67,7 @@ static void write_slot(epic_group *g, shared_exchange *x, const epic_note *note)
 }
 
 void shared_announce(epic_group *g, int index, uint64_t tag, uint64_t sequence,
-                     const epic_note *note)
+                     const epic_op_header *note)
 {
     shared_exchange *x = &g->exchanges[index];
     shared_rank_state *head = shared_rank_state_of(g, g->rank);
@@ -119,7 +119,7 @@ bool shared_match_peer(epic_group *g, shared_exchange *x, int peer)
     return link->slot != NULL;
 }
 
-const epic_note *shared_note(epic_group *g, int index, int peer)
+const epic_op_header *shared_note(epic_group *g, int index, int peer)
 {
     shared_exchange *x = &g->exchanges[index];
     if (peer == g->rank) return &x->slot->note;

@@ -17,7 +17,7 @@ static bool is_fresh(const epic_group *g, const shared_wait *wait)
     return heartbeat && (now < heartbeat || now - heartbeat < limit);
 }
 
-static void add_wait(const epic_group *g, const shared_wait *wait, epic_sight *out)
+static void add_wait(const epic_group *g, const shared_wait *wait, epic_peer_status *out)
 {
     if (!is_fresh(g, wait)) return;
     out->waiting = true;
@@ -26,7 +26,7 @@ static void add_wait(const epic_group *g, const shared_wait *wait, epic_sight *o
 }
 
 /* Adds all ranks that the peer waits for, in any operation. */
-static void add_all_waits(const epic_group *g, int peer, epic_sight *out)
+static void add_all_waits(const epic_group *g, int peer, epic_peer_status *out)
 {
     const shared_rank_state *head = shared_rank_state_of(g, peer);
     const int used = (int)load_ordered(&head->num_used_slots);
@@ -39,7 +39,7 @@ static void add_all_waits(const epic_group *g, int peer, epic_sight *out)
 
 /* Reads the last operation that the peer announced. A newer one may overwrite its slot
  * meanwhile, so this tries again. */
-static void add_last_operation(const epic_group *g, int peer, epic_sight *out)
+static void add_last_operation(const epic_group *g, int peer, epic_peer_status *out)
 {
     for (int attempt = 0; attempt < 100; attempt++) {
         const uint32_t last = load_acquire(&shared_rank_state_of(g, peer)->last_slot);
@@ -47,7 +47,7 @@ static void add_last_operation(const epic_group *g, int peer, epic_sight *out)
         const shared_op_slot *slot = shared_op_slot_of(g, peer, (int)last - 1);
         const uint64_t version = load_acquire(&slot->version);
         out->tag = load_acquire(&slot->tag);
-        out->place = load_acquire(&slot->sequence);
+        out->sequence = load_acquire(&slot->sequence);
         out->operation = load_acquire(&slot->operation);
         out->inside = !load_acquire(&slot->finished);
         if (version % 2 == 0 && load_relaxed(&slot->version) == version) return;
@@ -55,7 +55,7 @@ static void add_last_operation(const epic_group *g, int peer, epic_sight *out)
 }
 
 void shared_look_at_peer(epic_group *g, int peer, uint64_t tag, uint64_t sequence,
-                         epic_sight *out)
+                         epic_peer_status *out)
 {
     memset(out, 0, sizeof *out);
     /* A peer first marks itself closed and then ends, so this reads in the opposite order.
@@ -67,7 +67,7 @@ void shared_look_at_peer(epic_group *g, int peer, uint64_t tag, uint64_t sequenc
     add_last_operation(g, peer, out);
     int index;
     const shared_op_slot *slot = shared_find_slot(g, peer, tag, sequence, 0, &index);
-    out->came = slot || (out->operation && out->tag == tag && out->place >= sequence);
+    out->came = slot || (out->operation && out->tag == tag && out->sequence >= sequence);
     if (slot) out->phase = load_acquire(&slot->wait.phase);
     if (slot && !load_acquire(&slot->finished))
         add_wait(g, &slot->wait, out);

@@ -55,7 +55,7 @@ typedef struct shared_op_slot {
     _Alignas(64) _Atomic uint32_t futex; /* an enum slot_futex_state */
     shared_wait wait;
     _Alignas(64) _Atomic int64_t broadcast_sent;
-    _Alignas(64) epic_note note;
+    _Alignas(64) epic_op_header note;
     shared_peer_counters peers[]; /* [num_ranks] */
 } shared_op_slot;
 

@@ -102,8 +102,8 @@ void shared_wake_all(const epic_group *group);
 
 int shared_claim(epic_group *group);
 void shared_announce(epic_group *group, int slot, uint64_t tag, uint64_t sequence,
-                     const epic_note *note);
-const epic_note *shared_note(epic_group *group, int slot, int peer);
+                     const epic_op_header *note);
+const epic_op_header *shared_note(epic_group *group, int slot, int peer);
 void shared_finish(epic_group *group, int slot);
 int64_t shared_lane_bytes(const epic_group *group, bool everyone);
 void shared_shape(epic_group *group, int slot, const epic_flow *flow);
@@ -114,7 +114,7 @@ void shared_drop(epic_group *group, int slot, int from, int64_t upto);
 void shared_wait_for_change(epic_group *group, int slot, uint32_t phase,
                             const uint64_t *waits_for, uint32_t ms);
 void shared_look_at_peer(epic_group *group, int peer, uint64_t tag, uint64_t sequence,
-                         epic_sight *out);
+                         epic_peer_status *out);
 void shared_break_group(epic_group *group, const epic_failure_info *failure);
 bool shared_failure(epic_group *group, epic_failure_info *out);
 

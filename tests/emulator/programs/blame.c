@@ -108,7 +108,7 @@ static void expect_failure(team_rank *me, epic_result result, int culprit)
 {
     epic_failure_info f;
     CHECK_CUDA(cudaStreamSynchronize(me->stream));
-    p2p_ops.check(me->group, &f);
+    p2p_ops.poll_failure(me->group, &f);
     const bool named = culprit == NOBODY ? f.num_culprits == 0
                                          : f.num_culprits == 1 && f.culprits[0] == culprit;
     if ((epic_result)f.result == result && named) return;
@@ -175,7 +175,7 @@ static void play_circle(team_rank *me, memory *m)
     team_barrier(me);
     dispatch_rows(me, m);
     const double end = now_ms() + 20000;
-    while (p2p_ops.check(me->group, &f) == EPIC_OK && now_ms() < end) sleep_ms(5);
+    while (p2p_ops.poll_failure(me->group, &f) == EPIC_OK && now_ms() < end) sleep_ms(5);
     emulator_hold(me->rank, 0);
     expect_failure(me, EPIC_ETIMEOUT, 1 - f.rank);
 }
@@ -203,7 +203,7 @@ static void play_damaged(team_rank *me, memory *m)
     if (me->rank == 1) CHECK_CUDA(fill_in(m->plan + 40, 0x77, 6));
     dispatch_rows(me, m);
     CHECK_CUDA(cudaStreamSynchronize(me->stream));
-    const epic_result result = p2p_ops.check(me->group, &f);
+    const epic_result result = p2p_ops.poll_failure(me->group, &f);
     if (result == EPIC_EMISMATCH &&
         (me->rank == 0 || strstr(f.sentence, "here plan: these are not the bytes")))
         return;

@@ -85,8 +85,8 @@ static void must_succeed(const team_rank *me, epic_result result, const char *ca
 {
     epic_failure_info failure;
     if (result == EPIC_OK) CHECK_CUDA(cudaStreamSynchronize(me->stream));
-    if (result == EPIC_OK && p2p_ops.check(me->group, &failure) == EPIC_OK &&
-        p2p_ops.notice(me->group) == EPIC_OK)
+    if (result == EPIC_OK && p2p_ops.poll_failure(me->group, &failure) == EPIC_OK &&
+        p2p_ops.next_data_error(me->group) == EPIC_OK)
         return;
     fprintf(stderr, "layer %d, rank %d: %s fails\n", layer, me->rank, call);
     team_stop();

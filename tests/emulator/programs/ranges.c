@@ -28,7 +28,7 @@ static int run_rank(team_rank *me)
     CHECK_CUDA(fill_in(values, 0, TOKENS * sizeof *values));
     const epic_allreduce_sum_args sum = {
         .call.stream = me->stream, .data = values, .count = TOKENS};
-    bad |= p2p_ops.sum(me->group, &sum) != EPIC_OK;
+    bad |= p2p_ops.allreduce_sum(me->group, &sum) != EPIC_OK;
     bad |= expect_ranges("epic_allreduce_sum ");
     const epic_layer layer = {.num_experts = 1, .top_k = 1};
     const epic_plan_args plan = {

@@ -31,7 +31,7 @@ static void expect_puts(team_rank *me, uint64_t *before, const char *what, uint6
 {
     CHECK_CUDA(cudaStreamSynchronize(me->stream));
     epic_failure_info f;
-    if (p2p_ops.check(me->group, &f) != EPIC_OK) {
+    if (p2p_ops.poll_failure(me->group, &f) != EPIC_OK) {
         fprintf(stderr, "%s: %s\n", what, f.sentence);
         team_stop();
     }

@@ -53,7 +53,7 @@ static int run_rank(team_rank *me)
     }
     CHECK_CUDA(cudaStreamSynchronize(me->stream));
     epic_failure_info f;
-    if (p2p_ops.check(me->group, &f) != EPIC_OK) {
+    if (p2p_ops.poll_failure(me->group, &f) != EPIC_OK) {
         fprintf(stderr, "%s\n", f.sentence);
         team_stop();
     }
