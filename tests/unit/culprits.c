@@ -25,7 +25,7 @@ static void look(epic_group *group, int peer, uint64_t tag, uint64_t place,
 static epic_peer_status moving(void)
 {
     return (epic_peer_status){
-        .came = true, .phase = 1, .operation = 4, .tag = TAG, .place = STEP, .inside = true};
+        .came = true, .phase = 1, .operation = 4, .tag = TAG, .sequence = STEP, .inside = true};
 }
 
 /* Rank 0 waits for all others; the ranks of `right`, a bit each, must be blamed. */
@@ -37,7 +37,7 @@ static void expect_culprits(const char *what, uint64_t right)
     exchange x = {.transport = &transport,
                   .num_ranks = RANKS,
                   .tag = TAG,
-                  .met = STEP,
+                  .header_sequence = STEP,
                   .waits_for = {(1u << RANKS) - 2}};
     find_culprits(&x, culprits, sentence, sizeof sentence);
     CHECK_SAY(culprits[0] == right, "%s: ranks 0x%x are blamed, not 0x%x: %s", what,
@@ -52,7 +52,7 @@ static void test_finished_peers(void)
     peers[1].inside = false;
     expect_culprits("rank 1 has finished", 0xc);
     peers[1] = moving();
-    peers[1].place = STEP + 1;
+    peers[1].sequence = STEP + 1;
     expect_culprits("rank 1 is in the next operation", 0xc);
     peers[1] = moving();
     peers[1].gone = peers[1].closed = true;
