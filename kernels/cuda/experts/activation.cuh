@@ -23,19 +23,19 @@ __device__ __forceinline__ float sigmoid_of(float x)
 }
 
 /* x s(a x), s the sigmoid, and its slope s(a x) (1 + a x (1 - s(a x))). */
-__device__ __forceinline__ Activated swish(float x, float alpha)
+__device__ __forceinline__ Activated compute_swish(float x, float alpha)
 {
     const float s = sigmoid_of(alpha * x);
     return {x * s, s * (1 + alpha * x * sigmoid_of(-alpha * x))};
 }
 
-__device__ __forceinline__ Activated gelu(float x)
+__device__ __forceinline__ Activated compute_gelu(float x)
 {
     const float below = 0.5f * (1 + erff(x * SQRT_HALF));
     return {x * below, below + x * INV_SQRT_2_PI * expf(-x * x / 2)};
 }
 
-__device__ __forceinline__ Activated gelu_tanh(float x)
+__device__ __forceinline__ Activated compute_gelu_tanh(float x)
 {
     const float t = tanhf(SQRT_2_OVER_PI * (x + TANH_CUBIC * x * x * x));
     const float inner_slope = SQRT_2_OVER_PI * (1 + 3 * TANH_CUBIC * x * x);
@@ -43,33 +43,33 @@ __device__ __forceinline__ Activated gelu_tanh(float x)
 }
 
 /* For rows of 16 bits: some units of float32's last place off, without a branch or a division. */
-__device__ __forceinline__ Activated quick_swish(float x, float alpha)
+__device__ __forceinline__ Activated compute_swish_approx(float x, float alpha)
 {
     const float y = alpha * x, s = reciprocal_approx(1 + exp2_approx(y * -LOG2_E));
     return {x * s, s * (1 + y * (1 - s))};
 }
 
 /* What is not used of the result costs nothing. */
-__device__ __forceinline__ Activated activate(float x, const epic_experts &ex)
+__device__ __forceinline__ Activated compute_activation(float x, const epic_experts &ex)
 {
     const bool above = x > ex.limit;
     switch (ex.activation) {
     case EPIC_SILU:
-        return swish(x, 1);
+        return compute_swish(x, 1);
     case EPIC_GELU:
-        return gelu(x);
+        return compute_gelu(x);
     case EPIC_GELU_TANH:
-        return gelu_tanh(x);
+        return compute_gelu_tanh(x);
     case EPIC_RELU2:
         return {x < 0 ? 0 : x * x, x < 0 ? 0 : 2 * x};
     default: /* EPIC_CLAMPED_SWIGLU, EPIC_CLAMPED_SILU: flat above the limit */
-        const Activated a = swish(above ? ex.limit : x, ex.alpha);
+        const Activated a = compute_swish(above ? ex.limit : x, ex.alpha);
         return {a.value, above ? 0 : a.slope};
     }
 }
 
 /* What the activation is multiplied by. */
-__device__ __forceinline__ Activated up_factor(float u, const epic_experts &ex)
+__device__ __forceinline__ Activated compute_up_factor(float u, const epic_experts &ex)
 {
     const bool clamped =
         ex.activation == EPIC_CLAMPED_SWIGLU || ex.activation == EPIC_CLAMPED_SILU;
@@ -84,18 +84,19 @@ __device__ __forceinline__ Activated up_factor(float u, const epic_experts &ex)
 enum { ANY_ACTIVATION, GATED_SILU, GATED_CLAMPED };
 
 template <int KIND>
-__device__ __forceinline__ Activated activate(float x, const epic_experts &ex)
+__device__ __forceinline__ Activated compute_activation(float x, const epic_experts &ex)
 {
     const bool above = KIND == GATED_CLAMPED && x > ex.limit;
-    if (KIND == ANY_ACTIVATION) return activate(x, ex);
-    const Activated a = quick_swish(above ? ex.limit : x, KIND == GATED_SILU ? 1 : ex.alpha);
+    if (KIND == ANY_ACTIVATION) return compute_activation(x, ex);
+    const Activated a =
+        compute_swish_approx(above ? ex.limit : x, KIND == GATED_SILU ? 1 : ex.alpha);
     return {a.value, above ? 0 : a.slope};
 }
 
 template <int KIND>
-__device__ __forceinline__ Activated up_factor(float u, const epic_experts &ex)
+__device__ __forceinline__ Activated compute_up_factor(float u, const epic_experts &ex)
 {
-    return KIND == GATED_SILU ? Activated{u, 1} : up_factor(u, ex);
+    return KIND == GATED_SILU ? Activated{u, 1} : compute_up_factor(u, ex);
 }
 
 #endif

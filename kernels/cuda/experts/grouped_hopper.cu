@@ -100,7 +100,7 @@ static int ctas_of(const p2p_gemm *g, const Job &job, int pair)
 }
 
 template <class T, class Out, int PASS, int CTAS>
-static cudaError_t launch(const p2p_gemm *g, cudaStream_t stream)
+static cudaError_t launch_hopper(const p2p_gemm *g, cudaStream_t stream)
 {
     const Job job = job_of(g);
     Maps maps;
@@ -120,13 +120,12 @@ static cudaError_t launch(const p2p_gemm *g, cudaStream_t stream)
     return cudaLaunchKernelEx(&how, hopper_kernel<T, Out, PASS, CTAS>, maps, job);
 }
 
-template <int CTAS>
-static cudaError_t launch_scaled(const p2p_gemm *forward, cudaStream_t stream)
+template <int CTAS> static cudaError_t launch_e4m3(const p2p_gemm *forward, cudaStream_t stream)
 {
     const p2p_gemm g = p2p_as_input(*forward);
     return g.y_type == EPIC_F16
-               ? launch<E4m3, __half, EPIC_GEMM_INPUT, CTAS>(&g, stream)
-               : launch<E4m3, __nv_bfloat16, EPIC_GEMM_INPUT, CTAS>(&g, stream);
+               ? launch_hopper<E4m3, __half, EPIC_GEMM_INPUT, CTAS>(&g, stream)
+               : launch_hopper<E4m3, __nv_bfloat16, EPIC_GEMM_INPUT, CTAS>(&g, stream);
 }
 
 template <class T> static constexpr bool IS_BF16 = false;
@@ -137,17 +136,20 @@ static cudaError_t launch_typed(const p2p_gemm *g, cudaStream_t stream)
 {
     if constexpr (CTAS == 2 && IS_BF16<T>)
         if (g->pass == EPIC_GEMM_FORWARD && g->y_type == EPIC_F32)
-            return launch<T, float, EPIC_GEMM_FORWARD, CTAS>(g, stream);
-    if (g->pass == EPIC_GEMM_FORWARD) return launch<T, T, EPIC_GEMM_FORWARD, CTAS>(g, stream);
-    if (g->pass == EPIC_GEMM_INPUT) return launch<T, T, EPIC_GEMM_INPUT, CTAS>(g, stream);
-    if (g->out_type == EPIC_F32) return launch<T, float, EPIC_GEMM_WEIGHT, CTAS>(g, stream);
-    return launch<T, T, EPIC_GEMM_WEIGHT, CTAS>(g, stream);
+            return launch_hopper<T, float, EPIC_GEMM_FORWARD, CTAS>(g, stream);
+    if (g->pass == EPIC_GEMM_FORWARD)
+        return launch_hopper<T, T, EPIC_GEMM_FORWARD, CTAS>(g, stream);
+    if (g->pass == EPIC_GEMM_INPUT)
+        return launch_hopper<T, T, EPIC_GEMM_INPUT, CTAS>(g, stream);
+    if (g->out_type == EPIC_F32)
+        return launch_hopper<T, float, EPIC_GEMM_WEIGHT, CTAS>(g, stream);
+    return launch_hopper<T, T, EPIC_GEMM_WEIGHT, CTAS>(g, stream);
 }
 
 extern "C" cudaError_t p2p_launch_hopper_gemm(const p2p_gemm *g, cudaStream_t stream)
 {
     if (g->row_type == EPIC_E4M3)
-        return g->alone ? launch_scaled<1>(g, stream) : launch_scaled<2>(g, stream);
+        return g->alone ? launch_e4m3<1>(g, stream) : launch_e4m3<2>(g, stream);
     if (g->row_type == EPIC_F16) return launch_typed<__half, 2>(g, stream);
     const bool adds = g->pass == EPIC_GEMM_INPUT && (g->accumulate || g->also);
     return g->alone || adds ? launch_typed<__nv_bfloat16, 1>(g, stream)
@@ -159,7 +161,7 @@ static bool is_whole(const void *p)
     return (uintptr_t)p % 16 == 0;
 }
 
-static const char *scaled_is_slow(const p2p_gemm *g)
+static const char *why_e4m3_is_slow(const p2p_gemm *g)
 {
     const bool input = g->pass == EPIC_GEMM_INPUT;
     const int64_t columns = input ? g->k : g->n, depth = input ? g->n : g->k;
@@ -177,7 +179,7 @@ extern "C" const char *p2p_gemm_is_slow(const p2p_gemm *g)
         (uintptr_t)g->also % 4)
         return "an address that 16 does not divide";
     if (!g->slabs.num_slots) return "no slots";
-    if (g->row_type == EPIC_E4M3) return scaled_is_slow(g);
+    if (g->row_type == EPIC_E4M3) return why_e4m3_is_slow(g);
     if (g->row_type != EPIC_BF16 && g->row_type != EPIC_F16) return "rows are not 16 bits";
     const bool wide = g->pass == EPIC_GEMM_FORWARD && g->y_type == EPIC_F32 &&
                       g->row_type == EPIC_BF16 && !g->bias && !g->alone;
@@ -191,7 +193,7 @@ extern "C" const char *p2p_gemm_is_slow(const p2p_gemm *g)
 }
 
 /* A build for other GPUs has kernels without a body. */
-template <class T, class Out, int PASS, int CTAS> static cudaError_t load(bool *good)
+template <class T, class Out, int PASS, int CTAS> static cudaError_t load_hopper(bool *good)
 {
     cudaFuncAttributes attributes;
     auto kernel = hopper_kernel<T, Out, PASS, CTAS>;
@@ -203,20 +205,21 @@ template <class T, class Out, int PASS, int CTAS> static cudaError_t load(bool *
     return error;
 }
 
-template <int CTAS> static cudaError_t load_scaled(bool *good)
+template <int CTAS> static cudaError_t load_e4m3(bool *good)
 {
-    cudaError_t error = load<E4m3, __nv_bfloat16, EPIC_GEMM_INPUT, CTAS>(good);
-    return error == cudaSuccess ? load<E4m3, __half, EPIC_GEMM_INPUT, CTAS>(good) : error;
+    cudaError_t error = load_hopper<E4m3, __nv_bfloat16, EPIC_GEMM_INPUT, CTAS>(good);
+    return error == cudaSuccess ? load_hopper<E4m3, __half, EPIC_GEMM_INPUT, CTAS>(good)
+                                : error;
 }
 
 template <class T, int CTAS> static cudaError_t load_typed(bool *good)
 {
-    cudaError_t error = load<T, T, EPIC_GEMM_FORWARD, CTAS>(good);
+    cudaError_t error = load_hopper<T, T, EPIC_GEMM_FORWARD, CTAS>(good);
     if constexpr (CTAS == 2 && IS_BF16<T>)
-        if (error == cudaSuccess) error = load<T, float, EPIC_GEMM_FORWARD, CTAS>(good);
-    if (error == cudaSuccess) error = load<T, T, EPIC_GEMM_INPUT, CTAS>(good);
-    if (error == cudaSuccess) error = load<T, T, EPIC_GEMM_WEIGHT, CTAS>(good);
-    return error == cudaSuccess ? load<T, float, EPIC_GEMM_WEIGHT, CTAS>(good) : error;
+        if (error == cudaSuccess) error = load_hopper<T, float, EPIC_GEMM_FORWARD, CTAS>(good);
+    if (error == cudaSuccess) error = load_hopper<T, T, EPIC_GEMM_INPUT, CTAS>(good);
+    if (error == cudaSuccess) error = load_hopper<T, T, EPIC_GEMM_WEIGHT, CTAS>(good);
+    return error == cudaSuccess ? load_hopper<T, float, EPIC_GEMM_WEIGHT, CTAS>(good) : error;
 }
 
 static encode_function find_encode()
@@ -242,8 +245,8 @@ extern "C" cudaError_t p2p_load_hopper_gemm(void)
     cudaError_t error = load_typed<__nv_bfloat16, 2>(&good);
     if (error == cudaSuccess) error = load_typed<__nv_bfloat16, 1>(&good);
     if (error == cudaSuccess) error = load_typed<__half, 2>(&good);
-    if (error == cudaSuccess) error = load_scaled<2>(&good);
-    if (error == cudaSuccess) error = load_scaled<1>(&good);
+    if (error == cudaSuccess) error = load_e4m3<2>(&good);
+    if (error == cudaSuccess) error = load_e4m3<1>(&good);
     if (error == cudaSuccess && good) encode = find_encode();
     return error;
 }

@@ -84,7 +84,7 @@ struct Work { /* a tile */
 
 /* Tile number `t` of this CTA's; false: past the last. */
 template <int PASS, int CTAS>
-static __device__ __forceinline__ bool find_work(Work &w, const Job &job, int num_tiles, int t,
+static __device__ __forceinline__ bool find_tile(Work &w, const Job &job, int num_tiles, int t,
                                                  int rank)
 {
     int down = num_tiles, rest = t;
@@ -131,14 +131,14 @@ static __device__ __forceinline__ bool find_work(Work &w, const Job &job, int nu
 struct Stage { /* the place in the ring of stages that a thread has come to */
     int index, parity;
 
-    __device__ __forceinline__ void next()
+    __device__ __forceinline__ void advance()
     {
         if (++index == STAGES) {
             index = 0;
             parity ^= 1;
         }
     }
-    __device__ __forceinline__ int last() const
+    __device__ __forceinline__ int previous_index() const
     {
         return (index + STAGES - 1) % STAGES;
     }
@@ -177,19 +177,19 @@ static __device__ __forceinline__ void load_b(uint32_t to, const Maps &maps, uin
         if (!share)
             load_box(at, &maps.b, full, x, y, z);
         else if (i / (BOXES / 2) == rank)
-            load_box_for_both(at, &maps.b, full, x, y, z);
+            load_box_multicast(at, &maps.b, full, x, y, z);
     }
 }
 
 template <class T, int PASS, int CTAS>
-static __device__ __forceinline__ void produce(const Maps &maps, const Job &job,
-                                               const Places &at, int rank)
+static __device__ __forceinline__ void run_producer(const Maps &maps, const Job &job,
+                                                    const Places &at, int rank)
 {
     const int num_tiles = PASS == EPIC_GEMM_WEIGHT ? 0 : *job.num_tiles;
     const int grid = gridDim.x / CTAS;
     Stage s = {0, 0};
     Work w;
-    for (int t = blockIdx.x / CTAS; find_work<PASS, CTAS>(w, job, num_tiles, t, rank);
+    for (int t = blockIdx.x / CTAS; find_tile<PASS, CTAS>(w, job, num_tiles, t, rank);
          t += grid) {
         for (int k = 0; k < w.steps; k++) {
             const int block = PASS != EPIC_GEMM_WEIGHT ? k : k == 0 ? w.steps - 1 : k - 1;
@@ -199,7 +199,7 @@ static __device__ __forceinline__ void produce(const Maps &maps, const Job &job,
             barrier_expect(full, STAGE_BYTES);
             load_a<PASS>(a, maps, full, w, step);
             load_b<PASS>(a + A_BYTES, maps, full, w, step, w.share, rank);
-            s.next();
+            s.advance();
         }
     }
 }
@@ -208,7 +208,7 @@ static __device__ __forceinline__ void produce(const Maps &maps, const Job &job,
 
 /* This warpgroup has read a stage: both CTAs' producers may fill it again. */
 template <int CTAS>
-static __device__ __forceinline__ void release(const Places &at, int stage, int thread)
+static __device__ __forceinline__ void release_stage(const Places &at, int stage, int thread)
 {
     const uint32_t empty = at.empty + 8 * stage;
     if (CTAS == 2) {
@@ -219,18 +219,18 @@ static __device__ __forceinline__ void release(const Places &at, int stage, int 
 }
 
 /* Zeros the lines from `first` on of a stage of WEIGHT: half of it each warpgroup. */
-static __device__ __forceinline__ void clear_lines(uint32_t stage, int first, int half,
-                                                   int thread)
+static __device__ __forceinline__ void zero_lines(uint32_t stage, int first, int half,
+                                                  int thread)
 {
     const uint32_t a = stage + half * GROUP_BYTES, b = stage + A_BYTES + 2 * half * GROUP_BYTES;
     const uint4 zero = make_uint4(0, 0, 0, 0);
     for (int i = thread; i < (64 - first) * 8; i += 128) {
         const uint32_t line = first * 128 + i * 16;
-        put_shared(a + line, zero);
-        put_shared(b + line, zero);
-        put_shared(b + GROUP_BYTES + line, zero);
+        write_shared(a + line, zero);
+        write_shared(b + line, zero);
+        write_shared(b + GROUP_BYTES + line, zero);
     }
-    show_to_async();
+    fence_async_proxy();
     named_barrier_sync(BARRIER_BOTH, CONSUMERS);
 }
 
@@ -238,12 +238,12 @@ template <class T, int PASS, int CTAS>
 static __device__ __forceinline__ void
 multiply_tile(float (&d)[128], const Work &w, const Places &at, Stage &s, int half, int thread)
 {
-    constexpr int TURN_A = PASS == EPIC_GEMM_WEIGHT, TURN_B = PASS != EPIC_GEMM_INPUT;
-    constexpr int STEP_A = TURN_A ? 128 : 2,
-                  STEP_B = TURN_B ? 128 : 2; /* 16 steps of the sum */
+    constexpr int TRANSPOSE_A = PASS == EPIC_GEMM_WEIGHT, TRANSPOSE_B = PASS != EPIC_GEMM_INPUT;
+    constexpr int STEP_A = TRANSPOSE_A ? 128 : 2,
+                  STEP_B = TRANSPOSE_B ? 128 : 2; /* 16 steps of the sum */
     if (PASS == EPIC_GEMM_WEIGHT && w.tokens % BK != 0) {
         barrier_wait(at.full + 8 * s.index, s.parity);
-        clear_lines(at.stages + s.index * STAGE_BYTES, w.tokens % BK, half, thread);
+        zero_lines(at.stages + s.index * STAGE_BYTES, w.tokens % BK, half, thread);
     }
     if (w.steps == 0) {
 #pragma unroll
@@ -252,22 +252,23 @@ multiply_tile(float (&d)[128], const Work &w, const Places &at, Stage &s, int ha
     for (int k = 0; k < w.steps; k++) {
         const uint32_t stage = at.stages + s.index * STAGE_BYTES;
         barrier_wait(at.full + 8 * s.index, s.parity);
-        const uint64_t a = factor_at(stage + half * GROUP_BYTES, TURN_A ? 512 : 1, 64);
-        const uint64_t b = factor_at(stage + A_BYTES, TURN_B ? 512 : 1, 64);
-        begin_products();
+        const uint64_t a =
+            describe_factor(stage + half * GROUP_BYTES, TRANSPOSE_A ? 512 : 1, 64);
+        const uint64_t b = describe_factor(stage + A_BYTES, TRANSPOSE_B ? 512 : 1, 64);
+        fence_wgmma();
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            multiply<TURN_A, TURN_B>(d, a + i * STEP_A, b + i * STEP_B, (k | i) != 0, T());
-        end_products();
+            issue_wgmma<TRANSPOSE_A, TRANSPOSE_B>(d, a + i * STEP_A, b + i * STEP_B,
+                                                  (k | i) != 0, T());
+        commit_wgmma();
         if (k > 0) {
-            wait_products<1>();
-            release<CTAS>(at, s.last(), thread);
+            wait_wgmma<1>();
+            release_stage<CTAS>(at, s.previous_index(), thread);
         }
-        s.next();
+        s.advance();
     }
-    wait_products<
-        0>(); /* straight on everybody's way: else ptxas runs wgmma one by one (C7518) */
-    if (w.steps > 0) release<CTAS>(at, s.last(), thread);
+    wait_wgmma<0>(); /* straight on everybody's way: else ptxas runs wgmma one by one (C7518) */
+    if (w.steps > 0) release_stage<CTAS>(at, s.previous_index(), thread);
 }
 
 /* Number d[4 * j + i] of a thread is row `row` (i < 2) or row + 8 of its warpgroup's 64, column
@@ -350,8 +351,8 @@ static __device__ __forceinline__ void add_rows(float (&d)[128], const void *fro
 }
 
 template <class Out, int PASS>
-static __device__ __forceinline__ void add_before(float (&d)[128], const Job &job,
-                                                  const Work &w, int half, const Lane &lane)
+static __device__ __forceinline__ void add_existing(float (&d)[128], const Job &job,
+                                                    const Work &w, int half, const Lane &lane)
 {
     const int64_t line = half * 64 + lane.row;
     if (PASS == EPIC_GEMM_WEIGHT) {
@@ -363,8 +364,8 @@ static __device__ __forceinline__ void add_before(float (&d)[128], const Job &jo
     if (job.accumulate) add_rows<Out>(d, job.out, job, w, w.row + line, w.tokens - line, lane);
 }
 
-static __device__ __forceinline__ void clear_padding(float (&d)[128], int tokens,
-                                                     const Lane &lane)
+static __device__ __forceinline__ void zero_padding(float (&d)[128], int tokens,
+                                                    const Lane &lane)
 {
     const bool low = lane.row >= tokens, high = lane.row + 8 >= tokens;
 #pragma unroll
@@ -377,8 +378,8 @@ static __device__ __forceinline__ void clear_padding(float (&d)[128], int tokens
 /* Box q of the warpgroup's 64 rows, into shared memory as a tensor copy wants it: lines of 128
  * bytes, of which vector v of line r lies at v ^ r % 8. */
 template <class T>
-static __device__ __forceinline__ void put_box(uint32_t box, const float (&d)[128], int q,
-                                               int thread, T)
+static __device__ __forceinline__ void write_box(uint32_t box, const float (&d)[128], int q,
+                                                 int thread, T)
 {
     const int lane = thread % 32;
     const int row = thread / 32 * 16 + lane % 8 + lane / 8 % 2 * 8;
@@ -386,14 +387,14 @@ static __device__ __forceinline__ void put_box(uint32_t box, const float (&d)[12
     for (int j = 0; j < 4; j++) {
         const float *x = d + q * 32 + j * 8;
         const int vector = (2 * j + lane / 16) ^ row % 8;
-        put_matrices(box + row * 128 + vector * 16, pack_pair(x[0], x[1], T()),
-                     pack_pair(x[2], x[3], T()), pack_pair(x[4], x[5], T()),
-                     pack_pair(x[6], x[7], T()));
+        write_matrices(box + row * 128 + vector * 16, pack_pair(x[0], x[1], T()),
+                       pack_pair(x[2], x[3], T()), pack_pair(x[4], x[5], T()),
+                       pack_pair(x[6], x[7], T()));
     }
 }
 
-static __device__ __forceinline__ void put_box(uint32_t box, const float (&d)[128], int q,
-                                               int thread, float)
+static __device__ __forceinline__ void write_box(uint32_t box, const float (&d)[128], int q,
+                                                 int thread, float)
 {
     const Lane lane(thread);
     const int high = lane.row + 8;
@@ -402,8 +403,8 @@ static __device__ __forceinline__ void put_box(uint32_t box, const float (&d)[12
         const float *x = d + q * 16 + j * 4;
         const int vector = (2 * j + lane.column / 4) ^ lane.row % 8; /* of high, too */
         const uint32_t at = box + vector * 16 + lane.column % 4 * 4;
-        put_shared(at + lane.row * 128, x[0], x[1]);
-        put_shared(at + high * 128, x[2], x[3]);
+        write_shared(at + lane.row * 128, x[0], x[1]);
+        write_shared(at + high * 128, x[2], x[3]);
     }
 }
 
@@ -435,8 +436,8 @@ static __device__ __forceinline__ void store_tile(const float (&d)[128], const M
         const int column = w.column + q * WIDE;
         if (thread == 0) wait_boxes_read<1>();
         named_barrier_sync(BARRIER_OWN + half, 128);
-        put_box(box, d, q, thread, Out());
-        show_to_async();
+        write_box(box, d, q, thread, Out());
+        fence_async_proxy();
         named_barrier_sync(BARRIER_OWN + half, 128);
         if (PASS == EPIC_GEMM_WEIGHT || rows >= 64) {
             const int z = PASS == EPIC_GEMM_WEIGHT ? w.expert : 0;
@@ -450,7 +451,7 @@ static __device__ __forceinline__ void store_tile(const float (&d)[128], const M
                         job.columns * (int)sizeof(Out), box, rows,
                         (int)(job.columns - column) / (16 / (int)sizeof(Out)), thread);
         }
-        if (thread == 0) end_boxes();
+        if (thread == 0) commit_boxes();
     }
 }
 
@@ -462,7 +463,7 @@ static __device__ __forceinline__ void store_tile(const float (&d)[128], const M
 struct Scales {
     const float *low, *high, *b; /* NULL: a row without a token */
     int steps, right;            /* right: from the left block of weights */
-    float coming_low, coming_high, coming_b[2];
+    float next_low, next_high, next_b[2];
     float now_low[2], now_high[2]; /* rows' times weights' */
 
     __device__ __forceinline__ Scales(const Job &job, const Work &w, const Lane &lane, int half)
@@ -475,26 +476,26 @@ struct Scales {
         high = row + 8 < w.tokens ? rows + (int64_t)8 * steps : NULL;
         b = job.b_scales + ((int64_t)w.expert * blocks + block) * steps;
         right = block + 1 < blocks ? steps : 0;
-        fetch(lane.column / 2);
+        fetch_blocks(lane.column / 2);
     }
-    __device__ __forceinline__ void fetch(int step)
+    __device__ __forceinline__ void fetch_blocks(int step)
     {
-        coming_low = coming_high = coming_b[0] = coming_b[1] = 0;
+        next_low = next_high = next_b[0] = next_b[1] = 0;
         if (step >= steps) return;
-        if (low) coming_low = __ldg(low + step);
-        if (high) coming_high = __ldg(high + step);
-        coming_b[0] = __ldg(b + step);
-        coming_b[1] = __ldg(b + right + step);
+        if (low) next_low = __ldg(low + step);
+        if (high) next_high = __ldg(high + step);
+        next_b[0] = __ldg(b + step);
+        next_b[1] = __ldg(b + right + step);
     }
     /* To the four blocks that have come; `step` is this lane's of the next four. */
-    __device__ __forceinline__ void turn(int step)
+    __device__ __forceinline__ void use_next_blocks(int step)
     {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            now_low[h] = coming_low * coming_b[h];
-            now_high[h] = coming_high * coming_b[h];
+            now_low[h] = next_low * next_b[h];
+            now_high[h] = next_high * next_b[h];
         }
-        fetch(step);
+        fetch_blocks(step);
     }
 };
 
@@ -502,38 +503,38 @@ struct Scales {
  * fewer bits than float32 has; what they have added is scaled and added to d.  That takes as many clocks
  * as a quarter of the products, and neither hides the other: all that can be hidden is waiting. */
 template <int CTAS>
-static __device__ __forceinline__ void multiply_scaled(float (&d)[128], const Job &job,
-                                                       const Work &w, const Places &at,
-                                                       Stage &s, int half, int thread)
+static __device__ __forceinline__ void multiply_tile_e4m3(float (&d)[128], const Job &job,
+                                                          const Work &w, const Places &at,
+                                                          Stage &s, int half, int thread)
 {
     const Lane lane(thread);
-    const uint64_t a = factor_at(at.stages + half * GROUP_BYTES, 1, 64);
-    const uint64_t b = factor_at(at.stages + A_BYTES, 1, 64);
+    const uint64_t a = describe_factor(at.stages + half * GROUP_BYTES, 1, 64);
+    const uint64_t b = describe_factor(at.stages + A_BYTES, 1, 64);
     Scales scales(job, w, lane, half);
     float sum[64];
 #pragma unroll
     for (int i = 0; i < 128; i++) d[i] = 0;
     barrier_wait(at.full + 8 * s.index, s.parity);
     for (int k = 0; k < w.steps; k++) {
-        if (k % 4 == 0) scales.turn(k + 4 + lane.column / 2);
+        if (k % 4 == 0) scales.use_next_blocks(k + 4 + lane.column / 2);
         const uint32_t place = s.index * (STAGE_BYTES / 16);
         const int stage = s.index;
-        s.next();
+        s.advance();
 #pragma unroll
         for (int h = 0; h < 2; h++) { /* 128 columns */
-            begin_products();
+            fence_wgmma();
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                multiply(sum, a + place + i * 2, b + place + h * (B_BYTES / 32) + i * 2,
-                         i != 0);
-            end_products();
+                issue_wgmma(sum, a + place + i * 2, b + place + h * (B_BYTES / 32) + i * 2,
+                            i != 0);
+            commit_wgmma();
             float scale[2] = {__shfl_sync(0xffffffffu, scales.now_low[h], k % 4, 4),
                               __shfl_sync(0xffffffffu, scales.now_high[h], k % 4, 4)};
             keep_in_registers(scale); /* before the wait */
             if (h == 1 && k + 1 < w.steps) barrier_wait(at.full + 8 * s.index, s.parity);
-            wait_products<0>();
+            wait_wgmma<0>();
             keep_in_registers(sum);
-            if (h == 1) release<CTAS>(at, stage, thread);
+            if (h == 1) release_stage<CTAS>(at, stage, thread);
 #pragma unroll
             for (int i = 0; i < 64; i++) d[64 * h + i] += scale[i % 4 / 2] * sum[i];
         }
@@ -541,8 +542,8 @@ static __device__ __forceinline__ void multiply_scaled(float (&d)[128], const Jo
 }
 
 template <class T, class Out, int PASS, int CTAS>
-static __device__ __forceinline__ void consume(const Maps &maps, const Job &job,
-                                               const Places &at, int half, int rank)
+static __device__ __forceinline__ void run_consumer(const Maps &maps, const Job &job,
+                                                    const Places &at, int half, int rank)
 {
     const int num_tiles = PASS == EPIC_GEMM_WEIGHT ? 0 : *job.num_tiles;
     const int grid = gridDim.x / CTAS, thread = threadIdx.x % 128;
@@ -551,20 +552,20 @@ static __device__ __forceinline__ void consume(const Maps &maps, const Job &job,
     Stage s = {0, 0};
     Work w;
     float d[128];
-    for (int t = blockIdx.x / CTAS; find_work<PASS, CTAS>(w, job, num_tiles, t, rank);
+    for (int t = blockIdx.x / CTAS; find_tile<PASS, CTAS>(w, job, num_tiles, t, rank);
          t += grid) {
         if constexpr (sizeof(T) == 1)
-            multiply_scaled<CTAS>(d, job, w, at, s, half, thread);
+            multiply_tile_e4m3<CTAS>(d, job, w, at, s, half, thread);
         else
             multiply_tile<T, PASS, CTAS>(d, w, at, s, half, thread);
         if constexpr ((PASS == EPIC_GEMM_FORWARD || sizeof(T) == 1) && sizeof(Out) == 2)
             if (job.bias) add_bias<Out>(d, job, w, half, lane);
         if constexpr (PASS == EPIC_GEMM_WEIGHT && sizeof(Out) == 2)
-            if (job.accumulate && w.store) add_before<Out, PASS>(d, job, w, half, lane);
+            if (job.accumulate && w.store) add_existing<Out, PASS>(d, job, w, half, lane);
         if constexpr (PASS == EPIC_GEMM_INPUT && sizeof(T) == 2 && CTAS == 1)
-            if (w.store) add_before<Out, PASS>(d, job, w, half, lane);
+            if (w.store) add_existing<Out, PASS>(d, job, w, half, lane);
         if (PASS != EPIC_GEMM_WEIGHT && w.tokens < BM)
-            clear_padding(d, w.tokens - half * 64, lane);
+            zero_padding(d, w.tokens - half * 64, lane);
         store_tile<Out, PASS>(d, maps, job, w, boxes, half, thread);
     }
     if (thread == 0) wait_boxes();
@@ -596,14 +597,14 @@ static __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
     if (CTAS == 2) cluster_sync();
     if (group == 0) {
-        give_registers<40>();
-        if (threadIdx.x == 0) produce<T, PASS, CTAS>(maps, job, at, rank);
+        shrink_registers<40>();
+        if (threadIdx.x == 0) run_producer<T, PASS, CTAS>(maps, job, at, rank);
     } else {
-        take_registers<232>();
+        grow_registers<232>();
         /* By a shuffle ptxas knows that it is one number for the warp, and keeps what wgmma is told
          * in uniform registers: e4m3 is 4 % faster. */
         const int half = __shfl_sync(0xffffffffu, group - 1, 0);
-        consume<T, Out, PASS, CTAS>(maps, job, at, half, rank);
+        run_consumer<T, Out, PASS, CTAS>(maps, job, at, half, rank);
     }
     __syncwarp();
     if (CTAS == 2) cluster_sync(); /* a peer may still copy into this CTA's memory */

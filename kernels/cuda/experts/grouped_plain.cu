@@ -37,7 +37,7 @@ static __device__ __forceinline__ int64_t slices_of(const p2p_gemm &g)
     return g.slices > 1 ? g.slices : 1;
 }
 
-template <int PASS> static __device__ Piece piece_of(const p2p_gemm &g, int64_t index)
+template <int PASS> static __device__ Piece find_piece(const p2p_gemm &g, int64_t index)
 {
     Piece p;
     p.columns = PASS == EPIC_GEMM_INPUT ? g.k : g.n;
@@ -83,8 +83,8 @@ static __device__ uint32_t y_type(const p2p_gemm &g)
 }
 
 /* Four numbers of e4m3 that have one scale; of no more than `there`, else 0. */
-static __device__ __forceinline__ float4 scaled_at(const void *p, int64_t at, int there,
-                                                   const float *scale)
+static __device__ __forceinline__ float4 load_four_e4m3(const void *p, int64_t at, int there,
+                                                        const float *scale)
 {
     const uint8_t *const from = (const uint8_t *)p + at;
     if (there <= 0) return make_float4(0, 0, 0, 0);
@@ -95,8 +95,8 @@ static __device__ __forceinline__ float4 scaled_at(const void *p, int64_t at, in
 }
 
 /* Four numbers of an array, from number `at` on, of which the first `there` are there, else 0. */
-static __device__ __forceinline__ float4 four_at(const void *p, uint32_t type, int64_t at,
-                                                 int there)
+static __device__ __forceinline__ float4 load_four(const void *p, uint32_t type, int64_t at,
+                                                   int there)
 {
     float x[4] = {0, 0, 0, 0};
     const int size = type == EPIC_F32 ? 4 : 2;
@@ -117,8 +117,8 @@ static __device__ __forceinline__ float4 four_at(const void *p, uint32_t type, i
     return make_float4(x[0], x[1], x[2], x[3]);
 }
 
-static __device__ __forceinline__ void put_four_at(void *p, uint32_t type, int64_t at,
-                                                   int there, const float *x)
+static __device__ __forceinline__ void store_numbers_at(void *p, uint32_t type, int64_t at,
+                                                        int there, const float *x)
 {
     const int size = type == EPIC_F32 ? 4 : 2;
     uint8_t *const to = (uint8_t *)p + at * size;
@@ -135,10 +135,10 @@ static __device__ __forceinline__ void put_four_at(void *p, uint32_t type, int64
 }
 
 /* Four numbers [s0][line], [s0 + 1][line], ... or [s0][line], [s0][line + 1], ... of shared memory. */
-template <bool TURNED, int PITCH>
-static __device__ __forceinline__ void put_four(float *to, int s, int line, float4 x)
+template <bool TRANSPOSED, int PITCH>
+static __device__ __forceinline__ void put_four_shared(float *to, int s, int line, float4 x)
 {
-    if (TURNED) {
+    if (TRANSPOSED) {
         to[s * PITCH + line] = x.x;
         to[(s + 1) * PITCH + line] = x.y;
         to[(s + 2) * PITCH + line] = x.z;
@@ -148,87 +148,88 @@ static __device__ __forceinline__ void put_four(float *to, int s, int line, floa
     }
 }
 
-static __device__ __forceinline__ int64_t blocks(int64_t numbers)
+static __device__ __forceinline__ int64_t num_blocks(int64_t numbers)
 {
     return (numbers + 127) / 128;
 }
 
-static __device__ __forceinline__ int left(int64_t end, int64_t at)
+static __device__ __forceinline__ int count_four(int64_t end, int64_t at)
 {
     return (int)max((int64_t)0, min((int64_t)4, end - at));
 }
 
 /* What a thread brings of BK steps of both factors. */
 template <int PASS, bool SCALED> struct Parts {
-    static constexpr bool A_TURNED = PASS != EPIC_GEMM_WEIGHT; /* steps lie side by side */
-    static constexpr bool B_TURNED = PASS == EPIC_GEMM_INPUT;
+    static constexpr bool A_TRANSPOSED = PASS != EPIC_GEMM_WEIGHT; /* steps lie side by side */
+    static constexpr bool B_TRANSPOSED = PASS == EPIC_GEMM_INPUT;
     static constexpr int A_PITCH = BM + PAST, B_PITCH = BN + PAST;
     float4 a[A_FOURS], b[B_FOURS];
 
     /* Of the n-th four: its step, and its row of a or column of b. */
-    static __device__ __forceinline__ int step_of(bool turned, int lines, int n)
+    static __device__ __forceinline__ int step_of(bool transposed, int lines, int n)
     {
         const int i = n * THREADS + (int)threadIdx.x;
-        return turned ? i % (BK / 4) * 4 : i / (lines / 4);
+        return transposed ? i % (BK / 4) * 4 : i / (lines / 4);
     }
-    static __device__ __forceinline__ int line_of(bool turned, int lines, int n)
+    static __device__ __forceinline__ int line_of(bool transposed, int lines, int n)
     {
         const int i = n * THREADS + (int)threadIdx.x;
-        return turned ? i / (BK / 4) : i % (lines / 4) * 4;
+        return transposed ? i / (BK / 4) : i % (lines / 4) * 4;
     }
-    __device__ __forceinline__ void load(const p2p_gemm &g, const Piece &p, int64_t step)
+    __device__ __forceinline__ void load_step(const p2p_gemm &g, const Piece &p, int64_t step)
     {
         const uint32_t a_type = PASS == EPIC_GEMM_INPUT ? y_type(g) : g.row_type;
         const uint32_t b_type = PASS == EPIC_GEMM_WEIGHT ? y_type(g) : g.weight_type;
 #pragma unroll
         for (int n = 0; n < A_FOURS; n++) {
-            const int m = line_of(A_TURNED, BM, n);
-            const int64_t s = step + step_of(A_TURNED, BM, n);
+            const int m = line_of(A_TRANSPOSED, BM, n);
+            const int64_t s = step + step_of(A_TRANSPOSED, BM, n);
             const int64_t at =
-                A_TURNED ? (p.row + m) * p.depth + s : (p.row + s) * g.k + p.first + m;
-            const int there = A_TURNED ? (m < p.tokens ? left(p.depth, s) : 0)
-                                       : (s < p.depth ? left(p.tokens, m) : 0);
+                A_TRANSPOSED ? (p.row + m) * p.depth + s : (p.row + s) * g.k + p.first + m;
+            const int there = A_TRANSPOSED ? (m < p.tokens ? count_four(p.depth, s) : 0)
+                                           : (s < p.depth ? count_four(p.tokens, m) : 0);
             if (SCALED)
-                a[n] = scaled_at(g.a, at, there,
-                                 g.a_scales + (p.row + m) * blocks(p.depth) + s / 128);
+                a[n] = load_four_e4m3(g.a, at, there,
+                                      g.a_scales + (p.row + m) * num_blocks(p.depth) + s / 128);
             else
-                a[n] = four_at(g.a, a_type, at, there);
+                a[n] = load_four(g.a, a_type, at, there);
         }
 #pragma unroll
         for (int n = 0; n < B_FOURS; n++) {
-            const int64_t c = p.column + line_of(B_TURNED, BN, n);
-            const int64_t s = step + step_of(B_TURNED, BN, n);
+            const int64_t c = p.column + line_of(B_TRANSPOSED, BN, n);
+            const int64_t s = step + step_of(B_TRANSPOSED, BN, n);
             const int64_t at = PASS == EPIC_GEMM_WEIGHT ? (p.row + s) * g.n + c
-                               : B_TURNED               ? (p.expert * g.k + c) * g.n + s
+                               : B_TRANSPOSED           ? (p.expert * g.k + c) * g.n + s
                                                         : (p.expert * g.k + s) * g.n + c;
-            const int there = B_TURNED ? (c < p.columns ? left(p.depth, s) : 0)
-                                       : (s < p.depth ? left(p.columns, c) : 0);
+            const int there = B_TRANSPOSED ? (c < p.columns ? count_four(p.depth, s) : 0)
+                                           : (s < p.depth ? count_four(p.columns, c) : 0);
             if (SCALED)
-                b[n] = scaled_at(
-                    g.b, at, there,
-                    g.b_scales + (p.expert * blocks(p.columns) + c / 128) * blocks(p.depth) +
-                        s / 128);
+                b[n] = load_four_e4m3(g.b, at, there,
+                                      g.b_scales +
+                                          (p.expert * num_blocks(p.columns) + c / 128) *
+                                              num_blocks(p.depth) +
+                                          s / 128);
             else
-                b[n] = four_at(g.b, b_type, at, there);
+                b[n] = load_four(g.b, b_type, at, there);
         }
     }
     /* The steps of b lie behind those of a. */
-    __device__ __forceinline__ void put(float *to) const
+    __device__ __forceinline__ void store_step(float *to) const
     {
         float *const to_a = to, *const to_b = to + BK * A_PITCH;
 #pragma unroll
         for (int n = 0; n < A_FOURS; n++)
-            put_four<A_TURNED, A_PITCH>(to_a, step_of(A_TURNED, BM, n),
-                                        line_of(A_TURNED, BM, n), a[n]);
+            put_four_shared<A_TRANSPOSED, A_PITCH>(to_a, step_of(A_TRANSPOSED, BM, n),
+                                                   line_of(A_TRANSPOSED, BM, n), a[n]);
 #pragma unroll
         for (int n = 0; n < B_FOURS; n++)
-            put_four<B_TURNED, B_PITCH>(to_b, step_of(B_TURNED, BN, n),
-                                        line_of(B_TURNED, BN, n), b[n]);
+            put_four_shared<B_TRANSPOSED, B_PITCH>(to_b, step_of(B_TRANSPOSED, BN, n),
+                                                   line_of(B_TRANSPOSED, BN, n), b[n]);
     }
 };
 
 /* Row or column i of a thread whose first is `first`: four, and four half a tile further. */
-static __device__ __forceinline__ int spread(int first, int i, int half)
+static __device__ __forceinline__ int thread_line(int first, int i, int half)
 {
     return first * 4 + i % 4 + (i < 4 ? 0 : half);
 }
@@ -251,7 +252,7 @@ static __device__ __forceinline__ void store_four(const p2p_gemm &g, const Piece
                           : PASS == EPIC_GEMM_FORWARD || SCALED ? y_type(g)
                                                                 : g.row_type;
     const uint32_t bias_type = SCALED ? type : g.weight_type;
-    const int there = left(p.columns, column);
+    const int there = count_four(p.columns, column);
     const bool works = m < p.tokens;
     if (m >= p.rows || !there) return;
     const auto add = [&](float4 more, float factor) {
@@ -260,11 +261,11 @@ static __device__ __forceinline__ void store_four(const p2p_gemm &g, const Piece
     };
     if (!works) x[0] = x[1] = x[2] = x[3] = 0;
     if ((PASS == EPIC_GEMM_FORWARD || SCALED) && g.bias && works)
-        add(four_at(g.bias, bias_type, p.expert * p.columns + column, there),
+        add(load_four(g.bias, bias_type, p.expert * p.columns + column, there),
             g.bias_weights ? g.bias_weights[line] : 1.0f);
-    if (PASS == EPIC_GEMM_INPUT && g.also && works) add(four_at(g.also, type, at, there), 1);
-    if (PASS != EPIC_GEMM_FORWARD && g.accumulate) add(four_at(g.out, type, at, there), 1);
-    put_four_at(g.out, type, at, there, x);
+    if (PASS == EPIC_GEMM_INPUT && g.also && works) add(load_four(g.also, type, at, there), 1);
+    if (PASS != EPIC_GEMM_FORWARD && g.accumulate) add(load_four(g.out, type, at, there), 1);
+    store_numbers_at(g.out, type, at, there, x);
 }
 
 /* Lines of out where sums are cut: there is one slab. */
@@ -275,13 +276,13 @@ template <int PASS> static __device__ __forceinline__ int64_t lines_of(const p2p
 
 /* Four numbers of a slice's part. */
 template <int PASS>
-static __device__ __forceinline__ void keep_four(const p2p_gemm &g, const Piece &p,
-                                                 int64_t slice, int m, int64_t column,
-                                                 const float *x)
+static __device__ __forceinline__ void store_partial_four(const p2p_gemm &g, const Piece &p,
+                                                          int64_t slice, int m, int64_t column,
+                                                          const float *x)
 {
     const int64_t line = PASS == EPIC_GEMM_WEIGHT ? p.first + m : p.row + m;
     const int64_t at = (slice * lines_of<PASS>(g) + line) * p.columns + column;
-    if (m < p.rows) put_four_at(g.parts, EPIC_F32, at, left(p.columns, column), x);
+    if (m < p.rows) store_numbers_at(g.parts, EPIC_F32, at, count_four(p.columns, column), x);
 }
 
 template <int PASS, bool SCALED>
@@ -294,16 +295,16 @@ static __global__ void __launch_bounds__(THREADS)
     const int64_t pieces = num_pieces<PASS>(g);
     Both parts;
     for (int64_t index = blockIdx.x; index < pieces; index += gridDim.x) {
-        const Piece p = piece_of<PASS>(g, index);
+        const Piece p = find_piece<PASS>(g, index);
         float sum[EACH][EACH] = {};
         int now = 0;
-        parts.load(g, p, p.begin);
-        parts.put((float *)fours[0]);
+        parts.load_step(g, p, p.begin);
+        parts.store_step((float *)fours[0]);
         __syncthreads();
         for (int64_t step = p.begin; step < p.end; step += BK) {
             const bool more = step + BK < p.end;
             const float *const a = (const float *)fours[now], *const b = a + BK * Both::A_PITCH;
-            if (more) parts.load(g, p, step + BK);
+            if (more) parts.load_step(g, p, step + BK);
 #pragma unroll
             for (int s = 0; s < BK; s++) {
                 float x[EACH], y[EACH];
@@ -315,17 +316,17 @@ static __global__ void __launch_bounds__(THREADS)
                     for (int j = 0; j < EACH; j++) sum[i][j] += x[i] * y[j];
             }
             now = 1 - now;
-            if (more) parts.put((float *)fours[now]);
+            if (more) parts.store_step((float *)fours[now]);
             __syncthreads();
         }
 #pragma unroll
         for (int i = 0; i < EACH; i++)
 #pragma unroll
             for (int j = 0; j < EACH; j += 4) {
-                const int m = spread(down, i, BM / 2);
-                const int64_t column = p.column + spread(across, j, BN / 2);
+                const int m = thread_line(down, i, BM / 2);
+                const int64_t column = p.column + thread_line(across, j, BN / 2);
                 if (!SCALED && g.slices > 1)
-                    keep_four<PASS>(g, p, index % g.slices, m, column, sum[i] + j);
+                    store_partial_four<PASS>(g, p, index % g.slices, m, column, sum[i] + j);
                 else
                     store_four<PASS, SCALED>(g, p, m, column, sum[i] + j);
             }
@@ -347,8 +348,8 @@ static __global__ void __launch_bounds__(THREADS)
         float sum[4] = {0, 0, 0, 0};
         for (int32_t s = 0; s < g.slices; s++) {
             const float4 more =
-                four_at(g.parts, EPIC_F32, (s * p.rows + line) * p.columns + column,
-                        left(p.columns, column));
+                load_four(g.parts, EPIC_F32, (s * p.rows + line) * p.columns + column,
+                          count_four(p.columns, column));
             sum[0] += more.x, sum[1] += more.y, sum[2] += more.z, sum[3] += more.w;
         }
         store_four<PASS, false>(g, p, (int)line, column, sum);
@@ -379,7 +380,7 @@ extern "C" p2p_gemm p2p_as_input(p2p_gemm g)
 }
 
 template <int PASS, bool SCALED>
-static cudaError_t launch(const p2p_gemm &g, cudaStream_t stream)
+static cudaError_t launch_pass(const p2p_gemm &g, cudaStream_t stream)
 {
     const cudaError_t error =
         launch_kernel(plain_kernel<PASS, SCALED>, ctas_of(&g), THREADS, 0, stream, g);
@@ -390,10 +391,10 @@ static cudaError_t launch(const p2p_gemm &g, cudaStream_t stream)
 extern "C" cudaError_t p2p_launch_plain_gemm(const p2p_gemm *g, cudaStream_t stream)
 {
     if (g->row_type == EPIC_E4M3)
-        return launch<EPIC_GEMM_INPUT, true>(p2p_as_input(*g), stream);
-    if (g->pass == EPIC_GEMM_WEIGHT) return launch<EPIC_GEMM_WEIGHT, false>(*g, stream);
-    if (g->pass == EPIC_GEMM_INPUT) return launch<EPIC_GEMM_INPUT, false>(*g, stream);
-    return launch<EPIC_GEMM_FORWARD, false>(*g, stream);
+        return launch_pass<EPIC_GEMM_INPUT, true>(p2p_as_input(*g), stream);
+    if (g->pass == EPIC_GEMM_WEIGHT) return launch_pass<EPIC_GEMM_WEIGHT, false>(*g, stream);
+    if (g->pass == EPIC_GEMM_INPUT) return launch_pass<EPIC_GEMM_INPUT, false>(*g, stream);
+    return launch_pass<EPIC_GEMM_FORWARD, false>(*g, stream);
 }
 
 extern "C" cudaError_t p2p_launch_gemm(const p2p_gemm *g, cudaStream_t stream)
@@ -402,7 +403,7 @@ extern "C" cudaError_t p2p_launch_gemm(const p2p_gemm *g, cudaStream_t stream)
                                : p2p_launch_hopper_gemm(g, stream);
 }
 
-template <int PASS, bool SCALED> static cudaError_t load(cudaError_t before)
+template <int PASS, bool SCALED> static cudaError_t load_pass(cudaError_t before)
 {
     cudaFuncAttributes attributes;
     if (before != cudaSuccess) return before;
@@ -413,8 +414,8 @@ template <int PASS, bool SCALED> static cudaError_t load(cudaError_t before)
 
 extern "C" cudaError_t p2p_load_plain_gemm(void)
 {
-    cudaError_t error = load<EPIC_GEMM_FORWARD, false>(cudaSuccess);
-    error = load<EPIC_GEMM_INPUT, false>(error);
-    error = load<EPIC_GEMM_WEIGHT, false>(error);
-    return load<EPIC_GEMM_INPUT, true>(error);
+    cudaError_t error = load_pass<EPIC_GEMM_FORWARD, false>(cudaSuccess);
+    error = load_pass<EPIC_GEMM_INPUT, false>(error);
+    error = load_pass<EPIC_GEMM_WEIGHT, false>(error);
+    return load_pass<EPIC_GEMM_INPUT, true>(error);
 }

@@ -90,8 +90,8 @@ static __device__ __forceinline__ Pair<V> load_pair(const p2p_activation_job &jo
 }
 
 template <class T, int V>
-static __device__ __forceinline__ void put_pair(const p2p_activation_job &job, int64_t slot,
-                                                int64_t i, const Pair<V> &p)
+static __device__ __forceinline__ void store_pair(const p2p_activation_job &job, int64_t slot,
+                                                  int64_t i, const Pair<V> &p)
 {
     const int64_t inner = job.experts.inner, row = slot * 2 * inner;
     if (job.experts.ungated) {
@@ -142,8 +142,9 @@ static __device__ __forceinline__ void add_bias(const p2p_activation_job &job, c
 
 /* With its weight and bias: what the activation is taken of. */
 template <class T, int V, int KIND>
-static __device__ __forceinline__ Pair<V>
-finish_pair(const p2p_activation_job &job, const Slot &s, int64_t i, const Pair<V> &raw)
+static __device__ __forceinline__ Pair<V> apply_weight_and_bias(const p2p_activation_job &job,
+                                                                const Slot &s, int64_t i,
+                                                                const Pair<V> &raw)
 {
     Pair<V> p;
 #pragma unroll
@@ -170,12 +171,12 @@ static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 4
 #pragma unroll 1
             for (int64_t i = lane * V; i < inner; i += 32 * V) {
                 const Pair<V> raw = load_pair<T, V, KIND>(job, job.gate_up, slot, i);
-                const Pair<V> p = finish_pair<T, V, KIND>(job, s, i, raw);
+                const Pair<V> p = apply_weight_and_bias<T, V, KIND>(job, s, i, raw);
                 float out[V];
 #pragma unroll
                 for (int v = 0; v < V; v++)
-                    out[v] = activate<KIND>(p.gate[v], job.experts).value *
-                             up_factor<KIND>(p.up[v], job.experts).value * s.early;
+                    out[v] = compute_activation<KIND>(p.gate[v], job.experts).value *
+                             compute_up_factor<KIND>(p.up[v], job.experts).value * s.early;
                 store_numbers<T, V>(job.activations, slot * inner + i, out);
             }
         },
@@ -184,7 +185,7 @@ static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 4
 
 /* Of the N numbers that a lane has of a block of 128, which LANES lanes share. */
 template <int N, int LANES>
-static __device__ __forceinline__ uint32_t size_of_block(const float (&x)[N])
+static __device__ __forceinline__ uint32_t largest_of_block(const float (&x)[N])
 {
     uint32_t bits = largest_size<N>(x);
 #pragma unroll
@@ -195,12 +196,12 @@ static __device__ __forceinline__ uint32_t size_of_block(const float (&x)[N])
 
 /* Numbers of a row from `base` on, N a lane: with V > 1 side by side, else 32 apart. */
 template <int V, int N>
-static __device__ __forceinline__ void put_quantized(float (&x)[N], uint8_t *to, float *scales,
-                                                     int64_t base, int64_t n)
+static __device__ __forceinline__ void store_quantized(float (&x)[N], uint8_t *to,
+                                                       float *scales, int64_t base, int64_t n)
 {
     constexpr int LANES = QUANTIZE_BLOCK / N;
     const int lane = threadIdx.x % 32;
-    const float scale = scale_1x128(size_of_block<N, LANES>(x));
+    const float scale = scale_1x128(largest_of_block<N, LANES>(x));
     const int64_t block = base / 128 + lane / LANES;
     if (lane % LANES == 0 && block < (n + 127) / 128) scales[block] = scale;
     divide_block<false, N>(x, scale);
@@ -238,13 +239,15 @@ static __global__ void __launch_bounds__(THREADS)
                     const int64_t i = base + part * 32 + lane * V;
                     if (i >= inner) continue;
                     const Pair<V> raw = load_pair<T, V, KIND>(job, job.gate_up, slot, i);
-                    const Pair<V> p = finish_pair<T, V, KIND>(job, s, i, raw);
+                    const Pair<V> p = apply_weight_and_bias<T, V, KIND>(job, s, i, raw);
 #pragma unroll
                     for (int v = 0; v < V; v++)
-                        x[part * V + v] = activate<KIND>(p.gate[v], job.experts).value *
-                                          up_factor<KIND>(p.up[v], job.experts).value * s.early;
+                        x[part * V + v] =
+                            compute_activation<KIND>(p.gate[v], job.experts).value *
+                            compute_up_factor<KIND>(p.up[v], job.experts).value * s.early;
                 }
-                put_quantized<V>(x, to + slot * inner, job.scales + slot * blocks, base, inner);
+                store_quantized<V>(x, to + slot * inner, job.scales + slot * blocks, base,
+                                   inner);
             }
         },
         [](int64_t) {});
@@ -272,7 +275,7 @@ static __global__ void __launch_bounds__(THREADS)
 #pragma unroll
                     for (int v = 0; v < V; v++) x[part * V + v] = some[v];
                 }
-                put_quantized<V>(x, job.to + slot * n, job.scales + slot * blocks, base, n);
+                store_quantized<V>(x, job.to + slot * n, job.scales + slot * blocks, base, n);
             }
         },
         [](int64_t) {});
@@ -291,14 +294,14 @@ static __device__ __forceinline__ float backward_row(const p2p_activation_job &j
 #pragma unroll 1
     for (int64_t i = threadIdx.x % 32 * V; i < inner; i += 32 * V) {
         const Pair<V> raw = load_pair<T, V, KIND>(job, job.gate_up, s.slot, i);
-        const Pair<V> p = finish_pair<T, V, KIND>(job, s, i, raw);
+        const Pair<V> p = apply_weight_and_bias<T, V, KIND>(job, s, i, raw);
         float d[V], out[V];
         Pair<V> d_pair;
         load_numbers<T, V>(d, job.activations, s.slot * inner + i);
 #pragma unroll
         for (int v = 0; v < V; v++) {
-            const Activated gate = activate<KIND>(p.gate[v], ex);
-            const Activated up = up_factor<KIND>(p.up[v], ex);
+            const Activated gate = compute_activation<KIND>(p.gate[v], ex);
+            const Activated up = compute_up_factor<KIND>(p.up[v], ex);
             const float d_gate = d[v] * s.early * up.value * gate.slope;
             const float d_up = d[v] * s.early * gate.value * up.slope;
             out[v] = gate.value * up.value * s.early;
@@ -308,14 +311,14 @@ static __device__ __forceinline__ float backward_row(const p2p_activation_job &j
             d_pair.up[v] = d_up * scale;
         }
         store_numbers<T, V>(job.activations, s.slot * inner + i, out);
-        put_pair<T, V>(job, s.slot, i, d_pair);
+        store_pair<T, V>(job, s.slot, i, d_pair);
     }
     return dot;
 }
 
 /* This lane's part of what an early weight of the down bias adds to its gradient. */
 template <class T, int V>
-static __device__ float bias_part(const p2p_activation_job &job, const Slot &s)
+static __device__ float down_bias_dot(const p2p_activation_job &job, const Slot &s)
 {
     const int64_t hidden = job.experts.hidden;
     float dot = 0;
@@ -349,7 +352,7 @@ static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 3
             const Slot s = slot_of(job, slot, expert);
             float dot = backward_row<T, V, KIND>(job, s);
             if (!job.d_slot_weights) return;
-            if (job.b_down) dot += bias_part<T, V>(job, s);
+            if (job.b_down) dot += down_bias_dot<T, V>(job, s);
             dot = add_lanes(dot);
             if (lane == 0) job.d_slot_weights[slot] = dot;
         },
@@ -445,7 +448,8 @@ static int ctas_of(const p2p_slabs *slabs, int sms)
 }
 
 template <class T, int V, int KIND>
-static cudaError_t launch(const p2p_activation_job *job, bool backward, cudaStream_t stream)
+static cudaError_t launch_kind(const p2p_activation_job *job, bool backward,
+                               cudaStream_t stream)
 {
     const auto kernel = backward      ? activation_backward_kernel<T, V, KIND>
                         : job->scales ? quantized_activation_kernel<T, V, KIND>
@@ -461,13 +465,14 @@ static cudaError_t launch_typed(const p2p_activation_job *job, bool backward,
     const epic_experts &ex = job->experts;
     const bool clamped =
         ex.activation == EPIC_CLAMPED_SWIGLU || ex.activation == EPIC_CLAMPED_SILU;
-    if (!job->aligned) return launch<T, 1, ANY_ACTIVATION>(job, backward, stream);
+    if (!job->aligned) return launch_kind<T, 1, ANY_ACTIVATION>(job, backward, stream);
     if constexpr (T::N == 8) {
         if (!ex.ungated && ex.activation == EPIC_SILU)
-            return launch<T, 8, GATED_SILU>(job, backward, stream);
-        if (!ex.ungated && clamped) return launch<T, 8, GATED_CLAMPED>(job, backward, stream);
+            return launch_kind<T, 8, GATED_SILU>(job, backward, stream);
+        if (!ex.ungated && clamped)
+            return launch_kind<T, 8, GATED_CLAMPED>(job, backward, stream);
     }
-    return launch<T, T::N, ANY_ACTIVATION>(job, backward, stream);
+    return launch_kind<T, T::N, ANY_ACTIVATION>(job, backward, stream);
 }
 
 static cudaError_t launch_any(const p2p_activation_job *job, bool backward, cudaStream_t stream)
@@ -516,7 +521,7 @@ extern "C" cudaError_t p2p_launch_scale(const p2p_scale_job *job, cudaStream_t s
                          *job);
 }
 
-template <class T, int V, int KIND> static cudaError_t load()
+template <class T, int V, int KIND> static cudaError_t load_kind()
 {
     cudaFuncAttributes attributes;
     cudaError_t error = cudaFuncGetAttributes(&attributes, activation_kernel<T, V, KIND>);
@@ -532,11 +537,11 @@ template <class T> static cudaError_t load_typed()
     cudaFuncAttributes attributes;
     cudaError_t error = cudaFuncGetAttributes(&attributes, quantize_kernel<T, T::N>);
     if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, quantize_kernel<T, 1>);
-    if (error == cudaSuccess) error = load<T, T::N, ANY_ACTIVATION>();
-    if (error == cudaSuccess) error = load<T, 1, ANY_ACTIVATION>();
+    if (error == cudaSuccess) error = load_kind<T, T::N, ANY_ACTIVATION>();
+    if (error == cudaSuccess) error = load_kind<T, 1, ANY_ACTIVATION>();
     if constexpr (T::N == 8) {
-        if (error == cudaSuccess) error = load<T, 8, GATED_SILU>();
-        if (error == cudaSuccess) error = load<T, 8, GATED_CLAMPED>();
+        if (error == cudaSuccess) error = load_kind<T, 8, GATED_SILU>();
+        if (error == cudaSuccess) error = load_kind<T, 8, GATED_CLAMPED>();
     }
     return error;
 }

@@ -80,12 +80,12 @@ __device__ __forceinline__ void named_barrier_sync(int barrier, int threads)
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-template <int N> __device__ __forceinline__ void take_registers()
+template <int N> __device__ __forceinline__ void grow_registers()
 {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 
-template <int N> __device__ __forceinline__ void give_registers()
+template <int N> __device__ __forceinline__ void shrink_registers()
 {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
@@ -111,8 +111,8 @@ __device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap *map, ui
 }
 
 /* To the same place of both CTAs of the cluster; each one's barrier counts the bytes. */
-__device__ __forceinline__ void load_box_for_both(uint32_t to, const CUtensorMap *map,
-                                                  uint32_t barrier, int x, int y, int z)
+__device__ __forceinline__ void load_box_multicast(uint32_t to, const CUtensorMap *map,
+                                                   uint32_t barrier, int x, int y, int z)
 {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
                  ".multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
@@ -138,7 +138,7 @@ __device__ __forceinline__ void add_box(const CUtensorMap *map, uint32_t from, i
                  : "memory");
 }
 
-__device__ __forceinline__ void end_boxes()
+__device__ __forceinline__ void commit_boxes()
 {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
@@ -155,28 +155,28 @@ __device__ __forceinline__ void wait_boxes()
 }
 
 /* What this thread has written to shared memory is there for tensor copies and wgmma. */
-__device__ __forceinline__ void show_to_async()
+__device__ __forceinline__ void fence_async_proxy()
 {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 /* ---------------------------------------------------------------------- shared memory ---- */
 
-__device__ __forceinline__ void put_shared(uint32_t to, uint4 v)
+__device__ __forceinline__ void write_shared(uint32_t to, uint4 v)
 {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y),
                  "r"(v.z), "r"(v.w)
                  : "memory");
 }
 
-__device__ __forceinline__ void put_shared(uint32_t to, float x, float y)
+__device__ __forceinline__ void write_shared(uint32_t to, float x, float y)
 {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
 }
 
 /* Four 8 x 8 matrices of 16-bit numbers; the lanes' addresses are those of their rows. */
-__device__ __forceinline__ void put_matrices(uint32_t to, uint32_t a, uint32_t b, uint32_t c,
-                                             uint32_t d)
+__device__ __forceinline__ void write_matrices(uint32_t to, uint32_t a, uint32_t b, uint32_t c,
+                                               uint32_t d)
 {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
                  "r"(a), "r"(b), "r"(c), "r"(d)
@@ -187,23 +187,23 @@ __device__ __forceinline__ void put_matrices(uint32_t to, uint32_t a, uint32_t b
 
 /* Of a factor in shared memory with 128-byte swizzle: where it begins, and how far, in 16 bytes,
  * its blocks lie from each other along both directions. */
-__device__ __forceinline__ uint64_t factor_at(uint32_t address, int leading, int stride)
+__device__ __forceinline__ uint64_t describe_factor(uint32_t address, int leading, int stride)
 {
     return (uint64_t)((address & 0x3ffff) >> 4) | (uint64_t)leading << 16 |
            (uint64_t)stride << 32 | 1ull << 62;
 }
 
-__device__ __forceinline__ void begin_products()
+__device__ __forceinline__ void fence_wgmma()
 {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-__device__ __forceinline__ void end_products()
+__device__ __forceinline__ void commit_wgmma()
 {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-template <int PENDING> __device__ __forceinline__ void wait_products()
+template <int PENDING> __device__ __forceinline__ void wait_wgmma()
 {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
@@ -237,24 +237,24 @@ template <int PENDING> __device__ __forceinline__ void wait_products()
         "%128, %129, p, 1, 1, %131, %132;\n"                                                   \
         "}"                                                                                    \
         : SUMS_128(d)                                                                          \
-        : "l"(a), "l"(b), "r"(add), "n"(TURN_A), "n"(TURN_B))
+        : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSE_A), "n"(TRANSPOSE_B))
 
-template <int TURN_A, int TURN_B>
-__device__ __forceinline__ void multiply(float (&d)[128], uint64_t a, uint64_t b, int add,
-                                         __nv_bfloat16)
+template <int TRANSPOSE_A, int TRANSPOSE_B>
+__device__ __forceinline__ void issue_wgmma(float (&d)[128], uint64_t a, uint64_t b, int add,
+                                            __nv_bfloat16)
 {
     WGMMA_256("bf16");
 }
 
-template <int TURN_A, int TURN_B>
-__device__ __forceinline__ void multiply(float (&d)[128], uint64_t a, uint64_t b, int add,
-                                         __half)
+template <int TRANSPOSE_A, int TRANSPOSE_B>
+__device__ __forceinline__ void issue_wgmma(float (&d)[128], uint64_t a, uint64_t b, int add,
+                                            __half)
 {
     WGMMA_256("f16");
 }
 
 /* d [64, 128] += a [64, 32] b [32, 128] of e4m3, or = if not `add`; neither factor turned. */
-__device__ __forceinline__ void multiply(float (&d)[64], uint64_t a, uint64_t b, int add)
+__device__ __forceinline__ void issue_wgmma(float (&d)[64], uint64_t a, uint64_t b, int add)
 {
     asm volatile(
         "{\n"

@@ -9,9 +9,9 @@
 #define MOST_WARPS 4
 
 /* What the parts are made of, of the chosen. */
-__device__ __forceinline__ Shares<2> share_again(const p2p_router_backward_job &job,
-                                                 const Chosen<2> &c, const float *s,
-                                                 float (&z)[2], int64_t token)
+__device__ __forceinline__ Shares<2> recompute_shares(const p2p_router_backward_job &job,
+                                                      const Chosen<2> &c, const float *s,
+                                                      float (&z)[2], int64_t token)
 {
     const epic_router &r = job.rows.router;
     float x[2] = {0, 0};
@@ -26,7 +26,7 @@ __device__ __forceinline__ Shares<2> share_again(const p2p_router_backward_job &
         z[j] = load_number(job.rows.logits, job.rows.type, token * job.rows.columns + c.id[j]);
         x[j] = r.weight_rule == EPIC_WEIGHT_OF_SCORE ? score_of(z[j], r.score) : z[j];
     }
-    return share(job.rows, c, x);
+    return compute_shares(job.rows, c, x);
 }
 
 /* The host's share_backward: g becomes the gradient of the parts. */
@@ -68,26 +68,28 @@ __device__ __forceinline__ void parts_backward(const epic_router &r, const Share
 }
 
 template <int V>
-__device__ __forceinline__ void give_gradient(const p2p_router_backward_job &job,
-                                              const float *s, const float *d, int64_t token)
+__device__ __forceinline__ void write_gradient(const p2p_router_backward_job &job,
+                                               const float *s, const float *d, int64_t token)
 {
     const p2p_router_rows &rows = job.rows;
     const uint32_t score = rows.router.score;
     const bool of_score = rows.router.weight_rule == EPIC_WEIGHT_OF_SCORE;
     float mean = 0;
-    if (s) mean = add_up<V, float>(rows.columns, [&](int i) { return s[at(i)] * d[at(i)]; });
-    give<V>(job.d_logits, job.grad_type, job.accumulate, token, rows.columns, [&](int i) {
-        float x = d[at(i)];
-        if (s) return s[at(i)] * (x - mean);
-        if (!of_score || x == 0 || score == EPIC_SCORE_LOGITS) return x;
-        const float z = load_number(rows.logits, rows.type, token * rows.columns + i);
-        return x * score_slope(score_of(z, score), z, score);
-    });
+    if (s)
+        mean = add_columns<V, float>(rows.columns, [&](int i) { return s[at(i)] * d[at(i)]; });
+    write_logit_gradient<V>(
+        job.d_logits, job.grad_type, job.accumulate, token, rows.columns, [&](int i) {
+            float x = d[at(i)];
+            if (s) return s[at(i)] * (x - mean);
+            if (!of_score || x == 0 || score == EPIC_SCORE_LOGITS) return x;
+            const float z = load_number(rows.logits, rows.type, token * rows.columns + i);
+            return x * score_slope(score_of(z, score), z, score);
+        });
 }
 
 /* The choices of a token. */
-__device__ __forceinline__ Chosen<2> choices_of(const p2p_router_backward_job &job,
-                                                int64_t token)
+__device__ __forceinline__ Chosen<2> read_choices(const p2p_router_backward_job &job,
+                                                  int64_t token)
 {
     Chosen<2> c = {(int)job.rows.router.top_k, {-1, -1}};
 #pragma unroll
@@ -99,7 +101,7 @@ __device__ __forceinline__ Chosen<2> choices_of(const p2p_router_backward_job &j
 }
 
 /* Do the weights need the softmax over all experts? */
-__host__ __device__ __forceinline__ bool of_softmax(const epic_router &r)
+__host__ __device__ __forceinline__ bool needs_full_softmax(const epic_router &r)
 {
     return r.weight_rule == EPIC_WEIGHT_OF_SCORE && r.score == EPIC_SCORE_SOFTMAX;
 }
@@ -115,23 +117,23 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
     if (token >= job.rows.num_tokens) return;
     float *d = memory + threadIdx.x / WARP * 2 * words, *s = NULL;
 
-    if (of_softmax(r)) {
+    if (needs_full_softmax(r)) {
         s = d + words;
         load_row<V>(s, job.rows, token);
-        softmax<V>(s, s, columns);
+        compute_softmax<V>(s, s, columns);
     }
     each_column<V>(0, columns, [&](int i) { d[at(i)] = 0; });
-    const Chosen<2> c = choices_of(job, token);
+    const Chosen<2> c = read_choices(job, token);
     float g[2] = {0, 0}, z[2] = {0, 0};
 #pragma unroll
     for (int j = 0; j < 2; j++) {
         if (c.is(j)) g[j] = job.d_weights[token * c.k + j * WARP + lane_id()];
         if (c.live(j) && job.scale_of_expert) g[j] *= job.scale_of_expert[c.id[j]];
     }
-    const Shares<2> shares = share_again(job, c, s, z, token);
+    const Shares<2> shares = recompute_shares(job, c, s, z, token);
     share_backward(shares, c, job.rows.scale, g);
     parts_backward(r, shares, c, z, g, d);
-    give_gradient<V>(job, s, d, token);
+    write_gradient<V>(job, s, d, token);
 }
 
 /* -------------------------------------------------------------- the scale by expert ---- */
@@ -147,13 +149,13 @@ __device__ __forceinline__ double scale_part(const p2p_router_backward_job &job,
     const int64_t token = place / k;
     float z[2];
     __syncwarp(); /* the row that the lanes have read may go */
-    if (of_softmax(job.rows.router)) {
+    if (needs_full_softmax(job.rows.router)) {
         load_row<0>(s, job.rows, token);
-        softmax<0>(s, s, job.rows.columns);
+        compute_softmax<0>(s, s, job.rows.columns);
     } else {
         s = NULL;
     }
-    const Shares<2> shares = share_again(job, choices_of(job, token), s, z, token);
+    const Shares<2> shares = recompute_shares(job, read_choices(job, token), s, z, token);
     const float part = __shfl_sync(ALL_LANES, choice < WARP ? shares.parts[0] : shares.parts[1],
                                    choice % WARP);
     if (shares.divisor == 0) return 0;
@@ -195,13 +197,13 @@ __global__ void __launch_bounds__(SCALE_WARPS *WARP)
 static cudaError_t launch_scale(const p2p_router_backward_job *job, cudaStream_t stream)
 {
     const int words = row_words(job->rows.columns), warps = router_warps(words, SCALE_WARPS);
-    const int bytes = of_softmax(job->rows.router) ? warps * words * 4 : 0;
+    const int bytes = needs_full_softmax(job->rows.router) ? warps * words * 4 : 0;
     return launch_kernel(router_scale_kernel, job->rows.columns, warps * WARP, bytes, stream,
                          *job);
 }
 
 template <int V>
-static cudaError_t launch(const p2p_router_backward_job *job, cudaStream_t stream)
+static cudaError_t launch_width(const p2p_router_backward_job *job, cudaStream_t stream)
 {
     const int words = 2 * row_words_of<V>(job->rows.columns);
     const int warps = router_warps(words, MOST_WARPS);
@@ -218,10 +220,11 @@ extern "C" cudaError_t p2p_launch_router_backward(const p2p_router_backward_job 
         if (error != cudaSuccess) return error;
     }
     if (job->rows.num_tokens == 0) return cudaSuccess;
-    return job->rows.columns <= 8 * WARP ? launch<8>(job, stream) : launch<0>(job, stream);
+    return job->rows.columns <= 8 * WARP ? launch_width<8>(job, stream)
+                                         : launch_width<0>(job, stream);
 }
 
-template <int V> static cudaError_t load()
+template <int V> static cudaError_t load_width()
 {
     return cudaFuncSetAttribute(router_backward_kernel<V>,
                                 cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES);
@@ -229,8 +232,8 @@ template <int V> static cudaError_t load()
 
 extern "C" cudaError_t p2p_load_router_backward(void)
 {
-    cudaError_t error = load<8>();
-    if (error == cudaSuccess) error = load<0>();
+    cudaError_t error = load_width<8>();
+    if (error == cudaSuccess) error = load_width<0>();
     return error == cudaSuccess
                ? cudaFuncSetAttribute(router_scale_kernel,
                                       cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES)

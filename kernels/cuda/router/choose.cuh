@@ -201,8 +201,9 @@ __device__ __forceinline__ bool keep_group(const Deal &d, float score, int topk_
 
 /* More groups than lanes: a lane scores its groups one by one, into group_keys; those not kept
  * get the key `others`. */
-__device__ __noinline__ void keep_many(const epic_router &r, const Deal &d, uint32_t *keys,
-                                       uint32_t *group_keys, int m, uint32_t others)
+__device__ __noinline__ void keep_many_groups(const epic_router &r, const Deal &d,
+                                              uint32_t *keys, uint32_t *group_keys, int m,
+                                              uint32_t others)
 {
     const int first = min(d.groups, lane_id() * d.groups_per_lane);
     const int end = min(d.groups, first + d.groups_per_lane);
@@ -230,15 +231,16 @@ __device__ __noinline__ void keep_many(const epic_router &r, const Deal &d, uint
 
 /* Leaves in `own` what this lane may choose from. */
 template <int V>
-__device__ __forceinline__ void own_ids(const epic_router &r, const Deal &d, Owned<V> &own,
-                                        uint32_t *keys, uint32_t *group_keys, bool on_logits)
+__device__ __forceinline__ void read_own_keys(const epic_router &r, const Deal &d,
+                                              Owned<V> &own, uint32_t *keys,
+                                              uint32_t *group_keys, bool on_logits)
 {
     const int m = r.group_score == EPIC_GROUP_SUM ? (int)r.group_best : 1;
     const uint32_t others = router_others_out(&r, on_logits) ? KEY_NONE : KEY_ZERO;
     Run run = own_run(d);
     if (V == 0 && d.groups_per_lane > 1) {
         const int first = min(d.groups, lane_id() * d.groups_per_lane);
-        keep_many(r, d, keys, group_keys, m, others);
+        keep_many_groups(r, d, keys, group_keys, m, others);
         run.first = first * d.each;
         run.count = (min(d.groups, first + d.groups_per_lane) - first) * d.each;
         own.read(keys, run.first, run.count);
@@ -252,7 +254,7 @@ __device__ __forceinline__ void own_ids(const epic_router &r, const Deal &d, Own
 }
 
 /* The choices one by one, each lane with an id of its own. */
-template <int J> __device__ __forceinline__ Chosen<J> choose_from(Owned<0> &own, int k)
+template <int J> __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<0> &own, int k)
 {
     Chosen<J> c = {k, {-1}};
     for (int i = 0; i < k; i++) {
@@ -269,7 +271,7 @@ template <int J> __device__ __forceinline__ Chosen<J> choose_from(Owned<0> &own,
 /* First the keys and the lanes that have them, then, all at once, which ids those were: equal
  * keys of one lane by ascending id. */
 template <int J, int V>
-__device__ __forceinline__ Chosen<J> choose_from(Owned<V> &own, int k, const uint32_t *keys)
+__device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<V> &own, int k, const uint32_t *keys)
 {
     Chosen<J> c = {k, {-1}};
     uint32_t key = KEY_NONE;
@@ -296,16 +298,17 @@ __device__ __forceinline__ Chosen<J> choose_from(Owned<V> &own, int k, const uin
 
 /* All lanes' keys lie in `keys`. */
 template <int V, int J>
-__device__ __forceinline__ Chosen<J> choose(const epic_router &r, const Deal &d, uint32_t *keys,
-                                            uint32_t *group_keys, bool on_logits)
+__device__ __forceinline__ Chosen<J> choose_experts(const epic_router &r, const Deal &d,
+                                                    uint32_t *keys, uint32_t *group_keys,
+                                                    bool on_logits)
 {
     Owned<V> own;
-    own_ids(r, d, own, keys, group_keys, on_logits);
+    read_own_keys(r, d, own, keys, group_keys, on_logits);
     __syncwarp();
     if constexpr (V == 0)
-        return choose_from<J>(own, (int)r.top_k);
+        return choose_by_lanes<J>(own, (int)r.top_k);
     else
-        return choose_from<J>(own, (int)r.top_k, keys);
+        return choose_by_lanes<J>(own, (int)r.top_k, keys);
 }
 
 #endif

@@ -10,7 +10,7 @@
 
 /* The token's row of the table; ids that no expert has become -1. */
 template <int J>
-__device__ __forceinline__ Chosen<J> look_up(const p2p_router_job &job, int64_t token)
+__device__ __forceinline__ Chosen<J> read_table_row(const p2p_router_job &job, int64_t token)
 {
     Chosen<J> c = {(int)job.rows.router.top_k, {-1}};
     const int64_t id = job.wide ? ((const int64_t *)job.token_ids)[token]
@@ -59,15 +59,15 @@ __device__ __forceinline__ void make_keys(const p2p_router_job &job, uint32_t *k
 }
 
 template <int J>
-__device__ __forceinline__ void weigh(const p2p_router_job &job, const Chosen<J> &c,
-                                      const float *from, int64_t token)
+__device__ __forceinline__ void write_weights(const p2p_router_job &job, const Chosen<J> &c,
+                                              const float *from, int64_t token)
 {
     float x[J] = {0};
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < J; j++)
         if (c.live(j)) x[j] = from[at(c.id[j])];
-    const Shares<J> s = share(job.rows, c, x);
+    const Shares<J> s = compute_shares(job.rows, c, x);
 #pragma unroll
     for (int j = 0; j < J; j++) {
         if (!c.is(j)) continue;
@@ -103,13 +103,15 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
     if (job.scores)
         each_column<V>(0, columns, [&](int i) { job.scores[token * columns + i] = s[at(i)]; });
     if (choosing) make_keys<V>(job, keys, job.on_logits ? z : s, bias);
-    const Chosen<J> c = choosing ? choose<V, J>(r, deal, keys, group_keys, job.on_logits)
-                                 : look_up<J>(job, token);
-    weigh(job, c, of_score ? s : z, token);
+    const Chosen<J> c = choosing
+                            ? choose_experts<V, J>(r, deal, keys, group_keys, job.on_logits)
+                            : read_table_row<J>(job, token);
+    write_weights(job, c, of_score ? s : z, token);
 }
 
 template <int V>
-static cudaError_t launch(const p2p_router_job *job, const Deal &deal, cudaStream_t stream)
+static cudaError_t launch_width(const p2p_router_job *job, const Deal &deal,
+                                cudaStream_t stream)
 {
     const int columns = job->rows.columns, groups = (int)job->rows.router.num_groups;
     const int words = 3 * row_words_of<V>(columns) + (groups > WARP ? row_words(groups) : 0);
@@ -125,13 +127,13 @@ extern "C" cudaError_t p2p_launch_router(const p2p_router_job *job, cudaStream_t
     const bool any = d.groups_per_lane > 1 || job->rows.router.top_k > WARP;
     const int most = any ? 1 << 30 : max(d.run, (job->rows.columns + 31) / 32);
     if (job->rows.num_tokens == 0) return cudaSuccess;
-    if (most <= 4) return launch<4>(job, d, stream);
-    if (most <= 8) return launch<8>(job, d, stream);
-    if (most <= 16) return launch<16>(job, d, stream);
-    return launch<0>(job, d, stream);
+    if (most <= 4) return launch_width<4>(job, d, stream);
+    if (most <= 8) return launch_width<8>(job, d, stream);
+    if (most <= 16) return launch_width<16>(job, d, stream);
+    return launch_width<0>(job, d, stream);
 }
 
-template <int V> static cudaError_t load()
+template <int V> static cudaError_t load_width()
 {
     return cudaFuncSetAttribute(router_kernel<V>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 SHARED_BYTES);
@@ -139,9 +141,9 @@ template <int V> static cudaError_t load()
 
 extern "C" cudaError_t p2p_load_router(void)
 {
-    cudaError_t error = load<4>();
-    if (error == cudaSuccess) error = load<8>();
-    if (error == cudaSuccess) error = load<16>();
-    if (error == cudaSuccess) error = load<0>();
+    cudaError_t error = load_width<4>();
+    if (error == cudaSuccess) error = load_width<8>();
+    if (error == cudaSuccess) error = load_width<16>();
+    if (error == cudaSuccess) error = load_width<0>();
     return error;
 }

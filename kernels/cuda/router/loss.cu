@@ -13,41 +13,42 @@
 enum Pass { FORWARD, BACKWARD };
 
 /* P in p; returns what the scores were divided by, 0 if all of them are 0. */
-__device__ __forceinline__ float probabilities(const p2p_router_rows &rows, float *p,
-                                               int64_t token)
+__device__ __forceinline__ float compute_probabilities(const p2p_router_rows &rows, float *p,
+                                                       int64_t token)
 {
     const uint32_t score = rows.router.score;
     load_row<0>(p, rows, token);
     if (score == EPIC_SCORE_SOFTMAX || score == EPIC_SCORE_LOGITS) {
-        softmax<0>(p, p, rows.columns);
+        compute_softmax<0>(p, p, rows.columns);
         return 1;
     }
     make_scores<0>(p, p, score, rows.columns);
-    const float sum = add_up<0, float>(rows.columns, [&](int i) { return p[at(i)]; });
+    const float sum = add_columns<0, float>(rows.columns, [&](int i) { return p[at(i)]; });
     if (sum != 0) each_column<0>(0, rows.columns, [&](int i) { p[at(i)] /= sum; });
     return sum;
 }
 
 /* One token's term of the balance loss, or its gradient. */
 template <Pass PASS>
-__device__ __forceinline__ double balance(const p2p_loss_job &job, const int32_t *load,
-                                          float *p, double factor, int64_t token)
+__device__ __forceinline__ double balance_term(const p2p_loss_job &job, const int32_t *load,
+                                               float *p, double factor, int64_t token)
 {
     const p2p_router_rows &rows = job.rows;
     const uint32_t score = rows.router.score;
     const int experts = (int)rows.router.num_experts;
-    const float divisor = probabilities(rows, p, token);
+    const float divisor = compute_probabilities(rows, p, token);
     const double mean =
-        add_up<0, double>(experts, [&](int i) { return (double)p[at(i)] * load[i]; });
+        add_columns<0, double>(experts, [&](int i) { return (double)p[at(i)] * load[i]; });
     if (PASS == FORWARD) return mean;
-    give<0>(job.d_logits, job.grad_type, job.accumulate, token, rows.columns, [&](int i) {
-        const double own = i < experts ? load[i] : 0;
-        const float d = (float)(factor * (own - mean));
-        if (score == EPIC_SCORE_SOFTMAX || score == EPIC_SCORE_LOGITS) return d * p[at(i)];
-        if (divisor == 0) return 0.0f;
-        const float z = load_number(rows.logits, rows.type, token * rows.columns + i);
-        return d / divisor * score_slope(p[at(i)] * divisor, z, score);
-    });
+    write_logit_gradient<0>(
+        job.d_logits, job.grad_type, job.accumulate, token, rows.columns, [&](int i) {
+            const double own = i < experts ? load[i] : 0;
+            const float d = (float)(factor * (own - mean));
+            if (score == EPIC_SCORE_SOFTMAX || score == EPIC_SCORE_LOGITS) return d * p[at(i)];
+            if (divisor == 0) return 0.0f;
+            const float z = load_number(rows.logits, rows.type, token * rows.columns + i);
+            return d / divisor * score_slope(p[at(i)] * divisor, z, score);
+        });
     return 0;
 }
 
@@ -56,12 +57,12 @@ __device__ __forceinline__ double z_term(const p2p_loss_job &job, float *p, doub
                                          int64_t token)
 {
     load_row<0>(p, job.rows, token);
-    const Softmax s = softmax<0>(p, p, job.rows.columns);
+    const Softmax s = compute_softmax<0>(p, p, job.rows.columns);
     const double l = (double)s.largest + log((double)s.sum);
     if (PASS == FORWARD) return l * l;
     const float slope = (float)(2 * factor * l);
-    give<0>(job.d_logits, job.grad_type, job.accumulate, token, job.rows.columns,
-            [&](int i) { return slope * p[at(i)]; });
+    write_logit_gradient<0>(job.d_logits, job.grad_type, job.accumulate, token,
+                            job.rows.columns, [&](int i) { return slope * p[at(i)]; });
     return 0;
 }
 
@@ -86,7 +87,7 @@ struct Span {
     int64_t begin, end;
 };
 
-__device__ __forceinline__ Span within(Span s, int64_t first, int64_t sequence_tokens)
+__device__ __forceinline__ Span clip_to_sequence(Span s, int64_t first, int64_t sequence_tokens)
 {
     if (sequence_tokens == 0) return s;
     return {max(s.begin, first), min(s.end, first + sequence_tokens)};
@@ -124,10 +125,10 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
     int64_t first = sequence ? all.begin / sequence * sequence : all.begin;
     while (first < all.end) { /* the same for the whole CTA */
         if (sequence) count_sequence(job, counts, first);
-        const Span now = within(own, first, sequence);
+        const Span now = clip_to_sequence(own, first, sequence);
         for (int64_t t = now.begin; t < now.end; t++) {
             sum += Z ? z_term<PASS>(job, p, factor, t)
-                     : balance<PASS>(job, sequence ? counts : job.load, p, factor, t);
+                     : balance_term<PASS>(job, sequence ? counts : job.load, p, factor, t);
             __syncwarp();
         }
         first = sequence ? first + sequence : all.end;
@@ -152,7 +153,7 @@ __global__ void __launch_bounds__(ADDERS)
 }
 
 template <Pass PASS, bool Z>
-static cudaError_t launch(const p2p_loss_job *job, cudaStream_t stream)
+static cudaError_t launch_pass(const p2p_loss_job *job, cudaStream_t stream)
 {
     const int words = row_words(job->rows.columns);
     const int left = SHARED_BYTES / 4 / words - 1; /* one row for the counts */
@@ -163,8 +164,8 @@ static cudaError_t launch(const p2p_loss_job *job, cudaStream_t stream)
 
 extern "C" cudaError_t p2p_launch_loss(const p2p_loss_job *job, cudaStream_t stream)
 {
-    const cudaError_t error =
-        job->z ? launch<FORWARD, true>(job, stream) : launch<FORWARD, false>(job, stream);
+    const cudaError_t error = job->z ? launch_pass<FORWARD, true>(job, stream)
+                                     : launch_pass<FORWARD, false>(job, stream);
     if (error != cudaSuccess) return error;
     return launch_kernel(add_runs_kernel, 1, ADDERS, 0, stream, *job);
 }
@@ -172,7 +173,8 @@ extern "C" cudaError_t p2p_launch_loss(const p2p_loss_job *job, cudaStream_t str
 extern "C" cudaError_t p2p_launch_loss_backward(const p2p_loss_job *job, cudaStream_t stream)
 {
     if (job->rows.num_tokens == 0) return cudaSuccess;
-    return job->z ? launch<BACKWARD, true>(job, stream) : launch<BACKWARD, false>(job, stream);
+    return job->z ? launch_pass<BACKWARD, true>(job, stream)
+                  : launch_pass<BACKWARD, false>(job, stream);
 }
 
 /* ----------------------------------------------------------------------------- bias ---- */

@@ -87,8 +87,8 @@ template <class T> __device__ __forceinline__ T add_lanes(T x)
     return x;
 }
 
-/* The sum of f(i) over the columns: the host's add_up(). */
-template <int V, class T, class F> __device__ __forceinline__ T add_up(int columns, F f)
+/* The sum of f(i) over the columns: the host's add_columns(). */
+template <int V, class T, class F> __device__ __forceinline__ T add_columns(int columns, F f)
 {
     T total = 0;
     for (int first = 0; first < columns; first += SUM_BLOCK) {
@@ -154,8 +154,9 @@ __device__ __forceinline__ void load_row(float *z, const p2p_router_rows &rows, 
 
 /* Writes, or adds, the gradient of a token's logits: d(i). */
 template <int V, class F>
-__device__ __forceinline__ void give(void *d_logits, uint32_t type, int accumulate,
-                                     int64_t token, int columns, F d)
+__device__ __forceinline__ void write_logit_gradient(void *d_logits, uint32_t type,
+                                                     int accumulate, int64_t token, int columns,
+                                                     F d)
 {
     const int64_t first = token * columns;
     each_column<V>(0, columns, [&](int i) {
@@ -182,14 +183,14 @@ struct Softmax {
 
 /* p may be z.  Column i is written by the lane that reads it. */
 template <int V>
-__device__ __forceinline__ Softmax softmax(float *p, const float *z, int columns)
+__device__ __forceinline__ Softmax compute_softmax(float *p, const float *z, int columns)
 {
     Softmax s = {-INFINITY, 0};
     const float first = __shfl_sync(ALL_LANES, lane_id() == 0 ? z[0] : 0, 0);
     each_column<V>(0, columns, [&](int i) { s.largest = fmaxf(s.largest, z[at(i)]); });
     s.largest = largest_of(s.largest, first);
     each_place<V>(columns, [&](int i) { p[at(i)] = exp_of_difference(z[at(i)], s.largest); });
-    s.sum = add_up<V, float>(columns, [&](int i) { return p[at(i)]; });
+    s.sum = add_columns<V, float>(columns, [&](int i) { return p[at(i)]; });
     each_place<V>(columns, [&](int i) { p[at(i)] /= s.sum; });
     return s;
 }
@@ -207,7 +208,7 @@ __device__ __forceinline__ void make_scores(float *s, const float *z, uint32_t s
                                             int columns)
 {
     if (score == EPIC_SCORE_SOFTMAX)
-        softmax<V>(s, z, columns);
+        compute_softmax<V>(s, z, columns);
     else if (score == EPIC_SCORE_SIGMOID)
         each_place<V>(columns, [&](int i) { s[at(i)] = score_sigmoid(z[at(i)]); });
     else if (score == EPIC_SCORE_SQRTSOFTPLUS)
@@ -276,8 +277,8 @@ template <int J> struct Shares { /* the host's `shares` */
 
 /* x: of the chosen, the scores where the rule is EPIC_WEIGHT_OF_SCORE, else the logits. */
 template <int J>
-__device__ __forceinline__ Shares<J> share(const p2p_router_rows &rows, const Chosen<J> &c,
-                                           const float (&x)[J])
+__device__ __forceinline__ Shares<J> compute_shares(const p2p_router_rows &rows,
+                                                    const Chosen<J> &c, const float (&x)[J])
 {
     const epic_router &r = rows.router;
     Shares<J> s = {{0}, 1, false};
