@@ -1,5 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Activations of one number, and their slopes: the formulas of src/experts/activation_template.h. */
+/* The activation of one number and its slope, for experts/rows.cu.  The formulas are those of
+ * src/experts/activation_template.h.  Each function returns both results; the compiler removes
+ * the slope where a caller does not use it. */
 #ifndef EPIC_ACTIVATION_CUH
 #define EPIC_ACTIVATION_CUH
 
@@ -12,29 +14,33 @@
 #define TANH_CUBIC 0.044715f
 #define LOG2_E 1.44269504088896340736f
 
+/* An activation of x, and its derivative by x. */
 struct Activated {
     float value, slope;
 };
 
+/* Returns the sigmoid of x, without overflow for large |x|. */
 __device__ __forceinline__ float sigmoid_of(float x)
 {
     const float e = expf(x > 0 ? -x : x);
     return (x > 0 ? 1 : e) / (1 + e);
 }
 
-/* x s(a x), s the sigmoid, and its slope s(a x) (1 + a x (1 - s(a x))). */
+/* Computes x s(a x), where s is the sigmoid, and its slope s(a x) (1 + a x (1 - s(a x))). */
 __device__ __forceinline__ Activated compute_swish(float x, float alpha)
 {
     const float s = sigmoid_of(alpha * x);
     return {x * s, s * (1 + alpha * x * sigmoid_of(-alpha * x))};
 }
 
+/* Computes GELU with erf. */
 __device__ __forceinline__ Activated compute_gelu(float x)
 {
     const float below = 0.5f * (1 + erff(x * SQRT_HALF));
     return {x * below, below + x * INV_SQRT_2_PI * expf(-x * x / 2)};
 }
 
+/* Computes the tanh approximation of GELU. */
 __device__ __forceinline__ Activated compute_gelu_tanh(float x)
 {
     const float t = tanhf(SQRT_2_OVER_PI * (x + TANH_CUBIC * x * x * x));
@@ -42,14 +48,15 @@ __device__ __forceinline__ Activated compute_gelu_tanh(float x)
     return {x / 2 * (1 + t), (1 + t) / 2 + x / 2 * (1 - t * t) * inner_slope};
 }
 
-/* For rows of 16 bits: some units of float32's last place off, without a branch or a division. */
+/* Computes compute_swish() for rows of 16 bits.  The result is a few units in the last place of
+ * float32 off, and needs no branch and no division. */
 __device__ __forceinline__ Activated compute_swish_approx(float x, float alpha)
 {
     const float y = alpha * x, s = reciprocal_approx(1 + exp2_approx(y * -LOG2_E));
     return {x * s, s * (1 + y * (1 - s))};
 }
 
-/* What is not used of the result costs nothing. */
+/* Computes the activation that the experts are configured with, of a gate value x. */
 __device__ __forceinline__ Activated compute_activation(float x, const epic_experts &ex)
 {
     const bool above = x > ex.limit;
@@ -68,7 +75,8 @@ __device__ __forceinline__ Activated compute_activation(float x, const epic_expe
     }
 }
 
-/* What the activation is multiplied by. */
+/* Computes the factor of the activation from an up value u: u, clamped and shifted by 1 for
+ * some activations, or 1 for experts without a gate. */
 __device__ __forceinline__ Activated compute_up_factor(float u, const epic_experts &ex)
 {
     const bool clamped =
@@ -80,9 +88,11 @@ __device__ __forceinline__ Activated compute_up_factor(float u, const epic_exper
             u > ex.limit || u < -ex.limit ? 0.0f : 1.0f};
 }
 
-/* What a kernel is compiled for: any of them, or what most models have, for rows of 16 bits. */
+/* Template argument of kernels: any activation, chosen at run time, or one of the two that most
+ * models use, for rows of 16 bits. */
 enum { ANY_ACTIVATION, GATED_SILU, GATED_CLAMPED };
 
+/* Like the functions above, with the activation known to the compiler. */
 template <int KIND>
 __device__ __forceinline__ Activated compute_activation(float x, const epic_experts &ex)
 {

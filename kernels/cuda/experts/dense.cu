@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The small things of a layer's dense part: rows and gradients that are added to others, and the
- * few numbers of its losses.  Its products are experts/grouped_plain.cu's, with one slab. */
+/* Small kernels of a layer's dense part (gate, shared expert, losses): they add arrays to
+ * arrays and combine the numbers of the losses.  The matrix products of the dense part are
+ * those of experts/grouped_plain.cu and experts/grouped_hopper.cu, with one slab. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
 #include "cuda/experts/grouped.h"
 
 #define THREADS 256
 
+/* Copies or adds job.from to job.to, one thread per number. */
 static __global__ void __launch_bounds__(THREADS)
     rows_kernel(const __grid_constant__ p2p_rows_job job)
 {
@@ -18,7 +20,9 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Lane l adds where the l-th, (l + 32)-th, ... pair begins; the rows one after the other. */
+/* Adds each of the two rows of values [2, n] in a binary tree and leaves the sums in values[0]
+ * and values[1].  One warp; lane l adds pairs l, l + 32, ... of each level, over both rows as
+ * one array. */
 static __global__ void trees_kernel(float *values, int64_t n)
 {
     for (int64_t distance = 1; distance < n; distance *= 2) {
@@ -29,6 +33,7 @@ static __global__ void trees_kernel(float *values, int64_t n)
     if (threadIdx.x == 0) values[1] = values[n];
 }
 
+/* Writes the two losses and their sum, one thread. */
 static __global__ void losses_kernel(const __grid_constant__ p2p_losses_job job)
 {
     if (threadIdx.x != 0) return;
@@ -38,6 +43,7 @@ static __global__ void losses_kernel(const __grid_constant__ p2p_losses_job job)
     if (job.to_second) *job.to_second = second;
 }
 
+/* Writes the gradients of the two losses: that of the sum plus that of each, one thread. */
 static __global__ void incoming_kernel(const __grid_constant__ p2p_incoming_job job)
 {
     if (threadIdx.x != 0) return;

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What tokens have beside their experts' rows: the shared expert's gate and zero-experts, forward and
- * backward (src/rules/layer_tokens.h).  A warp takes a token. */
+/* The part of a layer that each token computes on its own rank, forward and backward: the gate
+ * of the shared expert, zero-experts, and the sum of their rows with the row that combine
+ * returned.  src/rules/layer_tokens.h describes the arrays.  One warp works on one token; the
+ * kernels talk to no peer. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
 #include "cuda/experts/dense_tokens.h"
@@ -8,6 +10,7 @@
 #define THREADS 256
 #define WARPS (THREADS / 32)
 
+/* Returns the sum of x over the lanes of the warp, on every lane. */
 template <class T> static __device__ __forceinline__ T add_lanes(T x)
 {
 #pragma unroll
@@ -31,7 +34,7 @@ static __device__ __forceinline__ bool is_zero_expert(const layer_tokens &t, int
     return t.topk_idx[choice] >= t.num_experts;
 }
 
-/* A token's weight of all its zero-experts, on every lane. */
+/* Returns the sum of the weights of a token's zero-experts, on every lane. */
 static __device__ __forceinline__ float zero_weight(const layer_tokens &t, int64_t token)
 {
     float w = 0;
@@ -41,7 +44,8 @@ static __device__ __forceinline__ float zero_weight(const layer_tokens &t, int64
     return add_lanes(w);
 }
 
-/* choices [num_tokens, top_k]: those that are sent; zero-experts stay at home. */
+/* Writes choices [num_tokens, top_k], the ids that are dispatched: topk_idx with -1 for
+ * zero-experts, whose rows are never sent. */
 static __global__ void __launch_bounds__(THREADS)
     sent_kernel(const __grid_constant__ layer_tokens t, int32_t *choices)
 {
@@ -50,7 +54,8 @@ static __global__ void __launch_bounds__(THREADS)
         choices[i] = is_zero_expert(t, i) ? -1 : t.topk_idx[i];
 }
 
-/* shared_weights = sigmoid(x w_shared_gate), the sum in float64 as on the host */
+/* Computes shared_weights = sigmoid(x w_shared_gate).  The dot product is added in float64, as
+ * on the host. */
 static __global__ void __launch_bounds__(THREADS)
     shared_gate_kernel(const __grid_constant__ layer_tokens t)
 {
@@ -65,7 +70,8 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* d_shared_weights: from the gradient of the sigmoid to that of what it is taken of */
+/* Turns d_shared_weights from the gradient of the sigmoid into that of its argument, in
+ * place. */
 static __global__ void __launch_bounds__(THREADS)
     shared_slope_kernel(const __grid_constant__ layer_tokens t)
 {
@@ -77,7 +83,8 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* d_weights of zero-experts = <d_out, x> */
+/* Computes d_weights of the zero-experts that a token chose: dot(d_out, x).  Other elements of
+ * d_weights stay as they are. */
 static __global__ void __launch_bounds__(THREADS)
     zero_weights_kernel(const __grid_constant__ layer_tokens t)
 {
@@ -95,6 +102,7 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
+/* Adds factor * rows[at .. at + V) to sum. */
 template <class T, int V>
 static __device__ __forceinline__ void add_rows(float (&sum)[V], const void *rows, int64_t at,
                                                 float factor)
@@ -105,12 +113,16 @@ static __device__ __forceinline__ void add_rows(float (&sum)[V], const void *row
     for (int v = 0; v < V; v++) sum[v] += x[v] * factor;
 }
 
+/* Adds up the parts of a token's row, into rows.to.
+ *   forward   out = rows.a (from combine) + weight of zero-experts * x + rows.b (shared expert)
+ *   backward  d_x = rows.a + weight of zero-experts * d_out + rows.b + the shared gate's part
+ * A lane works on vectors of V numbers.  t.d_out is NULL in forward. */
 template <class T, int V>
 static __global__ void __launch_bounds__(THREADS)
     finish_kernel(const __grid_constant__ layer_tokens t,
                   const __grid_constant__ layer_rows rows)
 {
-    const void *const through = t.d_out ? t.d_out : t.x; /* zero-experts */
+    const void *const through = t.d_out ? t.d_out : t.x; /* row of a zero-expert */
     for (int64_t token = first_token(); token < t.num_tokens; token += token_step()) {
         const float w = zero_weight(t, token);
         const bool gated = t.w_shared_gate && t.d_out;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The kernels of the experts: what they are given, and how they are launched.  Plain C.  They talk
- * to no peer.  All counts are on the device: a launch knows capacities only. */
+/* Jobs and launchers of the experts' kernels, for the host code of src/backend/p2p.  Plain C.
+ * The kernels talk to no peer.  All counts are on the device, so a launcher knows only
+ * capacities.  Every launcher enqueues on `stream` and returns CUDA's error. */
 #ifndef EPIC_CUDA_GROUPED_H
 #define EPIC_CUDA_GROUPED_H
 
@@ -15,10 +16,10 @@
 extern "C" {
 #endif
 
-/* Where the slabs lie, worked out once for a call by p2p_launch_slabs. */
+/* The places of the slabs, which p2p_launch_slabs computes once for a call. */
 typedef struct p2p_slabs {
     const int32_t
-        *expert_rows; /* [num_experts], the caller's; NULL: all slots are one expert's */
+        *expert_rows; /* [num_experts], the caller's; NULL: one expert has all slots */
     const int32_t *expert_tokens; /* NULL: expert_rows */
     int32_t *num_tiles;           /* [1] */
     slab_tile *tiles;             /* [most_tiles] */
@@ -28,9 +29,9 @@ typedef struct p2p_slabs {
     int32_t most_tiles;
 } p2p_slabs;
 
-/* A product over slabs.  Of e4m3 the tensor cores want both factors with the steps of the sum side by
- * side, so weights lie turned there: FORWARD takes [experts, n, k], INPUT as always [experts, k, n];
- * WEIGHT is for other types. */
+/* A matrix product over slabs.  For e4m3 the tensor cores need both factors with the numbers of
+ * one sum contiguous, so FORWARD then reads transposed weights [experts, n, k].  INPUT reads
+ * [experts, k, n] for every type.  WEIGHT does not support e4m3. */
 typedef struct p2p_gemm {
     p2p_slabs slabs;
     const void *a;    /* FORWARD: x [slots, k]; INPUT: d_y [slots, n]; WEIGHT: x [slots, k] */
@@ -40,20 +41,23 @@ typedef struct p2p_gemm {
     const float *bias_weights; /* [slots], of the bias; NULL: 1 */
     const float *a_scales;     /* E4M3: [slots, blocks], one for each 128 numbers of a row */
     const float *b_scales;     /* E4M3: [experts, blocks, blocks], one for each 128 x 128 */
-    const void *also;          /* INPUT: rows of out's type that are added, too; NULL: none */
+    const void *also;          /* INPUT: more rows of out's type to add to the result; NULL:
+                                  none */
     int64_t k, n;
     uint32_t pass;     /* an epic_gemm_pass */
     uint32_t row_type; /* of x and d_x */
     uint32_t y_type;   /* of y and d_y; 0: row_type */
-    /* Of b but in WEIGHT, and of bias; E4M3 with row_type E4M3 only, with bias of y_type. */
+    /* Type of b (not in WEIGHT) and of bias.  E4M3 only with row_type E4M3; bias has y_type
+     * then. */
     uint32_t weight_type;
     uint32_t out_type;  /* WEIGHT: of out */
-    int32_t accumulate; /* WEIGHT, INPUT: out is added to */
-    int32_t sms;        /* most CTAs */
-    int32_t group;      /* rows of tiles that take turns over all columns; 0: chosen */
-    int32_t alone;      /* 1: CTAs do not work in pairs.  For tests */
-    int32_t slices; /* > 1: sums of one slab that fills all slots are cut into as many, which */
-    float *parts;   /* [slices, lines of out, columns] keeps, and added in order */
+    int32_t accumulate; /* WEIGHT, INPUT: add the result to out */
+    int32_t sms;        /* largest number of CTAs */
+    int32_t group;      /* rows of tiles that are computed together, column by column; 0:
+                           chosen */
+    int32_t alone;      /* 1: no clusters of two CTAs; for tests and some small products */
+    int32_t slices; /* > 1: cut each sum into this many slices.  One slab must fill all slots */
+    float *parts;   /* with slices: [slices, lines of out, columns], one partial sum each */
 } p2p_gemm;
 
 /* The rows between two products: activations and their gradients. */
@@ -63,20 +67,21 @@ typedef struct p2p_activation_job {
     const void *gate_up;       /* [slots, width]: x W, before weight and bias */
     const void *bias;          /* [experts, width]; NULL: none */
     const float *slot_weights; /* NULL: EPIC_WEIGHT_LATE */
-    void *activations;         /* [slots, inner]; backward: their gradient comes in */
-    /* Forward: of activations, e4m3 then, [slots, blocks of 128]; NULL: row_type. */
+    void *activations;         /* [slots, inner]; backward: in: their gradient */
+    /* Forward: scales [slots, blocks of 128] of activations, which are e4m3 then; NULL: they
+     * have row_type. */
     float *scales;
     void *d_gate_up;    /* backward: [slots, width] */
     const void *d_y;    /* backward, for b_down's part in EPIC_WEIGHT_EARLY: [slots, hidden] */
     const void *b_down; /* backward: [experts, hidden]; NULL: none */
     float *d_slot_weights; /* backward; NULL: not wanted */
     int32_t aligned;       /* 1: rows are whole vectors of 16 bytes */
-    int32_t weigh_d;       /* backward, EPIC_WEIGHT_INPUT: d_gate_up comes out weighted */
+    int32_t weigh_d;       /* backward, EPIC_WEIGHT_INPUT: multiply d_gate_up by the weight */
     int32_t sms;
     int32_t pad;
 } p2p_activation_job;
 
-/* out[e] = the sum of the rows of expert e that carry a token, each times its weight. */
+/* Bias gradients: out[e] = sum of weight * row over the rows of expert e that carry a token. */
 typedef struct p2p_bias_job {
     p2p_slabs slabs;
     const void *rows;     /* [slots, n] of row_type */
@@ -88,7 +93,8 @@ typedef struct p2p_bias_job {
     int32_t pad;
 } p2p_bias_job;
 
-/* Rows times a weight, or plus one, in place: what a product of the caller's own leaves to do. */
+/* Multiplies rows by weights, or adds a bias, in place.  Used after a matrix product of the
+ * caller's own, which does neither. */
 typedef struct p2p_scale_job {
     p2p_slabs slabs;
     void *rows;           /* [slots, n] of row_type; those without a token become 0 */
@@ -101,7 +107,7 @@ typedef struct p2p_scale_job {
     int32_t pad;
 } p2p_scale_job;
 
-/* Rows that carry a token to e4m3, with a scale for each 128 numbers. */
+/* Quantizes rows that carry a token to e4m3, with a scale for each 128 numbers. */
 typedef struct p2p_quantize_job {
     p2p_slabs slabs;
     const void *rows; /* [slots, n] of row_type */
@@ -112,67 +118,81 @@ typedef struct p2p_quantize_job {
     int32_t sms;
 } p2p_quantize_job;
 
-/* The dense part of a layer, beside its products. */
-typedef struct p2p_rows_job { /* to += from, numbers of `type` */
+/* Small kernels of the dense part of a layer (experts/dense.cu). */
+/* to += from, `count` numbers of `type`. */
+typedef struct p2p_rows_job {
     void *to;
     const void *from; /* NULL: zeros */
     int64_t count;
     uint32_t type;
-    int32_t replace; /* to = from */
+    int32_t replace; /* 1: to = from */
 } p2p_rows_job;
 
-typedef struct p2p_losses_job { /* one float each; NULL: not wanted, or not there */
+/* Losses of a layer: one float each; NULL: not wanted, or not computed. */
+typedef struct p2p_losses_job {
     const float *first, *second;
     float *sum, *to_first, *to_second;
 } p2p_losses_job;
 
-typedef struct p2p_incoming_job {   /* to = {all + balance, all + z} */
+/* Gradients of the losses: to = {all + balance, all + z}. */
+typedef struct p2p_incoming_job {
     const float *all, *balance, *z; /* NULL: 1, 0, 0 */
     float *to;
 } p2p_incoming_job;
 
-typedef struct p2p_pieces_job { /* experts/grouped_pieces.cu */
-    const float *from;          /* split: [rows, columns]; fold: [rows, GATE_PIECES, columns] */
+/* Three bf16 pieces of float32 numbers (experts/grouped_pieces.cu). */
+typedef struct p2p_pieces_job {
+    const float *from; /* split: [rows, columns]; fold: [rows, GATE_PIECES, columns] */
     void *to;          /* split: bf16 [rows, places, columns]; fold: float32 [rows, columns] */
     const float *bias; /* fold: [columns]; NULL: none */
     int64_t rows, columns;
     int32_t places;     /* split */
-    uint32_t order;     /* split: which piece each place has, two bits for each, lowest first */
-    int32_t accumulate; /* fold: to is added to */
+    uint32_t order;     /* split: the piece (0 to 2) in each place, two bits each, lowest
+                           first */
+    int32_t accumulate; /* fold: add to `to` */
     int32_t sms;
 } p2p_pieces_job;
 
+/* Split float32 into pieces, and add the sums of the pieces. */
 cudaError_t p2p_launch_split(const p2p_pieces_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_fold(const p2p_pieces_job *job, cudaStream_t stream);
 cudaError_t p2p_load_pieces(void);
 
-/* values [2, n], n a power of two: {the sum of the first row, that of the second}, in binary trees. */
+/* values [2, n], n a power of two: writes the sums of the two rows to values[0] and values[1],
+ * each added in a binary tree. */
 cudaError_t p2p_launch_trees(float *values, int64_t n, cudaStream_t stream);
 cudaError_t p2p_launch_rows(const p2p_rows_job *job, int sms, cudaStream_t stream);
 cudaError_t p2p_launch_losses(const p2p_losses_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_incoming(const p2p_incoming_job *job, cudaStream_t stream);
 cudaError_t p2p_load_dense(void);
 
+/* Computes places of slabs and tiles from the counts (experts/slabs.cu). */
 cudaError_t p2p_launch_slabs(const p2p_slabs *slabs, cudaStream_t stream);
 
-/* On tensor cores where the GPU and the shapes let it (p2p_gemm_is_fast), else the plain one. */
+/* Run a product: on tensor cores if GPU, types and shapes allow it (p2p_gemm_is_slow), else by
+ * plain loops. */
 cudaError_t p2p_launch_gemm(const p2p_gemm *job, cudaStream_t stream);
-p2p_gemm p2p_as_input(p2p_gemm scaled); /* the same product, as one of the pass INPUT */
+/* Returns the e4m3 product as one of the pass INPUT: with transposed weights FORWARD is the
+ * same sum. */
+p2p_gemm p2p_as_input(p2p_gemm scaled);
 cudaError_t p2p_launch_plain_gemm(const p2p_gemm *job, cudaStream_t stream);
 cudaError_t p2p_launch_hopper_gemm(const p2p_gemm *job, cudaStream_t stream);
 
-/* Can this GPU's tensor cores do it, and if not, why: NULL, or a few words. */
+/* Returns NULL if this GPU's tensor cores can run the product, else the reason in a few
+ * words. */
 const char *p2p_gemm_is_slow(const p2p_gemm *job);
 
-/* Has this build products for tensor cores of GPUs of that generation? */
+/* Returns 1 if this build has tensor-core kernels for GPUs of that compute capability. */
 int p2p_gemm_is_built(int major, int minor);
 
+/* The kernels of experts/rows.cu. */
 cudaError_t p2p_launch_activation(const p2p_activation_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_activation_backward(const p2p_activation_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_quantize(const p2p_quantize_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_bias(const p2p_bias_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_scale(const p2p_scale_job *job, cudaStream_t stream);
 
+/* Load the kernels, so that no later launch has to. */
 cudaError_t p2p_load_slabs(void);
 cudaError_t p2p_load_activation(void);
 cudaError_t p2p_load_plain_gemm(void);

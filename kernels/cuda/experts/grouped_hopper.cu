@@ -1,11 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The launches of the products on tensor cores (experts/grouped_hopper.cuh), and what they need of the driver. */
-/* Other generations get empty bodies, which call nothing. */
+/* Launchers of the products on Hopper's tensor cores (experts/grouped_hopper.cuh): they make
+ * the tensor maps with the driver's cuTensorMapEncodeTiled, choose the kernel, and report by
+ * p2p_gemm_is_slow() which products they do not support.  Builds for other GPUs have kernels
+ * with empty bodies. */
 #pragma nv_diag_suppress 177
 
 #include "cuda/experts/grouped.h"
 
-/* The emulator's GPU has no tensor cores, and this file is empty of kernels there. */
+/* The emulator has no tensor cores, so this file has no kernels there. */
 #if defined(__NVCC__)
 
 #include "cuda/experts/grouped_hopper.cuh"
@@ -16,9 +18,9 @@ typedef CUresult (*encode_function)(CUtensorMap *, CUtensorMapDataType, cuuint32
                                     CUtensorMapSwizzle, CUtensorMapL2promotion,
                                     CUtensorMapFloatOOBfill);
 
-static encode_function encode; /* of the driver; NULL: Hopper's kernels cannot be used */
+static encode_function encode; /* the driver's function; NULL: the kernels cannot be used */
 
-/* A matrix of numbers, or one for each expert, seen by boxes of 128 bytes x `lines`. */
+/* A matrix, or one for each expert, that is copied in boxes of 128 bytes x `lines`. */
 struct Matrix {
     const void *data;
     int64_t columns, rows, count; /* count 0: two dimensions */
@@ -26,6 +28,7 @@ struct Matrix {
     int lines;
 };
 
+/* Encodes the tensor map of one matrix. */
 static cudaError_t make_map(CUtensorMap *map, const Matrix &m)
 {
     const cuuint64_t element = m.type == EPIC_F32 ? 4 : m.type == EPIC_E4M3 ? 1 : 2;
@@ -45,6 +48,7 @@ static cudaError_t make_map(CUtensorMap *map, const Matrix &m)
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
+/* Encodes the maps of a, b and out, whose shapes depend on the pass. */
 static cudaError_t make_maps(Maps *maps, const p2p_gemm *g)
 {
     const bool weight = g->pass == EPIC_GEMM_WEIGHT, input = g->pass == EPIC_GEMM_INPUT;
@@ -64,6 +68,7 @@ static cudaError_t make_maps(Maps *maps, const p2p_gemm *g)
     return error == cudaSuccess ? make_map(&maps->out, out) : error;
 }
 
+/* Returns the arguments of the kernel. */
 static Job job_of(const p2p_gemm *g)
 {
     Job job = {};
@@ -89,7 +94,8 @@ static Job job_of(const p2p_gemm *g)
     return job;
 }
 
-/* CTAs, no more than there can be tiles. */
+/* Returns the number of CTAs: at most the number of tiles that there can be, and at most
+ * g->sms. */
 static int ctas_of(const p2p_gemm *g, const Job &job, int pair)
 {
     const int64_t down = g->pass == EPIC_GEMM_WEIGHT
@@ -99,6 +105,7 @@ static int ctas_of(const p2p_gemm *g, const Job &job, int pair)
     return (int)(work < most ? work : most) * pair;
 }
 
+/* Launches one instance of the kernel, in clusters of CTAS. */
 template <class T, class Out, int PASS, int CTAS>
 static cudaError_t launch_hopper(const p2p_gemm *g, cudaStream_t stream)
 {
@@ -120,6 +127,7 @@ static cudaError_t launch_hopper(const p2p_gemm *g, cudaStream_t stream)
     return cudaLaunchKernelEx(&how, hopper_kernel<T, Out, PASS, CTAS>, maps, job);
 }
 
+/* FORWARD and INPUT of e4m3 are the same sum, so both use INPUT. */
 template <int CTAS> static cudaError_t launch_e4m3(const p2p_gemm *forward, cudaStream_t stream)
 {
     const p2p_gemm g = p2p_as_input(*forward);
@@ -161,6 +169,7 @@ static bool is_whole(const void *p)
     return (uintptr_t)p % 16 == 0;
 }
 
+/* Returns why the kernels do not support an e4m3 product, or NULL. */
 static const char *why_e4m3_is_slow(const p2p_gemm *g)
 {
     const bool input = g->pass == EPIC_GEMM_INPUT;
@@ -192,7 +201,8 @@ extern "C" const char *p2p_gemm_is_slow(const p2p_gemm *g)
     return g->k % 8 || g->n % 8 ? "8 does not divide k and n" : NULL;
 }
 
-/* A build for other GPUs has kernels without a body. */
+/* Loads a kernel and allows it the shared memory that it needs.  Clears *good if the build has
+ * no body for this GPU. */
 template <class T, class Out, int PASS, int CTAS> static cudaError_t load_hopper(bool *good)
 {
     cudaFuncAttributes attributes;
@@ -222,6 +232,7 @@ template <class T, int CTAS> static cudaError_t load_typed(bool *good)
     return error == cudaSuccess ? load_hopper<T, float, EPIC_GEMM_WEIGHT, CTAS>(good) : error;
 }
 
+/* Returns the driver's cuTensorMapEncodeTiled, or NULL.  EPIC does not link with libcuda. */
 static encode_function find_encode()
 {
     void *function = NULL;

@@ -1,27 +1,30 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* hopper gemm: products over slabs on the tensor cores of sm_90a, as experts/grouped.h and
- * experts/grouped_plain.cu have them: 16-bit factors, float32 sums, k and n multiples of 8.
+/* Matrix products over slabs on the tensor cores of sm_90a (Hopper).  The products are those of
+ * experts/grouped.h, with factors of 16 bits or e4m3, float32 sums, and k and n multiples of 8.
  *
- * A tile of out is 128 x 256.  A CTA has one warpgroup that copies (a single thread of it does)
- * and two that multiply, 64 rows each:
+ * A tile of out is 128 x 256.  A CTA has three warpgroups: one thread of the first copies
+ * (producer), and the other two multiply, 64 rows each (consumers).  They share a ring of
+ * STAGES stages in shared memory, each with a barrier "full" and a barrier "empty":
  *
- *     producer   wait empty[s]; copy a 128 x 64 and b 64 x 256 into stage s -> full[s]
- *     consumers  wait full[s];  4 wgmma of 64 x 256 x 16; arrive at empty[s] one stage later
- *     consumers  bias, zeros on padding, round; through shared memory to out, 64 x 128 bytes a box
+ *     producer   waits for empty[s]; copies a 128 x 64 and b 64 x 256 into stage s -> full[s]
+ *     consumers  wait for full[s]; run 4 wgmma of 64 x 256 x 16; arrive at empty[s] one later
+ *     consumers  add the bias, zero the padding, round; write out by tensor copies of 64 rows
+ *                x 128 bytes (boxes) through shared memory
  *
- * Both run over the same list of tiles, STAGES stages apart.  The grid is persistent: CTA i takes
- * tiles i, i + grid, ...  Two CTAs are a cluster and take neighbouring tiles in turn; where both
- * are of one expert each copies half of b and the copy goes to both (decided tile by tile: skewed
- * slabs waste nothing).
+ * Producer and consumers go through the same list of tiles.  The grid is persistent: CTA i
+ * computes the tiles i, i + grid, ...  Two CTAs form a cluster and compute neighbouring tiles.
+ * If both tiles belong to one expert, each CTA copies half of b, and the multicast copy reaches
+ * both.  This is decided for each tile, so slabs of very different sizes lose nothing.
  *
- * Factors lie in memory as they are: a "turned" factor is read by wgmma across its rows.
- *     pass     a                     b                      steps of the sum
- *     FORWARD  x   [slot, k]         w [k, n] turned        k
- *     INPUT    d_y [slot, n]         w [k, n]               n
- *     WEIGHT   x   [slot, k] turned  d_y [slot, n] turned   slots of the slab
- * WEIGHT begins with the ragged last block of slots, the rows of which that are past the slab's
- * tokens are zeroed in shared memory: padding and neighbours have no part in any sum.  FORWARD and
- * INPUT compute whole tiles and keep what belongs to a token. */
+ * The factors stay in memory as the caller has them.  wgmma reads a transposed factor across
+ * its rows.
+ *     pass     a                          b                           the sum runs over
+ *     FORWARD  x   [slot, k]              w [k, n] transposed         k
+ *     INPUT    d_y [slot, n]              w [k, n]                    n
+ *     WEIGHT   x   [slot, k] transposed   d_y [slot, n] transposed    slots of the slab
+ * WEIGHT begins with the last block of slots, which may be incomplete.  Its rows after the
+ * slab's tokens are zeroed in shared memory, so that neither padding nor the next slab reaches
+ * a sum.  FORWARD and INPUT compute whole tiles and store the rows that carry a token. */
 #ifndef EPIC_GROUPED_HOPPER_CUH
 #define EPIC_GROUPED_HOPPER_CUH
 
@@ -31,29 +34,32 @@
 
 #define BM EXPERTS_TILE_ROWS
 #define BN 256
-#define BK 64 /* 16-bit numbers of a step */
+#define BK 64 /* 16-bit numbers of a sum in one stage */
 #define STAGES 4
-#define GROUP_BYTES (64 * 128) /* 64 lines of 128 bytes: what the swizzle is made for */
+#define GROUP_BYTES (64 * 128) /* 64 lines of 128 bytes, the unit of the 128-byte swizzle */
 #define A_BYTES (2 * GROUP_BYTES)
 #define B_BYTES (4 * GROUP_BYTES)
 #define STAGE_BYTES (A_BYTES + B_BYTES)
-#define STORE_BYTES (2 * GROUP_BYTES) /* of a consumer: two boxes, in turn */
+#define STORE_BYTES (2 * GROUP_BYTES) /* of a consumer warpgroup: two boxes, alternately */
 #define SHARED_BYTES (STAGES * STAGE_BYTES + 2 * STORE_BYTES + 1024)
 #define THREADS 384
 #define CONSUMERS 256
 
-/* Barriers of the CTA by number; 0 is __syncthreads. */
-#define BARRIER_OWN 1 /* and 2: of one consumer warpgroup */
+/* Numbers of named barriers of the CTA; __syncthreads uses 0. */
+#define BARRIER_OWN 1 /* 1 and 2: of one consumer warpgroup each */
 #define BARRIER_BOTH 3
 
-struct E4m3 { /* scaled rows, and weights */
+/* An e4m3 number: type of factors with scales. */
+struct E4m3 {
     uint8_t bits;
 };
 
-struct Maps { /* what tensor copies know of the three matrices */
+/* Descriptors of the three matrices for tensor copies. */
+struct Maps {
     CUtensorMap a, b, out;
 };
 
+/* Arguments of the kernel, from p2p_gemm. */
 struct Job {
     slab_place *slabs;
     slab_tile *tiles;
@@ -66,23 +72,26 @@ struct Job {
     int64_t columns;  /* of out */
     int64_t lines;    /* WEIGHT: of out of one expert */
     int num_experts;
-    int tiles_down; /* WEIGHT: tiles of one expert, down */
+    int tiles_down; /* WEIGHT: rows of tiles of one expert */
     int tiles_across;
-    int steps; /* but WEIGHT: blocks of the sum */
-    int group; /* pairs of tiles that take turns over all columns */
+    int steps; /* FORWARD, INPUT: blocks of BK (e4m3: 128) numbers of a sum */
+    int group; /* pairs of rows of tiles that are computed together, column by column, for L2 */
     int accumulate;
 };
 
-struct Work { /* a tile */
-    int row;  /* of a, and of out; WEIGHT: of out alone */
+/* One tile of out. */
+struct Work {
+    int row; /* of a, and of out; WEIGHT: of out alone */
     int column, expert, steps;
     int first;  /* WEIGHT: first slot of the slab */
-    int tokens; /* but WEIGHT: rows to compute; WEIGHT: tokens of the slab */
-    int rows;   /* but WEIGHT: rows to store */
-    bool store, share;
+    int tokens; /* FORWARD, INPUT: rows that carry a token; WEIGHT: tokens of the slab */
+    int rows;   /* FORWARD, INPUT: rows to store, with padding */
+    bool store; /* false: a duplicate that only keeps the cluster in step */
+    bool share; /* the cluster copies b once for both CTAs */
 };
 
-/* Tile number `t` of this CTA's; false: past the last. */
+/* Fills in tile number t of this cluster, for the CTA `rank` of it.  Returns false after the
+ * last. */
 template <int PASS, int CTAS>
 static __device__ __forceinline__ bool find_tile(Work &w, const Job &job, int num_tiles, int t,
                                                  int rank)
@@ -103,7 +112,7 @@ static __device__ __forceinline__ bool find_tile(Work &w, const Job &job, int nu
     const int pair = turn * job.group + rest % in_turn;
     w.column = rest / in_turn * BN;
     int line = pair * CTAS + rank;
-    w.store = line < down; /* the last of an odd number is computed twice */
+    w.store = line < down; /* an odd last row of tiles is computed twice */
     if (!w.store) line = down - 1;
     w.share = CTAS == 2;
     if (PASS == EPIC_GEMM_WEIGHT) {
@@ -128,7 +137,8 @@ static __device__ __forceinline__ bool find_tile(Work &w, const Job &job, int nu
     return true;
 }
 
-struct Stage { /* the place in the ring of stages that a thread has come to */
+/* A position in the ring of stages: index, and the parity that its barriers wait for. */
+struct Stage {
     int index, parity;
 
     __device__ __forceinline__ void advance()
@@ -144,12 +154,14 @@ struct Stage { /* the place in the ring of stages that a thread has come to */
     }
 };
 
-struct Places { /* in shared memory */
+/* Addresses in shared memory. */
+struct Places {
     uint32_t stages, stores, full, empty;
 };
 
 /* ---------------------------------------------------------------------------- producer ---- */
 
+/* Starts the copy of 128 x 64 numbers of a into a stage; `full` counts its bytes. */
 template <int PASS>
 static __device__ __forceinline__ void load_a(uint32_t to, const Maps &maps, uint32_t full,
                                               const Work &w, int step)
@@ -162,6 +174,7 @@ static __device__ __forceinline__ void load_a(uint32_t to, const Maps &maps, uin
     }
 }
 
+/* Starts the copy of b into a stage.  With `share` this CTA copies its half into both CTAs. */
 template <int PASS>
 static __device__ __forceinline__ void load_b(uint32_t to, const Maps &maps, uint32_t full,
                                               const Work &w, int step, bool share, int rank)
@@ -181,6 +194,7 @@ static __device__ __forceinline__ void load_b(uint32_t to, const Maps &maps, uin
     }
 }
 
+/* The producer thread: fills the ring for all tiles of the CTA. */
 template <class T, int PASS, int CTAS>
 static __device__ __forceinline__ void run_producer(const Maps &maps, const Job &job,
                                                     const Places &at, int rank)
@@ -206,7 +220,8 @@ static __device__ __forceinline__ void run_producer(const Maps &maps, const Job 
 
 /* --------------------------------------------------------------------------- consumers ---- */
 
-/* This warpgroup has read a stage: both CTAs' producers may fill it again. */
+/* Reports that this warpgroup has read a stage: the producers of both CTAs may fill it
+ * again. */
 template <int CTAS>
 static __device__ __forceinline__ void release_stage(const Places &at, int stage, int thread)
 {
@@ -218,7 +233,8 @@ static __device__ __forceinline__ void release_stage(const Places &at, int stage
     }
 }
 
-/* Zeros the lines from `first` on of a stage of WEIGHT: half of it each warpgroup. */
+/* WEIGHT: zeroes the lines of a stage from `first` on.  Each of the two warpgroups zeroes a
+ * half. */
 static __device__ __forceinline__ void zero_lines(uint32_t stage, int first, int half,
                                                   int thread)
 {
@@ -234,13 +250,15 @@ static __device__ __forceinline__ void zero_lines(uint32_t stage, int first, int
     named_barrier_sync(BARRIER_BOTH, CONSUMERS);
 }
 
+/* Computes the 64 rows of this warpgroup of a tile, for factors of 16 bits.  A stage is
+ * released when the products of the next stage have been issued. */
 template <class T, int PASS, int CTAS>
 static __device__ __forceinline__ void
 multiply_tile(float (&d)[128], const Work &w, const Places &at, Stage &s, int half, int thread)
 {
     constexpr int TRANSPOSE_A = PASS == EPIC_GEMM_WEIGHT, TRANSPOSE_B = PASS != EPIC_GEMM_INPUT;
     constexpr int STEP_A = TRANSPOSE_A ? 128 : 2,
-                  STEP_B = TRANSPOSE_B ? 128 : 2; /* 16 steps of the sum */
+                  STEP_B = TRANSPOSE_B ? 128 : 2; /* descriptor step of 16 numbers of the sum */
     if (PASS == EPIC_GEMM_WEIGHT && w.tokens % BK != 0) {
         barrier_wait(at.full + 8 * s.index, s.parity);
         zero_lines(at.stages + s.index * STAGE_BYTES, w.tokens % BK, half, thread);
@@ -267,12 +285,12 @@ multiply_tile(float (&d)[128], const Work &w, const Places &at, Stage &s, int ha
         }
         s.advance();
     }
-    wait_wgmma<0>(); /* straight on everybody's way: else ptxas runs wgmma one by one (C7518) */
+    wait_wgmma<0>(); /* on every path: else ptxas serializes wgmma (C7518) */
     if (w.steps > 0) release_stage<CTAS>(at, s.previous_index(), thread);
 }
 
-/* Number d[4 * j + i] of a thread is row `row` (i < 2) or row + 8 of its warpgroup's 64, column
- * 8 * j + column + i % 2. */
+/* Position of a thread's results in its warpgroup's 64 rows: number d[4 * j + i] is in row
+ * `row` (i < 2) or row + 8 (i >= 2), column 8 * j + column + i % 2. */
 struct Lane {
     int row, column;
 
@@ -283,6 +301,7 @@ struct Lane {
     }
 };
 
+/* Returns the numbers i and i + 1 of an array as float32. */
 static __device__ __forceinline__ float2 pair_at(const void *p, int64_t i, __nv_bfloat16)
 {
     return __bfloat1622float2(*(const __nv_bfloat162 *)((const __nv_bfloat16 *)p + i));
@@ -293,6 +312,7 @@ static __device__ __forceinline__ float2 pair_at(const void *p, int64_t i, __hal
     return __half22float2(*(const __half2 *)((const __half *)p + i));
 }
 
+/* Rounds two numbers to 16 bits and packs them into a word. */
 static __device__ __forceinline__ uint32_t pack_pair(float x, float y, __nv_bfloat16)
 {
     const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
@@ -305,6 +325,7 @@ static __device__ __forceinline__ uint32_t pack_pair(float x, float y, __half)
     return *(const uint32_t *)&pair;
 }
 
+/* Adds the bias of the expert, times the weight of the row if there are bias_weights. */
 template <class T>
 static __device__ __forceinline__ void add_bias(float (&d)[128], const Job &job, const Work &w,
                                                 int half, const Lane &lane)
@@ -327,9 +348,9 @@ static __device__ __forceinline__ void add_bias(float (&d)[128], const Job &job,
     }
 }
 
-/* What the result is added to, whose row `row` is this thread's first, and there are `there` from that
- * one on.  Only float32 sums may be added where they lie (add_box): in 16 bits that would round the
- * product first, and the sum again. */
+/* Adds rows of `from` to the result before it is rounded.  `row` is this thread's first row,
+ * and `there` rows exist from it on.  float32 results use add_box() instead, which adds in
+ * memory; in 16 bits that would round the product first and the sum again. */
 template <class Out>
 static __device__ __forceinline__ void add_rows(float (&d)[128], const void *from,
                                                 const Job &job, const Work &w, int64_t row,
@@ -350,6 +371,7 @@ static __device__ __forceinline__ void add_rows(float (&d)[128], const void *fro
     }
 }
 
+/* Adds what accumulate and `also` ask for: the old values of out, and the rows `also`. */
 template <class Out, int PASS>
 static __device__ __forceinline__ void add_existing(float (&d)[128], const Job &job,
                                                     const Work &w, int half, const Lane &lane)
@@ -364,6 +386,7 @@ static __device__ __forceinline__ void add_existing(float (&d)[128], const Job &
     if (job.accumulate) add_rows<Out>(d, job.out, job, w, w.row + line, w.tokens - line, lane);
 }
 
+/* Zeroes the results of rows without a token. */
 static __device__ __forceinline__ void zero_padding(float (&d)[128], int tokens,
                                                     const Lane &lane)
 {
@@ -375,8 +398,8 @@ static __device__ __forceinline__ void zero_padding(float (&d)[128], int tokens,
     }
 }
 
-/* Box q of the warpgroup's 64 rows, into shared memory as a tensor copy wants it: lines of 128
- * bytes, of which vector v of line r lies at v ^ r % 8. */
+/* Writes box q of the warpgroup's 64 rows to shared memory in the order that a tensor copy
+ * expects: lines of 128 bytes, in which vector v of line r is stored at v ^ r % 8. */
 template <class T>
 static __device__ __forceinline__ void write_box(uint32_t box, const float (&d)[128], int q,
                                                  int thread, T)
@@ -408,7 +431,7 @@ static __device__ __forceinline__ void write_box(uint32_t box, const float (&d)[
     }
 }
 
-/* The first `rows` lines of a box that is not all this slab's. */
+/* Stores the first `rows` lines of a box that reaches beyond the slab, by ordinary stores. */
 static __device__ __forceinline__ void
 store_lines(uint8_t *out, int64_t line_bytes, uint32_t box, int rows, int vectors, int thread)
 {
@@ -423,13 +446,15 @@ store_lines(uint8_t *out, int64_t line_bytes, uint32_t box, int rows, int vector
     }
 }
 
+/* Rounds the results to Out and stores them, box by box. */
 template <class Out, int PASS>
 static __device__ __forceinline__ void store_tile(const float (&d)[128], const Maps &maps,
                                                   const Job &job, const Work &w, uint32_t boxes,
                                                   int half, int thread)
 {
-    constexpr int WIDE = 128 / sizeof(Out), COUNT = BN / WIDE; /* columns of a box, boxes */
-    const int rows = w.rows - half * 64; /* of this warpgroup's, that are the slab's */
+    constexpr int WIDE = 128 / sizeof(Out), COUNT = BN / WIDE; /* columns of a box, number of
+                                                                  boxes */
+    const int rows = w.rows - half * 64; /* rows of this warpgroup that belong to the slab */
 #pragma unroll
     for (int q = 0; q < COUNT; q++) {
         const uint32_t box = boxes + q % 2 * GROUP_BYTES;
@@ -457,14 +482,15 @@ static __device__ __forceinline__ void store_tile(const float (&d)[128], const M
 
 /* ------------------------------------------------------------------------- scaled e4m3 ---- */
 
-/* Scales of a tile: of a thread's two rows, and of the blocks of weights left and right.  Four lanes
- * have the same rows; lane i of them brings every fourth block of the sum from the i-th on, four blocks
- * before they are needed. */
+/* Scales of a tile: those of a thread's two rows, and those of the left and the right 128
+ * columns of weights.  Four lanes have the same rows, so they share the loads: lane i loads the
+ * blocks i, i + 4, ...  of the sum, four blocks ahead. */
 struct Scales {
-    const float *low, *high, *b; /* NULL: a row without a token */
-    int steps, right;            /* right: from the left block of weights */
+    const float *low, *high, *b; /* low, high: NULL for a row without a token */
+    int steps, right;            /* right: distance of the right block of weights from the left
+                                    one */
     float next_low, next_high, next_b[2];
-    float now_low[2], now_high[2]; /* rows' times weights' */
+    float now_low[2], now_high[2]; /* scale of a row times scale of the weights */
 
     __device__ __forceinline__ Scales(const Job &job, const Work &w, const Lane &lane, int half)
     {
@@ -487,7 +513,8 @@ struct Scales {
         next_b[0] = __ldg(b + step);
         next_b[1] = __ldg(b + right + step);
     }
-    /* To the four blocks that have come; `step` is this lane's of the next four. */
+    /* Makes the four loaded blocks the current ones and starts loading the next; `step` is this
+     * lane's block of the next four. */
     __device__ __forceinline__ void use_next_blocks(int step)
     {
 #pragma unroll
@@ -499,9 +526,10 @@ struct Scales {
     }
 };
 
-/* As multiply_tile, of e4m3.  The tensor cores add one block of 128 steps, and no more, as they keep
- * fewer bits than float32 has; what they have added is scaled and added to d.  That takes as many clocks
- * as a quarter of the products, and neither hides the other: all that can be hidden is waiting. */
+/* Like multiply_tile(), for e4m3.  The tensor cores add only one block of 128 products, because
+ * they keep fewer bits than float32.  Each block's sum is then scaled and added to d in
+ * float32.  This takes as many clocks as a quarter of the products and does not overlap with
+ * them; only the waits for copies are hidden. */
 template <int CTAS>
 static __device__ __forceinline__ void multiply_tile_e4m3(float (&d)[128], const Job &job,
                                                           const Work &w, const Places &at,
@@ -530,7 +558,7 @@ static __device__ __forceinline__ void multiply_tile_e4m3(float (&d)[128], const
             commit_wgmma();
             float scale[2] = {__shfl_sync(0xffffffffu, scales.now_low[h], k % 4, 4),
                               __shfl_sync(0xffffffffu, scales.now_high[h], k % 4, 4)};
-            keep_in_registers(scale); /* before the wait */
+            keep_in_registers(scale); /* so that the shuffles come before the wait */
             if (h == 1 && k + 1 < w.steps) barrier_wait(at.full + 8 * s.index, s.parity);
             wait_wgmma<0>();
             keep_in_registers(sum);
@@ -541,6 +569,7 @@ static __device__ __forceinline__ void multiply_tile_e4m3(float (&d)[128], const
     }
 }
 
+/* A consumer warpgroup: computes and stores its half of every tile of the CTA. */
 template <class T, class Out, int PASS, int CTAS>
 static __device__ __forceinline__ void run_consumer(const Maps &maps, const Job &job,
                                                     const Places &at, int half, int rank)
@@ -573,14 +602,16 @@ static __device__ __forceinline__ void run_consumer(const Maps &maps, const Job 
 
 /* ------------------------------------------------------------------------------ kernel ---- */
 
-/* T: of the factors, Out: of the result. */
+/* The kernel.  T is the type of the factors, Out that of the result, CTAS the size of a
+ * cluster.  Its body is compiled for sm_90a only. */
 template <class T, class Out, int PASS, int CTAS>
 static __global__ void __launch_bounds__(THREADS, 1)
     hopper_kernel(const __grid_constant__ Maps maps, const __grid_constant__ Job job)
 {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ uint8_t memory[];
-    __shared__ uint64_t barriers[2 * STAGES]; /* its size tells the host that there is a body */
+    __shared__ uint64_t barriers[2 * STAGES]; /* the host sees by its size whether the kernel
+                                                 has a body */
     const int group = threadIdx.x / 128, rank = CTAS == 2 ? cluster_rank() : 0;
     Places at;
     at.stages = ((uint32_t)__cvta_generic_to_shared(memory) + 1023) & ~1023u;
@@ -590,7 +621,8 @@ static __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
             barrier_init(at.full + 8 * i, 1);
-            barrier_init(at.empty + 8 * i, 2 * CTAS); /* consumers, of both CTAs */
+            barrier_init(at.empty + 8 * i, 2 * CTAS); /* consumer warpgroups of all CTAs of the
+                                                         cluster */
         }
         barrier_init_done();
     }
@@ -601,13 +633,13 @@ static __global__ void __launch_bounds__(THREADS, 1)
         if (threadIdx.x == 0) run_producer<T, PASS, CTAS>(maps, job, at, rank);
     } else {
         grow_registers<232>();
-        /* By a shuffle ptxas knows that it is one number for the warp, and keeps what wgmma is told
-         * in uniform registers: e4m3 is 4 % faster. */
+        /* The shuffle shows ptxas that the value is equal in the whole warp.  It then keeps the
+         * descriptors of wgmma in uniform registers, which makes e4m3 4 % faster. */
         const int half = __shfl_sync(0xffffffffu, group - 1, 0);
         run_consumer<T, Out, PASS, CTAS>(maps, job, at, half, rank);
     }
     __syncwarp();
-    if (CTAS == 2) cluster_sync(); /* a peer may still copy into this CTA's memory */
+    if (CTAS == 2) cluster_sync(); /* the other CTA may still copy into this CTA's memory */
 #endif
 }
 

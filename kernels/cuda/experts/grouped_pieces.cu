@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Factors of float32 for tensor cores that take bf16: a number is three bf16, the nearest, the
- * nearest of what is left, and again, which is all of its 24 bits.  They lie side by side, so one
- * product brings three sums, which are added, the small ones first.  Where both factors are float32 the
- * pieces of one lie beside those of the other that they are multiplied by, and one sum runs over all.
+/* Float32 factors for tensor cores that multiply bf16.  A float32 number x is written as three
+ * bf16 pieces: high = bf16(x), middle = bf16(x - high), low = bf16(x - high - middle).
+ * Together they hold all 24 bits of x.  If one factor is float32, its pieces are separate
+ * columns: one product computes three sums for each result, and fold adds them, the smallest
+ * first.  If both factors are float32, the pieces of both are arranged so that each pair that
+ * is multiplied meets in one long sum.
  *
  *     from [rows, columns] -> to   [rows, places, columns]     split
  *     sums [rows, 3, columns] -> out [rows, columns]           fold */
@@ -12,6 +14,7 @@
 
 #define THREADS 256
 
+/* Writes the pieces of each number, in the places and the order of the job. */
 static __global__ void __launch_bounds__(THREADS)
     split_kernel(const __grid_constant__ p2p_pieces_job job)
 {
@@ -32,6 +35,7 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
+/* Adds the sums of the pieces, from the low piece to the high one, and the bias. */
 static __global__ void __launch_bounds__(THREADS)
     fold_kernel(const __grid_constant__ p2p_pieces_job job)
 {

@@ -1,15 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* plain gemm: products over slabs for every GPU, type and shape.  Float32 sums in registers.
- *   FORWARD  out [slots, n] = a [slots, k] b[e]             + bias
- *   INPUT    out [slots, k] = a [slots, n] b[e]^T
- *   WEIGHT   out[e] [k, n]  = a [slots, k]^T b [slots, n]   over the tokens of slab e
- * A CTA takes tiles of BM x BN numbers of out, each of whose threads keeps 8 x 8: four times four
- * that lie side by side.  Both factors go through shared memory as float32, BK steps of the sum at a
- * time, while those of the next BK are on their way to registers, in fours that lie side by side in
- * memory.  Rows without a token are not read; those inside slabs are written as zeros.  Factors of e4m3
- * come with scales, 1 x 128 of a and 128 x 128 of b, and both have the steps of the sum side by side, as
- * INPUT has them.  Where few tiles have long sums these are cut into slices: a CTA leaves its part in
- * memory, and a second kernel adds the parts in order. */
+/* Matrix products over slabs by plain loops, for every GPU, type and shape.  Sums are float32,
+ * in registers.
+ *
+ *     FORWARD  out [slots, n] = a [slots, k] b[e]             + bias
+ *     INPUT    out [slots, k] = a [slots, n] b[e]^T
+ *     WEIGHT   out[e] [k, n]  = a [slots, k]^T b [slots, n]   over the tokens of slab e
+ *
+ * A CTA computes tiles of BM x BN numbers of out; each thread has 8 x 8 of them, as four blocks
+ * of 4 x 4.  Both factors go through shared memory as float32, BK numbers of a sum at a time.
+ * Meanwhile the threads load the next BK into registers, four adjacent numbers at a time.
+ *
+ * Rows without a token are not read; those inside slabs are written as zeros.  Factors of e4m3
+ * have scales, 1 x 128 of a and 128 x 128 of b.  Their numbers of one sum are contiguous, as in
+ * INPUT.  If there are few tiles with long sums, the sums are cut into slices: a CTA stores the
+ * partial sum of its slice, and a second kernel adds the slices in order. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
 #include "cuda/experts/grouped.h"
@@ -18,18 +22,19 @@
 #define BN 64
 #define BK 16
 #define THREADS 128
-#define EACH 8                          /* rows, and columns, of a thread */
-#define PAST 4                          /* floats between rows of shared memory */
-#define A_FOURS (BM * BK / 4 / THREADS) /* that a thread brings */
+#define EACH 8                          /* rows and columns of a thread */
+#define PAST 4                          /* floats of padding after each row in shared memory */
+#define A_FOURS (BM * BK / 4 / THREADS) /* groups of four that a thread loads */
 #define B_FOURS (BN * BK / 4 / THREADS)
 
-struct Piece {      /* a tile of out, and the sum that makes it */
-    int64_t row;    /* of a's slab in WEIGHT, else of out */
+/* A tile of out, and the part of the sum that is computed for it. */
+struct Piece {
+    int64_t row;    /* WEIGHT: first row of the slab; else of out */
     int64_t first;  /* WEIGHT: row of out[expert] */
     int64_t column; /* of out */
     int64_t expert, depth, columns;
-    int64_t begin, end; /* of the sum: this slice of it */
-    int rows, tokens;   /* of out: there, and to compute */
+    int64_t begin, end; /* the slice of the sum */
+    int rows, tokens;   /* rows of out to store, and to compute */
 };
 
 static __device__ __forceinline__ int64_t slices_of(const p2p_gemm &g)
@@ -37,6 +42,7 @@ static __device__ __forceinline__ int64_t slices_of(const p2p_gemm &g)
     return g.slices > 1 ? g.slices : 1;
 }
 
+/* Returns tile and slice number `index`. */
 template <int PASS> static __device__ Piece find_piece(const p2p_gemm &g, int64_t index)
 {
     Piece p;
@@ -69,6 +75,7 @@ template <int PASS> static __device__ Piece find_piece(const p2p_gemm &g, int64_
     return p;
 }
 
+/* Returns the number of tiles times the number of slices. */
 template <int PASS> static __device__ int64_t num_pieces(const p2p_gemm &g)
 {
     const int64_t columns = PASS == EPIC_GEMM_INPUT ? g.k : g.n;
@@ -82,7 +89,8 @@ static __device__ uint32_t y_type(const p2p_gemm &g)
     return g.y_type ? g.y_type : g.row_type;
 }
 
-/* Four numbers of e4m3 that have one scale; of no more than `there`, else 0. */
+/* Returns four e4m3 numbers times their scale; only the first `there` exist, the others are
+ * 0. */
 static __device__ __forceinline__ float4 load_four_e4m3(const void *p, int64_t at, int there,
                                                         const float *scale)
 {
@@ -94,7 +102,8 @@ static __device__ __forceinline__ float4 load_four_e4m3(const void *p, int64_t a
                        there > 3 ? e4m3_value(from[3]) * s : 0);
 }
 
-/* Four numbers of an array, from number `at` on, of which the first `there` are there, else 0. */
+/* Returns four numbers of an array from index `at` on; only the first `there` exist, the
+ * others are 0. */
 static __device__ __forceinline__ float4 load_four(const void *p, uint32_t type, int64_t at,
                                                    int there)
 {
@@ -117,6 +126,7 @@ static __device__ __forceinline__ float4 load_four(const void *p, uint32_t type,
     return make_float4(x[0], x[1], x[2], x[3]);
 }
 
+/* Stores the first `there` of four numbers at index `at` of an array. */
 static __device__ __forceinline__ void store_numbers_at(void *p, uint32_t type, int64_t at,
                                                         int there, const float *x)
 {
@@ -134,7 +144,8 @@ static __device__ __forceinline__ void store_numbers_at(void *p, uint32_t type, 
         *(uint2 *)to = make_uint2(F16::pack_pair(x[0], x[1]), F16::pack_pair(x[2], x[3]));
 }
 
-/* Four numbers [s0][line], [s0 + 1][line], ... or [s0][line], [s0][line + 1], ... of shared memory. */
+/* Writes four numbers to shared memory: to [s][line], [s + 1][line], ... if TRANSPOSED, else to
+ * [s][line], [s][line + 1], ... */
 template <bool TRANSPOSED, int PITCH>
 static __device__ __forceinline__ void put_four_shared(float *to, int s, int line, float4 x)
 {
@@ -148,24 +159,27 @@ static __device__ __forceinline__ void put_four_shared(float *to, int s, int lin
     }
 }
 
+/* Returns the number of blocks of 128. */
 static __device__ __forceinline__ int64_t num_blocks(int64_t numbers)
 {
     return (numbers + 127) / 128;
 }
 
+/* Returns how many of the four numbers from `at` on lie before `end`. */
 static __device__ __forceinline__ int count_four(int64_t end, int64_t at)
 {
     return (int)max((int64_t)0, min((int64_t)4, end - at));
 }
 
-/* What a thread brings of BK steps of both factors. */
+/* The numbers of BK steps of both factors that one thread loads and writes to shared memory. */
 template <int PASS, bool SCALED> struct Parts {
-    static constexpr bool A_TRANSPOSED = PASS != EPIC_GEMM_WEIGHT; /* steps lie side by side */
+    static constexpr bool A_TRANSPOSED = PASS != EPIC_GEMM_WEIGHT; /* the numbers of one sum
+                                                                      are contiguous */
     static constexpr bool B_TRANSPOSED = PASS == EPIC_GEMM_INPUT;
     static constexpr int A_PITCH = BM + PAST, B_PITCH = BN + PAST;
     float4 a[A_FOURS], b[B_FOURS];
 
-    /* Of the n-th four: its step, and its row of a or column of b. */
+    /* Return the step of the n-th group of four, and its row of a or column of b. */
     static __device__ __forceinline__ int step_of(bool transposed, int lines, int n)
     {
         const int i = n * THREADS + (int)threadIdx.x;
@@ -176,6 +190,7 @@ template <int PASS, bool SCALED> struct Parts {
         const int i = n * THREADS + (int)threadIdx.x;
         return transposed ? i / (BK / 4) : i % (lines / 4) * 4;
     }
+    /* Loads the BK steps from `step` on into registers. */
     __device__ __forceinline__ void load_step(const p2p_gemm &g, const Piece &p, int64_t step)
     {
         const uint32_t a_type = PASS == EPIC_GEMM_INPUT ? y_type(g) : g.row_type;
@@ -213,7 +228,7 @@ template <int PASS, bool SCALED> struct Parts {
                 b[n] = load_four(g.b, b_type, at, there);
         }
     }
-    /* The steps of b lie behind those of a. */
+    /* Writes them to shared memory, b after a. */
     __device__ __forceinline__ void store_step(float *to) const
     {
         float *const to_a = to, *const to_b = to + BK * A_PITCH;
@@ -228,12 +243,14 @@ template <int PASS, bool SCALED> struct Parts {
     }
 };
 
-/* Row or column i of a thread whose first is `first`: four, and four half a tile further. */
+/* Returns the row or column in the tile of a thread's number i: four adjacent ones, and four
+ * that are half a tile further. */
 static __device__ __forceinline__ int thread_line(int first, int i, int half)
 {
     return first * 4 + i % 4 + (i < 4 ? 0 : half);
 }
 
+/* Reads the eight numbers of a thread from a row of shared memory. */
 static __device__ __forceinline__ void load_eight(const float *from, int half, float (&x)[EACH])
 {
     const float4 low = *(const float4 *)from, high = *(const float4 *)(from + half);
@@ -241,7 +258,8 @@ static __device__ __forceinline__ void load_eight(const float *from, int half, f
     x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
 }
 
-/* Four numbers of a row of out. */
+/* Stores four results of row m of the tile: zeros for a row without a token, else with bias,
+ * `also` and the old values of out added as the job asks for. */
 template <int PASS, bool SCALED>
 static __device__ __forceinline__ void store_four(const p2p_gemm &g, const Piece &p, int m,
                                                   int64_t column, float *x)
@@ -268,13 +286,13 @@ static __device__ __forceinline__ void store_four(const p2p_gemm &g, const Piece
     store_numbers_at(g.out, type, at, there, x);
 }
 
-/* Lines of out where sums are cut: there is one slab. */
+/* Returns the number of rows of out with slices, where there is one slab. */
 template <int PASS> static __device__ __forceinline__ int64_t lines_of(const p2p_gemm &g)
 {
     return PASS == EPIC_GEMM_WEIGHT ? g.k : g.slabs.num_slots;
 }
 
-/* Four numbers of a slice's part. */
+/* Stores four partial sums of a slice. */
 template <int PASS>
 static __device__ __forceinline__ void store_partial_four(const p2p_gemm &g, const Piece &p,
                                                           int64_t slice, int m, int64_t column,
@@ -285,6 +303,7 @@ static __device__ __forceinline__ void store_partial_four(const p2p_gemm &g, con
     if (m < p.rows) store_numbers_at(g.parts, EPIC_F32, at, count_four(p.columns, column), x);
 }
 
+/* Computes all tiles and slices.  Shared memory is double buffered. */
 template <int PASS, bool SCALED>
 static __global__ void __launch_bounds__(THREADS)
     plain_kernel(const __grid_constant__ p2p_gemm g)
@@ -333,7 +352,7 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Four numbers of out a thread: the sum of their parts. */
+/* Adds the partial sums of all slices; a thread adds four numbers of out at a time. */
 template <int PASS>
 static __global__ void __launch_bounds__(THREADS)
     slices_kernel(const __grid_constant__ p2p_gemm g)
@@ -356,7 +375,7 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* CTAs that can have something to do: counts are on the device. */
+/* Returns the number of CTAs that can have work.  The host knows only capacities. */
 static int ctas_of(const p2p_gemm *g)
 {
     const int64_t columns = g->pass == EPIC_GEMM_INPUT ? g->k : g->n;

@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* fits: whether a plan is one that its layer can work with, where only the device knows: the
- * placement is a table there, and so are the other ranks' numbers of tokens.  Every rank has the
- * same numbers in its plan, so all find the same: the plan then is not good, moves nothing from
- * here on, the experts have no rows, and epic_check tells why.  One thread. */
+/* Checks that a plan fits its layer, for facts that only the device has: the table
+ * rank_of_expert and the numbers of tokens of the other ranks.  All ranks have the same numbers
+ * in their plans, so all find the same fault.  Then the kernel marks the plan as failed and
+ * sets the rows of all experts to 0.  Later operations with the plan move nothing, and
+ * epic_check returns the error.  One thread. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/wait.cuh"
 #include "cuda/experts/dense_tokens.h"
 
+/* Looks for a fault and describes it in `said`.  Returns false if the plan fits. */
 static __device__ bool find_fault(const p2p_fits_job &job, const device_plan_header &h,
                                   p2p_notice &said)
 {
@@ -27,6 +29,8 @@ static __device__ bool find_fault(const p2p_fits_job &job, const device_plan_hea
     return false;
 }
 
+/* Runs the check; a fault goes into the plan (with a new checksum) and into the error
+ * record. */
 static __global__ void fits_kernel(const __grid_constant__ p2p_fits_job job)
 {
     const p2p_self &self = job.self;

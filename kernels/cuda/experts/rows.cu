@@ -1,12 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* activation: the rows between the experts' two products, and their gradients.
- *   gate_up      [slots, width]  x W as the product left it: weight and bias are applied here
- *   activations  [slots, inner]  backward: their gradient comes in, they themselves go out, as
- *                                the weight gradient of the second product needs both
- *   d_gate_up    [slots, width]
- * A warp takes a row, 16 bytes a lane where rows are whole vectors.  Rows without a token are
- * neither read nor written: the products do not read them either.  Memory is what these kernels should
- * wait for, so what most models have is compiled apart, without a branch for an element. */
+/* Kernels over the rows between the two products of the experts, forward and backward, and the
+ * bias gradients.
+ *
+ *     gate_up      [slots, width]  x W from the first product; weight and bias are applied here
+ *     activations  [slots, inner]  forward: out.  backward: in: their gradient, out: the
+ *                                  activations, because the weight gradient of the second
+ *                                  product needs both
+ *     d_gate_up    [slots, width]  backward: out
+ *
+ * A warp works on one row, 16 bytes per lane if rows are whole vectors.  Rows without a token
+ * are neither read nor written, because the products do not read them either.  These kernels
+ * should be limited by memory.  So the activations that most models use are compiled
+ * separately, without a branch for each element. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
 #include "cuda/common/quantize.cuh"
@@ -17,6 +22,7 @@
 #define WARPS (THREADS / 32)
 #define CTAS_OF_SM 8
 
+/* Returns the sum of x over the lanes of the warp, on every lane. */
 static __device__ float add_lanes(float x)
 {
 #pragma unroll
@@ -25,12 +31,14 @@ static __device__ float add_lanes(float x)
     return x;
 }
 
-struct Slot { /* a row that a warp works on */
+/* The row that a warp works on. */
+struct Slot {
     int64_t slot, expert;
-    float input, early; /* what x W and the activation are multiplied by */
+    float input, early; /* factors of x W and of the activation */
 };
 
-/* f(slot) for the slots with a token and padding(slot) for the others inside slabs. */
+/* Calls f(slot, expert) for each slot with a token, and padding(slot) for the padding inside
+ * slabs. */
 template <class F, class P>
 static __device__ __forceinline__ void each_slot(const p2p_slabs &s, F f, P padding)
 {
@@ -47,6 +55,7 @@ static __device__ __forceinline__ void each_slot(const p2p_slabs &s, F f, P padd
     }
 }
 
+/* Returns the slot with its weight where experts.weighting puts it. */
 static __device__ __forceinline__ Slot slot_of(const p2p_activation_job &job, int64_t slot,
                                                int64_t expert)
 {
@@ -55,11 +64,13 @@ static __device__ __forceinline__ Slot slot_of(const p2p_activation_job &job, in
     return {slot, expert, input ? w : 1, input ? 1 : w};
 }
 
-template <int V> struct Pair { /* of the first product: of gate and up */
+/* V columns of gate and up. */
+template <int V> struct Pair {
     float gate[V], up[V];
 };
 
-/* Of line `slot` of an array like gate_up. */
+/* Loads the columns [i, i + V) of gate and up from row `slot` of an array that is laid out
+ * as gate_up. */
 template <class T, int V, int KIND>
 static __device__ __forceinline__ Pair<V> load_pair(const p2p_activation_job &job,
                                                     const void *from, int64_t slot, int64_t i)
@@ -89,6 +100,7 @@ static __device__ __forceinline__ Pair<V> load_pair(const p2p_activation_job &jo
     return p;
 }
 
+/* Stores columns of gate and up in d_gate_up, in the layout of gate_up. */
 template <class T, int V>
 static __device__ __forceinline__ void store_pair(const p2p_activation_job &job, int64_t slot,
                                                   int64_t i, const Pair<V> &p)
@@ -115,6 +127,8 @@ static __device__ __forceinline__ void store_pair(const p2p_activation_job &job,
     }
 }
 
+/* Adds the bias of the slot's expert; by vectors if it has the type and the alignment of
+ * rows. */
 template <class T, int V, int KIND>
 static __device__ __forceinline__ void add_bias(const p2p_activation_job &job, const Slot &s,
                                                 int64_t i, Pair<V> &p)
@@ -140,7 +154,7 @@ static __device__ __forceinline__ void add_bias(const p2p_activation_job &job, c
     }
 }
 
-/* With its weight and bias: what the activation is taken of. */
+/* Returns the argument of the activation: the product times the input weight, plus the bias. */
 template <class T, int V, int KIND>
 static __device__ __forceinline__ Pair<V> apply_weight_and_bias(const p2p_activation_job &job,
                                                                 const Slot &s, int64_t i,
@@ -156,8 +170,8 @@ static __device__ __forceinline__ Pair<V> apply_weight_and_bias(const p2p_activa
     return p;
 }
 
-/* Warps enough to wait for memory: a warp has few loads under way, as its stores may be where its next
- * loads are. */
+/* Computes activations.  Many warps per SM hide the latency of memory: a warp has few loads in
+ * flight, because the compiler must assume that its stores alias its next loads. */
 template <class T, int V, int KIND>
 static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 4)
     activation_kernel(const __grid_constant__ p2p_activation_job job)
@@ -183,7 +197,8 @@ static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 4
         [](int64_t) {});
 }
 
-/* Of the N numbers that a lane has of a block of 128, which LANES lanes share. */
+/* Returns the bits of the largest |x| of a block of 128.  LANES lanes share the block; each has
+ * N of its numbers. */
 template <int N, int LANES>
 static __device__ __forceinline__ uint32_t largest_of_block(const float (&x)[N])
 {
@@ -194,7 +209,8 @@ static __device__ __forceinline__ uint32_t largest_of_block(const float (&x)[N])
     return bits;
 }
 
-/* Numbers of a row from `base` on, N a lane: with V > 1 side by side, else 32 apart. */
+/* Quantizes and stores numbers of a row from `base` on, N per lane: adjacent ones if V > 1,
+ * else 32 apart. */
 template <int V, int N>
 static __device__ __forceinline__ void store_quantized(float (&x)[N], uint8_t *to,
                                                        float *scales, int64_t base, int64_t n)
@@ -217,8 +233,8 @@ static __device__ __forceinline__ void store_quantized(float (&x)[N], uint8_t *t
     }
 }
 
-/* As activation_kernel, to e4m3 with a scale for each 128.  A lane has one vector of a block, or four
- * numbers that lie 32 apart. */
+/* Like activation_kernel, with e4m3 results and a scale for each 128 numbers.  A lane has one
+ * vector of a block, or four numbers that are 32 apart. */
 template <class T, int V, int KIND>
 static __global__ void __launch_bounds__(THREADS)
     quantized_activation_kernel(const __grid_constant__ p2p_activation_job job)
@@ -253,7 +269,7 @@ static __global__ void __launch_bounds__(THREADS)
         [](int64_t) {});
 }
 
-/* Rows as they are. */
+/* Quantizes rows without an activation. */
 template <class T, int V>
 static __global__ void __launch_bounds__(THREADS)
     quantize_kernel(const __grid_constant__ p2p_quantize_job job)
@@ -281,7 +297,8 @@ static __global__ void __launch_bounds__(THREADS)
         [](int64_t) {});
 }
 
-/* The rows of a slot; returns this lane's part of the gradient of its weight. */
+/* Computes activations and d_gate_up of a slot.  Returns this lane's part of the gradient of
+ * its weight. */
 template <class T, int V, int KIND>
 static __device__ __forceinline__ float backward_row(const p2p_activation_job &job,
                                                      const Slot &s)
@@ -316,7 +333,8 @@ static __device__ __forceinline__ float backward_row(const p2p_activation_job &j
     return dot;
 }
 
-/* This lane's part of what an early weight of the down bias adds to its gradient. */
+/* Returns this lane's part of dot(d_y, b_down), which belongs to the gradient of an early
+ * weight. */
 template <class T, int V>
 static __device__ float down_bias_dot(const p2p_activation_job &job, const Slot &s)
 {
@@ -341,6 +359,7 @@ static __device__ float down_bias_dot(const p2p_activation_job &job, const Slot 
     return dot;
 }
 
+/* The backward kernel: activations, d_gate_up and, if wanted, d_slot_weights (0 on padding). */
 template <class T, int V, int KIND>
 static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 3)
     activation_backward_kernel(const __grid_constant__ p2p_activation_job job)
@@ -363,9 +382,9 @@ static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 3
 
 /* --------------------------------------------------------------------- bias and scale ---- */
 
-#define BIAS_AHEAD 8 /* rows that a warp brings before it adds them, in order */
+#define BIAS_AHEAD 8 /* rows that a warp loads before it adds them, in order */
 
-/* Every WARPS-th row of a slab, from the warp's on, two columns a lane. */
+/* Adds the rows warp, warp + WARPS, ... of a slab, two columns per lane. */
 template <class T>
 static __device__ __forceinline__ void add_rows(const p2p_bias_job &job, const slab_place &slab,
                                                 int64_t column, int warp, float (&sum)[2])
@@ -392,7 +411,8 @@ static __device__ __forceinline__ void add_rows(const p2p_bias_job &job, const s
     }
 }
 
-/* A CTA takes 64 columns of an expert. */
+/* Bias gradients.  A CTA adds 64 columns of one expert: each warp a part of the rows, then the
+ * warps in order. */
 static __global__ void __launch_bounds__(THREADS)
     bias_kernel(const __grid_constant__ p2p_bias_job job)
 {
@@ -419,6 +439,7 @@ static __global__ void __launch_bounds__(THREADS)
     store_number(job.out, job.out_type, at, total);
 }
 
+/* Multiplies rows by weights or adds a weighted bias, in place. */
 static __global__ void __launch_bounds__(THREADS)
     scale_kernel(const __grid_constant__ p2p_scale_job job)
 {
@@ -440,6 +461,7 @@ static __global__ void __launch_bounds__(THREADS)
 
 /* -------------------------------------------------------------------------- launching ---- */
 
+/* Returns the number of CTAs for rows of slabs, of which the host knows only the capacity. */
 static int ctas_of(const p2p_slabs *slabs, int sms)
 {
     const int64_t rows = (int64_t)slabs->most_tiles * EXPERTS_TILE_ROWS;
@@ -447,6 +469,7 @@ static int ctas_of(const p2p_slabs *slabs, int sms)
     return (int)(wanted < most ? wanted : most);
 }
 
+/* Launches the forward, quantized or backward kernel. */
 template <class T, int V, int KIND>
 static cudaError_t launch_kind(const p2p_activation_job *job, bool backward,
                                cudaStream_t stream)
@@ -457,7 +480,8 @@ static cudaError_t launch_kind(const p2p_activation_job *job, bool backward,
     return launch_kernel(kernel, ctas_of(&job->slabs, job->sms), THREADS, 0, stream, *job);
 }
 
-/* Rows of float32 have functions as exact as they. */
+/* Chooses the compiled activation.  float32 rows use only the exact functions, of
+ * ANY_ACTIVATION. */
 template <class T>
 static cudaError_t launch_typed(const p2p_activation_job *job, bool backward,
                                 cudaStream_t stream)

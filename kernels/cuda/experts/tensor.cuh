@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The assembly of Hopper's tensor cores and tensor copies, for experts/grouped_hopper.cuh: sm_90a only.
- * Addresses of shared memory are 32 bits wide; "box" is what one tensor copy moves. */
+/* PTX instructions of Hopper for experts/grouped_hopper.cuh: mbarriers, tensor copies (TMA) and
+ * wgmma.  sm_90a only.  Addresses of shared memory are 32 bits wide.  A "box" is the part of a
+ * matrix that one tensor copy moves. */
 #ifndef EPIC_TENSOR_CUH
 #define EPIC_TENSOR_CUH
 
@@ -11,12 +12,13 @@
 
 /* -------------------------------------------------------------------------- barriers ---- */
 
+/* Initializes a barrier that completes a phase after `arrivals` arrivals. */
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals)
 {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
 
-/* One arrival, and so many bytes that copies still bring. */
+/* Arrives once, and makes the phase also wait for `bytes` bytes of tensor copies. */
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes)
 {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
@@ -24,6 +26,7 @@ __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes)
                  : "memory");
 }
 
+/* Waits until the phase with this parity has completed. */
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity)
 {
     asm volatile("{\n"
@@ -37,13 +40,15 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity)
                  : "memory");
 }
 
+/* Arrives at a barrier of this CTA. */
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier)
 {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-/* At the same barrier of a CTA of the cluster.  Without .release.cluster, which costs a third of
- * all speed: what the arrival says is only that wgmma has read the stage. */
+/* Arrives at the same barrier of CTA `cta` of the cluster.  The arrival has no
+ * .release.cluster, which would cost a third of the speed: it reports only that wgmma has read
+ * the stage. */
 __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int cta)
 {
     asm volatile("{\n"
@@ -55,11 +60,13 @@ __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int cta)
                  : "memory");
 }
 
+/* Makes initialized barriers visible to the cluster and to tensor copies. */
 __device__ __forceinline__ void barrier_init_done()
 {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
+/* Waits for all threads of the cluster. */
 __device__ __forceinline__ void cluster_sync()
 {
     asm volatile("barrier.cluster.arrive.aligned;\n"
@@ -67,6 +74,7 @@ __device__ __forceinline__ void cluster_sync()
                      : "memory");
 }
 
+/* Returns the number of this CTA in its cluster. */
 __device__ __forceinline__ int cluster_rank()
 {
     int rank;
@@ -74,12 +82,13 @@ __device__ __forceinline__ int cluster_rank()
     return rank;
 }
 
-/* Some of the CTA's warps: those that name this barrier. */
+/* Waits for `threads` threads of the CTA that use the same barrier number. */
 __device__ __forceinline__ void named_barrier_sync(int barrier, int threads)
 {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+/* Raise and lower the number of registers of each thread of the warpgroup to N. */
 template <int N> __device__ __forceinline__ void grow_registers()
 {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
@@ -92,6 +101,8 @@ template <int N> __device__ __forceinline__ void shrink_registers()
 
 /* ----------------------------------------------------------------------------- copies ---- */
 
+/* Start copying the box at (x, y) or (x, y, z) of a matrix to shared memory; the barrier
+ * counts its bytes. */
 __device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap *map, uint32_t barrier,
                                          int x, int y)
 {
@@ -110,7 +121,8 @@ __device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap *map, ui
                  : "memory");
 }
 
-/* To the same place of both CTAs of the cluster; each one's barrier counts the bytes. */
+/* Starts a copy to the same address of both CTAs of the cluster.  The barrier of each CTA
+ * counts the bytes. */
 __device__ __forceinline__ void load_box_multicast(uint32_t to, const CUtensorMap *map,
                                                    uint32_t barrier, int x, int y, int z)
 {
@@ -120,6 +132,7 @@ __device__ __forceinline__ void load_box_multicast(uint32_t to, const CUtensorMa
                  : "memory");
 }
 
+/* Start copying a box from shared memory to a matrix, and adding it to a matrix. */
 __device__ __forceinline__ void store_box(const CUtensorMap *map, uint32_t from, int x, int y,
                                           int z)
 {
@@ -138,23 +151,25 @@ __device__ __forceinline__ void add_box(const CUtensorMap *map, uint32_t from, i
                  : "memory");
 }
 
+/* Closes a group of stores, for the two waits below. */
 __device__ __forceinline__ void commit_boxes()
 {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-/* Until all but the last PENDING groups of stores have read their shared memory. */
+/* Waits until all but the last PENDING groups of stores have read their shared memory. */
 template <int PENDING> __device__ __forceinline__ void wait_boxes_read()
 {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
+/* Waits until all stores have completed. */
 __device__ __forceinline__ void wait_boxes()
 {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-/* What this thread has written to shared memory is there for tensor copies and wgmma. */
+/* Makes what this thread has written to shared memory visible to tensor copies and wgmma. */
 __device__ __forceinline__ void fence_async_proxy()
 {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -174,7 +189,8 @@ __device__ __forceinline__ void write_shared(uint32_t to, float x, float y)
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
 }
 
-/* Four 8 x 8 matrices of 16-bit numbers; the lanes' addresses are those of their rows. */
+/* Stores four 8 x 8 matrices of 16-bit numbers (stmatrix); each lane passes the address of a
+ * row. */
 __device__ __forceinline__ void write_matrices(uint32_t to, uint32_t a, uint32_t b, uint32_t c,
                                                uint32_t d)
 {
@@ -183,16 +199,19 @@ __device__ __forceinline__ void write_matrices(uint32_t to, uint32_t a, uint32_t
                  : "memory");
 }
 
-/* -------------------------------------------------------------------------------- wgmma ---- */
+/* -------------------------------------------------------------------------------- wgmma
+ * ---- */
 
-/* Of a factor in shared memory with 128-byte swizzle: where it begins, and how far, in 16 bytes,
- * its blocks lie from each other along both directions. */
+/* Returns the wgmma descriptor of a factor in shared memory with 128-byte swizzle: its address
+ * and the distances of its blocks in both directions, in units of 16 bytes. */
 __device__ __forceinline__ uint64_t describe_factor(uint32_t address, int leading, int stride)
 {
     return (uint64_t)((address & 0x3ffff) >> 4) | (uint64_t)leading << 16 |
            (uint64_t)stride << 32 | 1ull << 62;
 }
 
+/* Order register accesses before the following wgmma; close a group of wgmma; wait until at
+ * most PENDING groups run. */
 __device__ __forceinline__ void fence_wgmma()
 {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -216,8 +235,8 @@ template <int PENDING> __device__ __forceinline__ void wait_wgmma()
         SUMS_8(d, i + 40), SUMS_8(d, i + 48), SUMS_8(d, i + 56)
 #define SUMS_128(d) SUMS_64(d, 0), SUMS_64(d, 64)
 
-/* d [64, 256] += a [64, 16] b [16, 256], or = if not `add`.  A turned factor lies with its rows
- * (a) or columns (b) contiguous, not with the steps of the sum. */
+/* One wgmma: d [64, 256] += a [64, 16] b [16, 256], or = if `add` is 0.  In a transposed factor
+ * the rows (of a) or columns (of b) are contiguous, instead of the numbers of one sum. */
 #define WGMMA_256(type)                                                                        \
     asm volatile(                                                                              \
         "{\n"                                                                                  \
@@ -253,7 +272,8 @@ __device__ __forceinline__ void issue_wgmma(float (&d)[128], uint64_t a, uint64_
     WGMMA_256("f16");
 }
 
-/* d [64, 128] += a [64, 32] b [32, 128] of e4m3, or = if not `add`; neither factor turned. */
+/* One wgmma of e4m3: d [64, 128] += a [64, 32] b [32, 128], or = if `add` is 0.  No factor is
+ * transposed. */
 __device__ __forceinline__ void issue_wgmma(float (&d)[64], uint64_t a, uint64_t b, int add)
 {
     asm volatile(

@@ -1,14 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* router_backward: from the gradient of the weights to that of the logits.
- *   d_weights [num_tokens, top_k], d_logits [num_tokens, columns]
- * One warp takes one token.  Only a softmax over all experts needs all logits.
- * The gradient of the scale by expert, d_scale_of_expert [columns], is a kernel of its own. */
+/* Router backward: computes the gradient of the logits from the gradient of the weights.
+ *
+ *     d_weights [num_tokens, top_k], d_logits [num_tokens, columns]
+ *
+ * One warp works on one token.  It loads all logits only if the score is a softmax over all
+ * experts.  A second kernel computes the gradient of the scale by expert, d_scale_of_expert
+ * [columns]. */
 #include "cuda/common/launch.cuh"
 #include "cuda/router/router.cuh"
 
 #define MOST_WARPS 4
 
-/* What the parts are made of, of the chosen. */
+/* Computes the parts and the divisor of the choices again, as forward did.  s: the softmax of
+ * all columns, or NULL; then the logits of the choices are loaded into z. */
 __device__ __forceinline__ Shares<2> recompute_shares(const p2p_router_backward_job &job,
                                                       const Chosen<2> &c, const float *s,
                                                       float (&z)[2], int64_t token)
@@ -29,7 +33,8 @@ __device__ __forceinline__ Shares<2> recompute_shares(const p2p_router_backward_
     return compute_shares(job.rows, c, x);
 }
 
-/* The host's share_backward: g becomes the gradient of the parts. */
+/* Turns g from the gradient of the weights into that of the parts, as share_backward() on
+ * the host. */
 __device__ __forceinline__ void share_backward(const Shares<2> &s, const Chosen<2> &c,
                                                float scale, float (&g)[2])
 {
@@ -45,8 +50,8 @@ __device__ __forceinline__ void share_backward(const Shares<2> &s, const Chosen<
         if (s.divisor != 0) g[j] -= mean;
 }
 
-/* Adds the gradient of the parts to what they are made of, choice by choice: an expert may be
- * chosen twice. */
+/* Turns g into the gradient of the scores or logits of the choices and adds it to d, choice by
+ * choice, because a token may have chosen an expert twice. */
 __device__ __forceinline__ void parts_backward(const epic_router &r, const Shares<2> &s,
                                                const Chosen<2> &c, const float (&z)[2],
                                                float (&g)[2], float *d)
@@ -67,6 +72,7 @@ __device__ __forceinline__ void parts_backward(const epic_router &r, const Share
     }
 }
 
+/* Writes the gradient of all logits of a token from d, the gradient of its scores. */
 template <int V>
 __device__ __forceinline__ void write_gradient(const p2p_router_backward_job &job,
                                                const float *s, const float *d, int64_t token)
@@ -87,7 +93,7 @@ __device__ __forceinline__ void write_gradient(const p2p_router_backward_job &jo
         });
 }
 
-/* The choices of a token. */
+/* Reads the choices of a token; ids out of range become -1. */
 __device__ __forceinline__ Chosen<2> read_choices(const p2p_router_backward_job &job,
                                                   int64_t token)
 {
@@ -100,12 +106,13 @@ __device__ __forceinline__ Chosen<2> read_choices(const p2p_router_backward_job 
     return c;
 }
 
-/* Do the weights need the softmax over all experts? */
+/* Returns whether the weights depend on the softmax over all experts. */
 __host__ __device__ __forceinline__ bool needs_full_softmax(const epic_router &r)
 {
     return r.weight_rule == EPIC_WEIGHT_OF_SCORE && r.score == EPIC_SCORE_SOFTMAX;
 }
 
+/* One warp per token; d and s are its rows in shared memory. */
 template <int V>
 __global__ void __launch_bounds__(MOST_WARPS *WARP)
     router_backward_kernel(const __grid_constant__ p2p_router_backward_job job)
@@ -138,17 +145,17 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
 
 /* -------------------------------------------------------------- the scale by expert ---- */
 
-#define SCALE_WARPS 8 /* runs of tokens, added one after the other */
+#define SCALE_WARPS 8 /* runs of tokens, which are added one after the other */
 
-/* What choice `place` adds: the gradient of its weight times the weight without its scale; the same
- * on all lanes. */
+/* Returns the part of choice `place` in the gradient of its expert's scale: the gradient of the
+ * weight times the weight without scale.  All lanes get the same value. */
 __device__ __forceinline__ double scale_part(const p2p_router_backward_job &job, float *s,
                                              int64_t place)
 {
     const int k = (int)job.rows.router.top_k, choice = (int)(place % k);
     const int64_t token = place / k;
     float z[2];
-    __syncwarp(); /* the row that the lanes have read may go */
+    __syncwarp(); /* all lanes have read the old row */
     if (needs_full_softmax(job.rows.router)) {
         load_row<0>(s, job.rows, token);
         compute_softmax<0>(s, s, job.rows.columns);
@@ -163,8 +170,8 @@ __device__ __forceinline__ double scale_part(const p2p_router_backward_job &job,
     return (double)job.d_weights[place] * (double)weight;
 }
 
-/* A CTA takes an expert, each of its warps a run of the tokens.  Few choices are an expert's: their
- * weights are worked out again. */
+/* Gradient of the scales.  A CTA works on one expert, each of its warps on a run of the tokens.
+ * An expert has few of the choices, so their weights are computed again, not saved. */
 __global__ void __launch_bounds__(SCALE_WARPS *WARP)
     router_scale_kernel(const __grid_constant__ p2p_router_backward_job job)
 {
@@ -192,7 +199,8 @@ __global__ void __launch_bounds__(SCALE_WARPS *WARP)
     *out = (float)((job.accumulate ? (double)*out : 0) + all);
 }
 
-/* ---------------------------------------------------------------------------- launching ---- */
+/* ---------------------------------------------------------------------------- launching
+ * ---- */
 
 static cudaError_t launch_scale(const p2p_router_backward_job *job, cudaStream_t stream)
 {

@@ -1,18 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Which experts a token chooses: the k largest selection values, ties to the lower id, NaNs last.
+/* Chooses the experts of a token: the k largest selection values.  Ties go to the lower id,
+ * NaNs come last.
  *
- * A selection value is a key: an unsigned number that rises with it, the same for 0 and -0.  A
- * lane owns a run of ids of one group, and lanes own ascending runs, so the first lane that has
- * the warp's largest key has the lowest id. */
+ * Each selection value becomes a key, an unsigned number with the same order; 0 and -0 have the
+ * same key.  Each lane owns a run of ids of one group, and the runs ascend with the lanes.  In
+ * each of k rounds the warp finds the largest key of all lanes.  The first lane that has it
+ * owns the lowest id, and drops it.  With groups, the warp first scores the groups and keeps
+ * the best topk_groups. */
 #ifndef EPIC_CHOOSE_CUH
 #define EPIC_CHOOSE_CUH
 
 #include "cuda/router/router.cuh"
 
-#define KEY_NONE 0u /* never chosen */
+#define KEY_NONE 0u /* no id: never chosen */
 #define KEY_NAN 1u
 #define KEY_ZERO 0x80000000u
 
+/* Converts a value to its key, and back. */
 __device__ __forceinline__ uint32_t key_of(float x)
 {
     const uint32_t bits = __float_as_uint(x + 0.0f); /* -0 becomes 0 */
@@ -26,16 +30,17 @@ __device__ __forceinline__ float value_of_key(uint32_t key)
     return key == KEY_NAN ? NAN : __uint_as_float(bits);
 }
 
-/* The keys of ids [first, first + count), largest first. */
+/* The keys of the ids [first, first + count) that a lane owns, largest first, in V
+ * registers. */
 template <int V> struct Owned {
     int first, count;
     uint32_t key[V];
 
     __device__ __forceinline__ uint32_t top() const
     {
-        return key[0]; /* KEY_NONE: no more */
+        return key[0]; /* KEY_NONE: none is left */
     }
-    /* A bitonic network: the indices are known to the compiler. */
+    /* A bitonic sorting network, whose indices are known to the compiler. */
     __device__ __forceinline__ void sort()
     {
 #pragma unroll
@@ -73,7 +78,8 @@ template <int V> struct Owned {
     }
 };
 
-/* Any number of them, left in shared memory; equal ones by ascending id. */
+/* The keys of any number of ids, which stay in shared memory.  Equal keys come by ascending
+ * id. */
 template <> struct Owned<0> {
     int first, count, place;
     uint32_t best;
@@ -87,6 +93,7 @@ template <> struct Owned<0> {
     {
         return first + place;
     }
+    /* Finds the largest key after (last, last_place) in this order. */
     __device__ void find(uint32_t last, int last_place)
     {
         best = KEY_NONE;
@@ -115,13 +122,13 @@ template <> struct Owned<0> {
     }
 };
 
-/* Which ids a lane owns. */
+/* The assignment of ids to lanes. */
 struct Deal {
-    int groups;          /* of the router; 1: none */
+    int groups;          /* number of groups; 1 without groups */
     int each;            /* ids of a group */
-    int lane_bits;       /* 1 << lane_bits lanes have one group, */
-    int groups_per_lane; /* or more than one, then one lane */
-    int run;             /* ids of a lane, at most */
+    int lane_bits;       /* 1 << lane_bits lanes share one group, */
+    int groups_per_lane; /* or one lane has this many groups */
+    int run;             /* largest number of ids of a lane */
 
     __device__ __forceinline__ int lanes() const
     {
@@ -137,6 +144,7 @@ struct Deal {
     }
 };
 
+/* Returns the assignment for a router. */
 static inline Deal deal_of(const epic_router &r, int columns)
 {
     Deal d = {r.num_groups ? (int)r.num_groups : 1, 0, 0, 1, 0};
@@ -148,11 +156,12 @@ static inline Deal deal_of(const epic_router &r, int columns)
     return d;
 }
 
+/* The ids [first, first + count). */
 struct Run {
     int first, count;
 };
 
-/* The ids of this lane, all of one group. */
+/* Returns the ids of this lane, all of one group. */
 __device__ __forceinline__ Run own_run(const Deal &d)
 {
     const int begin = d.lane_of_group() * d.run;
@@ -160,14 +169,14 @@ __device__ __forceinline__ Run own_run(const Deal &d)
     return {d.group() * d.each + begin, max(count, 0)};
 }
 
-/* The lane with the warp's largest top; the first of equals. */
+/* Returns the first lane that has the warp's largest key. */
 __device__ __forceinline__ int best_lane(uint32_t top)
 {
     const uint32_t largest = __reduce_max_sync(ALL_LANES, top);
     return __ffs(__ballot_sync(ALL_LANES, top == largest)) - 1;
 }
 
-/* The sum of this lane's group's m largest values, best first. */
+/* Returns the sum of the m largest values of this lane's group, added from the largest on. */
 template <int V>
 __device__ __forceinline__ float score_group(const Deal &d, Owned<V> own, int m)
 {
@@ -185,7 +194,8 @@ __device__ __forceinline__ float score_group(const Deal &d, Owned<V> own, int m)
     return score;
 }
 
-/* Is this lane's group kept?  Each lane brings the score of its group. */
+/* Returns whether this lane's group is one of the best topk_groups.  score: that of this
+ * lane's group. */
 __device__ __forceinline__ bool keep_group(const Deal &d, float score, int topk_groups)
 {
     const bool leads = d.lane_of_group() == 0 && d.group() < d.groups;
@@ -199,8 +209,8 @@ __device__ __forceinline__ bool keep_group(const Deal &d, float score, int topk_
     return kept;
 }
 
-/* More groups than lanes: a lane scores its groups one by one, into group_keys; those not kept
- * get the key `others`. */
+/* Keeps the best groups if there are more groups than lanes: a lane scores its groups one by
+ * one, into group_keys.  The ids of groups that are not kept get the key `others`. */
 __device__ __noinline__ void keep_many_groups(const epic_router &r, const Deal &d,
                                               uint32_t *keys, uint32_t *group_keys, int m,
                                               uint32_t others)
@@ -229,7 +239,8 @@ __device__ __noinline__ void keep_many_groups(const epic_router &r, const Deal &
             keys[at(g * d.each + i)] = others;
 }
 
-/* Leaves in `own` what this lane may choose from. */
+/* Reads the keys that this lane may choose from into `own`, without the groups that are not
+ * kept. */
 template <int V>
 __device__ __forceinline__ void read_own_keys(const epic_router &r, const Deal &d,
                                               Owned<V> &own, uint32_t *keys,
@@ -253,7 +264,7 @@ __device__ __forceinline__ void read_own_keys(const epic_router &r, const Deal &
     __syncwarp();
 }
 
-/* The choices one by one, each lane with an id of its own. */
+/* Makes the choices one by one, for keys in shared memory. */
 template <int J> __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<0> &own, int k)
 {
     Chosen<J> c = {k, {-1}};
@@ -268,8 +279,9 @@ template <int J> __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<0> &
     return c;
 }
 
-/* First the keys and the lanes that have them, then, all at once, which ids those were: equal
- * keys of one lane by ascending id. */
+/* Makes the choices for keys in registers.  First the warp finds the k keys and their lanes.
+ * Then all lanes look up at once which ids have these keys; equal keys of one lane by ascending
+ * id. */
 template <int J, int V>
 __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<V> &own, int k, const uint32_t *keys)
 {
@@ -286,7 +298,8 @@ __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<V> &own, int k, const
     const int last_lane = __shfl_up_sync(ALL_LANES, lane, 1);
     const bool begins = key != last_key || lane != last_lane || lane_id() == 0;
     const uint32_t upto = __ballot_sync(ALL_LANES, begins) & ((2u << lane_id()) - 1);
-    int before = lane_id() - (31 - __clz((int)upto)); /* of that lane's equal keys, in a row */
+    int before = lane_id() - (31 - __clz((int)upto)); /* number of equal keys of that lane
+                                                         before this one */
     const int first = __shfl_sync(ALL_LANES, own.first, lane);
     const int count = __shfl_sync(ALL_LANES, own.count, lane);
 #pragma unroll
@@ -296,7 +309,7 @@ __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<V> &own, int k, const
     return c;
 }
 
-/* All lanes' keys lie in `keys`. */
+/* Chooses top_k experts from the keys [columns] in shared memory. */
 template <int V, int J>
 __device__ __forceinline__ Chosen<J> choose_experts(const epic_router &r, const Deal &d,
                                                     uint32_t *keys, uint32_t *group_keys,

@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* router: chooses top_k experts for each token and weighs them.
+/* Router forward: chooses top_k experts for each token and computes their weights.
  *   logits    [num_tokens, columns]
  *   topk_idx  [num_tokens, top_k], weights [num_tokens, top_k], scores [num_tokens, columns]
- * One warp takes one token: its logits, scores and selection keys lie in shared memory. */
+ * One warp works on one token.  Its logits, scores and selection keys are in shared memory. */
 #include "cuda/common/launch.cuh"
 #include "cuda/router/choose.cuh"
 
 #define MOST_WARPS 4
 
-/* The token's row of the table; ids that no expert has become -1. */
+/* Returns the experts of the token's row of the table; ids out of range become -1. */
 template <int J>
 __device__ __forceinline__ Chosen<J> read_table_row(const p2p_router_job &job, int64_t token)
 {
@@ -25,7 +25,7 @@ __device__ __forceinline__ Chosen<J> read_table_row(const p2p_router_job &job, i
     return c;
 }
 
-/* The bias of this lane's columns, read before the logits have come; 0: none. */
+/* The bias of this lane's columns, loaded before the logits arrive; 0 without a bias. */
 template <int V> struct Bias {
     float x[V > 0 ? V : 1];
 
@@ -40,6 +40,7 @@ template <int V> struct Bias {
     }
 };
 
+/* Computes the selection key of each column from its value plus its bias. */
 template <int V>
 __device__ __forceinline__ void make_keys(const p2p_router_job &job, uint32_t *keys,
                                           const float *values, const Bias<V> &bias)
@@ -58,6 +59,8 @@ __device__ __forceinline__ void make_keys(const p2p_router_job &job, uint32_t *k
     __syncwarp();
 }
 
+/* Writes ids and weights of the choices.  `from`: scores or logits, as compute_shares()
+ * needs. */
 template <int J>
 __device__ __forceinline__ void write_weights(const p2p_router_job &job, const Chosen<J> &c,
                                               const float *from, int64_t token)
@@ -80,6 +83,7 @@ __device__ __forceinline__ void write_weights(const p2p_router_job &job, const C
     }
 }
 
+/* One warp per token: load logits, compute scores, choose, write weights. */
 template <int V>
 __global__ void __launch_bounds__(MOST_WARPS *WARP)
     router_kernel(const __grid_constant__ p2p_router_job job, const __grid_constant__ Deal deal)

@@ -1,8 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The balance loss and the z-loss, their gradients, and the update of the bias.
- *   logits [num_tokens, columns], load [num_experts], runs [LOSS_RUNS] float64
- * One warp takes one run of tokens (rule.h) and leaves its sum in runs[]; a second kernel adds
- * the runs.  Sequence-wise, each CTA counts the choices of the sequences that its runs meet. */
+ *
+ *     logits [num_tokens, columns], load [num_experts], runs [LOSS_RUNS] float64
+ *
+ * One warp works on one run of tokens (rules/rule.h) and writes its sum to runs[]; a second
+ * kernel adds the runs.  So the order of the sum depends only on the number of tokens.  By
+ * sequences, each CTA counts the choices of the sequences that its runs overlap. */
 #include "cuda/common/launch.cuh"
 #include "cuda/router/router.cuh"
 #include "rules/device_layout.h"
@@ -12,7 +15,8 @@
 
 enum Pass { FORWARD, BACKWARD };
 
-/* P in p; returns what the scores were divided by, 0 if all of them are 0. */
+/* Writes P, the scores divided by their sum, to p.  Returns the sum, or 1 for a softmax; 0 if
+ * all scores are 0. */
 __device__ __forceinline__ float compute_probabilities(const p2p_router_rows &rows, float *p,
                                                        int64_t token)
 {
@@ -28,7 +32,8 @@ __device__ __forceinline__ float compute_probabilities(const p2p_router_rows &ro
     return sum;
 }
 
-/* One token's term of the balance loss, or its gradient. */
+/* FORWARD: returns one token's term of the balance loss.  BACKWARD: writes the gradient of
+ * its logits. */
 template <Pass PASS>
 __device__ __forceinline__ double balance_term(const p2p_loss_job &job, const int32_t *load,
                                                float *p, double factor, int64_t token)
@@ -52,6 +57,8 @@ __device__ __forceinline__ double balance_term(const p2p_loss_job &job, const in
     return 0;
 }
 
+/* FORWARD: returns one token's term of the z-loss.  BACKWARD: writes the gradient of its
+ * logits. */
 template <Pass PASS>
 __device__ __forceinline__ double z_term(const p2p_loss_job &job, float *p, double factor,
                                          int64_t token)
@@ -66,7 +73,8 @@ __device__ __forceinline__ double z_term(const p2p_loss_job &job, float *p, doub
     return 0;
 }
 
-/* The choices of the sequence that begins with token `first`, counted by the CTA. */
+/* Counts the choices of the sequence that begins with token `first`, with all threads of the
+ * CTA. */
 __device__ __forceinline__ void count_sequence(const p2p_loss_job &job, int32_t *counts,
                                                int64_t first)
 {
@@ -81,18 +89,21 @@ __device__ __forceinline__ void count_sequence(const p2p_loss_job &job, int32_t 
     __syncthreads();
 }
 
-/* The part of [begin, end) that lies in the sequence which begins with token `first`; all of it
- * where there are no sequences. */
+/* Tokens [begin, end). */
 struct Span {
     int64_t begin, end;
 };
 
+/* Returns the part of the span in the sequence that begins with token `first`; all of it
+ * without sequences. */
 __device__ __forceinline__ Span clip_to_sequence(Span s, int64_t first, int64_t sequence_tokens)
 {
     if (sequence_tokens == 0) return s;
     return {max(s.begin, first), min(s.end, first + sequence_tokens)};
 }
 
+/* Returns the factor of the loss, divided by the number of tokens that the plan records, if
+ * there is one. */
 static __device__ double factor_of(const p2p_loss_job &job)
 {
     const device_plan_header *plan = (const device_plan_header *)job.plan;
@@ -104,6 +115,7 @@ static __device__ double factor_of(const p2p_loss_job &job)
     return job.factor / (job.powers == 2 ? (double)tokens : 1.0) / (double)tokens;
 }
 
+/* One warp per run.  By sequences, the CTA goes through the sequences that its runs overlap. */
 template <Pass PASS, bool Z>
 __global__ void __launch_bounds__(MOST_WARPS *WARP)
     loss_kernel(const __grid_constant__ p2p_loss_job job)
@@ -136,6 +148,7 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
     if (PASS == FORWARD && lane_id() == 0 && mine < LOSS_RUNS) job.runs[mine] = sum;
 }
 
+/* Adds the sums of the runs in a binary tree and writes the loss.  One CTA. */
 __global__ void __launch_bounds__(ADDERS)
     add_runs_kernel(const __grid_constant__ p2p_loss_job job)
 {
@@ -179,6 +192,7 @@ extern "C" cudaError_t p2p_launch_loss_backward(const p2p_loss_job *job, cudaStr
 
 /* ----------------------------------------------------------------------------- bias ---- */
 
+/* bias += rate * sign(mean load - load), compared in integers.  One CTA. */
 __global__ void __launch_bounds__(ADDERS)
     bias_update_kernel(float *bias, const int32_t *load, int64_t num_experts, float rate)
 {

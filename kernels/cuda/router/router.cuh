@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A token's row of experts, worked on by a warp: column i belongs to lane i % 32, in shared
- * memory at place at(i).  The arithmetic is the host's (src/router), to the bit: the same scalar
- * functions, sums in the same order, and no product contracted into a sum.
+/* Functions of a warp that works on the logits of one token, for the kernels of this folder.
+ * Column i belongs to lane i % 32 and is stored in shared memory at index at(i).  Results have
+ * the same bits as on the host (src/router): both use the same scalar functions, add in the
+ * same order, and contract no product into a fused multiply-add.
  *
- * V: columns of a lane where the compiler is to know, 0: any number. */
+ * Template argument V: number of columns of a lane, known to the compiler; 0: any number. */
 #ifndef EPIC_ROUTER_CUH
 #define EPIC_ROUTER_CUH
 
@@ -28,20 +29,23 @@
 #define WARP 32
 #define ALL_LANES 0xffffffffu
 #define SUM_BLOCK 1024
-#define SHARED_BYTES (96 << 10) /* most of a CTA: every GPU since sm_80 has them */
+#define SHARED_BYTES \
+    (96 << 10) /* largest shared memory of a CTA; every GPU since sm_80 has
+                                   it */
 
 __device__ __forceinline__ int lane_id()
 {
     return threadIdx.x % WARP;
 }
 
-/* One word of padding every 32: lanes that read runs of 8 words meet no bank twice. */
+/* Index of column i in shared memory.  One word of padding after every 32 avoids bank conflicts
+ * when lanes read runs of 8 words. */
 __host__ __device__ __forceinline__ int at(int i)
 {
     return i + (i >> 5);
 }
 
-/* Words of a row in shared memory: whole steps of a warp. */
+/* Words of a row in shared memory, rounded up to whole warps. */
 __host__ __device__ __forceinline__ int row_words(int columns)
 {
     return (columns + WARP - 1) / WARP * (WARP + 1);
@@ -52,7 +56,8 @@ template <int V> __host__ __device__ __forceinline__ int row_words_of(int column
     return V > 0 ? V * (WARP + 1) : row_words(columns);
 }
 
-/* f(i) for the columns of this lane in [first, end), ascending; first is a multiple of 32. */
+/* Calls f(i) for the columns of this lane in [first, end), ascending; first is a multiple of
+ * 32. */
 template <int V, class F> __device__ __forceinline__ void each_column(int first, int end, F f)
 {
     if (V > 0) {
@@ -67,7 +72,8 @@ template <int V, class F> __device__ __forceinline__ void each_column(int first,
     }
 }
 
-/* The same for what costs little and may be done past the end: rows have room. */
+/* Like each_column(), for cheap work that may also run past the end: rows have space for
+ * whole warps. */
 template <int V, class F> __device__ __forceinline__ void each_place(int end, F f)
 {
     if (V > 0) {
@@ -78,7 +84,7 @@ template <int V, class F> __device__ __forceinline__ void each_place(int end, F 
     }
 }
 
-/* On every lane, the sum that lane 0 gets by adding distances 16, 8, 4, 2, 1. */
+/* Returns on every lane the sum over the warp, added at distances 16, 8, 4, 2, 1. */
 template <class T> __device__ __forceinline__ T add_lanes(T x)
 {
 #pragma unroll
@@ -87,7 +93,7 @@ template <class T> __device__ __forceinline__ T add_lanes(T x)
     return x;
 }
 
-/* The sum of f(i) over the columns: the host's add_columns(). */
+/* Returns the sum of f(i) over the columns, in the order of the host. */
 template <int V, class T, class F> __device__ __forceinline__ T add_columns(int columns, F f)
 {
     T total = 0;
@@ -117,6 +123,7 @@ __device__ __forceinline__ float load_element(const __half *p)
     return __half2float(*p);
 }
 
+/* Load and store element i of an array of F32, BF16 or F16. */
 __device__ __forceinline__ float load_number(const void *p, uint32_t type, int64_t i)
 {
     if (type == EPIC_BF16) return load_element((const __nv_bfloat16 *)p + i);
@@ -140,6 +147,7 @@ __device__ __forceinline__ void load_typed(float *z, const T *row, int columns)
     each_column<V>(0, columns, [&](int i) { z[at(i)] = load_element(row + i); });
 }
 
+/* Loads the logits of a token into z as float32. */
 template <int V>
 __device__ __forceinline__ void load_row(float *z, const p2p_router_rows &rows, int64_t token)
 {
@@ -152,7 +160,7 @@ __device__ __forceinline__ void load_row(float *z, const p2p_router_rows &rows, 
         load_typed<V>(z, (const float *)rows.logits + first, rows.columns);
 }
 
-/* Writes, or adds, the gradient of a token's logits: d(i). */
+/* Writes d(i), the gradient of a token's logit i, or adds it to what is there. */
 template <int V, class F>
 __device__ __forceinline__ void write_logit_gradient(void *d_logits, uint32_t type,
                                                      int accumulate, int64_t token, int columns,
@@ -168,7 +176,8 @@ __device__ __forceinline__ void write_logit_gradient(void *d_logits, uint32_t ty
 
 /* --------------------------------------------------------------------------- scores ---- */
 
-/* A NaN that comes first stays; else the largest, NaNs left out. */
+/* Returns the largest value of the warp without NaNs, or `first` if that is a NaN, as on the
+ * host. */
 __device__ __forceinline__ float largest_of(float mine, float first)
 {
 #pragma unroll
@@ -177,11 +186,12 @@ __device__ __forceinline__ float largest_of(float mine, float first)
     return first != first ? first : mine;
 }
 
+/* The largest logit and the sum of exponentials of a softmax. */
 struct Softmax {
     float largest, sum;
 };
 
-/* p may be z.  Column i is written by the lane that reads it. */
+/* Writes the softmax of z to p, which may be z: the lane that writes a column has read it. */
 template <int V>
 __device__ __forceinline__ Softmax compute_softmax(float *p, const float *z, int columns)
 {
@@ -195,14 +205,14 @@ __device__ __forceinline__ Softmax compute_softmax(float *p, const float *z, int
     return s;
 }
 
-/* Of the scores that depend on their own logit alone. */
+/* Returns the score of a logit, for scores that depend on this logit alone. */
 __device__ __forceinline__ float score_of(float z, uint32_t score)
 {
     if (score == EPIC_SCORE_SIGMOID) return score_sigmoid(z);
     return score == EPIC_SCORE_SQRTSOFTPLUS ? score_sqrtsoftplus(z) : z;
 }
 
-/* s may be z. */
+/* Writes the scores of all columns to s, which may be z. */
 template <int V>
 __device__ __forceinline__ void make_scores(float *s, const float *z, uint32_t score,
                                             int columns)
@@ -219,10 +229,10 @@ __device__ __forceinline__ void make_scores(float *s, const float *z, uint32_t s
 
 /* -------------------------------------------------------------------------- weights ---- */
 
-/* The choices of a token: lane l has choices l, l + 32, up to J of them. */
+/* The k choices of a token.  Lane l has the choices l and l + 32 (with J = 2). */
 template <int J> struct Chosen {
     int k;
-    int id[J]; /* below 0: no expert */
+    int id[J]; /* negative: no expert */
 
     __device__ __forceinline__ bool is(int j) const
     {
@@ -234,7 +244,7 @@ template <int J> struct Chosen {
     }
 };
 
-/* x[0] + x[1] + ... over the choices, one after the other. */
+/* Returns the sum of x over the choices, added in their order. */
 template <int J>
 __device__ __forceinline__ float add_in_order(const Chosen<J> &c, const float (&x)[J])
 {
@@ -245,7 +255,7 @@ __device__ __forceinline__ float add_in_order(const Chosen<J> &c, const float (&
     return sum;
 }
 
-/* Softmax over the chosen logits; p holds them before. */
+/* Replaces the chosen logits in p by their softmax. */
 template <int J>
 __device__ __forceinline__ void softmax_chosen(const Chosen<J> &c, float (&p)[J])
 {
@@ -269,13 +279,16 @@ __device__ __forceinline__ void softmax_chosen(const Chosen<J> &c, float (&p)[J]
         if (low | high) p[j] /= sum;
 }
 
-template <int J> struct Shares { /* the host's `shares` */
+/* The weights of the choices before division: weight = part / divisor.  `moves`: the divisor
+ * depends on the parts, so its gradient counts. */
+template <int J> struct Shares {
     float parts[J];
     float divisor;
     bool moves;
 };
 
-/* x: of the chosen, the scores where the rule is EPIC_WEIGHT_OF_SCORE, else the logits. */
+/* Computes parts and divisor by weight_rule and normalize.  x: the scores of the choices if the
+ * rule is EPIC_WEIGHT_OF_SCORE, else their logits. */
 template <int J>
 __device__ __forceinline__ Shares<J> compute_shares(const p2p_router_rows &rows,
                                                     const Chosen<J> &c, const float (&x)[J])
@@ -303,7 +316,8 @@ __device__ __forceinline__ Shares<J> compute_shares(const p2p_router_rows &rows,
 
 /* ------------------------------------------------------------------------ launching ---- */
 
-/* Warps of a CTA, `most` at most, of which each has `words` in shared memory. */
+/* Returns the number of warps of a CTA, at most `most`, if each needs `words` words of
+ * shared memory. */
 static inline int router_warps(int words, int most)
 {
     const int fit = SHARED_BYTES / (words * 4);

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The kernels of router and losses: what they are given, and how they are launched.  Plain C.
- * They talk to no peer; a warp works on one token. */
+/* Jobs and launchers of the kernels of router and losses, for the host code of src/backend/p2p.
+ * Plain C.  The kernels talk to no peer; a warp works on one token.  Every launcher enqueues on
+ * `stream` and returns CUDA's error. */
 #ifndef EPIC_CUDA_ROUTER_H
 #define EPIC_CUDA_ROUTER_H
 
@@ -9,36 +10,39 @@
 
 #include "epic/epic.h"
 
-#define P2P_MAX_COLUMNS 4096 /* of logits */
+#define P2P_MAX_COLUMNS 4096 /* largest number of columns of logits */
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-typedef struct p2p_router_rows { /* the logits, and what every kernel knows */
-    epic_router router;          /* defaults filled in */
+/* The logits and the options that all kernels need. */
+typedef struct p2p_router_rows {
+    epic_router router; /* defaults filled in */
     const void *logits;
     int64_t num_tokens;
     int32_t columns; /* num_experts + zero_experts */
     uint32_t type;
-    float eps, norm_min, scale; /* the router's */
+    float eps, norm_min, scale; /* options of the router, as float32 */
     uint32_t pad;
 } p2p_router_rows;
 
+/* Arguments of the router forward; epic_router_args describes the arrays. */
 typedef struct p2p_router_job {
     p2p_router_rows rows;
     const float *bias;
     const float *scale_of_expert; /* NULL: 1 */
-    const void *token_ids;        /* NULL: choose */
+    const void *token_ids;        /* NULL: choose by score; else look up experts in `table` */
     const int32_t *table;
     int64_t table_rows;
     int32_t *topk_idx;
     float *weights;
     float *scores;
-    int32_t wide; /* token_ids are int64 */
-    int32_t on_logits;
+    int32_t wide;      /* 1: token_ids are int64 */
+    int32_t on_logits; /* 1: choose by the logits, which have the order of the scores */
 } p2p_router_job;
 
+/* Arguments of the router backward. */
 typedef struct p2p_router_backward_job {
     p2p_router_rows rows;
     const int32_t *topk_idx;
@@ -50,14 +54,16 @@ typedef struct p2p_router_backward_job {
     int32_t accumulate;
 } p2p_router_backward_job;
 
+/* Arguments of the balance loss or the z-loss, forward and backward. */
 typedef struct p2p_loss_job {
     p2p_router_rows rows;
-    const int32_t *load;     /* balance: sequence_tokens 0 */
-    const int32_t *topk_idx; /* balance: else */
+    const int32_t *load;     /* balance loss over all tokens */
+    const int32_t *topk_idx; /* balance loss by sequences */
     int64_t sequence_tokens;
     double factor;
-    const void *plan; /* the factor is divided by the tokens that this plan counts, */
-    int32_t powers;   /* so many times; NULL: it is what it is */
+    const void *plan; /* if not NULL: divide factor by the number of tokens of all ranks in
+                         this plan, */
+    int32_t powers;   /* this many times (1 or 2) */
     int32_t pad;
     const float *d_loss; /* NULL: 1 */
     double *runs;        /* [LOSS_RUNS] */
@@ -65,9 +71,10 @@ typedef struct p2p_loss_job {
     void *d_logits;
     uint32_t loss_type, grad_type;
     int32_t accumulate;
-    int32_t z; /* the z-loss; else balance */
+    int32_t z; /* 1: z-loss; 0: balance loss */
 } p2p_loss_job;
 
+/* Launch router and losses; p2p_launch_bias_update() moves the bias towards a balanced load. */
 cudaError_t p2p_launch_router(const p2p_router_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_router_backward(const p2p_router_backward_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_loss(const p2p_loss_job *job, cudaStream_t stream);
@@ -75,6 +82,7 @@ cudaError_t p2p_launch_loss_backward(const p2p_loss_job *job, cudaStream_t strea
 cudaError_t p2p_launch_bias_update(float *bias, const int32_t *load, int64_t num_experts,
                                    float rate, cudaStream_t stream);
 
+/* Load the kernels, so that no later launch has to. */
 cudaError_t p2p_load_router(void);
 cudaError_t p2p_load_router_backward(void);
 cudaError_t p2p_load_loss(void);
