@@ -17,7 +17,7 @@ static const char help[] =
     "processes of this user; nothing is asked of them, so a stuck one answers too.\n"
     "Exit status: 0; 1: no rank of the group was found; 2: usage.\n";
 
-static int usage(const char *why, const char *what)
+static int print_usage(const char *why, const char *what)
 {
     fprintf(stderr, "epic-info: %s%s\n%s", why, what, help);
     return 2;
@@ -36,13 +36,13 @@ int main(int argc, char **argv)
         } else if (!strcmp(argv[i], "--chrome")) {
             form = INFO_CHROME;
         } else if (!strcmp(argv[i], "--group")) {
-            if (++i == argc) return usage("--group needs the name of a group", "");
+            if (++i == argc) return print_usage("--group needs the name of a group", "");
             group = argv[i];
         } else {
-            return usage("unknown argument: ", argv[i]);
+            return print_usage("unknown argument: ", argv[i]);
         }
     }
     if (group) return info_group(group, form);
-    if (form != INFO_TEXT) return usage("--json and --chrome go with --group", "");
+    if (form != INFO_TEXT) return print_usage("--json and --chrome go with --group", "");
     return info_machine();
 }

@@ -36,7 +36,7 @@ typedef struct options {
     uint64_t seed;
 } options;
 
-static int usage(const char *why, const char *what)
+static int print_usage(const char *why, const char *what)
 {
     fprintf(stderr, "epic-place: %s%s\n%s", why, what, help);
     return 2;
@@ -46,37 +46,37 @@ static int read_options(options *o, int argc, char **argv)
 {
     for (int i = 1; i < argc; i++) {
         const char *name = argv[i], *value = i + 1 < argc ? argv[i + 1] : NULL;
-        if (trace_flag(&o->choice, name)) continue;
+        if (trace_read_flag(&o->choice, name)) continue;
         if (strncmp(name, "--", 2)) {
-            if (o->trace) return usage("one word too many: ", name);
+            if (o->trace) return print_usage("one word too many: ", name);
             o->trace = name;
             continue;
         }
-        if (!value) return usage("a value is missing behind ", name);
+        if (!value) return print_usage("a value is missing behind ", name);
         i++;
         if (!strcmp(name, "--ranks"))
-            o->ranks = (int32_t)number_of(name, value, 1, 1024);
+            o->ranks = (int32_t)tool_parse_number(name, value, 1, 1024);
         else if (!strcmp(name, "--slots"))
-            o->slots = (int32_t)number_of(name, value, 1, 65536);
+            o->slots = (int32_t)tool_parse_number(name, value, 1, 65536);
         else if (!strcmp(name, "--hosts"))
-            o->hosts = (int32_t)number_of(name, value, 1, 64);
+            o->hosts = (int32_t)tool_parse_number(name, value, 1, 64);
         else if (!strcmp(name, "--seed"))
-            o->seed = (uint64_t)number_of(name, value, 0, INT64_MAX);
+            o->seed = (uint64_t)tool_parse_number(name, value, 0, INT64_MAX);
         else if (!strcmp(name, "--out"))
             o->out = value;
-        else if (!trace_option(&o->choice, name, value))
-            return usage("unknown option ", name);
+        else if (!trace_read_option(&o->choice, name, value))
+            return print_usage("unknown option ", name);
     }
-    if (!o->trace) return usage("a trace is needed", "");
-    return o->ranks ? 0 : usage("--ranks is needed", "");
+    if (!o->trace) return print_usage("a trace is needed", "");
+    return o->ranks ? 0 : print_usage("--ranks is needed", "");
 }
 
 /* ---------------------------------------------------------------------------- problem ---- */
 
-static int32_t *loads_of(const trace *t)
+static int32_t *make_loads(const trace *t)
 {
-    int32_t *load = grab((size_t)(t->num_steps * t->num_experts) * sizeof *load);
-    int64_t *of_step = grab((t->num_experts + 1) * sizeof *of_step);
+    int32_t *load = tool_alloc((size_t)(t->num_steps * t->num_experts) * sizeof *load);
+    int64_t *of_step = tool_alloc((t->num_experts + 1) * sizeof *of_step);
     for (int64_t i = 0; i < t->num_steps; i++) {
         trace_count_load(&t->steps[i], of_step);
         for (uint32_t e = 0; e < t->steps[i].num_experts; e++)
@@ -86,7 +86,7 @@ static int32_t *loads_of(const trace *t)
     return load;
 }
 
-static place_problem problem_of(const trace *t, const options *o, const int32_t *load)
+static place_problem make_problem(const trace *t, const options *o, const int32_t *load)
 {
     const int32_t experts = (int32_t)t->num_experts;
     const int32_t least = (experts + o->ranks - 1) / o->ranks;
@@ -95,22 +95,22 @@ static place_problem problem_of(const trace *t, const options *o, const int32_t 
                              .logical = experts,
                              .num_steps = t->num_steps,
                              .load = load};
-    if (!t->num_steps) complain("there is no step in the trace");
+    if (!t->num_steps) tool_fail("there is no step in the trace");
     if (o->hosts > 1) trace_need_choices(t, "--hosts");
     if (p.slots < least)
-        complain("--slots is %d: %d ranks need %d for %d experts", p.slots, o->ranks, least,
-                 experts);
+        tool_fail("--slots is %d: %d ranks need %d for %d experts", p.slots, o->ranks, least,
+                  experts);
     if ((int64_t)p.slots * p.ranks > 65536)
-        complain("--slots is %d: %d ranks would have more than 65536 experts", p.slots,
-                 p.ranks);
+        tool_fail("--slots is %d: %d ranks would have more than 65536 experts", p.slots,
+                  p.ranks);
     if (p.slots > experts)
-        complain("--slots is %d: a rank has use for %d at most, one of each expert", p.slots,
-                 experts);
+        tool_fail("--slots is %d: a rank has use for %d at most, one of each expert", p.slots,
+                  experts);
     if (o->hosts && o->ranks % o->hosts)
-        complain("--hosts is %d, --ranks %d: each host is to have as many ranks", o->hosts,
-                 o->ranks);
+        tool_fail("--hosts is %d, --ranks %d: each host is to have as many ranks", o->hosts,
+                  o->ranks);
     if (o->hosts && o->ranks > 64)
-        complain("--ranks is %d: with --hosts at most 64 are possible", o->ranks);
+        tool_fail("--ranks is %d: with --hosts at most 64 are possible", o->ranks);
     return p;
 }
 
@@ -121,13 +121,13 @@ static uint64_t *tokens_seen(const trace *t, const place_problem *p, const int32
                              int64_t *num)
 {
     const int32_t places = p->ranks * p->slots;
-    int32_t *count = grab((size_t)p->logical * sizeof *count);
-    int32_t *turn = grab((size_t)p->logical * sizeof *turn);
-    int32_t *first = grab((size_t)(p->logical + 1) * sizeof *first);
-    int32_t *rank_of = grab((size_t)places * sizeof *rank_of);
+    int32_t *count = tool_alloc((size_t)p->logical * sizeof *count);
+    int32_t *turn = tool_alloc((size_t)p->logical * sizeof *turn);
+    int32_t *first = tool_alloc((size_t)(p->logical + 1) * sizeof *first);
+    int32_t *rank_of = tool_alloc((size_t)places * sizeof *rank_of);
     *num = 0;
     for (int64_t i = 0; i < t->num_steps; i++) *num += t->steps[i].num_tokens;
-    uint64_t *seen = grab((size_t)*num * sizeof *seen), *to = seen;
+    uint64_t *seen = tool_alloc((size_t)*num * sizeof *seen), *to = seen;
     for (int32_t i = 0; i < places; i++) first[at[i] + 1]++;
     for (int32_t e = 0; e < p->logical; e++) first[e + 1] += first[e];
     for (int32_t i = 0; i < places; i++) rank_of[first[at[i]] + count[at[i]]++] = i / p->slots;
@@ -171,16 +171,16 @@ static void write_file(const place_problem *p, const int32_t *at, const char *pa
 {
     const int32_t places = p->ranks * p->slots;
     const bool replicas = places > p->logical;
-    int32_t *rank_of = grab((size_t)places * sizeof *rank_of);
+    int32_t *rank_of = tool_alloc((size_t)places * sizeof *rank_of);
     for (int32_t i = 0; i < places; i++) rank_of[replicas ? i : at[i]] = i / p->slots;
     FILE *out = fopen(path, "w");
-    if (!out) complain("%s: %s", path, strerror(errno));
+    if (!out) tool_fail("%s: %s", path, strerror(errno));
     fprintf(out, "epic-placement 1\nranks %d\nexperts %d\nlogical %d\n", p->ranks, places,
             replicas ? p->logical : 0);
     write_list(out, "rank_of_expert", rank_of, places);
     if (replicas) write_list(out, "logical_of_expert", at, places);
     const bool bad = ferror(out) != 0;
-    if (fclose(out) || bad) complain("%s: cannot be written", path);
+    if (fclose(out) || bad) tool_fail("%s: cannot be written", path);
     free(rank_of);
 }
 
@@ -202,9 +202,9 @@ int main(int argc, char **argv)
     if (bad) return bad;
     trace t;
     trace_load(&t, o.trace, &o.choice);
-    int32_t *load = loads_of(&t);
-    const place_problem p = problem_of(&t, &o, load);
-    int32_t *at = grab((size_t)(p.ranks * p.slots) * sizeof *at);
+    int32_t *load = make_loads(&t);
+    const place_problem p = make_problem(&t, &o, load);
+    int32_t *at = tool_alloc((size_t)(p.ranks * p.slots) * sizeof *at);
     printf("%" PRId64 " %s of %d experts, for %d ranks with %d experts each\n", p.num_steps,
            t.has_loads ? "rows of loads" : "steps", p.logical, p.ranks, p.slots);
     print_cost(&p, "bound", place_bound(&p));

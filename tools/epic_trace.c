@@ -6,9 +6,10 @@
 #include <string.h>
 
 #include "info.h"
+#include "npy.h"
 #include "trace_draw.h"
 
-#define MOST_REPLAYED 256 /* ranks, which are threads */
+#define MAX_REPLAYED 256 /* ranks, which are threads */
 
 static const char help[] =
     "usage: epic-trace show TRACE                    what is in it\n"
@@ -36,7 +37,7 @@ static const char help[] =
     "  --experts N         of an .npy file, whose largest id may be smaller\n"
     "Exit status: 0; 1: it cannot be done, the sentence says why; 2: usage.\n";
 
-static int usage(const char *why, const char *what)
+static int print_usage(const char *why, const char *what)
 {
     fprintf(stderr, "epic-trace: %s%s\n%s", why, what, help);
     return 2;
@@ -63,32 +64,32 @@ static int read_options(options *o, int argc, char **argv)
                                : &o->prometheus) = true;
             continue;
         }
-        if (trace_flag(&o->choice, name)) continue;
+        if (trace_read_flag(&o->choice, name)) continue;
         if (strncmp(name, "--", 2)) {
-            if (o->num_words == 3) return usage("one word too many: ", name);
+            if (o->num_words == 3) return print_usage("one word too many: ", name);
             o->words[o->num_words++] = name;
             continue;
         }
-        if (!value) return usage("a value is missing behind ", name);
+        if (!value) return print_usage("a value is missing behind ", name);
         i++;
         if (!strcmp(name, "--place"))
             o->place = value;
         else if (!strcmp(name, "--ranks"))
-            o->replay.ranks = (int32_t)number_of(name, value, 1, MOST_REPLAYED);
+            o->replay.ranks = (int32_t)tool_parse_number(name, value, 1, MAX_REPLAYED);
         else if (!strcmp(name, "--hidden"))
-            o->replay.hidden = number_of(name, value, 1, 1 << 20);
-        else if (!trace_option(&o->choice, name, value))
-            return usage("unknown option ", name);
+            o->replay.hidden = tool_parse_number(name, value, 1, 1 << 20);
+        else if (!trace_read_option(&o->choice, name, value))
+            return print_usage("unknown option ", name);
     }
     return 0;
 }
 
 /* ------------------------------------------------------------------------------ show ---- */
 
-static void show(const trace *t)
+static void show_trace(const trace *t)
 {
     int64_t tokens = 0, choices = 0, none = 0;
-    int64_t *load = grab((t->num_experts + 1) * 2 * sizeof *load);
+    int64_t *load = tool_alloc((t->num_experts + 1) * 2 * sizeof *load);
     int64_t *of_step = load + t->num_experts + 1;
     for (int64_t i = 0; i < t->num_steps; i++) {
         const trace_step *s = &t->steps[i];
@@ -133,7 +134,7 @@ static void show(const trace *t)
 
 /* ------------------------------------------------------------------ export and import ---- */
 
-static void export(const trace *t, const char *path)
+static void export_npy(const trace *t, const char *path)
 {
     int64_t tokens = 0, k = 1;
     for (int64_t i = 0; i < t->num_steps; i++) {
@@ -142,7 +143,7 @@ static void export(const trace *t, const char *path)
     }
     const int64_t shape[] = {t->num_steps, tokens, k};
     const int64_t all = t->num_steps * tokens * k;
-    int32_t *values = grab((size_t)all * sizeof *values);
+    int32_t *values = tool_alloc((size_t)all * sizeof *values);
     memset(values, 0xff, (size_t)all * sizeof *values);
     for (int64_t i = 0; i < t->num_steps; i++) {
         const trace_step *s = &t->steps[i];
@@ -155,7 +156,7 @@ static void export(const trace *t, const char *path)
 }
 
 /* As if so many ranks had planned: each with its part of the tokens. */
-static void import(const trace *t, const char *folder, int32_t ranks)
+static void import_npy(const trace *t, const char *folder, int32_t ranks)
 {
     for (int32_t r = 0; r < ranks; r++) {
         trace_header header = {.magic = {TRACE_MAGIC},
@@ -166,7 +167,7 @@ static void import(const trace *t, const char *folder, int32_t ranks)
                                .group_id = 1,
                                .name = "npy"};
         epic_trace *out;
-        if (trace_open(&out, folder, &header) != EPIC_OK) complain("%s", epic_error(NULL));
+        if (trace_open(&out, folder, &header) != EPIC_OK) tool_fail("%s", epic_error(NULL));
         for (int64_t i = 0; i < t->num_steps; i++) {
             const trace_step *s = &t->steps[i];
             const int64_t first = s->num_tokens * r / ranks;
@@ -178,7 +179,7 @@ static void import(const trace *t, const char *folder, int32_t ranks)
                          .alignment = 1}};
             trace_plan(out, record, s->ids + first * s->top_k, EPIC_I32);
         }
-        if (!trace_close(out)) complain("%s: cannot be written", folder);
+        if (!trace_close(out)) tool_fail("%s: cannot be written", folder);
     }
 }
 
@@ -189,19 +190,19 @@ static void run_replay(const trace *t, options *o)
     epic_placement place;
     if (!o->replay.ranks) o->replay.ranks = t->num_ranks;
     if (!o->replay.hidden) o->replay.hidden = 64;
-    if (o->replay.ranks > MOST_REPLAYED)
-        complain("a trace of %d ranks: at most %d can be replayed, say how many by --ranks",
-                 o->replay.ranks, MOST_REPLAYED);
+    if (o->replay.ranks > MAX_REPLAYED)
+        tool_fail("a trace of %d ranks: at most %d can be replayed, say how many by --ranks",
+                  o->replay.ranks, MAX_REPLAYED);
     if (o->place) {
         const char *why = epic_placement_read(&place, o->place);
-        if (why) complain("%s: %s", o->place, why);
+        if (why) tool_fail("%s: %s", o->place, why);
         o->replay.place = &place;
     }
     trace_replay(t, &o->replay);
     if (o->place) epic_placement_free(&place);
 }
 
-static int run(options *o)
+static int run_command(options *o)
 {
     const char *command = o->words[0], *file = o->words[2];
     static const char *const with_file[] = {"draw", "export", "import", "chrome"};
@@ -210,21 +211,21 @@ static int run(options *o)
     bool known = false, wants = false;
     for (size_t i = 0; i < 4; i++) wants |= !strcmp(command, with_file[i]);
     for (size_t i = 0; i < 3; i++) known |= !strcmp(command, without[i]);
-    if (!known && !wants) return usage("unknown command ", command);
+    if (!known && !wants) return print_usage("unknown command ", command);
     if (o->num_words != (wants ? 3 : 2))
-        return usage("words are missing, or too many: ", command);
+        return print_usage("words are missing, or too many: ", command);
 
     trace t;
     trace_load(&t, o->words[1], &o->choice);
     for (size_t i = 0; i < 4; i++)
         if (!strcmp(command, of_choices[i])) trace_need_choices(&t, command);
     if (o->prometheus) trace_need_choices(&t, "--prometheus");
-    if (!strcmp(command, "show")) show(&t);
+    if (!strcmp(command, "show")) show_trace(&t);
     if (!strcmp(command, "draw")) trace_draw(&t, file);
     if (!strcmp(command, "replay")) run_replay(&t, o);
-    if (!strcmp(command, "export")) export(&t, file);
+    if (!strcmp(command, "export")) export_npy(&t, file);
     if (!strcmp(command, "import"))
-        import(&t, file, o->replay.ranks ? o->replay.ranks : t.num_ranks);
+        import_npy(&t, file, o->replay.ranks ? o->replay.ranks : t.num_ranks);
     if (!strcmp(command, "chrome")) trace_chrome(&t, file);
     if (!strcmp(command, "metrics")) (o->prometheus ? trace_prometheus : trace_metrics)(&t);
     trace_free(&t);
@@ -240,6 +241,6 @@ int main(int argc, char **argv)
     }
     const int bad = read_options(&o, argc, argv);
     if (bad) return bad;
-    if (!o.num_words) return usage("what shall it do?", "");
-    return run(&o);
+    if (!o.num_words) return print_usage("what shall it do?", "");
+    return run_command(&o);
 }

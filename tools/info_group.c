@@ -35,7 +35,7 @@ static int64_t elapsed_ns(int64_t from, int64_t to)
 }
 
 /* "1.5 ms" */
-static const char *duration(int64_t ns, char out[32])
+static const char *format_duration(int64_t ns, char out[32])
 {
     if (ns < 1000000)
         snprintf(out, 32, "%.1f us", (double)ns / 1e3);
@@ -46,7 +46,7 @@ static const char *duration(int64_t ns, char out[32])
     return out;
 }
 
-static int64_t wall_ns(void)
+static int64_t now_ns(void)
 {
     struct timespec t;
     clock_gettime(CLOCK_REALTIME, &t);
@@ -54,7 +54,7 @@ static int64_t wall_ns(void)
 }
 
 /* In flight first, oldest first; then the finished, latest first. */
-static int by_interest(const void *a, const void *b)
+static int compare_interest(const void *a, const void *b)
 {
     const recorder_entry *p = &((const operation *)a)->entry;
     const recorder_entry *q = &((const operation *)b)->entry;
@@ -71,7 +71,7 @@ static int read_operations(const recorder_page *page, operation out[RECORDER_REC
     int num = 0;
     for (int i = 0; i < RECORDER_RECORDS; i++)
         if (recorder_read(page, i, &out[num].entry, out[num].sentence)) num++;
-    qsort(out, (size_t)num, sizeof *out, by_interest);
+    qsort(out, (size_t)num, sizeof *out, compare_interest);
     *num_in_flight = 0;
     while (*num_in_flight < num && !out[*num_in_flight].entry.end_ns) ++*num_in_flight;
     return num - *num_in_flight > NUM_FINISHED ? *num_in_flight + NUM_FINISHED : num;
@@ -86,10 +86,10 @@ static void print_operation(const operation *o, int64_t now)
     const int64_t end = e->end_ns ? e->end_ns : now;
     printf("  %s  %-17s tag %" PRIu64 " step %" PRIu64 "  %" PRIu64 " bytes  %s  ",
            e->end_ns ? "finished " : "in flight", info_operation(e->operation), e->tag,
-           e->place, e->bytes, duration(elapsed_ns(e->start_ns, end), took));
+           e->place, e->bytes, format_duration(elapsed_ns(e->start_ns, end), took));
     if (e->end_ns) {
         printf("%s, %s ago\n", epic_result_name((epic_result)e->result),
-               duration(elapsed_ns(e->end_ns, now), ago));
+               format_duration(elapsed_ns(e->end_ns, now), ago));
         if (!*o->sentence) return;
         printf("             ");
         info_text(stdout, o->sentence);
@@ -110,11 +110,11 @@ static bool is_on_gpu(const recorder_page *page)
 static void print_rank(const recording *s, const operation *list, int num)
 {
     char age[32];
-    const int64_t now = wall_ns();
+    const int64_t now = now_ns();
     printf("rank %d of %d  pid %lld  ", s->page->rank, s->page->num_ranks,
            (long long)s->page->pid);
     info_text(stdout, s->page->backend);
-    printf("  opened %s ago", duration(elapsed_ns(s->page->opened_ns, now), age));
+    printf("  opened %s ago", format_duration(elapsed_ns(s->page->opened_ns, now), age));
     if (s->holder != s->page->pid) printf("  (held by pid %d)", s->holder);
     printf("\n");
     if (*s->page->net) {
@@ -144,13 +144,13 @@ static void print_missing(const recording *list, int num)
 
 /* --------------------------------------------------------------------------- JSON ---- */
 
-static void json_string(const char *key, const char *text)
+static void print_json_string(const char *key, const char *text)
 {
     printf("\"%s\": ", key);
     info_json(stdout, text);
 }
 
-static void json_operation(const operation *o, int64_t now)
+static void print_json_operation(const operation *o, int64_t now)
 {
     const recorder_entry *e = &o->entry;
     const int64_t end = e->end_ns ? e->end_ns : now;
@@ -158,10 +158,10 @@ static void json_operation(const operation *o, int64_t now)
            ", \"bytes\": %" PRIu64 ", \"start_ns\": %" PRId64 ", \"elapsed_ns\": %" PRId64 ", ",
            info_operation(e->operation), e->tag, e->place, e->bytes, e->start_ns,
            elapsed_ns(e->start_ns, end));
-    json_string("state", state_name(e->state));
+    print_json_string("state", state_name(e->state));
     if (e->end_ns) {
         printf(", \"result\": \"%s\", ", epic_result_name((epic_result)e->result));
-        json_string("sentence", o->sentence);
+        print_json_string("sentence", o->sentence);
     } else if (e->waits_for >= 0) {
         printf(", \"waits_for\": %d", e->waits_for);
     } else {
@@ -170,36 +170,37 @@ static void json_operation(const operation *o, int64_t now)
     putchar('}');
 }
 
-static void json_operations(const char *key, const operation *list, int num, int64_t now)
+static void print_json_operations(const char *key, const operation *list, int num, int64_t now)
 {
     printf(",\n      \"%s\": [", key);
     for (int i = 0; i < num; i++) {
         printf(i ? ",\n" : "\n");
-        json_operation(&list[i], now);
+        print_json_operation(&list[i], now);
     }
     putchar(']');
 }
 
-static void json_rank(const recording *s, const operation *list, int num, int num_in_flight)
+static void print_json_rank(const recording *s, const operation *list, int num,
+                            int num_in_flight)
 {
-    const int64_t now = wall_ns();
+    const int64_t now = now_ns();
     printf("    {\"group_id\": \"%016" PRIx64 "\", \"rank\": %d, \"num_ranks\": %d, "
            "\"pid\": %lld, \"holder\": %d, ",
            s->page->group_id, s->page->rank, s->page->num_ranks, (long long)s->page->pid,
            s->holder);
-    json_string("backend", s->page->backend);
+    print_json_string("backend", s->page->backend);
     printf(", ");
-    json_string("net", s->page->net);
+    print_json_string("net", s->page->net);
     printf(", \"opened_ns\": %" PRId64, s->page->opened_ns);
-    json_operations("in_flight", list, num_in_flight, now);
-    json_operations("finished", list + num_in_flight, num - num_in_flight, now);
+    print_json_operations("in_flight", list, num_in_flight, now);
+    print_json_operations("finished", list + num_in_flight, num - num_in_flight, now);
     putchar('}');
 }
 
 /* -------------------------------------------------------------------------- Chrome ---- */
 
-static void chrome_operation(const recording *s, const recorder_entry *e, int64_t zero,
-                             int64_t now)
+static void print_chrome_operation(const recording *s, const recorder_entry *e, int64_t zero,
+                                   int64_t now)
 {
     const int64_t end = e->end_ns ? e->end_ns : now;
     printf(",\n{\"ph\": \"X\", \"name\": \"%s%s\", \"cat\": \"epic\", \"pid\": %d, \"tid\": "
@@ -215,9 +216,9 @@ static void chrome_operation(const recording *s, const recorder_entry *e, int64_
 }
 
 /* All ranks of a host have one clock; zero is when the first of them opened. */
-static void chrome_found(const recordings *found, const char *group)
+static void print_chrome_found(const recordings *found, const char *group)
 {
-    const int64_t now = wall_ns();
+    const int64_t now = now_ns();
     int64_t zero = now;
     (void)group;
     for (int i = 0; i < found->num; i++)
@@ -230,7 +231,8 @@ static void chrome_found(const recordings *found, const char *group)
                "{\"name\": \"rank %d, process %lld\"}}",
                i ? "," : "", s->page->rank, s->page->rank, (long long)s->page->pid);
         for (int r = 0; r < RECORDER_RECORDS; r++)
-            if (recorder_read(s->page, r, &entry, NULL)) chrome_operation(s, &entry, zero, now);
+            if (recorder_read(s->page, r, &entry, NULL))
+                print_chrome_operation(s, &entry, zero, now);
     }
     printf("\n]}\n");
 }
@@ -244,16 +246,16 @@ static int read_rank(const recording *s, const operation **list, int *num_in_fli
     return read_operations(s->page, all, num_in_flight);
 }
 
-static void json_found(const recordings *found, const char *group)
+static void print_json_found(const recordings *found, const char *group)
 {
     printf("{\n  ");
-    json_string("group", group);
+    print_json_string("group", group);
     printf(",\n  \"ranks\": [\n");
     for (int i = 0; i < found->num; i++) {
         const operation *list;
         int num_in_flight;
         const int num = read_rank(&found->list[i], &list, &num_in_flight);
-        json_rank(&found->list[i], list, num, num_in_flight);
+        print_json_rank(&found->list[i], list, num, num_in_flight);
         printf(i + 1 < found->num ? ",\n" : "]\n}\n");
     }
 }
@@ -290,7 +292,7 @@ static void print_found(const recordings *found, const char *group)
     }
 }
 
-static bool in_group(const recording *s, const char *group)
+static bool is_in_group(const recording *s, const char *group)
 {
     return !strncmp(s->page->group, group, sizeof s->page->group - 1);
 }
@@ -298,14 +300,15 @@ static bool in_group(const recording *s, const char *group)
 static void keep_group(recordings *out, const recordings *all, const char *group)
 {
     for (int i = 0; i < all->num; i++)
-        if (in_group(&all->list[i], group)) out->list[out->num++] = all->list[i];
+        if (is_in_group(&all->list[i], group)) out->list[out->num++] = all->list[i];
 }
 
-static void name_groups(const recordings *all)
+static void print_group_names(const recordings *all)
 {
     for (int i = 0; i < all->num; i++) {
         bool said = false;
-        for (int j = 0; j < i; j++) said |= in_group(&all->list[j], all->list[i].page->group);
+        for (int j = 0; j < i; j++)
+            said |= is_in_group(&all->list[j], all->list[i].page->group);
         if (said) continue;
         fprintf(stderr, "there is group \"");
         info_text(stderr, all->list[i].page->group);
@@ -315,8 +318,8 @@ static void name_groups(const recordings *all)
 
 int info_group(const char *group, info_form form)
 {
-    static void (*const prints[])(const recordings *, const char *) = {print_found, json_found,
-                                                                       chrome_found};
+    static void (*const prints[])(const recordings *, const char *) = {
+        print_found, print_json_found, print_chrome_found};
     static recordings all, found;
     recordings_find(&all);
     keep_group(&found, &all, group);
@@ -327,6 +330,6 @@ int info_group(const char *group, info_form form)
     fprintf(stderr, "epic-info: no rank of group \"");
     info_text(stderr, group);
     fprintf(stderr, "\" in this user's processes on this host\n");
-    name_groups(&all);
+    print_group_names(&all);
     return 1;
 }

@@ -32,7 +32,7 @@ static void print_backends(void)
 }
 
 /* Where this program lies, with a slash at the end; "" if nobody knows. */
-static void own_folder(char *out, size_t size)
+static void find_own_folder(char *out, size_t size)
 {
     const ssize_t length = readlink("/proc/self/exe", out, size - 1);
     out[length < 0 ? 0 : length] = 0;
@@ -62,7 +62,7 @@ static void print_plugin(const char *label, const char *library, const char *sym
 {
     static const char *const folders[] = {"../lib/", "../" EPIC_LIBDIR "/", ""};
     char own[4096], path[4352];
-    own_folder(own, sizeof own);
+    find_own_folder(own, sizeof own);
     for (size_t i = 0; i < sizeof folders / sizeof *folders; i++) {
         snprintf(path, sizeof path, "%s%s%s", *folders[i] ? own : "", folders[i], library);
         if (*folders[i] && access(path, F_OK) != 0) continue;

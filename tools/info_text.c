@@ -7,7 +7,7 @@
 #include "info.h"
 
 /* `before`: what stands before the two digits of a byte that cannot be printed. */
-static void print(FILE *to, const char *text, bool quoted, const char *before)
+static void print_escaped(FILE *to, const char *text, bool quoted, const char *before)
 {
     if (quoted) fputc('"', to);
     for (const char *c = text; *c;) {
@@ -24,17 +24,17 @@ static void print(FILE *to, const char *text, bool quoted, const char *before)
 
 void info_text(FILE *to, const char *text)
 {
-    print(to, text, false, "\\x");
+    print_escaped(to, text, false, "\\x");
 }
 
 void info_json(FILE *to, const char *text)
 {
-    print(to, text, true, "\\u00");
+    print_escaped(to, text, true, "\\u00");
 }
 
 void info_label(FILE *to, const char *text)
 {
-    print(to, text, true, "\\\\x");
+    print_escaped(to, text, true, "\\\\x");
 }
 
 const char *info_operation(uint32_t number)

@@ -5,15 +5,15 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "trace_read.h"
+#include "tool.h"
 
-#define SAMPLE 48        /* steps that the search looks at */
-#define BEGINNINGS 6     /* of the search */
-#define PROPOSALS 24     /* without success in a row, for each place */
-#define POLISHED 48      /* most places where single changes are all tried */
-#define MOST_TOKENS 8192 /* that exchanges of ranks look at */
+#define MAX_SAMPLED_STEPS 48    /* steps that the search looks at */
+#define NUM_STARTS 6            /* of the search */
+#define MAX_FAILED_PROPOSALS 24 /* without success in a row, for each place */
+#define MAX_POLISHED_PLACES 48  /* most places where single changes are all tried */
+#define MAX_TOKENS 8192         /* that exchanges of ranks look at */
 
-static int32_t places(const place_problem *p)
+static int32_t num_places(const place_problem *p)
 {
     return p->ranks * p->slots;
 }
@@ -24,7 +24,7 @@ static int32_t places(const place_problem *p)
 static void count_places(const place_problem *p, const int32_t *at, int32_t *count)
 {
     memset(count, 0, (size_t)p->logical * sizeof *count);
-    for (int32_t i = 0; i < places(p); i++) count[at[i]]++;
+    for (int32_t i = 0; i < num_places(p); i++) count[at[i]]++;
 }
 
 /* Replica n of r of an expert with so many choices has every r-th, beginning with choice n. */
@@ -33,8 +33,8 @@ static int64_t part_of(int64_t choices, int32_t n, int32_t r)
     return (choices + r - 1 - n) / r;
 }
 
-static int64_t busiest(const place_problem *p, const int32_t *at, const int32_t *count,
-                       const int32_t *load, int32_t *turn)
+static int64_t busiest_rank(const place_problem *p, const int32_t *at, const int32_t *count,
+                            const int32_t *load, int32_t *turn)
 {
     int64_t most = 0;
     memset(turn, 0, (size_t)p->logical * sizeof *turn);
@@ -51,11 +51,12 @@ static int64_t busiest(const place_problem *p, const int32_t *at, const int32_t 
 
 int64_t place_cost(const place_problem *p, const int32_t *at)
 {
-    int32_t *count = grab((size_t)p->logical * 2 * sizeof *count), *turn = count + p->logical;
+    int32_t *count = tool_alloc((size_t)p->logical * 2 * sizeof *count),
+            *turn = count + p->logical;
     int64_t cost = 0;
     count_places(p, at, count);
     for (int64_t s = 0; s < p->num_steps; s++)
-        cost += busiest(p, at, count, p->load + s * p->logical, turn);
+        cost += busiest_rank(p, at, count, p->load + s * p->logical, turn);
     free(count);
     return cost;
 }
@@ -67,7 +68,7 @@ int64_t place_total(const place_problem *p)
     return total;
 }
 
-static int ascending(const void *a, const void *b)
+static int compare_int32(const void *a, const void *b)
 {
     const int32_t x = *(const int32_t *)a, y = *(const int32_t *)b;
     return (x > y) - (x < y);
@@ -75,14 +76,14 @@ static int ascending(const void *a, const void *b)
 
 int64_t place_bound(const place_problem *p)
 {
-    const int32_t spare = places(p) - p->logical;
+    const int32_t spare = num_places(p) - p->logical;
     const int32_t most_replicas = spare + 1 < p->ranks ? spare + 1 : p->ranks;
-    int32_t *sorted = grab((size_t)p->logical * sizeof *sorted);
+    int32_t *sorted = tool_alloc((size_t)p->logical * sizeof *sorted);
     int64_t bound = 0;
     for (int64_t s = 0; s < p->num_steps; s++) {
         int64_t sum = 0;
         memcpy(sorted, p->load + s * p->logical, (size_t)p->logical * sizeof *sorted);
-        qsort(sorted, (size_t)p->logical, sizeof *sorted, ascending);
+        qsort(sorted, (size_t)p->logical, sizeof *sorted, compare_int32);
         for (int32_t e = 0; e < p->logical; e++) sum += sorted[e];
         const int64_t mean = (sum + p->ranks - 1) / p->ranks, most = sorted[p->logical - 1];
         int64_t share = (most + most_replicas - 1) / most_replicas;
@@ -97,7 +98,7 @@ int64_t place_bound(const place_problem *p)
 
 void place_round_robin(const place_problem *p, int32_t *at)
 {
-    for (int32_t i = 0; i < places(p); i++)
+    for (int32_t i = 0; i < num_places(p); i++)
         at[i % p->ranks * p->slots + i / p->ranks] = i % p->logical;
 }
 
@@ -106,7 +107,7 @@ typedef struct piece { /* a replica that is to be placed */
     double load;
 } piece;
 
-static int busiest_first(const void *a, const void *b)
+static int compare_pieces(const void *a, const void *b)
 {
     const piece *x = a, *y = b;
     if (x->load != y->load) return x->load > y->load ? -1 : 1;
@@ -115,11 +116,11 @@ static int busiest_first(const void *a, const void *b)
 
 static void make_pieces(const place_problem *p, piece *out)
 {
-    double *load = grab((size_t)p->logical * sizeof *load);
-    int32_t *count = grab((size_t)p->logical * sizeof *count);
+    double *load = tool_alloc((size_t)p->logical * sizeof *load);
+    int32_t *count = tool_alloc((size_t)p->logical * sizeof *count);
     for (int64_t i = 0; i < p->num_steps * p->logical; i++) load[i % p->logical] += p->load[i];
     for (int32_t e = 0; e < p->logical; e++) count[e] = 1;
-    for (int32_t more = places(p) - p->logical; more > 0; more--) {
+    for (int32_t more = num_places(p) - p->logical; more > 0; more--) {
         int32_t best = 0;
         for (int32_t e = 1; e < p->logical; e++)
             if (load[e] / count[e] > load[best] / count[best]) best = e;
@@ -127,13 +128,13 @@ static void make_pieces(const place_problem *p, piece *out)
     }
     for (int32_t e = 0, n = 0; e < p->logical; e++)
         for (int32_t i = 0; i < count[e]; i++) out[n++] = (piece){e, load[e] / count[e]};
-    qsort(out, (size_t)places(p), sizeof *out, busiest_first);
+    qsort(out, (size_t)num_places(p), sizeof *out, compare_pieces);
     free(load), free(count);
 }
 
 /* Two replicas on one rank share nothing: avoided while another rank has room. */
-static bool has(const place_problem *p, const int32_t *at, int32_t rank, int32_t filled,
-                int32_t expert)
+static bool has_expert(const place_problem *p, const int32_t *at, int32_t rank, int32_t filled,
+                       int32_t expert)
 {
     for (int32_t i = 0; i < filled; i++)
         if (at[rank * p->slots + i] == expert) return true;
@@ -142,16 +143,16 @@ static bool has(const place_problem *p, const int32_t *at, int32_t rank, int32_t
 
 void place_greedy(const place_problem *p, int32_t *at)
 {
-    piece *pieces = grab((size_t)places(p) * sizeof *pieces);
-    double *sum = grab((size_t)p->ranks * sizeof *sum);
-    int32_t *filled = grab((size_t)p->ranks * sizeof *filled);
+    piece *pieces = tool_alloc((size_t)num_places(p) * sizeof *pieces);
+    double *sum = tool_alloc((size_t)p->ranks * sizeof *sum);
+    int32_t *filled = tool_alloc((size_t)p->ranks * sizeof *filled);
     make_pieces(p, pieces);
-    for (int32_t n = 0; n < places(p); n++) {
+    for (int32_t n = 0; n < num_places(p); n++) {
         int32_t best = -1, any = -1;
         for (int32_t r = 0; r < p->ranks; r++) {
             if (filled[r] == p->slots) continue;
             if (any < 0 || sum[r] < sum[any]) any = r;
-            if (has(p, at, r, filled[r], pieces[n].expert)) continue;
+            if (has_expert(p, at, r, filled[r], pieces[n].expert)) continue;
             if (best < 0 || sum[r] < sum[best]) best = r;
         }
         if (best < 0) best = any;
@@ -163,17 +164,17 @@ void place_greedy(const place_problem *p, int32_t *at)
 
 /* ------------------------------------------------------------------------------- search ---- */
 
-static uint64_t draw(uint64_t *state)
+static uint64_t draw_random(uint64_t *state)
 {
     *state = *state * 6364136223846793005u + 1442695040888963407u;
     return *state >> 33;
 }
 
 /* Steps far apart stand for all. */
-static place_problem sample(const place_problem *p, int32_t *load)
+static place_problem sample_steps(const place_problem *p, int32_t *load)
 {
     place_problem out = *p;
-    if (p->num_steps > SAMPLE) out.num_steps = SAMPLE;
+    if (p->num_steps > MAX_SAMPLED_STEPS) out.num_steps = MAX_SAMPLED_STEPS;
     for (int64_t s = 0; s < out.num_steps; s++)
         memcpy(load + s * p->logical, p->load + s * p->num_steps / out.num_steps * p->logical,
                (size_t)p->logical * sizeof *load);
@@ -189,7 +190,7 @@ typedef struct sums {
     double cost;
 } sums;
 
-static double part(const sums *s, int64_t step, int32_t expert)
+static double load_part(const sums *s, int64_t step, int32_t expert)
 {
     return (double)s->p->load[step * s->p->logical + expert] / s->count[expert];
 }
@@ -204,7 +205,7 @@ static void add_up(sums *s)
         for (int32_t r = 0; r < p->ranks; r++) {
             load[r] = 0;
             for (int32_t i = r * p->slots; i < (r + 1) * p->slots; i++)
-                load[r] += part(s, step, s->at[i]);
+                load[r] += load_part(s, step, s->at[i]);
             if (load[r] > most) most = load[r];
         }
         s->cost += most;
@@ -218,7 +219,7 @@ static double cost_exchanged(const sums *s, int32_t i, int32_t j)
     double cost = 0;
     for (int64_t step = 0; step < s->p->num_steps && cost <= s->cost; step++) {
         const double *load = s->load + step * ranks;
-        const double more = part(s, step, s->at[j]) - part(s, step, s->at[i]);
+        const double more = load_part(s, step, s->at[j]) - load_part(s, step, s->at[i]);
         double most = load[a] + more > load[b] - more ? load[a] + more : load[b] - more;
         for (int32_t r = 0; r < ranks; r++)
             if (r != a && r != b && load[r] > most) most = load[r];
@@ -227,11 +228,11 @@ static double cost_exchanged(const sums *s, int32_t i, int32_t j)
     return cost;
 }
 
-static void exchange(sums *s, int32_t i, int32_t j)
+static void exchange_places(sums *s, int32_t i, int32_t j)
 {
     const int32_t ranks = s->p->ranks, a = i / s->p->slots, b = j / s->p->slots;
     for (int64_t step = 0; step < s->p->num_steps; step++) {
-        const double more = part(s, step, s->at[j]) - part(s, step, s->at[i]);
+        const double more = load_part(s, step, s->at[j]) - load_part(s, step, s->at[i]);
         s->load[step * ranks + a] += more;
         s->load[step * ranks + b] -= more;
     }
@@ -254,42 +255,42 @@ static bool try_replica(sums *s, int32_t i, int32_t expert)
 }
 
 /* Takes what costs no more: from what costs as much others are near.  True: it costs less. */
-static bool propose(sums *s, uint64_t *state)
+static bool try_proposal(sums *s, uint64_t *state)
 {
     const place_problem *p = s->p;
-    const int32_t i = (int32_t)(draw(state) % (uint64_t)places(p));
-    const int32_t j = (int32_t)(draw(state) % (uint64_t)places(p));
-    if (places(p) > p->logical && draw(state) % 8 == 0 && s->count[s->at[i]] > 1 &&
+    const int32_t i = (int32_t)(draw_random(state) % (uint64_t)num_places(p));
+    const int32_t j = (int32_t)(draw_random(state) % (uint64_t)num_places(p));
+    if (num_places(p) > p->logical && draw_random(state) % 8 == 0 && s->count[s->at[i]] > 1 &&
         s->at[i] != s->at[j])
         return try_replica(s, i, s->at[j]);
     if (i / p->slots == j / p->slots || s->at[i] == s->at[j]) return false;
     const double cost = cost_exchanged(s, i, j);
     if (cost > s->cost) return false;
-    exchange(s, i, j);
+    exchange_places(s, i, j);
     const bool better = cost < s->cost * (1 - 1e-9);
     s->cost = cost;
     return better;
 }
 
-static void climb(const place_problem *p, int32_t *at, uint64_t *state)
+static void climb_hill(const place_problem *p, int32_t *at, uint64_t *state)
 {
     sums s = {.p = p, .at = at};
-    s.count = grab((size_t)p->logical * sizeof *s.count);
-    s.load = grab((size_t)(p->num_steps * p->ranks) * sizeof *s.load);
+    s.count = tool_alloc((size_t)p->logical * sizeof *s.count);
+    s.load = tool_alloc((size_t)(p->num_steps * p->ranks) * sizeof *s.load);
     add_up(&s);
-    for (int64_t tries = 0; tries < (int64_t)PROPOSALS * places(p); tries++)
-        if (propose(&s, state)) tries = 0;
+    for (int64_t tries = 0; tries < (int64_t)MAX_FAILED_PROPOSALS * num_places(p); tries++)
+        if (try_proposal(&s, state)) tries = 0;
     free(s.count), free(s.load);
 }
 
 /* To a placement that no single change makes better, by true costs: replicas of one expert differ
  * by a choice, which `sums` does not see. */
-static void polish(const place_problem *p, int32_t *at)
+static void polish_placement(const place_problem *p, int32_t *at)
 {
-    int32_t *count = grab((size_t)p->logical * sizeof *count);
+    int32_t *count = tool_alloc((size_t)p->logical * sizeof *count);
     int64_t cost = place_cost(p, at);
-    for (int32_t i = 0; i < places(p); i++)
-        for (int32_t j = 0; j < places(p); j++) {
+    for (int32_t i = 0; i < num_places(p); i++)
+        for (int32_t j = 0; j < num_places(p); j++) {
             const int32_t at_i = at[i], at_j = at[j];
             count_places(p, at, count);
             for (int kind = 0; kind < 2 && at_i != at_j; kind++) {
@@ -310,10 +311,10 @@ static void polish(const place_problem *p, int32_t *at)
 }
 
 /* A beginning far from the others. */
-static void shuffle(const place_problem *p, int32_t *at, uint64_t *state)
+static void shuffle_places(const place_problem *p, int32_t *at, uint64_t *state)
 {
-    for (int32_t i = places(p) - 1; i > 0; i--) {
-        const int32_t j = (int32_t)(draw(state) % (uint64_t)(i + 1)), keep = at[i];
+    for (int32_t i = num_places(p) - 1; i > 0; i--) {
+        const int32_t j = (int32_t)(draw_random(state) % (uint64_t)(i + 1)), keep = at[i];
         at[i] = at[j];
         at[j] = keep;
     }
@@ -321,17 +322,18 @@ static void shuffle(const place_problem *p, int32_t *at, uint64_t *state)
 
 void place_search(const place_problem *p, int32_t *at, uint64_t seed)
 {
-    const size_t bytes = (size_t)places(p) * sizeof *at;
-    int32_t *load = grab((size_t)(SAMPLE * (int64_t)p->logical) * sizeof *load);
-    int32_t *next = grab(bytes);
-    const place_problem some = sample(p, load);
+    const size_t bytes = (size_t)num_places(p) * sizeof *at;
+    int32_t *load =
+        tool_alloc((size_t)(MAX_SAMPLED_STEPS * (int64_t)p->logical) * sizeof *load);
+    int32_t *next = tool_alloc(bytes);
+    const place_problem some = sample_steps(p, load);
     int64_t best = INT64_MAX;
-    for (int beginning = 0; beginning < BEGINNINGS; beginning++) {
+    for (int beginning = 0; beginning < NUM_STARTS; beginning++) {
         uint64_t state = seed + (uint64_t)beginning * 7919 + 1;
         (beginning == 1 ? place_round_robin : place_greedy)(p, next);
-        if (beginning > 1) shuffle(p, next, &state);
-        climb(&some, next, &state);
-        if (places(p) <= POLISHED) polish(&some, next);
+        if (beginning > 1) shuffle_places(p, next, &state);
+        climb_hill(&some, next, &state);
+        if (num_places(p) <= MAX_POLISHED_PLACES) polish_placement(&some, next);
         const int64_t cost = place_cost(p, next);
         if (cost >= best) continue;
         best = cost;
@@ -384,7 +386,7 @@ static void exchange_ranks(const place_problem *p, int32_t *at, int32_t a, int32
 void place_hosts(const place_problem *p, int32_t *at, int32_t hosts, uint64_t *seen,
                  int64_t num)
 {
-    const int64_t some = num < MOST_TOKENS ? num : MOST_TOKENS;
+    const int64_t some = num < MAX_TOKENS ? num : MAX_TOKENS;
     const int32_t each = p->ranks / hosts;
     int64_t best = place_crossings(p->ranks, hosts, seen, some);
     for (bool better = true; better;) {

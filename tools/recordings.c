@@ -18,7 +18,7 @@ static bool is_number(const char *text)
 }
 
 /* Seen before, as another descriptor; the process that opened it is the better holder. */
-static bool known(recordings *all, const struct stat *file, int holder)
+static bool is_known(recordings *all, const struct stat *file, int holder)
 {
     for (int i = 0; i < all->num; i++) {
         recording *s = &all->list[i];
@@ -34,7 +34,7 @@ static void add_file(recordings *all, const char *path, int holder)
     struct stat file;
     const int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0) return;
-    if (fstat(fd, &file) == 0 && file.st_uid == geteuid() && !known(all, &file, holder) &&
+    if (fstat(fd, &file) == 0 && file.st_uid == geteuid() && !is_known(all, &file, holder) &&
         all->num < MAX_RECORDINGS) {
         const recorder_page *page = recorder_map(fd);
         if (page && !atomic_load(&page->closed))
@@ -61,7 +61,7 @@ static void add_process(recordings *all, const char *pid)
     closedir(files);
 }
 
-static int by_rank(const void *a, const void *b)
+static int compare_ranks(const void *a, const void *b)
 {
     const recorder_page *p = ((const recording *)a)->page, *q = ((const recording *)b)->page;
     if (p->group_id != q->group_id) return p->group_id < q->group_id ? -1 : 1;
@@ -76,5 +76,5 @@ void recordings_find(recordings *out)
     for (struct dirent *process; (process = readdir(processes));)
         if (is_number(process->d_name)) add_process(out, process->d_name);
     closedir(processes);
-    qsort(out->list, (size_t)out->num, sizeof *out->list, by_rank);
+    qsort(out->list, (size_t)out->num, sizeof *out->list, compare_ranks);
 }

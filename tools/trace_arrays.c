@@ -6,24 +6,25 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "npy.h"
 #include "trace_read.h"
 
 #define FEW_EXPERTS 1024 /* more than published models have in a layer */
 
 /* ---------------------------------------------------------- ids, or a table of loads? ---- */
 
-static int by_value(const void *a, const void *b)
+static int compare_values(const void *a, const void *b)
 {
     const int64_t p = *(const int64_t *)a, q = *(const int64_t *)b;
     return (p > q) - (p < q);
 }
 
-/* The value that a row of k values, 1 to MOST_TOP_K of them, holds twice; -1: none does. */
+/* The value that a row of k values, 1 to MAX_TOP_K of them, holds twice; -1: none does. */
 static int64_t find_repeated(const int64_t *row, int64_t k)
 {
-    int64_t sorted[MOST_TOP_K];
+    int64_t sorted[MAX_TOP_K];
     memcpy(sorted, row, (size_t)k * sizeof *row);
-    qsort(sorted, (size_t)k, sizeof *sorted, by_value);
+    qsort(sorted, (size_t)k, sizeof *sorted, compare_values);
     for (int64_t i = 1; i < k; i++)
         if (sorted[i] >= 0 && sorted[i] == sorted[i - 1]) return sorted[i];
     return -1;
@@ -37,9 +38,9 @@ static bool looks_like_loads(const npy *a, bool experts_given, char *why, size_t
 {
     const int64_t k = a->shape[a->dims - 1], tokens = a->dims > 1 ? a->shape[a->dims - 2] : 1;
     int64_t most = -1;
-    if (k > MOST_TOP_K) {
+    if (k > MAX_TOP_K) {
         snprintf(why, size, "its rows have %" PRId64 " values, and top_k is at most %d", k,
-                 MOST_TOP_K);
+                 MAX_TOP_K);
         return true;
     }
     for (int64_t i = 0; i < a->num; i += k) {
@@ -70,9 +71,9 @@ static uint32_t count_experts(const npy *a, const char *path, const trace_choice
     int64_t experts = choice->num_experts;
     for (int64_t i = 0; i < a->num; i++)
         if (a->values[i] >= experts) {
-            if (choice->num_experts || a->values[i] >= MOST_EXPERTS)
-                complain("%s: id %" PRId64 ": it is to be below %" PRId64, path, a->values[i],
-                         choice->num_experts ? experts : (int64_t)MOST_EXPERTS);
+            if (choice->num_experts || a->values[i] >= MAX_EXPERTS)
+                tool_fail("%s: id %" PRId64 ": it is to be below %" PRId64, path, a->values[i],
+                          choice->num_experts ? experts : (int64_t)MAX_EXPERTS);
             experts = a->values[i] + 1;
         }
     return experts ? (uint32_t)experts : 1;
@@ -81,18 +82,19 @@ static uint32_t count_experts(const npy *a, const char *path, const trace_choice
 /* [tokens, k], [steps, tokens, k] or [steps, ranks, tokens, k]. */
 static void make_ids(trace *out, const npy *a, const char *path, const trace_choice *choice)
 {
-    if (a->dims < 2 || a->shape[a->dims - 1] > MOST_TOP_K)
-        complain("%s: [tokens, top_k], [steps, tokens, top_k] or [steps, ranks, tokens, top_k] "
-                 "is needed, top_k at most %d",
-                 path, MOST_TOP_K);
+    if (a->dims < 2 || a->shape[a->dims - 1] > MAX_TOP_K)
+        tool_fail(
+            "%s: [tokens, top_k], [steps, tokens, top_k] or [steps, ranks, tokens, top_k] "
+            "is needed, top_k at most %d",
+            path, MAX_TOP_K);
     const uint32_t experts = count_experts(a, path, choice);
     const int64_t k = a->shape[a->dims - 1], tokens = a->shape[a->dims - 2];
     const int64_t ranks = a->dims == 4 ? a->shape[1] : 1;
-    if (ranks > MOST_RANKS)
-        complain("%s: %" PRId64 " ranks: at most %d are possible", path, ranks, MOST_RANKS);
+    if (ranks > MAX_RANKS)
+        tool_fail("%s: %" PRId64 " ranks: at most %d are possible", path, ranks, MAX_RANKS);
     out->num_ranks = (int32_t)ranks;
     out->num_steps = a->dims > 2 ? a->shape[0] : 1;
-    out->steps = grab((size_t)out->num_steps * sizeof *out->steps);
+    out->steps = tool_alloc((size_t)out->num_steps * sizeof *out->steps);
     for (int64_t i = 0, at = 0; i < out->num_steps; i++) {
         trace_step *s = &out->steps[i];
         *s = (trace_step){.place = (uint64_t)i,
@@ -101,9 +103,9 @@ static void make_ids(trace *out, const npy *a, const char *path, const trace_cho
                           .num_experts = experts,
                           .alignment = 1,
                           .num_tokens = tokens * out->num_ranks};
-        s->tokens_of = grab((size_t)out->num_ranks * sizeof *s->tokens_of);
+        s->tokens_of = tool_alloc((size_t)out->num_ranks * sizeof *s->tokens_of);
         for (int32_t r = 0; r < out->num_ranks; r++) s->tokens_of[r] = tokens;
-        s->ids = grab((size_t)(s->num_tokens * k) * sizeof *s->ids);
+        s->ids = tool_alloc((size_t)(s->num_tokens * k) * sizeof *s->ids);
         for (int64_t c = 0; c < s->num_tokens * k; c++, at++)
             s->ids[c] = (int32_t)(a->values[at] < 0 ? -1 : a->values[at]);
     }
@@ -115,30 +117,30 @@ static void make_ids(trace *out, const npy *a, const char *path, const trace_cho
 static void make_loads(trace *out, const npy *a, const char *path, const trace_choice *choice)
 {
     const int64_t experts = a->shape[a->dims - 1];
-    if (a->dims > 3 || experts > MOST_EXPERTS)
-        complain("%s: --loads needs [experts], [layers, experts] or [steps, layers, experts], "
-                 "at most %d experts",
-                 path, MOST_EXPERTS);
+    if (a->dims > 3 || experts > MAX_EXPERTS)
+        tool_fail("%s: --loads needs [experts], [layers, experts] or [steps, layers, experts], "
+                  "at most %d experts",
+                  path, MAX_EXPERTS);
     if (choice->num_experts && choice->num_experts != experts)
-        complain("--experts is %u: %s has loads of %" PRId64 " experts", choice->num_experts,
-                 path, experts);
+        tool_fail("--experts is %u: %s has loads of %" PRId64 " experts", choice->num_experts,
+                  path, experts);
     out->num_ranks = 1;
     out->has_loads = true;
     out->num_steps = a->num / experts;
-    out->steps = grab((size_t)out->num_steps * sizeof *out->steps);
+    out->steps = tool_alloc((size_t)out->num_steps * sizeof *out->steps);
     for (int64_t i = 0; i < out->num_steps; i++) {
         trace_step *s = &out->steps[i];
         *s = (trace_step){.place = (uint64_t)i,
                           .time_ns = i,
                           .num_experts = (uint32_t)experts,
                           .alignment = 1,
-                          .load = grab((size_t)experts * sizeof *s->load)};
+                          .load = tool_alloc((size_t)experts * sizeof *s->load)};
         for (int64_t e = 0; e < experts; e++) {
             s->load[e] = a->values[i * experts + e];
             if (s->load[e] < 0 || s->load[e] > INT32_MAX)
-                complain("%s: row %" PRId64 ", expert %" PRId64 " has load %" PRId64
-                         ": must be 0 to %d; divide all loads by the same number",
-                         path, i, e, s->load[e], INT32_MAX);
+                tool_fail("%s: row %" PRId64 ", expert %" PRId64 " has load %" PRId64
+                          ": must be 0 to %d; divide all loads by the same number",
+                          path, i, e, s->load[e], INT32_MAX);
         }
     }
 }
@@ -148,10 +150,10 @@ void trace_load_npy(trace *out, const char *path, const trace_choice *choice)
     npy a;
     char why[160];
     npy_read(&a, path);
-    if (a.dims < 1) complain("%s: it is one number, not an array", path);
+    if (a.dims < 1) tool_fail("%s: it is one number, not an array", path);
     snprintf(out->name, sizeof out->name, "npy");
     if (!choice->values && looks_like_loads(&a, choice->num_experts != 0, why, sizeof why))
-        complain(
+        tool_fail(
             "%s: these look like loads, not like ids of experts: %s.  Add --loads if a row "
             "counts how often each expert was chosen, --ids if it has the experts of a token",
             path, why);

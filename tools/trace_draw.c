@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { LEFT = 90, TOP = 40, WIDTH = 720, MOST_ROWS = 256, MOST_CELLS = 24000 };
+enum { LEFT = 90, TOP = 40, WIDTH = 720, MAX_ROWS = 256, MAX_CELLS = 24000 };
 
 typedef struct grid {
     int rows, columns;
@@ -18,12 +18,12 @@ typedef struct grid {
 static grid make_grid(const trace *t)
 {
     grid g = {(int)t->num_experts, (int)t->num_steps, NULL};
-    if (g.columns < 1) complain("there is no step to draw");
-    if (g.rows > MOST_ROWS) g.rows = MOST_ROWS;
-    if (g.columns > MOST_CELLS / g.rows) g.columns = MOST_CELLS / g.rows;
-    g.share = grab((size_t)g.rows * (size_t)g.columns * sizeof *g.share);
-    double *total = grab((size_t)g.columns * sizeof *total);
-    int64_t *load = grab((t->num_experts + 1) * sizeof *load);
+    if (g.columns < 1) tool_fail("there is no step to draw");
+    if (g.rows > MAX_ROWS) g.rows = MAX_ROWS;
+    if (g.columns > MAX_CELLS / g.rows) g.columns = MAX_CELLS / g.rows;
+    g.share = tool_alloc((size_t)g.rows * (size_t)g.columns * sizeof *g.share);
+    double *total = tool_alloc((size_t)g.columns * sizeof *total);
+    int64_t *load = tool_alloc((t->num_experts + 1) * sizeof *load);
     for (int64_t i = 0; i < t->num_steps; i++) {
         const trace_step *s = &t->steps[i];
         const int64_t column = i * g.columns / t->num_steps;
@@ -40,7 +40,7 @@ static grid make_grid(const trace *t)
 }
 
 /* White: none; deep blue: twice an even share or more. */
-static void colour(double share, unsigned char rgb[3])
+static void color_of(double share, unsigned char rgb[3])
 {
     const double f = share > 2 ? 1 : share / 2;
     rgb[0] = (unsigned char)(250 - 242 * f);
@@ -48,24 +48,24 @@ static void colour(double share, unsigned char rgb[3])
     rgb[2] = (unsigned char)(255 - 135 * f);
 }
 
-static FILE *create(const char *path)
+static FILE *create_file(const char *path)
 {
     FILE *out = fopen(path, "wb");
-    if (!out) complain("%s: %s", path, strerror(errno));
+    if (!out) tool_fail("%s: %s", path, strerror(errno));
     return out;
 }
 
-static void finish(FILE *out, const char *path)
+static void finish_file(FILE *out, const char *path)
 {
     const bool bad = ferror(out) != 0;
-    if (fclose(out) || bad) complain("%s: cannot be written", path);
+    if (fclose(out) || bad) tool_fail("%s: cannot be written", path);
 }
 
 /* ------------------------------------------------------------------------------- SVG ---- */
 
 static void draw_svg(const trace *t, const grid *g, const char *path)
 {
-    FILE *out = create(path);
+    FILE *out = create_file(path);
     const double height = g->rows <= 32 ? 18 : g->rows <= 64 ? 10 : 4;
     const double width = (double)WIDTH / g->columns;
     fprintf(out,
@@ -83,7 +83,7 @@ static void draw_svg(const trace *t, const grid *g, const char *path)
                     LEFT - 6, y + 10, (long long)row * t->num_experts / g->rows);
         for (int c = 0; c < g->columns; c++) {
             unsigned char rgb[3];
-            colour(g->share[row * g->columns + c], rgb);
+            color_of(g->share[row * g->columns + c], rgb);
             fprintf(out,
                     "<rect x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%.1f\" "
                     "fill=\"#%02x%02x%02x\"/>\n",
@@ -92,7 +92,7 @@ static void draw_svg(const trace *t, const grid *g, const char *path)
         }
     }
     fprintf(out, "</svg>\n");
-    finish(out, path);
+    finish_file(out, path);
 }
 
 /* ------------------------------------------------------------------------------- PNG ---- */
@@ -123,10 +123,10 @@ static void put_chunk(FILE *out, const char *kind, const unsigned char *bytes, s
 }
 
 /* A zlib stream of stored blocks: nothing is compressed. */
-static unsigned char *store(const unsigned char *bytes, size_t size, size_t *out_size)
+static unsigned char *store_zlib(const unsigned char *bytes, size_t size, size_t *out_size)
 {
     enum { MOST = 65535 };
-    unsigned char *out = grab(size + (size / MOST + 1) * 5 + 6), *at = out;
+    unsigned char *out = tool_alloc(size + (size / MOST + 1) * 5 + 6), *at = out;
     uint32_t a = 1, b = 0;
     *at++ = 0x78, *at++ = 0x01;
     for (size_t done = 0; done < size;) {
@@ -153,23 +153,23 @@ static void draw_png(const grid *g, const char *path)
     const int high = g->rows <= 64 ? 8 : 3;
     const int width = g->columns * wide, height = g->rows * high;
     const size_t line = (size_t)width * 3 + 1; /* a byte before each line: no filter */
-    unsigned char *pixels = grab(line * (size_t)height);
+    unsigned char *pixels = tool_alloc(line * (size_t)height);
     for (int y = 0; y < height; y++)
         for (int x = 0; x < width; x++)
-            colour(g->share[y / high * g->columns + x / wide],
-                   pixels + line * (size_t)y + 1 + 3 * (size_t)x);
+            color_of(g->share[y / high * g->columns + x / wide],
+                     pixels + line * (size_t)y + 1 + 3 * (size_t)x);
     size_t size;
-    unsigned char *stream = store(pixels, line * (size_t)height, &size);
+    unsigned char *stream = store_zlib(pixels, line * (size_t)height, &size);
     unsigned char head[13] = {0};
     put_word(head, (uint32_t)width);
     put_word(head + 4, (uint32_t)height);
     head[8] = 8, head[9] = 2; /* bits of a sample; RGB */
-    FILE *out = create(path);
+    FILE *out = create_file(path);
     fwrite("\x89PNG\r\n\x1a\n", 1, 8, out);
     put_chunk(out, "IHDR", head, sizeof head);
     put_chunk(out, "IDAT", stream, size);
     put_chunk(out, "IEND", head, 0);
-    finish(out, path);
+    finish_file(out, path);
     free(pixels);
     free(stream);
 }
@@ -179,7 +179,7 @@ void trace_draw(const trace *t, const char *path)
     const size_t length = strlen(path);
     const bool png = length > 4 && !strcmp(path + length - 4, ".png");
     if (!png && (length < 5 || strcmp(path + length - 4, ".svg")))
-        complain("%s: a name that ends in .svg or .png is needed", path);
+        tool_fail("%s: a name that ends in .svg or .png is needed", path);
     grid g = make_grid(t);
     if (png)
         draw_png(&g, path);

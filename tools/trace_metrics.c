@@ -15,7 +15,7 @@
 void trace_chrome(const trace *t, const char *path)
 {
     FILE *out = fopen(path, "w");
-    if (!out) complain("%s: %s", path, strerror(errno));
+    if (!out) tool_fail("%s: %s", path, strerror(errno));
     const int64_t zero = t->num_events ? t->events[0].record.time_ns : 0;
     fprintf(out, "{\"displayTimeUnit\": \"ns\", \"traceEvents\": [\n");
     for (int32_t r = 0; r < t->num_ranks; r++)
@@ -36,7 +36,7 @@ void trace_chrome(const trace *t, const char *path)
     }
     fprintf(out, "]}\n");
     const bool bad = ferror(out) != 0;
-    if (fclose(out) || bad) complain("%s: cannot be written", path);
+    if (fclose(out) || bad) tool_fail("%s: cannot be written", path);
 }
 
 /* ----------------------------------------------------------------------------- loads ---- */
@@ -57,7 +57,7 @@ static double imbalance_of(const int64_t *load, int64_t experts, int64_t ranks)
 
 void trace_metrics(const trace *t)
 {
-    int64_t *load = grab((t->num_experts + 1) * sizeof *load);
+    int64_t *load = tool_alloc((t->num_experts + 1) * sizeof *load);
     for (int64_t i = 0; i < t->num_steps; i++) {
         const trace_step *s = &t->steps[i];
         const int64_t none = trace_count_load(s, load);
@@ -78,12 +78,12 @@ void trace_metrics(const trace *t)
     free(load);
 }
 
-static void head(const char *name, const char *kind, const char *help)
+static void print_head(const char *name, const char *kind, const char *help)
 {
     printf("# HELP %s %s\n# TYPE %s %s\n", name, help, name, kind);
 }
 
-static void sample(const trace *t, const char *name)
+static void print_sample(const trace *t, const char *name)
 {
     printf("%s{group=", name);
     info_label(stdout, t->name);
@@ -93,9 +93,9 @@ static void print_operations(const trace *t)
 {
     enum { NUM = EPIC_OP_SUM + 1 };
     const int64_t cells = (int64_t)t->num_ranks * NUM;
-    double *seconds = grab((size_t)cells * sizeof *seconds);
-    int64_t *count = grab((size_t)cells * sizeof *count);
-    int64_t *failed = grab((size_t)cells * sizeof *failed);
+    double *seconds = tool_alloc((size_t)cells * sizeof *seconds);
+    int64_t *count = tool_alloc((size_t)cells * sizeof *count);
+    int64_t *failed = tool_alloc((size_t)cells * sizeof *failed);
     for (int64_t i = 0; i < t->num_events; i++) {
         const trace_record *e = &t->events[i].record;
         if (e->done.operation >= NUM) continue;
@@ -109,10 +109,10 @@ static void print_operations(const trace *t)
     static const char *const helps[] = {"Operations that have ended.", "Of these, not EPIC_OK.",
                                         "Time from their calls to their ends."};
     for (int what = 0; what < 3; what++) {
-        head(names[what], "counter", helps[what]);
+        print_head(names[what], "counter", helps[what]);
         for (int64_t at = 0; at < cells; at++) {
             if (!count[at]) continue;
-            sample(t, names[what]);
+            print_sample(t, names[what]);
             printf(",rank=\"%" PRId64 "\",operation=\"%s\"} ", at / NUM,
                    info_operation((uint32_t)(at % NUM)));
             if (what == 2)
@@ -126,8 +126,8 @@ static void print_operations(const trace *t)
 
 void trace_prometheus(const trace *t)
 {
-    int64_t *load = grab((t->num_experts + 1) * sizeof *load);
-    int64_t *total = grab((t->num_experts + 1) * sizeof *total);
+    int64_t *load = tool_alloc((t->num_experts + 1) * sizeof *load);
+    int64_t *total = tool_alloc((t->num_experts + 1) * sizeof *total);
     int64_t tokens = 0, none = 0;
     double last = 1;
     for (int64_t i = 0; i < t->num_steps; i++) {
@@ -137,23 +137,24 @@ void trace_prometheus(const trace *t)
         for (uint32_t e = 0; e < s->num_experts; e++) total[e] += load[e];
         last = imbalance_of(load, s->num_experts, t->num_ranks);
     }
-    head("epic_plans_total", "counter", "Plans of the group.");
-    sample(t, "epic_plans_total");
+    print_head("epic_plans_total", "counter", "Plans of the group.");
+    print_sample(t, "epic_plans_total");
     printf("} %" PRId64 "\n", t->num_steps);
-    head("epic_tokens_total", "counter", "Tokens of all ranks in these plans.");
-    sample(t, "epic_tokens_total");
+    print_head("epic_tokens_total", "counter", "Tokens of all ranks in these plans.");
+    print_sample(t, "epic_tokens_total");
     printf("} %" PRId64 "\n", tokens);
-    head("epic_choices_none_total", "counter", "Choices that name no expert.");
-    sample(t, "epic_choices_none_total");
+    print_head("epic_choices_none_total", "counter", "Choices that name no expert.");
+    print_sample(t, "epic_choices_none_total");
     printf("} %" PRId64 "\n", none);
-    head("epic_expert_load_total", "counter", "Choices of each expert, before any is dropped.");
+    print_head("epic_expert_load_total", "counter",
+               "Choices of each expert, before any is dropped.");
     for (uint32_t e = 0; e < t->num_experts; e++) {
-        sample(t, "epic_expert_load_total");
+        print_sample(t, "epic_expert_load_total");
         printf(",expert=\"%u\"} %" PRId64 "\n", e, total[e]);
     }
-    head("epic_rank_imbalance", "gauge",
-         "Load of the busiest rank over the mean, contiguous blocks, in the last plan.");
-    sample(t, "epic_rank_imbalance");
+    print_head("epic_rank_imbalance", "gauge",
+               "Load of the busiest rank over the mean, contiguous blocks, in the last plan.");
+    print_sample(t, "epic_rank_imbalance");
     printf("} %.6f\n", last);
     print_operations(t);
     free(load), free(total);

@@ -5,13 +5,13 @@
 
 #include <stdbool.h>
 #include <stdint.h>
-#include <stdio.h>
 
 #include "base/trace.h"
+#include "tool.h"
 
-#define MOST_RANKS 65536
-#define MOST_TOP_K 64
-#define MOST_EXPERTS 65536
+#define MAX_RANKS 65536
+#define MAX_TOP_K 64
+#define MAX_EXPERTS 65536
 
 /* The choices of all ranks in one plan, rank by rank; or a row of a table of loads. */
 typedef struct trace_step {
@@ -52,10 +52,10 @@ typedef struct trace_choice {
 } trace_choice;
 
 /* --group, --layer, --steps and --experts; false: it is none of them. */
-bool trace_option(trace_choice *choice, const char *name, const char *value);
+bool trace_read_option(trace_choice *choice, const char *name, const char *value);
 
 /* Reads --loads and --ids, which have no value; false: the name is another. */
-bool trace_flag(trace_choice *choice, const char *name);
+bool trace_read_flag(trace_choice *choice, const char *name);
 
 /* A folder that EPIC_TRACE named, or an .npy file of ids or loads.  Ends the program with a sentence where
  * that cannot be. */
@@ -69,24 +69,5 @@ int64_t trace_count_load(const trace_step *s, int64_t *load);
 
 /* Ends the program where the file is a table of loads, which `what` has no use for. */
 void trace_need_choices(const trace *t, const char *what);
-
-/* Ends the program: "epic-trace: ..." */
-_Noreturn void complain(const char *format, ...) __attribute__((format(printf, 1, 2)));
-
-/* To read from.  Ends the program where there is no regular file: to open a pipe may take for ever. */
-FILE *open_file(const char *path);
-void *grab(size_t bytes); /* zeroed, or the program ends */
-int64_t number_of(const char *option, const char *text, int64_t least, int64_t most);
-
-/* An array of integers. */
-typedef struct npy {
-    int64_t shape[4];
-    int dims;
-    int64_t num;
-    int64_t *values;
-} npy;
-
-void npy_read(npy *out, const char *path);
-void npy_write(const char *path, const int32_t *values, const int64_t *shape, int dims);
 
 #endif

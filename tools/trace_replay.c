@@ -15,7 +15,7 @@
 
 enum { PLAN, DISPATCH, COMBINE, NUM_TIMED };
 
-typedef struct stage { /* what all ranks share */
+typedef struct replay_state { /* what all ranks share */
     const trace *t;
     const replay *how;
     uint32_t num_experts, num_logical;
@@ -23,29 +23,29 @@ typedef struct stage { /* what all ranks share */
     int64_t *rows;   /* [ranks, ranks]: rows from home to a rank of experts, over all steps */
     double *seconds; /* [num_steps, NUM_TIMED], of rank 0 */
     epic_bootstrap *bootstraps; /* [ranks] */
-} stage;
+} replay_state;
 
-typedef struct seat {
-    stage *s;
+typedef struct rank_state {
+    replay_state *s;
     int32_t rank;
     epic_context *ctx;
     void *plan;
     int64_t plan_bytes;
-} seat;
+} rank_state;
 
-static void must(const epic_context *ctx, epic_result result, const char *what)
+static void check_result(const epic_context *ctx, epic_result result, const char *what)
 {
-    if (result != EPIC_OK) complain("%s: %s", what, epic_error(ctx));
+    if (result != EPIC_OK) tool_fail("%s: %s", what, epic_error(ctx));
 }
 
-static double now(void)
+static double now_seconds(void)
 {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
 }
 
-static int64_t begin_of(const stage *s, const trace_step *step, int32_t rank)
+static int64_t begin_of(const replay_state *s, const trace_step *step, int32_t rank)
 {
     return step->num_tokens * rank / s->how->ranks;
 }
@@ -56,10 +56,11 @@ static float value_of(int64_t token, int64_t h)
 }
 
 /* The ids of a rank's tokens; balanced: choice i of the step goes to expert i modulo E. */
-static int32_t *ids_of(const stage *s, const trace_step *step, int64_t first, int64_t num)
+static int32_t *ids_of(const replay_state *s, const trace_step *step, int64_t first,
+                       int64_t num)
 {
     const int64_t k = step->top_k;
-    int32_t *ids = grab((size_t)(num * k) * sizeof *ids);
+    int32_t *ids = tool_alloc((size_t)(num * k) * sizeof *ids);
     memcpy(ids, step->ids + first * k, (size_t)(num * k) * sizeof *ids);
     for (int64_t i = 0; s->how->balanced && i < num * k; i++)
         if (ids[i] >= 0) ids[i] = (int32_t)((first * k + i) % step->num_experts);
@@ -67,11 +68,11 @@ static int32_t *ids_of(const stage *s, const trace_step *step, int64_t first, in
 }
 
 /* Rows that travel: one for each (token, rank). */
-static void count_rows(seat *self, int64_t num, int64_t top_k)
+static void count_rows(rank_state *self, int64_t num, int64_t top_k)
 {
-    stage *s = self->s;
+    replay_state *s = self->s;
     epic_plan_info info;
-    must(self->ctx, epic_plan_read(self->plan, self->plan_bytes, &info), "plan_read");
+    check_result(self->ctx, epic_plan_read(self->plan, self->plan_bytes, &info), "plan_read");
     const int32_t *rank_of = (const int32_t *)((const char *)self->plan + info.rank_offset);
     for (int64_t t = 0; t < num; t++)
         for (int64_t k = 0; k < top_k; k++) {
@@ -82,7 +83,7 @@ static void count_rows(seat *self, int64_t num, int64_t top_k)
         }
 }
 
-static void check_home(const seat *self, const trace_step *step, const int32_t *ids,
+static void check_home(const rank_state *self, const trace_step *step, const int32_t *ids,
                        const float *out, int64_t first, int64_t num)
 {
     const int64_t hidden = self->s->how->hidden, k = step->top_k;
@@ -91,14 +92,14 @@ static void check_home(const seat *self, const trace_step *step, const int32_t *
         for (int64_t c = 0; c < k; c++) live += ids[t * k + c] >= 0;
         for (int64_t h = 0; h < hidden; h++)
             if (out[t * hidden + h] != WEIGHT * (float)live * value_of(first + t, h))
-                complain("tag %" PRIu64 " place %" PRIu64 ": token %" PRId64
-                         " came home as %g, not %g",
-                         step->tag, step->place, first + t, out[t * hidden + h],
-                         WEIGHT * (float)live * value_of(first + t, h));
+                tool_fail("tag %" PRIu64 " place %" PRIu64 ": token %" PRId64
+                          " came home as %g, not %g",
+                          step->tag, step->place, first + t, out[t * hidden + h],
+                          WEIGHT * (float)live * value_of(first + t, h));
     }
 }
 
-static int64_t make_plan(seat *self, const trace_step *step, const epic_layer *layer,
+static int64_t make_plan(rank_state *self, const trace_step *step, const epic_layer *layer,
                          const int32_t *ids, int64_t num)
 {
     const epic_placement *place = self->s->how->place;
@@ -112,29 +113,29 @@ static int64_t make_plan(seat *self, const trace_step *step, const epic_layer *l
                                  .logical_of_expert = place ? place->logical_of_expert : NULL,
                                  .capacity = EPIC_CAPACITY_EXACT,
                                  .demand = &demand};
-    must(self->ctx, epic_plan(self->ctx, &args), "plan");
+    check_result(self->ctx, epic_plan(self->ctx, &args), "plan");
     count_rows(self, num, step->top_k);
     return demand;
 }
 
-static void run_step(seat *self, int64_t index)
+static void run_step(rank_state *self, int64_t index)
 {
-    stage *s = self->s;
+    replay_state *s = self->s;
     const trace_step *step = &s->t->steps[index];
     const int64_t first = begin_of(s, step, self->rank), hidden = s->how->hidden;
     const int64_t num = begin_of(s, step, self->rank + 1) - first;
     const epic_layer layer = {
         .num_experts = s->num_experts, .num_logical = s->num_logical, .top_k = step->top_k};
     int32_t *ids = ids_of(s, step, first, num);
-    const double planning = now();
+    const double planning = now_seconds();
     const int64_t slots = make_plan(self, step, &layer, ids, num);
-    const double planned = now();
+    const double planned = now_seconds();
     s->slots[index * s->how->ranks + self->rank] = slots;
 
     const int64_t choices = num * step->top_k, row = hidden * (int64_t)sizeof(float);
-    float *x = grab((size_t)(num * row)), *recv = grab((size_t)(slots * row));
-    float *weights = grab((size_t)choices * sizeof(float));
-    float *slot_weights = grab((size_t)slots * sizeof(float));
+    float *x = tool_alloc((size_t)(num * row)), *recv = tool_alloc((size_t)(slots * row));
+    float *weights = tool_alloc((size_t)choices * sizeof(float));
+    float *slot_weights = tool_alloc((size_t)slots * sizeof(float));
     for (int64_t i = 0; i < choices; i++) weights[i] = WEIGHT;
     for (int64_t i = 0; i < num * hidden; i++) x[i] = value_of(first + i / hidden, i % hidden);
     const epic_dispatch_args dispatch = {.layer = &layer,
@@ -151,11 +152,11 @@ static void run_step(seat *self, int64_t index)
                                        .out = {x, num, row},
                                        .slot_weights = slot_weights,
                                        .type = EPIC_F32};
-    const double sending = now();
-    must(self->ctx, epic_dispatch(self->ctx, &dispatch), "dispatch");
-    const double sent = now();
-    must(self->ctx, epic_combine(self->ctx, &combine), "combine");
-    const double home = now();
+    const double sending = now_seconds();
+    check_result(self->ctx, epic_dispatch(self->ctx, &dispatch), "dispatch");
+    const double sent = now_seconds();
+    check_result(self->ctx, epic_combine(self->ctx, &combine), "combine");
+    const double home = now_seconds();
     check_home(self, step, ids, x, first, num);
     if (self->rank == 0) {
         double *seconds = s->seconds + index * NUM_TIMED;
@@ -169,8 +170,8 @@ static void run_step(seat *self, int64_t index)
 
 static void *run_rank(void *argument)
 {
-    seat *self = argument;
-    stage *s = self->s;
+    rank_state *self = argument;
+    replay_state *s = self->s;
     int64_t tokens = 1;
     uint32_t top_k = 1;
     for (int64_t i = 0; i < s->t->num_steps; i++) {
@@ -183,27 +184,27 @@ static void *run_rank(void *argument)
                                 .num_ranks = (uint32_t)s->how->ranks};
     const epic_layer layer = {
         .num_experts = s->num_experts, .num_logical = s->num_logical, .top_k = top_k};
-    must(NULL, epic_open(&self->ctx, &s->bootstraps[self->rank], &config), "open");
-    must(self->ctx, epic_plan_bytes(&config, &layer, &self->plan_bytes), "plan");
+    check_result(NULL, epic_open(&self->ctx, &s->bootstraps[self->rank], &config), "open");
+    check_result(self->ctx, epic_plan_bytes(&config, &layer, &self->plan_bytes), "plan");
     self->plan = aligned_alloc(64, (size_t)(self->plan_bytes + 63) / 64 * 64);
-    if (!self->plan) complain("no memory for a plan of %" PRId64 " bytes", self->plan_bytes);
+    if (!self->plan) tool_fail("no memory for a plan of %" PRId64 " bytes", self->plan_bytes);
     for (int64_t i = 0; i < s->t->num_steps; i++) run_step(self, i);
     free(self->plan);
     epic_close(self->ctx);
     return NULL;
 }
 
-static void run_ranks(stage *s)
+static void run_ranks(replay_state *s)
 {
     const int32_t n = s->how->ranks;
-    pthread_t *threads = grab((size_t)n * sizeof *threads);
-    seat *seats = grab((size_t)n * sizeof *seats);
-    s->bootstraps = grab((size_t)n * sizeof *s->bootstraps);
-    must(NULL, epic_bootstrap_threads(s->bootstraps, n, 0), "bootstrap");
+    pthread_t *threads = tool_alloc((size_t)n * sizeof *threads);
+    rank_state *seats = tool_alloc((size_t)n * sizeof *seats);
+    s->bootstraps = tool_alloc((size_t)n * sizeof *s->bootstraps);
+    check_result(NULL, epic_bootstrap_threads(s->bootstraps, n, 0), "bootstrap");
     for (int32_t r = 0; r < n; r++) {
-        seats[r] = (seat){.s = s, .rank = r};
+        seats[r] = (rank_state){.s = s, .rank = r};
         if (pthread_create(&threads[r], NULL, run_rank, &seats[r]))
-            complain("rank %d of %d: no thread", r, n);
+            tool_fail("rank %d of %d: no thread", r, n);
     }
     for (int32_t r = 0; r < n; r++) pthread_join(threads[r], NULL);
     for (int32_t r = 0; r < n; r++) epic_bootstrap_close(&s->bootstraps[r]);
@@ -212,18 +213,18 @@ static void run_ranks(stage *s)
 
 /* ---------------------------------------------------------------------------- report ---- */
 
-static int ascending(const void *a, const void *b)
+static int compare_doubles(const void *a, const void *b)
 {
     const double x = *(const double *)a, y = *(const double *)b;
     return (x > y) - (x < y);
 }
 
-static double median_us(const stage *s, int what)
+static double median_us(const replay_state *s, int what)
 {
     const int64_t num = s->t->num_steps;
-    double *all = grab((size_t)num * sizeof *all);
+    double *all = tool_alloc((size_t)num * sizeof *all);
     for (int64_t i = 0; i < num; i++) all[i] = s->seconds[i * NUM_TIMED + what];
-    qsort(all, (size_t)num, sizeof *all, ascending);
+    qsort(all, (size_t)num, sizeof *all, compare_doubles);
     const double median = all[num / 2] * 1e6;
     free(all);
     return median;
@@ -234,7 +235,7 @@ typedef struct summary {
     double worst;           /* the largest imbalance of a step */
 } summary;
 
-static summary summarize(const stage *s)
+static summary make_summary(const replay_state *s)
 {
     summary out = {0};
     for (int64_t i = 0; i < s->t->num_steps; i++) {
@@ -252,12 +253,12 @@ static summary summarize(const stage *s)
     return out;
 }
 
-static double imbalance_of(const stage *s, const summary *sum)
+static double imbalance_of(const replay_state *s, const summary *sum)
 {
     return sum->total ? (double)(sum->busiest * s->how->ranks) / (double)sum->total : 1;
 }
 
-static void print_text(const stage *s, const summary *sum)
+static void print_text(const replay_state *s, const summary *sum)
 {
     const int32_t n = s->how->ranks;
     const int64_t row = s->how->hidden * (int64_t)sizeof(float);
@@ -279,7 +280,7 @@ static void print_text(const stage *s, const summary *sum)
     }
 }
 
-static void print_json(const stage *s, const summary *sum)
+static void print_json(const replay_state *s, const summary *sum)
 {
     const int32_t n = s->how->ranks;
     const int64_t row = s->how->hidden * (int64_t)sizeof(float);
@@ -301,20 +302,20 @@ static void print_json(const stage *s, const summary *sum)
 void trace_replay(const trace *t, const replay *how)
 {
     const uint32_t ranks = (uint32_t)how->ranks;
-    stage s = {.t = t, .how = how};
-    if (!t->num_steps) complain("there is no step to replay");
+    replay_state s = {.t = t, .how = how};
+    if (!t->num_steps) tool_fail("there is no step to replay");
     if (how->place && how->place->num_ranks != ranks)
-        complain("the placement is for %u ranks, not %u", how->place->num_ranks, ranks);
+        tool_fail("the placement is for %u ranks, not %u", how->place->num_ranks, ranks);
     s.num_experts =
         how->place ? how->place->num_experts : (t->num_experts + ranks - 1) / ranks * ranks;
     s.num_logical = how->place ? how->place->num_logical : 0;
     if ((s.num_logical ? s.num_logical : s.num_experts) < t->num_experts)
-        complain("the placement has fewer experts than the %u of the trace", t->num_experts);
-    s.slots = grab((size_t)t->num_steps * ranks * sizeof *s.slots);
-    s.rows = grab((size_t)ranks * ranks * sizeof *s.rows);
-    s.seconds = grab((size_t)t->num_steps * NUM_TIMED * sizeof *s.seconds);
+        tool_fail("the placement has fewer experts than the %u of the trace", t->num_experts);
+    s.slots = tool_alloc((size_t)t->num_steps * ranks * sizeof *s.slots);
+    s.rows = tool_alloc((size_t)ranks * ranks * sizeof *s.rows);
+    s.seconds = tool_alloc((size_t)t->num_steps * NUM_TIMED * sizeof *s.seconds);
     run_ranks(&s);
-    const summary sum = summarize(&s);
+    const summary sum = make_summary(&s);
     (how->json ? print_json : print_text)(&s, &sum);
     free(s.slots), free(s.rows), free(s.seconds);
 }

@@ -4,40 +4,41 @@
 
 #define LAG_ROWS 128 /* rows that are on their way before the first is received */
 
-static double most(load out, load in)
+static double larger_most(load out, load in)
 {
     return out.most > in.most ? out.most : in.most;
 }
 
-static double us(double rows, double row_bytes, double gb_s)
+static double transfer_us(double rows, double row_bytes, double gb_s)
 {
     return rows * row_bytes / gb_s / 1e3;
 }
 
-static void at_least(cost *c, double time, const char *name)
+static void raise_rows_us(cost *c, double time, const char *name)
 {
     if (time <= c->rows_us) return;
     c->rows_us = time;
     c->limit = name;
 }
 
-cost cost_of(const constants *k, const traffic *t, const shape *s, const routing *r,
-             bytes_of bytes)
+cost compute_cost(const constants *k, const traffic *t, const shape *s, const routing *r,
+                  bytes_of bytes)
 {
     const int hosts = (s->ranks + s->a_host - 1) / s->a_host;
     const double row = bytes.row + r->top_k * bytes.extra, tokens = (double)s->tokens;
-    const double net = most(t->net_out, t->net_in), away = hosts - 1;
-    const double inside = most(t->inside_out, t->inside_in);
+    const double net = larger_most(t->net_out, t->net_in), away = hosts - 1;
+    const double inside = larger_most(t->inside_out, t->inside_in);
     const double begin = k->launch_us + (hosts > 1 ? k->net_us : 0);
-    const double fill = hosts > 1 ? us(net < LAG_ROWS ? net : LAG_ROWS, row, k->nic) : 0;
+    const double fill =
+        hosts > 1 ? transfer_us(net < LAG_ROWS ? net : LAG_ROWS, row, k->nic) : 0;
     cost c = {.net_mb = net * row / 1e6, .limit = "launch"};
-    c.plan_us = hosts == 1 ? 0 : k->net_us + us(tokens * away, 2.0 * r->top_k, k->nic);
-    at_least(&c, us(net, row, k->nic), "net");
-    at_least(&c, t->puts.most * k->put_us, "thread");
-    at_least(&c, us(inside, row, k->nvlink), "nvlink");
-    at_least(&c, us(t->slots.most + 2 * inside, bytes.row, k->memory), "memory");
+    c.plan_us = hosts == 1 ? 0 : k->net_us + transfer_us(tokens * away, 2.0 * r->top_k, k->nic);
+    raise_rows_us(&c, transfer_us(net, row, k->nic), "net");
+    raise_rows_us(&c, t->puts.most * k->put_us, "thread");
+    raise_rows_us(&c, transfer_us(inside, row, k->nvlink), "nvlink");
+    raise_rows_us(&c, transfer_us(t->slots.most + 2 * inside, bytes.row, k->memory), "memory");
     c.rows_us += begin + fill;
-    c.by_rank_us = begin + us(most(t->by_rank_out, t->by_rank_in), row, k->nic);
-    c.dense_us = begin + us(tokens * away, row, k->nic);
+    c.by_rank_us = begin + transfer_us(larger_most(t->by_rank_out, t->by_rank_in), row, k->nic);
+    c.dense_us = begin + transfer_us(tokens * away, row, k->nic);
     return c;
 }

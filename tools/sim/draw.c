@@ -15,17 +15,17 @@ typedef struct sheet {
 
 typedef double pick(const cost *c);
 
-static double rows(const cost *c)
+static double rows_of(const cost *c)
 {
     return c->rows_us;
 }
 
-static double by_rank(const cost *c)
+static double by_rank_of(const cost *c)
 {
     return c->by_rank_us;
 }
 
-static double dense(const cost *c)
+static double dense_of(const cost *c)
 {
     return c->dense_us;
 }
@@ -48,8 +48,8 @@ static double y_of(const sheet *s, double time)
     return TOP + HEIGHT * (1 - (power_of(time) - s->low) / (s->high - s->low));
 }
 
-static void curve(const sheet *s, const cost *costs, pick *of, const char *style,
-                  const char *name, int line)
+static void draw_curve(const sheet *s, const cost *costs, pick *of, const char *style,
+                       const char *name, int line)
 {
     fprintf(s->file, "<polyline fill=\"none\" stroke-width=\"2\" %s points=\"", style);
     for (int i = 0; i < s->num; i++)
@@ -61,7 +61,7 @@ static void curve(const sheet *s, const cost *costs, pick *of, const char *style
             name);
 }
 
-static void axes(const sheet *s)
+static void draw_axes(const sheet *s)
 {
     for (double p = s->low; p <= s->high; p++)
         fprintf(s->file,
@@ -79,7 +79,7 @@ static void axes(const sheet *s)
 static void find_range(sheet *s, const cost *costs)
 {
     for (int i = 0; i < s->num; i++) {
-        pick *const all[] = {rows, by_rank, dense};
+        pick *const all[] = {rows_of, by_rank_of, dense_of};
         for (int j = 0; j < 3; j++) {
             const double p = power_of(all[j](&costs[i]));
             if (floor(p) < s->low) s->low = floor(p);
@@ -89,8 +89,8 @@ static void find_range(sheet *s, const cost *costs)
     if (s->high <= s->low) s->high = s->low + 1;
 }
 
-bool draw(const char *path, const shape *shapes, const cost *dispatch, const cost *combine,
-          int num)
+bool draw_picture(const char *path, const shape *shapes, const cost *dispatch,
+                  const cost *combine, int num)
 {
     sheet s = {.file = fopen(path, "w"), .shapes = shapes, .num = num, .low = 60, .high = -60};
     if (!s.file) return false;
@@ -102,13 +102,13 @@ bool draw(const char *path, const shape *shapes, const cost *dispatch, const cos
         "font-family=\"sans-serif\" font-size=\"12\">\n<rect width=\"100%%\" height=\"100%%\" "
         "fill=\"white\"/>\n",
         LEFT + WIDTH + 40, TOP + HEIGHT + 50);
-    axes(&s);
-    curve(&s, dispatch, rows, "stroke=\"#26c\"", "dispatch, once for each host", 0);
-    curve(&s, combine, rows, "stroke=\"#c33\"", "combine", 1);
-    curve(&s, dispatch, by_rank, "stroke=\"#26c\" stroke-dasharray=\"6 3\"",
-          "dispatch, once for each rank", 2);
-    curve(&s, dispatch, dense, "stroke=\"#999\" stroke-dasharray=\"2 3\"",
-          "every row to every host", 3);
+    draw_axes(&s);
+    draw_curve(&s, dispatch, rows_of, "stroke=\"#26c\"", "dispatch, once for each host", 0);
+    draw_curve(&s, combine, rows_of, "stroke=\"#c33\"", "combine", 1);
+    draw_curve(&s, dispatch, by_rank_of, "stroke=\"#26c\" stroke-dasharray=\"6 3\"",
+               "dispatch, once for each rank", 2);
+    draw_curve(&s, dispatch, dense_of, "stroke=\"#999\" stroke-dasharray=\"2 3\"",
+               "every row to every host", 3);
     fprintf(s.file, "</svg>\n");
     return fclose(s.file) == 0;
 }

@@ -6,10 +6,10 @@
 
 #include "sim.h"
 
-#define MOST_SHAPES 16
+#define MAX_SHAPES 16
 
 typedef struct options {
-    shape shapes[MOST_SHAPES];
+    shape shapes[MAX_SHAPES];
     int num_shapes;
     routing r;
     constants k;
@@ -24,19 +24,19 @@ typedef struct number { /* an option that is one */
     bool whole;
 } number;
 
-static int usage(const number *numbers, int count)
+static int print_usage(const number *numbers, int count)
 {
     printf(
         "usage: epic-sim [--ranks N,N,...] [--trace FILE] [--svg FILE] [--published] [--OPTION "
         "NUMBER]...\nBytes and times of plan, dispatch and combine, from 1 to %d ranks.\n",
-        MOST_RANKS);
+        MAX_RANKS);
     for (int i = 0; i < count; i++)
         printf("  --%-12s %s (%g)\n", numbers[i].name, numbers[i].what, *numbers[i].to);
     printf("A trace has a token's expert ids on a line; tokens take the lines in turn.\n");
     return 0;
 }
 
-static int refuse(const char *what, const char *why)
+static int refuse_option(const char *what, const char *why)
 {
     fprintf(stderr, "epic-sim: %s: %s; epic-sim --help says what there is\n", what, why);
     return 2;
@@ -48,7 +48,7 @@ static bool read_ranks(options *o, const char *text)
     for (;;) {
         char *end;
         const long ranks = strtol(text, &end, 10);
-        if (end == text || ranks < 1 || ranks > MOST_RANKS || o->num_shapes == MOST_SHAPES ||
+        if (end == text || ranks < 1 || ranks > MAX_RANKS || o->num_shapes == MAX_SHAPES ||
             (o->num_shapes && ranks <= o->shapes[o->num_shapes - 1].ranks))
             return false;
         o->shapes[o->num_shapes++].ranks = (int)ranks;
@@ -81,7 +81,7 @@ static int32_t *read_trace(routing *r, FILE *file)
             ids[count++] = (int32_t)id;
         }
         if (r->num_traced == 0) r->top_k = k;
-        good = good && k > 0 && k <= MOST_TOP_K && k == r->top_k &&
+        good = good && k > 0 && k <= MAX_TOP_K && k == r->top_k &&
                strspn(at, " \t\r\n") == strlen(at);
         r->num_traced++;
     }
@@ -119,24 +119,24 @@ static void print_row(const shape *s, const traffic *t, const cost *out, const c
         printf("  %7s %7s\n", "-", "-");
 }
 
-static int simulate(options *o)
+static int run_simulation(options *o)
 {
-    cost out[MOST_SHAPES], back[MOST_SHAPES];
+    cost out[MAX_SHAPES], back[MAX_SHAPES];
     print_head(o);
     for (int i = 0; i < o->num_shapes; i++) {
         const shape *s = &o->shapes[i];
         traffic t;
         routing r = o->r;
         if (r.experts < s->ranks) r.experts = s->ranks;
-        if (!traffic_count(&r, s, &t)) return refuse("counting", "no memory");
-        out[i] =
-            cost_of(&o->k, &t, s, &r, (bytes_of){o->hidden * o->out_bytes + o->scale_bytes, 4});
-        back[i] = cost_of(&o->k, &t, s, &r, (bytes_of){o->hidden * o->back_bytes, 0});
+        if (!traffic_count(&r, s, &t)) return refuse_option("counting", "no memory");
+        out[i] = compute_cost(&o->k, &t, s, &r,
+                              (bytes_of){o->hidden * o->out_bytes + o->scale_bytes, 4});
+        back[i] = compute_cost(&o->k, &t, s, &r, (bytes_of){o->hidden * o->back_bytes, 0});
         print_row(s, &t, &out[i], &back[i]);
     }
     if (o->published) print_published(&o->k);
-    if (o->picture && !draw(o->picture, o->shapes, out, back, o->num_shapes))
-        return refuse(o->picture, strerror(errno));
+    if (o->picture && !draw_picture(o->picture, o->shapes, out, back, o->num_shapes))
+        return refuse_option(o->picture, strerror(errno));
     return 0;
 }
 
@@ -148,43 +148,46 @@ static int read_number(const number *numbers, int count, const char *name, const
         const double got = strtod(value, &end);
         if (*end || end == value || !(got >= numbers[i].least && got <= numbers[i].most) ||
             (numbers[i].whole && got != (double)(int64_t)got))
-            return refuse(value, numbers[i].what);
+            return refuse_option(value, numbers[i].what);
         *numbers[i].to = got;
         return 0;
     }
-    return refuse(name, "there is no such option");
+    return refuse_option(name, "there is no such option");
 }
 
 /* What the options say together. */
-static int begin(options *o, const char *trace)
+static int check_and_run(options *o, const char *trace)
 {
     const routing *r = &o->r;
     int32_t *ids = NULL;
-    if (r->top_k > r->experts) return refuse("--top-k", "more than there are experts");
-    if (r->limit && !r->groups) return refuse("--limit", "without --groups");
+    if (r->top_k > r->experts) return refuse_option("--top-k", "more than there are experts");
+    if (r->limit && !r->groups) return refuse_option("--limit", "without --groups");
     if (trace && (r->groups || r->skew > 0))
-        return refuse("--trace", "it says the routing, so neither --skew nor --groups does");
+        return refuse_option("--trace",
+                             "it says the routing, so neither --skew nor --groups does");
     for (int i = 0; trace && i < o->num_shapes; i++)
         if (o->shapes[i].ranks > r->experts)
             o->num_shapes = i; /* those have no expert a rank */
-    if (!o->num_shapes) return refuse("--trace", "more --ranks than --experts");
+    if (!o->num_shapes) return refuse_option("--trace", "more --ranks than --experts");
     if (r->groups && (r->experts % r->groups || r->limit < 1 || r->limit > r->groups ||
                       r->experts / r->groups * r->limit < r->top_k))
-        return refuse("--groups", "they divide the experts, and --limit of them hold --top-k");
+        return refuse_option("--groups",
+                             "they divide the experts, and --limit of them hold --top-k");
     if (trace) {
         FILE *file = fopen(trace, "r");
-        if (!file) return refuse(trace, strerror(errno));
+        if (!file) return refuse_option(trace, strerror(errno));
         o->r.trace = ids = read_trace(&o->r, file);
         fclose(file);
         if (!ids)
-            return refuse(trace, "not lines of equally many ids below --experts, 64 at most");
+            return refuse_option(trace,
+                                 "not lines of equally many ids below --experts, 64 at most");
     }
-    const int status = simulate(o);
+    const int status = run_simulation(o);
     free(ids);
     return status;
 }
 
-static bool ends_with_a_value(int argc, char **argv, int i)
+static bool has_value(int argc, char **argv, int i)
 {
     return !strcmp(argv[i], "--published") || i + 1 < argc;
 }
@@ -205,7 +208,7 @@ int main(int argc, char **argv)
         {"scale-bytes", "bytes of a row's scales, 0 to 65536", &o.scale_bytes, 0, 65536, false},
         {"back-bytes", "bytes of an element in combine, 0.5 to 8", &o.back_bytes, 0.5, 8,
          false},
-        {"top-k", "choices of a token, 1 to 64", &top_k, 1, MOST_TOP_K, true},
+        {"top-k", "choices of a token, 1 to 64", &top_k, 1, MAX_TOP_K, true},
         {"experts", "experts, 1 to 65536; one a rank if that is more", &experts, 1, 65536,
          true},
         {"skew", "weights fall as 1 / place^skew, 0 to 3", &o.r.skew, 0, 3, false},
@@ -225,9 +228,9 @@ int main(int argc, char **argv)
     for (int i = 1; i < argc; i++) {
         const char *name = argv[i];
         int wrong = 0;
-        if (!strcmp(name, "--help")) return usage(numbers, count);
-        if (strncmp(name, "--", 2) != 0) return refuse(name, "not an option");
-        if (!ends_with_a_value(argc, argv, i)) return refuse(name, "its value is missing");
+        if (!strcmp(name, "--help")) return print_usage(numbers, count);
+        if (strncmp(name, "--", 2) != 0) return refuse_option(name, "not an option");
+        if (!has_value(argc, argv, i)) return refuse_option(name, "its value is missing");
         if (!strcmp(name, "--published"))
             o.published = true;
         else if (!strcmp(name, "--svg"))
@@ -237,7 +240,7 @@ int main(int argc, char **argv)
         else if (strcmp(name, "--ranks") != 0)
             wrong = read_number(numbers, count, name, argv[++i]);
         else if (!read_ranks(&o, argv[++i]))
-            wrong = refuse(argv[i], "not up to 16 rising numbers of ranks, 1 to 2048");
+            wrong = refuse_option(argv[i], "not up to 16 rising numbers of ranks, 1 to 2048");
         if (wrong) return wrong;
     }
     o.r.top_k = (int)top_k;
@@ -249,5 +252,5 @@ int main(int argc, char **argv)
         o.shapes[i].a_host = (int)a_host;
         o.shapes[i].tokens = (int64_t)tokens;
     }
-    return begin(&o, trace);
+    return check_and_run(&o, trace);
 }

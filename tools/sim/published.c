@@ -47,7 +47,7 @@ static const run runs[] = {
 };
 
 /* DeepEP's tests count a row for each host that its token touches, its own too. */
-static double shown(const run *p, const cost *c, const traffic *t, double row_bytes)
+static double shown_value(const run *p, const cost *c, const traffic *t, double row_bytes)
 {
     const double us = c->plan_us + c->rows_us;
     return p->is_us ? us : t->hosts * row_bytes / us / 1e3;
@@ -69,12 +69,12 @@ void print_published(const constants *k)
         traffic t;
         if (p->nic > 0) own.nic = p->nic;
         if (!traffic_count(&r, &s, &t)) return;
-        const cost out = cost_of(&own, &t, &s, &r, (bytes_of){p->out_row, 4});
-        cost back = cost_of(&own, &t, &s, &r, (bytes_of){p->back_row, 0});
+        const cost out = compute_cost(&own, &t, &s, &r, (bytes_of){p->out_row, 4});
+        cost back = compute_cost(&own, &t, &s, &r, (bytes_of){p->back_row, 0});
         back.plan_us = 0;
         printf("%-12s %-10s %5d %6lld %5d %-4s  %8.0f %7.0f  %8.0f %7.0f\n", p->system,
                p->network, p->ranks, (long long)p->tokens, p->top_k, p->is_us ? "us" : "GB/s",
-               p->dispatch, shown(p, &out, &t, p->out_row), p->combine,
-               shown(p, &back, &t, p->back_row));
+               p->dispatch, shown_value(p, &out, &t, p->out_row), p->combine,
+               shown_value(p, &back, &t, p->back_row));
     }
 }

@@ -10,8 +10,8 @@
 #include <stdint.h>
 #include <stdio.h>
 
-#define MOST_RANKS 2048
-#define MOST_TOP_K 64
+#define MAX_RANKS 2048
+#define MAX_TOP_K 64
 
 typedef struct routing {
     int64_t experts; /* at least one a rank */
@@ -61,12 +61,12 @@ typedef struct cost {
     const char *limit;           /* what rows_us is made of */
 } cost;
 
-cost cost_of(const constants *c, const traffic *t, const shape *s, const routing *r,
-             bytes_of bytes);
+cost compute_cost(const constants *c, const traffic *t, const shape *s, const routing *r,
+                  bytes_of bytes);
 
 /* A picture of what grows: one point for each shape. */
-bool draw(const char *path, const shape *shapes, const cost *dispatch, const cost *combine,
-          int num);
+bool draw_picture(const char *path, const shape *shapes, const cost *dispatch,
+                  const cost *combine, int num);
 
 /* Published runs beside what the constants give for the same shape. */
 void print_published(const constants *c);

@@ -6,8 +6,8 @@
 
 #include "sim.h"
 
-#define PARCEL 16 /* rows of one put, at most */
-#define TRIES 64  /* to draw an expert that may be chosen, until the others are left out */
+#define MAX_PUT_ROWS 16 /* rows of one put, at most */
+#define MAX_TRIES 64 /* to draw an expert that may be chosen, until the others are left out */
 
 typedef struct counts { /* of one rank */
     int64_t net_out, net_in, by_rank_out, by_rank_in, inside_out, inside_in, slots, puts;
@@ -28,7 +28,7 @@ typedef struct counting {
     uint64_t state;
 } counting;
 
-static uint64_t next(counting *c)
+static uint64_t next_random(counting *c)
 {
     uint64_t x = c->state += 0x9e3779b97f4a7c15ull;
     x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9ull;
@@ -36,19 +36,19 @@ static uint64_t next(counting *c)
     return x ^ x >> 31;
 }
 
-static double chance(counting *c)
+static double next_fraction(counting *c)
 {
-    return (double)(next(c) >> 11) * 0x1p-53;
+    return (double)(next_random(c) >> 11) * 0x1p-53;
 }
 
 /* Experts in any order, with weights by their place in it. */
-static void weigh(counting *c)
+static void make_weights(counting *c)
 {
     const int64_t n = c->r->experts;
     double sum = 0;
     for (int64_t i = 0; i < n; i++) c->order[i] = (int32_t)i;
     for (int64_t i = n - 1; i > 0; i--) {
-        const int64_t j = (int64_t)(next(c) % (uint64_t)(i + 1));
+        const int64_t j = (int64_t)(next_random(c) % (uint64_t)(i + 1));
         const int32_t kept = c->order[i];
         c->order[i] = c->order[j];
         c->order[j] = kept;
@@ -59,8 +59,8 @@ static void weigh(counting *c)
 
 static int32_t draw_expert(counting *c)
 {
-    if (c->r->skew == 0) return (int32_t)(next(c) % (uint64_t)c->r->experts);
-    const double at = chance(c);
+    if (c->r->skew == 0) return (int32_t)(next_random(c) % (uint64_t)c->r->experts);
+    const double at = next_fraction(c);
     int64_t low = 0, high = c->r->experts - 1;
     while (low < high) {
         const int64_t middle = (low + high) / 2;
@@ -72,7 +72,7 @@ static int32_t draw_expert(counting *c)
     return c->order[low];
 }
 
-static bool has(const int32_t *list, int count, int32_t value)
+static bool list_has(const int32_t *list, int count, int32_t value)
 {
     for (int i = 0; i < count; i++)
         if (list[i] == value) return true;
@@ -84,8 +84,8 @@ static int draw_groups(counting *c, int32_t *out)
 {
     int count = 0;
     while (count < c->r->limit) {
-        const int32_t group = (int32_t)(next(c) % (uint64_t)c->r->groups);
-        if (!has(out, count, group)) out[count++] = group;
+        const int32_t group = (int32_t)(next_random(c) % (uint64_t)c->r->groups);
+        if (!list_has(out, count, group)) out[count++] = group;
     }
     return count;
 }
@@ -94,8 +94,9 @@ static int draw_groups(counting *c, int32_t *out)
 static bool is_free(const routing *r, int32_t id, const int32_t *ids, int k,
                     const int32_t *groups, int num_groups)
 {
-    if (has(ids, k, id)) return false;
-    return !num_groups || has(groups, num_groups, (int32_t)(id / (r->experts / r->groups)));
+    if (list_has(ids, k, id)) return false;
+    return !num_groups ||
+           list_has(groups, num_groups, (int32_t)(id / (r->experts / r->groups)));
 }
 
 /* The same chances as trying until one is free has, where that takes long: when few are, or those that
@@ -107,7 +108,7 @@ static int32_t draw_free(counting *c, const int32_t *ids, int k, const int32_t *
     double sum = 0;
     int32_t last = 0;
     for (int pass = 0, i = 0; pass < 2; pass++) {
-        double left = pass ? chance(c) * sum : 0;
+        double left = pass ? next_fraction(c) * sum : 0;
         for (i = 0; i < n; i++) {
             const double weight = c->below[i] - (i ? c->below[i - 1] : 0);
             if (!is_free(c->r, c->order[i], ids, k, groups, num_groups)) continue;
@@ -121,7 +122,7 @@ static int32_t draw_free(counting *c, const int32_t *ids, int k, const int32_t *
     return last;
 }
 
-static void choose(counting *c, int64_t token, int32_t *ids)
+static void choose_experts(counting *c, int64_t token, int32_t *ids)
 {
     const routing *r = c->r;
     if (r->trace) {
@@ -129,13 +130,13 @@ static void choose(counting *c, int64_t token, int32_t *ids)
         memcpy(ids, r->trace + row * r->top_k, (size_t)r->top_k * sizeof *ids);
         return;
     }
-    int32_t groups[MOST_TOP_K];
+    int32_t groups[MAX_TOP_K];
     const int num_groups = r->groups ? draw_groups(c, groups) : 0;
     for (int k = 0; k < r->top_k; k++) {
         int tries = 0;
         do {
             ids[k] =
-                ++tries > TRIES ? draw_free(c, ids, k, groups, num_groups) : draw_expert(c);
+                ++tries > MAX_TRIES ? draw_free(c, ids, k, groups, num_groups) : draw_expert(c);
         } while (!is_free(r, ids[k], ids, k, groups, num_groups));
     }
 }
@@ -143,7 +144,7 @@ static void choose(counting *c, int64_t token, int32_t *ids)
 static void extend_run(counting *c, int from, int to, int64_t token)
 {
     run *a = &c->runs[to];
-    const bool goes_on = a->length > 0 && a->length < PARCEL && a->last == token - 1;
+    const bool goes_on = a->length > 0 && a->length < MAX_PUT_ROWS && a->last == token - 1;
     c->of[from].puts += !goes_on;
     a->length = goes_on ? a->length + 1 : 1;
     a->last = token;
@@ -187,17 +188,17 @@ static void reach_host(counting *c, int from, int host, const int32_t *ranks, in
     }
 }
 
-static void route(counting *c, int from, int64_t token, const int32_t *ids)
+static void route_token(counting *c, int from, int64_t token, const int32_t *ids)
 {
-    int32_t ranks[MOST_TOP_K], hosts[MOST_TOP_K];
+    int32_t ranks[MAX_TOP_K], hosts[MAX_TOP_K];
     int num_ranks = 0, num_hosts = 0;
     for (int k = 0; k < c->r->top_k; k++) {
         const int32_t rank = (int32_t)((int64_t)ids[k] * c->s->ranks / c->r->experts);
         c->of[rank].slots++;
-        if (has(ranks, num_ranks, rank)) continue;
+        if (list_has(ranks, num_ranks, rank)) continue;
         ranks[num_ranks++] = rank;
         const int32_t host = rank / c->s->a_host;
-        if (!has(hosts, num_hosts, host)) hosts[num_hosts++] = host;
+        if (!list_has(hosts, num_hosts, host)) hosts[num_hosts++] = host;
     }
     c->hosts += num_hosts;
     for (int i = 0; i < num_hosts; i++) reach_host(c, from, hosts[i], ranks, num_ranks, token);
@@ -225,13 +226,13 @@ bool traffic_count(const routing *r, const shape *s, traffic *out)
     c.of = calloc((size_t)s->ranks, sizeof *c.of);
     c.runs = calloc((size_t)s->ranks, sizeof *c.runs);
     const bool good = c.below && c.order && c.of && c.runs;
-    if (good) weigh(&c);
+    if (good) make_weights(&c);
     for (int from = 0; good && from < s->ranks; from++) {
         memset(c.runs, 0, (size_t)s->ranks * sizeof *c.runs);
         for (int64_t t = 0; t < s->tokens; t++) {
-            int32_t ids[MOST_TOP_K];
-            choose(&c, from * s->tokens + t, ids);
-            route(&c, from, t, ids);
+            int32_t ids[MAX_TOP_K];
+            choose_experts(&c, from * s->tokens + t, ids);
+            route_token(&c, from, t, ids);
         }
     }
     if (good)

@@ -2,42 +2,44 @@
 /* Arrays of integers in NumPy's .npy format, versions 1 to 3, rows first. */
 #include <errno.h>
 #include <inttypes.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 
-#include "trace_read.h"
+#include "npy.h"
+#include "tool.h"
 
 #define MAGIC "\x93NUMPY"
-#define MOST_HEADER 4096
-#define MOST_VALUES (INT64_C(1) << 40)
+#define MAX_HEADER_BYTES 4096
+#define MAX_VALUES (INT64_C(1) << 40)
 
 /* The text behind 'key': in the header's dictionary. */
 static const char *value_of(const char *path, const char *header, const char *key)
 {
     const char *at = strstr(header, key);
-    if (!at) complain("%s: no %s in its header", path, key);
+    if (!at) tool_fail("%s: no %s in its header", path, key);
     at = strchr(at, ':');
-    if (!at) complain("%s: %s has no value", path, key);
+    if (!at) tool_fail("%s: %s has no value", path, key);
     return at + 1 + strspn(at + 1, " ");
 }
 
 static void read_shape(npy *out, const char *path, const char *header)
 {
     const char *at = value_of(path, header, "'shape'");
-    if (*at++ != '(') complain("%s: its shape is not a tuple", path);
+    if (*at++ != '(') tool_fail("%s: its shape is not a tuple", path);
     out->num = 1;
     for (char *end;; at = end) {
         at += strspn(at, " ,");
         if (*at == ')') break;
-        if (out->dims == 4) complain("%s: more than 4 dimensions", path);
+        if (out->dims == 4) tool_fail("%s: more than 4 dimensions", path);
         const long long size = strtoll(at, &end, 10);
-        if (end == at || size < 0 || size > MOST_VALUES)
-            complain("%s: its shape cannot be read", path);
-        if (size == 0) complain("%s: an array without a value", path);
-        if (out->num > MOST_VALUES / size)
-            complain("%s: more than %" PRId64 " values", path, MOST_VALUES);
+        if (end == at || size < 0 || size > MAX_VALUES)
+            tool_fail("%s: its shape cannot be read", path);
+        if (size == 0) tool_fail("%s: an array without a value", path);
+        if (out->num > MAX_VALUES / size)
+            tool_fail("%s: more than %" PRId64 " values", path, MAX_VALUES);
         out->shape[out->dims++] = size;
         out->num *= size;
     }
@@ -60,7 +62,7 @@ static void check_length(const npy *a, const char *path, FILE *in, size_t size)
     const bool known = at >= 0 && fstat(fileno(in), &file) == 0;
     const int64_t there = known ? (int64_t)(file.st_size - at) / (int64_t)size : 0;
     if (there < a->num)
-        complain("%s: it ends after %" PRId64 " of %" PRId64 " values", path, there, a->num);
+        tool_fail("%s: it ends after %" PRId64 " of %" PRId64 " values", path, there, a->num);
 }
 
 static void read_values(npy *out, const char *path, FILE *in, const char *type)
@@ -71,15 +73,15 @@ static void read_values(npy *out, const char *path, FILE *in, const char *type)
     size_t known = 0;
     while (known < num_types && strncmp(type, types[known], 5)) known++;
     if (known == num_types)
-        complain("%s: type %.*s: little-endian integers are needed", path,
-                 (int)strcspn(type, ",}"), type);
+        tool_fail("%s: type %.*s: little-endian integers are needed", path,
+                  (int)strcspn(type, ",}"), type);
     const bool is_signed = type[2] == 'i';
     const size_t size = (size_t)(type[3] - '0');
     check_length(out, path, in, size);
-    out->values = grab((size_t)out->num * sizeof *out->values);
+    out->values = tool_alloc((size_t)out->num * sizeof *out->values);
     unsigned char bytes[8];
     for (int64_t i = 0; i < out->num; i++) {
-        if (fread(bytes, size, 1, in) != 1) complain("%s: it cannot be read", path);
+        if (fread(bytes, size, 1, in) != 1) tool_fail("%s: it cannot be read", path);
         out->values[i] = read_value(bytes, size, is_signed);
     }
 }
@@ -87,20 +89,21 @@ static void read_values(npy *out, const char *path, FILE *in, const char *type)
 void npy_read(npy *out, const char *path)
 {
     unsigned char begin[12];
-    char header[MOST_HEADER + 1] = {0};
+    char header[MAX_HEADER_BYTES + 1] = {0};
     memset(out, 0, sizeof *out);
-    FILE *in = open_file(path);
-    if (fread(begin, 10, 1, in) != 1 || memcmp(begin, MAGIC, 6)) complain("%s: not .npy", path);
+    FILE *in = tool_open_file(path);
+    if (fread(begin, 10, 1, in) != 1 || memcmp(begin, MAGIC, 6))
+        tool_fail("%s: not .npy", path);
     size_t length = begin[8] + 256u * begin[9];
     if (begin[6] > 1) {
-        if (fread(begin + 10, 2, 1, in) != 1) complain("%s: it ends in its header", path);
+        if (fread(begin + 10, 2, 1, in) != 1) tool_fail("%s: it ends in its header", path);
         length += 65536u * begin[10] + 16777216u * begin[11];
     }
-    if (begin[6] < 1 || begin[6] > 3 || length > MOST_HEADER)
-        complain("%s: version %d of .npy with a header of %zu bytes", path, begin[6], length);
-    if (fread(header, 1, length, in) != length) complain("%s: it ends in its header", path);
+    if (begin[6] < 1 || begin[6] > 3 || length > MAX_HEADER_BYTES)
+        tool_fail("%s: version %d of .npy with a header of %zu bytes", path, begin[6], length);
+    if (fread(header, 1, length, in) != length) tool_fail("%s: it ends in its header", path);
     if (strncmp(value_of(path, header, "'fortran_order'"), "False", 5))
-        complain("%s: columns first: save numpy.ascontiguousarray of it", path);
+        tool_fail("%s: columns first: save numpy.ascontiguousarray of it", path);
     read_shape(out, path, header);
     read_values(out, path, in, value_of(path, header, "'descr'"));
     fclose(in);
@@ -120,9 +123,9 @@ void npy_write(const char *path, const int32_t *values, const int64_t *shape, in
     snprintf(header + 10, sizeof header - 10, "%-117s", text);
     header[127] = '\n';
     FILE *out = fopen(path, "wb");
-    if (!out) complain("%s: %s", path, strerror(errno));
+    if (!out) tool_fail("%s: %s", path, strerror(errno));
     fwrite(header, 1, sizeof header, out);
     fwrite(values, sizeof *values, (size_t)num, out);
     const bool bad = ferror(out) != 0;
-    if (fclose(out) || bad) complain("%s: cannot be written", path);
+    if (fclose(out) || bad) tool_fail("%s: cannot be written", path);
 }
