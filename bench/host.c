@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* How fast the host moves rows: plan, dispatch and combine of processes on this machine, beside
+/* Measures plan, dispatch and combine of processes on this machine, compared with
  * the rate at which the same processes copy memory.
  *
  *     build/bench/host [--ranks 4] [--tokens 4096] [--hidden 7168] [--top-k 8] [--experts 64]
@@ -27,7 +27,7 @@ typedef struct options {
 
 enum { COPY, PLAN, DISPATCH, COMBINE, NUM_TIMED };
 
-typedef struct board { /* shared by the processes */
+typedef struct board { /* in memory that the processes share */
     double seconds[NUM_TIMED][MAX_ROUNDS][MAX_RANKS];
     double bytes[NUM_TIMED][MAX_RANKS];
 } board;
@@ -57,7 +57,7 @@ static void must(const epic_context *ctx, epic_result result, const char *what)
     exit(1);
 }
 
-/* Everybody has finished what came before. */
+/* Waits until all ranks have finished the previous operation. */
 static void bootstrap(epic_context *ctx)
 {
     float one = 1;
@@ -130,7 +130,8 @@ static void open_seat(seat *s)
     s->out = (epic_rows){need((size_t)(o->tokens * row_bytes)), o->tokens, row_bytes};
 }
 
-/* The rate to compare with: as many bytes as dispatch writes, copied row by row from tokens. */
+/* Measures the rate to compare with: copies as many bytes as dispatch writes, row by row, from the
+ * tokens. */
 static void copy_rows(const seat *s)
 {
     for (int64_t i = 0; i < s->slots; i++)

@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Times epic_allreduce_sum next to MPI_Allreduce of as many floats by the same processes.
+/* Compares epic_allreduce_sum with MPI_Allreduce of the same number of floats, in the same
+ * processes.
  *
  *     mpiexec -n 4 build/bench/sum [--backend shm]     ranks are the processes of the job
- *     build/bench/sum [--ranks 4]                      ranks are threads; nothing to compare with
+ *     build/bench/sum [--ranks 4]                      ranks are threads; epic_allreduce_sum only
  *
- * Calls one after the other are timed together, each kind by turns with the others; prints rank
- * 0's microseconds a call in its fastest round, as the machine may have other things to do. */
+ * Each round times a series of consecutive calls, and the kinds of calls take turns.  Prints rank
+ * 0's microseconds per call in its fastest round, because other programs may slow down a round. */
 #include <math.h>
 #include <pthread.h>
 #include <stdbool.h>
@@ -23,7 +24,8 @@
 
 #define MAX_RANKS 64
 #define MAX_COUNT 65536
-#define FLOATS_A_ROUND (1 << 19) /* and at most this many calls: */
+#define FLOATS_A_ROUND \
+    (1 << 19) /* a round has this many floats, and at most CALLS_A_ROUND calls */
 #define CALLS_A_ROUND 200
 
 enum kind { BY_RANK, TREE, ALLREDUCE, NUM_KINDS };
@@ -76,7 +78,7 @@ static void call(seat *s, enum kind kind, int count)
         fail("epic_allreduce_sum", epic_error(s->ctx));
 }
 
-/* Whole numbers: exact in every order. */
+/* Checks a sum.  The inputs are integers, so every order of addition gives the exact result. */
 static void check(seat *s, enum kind kind, int count)
 {
     const int n = s->o->ranks;
@@ -91,7 +93,7 @@ static double time_calls(seat *s, enum kind kind, int count)
     const int fitting = FLOATS_A_ROUND / count;
     const int calls = fitting < CALLS_A_ROUND ? fitting : CALLS_A_ROUND;
     memset(s->data, 0, (size_t)count * sizeof *s->data);
-    call(s, kind, count); /* everybody has come */
+    call(s, kind, count); /* also waits for all ranks */
     const double begin = now_us();
     for (int i = 0; i < calls; i++) call(s, kind, count);
     return (now_us() - begin) / calls;
@@ -167,7 +169,7 @@ static epic_result gather(void *self, const void *mine, void *all, int64_t bytes
     return EPIC_OK;
 }
 
-/* False: not under mpiexec. */
+/* Runs as a rank of an MPI job.  Returns false if there is none. */
 static bool run_job(options *o, int *argc, char ***argv)
 {
     int level, rank;

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* One step of a Mixture-of-Experts layer on a GPU.  Nothing waits for the host: every call puts
- * work on the stream, and the data stay on the device.
+/* One step of a Mixture-of-Experts layer on a GPU.  Every call enqueues work on the stream and
+ * returns, and the data stay on the device.
  *
  *     build/examples/step_cuda
  *
- * With more ranks, each calls cudaSetDevice first; examples/step.c shows how they meet.  What a
- * GPU finds wrong with the data is told by epic_check, after synchronising. */
+ * With several ranks, each calls cudaSetDevice first; examples/step.c shows how to start them.
+ * epic_check reports invalid data that kernels found, after a synchronization. */
 #include <cuda_runtime_api.h>
 #include <stdio.h>
 
@@ -17,8 +17,8 @@ int main(void)
 {
     struct {
         float tokens[TOKENS][HIDDEN], weights[TOKENS][TOP_K], out[TOKENS][HIDDEN];
-        int32_t chosen[TOKENS][TOP_K]; /* what a router would say */
-    } host, *gpu;                      /* the same on the host and on the device */
+        int32_t chosen[TOKENS][TOP_K]; /* experts, as a router chooses them */
+    } host, *gpu;                      /* one copy on the host, one on the device */
     for (int t = 0; t < TOKENS; t++) {
         for (int h = 0; h < HIDDEN; h++) host.tokens[t][h] = (float)(t + 1);
         for (int k = 0; k < TOP_K; k++) {
@@ -37,20 +37,20 @@ int main(void)
                                      .top_k = TOP_K,
                                      .hidden = HIDDEN,
                                      .type = EPIC_F32};
-    config.gradients = 1; /* results have memory of their own */
+    config.gradients = 1; /* results get a buffer separate from rows */
     config.backend = "gpu", config.stream = stream;
     const int failed =
         epic_dispatcher_open(&step, &config) ||
         epic_dispatcher_dispatch(step, gpu->tokens, *gpu->chosen, *gpu->weights, TOKENS,
                                  &slots) ||
         cudaMemcpyAsync(slots.results, slots.rows, slots.capacity * ROW, cudaMemcpyDefault,
-                        stream) || /* the experts: each answers with what it is given */
+                        stream) || /* the experts: each returns its rows */
         epic_dispatcher_combine(step, gpu->out) ||
         cudaMemcpyAsync(&host, gpu, sizeof host, cudaMemcpyDefault, stream) ||
         cudaStreamSynchronize(stream);
     if (failed) fprintf(stderr, "%s\n", epic_error(NULL));
     for (int t = 0; !failed && t < TOKENS; t++)
-        printf("token %d: %g went out, %g came home\n", t, host.tokens[t][0], host.out[t][0]);
+        printf("token %d: %g sent, %g returned\n", t, host.tokens[t][0], host.out[t][0]);
     epic_dispatcher_close(step);
     return failed;
 }

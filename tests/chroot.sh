@@ -101,7 +101,7 @@ try_package() {
         fail "the package: $(tail -n 5 "$here/log")"
     inside 'apt-get -qq install -y --no-install-recommends gcc libc6-dev pkg-config
         gcc step.c $(pkg-config --cflags --libs epic) -o step
-        EPIC_TRACE=/root/run ./step | grep "came home as 19"
+        EPIC_TRACE=/root/run ./step | grep "returned as 19"
         epic-trace show run && epic-trace replay run --ranks 3 && epic-place run --ranks 2' \
         >"$here/log" 2>&1 || fail "a program with the package: $(tail -n 5 "$here/log")"
     inside 'apt-get -qq purge -y epic-moe; find / -xdev -name "*epic*" -path "/usr/*"' \

@@ -71,7 +71,7 @@ awk '/ us  / || / GB\/s  / {
 refuses() {
     status=0
     "$sim" "$@" >"$here/out" 2>&1 || status=$?
-    [ $status = 2 ] && grep -q -- '--help says' "$here/out" && return 0
+    [ $status = 2 ] && grep -q -- "see epic-sim --help" "$here/out" && return 0
     echo "not refused: $*: $(cat "$here/out")"
     exit 1
 }

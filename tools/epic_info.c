@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic-info: tells what this build and machine can do, or what a running group is doing. */
+/* epic-info: prints what this build and machine can do, or what a running group is doing. */
 #include <stdio.h>
 #include <string.h>
 
 #include "info.h"
 
 static const char help[] =
-    "usage: epic-info                        what this build and this machine can do\n"
+    "usage: epic-info                        what this build and this machine support\n"
     "       epic-info --group NAME [--json]  what the ranks of a running group are doing:\n"
     "                                        operations in flight, and the last finished\n"
     "       epic-info --group NAME --chrome  the last 256 operations of each rank, for "
@@ -14,7 +14,7 @@ static const char help[] =
     "       epic-info --help\n"
     "\n"
     "NAME is epic_config.name, \"epic\" by default.  Ranks are found on this host, among the\n"
-    "processes of this user; nothing is asked of them, so a stuck one answers too.\n"
+    "processes of this user.  Their memory is read, so stuck ranks are shown too.\n"
     "Exit status: 0; 1: no rank of the group was found; 2: usage.\n";
 
 static int print_usage(const char *why, const char *what)
@@ -43,6 +43,6 @@ int main(int argc, char **argv)
         }
     }
     if (group) return info_group(group, form);
-    if (form != INFO_TEXT) return print_usage("--json and --chrome go with --group", "");
+    if (form != INFO_TEXT) return print_usage("--json and --chrome need --group", "");
     return info_machine();
 }

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic-place: from a trace, which rank should own which experts, and which should have replicas. */
+/* epic-place: proposes from a trace which rank owns which experts, and which experts have
+ * replicas. */
 #include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
@@ -13,21 +14,21 @@ static const char help[] =
     "usage: epic-place TRACE --ranks N [--slots N] [--hosts N] [--out FILE] [--seed N] "
     "[--loads]\n"
     "\n"
-    "Proposes which rank owns each expert, so that the busiest rank has as little to do as "
-    "can\n"
-    "be, from TRACE: a folder that EPIC_TRACE named, or an .npy file (epic-trace --help).\n"
+    "Proposes which rank owns each expert, so that the busiest rank has as few choices as\n"
+    "possible, from TRACE: a folder that EPIC_TRACE named, or an .npy file (epic-trace "
+    "--help).\n"
     "  --loads        the .npy file has counts [layers, experts]: how often each expert was "
     "chosen.\n"
     "                 One placement serves all rows; --layer I/N takes the row of one layer\n"
-    "  --ranks N      of the group that will use it\n"
-    "  --slots N      experts of each rank; more than are needed become replicas of busy "
-    "ones.\n"
-    "                 Without it as many as are needed\n"
+    "  --ranks N      ranks of the group that will use the placement\n"
+    "  --slots N      experts per rank; those beyond one per expert are replicas of busy "
+    "experts.\n"
+    "                 Default: no replicas\n"
     "  --hosts N      ranks 0 to R / N - 1 share a host, and so on: the proposal also keeps\n"
     "                 experts of the same tokens on one host (at most 64 ranks)\n"
     "  --out FILE     the placement, for epic/placement.h, epic.read_placement and epic-trace\n"
     "  --group, --layer, --steps, --experts, --ids    as for epic-trace\n"
-    "Exit status: 0; 1: it cannot be done, the sentence says why; 2: usage.\n";
+    "Exit status: 0; 1: an error, printed on stderr; 2: usage.\n";
 
 typedef struct options {
     const char *trace, *out;
@@ -48,11 +49,11 @@ static int read_options(options *o, int argc, char **argv)
         const char *name = argv[i], *value = i + 1 < argc ? argv[i + 1] : NULL;
         if (trace_read_flag(&o->choice, name)) continue;
         if (strncmp(name, "--", 2)) {
-            if (o->trace) return print_usage("one word too many: ", name);
+            if (o->trace) return print_usage("too many arguments: ", name);
             o->trace = name;
             continue;
         }
-        if (!value) return print_usage("a value is missing behind ", name);
+        if (!value) return print_usage("a value is missing after ", name);
         i++;
         if (!strcmp(name, "--ranks"))
             o->ranks = (int32_t)tool_parse_number(name, value, 1, 1024);
@@ -67,8 +68,8 @@ static int read_options(options *o, int argc, char **argv)
         else if (!trace_read_option(&o->choice, name, value))
             return print_usage("unknown option ", name);
     }
-    if (!o->trace) return print_usage("a trace is needed", "");
-    return o->ranks ? 0 : print_usage("--ranks is needed", "");
+    if (!o->trace) return print_usage("TRACE is missing", "");
+    return o->ranks ? 0 : print_usage("--ranks is missing", "");
 }
 
 /* ---------------------------------------------------------------------------- problem ---- */
@@ -86,6 +87,7 @@ static int32_t *make_loads(const trace *t)
     return load;
 }
 
+/* Checks the options together with the trace, and makes the problem to solve. */
 static place_problem make_problem(const trace *t, const options *o, const int32_t *load)
 {
     const int32_t experts = (int32_t)t->num_experts;
@@ -95,28 +97,26 @@ static place_problem make_problem(const trace *t, const options *o, const int32_
                              .logical = experts,
                              .num_steps = t->num_steps,
                              .load = load};
-    if (!t->num_steps) tool_fail("there is no step in the trace");
+    if (!t->num_steps) tool_fail("the trace has no step");
     if (o->hosts > 1) trace_need_choices(t, "--hosts");
     if (p.slots < least)
-        tool_fail("--slots is %d: %d ranks need %d for %d experts", p.slots, o->ranks, least,
-                  experts);
+        tool_fail("--slots is %d: with %d ranks it must be at least %d for %d experts", p.slots,
+                  o->ranks, least, experts);
     if ((int64_t)p.slots * p.ranks > 65536)
         tool_fail("--slots is %d: %d ranks would have more than 65536 experts", p.slots,
                   p.ranks);
     if (p.slots > experts)
-        tool_fail("--slots is %d: a rank has use for %d at most, one of each expert", p.slots,
-                  experts);
+        tool_fail("--slots is %d: it must be at most %d, one of each expert", p.slots, experts);
     if (o->hosts && o->ranks % o->hosts)
-        tool_fail("--hosts is %d, --ranks %d: each host is to have as many ranks", o->hosts,
-                  o->ranks);
+        tool_fail("--hosts is %d: it must divide --ranks %d", o->hosts, o->ranks);
     if (o->hosts && o->ranks > 64)
-        tool_fail("--ranks is %d: with --hosts at most 64 are possible", o->ranks);
+        tool_fail("--ranks is %d: with --hosts it must be at most 64", o->ranks);
     return p;
 }
 
 /* ------------------------------------------------------------------------------ hosts ---- */
 
-/* The ranks of each token; replicas take their choices by turns. */
+/* Returns the ranks of each token as bits. Replicas of an expert take its choices in turn. */
 static uint64_t *tokens_seen(const trace *t, const place_problem *p, const int32_t *at,
                              int64_t *num)
 {
@@ -166,7 +166,7 @@ static void write_list(FILE *out, const char *word, const int32_t *list, int32_t
     fprintf(out, "\n");
 }
 
-/* With one place for each expert there are no replicas: ids stay what they are. */
+/* Writes the placement. Without replicas the experts keep their ids. */
 static void write_file(const place_problem *p, const int32_t *at, const char *path)
 {
     const int32_t places = p->ranks * p->slots;
@@ -180,7 +180,7 @@ static void write_file(const place_problem *p, const int32_t *at, const char *pa
     write_list(out, "rank_of_expert", rank_of, places);
     if (replicas) write_list(out, "logical_of_expert", at, places);
     const bool bad = ferror(out) != 0;
-    if (fclose(out) || bad) tool_fail("%s: cannot be written", path);
+    if (fclose(out) || bad) tool_fail("%s: cannot write the file", path);
     free(rank_of);
 }
 
@@ -213,7 +213,7 @@ int main(int argc, char **argv)
     place_greedy(&p, at);
     print_cost(&p, "greedy", place_cost(&p, at));
     place_search(&p, at, o.seed);
-    if (o.hosts > 1) arrange_hosts(&t, &p, &o, at); /* replicas then take turns otherwise */
+    if (o.hosts > 1) arrange_hosts(&t, &p, &o, at); /* changes which choices replicas take */
     print_cost(&p, "proposed", place_cost(&p, at));
     if (o.out) write_file(&p, at, o.out);
     free(at), free(load);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic-trace: looks at what EPIC_TRACE has recorded, replays it, and hands it on. */
+/* epic-trace: shows, draws, replays and converts what EPIC_TRACE recorded. */
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -9,14 +9,14 @@
 #include "npy.h"
 #include "trace_draw.h"
 
-#define MAX_REPLAYED 256 /* ranks, which are threads */
+#define MAX_REPLAYED 256 /* ranks are threads */
 
 static const char help[] =
-    "usage: epic-trace show TRACE                    what is in it\n"
+    "usage: epic-trace show TRACE                    a summary of its contents\n"
     "       epic-trace draw TRACE OUT.svg|OUT.png    load of each expert over the steps\n"
     "       epic-trace replay TRACE --ranks N [--hidden N] [--place FILE] [--balanced] "
     "[--json]\n"
-    "                                                through plan, dispatch and combine\n"
+    "                                                runs plan, dispatch and combine\n"
     "       epic-trace export TRACE OUT.npy          ids, int32 [steps, tokens, top_k]; -1: "
     "none\n"
     "       epic-trace import IN.npy FOLDER [--ranks N]\n"
@@ -30,12 +30,12 @@ static const char help[] =
     "                      [steps, layers, experts]: how often each expert was chosen.  Every "
     "row\n"
     "                      counts as a step.  For show, draw and metrics\n"
-    "  --ids               it has ids, although it looks like counts\n"
-    "  --group NAME|ID     of several groups in a folder\n"
+    "  --ids               the .npy file has ids, although it looks like counts\n"
+    "  --group NAME|ID     one of several groups in a folder\n"
     "  --layer I/N         steps I, I + N, I + 2 N, ...: one of N layers\n"
     "  --steps FIRST:NUM   of these\n"
-    "  --experts N         of an .npy file, whose largest id may be smaller\n"
-    "Exit status: 0; 1: it cannot be done, the sentence says why; 2: usage.\n";
+    "  --experts N         number of experts in an .npy file; default: the largest id + 1\n"
+    "Exit status: 0; 1: an error, printed on stderr; 2: usage.\n";
 
 static int print_usage(const char *why, const char *what)
 {
@@ -43,6 +43,7 @@ static int print_usage(const char *why, const char *what)
     return 2;
 }
 
+/* Options of the command line. */
 typedef struct options {
     const char *words[3]; /* command, trace, file */
     int num_words;
@@ -52,7 +53,7 @@ typedef struct options {
     bool prometheus;
 } options;
 
-/* 0, or what main returns. */
+/* Returns 0, or the exit status for a wrong option. */
 static int read_options(options *o, int argc, char **argv)
 {
     for (int i = 1; i < argc; i++) {
@@ -66,11 +67,11 @@ static int read_options(options *o, int argc, char **argv)
         }
         if (trace_read_flag(&o->choice, name)) continue;
         if (strncmp(name, "--", 2)) {
-            if (o->num_words == 3) return print_usage("one word too many: ", name);
+            if (o->num_words == 3) return print_usage("too many arguments: ", name);
             o->words[o->num_words++] = name;
             continue;
         }
-        if (!value) return print_usage("a value is missing behind ", name);
+        if (!value) return print_usage("a value is missing after ", name);
         i++;
         if (!strcmp(name, "--place"))
             o->place = value;
@@ -86,6 +87,7 @@ static int read_options(options *o, int argc, char **argv)
 
 /* ------------------------------------------------------------------------------ show ---- */
 
+/* Prints a summary: sizes, and the busiest and the least busy expert. */
 static void show_trace(const trace *t)
 {
     int64_t tokens = 0, choices = 0, none = 0;
@@ -111,14 +113,14 @@ static void show_trace(const trace *t)
     }
     printf("%s       %" PRId64 "\n", t->has_loads ? "rows " : "steps", t->num_steps);
     if (t->num_incomplete)
-        printf("left out    %" PRId64 " plans that not every rank has recorded\n",
+        printf("incomplete  %" PRId64 " plans that some rank did not record\n",
                t->num_incomplete);
     if (t->has_loads) {
         printf("choices     %" PRId64 "\n", choices);
     } else {
         printf("operations  %" PRId64 "\n", t->num_events);
         printf("tokens      %" PRId64 "\n", tokens);
-        printf("choices     %" PRId64 ", of these %" PRId64 " of no expert\n", choices, none);
+        printf("choices     %" PRId64 ", of these %" PRId64 " name no expert\n", choices, none);
     }
     uint32_t most = 0, least = 0;
     for (uint32_t e = 0; e < t->num_experts; e++) {
@@ -127,13 +129,14 @@ static void show_trace(const trace *t)
     }
     const double even = t->num_experts ? (double)(choices - none) / t->num_experts : 0;
     if (even > 0)
-        printf("load        expert %u has %.2f of an even share, expert %u %.2f\n", most,
+        printf("load        expert %u has %.2f times an even share, expert %u %.2f\n", most,
                (double)load[most] / even, least, (double)load[least] / even);
     free(load);
 }
 
 /* ------------------------------------------------------------------ export and import ---- */
 
+/* Writes ids [steps, tokens, k], filled up with -1 where a step has fewer tokens or choices. */
 static void export_npy(const trace *t, const char *path)
 {
     int64_t tokens = 0, k = 1;
@@ -155,7 +158,7 @@ static void export_npy(const trace *t, const char *path)
     free(values);
 }
 
-/* As if so many ranks had planned: each with its part of the tokens. */
+/* Writes trace files as if this many ranks had planned, each with its part of the tokens. */
 static void import_npy(const trace *t, const char *folder, int32_t ranks)
 {
     for (int32_t r = 0; r < ranks; r++) {
@@ -179,7 +182,7 @@ static void import_npy(const trace *t, const char *folder, int32_t ranks)
                          .alignment = 1}};
             trace_plan(out, record, s->ids + first * s->top_k, EPIC_I32);
         }
-        if (!trace_close(out)) tool_fail("%s: cannot be written", folder);
+        if (!trace_close(out)) tool_fail("%s: cannot write the file", folder);
     }
 }
 
@@ -191,7 +194,7 @@ static void run_replay(const trace *t, options *o)
     if (!o->replay.ranks) o->replay.ranks = t->num_ranks;
     if (!o->replay.hidden) o->replay.hidden = 64;
     if (o->replay.ranks > MAX_REPLAYED)
-        tool_fail("a trace of %d ranks: at most %d can be replayed, say how many by --ranks",
+        tool_fail("the trace has %d ranks: at most %d can be replayed; set --ranks",
                   o->replay.ranks, MAX_REPLAYED);
     if (o->place) {
         const char *why = epic_placement_read(&place, o->place);
@@ -202,6 +205,7 @@ static void run_replay(const trace *t, options *o)
     if (o->place) epic_placement_free(&place);
 }
 
+/* Runs one command. Returns the exit status. */
 static int run_command(options *o)
 {
     const char *command = o->words[0], *file = o->words[2];
@@ -213,7 +217,7 @@ static int run_command(options *o)
     for (size_t i = 0; i < 3; i++) known |= !strcmp(command, without[i]);
     if (!known && !wants) return print_usage("unknown command ", command);
     if (o->num_words != (wants ? 3 : 2))
-        return print_usage("words are missing, or too many: ", command);
+        return print_usage("wrong number of arguments for ", command);
 
     trace t;
     trace_load(&t, o->words[1], &o->choice);
@@ -241,6 +245,6 @@ int main(int argc, char **argv)
     }
     const int bad = read_options(&o, argc, argv);
     if (bad) return bad;
-    if (!o.num_words) return print_usage("what shall it do?", "");
+    if (!o.num_words) return print_usage("a command is missing", "");
     return run_command(&o);
 }

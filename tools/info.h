@@ -1,35 +1,38 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The two things that epic-info tells; each returns the program's exit status. */
+/* The two reports of epic-info, and helpers that print text of unknown origin. */
 #ifndef EPIC_INFO_H
 #define EPIC_INFO_H
 
 #include <stdint.h>
 #include <stdio.h>
 
-/* What this build and this machine can do. */
+/* Prints what this build and this machine can do. Returns the exit status. */
 int info_machine(void);
 
-/* What the ranks of a group on this host are doing: as text or JSON; or the last operations of
- * all ranks on one clock, as Perfetto and chrome://tracing read them.  1: no rank was found. */
+/* Forms of the report on a group: text, JSON, or the last operations of all ranks on one
+ * clock for Perfetto and chrome://tracing. */
 typedef enum info_form { INFO_TEXT, INFO_JSON, INFO_CHROME } info_form;
+/* Prints what the ranks of a group on this host are doing. Returns 1 if no rank was found,
+ * else 0. */
 int info_group(const char *group, info_form form);
 
-/* A number for a tag among the threads of Perfetto, which have 32 bits. */
+/* Returns a thread number for a tag. Perfetto's thread numbers have 32 bits. */
 static inline uint64_t info_thread(uint64_t tag)
 {
     return tag % 1000003;
 }
 
-/* "dispatch", of an epic_operation. */
+/* Returns the name of an epic_operation, for example "dispatch". */
 const char *info_operation(uint32_t number);
 
-/* Prints what others have written: what is not printable becomes \xNN. */
+/* Prints text with each unprintable byte as \xNN. The text comes from other processes. */
 void info_text(FILE *to, const char *text);
 
-/* The same as a string of JSON, with its quotes. */
+/* Prints text as a JSON string with its quotes. */
 void info_json(FILE *to, const char *text);
 
-/* The same as a label's value of Prometheus, which knows no \u. */
+/* Prints text as the value of a Prometheus label with its quotes. Prometheus does not
+ * support \u. */
 void info_label(FILE *to, const char *text);
 
 #endif

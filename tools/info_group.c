@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the ranks of a running group are doing: reads their flight recorders. */
+/* Prints what the ranks of a running group are doing. It reads their flight recorders, so
+ * ranks need not respond. */
 #include <inttypes.h>
 #include <stdbool.h>
 #include <stdio.h>
@@ -10,7 +11,7 @@
 #include "info.h"
 #include "recordings.h"
 
-#define NUM_FINISHED 5 /* shown of each rank */
+#define NUM_FINISHED 5 /* finished operations that are shown of each rank */
 
 /* An operation, copied out of a recorder. */
 typedef struct operation {
@@ -26,15 +27,16 @@ static const char *state_name(uint32_t state)
     return state < sizeof names / sizeof *names ? names[state] : "unknown";
 }
 
-/* Nanoseconds between two times of a recording.  Returns 0 if `to` is before `from`, as after the
- * clock was set back, or if a damaged recording has times that no int64_t lies between. */
+/* Returns the nanoseconds between two times of a recording. Returns 0 if `to` is before
+ * `from`, for example after the clock was set back, or if a damaged recording has times
+ * whose difference exceeds an int64_t. */
 static int64_t elapsed_ns(int64_t from, int64_t to)
 {
     int64_t ns;
     return to < from || __builtin_sub_overflow(to, from, &ns) ? 0 : ns;
 }
 
-/* "1.5 ms" */
+/* Formats a duration, for example "1.5 ms". */
 static const char *format_duration(int64_t ns, char out[32])
 {
     if (ns < 1000000)
@@ -53,7 +55,7 @@ static int64_t now_ns(void)
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-/* In flight first, oldest first; then the finished, latest first. */
+/* Sorts operations in flight first, oldest first, then finished ones, latest first. */
 static int compare_interest(const void *a, const void *b)
 {
     const recorder_entry *p = &((const operation *)a)->entry;
@@ -64,7 +66,8 @@ static int compare_interest(const void *a, const void *b)
     return (p->number < q->number) - (p->number > q->number);
 }
 
-/* What to show of a rank; returns how many, *num_in_flight of them first. */
+/* Reads the operations to show of a rank. Returns how many; the first *num_in_flight are in
+ * flight. */
 static int read_operations(const recorder_page *page, operation out[RECORDER_RECORDS],
                            int *num_in_flight)
 {
@@ -97,11 +100,11 @@ static void print_operation(const operation *o, int64_t now)
     } else if (e->waits_for >= 0) {
         printf("%s, waits for rank %d\n", state_name(e->state), e->waits_for);
     } else {
-        printf("%s, waits for nobody\n", state_name(e->state));
+        printf("%s, waits for no rank\n", state_name(e->state));
     }
 }
 
-/* Kernels do the work of these groups: nothing is written here. */
+/* Do kernels perform the operations of this backend? Such groups record none. */
 static bool is_on_gpu(const recorder_page *page)
 {
     return !strcmp(page->backend, "p2p") || !strcmp(page->backend, "hosts");
@@ -128,7 +131,7 @@ static void print_rank(const recording *s, const operation *list, int num)
                                   : "  no operation yet\n");
 }
 
-/* Ranks of a group with no recorder here: the others are the num of the list. */
+/* Prints the ranks of the group that have no recorder on this host. */
 static void print_missing(const recording *list, int num)
 {
     const int num_ranks = list[0].page->num_ranks;
@@ -215,7 +218,7 @@ static void print_chrome_operation(const recording *s, const recorder_entry *e, 
         printf("\"waits_for\": %d}}", e->waits_for);
 }
 
-/* All ranks of a host have one clock; zero is when the first of them opened. */
+/* Ranks of a host share a clock. Time 0 is when the first rank opened. */
 static void print_chrome_found(const recordings *found, const char *group)
 {
     const int64_t now = now_ns();
@@ -260,7 +263,7 @@ static void print_json_found(const recordings *found, const char *group)
     }
 }
 
-/* The end of the group that begins at `first`: they lie by group. */
+/* Returns the end of the group that begins at `first`. The list is sorted by group. */
 static int end_of_group(const recordings *found, int first)
 {
     int end = first;
@@ -270,7 +273,7 @@ static int end_of_group(const recordings *found, int first)
     return end;
 }
 
-/* Jobs may have groups of one name: each for itself. */
+/* Prints each group of this name. Several jobs may use the same name. */
 static void print_found(const recordings *found, const char *group)
 {
     for (int first = 0, end; first < found->num; first = end) {
@@ -310,7 +313,7 @@ static void print_group_names(const recordings *all)
         for (int j = 0; j < i; j++)
             said |= is_in_group(&all->list[j], all->list[i].page->group);
         if (said) continue;
-        fprintf(stderr, "there is group \"");
+        fprintf(stderr, "group found: \"");
         info_text(stderr, all->list[i].page->group);
         fprintf(stderr, "\"\n");
     }

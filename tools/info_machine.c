@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What this build and this machine can do. */
+/* Prints what this build and this machine can do: kernels, backends, plugins and the
+ * environment. */
 #include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -31,7 +32,7 @@ static void print_backends(void)
     printf("\n");
 }
 
-/* Where this program lies, with a slash at the end; "" if nobody knows. */
+/* Stores the folder of this program with a slash at the end, or "" if it is unknown. */
 static void find_own_folder(char *out, size_t size)
 {
     const ssize_t length = readlink("/proc/self/exe", out, size - 1);
@@ -49,6 +50,7 @@ static void describe_backend(const void *symbol)
     printf("              %s\n", text);
 }
 
+/* Prints why a net cannot be used here, if so. */
 static void describe_net(const void *symbol)
 {
     const net_engine *engine = symbol;
@@ -56,7 +58,8 @@ static void describe_net(const void *symbol)
     if (engine && !engine->is_available(why)) printf("              %s\n", why);
 }
 
-/* Beside libepic.so, as built or installed, then where the system looks. */
+/* Loads a plugin from the folder of libepic.so, as built or installed, or else where the
+ * system's loader finds it, and prints what it reports. */
 static void print_plugin(const char *label, const char *library, const char *symbol,
                          void (*describe)(const void *symbol))
 {
@@ -82,18 +85,21 @@ static void print_plugin(const char *label, const char *library, const char *sym
     printf("%s not built: no %s\n", label, library);
 }
 
-/* What backend hosts asks the environment for, and what that says here. */
+/* Prints the environment variables that the backend "hosts" reads, and their values here. */
 static void print_variables(void)
 {
     static const char *const variables[][2] = {
-        {"EPIC_HOST", "this host's name, %r: the rank; else its boot and PID namespace"},
-        {"EPIC_NET", "the net of backend hosts; else ucx"},
-        {"EPIC_NET_RDMA", "0: by messages, 1: by remote writes; else as the network is"},
-        {"EPIC_NET_MEMORY", "gpu, host: where rows lie for the network; else where all can"},
-        {"EPIC_NET_WINDOW", "tokens that are sent before one is received; else 8192"},
-        {"EPIC_NET_THREADS", "threads of a rank's net beside its own, over networks that "
-                             "CPUs serve; else by cores"},
-        {"EPIC_NET_RELAY", "0: rows go to each rank; else once to each host"},
+        {"EPIC_HOST",
+         "name of this host, %r stands for the rank; default: boot ID and PID namespace"},
+        {"EPIC_NET", "net of backend hosts; default: ucx"},
+        {"EPIC_NET_RDMA", "0: messages, 1: remote writes; default: by network"},
+        {"EPIC_NET_MEMORY",
+         "gpu, host: memory that the network reads; default: what all ranks support"},
+        {"EPIC_NET_WINDOW", "largest number of tokens in flight; default: 8192"},
+        {"EPIC_NET_THREADS",
+         "additional threads of a rank's net, for networks that CPUs serve; "
+         "default: by cores"},
+        {"EPIC_NET_RELAY", "0: rows are sent to each rank; default: once to each host"},
     };
     for (size_t i = 0; i < sizeof variables / sizeof *variables; i++) {
         const char *text = getenv(variables[i][0]);
@@ -101,7 +107,7 @@ static void print_variables(void)
         if (text) info_text(stdout, text);
         printf("%s (%s)\n", text && *text ? "" : "is not set", variables[i][1]);
     }
-    printf("              what a group took: epic-info --group NAME\n");
+    printf("              what a group uses: epic-info --group NAME\n");
 }
 
 int info_machine(void)

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Printing what others have written.  Names and sentences come out of the memory of any process
- * of this user: a terminal must not obey them. */
+/* Prints text that other processes wrote. Names and sentences are read from the memory of
+ * any process of this user, so control characters must not reach the terminal. */
 #include <stdbool.h>
 
 #include "base/text.h"
 #include "info.h"
 
-/* `before`: what stands before the two digits of a byte that cannot be printed. */
+/* Prints text. `before` stands before the two hexadecimal digits of an unprintable byte. */
 static void print_escaped(FILE *to, const char *text, bool quoted, const char *before)
 {
     if (quoted) fputc('"', to);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Arrays of integers in NumPy's .npy format, versions 1 to 3, rows first. */
+/* Arrays of integers in NumPy's .npy format, versions 1 to 3, in C order. */
 #include <errno.h>
 #include <inttypes.h>
 #include <stdbool.h>
@@ -15,16 +15,17 @@
 #define MAX_HEADER_BYTES 4096
 #define MAX_VALUES (INT64_C(1) << 40)
 
-/* The text behind 'key': in the header's dictionary. */
+/* Returns the text after 'key': in the header's dictionary. */
 static const char *value_of(const char *path, const char *header, const char *key)
 {
     const char *at = strstr(header, key);
-    if (!at) tool_fail("%s: no %s in its header", path, key);
+    if (!at) tool_fail("%s: its header has no %s", path, key);
     at = strchr(at, ':');
     if (!at) tool_fail("%s: %s has no value", path, key);
     return at + 1 + strspn(at + 1, " ");
 }
 
+/* Reads the shape, at most 4 dimensions, none of them 0. */
 static void read_shape(npy *out, const char *path, const char *header)
 {
     const char *at = value_of(path, header, "'shape'");
@@ -37,7 +38,7 @@ static void read_shape(npy *out, const char *path, const char *header)
         const long long size = strtoll(at, &end, 10);
         if (end == at || size < 0 || size > MAX_VALUES)
             tool_fail("%s: its shape cannot be read", path);
-        if (size == 0) tool_fail("%s: an array without a value", path);
+        if (size == 0) tool_fail("%s: its array is empty", path);
         if (out->num > MAX_VALUES / size)
             tool_fail("%s: more than %" PRId64 " values", path, MAX_VALUES);
         out->shape[out->dims++] = size;
@@ -45,16 +46,17 @@ static void read_shape(npy *out, const char *path, const char *header)
     }
 }
 
+/* Returns a little-endian integer of `size` bytes. */
 static int64_t read_value(const unsigned char *bytes, size_t size, bool is_signed)
 {
     uint64_t word = 0;
     memcpy(&word, bytes, size);
     if (is_signed && size < 8 && word >> (8 * size - 1)) word |= UINT64_MAX << (8 * size);
-    if (!is_signed && word > INT64_MAX) return INT64_MAX; /* too large for an id as well */
+    if (!is_signed && word > INT64_MAX) return INT64_MAX; /* is too large for an id, too */
     return (int64_t)word;
 }
 
-/* Are there as many?  Asked before memory is. */
+/* Checks that the file has as many values as its shape, before memory for them is allocated. */
 static void check_length(const npy *a, const char *path, FILE *in, size_t size)
 {
     struct stat file;
@@ -73,7 +75,7 @@ static void read_values(npy *out, const char *path, FILE *in, const char *type)
     size_t known = 0;
     while (known < num_types && strncmp(type, types[known], 5)) known++;
     if (known == num_types)
-        tool_fail("%s: type %.*s: little-endian integers are needed", path,
+        tool_fail("%s: type %.*s: it must be little-endian integers", path,
                   (int)strcspn(type, ",}"), type);
     const bool is_signed = type[2] == 'i';
     const size_t size = (size_t)(type[3] - '0');
@@ -81,7 +83,7 @@ static void read_values(npy *out, const char *path, FILE *in, const char *type)
     out->values = tool_alloc((size_t)out->num * sizeof *out->values);
     unsigned char bytes[8];
     for (int64_t i = 0; i < out->num; i++) {
-        if (fread(bytes, size, 1, in) != 1) tool_fail("%s: it cannot be read", path);
+        if (fread(bytes, size, 1, in) != 1) tool_fail("%s: cannot read the file", path);
         out->values[i] = read_value(bytes, size, is_signed);
     }
 }
@@ -100,10 +102,11 @@ void npy_read(npy *out, const char *path)
         length += 65536u * begin[10] + 16777216u * begin[11];
     }
     if (begin[6] < 1 || begin[6] > 3 || length > MAX_HEADER_BYTES)
-        tool_fail("%s: version %d of .npy with a header of %zu bytes", path, begin[6], length);
+        tool_fail("%s: version %d of .npy with a header of %zu bytes is not supported", path,
+                  begin[6], length);
     if (fread(header, 1, length, in) != length) tool_fail("%s: it ends in its header", path);
     if (strncmp(value_of(path, header, "'fortran_order'"), "False", 5))
-        tool_fail("%s: columns first: save numpy.ascontiguousarray of it", path);
+        tool_fail("%s: in Fortran order; save numpy.ascontiguousarray of it", path);
     read_shape(out, path, header);
     read_values(out, path, in, value_of(path, header, "'descr'"));
     fclose(in);
@@ -127,5 +130,5 @@ void npy_write(const char *path, const int32_t *values, const int64_t *shape, in
     fwrite(header, 1, sizeof header, out);
     fwrite(values, sizeof *values, (size_t)num, out);
     const bool bad = ferror(out) != 0;
-    if (fclose(out) || bad) tool_fail("%s: cannot be written", path);
+    if (fclose(out) || bad) tool_fail("%s: cannot write the file", path);
 }

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Arrays of integers in NumPy's .npy format. */
+/* Reads and writes arrays of integers in NumPy's .npy format. Both functions end the program
+ * if they fail. */
 #ifndef EPIC_NPY_H
 #define EPIC_NPY_H
 
@@ -13,7 +14,9 @@ typedef struct npy {
     int64_t *values;
 } npy;
 
+/* Reads a file. The caller frees out->values. */
 void npy_read(npy *out, const char *path);
+/* Writes an int32 array of at most 4 dimensions. */
 void npy_write(const char *path, const int32_t *values, const int64_t *shape, int dims);
 
 #endif

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Placements: round robin, greedy, and a local search. */
+/* Placements by round robin, by a greedy rule, and by local search (place.h). */
 #include "place.h"
 
 #include <stdlib.h>
@@ -7,11 +7,11 @@
 
 #include "tool.h"
 
-#define MAX_SAMPLED_STEPS 48    /* steps that the search looks at */
-#define NUM_STARTS 6            /* of the search */
-#define MAX_FAILED_PROPOSALS 24 /* without success in a row, for each place */
-#define MAX_POLISHED_PLACES 48  /* most places where single changes are all tried */
-#define MAX_TOKENS 8192         /* that exchanges of ranks look at */
+#define MAX_SAMPLED_STEPS 48    /* steps that the search uses */
+#define NUM_STARTS 6            /* starts of the search */
+#define MAX_FAILED_PROPOSALS 24 /* consecutive failures per place that end a climb */
+#define MAX_POLISHED_PLACES 48  /* largest number of places for polish_placement() */
+#define MAX_TOKENS 8192         /* tokens that exchanges of ranks use */
 
 static int32_t num_places(const place_problem *p)
 {
@@ -20,19 +20,20 @@ static int32_t num_places(const place_problem *p)
 
 /* -------------------------------------------------------------------------------- cost ---- */
 
-/* count [logical]: places of each expert. */
+/* Counts the places of each expert into count [logical]. */
 static void count_places(const place_problem *p, const int32_t *at, int32_t *count)
 {
     memset(count, 0, (size_t)p->logical * sizeof *count);
     for (int32_t i = 0; i < num_places(p); i++) count[at[i]]++;
 }
 
-/* Replica n of r of an expert with so many choices has every r-th, beginning with choice n. */
+/* Returns the choices of replica n of r: every r-th choice, beginning with choice n. */
 static int64_t part_of(int64_t choices, int32_t n, int32_t r)
 {
     return (choices + r - 1 - n) / r;
 }
 
+/* Returns the choices of the busiest rank in one step. turn: scratch space [logical]. */
 static int64_t busiest_rank(const place_problem *p, const int32_t *at, const int32_t *count,
                             const int32_t *load, int32_t *turn)
 {
@@ -102,7 +103,8 @@ void place_round_robin(const place_problem *p, int32_t *at)
         at[i % p->ranks * p->slots + i / p->ranks] = i % p->logical;
 }
 
-typedef struct piece { /* a replica that is to be placed */
+/* One replica to place. */
+typedef struct piece {
     int32_t expert;
     double load;
 } piece;
@@ -114,6 +116,8 @@ static int compare_pieces(const void *a, const void *b)
     return (x->expert > y->expert) - (x->expert < y->expert);
 }
 
+/* Makes the list of all replicas, busiest first. Each further replica goes to the expert
+ * whose replicas have the largest load. */
 static void make_pieces(const place_problem *p, piece *out)
 {
     double *load = tool_alloc((size_t)p->logical * sizeof *load);
@@ -132,7 +136,8 @@ static void make_pieces(const place_problem *p, piece *out)
     free(load), free(count);
 }
 
-/* Two replicas on one rank share nothing: avoided while another rank has room. */
+/* Does the rank have the expert already? Two replicas on one rank share no load, so greedy
+ * avoids them while another rank has room. */
 static bool has_expert(const place_problem *p, const int32_t *at, int32_t rank, int32_t filled,
                        int32_t expert)
 {
@@ -170,7 +175,7 @@ static uint64_t draw_random(uint64_t *state)
     return *state >> 33;
 }
 
-/* Steps far apart stand for all. */
+/* Returns the problem with at most MAX_SAMPLED_STEPS steps, spread evenly over the trace. */
 static place_problem sample_steps(const place_problem *p, int32_t *load)
 {
     place_problem out = *p;
@@ -182,7 +187,8 @@ static place_problem sample_steps(const place_problem *p, int32_t *load)
     return out;
 }
 
-/* Loads of the ranks while the search goes on; a replica counts as an equal part. */
+/* Loads of the ranks during the search. A replica counts as an equal part of its expert's
+ * load. */
 typedef struct sums {
     const place_problem *p;
     int32_t *at, *count;
@@ -195,6 +201,7 @@ static double load_part(const sums *s, int64_t step, int32_t expert)
     return (double)s->p->load[step * s->p->logical + expert] / s->count[expert];
 }
 
+/* Computes the loads and the cost from the placement. */
 static void add_up(sums *s)
 {
     const place_problem *p = s->p;
@@ -212,7 +219,7 @@ static void add_up(sums *s)
     }
 }
 
-/* The cost once places i and j, of ranks a and b, have changed their experts. */
+/* Returns the cost after an exchange of the experts of places i and j. */
 static double cost_exchanged(const sums *s, int32_t i, int32_t j)
 {
     const int32_t ranks = s->p->ranks, a = i / s->p->slots, b = j / s->p->slots;
@@ -241,7 +248,8 @@ static void exchange_places(sums *s, int32_t i, int32_t j)
     s->at[j] = keep;
 }
 
-/* Place i becomes a replica of another expert, if that costs no more. */
+/* Makes place i a replica of another expert if that costs no more. Returns true if it costs
+ * less. */
 static bool try_replica(sums *s, int32_t i, int32_t expert)
 {
     const int32_t before = s->at[i];
@@ -254,7 +262,8 @@ static bool try_replica(sums *s, int32_t i, int32_t expert)
     return false;
 }
 
-/* Takes what costs no more: from what costs as much others are near.  True: it costs less. */
+/* Proposes a random change and keeps it if it costs no more, since changes of equal cost
+ * lead to better ones. Returns true if it costs less. */
 static bool try_proposal(sums *s, uint64_t *state)
 {
     const place_problem *p = s->p;
@@ -272,6 +281,7 @@ static bool try_proposal(sums *s, uint64_t *state)
     return better;
 }
 
+/* Tries random changes until many in a row brought no improvement. */
 static void climb_hill(const place_problem *p, int32_t *at, uint64_t *state)
 {
     sums s = {.p = p, .at = at};
@@ -283,8 +293,8 @@ static void climb_hill(const place_problem *p, int32_t *at, uint64_t *state)
     free(s.count), free(s.load);
 }
 
-/* To a placement that no single change makes better, by true costs: replicas of one expert differ
- * by a choice, which `sums` does not see. */
+/* Tries all single changes by their true cost until none is better. `sums` does not see that
+ * replicas of one expert differ by a choice. */
 static void polish_placement(const place_problem *p, int32_t *at)
 {
     int32_t *count = tool_alloc((size_t)p->logical * sizeof *count);
@@ -310,7 +320,7 @@ static void polish_placement(const place_problem *p, int32_t *at)
     free(count);
 }
 
-/* A beginning far from the others. */
+/* Makes a random start for the search. */
 static void shuffle_places(const place_problem *p, int32_t *at, uint64_t *state)
 {
     for (int32_t i = num_places(p) - 1; i > 0; i--) {
@@ -341,7 +351,7 @@ void place_search(const place_problem *p, int32_t *at, uint64_t seed)
     }
     void (*const simple[])(const place_problem *, int32_t *) = {place_greedy,
                                                                 place_round_robin};
-    for (int i = 0; i < 2; i++) { /* the sample may have misled */
+    for (int i = 0; i < 2; i++) { /* the sample of steps may not be typical */
         simple[i](p, next);
         const int64_t cost = place_cost(p, next);
         if (cost >= best) continue;

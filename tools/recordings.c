@@ -17,7 +17,8 @@ static bool is_number(const char *text)
     return *text && strspn(text, "0123456789") == strlen(text);
 }
 
-/* Seen before, as another descriptor; the process that opened it is the better holder. */
+/* Was this file found before, through another descriptor? Then its holder becomes the
+ * process that opened it, if this is that process. */
 static bool is_known(recordings *all, const struct stat *file, int holder)
 {
     for (int i = 0; i < all->num; i++) {
@@ -29,6 +30,7 @@ static bool is_known(recordings *all, const struct stat *file, int holder)
     return false;
 }
 
+/* Adds the recorder behind a descriptor, unless it is closed or known. */
 static void add_file(recordings *all, const char *path, int holder)
 {
     struct stat file;
@@ -45,12 +47,13 @@ static void add_file(recordings *all, const char *path, int holder)
     close(fd);
 }
 
+/* Adds the recorders among the descriptors of a process. */
 static void add_process(recordings *all, const char *pid)
 {
     char folder[64], path[512], link[512];
     snprintf(folder, sizeof folder, "/proc/%.20s/fd", pid);
     DIR *files = opendir(folder);
-    if (!files) return; /* gone, or another user's */
+    if (!files) return; /* the process ended, or is another user's */
     for (struct dirent *file; (file = readdir(files));) {
         snprintf(path, sizeof path, "%s/%.255s", folder, file->d_name);
         const ssize_t length = readlink(path, link, sizeof link - 1);

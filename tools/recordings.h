@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Finds flight recorders of this user's processes on this host, under /proc/PID/fd. */
+/* Finds flight recorders of this user's processes on this host: files in memory, which
+ * /proc/PID/fd lists. */
 #ifndef EPIC_RECORDINGS_H
 #define EPIC_RECORDINGS_H
 
@@ -9,7 +10,8 @@
 
 #define MAX_RECORDINGS 1024
 
-/* A recorder that was found.  A forked child holds its parent's too, so the file counts. */
+/* A recorder that was found. A forked child holds its parent's recorder too, so the file
+ * identifies it, not the process. */
 typedef struct recording {
     const recorder_page *page;
     dev_t device;
@@ -22,8 +24,8 @@ typedef struct recordings {
     int num;
 } recordings;
 
-/* Every recorder of any group, by group, then by rank.  *out is zero before; what it points to is
- * mapped until the program ends. */
+/* Finds the recorders of all groups, sorted by group and rank. *out must be zeroed. Its
+ * pages stay mapped until the program ends. */
 void recordings_find(recordings *out);
 
 #endif

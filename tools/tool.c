@@ -30,7 +30,7 @@ FILE *tool_open_file(const char *path)
     struct stat kind;
     const int fd = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
     if (fd < 0 || fstat(fd, &kind)) tool_fail("%s: %s", path, strerror(errno));
-    if (!S_ISREG(kind.st_mode)) tool_fail("%s: not a file", path);
+    if (!S_ISREG(kind.st_mode)) tool_fail("%s: not a regular file", path);
     FILE *in = fdopen(fd, "rb");
     if (!in) tool_fail("%s: %s", path, strerror(errno));
     return in;
@@ -49,7 +49,7 @@ int64_t tool_parse_number(const char *option, const char *text, int64_t least, i
     errno = 0;
     const long long value = strtoll(text, &end, 10);
     if (errno || end == text || *end || value < least || value > most)
-        tool_fail("%s is \"%.80s\": %" PRId64 " to %" PRId64 " are possible", option, text,
-                 least, most);
+        tool_fail("%s is \"%.80s\": it must be %" PRId64 " to %" PRId64, option, text, least,
+                  most);
     return value;
 }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Traces from .npy files.  The values are ids of experts, a row for each token; or, with --loads,
- * counts: how often each expert was chosen, a row for each layer or step. */
+/* Makes traces from .npy files. The values are ids of experts, one row per token, or with
+ * --loads counts: how often each expert was chosen, one row per layer or step. */
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -19,7 +19,7 @@ static int compare_values(const void *a, const void *b)
     return (p > q) - (p < q);
 }
 
-/* The value that a row of k values, 1 to MAX_TOP_K of them, holds twice; -1: none does. */
+/* Returns a value that occurs twice in a row of k values (1 to MAX_TOP_K), or -1. */
 static int64_t find_repeated(const int64_t *row, int64_t k)
 {
     int64_t sorted[MAX_TOP_K];
@@ -30,10 +30,11 @@ static int64_t find_repeated(const int64_t *row, int64_t k)
     return -1;
 }
 
-/* A router chooses an expert once for a token, a few experts for many tokens, and most experts of a
- * layer in some row.  Tables of loads have repeated values, as many columns as there are experts,
- * and counts that grow with the number of tokens.  Writes why the array looks like such a table;
- * false: it does not. */
+/* Guesses whether an array is a table of loads rather than ids. A router chooses an expert
+ * once for a token, few experts for many tokens, and most experts of a layer in some row.
+ * Tables of loads have repeated values, as many columns as experts, and counts that grow
+ * with the number of tokens. Returns true and writes the reason to `why` if it looks like a
+ * table of loads. */
 static bool looks_like_loads(const npy *a, bool experts_given, char *why, size_t size)
 {
     const int64_t k = a->shape[a->dims - 1], tokens = a->dims > 1 ? a->shape[a->dims - 2] : 1;
@@ -65,33 +66,33 @@ static bool looks_like_loads(const npy *a, bool experts_given, char *why, size_t
 
 /* ------------------------------------------------------------------------------- ids ---- */
 
-/* The number of experts that ids speak of. */
+/* Returns the number of experts: --experts, or the largest id plus 1. */
 static uint32_t count_experts(const npy *a, const char *path, const trace_choice *choice)
 {
     int64_t experts = choice->num_experts;
     for (int64_t i = 0; i < a->num; i++)
         if (a->values[i] >= experts) {
             if (choice->num_experts || a->values[i] >= MAX_EXPERTS)
-                tool_fail("%s: id %" PRId64 ": it is to be below %" PRId64, path, a->values[i],
+                tool_fail("%s: id %" PRId64 ": it must be below %" PRId64, path, a->values[i],
                           choice->num_experts ? experts : (int64_t)MAX_EXPERTS);
             experts = a->values[i] + 1;
         }
     return experts ? (uint32_t)experts : 1;
 }
 
-/* [tokens, k], [steps, tokens, k] or [steps, ranks, tokens, k]. */
+/* Makes steps from ids [tokens, k], [steps, tokens, k] or [steps, ranks, tokens, k]. */
 static void make_ids(trace *out, const npy *a, const char *path, const trace_choice *choice)
 {
     if (a->dims < 2 || a->shape[a->dims - 1] > MAX_TOP_K)
         tool_fail(
-            "%s: [tokens, top_k], [steps, tokens, top_k] or [steps, ranks, tokens, top_k] "
-            "is needed, top_k at most %d",
+            "%s: its shape must be [tokens, top_k], [steps, tokens, top_k] or [steps, ranks, "
+            "tokens, top_k], top_k at most %d",
             path, MAX_TOP_K);
     const uint32_t experts = count_experts(a, path, choice);
     const int64_t k = a->shape[a->dims - 1], tokens = a->shape[a->dims - 2];
     const int64_t ranks = a->dims == 4 ? a->shape[1] : 1;
     if (ranks > MAX_RANKS)
-        tool_fail("%s: %" PRId64 " ranks: at most %d are possible", path, ranks, MAX_RANKS);
+        tool_fail("%s: %" PRId64 " ranks: must be at most %d", path, ranks, MAX_RANKS);
     out->num_ranks = (int32_t)ranks;
     out->num_steps = a->dims > 2 ? a->shape[0] : 1;
     out->steps = tool_alloc((size_t)out->num_steps * sizeof *out->steps);
@@ -113,7 +114,7 @@ static void make_ids(trace *out, const npy *a, const char *path, const trace_cho
 
 /* ----------------------------------------------------------------------------- loads ---- */
 
-/* [experts], [layers, experts] or [steps, layers, experts]: each row is a step. */
+/* Makes a step from each row of [experts], [layers, experts] or [steps, layers, experts]. */
 static void make_loads(trace *out, const npy *a, const char *path, const trace_choice *choice)
 {
     const int64_t experts = a->shape[a->dims - 1];
@@ -150,7 +151,7 @@ void trace_load_npy(trace *out, const char *path, const trace_choice *choice)
     npy a;
     char why[160];
     npy_read(&a, path);
-    if (a.dims < 1) tool_fail("%s: it is one number, not an array", path);
+    if (a.dims < 1) tool_fail("%s: it is a single number, not an array", path);
     snprintf(out->name, sizeof out->name, "npy");
     if (!choice->values && looks_like_loads(&a, choice->num_experts != 0, why, sizeof why))
         tool_fail(

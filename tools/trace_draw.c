@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Load of the experts over the steps as a heat map, as SVG or PNG. */
+/* Draws the load of experts over the steps as a heat map, as SVG or PNG. */
 #include "trace_draw.h"
 
 #include <errno.h>
@@ -9,16 +9,17 @@
 
 enum { LEFT = 90, TOP = 40, WIDTH = 720, MAX_ROWS = 256, MAX_CELLS = 24000 };
 
+/* Shares of the picture's cells. */
 typedef struct grid {
     int rows, columns;
-    double *share; /* [rows, columns] of an even share */
+    double *share; /* [rows, columns], load divided by an even share */
 } grid;
 
-/* Steps and experts are joined where there are more than the picture has cells. */
+/* Computes the shares. Joins steps and experts if there are more than the picture has cells. */
 static grid make_grid(const trace *t)
 {
     grid g = {(int)t->num_experts, (int)t->num_steps, NULL};
-    if (g.columns < 1) tool_fail("there is no step to draw");
+    if (g.columns < 1) tool_fail("the trace has no step to draw");
     if (g.rows > MAX_ROWS) g.rows = MAX_ROWS;
     if (g.columns > MAX_CELLS / g.rows) g.columns = MAX_CELLS / g.rows;
     g.share = tool_alloc((size_t)g.rows * (size_t)g.columns * sizeof *g.share);
@@ -39,7 +40,7 @@ static grid make_grid(const trace *t)
     return g;
 }
 
-/* White: none; deep blue: twice an even share or more. */
+/* Returns the color of a share: white for 0, dark blue for twice an even share or more. */
 static void color_of(double share, unsigned char rgb[3])
 {
     const double f = share > 2 ? 1 : share / 2;
@@ -58,7 +59,7 @@ static FILE *create_file(const char *path)
 static void finish_file(FILE *out, const char *path)
 {
     const bool bad = ferror(out) != 0;
-    if (fclose(out) || bad) tool_fail("%s: cannot be written", path);
+    if (fclose(out) || bad) tool_fail("%s: cannot write the file", path);
 }
 
 /* ------------------------------------------------------------------------------- SVG ---- */
@@ -72,7 +73,7 @@ static void draw_svg(const trace *t, const grid *g, const char *path)
             "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%d\" height=\"%.0f\" "
             "font-family=\"sans-serif\" font-size=\"12\">\n"
             "<rect width=\"100%%\" height=\"100%%\" fill=\"white\"/>\n"
-            "<text x=\"%d\" y=\"%d\">load of %u experts over %lld %s, from white: none, to "
+            "<text x=\"%d\" y=\"%d\">load of %u experts over %lld %s; white: none, "
             "dark: twice an even share</text>\n",
             LEFT + WIDTH + 20, TOP + height * g->rows + 20, LEFT, TOP - 14, t->num_experts,
             (long long)t->num_steps, t->has_loads ? "rows" : "steps");
@@ -122,7 +123,7 @@ static void put_chunk(FILE *out, const char *kind, const unsigned char *bytes, s
     fwrite(word, 1, 4, out);
 }
 
-/* A zlib stream of stored blocks: nothing is compressed. */
+/* Returns a zlib stream of stored blocks, without compression. */
 static unsigned char *store_zlib(const unsigned char *bytes, size_t size, size_t *out_size)
 {
     enum { MOST = 65535 };
@@ -152,7 +153,7 @@ static void draw_png(const grid *g, const char *path)
     const int wide = g->columns < WIDTH ? (WIDTH + g->columns - 1) / g->columns : 1;
     const int high = g->rows <= 64 ? 8 : 3;
     const int width = g->columns * wide, height = g->rows * high;
-    const size_t line = (size_t)width * 3 + 1; /* a byte before each line: no filter */
+    const size_t line = (size_t)width * 3 + 1; /* byte 0 of each line is the filter: none */
     unsigned char *pixels = tool_alloc(line * (size_t)height);
     for (int y = 0; y < height; y++)
         for (int x = 0; x < width; x++)
@@ -163,7 +164,7 @@ static void draw_png(const grid *g, const char *path)
     unsigned char head[13] = {0};
     put_word(head, (uint32_t)width);
     put_word(head + 4, (uint32_t)height);
-    head[8] = 8, head[9] = 2; /* bits of a sample; RGB */
+    head[8] = 8, head[9] = 2; /* 8 bits per sample, RGB */
     FILE *out = create_file(path);
     fwrite("\x89PNG\r\n\x1a\n", 1, 8, out);
     put_chunk(out, "IHDR", head, sizeof head);
@@ -179,7 +180,7 @@ void trace_draw(const trace *t, const char *path)
     const size_t length = strlen(path);
     const bool png = length > 4 && !strcmp(path + length - 4, ".png");
     if (!png && (length < 5 || strcmp(path + length - 4, ".svg")))
-        tool_fail("%s: a name that ends in .svg or .png is needed", path);
+        tool_fail("%s: the name must end in .svg or .png", path);
     grid g = make_grid(t);
     if (png)
         draw_png(&g, path);

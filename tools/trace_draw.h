@@ -1,30 +1,34 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What epic-trace makes of a trace; each ends the program with a sentence where it cannot. */
+/* The commands of epic-trace that draw, convert and replay a trace. Each ends the program
+ * with a sentence if it cannot do its work. */
 #ifndef EPIC_TRACE_DRAW_H
 #define EPIC_TRACE_DRAW_H
 
 #include "epic/placement.h"
 #include "trace_read.h"
 
-/* A heat map: SVG or PNG by the ending of the name. */
+/* Draws the load of each expert over the steps as a heat map: SVG or PNG, by the ending of
+ * the name. */
 void trace_draw(const trace *t, const char *path);
 
-/* Operations of all ranks for Perfetto or chrome://tracing. */
+/* Writes the operations of all ranks as JSON for Perfetto or chrome://tracing. */
 void trace_chrome(const trace *t, const char *path);
 
-/* A line of JSON for each step; or totals as Prometheus reads them. */
+/* Prints one line of JSON per step; trace_prometheus() prints totals in Prometheus' text
+ * format. */
 void trace_metrics(const trace *t);
 void trace_prometheus(const trace *t);
 
-/* Through plan, dispatch and combine. */
+/* Options of a replay through plan, dispatch and combine. */
 typedef struct replay {
     int32_t ranks;
-    int64_t hidden;              /* float32 elements of a row */
-    const epic_placement *place; /* NULL: contiguous blocks */
-    bool balanced;               /* ids are replaced by those of an even load */
+    int64_t hidden;              /* float32 elements per row */
+    const epic_placement *place; /* NULL: experts in contiguous blocks */
+    bool balanced;               /* replaces the ids by ids with an even load */
     bool json;
 } replay;
 
+/* Replays the trace with ranks as threads, and prints times, load and traffic. */
 void trace_replay(const trace *t, const replay *how);
 
 #endif

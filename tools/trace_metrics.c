@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Traces for other programs: Perfetto, what reads lines of JSON, Prometheus. */
+/* Converts traces for other programs: Perfetto, readers of JSON lines, Prometheus. */
 #include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
@@ -11,7 +11,8 @@
 
 /* ---------------------------------------------------------------------------- Chrome ---- */
 
-/* Times are microseconds since the first operation of any rank: one clock for all of a host. */
+/* Times are microseconds since the first operation of any rank. Ranks of one host share a
+ * clock. */
 void trace_chrome(const trace *t, const char *path)
 {
     FILE *out = fopen(path, "w");
@@ -36,12 +37,13 @@ void trace_chrome(const trace *t, const char *path)
     }
     fprintf(out, "]}\n");
     const bool bad = ferror(out) != 0;
-    if (fclose(out) || bad) tool_fail("%s: cannot be written", path);
+    if (fclose(out) || bad) tool_fail("%s: cannot write the file", path);
 }
 
 /* ----------------------------------------------------------------------------- loads ---- */
 
-/* Of the ranks of contiguous blocks: the busiest one's share of the mean. */
+/* Returns the load of the busiest rank divided by the mean, with experts on ranks in
+ * contiguous blocks. */
 static double imbalance_of(const int64_t *load, int64_t experts, int64_t ranks)
 {
     int64_t most = 0, all = 0;
@@ -89,6 +91,7 @@ static void print_sample(const trace *t, const char *name)
     info_label(stdout, t->name);
 }
 
+/* Prints the number, failures and time of operations of each rank. */
 static void print_operations(const trace *t)
 {
     enum { NUM = EPIC_OP_SUM + 1 };
@@ -106,8 +109,9 @@ static void print_operations(const trace *t)
     }
     static const char *const names[] = {"epic_operations_total", "epic_operations_failed_total",
                                         "epic_operation_seconds_total"};
-    static const char *const helps[] = {"Operations that have ended.", "Of these, not EPIC_OK.",
-                                        "Time from their calls to their ends."};
+    static const char *const helps[] = {"Operations that ended.",
+                                        "Operations that ended with an error.",
+                                        "Time from the calls of operations to their ends."};
     for (int what = 0; what < 3; what++) {
         print_head(names[what], "counter", helps[what]);
         for (int64_t at = 0; at < cells; at++) {

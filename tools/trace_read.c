@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reads traces.  What the files say is checked like any stranger's word. */
+/* Reads a folder of trace files, one per rank, and joins the ranks' plans to steps. Checks
+ * every size and number, because the files may be damaged or forged. */
 #include "trace_read.h"
 
 #include <dirent.h>
@@ -11,20 +12,23 @@
 
 #define ENDING ".epictrace"
 
-typedef struct trace_file { /* one rank's */
+/* The file of one rank. */
+typedef struct trace_file {
     char path[4096];
     unsigned char *bytes;
     size_t size;
     trace_header header;
 } trace_file;
 
-typedef struct rank_plan { /* one rank's part of a step */
+/* One rank's part of a step. */
+typedef struct rank_plan {
     trace_record record;
     int32_t rank;
     const unsigned char *ids;
 } rank_plan;
 
-typedef struct found_records { /* what has been found in all files */
+/* Records of all files. */
+typedef struct found_records {
     rank_plan *plans;
     int64_t num_plans, room_plans;
     trace_event *events;
@@ -37,8 +41,8 @@ static void read_pair(const char *option, const char *text, char between, int64_
     char first[32];
     const char *at = strchr(text, between);
     if (!at || at - text >= (long)sizeof first)
-        tool_fail("%s is \"%.80s\": two numbers with '%c' between are needed", option, text,
-                  between);
+        tool_fail("%s is \"%.80s\": it must be two numbers with '%c' between them", option,
+                  text, between);
     memcpy(first, text, (size_t)(at - text));
     first[at - text] = 0;
     *a = tool_parse_number(option, first, 0, INT32_MAX);
@@ -49,7 +53,7 @@ static void read_layer(trace_choice *choice, const char *text)
 {
     read_pair("--layer", text, '/', &choice->turn, &choice->of);
     if (choice->turn >= choice->of)
-        tool_fail("--layer is \"%.80s\": of N layers the last is N - 1", text);
+        tool_fail("--layer is \"%.80s\": the first number must be less than the second", text);
 }
 
 bool trace_read_flag(trace_choice *choice, const char *name)
@@ -101,17 +105,19 @@ static void read_bytes(trace_file *f)
 static void read_header(trace_file *f)
 {
     trace_header *h = &f->header;
-    if (f->size < sizeof *h) tool_fail("%s: %zu bytes are not a trace", f->path, f->size);
+    if (f->size < sizeof *h)
+        tool_fail("%s: not a trace, as it has only %zu bytes", f->path, f->size);
     memcpy(h, f->bytes, sizeof *h);
     if (memcmp(h->magic, TRACE_MAGIC, sizeof h->magic)) tool_fail("%s: not a trace", f->path);
     if (h->version != TRACE_VERSION)
-        tool_fail("%s: version %u of the format: this program reads version %d", f->path,
+        tool_fail("%s: has version %u of the format; this program reads version %d", f->path,
                   h->version, TRACE_VERSION);
     if (h->header_bytes < sizeof *h || h->header_bytes > f->size)
-        tool_fail("%s: a header of %u bytes", f->path, h->header_bytes);
+        tool_fail("%s: its header has an invalid size of %u bytes", f->path, h->header_bytes);
     if (h->num_ranks < 1 || h->num_ranks > MAX_RANKS || h->rank < 0 ||
         h->rank >= h->num_ranks || !memchr(h->name, 0, sizeof h->name))
-        tool_fail("%s: rank %d of %d", f->path, h->rank, h->num_ranks);
+        tool_fail("%s: its rank %d of %d, or its name, is invalid", f->path, h->rank,
+                  h->num_ranks);
 }
 
 static bool is_valid_plan(const trace_record *r)
@@ -137,7 +143,7 @@ static void *grow_list(void *list, int64_t num, int64_t *room, size_t size)
     return larger;
 }
 
-/* Up to the first record that is not whole: a rank may have been killed while it wrote. */
+/* Reads up to the first incomplete record: a rank may have been killed while it wrote. */
 static void read_records(const trace_file *f, found_records *out)
 {
     size_t at = f->header.header_bytes;
@@ -148,7 +154,7 @@ static void read_records(const trace_file *f, found_records *out)
         if (r.payload > f->size - at) return;
         if ((r.kind == TRACE_PLAN && !is_valid_plan(&r)) ||
             (r.kind == TRACE_OPERATION && !is_valid_operation(&r)))
-            tool_fail("%s: a damaged record before byte %zu", f->path, at);
+            tool_fail("%s: has a damaged record before byte %zu", f->path, at);
         if (r.kind == TRACE_PLAN) {
             out->plans =
                 grow_list(out->plans, out->num_plans, &out->room_plans, sizeof(rank_plan));
@@ -196,7 +202,8 @@ static int32_t id_at(const rank_plan *p, int64_t i)
     return (int32_t)id;
 }
 
-/* The parts of all ranks make a step, if they agree. */
+/* Joins the parts of all ranks to a step. Returns false if a rank is missing or ranks
+ * disagree. */
 static bool join_parts(trace_step *out, const rank_plan *parts, int32_t num_ranks)
 {
     const trace_record *first = &parts[0].record;
@@ -225,6 +232,7 @@ static bool join_parts(trace_step *out, const rank_plan *parts, int32_t num_rank
     return true;
 }
 
+/* Sorts the plans of all ranks and joins them to steps. */
 static void make_steps(trace *out, found_records *found)
 {
     if (found->num_plans)
@@ -277,11 +285,11 @@ int64_t trace_count_load(const trace_step *s, int64_t *load)
 void trace_need_choices(const trace *t, const char *what)
 {
     if (t->has_loads)
-        tool_fail("%s needs the choices of each token, and with --loads the file has counts",
+        tool_fail("%s needs the choices of each token, but with --loads the file has counts",
                   what);
 }
 
-/* Keeps those that the choice names, in order. */
+/* Keeps the steps that the options select, in order. */
 static void select_steps(trace *t, const trace_choice *choice)
 {
     int64_t kept = 0, seen = 0;
@@ -311,24 +319,24 @@ static bool is_chosen(const trace_file *f, const char *group)
     return !group || !strcmp(group, f->header.name) || !strcmp(group, id);
 }
 
-/* Files of a group: all of as many ranks, and one of each. */
+/* Checks that the files belong to one group of one size, with one file per rank. */
 static void add_to_group(trace *out, const trace_file *f, const char *path, bool *seen)
 {
     const trace_header *h = &f->header;
     if (out->num_ranks && out->group_id != h->group_id)
-        tool_fail("%s: groups %016" PRIx64 " and %016" PRIx64 " are both there: say which by "
-                  "--group",
+        tool_fail("%s: has groups %016" PRIx64 " and %016" PRIx64 "; choose one with --group",
                   path, out->group_id, h->group_id);
     if (out->num_ranks && out->num_ranks != h->num_ranks)
-        tool_fail("%s: of a group of %d ranks, where other files are of %d", f->path,
+        tool_fail("%s: its group has %d ranks, but that of other files has %d", f->path,
                   h->num_ranks, out->num_ranks);
-    if (seen[h->rank]) tool_fail("%s: there is another file of rank %d", f->path, h->rank);
+    if (seen[h->rank]) tool_fail("%s: another file has rank %d too", f->path, h->rank);
     seen[h->rank] = true;
     out->num_ranks = h->num_ranks;
     out->group_id = h->group_id;
     memcpy(out->name, h->name, sizeof out->name);
 }
 
+/* Reads all trace files of a folder that belong to the group. */
 static void load_folder(trace *out, DIR *folder, const char *path, const trace_choice *choice)
 {
     found_records found = {0};
@@ -347,8 +355,7 @@ static void load_folder(trace *out, DIR *folder, const char *path, const trace_c
         read_records(f, &found);
     }
     if (!out->num_ranks)
-        tool_fail("%s: no %s file%s there", path, ENDING,
-                  choice->group ? " of that group" : "");
+        tool_fail("%s: has no %s file%s", path, ENDING, choice->group ? " of that group" : "");
     make_steps(out, &found);
     free(found.plans);
     for (int i = 0; i < num; i++) {
@@ -364,11 +371,11 @@ void trace_load(trace *out, const char *path, const trace_choice *choice)
     if (ends_with(path, ".npy")) {
         trace_load_npy(out, path, choice);
     } else if (choice->values) {
-        tool_fail("%s: %s is for .npy files, and this is none", path, choice->values);
+        tool_fail("%s: %s is for .npy files only", path, choice->values);
     } else {
         DIR *folder = opendir(path);
         if (!folder)
-            tool_fail("%s: %s: a folder of traces or an .npy file is needed", path,
+            tool_fail("%s: %s: it must be a folder of traces or an .npy file", path,
                       strerror(errno));
         load_folder(out, folder, path, choice);
         closedir(folder);

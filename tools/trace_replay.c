@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Replays a trace: its choices go through plan, dispatch and combine at any number of ranks, which
- * are threads.  Tokens are dealt evenly, in their order.  Experts give back what they get, so
- * what comes home is known: the token times the weights of its choices. */
+/* Replays a trace: its choices go through plan, dispatch and combine on any number of ranks,
+ * which are threads. Tokens are dealt to ranks evenly, in their order. Experts return the
+ * rows that they receive, so the correct result is known: the token times the sum of its
+ * weights. */
 #include <inttypes.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -11,20 +12,22 @@
 
 #include "trace_draw.h"
 
-#define WEIGHT 0.0625f /* of a choice; sums of up to 64 of them are exact */
+#define WEIGHT 0.0625f /* weight of each choice; sums of up to 64 are exact */
 
 enum { PLAN, DISPATCH, COMBINE, NUM_TIMED };
 
-typedef struct replay_state { /* what all ranks share */
+/* State that all ranks share. */
+typedef struct replay_state {
     const trace *t;
     const replay *how;
     uint32_t num_experts, num_logical;
-    int64_t *slots;  /* [num_steps, ranks]: that landed */
-    int64_t *rows;   /* [ranks, ranks]: rows from home to a rank of experts, over all steps */
-    double *seconds; /* [num_steps, NUM_TIMED], of rank 0 */
+    int64_t *slots; /* [num_steps, ranks], slots in use */
+    int64_t *rows; /* [ranks, ranks], rows from a token's rank to an expert's rank, all steps */
+    double *seconds;            /* [num_steps, NUM_TIMED], of rank 0 */
     epic_bootstrap *bootstraps; /* [ranks] */
 } replay_state;
 
+/* State of one rank's thread. */
 typedef struct rank_state {
     replay_state *s;
     int32_t rank;
@@ -55,7 +58,8 @@ static float value_of(int64_t token, int64_t h)
     return (float)((token * 7 + h) % 29);
 }
 
-/* The ids of a rank's tokens; balanced: choice i of the step goes to expert i modulo E. */
+/* Returns the ids of a rank's tokens. With `balanced`, choice i of the step goes to expert i
+ * modulo the number of experts. */
 static int32_t *ids_of(const replay_state *s, const trace_step *step, int64_t first,
                        int64_t num)
 {
@@ -67,7 +71,7 @@ static int32_t *ids_of(const replay_state *s, const trace_step *step, int64_t fi
     return ids;
 }
 
-/* Rows that travel: one for each (token, rank). */
+/* Counts the rows that are sent: one for each token and rank that it goes to. */
 static void count_rows(rank_state *self, int64_t num, int64_t top_k)
 {
     replay_state *s = self->s;
@@ -83,6 +87,7 @@ static void count_rows(rank_state *self, int64_t num, int64_t top_k)
         }
 }
 
+/* Checks every row that combine returned. */
 static void check_home(const rank_state *self, const trace_step *step, const int32_t *ids,
                        const float *out, int64_t first, int64_t num)
 {
@@ -93,7 +98,7 @@ static void check_home(const rank_state *self, const trace_step *step, const int
         for (int64_t h = 0; h < hidden; h++)
             if (out[t * hidden + h] != WEIGHT * (float)live * value_of(first + t, h))
                 tool_fail("tag %" PRIu64 " place %" PRIu64 ": token %" PRId64
-                          " came home as %g, not %g",
+                          " returned as %g, not %g",
                           step->tag, step->place, first + t, out[t * hidden + h],
                           WEIGHT * (float)live * value_of(first + t, h));
     }
@@ -118,6 +123,7 @@ static int64_t make_plan(rank_state *self, const trace_step *step, const epic_la
     return demand;
 }
 
+/* Runs plan, dispatch and combine of one step, and times them on rank 0. */
 static void run_step(rank_state *self, int64_t index)
 {
     replay_state *s = self->s;
@@ -168,6 +174,7 @@ static void run_step(rank_state *self, int64_t index)
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
 }
 
+/* Thread of one rank: opens a context and runs all steps. */
 static void *run_rank(void *argument)
 {
     rank_state *self = argument;
@@ -204,7 +211,7 @@ static void run_ranks(replay_state *s)
     for (int32_t r = 0; r < n; r++) {
         seats[r] = (rank_state){.s = s, .rank = r};
         if (pthread_create(&threads[r], NULL, run_rank, &seats[r]))
-            tool_fail("rank %d of %d: no thread", r, n);
+            tool_fail("rank %d of %d: cannot start a thread", r, n);
     }
     for (int32_t r = 0; r < n; r++) pthread_join(threads[r], NULL);
     for (int32_t r = 0; r < n; r++) epic_bootstrap_close(&s->bootstraps[r]);
@@ -230,8 +237,9 @@ static double median_us(const replay_state *s, int what)
     return median;
 }
 
+/* Totals over all steps. */
 typedef struct summary {
-    int64_t total, busiest; /* slots; of the busiest rank of each step, added */
+    int64_t total, busiest; /* slots; sum over steps of the busiest rank's slots */
     double worst;           /* the largest imbalance of a step */
 } summary;
 
@@ -262,16 +270,16 @@ static void print_text(const replay_state *s, const summary *sum)
 {
     const int32_t n = s->how->ranks;
     const int64_t row = s->how->hidden * (int64_t)sizeof(float);
-    printf("%" PRId64 " steps at %d ranks, %u experts: all rows came home right\n",
+    printf("%" PRId64 " steps on %d ranks, %u experts: all rows returned correctly\n",
            s->t->num_steps, n, s->num_experts);
-    printf("slots           %" PRId64 "; of the busiest rank of each step %" PRId64 "\n",
+    printf("slots           %" PRId64 "; busiest rank of each step, summed: %" PRId64 "\n",
            sum->total, sum->busiest);
-    printf("imbalance       %.4f over all, %.4f in the worst step (1: even)\n",
+    printf("imbalance       %.4f over all steps, %.4f in the worst step (1: even)\n",
            imbalance_of(s, sum), sum->worst);
-    printf("us a step       plan %.1f, dispatch %.1f, combine %.1f (rank 0, median)\n",
+    printf("us per step     plan %.1f, dispatch %.1f, combine %.1f (rank 0, median)\n",
            median_us(s, PLAN), median_us(s, DISPATCH), median_us(s, COMBINE));
-    printf(
-        "bytes of rows from home (line) to experts (column), the way back being the same:\n");
+    printf("bytes of rows from token's rank (line) to expert's rank (column); combine returns "
+           "as many:\n");
     for (int32_t from = 0; from < n; from++) {
         printf("rank %3d", from);
         for (int32_t to = 0; to < n; to++)
@@ -303,7 +311,7 @@ void trace_replay(const trace *t, const replay *how)
 {
     const uint32_t ranks = (uint32_t)how->ranks;
     replay_state s = {.t = t, .how = how};
-    if (!t->num_steps) tool_fail("there is no step to replay");
+    if (!t->num_steps) tool_fail("the trace has no step to replay");
     if (how->place && how->place->num_ranks != ranks)
         tool_fail("the placement is for %u ranks, not %u", how->place->num_ranks, ranks);
     s.num_experts =

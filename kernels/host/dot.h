@@ -14,7 +14,7 @@
 #include "lanes.h"
 
 #define ACCUMULATORS 256
-#define GROUP 8 /* accumulators that are added first */
+#define GROUP 8 /* accumulators per group */
 #define NUM_GROUPS (ACCUMULATORS / GROUP)
 
 /* Defines a function that adds the accumulators of a block in place, in the defined order,
@@ -102,6 +102,7 @@ INLINE void fill_block(float *block, const void *row, epic_type type, int64_t at
     for (i = count; i < HOST_DOT_BLOCK; i++) block[i] = absent;
 }
 
+/* Returns the sum of a block of fewer than 1024 products. */
 INLINE float dot_short_block(const void *a, const void *b, epic_type type, int64_t at,
                              int64_t count)
 {
@@ -111,6 +112,7 @@ INLINE float dot_short_block(const void *a, const void *b, epic_type type, int64
     return dot_block(whole_a, whole_b, EPIC_F32, 0);
 }
 
+/* Adds the blocks of a row to *sum, in order. */
 INLINE void dot_of(double *sum, bool first, const void *a, const void *b, epic_type type,
                    int64_t n)
 {

@@ -25,6 +25,7 @@ INLINE const char *element_at(const void *row, epic_type type, int64_t at)
     return (const char *)row + at * bytes_of(type);
 }
 
+/* Loads LANES elements from element `at` on, as float32. */
 INLINE lanes load_lanes(const void *row, epic_type type, int64_t at)
 {
     const char *from = element_at(row, type, at);
@@ -33,6 +34,7 @@ INLINE lanes load_lanes(const void *row, epic_type type, int64_t at)
                               : load_f32(from);
 }
 
+/* Stores LANES elements, rounded to `type`. */
 INLINE void store_lanes(void *row, epic_type type, int64_t at, lanes x)
 {
     char *to = (char *)row + at * bytes_of(type);
@@ -52,6 +54,7 @@ INLINE lanes load_some(const void *row, epic_type type, int64_t at, int64_t coun
     return load_lanes(whole, type, 0);
 }
 
+/* Stores the first `count` lanes as the last elements of a row. */
 INLINE void store_some(void *row, epic_type type, int64_t at, int64_t count, lanes x)
 {
     char whole[LANES * sizeof(float)];

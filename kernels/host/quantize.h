@@ -27,6 +27,7 @@ INLINE uint32_t max_bits(const float *x, int block)
     return lanes_largest_bits(max);
 }
 
+/* Returns the scale of a block whose largest |x| has the bits `max`. */
 INLINE float scale_1x128(uint32_t max)
 {
     if (max >= INFINITY_BITS) return float_of(NAN_BITS);

@@ -85,6 +85,7 @@ INLINE void sum_some(const sum_args *args, bool weighted, int64_t at, int64_t co
     store_some(args->out, out_type, at, count, sum);
 }
 
+/* Sums all strips of a row, then the columns that are left. */
 INLINE void sum_of(const sum_args *args, bool weighted, int64_t n, epic_type type,
                    epic_type out_type)
 {
@@ -200,6 +201,7 @@ static void fence_copies(void)
 /* Shorter rows go to memcpy, because head and tail would be too large a part of them. */
 #define MIN_PAST_CACHES 1024
 
+/* Copies LINE bytes with non-temporal stores. `to` must be aligned. */
 INLINE void copy_line(char *to, const char *from)
 {
     const int step = (int)sizeof(lanes);

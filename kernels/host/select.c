@@ -25,6 +25,7 @@ static bool runs_avx2(void)
            __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 }
 
+/* Does the processor have the parts of AVX-512 that lanes_avx512.h uses? */
 static bool runs_avx512(void)
 {
     return runs_avx2() && __builtin_cpu_supports("avx512f") &&

@@ -12,6 +12,7 @@
 #define INV_SQRT_2_PI ((REAL)0.39894228040143267794)
 #define TANH_CUBIC ((REAL)0.044715)
 
+/* Returns 1 / (1 + e^-x). Computes e^-|x|, which cannot overflow. */
 static inline REAL sigmoid_of(REAL x)
 {
     const REAL e = OF(exp)(x > 0 ? -x : x, 0);
@@ -31,6 +32,7 @@ static inline REAL gelu_tanh(REAL x)
     return sizeof x == sizeof(float) ? (REAL)tanhf((float)inner) : (REAL)tanh(inner);
 }
 
+/* out[i] = the activation of in[i * step], for n numbers. */
 static void apply_activation(REAL *out, const REAL *in, int64_t n, int step,
                              const epic_experts *ex)
 {
@@ -74,6 +76,8 @@ static inline REAL gelu_tanh_slope(REAL x)
     return (1 + t) / 2 + x / 2 * (1 - t * t) * inner_slope;
 }
 
+/* out[i] = the derivative of the activation at in[i * step]. Above the limit of a clamped
+ * activation it is 0. */
 static void make_slopes(REAL *out, const REAL *in, int64_t n, int step, const epic_experts *ex)
 {
     const REAL limit = (REAL)ex->limit;

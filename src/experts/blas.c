@@ -13,7 +13,7 @@
 #include "experts/onednn.h"
 #include "rules/convert.h"
 
-/* Of the C interface to BLAS. */
+/* Constants of the C interface to BLAS. */
 enum { ROW_MAJOR = 101, AS_IT_LIES = 111, TRANSPOSED = 112 };
 
 /* The products of a build whose numbers are int, and of one whose numbers are 64 bits wide. */
@@ -26,6 +26,7 @@ GEMM(dgemm_int, int, double);
 GEMM(sgemm_wide, int64_t, float);
 GEMM(dgemm_wide, int64_t, double);
 
+/* The functions of the OpenBLAS that was loaded, if any. */
 typedef struct blas {
     /* A build with 32-bit integers has the first two functions, one with 64-bit integers the
      * next two. */

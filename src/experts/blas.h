@@ -39,9 +39,9 @@ void gemm_plain_f32(const gemm *g);
 void gemm_plain_f64(const gemm *g);
 
 /* Between experts_blas_enter() and experts_blas_leave() OpenBLAS uses one thread per call,
- * because the bits of a product depend on the number of threads. That setting is process-
- * wide: the first thread to enter sets it, the last to leave restores it. oneDNN's setting
- * is per thread. Any thread may call these, and they nest. */
+ * because the bits of a product depend on the number of threads. That setting is
+ * process-wide: the first thread to enter sets it, the last to leave restores it. oneDNN's
+ * setting is per thread. Any thread may call these, and they nest. */
 void experts_blas_enter(void);
 void experts_blas_leave(void);
 

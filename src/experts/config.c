@@ -20,6 +20,7 @@ static epic_result check_range(const char *name, uint32_t value, uint32_t first,
     return EPIC_OK;
 }
 
+/* Checks the types of rows and weights: F64 needs F64, and E4M3 is a type of weights only. */
 static epic_result check_types(const epic_experts *ex)
 {
     if (convert_bytes(ex->row_type) == 0)
@@ -61,6 +62,8 @@ static epic_result check_activation(const epic_experts *ex)
     return EPIC_OK;
 }
 
+/* Fills in defaults: weight_type is row_type, the limit is 7 (10 for clamped SiLU), alpha is
+ * 1.702. */
 epic_result experts_read_config(experts_job *job, const epic_experts *theirs, size_t size)
 {
     epic_experts *ex = &job->experts;
@@ -114,6 +117,7 @@ static int64_t larger_of(int64_t a, int64_t b)
     return a > b ? a : b;
 }
 
+/* Returns the numbers in the largest tile of converted weights that either pass needs. */
 static int64_t tile_numbers(const experts_job *job)
 {
     const int64_t h = job->hidden, i = job->inner, w = job->width;

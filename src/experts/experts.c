@@ -63,6 +63,8 @@ static int64_t tokens_of(const experts_job *job, uint32_t expert)
     return job->expert_tokens ? job->expert_tokens[expert] : job->expert_rows[expert];
 }
 
+/* Checks the counts of each expert and their sum. The host cannot read counts in device
+ * memory. */
 static epic_result check_counts(const experts_job *job, int64_t num_slots)
 {
     int64_t sum = 0;
@@ -88,6 +90,7 @@ static epic_result check_counts(const experts_job *job, int64_t num_slots)
     return EPIC_OK;
 }
 
+/* Checks that slot weights are passed if and only if the experts apply them. */
 static epic_result check_weighting(const experts_job *job, int64_t num_slots)
 {
     const bool late = job->experts.weighting == EPIC_WEIGHT_LATE;
@@ -153,6 +156,7 @@ static epic_result check_e4m3(const experts_job *job, const char *call)
     return EPIC_OK;
 }
 
+/* An array that the caller must pass if there are slots. */
 typedef struct required {
     const char *name;
     const void *array;
@@ -289,6 +293,7 @@ static bool next_slab(const experts_job *job, slab *slab)
     return true;
 }
 
+/* Reads and checks the arguments of forward, and lays out the workspace on the host. */
 static epic_result prepare_forward(experts_job *job, const epic_experts_args *a)
 {
     TRY(experts_read_config(job, a->experts, sizeof *a->experts));
@@ -350,6 +355,7 @@ epic_result epic_experts_forward_v1(epic_context *ctx, const epic_experts_args *
     return EPIC_OK;
 }
 
+/* Reads and checks the arguments of backward, and lays out the workspace on the host. */
 static epic_result prepare_backward(experts_job *job, const epic_experts_backward_args *a)
 {
     TRY(experts_read_config(job, a->experts, sizeof *a->experts));

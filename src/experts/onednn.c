@@ -29,6 +29,7 @@ typedef struct version {
 
 enum { SEQUENTIAL = 1, OPENMP = 2 };
 
+/* The functions of the oneDNN that was loaded, if any. */
 typedef struct onednn {
     multiply_bf16 *multiply; /* NULL: not loaded */
     void (*set_num_threads)(int num_threads);

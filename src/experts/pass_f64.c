@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The experts' work on one slab in float64: what gradients are checked in. */
+/* Forward and backward on one slab in float64 (pass_template.h). Tests check gradients in
+ * it. */
 #define REAL double
 #define OF(name) name##_f64
 #include "experts/pass_template.h"

@@ -15,7 +15,7 @@
 #include "rules/convert.h"
 #include "rules/scalar.h"
 
-/* Each uses the ones before it. */
+/* The order matters: each of these uses the ones before it. */
 #include "experts/activation_template.h"
 
 #include "experts/product_template.h"

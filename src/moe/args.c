@@ -85,6 +85,8 @@ static epic_result read_e4m3_backward(moe_job *j)
                                   "weights in backward must be of moe.experts.row_type");
 }
 
+/* Checks that the weights that the layer needs are passed. scaled: the experts' weights are
+ * E4M3. */
 static epic_result check_weights(const moe_job *j, bool scaled)
 {
     const epic_moe_weights *w = &j->weights;

@@ -9,11 +9,13 @@
 
 #define MAX_ARRAYS 40
 
+/* The arrays of a call. */
 typedef struct array_list {
     call_array list[MAX_ARRAYS];
     size_t num;
 } array_list;
 
+/* Adds an array of `count` elements of `unit` bytes. out: the call writes it. */
 static void add_array(array_list *p, const char *name, const void *data, int64_t count,
                       int64_t unit, bool out)
 {
@@ -41,6 +43,7 @@ static void add_scales(array_list *p, const moe_job *j)
               false);
 }
 
+/* Adds all weights. scaled: the experts' weights are E4M3. */
 static void add_weights(array_list *p, const moe_job *j, bool scaled)
 {
     const epic_moe_weights *w = &j->weights;

@@ -69,6 +69,7 @@ static void layout_unsaved(moe_job *j, unsigned char *base, int64_t *used, bool 
             place_buffer(base, used, j->capacity * experts_blocks(j->hidden) * 4);
 }
 
+/* Places the buffers of one direction. moe_work explains them. */
 static void layout_workspace(moe_job *j, unsigned char *base, bool backward)
 {
     int64_t used = 0;

@@ -37,6 +37,7 @@ static epic_result fail_unequal(const char *a, int64_t value, const char *b, int
                      (long long)value, b, (long long)other);
 }
 
+/* Checks options that E4M3 weights do not support. */
 static epic_result check_e4m3(const moe_job *j)
 {
     if (j->has_shared && j->shared.weight_type == EPIC_E4M3)
@@ -56,6 +57,8 @@ static epic_result check_e4m3(const moe_job *j)
     return EPIC_OK;
 }
 
+/* Checks that layer, router, experts and shared expert fit together, and that rows fit in
+ * the context's buffers. */
 static epic_result check_shapes(const moe_job *j, const epic_config *config)
 {
     const epic_layer *layer = &j->layer;
@@ -101,6 +104,7 @@ static bool is_coeff(double x)
     return isfinite(x) && x >= 0;
 }
 
+/* Checks the options of the layer itself. */
 static epic_result check_options(const moe_job *j)
 {
     const epic_moe *m = &j->moe;
@@ -177,6 +181,7 @@ static epic_result measure_e4m3_experts(moe_job *j)
     return EPIC_OK;
 }
 
+/* Computes the sizes of the workspaces and of the saved parts. */
 static epic_result measure_memory(moe_job *j, const epic_config *config)
 {
     TRY(measure_experts("experts", &j->experts, j->capacity, j->is_device, &j->experts_memory));
@@ -192,6 +197,8 @@ static epic_result measure_memory(moe_job *j, const epic_config *config)
     return EPIC_OK;
 }
 
+/* Float64 layers apply weights in the experts, because combine multiplies by float32 weights
+ * only. */
 epic_result moe_read_config(moe_job *j, const epic_config *config, const epic_moe *moe,
                             size_t size, int64_t tokens)
 {

@@ -68,6 +68,7 @@ static int64_t smaller_of(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
+/* dense_ops.gate_forward, GATE_TILE columns of x at a time. */
 static void gate_forward(const dense_block *b, void *logits)
 {
     const moe_job *j = b->job;
@@ -105,6 +106,7 @@ static void add_zero_experts(const dense_block *b, int64_t token, const REAL *ro
     }
 }
 
+/* dense_ops.add_local_experts, one token at a time. */
 static void add_local_experts(const dense_block *b, const epic_rows *out, const void *shared_y)
 {
     const moe_job *j = b->job;
@@ -195,6 +197,8 @@ static void gate_gradient(const dense_block *b, const REAL *d_logits, REAL *dens
         for (int64_t e = 0; e < j->columns; e++) bias[e] += d_logits[t * j->columns + e];
 }
 
+/* dense_ops.gate_backward. d_x of the gate is one matrix product; the other parts are added
+ * row by row. */
 static void gate_backward(const dense_block *b, const void *d_logits,
                           const epic_const_rows *d_out, const void *d_shared,
                           const epic_rows *d_x, void *dense)

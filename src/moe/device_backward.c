@@ -5,7 +5,7 @@
 #include "experts/config.h"
 #include "moe/device.h"
 
-/* Where kernels write gradients of the dense part. NULL: not wanted. flags: 0 or
+/* Addresses at which kernels write gradients of the dense part. NULL: not wanted. flags: 0 or
  * EPIC_ACCUMULATE. */
 typedef struct dense_targets {
     float *w_gate, *b_gate, *scale, *gate_up, *down, *b_gate_up, *b_down, *w_shared_gate;
@@ -106,6 +106,8 @@ static epic_result router_backward(moe_job *j, const dense_block *block,
     return losses_backward(j, block);
 }
 
+/* Runs the backward of the shared expert on one block. d_x (NULL: not wanted): its part of
+ * d_x. */
 static epic_result shared_expert_backward(moe_job *j, int64_t b, const dense_block *block,
                                           const layer_tokens *tokens, void *d_x,
                                           const dense_targets *to)
@@ -146,8 +148,8 @@ static epic_result shared_expert_backward(moe_job *j, int64_t b, const dense_blo
                       (to->flags & EPIC_ACCUMULATE) != 0, j->work.gate);
 }
 
-/* Adds to work.shared_y, which holds the shared expert's part of d_x, the parts of the zero-
- * experts and of the shared expert's gate. */
+/* Adds to work.shared_y, which holds the shared expert's part of d_x, the parts of the
+ * zero-experts and of the shared expert's gate. */
 static epic_result add_local_d_x(moe_job *j, const layer_tokens *tokens)
 {
     const layer_rows sum = {j->work.shared_y, j->has_shared ? j->work.shared_y : NULL, NULL};

@@ -63,6 +63,8 @@ static void quantize_dispatch(const moe_job *j, epic_dispatch_args *dispatch)
         (epic_rows){j->work.recv_scales, j->capacity, experts_blocks(j->hidden) * 4};
 }
 
+/* The plan zeroes counts only where necessary. The operation "fits" checks in device memory
+ * what check_placement() and check_equal_tokens() check on the host. */
 epic_result moe_device_plan_dispatch(moe_job *j, const epic_moe_args *a)
 {
     epic_dispatch_args dispatch = {.call = j->call,

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Runs epic_moe_forward and epic_moe_plan on the host.
  *
- * Forward has these stages: the gate computes logits, the router chooses experts and
- * weights, the plan counts slots, dispatch sends rows to their experts' ranks, the experts
- * run, combine brings the results back, and the shared expert and zero-experts are added.
- * Then the losses are computed. In every stage up to dispatch an error is local. From
- * dispatch on peers wait, so a local error aborts the context. */
+ * Forward has these stages. The gate computes logits, and the router chooses experts and
+ * weights. The plan counts slots, and dispatch sends rows to the ranks of their experts. The
+ * experts run, and combine returns and sums their results. Then the shared expert and
+ * zero-experts are added, and the losses are computed. An error before dispatch is local.
+ * From dispatch on peers wait, so a local error aborts the context. */
 #include <string.h>
 
 #include "api/api.h"

@@ -32,7 +32,7 @@ typedef struct moe_saved {
     float *slot_k; /* float64 layers: [capacity], position of the slot in its token's top_k */
     int32_t *expert_rows, *expert_tokens, *load, *logical_load;
     int64_t *total_tokens; /* -1 if forward failed */
-    /* What epic_experts_forward saves.  `shared` has one part per block.  With EPIC_RECOMPUTE both
+    /* Data that epic_experts_forward saves.  `shared` has one part per block.  With EPIC_RECOMPUTE both
      * are in the workspace instead, and `shared` has room for one block. */
     void *experts, *shared;
 } moe_saved;

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Chooses the experts of a token. row_template.h includes this file.
  *
- * The selection value of a column is its score, plus its bias if there is one (auxiliary-
- * loss-free balancing, arXiv 2408.15664). The top_k columns with the largest values are
- * chosen, best first. Equal values: the lower column first. NaN comes last.
+ * The selection value of a column is its score, plus its bias if there is one
+ * (auxiliary-loss-free balancing, arXiv 2408.15664). The top_k columns with the largest
+ * values are chosen, best first. Equal values: the lower column first. NaN comes last.
  *
  * With num_groups the columns are cut into equal groups, and only topk_groups of them are
  * kept (group-limited routing, arXiv 2412.19437). The score of a group is its largest value,

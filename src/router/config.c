@@ -35,6 +35,7 @@ static epic_result check_sizes(const epic_router *r)
     return EPIC_OK;
 }
 
+/* Checks the score, the weight rule and the normalization. */
 static epic_result check_rules(const epic_router *r)
 {
     TRY(check_enum("score", r->score, EPIC_SCORE_LOGITS));
@@ -57,6 +58,7 @@ static epic_result check_rules(const epic_router *r)
     return EPIC_OK;
 }
 
+/* Checks the groups of group-limited routing. */
 static epic_result check_groups(const epic_router *r)
 {
     const uint32_t columns = r->num_experts + r->zero_experts;
@@ -124,6 +126,7 @@ static epic_result check_type(const char *name, uint32_t type)
     return EPIC_OK;
 }
 
+/* Checks logits, number of tokens, workspace and flags. */
 static epic_result check_common(const router_job *job, const router_common *common)
 {
     const int64_t needed = workspace_bytes(&job->router);

@@ -25,6 +25,7 @@ static const int32_t *table_row(const epic_router_args *args, const router_job *
     return args->table + token_id(args, token) * job->router.top_k;
 }
 
+/* Checks token_ids and table, without reading them. */
 static epic_result check_table(const epic_router_args *args)
 {
     if ((args->token_ids == NULL) != (args->table == NULL))

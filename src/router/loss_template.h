@@ -48,6 +48,9 @@ static double sum_balance(const router_job *job, const void *logits, const int32
     return dot_load(job, load);
 }
 
+/* Writes the gradient of factor * sum of P_e load_e to d_logits. With softmax, dz_i = factor
+ * * P_i (load_i - m), m the sum of P_j load_j. Otherwise dz_i = factor * (load_i - m) /
+ * divisor * the derivative of the score. */
 static void balance_backward(const router_job *job, const void *logits, const int32_t *load,
                              double factor, void *d_logits)
 {

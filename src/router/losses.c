@@ -50,6 +50,7 @@ static epic_result check_loss_arrays(const loss_job *job, pass pass)
     return CHECK_ARRAYS(arrays);
 }
 
+/* Checks the arguments that only forward or only backward has. */
 static epic_result check_pass(const loss_job *job, pass pass)
 {
     const epic_loss_args *a = &job->args;
@@ -70,6 +71,7 @@ static epic_result check_pass(const loss_job *job, pass pass)
     return check_loss_arrays(job, pass);
 }
 
+/* Reads and checks what both losses have in common. */
 static epic_result prepare_loss(loss_job *job, pass pass)
 {
     epic_loss_args *a = &job->args;
@@ -90,6 +92,7 @@ static epic_result prepare_loss(loss_job *job, pass pass)
     return check_pass(job, pass);
 }
 
+/* Checks load, or topk_idx and the length of the sequences. */
 static epic_result check_balance(const loss_job *job)
 {
     const epic_loss_args *a = &job->args;
@@ -186,6 +189,7 @@ static double sum_runs(const loss_job *job)
 
 /* ------------------------------------------------------------------------ balance loss ---- */
 
+/* Computes this rank's part of the balance loss. */
 static epic_result balance_forward(loss_job *job)
 {
     TRY(prepare_loss(job, FORWARD));
@@ -204,6 +208,7 @@ static epic_result balance_forward(loss_job *job)
     return EPIC_OK;
 }
 
+/* Computes the gradient of the balance loss, row by row. */
 static epic_result balance_backward(loss_job *job)
 {
     TRY(prepare_loss(job, BACKWARD));
@@ -277,6 +282,7 @@ static double z_factor(const loss_job *job)
     return job->args.total_tokens ? job->args.coeff / (double)job->args.total_tokens : 0;
 }
 
+/* Computes this rank's part of the z-loss. */
 static epic_result z_forward(loss_job *job)
 {
     TRY(prepare_loss(job, FORWARD));
@@ -290,6 +296,7 @@ static epic_result z_forward(loss_job *job)
     return EPIC_OK;
 }
 
+/* Computes the gradient of the z-loss, row by row. */
 static epic_result z_backward(loss_job *job)
 {
     TRY(prepare_loss(job, BACKWARD));
@@ -359,6 +366,8 @@ static epic_result check_bias(const epic_bias_update_args *a)
     return CHECK_ARRAYS(arrays);
 }
 
+/* bias_e += rate * sign(mean load - load_e). The sign is that of total - num_experts *
+ * load_e, which is exact. */
 static void update_bias(const epic_bias_update_args *a)
 {
     int64_t total = 0;

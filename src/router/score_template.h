@@ -70,6 +70,7 @@ static REAL make_softmax(REAL *p, const REAL *z, int64_t n)
     return sum;
 }
 
+/* s = the scores of the logits z. */
 static void make_scores(REAL *s, const REAL *z, uint32_t score, int64_t n)
 {
     switch (score) {

@@ -5,10 +5,10 @@
 set -eu
 source=$(dirname "$0")/../../examples/step_cuda.c
 "$1" | diff - /dev/fd/3 3<<END
-token 0: 1 went out, 1.25 came home
-token 1: 2 went out, 2.5 came home
-token 2: 3 went out, 3.75 came home
-token 3: 4 went out, 5 came home
+token 0: 1 sent, 1.25 returned
+token 1: 2 sent, 2.5 returned
+token 2: 3 sent, 3.75 returned
+token 3: 4 sent, 5 returned
 END
 lines=$(${CC:-cc} -fpreprocessed -dD -E -P "$source" | grep -c '[^ ]')
 names=$(grep -oE '\b(epic|EPIC)_[A-Za-z0-9_]+' "$source" | sort -u | wc -l)

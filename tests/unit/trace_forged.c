@@ -92,19 +92,19 @@ static void headers(void)
     begin_folder();
     FILE *empty = create("d/a.epictrace");
     if (CHECK(empty != NULL)) fclose(empty);
-    refused("show d", "0 bytes are not a trace");
+    refused("show d", "not a trace, as it has only 0 bytes");
 
     write_file("d/a.epictrace", head_of(0, 2), plan_of(0), operation(1, 2));
     write_file("d/b.epictrace", head_of(900, 1000), plan_of(0), operation(1, 2));
-    refused("metrics d --prometheus", "where other files are of");
+    refused("metrics d --prometheus", "but that of other files has");
     survived("numbers of ranks that differ");
     write_file("d/b.epictrace", head_of(0, 2), plan_of(0), operation(1, 2));
-    refused("show d", "there is another file of rank 0");
+    refused("show d", "another file has rank 0 too");
 
     begin_folder();
     write_file("d/a.epictrace", head_of(9, 65536), plan_of(0), operation(1, 2));
     survived("one of many ranks, so no plan is whole");
-    refused("draw d o.svg", "there is no step to draw");
+    refused("draw d o.svg", "the trace has no step to draw");
 }
 
 static void records(void)
@@ -177,14 +177,14 @@ static void no_files(void)
     begin_folder();
     snprintf(path, sizeof path, "%s/d/a.epictrace", folder);
     CHECK_EQ(mkfifo(path, 0600), 0); /* nobody ever writes into it */
-    refused("show d", "not a file");
+    refused("show d", "not a regular file");
     snprintf(path, sizeof path, "%s/pipe.npy", folder);
     CHECK_EQ(mkfifo(path, 0600), 0);
-    refused("show pipe.npy", "not a file");
+    refused("show pipe.npy", "not a regular file");
     begin_folder();
     snprintf(path, sizeof path, "%s/d/a.epictrace", folder);
     CHECK_EQ(mkdir(path, 0700), 0);
-    refused("show d", "not a file");
+    refused("show d", "not a regular file");
 }
 
 /* --------------------------------------------------------------------------------- arrays ---- */
@@ -217,9 +217,9 @@ static void arrays(void)
     static const char *const empty[] = {"(0, 2, 2)", "(1099511627776, 0, 8)", "(2, 0)",
                                         "(0, 9223372036854775807, 8)", "(1, 4294967297, 0, 8)"};
     for (size_t i = 0; i < sizeof types / sizeof *types; i++)
-        an_array(types[i], "(3, 2, 2)", "little-endian integers are needed");
+        an_array(types[i], "(3, 2, 2)", "must be little-endian integers");
     for (size_t i = 0; i < sizeof empty / sizeof *empty; i++)
-        an_array("'<i4'", empty[i], "an array without a value");
+        an_array("'<i4'", empty[i], "its array is empty");
     an_array("'<i4'", "(1099511627776, 1, 1)", "it ends after 12 of 1099511627776 values");
     an_array("'<i4'", "(1099511627776, 1024, 1)", "more than 1099511627776 values");
     an_array("'<i4'", "(99999999999999999999, 1)", "its shape cannot be read");
@@ -229,24 +229,24 @@ static void arrays(void)
     an_array("'<i4'", "12", "its shape is not a tuple");
     an_array("'|u1'", "(1, 70000, 1, 1)", "it ends after 48 of 70000 values");
     an_array("'<u8'", "(3, 2)", "row 0 has the value 9223372036854775807 twice");
-    refused("show d.npy --ids", "id 9223372036854775807: it is to be below 65536");
+    refused("show d.npy --ids", "id 9223372036854775807: it must be below 65536");
     refused("show d.npy --loads", "expert 0 has load 9223372036854775807: must be 0 to");
     write_npy("{'descr': '<i4', 'fortran_order': True, 'shape': (6, 2), }", 118);
-    refused("show d.npy", "columns first");
+    refused("show d.npy", "in Fortran order");
     char text[4097]; /* a value that is missing where the header ends */
     snprintf(text, sizeof text,
              "%-4088s'descr':", "{'fortran_order': False, 'shape': (6, 2), ");
     write_npy(text, 4096);
-    refused("show d.npy", "little-endian integers are needed");
+    refused("show d.npy", "must be little-endian integers");
     write_npy("{'descr': '<i4', 'fortran_order': False, 'shape': (6, 2), }", 118);
     char command[128];
     snprintf(command, sizeof command, "cd %s && head -c 100 d.npy >cut.npy", folder);
     CHECK_EQ(system(command), 0);
     refused("show cut.npy", "cut.npy: it ends in its header");
     CHECK_EQ(tool("epic-trace", "show d.npy"), 0); /* all are -1 */
-    CHECK(says("choices     12, of these 12 of no expert"));
-    refused("show d.npy --layer 2/2", "of N layers the last is N - 1");
-    refused("draw d.npy o.svg --steps 5:1", "there is no step to draw");
+    CHECK(says("choices     12, of these 12 name no expert"));
+    refused("show d.npy --layer 2/2", "the first number must be less than the second");
+    refused("draw d.npy o.svg --steps 5:1", "the trace has no step to draw");
 }
 
 int main(void)

@@ -142,7 +142,7 @@ static void looks(void)
     for (int i = 0; i < 24; i++) choices += (&published[0][0])[i];
     for (int s = 0; s < 2; s++) fifth += published[s][5];
     CHECK_EQ(tool("epic-trace", "show published.npy --loads"), 0);
-    snprintf(words, sizeof words, "expert 5 has %.2f of an even share",
+    snprintf(words, sizeof words, "expert 5 has %.2f times an even share",
              (double)fifth * 12 / (double)choices);
     CHECK(says("a table of loads, 12 experts") && says("rows        2\n") && says(words));
     CHECK_EQ(number("choices     "), choices);

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Times from counts: what moves at once takes as long as the slowest of it. */
+/* Computes times from counts. Transfers that run at the same time take as long as the
+ * slowest of them. */
 #include "sim.h"
 
-#define LAG_ROWS 128 /* rows that are on their way before the first is received */
+#define LAG_ROWS 128 /* rows in flight before the first is received */
 
 static double larger_most(load out, load in)
 {
@@ -14,6 +15,7 @@ static double transfer_us(double rows, double row_bytes, double gb_s)
     return rows * row_bytes / gb_s / 1e3;
 }
 
+/* Raises c->rows_us to `time` if that is longer, and records the reason. */
 static void raise_rows_us(cost *c, double time, const char *name)
 {
     if (time <= c->rows_us) return;
@@ -21,6 +23,8 @@ static void raise_rows_us(cost *c, double time, const char *name)
     c->limit = name;
 }
 
+/* The time of the rows is a fixed start, the time to fill the pipeline, and the longest of:
+ * network, proxy thread, NVLink and memory. */
 cost compute_cost(const constants *k, const traffic *t, const shape *s, const routing *r,
                   bytes_of bytes)
 {

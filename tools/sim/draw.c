@@ -1,16 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The picture: time over ranks, both in powers of two. */
+/* Draws time over ranks, both on logarithmic scales. */
 #include <math.h>
 
 #include "sim.h"
 
 enum { LEFT = 70, TOP = 30, WIDTH = 600, HEIGHT = 300 };
 
+/* The picture that is being drawn. */
 typedef struct sheet {
     FILE *file;
     const shape *shapes;
     int num;
-    double low, high; /* times, as powers of two */
+    double low, high; /* range of times, as logarithms to base 2 */
 } sheet;
 
 typedef double pick(const cost *c);
@@ -37,7 +38,7 @@ static double x_of(const sheet *s, int i)
     return LEFT + WIDTH * (log2(s->shapes[i].ranks) - first) / span;
 }
 
-/* Nothing at all has no logarithm, and is drawn as a nanosecond. */
+/* Returns the logarithm of a time. 0 is drawn as one nanosecond. */
 static double power_of(double time)
 {
     return log2(time > 1e-3 ? time : 1e-3);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The arguments, and the table. */
+/* epic-sim: reads the options and prints the table. */
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,7 +18,8 @@ typedef struct options {
     bool published;
 } options;
 
-typedef struct number { /* an option that is one */
+/* An option whose value is a number. */
+typedef struct number {
     const char *name, *what;
     double *to, least, most;
     bool whole;
@@ -32,13 +33,14 @@ static int print_usage(const number *numbers, int count)
         MAX_RANKS);
     for (int i = 0; i < count; i++)
         printf("  --%-12s %s (%g)\n", numbers[i].name, numbers[i].what, *numbers[i].to);
-    printf("A trace has a token's expert ids on a line; tokens take the lines in turn.\n");
+    printf(
+        "A trace has the expert ids of a token on each line; tokens use the lines in turn.\n");
     return 0;
 }
 
 static int refuse_option(const char *what, const char *why)
 {
-    fprintf(stderr, "epic-sim: %s: %s; epic-sim --help says what there is\n", what, why);
+    fprintf(stderr, "epic-sim: %s: %s; see epic-sim --help\n", what, why);
     return 2;
 }
 
@@ -58,7 +60,8 @@ static bool read_ranks(options *o, const char *text)
     }
 }
 
-/* Every line of as many ids as the first one. */
+/* Reads lines of ids. Every line must have as many as the first. Returns NULL for an invalid
+ * file. */
 static int32_t *read_trace(routing *r, FILE *file)
 {
     char *line = NULL;
@@ -152,35 +155,36 @@ static int read_number(const number *numbers, int count, const char *name, const
         *numbers[i].to = got;
         return 0;
     }
-    return refuse_option(name, "there is no such option");
+    return refuse_option(name, "unknown option");
 }
 
-/* What the options say together. */
+/* Checks options that depend on each other, and runs the simulation. */
 static int check_and_run(options *o, const char *trace)
 {
     const routing *r = &o->r;
     int32_t *ids = NULL;
-    if (r->top_k > r->experts) return refuse_option("--top-k", "more than there are experts");
-    if (r->limit && !r->groups) return refuse_option("--limit", "without --groups");
+    if (r->top_k > r->experts) return refuse_option("--top-k", "must be at most --experts");
+    if (r->limit && !r->groups) return refuse_option("--limit", "needs --groups");
     if (trace && (r->groups || r->skew > 0))
-        return refuse_option("--trace",
-                             "it says the routing, so neither --skew nor --groups does");
+        return refuse_option("--trace", "cannot be combined with --skew or --groups");
     for (int i = 0; trace && i < o->num_shapes; i++)
         if (o->shapes[i].ranks > r->experts)
-            o->num_shapes = i; /* those have no expert a rank */
-    if (!o->num_shapes) return refuse_option("--trace", "more --ranks than --experts");
+            o->num_shapes = i; /* larger groups have ranks without an expert */
+    if (!o->num_shapes) return refuse_option("--trace", "--ranks must be at most --experts");
     if (r->groups && (r->experts % r->groups || r->limit < 1 || r->limit > r->groups ||
                       r->experts / r->groups * r->limit < r->top_k))
-        return refuse_option("--groups",
-                             "they divide the experts, and --limit of them hold --top-k");
+        return refuse_option(
+            "--groups",
+            "must divide --experts, and --limit groups must have at least --top-k experts");
     if (trace) {
         FILE *file = fopen(trace, "r");
         if (!file) return refuse_option(trace, strerror(errno));
         o->r.trace = ids = read_trace(&o->r, file);
         fclose(file);
         if (!ids)
-            return refuse_option(trace,
-                                 "not lines of equally many ids below --experts, 64 at most");
+            return refuse_option(
+                trace,
+                "each line must have the same number of ids, at most 64, each below --experts");
     }
     const int status = run_simulation(o);
     free(ids);
@@ -230,7 +234,7 @@ int main(int argc, char **argv)
         int wrong = 0;
         if (!strcmp(name, "--help")) return print_usage(numbers, count);
         if (strncmp(name, "--", 2) != 0) return refuse_option(name, "not an option");
-        if (!has_value(argc, argv, i)) return refuse_option(name, "its value is missing");
+        if (!has_value(argc, argv, i)) return refuse_option(name, "a value is missing");
         if (!strcmp(name, "--published"))
             o.published = true;
         else if (!strcmp(name, "--svg"))
@@ -240,7 +244,7 @@ int main(int argc, char **argv)
         else if (strcmp(name, "--ranks") != 0)
             wrong = read_number(numbers, count, name, argv[++i]);
         else if (!read_ranks(&o, argv[++i]))
-            wrong = refuse_option(argv[i], "not up to 16 rising numbers of ranks, 1 to 2048");
+            wrong = refuse_option(argv[i], "must be at most 16 increasing numbers, 1 to 2048");
         if (wrong) return wrong;
     }
     o.r.top_k = (int)top_k;

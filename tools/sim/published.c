@@ -1,21 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Runs that were measured, beside what the constants give for them.  The constants know of no
- * instruction and no switch: the model is near what the best can do, and runs come near it or do
- * not.  That EPIC does so between hosts is not known. */
+/* Published and own measurements, next to the model's times. The model knows no instructions
+ * and no switches, so it estimates what the best implementation can reach. EPIC has not been
+ * measured between hosts. */
 #include "sim.h"
 
+/* One measurement. */
 typedef struct run {
     const char *system, *network;
     int ranks, a_host;
     int64_t tokens, experts;
     int top_k, groups, limit;
-    double out_row, back_row; /* bytes */
-    double dispatch, combine; /* us with the plan, or GB/s */
+    double out_row, back_row; /* bytes per row */
+    double dispatch, combine; /* microseconds with the plan, or GB/s */
     bool is_us;
-    double nic; /* GB/s of it, 0: the constant */
+    double nic; /* GB/s of its NIC; 0: the constant */
 } run;
 
-#define FP8 7392 /* a row of 7168 and its scales */
+#define FP8 7392 /* bytes of 7168 elements and their scales */
 #define BF16 14336
 
 static const run runs[] = {
@@ -46,7 +47,8 @@ static const run runs[] = {
     {"pplx", "EFA 400G", 64, 8, 128, 256, 8, 0, 0, FP8, BF16, 267, 391, true, 0},
 };
 
-/* DeepEP's tests count a row for each host that its token touches, its own too. */
+/* Returns microseconds or GB/s, as the measurement was published. DeepEP's tests count one
+ * row for each host that a token goes to, its own included. */
 static double shown_value(const run *p, const cost *c, const traffic *t, double row_bytes)
 {
     const double us = c->plan_us + c->rows_us;

@@ -1,30 +1,35 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Counting rows: every token of every rank chooses, and each row goes once to each host. */
+/* Counts rows. Every token of every rank chooses experts, and its row is sent once to each
+ * host. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "sim.h"
 
-#define MAX_PUT_ROWS 16 /* rows of one put, at most */
-#define MAX_TRIES 64 /* to draw an expert that may be chosen, until the others are left out */
+#define MAX_PUT_ROWS 16 /* largest number of rows in one put */
+#define MAX_TRIES \
+    64 /* random draws before draw_free() draws among the permitted experts only */
 
-typedef struct counts { /* of one rank */
+/* Counts of one rank. */
+typedef struct counts {
     int64_t net_out, net_in, by_rank_out, by_rank_in, inside_out, inside_in, slots, puts;
 } counts;
 
-typedef struct run { /* of rows to one host, or rank */
+/* Consecutive rows to one host or rank. */
+typedef struct run {
     int64_t last, length;
 } run;
 
+/* State while rows are counted. */
 typedef struct counting {
     const routing *r;
     const shape *s;
-    double *below;  /* [experts] weights of those up to this one, added */
-    int32_t *order; /* [experts] an expert of each place */
+    double *below;  /* [experts], cumulative weights */
+    int32_t *order; /* [experts], the experts in a random order */
     counts *of;     /* [ranks] */
-    run *runs;      /* [hosts], or [ranks], of the rank that is at work */
-    int64_t hosts;  /* that tokens touch */
+    run *runs;      /* [hosts] or [ranks], runs of the sending rank */
+    int64_t hosts;  /* hosts that tokens go to, summed */
     uint64_t state;
 } counting;
 
@@ -41,7 +46,7 @@ static double next_fraction(counting *c)
     return (double)(next_random(c) >> 11) * 0x1p-53;
 }
 
-/* Experts in any order, with weights by their place in it. */
+/* Shuffles the experts and sets their weights by their place in that order. */
 static void make_weights(counting *c)
 {
     const int64_t n = c->r->experts;
@@ -79,7 +84,7 @@ static bool list_has(const int32_t *list, int count, int32_t value)
     return false;
 }
 
-/* The groups that a token may choose from, by chance. */
+/* Draws the groups that a token may choose from. Returns how many. */
 static int draw_groups(counting *c, int32_t *out)
 {
     int count = 0;
@@ -90,7 +95,8 @@ static int draw_groups(counting *c, int32_t *out)
     return count;
 }
 
-/* May a token choose it, that has `k` and is limited to some groups, if any? */
+/* May a token with k ids choose this expert: is it new, and in one of the token's groups, if
+ * there are any? */
 static bool is_free(const routing *r, int32_t id, const int32_t *ids, int k,
                     const int32_t *groups, int num_groups)
 {
@@ -99,8 +105,9 @@ static bool is_free(const routing *r, int32_t id, const int32_t *ids, int k,
            list_has(groups, num_groups, (int32_t)(id / (r->experts / r->groups)));
 }
 
-/* The same chances as trying until one is free has, where that takes long: when few are, or those that
- * are weigh little. */
+/* Draws among the experts that may be chosen, with the same probabilities as drawing until
+ * one of them comes. It is used when that would take long: few are left, or those left have
+ * small weights. */
 static int32_t draw_free(counting *c, const int32_t *ids, int k, const int32_t *groups,
                          int num_groups)
 {
@@ -122,6 +129,7 @@ static int32_t draw_free(counting *c, const int32_t *ids, int k, const int32_t *
     return last;
 }
 
+/* Chooses the experts of a token: from the trace, or at random without repetition. */
 static void choose_experts(counting *c, int64_t token, int32_t *ids)
 {
     const routing *r = c->r;
@@ -141,6 +149,8 @@ static void choose_experts(counting *c, int64_t token, int32_t *ids)
     }
 }
 
+/* Counts a put if the token's row does not continue the current one. A put has up to 16 rows
+ * of consecutive tokens. */
 static void extend_run(counting *c, int from, int to, int64_t token)
 {
     run *a = &c->runs[to];
@@ -150,7 +160,7 @@ static void extend_run(counting *c, int from, int to, int64_t token)
     a->last = token;
 }
 
-/* Hosts that have not all as many ranks: a row goes to each rank for itself. */
+/* Counts rows to a host of another size than the sender's: one row to each rank. */
 static void reach_ranks(counting *c, int from, int host, const int32_t *ranks, int count,
                         int64_t token)
 {
@@ -164,7 +174,8 @@ static void reach_ranks(counting *c, int from, int host, const int32_t *ranks, i
     }
 }
 
-/* The row of a token goes to host `to`, to rank `relay` there first. */
+/* Counts the row of a token to a host: one row to a relay there, which forwards it to the
+ * ranks. */
 static void reach_host(counting *c, int from, int host, const int32_t *ranks, int count,
                        int64_t token)
 {
@@ -188,6 +199,7 @@ static void reach_host(counting *c, int from, int host, const int32_t *ranks, in
     }
 }
 
+/* Counts the slots and rows of one token. */
 static void route_token(counting *c, int from, int64_t token, const int32_t *ids)
 {
     int32_t ranks[MAX_TOP_K], hosts[MAX_TOP_K];
