@@ -59,7 +59,7 @@ def make_rounds(group: Any, ids: Any) -> dict[str, Callable[..., Any]]:
 
 
 def check_rounds(rank: int, group: Any, tokens: int, is_used: bool) -> None:
-    """Forward and gradient of each round, jitted; a rank may use nothing of them."""
+    """Run forward and gradient of each round, jitted; some ranks use no result."""
     ids = jnp.asarray(np.arange(tokens * K).reshape(tokens, K) * 3 % E, jnp.int32)
     x = jnp.asarray(np.random.default_rng(rank).integers(-4, 5, (tokens, H)), jnp.float32)
     for name, function in make_rounds(group, ids).items():
@@ -80,7 +80,7 @@ def check_rounds(rank: int, group: Any, tokens: int, is_used: bool) -> None:
 
 
 def check_layers(rank: int, group: Any, is_busy: bool, is_used: bool) -> None:
-    """The layer in both forms, whose tokens are all on rank 0, against float64."""
+    """Compare both forms of the layer with float64; all tokens are on rank 0."""
     case = layers.CASES["shared"]
     case = {name: value for name, value in case.items() if name != "z_coeff"}
     x, ct = (jnp.asarray(v.reshape(-1, layers.HIDDEN)) for v in layers.arrays())

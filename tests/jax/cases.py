@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer of random numbers, and what it must give.  Nothing of a framework is used here."""
+"""A layer of random numbers, and its expected results.  Nothing of a framework is used here."""
 
 from typing import Any
 
@@ -72,14 +72,14 @@ def weights(case: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def arrays() -> tuple[np.ndarray, np.ndarray]:
-    """x and a random cotangent of out."""
+    """Return x and a random cotangent of out."""
     rng = np.random.default_rng(8)
     x, ct = rng.normal(size=(2, BATCH, LENGTH, HIDDEN)).astype(np.float32)
     return x, ct
 
 
 def tables(case: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Experts by token id, where the case has a table."""
+    """Return token_ids and the table of experts, if the case has one."""
     if "table" not in case:
         return {}
     rng = np.random.default_rng(9)
@@ -89,7 +89,7 @@ def tables(case: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def true_step(case: dict[str, Any], groups: int) -> tuple[Any, ...]:
-    """out, loss, d_x and d_weights in float64, for as many groups side by side."""
+    """Return out, loss, d_x and d_weights in float64, for this many groups."""
     o = reference.Options(
         case.get("top_k", 2),
         case.get("score", "softmax"),

@@ -22,14 +22,14 @@ Mesh = jax.sharding.Mesh
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Parts of the suite, for a run that has not the time for all of it."""
+    """Add the options that select parts of the suite."""
     text = "of a test with parameters the first case: what another JAX or Python breaks, it breaks"
     parser.addoption("--one-case", action="store_true", help=text)
     parser.addoption("--part", default="1/1", help="I,J/N: of each N test files the Ith and Jth")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what the options say."""
+    """Deselect the tests that the options leave out."""
     wanted, parts = config.getoption("--part").split("/")
     places = {int(part) - 1 for part in wanted.split(",")}
     files = sorted({item.path for item in items})
@@ -44,14 +44,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def make_mesh(ep: int) -> Mesh:
-    """Four devices as dp x ep."""
+    """Return four devices as dp x ep."""
     devices = np.array(jax.devices()[:4]).reshape(4 // ep, ep)
     return Mesh(devices, ("dp", "ep"))
 
 
 @pytest.fixture(params=[1, 2, 4])
 def mesh(request: pytest.FixtureRequest) -> Mesh:
-    """Every number of ranks that four devices allow."""
+    """Return a mesh for every number of ranks that four devices allow."""
     return make_mesh(request.param)
 
 
@@ -63,7 +63,7 @@ def vma(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture
 def opened() -> Iterator[Callable[..., Any]]:
-    """epic.jax.open, whose groups are closed after the test."""
+    """Return epic.jax.open; its groups are closed after the test."""
     groups = []
 
     def open_group(mesh: Mesh | None, **more: Any) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The core's layer called from threads of Python, without JAX: what epic.jax.moe must equal."""
+"""Calls the core's layer from threads of Python, without JAX, as the reference for epic.jax.moe."""
 
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
@@ -85,7 +85,7 @@ def rows(array: np.ndarray) -> Any:
 
 
 def aligned(size: int) -> np.ndarray:
-    """Bytes at a multiple of 64."""
+    """Return bytes at an address that is a multiple of 64."""
     raw = np.zeros(size + 64, np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + size]
@@ -100,7 +100,7 @@ def one_rank(
     weights: dict,
     d_out: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-    """Opens, runs forward and backward, closes."""
+    """Open a context, run forward and backward, and close it."""
     context = ctypes.c_void_p()
     bootstrap_at = ctypes.addressof(bootstrap.struct)
     check(core().epic_open_v1(ctypes.byref(context), bootstrap_at, *sized(config)))
@@ -134,7 +134,7 @@ def one_rank(
 def run(
     config: Any, options: Moe, per_rank: list[tuple[Any, Any, Any]], d_loss: float = 1.0
 ) -> list[Any]:
-    """out, d_x and gradients of every rank, for its (x, weights, d_out)."""
+    """Return out, d_x and gradients of every rank, for its (x, weights, d_out)."""
     for name in ("epic_moe_forward_v1", "epic_moe_backward_v1"):
         getattr(core(), name).argtypes = [c_void_p, c_void_p, c_size_t]
     bootstraps = bootstrapping.by_threads(len(per_rank), 60000)

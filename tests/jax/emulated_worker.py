@@ -21,12 +21,12 @@ RANKS, STEPS, TOKENS, HIDDEN, INNER, EXPERTS = 2, 2, 6, 16, 24, 4
 
 
 def numbers(seed: int, *shape: int) -> Any:
-    """Random normal numbers."""
+    """Return random normal numbers."""
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
 
 
 def trained(group: epic.jax.Group, rank: int, **wish: Any) -> list[str]:
-    """The losses of a layer that learns to give tokens back, to the bit."""
+    """Return the losses of a layer that learns to return its tokens, for comparison of bits."""
     options = epic.jax.Moe.of(
         num_experts=EXPERTS, top_k=2, hidden=HIDDEN, inner=INNER, balance_coeff=0.1, **wish
     )
@@ -54,7 +54,7 @@ def trained(group: epic.jax.Group, rank: int, **wish: Any) -> list[str]:
 
 
 def in_tree(group: epic.jax.Group, **wish: Any) -> bool:
-    """Are the rows of a plan added in a tree?"""
+    """Return whether the rows of a plan are added in a tree."""
     layer = epic.jax.Layer(EXPERTS, 1, **wish)
     plan = jax.jit(lambda ids: epic.jax.plan(group, layer, ids).bytes)
     data = np.asarray(plan(jnp.zeros((1, 1), jnp.int32)))[: group.plan_bytes(layer)].copy()
@@ -66,7 +66,7 @@ def in_tree(group: epic.jax.Group, **wish: Any) -> bool:
 
 
 def take_cpus_for_gpus(backend: str) -> None:
-    """Groups of this process are of that backend, and a layer takes the memory that GPUs take."""
+    """Open groups with this backend; reserve the memory that GPUs need for a layer."""
     layers: Any = importlib.import_module("epic.jax.moe")  # the package has a function so named
     opening: Any = groups
     opening.choose_backend = lambda *_: backend

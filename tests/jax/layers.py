@@ -43,14 +43,14 @@ __all__ = [
 
 
 def resize(monkeypatch: pytest.MonkeyPatch, **sizes: int) -> None:
-    """Other sizes for one test: those of the cases, and the names of them here."""
+    """Set other sizes for one test."""
     for name, size in sizes.items():
         monkeypatch.setattr(cases, name, size)
         monkeypatch.setattr(sys.modules[__name__], name, size)
 
 
 def step(mesh: Any, group: Any, case: dict[str, Any], **more: Any) -> Any:
-    """A jitted function of x, weights and ct: out, loss, d_x, d_weights."""
+    """Return a jitted function of x, weights and ct: out, loss, d_x, d_weights."""
     wish = options(case, group.num_ranks)
     extras = {**tables(case), **more}
 

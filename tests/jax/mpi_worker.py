@@ -32,7 +32,7 @@ def backend(group: epic.jax.Group) -> str:
 
 
 def split(color: int, key: int) -> Any:
-    """MPI_Comm_split of the world, as the MPI of libepic_mpi.so has it: a handle in memory."""
+    """Return the handle of an MPI_Comm_split of the world."""
     mpi = ctypes.CDLL(str(_native.find("libepic_mpi.so")))
     if hasattr(mpi, "ompi_mpi_comm_world"):
         found: Any = ctypes.c_void_p()
@@ -46,7 +46,7 @@ def split(color: int, key: int) -> Any:
 
 
 def check_mesh() -> None:
-    """Groups of two, whose ranks are every other process; the mesh has the devices turned round."""
+    """Run groups of two ranks, each every other process; the mesh reverses the devices."""
     mesh = Mesh(np.array(jax.devices())[::-1].reshape(EP, DP).T, ("dp", "ep"))
     case = layers.CASES["normalized"]
     with epic.jax.open(mesh, "ep", native="world", backend="mpi", **SIZES) as group:
@@ -59,7 +59,7 @@ def check_mesh() -> None:
 
 
 def check_communicators() -> None:
-    """The ranks are those of a communicator, whatever the world's are."""
+    """Run a group whose ranks are those of a communicator, not of the world."""
     number = RANK // EP
     mine = split(number, -RANK)  # in reverse order
     with epic.jax.open(native=ctypes.addressof(mine), backend="mpi", **SIZES) as group:

@@ -13,7 +13,7 @@ Array = np.ndarray
 
 
 def relative(got: Any, wanted: Any) -> float:
-    """The largest error over the largest value."""
+    """Return the largest error over the largest value."""
     got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
     assert got.shape == wanted.shape, (got.shape, wanted.shape)
     return float(np.abs(got - wanted).max(initial=0) / max(np.abs(wanted).max(initial=0), 1e-30))
@@ -32,7 +32,7 @@ class Slots:
 
 
 def slots_of(ids: Array, rank: int, num_ranks: int, experts: int, alignment: int) -> Slots:
-    """Local expert, then token in rank order, then k; slabs padded to the alignment."""
+    """Return the choices by local expert, then token in rank order, then k; slabs are padded."""
     local = experts // num_ranks
     slots = Slots([], [], [])
     for expert in range(rank * local, (rank + 1) * local):
@@ -48,7 +48,7 @@ def slots_of(ids: Array, rank: int, num_ranks: int, experts: int, alignment: int
 
 
 def scores_of(score: str, z: Array) -> Array:
-    """Softmax or sigmoid of logits."""
+    """Return softmax or sigmoid of the logits."""
     if score == "sigmoid":
         return 1 / (1 + np.exp(-z))
     e = np.exp(z - z.max(axis=1, keepdims=True))
@@ -56,7 +56,7 @@ def scores_of(score: str, z: Array) -> Array:
 
 
 def scores_backward(score: str, s: Array, d_s: Array) -> Array:
-    """From scores to logits."""
+    """Return the gradient of the logits from that of the scores."""
     if score == "sigmoid":
         return d_s * s * (1 - s)
     return s * (d_s - (d_s * s).sum(axis=1, keepdims=True))
@@ -80,7 +80,7 @@ def route(
     top_k: int,
     ids: Array | None = None,
 ) -> Routing:
-    """The top_k experts by score plus bias, ties to the lower id; or those that ids say."""
+    """Choose the top_k experts by score plus bias (ties: the lower id), or take those of ids."""
     s = scores_of(score, z)
     by = z if bias is None else s + bias
     if ids is None:
@@ -91,7 +91,7 @@ def route(
 
 
 def route_backward(score: str, normalize: bool, r: Routing, d_w: Array) -> Array:
-    """From weights to logits."""
+    """Return the gradient of the logits from that of the weights."""
     d_chosen = d_w
     if normalize:
         total = r.chosen.sum(axis=1, keepdims=True)
@@ -102,12 +102,12 @@ def route_backward(score: str, normalize: bool, r: Routing, d_w: Array) -> Array
 
 
 def load_of(ids: Array, experts: int) -> Array:
-    """Choices of each expert."""
+    """Return the number of choices of each expert."""
     return np.bincount(ids[ids >= 0], minlength=experts)
 
 
 def balance(score: str, z: Array, load: Array, top_k: int, coeff: float) -> tuple[float, Array]:
-    """The loss over all tokens and its gradient."""
+    """Return the balance loss over all tokens and its gradient."""
     experts, total = load.shape[0], z.shape[0]
     s = scores_of(score, z)
     whole = s.sum(axis=1, keepdims=True)
@@ -120,7 +120,7 @@ def balance(score: str, z: Array, load: Array, top_k: int, coeff: float) -> tupl
 
 
 def z_loss(z: Array, coeff: float) -> tuple[float, Array]:
-    """The loss over all tokens and its gradient."""
+    """Return the z-loss over all tokens and its gradient."""
     top = z.max(axis=1, keepdims=True)
     e = np.exp(z - top)
     lse = np.log(e.sum(axis=1, keepdims=True)) + top
@@ -132,13 +132,13 @@ def z_loss(z: Array, coeff: float) -> tuple[float, Array]:
 
 
 def silu(x: Array) -> tuple[Array, Array]:
-    """Value and derivative."""
+    """Return silu and its derivative."""
     s = 1 / (1 + np.exp(-x))
     return x * s, s * (1 + x * (1 - s))
 
 
 def mlp(x: Array, w: dict[str, Array], e: int) -> tuple[Array, Any]:
-    """One expert over rows."""
+    """Apply one expert to rows."""
     z = x @ w["w_gate_up"][e] + w.get("b_gate_up", np.zeros((e + 1, 1)))[e]
     gate, up = np.split(z, 2, axis=1)
     value, slope = silu(gate)
@@ -148,7 +148,7 @@ def mlp(x: Array, w: dict[str, Array], e: int) -> tuple[Array, Any]:
 
 
 def mlp_backward(w: dict[str, Array], d: dict[str, Array], e: int, kept: Any, d_y: Array) -> Array:
-    """Adds to the gradients d; gives that of the rows."""
+    """Add to the gradients d; return the gradient of the rows."""
     x, value, slope, up, a = kept
     d["w_down"][e] += a.T @ d_y
     d_a = d_y @ w["w_down"][e].T
@@ -179,7 +179,7 @@ class Options:
 def weighted_experts(
     o: Options, x: Array, w: dict[str, Array], d: dict[str, Array], r: Routing, d_out: Array
 ) -> tuple[Array, Array, Array]:
-    """out, d_x and the gradient of the weights; those of the experts are added to d."""
+    """Return out, d_x and the gradient of the weights; add those of the experts to d."""
     out, d_x, d_w = np.zeros_like(x), np.zeros_like(x), np.zeros_like(r.weights)
     experts = w["w_down"].shape[0]
     for e in range(experts):
@@ -208,7 +208,7 @@ def moe(
     d_loss: float,
     ids: Array | None = None,
 ) -> tuple[Array, float, Array, dict[str, Array]]:
-    """out, loss, d_x and d_w of a layer whose weights are dicts of float64 arrays."""
+    """Return out, loss, d_x and d_w of a layer whose weights are dicts of float64 arrays."""
     z = x @ w["w_gate"]
     r = route(o.score, o.normalize, z, w.get("bias"), o.top_k, ids)
     experts = w["w_down"].shape[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step that the tests take on CPU and GPU devices, and its truth in float64."""
+"""The round trip that tests run on CPU and GPU devices, and its expected results in float64."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,19 +17,19 @@ LAYER = epic.jax.Layer(EXPERTS, TOP_K, alignment=ALIGN)
 
 
 def mapped(mesh: Any, function: Callable[..., Any], inputs: int, vma: bool = True) -> Any:
-    """A jitted function of arrays that are sharded over all devices."""
+    """Return a jitted function of arrays that are sharded over all devices."""
     specs = (ALL,) * inputs
     inner = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=ALL, check_vma=vma)
     return jax.jit(inner)
 
 
 def numbers(seed: int, *shape: int, dtype: Any = jnp.float32) -> Any:
-    """Random normal numbers."""
+    """Return random normal numbers."""
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 def choices(seed: int, none: float = 0.1) -> Any:
-    """Different experts for each of 4 * TOKENS tokens; some are none."""
+    """Return different experts for each of 4 * TOKENS tokens; some choices are none."""
     rng = np.random.default_rng(seed)
     ids = np.stack([rng.permutation(EXPERTS)[:TOP_K] for _ in range(4 * TOKENS)])
     ids[rng.random(ids.shape) < none] = -1
@@ -37,7 +37,7 @@ def choices(seed: int, none: float = 0.1) -> Any:
 
 
 def through(group: Any, fused: bool, data: Any = lambda x: x, **more: Any) -> Callable[..., Any]:
-    """tokens -> experts that take the sine -> home."""
+    """Return a function that sends tokens to experts, which take the sine, and back."""
 
     def step(x: Any, w: Any, ids: Any) -> Any:
         if fused:
@@ -51,7 +51,7 @@ def through(group: Any, fused: bool, data: Any = lambda x: x, **more: Any) -> Ca
 
 
 def true_round(x: Any, w: Any, ids: Any, ct: Any) -> tuple[np.ndarray, ...]:
-    """out, d_x and d_w of `through` in float64."""
+    """Return out, d_x and d_w of through() in float64."""
     x, w, ct = (np.asarray(v, np.float64) for v in (x, w, ct))
     live = np.asarray(ids) >= 0
     total = (w * live).sum(axis=1, keepdims=True)

@@ -78,7 +78,7 @@ DIFFERENT = {
 
 @pytest.mark.parametrize("kind", ["core", "loss_axes", "composed", "quantized", "masked"])
 def test_options_that_differ(kind: str) -> None:
-    """Nothing that is sent has another shape, so the results of both ranks would be wrong."""
+    """Options that differ between ranks raise an error, even if all arrays have equal shapes."""
     wanted = dict(DIFFERENT)
     if kind in ("masked", "loss_axes"):
         del wanted["sequence_tokens"]  # both refuse it
@@ -134,7 +134,7 @@ def test_calls_of_a_compiled_program(tokens: int, opened: Any) -> None:
 
 
 def test_checkpoint_and_vmap_of_kept_calls() -> None:
-    """Effects are allowed wherever a collective is; in one process, over two devices."""
+    """Side effects work under checkpoint and vmap; in one process, over two devices."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("any",))
     layer = epic.jax.Layer(8, 2)
     sizes: dict[str, Any] = {"max_tokens": 16, "max_row_bytes": 64}
@@ -194,7 +194,7 @@ def test_order_around_an_inner_trace(kind: str) -> None:
 
 
 def test_an_error_stays_with_its_call() -> None:
-    """Outside of jit too: the group goes on after an error in the data."""
+    """The group stays usable after an error in the data, also outside of jit."""
     sizes: dict[str, Any] = {"max_tokens": 8, "max_row_bytes": 64}
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("any",))
     layer = epic.jax.Layer(8, 1)

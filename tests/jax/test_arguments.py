@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every argument of every public function: a wrong one is an EpicArgumentError that names it."""
+"""Every wrong argument of a public function raises an EpicArgumentError that names it."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -83,7 +83,7 @@ class Case:
 
 
 def make_cases(group: Any, mesh: Any, meshed: Any) -> dict[str, Case]:
-    """Return a right call of each public function."""
+    """Return a correct call of each public function."""
     ids, x, w = whole(T, K), real(T, H), real(T, K)
     plan = epic.jax.plan(group, LAYER, ids, capacity=SLOTS)
     flat = epic.jax.plan(group, FLAT, ids)
@@ -210,7 +210,7 @@ def make_cases(group: Any, mesh: Any, meshed: Any) -> dict[str, Case]:
 
 @pytest.fixture(scope="module")
 def cases() -> Iterator[dict[str, Case]]:
-    """All calls, over a group of one and a group of two."""
+    """Return all calls, over a group of one rank and a group of two."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("ep",))
     sizes: dict[str, Any] = {"max_tokens": 16, "max_row_bytes": 4 * 32, "timeout_ms": 20000}
     with (
@@ -247,7 +247,7 @@ NAMES = (
 
 
 def test_every_function_is_here(cases: dict[str, Case]) -> None:
-    """A new public function needs a case."""
+    """Every public function has a case."""
     assert set(NAMES) == set(cases)
     found = {name for name in epic.jax.__all__ if inspect.isfunction(getattr(epic.jax, name))}
     assert found == {name.split(" ")[0] for name in NAMES if "." not in name} | NO_ARRAYS
@@ -260,7 +260,7 @@ def test_every_function_is_here(cases: dict[str, Case]) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_wrong_array(name: str, cases: dict[str, Case]) -> None:
-    """Another dtype, rank or size, a scalar, None, or no array at all."""
+    """Another dtype, rank or size, a scalar, None, or no array is refused."""
     case = cases[name]
     for argument in case.arrays:
         for wrong in wrong_values(case, argument):
@@ -276,7 +276,7 @@ OBJECTS = ("group", "layer", "router", "options", "plan", "mesh", "weights")
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_wrong_object(name: str, cases: dict[str, Case]) -> None:
-    """A dict, a list, a text or None in the place of options, weights, a plan or a group."""
+    """A dict, a list, a text or None in place of options, weights, a plan or a group is refused."""
     case = cases[name]
     for argument in set(case.others) & set(OBJECTS):
         for wrong in ({"num_experts": 8}, [1, 2], "text", None, 3):
@@ -287,7 +287,7 @@ def test_a_wrong_object(name: str, cases: dict[str, Case]) -> None:
 
 @pytest.mark.parametrize("kind", ["moe", "sharded.moe", "experts"])
 def test_weights_are_an_object_of_ours(kind: str, cases: dict[str, Case]) -> None:
-    """A dict of arrays is not taken for it."""
+    """A dict of arrays in place of MoeWeights is refused."""
     group, mesh = cases["moe"].others["group"], cases["sharded.moe"].others
     x, counts = real(T, H), np.zeros(E, np.int32)
     for wrong in (WEIGHTS, list(WEIGHTS.values()), None, "text"):
@@ -349,13 +349,13 @@ NUMBERS: list[tuple[str, dict[str, Any], str]] = [
 def test_a_wrong_number(
     name: str, wrong: dict[str, Any], sentence: str, cases: dict[str, Case]
 ) -> None:
-    """Numbers, words and axes."""
+    """Wrong numbers, words and axes are refused."""
     with pytest.raises(epic.jax.EpicArgumentError, match=sentence):
         cases[name].run(**wrong)
 
 
 def test_what_the_guide_promises_while_tracing(opened: Any) -> None:
-    """Errors that a running program would only bootstrap on its ranks."""
+    """Errors that the guide promises while tracing do not wait for the running program."""
     mesh = make_mesh(4)
     group = opened(mesh, max_top_k=1)
     weights = epic.jax.MoeWeights(**{n: w for n, w in WEIGHTS.items() if "shared" not in n})
@@ -392,7 +392,7 @@ def test_what_the_guide_promises_while_tracing(opened: Any) -> None:
 
 
 def test_what_is_traced_is_no_number(opened: Any) -> None:
-    """Sizes are known while tracing."""
+    """Traced sizes are refused."""
     group = opened(None)
 
     def run(capacity: Any) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens that are sharded in several dimensions, and the blocks' names of axes: MaxText's."""
+"""Tokens that are sharded in several dimensions, and MaxText's logical axes of parameters."""
 
 import re
 from typing import Any
@@ -28,12 +28,12 @@ SPECS = {
 
 @pytest.fixture
 def long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two sequences of twelve, fewer than devices, in place of eight of three."""
+    """Use two sequences of twelve tokens, fewer than devices, in place of eight of three."""
     layers.resize(monkeypatch, BATCH=2, LENGTH=12)
 
 
 def one_group(ep: int) -> Any:
-    """The true step counts a loss by group of whole batches: one group has them all."""
+    """Count the loss over all batches, as in one group."""
     return make_mesh(ep)
 
 
@@ -41,7 +41,7 @@ def one_group(ep: int) -> Any:
 @pytest.mark.parametrize("name", ["normalized", "table", "shared"])
 @pytest.mark.parametrize("key", ["sequence", "sequence_over_dp", "batch_and_sequence"])
 def test_tokens_over_several_dimensions(key: str, name: str, opened: Any) -> None:
-    """B = 2 on four devices, S sharded: right, and no collective moves a token but ours."""
+    """B = 2 and S are sharded over four devices; only EPIC's calls move tokens."""
     mesh = make_mesh(2)
     group = opened(mesh)
     case = layers.CASES[name]
@@ -70,7 +70,7 @@ STEPS = {
 def test_steps_over_several_dimensions(
     shape: tuple[int, ...], axes: Any, hidden: str | None, opened: Any
 ) -> None:
-    """plan_dispatch and combine of [B, S, hidden]: home as it lay, with all gradients."""
+    """plan_dispatch and combine of [B, S, hidden] match float64, with all gradients."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(shape), ("dp", "ep", "tp"))
     group = opened(mesh)
     dims = (2, 2 * steps.TOKENS)
@@ -154,7 +154,7 @@ BATCH_AXES = P(("data", "fsdp", "fsdp_transpose", "expert"), "context")
 
 
 def maxtext_mesh(shape: tuple[int, ...]) -> Any:
-    """Four devices under MaxText's names."""
+    """Return four devices under MaxText's axis names."""
     return jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(shape), MESH)
 
 
@@ -170,7 +170,7 @@ def spec_of(names: Any) -> P:
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_maxtexts_rules(shape: tuple[int, ...]) -> None:
-    """Under its own rules experts lie over expert, fsdp and tensor; numbers are right."""
+    """MaxText's own rules shard experts over expert, fsdp and tensor; results match."""
     nn = pytest.importorskip("flax.linen")
     import epic.jax.linen
 
@@ -199,7 +199,7 @@ def test_maxtexts_rules(shape: tuple[int, ...]) -> None:
 
 
 def test_names_of_ones_own(opened: Any) -> None:
-    """axis_names= for any parameter, in both kinds of block; a wrong one is refused."""
+    """axis_names= works for any parameter, in both kinds of block; a wrong one is refused."""
     nn = pytest.importorskip("flax.linen")
     from flax import nnx
 
@@ -239,7 +239,7 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
 
 
 def test_axes_that_cannot_be(opened: Any) -> None:
-    """Said in words of the call, not by the shard_map that it makes."""
+    """The error names the arguments of the call, not those of the shard_map that it makes."""
     mesh = make_mesh(2)
     group = opened(mesh)
     wish = layers.options({}, 2)

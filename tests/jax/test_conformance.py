@@ -30,7 +30,7 @@ pytestmark = pytest.mark.thorough
 
 
 def routing(name: str) -> np.ndarray:
-    """Choices of 4 * TOKENS tokens."""
+    """Return choices of 4 * TOKENS tokens."""
     token = np.arange(4 * TOKENS)[:, None]
     k = np.arange(TOP_K)[None, :]
     return {
@@ -44,7 +44,7 @@ def routing(name: str) -> np.ndarray:
 
 @pytest.mark.parametrize("name", ["uniform", "skewed", "one_expert", "one_token", "nobody"])
 def test_each_half_and_its_gradient(name: str, mesh: Any, opened: Any) -> None:
-    """dispatch alone and combine alone, padding and idle ranks included, slot by slot."""
+    """dispatch alone and combine alone match slot by slot, with padding and idle ranks."""
     group = opened(mesh)
     ep, ids = mesh.shape["ep"], routing(name)
     capacity = group.capacity_bound(LAYER)
@@ -85,7 +85,7 @@ def test_each_half_and_its_gradient(name: str, mesh: Any, opened: Any) -> None:
 
 
 def test_rows_say_where_they_come_from(opened: Any) -> None:
-    """Wide rows, 32 experts a rank, top-8: every row is its source's number, in rank order."""
+    """Every row holds its source's number, in rank order: wide rows, 32 experts a rank, top-8."""
     tokens, hidden, top_k, experts = 32, 7168, 8, 128
     mesh = make_mesh(4)
     group = opened(mesh, max_row_bytes=4 * hidden)
@@ -118,7 +118,7 @@ def test_rows_say_where_they_come_from(opened: Any) -> None:
 def test_permutation(
     tokens: int, experts: int, hidden: int, top_k: int, dtype: str, alignment: int, opened: Any
 ) -> None:
-    """A group of one is the permutation of a single device: exact there, and back."""
+    """A group of one rank is an exact permutation, and combine reverses it."""
     group = opened(None, max_tokens=tokens)
     layer = epic.jax.Layer(experts, top_k, alignment=alignment)
     rng = np.random.default_rng(2)
@@ -144,7 +144,7 @@ def test_permutation(
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_steps_have_no_other_collective(backward: bool, opened: Any) -> None:
-    """Global arrays under plain jit: nothing is gathered, exchanged or placed anew."""
+    """Global arrays under plain jit: XLA gathers and exchanges nothing."""
     mesh = make_mesh(2)
     group = opened(mesh)
 
@@ -167,7 +167,7 @@ def test_steps_have_no_other_collective(backward: bool, opened: Any) -> None:
 
 
 def test_groups_of_a_mesh() -> None:
-    """All devices that share the other coordinates, whatever the order of the axes."""
+    """A group is all devices that share the other coordinates, in any order of the axes."""
 
     class Fake:
         """A mesh of numbers."""
@@ -186,7 +186,7 @@ def test_groups_of_a_mesh() -> None:
 
 
 def one_run(group: Any, mesh: Any, case: dict[str, Any]) -> tuple[Any, ...]:
-    """x, weights, cotangent, and what the layer gives for them."""
+    """Return x, weights, cotangent, and the layer's results."""
     x, ct = layers.arrays()
     weights = layers.weights(case)
     if "big_bias" in case:
@@ -196,7 +196,7 @@ def one_run(group: Any, mesh: Any, case: dict[str, Any]) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("case", ["sigmoid", "early", "zero_experts", "drop", "shared"])
 def test_same_bits_as_the_core(case: str, mesh: Any, opened: Any) -> None:
-    """Out and the gradients of rows and experts, of every group, bit for bit."""
+    """Out and the gradients of rows and experts have the core's bits in every group."""
     wish_case = layers.CASES[case]
     group = opened(mesh)
     ep, dp = mesh.shape["ep"], mesh.shape["dp"]

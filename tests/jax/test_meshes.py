@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A group that is used on another mesh than its own is refused, never wrong.
+"""A group on a mesh other than its own is refused.
 
-Each way of mixing them up is tried with every step that a program has; without the checks the
-results were wrong without an error.
+Each kind of mix-up is tried with every call that a program has.  Without the checks the results
+would be wrong without an error.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ HIDDEN = 20
 
 
 def mesh_of(order: Any, names: tuple[str, ...] = ("dp", "ep")) -> Mesh:
-    """Devices by their places in jax.devices()."""
+    """Return a mesh of devices by their indices in jax.devices()."""
     devices = np.array(jax.devices())
     return Mesh(devices[np.array(order)], names)
 
@@ -133,7 +133,7 @@ def test_a_part_of_the_mesh(opened: Any) -> None:
 
 @pytest.mark.parametrize(("ranks", "used"), [(4, 2), (2, 4), (1, 2), (2, 1)])
 def test_another_number_of_ranks(ranks: int, used: int, opened: Any) -> None:
-    """A group of 4 on ep=2, and the like: while tracing."""
+    """A group of 4 ranks on ep=2, and similar cases, are refused while tracing."""
     group = opened(make_mesh(ranks))
     for run in rounds(make_mesh(used), group).values():
         with pytest.raises(ValueError, match=f"'ep' has {used} devices.*with {ranks} ranks"):

@@ -39,7 +39,7 @@ def test_layer_with_a_callers_gemm(case: dict[str, Any], opened: Any) -> None:
 
 
 def test_no_other_collective(opened: Any) -> None:
-    """The compiled forward and backward move rows by our calls alone."""
+    """Only EPIC's calls move rows in the compiled forward and backward."""
     mesh = make_mesh(2)
     group = opened(mesh)
     x, ct = layers.arrays()
@@ -56,7 +56,7 @@ def test_no_other_collective(opened: Any) -> None:
 
 
 def test_same_bits_as_the_core(opened: Any) -> None:
-    """Out and all gradients of a group of four, bit for bit."""
+    """Out and all gradients of a group of four have the core's bits."""
     case = {"normalize": True, "biases": True, "shared": True, "z_coeff": 0.1}
     mesh = make_mesh(4)
     group = opened(mesh)
@@ -84,7 +84,7 @@ def test_same_bits_as_the_core(opened: Any) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_small_types(dtype: str, opened: Any) -> None:
-    """Gradients come in the types of what they belong to."""
+    """Gradients have the dtypes of their arrays."""
     mesh = make_mesh(2)
     group = opened(mesh)
     x, ct = (jnp.asarray(v, dtype) for v in layers.arrays())
@@ -113,7 +113,7 @@ ROUTERS = [
 def test_router(
     score: str, normalize: bool, bias: bool, tokens: int, experts: int, top_k: int
 ) -> None:
-    """The choice exactly, weights and gradient against float64."""
+    """The choice is exact; weights and gradient match float64."""
     rng = np.random.default_rng(1)
     z = rng.normal(size=(tokens, experts)).astype(np.float32)
     b = rng.normal(size=experts).astype(np.float32) if bias else None
@@ -145,7 +145,7 @@ def test_router_with_groups_and_tables() -> None:
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_losses(score: str) -> None:
-    """Values and gradients against float64, scaled by what comes from above."""
+    """Values and gradients match float64, scaled by the incoming gradient."""
     rng = np.random.default_rng(1)
     z = (3 * rng.normal(size=(40, 8))).astype(np.float32)
     ids = reference.route(score, False, z.astype(np.float64), None, 2).ids
@@ -166,7 +166,7 @@ def test_losses(score: str) -> None:
 
 
 def test_experts_and_empty_ones() -> None:
-    """Slabs of any length; padding and tail come out as zeros, gradients of idle experts too."""
+    """Slabs may have any length; padding, tail and gradients of idle experts are zeros."""
     rng = np.random.default_rng(1)
     hidden, inner, slots = 10, 6, 20
     tokens, rows = np.array([3, 0, 5], np.int32), np.array([4, 0, 8], np.int32)
@@ -197,7 +197,7 @@ def test_experts_and_empty_ones() -> None:
 
 @pytest.mark.parametrize("policy", ["nothing_saveable", "everything_saveable"])
 def test_recomputed_layers(policy: str, opened: Any) -> None:
-    """Layers in a scan, recomputed for the backward: the same gradients."""
+    """Layers in a scan that backward recomputes have the same gradients."""
     mesh = make_mesh(2)
     group = opened(mesh)
     x, ct = layers.arrays()

@@ -57,7 +57,7 @@ MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("good", "wrong", "sentence"), MISTAKES, ids=lambda x: str(x)[:40])
 def test_a_mistake(good: Any, wrong: dict[str, Any], sentence: str) -> None:
-    """Said where it is made: the field, its value, the rule."""
+    """The error is raised when the option is made, with the field, its value and the rule."""
     with pytest.raises(epic.EpicArgumentError, match=sentence):
         replace(good, **wrong)
 
@@ -111,7 +111,7 @@ def test_a_layer_of_parts_that_do_not_fit(wrong: dict[str, Any], sentence: str) 
 
 
 def test_all_at_once() -> None:
-    """Moe.of: every number once, each wish where it belongs."""
+    """Moe.of passes every number to the parts that need it."""
     got = Moe.of(
         num_experts=8, top_k=2, hidden=16, inner=12, score="sigmoid", alignment=4,
         activation="gelu", balance_coeff=0.5, shared=Experts(hidden=16, inner=4),
@@ -182,7 +182,7 @@ def test_a_port() -> None:
 
 
 def test_one_family() -> None:
-    """EpicError is all of them; an argument's is a ValueError too; each has its code."""
+    """All errors are EpicErrors with a code; argument errors are ValueErrors, too."""
     argument, unsupported = epic.EpicArgumentError("a"), epic.EpicUnsupportedError("b")
     group = epic.EpicError("EPIC_EPEER", "rank 3 is gone")
     assert isinstance(argument, epic.EpicError) and isinstance(argument, ValueError)
@@ -211,7 +211,7 @@ def test_dtypes_are_values_too() -> None:
 
 
 def test_a_build_without_openblas_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once, with the way out; this one has it."""
+    """The warning comes once, with the remedy; this build has OpenBLAS."""
     assert _native.core().epic_blas_name() != _native.PLAIN
     core = SimpleNamespace(epic_blas_name=lambda: _native.PLAIN)
     monkeypatch.setattr(_native, "core", lambda: core)
@@ -227,7 +227,7 @@ def test_a_build_without_openblas_says_so(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("options", [LAYER, ROUTER, EXPERTS])
 def test_numbers_are_the_cores(options: Any) -> None:
-    """Each is a field of the struct."""
+    """Each number is a field of the core's struct."""
     fields = [name for name, *_ in getattr(_native, type(options).__name__)._fields_]
     assert set(options.numbers()) <= set(fields)
     assert replace(LAYER, distinct=True).numbers()["flags"] == 8
@@ -239,7 +239,7 @@ VALUES = [epic.jax.MoeWeights, epic.jax.ExpertWeights, epic.jax.MoeOut]
 
 @pytest.mark.parametrize("kind", [Layer, Router, Experts, Moe, Tcp, *VALUES])
 def test_every_field_is_documented(kind: Any) -> None:
-    """Each has a line of its own in help(), or shares one."""
+    """Each field has a line of its own in help(), or shares one."""
     lines = re.findall(r"^(\w+(?:, \w+)*): ", inspect.cleandoc(kind.__doc__), re.MULTILINE)
     said = {name for line in lines for name in line.split(", ")}
     assert said == set(kind._fields if kind in VALUES else epic.options.field_names(kind))

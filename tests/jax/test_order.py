@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many calls in one program: every call site has its own number, so no order is needed."""
+"""Many calls in one program: every call site has its own number, so any order works."""
 
 from typing import Any
 
@@ -17,14 +17,14 @@ RUNS = 10
 
 
 def layers_inputs(count: int) -> tuple[Any, Any, Any]:
-    """Different tokens, weights and choices for each."""
+    """Return different tokens, weights and choices for each layer."""
     x = jnp.stack([numbers(i, 4 * TOKENS, HIDDEN) for i in range(count)], 1)
     w = jnp.stack([numbers(100 + i, 4 * TOKENS, TOP_K) for i in range(count)], 1)
     return x, w, jnp.stack([choices(i) for i in range(count)], 1)
 
 
 def one(group: Any, x: Any, w: Any, ids: Any, **more: Any) -> Any:
-    """A layer whose experts take the sine."""
+    """Run a layer whose experts take the sine."""
     plan = epic.jax.plan(group, LAYER, ids, **more)
     recv, slot = epic.jax.dispatch(plan, x, w)
     return epic.jax.combine(plan, jnp.sin(recv), slot)
@@ -32,7 +32,7 @@ def one(group: Any, x: Any, w: Any, ids: Any, **more: Any) -> Any:
 
 @pytest.mark.parametrize("psum", [False, True])
 def test_sixteen_independent_layers(psum: bool, opened: Any) -> None:
-    """Forward and backward, with matrix products before them and psums between."""
+    """Independent layers match, forward and backward, with products and psums around them."""
     count = 16
     mesh = make_mesh(4)
     group = opened(mesh)
@@ -118,7 +118,7 @@ def shared_jit(group: Any, way: str, count: int = 12) -> Any:
 
 @pytest.mark.parametrize("way", ["channel", "after"])
 def test_an_inner_jit_called_twice(way: str, opened: Any) -> None:
-    """Both ways out."""
+    """Both channel= and after= work."""
     count = 12
     mesh = make_mesh(4)
     group = opened(mesh)
@@ -130,7 +130,7 @@ def test_an_inner_jit_called_twice(way: str, opened: Any) -> None:
 
 
 def test_an_inner_jit_called_twice_is_refused() -> None:
-    """Two operations of a number at once: an error that names both ways out."""
+    """Two operations of one number at once raise an error that names both remedies."""
     mesh = make_mesh(4)
     x, w, ids = layers_inputs(12)
     for _ in range(10):

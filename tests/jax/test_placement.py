@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file of epic-place in Python."""
+"""Reads the file of epic-place in Python."""
 
 from pathlib import Path
 

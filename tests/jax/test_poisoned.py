@@ -26,13 +26,13 @@ def owners_of(slots: int, sizes: Any) -> tuple[Any, Any]:
 
 @jax.custom_vjp
 def poisoned(x: Any, w: Any, sizes: Any) -> Any:
-    """The grouped product; not-a-number in the rows past the last slab."""
+    """Return the grouped product, with NaN in the rows past the last slab."""
     owner, live = owners_of(x.shape[0], sizes)
     return jnp.where(live, jnp.einsum("sk,skn->sn", jnp.where(live, x, 0), w[owner]), NAN)
 
 
 def poisoned_forward(x: Any, w: Any, sizes: Any) -> tuple[Any, Any]:
-    """All operands are needed again."""
+    """Save all operands."""
     return poisoned(x, w, sizes), (x, w, sizes)
 
 
@@ -144,7 +144,7 @@ RUNS += [(form, EXPERTS[i]) for form in ("mask", "shared") for i in (1, 2)]
 
 @pytest.mark.parametrize(("form", "experts"), RUNS, ids=str)
 def test_a_poisoned_tail(form: str, experts: dict[str, Any], opened: Any) -> None:
-    """Output, and each gradient along a random direction by differences, against float64."""
+    """The output, and each gradient along a random direction, match float64."""
     mesh = make_mesh(2)
     group = opened(mesh)
     options = epic.jax.Moe.of(
@@ -191,7 +191,7 @@ def test_a_poisoned_tail(form: str, experts: dict[str, Any], opened: Any) -> Non
 
 @pytest.mark.parametrize("form", ["rounded", "replicas", "zero_experts", "uneven"])
 def test_other_layers_are_as_with_a_product_of_zeros(form: str, opened: Any) -> None:
-    """All gradients are those that jax.lax.ragged_dot gives, whose tail is zero."""
+    """All gradients equal those of jax.lax.ragged_dot, whose tail is zero."""
     mesh = make_mesh(2)
     group = opened(mesh)
     wish: dict[str, Any] = {"num_experts": E, "top_k": K, "hidden": H, "inner": INNER}

@@ -19,7 +19,7 @@ NOTICED = 1 + int(os.environ.get("EPIC_TEST_SLACK_MS", "0")) / 1000  # as the fa
 
 
 def start(what: str, processes: int) -> list[Any]:
-    """The processes, running."""
+    """Start the processes."""
     devices = 4 // processes
     env = os.environ | {
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
@@ -67,7 +67,7 @@ def test_layers(processes: int) -> None:
 
 @pytest.mark.thorough
 def test_independent_layers() -> None:
-    """Many in one program, in four processes: right, the same every time, never stuck."""
+    """Many layers in one program, in four processes, give equal results every time."""
     for said in run("independent", 4):
         assert said.endswith("right\n"), said[-3000:]
 
@@ -122,7 +122,7 @@ def test_an_interrupt_lands(what: str) -> None:
 
 
 def test_a_late_process() -> None:
-    """A bootstrap that somebody misses names him; the next one works."""
+    """A bootstrap without one process names it; the next bootstrap works."""
     said = run("late", 4)
     for process, text in enumerate(said):
         assert "sum 4" in text, text[-3000:]

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas of experts (EPLB): numbers and gradients are those of the logical experts, wherever the
-copies are."""
+"""Replicas of experts (EPLB): results and gradients are those of the logical experts."""
 
 from dataclasses import replace
 from typing import Any
@@ -24,7 +23,7 @@ FULL = {"normalize": True, "biases": True, "balance_coeff": 0.5, "z_coeff": 0.1}
 
 
 def replicated(case: dict[str, Any], table: np.ndarray) -> tuple[Any, dict[str, np.ndarray]]:
-    """The case's options and weights, with copies."""
+    """Return the case's options and weights, with replicas."""
     wish = layers.options(case, 3)  # which leaves the number of a rank's experts open
     layer = replace(wish.layer, num_experts=len(table), num_logical=layers.EXPERTS)
     w = layers.weights(case)
@@ -52,7 +51,7 @@ RUNS = {
 def test_layer(
     case: dict[str, Any], table: np.ndarray, ep: int, more: dict[str, Any], opened: Any
 ) -> None:
-    """Out, loss and all gradients, in float64: each copy gets what its logical expert would."""
+    """Out, loss and all gradients match float64: each replica has its logical expert's gradient."""
     mesh = make_mesh(ep)
     group = opened(mesh)
     options, w = replicated(case, table)

@@ -81,7 +81,7 @@ def common_limit(ids: Any, layer: Any, capacity: int | None, ep: int) -> int:
 
 
 def test_plans_that_cannot_be_read(opened: Any) -> None:
-    """One that is being traced, and damaged bytes."""
+    """A traced plan and damaged bytes are refused."""
     group = opened(make_mesh(1))
     layer = epic.jax.Layer(EXPERTS, TOP_K)
     with pytest.raises(epic.jax.EpicArgumentError, match="traced"):
@@ -134,7 +134,7 @@ def test_a_layer_has_memory_for_distinct_choices(opened: Any) -> None:
 
 
 def test_nnx_says_load_and_demand(opened: Any) -> None:
-    """moe() gives them; eval() stops the bias, train() lets it go on."""
+    """moe() returns load and demand; eval() stops the bias, train() resumes it."""
     pytest.importorskip("flax")
     from flax import nnx
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layer with weights sharded by FSDP, losses over data axes, and what the program then has."""
+"""The layer with weights sharded by FSDP and losses over data axes, and its collectives."""
 
 import re
 from typing import Any
@@ -23,13 +23,13 @@ MESHES = {"fsdp2_ep2": (1, 2, 2), "dp2_fsdp2": (2, 2, 1), "fsdp4": (1, 4, 1), "d
 
 
 def three_axes(shape: tuple[int, ...]) -> Any:
-    """dp x fsdp x ep."""
+    """Return a mesh dp x fsdp x ep."""
     devices = np.array(jax.devices()[:4]).reshape(shape)
     return jax.sharding.Mesh(devices, ("dp", "fsdp", "ep"))
 
 
 def placed(mesh: Any, group: Any, case: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """x, weights and cotangent, each where it belongs."""
+    """Return x, weights and cotangent in their shardings."""
     weights = layers.weights(case)
     named = epic.jax.MoeWeights(**weights)
     specs = epic.jax.sharded.weight_specs(group, named, ("fsdp",))._asdict()
@@ -43,7 +43,7 @@ def placed(mesh: Any, group: Any, case: dict[str, Any]) -> tuple[Any, Any, Any]:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("shape", MESHES.values(), ids=MESHES.keys())
 def test_fsdp(shape: tuple[int, ...], name: str, gemm: Any, opened: Any) -> None:
-    """Right numbers; gradients come sharded as the weights are."""
+    """Results match; gradients are sharded like the weights."""
     mesh, case = three_axes(shape), layers.CASES[name]
     group = opened(mesh)
     args = placed(mesh, group, case)
@@ -55,14 +55,14 @@ def test_fsdp(shape: tuple[int, ...], name: str, gemm: Any, opened: Any) -> None
 
 
 def collectives(text: str) -> list[tuple[str, str]]:
-    """Name and replica groups of each collective of XLA's."""
+    """Return name and replica groups of each collective of XLA."""
     kinds = "all-gather|reduce-scatter|all-to-all|collective-permute"
     pattern = rf"= \S+ ({kinds})\(.*?replica_groups=(.+?), (?:dimensions|use_global)"
     return re.findall(pattern, text)
 
 
 def test_fsdp_gathers_over_its_axis_alone(opened: Any) -> None:
-    """Forward all-gather, backward reduce-scatter, of weights, over fsdp and nothing else."""
+    """XLA gathers and reduce-scatters weights over fsdp, and does nothing else."""
     mesh, case = three_axes((1, 2, 2)), layers.CASES["softmax"]
     group = opened(mesh)
     args = placed(mesh, group, case)
@@ -80,7 +80,7 @@ def test_fsdp_gathers_over_its_axis_alone(opened: Any) -> None:
 @pytest.mark.parametrize("gemm", [None, jax.lax.ragged_dot], ids=["core", "ragged_dot"])
 @pytest.mark.parametrize("name", ["normalized", "sigmoid", "zero_experts"])
 def test_losses_over_data_axes(name: str, gemm: Any, mesh: Any, opened: Any) -> None:
-    """Counted over all tokens together: as one group of all devices would."""
+    """The losses count all tokens together, as one group of all devices would."""
     case = layers.CASES[name]
     group = opened(mesh)
     x, ct = layers.arrays()
@@ -108,7 +108,7 @@ def test_load_of_all_groups(mesh: Any, opened: Any) -> None:
 
 
 def test_bias_update_is_exact() -> None:
-    """Loads whose sum, or whose mean in float32, would not be."""
+    """The update is exact for loads whose sum or mean is not exact in float32."""
     for load in ([3, 4, 4], [2**30, 2**30 - 1], [16777217, 16777216], [5, 5]):
         mean = sum(load) / len(load)
         wanted = [float(np.sign(mean - v)) for v in load]
@@ -132,7 +132,7 @@ def test_early_and_late_weighting_agree(opened: Any) -> None:
 
 
 def test_too_small_a_capacity(opened: Any) -> None:
-    """An error on every rank, or drops: out of a token that lost all its choices is zero."""
+    """Too few slots raise an error on every rank, or drop choices; lost tokens return zeros."""
     mesh = make_mesh(4)
     group = opened(mesh)
     case = layers.CASES["softmax"]
@@ -176,7 +176,7 @@ def test_without_numbers_of_call_sites(opened: Any, monkeypatch: pytest.MonkeyPa
 
 
 def test_devices_with_the_same_tokens(opened: Any) -> None:
-    """An axis that shards neither tokens nor weights: every replica does the same."""
+    """Devices along an axis that shards neither tokens nor weights do the same."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("ep", "tp"))
     group = opened(mesh)
     case = layers.CASES["normalized"]

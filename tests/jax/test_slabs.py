@@ -16,7 +16,7 @@ ROWS, K, N, SIZES = 512, 256, 384, np.array([128, 0, 256, 0], np.int32)
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two thread blocks, simulated."""
+    """Simulate two thread blocks."""
     if not hasattr(plgpu, "InterpretGPUParams"):
         pytest.skip("this JAX has no interpreter for Pallas' GPU kernels")
     monkeypatch.setattr(slabs, "interpreter", {"interpret": plgpu.InterpretGPUParams()})
@@ -24,7 +24,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def operand(seed: int, *shape: int) -> tuple[Any, np.ndarray]:
-    """Bfloat16 numbers, and the same in float64."""
+    """Return bfloat16 numbers, and the same in float64."""
     x = jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.bfloat16)
     return x, np.asarray(x, np.float64)
 
@@ -36,14 +36,14 @@ def rows(seed: int, columns: int) -> tuple[Any, np.ndarray]:
 
 
 def parts() -> list[tuple[int, slice]]:
-    """Every expert's rows."""
+    """Yield every expert's rows."""
     end = np.cumsum(SIZES)
     return [(e, slice(end[e] - SIZES[e], end[e])) for e in range(len(SIZES))]
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_rows_by_weights(transposed: bool) -> None:
-    """Every slab by its own weights."""
+    """Every slab is multiplied by its own weights."""
     x, wide_x = rows(1, N if transposed else K)
     w, wide_w = operand(2, len(SIZES), K, N)
     product = slabs.weights_transposed if transposed else slabs.rows_by_weights
@@ -55,7 +55,7 @@ def test_rows_by_weights(transposed: bool) -> None:
 
 
 def test_slab_products() -> None:
-    """Zeros for experts without rows."""
+    """Experts without rows have zeros."""
     (x, wide_x), (y, wide_y) = rows(1, K), rows(2, N)
     got = np.asarray(slabs.slab_products(x, y, jnp.asarray(SIZES)), np.float64)
     for expert, part in parts():

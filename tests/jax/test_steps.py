@@ -29,7 +29,7 @@ from steps import (
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_round_trip_and_gradients(mesh: Any, vma: bool, fused: bool, opened: Any) -> None:
-    """Against float64, with random cotangents."""
+    """The round trip matches float64, with random cotangents."""
     group = opened(mesh)
     x, w = numbers(1, 4 * TOKENS, HIDDEN), numbers(2, 4 * TOKENS, TOP_K)
     ids, ct = choices(3), numbers(4, 4 * TOKENS, HIDDEN)
@@ -40,7 +40,7 @@ def test_round_trip_and_gradients(mesh: Any, vma: bool, fused: bool, opened: Any
 
 
 def test_every_slot(mesh: Any, opened: Any) -> None:
-    """Rows, weights and counts, exactly, padding and tail included."""
+    """Rows, weights and counts are exact, with padding and tail."""
     group = opened(mesh)
     ep = mesh.shape["ep"]
     x, w, ids = numbers(1, 4 * TOKENS, HIDDEN), numbers(2, 4 * TOKENS, TOP_K), choices(3)
@@ -69,7 +69,7 @@ def test_every_slot(mesh: Any, opened: Any) -> None:
 
 
 def test_weight_gradients_are_exact(mesh: Any, opened: Any) -> None:
-    """Each (token, k) gets its own slot's number back, unsummed."""
+    """The gradient of each (token, k) is its own slot's number, exactly."""
     group = opened(mesh)
     x, w, ids = numbers(1, 4 * TOKENS, HIDDEN), numbers(2, 4 * TOKENS, TOP_K), choices(3, 0)
 
@@ -96,7 +96,7 @@ def test_small_types(dtype: str, opened: Any) -> None:
 
 
 def test_float64(opened: Any) -> None:
-    """Summed in float64."""
+    """float64 rows are summed in float64."""
     with jax.enable_x64(True):
         mesh = make_mesh(2)
         group = opened(mesh)
@@ -110,7 +110,7 @@ def test_float64(opened: Any) -> None:
 
 
 def test_a_plan_that_moved(opened: Any) -> None:
-    """A copy of the plan is the plan."""
+    """A copy of a plan works like the plan."""
     mesh = make_mesh(4)
     group = opened(mesh)
     x, w, ids = numbers(1, 4 * TOKENS, HIDDEN), numbers(2, 4 * TOKENS, TOP_K), choices(3)
@@ -119,7 +119,7 @@ def test_a_plan_that_moved(opened: Any) -> None:
 
 
 def test_three_dimensions(opened: Any) -> None:
-    """[B, S, H] in, rows out."""
+    """[B, S, H] tokens return [tokens, H] rows."""
     mesh = make_mesh(2)
     group = opened(mesh)
     x, ids = numbers(1, 4, TOKENS, HIDDEN), choices(3).reshape(4, TOKENS, TOP_K)

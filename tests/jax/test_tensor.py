@@ -25,12 +25,12 @@ MIXED = np.arange(2 * layers.INNER).reshape(2, layers.INNER).T.reshape(-1)
 
 
 def mixed(name: str, value: Any) -> Any:
-    """A weight of layers.py with its columns interleaved."""
+    """Return a weight of layers.py with interleaved columns."""
     return value[..., MIXED] if name.endswith("gate_up") else value
 
 
 def options(case: dict[str, Any], ranks: int) -> epic.jax.Moe:
-    """As layers.py's, interleaved."""
+    """Return the options of layers.py, interleaved."""
     wish = layers.options(case, ranks)
     shared = wish.shared and replace(wish.shared, interleaved=True)
     return replace(wish, experts=replace(wish.experts, interleaved=True), shared=shared)
@@ -43,7 +43,7 @@ RUNS += [("early", None, "tp4"), ("early", RAGGED, "ep2_tp2"), ("input", None, "
 
 @pytest.mark.parametrize(("name", "gemm", "shape"), RUNS)
 def test_inner_over_an_axis(shape: str, name: str, gemm: Any, opened: Any) -> None:
-    """Forward and all gradients, in float64; weights stay where they are, one sum is made."""
+    """Forward and all gradients match float64; weights are not moved, and there is one sum."""
     grid = np.array(jax.devices()[:4]).reshape(MESHES[shape])
     mesh = jax.sharding.Mesh(grid, ("dp", "fsdp", "ep", "tp"))
     group = opened(mesh)
@@ -78,7 +78,7 @@ def test_inner_over_an_axis(shape: str, name: str, gemm: Any, opened: Any) -> No
 
 
 def test_blocks_over_a_tensor_axis(opened: Any) -> None:
-    """Both kinds; nnx lays its parameters there."""
+    """Both kinds of block work; nnx shards its parameters over the axis."""
     nn = pytest.importorskip("flax.linen")
     from flax import nnx
 
@@ -108,7 +108,7 @@ def test_blocks_over_a_tensor_axis(opened: Any) -> None:
 
 
 def test_what_cannot_be(opened: Any) -> None:
-    """With the way out, while tracing."""
+    """Wrong arguments are refused while tracing, with the remedy."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(1, 4), ("ep", "tp"))
     group = opened(mesh)
     x = jnp.asarray(layers.arrays()[0])

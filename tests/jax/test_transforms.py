@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vmap element by element, export, and what is refused: second derivatives."""
+"""vmap element by element, export, and refused second derivatives."""
 
 import re
 from collections.abc import Callable
@@ -24,12 +24,12 @@ ROWS = P(None, ("dp", "ep"))
 
 
 def stacked(make: Callable[[int], Any]) -> Any:
-    """One array for each element of the mapped axis."""
+    """Return one array for each element of the mapped axis."""
     return jnp.stack([make(i) for i in range(COUNT)])
 
 
 def inputs() -> tuple[Any, ...]:
-    """x, weights, choices and cotangents of COUNT different steps."""
+    """Return x, weights, choices and cotangents of COUNT different round trips."""
     return (
         stacked(lambda i: numbers(10 + i, 4 * TOKENS, HIDDEN)),
         stacked(lambda i: numbers(20 + i, 4 * TOKENS, TOP_K)),
@@ -39,7 +39,7 @@ def inputs() -> tuple[Any, ...]:
 
 
 def round_with_gradients(run: Any) -> Any:
-    """out, d_x, d_w."""
+    """Return out, d_x and d_w."""
 
     def both(x: Any, w: Any, ids: Any, ct: Any) -> Any:
         out, pull = jax.vjp(lambda x, w: run(x, w, ids), x, w)
@@ -51,7 +51,7 @@ def round_with_gradients(run: Any) -> Any:
 @pytest.mark.parametrize("where", ["inside", "outside", "over_gradients"])
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "single"])
 def test_vmap_of_the_steps(where: str, fused: bool, vma: bool, opened: Any) -> None:
-    """Within the shard_map, around it, and around the gradient: as one by one, in float64."""
+    """vmap in the shard_map, around it and around the gradient equals a loop, in float64."""
     mesh = make_mesh(2)
     group = opened(mesh)
     one = through(group, fused)
@@ -92,7 +92,7 @@ def test_vmap_of_layers(gemm: Any, opened: Any) -> None:
 
 
 def test_vmap_over_stages(opened: Any) -> None:
-    """spmd_axis_name, as a pipeline has it: each stage's devices are groups of their own."""
+    """With spmd_axis_name each stage of a pipeline has groups of its own."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("stage", "ep"))
     group = opened(mesh)
     case = layers.CASES["normalized"]
@@ -117,7 +117,7 @@ def test_vmap_over_stages(opened: Any) -> None:
 
 
 def test_vmap_of_a_sum(opened: Any) -> None:
-    """Whose result lies where its argument did."""
+    """The result uses the memory of the argument."""
     mesh = make_mesh(4)
     group = opened(mesh)
     x = numbers(1, COUNT, 4, 5)
@@ -129,7 +129,7 @@ def test_vmap_of_a_sum(opened: Any) -> None:
 
 
 def test_vmap_under_remat_and_scan(opened: Any) -> None:
-    """What is computed again has a number of its own."""
+    """A recomputed call has a number of its own."""
     mesh = make_mesh(2)
     group = opened(mesh)
     one = mapped(mesh, through(group, True), 3)
@@ -153,7 +153,7 @@ def test_vmap_under_remat_and_scan(opened: Any) -> None:
 
 @pytest.mark.parametrize("what", ["layer", "composed", "steps", "route", "experts"])
 def test_second_derivatives_are_refused(what: str, opened: Any) -> None:
-    """With a sentence, in both orders; first ones are as they were."""
+    """The error explains it, in both orders; first derivatives still work."""
     mesh = make_mesh(2)
     group = opened(mesh)
     case = layers.CASES["normalized"]
@@ -224,7 +224,7 @@ def test_export(opened: Any) -> None:
 
 
 def test_an_exported_program_on_another_mesh(opened: Any) -> None:
-    """Nothing of JAX's compares the devices then: the handlers do."""
+    """JAX does not compare the devices then; the handlers do."""
     mesh = make_mesh(4)
     group = opened(mesh)
     run = mapped(mesh, lambda v: epic.jax.sum(group, v), 1)
@@ -240,7 +240,7 @@ def test_an_exported_program_on_another_mesh(opened: Any) -> None:
 
 
 def test_the_guide_names_the_targets() -> None:
-    """All of them, and no others."""
+    """The guide names exactly the targets that exist."""
     text = GUIDE.read_text()
     part = text[text.index("- `jax.export`") :].split("\n\n")[0]
     named = set(re.findall(r"\bepic_[a-z_]+[a-z]\b", part))

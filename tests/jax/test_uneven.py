@@ -23,7 +23,7 @@ counts = pytest.mark.parametrize(("experts", "ep"), COUNTS)
 
 @pytest.fixture
 def count(monkeypatch: pytest.MonkeyPatch, experts: int) -> int:
-    """The layer of layers.py with another number of experts."""
+    """Return the layer of layers.py with another number of experts."""
     layers.resize(monkeypatch, EXPERTS=experts)
     return experts
 
@@ -88,7 +88,7 @@ def test_in_a_shard_map(experts: int, ep: int, form: str, opened: Any) -> None:
 @pytest.mark.usefixtures("count")
 @counts
 def test_the_steps(experts: int, ep: int, opened: Any) -> None:
-    """A plan without a table: each rank's slabs are of its own experts."""
+    """Without a table, each rank's slabs are those of its own experts."""
     mesh = make_mesh(ep)
     group = opened(mesh)
     layer = epic.jax.Layer(experts, 1)

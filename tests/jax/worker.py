@@ -29,28 +29,28 @@ SIDE_BY_SIDE = 6 if QUICK else 16
 
 
 def say(*words: object) -> None:
-    """To the test, at once."""
+    """Print a line for the test at once."""
     print(*words, flush=True)
 
 
 def initialize(process: int, processes: int, port: int) -> None:
-    """jax.distributed on this host."""
+    """Initialize jax.distributed on this host."""
     jax.distributed.initialize(f"127.0.0.1:{port}", processes, process)
 
 
 def place(mesh: Mesh, value: np.ndarray, spec: P) -> Any:
-    """A global array of which every process knows all."""
+    """Return a global array from an array that every process has."""
     sharding = NamedSharding(mesh, spec)
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 
 def whole(x: Any) -> np.ndarray:
-    """All of a global array."""
+    """Return all elements of a global array."""
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
 def check_steps(group: Any, mesh: Mesh) -> None:
-    """There, through the sine, and back, with gradients, against float64."""
+    """Compare the round trip with float64, with gradients."""
     rows, top_k = 4 * steps.TOKENS, steps.TOP_K
     ids = np.asarray(steps.choices(3))
     x, w, ct = (
@@ -71,7 +71,7 @@ def check_steps(group: Any, mesh: Mesh) -> None:
 
 
 def run_layers(process: int, processes: int, port: int) -> None:
-    """The steps, and cases of layers.py, on every mesh, against float64."""
+    """Run the round trip and cases of layers.py on every mesh."""
     initialize(process, processes, port)
     for ep in (1, 2, 4):
         mesh = Mesh(np.array(jax.devices()[:4]).reshape(4 // ep, ep), ("dp", "ep"))
@@ -108,7 +108,7 @@ def run_independent(process: int, processes: int, port: int) -> None:
 
 
 def sums(group: Any, mesh: Mesh) -> Any:
-    """A jitted sum of four rows."""
+    """Return a jitted sum of four rows."""
     inner = jax.shard_map(
         lambda v: epic.jax.sum(group, v), mesh=mesh, in_specs=P("ep"), out_specs=P("ep")
     )
@@ -116,22 +116,22 @@ def sums(group: Any, mesh: Mesh) -> Any:
 
 
 def kill() -> None:
-    """Without a word."""
+    """End the process without a cleanup."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def fail() -> None:
-    """As a loader without data does."""
+    """Raise an exception, like a loader without data."""
     raise RuntimeError("no more data")
 
 
 def leave() -> None:
-    """Early, and by no mistake that Python would know."""
+    """End the process early without an error in Python."""
     sys.exit(3)
 
 
 def step_until_gone(run: Any, process: int, end: Any) -> None:
-    """The last process ends; the others say what they see, and when."""
+    """Run steps until the last process ends; print the errors of the others and their times."""
 
     def steps(count: int) -> None:
         for i in range(count):
@@ -153,7 +153,7 @@ def step_until_gone(run: Any, process: int, end: Any) -> None:
 
 
 def run_gone(process: int, processes: int, port: int, end: Any = kill) -> None:
-    """With jax.distributed."""
+    """Run step_until_gone() with jax.distributed."""
     initialize(process, processes, port)
     mesh = Mesh(np.array(jax.devices()), ("ep",))
     group = epic.jax.open(mesh, "ep", **SIZES)
@@ -163,7 +163,7 @@ def run_gone(process: int, processes: int, port: int, end: Any = kill) -> None:
 
 
 def run_gone_tcp(process: int, processes: int, port: int, end: Any = kill) -> None:
-    """Without: every process is a JAX of its own, and the ranks meet over TCP."""
+    """Run step_until_gone() without jax.distributed; the ranks bootstrap over TCP."""
     group = epic.jax.open(
         ranks=[process], num_ranks=processes, bootstrap=epic.jax.Tcp(port=port), **SIZES
     )
@@ -176,7 +176,7 @@ run_raise, run_exit = partial(run_gone, end=fail), partial(run_gone, end=leave)
 
 
 def run_with(process: int, processes: int, port: int) -> None:
-    """An exception that leaves a group's with statement."""
+    """Raise an exception inside of a group's with statement."""
 
     def end() -> None:
         with group:

@@ -39,7 +39,7 @@ def good_step(mesh: Mesh, group: Any) -> None:
 
 
 def checked(group: Any) -> str:
-    """What epic.jax.check says, behind the name of its result."""
+    """Return the name of the result and the text of epic.jax.check."""
     try:
         epic.jax.check(group)
     except epic.jax.EpicError as error:
@@ -118,7 +118,7 @@ def case_data_errors() -> None:
 
 
 def sync(name: str) -> None:
-    """All processes."""
+    """Wait for all processes."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)
 

@@ -108,7 +108,7 @@ def identity_round(group: Any, layer: Any, capacity: int) -> Callable[..., Any]:
 
 
 def case_host_bits() -> None:
-    """GPUs give the bits that CPU devices give, forward and backward."""
+    """GPUs return the bits of CPU devices, forward and backward."""
     count, hidden = len(gpus()), 1100
     w, ids = numbers(2, count * 40, TOP_K), choices(3, count * 40)
     for ep in rank_counts():
@@ -157,7 +157,7 @@ def case_drop_and_placement() -> None:
 
 
 def case_no_tokens() -> None:
-    """Zero rows are no special case."""
+    """Calls without tokens work."""
     if jax.__version__.startswith("0.11.") and len(gpus()) > 1:
         raise LeftOutError("this JAX crashes when it compiles calls of empty arrays")
     mesh = gpu_mesh(len(gpus()))

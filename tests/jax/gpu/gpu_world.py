@@ -32,22 +32,22 @@ class LeftOutError(Exception):
 
 
 def say(*words: object) -> None:
-    """At once."""
+    """Print a line at once."""
     print(*words, flush=True)
 
 
 def gpus() -> list[Any]:
-    """Of all processes."""
+    """Return the GPUs of all processes."""
     return jax.devices("gpu")
 
 
 def gpu_mesh(ep: int) -> Mesh:
-    """All GPUs as dp x ep."""
+    """Return all GPUs as dp x ep."""
     return Mesh(np.array(gpus()).reshape(-1, ep), ("dp", "ep"))
 
 
 def host_mesh(ep: int) -> Mesh:
-    """As many CPU devices of this process."""
+    """Return a mesh of equally many CPU devices of this process."""
     devices = jax.local_devices(backend="cpu")[: len(gpus())]
     return Mesh(np.array(devices).reshape(-1, ep), ("dp", "ep"))
 
@@ -58,14 +58,14 @@ def rank_counts() -> list[int]:
 
 
 def put(mesh: Mesh, value: Any, spec: P = ALL) -> Any:
-    """A global array of which every process knows all."""
+    """Return a global array from an array that every process has."""
     value = np.asarray(value)
     sharding = NamedSharding(mesh, spec)
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 
 def whole(x: Any) -> np.ndarray:
-    """All of a global array."""
+    """Return all elements of a global array."""
     if isinstance(x, np.ndarray) or x.is_fully_addressable:
         return np.asarray(x)
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
@@ -85,13 +85,13 @@ def choices(seed: int, tokens: int, none: float = 0.1) -> np.ndarray:
 
 
 def same(a: Any, b: Any) -> None:
-    """Bit for bit, leaf by leaf."""
+    """Compare bit for bit, leaf by leaf."""
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert np.array_equal(whole(x), whole(y))
 
 
 def failure(function: Any, *args: Any) -> str:
-    """The text of the error that it raises."""
+    """Return the text of the error that the function raises."""
     try:
         jax.block_until_ready(function(*args))
     except (Failure, ValueError) as error:

@@ -78,7 +78,7 @@ def options(case: Case, ranks: int) -> epic.Moe:
 
 
 def rounded(values: Any, dtype: str) -> np.ndarray:
-    """Numbers that the type has, as float32."""
+    """Return numbers that the dtype can represent, as float32."""
     return np.array(jnp.asarray(values, dtype), np.float32)
 
 
@@ -149,7 +149,7 @@ def errors(case: Case, got: Any, groups: int) -> dict[str, float]:
 
 
 def run_layer(name: str, case: Case, ep: int) -> bool:
-    """A line of the table."""
+    """Print a line of the table."""
     make_cases_large(case.dtype)
     mesh = gpu_mesh(ep)
     with epic.jax.open(mesh, "ep", **SIZES) as group, jax.default_matmul_precision("highest"):
@@ -238,7 +238,7 @@ def run_experts(dtype: str) -> bool:
 
 
 def main(words: list[str]) -> int:
-    """The table; 1 if a line of it failed."""
+    """Print the table; return 1 if a line of it failed."""
     if words:
         process, processes, port = map(int, words)
         jax.distributed.initialize(
