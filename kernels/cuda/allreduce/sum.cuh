@@ -49,8 +49,8 @@ __device__ __forceinline__ void copy_floats(const float (&from)[4], float (&to)[
 template <int LEVELS> struct Tree {
     float left[LEVELS][4];
 
-    /* Adds the next leaf to the tree, and each node that becomes complete to its parent's sum.
-     * x is overwritten. */
+    /* Adds the next leaf: merges it with its complete left siblings, level by level. x is
+     * overwritten. */
     __device__ __forceinline__ void push_leaf(int leaf, float (&x)[4])
     {
         bool rises = true;

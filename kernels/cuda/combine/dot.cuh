@@ -41,7 +41,8 @@ template <> struct Dot<F32> {
     static constexpr int V = 8, BLOCK = 384, LAST = 2; /* 168 registers each */
     float acc[8]; /* 0-3 of even vectors, 4-7 of odd ones */
 
-    /* The same for vectors of four floats: even and odd vectors have accumulators of their own.
+    /* Like that of Dot16, with four floats per vector: even and odd vectors have accumulators of
+     * their own.
      */
     __device__ __forceinline__ void add_products(int v, const float *x, const float *y)
     {

@@ -167,7 +167,7 @@ template <class ROW, class PART> struct LeafStack {
         leaf_at = (leaf_at & ~(255ull << (8 * depth))) | (uint64_t)new_leaf << (8 * depth);
         depth++;
     }
-    /* Merges all nodes into one. false: there is none. */
+    /* Merges all nodes into one. Returns false if the stack is empty. */
     __device__ __forceinline__ bool pop_result(uint4 *node)
     {
         while (depth >= 2) merge_top();

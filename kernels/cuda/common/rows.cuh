@@ -131,7 +131,7 @@ __device__ __forceinline__ uint4 poison_vector()
     return make_uint4(POISON, POISON, POISON, POISON);
 }
 
-/* Is any word poison? It is the largest number of 32 bits, so the maximum tells. */
+/* Is any word poison? Poison is the largest 32-bit number, so one maximum is compared. */
 __device__ __forceinline__ bool has_poison(uint4 q)
 {
     return max(max(q.x, q.y), max(q.z, q.w)) == POISON;

@@ -110,7 +110,7 @@ template <class OwnPiece> struct PieceFeed {
         read_piece(piece.q, i, m.shape);
         piece.complete_scales(m, token, i);
     }
-    /* The same, and quantizes it. */
+    /* Reads piece i of a token of this rank from the ring, and quantizes it. */
     __device__ __forceinline__ void read_own_piece(QuantizedPiece &piece, int32_t, int i)
     {
         uint4 raw[V];

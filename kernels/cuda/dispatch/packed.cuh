@@ -246,7 +246,7 @@ struct JoinedPiece { /* a piece of this rank's token, from two arrays */
     {
         make_raw(m, raw);
     }
-    /* The same without the token, which only unaligned quantized rows need. */
+    /* Like make_piece(), without the token, which only unaligned quantized rows need. */
     __device__ __forceinline__ void make_raw(const PackedMove &, const uint4 (&raw)[V])
     {
 #pragma unroll

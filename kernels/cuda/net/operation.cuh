@@ -159,7 +159,7 @@ __device__ __forceinline__ bool wait_announcements(const p2p_self &self, const O
     return ok;
 }
 
-/* The same for a kernel that has its group in the OpState. */
+/* For kernels that do not keep p2p_self in registers: reads it through the OpState. */
 static __device__ bool wait_announcements(const OpState &op)
 {
     return wait_announcements(*op.self, op);
@@ -182,7 +182,7 @@ __device__ __forceinline__ bool read_announcement(const p2p_self &self, const Op
     return ok;
 }
 
-/* The same for a kernel that has its group in the OpState. */
+/* For kernels that do not keep p2p_self in registers: reads it through the OpState. */
 static __device__ bool read_announcement(const OpState &op, int which, int32_t &value)
 {
     return read_announcement(*op.self, op, which, value);
@@ -212,7 +212,7 @@ __device__ __forceinline__ bool finish_operation(const p2p_self &self, OpState &
     return op.last != 0;
 }
 
-/* The same for most kernels: CTA 0 waits, and the last CTA may read what peers announced. */
+/* For most kernels: CTA 0 waits, and the last CTA may read what peers announced. */
 static __device__ bool finish_operation(OpState &op)
 {
     return finish_operation(*op.self, op, 0, true);

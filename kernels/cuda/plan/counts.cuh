@@ -251,7 +251,7 @@ __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert, u
     return base + before;
 }
 
-/* The same without the lanes. */
+/* Like count_group() with `same`, for callers that do not need the lanes. */
 __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert)
 {
     uint32_t same;

@@ -16,7 +16,7 @@ static const char *operation_name(uint32_t operation)
     return operation < sizeof names / sizeof *names ? names[operation] : "an unknown operation";
 }
 
-/* What a kernel waited for, as the end of the text "rank 1 waited 9 ms for rank 2 ...". */
+/* The end of the text "rank 1 waited 9 ms for rank 2 ...": what a kernel waited for. */
 static const char *phase_name(uint32_t phase)
 {
     static const char *const names[] = {"",

@@ -378,7 +378,7 @@ static epic_result launch_combine(const epic_group *g, p2p_combine_job *job,
                     "launching combine");
 }
 
-/* epic_ops.combine: sends rows back and sums each token's. */
+/* epic_ops.combine: sends rows back to their tokens' ranks, and sums the rows of each token. */
 static epic_result p2p_combine(epic_group *g, const epic_combine_args *args)
 {
     P2P_RANGE("epic_combine");
