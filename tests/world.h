@@ -4,7 +4,7 @@
 #ifndef WORLD_H
 #define WORLD_H
 
-#include "oracle.h"
+#include "oracles/oracle.h"
 #include "run.h"
 
 #define WORLD_MAX_TOKENS 48 /* per rank */

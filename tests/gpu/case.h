@@ -4,7 +4,8 @@
 #ifndef EPIC_TEST_CASE_H
 #define EPIC_TEST_CASE_H
 
-#include "oracle.h"
+#include "oracles/oracle.h"
+#include "oracles/routing.h"
 #include "team.h"
 
 typedef struct test_case {

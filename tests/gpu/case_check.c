@@ -213,7 +213,7 @@ static void check_quantized(bench *b, const slots *s, int64_t slot, const float 
 {
     const test_case *c = &b->c;
     uint8_t *q = malloc((size_t)c->hidden), *scales = malloc((size_t)c->scale_bytes);
-    quantize_blocks(c->quantize, x, c->hidden, q, scales);
+    oracle_quantize(c->quantize, x, 1, EPIC_F32, c->hidden, q, scales);
     if (memcmp(q, s->rows + slot * c->recv_bytes, (size_t)c->hidden) ||
         memcmp(scales, s->scales + slot * c->scale_bytes, (size_t)c->scale_bytes))
         report_wrong(b, "combine_backward: quantized row of slot %lld", (long long)slot);
@@ -256,7 +256,7 @@ static void check_gradient(bench *b, const slots *s, int q, int64_t choice)
         scaled[i] = w * x[i];
     }
     check_scaled(b, s, slot, scaled);
-    const float want = dot_in_order(x, y, c->hidden);
+    const float want = oracle_dot(x, y, EPIC_F32, c->hidden);
     if (!flat && !same_float(want, dots[slot]))
         report_wrong(b, "combine_backward: dot of slot %lld is %.9g, not %.9g", (long long)slot,
                      dots[slot], want);

@@ -6,7 +6,7 @@
  *   gpu_experts_check [CASES] [SEED] [MOST]      MOST: largest hidden and inner */
 #include "base/error.h"
 #include "cuda/experts/grouped.h"
-#include "experts_oracle.h"
+#include "oracles/experts_rounded.h"
 #include "scaled.h"
 #include "team.h"
 

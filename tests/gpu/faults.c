@@ -10,7 +10,7 @@
 
 #include "base/error.h"
 #include "copies.h"
-#include "oracle.h"
+#include "oracles/routing.h"
 #include "product.h"
 #include "slack.h"
 #include "team.h"

@@ -11,7 +11,7 @@
 
 #include "base/error.h"
 #include "copies.h"
-#include "oracle.h"
+#include "oracles/routing.h"
 #include "team.h"
 
 /* Few enough for the low-latency kernels; another program uses more. */

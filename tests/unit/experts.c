@@ -2,7 +2,7 @@
 /* The grouped MLP of the experts against plain float64 loops over tokens; gradients against
  * central differences of those loops. */
 #include "experts/onednn.h"
-#include "unit/experts_oracle.h"
+#include "oracles/experts_oracle.h"
 
 /* Every activation, gate, weighting and bias in float64, at several alignments. */
 static void test_combinations(void)

@@ -12,7 +12,7 @@
 #ifndef MOE_VALUES_H
 #define MOE_VALUES_H
 
-#include "unit/moe_oracle.h"
+#include "oracles/moe_oracle.h"
 
 /* Draw only what CUDA contexts can do. */
 static bool for_devices;

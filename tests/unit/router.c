@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The router against plain float64 loops, for every model; gradients against central differences
  * of those loops. */
-#include "router_oracle.h"
+#include "oracles/router_oracle.h"
 
 static void check_numbers(const problem *p, int t, const char *pattern)
 {

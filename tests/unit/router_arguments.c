@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What the router and its losses refuse, and how they say it; logits that are no numbers. */
 #include "losses.h"
-#include "router_oracle.h"
+#include "oracles/router_oracle.h"
 
 static void refuse_router(epic_router r, const char *word)
 {

@@ -2,7 +2,7 @@
 /* The router's losses against plain float64 loops, their gradients against central differences of
  * those loops; the update of the bias. */
 #include "losses.h"
-#include "router_oracle.h"
+#include "oracles/router_oracle.h"
 
 typedef struct loss_case {
     bool z;       /* else balance */

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The oracle's loops over rows. Like those of the plan (oracle_plan.c) they include nothing
  * of the library except epic.h, so both cannot have the same mistake. */
-#include "oracle.h"
+#include "oracles/oracle.h"
 
 #include <float.h>
 #include <math.h>

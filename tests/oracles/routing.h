@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Oracle of the GPU tests: plain loops over the routing of all ranks, as epic.h defines it. */
-#ifndef EPIC_TEST_ORACLE_H
-#define EPIC_TEST_ORACLE_H
+/* The oracle of random cases on GPUs: plain loops over the routing of all ranks, as epic.h
+ * defines it. Each rank keeps its own part of the case; oracle.h has dot products and e4m3. */
+#ifndef EPIC_TEST_ROUTING_H
+#define EPIC_TEST_ROUTING_H
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -51,11 +52,5 @@ typedef struct expert_rows {
 } expert_rows;
 float combined_number(const routing *r, int rank, int32_t token, int64_t i, uint32_t type,
                       const expert_rows *rows);
-
-/* Quantizes n numbers in blocks, as epic.h defines it; how: an epic_quantize. */
-void quantize_blocks(uint32_t how, const float *x, int64_t n, uint8_t *q, uint8_t *scales);
-
-/* The dot product in the order of the header. */
-float dot_in_order(const float *a, const float *b, int64_t n);
 
 #endif

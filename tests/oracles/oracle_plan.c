@@ -2,7 +2,7 @@
 /* The oracle's loops over choices: the slot of each choice, and which choices are dropped. */
 #include <stdlib.h>
 
-#include "oracle.h"
+#include "oracles/oracle.h"
 
 void *oracle_zeroed(int64_t count, size_t size)
 {

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Oracle of the experts' MLP and its gradients: plain loops in float64, rounded to `held` where
  * the CUDA kernels keep numbers in memory, or nowhere (EPIC_F64). */
-#ifndef EPIC_TEST_EXPERTS_ORACLE_H
-#define EPIC_TEST_EXPERTS_ORACLE_H
+#ifndef EPIC_TEST_EXPERTS_ROUNDED_H
+#define EPIC_TEST_EXPERTS_ROUNDED_H
 
 #include <math.h>
 

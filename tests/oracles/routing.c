@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Oracle of the GPU tests: routing and arithmetic of all ranks in plain loops. */
-#include "oracle.h"
+#include "oracles/routing.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -343,92 +343,4 @@ float combined_number(const routing *r, int rank, int32_t token, int64_t i, uint
             total, partial_sum(r, rank, token, i, part, rows, q, 0, r->layer.num_experts),
             EPIC_F32);
     return total.there ? total.sum : 0.0f;
-}
-
-float dot_in_order(const float *a, const float *b, int64_t n)
-{
-    float total = 0;
-    for (int64_t block = 0; block * 1024 < n; block++) {
-        node acc[256];
-        for (int i = 0; i < 256; i++) {
-            acc[i] = (node){false, 0};
-            for (int j = 0; j < 4; j++) {
-                const int64_t at = block * 1024 + i + 256 * j;
-                if (at >= n) continue;
-                if (acc[i].there)
-                    acc[i].sum = fmaf(a[at], b[at], acc[i].sum);
-                else
-                    acc[i].sum = a[at] * b[at];
-                acc[i].there = true;
-            }
-        }
-        for (int distance = 4; distance; distance /= 2)
-            for (int i = 0; i < 256; i++)
-                if (i % 8 < distance) acc[i] = add_nodes(acc[i], acc[i + distance], EPIC_F32);
-        for (int distance = 16; distance; distance /= 2)
-            for (int g = 0; g < distance; g++)
-                acc[g * 8] = add_nodes(acc[g * 8], acc[(g + distance) * 8], EPIC_F32);
-        total = block ? total + acc[0].sum : acc[0].sum;
-    }
-    return total;
-}
-
-/* -------------------------------------------------------------------------- quantizing ---- */
-
-/* Rounds to the nearest multiple of the step that e4m3 has there, ties to even. */
-static uint8_t e4m3_of(float x)
-{
-    const double size = fabs((double)x);
-    const int sign = signbit(x) ? 0x80 : 0;
-    const int binade = size < 0x1p-6 ? -6 : ilogb(size);
-    const double rounded = ldexp(nearbyint(ldexp(size, 3 - binade)), binade - 3);
-    if (rounded >= 448) return (uint8_t)(sign | 0x7e);
-    if (rounded < 0x1p-6) return (uint8_t)(sign | (int)ldexp(rounded, 9));
-    const int exponent = ilogb(rounded);
-    return (uint8_t)(sign | (exponent + 7) << 3 | ((int)ldexp(rounded, 3 - exponent) - 8));
-}
-
-static int e8m0_exponent(double largest)
-{
-    int s = -127;
-    if (largest == 0) return 0;
-    while (largest > ldexp(448, s)) s++;
-    return s;
-}
-
-static void quantize_block(uint32_t how, const float *x, int64_t n, uint8_t *q, uint8_t *scale)
-{
-    const uint32_t nan = 0x7fc00000;
-    double largest = 0;
-    bool finite = true;
-    for (int64_t i = 0; i < n; i++) {
-        finite &= isfinite(x[i]) != 0;
-        if (fabs((double)x[i]) > largest) largest = fabs((double)x[i]);
-    }
-    if (!finite) {
-        memset(q, 0x7f, (size_t)n);
-        if (how == EPIC_QUANTIZE_1X128)
-            memcpy(scale, &nan, 4);
-        else
-            *scale = 255;
-        return;
-    }
-    const int s = e8m0_exponent(largest);
-    const float divided = (float)largest / 448.0f, wide = divided == 0 ? 1.0f : divided;
-    for (int64_t i = 0; i < n; i++)
-        q[i] =
-            e4m3_of(how == EPIC_QUANTIZE_1X128 ? x[i] / wide : (float)ldexp((double)x[i], -s));
-    if (how == EPIC_QUANTIZE_1X128)
-        memcpy(scale, &wide, 4);
-    else
-        *scale = (uint8_t)(s + 127);
-}
-
-void quantize_blocks(uint32_t how, const float *x, int64_t n, uint8_t *q, uint8_t *scales)
-{
-    const int64_t block = how == EPIC_QUANTIZE_1X128 ? 128 : 32;
-    const int64_t bytes = how == EPIC_QUANTIZE_1X128 ? 4 : 1;
-    for (int64_t i = 0; i < n; i += block)
-        quantize_block(how, x + i, n - i < block ? n - i : block, q + i,
-                       scales + i / block * bytes);
 }
