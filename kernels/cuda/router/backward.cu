@@ -24,7 +24,7 @@ __device__ __forceinline__ Shares<2> recompute_shares(const p2p_router_backward_
     for (int j = 0; j < 2; j++) {
         if (!c.live(j)) continue;
         if (s) {
-            x[j] = s[at(c.id[j])];
+            x[j] = s[padded_index(c.id[j])];
             continue;
         }
         z[j] = load_number(job.rows.logits, job.rows.type, token * job.rows.columns + c.id[j]);
@@ -66,8 +66,8 @@ __device__ __forceinline__ void parts_backward(const epic_router &r, const Share
         g[1] = g[1] * (s.parts[1] * score_sigmoid(-z[1]));
     }
     for (int i = 0; i < c.k; i++) {
-        if (lane_id() == i && c.id[0] >= 0) d[at(c.id[0])] += g[0];
-        if (lane_id() + WARP == i && c.id[1] >= 0) d[at(c.id[1])] += g[1];
+        if (lane_id() == i && c.id[0] >= 0) d[padded_index(c.id[0])] += g[0];
+        if (lane_id() + WARP == i && c.id[1] >= 0) d[padded_index(c.id[1])] += g[1];
         __syncwarp();
     }
 }
@@ -82,11 +82,12 @@ __device__ __forceinline__ void write_gradient(const p2p_router_backward_job &jo
     const bool of_score = rows.router.weight_rule == EPIC_WEIGHT_OF_SCORE;
     float mean = 0;
     if (s)
-        mean = add_columns<V, float>(rows.columns, [&](int i) { return s[at(i)] * d[at(i)]; });
+        mean = add_columns<V, float>(
+            rows.columns, [&](int i) { return s[padded_index(i)] * d[padded_index(i)]; });
     write_logit_gradient<V>(
         job.d_logits, job.grad_type, job.accumulate, token, rows.columns, [&](int i) {
-            float x = d[at(i)];
-            if (s) return s[at(i)] * (x - mean);
+            float x = d[padded_index(i)];
+            if (s) return s[padded_index(i)] * (x - mean);
             if (!of_score || x == 0 || score == EPIC_SCORE_LOGITS) return x;
             const float z = load_number(rows.logits, rows.type, token * rows.columns + i);
             return x * score_slope(score_of(z, score), z, score);
@@ -129,7 +130,7 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
         load_row<V>(s, job.rows, token);
         compute_softmax<V>(s, s, columns);
     }
-    each_column<V>(0, columns, [&](int i) { d[at(i)] = 0; });
+    each_column<V>(0, columns, [&](int i) { d[padded_index(i)] = 0; });
     const Chosen<2> c = read_choices(job, token);
     float g[2] = {0, 0}, z[2] = {0, 0};
 #pragma unroll

@@ -61,13 +61,14 @@ template <int V> struct Owned {
         first = first_id;
         count = num_ids;
 #pragma unroll
-        for (int v = 0; v < V; v++) key[v] = v < count ? keys[at(first + v)] : KEY_NONE;
+        for (int v = 0; v < V; v++)
+            key[v] = v < count ? keys[padded_index(first + v)] : KEY_NONE;
         sort();
     }
     __device__ __forceinline__ void fill(uint32_t *keys, uint32_t value)
     {
         if (value != KEY_NONE)
-            for (int v = 0; v < count; v++) keys[at(first + v)] = value;
+            for (int v = 0; v < count; v++) keys[padded_index(first + v)] = value;
 #pragma unroll
         for (int v = 0; v < V; v++) key[v] = v < count ? value : KEY_NONE;
     }
@@ -98,7 +99,7 @@ template <> struct Owned<0> {
     {
         best = KEY_NONE;
         for (int v = 0; v < count; v++) {
-            const uint32_t key = keys[at(first + v)];
+            const uint32_t key = keys[padded_index(first + v)];
             const bool left = key < last || (key == last && v > last_place);
             if (left && key > best) best = key, place = v;
         }
@@ -113,7 +114,7 @@ template <> struct Owned<0> {
     }
     __device__ void fill(uint32_t *to, uint32_t value)
     {
-        for (int v = 0; v < count; v++) to[at(first + v)] = value;
+        for (int v = 0; v < count; v++) to[padded_index(first + v)] = value;
         find(0xffffffffu, -1);
     }
     __device__ void drop(bool mine)
@@ -226,7 +227,7 @@ __device__ __noinline__ void keep_many_groups(const epic_router &r, const Deal &
             score += value_of_key(own.top());
             if (i + 1 < m) own.drop(true);
         }
-        group_keys[at(g)] = key_of(score);
+        group_keys[padded_index(g)] = key_of(score);
     }
     own.read(group_keys, first, end - first);
     for (uint32_t i = 0; i < r.topk_groups; i++) {
@@ -236,7 +237,7 @@ __device__ __noinline__ void keep_many_groups(const epic_router &r, const Deal &
     }
     for (int g = first; g < end; g++)
         for (int i = 0; i < d.each && !(kept >> (g - first) & 1); i++)
-            keys[at(g * d.each + i)] = others;
+            keys[padded_index(g * d.each + i)] = others;
 }
 
 /* Reads the keys that this lane may choose from into `own`, without the groups that are not
@@ -304,7 +305,7 @@ __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<V> &own, int k, const
     const int count = __shfl_sync(ALL_LANES, own.count, lane);
 #pragma unroll
     for (int v = 0; v < V; v++)
-        if (v < count && lane_id() < k && keys[at(first + v)] == key && before-- == 0)
+        if (v < count && lane_id() < k && keys[padded_index(first + v)] == key && before-- == 0)
             c.id[0] = first + v;
     return c;
 }

@@ -48,12 +48,12 @@ __device__ __forceinline__ void make_keys(const p2p_router_job &job, uint32_t *k
     if (V > 0) {
 #pragma unroll
         for (int v = 0; v < V; v++) {
-            const int place = at(v * WARP + lane_id());
+            const int place = padded_index(v * WARP + lane_id());
             keys[place] = key_of(values[place] + bias.x[v]);
         }
     } else {
         each_column<0>(0, job.rows.columns, [&](int i) {
-            keys[at(i)] = key_of(values[at(i)] + Bias<0>::read(job, i));
+            keys[padded_index(i)] = key_of(values[padded_index(i)] + Bias<0>::read(job, i));
         });
     }
     __syncwarp();
@@ -69,7 +69,7 @@ __device__ __forceinline__ void write_weights(const p2p_router_job &job, const C
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < J; j++)
-        if (c.live(j)) x[j] = from[at(c.id[j])];
+        if (c.live(j)) x[j] = from[padded_index(c.id[j])];
     const Shares<J> s = compute_shares(job.rows, c, x);
 #pragma unroll
     for (int j = 0; j < J; j++) {
@@ -105,7 +105,8 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
     if (of_score || job.scores || (choosing && !job.on_logits))
         make_scores<V>(s, z, r.score, columns);
     if (job.scores)
-        each_column<V>(0, columns, [&](int i) { job.scores[token * columns + i] = s[at(i)]; });
+        each_column<V>(0, columns,
+                       [&](int i) { job.scores[token * columns + i] = s[padded_index(i)]; });
     if (choosing) make_keys<V>(job, keys, job.on_logits ? z : s, bias);
     const Chosen<J> c = choosing
                             ? choose_experts<V, J>(r, deal, keys, group_keys, job.on_logits)

@@ -27,8 +27,9 @@ __device__ __forceinline__ float compute_probabilities(const p2p_router_rows &ro
         return 1;
     }
     make_scores<0>(p, p, score, rows.columns);
-    const float sum = add_columns<0, float>(rows.columns, [&](int i) { return p[at(i)]; });
-    if (sum != 0) each_column<0>(0, rows.columns, [&](int i) { p[at(i)] /= sum; });
+    const float sum =
+        add_columns<0, float>(rows.columns, [&](int i) { return p[padded_index(i)]; });
+    if (sum != 0) each_column<0>(0, rows.columns, [&](int i) { p[padded_index(i)] /= sum; });
     return sum;
 }
 
@@ -42,17 +43,18 @@ __device__ __forceinline__ double balance_term(const p2p_loss_job &job, const in
     const uint32_t score = rows.router.score;
     const int experts = (int)rows.router.num_experts;
     const float divisor = compute_probabilities(rows, p, token);
-    const double mean =
-        add_columns<0, double>(experts, [&](int i) { return (double)p[at(i)] * load[i]; });
+    const double mean = add_columns<0, double>(
+        experts, [&](int i) { return (double)p[padded_index(i)] * load[i]; });
     if (PASS == FORWARD) return mean;
     write_logit_gradient<0>(
         job.d_logits, job.grad_type, job.accumulate, token, rows.columns, [&](int i) {
             const double own = i < experts ? load[i] : 0;
             const float d = (float)(factor * (own - mean));
-            if (score == EPIC_SCORE_SOFTMAX || score == EPIC_SCORE_LOGITS) return d * p[at(i)];
+            if (score == EPIC_SCORE_SOFTMAX || score == EPIC_SCORE_LOGITS)
+                return d * p[padded_index(i)];
             if (divisor == 0) return 0.0f;
             const float z = load_number(rows.logits, rows.type, token * rows.columns + i);
-            return d / divisor * score_slope(p[at(i)] * divisor, z, score);
+            return d / divisor * score_slope(p[padded_index(i)] * divisor, z, score);
         });
     return 0;
 }
@@ -69,7 +71,8 @@ __device__ __forceinline__ double z_term(const p2p_loss_job &job, float *p, doub
     if (PASS == FORWARD) return l * l;
     const float slope = (float)(2 * factor * l);
     write_logit_gradient<0>(job.d_logits, job.grad_type, job.accumulate, token,
-                            job.rows.columns, [&](int i) { return slope * p[at(i)]; });
+                            job.rows.columns,
+                            [&](int i) { return slope * p[padded_index(i)]; });
     return 0;
 }
 

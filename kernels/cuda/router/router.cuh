@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Functions of a warp that works on the logits of one token, for the kernels of this folder.
- * Column i belongs to lane i % 32 and is stored in shared memory at index at(i).  Results have
- * the same bits as on the host (src/router): both use the same scalar functions, add in the
- * same order, and contract no product into a fused multiply-add.
+ * Column i belongs to lane i % 32 and is stored in shared memory at index padded_index(i).
+ * Results have the same bits as on the host (src/router): both use the same scalar functions,
+ * add in the same order, and contract no product into a fused multiply-add.
  *
  * Template argument V: number of columns of a lane, known to the compiler; 0: any number. */
 #ifndef EPIC_ROUTER_CUH
@@ -40,7 +40,7 @@ __device__ __forceinline__ int lane_id()
 
 /* Index of column i in shared memory.  One word of padding after every 32 avoids bank conflicts
  * when lanes read runs of 8 words. */
-__host__ __device__ __forceinline__ int at(int i)
+__host__ __device__ __forceinline__ int padded_index(int i)
 {
     return i + (i >> 5);
 }
@@ -144,7 +144,7 @@ __device__ __forceinline__ void store_number(void *p, uint32_t type, int64_t i, 
 template <int V, class T>
 __device__ __forceinline__ void load_typed(float *z, const T *row, int columns)
 {
-    each_column<V>(0, columns, [&](int i) { z[at(i)] = load_element(row + i); });
+    each_column<V>(0, columns, [&](int i) { z[padded_index(i)] = load_element(row + i); });
 }
 
 /* Loads the logits of a token into z as float32. */
@@ -197,11 +197,14 @@ __device__ __forceinline__ Softmax compute_softmax(float *p, const float *z, int
 {
     Softmax s = {-INFINITY, 0};
     const float first = __shfl_sync(ALL_LANES, lane_id() == 0 ? z[0] : 0, 0);
-    each_column<V>(0, columns, [&](int i) { s.largest = fmaxf(s.largest, z[at(i)]); });
+    each_column<V>(0, columns,
+                   [&](int i) { s.largest = fmaxf(s.largest, z[padded_index(i)]); });
     s.largest = largest_of(s.largest, first);
-    each_place<V>(columns, [&](int i) { p[at(i)] = exp_of_difference(z[at(i)], s.largest); });
-    s.sum = add_columns<V, float>(columns, [&](int i) { return p[at(i)]; });
-    each_place<V>(columns, [&](int i) { p[at(i)] /= s.sum; });
+    each_place<V>(columns, [&](int i) {
+        p[padded_index(i)] = exp_of_difference(z[padded_index(i)], s.largest);
+    });
+    s.sum = add_columns<V, float>(columns, [&](int i) { return p[padded_index(i)]; });
+    each_place<V>(columns, [&](int i) { p[padded_index(i)] /= s.sum; });
     return s;
 }
 
@@ -220,11 +223,14 @@ __device__ __forceinline__ void make_scores(float *s, const float *z, uint32_t s
     if (score == EPIC_SCORE_SOFTMAX)
         compute_softmax<V>(s, z, columns);
     else if (score == EPIC_SCORE_SIGMOID)
-        each_place<V>(columns, [&](int i) { s[at(i)] = score_sigmoid(z[at(i)]); });
+        each_place<V>(columns,
+                      [&](int i) { s[padded_index(i)] = score_sigmoid(z[padded_index(i)]); });
     else if (score == EPIC_SCORE_SQRTSOFTPLUS)
-        each_place<V>(columns, [&](int i) { s[at(i)] = score_sqrtsoftplus(z[at(i)]); });
+        each_place<V>(columns, [&](int i) {
+            s[padded_index(i)] = score_sqrtsoftplus(z[padded_index(i)]);
+        });
     else
-        each_column<V>(0, columns, [&](int i) { s[at(i)] = z[at(i)]; });
+        each_column<V>(0, columns, [&](int i) { s[padded_index(i)] = z[padded_index(i)]; });
 }
 
 /* -------------------------------------------------------------------------- weights ---- */
