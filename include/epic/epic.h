@@ -177,7 +177,7 @@ typedef enum epic_flag {
 } epic_flag;
 
 /* A contiguous matrix, seen as rows of bytes, that a call may write.  {NULL, 0, 0} is a matrix
- * without rows; its row_bytes count as those that the call expects. */
+ * without rows; the call derives its row_bytes from the other matrices. */
 typedef struct epic_rows {
     void *data;
     int64_t num_rows;

@@ -1,15 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reads the file that epic-place writes: which rank owns each expert, and whose replica it is.
+/* Reads the file that epic-place writes: the rank that owns each expert, and with replicas the
+ * logical expert that it is a replica of.
  *
  *     epic_placement place;
- *     const char *why = epic_placement_read(&place, "place.txt");   NULL: it was read
+ *     const char *why = epic_placement_read(&place, "place.txt");   NULL: success
  *     layer.num_experts = place.num_experts;
  *     layer.num_logical = place.num_logical;                        0: no replicas
  *     args.rank_of_expert = place.rank_of_expert;
  *     args.logical_of_expert = place.logical_of_expert;             NULL: no replicas
  *     epic_placement_free(&place);
  *
- * It is a text; words and numbers stand between blanks and line ends, in this order:
+ * The file is text.  Words and numbers are separated by blanks and line ends, in this order:
  *
  *     epic-placement 1
  *     ranks 4
@@ -18,7 +19,7 @@
  *     rank_of_expert 0 0 1 1 2 2 3 3
  *     logical_of_expert 0 1 2 3 4 5 0 2
  *
- * Nothing of the library is needed. */
+ * All functions are in this header; a program that uses it need not link with libepic. */
 #ifndef EPIC_PLACEMENT_H
 #define EPIC_PLACEMENT_H
 
@@ -31,14 +32,16 @@
 extern "C" {
 #endif
 
+/* A placement.  The arrays are owned by it; free them with epic_placement_free(). */
 typedef struct epic_placement {
     uint32_t num_ranks;
     uint32_t num_experts;
     uint32_t num_logical;
     int32_t *rank_of_expert;    /* [num_experts] */
-    int32_t *logical_of_expert; /* [num_experts], or NULL */
+    int32_t *logical_of_expert; /* [num_experts]; NULL: no replicas */
 } epic_placement;
 
+/* Frees the arrays of a placement that epic_placement_read() has filled in.  Threads: any. */
 static inline void epic_placement_free(epic_placement *place)
 {
     free(place->rank_of_expert);
@@ -46,6 +49,8 @@ static inline void epic_placement_free(epic_placement *place)
     memset(place, 0, sizeof *place);
 }
 
+/* Helpers of epic_placement_read(), not for programs: they return 0 if the file has
+ * something else. */
 static inline int epic_placement_word(FILE *file, const char *wanted)
 {
     char word[32];
@@ -67,7 +72,8 @@ static inline int epic_placement_number(FILE *file, const char *word, long least
     return value >= least && value <= most;
 }
 
-/* [num] numbers below `limit`; NULL: they are not there. */
+/* Returns `num` numbers below `limit` that follow `word`, or NULL if the file does not have
+ * them. */
 static inline int32_t *epic_placement_list(FILE *file, const char *word, uint32_t num,
                                            uint32_t limit)
 {
@@ -83,7 +89,8 @@ static inline int32_t *epic_placement_list(FILE *file, const char *word, uint32_
     return NULL;
 }
 
-/* *out is to be freed if it could be read: NULL.  Else why not. */
+/* Reads a placement.  Returns NULL on success; then free *out later.  Otherwise returns why the
+ * file could not be read, as a constant string, and *out is empty.  Threads: any. */
 static inline const char *epic_placement_read(epic_placement *out, const char *path)
 {
     uint32_t version;
@@ -94,21 +101,21 @@ static inline const char *epic_placement_read(epic_placement *out, const char *p
     if (!epic_placement_number(file, "epic-placement", 1, 1, &version))
         why = "not a placement of version 1, as epic-place writes it";
     else if (!epic_placement_number(file, "ranks", 1, 65536, &out->num_ranks))
-        why = "ranks: 1 to 65536 are possible";
+        why = "ranks: must be 1 to 65536";
     else if (!epic_placement_number(file, "experts", 1, 65536, &out->num_experts))
-        why = "experts: 1 to 65536 are possible";
+        why = "experts: must be 1 to 65536";
     else if (!epic_placement_number(file, "logical", 0, (long)out->num_experts,
                                     &out->num_logical))
-        why = "logical: 0 to the number of experts is possible";
+        why = "logical: must be 0 to the number of experts";
     else if (!(out->rank_of_expert = epic_placement_list(file, "rank_of_expert",
                                                          out->num_experts, out->num_ranks)))
-        why = "rank_of_expert: a rank for each expert is needed";
+        why = "rank_of_expert: must have a rank for each expert";
     else if (out->num_logical && !(out->logical_of_expert =
                                        epic_placement_list(file, "logical_of_expert",
                                                            out->num_experts, out->num_logical)))
-        why = "logical_of_expert: a logical expert for each expert is needed";
+        why = "logical_of_expert: must have a logical expert for each expert";
     else if (!epic_placement_ends(file))
-        why = "there is more behind its last list";
+        why = "there is text after its last list";
     fclose(file);
     if (why) epic_placement_free(out);
     return why;

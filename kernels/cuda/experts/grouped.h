@@ -55,7 +55,7 @@ typedef struct p2p_gemm {
     int32_t sms;        /* largest number of CTAs */
     int32_t group;      /* rows of tiles that are computed together, column by column; 0:
                            chosen */
-    int32_t alone;      /* 1: no clusters of two CTAs; for tests and some small products */
+    int32_t alone;      /* 1: no clusters of two CTAs.  For tests */
     int32_t slices; /* > 1: cut each sum into this many slices.  One slab must fill all slots */
     float *parts;   /* with slices: [slices, lines of out, columns], one partial sum each */
 } p2p_gemm;
