@@ -31,6 +31,7 @@ from epic.torch.steps import (
     save_plans,
 )
 from epic.torch.sums import sum
+from epic.torch.training_state import TrainingState
 
 __all__ = [
     "EXACT",
@@ -53,6 +54,7 @@ __all__ = [
     "Router",
     "RoutingStats",
     "Tcp",
+    "TrainingState",
     "as_epic_error",
     "balance_loss",
     "bias_update",

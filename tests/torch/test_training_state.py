@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training runs that are saved with one number of ranks and resumed with another."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import epic.torch
+from epic.torch import EpicArgumentError, MoE
+from parts import SIZES, group_of, meshes, numbers
+from world import World
+
+OPTIONS = epic.torch.Moe.of(num_experts=8, top_k=2, hidden=20, inner=12, score="sigmoid")
+ROWS, STEPS = 24, 3
+
+
+class Model(nn.Module):
+    """A Linear and a MoE layer with a bias for the choice."""
+
+    def __init__(self, group: epic.torch.Group) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.first = nn.Linear(20, 20, dtype=torch.float64)
+        self.moe = MoE(group, OPTIONS, dtype=torch.float64, bias_rate=1e-2, expert_biases=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a loss."""
+        x = self.first(x)
+        return (x + self.moe(x)[0]).square().sum() / ROWS
+
+
+def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    """Make an optimizer with two groups of parameters."""
+    groups = [
+        {"params": [p for n, p in model.named_parameters() if "first" in n], "lr": 0.02},
+        {"params": [p for n, p in model.named_parameters() if "first" not in n], "lr": 0.01},
+    ]
+    if kind == "sgd":
+        return torch.optim.SGD(groups, momentum=0.9)
+    if kind == "plain":
+        return torch.optim.SGD(groups)
+    return torch.optim.AdamW(groups, weight_decay=0.1, fused=kind == "fused")
+
+
+def make_run(ep: int, fsdp: bool, kind: str, group: epic.torch.Group) -> tuple[Any, ...]:
+    """Make a model, its optimizer and their state; replicas of the group see the same rows."""
+    model: Any = Model(group)
+    if fsdp:
+        fully_shard(model.moe, mesh=meshes[ep]["dp"])
+        fully_shard(model, mesh=meshes[ep]["dp"])
+    optimizer = make_optimizer(kind, model)
+    mesh = meshes[ep]["dp", "ep"] if fsdp else meshes[ep]["ep"]
+    return model, optimizer, epic.torch.TrainingState(model, mesh, optimizer)
+
+
+def run_steps(model: Any, optimizer: Any, group: epic.torch.Group, first: int) -> list[float]:
+    """Run some steps; return the losses of all rows."""
+    losses = []
+    for step in range(first, first + STEPS):
+        x = numbers(step, ROWS, 20, dtype=torch.float64).tensor_split(group.num_ranks)
+        loss = model(x[group.rank])
+        optimizer.zero_grad()
+        loss.backward()
+        epic.torch.sum_gradients(model, group)
+        optimizer.step()
+        model.moe.update_bias()
+        losses.append(epic.torch.sum(group, loss.detach().reshape(1)).item())
+    return losses
+
+
+def save_run(rank: int, ep: int, fsdp: bool, kind: str, folder: str, how: str) -> Any:
+    """Train, save, and train on."""
+    with group_of(ep) as group:
+        model, optimizer, state = make_run(ep, fsdp, kind, group)
+        run_steps(model, optimizer, group, 0)
+        if how == "async":
+            dcp.async_save({"train": state}, checkpoint_id=folder).result()
+        else:
+            dcp.save({"train": state}, checkpoint_id=folder)
+        return run_steps(model, optimizer, group, 20), group.rank
+
+
+def resume_run(rank: int, ep: int, fsdp: bool, kind: str, folder: str) -> Any:
+    """Make everything anew, load, and train on."""
+    with group_of(ep) as group:
+        model, optimizer, state = make_run(ep, fsdp, kind, group)
+        model.moe.reset_parameters(seed=5)
+        for parameters in optimizer.param_groups:
+            parameters["lr"] = 0.5
+        dcp.load({"train": state}, checkpoint_id=folder)
+        assert [g["lr"] for g in optimizer.param_groups] == [0.02, 0.01]
+        return run_steps(model, optimizer, group, 20), group.rank
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [("adamw", "sync"), ("adamw", "async"), ("fused", "sync"), ("sgd", "sync"), ("plain", "sync")],
+)
+def test_resume(world: World, kind: str, how: str, tmp_path: Path) -> None:
+    """A run of 4 ranks goes on with 4, 2 and 1, and with 2 under fully_shard."""
+    folder = os.fspath(tmp_path / "saved")
+    losses, _ = world.run(save_run, 4, False, kind, folder, how)[0]
+    for ep, fsdp in ((4, False), (2, False), (1, False), (2, True)):
+        for again, _ in world.run(resume_run, ep, fsdp, kind, folder):
+            assert again == pytest.approx(losses, rel=1e-10), (ep, fsdp)
+
+
+@pytest.mark.parametrize(("ep", "fsdp"), [(1, True), (2, True), (2, False)])
+def test_saved_in_another_form(world: World, ep: int, fsdp: bool, tmp_path: Path) -> None:
+    """What fully_shard or few ranks saved is loaded by 4 ranks."""
+    folder = os.fspath(tmp_path / "saved")
+    losses, _ = world.run(save_run, ep, fsdp, "adamw", folder, "sync")[0]
+    for again, _ in world.run(resume_run, 4, False, "adamw", folder):
+        assert again == pytest.approx(losses, rel=1e-10)
+
+
+def save_counts(rank: int, folder: str) -> None:
+    """Save a layer whose replicas have counted other tokens."""
+    with group_of(2) as group:
+        model: Any = Model(group)
+        mesh = meshes[2]["dp", "ep"]
+        model.moe.load.copy_(torch.arange(8) + 10 * mesh.get_local_rank(0))
+        dcp.save({"t": epic.torch.TrainingState(model, mesh)}, checkpoint_id=folder)
+
+
+def load_counts(rank: int, ep: int, folder: str) -> list[int]:
+    """Load it; return the counts of all replicas, as update_bias adds them."""
+    with group_of(ep) as group:
+        model: Any = Model(group)
+        mesh = meshes[ep]["dp", "ep"]
+        model.moe.load.fill_(99)
+        dcp.load({"t": epic.torch.TrainingState(model, mesh)}, checkpoint_id=folder)
+        dist.all_reduce(model.moe.load, group=mesh.get_group(0))
+        return model.moe.load.tolist()
+
+
+def test_counts(world: World, tmp_path: Path) -> None:
+    """The counts since the last update_bias are those of all replicas, for any number of them."""
+    folder = os.fspath(tmp_path / "saved")
+    world.run(save_counts, folder)
+    for ep in (1, 2, 4):
+        for counts in world.run(load_counts, ep, folder):
+            assert counts == [2 * e + 10 for e in range(8)]
+
+
+def test_state_changes_nothing() -> None:
+    """Asking a new optimizer for its state leaves parameters and gradients as they are."""
+    with epic.torch.Group(num_ranks=1, **SIZES) as group:
+        model = Model(group)
+        optimizer = make_optimizer("adamw", model)
+        before = [p.detach().clone() for p in model.parameters()]
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+        state = epic.torch.TrainingState(model, mesh, optimizer).state_dict()
+        dist.destroy_process_group()
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+        assert all(p.grad is None for p in model.parameters())
+        assert [g["lr"] for g in optimizer.param_groups] == [0.02, 0.01]
+        assert float(state["optimizer"]["moe.w_down/step"]) == 0
+        assert not any(key.endswith("_extra_state") for key in state["model"])
+
+
+def test_what_is_refused() -> None:
+    """A model without a layer, and parameters of another model."""
+    with epic.torch.Group(num_ranks=1, **SIZES) as group:
+        with pytest.raises(EpicArgumentError, match="it has no epic"):
+            epic.torch.TrainingState(nn.Linear(2, 2), None)
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(3, 5))])
+        with pytest.raises(EpicArgumentError, match=r"a parameter of shape \[3, 5\]"):
+            epic.torch.TrainingState(Model(group), None, optimizer)
