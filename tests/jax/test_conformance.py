@@ -170,7 +170,7 @@ def test_groups_of_a_mesh() -> None:
     """A group is all devices that share the other coordinates, in any order of the axes."""
 
     class Fake:
-        """A mesh of numbers."""
+        """A mesh of numbers in place of devices."""
 
         def __init__(self, devices: np.ndarray, names: tuple[str, ...]) -> None:
             self.devices, self.axis_names = devices, names
@@ -236,7 +236,7 @@ def test_same_bits_as_the_core(case: str, mesh: Any, opened: Any) -> None:
 
 @pytest.mark.parametrize("which", ["loss", "out", "both"])
 def test_where_gradients_come_from(which: str, opened: Any) -> None:
-    """The losses alone reach the gate and the rows, and nothing else; the sum is the sum."""
+    """The losses alone have gradients in the gate and the rows only, and gradients add up."""
     mesh = make_mesh(2)
     group = opened(mesh)
     case = layers.CASES["normalized"]
@@ -266,7 +266,7 @@ def test_where_gradients_come_from(which: str, opened: Any) -> None:
 
 
 def test_a_bias_that_decides(mesh: Any, opened: Any) -> None:
-    """Sigmoid with a bias of 5 and -5: the choice follows it, the weights do not."""
+    """With a bias of 5 and -5 the choice follows the bias, and the weights do not."""
     group = opened(mesh)
     case = {"score": "sigmoid", "normalize": True, "bias": True, "big_bias": True}
     x, weights, ct, got = one_run(group, mesh, case)
@@ -298,7 +298,7 @@ def test_repetition_changes_no_bit(opened: Any) -> None:
 @pytest.mark.parametrize("gemm", [None, jax.lax.ragged_dot], ids=["core", "ragged_dot"])
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu2", "clamped_swiglu", "ungated"])
 def test_activations(activation: str, gemm: Any, opened: Any) -> None:
-    """The core's and the composed ones agree with JAX's own, gradients by jax.vjp in float64."""
+    """The core's and the composed activations match JAX's, with gradients in float64."""
     hidden, inner, tokens = 12, 10, 24
     options = epic.jax.Experts(
         4,
@@ -358,7 +358,7 @@ def test_activations(activation: str, gemm: Any, opened: Any) -> None:
 
 
 def true_route(o: epic.jax.Router, z: np.ndarray, bias: Any, d_w: np.ndarray) -> tuple[Any, ...]:
-    """ids, weights, d_z in float64, and how far each token is from a tie."""
+    """Return ids, weights, d_z in float64, and each token's distance from a tie."""
     s = {
         "softmax": lambda: reference.scores_of("softmax", z),
         "sigmoid": lambda: reference.scores_of("sigmoid", z),

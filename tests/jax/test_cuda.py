@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which calls a program for GPUs is made of, on a machine without one.  Their numbers are for
-tests/jax/gpu to check, their handlers for frames.c."""
+"""The calls in a program for GPUs, lowered on a machine without GPUs.
+
+tests/jax/gpu checks their results, frames.c their handlers.
+"""
 
 import re
 from typing import Any
@@ -26,7 +28,7 @@ SHAPES = {
 
 
 def calls_of(graphs: bool = True, dtype: Any = jnp.bfloat16, **more: Any) -> tuple[set[str], str]:
-    """The targets of forward and backward as lowered for CUDA, and the text."""
+    """Return the targets of forward and backward as lowered for CUDA, and the text."""
     mesh = make_mesh(4)
     group = Group("of_gpus", ("ep",), 4, 64, 4096, "gpu", graphs)
     given = {n: more.pop(n) for n in ("grouped_gemm", "token_mask", "rank_of_expert") if n in more}

@@ -77,7 +77,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("wrong", "sentence"), WRONG, ids=str)
 def test_dtypes_that_cannot_be(wrong: dict[str, Any], sentence: str, opened: Any) -> None:
-    """Refused while tracing, by name."""
+    """Wrong dtypes are refused while tracing, by name."""
     group = opened(None)
     given = layers.weights({**CASE, "bias": True})
     given |= {name: np.asarray(given[name], jnp.dtype(dtype)) for name, dtype in wrong.items()}

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers and examples on two hosts, and on one: GPUs of threads (tests/emulator), a process each,
-by UCX."""
+"""Layers and examples on two emulated hosts over UCX, and on one host, one process per GPU."""
 
 import os
 import subprocess
@@ -65,7 +64,7 @@ def losses(libraries: Path, backend: str, **more: str) -> list[list[float]]:
 
 
 def test_on_two_hosts(libraries: Path) -> None:
-    """The losses of one host, bit for bit."""
+    """The losses on two hosts have the bits of those on one host."""
     hosts, one = losses(libraries, "hosts", EPIC_HOST="%r"), losses(libraries, "p2p")
     assert hosts == one
     assert all(loss[-1] < loss[0] for loss in hosts), hosts
@@ -103,7 +102,7 @@ def trained(libraries: Path, host: str, hosts: int) -> list[str]:
 
 @pytest.mark.skipif("EPIC_TEST_EXAMPLES" not in os.environ, reason="minutes: EPIC_TEST_EXAMPLES=1")
 def test_training_on_two_hosts(libraries: Path) -> None:
-    """Of two ranks each, and on four of one: what one host learns, bit for bit."""
+    """Training on two hosts of two ranks and on four of one has the bits of one host."""
     one = trained(libraries, "one", 1)
     assert len(one) == 3 + 4
     assert trained(libraries, "%r/2", 2) == one

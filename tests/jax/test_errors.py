@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistakes and failures become exceptions that say what to do."""
+"""Mistakes and failures raise exceptions that name the remedy."""
 
 import re
 from pathlib import Path
@@ -19,14 +19,14 @@ RuntimeFailure = jax.errors.JaxRuntimeError
 
 
 def failure(function: Any, *args: Any) -> str:
-    """The text of the runtime error."""
+    """Return the text of the runtime error."""
     with pytest.raises(RuntimeFailure) as caught:
         jax.block_until_ready(function(*args))
     return str(caught.value)
 
 
 def test_data_errors_leave_the_group_usable(opened: Any) -> None:
-    """A bad expert id, and too many slots: on every rank, and the next step is right."""
+    """A bad expert id and too many slots fail on every rank, and the next step works."""
     mesh = make_mesh(4)
     group = opened(mesh)
     x, w, ids = numbers(1, 4 * TOKENS, HIDDEN), numbers(2, 4 * TOKENS, TOP_K), choices(3, 0)
@@ -61,7 +61,7 @@ def test_closed_and_opened_again(opened: Any) -> None:
 
 
 def test_several_groups(opened: Any) -> None:
-    """Over different axes, at a time, in one program."""
+    """Groups over different axes work in one program."""
     mesh = make_mesh(2)
     ep = opened(mesh)
     wish: dict[str, Any] = {"max_tokens": 8, "max_row_bytes": 64, "name": "other"}
@@ -86,7 +86,7 @@ def test_any_device_order(opened: Any) -> None:
 
 
 def test_misuse_is_explained(opened: Any) -> None:
-    """While tracing, with the argument, its value and the rule."""
+    """Errors while tracing have the argument, its value and the rule."""
     mesh = make_mesh(4)
     with pytest.raises(ValueError, match="'nope' is not an axis"):
         epic.jax.open(mesh, "nope", max_tokens=1, max_row_bytes=1)
@@ -105,7 +105,7 @@ def test_misuse_is_explained(opened: Any) -> None:
 
 
 def test_a_peer_that_never_comes() -> None:
-    """The deadline is an error that names the rank, not a hang."""
+    """A missing rank causes an error at the deadline that names it, and no hang."""
     mesh = make_mesh(4)
     sizes: dict[str, Any] = {"max_tokens": 8, "max_row_bytes": 64, "timeout_ms": 2000}
     with epic.jax.open(mesh, "ep", name="slow", **sizes) as group:
@@ -122,7 +122,7 @@ def test_a_peer_that_never_comes() -> None:
 
 
 def test_weights_of_e4m3_are_told_to_be_elsewhere() -> None:
-    """Options are shared with epic.torch, which has them."""
+    """weight_type "e4m3" is refused: only epic.torch supports it."""
     options = epic.jax.Experts(hidden=4, inner=4, weight_type="e4m3")
     weights = epic.jax.ExpertWeights(jnp.ones((2, 4, 8)), jnp.ones((2, 4, 4)))
     counts = jnp.zeros(2, jnp.int32)
@@ -198,7 +198,7 @@ def test_errors_have_the_words_of_python(opened: Any) -> None:
 
 
 def test_every_enumerator_has_a_word() -> None:
-    """Those of the header that options stand for, and the prefixes that C puts before fields."""
+    """epic/words.py translates every constant of the header that options use, and C's prefixes."""
     header = (Path(__file__).parents[2] / "include" / "epic" / "epic.h").read_text()
     for name in words.WORDS:
         if name.startswith("EPIC_") and name not in ("EPIC_BYTES", "EPIC_E8M0"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs leave JAX by jax.export with our types among their arguments and results."""
+"""Programs with EPIC's types among their arguments and results pass through jax.export."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def travel(function: Any, *args: Any) -> Any:
 
 
 def test_weights_and_results_of_a_layer(opened: Any) -> None:
-    """MoeWeights in, MoeOut with its record out; over a mesh, and with a gradient of MoeWeights."""
+    """MoeWeights and MoeOut pass, over a mesh and with a gradient of MoeWeights."""
     mesh = make_mesh(2)
     group = opened(mesh)
     case = layers.CASES["biases"]
@@ -52,7 +52,7 @@ def test_weights_and_results_of_a_layer(opened: Any) -> None:
 
 
 def test_plans_and_weights_of_experts(opened: Any) -> None:
-    """A Plan out of one program and into another; ExpertWeights."""
+    """A Plan passes from one program to another; so do ExpertWeights."""
     group = opened(None)
     ids = jnp.asarray(np.arange(12).reshape(6, 2) % 8, jnp.int32)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(6, 16)), jnp.float32)
@@ -75,7 +75,7 @@ def test_plans_and_weights_of_experts(opened: Any) -> None:
 
 
 def test_every_type_is_known() -> None:
-    """A named tuple or a dataclass of arrays that is public needs a line in export_types.py."""
+    """Every public named tuple or dataclass of arrays is registered in export_types.py."""
     from epic.jax import export_types
 
     tuples = [getattr(epic.jax, name) for name in epic.jax.__all__]

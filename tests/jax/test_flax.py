@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Flax modules: sharded initialization, right numbers, dtypes, the expert bias."""
+"""The Flax modules: sharded initialization, results, dtypes, the expert bias."""
 
 import subprocess
 import sys
@@ -45,12 +45,12 @@ groups_and_one = pytest.mark.parametrize("shape", [(2, 1, 2), (1, 1, 4)], ids=["
 
 
 def wishes(case: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """Arguments that both modules take."""
+    """Return arguments that both modules accept."""
     return {"biases": Biases(experts="biases" in case), "fsdp_axes": ("fsdp",), **more}
 
 
 def linen_block(mesh: Any, group: Any, case: dict[str, Any], **more: Any) -> Any:
-    """The module, and its variables by the canonical way: abstract, placed, made there."""
+    """Return the module and its variables, created in their shardings."""
     module = epic.jax.linen.MoEBlock(
         mesh, group, layers.options(case, group.num_ranks), **wishes(case, **more)
     )
@@ -64,7 +64,7 @@ def linen_block(mesh: Any, group: Any, case: dict[str, Any], **more: Any) -> Any
 
 
 def nnx_block(mesh: Any, group: Any, case: dict[str, Any], **more: Any) -> Any:
-    """The module, made under jit, where its parameters will lie."""
+    """Return the module, created under jit in its shardings."""
     make = nnx.jit(
         lambda: epic.jax.nnx.MoEBlock(
             mesh,
@@ -78,7 +78,7 @@ def nnx_block(mesh: Any, group: Any, case: dict[str, Any], **more: Any) -> Any:
 
 
 def check_places(mesh: Any, params: dict[str, Any]) -> None:
-    """Each parameter is where the rules say, and was not made of zeros."""
+    """Check that each parameter has its sharding and is not all zeros."""
     for name, value in params.items():
         place = NamedSharding(mesh, SPECS[name])
         assert value.sharding.is_equivalent_to(place, value.ndim), name
@@ -86,7 +86,7 @@ def check_places(mesh: Any, params: dict[str, Any]) -> None:
 
 
 def placed(old: dict[str, Any], new: dict[str, np.ndarray]) -> dict[str, Any]:
-    """The numbers of new where those of old are."""
+    """Return the arrays of new in the shardings of old."""
     assert {n: v.shape for n, v in old.items()} == {n: v.shape for n, v in new.items()}
     return {n: jax.device_put(new[n], v.sharding) for n, v in old.items()}
 
@@ -149,7 +149,7 @@ def test_experts_that_the_ranks_do_not_divide(
 
 
 def true_biases(steps: int, rate: float) -> list[np.ndarray]:
-    """The expert bias after each step over layers.arrays()."""
+    """Return the expert bias after each step over layers.arrays()."""
     x = layers.arrays()[0].reshape(-1, layers.HIDDEN).astype(np.float64)
     z = x @ layers.weights({})["w_gate"]
     scores, bias, found = 1 / (1 + np.exp(-z)), np.zeros(layers.EXPERTS), []
@@ -166,7 +166,7 @@ RATE = 0.125  # a power of two: sums are exact
 
 @groups_and_one
 def test_linen_bias(shape: tuple[int, ...], opened: Any) -> None:
-    """It follows the load of all devices, when its collection is mutable, and has no gradient."""
+    """The bias follows the load if its collection is mutable, and has no gradient."""
     grid = three_axes(shape)
     group = opened(grid)
     case = {"score": "sigmoid"}
@@ -185,7 +185,7 @@ def test_linen_bias(shape: tuple[int, ...], opened: Any) -> None:
 
 @groups_and_one
 def test_nnx_bias(shape: tuple[int, ...], opened: Any) -> None:
-    """The same; it is no parameter."""
+    """The bias follows the load; it is no nnx.Param."""
     grid = three_axes(shape)
     group = opened(grid)
     case = {"score": "sigmoid"}
@@ -236,7 +236,7 @@ def test_dtypes(param_dtype: str, opened: Any) -> None:
 
 
 def test_a_group_of_another_mesh(opened: Any) -> None:
-    """Refused when a block is made; a linen module may be given another mesh later too."""
+    """A group of another mesh is refused, also for a linen module that gets the mesh later."""
     grid = three_axes((1, 1, 4))
     group = opened(grid)
     turned = jax.sharding.Mesh(grid.devices[..., ::-1], grid.axis_names)
@@ -251,6 +251,6 @@ def test_a_group_of_another_mesh(opened: Any) -> None:
 
 
 def test_flax_is_imported_when_used() -> None:
-    """epic.jax alone does without."""
+    """epic.jax itself does not import flax."""
     text = "import epic.jax, sys; assert 'flax' not in sys.modules; epic.jax.nnx.MoEBlock"
     subprocess.run([sys.executable, "-c", text], check=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows in other forms: once for each rank (flat), and rounded to e4m3 on the way."""
+"""Rows in other forms: once for each rank (flat), and rounded to e4m3."""
 
 from dataclasses import replace
 from typing import Any
@@ -47,7 +47,7 @@ def flat_step(group: Any) -> Any:
 
 
 def test_flat(mesh: Any, opened: Any) -> None:
-    """Rows, their experts and weights exactly; the sum and its gradients against float64."""
+    """Rows, experts and weights are exact; the sum and its gradients match float64."""
     group = opened(mesh)
     ep = mesh.shape["ep"]
     local = EXPERTS // ep
@@ -103,7 +103,7 @@ WIDTH = 200  # neither 128 nor 32 divide it
 
 
 def true_e4m3(x: np.ndarray, block: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows in e4m3, scales as they travel, and what they stand for."""
+    """Return rows in e4m3, their scales, and the values that they represent."""
     size = 128 if block == "1x128" else 32
     x = x.astype(np.float32)
     count = -(-x.shape[1] // size)
@@ -124,7 +124,7 @@ def true_e4m3(x: np.ndarray, block: str) -> tuple[np.ndarray, np.ndarray, np.nda
 @pytest.mark.parametrize("block", ["1x128", "1x32"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_quantized(block: str, dtype: str, mesh: Any, opened: Any) -> None:
-    """Every byte and scale of every slot; zeros on padding and tail."""
+    """Every byte and scale of every slot is exact; padding and tail are zeros."""
     group = opened(mesh)
     ep = mesh.shape["ep"]
     x = (numbers(1, 4 * TOKENS, WIDTH) * 10).at[3].set(0).astype(dtype)
@@ -184,7 +184,7 @@ def test_layer_with_rounded_rows(block: str, gemm: Any, mesh: Any, opened: Any) 
 
 
 def test_gradient_of_rounded_rows(opened: Any) -> None:
-    """It is dispatch's, for the rows that arrived."""
+    """The gradient is that of dispatch."""
     mesh = make_mesh(2)
     group = opened(mesh)
     x, w, ids = numbers(1, 4 * TOKENS, HIDDEN), numbers(2, 4 * TOKENS, TOP_K), choices(3)
@@ -203,7 +203,7 @@ def test_gradient_of_rounded_rows(opened: Any) -> None:
 
 
 def test_a_layer_says_what_it_cannot(opened: Any) -> None:
-    """Flat rows and unknown blocks."""
+    """Flat rows and unknown blocks are refused."""
     group = opened(None)
     x, _ = layers.arrays()
     wish = layers.options({}, 1)
@@ -229,7 +229,7 @@ def slots_by_hand(ids: Any, rows: Any, capacity: int, ep: int) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8", "uint8"])
 def test_rows_of_eight_bits(dtype: str, mesh: Any, opened: Any) -> None:
-    """They arrive bit for bit, with weights or without."""
+    """8-bit rows arrive bit for bit, with and without weights."""
     group = opened(mesh)
     ids, w = choices(3), numbers(2, 4 * TOKENS, TOP_K)
     bits = np.random.default_rng(5).integers(0, 256, (4 * TOKENS, HIDDEN), np.uint8)
@@ -271,7 +271,7 @@ def test_rows_with_their_scales(scale_type: str, mesh: Any, opened: Any) -> None
 
 
 def test_scales_come_with_narrow_rows(opened: Any) -> None:
-    """Rows that are not quantized have none."""
+    """Scales are refused for rows that are not quantized."""
     group = opened(None)
     plan = epic.jax.plan(group, LAYER, choices(3))
     x, s = numbers(1, 4 * TOKENS, HIDDEN), numbers(2, 4 * TOKENS, 1)

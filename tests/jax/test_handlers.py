@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The handlers compare each array of each call with its arguments themselves: what Python would
-not let through is handed to them here."""
+"""The handlers check each array of each call themselves.
+
+The test passes arrays to them that the checks in Python would refuse.
+"""
 
 import re
 from collections.abc import Callable
@@ -159,7 +161,7 @@ def refusal(seen: Seen, operands: list[Any], results: list[Any]) -> str:
 
 
 def test_every_array_of_every_handler(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refused before anything is read or written, by the dtype and by the number of elements."""
+    """A wrong dtype or number of elements is refused before anything is read or written."""
     monkeypatch.setattr(call, "must_keep_call", lambda *_: False)
     seen = watch(monkeypatch, make_programs(opened(None)))
     wanted = {f"epic_{name}" for name in library.COLLECTIVES + library.LOCAL} - {"epic_keep"}

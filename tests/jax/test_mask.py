@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Padding tokens go nowhere and count nowhere: the layer is that of the others alone."""
+"""A layer ignores padding tokens: its results are those of the other tokens alone."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ CASES = {
 
 
 def padded() -> tuple[np.ndarray, ...]:
-    """Tokens of layers.arrays() among others that are huge or not numbers; and where they are."""
+    """Return the tokens of layers.arrays() among padding (huge or NaN), and their positions."""
     rng = np.random.default_rng(3)
     mask = np.zeros((layers.BATCH, WIDE), bool)
     for row in mask:
@@ -45,7 +45,7 @@ RUNS += [("zero_experts", RAGGED, 4), ("shared", None, 2)]
 
 @pytest.mark.parametrize(("name", "gemm", "ep"), RUNS, ids=lambda x: getattr(x, "__name__", None))
 def test_a_mask(name: str, gemm: Any, ep: int, opened: Any) -> None:
-    """Forward, losses and gradients of the tokens that count, in float64; zeros for the rest."""
+    """Forward, losses and gradients of the other tokens match float64; padding returns zeros."""
     mesh = make_mesh(ep)
     group = opened(mesh)
     case = CASES[name]
@@ -60,7 +60,7 @@ def test_a_mask(name: str, gemm: Any, ep: int, opened: Any) -> None:
 
 
 def test_load_and_ranks_without_tokens(opened: Any) -> None:
-    """A rank, and a whole group, may have nothing but padding."""
+    """A rank, and a whole group, may have padding only."""
     mesh = make_mesh(2)
     group = opened(mesh)
     case = CASES["normalized"]
@@ -83,7 +83,7 @@ def test_load_and_ranks_without_tokens(opened: Any) -> None:
 
 
 def test_a_mask_in_blocks(opened: Any) -> None:
-    """Both take it, and the bias follows the tokens that count."""
+    """Both blocks accept a mask, and the bias ignores padding."""
     pytest.importorskip("flax")
     from flax import nnx
 
@@ -112,7 +112,7 @@ def test_a_mask_in_blocks(opened: Any) -> None:
 
 
 def test_masks_that_cannot_be(opened: Any) -> None:
-    """Another shape or type, and losses by sequence."""
+    """Masks of another shape or dtype are refused, and losses by sequence."""
     group = opened(None)
     x = jnp.asarray(layers.arrays()[0])
     wish = layers.options({}, 1)

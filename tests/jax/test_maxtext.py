@@ -47,7 +47,7 @@ TOKENS = P(("data", "fsdp", "fsdp_transpose", "expert"), "context")
 
 
 def dense(w: dict[str, Any], x: Any) -> tuple[Any, Any]:
-    """Every expert on every token, weighted by the choice: (out, loss)."""
+    """Return (out, loss) of every expert on every token, weighted by the choice."""
     rows = x.reshape(-1, HIDDEN)
     logits = jnp.matmul(rows, w["w_gate"], precision="highest")
     scores = jax.nn.softmax(logits)
@@ -64,7 +64,7 @@ def dense(w: dict[str, Any], x: Any) -> tuple[Any, Any]:
 
 
 def attend(x: Any, y: Any, w: tuple[Any, Any, Any]) -> Any:
-    """x, and what each token takes from those before it; y: x, normalized."""
+    """Return x plus attention, and its normalized form."""
     q, k, v = (y @ kernel for kernel in w)
     scores = jnp.einsum("bsh,bth->bst", q, k) / HIDDEN**0.5
     scores = jnp.where(np.tril(np.ones((LENGTH, LENGTH), bool)), scores, -1e9)
@@ -146,7 +146,7 @@ class Decoder(nn.Module):
 
 
 def train(model: Any, params: Any, text: Any) -> list[float]:
-    """The loss at each step of gradient descent."""
+    """Return the loss at each step of gradient descent."""
 
     def loss_of(params: Any) -> Any:
         return whole_loss(model.apply({"params": params}, text[:, :-1]), text)
@@ -164,20 +164,20 @@ def train(model: Any, params: Any, text: Any) -> list[float]:
 
 
 def check(got: list[float], wanted: list[float]) -> None:
-    """It learns, and as the dense one does."""
+    """Check that the model learns like the dense one."""
     assert wanted[-1] < 0.9 * wanted[0], wanted
     assert np.abs(np.array(got) - wanted).max() < 1e-4, (got, wanted)
 
 
 def check_places(experts: Any, mesh: Any) -> None:
-    """Each device has its part of the experts of a layer, and no more."""
+    """Check that each device has only its part of the experts of a layer."""
     assert experts.shape[0] == LAYERS
     cut = mesh.shape["expert"] * mesh.shape["fsdp"] * mesh.shape["context"]
     assert experts.addressable_shards[0].data.size * cut == experts.size
 
 
 def mesh_of(shape: tuple[int, ...]) -> Any:
-    """MaxText's axes over as many devices as it takes."""
+    """Return a mesh with MaxText's axes."""
     devices = jax.devices()[: int(np.prod(shape))]
     return jax.sharding.Mesh(np.array(devices).reshape(shape), AXES)
 
@@ -189,7 +189,7 @@ meshes = pytest.mark.parametrize("shape", MESHES.values(), ids=MESHES.keys())
 
 @meshes
 def test_a_decoder_trains(shape: tuple[int, ...]) -> None:
-    """From the same parameters, the same losses to 1e-4; experts lie over expert and fsdp."""
+    """The losses equal those of the dense model to 1e-4; experts lie over expert and fsdp."""
     mesh = mesh_of(shape)
     with epic.jax.open(mesh, "expert", like=LIKE, token_axes=TOKENS, timeout_ms=60000) as group:
 

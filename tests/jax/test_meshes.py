@@ -49,7 +49,7 @@ others = pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS.keys())
 
 
 def rounds(mesh: Mesh, group: Any) -> dict[str, Callable[[], Any]]:
-    """Every kind of step, on a mesh: jitted functions of nothing."""
+    """Return jitted functions without arguments, one for each kind of call."""
     spec = P(mesh.axis_names)
     x, w = numbers(1, 4 * TOKENS, HIDDEN), numbers(2, 4 * TOKENS, TOP_K)
     ids = choices(3)
@@ -78,7 +78,7 @@ def rounds(mesh: Mesh, group: Any) -> dict[str, Callable[[], Any]]:
 
 @others
 def test_another_mesh_in_a_shard_map(other: Mesh, opened: Any) -> None:
-    """Said when the program is compiled, before anything is sent; the group stays usable."""
+    """The program is refused when it is compiled; the group stays usable."""
     home = SAME["itself"]
     group = opened(home)
     for name, run in rounds(other, group).items():
@@ -92,7 +92,7 @@ def test_another_mesh_in_a_shard_map(other: Mesh, opened: Any) -> None:
 
 @others
 def test_another_mesh_in_sharded_functions(other: Mesh, opened: Any) -> None:
-    """sharded.moe, plan_dispatch and combine say it while tracing."""
+    """sharded.moe, plan_dispatch and combine refuse the mesh while tracing."""
     group = opened(SAME["itself"])
     case = layers.CASES["softmax"]
     x, ct = layers.arrays()
@@ -204,7 +204,7 @@ def test_ranks_are_compared_at_each_call(order: list[int]) -> None:
 
 @pytest.mark.usefixtures("unseen")
 def test_the_layer_compares_ranks_too() -> None:
-    """The core's own layer, forward; what comes after is not reached."""
+    """The core's own layer compares ranks, too."""
     case = layers.CASES["softmax"]
     x, _ = layers.arrays()
     weights = epic.jax.MoeWeights(**layers.weights(case))
@@ -221,7 +221,7 @@ def test_the_layer_compares_ranks_too() -> None:
 
 
 def test_a_mesh_that_comes_with_the_context(opened: Any) -> None:
-    """jax.set_mesh: the shard_map has no devices of its own, the context has."""
+    """With jax.set_mesh the mesh comes from the context, not from the shard_map."""
     group = opened(SAME["itself"])
 
     def total(x: Any) -> Any:
@@ -259,7 +259,7 @@ def test_ranks_given_without_a_mesh(order: list[int]) -> None:
 
 
 def test_outside_of_a_shard_map(opened: Any) -> None:
-    """Refused while tracing, with the way out; in a group of one it is allowed."""
+    """The call is refused while tracing, with the remedy; a group of one rank allows it."""
     group = opened(make_mesh(2))
     x, w, ids = numbers(1, 6, HIDDEN), numbers(2, 6, TOP_K), choices(3)[:6]
     steps: list[Callable[[], Any]] = [
@@ -289,7 +289,7 @@ def test_a_manual_part_of_the_axes(opened: Any) -> None:
 
 
 def test_another_platform() -> None:
-    """CPU devices have the numbers of GPUs too."""
+    """CPU devices are refused, although they have the numbers of GPUs."""
     group = epic.jax.Group("g", ("ep",), 4, 1, 1, "gpu", devices=((0, 1, 2, 3),))
     with pytest.raises(epic.jax.EpicArgumentError, match=r"devices of cpu.*with devices of gpu"):
         mesh_checks.check_mesh(group, make_mesh(4))

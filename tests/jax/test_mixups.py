@@ -29,7 +29,7 @@ def table(*counts: int) -> np.ndarray:
 
 
 def step(group: Any, x: Any, w: Any, ids: Any, **more: Any) -> Any:
-    """There and back."""
+    """Run plan_dispatch and combine."""
     plan, recv, slots = epic.jax.plan_dispatch(group, LAYER, ids, x, w, **more)
     return epic.jax.combine(plan, recv, slots)
 
@@ -91,7 +91,7 @@ WRONG: dict[str, tuple[Step, str]] = {
 
 
 def test_steps(opened: Any) -> None:
-    """While tracing."""
+    """Wrong arguments are refused while tracing."""
     mesh = make_mesh(2)
     group = opened(mesh)
     x, w, ids = numbers(1, 4 * TOKENS, HIDDEN), numbers(2, 4 * TOKENS, TOP_K), choices(3)
@@ -135,7 +135,7 @@ LOSSES: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("axes", "sentence"), LOSSES)
 def test_loss_axes(axes: Any, sentence: str, opened: Any) -> None:
-    """The group's axis counted twice made another loss, or XLA ended the process."""
+    """loss_axes must not contain the group's axis, an axis twice, or an unknown axis."""
     mesh = make_mesh(2)
     group = opened(mesh)
     wish = layers.options({"balance_coeff": 1.0}, 2)
@@ -151,7 +151,7 @@ def test_loss_axes(axes: Any, sentence: str, opened: Any) -> None:
 
 
 def test_loss_axes_of_the_same_tokens(opened: Any) -> None:
-    """They have nothing to add."""
+    """loss_axes must not contain an axis whose devices have the same tokens."""
     mesh = make_mesh(2)
     group = opened(mesh)
     wish = layers.options({"balance_coeff": 1.0}, 2)
@@ -191,7 +191,7 @@ OPENED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("wish", "sentence"), OPENED)
 def test_open(wish: dict[str, Any], sentence: str) -> None:
-    """Two devices of one rank ended the process; a deadline of -1 was 49 days."""
+    """Wrong arguments of open() are refused."""
     sizes = {"max_tokens": 8, "max_row_bytes": 64, "timeout_ms": 2000}
     mesh = make_mesh(2) if wish.get("mesh") else None
     with pytest.raises(EpicArgumentError, match=sentence):
@@ -199,7 +199,7 @@ def test_open(wish: dict[str, Any], sentence: str) -> None:
 
 
 def test_much_staging() -> None:
-    """4 GiB and more were refused."""
+    """staging_bytes may exceed 4 GiB."""
     with epic.jax.open(max_tokens=8, max_row_bytes=64, staging_bytes=5 << 30) as group:
         assert group.max_tokens == 8
 
