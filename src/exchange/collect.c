@@ -1,10 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Rows from all ranks for the items of a home, which takes an item when all of its rows are
- * there.
+/* The collect flow: rows of all ranks for the items of each home.
  *
- * Every rank makes rows in ascending order of items, a lane for each home.  So the lowest item
- * that any home still waits for always finds room in the lanes of those who owe it: lanes of any
- * size make progress. */
+ * Every rank sends its rows to each home in ascending order of items, on one lane for each
+ * home. The lowest item that any home waits for always finds room in the lanes of the ranks
+ * that contribute. So the flow makes progress with lanes of any size. */
 #include <string.h>
 
 #include "base/error.h"
@@ -15,7 +14,7 @@
 typedef struct collecting {
     exchange *x;
     const collect *c;
-    int64_t item; /* the next of ours, and its piece */
+    int64_t item; /* the next item of this rank, and its next piece */
     int32_t piece;
     int64_t batch;
 } collecting;
@@ -55,7 +54,8 @@ static bool collect_send(collecting *g)
     return moved;
 }
 
-/* The rows of our next item, or false: not all are there.  Marks whom it waits for. */
+/* Fills x->rows with the rows of the next item. Returns false if some have not arrived, and
+ * marks the ranks that owe them. */
 static bool collect_find_rows(collecting *g)
 {
     exchange *x = g->x;

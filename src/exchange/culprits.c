@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Finding the ranks that keep everybody waiting: never one that is itself waiting. */
+/* Finds the ranks that keep all others waiting. A rank that waits itself is never one of
+ * them, unless the waits form a circle. */
 #include "exchange/culprits.h"
 
 #include <stdio.h>
@@ -35,12 +36,13 @@ void format_ranks(char *out, size_t size, const uint64_t *ranks)
 bool has_peer_finished(const exchange *x, const epic_peer_status *sight)
 {
     if (!sight->came) return false;
-    if (sight->closed) return true; /* nobody closes during a call */
+    if (sight->closed) return true; /* no rank closes its context during a call */
     if (sight->tag != x->tag || sight->sequence < x->header_sequence) return false;
     return sight->sequence > x->header_sequence || !sight->inside;
 }
 
-/* The ranks that do not wait, reached from x's own waits through the waits of others. */
+/* Adds to `ends` the ranks that do not wait, found by following the waits of x and of its
+ * peers. */
 static void follow_waits(exchange *x, uint64_t *ends)
 {
     uint64_t todo[RANK_WORDS], seen[RANK_WORDS] = {0};
@@ -57,11 +59,11 @@ static void follow_waits(exchange *x, uint64_t *ends)
             continue;
         }
         for (int w = 0; w < RANK_WORDS; w++) todo[w] |= sight.waits_for[w];
-        r = -1; /* a lower rank may have been added */
+        r = -1; /* a lower rank may have been added: start again */
     }
 }
 
-/* Keeps the ranks that are furthest behind in (tag, place). */
+/* Keeps the ranks that are furthest behind in this exchange. */
 static void keep_furthest_behind(exchange *x, const uint64_t *from, uint64_t *culprits)
 {
     uint32_t least = UINT32_MAX;
@@ -76,7 +78,7 @@ static void keep_furthest_behind(exchange *x, const uint64_t *from, uint64_t *cu
         }
 }
 
-/* Adds where a culprit was last seen, unless that would be cut. */
+/* Appends the status of a culprit. Returns false and appends nothing if it does not fit. */
 static bool append_peer_status(char *sentence, size_t size, int rank,
                                const epic_peer_status *sight)
 {
@@ -85,8 +87,9 @@ static bool append_peer_status(char *sentence, size_t size, int rank,
     if (!sight->operation)
         snprintf(clause, sizeof clause, "; rank %d was never seen in an operation", rank);
     else
-        snprintf(clause, sizeof clause, "; rank %d was last seen %s %s (tag %llu, step %llu)",
-                 rank, sight->inside ? "in" : "after", operation_name(sight->operation),
+        snprintf(clause, sizeof clause,
+                 "; rank %d was last seen %s %s (tag %llu, sequence %llu)", rank,
+                 sight->inside ? "in" : "after", operation_name(sight->operation),
                  (unsigned long long)sight->tag, (unsigned long long)sight->sequence);
     if (used + strlen(clause) >= size) return false;
     memcpy(sentence + used, clause, strlen(clause) + 1);
@@ -116,7 +119,7 @@ void find_culprits(exchange *x, uint64_t *culprits, char *sentence, size_t size)
     follow_waits(x, ends);
     bool any = false;
     for (int w = 0; w < RANK_WORDS; w++) any |= ends[w] != 0;
-    keep_furthest_behind(x, any ? ends : x->waits_for,
-                         culprits); /* a circle: those we wait for */
+    /* Without an end the waits form a circle: blame the ranks that x waits for. */
+    keep_furthest_behind(x, any ? ends : x->waits_for, culprits);
     describe_culprits(x, culprits, sentence, size);
 }

@@ -1,19 +1,21 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Who is to blame for a wait that ended at its deadline. */
+/* Finds the ranks that caused a wait to reach its deadline. */
 #ifndef EPIC_CULPRITS_H
 #define EPIC_CULPRITS_H
 
 #include "exchange/exchange.h"
 
-/* "rank 2", "ranks 1, 2 and 5": the ranks whose bits are set. */
+/* Writes the ranks whose bits are set, for example "rank 2" or "ranks 1, 2 and 5". */
 void format_ranks(char *out, size_t size, const uint64_t *ranks);
 
-/* Has the peer finished this exchange?  It may close then: nobody waits for it, even where one
- * lane to everyone is full and does not say who still reads it. */
+/* Returns whether the peer has finished this exchange. Then it may close its context,
+ * because no rank waits for it. A full lane to all peers does not show which peer still has
+ * to read it. */
 bool has_peer_finished(const exchange *x, const epic_peer_status *sight);
 
-/* Follows who waits for whom from this exchange to the ranks that do not wait themselves; of
- * those the ones furthest behind.  `sentence` tells where each was last seen. */
+/* Sets the bits of the culprits. It starts with the ranks that x waits for and follows the
+ * waits of those ranks to the ranks that do not wait. Of these it keeps the ones that are
+ * furthest behind. `sentence` receives a text with the status of up to four culprits. */
 void find_culprits(exchange *x, uint64_t *culprits, char *sentence, size_t size);
 
 #endif

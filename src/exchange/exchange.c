@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Opening and closing an operation. */
+/* Opens and closes operations, compares their op headers, and waits with a deadline. */
 #include "exchange/exchange.h"
 
 #include <stdio.h>
@@ -10,9 +10,13 @@
 #include "exchange/culprits.h"
 #include "exchange/rounding.h"
 
-enum { PHASE_NOTES, PHASE_ROWS, PHASE_NEXT_ROWS }; /* what peers see */
+enum {
+    PHASE_NOTES,
+    PHASE_ROWS,
+    PHASE_NEXT_ROWS
+}; /* the phases of an exchange, visible to peers */
 
-#define LOOK_NS 100000000ull /* how often a waiting rank looks whether its peers live */
+#define LOOK_NS 100000000ull /* interval between checks whether the peers are alive */
 #define MS 1000000ull
 #define MAX_SLEEP_MS 1000u
 
@@ -95,7 +99,7 @@ void exchange_close_all(epic_context *ctx)
     ctx->exchanges = NULL;
 }
 
-/* The group's failure, if a rank has reported one. */
+/* Returns the group's failure if a rank has reported one, otherwise EPIC_OK. */
 static epic_result exchange_poll_failure(exchange *x)
 {
     epic_failure_info failure;
@@ -113,7 +117,7 @@ static epic_result exchange_break_group(exchange *x, epic_result result,
                                  .rank = x->rank};
     for (int r = 0; r < x->num_ranks && failure.num_culprits < EPIC_MAX_CULPRITS; r++)
         if (culprits[r / 64] >> (r % 64) & 1) failure.culprits[failure.num_culprits++] = r;
-    snprintf(failure.sentence, sizeof failure.sentence, "%s (tag %llu, step %llu): %s",
+    snprintf(failure.sentence, sizeof failure.sentence, "%s (tag %llu, sequence %llu): %s",
              operation_name(x->operation), (unsigned long long)x->tag,
              (unsigned long long)x->sequence, sentence);
     x->transport->break_group(x->group, &failure);
@@ -121,9 +125,10 @@ static epic_result exchange_break_group(exchange *x, epic_result result,
     return first ? first : context_break(x->ctx, &failure);
 }
 
-/* A peer that is gone and owes us something is EPIC_EPEER; what it sent before it went may have
- * arrived just now, so it is judged only when seen gone twice with no movement between.  Where a
- * process has ended, those that closed have left because of it. */
+/* Breaks the group with EPIC_EPEER if a peer that this rank waits for is gone. What the peer
+ * sent before it ended may have just arrived. Therefore a peer must be seen gone twice
+ * without any movement in between. If some peers' processes ended and others closed their
+ * contexts, only the former are blamed, because the others closed as a consequence. */
 static epic_result exchange_check_peers(exchange *x, uint64_t now, bool late)
 {
     if (!late && !x->is_peer_gone && now - x->last_check_ns < LOOK_NS) return EPIC_OK;
@@ -146,13 +151,13 @@ static epic_result exchange_check_peers(exchange *x, uint64_t now, bool late)
     char list[128], sentence[256];
     format_ranks(list, sizeof list, any_ended ? ended : closed);
     snprintf(sentence, sizeof sentence, "rank %d waited for %s, %s; open a new group", x->rank,
-             list, any_ended ? "whose process ended" : "who closed the context");
+             list, any_ended ? "whose process ended" : "which closed the context");
     return exchange_break_group(x, EPIC_EPEER, any_ended ? ended : closed, sentence);
 }
 
-/* Breaks the group because the deadline has passed.  Returns EPIC_OK if this process was stopped
- * while it looked for the culprits: peers that were stopped with it look silent, and the deadline
- * starts anew. */
+/* Breaks the group because the deadline has passed. Returns EPIC_OK if this process was
+ * stopped while it searched for the culprits. Peers that were stopped with it look silent,
+ * so the deadline starts again. */
 static epic_result exchange_report_timeout(exchange *x)
 {
     uint64_t culprits[RANK_WORDS] = {0};
@@ -169,7 +174,7 @@ static epic_result exchange_wait_in(exchange *x, int op_slot)
     const bool late = deadline_look(&x->deadline, now);
     TRY(exchange_check_peers(x, now, late));
     if (late && !x->is_peer_gone)
-        TRY(exchange_report_timeout(x)); /* else the next look tells */
+        TRY(exchange_report_timeout(x)); /* otherwise the next check decides */
     const uint64_t longest = (x->is_peer_gone ? 1 : MAX_SLEEP_MS) * MS;
     const uint64_t sleep = deadline_sleep_ns(&x->deadline, now, longest);
     x->transport->wait(x->group, op_slot, x->phase, x->waits_for, (uint32_t)(sleep / MS) + 1);
@@ -193,10 +198,10 @@ epic_result exchange_wait(exchange *x)
 void exchange_report_progress(exchange *x)
 {
     x->is_peer_gone = false;
-    deadline_renew(&x->deadline); /* it starts when there is something to wait for */
+    deadline_renew(&x->deadline); /* it starts with the next wait */
 }
 
-/* All cells are taken, by operations that wait for any of the peers. */
+/* Waits for a free op slot. All are in use by operations that may wait for any peer. */
 static epic_result exchange_wait_for_op_slot(exchange *asked, int *op_slot)
 {
     exchange waiter = *asked;
@@ -204,7 +209,7 @@ static epic_result exchange_wait_for_op_slot(exchange *asked, int *op_slot)
         if (r != waiter.rank) exchange_mark_awaited(&waiter, r);
     while ((*op_slot = asked->transport->claim(asked->group)) < 0)
         TRY(exchange_wait_in(&waiter, -1));
-    asked->deadline = waiter.deadline; /* one deadline for the cell and the notes */
+    asked->deadline = waiter.deadline; /* one deadline covers the op slot and the headers */
     return EPIC_OK;
 }
 
@@ -226,8 +231,9 @@ static epic_result exchange_claim_op_slot(exchange **out, epic_context *ctx, exc
     return EPIC_OK;
 }
 
-/* Compares rank r's note with ours and with that of `good`, the first rank whose note has no
- * error (-1: none yet): a note with an error says little, so ours may not tell two others apart. */
+/* Compares rank r's op header with this rank's, and with that of `good`, the first rank
+ * whose header has no error (-1: none yet). A header with an error has few other elements,
+ * so comparing only with this rank's header could miss a difference between two others. */
 static epic_result exchange_compare_header(exchange *x, int r, int *good)
 {
     char sentence[256];
@@ -244,7 +250,8 @@ static epic_result exchange_compare_header(exchange *x, int r, int *good)
     return EPIC_OK;
 }
 
-/* Collects the notes; the first pair that differs is everybody's EPIC_EMISMATCH. */
+/* Reads the op headers of all ranks. The first pair that differs gives EPIC_EMISMATCH on all
+ * ranks. */
 static epic_result exchange_gather_headers(exchange *x, const epic_op_header *mine)
 {
     int good = mine->local[LOCAL_ERROR] ? -1 : x->rank;
@@ -325,7 +332,8 @@ epic_result exchange_close(exchange *x, epic_result result)
     epic_context *ctx = x->ctx;
     const uint64_t tag = x->tag, record = x->record;
     rounding_leave(x->rounding);
-    x->transport->finish(x->group, x->op_slot); /* the cell is no longer ours */
+    x->transport->finish(x->group,
+                         x->op_slot); /* this rank must not use the op slot any more */
     recorder_end(ctx->recorder, record, result, result == EPIC_OK ? NULL : epic_sentence());
     tags_end(&ctx->tags, tag);
     return result;

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* From a layer's options to the words of a note, and from words that differ to a sentence. */
+/* Converts the options of a layer to the words of an op header, and words that differ to a
+ * sentence. */
 #include "exchange/layer_options.h"
 
 #include <stdio.h>
@@ -13,12 +14,12 @@ typedef enum option_kind {
     KIND_FLAG,
     KIND_REAL,   /* two words of a double */
     KIND_FLOAT,  /* one word */
-    KIND_CHOICE, /* a value with a name */
+    KIND_CHOICE, /* an enum value, printed by name */
     KIND_LONG,   /* two words of an integer */
-    KIND_WEIGHT  /* 0: none, 1: given, else a checksum */
+    KIND_WEIGHT  /* 0: not given; 1: given; other values: a checksum */
 } option_kind;
 
-/* The values of KIND_CHOICE, from 0 on. */
+/* The lists of names for KIND_CHOICE. */
 typedef enum choice_list {
     NO_CHOICES,
     SCORES,
@@ -31,8 +32,8 @@ typedef enum choice_list {
     TYPES
 } choice_list;
 
-/* Neither these nor the names are pointers: the library is small, and each would be a relocation
- * of 24 bytes. */
+/* The names of each list in the order of their values. They are arrays, not pointers,
+ * because each pointer would add a relocation of 24 bytes to the library. */
 static const char choices[][72] = {
     [SCORES] = "softmax sigmoid sqrtsoftplus logits",
     [GROUP_SCORES] = "max sum",
@@ -49,8 +50,8 @@ typedef struct option {
     uint8_t choices; /* a choice_list */
 } option;
 
-/* In the order in which layer_options_fill writes their words.  Names and values are those of epic.torch
- * and epic.jax, which are near enough to epic.h's for its readers. */
+/* The options in the order in which layer_options_fill writes their words. Names and values
+ * are those of epic.torch and epic.jax, which readers of epic.h recognize. */
 static const option options[] = {
     {"router.num_experts", KIND_NUMBER, NO_CHOICES},
     {"router.zero_experts", KIND_NUMBER, NO_CHOICES},
@@ -94,7 +95,8 @@ static const option options[] = {
 };
 enum { NUM_OPTIONS = sizeof options / sizeof *options };
 
-/* In the order of layer_weight, behind the number that says whether there are checksums. */
+/* The weights in the order of layer_weight, after the word that says whether they are
+ * checksums. */
 static const option weights[] = {
     {"EPIC_CHECK_WEIGHTS", KIND_FLAG, NO_CHOICES},
     {"w_gate", KIND_WEIGHT, NO_CHOICES},
@@ -112,11 +114,11 @@ static const option weights[] = {
 enum { NUM_WEIGHTS = sizeof weights / sizeof *weights };
 _Static_assert(NUM_WEIGHTS == NUM_LAYER_WEIGHTS + 1, "a name for each layer_weight");
 
-#define DOUBLE_WORDS 7 /* options of two words */
+#define DOUBLE_WORDS 7 /* options that take two words */
 _Static_assert(NUM_OPTIONS + DOUBLE_WORDS + NUM_WEIGHTS <= OPTION_WORDS,
                "epic_op_header.options");
 
-#define FIRST_WEIGHT (OPTION_WORDS - NUM_WEIGHTS) /* weights stand at the end of the words */
+#define FIRST_WEIGHT (OPTION_WORDS - NUM_WEIGHTS) /* the weights are the last words */
 
 /* ------------------------------------------------------------------------- to words ---- */
 
@@ -131,7 +133,7 @@ static void put_long(uint32_t **at, uint64_t value)
     put_word(at, (uint32_t)(value >> 32));
 }
 
-/* -0 is 0. */
+/* Writes a double. -0 and 0 have the same words. */
 static void put_real(uint32_t **at, double value)
 {
     uint64_t bits = 0;
@@ -165,7 +167,7 @@ static void put_router(uint32_t **at, const epic_router *r)
     put_real(at, r->scale == 0 ? 1 : r->scale);
 }
 
-/* Those of an MLP that is there, or zeros.  0 is the default of some. */
+/* Writes limit and alpha with their defaults, or zeros if e is NULL or does not use them. */
 static void put_limits(uint32_t **at, const epic_experts *e)
 {
     const bool is_swiglu = e && e->activation == EPIC_CLAMPED_SWIGLU;
@@ -199,8 +201,8 @@ static void put_shared(uint32_t **at, const epic_experts *e)
     put_limits(at, e);
 }
 
-/* Not what may differ: slots, products of the caller's own, what is kept for backward, and how many
- * experts this rank has. */
+/* Options that may differ between ranks are left out: slots, a caller's own GEMM, what is
+ * kept for backward, and the number of local experts. */
 void layer_options_fill(layer_options *out, const epic_moe *moe, const epic_router *router,
                         const epic_experts *experts, const epic_experts *shared)
 {
@@ -238,7 +240,7 @@ uint32_t layer_options_weight_word(const void *data, int64_t bytes, bool is_chec
     if (!data) return 0;
     if (!is_checked) return 1;
     const uint64_t sum = hash_bytes(data, (size_t)bytes);
-    return (uint32_t)(sum ^ sum >> 32) | 2; /* neither 0 nor 1 */
+    return (uint32_t)(sum ^ sum >> 32) | 2; /* differs from 0 and 1 */
 }
 
 void layer_options_set_weights(layer_options *out, bool are_checked,
@@ -257,7 +259,7 @@ static int num_words_of(const option *o)
     return o->kind == KIND_REAL || o->kind == KIND_LONG ? 2 : 1;
 }
 
-/* The word of a list with that number, or the number. */
+/* Writes the name of a value, or the number if the list has no such name. */
 static void describe_choice(char text[40], const option *o, uint32_t value)
 {
     const char *word = choices[o->choices];
@@ -300,7 +302,7 @@ static void describe_value(char text[40], const option *o, const uint32_t *words
     }
 }
 
-/* The first option of a table that differs. */
+/* Describes the first option of a table that differs. Returns false if none does. */
 static bool find_difference(const option *table, int count, const uint32_t *a, int rank_a,
                             const uint32_t *b, int rank_b, char *sentence, size_t size)
 {
@@ -311,7 +313,7 @@ static bool find_difference(const option *table, int count, const uint32_t *a, i
             describe_value(text_a, &table[i], a);
             describe_value(text_b, &table[i], b);
             snprintf(sentence, size,
-                     "%s is %s on rank %d and %s on rank %d: must be equal; bring the same on "
+                     "%s is %s on rank %d and %s on rank %d: must be equal; pass the same on "
                      "every rank",
                      table[i].name, text_a, rank_a, text_b, rank_b);
             return true;
@@ -332,6 +334,7 @@ void layer_options_describe_difference(const epic_op_header *a, int rank_a,
                         b->options + FIRST_WEIGHT, rank_b, sentence, size))
         return;
     snprintf(sentence, size,
-             "the layer's options of rank %d and rank %d differ; bring the same on every rank",
+             "the layer's options of rank %d and rank %d differ: must be equal; pass the same "
+             "on every rank",
              rank_a, rank_b);
 }

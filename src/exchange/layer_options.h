@@ -1,25 +1,26 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The options of a whole layer that must be equal on all ranks, as a note carries them.
+/* The options of a layer that must be equal on all ranks, as an op header carries them.
  *
- * A rank whose experts have another activation, or whose router has another score, gives wrong
- * results that nobody sees: no shape differs.  So the first note of every pass has a hash of all
- * these options; where two differ, the values beside it say which option it is. */
+ * If one rank's experts have another activation, or its router another score, the results
+ * are wrong but every shape fits. Therefore the first op header of each pass contains a hash
+ * of all these options. If two hashes differ, the option words in the headers show which
+ * option differs. */
 #ifndef EPIC_LAYER_OPTIONS_H
 #define EPIC_LAYER_OPTIONS_H
 
 #include "backend/transport.h"
 
-/* Words of a note for options; a double takes two. */
+/* Words for options in an op header. A double takes two. */
 #define OPTION_WORDS (sizeof(((epic_op_header *)0)->options) / sizeof(uint32_t))
 
 typedef struct layer_options {
-    uint64_t hash;         /* of the options; 0: not known, so nothing is compared */
-    uint64_t weights_hash; /* of which weights there are, and of checksums; 0: not known */
+    uint64_t hash;         /* hash of the options; 0: unknown, so it is not compared */
+    uint64_t weights_hash; /* hash of the weight words; 0: unknown */
     uint32_t words[OPTION_WORDS];
 } layer_options;
 
-/* Weights that every rank has, each a word of its own: 0 if there is none, 1 if there is one, or
- * a checksum of its numbers. */
+/* Weights that must exist on all ranks or on none. Each has one word: 0 if it is NULL, 1 if
+ * it is given, or a checksum of its numbers. */
 typedef enum layer_weight {
     WEIGHT_W_GATE,
     WEIGHT_B_GATE,
@@ -30,27 +31,30 @@ typedef enum layer_weight {
     WEIGHT_SHARED_B_GATE_UP,
     WEIGHT_SHARED_B_DOWN,
     WEIGHT_W_SHARED_GATE,
-    WEIGHT_B_GATE_UP, /* of the experts: never a checksum, as ranks have different ones */
+    WEIGHT_B_GATE_UP, /* never a checksum: ranks hold different experts */
     WEIGHT_B_DOWN,
     NUM_LAYER_WEIGHTS
 } layer_weight;
 
-/* Reads the options of a caller's layer; NULL: none are known.  EPIC_EINVAL: a part is missing. */
+/* Reads the options of a caller's layer. moe may be NULL; then no options are known. Returns
+ * EPIC_EINVAL if a part of the layer is missing. */
 epic_result layer_options_read(layer_options *out, const epic_moe *moe);
 
-/* Takes them from parts that were read; shared may be NULL.  The weights are not known yet. */
+/* Fills in the options from structs that were read before. shared may be NULL. It leaves the
+ * weights unknown. */
 void layer_options_fill(layer_options *out, const epic_moe *moe, const epic_router *router,
                         const epic_experts *experts, const epic_experts *shared);
 
-/* Adds the weights.  are_checked: EPIC_CHECK_WEIGHTS asks for checksums. */
+/* Fills in the weight words. are_checked: they contain checksums (EPIC_CHECK_WEIGHTS). */
 void layer_options_set_weights(layer_options *out, bool are_checked,
                                const uint32_t words[NUM_LAYER_WEIGHTS]);
 
-/* The word of a weight: `bytes` bytes of numbers at `data` (NULL: there is none), of which a
- * checksum is taken if `is_checked`. */
+/* Returns the word of a weight of `bytes` bytes at `data`, which may be NULL. is_checked:
+ * the word is a checksum. */
 uint32_t layer_options_weight_word(const void *data, int64_t bytes, bool is_checked);
 
-/* Writes to `sentence` which option of two notes differs, whose hashes do. */
+/* Writes a sentence that names the option that differs between two op headers. Their hashes
+ * of options or weights differ. */
 void layer_options_describe_difference(const epic_op_header *a, int rank_a,
                                        const epic_op_header *b, int rank_b, char *sentence,
                                        size_t size);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Comparing the notes of two ranks, and the errors that notes carry. */
+/* Compares the op headers of two ranks and turns the errors in them into sentences. */
 #include "exchange/op_header.h"
 
 #include <stdio.h>
@@ -56,7 +56,7 @@ const char *operation_name(uint32_t operation)
     return operation < sizeof names / sizeof *names ? names[operation] : "an unknown operation";
 }
 
-/* The name of a value where the header has one; NULL: it is a number. */
+/* Returns the name of a value, or NULL if the field is a number. */
 static const char *value_name(int field, int64_t value)
 {
     switch (field) {
@@ -96,8 +96,8 @@ static const char *value_text(int field, int64_t value, char text[32])
 
 static const char *mismatch_remedy(int field)
 {
-    return field == COMMON_PLAN ? "use the plan of one and the same epic_plan"
-                                : "bring the same on every rank";
+    return field == COMMON_PLAN ? "use the plan of the same epic_plan call"
+                                : "pass the same on every rank";
 }
 
 bool op_header_compare(const epic_op_header *a, int rank_a, const epic_op_header *b, int rank_b,
@@ -112,16 +112,17 @@ bool op_header_compare(const epic_op_header *a, int rank_a, const epic_op_header
                  operation_name((uint32_t)op_b));
         return false;
     }
-    if (a->local[LOCAL_ERROR] || b->local[LOCAL_ERROR]) return true; /* class (b) goes first */
+    if (a->local[LOCAL_ERROR] || b->local[LOCAL_ERROR])
+        return true; /* errors of the data are reported first */
     for (int i = 0; i < NUM_COMMON; i++) {
         char text_a[32], text_b[32];
         if (a->common[i] == b->common[i]) continue;
         if (i == COMMON_OPTIONS || i == COMMON_LAYER_WEIGHTS) {
-            if (!a->common[i] || !b->common[i]) continue; /* one of them does not know */
+            if (!a->common[i] || !b->common[i]) continue; /* unknown on one of the two ranks */
             layer_options_describe_difference(a, rank_a, b, rank_b, sentence, size);
             return false;
         }
-        snprintf(sentence, size, "rank %d brought %s %s, rank %d brought %s; %s", rank_a,
+        snprintf(sentence, size, "rank %d passed %s %s, rank %d passed %s; %s", rank_a,
                  common_names[i], value_text(i, a->common[i], text_a), rank_b,
                  value_text(i, b->common[i], text_b), mismatch_remedy(i));
         return false;
@@ -140,7 +141,7 @@ void op_header_set_options(epic_op_header *note, const layer_options *options)
 bool op_header_compare_layer(const epic_op_header *given, const epic_op_header *plan,
                              char *sentence, size_t size)
 {
-    /* A field stands before those whose defaults follow from it. */
+    /* Each field comes before the fields whose defaults depend on it. */
     static const int fields[] = {
         COMMON_NUM_EXPERTS, COMMON_NUM_LOGICAL, COMMON_TOP_K,           COMMON_LAYOUT,
         COMMON_ALIGNMENT,   COMMON_OVERFLOW,    COMMON_EXPERT_CAPACITY, COMMON_PRIORITY,
@@ -173,8 +174,8 @@ static epic_result saved_error(int rank, const int64_t *about)
                                         [SAVED_COUNT] = "tokens of local expert",
                                         [SAVED_CHOICE] = "choice"};
     return epic_fail(EPIC_EINVAL,
-                     "saved: what rank %d brought is damaged (%s %lld: %lld); bring the bytes "
-                     "that epic_moe_forward wrote on this rank",
+                     "saved of rank %d is damaged (%s %lld: %lld): must be the bytes that "
+                     "epic_moe_forward wrote on this rank; pass those",
                      rank, parts[(uint64_t)about[0] % 4], (long long)about[1],
                      (long long)about[2]);
 }
@@ -214,16 +215,17 @@ epic_result op_header_data_error(const epic_op_header *const *notes, int num_ran
                              (long long)about[1], (long long)about[2], (long long)about[3]);
         case DATA_SAVED:
             return epic_fail(EPIC_EINVAL,
-                             "saved: what rank %d brought is of a forward that failed, or of "
-                             "none; call epic_moe_forward again",
+                             "saved of rank %d is from a forward that failed or never ran: "
+                             "must be from one that succeeded; call epic_moe_forward again",
                              r);
         case DATA_SAVED_PART:
             return saved_error(r, about);
         default:
-            return epic_fail(EPIC_EINVAL,
-                             "plan: the one that rank %d brought cannot be used: %s; bring the "
-                             "bytes that epic_plan wrote for this rank and group",
-                             r, plan_damage_name((int)about[0]));
+            return epic_fail(
+                EPIC_EINVAL,
+                "plan of rank %d cannot be used: %s; pass the bytes that epic_plan "
+                "wrote for this rank and group",
+                r, plan_damage_name((int)about[0]));
         }
     }
     return EPIC_OK;

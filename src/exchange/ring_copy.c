@@ -1,15 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Timing rows, and what is learnt from it. */
+/* Times rows and chooses how to copy the next ones (ring_copy.h). */
 #include "exchange/ring_copy.h"
 
 #include <stdatomic.h>
 #include <string.h>
 
 #define LINE 64
-#define LEAST_BYTES 1024 /* shorter rows say little */
-#define TIMED_EVERY 64   /* rows; with 16 it is 5 % of a combine between far cores */
-#define FAR_PS 11000     /* for a line: seen were up to 8,000 in a shared cache, 27,000 else */
-#define MOST_PS 30000    /* more says only that the core was away */
+#define LEAST_BYTES 1024 /* the time of a shorter row is mostly noise */
+#define TIMED_EVERY 64 /* rows; timing one in 16 costs 5 % of a combine between distant cores */
+#define FAR_PS \
+    11000 /* limit for one line; measured: up to 8,000 in a shared cache, else 27,000 */
+#define MOST_PS 30000 /* a longer time means that the thread lost its core */
 
 ring_path ring_choose_path(exchange *x, int lane, int64_t bytes)
 {
@@ -26,7 +27,7 @@ void ring_record_time(ring_cost *reach, uint64_t ns, size_t bytes)
     reach->line_ps += (seen - reach->line_ps) / 8;
 }
 
-/* So that the time is the lane's alone. */
+/* Reads the row into this core's cache, so that the timer measures only the lane. */
 static void read_into_cache(const volatile char *from, size_t bytes)
 {
     for (size_t at = 0; at < bytes; at += LINE) (void)from[at];
@@ -37,7 +38,7 @@ static void write_row_timed(ring_cost *reach, void *entry, const void *from, siz
     read_into_cache(from, bytes);
     const uint64_t begin = now_ns();
     memcpy(entry, from, bytes);
-    atomic_exchange(&reach->settled, true); /* waits until all its lines are ours */
+    atomic_exchange(&reach->settled, true); /* waits until this core owns all written lines */
     ring_record_time(reach, now_ns() - begin, bytes);
 }
 

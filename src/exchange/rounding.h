@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The processor's rounding mode during an operation: to nearest even, subnormals kept, whatever
- * the caller's thread has set (frameworks flush subnormals to zero), and put back afterwards. */
+/* Sets the rounding mode of the processor for one operation: to nearest even, with subnormal
+ * numbers. Frameworks flush subnormal numbers to zero, which would change results. The
+ * caller's mode is restored at the end. */
 #ifndef EPIC_ROUNDING_H
 #define EPIC_ROUNDING_H
 

@@ -1,19 +1,21 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Items from every source to all ranks that want them, each source at its own pace. */
+/* The scatter flow: items of every source for all ranks that need them. Each source sends at
+ * its own speed. Where memory is shared, one lane to all peers carries every item once;
+ * otherwise there is one lane for each peer. */
 #include <string.h>
 
 #include "base/error.h"
 #include "exchange/exchange.h"
 
-#define BATCH_BYTES (256 * 1024) /* moved in one go before looking at the other lanes */
+#define BATCH_BYTES (256 * 1024) /* bytes to move before looking at the other lanes */
 
 typedef struct scattering {
     exchange *x;
     const scatter *s;
     int64_t entry_bytes;
-    bool shared; /* one lane to everyone, every item in its place; else a lane to each */
+    bool shared; /* one lane to all peers with every item, or one lane to each peer */
     int64_t own_next;
-    int64_t batch; /* entries */
+    int64_t batch; /* entries to move before looking at the other lanes */
 } scattering;
 
 static bool is_wanted_by_any(const scattering *g, int64_t item)
@@ -23,14 +25,15 @@ static bool is_wanted_by_any(const scattering *g, int64_t item)
     return false;
 }
 
-/* Returns how much it was. */
+/* Fills one entry and returns its bytes. */
 static int64_t scatter_fill_entry(scattering *g, int64_t item, int32_t piece, void *entry)
 {
     g->s->fill_entry(g->s->self, item, piece, entry);
     return piece_size(&g->s->split, piece);
 }
 
-/* The lane to everyone: entry = item * num_pieces + piece, also for items that nobody wants. */
+/* Sends on the lane to all peers. Entry item * num_pieces + piece exists for every item,
+ * even if no peer reads it, so that readers can compute its index. */
 static bool scatter_send_to_all(scattering *g)
 {
     exchange *x = g->x;
@@ -151,7 +154,7 @@ static bool scatter_read_own(scattering *g)
     return g->own_next > first;
 }
 
-/* What is still open, and so whom we wait for. */
+/* Returns whether entries are missing, and marks the ranks that this rank waits for. */
 static bool scatter_is_unfinished(scattering *g)
 {
     exchange *x = g->x;

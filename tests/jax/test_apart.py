@@ -56,8 +56,8 @@ def test_every_call_is_made(what: str, ranks: int) -> None:
 
 def test_names_in_errors_of_several_ranks() -> None:
     """The error names the argument of Python, its values on both ranks, and the code."""
-    wanted = ["brought distinct=False, rank 1 brought True", "brought overflow 'error', rank 1 b"]
-    wanted += ["brought partial_type None, rank 1 brought float32"]
+    wanted = ["passed distinct=False, rank 1 passed True", "passed overflow 'error', rank 1 p"]
+    wanted += ["passed partial_type None, rank 1 passed float32"]
     for said in run_apart("differs", 2):
         lines = [line for line in said.splitlines() if line.startswith("EPIC_")]
         assert len(lines) == len(wanted), said[-3000:]

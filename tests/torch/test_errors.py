@@ -207,7 +207,7 @@ def test_values_as_python_has_them() -> None:
 
     with ThreadPoolExecutor(2) as pool:
         for said in pool.map(run, range(2)):
-            assert re.search(r"distinct=(True|False), rank \d brought distinct=(True|False)", said)
+            assert re.search(r"distinct=(True|False), rank \d passed distinct=(True|False)", said)
 
 
 # -------------------------------------------------------------------- among processes ----

@@ -293,7 +293,7 @@ int main(void)
     test("too small", too_small, RANKS, EPIC_BY_RANK, EPIC_EOVERFLOW, "rank 1 has 2 slots");
     test("no such rank", no_such_rank, RANKS, EPIC_BY_RANK, EPIC_EINVAL, "lives on rank 7");
     test("unequal", unequal, 2, EPIC_TREE, EPIC_EINVAL, "6 on rank 0 and 3 on rank 1");
-    test("damaged", damaged, RANKS, EPIC_BY_RANK, EPIC_EINVAL, "plan: the one that rank 1");
+    test("damaged", damaged, RANKS, EPIC_BY_RANK, EPIC_EINVAL, "plan of rank 1 cannot be used");
     test("token id", bad_token_id, RANKS, EPIC_BY_RANK, EPIC_EINVAL,
          "token_ids: rank 1, token 4 has id 99; the table has 4 rows");
     test("negative token id", negative_token_id, RANKS, EPIC_BY_RANK, EPIC_EINVAL,
@@ -301,17 +301,17 @@ int main(void)
     test("table", bad_table, RANKS, EPIC_BY_RANK, EPIC_EINVAL,
          "table: rank 1, row 2, k 1 has expert 6");
     test("saved rows", damaged_rows, RANKS, EPIC_BY_RANK, EPIC_EINVAL,
-         "rank 1 brought is damaged (rows of local expert 0: 1000)");
+         "saved of rank 1 is damaged (rows of local expert 0: 1000)");
     test("saved count", damaged_count, RANKS, EPIC_BY_RANK, EPIC_EINVAL,
-         "rank 1 brought is damaged (tokens of local expert 1: -3)");
+         "saved of rank 1 is damaged (tokens of local expert 1: -3)");
     test("saved choice", damaged_choice, RANKS, EPIC_BY_RANK, EPIC_EINVAL,
-         "rank 1 brought is damaged (choice 3: 77)");
+         "saved of rank 1 is damaged (choice 3: 77)");
     test("saved total", damaged_total, RANKS, EPIC_BY_RANK, EPIC_EINVAL,
-         "rank 1 brought is damaged (total tokens 0: 5)");
+         "saved of rank 1 is damaged (total tokens 0: 5)");
     test("not planned", not_planned, RANKS, EPIC_BY_RANK, EPIC_EINVAL,
-         "plan: the one that rank 1");
+         "plan of rank 1 cannot be used");
     test("no forward", no_forward, RANKS, EPIC_BY_RANK, EPIC_EINVAL,
-         "saved: what rank 1 brought is of a forward that failed");
+         "saved of rank 1 is from a forward that failed");
     test("differ", differ, RANKS, EPIC_BY_RANK, EPIC_EMISMATCH, "rank 1");
     return atomic_load(failures) ? 1 : 0;
 }

@@ -42,10 +42,10 @@ static void start_at(epic_context *ctx, uint64_t tag, uint64_t place)
 static void start_cells_at(epic_context *ctx, uint64_t version)
 {
     epic_group *g = ctx->group;
-    for (int i = 0; i < g->layout.num_cells; i++) {
-        atomic_store(&g->exchanges[i].cell->version, version);
+    for (int i = 0; i < g->layout.num_slots; i++) {
+        atomic_store(&g->exchanges[i].slot->version, version);
         for (int r = 0; r < g->num_ranks; r++)
-            atomic_store(&g->exchanges[i].cell->lanes[r].done, version);
+            atomic_store(&g->exchanges[i].slot->lanes[r].done, version);
     }
 }
 
@@ -79,7 +79,7 @@ static void over_the_edge(const epic_bootstrap *bootstrap, void *self)
     CHECK(epic_failure(ctx, &info) == EPIC_OK);
     CHECK_SAY(info.sequence > EDGE && info.sequence < EDGE + 100, "step %llu",
               (unsigned long long)info.sequence);
-    CHECK_SAY(strstr(info.sentence, "after sum (tag 11, step 42949673") != NULL, "%s",
+    CHECK_SAY(strstr(info.sentence, "after sum (tag 11, sequence 42949673") != NULL, "%s",
               info.sentence);
     step_close(&s);
     epic_close(ctx);

@@ -338,7 +338,7 @@ static void damaged_plan(const epic_bootstrap *bootstrap, void *self)
     CHECK_SAY(plan(&s) == EPIC_OK, "%s", epic_error(s.ctx));
     fill(&s, data);
     if (bootstrap->rank == 1) ((unsigned char *)s.plan)[40] ^= 1;
-    check_says(&s, sum(&s, data, EXPERTS, COUNT), EPIC_EINVAL, "rank 1 brought cannot be used");
+    check_says(&s, sum(&s, data, EXPERTS, COUNT), EPIC_EINVAL, "plan of rank 1 cannot be used");
     if (bootstrap->rank == 1) ((unsigned char *)s.plan)[40] ^= 1;
     CHECK_SAY(sum(&s, data, EXPERTS, COUNT) == EPIC_OK, "%s", epic_error(s.ctx));
     close_seat(&s);

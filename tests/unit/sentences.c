@@ -181,7 +181,7 @@ static void mismatch(int field, int64_t a, int64_t b, const char *first, const c
     note_a.common[field] = a;
     note_b.common[field] = b;
     CHECK(!op_header_compare(&note_a, 1022, &note_b, 1023, sentence, sizeof sentence));
-    snprintf(words, sizeof words, "%s, rank 1023 brought %s; ", first, second);
+    snprintf(words, sizeof words, "%s, rank 1023 passed %s; ", first, second);
     CHECK_SAY(strstr(sentence, words) != NULL, "no \"%s\" in: %s", words, sentence);
 }
 
@@ -206,8 +206,8 @@ static void check_mismatches(void)
         b.common[field] = -1;
         CHECK(!op_header_compare(&a, 1022, &b, 1023, sentence, sizeof sentence));
         ends(sentence, field == COMMON_OPERATION ? "in the same order on every rank"
-                       : field == COMMON_PLAN    ? "use the plan of one and the same epic_plan"
-                                                 : "bring the same on every rank");
+                       : field == COMMON_PLAN    ? "use the plan of the same epic_plan call"
+                                                 : "pass the same on every rank");
     }
 }
 
@@ -222,7 +222,7 @@ static void check_data_errors(void)
                                           [DATA_TOKEN_ID] = "and not negative",
                                           [DATA_TABLE] = "or negative for no expert",
                                           [DATA_SAVED] = "call epic_moe_forward again",
-                                          [DATA_SAVED_PART] = "wrote on this rank"};
+                                          [DATA_SAVED_PART] = "wrote on this rank; pass those"};
     for (int error = DATA_EXPERT; error <= DATA_SAVED_PART; error++) {
         epic_op_header good = {0}, bad = {0};
         const epic_op_header *const notes[] = {&good, &good, &bad};

@@ -217,7 +217,8 @@ static void stays_away(const epic_bootstrap *bootstrap, void *self)
     CHECK_EQ(failure.operation, EPIC_OP_DISPATCH);
     CHECK_EQ(failure.sequence, 1);
     CHECK(failure.num_culprits == 1 && failure.culprits[0] == 1);
-    CHECK_SAY(strstr(failure.sentence, "rank 1 was last seen in plan (tag 0, step 0)") != NULL,
+    CHECK_SAY(strstr(failure.sentence, "rank 1 was last seen in plan (tag 0, sequence 0)") !=
+                  NULL,
               "%s", failure.sentence);
     close_seat(s);
 }

@@ -59,9 +59,9 @@ static void too_little_staging(void)
     epic_config config = config_of(4, 2, 1000);
     shared_layout layout;
     CHECK(shared_layout_of(&config, &layout) == EPIC_EINVAL);
-    const char *least = strstr(epic_sentence(), "give ");
+    const char *least = strstr(epic_sentence(), "at least ");
     CHECK(least);
-    config.staging_bytes = atoll(least + 5);
+    config.staging_bytes = atoll(least + 9);
     CHECK(shared_layout_of(&config, &layout) == EPIC_OK);
     CHECK(layout.peer_ring_bytes >= 17408 && layout.broadcast_ring_bytes >= 17408);
     CHECK(layout.staging_bytes * layout.num_slots <= config.staging_bytes);
