@@ -48,6 +48,35 @@ static void test_wrong_experts(void)
     refuse_experts(ex, "EPIC_CLAMPED_SILU needs a gate");
 }
 
+/* Without a context config.backend selects the place whose sizes are returned. */
+static void test_memory_places(void)
+{
+    epic_experts ex = {.row_type = EPIC_BF16, .num_local_experts = 2, .hidden = 8, .inner = 8};
+    epic_config config = {.max_tokens = 1, .max_row_bytes = 1, .backend = "shm"};
+    epic_experts_memory_info none, shm, gpu, hosts;
+    CHECK(epic_experts_memory(NULL, NULL, &ex, 64, &none) == EPIC_OK, "host");
+    CHECK(epic_experts_memory(NULL, &config, &ex, 64, &shm) == EPIC_OK, "shm");
+    CHECK(!memcmp(&none, &shm, sizeof none), "backend shm is not the host");
+    CHECK(none.saved_bytes == 64 * 16 * 4, "float32 is saved on the host");
+    config.backend = "gpu";
+    CHECK(epic_experts_memory(NULL, &config, &ex, 64, &gpu) == EPIC_OK, "gpu");
+    config.backend = "hosts";
+    CHECK(epic_experts_memory(NULL, &config, &ex, 64, &hosts) == EPIC_OK, "hosts");
+    CHECK(!memcmp(&gpu, &hosts, sizeof gpu), "gpu and hosts differ");
+    CHECK(gpu.saved_bytes == 64 * 16 * 2, "bfloat16 is saved on a device");
+    ex.row_type = EPIC_F64;
+    CHECK(epic_experts_memory(NULL, &config, &ex, 64, &gpu) == EPIC_ENOTSUP, "F64 on a device");
+    ex.row_type = EPIC_BF16;
+    ex.weight_type = EPIC_E4M3;
+    CHECK(epic_experts_memory(NULL, &config, &ex, 64, &gpu) == EPIC_OK, "E4M3 on a device");
+    CHECK(epic_experts_memory(NULL, NULL, &ex, 64, &none) == EPIC_ENOTSUP, "E4M3 on the host");
+    config.backend = "mpi";
+    CHECK(epic_experts_memory(NULL, &config, &ex, 64, &none) == EPIC_ENOTSUP, "E4M3 and mpi");
+    config.backend = "other";
+    CHECK(epic_experts_memory(NULL, &config, &ex, 64, &none) == EPIC_EINVAL, "no such backend");
+    CHECK(strstr(epic_error(NULL), "config.backend") != NULL, "%s", epic_error(NULL));
+}
+
 static void refuse_forward(epic_experts_args args, const char *word)
 {
     CHECK(epic_experts_forward(NULL, &args) == EPIC_EINVAL, "accepted: %s", word);
@@ -114,6 +143,7 @@ static void test_wrong_arguments(void)
 int main(void)
 {
     test_wrong_experts();
+    test_memory_places();
     test_wrong_arguments();
     if (failures) printf("%d checks failed\n", failures);
     return failures ? 1 : 0;
