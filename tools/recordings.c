@@ -17,8 +17,8 @@ static bool is_number(const char *text)
     return *text && strspn(text, "0123456789") == strlen(text);
 }
 
-/* Was this file found before, through another descriptor? Then its holder becomes the
- * process that opened it, if this is that process. */
+/* Was this file found already through another descriptor? If so, and if this process made
+ * the recorder, records it as the holder. */
 static bool is_known(recordings *all, const struct stat *file, int holder)
 {
     for (int i = 0; i < all->num; i++) {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The same run with all ranks and with one, compared bit by bit. */
+/* Trains with all ranks and with one rank, and compares the results bit by bit. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Writing and reading checkpoints. */
+/* Writes and reads checkpoints. checkpoint.h explains the format. */
 #include "checkpoint.h"
 
 #include <errno.h>
@@ -21,10 +21,10 @@ typedef struct record {
     char name[32];
     int64_t count;
     uint32_t data_sum; /* CRC-32 of the floats that follow */
-    uint32_t sum;      /* CRC-32 of all before */
+    uint32_t sum;      /* CRC-32 of the fields above */
 } record;
 
-/* Goes on from the CRC-32 of what was before; 0: nothing. */
+/* Continues a CRC-32 over more data. crc: the CRC-32 so far, 0 at the beginning. */
 static uint32_t crc32_add(uint32_t crc, const void *data, size_t bytes)
 {
     static const uint32_t nibbles[16] = {0x00000000, 0x1db71064, 0x3b6e20c8, 0x26d930ac,
@@ -58,8 +58,8 @@ static int64_t file_bytes(int64_t hidden, int64_t inner)
 
 /* ----------------------------------------------------------------------------- reading ---- */
 
-/* Anybody can make a header with a right checksum: whatever it says is bounded here, by what the
- * command line bounds it by. */
+/* Checks the fields of a header. Anybody can make a header with a correct checksum, so every
+ * field must be within the bounds of the command line's options. */
 static bool check_fields(const checkpoint_header *h, const char *path)
 {
     const struct {
@@ -112,7 +112,7 @@ static bool read_header(FILE *file, const char *path, checkpoint_header *h)
     return true;
 }
 
-/* Goes on with the checksum of what it reads; to NULL: only that. */
+/* Reads values and continues the checksum. to NULL: only the checksum. */
 static bool read_values(FILE *file, float *to, int64_t count, uint32_t *sum)
 {
     float piece[4096];
@@ -126,7 +126,7 @@ static bool read_values(FILE *file, float *to, int64_t count, uint32_t *sum)
     return true;
 }
 
-/* The next parameter, which is to be p; m NULL: only verifies. */
+/* Reads the next parameter, which must be p. m NULL: only verifies it. */
 static bool read_parameter(FILE *file, const char *path, const parameter *p, model *m)
 {
     record r;
@@ -148,7 +148,7 @@ static bool read_parameter(FILE *file, const char *path, const parameter *p, mod
            complain("%s: the checksum of %s is wrong: the file is damaged", path, p->name);
 }
 
-/* m NULL: only verifies. */
+/* Reads the whole file. m NULL: only verifies it. */
 static bool read_all(const char *path, checkpoint_header *h, model *m)
 {
     FILE *file = file_open(path);
@@ -197,8 +197,8 @@ bool checkpoint_test(const char *path, const group *g)
     return all_good(g, good);
 }
 
-/* Value and moments of a parameter, on every rank: the owner's, and -0 of the others, which adds
- * nothing to any number, -0 included. */
+/* Collects value and moments of a parameter on every rank. Ranks that do not own it
+ * contribute -0, which does not change any sum. */
 static bool gather(model *m, int number, float *out)
 {
     const parameter *p = &m->parameters[number];
@@ -219,7 +219,7 @@ static void write_record(FILE *file, const parameter *p, const float *data)
     fwrite(data, 1, bytes, file);
 }
 
-/* All parameters; file NULL: only helps rank 0 to. */
+/* Writes all parameters. file NULL: this rank only takes part in the sums. */
 static bool write_parameters(FILE *file, model *m)
 {
     float *data = memory(m->parameters[EMBED].count * MOMENTS * 4 +
@@ -233,7 +233,7 @@ static bool write_parameters(FILE *file, model *m)
     return good;
 }
 
-/* A new name lasts when its folder is written. */
+/* Writes the folder to disk, since only then a new name survives a power failure. */
 static void write_folder(const char *path)
 {
     char copy[PATH_MAX];
@@ -275,7 +275,7 @@ bool checkpoint_save(const char *path, model *m, checkpoint_header header)
         header.sum = crc32(&header, offsetof(checkpoint_header, sum));
         fwrite(&header, sizeof header, 1, file);
     }
-    if (!write_parameters(file, m)) { /* a peer is lost */
+    if (!write_parameters(file, m)) { /* a peer failed */
         if (file) {
             fclose(file);
             unlink(name);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The passes of the model on a GPU: the same steps as in model.c, launched one after the other. */
+/* The passes of the model on a GPU: the steps of model.c as launches on a stream. */
 #include "device.h"
 
 #include <stdlib.h>
@@ -11,10 +11,10 @@ enum { MOST_ARRAYS = 48, PLACES = CONTEXT };
 
 struct device {
     device_shape shape;
-    void *arrays[MOST_ARRAYS]; /* all memory */
+    void *arrays[MOST_ARRAYS]; /* all allocations */
     int num_arrays;
     bool failed;
-    float *value, *gradient, *first, *second; /* [count], as the host's */
+    float *value, *gradient, *first, *second; /* [count], like those on the host */
     uint16_t *narrow;                         /* [count]: value in bf16, for the experts */
     unsigned char *bytes, *host_bytes;        /* [tokens, PLACES + 1] */
     float *x[LAYERS + 1], *inverse[LAYERS + 1], *h, *d_x, *d_h, *logits, *token_loss;
@@ -119,7 +119,7 @@ static bool move_all(model *m, bool store)
     for (int i = 0; i < 3 && error == cudaSuccess; i++)
         error = store ? cudaMemcpy(there[i], here[i], bytes, cudaMemcpyHostToDevice)
                       : cudaMemcpy(here[i], there[i], bytes, cudaMemcpyDeviceToHost);
-    if (error == cudaSuccess) error = cudaDeviceSynchronize(); /* our stream does not wait */
+    if (error == cudaSuccess) error = cudaDeviceSynchronize(); /* waits for our stream */
     return good(m, error, "a copy of the parameters");
 }
 
@@ -266,7 +266,7 @@ static bool begin_pass(model *m, const unsigned char *const *at, int64_t tokens)
                 "embedding");
 }
 
-/* Up to the logits. */
+/* Runs the model up to the logits. */
 static bool forward(model *m, const unsigned char *const *at, int64_t tokens)
 {
     device *d = m->device;
@@ -322,7 +322,7 @@ static bool head_backward(model *m)
            good(m, device_norm_backward(&d->shape, &n), "norm backward");
 }
 
-/* What the pass has told; waits for it, and for what it found wrong. */
+/* Waits for the pass, copies its results to the host, and reports errors that kernels found. */
 static bool take_results(model *m, float results[NUM_SUMS])
 {
     device *d = m->device;

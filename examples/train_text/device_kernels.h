@@ -10,13 +10,13 @@
 extern "C" {
 #endif
 
-typedef struct device_shape { /* of every launch */
+typedef struct device_shape { /* passed to every launch */
     cudaStream_t stream;
     int sms;
     int64_t tokens, hidden;
 } device_shape;
 
-/* bytes [tokens, places + 1]: those before, then the one to predict. */
+/* bytes [tokens, places + 1]: the bytes before, then the byte to predict. */
 enum { DEVICE_BYTES = 256 };
 
 typedef struct device_gemm { /* c [m, n] = a [m, k] b [k, n]; transposed: as in product.h */
@@ -28,10 +28,10 @@ typedef struct device_gemm { /* c [m, n] = a [m, k] b [k, n]; transposed: as in 
 
 typedef struct device_norm {
     const float *x, *gain;
-    float *inverse; /* [tokens]: 1 / the size of a row; backward: in */
-    float *h;       /* out, one of both; backward: the gradient that comes in */
+    float *inverse; /* [tokens]: 1 / the size of a row; input in backward */
+    float *h;       /* one of both is the output; in backward, the incoming gradient */
     void *narrow_h;
-    float *d_x, *d_gain; /* backward: added to; written */
+    float *d_x, *d_gain; /* backward: d_x is added to, d_gain is written */
 } device_norm;
 
 typedef struct device_adam {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A build without CUDA. */
+/* Replaces device.c in builds without CUDA: every function reports an error. */
 #include "device.h"
 
 bool device_choose(int rank)

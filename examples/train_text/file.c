@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Opening what the user names. */
+/* Opens files that the user names. */
 #include "file.h"
 
 #include <errno.h>
@@ -31,7 +31,7 @@ FILE *file_open(const char *path)
                  kind_of(info.st_mode));
         return NULL;
     }
-    /* Should a pipe have taken its place by now: not waited for. */
+    /* O_NONBLOCK: a pipe may have replaced the file since, and opening it must not block */
     const int fd = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
     if (fd >= 0) file = fdopen(fd, "rb");
     if (!file) {

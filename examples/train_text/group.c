@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What every part of the program does with its rank. */
+/* Functions of a rank that all parts of the program use. */
 #include "device.h"
 
 #include <stdarg.h>
@@ -45,7 +45,7 @@ bool sum_over_ranks(const group *g, float *data, int64_t count)
 
 bool all_equal(const group *g, uint64_t number, const char *what)
 {
-    enum { PIECES = 4 }; /* of 16 bits: exact in float32 */
+    enum { PIECES = 4 }; /* pieces of 16 bits, which are exact in float32 */
     float *seen = memory((int64_t)g->num_ranks * PIECES * 4);
     for (int i = 0; i < PIECES; i++)
         seen[g->rank * PIECES + i] = (float)(number >> (16 * i) & 0xffff);

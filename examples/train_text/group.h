@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A rank's place in the run, and how it complains. */
+/* A rank's place in the run, and how it reports errors. */
 #ifndef TRAIN_GROUP_H
 #define TRAIN_GROUP_H
 
@@ -12,26 +12,27 @@
 typedef struct group {
     epic_context *ctx;
     int rank, num_ranks;
-    bool cuda; /* the context is one of GPUs */
+    bool cuda; /* the context is on a GPU */
 } group;
 
-/* Says on stderr what is wrong.  False, so that callers can return it. */
+/* Prints an error to stderr. Returns false, so that callers can return it. */
 bool complain(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
-/* True if a call of the library went well; else complains with its sentence. */
+/* Returns true if a call of the library succeeded. Else prints its error. */
 bool works(const group *g, epic_result result, const char *what);
 
-/* Zeroed memory, 64-byte aligned; ends the program if there is none. */
+/* Returns zeroed memory, aligned to 64 bytes. Ends the program if there is no memory. */
 void *memory(int64_t bytes);
 
-/* Adds floats over the ranks: leaf by leaf, in the tree that gives the same bits for every number
- * of ranks. */
+/* Sums floats over the ranks in a fixed tree of leaves, so that the bits are the same for
+ * every number of ranks. */
 bool sum_over_ranks(const group *g, float *data, int64_t count);
 
-/* Complains on rank 0 and returns false on all ranks if `number` is not the same everywhere. */
+/* Returns false on all ranks if `number` differs between ranks, and prints an error on rank
+ * 0. */
 bool all_equal(const group *g, uint64_t number, const char *what);
 
-/* True on all ranks if `good` is true on all of them. */
+/* Returns true on all ranks if `good` is true on all of them. */
 bool all_good(const group *g, bool good);
 
 #endif

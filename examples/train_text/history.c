@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The steps of a run, and the picture for the terminal. */
+/* Records the steps of a run, and prints the picture for the terminal. */
 #include "history.h"
 
 #include <math.h>

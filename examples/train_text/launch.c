@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Ranks as processes that this one forks, as threads, or started by a launcher. */
+/* Starts ranks as processes, as threads, or as the processes of a launcher. */
 #include "launch.h"
 
 #include <netinet/in.h>
@@ -58,11 +58,11 @@ static bool can_be(int num_ranks)
 /* --------------------------------------------------------------------------- processes ---- */
 
 typedef struct child {
-    pid_t pid; /* 0: has ended */
+    pid_t pid; /* 0: the process has ended */
     int status;
 } child;
 
-/* One that nobody listens on; 0: none. */
+/* Returns a port on which no process listens, or 0. */
 static uint32_t free_port(void)
 {
     struct sockaddr_in address = {.sin_family = AF_INET,
@@ -106,7 +106,7 @@ static void signal_all(const child *children, int64_t num, int signal)
         if (children[r].pid > 0) kill(children[r].pid, signal);
 }
 
-/* The exit status of rank r, which has just ended. */
+/* Returns the exit status of rank r, which has just ended. */
 static int judge(const child *c, int64_t r, pid_t pid)
 {
     if (WIFEXITED(c->status)) return WEXITSTATUS(c->status);
@@ -115,7 +115,7 @@ static int judge(const child *c, int64_t r, pid_t pid)
     return EXIT_FAILED;
 }
 
-/* Takes note of children that have ended; how many are left. */
+/* Records children that have ended. Returns how many are left. */
 static int64_t reap(child *children, int64_t num, int *status)
 {
     int64_t left = 0;
@@ -132,7 +132,8 @@ static int64_t reap(child *children, int64_t num, int *status)
     return left;
 }
 
-/* Ranks end by themselves when one of them is lost or interrupted; who does not is killed. */
+/* Waits for all ranks. Ranks end by themselves after one fails or is interrupted; those that
+ * do not are killed. */
 static int watch(child *children, int64_t num, int status)
 {
     const struct timespec pause = {.tv_nsec = LOOK_MS * 1000000};
@@ -223,7 +224,7 @@ static bool is_mpi_rank(void)
     return getenv("OMPI_COMM_WORLD_SIZE") || getenv("PMI_SIZE");
 }
 
-/* One of several tasks of srun: epic_bootstrap_env knows where they meet. */
+/* Is this one of several tasks of srun? epic_bootstrap_env connects those. */
 static bool is_task(void)
 {
     const char *tasks = getenv("SLURM_STEP_NUM_TASKS");
@@ -235,7 +236,7 @@ static bool is_launched(void)
     return getenv("WORLD_SIZE") || getenv("RANK") || is_mpi_rank() || is_task();
 }
 
-/* mpirun names no port to meet on: one is made from the job's name. */
+/* Sets a port that is computed from the job's name, because mpirun sets none. */
 static void choose_port(void)
 {
     const char *job = getenv("PMIX_NAMESPACE");

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The passes of the model.  "Block" is one of the LEAVES parts of the tokens of all ranks. */
+/* The passes of the model. A "block" is one of the LEAVES parts of the tokens of all ranks. */
 #include "model.h"
 
 #include <math.h>
@@ -8,7 +8,7 @@
 #include "device.h"
 #include "product.h"
 
-static const float tiny = 1e-6f; /* keeps norm of a row of zeros finite */
+static const float tiny = 1e-6f; /* keeps norm finite for a row of zeros */
 
 static float *value(const model *m, int number)
 {
@@ -30,10 +30,10 @@ static void begin_pass(model *m, const unsigned char *const *at, int64_t tokens)
 
 /* --------------------------------------------------------------- the sums of blocks ---- */
 
-/* Writes block b's part of a gradient, which is zero before. */
+/* Writes block b's part of a gradient into memory that is zero. */
 typedef void block_sum(model *m, int which, int64_t b, float *part);
 
-/* Adds the parts of blocks [b, b + num) in a binary tree. */
+/* Sums the parts of blocks [b, b + num) in a binary tree. */
 static void add_blocks(model *m, block_sum *part_of, int which, int64_t b, int64_t num,
                        int64_t count, float *out, float *scratch)
 {
@@ -47,7 +47,7 @@ static void add_blocks(model *m, block_sum *part_of, int which, int64_t b, int64
     for (int64_t i = 0; i < count; i++) out[i] += scratch[i];
 }
 
-/* This rank's part of the gradient of a dense parameter. */
+/* Computes this rank's part of the gradient of a dense parameter. */
 static void sum_blocks(model *m, block_sum *part_of, int number, int which)
 {
     add_blocks(m, part_of, which, 0, m->tokens / m->block, m->parameters[number].count,
@@ -88,7 +88,7 @@ static void embed_backward(model *m, int which, int64_t b, float *part)
 
 /* ------------------------------------------------------------------------------ norm ---- */
 
-/* 1 / sqrt(mean of squares) */
+/* Returns 1 / sqrt(mean of squares). */
 static float inverse_size(const float *x, int64_t n)
 {
     float sum = 0;
@@ -107,7 +107,8 @@ static void norm(model *m, int which)
     }
 }
 
-/* d_x += the gradient of x, from d_h; the gradient of the gain into part. */
+/* Adds the gradient of x, computed from d_h, to d_x. Writes the gradient of the gain to
+ * part. */
 static void norm_backward(model *m, int which, int64_t b, float *part)
 {
     const float *gain = value(m, NORM + which);
@@ -138,7 +139,7 @@ static epic_const_rows const_rows(const model *m, const float *data)
     return (epic_const_rows){data, m->tokens, m->hidden * (int64_t)sizeof *data};
 }
 
-/* Of this rank's experts. */
+/* Returns the weights of this rank's experts. */
 static epic_moe_weights weights_of(const model *m, int layer)
 {
     const int mine = layer * EXPERTS + m->group.rank * (EXPERTS / m->group.num_ranks);
@@ -205,7 +206,8 @@ static void predict_block(const model *m, int64_t b, float *logits)
     multiply(&p);
 }
 
-/* -log softmax(logits)[target]; the logits become the gradient, times `scale`. */
+/* Returns -log softmax(logits)[target]. Replaces the logits by their gradient, times
+ * `scale`. */
 static double surprise(float *logits, int target, float scale)
 {
     float most = logits[0];
@@ -222,7 +224,7 @@ static double surprise(float *logits, int target, float scale)
     return loss + log(sum);
 }
 
-/* m->losses[b], and the gradient of the logits. */
+/* Computes m->losses[b] and the gradient of the logits. */
 static void judge_block(model *m, int64_t b)
 {
     double sum = 0;
@@ -233,7 +235,7 @@ static void judge_block(model *m, int64_t b)
     m->losses[b] = (float)(sum / (double)m->all_tokens);
 }
 
-/* d_h of the block and its part of the head's gradient. */
+/* Computes d_h of the block and its part of the head's gradient. */
 static void head_backward(model *m, int which, int64_t b, float *part)
 {
     (void)which;
@@ -259,7 +261,8 @@ static void head_backward(model *m, int which, int64_t b, float *part)
 
 /* ---------------------------------------------------------------------------- passes ---- */
 
-/* Up to the last norm; balance: the layers' losses, this rank's part. */
+/* Runs the model up to the last norm. balance: this rank's part of each layer's balance
+ * loss. */
 static bool forward(model *m, float balance[LAYERS])
 {
     embed(m);

@@ -18,7 +18,8 @@
 
 enum { BYTES = 256, LAYERS = 2, EXPERTS = 8, TOP_K = 2, LEAVES = 8 };
 
-/* Of the command line and of checkpoints: hidden and inner are multiples of LEAST_WIDTH. */
+/* Bounds for the command line and for checkpoints. hidden and inner are multiples of
+ * LEAST_WIDTH. */
 enum {
     LEAST_WIDTH = 16,
     MOST_HIDDEN = 4096,
@@ -41,23 +42,24 @@ enum {
 typedef struct parameter {
     char name[32];
     int64_t count;
-    int64_t offset; /* into the four arrays of the model; -1: of another rank's expert */
-    double spread;  /* standard deviation of the untrained values; 0: they are 1 */
+    int64_t offset; /* index into the model's four arrays; -1: another rank's expert */
+    double spread;  /* standard deviation of the initial values; 0: all are 1 */
     bool decays;
 } parameter;
 
-/* Sums over all tokens that ride with the dense gradients; one balance loss for each layer, as
- * what is added first changes bits. */
+/* Sums over all tokens that are summed together with the dense gradients. Each layer has a
+ * balance loss of its own, because the order of additions changes the bits. */
 enum { SUM_LOSS = 0, SUM_STOP = 1, SUM_BALANCE = 2, NUM_SUMS = 16 };
 
 typedef struct device device; /* device.h */
 
 typedef struct model {
     group group;
-    device *device; /* --device cuda: where all of the below is worked on; else NULL */
+    device *device; /* --device cuda: performs everything below on the GPU; else NULL */
     int64_t hidden, inner;
     parameter parameters[NUM_PARAMETERS];
-    float *value, *gradient, *first, *second; /* [count]: these, and the optimizer's moments */
+    /* [count] each: values, gradients, and the moments of the optimizer. */
+    float *value, *gradient, *first, *second;
     int64_t count, dense_count;
     float *sums; /* [NUM_SUMS], right after the dense gradients */
     epic_layer layer;
@@ -65,42 +67,45 @@ typedef struct model {
     epic_experts experts;
     epic_moe moe;
     epic_moe_memory_info moe_memory;
-    int32_t load[LAYERS][EXPERTS]; /* of the last forward pass, over all ranks */
+    int32_t load[LAYERS][EXPERTS]; /* choices of the last forward pass, over all ranks */
 
-    /* Of one pass. */
+    /* Buffers of one pass. */
     const unsigned char *const *at;       /* [tokens] bytes to predict */
-    int64_t tokens, block;                /* of this rank; of one block */
-    int64_t all_tokens;                   /* of all ranks */
+    int64_t tokens, block;                /* tokens of this rank, and of one block */
+    int64_t all_tokens;                   /* tokens of all ranks */
     float *x[LAYERS + 1], *h[LAYERS + 1]; /* [tokens, hidden]: before and after norm */
     float *d_x, *d_h;
     float *logits;        /* [block, BYTES] */
     float *scratch;       /* partial sums of blocks */
-    float losses[LEAVES]; /* of the blocks of this rank */
+    float losses[LEAVES]; /* losses of this rank's blocks */
     void *saved[LAYERS], *work;
     int64_t work_bytes;
 } model;
 
-/* tokens: most of one pass, over all ranks; LEAVES divides it. */
+/* Opens a model. tokens: the largest number of tokens of a pass over all ranks; LEAVES
+ * divides it. */
 model *model_open(const group *g, int64_t hidden, int64_t inner, int64_t tokens, uint64_t seed);
 void model_close(model *m);
 
-/* The configuration that the context of such a model is opened with. */
+/* Returns the configuration for the context of such a model. */
 epic_config model_config(int num_ranks, int64_t hidden, int64_t tokens);
 
-/* This rank's part of the mean loss, in nats for each byte; all ranks' parts add up to it. */
+/* Computes this rank's part of the mean loss in nats per byte. The loss is the sum over
+ * ranks. */
 bool model_loss(model *m, const unsigned char *const *at, int64_t tokens, float *loss);
 
-/* The same, and all gradients: the experts' complete, the dense ones and the sums this rank's
- * part, ready for sum_over_ranks(&m->group, m->gradient, m->dense_count + NUM_SUMS). */
+/* Computes the loss like model_loss(), and all gradients. Those of the experts are complete.
+ * The dense ones and the sums are this rank's part, ready for sum_over_ranks(&m->group,
+ * m->gradient, m->dense_count + NUM_SUMS). */
 bool model_gradients(model *m, const unsigned char *const *at, int64_t tokens);
 
-/* The logits after each context, into out [tokens, BYTES]. */
+/* Writes the logits after each context to out [tokens, BYTES]. */
 bool model_predict(model *m, const unsigned char *const *at, int64_t tokens, float *out);
 
-/* Name and count of a parameter, and how its values begin, for a model of these widths. */
+/* Describes a parameter of a model of these widths: name, size and initial values. */
 void parameter_describe(parameter *out, int number, int64_t hidden, int64_t inner);
 
-/* The rank that owns an expert's parameter; -1: all have it. */
+/* Returns the rank that owns an expert's parameter; -1: all ranks have it. */
 int model_owner(const model *m, int number);
 
 #endif

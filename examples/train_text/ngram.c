@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The n-gram: one table for contexts of all lengths and for the bytes that follow them. */
+/* The n-gram: one hash table of contexts of all lengths, alone and with the byte that
+ * follows them. */
 #include "ngram.h"
 
 #include <math.h>
@@ -8,9 +9,9 @@
 #include "group.h"
 #include "random.h"
 
-/* A context, or a context with the byte after it, where kinds stays 0. */
+/* A context, or a context with the byte after it, whose `kinds` stays 0. */
 struct ngram_entry {
-    uint64_t key; /* 0: free */
+    uint64_t key; /* 0: the entry is free */
     uint32_t times, kinds;
 };
 
@@ -21,7 +22,7 @@ static uint64_t longer(uint64_t key, unsigned char byte)
     return random_mix(key * 0x9e3779b97f4a7c15u + byte + 1);
 }
 
-/* The entry of a key, or the free one where it belongs. */
+/* Returns the entry of a key, or the free entry where it belongs. */
 static ngram_entry *find(const ngram *g, uint64_t key)
 {
     uint64_t i = key & (g->num_entries - 1);
@@ -39,7 +40,7 @@ static void grow(ngram *g)
     free(old.entries);
 }
 
-/* Returns how often it was counted before. */
+/* Counts a key. Returns its count before. */
 static uint32_t count(ngram *g, uint64_t key, uint32_t new_kinds)
 {
     ngram_entry *e = find(g, key);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The optimizer: element by element, so that it matters not who does it. */
+/* AdamW. It works element by element, so every rank computes the same bits for its elements. */
 #include "optimizer.h"
 
 #include <math.h>

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The command line. */
+/* Reads the command line. */
 #include "options.h"
 
 #include <errno.h>
@@ -153,7 +153,7 @@ static options_result read_all(options *o, const char **data, int argc, char **a
 
 /* -------------------------------------------------------------------------------- rules ---- */
 
-/* Negative: not said. */
+/* Sets an option from the checkpoint, or checks that both agree. Negative: not given. */
 static bool agree(const char *name, int64_t *said, int64_t theirs, const char *path)
 {
     if (*said >= 0 && *said != theirs)

@@ -7,7 +7,7 @@
 #include "device.h"
 #include "random.h"
 
-static const double balance = 0.05; /* of the balance loss */
+static const double balance = 0.05; /* coefficient of the balance loss */
 
 int model_owner(const model *m, int number)
 {
@@ -53,7 +53,7 @@ static void list_parameters(model *m)
     for (int n = 0; n < NUM_PARAMETERS; n++) {
         const int owner = model_owner(m, n);
         parameter *p = &m->parameters[n];
-        if (n == UP) { /* the dense ones are done */
+        if (n == UP) { /* the dense ones end here */
             m->dense_count = m->count;
             m->count += NUM_SUMS;
         }
@@ -63,12 +63,13 @@ static void list_parameters(model *m)
     }
 }
 
-/* The same values for every number of ranks: they depend on the parameter's number alone. */
+/* Sets the initial values. They depend on the parameter's number only, not on the number of
+ * ranks. */
 static void begin_values(model *m, uint64_t seed)
 {
     for (int n = 0; n < NUM_PARAMETERS; n++) {
         const parameter *p = &m->parameters[n];
-        const double reach = p->spread * sqrt(12); /* of an even distribution */
+        const double reach = p->spread * sqrt(12); /* width of the uniform distribution */
         for (int64_t i = 0; p->offset >= 0 && i < p->count; i++) {
             const double u = random_unit(seed, STREAM_PARAMETERS + (uint64_t)n, (uint64_t)i);
             m->value[p->offset + i] = p->spread > 0 ? (float)(reach * (u - 0.5)) : 1;

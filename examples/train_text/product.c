@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Products by the same library that the experts use, on one thread: one call has the same bits
- * wherever it is made. */
+/* Matrix products by the library that the experts use, on one thread, so that a product has
+ * the same bits on every rank. */
 #include "product.h"
 
 #include <dlfcn.h>
@@ -9,7 +9,8 @@
 
 #include "epic/epic.h"
 
-enum { ROW_MAJOR = 101, AS_IT_LIES = 111, TRANSPOSED = 112 }; /* of the C interface to BLAS */
+/* Constants of the C interface to BLAS. */
+enum { ROW_MAJOR = 101, AS_IT_LIES = 111, TRANSPOSED = 112 };
 
 static void (*sgemm)(int order, int op_a, int op_b, int m, int n, int k, float alpha,
                      const float *a, int lda, const float *b, int ldb, float beta, float *c,
@@ -37,7 +38,8 @@ static int open_openblas(struct dl_phdr_info *info, size_t size, void *unused)
     return library != NULL;
 }
 
-/* epic_blas_name() loads what the experts use; it is among the libraries of the process then. */
+/* Looks up the library among those of the process. epic_blas_name() loads the one that the
+ * experts use. */
 void product_start(void)
 {
     void (*set_num_threads)(int) = NULL;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Random numbers by counting: number n of a stream is the same on every rank. */
+/* Counter-based random numbers: number n of a stream is the same on every rank. */
 #ifndef TRAIN_RANDOM_H
 #define TRAIN_RANDOM_H
 
@@ -19,13 +19,13 @@ static inline uint64_t random_at(uint64_t seed, uint64_t stream, uint64_t n)
                       (n + 1) * step);
 }
 
-/* In [0, 1). */
+/* Returns a number in [0, 1). */
 static inline double random_unit(uint64_t seed, uint64_t stream, uint64_t n)
 {
     return (double)(random_at(seed, stream, n) >> 11) * 0x1p-53;
 }
 
-/* Streams; those of parameters begin at STREAM_PARAMETERS. */
+/* Streams. Those of parameters begin at STREAM_PARAMETERS. */
 enum { STREAM_TEXT = 0, STREAM_SAMPLES = 1, STREAM_PARAMETERS = 16 };
 
 #endif

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Text that the model writes: LEAVES samples at once, as many on each rank, so that every block
- * of a pass has one token and the samples are the same for every number of ranks. */
+/* Text that the model writes: LEAVES samples at once, equally many on each rank. Every block
+ * of a pass then has one token, and the samples are the same for every number of ranks. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -13,7 +13,7 @@ static const double temperature = 0.7;
 
 enum { NUM_SHOWN = 4 };
 
-/* One of the bytes, each with its probability; u in [0, 1). */
+/* Draws a byte by the probabilities of the logits. u: a random number in [0, 1). */
 static int choose(const float *logits, double u)
 {
     double sum = 0, most = logits[0], weights[BYTES];
@@ -49,7 +49,7 @@ static void print_samples(const float *samples, int64_t length)
     }
 }
 
-/* Sample number `first` and on, of this rank. */
+/* Writes this rank's samples, from number `first` on. */
 static bool write_all(model *m, uint64_t seed, int64_t first, int64_t here,
                       unsigned char *bytes, int64_t length)
 {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The picture as SVG: above, bits per byte; below, each layer's load, expert by expert. */
+/* Draws the picture as SVG: bits per byte above, each layer's load by expert below. */
 #include <errno.h>
 #include <math.h>
 #include <stdio.h>
@@ -56,7 +56,7 @@ static void curves(const sheet *s)
     curve(s, s->h->held_out, "stroke=\"#c33\" stroke-width=\"2\"");
 }
 
-/* White: none; deep blue: twice an even share or more. */
+/* Draws a cell: white for no load, dark blue for twice an even share or more. */
 static void cell(const sheet *s, double x, double y, double width, double share)
 {
     const double f = share > 2 ? 1 : share / 2;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Finding, reading and cutting the text. */
+/* Finds, reads and cuts the text. */
 #include "text.h"
 
 #include <dirent.h>
@@ -55,7 +55,7 @@ static int shown(const struct dirent *entry)
     return entry->d_name[0] != '.';
 }
 
-/* Not alphasort, which asks the locale. */
+/* Compares names by bytes, unlike alphasort(), which depends on the locale. */
 static int by_name(const struct dirent **a, const struct dirent **b)
 {
     return strcmp((*a)->d_name, (*b)->d_name);

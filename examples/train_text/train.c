@@ -19,18 +19,18 @@
 typedef struct run {
     const options *o;
     const text *t;
-    outcome *out; /* NULL: tell about it */
+    outcome *out; /* results; NULL: print progress */
     group group;
     model *m;
     history history;
     const unsigned char **at; /* [tokens of this rank] */
-    int64_t here;             /* tokens of this rank */
-    int64_t step, drawn;      /* done, in all */
-    int64_t last_line;        /* steps of this run told about */
-    double training_seconds;  /* since then */
+    int64_t here;             /* number of tokens of this rank */
+    int64_t step, drawn;      /* steps and positions done, including those before this run */
+    int64_t last_line;        /* last step of this run that was printed */
+    double training_seconds;  /* seconds since that line */
     float held_out_before;
-    double ngram_bits;    /* a byte of held-out text */
-    double ngram_trained; /* the part of the training text that it counted */
+    double ngram_bits;    /* bits per byte of held-out text */
+    double ngram_trained; /* part of the training text that it counted */
     FILE *log;
     bool interrupted;
 } run;
@@ -54,16 +54,16 @@ static float bits(float nats)
 
 /* ---------------------------------------------------------------------- held-out text ---- */
 
-enum { PASSES = 4 }; /* before and after training */
+enum { PASSES = 4 }; /* they are made before and after training */
 
-/* Number n of `count` positions that are spread evenly over what is held out. */
+/* Returns position n of `count` that are spread evenly over the held-out text. */
 static const unsigned char *held_out_at(const run *r, int64_t n, int64_t count)
 {
     const double way = (double)n / (double)count;
     return text_held_out(r->t, (int64_t)(way * (double)r->t->num_held_out));
 }
 
-/* Mean bits per byte over `passes` times --tokens positions. */
+/* Measures the mean bits per byte over `passes` times --tokens positions. */
 static bool evaluate(run *r, int64_t passes, float *out)
 {
     const int64_t tokens = r->o->tokens;
@@ -81,7 +81,8 @@ static bool evaluate(run *r, int64_t passes, float *out)
     return true;
 }
 
-/* The n-gram's mean at the positions where the model is measured before and after. */
+/* Measures the n-gram at the positions at which the model is measured before and after
+ * training. */
 static void measure_ngram(run *r)
 {
     const int64_t count = PASSES * r->o->tokens;
@@ -124,7 +125,7 @@ static void print_heading(const run *r)
 }
 
 typedef struct share {
-    double share; /* 1: an even one */
+    double share; /* load divided by an even share */
     int layer, expert;
 } share;
 
@@ -161,7 +162,7 @@ static void print_line(const run *r, int64_t begin, float held_out)
     fflush(stdout);
 }
 
-/* A progress line about the steps since the last one. */
+/* Prints a line about the steps since the last one. */
 static bool progress(run *r)
 {
     float held_out;
@@ -208,7 +209,7 @@ static bool sum_gradients(model *m)
     return sum_over_ranks(&m->group, m->gradient, m->dense_count + NUM_SUMS);
 }
 
-/* All ranks see the same sums, and so decide alike. */
+/* Runs one step. All ranks see the same sums, so all of them stop or continue together. */
 static bool take_step(run *r)
 {
     model *m = r->m;

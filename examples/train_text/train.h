@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A run of one rank, from opening its context to closing it. */
+/* The run of one rank, from opening its context to closing it. */
 #ifndef TRAIN_TRAIN_H
 #define TRAIN_TRAIN_H
 
@@ -9,27 +9,28 @@
 
 enum { EXIT_GOOD = 0, EXIT_FAILED = 1, EXIT_USAGE = 2, EXIT_INTERRUPTED = 130 };
 
-/* What two runs are compared by. */
+/* Results by which two runs are compared. */
 typedef struct outcome {
-    float *losses;   /* of each step; to be freed */
-    float *balances; /* [LAYERS] of each step; to be freed */
+    float *losses;   /* losses of each step; the caller frees them */
+    float *balances; /* [LAYERS] of each step; the caller frees them */
     int64_t num_steps;
-    float *dense; /* the dense parameters at the end; to be freed */
+    float *dense; /* dense parameters at the end; the caller frees them */
     int64_t dense_count;
 } outcome;
 
-/* Trains as rank of the bootstrap, NULL: as the only one; returns the exit status.  With `out`
- * only trains and says nothing; else tells about it, shows samples and pictures. */
+/* Trains as a rank of the bootstrap (NULL: as the only rank). With `out`, trains without
+ * printing. Otherwise prints progress, samples and pictures. Returns the exit status. */
 int train(const options *o, const text *t, const epic_bootstrap *bootstrap, outcome *out);
 void outcome_free(outcome *out);
 
-/* Trains with all ranks, then rank 0 alone, and compares: the exit status. */
+/* Trains with all ranks, then with rank 0 alone, and compares the results. Returns the exit
+ * status. */
 int check(const options *o, const text *t, const epic_bootstrap *bootstrap);
 
-/* Set by Ctrl-C. */
+/* Returns how often Ctrl-C was pressed. */
 int num_interrupts(void);
 
-/* Samples of text that the model writes, on rank 0's stdout; after step `step` done. */
+/* Prints samples of text that the model writes after step `step`, on rank 0's stdout. */
 bool write_samples(model *m, const text *t, int64_t seed, int64_t num_bytes);
 
 #endif

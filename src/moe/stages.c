@@ -163,7 +163,7 @@ epic_result moe_dispatch_backward(moe_job *j, const epic_rows *d_x)
         .d_slot_weights = j->is_f64 ? NULL : j->work.d_slot_weights,
         .d_weights = j->is_f64 ? NULL : j->work.d_weights,
         .type = j->experts.row_type};
-    if (j->is_f64) TRY(moe_combine_weight_gradients(j)); /* uses work.d_y, as does `spare` */
+    if (j->is_f64) TRY(moe_combine_weight_gradients(j)); /* first, because both use work.d_y */
     return epic_dispatch_backward(j->ctx, &how);
 }
 

@@ -52,7 +52,7 @@ void moe_select_slot_weights(moe_job *j);
 /* Sends work.d_slot_weights to the tokens' ranks, into work.d_weights. Collective. */
 epic_result moe_combine_weight_gradients(moe_job *j);
 
-/* Compute the losses of a block into *balance and *z (reals), on the host. */
+/* Compute the losses of a block into *balance and *z (reals). Host only. */
 epic_result moe_losses_forward(const moe_job *j, const dense_block *block, void *balance,
                                void *z);
 /* Adds the gradients of both losses of a block to j->work.d_logits, on the host. */
