@@ -11,7 +11,7 @@
  * wants Spin to find it.
  *
  * An atomic step is what no other rank can see half of.  Left out: deadlines, aborts, rounds, close,
- * the ring's and the net's sizes, parcels, weights and escapes, which travel as rows do, and
+ * the ring's and the net's sizes, batches, weights and escapes, which travel as rows do, and
  * kernels of few tokens. */
 
 #ifdef FAULTS

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Words in any order. */
+/* The engine chaos: words land in any order. */
 #include "net/chaos.h"
 
 #include <stdio.h>
@@ -8,39 +8,40 @@
 
 #include "run.h"
 
-/* Under the emulator: a peer's store to where one of the rank itself has no fence after it ends the
- * program. */
+/* Set under the emulator. It ends the program if a store hits memory that its owner stores to
+ * without a fence. */
 extern void emulator_check_store(const void *p) __attribute__((weak));
 
-#define MAX_IN_FLIGHT 128 /* puts to a host under way */
-#define MOST_TURNS 60     /* that a put is held back for */
-#define MOST_RUNS 64      /* in one look; a run is some words of one put */
-#define MOST_WORDS 48     /* of a run */
-#define GHOST_LOOKS 200   /* until a word lands once more */
-#define LATE 300          /* one put of so many is held back for */
-#define LATE_TURNS 1500   /* so long */
-#define COPIED 40         /* percent of the puts of a strict net that are */
-#define MOST_AGAIN 100    /* looks in which a source is read again, after all has landed */
-#define SLOW_NS 20000000  /* without a put, after which a slow net says done(), */
-#define LATE_NS 300000000 /* and a late one lands its word: longer than an operation */
-#define LAST_NS 100000000 /* the same of the last word of a put */
-#define KEPT 30           /* one word of so many may wait as long, one at a time */
-#define TURN_NS 40000     /* a look that takes longer, on a busy machine, is several turns */
+#define MAX_IN_FLIGHT 128 /* puts to one host in flight */
+#define MOST_TURNS 60     /* longest ordinary delay of a put, in turns */
+#define MOST_RUNS 64      /* runs in one progress call; a run is some words of one put */
+#define MOST_WORDS 48     /* words in a run */
+#define GHOST_LOOKS 200   /* polls before a word lands a second time */
+#define LATE 300          /* one put of so many is delayed much longer: */
+#define LATE_TURNS 1500   /* by so many turns */
+#define COPIED 40         /* percent of the puts of a strict net that are buffered */
+#define MOST_AGAIN 100   /* polls in which a source is still read after everything has landed */
+#define SLOW_NS 20000000 /* a slow net reports is_done() after this time without a put */
+/* a late net lands its word after this time; longer than an operation */
+#define LATE_NS 300000000
+#define LAST_NS 100000000 /* the last word of an urgent put lands after this time */
+#define KEPT 30           /* one word of so many is kept, one at a time */
+#define TURN_NS 40000     /* a progress call that takes longer counts as several turns */
 
 typedef struct chaos_put_op {
     uint64_t to, value, bytes;
-    const uint64_t *from; /* NULL: `value` */
+    const uint64_t *from; /* NULL: send `value` */
     uint64_t num_pieces, landed;
     uint64_t first, step; /* piece i is number (first + i * step) % num_free */
-    uint64_t held_until;  /* that turn */
-    uint64_t num_free;    /* pieces but the last one, where that waits for its turn; else all */
-    uint64_t done_at;     /* the look at which its source is not read again */
-    uint64_t source;      /* a sum of its words */
-    uint64_t *copy;       /* of the source, which is not read any more; NULL: none */
-    bool checked;         /* its source, when it was first said to be done */
+    uint64_t held_until;  /* this turn */
+    uint64_t num_free;    /* all pieces, or all but a last one that is kept */
+    uint64_t done_at;     /* the poll from which on its source is not read */
+    uint64_t source;      /* checksum of the source */
+    uint64_t *copy;       /* the buffered source; NULL: read from `from` */
+    bool checked;         /* its source was checked when is_done() first returned true */
 } chaos_put_op;
 
-/* What a host's peers see of it; freed by the last of them. */
+/* The part of a host that its peers see. The last of them frees it. */
 typedef struct chaos_host {
     char *inbox;
     bool gone;
@@ -59,10 +60,10 @@ struct net {
     run_random random;
     chaos_host *own;
     uint64_t looks, turns, looked_ns, overtaken;
-    uint64_t *ghost_at, ghost; /* a word to land once more, NULL: none */
+    uint64_t *ghost_at, ghost; /* a word that lands a second time; NULL: none */
     uint64_t ghost_look;
-    uint64_t given_ns;       /* when the last put was given, or the last word of one landed */
-    uint64_t *kept_at, kept; /* a word that waits until it is quiet, NULL: none */
+    uint64_t given_ns;       /* when the last put was posted, or the last word of one landed */
+    uint64_t *kept_at, kept; /* a word that is kept; NULL: none */
     uint64_t kept_to;
     int kept_host;
     peer peers[NET_MAX_HOSTS];
@@ -76,7 +77,7 @@ static bool chaos_is_available(char *why)
     return true;
 }
 
-/* The memory of an emulated one is the host's. */
+/* Memory of an emulated GPU is host memory. */
 static bool chaos_can_reach_gpu(void)
 {
     return emulator_check_store != NULL;
@@ -99,7 +100,8 @@ static epic_result chaos_open(net **out, const net_setup *setup, void *handle, c
         return EPIC_ENOMEM;
     }
     *n->own = (chaos_host){.inbox = setup->inbox, .users = 1};
-    memcpy(handle, &n->own, sizeof n->own); /* of this process */
+    /* a pointer: all hosts are threads of this process */
+    memcpy(handle, &n->own, sizeof n->own);
     *out = n;
     return EPIC_OK;
 }
@@ -139,7 +141,7 @@ static uint64_t gcd_of(uint64_t a, uint64_t b)
     return b ? gcd_of(b, a % b) : a;
 }
 
-/* An order of the pieces: any first one, and any step that meets them all. */
+/* Chooses the order of the pieces: any first one, and any step that visits all of them. */
 static void choose_order(net *n, chaos_put_op *p)
 {
     if (p->num_free == 0) return;
@@ -163,7 +165,7 @@ static uint64_t sum_source(const chaos_put_op *p)
     return sum;
 }
 
-/* As a network does that buffers: the put is done, and lands whenever it does. */
+/* Acts like a network that buffers: the put is done, and lands later. */
 static void copy_source(chaos_put_op *p)
 {
     p->copy = malloc(p->bytes);
@@ -184,7 +186,7 @@ static bool is_left(const net *n, const chaos_put_op *p)
     return p->copy || (p->landed == p->num_pieces && n->looks >= p->done_at);
 }
 
-/* Words of this put might land before those of an earlier one, in the same places. */
+/* Fails if words of this put could land before words of an earlier put to the same place. */
 static void check_places(const net *n, int host, const chaos_put_op *p)
 {
     const peer *q = &n->peers[host];
@@ -197,7 +199,8 @@ static void check_places(const net *n, int host, const chaos_put_op *p)
     }
 }
 
-/* Whoever puts something there has been told that all of before has been taken. */
+/* Fails if a kept word has not landed, although this put proves that its reader has taken
+ * everything before. */
 static void check_kept(const net *n, int host, const chaos_put_op *p)
 {
     if (n->kept_at && host == n->kept_host && n->kept_to - p->to < p->bytes)
@@ -255,7 +258,7 @@ static void land_half(const chaos_put_op *p, void *inbox, uint64_t index)
 static bool keep_word(net *n, int host, uint64_t to, uint64_t *at, uint64_t value)
 {
     const bool late =
-        n->settings.late && n->setup.host == 0; /* one: others would wait for it */
+        n->settings.late && n->setup.host == 0; /* only one host: others would wait for it */
     if (!late || n->kept_at || run_below(&n->random, KEPT)) return false;
     n->kept_at = at;
     n->kept = value;
@@ -289,7 +292,7 @@ static void land_piece(net *n, int host, const chaos_put_op *p, uint64_t index)
     n->ghost_look = n->looks + GHOST_LOOKS;
 }
 
-/* Of words that are kept the one with the lowest place, once all else has landed. */
+/* Lands the kept word with the lowest offset, once everything else has landed. */
 static void land_last(net *n)
 {
     chaos_put_op *first = NULL;
@@ -310,7 +313,7 @@ static void land_last(net *n)
     n->given_ns = run_now_ns();
 }
 
-/* Some words of some put. */
+/* Lands some words of one put to the host. */
 static int land_run(net *n, int host)
 {
     peer *q = &n->peers[host];
@@ -325,7 +328,7 @@ static int land_run(net *n, int host)
     const int count = (int)run_between(&n->random, 1, (int64_t)most);
     for (; p->landed < p->num_free && moved < count; moved++, p->landed++)
         land_piece(n, host, p, (p->first + p->landed * p->step) % p->num_free);
-    if (p->landed < p->num_pieces && run_chance(&n->random, 5)) /* the rest comes late */
+    if (p->landed < p->num_pieces && run_chance(&n->random, 5)) /* the others land late */
         p->held_until = n->turns + LATE_TURNS / 4;
     if (moved > 0 && p->landed == p->num_pieces) {
         if (index > q->finished) n->overtaken++;
@@ -334,7 +337,7 @@ static int land_run(net *n, int host)
     return moved;
 }
 
-/* What is done may be so before others that were given earlier. */
+/* A put may be done before earlier ones. */
 static void check_sources(net *n, int host)
 {
     peer *q = &n->peers[host];

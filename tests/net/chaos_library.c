@@ -1,11 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* libepic_chaos.so, for EPIC_NET=chaos: strict, and with a seed (EPIC_CHAOS_SEED) and a damage
- * (EPIC_CHAOS_DAMAGE, a chaos_damage) that the environment chooses, as it does whether the net is
- * slow (EPIC_CHAOS_SLOW=1), late (EPIC_CHAOS_LATE=1) or keeps the last words of what is urgent
- * (EPIC_CHAOS_LAST=1), and which host reaches no memory on a GPU (EPIC_CHAOS_OUT_OF_REACH=0 is the
- * first).  EPIC_CHAOS_STRICT=0 is for groups that are
- * broken on purpose: warps of a kernel that has given up may go on to the next round, whose rows
- * nobody reads. */
+/* libepic_chaos.so, for EPIC_NET=chaos. The net is strict. Environment variables choose the
+ * rest: EPIC_CHAOS_SEED; EPIC_CHAOS_DAMAGE (a chaos_damage); EPIC_CHAOS_SLOW=1,
+ * EPIC_CHAOS_LATE=1 and EPIC_CHAOS_LAST=1 (chaos.h); EPIC_CHAOS_OUT_OF_REACH (0 is the first
+ * host). EPIC_CHAOS_STRICT=0 is for groups that are broken on purpose: warps of a kernel that
+ * has given up may continue with the next round, whose rows no rank reads. */
 #include <stdlib.h>
 
 #include "net/chaos.h"

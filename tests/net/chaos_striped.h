@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Strands of the engine chaos: whatever a net promises holds of several, too. */
+/* A striped net over the engine chaos. It must keep all promises of a net, too. */
 #ifndef NET_CHAOS_STRIPED_H
 #define NET_CHAOS_STRIPED_H
 

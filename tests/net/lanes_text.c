@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What UCX prints of its way to a peer: when rows may go by remote writes. */
+/* Reading what UCX prints about an endpoint, to decide when rows may go by remote writes. */
 #include "net/ucx/lanes_text.h"
 
 #include "check.h"
@@ -27,19 +27,19 @@ static void check_names(void)
     CHECK(!lanes_next(NULL, lane, sizeof lane));
 }
 
-/* Keys of memory on a GPU: by the device of the lane that writes, on both sides. */
+/* GPU memory needs keys of the device that writes, on both sides. */
 static void check_reach(void)
 {
     const char *two = HEAD RC "am am_bw#0 wireup\n" DC "rma_bw#0\n" TAIL;
     CHECK(lanes_reach(HEAD RC "rma_bw#0 am\n" TAIL, 1 << 4 | 1, 1 << 4));
     CHECK(!lanes_reach(HEAD RC "rma_bw#0 am\n" TAIL, 1 << 4, 1 << 3 | 1 << 5));
     CHECK(!lanes_reach(HEAD RC "rma_bw#0 am\n" TAIL, 1 << 3, 1 << 4));
-    CHECK(!lanes_reach(HEAD RC "am\n" TAIL, ~0ull, ~0ull)); /* it writes nothing */
+    CHECK(!lanes_reach(HEAD RC "am\n" TAIL, ~0ull, ~0ull)); /* the lane cannot write */
     CHECK(lanes_reach(two, 1 << 5, 1 << 5) && !lanes_reach(two, 1 << 4, 1 << 4));
     CHECK(lanes_reach(HEAD "# lane[0]:  0:rc_mlx5/mlx5_0:1.0 md[2] -> md[63]/ib rma_bw#0\n", 4,
                       1ull << 63));
     CHECK(!lanes_reach(HEAD "# lane[0]:  0:rc_mlx5/mlx5_0:1.0 md[2] -> md[64]/ib rma_bw#0\n", 4,
-                       1)); /* of no key */
+                       1)); /* no key has this number */
     CHECK(!lanes_reach(HEAD TAIL, ~0ull, ~0ull) && !lanes_reach(NULL, ~0ull, ~0ull));
 }
 
@@ -53,7 +53,7 @@ int main(void)
         CHECK(lanes_keep_words(HEAD RC " am wireup\n" DC " rma_bw#0\n" TAIL, honest));
         CHECK(!lanes_keep_words(HEAD RC " rma_bw#0 am\n" TCP " am am_bw#0\n" TAIL, honest));
         CHECK(!lanes_keep_words(HEAD TCP " rma_bw#0 am wireup\n" TAIL, honest));
-        /* UCX writes there by messages of its own */
+        /* UCX would send messages instead */
         CHECK(!lanes_keep_words(HEAD RC " am am_bw#0 wireup\n" TAIL, honest));
         CHECK(!lanes_keep_words(HEAD SRD " am wireup\n" TAIL, honest));
         CHECK(!lanes_keep_words(HEAD RC " am\n#   rma_bw#0 of no lane\n" TAIL, honest));

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Lines over loopback: who was killed is dead, who closed has closed, who is stopped is alive; who
- * does not come is named; strangers are hung up on. */
+/* Liveness connections over loopback. A killed process is dead, a closed one is closed, and a
+ * stopped one is alive. The error names a rank that does not connect. Connections of strangers
+ * are closed. */
 #include <dlfcn.h>
 #include <linux/tcp.h>
 #include <netinet/in.h>
@@ -27,6 +28,7 @@
 
 static atomic_int away;
 
+/* Replaces the function of the C library, to answer as a machine that was away. */
 int getsockopt(int s, int level, int name, void *value, socklen_t *bytes)
 {
     int (*real)(int, int, int, void *, socklen_t *);
@@ -42,7 +44,7 @@ int getsockopt(int s, int level, int name, void *value, socklen_t *bytes)
     return result;
 }
 
-/* For a second nothing ran, and so nothing was acknowledged: nobody has died. */
+/* Nothing ran for a second, so nothing was acknowledged. No host may be reported as dead. */
 static void come_back(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
@@ -52,7 +54,7 @@ static void come_back(const epic_bootstrap *bootstrap, void *self)
     while (atomic_load(&away) > 0) run_nap_us(10000);
     run_nap_us(500000);
     CHECK_EQ(net_liveness_state(l, 1 - bootstrap->rank), NET_PEER_ALIVE);
-    suite_gather(bootstrap);
+    suite_wait_for_ranks(bootstrap);
     net_liveness_close(l);
 }
 
@@ -65,7 +67,7 @@ typedef struct fates {
     atomic_bool over, seen;
 } fates;
 
-/* Stops itself for a while; another process wakes it. */
+/* Stops this process until another one continues it. */
 static void stop_and_go_on(fates *f, const net_liveness *l)
 {
     atomic_store(&f->stopped_pid, (int)getpid());
@@ -99,7 +101,7 @@ static void bootstrap_fate(const epic_bootstrap *bootstrap, void *self)
     fates *f = self;
     net_liveness *l = suite_liveness(bootstrap, NULL);
     if (!l) return;
-    suite_gather(bootstrap);
+    suite_wait_for_ranks(bootstrap);
     if (bootstrap->rank == KILLED) raise(SIGKILL);
     if (bootstrap->rank == WATCHER) watch(f, l);
     if (bootstrap->rank == STOPPED || bootstrap->rank == CLOSER)
@@ -113,7 +115,8 @@ static void bootstrap_fate(const epic_bootstrap *bootstrap, void *self)
 
 /* -------------------------------------------------------------------------- not coming ---- */
 
-/* Four ranks a host; the one of host 1 gives its handle, listens, and does nothing more. */
+/* Four ranks per host. The one of host 1 publishes its handle and listens, but never connects.
+ */
 static void come_late(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
@@ -132,13 +135,14 @@ static void come_late(const epic_bootstrap *bootstrap, void *self)
         CHECK_SAY(strstr(epic_sentence(), "with rank 6 within 3000 ms") != NULL, "%s",
                   epic_sentence());
     }
-    suite_gather(bootstrap);
+    suite_wait_for_ranks(bootstrap);
     net_liveness_close(l);
 }
 
 /* ---------------------------------------------------------------------------- strangers ---- */
 
-/* More than may be heard at once: silent ones, and some that speak of other things. */
+/* Opens more connections than can be pending at once. Some stay silent, and some send other
+ * bytes. */
 static void bother(const liveness_handle *handle, int fds[STRANGERS])
 {
     static const char words[200] = "epicline: I have no secret";
@@ -166,8 +170,7 @@ static void be_bothered(const epic_bootstrap *bootstrap, void *self)
     memcpy(&host0, handles, sizeof host0);
     for (int i = 0; i < STRANGERS; i++) fds[i] = -1;
     if (bootstrap->rank == 1) bother(&host0, fds);
-    if (bootstrap->rank == 1)
-        handles[0] ^= 1; /* another secret: not one that was at the bootstrap */
+    if (bootstrap->rank == 1) handles[0] ^= 1; /* a wrong secret */
     if (bootstrap->rank == 1) {
         net_liveness *other = NULL;
         unsigned char handle[NET_LIVENESS_HANDLE_BYTES] = {0};
@@ -180,7 +183,7 @@ static void be_bothered(const epic_bootstrap *bootstrap, void *self)
     CHECK_SAY(net_liveness_connect(l, handles) == EPIC_OK, "%s", epic_sentence());
     run_nap_us(300000);
     CHECK_EQ(net_liveness_state(l, 1 - bootstrap->rank), NET_PEER_ALIVE);
-    suite_gather(bootstrap);
+    suite_wait_for_ranks(bootstrap);
     net_liveness_close(l);
     for (int i = 0; i < STRANGERS; i++) liveness_close_socket(&fds[i]);
 }

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The link of a host is cut: it is dead to the others and they to it, and to nobody else.  A link is
- * cut and mended while both of its hosts stand still: neither blames the other. */
+/* The link of one host is cut: it is dead for the others, and they are dead for it, but not for
+ * each other. Then a link is cut and mended while both of its hosts are stopped: neither may
+ * report the other as dead. */
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
@@ -24,7 +25,7 @@ static void watch(const epic_bootstrap *bootstrap, void *self)
         for (int h = 0; h < HOSTS; h++) CHECK_EQ(net_liveness_state(l, h), NET_PEER_ALIVE);
         run_nap_us(100000);
     }
-    suite_gather(bootstrap);
+    suite_wait_for_ranks(bootstrap);
     if (bootstrap->rank == 0) net_cut(CUT);
     const uint64_t start = run_now_ns();
     for (int h = 0; h < HOSTS; h++)
@@ -35,18 +36,19 @@ static void watch(const epic_bootstrap *bootstrap, void *self)
     for (int h = 0; h < HOSTS; h++)
         if ((h == CUT) == (bootstrap->rank == CUT))
             CHECK_EQ(net_liveness_state(l, h), NET_PEER_ALIVE);
-    suite_gather(bootstrap);
+    suite_wait_for_ranks(bootstrap);
     net_liveness_close(l);
 }
 
-/* TCP sends again 0.2, 0.6, 1.4 and 3 s after it has sent, and then after 6.2: what was sent before
- * the hosts stood still is unacknowledged for longer than `silence_ms` when they go on, until 6.2. */
+/* TCP repeats a segment 0.2, 0.6, 1.4, 3 and 6.2 s after sending it. So when the hosts
+ * continue, bytes from before the stop have been unacknowledged for longer than `silence_ms`,
+ * and stay so until 6.2 s. */
 #define SILENCE_MS 4000
 #define BEFORE_MS 300
 #define STILL_MS 4100
 #define LATE_MS 6000
 
-typedef struct standstill { /* shared */
+typedef struct standstill { /* shared by the processes */
     atomic_int pids[2], go;
     atomic_bool too_late;
 } standstill;
@@ -65,11 +67,11 @@ static void stand_still(const epic_bootstrap *bootstrap, void *self)
         if (!CHECK_EQ(net_liveness_state(l, 1 - bootstrap->rank), NET_PEER_ALIVE)) break;
         run_nap_us(10000);
     }
-    suite_gather(bootstrap);
+    suite_wait_for_ranks(bootstrap);
     net_liveness_close(l);
 }
 
-/* In a process of its own, beside the hosts. */
+/* Runs in a process of its own. */
 static void disturb(standstill *s)
 {
     for (int h = 0; h < 2; h++)

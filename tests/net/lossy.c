@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A network that delays and loses packets (relay.h): lines call nobody dead for that, and over UCX
- * every word arrives whole, once. */
+/* A network that delays and loses packets (relay.h). No host is reported as dead, and over UCX
+ * every word arrives whole and once. */
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -11,9 +11,9 @@
 #include "relay.h"
 
 #define HOSTS 3
-#define FAR_US 150000 /* to the end of the world; each loss takes long to notice there */
+#define FAR_US 150000 /* as far as a satellite; each loss takes long to notice */
 #define DELAY_US 5000
-#define LOSSES 10000 /* of a million */
+#define LOSSES 10000 /* of a million packets */
 
 static void watch(const epic_bootstrap *bootstrap, void *self)
 {
@@ -23,7 +23,7 @@ static void watch(const epic_bootstrap *bootstrap, void *self)
         for (int h = 0; h < HOSTS; h++) CHECK_EQ(net_liveness_state(l, h), NET_PEER_ALIVE);
         run_nap_us(100000);
     }
-    suite_gather(bootstrap);
+    suite_wait_for_ranks(bootstrap);
     net_liveness_close(l);
 }
 
@@ -39,7 +39,7 @@ static void exchange(const net_engine *ucx)
                     .wanted = "tcp/" RELAY_INTERFACE,
                     .verdict = v};
     net_run(HOSTS, suite_exchange, &c, 0, 90);
-    CHECK(suite_clean(v));
+    CHECK(suite_is_clean(v));
     printf("%ld words\n", v->words);
     run_unshare(v, sizeof *v);
 }

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What every net must do, as the kernels use it: a reader polls each word of the inbox, which is
- * poison until it has come, checks it and restores the poison; a writer uses its outbox again once
- * done() lets it. */
+/* The checks that every net must pass, in the way in which kernels use it. A reader polls each
+ * word of the inbox, which is poison until the word has arrived, checks it and restores the
+ * poison. A writer uses its outbox again after is_done(). */
 #ifndef NET_SUITE_H
 #define NET_SUITE_H
 
@@ -11,34 +11,34 @@
 typedef struct suite_verdict { /* shared by all ranks */
     _Atomic long words, torn, wrong, missing, twice;
     _Atomic long refusals; /* puts that found no room */
-    _Atomic bool over;     /* a rank has seen enough: all stop */
+    _Atomic bool over;     /* a rank has failed: all stop */
 } suite_verdict;
 
 typedef struct suite_case {
     const net_engine *engine;
     net_rdma rdma;
-    int threads; /* of the engine's, beside the one that looks */
+    int threads; /* threads that the engine may start */
     uint64_t seed;
-    uint64_t bytes;      /* from each rank to each, a round; a multiple of 8 */
-    uint32_t most_bytes; /* of one put */
+    uint64_t bytes;      /* from each rank to each in a round; a multiple of 8 */
+    uint32_t most_bytes; /* largest put */
     int rounds;
-    bool tears;           /* words come in parts, and twice: a wrong one is looked at again */
-    unsigned patience_ms; /* without a new word */
-    const char *wanted;   /* what say() must contain; NULL: anything */
+    bool tears;           /* words may arrive in parts or twice: read a wrong word again */
+    unsigned patience_ms; /* give up after this time without a new word */
+    const char *wanted;   /* a part of the text of describe(); NULL: not checked */
     suite_verdict *verdict;
 } suite_case;
 
-/* One rank's part: a run_body; `self` is a suite_case. */
+/* The part of one rank. A run_body; `self` is a suite_case. */
 void suite_exchange(const epic_bootstrap *bootstrap, void *self);
 
-/* No violation of any kind, and something was there to look at. */
-bool suite_clean(const suite_verdict *v);
+/* Returns whether words were checked and no promise was broken. */
+bool suite_is_clean(const suite_verdict *v);
 
-/* A net, opened and connected with the peers of the bootstrap; NULL: a check has failed. */
+/* Opens a net and connects it with the peers. Returns NULL after a failed check. */
 net *suite_open(const net_engine *engine, const epic_bootstrap *bootstrap,
                 const net_setup *setup);
 
-/* Waits for all ranks of the bootstrap, and looks meanwhile if there is a net. */
-void suite_bootstrap(const net_engine *engine, net *w, const epic_bootstrap *bootstrap);
+/* Waits until all ranks have called it, and moves the net meanwhile, if there is one. */
+void suite_wait_for_all(const net_engine *engine, net *w, const epic_bootstrap *bootstrap);
 
 #endif

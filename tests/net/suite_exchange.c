@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Rounds of puts between all ranks, each word looked at by a thread of its own. */
+/* Rounds of puts between all ranks; a thread of each rank checks every word. */
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -11,7 +11,7 @@
 #include "net/suite.h"
 
 #define POISON UINT64_MAX
-#define SCRAP 0x5c5c5c5c5c5c5c5cull /* what an outbox holds that may be written again */
+#define SCRAP 0x5c5c5c5c5c5c5c5cull /* content of an outbox that may be written again */
 
 typedef struct party {
     const suite_case *c;
@@ -19,9 +19,9 @@ typedef struct party {
     net *w;
     uint64_t words; /* from each rank to each */
     uint64_t *inbox,
-        *outbox; /* [num_hosts][words], and at the inbox' end [num_hosts] control */
+        *outbox; /* [num_hosts, words]; the inbox ends with [num_hosts] control words */
     uint64_t given[NET_MAX_HOSTS];
-    atomic_int taken; /* rounds that the reader has taken */
+    atomic_int taken; /* rounds that the reader has finished */
 } party;
 
 static int me(const party *p)
@@ -39,7 +39,7 @@ static void stop(const party *p)
     atomic_store(&p->c->verdict->over, true);
 }
 
-/* Never poison, and its halves are never equal to those of another place. */
+/* Returns the word of a place: never poison, and no half of it equals that of another place. */
 static uint64_t word_of(const party *p, int round, int from, int to, uint64_t index)
 {
     const uint64_t place = (uint64_t)round << 48 | (uint64_t)from << 40 | (uint64_t)to << 32;
@@ -49,7 +49,7 @@ static uint64_t word_of(const party *p, int round, int from, int to, uint64_t in
 
 /* ---------------------------------------------------------------------------- reading ---- */
 
-/* What a word says that is not what was sent: halves of it may be old. */
+/* Returns whether the word is a mixture of the old and the new value. */
 static bool is_torn(uint64_t seen, uint64_t wanted)
 {
     const uint32_t low = (uint32_t)seen, high = (uint32_t)(seen >> 32);
@@ -57,7 +57,7 @@ static bool is_torn(uint64_t seen, uint64_t wanted)
     return low_fits && (high == (uint32_t)(wanted >> 32) || high == UINT32_MAX);
 }
 
-/* Polls a word until it has come.  False: it does not come. */
+/* Polls a word until it arrives. Returns false if it does not. */
 static bool take_word(party *p, uint64_t *at, uint64_t wanted, uint64_t *last_ns)
 {
     suite_verdict *v = p->c->verdict;
@@ -115,7 +115,7 @@ static void fill_outbox(party *p, int round)
             p->outbox[(uint64_t)to * p->words + i] = word_of(p, round, me(p), to, i);
 }
 
-/* Who has waited for too long ends it all. */
+/* Ends the test if this rank has waited too long. */
 static bool is_vain(const party *p, uint64_t since_ns)
 {
     if (run_now_ns() > since_ns + p->c->patience_ms * 1000000ull && !is_over(p)) {
@@ -139,7 +139,7 @@ static void insist(party *p, int to, uint64_t offset, const void *from, uint32_t
     p->given[to]++;
 }
 
-/* The whole of what a peer gets, in pieces of any length, the last ones first. */
+/* Sends everything for one peer in pieces of random length, the last ones first. */
 static void send_all(party *p, int to, run_random *random)
 {
     const uint64_t most = p->c->most_bytes / 8;
@@ -169,7 +169,7 @@ static uint64_t *control(party *p, int of)
     return p->inbox + (uint64_t)p->bootstrap->num_ranks * p->words + of;
 }
 
-/* Tells that the round is taken, and waits until all have told. */
+/* Publishes that this rank has finished the round and waits until all ranks have. */
 static void end_round(party *p, int round)
 {
     const net_engine *e = p->c->engine;
@@ -202,7 +202,8 @@ static void write_all(party *p)
     }
 }
 
-/* All has been taken and nothing is under way: what comes now comes once more. */
+/* Everything has been read and nothing is in flight. A word that arrives now arrives a second
+ * time. */
 static void look_for_more(party *p)
 {
     for (int i = 0; i < 500; i++) p->c->engine->progress(p->w);
@@ -245,7 +246,7 @@ static void *wait_for_all(void *self)
     return NULL;
 }
 
-void suite_bootstrap(const net_engine *e, net *w, const epic_bootstrap *bootstrap)
+void suite_wait_for_all(const net_engine *e, net *w, const epic_bootstrap *bootstrap)
 {
     waiter a = {.bootstrap = bootstrap};
     pthread_t thread;
@@ -288,22 +289,22 @@ void suite_exchange(const epic_bootstrap *bootstrap, void *self)
         char said[512];
         CHECK(pthread_create(&reader, NULL, read_all, &p) == 0);
         write_all(&p);
-        suite_bootstrap(p.c->engine, p.w, bootstrap);
+        suite_wait_for_all(p.c->engine, p.w, bootstrap);
         pthread_join(reader, NULL);
         look_for_more(&p);
-        suite_bootstrap(p.c->engine, p.w, bootstrap);
+        suite_wait_for_all(p.c->engine, p.w, bootstrap);
         p.c->engine->describe(p.w, said, sizeof said);
         CHECK_SAY(!p.c->wanted || strstr(said, p.c->wanted), "not %s: %s", p.c->wanted, said);
         if (me(&p) == 0) printf("%s\n", said);
         p.c->engine->close(p.w);
     }
-    suite_bootstrap(p.c->engine, NULL,
-                    bootstrap); /* then nobody writes into our memory any more */
+    suite_wait_for_all(p.c->engine, NULL,
+                       bootstrap); /* then no peer writes into this memory any more */
     free(p.inbox);
     free(p.outbox);
 }
 
-bool suite_clean(const suite_verdict *v)
+bool suite_is_clean(const suite_verdict *v)
 {
     return v->words > 0 && !v->torn && !v->wrong && !v->missing && !v->twice;
 }

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Making lines, and waiting for what becomes of them. */
+/* Opening liveness connections, and waiting for the state of a host. */
 #include "net/suite_liveness.h"
 
 #include "base/error.h"
 #include "check.h"
 
-#define PATIENCE_NS 10000000000ull /* for a busy machine: the aim is a second */
+#define PATIENCE_NS 10000000000ull /* for a busy machine; the aim is one second */
 
 net_liveness_setup suite_liveness_setup(const epic_bootstrap *bootstrap, const char *interface)
 {
@@ -47,7 +47,7 @@ void suite_check_becomes(const net_liveness *l, int host, net_peer_state wanted)
     CHECK_SAY(seen == wanted, "the line to host %d: %d, not %d", host, (int)seen, (int)wanted);
 }
 
-void suite_gather(const epic_bootstrap *bootstrap)
+void suite_wait_for_ranks(const epic_bootstrap *bootstrap)
 {
     unsigned char all[RUN_MAX_RANKS], mine = 1;
     CHECK(bootstrap->gather(bootstrap->self, &mine, all, 1) == EPIC_OK);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Namespaces, made with ip.  A holder process keeps each alive. */
+/* Network namespaces, made with the command ip. A process holds each of them open. */
 #include "net/suite_net.h"
 
 #include <fcntl.h>
@@ -20,10 +20,10 @@
 #define MOST_HOSTS 16
 
 static pid_t holders[MOST_HOSTS];
-static int spaces[MOST_HOSTS], bridge = -1; /* namespaces */
+static int spaces[MOST_HOSTS], bridge = -1; /* descriptors of namespaces */
 static int num_held;
 
-/* Runs a command of the shell, quietly. */
+/* Runs a shell command without output. */
 static bool shell(const char *format, ...)
 {
     char line[512], quiet[600];
@@ -40,7 +40,8 @@ static bool leave_network(void)
     return relay_become_root() && unshare(CLONE_NEWNET) == 0;
 }
 
-/* UCX looks for interfaces in /sys, which is that of the namespace where it was mounted. */
+/* UCX looks for interfaces in /sys, which shows those of the namespace in which it was mounted.
+ */
 static bool see_interfaces(void)
 {
     return unshare(CLONE_NEWNS) == 0 &&
@@ -48,7 +49,8 @@ static bool see_interfaces(void)
            mount("sysfs", "/sys", "sysfs", 0, NULL) == 0;
 }
 
-/* The system says some time after a link is up that it is, and UCX takes none before. */
+/* The system marks a link as up some time after that command, and UCX uses only links marked
+ * so. */
 static bool await_link(void)
 {
     for (int i = 0; i < 2000; i++) {
@@ -62,7 +64,7 @@ static bool await_link(void)
     return false;
 }
 
-/* Makes the namespace, waits until its link is there, sets it up, and stays. */
+/* Makes the namespace, waits for its link, sets it up, and stays. */
 static void hold(int host, const int from[2], const int to[2])
 {
     char byte = 0;
@@ -129,7 +131,7 @@ bool net_open(int num_hosts)
     return true;
 }
 
-/* Do processes get to see their own namespace's interfaces in /sys?  In a chroot they do not. */
+/* Returns whether processes see their own interfaces in /sys. In a chroot they do not. */
 static bool sees_interfaces(void)
 {
     int status = 1;
@@ -140,7 +142,8 @@ static bool sees_interfaces(void)
 
 bool net_open_lossy(int num_hosts, int delay_us, uint32_t losses)
 {
-    if (!relay_open(num_hosts + 1, delay_us, losses)) return false; /* the last one is ours */
+    /* the last namespace belongs to this process */
+    if (!relay_open(num_hosts + 1, delay_us, losses)) return false;
     for (int h = 0; h < num_hosts; h++) spaces[h] = dup(relay_space(h));
     num_held = num_hosts;
     if (sees_interfaces()) return true;
@@ -192,7 +195,7 @@ void net_run(int num_hosts, run_body *body, void *self, unsigned victims, unsign
     run_rendezvous_free(rendezvous);
 }
 
-/* On the bridge's side, in a process of its own. */
+/* Runs the command on the side of the bridge, in a process of its own. */
 static bool on_bridge(const char *command)
 {
     int status = 1;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Hosts of a test: network namespaces of its own, joined by a bridge; nothing leaves them. */
+/* Hosts of a test: network namespaces, joined by a bridge. No packet leaves them. */
 #ifndef NET_SUITE_NET_H
 #define NET_SUITE_NET_H
 
@@ -7,20 +7,23 @@
 
 #include "run.h"
 
-/* Before any thread.  Moves this process to a namespace where no network is but that of the hosts.
- * False, and why not is told: tests go over loopback then. */
+/* Makes the hosts and moves this process into a namespace without another network. Call it
+ * before any thread starts. Returns false and prints why if that is not possible; tests then
+ * use loopback. */
 bool net_open(int num_hosts);
 void net_close(void);
 
-/* Forks a process for each host, in its namespace after net_open.  Those of `victims`, a bit for
- * each host, may be killed; that another does not exit with 0 in time is a failed check. */
+/* Forks a process for each host, in its namespace after net_open(). Only hosts in the bit mask
+ * `victims` may be killed. A host that ends otherwise than with status 0 in time is a failed
+ * check. */
 void net_run(int num_hosts, run_body *body, void *self, unsigned victims, unsigned seconds);
 
-/* Takes the host's link away, from wherever this process is. */
+/* Sets the host's link down. Any process of the test may call it. */
 bool net_cut(int host);
-bool net_mend(int host); /* and gives it back */
+bool net_mend(int host); /* Sets it up again. */
 
-/* As net_open, and the network delays and loses packets, as relay_open does; no link can be cut. */
+/* Like net_open(), but the network delays and loses packets as relay_open() describes. No link
+ * can be cut. */
 bool net_open_lossy(int num_hosts, int delay_us, uint32_t losses);
 
 #endif

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The engine chaos keeps what a net promises, and no more; and the suite notices each promise that
+/* The engine chaos keeps exactly the promises of a net, and the suite notices each promise that
  * it breaks. */
 #include <pthread.h>
 #include <stdio.h>
@@ -39,22 +39,22 @@ static void test_promises(suite_verdict *v)
 {
     for (int hosts = 2; hosts <= 4; hosts++) {
         run_case(v, hosts, run_seed() + (uint64_t)hosts, CHAOS_NONE);
-        CHECK(suite_clean(v) && v->refusals > 0);
+        CHECK(suite_is_clean(v) && v->refusals > 0);
     }
 }
 
-/* A word that comes twice is seen if the second comes when the first has been read, which no single
- * run can promise. */
+/* A second copy of a word is noticed only if it lands after the first was read. One run cannot
+ * promise that, so there are several. */
 static void test_damages(suite_verdict *v)
 {
     for (int d = CHAOS_NONE + 1; d < CHAOS_NUM_DAMAGES; d++) {
-        for (uint64_t i = 0; i < MOST_TRIES && (i == 0 || suite_clean(v)); i++)
+        for (uint64_t i = 0; i < MOST_TRIES && (i == 0 || suite_is_clean(v)); i++)
             run_case(v, 2, run_seed() + 1000 * i + (uint64_t)(100 + d), (chaos_damage)d);
-        CHECK_SAY(!suite_clean(v), "damage \"%s\" goes unnoticed", damages[d]);
+        CHECK_SAY(!suite_is_clean(v), "damage \"%s\" goes unnoticed", damages[d]);
     }
 }
 
-/* A net of two ranks, each with an inbox and an outbox. */
+/* A net of two ranks. */
 static uint64_t inboxes[2][4096], outboxes[2][4096];
 
 static net *open_pair(const epic_bootstrap *bootstrap)
@@ -68,7 +68,7 @@ static net *open_pair(const epic_bootstrap *bootstrap)
     return suite_open(&epic_net_chaos, bootstrap, &setup);
 }
 
-/* The second rank loses its power while puts are under way. */
+/* The second rank loses its power while puts are in flight. */
 static void lose_power(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
@@ -78,23 +78,23 @@ static void lose_power(const epic_bootstrap *bootstrap, void *self)
         uint64_t given = 0;
         while (given < 20) given += epic_net_chaos.put(w, 1, 0, outboxes[0], 8192);
         CHECK(!epic_net_chaos.is_gone(w, 1) && !epic_net_chaos.is_done(w, 1, given));
-        suite_bootstrap(&epic_net_chaos, w, bootstrap);
-        suite_bootstrap(&epic_net_chaos, w, bootstrap);
+        suite_wait_for_all(&epic_net_chaos, w, bootstrap);
+        suite_wait_for_all(&epic_net_chaos, w, bootstrap);
         epic_net_chaos.progress(w);
         CHECK(epic_net_chaos.is_gone(w, 1) && epic_net_chaos.is_done(w, 1, given));
         CHECK(epic_net_chaos.put(w, 1, 0, outboxes[0], 8) &&
               epic_net_chaos.put_word(w, 1, 0, 1));
         CHECK(epic_net_chaos.is_done(w, 1, given + 2));
     } else {
-        suite_bootstrap(&epic_net_chaos, w, bootstrap);
+        suite_wait_for_all(&epic_net_chaos, w, bootstrap);
         chaos_kill(w);
-        suite_bootstrap(&epic_net_chaos, w, bootstrap);
+        suite_wait_for_all(&epic_net_chaos, w, bootstrap);
     }
-    suite_bootstrap(&epic_net_chaos, w, bootstrap);
+    suite_wait_for_all(&epic_net_chaos, w, bootstrap);
     epic_net_chaos.close(w);
 }
 
-/* Data that is put first, and a flag that is put last, land in any order: nobody may lean on it. */
+/* A flag that is put after its data may land before it, so no caller may rely on the order. */
 static void count_overtaken(const epic_bootstrap *bootstrap, void *self)
 {
     uint64_t *overtaken = self;
@@ -105,10 +105,10 @@ static void count_overtaken(const epic_bootstrap *bootstrap, void *self)
         given += epic_net_chaos.put(w, 1, 0, outboxes[0], 4096);
         given += epic_net_chaos.put_word(w, 1, 8192, given);
     }
-    suite_bootstrap(&epic_net_chaos, w, bootstrap);
+    suite_wait_for_all(&epic_net_chaos, w, bootstrap);
     if (bootstrap->rank == 0) *overtaken = chaos_num_overtaken(w);
     epic_net_chaos.close(w);
-    suite_bootstrap(&epic_net_chaos, NULL, bootstrap);
+    suite_wait_for_all(&epic_net_chaos, NULL, bootstrap);
 }
 
 int main(void)

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Strands of the engine chaos keep what a net promises: all that is put arrives whole and once,
- * sources stay as they are until done(), and close sends what was taken.  Hosts of fewer strands
- * and hosts that have gone are met, a damaged handle is refused, a strand that breaks a promise is
- * noticed. */
+/* A striped net over the engine chaos keeps the promises of a net: every word arrives whole and
+ * once, sources stay unchanged until is_done(), and close sends accepted puts. Hosts with fewer
+ * stripes and hosts that are gone are handled, a damaged handle is an error, and a stripe that
+ * breaks a promise is noticed. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -14,7 +14,7 @@
 #include "net/suite.h"
 
 #define WORDS 4096 /* of an inbox */
-#define BYTES 2048 /* of a put that a thread takes */
+#define BYTES 2048 /* of a put that goes to a thread */
 #define MOST_TRIES 50
 
 static const net_engine *const engine = &epic_net_striped;
@@ -42,20 +42,20 @@ static void run_case(suite_verdict *v, int hosts, int threads, uint64_t seed,
 
 static bool test_promises(suite_verdict *v)
 {
-    long refusals = 0; /* by strands that are full: of few hosts they may be fast enough */
+    long refusals = 0; /* puts that found stripes full; with few hosts there may be none */
     for (int hosts = 2; hosts <= 4; hosts++) {
         run_case(v, hosts, hosts - 1, run_seed() + (uint64_t)hosts, CHAOS_NONE);
-        if (!CHECK(suite_clean(v))) return false;
+        if (!CHECK(suite_is_clean(v))) return false;
         refusals += v->refusals;
     }
     CHECK(refusals > 0);
-    run_case(v, 2, 100, run_seed(), CHAOS_NONE); /* of which it takes as many as it can */
-    CHECK(suite_clean(v));
+    run_case(v, 2, 100, run_seed(), CHAOS_NONE); /* more threads than it can use */
+    CHECK(suite_is_clean(v));
     run_case(v, 2, 0, run_seed(), CHAOS_NONE);
-    return CHECK(suite_clean(v));
+    return CHECK(suite_is_clean(v));
 }
 
-/* ThreadSanitizer reports that a source is written while a strand's thread reads it: it is so. */
+/* ThreadSanitizer would report the race that this damage makes on purpose. */
 static bool may_be_tried(int damage)
 {
 #ifdef __SANITIZE_THREAD__
@@ -66,14 +66,14 @@ static bool may_be_tried(int damage)
 #endif
 }
 
-/* What a strand says too early the net says too early. */
+/* A promise that a stripe breaks is broken by the net. */
 static void test_damages(suite_verdict *v)
 {
     for (int d = CHAOS_NONE + 1; d < CHAOS_NUM_DAMAGES; d++) {
         if (!may_be_tried(d)) continue;
-        for (uint64_t i = 0; i < MOST_TRIES && (i == 0 || suite_clean(v)); i++)
+        for (uint64_t i = 0; i < MOST_TRIES && (i == 0 || suite_is_clean(v)); i++)
             run_case(v, 2, 2, run_seed() + 1000 * i + (uint64_t)(100 + d), (chaos_damage)d);
-        CHECK_SAY(!suite_clean(v), "damage %d goes unnoticed", d);
+        CHECK_SAY(!suite_is_clean(v), "damage %d goes unnoticed", d);
     }
 }
 
@@ -116,7 +116,7 @@ static void check_full(int host, uint64_t value)
             return;
 }
 
-/* Host r has r + 1 threads: all speak by those that all have. */
+/* Host r has r + 1 threads. All use as many stripes as every host has. */
 static void differ(const epic_bootstrap *bootstrap, void *self)
 {
     char said[512];
@@ -127,18 +127,18 @@ static void differ(const epic_bootstrap *bootstrap, void *self)
     if (!w) return;
     engine->describe(w, said, sizeof said);
     CHECK_SAY(strstr(said, ", over 2 stripes") != NULL, "%s", said);
-    suite_bootstrap(engine, w, bootstrap); /* chaos connects to those that are open alone */
+    suite_wait_for_all(engine, w, bootstrap); /* a chaos net connects only to open nets */
     if (bootstrap->rank == 0) {
         for (int h = 1; h < bootstrap->num_ranks; h++) fill(w, h);
-        engine->close(w); /* which sends what is left */
+        engine->close(w); /* sends accepted puts */
     }
-    suite_bootstrap(engine, bootstrap->rank == 0 ? NULL : w, bootstrap);
+    suite_wait_for_all(engine, bootstrap->rank == 0 ? NULL : w, bootstrap);
     if (bootstrap->rank == 0) return;
     check_full(bootstrap->rank, 1);
     engine->close(w);
 }
 
-/* Host 1 loses its power while its peer gives it puts, large and small: all are done, none waits. */
+/* Host 1 loses its power while its peer posts large and small puts. All of them complete. */
 static void lose_power(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
@@ -146,19 +146,19 @@ static void lose_power(const epic_bootstrap *bootstrap, void *self)
     const net_setup setup = setup_of(bootstrap, 3);
     net *w = suite_open(engine, bootstrap, &setup);
     if (!w) return;
-    suite_bootstrap(engine, w, bootstrap);
+    suite_wait_for_all(engine, w, bootstrap);
     if (bootstrap->rank == 1) {
         engine->close(w);
-        suite_bootstrap(engine, NULL, bootstrap);
+        suite_wait_for_all(engine, NULL, bootstrap);
     } else {
-        suite_bootstrap(engine, w, bootstrap);
+        suite_wait_for_all(engine, w, bootstrap);
         uint64_t given = 0;
         for (int i = 0; i < 3000; i++) given += give(w, 1, 0, i % 3 ? BYTES : 8);
         while (!engine->is_done(w, 1, given)) engine->progress(w);
         CHECK(engine->is_gone(w, 1) && !engine->is_gone(w, 0));
         engine->close(w);
     }
-    suite_bootstrap(engine, NULL, bootstrap);
+    suite_wait_for_all(engine, NULL, bootstrap);
 }
 
 static void be_refused(const epic_bootstrap *bootstrap, void *self)
@@ -169,7 +169,7 @@ static void be_refused(const epic_bootstrap *bootstrap, void *self)
     (void)self;
     const net_setup setup = setup_of(bootstrap, 2);
     if (!CHECK_SAY(engine->open(&w, &setup, mine, why) == EPIC_OK, "%s", why)) return;
-    for (int byte = 0; byte < 256; byte += 255) { /* no strand; longer than the handle is */
+    for (int byte = 0; byte < 256; byte += 255) { /* no stripe; longer than the handle */
         memcpy(handles[0], mine, sizeof mine);
         memset(handles[1], byte, sizeof handles[1]);
         CHECK(engine->connect(w, handles, why) == EPIC_EMISMATCH);
@@ -184,7 +184,7 @@ int main(void)
     check_begin();
     run_alarm(400);
     suite_verdict *v = run_share(sizeof *v);
-    if (!test_promises(v)) return check_end(); /* what follows would wait for it */
+    if (!test_promises(v)) return check_end(); /* the next test would hang */
     test_damages(v);
     chaos_settings_now = (chaos_settings){.seed = run_seed()};
     run_threads(3, differ, NULL);

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The engine ucx over TCP, between hosts that are network namespaces where they may be made: by
- * messages every word arrives whole and once; by remote writes, which over TCP the receiver copies
- * in any parts, some of them twice, all arrives; what a stranger sends lands nowhere; what cannot
- * be, and segments of TCP that differ, are refused. */
+/* The engine ucx over TCP, between network namespaces where they can be made. By messages every
+ * word arrives whole and once. By remote writes, which TCP delivers in parts and partly twice,
+ * everything arrives. Messages of strangers land nowhere. Different sizes of TCP segments and
+ * unreachable GPU memory are errors. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -36,18 +36,18 @@ static void test_exchanges(suite_verdict *v)
                           .most_bytes = NET_MAX_PUT_BYTES,
                           .rounds = rounds,
                           .wanted = "by messages"});
-    CHECK(suite_clean(v));
+    CHECK(suite_is_clean(v));
     exchange(v, 2,
              (suite_case){.bytes = 2 << 20,
                           .most_bytes = NET_MAX_PUT_BYTES,
                           .rounds = rounds,
                           .threads = 2,
                           .wanted = "by messages, over 3 stripes"});
-    CHECK(suite_clean(v));
+    CHECK(suite_is_clean(v));
     exchange(v, 3,
              (suite_case){
                  .bytes = 256 << 10, .most_bytes = 1024, .rounds = rounds, .wanted = "tcp/"});
-    CHECK(suite_clean(v));
+    CHECK(suite_is_clean(v));
     exchange(v, 2,
              (suite_case){.bytes = 256 << 10,
                           .most_bytes = 64 << 10,
@@ -58,13 +58,13 @@ static void test_exchanges(suite_verdict *v)
     CHECK(v->words > 0 && !v->missing);
 }
 
-/* Two GPUs of one machine may be two hosts: whatever UCX takes there. */
+/* Two GPUs of one machine may be two hosts; UCX chooses the transport there. */
 static void test_one_machine(suite_verdict *v)
 {
     unsetenv("UCX_TLS");
     unsetenv("UCX_NET_DEVICES");
     exchange(v, 2, (suite_case){.bytes = 1 << 20, .most_bytes = 229376, .rounds = 2});
-    CHECK(suite_clean(v));
+    CHECK(suite_is_clean(v));
 }
 
 /* ---------------------------------------------------------------------------- strangers ---- */
@@ -81,7 +81,8 @@ static net_setup small_setup(const epic_bootstrap *bootstrap, uint64_t *inbox, u
                        .outbox_bytes = WORDS * 8};
 }
 
-/* Host 1 lacks the secret of host 0, or misses its inbox: nothing lands, and what follows does. */
+/* Host 1 lacks the secret of host 0, or misses its inbox. Such messages land nowhere, and later
+ * ones arrive. */
 static void go_astray(const epic_bootstrap *bootstrap, void *self)
 {
     const bool *stranger = self;
@@ -94,7 +95,8 @@ static void go_astray(const epic_bootstrap *bootstrap, void *self)
     const net_setup setup = small_setup(bootstrap, inbox, outbox);
     if (!CHECK_SAY(ucx->open(&w, &setup, mine, why) == EPIC_OK, "%s", why)) return;
     CHECK(bootstrap->gather(bootstrap->self, mine, handles, sizeof mine) == EPIC_OK);
-    if (bootstrap->rank == 1 && *stranger) handles[2 * STRIPED_MAX + 3] ^= 1; /* of the token */
+    /* a bit of the token */
+    if (bootstrap->rank == 1 && *stranger) handles[2 * STRIPED_MAX + 3] ^= 1;
     CHECK_SAY(ucx->connect(w, handles, why) == EPIC_OK, "%s", why);
     if (bootstrap->rank == 1) {
         CHECK(ucx->put_word(w, 0, WORDS * 8, 1) && ucx->put_word(w, 0, UINT64_MAX - 7, 1));
@@ -107,7 +109,7 @@ static void go_astray(const epic_bootstrap *bootstrap, void *self)
     while (bootstrap->rank == 0 && (inbox[2] != 5 || inbox[4] == UINT64_MAX) &&
            run_now_ns() < end)
         ucx->progress(w);
-    suite_bootstrap(ucx, w, bootstrap);
+    suite_wait_for_all(ucx, w, bootstrap);
     for (int i = 0; bootstrap->rank == 0 && i < WORDS + 8; i++) {
         const bool sent = !*stranger && (i == 2 || i == 4);
         CHECK_SAY((inbox[i] != UINT64_MAX) == sent, "word %d is %llx", i,
@@ -142,7 +144,7 @@ static void be_refused(const epic_bootstrap *bootstrap, void *self)
     ucx->close(NULL);
 }
 
-/* A message that is larger than the receiver's segment would end its process. */
+/* A message larger than the receiver's segment would end its process. */
 static void differ(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
@@ -174,7 +176,7 @@ int main(void)
     test_exchanges(v);
     for (int stranger = 0; stranger < 2; stranger++)
         net_run(2, go_astray, &(bool){stranger}, 0, 100);
-    net_run(1, be_refused, NULL, 0, 60); /* host 1 is made up */
+    net_run(1, be_refused, NULL, 0, 60); /* host 1 does not exist */
     net_run(2, differ, NULL, 0, 60);
     net_close();
     test_one_machine(v);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Hosts that are killed, stopped or cut off while puts are under way, in one strand and in three:
- * nobody waits for them, the others go on, and closing ends. */
+/* Hosts that are killed, stopped or cut off while puts are in flight, with one stripe and with
+ * three. No host waits for them, the others continue, and close returns. */
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -12,13 +12,13 @@
 #include "net/suite.h"
 #include "net/suite_net.h"
 
-#define PUT 40960  /* a thread of a net in strands takes it */
-#define SLOTS 8192 /* of which only those that a put lands in are real */
+#define PUT 40960  /* large enough for a thread of a striped net */
+#define SLOTS 8192 /* only slots that a put lands in take memory */
 #define TURNS 300
-#define BAD 2 /* the host that something happens to */
+#define BAD 2 /* the host that fails */
 
 static const net_engine *ucx;
-static int threads; /* of a net */
+static int threads; /* threads of a net */
 
 typedef struct trial {
     bool cut; /* else killed */
@@ -39,8 +39,8 @@ static net *open_boxes(const epic_bootstrap *bootstrap, uint64_t **inbox, uint64
     return suite_open(ucx, bootstrap, &setup);
 }
 
-/* The healthy two count together, by words, while one of them sends to the bad one for all it
- * is worth. */
+/* The healthy hosts count together, word by word, while one of them sends as much as it can to
+ * the bad host. */
 static bool count_on(net *w, int me, const volatile uint64_t *inbox, const void *outbox,
                      int bad)
 {
@@ -61,7 +61,7 @@ static void with_a_bad_host(const epic_bootstrap *bootstrap, void *self)
     trial *t = self;
     uint64_t *inbox, *outbox;
     net *w = open_boxes(bootstrap, &inbox, &outbox);
-    suite_bootstrap(ucx, w, bootstrap); /* who connects late must not find the bad host gone */
+    suite_wait_for_all(ucx, w, bootstrap); /* a late rank must not find the bad host gone */
     if (!w) return;
     if (bootstrap->rank == BAD) {
         while (((volatile uint64_t *)inbox)[0] == 0) ucx->progress(w);
@@ -82,7 +82,8 @@ static void with_a_bad_host(const epic_bootstrap *bootstrap, void *self)
     free(outbox);
 }
 
-/* A stopped host takes nothing: its peer is refused, and waits for nothing; then all arrives. */
+/* A stopped host accepts nothing: puts are refused and nothing waits. After it continues,
+ * everything arrives. */
 static void with_a_stopped_host(const epic_bootstrap *bootstrap, void *self)
 {
     atomic_int *pid = self;
@@ -112,7 +113,7 @@ static void with_a_stopped_host(const epic_bootstrap *bootstrap, void *self)
     while (bootstrap->rank == 1 && *count == 0) ucx->progress(w);
     for (uint64_t i = 0; bootstrap->rank == 1 && i < *count * PUT / 8; i++)
         while (((volatile uint64_t *)inbox)[i] != 0x7777777777777777ull) ucx->progress(w);
-    suite_bootstrap(ucx, w, bootstrap);
+    suite_wait_for_all(ucx, w, bootstrap);
     ucx->close(w);
     free(inbox);
     free(outbox);

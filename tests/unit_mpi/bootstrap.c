@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Bootstraps over MPI: what they gather, a rank that does not come, and epic_open with a
- * communicator and no bootstrap. */
+/* Bootstraps over MPI: gathers, ranks that are missing, and epic_open() with a communicator and
+ * no bootstrap. */
 #include <mpi.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -54,7 +54,7 @@ static void check_gathers(const MPI_Comm *comm)
     epic_bootstrap_close(&bootstrap);
 }
 
-/* A communicator is all that a rank brings. */
+/* Opens a context with a communicator and nothing else. */
 static void check_open(const char *backend, MPI_Comm *comm)
 {
     const epic_config config = {.max_tokens = STEP_MAX_TOKENS,
@@ -73,7 +73,7 @@ static void check_open(const char *backend, MPI_Comm *comm)
     epic_close(ctx);
 }
 
-/* What the last rank does not come to.  The communicator is of no use afterwards. */
+/* The last rank does not take part. The communicator cannot be used afterwards. */
 static void check_missing(bool opens)
 {
     MPI_Comm comm;
@@ -99,7 +99,7 @@ static void check_missing(bool opens)
     MPI_Barrier(MPI_COMM_WORLD);
 }
 
-/* One that leaves between two gathers. */
+/* A rank leaves between two gathers. */
 static void check_left(void)
 {
     epic_bootstrap bootstrap;
@@ -120,7 +120,7 @@ static void check_left(void)
     free(all);
 }
 
-/* Ranks that bring different numbers of bytes are told, not ended. */
+/* Ranks that pass different numbers of bytes get an error. */
 static void check_sizes(void)
 {
     epic_bootstrap bootstrap;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Backend mpi in a program that knows nothing of MPI but was started by mpirun: joining starts
- * MPI, and the end of the program ends it (mpirun complains when a rank does not). */
+/* The backend mpi in a program that does not call MPI but was started by mpirun. Joining starts
+ * MPI, and the end of the program ends it; mpirun complains if a rank does not. */
 #include <mpi.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -18,7 +18,8 @@ extern const epic_backend epic_backend_mpi;
         exit(1);                                                                 \
     } while (0)
 
-/* A port that the ranks of this job share, and other jobs on the host hardly do. */
+/* Chooses a port that all ranks of this job compute alike and other jobs on this host hardly
+ * use. */
 static void choose_port(void)
 {
     const char *job = getenv("PMIX_NAMESPACE");

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The transport of backend mpi, under mpirun with any number of ranks:
- *     mpirun -n 4 transport           checks; 0 pass, 1 fail
- *     mpirun -n 4 transport serialized   checks, with MPI_THREAD_SERIALIZED */
+/* The transport of the backend mpi, under mpirun with any number of ranks:
+ *     mpirun -n 4 transport             runs the checks; 0 pass, 1 fail
+ *     mpirun -n 4 transport serialized  the same with MPI_THREAD_SERIALIZED */
 #include <mpi.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -16,7 +16,7 @@
 #define NUM_THREADS 8
 #define MAX_FLOWS 3
 #define PATIENCE_MS 20000
-#define LONG_S 40 /* nobody waits as long, but on a busy machine */
+#define LONG_S 40 /* longest wait, for a busy machine */
 
 extern const epic_backend epic_backend_mpi;
 static const epic_transport *t;
@@ -48,7 +48,7 @@ static epic_result gather(void *self, const void *mine, void *all, int64_t bytes
     return EPIC_OK;
 }
 
-/* Opens a group of the ranks of `comm`, in its order. */
+/* Opens a group of the ranks of `comm`, in their order. */
 static epic_result open_with(epic_group **out, MPI_Comm *comm, epic_config config)
 {
     static uint64_t number;
@@ -84,7 +84,7 @@ static epic_group *open_group(MPI_Comm *comm, uint32_t max_in_flight, int64_t st
 
 /* -------------------------------------------------------------- an exchange, as core does */
 
-/* Who sends how much to whom, the same idea on every rank. */
+/* How much each rank sends to each; the same on every rank. */
 typedef struct script {
     epic_group *group;
     int rank, num_ranks;
@@ -242,7 +242,7 @@ static int begin(const script *s, double end)
     return cell;
 }
 
-/* false: the group broke, or a wait took too long. */
+/* Runs one exchange. Returns false if the group broke or a wait took too long. */
 static bool run(const script *s)
 {
     const double end = seconds() + PATIENCE_MS / 1000.0;
@@ -326,7 +326,7 @@ static void *work(void *self)
     return NULL;
 }
 
-/* Eight exchanges in flight, begun in another order on every rank. */
+/* Eight exchanges in flight, begun in a different order on every rank. */
 static void check_threads(MPI_Comm *comm)
 {
     epic_group *group = open_group(comm, NUM_THREADS, 0);
@@ -356,7 +356,7 @@ static void check_claims(MPI_Comm *comm)
     epic_backend_mpi.leave(group);
 }
 
-/* Does every rank below wait, for the one below it? */
+/* Returns whether every lower rank except the first waits for the rank below it. */
 static bool sees_waits(const script *s)
 {
     for (int r = 1; r < s->rank; r++) {
@@ -368,8 +368,8 @@ static bool sees_waits(const script *s)
     return true;
 }
 
-/* Rank 0 comes late, and each other rank waits for the one below it: all of them see who waits
- * for whom, down to rank 0, which does not wait. */
+/* Rank 0 is late and each other rank waits for the one below it. All of them see who waits for
+ * whom, down to rank 0, which does not wait. */
 static void look_down(const script *s, int cell, double end)
 {
     const uint64_t waits_for[EPIC_MAX_RANKS / 64] = {1ull << (s->rank - 1)};
@@ -388,8 +388,8 @@ static void look_down(const script *s, int cell, double end)
     }
 }
 
-/* All have looked; who waits does so until then. */
-static void bootstrap_lookers(const script *s, int cell, MPI_Comm comm)
+/* Waits until all ranks have seen it. A rank that waits keeps waiting until then. */
+static void wait_for_lookers(const script *s, int cell, MPI_Comm comm)
 {
     const uint64_t waits_for[EPIC_MAX_RANKS / 64] = {1ull << (s->rank > 0 ? s->rank - 1 : 0)};
     MPI_Request all;
@@ -408,27 +408,27 @@ static void check_sights(MPI_Comm *comm)
     const double end = seconds() + LONG_S;
     MPI_Barrier(*comm);
     if (s.rank == 0) {
-        bootstrap_lookers(&s, -1, *comm);
+        wait_for_lookers(&s, -1, *comm);
         CHECK(run(&s));
     } else {
         const int cell = begin(&s, end);
         look_down(&s, cell, end);
-        bootstrap_lookers(&s, cell, *comm);
+        wait_for_lookers(&s, cell, *comm);
         CHECK(check_notes(&s, cell, end));
         t->finish(group, cell);
     }
     epic_backend_mpi.leave(group);
 }
 
-/* A rank that went on to other things still serves rows that a slow peer fetches later.  How long
- * the peer took. */
+/* A rank that has gone on to other work still serves rows that a slow peer receives later.
+ * Returns how long the peer took. */
 static double drain(MPI_Comm *comm)
 {
     epic_group *group = open_group(comm, 2, 0);
     script s = script_on(group, *comm, 1, 0);
     s.num_flows = 1;
     s.entry_bytes[0] = 8000;
-    s.most[0] = 120; /* more than MPI and a socket hold back */
+    s.most[0] = 120; /* more than MPI and a socket can buffer */
     s.check = false;
     s.first_only = true;
     const double end = seconds() + LONG_S;
@@ -444,7 +444,7 @@ static double drain(MPI_Comm *comm)
     return took;
 }
 
-/* Where the peer has to wait for the other things, it does so each time. */
+/* A peer that had to wait for the other work would do so every time. */
 static void check_draining(MPI_Comm *comm)
 {
     double longest = 1;
@@ -510,7 +510,7 @@ static void *wait_for_break(void *self)
     return NULL;
 }
 
-/* The last rank breaks the group in the middle of rows for one tag and of notes for others. */
+/* The last rank breaks the group in the middle of rows of one tag and headers of others. */
 static void check_break(MPI_Comm *comm)
 {
     epic_group *group = open_group(comm, NUM_THREADS, 0);
@@ -546,7 +546,7 @@ static void check_break(MPI_Comm *comm)
     CHECK(strcmp(seen.sentence, "on purpose") == 0);
     const double start = seconds();
     epic_backend_mpi.leave(group);
-    CHECK(seconds() - start < LONG_S / 2); /* it does not wait for the peers */
+    CHECK(seconds() - start < LONG_S / 2); /* does not wait for the peers */
 }
 
 static void check_refusals(MPI_Comm *comm)
