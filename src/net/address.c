@@ -57,6 +57,7 @@ static bool is_ipv4(const liveness_address *a)
     return IN6_IS_ADDR_V4MAPPED((const struct in6_addr *)(const void *)a->bytes);
 }
 
+/* Converts an address and a port to the form that the socket calls use. Returns its length. */
 static socklen_t socket_address(const liveness_address *a, uint32_t port,
                                 struct sockaddr_storage *out)
 {
@@ -75,6 +76,7 @@ static socklen_t socket_address(const liveness_address *a, uint32_t port,
     return sizeof *ipv6;
 }
 
+/* Opens a listening socket on a free port. Returns -1 with errno. */
 static int listen_on(const liveness_address *any, uint32_t *port)
 {
     struct sockaddr_storage at;

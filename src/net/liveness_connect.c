@@ -138,6 +138,7 @@ static void adopt_connection(connect_state *o, connection *t, int host)
 
 /* ------------------------------------------------------------------ calling and called ---- */
 
+/* Begins to connect to the next address of a host. */
 static void try_next_address(connect_state *o, int host, int64_t now)
 {
     connection *t = &o->outgoing[host];

@@ -25,6 +25,7 @@ typedef struct liveness_handle {
 _Static_assert(sizeof(liveness_handle) <= NET_LIVENESS_HANDLE_BYTES,
                "a card is what the bootstrap carries");
 
+/* The liveness connections of one rank. */
 struct net_liveness {
     net_liveness_setup setup;
     liveness_handle handle;     /* this rank's own */

@@ -5,7 +5,8 @@
  *
  * A rank has an inbox, into which its peers write, and an outbox, from which it sends. The
  * engine promises:
- *   1. Every aligned word of 8 bytes arrives whole. A reader that polls it sees the old or the new value.
+ *   1. Every aligned word of 8 bytes arrives whole: a reader that polls it sees the old or the
+ *      new value.
  *   2. Nothing else is ordered. The words of all puts land in any order, each of them once.
  *   3. An accepted put lands, or is_gone() reports the peer.
  *   4. The source of a put may be read, even repeatedly, until is_done() returns true for it.

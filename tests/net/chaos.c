@@ -17,8 +17,8 @@ extern void emulator_check_store(const void *p) __attribute__((weak));
 #define MOST_RUNS 64      /* runs in one progress call; a run is some words of one put */
 #define MOST_WORDS 48     /* words in a run */
 #define GHOST_LOOKS 200   /* polls before a word lands a second time */
-#define LATE 300          /* one put of so many is delayed much longer: */
-#define LATE_TURNS 1500   /* by so many turns */
+#define LATE 300          /* one put of so many is delayed for LATE_TURNS */
+#define LATE_TURNS 1500   /* a long delay, in turns */
 #define COPIED 40         /* percent of the puts of a strict net that are buffered */
 #define MOST_AGAIN 100   /* polls in which a source is still read after everything has landed */
 #define SLOW_NS 20000000 /* a slow net reports is_done() after this time without a put */

@@ -39,7 +39,8 @@ static void stop(const party *p)
     atomic_store(&p->c->verdict->over, true);
 }
 
-/* Returns the word of a place: never poison, and no half of it equals that of another place. */
+/* Returns the word number `index` of a round and a pair of ranks. It is never poison, and its
+ * halves differ from those of other words. */
 static uint64_t word_of(const party *p, int round, int from, int to, uint64_t index)
 {
     const uint64_t place = (uint64_t)round << 48 | (uint64_t)from << 40 | (uint64_t)to << 32;

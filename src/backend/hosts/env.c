@@ -102,6 +102,7 @@ hosts_memory hosts_env_memory(void)
                                    : HOSTS_MEMORY_ANY;
 }
 
+/* Reads EPIC_NET_MEMORY and refuses unknown values. */
 static epic_result read_memory(hosts_memory *memory)
 {
     const char *text = getenv("EPIC_NET_MEMORY");

@@ -44,6 +44,7 @@ typedef struct hosts_part {
 
 _Static_assert(NET_MAX_HOSTS == DEVICE_MAX_RANKS, "each rank may be a host of its own");
 
+/* Returns whether every rank has a GPU and the engine is available here. Local. */
 static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *config,
                      char *why)
 {
@@ -119,6 +120,8 @@ static int64_t box_bytes(const p2p_heap *at, bool on_gpu)
     return on_gpu ? p2p_heap_bytes(at) : at->bytes; /* cudaMalloc needs the whole */
 }
 
+/* Allocates inbox and outbox and fills the inbox with poison. For kernels, the heap of each
+ * peer on another host is the outbox. */
 static epic_result make_boxes(epic_group *g, hosts_part *h)
 {
     const int64_t bytes = box_bytes(&g->self.at, h->on_gpu);
@@ -248,6 +251,7 @@ static epic_result prepare_rank(epic_group *g, hosts_part *h, peer_info *mine)
 
 /* ------------------------------------------------------------------------------ peers ---- */
 
+/* Passes the handles of all ranks to the engine. */
 static epic_result connect_net(epic_group *g, hosts_part *h, const peer_info *infos)
 {
     char why[NET_WHY_BYTES];
@@ -335,6 +339,8 @@ static int first_that_wants(const peer_info *infos, int num_ranks, hosts_memory 
     return -1;
 }
 
+/* Checks that no two ranks want different memory, and that a rank that wants the GPU can have
+ * it. */
 static epic_result check_wanted_memory(const peer_info *infos, int num_ranks)
 {
     const int gpu = first_that_wants(infos, num_ranks, HOSTS_MEMORY_GPU);
@@ -457,6 +463,8 @@ static epic_group *new_group(const epic_join *join)
     return NULL;
 }
 
+/* Joins the group. Collective: a rank that has failed still publishes its info, so that all
+ * ranks fail alike. */
 static epic_result hosts_join(epic_group **out, const epic_join *join)
 {
     if (join->bootstrap->num_ranks > NET_MAX_HOSTS)

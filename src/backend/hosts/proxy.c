@@ -14,7 +14,7 @@
 #include "base/thread.h"
 
 #define MAX_OPEN_EPOCHS \
-    4 /* epochs whose sources the net still reads; kernels never run more than two ahead */
+    4 /* epochs that the net still reads; at most two, because kernels wait for it */
 #define MAX_ENTRIES \
     256 /* ring entries in one round, about 8 us; then what was read is posted */
 #define FEW_IN_FLIGHT 4 /* with fewer puts in flight to a host, its net runs dry */
@@ -22,13 +22,13 @@
  * because an urgent put may have to wait behind them. */
 #define MAX_URGENT_IN_FLIGHT 16
 #define MAX_BYTES_IN_FLIGHT (2u << 20)
-#define URGENT_MAX_PUTS 4 /* an urgent batch in more pieces than this waits for the rest, */
-#define URGENT_QUIET_US 5 /* until none has come for this long */
+#define URGENT_MAX_PUTS 4 /* an urgent batch in more puts waits for the rest of its pieces */
+#define URGENT_QUIET_US 5 /* until no urgent piece has come for this long */
 #define PREFETCH_LINES 4  /* of ring entries to prefetch */
-#define IDLE_ROUNDS 64    /* rounds without progress before the first nap, */
-#define SPIN_US 200       /* and this long, if there are cores to spare */
+#define IDLE_ROUNDS 64    /* rounds without progress before the first nap */
+#define SPIN_US 200 /* least time without progress before it, if there are cores to spare */
 #define SPARE_CORES 8
-#define FIRST_NAP_US 20       /* length of the first nap; each further one is twice as long */
+#define FIRST_NAP_US 20       /* length of the first nap; each later one is twice as long */
 #define MAX_NAP_BUSY_US 50    /* longest nap while an operation runs */
 #define MAX_NAP_IDLE_US 20000 /* longest nap otherwise; a call ends it */
 #define MESSAGE_TIMEOUT_MS 2000
@@ -90,7 +90,7 @@ static bool is_peer(const hosts_proxy *p, int host)
 
 /* ---------------------------------------------------------------------- of the kernels ---- */
 
-/* Remembers how much had been posted to each host when the epoch ended. */
+/* Records how many puts each host had been sent when the epoch ended. */
 static void end_epoch(hosts_proxy *p)
 {
     memcpy(p->ends[p->num_ends++ % MAX_OPEN_EPOCHS], p->posted, sizeof p->posted);
@@ -151,10 +151,10 @@ static bool has_fewer_in_flight(const hosts_proxy *p, int host, uint64_t max_put
 }
 
 /* Decides which batches go now.
- *   - Complete batches of rows go while fewer than max_puts_in_flight are in flight to the host. They are kept
- *     here otherwise, because the net would send nothing else until it is done with them.
- *   - Urgent batches go as soon as no more urgent pieces arrive. The records of a plan are about a thousand
- *     pieces, which warps post one after the other.
+ *   - Complete batches of rows go while fewer than max_puts_in_flight are in flight to the host.
+ *     More of them are kept here, because the net would send nothing else until it is done.
+ *   - Urgent batches go as soon as no more urgent pieces arrive. The records of a plan are about
+ *     a thousand pieces, which warps post one after the other.
  *   - Partial batches go while kernels post nothing and the net has little to do.
  *   - At the end of an epoch everything goes. */
 static bool may_go(const void *self, int host, put_batch_kind kind, int puts)
@@ -235,6 +235,7 @@ static uint64_t broken_word(const hosts_proxy *p)
     return P2P_BROKEN(result, s->operation, s->reporter, s->phase, s->culprits);
 }
 
+/* Sends both state words to all peers. */
 static void send_state(hosts_proxy *p)
 {
     const hosts_proxy_setup *s = &p->setup;

@@ -17,6 +17,7 @@ typedef struct span {
     uint32_t first, words;
 } span;
 
+/* Pieces of one batch that wait to be posted, sorted into spans when it is chosen. */
 typedef struct put_batch {
     int host;
     uint32_t number; /* among the batches of a heap */
@@ -32,6 +33,7 @@ typedef struct list { /* oldest first */
     int first, last;
 } list;
 
+/* The batches of all hosts. */
 struct put_batcher {
     uint32_t words;        /* words of a batch */
     uint32_t per_host;     /* batches of a heap */
@@ -45,6 +47,7 @@ struct put_batcher {
     put_batch open[MAX_OPEN];
 };
 
+/* Adds batch i at the end of a list. */
 static void list_append(put_batcher *all, list *to, int i)
 {
     put_batch *p = &all->open[i];
@@ -57,6 +60,7 @@ static void list_append(put_batcher *all, list *to, int i)
     to->last = i;
 }
 
+/* Adds batch i at the beginning of a list. */
 static void list_prepend(put_batcher *all, list *to, int i)
 {
     put_batch *p = &all->open[i];
@@ -69,6 +73,7 @@ static void list_prepend(put_batcher *all, list *to, int i)
     to->first = i;
 }
 
+/* Removes batch i from its list. */
 static void list_remove(put_batcher *all, list *from, int i)
 {
     const put_batch *p = &all->open[i];
@@ -221,7 +226,7 @@ void put_batcher_add(put_batcher *all, int host, uint64_t word, uint32_t words)
     release_stale(all);
 }
 
-/* ------------------------------------------------------------------------------- giving ---- */
+/* ----------------------------------------------------------------------------- posting ---- */
 
 /* Returns the first batch of a list that may go; -1: none. */
 static int first_allowed(const put_batcher *all, const list *from, put_batch_kind kind,

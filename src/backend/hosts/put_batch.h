@@ -20,6 +20,7 @@ typedef struct put_range { /* what one put sends */
     uint32_t words;
 } put_range;
 
+/* The kinds of batches, from the first to go to the last. */
 typedef enum put_batch_kind {
     BATCH_URGENT,   /* one of the urgent batches, complete or not */
     BATCH_COMPLETE, /* complete, or no more pieces are expected */
@@ -48,8 +49,8 @@ bool put_batcher_is_urgent(const put_batcher *all, uint64_t word);
 void put_batcher_add(put_batcher *all, int host, uint64_t word, uint32_t words);
 
 /* Returns the next put of those that `may` allows: urgent batches first, then complete ones,
- * then the oldest of the others. Returns false if there is none. The caller then calls one of
- * the next two functions. */
+ * then the oldest of the others. Returns false if no batch may go. After a put the caller calls
+ * one of the next two functions. */
 bool put_batcher_next(put_batcher *all, put_batch_may_go *may, const void *self,
                       put_range *out);
 

@@ -105,6 +105,7 @@ static epic_result fail_with_missing(const bootstrap *m, const bool *missing)
 
 /* -------------------------------------------------------------------------- duplicating ---- */
 
+/* Polls until the duplicate is made. After half of the time limit it exchanges roll calls. */
 static epic_result wait_for_duplicate(bootstrap *m, MPI_Comm comm, MPI_Request *request,
                                       bool *missing)
 {
@@ -125,6 +126,7 @@ static epic_result wait_for_duplicate(bootstrap *m, MPI_Comm comm, MPI_Request *
     }
 }
 
+/* Duplicates the caller's communicator within the time limit. */
 static epic_result duplicate_comm(bootstrap *m, MPI_Comm comm)
 {
     MPI_Request request;
@@ -153,6 +155,7 @@ static void free_round(gather_round *r)
     free(r->missing);
 }
 
+/* Allocates the arrays of a gather. */
 static epic_result make_round(gather_round *r, const bootstrap *m, const void *mine,
                               size_t size)
 {
@@ -174,6 +177,7 @@ static epic_result make_round(gather_round *r, const bootstrap *m, const void *m
     return EPIC_OK;
 }
 
+/* Posts the receives and sends of a gather. */
 static int post_messages(gather_round *r, const bootstrap *m)
 {
     const unsigned char *mine = r->bytes + (size_t)m->rank * r->size;
@@ -230,6 +234,7 @@ static epic_result poll_round(gather_round *r, const bootstrap *m, int *left)
     return EPIC_OK;
 }
 
+/* Runs one gather within the time limit. */
 static epic_result run_round(gather_round *r, const bootstrap *m)
 {
     deadline end = deadline_begin_ms(m->timeout_ms);
@@ -279,6 +284,7 @@ bool bootstrap_can_use(MPI_Comm comm, const char *name, char *why, size_t size)
     return false;
 }
 
+/* Checks that the communicator can be used, or starts MPI if native is NULL. */
 static epic_result check_native(const void *native)
 {
     char why[128];
@@ -303,6 +309,8 @@ static void close_bootstrap(void *self)
     free(m);
 }
 
+/* Makes a bootstrap of the ranks of a communicator. `native` points to an MPI_Comm; NULL:
+ * MPI_COMM_WORLD. Collective. EPIC_ETIMEOUT names the ranks that did not call it. */
 epic_result mpi_bootstrap(epic_bootstrap *out, const void *native, uint32_t timeout_ms)
 {
     TRY(check_native(native));

@@ -24,6 +24,8 @@ static int control_message_bytes(uint32_t kind)
     }
 }
 
+/* Sends a control message without waiting. The message must stay until the request is complete.
+ */
 void control_send(epic_group *group, const control_message *message, int to,
                   MPI_Request *request)
 {

@@ -14,6 +14,7 @@
 
 #define NAP_NS 50000
 
+/* The call of MPI_Comm_create_group, shared by its thread and the caller. */
 typedef struct creation {
     pthread_mutex_t mutex; /* guards done and is_abandoned */
     MPI_Comm parent, made;
@@ -28,6 +29,7 @@ static void free_creation(creation *c)
     free(c);
 }
 
+/* Makes the call. Frees its memory if the caller has abandoned it. */
 static void *run_creation(void *self)
 {
     creation *c = self;
@@ -61,6 +63,7 @@ static int find_dead_peer(epic_group *group)
     return -1;
 }
 
+/* Waits for the thread until the deadline, or until a rank of this host has died. */
 static epic_result wait_for_creation(epic_group *group, creation *c)
 {
     deadline end = deadline_begin_ms((uint64_t)(group->timeout_ns / 1000000));

@@ -29,6 +29,7 @@ static void drain_once(epic_group *group)
     if (looks == group->num_looks && !is_broken(group)) progress_drain(group);
 }
 
+/* The thread. It sleeps after IDLE_LOOKS rounds without rows, or while the group is broken. */
 static void *drain_run(void *self)
 {
     epic_group *group = self;
@@ -55,6 +56,7 @@ epic_result drain_start(epic_group *group)
     return epic_fail(EPIC_ENOMEM, "backend mpi: the system refused one more thread");
 }
 
+/* Stops and joins the thread, if it runs. */
 void drain_stop(epic_group *group)
 {
     if (!group->drain_runs) return;

@@ -41,6 +41,7 @@
 #define NUM_RECEIVE_BUFFERS 16 /* receives that are always posted for control messages */
 #define NUM_SEND_BUFFERS 64    /* status requests and replies in flight */
 
+/* The kinds of control messages. */
 enum message_kind {
     MESSAGE_NOTE = 1,
     MESSAGE_FAILURE,
@@ -155,6 +156,7 @@ typedef struct op_slot {
     MPI_Request *requests; /* [num_ranks, NUM_REQUESTS] */
 } op_slot;
 
+/* One rank's view of the group. */
 struct epic_group {
     int rank, num_ranks, num_slots;
     MPI_Comm comm;
@@ -207,11 +209,13 @@ static inline MPI_Request *request_of(op_slot *slot, int peer, int which)
     return &slot->requests[peer * NUM_REQUESTS + which];
 }
 
+/* Returns whether the group has failed. Any thread may call it without the mutex. */
 static inline bool is_broken(epic_group *group)
 {
     return atomic_load_explicit(&group->broken, memory_order_acquire);
 }
 
+/* Returns whether the bit mask contains the rank. */
 static inline bool has_rank(const uint64_t *ranks, int rank)
 {
     return ranks[rank / 64] >> (rank % 64) & 1;

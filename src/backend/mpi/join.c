@@ -32,6 +32,7 @@ static MPI_Comm parent_of(const epic_config *config)
     return config->native ? *(const MPI_Comm *)config->native : MPI_COMM_WORLD;
 }
 
+/* Returns whether two ranks are threads of one process, and writes which to `why`. */
 static bool find_threads(const epic_peer *peers, int num_ranks, char *why)
 {
     for (int a = 0; a < num_ranks; a++)
@@ -47,6 +48,7 @@ static bool find_threads(const epic_peer *peers, int num_ranks, char *why)
     return false;
 }
 
+/* Returns whether the communicator has enough ranks, else writes the reason to `why`. */
 static bool fits_started(const epic_config *config, int num_ranks, char *why)
 {
     const MPI_Comm parent = parent_of(config);
@@ -108,6 +110,7 @@ static uint64_t job_id(void)
     return hash;
 }
 
+/* Does all that needs no other rank, and fills in what this rank publishes. */
 static epic_result prepare_rank(const epic_join *join, epic_group **group, join_info *mine)
 {
     *mine = (join_info){
@@ -124,6 +127,8 @@ static epic_result prepare_rank(const epic_join *join, epic_group **group, join_
     return drain_start(*group);
 }
 
+/* Checks what all ranks published: they succeeded, and are different ranks of one communicator.
+ */
 static epic_result check_infos(const join_info *infos, int num_ranks)
 {
     uint32_t taken[(1 << 20) / 32] = {0};
@@ -208,6 +213,8 @@ static epic_result connect_locked(epic_group *group, const epic_join *join,
     return result;
 }
 
+/* Joins the group. Collective: every rank publishes its info even after an error, so that all
+ * reach the same verdict. */
 epic_result mpi_join(epic_group **out, const epic_join *join)
 {
     const int num_ranks = join->bootstrap->num_ranks;
@@ -276,7 +283,8 @@ static bool flush_messages(epic_group *group)
     }
 }
 
-static bool test_cells(epic_group *group)
+/* Polls the requests of all slots. Returns whether all are complete. */
+static bool test_slots(epic_group *group)
 {
     int idle = 1;
     for (int i = 0; idle && i < group->num_slots; i++) {
@@ -300,7 +308,7 @@ static bool cancel_requests(epic_group *group)
         }
     bool idle;
     const int64_t end = clock_ns() + CANCEL_NS;
-    while (!(idle = test_cells(group)) && clock_ns() < end) sched_yield();
+    while (!(idle = test_slots(group)) && clock_ns() < end) sched_yield();
     pthread_mutex_unlock(group->mutex);
     return idle;
 }
@@ -316,6 +324,8 @@ static void break_with_timeout(epic_group *group)
     progress_break_group(group, &failure);
 }
 
+/* Leaves the group: sends the close message, waits until MPI needs no memory of this rank, and
+ * frees the rings. lifecycle.c keeps the rest until all peers have left. */
 void mpi_leave(epic_group *group)
 {
     const bool up = runtime_is_up();

@@ -32,6 +32,7 @@ static bool all_closed(const epic_group *group)
     return true;
 }
 
+/* Frees a group that all peers have left. Returns whether it did. */
 static bool free_if_all_closed(epic_group *group)
 {
     if (is_broken(group)) return false;
@@ -124,6 +125,7 @@ static int attach_finalize_hook(void)
     return code;
 }
 
+/* Starts MPI if necessary and hooks MPI_Finalize once. The caller holds the mutex. */
 static epic_result start_locked(void)
 {
     bool ours = false;

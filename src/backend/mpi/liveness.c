@@ -15,6 +15,7 @@
 
 #define PACE_NS 5000000 /* between two polls */
 
+/* Opens a pidfd for every rank of this host. */
 void liveness_watch(epic_group *group, const epic_peer *peers)
 {
     const epic_peer *mine = &peers[group->rank];
@@ -34,6 +35,7 @@ static void mark_dead(epic_group *group, int peer)
     group->pidfds[peer].fd = -1;
 }
 
+/* Marks the ranks of this host whose process has ended as dead. */
 void liveness_check(epic_group *group, int64_t now)
 {
     if (now - group->liveness_checked_ns < PACE_NS) return;

@@ -7,6 +7,8 @@
 
 #define RECENT_NS 1000000
 
+/* Claims a free slot, after freeing those whose messages have been sent. Returns -1 if there is
+ * none. */
 static int claim_slot(epic_group *group)
 {
     pthread_mutex_lock(group->mutex);

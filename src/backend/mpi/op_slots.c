@@ -25,6 +25,8 @@ static void store_note(op_slot *slot, int from, int peer_cell, const epic_op_hea
     slot->num_events++;
 }
 
+/* Stores a header whose exchange this rank has not begun. Too many of them break the group,
+ * because the peer has more operations in flight than max_in_flight. */
 static void store_early_note(epic_group *group, const control_message *message, int from)
 {
     peer *p = &group->peers[from];
@@ -62,6 +64,7 @@ void op_slots_add_note(epic_group *group, const control_message *message, int fr
         store_early_note(group, message, from);
 }
 
+/* Moves a peer's early header of this exchange to the slot. */
 static void take_early_note(epic_group *group, op_slot *slot, int from)
 {
     peer *p = &group->peers[from];
@@ -77,6 +80,7 @@ static void take_early_note(epic_group *group, op_slot *slot, int from)
 
 /* ------------------------------------------------------------------- claim to finish ---- */
 
+/* Returns a free slot, or NULL. */
 op_slot *op_slots_find_free(epic_group *group)
 {
     for (int i = 0; i < group->num_slots; i++)
@@ -84,6 +88,7 @@ op_slot *op_slots_find_free(epic_group *group)
     return NULL;
 }
 
+/* Prepares a claimed slot for a new exchange. Only the calling thread uses it yet. */
 static void reset_slot(epic_group *group, op_slot *slot)
 {
     for (int r = 0; r < group->num_ranks; r++) {

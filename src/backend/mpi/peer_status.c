@@ -15,6 +15,7 @@
 #define FRESH_NS (500 * MS)
 #define MOMENT_NS (100 * MS) /* a thread still counts as waiting between two calls of wait() */
 
+/* Returns a buffer whose message has been sent, or NULL. */
 static send_buffer *find_free_buffer(epic_group *group)
 {
     for (int i = 0; i < NUM_SEND_BUFFERS; i++) {
@@ -31,6 +32,7 @@ static bool is_fresh(const peer_status *s, int64_t now)
     return s->replied_ns && now - s->replied_ns <= FRESH_NS;
 }
 
+/* Sends a status request to a peer, unless one is pending or a reply is recent. */
 static void send_request(epic_group *group, op_slot *slot, int to, int64_t now)
 {
     peer_status *s = &slot->statuses[to];
@@ -130,6 +132,7 @@ void peer_status_store(epic_group *group, const control_message *reply, int from
     s->status_report = reply->status_report;
 }
 
+/* Returns whether the peer has announced this exchange, or a later one of the tag. */
 static bool has_come(epic_group *group, int from, const op_slot *slot, uint64_t tag,
                      uint64_t sequence)
 {
@@ -151,6 +154,7 @@ static void copy_note_status(epic_group *group, int from, epic_peer_status *out)
     out->inside = p->operation && op_slots_find(group, p->tag, p->sequence);
 }
 
+/* Copies a report. An old one proves how far the peer has come, but not that it still waits. */
 static void copy_report(const status_report *a, bool fresh, epic_peer_status *out)
 {
     out->phase = a->phase;

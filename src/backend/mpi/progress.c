@@ -5,6 +5,7 @@
 
 /* ------------------------------------------------------------------ control messages ---- */
 
+/* Passes a control message to the file that handles its kind. */
 static void dispatch_message(epic_group *group, const control_message *message, int from)
 {
     switch (message->kind) {

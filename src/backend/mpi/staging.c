@@ -84,6 +84,7 @@ static void post_receives(epic_group *group, op_slot *slot, int from)
     }
 }
 
+/* A segment from a peer has arrived: posts the next receive if its half of the ring is free. */
 void staging_receive_done(epic_group *group, op_slot *slot, int from)
 {
     if (slot->per_segment && !is_broken(group)) post_receives(group, slot, from);
@@ -96,6 +97,8 @@ static void begin_flow(staging_ring *l, int64_t num_entries)
     l->first = l->num_started;
 }
 
+/* Begins a flow: sets the entries per segment, and posts receives for the first segments of
+ * each peer. */
 void mpi_shape(epic_group *group, int index, const epic_flow *flow)
 {
     op_slot *slot = &group->slots[index];
@@ -114,6 +117,8 @@ void mpi_shape(epic_group *group, int index, const epic_flow *flow)
     pthread_mutex_unlock(group->mutex);
 }
 
+/* Returns memory for an entry of the flow to a peer, or NULL while both halves of the ring are
+ * in use. */
 void *staging_room(epic_group *group, op_slot *slot, int to, int64_t entry)
 {
     const staging_ring *l = &slot->send_rings[to];
@@ -126,6 +131,7 @@ void *staging_room(epic_group *group, op_slot *slot, int to, int64_t entry)
     return sent_segment(group, slot, to, number) + entry % slot->per_segment * slot->stride;
 }
 
+/* Passes segments to MPI, up to segment `end`. */
 static void start_sends(epic_group *group, op_slot *slot, int to, uint64_t end)
 {
     staging_ring *l = &slot->send_rings[to];
@@ -141,6 +147,8 @@ static void start_sends(epic_group *group, op_slot *slot, int to, uint64_t end)
     pthread_mutex_unlock(group->mutex);
 }
 
+/* Counts the entries that are written, and passes segments that are full, or the last of the
+ * flow, to MPI. */
 void mpi_send(epic_group *group, int index, int to, int64_t upto)
 {
     op_slot *slot = &group->slots[index];
@@ -161,6 +169,7 @@ static bool has_arrived(op_slot *slot, int from, uint64_t number)
            *request_of(slot, from, REQUEST_RECEIVE + (int)(number % 2)) == MPI_REQUEST_NULL;
 }
 
+/* Returns an entry of the flow from a peer, or NULL if its segment has not arrived. */
 const void *staging_entry(epic_group *group, op_slot *slot, int from, int64_t entry)
 {
     const staging_ring *l = &slot->receive_rings[from];
@@ -170,6 +179,8 @@ const void *staging_entry(epic_group *group, op_slot *slot, int from, int64_t en
            entry % slot->per_segment * slot->stride;
 }
 
+/* Counts the entries that are not needed any more, and posts a receive for each half that
+ * became free. */
 void mpi_drop(epic_group *group, int index, int from, int64_t upto)
 {
     op_slot *slot = &group->slots[index];
@@ -182,6 +193,7 @@ void mpi_drop(epic_group *group, int index, int from, int64_t upto)
     pthread_mutex_unlock(group->mutex);
 }
 
+/* Returns the bytes of rows that this rank has sent. */
 uint64_t mpi_bytes_sent(const epic_group *group)
 {
     return atomic_load_explicit(&group->bytes_sent, memory_order_relaxed);

@@ -41,6 +41,7 @@ static void carve_slot(carver *from, int num_ranks, op_slot *slot)
     slot->requests = CARVE(from, num_ranks * NUM_REQUESTS, MPI_Request);
 }
 
+/* Sets the pointers of all tables, or only counts their bytes. */
 static void carve_tables(carver *from, epic_group *group)
 {
     const int num_ranks = group->num_ranks;
@@ -66,7 +67,8 @@ static int64_t num_rings(const epic_config *config, int num_ranks)
     return 2ll * (num_ranks - 1) * config->max_in_flight;
 }
 
-/* Returns the bytes of a ring: as large as staging_bytes allows; by default at least MIN_RING. */
+/* Returns the bytes of a ring: as large as staging_bytes allows; by default at least MIN_RING.
+ */
 static int64_t choose_ring_bytes(const epic_config *config, int num_ranks)
 {
     const int64_t rings = num_rings(config, num_ranks);
@@ -77,6 +79,7 @@ static int64_t choose_ring_bytes(const epic_config *config, int num_ranks)
     return bytes;
 }
 
+/* Sets the sizes of a group. Needs no memory, so mpi_memory() can call it before open. */
 static void measure_group(epic_group *group, const epic_config *config, int rank, int num_ranks)
 {
     group->rank = rank;
@@ -91,6 +94,7 @@ static void measure_group(epic_group *group, const epic_config *config, int rank
         count.used + (size_t)(num_rings(config, num_ranks) * group->ring_bytes);
 }
 
+/* Returns EPIC_EINVAL if staging_bytes is too small for this number of ranks. */
 epic_result tables_check(const epic_config *config, int num_ranks)
 {
     if (choose_ring_bytes(config, num_ranks) >= MIN_RING) return EPIC_OK;
@@ -102,6 +106,7 @@ epic_result tables_check(const epic_config *config, int num_ranks)
                      config->max_in_flight);
 }
 
+/* Sets all requests to MPI_REQUEST_NULL and all descriptors to -1; the rest is zero already. */
 static void clear_tables(epic_group *group)
 {
     const int per_cell = group->num_ranks * NUM_REQUESTS;
@@ -128,6 +133,7 @@ static void use_large_pages(const epic_group *group)
         madvise(group->rings, group->memory_bytes - group->table_bytes, MADV_HUGEPAGE);
 }
 
+/* Allocates a group and all its memory, and sets what needs no other rank. EPIC_ENOMEM. */
 epic_result tables_make(epic_group **out, const epic_config *config, int rank, int num_ranks)
 {
     epic_group *group = calloc(1, sizeof *group);
@@ -171,6 +177,7 @@ void tables_release_rings(epic_group *group, bool in_use)
     group->memory_bytes = group->table_bytes;
 }
 
+/* Frees the group and all its memory. */
 void tables_free(epic_group *group)
 {
     munmap(group->memory, group->memory_bytes);
@@ -179,6 +186,7 @@ void tables_free(epic_group *group)
     free(group);
 }
 
+/* Sets the sizes that a group of this configuration takes. */
 void mpi_memory(const epic_config *config, epic_memory_info *out)
 {
     epic_group group = {0};

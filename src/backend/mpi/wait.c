@@ -74,6 +74,8 @@ static void back_off(const epic_group *group, int looks, int64_t waited, int64_t
     runtime_nap(ns < left ? ns : left);
 }
 
+/* Polls and backs off until something has changed, until `end`, or until a peer that is waited
+ * for is gone. */
 static void wait_until(epic_group *group, op_slot *slot, wait_state *w, int64_t start,
                        int64_t end)
 {

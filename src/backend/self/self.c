@@ -10,6 +10,7 @@
 #include "base/clock.h"
 #include "base/error.h"
 
+/* The state of the only rank. */
 struct epic_group {
     pthread_mutex_t mutex; /* guards the members below */
     pthread_cond_t changed;

@@ -8,6 +8,7 @@
 
 #define PATIENCE_NS 100000000 /* wait this long for a rank that is writing its failure */
 
+/* Returns whether the peer has closed its context or its process has ended. */
 bool shared_is_gone(epic_group *g, int peer)
 {
     return load_acquire(&shared_rank_state_of(g, peer)->closed) ||
@@ -39,6 +40,7 @@ void shared_break_group(epic_group *g, const epic_failure_info *failure)
     shared_wake_all(g);
 }
 
+/* Copies the failure of the group to *out. Returns false if the group is healthy. */
 bool shared_failure(epic_group *g, epic_failure_info *out)
 {
     if (load_ordered(&g->header->failure_state) != GROUP_BROKEN) return false;

@@ -14,6 +14,8 @@ static bool is_released(const epic_group *g, const shared_exchange *x)
     return true;
 }
 
+/* Returns whether no thread has claimed the slot and all peers have finished its last exchange.
+ */
 bool shared_slot_is_free(epic_group *g, const shared_exchange *x)
 {
     return !load_ordered(&x->claimed) && is_released(g, x);
@@ -66,6 +68,8 @@ static void write_slot(epic_group *g, shared_exchange *x, const epic_op_header *
     store_ordered(&slot->version, version + 2);
 }
 
+/* Publishes this rank's header in its slot and wakes the peers that have announced the same
+ * exchange. */
 void shared_announce(epic_group *g, int index, uint64_t tag, uint64_t sequence,
                      const epic_op_header *note)
 {
@@ -119,6 +123,7 @@ bool shared_match_peer(epic_group *g, shared_exchange *x, int peer)
     return link->slot != NULL;
 }
 
+/* Returns the header of a peer in this exchange, or NULL if it has not announced it yet. */
 const epic_op_header *shared_note(epic_group *g, int index, int peer)
 {
     shared_exchange *x = &g->exchanges[index];
@@ -126,6 +131,8 @@ const epic_op_header *shared_note(epic_group *g, int index, int peer)
     return shared_match_peer(g, x, peer) ? &x->links[peer].slot->note : NULL;
 }
 
+/* Ends the exchange: marks the peers' slots as done and wakes threads that wait for a free
+ * slot. */
 void shared_finish(epic_group *g, int index)
 {
     shared_exchange *x = &g->exchanges[index];

@@ -7,6 +7,7 @@
 #include "backend/shared/shared.h"
 #include "rules/invariant.h"
 
+/* Returns the size of the broadcast ring or of a ring to one peer. */
 int64_t shared_lane_bytes(const epic_group *g, bool everyone)
 {
     return everyone ? g->layout.broadcast_ring_bytes : g->layout.peer_ring_bytes;
@@ -19,6 +20,7 @@ static void next_flow(ring_end *end, int64_t entries, char *ring)
     end->ring = ring;
 }
 
+/* A flow through the broadcast rings: every peer reads the same entries. */
 static void shape_broadcast(epic_group *g, shared_exchange *x, const epic_flow *flow)
 {
     int64_t sends = 0;
@@ -32,6 +34,7 @@ static void shape_broadcast(epic_group *g, shared_exchange *x, const epic_flow *
     next_flow(&x->broadcast_out, sends, shared_broadcast_ring(g, g->rank, x->index));
 }
 
+/* A flow through the rings to each peer. */
 static void shape_peer_rings(epic_group *g, shared_exchange *x, const epic_flow *flow)
 {
     for (int r = 0; r < g->num_ranks; r++) {
@@ -43,6 +46,7 @@ static void shape_peer_rings(epic_group *g, shared_exchange *x, const epic_flow 
     }
 }
 
+/* Begins a flow: all rings start at the beginning of their memory. */
 void shared_shape(epic_group *g, int index, const epic_flow *flow)
 {
     shared_exchange *x = &g->exchanges[index];
@@ -84,6 +88,7 @@ static int64_t least_dropped(epic_group *g, shared_exchange *x, int64_t index)
     return least;
 }
 
+/* Returns memory for an entry, or NULL while the ring is full. */
 void *shared_room(epic_group *g, int index, int to, int64_t entry)
 {
     shared_exchange *x = &g->exchanges[index];
@@ -102,6 +107,7 @@ static void count_bytes(epic_group *g, const shared_exchange *x, int64_t *sent, 
     *sent = upto;
 }
 
+/* Publishes entries of the broadcast ring and wakes all peers. */
 static void send_broadcast(epic_group *g, shared_exchange *x, int64_t upto)
 {
     if (upto <= x->broadcast_sent) return;
@@ -113,6 +119,7 @@ static void send_broadcast(epic_group *g, shared_exchange *x, int64_t upto)
         if (r != g->rank) shared_wake_slot(g, x->links[r].slot);
 }
 
+/* Publishes the entries below `upto` and wakes their readers. */
 void shared_send(epic_group *g, int index, int to, int64_t upto)
 {
     shared_exchange *x = &g->exchanges[index];
@@ -129,6 +136,7 @@ void shared_send(epic_group *g, int index, int to, int64_t upto)
     shared_wake_slot(g, link->slot);
 }
 
+/* Returns an entry of a peer, or NULL if it has not arrived. */
 const void *shared_entry(epic_group *g, int index, int from, int64_t entry)
 {
     shared_exchange *x = &g->exchanges[index];
@@ -142,6 +150,7 @@ const void *shared_entry(epic_group *g, int index, int from, int64_t entry)
     return end->ring + entry % x->depth * x->stride;
 }
 
+/* Publishes that the entries below `upto` are not needed any more, and wakes the peer. */
 void shared_drop(epic_group *g, int index, int from, int64_t upto)
 {
     shared_exchange *x = &g->exchanges[index];

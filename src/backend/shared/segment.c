@@ -41,6 +41,8 @@ static void split_staging(shared_layout *l, int64_t bytes)
     l->broadcast_ring_bytes = (bytes - l->peer_ring_bytes * peers) / 64 * 64;
 }
 
+/* Chooses the sizes for full speed, or smaller ones if staging_bytes is less. EPIC_EINVAL: it
+ * is too small. */
 static epic_result choose_ring_sizes(const epic_config *config, shared_layout *l)
 {
     const int64_t peers = at_least(l->num_ranks - 1, 1);

@@ -52,6 +52,7 @@ typedef struct shared_exchange {
     peer_link *links;       /* [num_ranks] */
 } shared_exchange;
 
+/* One rank's view of the group. */
 struct epic_group {
     char *segment;
     shared_header *header;
@@ -100,6 +101,7 @@ void shared_wake_slot(const epic_group *group, shared_op_slot *slot);
 void shared_wake_free_slot(const epic_group *group, int rank);
 void shared_wake_all(const epic_group *group);
 
+/* The functions of epic_transport, with its contracts (backend/transport.h). */
 int shared_claim(epic_group *group);
 void shared_announce(epic_group *group, int slot, uint64_t tag, uint64_t sequence,
                      const epic_op_header *note);
@@ -118,7 +120,7 @@ void shared_look_at_peer(epic_group *group, int peer, uint64_t tag, uint64_t seq
 void shared_break_group(epic_group *group, const epic_failure_info *failure);
 bool shared_failure(epic_group *group, epic_failure_info *out);
 
-/* Addresses in the segment: the state of a rank, a slot of it, and the rings of a slot. */
+/* Returns the state of a rank in the segment. */
 static inline shared_rank_state *shared_rank_state_of(const epic_group *group, int rank)
 {
     const shared_layout *l = &group->layout;
@@ -126,6 +128,7 @@ static inline shared_rank_state *shared_rank_state_of(const epic_group *group, i
                                  (l->num_ranks - rank) * l->block_bytes);
 }
 
+/* Returns slot `slot` of a rank. */
 static inline shared_op_slot *shared_op_slot_of(const epic_group *group, int rank, int slot)
 {
     const shared_layout *l = &group->layout;
@@ -133,12 +136,14 @@ static inline shared_op_slot *shared_op_slot_of(const epic_group *group, int ran
                               slot * l->slot_bytes);
 }
 
+/* Returns the ring of a slot that all peers read. */
 static inline char *shared_broadcast_ring(const epic_group *group, int rank, int slot)
 {
     const shared_layout *l = &group->layout;
     return (char *)shared_rank_state_of(group, rank) + l->staging_at + slot * l->staging_bytes;
 }
 
+/* Returns the ring of a slot that only rank `to` reads. */
 static inline char *shared_peer_ring(const epic_group *group, int rank, int slot, int to)
 {
     const shared_layout *l = &group->layout;

@@ -102,6 +102,8 @@ static bool spin_on_futex(epic_group *g, const shared_op_slot *slot)
     return load_acquire(&slot->futex) == SLOT_FUTEX_IDLE;
 }
 
+/* Polls the futex for a short time, then sleeps on it in slices until it is idle or the
+ * deadline ends. */
 static void sleep_on_slot(epic_group *g, shared_op_slot *slot, const uint64_t *waits_for,
                           int64_t deadline)
 {

@@ -35,6 +35,7 @@ typedef struct handle {
     char name[NAME_LENGTH + 1];
 } handle;
 
+/* The state of one connections_open(). */
 typedef struct connect_state {
     shm_connections *connections;
     const epic_join *join;
@@ -121,6 +122,8 @@ static epic_result poll_once(connect_state *o, const char *what)
     return EPIC_OK;
 }
 
+/* Sets what to poll. awaited_rank: the rank whose answer is read; -1: none. The listener is
+ * polled while ranks are missing and a pending connection fits. */
 static void set_polls(connect_state *o, int awaited_rank)
 {
     bool listen = false;
@@ -136,6 +139,7 @@ static void set_polls(connect_state *o, int awaited_rank)
 
 /* ------------------------------------------------------------------ calling and called ---- */
 
+/* Opens the listening socket with a random name and draws this rank's secret. */
 static epic_result open_listener(connect_state *o, handle *mine)
 {
     unsigned char random[(NAME_LENGTH - 5) / 2];
@@ -242,6 +246,7 @@ static int find_gone(const connect_state *o)
     return -1;
 }
 
+/* Handles pending connections and accepts new ones. Returns whether there were any. */
 static bool handle_incoming(connect_state *o, epic_result *result)
 {
     bool any = o->polls[0].revents != 0;
@@ -277,6 +282,7 @@ static epic_result accept_all(connect_state *o)
     return EPIC_OK;
 }
 
+/* Receives the answer of a lower rank; the answer of rank 0 carries the shared memory. */
 static epic_result receive_answer(connect_state *o, int peer)
 {
     const int *socket_fd = &o->connections->sockets[peer];

@@ -28,6 +28,7 @@ bool handshake_is_same_user(int fd);
 /* Set an error and return it: a system call `what` failed with errno; a peer closed its
  * connection. */
 epic_result shm_fail_with_errno(const char *what);
+/* Sets the error that a peer closed its connection. Returns EPIC_EPEER. */
 epic_result shm_fail_with_left(int peer);
 
 #endif

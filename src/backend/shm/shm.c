@@ -22,6 +22,8 @@
 
 #define SEALS (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)
 
+/* Returns whether all ranks are processes of one user on one host that can pass descriptors to
+ * each other. */
 static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *config,
                      char *why)
 {
@@ -82,6 +84,8 @@ static epic_result create_segment(const shared_layout *l, uint64_t group_id, int
     return EPIC_OK;
 }
 
+/* Checks and maps the memory that rank 0 sent. It must have the right size, be sealed, and
+ * belong to this group. */
 static epic_result open_segment(const shared_layout *l, uint64_t group_id, int memory,
                                 char **segment)
 {
@@ -101,6 +105,7 @@ static bool is_peer_dead(epic_group *group, int peer)
     return connections_is_dead(group->backend_data, peer);
 }
 
+/* Joins with the resources that shm_join() frees after an error. */
 static epic_result join_with(epic_group **out, const epic_join *join, const shared_layout *l,
                              shm_connections *connections, int *memory, char **segment)
 {

@@ -26,6 +26,8 @@ typedef struct thread_group {
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* guards the table and its groups */
 static thread_group *thread_groups;
 
+/* Returns whether all ranks are threads of one process that use the same copy of the library.
+ */
 static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *config,
                      char *why)
 {
@@ -81,6 +83,7 @@ static thread_group *find_thread_group(uint64_t group_id)
     return h;
 }
 
+/* Finds or makes the group and counts this rank. The caller holds the mutex. */
 static epic_result join_locked(thread_group **out, const shared_layout *layout,
                                const epic_join *join)
 {
@@ -149,6 +152,7 @@ static epic_result check_all_joined(const thread_group *h)
                      num_seen, h->layout.num_ranks);
 }
 
+/* Joins the group. Collective: a rank that failed also gathers. */
 static epic_result threads_join(epic_group **out, const epic_join *join)
 {
     shared_layout layout;

@@ -222,6 +222,7 @@ static epic_result add_stripe(net *n, handle *all, size_t *used, char *why)
     return EPIC_OK;
 }
 
+/* Opens the first stripe, and the others if more stripes move more bytes. */
 static epic_result add_stripes(net *n, handle *all, char *why)
 {
     size_t used = 0;
@@ -287,6 +288,7 @@ static epic_result agree_on_count(net *n, const handle *handles, char *why)
     return EPIC_OK;
 }
 
+/* Connects as many stripes as every host has and starts the threads of all but the first. */
 epic_result striped_connect(net *n, const void *bytes, char *why)
 {
     const handle *handles = bytes;
@@ -340,6 +342,8 @@ static bool queue_put(net *n, const job *j)
     return record_put(n, j->host, number);
 }
 
+/* Posts small puts to the first stripe and queues large ones for the threads. Returns false
+ * without room. */
 bool striped_put(net *n, int host, uint64_t to, const void *from, uint32_t bytes)
 {
     if (!has_room(n, host)) return false;
@@ -348,6 +352,7 @@ bool striped_put(net *n, int host, uint64_t to, const void *from, uint32_t bytes
     return stripe_post(&n->stripes[0], host, to, from, bytes) && record_put(n, host, 0);
 }
 
+/* Posts the word to the first stripe. */
 bool striped_put_word(net *n, int host, uint64_t to, uint64_t value)
 {
     stripe *s = &n->stripes[0];
@@ -373,6 +378,7 @@ static int advance_finished(net *n, int host)
     return (int)(p->finished - before);
 }
 
+/* Polls the first stripe and counts the puts that any stripe has completed. */
 int striped_progress(net *n)
 {
     int moved = stripe_progress(&n->stripes[0]);
@@ -381,11 +387,14 @@ int striped_progress(net *n)
     return moved;
 }
 
+/* Returns whether the first `count` puts and words to a host have completed, on whatever
+ * stripe. */
 bool striped_is_done(const net *n, int host, uint64_t count)
 {
     return n->peers[host].finished >= count;
 }
 
+/* Returns whether any stripe has given up the host. */
 bool striped_is_gone(const net *n, int host)
 {
     for (int s = 0; s < n->num_stripes; s++)
@@ -394,6 +403,7 @@ bool striped_is_gone(const net *n, int host)
     return false;
 }
 
+/* Writes the text of the first stripe and the number of stripes. */
 void striped_describe(const net *n, char *to, size_t size)
 {
     striped_over.engine->describe(n->stripes[0].net, to, size);
@@ -404,6 +414,8 @@ void striped_describe(const net *n, char *to, size_t size)
 
 /* ----------------------------------------------------------------------------- closing ---- */
 
+/* Lets the threads send accepted puts for CLOSE_MS at most, joins them and closes all stripes.
+ */
 void striped_close(net *n)
 {
     if (!n) return;

@@ -108,6 +108,7 @@ static ucs_status_t receive_message(void *self, const void *head, size_t head_by
 
 /* ---------------------------------------------------------------------------- opening ---- */
 
+/* Registers memory for remote access. */
 static epic_result map_memory(net *n, void *memory, uint64_t bytes, ucp_mem_h *out, char *why)
 {
     const ucp_mem_map_params_t params = {
@@ -120,6 +121,7 @@ static epic_result map_memory(net *n, void *memory, uint64_t bytes, ucp_mem_h *o
     return EPIC_OK;
 }
 
+/* Makes the worker, which receives the messages of all peers. */
 static epic_result create_worker(net *n, char *why)
 {
     const ucp_worker_params_t worker = {.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE,
@@ -146,6 +148,8 @@ static bool append_to_handle(handle *c, uint32_t *length, const void *bytes, siz
     return true;
 }
 
+/* Writes the token, the worker's address and the key of the inbox. EPIC_ENOTSUP: they do not
+ * fit. */
 static epic_result write_handle(net *n, handle *c, char *why)
 {
     ucp_address_t *address;
@@ -171,6 +175,7 @@ static epic_result write_handle(net *n, handle *c, char *why)
     return EPIC_ENOTSUP;
 }
 
+/* Opens the context, registers the memory and writes the handle. */
 static epic_result prepare_net(net *n, handle *c, char *why)
 {
     const net_setup *s = &n->setup;
@@ -283,6 +288,7 @@ static void *start_send(peer *p, send_op *c, const void *from, uint32_t bytes)
                        p->inbox + c->header.to, p->key, &param);
 }
 
+/* Posts a put, or a word if `from` is NULL. Returns false while MAX_IN_FLIGHT are in flight. */
 static bool post_send(peer *p, uint64_t to, const void *from, uint32_t bytes, uint64_t value)
 {
     if (p->gone) return true;
@@ -305,6 +311,7 @@ static bool ucx_put_word(net *n, int host, uint64_t to, uint64_t value)
     return post_send(&n->peers[host], to, NULL, 0, value);
 }
 
+/* Lets UCX progress and counts the operations that have completed, in order. */
 static int ucx_progress(net *n)
 {
     unsigned moved = 0, more = 1;
