@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Where the arrays of a call lie. */
+/* Checks of the arrays of a call: alignment and overlap. */
 #include "base/arrays.h"
 
 static epic_result check_aligned(const call_array *a)
 {
     if (((uintptr_t)a->data & (a->unit - 1)) == 0) return EPIC_OK;
-    return epic_fail(EPIC_EINVAL, "%s is at %p: an address that %zu divides is needed", a->name,
+    return epic_fail(EPIC_EINVAL, "%s is at %p: must be at a multiple of %zu bytes", a->name,
                      a->data, a->unit);
 }
 
@@ -23,8 +23,8 @@ static bool do_overlap(const call_array *a, const call_array *b)
 static epic_result fail_shared(const call_array *out, const call_array *other)
 {
     return epic_fail(EPIC_EINVAL,
-                     "%s at %p and %s at %p share memory, and the call writes %s: bring memory "
-                     "that no other array of the call has",
+                     "%s at %p and %s at %p share memory, and the call writes %s: must not "
+                     "overlap; pass memory of its own",
                      out->name, out->data, other->name, other->data, out->name);
 }
 

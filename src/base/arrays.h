@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Where the arrays of a call lie. */
+/* Checks of the arrays of a call: alignment and overlap. */
 #ifndef EPIC_ARRAYS_H
 #define EPIC_ARRAYS_H
 
@@ -7,29 +7,30 @@
 
 #include "base/error.h"
 
-/* An array of a call, on the host or on a device: it is not read here. */
+/* An array of a call, in memory of the host or of a device.  The checks do not read it. */
 typedef struct call_array {
     const char *name;
-    const void *data; /* NULL: not there */
-    int64_t bytes;    /* that it has at least; 0: not there */
-    size_t unit;      /* a power of two: bytes of an element, which divide its address */
-    bool out;         /* written by the call */
+    const void *data; /* NULL: not given */
+    int64_t bytes;    /* least size; 0: not given */
+    size_t unit;      /* bytes of an element, a power of two: the address is a multiple of it */
+    bool out;         /* the call writes it */
 } call_array;
 
+/* Describes an array of `count` elements of `unit` bytes. */
 static inline call_array call_array_of(const char *name, const void *data, int64_t count,
                                        size_t unit, bool out)
 {
     return (call_array){name, data, count * (int64_t)unit, unit, out};
 }
 
-/* A field of a call's arguments, with so many elements of `unit` bytes. */
+/* Describe a field of a call's arguments that has `count` elements of `unit` bytes. */
 #define ARRAY_IN(args, field, count, unit) \
     call_array_of(#field, (args)->field, count, unit, false)
 #define ARRAY_OUT(args, field, count, unit) \
     call_array_of(#field, (args)->field, count, unit, true)
 
-/* Does every array begin where its elements may, and does none share bytes with one that is
- * written?  EPIC_EINVAL. */
+/* Checks that every array is aligned to its elements, and that no array overlaps one that the
+ * call writes.  Errors: EPIC_EINVAL. */
 epic_result check_arrays(const call_array *arrays, size_t count);
 
 #define CHECK_ARRAYS(arrays) check_arrays(arrays, sizeof(arrays) / sizeof *(arrays))

@@ -1,11 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The clock of all deadlines: it never goes back, and nobody sets it. */
+/* The clock of all deadlines: CLOCK_MONOTONIC, which never goes back and which no program can
+ * set. */
 #ifndef EPIC_CLOCK_H
 #define EPIC_CLOCK_H
 
 #include <stdint.h>
 #include <time.h>
 
+/* Return the time of the monotonic clock in nanoseconds, microseconds and milliseconds. */
 static inline int64_t clock_ns(void)
 {
     struct timespec now;
@@ -23,7 +25,7 @@ static inline int64_t clock_ms(void)
     return clock_ns() / 1000000;
 }
 
-/* So long from now, for calls that wait until a time. */
+/* Returns the time `ns` nanoseconds from now, for calls that wait until a time. */
 static inline struct timespec clock_in_ns(int64_t ns)
 {
     const int64_t end = clock_ns() + ns;

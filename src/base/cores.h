@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Which cores a rank may run on.  Launchers that bind ranks leave each of them few cores, so only
- * the sets of all ranks of a host together tell whether each could have a core of its own. */
+/* The CPU cores that a rank may run on.  Launchers may bind each rank to a few cores.  So the
+ * sets of all ranks of a host are needed to find out whether each rank can have a core of its
+ * own. */
 #ifndef EPIC_CORES_H
 #define EPIC_CORES_H
 
@@ -16,7 +17,7 @@ typedef struct core_set {
 
 _Static_assert(sizeof(core_set) == sizeof(cpu_set_t), "core_set");
 
-/* Of the calling thread; empty where the system does not say. */
+/* Returns the cores of the calling thread; an empty set if the system does not report them. */
 static inline core_set cores_of_thread(void)
 {
     core_set mine = {{0}};
@@ -25,6 +26,7 @@ static inline core_set cores_of_thread(void)
     return mine;
 }
 
+/* Returns the number of cores in a set. */
 static inline int cores_count(const core_set *set)
 {
     int count = 0;

@@ -19,12 +19,12 @@ epic_result epic_fail(epic_result result, const char *format, ...)
     va_start(list, format);
     vsnprintf(whole, sizeof whole, format, list);
     va_end(list);
-    text_clean(whole); /* values of the environment, and what peers have sent, are in it */
+    text_clean(whole); /* it may hold environment variables and data from peers */
     epic_fit_text(sentence, sizeof sentence, whole);
     return result;
 }
 
-/* Does the byte at `at` continue a character of UTF-8? */
+/* Returns true if the byte at `at` continues a UTF-8 character. */
 static bool is_inside_char(const char *at)
 {
     return ((unsigned char)*at & 0xc0) == 0x80;

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Checksums of plans and signatures: quick, not cryptographic. */
+/* Hashes for checksums of plans and for call signatures.  They are fast and not
+ * cryptographic. */
 #ifndef EPIC_HASH_H
 #define EPIC_HASH_H
 
@@ -7,7 +8,7 @@
 #include <stdint.h>
 #include <string.h>
 
-/* A bijection that spreads every bit over the word (the finaliser of MurmurHash3). */
+/* Spreads every bit over the whole word.  It is a bijection, the finalizer of MurmurHash3. */
 static inline uint64_t hash_mix(uint64_t x)
 {
     x ^= x >> 33;
@@ -17,12 +18,14 @@ static inline uint64_t hash_mix(uint64_t x)
     return x ^ x >> 33;
 }
 
+/* Adds a word to a hash; the order of the words counts. */
 static inline uint64_t hash_join(uint64_t hash, uint64_t x)
 {
     return hash_mix(hash ^ (x + 0x9e3779b97f4a7c15ull));
 }
 
-/* Four independent lanes, so that it runs at the speed of memory. */
+/* Hashes n bytes.  It works on four independent words at a time, so that memory limits its
+ * speed. */
 static inline uint64_t hash_bytes(const void *bytes, size_t n)
 {
     const unsigned char *p = bytes;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Where a library of ours lies. */
+/* Finds a plugin next to the library that loads it. */
 #include "base/library.h"
 
 #include <dlfcn.h>

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Libraries that are loaded when asked for. */
+/* Loads EPIC's plugins (CUDA, MPI, UCX) when a context needs them. */
 #ifndef EPIC_LIBRARY_H
 #define EPIC_LIBRARY_H
 
-/* dlopen()s it beside the file that holds `self`, an address of the caller's, if it lies there, else
- * where the system looks.  NULL: dlerror() says why. */
+/* Loads a library from the folder of the file that contains the address `self`, or if it is not
+ * there, from the system's search path.  Returns NULL on failure; dlerror() has the reason. */
 void *library_open(const void *self, const char *library);
 
 #endif

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Results and the numbers of public enums as words. */
+/* Names of the values of public enums, and sentences for results. */
 #include "epic/epic.h"
 
 #define NAME(constant) [constant] = #constant
@@ -60,5 +60,5 @@ const char *epic_result_string(epic_result result)
     case EPIC_ECLOSED:
         return "The context was never opened, or belongs to the parent of this process.";
     }
-    return "The number is no epic_result.";
+    return "The number is not an epic_result.";
 }

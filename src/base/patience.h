@@ -1,9 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Waiting for a moment before sleeping: a rank that waits gives its core to others and looks again,
- * since to sleep and be woken costs more than a short operation takes.  Who gives the core to a
- * program that computes, or to a rank that does, has it back after milliseconds, when a sleeper
- * would have been woken at once.  So after each late return more waits sleep at once, and fewer
- * after many that were in time: a layer between short operations spoils few of these. */
+/* Decides whether a rank that waits first spins or sleeps at once.
+ *
+ * A waiting rank spins for a moment with sched_yield(), since to sleep and be woken takes
+ * longer than a short operation.  But if another thread computes on the core, the rank gets it
+ * back only after milliseconds, while a sleeping rank would be woken at once.  So after each
+ * late return from sched_yield() the next waits sleep at once: 8 of them at first, twice as
+ * many each time.  After returns in time the number falls again.  So the compute between short
+ * operations delays few waits. */
 #ifndef EPIC_PATIENCE_H
 #define EPIC_PATIENCE_H
 
@@ -11,17 +14,17 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#define LATE_NS 500000 /* for one return */
-#define LEAST_SLEEPS 8
+#define LATE_NS 500000 /* a return that took longer is late */
+#define LEAST_SLEEPS 8 /* waits that sleep after the first late return */
 #define MOST_SLEEPS 1024
 
-/* Of all threads of a rank; zeros at first. */
+/* State shared by all threads of a rank; zeros at first. */
 typedef struct patience {
     _Atomic int sleeps; /* waits that still sleep at once */
-    _Atomic int last;   /* how many the last late return cost */
+    _Atomic int last;   /* number of sleeps after the last late return */
 } patience;
 
-/* Does the wait that begins now sleep at once? */
+/* Returns true if the wait that begins now must sleep at once. */
 static inline bool patience_is_over(patience *p)
 {
     const int sleeps = atomic_load_explicit(&p->sleeps, memory_order_relaxed);
@@ -30,7 +33,7 @@ static inline bool patience_is_over(patience *p)
     return true;
 }
 
-/* How long the core was away. */
+/* Records that sched_yield() returned after `ns` nanoseconds. */
 static inline void patience_learn(patience *p, int64_t ns)
 {
     int last = atomic_load_explicit(&p->last, memory_order_relaxed);

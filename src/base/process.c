@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Watching processes by pidfd; limits and forks of this one. */
+/* Watching processes by pidfd, and this process's file size limit and forks. */
 #include "base/process.h"
 
 #include <errno.h>

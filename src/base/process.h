@@ -1,25 +1,27 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Other processes: have they ended?  This one: its limit on files, and its forks. */
+/* The end of other processes, and this process's file size limit and forks. */
 #ifndef EPIC_PROCESS_H
 #define EPIC_PROCESS_H
 
 #include <stdbool.h>
 #include <stdint.h>
 
-/* A descriptor that becomes readable when the process ends; -1: the system has none (Linux before
- * 5.3, or another PID namespace). */
+/* Returns a descriptor that becomes readable when the process ends, or -1 if the system has
+ * none (Linux before 5.3, or a process of another PID namespace). */
 int process_watch(int64_t pid);
 
-/* Without a descriptor, by its number: a zombie still counts as alive then. */
+/* Returns true if the process has ended.  Without a descriptor (fd -1) it uses the pid, and a
+ * zombie counts as alive. */
 bool process_ended(int fd, int64_t pid);
 
-/* May this process make a file, or memory of that kind, of so many bytes?  Asking for more would
- * raise SIGXFSZ, which ends a process that does not expect it. */
+/* Returns true if this process may create a file or memfd of `bytes` bytes.  A larger one would
+ * raise SIGXFSZ, which ends the process. */
 bool process_may_grow(int64_t bytes);
 
-/* A number that is another one in every forked child; process_count_forks comes first and is
- * false where there is no memory for it. */
+/* Starts to count forks.  Returns false if there is no memory for it. */
 bool process_count_forks(void);
+/* Returns a number that differs between a process and its forked children, after
+ * process_count_forks(). */
 uint32_t process_generation(void);
 
 #endif

@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The flight recorder: a ring of records in a memfd, each behind a sequence word.
+/* The flight recorder: a ring of records in a memfd, each with a sequence word (a seqlock).
  *
- * A record has one writer at a time, the one that set in_flight.  It makes the sequence odd,
- * stores the words with release, and makes the sequence even with release.  A reader loads the
- * sequence, the words with acquire, and the sequence again: a word of a newer writing brings the
- * odd sequence before it along, so the second load differs and the copy is thrown away. */
+ * A record has one writer at a time: the thread that has set in_flight.  The writer makes the
+ * sequence odd, stores the words with release order, and makes the sequence even with release
+ * order.  A reader loads the sequence, then the words with acquire order, then the sequence
+ * again.  If a word comes from a newer write, the odd sequence before it is visible, too.  Then
+ * the second load differs, and the reader tries again. */
 #include "base/recorder.h"
 
 #include <errno.h>
@@ -27,7 +28,7 @@
 
 struct epic_recorder {
     recorder_page *page;
-    int fd; /* stays open: it is the name under /proc/PID/fd */
+    int fd; /* stays open, so that epic-info finds it under /proc/PID/fd */
     epic_trace *trace;
 };
 
@@ -40,7 +41,8 @@ static int64_t wall_ns(void)
 
 /* --------------------------------------------------------------------- open and close ---- */
 
-/* A sealed memfd of one page structure, all of its memory there: no write can fail later. */
+/* Makes a sealed memfd for one recorder_page.  All of its memory is allocated, so no write can
+ * fail later. */
 static int make_memfd(const char *group, int rank)
 {
     char name[160];
@@ -110,7 +112,7 @@ void recorder_trace(epic_recorder *recorder, epic_trace *trace)
 void recorder_close(epic_recorder *recorder)
 {
     if (!recorder) return;
-    /* A forked child may keep the memfd alive: say that nobody writes it any more. */
+    /* A forked child may keep the memfd open, so mark that no operation writes it any more. */
     atomic_store_explicit(&recorder->page->closed, 1, memory_order_release);
     recorder_forget(recorder);
 }
@@ -144,7 +146,7 @@ static void load_words(void *to, const _Atomic uint64_t *from, size_t num_words)
     }
 }
 
-/* Only by the record's one writer. */
+/* Writes a record.  Only its one writer may call this. */
 static void publish_entry(recorder_page *page, size_t i, const recorder_entry *entry,
                           const char *sentence)
 {
@@ -160,7 +162,7 @@ static void publish_entry(recorder_page *page, size_t i, const recorder_entry *e
     atomic_store_explicit(&record->sequence, sequence + 2, memory_order_release);
 }
 
-/* A record that is not in flight, beginning where the ring is; -1: all are. */
+/* Claims the next record of the ring that is not in flight.  Returns -1 if all are. */
 static int claim_record(recorder_page *page, uint64_t number)
 {
     for (uint64_t i = 0; i < RECORDER_RECORDS; i++) {
@@ -197,7 +199,8 @@ uint64_t recorder_begin(epic_recorder *recorder, uint32_t operation, uint64_t ta
     return number * RECORDER_RECORDS + (uint64_t)at;
 }
 
-/* The entry of a record in flight, for its writer; false: there is no such record any more. */
+/* Copies the entry of a record in flight, for its writer.  Returns false if the record has
+ * ended. */
 static bool get_own_entry(epic_recorder *recorder, uint64_t record, recorder_entry *out)
 {
     if (!recorder || record == NO_RECORD) return false;
@@ -253,7 +256,8 @@ const recorder_page *recorder_map(int fd)
 {
     struct stat file;
     const int seals = fcntl(fd, F_GET_SEALS);
-    if (seals < 0 || !(seals & F_SEAL_SHRINK)) return NULL; /* it could shrink: SIGBUS */
+    if (seals < 0 || !(seals & F_SEAL_SHRINK))
+        return NULL; /* a read of a file that shrinks raises SIGBUS */
     if (fstat(fd, &file) < 0 || file.st_size != sizeof(recorder_page)) return NULL;
 
     recorder_page *page = mmap(NULL, sizeof *page, PROT_READ, MAP_SHARED, fd, 0);
@@ -273,7 +277,7 @@ bool recorder_read(const recorder_page *page, int i, recorder_entry *out,
 {
     const recorder_record *record = &page->records[i];
     for (int tries = 0; tries < 10000; tries++) {
-        if (tries % 64 == 63) sched_yield(); /* the writer may have been put off its core */
+        if (tries % 64 == 63) sched_yield(); /* the writer may wait for a core */
         const uint64_t before = atomic_load_explicit(&record->sequence, memory_order_acquire);
         if (before == 0) return false;
         if (before & 1) continue;

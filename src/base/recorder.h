@@ -2,9 +2,9 @@
 /* The flight recorder: the last operations of one context, in a memfd that another process of
  * the same user finds as epic:GROUP:RANK under /proc/PID/fd and reads while a call is stuck.
  *
- * Writing never blocks and never allocates; any number of threads, one at a time for each
- * record.  An operation in flight keeps its record however many others pass, so a stuck one is
- * never overwritten. */
+ * Writing never blocks and never allocates.  Any number of threads may write, each to a record
+ * of its own.  An operation keeps its record until it ends, so a stuck one is never
+ * overwritten. */
 #ifndef EPIC_RECORDER_H
 #define EPIC_RECORDER_H
 
@@ -21,32 +21,35 @@
 typedef struct epic_recorder epic_recorder;
 
 typedef enum recorder_state {
-    RECORDER_ANNOUNCED = 0, /* waits for the peers' notes */
+    RECORDER_ANNOUNCED = 0, /* waits for the op headers of the peers */
     RECORDER_MOVING = 1,    /* moves rows */
     RECORDER_DONE = 2
 } recorder_state;
 
-/* On failure *out is NULL, which every function below accepts: the context works without.
- * Errors: EPIC_ENOMEM, EPIC_EDEVICE (the system refused the memfd). */
+/* Opens a recorder.  On failure *out is NULL, which every function below accepts, so that a
+ * context works without a recorder.  Errors: EPIC_ENOMEM, EPIC_EDEVICE (the system refused the
+ * memfd). */
 epic_result recorder_open(epic_recorder **out, const char *group, uint64_t group_id, int rank,
                           int num_ranks, const char *backend, const char *net);
 void recorder_close(epic_recorder *recorder);
 
-/* What ends is told to the trace too, which outlives the recorder. */
+/* Lets recorder_end() write each operation to `trace`, too.  The trace must outlive the
+ * recorder. */
 void recorder_trace(epic_recorder *recorder, epic_trace *trace);
 
-/* In a forked child: the parent's recorder goes on. */
+/* Frees the recorder in a forked child.  The recorder of the parent is not changed. */
 void recorder_forget(epic_recorder *recorder);
 
-/* Begins a record, for the two below; place is the step among the operations of the tag. */
+/* Begins a record and returns its number for the two functions below.  `place` is the sequence
+ * number of the operation in its tag. */
 uint64_t recorder_begin(epic_recorder *recorder, uint32_t operation, uint64_t tag,
                         uint64_t place, uint64_t bytes);
 
-/* waits_for: the first rank that it waits for; -1: nobody. */
+/* Updates a record.  waits_for is the first rank that the operation waits for, or -1. */
 void recorder_phase(epic_recorder *recorder, uint64_t record, uint32_t phase,
                     int32_t waits_for);
 
-/* sentence may be NULL; it is kept for failures only. */
+/* Ends a record.  `sentence` may be NULL, and is kept if the operation failed. */
 void recorder_end(epic_recorder *recorder, uint64_t record, epic_result result,
                   const char *sentence);
 
@@ -58,9 +61,9 @@ void recorder_end(epic_recorder *recorder, uint64_t record, epic_result result,
 #define RECORDER_SENTENCE 512
 #define RECORDER_NET 128 /* bytes */
 
-/* What a record says.  Times are CLOCK_REALTIME nanoseconds; end 0: in flight. */
+/* A copy of a record.  Times are CLOCK_REALTIME nanoseconds; end_ns is 0 while in flight. */
 typedef struct recorder_entry {
-    uint64_t number; /* among the operations of the context, from 0 */
+    uint64_t number; /* of the operation in its context, from 0 */
     uint64_t tag;
     uint64_t place;
     uint64_t bytes;
@@ -74,10 +77,11 @@ typedef struct recorder_entry {
 
 #define RECORDER_WORDS (sizeof(recorder_entry) / sizeof(uint64_t))
 
-/* An entry as it lies in the memfd.  sequence: 0 never used, odd while it is written. */
+/* An entry in the memfd.  `sequence` is 0 if it was never used, and odd while it is written. */
 typedef struct recorder_record {
     _Atomic uint64_t sequence;
-    _Atomic uint64_t in_flight; /* 1 from begin to end: nobody else takes the record */
+    _Atomic uint64_t
+        in_flight; /* 1 from begin to end, so that no other operation uses the record */
     _Atomic uint64_t words[RECORDER_WORDS];
     _Atomic uint64_t pad[6];
 } recorder_record;
@@ -86,7 +90,7 @@ typedef struct recorder_sentence {
     _Atomic uint64_t words[RECORDER_SENTENCE / sizeof(uint64_t)];
 } recorder_sentence;
 
-/* The memfd.  All before next is written once, before magic. */
+/* The contents of the memfd.  All fields before `next` are written once, before `magic`. */
 typedef struct recorder_page {
     _Atomic uint64_t magic;
     uint32_t version;
@@ -95,11 +99,11 @@ typedef struct recorder_page {
     int32_t num_ranks;
     int64_t pid;
     int64_t opened_ns;
-    char group[128]; /* cut at 127 bytes, as the next is at 31 */
+    char group[128]; /* cut to 127 bytes; `backend` to 31 */
     char backend[32];
     _Atomic uint64_t next; /* number of the next operation */
     _Atomic uint64_t closed;
-    uint64_t group_id; /* tells groups of one name apart */
+    uint64_t group_id; /* distinguishes groups of one name */
     uint64_t pad[4];
     char net[RECORDER_NET]; /* epic_net_name */
     recorder_record records[RECORDER_RECORDS];
@@ -110,13 +114,14 @@ _Static_assert(sizeof(recorder_entry) == 64, "recorder_entry has holes");
 _Static_assert(sizeof(recorder_record) == 128, "recorder_record has holes");
 _Static_assert(offsetof(recorder_page, records) == 384, "recorder_page has holes");
 
-/* Maps the memfd behind fd, read-only.  NULL: not a recorder of this version, or one that could
- * shrink under the reader. */
+/* Maps the memfd of a recorder read-only.  Returns NULL if it is not a recorder of this
+ * version, or if it could shrink under the reader.  recorder_unmap() accepts NULL. */
 const recorder_page *recorder_map(int fd);
 void recorder_unmap(const recorder_page *page);
 
-/* Copies record i, whole: never half of one operation and half of another.  sentence may be
- * NULL, "" unless the operation failed.  False: never used, or rewritten at every try. */
+/* Copies record i as one operation has written it, never half of one and half of another.
+ * `sentence` may be NULL; it gets "" unless the operation failed.  Returns false if the record
+ * was never used, or changed at every try. */
 bool recorder_read(const recorder_page *page, int i, recorder_entry *out,
                    char sentence[RECORDER_SENTENCE]);
 

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Structs that travel with their size. */
+/* Structs that are passed with their size. */
 #include "base/sized.h"
 
 #include <string.h>
 
-#define MOST_BYTES 65536u /* far above any struct: a larger size was never one's */
+#define MOST_BYTES 65536u /* far above the size of any struct */
 
 #define SIZED_ROW(type, last) \
     {#type, sizeof(type), offsetof(type, last) + sizeof(((type *)0)->last)},
@@ -38,7 +38,7 @@ epic_result sized_read(void *ours, const sized_type *type, const void *theirs, s
             return epic_fail(
                 EPIC_EINVAL,
                 "%s has %zu bytes, of which this library knows %zu, and byte %zu is "
-                "not zero: it asks for something that needs a newer library",
+                "not zero: it requests a feature of a newer library; update EPIC",
                 name, size, type->bytes, i);
     const size_t known = size < type->bytes ? size : type->bytes;
     memcpy(ours, theirs, known);

@@ -1,13 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Structs that travel with their size: how a caller's struct becomes ours, and ours a caller's. */
+/* Structs that are passed with their size, so that programs and libraries of different versions
+ * work together: reading a caller's struct, and writing one. */
 #ifndef EPIC_SIZED_H
 #define EPIC_SIZED_H
 
 #include "base/error.h"
 
-/* Every struct that has a size, with the last field that it had in release 0.1: no caller has a
- * smaller one, so a smaller size is a mistake, mostly sizeof of a pointer.  Rows never change;
- * fields that are appended to a struct change nothing here. */
+/* Every struct that is passed with a size, and its last field in release 0.1.  No caller has a
+ * smaller struct, so a smaller size is a mistake, mostly sizeof of a pointer.  These rows never
+ * change, also if fields are appended to a struct. */
 #define SIZED_STRUCTS(ROW)                         \
     ROW(epic_tcp, timeout_ms)                      \
     ROW(epic_config, native)                       \
@@ -55,20 +56,21 @@ enum { SIZED_STRUCTS(SIZED_NUMBER) NUM_SIZED };
 
 extern const sized_type sized_types[NUM_SIZED];
 
-/* The sized_type of what `ours` points to; a struct that is missing above does not compile. */
+/* The sized_type of what `ours` points to.  A struct that is missing above does not compile. */
 #define SIZED_CASE(type, last) , type * : SIZED_##type
 #define SIZED_TYPE(ours) (&sized_types[_Generic((ours)SIZED_STRUCTS(SIZED_CASE))])
 
-/* Copies a caller's struct into ours.  Shorter than ours: the rest is zero.  Longer: the tail
- * that we do not know must be zero.  EPIC_EINVAL for that, for NULL, and for a size that never
- * was the struct's; `name` is what the caller calls it. */
+/* Copies a caller's struct to ours.  If it is shorter, the rest becomes zero.  If it is longer,
+ * the bytes that this library does not know must be zero.  `name` is its name in errors.
+ * Errors: EPIC_EINVAL (such a byte is not zero, NULL, or a size that the struct never had). */
 epic_result sized_read(void *ours, const sized_type *type, const void *theirs, size_t size,
                        const char *name);
 
-/* Is there a place for an answer of this type?  EPIC_EINVAL. */
+/* Checks that `out` can hold an answer of this type.  Errors: EPIC_EINVAL. */
 epic_result sized_place(const void *out, const sized_type *type, size_t size, const char *name);
 
-/* Writes an answer to such a place: as much as fits, zeros where the caller's is longer. */
+/* Writes an answer to `out`: as many bytes as fit, and zeros if the caller's struct is
+ * longer. */
 void sized_write(void *out, const void *ours, const sized_type *type, size_t size);
 
 #define READ_SIZED(ours, theirs, size, name) \

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Tags: one operation at a time each, counted from 0. */
+/* The table of tags: each has at most one operation in flight, and counts its operations from
+ * 0. */
 #include "base/tags.h"
 
 #include <stdlib.h>
@@ -25,6 +26,7 @@ void tags_close(tag_table *table)
     pthread_mutex_destroy(&table->mutex);
 }
 
+/* Returns the entry of the tag, or the empty entry where it belongs. */
 static tag_entry *find_entry(tag_entry *entries, size_t size, uint64_t tag)
 {
     size_t i = (size_t)hash_mix(tag) & (size - 1);
@@ -32,6 +34,7 @@ static tag_entry *find_entry(tag_entry *entries, size_t size, uint64_t tag)
     return &entries[i];
 }
 
+/* Doubles the table.  Returns false if there is no memory. */
 static bool grow_table(tag_table *table)
 {
     const size_t size = table->size * 2;
@@ -50,14 +53,14 @@ static epic_result begin_locked(tag_table *table, uint64_t tag, uint64_t *place)
 {
     if (table->in_flight == table->max_in_flight)
         return epic_fail(EPIC_EINVAL,
-                         "tag %llu: %u operations are in flight on this rank, max_in_flight "
-                         "allows no more; wait for one of them or open with more",
+                         "tag %llu: %u operations are in flight on this rank, which is "
+                         "max_in_flight; wait for one of them, or open with a larger one",
                          (unsigned long long)tag, table->in_flight);
     tag_entry *entry = find_entry(table->entries, table->size, tag);
     if (entry->next && entry->is_busy)
         return epic_fail(EPIC_EINVAL,
                          "tag %llu: an operation of this tag is in flight on this rank, so the "
-                         "order of the two would be chance; use another tag, or wait for it",
+                         "order of the two is undefined; use another tag, or wait for it",
                          (unsigned long long)tag);
     if (!entry->next) {
         if (table->used * 2 >= table->size && !grow_table(table))

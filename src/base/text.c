@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Making text safe for a terminal. */
+/* Makes text safe for a terminal. */
 #include "base/text.h"
 
 #include <stdbool.h>
 
-/* Are the `num` bytes behind the first continuations of UTF-8?  A NUL is none, so nothing behind
- * the end of a string is read. */
+/* Returns true if the `num` bytes after the first one are continuation bytes of UTF-8.  A NUL
+ * is not, so this reads no byte after the end of a string. */
 static bool has_continuations(const unsigned char *c, int num)
 {
     for (int i = 1; i <= num; i++)

@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+/* Starting of EPIC's own threads. */
 #ifndef EPIC_THREAD_H
 #define EPIC_THREAD_H
 
 #include <pthread.h>
 #include <signal.h>
 
-/* A thread of ours, on which the program's handlers of signals never run.  Returns 0 or errno's
- * number. */
+/* Starts a thread with all signals blocked, so that no signal handler of the program runs on
+ * it. Returns 0 or an errno. */
 static inline int thread_start(pthread_t *out, void *(*run)(void *), void *self)
 {
     sigset_t all, before;

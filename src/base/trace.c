@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Traces: one file for each rank, records written one by one. */
+/* Writing of traces: one file for each rank, one record after another. */
 #include "base/trace.h"
 
 #include <errno.h>
@@ -19,10 +19,10 @@
 
 struct epic_trace {
     int fd;
-    bool has_failed; /* a write failed */
+    bool has_failed; /* a write has failed, so nothing more is written */
     int64_t written;
     size_t filled;
-    pthread_mutex_t mutex; /* operations of different tags run side by side */
+    pthread_mutex_t mutex; /* operations of different tags run in parallel */
     unsigned char buffer[BUFFER_BYTES];
 };
 

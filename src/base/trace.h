@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Traces: what a rank has planned and done, in a file for epic-trace.  These structs are the
- * format, little-endian; docs/reference/trace-format.md describes it.  EPIC_TRACE, a folder,
- * switches it on when a context is opened.
+/* Traces: a file with the plans and operations of one rank, for epic-trace.  The structs below
+ * are the file format, little-endian; docs/reference/trace-format.md describes it.  A context
+ * writes a trace if EPIC_TRACE names a folder when the context is opened.
  *
- * Each record is written at once, so that the file of a rank that was killed is good up to its
- * last record.  Nothing is allocated after open; a write that fails ends the trace and nothing
- * else. */
+ * Each record is written to the file at once, so that the trace of a killed rank is complete up
+ * to its last record.  Nothing is allocated after open.  If a write fails, the trace ends, and
+ * the context works on. */
 #ifndef EPIC_TRACE_H
 #define EPIC_TRACE_H
 
@@ -16,7 +16,7 @@
 
 #define TRACE_MAGIC "EPICTRC\n"
 #define TRACE_VERSION 1
-#define TRACE_BYTES (1 << 16) /* of memory, while it is open */
+#define TRACE_BYTES (1 << 16) /* memory of an open trace */
 
 typedef struct trace_header {
     char magic[8];
@@ -34,8 +34,8 @@ enum { TRACE_PLAN = 1, TRACE_OPERATION = 2 };
 
 typedef struct trace_record {
     uint32_t kind;     /* a reader skips kinds that it does not know */
-    uint32_t id_bytes; /* PLAN: of an id: 1, 2 or 4; one with all bits set is no expert */
-    uint64_t payload;  /* bytes behind the record: ids and zeros up to a multiple of 8 */
+    uint32_t id_bytes; /* PLAN: size of an id, 1, 2 or 4; all bits set: no expert */
+    uint64_t payload;  /* bytes after the record: ids, and zeros up to a multiple of 8 */
     uint64_t tag;
     uint64_t place;
     int64_t time_ns; /* PLAN: now.  OPERATION: when it began */
@@ -43,7 +43,7 @@ typedef struct trace_record {
         struct {
             int64_t num_tokens; /* ids are [num_tokens, top_k] */
             uint32_t top_k;
-            uint32_t num_experts; /* ids are below it: with replicas the logical ones */
+            uint32_t num_experts; /* ids are below it; with replicas, of logical experts */
             uint32_t alignment;
             uint32_t zero;
         } plan;
@@ -61,16 +61,19 @@ _Static_assert(sizeof(trace_record) == 64, "trace_record has holes");
 
 typedef struct epic_trace epic_trace; /* NULL: every function below does nothing */
 
-/* Makes the folder, if only itself is missing, and in it NAME-GROUPID-RANK.epictrace; of the name
- * all but letters, digits and ".-_" become "_".  Errors: EPIC_EINVAL, EPIC_ENOMEM. */
+/* Creates the file NAME-GROUPID-RANK.epictrace in `folder`, and the folder if its parent
+ * exists.  In NAME all characters except letters, digits and ".-_" become "_".  Errors:
+ * EPIC_EINVAL (the file cannot be written), EPIC_ENOMEM. */
 epic_result trace_open(epic_trace **out, const char *folder, const trace_header *header);
-bool trace_close(epic_trace *trace); /* false: something could not be written */
+/* Closes the file.  Returns false if a write has failed. */
+bool trace_close(epic_trace *trace);
 
-/* ids: [num_tokens, top_k] of EPIC_I32 or EPIC_I64, below record.plan.num_experts. */
+/* Append a plan and an operation.  ids is [num_tokens, top_k] of type EPIC_I32 or EPIC_I64,
+ * below record.plan.num_experts. */
 void trace_plan(epic_trace *trace, trace_record record, const void *ids, uint32_t type);
 void trace_operation(epic_trace *trace, trace_record record);
 
-/* Bytes of an id that is below num_experts, or none. */
+/* Returns the bytes of an id that is below num_experts or means no expert. */
 static inline uint32_t trace_id_bytes(uint32_t num_experts)
 {
     return num_experts <= 0xff ? 1 : num_experts <= 0xffff ? 2 : 4;

@@ -1,12 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Rank 0's side of the beginning of a TCP bootstrap.
+/* How rank 0 of a TCP bootstrap accepts the other ranks.
  *
- * Whoever connects is a guest until its hello, and its proof if there is a secret, are right;
- * then its rank has joined.  Guests are served side by side, each with a limit of its own, so a
- * silent stranger holds up nobody.  What no rank of EPIC would send is refused and the bootstrap
- * goes on: with a secret, nothing that comes before its proof has any other effect.  What a rank
- * sends and cannot be met with (another number of ranks, another version) fails the bootstrap on
- * every rank: for a moment rank 0 goes on accepting, to tell those that come late. */
+ * A new connection is a joiner until rank 0 has checked its hello and, if there is a secret,
+ * its proof.  Then its rank has joined.  Rank 0 serves all joiners in one poll loop and gives
+ * each its own time limit, so a silent connection delays no other.
+ *
+ * Rank 0 refuses a connection that sends anything that EPIC would not send, and the bootstrap
+ * goes on.  With a secret, bytes before a valid proof have no other effect.  A rank that has
+ * another number of ranks or another version fails the bootstrap on every rank.  After such a
+ * failure rank 0 accepts for LINGER_MS more, so that ranks that come late get the error,
+ * too. */
 #include <errno.h>
 #include <poll.h>
 #include <stdarg.h>
@@ -18,19 +21,20 @@
 
 #include "bootstrap/tcp.h"
 
-#define JOINER_MS 10000 /* for hello and proof */
-#define LINGER_MS 2000  /* after a failure, for ranks that have yet to come */
-#define SEND_MS 1000    /* to send a few bytes */
-#define FULL_MS 1000    /* without a descriptor for who knocks, before giving up */
-#define FULL_NAP_MS 10
+#define JOINER_MS 10000 /* time for a joiner's hello and proof */
+#define LINGER_MS 2000  /* time to accept and inform late ranks after a failure */
+#define SEND_MS 1000    /* time to send a short message */
+#define FULL_MS 1000    /* time to wait for a free descriptor before the bootstrap fails */
+#define FULL_NAP_MS 10  /* one nap of that wait */
 #define MAX_JOINERS 1024
-#define SPARE_JOINERS 64
+#define SPARE_JOINERS 64 /* joiners beyond one for each rank */
 
+/* A connection whose rank has not joined yet. */
 typedef struct joiner {
     epic_link link;
     time_limit limit;
-    bool is_proving; /* hellos are exchanged; its proof comes next */
-    size_t done;     /* bytes of what comes next */
+    bool is_proving; /* both hellos are exchanged, and the proof comes next */
+    size_t done;     /* bytes received of the hello or of the proof */
     epic_hello theirs;
     epic_hello ours;
     uint8_t proof[SECRET_PROOF];
@@ -39,27 +43,27 @@ typedef struct joiner {
 typedef struct acceptor {
     const epic_tcp *tcp;
     const epic_secret *secret;
-    time_limit *limit; /* of the whole bootstrap; after a failure, of telling the ranks */
+    time_limit *limit; /* for the whole bootstrap; after a failure, LINGER_MS */
 
     int listeners[TCP_MAX_ENDPOINTS];
     int num_listeners;
     int num_joiners;
     int max_joiners;
     int num_joined;
-    joiner *joiners;      /* [max_guests] */
+    joiner *joiners;      /* [max_joiners] */
     epic_link *links;     /* [num_ranks]; socket -1: that rank has not joined */
-    struct pollfd *polls; /* listeners, guests, ranks that joined */
+    struct pollfd *polls; /* listeners, then joiners, then ranks that have joined */
 
-    epic_result failed; /* EPIC_OK, or what the bootstrap came to, and its sentence */
+    epic_result failed; /* EPIC_OK until the bootstrap has failed */
     char sentence[FRAME_SENTENCE + 1];
-    bool *was_notified; /* [num_ranks] */
+    bool *was_notified; /* [num_ranks]: ranks that got the failure */
     int num_notified;
-    int num_to_notify;
+    int num_to_notify; /* ranks that must get it before rank 0 stops to accept */
 
-    int full_ms; /* naps since there was a descriptor */
-    int num_refused;
-    char refusal[160];      /* the last */
-    int32_t rank_of_second; /* that a second process came as, the last one; 0: there was none */
+    int full_ms;            /* time spent in naps since a descriptor was free */
+    int num_refused;        /* connections */
+    char refusal[160];      /* why the last of them was refused */
+    int32_t rank_of_second; /* rank that a second process claimed; 0: none did */
 } acceptor;
 
 void epic_tcp_answer_earlier(time_limit *limit, uint32_t left_ms)
@@ -68,7 +72,7 @@ void epic_tcp_answer_earlier(time_limit *limit, uint32_t left_ms)
     time_limit_shorten(limit, left_ms - travel);
 }
 
-/* ----------------------------------------------------------------------- saying no ---- */
+/* --------------------------------------------------------------- refusals and failures ---- */
 
 static void drop_joiner(acceptor *a, int i)
 {
@@ -85,7 +89,7 @@ static void note_refusal(acceptor *a, const char *format, ...)
     a->num_refused++;
 }
 
-/* Tells a guest, politely, what it did wrong. */
+/* Counts a refused joiner and sends it the reason. */
 static void refuse_joiner(acceptor *a, joiner *g, const char *sentence)
 {
     note_refusal(a, "%s", sentence);
@@ -93,6 +97,7 @@ static void refuse_joiner(acceptor *a, joiner *g, const char *sentence)
     epic_link_send_failure(&g->link, EPIC_EINVAL, sentence, &limit);
 }
 
+/* Sends the failure of the bootstrap to one rank. */
 static void send_failure(acceptor *a, int32_t rank, epic_link *link)
 {
     time_limit limit = time_limit_begin(SEND_MS, a->limit);
@@ -101,7 +106,8 @@ static void send_failure(acceptor *a, int32_t rank, epic_link *link)
     a->num_notified++;
 }
 
-/* A rank that was told comes again: that is for the next bootstrap on this port, not this one. */
+/* Returns true if a rank connects that has got the failure already.  It wants the next
+ * bootstrap on this port, so rank 0 stops to accept for this one. */
 static bool has_come_again(acceptor *a, int32_t rank)
 {
     if (rank < 0 || rank >= a->tcp->num_ranks || !a->was_notified[rank]) return false;
@@ -109,7 +115,8 @@ static bool has_come_again(acceptor *a, int32_t rank)
     return true;
 }
 
-/* The bootstrap fails with the sentence that epic_fail just got: those that joined are told. */
+/* Fails the bootstrap with the sentence of the last epic_fail(), and sends it to the ranks that
+ * have joined. */
 static void fail_all_ranks(acceptor *a, epic_result result, int num_to_notify)
 {
     a->failed = result;
@@ -123,16 +130,16 @@ static void fail_all_ranks(acceptor *a, epic_result result, int num_to_notify)
     }
 }
 
-/* Adds what rank 0 has seen of connections that did not join.  A rank whose process has the number
- * of another is the likeliest reason for one that is missing, so strangers do not hide it. */
+/* Describes the refused connections for the error about missing ranks.  A process with a wrong
+ * rank is the likeliest reason for a missing rank, so it stands before other connections. */
 static void describe_refused(const acceptor *a, char *note, size_t size)
 {
     int used = 0;
     note[0] = '\0';
     if (a->rank_of_second != 0)
         used = snprintf(note, size,
-                        "; another process came as rank %d, which was there already: does each "
-                        "process have a rank of its own",
+                        "; another process connected as rank %d, which had joined already: "
+                        "each process must have its own rank",
                         a->rank_of_second);
     if (a->num_refused > 0)
         snprintf(note + used, size - (size_t)used, "; connections refused: %d, the last: %s",
@@ -161,52 +168,53 @@ static void fail_late(acceptor *a)
     free(missing);
 }
 
-/* -------------------------------------------------------------------- letting ranks in ---- */
+/* ------------------------------------------------------------------- admitting joiners ---- */
 
-/* Would some epic_bootstrap_tcp have sent this? */
+/* Returns false if epic_bootstrap_tcp() would never send this hello. */
 static bool is_valid_hello(const epic_hello *hello)
 {
     return hello->num_ranks > 1 && hello->num_ranks <= BOOTSTRAP_MAX_RANKS && hello->rank > 0 &&
            hello->rank < hello->num_ranks;
 }
 
+/* Fails the bootstrap and returns true if a joiner's version or number of ranks differs from
+ * ours. */
 static bool is_mismatch(acceptor *a, const epic_hello *theirs)
 {
     const int32_t num_ranks = a->tcp->num_ranks;
     const int most = theirs->num_ranks > num_ranks ? theirs->num_ranks : num_ranks;
     if (theirs->version != FRAME_VERSION)
-        fail_all_ranks(
-            a,
-            epic_fail(EPIC_EMISMATCH,
-                      "rank %d meets with protocol version %u and rank 0 with %u: use "
-                      "the same EPIC everywhere",
-                      theirs->rank, theirs->version, FRAME_VERSION),
-            most - 1);
+        fail_all_ranks(a,
+                       epic_fail(EPIC_EMISMATCH,
+                                 "rank %d has bootstrap protocol version %u and rank 0 has %u: "
+                                 "use the same version of EPIC on all ranks",
+                                 theirs->rank, theirs->version, FRAME_VERSION),
+                       most - 1);
     else if (theirs->num_ranks != num_ranks)
         fail_all_ranks(a,
                        epic_fail(EPIC_EMISMATCH,
-                                 "rank %d says that there are %d ranks and rank 0 says %d: "
-                                 "num_ranks is equal on all ranks",
-                                 theirs->rank, theirs->num_ranks, num_ranks),
+                                 "num_ranks is %d on rank 0 and %d on rank %d: must be equal "
+                                 "on all ranks",
+                                 num_ranks, theirs->num_ranks, theirs->rank),
                        most - 1);
     return a->failed != EPIC_OK;
 }
 
-/* Lets a guest in: the tag of the frame proves ourselves.  Takes its link. */
+/* Sends a joiner the entry frame, whose tag proves that rank 0 has the secret, and moves its
+ * link to the links of the ranks.  If the frame cannot be sent, the rank connects again. */
 static void admit_joiner(acceptor *a, joiner *g)
 {
     time_limit limit = time_limit_begin(SEND_MS, a->limit);
     const epic_frame frame = epic_link_make_frame(a->secret, EPIC_OK, 0, NULL, 0, &limit);
     epic_message message = epic_link_message(&g->link, &frame, NULL);
-    if (epic_link_send_all(&g->link, &message, &limit) != FRAME_DONE)
-        return; /* it knocks again */
+    if (epic_link_send_all(&g->link, &message, &limit) != FRAME_DONE) return;
     epic_tcp_answer_earlier(a->limit, g->theirs.left_ms);
     a->links[g->theirs.rank] = g->link;
     a->num_joined++;
     g->link.socket = -1;
 }
 
-/* The guest is who it says it is. */
+/* Admits a joiner whose hello and proof are valid, or sends it an error. */
 static void handle_proved_joiner(acceptor *a, joiner *g)
 {
     char sentence[FRAME_SENTENCE + 1];
@@ -218,7 +226,7 @@ static void handle_proved_joiner(acceptor *a, joiner *g)
         send_failure(a, rank, &g->link);
     } else if (a->links[rank].socket >= 0) {
         snprintf(sentence, sizeof sentence,
-                 "rank %d is already in the bootstrap: each rank comes once", rank);
+                 "rank %d has joined already: each process must have its own rank", rank);
         refuse_joiner(a, g, sentence);
         a->rank_of_second = rank;
     } else {
@@ -226,7 +234,7 @@ static void handle_proved_joiner(acceptor *a, joiner *g)
     }
 }
 
-/* Its hello has come: sends ours.  False: it is refused. */
+/* Sends our hello after the joiner's.  Returns false if the joiner is refused. */
 static bool answer_hello(acceptor *a, joiner *g)
 {
     char sentence[FRAME_SENTENCE + 1];
@@ -236,8 +244,9 @@ static bool answer_hello(acceptor *a, joiner *g)
         epic_frame_send_bytes(g->link.socket, &g->ours, sizeof g->ours, &at_once) != FRAME_DONE)
         return false;
     if (!is_valid_hello(&g->theirs))
-        snprintf(sentence, sizeof sentence, "there is no rank %d of %d to connect to rank 0",
-                 g->theirs.rank, g->theirs.num_ranks);
+        snprintf(sentence, sizeof sentence,
+                 "rank is %d and num_ranks is %d: this cannot join rank 0", g->theirs.rank,
+                 g->theirs.num_ranks);
     else if (has_secret != (g->theirs.has_secret != 0))
         snprintf(
             sentence, sizeof sentence,
@@ -250,6 +259,7 @@ static bool answer_hello(acceptor *a, joiner *g)
     return false;
 }
 
+/* Returns false, and refuses the joiner, if it does not have our secret. */
 static bool check_proof(acceptor *a, joiner *g)
 {
     char sentence[FRAME_SENTENCE + 1];
@@ -262,7 +272,8 @@ static bool check_proof(acceptor *a, joiner *g)
     return false;
 }
 
-/* Takes what a guest has sent.  False: it has joined, or left, or must. */
+/* Receives what a joiner has sent.  Returns false if it is no joiner any more: it has joined or
+ * left, or it must be dropped. */
 static bool serve_joiner(acceptor *a, joiner *g)
 {
     if (!g->is_proving) {
@@ -271,7 +282,7 @@ static bool serve_joiner(acceptor *a, joiner *g)
             epic_frame_receive(g->link.socket, &g->theirs, sizeof g->theirs, &g->done);
         const size_t seen = g->done < sizeof magic ? g->done : sizeof magic;
         if (memcmp(&g->theirs, &magic, seen) != 0) {
-            note_refusal(a, "a stranger, which does not speak as EPIC does");
+            note_refusal(a, "it did not send the hello of EPIC");
             return false;
         }
         if (state != FRAME_DONE) return state == FRAME_MORE;
@@ -289,10 +300,10 @@ static bool serve_joiner(acceptor *a, joiner *g)
     return false;
 }
 
-/* ---------------------------------------------------------------------- the waiting ---- */
+/* ---------------------------------------------------------------------- the poll loop ---- */
 
-/* Makes room for a guest: the one who has been here longest goes, of those that said nothing
- * if there are any. */
+/* Drops the oldest joiner to make room for a new one, if possible one that has sent no
+ * hello. */
 static void drop_oldest(acceptor *a)
 {
     int oldest = -1;
@@ -306,8 +317,9 @@ static void drop_oldest(acceptor *a)
     if (oldest >= 0) drop_joiner(a, oldest);
 }
 
-/* No descriptor for who knocks: a guest goes.  Where there is none, the ranks themselves are too
- * many; another thread may yet close something, but not for ever. */
+/* Called if there is no descriptor for a new connection: drops a joiner.  If there is no
+ * joiner, the ranks themselves need too many descriptors.  Another thread may close some soon,
+ * so the bootstrap fails only after FULL_MS. */
 static void make_room(acceptor *a, int wrong)
 {
     if (a->num_joiners > 0) {
@@ -326,6 +338,7 @@ static void make_room(acceptor *a, int wrong)
         a->tcp->num_ranks - 1);
 }
 
+/* Accepts the connections that wait at a listener. */
 static void accept_joiners(acceptor *a, int listener)
 {
     for (int i = 0; i < SPARE_JOINERS; i++) {
@@ -335,7 +348,7 @@ static void accept_joiners(acceptor *a, int listener)
             make_room(a, errno);
             return;
         }
-        if (socket < 0) continue; /* a guest that is gone already */
+        if (socket < 0) continue; /* the connection is closed already */
         a->full_ms = 0;
         epic_frame_set_no_delay(socket);
         if (a->num_joiners == a->max_joiners) drop_oldest(a);
@@ -347,7 +360,7 @@ static void accept_joiners(acceptor *a, int listener)
 
 static void fail_lost_rank(acceptor *a, int32_t rank)
 {
-    /* Nothing is due from it: this is its end. */
+    /* A rank that has joined sends nothing before the begin frame, so this is its end. */
     epic_link_close(&a->links[rank]);
     fail_all_ranks(a,
                    epic_fail(EPIC_EPEER,
@@ -367,10 +380,10 @@ static nfds_t fill_polls(acceptor *a)
     for (int32_t r = 1; r < a->tcp->num_ranks; r++)
         if (a->links[r].socket >= 0)
             a->polls[n++] = (struct pollfd){.fd = a->links[r].socket, .events = POLLIN};
-    return n; /* no more than descriptors: poll() refuses more than their limit */
+    return n; /* only open descriptors, since poll() refuses more than the limit on open files */
 }
 
-/* Waits for at most `ms` milliseconds, and serves all who have something to say. */
+/* Polls for at most `ms` milliseconds, and serves all connections that are ready. */
 static void poll_and_serve(acceptor *a, int ms)
 {
     const nfds_t n = fill_polls(a);
@@ -380,21 +393,23 @@ static void poll_and_serve(acceptor *a, int ms)
     const struct pollfd *joined = joiners + a->num_joiners;
     for (int32_t r = 1; r < a->tcp->num_ranks; r++) {
         if (a->links[r].socket < 0 || (joined++)->revents == 0) continue;
-        fail_lost_rank(a, r); /* which tells the others, and closes all */
+        fail_lost_rank(a, r); /* this informs the other ranks and closes their links */
         break;
     }
 
-    /* downwards: whoever leaves is replaced by one that has been served */
+    /* Downwards, since drop_joiner() moves the last joiner, which has been served, to the free
+     * place. */
     for (int i = a->num_joiners - 1; i >= 0; i--) {
         const bool stays = joiners[i].revents == 0 || serve_joiner(a, &a->joiners[i]);
         const bool late = stays && time_limit_look(&a->joiners[i].limit) == 0;
-        if (late) note_refusal(a, "a stranger, which said nothing for %d ms", JOINER_MS);
+        if (late) note_refusal(a, "it sent nothing for %d ms", JOINER_MS);
         if (!stays || late) drop_joiner(a, i);
     }
     for (int i = 0; i < a->num_listeners; i++)
         if (a->polls[i].revents != 0) accept_joiners(a, a->listeners[i]);
 }
 
+/* Sends the begin frame to all ranks. */
 static void send_begin(acceptor *a)
 {
     for (int32_t r = 1; r < a->tcp->num_ranks && a->failed == EPIC_OK; r++) {
@@ -406,7 +421,8 @@ static void send_begin(acceptor *a)
     }
 }
 
-/* Until every rank has joined, or the bootstrap failed and all were told, or it is too late. */
+/* Accepts ranks until all have joined, or the bootstrap has failed and all ranks know it, or
+ * the time limit has passed. */
 static void accept_all_ranks(acceptor *a)
 {
     const int num_peers = a->tcp->num_ranks - 1;

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Where a TCP bootstrap takes place, and listening there.
+/* The endpoints of a TCP bootstrap, and listening on them.
  *
- * Without a secret that is loopback, whatever the address: nothing else keeps strangers out.
- * Ranks of other hosts then cannot come, and say so at once. */
+ * Without a secret a bootstrap uses loopback, whatever the address is, since nothing else keeps
+ * other users of the network out.  A rank on another host then fails at once. */
 #include <errno.h>
 #include <netinet/in.h>
 #include <stdio.h>
@@ -14,7 +14,7 @@
 #include "bootstrap/tcp.h"
 
 #define PAUSE_MS 50
-#define PORT_PATIENCE_MS 2000 /* a port may be free again in a moment */
+#define PORT_PATIENCE_MS 2000 /* time to wait for a port in use */
 
 static bool is_loopback(const struct sockaddr *at)
 {
@@ -49,7 +49,7 @@ static void add_loopback(epic_endpoints *out, uint32_t port)
     add_endpoint(out, (const struct sockaddr *)&at, sizeof at);
 }
 
-/* All addresses of this host. */
+/* Adds all addresses of this host. */
 static void add_any(epic_endpoints *out, uint32_t port)
 {
     struct sockaddr_in four = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_ANY)};
@@ -60,7 +60,7 @@ static void add_any(epic_endpoints *out, uint32_t port)
     add_endpoint(out, (const struct sockaddr *)&six, sizeof six);
 }
 
-/* Is the address one of this host's? */
+/* Finds out whether the address belongs to this host. */
 static epic_result check_is_own(bool *own, const struct addrinfo *address)
 {
     struct sockaddr_storage at = {0};
@@ -76,7 +76,8 @@ static epic_result check_is_own(bool *own, const struct addrinfo *address)
     return EPIC_OK;
 }
 
-/* Debian's /etc/hosts gives the host's own name the address 127.0.1.1, on this host alone. */
+/* Returns true if `name` is the name of this host.  /etc/hosts of Debian maps that name to
+ * 127.0.1.1, on this host alone. */
 static bool is_own_name(const char *name)
 {
     char own[256] = "";
@@ -110,7 +111,7 @@ static epic_result choose_endpoints(epic_endpoints *out, const struct addrinfo *
     if (tcp->rank == 0 || out->count > 0 || !foreign) return EPIC_OK;
     return epic_fail(EPIC_EINVAL,
                      "address \"%.128s\" (tcp.address or MASTER_ADDR) is another host's, and "
-                     "rank %d has no secret: without one ranks meet on one host only.  Set the "
+                     "rank %d has no secret: ranks on several hosts need one; set the "
                      "same EPIC_SECRET (tcp.secret) on all ranks",
                      tcp->address, tcp->rank);
 }
@@ -128,12 +129,12 @@ epic_result epic_tcp_endpoints(epic_endpoints *out, const epic_tcp *tcp, time_li
 epic_result epic_tcp_no_socket(int wrong)
 {
     const bool full = wrong == EMFILE || wrong == ENFILE;
-    return epic_fail(EPIC_EDEVICE, "this rank cannot open a socket to meet the others: %s%s",
+    return epic_fail(EPIC_EDEVICE, "this rank cannot open a socket for the bootstrap: %s%s",
                      strerror(wrong),
                      full ? "; raise the limit on open files (ulimit -n)" : "");
 }
 
-/* A listening socket, or -1 and errno. */
+/* Returns a listening socket, or -1 and errno. */
 static int listen_on(const epic_endpoint *endpoint)
 {
     const int one = 1;
@@ -152,7 +153,7 @@ static int listen_on(const epic_endpoint *endpoint)
     return -1;
 }
 
-/* The same, with patience while the port is taken. */
+/* Like listen_on(), but waits until the limit passes if the port is in use. */
 static int listen_patiently(const epic_endpoint *endpoint, time_limit *limit)
 {
     for (;;) {
@@ -178,7 +179,7 @@ static epic_result refuse_address(const epic_tcp *tcp, int wrong)
     if (wrong == EADDRINUSE)
         return epic_fail(
             EPIC_EDEVICE,
-            "rank 0 cannot listen on %.200s, port %u: another program does.  Choose "
+            "rank 0 cannot listen on %.200s, port %u: another program does; choose "
             "another port (tcp.port or MASTER_PORT)",
             tcp->address, tcp->port);
     if (wrong == EMFILE || wrong == ENFILE) return epic_tcp_no_socket(wrong);
@@ -200,7 +201,7 @@ epic_result epic_tcp_listen(int listeners[TCP_MAX_ENDPOINTS], int *num_listeners
         if (listener >= 0) {
             listeners[(*num_listeners)++] = listener;
         } else if (!is_not_here(errno)) {
-            wrong = errno; /* ours, but refused: peers may come to just this one */
+            wrong = errno; /* ours and not usable: some peers may try this one alone */
             while (*num_listeners > 0) close(listeners[--*num_listeners]);
             break;
         }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What every kind of bootstrap shares. */
+/* Checks, the bootstrap of a single rank, and lists of ranks for errors. */
 #include "bootstrap/bootstrap.h"
 
 #include <stdarg.h>
@@ -13,10 +13,10 @@
 epic_result epic_bootstrap_check(const void *mine, const void *all, size_t bytes)
 {
     if (bytes > BOOTSTRAP_MAX_BYTES)
-        return epic_fail(EPIC_EINVAL, "gather: bytes is %zu: a rank may bring at most %u",
-                         bytes, BOOTSTRAP_MAX_BYTES);
+        return epic_fail(EPIC_EINVAL, "gather: bytes is %zu: must be at most %u", bytes,
+                         BOOTSTRAP_MAX_BYTES);
     if (bytes > 0 && (mine == NULL || all == NULL))
-        return epic_fail(EPIC_EINVAL, "gather: %s is NULL, and bytes is %zu",
+        return epic_fail(EPIC_EINVAL, "gather: %s is NULL and bytes is %zu: must not be NULL",
                          mine == NULL ? "mine" : "all", bytes);
     return EPIC_OK;
 }
@@ -55,7 +55,7 @@ int epic_bootstrap_left_ms(int64_t end)
     return left > INT32_MAX ? INT32_MAX : (int)left;
 }
 
-/* Appends to text that has `used` of `size` bytes; returns the new `used`. */
+/* Appends to a text that has `used` of `size` bytes.  Returns the new `used`. */
 static size_t append_text(char *out, size_t size, size_t used, const char *format, ...)
 {
     va_list list;

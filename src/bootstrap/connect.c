@@ -1,9 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The other ranks' side of the beginning of a TCP bootstrap: connect to rank 0, again and again
- * until it is there and lets us in: hello, proof, entry, begin.
+/* How the other ranks of a TCP bootstrap connect to rank 0.
  *
- * A rank that has a secret believes nobody who has not proved it: whatever else listens there or
- * answers is a reason to knock again, never the end of the bootstrap. */
+ * A rank tries again and again until rank 0 listens and admits it.  On each connection it sends
+ * its hello and its proof, and receives the entry frame and the begin frame
+ * (bootstrap/frames.h).
+ *
+ * A rank that has a secret trusts only a rank 0 that proves it.  Any other answer makes it try
+ * again, and never ends the bootstrap. */
 #include <errno.h>
 #include <poll.h>
 #include <stdio.h>
@@ -14,20 +17,20 @@
 
 #define FIRST_PAUSE_MS 5
 #define LAST_PAUSE_MS 250
-#define CONNECT_MS 5000 /* for one address: it may be a hole */
-#define HELLO_MS 20000  /* until rank 0 has let us in; then we knock anew */
+#define CONNECT_MS 5000 /* time for one address, which may not answer at all */
+#define HELLO_MS 20000  /* time until rank 0 admits us; then we connect again */
 
 typedef struct connector {
     const epic_tcp *tcp;
     const epic_secret *secret;
-    time_limit *limit; /* of the whole bootstrap */
-    bool is_done;      /* the bootstrap succeeded or failed: no more attempts */
-    bool was_reached;  /* somebody took a connection, */
-    bool has_answered; /* and said something */
-    char why[256];     /* what the last of the attempts that got furthest came to */
+    time_limit *limit; /* for the whole bootstrap */
+    bool is_done;      /* no more attempts: the bootstrap succeeded or failed */
+    bool was_reached;  /* a connection was accepted once */
+    bool has_answered; /* and bytes came back */
+    char why[256];     /* result of the attempt that got furthest */
 } connector;
 
-/* 0, or why the socket is not connected. */
+/* Connects a socket.  Returns 0 or the errno. */
 static int connect_socket(int s, const epic_endpoint *endpoint, time_limit *limit)
 {
     int wrong = 0;
@@ -42,8 +45,8 @@ static int connect_socket(int s, const epic_endpoint *endpoint, time_limit *limi
     return wrong;
 }
 
-/* Not rank 0, or not yet: another attempt may do better.  The result says no more.  One that ends
- * because the time is up knows less than one before it. */
+/* Keeps `why` as the reason of an attempt in which bytes came back.  An attempt that ends
+ * because the time limit has passed keeps the reason of the one before, which is better. */
 static epic_result retry_after_answer(connector *c, const char *why)
 {
     if (!c->has_answered || time_limit_look(c->limit) > 0)
@@ -52,7 +55,8 @@ static epic_result retry_after_answer(connector *c, const char *why)
     return EPIC_ETIMEOUT;
 }
 
-/* The same where nothing was said, as by a rank 0 whose own time is up. */
+/* Keeps the reason of an attempt whose connection was accepted and in which no bytes came back,
+ * for example because rank 0's own time limit had passed. */
 static epic_result retry_after_silence(connector *c, const char *why)
 {
     const bool knows_more =
@@ -62,14 +66,15 @@ static epic_result retry_after_silence(connector *c, const char *why)
     return EPIC_ETIMEOUT;
 }
 
+/* Keeps the reason of an attempt that found no listener. */
 static epic_result retry_unreached(connector *c, int wrong)
 {
     if (!c->was_reached) snprintf(c->why, sizeof c->why, "%s", strerror(wrong));
     return EPIC_ETIMEOUT;
 }
 
-/* What no other attempt would change, if it is rank 0 who says so: without a secret it must be
- * believed. */
+/* Ends the bootstrap with an error that another attempt would not change.  With a secret it
+ * tries again, since the answer may not be rank 0's. */
 static epic_result fail_or_retry(connector *c, epic_result result)
 {
     if (c->secret->text != NULL) return retry_after_answer(c, epic_sentence());
@@ -77,7 +82,7 @@ static epic_result fail_or_retry(connector *c, epic_result result)
     return result;
 }
 
-/* Is it worth going on with who sent this hello? */
+/* Checks the hello of the other end. */
 static epic_result check_rank_0(connector *c, const epic_hello *theirs)
 {
     const bool has_secret = c->secret->text != NULL;
@@ -88,11 +93,11 @@ static epic_result check_rank_0(connector *c, const epic_hello *theirs)
                          "EPIC_SECRET on all ranks or on none",
                          has_secret ? "no" : "a", c->tcp->rank, has_secret ? "one" : "none"));
     if (theirs->version != FRAME_VERSION)
-        return fail_or_retry(c,
-                             epic_fail(EPIC_EMISMATCH,
-                                       "rank %d meets with protocol version %u and rank 0 with "
-                                       "%u: use the same EPIC everywhere",
-                                       c->tcp->rank, FRAME_VERSION, theirs->version));
+        return fail_or_retry(
+            c, epic_fail(EPIC_EMISMATCH,
+                         "rank %d has bootstrap protocol version %u and rank 0 has "
+                         "%u: use the same version of EPIC on all ranks",
+                         c->tcp->rank, FRAME_VERSION, theirs->version));
     return EPIC_OK;
 }
 
@@ -106,12 +111,13 @@ static epic_result send_proof(connector *c, epic_link *link, const epic_hello *t
         c->is_done = true;
         return epic_fail(EPIC_ENOTSUP, "libcrypto refused to compute an HMAC");
     }
-    if (has_secret) /* its answer will tell */
+    if (has_secret) /* if this fails, no entry frame will come */
         (void)epic_frame_send_bytes(link->socket, proof, sizeof proof, c->limit);
     return EPIC_OK;
 }
 
-/* A frame that does not prove the secret.  The sentence of a refusal is for the user to judge. */
+/* Keeps the reason of an attempt in which a frame came that does not prove the secret.  The
+ * sentence of a refusal is shown to the user, but not trusted. */
 static epic_result retry_unproved(connector *c, int s, const epic_frame *frame,
                                   time_limit *limit)
 {
@@ -126,13 +132,13 @@ static epic_result retry_unproved(connector *c, int s, const epic_frame *frame,
     return retry_after_answer(c, why);
 }
 
-/* Receives rank 0's word that we are in.  Without it there may be another try: rank 0 drops
- * guests when strangers flood it. */
+/* Receives the entry frame.  Without it the rank tries again, since rank 0 drops joiners if too
+ * many connect. */
 static epic_result wait_for_entry(connector *c, epic_link *link, time_limit *limit)
 {
     epic_frame frame;
     if (epic_frame_receive_all(link->socket, &frame, sizeof frame, limit) != FRAME_DONE)
-        return retry_after_silence(c, "it did not let us in");
+        return retry_after_silence(c, "it did not admit this rank");
     if (frame.magic != FRAME_MAGIC || (frame.result == EPIC_OK && frame.length != 0))
         return retry_after_answer(c, "what listens there is not rank 0 of EPIC");
     if (!epic_link_check(link, &frame)) return retry_unproved(c, link->socket, &frame, limit);
@@ -140,7 +146,7 @@ static epic_result wait_for_entry(connector *c, epic_link *link, time_limit *lim
     return frame.result == EPIC_OK ? EPIC_OK : epic_link_receive_failure(link, &frame, limit);
 }
 
-/* Waits until every rank has come. */
+/* Receives the begin frame, which rank 0 sends when all ranks have joined. */
 static epic_result wait_for_begin(const connector *c, epic_link *link)
 {
     epic_frame frame;
@@ -150,22 +156,22 @@ static epic_result wait_for_begin(const connector *c, epic_link *link)
     if (state == FRAME_MORE)
         return epic_fail(
             EPIC_ETIMEOUT,
-            "rank 0 at %.64s, port %u let rank %d in, and did not begin the bootstrap "
-            "within %u ms: it, or a rank that it waits for, did not come",
+            "rank 0 at %.64s, port %u admitted rank %d, and did not begin the bootstrap "
+            "within %u ms: rank 0, or a rank that it waits for, is late",
             tcp->address, tcp->port, tcp->rank, tcp->timeout_ms);
     if (state == FRAME_LOST)
         return epic_fail(EPIC_EPEER, "rank 0 at %.64s, port %u left before the bootstrap began",
                          tcp->address, tcp->port);
     if (!epic_link_check(link, &frame))
         return epic_fail(EPIC_EPEER,
-                         "what came from %.64s, port %u before the bootstrap began was not "
-                         "written by rank 0: somebody in between changed it",
+                         "the data from %.64s, port %u was not written by rank 0: it was "
+                         "changed on the way",
                          tcp->address, tcp->port);
     return frame.result == EPIC_OK ? EPIC_OK
                                    : epic_link_receive_failure(link, &frame, c->limit);
 }
 
-/* All of the beginning, over a fresh connection. */
+/* Joins over a connection that has just been made. */
 static epic_result join_rank_0(connector *c, epic_link *link)
 {
     epic_hello ours, theirs;
@@ -175,11 +181,11 @@ static epic_result join_rank_0(connector *c, epic_link *link)
     epic_frame_set_no_delay(link->socket);
     time_limit limit = time_limit_begin(HELLO_MS, c->limit);
     if (epic_frame_send_bytes(link->socket, &ours, sizeof ours, &limit) != FRAME_DONE)
-        return retry_after_silence(c, "it took no hello");
+        return retry_after_silence(c, "it did not receive our hello");
     if (epic_frame_receive_all(link->socket, &theirs, sizeof theirs, &limit) != FRAME_DONE)
         return retry_after_silence(c, "it sent no hello");
     if (theirs.magic != HELLO_MAGIC ||
-        theirs.rank != 0) /* our own hello, on a port to itself */
+        theirs.rank != 0) /* our own hello, if the port was connected to itself */
         return retry_after_answer(c, "what listens there is not rank 0 of EPIC");
 
     TRY(check_rank_0(c, &theirs));
@@ -188,13 +194,14 @@ static epic_result join_rank_0(connector *c, epic_link *link)
     return wait_for_begin(c, link);
 }
 
+/* Connects to one endpoint and joins. */
 static epic_result try_endpoint(epic_link *out, connector *c, const epic_endpoint *endpoint)
 {
     epic_link link = {.socket = socket(endpoint->address.ss_family,
                                        SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0)};
     if (link.socket < 0 && errno == EAFNOSUPPORT) return retry_unreached(c, errno);
     if (link.socket < 0) {
-        c->is_done = true; /* our own want, not rank 0's absence */
+        c->is_done = true; /* this rank has no socket; rank 0 is not at fault */
         return epic_tcp_no_socket(errno);
     }
     time_limit limit = time_limit_begin(CONNECT_MS, c->limit);

@@ -1,26 +1,31 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Bootstraps that the environment describes, as launchers set it. */
+/* Bootstraps from environment variables, as torchrun, mpirun, srun and other launchers set
+ * them.
+ *
+ * Every launcher has its own variables for the rank and the number of ranks.  read_claim()
+ * reads those of one launcher, choose_claim() selects the launcher to follow, and
+ * find_endpoint() derives the address and port of rank 0. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "bootstrap/env.h"
 
-/* How far what a launcher set is to be believed. */
+/* How reliable the variables of a launcher are. */
 typedef enum trust {
-    BY_HAND,  /* for this program: another launcher may have started the one that set it */
-    LAUNCHER, /* by a launcher of ranks: all such must say the same */
-    SLURM,    /* by srun, or left over from what srun started: see slurm_counts */
-    HINT      /* one of several, perhaps of one group: asked last */
+    BY_HAND,  /* set for this program, perhaps below another launcher */
+    LAUNCHER, /* set by a launcher of ranks; all such launchers must agree */
+    SLURM,    /* set by srun, or inherited from a batch script: see is_slurm_task() */
+    HINT      /* perhaps one of several ranks of a group; used last */
 } trust;
 
 typedef struct launcher {
     const char *rank;
-    const char *num_ranks[2]; /* the first that is set; none: it does not tell */
+    const char *num_ranks[2]; /* the first one set is used; NULL: the launcher sets none */
     trust trust;
 } launcher;
 
-/* In the order in which they are looked for. */
+/* The launchers, in the order in which they are used. */
 static const launcher launchers[] = {
     {"RANK", {"WORLD_SIZE"}, BY_HAND},
     {"OMPI_COMM_WORLD_RANK", {"OMPI_COMM_WORLD_SIZE"}, LAUNCHER},
@@ -37,16 +42,16 @@ static const launcher launchers[] = {
 };
 #define NUM_LAUNCHERS (sizeof launchers / sizeof *launchers)
 
-/* What one of them says of this process. */
+/* The values that one launcher has set for this process. */
 typedef struct claim {
-    const launcher *by;    /* NULL: nothing */
-    const char *size_name; /* NULL: num_ranks is not known, and 0 */
+    const launcher *by;    /* NULL: it has set none */
+    const char *size_name; /* NULL: num_ranks is unknown and 0 */
     int64_t rank, num_ranks;
 } claim;
 
 /* ------------------------------------------------------------------------- variables ---- */
 
-/* The integer that a variable holds, if it is set: decimal digits and nothing else. */
+/* Reads the integer in a variable, if it is set.  Only decimal digits are valid. */
 static epic_result parse_integer(const char *name, int64_t least, int64_t most, int64_t *out)
 {
     const char *text = getenv(name);
@@ -59,8 +64,8 @@ static epic_result parse_integer(const char *name, int64_t least, int64_t most, 
         good = good && value <= most;
     }
     if (!good || value < least)
-        return epic_fail(EPIC_EINVAL, "%s is \"%.64s\": an integer from %lld to %lld", name,
-                         text, (long long)least, (long long)most);
+        return epic_fail(EPIC_EINVAL, "%s is \"%.64s\": must be an integer from %lld to %lld",
+                         name, text, (long long)least, (long long)most);
     *out = value;
     return EPIC_OK;
 }
@@ -77,8 +82,8 @@ static epic_result fail_half_set(const char *set, const char *missing)
     return epic_fail(EPIC_EINVAL, "%s is set and %s is not: set both", set, missing);
 }
 
-/* Slurm sets SLURM_PROCID=0 and, with -n, SLURM_NTASKS in a batch script too.  That is no task of
- * srun, which has a step: what the script starts follows other variables, or check_batch. */
+/* Returns true if this process is a task of srun, which has a step.  Slurm sets SLURM_PROCID=0
+ * and, with -n, SLURM_NTASKS in a batch script, too; check_batch() handles that case. */
 static bool is_slurm_task(void)
 {
     const char *rank = getenv("SLURM_PROCID");
@@ -112,8 +117,9 @@ static void describe_claim(char *out, size_t size, const claim *c)
                  (long long)c->num_ranks);
 }
 
-/* A launcher may start launchers, so ranks and sizes may differ from those of an outer one; a
- * group of one where another says that there are several is a mistake all the same. */
+/* Returns true if two launchers disagree.  One launcher may start another, so ranks and sizes
+ * may differ from those of an outer launcher.  But a group of one is a mistake if another
+ * launcher has started several ranks. */
 static bool is_contradiction(const claim *followed, const claim *other)
 {
     const trust a = followed->by->trust, b = other->by->trust;
@@ -130,18 +136,18 @@ static epic_result refuse_contradiction(const claim *followed, const claim *othe
     describe_claim(first, sizeof first, followed);
     describe_claim(second, sizeof second, other);
     return epic_fail(EPIC_EINVAL,
-                     "%s, but %s: which of them describes this group?  Unset the others, or "
-                     "bootstrap with epic_bootstrap_tcp",
+                     "%s, but %s: must agree; unset the variables that do not describe this "
+                     "group, or use epic_bootstrap_tcp",
                      first, second);
 }
 
-/* Known only to be one of several, perhaps. */
+/* Fails because a launcher has set a rank, and none has set the number of ranks. */
 static epic_result refuse_unknown(const claim *c)
 {
     return epic_fail(EPIC_EINVAL,
-                     "%s is %lld, and no variable tells the number of ranks: set RANK and "
+                     "%s is %lld, and no variable has the number of ranks: set RANK and "
                      "WORLD_SIZE, MASTER_ADDR and MASTER_PORT (RANK=0 WORLD_SIZE=1 for a group "
-                     "of one), or meet with epic_bootstrap_mpi",
+                     "of one), or use epic_bootstrap_mpi",
                      c->by->rank, (long long)c->rank);
 }
 
@@ -163,21 +169,21 @@ static epic_result choose_claim(claim *out, const claim *claims)
     return EPIC_OK;
 }
 
-/* ---------------------------------------------------------------- where the ranks meet ---- */
+/* ------------------------------------------------------------ address and port of rank 0 ---- */
 
 static epic_result check_is_set(const claim *c, const char *name)
 {
     if (getenv(name) != NULL) return EPIC_OK;
     return epic_fail(EPIC_EINVAL,
-                     "%s is %lld and %s is not set: the ranks meet at MASTER_ADDR, the host of "
-                     "rank 0, port MASTER_PORT, free there",
+                     "%s is %lld and %s is not set: set MASTER_ADDR to the host of rank 0 and "
+                     "MASTER_PORT to a port that is free there",
                      c->size_name, (long long)c->num_ranks, name);
 }
 
 /* The port that all ranks use for the MASTER_PORT that the environment names.  Under torchrun,
- * where torch's variable is "True", the agent's own store listens on MASTER_PORT; every rank then
- * derives the same other port.  It is below 30000, so that the system does not give it to an
- * outgoing connection.  The factor has no divisor in common with ENV_NUM_PORTS, so that jobs
+ * where torch's variable is "True", the agent's own store listens on MASTER_PORT; every rank
+ * then derives the same other port.  It is below 30000, so that the system does not give it to
+ * an outgoing connection.  The factor has no divisor in common with ENV_NUM_PORTS, so that jobs
  * whose MASTER_PORTs are neighbors get different, distant ports. */
 static int64_t derive_port(int64_t master_port)
 {
@@ -188,8 +194,9 @@ static int64_t derive_port(int64_t master_port)
     return port != master_port ? port : port + 1;
 }
 
-/* Who starts ranks by hand sets both; launchers of MPI ranks may mean this host.  Slurm tells
- * enough. */
+/* Finds the address and port of rank 0.  RANK and WORLD_SIZE need both MASTER_ADDR and
+ * MASTER_PORT.  Below MPI launchers MASTER_ADDR may be unset, which means this host.  Slurm
+ * sets enough by itself. */
 static epic_result find_endpoint(epic_tcp *tcp, char host[ENV_HOST], const claim *c)
 {
     int64_t port = 0;
@@ -210,7 +217,8 @@ static epic_result find_endpoint(epic_tcp *tcp, char host[ENV_HOST], const claim
 static epic_result follow_claim(epic_tcp *tcp, char host[ENV_HOST], const claim *c)
 {
     int64_t timeout_ms = 0;
-    const char *patience = getenv("EPIC_TIMEOUT_MS"); /* empty is unset, as in epic_open */
+    const char *patience =
+        getenv("EPIC_TIMEOUT_MS"); /* an empty value counts as unset, as in epic_open() */
     if (patience != NULL && patience[0] != '\0')
         TRY(parse_integer("EPIC_TIMEOUT_MS", 1, UINT32_MAX, &timeout_ms));
     TRY(find_endpoint(tcp, host, c));
@@ -223,7 +231,8 @@ static epic_result follow_claim(epic_tcp *tcp, char host[ENV_HOST], const claim 
 
 /* --------------------------------------------------------------------- no launcher at all ---- */
 
-/* In a batch script, or a shell of salloc: one process, where several were asked for. */
+/* Fails in a batch script or a shell of salloc that runs one process for a job of several
+ * tasks. */
 static epic_result check_batch(void)
 {
     int64_t num_tasks = 1;
@@ -231,13 +240,13 @@ static epic_result check_batch(void)
     if (num_tasks == 1) return EPIC_OK;
     return epic_fail(
         EPIC_EINVAL,
-        "SLURM_NTASKS is %lld and this is no task of srun (SLURM_STEP_ID is not "
+        "SLURM_NTASKS is %lld and this process is not a task of srun (SLURM_STEP_ID is not "
         "set): start the ranks with srun or mpirun, or set RANK=0 WORLD_SIZE=1 for "
         "a group of one",
         (long long)num_tasks);
 }
 
-/* Half of what a launcher would have set is a mistake. */
+/* Fails if MASTER_ADDR or MASTER_PORT is set without a rank, which is a mistake. */
 static epic_result check_alone(void)
 {
     static const char *const names[] = {"MASTER_ADDR", "MASTER_PORT"};
@@ -258,7 +267,7 @@ epic_result epic_bootstrap_env(epic_bootstrap *out)
     char host[ENV_HOST];
     if (out == NULL)
         return epic_fail(EPIC_EINVAL, "out is NULL: pass an epic_bootstrap to fill in");
-    *out = (epic_bootstrap){0}; /* so that a failed bootstrap can be closed too */
+    *out = (epic_bootstrap){0}; /* so that the caller may close it after a failure */
     for (size_t i = 0; i < NUM_LAUNCHERS; i++) TRY(read_claim(&claims[i], &launchers[i]));
     TRY(choose_claim(&followed, claims));
     TRY(followed.by != NULL ? follow_claim(&tcp, host, &followed) : check_alone());

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* One connection of a TCP bootstrap, and what makes its frames authentic. */
+/* One connection of a TCP bootstrap: tags and checks of its frames. */
 #include "bootstrap/link.h"
 
 #include <string.h>
@@ -18,7 +18,8 @@ bool epic_link_secure(epic_link *link, const epic_secret *secret, bool listener,
     return epic_secret_prove(secret, ROLE_SESSION, listening, connecting, link->key);
 }
 
-/* SHA-256 with a secret, else a checksum and zeros. */
+/* Computes the SHA-256 of the bytes with a secret, and a checksum followed by zeros without
+ * one. Returns false if libcrypto fails. */
 static bool compute_digest(const epic_secret *secret, const void *bytes, size_t length,
                            uint8_t digest[FRAME_TAG])
 {
@@ -59,7 +60,7 @@ epic_message epic_link_message(epic_link *link, const epic_frame *frame, const v
 {
     epic_message message = {.frame = *frame, .bytes = bytes};
     const uint64_t number = link->num_sent++;
-    /* where libcrypto refuses, the peer will not find the tag right */
+    /* If libcrypto fails, the peer refuses the tag. */
     if (link->secret != NULL)
         (void)compute_tag(link, link->listener, number, frame, message.frame.tag);
     return message;
@@ -130,7 +131,7 @@ epic_result epic_link_receive_failure(const epic_link *link, const epic_frame *f
         frame->length > FRAME_SENTENCE ||
         epic_frame_receive_all(link->socket, sentence, frame->length, limit) != FRAME_DONE ||
         !epic_link_check_bytes(link, frame, sentence))
-        return epic_fail(EPIC_EPEER, "rank 0 failed, and its reason did not arrive whole");
+        return epic_fail(EPIC_EPEER, "rank 0 failed, and its reason did not arrive completely");
     return epic_fail((epic_result)frame->result, "%s", sentence);
 }
 

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Names to addresses, within a deadline.
+/* Resolving host names within a time limit.
  *
- * getaddrinfo has no deadline, and dead name servers hold it for many seconds.  So a thread asks,
- * and is left behind when it is too late: what it works on is its own, and it frees that. */
+ * getaddrinfo() has no time limit, and takes many seconds if a name server is down.  So a
+ * thread of its own calls it.  If the limit passes first, the caller abandons the query, and
+ * the thread frees it when getaddrinfo() returns. */
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -21,12 +22,12 @@ typedef struct query {
     pthread_mutex_t mutex;
     pthread_cond_t changed;
     bool is_done;
-    bool is_abandoned; /* nobody waits for the answer any more */
-    int wrong;         /* the answer: 0 and `found`, or an EAI_ and, for EAI_SYSTEM, an errno */
+    bool is_abandoned; /* the caller has given up, so the thread frees the query */
+    int wrong;         /* 0, or an EAI_ code; for EAI_SYSTEM system_wrong is the errno */
     int system_wrong;
     struct addrinfo *found;
     char port[16];
-    char name[]; /* as the rest, of whoever frees it */
+    char name[]; /* host name to resolve */
 } query;
 
 static const struct addrinfo hints = {.ai_socktype = SOCK_STREAM, .ai_flags = AI_NUMERICSERV};
@@ -57,7 +58,8 @@ static void *run_query(void *self)
     return NULL;
 }
 
-/* NULL: no memory.  An IPv6 address may stand in brackets, as in a URL: "[::1]". */
+/* Returns NULL if there is no memory.  An IPv6 address may be in brackets, as in a URL:
+ * "[::1]". */
 static query *new_query(const char *name, const char *port)
 {
     pthread_condattr_t attributes;
@@ -84,7 +86,7 @@ static bool start_query(query *q)
     return thread_start(&thread, run_query, q) == 0 && pthread_detach(thread) == 0;
 }
 
-/* The code that the thread left behind will return to must not be unloaded. */
+/* Keeps this library loaded, since an abandoned thread will return to its code. */
 static void stay_loaded(void)
 {
     Dl_info info;
@@ -92,7 +94,8 @@ static void stay_loaded(void)
         (void)dlopen(info.dli_fname, RTLD_NOW | RTLD_NOLOAD | RTLD_NODELETE);
 }
 
-/* False: it is too late, and the query is its thread's alone. */
+/* Waits for the answer.  Returns false if the limit passes first: the query then belongs to its
+ * thread. */
 static bool wait_for_query(query *q, time_limit *limit)
 {
     pthread_mutex_lock(&q->mutex);
@@ -107,7 +110,8 @@ static bool wait_for_query(query *q, time_limit *limit)
     return is_done;
 }
 
-/* Some failures of getaddrinfo are a want of descriptors in disguise. */
+/* Returns the errno behind a failure of getaddrinfo(), which hides that there is no
+ * descriptor. */
 static int find_reason(int wrong, int system_wrong)
 {
     const int probe = open("/", O_RDONLY | O_CLOEXEC);
@@ -132,17 +136,18 @@ static epic_result fail_late(const epic_tcp *tcp)
 {
     return epic_fail(EPIC_ETIMEOUT,
                      "address \"%.200s\" (tcp.address or MASTER_ADDR): no name server answered "
-                     "within %u ms: give the address in numbers, or see to /etc/resolv.conf",
+                     "within %u ms: use a numeric address, or check /etc/resolv.conf",
                      tcp->address, tcp->timeout_ms);
 }
 
-/* One question.  *again: it may be answered later. */
+/* Resolves once.  *can_retry is set if a later attempt may succeed. */
 static epic_result resolve_once(struct addrinfo **out, const epic_tcp *tcp, const char *port,
                                 time_limit *limit, bool *can_retry)
 {
     query *q = new_query(tcp->address, port);
     if (q == NULL) return epic_fail(EPIC_ENOMEM, "no memory to resolve an address");
-    if (!start_query(q)) run_query(q); /* without threads, without a deadline */
+    if (!start_query(q))
+        run_query(q); /* no thread can be started: resolve here, without a limit */
     if (!wait_for_query(q, limit)) return fail_late(tcp);
     const int wrong = q->wrong, system_wrong = q->system_wrong;
     *out = q->found;

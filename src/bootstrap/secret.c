@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A secret that the ranks of a group share. */
+/* HMAC-SHA-256 and SHA-256 from libcrypto, which is loaded when a secret is set. */
 #include "bootstrap/secret.h"
 
 #include <dlfcn.h>
@@ -9,7 +9,7 @@
 
 #define ROLE_BYTES 16
 
-/* `why` stays empty where there simply is no libcrypto. */
+/* Loads libcrypto.  `why` gets the reason if one exists and cannot be loaded. */
 static void *load_libcrypto(char why[256])
 {
     static const char *const names[] = {"libcrypto.so.3", "libcrypto.so.1.1"};
@@ -24,7 +24,8 @@ static void *load_libcrypto(char why[256])
     return NULL;
 }
 
-/* memcpy: ISO C has no cast from an object pointer to a function pointer */
+/* Stores the address of a function of the library.  It uses memcpy(), since ISO C has no cast
+ * from an object pointer to a function pointer. */
 static bool find_symbol(void *library, const char *name, void *function)
 {
     void *const found = dlsym(library, name);
@@ -39,18 +40,18 @@ epic_result epic_secret_open(epic_secret *out, const char *text)
     if (text == NULL) return EPIC_OK;
     if (text[0] == '\0')
         return epic_fail(EPIC_EINVAL,
-                         "the secret (tcp.secret or EPIC_SECRET) is empty: give one, "
-                         "or leave it unset for none");
+                         "the secret (tcp.secret or EPIC_SECRET) is empty: must be at "
+                         "least one character; unset it to use no secret");
     out->library = load_libcrypto(why);
     if (out->library == NULL && why[0] != '\0')
         return epic_fail(EPIC_ENOTSUP,
-                         "a secret (tcp.secret or EPIC_SECRET) is proved with libcrypto, which "
-                         "is there and cannot be loaded: %s",
+                         "a secret (tcp.secret or EPIC_SECRET) needs libcrypto, which "
+                         "exists and cannot be loaded: %s",
                          why);
     if (out->library == NULL)
-        return epic_fail(EPIC_ENOTSUP, "a secret (tcp.secret or EPIC_SECRET) is proved with "
+        return epic_fail(EPIC_ENOTSUP, "a secret (tcp.secret or EPIC_SECRET) needs "
                                        "libcrypto, and neither libcrypto.so.3 nor "
-                                       "libcrypto.so.1.1 is there: install OpenSSL's library "
+                                       "libcrypto.so.1.1 was found: install OpenSSL's library "
                                        "(Debian, Ubuntu: libssl3)");
     if (find_symbol(out->library, "EVP_sha256", &out->sha256) &&
         find_symbol(out->library, "HMAC", &out->hmac) &&
@@ -60,8 +61,8 @@ epic_result epic_secret_open(epic_secret *out, const char *text)
 
     epic_secret_close(out);
     return epic_fail(EPIC_ENOTSUP,
-                     "a secret (tcp.secret or EPIC_SECRET) is proved with libcrypto, and the "
-                     "one here lacks EVP_sha256, EVP_Digest, HMAC or CRYPTO_memcmp");
+                     "a secret (tcp.secret or EPIC_SECRET) needs libcrypto, and the "
+                     "one found lacks EVP_sha256, EVP_Digest, HMAC or CRYPTO_memcmp");
 }
 
 void epic_secret_close(epic_secret *secret)

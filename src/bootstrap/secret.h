@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A secret that the ranks of a group share: proved by HMAC-SHA-256, never sent.  It protects the
- * bootstrap alone: what ranks say there, and who may say it. */
+/* The secret that the ranks of a group share.  Ranks prove that they have it by HMAC-SHA-256
+ * and never send it.  It protects the bootstrap alone: who may join, and what the ranks
+ * exchange there. */
 #ifndef EPIC_SECRET_H
 #define EPIC_SECRET_H
 
@@ -12,7 +13,7 @@
 
 typedef struct epic_secret {
     const char *text; /* borrowed; NULL: this rank has no secret */
-    void *library;    /* libcrypto, loaded only when there is a secret */
+    void *library;    /* libcrypto; NULL without a secret */
     const void *(*sha256)(void);
     unsigned char *(*hmac)(const void *digest, const void *key, int key_bytes,
                            const unsigned char *data, size_t bytes, unsigned char *out,
@@ -22,27 +23,27 @@ typedef struct epic_secret {
     int (*compare)(const void *a, const void *b, size_t bytes); /* in constant time */
 } epic_secret;
 
-/* What an HMAC of the secret is for; that of one role is none of another. */
+/* The purpose of an HMAC of the secret.  An HMAC for one role is not valid for another. */
 typedef enum epic_role {
     ROLE_CONNECTOR, /* the connecting rank proves that it has the secret */
     ROLE_SESSION    /* the key of the frames of one connection, never sent */
 } epic_role;
 
-/* text NULL: no secret, and nothing is loaded.  Errors: EPIC_EINVAL (an empty secret),
- * EPIC_ENOTSUP (no libcrypto). */
+/* Loads libcrypto.  If `text` is NULL there is no secret, and nothing is loaded.  Errors:
+ * EPIC_EINVAL (the secret is empty), EPIC_ENOTSUP (no libcrypto). */
 epic_result epic_secret_open(epic_secret *out, const char *text);
 void epic_secret_close(epic_secret *secret);
 
-/* The HMAC of the role and of both hellos, so of both nonces, the rank and the number of ranks.
- * False: libcrypto refused. */
+/* Computes the HMAC of the role and both hellos, which hold both nonces, the rank and the
+ * number of ranks.  Returns false if libcrypto fails. */
 bool epic_secret_prove(const epic_secret *secret, epic_role role, const epic_hello *listening,
                        const epic_hello *connecting, uint8_t proof[SECRET_PROOF]);
 
-/* Is this the proof that the role above would bring? */
+/* Returns true if `proof` is what epic_secret_prove() computes. */
 bool epic_secret_check(const epic_secret *secret, epic_role role, const epic_hello *listening,
                        const epic_hello *connecting, const uint8_t proof[SECRET_PROOF]);
 
-/* Any HMAC-SHA-256, and any SHA-256.  False: libcrypto refused. */
+/* Compute any HMAC-SHA-256 and any SHA-256.  Return false if libcrypto fails. */
 bool epic_secret_mac(const epic_secret *secret, const void *key, size_t key_bytes,
                      const void *data, size_t bytes, uint8_t out[SECRET_PROOF]);
 bool epic_secret_digest(const epic_secret *secret, const void *data, size_t bytes,

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Slurm names the hosts of a step, first that of task 0, and reserves ports where it is told to.
- * SLURM_LAUNCH_NODE_IPADDR does not help: it is where srun runs, perhaps a login node. */
+/* Slurm's variables list the hosts of a step, first that of task 0, and the ports that were
+ * reserved. SLURM_LAUNCH_NODE_IPADDR is of no use: it is the host of srun itself, perhaps a
+ * login node. */
 #include <ctype.h>
 #include <stdlib.h>
 #include <string.h>
@@ -17,7 +18,7 @@ static const char *get_first_set(const char *const *names, int count)
     return NULL;
 }
 
-/* Appends `length` bytes; false: no room. */
+/* Appends `length` bytes.  Returns false if there is no room. */
 static bool append_bytes(char host[ENV_HOST], size_t *used, const char *text, size_t length)
 {
     if (*used + length >= ENV_HOST) return false;
@@ -27,8 +28,9 @@ static bool append_bytes(char host[ENV_HOST], size_t *used, const char *text, si
     return true;
 }
 
-/* The first of "n1,n2", "n[01-04,07]", "a[1-2]b[3-4]-ib": a bracket's first number is what stands
- * before its first "-" or ",". */
+/* Copies the first host of a list such as "n1,n2", "n[01-04,07]" or "a[1-2]b[3-4]-ib".  The
+ * first number of a bracket ends at its first "-" or ",".  Returns false if the list has
+ * another form. */
 static bool copy_first_host(char host[ENV_HOST], const char *list)
 {
     size_t used = 0;

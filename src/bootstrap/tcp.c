@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Bootstraps over TCP: a star around rank 0, which collects what all bring and sends it back.
+/* Bootstraps over TCP: a star around rank 0, which receives the bytes of all ranks and sends
+ * them to every rank.
  *
- * A failure breaks the bootstrap: rank 0 tells every rank, and later gathers fail with the same
- * sentence.  net.h says what travels. */
+ * A failure breaks the bootstrap: rank 0 sends it to every rank, and later gathers fail with
+ * the same sentence.  frames.h describes the messages. */
 #include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -13,29 +14,31 @@
 #include "base/sized.h"
 #include "bootstrap/tcp.h"
 
-#define SEND_MS 1000 /* for rank 0 to tell all why it failed */
-#define DRAIN_MS 500 /* for them to read it, once it closes */
+#define SEND_MS 1000 /* time for rank 0 to send a failure to all ranks */
+#define DRAIN_MS 500 /* time for them to read it, when rank 0 closes */
 
+/* A link and what is sent and received over it in the current gather. */
 typedef struct connection {
     epic_link link;
-    bool is_ready; /* its part of what goes on is over */
+    bool is_ready; /* nothing more is sent or received in this step */
     epic_frame frame;
-    size_t head;          /* bytes of frame that have come */
-    size_t body;          /* and of what follows it */
-    epic_message message; /* on its way to the peer */
+    size_t head;          /* bytes of `frame` that have been received */
+    size_t body;          /* and of the bytes after it */
+    epic_message message; /* what is being sent to the peer */
 } connection;
 
 typedef struct tcp_bootstrap {
     int32_t rank;
     int32_t num_ranks;
     uint32_t timeout_ms;
-    uint64_t sequence;  /* the gather that goes on, from 1 */
+    uint64_t sequence;  /* number of the current gather, from 1 */
     epic_result broken; /* EPIC_OK, or what every later gather returns */
     char sentence[512];
-    epic_secret secret; /* its text is forgotten: the links have their keys */
+    epic_secret secret; /* without its text, since the links have their keys */
     int32_t num_connections;
-    struct pollfd *polls;     /* [num_lines] */
-    connection connections[]; /* rank 0: [num_ranks], its own unused; others: [1], to rank 0 */
+    struct pollfd *polls; /* [num_lines] */
+    connection
+        connections[]; /* rank 0: [num_ranks], [0] is unused; other ranks: [1], to rank 0 */
 } tcp_bootstrap;
 
 static unsigned long long gather_number(const tcp_bootstrap *b)
@@ -43,10 +46,14 @@ static unsigned long long gather_number(const tcp_bootstrap *b)
     return (unsigned long long)b->sequence;
 }
 
-/* Polls the lines that are not ready for `events`, the others for `idle`.  False: the limit has passed. */
+/* Polls the connections that are not ready for `events`, the others for `idle`.  Returns false
+ * if the limit has passed. */
 static bool poll_connections(tcp_bootstrap *b, short events, short idle, time_limit *limit)
 {
-    const int32_t first = b->rank == 0 ? 1 : 0; /* poll() refuses more than there may be */
+    const int32_t first =
+        b->rank == 0
+            ? 1
+            : 0; /* no unused entry: poll() refuses more than the limit on open files */
     for (int32_t i = first; i < b->num_connections; i++)
         b->polls[i] = (struct pollfd){.fd = b->connections[i].link.socket,
                                       .events = b->connections[i].is_ready ? idle : events};
@@ -79,13 +86,13 @@ static epic_result fail_late(const tcp_bootstrap *b, const char *what)
     return result;
 }
 
-/* What came has no right tag: it is believed in nothing. */
+/* Fails because a frame does not have the expected tag. */
 static epic_result fail_forged(const tcp_bootstrap *b, int32_t rank)
 {
-    return epic_fail(EPIC_EPEER, "gather %llu: what came from rank %d was not written by it%s",
+    return epic_fail(EPIC_EPEER, "gather %llu: the data from rank %d was not written by it%s",
                      gather_number(b), rank,
                      b->connections[rank].link.secret != NULL
-                         ? ": somebody in between changed, repeated or left out something"
+                         ? ": it was changed, repeated or left out on the way"
                          : "");
 }
 
@@ -94,7 +101,8 @@ static epic_result check_frame(tcp_bootstrap *b, int32_t rank, const epic_frame 
 {
     if (!epic_link_check(&b->connections[rank].link, frame)) return fail_forged(b, rank);
     if (frame->result != EPIC_OK)
-        return epic_fail(EPIC_EPEER, "gather %llu: what rank %d sent is not a part of a gather",
+        return epic_fail(EPIC_EPEER,
+                         "gather %llu: the frame from rank %d does not belong to a gather",
                          gather_number(b), rank);
     if (frame->sequence != b->sequence)
         return epic_fail(EPIC_EMISMATCH,
@@ -103,18 +111,20 @@ static epic_result check_frame(tcp_bootstrap *b, int32_t rank, const epic_frame 
     if (frame->length != bytes)
         return epic_fail(
             EPIC_EMISMATCH,
-            "gather %llu: rank %d brings %llu bytes and rank 0 brings %zu: all ranks "
-            "bring equally many",
-            gather_number(b), rank, (unsigned long long)frame->length, bytes);
+            "gather %llu: bytes is %llu on rank %d and %zu on rank 0: must be equal "
+            "on all ranks",
+            gather_number(b), (unsigned long long)frame->length, rank, bytes);
     return EPIC_OK;
 }
 
-/* Takes what has come from a rank; ready once that is all. */
+/* Receives what a rank has sent.  Its connection is ready when all of it has come. */
 static epic_result receive_part(tcp_bootstrap *b, int32_t rank, char *to, size_t bytes,
                                 time_limit *limit)
 {
     connection *c = &b->connections[rank];
-    if (c->is_ready) /* it only was watched for its end; past ours it left because of who is late */
+    /* A ready connection is only watched for its end.  If our limit has passed, the peer has
+     * left because of a late rank. */
+    if (c->is_ready)
         return time_limit_left_ms(limit) == 0 ? fail_late(b, "come") : fail_lost(b, rank);
     if (c->head < sizeof c->frame) {
         const epic_frame_state state =
@@ -153,7 +163,7 @@ static epic_result collect_parts(tcp_bootstrap *b, char *all, size_t bytes, time
     return EPIC_OK;
 }
 
-/* Sends everyone everything.  A rank that is lost does not keep the others from getting it. */
+/* Sends the bytes of all ranks to every rank.  If a rank is lost, the others still get them. */
 static epic_result send_answers(tcp_bootstrap *b, const char *all, size_t bytes,
                                 time_limit *limit)
 {
@@ -167,8 +177,7 @@ static epic_result send_answers(tcp_bootstrap *b, const char *all, size_t bytes,
         b->connections[r].message = epic_link_message(&b->connections[r].link, &frame, all);
     }
     while (num_ready < b->num_ranks - 1) {
-        if (!poll_connections(b, POLLOUT, 0, limit))
-            return fail_late(b, "take what all brought");
+        if (!poll_connections(b, POLLOUT, 0, limit)) return fail_late(b, "receive the answer");
         for (int32_t r = 1; r < b->num_ranks; r++) {
             connection *c = &b->connections[r];
             if (b->polls[r].revents == 0 || c->is_ready) continue;
@@ -181,7 +190,8 @@ static epic_result send_answers(tcp_bootstrap *b, const char *all, size_t bytes,
     return lost == 0 ? EPIC_OK : fail_lost(b, lost);
 }
 
-/* Tells every rank the sentence of this failure; one that took half an answer sees its end. */
+/* Sends this failure to every rank.  A rank that has received half an answer gets no frame: it
+ * sees that the connection ends. */
 static void send_failure_to_all(tcp_bootstrap *b)
 {
     time_limit limit = time_limit_begin(SEND_MS, NULL);
@@ -225,8 +235,8 @@ static epic_result fail_without_zero(const tcp_bootstrap *b)
                      gather_number(b), b->rank);
 }
 
-/* Sends our part and receives the head of the answer.  Rank 0 answers before it has our part
- * only to say that it failed: so both at once; who cannot send may still be told why. */
+/* Sends our part and receives the frame of the answer, both at once: rank 0 may send a failure
+ * before it has received our part, and a rank that cannot send still gets it. */
 static epic_result exchange_heads(tcp_bootstrap *b, epic_message *message, time_limit *limit)
 {
     connection *c = &b->connections[0];
@@ -257,7 +267,7 @@ static epic_result gather_elsewhere(tcp_bootstrap *b, const void *mine, char *al
     if (!epic_link_check(link, frame)) return fail_forged(b, 0);
     if (frame->result != EPIC_OK) return epic_link_receive_failure(link, frame, limit);
     if (frame->sequence != b->sequence || frame->length != total)
-        return epic_fail(EPIC_EPEER, "gather %llu: what rank 0 sent is not its answer",
+        return epic_fail(EPIC_EPEER, "gather %llu: the frame from rank 0 is not its answer",
                          gather_number(b));
 
     const epic_frame_state state = epic_frame_receive_all(link->socket, all, total, limit);
@@ -288,8 +298,9 @@ static epic_result tcp_gather(void *self, const void *mine, void *all, int64_t b
     return result;
 }
 
-/* Rank 0 told its peers why it failed: a close with bytes unread would reset the connections
- * and could overtake that.  Reads and forgets what they still send, until they are gone. */
+/* Reads and drops what the peers still send, until they have closed.  After a failure rank 0
+ * must do this before it closes: a close with unread bytes resets the connection, and the peer
+ * may lose the failure that was sent. */
 static void drain_connections(tcp_bootstrap *b)
 {
     char rubbish[4096];
@@ -320,18 +331,18 @@ static void close_bootstrap(void *self)
 static epic_result check_tcp(const epic_tcp *tcp)
 {
     if (tcp->num_ranks < 1 || tcp->num_ranks > BOOTSTRAP_MAX_RANKS)
-        return epic_fail(EPIC_EINVAL, "tcp.num_ranks is %d: from 1 to %d", tcp->num_ranks,
-                         BOOTSTRAP_MAX_RANKS);
+        return epic_fail(EPIC_EINVAL, "tcp.num_ranks is %d: must be from 1 to %d",
+                         tcp->num_ranks, BOOTSTRAP_MAX_RANKS);
     if (tcp->rank < 0 || tcp->rank >= tcp->num_ranks)
         return epic_fail(EPIC_EINVAL,
-                         "tcp.rank is %d: from 0 to tcp.num_ranks - 1, which is %d", tcp->rank,
-                         tcp->num_ranks - 1);
+                         "tcp.rank is %d: must be from 0 to tcp.num_ranks - 1, which is %d",
+                         tcp->rank, tcp->num_ranks - 1);
     if (tcp->port < 1 || tcp->port > 65535)
-        return epic_fail(EPIC_EINVAL, "tcp.port is %u: from 1 to 65535", tcp->port);
+        return epic_fail(EPIC_EINVAL, "tcp.port is %u: must be from 1 to 65535", tcp->port);
     return EPIC_OK;
 }
 
-/* Connects the ranks of a bootstrap whose memory is there. */
+/* Connects the ranks of a bootstrap that is allocated. */
 static epic_result connect_ranks(tcp_bootstrap *b, const epic_tcp *tcp)
 {
     time_limit limit = time_limit_begin(tcp->timeout_ms, NULL);
@@ -379,7 +390,7 @@ epic_result epic_bootstrap_tcp_v1(epic_bootstrap *out, const epic_tcp *theirs, s
     epic_tcp tcp;
     if (out == NULL)
         return epic_fail(EPIC_EINVAL, "out is NULL: pass an epic_bootstrap to fill in");
-    *out = (epic_bootstrap){0}; /* so that a failed bootstrap can be closed too */
+    *out = (epic_bootstrap){0}; /* so that the caller may close it after a failure */
     TRY(READ_SIZED(&tcp, theirs, size, "epic_tcp"));
     TRY(check_tcp(&tcp));
     if (tcp.address == NULL) tcp.address = "127.0.0.1";

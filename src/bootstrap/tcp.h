@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* How a TCP bootstrap begins: rank 0 listens and accepts, the others connect.  Afterwards rank 0
- * has a link to every other rank, and they have one to rank 0.
+/* The steps that open a TCP bootstrap: rank 0 listens and accepts, the other ranks connect.
+ * Afterwards rank 0 has a link to every other rank, and each of them has one to rank 0.
  *
- * `tcp` is checked and has every default filled in; `limit` is that of the whole
- * bootstrap. */
+ * In all functions `tcp` is checked and has every default filled in, and `limit` is the time
+ * limit of the whole bootstrap. */
 #ifndef EPIC_TCP_H
 #define EPIC_TCP_H
 
@@ -14,6 +14,7 @@
 
 #define TCP_MAX_ENDPOINTS 8
 
+/* A socket address to listen on or to connect to. */
 typedef struct epic_endpoint {
     struct sockaddr_storage address;
     socklen_t bytes;
@@ -24,33 +25,34 @@ typedef struct epic_endpoints {
     int count;
 } epic_endpoints;
 
-/* The addresses that tcp->address stands for; freeaddrinfo them.  Errors: EPIC_EINVAL,
- * EPIC_ETIMEOUT (no name server answered), EPIC_EDEVICE. */
+/* Resolves tcp->address.  The caller frees *out with freeaddrinfo().  Errors: EPIC_EINVAL,
+ * EPIC_ETIMEOUT (no name server answered), EPIC_EDEVICE (no descriptor), EPIC_ENOMEM. */
 epic_result epic_tcp_resolve(struct addrinfo **out, const epic_tcp *tcp, time_limit *limit);
 
-/* Where to listen, or to connect to: those, or loopback in place of this host's where there is no
- * secret.  Errors: as above; EPIC_EINVAL also where another host would take a secret. */
+/* Finds the endpoints to listen on or to connect to.  Without a secret, loopback replaces the
+ * addresses of this host.  Errors: those of epic_tcp_resolve(); EPIC_EINVAL if the address is
+ * another host's and there is no secret. */
 epic_result epic_tcp_endpoints(epic_endpoints *out, const epic_tcp *tcp, time_limit *limit);
 
-/* Listens on those of them that are this host's.  Errors: EPIC_EINVAL (none is), EPIC_EDEVICE
- * (the port is taken). */
+/* Listens on those endpoints that belong to this host.  Errors: EPIC_EINVAL (none does),
+ * EPIC_EDEVICE (the port is in use). */
 epic_result epic_tcp_listen(int listeners[TCP_MAX_ENDPOINTS], int *num_listeners,
                             const epic_tcp *tcp, time_limit *limit);
 
-/* Rank 0.  links[r], for r from 1 to num_ranks - 1, come out connected; on failure every rank
- * that came was told why, and nothing is left open. */
+/* Accepts all ranks on rank 0.  On success links[r] is connected for r from 1 to num_ranks - 1.
+ * On failure every rank that came gets the reason, and no link stays open. */
 epic_result epic_tcp_accept(epic_link *links, const epic_tcp *tcp, const epic_secret *secret,
                             time_limit *limit);
 
-/* The other ranks. */
+/* Connects any other rank to rank 0. */
 epic_result epic_tcp_connect(epic_link *out, const epic_tcp *tcp, const epic_secret *secret,
                              time_limit *limit);
 
-/* Shortens rank 0's limit so that its answer reaches a peer in time, which has said that it waits
- * for left_ms milliseconds more. */
+/* Shortens rank 0's limit so that its answer, which may be an error, reaches a peer that gives
+ * up in left_ms milliseconds. */
 void epic_tcp_answer_earlier(time_limit *limit, uint32_t left_ms);
 
-/* What a rank says that got no socket of its own: EPIC_EDEVICE. */
+/* Fails with EPIC_EDEVICE because this rank cannot open a socket; `wrong` is the errno. */
 epic_result epic_tcp_no_socket(int wrong);
 
 #endif

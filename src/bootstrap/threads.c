@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Bootstraps of threads of one process: one hub that every rank's epic_bootstrap shares. */
+/* Bootstraps of threads of one process.  All ranks share one hub.  In a gather each rank leaves
+ * its pointers there and waits; the last rank to arrive copies the bytes for all. */
 #include <errno.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -11,10 +12,11 @@
 
 typedef struct hub hub;
 
+/* The seat of one rank; the `self` of its epic_bootstrap. */
 typedef struct member {
     hub *hub;
     int32_t rank;
-    bool arrived; /* waits in the gather that is going on; the next three are its arguments */
+    bool arrived; /* waits in the current gather; the next three are its arguments */
     const void *mine;
     char *all;
     size_t bytes;
@@ -24,18 +26,18 @@ struct hub {
     pthread_mutex_t mutex; /* guards everything below */
     pthread_cond_t changed;
     int32_t num_ranks;
-    int32_t num_open; /* guests that have not closed; the last one frees the hub */
+    int32_t num_open; /* members that have not closed; the last one frees the hub */
     int32_t num_arrived;
-    int32_t num_twice; /* calls of a rank whose call was under way */
+    int32_t num_twice; /* calls of a rank that another thread already made */
     uint32_t timeout_ms;
-    uint64_t finished;  /* gathers */
+    uint64_t finished;  /* number of finished gathers */
     epic_result broken; /* EPIC_OK, or what every later gather returns */
     char sentence[512];
-    bool *gone; /* [num_ranks] */
+    bool *gone; /* [num_ranks]: ranks that have closed */
     member members[];
 };
 
-/* Breaks the hub with the sentence that this thread just failed with. */
+/* Breaks the hub with this thread's last error. */
 static epic_result break_hub(hub *h, epic_result result)
 {
     h->broken = result;
@@ -49,8 +51,8 @@ static epic_result fail_again(const hub *h)
     return epic_fail(h->broken, "%s", h->sentence);
 }
 
-/* Breaks the hub because ranks have closed.  Leaves epic_error of this thread alone: it may be
- * the one that closes, after a failure that its caller has yet to read. */
+/* Breaks the hub because ranks have closed.  It does not change epic_error() of this thread:
+ * the caller may close after a failure whose error it has not read yet. */
 static void break_gone(hub *h)
 {
     char names[256];
@@ -69,15 +71,16 @@ static epic_result check_bytes(hub *h, const member *m)
         if (!other->arrived || other->bytes == m->bytes) continue;
         return break_hub(h,
                          epic_fail(EPIC_EMISMATCH,
-                                   "gather %llu: rank %d brings %zu bytes and rank %d brings "
-                                   "%zu: all ranks bring equally many",
-                                   (unsigned long long)h->finished + 1, r, other->bytes,
-                                   m->rank, m->bytes));
+                                   "gather %llu: bytes is %zu on rank %d and %zu on rank %d: "
+                                   "must be equal on all ranks",
+                                   (unsigned long long)h->finished + 1, other->bytes, r,
+                                   m->bytes, m->rank));
     }
     return EPIC_OK;
 }
 
-/* The last rank to arrive copies for everyone: nobody's buffer is read after its owner left. */
+/* Copies the bytes for all ranks, in the last rank to arrive.  So no buffer is read after its
+ * owner has returned. */
 static void finish_gather(hub *h)
 {
     for (int32_t to = 0; to < h->num_ranks; to++) {
@@ -106,24 +109,25 @@ static epic_result fail_late(hub *h)
                                   h->num_twice > 0 ? ", and another rank came twice" : ""));
 }
 
-/* Two threads use one rank's meet: the second is refused, and the gather goes on without it. */
+/* Fails the second of two threads that use one rank's bootstrap.  The gather continues without
+ * it. */
 static epic_result fail_twice(hub *h, const member *m)
 {
     h->num_twice++;
     return epic_fail(
         EPIC_EINVAL,
         "gather %llu: another thread is rank %d of this bootstrap of threads: each "
-        "thread needs the meet of its own rank",
+        "thread must use the bootstrap of its own rank",
         (unsigned long long)h->finished + 1, m->rank);
 }
 
-/* Returns with the mutex held, as it was called.  call: what the guest becomes. */
+/* Takes part in a gather with the arguments in `call`.  The mutex is held before and after. */
 static epic_result gather_locked(hub *h, member *m, const member *call)
 {
     if (h->broken == EPIC_OK && h->num_open < h->num_ranks) break_gone(h);
     if (h->broken != EPIC_OK) return fail_again(h);
     TRY(check_bytes(h, call));
-    /* hub and rank stay: a second thread of this rank may read them without the mutex. */
+    /* Not hub and rank, which a second thread of this rank may read without the mutex. */
     m->arrived = true;
     m->mine = call->mine;
     m->all = call->all;
@@ -205,7 +209,7 @@ epic_result epic_bootstrap_threads(epic_bootstrap *out, int32_t num_ranks, uint3
     hub *h = NULL;
     if (out == NULL) return epic_fail(EPIC_EINVAL, "out is NULL: pass an array of num_ranks");
     if (num_ranks < 1 || num_ranks > BOOTSTRAP_MAX_RANKS)
-        return epic_fail(EPIC_EINVAL, "num_ranks is %d: from 1 to %d", num_ranks,
+        return epic_fail(EPIC_EINVAL, "num_ranks is %d: must be from 1 to %d", num_ranks,
                          BOOTSTRAP_MAX_RANKS);
     TRY(open_hub(&h, num_ranks, timeout_ms));
     for (int32_t r = 0; r < num_ranks; r++) {

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The time limit of a wait in a bootstrap.
  *
- * A limit counts only the time in which this process ran: base/deadline.h says how a stop of the
- * process (SIGSTOP, a suspended machine) is noticed.  That needs a look at the limit before each
- * sleep, and short sleeps.  So every loop that waits has the same form:
+ * A limit counts only the time in which this process ran: base/deadline.h says how a stop of
+ * the process (SIGSTOP, a suspended machine) is noticed.  That needs a look at the limit before
+ * each sleep, and short sleeps.  So every loop that waits has the same form:
  *
  *     int ms = time_limit_look(limit);   how long the next sleep may take; 0: the limit has passed
  *     poll(..., ms);
@@ -30,8 +30,9 @@ static inline time_limit time_limit_begin(uint64_t ms, time_limit *outer)
     return (time_limit){.own = deadline_begin_ms(ms), .outer = outer};
 }
 
-/* Returns how many milliseconds the sleep that follows may take, at most TIME_LIMIT_LOOK_MS; 0 if
- * the limit has passed.  A limit starts anew if this process was stopped since the last look. */
+/* Returns how many milliseconds the sleep that follows may take, at most TIME_LIMIT_LOOK_MS; 0
+ * if the limit has passed.  A limit starts anew if this process was stopped since the last
+ * look. */
 static inline int time_limit_look(time_limit *limit)
 {
     uint64_t ns = TIME_LIMIT_LOOK_MS * 1000000ull;
@@ -43,8 +44,8 @@ static inline int time_limit_look(time_limit *limit)
     return (int)((ns + 999999) / 1000000);
 }
 
-/* Returns the milliseconds that are left, rounded up; 0 if the limit has passed.  This is no look: a stop since
- * the last look counts as time that has passed. */
+/* Returns the milliseconds that are left, rounded up; 0 if the limit has passed.  This is no
+ * look: a stop since the last look counts as time that has passed. */
 static inline uint32_t time_limit_left_ms(const time_limit *limit)
 {
     uint64_t ns = UINT32_MAX * 1000000ull;

@@ -14,7 +14,7 @@
  *                                               ascending k, packed to the front, then -1
  *   logical    [num_experts]                    with replicas alone: what each expert is one of
  *   expert_of  [num_experts]                    likewise: the id of each local expert
- */
+ * */
 #ifndef EPIC_DEVICE_LAYOUT_H
 #define EPIC_DEVICE_LAYOUT_H
 
@@ -112,8 +112,8 @@ device_plan_layout_of(int64_t num_ranks, int64_t max_tokens, int64_t num_experts
     return at;
 }
 
-/* Where the local experts of a FLAT plan begin, the tables of one with replicas, and where plans
- * end. */
+/* Where the local experts of a FLAT plan begin, the tables of one with replicas, and where
+ * plans end. */
 DEVICE_LAYOUT_BOTH static inline int64_t device_locals(const device_plan_layout *at)
 {
     return at->bytes;

@@ -11,8 +11,8 @@
 
 #define EXPERTS_TILE_ROWS 128
 
-/* Up to EXPERTS_TILE_ROWS rows of one slab.  The first `tokens` carry a token, the rest of `rows`
- * is padding. */
+/* Up to EXPERTS_TILE_ROWS rows of one slab.  The first `tokens` carry a token, the rest of
+ * `rows` is padding. */
 typedef struct slab_tile {
     int32_t row, expert, tokens, rows;
 } slab_tile;

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The products of a layer's gate on a device, few columns with long sums: how sums are cut so that a
- * whole GPU has work, what their parts take, and what tensor cores want of the larger ones
- * (experts/grouped_pieces.cu).  The same for the core, which tells the size, and for the backend. */
+/* The products of a layer's gate on a device, few columns with long sums: how sums are cut so
+ * that a whole GPU has work, what their parts take, and what tensor cores want of the larger
+ * ones (experts/grouped_pieces.cu).  The same for the core, which tells the size, and for the
+ * backend. */
 #ifndef EPIC_GATE_LAYOUT_H
 #define EPIC_GATE_LAYOUT_H
 
@@ -43,8 +44,8 @@ static inline int64_t gate_parts_bytes(int64_t tokens, int64_t block, int64_t hi
     return slices > 1 ? slices * lines * columns * (int64_t)sizeof(float) : 0;
 }
 
-/* Is a product of [lines, columns] over `depth` one for tensor cores?  The plain one's tiles are
- * whole; theirs take as long for any number of columns up to 85. */
+/* Is a product of [lines, columns] over `depth` one for tensor cores?  The plain one's tiles
+ * are whole; theirs take as long for any number of columns up to 85. */
 static inline bool gate_is_large(int64_t lines, int64_t columns, int64_t depth)
 {
     return gate_ceil(lines, EXPERTS_TILE_ROWS) * EXPERTS_TILE_ROWS *
@@ -68,8 +69,8 @@ static inline gate_pieces gate_pieces_of(int64_t tokens, int64_t lines, int64_t 
     return at;
 }
 
-/* The same for the gradient of x, both of whose factors are float32: bf16 [tokens, GATE_PAIRS, columns]
- * and [hidden, GATE_PAIRS, columns].  Its sums have no place: they are rows. */
+/* The same for the gradient of x, both of whose factors are float32: bf16 [tokens, GATE_PAIRS,
+ * columns] and [hidden, GATE_PAIRS, columns].  Its sums have no place: they are rows. */
 typedef struct gate_pairs {
     int64_t d_logits, weights, end;
 } gate_pairs;
@@ -83,7 +84,8 @@ static inline gate_pairs gate_pairs_of(int64_t tokens, int64_t hidden, int64_t c
     return at;
 }
 
-/* Of the workspace: the list of tiles, then the parts or the pieces; forward's of all tokens. */
+/* Of the workspace: the list of tiles, then the parts or the pieces; forward's of all
+ * tokens. */
 static inline int64_t gate_bytes(int64_t tokens, int64_t block, int64_t hidden, int64_t columns,
                                  bool backward)
 {

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* INVARIANT(condition): what this library alone keeps true, whatever callers and peers bring.
- * Debug builds and the emulator's end the program where it does not hold; others do not look. */
+ * Debug builds and the emulator's end the program where it does not hold; others do not
+ * look. */
 #ifndef EPIC_INVARIANT_H
 #define EPIC_INVARIANT_H
 

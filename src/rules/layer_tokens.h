@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The tokens of a layer on a device, beside the experts that they are sent to: the shared expert's
- * gate, and zero-experts, whose ids are num_experts and up. */
+/* The tokens of a layer on a device, beside the experts that they are sent to: the shared
+ * expert's gate, and zero-experts, whose ids are num_experts and up. */
 #ifndef EPIC_LAYER_TOKENS_H
 #define EPIC_LAYER_TOKENS_H
 
@@ -20,8 +20,8 @@ typedef struct layer_tokens {
     float *d_shared_weights;    /* backward: [num_tokens] */
 } layer_tokens;
 
-/* to = a + b + what zero-experts give (of x; backward, of d_out) + backward, the gradient through
- * the shared expert's gate.  to may be a. */
+/* to = a + b + what zero-experts give (of x; backward, of d_out) + backward, the gradient
+ * through the shared expert's gate.  to may be a. */
 typedef struct layer_rows {
     void *to;
     const void *a, *b; /* NULL: none */

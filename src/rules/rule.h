@@ -30,8 +30,8 @@ RULE bool router_on_logits(const epic_router *r, bool has_bias)
            (!has_bias && (r->num_groups == 0 || r->group_score == EPIC_GROUP_MAX));
 }
 
-/* What becomes of experts of groups not kept, EPIC_OTHERS_OUT?  On logits that stand for scores,
- * too: scores are above 0, so the others never win. */
+/* What becomes of experts of groups not kept, EPIC_OTHERS_OUT?  On logits that stand for
+ * scores, too: scores are above 0, so the others never win. */
 RULE bool router_others_out(const epic_router *r, bool on_logits)
 {
     return r->group_others == EPIC_OTHERS_OUT || (on_logits && r->score != EPIC_SCORE_LOGITS);

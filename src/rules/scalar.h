@@ -2,9 +2,9 @@
 /* The few functions of one number that scores are made of.
  *
  * In float32 they are additions, products and quotients only, in a fixed order and never
- * contracted, so that every compiler and every device gets the same bits, and with them the same
- * choice of experts (kernels/cuda includes them too).  Their error is below 2 units in the last place.  In float64, where only
- * gradients are checked, they are the C library's. */
+ * contracted, so that every compiler and every device gets the same bits, and with them the
+ * same choice of experts (kernels/cuda includes them too).  Their error is below 2 units in the
+ * last place.  In float64, where only gradients are checked, they are the C library's. */
 #ifndef EPIC_SCALAR_H
 #define EPIC_SCALAR_H
 

@@ -113,7 +113,7 @@ static const row rows[] = {
     /* two that differ */
     {"RANK=0 WORLD_SIZE=1 OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=4",
      EPIC_EINVAL,
-     {"WORLD_SIZE is 1", "OMPI_COMM_WORLD_SIZE is 4", "Unset"}},
+     {"WORLD_SIZE is 1", "OMPI_COMM_WORLD_SIZE is 4", "unset"}},
     {"RANK=0 WORLD_SIZE=1 PMIX_RANK=1", EPIC_EINVAL, {"WORLD_SIZE is 1", "PMIX_RANK is 1"}},
     {"RANK=0 WORLD_SIZE=1 SLURM_PROCID=0 SLURM_STEP_ID=0 SLURM_NTASKS=2",
      EPIC_EINVAL,

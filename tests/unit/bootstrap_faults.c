@@ -47,20 +47,19 @@ static void test_differences(void)
                           .timeout_ms = 10000};
     run(&counts);
     for (int r = 0; r < 4; r++)
-        expect(&counts, r, EPIC_EMISMATCH, "rank 2 says that there are 3 ranks",
-               "rank 0 says 4");
+        expect(&counts, r, EPIC_EMISMATCH, "num_ranks is 4 on rank 0", "3 on rank 2");
 
     const trial version = {
         .name = "version", .num_ranks = 3, .rank = odd_version, .odd = 2, .timeout_ms = 10000};
     run(&version);
     for (int r = 0; r < 2; r++)
-        expect(&version, r, EPIC_EMISMATCH, "rank 2 meets with protocol version 99",
-               "rank 0 with 2");
+        expect(&version, r, EPIC_EMISMATCH, "rank 2 has bootstrap protocol version 99",
+               "rank 0 has 2");
 
     const trial zero = {
         .name = "version of 0", .num_ranks = 2, .rank = zero_of_version, .timeout_ms = 10000};
     run(&zero);
-    expect(&zero, 1, EPIC_EMISMATCH, "version 2", "rank 0 with 99");
+    expect(&zero, 1, EPIC_EMISMATCH, "version 2", "rank 0 has 99");
 }
 
 /* ---------------------------------------------------------- lost, late, different ---- */
@@ -212,7 +211,7 @@ static void test_lengths(void)
     const trial small = {"lengths", 4, other_bytes, NULL, NULL, NULL, NULL, 10000, 2, 16, 0};
     run(&small);
     for (int r = 0; r < 4; r++)
-        expect(&small, r, EPIC_EMISMATCH, "rank 2 brings 24 bytes", "rank 0 brings 16");
+        expect(&small, r, EPIC_EMISMATCH, "24 on rank 2", "16 on rank 0");
 
     const trial big = {"lengths, 4 MiB", 4, other_bytes, NULL, NULL, NULL, NULL, 10000, 2,
                        4 << 20,          0};
@@ -223,7 +222,7 @@ static void test_lengths(void)
                         NULL,           10000, 0,           16,   0};
     run(&zero);
     for (int r = 0; r < 3; r++)
-        expect(&zero, r, EPIC_EMISMATCH, "brings 16", "rank 0 brings 24");
+        expect(&zero, r, EPIC_EMISMATCH, "bytes is 16 on rank", "24 on rank 0");
 }
 
 int main(void)

@@ -196,7 +196,7 @@ static void test_other_host(void)
                           .num_ranks = 2,
                           .port = 29999,
                           .timeout_ms = 60000};
-    expect(&tcp, EPIC_EINVAL, "Set the same EPIC_SECRET (tcp.secret) on all ranks", 0);
+    expect(&tcp, EPIC_EINVAL, "set the same EPIC_SECRET (tcp.secret) on all ranks", 0);
 }
 
 static void test_dead_servers(void)
@@ -226,7 +226,7 @@ static void test_silence(void)
     close(holder);
 }
 
-/* A rank 0 that lets us in and then says nothing any more. */
+/* Plays a rank 0 that admits the rank and then sends nothing. */
 static void *let_in(void *self)
 {
     const int listener = *(const int *)self;

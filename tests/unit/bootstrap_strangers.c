@@ -141,7 +141,7 @@ static void test_duplicate(void)
     const trial t = {"rank 1 twice", 4, rank_twice, NULL, NULL, NULL, NULL, 10000, 3, 40, 5};
     run(&t);
     for (int r = 0; r < 3; r++) expect(&t, r, EPIC_OK, NULL, NULL);
-    expect(&t, 3, EPIC_EINVAL, "rank 1 is already in the bootstrap", NULL);
+    expect(&t, 3, EPIC_EINVAL, "rank 1 has joined already", NULL);
 }
 
 /* The odd rank takes rank 1's place; noise of strangers comes after it. */
@@ -165,7 +165,7 @@ static void make_noise_later(const trial *t, uint32_t port)
 /* Ranks that wait for one that came with another's number hear of that. */
 static void test_taken(void)
 {
-    const char *cause = "another process came as rank 1, which was there already";
+    const char *cause = "another process connected as rank 1, which had joined already";
     const trial t = {"no rank 2, rank 1 twice",
                      3,
                      rank_of_another,
@@ -180,7 +180,7 @@ static void test_taken(void)
     run(&t);
     for (int r = 0; r < 2; r++)
         expect(&t, r, EPIC_ETIMEOUT, "rank 2 did not come to rank 0", cause);
-    expect(&t, 2, EPIC_EINVAL, "rank 1 is already in the bootstrap", NULL);
+    expect(&t, 2, EPIC_EINVAL, "rank 1 has joined already", NULL);
 }
 
 /* --------------------------------------------------------------- words for a terminal ---- */

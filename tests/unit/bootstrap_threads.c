@@ -249,7 +249,7 @@ int main(void)
          .bytes = 16,
          .odd_is_longer = true,
          .result = EPIC_EMISMATCH,
-         .words = {"rank 3 brings 24", "brings 16"}},
+         .words = {"24 on rank 3", "16 on rank"}},
     };
     for (size_t i = 0; i < sizeof trials / sizeof *trials; i++) run(&trials[i]);
     check_twice(true);
