@@ -188,6 +188,10 @@ static void try_others(part *t, epic_context *ctx, const epic_config *config)
     refuse(epic_moe_forward(NULL, &c.forward), FORWARD, "ctx", "NULL");
     refuse(epic_moe_forward(ctx, NULL), FORWARD, "args", "NULL");
     refuse(epic_moe_forward_v1(ctx, &c.forward, 0), FORWARD, "args", "0");
+    epic_moe_memory_info open, closed;
+    CHECK(epic_moe_memory(ctx, NULL, &c.moe, &open) == EPIC_OK, "%s", epic_error(NULL));
+    CHECK(epic_moe_memory(NULL, config, &c.moe, &closed) == EPIC_OK, "%s", epic_error(NULL));
+    CHECK(!memcmp(&open, &closed, sizeof open), "context and configuration differ");
     refuse(
         epic_moe_memory_v1(NULL, NULL, 0, &c.moe, sizeof c.moe, &t->memory, sizeof t->memory),
         MEMORY, "config", "");
