@@ -344,9 +344,9 @@ typedef struct epic_config {
 } epic_config;
 
 /* Opens this rank's context.  If bootstrap is NULL, epic_open uses config.native (by
- * epic_bootstrap_mpi) or else the environment (by epic_bootstrap_env), and opens a group of one
- * rank if the environment names no group.  *out is NULL only after EPIC_ENOMEM.  After any
- * other error it is a context that epic_error, epic_failure and epic_close accept.  If the
+ * epic_bootstrap_mpi), or else the environment (by epic_bootstrap_env). If the environment
+ * names no group, it opens a group of one rank.  *out is NULL only after EPIC_ENOMEM.  After
+ * any other error it is a context that epic_error, epic_failure and epic_close accept.  If the
  * ranks pass different configurations or versions, or a num_ranks that is not the bootstrap's,
  * all of them get EPIC_EMISMATCH.
  * Errors:  EPIC_EINVAL, EPIC_ENOMEM, EPIC_ENOTSUP, EPIC_ETIMEOUT, EPIC_EDEVICE, EPIC_EMISMATCH,
@@ -765,9 +765,9 @@ static inline epic_result epic_sum_replicas(epic_context *ctx,
  * (and without a context) their errors are class (a), also for ids found in arrays: nothing has
  * been written then.
  *
- * On a CUDA context arrays, workspace, losses and d_loss are on its device, and results have
- * the host's bits, except that losses may differ in the last one.  An id out of range counts
- * there as no expert, without an error.  At most 4096 experts, and no F64 logits. */
+ * On a CUDA context arrays, workspace, losses and d_loss are on its device. Results have the
+ * host's bits, except that losses may differ in the last one.  An id out of range counts there
+ * as no expert, without an error.  At most 4096 experts, and no F64 logits. */
 
 /* The score of an expert, from the logits z of one token. */
 typedef enum epic_score {
@@ -863,8 +863,8 @@ typedef struct epic_router_args {
 
 /* Chooses top_k experts for each token, best first, and computes their weights, in float32 (F64
  * logits: float64).  A tie goes to the lower id; a NaN is chosen last.  If only scores decide
- * (no bias, no sum over a group), the choice is made on the logits, which have the same order
- * as the scores and do not underflow.  If the chosen scores add up to 0, the weights are 0, not
+ * (no bias, no sum over a group), the choice is made on the logits. They have the same order as
+ * the scores and do not underflow.  If the chosen scores add up to 0, the weights are 0, not
  * NaN. EPIC_WEIGHT_SPARSEMIXER is the inference rule of Phi-3.5-MoE: it draws nothing at
  * random.
  * Errors:  (a) EPIC_EINVAL; EPIC_ENOTSUP on CUDA contexts.
@@ -1457,13 +1457,14 @@ typedef struct epic_tcp {
 
 /* Makes a bootstrap over TCP; rank 0 listens.  `address` must be an address of rank 0's host.
  *
- * With a secret rank 0 listens on that address, or on every address of its host if the host's
- * own name resolves to a loopback address there, as Debian configures it.  A process that does
- * not know the secret cannot take the place of a rank.  It can make the bootstrap fail only by
- * cutting connections or by occupying the port.  Without a secret rank 0 listens on loopback,
- * because nothing else keeps strangers out, so all ranks must be processes of one host.  A rank
- * of another host gets an error at once that asks for a secret.  Connections of strangers are
- * refused, and the bootstrap goes on.  docs/guide/security.md describes what a secret protects.
+ * With a secret rank 0 listens on that address. It listens on every address of its host if the
+ * host's own name resolves to a loopback address there, as Debian configures it.  A process
+ * that does not know the secret cannot take the place of a rank.  It can make the bootstrap
+ * fail only by cutting connections or by occupying the port.  Without a secret rank 0 listens
+ * on loopback, because nothing else keeps strangers out, so all ranks must be processes of one
+ * host.  A rank of another host gets an error at once that asks for a secret.  Connections of
+ * strangers are refused, and the bootstrap goes on.  docs/guide/security.md describes what a
+ * secret protects.
  * Errors:  EPIC_EINVAL, EPIC_ETIMEOUT (names the ranks that are missing), EPIC_EPEER,
  *          EPIC_EDEVICE, EPIC_ENOTSUP (a secret without libcrypto).  epic_error(NULL) returns
  *          the sentence.
@@ -1475,9 +1476,9 @@ static inline epic_result epic_bootstrap_tcp(epic_bootstrap *out, const epic_tcp
  * rank if none of them is set.  Only rank 0's host and a port are needed: MASTER_ADDR and
  * MASTER_PORT. Without MASTER_ADDR, launchers of MPI ranks mean this host; tasks of srun find
  * both by themselves. If a variable shows that there are several ranks, the result is never a
- * group of one.  It is EPIC_EINVAL if the number of ranks is unknown, if two launchers
- * contradict each other, or in a batch script or shell of Slurm with several tasks but without
- * srun.  RANK=0 WORLD_SIZE=1 asks for a group of one rank.
+ * group of one.  It is EPIC_EINVAL if the number of ranks is unknown or if two launchers
+ * contradict each other. It is also EPIC_EINVAL in a batch script or shell of Slurm with
+ * several tasks but without srun.  RANK=0 WORLD_SIZE=1 asks for a group of one rank.
  * Errors:  those of epic_bootstrap_tcp.
  * Threads: collective.
  * CUDA:    no difference. */
