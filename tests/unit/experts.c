@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The grouped MLP of the experts against plain float64 loops over tokens; gradients against
- * central differences of those loops. */
+/* Compares the experts' grouped MLP with plain float64 loops over tokens, and its gradients
+ * with central differences of those loops. */
 #include "experts/onednn.h"
 #include "oracles/experts_oracle.h"
 
-/* Every activation, gate, weighting and bias in float64, at several alignments. */
+/* Tests every activation, gate, weighting and bias in float64, at several alignments. */
 static void test_combinations(void)
 {
     static const int alignments[] = {1, 16, 128};
@@ -31,8 +31,8 @@ static void test_combinations(void)
                 }
 }
 
-/* Every pair of types; the default limit and alpha of the clamped swiglu too.  By oneDNN what lies
- * between the two products of BF16 is rounded to it. */
+/* Tests every pair of types, and the default limit and alpha of clamped SwiGLU. With oneDNN,
+ * activations of BF16 are rounded to BF16. */
 static void test_types(void)
 {
     static const struct {
@@ -62,8 +62,8 @@ static void test_types(void)
         }
 }
 
-/* What is clamped has no gradient at all; what lies on the limit has all of it.  One number of
- * each kind, hidden and inner 1, so that the products are exact. */
+/* Tests that clamped numbers have gradient 0 and numbers on the limit the full gradient.
+ * hidden and inner are 1, so the products are exact. */
 static void test_limit(uint32_t activation, uint32_t type)
 {
     static const double numbers[] = {-3, -2.5, -2, -1, 2, 2.5, 3}; /* the limit is 2.5 */
@@ -103,7 +103,7 @@ static void test_limit(uint32_t activation, uint32_t type)
         }
 }
 
-/* One expert has nearly all. */
+/* Tests slabs of which one has nearly all tokens. */
 static void test_skewed(void)
 {
     static const int32_t skewed[5] = {1, 0, 300, 0, 2};
@@ -119,7 +119,7 @@ static void test_skewed(void)
     free_problem(&p);
 }
 
-/* Weights so large that they are converted in several tiles, against the float64 path. */
+/* Tests weights that are converted in several tiles, against the float64 path. */
 static void test_tiles(void)
 {
     static const int32_t tokens[2] = {3, 2};
@@ -142,7 +142,7 @@ static void test_tiles(void)
     free_problem(&wide);
 }
 
-/* Weights multiplied in after the experts, as combine does, or early: the same. */
+/* Tests that weights applied by combine and weights applied early give the same result. */
 static void test_late_is_early(void)
 {
     epic_experts ex = {.num_local_experts = 4,
@@ -181,7 +181,8 @@ static void test_late_is_early(void)
     free_problem(&late);
 }
 
-/* An expert's results have the same bits alone and among others, elsewhere in the buffer. */
+/* Tests that an expert's results have the same bits alone and among others, elsewhere in the
+ * buffer. */
 static void test_slab_alone(uint32_t type)
 {
     static const int32_t crowd[4] = {37, 5, 83, 0}, alone[1] = {83};
@@ -215,7 +216,7 @@ static void test_slab_alone(uint32_t type)
     free_problem(&b);
 }
 
-/* Added to what is there; an expert with no token adds nothing. */
+/* Tests EPIC_ACCUMULATE. An expert without tokens adds nothing. */
 static void test_accumulate(void)
 {
     const epic_experts ex = {
@@ -240,7 +241,7 @@ static void test_accumulate(void)
     free_problem(&p);
 }
 
-/* Nothing anywhere: arrays may be NULL, weight gradients are zeros. */
+/* Tests calls without slots: arrays may be NULL, weight gradients are zeros. */
 static void test_nothing(void)
 {
     static const int32_t none[2] = {0, 0};
@@ -258,7 +259,7 @@ static void test_nothing(void)
     CHECK(d_w_down[0] == 0 && d_w_down[23] == 0, "not cleared");
 }
 
-/* usage: experts [a file with a oneDNN, which is taken whatever the processor] */
+/* usage: experts [file of a oneDNN to load on any processor] */
 int main(int argc, char **argv)
 {
     if (argc > 1 && !onednn_load_file(argv[1])) {

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Experts and calls of them that are refused, each with a sentence that names what is wrong. */
+/* Tests experts and calls that are refused, each with a sentence that names the wrong
+ * argument. */
 #include "unit/experts_problem.h"
 
 static void refuse_experts(epic_experts ex, const char *word)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Experts as their tests see them: slabs with padding and a poisoned tail, and every number twice,
- * as the library reads it and in float64. */
+/* Experts as their tests see them: slabs with padding and a tail of NaNs, and every number
+ * twice, as the library reads it and in float64. */
 #ifndef EXPERTS_PROBLEM_H
 #define EXPERTS_PROBLEM_H
 
@@ -124,7 +124,7 @@ static inline uint32_t gradient_type(const problem *p)
     return p->experts.row_type == EPIC_F64 ? EPIC_F64 : EPIC_F32;
 }
 
-/* Padding is zero, the tail is poison. */
+/* Lays an array out: zeros in padding, NaNs in the tail. */
 static inline void lay_out(problem *p, array *a, int64_t each)
 {
     int64_t slot = 0;
@@ -243,7 +243,7 @@ static inline epic_experts_backward_args backward_args(const problem *p)
     };
 }
 
-/* Results start as a pattern, so that what is not written shows. */
+/* Fills results with a pattern first, so that elements that are not written are noticed. */
 static inline void run(problem *p)
 {
     const epic_experts_args f = forward_args(p);
@@ -264,7 +264,7 @@ static inline void copy_numbers(array *to, const array *from, int64_t to_first,
     for (int64_t i = 0; i < n; i++) put(to, to_first + i, from->truth[from_first + i]);
 }
 
-/* The same numbers in another type. */
+/* Copies the numbers into another type. */
 static inline void copy_problem(problem *to, const problem *from)
 {
     copy_numbers(&to->x, &from->x, 0, 0, from->x.n);

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What multiplies matrices for the experts: the library that is loaded against plain loops, its
- * number of threads, and many threads that use it at once. */
+/* Tests the matrix products of the experts: the loaded library against plain loops, its
+ * number of threads, and use by many threads at once. */
 #include <dlfcn.h>
 #include <pthread.h>
 
 #include "experts/blas.h"
 #include "unit/experts_problem.h"
 
-/* What is loaded against plain loops, as they lie and transposed. */
+/* Compares the loaded library with plain loops, with and without transposition. */
 static void test_products(void)
 {
     for (int turn = 0; turn < 24; turn++) {
@@ -33,7 +33,7 @@ static void test_products(void)
     }
 }
 
-/* OpenBLAS has one thread inside, and afterwards what it had before. */
+/* Checks that OpenBLAS uses one thread inside, and as many as before afterwards. */
 static void test_num_threads(void)
 {
     void (*set)(int) = NULL;
@@ -63,7 +63,7 @@ static void *run_again(void *problem_of_thread)
     return NULL;
 }
 
-/* Many threads at once get the bits that one gets. */
+/* Checks that many threads at once get the bits that a single thread gets. */
 static void test_threads(void)
 {
     static const int32_t tokens[3] = {40, 0, 25};

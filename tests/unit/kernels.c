@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Sums and dot products of every variant of the host kernels against plain loops, bit for bit (any NaN
- * equals any NaN), and the loops against float64. */
+/* Compares sums and dot products of every variant of the host kernels with plain loops, bit
+ * for bit (any NaN equals any NaN), and these loops with float64. */
 #include "unit/kernels.h"
 
 /* -------------------------------------------------------------------------------- sums ---- */
@@ -55,7 +55,7 @@ static void check_near(const char *what, const void *const *rows, const float *w
     }
 }
 
-/* Rows to be summed, in sources. */
+/* Rows to sum. */
 typedef struct sum_case {
     const host_kernels *k;
     const void *rows[MAX_ROWS];
@@ -121,7 +121,7 @@ static void check_add(const sum_case *c, bool tolerance)
     if (tolerance) check_near("add (float64)", c->rows, NULL, c->num_rows, c->type, c->n, got);
 }
 
-/* Into one of the rows; out has the sum already. */
+/* Checks add() with `out` as one of the rows. */
 static void check_add_in_place(const sum_case *c)
 {
     if (c->type != c->out_type || c->num_rows == 0) return;
@@ -159,7 +159,7 @@ static void check_scale(const host_kernels *k, epic_type type, kind kind)
 
 /* -------------------------------------------------------------------------------- dot ---- */
 
-/* A term of a sum that may be absent; adds as float32 does, or as float64. */
+/* A term of a sum, which may be absent, in float32 or float64 arithmetic. */
 typedef struct term {
     bool there;
     double x;
@@ -188,7 +188,7 @@ static term true_block(const void *a, const void *b, epic_type type, int64_t at,
             t[i].there = true;
         }
     }
-    /* As the lanes of a warp would: everybody adds its neighbour at that distance. */
+    /* Adds like the lanes of a warp: each adds its neighbor at that distance. */
     for (int distance = 4; distance > 0; distance /= 2)
         for (int i = 0; i < 256; i++)
             if ((i & distance) == 0) t[i] = plus(t[i], t[i + distance], wide);

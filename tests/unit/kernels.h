@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the tests of the host kernels share.  The loops that they compare with decode by arithmetic and
- * round by searching all values of a type, so they share nothing with what they judge. */
+/* Shared by the tests of the host kernels. Their loops decode numbers by arithmetic and
+ * round by searching all values of a type, so they share no code with the kernels. */
 #ifndef EPIC_TEST_KERNELS_H
 #define EPIC_TEST_KERNELS_H
 
@@ -13,7 +13,7 @@
 
 #define MAX_N 5000
 #define MAX_ROWS 9
-#define SLACK 64 /* before and after every result: must stay as it was */
+#define SLACK 64 /* bytes before and after every result that must stay unchanged */
 #define CANARY 0xa5
 
 static int num_failures;
@@ -70,7 +70,8 @@ static inline uint32_t sign_of(const format *f)
     return 1u << (f->exponent_bits + f->mantissa_bits);
 }
 
-/* The value of a code without sign; for `infinity` itself what would come next. */
+/* Returns the value of a code without sign. For `infinity` it is the value that would follow
+ * the largest finite one. */
 static inline double size_of_code(const format *f, uint32_t code)
 {
     const int bias = (1 << (f->exponent_bits - 1)) - 1;
@@ -91,7 +92,7 @@ static inline double decode(const format *f, uint32_t code)
     return code & sign_of(f) ? -x : x;
 }
 
-/* The code nearest to x, by bisection over all of them; a tie goes to the even code. */
+/* Returns the code nearest to x, by bisection over all codes. A tie goes to the even code. */
 static inline uint32_t encode(const format *f, float x)
 {
     if (isnan(x)) return f->saturates ? f->infinity : f->infinity + 1;
@@ -200,7 +201,7 @@ static inline void buffer_clear(buffer *b)
     b->row = (char *)b->memory + SLACK + next_random() % 16;
 }
 
-/* Nothing but `bytes` bytes of the row have been written. */
+/* Checks that only `bytes` bytes of the row were written. */
 static inline bool buffer_kept(const buffer *b, int64_t bytes)
 {
     for (int64_t i = 1; i <= SLACK; i++)
@@ -228,7 +229,7 @@ static inline int64_t random_n(void)
     return (int64_t)((r >> 8) % (r % 16 == 1 ? MAX_N : 600));
 }
 
-/* Runs check on every variant; a program's result. */
+/* Runs check on every variant. Returns the program's exit status. */
 static inline int kernels_check(void (*check)(const host_kernels *))
 {
     const host_kernels *all[4];

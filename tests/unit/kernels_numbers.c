@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Quantizing, conversions of numbers and copies of every variant of the host kernels, bit for bit (any
- * NaN equals any NaN). */
+/* Tests quantization, conversions and copies of every variant of the host kernels, bit for
+ * bit (any NaN equals any NaN). */
 #include "unit/kernels.h"
 
 /* --------------------------------------------------------------------------- quantize ---- */
@@ -68,7 +68,7 @@ static void check_quantize(const host_kernels *k, epic_type type, kind kind, int
         fail(what, type, n, -1);
 }
 
-/* Blocks whose largest value sits where the scale changes. */
+/* Tests blocks whose largest value is where the scale changes. */
 static void check_scale_edges(const host_kernels *k)
 {
     for (int exponent = -149; exponent <= 127; exponent++)
@@ -100,7 +100,8 @@ static void check_narrow(const host_kernels *k, const format *f, float x)
     if (isnan(x) && f->type == EPIC_E4M3 && code != 0x7f) fail("NaN", f->type, code, 0);
 }
 
-/* Every code, the middle to the next and its two neighbours. */
+/* Tests every code, the middle between it and the next one, and the neighbors of that
+ * middle. */
 static void check_format(const host_kernels *k, const format *f)
 {
     for (uint32_t code = 0; code < 2 * sign_of(f); code++) {

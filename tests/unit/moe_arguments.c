@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Wrong arguments of the whole layer: refused with a sentence that names the argument and its
- * value, with nothing written and nothing told to the peers, who meet the right call later. */
+/* Tests that wrong arguments of the layer are refused with a sentence that names the
+ * argument and its value. Nothing is written or sent, so the peers' next correct call
+ * succeeds. */
 #include <pthread.h>
 
 #include "unit/moe_layer.h"
@@ -8,7 +9,7 @@
 #define TOKENS 4
 #define HIDDEN 6
 
-/* The structs of one call, to be spoilt. */
+/* The structs of one call. Tests set one field of them to a wrong value. */
 typedef struct call {
     epic_config config;
     epic_moe_args forward;
@@ -22,9 +23,10 @@ typedef struct call {
 
 enum { MEMORY = 1, FORWARD = 2, BACKWARD = 4, CALLS = FORWARD | BACKWARD, ALL = 7 };
 
-/* The field at this place becomes `value`; the sentence has both words. */
+/* One wrong argument: the field at this offset gets `value`, and the error must contain both
+ * words. */
 typedef struct wrong {
-    int of; /* which calls have it */
+    int of; /* the calls that have this field */
     size_t at, bytes;
     uint64_t value;
     const char *word, *other;
@@ -133,7 +135,7 @@ static const wrong table[] = {
 
 #define NUM_WRONG (sizeof table / sizeof *table)
 
-/* Own copies of all structs, which point at each other. */
+/* Makes copies of all structs that point at each other. */
 static void copy_call(call *c, const part *t, const epic_config *config)
 {
     *c = (call){.config = *config,
@@ -180,7 +182,7 @@ static void try_table(const part *t, int which, epic_context *ctx, const epic_co
     }
 }
 
-/* What does not fit into the table. */
+/* Tests wrong arguments that the table cannot describe. */
 static void try_others(part *t, epic_context *ctx, const epic_config *config)
 {
     call c;
@@ -225,7 +227,7 @@ static void try_others(part *t, epic_context *ctx, const epic_config *config)
     refuse(make_call(&c, FORWARD, ctx), FORWARD, "token_ids is not NULL", "table is NULL");
 }
 
-/* A gate of a shared expert that there is not. */
+/* Passes a gate of the shared expert to a layer without one. */
 static void try_shared_gate(part *t, epic_context *ctx, const epic_config *config)
 {
     call c;
@@ -282,7 +284,8 @@ static void work(void *what, int rank, epic_context *ctx, const epic_config *con
     part_free(t);
 }
 
-/* Rank 0 cannot make its call; rank 1 is told why, at once, although it waits already. */
+/* Rank 0 aborts because its call is wrong. Rank 1, which already waits, returns at once with
+ * the reason. */
 static void abandon(void *what, int rank, epic_context *ctx, const epic_config *config)
 {
     part *t = part_make(what, rank, config, 11);

@@ -88,7 +88,7 @@ int main(int argc, char **argv)
     }
     int failed = 0;
     const char *const cores[] = {NULL, "HASWELL"};
-    const int num_cores = PATIENCE > 1 ? 1 : 2; /* the BLAS is not what sanitizers see */
+    const int num_cores = PATIENCE > 1 ? 1 : 2; /* sanitizers do not instrument the BLAS */
     for (int i = 0; i < num_cores; i++) {
         failed += start("/proc/self/exe", "threads", cores[i]);
         failed += start("/proc/self/exe", "processes", cores[i]);

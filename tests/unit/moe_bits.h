@@ -7,7 +7,7 @@
 
 #define LEAVES 8
 #ifndef MOST_NUMBERS
-#define MOST_NUMBERS (1 << 15) /* of an expert's matrix; keeps a case within milliseconds */
+#define MOST_NUMBERS (1 << 15) /* of an expert's matrix; a case then takes milliseconds */
 #endif
 
 /* --------------------------------------------------------------------- random layers ---- */
@@ -30,8 +30,8 @@ static inline void draw_router(problem *p, source *s)
     for (int i = 0; i < 96; i++) p->bias[i] = (float)between(s, -0.2, 0.2);
 }
 
-/* They are drawn from a source of their own.  Where blocks of experts change places, gradients of
- * replicas are compared one by one. */
+/* Draws replicas from a random source of its own. If blocks of experts change places,
+ * gradients of replicas are compared one by one. */
 static inline void draw_replicas(problem *p, uint32_t seed)
 {
     source s = source_of(seed + 2000000);
@@ -64,7 +64,8 @@ static inline void draw_experts(problem *p, source *s)
     p->shared.weighting = EPIC_WEIGHT_LATE;
 }
 
-/* What tensor cores take: rows and weights of one type of 16 bits, in multiples of so many numbers. */
+/* Makes a layer that tensor cores can compute: rows and weights of one 16-bit type, sizes a
+ * multiple of `multiple`. */
 static inline void even_out(epic_experts *e, uint32_t multiple)
 {
     e->hidden = multiple * (1 + e->hidden % 8);
@@ -125,7 +126,7 @@ static inline problem draw(uint32_t seed)
     return draw_of(seed, 1);
 }
 
-/* The same layer over so many ranks, whose blocks of experts may be anywhere. */
+/* Returns the same layer over this many ranks, with blocks of experts on any rank. */
 static inline problem spread(const problem *one, int num_ranks, uint32_t seed)
 {
     source s = source_of(seed + 1000u * (uint32_t)num_ranks);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the whole layer does about bad data: the same error and sentence on every rank, outputs of
- * zeros, and a group that goes on. */
+/* Tests what the layer does about invalid data: every rank returns the same error and
+ * sentence, outputs are zeros, and the group stays usable. */
 #include <pthread.h>
 
 #include "api/config.h"
@@ -40,7 +40,7 @@ static void check_forward(failing *f, part *t, epic_context *ctx)
           epic_error(ctx));
 }
 
-/* Forward and backward as they should be, on the same context. */
+/* Runs correct forward and backward calls on the same context. */
 static void go_on(const problem *p, int rank, epic_context *ctx, const epic_config *config)
 {
     part *t = part_make(p, rank, config, 1);
@@ -92,7 +92,8 @@ static void unequal(void *what, int rank, epic_context *ctx, const epic_config *
     go_on(&f->p, rank, ctx, config);
 }
 
-/* Where saved memory has the number of all ranks' tokens; -1: forward failed. */
+/* Returns the address in `saved` of the number of all ranks' tokens; -1 there: forward
+ * failed. */
 static int64_t *moe_total(const part *t, const epic_config *config)
 {
     moe_job j = {0};
@@ -102,7 +103,7 @@ static int64_t *moe_total(const part *t, const epic_config *config)
     return j.saved.total_tokens;
 }
 
-/* A byte of one rank's plan is lost between forward and backward. */
+/* Damages a byte of one rank's plan between forward and backward. */
 static void damaged(void *what, int rank, epic_context *ctx, const epic_config *config)
 {
     failing *f = what;
@@ -122,7 +123,7 @@ static void damaged(void *what, int rank, epic_context *ctx, const epic_config *
     go_on(&f->p, rank, ctx, config);
 }
 
-/* What EPIC_PLANNED begins with must be what epic_moe_plan left. */
+/* With EPIC_PLANNED, `saved` must begin with what epic_moe_plan left there. */
 static void not_planned(void *what, int rank, epic_context *ctx, const epic_config *config)
 {
     failing *f = what;
@@ -139,7 +140,7 @@ static void not_planned(void *what, int rank, epic_context *ctx, const epic_conf
               strstr(epic_error(ctx), "EPIC_PLANNED"),
           "%s", epic_error(ctx));
     *total = right;
-    ((unsigned char *)t->saved)[40] ^= rank == 1; /* told to all by dispatch */
+    ((unsigned char *)t->saved)[40] ^= rank == 1; /* dispatch reports it on all ranks */
     note(f, rank, epic_moe_forward(ctx, &t->forward));
     CHECK(zeros(t->out, t->forward.out.num_rows * t->forward.out.row_bytes), "out of rank %d",
           rank);
@@ -151,7 +152,7 @@ static void not_planned(void *what, int rank, epic_context *ctx, const epic_conf
     go_on(&f->p, rank, ctx, config);
 }
 
-/* Token ids and a table for all ranks; rank 1 has an id, or an entry, that is none. */
+/* Passes token ids and a table on all ranks; rank 1 has an invalid id or entry. */
 static void bad_route(failing *f, int rank, epic_context *ctx, const epic_config *config,
                       int32_t id, int32_t entry)
 {
@@ -184,7 +185,7 @@ static void bad_table(void *what, int rank, epic_context *ctx, const epic_config
     bad_route(what, rank, ctx, config, 2, 6);
 }
 
-/* Where the parts of `saved` lie. */
+/* Returns the addresses of the parts of `saved`. */
 static moe_saved saved_of(const part *t, const epic_config *config)
 {
     epic_config whole;
@@ -196,7 +197,7 @@ static moe_saved saved_of(const part *t, const epic_config *config)
     return j.saved;
 }
 
-/* A number of rank 1's saved memory is another one than forward wrote, for one backward. */
+/* Changes one number in rank 1's saved memory for one backward call. */
 static void damage(failing *f, int rank, epic_context *ctx, const epic_config *config,
                    size_t part_at, size_t place, int32_t value)
 {
@@ -226,7 +227,7 @@ DAMAGE(damaged_count, expert_tokens, 1, -3)
 DAMAGE(damaged_choice, topk_idx, 3, 77)
 DAMAGE(damaged_total, total_tokens, 0, 5)
 
-/* Rank 1 never called forward with this memory. */
+/* Rank 1 calls backward with memory that forward never wrote. */
 static void no_forward(void *what, int rank, epic_context *ctx, const epic_config *config)
 {
     failing *f = what;
@@ -239,7 +240,7 @@ static void no_forward(void *what, int rank, epic_context *ctx, const epic_confi
     go_on(&f->p, rank, ctx, config);
 }
 
-/* The ranks bring layers of other sizes: nobody can go on. */
+/* The ranks' layers have different sizes, so every rank returns an error. */
 static void differ(void *what, int rank, epic_context *ctx, const epic_config *config)
 {
     failing *f = what;

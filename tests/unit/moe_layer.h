@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The part of a layer that one rank brings to the library, and teams of ranks.  A rank's own buffers
- * are malloc's, as long as they must be and not a byte longer, and poisoned with NaNs. */
+/* One rank's part of a layer, and teams of ranks that run it. A rank's buffers come from
+ * malloc, have exactly the necessary size, and are filled with NaNs. */
 #ifndef MOE_LAYER_H
 #define MOE_LAYER_H
 
@@ -62,7 +62,7 @@ static inline epic_config config_of(const problem *p)
                          .max_in_flight = 4};
 }
 
-/* Of an array by global expert, the rank's own ones: in, or, with `back`, out. */
+/* Copies this rank's experts of an array by global expert in, or, with `back`, out. */
 static inline void move_experts(const part *t, array *whole, void *mine, int which, bool back)
 {
     const size_t bytes = (size_t)(numbers_of(t->p, which) * convert_bytes(whole->type));
@@ -76,7 +76,7 @@ static inline void move_experts(const part *t, array *whole, void *mine, int whi
     }
 }
 
-/* Numbers of an array on this rank. */
+/* Returns how many numbers of an array this rank has. */
 static inline int64_t numbers_here(const part *t, int which)
 {
     if (which == X) return t->tokens * t->p->experts.hidden;
@@ -205,7 +205,7 @@ static inline void make_calls(part *t, uint64_t tag)
     if (p->wants_no_d_x) t->backward.d_x = (epic_rows){0};
 }
 
-/* Everything of one rank; `config` is the context's, as the size query wants it. */
+/* Makes everything that one rank needs. config: that of the context, for the size query. */
 static inline part *part_make(const problem *p, int rank, const epic_config *config,
                               uint64_t tag)
 {
@@ -239,8 +239,8 @@ static inline part *part_make(const problem *p, int rank, const epic_config *con
     return t;
 }
 
-/* With each of the flags that make a layer save less, exactly the bytes of the parts that the flag
- * leaves out are missing.  backend: where the layer runs. */
+/* Checks that each flag that makes a layer save less reduces saved_bytes by exactly the
+ * parts that it leaves out. backend: where the layer runs. */
 static inline void check_saved_on(const problem *p, const epic_config *config,
                                   const char *backend, uint32_t saved_type)
 {
@@ -275,7 +275,8 @@ static inline void check_saved_bytes(const problem *p, const epic_config *config
     if (real_type(p) != EPIC_F64) check_saved_on(p, config, "p2p", row_type(p));
 }
 
-/* Another workspace, poisoned: nothing may be kept there from one call to the next. */
+/* Replaces the workspace by another one full of NaNs, because calls must not keep anything
+ * there. */
 static inline void part_forget(part *t, int64_t bytes)
 {
     free(t->workspace);
@@ -283,7 +284,8 @@ static inline void part_forget(part *t, int64_t bytes)
     t->forward.workspace = t->backward.workspace = t->workspace;
 }
 
-/* Saved memory and workspace for what moe.capacity says now, with what was saved. */
+/* Allocates saved memory and workspace for the current moe.capacity, keeping the first
+ * `kept` bytes. */
 static inline void part_resize(part *t, int64_t kept)
 {
     CHECK(epic_moe_memory(NULL, &t->config, &t->moe, &t->memory) == EPIC_OK, "%s",
@@ -334,7 +336,7 @@ static inline epic_result part_backward(part *t, epic_context *ctx)
     return epic_moe_backward(ctx, &t->backward);
 }
 
-/* Gives every replica the sum of what all replicas of its logical expert have. */
+/* Replaces the gradient of every replica by the sum over the replicas of its logical expert. */
 static inline epic_result part_sum_replicas(part *t, epic_context *ctx)
 {
     for (int i = W_GATE_UP; i <= B_DOWN; i++) {
@@ -353,7 +355,7 @@ static inline epic_result part_sum_replicas(part *t, epic_context *ctx)
     return EPIC_OK;
 }
 
-/* The rank's results go to where all ranks' are. */
+/* Copies the rank's results to the results of all ranks. */
 static inline void part_tell(const part *t)
 {
     const problem *p = t->p;
@@ -438,7 +440,7 @@ static inline uint32_t free_port(void)
     return ntohs(at.sin_port);
 }
 
-/* Processes, on backend shm.  They write to shared memory alone. */
+/* Runs ranks as processes on backend shm. They write to shared memory only. */
 static inline void team_processes(rank_work *work, void *what, const epic_config *config)
 {
     const uint32_t port = free_port();

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Ranks whose layers have other options: each is noticed in the first call of a pass, on both
- * ranks, with a sentence that names the option and its two values.  What may differ is let be. */
+/* Tests ranks whose layers have different options. The first call of a pass returns an error
+ * on both ranks that names the option and its two values. Options that may differ cause no
+ * error. */
 #include <pthread.h>
 
 #include "moe/moe.h"
@@ -11,13 +12,13 @@
 
 typedef void change(problem *p);
 
-/* Which call sees the difference. */
+/* The call that must report the difference. */
 typedef enum when { FORWARD, PLAN, PLANNED, BACKWARD, PLAIN_PLAN, PLAIN_PLAN_DISPATCH } when;
 static const char *const when_names[] = {"forward",  "plan",      "planned forward",
                                          "backward", "epic_plan", "epic_plan_dispatch"};
 
 typedef struct differing {
-    problem p[RANKS]; /* as each rank sees the layer */
+    problem p[RANKS]; /* the layer as each rank describes it */
     when when;
     epic_result result[RANKS];
     char said[RANKS][512];
@@ -77,7 +78,7 @@ static epic_result plain_plan(const part *t, epic_context *ctx, bool dispatches)
     return result;
 }
 
-/* The first pass is with equal options where the difference is to come later. */
+/* Runs the passes. The first has equal options if a later call is to report the difference. */
 static void work(void *what, int rank, epic_context *ctx, const epic_config *config)
 {
     differing *d = what;
@@ -108,7 +109,7 @@ static void work(void *what, int rank, epic_context *ctx, const epic_config *con
     part_free(own);
 }
 
-/* words NULL: the ranks get on. */
+/* words NULL: all calls must succeed. */
 static void test(change *how, when at, const char *words)
 {
     static differing d;
@@ -189,7 +190,7 @@ static const struct {
     {again, "EPIC_DISPATCH_AGAIN is 0 on rank 0 and 1 on rank 1"},
     {by_caller, "EPIC_LOSS_BY_CALLER is 0 on rank 0 and 1 on rank 1"}};
 
-/* Which weights there are is known to the calls of the whole layer alone. */
+/* Only the calls of the whole layer know which weights exist. */
 static const struct {
     change *how;
     const char *words;
@@ -199,18 +200,18 @@ static const struct {
                   {expert_scale, "scale_of_expert is not given on rank 0 and given on rank 1"},
                   {shared_gate, "w_shared_gate is not given on rank 0 and given on rank 1"}};
 
-/* What each rank may have as it likes, and other words for the same. */
+/* Options that may differ between ranks, and different descriptions of the same layer. */
 CHANGE(other_capacity, p->moe.capacity = 32)
 CHANGE(recompute, p->moe.flags = EPIC_RECOMPUTE)
 CHANGE(same_type, p->experts.weight_type = EPIC_F32)
-CHANGE(other_limit, p->experts.limit = 3) /* silu has none */
+CHANGE(other_limit, p->experts.limit = 3) /* silu has no limit */
 CHANGE(other_tokens, p->tokens_of[1] = TOKENS)
 static change *const allowed[] = {other_capacity, recompute, same_type, other_limit,
                                   other_tokens};
 
 /* ---------------------------------------------------------------- EPIC_CHECK_WEIGHTS ---- */
 
-static int damaged_weight; /* of rank 1; NUM_GIVEN: none */
+static int damaged_weight; /* the weight of rank 1 to change; NUM_GIVEN: none */
 
 static void other_numbers(void *what, int rank, epic_context *ctx, const epic_config *config)
 {
@@ -229,7 +230,7 @@ enum { IS_DEBUG_BUILD = 0 };
 enum { IS_DEBUG_BUILD = 1 };
 #endif
 
-/* value: of EPIC_CHECK_WEIGHTS; NULL: unset. */
+/* value: that of EPIC_CHECK_WEIGHTS; NULL: unset. */
 static void test_weights(int which, const char *value)
 {
     const bool checked = value ? strcmp(value, "1") == 0 : IS_DEBUG_BUILD;

@@ -21,7 +21,7 @@ typedef struct training {
 
 /* -------------------------------------------------------------------------- placement ---- */
 
-/* The busiest expert first, each to the rank with the least to do. */
+/* Places the busiest expert first, each on the rank with the smallest load. */
 static void balance(problem *p)
 {
     int64_t work[RANKS] = {0};
@@ -40,7 +40,7 @@ static void balance(problem *p)
     }
 }
 
-/* EPIC_TREE: whole blocks, in another order. */
+/* EPIC_TREE: moves whole blocks of experts. */
 static void turn(problem *p)
 {
     for (uint32_t e = 0; e < p->layer.num_experts; e++)
@@ -62,7 +62,7 @@ static void place(training *t)
 
 /* --------------------------------------------------------------------------- training ---- */
 
-/* Half the mean square of out - target; its gradient goes to d_out. */
+/* Returns half the mean square of out - target, and stores its gradient in d_out. */
 static double measure(const training *t, part *part)
 {
     const int64_t n = part->tokens * t->p.experts.hidden;
@@ -77,7 +77,7 @@ static double measure(const training *t, part *part)
     return loss;
 }
 
-/* One rank's experts, or what all ranks have. */
+/* Updates one rank's experts, or what all ranks have. */
 static void descend(problem *p, const part *part, bool dense)
 {
     for (int i = 0; i < X; i++) {

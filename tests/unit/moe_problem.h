@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A layer as its tests see it: the parameters, rows and results of all ranks in one place.
+/* A layer as its tests see it: parameters, rows and results of all ranks in one place.
  *
- * What ranks write lies in memory that forked ranks share. */
+ * Ranks write to memory that forked processes share. */
 #ifndef MOE_PROBLEM_H
 #define MOE_PROBLEM_H
 
@@ -17,9 +17,9 @@
 #include "rules/convert.h"
 
 #define MOST_RANKS 8
-#define BEFORE 1.0 /* what gradients hold before EPIC_ACCUMULATE adds to them */
+#define BEFORE 1.0 /* value of gradients before EPIC_ACCUMULATE adds to them */
 
-static _Atomic int *failures; /* of all ranks */
+static _Atomic int *failures; /* failures of all ranks */
 
 #define CHECK(condition, ...)                                      \
     do {                                                           \
@@ -50,7 +50,7 @@ static inline void *share(size_t bytes)
 #define PATIENCE 1
 #endif
 
-/* How many random cases to run, of `count`: fewer under a sanitizer, more if asked to. */
+/* Returns how many of `count` random cases to run: fewer under a sanitizer, more on request. */
 static inline uint32_t cases(uint32_t count)
 {
     const char *text = getenv("EPIC_TEST_SCALE");
@@ -76,7 +76,7 @@ static inline double between(source *s, double low, double high)
     return low + (high - low) * ((double)(s->state >> 11) * 0x1p-53);
 }
 
-/* 0 to n - 1 */
+/* Returns a random number from 0 to n - 1. */
 static inline uint32_t below(source *s, uint32_t n)
 {
     return (uint32_t)between(s, 0, n);
@@ -250,7 +250,7 @@ static inline uint32_t gradient_type(const problem *p, int which)
     return which == X || narrow ? row_type(p) : real_type(p);
 }
 
-/* Numbers of one expert, or of the whole. */
+/* Returns the numbers of one expert's part, or of the whole array. */
 static inline int64_t numbers_of(const problem *p, int which)
 {
     const int64_t hidden = p->experts.hidden;
@@ -289,7 +289,7 @@ static inline int64_t numbers_in_all(const problem *p, int which)
     return numbers_of(p, which) * (of_experts(which) ? p->layer.num_experts : 1);
 }
 
-/* Random parameters and rows; sizes are set. */
+/* Draws random parameters and rows. Sizes must be set. */
 static inline void make_given(problem *p, source *s)
 {
     static const double size[NUM_GIVEN] = {[W_GATE] = 1, [SCALE_OF_EXPERT] = 2, [X] = 1};
@@ -333,7 +333,8 @@ static inline void free_given(problem *p)
     free(p->token_ids);
 }
 
-/* A gradient; dense ones of all ranks added, or with EPIC_SUM_DENSE that of the first. */
+/* Returns an element of a gradient: dense ones summed over ranks, or with EPIC_SUM_DENSE
+ * that of rank 0. */
 static inline double gradient_of(const problem *p, int which, int64_t i)
 {
     const array *g = &p->gradient[which];
@@ -354,7 +355,7 @@ static inline double loss_of(const problem *p, int which)
     return sum;
 }
 
-/* The same bits everywhere that the calls write. */
+/* Checks that both problems have the same bits in everything that the calls write. */
 static inline void compare_bits(const problem *a, const problem *b, const char *how)
 {
     CHECK(!memcmp(a->out.data, b->out.data, array_bytes(&a->out)), "%s: out %s", a->name, how);

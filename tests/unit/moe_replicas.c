@@ -32,7 +32,8 @@ static problem draw(uint32_t seed, int num_ranks, uint32_t type)
     return p;
 }
 
-/* Logical expert l has 1 + l % 4 replicas, anywhere; their weights are copies. */
+/* Returns the layer with 1 + l % 4 replicas of logical expert l on any ranks. Their weights
+ * are copies. */
 static problem replicate(const problem *one, uint32_t seed)
 {
     source s = source_of(seed + 500);
@@ -73,7 +74,7 @@ static void run(problem *p)
     team_threads(run_once, p, &config);
 }
 
-/* What number i of expert e's gradient is: the sum, also where a test has to add it. */
+/* Returns element i of expert e's gradient, summed over replicas. */
 static double summed(const problem *p, int which, uint32_t expert, int64_t i)
 {
     const int64_t each = numbers_of(p, which);

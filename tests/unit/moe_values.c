@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The whole layer against plain float64 loops, its gradients against central differences of those
- * loops: random layers of every kind, 1 to 4 ranks. */
+/* Compares the whole layer with plain float64 loops, and its gradients with central
+ * differences of those loops: random layers of every kind on 1 to 4 ranks. */
 #include <pthread.h>
 
 #include "unit/moe_values.h"
@@ -65,8 +65,8 @@ static void test_late_early(bool biased, uint32_t type)
 
 #define SIDE 3
 
-/* Forward through all layers, backward from the last to the first: each has its own tag, sizes
- * and saved memory, and what one leaves in another's workspace must not matter. */
+/* Runs forward through all layers, then backward from the last to the first. Each has its
+ * own tag, sizes and saved memory, and none may read what another left in the workspace. */
 static void run_side_by_side(void *what, int rank, epic_context *ctx, const epic_config *config)
 {
     const problem *p = what;
@@ -100,7 +100,7 @@ static void test_side_by_side(void)
     }
 }
 
-/* Gradients that nobody wants change nothing of the one that is. */
+/* Leaving out other gradients must not change one of them. */
 static void test_no_gradients(void)
 {
     problem p = draw(12, 2, EPIC_F64);
@@ -139,8 +139,8 @@ static double measured(problem *p)
                              : 0);
 }
 
-/* The layer's gradients against differences of the layer: a float32 anywhere, be it of a weight or
- * of a loss, is 6e-8, and after the division by the step 6e-2. */
+/* Compares the layer's float64 gradients with differences of the layer. A float32 anywhere
+ * in it would give an error of 6e-8, which the division by the step turns into 6e-2. */
 static void test_differences(uint32_t seed)
 {
     const double step = 1e-6;
@@ -176,7 +176,7 @@ static void test_differences(uint32_t seed)
 
 /* ------------------------------------------------------------------------------ not wanted ---- */
 
-/* d_x that nobody wants, or only one rank, changes no bit of the gradients. */
+/* If no rank or only one wants d_x, the bits of the gradients stay the same. */
 static void run_without_d_x(void *what, int rank, epic_context *ctx, const epic_config *config)
 {
     const problem *p = what;
@@ -209,7 +209,7 @@ static void test_no_d_x(uint32_t seed, uint32_t type)
 
 /* ----------------------------------------------------------------------- less is saved ---- */
 
-/* What is not saved is made again: the same bits. */
+/* Parts that are recomputed because they are not saved give the same bits. */
 static void test_less_saved(uint32_t seed, uint32_t type)
 {
     problem whole = draw(seed, 1 + (int)(seed % 4), type);
@@ -219,7 +219,7 @@ static void test_less_saved(uint32_t seed, uint32_t type)
     if (!whole.planned) check_saved_bytes(&whole, &config);
     for (uint32_t i = 1; i <= 3; i++) {
         problem less = whole;
-        less.moe.flags |= i * EPIC_RECOMPUTE; /* the one, the other, both */
+        less.moe.flags |= i * EPIC_RECOMPUTE; /* one flag, the other, both */
         make_results(&less);
         team_threads(run_once, &less, &config);
         compare_bits(&whole, &less, i == 1 ? "recomputed" : "with rows dispatched again");

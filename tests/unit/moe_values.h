@@ -14,10 +14,10 @@
 
 #include "oracles/moe_oracle.h"
 
-/* Draw only what CUDA contexts can do. */
+/* Draw only layers that CUDA contexts support. */
 static bool for_devices;
 
-#define SAMPLES 40 /* numbers of an array whose gradient is compared */
+#define SAMPLES 40 /* elements per array whose gradient is compared */
 
 static inline double tolerance(const problem *p)
 {
@@ -89,7 +89,7 @@ static inline void draw_table(problem *p, source *s)
     p->table = malloc((size_t)p->table_rows * p->layer.top_k * sizeof(int32_t));
     p->token_ids = malloc((size_t)p->total * sizeof(int32_t));
     for (int64_t i = 0; i < p->table_rows * (int64_t)p->layer.top_k; i++)
-        p->table[i] = (int32_t)below(s, (uint32_t)columns_of(p) + 1) - 1; /* some choose none */
+        p->table[i] = (int32_t)below(s, (uint32_t)columns_of(p) + 1) - 1; /* -1: no expert */
     for (int64_t t = 0; t < p->total; t++)
         p->token_ids[t] = (int32_t)below(s, (uint32_t)p->table_rows);
 }
@@ -127,8 +127,8 @@ static inline void draw_experts(problem *p, source *s, uint32_t seed, uint32_t t
     p->biased = below(s, 2);
 }
 
-/* Every fourth layer has replicas, of weights of their own: their gradients are then told apart.
- * They are drawn from a source of their own. */
+/* Gives every fourth layer replicas with weights of their own, so that their gradients can
+ * be distinguished. Draws from a random source of its own. */
 static void draw_replicas(problem *p, uint32_t seed)
 {
     source s = source_of(seed + 1000000);
@@ -147,7 +147,7 @@ static void draw_replicas(problem *p, uint32_t seed)
     }
 }
 
-/* Blocks of experts anywhere with EPIC_TREE, else every expert anywhere. */
+/* Draws a placement: whole blocks of experts with EPIC_TREE, else single experts. */
 static inline void draw_placement(problem *p, source *s)
 {
     const uint32_t ranks = (uint32_t)p->num_ranks, experts = p->layer.num_experts;
@@ -172,7 +172,7 @@ static inline void draw_tokens(problem *p, source *s)
                                  : (int64_t)below(s, 14 / (uint32_t)length) * length;
 }
 
-/* Room for everything, or with EPIC_OVERFLOW_DROP sometimes for less. */
+/* Draws a capacity: enough for everything, or with EPIC_OVERFLOW_DROP sometimes less. */
 static inline void draw_capacity(problem *p, source *s)
 {
     const int64_t choices = p->total * p->layer.top_k, align = p->layer.alignment;
@@ -186,7 +186,8 @@ static inline void draw_capacity(problem *p, source *s)
     }
 }
 
-/* The first columns of W_gate pull tokens, the last ones push them off: full and empty slabs. */
+/* Makes the first columns of W_gate attract tokens and the last ones repel them, for full
+ * and empty slabs. */
 static inline void skew(problem *p)
 {
     const int64_t columns = columns_of(p), hidden = p->experts.hidden;
@@ -270,7 +271,7 @@ static inline problem draw(uint32_t seed, int num_ranks, uint32_t type)
 
 /* -------------------------------------------------------------------------- comparing ---- */
 
-static double worst; /* error over tolerance so far */
+static double worst; /* largest error divided by its tolerance so far */
 
 static inline void compare_within(const problem *p, const char *what, double error, double size,
                                   double allowed)
@@ -345,7 +346,7 @@ static inline void compare_gradient(const problem *p, const oracle *o, int which
     compare_within(p, given_names[which], error, fmax(size, least), allowed);
 }
 
-/* Ranks that sum the dense part must all have the same. */
+/* Checks that all ranks have the same dense gradients if they sum them. */
 static inline void compare_ranks(const problem *p)
 {
     for (int i = 0; i < X && p->moe.flags & EPIC_SUM_DENSE; i++)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The router against plain float64 loops, for every model; gradients against central differences
- * of those loops. */
+/* Compares the router with plain float64 loops for every model, and its gradients with
+ * central differences of those loops. */
 #include "oracles/router_oracle.h"
 
 static void check_numbers(const problem *p, int t, const char *pattern)
@@ -15,7 +15,7 @@ static void check_numbers(const problem *p, int t, const char *pattern)
     for (int i = 0; i < p->k; i++) sum += idx[i] < 0 ? 0 : s[idx[i]];
     for (int i = 0; i < p->k; i++) {
         const double got = number(p->weights, weights_type(p), t * p->k + i);
-        /* Scores below what float32 can tell from nothing, or all of them there. */
+        /* Are scores too small for float32, or 0? */
         const bool tiny = idx[i] >= 0 && s[idx[i]] < 1e-37;
         if (m->router.weight_rule == EPIC_WEIGHT_OF_SCORE && (tiny || sum < 1e-30)) w[i] = got;
         CHECK(same(got, w[i], tolerance) && got == got,
@@ -31,7 +31,7 @@ static void check_numbers(const problem *p, int t, const char *pattern)
     free(s);
 }
 
-/* Returns how many tokens were too near to tell. */
+/* Returns how many tokens had values too close to each other to compare choices. */
 static int check_forward(problem *p, pattern pattern)
 {
     const model *m = p->model;
@@ -101,7 +101,7 @@ static void differences(const problem *p, const double *cotangents, double *out)
     free(z);
 }
 
-/* The gradient of the scale by expert: what a change of it does to all tokens. */
+/* Checks the gradient of scale_of_expert by the change that a small step causes. */
 static void check_scale(problem *p, epic_router_backward_args args, const double *cotangents,
                         double tolerance)
 {
@@ -196,7 +196,7 @@ static void test_backward(void)
     }
 }
 
-/* Far logits: weights and gradients stay finite. */
+/* Tests that weights and gradients stay finite for logits far apart. */
 static void test_far_gradients(void)
 {
     for (int m = 0; m < NUM_MODELS; m++) {

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the router and its losses refuse, and how they say it; logits that are no numbers. */
+/* Tests what the router and its losses refuse and the sentences of the errors, and logits
+ * that are NaN. */
 #include "losses.h"
 #include "oracles/router_oracle.h"
 
@@ -144,7 +145,8 @@ static void test_wrong_arguments(void)
           "%s", epic_error(NULL));
 }
 
-/* A NaN among the logits is chosen last and harms nobody's memory. */
+/* Tests that a NaN among the logits is chosen last, and that no memory outside the arrays is
+ * written. */
 static void test_not_a_number(void)
 {
     const epic_router router = {.num_experts = 4, .top_k = 3, .score = EPIC_SCORE_SIGMOID};

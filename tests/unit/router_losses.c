@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The router's losses against plain float64 loops, their gradients against central differences of
- * those loops; the update of the bias. */
+/* Compares the router's losses with plain float64 loops, and their gradients with central
+ * differences; tests the update of the bias. */
 #include "losses.h"
 #include "oracles/router_oracle.h"
 
@@ -24,7 +24,8 @@ static void plain_probabilities(const epic_router *r, const double *z, int n, do
     for (int i = 0; i < n; i++) p[i] /= sum;
 }
 
-/* Of `tokens` tokens from the first on: E coeff / (k T^2) sum_e (sum_t P) n_e. */
+/* Returns the balance loss of `tokens` tokens from the first on: E coeff / (k T^2) sum_e
+ * (sum_t P) n_e. */
 static double plain_balance(const problem *p, const double *z, int tokens, const int32_t *load,
                             double coeff, double T)
 {
@@ -135,7 +136,8 @@ static void test_losses(void)
         }
 }
 
-/* The parts of two ranks, one without tokens of a third, add up to the whole. */
+/* Checks that the parts of two ranks and of a third without tokens add up to the loss of all
+ * tokens. */
 static void test_losses_add_up(void)
 {
     problem p;
