@@ -184,8 +184,8 @@ static __device__ bool sum_vectors(const Replicas &r, const OpState &op,
     return true;
 }
 
-/* Has every rank a row for each of its experts? All threads. Sets ok to false if the group is
- * broken. */
+/* Does every rank have a row for each of its experts? All threads. Sets ok to false if the
+ * group is broken. */
 static __device__ bool check_local_rows(const OpState &op, const p2p_sum_replicas_job &job,
                                         int32_t num_local, bool &ok)
 {

@@ -61,7 +61,9 @@ __global__ void __launch_bounds__(BLOCK, 1)
         (uint4 *)memory + threadIdx.x / WARP * LEAF_LEVELS * (has_f32_partials ? 2 : 1) * WARP;
     CombineState c = {job,   op,    plan,          expert, source,
                       stack, shape, policy_once(), 0,      (int)h.top_k};
-    set_adds_by_host(c, adds_by_host);
+#ifdef EPIC_HOSTS
+    c.adds_by_host = adds_by_host;
+#endif
     bool ok = true;
     if (moves && streams && !tree)
         ok = combine_stream<ROW, EXACT, false>(c, op, memory);

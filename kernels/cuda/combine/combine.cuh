@@ -49,27 +49,6 @@ struct CombineState { /* arguments of every unit of the running round */
 #endif
 };
 
-/* backend hosts: does one rank of each host add the partials of the others? */
-__device__ __forceinline__ bool is_added_by_host(const CombineState &c)
-{
-#ifdef EPIC_HOSTS
-    return c.adds_by_host;
-#else
-    (void)c;
-    return false;
-#endif
-}
-
-/* backend hosts: sets what is_added_by_host() returns. */
-__device__ __forceinline__ void set_adds_by_host(CombineState &c, bool adds_by_host)
-{
-#ifdef EPIC_HOSTS
-    c.adds_by_host = adds_by_host;
-#else
-    (void)c, (void)adds_by_host;
-#endif
-}
-
 /* Lane n: the n-th slot here of a token of `rank`, as the plan has it; -1: none. */
 __device__ __forceinline__ int32_t read_slot(const CombineState &c, int rank, int32_t token,
                                              int half)
@@ -95,13 +74,15 @@ __device__ __forceinline__ int32_t rank_of_choice(const CombineState &c, int32_t
 /* The peer of an expert unit with this role; with sums by host the mates come last. */
 __device__ __forceinline__ int peer_of_role(const CombineState &c, int role)
 {
-    const int local = ranks_per_host(c.job.self), ranks = c.job.self.num_ranks;
+#ifdef EPIC_HOSTS
+    const int local = c.job.self.local, ranks = c.job.self.num_ranks;
     const int others =
-        is_added_by_host(c) ? ranks - ranks / local : ranks; /* ranks that are not mates */
-    if (HOSTS && role >= others)
+        c.adds_by_host ? ranks - ranks / local : ranks; /* ranks that are not mates */
+    if (role >= others)
         role = (role - others + 1) * local - 1;
-    else if (is_added_by_host(c))
+    else if (c.adds_by_host)
         role += role / (local - 1);
+#endif
     return wrap_rank(c.job.self.rank + 1 + role, c.job.self.num_ranks);
 }
 

@@ -107,8 +107,8 @@ static __device__ bool move_floats(const FlatFloats &f)
     return true;
 }
 
-/* Had every rank enough rows? The kernel that moved the rows has reported those that had not.
- * The last CTA. */
+/* Did every rank have enough rows? The kernel that moved the rows has reported those that had
+ * not. The last CTA. */
 static __device__ bool rows_were_enough(const p2p_self &self, const OpState &op,
                                         const device_plan_header &h)
 {

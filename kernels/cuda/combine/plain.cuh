@@ -303,14 +303,16 @@ __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit
     const int32_t vector = u.piece * V * WARP;
     uint4 node[V][P];
     const bool some = sum_unit<ROW, PART, V, LEAVES>(c, u, rank, node);
+#ifdef EPIC_HOSTS
     const p2p_self &self = c.job.self;
-    if (HOSTS && some && u.piece == 0 && c.job.slot_floats)
+    if (some && u.piece == 0 && c.job.slot_floats)
         send_floats(
             c, rank, u.token,
             floats_base(self, c.op, self.heap[rank], source_number(self, rank, self.rank)));
     if constexpr (V == 1)
-        if (is_added_by_host(c) && is_remote(self, rank))
+        if (c.adds_by_host && is_remote(self, rank))
             return relay_unit<ROW, PART>(c, u, rank, some, node[0]);
+#endif
     if (!some) return true;
     const int source = c.job.self.num_ranks - 2 - u.role; /* this rank, as the peer counts */
     uint8_t *heap = c.job.self.heap[rank];
@@ -350,6 +352,7 @@ receive_partials(const CombineState &c, const Unit &u, int place, bool (&there)[
         return staged_row(c.op.inbox[peer[i]], u.token - c.first, c.shape.vectors * P) +
                (vector + v * WARP + lane_id()) * P + p;
     };
+#ifdef EPIC_HOSTS
     const int32_t last = min(vector + V * WARP, c.shape.vectors) * P - 1;
 #pragma unroll
     for (int i = 0; i < 4; i++)
@@ -358,6 +361,7 @@ receive_partials(const CombineState &c, const Unit &u, int place, bool (&there)[
                 c.op, peer[i],
                 staged_row(c.op.inbox[peer[i]], u.token - c.first, c.shape.vectors * P) + last))
             return false;
+#endif
     const bool ok = wait_warp(c.op, late, P2P_PHASE_ROW, [&] {
         late = -1;
 #pragma unroll
@@ -495,7 +499,9 @@ __device__ __forceinline__ bool do_source_unit(const CombineState &c, const Unit
         touched |= __reduce_or_sync(ALL_LANES, rank >= 0 ? 1u << rank : 0);
     }
     if (!some) touched &= ~(1u << self.rank);
-    if (is_added_by_host(c)) touched = reduce_to_mates(self, touched);
+#ifdef EPIC_HOSTS
+    if (c.adds_by_host) touched = reduce_to_mates(self, touched);
+#endif
     float total[V][ROW::N];
     if (!add_ranks<ROW, PART, V>(c, u, touched, own, total)) return false;
     uint8_t *row = c.job.out + u.token * c.shape.row_bytes;

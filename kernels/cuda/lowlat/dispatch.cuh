@@ -262,7 +262,8 @@ __device__ __forceinline__ int source_number_of(const LowlatMove &m, int rank)
     return wrap_rank(rank + self.num_ranks - self.rank - 1, self.num_ranks);
 }
 
-/* The record's word of a piece, with the caveat of read_choice_ahead(). */
+/* The record's word of a piece, loaded before the plan's header has been checked. It must not
+ * be used if the plan is invalid. */
 __device__ __forceinline__ uint64_t read_record_ahead(const LowlatMove &m, int rank,
                                                       int32_t token)
 {

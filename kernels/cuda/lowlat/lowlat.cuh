@@ -265,7 +265,7 @@ __device__ __forceinline__ void finish_lowlat(const p2p_self &self, OpState &op,
     if (lane_id() == 0) complete_operation(control, op);
 }
 
-/* Has every rank rows for the slots that the plan gives it? Returns true if the group is
+/* Does every rank have rows for the slots that the plan gives it? Returns true if the group is
  * broken. The control warp. */
 __device__ __forceinline__ bool have_all_rows(const p2p_self &self, const OpState &op,
                                               const device_plan_header &h)

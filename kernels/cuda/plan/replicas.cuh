@@ -89,7 +89,7 @@ __device__ __forceinline__ uint32_t table_hash_word(const Planner &p)
     return p.bad_replica == NO_INDEX ? p.table | 1 : 0;
 }
 
-/* Have all ranks the same table? One thread of each CTA. false: the group is broken. */
+/* Do all ranks have the same table? One thread of each CTA. false: the group is broken. */
 static __device__ bool compare_tables(const Planner &p, const p2p_plan_job &job,
                                       const OpState &op)
 {

@@ -170,9 +170,10 @@ static __device__ void read_plan(PlanView &view, const uint8_t *plan, int64_t pl
     __syncthreads();
 }
 
-/* Has every rank rows for all slots that a valid plan gives it? Any threads, after all ranks
- * have announced. A thread with `reports` reports the first rank that has not. The rows of a
- * rank with few tokens may arrive after its signature. Returns true if the group is broken. */
+/* Does every rank have rows for all slots that a valid plan gives it? Any threads, after all
+ * ranks have announced. A thread with `reports` reports the first rank that has not. The rows
+ * of a rank with few tokens may arrive after its signature. Returns true if the group is
+ * broken. */
 static __device__ __noinline__ bool check_rows(const p2p_self &self, const OpState &op,
                                                const volatile device_plan_header *h,
                                                bool reports)
