@@ -260,7 +260,7 @@ def test_weights_of_other_dtypes(dtype: torch.dtype, grad: bool) -> None:
             lambda: epic.torch.dispatch_flat(epic.torch.plan(group, flat, IDS), x, wrong),
             lambda: epic.torch.combine(plan, rows, slots),
             lambda: epic.torch.route(epic.torch.Router(HIDDEN, 2), x, bias=slots[:HIDDEN]),
-            lambda: epic.torch.tied(copies(group), torch.ones(EXPERTS, 4).to(dtype)),
+            lambda: epic.torch.sum_replica_grads(copies(group), torch.ones(EXPERTS, 4).to(dtype)),
             lambda: epic.torch.scaled(own._replace(w_down=own.w_down.to(dtype))),
             lambda: epic.torch.MoE(group, epic.torch.Moe.of(**WISH), dtype=dtype),
         ]

@@ -72,7 +72,7 @@ def test_float64(world: Any, name: str, ep: int, how: str) -> None:
 
 
 def steps_of(rank: int) -> None:
-    """Any experts of your own: `tied` adds gradients, sum_replicas what was kept for later; a
+    """Any experts of your own: `sum_replica_grads` adds gradients, sum_replicas kept sums; a
     gradient of a sum is one too."""
     x, ids = numbers(80 + rank, 6, 4), choices(90 + rank, 6)
     with group_of(4) as group:
@@ -83,7 +83,7 @@ def steps_of(rank: int) -> None:
         found: list[torch.Tensor] = []
         for kept in (False, True):
             scale = torch.ones(3, 4, requires_grad=True)
-            w = scale if kept else epic.torch.tied(plan, scale)
+            w = scale if kept else epic.torch.sum_replica_grads(plan, scale)
             assert w is not None
             y = torch.zeros_like(recv).index_copy(
                 0, torch.arange(len(expert)), recv[: len(expert)] * w[expert]
@@ -149,7 +149,7 @@ def test_wrong_tables() -> None:
         with pytest.raises(epic.torch.EpicUnsupportedError, match="float64"):
             epic.torch.sum_replicas(plan, torch.ones(12, 2, dtype=torch.float64))
         with pytest.raises(epic.torch.EpicArgumentError, match="local experts 12"):
-            epic.torch.tied(plan, torch.ones(3, 2))
+            epic.torch.sum_replica_grads(plan, torch.ones(3, 2))
 
 
 def twice(rank: int) -> None:

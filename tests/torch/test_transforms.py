@@ -42,12 +42,13 @@ def linear(group: epic.torch.Group) -> dict[str, tuple[Callable[..., torch.Tenso
         "sum": (lambda v: epic.torch.sum(group, v), x),
         "sum of float64": (lambda v: epic.torch.sum(group, v), x.double()),
         "sum_replicas": (lambda v: epic.torch.sum_replicas(replicated, v), tied),
-        "tied": (lambda v: epic.torch.tied(replicated, v), tied),
+        "sum_replica_grads": (lambda v: epic.torch.sum_replica_grads(replicated, v), tied),
     }
 
 
 LINEAR = (
-    "plan_dispatch", "dispatch", "dispatch_flat", "sum", "sum of float64", "sum_replicas", "tied",
+    "plan_dispatch", "dispatch", "dispatch_flat", "sum", "sum of float64", "sum_replicas",
+    "sum_replica_grads",
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from epic.torch.moe import MoeOut, MoeWeights, moe
 from epic.torch.narrow import dequantize, swizzle_scales
 from epic.torch.ops import as_epic_error
 from epic.torch.pretrained import from_block, replace_moe, sum_gradients
-from epic.torch.replicas import sum_replicas, tied
+from epic.torch.replicas import sum_replica_grads, sum_replicas
 from epic.torch.restore import restore_moe, save_pretrained
 from epic.torch.router import balance_loss, bias_update, route, z_loss
 from epic.torch.routing_stats import read_plan
@@ -82,9 +82,9 @@ __all__ = [
     "slab_mm",
     "sum",
     "sum_gradients",
+    "sum_replica_grads",
     "sum_replicas",
     "swizzle_scales",
     "threads",
-    "tied",
     "z_loss",
 ]

@@ -490,7 +490,7 @@ def run_composed(
         plan = steps.plan(group, options.layer, sent, **more)
         recv, slots = steps.dispatch(plan, x, w, quantize=options.quantize)
     own = ExpertWeights(
-        *(replicas.tied(plan, getattr(weights, name)) for name in OF_EXPERTS),
+        *(replicas.sum_replica_grads(plan, getattr(weights, name)) for name in OF_EXPERTS),
         *(getattr(weights, name) for name in SCALES),
     )
     y = run_experts(options.experts, grouped_mm, recv, plan, own, None if late else slots)

@@ -97,7 +97,8 @@ def check_type(name: str, x: Tensor) -> None:
 @translate_errors
 def sum_replicas(plan: Plan, x: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Adds what the replicas of a logical expert have, x [local experts, ...] float32, and gives
-    each the sum: of gradients that were made without `tied`, or over many steps.  out: as x, or x
+    each the sum: of gradients that were made without `sum_replica_grads`, or over many
+    steps.  out: as x, or x
     itself: written and returned, without a gradient."""
     check_local_rows(plan, "x", x)
     if x.dtype != torch.float32:
@@ -118,7 +119,7 @@ def sum_replicas(plan: Plan, x: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 
 @translate_errors
-def tied(plan: Plan, weight: Tensor | None) -> Tensor | None:
+def sum_replica_grads(plan: Plan, weight: Tensor | None) -> Tensor | None:
     """A weight [local experts, ...] as it is; its gradient is that of its logical expert, the sum
     over the replicas.  epic.torch.moe does it by itself."""
     if weight is None or not plan.spec.num_logical:
