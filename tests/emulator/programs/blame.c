@@ -153,17 +153,17 @@ static void play_waiting(team_rank *me, memory *m)
     emulator_hold(me->rank, 0);
 }
 
-/* Rank 2 does not come.  Rank 1 stops after it has announced, so that rank 0 waits for rows of rank 1,
- * too; but the rank that has not announced is the one to blame. */
+/* Rank 2 does not come. Rank 1 stops after it has announced, so that rank 0 waits for rows of
+ * rank 1, too. The rank that has not announced must be blamed alone. */
 static void play_absent(team_rank *me, memory *m)
 {
     if (me->rank == 1) emulator_hold(me->rank, 1);
     team_barrier(me);
-    if (me->rank != 2) dispatch(me, m);
-    if (me->rank == 0) expect(me, EPIC_ETIMEOUT, 2);
+    if (me->rank != 2) dispatch_rows(me, m);
+    if (me->rank == 0) expect_failure(me, EPIC_ETIMEOUT, 2);
     team_barrier(me);
     emulator_hold(me->rank, 0);
-    if (me->rank == 1) expect(me, EPIC_ETIMEOUT, 2);
+    if (me->rank == 1) expect_failure(me, EPIC_ETIMEOUT, 2);
 }
 
 /* Ranks 0 and 1 both stop and wait for each other. The rank that reports names the other one.
