@@ -11,9 +11,9 @@
 /* Returns how many bytes of a message of this kind are sent. */
 static int control_message_bytes(uint32_t kind)
 {
-    const size_t head = offsetof(control_message, note);
+    const size_t head = offsetof(control_message, header);
     switch (kind) {
-    case MESSAGE_NOTE:
+    case MESSAGE_HEADER:
         return (int)(head + sizeof(epic_op_header));
     case MESSAGE_FAILURE:
         return (int)(head + sizeof(epic_failure_info));

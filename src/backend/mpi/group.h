@@ -43,7 +43,7 @@
 
 /* The kinds of control messages. */
 enum message_kind {
-    MESSAGE_NOTE = 1,
+    MESSAGE_HEADER = 1,
     MESSAGE_FAILURE,
     MESSAGE_CLOSED,
     MESSAGE_STATUS_REQUEST, /* asks a rank for its status, seen from (tag, sequence) */
@@ -68,7 +68,7 @@ typedef struct control_message {
     uint64_t tag;
     uint64_t sequence;
     union {
-        epic_op_header note;
+        epic_op_header header;
         epic_failure_info failure;
         status_report status_report;
     };
@@ -81,20 +81,20 @@ typedef struct send_buffer {
 } send_buffer;
 
 /* A peer's header for an exchange that this rank has not begun. */
-typedef struct early_note {
+typedef struct early_header {
     bool is_used;
     int32_t slot_index;
     uint64_t tag, sequence;
-    epic_op_header note;
-} early_note;
+    epic_op_header header;
+} early_header;
 
 /* One rank, as this rank knows it. */
 typedef struct peer {
     bool is_closing; /* its close message arrived; earlier messages may still arrive */
     bool closed;
     uint32_t num_early;
-    early_note *early;  /* [max_early] */
-    uint32_t operation; /* of its last header; 0: none yet */
+    early_header *early; /* [max_early] */
+    uint32_t operation;  /* of its last header; 0: none yet */
     uint64_t tag, sequence;
     bool dead; /* its process has ended */
 } peer;
@@ -117,7 +117,7 @@ typedef struct staging_ring {
     int64_t offset;       /* of send rings: where in its segments the flow begins */
 } staging_ring;
 
-enum { REQUEST_NOTE, REQUEST_SEND, REQUEST_RECEIVE = REQUEST_SEND + 2, NUM_REQUESTS = 5 };
+enum { REQUEST_HEADER, REQUEST_SEND, REQUEST_RECEIVE = REQUEST_SEND + 2, NUM_REQUESTS = 5 };
 
 /* DRAINING: finished, but MPI still reads from its rings. */
 enum op_slot_state { SLOT_FREE, SLOT_CLAIMED, SLOT_OPEN, SLOT_DRAINING };
@@ -148,8 +148,8 @@ typedef struct op_slot {
     int64_t entry_bytes, stride, per_segment; /* of the flow */
 
     /* [num_ranks] each */
-    epic_op_header *notes;
-    atomic_bool *has_note;
+    epic_op_header *headers;
+    atomic_bool *has_header;
     int32_t *peer_slots;
     staging_ring *send_rings, *receive_rings;
     peer_status *statuses;
@@ -256,9 +256,9 @@ void control_fail(epic_group *group, int code, const char *what);
 /* op_slots.c. The caller holds the mutex, except for mpi_announce(). */
 op_slot *op_slots_find(epic_group *group, uint64_t tag, uint64_t sequence);
 op_slot *op_slots_find_free(epic_group *group);
-void op_slots_add_note(epic_group *group, const control_message *message, int from);
+void op_slots_add_header(epic_group *group, const control_message *message, int from);
 void mpi_announce(epic_group *group, int index, uint64_t tag, uint64_t sequence,
-                  const epic_op_header *note);
+                  const epic_op_header *header);
 
 /* peer_status.c. The caller holds the mutex. */
 void peer_status_request(epic_group *group, op_slot *slot, int64_t now);

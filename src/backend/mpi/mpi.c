@@ -22,14 +22,14 @@ static int claim_slot(epic_group *group)
 
 static bool has_come(const op_slot *slot, int from)
 {
-    return atomic_load_explicit(&slot->has_note[from], memory_order_acquire);
+    return atomic_load_explicit(&slot->has_header[from], memory_order_acquire);
 }
 
-static const epic_op_header *get_note(epic_group *group, int index, int from)
+static const epic_op_header *get_header(epic_group *group, int index, int from)
 {
     op_slot *slot = &group->slots[index];
     if (!has_come(slot, from)) progress_after_miss(group, slot);
-    return has_come(slot, from) ? &slot->notes[from] : NULL;
+    return has_come(slot, from) ? &slot->headers[from] : NULL;
 }
 
 static void *get_room(epic_group *group, int index, int to, int64_t entry)
@@ -86,7 +86,7 @@ static const epic_transport transport = {
     .lane_bytes = mpi_ring_bytes,
     .claim = claim_slot,
     .announce = mpi_announce,
-    .note = get_note,
+    .note = get_header,
     .shape = mpi_shape,
     .room = get_room,
     .send = mpi_send,

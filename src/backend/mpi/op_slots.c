@@ -17,24 +17,24 @@ op_slot *op_slots_find(epic_group *group, uint64_t tag, uint64_t sequence)
     return NULL;
 }
 
-static void store_note(op_slot *slot, int from, int peer_cell, const epic_op_header *note)
+static void store_header(op_slot *slot, int from, int peer_cell, const epic_op_header *header)
 {
-    slot->notes[from] = *note;
+    slot->headers[from] = *header;
     slot->peer_slots[from] = peer_cell;
-    atomic_store_explicit(&slot->has_note[from], true, memory_order_release);
+    atomic_store_explicit(&slot->has_header[from], true, memory_order_release);
     slot->num_events++;
 }
 
 /* Stores a header whose exchange this rank has not begun. Too many of them break the group,
  * because the peer has more operations in flight than max_in_flight. */
-static void store_early_note(epic_group *group, const control_message *message, int from)
+static void store_early_header(epic_group *group, const control_message *message, int from)
 {
     peer *p = &group->peers[from];
     for (uint32_t i = 0; i < group->max_early; i++) {
-        early_note *e = &p->early[i];
+        early_header *e = &p->early[i];
         if (e->is_used) continue;
-        *e = (early_note){true, message->slot_index, message->tag, message->sequence,
-                          message->note};
+        *e = (early_header){true, message->slot_index, message->tag, message->sequence,
+                            message->header};
         p->num_early++;
         return;
     }
@@ -50,28 +50,28 @@ static void store_early_note(epic_group *group, const control_message *message, 
 }
 
 /* Stores the header that a peer sent, in its slot or in the list of early ones. */
-void op_slots_add_note(epic_group *group, const control_message *message, int from)
+void op_slots_add_header(epic_group *group, const control_message *message, int from)
 {
     peer *p = &group->peers[from];
     p->operation =
-        (uint32_t)message->note.common[0]; /* by the layout of exchange/op_header.h */
+        (uint32_t)message->header.common[0]; /* by the layout of exchange/op_header.h */
     p->tag = message->tag;
     p->sequence = message->sequence;
     op_slot *slot = op_slots_find(group, message->tag, message->sequence);
     if (slot)
-        store_note(slot, from, message->slot_index, &message->note);
+        store_header(slot, from, message->slot_index, &message->header);
     else
-        store_early_note(group, message, from);
+        store_early_header(group, message, from);
 }
 
 /* Moves a peer's early header of this exchange to the slot. */
-static void take_early_note(epic_group *group, op_slot *slot, int from)
+static void take_early_header(epic_group *group, op_slot *slot, int from)
 {
     peer *p = &group->peers[from];
     for (uint32_t i = 0; p->num_early && i < group->max_early; i++) {
-        early_note *e = &p->early[i];
+        early_header *e = &p->early[i];
         if (!e->is_used || e->tag != slot->tag || e->sequence != slot->sequence) continue;
-        store_note(slot, from, e->slot_index, &e->note);
+        store_header(slot, from, e->slot_index, &e->header);
         e->is_used = false;
         p->num_early--;
         return;
@@ -92,7 +92,7 @@ op_slot *op_slots_find_free(epic_group *group)
 static void reset_slot(epic_group *group, op_slot *slot)
 {
     for (int r = 0; r < group->num_ranks; r++) {
-        atomic_store_explicit(&slot->has_note[r], false, memory_order_relaxed);
+        atomic_store_explicit(&slot->has_header[r], false, memory_order_relaxed);
         slot->send_rings[r] = (staging_ring){
             .num_started = (uint64_t)slot->num_flows}; /* start with alternating halves */
         slot->receive_rings[r] = (staging_ring){0};
@@ -107,24 +107,24 @@ static void reset_slot(epic_group *group, op_slot *slot)
 
 /* Opens the slot and sends this rank's header to all peers. */
 void mpi_announce(epic_group *group, int index, uint64_t tag, uint64_t sequence,
-                  const epic_op_header *note)
+                  const epic_op_header *header)
 {
     op_slot *slot = &group->slots[index];
     reset_slot(group, slot);
     pthread_mutex_lock(group->mutex);
     slot->tag = group->last_tag = tag;
     slot->sequence = group->last_sequence = sequence;
-    group->last_operation = (uint32_t)note->common[0];
-    slot->announcement = (control_message){.kind = MESSAGE_NOTE,
+    group->last_operation = (uint32_t)header->common[0];
+    slot->announcement = (control_message){.kind = MESSAGE_HEADER,
                                            .slot_index = index,
                                            .tag = tag,
                                            .sequence = sequence,
-                                           .note = *note};
+                                           .header = *header};
     slot->state = SLOT_OPEN;
     for (int r = 0; r < group->num_ranks && !is_broken(group); r++) {
         if (r == group->rank) continue;
-        take_early_note(group, slot, r);
-        control_send(group, &slot->announcement, r, request_of(slot, r, REQUEST_NOTE));
+        take_early_header(group, slot, r);
+        control_send(group, &slot->announcement, r, request_of(slot, r, REQUEST_HEADER));
     }
     pthread_mutex_unlock(group->mutex);
 }

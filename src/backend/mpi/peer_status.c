@@ -137,7 +137,8 @@ static bool has_come(epic_group *group, int from, const op_slot *slot, uint64_t 
                      uint64_t sequence)
 {
     const peer *p = &group->peers[from];
-    if (slot && atomic_load_explicit(&slot->has_note[from], memory_order_relaxed)) return true;
+    if (slot && atomic_load_explicit(&slot->has_header[from], memory_order_relaxed))
+        return true;
     if (p->operation && p->tag == tag && p->sequence >= sequence) return true;
     for (uint32_t i = 0; p->num_early && i < group->max_early; i++)
         if (p->early[i].is_used && p->early[i].tag == tag && p->early[i].sequence >= sequence)
@@ -145,7 +146,7 @@ static bool has_come(epic_group *group, int from, const op_slot *slot, uint64_t 
     return false;
 }
 
-static void copy_note_status(epic_group *group, int from, epic_peer_status *out)
+static void copy_header_status(epic_group *group, int from, epic_peer_status *out)
 {
     const peer *p = &group->peers[from];
     out->operation = p->operation;
@@ -178,7 +179,7 @@ void peer_status_read(epic_group *group, int from, uint64_t tag, uint64_t sequen
     liveness_check(group, now);
     out->closed = group->peers[from].closed;
     out->gone = liveness_is_gone(group, from);
-    copy_note_status(group, from, out);
+    copy_header_status(group, from, out);
     if (slot && slot->statuses[from].replied_ns)
         copy_report(&slot->statuses[from].status_report, is_fresh(&slot->statuses[from], now),
                     out);

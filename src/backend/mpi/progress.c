@@ -9,8 +9,8 @@
 static void dispatch_message(epic_group *group, const control_message *message, int from)
 {
     switch (message->kind) {
-    case MESSAGE_NOTE:
-        op_slots_add_note(group, message, from);
+    case MESSAGE_HEADER:
+        op_slots_add_header(group, message, from);
         break;
     case MESSAGE_FAILURE:
         control_break(group, &message->failure, false);

@@ -32,8 +32,8 @@ static void *carve_bytes(carver *from, size_t bytes)
 
 static void carve_slot(carver *from, int num_ranks, op_slot *slot)
 {
-    slot->notes = CARVE(from, num_ranks, epic_op_header);
-    slot->has_note = CARVE(from, num_ranks, atomic_bool);
+    slot->headers = CARVE(from, num_ranks, epic_op_header);
+    slot->has_header = CARVE(from, num_ranks, atomic_bool);
     slot->peer_slots = CARVE(from, num_ranks, int32_t);
     slot->send_rings = CARVE(from, num_ranks, staging_ring);
     slot->receive_rings = CARVE(from, num_ranks, staging_ring);
@@ -58,7 +58,7 @@ static void carve_tables(carver *from, epic_group *group)
         carve_slot(from, num_ranks, from->base ? &group->slots[i] : &counted);
     for (int r = 0; r < num_ranks; r++)
         (from->base ? &group->peers[r] : &early)->early =
-            CARVE(from, group->max_early, early_note);
+            CARVE(from, group->max_early, early_header);
     from->used = (from->used + PAGE - 1) / PAGE * PAGE;
 }
 

@@ -36,12 +36,12 @@ static int self_claim(epic_group *g)
 }
 
 static void self_announce(epic_group *g, int cell, uint64_t tag, uint64_t place,
-                          const epic_op_header *note)
+                          const epic_op_header *header)
 {
-    (void)g, (void)cell, (void)tag, (void)place, (void)note;
+    (void)g, (void)cell, (void)tag, (void)place, (void)header;
 }
 
-static const epic_op_header *self_note(epic_group *g, int cell, int peer)
+static const epic_op_header *self_header(epic_group *g, int cell, int peer)
 {
     (void)g, (void)cell, (void)peer;
     return NULL;
@@ -169,7 +169,7 @@ static const epic_transport transport = {
     .lane_bytes = self_ring_bytes,
     .claim = self_claim,
     .announce = self_announce,
-    .note = self_note,
+    .note = self_header,
     .shape = self_shape,
     .room = self_room,
     .send = self_send,

@@ -66,7 +66,7 @@ epic_result shared_group_new(epic_group **out, const epic_join *join,
                          slots, ranks, (long long)local_bytes(layout));
     }
     g->segment = segment;
-    g->header = (shared_header *)segment;
+    g->header = (shared_segment_header *)segment;
     g->layout = *layout;
     g->rank = join->bootstrap->rank;
     g->num_ranks = layout->num_ranks;
@@ -80,7 +80,7 @@ epic_result shared_group_new(epic_group **out, const epic_join *join,
 
 void shared_segment_init(char *segment, const shared_layout *layout, uint64_t group_id)
 {
-    shared_header *header = (shared_header *)segment;
+    shared_segment_header *header = (shared_segment_header *)segment;
     header->group_id = group_id;
     header->num_ranks = (uint32_t)layout->num_ranks;
     header->segment_bytes = (uint64_t)layout->segment_bytes;
@@ -89,7 +89,7 @@ void shared_segment_init(char *segment, const shared_layout *layout, uint64_t gr
 
 bool shared_segment_is_of(const char *segment, const shared_layout *layout, uint64_t group_id)
 {
-    const shared_header *header = (const shared_header *)segment;
+    const shared_segment_header *header = (const shared_segment_header *)segment;
     return header->magic == SEGMENT_MAGIC && header->group_id == group_id &&
            header->segment_bytes == (uint64_t)layout->segment_bytes;
 }
@@ -117,7 +117,7 @@ const epic_transport shared_transport = {
     .lane_bytes = shared_lane_bytes,
     .claim = shared_claim,
     .announce = shared_announce,
-    .note = shared_note,
+    .note = shared_op_header,
     .shape = shared_shape,
     .room = shared_room,
     .send = shared_send,

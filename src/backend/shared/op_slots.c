@@ -44,7 +44,7 @@ static void raise_num_used_slots(shared_rank_state *head, uint32_t count)
 
 /* Writes this rank's part of an exchange. Tag and sequence number are stored with release
  * order, so a reader that sees the new ones also sees the odd version. */
-static void write_slot(epic_group *g, shared_exchange *x, const epic_op_header *note)
+static void write_slot(epic_group *g, shared_exchange *x, const epic_op_header *header)
 {
     shared_op_slot *slot = x->slot;
     const uint64_t version = load_relaxed(&slot->version);
@@ -52,7 +52,7 @@ static void write_slot(epic_group *g, shared_exchange *x, const epic_op_header *
     store_release(&slot->tag, x->tag);
     store_release(&slot->sequence, x->sequence);
     /* the operation, as the contract defines */
-    store_release(&slot->operation, (uint32_t)note->common[0]);
+    store_release(&slot->operation, (uint32_t)header->common[0]);
     store_release(&slot->finished, 0);
     store_relaxed(&slot->futex, SLOT_FUTEX_IDLE);
     store_relaxed(&slot->wait.heartbeat_ns, 0);
@@ -64,14 +64,14 @@ static void write_slot(epic_group *g, shared_exchange *x, const epic_op_header *
         store_relaxed(&counters->dropped, 0);
         store_relaxed(&counters->broadcast_dropped, 0);
     }
-    slot->note = *note;
+    slot->op_header = *header;
     store_ordered(&slot->version, version + 2);
 }
 
 /* Publishes this rank's header in its slot and wakes the peers that have announced the same
  * exchange. */
 void shared_announce(epic_group *g, int index, uint64_t tag, uint64_t sequence,
-                     const epic_op_header *note)
+                     const epic_op_header *header)
 {
     shared_exchange *x = &g->exchanges[index];
     shared_rank_state *head = shared_rank_state_of(g, g->rank);
@@ -81,7 +81,7 @@ void shared_announce(epic_group *g, int index, uint64_t tag, uint64_t sequence,
     x->slowest_peer = g->rank;
     memset(x->links, 0, (size_t)g->num_ranks * sizeof *x->links);
     raise_num_used_slots(head, (uint32_t)index + 1);
-    write_slot(g, x, note);
+    write_slot(g, x, header);
     store_release(&head->last_slot, (uint32_t)index + 1);
     for (int r = 0; r < g->num_ranks; r++)
         if (r != g->rank && shared_match_peer(g, x, r)) shared_wake_slot(g, x->links[r].slot);
@@ -124,11 +124,11 @@ bool shared_match_peer(epic_group *g, shared_exchange *x, int peer)
 }
 
 /* Returns the header of a peer in this exchange, or NULL if it has not announced it yet. */
-const epic_op_header *shared_note(epic_group *g, int index, int peer)
+const epic_op_header *shared_op_header(epic_group *g, int index, int peer)
 {
     shared_exchange *x = &g->exchanges[index];
-    if (peer == g->rank) return &x->slot->note;
-    return shared_match_peer(g, x, peer) ? &x->links[peer].slot->note : NULL;
+    if (peer == g->rank) return &x->slot->op_header;
+    return shared_match_peer(g, x, peer) ? &x->links[peer].slot->op_header : NULL;
 }
 
 /* Ends the exchange: marks the peers' slots as done and wakes threads that wait for a free

@@ -73,7 +73,7 @@ epic_result shared_layout_of(const epic_config *config, shared_layout *out)
     l.slots_at = sizeof(shared_rank_state);
     l.staging_at = round_up(l.slots_at + l.num_slots * l.slot_bytes, PAGE);
     l.block_bytes = round_up(l.staging_at + l.num_slots * l.staging_bytes, PAGE);
-    l.segment_bytes = round_up(sizeof(shared_header), PAGE) + n * l.block_bytes;
+    l.segment_bytes = round_up(sizeof(shared_segment_header), PAGE) + n * l.block_bytes;
     *out = l;
     return EPIC_OK;
 }

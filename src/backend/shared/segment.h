@@ -46,7 +46,7 @@ typedef struct shared_peer_counters {
 /* One rank's part of one exchange. Only the owner writes it, except `futex` and the peers' half
  * of the counters. */
 typedef struct shared_op_slot {
-    /* Even: the members up to `note` belong to one exchange. Odd: the owner is writing them. */
+    /* Even: the members up to `op_header` belong to one exchange. Odd: the owner is writing them. */
     _Alignas(64) _Atomic uint64_t version;
     _Atomic uint64_t tag;
     _Atomic uint64_t sequence;
@@ -55,7 +55,7 @@ typedef struct shared_op_slot {
     _Alignas(64) _Atomic uint32_t futex; /* an enum slot_futex_state */
     shared_wait wait;
     _Alignas(64) _Atomic int64_t broadcast_sent;
-    _Alignas(64) epic_op_header note;
+    _Alignas(64) epic_op_header op_header;
     shared_peer_counters peers[]; /* [num_ranks] */
 } shared_op_slot;
 
@@ -72,14 +72,14 @@ typedef struct shared_rank_state {
 } shared_rank_state;
 
 /* The beginning of the segment. */
-typedef struct shared_header {
+typedef struct shared_segment_header {
     uint64_t magic;
     uint64_t group_id;
     uint64_t segment_bytes;
     uint32_t num_ranks;
     _Alignas(64) _Atomic uint32_t failure_state;
     epic_failure_info failure;
-} shared_header;
+} shared_segment_header;
 
 /* Sizes and offsets in bytes, computed from the configuration. */
 typedef struct shared_layout {

@@ -55,7 +55,7 @@ typedef struct shared_exchange {
 /* One rank's view of the group. */
 struct epic_group {
     char *segment;
-    shared_header *header;
+    shared_segment_header *header;
     shared_layout layout;
     int rank;
     int num_ranks;
@@ -104,8 +104,8 @@ void shared_wake_all(const epic_group *group);
 /* The functions of epic_transport, with its contracts (backend/transport.h). */
 int shared_claim(epic_group *group);
 void shared_announce(epic_group *group, int slot, uint64_t tag, uint64_t sequence,
-                     const epic_op_header *note);
-const epic_op_header *shared_note(epic_group *group, int slot, int peer);
+                     const epic_op_header *header);
+const epic_op_header *shared_op_header(epic_group *group, int slot, int peer);
 void shared_finish(epic_group *group, int slot);
 int64_t shared_lane_bytes(const epic_group *group, bool everyone);
 void shared_shape(epic_group *group, int slot, const epic_flow *flow);
