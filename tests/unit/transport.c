@@ -86,7 +86,8 @@ static void who_can_join(void)
     CHECK(epic_backend_threads.can_join(peers, 2, &config, why));
     CHECK(epic_backend_shm.can_join(peers, 2, &config, why));
     peers[1].process[1] = 7;
-    CHECK(!epic_backend_threads.can_join(peers, 2, &config, why) && strstr(why, "rank 1"));
+    CHECK(!epic_backend_threads.can_join(peers, 2, &config, why) &&
+          strstr(why, "ranks 0 and 1"));
     CHECK(epic_backend_shm.can_join(peers, 2, &config, why));
     peers[1].network_ns = 7;
     CHECK(!epic_backend_shm.can_join(peers, 2, &config, why) && strstr(why, "namespace"));
