@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The public calls that communicate: each reads its struct, checks the arguments and calls the
- * operation of the device backend or the host's (src/host_ops). */
+/* The public calls that communicate. Each one reads its struct, fills in defaults, checks
+ * the arguments, and calls the operation of the device backend or of src/host_ops. */
 #include "api/api.h"
 
 #include "api/check.h"
@@ -17,16 +17,17 @@ static epic_result check_context(epic_context *ctx)
     return context_check(ctx);
 }
 
-/* Device backends compare a tag's hash between the ranks and use it for nothing else, so the hash of
- * the layer's options travels in the tag. */
+/* Adds the hash of the layer's options to the tag. Device backends compare the hash of the
+ * tag between the ranks and use the tag for nothing else, so the ranks compare the options
+ * too. */
 static void add_options_hash(epic_call *call, const op_header_extra *extra)
 {
     if (extra && extra->options && extra->options->hash)
         call->tag = hash_join(call->tag, extra->options->hash);
 }
 
-/* Gives a matrix without rows, {NULL, 0, 0}, the row_bytes of the matrix that belongs to it.  For
- * epic_rows and epic_const_rows. */
+/* Gives a matrix without rows, {NULL, 0, 0}, the row_bytes of the matrix that belongs to it.
+ * It works on epic_rows and epic_const_rows. */
 #define DEFAULT_ROW_BYTES(rows, bytes)                                                         \
     do {                                                                                       \
         if (!(rows).data && !(rows).num_rows && !(rows).row_bytes) (rows).row_bytes = (bytes); \
@@ -69,8 +70,9 @@ epic_result api_plan(epic_context *ctx, const epic_plan_args *args,
     return call_plan(ctx, args, sizeof *args, extra);
 }
 
-/* Quantized rows are as many bytes as elements.  The sizes have not been checked yet: a product that
- * does not fit becomes INT64_MAX, which is refused later. */
+/* Fills in row_bytes of matrices without rows. A quantized row has one byte for each
+ * element. Sizes are not checked yet, so a product that overflows becomes INT64_MAX, which
+ * the check of row_bytes rejects. */
 static void default_dispatch_rows(epic_dispatch_args *a)
 {
     const int64_t size = a->quantize ? (int64_t)epic_type_bytes(a->type) : 1;
@@ -83,9 +85,9 @@ static void default_dispatch_rows(epic_dispatch_args *a)
     DEFAULT_ROW_BYTES(a->recv_scales, a->scales.row_bytes);
 }
 
-/* Completes the layer of a plan that exists, in `out`, and makes *layer point there.  The call does
- * not say whether that plan had a rank_of_expert.  On the GPUs of several hosts EPIC_BY_HOSTS stands
- * for an order that depends on it, and stays as it is. */
+/* Completes the layer of an existing plan in `out` and makes *layer point to it. This call
+ * does not know whether the plan had a rank_of_expert. On the GPUs of several hosts the
+ * order behind EPIC_BY_HOSTS depends on that, so it stays as it is there. */
 static epic_result read_plan_layer(const epic_context *ctx, epic_layer *out,
                                    const epic_layer **layer)
 {
@@ -121,7 +123,7 @@ epic_result api_dispatch(epic_context *ctx, const epic_dispatch_args *args,
     return call_dispatch(ctx, args, sizeof *args, extra);
 }
 
-/* What dispatch would refuse once the plan is there is refused before the plan is made. */
+/* Rejects what dispatch would reject, before the plan is made. */
 static epic_result check_plan_dispatch(const epic_plan_args *p, const epic_dispatch_args *d)
 {
     if (p->capacity == EPIC_CAPACITY_EXACT)

@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Step calls for callers inside, who have looked at data of their own before: the layer. */
+/* The public calls for a caller inside the core, the layer (src/moe). */
 #ifndef EPIC_API_H
 #define EPIC_API_H
 
 #include "context/context.h"
 #include "exchange/op_header.h"
 
-/* The public calls, with what the caller inside adds to the note of the operation: with a fault
- * (host contexts) every rank gets it as its class (b) error, outputs are zeros and the group stays
- * usable; the options of a layer are compared between the ranks. */
+/* Each function is the public call of its name, with an addition to its op header. If
+ * extra->fault is set (host contexts only), all ranks return it, the outputs are zeros, and
+ * the group stays usable. The ranks also compare extra->options. extra may be NULL. */
 epic_result api_plan(epic_context *ctx, const epic_plan_args *args,
                      const op_header_extra *extra);
 epic_result api_dispatch(epic_context *ctx, const epic_dispatch_args *args,

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Every backend of this build, in the order in which they are tried. */
+/* The built-in backends, in the order in which open tries them. */
 #include "backend/backend.h"
 
 extern const epic_backend epic_backend_self, epic_backend_threads, epic_backend_shm;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Bootstraps over MPI.  libepic_mpi.so holds them; it has sentences of its own, which are brought
- * to where epic_error looks. */
+/* epic_bootstrap_mpi. The library libepic_mpi.so implements it and has its own error texts,
+ * which this file copies to where epic_error reads them. */
 #include <stdlib.h>
 
 #include "api/config.h"
@@ -31,7 +31,7 @@ epic_result epic_bootstrap_mpi(epic_bootstrap *out, const void *comm, uint32_t t
     const epic_backend *backend;
     if (out == NULL)
         return epic_fail(EPIC_EINVAL, "out is NULL: pass an epic_bootstrap to fill in");
-    *out = (epic_bootstrap){0}; /* so that a failed bootstrap can be closed too */
+    *out = (epic_bootstrap){0}; /* a failed bootstrap can be closed too */
     TRY(backend_find(&backend, "mpi"));
     bootstrap *m = calloc(1, sizeof *m);
     if (m == NULL) return epic_fail(EPIC_ENOMEM, "no memory for a bootstrap");

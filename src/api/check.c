@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The rules for arguments, one sentence each. */
+/* Checks the arguments of the public calls. Each rule has one sentence: the field, its
+ * value, the rule. */
 #include "api/check.h"
 
 #include "base/arrays.h"
@@ -31,7 +32,7 @@ epic_result check_plan_bytes(const void *plan, int64_t plan_bytes)
     return CHECK_ARRAYS(arrays);
 }
 
-/* A matrix: not negative, not without memory, rows no wider than the context's. */
+/* Checks a matrix: its number of rows, its memory, and its row_bytes against max_row_bytes. */
 static epic_result check_rows(const epic_context *ctx, const char *name, epic_const_rows rows)
 {
     if (rows.num_rows < 0 || rows.num_rows > INT32_MAX)
@@ -62,7 +63,7 @@ static epic_result check_equal(const char *a, epic_const_rows rows_a, const char
                      a, (long long)rows_a.row_bytes, b, (long long)rows_b.row_bytes);
 }
 
-/* Rows of whole elements. */
+/* Checks that rows consist of whole elements. */
 static epic_result check_whole(const char *name, epic_const_rows rows, uint32_t type)
 {
     const int64_t size = (int64_t)epic_type_bytes(type);
@@ -71,7 +72,7 @@ static epic_result check_whole(const char *name, epic_const_rows rows, uint32_t 
                      name, (long long)rows.row_bytes, epic_type_name(type), (long long)size);
 }
 
-/* A type that can be added. */
+/* Checks that rows of this type can be added. */
 static epic_result check_summed(const epic_context *ctx, uint32_t type)
 {
     const bool host = ctx->backend->transport != NULL;
@@ -86,7 +87,7 @@ static epic_result check_summed(const epic_context *ctx, uint32_t type)
                      type);
 }
 
-/* Two arrays of floats that come together. */
+/* Checks that two arrays are both given or both NULL. */
 static epic_result check_pair(const char *a, const void *given_a, const char *b,
                               const void *given_b)
 {
@@ -95,7 +96,7 @@ static epic_result check_pair(const char *a, const void *given_a, const char *b,
                      given_a ? b : a, given_a ? a : b);
 }
 
-/* The shapes of quantized rows: n elements in, n bytes and their scales out. */
+/* Checks the shapes of quantized rows: n elements become n bytes and their scales. */
 static epic_result check_quantized(const epic_context *ctx, uint32_t quantize, uint32_t type,
                                    const char *in_name, epic_const_rows in,
                                    const char *out_name, epic_const_rows out,
@@ -250,7 +251,7 @@ static epic_result check_scales(const epic_context *ctx, const epic_dispatch_arg
     return EPIC_OK;
 }
 
-/* Refuses weights of slots where the layer is EPIC_FLAT. */
+/* Rejects weights of slots if the layer is EPIC_FLAT. */
 static epic_result check_by_slot(const epic_layer *layer, const char *name, const void *given)
 {
     if (!given || layer->layout != EPIC_FLAT) return EPIC_OK;
@@ -370,7 +371,7 @@ static epic_result check_numbers(const char *name, const float *data, int64_t co
                      (long long)count);
 }
 
-/* Rows of weights may be wider than the context's. */
+/* Rows of weights may have more bytes than max_row_bytes. */
 epic_result check_sum_replicas_args(const epic_sum_replicas_args *a)
 {
     const epic_rows *data = &a->data;

@@ -1,15 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Checking the arguments of step calls: pointers, shapes among themselves, enums.  What only a
- * plan can tell is checked by the step. */
+/* Checks of the arguments of public calls: pointers, shapes, enums, overlaps. Rules that depend
+ * on the contents of a plan are checked by the operations.
+ *
+ * Each function returns EPIC_OK, or EPIC_EINVAL (EPIC_ENOTSUP for a type that the backend
+ * does not add) with the sentence for epic_error. */
 #ifndef EPIC_CHECK_H
 #define EPIC_CHECK_H
 
 #include "context/context.h"
 
-/* The bytes of a plan: there, and where a plan may lie. */
+/* Checks the address and size of a plan's bytes, not their contents. */
 epic_result check_plan_bytes(const void *plan, int64_t plan_bytes);
 
-/* What a plan takes at most; EPIC_EINVAL: more slots than int32 counts. */
+/* Sets *bytes to the largest size of a plan of this layer. Returns EPIC_EINVAL if the slots
+ * do not fit into int32. */
 epic_result check_plan_size(const epic_config *config, const epic_layer *layer, int64_t *bytes);
 
 epic_result check_plan_args(const epic_context *ctx, const epic_plan_args *args,

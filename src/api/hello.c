@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The first words between ranks: who and where each is, and that all brought the same. */
+/* The hello: identifies this rank's host and process, and compares the configurations of all
+ * ranks. */
 #include "api/hello.h"
 
 #include <errno.h>
@@ -22,7 +23,7 @@ static uint64_t random_uint64(void)
 {
     uint64_t word;
     if (getrandom(&word, sizeof word, 0) == sizeof word) return word;
-    struct timespec now; /* no entropy: still different from group to group */
+    struct timespec now; /* without entropy: still different for each group */
     clock_gettime(CLOCK_REALTIME, &now);
     return hash_join((uint64_t)getpid(),
                      (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec);
@@ -34,7 +35,8 @@ static int64_t namespace_inode(const char *path)
     return stat(path, &s) == 0 ? (int64_t)s.st_ino : 0;
 }
 
-/* A small file of the kernel's, as a string; "" where there is none, as without /proc. */
+/* Reads a small file of the kernel into a string. The string is empty if there is no such
+ * file, for example without /proc. */
 static epic_result read_kernel_file(const char *path, char *text, size_t size)
 {
     const int fd = open(path, O_RDONLY | O_CLOEXEC);
@@ -48,7 +50,8 @@ static epic_result read_kernel_file(const char *path, char *text, size_t size)
     return EPIC_OK;
 }
 
-/* EPIC_HOST: what it says, with this rank in place of %r; of %r/4, a fourth of it. */
+/* Hashes the value of EPIC_HOST. "%r" in it stands for this rank, "%r/4" for the rank
+ * divided by 4. */
 static void hash_host_name(uint64_t host[2], const char *name, int rank)
 {
     char number[16];
@@ -66,7 +69,8 @@ static void hash_host_name(uint64_t host[2], const char *name, int rank)
     host[1] = hash_join(host[0], 1);
 }
 
-/* Same host and boot: the kernel's boot id, and the pid namespace, without which pids differ. */
+/* Identifies host and boot by the kernel's boot id, and the PID namespace by its inode: pids
+ * mean nothing in another namespace. */
 static epic_result identify_host(uint64_t host[2], int rank)
 {
     char text[64] = {0};
@@ -82,9 +86,9 @@ static epic_result identify_host(uint64_t host[2], int rank)
     return EPIC_OK;
 }
 
-/* When this process began, in the kernel's ticks: the 22nd word of /proc/self/stat, the 20th
- * after the name, which alone may hold spaces.  (Inode and times of /proc/self change whenever
- * the kernel forgets them.) */
+/* Reads when this process started, in ticks: word 22 of /proc/self/stat. The search begins
+ * after the name in parentheses, which may contain spaces. (Inode and times of /proc/self
+ * change, so they do not identify a process.) */
 static epic_result read_process_start(uint64_t *start)
 {
     char text[1024];
@@ -95,15 +99,16 @@ static epic_result read_process_start(uint64_t *start)
     return EPIC_OK;
 }
 
-/* The pid, and when the process began: a pid alone may be used again. */
+/* Identifies the process by its pid and start time, because pids are used again. */
 static epic_result identify_process(uint64_t process[2], const uint64_t host[2])
 {
     process[0] = hash_join(host[1], (uint64_t)getpid());
     return read_process_start(&process[1]);
 }
 
-/* A number of this copy of the library.  A process may have loaded several, each with its own tables:
- * two Python wheels, or a wheel and a library of the system. */
+/* Returns a random number that identifies this copy of the library. A process may load
+ * several copies with tables of their own: two Python wheels, or a wheel and a system
+ * library. */
 static uint64_t identify_library(void)
 {
     static _Atomic uint64_t library;
@@ -188,13 +193,13 @@ static epic_result compare_hellos(const hello *a, const hello *b, int rank)
     return EPIC_OK;
 }
 
-/* Is there an end of the text within `size` bytes? */
+/* Returns whether the text ends within `size` bytes. */
 static bool is_terminated(const char *text, size_t size)
 {
     return memchr(text, 0, size) != NULL;
 }
 
-/* A record of another version is compare's business. */
+/* compare_hellos() reports a hello of another version. */
 static bool is_same_version(const hello *h)
 {
     return h->magic == HELLO_MAGIC && h->version == EPIC_VERSION;
@@ -215,7 +220,7 @@ static epic_result check_texts(const hello *h, int rank)
         rank, what);
 }
 
-/* A rank that could not go on because of a peer: that peer's own sentence says more. */
+/* Returns whether a rank failed because of a peer; the peer's own error says more. */
 static bool is_second_hand(int64_t refused)
 {
     return refused == EPIC_EPEER || refused == EPIC_ETIMEOUT;
@@ -229,7 +234,8 @@ static const hello *find_refusal(const hello *all, int num_ranks, bool second_ha
     return NULL;
 }
 
-/* Does it say of itself which rank is meant?  On GPUs all ranks repeat what one of them said. */
+/* Returns whether a sentence begins with a rank. On GPUs all ranks repeat the sentence of
+ * one rank. */
 static bool begins_with_rank(const char *sentence)
 {
     int rank, end = 0;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Opening and closing a context. */
+/* Opens and closes a context. docs/internals/architecture.md describes the three gathers. */
 #include "context/context.h"
 
 #include <stdio.h>
@@ -47,7 +47,7 @@ static epic_result check_bootstrap(const epic_bootstrap *bootstrap)
     return EPIC_OK;
 }
 
-/* Has the bootstrap as many ranks as the caller's config says?  Told to all ranks. */
+/* Checks config.num_ranks against the bootstrap. All ranks return the error. */
 static epic_result check_num_ranks(uint32_t num_ranks, const epic_bootstrap *bootstrap)
 {
     if (num_ranks == 0 || num_ranks == (uint32_t)bootstrap->num_ranks) return EPIC_OK;
@@ -56,7 +56,7 @@ static epic_result check_num_ranks(uint32_t num_ranks, const epic_bootstrap *boo
                      num_ranks, bootstrap->num_ranks);
 }
 
-/* The backend asked for, or the first that can join; mpi is tried last. */
+/* Chooses the backend of the config, or the first that can join; mpi is tried last. */
 static epic_result choose_backend(const epic_backend **out, const epic_peer *peers,
                                   int num_hosts, const epic_config *config)
 {
@@ -83,9 +83,9 @@ static epic_result choose_backend(const epic_backend **out, const epic_peer *pee
         loaded ? "mpi: " : "", why);
 }
 
-/* A bootstrap may be the caller's own.  What it returns is checked, for core and backends alike:
- * a result that is one, a sentence (a caller's own says nothing to epic_error), and our bytes in
- * our place.  A sentence from before stays, unless the bootstrap fails. */
+/* Calls a bootstrap's gather and checks what it did, because a caller may have written it:
+ * its result must be an epic_result, an error gets a sentence, and this rank's bytes must be
+ * at its index. The last error sentence stays as it was unless gather fails. */
 static epic_result gather_checked(void *self, const void *mine, void *all, int64_t bytes)
 {
     const epic_bootstrap *bootstrap = self;
@@ -114,7 +114,7 @@ static epic_bootstrap wrap_bootstrap(const epic_bootstrap *bootstrap)
                             (void *)(uintptr_t)bootstrap};
 }
 
-/* Tells all ranks how this one fared: open succeeds everywhere or nowhere. */
+/* Gathers the results of all ranks, so that open succeeds on all ranks or on none. */
 static epic_result agree_on_result(const epic_bootstrap *bootstrap, hello *mine, hello *all,
                                    epic_result result)
 {
@@ -131,13 +131,13 @@ static int32_t count_hosts(const epic_peer *peers, int num_ranks)
     for (int r = 0; r < num_ranks; r++) {
         int q = 0;
         while (memcmp(peers[q].host, peers[r].host, sizeof peers[r].host) != 0) q++;
-        hosts += q == r; /* the first one there */
+        hosts += q == r; /* the first rank on its host */
     }
     return hosts;
 }
 
-/* Joining is collective, so nobody begins before all have found the same backend: a library may
- * be missing on one host only. */
+/* Chooses a backend and checks that all ranks found it. Joining is collective, so no rank
+ * may begin when a library is missing on one host. */
 static epic_result agree_on_backend(const epic_backend **out, const epic_context *ctx,
                                     const epic_bootstrap *bootstrap, hello *mine, hello *all,
                                     const epic_peer *peers)
@@ -159,8 +159,8 @@ static epic_result join_group(epic_context *ctx, const epic_backend *backend,
     return EPIC_OK;
 }
 
-/* On device contexts ids lie where the host does not see them: to say so is better than a trace
- * that is not there. */
+/* Starts the trace of EPIC_TRACE. On device contexts the ids are in device memory, so an
+ * error is better than an empty trace. */
 static epic_result start_trace(epic_context *ctx)
 {
     const char *folder = config_trace();
@@ -259,8 +259,8 @@ static epic_result open_bootstrap(epic_context *ctx, const epic_bootstrap *boots
     return result;
 }
 
-/* Without a bootstrap the communicator is one, or the environment says who meets: a job of several
- * processes must not become as many groups of one. */
+/* Makes the bootstrap of a caller that passed none: from config.native, or from the
+ * environment. A job of several processes must not become several groups of one rank. */
 static epic_result make_default_bootstrap(epic_bootstrap *out, const epic_config *config)
 {
     return config->native ? epic_bootstrap_mpi(out, config->native, config->timeout_ms)

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Backends that live in libraries of their own, loaded when a context asks for one. */
+/* Loads backends that are in libraries of their own when a context first uses them. */
 #include <dlfcn.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -13,7 +13,7 @@ typedef struct plugin {
     const char *name; /* of the backend */
     const char *library;
     const char *symbol;
-    const char *when_absent, *when_broken; /* what helps */
+    const char *when_absent, *when_broken; /* remedies for the error */
 } plugin;
 
 #define NUM_PLUGINS 3
@@ -31,7 +31,7 @@ static const plugin plugins[NUM_PLUGINS] = {
      "libucx-dev) and build libepic again",
      "install the CUDA runtime that it was built for"},
 };
-static const epic_backend *_Atomic loaded[NUM_PLUGINS]; /* they stay loaded */
+static const epic_backend *_Atomic loaded[NUM_PLUGINS]; /* a backend is never unloaded */
 
 static epic_result load_plugin(const epic_backend **out, const plugin *p)
 {
@@ -41,7 +41,8 @@ static epic_result load_plugin(const epic_backend **out, const plugin *p)
         atomic_store_explicit(&loaded[p - plugins], *out, memory_order_release);
         return EPIC_OK;
     }
-    const char *why = dlerror(); /* begins with the file that is wrong, or not there */
+    const char *why =
+        dlerror(); /* begins with the name of the file that is missing or invalid */
     const bool absent = why && strncmp(why, p->library, strlen(p->library)) == 0;
     const epic_result result = epic_fail(
         EPIC_ENOTSUP, "backend \"%s\": %s cannot be loaded; %s (%.250s)", p->name, p->library,

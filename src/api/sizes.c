@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What things take, from sizes alone, and what a plan's bytes say. */
+/* Size and memory queries, and epic_plan_read. */
 #include "api/check.h"
 #include "api/config.h"
 #include "base/error.h"
@@ -45,9 +45,11 @@ static int64_t min_int64(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-/* Every local expert that has a choice pads its slab, and whole slabs are multiples of the
- * alignment.  No slab is longer than what expert_capacity leaves of it.  A token brings top_k slots
- * to a rank at most: duplicates of an expert are choices too, unless the layer is EPIC_DISTINCT. */
+/* Returns the most slots that a rank can need.
+ *
+ * A token has at most top_k choices on a rank, because duplicates count unless the layer is
+ * EPIC_DISTINCT. No slab is longer than expert_capacity. Each local expert with a choice
+ * pads its slab to a multiple of the alignment. A FLAT layer has one row for each token. */
 static int64_t capacity_bound(const epic_config *c, const epic_layer *l, int64_t local)
 {
     const int64_t tokens = c->max_tokens * c->num_ranks;
@@ -61,7 +63,8 @@ static int64_t capacity_bound(const epic_config *c, const epic_layer *l, int64_t
                      local * round_up(slab, l->alignment));
 }
 
-/* Experts that one rank may own: of contiguous blocks, or of any rank_of_expert. */
+/* Returns the most experts that one rank can own: with contiguous blocks, or with any
+ * rank_of_expert. */
 static int64_t max_local_experts(const epic_config *c, const epic_layer *l, bool placed)
 {
     const bool blocks = !placed && l->num_experts % c->num_ranks == 0;

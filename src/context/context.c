@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What breaks a context, how that is asked, and what it tells of itself. */
+/* The failure of a context, and queries about a context. */
 #include "context/context.h"
 
 #include <stdio.h>
@@ -43,14 +43,15 @@ epic_result context_break(epic_context *ctx, const epic_failure_info *failure)
     return epic_fail((epic_result)ctx->failure.result, "%s", ctx->failure.sentence);
 }
 
-/* Has the group a failure that this context has not heard of yet? */
+/* Returns whether the group has a failure that is not yet in ctx->failure. */
 static bool new_failure(const epic_context *ctx, epic_failure_info *failure)
 {
     const epic_backend *backend = ctx->backend;
     const bool found = backend->transport
                            ? backend->transport->failure(ctx->group, failure)
                            : backend->ops->poll_failure(ctx->group, failure) != EPIC_OK;
-    text_clean(failure->sentence); /* a peer wrote it, or an abort of its caller */
+    text_clean(
+        failure->sentence); /* the text comes from a peer or from a caller of epic_abort */
     return found;
 }
 
@@ -111,7 +112,7 @@ void epic_abort(epic_context *ctx, uint64_t tag, const char *why)
         ctx->backend->ops->abort(ctx->group, tag, why);
         return;
     }
-    char part[401]; /* room for what stands before it */
+    char part[401]; /* the rest of the buffer holds the words in front of it */
     epic_failure_info failure = {.result = EPIC_EPEER,
                                  .tag = tag,
                                  .rank = ctx->rank,
@@ -124,7 +125,8 @@ void epic_abort(epic_context *ctx, uint64_t tag, const char *why)
     context_check(ctx);
 }
 
-/* Host backends send one row for each rank in any order, and mpi adds no faster in a tree. */
+/* Only device backends relay rows through one rank of each host. For host backends an order
+ * by hosts has no advantage. */
 bool context_relays(const epic_context *ctx, const int32_t *rank_of_expert)
 {
     return ctx->backend->ops && ctx->num_hosts > 1 && !rank_of_expert;

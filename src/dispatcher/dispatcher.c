@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The simple step: a handle that owns the plan and the buffers of one step at a time.  Written on
- * the public calls, but for memory, which is the backend's. */
+/* The dispatcher: a handle that owns a plan and the buffers of one training step at a time.
+ * It uses the public calls only, except for memory, which the backend allocates. */
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -12,16 +12,16 @@
 struct epic_dispatcher {
     epic_dispatcher_config config;
     epic_context *ctx;
-    bool opened_here; /* the context goes with the step */
+    bool opened_here; /* epic_dispatcher_close closes the context too */
     epic_layer layer;
     epic_layer_info sizes;
     int64_t row_bytes;
     void *plan;
-    epic_slots slots;     /* what dispatch delivers */
-    epic_slots gradients; /* what combine_backward delivers: rows and weights of their own */
-    int64_t num_tokens;   /* of the step under way; -1: none */
+    epic_slots slots;     /* outputs of dispatch */
+    epic_slots gradients; /* outputs of combine_backward, with rows and weights of their own */
+    int64_t num_tokens;   /* tokens of the current dispatch; -1: there is none */
     bool weighted;
-    bool spread; /* its gradients have come to the slots */
+    bool spread; /* combine_backward has run since the last dispatch */
 };
 
 /* ----------------------------------------------------------------------------- memory ---- */
@@ -156,7 +156,8 @@ epic_result epic_dispatcher_open_v1(epic_dispatcher **out, const epic_dispatcher
         *out = s;
         return EPIC_OK;
     }
-    /* Peers whose step is open would wait for this rank's first call. */
+    /* Without an abort, peers whose dispatcher is open would wait for this rank's first
+     * call. */
     char why[512];
     snprintf(why, sizeof why, "%s", epic_sentence());
     if (s->opened_here && s->ctx != NULL && s->ctx->backend != NULL)
@@ -192,7 +193,7 @@ static epic_result check_dispatcher(const epic_dispatcher *s, bool gradients)
     return EPIC_OK;
 }
 
-/* The dispatch that combine and the gradients belong to. */
+/* Checks that there is a dispatch to which combine and the gradients belong. */
 static epic_result check_in_progress(const epic_dispatcher *s, bool gradients)
 {
     TRY(check_dispatcher(s, gradients));

@@ -1,8 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_allreduce_sum on the host.  The array is cut in blocks; block b belongs to rank b % num_ranks, who
- * adds it and gives it to all: every element travels twice, and all ranks get the same bits.
- * A short array travels in the notes instead, and every rank adds it: one trip in place of
- * three, and the same bits, because all add the same rows in the same order. */
+/* epic_allreduce_sum on the host.
+ *
+ * The array is split into blocks, and block b belongs to rank b % num_ranks. First every rank
+ * sends each block to its owner, which adds all ranks' blocks (a collect flow). Then each owner
+ * sends its sums to all ranks (a scatter flow). Every element travels twice, and all ranks get
+ * the same bits.
+ *
+ * A short array travels inside the op headers, and every rank adds all of them. That takes
+ * one trip instead of three, with the same bits, because the order of the additions is the
+ * same. */
 #include <string.h>
 
 #include "base/error.h"
@@ -44,7 +50,8 @@ static void sum_fill_part(void *self, int home, int64_t item, int32_t piece, voi
     sum_copy_block(self, home, item, entry);
 }
 
-/* The sum of ranks [first, first + count), in binary tree order, in scratch row `level`. */
+/* Returns the sum of ranks [first, first + count) in the order of a binary tree, in scratch
+ * row `level` or above. */
 static const void *sum_join_ranks(const summing *s, const void *const *rows, int first,
                                   int count, int level, int64_t n)
 {
@@ -57,7 +64,7 @@ static const void *sum_join_ranks(const summing *s, const void *const *rows, int
     return out;
 }
 
-/* out = the sum of all ranks' rows; it may be one of them. */
+/* Writes the sum of all ranks' rows to `out`, which may be one of the rows. */
 static void sum_add_rows(const summing *s, float *out, const void *const *rows, int64_t n)
 {
     const int num_ranks = s->x->num_ranks;

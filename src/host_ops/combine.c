@@ -1,6 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_combine and epic_dispatch_backward on the host: rows home, summed in the layer's order;
- * the gradient also brings one float for each choice home, unsummed. */
+/* epic_combine and epic_dispatch_backward on the host.
+ *
+ * For each token of each home, every rank adds its slots of that token into one row, a
+ * *partial*, and sends it to the home. The home adds the partials in the order of the layer
+ * and rounds once. dispatch_backward does the same with gradients. It also sends one float
+ * for each k behind the partial; the home stores these without adding them. */
 #include <string.h>
 
 #include "base/error.h"
@@ -15,14 +19,14 @@ typedef struct combining {
     const char *rows_name;
     epic_const_rows rows;
     epic_rows out;
-    uint32_t top_k; /* the layer's */
+    uint32_t top_k; /* of the layer */
     const float *slot_weights;
     const float *d_slot_weights;
     float *d_weights;
     row_split split; /* of a partial */
     int64_t trailer;
-    /* the piece at hand */
-    int64_t first, count; /* elements */
+    /* the current piece, in elements */
+    int64_t first, count;
 } combining;
 
 static void combine_set_piece(combining *c, int32_t piece)
@@ -39,7 +43,7 @@ static void *scratch_row(const combining *c, int level)
 
 /* ----------------------------------------------------------------------- expert side ---- */
 
-typedef struct gathered { /* the slots of one (token, rank), in ascending k */
+typedef struct gathered { /* the slots of one token on this rank, in ascending k */
     int n;
     const void *rows[MAX_TOP_K];
     float weights[MAX_TOP_K];
@@ -55,7 +59,7 @@ static const void *piece_of_row(const combining *c, int64_t row)
 static int32_t local_expert(const plan_view *v, int32_t slot)
 {
     int32_t low = 0, high = v->header->num_local - 1;
-    while (low < high) { /* the last slab that begins at or before the slot */
+    while (low < high) { /* find the last slab that begins at or before the slot */
         const int32_t middle = low + (high - low + 1) / 2;
         if (v->slab_begin[middle] <= slot)
             low = middle;
@@ -91,8 +95,8 @@ static void gather_slots(const combining *c, int home, int64_t token, gathered *
     }
 }
 
-/* The partial of the choices whose leaves are in [first, first + count), in `out`; false: there
- * are none.  Rows of level and above are free. */
+/* Writes to `out` the partial of the choices whose leaves are in [first, first + count).
+ * Returns false if there are none. It may use scratch rows from `level` on. */
 static bool reduce_subtree(const combining *c, const gathered *g, int32_t first, int32_t count,
                            int level, void *out)
 {
@@ -118,7 +122,7 @@ static bool reduce_subtree(const combining *c, const gathered *g, int32_t first,
     return true;
 }
 
-/* This rank's partial of one token, rounded to the partial type. */
+/* Writes this rank's partial of one token, rounded to the partial type. */
 static void make_partial(const combining *c, int home, int64_t token, void *out)
 {
     const epic_layer *layer = &c->plan.header->layer;
@@ -128,7 +132,7 @@ static void make_partial(const combining *c, int home, int64_t token, void *out)
         const int32_t leaves = (int32_t)layer->leaves / c->x->num_ranks;
         if (reduce_subtree(c, &g, c->plan.place_of[c->x->rank] * leaves, leaves, 1, out))
             return;
-        g.n = 0; /* a damaged plan: its slots belong to leaves of other ranks */
+        g.n = 0; /* the plan is damaged: its slots belong to leaves of other ranks */
     }
     c->kernels->partial(out, c->partial_type, g.rows, c->slot_weights ? g.weights : NULL, g.n,
                         c->type, c->count);
@@ -190,8 +194,9 @@ static void read_trailers(const combining *c, int64_t token, const void **rows)
     }
 }
 
-/* The sum of the subtrees at places [first, first + count), in row `level` or where the only one
- * lies; rows above are free.  NULL: all empty. */
+/* Returns the sum of the subtrees at positions [first, first + count), or NULL if all are
+ * empty. The sum is in scratch row `level`, or is the only subtree that is not empty. The
+ * function may use the scratch rows above. */
 static const void *join_subtrees(const combining *c, const void *const *at, int32_t first,
                                  int32_t count, int level)
 {
@@ -208,7 +213,8 @@ static const void *join_subtrees(const combining *c, const void *const *at, int3
 static void add_partials_as_tree(const combining *c, const void **rows, void *out)
 {
     const void *at[EPIC_MAX_RANKS];
-    for (int p = 0; p < c->x->num_ranks; p++) at[p] = NULL; /* place_of may be damaged */
+    for (int p = 0; p < c->x->num_ranks; p++)
+        at[p] = NULL; /* place_of of a damaged plan may leave gaps */
     for (int r = 0; r < c->x->num_ranks; r++) at[c->plan.place_of[r]] = rows[r];
     const void *root = join_subtrees(c, at, 0, c->x->num_ranks, 1);
     c->kernels->add(out, c->type, &root, root != NULL, c->partial_type, c->count);

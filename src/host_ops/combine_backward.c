@@ -1,6 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_combine_backward on the host: each token's gradient goes where its row went, is scaled
- * there, and meets the row that was combined. */
+/* epic_combine_backward on the host.
+ *
+ * Each rank sends the gradient of a token to the ranks that hold its slots. There it is
+ * scaled by the slot's weight into d_rows. The gradient of that weight is the dot product
+ * with the row that the slot sent in combine. */
 #include <string.h>
 
 #include "base/error.h"
@@ -20,7 +23,7 @@ static const unsigned char *row_of_own_token(const spreading *s, int64_t token)
     return (const unsigned char *)s->args->d_out.data + token * s->args->d_out.row_bytes;
 }
 
-/* d_rows[slot] = w * piece, elements [first, first + n). */
+/* Writes elements [first, first + n) of d_rows[slot] = w * piece. */
 static void write_scaled_row(const spreading *s, int64_t slot, float w, const void *piece,
                              int64_t first, int64_t n)
 {
@@ -39,7 +42,7 @@ static void write_scaled_row(const spreading *s, int64_t slot, float w, const vo
         s->kernels->quantize_1x32(row + first, scales + first / 32, piece, w, type, n);
 }
 
-/* The dot product of one slot, piece by piece; `sum` holds it between the pieces. */
+/* Adds one piece to the dot product of a slot; `sum` holds it between the pieces. */
 static void add_dot(const spreading *s, int64_t slot, double *sum, const void *piece,
                     int64_t first, int64_t n)
 {
@@ -52,7 +55,8 @@ static void add_dot(const spreading *s, int64_t slot, double *sum, const void *p
     if ((first + n) * size == s->split.row_bytes) a->d_slot_weights[slot] = (float)*sum;
 }
 
-/* Pieces of one token of one source come one after the other, so a sum for each k is enough. */
+/* Writes one piece of a token to all its slots here. The pieces of a token arrive one after
+ * the other, so one sum for each source and k is enough. */
 static void scatter_piece(const spreading *s, int from, int64_t token, const void *piece,
                           int64_t first, int64_t n)
 {

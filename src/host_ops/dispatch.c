@@ -1,6 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_dispatch on the host.  What travels for a token is one string of bytes, cut in pieces:
- * its row, its scales, and one weight for each k. */
+/* epic_dispatch on the host.
+ *
+ * A rank sends each token once to each rank that holds a slot of it. The message is one
+ * string of bytes: the row, its scales, and one weight for each k. It is split into pieces
+ * like any row. The receiver copies the parts to the slots. */
 #include <string.h>
 
 #include "base/error.h"
@@ -8,17 +11,18 @@
 #include "exchange/ring_copy.h"
 #include "host_ops/host_ops.h"
 
-#define CACHED_COPY_MAX (4 << 20) /* of slots: caches hold them until the experts read them */
+#define CACHED_COPY_MAX \
+    (4 << 20) /* bytes of slots that stay in the cache until the experts read them */
 
 typedef struct dispatching {
     const epic_dispatch_args *args;
     const host_kernels *kernels;
-    copy_function *copy; /* to slots */
+    copy_function *copy; /* copies to slots */
     exchange *x;
     plan_view plan;
     row_split split;
-    int64_t scales_at, weights_at; /* where they begin in the string */
-    int64_t held;                  /* the token whose quantized string x->row holds, or -1 */
+    int64_t scales_at, weights_at; /* offsets in the string */
+    int64_t held;                  /* the token whose quantized string is in x->row, or -1 */
 } dispatching;
 
 static const unsigned char *row_of(const epic_const_rows *rows, int64_t i)
@@ -45,7 +49,7 @@ static void quantize_token(dispatching *d, int64_t token)
         d->x->row, d->x->row + d->scales_at, row_of(&a->tokens, token), 1, type, n);
 }
 
-/* The parts of a token's string, as they lie with the sender. */
+/* Return the parts of a token's string on the sending rank. */
 static const unsigned char *row_part(dispatching *d, int64_t token)
 {
     if (!d->args->quantize) return row_of(&d->args->tokens, token);
@@ -65,7 +69,8 @@ static const float *weights_part(const dispatching *d, int64_t token)
     return d->args->weights + token * d->plan.header->layer.top_k;
 }
 
-/* Copies what two ranges of a string share: [at, at + size) of `to`, [begin, end) of `from`. */
+/* Copies the overlap of two ranges of a string: [at, at + size) at `to`, [begin, end) at
+ * `from`. */
 static void copy_overlap(copy_function *copy, void *to, int64_t at, int64_t size,
                          const void *from, int64_t begin, int64_t end)
 {
@@ -76,7 +81,8 @@ static void copy_overlap(copy_function *copy, void *to, int64_t at, int64_t size
              (size_t)(high - low));
 }
 
-/* To few slots, which the experts read from the cache, and to lanes whose readers are near. */
+/* Copies through the caches: to slots that the experts soon read, and to lanes with near
+ * readers. */
 static void copy_cached(void *to, const void *from, size_t n)
 {
     memcpy(to, from, n);
@@ -107,18 +113,19 @@ static void dispatch_fill_entry(void *self, int64_t token, int32_t piece, void *
 
 /* -------------------------------------------------------------------------- receiving ---- */
 
-/* Bytes [at, at + size) of a token's row, or of its scales or weights; size <= 0: none. */
+/* Bytes [at, at + size) of a token's row, scales or weights. It is empty if size <= 0. */
 typedef struct part {
     const unsigned char *from;
     int64_t at, size;
 } part;
 
-/* What there is of a token's string: a piece, or all of it where the sender has it. */
+/* The parts of a token's string that are at hand: those in one piece, or all of them. */
 typedef struct parts {
     part row, scales, weights;
 } parts;
 
-/* What the string's range [begin, end), which lies at `piece`, has of its range [low, high). */
+/* Returns the bytes of the string's range [low, high) that are in the range [begin, end) at
+ * `piece`. */
 static part string_part_of(const unsigned char *piece, int64_t begin, int64_t end, int64_t low,
                            int64_t high)
 {
@@ -136,7 +143,8 @@ static void write_row(const dispatching *d, int64_t slot, const parts *p)
                 (size_t)p->scales.size);
 }
 
-/* Weights are few: they go through the caches.  A piece may end within one. */
+/* Writes one weight of a slot. It goes through the caches, because weights are small. A
+ * piece may end inside a weight. */
 static void write_weight(const dispatching *d, int64_t place, uint32_t k, const part *weights)
 {
     const int64_t at = (int64_t)(k * sizeof(float)), end = weights->at + weights->size;
@@ -165,7 +173,9 @@ static void write_token(const dispatching *d, int from, int64_t token, const par
         return;
     }
     const int32_t *slots = plan_slots_of_token(&d->plan, from, token);
-    uint32_t here[MAX_TOP_K], count = 0; /* listed first: which are here is chance */
+    uint32_t here[MAX_TOP_K],
+        count =
+            0; /* list the choices first: which ones are here is unpredictable for branches */
     for (uint32_t k = 0; k < d->plan.header->layer.top_k; k++) {
         here[count] = k;
         count += slots[k] >= 0;
@@ -220,7 +230,7 @@ static void list_output_arrays(const epic_dispatch_args *a, uint32_t weights, sl
     out[2] = (slot_array){a->slot_weights, 4 * (int64_t)weights, a->recv.num_rows};
 }
 
-/* FLAT: the local experts of each row in ascending k; unused entries are -1. */
+/* Writes recv_expert of a FLAT layer: the local experts of each row in ascending k, then -1. */
 static void write_recv_expert(const dispatching *d)
 {
     const plan_header *h = d->plan.header;
@@ -254,7 +264,8 @@ static epic_result dispatch_transfer(dispatching *d)
         memset(a->slot_weights, 0, (size_t)(d->plan.header->num_slots * top_k) * sizeof(float));
     if (a->recv_expert) write_recv_expert(d);
     d->scales_at = a->recv.row_bytes;
-    d->weights_at = d->scales_at + a->recv_scales.row_bytes; /* 0: no scales */
+    d->weights_at =
+        d->scales_at + a->recv_scales.row_bytes; /* 0 bytes of scales: there are none */
     d->held = -1;
     const int64_t string = d->weights_at + (a->weights ? 4 * top_k : 0);
     d->split = exchange_split_rows(d->x, true, string, 0);
@@ -308,7 +319,7 @@ static uint64_t dispatched_bytes(const epic_dispatch_args *args)
     return (uint64_t)(args->tokens.num_rows * args->tokens.row_bytes);
 }
 
-/* In an open exchange; the plan is good and has slots. */
+/* Moves the rows in an open exchange. The plan is valid and has slots. */
 static epic_result dispatch_transfer_all(dispatching *d)
 {
     const bool few = d->plan.header->num_slots * d->args->recv.row_bytes < CACHED_COPY_MAX;
@@ -343,7 +354,8 @@ epic_result host_dispatch(epic_context *ctx, const epic_dispatch_args *args,
     return dispatch_run(ctx, args, &s);
 }
 
-/* The receive buffer has room: it was checked beside the capacity, which the plan kept to. */
+/* The receive buffer has enough rows: the caller compared it with the capacity, which the
+ * plan does not exceed. */
 epic_result host_dispatch_continue(exchange *x, const epic_dispatch_args *args)
 {
     dispatching d = {

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_plan on the host: the ids of all ranks go to all ranks, who decide alike.  Those of a rank
- * with few tokens ride in its note. */
+/* epic_plan and epic_plan_dispatch on the host.
+ *
+ * Every rank sends its expert ids to all ranks, and all ranks compute the same plan from
+ * them. The ids of a rank with few tokens travel in its op header. */
 #include <stdio.h>
 #include <string.h>
 
@@ -13,7 +15,7 @@ typedef struct planning {
     epic_layer layer;
     planner planner;
     exchange *x;
-    epic_op_header note; /* read until x is closed */
+    epic_op_header note; /* peers and exchange read it until x is closed */
 } planning;
 
 static int64_t id_at(const epic_plan_args *args, int64_t i)
@@ -22,7 +24,7 @@ static int64_t id_at(const epic_plan_args *args, int64_t i)
                                         : ((const int32_t *)args->topk_idx)[i];
 }
 
-/* As the peers get them: 32 bits, -1 for none. */
+/* Writes the ids as peers receive them: 32 bits, -1 for no expert. */
 static void copy_ids(int32_t *ids, const epic_plan_args *args, const epic_layer *layer)
 {
     const int64_t choices = args->num_tokens * layer->top_k;
@@ -37,7 +39,7 @@ static bool do_ids_fit_header(int64_t num_tokens, const epic_layer *layer)
     return num_tokens * layer->top_k * (int64_t)sizeof(int32_t) <= OP_PAYLOAD_BYTES;
 }
 
-/* Has an earlier choice of the token of choice i the same expert? */
+/* Returns whether an earlier choice of the same token has the same expert as choice i. */
 static bool is_duplicate(const epic_plan_args *args, int64_t i, int64_t top_k)
 {
     const int64_t id = id_at(args, i);
@@ -65,7 +67,8 @@ static void op_header_check_ids(epic_op_header *note, const epic_plan_args *args
     }
 }
 
-/* Also a table that cannot be used; false then. */
+/* Writes the checksums of both tables. Returns false if a table is invalid, which the header
+ * then reports. */
 static bool op_header_set_tables(epic_op_header *note, const epic_context *ctx,
                                  const epic_plan_args *args, const epic_layer *layer)
 {
@@ -131,10 +134,10 @@ static void read_ids(void *self, int from, int64_t item, int32_t piece, const vo
 
 static void skip_own_ids(void *self, int64_t item)
 {
-    (void)self, (void)item; /* they are there already */
+    (void)self, (void)item; /* they are in place already */
 }
 
-/* Takes the ids that ride in notes; true: those of some rank do not. */
+/* Copies the ids that travel in op headers. Returns true if some rank's ids do not. */
 static bool read_header_ids(planning *p)
 {
     exchange *x = p->x;
@@ -186,8 +189,9 @@ static void write_counts(planning *p, epic_result result)
     if (args->demand) *args->demand = (int32_t)q->header->demand;
 }
 
-/* A plan that moves nothing, after a class (b) error that the notes told.  Our own placement is
- * used unless it is what is wrong: the caller's arrays are as long as it says. */
+/* Makes a plan without slots after an error of the data in an op header. It uses this rank's
+ * placement unless that is what is wrong, because the caller's arrays have the length that
+ * follows from it. */
 static void make_empty_plan(planning *p)
 {
     const exchange *x = p->x;
@@ -222,7 +226,7 @@ static epic_result make_plan(planning *p)
     return result;
 }
 
-/* For epic-trace, if somebody asked for a trace. */
+/* Writes the ids to the trace, if there is one, for epic-trace. */
 static void trace_ids(const planning *p)
 {
     const trace_record record = {.tag = p->x->tag,
@@ -234,13 +238,14 @@ static void trace_ids(const planning *p)
     trace_plan(p->x->ctx->trace, record, p->args->topk_idx, p->args->index_type);
 }
 
-/* Are the plan's bytes a plan, also one that moves nothing? */
+/* Returns whether the bytes are a plan, even one without slots. */
 static bool is_plan_written(epic_result result)
 {
     return result == EPIC_OK || result == EPIC_EINVAL || result == EPIC_EOVERFLOW;
 }
 
-/* Without p->x nothing was opened; else the caller closes. */
+/* Makes the plan. If p->x is NULL afterwards, nothing is open; otherwise the caller closes
+ * p->x. */
 static epic_result plan_run(planning *p, epic_context *ctx, const op_header_extra *extra,
                             int64_t next)
 {
@@ -269,7 +274,8 @@ epic_result host_plan(epic_context *ctx, const epic_plan_args *args,
     return p.x ? exchange_close(p.x, result) : result;
 }
 
-/* Does the same dispatch follow on every rank?  If not, its own bootstrap tells what differs. */
+/* Returns whether all ranks continue with the same dispatch. If not, the op headers of the
+ * dispatch itself report what differs. */
 static bool do_all_continue(const exchange *x)
 {
     for (int r = 0; r < x->num_ranks; r++)
@@ -292,6 +298,6 @@ epic_result host_plan_dispatch(epic_context *ctx, const epic_plan_args *args,
     char why[512];
     snprintf(why, sizeof why, "%s", epic_sentence());
     TRY(host_dispatch_unchecked(
-        ctx, dispatch)); /* a plan that moves nothing: this clears the outputs */
+        ctx, dispatch)); /* the plan has no slots, so this clears the outputs */
     return epic_fail(result, "%s", why);
 }

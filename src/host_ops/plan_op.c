@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the operations that use a plan have in common. */
+/* The common parts of operations that use a plan: checks of the plan, the layer and the
+ * buffers, and the zeros in padding. */
 #include <string.h>
 
 #include "base/error.h"

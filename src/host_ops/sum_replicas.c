@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_sum_replicas on the host: for each logical expert with several replicas, what this rank's
- * have is added here, and that over the ranks.
+/* epic_sum_replicas on the host.
+ *
+ * For each logical expert with several replicas, every rank first adds its own replicas in its
+ * workspace, leaf by leaf.  Then the workspaces of all ranks are added:
  *
  *     expert      0   1 | 2   3 | 4   5 | 6   7      leaves of two experts, two ranks
  *     logical     a   b | a   a | b   c | a   c
@@ -14,20 +16,21 @@
 #include "host_ops/host_ops.h"
 
 #define CHUNK 256      /* floats that are added at a time */
-#define MOST_LEVELS 18 /* of a tree over MAX_EXPERTS leaves */
+#define MOST_LEVELS 18 /* levels of a tree over MAX_EXPERTS leaves */
 
 typedef struct adding {
     const epic_sum_replicas_args *args;
     const plan_view *plan;
     const host_kernels *kernels;
     int32_t logical;
-    int64_t count;        /* numbers of an expert */
-    int64_t leaf_experts; /* experts of a leaf */
-    int64_t at, n;        /* the chunk */
+    int64_t count;        /* numbers of one expert */
+    int64_t leaf_experts; /* experts of one leaf */
+    int64_t at, n;        /* the current chunk */
     float levels[MOST_LEVELS][CHUNK];
 } adding;
 
-/* Is the local expert a replica, and one of leaf `leaf` (-1: of any)? */
+/* Returns whether the local expert is a replica of a->logical on leaf `leaf`; -1: on any
+ * leaf. */
 static bool is_replica_on_leaf(const adding *a, int32_t local, int64_t leaf)
 {
     const int32_t expert = a->plan->expert_of[local];
@@ -40,7 +43,8 @@ static float *numbers_of(const adding *a, int32_t local)
     return (float *)a->args->data.data + local * a->count;
 }
 
-/* out = the replicas of a leaf, ascending, added to 0. */
+/* Writes to `out` the sum of the replicas on one leaf, in ascending order of experts,
+ * starting from 0. */
 static void add_leaf(const adding *a, int64_t leaf, float *out)
 {
     memset(out, 0, (size_t)a->n * sizeof *out);
@@ -51,7 +55,8 @@ static void add_leaf(const adding *a, int64_t leaf, float *out)
     }
 }
 
-/* levels[level] = leaves [first, first + count) in a binary tree. */
+/* Writes to levels[level] the sum of leaves [first, first + count) in the order of a binary
+ * tree. */
 static void add_leaves(adding *a, int64_t first, int64_t count, int level)
 {
     float *out = a->levels[level];
@@ -65,7 +70,7 @@ static void add_leaves(adding *a, int64_t first, int64_t count, int level)
     a->kernels->add(out, EPIC_F32, both, 2, EPIC_F32, a->n);
 }
 
-/* workspace = what this rank's replicas have. */
+/* Writes to the workspace the sum of this rank's replicas. */
 static void add_local_replicas(adding *a)
 {
     const plan_header *h = a->plan->header;
@@ -87,7 +92,7 @@ static void copy_sum_to_replicas(const adding *a)
         if (is_replica_on_leaf(a, l, -1)) memcpy(numbers_of(a, l), a->args->workspace, bytes);
 }
 
-/* A bit for each logical expert that has several replicas. */
+/* Sets a bit for each logical expert that has more than one replica. */
 static void mark_replicated(const plan_view *v, uint64_t *several)
 {
     const epic_layer *layer = &v->header->layer;
@@ -100,7 +105,7 @@ static void mark_replicated(const plan_view *v, uint64_t *several)
     }
 }
 
-/* The ranks meet once before anything is added: then all have the same plan. */
+/* The first sum is empty. In it the ranks compare their plans, before anything is added. */
 epic_result host_sum_replicas(epic_context *ctx, const epic_sum_replicas_args *args)
 {
     plan_op s;

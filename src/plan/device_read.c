@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the bytes of a CUDA context's plan say. */
+/* Reads the bytes of a CUDA context's plan on the host. */
 #include "plan/device_read.h"
 
 #include "base/error.h"
 #include "rules/device_layout.h"
 
-#define CHUNK 1024 /* choices that are looked at together */
+#define CHUNK 1024 /* choices that are read at a time */
 
 static bool is_header_valid(const device_plan_header *h)
 {

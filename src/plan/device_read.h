@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reading the plan of a CUDA context, from a copy in host memory or where it lies. */
+/* Reads the plan of a CUDA context, from a copy in host memory or from device memory. */
 #ifndef EPIC_DEVICE_READ_H
 #define EPIC_DEVICE_READ_H
 
@@ -7,10 +7,11 @@
 
 #include "epic/epic.h"
 
-/* Copies bytes from wherever `from` points. */
+/* Copies bytes to the host from memory of any kind. Returns false on failure. */
 typedef bool (*device_fetch)(void *to, const void *from, size_t bytes);
 
-/* True: the first words are a CUDA context's plan; then *result is what epic_plan_read returns. */
+/* Returns true if the bytes begin like a plan of a CUDA context. Then it sets *result to the
+ * result of epic_plan_read and, on success, fills in *out. */
 bool device_plan_read(const void *plan, int64_t plan_bytes, device_fetch fetch,
                       epic_plan_info *out, epic_result *result);
 

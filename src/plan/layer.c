@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Checking a layer and where its experts live. */
+/* Checks a layer, fills in its defaults, and checks a placement of experts. */
 #include "base/error.h"
 #include "base/sized.h"
 #include "plan/plan.h"

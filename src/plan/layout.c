@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Where the arrays of a plan lie. */
+/* Computes where the arrays of a plan are, and checks the bytes of a plan. */
 #include <string.h>
 
 #include "base/hash.h"
@@ -91,7 +91,8 @@ static int32_t max_experts_per_rank(int32_t *count, const epic_layer *layer, int
     return most;
 }
 
-/* Working memory lies behind the largest plan that these tokens can have. */
+/* Sets the pointers to the workspace, which begins behind the largest plan that these tokens
+ * can have. */
 static void locate_workspace(planner *p, const plan_header *h)
 {
     plan_header largest = *h;
@@ -146,7 +147,7 @@ void planner_begin(planner *p, void *plan, const epic_layer *layer, int32_t rank
             p->owner[e] = (int32_t)r;
     h.num_local = max_experts_per_rank(p->rows, layer, num_ranks, p->owner);
     plan_layout(&h);
-    memset(plan, 0, (size_t)h.fate); /* the padding between the arrays too */
+    memset(plan, 0, (size_t)h.fate); /* also clears the padding between the arrays */
     *p->header = h;
     locate_arrays(p);
     for (int32_t r = 0; r < num_ranks; r++) {
@@ -229,7 +230,8 @@ static bool are_all_within(const int32_t *values, int64_t count, int32_t least, 
     return count <= 0 || (low >= least && high <= most);
 }
 
-/* Sums are made in 64 bits: 32 could wrap around to what is expected. */
+/* Checks the token counts. The sums have 64 bits, because 32 bits could overflow to the
+ * expected value. */
 static bool are_tokens_valid(const plan_view *v)
 {
     const plan_header *h = v->header;
@@ -242,7 +244,7 @@ static bool are_tokens_valid(const plan_view *v)
            v->tokens_of[h->rank] == h->num_tokens;
 }
 
-/* Slabs ascend from 0 to num_slots, each with room for its count. */
+/* Checks that the slabs ascend from 0 to num_slots, each with enough slots for its count. */
 static bool are_slabs_valid(const plan_view *v)
 {
     const plan_header *h = v->header;
@@ -272,7 +274,7 @@ static bool are_ranges_valid(const plan_view *v)
            are_all_within(v->row_here, flat ? h->total_tokens : 0, -1, h->num_slots - 1);
 }
 
-/* Are the sizes in the header such that its layout can be computed, and is it that layout? */
+/* Returns whether the sizes in the header are in range and its offsets follow from them. */
 static bool is_layout_valid(const plan_header *h)
 {
     epic_layer layer;

@@ -1,6 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Deciding where every choice goes, once the ids of all ranks are known.  All ranks compute the
- * same from the same ids: nothing is sent back and no order depends on time. */
+/* Decides where every choice goes, once the ids of all ranks are known.
+ *
+ * All ranks compute the same from the same ids. Nothing is sent back, and nothing depends on
+ * time. The steps are: replace logical experts by replicas, count the choices, set a limit
+ * for each expert so that every rank stays within its capacity, place the slabs, and give
+ * each kept choice the next slot of its expert in the order (rank, token, k). */
 #include <string.h>
 
 #include "base/error.h"
@@ -16,7 +20,7 @@ static void count_choices(planner *p)
         if (p->here[i] >= 0) p->count[p->here[i]]++;
 }
 
-/* Local experts are numbered by ascending global id. */
+/* Numbers the local experts of each rank in ascending order of global ids. */
 static void number_experts(planner *p)
 {
     const plan_header *h = p->header;
@@ -37,8 +41,9 @@ static int32_t min_int32(int32_t a, int32_t b)
     return a < b ? a : b;
 }
 
-/* EPIC_BY_K: who is kept is decided in another order than that of the slots, so it is written
- * into `here`, above the ids, which are below MAX_EXPERTS. */
+/* With EPIC_BY_K the order that decides which choices are kept differs from the order of the
+ * slots. The verdict is then stored in `here` in bits above the id, which is less than
+ * MAX_EXPERTS. */
 enum {
     ID_BITS = MAX_EXPERTS - 1,
     EXPERT_IS_FULL = MAX_EXPERTS,
@@ -50,15 +55,16 @@ static bool is_priority_by_k(const planner *p)
     return p->header->layer.priority == EPIC_BY_K;
 }
 
-/* The verdict on the choice of expert e that has `place` in the order of priority, when each
- * expert keeps its first min(limit, most[its rank]). */
+/* Returns the verdict on the choice of expert e that is number `place` in the order of
+ * priority. Each expert keeps its first min(limit, most[its rank]) choices. */
 static int32_t judge_choice(const planner *p, int32_t e, int32_t place)
 {
     if (place < min_int32(p->limit[e], p->most[p->owner[e]])) return 0;
     return place >= p->quota[e] ? EXPERT_IS_FULL : RANK_IS_FULL;
 }
 
-/* Writes the verdict on every choice of the group: all with k 0 first, then those with k 1 ... */
+/* Stores the verdict on every choice of the group: first all choices with k = 0, then k = 1,
+ * and so on. */
 static void judge_choices_by_k(planner *p)
 {
     const plan_header *h = p->header;
@@ -72,14 +78,16 @@ static void judge_choices_by_k(planner *p)
         }
 }
 
-/* Would this choice be kept?  Asked once for every one, in the order of the tokens. */
+/* Returns whether a choice is kept. It must be called once for each choice in the order of
+ * the tokens. */
 static bool is_kept(planner *p, int32_t here)
 {
     const int32_t e = here & ID_BITS;
     return is_priority_by_k(p) ? here == e : judge_choice(p, e, p->next[e]++) == 0;
 }
 
-/* FLAT: a token has one row on each rank that keeps a choice of it. */
+/* Counts the rows of a FLAT layer: one for each token on each rank that keeps a choice of
+ * it. */
 static void count_rows(planner *p)
 {
     const plan_header *h = p->header;
@@ -101,7 +109,8 @@ static void count_rows(planner *p)
     }
 }
 
-/* What each rank needs when its experts keep their first min(limit, most[rank]) choices. */
+/* Counts the slots of each rank if each expert keeps its first min(limit, most[rank])
+ * choices. */
 static void count_needed_slots(planner *p)
 {
     const plan_header *h = p->header;
@@ -121,8 +130,8 @@ static bool is_over(const planner *p, int32_t rank)
     return p->capacity[rank] && p->needed[rank] > p->capacity[rank];
 }
 
-/* For each rank that is over its capacity the largest common limit that fits, all ranks at once:
- * low[rank] fits, high[rank] does not. */
+/* Lowers the limits of each rank that exceeds its capacity to the largest common limit that
+ * fits. A binary search runs for all ranks at once: low[rank] fits, high[rank] does not. */
 static void drop_choices(planner *p)
 {
     const plan_header *h = p->header;
@@ -171,7 +180,7 @@ static epic_result set_limits(planner *p)
     return EPIC_OK;
 }
 
-/* Where each slab begins on its rank. */
+/* Computes where each slab begins on its rank. */
 static void place_slabs(planner *p)
 {
     plan_header *h = p->header;
@@ -190,14 +199,15 @@ static void place_slabs(planner *p)
         if (p->expert_of[l] < 0) p->slab_begin[l + 1] = (int32_t)h->num_slots;
 }
 
-/* One token's choices: where they go.  slot[k] is the slot or row on rank[k], or a fate. */
+/* The results for one token's choices: slot[k] is the slot or row on rank[k], or an
+ * EPIC_FATE value. */
 typedef struct choices {
     int32_t slot[MAX_TOP_K];
     int32_t rank[MAX_TOP_K];
 } choices;
 
-/* Why a choice of expert e is not kept; next[] goes on, but by EPIC_BY_K, where it counts those
- * that are. */
+/* Returns the reason why a choice of expert e is not kept. It also counts the choice in
+ * next[], except with EPIC_BY_K, where next[] counts only kept choices. */
 static int32_t fate_of(planner *p, int32_t e, int32_t here)
 {
     const bool by_k = is_priority_by_k(p);
@@ -223,7 +233,7 @@ static void place_token(planner *p, const int32_t *here, choices *c)
     }
 }
 
-/* FLAT: the choices of one (token, rank) share a row. */
+/* Gives the choices of one token on one rank the same row, for a FLAT layer. */
 static void share_rows(planner *p, choices *c)
 {
     for (uint32_t k = 0; k < p->header->layer.top_k; k++) {
@@ -249,7 +259,7 @@ static void record_fates(planner *p, int64_t token, const choices *c)
     }
 }
 
-/* The same of another rank's token, of whose choices only those that land here matter. */
+/* Like place_token(), but for a token of another rank: only its choices on this rank matter. */
 static void place_foreign_token(planner *p, int32_t *here, uint32_t top_k, int32_t rank)
 {
     for (uint32_t k = 0; k < top_k; k++) {
@@ -273,7 +283,8 @@ static bool is_nothing_dropped(const planner *p)
     return all;
 }
 
-/* The slot of a choice of expert e, wherever it is; next[] has those of the next choices. */
+/* Returns the slot of the next choice of expert e, on any rank. next[] holds the slot of
+ * that choice. */
 static int32_t next_slot(planner *p, int32_t e)
 {
     return e < 0 ? -1 : p->next[e]++;
@@ -292,7 +303,8 @@ static void place_all_kept_foreign(planner *p, int64_t begin, int64_t end)
     }
 }
 
-/* Most plans drop nothing: then there is nothing to judge. */
+/* Places all choices of a plan that drops nothing. Most plans do not, and this avoids the
+ * verdicts. */
 static void place_all_kept(planner *p)
 {
     plan_header *h = p->header;

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Replicas: which of them takes a choice, and what each may take. */
+/* Replicas: checks their table, chooses the replica of each choice, and divides
+ * expert_capacity among the replicas. */
 #include <string.h>
 
 #include "plan/plan.h"
@@ -21,8 +22,9 @@ replicas_error replicas_check(const epic_layer *layer, const int32_t *logical_of
     return (replicas_error){-1, -1};
 }
 
-/* turn[logical]: the replica that takes the next choice; after[expert]: who is next then, which
- * after the last one is the first.  They lie where other tables are made later. */
+/* Links the replicas of each logical expert in a ring. turn[logical] is the replica that
+ * takes the next choice, and after[expert] is the one after it. The arrays use workspace
+ * that other tables need only later. */
 static void form_rings(const planner *p, int32_t *turn, int32_t *after)
 {
     const epic_layer *layer = &p->header->layer;
@@ -53,8 +55,8 @@ void planner_choose_replicas(planner *p)
     }
 }
 
-/* Choice n of a logical expert goes to replica n % r: of the first `capacity` choices replica i
- * has (capacity + r - 1 - i) / r. */
+/* Choice n of a logical expert goes to replica n % r. So replica i takes (capacity + r - 1 -
+ * i) / r of the first `capacity` choices. */
 void planner_deal_capacity(planner *p)
 {
     const epic_layer *layer = &p->header->layer;

@@ -45,7 +45,7 @@ static void start_cells_at(epic_context *ctx, uint64_t version)
     for (int i = 0; i < g->layout.num_slots; i++) {
         atomic_store(&g->exchanges[i].slot->version, version);
         for (int r = 0; r < g->num_ranks; r++)
-            atomic_store(&g->exchanges[i].slot->lanes[r].done, version);
+            atomic_store(&g->exchanges[i].slot->peers[r].done, version);
     }
 }
 
