@@ -13,7 +13,7 @@
 
 static epic_result check_context(epic_context *ctx)
 {
-    if (!ctx) return epic_fail(EPIC_EINVAL, "ctx is NULL: a context from epic_open is needed");
+    if (!ctx) return epic_fail(EPIC_EINVAL, "ctx is NULL: must be a context from epic_open");
     return context_check(ctx);
 }
 
@@ -134,7 +134,7 @@ static epic_result check_plan_dispatch(const epic_plan_args *p, const epic_dispa
         return epic_fail(EPIC_EINVAL, "tokens.num_rows is %lld: num_tokens is %lld",
                          (long long)d->tokens.num_rows, (long long)p->num_tokens);
     if (d->recv.num_rows < p->capacity)
-        return epic_fail(EPIC_EINVAL, "recv.num_rows is %lld: capacity is %lld, bring as many",
+        return epic_fail(EPIC_EINVAL, "recv.num_rows is %lld: must be at least capacity %lld",
                          (long long)d->recv.num_rows, (long long)p->capacity);
     return EPIC_OK;
 }

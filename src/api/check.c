@@ -12,7 +12,7 @@
 static epic_result check_flags(uint32_t flags, uint32_t known)
 {
     if (!(flags & ~known)) return EPIC_OK;
-    return epic_fail(EPIC_EINVAL, "flags is 0x%x: of its bits only 0x%x are known", flags,
+    return epic_fail(EPIC_EINVAL, "flags is 0x%x: must have no bits other than 0x%x", flags,
                      known);
 }
 
@@ -25,9 +25,10 @@ static epic_result check_reserved(uint32_t pad)
 epic_result check_plan_bytes(const void *plan, int64_t plan_bytes)
 {
     if (plan_bytes < 0)
-        return epic_fail(EPIC_EINVAL, "plan_bytes is %lld: epic_plan_bytes tells how many",
+        return epic_fail(EPIC_EINVAL,
+                         "plan_bytes is %lld: must be the value of epic_plan_bytes",
                          (long long)plan_bytes);
-    if (!plan) return epic_fail(EPIC_EINVAL, "plan is NULL: the bytes of a plan are needed");
+    if (!plan) return epic_fail(EPIC_EINVAL, "plan is NULL: must point to the bytes of a plan");
     const call_array arrays[] = {{"plan", plan, 1, 16, false}};
     return CHECK_ARRAYS(arrays);
 }
@@ -36,14 +37,14 @@ epic_result check_plan_bytes(const void *plan, int64_t plan_bytes)
 static epic_result check_rows(const epic_context *ctx, const char *name, epic_const_rows rows)
 {
     if (rows.num_rows < 0 || rows.num_rows > INT32_MAX)
-        return epic_fail(EPIC_EINVAL, "%s.num_rows is %lld: 0 to 2147483647 are possible", name,
+        return epic_fail(EPIC_EINVAL, "%s.num_rows is %lld: must be 0 to 2147483647", name,
                          (long long)rows.num_rows);
     if (rows.row_bytes < 1 || rows.row_bytes > ctx->config.max_row_bytes)
         return epic_fail(EPIC_EINVAL,
-                         "%s.row_bytes is %lld: 1 to config.max_row_bytes %lld are possible",
-                         name, (long long)rows.row_bytes, (long long)ctx->config.max_row_bytes);
+                         "%s.row_bytes is %lld: must be 1 to config.max_row_bytes %lld", name,
+                         (long long)rows.row_bytes, (long long)ctx->config.max_row_bytes);
     if (!rows.data && rows.num_rows)
-        return epic_fail(EPIC_EINVAL, "%s.data is NULL with %lld rows: memory is needed", name,
+        return epic_fail(EPIC_EINVAL, "%s.data is NULL: must point to %lld rows", name,
                          (long long)rows.num_rows);
     return EPIC_OK;
 }
@@ -51,8 +52,8 @@ static epic_result check_rows(const epic_context *ctx, const char *name, epic_co
 static epic_result check_absent(const char *name, epic_const_rows rows, const char *why)
 {
     if (!rows.data && !rows.num_rows && !rows.row_bytes) return EPIC_OK;
-    return epic_fail(EPIC_EINVAL, "%s is given (%lld rows of %lld bytes): %s, leave it zero",
-                     name, (long long)rows.num_rows, (long long)rows.row_bytes, why);
+    return epic_fail(EPIC_EINVAL, "%s has %lld rows of %lld bytes: must be zero; %s", name,
+                     (long long)rows.num_rows, (long long)rows.row_bytes, why);
 }
 
 static epic_result check_equal(const char *a, epic_const_rows rows_a, const char *b,
@@ -92,7 +93,7 @@ static epic_result check_pair(const char *a, const void *given_a, const char *b,
                               const void *given_b)
 {
     if (!given_a == !given_b) return EPIC_OK;
-    return epic_fail(EPIC_EINVAL, "%s is NULL, %s is given: bring both or none",
+    return epic_fail(EPIC_EINVAL, "%s is NULL and %s is not: pass both or neither",
                      given_a ? b : a, given_a ? a : b);
 }
 
@@ -103,7 +104,7 @@ static epic_result check_quantized(const epic_context *ctx, uint32_t quantize, u
                                    const char *scales_name, epic_const_rows scales)
 {
     if (quantize > EPIC_QUANTIZE_1X32)
-        return epic_fail(EPIC_EINVAL, "quantize is %u: it is no epic_quantize", quantize);
+        return epic_fail(EPIC_EINVAL, "quantize is %u: must be an epic_quantize", quantize);
     if (type != EPIC_F32 && type != EPIC_BF16 && type != EPIC_F16)
         return epic_fail(EPIC_EINVAL,
                          "type is %u with quantize %u: EPIC_F32, EPIC_BF16 and EPIC_F16 can be "
@@ -121,7 +122,7 @@ static epic_result check_quantized(const epic_context *ctx, uint32_t quantize, u
             EPIC_EINVAL, "%s.row_bytes is %lld: the scales of %lld elements take %lld",
             scales_name, (long long)scales.row_bytes, (long long)n, (long long)wide);
     if (scales.num_rows < out.num_rows)
-        return epic_fail(EPIC_EINVAL, "%s.num_rows is %lld: %s has %lld rows, bring as many",
+        return epic_fail(EPIC_EINVAL, "%s.num_rows is %lld: must be at least %s.num_rows %lld",
                          scales_name, (long long)scales.num_rows, out_name,
                          (long long)out.num_rows);
     return EPIC_OK;
@@ -143,7 +144,7 @@ epic_result check_plan_size(const epic_config *config, const epic_layer *layer, 
     *bytes = 0;
     if (layer->top_k > config->max_top_k)
         return epic_fail(EPIC_EINVAL,
-                         "layer.top_k is %u: at most config.max_top_k %u is possible; open the "
+                         "layer.top_k is %u: must be at most config.max_top_k %u; open the "
                          "context with more, or 0 for 64",
                          layer->top_k, config->max_top_k);
     *bytes = plan_bytes_bound(layer, (int32_t)config->num_ranks, config->max_tokens);
@@ -180,7 +181,7 @@ epic_result check_plan_args(const epic_context *ctx, const epic_plan_args *a,
                          "possible",
                          (long long)a->num_tokens, (long long)ctx->config.max_tokens);
     if (!a->topk_idx && a->num_tokens)
-        return epic_fail(EPIC_EINVAL, "topk_idx is NULL with %lld tokens: memory is needed",
+        return epic_fail(EPIC_EINVAL, "topk_idx is NULL: must point to the ids of %lld tokens",
                          (long long)a->num_tokens);
     if (a->index_type && a->index_type != EPIC_I32 && a->index_type != EPIC_I64)
         return epic_fail(EPIC_EINVAL,
@@ -189,12 +190,12 @@ epic_result check_plan_args(const epic_context *ctx, const epic_plan_args *a,
                          a->index_type);
     if (a->capacity < 0 || a->capacity > INT32_MAX)
         return epic_fail(EPIC_EINVAL,
-                         "capacity is %lld: 1 to 2147483647 are possible, or "
+                         "capacity is %lld: must be 1 to 2147483647, or "
                          "EPIC_CAPACITY_EXACT",
                          (long long)a->capacity);
     if (!a->rank_of_expert && layer->num_experts % (uint32_t)ctx->num_ranks)
         return epic_fail(EPIC_EINVAL,
-                         "layer.num_experts is %u: num_ranks %d does not divide it; give "
+                         "layer.num_experts is %u: must be a multiple of num_ranks %d; or pass "
                          "rank_of_expert",
                          layer->num_experts, ctx->num_ranks);
     TRY(check_replicas(a, layer));
@@ -264,14 +265,15 @@ epic_result check_dispatch_args(const epic_context *ctx, const epic_dispatch_arg
     TRY(check_flags(a->flags, EPIC_ZERO_TAIL | EPIC_LEAVE_PADDING));
     TRY(check_reserved(a->reserved));
     if (a->type > EPIC_I64)
-        return epic_fail(EPIC_EINVAL, "type is %u: it is no epic_type", a->type);
+        return epic_fail(EPIC_EINVAL, "type is %u: must be an epic_type", a->type);
     TRY(check_rows(ctx, "tokens", a->tokens));
     TRY(check_rows(ctx, "recv", epic_rows_as_const(a->recv)));
     TRY(check_pair("weights", a->weights, "slot_weights", a->slot_weights));
     if (a->recv_expert && a->layer->layout != EPIC_FLAT)
         return epic_fail(EPIC_EINVAL, SAYS_RECV_EXPERT);
     if (a->quantize) {
-        TRY(check_absent("scales", a->scales, "rows that are quantized on the way bring none"));
+        TRY(check_absent("scales", a->scales,
+                         "dispatch computes the scales of quantized rows"));
         TRY(check_quantized(ctx, a->quantize, a->type, "tokens", a->tokens, "recv",
                             epic_rows_as_const(a->recv), "recv_scales",
                             epic_rows_as_const(a->recv_scales)));
@@ -367,7 +369,7 @@ epic_result check_combine_backward_args(const epic_context *ctx,
 static epic_result check_numbers(const char *name, const float *data, int64_t count)
 {
     if (data || !count) return EPIC_OK;
-    return epic_fail(EPIC_EINVAL, "%s is NULL with count %lld: memory is needed", name,
+    return epic_fail(EPIC_EINVAL, "%s is NULL: must point to %lld numbers", name,
                      (long long)count);
 }
 
@@ -379,10 +381,10 @@ epic_result check_sum_replicas_args(const epic_sum_replicas_args *a)
     TRY(check_flags(a->flags, 0));
     TRY(check_reserved(a->reserved));
     if (data->num_rows < 0 || data->num_rows > MAX_EXPERTS)
-        return epic_fail(EPIC_EINVAL, "data.num_rows is %lld: 0 to %d experts are possible",
+        return epic_fail(EPIC_EINVAL, "data.num_rows is %lld: must be 0 to %d experts",
                          (long long)data->num_rows, MAX_EXPERTS);
     if (data->row_bytes < 0 || data->row_bytes > INT64_MAX / MAX_EXPERTS)
-        return epic_fail(EPIC_EINVAL, "data.row_bytes is %lld: 0 to %lld are possible",
+        return epic_fail(EPIC_EINVAL, "data.row_bytes is %lld: must be 0 to %lld",
                          (long long)data->row_bytes, (long long)(INT64_MAX / MAX_EXPERTS));
     TRY(check_whole("data", epic_rows_as_const(a->data), EPIC_F32));
     const call_array arrays[] = {{"plan", a->plan, a->plan_bytes, 16, false},
@@ -397,13 +399,14 @@ epic_result check_sum_args(const epic_context *ctx, const epic_allreduce_sum_arg
 {
     TRY(check_flags(a->flags, 0));
     if (a->count < 0 || a->count > INT64_MAX / 8)
-        return epic_fail(EPIC_EINVAL, "count is %lld: 0 to %lld are possible",
-                         (long long)a->count, (long long)(INT64_MAX / 8));
+        return epic_fail(EPIC_EINVAL, "count is %lld: must be 0 to %lld", (long long)a->count,
+                         (long long)(INT64_MAX / 8));
     const call_array arrays[] = {ARRAY_OUT(a, data, a->count, 4)};
     TRY(CHECK_ARRAYS(arrays));
     TRY(check_numbers("data", a->data, a->count));
     if (a->order > EPIC_TREE)
-        return epic_fail(EPIC_EINVAL, "order is %u: it is no epic_sum_order", a->order);
+        return epic_fail(EPIC_EINVAL, "order is %u: must be EPIC_BY_RANK or EPIC_TREE",
+                         a->order);
     if (a->order == EPIC_TREE && ctx->num_ranks & (ctx->num_ranks - 1))
         return epic_fail(
             EPIC_EINVAL,

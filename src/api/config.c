@@ -59,10 +59,9 @@ epic_result config_read(epic_config *out, const epic_config *config, size_t size
 {
     TRY(READ_SIZED(out, config, size, "config"));
     if (out->max_tokens < 1 || out->max_tokens > INT32_MAX)
-        return config_error("max_tokens", out->max_tokens, "1 to 2147483647 are possible");
+        return config_error("max_tokens", out->max_tokens, "must be 1 to 2147483647");
     if (out->max_row_bytes < 1 || out->max_row_bytes > MOST_ROW_BYTES)
-        return config_error("max_row_bytes", out->max_row_bytes,
-                            "1 to 1073741824 are possible");
+        return config_error("max_row_bytes", out->max_row_bytes, "must be 1 to 1073741824");
     if (out->staging_bytes < 0)
         return config_error("staging_bytes", out->staging_bytes, "a size, or 0 for full speed");
     if (out->max_in_flight > EPIC_MAX_OP_SLOTS)
@@ -75,7 +74,7 @@ epic_result config_read(epic_config *out, const epic_config *config, size_t size
     if (!out->max_top_k) out->max_top_k = MAX_TOP_K;
     if (!out->name) out->name = "epic";
     if (strlen(out->name) > 63)
-        return epic_fail(EPIC_EINVAL, "config.name is \"%.80s\": at most 63 bytes are possible",
+        return epic_fail(EPIC_EINVAL, "config.name is \"%.80s\": must have at most 63 bytes",
                          out->name);
     if (!out->backend) out->backend = getenv("EPIC_BACKEND");
     if (out->backend && !*out->backend) out->backend = NULL;

@@ -146,7 +146,7 @@ epic_result hello_fill(hello *mine, const epic_bootstrap *bootstrap, const epic_
 static epic_result fail_mismatch(const char *field, int64_t first, int rank, int64_t other)
 {
     return epic_fail(EPIC_EMISMATCH,
-                     "open: rank 0 has %s %lld, rank %d has %lld; bring the same on every rank",
+                     "open: rank 0 has %s %lld, rank %d has %lld; set the same on every rank",
                      field, (long long)first, rank, (long long)other);
 }
 
@@ -154,7 +154,7 @@ static epic_result fail_mismatch_text(const char *field, const char *first, int 
                                       const char *other)
 {
     return epic_fail(EPIC_EMISMATCH,
-                     "open: rank 0 has %s \"%.63s\", rank %d has \"%.63s\"; bring the same on "
+                     "open: rank 0 has %s \"%.63s\", rank %d has \"%.63s\"; set the same on "
                      "every rank",
                      field, first, rank, other);
 }
@@ -213,11 +213,10 @@ static epic_result check_texts(const hello *h, int rank)
                        : !is_terminated(h->sentence, sizeof h->sentence) ? "sentence"
                                                                          : NULL;
     if (!what) return EPIC_OK;
-    return epic_fail(
-        EPIC_EPEER,
-        "open: what the bootstrap brought from rank %d was not written by EPIC (its "
-        "%s): if others can reach the bootstrap, give it a secret (EPIC_SECRET)",
-        rank, what);
+    return epic_fail(EPIC_EPEER,
+                     "open: EPIC did not write what the bootstrap received from rank %d (its "
+                     "%s): if others can reach the bootstrap, set a secret (EPIC_SECRET)",
+                     rank, what);
 }
 
 /* Returns whether a rank failed because of a peer; the peer's own error says more. */

@@ -36,13 +36,12 @@ static epic_result gather_alone(void *self, const void *mine, void *all, int64_t
 static epic_result check_bootstrap(const epic_bootstrap *bootstrap)
 {
     if (!bootstrap->gather)
-        return epic_fail(EPIC_EINVAL, "bootstrap.gather is NULL: a callback is needed");
+        return epic_fail(EPIC_EINVAL, "bootstrap.gather is NULL: must be a function");
     if (bootstrap->num_ranks < 1 || bootstrap->num_ranks > EPIC_MAX_RANKS)
-        return epic_fail(EPIC_EINVAL, "bootstrap.num_ranks is %d: 1 to %d are possible",
+        return epic_fail(EPIC_EINVAL, "bootstrap.num_ranks is %d: must be 1 to %d",
                          bootstrap->num_ranks, EPIC_MAX_RANKS);
     if (bootstrap->rank < 0 || bootstrap->rank >= bootstrap->num_ranks)
-        return epic_fail(EPIC_EINVAL,
-                         "bootstrap.rank is %d: 0 to num_ranks - 1 = %d are possible",
+        return epic_fail(EPIC_EINVAL, "bootstrap.rank is %d: must be 0 to num_ranks - 1 = %d",
                          bootstrap->rank, bootstrap->num_ranks - 1);
     return EPIC_OK;
 }
@@ -52,7 +51,7 @@ static epic_result check_num_ranks(uint32_t num_ranks, const epic_bootstrap *boo
 {
     if (num_ranks == 0 || num_ranks == (uint32_t)bootstrap->num_ranks) return EPIC_OK;
     return epic_fail(bootstrap->num_ranks > 1 ? EPIC_EMISMATCH : EPIC_EINVAL,
-                     "config.num_ranks is %u, the bootstrap has %d ranks; give the same, or 0",
+                     "config.num_ranks is %u, the bootstrap has %d ranks: must be equal, or 0",
                      num_ranks, bootstrap->num_ranks);
 }
 
@@ -285,7 +284,7 @@ static epic_result open_context(epic_context *ctx, const epic_bootstrap *bootstr
 epic_result epic_open_v1(epic_context **out, const epic_bootstrap *bootstrap,
                          const epic_config *config, size_t size)
 {
-    if (!out) return epic_fail(EPIC_EINVAL, "out is NULL: a place for the context is needed");
+    if (!out) return epic_fail(EPIC_EINVAL, "out is NULL: must point to a context pointer");
     epic_context *ctx = *out = calloc(1, sizeof *ctx);
     if (!ctx) return epic_fail(EPIC_ENOMEM, "no memory for a context");
     ctx->pid = getpid();

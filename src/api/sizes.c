@@ -98,7 +98,7 @@ epic_result epic_layer_sizes_v1(epic_context *ctx, const epic_layer *layer, size
 {
     epic_layer l;
     epic_layer_info info = {0};
-    if (!ctx) return epic_fail(EPIC_EINVAL, "ctx is NULL: a context from epic_open is needed");
+    if (!ctx) return epic_fail(EPIC_EINVAL, "ctx is NULL: must be a context from epic_open");
     TRY(context_check(ctx));
     TRY(CHECK_PLACE(out, size));
     TRY(layer_read(&l, layer, layer_size, ctx->num_ranks));

@@ -78,7 +78,7 @@ epic_result context_check(epic_context *ctx)
 
 static epic_result no_context(void)
 {
-    return epic_fail(EPIC_EINVAL, "ctx is NULL: a context from epic_open is needed");
+    return epic_fail(EPIC_EINVAL, "ctx is NULL: must be a context from epic_open");
 }
 
 epic_result epic_check(epic_context *ctx)

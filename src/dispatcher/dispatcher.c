@@ -105,10 +105,9 @@ static epic_result check_config(const epic_dispatcher_config *c)
                          "config.type is %u: EPIC_F32, EPIC_BF16, EPIC_F16 and EPIC_F64 can be "
                          "added",
                          c->type);
-    if (c->hidden < 1) return epic_fail(EPIC_EINVAL, "config.hidden is 0: a width is needed");
+    if (c->hidden < 1) return epic_fail(EPIC_EINVAL, "config.hidden is 0: must be at least 1");
     if (c->gradients > 1)
-        return epic_fail(EPIC_EINVAL, "config.gradients is %u: 0 or 1 is possible",
-                         c->gradients);
+        return epic_fail(EPIC_EINVAL, "config.gradients is %u: must be 0 or 1", c->gradients);
     return EPIC_OK;
 }
 
@@ -145,10 +144,10 @@ epic_result epic_dispatcher_open_v1(epic_dispatcher **out, const epic_dispatcher
                                     size_t size)
 {
     if (out == NULL)
-        return epic_fail(EPIC_EINVAL, "out is NULL: a place for the step is needed");
+        return epic_fail(EPIC_EINVAL, "out is NULL: must point to a dispatcher pointer");
     *out = NULL;
     epic_dispatcher *s = calloc(1, sizeof *s);
-    if (s == NULL) return epic_fail(EPIC_ENOMEM, "no memory for a step");
+    if (s == NULL) return epic_fail(EPIC_ENOMEM, "no memory for a dispatcher");
     s->num_tokens = -1;
     epic_result result = READ_SIZED(&s->config, config, size, "config");
     if (result == EPIC_OK) result = set_up_dispatcher(s);
@@ -185,10 +184,10 @@ static epic_result check_dispatcher(const epic_dispatcher *s, bool gradients)
 {
     if (s == NULL)
         return epic_fail(EPIC_EINVAL,
-                         "step is NULL: a step from epic_dispatcher_open is needed");
+                         "dispatcher is NULL: must be one from epic_dispatcher_open");
     if (gradients && !s->config.gradients)
         return epic_fail(EPIC_EINVAL,
-                         "config.gradients was 0 when the step was opened: open it "
+                         "config.gradients was 0 when the dispatcher was opened: open it "
                          "with 1 to have the backward calls");
     return EPIC_OK;
 }
@@ -198,7 +197,7 @@ static epic_result check_in_progress(const epic_dispatcher *s, bool gradients)
 {
     TRY(check_dispatcher(s, gradients));
     if (s->num_tokens >= 0) return EPIC_OK;
-    return epic_fail(EPIC_EINVAL, "no step is under way: epic_dispatcher_dispatch comes first");
+    return epic_fail(EPIC_EINVAL, "there is no dispatch: call epic_dispatcher_dispatch first");
 }
 
 static epic_call call_of(const epic_dispatcher *s)
@@ -297,8 +296,8 @@ epic_result epic_dispatcher_dispatch_backward(epic_dispatcher *dispatcher, void 
 {
     TRY(check_in_progress(dispatcher, true));
     if (!dispatcher->spread)
-        return epic_fail(EPIC_EINVAL, "the step's gradients have not come to the slots: "
-                                      "epic_dispatcher_combine_backward comes first");
+        return epic_fail(EPIC_EINVAL, "the slots have no gradients: "
+                                      "call epic_dispatcher_combine_backward first");
     const epic_dispatch_backward_args args = {
         .call = call_of(dispatcher),
         .layer = &dispatcher->layer,

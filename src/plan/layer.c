@@ -17,13 +17,12 @@ static bool is_power_of_two(uint32_t n)
 static epic_result check_tree(const epic_layer *l, int32_t num_ranks)
 {
     if (!is_power_of_two(l->leaves))
-        return layer_error(
-            "leaves", l->leaves,
-            "EPIC_TREE needs a power of two (0 takes num_ranks, which must be one then)");
+        return layer_error("leaves", l->leaves,
+                           "must be a power of two with EPIC_TREE (0 stands for num_ranks)");
     if (l->num_experts % l->leaves)
-        return layer_error("leaves", l->leaves, "it must divide num_experts");
+        return layer_error("leaves", l->leaves, "must divide num_experts");
     if (l->leaves % (uint32_t)num_ranks)
-        return layer_error("leaves", l->leaves, "num_ranks must divide it");
+        return layer_error("leaves", l->leaves, "must be a multiple of num_ranks");
     return EPIC_OK;
 }
 
@@ -31,36 +30,37 @@ epic_result layer_read(epic_layer *out, const epic_layer *layer, size_t size, in
 {
     TRY(READ_SIZED(out, layer, size, "layer"));
     if (out->num_experts < 1 || out->num_experts > MAX_EXPERTS)
-        return layer_error("num_experts", out->num_experts, "1 to 65536 are possible");
+        return layer_error("num_experts", out->num_experts, "must be 1 to 65536");
     if (out->num_logical > out->num_experts)
         return layer_error(
             "num_logical", out->num_logical,
-            "at most num_experts is possible, each has a replica; or 0, no replicas");
+            "must be at most num_experts, as each has a replica; 0: no replicas");
     if (out->top_k < 1 || out->top_k > MAX_TOP_K)
-        return layer_error("top_k", out->top_k, "1 to 64 are possible");
+        return layer_error("top_k", out->top_k, "must be 1 to 64");
     if (out->alignment > 1u << 20)
-        return layer_error("alignment", out->alignment, "at most 1048576 is possible");
+        return layer_error("alignment", out->alignment, "must be at most 1048576");
     if (out->layout > EPIC_FLAT)
-        return layer_error("layout", out->layout, "it is no epic_layout");
+        return layer_error("layout", out->layout, "must be an epic_layout");
     if (out->overflow > EPIC_OVERFLOW_DROP)
-        return layer_error("overflow", out->overflow, "it is no epic_overflow");
+        return layer_error("overflow", out->overflow, "must be an epic_overflow");
     if (out->expert_capacity && out->overflow != EPIC_OVERFLOW_DROP)
         return layer_error("expert_capacity", out->expert_capacity,
-                           "it needs overflow EPIC_OVERFLOW_DROP, or must be 0");
+                           "must be 0 unless overflow is EPIC_OVERFLOW_DROP");
     if (out->priority > EPIC_BY_K)
-        return layer_error("priority", out->priority, "it is no epic_priority");
+        return layer_error("priority", out->priority, "must be an epic_priority");
     if (out->priority && out->overflow != EPIC_OVERFLOW_DROP)
         return layer_error(
             "priority", out->priority,
             "EPIC_BY_K needs overflow EPIC_OVERFLOW_DROP: without it nothing is dropped");
     if (out->sum_order > EPIC_BY_HOSTS)
-        return layer_error("sum_order", out->sum_order, "it is no epic_sum_order");
+        return layer_error("sum_order", out->sum_order, "must be an epic_sum_order");
     if (out->leaves && out->sum_order != EPIC_TREE)
-        return layer_error("leaves", out->leaves, "it needs sum_order EPIC_TREE, or must be 0");
+        return layer_error("leaves", out->leaves, "must be 0 unless sum_order is EPIC_TREE");
     if (out->partial_type != EPIC_BYTES && out->partial_type != EPIC_F32)
-        return layer_error("partial_type", out->partial_type, "0 (the rows' type) or EPIC_F32");
+        return layer_error("partial_type", out->partial_type,
+                           "must be 0 (the rows' type) or EPIC_F32");
     if (out->flags & ~(uint32_t)EPIC_DISTINCT)
-        return layer_error("flags", out->flags, "only EPIC_DISTINCT is known");
+        return layer_error("flags", out->flags, "must be 0 or EPIC_DISTINCT");
     if (!out->alignment || out->layout == EPIC_FLAT) out->alignment = 1;
     if (out->sum_order != EPIC_TREE) return EPIC_OK;
     if (!out->leaves) out->leaves = (uint32_t)num_ranks;

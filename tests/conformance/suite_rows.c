@@ -305,7 +305,7 @@ static void refuse_alone(seat *s, const epic_dispatch_args *args, const epic_pla
     if (!a.weights && !a.slot_weights) return; /* this rank has no tokens */
     CHECK_EQ(plan ? epic_plan_dispatch(s->ctx, plan, &a) : epic_dispatch(s->ctx, &a),
              EPIC_EINVAL);
-    CHECK(strstr(epic_error(s->ctx), "bring both or none") != NULL);
+    CHECK(strstr(epic_error(s->ctx), "pass both or neither") != NULL);
 }
 
 static epic_result call_dispatch(seat *s, const epic_dispatch_args *args)

@@ -94,7 +94,7 @@ static void another_num_ranks(const epic_bootstrap *bootstrap, void *self)
     check_result(epic_open(&ctx, bootstrap, &config), EPIC_EMISMATCH);
     CHECK_SAY(strcmp(epic_error(ctx),
                      "open: rank 1: config.num_ranks is 5, the bootstrap has 3 "
-                     "ranks; give the same, or 0") == 0,
+                     "ranks: must be equal, or 0") == 0,
               "%s", epic_error(ctx));
     epic_close(ctx);
 }

@@ -136,7 +136,7 @@ static void check_open(void)
     refused_open(&config, "config.backend is \"xxx", "no backend has that name");
     unsetenv("EPIC_BACKEND");
     config.name = word;
-    refused_open(&config, "config.name is \"xxx", "at most 63 bytes are possible");
+    refused_open(&config, "config.name is \"xxx", "must have at most 63 bytes");
     free(word);
 }
 
