@@ -172,7 +172,7 @@ static void broken_placements(void)
         CHECK(!place.rank_of_expert && !place.logical_of_expert);
     }
     CHECK_EQ(tool("epic-trace", "replay recorded --ranks 4 --place broken.txt"), 1);
-    CHECK(says("logical_of_expert: a logical expert for each expert is needed"));
+    CHECK(says("logical_of_expert: must have a logical expert for each expert"));
 }
 
 /* --------------------------------------------------------------------- recorded by a run ---- */
