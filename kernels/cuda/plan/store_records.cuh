@@ -28,8 +28,8 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
             lasts =
                 __ballot_sync(ALL_LANES, come && ((uint32_t)word & RECORD_LAST)) & lanes.mates;
             /* backend hosts: every word that was put must be waited for */
-            const bool whole = HOSTS && lanes.halves == 1;
-            if (!__all_sync(ALL_LANES, !whole || !reads || come)) return false;
+            const bool whole = lanes.halves == 1;
+            if (HOSTS && !__all_sync(ALL_LANES, !whole || !reads || come)) return false;
             /* every lane up to the token's last word must have its word */
             const bool needed = reads && !(lasts & lanes_below());
             const bool open = !lasts && lanes.halves == 1; /* the last word has not arrived */
