@@ -1,4 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+/* Reads arguments from torch's stack, checks them, and makes results; call.h has the contracts. */
 #include "call.h"
 
 #include <inttypes.h>
@@ -8,7 +9,8 @@
 
 #include "../dtypes.h"
 
-static char no_elements[64]; /* where an array without elements lies when torch says NULL */
+/* Address of arrays without elements, for which torch returns NULL. */
+static char no_elements[64];
 
 /* ---------------------------------------------------------------------------- errors ---- */
 
@@ -55,7 +57,7 @@ void call_check_result(torch_call *call, epic_result result)
     if (result != EPIC_OK) call_fail(call, result, "%s", epic_error(NULL));
 }
 
-/* Nothing of a call outlives it but its text. */
+/* Throws a copy of the error text: unwinding ends the lifetime of the call. */
 static _Noreturn void throw_copy(const torch_call *call)
 {
     char text[sizeof call->error];
@@ -193,7 +195,7 @@ static void check_place(torch_call *call, const char *name, torch_tensor tensor)
     group_place place;
     if (torch.get_device_type(tensor, &place.device_type) ||
         torch.get_device_index(tensor, &place.device_index))
-        call_fail(call, EPIC_EINVAL, "%s: torch does not tell its device", name);
+        call_fail(call, EPIC_EINVAL, "%s: torch did not return its device", name);
     if (call->place.device_type < 0) call->place = place;
     char here[32], there[32];
     if (!is_same_place(call->place, place))
@@ -245,7 +247,7 @@ static call_array make_empty(torch_call *call, uint32_t type, int64_t dim, const
     return array;
 }
 
-/* Memory that goes with the call. */
+/* Makes a tensor that call_end() deletes. */
 static call_array make_temporary(torch_call *call, uint32_t type, int64_t dim,
                                  const int64_t *sizes)
 {
@@ -255,7 +257,7 @@ static call_array make_temporary(torch_call *call, uint32_t type, int64_t dim,
     return array;
 }
 
-/* Of an argument, in the order of its indices. */
+/* Copies an argument into a contiguous tensor of a type. */
 static call_array copy_argument(torch_call *call, const char *name, torch_tensor tensor,
                                 call_array array, uint32_t type)
 {
@@ -266,7 +268,7 @@ static call_array copy_argument(torch_call *call, const char *name, torch_tensor
     return copy;
 }
 
-/* Sizes are borrowed from the tensor. */
+/* Reads shape, type and address of a tensor; the sizes are borrowed from it. */
 static bool read_properties(torch_call *call, const char *name, torch_tensor tensor,
                             call_array *out, bool *contiguous)
 {
@@ -275,7 +277,7 @@ static bool read_properties(torch_call *call, const char *name, torch_tensor ten
     if (torch.get_dim(tensor, &out->dim) || torch.get_sizes(tensor, &sizes) ||
         torch.get_dtype(tensor, &dtype) || torch.get_data_ptr(tensor, &out->data) ||
         torch.is_contiguous(tensor, contiguous)) {
-        call_fail(call, EPIC_EINVAL, "%s: torch does not tell its properties", name);
+        call_fail(call, EPIC_EINVAL, "%s: torch did not return its properties", name);
         return false;
     }
     out->sizes = sizes;
@@ -291,13 +293,13 @@ static call_array read_array(torch_call *call, const char *name, torch_tensor te
     check_place(call, name, tensor);
     if (!read_properties(call, name, tensor, &array, &contiguous)) return array;
     if (!is_one_of(array.type, type))
-        call_fail(call, EPIC_EINVAL, "%s is %s: %s is needed", name, type_name(array.type),
+        call_fail(call, EPIC_EINVAL, "%s is %s: must be %s", name, type_name(array.type),
                   type_name(type));
     const bool leads = dim == 2 && (array.dim > 2 || type == CALL_WEIGHTS) &&
                        array.dim <= CALL_DIMS && !written;
     if (array.dim != dim && !leads)
-        call_fail(call, EPIC_EINVAL, "%s has %" PRId64 " dimensions: %" PRId64 " are needed",
-                  name, array.dim, dim);
+        call_fail(call, EPIC_EINVAL, "%s has %" PRId64 " dimensions: must have %" PRId64, name,
+                  array.dim, dim);
     if (!contiguous && written)
         call_fail(call, EPIC_EINVAL, "%s is not contiguous: call .contiguous() on it", name);
     if (call->failed) return array;
@@ -330,15 +332,15 @@ call_array call_arg_or_none(torch_call *call, const char *name, uint32_t type, i
 void call_check_type(torch_call *call, const char *name, call_array array, uint32_t type)
 {
     if (array.data != NULL && array.type != type)
-        call_fail(call, EPIC_EINVAL, "%s is %s: %s is needed", name, type_name(array.type),
+        call_fail(call, EPIC_EINVAL, "%s is %s: must be %s", name, type_name(array.type),
                   type_name(type));
 }
 
 void call_check_count(torch_call *call, const char *name, call_array array, int64_t count)
 {
     if (array.data != NULL && array.count != count)
-        call_fail(call, EPIC_EINVAL, "%s has %" PRId64 " elements: %" PRId64 " are needed",
-                  name, array.count, count);
+        call_fail(call, EPIC_EINVAL, "%s has %" PRId64 " elements: must have %" PRId64, name,
+                  array.count, count);
 }
 
 void call_order_token(torch_call *call)
@@ -355,7 +357,7 @@ uint32_t call_uint(torch_call *call, const char *name)
 {
     const int64_t value = call_int(call);
     if (value < 0 || value > UINT32_MAX)
-        call_fail(call, EPIC_EINVAL, "%s %" PRId64 ": 0 to %u is needed", name, value,
+        call_fail(call, EPIC_EINVAL, "%s is %" PRId64 ": must be 0 to %u", name, value,
                   UINT32_MAX);
     return (uint32_t)value;
 }
@@ -369,8 +371,8 @@ double call_float(torch_call *call)
 
 /* ----------------------------------------------------------------------------- where ---- */
 
-/* A kernel is launched on the current device's stream of that device.  To ask takes a quarter of
- * what a guard does. */
+/* Makes the tensors' device current and reads its stream, on which the core launches kernels.  Asking
+ * for the current device first costs a quarter of a guard, which is rarely needed. */
 static void enter_device(torch_call *call, epic_call *out)
 {
     const int32_t wanted = call->place.device_index;
@@ -379,10 +381,10 @@ static void enter_device(torch_call *call, epic_call *out)
     if (torch.get_current_cuda_stream == NULL || torch.get_current_device_index(&current) ||
         (current != wanted && torch.create_cuda_guard(wanted, &call->guard)) ||
         torch.get_current_cuda_stream(wanted, &out->stream))
-        call_fail(call, EPIC_EDEVICE, "torch does not tell its stream");
+        call_fail(call, EPIC_EDEVICE, "torch did not return the current stream");
 }
 
-/* entered: what group_enter said. */
+/* Checks that the group is open and on the device of the tensors.  entered: result of group_enter(). */
 static void check_entered(torch_call *call, bool entered)
 {
     if (!entered) {
@@ -442,7 +444,7 @@ epic_call call_enter_local(torch_call *call)
     return out;
 }
 
-/* The backend says it, not the tensors: a GPU of threads has the host's memory. */
+/* Asks the backend, not the tensors: in tests, a GPU that is emulated has host memory. */
 bool call_on_gpu(const torch_call *call)
 {
     const char *name = call->use.ctx != NULL ? epic_backend_name(call->use.ctx) : "";
@@ -459,18 +461,18 @@ static call_array new_result(torch_call *call, uint32_t type, int64_t dim, const
     return array;
 }
 
-/* What is written shares no memory with what is read, nor with what else is written. */
+/* Refuses a result of the caller that shares memory with an argument or with another result. */
 static void check_overlap(torch_call *call, const char *name)
 {
     if (call->failed) return;
     const call_span own = call->spans[call->num_spans - 1];
     for (int i = 0; i < call->num_spans - 1; i++)
         if (own.begin < call->spans[i].end && call->spans[i].begin < own.end)
-            call_fail(call, EPIC_EINVAL, "out %s shares memory with %s: give another tensor",
+            call_fail(call, EPIC_EINVAL, "out %s shares memory with %s: pass another tensor",
                       name, call->spans[i].name);
 }
 
-/* The caller's tensor. */
+/* Returns the caller's tensor as the next result, or temporary memory if the caller passed None. */
 static call_array written_result(torch_call *call, const char *name, uint32_t type, int64_t dim,
                                  const int64_t *sizes)
 {
@@ -482,10 +484,11 @@ static call_array written_result(torch_call *call, const char *name, uint32_t ty
     if (!call->failed && !torch.get_dim(given, &found_dim) && found_dim == dim &&
         !torch.get_sizes(given, &found) &&
         memcmp(found, sizes, (size_t)dim * sizeof *sizes) != 0)
-        call_fail(call, EPIC_EINVAL, "out %s has the shape %s: %s is needed", name,
+        call_fail(call, EPIC_EINVAL, "out %s has the shape %s: must be %s", name,
                   call_shape(dim, found).text, call_shape(dim, sizes).text);
     if (!call->failed && !torch.is_contiguous(given, &contiguous) && !contiguous)
-        call_fail(call, EPIC_EINVAL, "out %s is not contiguous: give a tensor that is", name);
+        call_fail(call, EPIC_EINVAL, "out %s is not contiguous: pass a contiguous tensor",
+                  name);
     snprintf(named, sizeof named, "out %s", name);
     call_array array = read_array(call, named, given, type, dim, true);
     if (call->failed) return array;
@@ -526,8 +529,8 @@ void call_no_result(torch_call *call, const char *name)
     if (!call->has_out)
         (void)call_result(call, name, EPIC_F32, 0, -1);
     else if (next_tensor_or_none(call) != NULL)
-        call_fail(call, EPIC_EINVAL, "out %s is given, but this call has none: pass None",
-                  name);
+        call_fail(call, EPIC_EINVAL,
+                  "out %s is a tensor: must be None, as this call has no such result", name);
 }
 
 call_array call_workspace(torch_call *call, int64_t bytes)

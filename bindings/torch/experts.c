@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The experts' MLP by the core.  It is local: no turn. */
+/* The operators of the experts' MLP.  They are local to a rank, so that tracers need not order them. */
 #include <string.h>
 
 #include "ops.h"
 #include "options.h"
 
-/* Zeros past the last slab, which the core leaves alone: a new tensor has no memory to be left.
- * On GPUs the counts are not known here; what lies there nothing of ours reads. */
+/* Zeroes the slots behind the last slab, which the core does not write.  On GPUs the host does not know
+ * the counts; dispatch and combine never read those slots. */
 static void zero_tail(const torch_call *call, call_array slots, call_array expert_rows)
 {
     if (call->failed || slots.data == NULL || slots.rows == 0 || call_on_gpu(call)) return;
@@ -19,13 +19,13 @@ static void zero_tail(const torch_call *call, call_array slots, call_array exper
            (size_t)((slots.rows - occupied) * row_bytes));
 }
 
-/* Of 128, each of which has a scale. */
+/* Returns the number of blocks of 128, each of which has a scale. */
 static int64_t blocks_of(int64_t length)
 {
     return (length + 127) / 128;
 }
 
-/* What both directions read first, in this order.  Scales: of weights of e4m3, and forward of x. */
+/* The inputs of forward and backward, in the order of the schema.  Scales belong to e4m3 weights. */
 typedef struct experts_inputs {
     call_array x, rows, tokens, slot_weights;
     call_array w_gate_up, w_down, b_gate_up, b_down;
@@ -70,7 +70,7 @@ static void check_inputs(torch_call *call, const experts_inputs *in,
     call_check_count(call, "w_down_scales", in->w_down_scales, local * in_blocks * of_hidden);
 }
 
-/* The fields of the core's arguments, alike in both directions. */
+/* Fields that the core's forward and backward arguments share. */
 #define INPUTS(in)                                                                            \
     .x = (in).x.data, .num_slots = (in).x.rows, .expert_rows = (in).rows.data,                \
     .expert_tokens = (in).tokens.data, .slot_weights = (in).slot_weights.data,                \

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A list under one mutex, which is never held across a call of the core. */
+/* The groups are a linked list under one mutex, which is never held during a call of the core. */
 #include "groups.h"
 
 #include <pthread.h>
@@ -13,13 +13,13 @@ struct group {
     epic_context *ctx;
     group_place place;
     int num_uses;
-    bool is_closing; /* no further call is let in */
+    bool is_closing; /* no further call may enter */
     int num_layers;
     group_layer *layers;
     group *next;
 };
 
-enum { LAYER_BITS = 16 }; /* of a layer's number: which one it is of its group */
+enum { LAYER_BITS = 16 }; /* low bits of a layer's number: its index in the group */
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t group_left = PTHREAD_COND_INITIALIZER;
@@ -105,8 +105,6 @@ TORCH_EXPORT int64_t epic_torch_group_add(epic_context *ctx, int32_t device_type
     return number;
 }
 
-/* Lets no further call in and waits until those inside have group_left, for at most `ms`.  Returns how
- * many are still inside. */
 TORCH_EXPORT int32_t epic_torch_group_drain(int64_t number, int32_t ms)
 {
     struct timespec end;

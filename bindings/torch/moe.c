@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The whole layer, forward and backward, over the core's own. */
+/* The operators of the whole layer: forward and backward call the core's own layer. */
 #include "ops.h"
 #include "options.h"
 
-/* What both directions read alike: WEIGHTS first, then the numbers of NUMBERS. */
+/* The inputs that forward and backward share: WEIGHTS first, then NUMBERS of the schemas below. */
 typedef struct moe_job {
     epic_layer layer;
     epic_router router;
@@ -13,7 +13,7 @@ typedef struct moe_job {
     call_array x, w_gate, b_gate, bias, w_gate_up, w_down, b_gate_up, b_down;
     call_array shared_gate_up, shared_down, shared_b_gate_up, shared_b_down, w_shared_gate;
     call_array w_gate_up_scales, w_down_scales;
-    uint32_t grad_type; /* of the experts' weights */
+    uint32_t grad_type; /* type of the gradients of the experts' weights */
 } moe_job;
 
 static void read_weights(torch_call *call, moe_job *job)
@@ -64,7 +64,7 @@ static void check_mlp(torch_call *call, const epic_experts *experts, const call_
     call_check_count(call, names[3], arrays[3], local * hidden);
 }
 
-/* A scale for each 128 x 128. */
+/* Checks the scales: one for each 128 x 128 elements. */
 static void check_scales(torch_call *call, const moe_job *job)
 {
     const epic_experts *e = &job->experts;
@@ -75,7 +75,7 @@ static void check_scales(torch_call *call, const moe_job *job)
     call_check_count(call, "w_down_scales", job->w_down_scales, rows * ((inner + 127) / 128));
 }
 
-/* The core is told no lengths. */
+/* Checks the lengths of the arrays, which the core's arguments do not contain. */
 static void check_weights(torch_call *call, const moe_job *job)
 {
     static const char *const names[] = {"w_gate_up", "w_down", "b_gate_up", "b_down"};

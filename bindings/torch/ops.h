@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The operators of each file, for the one that registers them. */
+/* The tables of operators of each file, which register.c registers. */
 #ifndef EPIC_TORCH_OPS_H
 #define EPIC_TORCH_OPS_H
 
 #include "shim.h"
 
-/* One with results is registered as NAME_out too (call.h). */
+/* An operator.  One with results is also registered as NAME_out (call.h). */
 typedef struct torch_op {
-    const char *name; /* of epic:: */
+    const char *name; /* without the namespace epic:: */
     const char *schema;
-    torch_kernel *kernel; /* for tensors on CPUs and on GPUs */
+    torch_kernel *kernel; /* runs for tensors on CPUs and on GPUs */
 } torch_op;
 
 typedef struct torch_ops {

@@ -1,4 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+/* Unpacks option structs from the numbers that operators get; options.h lists the bits. */
 #include "options.h"
 
 #define READ_INT(prefix, name) out.name = call_uint(call, #name);
@@ -46,7 +47,7 @@ epic_router read_router(torch_call *call)
     return out;
 }
 
-/* The second number of an MLP and the two behind it. */
+/* Reads the number `kind` of an MLP, and limit and alpha, which follow it. */
 static void read_kind(torch_call *call, epic_experts *out, mlp_types *types)
 {
     const uint64_t kind = (uint64_t)call_int(call);
@@ -83,7 +84,7 @@ epic_experts read_shared(torch_call *call, epic_experts experts, uint32_t weight
 void read_compared(torch_call *call, compared_options *out, const epic_layer *layer)
 {
     *out = (compared_options){.moe.layer = layer};
-    mlp_types types = {0}; /* the numbers say all types */
+    mlp_types types = {0}; /* the numbers contain all types */
     out->moe.balance_coeff = call_float(call);
     out->moe.z_coeff = call_float(call);
     out->moe.sequence_tokens = call_int(call);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The core's option structs as arguments of operators: one for each field, named as the field with
- * a prefix. */
+/* The core's option structs as arguments of operators: one argument for each field, named as the field
+ * with a prefix, or several small fields in one number. */
 #ifndef EPIC_TORCH_OPTIONS_H
 #define EPIC_TORCH_OPTIONS_H
 
@@ -15,7 +15,7 @@
     REAL(prefix, scale)
 /* clang-format on */
 
-/* For schemas. */
+/* Parts of the operators' schemas. */
 #define SCHEMA_INT(prefix, name) ", int " prefix #name
 #define SCHEMA_REAL(prefix, name) ", float " prefix #name
 #define LAYER_SCHEMA ", int layer_rules, int layer_slabs, int layer_leaves"
@@ -25,8 +25,8 @@
 #define EXPERTS_SCHEMA ", int experts_sizes" MLP_SCHEMA("experts")
 #define SHARED_SCHEMA MLP_SCHEMA("shared")
 
-/* The next arguments of a call.  Small fields share a number, from the lowest bits on, as each
- * argument of an operator takes torch a fifth of a microsecond, and there may be 64:
+/* Read options from the next arguments of a call.  Small fields share a number, from the lowest bits
+ * on, because torch spends 0.2 us of host time on each argument and allows at most 64:
  *     layer_rules     num_experts, num_logical (17 each), top_k, flags (8), sum_order,
  *                     partial_type (3), overflow, priority, layout (2)
  *     layer_slabs     alignment (32), expert_capacity (32)
@@ -36,13 +36,14 @@
  *                     grad_type, row_type (4 each) */
 epic_layer read_layer(torch_call *call);
 
-/* For Python: the number of a layer that the group keeps (groups.h), given by those three. */
+/* Called by Python: keeps a layer, which the first three numbers describe, in a group (groups.h).
+ * Returns the layer's number. */
 int64_t epic_torch_layer_add(int64_t group, int64_t rules, int64_t slabs, int64_t leaves,
                              int64_t capacity, int64_t plan_bytes);
 epic_router read_router(torch_call *call);
 
-/* The options of a whole layer that stand behind its loss coefficients, and the parts of an epic_moe:
- * what a plan of a composed layer is passed, for the ranks to compare. */
+/* The options of a whole layer, which a plan of a composed layer gets so that the ranks compare them.
+ * moe points to the other members. */
 #define COMPARED_SCHEMA                                              \
     ", float balance_coeff, float z_coeff, SymInt sequence_tokens, " \
     "int flags" ROUTER_SCHEMA EXPERTS_SCHEMA SHARED_SCHEMA
@@ -53,14 +54,15 @@ typedef struct compared_options {
 } compared_options;
 void read_compared(torch_call *call, compared_options *out, const epic_layer *layer);
 
-/* In: the types of rows and weights, where the kind says none. */
+/* Types of an MLP's tensors. */
 typedef struct mlp_types {
-    uint32_t row, weight;
-    uint32_t grad; /* out: of the gradients of weights; 0: float32, of float64 float64 */
+    uint32_t row, weight; /* in: types of the tensors, used if the kind does not contain them */
+    uint32_t
+        grad; /* out: type of the weights' gradients; 0: float32, or float64 for float64 rows */
 } mlp_types;
 
 epic_experts read_experts(torch_call *call, mlp_types *types);
 epic_experts read_shared(torch_call *call, epic_experts experts,
-                         uint32_t weight_type); /* inner 0: there is none */
+                         uint32_t weight_type); /* inner 0: no shared expert */
 
 #endif

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Makes the operators known to torch, once in a process. */
+/* Registers the operators with torch, once in a process. */
 #include <stdio.h>
 #include <string.h>
 
@@ -10,7 +10,8 @@ enum { SCHEMA_BYTES = 4096, NAME_BYTES = 64 };
 static const char arrow[] = ") -> (Tensor ";
 
 /* "NAME_out(ARGUMENTS, Tensor(b!)? RESULT=None, ...) -> ()" of "NAME(ARGUMENTS) -> (Tensor
- * RESULT, ...)".  The first letter is turn's.  False: it has no results, or is an overload. */
+ * RESULT, ...)".  The letter a belongs to order_token.
+ * Returns false if the operator has no results or is an overload. */
 static bool out_schema(const torch_op *op, char out[SCHEMA_BYTES])
 {
     const char *results = strstr(op->schema, arrow);
@@ -50,8 +51,8 @@ static const char *register_all(void *library, void *cpu, void *cuda, torch_ops 
     return NULL;
 }
 
-/* For Python: NULL, or what was in the way.  Called once: the libraries are never deleted, as that
- * would take the operators away. */
+/* Called by Python, once: registers all operators.  Returns NULL, or the name of the function or schema
+ * that torch lacks.  The libraries are never deleted, because that would remove the operators. */
 TORCH_EXPORT const char *epic_torch_register(void)
 {
     static void *library, *cpu, *cuda;

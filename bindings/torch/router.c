@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Router and losses.  They are local: no turn.  The group tells the context, on GPUs alone. */
+/* The operators of router and losses.  They are local to a rank, so that tracers need not order them.
+ * They need a group, for its context, on GPUs only. */
 #include "ops.h"
 #include "options.h"
 
-/* The core's loops need memory beside the arrays. */
+/* Returns the workspace that the core's router needs. */
 static call_array router_workspace(torch_call *call, const epic_router *router)
 {
     if (call->failed) return (call_array){0};
@@ -16,7 +17,7 @@ static void check_columns(torch_call *call, call_array logits, const epic_router
 {
     const int64_t columns = (int64_t)router->num_experts + router->zero_experts;
     if (logits.columns != columns)
-        call_fail(call, EPIC_EINVAL, "logits has %lld columns: %lld are needed",
+        call_fail(call, EPIC_EINVAL, "logits has %lld columns: must have %lld",
                   (long long)logits.columns, (long long)columns);
 }
 
@@ -97,7 +98,7 @@ static void op_route_backward(torch_value *stack, uint64_t num_arguments, uint64
 
 /* ---------------------------------------------------------------------------- losses ---- */
 
-/* What the four calls take; out is the loss, or the gradient of the logits. */
+/* The inputs of the four loss operators; out is the loss, or the gradient of the logits. */
 typedef struct loss_job {
     torch_call call;
     epic_call where;
@@ -131,7 +132,7 @@ static void read_loss(loss_job *job, bool is_balance, bool is_backward)
                            : call_result(call, "loss", wide_type(job->logits), 1, -1);
 }
 
-/* The fields that the core's arguments share. */
+/* Fields that the argument structs of the core share. */
 #define LOSS_FIELDS(job)                                                                       \
     .call = (job).where, .router = &(job).router, .logits = (job).logits.data,                 \
     .num_tokens = (job).logits.rows, .total_tokens = (job).total_tokens, .coeff = (job).coeff, \

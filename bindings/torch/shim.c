@@ -8,13 +8,13 @@
 
 torch_functions torch;
 
-/* Python's lock; NULL: torch does not take it for tensors. */
+/* Acquire and release Python's lock; NULL if torch does not take the lock to delete tensors. */
 static int (*lock_python)(void);
 static void (*unlock_python)(int);
 static const uint64_t torch_2_10 = 0x020a000000000000;
 
-/* From 2.10 on torch takes Python's lock for each tensor that only Python goes on to hold, as the
- * caller's arguments: within a lock of ours that is no wait and no word to other threads. */
+/* Holds Python's lock once around all deletions.  From 2.10 on torch takes it for each tensor that only
+ * Python still owns, such as the caller's arguments; each time it could wait for other threads. */
 void torch_delete_tensors(torch_tensor *tensors, int count)
 {
     const bool locks = lock_python != NULL && count > 1;
@@ -23,7 +23,8 @@ void torch_delete_tensors(torch_tensor *tensors, int count)
     if (locks) unlock_python(before);
 }
 
-/* ISO C has no cast from an object pointer to a function pointer. */
+/* Looks up a symbol.  memcpy() converts the object pointer to a function pointer, as ISO C has no cast
+ * for it. */
 static bool find_symbol(void *library, const char *name, void *out)
 {
     void *found = dlsym(library, name);

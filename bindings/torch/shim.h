@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What is used of PyTorch: C functions that each version from 2.9 on exports, found at run time
- * in the libraries that the process has loaded.  So one libepic_torch.so serves them all, and
- * nothing of PyTorch is needed to build it. */
+/* The C functions of PyTorch that this library uses.  Each version from 2.9 on exports them.  They are
+ * found at run time in the libraries that the process has loaded, so that one libepic_torch.so works
+ * with all versions, and nothing of PyTorch is needed to build it. */
 #ifndef EPIC_TORCH_SHIM_H
 #define EPIC_TORCH_SHIM_H
 
@@ -17,7 +17,7 @@ typedef void torch_kernel(torch_value *stack, uint64_t num_arguments, uint64_t n
 
 enum { TORCH_CPU = 0, TORCH_CUDA = 1 }; /* torch's numbers of device types */
 
-/* Each returns 0 when it succeeded, the dtypes their number. */
+/* Each function returns 0 for success, except that dtype_*() return the number of a dtype. */
 #define TORCH_FUNCTIONS(F)                                                                     \
     F(int32_t, library_init_fragment, const char *, const char *, uint32_t, void **)           \
     F(int32_t, library_init_impl, const char *, const char *, const char *, uint32_t, void **) \
@@ -45,7 +45,7 @@ enum { TORCH_CPU = 0, TORCH_CUDA = 1 }; /* torch's numbers of device types */
     F(int32_t, dtype_int64, void)                                                              \
     F(int32_t, dtype_uint8, void)
 
-/* Of libtorch_cuda.so, NULL where there is none. */
+/* Functions of libtorch_cuda.so; NULL if it is not loaded. */
 #define TORCH_CUDA_FUNCTIONS(F)                           \
     F(int32_t, get_current_cuda_stream, int32_t, void **) \
     F(int32_t, create_cuda_guard, int32_t, void **)       \
@@ -60,14 +60,14 @@ typedef struct torch_functions {
 
 extern torch_functions torch;
 
-/* NULL, or the name of what is missing. */
+/* Finds all functions.  Returns NULL, or the name of the first that is missing. */
 const char *torch_find_functions(void);
 
 /* Throws std::runtime_error(text), which torch turns into Python's RuntimeError.  Copies the text.
  * The frames of the callers are unwound like C++ ones: they are compiled with -fexceptions. */
 _Noreturn void torch_throw(const char *text);
 
-/* Lets go of handles. */
+/* Deletes handles of tensors. */
 void torch_delete_tensors(torch_tensor *tensors, int count);
 
 /* Frees the cell of an optional argument, which torch allocated with C++'s new. */

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* plan, dispatch, combine, their gradients and sum.  The arguments' order is that of the schemas at
- * the end; what an operator may write has a `!` there. */
+/* The operators plan, dispatch, combine, their gradients, and sum.  Each kernel reads its arguments in
+ * the order of its schema at the end of the file; a `!` there marks what it may write. */
 #include <string.h>
 
 #include "ops.h"
@@ -42,21 +42,21 @@ static void read_layout(torch_call *call, plan_job *job)
     job->logical_length = logical.count;
 }
 
-/* What the core cannot know of the arrays: it is told no lengths. */
+/* Checks the lengths of the arrays, which the core's arguments do not contain. */
 static void check_lengths(torch_call *call, const plan_job *job)
 {
     if (call->failed) return;
     const int64_t experts = job->kept.layer.num_experts;
     if (job->top_k != job->kept.layer.top_k)
-        call_fail(call, EPIC_EINVAL, "topk_idx has %lld columns: top_k %u are needed",
+        call_fail(call, EPIC_EINVAL, "topk_idx has %lld columns: must have top_k = %u",
                   (long long)job->top_k, job->kept.layer.top_k);
     if (job->args.rank_of_expert != NULL && job->table_length != experts)
         call_fail(call, EPIC_EINVAL,
-                  "rank_of_expert has %lld elements: num_experts %lld are needed",
+                  "rank_of_expert has %lld elements: must have num_experts = %lld",
                   (long long)job->table_length, (long long)experts);
     if (job->args.logical_of_expert != NULL && job->logical_length != experts)
         call_fail(call, EPIC_EINVAL,
-                  "logical_of_expert has %lld elements: num_experts %lld are needed",
+                  "logical_of_expert has %lld elements: must have num_experts = %lld",
                   (long long)job->logical_length, (long long)experts);
 }
 
@@ -117,8 +117,7 @@ static void op_plan_compared(torch_value *stack, uint64_t num_arguments, uint64_
 
 /* -------------------------------------------------------------------------- dispatch ---- */
 
-/* The next arguments of a call that uses a plan: the plan's layer, by the number that the group keeps
- * it by, and the tag. */
+/* Reads the number of the plan's layer and the tag, enters the group and copies the layer. */
 static epic_call enter_layer(torch_call *call, epic_layer *layer)
 {
     group_layer kept = {0};
@@ -144,7 +143,7 @@ static void read_weights(torch_call *call, call_array tokens, epic_dispatch_args
                   (long long)weights.rows, (long long)tokens.rows);
 }
 
-/* What dispatches of rows that are added read alike. */
+/* Reads tokens and weights of the dispatches whose rows are numbers that can be added. */
 static call_array read_tokens(torch_call *call, epic_dispatch_args *args)
 {
     const call_array tokens = call_arg(call, "tokens", CALL_ROWS, 2);
@@ -186,7 +185,7 @@ static void op_dispatch(torch_value *stack, uint64_t num_arguments, uint64_t num
     call_end(&call);
 }
 
-/* Tokens of the choices, as many, and in the dimensions that theirs are in. */
+/* Reads tokens and weights, and checks that they have the leading dimensions of the choices. */
 static call_array read_chosen(torch_call *call, call_array chosen, epic_dispatch_args *args)
 {
     const call_array tokens = call_arg(call, "tokens", CALL_ROWS, 2);
@@ -251,7 +250,7 @@ static void op_plan_dispatch_compared(torch_value *stack, uint64_t num_arguments
     make_plan_dispatch(stack, num_results, true);
 }
 
-/* Each token once for each rank that has experts for it, and which those are. */
+/* Sends each token once to each rank that has experts for it, and returns these experts. */
 static void op_dispatch_flat(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;
@@ -274,7 +273,7 @@ static void op_dispatch_flat(torch_value *stack, uint64_t num_arguments, uint64_
     call_end(&call);
 }
 
-/* Rows in e4m3 and their scales, for blocks of 128 elements or of 32. */
+/* Makes the results of quantized rows: e4m3 and a scale for each block of 128 or 32 columns. */
 static void quantized_results(torch_call *call, const char *name, uint32_t quantize,
                               int64_t slots, int64_t columns, epic_rows *rows,
                               epic_rows *scales)
@@ -307,7 +306,7 @@ static void op_dispatch_quantized(torch_value *stack, uint64_t num_arguments,
     call_end(&call);
 }
 
-/* Rows that are bytes to the core, and second ones beside them, or none. */
+/* Sends rows of an 8-bit type as bytes, with a second array (scales) or without. */
 static void op_dispatch_bytes(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;
@@ -393,11 +392,11 @@ static void op_combine(torch_value *stack, uint64_t num_arguments, uint64_t num_
     call_end(&call);
 }
 
-/* What both gradients of combine read alike. */
+/* The inputs of both gradients of combine. */
 typedef struct gradient_job {
     epic_layer layer;
     epic_combine_backward_args args;
-    int64_t slots, columns; /* of d_rows */
+    int64_t slots, columns; /* shape of d_rows */
 } gradient_job;
 
 static void read_gradient(torch_call *call, gradient_job *job)
@@ -475,7 +474,7 @@ static void op_sum_(torch_value *stack, uint64_t num_arguments, uint64_t num_res
     call_end(&call);
 }
 
-/* A row for each expert of this rank: of the replicas of a logical expert each gets the sum. */
+/* Adds the rows of the replicas of each logical expert; x has one row for each local expert. */
 static void op_sum_replicas_(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;

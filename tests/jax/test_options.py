@@ -240,7 +240,7 @@ VALUES = [epic.jax.MoeWeights, epic.jax.ExpertWeights, epic.jax.MoeOut]
 @pytest.mark.parametrize("kind", [Layer, Router, Experts, Moe, Tcp, *VALUES])
 def test_every_field_is_documented(kind: Any) -> None:
     """Each field has a line of its own in help(), or shares one."""
-    lines = re.findall(r"^(\w+(?:, \w+)*): ", inspect.cleandoc(kind.__doc__), re.MULTILINE)
+    lines = re.findall(r"^(?: {4})?(\w+(?:, \w+)*): ", inspect.cleandoc(kind.__doc__), re.MULTILINE)
     said = {name for line in lines for name in line.split(", ")}
     assert said == set(kind._fields if kind in VALUES else epic.options.field_names(kind))
 

@@ -202,5 +202,5 @@ def test_the_steps() -> None:
 def test_every_field_is_documented(name: str) -> None:
     """Each has a line of its own in help(), or shares one."""
     kind = getattr(epic.torch, name)
-    lines = re.findall(r"^(\w+(?:, \w+)*): ", inspect.cleandoc(kind.__doc__), re.MULTILINE)
+    lines = re.findall(r"^(?: {4})?(\w+(?:, \w+)*): ", inspect.cleandoc(kind.__doc__), re.MULTILINE)
     assert {field for line in lines for field in line.split(", ")} == set(kind._fields)

@@ -72,11 +72,11 @@ ARGUMENTS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     ),
     "out": (
         lambda g, p: epic.torch.combine(p, torch.ones(p.capacity, 2), out=torch.ones(4, 3)),
-        "out out has the shape [4, 3]: [4, 2] is needed",
+        "out out has the shape [4, 3]: must be [4, 2]",
     ),
     "bytes": (
         lambda g, p: epic.torch.dispatch(p._replace(bytes=p.bytes.float()), X),
-        "plan is float32: uint8 is needed",
+        "plan is float32: must be uint8",
     ),
     "damaged plan": (
         lambda g, p: epic.torch.dispatch(p._replace(bytes=torch.zeros_like(p.bytes)), X),

@@ -615,8 +615,8 @@ def test_wrong_weights() -> None:
         ({"w_gate": torch.ones(2, 2)}, "w_gate: shape [2, 2]"),
         ({"w_gate": good["w_gate"].to("meta")}, "w_gate: on meta, x is on cpu: use one device"),
         ({"w_down": good["w_down"][:, :3]}, "w_down has"),
-        ({"w_down": good["w_down"].half()}, "w_down is float16: float32 is needed"),
-        ({"b_down": torch.ones(8, cases.HIDDEN).half()}, "b_down is float16: float32 is needed"),
+        ({"w_down": good["w_down"].half()}, "w_down is float16: must be float32"),
+        ({"b_down": torch.ones(8, cases.HIDDEN).half()}, "b_down is float16: must be float32"),
         ({"w_gate_up": good["w_gate_up"][:4]}, "num_local_experts 8"),
         ({"shared_gate_up": good["w_down"]}, "shared options and shared weights"),
     ]

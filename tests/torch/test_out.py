@@ -157,26 +157,26 @@ WRONG: list[Wrong] = [
     ("plan_dispatch", lambda o: (o[0], o[1][:-1], o[2]), "out recv has the shape [215, 20]: [216,"),
     ("plan_dispatch", lambda o: (o[0], o[1], None), "the slot_weights of out= come together"),
     ("dispatch", lambda o: o[0], "out: Tensor: (recv, slot_weights) is needed"),
-    ("dispatch", lambda o: (o[0].half(), o[1]), "out recv is float16: float32 is needed"),
+    ("dispatch", lambda o: (o[0].half(), o[1]), "out recv is float16: must be float32"),
     ("dispatch", lambda o: (o[0].mT.contiguous().mT, o[1]), "out recv is not contiguous"),
     ("dispatch", lambda o: (o[0], o[1][:, None]), "out slot_weights has 2 dimensions: 1"),
     ("dispatch", lambda o: (o[0], o[0].view(-1)[:216]), "out slot_weights shares memory with recv"),
     ("dispatch", lambda o: (o[0].to("meta"), o[1]), "out: on meta: cpu is needed"),
     ("dispatch_quantized", lambda o: (o[0].view(torch.uint8), *o[1:]), "out recv is uint8: float8"),
-    ("1x32", lambda o: (o[0], o[1].float(), None), "out scales is float32: uint8 is needed"),
+    ("1x32", lambda o: (o[0], o[1].float(), None), "out scales is float32: must be uint8"),
     ("dispatch_flat", lambda o: (*o[:2], o[2].long()), "out recv_expert is int64: int32"),
-    ("combine", lambda o: o[:3], "out out has the shape [3, 20]: [4, 20] is needed"),
+    ("combine", lambda o: o[:3], "out out has the shape [3, 20]: must be [4, 20]"),
     ("combine", lambda o: o.clone().requires_grad_(), "out= has no gradient"),
     ("sum", lambda o: o[:3], "out: shape [3, 20]"),
     ("sum", lambda o: o.double(), "torch.float64: a contiguous torch.float32 of [4, 20]"),
     ("sum_replicas", lambda o: o.mT.contiguous().mT, "a contiguous"),
-    ("route", lambda o: (o[0].long(), o[1]), "out topk_idx is int64: int32 is needed"),
+    ("route", lambda o: (o[0].long(), o[1]), "out topk_idx is int64: must be int32"),
     ("balance_loss", lambda o: o[None], "out: shape [1]: [] is needed"),
-    ("z_loss", lambda o: o.double(), "out loss is float64: float32 is needed"),
+    ("z_loss", lambda o: o.double(), "out loss is float64: must be float32"),
     ("experts", lambda o: o[1:], "out y has the shape"),
     ("moe", lambda o: tuple(o)[:3], "out: tuple: (out, loss, load, demand, logical_load)"),
     ("moe", lambda o: o._replace(out=o.out[1:]), "out: shape [3, 20]: [4, 20] is needed"),
-    ("moe", lambda o: o._replace(load=o.load.long()), "out load is int64: int32 is needed"),
+    ("moe", lambda o: o._replace(load=o.load.long()), "out load is int64: must be int32"),
     ("moe", lambda o: o._replace(logical_load=o.load), "logical_load: there are no replicas"),
 ]  # fmt: skip
 
@@ -223,6 +223,6 @@ def test_not_wanted() -> None:
         found = torch.empty_like(weights)
         ops.combine_backward_out.default(*args, None, found)
         assert torch.equal(found, weights)
-        with pytest.raises(RuntimeError, match="out d_slot_weights is given, but this call has"):
+        with pytest.raises(RuntimeError, match="out d_slot_weights is a tensor: must be None"):
             args = (group.order_token, plan.bytes, ct, None, slots, *place)
             ops.combine_backward_out.default(*args, rows, found)

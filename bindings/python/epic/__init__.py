@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EPIC: Expert Parallelism In C.  Frameworks are submodules: epic.jax, epic.torch."""
+"""EPIC: Expert Parallelism In C.
+
+The packages for frameworks are submodules: epic.jax and epic.torch.
+"""
 
 from epic.errors import EpicArgumentError, EpicError, EpicUnsupportedError
 from epic.options import Experts, Layer, Moe, Router

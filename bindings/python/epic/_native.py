@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C core by ctypes: the structs that Python fills, calls that raise EpicError."""
+"""The C core by ctypes: structs that Python fills, and calls that raise EpicError."""
 
 import ctypes
 import functools
@@ -37,12 +37,12 @@ DISPATCH_AGAIN = 128  # EPIC_DISPATCH_AGAIN: rows of e4m3 are not saved
 
 
 def struct(name: str, *parts: tuple[str, Any]) -> type[ctypes.Structure]:
-    """A ctypes mirror of one of the core's structs."""
+    """Return a ctypes mirror of one of the core's structs."""
     return type(name, (ctypes.Structure,), {"_fields_": list(parts)})
 
 
 def uints(names: str) -> list[tuple[str, Any]]:
-    """Fields that are all uint32."""
+    """Return fields that are all uint32."""
     return [(name, c_uint32) for name in names.split()]
 
 
@@ -173,7 +173,7 @@ def find(file: str, kind: str = "lib") -> Path:
 
 @functools.cache
 def core() -> ctypes.CDLL:
-    """libepic.so."""
+    """Return libepic.so, loaded once."""
     library = ctypes.CDLL(str(find("libepic.so")), mode=ctypes.RTLD_GLOBAL)
     for name, (result, arguments) in PROTOTYPES.items():
         function = getattr(library, name)
@@ -186,7 +186,7 @@ PLAIN = b"plain loops"  # epic_blas_name without an OpenBLAS
 
 @functools.cache
 def warn_without_blas() -> None:
-    """Once: the experts' products on CPUs are several times slower without."""
+    """Warn once that experts on CPUs are slow without OpenBLAS."""
     if core().epic_blas_name().startswith(PLAIN):
         warnings.warn(
             "EPIC finds no OpenBLAS, so on CPUs experts take plain loops, about 4 times as long: "
@@ -198,7 +198,7 @@ def warn_without_blas() -> None:
 
 
 def failure(code: int, context: int | None = None) -> EpicError:
-    """This thread's last failure as an exception."""
+    """Return this thread's last failure as an exception."""
     sentence = to_python(core().epic_error(context).decode(errors="replace"))
     if code == EINVAL:
         return EpicArgumentError(sentence)
@@ -207,7 +207,7 @@ def failure(code: int, context: int | None = None) -> EpicError:
 
 
 def check(code: int, context: int | None = None) -> None:
-    """Raises what the core says went wrong."""
+    """Raise the core's error if a call failed."""
     if code != 0:
         raise failure(code, context)
 
@@ -220,7 +220,7 @@ class Options(Protocol):
 
 
 def filled(kind: type[ctypes.Structure], options: Options) -> ctypes.Structure:
-    """The core's struct of the options; float32 rows where they leave the type open."""
+    """Return the core's struct of the options; rows are float32 if the options leave it open."""
     numbers = options.numbers()
     if kind is Experts:
         numbers["row_type"] = numbers["row_type"] or EPIC_F32
@@ -274,5 +274,5 @@ def moe_memory(config: ctypes.Structure, options: Any, on_gpu: bool) -> Any:
 
 
 def sized(*values: ctypes.Structure) -> list[Any]:
-    """Pointer and size of each struct, as the core's calls take them."""
+    """Return pointer and size of each struct, as the core's calls take them."""
     return [part for value in values for part in (ctypes.byref(value), ctypes.sizeof(value))]

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the ranks of a group find each other: epic.h's bootstrap, brought by Python; and the call of
-epic_open, which it leads to.
+"""How the ranks of a group find each other, and the call of epic_open that follows.
 
 An exchange is a function (rank, mine: bytes) -> list of every rank's bytes, in rank order.
 """
@@ -25,11 +24,14 @@ LEAST_ADDRESS = 4096  # no memory lies below
 
 @dataclass(frozen=True)
 class Tcp:
-    """A bootstrap over TCP.
+    """A bootstrap over TCP: rank 0 listens, the others connect.
 
-    address: of rank 0, which listens there.
-    port: 1 to 65535; several groups take ports in a row.
-    secret: the same on all ranks; None: rank 0 listens on loopback alone."""
+    Attributes:
+        address: IP address or name of rank 0.
+        port: 1 to 65535. Several groups use consecutive ports.
+        secret: Text that is equal on all ranks and protects the bootstrap. None: rank 0 listens on
+            the loopback interface only.
+    """
 
     address: str = "127.0.0.1"
     port: int = 29507
@@ -44,7 +46,7 @@ class Tcp:
 
 
 class Bootstrap:
-    """An epic_bootstrap of one rank, and what must live as long as it."""
+    """The bootstrap of one rank, and the objects that must live as long as it."""
 
     def __init__(self, struct: ctypes.Structure, *kept: Any) -> None:
         self.struct = struct
@@ -55,7 +57,7 @@ class Bootstrap:
         self.is_taken = False
 
     def take(self) -> None:
-        """Refuses a second use: a bootstrap is of one rank, for one opening."""
+        """Refuse a second use: a bootstrap is for one rank and one opening."""
         with self.lock:
             if self.is_taken:
                 raise EpicArgumentError(
@@ -65,12 +67,12 @@ class Bootstrap:
             self.is_taken = True
 
     def close(self) -> None:
-        """Gives the bootstrap's resources back."""
+        """Release the bootstrap's resources."""
         _native.core().epic_bootstrap_close(ctypes.addressof(self.struct))
 
 
 def check_bootstrap(bootstrap: Any) -> None:
-    """Of a caller."""
+    """Check the bootstrap that a caller passed."""
     if not isinstance(bootstrap, Tcp | Bootstrap) and not callable(bootstrap):
         raise EpicArgumentError(
             f"bootstrap {bootstrap!r}: a Tcp(address, port, secret), or a function (rank, bytes) "
@@ -79,14 +81,14 @@ def check_bootstrap(bootstrap: Any) -> None:
 
 
 def by_threads(num_ranks: int, timeout_ms: int) -> list[Bootstrap]:
-    """Of ranks that are all in this process."""
+    """Return the bootstraps of ranks that are all in this process."""
     array = (_native.Bootstrap * num_ranks)()
     _native.check(_native.core().epic_bootstrap_threads(array, num_ranks, timeout_ms))
     return [Bootstrap(array[rank], array) for rank in range(num_ranks)]
 
 
 def by_tcp(tcp: Tcp, group: int, rank: int, num_ranks: int, timeout_ms: int) -> Bootstrap:
-    """Over TCP: blocks until the ranks are there."""
+    """Bootstrap over TCP; wait until all ranks have come."""
     struct = _native.Bootstrap()
     secret = tcp.secret.encode() if tcp.secret else None
     wish = _native.Tcp(tcp.address.encode(), secret, rank, num_ranks, tcp.port + group, timeout_ms)
@@ -97,7 +99,7 @@ def by_tcp(tcp: Tcp, group: int, rank: int, num_ranks: int, timeout_ms: int) -> 
 
 
 def address_of(native: Any) -> int | None:
-    """Of the MPI_Comm that the caller means, for as long as that lives; None: MPI_COMM_WORLD."""
+    """Return the address of the caller's MPI_Comm, which must stay alive; None: MPI_COMM_WORLD."""
     if native == WORLD:
         return None
     if isinstance(native, int) and native >= LEAST_ADDRESS:
@@ -112,15 +114,17 @@ def address_of(native: Any) -> int | None:
 
 
 def by_mpi(comm: int | None, timeout_ms: int) -> Bootstrap:
-    """Over an MPI communicator, given by its address; None: MPI_COMM_WORLD, and MPI is started
-    where nobody has.  Blocks until its ranks are there."""
+    """Bootstrap over an MPI communicator; wait until all its ranks have come.
+
+    comm: its address; None: MPI_COMM_WORLD, and MPI is initialized if it is not yet.
+    """
     struct = _native.Bootstrap()
     _native.check(_native.core().epic_bootstrap_mpi(ctypes.addressof(struct), comm, timeout_ms))
     return Bootstrap(struct)
 
 
 def by_exchange(exchange: Exchange, rank: int, num_ranks: int) -> Bootstrap:
-    """Through a function of the caller; what it raises is raised by open."""
+    """Bootstrap through a function of the caller; open raises the errors that it raises."""
     struct = _native.Bootstrap(rank=rank, num_ranks=num_ranks)
     bootstrap = Bootstrap(struct)
 
@@ -159,7 +163,7 @@ def joined(parts: list[bytes], num_ranks: int, size: int) -> bytes:
 
 
 def open_context(bootstrap: Bootstrap, config: ctypes.Structure) -> int:
-    """The context of this rank; blocks until its peers open theirs.  The bootstrap ends here."""
+    """Open the context of this rank; wait until its peers open theirs. Closes the bootstrap."""
     context = ctypes.c_void_p()
     try:
         code = _native.core().epic_open_v1(
@@ -175,8 +179,10 @@ def open_context(bootstrap: Bootstrap, config: ctypes.Structure) -> int:
 
 
 class Opener:
-    """A thread that opens a context, or what `close_one` closes.  Whoever waits for it may be
-    interrupted; then it closes what it opened.  A daemon, so that nothing waits for it at exit."""
+    """A daemon thread that opens a context, so that an interrupt can end the wait for it.
+
+    A context that is opened after an interrupt is closed again.
+    """
 
     def __init__(
         self, open_one: Callable[[], Any], close_one: Callable[[Any], None] | None = None
@@ -189,7 +195,7 @@ class Opener:
         self.thread.start()
 
     def run(self, open_one: Callable[[], Any]) -> None:
-        """In its thread."""
+        """Run in the thread."""
         try:
             self.context = open_one()
         except BaseException as error:
@@ -199,7 +205,7 @@ class Opener:
 
 
 def made(make: Callable[[], Bootstrap]) -> Bootstrap:
-    """The bootstrap that it makes, while an interrupt can land."""
+    """Return the bootstrap that a function makes, in a thread, so that an interrupt can land."""
     opener = Opener(make, Bootstrap.close)
     wait_for([opener])
     if opener.error:
@@ -208,7 +214,7 @@ def made(make: Callable[[], Bootstrap]) -> Bootstrap:
 
 
 def wait_for(openers: Iterable[Opener]) -> None:
-    """Until all have ended, or an interrupt."""
+    """Wait until all openers have ended, or until an interrupt."""
     openers = list(openers)
     try:
         for opener in openers:
@@ -220,8 +226,10 @@ def wait_for(openers: Iterable[Opener]) -> None:
 
 
 def end(contexts: Iterable[int]) -> None:
-    """Closes contexts, each in a thread, as they may wait for one another; one after the other
-    where Python starts no thread any more (3.12 at exit)."""
+    """Close contexts, each in a thread, because they may wait for each other.
+
+    Python 3.12 starts no threads at exit: they are closed one after the other then.
+    """
     close = _native.core().epic_close
     threads = []
     for context in contexts:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When this process ends, or is told to: the other ranks know at once.
+"""How the other ranks learn at once that this process ends or is interrupted.
 
-At exit JAX waits for the other processes, which would wait for this one until their deadline; so
-the groups are ended first.  And a main thread that waits inside of XLA or of an operator gets no
-KeyboardInterrupt, so a thread of ours ends what it waits for.
+At exit JAX waits for the other processes, which would wait for this one until their time limit, so
+the groups are closed first. A main thread that waits inside of XLA or of an operator gets no
+KeyboardInterrupt, so a watcher thread aborts the calls that it waits for.
 """
 
 import atexit
@@ -23,14 +23,14 @@ Abort = Callable[[str], None]
 
 
 def why(error: BaseException) -> str:
-    """For the peers."""
+    """Return the reason of an error for the peers."""
     text = str(error).splitlines()
     kind = type(error).__name__
     return f"its process ends with {kind}: {text[0]}" if text else f"its process ends with {kind}"
 
 
 def main_is_alive(library: ctypes.CDLL) -> bool:
-    """Does the main thread run Python, or soon?"""
+    """Return whether the main thread runs Python, or does so within GRACE."""
     flag = ctypes.c_int()
     call = ctypes.cast(library.epic_main_is_alive, ctypes.c_void_p)
     kept.append(flag)  # the call may come after the grace
@@ -46,8 +46,10 @@ kept: list[ctypes.c_int] = []
 
 
 def watch(library: ctypes.CDLL, pipe: int, abort: Abort) -> None:
-    """Ends the groups at an interrupt that cannot land otherwise.  Who handles SIGINT in a way of
-    his own is left alone."""
+    """Abort the groups at an interrupt that the main thread cannot take.
+
+    A program that handles SIGINT in its own way is left alone.
+    """
     while os.read(pipe, 1):
         if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             continue
@@ -56,7 +58,7 @@ def watch(library: ctypes.CDLL, pipe: int, abort: Abort) -> None:
 
 
 def start_watch(library: ctypes.CDLL, abort: Abort) -> None:
-    """The thread, where Python handles SIGINT."""
+    """Start the watcher thread if Python handles SIGINT."""
     heard, told = os.pipe()
     os.set_blocking(told, False)
     if library.epic_watch_interrupts(told):
@@ -67,7 +69,7 @@ def start_watch(library: ctypes.CDLL, abort: Abort) -> None:
 
 
 def at_exit(owner: int, abort: Abort, close: Callable[[], None]) -> None:
-    """With an exception nobody is waited for; without, what is in flight ends first."""
+    """Abort the groups after an exception; otherwise let calls in flight end, then close."""
     if os.getpid() != owner:
         return  # a fork: the groups are its parent's
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
@@ -83,8 +85,10 @@ lock = threading.Lock()
 
 
 def begin(framework: str, library: ctypes.CDLL, abort: Abort, close: Callable[[], None]) -> None:
-    """Once for each framework, when its first group is opened: what is registered last runs first
-    at exit."""
+    """Register the exit handler of a framework, once, when its first group opens.
+
+    Python runs the handler that was registered last first.
+    """
     with lock:
         if framework in begun:
             return

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What EPIC raises: EpicError and its two kinds.
+"""Exceptions of EPIC: EpicError and its two subclasses.
 
-Errors that a compiled JAX program meets while it runs arrive as JAX's JaxRuntimeError, with the
-same sentences: XLA makes the exception there.  error_code() finds the code in either.
+Errors that a compiled JAX program raises while it runs arrive as JAX's JaxRuntimeError with the
+same text, because XLA makes the exception there. error_code() finds the code in either.
 """
 
 import re
 
 
 class EpicError(RuntimeError):
-    """A group failed, or a call of the core: its sentence, and `code`, the name of its result."""
+    """A group failed, or a call of the core failed.
+
+    Attributes:
+        code: Name of the result, for example "EPIC_EPEER". The reference lists all codes.
+    """
 
     def __init__(self, code: str, sentence: str) -> None:
         super().__init__(f"{code}: {sentence}")
@@ -17,7 +21,10 @@ class EpicError(RuntimeError):
 
 
 class EpicArgumentError(EpicError, ValueError):
-    """An argument or an option is wrong; nothing was done.  It says which, its value, the rule."""
+    """An argument or an option is invalid; the call did nothing.
+
+    The text has the form "NAME is VALUE: must be RULE".
+    """
 
     def __init__(self, sentence: str) -> None:
         RuntimeError.__init__(self, sentence)
@@ -25,7 +32,7 @@ class EpicArgumentError(EpicError, ValueError):
 
 
 class EpicUnsupportedError(EpicError, NotImplementedError):
-    """Right in itself, but nothing here does it; the sentence says what does instead."""
+    """A correct combination that is not supported; the text names an alternative."""
 
     def __init__(self, sentence: str) -> None:
         RuntimeError.__init__(self, sentence)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program epic-info, as the wheel has it: what this build and machine can do, or what a running
-group is doing.  `epic-info --help`, or `python -m epic.info --help`."""
+"""The program epic-info of the wheel: what this build and machine can do, or what a group is doing.
+
+See `epic-info --help`, or `python -m epic.info --help`.
+"""
 
 import os
 import sys
@@ -9,7 +11,7 @@ from epic import _native
 
 
 def main() -> None:
-    """Becomes the program."""
+    """Replace this process by the program."""
     program = str(_native.find("epic-info", "bin"))
     os.execv(program, ["epic-info", *sys.argv[1:]])
 

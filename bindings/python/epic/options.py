@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is fixed for a layer, its router and its experts: the core's option structs.
+"""Options of a layer, its router and its experts: the core's option structs.
 
-Values are hashable and equal by content, so they may be static arguments of jitted functions.
-Words stand for the core's enums; epic.h says what each means.
+Options are hashable and equal by content, so that they can be static arguments of jitted functions.
+Words stand for the core's enumerators.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ SMALLEST = {"max_tokens": 1, "max_row_bytes": 1}
 
 
 def check_choice(field: str, value: Any, words: Iterable[str]) -> str:
-    """The value, if it is one of the words."""
+    """Return the value after checking that it is one of the words."""
     words = tuple(words)
     if value in words:
         return str(value)
@@ -38,8 +38,10 @@ def check_choice(field: str, value: Any, words: Iterable[str]) -> str:
 
 
 def backend_for(on_gpus: bool, wish: str | None) -> str | None:
-    """That which is asked for, else EPIC_BACKEND's where that reaches such memory; if neither says
-    one the core chooses: on GPUs "gpu", on CPUs None."""
+    """Return the requested backend, else that of EPIC_BACKEND if it fits the memory.
+
+    If neither names one, GPUs use "gpu" and the core chooses on CPUs (None).
+    """
     said = wish or os.environ.get("EPIC_BACKEND") or None
     if on_gpus:
         if wish is None and said in ON_CPUS:
@@ -56,7 +58,7 @@ def backend_for(on_gpus: bool, wish: str | None) -> str | None:
 
 
 def check_int(field: str, value: Any, least: int = 0, most: int = UINT32_MAX) -> int:
-    """The value, if it is an integer that the core can have."""
+    """Return the value as an int after checking its range."""
     index = None
     if isinstance(value, SupportsIndex) and (field in FLAGS or not isinstance(value, bool)):
         with contextlib.suppress(TypeError):  # of an array, or of a value that is traced
@@ -68,7 +70,7 @@ def check_int(field: str, value: Any, least: int = 0, most: int = UINT32_MAX) ->
 
 
 def check_float(field: str, value: Any) -> float:
-    """The value, if it is a finite number."""
+    """Return the value as a float after checking that it is finite."""
     found = math.nan
     if isinstance(value, SupportsFloat):
         with contextlib.suppress(TypeError):  # of an array, or of a value that is traced
@@ -79,7 +81,7 @@ def check_float(field: str, value: Any) -> float:
 
 
 def encode_text(field: str, value: Any) -> bytes:
-    """The value as the core has it: a C string in UTF-8."""
+    """Return the text as the core takes it: a C string in UTF-8."""
     if not isinstance(value, str):
         raise EpicArgumentError(f"{field} {value!r}: a str is needed")
     if "\0" in value:  # C would take what stands before it for the whole
@@ -91,7 +93,7 @@ def encode_text(field: str, value: Any) -> bytes:
 
 
 def to_core_number(field: str, value: Any) -> int | float:
-    """The core's number for the value of a field."""
+    """Return the core's number for the value of a field."""
     if field in CHOICES:
         return CHOICES[field].index(check_choice(field, value, CHOICES[field]))
     if field.endswith("_type"):
@@ -104,14 +106,19 @@ options_by_key: dict[str, Any] = {}
 
 
 def key_field() -> Any:
-    """A field: the name of a value, by which `known` has it.  Tracers take words for constants,
-    and not numbers."""
+    """Return the field with the name by which options_by_key has a value.
+
+    Tracers take strings for constants, but not numbers.
+    """
     return field(init=False, repr=False, compare=False, default="")
 
 
 def intern_options(kind: str, *values: Any) -> str:
-    """The key of a value, which is checked and known then.  Its own parts come as their keys.  A
-    function by itself, so that tracers may take its result for a constant."""
+    """Check options, register them in options_by_key and return their key.
+
+    Their parts are passed as keys. It is a function of its own, so that tracers can take its result
+    for a constant.
+    """
     twin: Any = object.__new__(KINDS[kind])
     for name, value in zip(field_names(KINDS[kind]), values, strict=True):
         part = options_by_key.get(value) if isinstance(value, str) else None
@@ -134,7 +141,7 @@ class Keyed:
         object.__setattr__(self, "key", intern_options(type(self).__name__, *keys))
 
     def check(self) -> None:
-        """Of what it is made of."""
+        """Check the fields."""
 
     def __reduce__(self) -> Any:
         """Copies are made, and so known, in the process that has them."""
@@ -142,24 +149,24 @@ class Keyed:
 
 
 def field_names(kind: Any) -> list[str]:
-    """What a dataclass is made of."""
+    """Return the names of the fields that the constructor takes."""
     return [field.name for field in fields(kind) if field.init]
 
 
 class Options(Keyed):
-    """Fields as numbers, by the names that the core gives them; checked when they are made."""
+    """Options whose fields are numbers of the core; they are checked when they are made."""
 
     def check(self) -> None:
-        """By the fields' rules, then by the core's."""
+        """Check the fields by themselves, then by the core's rules."""
         self.numbers()
         with contextlib.suppress(ImportError):  # without the libraries: when they are used
             self.check_with_core()
 
     def check_with_core(self) -> None:
-        """Raises what the core says about the fields together."""
+        """Raise the core's error about the fields together."""
 
     def numbers(self, prefix: str = "") -> dict[str, Any]:
-        """For example {"num_experts": 8, "overflow": 0, ...}; `prefix` before each name."""
+        """Return the fields as the core's numbers, with a prefix before each name."""
         return {
             prefix + name: to_core_number(name, getattr(self, name))
             for name in field_names(type(self))
@@ -171,33 +178,37 @@ DISTINCT = 8  # EPIC_DISTINCT
 
 @dataclass(frozen=True)
 class Layer(Options):
-    """Where choices may go and how rows are added: epic_layer.  Equal on all ranks.
+    """Where choices may go and how rows are summed. Equal on all ranks.
 
-    num_experts: of the whole group, 1 to 65536; with replicas all of them count.
-    top_k: choices of a token, 1 to 64.
-    alignment: the length of each expert's slab is a multiple of it, in rows; 128 for the grouped
-        products of GPUs.
-    overflow: what becomes of choices that find no slot: "error" on every rank, or "drop", by a rule
-        that all ranks share.
-    expert_capacity: most choices of an expert over the group, the others are dropped (overflow
-        "drop"); 0: no limit.  A capacity factor f is ceil(f * tokens * top_k / num_experts).
-    priority: with "drop", whose choices stay: "by_token" (rank, token, k) or "by_k" (all first
-        choices first: GShard, NLLB).
-    sum_order: how the rows of a token are added: "by_rank", ascending, or "tree", a binary tree
-        over `leaves`: then the bits are those of any number of ranks that divides leaves.
-        "by_hosts": in a tree where that sends fewer rows (the group's GPUs are on several hosts, a
-        power of two of ranks, no rank_of_expert), else by rank.
-    leaves: a power of two that divides num_experts and that the number of ranks divides; 0: that
-        number.
-    partial_type: what travels home: None: the rows' type; "float32": sums of 16-bit rows are
-        rounded once, at the end.
-    layout: of received rows: "expert_major", a row for each choice, slab by slab; or "flat", a row
-        for each token and rank.
-    num_logical: replicas (EPLB): ids are below it, and logical_of_expert says which logical expert
-        each of num_experts is a copy of; 0: no replicas.
-    distinct: the caller's promise, which is checked: the ids of a token differ.  Then a token has
-        at most min(top_k, local experts) slots on a rank, and less memory does.  epic.jax.moe
-        promises it for the router's choices by itself."""
+    Attributes:
+        num_experts: Number of experts of the whole group, 1 to 65536; each replica counts.
+        top_k: Choices of a token, 1 to 64.
+        alignment: The length of each expert's slab is a multiple of it, in rows. Use 128 for
+            grouped products of GPUs that need it.
+        overflow: "error": choices without a slot are an error on every rank. "drop": they are
+            dropped by a rule that all ranks share.
+        expert_capacity: With overflow "drop": largest number of choices of an expert over the
+            group; 0: no limit. A capacity factor f is ceil(f * tokens * top_k / num_experts).
+        priority: Which choices stay with overflow "drop". "by_token": in the order of rank, token
+            and k. "by_k": all first choices first (GShard, NLLB).
+        sum_order: Order in which the rows of a token are summed. "by_rank": ascending ranks.
+            "tree": a binary tree over `leaves`; the bits are then equal for every number of ranks
+            that divides leaves. "by_hosts": a tree if that sends fewer rows between hosts (GPUs of
+            several hosts, a power of two of ranks, no rank_of_expert), else by rank.
+        leaves: A power of two that divides num_experts and that num_ranks divides; 0: num_ranks.
+        partial_type: Dtype in which partial sums travel. None: the rows' dtype. "float32": sums of
+            16-bit rows are rounded once, at the end.
+        layout: Layout of received rows. "expert_major": one row for each choice, slab by slab.
+            "flat": one row for each token and rank, for `dispatch_flat`.
+        num_logical: Number of logical experts if experts are replicas (EPLB): ids are below it, and
+            logical_of_expert names the logical expert of each replica; 0: no replicas.
+        distinct: Promise that the ids of a token differ, which is checked. A token then has at most
+            min(top_k, local experts) slots on a rank, which saves memory. `moe` sets it for the
+            router's choices.
+
+    Raises:
+        EpicArgumentError: A field is invalid, or fields do not fit together.
+    """
 
     num_experts: int
     top_k: int
@@ -215,11 +226,11 @@ class Layer(Options):
 
     @property
     def num_ids(self) -> int:
-        """Experts that ids name: the logical ones, if there are replicas."""
+        """Number of experts that ids name: the logical ones if there are replicas."""
         return self.num_logical or self.num_experts
 
     def numbers(self, prefix: str = "") -> dict[str, Any]:
-        """As Options; `distinct` is one of the core's flags."""
+        """Return the fields as numbers; `distinct` is one of the core's flags."""
         if self.distinct not in (False, True):
             raise EpicArgumentError(f"distinct {self.distinct!r}: True or False is needed")
         found = super().numbers(prefix)
@@ -227,33 +238,43 @@ class Layer(Options):
         return found
 
     def check_with_core(self) -> None:
-        """As a group of one rank would be asked."""
+        """Check the fields as the core does for a group of one rank."""
         _native.size("epic_plan_bytes_v1", _native.Config(num_ranks=1, **SMALLEST), self)
 
 
 @dataclass(frozen=True)
 class Router(Options):
-    """How experts are chosen and weighted: epic_router.  Logits have E = num_experts + zero_experts
-    columns; all is computed in float32 (float64 logits: float64), ties go to the lower id.
+    """How experts are chosen and weighted.
 
-    num_experts: that may be chosen, 1 to 65536; with replicas the logical ones.
-    top_k: choices of a token, 1 to 64, best first.
-    score: of the logits z: "softmax", "sigmoid", "sqrtsoftplus" (sqrt(log(1 + e^z))), "logits".
-    zero_experts: identity experts, with ids from num_experts up: they give the token back, times
-        its weight.
-    num_groups: experts in equal blocks of which only some are open to a token (DeepSeek's node
-        limit); it divides E; 0: none.
-    topk_groups: groups that stay open.
-    group_score: a group's value: "max" of its experts', or the "sum" of its group_best largest.
-    group_best: for "sum"; 0: top_k / topk_groups (DeepSeek-V3: 2).
-    group_others: experts of closed groups: "out", or "zero": their value is 0.
-    weight_rule: of the chosen ones: "of_score" (their scores, without the bias),
-        "softmax_chosen" or "sigmoid_chosen" (of their logits), "sparsemixer" (Phi-3.5-MoE).
-    normalize: the weights of a token by nothing ("none"), their "sum" + eps, or "clamped": the
-        larger of their sum and norm_min.
-    eps, norm_min: of normalize.
-    jitter: of "sparsemixer", 0 to below 1.
-    scale: last factor of the weights (DeepSeek-V3: 2.5); 0: 1."""
+    Logits have E = num_experts + zero_experts columns. All is computed in float32 (float64 for
+    float64 logits). Between equal values the lower id wins.
+
+    Attributes:
+        num_experts: Number of experts that can be chosen, 1 to 65536; with replicas logical ones.
+        top_k: Choices of a token, 1 to 64, best first.
+        score: Score of a logit: "softmax", "sigmoid", "sqrtsoftplus" (sqrt(log(1 + e^z))), or
+            "logits" (the logit itself).
+        zero_experts: Number of identity experts, with ids from num_experts up. They return the
+            token, multiplied by its weight.
+        num_groups: Number of equal blocks of experts, of which a token may use only some
+            (DeepSeek's node limit). It divides E; 0: no groups.
+        topk_groups: Number of groups that a token may use.
+        group_score: Score of a group: "max" of its experts' scores, or "sum" of the group_best
+            largest.
+        group_best: Scores that "sum" adds; 0: top_k / topk_groups (DeepSeek-V3: 2).
+        group_others: Experts of the other groups: "out" (never chosen) or "zero" (score 0).
+        weight_rule: Weights of the chosen experts: "of_score" (their scores without the bias),
+            "softmax_chosen", "sigmoid_chosen" (of their logits) or "sparsemixer" (Phi-3.5-MoE).
+        normalize: What the weights of a token are divided by: "none", their "sum" + eps, or
+            "clamped": the larger of their sum and norm_min.
+        eps: For normalize "sum".
+        norm_min: For normalize "clamped".
+        jitter: For weight_rule "sparsemixer", 0 to below 1.
+        scale: Factor of the weights (DeepSeek-V3: 2.5); 0: 1.
+
+    Raises:
+        EpicArgumentError: A field is invalid, or fields do not fit together.
+    """
 
     num_experts: int
     top_k: int
@@ -273,7 +294,7 @@ class Router(Options):
     key: str = key_field()
 
     def numbers(self, prefix: str = "") -> dict[str, Any]:
-        """As Options; the core looks at topk_groups where there are groups."""
+        """Return the fields as numbers; check rules that the core does not have."""
         found = super().numbers(prefix)
         if self.topk_groups > 1 and self.num_groups < 2:
             raise EpicArgumentError(
@@ -288,7 +309,7 @@ class Router(Options):
         return found
 
     def check(self) -> None:
-        """As Options; warn of a router that learns nothing from its weights."""
+        """Check the fields; warn if the router gets no gradient through its weights."""
         super().check()
         normal = self.normalize != "none" or self.weight_rule == "softmax_chosen"
         if self.top_k == 1 and normal:
@@ -302,30 +323,34 @@ class Router(Options):
             )
 
     def check_with_core(self) -> None:
-        """By the query of its workspace."""
+        """Check the fields by the core's query of its workspace."""
         _native.size("epic_router_workspace_v1", self)
 
 
 @dataclass(frozen=True)
 class Experts(Options):
-    """The experts' MLP: epic_experts.  y = (act(x W_gate) * (x W_up)) W_down, plus biases.
+    """The experts' MLP: y = (act(x W_gate) * (x W_up)) W_down, plus biases.
 
-    num_local_experts: experts of one rank, at most; 0: derived where the group or the weights
-        tell it.
-    hidden: columns of a row, as the model's; 1 or more.
-    inner: columns between the two products, of the whole expert; 1 or more.
-    activation: act: "silu", "gelu" (with erf), "gelu_tanh", "relu2" (max(x, 0)^2); gated only:
-        "clamped_swiglu" (gpt-oss), "clamped_silu" (DeepSeek-V4).
-    ungated: y = act(x W) W_down, and W has inner columns.
-    interleaved: gate in the even columns of w_gate_up and up in the odd ones; else all of gate come
-        first.
-    weighting: where a choice's weight is multiplied in: "late", on the way home; "early", on the
-        activation and the down bias; "input", on the expert's input.
-    row_type, weight_type: "float32", "bfloat16", "float16", "float64"; None: the arrays' own.
-        weight_type "e4m3", on GPUs: the products are of e4m3, the weights are rounded for each
-        call, and gradients pass straight through; epic.torch alone.
-    limit: of "clamped_swiglu" (0: 7) and "clamped_silu" (0: 10).
-    alpha: of "clamped_swiglu"; 0: 1.702."""
+    Attributes:
+        num_local_experts: Largest number of experts of a rank; 0: derived from group or weights.
+        hidden: Columns of a row, 1 or more.
+        inner: Columns between the two products, 1 or more.
+        activation: act: "silu", "gelu" (with erf), "gelu_tanh", "relu2" (max(x, 0)^2); with a gate
+            also "clamped_swiglu" (gpt-oss) and "clamped_silu" (DeepSeek-V4).
+        ungated: Whether there is no gate: y = act(x W) W_down, where W has inner columns.
+        interleaved: Whether gate has the even columns of w_gate_up and up the odd ones. If False
+            all columns of gate come first.
+        weighting: Where the weight of a choice is multiplied in. "late": when rows are summed.
+            "early": on the activation and the down bias. "input": on the expert's input.
+        row_type: "float32", "bfloat16", "float16", "float64", or None: the arrays' own dtype.
+        weight_type: Like row_type. "e4m3" (GPUs, epic.torch): weights are rounded to e4m3 in each
+            call, and gradients pass straight through.
+        limit: For "clamped_swiglu" (0: 7) and "clamped_silu" (0: 10).
+        alpha: For "clamped_swiglu"; 0: 1.702.
+
+    Raises:
+        EpicArgumentError: A field is invalid, or fields do not fit together.
+    """
 
     num_local_experts: int = 0
     hidden: int = 0
@@ -346,7 +371,7 @@ class Experts(Options):
         return self.inner if self.ungated else 2 * self.inner
 
     def check_with_core(self) -> None:
-        """By the query of its memory."""
+        """Check the fields by the core's query of its memory."""
         for name in ("hidden", "inner"):
             check_int(name, getattr(self, name), 1)
         if self.num_local_experts:
@@ -360,20 +385,29 @@ PARTS: dict[str, Any] = {"layer": Layer, "router": Router, "experts": Experts}
 
 @dataclass(frozen=True)
 class Moe(Keyed):
-    """What is fixed for a layer: router, plan, dispatch, experts, combine.  Moe.of(...) makes one
-    of plain words.
+    """Options of a whole layer: router, experts, losses and capacity.
 
-    layer, router, experts: its parts; they agree in top_k, and router.num_experts is
-        layer.num_experts, or with replicas layer.num_logical.
-    shared: an MLP that every token takes, added to the others; its hidden is experts.hidden.
-    balance_coeff: factor of the balance loss num_experts / (top_k T^2) * sum over experts of load
-        times the sum over tokens of P (the scores over their sum), T tokens; 0: none.
-    z_coeff: factor of the z-loss, the mean over tokens of logsumexp(logits)^2; 0: none.
-    sequence_tokens: the balance loss of each sequence of so many tokens, averaged; 0: of all
-        tokens together.
-    capacity: slots of a device for the rows that it receives; None: as many as can ever be needed.
-    quantize: "1x128" (a float32 scale for 128 columns) or "1x32" (e8m0): rows travel to the experts
-        in e4m3; None: as they are."""
+    `Moe.of` makes one from the fields of all parts.
+
+    Attributes:
+        layer: Where choices go. Its top_k and num_experts (with replicas num_logical) equal those
+            of the router.
+        router: How experts are chosen.
+        experts: The experts' MLP.
+        shared: An MLP that every token passes, added to the others; None: none.
+        balance_coeff: Factor of the balance loss: num_experts / (top_k * T^2) * sum over experts of
+            load * sum over tokens of P, where P are the scores divided by their sum and T is the
+            number of tokens; 0: no loss.
+        z_coeff: Factor of the z-loss, the mean over tokens of logsumexp(logits)^2; 0: no loss.
+        sequence_tokens: Length of a sequence: the balance loss of each sequence is averaged; 0: all
+            tokens together.
+        capacity: Slots of a rank for received rows; None: as many as can ever be needed.
+        quantize: "1x128" (a float32 scale for 128 columns) or "1x32" (an e8m0 scale for 32): rows
+            travel to the experts in e4m3. None: as they are.
+
+    Raises:
+        EpicArgumentError: A field is invalid, or the parts do not fit together.
+    """
 
     layer: Layer
     router: Router
@@ -388,8 +422,25 @@ class Moe(Keyed):
 
     @classmethod
     def of(cls, **wishes: Any) -> "Moe":
-        """All of it at once, each number said once: every field of Layer, Router, Experts and Moe
-        by its name.  of(num_experts=8, top_k=2, hidden=256, inner=512, score="sigmoid")."""
+        """Make the options of a layer from the fields of all parts, each named once.
+
+        Args:
+            **wishes: Fields of Layer, Router, Experts and Moe, by name.
+
+        Returns:
+            The options.
+
+        Raises:
+            EpicArgumentError: A name is unknown, or a field is invalid.
+
+        Example:
+            >>> import epic
+            >>> options = epic.Moe.of(
+            ...     num_experts=8, top_k=2, hidden=256, inner=512, score="sigmoid"
+            ... )
+            >>> options.router.score, options.layer.top_k
+            ('sigmoid', 2)
+        """
         for name in wishes:
             check_choice("Moe.of:", name, MOE_ARGUMENTS)
 
@@ -403,7 +454,7 @@ class Moe(Keyed):
         return cls(**parts, **chosen(cls))
 
     def check(self) -> None:
-        """Each field, and the parts with each other."""
+        """Check each field, then the parts with each other."""
         for name, kind in PARTS.items():
             if not isinstance(getattr(self, name), kind):
                 raise EpicArgumentError(f"{name}: an epic.{kind.__name__} is needed")
@@ -425,7 +476,7 @@ class Moe(Keyed):
         self.check_parts()
 
     def check_parts(self) -> None:
-        """What layer, router and experts say twice."""
+        """Check the numbers that several parts contain."""
         ids = "num_logical" if self.layer.num_logical else "num_experts"
         for name, other in ((ids, "num_experts"), ("top_k", "top_k")):
             a, b = getattr(self.layer, name), getattr(self.router, other)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a finished plan says, on the host: where each choice went, and why the others did not go."""
+"""The content of a finished plan: where each choice went, and why others were dropped."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,11 +12,23 @@ NO_EXPERT, EXPERT_FULL, RANK_FULL = -1, -2, -3
 
 @dataclass(frozen=True)
 class RoutingStats:
-    """One rank's plan.  kept + none + expert_full + rank_full are its num_tokens * top_k choices.
+    """One rank's plan. kept + none + expert_full + rank_full are its num_tokens * top_k choices.
 
-    fate [num_tokens, top_k] int32: the slot on the rank that owns the expert, or NO_EXPERT,
-    EXPERT_FULL (past Layer.expert_capacity), RANK_FULL (past the capacity of a rank); rank, of the
-    same shape: that rank, -1 if there is none; on GPUs also of a choice that was dropped.
+    Attributes:
+        id: Number of the plan.
+        num_tokens: Tokens of this rank.
+        num_slots: Slots that this rank fills.
+        capacity: Slots of this rank.
+        kept: Choices that have a slot.
+        none: Choices with a negative id.
+        expert_full: Choices that were dropped, past Layer.expert_capacity.
+        rank_full: Choices that were dropped, past the capacity of a rank.
+        result: Name of the plan's result, "EPIC_OK" for example.
+        total_tokens: Tokens of all ranks.
+        fate: [num_tokens, top_k] int32: the slot on the rank that owns the expert, or NO_EXPERT
+            (-1), EXPERT_FULL (-2), RANK_FULL (-3).
+        rank: [num_tokens, top_k] int32: that rank, or -1 if there is none. On GPUs it is set also
+            for a choice that was dropped.
     """
 
     id: int
@@ -34,7 +46,7 @@ class RoutingStats:
 
 
 def read(address: int, size: int, ints: Callable[[int, int], Any]) -> RoutingStats:
-    """One plan's bytes, on the host; ints: the table of num_tokens rows from an offset."""
+    """Read one plan's bytes on the host; ints: returns num_tokens rows of a table at an offset."""
     info = _native.PlanInfo()
     _native.check(_native.core().epic_plan_read_v1(address, size, *_native.sized(info)))
     return RoutingStats(

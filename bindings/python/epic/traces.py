@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What epic-place writes: which rank should own each expert, and whose replica it is."""
+"""The files that epic-place writes: which rank owns each expert, and whose replica it is."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,15 @@ MOST = 65536  # ranks, experts
 
 
 class Placement(NamedTuple):
-    """rank_of_expert [num_experts]; num_logical 0: no replicas, and logical_of_expert is None."""
+    """A placement of experts on ranks, as `read_placement` returns it.
+
+    Attributes:
+        num_ranks: Number of ranks.
+        num_experts: Number of experts; replicas count.
+        num_logical: Number of logical experts; 0: there are no replicas.
+        rank_of_expert: [num_experts]: the rank that owns each expert.
+        logical_of_expert: [num_experts]: the logical expert that each is a replica of, or None.
+    """
 
     num_ranks: int
     num_experts: int
@@ -21,7 +29,17 @@ class Placement(NamedTuple):
 
 
 def read_placement(path: str | os.PathLike[str]) -> Placement:
-    """Reads the file; epic/placement.h says what is in it."""
+    """Read a placement file that epic-place wrote.
+
+    Args:
+        path: The file. The header epic/placement.h describes its format.
+
+    Returns:
+        The placement. Pass its lists to `plan`, `moe` or a layer.
+
+    Raises:
+        EpicArgumentError: The file is not a placement.
+    """
     words = Path(path).read_text(encoding="ascii", errors="replace").split()
     at = 0
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of C in the core's sentences, and what stands for them in Python."""
+"""Translation of the core's error texts: C names become Python arguments and values."""
 
 import re
 
@@ -80,13 +80,13 @@ ROWS = re.compile(r"\b(\w+)\.num_rows is (\d+)")
 
 
 def name_flag(found: re.Match[str]) -> str:
-    """Return the one flag of a layer, on two ranks, as the argument that Python has for it."""
+    """Return a mismatch of layer.flags as the Python argument distinct on two ranks."""
     first, rank, verb, second = found.groups()
     return f"distinct={bool(int(first))}, rank {rank} {verb} distinct={bool(int(second))}"
 
 
 def to_python(sentence: str) -> str:
-    """Return a sentence of the core with the names of Python's arguments and values."""
+    """Return an error text of the core with the names of Python's arguments and values."""
     sentence = FLAGS.sub(name_flag, sentence)
     sentence = BYTES.sub(r"rows of \1 have \2 bytes", sentence)
     sentence = PATTERN.sub(lambda found: WORDS[found[0]], sentence)

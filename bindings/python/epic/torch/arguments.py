@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of the steps, brought to the shape that the operators take.
+"""Checks and conversions of the arguments of plan, dispatch and combine.
 
-These are on the way of every call, and the host's time is the caller's: what is right passes in one
-comparison, and what the operators check and copy themselves, types and strides, is left to them."""
+They run on every call, and their time is the caller's host time. A correct argument passes in one
+comparison; types and strides, which the operators check and copy themselves, are left to them.
+"""
 
 import math
 from collections.abc import Callable
@@ -19,8 +20,11 @@ ROW_TYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
 
 
 def needs_gradient(x: Tensor, w: Tensor | None = None) -> bool:
-    """Is there a gradient to be kept for?  In forward mode the operators would lose it: the
-    functions say that there is none."""
+    """Return whether a gradient must be computed.
+
+    True also in forward mode, where the operators would lose the gradient: the functions then
+    report that there is none.
+    """
     if forward_ad._current_level >= 0:
         return True
     return is_grad_enabled() and (x.requires_grad or (w is not None and w.requires_grad))
@@ -29,17 +33,17 @@ def needs_gradient(x: Tensor, w: Tensor | None = None) -> bool:
 class EpicFunction(torch.autograd.Function):
     """Base class of EPIC's autograd functions.
 
-    Their forward has no ctx: with setup_context they work under torch.func.grad and torch.func.vjp.
+    Their forward has no ctx, and setup_context saves: so they work under torch.func.grad and vjp.
     """
 
     @staticmethod
     def vmap(*_: Any) -> Any:
-        """Refuses torch.func.vmap: its batches may differ between ranks."""
+        """Refuse torch.func.vmap: its batches may differ between ranks."""
         raise no_vmap()
 
 
 def no_vmap() -> EpicUnsupportedError:
-    """The error of every EPIC function that torch.func.vmap reaches."""
+    """Return the error of every EPIC function that torch.func.vmap reaches."""
     return EpicUnsupportedError(
         "torch.func.vmap over EPIC's functions is not supported: pass the batch as more tokens, or "
         "use a loop; torch.func.jacrev needs no vmap with chunk_size=1"
@@ -83,7 +87,7 @@ def make_apply(function: Any) -> Callable[..., Any]:
 
 
 class SavedOnce:
-    """A function's context whose saved tensors are unpacked once, as checkpointing wants it."""
+    """A context whose saved tensors are unpacked once, as checkpointing requires."""
 
     def __init__(self, ctx: Any) -> None:
         self.ctx, self.saved_tensors = ctx, ctx.saved_tensors
@@ -93,11 +97,11 @@ class SavedOnce:
 
 
 class Refusal(EpicFunction):
-    """Gradients as they are, and an error where they are differentiated in what made them."""
+    """Gradients as they are, and an error when they are differentiated."""
 
     @staticmethod
     def forward(num_gradients: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Copy the gradients, which come first; what they were made of follows."""
+        """Copy the gradients, which come first; the tensors that they depend on follow."""
         return tuple(None if x is None else x.clone() for x in tensors[:num_gradients])
 
     @staticmethod
@@ -106,7 +110,7 @@ class Refusal(EpicFunction):
 
     @staticmethod
     def backward(*_: Any) -> Any:
-        """Reached by a second derivative alone."""
+        """Raise: only a second derivative reaches this."""
         raise EpicUnsupportedError(
             "a second derivative was asked for: EPIC's functions have the first alone"
         )
@@ -116,8 +120,11 @@ refusal_apply = make_apply(Refusal)
 
 
 def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward that cannot be differentiated.  torch's once_differentiable looks at the incoming
-    gradients alone, and gives zeros where the result depends on what was saved."""
+    """Decorate a backward that cannot be differentiated.
+
+    torch's once_differentiable looks at the incoming gradients only, and returns zeros if the
+    result depends on saved tensors.
+    """
 
     def run(ctx: Any, *gradients: Any) -> Any:
         if is_traced() or not is_grad_enabled():
@@ -138,13 +145,13 @@ NO_OFFLOAD: dict[str, bool] = {
 
 
 def mark_no_offload(x: Tensor) -> None:
-    """Marks what is no activation: it is small, or belongs to something that stays anyway."""
+    """Mark a tensor that activation offloading must leave in place: it is small or stays."""
     if not is_traced():
         x.__dict__.update(NO_OFFLOAD)
 
 
 def check_floats(name: str, x: Tensor) -> None:
-    """What is added must be a type that the core adds."""
+    """Check that the core can add the dtype of a tensor."""
     if x.dtype not in ROW_TYPES:
         raise EpicArgumentError(
             f"{name} is {x.dtype}: must be float32, bfloat16, float16 or float64"
@@ -152,14 +159,14 @@ def check_floats(name: str, x: Tensor) -> None:
 
 
 def flatten_rows(name: str, x: Tensor) -> Tensor:
-    """[..., n] as [rows, n]."""
+    """Return [..., n] as [rows, n]."""
     if x.dim() < 2:
         raise EpicArgumentError(f"{name}: shape {list(x.shape)}: [..., hidden] is needed")
     return x.reshape(-1, x.shape[-1]) if x.dim() > 2 else x
 
 
 def as_rows(name: str, x: Tensor, count: int) -> Tensor:
-    """[..., hidden] as [count, hidden]."""
+    """Return [..., hidden] as [count, hidden]."""
     shape = x.shape
     if len(shape) == 2 and shape[0] == count:
         return x
@@ -174,8 +181,11 @@ def as_rows(name: str, x: Tensor, count: int) -> Tensor:
 def as_weights(
     name: str, x: Tensor | None, shape: tuple[int, ...], tokens: Tensor | None = None
 ) -> Tensor | None:
-    """Float32 of that shape; None stays None.  tokens: the rows that x belongs to, as the caller
-    passed them: where both have several leading dimensions, these are equal."""
+    """Return x as float32 of that shape; None for None.
+
+    tokens: the rows that x belongs to, as the caller passed them. If both have several leading
+    dimensions, these must be equal.
+    """
     if x is None or (x.shape == shape and x.dtype == torch.float32):
         return x
     if x.numel() != math.prod(shape) or x.shape[-1:] != shape[-1:]:
@@ -190,7 +200,7 @@ def as_weights(
 
 
 def as_flat(name: str, x: Tensor, leading: Any) -> Tensor:
-    """[num_tokens] in the order of the rows: x has their leading dimensions, or one."""
+    """Return x as [num_tokens]; it has the leading dimensions of the rows, or one."""
     if x.shape != leading and x.shape != (math.prod(leading),):
         raise EpicArgumentError(
             f"{name} has the shape {list(x.shape)}: must be {list(leading)}, one value for each "
@@ -200,14 +210,14 @@ def as_flat(name: str, x: Tensor, leading: Any) -> Tensor:
 
 
 def count_of(shape: Any, top_k: int) -> int:
-    """Tokens of topk_idx [..., top_k]."""
+    """Return the number of tokens of topk_idx [..., top_k]."""
     if len(shape) < 2 or shape[-1] != top_k:
         raise EpicArgumentError(f"topk_idx: shape {list(shape)}: [..., top_k {top_k}] is needed")
     return math.prod(shape[:-1])
 
 
 def as_int32(name: str, x: Tensor) -> Tensor:
-    """Integers that the core takes; those that are too large for it stay wrong."""
+    """Return integers as int32; those that do not fit stay invalid."""
     if x.dtype == torch.int32:
         return x.contiguous()
     if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:

@@ -37,14 +37,20 @@ GroupedMm = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class ExpertWeights(NamedTuple):
-    """Parameters of the local experts: gate and up in one tensor, as options.interleaved says.
+    """Parameters of this rank's experts.
 
-    w_gate_up: [local experts, hidden, width]; width: 2 inner, ungated inner.
-    w_down: [local experts, inner, hidden].
-    b_gate_up, b_down: [local experts, width] and [local experts, hidden]; None: no biases.
-    w_gate_up_scales, w_down_scales: float32 [local experts, blocks of width, blocks of hidden] and
-    [local experts, blocks of hidden, blocks of inner], as `scaled` makes them; both weights are
-    e4m3 and turned then.  None: they are not."""
+    width is 2 * inner (gate, then up; with options.interleaved in turns), or inner with
+    options.ungated.
+
+    Attributes:
+        w_gate_up: [local experts, hidden, width].
+        w_down: [local experts, inner, hidden].
+        b_gate_up: [local experts, width], or None.
+        b_down: [local experts, hidden], or None.
+        w_gate_up_scales: float32 [local experts, blocks of width, blocks of hidden], as `scaled`
+            makes them: both weights are float8_e4m3fn and transposed then. Else None.
+        w_down_scales: float32 [local experts, blocks of hidden, blocks of inner], or None.
+    """
 
     w_gate_up: Tensor
     w_down: Tensor
@@ -64,17 +70,17 @@ TYPE_NAMES = {
 
 
 def dtype_name(x: Tensor) -> str:
-    """As the options write it."""
+    """Return the dtype of a tensor as options name it."""
     return TYPE_NAMES[x.dtype]
 
 
 def type_of_weights(options: Experts, w: Tensor) -> str:
-    """In the products."""
+    """Return the dtype of the weights in the products."""
     return "e4m3" if options.weight_type == "e4m3" else dtype_name(w)
 
 
 def with_types(options: Experts, local: int, row_type: str, weight_type: str) -> Experts:
-    """The options with what the tensors tell."""
+    """Return the options with the number of experts and the dtypes of the tensors filled in."""
     if options.num_local_experts not in (0, local):
         raise EpicArgumentError(
             f"num_local_experts {options.num_local_experts}: the weights have {local}"
@@ -92,9 +98,10 @@ def with_types(options: Experts, local: int, row_type: str, weight_type: str) ->
 def compute_facts(
     options: str, local: int, row_type: str, weight_type: str, kept_type: str, on_gpu: bool
 ) -> tuple[Any, ...]:
-    """What the operators are passed for the options of that key, forward and backward, and bytes
-    that forward saves for backward: of none, and of each slot.  kept_type: of the weights, where
-    weight_type is of the products."""
+    """Return operator arguments for forward and backward, and bytes saved for 0 slots and per slot.
+
+    kept_type: dtype of the weights in memory; weight_type: their dtype in the products.
+    """
     whole = with_types(options_by_key[options], local, row_type, weight_type)
     if on_gpu and row_type == "float64":
         raise EpicUnsupportedError(
@@ -116,7 +123,7 @@ def compute_facts(
 
 @torch._dynamo.assume_constant_result
 def experts_facts(*key: Any) -> tuple[Any, ...]:
-    """kept_facts; tracers look through a cache."""
+    """Return compute_facts as a constant; tracers would look into a cache."""
     return compute_facts(*key)
 
 
@@ -126,8 +133,11 @@ def check_weights(
     names: tuple[str, ...] = ExpertWeights._fields,
     local: int | None = None,
 ) -> None:
-    """The shapes that the options ask for, and one dtype.  names: of the first four, in errors;
-    local: experts, if it is not for the weights to say."""
+    """Check the shapes of the weights, and that they have one dtype.
+
+    names: names of the first four in errors; local: number of experts if the weights do not
+    determine it.
+    """
     hidden, inner, width = options.hidden, options.inner, options.width
     local = weights.w_gate_up.shape[0] if local is None else local
     dtype = weights.w_gate_up.dtype
@@ -148,7 +158,7 @@ def check_weights(
 
 
 def check_scales(dtype: torch.dtype, weights: Any) -> None:
-    """They come with e4m3, and only then."""
+    """Check that there are scales if and only if the weights are e4m3."""
     for name in ("w_gate_up_scales", "w_down_scales"):
         if (getattr(weights, name) is not None) != (dtype == E4M3):
             raise EpicArgumentError(
@@ -160,7 +170,7 @@ def check_scales(dtype: torch.dtype, weights: Any) -> None:
 def operator_inputs(
     x: Tensor, weight_type: str, weights: tuple[Tensor | None, ...]
 ) -> tuple[Tensor, tuple[Any, ...]]:
-    """Rows, and weights with their scales and the rows', as the operator takes them."""
+    """Return the rows, and the weights with all scales, as the operator takes them."""
     if weight_type != "e4m3":
         return x, (*weights, None)
     rows, scales = quantize_rows(x)
@@ -168,7 +178,7 @@ def operator_inputs(
 
 
 def round_weights(x: Tensor, weights: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Of e4m3, whatever they were, and their biases of the rows' dtype."""
+    """Return the weights rounded to e4m3, and their biases in the rows' dtype."""
     up, down, *biases, up_scales, down_scales = weights
     assert up is not None and down is not None
     if up_scales is None:
@@ -181,7 +191,7 @@ def round_weights(x: Tensor, weights: tuple[Tensor | None, ...]) -> tuple[Tensor
 def weights_for_backward(
     x: Tensor, weight_type: str, weights: tuple[Tensor | None, ...]
 ) -> tuple[Tensor | None, ...]:
-    """For backward: not turned, of e4m3 with their scales, or as they are."""
+    """Return the weights that backward takes: e4m3 ones are transposed back."""
     up, down, *biases, up_scales, down_scales = weights
     if weight_type != "e4m3":
         return weights
@@ -211,7 +221,7 @@ class RunExperts(EpicFunction):
         slots: Tensor | None,
         *weights: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Call the operator: the rows, and what the core saves for backward."""
+        """Call the operator: it returns the rows, and what the core saves for backward."""
         rows, given = operator_inputs(x, weight_type, weights)
         counts = (expert_rows, expert_tokens, slots)
         return ops.experts.default(rows, *counts, *given, size, group, *numbers[0])
@@ -230,7 +240,7 @@ class RunExperts(EpicFunction):
     @first_order_only
     @translate_errors
     def backward(ctx: Any, d_y: Tensor, *_: Any) -> tuple[Any, ...]:
-        """Weight gradients leave in the weights' dtype; those of e4m3 have none."""
+        """Return gradients in the weights' dtype; weights in e4m3 have none."""
         *inputs, saved = ctx.saved_tensors
         weights = weights_for_backward(inputs[0], ctx.weight_type, tuple(inputs[4:]))
         more = (saved, d_y.contiguous(), *ctx.numbers)
@@ -255,12 +265,36 @@ def experts(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The MLP of each slab by the core: rows [slots, hidden] -> [slots, hidden].
+    """Run the expert MLP on the slabs of a plan: rows [slots, hidden] -> [slots, hidden].
 
-    expert_rows and expert_tokens: as a plan gives them.  slot_weights [slots] with weighting
-    "early" and "input".  group: on GPUs, one there.  Only occupied slots are computed.  Those
-    behind the last slab come out as zeros; on GPUs they hold anything, as do their gradients,
-    which dispatch and combine do not read.  out: as rows; written and returned, without a gradient.
+    Local: no other rank takes part. Only occupied slots are computed. On CPUs the slots behind the
+    last slab are zeros in the result; on GPUs they hold anything, as do their gradients, which
+    dispatch and combine do not read.
+
+    Args:
+        options: Sizes, activation and weighting.
+        rows: [slots, hidden], as dispatch returned them.
+        expert_rows: [local experts] int32, from the plan.
+        expert_tokens: [local experts] int32, from the plan.
+        weights: Parameters of the local experts.
+        slot_weights: [slots] float32 with weighting "early" or "input"; None with "late".
+        group: On GPUs a group on that GPU. On CPUs None is enough.
+        out: Tensor shaped as rows that is written and returned, without a gradient.
+
+    Returns:
+        The rows after the MLP, in their dtype.
+
+    Raises:
+        EpicArgumentError: A shape, dtype or device is wrong.
+        EpicUnsupportedError: The combination is correct but not supported on this device.
+
+    Example:
+        >>> import torch, epic.torch
+        >>> options = epic.torch.Experts(hidden=8, inner=16)
+        >>> weights = epic.torch.ExpertWeights(torch.randn(2, 8, 32), torch.randn(2, 16, 8))
+        >>> counts = torch.tensor([3, 1], dtype=torch.int32)  # rows of each expert
+        >>> epic.torch.experts(options, torch.randn(4, 8), counts, counts, weights).shape
+        torch.Size([4, 8])
     """
     weights = ExpertWeights(*weights)
     check_floats("rows", rows)
@@ -293,7 +327,7 @@ def experts(
 
 
 def activate(options: Experts, z: Tensor) -> Tensor:
-    """The experts' nonlinearity over [rows, width]."""
+    """Apply the experts' activation to [rows, width]."""
     plain: dict[str, Callable[[Tensor], Tensor]] = {
         "silu": F.silu,
         "gelu": F.gelu,
@@ -314,8 +348,10 @@ def activate(options: Experts, z: Tensor) -> Tensor:
 
 
 def bias_of_rows(bias: Tensor, slab: Any) -> Tensor:
-    """The bias [local experts, n] of each row's slab.  Rows behind the last slab get zeros of their
-    own: what a product leaves there, NaN included, then reaches no bias and no bias's gradient."""
+    """Return the bias of each row's expert.
+
+    Rows behind the last slab get zeros of their own, so that NaN in them reaches no bias gradient.
+    """
     return torch.cat([bias, torch.zeros_like(bias[:1])])[slab]
 
 
@@ -327,9 +363,10 @@ def mlp(
     w: ExpertWeights,
     slot_weights: Tensor | None = None,
 ) -> Tensor:
-    """The experts over slabs of expert_rows rows, with the caller's product:
-    grouped_mm(x [slots, n], w [local experts, n, m], ends of the slabs [local experts] int32).
-    Rows behind the last slab may hold anything afterwards: combine does not read them."""
+    """Run the experts with the caller's grouped product.
+
+    Rows behind the last slab may hold anything afterwards; combine does not read them.
+    """
     ends = expert_rows.cumsum(0, dtype=torch.int32)
     slab = None
     if w.b_gate_up is not None or w.b_down is not None:
@@ -352,7 +389,16 @@ def mlp(
 
 
 def slab_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    """A grouped product by one matmul for each expert: plain, anywhere; the host waits for ends."""
+    """Multiply the slabs by one matmul per expert: a plain grouped_mm that runs everywhere.
+
+    Args:
+        x: Rows [slots, n].
+        w: Weights [local experts, n, m].
+        ends: End of each expert's rows, [local experts] int32. The host waits for them.
+
+    Returns:
+        The products [slots, m]; rows behind the last slab are zero.
+    """
     out = x.new_zeros((x.shape[0], w.shape[2]))
     begin = 0
     for expert, end in enumerate(map(int, ends.cpu())):  # torch.func has no tolist()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dispatch of the layout "flat": each token once for each rank that has experts for it."""
+"""dispatch for the layout "flat": each token once for each rank that has experts for it."""
 
 from typing import Any
 
@@ -24,14 +24,14 @@ ops = torch.ops.epic
 def dispatch_flat_args(
     plan: Plan, data: Tensor, tokens: Tensor, weights: Tensor | None
 ) -> tuple[Any, ...]:
-    """What the operator is passed."""
+    """Return the arguments of the operator."""
     spec = plan.spec
     place = (spec.layer, spec.tag, ZERO_TAIL)
     return (spec.group.order_token, data, tokens, weights, plan.capacity, spec.top_k, *place)
 
 
 def dispatch_flat_op(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The operator; inputs: of dispatch_flat_args."""
+    """Call the operator; inputs: those of dispatch_flat_args."""
     return ops.dispatch_flat.default(*dispatch_flat_args(*inputs))
 
 
@@ -47,7 +47,7 @@ class DispatchFlat(EpicFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], out: tuple[Tensor, ...]) -> None:
-        """Save the plan alone."""
+        """Save the plan only."""
         plan, data, tokens, _ = inputs
         save_plan(ctx, plan.spec, data, tokens)
         ctx.mark_non_differentiable(out[2])
@@ -56,7 +56,7 @@ class DispatchFlat(EpicFunction):
     @first_order_only
     @translate_errors
     def backward(ctx: Any, d_recv: Tensor, d_slots: Tensor, _: Tensor) -> tuple[Any, ...]:
-        """As dispatch's."""
+        """Return the gradients of tokens and weights."""
         return None, None, *token_gradients(ctx, d_recv, d_slots.reshape(-1))
 
 
@@ -71,12 +71,24 @@ def dispatch_flat(
     *,
     out: tuple[Tensor, Tensor | None, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Sends each token once to each rank that has experts for it; the layer's layout is "flat".
+    """Send each token once to each rank that has experts for it, with layout "flat".
 
-    Gives rows [capacity, hidden], their weights [capacity, top_k] or None, and the local experts
-    that each row is for [capacity, top_k] int32, -1 behind them.  combine(plan, rows) wants one
-    finished partial for each row: the weighted sum over these experts.  out: these three, which are
-    written and returned, without a gradient.
+    Run the local experts of each row yourself, and pass their weighted sum to `combine`: one
+    finished partial sum for each row.
+
+    Args:
+        plan: A plan of a layer with layout="flat".
+        tokens: [..., hidden] in float32, bfloat16, float16 or float64.
+        weights: Weight of each choice [..., top_k], or None.
+        out: (recv, slot_weights, recv_expert) that are written and returned, without a gradient.
+
+    Returns:
+        The rows [capacity, hidden], their weights [capacity, top_k] float32 or None, and the local
+        experts of each row [capacity, top_k] int32, followed by -1.
+
+    Raises:
+        EpicArgumentError: The layout is not "flat", or a shape, dtype or device is wrong.
+        EpicError: A rank failed, was late, or made a different call.
     """
     spec = plan.spec
     if not spec.flat:

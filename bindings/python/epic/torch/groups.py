@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups: the processes (or threads) that share the experts of a layer, and a context of the core
-for each."""
+"""Groups: the processes (or threads) that share the experts of a layer, each with a context."""
 
 import contextlib
 import ctypes
@@ -53,23 +52,23 @@ class TorchStore:
         self.store = store
 
     def put(self, key: str, value: bytes) -> None:
-        """Sets a key."""
+        """Set a key."""
         self.store.set(key, value)
 
     def put_first(self, key: str, value: bytes) -> bytes:
-        """Sets a key unless it has a value; returns the value that it has then."""
+        """Set a key unless it has a value; return the value that it has then."""
         return self.store.compare_set(key, "", value.decode())
 
     def has(self, key: str) -> bool:
-        """Returns whether the key has a value."""
+        """Return whether the key has a value."""
         return self.store.check([key])
 
     def get(self, key: str) -> bytes:
-        """Returns the value of a key that has one."""
+        """Return the value of a key that has one."""
         return self.store.get(key)
 
     def remove(self, key: str) -> None:
-        """Deletes a key; a store without delete_key keeps it."""
+        """Delete a key; a store without delete_key keeps it."""
         with contextlib.suppress(RuntimeError):
             self.store.delete_key(key)
 
@@ -82,12 +81,32 @@ class StoreExchange(store.StoreExchange):
 
 
 def threads(num_ranks: int, timeout_ms: int = 0) -> list[Bootstrap]:
-    """The bootstraps of ranks that are threads of this process: one for each Group(bootstrap=)."""
+    """Make the bootstraps of ranks that are threads of this process.
+
+    Args:
+        num_ranks: How many threads open a group together.
+        timeout_ms: Time limit of the bootstrap in ms. 0: 300,000.
+
+    Returns:
+        One bootstrap for each rank: each thread passes its own as Group(bootstrap=).
+
+    Example:
+        >>> from threading import Thread
+        >>> import epic.torch
+        >>> def rank_main(bootstrap):
+        ...     with epic.torch.Group(bootstrap=bootstrap, max_tokens=8, max_row_bytes=64) as group:
+        ...         print(group.num_ranks)
+        >>> threads = [Thread(target=rank_main, args=(b,)) for b in epic.torch.threads(2)]
+        >>> for thread in threads: thread.start()
+        >>> for thread in threads: thread.join()
+        2
+        2
+    """
     return bootstrapping.by_threads(num_ranks, timeout_ms or DEFAULT_TIMEOUT_MS)
 
 
 def bootstrap_of_processes(process_group: Any, timeout_ms: int) -> tuple[Bootstrap, int, int]:
-    """Over the process group's own store."""
+    """Return a bootstrap over the process group's own store, the rank, and the number of ranks."""
     rank, num_ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
     ranks = "-".join(map(str, dist.get_process_group_ranks(process_group)))
     # The name of a process group comes back after destroy_process_group, for other ranks.
@@ -97,7 +116,7 @@ def bootstrap_of_processes(process_group: Any, timeout_ms: int) -> tuple[Bootstr
 
 
 def bootstrap_of_environment(timeout_ms: int) -> tuple[Bootstrap, int, int]:
-    """As torchrun's variables say, over the store that torchrun serves."""
+    """Return a bootstrap over torchrun's store, as its environment variables describe it."""
     wait = timedelta(milliseconds=timeout_ms)
     served, rank, num_ranks = next(dist.rendezvous("env://", timeout=wait))
     exchange = StoreExchange(served, "epic", num_ranks, timeout_ms)
@@ -107,7 +126,7 @@ def bootstrap_of_environment(timeout_ms: int) -> tuple[Bootstrap, int, int]:
 def choose_bootstrap(
     process_group: Any, bootstrap: Any, rank: int, num_ranks: int | None, timeout_ms: int
 ) -> tuple[Bootstrap, int, int]:
-    """The bootstrap of this process, its rank, and how many there are."""
+    """Return the bootstrap of this process, its rank, and the number of ranks."""
     if isinstance(bootstrap, Bootstrap):
         mine, count = bootstrap.struct.rank, bootstrap.struct.num_ranks
         if (rank or mine) != mine or (num_ranks or count) != count:
@@ -143,7 +162,7 @@ def choose_bootstrap(
 
 
 def process_group_of(mesh: Any, dim: Any) -> Any:
-    """The process group of a DeviceMesh's dimension; any process group as it is."""
+    """Return the process group of a DeviceMesh's dimension; a process group as it is."""
     if mesh is dist.GroupMember.NON_GROUP_MEMBER:
         raise EpicArgumentError("process_group: this process is not one of its ranks")
     if hasattr(mesh, "get_group"):
@@ -154,7 +173,7 @@ def process_group_of(mesh: Any, dim: Any) -> Any:
 
 
 def choose_device(wish: Any, mesh: Any, process_group: Any) -> torch.device:
-    """The device asked for; else that of the mesh, or of the process group's backend."""
+    """Return the requested device, else that of the mesh or of the process group's backend."""
     kind = getattr(mesh, "device_type", None)
     if wish is None and kind is None and process_group is not None:
         kind = "cuda" if "nccl" in str(dist.get_backend(process_group)) else "cpu"
@@ -167,12 +186,12 @@ def choose_device(wish: Any, mesh: Any, process_group: Any) -> torch.device:
 
 
 def choose_backend(device: torch.device, wish: str | None) -> str | None:
-    """Tensors lie where the device is."""
+    """Return the backend for tensors on a device."""
     return backend_for(device.type == "cuda", wish)
 
 
 def open_on(device: torch.device, bootstrap: Bootstrap, config: Any) -> int:
-    """The context of this rank."""
+    """Open the context of this rank on its device."""
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         return bootstrapping.open_context(bootstrap, config)
 
@@ -181,7 +200,7 @@ def open_on(device: torch.device, bootstrap: Bootstrap, config: Any) -> int:
 
 
 class Facts(NamedTuple):
-    """Of a layer on a group: sizes, and what the operators are passed."""
+    """What a layer on a group needs: sizes and operator arguments."""
 
     plan_bytes: int
     capacity: int
@@ -191,19 +210,52 @@ class Facts(NamedTuple):
 
 
 class Group:
-    """An open group; closed by close(), or as a context manager.
+    """An open group: the ranks that share the experts of one or more layers.
 
-    ranks: a ProcessGroup, or a DeviceMesh and `dim`, one of its dimensions; None: all processes of
-    torch.distributed, else those that torchrun's variables tell, else this process alone.
-    max_tokens, max_row_bytes: the most tokens that a rank sends at once, and its widest row.
-    device: None: a mesh's, or the current GPU for a process group of nccl, or the CPU.
-    bootstrap: with rank= and num_ranks=, for ranks that torch.distributed does not join: Tcp(...),
-    or a function (rank, bytes) -> every rank's bytes; or one of threads(n).
-    backend: of GPUs "p2p", for one host, "hosts", for several, or "gpu", p2p if the ranks are on
-    one, else hosts; None: EPIC_BACKEND's, if that is for such memory, else "gpu".  Of CPUs: None,
-    the core chooses.
-    max_sms: most SMs that a call takes; timeout_ms: of every wait, 0: 300 s.
-    max_top_k: largest top_k of its layers, 0: 64; with backend "hosts" less takes less memory.
+    Opening is collective: it returns when all ranks have opened the group. Close it with `close()`,
+    or use it as a context manager. Layers of one model usually share one group.
+
+    Args:
+        ranks: A torch.distributed ProcessGroup, or a DeviceMesh (with `dim` if it has several
+            dimensions). None: all processes of torch.distributed if it is initialized, else those
+            that torchrun's environment variables describe, else this process alone.
+        dim: Dimension of the DeviceMesh, by name or number.
+        max_tokens: Largest number of tokens that a rank passes to one call; equal on all ranks.
+        max_row_bytes: Bytes of the widest row: hidden * bytes per element.
+        device: torch.device or its name. None: the device of the mesh, the current GPU for a
+            process group of backend nccl, else the CPU.
+        bootstrap: How ranks find each other without torch.distributed: `Tcp(...)`, a function
+            (rank, bytes) -> list of every rank's bytes (both with rank= and num_ranks=), or one
+            element of `threads(n)`.
+        rank: This process's rank, with bootstrap=.
+        num_ranks: Number of ranks, with bootstrap=. Alone, num_ranks=1 makes a group of one.
+        name: Name of the group in error texts.
+        backend: On GPUs "p2p" (one host), "hosts" (several), or "gpu", which takes "p2p" if all
+            ranks are on one host and else "hosts". On CPUs "self", "threads", "shm" or "mpi". None:
+            the environment variable EPIC_BACKEND if it fits the device, else EPIC chooses.
+        timeout_ms: Time limit of every wait for another rank, in ms. 0: 300,000.
+        staging_bytes: Bytes of staging memory that a host backend uses. 0: EPIC chooses.
+        max_in_flight: Largest number of calls with different tags at the same time. 0: EPIC
+            chooses.
+        max_sms: Largest number of SMs that a call uses on a GPU. 0: EPIC chooses.
+        max_top_k: Largest top_k of the group's layers. 0: 64. A smaller value saves memory with
+            backend "hosts".
+
+    Raises:
+        EpicArgumentError: An argument is invalid.
+        EpicError: A rank did not come in time or passed other sizes. The text names the rank.
+
+    Example:
+        >>> import torch, epic.torch
+        >>> layer = epic.torch.Layer(num_experts=8, top_k=2)
+        >>> ids = torch.tensor([[0, 3], [5, 1]], dtype=torch.int32)
+        >>> x = torch.randn(2, 16)
+        >>> with epic.torch.Group(num_ranks=1, max_tokens=2, max_row_bytes=64) as group:
+        ...     plan = epic.torch.plan(group, layer, ids)
+        ...     rows, _ = epic.torch.dispatch(plan, x)
+        ...     out = epic.torch.combine(plan, rows)  # each token twice, once for each expert
+        >>> torch.equal(out, 2 * x)
+        True
     """
 
     def __init__(
@@ -267,7 +319,7 @@ class Group:
             open_groups.add(self)
 
     def opened(self, bootstrap: Bootstrap, config: Any) -> int:
-        """The context; opened in a thread, so that Ctrl-C lands while it waits."""
+        """Open the context, in a thread, so that Ctrl-C works while it waits."""
         bootstrap.take()
         endings.begin("epic.torch", LIBRARY, abort_all, close_all)
         opener = bootstrapping.Opener(partial(open_on, self.device, bootstrap, config))
@@ -281,7 +333,7 @@ class Group:
         return opener.context
 
     def config(self) -> ctypes.Structure:
-        """For the core's size queries."""
+        """Return the sizes of the group for the core's size queries."""
         return _native.Config(
             max_tokens=self.max_tokens,
             max_row_bytes=self.max_row_bytes,
@@ -290,36 +342,38 @@ class Group:
 
     @property
     def is_open(self) -> bool:
-        """Until close()."""
+        """Whether `close()` has not been called yet."""
         return self.number != 0
 
     @property
     def backend(self) -> str:
-        """Of the core: "self", "threads", "shm", "mpi", "p2p" or "hosts"."""
+        """The core's backend: "self", "threads", "shm", "mpi", "p2p" or "hosts"."""
         self.must_be_open()
         return _native.core().epic_backend_name(self.context).decode()
 
     @property
     def num_hosts(self) -> int:
-        """That the ranks are on."""
+        """The number of hosts that the ranks are on."""
         self.must_be_open()
         return int(_native.core().epic_num_hosts(self.context))
 
     @property
     def net(self) -> str:
-        """What rows take between them: "ucx 1.13.1, host memory, tcp/eth0 by messages"; of backend
-        "hosts", else ""."""
+        """The network between hosts, for example "ucx 1.13.1, host memory, tcp/eth0 by messages".
+
+        Only backend "hosts" has one; else "".
+        """
         self.must_be_open()
         return _native.core().epic_net_name(self.context).decode()
 
     def must_be_open(self) -> None:
-        """Raises after close()."""
+        """Raise EpicError after close()."""
         if self.number == 0:
             raise EpicError("EPIC_ECLOSED", f"group {self.name!r} was closed: open a new one")
 
     @torch._dynamo.assume_constant_result
     def facts(self, layer: str) -> tuple[Any, ...]:
-        """Facts of the layer of that key; kept."""
+        """Return the Facts of the layer with that key, which are computed once."""
         found = self.kept.get(layer)
         if found is None:
             config, options = self.config(), options_by_key[layer]
@@ -353,26 +407,47 @@ class Group:
         return found
 
     def plan_bytes(self, layer: Layer) -> int:
-        """Bytes of a plan."""
+        """Return the bytes of a plan of a layer, without its counts.
+
+        Args:
+            layer: The layer.
+        """
         return Facts(*self.facts(layer.key)).plan_bytes
 
     def capacity_bound(self, layer: Layer) -> int:
-        """The fewest slots of a rank that can never overflow."""
+        """Return the smallest capacity that can never overflow, in slots of a rank.
+
+        Args:
+            layer: The layer.
+        """
         return Facts(*self.facts(layer.key)).capacity
 
     def check(self) -> None:
-        """Raises what broke the group, if something has; and on GPUs an error in the data of an
-        operation that has ended since the last check: once, on every rank."""
+        """Raise the error that broke the group, if there is one.
+
+        On GPUs it also raises an error in the data of an operation that has finished since the last
+        check, once on every rank. Calls on GPUs are asynchronous, so such errors are found here.
+
+        Raises:
+            EpicError: The error, with its code.
+        """
         self.must_be_open()
         _native.check(_native.core().epic_check(self.context), self.context)
 
     def abort(self, why: str, tag: int = 0) -> None:
-        """Tells the peers that this rank will make no more calls: they get EPIC_EPEER."""
+        """Report to the other ranks that this rank makes no more calls.
+
+        Their calls fail with EPIC_EPEER, at once instead of after the time limit.
+
+        Args:
+            why: Reason, which appears in the other ranks' error texts.
+            tag: Tag of the calls that end.
+        """
         self.must_be_open()
         _native.core().epic_abort(self.context, tag, why.encode())
 
     def close(self) -> None:
-        """Gives the context back, after the calls in flight."""
+        """Wait for calls in flight, then release the context. Calling it again does nothing."""
         with lock:
             number, self.number = self.number, 0
             open_groups.discard(self)
@@ -391,7 +466,7 @@ class Group:
         return self
 
     def __deepcopy__(self, _: Any) -> "Group":
-        """Copies of a module share its group."""
+        """Return the group itself: copies of a module share it."""
         return self
 
     def __reduce__(self) -> Any:
@@ -419,10 +494,23 @@ shared_groups: "weakref.WeakKeyDictionary[Any, tuple[Group, dict[str, Any]]]" = 
 def shared_group(
     process_group: Any, *, max_tokens: int, max_row_bytes: int, **options: Any
 ) -> Group:
-    """The group that the layers of a model share: opened at the first call for the ranks of a
-    process group, and anew where it was closed or is too small.  Collective, as opening is.
+    """Return the group that the layers of a model share.
 
-    options: of Group; those of one that is open cannot be others."""
+    The first call for the ranks of a process group opens it. Later calls return it, or open another
+    one if it was closed or is too small. Collective, as opening is.
+
+    Args:
+        process_group: ProcessGroup or DeviceMesh of the ranks.
+        max_tokens: As for `Group`.
+        max_row_bytes: As for `Group`.
+        **options: Other arguments of `Group`, which must equal those of the open group.
+
+    Returns:
+        The open group.
+
+    Raises:
+        EpicArgumentError: The open group has other options.
+    """
     process_group = process_group_of(process_group, None)
     found, had = shared_groups.get(process_group, (None, {}))
     good = found is not None and found.is_open and found.max_tokens >= max_tokens
@@ -440,18 +528,20 @@ def shared_group(
 
 
 def abort_all(why: str) -> None:
-    """Tells the peers of all groups."""
+    """Report to the peers of all open groups that this process ends."""
     for group in list(open_groups):
         if group.is_open:
             group.abort(why)
 
 
 def close_all() -> None:
-    """Closes what this process left open, as it ends.
+    """Close the groups that this process left open, when it ends.
 
-    A thread that is in a call then may wait for a call of a peer that ends too, with another tag,
-    and the peer for one of ours: after a moment such calls are ended.  Their threads then get time
-    to return to Python: one that is still in C++ when the interpreter ends aborts the process."""
+    A thread of this process may be in a call that waits for a peer which ends, too, while that peer
+    waits for a call of ours with another tag. Such calls are therefore aborted after LAST_CALLS_MS.
+    Their threads then get LAST_RETURN_S to return to Python, because a thread that is in C++ when
+    the interpreter ends aborts the process.
+    """
     num_ended = 0
     for group in list(open_groups):
         num_inside = LIBRARY.epic_torch_group_drain(group.number, LAST_CALLS_MS)

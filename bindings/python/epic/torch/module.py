@@ -31,15 +31,60 @@ from epic.torch.sums import sum as sum_over_ranks
 class MoE(nn.Module):
     """A Mixture-of-Experts layer whose experts are spread over the ranks of a group.
 
-    Parameters have the names and shapes of MoeWeights; those of OF_EXPERTS are this rank's own
-    experts, the others are equal on all ranks.  dtype: of the experts; the router is float32 (with
-    float64 experts float64), and computes so whatever .to(dtype) makes of it.  device: None: the
-    group's, and "meta" under `with torch.device("meta")`.  gate_bias, expert_biases, shared_gate:
-    the optional parameters.  bias_rate: with DeepSeek's bias for the choice, a buffer that
-    update_bias moves by this; None: without.  logical_of_expert: with layer.num_logical, whose
-    replica each expert is, a buffer; replicas begin alike and stay so.  grouped_mm, tag: as of moe.
+    `layer(x)` takes x [..., hidden] and returns (out, loss). out has the shape and dtype of x. loss
+    is a float32 scalar: this rank's part of balance loss and z-loss, 0 without coefficients. Add it
+    to your loss. Both have gradients. Every rank calls the layer in the same order, also a rank
+    without tokens: its x has 0 rows.
 
-    layer(x) gives (out, loss): x [..., hidden], loss this rank's part of the losses, [].
+    The parameters have the names and shapes of `MoeWeights`. Those of the experts (w_gate_up,
+    w_down and their biases) are this rank's own num_experts / num_ranks experts. All others are
+    equal on all ranks, and `sum_gradients` adds their gradients over the ranks after backward.
+
+    Args:
+        group: The open `Group` whose ranks share the experts. num_ranks must divide num_experts.
+        options: An `epic.Moe`, which describes router, experts and losses. `Moe.of(...)` makes one
+            from keyword arguments.
+        dtype: Dtype of the experts: torch.float32, bfloat16, float16 or float64. None: torch's
+            default dtype. The router is float32, or float64 with float64 experts, and computes in
+            it also after `.to(dtype)`.
+        device: Where the parameters are made. None: the device of the group, or "meta" under
+            `with torch.device("meta")`. After "meta" call `to_empty`, then `reset_parameters`.
+        gate_bias: Whether the router has a bias b_gate [E], which is added to the logits.
+        expert_biases: Whether the experts have biases b_gate_up and b_down.
+        shared_gate: Whether the shared expert's output is multiplied by sigmoid(x w_shared_gate).
+            Needs `options.shared`.
+        bias_rate: Step of DeepSeek's bias for the choice, which needs no balance loss: a buffer
+            `bias` [E] float32 that `update_bias` moves. None: no such bias.
+        logical_of_expert: With `options.layer.num_logical`: num_experts ids, for each expert the
+            logical expert that it is a replica of. Replicas begin with equal weights and get equal
+            gradients.
+        grouped_mm: A grouped product of your own, such as `torch._grouped_mm`:
+            grouped_mm(x [slots, n], w [local experts, n, m], ends [local experts] int32) ->
+            [slots, m], where expert e has the rows ends[e - 1] to ends[e]. None: EPIC's product.
+        tag: Calls with equal tags run in the same order on all ranks. Layers that threads of one
+            process run at the same time need different tags.
+
+    Raises:
+        EpicArgumentError: An argument does not fit the group or the options.
+
+    Example:
+        One rank, on a CPU. With torchrun the same program trains on all processes:
+
+        >>> import torch, epic.torch
+        >>> options = epic.torch.Moe.of(
+        ...     num_experts=8, top_k=2, hidden=64, inner=128, normalize="sum", balance_coeff=0.01
+        ... )
+        >>> group = epic.torch.Group(max_tokens=256, max_row_bytes=64 * 4)
+        >>> layer = epic.torch.MoE(group, options)
+        >>> optimizer = torch.optim.AdamW(layer.parameters())
+        >>> x = torch.randn(4, 32, 64)  # [batch, sequence, hidden]: at most max_tokens tokens
+        >>> out, loss = layer(x)
+        >>> out.shape
+        torch.Size([4, 32, 64])
+        >>> (out.square().mean() + loss).backward()
+        >>> layer.sum_gradients()
+        >>> optimizer.step()
+        >>> group.close()
     """
 
     bias: Tensor | None
@@ -106,7 +151,7 @@ class MoE(nn.Module):
     def shapes(
         self, gate_bias: bool, expert_biases: bool, shared_gate: bool
     ) -> dict[str, tuple[int, ...] | None]:
-        """Of the parameters; None: there is none."""
+        """Return the shape of each parameter by its name; None for a parameter that is absent."""
         options, local = self.options, self.num_local_experts
         hidden, inner, width = options.experts.hidden, options.experts.inner, options.experts.width
         columns = options.router.num_experts + options.router.zero_experts
@@ -124,9 +169,15 @@ class MoE(nn.Module):
         }
 
     def reset_parameters(self, seed: int = 0) -> None:
-        """Normal numbers of standard deviation 1 / sqrt(inputs), biases 0: for each expert the same
-        whatever the number of ranks.  After device="meta": call to_empty, then this, also under
-        fully_shard."""
+        """Set the parameters to random first values and the biases to 0.
+
+        Values are normal with standard deviation 1 / sqrt(inputs). Those of an expert depend on its
+        id and the seed alone, not on the number of ranks. After device="meta" call `to_empty`, then
+        this, also under fully_shard.
+
+        Args:
+            seed: Seed of the random numbers; equal on all ranks.
+        """
         check_sharding(self.group, experts_in(self))
         with torch.no_grad():
             for name, parameter in self.named_parameters(recurse=False):
@@ -146,7 +197,7 @@ class MoE(nn.Module):
                 self.logical_of_expert.copy_(torch.as_tensor(self.replicas))
 
     def draw(self, out: Tensor, name: str, seed: int) -> None:
-        """First values of a parameter that is not sharded further."""
+        """Set the first values of a parameter that is not sharded over other ranks."""
         first = self.group.rank * self.num_local_experts
         logical = self.replicas or range(self.options.layer.num_experts)
         if name not in OF_EXPERTS:
@@ -156,7 +207,10 @@ class MoE(nn.Module):
             fill_normal(expert, name, seed, 1 + logical[first + i])
 
     def _apply(self, fn: Any, recurse: bool = True) -> "MoE":
-        """The bias moves, and stays float32: steps of bias_rate are lost in fewer bits."""
+        """Move the module, but keep the bias in float32.
+
+        Steps of bias_rate would be lost in a dtype of fewer bits.
+        """
         before, load = self.bias, self.load
         super()._apply(fn, recurse)
         if load is not None:
@@ -171,19 +225,24 @@ class MoE(nn.Module):
         mark_experts(self, self.group)  # copies of parameters have no attributes
 
     def get_extra_state(self) -> Tensor:
-        """Returns [first, count, num_experts], the experts that the state holds, under torch's key
-        "_extra_state"."""
+        """Return [first, count, num_experts]: the experts that the state holds.
+
+        Torch saves it in the state_dict under the key "_extra_state".
+        """
         check_sharding(self.group, experts_in(self))
         held = held_experts(self.group, self.options.layer.num_experts)
         return held.to("meta") if self.w_gate.is_meta else held
 
     def set_extra_state(self, state: Any) -> None:
-        """Does nothing: _load_from_state_dict has compared it before anything was loaded."""
+        """Do nothing: _load_from_state_dict compared the experts before it loaded anything."""
 
     def _load_from_state_dict(
         self, state: Any, prefix: str, metadata: Any, strict: bool, missing: Any, *more: Any
     ) -> None:
-        """Refuses the experts of another rank.  A state of all experts need not say so."""
+        """Load a state, but refuse the experts of another rank.
+
+        A state that holds all experts need not name them.
+        """
         check_sharding(self.group, experts_in(self))
         own = held_experts(self.group, self.options.layer.num_experts)
         check_loaded(own, state, prefix)
@@ -193,14 +252,31 @@ class MoE(nn.Module):
         mark_experts(self, self.group)  # with assign=True the parameters are new ones
 
     def weights(self) -> MoeWeights:
-        """As moe takes them: the attributes, which torch.nn.utils (parametrize, prune) may compute
-        from other parameters."""
+        """Return the parameters as `moe` takes them.
+
+        They are read as attributes where torch.nn.utils (parametrize, prune) computes them from
+        other parameters.
+        """
         own = self._parameters
         given = {name: own[name] if name in own else getattr(self, name) for name in self.names}
         return MoeWeights(bias=self.bias, **given)
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(out, loss)."""
+        """Run the layer.
+
+        Args:
+            x: Tokens [..., hidden] in float32, bfloat16, float16 or float64, at most the group's
+                max_tokens of them.
+            token_mask: bool [...]: tokens that are False (padding) have no expert, a result of
+                zeros and no part in the losses. None: all tokens count.
+
+        Returns:
+            out, shaped as x, and loss, a scalar: this rank's part of the losses.
+
+        Raises:
+            EpicArgumentError: The shape, dtype or device of x or token_mask is wrong.
+            EpicError: A rank failed, was late, or made a different call. `EpicError.code` names it.
+        """
         self.check_ddp()
         found = moe(
             self.group,
@@ -222,9 +298,15 @@ class MoE(nn.Module):
         return found.out, found.loss
 
     def update_bias(self, process_group: Any = None) -> None:
-        """Moves the bias by bias_rate towards an even load of the forwards since the last call:
-        once for each step of the optimizer.  process_group: of the ranks that hold the same
-        experts, whose loads are added."""
+        """Move the bias by bias_rate towards an even load; call it once per optimizer step.
+
+        The load is that of all forwards in training mode since the last call. Without bias_rate the
+        call does nothing.
+
+        Args:
+            process_group: Process group of the ranks that hold the same experts (data parallelism):
+                their loads are added. None: there are none.
+        """
         if self.bias is None or self.load is None or not self.bias_rate:
             return
         if process_group is not None:
@@ -235,17 +317,24 @@ class MoE(nn.Module):
 
     @torch._dynamo.assume_constant_result
     def check_ddp(self) -> None:
-        """Refuses DistributedDataParallel over ranks of the group; tracers call it too."""
+        """Refuse DistributedDataParallel over ranks of the group. Tracers call it too."""
         check_ddp(self, self.group)
 
     def sum_gradients(self) -> None:
-        """Adds the gradients of what all ranks share over the ranks of the group; those of the
-        experts are complete as they are.  After backward, on every rank.  A parameter that has
-        none here counts as zeros.
+        """Add the gradients of the shared parameters over the ranks of the group.
 
-        With the layer's sum_order "tree" they are added in a tree, and have the same bits for every
-        number of ranks.  A layer that was made with a dtype of 16 bits has done it in backward,
-        before it rounded them; then this call does nothing."""
+        Call it after backward, on every rank, before the optimizer steps. It adds the gradients of
+        the router and the shared expert, which all ranks have. Those of the experts are complete
+        without it. A parameter without a gradient on this rank counts as zeros.
+
+        With the layer's sum_order "tree" the gradients have the same bits for every number of
+        ranks. A layer of dtype bfloat16 or float16 with that order adds them during backward,
+        before it rounds them; this call does nothing then.
+
+        Raises:
+            EpicArgumentError: fully_shard shards a shared parameter over ranks of the group, so
+                that it has added the gradients.
+        """
         check_sharding(self.group, self.named_parameters())
         if self.sums_in_backward:
             return
@@ -255,7 +344,7 @@ class MoE(nn.Module):
                 add_gradients(self.group, parameter, self.tag, tree)
 
     def extra_repr(self) -> str:
-        """Of print(module)."""
+        """Return the options that print(module) shows."""
         layer, experts = self.options.layer, self.options.experts
         return (
             f"num_experts={layer.num_experts}, top_k={layer.top_k}, hidden={experts.hidden}, "
@@ -264,9 +353,11 @@ class MoE(nn.Module):
 
 
 def add_gradients(group: Group, parameter: Tensor, tag: int = 0, tree: bool = False) -> None:
-    """Over the ranks, in place; zeros where there is none, as the others may have one.  Of a
-    sharded one (fully_shard over another axis of the mesh) the ranks of the group have the same
-    part."""
+    """Add the gradient of a parameter over the ranks of the group, in place.
+
+    A rank without a gradient adds zeros, since other ranks may have one. A parameter that
+    fully_shard shards over another axis of the mesh has the same part on all ranks of the group.
+    """
     with torch.no_grad():
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -278,18 +369,21 @@ def add_gradients(group: Group, parameter: Tensor, tag: int = 0, tree: bool = Fa
 
 
 def move_load(load: Tensor, device: torch.device) -> Tensor:
-    """The counts of a layer on a device; from "meta" they begin as zeros."""
+    """Return the load counts of a layer on a device; counts from "meta" become zeros."""
     return torch.zeros_like(load, device=device) if load.is_meta else load.to(device)
 
 
 def default_device(group: Group) -> torch.device:
-    """The group's, but under `with torch.device("meta")`."""
+    """Return the group's device, or "meta" under `with torch.device("meta")`."""
     wish = torch.get_default_device()
     return wish if wish.type == "meta" else group.device
 
 
 def fill_normal(out: Tensor, name: str, seed: int, part: int) -> None:
-    """Random numbers that depend on the name, the seed and the part alone; drawn on the CPU."""
+    """Fill a tensor with random numbers that depend on name, seed and part only.
+
+    They are drawn on the CPU, so that they are equal on all devices.
+    """
     number = sum((i + 1) * ord(letter) for i, letter in enumerate(name))
     generator = torch.Generator("cpu").manual_seed((seed * 1_000_003 + number) * 65_537 + part)
     drawn = torch.randn(out.shape, generator=generator, dtype=torch.float64, device="cpu")
@@ -298,7 +392,7 @@ def fill_normal(out: Tensor, name: str, seed: int, part: int) -> None:
 
 
 def local_part(whole: Tensor, like: Any) -> Tensor:
-    """What this rank has of it under a DTensor's placements; nothing is sent."""
+    """Return this rank's part of a whole tensor under a DTensor's placements; nothing is sent."""
     from torch.distributed.tensor import distribute_tensor
 
     place = (like.device_mesh, like.placements)
@@ -306,12 +400,28 @@ def local_part(whole: Tensor, like: Any) -> Tensor:
 
 
 def sharded_state(layer: MoE, mesh: Any) -> dict[str, Any]:
-    """The state of a layer for torch.distributed.checkpoint, as DTensors that share its memory: the
-    experts over the mesh of the group, the rest on each of its ranks.  What was saved with one
-    number of ranks is loaded with another.
+    """Return the state of a layer as DTensors, for torch.distributed.checkpoint.
 
-    mesh: that of the group; of a layer under fully_shard the dimensions of that, then the group's,
-    as mesh["dp", "ep"]."""
+    The DTensors share the memory of the layer: experts are sharded over the mesh of the group, all
+    else is replicated on its ranks. A checkpoint that one number of ranks saved can be loaded with
+    another number.
+
+    Args:
+        layer: The layer.
+        mesh: DeviceMesh of the group. For a layer under fully_shard: the dimensions of fully_shard,
+            then the group's, for example mesh["dp", "ep"].
+
+    Returns:
+        A state_dict of DTensors.
+
+    Raises:
+        EpicArgumentError: The mesh does not fit the sharding of the parameters.
+        EpicUnsupportedError: fully_shard splits the experts of a rank unevenly.
+
+    Example:
+        state = epic.torch.sharded_state(layer, mesh)
+        torch.distributed.checkpoint.save(state, checkpoint_id="step-1000")
+    """
     from torch.distributed.tensor import DTensor
 
     def place(name: str, value: Tensor) -> Any:
@@ -326,8 +436,10 @@ def sharded_state(layer: MoE, mesh: Any) -> dict[str, Any]:
 def local_and_placements(
     name: str, value: Tensor, mesh: Any
 ) -> tuple[Tensor, list[Any], torch.Size]:
-    """Memory of this rank, its placements in a mesh whose last dimension is the group's, and the
-    shape of the whole."""
+    """Return this rank's memory of a value, its placements in the mesh, and the shape of the whole.
+
+    The last dimension of the mesh is the group's.
+    """
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 

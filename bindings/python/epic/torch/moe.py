@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole layer: router, plan, dispatch, experts, combine, as one function with gradients.
+"""The whole layer as one function with gradients: router, plan, dispatch, experts, combine.
 
-It is the core's own layer, forward and backward one operator each.  With `grouped_mm=`, a token
-mask or rows that are quantized on the way it is composed of the single functions.
+Forward and backward are one operator each, which runs the core's own layer. With `grouped_mm=`, a
+token mask or rows that travel quantized, the layer is composed of the single functions instead.
 """
 
 from dataclasses import replace
@@ -62,20 +62,28 @@ NO_EXPERTS = Experts(hidden=1, inner=1)  # stands for the shared expert that is 
 
 
 class MoeWeights(NamedTuple):
-    """Parameters, as one rank has them: of its own experts; the others whole.  width: 2 inner, gate
-    then up (options.interleaved: by turns); ungated inner.  E: the router's columns, num_experts +
-    zero_experts.
+    """Parameters of a layer, as one rank has them: its own experts, and all else whole.
 
-    w_gate: [hidden, E] float32, of the router; with float64 rows float64.
-    w_gate_up: [local experts, hidden, width], of any of the rows' types.
-    w_down: [local experts, inner, hidden].
-    b_gate: [E], added to the logits.
-    bias: [E] float32, for the choice only; no gradient.
-    b_gate_up, b_down: [local experts, width] and [local experts, hidden].
-    shared_gate_up, shared_down, shared_b_gate_up, shared_b_down: of the shared expert, with 1 in
-        place of the local experts and its own inner.
-    w_shared_gate: [hidden]: sigmoid(x w) times the shared expert's output.
-    w_gate_up_scales, w_down_scales: of ExpertWeights, as `scaled` makes them."""
+    width is 2 * inner (gate, then up; with options.interleaved in turns), or inner with
+    options.ungated. E is the number of router columns: num_experts + zero_experts. Optional
+    parameters are None.
+
+    Attributes:
+        w_gate: Router [hidden, E], float32 (float64 with float64 rows).
+        w_gate_up: First weight [local experts, hidden, width], in any dtype that rows may have.
+        w_down: Second weight [local experts, inner, hidden], of the same dtype.
+        b_gate: Bias of the logits [E], of w_gate's dtype.
+        bias: Bias for the choice of experts only, [E] float32; it has no gradient.
+        b_gate_up: Bias [local experts, width].
+        b_down: Bias [local experts, hidden].
+        shared_gate_up: Shared expert [1, hidden, width of options.shared].
+        shared_down: Shared expert [1, inner of options.shared, hidden].
+        shared_b_gate_up: Bias of the shared expert [1, width of options.shared].
+        shared_b_down: Bias of the shared expert [1, hidden].
+        w_shared_gate: [hidden]: the shared expert's output is multiplied by sigmoid(x w).
+        w_gate_up_scales: Scales of e4m3 weights, as `scaled` makes them.
+        w_down_scales: Scales of e4m3 weights, as `scaled` makes them.
+    """
 
     w_gate: Tensor
     w_gate_up: Tensor
@@ -94,13 +102,16 @@ class MoeWeights(NamedTuple):
 
 
 class MoeOut(NamedTuple):
-    """What a layer gives.
+    """Results of `moe`.
 
-    out: as x.
-    loss: [] float32, this rank's part of balance loss + z-loss.
-    load: [num_experts] int32, choices of each expert over the group, before any is dropped.
-    demand: [1] int32, slots that all choices of this rank's experts would take.
-    logical_load: [num_logical], with replicas: load by what the router chooses."""
+    Attributes:
+        out: The tokens, shaped as x.
+        loss: Scalar, float32 (float64 with float64 rows): this rank's part of balance loss +
+            z-loss.
+        load: [num_experts] int32: choices of each expert over the group, before any is dropped.
+        demand: [1] int32: slots that all choices of this rank's experts would take.
+        logical_load: With replicas [num_logical] int32: the load by logical expert. Else None.
+    """
 
     out: Tensor
     loss: Tensor
@@ -110,7 +121,7 @@ class MoeOut(NamedTuple):
 
     @property
     def load_of_ids(self) -> Tensor:
-        """Of what the router chooses: experts, or with replicas the logical ones."""
+        """The load by the ids that the router chooses: logical experts if there are replicas."""
         return self.load if self.logical_load is None else self.logical_load
 
 
@@ -125,8 +136,7 @@ SCALES = ("w_gate_up_scales", "w_down_scales")
 
 
 class Facts(NamedTuple):
-    """Of a layer on a group, for tensors of given dtypes: sizes, and what the operators are
-    passed."""
+    """What a layer on a group needs for tensors of given dtypes: sizes and operator arguments."""
 
     saved_bytes: int
     forward_bytes: int
@@ -139,12 +149,15 @@ class Facts(NamedTuple):
 
 
 def numbers_of(options: Moe, **types: int) -> tuple[Any, ...]:
-    """Of completed options; types: of the experts' weights, as mlp_numbers takes them."""
+    """Return the last arguments of the operator moe for completed options.
+
+    types: dtypes of the experts' weights, as mlp_numbers takes them.
+    """
     return operator_numbers("moe", values_of(options, **types))
 
 
 def values_of(options: Moe, **types: int) -> dict[str, Any]:
-    """The same by the names of the operators' arguments."""
+    """Return the values of numbers_of by the names of the operator's arguments."""
     shared = options.shared.numbers() if options.shared else {**NO_EXPERTS.numbers(), "inner": 0}
     return {
         "balance_coeff": float(options.balance_coeff),
@@ -160,7 +173,7 @@ def values_of(options: Moe, **types: int) -> dict[str, Any]:
 
 
 def moe_with_types(wish: Moe, local: int, row_type: str, weight_type: str, kept_type: str) -> Moe:
-    """The options with the tensors' dtypes."""
+    """Return the options with the dtypes of the tensors filled in."""
     shared_type = row_type if kept_type == "e4m3" else kept_type
     return replace(
         wish,
@@ -194,9 +207,11 @@ def facts_of(
     kept_type: str,
     distinct: bool,
 ) -> tuple[Any, ...]:
-    """Facts of the options of that key.  kept_type: of the weights, where
-    weight_type is of the products.  distinct: a router chooses no expert twice for a token; a
-    caller's table may."""
+    """Return the Facts of the options with that key.
+
+    kept_type: dtype of the weights in memory; weight_type: their dtype in the products. distinct:
+    whether no token names an expert twice. That holds for a router, not for a caller's table.
+    """
     wish = options_by_key[options]
     if distinct:
         wish = replace(wish, layer=replace(wish.layer, distinct=True))
@@ -217,7 +232,7 @@ def facts_of(
 
 
 def check_moe(options: Moe, x: Tensor, weights: MoeWeights) -> None:
-    """What the operators cannot tell from the lengths of the tensors."""
+    """Check what the operators cannot see from the lengths of the tensors."""
     check_floats("x", x)
     hidden = options.experts.hidden
     if x.shape[-1] != hidden:
@@ -558,16 +573,53 @@ def moe(
     tag: int = 0,
     out: MoeOut | None = None,
 ) -> MoeOut:
-    """The layer of x [..., hidden].
+    """Run a whole Mixture-of-Experts layer on x [..., hidden].
 
-    grouped_mm: composes the layer around a product of the caller's, as torch._grouped_mm is one:
-    grouped_mm(x [slots, n], w [local experts, n, m], ends [local experts] int32).  token_ids,
-    table: as of route; rank_of_expert, logical_of_expert: as of plan; replicas' gradients are
-    those of the logical expert.  token_mask [...] bool: tokens that are False have no expert, a
-    result of zeros and no part in the losses.  sum_gradients: backward adds the gradients of what
-    all ranks share over them, in the layer's sum_order, before it rounds them to the weights'
-    dtype; else they are this rank's part.  out: a MoeOut that is written and returned, without a
-    gradient; None in it: not wanted.
+    Collective: every rank of the group calls it, in the same order. `MoE` is the module form.
+
+    Args:
+        group: The open group.
+        options: Router, experts and losses of the layer.
+        x: Tokens [..., hidden] in float32, bfloat16, float16 or float64.
+        weights: Parameters of this rank.
+        grouped_mm: A grouped product of your own:
+            grouped_mm(x [slots, n], w [local experts, n, m], ends [local experts] int32) ->
+            [slots, m]. The layer is then composed of the single functions.
+        token_ids: Integers [...], with table: the id of each token, for routing by a table.
+        table: Integers [rows, top_k]: experts by token id, which replace the router's choice.
+        rank_of_expert: Integers [num_experts]: the rank that owns each expert. None: contiguous
+            blocks. Needs options.capacity.
+        logical_of_expert: Integers [num_experts], with options.layer.num_logical: the logical
+            expert that each expert is a replica of.
+        token_mask: bool [...]: tokens that are False have no expert, a result of zeros and no part
+            in the losses.
+        sum_gradients: Whether backward adds the gradients of the shared parameters over the ranks,
+            in the layer's sum_order, before it rounds them to the weights' dtype. If False they
+            are this rank's part.
+        tag: Calls with equal tags run in the same order on every rank.
+        out: A MoeOut whose tensors are written and returned, without a gradient. An entry that is
+            None is not computed for the caller.
+
+    Returns:
+        A MoeOut with out shaped as x, loss, load, demand and logical_load.
+
+    Raises:
+        EpicArgumentError: A shape, dtype or device is wrong, or options do not fit together.
+        EpicUnsupportedError: The combination is correct but not supported; the text names another.
+        EpicError: A rank failed, was late, or made a different call.
+
+    Example:
+        >>> import torch, epic.torch
+        >>> options = epic.torch.Moe.of(num_experts=4, top_k=2, hidden=8, inner=16)
+        >>> weights = epic.torch.MoeWeights(
+        ...     w_gate=torch.randn(8, 4),
+        ...     w_gate_up=torch.randn(4, 8, 32),
+        ...     w_down=torch.randn(4, 16, 8),
+        ... )
+        >>> with epic.torch.Group(num_ranks=1, max_tokens=16, max_row_bytes=32) as group:
+        ...     result = epic.torch.moe(group, options, torch.randn(16, 8), weights)
+        >>> result.out.shape, int(result.load.sum())
+        (torch.Size([16, 8]), 32)
     """
     weights = MoeWeights(*weights)
     check_moe(options, x, weights)
@@ -613,13 +665,16 @@ def moe(
 
 
 def reshape_owned(x: Tensor, shape: Any) -> Tensor:
-    """What nobody else has, in another shape, and to autograd no view: what is written in place
-    into a view that a module gives loses the hooks of fully_shard, and gradients are wrong."""
+    """Return a tensor that only the caller has in another shape, not as a view for autograd.
+
+    Code that writes in place into a view that a module returned loses the hooks of fully_shard, and
+    the gradients are wrong.
+    """
     return x if x.shape == shape else torch.ops.aten._unsafe_view.default(x, shape)
 
 
 def moe_into(args: tuple[Any, ...], x: Tensor, facts: Facts, out: MoeOut) -> MoeOut:
-    """moe with out=.  What backward would need is not kept."""
+    """Run moe with out=. What backward would need is not kept."""
     given = MoeOut(*parts_of(out, ", ".join(MoeOut._fields)))
     if given.out is not None and given.out.shape != x.shape:
         raise EpicArgumentError(f"out: shape {list(given.out.shape)}: {list(x.shape)} is needed")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of 8 bits, which are carried and never added, and the scales beside them."""
+"""Rows of 8-bit dtypes, which are sent but never added, and their scales."""
 
 import torch
 from torch import Tensor
@@ -19,12 +19,12 @@ Carried = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """[rows, n] of any type as [rows, n * bytes]."""
+    """Return [rows, n] of any dtype as bytes [rows, n * element size]."""
     return x.detach().contiguous().view(torch.uint8)
 
 
 def out_bytes(name: str, out: Tensor | None, x: Tensor | None) -> Tensor | None:
-    """What is to be written, which has the dtype of what is sent."""
+    """Return the bytes of an output tensor, which has the dtype of what is sent."""
     if out is None or x is None:
         return out
     if out.dtype != x.dtype or not out.is_contiguous():
@@ -40,7 +40,7 @@ def dispatch_bytes(
     zero_tail: bool = True,
     out: Carried | None = None,
 ) -> Carried:
-    """Rows of an 8-bit type, their scales or None, and weights, in their slots, as they are."""
+    """Send rows of an 8-bit dtype, their scales (or None) and weights to their slots."""
     if tokens.dtype not in NARROW:
         raise EpicArgumentError(f"tokens is {tokens.dtype}: rows with scales have an 8-bit type")
     if needs_gradient(tokens, weights):
@@ -65,7 +65,7 @@ def dispatch_bytes(
 
 
 def check_scales(rows: Tensor, scales: Tensor, block: str) -> int:
-    """Columns of a block, if the scales are those of such blocks."""
+    """Check that scales fit the rows; return the columns of a block."""
     size = 32 if check_choice("block", block, BLOCKS) == "1x32" else 128
     kinds = (torch.uint8, torch.float8_e8m0fnu) if size == 32 else (torch.float32,)
     shape = (rows.shape[0], -(-rows.shape[1] // size))
@@ -79,8 +79,20 @@ def check_scales(rows: Tensor, scales: Tensor, block: str) -> int:
 
 
 def dequantize(rows: Tensor, scales: Tensor, dtype: torch.dtype, block: str = "1x128") -> Tensor:
-    """What dispatch_quantized's rows stand for: rows [slots, hidden] and their scales [slots,
-    blocks], float32 with block "1x128", bytes (uint8 or float8_e8m0fnu) with "1x32"."""
+    """Return the numbers that quantized rows stand for: rows * scales.
+
+    Args:
+        rows: [slots, hidden] float8_e4m3fn, as `dispatch_quantized` returns them.
+        scales: [slots, blocks]: float32 with block "1x128"; uint8 or float8_e8m0fnu with "1x32".
+        dtype: Dtype of the result.
+        block: "1x128" or "1x32".
+
+    Returns:
+        [slots, hidden] of that dtype.
+
+    Raises:
+        EpicArgumentError: The scales do not fit the rows.
+    """
     size = check_scales(rows, scales, block)
     if block == "1x32":
         octets = scales.view(torch.uint8)
@@ -94,13 +106,21 @@ def dequantize(rows: Tensor, scales: Tensor, dtype: torch.dtype, block: str = "1
 
 
 def swizzle_scales(scales: Tensor) -> Tensor:
-    """Scales [rows, n] as the tensor cores of sm_100 read those of MXFP8: torch's SWIZZLE_32_4_4,
-    for torch.nn.functional.scaled_grouped_mm.
+    """Return MXFP8 scales in the layout that the tensor cores of sm_100 read.
 
-    Rows and columns are made up to multiples of 128 and 4 with zeros.  Of 128 rows and 4 columns,
-    which lie together, row r and column c are byte 16 (r % 32) + 4 (r / 32) + c (NVIDIA, cuBLAS:
-    1D block scaling factors layout).  Each slab needs rows of its own: Layer(alignment=128).  Bytes
-    of e8m0 get the dtype that says so.
+    This is torch's SWIZZLE_32_4_4, for torch.nn.functional.scaled_grouped_mm. Each slab needs rows
+    of its own in it: use Layer(alignment=128). Rows and columns are padded with zeros to multiples
+    of 128 and 4. In each tile of 128 rows and 4 columns, row r and column c are byte
+    16 (r % 32) + 4 (r / 32) + c (NVIDIA, cuBLAS: 1D block scaling factors layout).
+
+    Args:
+        scales: [rows, n] of a dtype of one byte, from block "1x32".
+
+    Returns:
+        [rows padded to 128, n padded to 4] float8_e8m0fnu.
+
+    Raises:
+        EpicArgumentError: The scales have another shape or dtype.
     """
     if scales.dim() != 2 or scales.element_size() != 1:
         shape = list(scales.shape)

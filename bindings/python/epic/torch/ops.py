@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.ops.epic: the operators of libepic_torch.so, their shapes for tracing, their errors.
+"""torch.ops.epic: the operators of libepic_torch.so, their shapes for tracing, and their errors.
 
-The raw operators have no gradients and check little: epic.torch's functions are what is called.
+The raw operators have no gradients and check little. Call the functions of epic.torch.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def load_library() -> ctypes.CDLL:
-    """The library, registered with torch."""
+    """Load the library and register its operators with torch."""
     _native.core()
     library = ctypes.CDLL(str(_native.find("libepic_torch.so")))
     library.epic_torch_register.restype = ctypes.c_char_p
@@ -48,12 +48,15 @@ FAKES = torch.library.Library("epic", "FRAGMENT")  # kept: what it registered go
 
 
 def return_nothing(*_: Any, **__: Any) -> None:
-    """What an operator gives that writes into tensors of the caller."""
+    """Return nothing: the shape function of operators that write into the caller's tensors."""
 
 
 def on_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Where one tensor is on "meta" and another is not, torch asks for shapes alone: results would
-    be memory that nobody wrote."""
+    """Wrap a shape function so that it refuses tensors on several devices.
+
+    If one tensor is on "meta", torch only asks for shapes, and results would be memory that no
+    operator wrote.
+    """
 
     def run(*args: Any, **options: Any) -> Any:
         devices = {x.device for x in args[has_order_token:] if isinstance(x, Tensor)}
@@ -69,13 +72,15 @@ def on_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_vmap(*_: Any, **__: Any) -> Any:
-    """What each operator does with the tensors of torch.func.vmap."""
+    """Refuse the tensors of torch.func.vmap."""
     raise no_vmap()
 
 
 def register_shapes(function: Function) -> Function:
-    """Registers shapes: NAME_fake for the overloads of epic::NAME, and for epic::NAME_out.  All of
-    them refuse torch.func.vmap."""
+    """Register NAME_fake as the shape function of epic::NAME (all overloads) and epic::NAME_out.
+
+    All of them refuse torch.func.vmap.
+    """
     name = function.__name__.removesuffix("_fake")
     for overload in getattr(torch.ops.epic, name).overloads():
         operator = getattr(getattr(torch.ops.epic, name), overload)
@@ -108,7 +113,17 @@ def boxed_call(operator: Any) -> Any:
 
 
 def as_epic_error(error: RuntimeError) -> RuntimeError:
-    """What a kernel threw, as EpicError; any other error as it is."""
+    """Return an error that an operator raised as an EpicError, and any other error as it is.
+
+    Compiled functions raise RuntimeError with EPIC's text; the functions of epic.torch call this
+    themselves.
+
+    Args:
+        error: An error that a compiled function raised.
+
+    Returns:
+        An EpicError or EpicArgumentError with the same text, or the error itself.
+    """
     text = str(error).split("\n")[0]
     code, _, sentence = text.partition(": ")
     if isinstance(error, EpicError) or code not in _native.RESULTS:
@@ -120,14 +135,15 @@ def as_epic_error(error: RuntimeError) -> RuntimeError:
 
 
 def to_epic_error(error: RuntimeError) -> RuntimeError:
-    """As an EpicError.  A compiled program raises RuntimeError with the same text: as_epic_error
-    makes one of the other."""
+    """Return the error as an EpicError, or as it is in a traced function."""
     return error if torch.compiler.is_compiling() else as_epic_error(error)
 
 
 def translate_errors(function: Function) -> Function:
-    """Raises kernels' errors as EpicError.  What is called often does so itself: another function
-    around each is time of the host."""
+    """Decorate a function so that errors of operators are raised as EpicError.
+
+    Functions on the hot path catch errors themselves, since a wrapper costs host time.
+    """
 
     @functools.wraps(function)
     def run(*args: Any, **options: Any) -> Any:
@@ -143,32 +159,32 @@ def translate_errors(function: Function) -> Function:
 
 
 def new_ints(like: Tensor, *shape: Any) -> Tensor:
-    """An int32 result."""
+    """Return an int32 result."""
     return like.new_empty(shape, dtype=torch.int32)
 
 
 def new_floats(like: Tensor, *shape: Any) -> Tensor:
-    """A float32 result."""
+    """Return a float32 result."""
     return like.new_empty(shape, dtype=torch.float32)
 
 
 def new_bytes(like: Tensor, size: Any) -> Tensor:
-    """A result of bytes."""
+    """Return a result of bytes."""
     return like.new_empty((size,), dtype=torch.uint8)
 
 
 def wide_dtype(like: Tensor) -> torch.dtype:
-    """What is computed beside rows of a dtype."""
+    """Return the dtype of router and losses for rows of a dtype."""
     return torch.float64 if like.dtype == torch.float64 else torch.float32
 
 
 def like_or_none(x: Tensor | None, dtype: torch.dtype, of: Tensor) -> Tensor:
-    """A gradient, or the empty result that stands for none."""
+    """Return a gradient, or the empty result that stands for an absent one."""
     return new_floats(of, 0) if x is None else x.new_empty(x.shape, dtype=dtype)
 
 
 def argument_names(name: str, overload: str = "default") -> list[str]:
-    """Of an operator."""
+    """Return the names of an operator's arguments."""
     schema = getattr(getattr(torch.ops.epic, name), overload)._schema
     return [argument.name for argument in schema.arguments]
 
@@ -192,7 +208,7 @@ DTYPES = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64, tor
 
 
 def pack_fields(words: Words, values: dict[str, int]) -> dict[str, int]:
-    """Values as the operators take them."""
+    """Return values as the operators take them: several in one number."""
     found = {}
     for argument, parts in words.items():
         word, first = 0, 0
@@ -206,19 +222,19 @@ def pack_fields(words: Words, values: dict[str, int]) -> dict[str, int]:
 
 
 def pack_layer(layer: dict[str, int]) -> tuple[int, ...]:
-    """A layer's numbers as the operators take them."""
+    """Return a layer's fields as the three numbers of the operators."""
     return tuple(pack_fields(LAYER, layer).values())
 
 
 def mlp_numbers(prefix: str, values: dict[str, Any], **types: int) -> dict[str, Any]:
-    """Those of an MLP.  types: what the tensors do not tell."""
+    """Return the arguments of an MLP; types: dtypes that the tensors do not determine."""
     values = values | {"row_type": 0, "weight_type": 0, "grad_type": 0} | types
     found = pack_fields({f"{prefix}_sizes": SIZES, f"{prefix}_kind": KIND}, values)
     return found | {f"{prefix}_{name}": values[name] for name in ("limit", "alpha")}
 
 
 def type_in(kind: int, name: str) -> torch.dtype | None:
-    """One of the types that a kind says; None: it says none."""
+    """Return one of the dtypes that a kind contains; None if it contains none."""
     first = 0
     for field, bits in KIND.items():
         if field == name:
@@ -250,7 +266,7 @@ def plan_fake(
     *_: Any,
     **__: Any,
 ) -> Tensor:
-    """The plan, and behind it expert_rows, expert_tokens, load, demand, logical_load."""
+    """Return the plan, followed by expert_rows, expert_tokens, load, demand, logical_load."""
     return new_bytes(topk_idx, size_of_plan(layer, rank_of_expert))
 
 
@@ -282,7 +298,7 @@ def plan_dispatch_fake(
     *_: Any,
     **__: Any,
 ) -> tuple[Tensor, ...]:
-    """Those of plan, then those of dispatch."""
+    """Return the results of plan, then those of dispatch."""
     planned = new_bytes(topk_idx, size_of_plan(layer, rank_of_expert))
     slots = KEPT_LAYERS[layer][0] if capacity < 0 else capacity
     return planned, *dispatch_fake(order_token, planned, tokens, weights, slots)
@@ -469,9 +485,12 @@ def bias_update__fake(bias: Tensor, *_: Any) -> None:
 
 
 def count_load(load: Tensor, counts: Tensor) -> None:
-    """Adds a forward's counts to those of a layer, once.  Checkpointing runs the forward again
-    inside of a backward, which torch tells by the number of the graph that runs; there is no
-    public name for it.  An operator, so that compiled functions ask when they run."""
+    """Add a forward's counts to those of a layer, once.
+
+    Checkpointing runs the forward again inside of a backward. The number of the running graph shows
+    that; torch has no public name for it. This is an operator, so that compiled functions look when
+    they run.
+    """
     if torch._C._current_graph_task_id() == -1:
         load.add_(counts)
 
@@ -538,7 +557,7 @@ def experts_backward_fake(
 
 
 def operator_numbers(name: str, values: dict[str, Any]) -> tuple[Any, ...]:
-    """Those values that an operator has arguments for, in their order."""
+    """Return those values that an operator has arguments for, in their order."""
     return tuple(values[argument] for argument in argument_names(name) if argument in values)
 
 
@@ -572,7 +591,7 @@ def moe_backward_fake(order_token: Tensor, x: Tensor, *rest: Any) -> tuple[Tenso
 
 
 def refuse_gradient(*tensors: Any) -> None:
-    """Of calls that write into tensors of the caller."""
+    """Refuse gradients for calls that write into tensors of the caller."""
     if torch.is_grad_enabled():
         for x in tensors:
             if isinstance(x, Tensor) and x.requires_grad:
@@ -582,8 +601,10 @@ def refuse_gradient(*tensors: Any) -> None:
 
 
 def note_write(*tensors: Tensor | None) -> None:
-    """Autograd finds a saved tensor that was written since: operators of libraries have to say
-    so."""
+    """Mark tensors as written, so that autograd finds saved tensors that changed.
+
+    Operators of libraries must do it themselves.
+    """
     if not torch.compiler.is_compiling():
         for x in tensors:
             if x is not None:
@@ -591,7 +612,7 @@ def note_write(*tensors: Tensor | None) -> None:
 
 
 def write_out(operator: Any, args: tuple[Any, ...], *outs: Tensor | None) -> None:
-    """A call that writes into tensors of the caller; None: not wanted."""
+    """Call an operator that writes into tensors of the caller; None: not wanted."""
     refuse_gradient(*outs, *args)
     for x in outs:  # torch would take tensors on "meta" for a question about shapes
         if x is not None and x.device != args[0].device:
@@ -601,7 +622,7 @@ def write_out(operator: Any, args: tuple[Any, ...], *outs: Tensor | None) -> Non
 
 
 def parts_of(out: Any, names: str) -> Any:
-    """out=, if it is as many things as the function gives."""
+    """Return out= after checking that it has as many parts as the function returns."""
     count = len(names.split(", "))
     if not isinstance(out, tuple) or len(out) != count:
         is_ = f"{type(out).__name__}"
@@ -610,7 +631,7 @@ def parts_of(out: Any, names: str) -> Any:
 
 
 def copy_into(out: Tensor, x: Tensor) -> None:
-    """For operators that work in place; out may be x."""
+    """Copy x into out for operators that work in place; out may be x."""
     refuse_gradient(x, out)
     if out.shape != x.shape or out.dtype != x.dtype or not out.is_contiguous():
         raise EpicArgumentError(

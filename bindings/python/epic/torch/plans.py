@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan is in Python, and what one is made of."""
+"""The plan as a Python object, and the request from which one is made."""
 
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -18,8 +18,10 @@ MAX_SPECS = 1024  # that a group keeps
 
 @dataclass(slots=True)
 class PlanSpec:
-    """Where the calls of a plan go, what its layer counts, and what the operators are passed.  Its
-    fields are read a dozen times a call: of a tuple that takes twice as long."""
+    """Where the calls of a plan go: group, tag, the facts of its layer and its number.
+
+    Its fields are read a dozen times per call; those of a tuple take twice as long.
+    """
 
     group: Group
     tag: int
@@ -36,7 +38,7 @@ class PlanSpec:
 
 
 def make_spec(group: Group, layer: Layer, tag: int) -> PlanSpec:
-    """Of a layer's calls; the group keeps it, and tracers see it made."""
+    """Return the spec of a layer's calls. The group keeps it; tracers see it made each time."""
     size, bound, local, _, number = group.facts(layer.key)
     spec = PlanSpec(
         group,
@@ -59,12 +61,16 @@ def make_spec(group: Group, layer: Layer, tag: int) -> PlanSpec:
 
 
 class Plan(NamedTuple):
-    """Where every choice goes.
+    """Where every choice goes, as `plan` and `plan_dispatch` return it.
 
-    bytes [n] uint8: what dispatch, combine and their gradients read, and behind that int32 counts,
-    of which the properties are views, so clone what you would write (in compiled functions they are
-    copies): expert_rows and expert_tokens
-    [num_local]; load [num_experts]; demand [1]; logical_load [num_logical], None without replicas.
+    The counts are views of `bytes`: clone those that you write into. In compiled functions they are
+    copies.
+
+    Attributes:
+        bytes: [n] uint8, which dispatch, combine and their gradients read, followed by the counts.
+        num_tokens: Number of tokens of this rank.
+        capacity: Slots of this rank.
+        spec: Group, layer and tag.
     """
 
     bytes: Tensor
@@ -73,7 +79,7 @@ class Plan(NamedTuple):
     spec: PlanSpec
 
     def counts(self, begin: int, count: int) -> Tensor:
-        """A part of them."""
+        """Return some of the int32 numbers that follow the plan."""
         begin = self.spec.plan_bytes + 4 * begin
         found = self.bytes[begin : begin + 4 * count].view(torch.int32)
         # What leaves a compiled function as a view in another dtype of what it was given, torch
@@ -81,8 +87,10 @@ class Plan(NamedTuple):
         return found.clone() if is_traced() else found
 
     def counted(self, name: str) -> Tensor:
-        """One of the counts by its name; compiled functions of torch 2.9 take methods of a plan and
-        no properties."""
+        """Return the counts of that name.
+
+        Compiled functions of torch 2.9 accept methods of a plan, but no properties.
+        """
         room, experts = self.spec.room, self.spec.num_experts
         if name == "expert_rows":
             return self.counts(0, self.spec.num_local)
@@ -96,44 +104,44 @@ class Plan(NamedTuple):
 
     @property
     def expert_rows(self) -> Tensor:
-        """Of each slab, padding included."""
+        """[local experts] int32: rows of each slab, with padding."""
         return self.counted("expert_rows")
 
     @property
     def expert_tokens(self) -> Tensor:
-        """Of each slab, without padding."""
+        """[local experts] int32: rows of each slab, without padding."""
         return self.counted("expert_tokens")
 
     @property
     def load(self) -> Tensor:
-        """Choices of each expert over the group, before any is dropped."""
+        """[num_experts] int32: choices of each expert over the group, before any is dropped."""
         return self.counted("load")
 
     @property
     def demand(self) -> Tensor:
-        """Slots that this rank would have needed."""
+        """[1] int32: slots that this rank would have needed."""
         return self.counted("demand")
 
     @property
     def logical_load(self) -> Tensor | None:
-        """The load of logical experts."""
+        """[num_logical] int32: load of the logical experts; None without replicas."""
         return self.counted("logical_load") if self.spec.num_logical else None
 
     @property
     def load_of_ids(self) -> Tensor:
-        """Of what ids name: experts, or the logical ones."""
+        """The load by the ids of topk_idx: logical experts if there are replicas."""
         logical = self.logical_load
         return self.load if logical is None else logical
 
 
 def wrong_layout(spec: PlanSpec, other: str) -> EpicArgumentError:
-    """Each layout has a dispatch of its own, as their results differ in shape."""
+    """Return the error of a dispatch that does not fit the layer's layout."""
     is_, needed = ("flat", "expert_major") if spec.flat else ("expert_major", "flat")
     return EpicArgumentError(f"layout {is_!r}: {needed!r} is needed here, else {other}")
 
 
 def table_of(layer: Layer, table: Any, like: Tensor, name: str = "rank_of_expert") -> Any:
-    """A number for each expert as a tensor; None stays None."""
+    """Return a table of one number per expert as an int32 tensor; None for None."""
     if table is None:
         return None
     found = as_int32(name, torch.as_tensor(table, device=like.device))
@@ -145,7 +153,7 @@ def table_of(layer: Layer, table: Any, like: Tensor, name: str = "rank_of_expert
 
 
 def tables_of(layer: Layer, ranks: Any, logical: Any, like: Tensor) -> tuple[Any, Any]:
-    """rank_of_expert and logical_of_expert."""
+    """Return rank_of_expert and logical_of_expert as tensors, checked."""
     if bool(layer.num_logical) != (logical is not None):
         raise EpicArgumentError(
             f"num_logical {layer.num_logical}: logical_of_expert [num_experts] comes with "
@@ -156,7 +164,10 @@ def tables_of(layer: Layer, ranks: Any, logical: Any, like: Tensor) -> tuple[Any
 
 
 def check_local(spec: PlanSpec, ranks: Any, local: int, room: int) -> None:
-    """num_local_experts: as many as a rank has.  Of a table on a GPU the host does not know it."""
+    """Check num_local_experts against the largest number of experts of a rank.
+
+    The host does not read a table on a GPU, so that only the range is checked there.
+    """
     least = room if ranks is None else 1
     if ranks is not None and not is_traced() and getattr(ranks, "is_cpu", True):
         known = torch.as_tensor(ranks)  # what is no rank the core says
@@ -179,8 +190,10 @@ def resolve_request(
     tag: int,
     compared: tuple[Any, ...] = (),
 ) -> PlanRequest:
-    """What a plan is made of.  placed: rank_of_expert, logical_of_expert, num_local_experts;
-    compared: as Way has them."""
+    """Return the request of a plan: its spec, num_tokens, capacity and tables.
+
+    placed: rank_of_expert, logical_of_expert and num_local_experts; compared: as in PlanSpec.
+    """
     spec = None if is_traced() else group.specs.get((layer.key, tag))
     if spec is None:
         spec = make_spec(group, layer, tag)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixture-of-Experts blocks of the transformers package (release 5) as epic.torch.MoE.
 
-Nothing of transformers is imported here: blocks are known by the names of their classes, and read
-by the names of their parameters.
+This module imports nothing of transformers: it recognizes blocks by the names of their classes, and
+reads their parameters by name.
 """
 
 import copy
@@ -26,14 +26,14 @@ Found = tuple[Moe, Weights]
 
 
 def must_be_silu(block: Any) -> None:
-    """Of experts whose activation the configuration tells."""
+    """Check the activation of experts whose configuration chooses it."""
     name = type(block.experts.act_fn).__name__
     if "silu" not in name.lower():
         raise EpicUnsupportedError(f"experts with {name}: SiLU is what these blocks may have here")
 
 
 def transposed(experts: Any) -> Weights:
-    """[E, 2 I, H] and [E, H, I], gate first, as EPIC has them."""
+    """Return weights [E, 2 I, H] and [E, H, I] in EPIC's layout, gate first."""
     return {
         "w_gate_up": experts.gate_up_proj.transpose(1, 2),
         "w_down": experts.down_proj.transpose(1, 2),
@@ -41,7 +41,7 @@ def transposed(experts: Any) -> Weights:
 
 
 def shared_expert(mlp: Any) -> tuple[Experts, Weights]:
-    """The options and weights of a gated MLP that sees every token."""
+    """Return the options and weights of a gated MLP that every token passes."""
     options = Experts(1, mlp.gate_proj.in_features, mlp.gate_proj.out_features)
     both = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
     return options, {
@@ -51,7 +51,7 @@ def shared_expert(mlp: Any) -> tuple[Experts, Weights]:
 
 
 def softmax_block(block: Any) -> Found:
-    """Mixtral, Qwen3-MoE: softmax over all, the chosen normalized or not."""
+    """Read Mixtral, Qwen3-MoE: softmax over all experts, the chosen ones normalized or not."""
     must_be_silu(block)
     gate, experts = block.gate, block.experts
     options = Moe.of(
@@ -65,7 +65,7 @@ def softmax_block(block: Any) -> Found:
 
 
 def sigmoid_block(block: Any) -> Found:
-    """DeepSeek-V3, GLM-4.5: sigmoid, groups, a bias for the choice, a shared expert."""
+    """Read DeepSeek-V3, GLM-4.5: sigmoid, groups, a bias for the choice, a shared expert."""
     must_be_silu(block)
     gate, experts = block.gate, block.experts
     shared, shared_weights = shared_expert(block.shared_experts)
@@ -94,7 +94,7 @@ def sigmoid_block(block: Any) -> Found:
 
 
 def llama4_block(block: Any) -> Found:
-    """Llama 4: the chosen logits' sigmoid weighs what the experts are given; a shared expert."""
+    """Read Llama 4: sigmoid of the chosen logits weighs the experts' input; a shared expert."""
     must_be_silu(block)
     router, experts = block.router, block.experts
     shared, shared_weights = shared_expert(block.shared_expert)
@@ -117,7 +117,7 @@ def llama4_block(block: Any) -> Found:
 
 
 def gpt_oss_block(block: Any) -> Found:
-    """gpt-oss: softmax over the chosen, gate and up in turns, clamped, with biases."""
+    """Read gpt-oss: softmax over the chosen, interleaved gate and up, clamped, with biases."""
     router, experts = block.router, block.experts
     options = Moe.of(
         num_experts=experts.num_experts,
@@ -152,11 +152,7 @@ PAIRS = ("GptOssMLP", "Llama4TextMoe")  # give a second value, which their layer
 
 
 class Block(nn.Module):
-    """What stands in a block's place.  jitter_noise: of Mixtral's blocks, while they train.
-
-    original: the block that it replaced, without memory, from which restore_moe makes a new one.
-    It is in a tuple so that it is no part of this module, and of its state.
-    """
+    """The module that replaces a block. jitter_noise: that of Mixtral, in training."""
 
     def __init__(
         self, moe: MoE, gives_pair: bool, jitter_noise: float = 0.0, original: Any = None
@@ -166,7 +162,7 @@ class Block(nn.Module):
         self.moe, self.gives_pair, self.jitter_noise = moe, gives_pair, jitter_noise
 
     def forward(self, hidden_states: Tensor) -> Any:
-        """As the block's."""
+        """Return what the replaced block would return."""
         if self.training and self.jitter_noise > 0:
             noise = torch.empty_like(hidden_states)
             hidden_states = hidden_states * noise.uniform_(
@@ -189,7 +185,7 @@ def without_memory(block: nn.Module) -> nn.Module:
 
 
 def read_block(block: nn.Module) -> Found:
-    """The options and weights of a block; refuses one of another layout before anything is made."""
+    """Return options and weights of a block; refuse another layout before anything is made."""
     name = type(block).__name__
     if name not in BLOCKS:
         raise EpicUnsupportedError(f"{name} is not supported: must be one of {', '.join(BLOCKS)}")
@@ -213,7 +209,7 @@ def read_block(block: nn.Module) -> Found:
 
 
 def other_layout(block: nn.Module, why: str) -> EpicUnsupportedError:
-    """Of a class whose name is known and whose parameters are not."""
+    """Return the error of a block whose class is known but whose parameters are not."""
     kind = type(block)
     return EpicUnsupportedError(
         f"{kind.__name__} of {kind.__module__} is not laid out as in transformers 5 ({why}): use "
@@ -224,8 +220,21 @@ def other_layout(block: nn.Module, why: str) -> EpicUnsupportedError:
 def from_block(
     block: nn.Module, group: Group, *, grouped_mm: GroupedMm | None = None, tag: int = 0
 ) -> MoE:
-    """The layer of a block of transformers, with this rank's experts of it.  What was frozen stays
-    so."""
+    """Return a layer with the weights of a transformers block, with this rank's experts.
+
+    Args:
+        block: A block of a class that transformers 5 has: MixtralSparseMoeBlock,
+            Qwen3MoeSparseMoeBlock, DeepseekV3MoE, Glm4MoeMoE, GptOssMLP or Llama4TextMoe.
+        group: The open group.
+        grouped_mm: As for `MoE`.
+        tag: As for `MoE`.
+
+    Returns:
+        The layer. Frozen parameters stay frozen.
+
+    Raises:
+        EpicUnsupportedError: The class is not known, or its parameters have another layout.
+    """
     options, found = read_block(block)
     up = found["w_gate_up"]
     with torch.no_grad():
@@ -255,7 +264,7 @@ def from_block(
 
 
 def blocks_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """Parent, name and block of each Mixture-of-Experts block, known or not."""
+    """Yield parent, name and block of each Mixture-of-Experts block, known or not."""
     for parent in model.modules():
         for name, child in parent.named_children():
             if is_block(child):
@@ -273,7 +282,7 @@ def is_block(module: nn.Module) -> bool:
 
 
 def check_router_logits(model: nn.Module, _: Any, wishes: dict[str, Any]) -> None:
-    """Before a forward: what transformers would look for after it is not recorded."""
+    """Refuse output_router_logits before a forward, because they are not recorded."""
     given = wishes.get("output_router_logits")
     if given or (given is None and wants_router_logits(model)):
         raise EpicUnsupportedError(
@@ -301,11 +310,29 @@ def wants_router_logits(model: nn.Module) -> bool:
 
 
 def replace_moe(model: nn.Module, group: Group, *, grouped_mm: GroupedMm | None = None) -> int:
-    """Puts the Mixture-of-Experts blocks of a loaded model on the ranks of a group, in place; gives
-    their number.  Every rank calls it with the same model, and keeps its own experts.
+    """Replace all Mixture-of-Experts blocks of a loaded transformers model, in place.
 
-    A model is refused, and nothing of it replaced, if it has no such block, or one that is not
-    known.  Router logits are not recorded any more: output_router_logits=True is refused."""
+    Collective: every rank calls it with the same model, and keeps its own experts. A model that has
+    no block, or one that is not known, is left unchanged.
+
+    Args:
+        model: The model.
+        group: The open group.
+        grouped_mm: As for `MoE`.
+
+    Returns:
+        The number of blocks that were replaced.
+
+    Raises:
+        EpicUnsupportedError: A block is not known, the model has none, or output_router_logits is
+            True, as router logits are not recorded.
+
+    Example:
+        model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
+        epic.torch.replace_moe(model, group)
+        model(ids, labels=ids).loss.backward()
+        epic.torch.sum_gradients(model, group)
+    """
     found = list(blocks_of(model))
     other = sorted({type(block).__name__ for *_, block in found} - BLOCKS.keys())
     if other or not found:
@@ -326,11 +353,21 @@ def replace_moe(model: nn.Module, group: Group, *, grouped_mm: GroupedMm | None 
 
 
 def sum_gradients(model: nn.Module, group: Group) -> None:
-    """Adds the gradients of a model with replaced blocks over the ranks of the group: of all that
-    every rank has.  Those of a rank's own experts are complete, and so are those of a layer that
-    adds them in backward (MoE.sum_gradients).  After backward, on every rank; a
-    parameter that has none here counts as zeros.  They are added in float32, those of float64
-    parameters in float64, and those of layers with sum_order "tree" in a tree."""
+    """Add the gradients of all parameters that every rank has over the ranks of the group.
+
+    Call it after backward, on every rank, for a model with `MoE` layers or replaced blocks. The
+    experts of a rank have complete gradients without it, and so have layers that add them in
+    backward (see MoE.sum_gradients). A parameter without a gradient on this rank counts as zeros.
+    Gradients are added in float32 (float64 for float64 parameters), those of layers with sum_order
+    "tree" in a tree.
+
+    Args:
+        model: The model.
+        group: The group of its layers.
+
+    Raises:
+        EpicArgumentError: fully_shard shards a parameter over ranks of the group.
+    """
     check_sharding(group, model.named_parameters())
     done, tree = set(), set()
     for module in model.modules():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas of experts: their gradients are added, so that weights that were equal stay equal."""
+"""Replicas of experts: their gradients are added, so that equal weights stay equal."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ ops = torch.ops.epic
 
 
 def add_replicas(order_token: Tensor, data: Tensor, x: Tensor, group: Group, tag: int) -> Tensor:
-    """sum_replicas on checked tensors."""
+    """Call the operator sum_replicas_ on checked tensors."""
     out = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     rows = out.view(out.shape[0], -1)
     ops.sum_replicas_.default(order_token, data, rows, group.number, tag)
@@ -40,7 +40,7 @@ class SumReplicas(EpicFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
-        """Save the plan alone."""
+        """Save the plan only."""
         ctx.spec, data, _ = inputs
         mark_no_offload(data)
         ctx.save_for_backward(data)
@@ -49,7 +49,7 @@ class SumReplicas(EpicFunction):
     @first_order_only
     @translate_errors
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        """Each replica's numbers are in every replica's sum."""
+        """Add the gradients: the numbers of each replica are in the sum of all replicas."""
         (data,) = ctx.saved_tensors
         group, tag = ctx.spec.group, ctx.spec.tag
         whole = add_replicas(group.order_token_backward, data, gradient, group, tag)
@@ -60,11 +60,11 @@ sum_replicas_apply = make_apply(SumReplicas)
 
 
 class Tied(EpicFunction):
-    """A weight as it is, whose gradient is added over replicas."""
+    """A weight whose gradient is added over replicas."""
 
     @staticmethod
     def forward(_way: PlanSpec, _data: Tensor, weight: Tensor) -> Tensor:
-        """Give the weight as it is."""
+        """Return the weight as it is."""
         return weight.view_as(weight)
 
     setup_context = SumReplicas.setup_context
@@ -75,7 +75,7 @@ tied_apply = make_apply(Tied)
 
 
 def check_local_rows(plan: Plan, name: str, x: Tensor) -> None:
-    """A row for each expert of this rank."""
+    """Check that x has one row for each expert of this rank."""
     local = plan.spec.num_local
     if x.dim() < 1 or x.shape[0] != local:
         raise EpicArgumentError(
@@ -85,7 +85,7 @@ def check_local_rows(plan: Plan, name: str, x: Tensor) -> None:
 
 
 def check_type(name: str, x: Tensor) -> None:
-    """The core adds float32."""
+    """Check that the core can add this dtype."""
     check_floats(name, x)
     if x.dtype == torch.float64:
         raise EpicUnsupportedError(
@@ -96,10 +96,22 @@ def check_type(name: str, x: Tensor) -> None:
 
 @translate_errors
 def sum_replicas(plan: Plan, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Adds what the replicas of a logical expert have, x [local experts, ...] float32, and gives
-    each the sum: of gradients that were made without `sum_replica_grads`, or over many
-    steps.  out: as x, or x
-    itself: written and returned, without a gradient."""
+    """Add the rows of replicas of one logical expert; each replica gets the sum.
+
+    Use it for gradients that were computed without `sum_replica_grads`, or over many steps.
+
+    Args:
+        plan: A plan of a layer with num_logical.
+        x: [local experts, ...] float32.
+        out: Tensor shaped as x, or x itself, that is written and returned, without a gradient.
+
+    Returns:
+        The sums, shaped as x; x itself without replicas.
+
+    Raises:
+        EpicArgumentError: x has a wrong shape or dtype.
+        EpicError: A rank failed, was late, or made a different call.
+    """
     check_local_rows(plan, "x", x)
     if x.dtype != torch.float32:
         raise EpicArgumentError(f"x: dtype {x.dtype}: float32 is needed")
@@ -120,8 +132,20 @@ def sum_replicas(plan: Plan, x: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 @translate_errors
 def sum_replica_grads(plan: Plan, weight: Tensor | None) -> Tensor | None:
-    """A weight [local experts, ...] as it is; its gradient is that of its logical expert, the sum
-    over the replicas.  epic.torch.moe does it by itself."""
+    """Return a weight whose gradient is the sum over the replicas of its expert.
+
+    `moe` does this by itself. Use it for experts of your own.
+
+    Args:
+        plan: A plan of a layer with num_logical.
+        weight: [local experts, ...], or None.
+
+    Returns:
+        The weight, unchanged; None for None.
+
+    Raises:
+        EpicArgumentError: The weight has a wrong shape or dtype.
+    """
     if weight is None or not plan.spec.num_logical:
         return weight
     check_local_rows(plan, "weight", weight)

@@ -26,19 +26,21 @@ ops = torch.ops.epic
 
 @functools.cache
 def cached_numbers(router: str) -> tuple[Any, ...]:
-    """They take time."""
+    """Return the operator arguments of the router with that key, cached."""
     return tuple(options_by_key[router].numbers().values())
 
 
 @torch._dynamo.assume_constant_result
 def numbers_of(router: str) -> tuple[Any, ...]:
-    """What the operators are passed for the router of that key.  Tracers look through a cache, so
-    this has none itself."""
+    """Return the operator arguments of the router with that key.
+
+    Tracers look into a cache, so that this function has none of its own.
+    """
     return cached_numbers(router)
 
 
 def number_of(group: Group | None, x: Tensor, name: str = "logits") -> int:
-    """The group, which is needed on GPUs alone."""
+    """Return the number of the group, which only GPUs need."""
     if x.device.type == "cpu" and not (group is not None and group.on_gpu):
         return 0
     if group is None:
@@ -47,7 +49,7 @@ def number_of(group: Group | None, x: Tensor, name: str = "logits") -> int:
 
 
 def as_logits(router: Router, logits: Tensor) -> Tensor:
-    """[num_tokens, E], checked."""
+    """Return the logits as [num_tokens, E], checked."""
     columns = router.num_experts + router.zero_experts
     if logits.dim() < 2 or logits.shape[-1] != columns:
         raise EpicArgumentError(f"logits: shape {list(logits.shape)}: [..., {columns}] is needed")
@@ -61,7 +63,7 @@ def as_logits(router: Router, logits: Tensor) -> Tensor:
 def route_op(
     logits: Tensor, extras: tuple[Tensor | None, ...], group: int, numbers: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor]:
-    """The operator; extras: bias, token_ids, table."""
+    """Call the operator; extras: bias, token_ids, table."""
     return ops.route.default(logits, *extras, group, *numbers)
 
 
@@ -77,7 +79,7 @@ class Route(EpicFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], out: tuple[Tensor, Tensor]) -> None:
-        """Save the choice, so that backward does not make it again."""
+        """Save the choice, so that backward does not repeat it."""
         logits, _, ctx.group, ctx.numbers = inputs
         ctx.save_for_backward(logits, out[0])
         ctx.mark_non_differentiable(out[0])
@@ -86,7 +88,7 @@ class Route(EpicFunction):
     @first_order_only
     @translate_errors
     def backward(ctx: Any, _: Any, d_weights: Tensor) -> tuple[Any, ...]:
-        """The weights' gradient; the choice has none."""
+        """Return the gradient of the logits through the weights; the choice has none."""
         logits, chosen = ctx.saved_tensors
         d_logits = ops.route_backward.default(
             logits, chosen, d_weights.contiguous(), ctx.group, *ctx.numbers
@@ -108,11 +110,32 @@ def route(
     group: Group | None = None,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Chooses experts: logits [..., E] -> topk_idx [num_tokens, top_k] int32 and weights.
+    """Choose experts and weights for each token: logits [..., E] -> [num_tokens, top_k].
 
-    bias [E] float32 counts for the choice only and has no gradient.  table [rows, top_k] with
-    token_ids [num_tokens]: experts by token id instead of a choice.  group: on GPUs, one there.
-    out: these two, which are written and returned, without a gradient.
+    Local: no other rank takes part. E is num_experts + zero_experts.
+
+    Args:
+        router: How experts are chosen and weighted.
+        logits: [..., E] in float32, bfloat16, float16 or float64.
+        bias: [E] float32 that counts for the choice only; it has no gradient.
+        token_ids: Integers [...], with table: the id of each token.
+        table: Integers [rows, top_k]: experts by token id, which replace the choice.
+        group: On GPUs a group on that GPU. On CPUs None is enough.
+        out: (topk_idx, weights) that are written and returned, without a gradient.
+
+    Returns:
+        topk_idx [num_tokens, top_k] int32, best first, and weights [num_tokens, top_k] float32
+        (float64 with float64 logits).
+
+    Raises:
+        EpicArgumentError: A shape, dtype or device is wrong.
+
+    Example:
+        >>> import torch, epic.torch
+        >>> router = epic.torch.Router(num_experts=4, top_k=2, normalize="sum")
+        >>> ids, weights = epic.torch.route(router, torch.tensor([[0.0, 2.0, 1.0, -1.0]]))
+        >>> ids.tolist(), round(float(weights.sum()), 4)
+        ([[1, 2]], 1.0)
     """
     rows = as_logits(router, logits)
     if (token_ids is None) != (table is None):
@@ -161,7 +184,7 @@ class BalanceLoss(EpicFunction):
     @first_order_only
     @translate_errors
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Any, ...]:
-        """In the logits; the load has none."""
+        """Return the gradient of the logits; the load has none."""
         sizes = (ctx.total_tokens, ctx.sequence_tokens)
         d_logits = scale_gradient(ops.balance_loss_backward.default, ctx, d_loss, *sizes)
         return d_logits, None, None, None, None, None
@@ -175,7 +198,7 @@ class ZLoss(EpicFunction):
 
     @staticmethod
     def forward(logits: Tensor, total_tokens: int, rest: tuple[Any, ...]) -> Tensor:
-        """Call the operator; rest: of BalanceLoss."""
+        """Call the operator; rest: as in BalanceLoss."""
         return ops.z_loss.default(logits, total_tokens, *rest)
 
     @staticmethod
@@ -188,7 +211,7 @@ class ZLoss(EpicFunction):
     @first_order_only
     @translate_errors
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Any, ...]:
-        """In the logits."""
+        """Return the gradient of the logits."""
         return (
             scale_gradient(ops.z_loss_backward.default, ctx, d_loss, ctx.total_tokens),
             None,
@@ -200,7 +223,7 @@ z_loss_apply = make_apply(ZLoss)
 
 
 def scale_gradient(operator: Any, ctx: Any, d_loss: Tensor, *sizes: int) -> Tensor:
-    """The core takes d_loss in float32; in float64 it is multiplied here."""
+    """Call a backward operator; a d_loss in float64 multiplies its result here."""
     saved = ctx.saved_tensors
     if d_loss.dtype == torch.float64:
         return operator(*saved, None, *sizes, *ctx.rest) * d_loss
@@ -220,11 +243,28 @@ def balance_loss(
     group: Group | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """num_experts * coeff / (top_k * T^2) * sum over experts of load * sum over tokens of P.
+    """Return this rank's part of the balance loss; the parts of all ranks add up to the loss.
 
-    load: as a plan gives it; or, for each sequence by itself, topk_idx and sequence_tokens.  T is
-    total_tokens, of all ranks; the ranks' losses add up to the loss.  out: [], written and
-    returned, without a gradient.
+    loss = num_experts * coeff / (top_k * T^2) * sum over experts of load * sum over tokens of P,
+    where T is total_tokens and P are the scores divided by their sum.
+
+    Args:
+        router: The router of the logits.
+        logits: [..., E].
+        coeff: Factor of the loss.
+        total_tokens: Number of tokens of all ranks.
+        load: [num_experts] int32, as a plan has it.
+        topk_idx: [num_tokens, top_k] int32, with sequence_tokens, instead of load.
+        sequence_tokens: Length of a sequence: the loss of each sequence is computed and averaged.
+            0: all tokens together.
+        group: On GPUs a group on that GPU. On CPUs None is enough.
+        out: Scalar tensor that is written and returned, without a gradient.
+
+    Returns:
+        A float32 scalar (float64 with float64 logits).
+
+    Raises:
+        EpicArgumentError: load and topk_idx are both missing, or a shape or dtype is wrong.
     """
     rows = as_logits(router, logits)
     load, topk_idx = (None, topk_idx) if sequence_tokens else (load, None)
@@ -238,7 +278,7 @@ def balance_loss(
 
 
 def loss_into(operator: Any, args: tuple[Any, ...], out: Tensor) -> Tensor:
-    """A loss with out=."""
+    """Compute a loss with out=."""
     if out.shape != ():
         raise EpicArgumentError(f"out: shape {list(out.shape)}: [] is needed")
     write_out(operator, args, out.view(1))
@@ -255,8 +295,22 @@ def z_loss(
     group: Group | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """coeff / T * sum over tokens of logsumexp(logits)^2; the ranks' parts add up.  out: as of
-    balance_loss."""
+    """Return this rank's part of the z-loss: coeff / T * sum over tokens of logsumexp(logits)^2.
+
+    Args:
+        router: The router of the logits.
+        logits: [..., E].
+        coeff: Factor of the loss.
+        total_tokens: T, the number of tokens of all ranks.
+        group: On GPUs a group on that GPU. On CPUs None is enough.
+        out: Scalar tensor that is written and returned, without a gradient.
+
+    Returns:
+        A float32 scalar (float64 with float64 logits). The parts of all ranks add up to the loss.
+
+    Raises:
+        EpicArgumentError: A shape, dtype or device is wrong.
+    """
     rows = as_logits(router, logits)
     rest = (float(coeff), number_of(group, rows), *numbers_of(router.key))
     if out is not None:
@@ -266,7 +320,14 @@ def z_loss(
 
 @translate_errors
 def bias_update(bias: Tensor, load: Tensor, rate: float, group: Group | None = None) -> None:
-    """bias += rate * sign(mean load - load), in place; without a gradient."""
+    """Move the bias towards an even load, in place: bias += rate * sign(mean(load) - load).
+
+    Args:
+        bias: [num_experts] float32.
+        load: [num_experts] int32: choices of each expert since the last update.
+        rate: Step, 0.001 for example.
+        group: On GPUs a group on that GPU. On CPUs None is enough.
+    """
     with torch.no_grad():
         ops.bias_update_.default(bias, load, float(rate), number_of(group, bias))
     note_write(bias)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a finished plan says, on the host."""
+"""The content of a finished plan, on the host."""
 
 import torch
 from torch import Tensor
@@ -11,8 +11,28 @@ from epic.torch.plans import Plan
 
 @translate_errors
 def read_plan(plan: Plan) -> routing_stats.RoutingStats:
-    """Where each choice of this rank went, and why the others did not go; the host waits for the
-    plan.  Its tables are tensors on the CPU."""
+    """Return where each choice of this rank went, or why it was dropped.
+
+    The host waits for the plan.
+
+    Args:
+        plan: A plan of this rank.
+
+    Returns:
+        RoutingStats, whose tables are tensors on the CPU.
+
+    Raises:
+        EpicError: The plan is not finished or was overwritten.
+
+    Example:
+        >>> import torch, epic.torch
+        >>> layer = epic.torch.Layer(num_experts=2, top_k=1, overflow="drop")
+        >>> ids = torch.zeros((3, 1), dtype=torch.int32)
+        >>> with epic.torch.Group(num_ranks=1, max_tokens=3, max_row_bytes=4) as group:
+        ...     stats = epic.torch.read_plan(epic.torch.plan(group, layer, ids, capacity=2))
+        >>> stats.kept, stats.rank_full, stats.fate.tolist()
+        (2, 1, [[0], [1], [-3]])
+    """
     data, top_k = plan.bytes.detach().cpu(), plan.spec.top_k
 
     def ints(offset: int, rows: int) -> Tensor:

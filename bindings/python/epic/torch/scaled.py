@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights and rows of e4m3: a float32 scale for each 128 x 128 numbers of a weight, and for each
-128 of a row, as the core's products take them (CUDA contexts)."""
+"""Weights and rows in e4m3 with float32 scales, as the core's products on GPUs take them.
+
+A weight has a scale for each 128 x 128 numbers, a row one for each 128.
+"""
 
 from typing import TypeVar
 
@@ -18,12 +20,12 @@ Weights = TypeVar("Weights", bound=tuple)  # type: ignore[type-arg]  # ExpertWei
 
 
 def blocks_of(length: int) -> int:
-    """Of 128, the last one of what is left."""
+    """Return the number of blocks of 128; the last one may be shorter."""
     return -(-length // BLOCK)
 
 
 def expand_scales(scales: Tensor, *shape: int) -> Tensor:
-    """A scale for each element of the last dimensions, whose lengths are the shape."""
+    """Return a scale for each element; shape: lengths of the last dimensions."""
     for i, length in enumerate(shape):
         dim = i - len(shape)
         scales = scales.repeat_interleave(BLOCK, dim=dim).narrow(dim, 0, length)
@@ -31,12 +33,12 @@ def expand_scales(scales: Tensor, *shape: int) -> Tensor:
 
 
 def scale_for(largest: Tensor) -> Tensor:
-    """That brings it to e4m3's largest."""
+    """Return the scale that maps the largest magnitude to e4m3's largest number."""
     return torch.where(largest == 0, 1.0, largest / LARGEST)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[slots, hidden] as e4m3 and scales [slots, blocks], as dispatch with "1x128" does it."""
+    """Round rows [slots, hidden] to e4m3, as dispatch with "1x128" does; return both parts."""
     columns = x.shape[1]
     wide = torch.nn.functional.pad(x.float(), (0, blocks_of(columns) * BLOCK - columns))
     scales = scale_for(wide.unflatten(1, (-1, BLOCK)).abs().amax(-1))
@@ -44,8 +46,10 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_weight(w: Tensor) -> tuple[Tensor, Tensor]:
-    """[experts, n, m] as e4m3 [experts, m, n], turned, and scales [experts, blocks of m, blocks of
-    n]."""
+    """Round [experts, n, m] to e4m3 and transpose it.
+
+    Returns the weight [experts, m, n] and scales [experts, blocks of m, blocks of n].
+    """
     turned = w.detach().mT.float()
     rows, columns = turned.shape[1:]
     missing = (0, blocks_of(columns) * BLOCK - columns, 0, blocks_of(rows) * BLOCK - rows)
@@ -56,15 +60,26 @@ def quantize_weight(w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def transpose_scaled(w: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """The same numbers, [experts, m, n] as [experts, n, m]."""
+    """Return an e4m3 weight [experts, m, n] and its scales as [experts, n, m]."""
     octets = w.view(torch.uint8).mT.contiguous()
     return octets.view(E4M3), scales.mT.contiguous()
 
 
 def scaled(weights: Weights) -> Weights:
-    """ExpertWeights or MoeWeights with the experts' products in e4m3, for weights that stay as they
-    are: half the memory of 16 bits, and nothing to round at each call.  They have no gradient; rows
-    and biases have."""
+    """Return weights whose expert matrices are rounded to e4m3, for experts that are not trained.
+
+    They take half the memory of 16-bit weights, and no call has to round them. The matrices have no
+    gradient; rows and biases have.
+
+    Args:
+        weights: ExpertWeights or MoeWeights in float32, bfloat16 or float16.
+
+    Returns:
+        The same type, with w_gate_up and w_down transposed in float8_e4m3fn, and their scales.
+
+    Raises:
+        EpicArgumentError: The weights are scaled already, or have another dtype.
+    """
     named = weights._asdict()  # type: ignore[attr-defined]
     if named["w_gate_up"].dtype == E4M3:
         raise EpicArgumentError("weights: dtype torch.float8_e4m3fn: they are scaled already")

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What belongs to one rank alone: which experts a state holds, and the parameters of experts, which
-differ from rank to rank where data parallelism takes all for equal."""
+"""Checks of what belongs to one rank only: the experts' parameters, and which a state holds.
+
+Data parallelism takes all parameters for equal on all ranks; those of experts differ.
+"""
 
 import re
 import weakref
@@ -35,9 +37,10 @@ def is_of_experts(name: str) -> bool:
 class HeldExperts(Tensor):
     """[first, count, num_experts] int64: the experts that a state holds.
 
-    It is a plain tensor to everything that copies or saves it, so that torch.save, safetensors and
-    torch.distributed.checkpoint take it.  Copying other numbers into it is an error: that is how
-    dcp.load(layer.state_dict()) would load another rank's experts."""
+    Everything that copies or saves it sees a plain tensor: torch.save, safetensors and
+    torch.distributed.checkpoint. Copying other numbers into it is an error, because
+    dcp.load(layer.state_dict()) would load another rank's experts that way.
+    """
 
     @classmethod
     def __torch_function__(
@@ -55,20 +58,20 @@ class HeldExperts(Tensor):
 
 
 def held_experts(group: Group, num_experts: int) -> HeldExperts:
-    """The experts of this rank."""
+    """Return the experts of this rank."""
     count = num_experts // group.num_ranks
     held = torch.tensor([group.rank * count, count, num_experts], device="cpu")
     return held.as_subclass(HeldExperts)
 
 
 def format_experts(held: Tensor) -> str:
-    """In words."""
+    """Return the experts of a state as text for an error."""
     first, count, num_experts = held.tolist()
     return f"experts {first} to {first + count - 1} of {num_experts}"
 
 
 def check_held(own: Tensor, other: Tensor) -> None:
-    """Refuses a state of experts that are not those of this rank; one on "meta" has no numbers."""
+    """Refuse a state with the experts of another rank; one on "meta" has no numbers."""
     if not other.is_meta and other.tolist() != own.tolist():
         raise EpicArgumentError(
             f"the state holds {format_experts(other)}, and this rank has {format_experts(own)}; a "
@@ -78,8 +81,10 @@ def check_held(own: Tensor, other: Tensor) -> None:
 
 
 def check_loaded(own: Tensor, state: dict[str, Any], prefix: str) -> None:
-    """Refuses another rank's state before load_state_dict writes anything.  What every rank has,
-    the router and the shared expert, may come from any."""
+    """Refuse another rank's state before load_state_dict writes anything.
+
+    The router and the shared expert are equal on all ranks, so that they may come from any.
+    """
     names = (key.removeprefix(prefix) for key in state if key.startswith(prefix))
     if prefix + EXTRA in state and any(map(is_of_experts, names)):
         check_held(own, state[prefix + EXTRA])
@@ -89,8 +94,11 @@ def check_loaded(own: Tensor, state: dict[str, Any], prefix: str) -> None:
 
 
 def mark_experts(layer: nn.Module, group: Group) -> None:
-    """Sets `allreduce` = False on parameters that differ from rank to rank: Megatron-Core and
-    DeepSpeed read it, and add their gradients over the ranks with the same experts alone."""
+    """Set `allreduce` = False on the parameters of experts.
+
+    Megatron-Core and DeepSpeed read it, and add their gradients over ranks with the same experts
+    only.
+    """
     if group.num_ranks == 1:
         return
     for _, parameter in experts_in(layer):
@@ -98,7 +106,7 @@ def mark_experts(layer: nn.Module, group: Group) -> None:
 
 
 def process_ranks(group: Group) -> set[int]:
-    """The ranks of the group as torch.distributed numbers them; empty where that is not known."""
+    """Return the group's ranks as torch.distributed numbers them; empty if not known."""
     if group.process_ranks is not None:
         return set(group.process_ranks)
     is_world = (
@@ -112,9 +120,11 @@ CHECKED: "weakref.WeakKeyDictionary[nn.Module, Any]" = weakref.WeakKeyDictionary
 
 
 def check_ddp(layer: nn.Module, group: Group) -> None:
-    """Refuses DistributedDataParallel, and torch's replicate() over it, across ranks with different
-    experts.  It is called in a forward: what wraps a module then is known to torch alone, by a
-    private name, which tests pin."""
+    """Refuse DistributedDataParallel and replicate() over ranks that have different experts.
+
+    It runs in a forward, because only there does torch know what wraps a module, by a private name
+    that tests pin.
+    """
     wrapper = DistributedDataParallel._active_ddp_module
     if wrapper is None or group.num_ranks == 1:
         return
@@ -135,8 +145,11 @@ def check_ddp(layer: nn.Module, group: Group) -> None:
 
 
 def check_sharding(group: Group, parameters: Iterable[tuple[str, Any]]) -> None:
-    """Refuses parameters under fully_shard over ranks of the group: those of experts it takes for
-    equal on all its ranks, and the gradients of the others it adds by itself."""
+    """Refuse parameters under fully_shard over ranks of the group.
+
+    fully_shard takes the parameters of experts for equal on all its ranks, and it adds the
+    gradients of all others by itself.
+    """
     for name, parameter in parameters:
         mesh = getattr(parameter, "device_mesh", None)
         if mesh is None or group.num_ranks == 1:
@@ -157,10 +170,10 @@ def check_sharding(group: Group, parameters: Iterable[tuple[str, Any]]) -> None:
 
 
 def experts_in(layer: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters of a layer's own experts, with their names."""
+    """Return the parameters of a layer's own experts, with their names."""
     return [(name, p) for name, p in layer.named_parameters() if is_of_experts(name)]
 
 
 def format_ranks(ranks: set[int]) -> str:
-    """For a sentence."""
+    """Return ranks as text for an error."""
     return ", ".join(map(str, sorted(ranks)))

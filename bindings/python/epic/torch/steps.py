@@ -49,16 +49,38 @@ def plan(
     compared: tuple[Any, ...] = (),
     out: Plan | None = None,
 ) -> Plan:
-    """Makes the plan of topk_idx [..., top_k]; negative: no expert.
+    """Plan where every choice of every token goes.
 
-    capacity: slots of this rank; None: as many as can ever be needed; EXACT: as many as land, for
-    which the host waits once.  rank_of_expert [num_experts]: which rank owns each expert, with
-    num_local_experts, the most of one rank; None: contiguous blocks.  logical_of_expert
-    [num_experts]: with layer.num_logical, whose replica each expert is; topk_idx names logical
-    experts then, and their replicas take turns.  tag: calls of one tag come in the same order on
-    every rank; threads of a process use different ones.  compared: options of a whole layer, as
-    epic.torch.moe passes them, which must be equal on all ranks.  out: a plan of the same layer and
-    sizes, whose bytes are written.
+    Collective: every rank of the group calls it. Dispatch, combine and their gradients read the
+    plan; it may be used many times.
+
+    Args:
+        group: The open group.
+        layer: Experts, top_k and the rules for overflow and sums.
+        topk_idx: Chosen experts [..., top_k], int32 or int64; a negative id means no expert.
+        capacity: Slots of this rank for the rows that it receives. None: as many as can ever be
+            needed. EXACT: as many as arrive, for which the host waits once.
+        rank_of_expert: Integers [num_experts]: the rank that owns each expert; needs capacity and
+            num_local_experts. None: contiguous blocks of experts.
+        logical_of_expert: Integers [num_experts], with layer.num_logical: the logical expert that
+            each expert is a replica of. topk_idx then names logical experts, and the replicas of an
+            expert take turns.
+        num_local_experts: Largest number of experts of a rank, with rank_of_expert.
+        tag: Calls with equal tags run in the same order on every rank. Threads of one process use
+            different tags.
+        compared: Options of a whole layer that must be equal on all ranks; `moe` passes them.
+        out: A plan of the same layer and sizes, whose bytes are overwritten.
+
+    Returns:
+        A Plan. Its properties expert_rows, expert_tokens, load and demand are views of it.
+
+    Raises:
+        EpicArgumentError: A shape or value is wrong.
+        EpicError: A rank failed, was late, or made a different call; or more rows arrive than
+            capacity with overflow="error".
+
+    Example:
+        See `Group`.
     """
     try:
         placed = (rank_of_expert, logical_of_expert, num_local_experts)
@@ -80,13 +102,16 @@ def plan(
 
 
 def wait_capacity(plan: Plan, layer: Layer) -> int:
-    """How many slots there are, for which the host waits.  What is dropped counts in demand."""
+    """Return the number of slots that the plan fills; the host waits for it.
+
+    Choices that are dropped count in demand, so that rows are counted instead with overflow="drop".
+    """
     dropping = layer.overflow == "drop" and not plan.spec.flat
     return int((plan.expert_rows.sum() if dropping else plan.demand).item())
 
 
 def bytes_of(out: Any) -> Tensor:
-    """Those of a plan that is given as out=."""
+    """Return the bytes of a plan that is passed as out=."""
     if not isinstance(out, Plan):
         raise EpicArgumentError(f"out: {type(out).__name__}: a Plan is needed, as plan gives it")
     return out.bytes
@@ -95,7 +120,7 @@ def bytes_of(out: Any) -> Tensor:
 def plan_into(
     spec: PlanSpec, chosen: Tensor, slots: int, tables: tuple[Any, Any], out: Plan
 ) -> Tensor:
-    """plan with out=."""
+    """Make a plan with out=."""
     data = bytes_of(out)
     args = (spec.group.order_token, chosen, spec.layer, slots, spec.tag, *tables)
     write_out(ops.plan_out.default, args, data)
@@ -106,14 +131,17 @@ def plan_into(
 
 
 def save_plan(ctx: Any, spec: PlanSpec, data: Tensor, tokens: Tensor) -> None:
-    """For rows_home.  Sizes are asked of inputs: tracers know no others in a backward."""
+    """Save for token_gradients what it needs.
+
+    Sizes come from the inputs, because tracers see no other sizes in a backward.
+    """
     ctx.spec, ctx.num_tokens = spec, tokens.shape[0]
     mark_no_offload(data)
     ctx.save_for_backward(data)
 
 
 def token_gradients(ctx: Any, d_recv: Tensor, d_slots: Tensor) -> tuple[Any, Any]:
-    """Gradients of the received rows and weights, brought to their tokens."""
+    """Send gradients of the received rows and weights back to their tokens, summed."""
     (data,) = ctx.saved_tensors
     spec, weighs = ctx.spec, ctx.needs_input_grad[3]
     d_tokens, d_weights = ops.dispatch_backward.default(
@@ -136,12 +164,12 @@ class Dispatch(EpicFunction):
     def forward(
         plan: Plan, data: Tensor, tokens: Tensor, weights: Tensor | None, zero_tail: bool
     ) -> tuple[Tensor, Tensor]:
-        """Call the operator; data: the plan's bytes, which tracers have to see by themselves."""
+        """Call the operator; data: the plan's bytes, which tracers must see as an input."""
         return dispatch_op(plan, data, tokens, weights, zero_tail)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
-        """Save the plan alone."""
+        """Save the plan only."""
         plan, data, tokens, *_ = inputs
         save_plan(ctx, plan.spec, data, tokens)
 
@@ -149,7 +177,7 @@ class Dispatch(EpicFunction):
     @first_order_only
     @translate_errors
     def backward(ctx: Any, d_recv: Tensor, d_slots: Tensor) -> tuple[Any, ...]:
-        """The plan has no gradient."""
+        """Return the gradients of tokens and weights; the plan has none."""
         return None, None, *token_gradients(ctx, d_recv, d_slots), None
 
 
@@ -159,7 +187,7 @@ dispatch_apply = make_apply(Dispatch)
 def dispatch_op(
     plan: Plan, data: Tensor, tokens: Tensor, weights: Tensor | None, zero_tail: bool
 ) -> tuple[Tensor, Tensor]:
-    """The operator."""
+    """Call the operator without a gradient."""
     capacity, spec = plan.capacity, plan.spec
     is_seen = is_traced() or overridden(data, tokens, weights)
     call, order_token = DISPATCH if is_seen else DISPATCH_NOW, spec.group.order_token
@@ -177,13 +205,29 @@ def dispatch(
     zero_tail: bool = True,
     out: tuple[Tensor, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Sends each token to its experts: [..., hidden] -> [capacity, hidden].
+    """Send each token to its experts: [..., hidden] -> [capacity, hidden].
 
-    With weights [..., top_k] also each slot's weight [capacity] float32; else None.  Slots that
-    the plan does not fill are zeros; with zero_tail=False those past the last slab hold anything.
-    quantize "1x128" or "1x32": rows travel in e4m3 and arrive rounded; the gradient goes straight
-    through.  out: (recv, slot_weights) that are written and returned, without a gradient.  Tokens
-    of an 8-bit type go as they are, without a gradient.
+    The rows of one expert form a slab: consecutive slots, padded to layer.alignment. The slabs of
+    the local experts follow each other; plan.expert_rows has their lengths.
+
+    Args:
+        plan: The plan.
+        tokens: [..., hidden] in float32, bfloat16, float16 or float64, as many as the plan has.
+            Tokens of an 8-bit dtype are sent as they are, without a gradient.
+        weights: Weight of each choice [..., top_k], or None.
+        quantize: "1x128" or "1x32": rows travel in e4m3 with a scale for each block of that many
+            columns and arrive rounded. The gradient passes straight through. None: as they are.
+        zero_tail: Whether the slots behind the last slab are set to zero. Padding inside of a slab
+            always is.
+        out: (recv, slot_weights) that are written and returned, without a gradient.
+
+    Returns:
+        The received rows [capacity, hidden], and the weight of each slot [capacity] float32, or
+        None without weights.
+
+    Raises:
+        EpicArgumentError: A shape, dtype or device is wrong.
+        EpicError: A rank failed, was late, or made a different call.
     """
     try:
         spec = plan.spec
@@ -217,7 +261,7 @@ def dispatch_into(
     recv: Tensor,
     slots: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """dispatch with out=."""
+    """Run dispatch with out=."""
     check_pair(weights, slots)
     spec = plan.spec
     place = (spec.layer, spec.tag, int(zero_tail))
@@ -234,7 +278,7 @@ def dispatch_narrow(
     zero_tail: bool,
     out: tuple[Tensor, Tensor | None] | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """dispatch of rows of 8 bits."""
+    """Run dispatch for tokens of an 8-bit dtype."""
     if quantize is not None:
         raise EpicArgumentError(f"quantize: tokens are {tokens.dtype} already")
     into = None
@@ -247,7 +291,7 @@ def dispatch_narrow(
 
 
 def check_pair(weights: Tensor | None, slots: Tensor | None) -> None:
-    """Of out=."""
+    """Check that out= has slot_weights if and only if there are weights."""
     if (weights is None) != (slots is None):
         raise EpicArgumentError("weights and the slot_weights of out= come together")
 
@@ -256,7 +300,7 @@ def check_pair(weights: Tensor | None, slots: Tensor | None) -> None:
 
 
 def as_block(name: str, block: str, what: str, rows: Tensor) -> str:
-    """One of the blocks, of rows that can be rounded to e4m3."""
+    """Return the block format, after checking that the rows can be rounded to e4m3."""
     if rows.dtype == torch.float64:
         raise EpicUnsupportedError(
             f"{name} with {what} of torch.float64: float32, bfloat16 and float16 are rounded"
@@ -274,11 +318,26 @@ def dispatch_quantized(
     scales: Tensor | None = None,
     out: tuple[Tensor, Tensor, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dispatch in e4m3: rows, scales [capacity, blocks], weights; without a gradient.
+    """Send tokens in e4m3 and return rows and scales, without a gradient.
 
-    block "1x128": float32 scales; "1x32": powers of two as e8m0 bytes, MXFP8.  scales [..., n]:
-    tokens are quantized already, in an 8-bit type, and go as they are with these, of any dtype and
-    number, whatever the block.  out: these three, which are written and returned.
+    Args:
+        plan: The plan.
+        tokens: [..., hidden] in float32, bfloat16 or float16; or with scales in an 8-bit dtype.
+        weights: Weight of each choice [..., top_k], or None.
+        block: "1x128": one float32 scale for 128 columns. "1x32": one power of two as an e8m0 byte
+            for 32 columns (MXFP8).
+        scales: Scales [..., n] of tokens that are quantized already, of any dtype and n. They
+            travel with the tokens unchanged, and block is ignored.
+        out: (recv, scales, slot_weights) that are written and returned.
+
+    Returns:
+        Rows [capacity, hidden] in float8_e4m3fn (with scales: in the tokens' dtype), scales
+        [capacity, blocks], and the weights of the slots [capacity] float32 or None.
+
+    Raises:
+        EpicArgumentError: A shape, dtype or device is wrong.
+        EpicUnsupportedError: tokens are float64.
+        EpicError: A rank failed, was late, or made a different call.
     """
     if plan.spec.flat:
         raise wrong_layout(plan.spec, "dispatch_flat")
@@ -305,7 +364,7 @@ def with_scales(
     weights: Tensor | None,
     out: tuple[Tensor, Tensor, Tensor | None] | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dispatch_quantized of rows that are quantized already."""
+    """Run dispatch_quantized for rows that are quantized already."""
     if out is not None:
         out = parts_of(out, "recv, scales, slot_weights")
         check_pair(weights, out[2])
@@ -318,7 +377,7 @@ def with_scales(
 def quantized_args(
     plan: Plan, data: Tensor, rows: Tensor, weights: Tensor | None, block: str
 ) -> tuple[Any, ...]:
-    """What the operator is passed."""
+    """Return the arguments of the operator dispatch_quantized."""
     spec = plan.spec
     kind = 1 + BLOCKS.index(block)
     place = (spec.layer, spec.tag, ZERO_TAIL)
@@ -327,7 +386,7 @@ def quantized_args(
 
 @translate_errors
 def dispatch_quantized_op(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The operator; inputs: of quantized_args."""
+    """Call the operator; inputs: those of quantized_args."""
     return ops.dispatch_quantized.default(*quantized_args(*inputs))
 
 
@@ -352,7 +411,7 @@ dispatch_rounded_apply = make_apply(DispatchRounded)
 def dispatch_rounded(
     plan: Plan, rows: Tensor, weights: Tensor | None, block: str
 ) -> tuple[Tensor, Tensor | None]:
-    """dispatch with quantize=."""
+    """Run dispatch with quantize=."""
     recv, slots = dispatch_rounded_apply(plan, plan.bytes, rows, weights, block)
     return recv, None if weights is None else slots
 
@@ -363,7 +422,7 @@ def dispatch_rounded(
 def plan_dispatch_op(
     wish: PlanRequest, chosen: Tensor, tokens: Tensor, weights: Tensor | None, zero_tail: bool
 ) -> tuple[Tensor, ...]:
-    """The operator."""
+    """Call the operator without a gradient."""
     spec, _, slots, tables = wish
     order_token = spec.group.order_token
     if spec.compared:
@@ -383,7 +442,7 @@ def plan_dispatch_into(
     weights: Tensor | None,
     zero_tail: bool,
 ) -> tuple[Tensor, ...]:
-    """plan_dispatch with out=."""
+    """Run plan_dispatch with out=."""
     plan, recv, slot = parts_of(out, "plan, recv, slot_weights")
     found = (bytes_of(plan), recv, slot)
     check_pair(weights, slot)
@@ -414,7 +473,7 @@ class PlanDispatch(EpicFunction):
     @first_order_only
     @translate_errors
     def backward(ctx: Any, _: Any, d_recv: Tensor, d_slots: Tensor) -> tuple[Any, ...]:
-        """As dispatch's."""
+        """Return the gradients of tokens and weights."""
         return None, None, *token_gradients(ctx, d_recv, d_slots), None
 
 
@@ -422,7 +481,7 @@ plan_dispatch_apply = make_apply(PlanDispatch)
 
 
 def as_tokens(tokens: Tensor, topk_idx: Tensor, num_tokens: int) -> Tensor:
-    """What the operator checks and brings to shape by itself, for autograd to see."""
+    """Check tokens against topk_idx and return them as rows, where autograd can see it."""
     if tokens.dim() > 2 and topk_idx.dim() > 2 and tokens.shape[:-1] != topk_idx.shape[:-1]:
         dims = list(topk_idx.shape[:-1])
         raise EpicArgumentError(f"tokens: shape {list(tokens.shape)}: topk_idx has {dims} tokens")
@@ -445,8 +504,45 @@ def plan_dispatch(
     compared: tuple[Any, ...] = (),
     out: tuple[Plan, Tensor, Tensor | None] | None = None,
 ) -> tuple[Plan, Tensor, Tensor | None]:
-    """plan, then dispatch with it, as one call: (plan, recv, slot_weights or None).  out: these
-    three, which are written and returned, without a gradient."""
+    """Make a plan and dispatch with it, in one call that is faster than both.
+
+    Args:
+        group: As for `plan`.
+        layer: As for `plan`.
+        topk_idx: As for `plan`: [..., top_k] int32 or int64.
+        tokens: As for `dispatch`: [..., hidden].
+        weights: As for `dispatch`: [..., top_k], or None.
+        capacity: As for `plan`, but not EXACT.
+        rank_of_expert: As for `plan`.
+        logical_of_expert: As for `plan`.
+        num_local_experts: As for `plan`.
+        zero_tail: As for `dispatch`.
+        tag: As for `plan`.
+        compared: As for `plan`.
+        out: (plan, recv, slot_weights) that are written and returned, without a gradient.
+
+    Returns:
+        The plan, the received rows [capacity, hidden], and the weight of each slot [capacity]
+        float32 or None.
+
+    Raises:
+        EpicArgumentError: A shape, dtype or device is wrong.
+        EpicError: A rank failed, was late, or made a different call.
+
+    Example:
+        >>> import torch, epic.torch
+        >>> layer = epic.torch.Layer(num_experts=4, top_k=2)
+        >>> ids = torch.tensor([[0, 3], [2, -1]], dtype=torch.int32)
+        >>> weights = torch.tensor([[0.75, 0.25], [1.0, 0.0]])
+        >>> x = torch.ones(2, 8)
+        >>> with epic.torch.Group(num_ranks=1, max_tokens=2, max_row_bytes=32) as group:
+        ...     plan, rows, slots = epic.torch.plan_dispatch(group, layer, ids, x, weights)
+        ...     out = epic.torch.combine(plan, rows, slots)
+        >>> plan.expert_rows.tolist()
+        [1, 0, 1, 1]
+        >>> out[:, 0].tolist()
+        [1.0, 1.0]
+    """
     try:
         placed = (rank_of_expert, logical_of_expert, num_local_experts)
         wish = resolve_request(group, layer, topk_idx, capacity, placed, tag, compared)
@@ -476,7 +572,7 @@ def plan_dispatch(
 def combine_op(
     plan: Plan, data: Tensor, rows: Tensor, slots: Tensor | None, _: Any = None
 ) -> Tensor:
-    """The operator."""
+    """Call the operator without a gradient."""
     num_tokens, spec = plan.num_tokens, plan.spec
     is_seen = is_traced() or overridden(data, rows, slots)
     call, order_token = COMBINE if is_seen else COMBINE_NOW, spec.group.order_token
@@ -492,7 +588,7 @@ class Combine(EpicFunction):
     def forward(
         plan: Plan, data: Tensor, rows: Tensor, slots: Tensor | None, _block: str | None
     ) -> Tensor:
-        """Call the operator; _block: of the rows' gradients."""
+        """Call the operator; _block: format of the rows' gradients, or None."""
         return combine_op(plan, data, rows, slots)
 
     @staticmethod
@@ -507,7 +603,7 @@ class Combine(EpicFunction):
     @first_order_only
     @translate_errors
     def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
-        """To the slots, scaled by their weights."""
+        """Send the gradients to the slots, scaled by their weights."""
         data, rows, slots = ctx.saved_tensors
         spec, block = ctx.spec, ctx.block
         inputs = (spec.group.order_token_backward, data, d_out, rows, slots, ctx.capacity)
@@ -531,12 +627,25 @@ def combine(
     quantize_gradient: str | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Brings rows home, summed: [capacity, hidden] -> [num_tokens, hidden].
+    """Return rows to their tokens and sum them: [capacity, hidden] -> [num_tokens, hidden].
 
-    out[t] = sum over k of slot_weights[slot(t, k)] * rows[slot(t, k)], in the layer's order.  With
-    the layout "flat" each row is one finished partial, and there are no slot_weights.
-    quantize_gradient "1x128" or "1x32": the rows' gradients travel in e4m3 and arrive rounded.
-    out=: a tensor that is written and returned, without a gradient.
+    out[t] = sum over k of slot_weights[slot(t, k)] * rows[slot(t, k)], in the order that the layer
+    defines (sum_order), so that the bits do not depend on timing. With layout "flat" each row is a
+    finished partial sum, and slot_weights is None.
+
+    Args:
+        plan: The plan that dispatched the rows.
+        rows: [capacity, hidden] in float32, bfloat16, float16 or float64.
+        slot_weights: [capacity], as dispatch returned them; None: all 1.
+        quantize_gradient: "1x128" or "1x32": the rows' gradients travel in e4m3 and arrive rounded.
+        out: Tensor [num_tokens, hidden] that is written and returned, without a gradient.
+
+    Returns:
+        The tokens [num_tokens, hidden] in the rows' dtype. A token without a choice is zero.
+
+    Raises:
+        EpicArgumentError: A shape, dtype or device is wrong.
+        EpicError: A rank failed, was late, or made a different call.
     """
     try:
         rows = as_rows("rows", rows, plan.capacity)
@@ -553,7 +662,7 @@ def combine(
 
 
 def combine_into(plan: Plan, rows: Tensor, slots: Tensor | None, out: Tensor) -> Tensor:
-    """combine with out=."""
+    """Run combine with out=."""
     data, num_tokens, _, spec = plan
     args = (spec.group.order_token, data, rows, slots, num_tokens, spec.layer, spec.tag)
     write_out(ops.combine_out.default, args, out)
@@ -564,15 +673,33 @@ def combine_into(plan: Plan, rows: Tensor, slots: Tensor | None, out: Tensor) ->
 
 
 def save_plans(_context: Any, op: Any, *_: Any, **__: Any) -> Any:
-    """A policy for torch.utils.checkpoint.create_selective_checkpoint_contexts: plans are kept and
-    all else is computed again, which saves the exchange that a plan takes."""
+    """Keep plans and compute all else again: a policy for selective activation checkpointing.
+
+    Pass it to torch.utils.checkpoint.create_selective_checkpoint_contexts. It saves the exchange
+    that making a plan needs.
+
+    Args:
+        op: The operator, which torch passes.
+
+    Returns:
+        CheckpointPolicy.MUST_SAVE or PREFER_RECOMPUTE.
+    """
     policy = torch.utils.checkpoint.CheckpointPolicy
     is_plan = op.namespace == "epic" and op._opname in ("plan", "plan_dispatch")
     return policy.MUST_SAVE if is_plan else policy.PREFER_RECOMPUTE
 
 
 def save_exchange(_context: Any, op: Any, *_: Any, **__: Any) -> Any:
-    """The same, which keeps all that EPIC's operators give: what a checkpoint inside one of several
-    compiled functions needs."""
+    """Keep all results of EPIC's operators: a policy for selective activation checkpointing.
+
+    Pass it to torch.utils.checkpoint.create_selective_checkpoint_contexts. A checkpoint inside one
+    of several compiled functions needs it instead of `save_plans`.
+
+    Args:
+        op: The operator, which torch passes.
+
+    Returns:
+        CheckpointPolicy.MUST_SAVE or PREFER_RECOMPUTE.
+    """
     policy = torch.utils.checkpoint.CheckpointPolicy
     return policy.MUST_SAVE if op.namespace == "epic" else policy.PREFER_RECOMPUTE

@@ -23,14 +23,14 @@ ops = torch.ops.epic
 
 
 def sum_op(group: Group, order_token: Tensor, x: Tensor, order: int, tag: int) -> Tensor:
-    """The operator, which adds float32 in place; x [n], of float32 or float64."""
+    """Call the operator, which adds float32 in place; x: [n] in float32 or float64."""
     out = with_zeros_of_others(group, x) if x.dtype == torch.float64 else x.clone()
     ops.sum_.default(order_token, out, order, group.number, tag)
     return add_in_order(group, out, order) if x.dtype == torch.float64 else out
 
 
 def refuse_vmap(x: Tensor) -> None:
-    """torch 2.9 would say that it has no batches of other dtypes of the same bits."""
+    """Refuse torch.func.vmap; torch 2.9 would report views of another dtype instead."""
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
         if torch._C._functorch.is_batchedtensor(x):
             raise no_vmap()
@@ -38,9 +38,11 @@ def refuse_vmap(x: Tensor) -> None:
 
 
 def with_zeros_of_others(group: Group, x: Tensor) -> Tensor:
-    """Float64 numbers [n] as float32 [ranks * 4 n] in which this rank's part is its own and the
-    others are zeros: the sum over the ranks then has each rank's numbers, exactly, as float32 holds
-    each 16 of their bits as an integer."""
+    """Return float64 numbers [n] as float32 [ranks * 4 n], zero in the parts of other ranks.
+
+    The sum over the ranks then has the numbers of each rank, exactly: float32 holds each 16 of
+    their bits as an integer.
+    """
     if not is_traced():
         refuse_vmap(x)
     parts = x.new_zeros((group.num_ranks, 4 * x.numel()), dtype=torch.float32)
@@ -49,7 +51,7 @@ def with_zeros_of_others(group: Group, x: Tensor) -> Tensor:
 
 
 def add_in_order(group: Group, parts: Tensor, order: int) -> Tensor:
-    """Every rank's float64 numbers, which each rank has now, added in the order asked for."""
+    """Add every rank's float64 numbers, which each rank has now, in the requested order."""
     rows = list(parts.to(torch.int16).view(torch.float64).view(group.num_ranks, -1))
     while order and len(rows) > 1:
         rows = [rows[i] + rows[i + 1] for i in range(0, len(rows), 2)]
@@ -73,7 +75,7 @@ class Sum(EpicFunction):
     @first_order_only
     @translate_errors
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        """Each rank's x is in every rank's sum."""
+        """Add the gradients over the ranks: each rank's x is in every rank's sum."""
         whole = sum_op(ctx.group, ctx.group.order_token_backward, gradient.contiguous(), *ctx.place)
         return None, whole, None, None
 
@@ -85,9 +87,24 @@ sum_apply = make_apply(Sum)
 def sum(
     group: Group, x: Tensor, *, tree: bool = False, tag: int = 0, out: Tensor | None = None
 ) -> Tensor:
-    """Adds float32 or float64 tensors over the ranks: the same bits on every rank, in rank order or
-    in a binary tree.  out: as x, or x itself: written and returned, without a gradient.  Float64
-    takes as much memory and time as 4 * ranks numbers of float32 for each."""
+    """Add a tensor over the ranks, with the same bits on every rank.
+
+    Args:
+        group: The open group.
+        x: float32 or float64, of equal shape on all ranks. float64 takes 4 * num_ranks times the
+            memory and time of float32.
+        tree: Whether ranks are added in a binary tree: the bits are then equal for every number of
+            ranks that is a power of two. If False they are added in rank order.
+        tag: Calls with equal tags run in the same order on every rank.
+        out: Tensor shaped as x, or x itself, that is written and returned, without a gradient.
+
+    Returns:
+        The sum, shaped as x.
+
+    Raises:
+        EpicArgumentError: x or out has a wrong dtype or shape.
+        EpicError: A rank failed, was late, or made a different call.
+    """
     if x.dtype not in (torch.float32, torch.float64):
         raise EpicArgumentError(f"x: dtype {x.dtype}: float32 or float64 is needed")
     order = int(tree)
@@ -111,7 +128,7 @@ class SumGradient(EpicFunction):
 
     @staticmethod
     def forward(_group: Group, _order: int, _tag: int, weight: Tensor) -> Tensor:
-        """Give the weight as it is."""
+        """Return the weight as it is."""
         return weight.view_as(weight)
 
     @staticmethod
@@ -123,7 +140,7 @@ class SumGradient(EpicFunction):
     @first_order_only
     @translate_errors
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        """Each rank's part is in every rank's sum."""
+        """Add the gradient over the ranks."""
         (whole,) = sum_gradients_now(ctx.group, ctx.order, ctx.tag, [gradient])
         return None, None, None, whole
 
@@ -132,7 +149,7 @@ sum_gradient_apply = make_apply(SumGradient)
 
 
 def sum_gradients_now(group: Group, order: int, tag: int, parts: list[Tensor]) -> list[Tensor]:
-    """Adds gradients over the ranks in one sum; each keeps its shape and dtype."""
+    """Add gradients over the ranks in one sum; each keeps its shape and dtype."""
     wide = torch.float64 if parts[0].dtype == torch.float64 else torch.float32
     flat = torch.cat([part.reshape(-1).to(wide) for part in parts])
     whole = sum_op(group, group.order_token_backward, flat, order, tag).split(
