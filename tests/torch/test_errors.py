@@ -46,7 +46,10 @@ X = torch.ones((4, HIDDEN))
 NUMBER: Any = 2.5
 TEXT: Any = "3"
 ARGUMENTS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
-    "float ids": (lambda g, p: epic.torch.plan(g, LAYER, IDS.float()), "topk_idx is float32: int"),
+    "float ids": (
+        lambda g, p: epic.torch.plan(g, LAYER, IDS.float()),
+        "topk_idx is float32: must be int",
+    ),
     "top_k": (lambda g, p: epic.torch.plan(g, LAYER, IDS[:, :2]), "topk_idx: shape [4, 2]"),
     "max_tokens": (
         lambda g, p: epic.torch.plan(g, LAYER, IDS.repeat(20, 1)),
@@ -63,7 +66,10 @@ ARGUMENTS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
         lambda g, p: epic.torch.dispatch(p, torch.ones(4, 5000)),
         "rows of tokens have 20000 bytes: 1 to max_row_bytes 4096",
     ),
-    "integers": (lambda g, p: epic.torch.dispatch(p, X.int()), "tokens is int32: float32, b"),
+    "integers": (
+        lambda g, p: epic.torch.dispatch(p, X.int()),
+        "tokens is int32: must be float32, b",
+    ),
     "weights": (lambda g, p: epic.torch.dispatch(p, X, X), "weights: shape [4, 20]"),
     "rows": (lambda g, p: epic.torch.combine(p, X), "rows: 4 rows"),
     "slot_weights": (

@@ -144,7 +144,7 @@ def by_exchange(exchange: Exchange, rank: int, num_ranks: int) -> Bootstrap:
 
 
 def joined(parts: list[bytes], num_ranks: int, size: int) -> bytes:
-    """What an exchange gave.  All ranks must have brought as much as this one."""
+    """Join what an exchange returned: as many bytes from each rank as from this one."""
     try:
         lengths, data = [len(part) for part in parts], b"".join(parts)
     except TypeError:

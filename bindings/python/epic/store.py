@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The exchange of a group's opening over a key-value store that several attempts share.
 
-Attempts to open are numbered in the store itself, so the ranks agree on the number even after one
-of them failed alone.  The first rank that knows the outcome of an attempt writes it, once, under
-the attempt's key "verdict": GO when every rank has come, FAILED when a rank gave up.  After a GO
-each further round of the exchange has keys of its own below the attempt.  No key of one attempt is
-ever read by another.
+The store itself numbers the attempts to open, so that the ranks agree on the number even after one
+of them failed alone. The first rank that knows the outcome of an attempt writes it, once, under the
+attempt's key "verdict": GO when every rank has come, FAILED when a rank gave up. After a GO each
+further round of the exchange has keys of its own below the attempt. No rank reads a key of one
+attempt in another.
 """
 
 import threading
@@ -24,25 +24,26 @@ class Store(Protocol):
     """The five operations that an exchange needs."""
 
     def put(self, key: str, value: bytes) -> None:
-        """Sets a key, also one that has a value."""
+        """Set a key, also one that has a value."""
 
     def put_first(self, key: str, value: bytes) -> bytes:
-        """Sets a key unless it has a value; returns the value that it has then."""
+        """Set a key unless it has a value; return the value that it has then."""
 
     def has(self, key: str) -> bool:
-        """Returns whether the key has a value; does not wait."""
+        """Return whether the key has a value; do not wait."""
 
     def get(self, key: str) -> bytes:
-        """Returns the value of a key that has one."""
+        """Return the value of a key that has one."""
 
     def remove(self, key: str) -> None:
-        """Deletes a key where the store can."""
+        """Delete a key if the store can."""
 
 
 class StoreExchange:
     """The exchange of one rank for one group: a function (rank, bytes) -> every rank's bytes.
 
-    prefix: the same on all ranks, and only theirs.  timeout_ms: of every round."""
+    prefix: equal on the ranks of the group, and used by no others. timeout_ms: of every round.
+    """
 
     def __init__(self, store: Store, prefix: str, num_ranks: int, timeout_ms: int) -> None:
         self.store, self.prefix = store, prefix
@@ -54,7 +55,7 @@ class StoreExchange:
         self.token = uuid.uuid4().hex.encode()
 
     def __call__(self, rank: int, mine: bytes) -> list[bytes]:
-        """One round."""
+        """Run one round."""
         if self.round == 0:
             with Attempts(self.prefix, rank) as busy:
                 keys = self.join(rank, mine, busy)
@@ -69,9 +70,10 @@ class StoreExchange:
         return parts
 
     def join(self, rank: int, mine: bytes, busy: "Attempts") -> list[str]:
-        """Joins attempts until one has a GO; returns the keys of its first round.
+        """Join attempts until one has a GO; return the keys of its first round.
 
-        A rank whose attempt another rank gave up goes on to the next one until its own deadline."""
+        If another rank gives an attempt up, this rank joins the next one, until its own time limit.
+        """
         end = self.deadline()
         late = set(range(self.num_ranks))  # ranks that were in none of the attempts
         while True:
@@ -87,7 +89,7 @@ class StoreExchange:
                 raise self.late(late)
 
     def take_place(self, rank: int) -> None:
-        """Refuses a second process of one rank; the others see that it came."""
+        """Refuse a second process of one rank, and report it to the others."""
         key = f"{self.prefix}/{self.attempt}/place/{rank}"
         if self.store.put_first(key, self.token) != self.token:
             self.store.put(f"{self.prefix}/{self.attempt}/twice", str(rank).encode())
@@ -98,7 +100,7 @@ class StoreExchange:
         self.own.append(key)
 
     def await_verdict(self, keys: list[str], end: float) -> bytes:
-        """Waits for all ranks, another rank's verdict, or the end; returns the verdict."""
+        """Wait for all ranks, another rank's verdict, or the end; return the verdict."""
         verdict = self.verdict(self.attempt)
         if self.await_keys(keys, end, lambda: self.store.has(verdict)):
             return self.store.put_first(verdict, GO)
@@ -107,10 +109,11 @@ class StoreExchange:
     def await_keys(
         self, keys: list[str], end: float, is_void: Callable[[], bool] = lambda: False
     ) -> bool:
-        """Waits until all keys have values; False: the end came, leave(), or is_void().
+        """Wait until all keys have values; False: the time limit passed, leave(), or is_void().
 
-        Looks at one key at a time: a store serves all ranks, and torch's own wait() holds the
-        store's lock and logs a warning at each timeout."""
+        It polls one key at a time, because the store serves all ranks. torch's own wait() holds the
+        store's lock and logs a warning at each timeout.
+        """
         begin, next_key = time.monotonic(), 0
         while True:
             while next_key < len(keys) and self.store.has(keys[next_key]):
@@ -123,37 +126,37 @@ class StoreExchange:
             time.sleep(min(LONGEST_PAUSE, max(0.001, waited / 10)))
 
     def leave(self) -> None:
-        """Gives up, from another thread: what this rank has not joined yet fails on all ranks."""
+        """Give up, from another thread: the attempt fails on all ranks."""
         self.has_left.set()
         if self.attempt is not None:
             self.store.put_first(self.verdict(self.attempt), FAILED)
 
     def forget(self, keep: int = 0) -> None:
-        """Deletes all but the last `keep` keys of this rank."""
+        """Delete all but the last `keep` keys of this rank."""
         while len(self.own) > keep:
             self.store.remove(self.own.pop(0))
 
     # -------------------------------------------------------------------------- keys ----
 
     def keys(self, part: str) -> list[str]:
-        """The keys of all ranks below a part of the prefix."""
+        """Return the keys of all ranks below a part of the prefix."""
         return [f"{self.prefix}/{part}/{rank}" for rank in range(self.num_ranks)]
 
     def verdict(self, attempt: int | None) -> str:
-        """The key of an attempt's outcome."""
+        """Return the key of an attempt's outcome."""
         return f"{self.prefix}/{attempt}/verdict"
 
     def put(self, key: str, value: bytes) -> None:
-        """Sets a key of this rank."""
+        """Set a key of this rank."""
         self.store.put(key, value)
         self.own.append(key)
 
     def is_decided(self, attempt: int) -> bool:
-        """Returns whether an attempt is over, well or badly."""
+        """Return whether an attempt has ended, in success or failure."""
         return self.store.has(self.verdict(attempt))
 
     def first_open(self) -> int:
-        """Returns the first attempt without a verdict; the store remembers from where to look."""
+        """Return the first attempt without a verdict; the store keeps where to look next."""
         hint = f"{self.prefix}/next"
         begin = attempt = int(self.store.get(hint)) if self.store.has(hint) else 0
         while self.is_decided(attempt):
@@ -165,19 +168,19 @@ class StoreExchange:
     # ------------------------------------------------------------------------ waiting ----
 
     def deadline(self) -> float:
-        """The end of a round that begins now."""
+        """Return the end of a round that begins now."""
         return time.monotonic() + self.timeout_ms / 1000
 
     def is_over(self, end: float) -> bool:
-        """Returns whether this rank waits no longer."""
+        """Return whether this rank waits no longer."""
         return self.has_left.is_set() or time.monotonic() >= end
 
     def missing(self, keys: list[str]) -> set[int]:
-        """The ranks whose keys have no value."""
+        """Return the ranks whose keys have no value."""
         return {rank for rank, key in enumerate(keys) if not self.store.has(key)}
 
     def late(self, ranks: set[int]) -> EpicError:
-        """The error that names the ranks which did not come."""
+        """Return the error that names the ranks which did not come."""
         names = ", ".join(map(str, sorted(ranks))) or "another"
         twice = f"{self.prefix}/{self.attempt}/twice"
         note = ""
@@ -191,8 +194,10 @@ class StoreExchange:
 
 
 class Attempts:
-    """The attempts that this process is in: two threads that open groups of the same ranks at the
-    same time take different ones."""
+    """The attempts that this process takes part in.
+
+    Two threads that open groups of the same ranks at the same time take different ones.
+    """
 
     of_process: ClassVar[set[tuple[str, int, int]]] = set()
     lock = threading.Lock()
@@ -202,7 +207,7 @@ class Attempts:
         self.mine: set[tuple[str, int, int]] = set()
 
     def choose(self, attempt: int, is_decided: Callable[[int], bool]) -> int:
-        """Returns the first attempt from `attempt` on that is open and that no thread is in."""
+        """Return the first attempt from `attempt` on that is open and that no thread is in."""
         with self.lock:
             while (self.prefix, self.rank, attempt) in self.busy or is_decided(attempt):
                 attempt += 1

@@ -137,8 +137,8 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-# What offloading of activations asks a saved tensor: TransformerEngine (and Megatron-Core with it),
-# Megatron-Core's own, and that of its release 0.16.
+# Attributes of a saved tensor that activation offloading reads: that of TransformerEngine (also in
+# Megatron-Core), Megatron-Core's own, and that of its release 0.16.
 NO_OFFLOAD: dict[str, bool] = {
     "_TE_do_not_offload": True, "_do_not_offload": True, "offloading_activation": False,
 }  # fmt: skip

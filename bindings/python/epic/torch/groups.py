@@ -305,8 +305,8 @@ class Group:
         )
         config.name, config.backend = names
         self.context = self.opened(bootstrap, config)
-        # What tracers order operations by, as each writes to it.  Compiled functions save what
-        # their backward writes to: that must not be what the next one's forward writes to.
+        # Each operation writes to one of these tensors, so that tracers keep their order.  Compiled
+        # functions save what their backward writes to, so that a forward needs another tensor.
         self.order_token, self.order_token_backward = (
             torch.zeros(1, dtype=torch.int32, device=self.device) for _ in range(2)
         )

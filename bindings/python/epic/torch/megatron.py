@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Expert parallelism of Megatron-Core by EPIC: a manager under MoEFlexTokenDispatcher.
 
-use_epic(model, max_tokens=...) puts it in the place of the dispatchers of a model that was built.
-Written against megatron-core 0.16.1.
+use_epic(model, max_tokens=...) replaces the dispatchers of a model that is built. Written against
+megatron-core 0.16.1.
 """
 
 from collections.abc import Iterable
@@ -26,8 +26,10 @@ from epic.torch.groups import Group, shared_group
 
 
 def chosen_experts(routing_map: Tensor, probs: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Experts and weights [tokens, top_k] of a map and probabilities [tokens, experts]: those of
-    the map, largest first; -1 and 0 where a token has fewer."""
+    """Return experts and weights [tokens, top_k] of a map and probabilities [tokens, experts].
+
+    The largest comes first. A token with fewer experts has -1 and weight 0 in the remaining places.
+    """
     live = torch.where(routing_map, probs.detach(), -1)
     best, experts = live.topk(top_k, dim=-1)
     none = best < 0
@@ -36,8 +38,11 @@ def chosen_experts(routing_map: Tensor, probs: Tensor, top_k: int) -> tuple[Tens
 
 
 class EpicManager(_DispatchManager):
-    """Dispatches a step of one layer.  Experts are numbered as the flexible dispatcher does it:
-    those of each rank of the group in turn, whatever of it is tensor parallelism."""
+    """The dispatch manager of one layer.
+
+    Experts have the flexible dispatcher's numbers: those of each rank of the group in turn, also
+    over the ranks of tensor parallelism.
+    """
 
     def __init__(self, group: Group, layer: Layer, config: Any) -> None:
         self.group, self.layer = group, layer
@@ -48,15 +53,17 @@ class EpicManager(_DispatchManager):
         self.plan: steps.Plan | None = None
 
     def setup_metadata(self, routing_map: Tensor, probs: Tensor) -> None:
-        """Both are [tokens, ranks, experts of a rank]."""
+        """Keep the choice; both arguments are [tokens, ranks, experts of a rank]."""
         shape = (routing_map.shape[0], self.layer.num_experts)
         self.token_indices, self.token_probs = chosen_experts(
             routing_map.reshape(shape), probs.reshape(shape), self.layer.top_k
         )
 
     def dispatch(self, hidden_states: Tensor, *_: bool, **__: bool) -> Tensor:
-        """The rows of this rank's experts, slab by slab, as many as land.  The flags about streams
-        have nothing to say: all is ordered on the current one."""
+        """Return the rows of this rank's experts, slab by slab.
+
+        The flags about streams have no effect: all work is ordered on the current stream.
+        """
         assert self.token_indices is not None and self.token_probs is not None
         self.plan = steps.plan(self.group, self.layer, self.token_indices, capacity=steps.EXACT)
         rows, probs = steps.dispatch(self.plan, hidden_states, self.token_probs)
@@ -65,27 +72,27 @@ class EpicManager(_DispatchManager):
         return rows
 
     def combine(self, hidden_states: Tensor, *_: bool, **__: bool) -> Tensor:
-        """The tokens.  The experts have weighted their rows."""
+        """Return the tokens; the experts have multiplied their rows by the weights."""
         assert self.plan is not None
         plan, self.plan = self.plan, None
         return steps.combine(plan, hidden_states)
 
     def get_permuted_hidden_states_by_experts(self, hidden_states: Tensor) -> Any:
-        """They came so."""
+        """Return the rows as dispatch ordered them."""
         return hidden_states, self.dispatched_probs
 
     def get_restored_hidden_states_by_experts(self, hidden_states: Tensor) -> Tensor:
-        """combine takes them so."""
+        """Return the rows as combine takes them."""
         return hidden_states
 
     def get_number_of_tokens_per_expert(self) -> Tensor:
-        """Rows of each slab with its padding, int64 on the CPU."""
+        """Return the rows of each slab with padding, int64 on the CPU."""
         assert self.plan is not None
         return self.plan.expert_rows.to("cpu", torch.int64)
 
 
 class EpicTokenDispatcher(MoEFlexTokenDispatcher):
-    """The flexible dispatcher with EPIC under it."""
+    """The flexible dispatcher of Megatron-Core with EPIC under it."""
 
     def __init__(
         self,
@@ -109,14 +116,14 @@ class EpicTokenDispatcher(MoEFlexTokenDispatcher):
 
 
 def check_config(config: Any) -> None:
-    """What Megatron-Core can be told and EPIC's dispatcher does not do."""
+    """Refuse settings of Megatron-Core that EPIC's dispatcher does not support."""
     for name in ("moe_pad_expert_input_to_capacity", "moe_shared_expert_overlap"):
         if getattr(config, name):
             raise EpicUnsupportedError(f"{name}: set it to False")
 
 
 def layers_of(model: nn.Module | Iterable[nn.Module]) -> list[Any]:
-    """The Mixture-of-Experts layers of a model, or of its chunks."""
+    """Return the Mixture-of-Experts layers of a model, or of its chunks."""
     chunks = [model] if isinstance(model, nn.Module) else list(model)
     found = [module for chunk in chunks for module in chunk.modules()]
     return [module for module in found if isinstance(module, BaseMoELayer)]
@@ -125,13 +132,23 @@ def layers_of(model: nn.Module | Iterable[nn.Module]) -> list[Any]:
 def use_epic(
     model: nn.Module | Iterable[nn.Module], *, max_tokens: int, **options: Any
 ) -> Group | None:
-    """Gives every Mixture-of-Experts layer of a model, or of its chunks, EPIC's dispatcher; gives
-    the group that they share, None if there is no layer.
+    """Give every Mixture-of-Experts layer of a Megatron-Core model EPIC's dispatcher.
 
-    max_tokens: the most that a rank sends at once: sequence length / (tensor * context parallel
-    size) * micro-batch size.  options: of Group.  Collective over the ranks of tensor and expert
-    parallelism.  Build the model with the dispatcher "alltoall" or "allgather": "flex" needs
-    DeepEP."""
+    Collective over the ranks of tensor and expert parallelism. Build the model with the dispatcher
+    "alltoall" or "allgather", because "flex" needs DeepEP.
+
+    Args:
+        model: The model, or its chunks.
+        max_tokens: Largest number of tokens that a rank sends at once: sequence length / (tensor *
+            context parallel size) * micro-batch size.
+        **options: Other arguments of `Group`.
+
+    Returns:
+        The group that the layers share, or None if the model has no such layer.
+
+    Raises:
+        EpicUnsupportedError: The configuration has a setting that EPIC does not support.
+    """
     group = None
     for layer in layers_of(model):
         config, old = layer.config, layer.token_dispatcher

@@ -58,7 +58,7 @@ from epic.torch.scaled import E4M3
 
 ops = torch.ops.epic
 
-NO_EXPERTS = Experts(hidden=1, inner=1)  # stands for the shared expert that is not there
+NO_EXPERTS = Experts(hidden=1, inner=1)  # stands for an absent shared expert
 
 
 class MoeWeights(NamedTuple):
@@ -267,7 +267,7 @@ def forward_args(
     x: Tensor,
     *weights: Tensor | None,
 ) -> tuple[Any, ...]:
-    """What the operator is passed; weights: in ORDER."""
+    """Return the arguments of the operator moe."""
     numbers = (facts.saved_bytes, facts.forward_bytes, group.number, tag, *facts.forward)
     if facts.weight_type == "e4m3":
         weights = with_experts(weights, round_weights(x, experts_in(weights)))
@@ -278,14 +278,14 @@ FIRST, PAST = ORDER.index("w_gate_up"), ORDER.index("b_down") + 1
 
 
 def experts_in(weights: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """As ExpertWeights has them, of those in ORDER."""
+    """Return the experts' tensors among the weights, with their scales."""
     return (*weights[FIRST:PAST], *weights[-2:])
 
 
 def with_experts(
     weights: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...]
 ) -> tuple[Tensor | None, ...]:
-    """Others in their place."""
+    """Return the weights with other experts' tensors."""
     return (*weights[:FIRST], *given[:-2], *weights[PAST:-2], *given[-2:])
 
 
@@ -345,8 +345,10 @@ layer_apply = make_apply(Layer)
 
 
 def sum_over_replicas(ctx: Any, saved: Tensor, gradients: list[Tensor]) -> list[Tensor]:
-    """The gradients of experts, added over replicas; of no tensor [0].  Those of w_gate and b_gate
-    come before them."""
+    """Return gradients in which those of experts are added over replicas.
+
+    gradients: those of w_gate and b_gate come first; an absent one has shape [0].
+    """
     group, plan = ctx.group, saved[: ctx.facts.plan_bytes]
     first, end = 2, 2 + len(OF_EXPERTS)
     whole = partial(
@@ -357,8 +359,10 @@ def sum_over_replicas(ctx: Any, saved: Tensor, gradients: list[Tensor]) -> list[
 
 
 def sum_over_ranks(ctx: Any, gradients: list[Tensor]) -> list[Tensor]:
-    """The gradients of what all ranks share, added over them before they are rounded to the
-    weights' dtype.  Those of experts stand between them."""
+    """Return gradients in which those of shared parameters are added over the ranks.
+
+    They are added before they are rounded to the weights' dtype. Those of experts stay as they are.
+    """
     first, end = 2, 2 + len(OF_EXPERTS)
     shared = [*gradients[:first], *gradients[end:]]
     whole = sums.sum_gradients_now(ctx.group, ctx.sum_order, ctx.tag, shared)
@@ -369,7 +373,7 @@ def sum_over_ranks(ctx: Any, gradients: list[Tensor]) -> list[Tensor]:
 
 
 def with_summed_gradients(weights: MoeWeights, group: Group, order: int, tag: int) -> MoeWeights:
-    """Weights whose gradients, of what all ranks share, backward adds over the ranks."""
+    """Return weights whose shared parameters get gradients that backward adds over the ranks."""
     change = {
         name: sums.sum_gradient_apply(group, order, tag, w)
         for name, w in weights._asdict().items()
@@ -379,7 +383,7 @@ def with_summed_gradients(weights: MoeWeights, group: Group, order: int, tag: in
 
 
 def logits_of(x: Tensor, weights: MoeWeights) -> Tensor:
-    """What the router sees, in float32 whatever autocast says."""
+    """Return the router's logits, in float32 (float64 for float64 rows) also under autocast."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     with torch.autocast(x.device.type, enabled=False):
         logits = x.to(wide) @ weights.w_gate.to(wide)
@@ -394,7 +398,7 @@ def run_experts(
     weights: ExpertWeights,
     slots: Tensor | None,
 ) -> Tensor:
-    """With the caller's product, else by the core."""
+    """Run the experts with the caller's product if there is one, else with the core's."""
     if grouped_mm is not None:
         check_weights(options, weights)
         return mlp(options, grouped_mm, x, plan.counted("expert_rows"), weights, slots)
@@ -403,7 +407,7 @@ def run_experts(
 
 
 def run_shared_expert(options: Moe, x: Tensor, weights: MoeWeights) -> Tensor:
-    """The shared expert, which sees every token, gated if it has a gate."""
+    """Run the shared expert on every token, multiplied by its gate if it has one."""
     assert options.shared is not None and weights.shared_gate_up is not None
     assert weights.shared_down is not None
     own = ExpertWeights(*(getattr(weights, name) for name in OF_SHARED))
@@ -421,7 +425,7 @@ def run_shared_expert(options: Moe, x: Tensor, weights: MoeWeights) -> Tensor:
 
 
 def probabilities(router: Router, logits: Tensor) -> Tensor:
-    """P of the balance loss: the scores of all columns, divided by their sum."""
+    """Return P of the balance loss: the scores of all columns, divided by their sum."""
     if router.score in ("softmax", "logits"):
         return logits.softmax(-1)
     scores = torch.sigmoid(logits)
@@ -439,7 +443,7 @@ def compute_losses(
     mask: Any,
     tag: int,
 ) -> Tensor:
-    """This rank's part, over the tokens that the mask keeps on all ranks."""
+    """Return this rank's part of the losses, over the tokens that the mask keeps on all ranks."""
     loss = logits.new_zeros(())
     if not options.balance_coeff and not options.z_coeff:
         return loss
@@ -481,7 +485,7 @@ def run_composed(
     mask: Tensor | None,
     tag: int,
 ) -> MoeOut:
-    """The layer from the single functions."""
+    """Run the layer as a composition of the single functions."""
     x = x if mask is None else torch.where(mask[:, None], x, 0)  # whatever padding holds
     logits = logits_of(x, weights)
     chosen, w = route(
@@ -529,7 +533,7 @@ def run_composed(
 
 
 def as_mask(options: Moe, token_mask: Tensor, x: Tensor) -> Tensor:
-    """[num_tokens]."""
+    """Return the token mask as [num_tokens], checked."""
     if options.sequence_tokens:
         raise EpicUnsupportedError("token_mask: with sequence_tokens all tokens are counted")
     if token_mask.dtype != torch.bool or token_mask.shape != x.shape[:-1]:
@@ -543,8 +547,10 @@ def as_mask(options: Moe, token_mask: Tensor, x: Tensor) -> Tensor:
 
 
 def with_wide_router(x: Tensor, weights: MoeWeights) -> MoeWeights:
-    """The router computes in float32, beside float64 rows in float64, whatever model.to(dtype) or
-    mixed precision made of its parameters."""
+    """Return the weights with those of the router in float32, or in float64 for float64 rows.
+
+    model.to(dtype) or mixed precision may have changed their dtype.
+    """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     change = {}
     for name in ("w_gate", "b_gate", "w_shared_gate"):

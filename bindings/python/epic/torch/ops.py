@@ -189,7 +189,7 @@ def argument_names(name: str, overload: str = "default") -> list[str]:
     return [argument.name for argument in schema.arguments]
 
 
-# Fields that share a number, with their bits from the lowest on, as bindings/torch/options.h says.
+# Fields that share a number, with their bits from the lowest on (see bindings/torch/options.h).
 Words = dict[str, dict[str, int]]
 LAYER: Words = {
     "layer_rules": {

@@ -12,7 +12,7 @@ from epic.options import Layer
 from epic.torch.arguments import as_int32, count_of, is_traced
 from epic.torch.groups import Group
 
-EXACT = 0  # as capacity: as many slots as land
+EXACT = 0  # as capacity: as many slots as rows arrive
 MAX_SPECS = 1024  # that a group keeps
 
 
@@ -54,7 +54,7 @@ def make_spec(group: Group, layer: Layer, tag: int) -> PlanSpec:
         number,
     )
     if not is_traced():
-        if len(group.specs) >= MAX_SPECS:  # a tag for each call, say
+        if len(group.specs) >= MAX_SPECS:  # for example with a new tag for each call
             group.specs.clear()
         group.specs[layer.key, tag] = spec
     return spec
@@ -82,8 +82,8 @@ class Plan(NamedTuple):
         """Return some of the int32 numbers that follow the plan."""
         begin = self.spec.plan_bytes + 4 * begin
         found = self.bytes[begin : begin + 4 * count].view(torch.int32)
-        # What leaves a compiled function as a view in another dtype of what it was given, torch
-        # makes anew from the offset, and takes that for one of bytes.
+        # If a compiled function returns a view of its input in another dtype, torch makes the view
+        # again from the offset, and takes the offset for one in bytes.
         return found.clone() if is_traced() else found
 
     def counted(self, name: str) -> Tensor:
@@ -170,14 +170,14 @@ def check_local(spec: PlanSpec, ranks: Any, local: int, room: int) -> None:
     """
     least = room if ranks is None else 1
     if ranks is not None and not is_traced() and getattr(ranks, "is_cpu", True):
-        known = torch.as_tensor(ranks)  # what is no rank the core says
+        known = torch.as_tensor(ranks)  # the core reports invalid ranks
         known = known[(known >= 0) & (known < spec.group.num_ranks)]
         least = int(known.bincount(minlength=1).max())
     if not least <= local <= room:
         raise EpicArgumentError(f"num_local_experts {local}: a rank has {least} of {room}")
 
 
-# Way, num_tokens, slots, and (rank_of_expert, logical_of_expert).
+# A spec, num_tokens, capacity, and (rank_of_expert, logical_of_expert).
 PlanRequest = tuple[PlanSpec, int, int, tuple[Any, Any]]
 
 

@@ -190,7 +190,7 @@ def read_block(block: nn.Module) -> Found:
     if name not in BLOCKS:
         raise EpicUnsupportedError(f"{name} is not supported: must be one of {', '.join(BLOCKS)}")
     try:
-        with torch.enable_grad():  # what is made of a frozen parameter says so
+        with torch.enable_grad():  # a tensor made from a frozen parameter shows that it is frozen
             options, found = BLOCKS[name](block)
     except (AttributeError, KeyError, RuntimeError, TypeError) as error:
         if isinstance(error, EpicError):

@@ -420,10 +420,10 @@ def dispatch_rounded(
 
 
 def plan_dispatch_op(
-    wish: PlanRequest, chosen: Tensor, tokens: Tensor, weights: Tensor | None, zero_tail: bool
+    request: PlanRequest, chosen: Tensor, tokens: Tensor, weights: Tensor | None, zero_tail: bool
 ) -> tuple[Tensor, ...]:
     """Call the operator without a gradient."""
-    spec, _, slots, tables = wish
+    spec, _, slots, tables = request
     order_token = spec.group.order_token
     if spec.compared:
         given = (spec.layer, slots, spec.tag, *tables, int(zero_tail), *spec.compared)
@@ -436,7 +436,7 @@ def plan_dispatch_op(
 
 def plan_dispatch_into(
     out: Any,
-    wish: PlanRequest,
+    request: PlanRequest,
     chosen: Tensor,
     tokens: Tensor,
     weights: Tensor | None,
@@ -446,7 +446,7 @@ def plan_dispatch_into(
     plan, recv, slot = parts_of(out, "plan, recv, slot_weights")
     found = (bytes_of(plan), recv, slot)
     check_pair(weights, slot)
-    spec, _, slots, tables = wish
+    spec, _, slots, tables = request
     numbers = (spec.layer, slots, spec.tag, *tables, int(zero_tail))
     args = (spec.group.order_token, chosen, tokens, weights, *numbers)
     write_out(ops.plan_dispatch_out.default, args, *found)
@@ -458,10 +458,14 @@ class PlanDispatch(EpicFunction):
 
     @staticmethod
     def forward(
-        wish: PlanRequest, chosen: Tensor, tokens: Tensor, weights: Tensor | None, zero_tail: bool
+        request: PlanRequest,
+        chosen: Tensor,
+        tokens: Tensor,
+        weights: Tensor | None,
+        zero_tail: bool,
     ) -> tuple[Tensor, ...]:
         """Call the operator."""
-        return plan_dispatch_op(wish, chosen, tokens, weights, zero_tail)
+        return plan_dispatch_op(request, chosen, tokens, weights, zero_tail)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], out: tuple[Tensor, ...]) -> None:
@@ -545,20 +549,20 @@ def plan_dispatch(
     """
     try:
         placed = (rank_of_expert, logical_of_expert, num_local_experts)
-        wish = resolve_request(group, layer, topk_idx, capacity, placed, tag, compared)
-        spec, num_tokens, slots, _ = wish
+        request = resolve_request(group, layer, topk_idx, capacity, placed, tag, compared)
+        spec, num_tokens, slots, _ = request
         if spec.flat:
             raise wrong_layout(spec, "plan, then dispatch_flat")
         if slots == EXACT:
             raise EpicArgumentError("capacity EXACT: call plan, then dispatch")
         if out is not None:
-            found = plan_dispatch_into(out, wish, topk_idx, tokens, weights, zero_tail)
+            found = plan_dispatch_into(out, request, topk_idx, tokens, weights, zero_tail)
         elif needs_gradient(tokens, weights):
             rows = as_tokens(tokens, topk_idx, num_tokens)
             weights = as_weights("weights", weights, (num_tokens, spec.top_k), tokens)
-            found = plan_dispatch_apply(wish, topk_idx, rows, weights, zero_tail)
+            found = plan_dispatch_apply(request, topk_idx, rows, weights, zero_tail)
         else:
-            found = plan_dispatch_op(wish, topk_idx, tokens, weights, zero_tail)
+            found = plan_dispatch_op(request, topk_idx, tokens, weights, zero_tail)
     except RuntimeError as error:
         raise to_epic_error(error) from None
     data, recv, slot = found

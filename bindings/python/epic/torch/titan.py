@@ -21,22 +21,31 @@ WIDEST = 4  # bytes of an element of a row
 
 
 class Routed(NamedTuple):
-    """What combine needs of dispatch."""
+    """The results of dispatch that combine needs."""
 
     plan: steps.Plan
     slot_weights: Tensor
 
 
 class EpicTokenDispatcher(BaseEPTokenDispatcher):
-    """Rows to the experts of the expert-parallel mesh and home; without one, torchtitan's local
-    reordering.  Scores multiply what the experts give, as torchtitan has it."""
+    """Send rows to the experts of the expert-parallel mesh and back.
+
+    Without such a mesh it is torchtitan's local dispatcher. Scores multiply the experts' output, as
+    in torchtitan.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseEPTokenDispatcher.Config):
-        """hidden_dim, num_max_tokens_per_rank: of the model and of a rank's part of a batch.
-        capacity: slots of a rank; 0: as many as land, for which the host waits; None: as many as
-        can ever be needed, without a wait.  pad_multiple: of the slabs.  quantize: "1x128" or
-        "1x32": rows travel in e4m3."""
+        """Settings of the dispatcher.
+
+        Attributes:
+            hidden_dim: Width of the model.
+            num_max_tokens_per_rank: Largest number of tokens of a rank.
+            capacity: Slots of a rank. 0: as many as arrive, for which the host waits. None: as many
+                as can ever be needed, without a wait.
+            pad_multiple: The rows of an expert are padded to a multiple of it.
+            quantize: "1x128" or "1x32": rows travel in e4m3.
+        """
 
         hidden_dim: int | None = None
         num_max_tokens_per_rank: int | None = None
@@ -51,7 +60,7 @@ class EpicTokenDispatcher(BaseEPTokenDispatcher):
         self.group: Group | None = None
 
     def init_buffer(self) -> None:
-        """Opens the group; the layers of a model share one."""
+        """Open the group, which the layers of a model share."""
         if self.ep_mesh is None:
             return
         wish = self.config
@@ -77,7 +86,7 @@ class EpicTokenDispatcher(BaseEPTokenDispatcher):
         topk_expert_ids_TK: Tensor,  # noqa: N803
         num_local_tokens_per_expert_E: Tensor,  # noqa: N803
     ) -> tuple[Tensor, Tensor, Any]:
-        """Rows of this rank's experts, slab by slab; rows of each slab; what combine needs."""
+        """Return the rows of this rank's experts, rows per slab, and what combine needs."""
         if self.group is None:
             choice = (x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E)
             return LocalTokenDispatcher.dispatch(self, *choice)
@@ -87,7 +96,7 @@ class EpicTokenDispatcher(BaseEPTokenDispatcher):
         return rows, plan.expert_rows, Routed(plan, weights)
 
     def combine(self, routed_output_RD: Tensor, metadata: Any, x_TD: Tensor) -> Tensor:  # noqa: N803
-        """The tokens, each the weighted sum of what its experts gave."""
+        """Return the tokens, each the weighted sum of its experts' output."""
         if self.group is None:
             return LocalTokenDispatcher.combine(self, routed_output_RD, metadata, x_TD)
         return steps.combine(metadata.plan, routed_output_RD, metadata.slot_weights)
@@ -95,5 +104,13 @@ class EpicTokenDispatcher(BaseEPTokenDispatcher):
 
 @override(target=LocalTokenDispatcher.Config, description="Expert parallelism by EPIC.")
 def epic(config: LocalTokenDispatcher.Config, **wishes: Any) -> EpicTokenDispatcher.Config:
-    """In the place of any token dispatcher; wishes: fields of EpicTokenDispatcher.Config."""
+    """Replace any token dispatcher of a torchtitan model by EPIC's.
+
+    Args:
+        config: The configuration of the replaced dispatcher.
+        **wishes: Fields of EpicTokenDispatcher.Config.
+
+    Returns:
+        The configuration of EPIC's dispatcher.
+    """
     return derive(config, EpicTokenDispatcher.Config, **wishes)
