@@ -348,8 +348,8 @@ static epic_result check_wanted_memory(const peer_info *infos, int num_ranks)
     if (gpu < 0) return EPIC_OK;
     if (host >= 0)
         return epic_fail(EPIC_EMISMATCH,
-                         "rank %d: EPIC_NET_MEMORY=host, and =gpu on rank %d: set it alike on "
-                         "every rank, or on none",
+                         "rank %d: EPIC_NET_MEMORY=host, and =gpu on rank %d: set the same on "
+                         "every rank, or unset it",
                          host, gpu);
     for (int q = 0; q < num_ranks; q++)
         if (!infos[q].on_gpu)

@@ -198,7 +198,7 @@ static epic_result fail_with_sizes(const bootstrap *m, int other, size_t size)
 {
     return epic_fail(
         EPIC_EMISMATCH,
-        "bootstrap over MPI: rank %d brought %zu bytes to a gather, rank %d another "
+        "bootstrap over MPI: rank %d passed %zu bytes to a gather, rank %d another "
         "number; install the same EPIC on every rank",
         m->rank, size, other);
 }
