@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Runs of elements of any type to float32 and back. */
+/* Converts arrays of float32, bfloat16 and float16 to float32 and back. */
 #include "rules/convert.h"
 
 #include <string.h>

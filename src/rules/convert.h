@@ -6,16 +6,16 @@
 
 #include <stdint.h>
 
-/* n elements of type F32, BF16 or F16. */
+/* Converts n elements of type EPIC_F32, EPIC_BF16 or EPIC_F16 to float32. */
 void convert_to_float(float *out, const void *in, uint32_t type, int64_t n);
 
-/* Rounded to nearest even. */
+/* Converts n float32 numbers to `type`, rounded to nearest even. */
 void convert_from_float(void *out, uint32_t type, const float *in, int64_t n);
 
-/* Bytes of an element of F32, BF16, F16 or F64; 0 for every other type. */
+/* Returns the bytes of an element of F32, BF16, F16 or F64, and 0 for every other type. */
 int64_t convert_bytes(uint32_t type);
 
-/* "F32", for messages. */
+/* Returns the name of a type for errors, such as "F32". */
 const char *convert_name(uint32_t type);
 
 #endif

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* INVARIANT(condition): what this library alone keeps true, whatever callers and peers bring.
- * Debug builds and the emulator's end the program where it does not hold; others do not
- * look. */
+/* INVARIANT(condition) states what holds in this library for all input of callers and peers.
+ * Debug builds and the emulator abort if it does not hold.  Other builds do not check it. */
 #ifndef EPIC_INVARIANT_H
 #define EPIC_INVARIANT_H
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The tokens of a layer on a device, beside the experts that they are sent to: the shared
- * expert's gate, and zero-experts, whose ids are num_experts and up. */
+/* What a layer on a device computes for its tokens outside the routed experts: the gate of the
+ * shared expert, and zero-experts, whose ids are num_experts and up. */
 #ifndef EPIC_LAYER_TOKENS_H
 #define EPIC_LAYER_TOKENS_H
 
@@ -16,12 +16,12 @@ typedef struct layer_tokens {
     const float *weights;       /* [num_tokens, top_k] */
     float *d_weights;           /* backward: [num_tokens, top_k] */
     const float *w_shared_gate; /* [hidden]; NULL: the shared expert is not gated */
-    float *shared_weights;      /* [num_tokens]: what it is multiplied by, a sigmoid */
+    float *shared_weights;      /* [num_tokens]: its factor, a sigmoid */
     float *d_shared_weights;    /* backward: [num_tokens] */
 } layer_tokens;
 
-/* to = a + b + what zero-experts give (of x; backward, of d_out) + backward, the gradient
- * through the shared expert's gate.  to may be a. */
+/* to = a + b + the output of the zero-experts (for x; backward, for d_out).  Backward also adds
+ * the gradient through the shared expert's gate.  `to` may be `a`. */
 typedef struct layer_rows {
     void *to;
     const void *a, *b; /* NULL: none */

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The scores of one logit and their slopes: what host and CUDA compute alike, to the bit.  For
- * REAL and OF(name), after scalar.h. */
+/* The scores of one logit and their slopes, with the same bits on host and CUDA.  Include it
+ * after scalar.h, with REAL and OF(name) defined. */
 
 /* Below this, sqrt(log(1 + e^z)) is e^(z/2), to the last bit but one. */
 #define SMALL_LOGIT (sizeof(REAL) == sizeof(float) ? -17 : -37)
 
-/* e^(a - b) for a <= b, as exact as if the difference had not been rounded. */
+/* Returns e^(a - b) for a <= b, without the error of rounding the difference. */
 SCALAR REAL exp_of_difference(REAL a, REAL b)
 {
     const REAL d = a - b;
@@ -27,7 +27,7 @@ SCALAR REAL score_sqrtsoftplus(REAL z)
     return OF(sqrt)((z > 0 ? z : 0) + OF(log1p)(e));
 }
 
-/* ds/dz of the scores that depend on their own logit alone. */
+/* Returns ds/dz for the scores that depend on their own logit alone. */
 SCALAR REAL score_slope(REAL s, REAL z, uint32_t score)
 {
     if (score == EPIC_SCORE_SIGMOID) return s * score_sigmoid(-z);

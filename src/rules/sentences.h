@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What data errors say, host and CUDA contexts alike: formats for epic_fail, long long each but
- * the ranks. */
+/* The error texts of invalid data, shared by host and CUDA contexts: formats for epic_fail().
+ * Ranks are int, and all other arguments are long long. */
 #ifndef EPIC_SENTENCES_H
 #define EPIC_SENTENCES_H
 
@@ -42,10 +42,10 @@
     "%s.num_rows is %lld: the plan has %lld tokens on this rank"
 
 #define SAYS_ROWS /* name of the rows, rank, rows, needed */ \
-    "%s.num_rows: rank %d has %lld rows, its plan occupies %lld slots; bring as many rows"
+    "%s.num_rows: rank %d has %lld rows, its plan occupies %lld slots; pass as many rows"
 
-#define SAYS_LOCAL /* rank, rows, local experts */                                        \
-    "data.num_rows: rank %d has %lld rows, the plan has %lld local experts; bring a row " \
+#define SAYS_LOCAL /* rank, rows, local experts */                                       \
+    "data.num_rows: rank %d has %lld rows, the plan has %lld local experts; pass a row " \
     "for each"
 
 #define SAYS_ROOM /* num_local_experts, experts of a rank */ \
