@@ -162,7 +162,7 @@ WRONG: list[Wrong] = [
     ("dispatch", lambda o: (o[0], o[1][:, None]), "out slot_weights has 2 dimensions: must have 1"),
     ("dispatch", lambda o: (o[0], o[0].view(-1)[:216]), "out slot_weights shares memory with recv"),
     ("dispatch", lambda o: (o[0].to("meta"), o[1]), "out: on meta: cpu is needed"),
-    ("dispatch_quantized", lambda o: (o[0].view(torch.uint8), *o[1:]), "out recv is uint8: must be"),
+    ("dispatch_quantized", lambda o: (o[0].view(torch.uint8), *o[1:]), "recv is uint8: must be"),
     ("1x32", lambda o: (o[0], o[1].float(), None), "out scales is float32: must be uint8"),
     ("dispatch_flat", lambda o: (*o[:2], o[2].long()), "out recv_expert is int64: must be int32"),
     ("combine", lambda o: o[:3], "out out has the shape [3, 20]: must be [4, 20]"),
