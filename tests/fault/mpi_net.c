@@ -81,7 +81,7 @@ static bool step(epic_context *ctx, int number)
     const epic_combine_args home = {.layer = &layer,
                                     .plan = plan,
                                     .plan_bytes = sizes.plan_bytes,
-                                    .rows = received,
+                                    .rows = epic_rows_as_const(received),
                                     .out = {out, num_tokens, sizeof *out},
                                     .slot_weights = slot_weights,
                                     .type = EPIC_F32};
