@@ -11,6 +11,7 @@
 #include "kernels/kernels.h"
 #include "plan/plan.h"
 
+/* Returns EPIC_EINVAL for NULL, otherwise the state of the context. */
 static epic_result check_context(epic_context *ctx)
 {
     if (!ctx) return epic_fail(EPIC_EINVAL, "ctx is NULL: must be a context from epic_open");
@@ -33,6 +34,7 @@ static void add_options_hash(epic_call *call, const op_header_extra *extra)
         if (!(rows).data && !(rows).num_rows && !(rows).row_bytes) (rows).row_bytes = (bytes); \
     } while (0)
 
+/* Reads and checks the arguments of a plan. The complete layer is copied to `layer`. */
 static epic_result read_plan_args(const epic_context *ctx, epic_plan_args *a, epic_layer *layer,
                                   const epic_plan_args *args, size_t size)
 {
@@ -43,6 +45,7 @@ static epic_result read_plan_args(const epic_context *ctx, epic_plan_args *a, ep
     return check_plan_args(ctx, a, layer);
 }
 
+/* Implements epic_plan and api_plan; extra is NULL for the public call. */
 static epic_result call_plan(epic_context *ctx, const epic_plan_args *args, size_t size,
                              const op_header_extra *extra)
 {
@@ -97,6 +100,7 @@ static epic_result read_plan_layer(const epic_context *ctx, epic_layer *out,
     return EPIC_OK;
 }
 
+/* Implements epic_dispatch and api_dispatch. */
 static epic_result call_dispatch(epic_context *ctx, const epic_dispatch_args *args, size_t size,
                                  const op_header_extra *extra)
 {
@@ -139,6 +143,8 @@ static epic_result check_plan_dispatch(const epic_plan_args *p, const epic_dispa
     return EPIC_OK;
 }
 
+/* Implements epic_plan_dispatch and api_plan_dispatch. The dispatch uses the call, layer and
+ * plan of the plan's arguments. */
 static epic_result call_plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
                                       size_t plan_size, const epic_dispatch_args *dispatch,
                                       size_t dispatch_size, const op_header_extra *extra)
@@ -207,6 +213,8 @@ epic_result epic_dispatch_backward_v1(epic_context *ctx,
     return host_dispatch_backward(ctx, &a);
 }
 
+/* Fills in row_bytes of matrices without rows. All have the width of d_out, except quantized
+ * d_rows. */
 static void default_combine_backward_rows(epic_combine_backward_args *a)
 {
     if (!a->quantize) DEFAULT_ROW_BYTES(a->d_out, a->d_rows.row_bytes);
@@ -215,6 +223,7 @@ static void default_combine_backward_rows(epic_combine_backward_args *a)
     if (!a->quantize) DEFAULT_ROW_BYTES(a->d_rows, a->d_out.row_bytes);
 }
 
+/* Implements epic_combine_backward and api_combine_backward. */
 static epic_result call_combine_backward(epic_context *ctx,
                                          const epic_combine_backward_args *args, size_t size,
                                          const op_header_extra *extra)

@@ -9,6 +9,7 @@
 #include "plan/plan.h"
 #include "rules/sentences.h"
 
+/* Rejects flags that the call does not define. */
 static epic_result check_flags(uint32_t flags, uint32_t known)
 {
     if (!(flags & ~known)) return EPIC_OK;
@@ -49,6 +50,7 @@ static epic_result check_rows(const epic_context *ctx, const char *name, epic_co
     return EPIC_OK;
 }
 
+/* Checks that the caller left a matrix zero; `why` is the reason in the error. */
 static epic_result check_absent(const char *name, epic_const_rows rows, const char *why)
 {
     if (!rows.data && !rows.num_rows && !rows.row_bytes) return EPIC_OK;
@@ -56,6 +58,7 @@ static epic_result check_absent(const char *name, epic_const_rows rows, const ch
                      (long long)rows.num_rows, (long long)rows.row_bytes, why);
 }
 
+/* Checks that two matrices have rows of the same size. */
 static epic_result check_equal(const char *a, epic_const_rows rows_a, const char *b,
                                epic_const_rows rows_b)
 {
@@ -155,6 +158,7 @@ epic_result check_plan_size(const epic_config *config, const epic_layer *layer, 
                      (long long)config->max_tokens, config->num_ranks, layer->top_k);
 }
 
+/* Checks that the tables of replicas are given exactly if the layer has replicas. */
 static epic_result check_replicas(const epic_plan_args *a, const epic_layer *layer)
 {
     if (layer->num_logical && !a->logical_of_expert)
@@ -219,6 +223,7 @@ epic_result check_plan_args(const epic_context *ctx, const epic_plan_args *a,
     return CHECK_ARRAYS(arrays);
 }
 
+/* Checks alignment and overlaps of all arrays of a dispatch. */
 static epic_result check_dispatch_arrays(const epic_dispatch_args *a)
 {
     const size_t unit = a->quantize ? epic_type_bytes(a->type) : 1;
@@ -233,6 +238,7 @@ static epic_result check_dispatch_arrays(const epic_dispatch_args *a)
     return CHECK_ARRAYS(arrays);
 }
 
+/* Checks the scales that travel with rows that are already quantized. */
 static epic_result check_scales(const epic_context *ctx, const epic_dispatch_args *a)
 {
     if (!a->scales.data && !a->recv_scales.data && !a->scales.row_bytes &&
@@ -322,6 +328,7 @@ epic_result check_dispatch_backward_args(const epic_context *ctx,
     return CHECK_ARRAYS(arrays);
 }
 
+/* Checks alignment and overlaps of all arrays of combine_backward. */
 static epic_result check_combine_backward_arrays(const epic_combine_backward_args *a)
 {
     const size_t unit = epic_type_bytes(a->type);
@@ -366,6 +373,7 @@ epic_result check_combine_backward_args(const epic_context *ctx,
     return check_combine_backward_arrays(a);
 }
 
+/* Checks that an array of floats is not NULL unless it is empty. */
 static epic_result check_numbers(const char *name, const float *data, int64_t count)
 {
     if (data || !count) return EPIC_OK;

@@ -19,6 +19,7 @@
 
 #define HELLO_MAGIC 0x4f4c4c4548435045ull /* "EPCHELLO" */
 
+/* Returns a random number from the kernel. */
 static uint64_t random_uint64(void)
 {
     uint64_t word;
@@ -29,6 +30,7 @@ static uint64_t random_uint64(void)
                      (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec);
 }
 
+/* Returns the inode that identifies a namespace, or 0. */
 static int64_t namespace_inode(const char *path)
 {
     struct stat s;
@@ -159,6 +161,7 @@ static epic_result fail_mismatch_text(const char *field, const char *first, int 
                      field, first, rank, other);
 }
 
+/* Compares the hello of rank 0 with that of another rank, field by field. */
 static epic_result compare_hellos(const hello *a, const hello *b, int rank)
 {
     if (b->magic != HELLO_MAGIC || b->version != a->version || b->bytes != a->bytes)
@@ -205,6 +208,7 @@ static bool is_same_version(const hello *h)
     return h->magic == HELLO_MAGIC && h->version == EPIC_VERSION;
 }
 
+/* Checks the result and the texts of a hello, which anyone may have written. */
 static epic_result check_texts(const hello *h, int rank)
 {
     const char *what = h->refused < EPIC_OK || h->refused > EPIC_ECLOSED ? "result"
@@ -219,12 +223,13 @@ static epic_result check_texts(const hello *h, int rank)
                      rank, what);
 }
 
-/* Returns whether a rank failed because of a peer; the peer's own error says more. */
+/* Returns whether a rank failed because of a peer, whose own error has more detail. */
 static bool is_second_hand(int64_t refused)
 {
     return refused == EPIC_EPEER || refused == EPIC_ETIMEOUT;
 }
 
+/* Returns the first hello with an error, or NULL. */
 static const hello *find_refusal(const hello *all, int num_ranks, bool second_hand)
 {
     for (const hello *h = all; h < all + num_ranks; h++)
@@ -241,6 +246,7 @@ static bool begins_with_rank(const char *sentence)
     return sscanf(sentence, "rank %d: %n", &rank, &end) == 1 && end > 0;
 }
 
+/* Returns the error of another rank on this rank. */
 static epic_result report_refusal(const hello *refusal, int rank)
 {
     const epic_result result = (epic_result)refusal->refused;

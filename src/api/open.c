@@ -26,6 +26,7 @@ int64_t context_bytes(const epic_config *config, bool host)
 
 /* --------------------------------------------------------------------------- opening ---- */
 
+/* The gather of a group of one rank. */
 static epic_result gather_alone(void *self, const void *mine, void *all, int64_t bytes)
 {
     (void)self;
@@ -33,6 +34,7 @@ static epic_result gather_alone(void *self, const void *mine, void *all, int64_t
     return EPIC_OK;
 }
 
+/* Checks the public fields of a bootstrap. */
 static epic_result check_bootstrap(const epic_bootstrap *bootstrap)
 {
     if (!bootstrap->gather)
@@ -107,6 +109,7 @@ static epic_result gather_checked(void *self, const void *mine, void *all, int64
     return epic_fail(EPIC_OK, "%s", before);
 }
 
+/* Returns a bootstrap whose gather is checked. It is valid as long as the caller's. */
 static epic_bootstrap wrap_bootstrap(const epic_bootstrap *bootstrap)
 {
     return (epic_bootstrap){bootstrap->rank, bootstrap->num_ranks, gather_checked, NULL,
@@ -124,6 +127,7 @@ static epic_result agree_on_result(const epic_bootstrap *bootstrap, hello *mine,
     return hello_compare(all, bootstrap->num_ranks);
 }
 
+/* Returns the number of different hosts among the peers. */
 static int32_t count_hosts(const epic_peer *peers, int num_ranks)
 {
     int32_t hosts = 0;
@@ -146,6 +150,7 @@ static epic_result agree_on_backend(const epic_backend **out, const epic_context
     return agree_on_result(bootstrap, mine, all, found);
 }
 
+/* Joins the group with the chosen backend. */
 static epic_result join_group(epic_context *ctx, const epic_backend *backend,
                               const epic_bootstrap *bootstrap, const epic_peer *peers)
 {
@@ -184,6 +189,7 @@ static epic_result start_trace(epic_context *ctx)
     return EPIC_OK;
 }
 
+/* Sets up what a context needs besides its group: recorder, trace, tags and exchanges. */
 static epic_result set_up_context(epic_context *ctx)
 {
     snprintf(ctx->backend_name, sizeof ctx->backend_name, "%s", ctx->backend->name);
@@ -202,6 +208,8 @@ static bool is_ours(const epic_context *ctx)
     return ctx->generation == process_generation();
 }
 
+/* Releases everything that a context holds. In a forked child it leaves alone what the
+ * parent still uses. */
 static void release_context(epic_context *ctx)
 {
     const bool ours = is_ours(ctx);
@@ -216,6 +224,8 @@ static void release_context(epic_context *ctx)
     ctx->backend = NULL;
 }
 
+/* Opens a group: agree on the configurations, choose a backend, join, and agree on the
+ * result. */
 static epic_result open_with(epic_context *ctx, const epic_bootstrap *bootstrap, hello *all,
                              epic_peer *peers, uint32_t num_ranks)
 {
@@ -237,6 +247,7 @@ static epic_result open_with(epic_context *ctx, const epic_bootstrap *bootstrap,
     return result;
 }
 
+/* Allocates the arrays of open and opens the group. */
 static epic_result open_bootstrap(epic_context *ctx, const epic_bootstrap *bootstrap)
 {
     TRY(check_bootstrap(bootstrap));
@@ -266,6 +277,7 @@ static epic_result make_default_bootstrap(epic_bootstrap *out, const epic_config
                           : epic_bootstrap_env(out);
 }
 
+/* Reads the config, makes a bootstrap if the caller has none, and opens the group. */
 static epic_result open_context(epic_context *ctx, const epic_bootstrap *bootstrap,
                                 const epic_config *config, size_t size)
 {

@@ -33,6 +33,8 @@ static const plugin plugins[NUM_PLUGINS] = {
 };
 static const epic_backend *_Atomic loaded[NUM_PLUGINS]; /* a backend is never unloaded */
 
+/* Loads the library of a backend and finds its symbol. The error says how to get the
+ * library. */
 static epic_result load_plugin(const epic_backend **out, const plugin *p)
 {
     void *handle = library_open((const void *)(uintptr_t)&backend_find, p->library);

@@ -22,7 +22,7 @@ struct epic_ops;       /* backend/ops.h */
 /* One rank's state in a group.  Each backend defines its own. */
 typedef struct epic_group epic_group;
 
-/* What the ranks know about each other before a backend is chosen. */
+/* The facts that ranks exchange about each other before a backend is chosen. */
 typedef struct epic_peer {
     uint64_t host[2];    /* equal on two ranks: same host, boot and PID namespace */
     uint64_t process[2]; /* equal on two ranks: same process */
@@ -52,7 +52,7 @@ typedef struct epic_backend {
                      char *why);
 
     /* Creates the group; collective.  On an error it releases everything, leaves *out as it was
-     * and sets the error text with epic_fail.  The core then tells all ranks each rank's result. */
+     * and sets the error text with epic_fail.  The core then gathers the results of all ranks. */
     epic_result (*join)(epic_group **out, const epic_join *join);
 
     /* Releases the group; local.  It also works when a peer is already gone. */

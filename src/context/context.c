@@ -18,6 +18,7 @@ uint64_t now_ns(void)
     return (uint64_t)clock_ns();
 }
 
+/* Returns whether this process opened the context. */
 static bool is_ours(const epic_context *ctx)
 {
     return ctx->generation == process_generation();
@@ -55,6 +56,7 @@ static bool new_failure(const epic_context *ctx, epic_failure_info *failure)
     return found;
 }
 
+/* Returns EPIC_ECLOSED in a forked child. */
 static epic_result check_ours(const epic_context *ctx)
 {
     if (is_ours(ctx)) return EPIC_OK;
@@ -76,6 +78,7 @@ epic_result context_check(epic_context *ctx)
     return new_failure(ctx, &failure) ? context_break(ctx, &failure) : EPIC_OK;
 }
 
+/* Returns the error for a context that is NULL. */
 static epic_result no_context(void)
 {
     return epic_fail(EPIC_EINVAL, "ctx is NULL: must be a context from epic_open");

@@ -19,13 +19,14 @@ struct epic_dispatcher {
     void *plan;
     epic_slots slots;     /* outputs of dispatch */
     epic_slots gradients; /* outputs of combine_backward, with rows and weights of their own */
-    int64_t num_tokens;   /* tokens of the current dispatch; -1: there is none */
+    int64_t num_tokens;   /* tokens of the current dispatch; -1: no dispatch yet */
     bool weighted;
     bool spread; /* combine_backward has run since the last dispatch */
 };
 
 /* ----------------------------------------------------------------------------- memory ---- */
 
+/* Allocates memory of the context's device, or of the host, 64-byte aligned. */
 static void *allocate_memory(const epic_dispatcher *s, int64_t bytes)
 {
     const epic_backend *backend = s->ctx->backend;
@@ -34,6 +35,7 @@ static void *allocate_memory(const epic_dispatcher *s, int64_t bytes)
                              : aligned_alloc(64, whole ? whole : 64);
 }
 
+/* Releases memory of allocate_memory(). It accepts NULL. */
 static void release_memory(const epic_dispatcher *s, void *memory)
 {
     const epic_backend *backend = s->ctx->backend;
@@ -44,6 +46,7 @@ static void release_memory(const epic_dispatcher *s, void *memory)
         free(memory);
 }
 
+/* Allocates rows and weights for the capacity of one rank. */
 static bool allocate_slots(const epic_dispatcher *s, epic_slots *out)
 {
     *out = (epic_slots){.capacity = s->sizes.capacity,
@@ -54,6 +57,8 @@ static bool allocate_slots(const epic_dispatcher *s, epic_slots *out)
     return out->rows != NULL && out->weights != NULL;
 }
 
+/* Allocates the plan and all buffers. Returns false if memory is short; release_all() then
+ * frees what exists. */
 static bool allocate_all(epic_dispatcher *s)
 {
     const int64_t counts = s->sizes.num_local_experts * (int64_t)sizeof(int32_t);
@@ -72,6 +77,7 @@ static bool allocate_all(epic_dispatcher *s)
     return true;
 }
 
+/* Releases the plan and all buffers, also after allocate_all() failed. */
 static void release_all(epic_dispatcher *s)
 {
     if (s->slots.results != s->slots.rows) release_memory(s, s->slots.results);
@@ -86,6 +92,7 @@ static void release_all(epic_dispatcher *s)
 
 /* ------------------------------------------------------------------------ open, close ---- */
 
+/* Uses the caller's context, or opens one for the dispatcher. */
 static epic_result open_context(epic_dispatcher *s)
 {
     const epic_config config = {.max_tokens = s->config.max_tokens,
@@ -97,6 +104,7 @@ static epic_result open_context(epic_dispatcher *s)
     return epic_open(&s->ctx, NULL, &config);
 }
 
+/* Checks the fields of a config that no later call checks. */
 static epic_result check_config(const epic_dispatcher_config *c)
 {
     if (c->type != EPIC_F32 && c->type != EPIC_BF16 && c->type != EPIC_F16 &&
@@ -111,6 +119,7 @@ static epic_result check_config(const epic_dispatcher_config *c)
     return EPIC_OK;
 }
 
+/* Opens the context, computes the sizes and allocates the buffers. */
 static epic_result set_up_dispatcher(epic_dispatcher *s)
 {
     TRY(check_config(&s->config));
@@ -180,6 +189,7 @@ epic_context *epic_dispatcher_context(const epic_dispatcher *dispatcher)
 
 /* ------------------------------------------------------------------------------ calls ---- */
 
+/* Checks the handle and, for the backward calls, config.gradients. */
 static epic_result check_dispatcher(const epic_dispatcher *s, bool gradients)
 {
     if (s == NULL)
@@ -200,11 +210,13 @@ static epic_result check_in_progress(const epic_dispatcher *s, bool gradients)
     return epic_fail(EPIC_EINVAL, "there is no dispatch: call epic_dispatcher_dispatch first");
 }
 
+/* Returns the stream and tag of all calls of this dispatcher. */
 static epic_call call_of(const epic_dispatcher *s)
 {
     return (epic_call){.stream = s->config.stream, .tag = s->config.tag};
 }
 
+/* Returns a matrix of num_rows rows at `data`. */
 static epic_rows rows_of(const epic_dispatcher *s, void *data, int64_t num_rows)
 {
     return (epic_rows){data, num_rows, s->row_bytes};
@@ -216,6 +228,7 @@ static epic_const_rows const_rows_of(const epic_dispatcher *s, const void *data,
     return (epic_const_rows){data, num_rows, s->row_bytes};
 }
 
+/* Copies the slots to the caller's struct, which may be older and smaller. */
 static epic_result write_slots(const epic_slots *slots, epic_slots *out, size_t size)
 {
     TRY(CHECK_PLACE(out, size));

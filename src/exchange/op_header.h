@@ -70,7 +70,7 @@ typedef struct data_fault {
     int64_t about[4];
 } data_fault;
 
-/* What a caller inside the core adds to the op header of an operation. */
+/* Additions of a caller inside the core to the op header of an operation. */
 typedef struct op_header_extra {
     const data_fault *fault;      /* may be NULL */
     const layer_options *options; /* NULL: unknown */

@@ -22,16 +22,19 @@ typedef struct summing {
     exchange *x;
 } summing;
 
+/* Returns the number of an owner's block. */
 static int64_t block_of(const summing *s, int owner, int64_t item)
 {
     return item * s->x->num_ranks + owner;
 }
 
+/* Returns where a block begins in the array. */
 static float *block_at(const summing *s, int64_t block)
 {
     return s->args->data + block * BLOCK;
 }
 
+/* Returns the floats of a block; the last one may be shorter. */
 static size_t block_size(const summing *s, int64_t block)
 {
     const int64_t left = s->args->count - block * BLOCK;
@@ -74,6 +77,7 @@ static void sum_add_rows(const summing *s, float *out, const void *const *rows, 
         s->kernels->add(out, EPIC_F32, rows, num_ranks, EPIC_F32, n);
 }
 
+/* Adds all ranks' parts of one of this rank's blocks. */
 static void sum_add_block(void *self, int64_t item, int32_t piece, const void **rows)
 {
     summing *s = self;
@@ -112,6 +116,7 @@ static void skip_own_block(void *self, int64_t item)
     (void)self, (void)item;
 }
 
+/* Runs both flows of a long array. */
 static epic_result sum_in_blocks(summing *s)
 {
     exchange *x = s->x;
@@ -143,6 +148,7 @@ static bool is_short(const epic_allreduce_sum_args *args)
     return args->count * (int64_t)sizeof(float) <= OP_PAYLOAD_BYTES;
 }
 
+/* Adds a short array from the op headers of all ranks. */
 static void sum_from_headers(summing *s)
 {
     exchange *x = s->x;

@@ -29,6 +29,7 @@ typedef struct combining {
     int64_t first, count;
 } combining;
 
+/* Selects the elements of one piece. */
 static void combine_set_piece(combining *c, int32_t piece)
 {
     const int64_t size = (int64_t)epic_type_bytes(c->partial_type);
@@ -36,6 +37,7 @@ static void combine_set_piece(combining *c, int32_t piece)
     c->count = piece_size(&c->split, piece) / size;
 }
 
+/* Returns one of the scratch rows of the exchange. */
 static void *scratch_row(const combining *c, int level)
 {
     return c->x->pieces + (size_t)level * PIECE_MAX;
@@ -50,12 +52,14 @@ typedef struct gathered { /* the slots of one token on this rank, in ascending k
     int32_t leaves[MAX_TOP_K];
 } gathered;
 
+/* Returns the current piece of one of this rank's rows. */
 static const void *piece_of_row(const combining *c, int64_t row)
 {
     return (const unsigned char *)c->rows.data + row * c->rows.row_bytes +
            c->first * (int64_t)epic_type_bytes(c->type);
 }
 
+/* Returns the local expert whose slab contains a slot. */
 static int32_t local_expert(const plan_view *v, int32_t slot)
 {
     int32_t low = 0, high = v->header->num_local - 1;
@@ -69,6 +73,7 @@ static int32_t local_expert(const plan_view *v, int32_t slot)
     return low;
 }
 
+/* Returns the leaf of the tree that a slot belongs to. */
 static int32_t leaf_of(const plan_view *v, int32_t slot)
 {
     const epic_layer *layer = &v->header->layer;
@@ -76,6 +81,7 @@ static int32_t leaf_of(const plan_view *v, int32_t slot)
     return (int32_t)((uint32_t)expert / (layer->num_experts / layer->leaves));
 }
 
+/* Lists the slots of one token of rank `home` on this rank. */
 static void gather_slots(const combining *c, int home, int64_t token, gathered *g)
 {
     const plan_view *v = &c->plan;
@@ -138,6 +144,7 @@ static void make_partial(const combining *c, int home, int64_t token, void *out)
                         c->type, c->count);
 }
 
+/* Writes one float for each k: the gradients of the weights of a token's slots here. */
 static void write_trailer(const combining *c, int home, int64_t token, void *trailer)
 {
     const plan_view *v = &c->plan;
@@ -151,6 +158,7 @@ static void write_trailer(const combining *c, int home, int64_t token, void *tra
     memcpy(trailer, values, top_k * sizeof *values);
 }
 
+/* Makes one piece of a partial in a lane's entry, directly or through a scratch row. */
 static void combine_fill_entry(void *self, int home, int64_t token, int32_t piece, void *entry)
 {
     combining *c = self;
@@ -167,6 +175,7 @@ static void combine_fill_entry(void *self, int home, int64_t token, int32_t piec
 
 /* ------------------------------------------------------------------------- home side ---- */
 
+/* Stores the floats of the choices whose slots are on rank `from`. */
 static void read_trailer(const combining *c, int from, int64_t token, const void *trailer)
 {
     const uint32_t top_k = c->plan.header->layer.top_k;
@@ -178,6 +187,7 @@ static void read_trailer(const combining *c, int from, int64_t token, const void
             c->d_weights[first + k] = values[k];
 }
 
+/* Stores the gradients of the weights of one token, zeros where no rank has a slot. */
 static void read_trailers(const combining *c, int64_t token, const void **rows)
 {
     const uint32_t top_k = c->plan.header->layer.top_k;
@@ -210,6 +220,7 @@ static const void *join_subtrees(const combining *c, const void *const *at, int3
     return out;
 }
 
+/* Adds the partials of all ranks in the order of a binary tree. */
 static void add_partials_as_tree(const combining *c, const void **rows, void *out)
 {
     const void *at[EPIC_MAX_RANKS];
@@ -220,6 +231,7 @@ static void add_partials_as_tree(const combining *c, const void **rows, void *ou
     c->kernels->add(out, c->type, &root, root != NULL, c->partial_type, c->count);
 }
 
+/* Adds the partials in ascending order of ranks. */
 static void add_partials_by_rank(const combining *c, const void **rows, void *out)
 {
     const void *list[EPIC_MAX_RANKS];
@@ -229,6 +241,7 @@ static void add_partials_by_rank(const combining *c, const void **rows, void *ou
     c->kernels->add(out, c->type, list, n, c->partial_type, c->count);
 }
 
+/* Adds the partials of one token, this rank's included, and writes a piece of its row. */
 static void combine_read_rows(void *self, int64_t token, int32_t piece, const void **rows)
 {
     combining *c = self;
@@ -261,6 +274,7 @@ static bool combine_is_received(void *self, int from, int64_t token)
 
 /* ------------------------------------------------------------------------ the whole ---- */
 
+/* Runs the collect flow of an open exchange. */
 static epic_result combine_transfer(combining *c)
 {
     const epic_layer *layer = &c->plan.header->layer;
@@ -283,6 +297,7 @@ static epic_result combine_transfer(combining *c)
     return collect_run(c->x, &how);
 }
 
+/* Writes zeros to all outputs after an error of the data. */
 static void combine_clear_outputs(const combining *c)
 {
     const slot_array out = {c->out.data, c->out.row_bytes, c->out.num_rows};
@@ -292,6 +307,7 @@ static void combine_clear_outputs(const combining *c)
     slot_array_clear(&weights);
 }
 
+/* Runs combine or dispatch_backward from the op headers to the end. */
 static epic_result combine_run(epic_context *ctx, uint32_t operation, const epic_call *call,
                                plan_op *s, combining *c)
 {

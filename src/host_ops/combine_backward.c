@@ -18,6 +18,7 @@ typedef struct spreading {
     row_split split; /* of a row of d_out */
 } spreading;
 
+/* Returns the gradient row of one of this rank's tokens. */
 static const unsigned char *row_of_own_token(const spreading *s, int64_t token)
 {
     return (const unsigned char *)s->args->d_out.data + token * s->args->d_out.row_bytes;
@@ -76,6 +77,7 @@ static void scatter_piece(const spreading *s, int from, int64_t token, const voi
     }
 }
 
+/* Copies one piece of a gradient row into a lane's entry. */
 static void combine_backward_fill_entry(void *self, int64_t token, int32_t piece, void *entry)
 {
     spreading *s = self;
@@ -112,6 +114,7 @@ static bool combine_backward_is_received(void *self, int from, int64_t token)
     return plan_receives_token(&((spreading *)self)->plan, from, token);
 }
 
+/* Lists the outputs that have one row for each slot. */
 static void list_output_arrays(const epic_combine_backward_args *a, slot_array out[3])
 {
     out[0] = (slot_array){a->d_rows.data, a->d_rows.row_bytes, a->d_rows.num_rows};
@@ -120,6 +123,7 @@ static void list_output_arrays(const epic_combine_backward_args *a, slot_array o
     out[2] = (slot_array){a->d_slot_weights, sizeof(float), a->d_rows.num_rows};
 }
 
+/* Runs the scatter flow of an open exchange. */
 static epic_result combine_backward_transfer(spreading *s)
 {
     slot_array arrays[3];

@@ -25,6 +25,7 @@ typedef struct dispatching {
     int64_t held;                  /* the token whose quantized string is in x->row, or -1 */
 } dispatching;
 
+/* Returns row i of a matrix. */
 static const unsigned char *row_of(const epic_const_rows *rows, int64_t i)
 {
     return (const unsigned char *)rows->data + i * rows->row_bytes;
@@ -37,6 +38,7 @@ static unsigned char *out_row_of(const epic_rows *rows, int64_t i)
 
 /* ---------------------------------------------------------------------------- sending ---- */
 
+/* Quantizes the row of a token to x->row, unless it is there already. */
 static void quantize_token(dispatching *d, int64_t token)
 {
     const epic_dispatch_args *a = d->args;
@@ -88,6 +90,7 @@ static void copy_cached(void *to, const void *from, size_t n)
     memcpy(to, from, n);
 }
 
+/* Copies one piece of a token's string into `entry` with the given function. */
 static void fill_entry_with(dispatching *d, int64_t token, int32_t piece, void *entry,
                             copy_function *copy)
 {
@@ -100,6 +103,7 @@ static void fill_entry_with(dispatching *d, int64_t token, int32_t piece, void *
         copy_overlap(copy, entry, begin, size, weights_part(d, token), d->weights_at, end);
 }
 
+/* Copies one piece of a token's string into a lane's entry. */
 static void dispatch_fill_entry(void *self, int64_t token, int32_t piece, void *entry)
 {
     dispatching *d = self;
@@ -133,6 +137,7 @@ static part string_part_of(const unsigned char *piece, int64_t begin, int64_t en
     return (part){piece + (first - begin), first - low, last - first};
 }
 
+/* Writes the row and the scales, as far as they are at hand, to a slot. */
 static void write_row(const dispatching *d, int64_t slot, const parts *p)
 {
     const epic_dispatch_args *a = d->args;
@@ -155,6 +160,7 @@ static void write_weight(const dispatching *d, int64_t place, uint32_t k, const 
         copy_overlap(copy_cached, to, at, sizeof *to, weights->from, weights->at, end);
 }
 
+/* Writes a token to its row of a FLAT layer, and its weights one after the other. */
 static void write_flat_row(const dispatching *d, int from, int64_t token, const parts *p)
 {
     const int64_t row = d->plan.row_here[d->plan.base_of[from] + token];
@@ -166,6 +172,7 @@ static void write_flat_row(const dispatching *d, int from, int64_t token, const 
         if (experts[k] >= 0) write_weight(d, place++, k, &p->weights);
 }
 
+/* Writes a token to all its slots on this rank. */
 static void write_token(const dispatching *d, int from, int64_t token, const parts *p)
 {
     if (plan_is_flat(&d->plan)) {
@@ -186,6 +193,7 @@ static void write_token(const dispatching *d, int from, int64_t token, const par
     }
 }
 
+/* Writes one piece that arrived to the slots of its token. */
 static void dispatch_read_entry(void *self, int from, int64_t token, int32_t piece,
                                 const void *entry)
 {
@@ -198,6 +206,7 @@ static void dispatch_read_entry(void *self, int from, int64_t token, int32_t pie
     write_token(d, from, token, &p);
 }
 
+/* Writes one of this rank's own tokens to its slots here. */
 static void dispatch_read_own(void *self, int64_t token)
 {
     dispatching *d = self;
@@ -222,6 +231,7 @@ static bool dispatch_is_received(void *self, int from, int64_t token)
 
 /* ------------------------------------------------------------------------ the whole ---- */
 
+/* Lists the outputs that have one row for each slot. */
 static void list_output_arrays(const epic_dispatch_args *a, uint32_t weights, slot_array out[3])
 {
     out[0] = (slot_array){a->recv.data, a->recv.row_bytes, a->recv.num_rows};
@@ -251,6 +261,7 @@ static void write_recv_expert(const dispatching *d)
         out[i] = -1;
 }
 
+/* Prepares the outputs and runs the scatter flow of an open exchange. */
 static epic_result dispatch_transfer(dispatching *d)
 {
     const epic_dispatch_args *a = d->args;
@@ -281,6 +292,7 @@ static epic_result dispatch_transfer(dispatching *d)
     return scatter_run(d->x, &s);
 }
 
+/* Writes zeros, and -1 for experts, to all outputs after an error of the data. */
 static void dispatch_clear_outputs(const epic_dispatch_args *a)
 {
     slot_array arrays[3];
@@ -291,6 +303,7 @@ static void dispatch_clear_outputs(const epic_dispatch_args *a)
         a->recv_expert[i] = -1;
 }
 
+/* Checks what only the plan knows: the layer and the number of tokens. */
 static epic_result dispatch_check(const plan_op *s, const epic_dispatch_args *a)
 {
     TRY(plan_op_check_layer(s, a->layer));
@@ -298,6 +311,7 @@ static epic_result dispatch_check(const plan_op *s, const epic_dispatch_args *a)
     return a->scales.data ? plan_op_check_tokens(s, "scales", a->scales.num_rows) : EPIC_OK;
 }
 
+/* Writes what all ranks' dispatches must have in common. */
 static void op_header_set_rows(int64_t *same, const epic_dispatch_args *args)
 {
     same[COMMON_TYPE] = args->type;
@@ -314,6 +328,7 @@ int64_t dispatch_signature(const epic_dispatch_args *args)
     return (int64_t)(hash_bytes(same, sizeof same) | 1);
 }
 
+/* Returns the bytes of the tokens, for the flight recorder. */
 static uint64_t dispatched_bytes(const epic_dispatch_args *args)
 {
     return (uint64_t)(args->tokens.num_rows * args->tokens.row_bytes);
@@ -329,6 +344,7 @@ static epic_result dispatch_transfer_all(dispatching *d)
     return result;
 }
 
+/* Runs a dispatch from the op headers to the end. */
 static epic_result dispatch_run(epic_context *ctx, const epic_dispatch_args *args, plan_op *s)
 {
     dispatching d = {.args = args, .kernels = host_kernels_get()};

@@ -18,6 +18,7 @@ typedef struct planning {
     epic_op_header note; /* peers and exchange read it until x is closed */
 } planning;
 
+/* Returns choice i as the caller passed it. */
 static int64_t id_at(const epic_plan_args *args, int64_t i)
 {
     return args->index_type == EPIC_I64 ? ((const int64_t *)args->topk_idx)[i]
@@ -34,6 +35,7 @@ static void copy_ids(int32_t *ids, const epic_plan_args *args, const epic_layer 
     }
 }
 
+/* Returns whether the ids of this many tokens fit into an op header. */
 static bool do_ids_fit_header(int64_t num_tokens, const epic_layer *layer)
 {
     return num_tokens * layer->top_k * (int64_t)sizeof(int32_t) <= OP_PAYLOAD_BYTES;
@@ -48,6 +50,7 @@ static bool is_duplicate(const epic_plan_args *args, int64_t i, int64_t top_k)
     return false;
 }
 
+/* Stores the first invalid id in the op header. */
 static void op_header_check_ids(epic_op_header *note, const epic_plan_args *args,
                                 const epic_layer *layer)
 {
@@ -88,6 +91,8 @@ static bool op_header_set_tables(epic_op_header *note, const epic_context *ctx,
     return note->local[LOCAL_ERROR] == DATA_OK;
 }
 
+/* Fills in the op header: the layer, the tables, the first error of the data, and the ids if
+ * they fit. */
 static void plan_fill_header(epic_op_header *note, const epic_context *ctx,
                              const epic_plan_args *args, const epic_layer *layer,
                              const op_header_extra *extra)
@@ -107,6 +112,7 @@ static void plan_fill_header(epic_op_header *note, const epic_context *ctx,
     memcpy(note->bytes, ids, sizeof ids);
 }
 
+/* Returns where the ids of a token are in the plan. */
 static int32_t *ids_of_token(planning *p, int rank, int64_t token)
 {
     return p->planner.here + (p->planner.base_of[rank] + token) * (int64_t)p->layer.top_k;
@@ -154,6 +160,7 @@ static bool read_header_ids(planning *p)
     return more;
 }
 
+/* Collects the ids of all ranks in the plan, from op headers and through a scatter flow. */
 static epic_result exchange_ids(planning *p)
 {
     const scatter s = {
@@ -169,6 +176,7 @@ static epic_result exchange_ids(planning *p)
     return read_header_ids(p) ? scatter_run(p->x, &s) : EPIC_OK;
 }
 
+/* Writes the caller's outputs: loads, rows and tokens of each local expert, and demand. */
 static void write_counts(planning *p, epic_result result)
 {
     const epic_plan_args *args = p->args;
@@ -210,6 +218,7 @@ static void make_empty_plan(planning *p)
     write_counts(p, EPIC_EINVAL);
 }
 
+/* Exchanges the ids and makes the plan. */
 static epic_result make_plan(planning *p)
 {
     exchange *x = p->x;

@@ -23,6 +23,7 @@ void op_header_set_layer(epic_op_header *note, const epic_layer *layer)
     note->common[COMMON_LAYER_FLAGS] = layer->flags;
 }
 
+/* Writes what operations with the same plan have in common. */
 static void op_header_set_plan(plan_op *s)
 {
     s->note.common[COMMON_PLAN] = (int64_t)s->plan.header->id;
@@ -92,6 +93,7 @@ const int64_t *tokens_of(exchange *x, const plan_view *v)
     return tokens;
 }
 
+/* Writes zeros to rows [begin, end). */
 static void slot_array_clear_rows(const slot_array *a, int64_t begin, int64_t end)
 {
     if (begin < end)
