@@ -248,7 +248,7 @@ static const wrong wrongs[] = {
      "126",
      {SET(combine_backward.d_out.row_bytes, 126)}},
     {COMBINE_BACKWARD, BAD, "rows.row_bytes", "64", {SET(combine_backward.rows.row_bytes, 64)}},
-    {COMBINE_BACKWARD, BAD, "rows", "given", {SET(combine_backward.d_slot_weights, 0)}},
+    {COMBINE_BACKWARD, BAD, "rows", "must be zero", {SET(combine_backward.d_slot_weights, 0)}},
     {COMBINE_BACKWARD, BAD, "rows.data", "NULL", {SET(combine_backward.rows.data, 0)}},
     {COMBINE_BACKWARD, BAD, "d_rows.data", "NULL", {SET(combine_backward.d_rows.data, 0)}},
     {COMBINE_BACKWARD,

@@ -63,11 +63,11 @@ static void check_round(epic_dispatcher *dispatcher)
     CHECK(epic_dispatcher_dispatch(dispatcher, tokens, chosen, NULL, TOKENS, &slots) ==
           EPIC_OK);
     CHECK(slots.weights == NULL);
-    refuse_backward(dispatcher, "epic_dispatcher_combine_backward comes first");
+    refuse_backward(dispatcher, "call epic_dispatcher_combine_backward first");
     memcpy(slots.results, slots.rows, (size_t)slots.capacity * sizeof *tokens);
     CHECK(epic_dispatcher_combine(dispatcher, out) == EPIC_OK);
     CHECK(!memcmp(tokens, out, sizeof out));
-    refuse_backward(dispatcher, "epic_dispatcher_combine_backward comes first");
+    refuse_backward(dispatcher, "call epic_dispatcher_combine_backward first");
     CHECK(epic_dispatcher_combine_backward(dispatcher, tokens, &slots) == EPIC_OK &&
           slots.weights != NULL);
     memset(out, 0, sizeof out);
@@ -84,8 +84,8 @@ static void work(epic_context *ctx)
     CHECK(epic_dispatcher_context(dispatcher) == ctx);
     if (epic_rank(ctx) == 0) check_refusals(ctx);
     CHECK(epic_dispatcher_combine(dispatcher, NULL) == EPIC_EINVAL); /* none is under way */
-    CHECK(strstr(epic_error(NULL), "epic_dispatcher_dispatch comes first") != NULL);
-    refuse_backward(dispatcher, "epic_dispatcher_dispatch comes first");
+    CHECK(strstr(epic_error(NULL), "call epic_dispatcher_dispatch first") != NULL);
+    refuse_backward(dispatcher, "call epic_dispatcher_dispatch first");
     check_round(dispatcher);
     check_round(dispatcher);
     epic_dispatcher_close(dispatcher);
