@@ -64,7 +64,7 @@ ARGUMENTS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "tokens": (lambda g, p: epic.torch.dispatch(p, X[:3]), "tokens: 3 rows"),
     "row bytes": (
         lambda g, p: epic.torch.dispatch(p, torch.ones(4, 5000)),
-        "rows of tokens have 20000 bytes: 1 to max_row_bytes 4096",
+        "rows of tokens have 20000 bytes: must be 1 to max_row_bytes 4096",
     ),
     "integers": (
         lambda g, p: epic.torch.dispatch(p, X.int()),
@@ -200,7 +200,9 @@ def test_no_names_of_c() -> None:
 
 def test_values_as_python_has_them() -> None:
     """Arguments and values in the sentences of real calls."""
-    with pytest.raises(EpicArgumentError, match="expert_capacity is 4: it needs overflow 'drop'"):
+    with pytest.raises(
+        EpicArgumentError, match="expert_capacity is 4: must be 0 unless overflow is 'drop'"
+    ):
         epic.torch.Layer(8, 2, expert_capacity=4)
     with alone() as group, pytest.raises(EpicError, match="capacity"):
         epic.torch.plan(group, LAYER, IDS, capacity=3)
