@@ -190,8 +190,8 @@ static epic_result send_answers(tcp_bootstrap *b, const char *all, size_t bytes,
     return lost == 0 ? EPIC_OK : fail_lost(b, lost);
 }
 
-/* Sends this failure to every rank.  A rank that has received half an answer gets no frame: it
- * sees that the connection ends. */
+/* Sends the failure stored in `b` to every rank.  A rank that has received a part of an answer gets
+ * no frame, because it would read it as the rest of the answer.  It sees the connection close. */
 static void send_failure_to_all(tcp_bootstrap *b)
 {
     time_limit limit = time_limit_begin(SEND_MS, NULL);

@@ -56,8 +56,8 @@ static double early_gradient(const experts_job *job, const REAL *gate_up, const 
                   : sum;
 }
 
-/* Computes job->d_gate_up and the gradients of early weights from d, the gradient of the
- * weighted activations. Padding rows are 0. */
+/* Computes job->d_gate_up from d, the gradient of the weighted activations. If weights are applied
+ * before the down projection (early weights), also computes their gradients. Padding rows are 0. */
 static void activations_backward(const experts_job *job, const slab *slab, REAL *d,
                                  const void *d_y)
 {

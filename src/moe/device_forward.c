@@ -6,7 +6,8 @@
 #include "moe/device.h"
 #include "rules/experts_layout.h"
 
-/* Runs on all blocks at once, because the logits of a token depend on that token alone. */
+/* Computes the routing of all blocks of tokens in one launch, because the logits of a token depend
+ * on that token alone. */
 epic_result moe_device_route(moe_job *j, const epic_moe_args *a)
 {
     dense_block all = moe_get_block(j, 0);

@@ -55,8 +55,9 @@ static bool is_priority_by_k(const planner *p)
     return p->header->layer.priority == EPIC_BY_K;
 }
 
-/* Returns the verdict on the choice of expert e that is number `place` in the order of
- * priority. Each expert keeps its first min(limit, most[its rank]) choices. */
+/* Decides whether expert e keeps a choice. `place` is the position of the choice among all choices
+ * of e, by priority; e keeps the first min(limit[e], most[rank of e]) of them. Returns 0 if the
+ * choice is kept, else the reason of the drop. */
 static int32_t judge_choice(const planner *p, int32_t e, int32_t place)
 {
     if (place < min_int32(p->limit[e], p->most[p->owner[e]])) return 0;

@@ -160,8 +160,9 @@ static void scale_backward(const router_job *job, const shares *shares, const in
     }
 }
 
-/* Turns the gradient g of the weights into that of the parts, in place. With a divisor that
- * depends on the parts, d_i = (g_i - sum_j g_j part_j / divisor) * scale / divisor. */
+/* Turns g, the gradient of the weights, into the gradient of the parts, in place. The forward pass
+ * computes weight_i = part_i * scale / divisor. If the divisor is the sum of the parts,
+ * d_i = (g_i - sum_j g_j part_j / divisor) * scale / divisor. */
 static void share_backward(const shares *shares, REAL *g, int k, REAL scale)
 {
     REAL mean = 0;

@@ -258,7 +258,8 @@ __device__ __forceinline__ int32_t read_ahead(const BackwardMove &m, const UnitW
 
 #ifdef EPIC_HOSTS
 
-/* The ranks to which this rank sends its token that `peers` want, as bits. */
+/* Returns the ranks to which this rank sends a token directly, as bits, so that it reaches all
+ * `peers`. With relays one rank of another host stands for all peers there. */
 __device__ __forceinline__ uint32_t choose_routes(const BackwardMove &m, const UnitWalk &walk,
                                                   int32_t sent, int32_t end, uint32_t peers)
 {

@@ -213,7 +213,9 @@ __device__ __forceinline__ int source_number(const p2p_self &self, int to, int b
 #define HEAP_TOP_K(self) DEVICE_MAX_TOP_K
 #endif
 
-/* Offset in words from this rank's records, indexed by rank, to those indexed by distance. */
+/* Rank q stores the records of its sources in the order of their distance from q. Returns the
+ * words to add to an address that was computed with the number of this rank, to get the place of
+ * this rank's records on q. */
 __device__ __forceinline__ int64_t record_word_offset(const p2p_self &self, int q)
 {
     return (source_number(self, q, self.rank) - self.rank) * self.max_tokens * HEAP_TOP_K(self);

@@ -218,7 +218,7 @@ typedef struct p2p_dispatch_job {
     int32_t lag;   /* tokens by which receiving stays behind sending */
     int32_t span;  /* pieces of a row that a warp moves one after the other */
     int32_t units; /* warps that move rows */
-    /* Packed rows (dispatch/packed.cuh) only; scale_bytes is 0 without second rows. */
+    /* For packed rows (dispatch/packed.cuh) only; scale_bytes is 0 if rows have no scales. */
     const uint8_t *scales; /* NULL if dispatch quantizes */
     uint8_t *recv_scales;
     int64_t scale_bytes;

@@ -20,8 +20,8 @@ template <class Job> struct RowMove { /* arguments of every unit of the running 
 
 #define NO_PADDING 0 /* in place of an alignment: nothing is padded */
 
-/* Role 0 sends, role 1 + n receives from source n. With relays, num_forward_roles() roles that
- * forward rows of other hosts come between. */
+/* The roles of a warp, in this order: role 0 sends; F = num_forward_roles() roles forward rows that
+ * came from other hosts (F is 0 without relays); role 1 + F + n receives from source n. */
 __host__ __device__ __forceinline__ int num_roles(const p2p_self &self)
 {
     return self.num_ranks + 1;

@@ -146,9 +146,10 @@ typedef struct p2p_pieces_job {
     void *to;          /* split: bf16 [rows, places, columns]; fold: float32 [rows, columns] */
     const float *bias; /* fold: [columns]; NULL: none */
     int64_t rows, columns;
-    int32_t places;     /* split */
-    uint32_t order;     /* split: the piece (0 to 2) in each place, two bits each, lowest
-                           first */
+    int32_t places; /* split */
+    uint32_t
+        order; /* split only: which piece (0 to 2) is stored at position i of the output, in
+                           bits 2i and 2i + 1 */
     int32_t accumulate; /* fold: add to `to` */
     int32_t sms;
 } p2p_pieces_job;

@@ -56,9 +56,10 @@ struct PendingPiece {
 struct PendingWords {
     int32_t token;
     int rank;
-    uint64_t word;   /* as in PendingPiece */
-    int32_t choice;  /* slot of this lane's choice of an own token, or -1 */
-    uint32_t weight; /* its weight, or that of the lane's slot; perhaps poison */
+    uint64_t word;  /* as in PendingPiece */
+    int32_t choice; /* slot of this lane's choice of an own token, or -1 */
+    uint32_t
+        weight; /* of that choice, or of the slot that is received; poison: not arrived yet */
 };
 
 /* This lane's choice of a token, loaded before the plan's header has been checked. It must not

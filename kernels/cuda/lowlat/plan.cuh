@@ -47,12 +47,13 @@ struct LowlatPlan {
     int32_t tokens[DEVICE_MAX_RANKS];
     int32_t rows[DEVICE_MAX_RANKS]; /* rows that the ranks have room for */
     uint32_t bad[DEVICE_MAX_RANKS]; /* first choice with an invalid id, or NO_INDEX */
-    int32_t upto[LOWLAT_WORKERS];   /* rows of the experts of each warp */
+    int32_t upto[LOWLAT_WORKERS];   /* rows of the experts of warps 0 to w, running sum */
     int32_t slots;                  /* of all ranks */
-    int32_t most, groups;           /* tokens of a rank at most; groups of them */
-    int32_t experts, top_k, fours;  /* of the layer; fours: lanes per token */
-    bool twice;                     /* some token chose an expert twice */
-    bool has_large_rank;            /* some rank has more tokens than this planner takes */
+    int32_t most,
+        groups; /* largest number of tokens of a rank; number of groups that they make */
+    int32_t experts, top_k, fours; /* of the layer; fours: lanes per token */
+    bool twice;                    /* some token chose an expert twice */
+    bool has_large_rank;           /* some rank has more tokens than this planner takes */
 
     /* Index of a token's first id. */
     __device__ __forceinline__ int first_id_index(int rank, int32_t token) const

@@ -5,8 +5,8 @@
 
 #include "cuda/plan/planner.cuh"
 
-/* Copies the records of a group of tokens of one source; a lane has one word of one token. One
- * warp. false: the group is broken. */
+/* Copies the records of a group of tokens of one source; a lane copies one word of one token. One
+ * warp calls it. Returns false if the group of ranks is broken. */
 static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
                                      int32_t *records, int source, int32_t first_token,
                                      int32_t num_tokens)

@@ -22,7 +22,7 @@ typedef struct peer_info {
     cudaIpcMemHandle_t handle; /* of the heap, for ranks of the same host */
     uint32_t relays;           /* its process allows relays */
     uint32_t wanted, on_gpu;   /* hosts_memory; whether inbox and outbox lie on the GPU */
-    char sentence[256];        /* why the rank failed, or why they do not lie on the GPU */
+    char sentence[256];        /* why the rank failed, or why its inbox is not on the GPU */
     _Alignas(8) unsigned char liveness[NET_LIVENESS_HANDLE_BYTES];
     _Alignas(8) unsigned char net[NET_HANDLE_BYTES];
 } peer_info;

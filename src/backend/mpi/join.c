@@ -296,7 +296,8 @@ static bool test_slots(epic_group *group)
     return idle;
 }
 
-/* Cancels what the peers will not serve. Returns false if MPI may still access the rings. */
+/* Cancels the pending MPI requests that no peer will complete. Returns false if MPI may still
+ * read or write the rings; then they must not be freed. */
 static bool cancel_requests(epic_group *group)
 {
     pthread_mutex_lock(group->mutex);

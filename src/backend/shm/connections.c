@@ -260,7 +260,8 @@ static bool handle_incoming(connect_state *o, epic_result *result)
 }
 
 /* Accepts all higher ranks. A rank that died before it connected has no connection that could
- * close. It is found by its closed listener, and what arrived before is handled once more. */
+ * close, so its death is detected by its closed listener. A connection that it made just before it
+ * died may still be queued, so accepts once more before it reports the rank. */
 static epic_result accept_all(connect_state *o)
 {
     int gone = -1;
