@@ -154,7 +154,7 @@ WRONG: list[Wrong] = [
     ("plan", lambda o: o._replace(bytes=o.bytes[:-4]), "out plan has the shape ["),
     ("plan", lambda o: o._replace(bytes=o.bytes.char()), "another dtype: must be uint8"),
     ("plan_dispatch", lambda o: o[:2], "out: tuple: (plan, recv, slot_weights) is needed"),
-    ("plan_dispatch", lambda o: (o[0], o[1][:-1], o[2]), "out recv has the shape [215, 20]: must be [216,"),
+    ("plan_dispatch", lambda o: (o[0], o[1][:-1], o[2]), "[215, 20]: must be [216, 20]"),
     ("plan_dispatch", lambda o: (o[0], o[1], None), "the slot_weights of out= come together"),
     ("dispatch", lambda o: o[0], "out: Tensor: (recv, slot_weights) is needed"),
     ("dispatch", lambda o: (o[0].half(), o[1]), "out recv is float16: must be float32"),
