@@ -119,7 +119,7 @@ static void test_wrong_arguments(void)
     REFUSE_CALL(experts, &late, "EPIC_WEIGHT_LATE");
     REFUSE_CALL(saved_bytes, 8, "saved");
     REFUSE_CALL(workspace, NULL, "workspace");
-    REFUSE_CALL(workspace, (char *)p.workspace + 4, "16 divides");
+    REFUSE_CALL(workspace, (char *)p.workspace + 4, "multiple of 16");
     REFUSE_CALL(flags, 1, "flags");
     REFUSE_CALL(w_down_scales, (const float *)p.workspace, "w_down_scales is not NULL");
 

@@ -153,13 +153,13 @@ static void try_router(void)
                           .weights = memory[6],
                           .scores = memory[7]};
     CHECK(epic_router_forward(NULL, &a) == EPIC_OK);
-    FIELD(epic_router_forward, a, logits, memory[0] + 2, "logits", "4 divides");
-    FIELD(epic_router_forward, a, bias, memory[1] + 1, "bias", "4 divides");
-    FIELD(epic_router_forward, a, token_ids, memory[4] + 2, "token_ids", "4 divides");
-    FIELD(epic_router_forward, a, table, memory[5] + 2, "table", "4 divides");
-    FIELD(epic_router_forward, a, topk_idx, memory[3] + 2, "topk_idx", "4 divides");
-    FIELD(epic_router_forward, a, weights, memory[6] + 3, "weights", "4 divides");
-    FIELD(epic_router_forward, a, scores, memory[7] + 2, "scores", "4 divides");
+    FIELD(epic_router_forward, a, logits, memory[0] + 2, "logits", "multiple of 4");
+    FIELD(epic_router_forward, a, bias, memory[1] + 1, "bias", "multiple of 4");
+    FIELD(epic_router_forward, a, token_ids, memory[4] + 2, "token_ids", "multiple of 4");
+    FIELD(epic_router_forward, a, table, memory[5] + 2, "table", "multiple of 4");
+    FIELD(epic_router_forward, a, topk_idx, memory[3] + 2, "topk_idx", "multiple of 4");
+    FIELD(epic_router_forward, a, weights, memory[6] + 3, "weights", "multiple of 4");
+    FIELD(epic_router_forward, a, scores, memory[7] + 2, "scores", "multiple of 4");
     FIELD(epic_router_forward, a, weights, memory[3] + 4, "weights", "topk_idx");
     FIELD(epic_router_forward, a, scores, memory[0], "scores", "logits");
     FIELD(epic_router_forward, a, topk_idx, memory[2] + 64, "topk_idx", "workspace");
@@ -176,8 +176,8 @@ static void try_router(void)
                                    .workspace_bytes = sizeof memory[2],
                                    .d_logits = memory[7]};
     CHECK(epic_router_backward(NULL, &b) == EPIC_OK);
-    FIELD(epic_router_backward, b, d_weights, memory[6] + 2, "d_weights", "4 divides");
-    FIELD(epic_router_backward, b, d_logits, memory[7] + 2, "d_logits", "4 divides");
+    FIELD(epic_router_backward, b, d_weights, memory[6] + 2, "d_weights", "multiple of 4");
+    FIELD(epic_router_backward, b, d_logits, memory[7] + 2, "d_logits", "multiple of 4");
     FIELD(epic_router_backward, b, d_logits, memory[0], "d_logits", "logits");
     FIELD(epic_router_backward, b, d_logits, memory[6], "d_logits", "d_weights");
     FLAG(epic_router_backward, b, EPIC_ACCUMULATE)
@@ -198,10 +198,10 @@ static void try_losses(void)
                    .d_logits = memory[4]};
     CHECK(balance_loss_forward(NULL, &a) == EPIC_OK);
     CHECK(z_loss_backward(NULL, &a) == EPIC_OK);
-    FIELD(balance_loss_forward, a, logits, memory[0] + 2, "logits", "4 divides");
-    FIELD(balance_loss_forward, a, load, memory[1] + 2, "load", "4 divides");
-    FIELD(z_loss_forward, a, loss, memory[3] + 2, "loss", "4 divides");
-    FIELD(z_loss_backward, a, d_loss, memory[5] + 2, "d_loss", "4 divides");
+    FIELD(balance_loss_forward, a, logits, memory[0] + 2, "logits", "multiple of 4");
+    FIELD(balance_loss_forward, a, load, memory[1] + 2, "load", "multiple of 4");
+    FIELD(z_loss_forward, a, loss, memory[3] + 2, "loss", "multiple of 4");
+    FIELD(z_loss_backward, a, d_loss, memory[5] + 2, "d_loss", "multiple of 4");
     FIELD(z_loss_forward, a, loss, memory[0] + 4, "loss", "logits");
     FIELD(balance_loss_backward, a, d_logits, memory[1], "d_logits", "load");
     FIELD(z_loss_backward, a, d_logits, memory[0] + 64, "d_logits", "logits");
@@ -209,8 +209,8 @@ static void try_losses(void)
     FLAG(z_loss_backward, a, EPIC_ACCUMULATE)
     epic_bias_update_args u = {
         .bias = (float *)memory[0], .load = (int32_t *)memory[1], .num_experts = E};
-    FIELD(epic_bias_update, u, bias, memory[0] + 2, "bias", "4 divides");
-    FIELD(epic_bias_update, u, load, memory[1] + 1, "load", "4 divides");
+    FIELD(epic_bias_update, u, bias, memory[0] + 2, "bias", "multiple of 4");
+    FIELD(epic_bias_update, u, load, memory[1] + 1, "load", "multiple of 4");
     FIELD(epic_bias_update, u, load, memory[0] + 8, "bias", "load");
     FLAG(epic_bias_update, u, 0)
 }
@@ -237,13 +237,15 @@ static void try_experts(void)
                            .workspace_bytes = sizeof memory[6],
                            .y = memory[7]};
     CHECK_SAY(epic_experts_forward(NULL, &a) == EPIC_OK, "%s", epic_error(NULL));
-    FIELD(epic_experts_forward, a, x, memory[0] + 2, "x is", "4 divides");
-    FIELD(epic_experts_forward, a, expert_rows, memory[8] + 2, "expert_rows", "4 divides");
-    FIELD(epic_experts_forward, a, expert_tokens, memory[8] + 2, "expert_tokens", "4 divides");
-    FIELD(epic_experts_forward, a, slot_weights, memory[1] + 2, "slot_weights", "4 divides");
-    FIELD(epic_experts_forward, a, w_gate_up, memory[2] + 2, "w_gate_up", "4 divides");
-    FIELD(epic_experts_forward, a, b_down, memory[4] + 1, "b_down", "4 divides");
-    FIELD(epic_experts_forward, a, y, memory[7] + 2, "y is", "4 divides");
+    FIELD(epic_experts_forward, a, x, memory[0] + 2, "x is", "multiple of 4");
+    FIELD(epic_experts_forward, a, expert_rows, memory[8] + 2, "expert_rows", "multiple of 4");
+    FIELD(epic_experts_forward, a, expert_tokens, memory[8] + 2, "expert_tokens",
+          "multiple of 4");
+    FIELD(epic_experts_forward, a, slot_weights, memory[1] + 2, "slot_weights",
+          "multiple of 4");
+    FIELD(epic_experts_forward, a, w_gate_up, memory[2] + 2, "w_gate_up", "multiple of 4");
+    FIELD(epic_experts_forward, a, b_down, memory[4] + 1, "b_down", "multiple of 4");
+    FIELD(epic_experts_forward, a, y, memory[7] + 2, "y is", "multiple of 4");
     FIELD(epic_experts_forward, a, y, memory[0] + 16, "y at", "x at");
     FIELD(epic_experts_forward, a, saved, memory[6], "saved", "workspace");
     FIELD(epic_experts_forward, a, y, memory[3] + 4, "y at", "w_down");
@@ -268,8 +270,8 @@ static void try_experts(void)
                                     .d_b_down = memory[12],
                                     .d_slot_weights = (float *)memory[13]};
     CHECK_SAY(epic_experts_backward(NULL, &b) == EPIC_OK, "%s", epic_error(NULL));
-    FIELD(epic_experts_backward, b, d_y, memory[8] + 2, "d_y", "4 divides");
-    FIELD(epic_experts_backward, b, d_w_down, memory[11] + 2, "d_w_down", "4 divides");
+    FIELD(epic_experts_backward, b, d_y, memory[8] + 2, "d_y", "multiple of 4");
+    FIELD(epic_experts_backward, b, d_w_down, memory[11] + 2, "d_w_down", "multiple of 4");
     FIELD(epic_experts_backward, b, d_x, memory[0], "d_x", "x at");
     FIELD(epic_experts_backward, b, d_w_gate_up, memory[2], "d_w_gate_up", "w_gate_up");
     FIELD(epic_experts_backward, b, d_w_down, memory[10] + 32, "d_w_down", "d_w_gate_up");

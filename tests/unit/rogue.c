@@ -279,8 +279,10 @@ int main(void)
 {
     check_begin();
     run_alarm(110);
-    expect("threads", refuse_past_32_bits, "not written by EPIC (its result)");
-    expect(NULL, endless_name, "not written by EPIC (its name)");
+    expect("threads", refuse_past_32_bits,
+           "EPIC did not write what the bootstrap received from rank 0 (its result)");
+    expect(NULL, endless_name,
+           "EPIC did not write what the bootstrap received from rank 0 (its name)");
     expect("threads", invent_address, "threads: rank 0 could not join");
     expect("threads", nothing, "1 of the 2 ranks are in this process");
     expect("shm", other_address, "not an address that EPIC made");

@@ -81,7 +81,7 @@ static void test_wrong_arguments(void)
     REFUSE_CALL(logits, NULL, "logits");
     REFUSE_CALL(num_tokens, -1, "num_tokens");
     REFUSE_CALL(workspace_bytes, 8, "epic_router_workspace");
-    REFUSE_CALL(workspace, workspace + 4, "16 divides");
+    REFUSE_CALL(workspace, workspace + 4, "multiple of 16");
     REFUSE_CALL(scale_of_expert, weights, "scale_of_expert");
     REFUSE_CALL(topk_idx, NULL, "topk_idx");
     REFUSE_CALL(weights, NULL, "weights");
