@@ -252,7 +252,7 @@ static epic_result check_scales(const epic_context *ctx, const epic_dispatch_arg
                          (long long)a->scales.num_rows, (long long)a->tokens.num_rows);
     if (a->recv_scales.num_rows < a->recv.num_rows)
         return epic_fail(EPIC_EINVAL,
-                         "recv_scales.num_rows is %lld: recv has %lld rows, bring "
+                         "recv_scales.num_rows is %lld: recv has %lld rows, pass "
                          "as many",
                          (long long)a->recv_scales.num_rows, (long long)a->recv.num_rows);
     return EPIC_OK;

@@ -328,7 +328,7 @@ static void run_replicas(seat *s, observed *o)
     if (!s->on_device) {
         o->result = EPIC_EINVAL;
         snprintf(o->sentence, sizeof o->sentence,
-                 "data.num_rows: rank %d has %d rows, the plan has %d local experts; bring a "
+                 "data.num_rows: rank %d has %d rows, the plan has %d local experts; pass a "
                  "row for each",
                  num_ranks - 1, local - 1, local);
         return;
