@@ -48,13 +48,8 @@ const char *config_trace(void)
 
 bool config_checks_weights(void)
 {
-#ifdef NDEBUG
-    const bool is_default = false;
-#else
-    const bool is_default = true;
-#endif
     const char *text = getenv("EPIC_CHECK_WEIGHTS");
-    return text ? *text && strcmp(text, "0") != 0 : is_default;
+    return text && *text && strcmp(text, "0") != 0;
 }
 
 epic_result config_read(epic_config *out, const epic_config *config, size_t size)

@@ -23,8 +23,7 @@ epic_result config_of_query(epic_config *out, bool *on_device, epic_context *ctx
 /* Returns the folder for traces (EPIC_TRACE), or NULL. */
 const char *config_trace(void);
 
-/* Returns whether calls of a layer compare the weights that all ranks hold: EPIC_CHECK_WEIGHTS,
- * or if that is unset, whether this is a debug build (NDEBUG is not defined). */
+/* Returns whether calls of a layer compare the weights that all ranks hold (EPIC_CHECK_WEIGHTS). */
 bool config_checks_weights(void);
 
 /* Replaces "gpu" by "p2p" on one host and by "hosts" on several. Returns other names as they
