@@ -74,7 +74,7 @@ int main(void)
         {{"gpu", "host"},
          -1,
          EPIC_EMISMATCH,
-         {"rank 1: EPIC_NET_MEMORY=host, and =gpu on rank 0", "on every rank, or on none"}},
+         {"rank 1: EPIC_NET_MEMORY=host, and =gpu on rank 0", "on every rank, or unset it"}},
         {{"host", "gpu"}, -1, EPIC_EMISMATCH, {"rank 0: EPIC_NET_MEMORY=host", "rank 1"}},
         {{"", "gpu"},
          0,
