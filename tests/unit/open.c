@@ -60,10 +60,11 @@ static void another_backend(const epic_bootstrap *bootstrap, void *self)
     CHECK_EQ(info.result, result);
     CHECK_EQ(info.operation, EPIC_OP_OPEN);
     check_result(epic_check(ctx), EPIC_ECLOSED);
-    /* The end of a long sentence, which contains paths, may not fit behind the prefix. */
+    /* A long sentence, which contains paths, is shortened in its middle to fit behind the prefix. */
     const char *prefix = "ctx never opened, open a new one: ";
     CHECK(strncmp(epic_error(ctx), prefix, strlen(prefix)) == 0);
-    CHECK(strncmp(epic_error(ctx) + strlen(prefix), info.sentence, 400) == 0);
+    CHECK_SAY(strncmp(epic_error(ctx) + strlen(prefix), info.sentence, 150) == 0, "%s\n%s",
+              epic_error(ctx), info.sentence);
     check_result(epic_plan(ctx, &(epic_plan_args){0}), EPIC_ECLOSED);
     epic_abort(ctx, 0, "nothing to abort");
     epic_close(ctx);
