@@ -67,7 +67,7 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "ids of wide numbers": (
         lambda g: chosen(g, torch.full((3, TOP_K), 1 << 32)),
-        "is 2147483647: the router has 8 experts",
+        "is 2147483647: it must be below the router's 8 experts",
     ),
     "tokens without memory": (lambda g: step(g, X.to(META)), "on cpu and meta"),
     "weights without memory": (lambda g: step(g, w=W.to(META)), "on cpu and meta"),
