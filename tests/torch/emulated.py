@@ -220,7 +220,7 @@ def case_refused(on_gpu: epic.torch.Group, _: epic.torch.Group) -> None:
     """Rows in float64, by name."""
     layer = epic.torch.MoE(on_gpu, epic.torch.Moe.of(**WISH), dtype=torch.float64)
     x = torch.ones(2, 16, dtype=torch.float64)
-    told(lambda: layer(x), "row_type float64")
+    told(lambda: layer(x), "row_type is float64")
     told(lambda: layer(x, torch.tensor([True, False])), "float64")
     counts = torch.zeros(4, dtype=torch.int32)
     w = epic.torch.ExpertWeights(layer.w_gate_up, layer.w_down)
@@ -373,7 +373,7 @@ def case_e4m3_refused(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> No
         told(partial(epic.torch.moe, on_host, options, x, weights), "weight_type is e4m3")
         w = epic.torch.ExpertWeights(*(getattr(weights, n) for n in ExpertWeights._fields))
         run = partial(epic.torch.experts, options.experts, x, counts, counts, w)
-        told(run, "of e4m3 wants a CUDA context")
+        told(run, "weight_type is e4m3: it is supported on CUDA contexts")
     wish = (on_gpu, options, x, layer.weights())
     told(lambda: epic.torch.moe(*wish, grouped_mm=slab_mm), "grouped_mm with")
     half = layer.weights()._replace(w_gate_up_scales=torch.ones(4, 1, 1))
