@@ -207,6 +207,7 @@ class Facts(NamedTuple):
     num_local_experts: int
     words: tuple[int, ...]
     number: int  # that the library keeps it by; 0: it does not
+    owner: int  # the group's number when they were computed
 
 
 class Group:
@@ -390,7 +391,7 @@ class Group:
                 )
             KEPT_LAYERS[number] = (bound, size, local, options.num_experts, options.num_logical)
             self.layers.append(number)
-            found = (size, bound, local, words, number)
+            found = (size, bound, local, words, number, self.number)
             self.kept[layer] = found
         return found
 

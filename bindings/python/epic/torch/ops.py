@@ -245,12 +245,14 @@ def type_in(kind: int, name: str) -> torch.dtype | None:
 
 # The layers that groups keep, by number: capacity, bytes of a plan, and how many local experts,
 # experts and logical experts there are.
+# A closed group has none: a compiled function is traced again for it, and its call fails.
+NO_LAYER = (0, 0, 0, 0, 0)
 KEPT_LAYERS: dict[int, tuple[int, int, int, int, int]] = {}
 
 
 def size_of_plan(layer: int, rank_of_expert: Tensor | None) -> int:
     """Return the bytes of a plan of that layer, with the counts that follow it."""
-    _, plan_bytes, local, experts, logical = KEPT_LAYERS[layer]
+    _, plan_bytes, local, experts, logical = KEPT_LAYERS.get(layer, NO_LAYER)
     room = local if rank_of_expert is None else experts
     return plan_bytes + 4 * (2 * room + experts + 1 + logical)
 
@@ -300,7 +302,7 @@ def plan_dispatch_fake(
 ) -> tuple[Tensor, ...]:
     """Return the results of plan, then those of dispatch."""
     planned = new_bytes(topk_idx, size_of_plan(layer, rank_of_expert))
-    slots = KEPT_LAYERS[layer][0] if capacity < 0 else capacity
+    slots = KEPT_LAYERS.get(layer, NO_LAYER)[0] if capacity < 0 else capacity
     return planned, *dispatch_fake(order_token, planned, tokens, weights, slots)
 
 

@@ -39,7 +39,11 @@ class PlanSpec:
 
 def make_spec(group: Group, layer: Layer, tag: int) -> PlanSpec:
     """Return the spec of a layer's calls. The group keeps it; tracers see it made each time."""
-    size, bound, local, _, number = group.facts(layer.key)
+    size, bound, local, _, number, owner = group.facts(layer.key)
+    # Tracers take the facts for constants. This comparison is a guard: it makes them trace again
+    # for another group, and for one that was closed. A branch is what they guard.
+    if group.number != owner:
+        size += 0
     spec = PlanSpec(
         group,
         tag,
