@@ -171,7 +171,8 @@ def total_norm(
         cell = rows[group.rank, 0 if sharing.is_expert else 1]
         cell.copy_(torch.maximum(cell, power) if largest else cell + power)
     rows = sum_over_ranks(group, rows)
-    # Of what all ranks share, rank 0's: so the result is equal even where those gradients are not.
+    # Gradients that all ranks share count with rank 0's values, so the result is equal on all ranks
+    # even if those gradients differ.
     experts, shared = rows[:, 0], rows[0, 1]
     if largest:
         return torch.maximum(experts.max(), shared).float()

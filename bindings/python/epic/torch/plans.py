@@ -40,8 +40,9 @@ class PlanSpec:
 def make_spec(group: Group, layer: Layer, tag: int) -> PlanSpec:
     """Return the spec of a layer's calls. The group keeps it; tracers see it made each time."""
     size, bound, local, _, number, owner = group.facts(layer.key)
-    # Tracers take the facts for constants. This comparison is a guard: it makes them trace again
-    # for another group, and for one that was closed. A branch is what they guard.
+    # torch.compile takes the facts for constants, and so the layer's number. It guards every branch
+    # of Python: this one makes it trace again for another group and for a group that was closed.
+    # The body changes nothing.
     if group.number != owner:
         size += 0
     spec = PlanSpec(
