@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Runs of elements of any type to float32 and back.  F64 is not among them: it is computed as
- * it lies. */
+/* Converts arrays of elements of any type to float32 and back. F64 is not among them,
+ * because float64 rows are computed in their own type. */
 #ifndef EPIC_CONVERT_H
 #define EPIC_CONVERT_H
 

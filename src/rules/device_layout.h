@@ -29,37 +29,41 @@
 #define DEVICE_LAYOUT_BOTH
 #endif
 
-#define DEVICE_MAX_RANKS 32 /* a bit of a word, a lane of a warp, for each */
+#define DEVICE_MAX_RANKS 32 /* each rank is a bit of a word and a lane of a warp */
 #define DEVICE_MAX_EXPERTS 8192
-#define DEVICE_MAX_TALLIES (DEVICE_MAX_EXPERTS + DEVICE_MAX_RANKS + 16) /* and some words */
+#define DEVICE_MAX_TALLIES                   \
+    (DEVICE_MAX_EXPERTS + DEVICE_MAX_RANKS + \
+     16) /* one word for each expert and rank, and a few more */
 #define DEVICE_MAX_TOP_K 64
 #define DEVICE_PLAN_MAGIC 0x6e616c5063697045ull /* "EpicPlan" */
 
 typedef struct device_plan_header {
     uint64_t magic;
-    uint64_t id; /* the ranks agreed on it */
+    uint64_t id; /* equal on all ranks */
     uint64_t group_id;
     int64_t bytes;
     int64_t max_tokens;
     int32_t rank, num_ranks;
     uint32_t num_experts, top_k, alignment, overflow, expert_capacity, sum_order, leaves,
         partial_type;
-    uint32_t result;   /* EPIC_OK; EPIC_EINVAL, EPIC_EOVERFLOW: moves nothing */
+    uint32_t result;   /* EPIC_OK; after EPIC_EINVAL or EPIC_EOVERFLOW the plan moves nothing */
     int32_t num_local; /* largest number of experts of a rank */
     int32_t owned;     /* experts of this rank */
     int32_t tokens_of[DEVICE_MAX_RANKS];
     int32_t slots_of[DEVICE_MAX_RANKS];
-    uint8_t rank_at[DEVICE_MAX_RANKS]; /* TREE: the rank whose subtree is the i-th */
-    int32_t capacity;                  /* of this rank */
-    int32_t first_expert;              /* TREE: this rank's first, its experts are contiguous */
+    uint8_t rank_at[DEVICE_MAX_RANKS]; /* TREE: the rank that owns subtree i */
+    int32_t capacity;                  /* slots of this rank */
+    int32_t
+        first_expert; /* TREE: the first expert of this rank, whose experts are contiguous */
     uint32_t layout;
-    uint32_t layer_leaves; /* as `leaves`, which is one for each rank where rows are partials */
-    uint32_t num_logical;  /* 0: no replicas */
-    uint32_t layer_hash;   /* of every field of the layer */
-    uint32_t sum;          /* of the words before */
+    uint32_t
+        layer_leaves; /* leaves of the layer; `leaves` is one for each rank if rows are partials */
+    uint32_t num_logical; /* 0: no replicas */
+    uint32_t layer_hash;  /* hash of every field of the layer */
+    uint32_t sum;         /* checksum of the words before */
 } device_plan_header;
 
-/* One word's share of the header's sum. */
+/* Returns the contribution of one word to the checksum of the header. */
 DEVICE_LAYOUT_BOTH static inline uint32_t device_header_share(uint32_t word, uint32_t i)
 {
     return (word ^ i) * (2 * i + 0x9e3779b1u);
@@ -74,7 +78,7 @@ static inline uint32_t device_header_sum(const device_plan_header *header)
     return sum;
 }
 
-typedef struct device_padding { /* of a slab */
+typedef struct device_padding { /* the padding of one slab */
     int32_t first, count;       /* slots */
 } device_padding;
 
@@ -87,7 +91,7 @@ DEVICE_LAYOUT_BOTH static inline int64_t device_round_up(int64_t n, int64_t to)
     return (n + to - 1) / to * to;
 }
 
-/* 1 << bits are as many slabs as there are, or more. */
+/* Returns the least n for which 2^n is at least the number of slabs. */
 DEVICE_LAYOUT_BOTH static inline int device_slab_bits(int64_t slabs)
 {
 #ifdef __CUDA_ARCH__
@@ -112,8 +116,8 @@ device_plan_layout_of(int64_t num_ranks, int64_t max_tokens, int64_t num_experts
     return at;
 }
 
-/* Where the local experts of a FLAT plan begin, the tables of one with replicas, and where
- * plans end. */
+/* Return the offset of the local experts of a FLAT plan, the offsets of the tables of a plan
+ * with replicas, and the end of a plan. */
 DEVICE_LAYOUT_BOTH static inline int64_t device_locals(const device_plan_layout *at)
 {
     return at->bytes;
@@ -125,7 +129,7 @@ DEVICE_LAYOUT_BOTH static inline int64_t device_logical(const device_plan_layout
     return layout == EPIC_FLAT ? 2 * at->bytes - at->records : at->bytes;
 }
 
-/* Of one table of experts. */
+/* Returns the bytes of one table with a number for each expert. */
 DEVICE_LAYOUT_BOTH static inline int64_t device_table_bytes(const device_plan_layout *at)
 {
     return at->padding - at->slab_begin;
@@ -137,7 +141,8 @@ DEVICE_LAYOUT_BOTH static inline int64_t device_plan_end(const device_plan_layou
     return device_logical(at, layout) + (num_logical ? 2 * device_table_bytes(at) : 0);
 }
 
-/* Bytes of a plan by expert; 0: sizes that CUDA contexts do not take. */
+/* Returns the bytes of an expert-major plan, or 0 for sizes that CUDA contexts do not
+ * support. */
 static inline int64_t device_plan_bytes(int64_t num_ranks, int64_t max_tokens,
                                         int64_t num_experts, int64_t top_k)
 {
@@ -147,7 +152,7 @@ static inline int64_t device_plan_bytes(int64_t num_ranks, int64_t max_tokens,
     return device_plan_layout_of(num_ranks, max_tokens, num_experts, top_k).bytes;
 }
 
-/* The same for a layer of either layout. */
+/* Like device_plan_bytes(), for a layer of either layout. */
 static inline int64_t device_layer_bytes(int64_t num_ranks, int64_t max_tokens,
                                          const epic_layer *layer)
 {

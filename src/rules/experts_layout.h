@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The experts on a device: where their workspace lies, the same for the core, which tells its
- * size, the backend, which cuts it up, and the kernels. */
+/* The layout of the workspace of the experts on a device. The core, which returns its size,
+ * the backend, which divides it, and the kernels share this file. */
 #ifndef EPIC_EXPERTS_LAYOUT_H
 #define EPIC_EXPERTS_LAYOUT_H
 
@@ -11,8 +11,8 @@
 
 #define EXPERTS_TILE_ROWS 128
 
-/* Up to EXPERTS_TILE_ROWS rows of one slab.  The first `tokens` carry a token, the rest of
- * `rows` is padding. */
+/* Up to EXPERTS_TILE_ROWS rows of one slab. The first `tokens` rows carry a token; the
+ * others are padding. */
 typedef struct slab_tile {
     int32_t row, expert, tokens, rows;
 } slab_tile;
@@ -21,7 +21,7 @@ typedef struct slab_place {
     int32_t row, tokens;
 } slab_place;
 
-/* In bytes from the beginning of the workspace. */
+/* Offsets in bytes from the beginning of the workspace. */
 typedef struct experts_layout {
     int64_t num_tiles;   /* int32 [1] */
     int64_t tiles;       /* slab_tile [most_tiles] */
@@ -32,7 +32,7 @@ typedef struct experts_layout {
     int64_t quantized; /* backward of E4M3 weights: d_y, then d_gate_up, [num_slots, columns] */
     int64_t d_gate_up; /* backward: [num_slots, width] of row_type */
     int64_t bytes;
-    int64_t saved_bytes; /* of `saved`: [num_slots, width] of row_type */
+    int64_t saved_bytes; /* bytes of `saved`: [num_slots, width] of row_type */
     int32_t most_tiles;
 } experts_layout;
 
@@ -41,7 +41,7 @@ static inline int64_t experts_round_up(int64_t bytes)
     return (bytes + 127) / 128 * 128;
 }
 
-/* The first part of it.  Every slab has at most one tile that is not full. */
+/* Lays out the first part, the list of tiles. Every slab has at most one partial tile. */
 static inline void experts_lay_tiles(experts_layout *l, int64_t num_experts, int64_t num_slots)
 {
     const int64_t tiles = num_slots / EXPERTS_TILE_ROWS + num_experts;
@@ -52,7 +52,7 @@ static inline void experts_lay_tiles(experts_layout *l, int64_t num_experts, int
     l->activations = experts_round_up(l->slabs + num_experts * (int64_t)sizeof(slab_place));
 }
 
-/* Of 128 numbers: what has a scale. */
+/* Returns the number of blocks of 128 elements; each block has one scale. */
 static inline int64_t experts_blocks(int64_t numbers)
 {
     return (numbers + 127) / 128;
@@ -65,7 +65,8 @@ static inline experts_layout experts_layout_of(const epic_experts *ex, int64_t n
     const int64_t element = ex->row_type == EPIC_F32 ? 4 : 2;
     const int64_t width = (int64_t)ex->inner * (ex->ungated ? 1 : 2);
     const bool scaled = ex->weight_type == EPIC_E4M3;
-    const int64_t widest = width > ex->hidden ? width : ex->hidden; /* of what is quantized */
+    const int64_t widest =
+        width > ex->hidden ? width : ex->hidden; /* columns of the rows that are quantized */
     const int64_t columns = backward ? widest : ex->inner;
     experts_lay_tiles(&l, ex->num_local_experts, num_slots);
     l.scales = experts_round_up(l.activations +
@@ -81,7 +82,7 @@ static inline experts_layout experts_layout_of(const epic_experts *ex, int64_t n
     return l;
 }
 
-/* What the list of tiles takes if all rows are one expert's. */
+/* Returns the bytes of the list of tiles if one expert has all rows. */
 static inline int64_t experts_tiles_bytes(int64_t num_rows)
 {
     experts_layout l;

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The products of a layer's gate on a device, few columns with long sums: how sums are cut so
- * that a whole GPU has work, what their parts take, and what tensor cores want of the larger
- * ones (experts/grouped_pieces.cu).  The same for the core, which tells the size, and for the
- * backend. */
+/* The matrix products of a layer's gate on a device. They have few columns and long sums.
+ * This file defines how sums are split so that the whole GPU works, the memory of the
+ * partial sums, and the memory that tensor cores need for large products
+ * (experts/grouped_pieces.cu). The core, which returns the size, and the backend share it. */
 #ifndef EPIC_GATE_LAYOUT_H
 #define EPIC_GATE_LAYOUT_H
 
@@ -10,20 +10,21 @@
 
 #include "rules/experts_layout.h"
 
-#define GATE_UNITS 512  /* of work, at least: a few for each SM */
-#define GATE_LEAST 128  /* steps of a sum that are not cut */
-#define GATE_COLUMNS 64 /* of a tile */
-#define GATE_PIECES 3   /* bf16 numbers that a float32 is */
-#define GATE_PAIRS 6    /* products of the pieces of two float32 that count */
+#define GATE_UNITS 512  /* wanted number of units of work: a few for each SM */
+#define GATE_LEAST 128  /* length of a sum that is not split further */
+#define GATE_COLUMNS 64 /* columns of a tile */
+#define GATE_PIECES 3   /* number of bf16 values that represent a float32 */
+#define GATE_PAIRS 6    /* products of the pieces of two float32 that are computed */
 #define GATE_LARGE \
-    (INT64_C(1) << 29) /* multiplications, from which on tensor cores are faster */
+    (INT64_C(1) << 29) /* number of multiplications from which tensor cores are faster */
 
 static inline int64_t gate_ceil(int64_t a, int64_t b)
 {
     return (a + b - 1) / b;
 }
 
-/* Into how many slices the sums of [lines, columns] over `depth` are cut. */
+/* Returns the number of slices into which the sums of a product [lines, columns] over
+ * `depth` are split. */
 static inline int32_t gate_slices(int64_t lines, int64_t columns, int64_t depth)
 {
     const int64_t tiles =
@@ -33,8 +34,9 @@ static inline int32_t gate_slices(int64_t lines, int64_t columns, int64_t depth)
     return (int32_t)(wanted < most ? wanted : most > 1 ? most : 1);
 }
 
-/* Of forward the cut follows from the tokens of a block, which are the same for every number of
- * ranks where bits have to be, and of backward too, which goes block by block. */
+/* Returns the bytes of the partial sums. In the forward pass the split depends on the tokens
+ * of a block, which are equal for every number of ranks where bits must be equal. The
+ * backward pass also works block by block. */
 static inline int64_t gate_parts_bytes(int64_t tokens, int64_t block, int64_t hidden,
                                        int64_t columns, bool backward)
 {
@@ -44,8 +46,8 @@ static inline int64_t gate_parts_bytes(int64_t tokens, int64_t block, int64_t hi
     return slices > 1 ? slices * lines * columns * (int64_t)sizeof(float) : 0;
 }
 
-/* Is a product of [lines, columns] over `depth` one for tensor cores?  The plain one's tiles
- * are whole; theirs take as long for any number of columns up to 85. */
+/* Returns whether tensor cores compute a product [lines, columns] over `depth`. The plain
+ * kernel has whole tiles; tensor cores take equally long for any number of columns up to 85. */
 static inline bool gate_is_large(int64_t lines, int64_t columns, int64_t depth)
 {
     return gate_ceil(lines, EXPERTS_TILE_ROWS) * EXPERTS_TILE_ROWS *
@@ -53,8 +55,9 @@ static inline bool gate_is_large(int64_t lines, int64_t columns, int64_t depth)
            GATE_LARGE;
 }
 
-/* The pieces of the float32 factor, bf16 [depth, GATE_PIECES, columns], and the sums with each,
- * float32 [lines, GATE_PIECES, columns]: places behind the list of tiles, in bytes. */
+/* Offsets in bytes behind the list of tiles: the pieces of the float32 factor, bf16 [depth,
+ * GATE_PIECES, columns], and the sums with each piece, float32 [lines, GATE_PIECES,
+ * columns]. */
 typedef struct gate_pieces {
     int64_t pieces, sums, end;
 } gate_pieces;
@@ -69,8 +72,9 @@ static inline gate_pieces gate_pieces_of(int64_t tokens, int64_t lines, int64_t 
     return at;
 }
 
-/* The same for the gradient of x, both of whose factors are float32: bf16 [tokens, GATE_PAIRS,
- * columns] and [hidden, GATE_PAIRS, columns].  Its sums have no place: they are rows. */
+/* Offsets for the gradient of x, whose factors are both float32: bf16 [tokens, GATE_PAIRS,
+ * columns] and [hidden, GATE_PAIRS, columns]. Its sums are rows, so they need no memory
+ * here. */
 typedef struct gate_pairs {
     int64_t d_logits, weights, end;
 } gate_pairs;
@@ -84,8 +88,8 @@ static inline gate_pairs gate_pairs_of(int64_t tokens, int64_t hidden, int64_t c
     return at;
 }
 
-/* Of the workspace: the list of tiles, then the parts or the pieces; forward's of all
- * tokens. */
+/* Returns the bytes of the workspace: the list of tiles, then the partial sums or the
+ * pieces. Those of the forward pass are for all tokens. */
 static inline int64_t gate_bytes(int64_t tokens, int64_t block, int64_t hidden, int64_t columns,
                                  bool backward)
 {

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The few functions of one number that scores are made of.
+/* Functions of one number from which scores are computed.
  *
- * In float32 they are additions, products and quotients only, in a fixed order and never
- * contracted, so that every compiler and every device gets the same bits, and with them the
- * same choice of experts (kernels/cuda includes them too).  Their error is below 2 units in the
- * last place.  In float64, where only gradients are checked, they are the C library's. */
+ * In float32 they use only additions, products and quotients, in a fixed order and never
+ * contracted. So every compiler and every device gets the same bits, and with them the same
+ * choice of experts (kernels/cuda includes them, too). The error is below 2 units in the
+ * last place. In float64, which only checks gradients, they are those of the C library. */
 #ifndef EPIC_SCALAR_H
 #define EPIC_SCALAR_H
 
@@ -18,7 +18,7 @@
 #define SCALAR static inline
 #endif
 
-#define LOWEST_F32 (-104.0f) /* e to that is 0 in float32 */
+#define LOWEST_F32 (-104.0f) /* e^x is 0 in float32 below this x */
 
 SCALAR uint32_t word_of(float x)
 {
@@ -27,7 +27,7 @@ SCALAR uint32_t word_of(float x)
     return bits;
 }
 
-/* 2^n for -126 <= n <= 127. */
+/* Returns 2^n for -126 <= n <= 127. */
 SCALAR float power_of_two(int32_t n)
 {
     const uint32_t bits = word_of(1) + ((uint32_t)n << 23);
@@ -36,10 +36,10 @@ SCALAR float power_of_two(int32_t n)
     return x;
 }
 
-/* e^(x + low) for x <= 88 and |low| tiny: low is what rounding has cut from x. */
+/* Returns e^(x + low) for x <= 88 and tiny |low|, the part that rounding has removed from x. */
 SCALAR float exp_f32(float x, float low)
 {
-    const float near = 0x1.8p23f; /* added and taken away: rounds to an integer */
+    const float near = 0x1.8p23f; /* adding and subtracting it rounds to an integer */
     const float t = x < LOWEST_F32 ? LOWEST_F32 : x;
     const float sum = t * 0x1.715476p0f + near;
     const float n = sum - near;
@@ -53,18 +53,19 @@ SCALAR float exp_f32(float x, float low)
     p = p * r + 1.0f / 6;
     p = p * r + 0.5f;
     p = (p * r) * r + r;
-    /* In two factors, as 2^n may be subnormal. */
+    /* two factors, because 2^n may be subnormal */
     const int32_t whole = (int32_t)(word_of(sum) - word_of(near));
     const int32_t half = whole >> 1;
     return ((p + 1.0f) * power_of_two(half)) * power_of_two(whole - half);
 }
 
-/* a / b, rounded, for 0 <= a <= 1 <= b <= 2, where b is 1 if a is below 2^-60. */
+/* Returns a / b, rounded, for 0 <= a <= 1 <= b <= 2, where b is 1 if a is below 2^-60. */
 SCALAR float part_of_f32(float a, float b)
 {
 #if defined(__CUDACC__)
-    /* A step towards 1 / b, one towards the quotient: right for a = 1 and every a of which b is
-     * 1 + a, if the start is 2 units off at most.  Only the last b below 2 needs it exact. */
+    /* One step towards 1 / b, and one towards the quotient. The result is exact for a = 1
+     * and for b = 1 + a if the start is at most 2 units off. Only the last b below 2 needs
+     * an exact start. */
     const float start = b == 0x1.fffffep0f ? 0x1.000002p-1f : reciprocal_approx(b);
     const float y = fmaf(fmaf(-b, start, 1), start, start);
     const float q = a * y;
@@ -84,7 +85,7 @@ SCALAR double exp_f64(double x, double low)
     return x > -746 ? exp(x) * (1 + low) : x != x ? x : 0;
 }
 
-/* log(1 + x) for 0 <= x <= 1, from the series of the inverse hyperbolic tangent. */
+/* Returns log(1 + x) for 0 <= x <= 1, by the series of the inverse hyperbolic tangent. */
 SCALAR float log1p_f32(float x)
 {
     const float t = x / (2.0f + x);

@@ -80,7 +80,7 @@ static epic_result read_window(int32_t *window)
 
 static epic_result read_threads(int32_t *threads)
 {
-    return read_number("EPIC_NET_THREADS", "threads of a rank's net beside the one it has",
+    return read_number("EPIC_NET_THREADS", "threads of a rank's net in addition to its own",
                        "as many as there are cores for", MAX_THREADS, threads);
 }
 
