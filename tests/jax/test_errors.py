@@ -180,7 +180,7 @@ def test_errors_have_the_words_of_python(opened: Any) -> None:
     text = failure(tight, x, ids)
     assert "(capacity=None always suffices)" in text and "epic_" not in text, text
     mistakes: list[tuple[Any, str]] = [
-        (lambda: epic.jax.Layer(8, 2, expert_capacity=4), "overflow 'drop'"),
+        (lambda: epic.jax.Layer(8, 2, expert_capacity=4), "unless overflow is 'drop'"),
         (lambda: epic.jax.Layer(8, 2, priority="by_k"), "'by_k' needs overflow 'drop'"),
         (lambda: epic.jax.Layer(8, 2, leaves=4), "sum_order 'tree'"),
         (lambda: epic.jax.Layer(8, 2, partial_type="bfloat16"), "float32"),
