@@ -1,37 +1,49 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* sum_replicas: adds the arrays of the replicas of each logical expert, and stores the sum to
- * all of them.
+/* sum_replicas: adds the float32 arrays (such as gradients) of the replicas of each logical
+ * expert, and stores the sum to every replica.
  *
- *   data  [local experts, count]   a thread adds four floats of the replicas here, sends them
- *                                  to all peers, and later adds those of all ranks
+ *   data  [local experts, count] float32, input and output
  *
- * The plan has a table of which experts are replicas of each other. The logical experts with
- * several replicas form one list of vectors, first those of the first logical expert, then of
- * the next. The list is processed in rounds of as many vectors as fit the staging. All ranks
- * have the same list, also for logical experts of which they have no replica: they send zeros.
- */
+ *   1. send     add the same four floats of this rank's replicas of an expert; store the sum to
+ *               the staging of every peer
+ *   2. receive  poll this rank's staging for the sums of every peer
+ *   3. add      add the sums of all ranks, store the result to every replica here
+ *
+ * The vectors (four floats) of all logical experts with two or more replicas form one list,
+ * ordered by logical expert. All ranks have the same list; a rank without a replica of an
+ * expert sends zeros. The list is processed in rounds of as many vectors as staging has room
+ * for. In a round all warps of all CTAs do the same work; thread t of N in the grid has vectors
+ * t, t + N, ... Each word in staging is its own flag, as in sum.cu, and a warp sends all its
+ * vectors of the round before it polls for any. */
 #include "cuda/allreduce/sum.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/plan/view.cuh"
 
 #define BLOCK 512
-#define SINGLE_REPLICA 0xffff /* a logical expert with one replica */
-#define LEAF_LEVELS 8         /* levels of a tree of a rank's leaves, at most 128 */
+#define SINGLE_REPLICA 0xffff /* in Replicas.nth and mine: there is only one replica */
+/* levels of a binary tree over the at most 128 leaves of a rank */
+#define LEAF_LEVELS 8
 
-struct Replicas { /* tables of replicas, in shared memory */
-    /* Replicas of a logical expert; later, where those here of the n-th logical expert with
-     * several replicas begin in `local`. */
+/* Which local experts are replicas of which logical expert; in shared memory. The logical
+ * experts with two or more replicas, called "replicated" here, have numbers n = 0, 1, ... */
+struct Replicas {
+    /* At first the number of replicas of each logical expert. When read_replicas() returns, the
+     * replicas on this rank of replicated expert n are local[count[n]] to local[count[n + 1] -
+     * 1]. */
     int32_t count[P2P_REPLICATED_EXPERTS + 1];
     uint16_t
-        nth[P2P_REPLICATED_EXPERTS]; /* n of the logical expert, if it has several replicas */
-    uint16_t mine[P2P_REPLICATED_EXPERTS];  /* the same by local expert */
-    uint16_t local[P2P_REPLICATED_EXPERTS]; /* local experts, ordered by n */
-    uint16_t leaf[P2P_REPLICATED_EXPERTS];  /* leaf of a local expert on this rank */
+        nth[P2P_REPLICATED_EXPERTS]; /* [logical expert]: its number n, or SINGLE_REPLICA */
+    /* [local expert]: number n of its logical expert, or SINGLE_REPLICA */
+    uint16_t mine[P2P_REPLICATED_EXPERTS];
+    uint16_t local[P2P_REPLICATED_EXPERTS]; /* local experts that are replicas, ordered by n */
+    /* [local expert]: its leaf, counted from this rank's first */
+    uint16_t leaf[P2P_REPLICATED_EXPERTS];
     int32_t num_replicated;
     int32_t leaves; /* of this rank */
 };
 
-/* Exclusive prefix sum in place; count[num] becomes the sum of all. One warp. */
+/* Replaces count[0 .. num - 1] by their exclusive prefix sums, and sets count[num] to the sum
+ * of all. Called by one warp. */
 static __device__ void prefix_sum(int32_t *count, int num)
 {
     int32_t before = 0;
@@ -50,7 +62,8 @@ static __device__ void prefix_sum(int32_t *count, int num)
     if (lane_id() == 0) count[num] = before;
 }
 
-/* Numbers the logical experts that have several replicas. One warp. */
+/* Sets nth and num_replicated from count, the number of replicas of each logical expert. Called
+ * by one warp. */
 static __device__ void number_replicated(Replicas &r, int num_logical)
 {
     int num_replicated = 0;
@@ -66,7 +79,8 @@ static __device__ void number_replicated(Replicas &r, int num_logical)
     if (lane_id() == 0) r.num_replicated = num_replicated;
 }
 
-/* Reads the tables of the plan, whose contents are not trusted. All threads. */
+/* Fills all tables of `r` from the plan. Ids in the plan's memory are checked before use,
+ * because the caller could have changed it. Called by all threads of a CTA. */
 static __device__ void read_replicas(Replicas &r, const PlanView &plan, const p2p_self &self,
                                      const uint8_t *bytes)
 {
@@ -108,18 +122,19 @@ static __device__ void read_replicas(Replicas &r, const PlanView &plan, const p2
     __syncthreads();
 }
 
-struct Quad { /* four floats of a logical expert */
+struct Quad { /* A vector of the list: floats [i, i + 4) of replicated expert `nth`. */
     int nth;
     int64_t i;
 };
 
-/* The array of a local expert. */
+/* Returns the array of a local expert. */
 __device__ __forceinline__ float *floats_of_expert(const p2p_sum_replicas_job &job, int local)
 {
     return job.data + local * job.count;
 }
 
-/* Adds to x the replicas of `part` in a leaf of this rank. n: the next replica. */
+/* Adds to x the floats `part` of this rank's replicas whose expert belongs to `leaf`. n is the
+ * index in r.local of the first replica that has not been added, and moves past those added. */
 __device__ __forceinline__ void add_leaf(const Replicas &r, const p2p_sum_replicas_job &job,
                                          const Quad &part, int leaf, int &n, float (&x)[4])
 {
@@ -132,7 +147,8 @@ __device__ __forceinline__ void add_leaf(const Replicas &r, const p2p_sum_replic
     }
 }
 
-/* The sum of this rank's replicas. */
+/* Returns the sum of the floats `part` over this rank's replicas, in the order of the leaves;
+ * zeros if it has none. */
 static __device__ uint4 add_here(const Replicas &r, const p2p_sum_replicas_job &job,
                                  const Quad &part)
 {
@@ -153,7 +169,8 @@ static __device__ uint4 add_here(const Replicas &r, const p2p_sum_replicas_job &
     return F32::pack_floats(x);
 }
 
-/* One round: vectors [begin, begin + vectors) of the list. false: the group is broken. */
+/* Does one round: vectors [begin, begin + vectors) of the list. `order`: sum order of the
+ * ranks. Returns false if the group is broken. */
 template <bool MANY>
 static __device__ bool sum_vectors(const Replicas &r, const OpState &op,
                                    const p2p_sum_replicas_job &job, uint32_t order,
@@ -184,8 +201,10 @@ static __device__ bool sum_vectors(const Replicas &r, const OpState &op,
     return true;
 }
 
-/* Does every rank have a row for each of its experts? All threads. Sets ok to false if the
- * group is broken. */
+/* Checks the announced sizes: the data of every rank must have at least num_local rows, the
+ * largest number of experts of a rank. CTA 0 reports the first rank that has fewer. Returns
+ * true if all have enough, and sets ok to false if the group is broken. Called by all threads
+ * of all CTAs. */
 static __device__ bool check_local_rows(const OpState &op, const p2p_sum_replicas_job &job,
                                         int32_t num_local, bool &ok)
 {
@@ -202,7 +221,8 @@ static __device__ bool check_local_rows(const OpState &op, const p2p_sum_replica
     return !short_of;
 }
 
-/* MANY: there are too many ranks for the registers of a thread. */
+/* MANY: the group has more than MAX_UNROLLED_RANKS ranks, so each thread loops over the ranks.
+ */
 template <bool MANY>
 __global__ void __launch_bounds__(BLOCK, 1)
     sum_replicas_kernel(const __grid_constant__ p2p_sum_replicas_job job)

@@ -1,17 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* allreduce_sum: adds float32 arrays of all ranks in place; every rank gets the same bits.
+/* allreduce_sum: adds the float32 arrays of all ranks in place. Every rank gets the same bits.
  *
- *   data  [count]   a warp sends, and later adds, the same pieces, 16 bytes per lane
+ *   data  [count] float32, input and output
  *
- * Every rank stores its array to the staging of every peer, where each word is its own flag
- * (poison, net/staging.cuh). A warp sends all its pieces before it waits for any, so no wait is
- * circular. */
+ *   1. send     store each vector (four floats) of data to the staging of every peer
+ *   2. receive  poll this rank's staging for the same vector of every peer
+ *   3. add      add the vectors of all ranks in rank or tree order, store the sum to data
+ *
+ * All warps of all CTAs do this work; thread t of N in the grid has vectors t, t + N, ... Every
+ * word in staging is its own flag: it is poison (0xffffffff) until the peer's store arrives, so
+ * stores need no order. A warp sends all its vectors before it polls for any. So no two ranks
+ * wait for each other. */
 #include "cuda/allreduce/sum.cuh"
 #include "cuda/common/launch.cuh"
 
 #define BLOCK 512
 
-/* The sum of vector v of the array, with this rank's floats loaded. */
+/* Describes the sum of vector v over all ranks, and loads this rank's four floats of it. */
 __device__ __forceinline__ RankSum make_rank_sum(const OpState &op, const p2p_sum_job &job,
                                                  int64_t v)
 {
@@ -21,7 +26,8 @@ __device__ __forceinline__ RankSum make_rank_sum(const OpState &op, const p2p_su
             in,        in ? load_floats(job.data, v * 4, job.count) : make_uint4(0, 0, 0, 0)};
 }
 
-/* MANY: there are too many ranks for the registers of a thread. */
+/* MANY: the group has more than MAX_UNROLLED_RANKS ranks, so each thread loops over the ranks.
+ */
 template <bool MANY>
 __global__ void __launch_bounds__(BLOCK, 1) sum_kernel(const __grid_constant__ p2p_sum_job job)
 {

@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Adding four floats of every rank, for sum.cu and replicas.cu. */
+/* Device functions that add one vector (four floats) of every rank: send, receive and add. Used
+ * by sum.cu and replicas.cu. */
 #ifndef EPIC_SUM_CUH
 #define EPIC_SUM_CUH
 
 #include "cuda/net/staging.cuh"
 
-#define MAX_UNROLLED_RANKS 8 /* ranks whose floats fit the registers of a thread at once */
-#define RANK_LEVELS 6        /* levels of a tree of all ranks, the root included */
+#define MAX_UNROLLED_RANKS 8 /* largest group whose vectors a thread keeps in registers */
+#define RANK_LEVELS 6        /* levels of a binary tree over 32 ranks, root included */
 
-/* Loads elements [i, i + 4) of an array; zeros past its end. */
+/* Loads elements [i, i + 4) of an array of `count` floats; elements past its end are zeros. */
 __device__ __forceinline__ uint4 load_floats(const float *data, int64_t i, int64_t count)
 {
     uint32_t w[4];
@@ -18,7 +19,7 @@ __device__ __forceinline__ uint4 load_floats(const float *data, int64_t i, int64
     return make_uint4(w[0], w[1], w[2], w[3]);
 }
 
-/* Stores elements [i, i + 4) of an array, up to its end. */
+/* Stores x to elements [i, i + 4) of an array of `count` floats, up to its end. */
 __device__ __forceinline__ void store_floats(float *data, int64_t i, int64_t count,
                                              const float *x)
 {
@@ -31,26 +32,27 @@ __device__ __forceinline__ void store_floats(float *data, int64_t i, int64_t cou
         if (i + e < count) data[i + e] = x[e];
 }
 
-/* Adds `left`, the earlier sum, to x. */
+/* x = left + x. `left` is the sum of the lower-numbered operands, so it comes first. */
 __device__ __forceinline__ void add_to_left(const float (&left)[4], float (&x)[4])
 {
 #pragma unroll
     for (int e = 0; e < 4; e++) x[e] = left[e] + x[e];
 }
 
-/* Copies four floats. */
 __device__ __forceinline__ void copy_floats(const float (&from)[4], float (&to)[4])
 {
 #pragma unroll
     for (int e = 0; e < 4; e++) to[e] = from[e];
 }
 
-/* A binary tree whose leaves arrive in order: sums that wait for their right half. */
+/* Adds vectors (leaves) in a fixed binary tree while they arrive in order. Like the digits of a
+ * binary counter, left[level] is a sum of 2^level leaves that waits for its right sibling. */
 template <int LEVELS> struct Tree {
     float left[LEVELS][4];
 
-    /* Adds the next leaf: merges it with its complete left siblings, level by level. x is
-     * overwritten. */
+    /* Adds leaf number `leaf`, which is x: adds x to left[level] from level 0 up, as long as
+     * the node is a right child, and stores the sum at the first level where it is a left
+     * child. Overwrites x. */
     __device__ __forceinline__ void push_leaf(int leaf, float (&x)[4])
     {
         bool rises = true;
@@ -64,7 +66,7 @@ template <int LEVELS> struct Tree {
                 copy_floats(x, left[level]);
         }
     }
-    /* The sum of the first `leaves` leaves. */
+    /* Sets x to the sum of all `leaves` leaves that were pushed. */
     __device__ __forceinline__ void sum_leaves(int leaves, float (&x)[4]) const
     {
         bool some = false;
@@ -80,20 +82,23 @@ template <int LEVELS> struct Tree {
     }
 };
 
-struct RankSum { /* four floats of each rank; `in`: this thread has some */
+struct RankSum { /* The sum of one vector over all ranks, for one thread. */
     const OpState &op;
     const p2p_self &self;
     uint32_t order;
-    int64_t at; /* index of the first float in staging */
+    int64_t at; /* index of the vector's first float in staging */
+    /* true if this thread has a vector; false in the last lanes past the end */
     bool in;
+    /* this rank's vector */
     uint4 own;
 
-    /* The vector that `rank` sends to this rank. */
+    /* Returns the address in this rank's staging where `rank` stores its vector. */
     __device__ __forceinline__ uint4 *staged_vector(int rank) const
     {
         return (uint4 *)(op.inbox[rank] + at * 4);
     }
-    /* Stores this thread's four floats to the staging of every peer. */
+    /* Stores this rank's vector to the staging of every peer. A NaN that equals poison is
+     * replaced by another NaN. */
     __device__ __forceinline__ void send_floats() const
     {
         const uint4 q = replace_poisons(own, F32::NAN_WORD);
@@ -104,7 +109,8 @@ struct RankSum { /* four floats of each rank; `in`: this thread has some */
     }
 };
 
-/* backend hosts: posts the puts of the vectors that the lanes of a warp have sent. */
+/* backend hosts: posts the puts of all vectors that this warp has stored for ranks on other
+ * hosts. Called by a whole warp after its last send_floats(). p2p: does nothing. */
 static __device__ void post_put_vectors(const OpState &op, int64_t vectors)
 {
     const p2p_self &self = *op.self;
@@ -116,7 +122,8 @@ static __device__ void post_put_vectors(const OpState &op, int64_t vectors)
         }
 }
 
-/* Waits for the floats of all ranks. One warp. */
+/* Waits for the vectors of all ranks, q[r] from rank r, and stores poison back to staging.
+ * Called by a whole warp. Returns false if the group is broken. */
 __device__ __forceinline__ bool receive_floats(const RankSum &s, uint4 (&q)[MAX_UNROLLED_RANKS])
 {
     const p2p_self &self = s.self;
@@ -139,7 +146,8 @@ __device__ __forceinline__ bool receive_floats(const RankSum &s, uint4 (&q)[MAX_
     return ok;
 }
 
-/* Waits for the floats of one rank. One warp. */
+/* Waits for the vector of one rank and stores poison back to staging. Called by a whole warp.
+ * Returns false if the group is broken. */
 __device__ __forceinline__ bool receive_rank(const RankSum &s, int rank, float (&x)[4])
 {
     const bool own = rank == s.self.rank;
@@ -153,7 +161,7 @@ __device__ __forceinline__ bool receive_rank(const RankSum &s, int rank, float (
     return ok;
 }
 
-/* Adds up the ranks one after the other. */
+/* add_ranks() for any number of ranks: receives and adds one rank at a time. */
 static __device__ bool add_ranks_looped(const RankSum &s, float (&x)[4])
 {
     const int ranks = s.self.num_ranks;
@@ -174,7 +182,8 @@ static __device__ bool add_ranks_looped(const RankSum &s, float (&x)[4])
     return true;
 }
 
-/* Adds up at most MAX_UNROLLED_RANKS ranks in registers. */
+/* add_ranks() for at most MAX_UNROLLED_RANKS ranks: receives all vectors at once and adds them
+ * in registers. */
 static __device__ __forceinline__ bool add_ranks_unrolled(const RankSum &s, float (&sum)[4])
 {
     uint4 q[MAX_UNROLLED_RANKS];
@@ -201,7 +210,8 @@ static __device__ __forceinline__ bool add_ranks_unrolled(const RankSum &s, floa
     return true;
 }
 
-/* Waits for the floats of all ranks and adds them. All lanes. false: the group is broken. */
+/* Waits for the vector of every rank and sets x to the sum, added in the order of the job (by
+ * rank or in the tree). Called by a whole warp. Returns false if the group is broken. */
 template <bool MANY> __device__ __forceinline__ bool add_ranks(const RankSum &s, float (&x)[4])
 {
     return MANY ? add_ranks_looped(s, x) : add_ranks_unrolled(s, x);
