@@ -11,15 +11,16 @@
 #include "kernels/kernels.h"
 #include "plan/plan.h"
 
-/* Returns EPIC_EINVAL for NULL, otherwise the state of the context. */
+/* Returns EPIC_EINVAL if ctx is NULL, the failure of its group if it has one, otherwise
+ * EPIC_OK. */
 static epic_result check_context(epic_context *ctx)
 {
     if (!ctx) return epic_fail(EPIC_EINVAL, "ctx is NULL: must be a context from epic_open");
     return context_check(ctx);
 }
 
-/* Adds the hash of the layer's options to the tag. Device backends compare the hash of the
- * tag between the ranks and use the tag for nothing else, so the ranks compare the options
+/* Mixes the hash of the layer's options into call->tag. A device backend uses the tag only to
+ * compare a hash of it between the ranks. So the mixed tag makes the ranks compare the options
  * too. */
 static void add_options_hash(epic_call *call, const op_header_extra *extra)
 {
@@ -27,14 +28,15 @@ static void add_options_hash(epic_call *call, const op_header_extra *extra)
         call->tag = hash_join(call->tag, extra->options->hash);
 }
 
-/* Gives a matrix without rows, {NULL, 0, 0}, the row_bytes of the matrix that belongs to it.
- * It works on epic_rows and epic_const_rows. */
+/* If a matrix is {NULL, 0, 0} (no rows), sets its row_bytes to `bytes`, the row_bytes of the
+ * matrix that belongs to it. A macro, because it works on epic_rows and epic_const_rows. */
 #define DEFAULT_ROW_BYTES(rows, bytes)                                                         \
     do {                                                                                       \
         if (!(rows).data && !(rows).num_rows && !(rows).row_bytes) (rows).row_bytes = (bytes); \
     } while (0)
 
-/* Reads and checks the arguments of a plan. The complete layer is copied to `layer`. */
+/* Reads and checks the arguments of a plan. Copies args->layer with its defaults filled in to
+ * *layer, and makes a->layer point to that copy. */
 static epic_result read_plan_args(const epic_context *ctx, epic_plan_args *a, epic_layer *layer,
                                   const epic_plan_args *args, size_t size)
 {
@@ -45,7 +47,8 @@ static epic_result read_plan_args(const epic_context *ctx, epic_plan_args *a, ep
     return check_plan_args(ctx, a, layer);
 }
 
-/* Implements epic_plan and api_plan; extra is NULL for the public call. */
+/* Implements epic_plan and api_plan. If extra is NULL (epic_plan), the ranks compare the
+ * options of args->moe. */
 static epic_result call_plan(epic_context *ctx, const epic_plan_args *args, size_t size,
                              const op_header_extra *extra)
 {
@@ -73,9 +76,9 @@ epic_result api_plan(epic_context *ctx, const epic_plan_args *args,
     return call_plan(ctx, args, sizeof *args, extra);
 }
 
-/* Fills in row_bytes of matrices without rows. A quantized row has one byte for each
- * element. Sizes are not checked yet, so a product that overflows becomes INT64_MAX, which
- * the check of row_bytes rejects. */
+/* Fills in row_bytes of matrices without rows: recv gets it from tokens, or tokens from recv. A
+ * quantized row has one byte for each element. Sizes are not checked yet, so a product that
+ * overflows becomes INT64_MAX, which check_rows() rejects later. */
 static void default_dispatch_rows(epic_dispatch_args *a)
 {
     const int64_t size = a->quantize ? (int64_t)epic_type_bytes(a->type) : 1;
@@ -88,9 +91,10 @@ static void default_dispatch_rows(epic_dispatch_args *a)
     DEFAULT_ROW_BYTES(a->recv_scales, a->scales.row_bytes);
 }
 
-/* Completes the layer of an existing plan in `out` and makes *layer point to it. This call
- * does not know whether the plan had a rank_of_expert. On the GPUs of several hosts the
- * order behind EPIC_BY_HOSTS depends on that, so it stays as it is there. */
+/* Copies the layer of an existing plan to *out, fills in its defaults, and makes *layer point
+ * to it. Also replaces EPIC_BY_HOSTS by the order that it stands for, except on GPUs of several
+ * hosts. There the order depends on whether the plan had a rank_of_expert, which this call
+ * cannot see. */
 static epic_result read_plan_layer(const epic_context *ctx, epic_layer *out,
                                    const epic_layer **layer)
 {
@@ -100,7 +104,7 @@ static epic_result read_plan_layer(const epic_context *ctx, epic_layer *out,
     return EPIC_OK;
 }
 
-/* Implements epic_dispatch and api_dispatch. */
+/* Implements epic_dispatch and api_dispatch. extra is NULL for epic_dispatch. */
 static epic_result call_dispatch(epic_context *ctx, const epic_dispatch_args *args, size_t size,
                                  const op_header_extra *extra)
 {
@@ -127,7 +131,8 @@ epic_result api_dispatch(epic_context *ctx, const epic_dispatch_args *args,
     return call_dispatch(ctx, args, sizeof *args, extra);
 }
 
-/* Rejects what dispatch would reject, before the plan is made. */
+/* Checks the dispatch arguments against the plan arguments. This runs before the plan is made,
+ * so that an error leaves the plan's bytes as they were. */
 static epic_result check_plan_dispatch(const epic_plan_args *p, const epic_dispatch_args *d)
 {
     if (p->capacity == EPIC_CAPACITY_EXACT)
@@ -144,7 +149,7 @@ static epic_result check_plan_dispatch(const epic_plan_args *p, const epic_dispa
 }
 
 /* Implements epic_plan_dispatch and api_plan_dispatch. The dispatch uses the call, layer and
- * plan of the plan's arguments. */
+ * plan of the plan's arguments; these fields of `dispatch` are ignored. */
 static epic_result call_plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
                                       size_t plan_size, const epic_dispatch_args *dispatch,
                                       size_t dispatch_size, const op_header_extra *extra)
@@ -213,8 +218,8 @@ epic_result epic_dispatch_backward_v1(epic_context *ctx,
     return host_dispatch_backward(ctx, &a);
 }
 
-/* Fills in row_bytes of matrices without rows. All have the width of d_out, except quantized
- * d_rows. */
+/* Fills in row_bytes of matrices without rows. All matrices have the row_bytes of d_out, except
+ * d_rows if it is quantized. */
 static void default_combine_backward_rows(epic_combine_backward_args *a)
 {
     if (!a->quantize) DEFAULT_ROW_BYTES(a->d_out, a->d_rows.row_bytes);
@@ -223,7 +228,8 @@ static void default_combine_backward_rows(epic_combine_backward_args *a)
     if (!a->quantize) DEFAULT_ROW_BYTES(a->d_rows, a->d_out.row_bytes);
 }
 
-/* Implements epic_combine_backward and api_combine_backward. */
+/* Implements epic_combine_backward and api_combine_backward. extra is NULL for the public
+ * call. */
 static epic_result call_combine_backward(epic_context *ctx,
                                          const epic_combine_backward_args *args, size_t size,
                                          const op_header_extra *extra)

@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_bootstrap_mpi. The library libepic_mpi.so implements it and has its own error texts,
- * which this file copies to where epic_error reads them. */
+/* epic_bootstrap_mpi. The plugin libepic_mpi.so implements it. A plugin keeps its own error
+ * sentence, so every call here copies that sentence to where epic_error reads it. */
 #include <stdlib.h>
 
 #include "api/config.h"
 #include "bootstrap/bootstrap.h"
 #include "context/context.h"
 
+/* The bootstrap of the plugin, wrapped so that its errors are copied. */
 typedef struct bootstrap {
     const epic_backend *backend;
     epic_bootstrap inner;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Checks the arguments of the public calls. Each rule has one sentence: the field, its
- * value, the rule. */
+/* Checks the arguments of the public calls. Each check returns one sentence in its error: the
+ * field, its value, the rule. */
 #include "api/check.h"
 
 #include "base/arrays.h"
@@ -9,7 +9,7 @@
 #include "plan/plan.h"
 #include "rules/sentences.h"
 
-/* Rejects flags that the call does not define. */
+/* Rejects a flag that is not in `known`, the flags that the call defines. */
 static epic_result check_flags(uint32_t flags, uint32_t known)
 {
     if (!(flags & ~known)) return EPIC_OK;
@@ -50,7 +50,7 @@ static epic_result check_rows(const epic_context *ctx, const char *name, epic_co
     return EPIC_OK;
 }
 
-/* Checks that the caller left a matrix zero; `why` is the reason in the error. */
+/* Checks that the caller left a matrix zero. The error ends with `why`, the reason. */
 static epic_result check_absent(const char *name, epic_const_rows rows, const char *why)
 {
     if (!rows.data && !rows.num_rows && !rows.row_bytes) return EPIC_OK;
@@ -67,7 +67,7 @@ static epic_result check_equal(const char *a, epic_const_rows rows_a, const char
                      a, (long long)rows_a.row_bytes, b, (long long)rows_b.row_bytes);
 }
 
-/* Checks that rows consist of whole elements. */
+/* Checks that a row consists of whole elements of `type`. */
 static epic_result check_whole(const char *name, epic_const_rows rows, uint32_t type)
 {
     const int64_t size = (int64_t)epic_type_bytes(type);
@@ -76,7 +76,7 @@ static epic_result check_whole(const char *name, epic_const_rows rows, uint32_t 
                      name, (long long)rows.row_bytes, epic_type_name(type), (long long)size);
 }
 
-/* Checks that rows of this type can be added. */
+/* Checks that the backend can add rows of this type. EPIC_F64 works on host backends only. */
 static epic_result check_summed(const epic_context *ctx, uint32_t type)
 {
     const bool host = ctx->backend->transport != NULL;
@@ -100,7 +100,9 @@ static epic_result check_pair(const char *a, const void *given_a, const char *b,
                      given_a ? b : a, given_a ? a : b);
 }
 
-/* Checks the shapes of quantized rows: n elements become n bytes and their scales. */
+/* Checks the shapes of a quantization from `in` to `out`: n elements of `type` become n bytes.
+ * EPIC_QUANTIZE_1X128 makes one 4-byte scale per 128 elements, EPIC_QUANTIZE_1X32 one byte per
+ * 32 elements. */
 static epic_result check_quantized(const epic_context *ctx, uint32_t quantize, uint32_t type,
                                    const char *in_name, epic_const_rows in,
                                    const char *out_name, epic_const_rows out,
@@ -131,6 +133,8 @@ static epic_result check_quantized(const epic_context *ctx, uint32_t quantize, u
     return EPIC_OK;
 }
 
+/* Describes the memory of a matrix for check_arrays(). `unit` is the alignment of its
+ * address. */
 static call_array of_rows(const char *name, epic_const_rows rows, size_t unit, bool out)
 {
     return (call_array){name, rows.data, rows.num_rows * rows.row_bytes, unit, out};
@@ -158,7 +162,8 @@ epic_result check_plan_size(const epic_config *config, const epic_layer *layer, 
                      (long long)config->max_tokens, config->num_ranks, layer->top_k);
 }
 
-/* Checks that the tables of replicas are given exactly if the layer has replicas. */
+/* Checks that logical_of_expert is given if the layer has replicas, and that both tables of
+ * replicas are NULL if it has none. */
 static epic_result check_replicas(const epic_plan_args *a, const epic_layer *layer)
 {
     if (layer->num_logical && !a->logical_of_expert)
@@ -258,7 +263,8 @@ static epic_result check_scales(const epic_context *ctx, const epic_dispatch_arg
     return EPIC_OK;
 }
 
-/* Rejects weights of slots if the layer is EPIC_FLAT. */
+/* Rejects an array that is indexed by slot, such as slot_weights, if the layer is EPIC_FLAT: a
+ * slot of a flat layer stands for a token, not for a choice. */
 static epic_result check_by_slot(const epic_layer *layer, const char *name, const void *given)
 {
     if (!given || layer->layout != EPIC_FLAT) return EPIC_OK;
@@ -381,7 +387,8 @@ static epic_result check_numbers(const char *name, const float *data, int64_t co
                      (long long)count);
 }
 
-/* Rows of weights may have more bytes than max_row_bytes. */
+/* data->row_bytes is not compared with config.max_row_bytes: a row holds the weights of an
+ * expert, not a token. */
 epic_result check_sum_replicas_args(const epic_sum_replicas_args *a)
 {
     const epic_rows *data = &a->data;

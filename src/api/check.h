@@ -1,21 +1,24 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Checks of the arguments of public calls: pointers, shapes, enums, overlaps. Rules that depend
- * on the contents of a plan are checked by the operations.
+/* Checks of the arguments of public calls: pointers, shapes, enums, overlaps. The operations
+ * check the rules that depend on the contents of a plan.
  *
- * Each function returns EPIC_OK, or EPIC_EINVAL (EPIC_ENOTSUP for a type that the backend
- * does not add) with the sentence for epic_error. */
+ * Each function returns EPIC_OK or EPIC_EINVAL. A type that the backend cannot add is
+ * EPIC_ENOTSUP. An error sets the sentence that epic_error returns. No check reads the caller's
+ * arrays or changes anything, so any thread may call it. */
 #ifndef EPIC_CHECK_H
 #define EPIC_CHECK_H
 
 #include "context/context.h"
 
-/* Checks the address and size of a plan's bytes, not their contents. */
+/* Checks the address and alignment of a plan's bytes, not their contents. */
 epic_result check_plan_bytes(const void *plan, int64_t plan_bytes);
 
 /* Sets *bytes to the largest size of a plan of this layer. Returns EPIC_EINVAL if the slots
  * do not fit into int32. */
 epic_result check_plan_size(const epic_config *config, const epic_layer *layer, int64_t *bytes);
 
+/* The remaining functions check the arguments of one public call each. The caller has filled in
+ * the defaults: row_bytes of matrices without rows, and all fields of the layer. */
 epic_result check_plan_args(const epic_context *ctx, const epic_plan_args *args,
                             const epic_layer *layer);
 epic_result check_dispatch_args(const epic_context *ctx, const epic_dispatch_args *args);

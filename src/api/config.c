@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reads configurations. Only this file of the core reads environment variables, except
- * EPIC_HOST. */
+/* Reads configurations. All environment variables of the core are read here, except EPIC_HOST
+ * (hello.c). Bootstraps and plugins read their own. */
 #include "api/config.h"
 
 #include <stdlib.h>
@@ -27,7 +27,8 @@ static epic_result read_timeout_env(uint32_t *timeout_ms)
     if (!text || !*text) return EPIC_OK;
     uint64_t value = 0;
     bool is_number = true;
-    for (const char *at = text; *at && is_number; at++) { /* strtoul would accept " -1" */
+    for (const char *at = text; *at && is_number; at++) { /* digits only: strtoul would accept "
+                                                           * -1" */
         is_number = *at >= '0' && *at <= '9' && value <= UINT32_MAX;
         if (is_number) value = value * 10 + (uint64_t)(*at - '0');
     }

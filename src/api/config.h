@@ -5,41 +5,43 @@
 
 #include "backend/backend.h"
 
-/* Reads a caller's config and fills in every default except num_ranks. backend and name
- * point to the caller's strings, to the environment, or to constants. backend stays NULL if
- * neither the caller nor EPIC_BACKEND chose one. */
+/* Reads a caller's config, checks it, and fills in every default except num_ranks. backend and
+ * name of *out point to the caller's strings, to the environment, or to constants. backend
+ * stays NULL if neither the caller nor EPIC_BACKEND chose a backend. Errors: EPIC_EINVAL. */
 epic_result config_read(epic_config *out, const epic_config *config, size_t size);
 
-/* Like config_read(), but also checks num_ranks, which size queries need. */
+/* Like config_read(), but num_ranks must be set, because a size query has no bootstrap. */
 epic_result config_read_sizes(epic_config *out, const epic_config *config, size_t size);
 
-/* Reads the configuration for a memory query: that of ctx, or the caller's config if ctx is
- * NULL. Sets *on_device to whether such a context computes in device memory. num_ranks stays
- * 0 if the caller's config has none. Loads no backend. Errors: EPIC_EINVAL, EPIC_ECLOSED, a
- * failure of ctx. */
+/* Reads the configuration for a memory query: the config of ctx, or the caller's config if ctx
+ * is NULL. Sets *on_device to true if such a context computes in device memory. num_ranks stays
+ * 0 if the caller's config has none. Loads no plugin. Errors: EPIC_EINVAL, EPIC_ECLOSED, and
+ * the failure of ctx. */
 epic_result config_of_query(epic_config *out, bool *on_device, epic_context *ctx,
                             const epic_config *config, size_t size);
 
 /* Returns the folder for traces (EPIC_TRACE), or NULL. */
 const char *config_trace(void);
 
-/* Returns whether calls of a layer compare the weights that all ranks hold (EPIC_CHECK_WEIGHTS). */
+/* Returns whether EPIC_CHECK_WEIGHTS is set: layer calls then compare a checksum of the weights
+ * that must be equal on all ranks. */
 bool config_checks_weights(void);
 
 /* Replaces "gpu" by "p2p" on one host and by "hosts" on several. Returns other names as they
  * are, NULL too. */
 const char *backend_resolve_name(const char *name, int num_hosts);
 
-/* Sets *on_device to whether contexts of that backend compute in device memory; for NULL to
- * false. Loads no library. Returns EPIC_EINVAL if no backend has that name. */
+/* Sets *on_device to true if contexts of backend `name` compute in device memory; to false if
+ * name is NULL. Loads no plugin. Returns EPIC_EINVAL if no backend has that name. */
 epic_result backend_place(bool *on_device, const char *name);
 
-/* Finds a backend by name, and loads its library if it has one. Returns EPIC_EINVAL if no
- * backend has that name, EPIC_ENOTSUP if its library cannot be loaded. */
+/* Finds a backend by name. Loads its plugin (libepic_mpi.so, libepic_cuda.so, libepic_hosts.so)
+ * if it is in one. Returns EPIC_EINVAL if no backend has that name, EPIC_ENOTSUP if its plugin
+ * cannot be loaded. Any thread may call it. */
 epic_result backend_find(const epic_backend **out, const char *name);
 
-/* Copies bytes to the host, from host memory or from memory of a device whose backend is
- * loaded. Returns false if the copy failed. */
+/* Copies bytes to host memory, from host memory or from memory of a device whose plugin is
+ * loaded. Waits for the device. Returns false if the copy failed. */
 bool backend_fetch(void *to, const void *from, size_t bytes);
 
 #endif

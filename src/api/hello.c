@@ -19,12 +19,13 @@
 
 #define HELLO_MAGIC 0x4f4c4c4548435045ull /* "EPCHELLO" */
 
-/* Returns a random number from the kernel. */
+/* Returns a random number from the kernel; without one, a hash of pid and time. */
 static uint64_t random_uint64(void)
 {
     uint64_t word;
     if (getrandom(&word, sizeof word, 0) == sizeof word) return word;
-    struct timespec now; /* without entropy: still different for each group */
+    struct timespec now; /* no random number from the kernel: a hash that still differs per
+                          * group */
     clock_gettime(CLOCK_REALTIME, &now);
     return hash_join((uint64_t)getpid(),
                      (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec);
@@ -37,8 +38,8 @@ static int64_t namespace_inode(const char *path)
     return stat(path, &s) == 0 ? (int64_t)s.st_ino : 0;
 }
 
-/* Reads a small file of the kernel into a string. The string is empty if there is no such
- * file, for example without /proc. */
+/* Reads a small file of the kernel into a string. The string is empty if there is no such file,
+ * for example without /proc. EPIC_EDEVICE: no descriptor or memory is left to open it. */
 static epic_result read_kernel_file(const char *path, char *text, size_t size)
 {
     const int fd = open(path, O_RDONLY | O_CLOEXEC);
@@ -52,8 +53,8 @@ static epic_result read_kernel_file(const char *path, char *text, size_t size)
     return EPIC_OK;
 }
 
-/* Hashes the value of EPIC_HOST. "%r" in it stands for this rank, "%r/4" for the rank
- * divided by 4. */
+/* Hashes the value of EPIC_HOST, which replaces the identity of this host. "%r" in it stands
+ * for this rank, "%r/4" for the rank divided by 4 (four ranks on each pretended host). */
 static void hash_host_name(uint64_t host[2], const char *name, int rank)
 {
     char number[16];
@@ -71,8 +72,9 @@ static void hash_host_name(uint64_t host[2], const char *name, int rank)
     host[1] = hash_join(host[0], 1);
 }
 
-/* Identifies host and boot by the kernel's boot id, and the PID namespace by its inode: pids
- * mean nothing in another namespace. */
+/* Identifies the host: host[0] is a hash of EPIC_HOST or of the kernel's boot id, host[1] adds
+ * the inode of the PID namespace. Two namespaces count as two hosts, because a pid has a
+ * meaning only in its own namespace. */
 static epic_result identify_host(uint64_t host[2], int rank)
 {
     char text[64] = {0};
@@ -88,9 +90,9 @@ static epic_result identify_host(uint64_t host[2], int rank)
     return EPIC_OK;
 }
 
-/* Reads when this process started, in ticks: word 22 of /proc/self/stat. The search begins
- * after the name in parentheses, which may contain spaces. (Inode and times of /proc/self
- * change, so they do not identify a process.) */
+/* Reads the start time of this process in clock ticks: word 22 of /proc/self/stat. The search
+ * begins after the program's name in parentheses, which may contain spaces. Inode and times of
+ * /proc/self cannot be used: they change while the process runs. */
 static epic_result read_process_start(uint64_t *start)
 {
     char text[1024];
@@ -101,16 +103,17 @@ static epic_result read_process_start(uint64_t *start)
     return EPIC_OK;
 }
 
-/* Identifies the process by its pid and start time, because pids are used again. */
+/* Identifies the process by its pid and its start time. The pid alone is not enough, because
+ * the kernel uses pids again. */
 static epic_result identify_process(uint64_t process[2], const uint64_t host[2])
 {
     process[0] = hash_join(host[1], (uint64_t)getpid());
     return read_process_start(&process[1]);
 }
 
-/* Returns a random number that identifies this copy of the library. A process may load
- * several copies with tables of their own: two Python wheels, or a wheel and a system
- * library. */
+/* Returns a random number that identifies this copy of libepic. A process may load two copies,
+ * for example from two Python wheels. Each copy has its own global tables, so ranks in
+ * different copies cannot share them. */
 static uint64_t identify_library(void)
 {
     static _Atomic uint64_t library;
@@ -202,13 +205,15 @@ static bool is_terminated(const char *text, size_t size)
     return memchr(text, 0, size) != NULL;
 }
 
-/* compare_hellos() reports a hello of another version. */
+/* Returns whether EPIC of this version wrote the hello. Fields after `bytes` are valid only
+ * then. For other hellos compare_hellos() returns the error. */
 static bool is_same_version(const hello *h)
 {
     return h->magic == HELLO_MAGIC && h->version == EPIC_VERSION;
 }
 
-/* Checks the result and the texts of a hello, which anyone may have written. */
+/* Checks the result and the texts of a hello. Any program that reaches the bootstrap may have
+ * written it. */
 static epic_result check_texts(const hello *h, int rank)
 {
     const char *what = h->refused < EPIC_OK || h->refused > EPIC_ECLOSED ? "result"
@@ -223,13 +228,15 @@ static epic_result check_texts(const hello *h, int rank)
                      rank, what);
 }
 
-/* Returns whether a rank failed because of a peer, whose own error has more detail. */
+/* Returns whether `refused` is an error that a peer caused. The peer's own error then has more
+ * detail. */
 static bool is_second_hand(int64_t refused)
 {
     return refused == EPIC_EPEER || refused == EPIC_ETIMEOUT;
 }
 
-/* Returns the first hello with an error, or NULL. */
+/* Returns the first hello with an error, or NULL. second_hand selects which errors count: those
+ * that a peer caused (is_second_hand()), or all others. */
 static const hello *find_refusal(const hello *all, int num_ranks, bool second_hand)
 {
     for (const hello *h = all; h < all + num_ranks; h++)
@@ -238,15 +245,15 @@ static const hello *find_refusal(const hello *all, int num_ranks, bool second_ha
     return NULL;
 }
 
-/* Returns whether a sentence begins with a rank. On GPUs all ranks repeat the sentence of
- * one rank. */
+/* Returns whether a sentence begins with "rank N: ". On GPUs all ranks report the sentence of
+ * one rank, which begins in this way. */
 static bool begins_with_rank(const char *sentence)
 {
     int rank, end = 0;
     return sscanf(sentence, "rank %d: %n", &rank, &end) == 1 && end > 0;
 }
 
-/* Returns the error of another rank on this rank. */
+/* Returns on this rank the error with which `rank` failed. */
 static epic_result report_refusal(const hello *refusal, int rank)
 {
     const epic_result result = (epic_result)refusal->refused;

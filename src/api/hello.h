@@ -1,21 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The hello: the data that the ranks exchange first when a group opens. */
+/* The hello: the struct that every rank sends to all ranks when a group opens. It describes the
+ * rank's version, configuration, host, process, and the error with which the rank failed, if
+ * any. */
 #ifndef EPIC_HELLO_H
 #define EPIC_HELLO_H
 
 #include "backend/backend.h"
 
-/* Bytes for an error sentence. With "open: rank 1023: " in front it fits into a failure's
- * 511 bytes. */
+/* Size of an error sentence in a hello. With the prefix "open: rank 1023: " it fits into the
+ * 511 bytes of a failure's sentence. */
 #define HELLO_SENTENCE 480
 
-/* All versions with the same magic share the size and layout, so that versions can be
- * compared. */
+/* All versions of EPIC with the same magic use this size and layout, so that ranks of two
+ * versions can compare their hellos. */
 typedef struct hello {
     uint64_t magic;
     uint32_t version;
     uint32_t bytes;  /* sizeof(hello) */
-    int64_t refused; /* the epic_result of this rank so far; its text is `sentence` */
+    int64_t refused; /* epic_result of this rank so far; `sentence` is its text */
     int64_t rank, num_ranks;
     int64_t max_tokens, max_row_bytes, staging_bytes, timeout_ms, max_in_flight, max_sms,
         max_top_k;
@@ -26,15 +28,14 @@ typedef struct hello {
     char sentence[HELLO_SENTENCE];
 } hello;
 
-/* Fills in this rank's hello. On EPIC_EDEVICE the system does not reveal host or process,
- * and all other fields are filled in. */
+/* Fills in this rank's hello. Returns EPIC_EDEVICE if the system does not reveal host or
+ * process; all other fields are filled in even then. */
 epic_result hello_fill(hello *mine, const epic_bootstrap *bootstrap, const epic_config *config);
 
-/* Compares the hellos of all ranks; every rank gets the same result. Returns EPIC_OK, the
- * error with which a rank failed, EPIC_EMISMATCH with both values of a field that differs,
- * or EPIC_EPEER for a hello that EPIC did not write. The data may come from anyone who
- * reaches the bootstrap, so every field is checked, and control characters in texts become
- * '?'. */
+/* Compares the hellos of all ranks. Every rank gets the same result: EPIC_OK, the error with
+ * which a rank failed, EPIC_EMISMATCH with both values of a field that differs, or EPIC_EPEER
+ * for a hello that EPIC did not write. Any program that reaches the bootstrap may have written
+ * the data, so every field is checked. */
 epic_result hello_compare(hello *all, int num_ranks);
 
 #endif

@@ -1,5 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Opens and closes a context. docs/internals/architecture.md describes the three gathers. */
+/* Opens and closes a context. epic_open gathers data of all ranks three times: the
+ * configurations, the chosen backend, and the result of joining. After each gather all ranks
+ * return the same error, or go on. See docs/internals/architecture.md. */
 #include "context/context.h"
 
 #include <stdio.h>
@@ -26,7 +28,7 @@ int64_t context_bytes(const epic_config *config, bool host)
 
 /* --------------------------------------------------------------------------- opening ---- */
 
-/* The gather of a group of one rank. */
+/* Implements bootstrap.gather for a group of one rank: the only entry of `all` is `mine`. */
 static epic_result gather_alone(void *self, const void *mine, void *all, int64_t bytes)
 {
     (void)self;
@@ -34,7 +36,7 @@ static epic_result gather_alone(void *self, const void *mine, void *all, int64_t
     return EPIC_OK;
 }
 
-/* Checks the public fields of a bootstrap. */
+/* Checks the fields of a bootstrap, which a caller may have filled in. */
 static epic_result check_bootstrap(const epic_bootstrap *bootstrap)
 {
     if (!bootstrap->gather)
@@ -48,7 +50,8 @@ static epic_result check_bootstrap(const epic_bootstrap *bootstrap)
     return EPIC_OK;
 }
 
-/* Checks config.num_ranks against the bootstrap. All ranks return the error. */
+/* Checks config.num_ranks against the bootstrap. All ranks return the error, because
+ * open_with() gathers it. */
 static epic_result check_num_ranks(uint32_t num_ranks, const epic_bootstrap *bootstrap)
 {
     if (num_ranks == 0 || num_ranks == (uint32_t)bootstrap->num_ranks) return EPIC_OK;
@@ -57,7 +60,9 @@ static epic_result check_num_ranks(uint32_t num_ranks, const epic_bootstrap *boo
                      num_ranks, bootstrap->num_ranks);
 }
 
-/* Chooses the backend of the config, or the first that can join; mpi is tried last. */
+/* Chooses the backend that the config names. Without a name, chooses the first of epic_backends
+ * that can join these ranks, and tries mpi last because that loads a plugin. An error lists the
+ * reason of each backend. */
 static epic_result choose_backend(const epic_backend **out, const epic_peer *peers,
                                   int num_hosts, const epic_config *config)
 {
@@ -84,9 +89,10 @@ static epic_result choose_backend(const epic_backend **out, const epic_peer *pee
         loaded ? "mpi: " : "", why);
 }
 
-/* Calls a bootstrap's gather and checks what it did, because a caller may have written it:
- * its result must be an epic_result, an error gets a sentence, and this rank's bytes must be
- * at its index. The last error sentence stays as it was unless gather fails. */
+/* Calls a bootstrap's gather and checks what it did, because a caller may have written it. The
+ * result must be an epic_result, and this rank's bytes must be at its index in `all`. An error
+ * without a sentence gets one. If gather succeeds, the thread's error sentence stays as it
+ * was. */
 static epic_result gather_checked(void *self, const void *mine, void *all, int64_t bytes)
 {
     const epic_bootstrap *bootstrap = self;
@@ -109,14 +115,16 @@ static epic_result gather_checked(void *self, const void *mine, void *all, int64
     return epic_fail(EPIC_OK, "%s", before);
 }
 
-/* Returns a bootstrap whose gather is checked. It is valid as long as the caller's. */
+/* Returns a bootstrap that calls the gather of `bootstrap` through gather_checked(). It points
+ * to `bootstrap`, which must live at least as long. */
 static epic_bootstrap wrap_bootstrap(const epic_bootstrap *bootstrap)
 {
     return (epic_bootstrap){bootstrap->rank, bootstrap->num_ranks, gather_checked, NULL,
                             (void *)(uintptr_t)bootstrap};
 }
 
-/* Gathers the results of all ranks, so that open succeeds on all ranks or on none. */
+/* Gathers the results of all ranks. Returns EPIC_OK if all are EPIC_OK, otherwise the same
+ * error on every rank, so that epic_open succeeds on all ranks or on none. */
 static epic_result agree_on_result(const epic_bootstrap *bootstrap, hello *mine, hello *all,
                                    epic_result result)
 {
@@ -134,13 +142,13 @@ static int32_t count_hosts(const epic_peer *peers, int num_ranks)
     for (int r = 0; r < num_ranks; r++) {
         int q = 0;
         while (memcmp(peers[q].host, peers[r].host, sizeof peers[r].host) != 0) q++;
-        hosts += q == r; /* the first rank on its host */
+        hosts += q == r; /* 1 if r is the first rank on its host */
     }
     return hosts;
 }
 
-/* Chooses a backend and checks that all ranks found it. Joining is collective, so no rank
- * may begin when a library is missing on one host. */
+/* Chooses a backend and checks that every rank found the same one. This is a gather of its own,
+ * because join is collective: if a plugin is missing on one host, no rank may start to join. */
 static epic_result agree_on_backend(const epic_backend **out, const epic_context *ctx,
                                     const epic_bootstrap *bootstrap, hello *mine, hello *all,
                                     const epic_peer *peers)
@@ -163,8 +171,8 @@ static epic_result join_group(epic_context *ctx, const epic_backend *backend,
     return EPIC_OK;
 }
 
-/* Starts the trace of EPIC_TRACE. On device contexts the ids are in device memory, so an
- * error is better than an empty trace. */
+/* Opens the trace file if EPIC_TRACE is set. Returns EPIC_ENOTSUP for a device context, whose
+ * expert ids are in device memory. The trace file would be empty. */
 static epic_result start_trace(epic_context *ctx)
 {
     const char *folder = config_trace();
@@ -189,7 +197,8 @@ static epic_result start_trace(epic_context *ctx)
     return EPIC_OK;
 }
 
-/* Sets up what a context needs besides its group: recorder, trace, tags and exchanges. */
+/* Sets up the parts of a context that do not belong to its group: flight recorder, trace, table
+ * of tags, and the exchanges of a host context. */
 static epic_result set_up_context(epic_context *ctx)
 {
     snprintf(ctx->backend_name, sizeof ctx->backend_name, "%s", ctx->backend->name);
@@ -208,8 +217,8 @@ static bool is_ours(const epic_context *ctx)
     return ctx->generation == process_generation();
 }
 
-/* Releases everything that a context holds. In a forked child it leaves alone what the
- * parent still uses. */
+/* Releases everything that a context holds. A forked child releases only its own copies,
+ * because its parent still uses the group. */
 static void release_context(epic_context *ctx)
 {
     const bool ours = is_ours(ctx);
@@ -224,8 +233,9 @@ static void release_context(epic_context *ctx)
     ctx->backend = NULL;
 }
 
-/* Opens a group: agree on the configurations, choose a backend, join, and agree on the
- * result. */
+/* Opens a group in three gathers. First all ranks compare their configurations. Then each rank
+ * chooses a backend, and all compare their choices. Then each rank joins the group, and all
+ * agree on the result. `num_ranks` is the caller's config.num_ranks. */
 static epic_result open_with(epic_context *ctx, const epic_bootstrap *bootstrap, hello *all,
                              epic_peer *peers, uint32_t num_ranks)
 {
@@ -247,7 +257,7 @@ static epic_result open_with(epic_context *ctx, const epic_bootstrap *bootstrap,
     return result;
 }
 
-/* Allocates the arrays of open and opens the group. */
+/* Allocates the arrays of gathered data and opens the group. */
 static epic_result open_bootstrap(epic_context *ctx, const epic_bootstrap *bootstrap)
 {
     TRY(check_bootstrap(bootstrap));
@@ -269,8 +279,9 @@ static epic_result open_bootstrap(epic_context *ctx, const epic_bootstrap *boots
     return result;
 }
 
-/* Makes the bootstrap of a caller that passed none: from config.native, or from the
- * environment. A job of several processes must not become several groups of one rank. */
+/* Makes a bootstrap for a caller that passed none: from config.native (MPI), or from the
+ * environment. The default is not a group of one rank: then a job of several processes would
+ * silently become several groups. */
 static epic_result make_default_bootstrap(epic_bootstrap *out, const epic_config *config)
 {
     return config->native ? epic_bootstrap_mpi(out, config->native, config->timeout_ms)

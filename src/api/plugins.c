@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Loads backends that are in libraries of their own when a context first uses them. */
+/* Finds backends by name. The backends mpi, p2p and hosts are plugins (libraries of their own),
+ * which are loaded when a context first uses them. */
 #include <dlfcn.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -10,10 +11,10 @@
 #include "base/library.h"
 
 typedef struct plugin {
-    const char *name; /* of the backend */
+    const char *name; /* of the backend, as in config.backend */
     const char *library;
     const char *symbol;
-    const char *when_absent, *when_broken; /* remedies for the error */
+    const char *when_absent, *when_broken; /* endings of the error */
 } plugin;
 
 #define NUM_PLUGINS 3
@@ -31,10 +32,11 @@ static const plugin plugins[NUM_PLUGINS] = {
      "libucx-dev) and build libepic again",
      "install the CUDA runtime that it was built for"},
 };
-static const epic_backend *_Atomic loaded[NUM_PLUGINS]; /* a backend is never unloaded */
+static const epic_backend *_Atomic loaded[NUM_PLUGINS]; /* NULL until loaded; a plugin is never
+                                                         * unloaded */
 
-/* Loads the library of a backend and finds its symbol. The error says how to get the
- * library. */
+/* Loads a plugin and reads its struct epic_backend. An error describes how to get the library.
+ * The release store publishes the struct to backend_fetch() in other threads. */
 static epic_result load_plugin(const epic_backend **out, const plugin *p)
 {
     void *handle = library_open((const void *)(uintptr_t)&backend_find, p->library);
@@ -44,7 +46,8 @@ static epic_result load_plugin(const epic_backend **out, const plugin *p)
         return EPIC_OK;
     }
     const char *why =
-        dlerror(); /* begins with the name of the file that is missing or invalid */
+        dlerror(); /* it begins with the file that cannot be loaded: the plugin, or a library
+                    * that the plugin needs */
     const bool absent = why && strncmp(why, p->library, strlen(p->library)) == 0;
     const epic_result result = epic_fail(
         EPIC_ENOTSUP, "backend \"%s\": %s cannot be loaded; %s (%.250s)", p->name, p->library,

@@ -46,11 +46,12 @@ static int64_t min_int64(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-/* Returns the most slots that a rank can need.
+/* Returns the largest number of slots that a rank with `local` experts can need.
  *
- * A token has at most top_k choices on a rank, because duplicates count unless the layer is
- * EPIC_DISTINCT. No slab is longer than expert_capacity. Each local expert with a choice
- * pads its slab to a multiple of the alignment. A FLAT layer has one row for each token. */
+ * A token has at most top_k choices on one rank. With EPIC_DISTINCT it has at most one for each
+ * local expert. No slab holds more than expert_capacity choices. Each slab with a choice is
+ * padded to a multiple of the alignment. An EPIC_FLAT layer has one slot for each token and
+ * rank. */
 static int64_t capacity_bound(const epic_config *c, const epic_layer *l, int64_t local)
 {
     const int64_t tokens = c->max_tokens * c->num_ranks;
@@ -64,8 +65,8 @@ static int64_t capacity_bound(const epic_config *c, const epic_layer *l, int64_t
                      local * round_up(slab, l->alignment));
 }
 
-/* Returns the most experts that one rank can own: with contiguous blocks, or with any
- * rank_of_expert. */
+/* Returns the largest number of experts that one rank can own. placed: with any rank_of_expert;
+ * otherwise contiguous blocks of equal size. */
 static int64_t max_local_experts(const epic_config *c, const epic_layer *l, bool placed)
 {
     const bool blocks = !placed && l->num_experts % c->num_ranks == 0;
@@ -86,7 +87,7 @@ epic_result epic_capacity_bound_v1(const epic_config *config, size_t config_size
     return EPIC_OK;
 }
 
-/* Returns the memory of a context, in total. */
+/* Returns the memory of a context: the part of its backend, and the part of the core. */
 static epic_memory_info context_memory(const epic_config *c, const epic_backend *backend)
 {
     epic_memory_info info = {0};
@@ -139,7 +140,7 @@ epic_result epic_memory_v1(const epic_config *config, size_t config_size,
     return EPIC_OK;
 }
 
-/* Fills in *out from the bytes of a host context's plan. */
+/* Fills in *out from a plan of a host context. Returns EPIC_EINVAL if the bytes are damaged. */
 static epic_result read_host_plan(const void *plan, int64_t plan_bytes, epic_plan_info *out)
 {
     plan_view view;

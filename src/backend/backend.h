@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The contract of every backend.
  *
- * A backend is a way to reach peers.  Its files export one symbol, a struct epic_backend, and
- * api/backends.c or api/plugins.c lists it.  A host backend implements backend/transport.h, a
- * device backend implements backend/ops.h.  docs/internals/backends.md shows how to add one. */
+ * A backend moves data between the ranks of a group in one way, for example through shared
+ * memory.  Its files export one symbol, a struct epic_backend, and api/backends.c or
+ * api/plugins.c lists it.  A host backend implements backend/transport.h, a device backend
+ * implements backend/ops.h. docs/internals/backends.md shows how to add one. */
 #ifndef EPIC_BACKEND_H
 #define EPIC_BACKEND_H
 
@@ -28,9 +29,11 @@ typedef struct epic_peer {
     uint64_t process[2]; /* equal on two ranks: same process */
     int64_t pid;
     int64_t uid;
-    int64_t network_ns; /* inode; equal on two ranks: they share abstract socket names */
-    /* Equal on two ranks of a process: they use the same copy of the library and its tables.  The
-     * number is random, because an address would reveal where the library is loaded. */
+    int64_t network_ns; /* inode of the network namespace; equal on two ranks: abstract socket
+                         * names work between them */
+    /* Identifies the copy of libepic.  Two ranks of a process share the library's global tables
+     * if it is equal.  The number is random, because an address would reveal where the library
+     * is loaded. */
     uint64_t library;
 } epic_peer;
 
@@ -46,23 +49,25 @@ typedef struct epic_backend {
     /* The value of epic_config.backend that selects this backend. */
     const char *name;
 
-    /* Returns whether these ranks can reach each other this way.  It is a local call without side
+    /* Returns whether these ranks can form a group with this backend.  Local, without side
      * effects.  If it returns false, it writes the reason to `why`, which has 256 bytes. */
     bool (*can_join)(const epic_peer *peers, int num_ranks, const epic_config *config,
                      char *why);
 
-    /* Creates the group; collective.  On an error it releases everything, leaves *out as it was
-     * and sets the error text with epic_fail.  The core then gathers the results of all ranks. */
+    /* Creates the group.  Collective: all ranks call it.  On an error it releases everything,
+     * leaves *out as it was and sets the error sentence with epic_fail. epic_open then gathers
+     * the results of all ranks. */
     epic_result (*join)(epic_group **out, const epic_join *join);
 
-    /* Releases the group; local.  It also works when a peer is already gone. */
+    /* Releases the group.  Local: it does not wait for peers, and it also works when a peer is
+     * gone. */
     void (*leave)(epic_group *group);
 
-    /* Releases a forked child's copies of its parent's group.  The parent and its peers must not
-     * notice anything.  NULL: the child keeps its copies. */
+    /* Releases the copies that a forked child has of its parent's group, without any effect on
+     * the parent and its peers.  NULL: the child keeps its copies until it ends. */
     void (*forget)(epic_group *group);
 
-    /* Computes the memory that join allocates for a config whose defaults are filled in. */
+    /* Computes the memory that join allocates.  The config's defaults are filled in. */
     void (*memory)(const epic_config *config, epic_memory_info *out);
 
     /* Copies bytes to the host if `from` is memory of this backend's devices; otherwise returns
@@ -70,8 +75,9 @@ typedef struct epic_backend {
      * has no device memory. */
     bool (*fetch)(void *to, const void *from, size_t bytes, bool *good);
 
-    /* Allocates and releases memory of the group's device, 64-byte aligned, when a dispatcher is
-     * opened or closed.  allocate returns NULL if there is not enough.  Both NULL: host memory. */
+    /* Allocate and release memory of the group's device, aligned to 64 bytes, for the buffers
+     * of a dispatcher. allocate returns NULL if memory is short.  Both NULL: the dispatcher
+     * uses host memory. */
     void *(*allocate)(epic_group *group, size_t bytes);
     void (*release)(epic_group *group, void *memory);
 
@@ -84,11 +90,11 @@ typedef struct epic_backend {
     void (*say)(const epic_group *group, char *to, size_t size);
 
     /* Exactly one of these two is set. */
-    const struct epic_transport *transport; /* of a host backend */
-    const struct epic_ops *ops;             /* of a device backend */
+    const struct epic_transport *transport; /* set by a host backend */
+    const struct epic_ops *ops;             /* set by a device backend */
 
-    /* Returns this thread's last error text of a backend in a library of its own, which has its
-     * own copy of epic_fail.  NULL: the backend uses the core's. */
+    /* Returns this thread's last error sentence in a plugin, which has its own copy of
+     * epic_fail.  NULL: the backend uses the epic_fail of the core. */
     const char *(*sentence)(void);
 
     /* Creates a bootstrap of the ranks in `native`, which config.native points to.  See
@@ -96,7 +102,8 @@ typedef struct epic_backend {
     epic_result (*bootstrap)(epic_bootstrap *out, const void *native, uint32_t timeout_ms);
 } epic_backend;
 
-/* The built-in backends, in the order in which open tries them.  NULL ends the list. */
+/* The backends that are part of libepic.so, in the order in which epic_open tries them.  NULL
+ * ends the list. */
 extern const epic_backend *const epic_backends[];
 
 #endif

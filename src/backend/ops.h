@@ -1,19 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The contract of a device backend: every operation of a context, as kernel launches. */
+/* The contract of a device backend: one function for each operation of a context.  A function
+ * launches kernels. */
 #ifndef EPIC_OPS_H
 #define EPIC_OPS_H
 
 #include "backend/backend.h"
 #include "rules/layer_tokens.h"
 
-/* The arguments of the four loss functions.  Fields that exist in the public structs of these
- * calls have the same names and meanings there. */
+/* Arguments of the four loss functions: forward and backward pass of the balance loss and of
+ * the z-loss.  Fields that exist in the public structs of these calls have the same names and
+ * meanings there. */
 typedef struct epic_loss_args {
     const epic_router *router;
     const void *logits;
     int64_t num_tokens;
     int64_t total_tokens;
-    /* Device memory of a plan, whose token count of all ranks replaces total_tokens; or NULL. */
+    /* A plan in device memory, or NULL.  The number of tokens of all ranks in that plan
+     * replaces total_tokens. */
     const void *plan;
     int64_t sequence_tokens; /* 0 for the z-loss */
     const int32_t *load;
@@ -36,12 +39,12 @@ typedef struct epic_gate_args {
     epic_stream stream;
     const void *x; /* [tokens, hidden] of row_type */
     int64_t tokens, hidden, columns;
-    int64_t block;                /* tokens in one block of the layer */
+    int64_t block;                /* tokens that src/moe passes through the layer at a time */
     const float *w_gate, *b_gate; /* b_gate may be NULL */
     float *logits;                /* forward: output; backward: its gradient, an input */
     void *workspace;              /* gate_bytes of rules/gate_layout.h */
-    void *d_x;                    /* backward: is added to; may be NULL */
-    const void *addend;           /* backward: rows that are added to d_x too; may be NULL */
+    void *d_x;                    /* backward: the call adds to it; may be NULL */
+    const void *addend;           /* backward: rows to add to d_x as well; may be NULL */
     float *d_w_gate, *d_b_gate;   /* backward outputs; may be NULL */
     uint32_t row_type;
     uint32_t accumulate;   /* 1: add to d_w_gate and d_b_gate */
@@ -65,8 +68,8 @@ typedef struct epic_ops {
     epic_result (*allreduce_sum)(epic_group *, const epic_allreduce_sum_args *);
     epic_result (*sum_replicas)(epic_group *, const epic_sum_replicas_args *);
 
-    /* Router and losses.  The defaults of args->router are filled in.  `factor` multiplies the sum
-     * over the tokens; in the backward pass it multiplies d_loss. */
+    /* Router and losses.  The core has filled in the defaults of args->router.  `factor`
+     * multiplies the sum over the tokens; in the backward pass it multiplies d_loss. */
     epic_result (*router_forward)(epic_group *, const epic_router_args *);
     epic_result (*router_backward)(epic_group *, const epic_router_backward_args *);
     epic_result (*balance_loss_forward)(epic_group *, const epic_loss_args *, double factor);
@@ -75,45 +78,48 @@ typedef struct epic_ops {
     epic_result (*z_loss_backward)(epic_group *, const epic_loss_args *, double factor);
     epic_result (*bias_update)(epic_group *, const epic_bias_update_args *);
 
-    /* Experts.  The defaults of args->experts are filled in.  If expert_rows is NULL, all slots
-     * belong to one expert; the layer's shared expert runs this way. */
+    /* Experts.  The core has filled in the defaults of args->experts.  If expert_rows is NULL,
+     * all slots belong to one expert; the layer's shared expert runs this way. */
     epic_result (*experts_forward)(epic_group *, const epic_experts_args *);
     epic_result (*experts_backward)(epic_group *, const epic_experts_backward_args *);
 
-    /* The members below are the parts of the layer (src/moe) that no public call covers. */
+    /* From here on: parts of the MoE layer (src/moe) that are not public calls. */
     epic_result (*gate_forward)(epic_group *, const epic_gate_args *);
     epic_result (*gate_backward)(epic_group *, const epic_gate_args *);
 
-    /* Writes to `to` [tokens, top_k] the choices, with -1 in place of each zero-expert. */
+    /* Copies the choices of the tokens to `to` [tokens, top_k], and replaces each zero-expert
+     * by -1. */
     epic_result (*mask_zero_experts)(epic_group *, epic_stream, const layer_tokens *,
                                      int32_t *to);
 
     /* Computes shared_weights, the factor of the shared expert's output for each token. */
     epic_result (*shared_gate_forward)(epic_group *, epic_stream, const layer_tokens *);
 
-    /* Passes d_shared_weights through the sigmoid in place, and writes or adds the gradient
-     * [hidden] of w_shared_gate, which may be NULL.  workspace: experts_tiles_bytes. */
+    /* Multiplies d_shared_weights by the derivative of the sigmoid, in place.  Writes the
+     * gradient of w_shared_gate to gradient [hidden], or adds it if `accumulate` is set;
+     * gradient may be NULL. workspace has experts_tiles_bytes. */
     epic_result (*shared_gate_backward)(epic_group *, epic_stream, const layer_tokens *,
                                         float *gradient, bool accumulate, void *workspace);
 
-    /* Writes d_weights of the choices that are zero-experts. */
+    /* Writes d_weights for the choices that are zero-experts. */
     epic_result (*zero_experts_backward)(epic_group *, epic_stream, const layer_tokens *);
 
-    /* Adds the rows that no rank sends: those of the shared expert and of zero-experts. */
+    /* Adds the rows that no rank sends to the output: outputs of the shared expert and of
+     * zero-experts. */
     epic_result (*add_local_rows)(epic_group *, epic_stream, const layer_tokens *,
                                   const layer_rows *);
 
-    /* Checks on the device that num_local experts hold a rank's experts of the plan and, with
-     * EPIC_TREE, that all ranks have the same number of tokens.  next_data_error() returns what
-     * it finds. */
+    /* Checks on the device that this rank has at most num_local experts in the plan and, with
+     * EPIC_TREE, that all ranks have the same number of tokens. next_data_error() returns the
+     * error. */
     epic_result (*check_plan_fits)(epic_group *, const epic_plan_args *, uint32_t num_local);
 
-    /* Adds `count` numbers of a type to `to`, or copies them if `replace` is set.  If `from` is
-     * NULL, they are zeros. */
+    /* Adds the `count` numbers at `from` to `to`, or copies them if `replace` is set.  Both
+     * have type `type`.  If `from` is NULL, it counts as zeros. */
     epic_result (*add_array)(epic_group *, epic_stream, void *to, const void *from,
                              int64_t count, uint32_t type, bool replace);
 
-    /* Adds up each row of values [2, n] in the order of a binary tree. */
+    /* Sums each of the two rows of values [2, n] in the order of a binary tree. */
     epic_result (*sum_trees)(epic_group *, epic_stream, float *values, int64_t n);
 
     /* Writes the losses, or zeros for NULL, to the outputs of the layer. */
@@ -127,7 +133,8 @@ typedef struct epic_ops {
     /* Returns EPIC_OK, or the failure of the group, which it also writes to *out. */
     epic_result (*poll_failure)(epic_group *, epic_failure_info *out);
 
-    /* Returns the oldest error of the data that was not returned yet, or EPIC_OK. */
+    /* Returns the oldest error in the data that no call has returned yet, or EPIC_OK.  Later
+     * calls do not return it again. */
     epic_result (*next_data_error)(epic_group *);
 
     /* Returns the largest number of SMs that one operation uses. */
