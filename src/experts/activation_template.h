@@ -1,38 +1,43 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Activations and their derivatives, on n numbers that are `step` apart. pass_template.h
- * includes this file.
+/* Activations and their derivatives. Each function reads n numbers that are `step` elements
+ * apart. pass_template.h includes this file.
  *
- * SiLU: x s(x), with s the sigmoid. GELU: x Phi(x), Phi the normal distribution; its tanh
- * form: x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) (arXiv 1606.08415). ReLU^2: max(x,
- * 0)^2. Clamped SwiGLU (gpt-oss): x s(alpha x) with x at most the limit, times (up + 1) with
- * up between -limit and limit. Clamped SiLU: the same with alpha 1 and times up. */
+ * - SiLU: x s(x), with s the sigmoid.
+ * - GELU: x Phi(x), with Phi the normal distribution function. Its tanh form is x/2 (1 +
+ *   tanh(sqrt(2/pi) (x + 0.044715 x^3))). Source: arXiv 1606.08415.
+ * - ReLU^2: max(x, 0)^2. Source: arXiv 2109.08668.
+ * - Clamped SwiGLU (gpt-oss): x s(alpha x) (up + 1). x is at most experts.limit, and up is
+ *   between -limit and limit.
+ * - Clamped SiLU: x s(x) up, with the same limits. */
 
 #define SQRT_HALF ((REAL)0.70710678118654752440)
 #define SQRT_2_OVER_PI ((REAL)0.79788456080286535588)
 #define INV_SQRT_2_PI ((REAL)0.39894228040143267794)
 #define TANH_CUBIC ((REAL)0.044715)
 
-/* Returns 1 / (1 + e^-x). Computes e^-|x|, which cannot overflow. */
+/* Returns the sigmoid of x, 1 / (1 + e^-x). Computes e^-|x|, which cannot overflow. */
 static inline REAL sigmoid_of(REAL x)
 {
     const REAL e = OF(exp)(x > 0 ? -x : x, 0);
     return (x > 0 ? 1 : e) / (1 + e);
 }
 
+/* Returns Phi(x), the normal distribution function, from the error function. */
 static inline REAL normal_cdf(REAL x)
 {
     return sizeof x == sizeof(float) ? (REAL)(0.5f * (1 + erff((float)x * (float)SQRT_HALF)))
                                      : (REAL)(0.5 * (1 + erf(x * SQRT_HALF)));
 }
 
-/* Returns the tanh in the tanh form of GELU. */
+/* Returns the tanh factor of the tanh form of GELU. */
 static inline REAL gelu_tanh(REAL x)
 {
     const REAL inner = SQRT_2_OVER_PI * (x + TANH_CUBIC * x * x * x);
     return sizeof x == sizeof(float) ? (REAL)tanhf((float)inner) : (REAL)tanh(inner);
 }
 
-/* out[i] = the activation of in[i * step], for n numbers. */
+/* Sets out[i] to the activation of in[i * step], for i below n. The activation is that of the
+ * gate; up_factor() is the factor of the up projection. */
 static void apply_activation(REAL *out, const REAL *in, int64_t n, int step,
                              const epic_experts *ex)
 {
@@ -63,12 +68,13 @@ static void apply_activation(REAL *out, const REAL *in, int64_t n, int step,
     }
 }
 
-/* Returns s(a x) (1 + a x (1 - s(a x))), the derivative of x s(a x), with s the sigmoid. */
+/* Returns the derivative of the swish x s(a x) for ax = a x: s(ax) (1 + ax (1 - s(ax))). */
 static inline REAL swish_slope(REAL ax)
 {
     return sigmoid_of(ax) * (1 + ax * sigmoid_of(-ax));
 }
 
+/* Returns the derivative of the tanh form of GELU. */
 static inline REAL gelu_tanh_slope(REAL x)
 {
     const REAL t = gelu_tanh(x);
@@ -76,8 +82,8 @@ static inline REAL gelu_tanh_slope(REAL x)
     return (1 + t) / 2 + x / 2 * (1 - t * t) * inner_slope;
 }
 
-/* out[i] = the derivative of the activation at in[i * step]. Above the limit of a clamped
- * activation it is 0. */
+/* Sets out[i] to the derivative of the activation at in[i * step], for i below n. Above the
+ * limit of a clamped activation the derivative is 0. */
 static void make_slopes(REAL *out, const REAL *in, int64_t n, int step, const epic_experts *ex)
 {
     const REAL limit = (REAL)ex->limit;
@@ -98,14 +104,13 @@ static void make_slopes(REAL *out, const REAL *in, int64_t n, int step, const ep
     case EPIC_RELU2:
         for (int64_t i = 0; i < n; i++) out[i] = in[i * step] < 0 ? 0 : 2 * in[i * step];
         break;
-    default: /* EPIC_CLAMPED_SWIGLU, EPIC_CLAMPED_SILU: flat above the limit */
+    default: /* EPIC_CLAMPED_SWIGLU, EPIC_CLAMPED_SILU: constant above the limit */
         for (int64_t i = 0; i < n; i++)
             out[i] = in[i * step] > limit ? 0 : swish_slope(alpha * in[i * step]);
     }
 }
 
-/* Returns the factor of the activation for the number u of the up projection, and up_slope()
- * its derivative. */
+/* Returns the factor by which u, a number of the up projection, multiplies the activation. */
 static inline REAL up_factor(REAL u, const epic_experts *ex)
 {
     const REAL limit = (REAL)ex->limit;
@@ -114,6 +119,8 @@ static inline REAL up_factor(REAL u, const epic_experts *ex)
     return ex->activation == EPIC_CLAMPED_SWIGLU ? clamped + 1 : clamped;
 }
 
+/* Returns the derivative of up_factor(): 0 outside the limits of a clamped activation, else
+ * 1. */
 static inline REAL up_slope(REAL u, const epic_experts *ex)
 {
     const REAL limit = (REAL)ex->limit;

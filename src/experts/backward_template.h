@@ -1,19 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Backward on one slab. pass_template.h includes this file after forward_template.h.
  *
- * With a the activations, w the slots' weights and d_y the gradient of y = (w a) W_down + w
- * b_down:
- * - d_W_down = (w a)^T d_y, d_b_down = sum of w d_y, d_a = d_y W_down^T.
- * - d_w = dot(d_a, a) + dot(d_y, b_down) for each slot. Thus the weights' gradient needs no
- *   saved y.
- * - d_gate_up = w d_a through the activation, d_W_gate_up = x^T d_gate_up, d_b_gate_up = sum
- *   of d_gate_up.
+ * Symbols: a is the activations, w the slots' weights, and d_z the gradient of any array z.
+ * With EPIC_WEIGHT_EARLY the forward pass is y = (w a) W_down + w b_down, with w = 1 for the
+ * other weightings. The gradients follow by the chain rule:
+ * - d_W_down = (w a)^T d_y, d_b_down = sum of w d_y over the rows, d_a = d_y W_down^T.
+ * - d_w = dot(d_a, a) + dot(d_y, b_down) for each slot, so the result y need not be saved.
+ * - d_gate_up = w d_a times the derivative of the activation.
+ * - d_W_gate_up = x^T d_gate_up, d_b_gate_up = sum of d_gate_up over the rows.
  * - d_x = d_gate_up W_gate_up^T.
  *
- * With EPIC_WEIGHT_INPUT, x is multiplied by w instead: d_w = dot(d_x', x) and d_x = w d_x',
- * with d_x' the gradient of w x. */
+ * With EPIC_WEIGHT_INPUT the forward pass multiplies x by w. Then d_w = dot(d_x', x) and d_x =
+ * w d_x', with d_x' the gradient of the product w x. */
 
-/* Returns the dot product, summed in float64. */
+/* Returns the dot product of two rows of n numbers, summed in float64. */
 static double dot_product(const REAL *a, const REAL *b, int64_t n)
 {
     double sum = 0;
@@ -21,7 +21,8 @@ static double dot_product(const REAL *a, const REAL *b, int64_t n)
     return sum;
 }
 
-/* Computes a row of d_gate_up from d, the gradient of a row of activations. */
+/* Computes one row of d_gate_up from one row of the first product, gate_up, and from d [inner],
+ * the gradient of the row's activations. */
 static void activate_row_backward(const experts_job *job, REAL *d_gate_up, const REAL *gate_up,
                                   const REAL *d)
 {
@@ -44,8 +45,9 @@ static void activate_row_backward(const experts_job *job, REAL *d_gate_up, const
     }
 }
 
-/* Returns the gradient of a slot's weight with EPIC_WEIGHT_EARLY. d: gradient of its
- * unweighted activations. */
+/* Returns the gradient of a slot's weight with EPIC_WEIGHT_EARLY: dot(d, a) + dot(d_y, b_down).
+ * d is the gradient of the slot's activations before the weight. `row` counts from the first
+ * slot of the slab. */
 static double early_gradient(const experts_job *job, const REAL *gate_up, const REAL *d,
                              const void *d_y, int64_t row, const REAL *b_down)
 {
@@ -56,8 +58,9 @@ static double early_gradient(const experts_job *job, const REAL *gate_up, const 
                   : sum;
 }
 
-/* Computes job->d_gate_up from d, the gradient of the weighted activations. If weights are applied
- * before the down projection (early weights), also computes their gradients. Padding rows are 0. */
+/* Computes job->d_gate_up from d [slots, inner], the gradient of the left operand of the second
+ * product. With EPIC_WEIGHT_EARLY, also computes the gradients of the slots' weights. Padding
+ * rows become 0. */
 static void activations_backward(const experts_job *job, const slab *slab, REAL *d,
                                  const void *d_y)
 {
@@ -79,8 +82,8 @@ static void activations_backward(const experts_job *job, const slab *slab, REAL 
     clear_padding(job, slab, job->d_gate_up, job->width);
 }
 
-/* EPIC_WEIGHT_INPUT: computes the weights' gradients, and multiplies the rows of d by their
- * weights, in place. */
+/* Computes the gradients of the slots' weights with EPIC_WEIGHT_INPUT. Then multiplies each row
+ * of d by its slot's weight, in place. */
 static void inputs_backward(const experts_job *job, const slab *slab, REAL *d)
 {
     REAL *x = job->line;
@@ -95,7 +98,8 @@ static void inputs_backward(const experts_job *job, const slab *slab, REAL *d)
     }
 }
 
-/* Computes d_x, and the gradients of weights on the input. job->rows is free by now. */
+/* Computes d_x from job->d_gate_up. With EPIC_WEIGHT_INPUT, also computes the gradients of the
+ * slots' weights. Uses job->rows, which no later step reads. */
 static void rows_backward(const experts_job *job, const slab *slab)
 {
     const bool input = job->experts.weighting == EPIC_WEIGHT_INPUT;
@@ -117,6 +121,7 @@ void OF(experts_backward)(const experts_job *job, const slab *slab)
     const void *d_y = slab_rows(job, slab, job->d_y);
     REAL *d = job->activations;
 
+    /* Padding slots keep this 0. The functions below overwrite the slots with tokens. */
     for (int64_t r = 0; job->d_slot_weights != NULL && r < slab->rows; r++)
         store_weight_gradient(job, slab->first + r, 0);
     bias_gradient(job, slab, job->d_b_down, d_y, hidden, true);

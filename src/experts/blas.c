@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Loads OpenBLAS at first use, so that libepic.so depends on libc alone. onednn.c does the
- * same for oneDNN. */
+/* Loads OpenBLAS at first use, so that libepic.so itself depends only on libc. onednn.c
+ * loads oneDNN in the same way. */
 #include "experts/blas.h"
 
 #include <dlfcn.h>
@@ -13,10 +13,11 @@
 #include "experts/onednn.h"
 #include "rules/convert.h"
 
-/* Constants of the C interface to BLAS. */
+/* Constants of CBLAS, the C interface of BLAS: CblasRowMajor, CblasNoTrans, CblasTrans. */
 enum { ROW_MAJOR = 101, AS_IT_LIES = 111, TRANSPOSED = 112 };
 
-/* The products of a build whose numbers are int, and of one whose numbers are 64 bits wide. */
+/* Function types of cblas_sgemm and cblas_dgemm. Builds of OpenBLAS use either 32-bit (int) or
+ * 64-bit (wide) integers for sizes. */
 #define GEMM(name, integer, real)                                                         \
     typedef void name(int order, int op_a, int op_b, integer m, integer n, integer k,     \
                       real alpha, const real *a, integer lda, const real *b, integer ldb, \
@@ -26,17 +27,17 @@ GEMM(dgemm_int, int, double);
 GEMM(sgemm_wide, int64_t, float);
 GEMM(dgemm_wide, int64_t, double);
 
-/* The functions of the OpenBLAS that was loaded, if any. */
+/* Functions of the OpenBLAS that was loaded. `loaded` is false if none was found. */
 typedef struct blas {
-    /* A build with 32-bit integers has the first two functions, one with 64-bit integers the
-     * next two. */
+    /* A build with 32-bit integers sets the first two functions. A build with 64-bit integers
+     * sets the next two. The others stay NULL. */
     sgemm_int *sgemm;
     dgemm_int *dgemm;
     sgemm_wide *wide_sgemm;
     dgemm_wide *wide_dgemm;
     void (*set_num_threads)(int num_threads);
     int (*get_num_threads)(void);
-    char name[96];
+    char name[96]; /* for example "OpenBLAS 0.3.21 Haswell" */
     bool loaded;
 } blas;
 
@@ -45,15 +46,16 @@ static pthread_once_t once = PTHREAD_ONCE_INIT;
 
 #ifdef EPIC_HAVE_BLAS
 
-/* Prefix and suffix of function names in builds of OpenBLAS: those of distributions, of
- * scipy and of numpy. */
+/* Prefix and suffix of the function names in a build of OpenBLAS. The list has the names of
+ * Linux distributions first, then those in the packages of scipy and numpy. */
 typedef struct naming {
     const char *before, *after;
 } naming;
 
 static const naming namings[] = {{"", ""}, {"scipy_", ""}, {"scipy_", "64_"}, {"", "64_"}};
 
-/* Stores the address of a function. memcpy() because ISO C has no cast from void * to a
+/* Stores the address of the named function in the function pointer at `function`. Returns false
+ * if the library does not have it. Uses memcpy() because ISO C has no cast from void * to a
  * function pointer. */
 static bool find_symbol(void *library, const naming *n, const char *name, void *function)
 {
@@ -64,7 +66,8 @@ static bool find_symbol(void *library, const naming *n, const char *name, void *
     return address != NULL;
 }
 
-/* Makes the name for epic-info: "OpenBLAS 0.3.21 Haswell". */
+/* Writes b->name from the version in `config` and the processor core that OpenBLAS detected,
+ * for example "OpenBLAS 0.3.21 Haswell". */
 static void make_name(blas *b, void *library, const naming *n, const char *config)
 {
     char *(*core)(void) = NULL;
@@ -75,8 +78,9 @@ static void make_name(blas *b, void *library, const naming *n, const char *confi
              core ? " " : "", core ? core() : "");
 }
 
-/* Finds all functions of a library. Some builds with 64-bit integers have names without
- * suffix; their configuration string has USE64BITINT. */
+/* Reads the addresses of all functions in `blas`. Returns false if one is missing. A build has
+ * 64-bit integers if its names have a suffix, or if its configuration string has
+ * USE64BITINT. */
 static bool read_functions(blas *b, void *library, const naming *n)
 {
     char *(*get_config)(void) = NULL;
@@ -93,8 +97,8 @@ static bool read_functions(blas *b, void *library, const naming *n)
     return b->loaded;
 }
 
-/* Loads a library if it is an OpenBLAS. It stays loaded, because its threads and tables live
- * as long as the process. */
+/* Loads a library and sets the_blas if it is an OpenBLAS. Returns false otherwise. An OpenBLAS
+ * is never unloaded, because its threads and tables live until the process ends. */
 static bool try_library(const char *path, int flags)
 {
     void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL | flags);
@@ -109,8 +113,8 @@ static bool try_library(const char *path, int flags)
     return false;
 }
 
-/* dl_iterate_phdr() callback: copies the path of a loaded library to `path` if its name
- * contains "openblas". */
+/* Callback of dl_iterate_phdr(). If the name of a loaded library contains "openblas", copies
+ * its path to `path` and returns 1, which ends the search. */
 static int match_openblas(struct dl_phdr_info *info, size_t size, void *path)
 {
     (void)size;
@@ -119,9 +123,11 @@ static int match_openblas(struct dl_phdr_info *info, size_t size, void *path)
     return snprintf(path, 4096, "%s", info->dlpi_name) < 4096;
 }
 
-/* Tries libraries in this order. The system's comes first, so that all programs on a machine
- * compute the same bits. Then one that the process loaded already, as numpy does; scipy's,
- * if the loader finds it; the one found at build time. */
+/* Loads the first OpenBLAS that it finds, in this order:
+ * 1. The library of the system, so that all programs on a machine compute the same bits.
+ * 2. A library that the process has already loaded, for example through numpy.
+ * 3. The library of the scipy package, if the loader finds it.
+ * 4. The library that was found when EPIC was built. */
 static void find_library(void)
 {
     char loaded[4096] = "";
@@ -139,6 +145,8 @@ static void find_library(void)
 
 #endif
 
+/* Runs once: loads OpenBLAS, then oneDNN, and appends the name of oneDNN to the name that
+ * epic_blas_name() returns. */
 static void load_libraries(void)
 {
     blas *b = &the_blas;
@@ -148,6 +156,7 @@ static void load_libraries(void)
         snprintf(b->name + length, sizeof b->name - length, ", %s for bfloat16", onednn_name());
 }
 
+/* Returns the functions of OpenBLAS, loaded by the first call. `loaded` may be false. */
 static const blas *get_blas(void)
 {
     pthread_once(&once, load_libraries);
@@ -164,7 +173,7 @@ static int transpose_code(bool transpose)
     return transpose ? TRANSPOSED : AS_IT_LIES;
 }
 
-/* Calls a product of a build with 32-bit or 64-bit integers. */
+/* Calls cblas_sgemm or cblas_dgemm with the fields of g, for the given integer type. */
 #define MULTIPLY(gemm, integer)                                                       \
     gemm(ROW_MAJOR, transpose_code(g->transpose_a), transpose_code(g->transpose_b),   \
          (integer)g->m, (integer)g->n, (integer)g->k, 1, g->a, (integer)g->lda, g->b, \
@@ -197,6 +206,7 @@ bool gemm_has_bf16(void)
     return onednn_is_ready();
 }
 
+/* Returns one bfloat16 element of a matrix as float32. */
 static float number_at(const void *matrix, int64_t index)
 {
     float x;
@@ -204,7 +214,8 @@ static float number_at(const void *matrix, int64_t index)
     return x;
 }
 
-/* Multiplies bfloat16 by plain loops: slow, for when oneDNN runs out of memory. */
+/* Multiplies bfloat16 matrices by plain loops, which is slow. Runs only if oneDNN refuses the
+ * product, for example when it has no memory. */
 static void multiply_bf16_plain(const gemm *g)
 {
     for (int64_t i = 0; i < g->m; i++)
@@ -222,6 +233,8 @@ void gemm_bf16(const gemm *g)
     if (!onednn_multiply(g)) multiply_bf16_plain(g);
 }
 
+/* State of experts_blas_enter(): the number of threads between enter and leave, and OpenBLAS's
+ * number of threads before the first of them entered. The mutex guards both. */
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static int64_t num_inside;
 static int threads_before;

@@ -1,16 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Matrix products on the host: OpenBLAS, and oneDNN for bfloat16, both loaded at first use.
- * Plain loops if neither is found. */
+/* Matrix products on the host. They use OpenBLAS, and oneDNN for bfloat16. Both libraries are
+ * loaded at first use. Without OpenBLAS, plain loops compute the products. */
 #ifndef EPIC_EXPERTS_BLAS_H
 #define EPIC_EXPERTS_BLAS_H
 
 #include <stdbool.h>
 #include <stdint.h>
 
-/* C [m, n] = op(A) op(B), or C += with `add`. op(A) is [m, k]: A itself, or the transpose of
- * A stored as [k, m] with transpose_a. B likewise, [k, n]. Rows are contiguous; lda, ldb and
- * ldc are the elements from one stored row to the next. m, n and k are above 0 and below
- * 2^31. */
+/* One matrix product: C [m, n] = op(A) op(B), or C += op(A) op(B) if `add` is set.
+ *
+ * op(A) is [m, k]: A itself, or with transpose_a the transpose of A, which is stored as [k, m].
+ * op(B) is [k, n], and transpose_b does the same for B. The elements of a stored row are
+ * contiguous. lda, ldb and ldc are the distances in elements from one stored row to the next.
+ * m, n and k are above 0 and below 2^31. */
 typedef struct gemm {
     int64_t m, n, k;
     const void *a;
@@ -24,24 +26,30 @@ typedef struct gemm {
     bool add;
 } gemm;
 
-/* Multiply float32 (float64) matrices. No alignment is needed. Any thread may call these. */
+/* Multiply float32 or float64 matrices. The matrices need no alignment. Any thread may call
+ * these functions. */
 void gemm_f32(const gemm *g);
 void gemm_f64(const gemm *g);
 
-/* Can gemm_bf16() be called? It needs oneDNN and a processor with bfloat16 instructions. */
+/* Returns true if gemm_bf16() may be called: oneDNN is loaded, and the processor has bfloat16
+ * instructions. */
 bool gemm_has_bf16(void);
-/* Multiplies bfloat16 A and B; C is float32. */
+/* Multiplies the bfloat16 matrices A and B into the float32 matrix C. Any thread may call
+ * it. */
 void gemm_bf16(const gemm *g);
 
-/* Multiply by plain loops, whatever is loaded. Not both matrices may be transposed. Also for
- * tests. */
+/* Multiply by plain loops, even if OpenBLAS is loaded, so that tests can compare both. At most
+ * one of A and B may be transposed. */
 void gemm_plain_f32(const gemm *g);
 void gemm_plain_f64(const gemm *g);
 
-/* Between experts_blas_enter() and experts_blas_leave() OpenBLAS uses one thread per call,
- * because the bits of a product depend on the number of threads. That setting is
- * process-wide: the first thread to enter sets it, the last to leave restores it. oneDNN's
- * setting is per thread. Any thread may call these, and they nest. */
+/* Limit OpenBLAS and oneDNN to one thread per product, from experts_blas_enter() to
+ * experts_blas_leave(). The reason is that the bits of a product depend on the number of
+ * threads.
+ *
+ * OpenBLAS has one setting for the whole process: the first thread that enters sets it, and the
+ * last thread that leaves restores it. oneDNN has one setting per thread. Any thread may call
+ * these functions, and pairs may be nested. */
 void experts_blas_enter(void);
 void experts_blas_leave(void);
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Checks the experts' options and lays out their workspace. */
+/* Checks the options of the experts and lays out their workspace. */
 #include "experts/config.h"
 
 #include "base/sized.h"
@@ -8,9 +8,12 @@
 #include "rules/experts_layout.h"
 
 #define MAX_EXPERTS 65536
-#define MAX_ROW_NUMBERS (1 << 24)      /* of a row */
-#define MAX_WEIGHT_NUMBERS (1ll << 56) /* of all local experts: their bytes fit in an int64_t */
-#define TILE_NUMBERS (1 << 20) /* 4 MiB: fits in a core's caches, and is much more than a row */
+#define MAX_ROW_NUMBERS (1 << 24) /* largest hidden and inner */
+/* Largest number of weights of all local experts. Their bytes then fit in an int64_t. */
+#define MAX_WEIGHT_NUMBERS (1ll << 56)
+/* Numbers of a weight tile: 4 MiB of float32, which fit in a core's cache and are much more than
+ * one row. */
+#define TILE_NUMBERS (1 << 20)
 
 static epic_result check_range(const char *name, uint32_t value, uint32_t first, uint32_t last)
 {
@@ -20,7 +23,8 @@ static epic_result check_range(const char *name, uint32_t value, uint32_t first,
     return EPIC_OK;
 }
 
-/* Checks the types of rows and weights: F64 needs F64, and E4M3 is a type of weights only. */
+/* Checks the types of rows and weights. F64 rows and F64 weights go together. E4M3 is allowed
+ * for weights only. */
 static epic_result check_types(const epic_experts *ex)
 {
     if (convert_bytes(ex->row_type) == 0)
@@ -62,8 +66,8 @@ static epic_result check_activation(const epic_experts *ex)
     return EPIC_OK;
 }
 
-/* Fills in defaults: weight_type is row_type, the limit is 7 (10 for clamped SiLU), alpha is
- * 1.702. */
+/* Fills in defaults: weight_type becomes row_type, limit becomes 7 (10 for clamped SiLU), and
+ * alpha becomes 1.702, as in gpt-oss. */
 epic_result experts_read_config(experts_job *job, const epic_experts *theirs, size_t size)
 {
     epic_experts *ex = &job->experts;
@@ -72,7 +76,7 @@ epic_result experts_read_config(experts_job *job, const epic_experts *theirs, si
     const bool silu = ex->activation == EPIC_CLAMPED_SILU;
     if (ex->limit == 0) ex->limit = silu ? 10 : 7;
     if (ex->alpha == 0) ex->alpha = 1.702f;
-    if (silu) ex->alpha = 1; /* clamped SiLU is the formula of clamped SwiGLU with alpha 1 */
+    if (silu) ex->alpha = 1; /* gives clamped SiLU the formula of clamped SwiGLU */
     TRY(check_range("num_local_experts", ex->num_local_experts, 1, MAX_EXPERTS));
     TRY(check_range("hidden", ex->hidden, 1, MAX_ROW_NUMBERS));
     TRY(check_range("inner", ex->inner, 1, MAX_ROW_NUMBERS));
@@ -117,7 +121,8 @@ static int64_t larger_of(int64_t a, int64_t b)
     return a > b ? a : b;
 }
 
-/* Returns the numbers in the largest tile of converted weights that either pass needs. */
+/* Returns the number of elements of the largest weight tile that forward or backward converts.
+ * It is 0 if the weights need no conversion. */
 static int64_t tile_numbers(const experts_job *job)
 {
     const int64_t h = job->hidden, i = job->inner, w = job->width;
@@ -127,12 +132,14 @@ static int64_t tile_numbers(const experts_job *job)
     return experts_has_ready_weights(job) ? 0 : larger_of(forward, backward);
 }
 
-/* Rounds up to 16 numbers, so that each piece of the workspace begins on a cache line. */
+/* Rounds up to a multiple of 16 numbers, so that each part of the workspace begins on a cache
+ * line. */
 static int64_t pad_numbers(int64_t numbers)
 {
     return (numbers + 15) / 16 * 16;
 }
 
+/* Returns the bytes of a number in the workspace. */
 static int64_t number_bytes(const experts_job *job)
 {
     return job->is_f64 ? 8 : 4;
@@ -144,8 +151,8 @@ int64_t experts_saved_bytes(const experts_job *job, int64_t num_slots)
     return num_slots * job->width * number_bytes(job);
 }
 
-/* Assigns each piece of the workspace its place from `at` on (NULL: none). Returns the
- * numbers in all pieces. */
+/* Points each workspace field of *job to its part of the memory at `at`. With `at` NULL the
+ * fields keep their values. Returns the total size in numbers. */
 static int64_t layout_pieces(experts_job *job, int64_t num_slots, bool backward, char *at)
 {
     const bool copied =

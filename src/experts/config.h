@@ -1,11 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The experts' configuration of one call: checked options and arguments, and the workspace
- * of one slab.
+/* State of one call of the experts: the checked options and arguments, and the workspace.
  *
- * A "slab" is the consecutive slots of one local expert. An expert is an MLP: gate_up = x
- * W_gate_up + b_gate_up [slots, width], a = activation(gate) * up [slots, inner], y = a
- * W_down + b_down [slots, hidden]. Without a gate, width is inner and a =
- * activation(gate_up). */
+ * A "slab" is the consecutive slots of one local expert. Each expert is an MLP of two matrix
+ * products:
+ * - First product: gate_up [slots, width] = x W_gate_up + b_gate_up.
+ * - Activation: a [slots, inner] = activation(gate) * up. Without a gate, a =
+ *   activation(gate_up).
+ * - Second product: y [slots, hidden] = a W_down + b_down.
+ *
+ * width is 2 * inner with a gate, and inner without one. */
 #ifndef EPIC_EXPERTS_CONFIG_H
 #define EPIC_EXPERTS_CONFIG_H
 
@@ -14,22 +17,23 @@
 
 #include "epic/epic.h"
 
-/* One call of the experts. Numbers in the workspace are float32, or float64 if rows are F64. */
+/* State of one call of epic_experts_forward or epic_experts_backward. The workspace holds
+ * float32 numbers, or float64 numbers if the rows are F64. */
 typedef struct experts_job {
-    epic_experts experts; /* defaults filled in */
+    epic_experts experts; /* the caller's options, with defaults filled in */
     int64_t hidden;
     int64_t inner;
-    int64_t width;        /* of the first product: 2 * inner, or inner without a gate */
+    int64_t width;        /* columns of the first product: 2 * inner, or inner without a gate */
     bool is_f64;          /* rows and weights are F64 */
-    bool is_e4m3;         /* weights are E4M3, and x is in forward */
+    bool is_e4m3;         /* weights are E4M3; in forward, x is E4M3 too */
     bool has_f64_weights; /* slot_weights are float64 */
-    bool accumulate;
-    bool is_recompute; /* forward with EPIC_RECOMPUTE: computes `saved` only */
-    /* BF16 rows and weights are multiplied without a conversion, and activations are rounded to
-     * BF16. */
+    bool accumulate;      /* EPIC_ACCUMULATE: add to the gradients */
+    bool is_recompute;    /* EPIC_RECOMPUTE: forward computes only `saved` */
+    /* Rows and weights are BF16, and oneDNN multiplies them without a conversion. Operands that
+     * the passes compute, such as activations, are rounded to BF16. */
     bool is_bf16;
-    bool is_device;     /* arrays are in device memory, so the host must not read them */
-    uint32_t grad_type; /* type of the gradients of weights and biases */
+    bool is_device;     /* arrays are in device memory, which the host must not read */
+    uint32_t grad_type; /* epic_type of the gradients of weights and biases; 0: float32 */
 
     const void *x;
     const int32_t *expert_rows;
@@ -40,67 +44,73 @@ typedef struct experts_job {
     const void *b_gate_up;
     const void *b_down;
 
-    void *saved;          /* forward only */
-    void *y;              /* forward only */
-    const void *saved_in; /* backward: `saved` of forward */
-    const void *d_y;      /* backward */
+    void *saved;          /* forward: out, result of the first product */
+    void *y;              /* forward: out, result of the second product */
+    const void *saved_in; /* backward: the array that forward wrote to `saved` */
+    const void *d_y;      /* backward: gradient of y */
     void *d_x, *d_w_gate_up, *d_w_down, *d_b_gate_up, *d_b_down;
     void *d_slot_weights;
 
-    /* Workspace of one slab. */
-    void *rows;         /* [slots, hidden], unless the caller's rows can be used as they are */
+    /* Workspace. Every slab uses the same memory, one slab after the other. */
+    void *rows;         /* [slots, hidden]: converted or weighted rows; empty if products
+                           read the caller's rows */
     void *activations;  /* [slots, inner] */
     void *d_gate_up;    /* backward: [slots, width] */
-    void *weights_tile; /* one tile of weights, converted */
-    void *line;         /* [2 * max(hidden, inner)], followed by one row of an operand */
-    void *bias;         /* [max(width, hidden)], converted */
+    void *weights_tile; /* one tile of a weight matrix, converted to float32 */
+    void *line;         /* [2 * max(hidden, inner)] for row results, then space for one row
+                           of an operand */
+    void *bias;         /* [max(width, hidden)]: a bias, converted */
 } experts_job;
 
 /* The slots of one local expert. */
 typedef struct slab {
     int64_t expert;
-    int64_t first;  /* slot */
-    int64_t rows;   /* padding included */
-    int64_t tokens; /* rows before the padding */
+    int64_t first;  /* number of the first slot */
+    int64_t rows;   /* number of slots, with padding */
+    int64_t tokens; /* number of slots before the padding */
 } slab;
 
-/* Checks *type, the type of weight gradients that the caller wants, and replaces 0 by the
- * default (float32, or float64 with F64 rows). EPIC_EINVAL. */
+/* Checks *type, the caller's type for the gradients of weights and biases. Replaces 0 by the
+ * default: float64 for F64 rows, else float32. On a device the type may also be row_type.
+ * Returns EPIC_OK or EPIC_EINVAL. */
 epic_result experts_read_grad_type(uint32_t *type, uint32_t row_type, bool device);
 
-/* Reads and checks the caller's struct into *job. EPIC_EINVAL. */
+/* Copies the caller's epic_experts of `size` bytes into job->experts, fills in its defaults and
+ * checks it. Sets the sizes and the type flags of *job. Returns EPIC_OK or EPIC_EINVAL. */
 epic_result experts_read_config(experts_job *job, const epic_experts *theirs, size_t size);
 
-/* Does the activation clamp its inputs to the limit? */
+/* Returns true if the activation limits its inputs to experts.limit. */
 static inline bool experts_is_clamped(const epic_experts *ex)
 {
     return ex->activation == EPIC_CLAMPED_SWIGLU || ex->activation == EPIC_CLAMPED_SILU;
 }
 
-/* Can a matrix product read the caller's rows (weights) without a conversion? */
+/* Return true if matrix products can read the caller's rows or weights without a conversion,
+ * because their type is float32 or float64. */
 bool experts_has_ready_rows(const experts_job *job);
 bool experts_has_ready_weights(const experts_job *job);
 
-/* Returns how many columns (or rows) of a weight matrix are converted at once: at most n, of
- * k numbers each. It depends on the shapes alone, because the bits of a product may depend
- * on how it is cut. */
+/* Returns the number of columns (or rows) of a weight matrix that are converted at a time. Each
+ * has k numbers, and the matrix has n of them. The result depends only on k and n, because the
+ * bits of a product can depend on the size of its parts. */
 int64_t experts_tile_size(int64_t k, int64_t n);
 
-/* Fills in *out for num_slots slots, on a CUDA device or on the host.  Errors: EPIC_EINVAL;
- * EPIC_ENOTSUP for E4M3 weights on the host and F64 rows on a device. */
+/* Writes to *out the bytes of `saved` and of both workspaces for num_slots slots. on_device
+ * chooses between a CUDA device and the host. Errors: EPIC_EINVAL; EPIC_ENOTSUP for E4M3
+ * weights on the host and for F64 rows on a device. */
 epic_result experts_memory(const epic_experts *experts, size_t experts_size, int64_t num_slots,
                            bool on_device, epic_experts_memory_info *out);
 
-/* Return the bytes of `saved` and of the workspace for num_slots slots, on the host or on a
- * device (job->is_device). */
+/* Return the bytes of `saved`, and of the workspace of forward or backward, for num_slots
+ * slots. job->is_device chooses between a device and the host. */
 int64_t experts_saved_bytes(const experts_job *job, int64_t num_slots);
 int64_t experts_workspace_bytes(const experts_job *job, int64_t num_slots, bool backward);
-/* Sets the workspace pointers of *job to places inside `workspace`. Host only. */
+/* Points the workspace fields of *job to their parts of `workspace`. For host contexts only. */
 void experts_layout_workspace(experts_job *job, int64_t num_slots, bool backward,
                               void *workspace);
 
-/* Run forward or backward on one slab, in float32 or float64. Between experts_blas_enter()
- * and experts_blas_leave() only. */
+/* Run forward or backward on one slab, in float32 or float64. Call them only between
+ * experts_blas_enter() and experts_blas_leave(). */
 void experts_forward_f32(const experts_job *job, const slab *slab);
 void experts_forward_f64(const experts_job *job, const slab *slab);
 void experts_backward_f32(const experts_job *job, const slab *slab);

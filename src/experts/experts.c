@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_experts_forward and epic_experts_backward: the MLPs of the local experts. Checks
- * arguments, then hands over to the device backend or runs one slab after the other on the
- * calling thread (pass_template.h). */
+/* epic_experts_forward and epic_experts_backward: the MLPs of the local experts. Each call
+ * checks its arguments first. On a CUDA context it then calls the device backend. On the host
+ * it computes one slab after the other on the calling thread (pass_template.h). */
 #include <string.h>
 
 #include "api/config.h"
@@ -58,13 +58,15 @@ epic_result epic_experts_memory_v1(epic_context *ctx, const epic_config *config,
 
 /* ------------------------------------------------------------------------------ checks ---- */
 
+/* Returns the number of slots of a local expert that carry a token. Without expert_tokens, all
+ * of its slots do. */
 static int64_t tokens_of(const experts_job *job, uint32_t expert)
 {
     return job->expert_tokens ? job->expert_tokens[expert] : job->expert_rows[expert];
 }
 
-/* Checks the counts of each expert and their sum. The host cannot read counts in device
- * memory. */
+/* Checks the row and token counts of each expert, and the sum of the rows. Skips counts in
+ * device memory, which the host cannot read. */
 static epic_result check_counts(const experts_job *job, int64_t num_slots)
 {
     int64_t sum = 0;
@@ -72,7 +74,7 @@ static epic_result check_counts(const experts_job *job, int64_t num_slots)
         return epic_fail(
             EPIC_EINVAL,
             "expert_rows is NULL: it must point to the counts that epic_plan returns");
-    if (job->is_device) return EPIC_OK; /* kernels ignore rows that do not fit */
+    if (job->is_device) return EPIC_OK; /* kernels ignore rows that exceed num_slots */
     for (uint32_t e = 0; e < job->experts.num_local_experts; e++) {
         const int64_t rows = job->expert_rows[e];
         const int64_t tokens = tokens_of(job, e);
@@ -109,6 +111,7 @@ static epic_result check_weighting(const experts_job *job, int64_t num_slots)
     return EPIC_OK;
 }
 
+/* Checks that a memory block of the caller (`saved` or the workspace) has the needed bytes. */
 static epic_result check_memory(const char *name, const void *memory, int64_t bytes,
                                 int64_t needed)
 {
@@ -119,7 +122,7 @@ static epic_result check_memory(const char *name, const void *memory, int64_t by
     return EPIC_OK;
 }
 
-/* Scales that E4M3 weights and rows need, and other types must not have. */
+/* An array of scales. The call requires it for E4M3 weights, and refuses it for other types. */
 typedef struct named_scales {
     const char *name;
     const float *scales;
@@ -140,8 +143,8 @@ static epic_result check_scales(const experts_job *job, const named_scales *all,
     return EPIC_OK;
 }
 
-/* Returns EPIC_ENOTSUP if E4M3 weights cannot be multiplied: on the host, or by the caller's
- * gemm. */
+/* Returns EPIC_ENOTSUP if the call cannot multiply E4M3 weights. Host contexts and products by
+ * the caller's experts.gemm do not support them. */
 static epic_result check_e4m3(const experts_job *job, const char *call)
 {
     if (!job->is_e4m3) return EPIC_OK;
@@ -156,7 +159,7 @@ static epic_result check_e4m3(const experts_job *job, const char *call)
     return EPIC_OK;
 }
 
-/* An array that the caller must pass if there are slots. */
+/* An array that must not be NULL if num_slots is above 0. */
 typedef struct required {
     const char *name;
     const void *array;
@@ -178,6 +181,7 @@ static epic_result check_flags(uint32_t flags, uint32_t known)
     return EPIC_OK;
 }
 
+/* Checks weights_type, the type of slot_weights, and sets job->has_f64_weights. */
 static epic_result read_weights_type(experts_job *job, uint32_t type)
 {
     job->has_f64_weights = type == EPIC_F64;
@@ -198,14 +202,17 @@ epic_result experts_read_grad_type(uint32_t *type, uint32_t row_type, bool devic
                      device ? convert_name(row_type) : " on host contexts");
 }
 
-/* Elements of each array of both passes, and the bytes of an element. */
+/* Sizes of the arrays of forward and backward. */
 typedef struct shapes {
+    /* Elements. `local` is the number of local experts, and slots the number of slots. */
     int64_t local, slots, rows, gate_up, down, biases_up, biases_down;
-    int64_t x_scales, gate_up_scales, down_scales; /* E4M3 */
+    int64_t x_scales, gate_up_scales, down_scales; /* E4M3 only */
+    /* Bytes of one element. */
     size_t x, row, weight, bias, gradient, slot_weight;
 } shapes;
 
-/* Returns the shapes. Rows of e4m3 exist in forward only. */
+/* Returns the sizes for num_slots slots. With E4M3 weights, x has 1 byte per element in
+ * forward. In backward it has row_type. */
 static shapes shapes_of(const experts_job *job, int64_t num_slots, bool backward)
 {
     const int64_t local = job->experts.num_local_experts;
@@ -230,6 +237,7 @@ static shapes shapes_of(const experts_job *job, int64_t num_slots, bool backward
                     .slot_weight = job->has_f64_weights ? 8 : 4};
 }
 
+/* The input arrays that forward and backward have in common. */
 #define INPUTS(a, s)                                                                        \
     ARRAY_IN(a, x, s.rows, s.x), ARRAY_IN(a, expert_rows, s.local, 4),                      \
         ARRAY_IN(a, expert_tokens, s.local, 4),                                             \
@@ -274,6 +282,7 @@ static epic_result check_backward_arrays(const experts_job *job,
 
 /* ------------------------------------------------------------------------------- passes ---- */
 
+/* Checks the context, if there is one, and sets job->is_device. */
 static epic_result read_context(experts_job *job, epic_context *ctx)
 {
     if (ctx == NULL) return EPIC_OK;
@@ -282,7 +291,7 @@ static epic_result read_context(experts_job *job, epic_context *ctx)
     return EPIC_OK;
 }
 
-/* Moves to the slab of the next local expert. Returns false after the last. */
+/* Moves *slab to the next local expert. Returns false after the last one. */
 static bool next_slab(const experts_job *job, slab *slab)
 {
     slab->expert++;
@@ -293,7 +302,7 @@ static bool next_slab(const experts_job *job, slab *slab)
     return true;
 }
 
-/* Reads and checks the arguments of forward, and lays out the workspace on the host. */
+/* Reads and checks the arguments of forward. On the host, also lays out the workspace. */
 static epic_result prepare_forward(experts_job *job, const epic_experts_args *a)
 {
     TRY(experts_read_config(job, a->experts, sizeof *a->experts));
@@ -355,7 +364,7 @@ epic_result epic_experts_forward_v1(epic_context *ctx, const epic_experts_args *
     return EPIC_OK;
 }
 
-/* Reads and checks the arguments of backward, and lays out the workspace on the host. */
+/* Reads and checks the arguments of backward. On the host, also lays out the workspace. */
 static epic_result prepare_backward(experts_job *job, const epic_experts_backward_args *a)
 {
     TRY(experts_read_config(job, a->experts, sizeof *a->experts));
@@ -402,7 +411,7 @@ static epic_result prepare_backward(experts_job *job, const epic_experts_backwar
     return EPIC_OK;
 }
 
-/* Zeroes the gradients of an expert that has no slot. */
+/* Zeroes the weight and bias gradients of an expert without slots, which no pass computes. */
 static void zero_gradients(const experts_job *job, int64_t expert)
 {
     const struct {

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Forward on one slab. pass_template.h includes this file.
  *
- * The first product goes to `saved`, which backward reads. Activations and the second
- * product are computed from it. */
+ * Writes the result of the first product (gate_up, config.h) to `saved`, which backward reads.
+ * Then computes the activations and the second product from it. */
 
+/* Adds the bias [n] to each of num_rows rows of n numbers. No bias (NULL) changes nothing. */
 static void add_bias(REAL *rows, const REAL *bias, int64_t num_rows, int64_t n)
 {
     if (bias == NULL) return;
@@ -11,7 +12,9 @@ static void add_bias(REAL *rows, const REAL *bias, int64_t num_rows, int64_t n)
         for (int64_t i = 0; i < n; i++) rows[r * n + i] += bias[i];
 }
 
-/* Computes one row of activations from one row of the first product. */
+/* Computes one row of activations, out [inner], from one row of the first product, gate_up
+ * [width]. The gate's numbers come first and the up projection's second, or they alternate if
+ * the layer is interleaved. */
 static void activate_row(const experts_job *job, REAL *out, const REAL *gate_up)
 {
     const epic_experts *ex = &job->experts;
@@ -22,8 +25,9 @@ static void activate_row(const experts_job *job, REAL *out, const REAL *gate_up)
         for (int64_t i = 0; i < job->inner; i++) out[i] *= up_factor(up[i * step], ex);
 }
 
-/* Returns the operand of the second product: activations, multiplied by the weights with
- * EPIC_WEIGHT_EARLY. Padding rows are 0. */
+/* Computes the activations of the slab, the left operand of the second product, and returns
+ * them. With EPIC_WEIGHT_EARLY each row is multiplied by its slot's weight. Padding rows are
+ * 0. */
 static const void *make_activations(const experts_job *job, const slab *slab,
                                     const REAL *gate_up)
 {
@@ -40,8 +44,8 @@ static const void *make_activations(const experts_job *job, const slab *slab,
     return job->activations;
 }
 
-/* Adds b_down to each row that is not padding, multiplied by its weight with
- * EPIC_WEIGHT_EARLY. */
+/* Adds the bias b_down to each row of y that is not padding. With EPIC_WEIGHT_EARLY the bias of
+ * a row is multiplied by its slot's weight. */
 static void add_down_bias(const experts_job *job, const slab *slab, REAL *y)
 {
     const REAL *bias = bias_of(job, slab, job->b_down, job->hidden);

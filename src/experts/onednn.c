@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Loads oneDNN at first use.
  *
- * dnnl_gemm_bf16bf16f32 takes any number of rows. oneDNN's matmul primitive would compile a
- * kernel for each shape, and slabs have other shapes in each call. oneDNN 2 and 3 export
- * this function, like dnnl_sgemm, but their headers do not declare it. A library without it
- * is not used. */
+ * Bfloat16 products use dnnl_gemm_bf16bf16f32, which accepts any number of rows. oneDNN's
+ * matmul primitive would compile a kernel for each shape, and the slabs of each call have new
+ * shapes. oneDNN 2 and 3 export this function, like dnnl_sgemm, but do not declare it in their
+ * headers. A library without it is not used. */
 #include "experts/onednn.h"
 
 #include <dlfcn.h>
@@ -13,25 +13,28 @@
 #include <string.h>
 
 #ifndef EPIC_ONEDNN
-#define EPIC_ONEDNN "" /* file name; empty: the build found none */
+#define EPIC_ONEDNN "" /* file name of oneDNN; empty if the build found none */
 #endif
 
 typedef int multiply_bf16(char op_a, char op_b, int64_t m, int64_t n, int64_t k, float alpha,
                           const void *a, int64_t lda, const void *b, int64_t ldb, float beta,
                           float *c, int64_t ldc);
 
-/* The beginning of the struct that dnnl_version() returns. */
+/* First fields of the struct that dnnl_version() returns. */
 typedef struct version {
     int major, minor, patch;
     const char *hash;
-    unsigned runtime; /* thread runtime */
+    unsigned runtime; /* the library that runs its threads: SEQUENTIAL, OPENMP or another
+                         value */
 } version;
 
+/* Values of version.runtime (DNNL_RUNTIME_SEQ, DNNL_RUNTIME_OMP). */
 enum { SEQUENTIAL = 1, OPENMP = 2 };
 
-/* The functions of the oneDNN that was loaded, if any. */
+/* Functions of the oneDNN that was loaded. */
 typedef struct onednn {
-    multiply_bf16 *multiply; /* NULL: not loaded */
+    multiply_bf16 *multiply; /* NULL if oneDNN is not loaded */
+    /* Functions of OpenMP; NULL if the library is sequential. */
     void (*set_num_threads)(int num_threads);
     int (*get_num_threads)(void);
     char name[32];
@@ -39,9 +42,12 @@ typedef struct onednn {
 
 static onednn the_onednn;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
+/* State of onednn_enter() for this thread: how many calls are open, and OpenMP's number of
+ * threads before the first of them. */
 static _Thread_local int depth, threads_before;
 
-/* Stores the address of a function. memcpy() because ISO C has no cast from void * to a
+/* Stores the address of the named function in the function pointer at `function`. Returns false
+ * if the library does not have it. Uses memcpy() because ISO C has no cast from void * to a
  * function pointer. */
 static bool find_symbol(void *library, const char *name, void *function)
 {
@@ -50,8 +56,9 @@ static bool find_symbol(void *library, const char *name, void *function)
     return address != NULL;
 }
 
-/* Finds the functions of a library. A library with a thread runtime other than OpenMP is
- * refused: it cannot be limited to one thread, and bits depend on the number of threads. */
+/* Reads the functions of a library. Returns false if one is missing. Also refuses a library
+ * with a thread runtime other than OpenMP: it cannot be limited to one thread, and the bits of
+ * a product depend on the number of threads. */
 static bool read_functions(onednn *o, void *library)
 {
     const version *(*get_version)(void) = NULL;
@@ -66,7 +73,7 @@ static bool read_functions(onednn *o, void *library)
            find_symbol(library, "dnnl_gemm_bf16bf16f32", &o->multiply);
 }
 
-/* The library stays loaded, because its threads and tables live as long as the process. */
+/* The library is never unloaded, because its threads and tables live until the process ends. */
 bool onednn_load_file(const char *file)
 {
     onednn o = {0};
@@ -80,6 +87,8 @@ bool onednn_load_file(const char *file)
     return false;
 }
 
+/* Loads the oneDNN that the build found, unless a test has loaded another one. Requires a
+ * processor with bfloat16 instructions (AVX512-BF16). */
 static void load_default(void)
 {
 #if defined(__x86_64__) && defined(__GNUC__)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* oneDNN's product of bfloat16 matrices, loaded at first use. blas.h is the interface for
- * other files. */
+/* oneDNN's product of bfloat16 matrices. The library is loaded at first use. Only blas.c uses
+ * this header; other files include blas.h. */
 #ifndef EPIC_EXPERTS_ONEDNN_H
 #define EPIC_EXPERTS_ONEDNN_H
 
@@ -8,20 +8,23 @@
 
 #include "experts/blas.h"
 
-/* Is oneDNN loaded? Loads the library that the build found, if the processor has bfloat16
- * instructions. Without them oneDNN is no faster than OpenBLAS. */
+/* Returns true if oneDNN is loaded. The first call loads the library that the build found, if
+ * the processor has bfloat16 instructions. Without these instructions oneDNN is no faster than
+ * OpenBLAS. */
 bool onednn_is_ready(void);
-/* Returns "oneDNN 3.1.0", or "" if it is not ready. */
+/* Returns the name and version, for example "oneDNN 3.1.0", or "" if oneDNN is not loaded. */
 const char *onednn_name(void);
 
-/* Loads oneDNN from this file, on any processor. For tests, before any other call. */
+/* Loads oneDNN from `file`, on any processor. Returns false if it cannot be used. Tests call it
+ * before all other functions. */
 bool onednn_load_file(const char *file);
 
-/* Multiplies bfloat16 A and B into float32 C. Returns false if oneDNN refuses, for example
- * without memory; C is unchanged then. */
+/* Multiplies bfloat16 matrices A and B into the float32 matrix C. Returns false and leaves C
+ * unchanged if oneDNN refuses, for example without memory. Requires onednn_is_ready(). */
 bool onednn_multiply(const gemm *g);
 
-/* Between these, products of this thread use one OpenMP thread. They nest. */
+/* Limit the products of the calling thread to one OpenMP thread, from onednn_enter() to
+ * onednn_leave(). Pairs may be nested. */
 void onednn_enter(void);
 void onednn_leave(void);
 

@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Forward and backward of the experts on one slab. pass_f32.c and pass_f64.c include this
- * file with REAL float and REAL double. OF(name) is the name that other files see, with the
- * type as its suffix.
+/* Forward and backward of the experts on one slab. pass_f32.c and pass_f64.c include this file,
+ * with REAL defined as float and double. OF(name) appends the suffix of the type to a name that
+ * other files use.
  *
- * Each matrix product is one call over all rows of the slab, padding included, or one call
- * per tile of weights that need a conversion. The bits of a row therefore depend on its slab
- * alone. Padding rows of x and d_y are zero by contract; where adding a bias would make them
- * nonzero, they are zeroed again. */
+ * Each matrix product is one call over all rows of the slab, with its padding, or one call per
+ * tile of converted weights. So the bits of a row depend only on the rows of its slab.
+ *
+ * The caller passes padding rows of x and d_y as zeros. Steps that would make padding rows of
+ * an operand nonzero, such as adding a bias, zero them again. */
 #include <math.h>
 #include <string.h>
 
@@ -15,7 +16,7 @@
 #include "rules/convert.h"
 #include "rules/scalar.h"
 
-/* The order matters: each of these uses the ones before it. */
+/* Each of these files uses the files before it, so their order matters. */
 #include "experts/activation_template.h"
 
 #include "experts/product_template.h"

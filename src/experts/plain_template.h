@@ -1,21 +1,21 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Matrix products by plain loops, for machines without OpenBLAS. The inner loop runs along
- * contiguous memory, so that compilers vectorize it. plain_f32.c and plain_f64.c include
- * this file with REAL float and REAL double. */
+/* Matrix products by plain loops, for machines without OpenBLAS. The inner loops run along
+ * contiguous memory, so that compilers can vectorize them. plain_f32.c and plain_f64.c include
+ * this file, with REAL defined as float and double. */
 #include <string.h>
 
 #include "experts/blas.h"
 
-/* out += x * row */
+/* Adds x times the row to out; both have n numbers. */
 static void add_row(REAL *out, REAL x, const REAL *row, int64_t n)
 {
     for (int64_t j = 0; j < n; j++) out[j] += x * row[j];
 }
 
-#define DOT_LANES 16
+#define DOT_LANES 16 /* number of independent partial sums of a dot product */
 
-/* Returns the dot product. Sixteen partial sums let compilers vectorize it without
- * reordering sums. */
+/* Returns the dot product of two rows of n numbers. The DOT_LANES partial sums are independent,
+ * so compilers can vectorize them without changing the order of additions. */
 static REAL dot_rows(const REAL *a, const REAL *b, int64_t n)
 {
     REAL lanes[DOT_LANES] = {0};

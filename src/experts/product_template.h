@@ -1,14 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Operands of the experts' matrix products, and the products. pass_template.h includes this
- * file.
+/* Matrix products of the experts, and the conversion of their operands. pass_template.h
+ * includes this file.
  *
- * A product reads its operands as REAL, or as bfloat16 if rows and weights are BF16 and the
- * processor multiplies bfloat16 (job->is_bf16). Weights of another type are converted tile
- * by tile (experts_tile_size) into the workspace: W [k, n] is cut along n, so that a tile
- * and all rows of the slab give whole elements of the result. No product is cut along k,
- * since that would change the order of its sums. */
+ * Products read operands of type REAL. If rows and weights are BF16 and the processor can
+ * multiply them (job->is_bf16), products read BF16 operands instead.
+ *
+ * Weights of other types are converted to REAL in the workspace, one tile at a time
+ * (experts_tile_size). A tile is a part of the columns of the result, and has the full length k
+ * of the sums. Products are never cut along k, because that would change the order of
+ * additions. */
 
-/* Converts n elements of `type` to REAL. REAL double implies EPIC_F64. */
+/* Converts n elements of `type` to REAL. If REAL is double, the type is EPIC_F64 and the
+ * elements are only copied. */
 static void load_reals(REAL *out, const void *in, uint32_t type, int64_t n)
 {
     if (sizeof *out == sizeof(double))
@@ -17,6 +20,7 @@ static void load_reals(REAL *out, const void *in, uint32_t type, int64_t n)
         convert_to_float((float *)(void *)out, in, type, n);
 }
 
+/* Converts n numbers from REAL to `type`, the reverse of load_reals(). */
 static void store_reals(void *out, uint32_t type, const REAL *in, int64_t n)
 {
     if (sizeof *in == sizeof(double))
@@ -25,23 +29,26 @@ static void store_reals(void *out, uint32_t type, const REAL *in, int64_t n)
         convert_from_float(out, type, (const float *)(const void *)in, n);
 }
 
-/* Returns the address of element `index` of an array of weights or biases. */
+/* Returns the address of element `index` in an array of weights or biases. */
 static const void *weight_at(const experts_job *job, const void *weights, int64_t index)
 {
     return (const char *)weights + index * convert_bytes(job->experts.weight_type);
 }
 
+/* Returns the address of a slot's row in an array [slots, hidden] of the caller's row type. */
 static void *row_at(const experts_job *job, const void *rows, int64_t slot)
 {
     return (char *)rows + slot * job->hidden * convert_bytes(job->experts.row_type);
 }
 
+/* Returns the weight of a slot as REAL. The caller passed the weights as float32 or float64. */
 static REAL slot_weight_at(const experts_job *job, int64_t slot)
 {
     return job->has_f64_weights ? (REAL)((const double *)job->slot_weights)[slot]
                                 : (REAL)((const float *)job->slot_weights)[slot];
 }
 
+/* Writes the gradient of a slot's weight to d_slot_weights, as float32 or float64. */
 static void store_weight_gradient(const experts_job *job, int64_t slot, double gradient)
 {
     if (job->has_f64_weights)
@@ -50,14 +57,16 @@ static void store_weight_gradient(const experts_job *job, int64_t slot, double g
         ((float *)job->d_slot_weights)[slot] = (float)gradient;
 }
 
-/* Returns where to compute a row of an operand. store_operand_row() then stores it,
- * converted to bfloat16 with job->is_bf16. */
+/* Returns the memory in which the caller computes a row of an operand. With job->is_bf16 it is
+ * scratch memory in job->line, and store_operand_row() then converts the row to BF16. Otherwise
+ * it is the row itself. */
 static REAL *operand_row(const experts_job *job, void *operand, int64_t row, int64_t n)
 {
     const int64_t most = job->hidden > job->inner ? job->hidden : job->inner;
     return job->is_bf16 ? (REAL *)job->line + 2 * most : (REAL *)operand + row * n;
 }
 
+/* Stores a row that was computed in operand_row(). Does nothing unless job->is_bf16. */
 static void store_operand_row(const experts_job *job, void *operand, int64_t row, int64_t n)
 {
     if (job->is_bf16)
@@ -65,8 +74,8 @@ static void store_operand_row(const experts_job *job, void *operand, int64_t row
                     n);
 }
 
-/* Returns a row of an operand as REAL. It is valid until the next call of this function or
- * operand_row(). */
+/* Returns a row of an operand as REAL. With job->is_bf16 the result lies in scratch memory, and
+ * is valid until the next call of this function or of operand_row(). */
 static const REAL *read_operand_row(const experts_job *job, const void *operand, int64_t row,
                                     int64_t n)
 {
@@ -76,7 +85,7 @@ static const REAL *read_operand_row(const experts_job *job, const void *operand,
     return out;
 }
 
-/* Zeroes the rows of an operand that are padding. */
+/* Zeroes the padding rows of an operand: the rows of the slab after its tokens. */
 static void clear_padding(const experts_job *job, const slab *slab, void *operand, int64_t n)
 {
     const size_t bytes = (size_t)n * (job->is_bf16 ? sizeof(uint16_t) : sizeof(REAL));
@@ -84,6 +93,7 @@ static void clear_padding(const experts_job *job, const slab *slab, void *operan
            (size_t)(slab->rows - slab->tokens) * bytes);
 }
 
+/* Multiplies two operands, which are BF16 with job->is_bf16, else REAL. */
 static void multiply_matrices(const experts_job *job, const gemm *g)
 {
     if (job->is_bf16)
@@ -92,15 +102,15 @@ static void multiply_matrices(const experts_job *job, const gemm *g)
         OF(gemm)(g);
 }
 
-/* Returns the weight of a slot if weights are applied at this place (EPIC_WEIGHT_EARLY or
- * EPIC_WEIGHT_INPUT), else 1. */
+/* Returns the weight of a slot if experts.weighting equals `weighting` (EPIC_WEIGHT_EARLY or
+ * EPIC_WEIGHT_INPUT). Otherwise returns 1. */
 static REAL slot_weight(const experts_job *job, uint32_t weighting, int64_t slot)
 {
     return job->experts.weighting == weighting ? slot_weight_at(job, slot) : 1;
 }
 
-/* Returns the slab's rows of x or d_y as an operand, converted into the workspace if
- * necessary. */
+/* Returns the slab's rows of x or d_y as an operand. Rows of a type that products cannot read
+ * are converted into job->rows. */
 static const void *slab_rows(const experts_job *job, const slab *slab, const void *rows)
 {
     const void *first = row_at(job, rows, slab->first);
@@ -109,8 +119,8 @@ static const void *slab_rows(const experts_job *job, const slab *slab, const voi
     return job->rows;
 }
 
-/* Returns the operand of the first product: x, multiplied by the weights with
- * EPIC_WEIGHT_INPUT. */
+/* Returns the left operand of the first product: the slab's rows of x. With EPIC_WEIGHT_INPUT
+ * each row is multiplied by its slot's weight, and padding rows are 0. */
 static const void *make_inputs(const experts_job *job, const slab *slab)
 {
     if (job->experts.weighting != EPIC_WEIGHT_INPUT) return slab_rows(job, slab, job->x);
@@ -126,7 +136,7 @@ static const void *make_inputs(const experts_job *job, const slab *slab)
     return job->rows;
 }
 
-/* Returns the bias of the slab's expert as REAL, or NULL. */
+/* Returns the bias [n] of the slab's expert as REAL, or NULL if the experts have no biases. */
 static const REAL *bias_of(const experts_job *job, const slab *slab, const void *biases,
                            int64_t n)
 {
@@ -137,7 +147,8 @@ static const REAL *bias_of(const experts_job *job, const slab *slab, const void 
     return job->bias;
 }
 
-/* out [rows, n] = a [rows, k] W, with W [k, n] the matrix of the slab's expert. */
+/* Multiplies by the weights of the slab's expert: out [rows, n] = a [rows, k] W, with W [k,
+ * n]. */
 static void multiply_weights(const experts_job *job, const slab *slab, REAL *out, const void *a,
                              const void *weights, int64_t k, int64_t n)
 {
@@ -164,7 +175,8 @@ static void multiply_weights(const experts_job *job, const slab *slab, REAL *out
     }
 }
 
-/* out [rows, n] = a [rows, k] W^T, with W [n, k] the matrix of the slab's expert. */
+/* Multiplies by the transposed weights of the slab's expert: out [rows, n] = a [rows, k] W^T,
+ * with W [n, k]. */
 static void multiply_weights_transposed(const experts_job *job, const slab *slab, REAL *out,
                                         const void *a, const void *weights, int64_t k,
                                         int64_t n)
@@ -195,8 +207,9 @@ static void multiply_weights_transposed(const experts_job *job, const slab *slab
     }
 }
 
-/* Writes or adds the gradient of the expert's weights [m, n]: a^T d, with a [rows, m] and d
- * [rows, n]. */
+/* Computes the gradient of the expert's weights [m, n]: a^T d, with a [rows, m] and d [rows,
+ * n]. Adds it to d_weights with job->accumulate, else overwrites them. NULL as d_weights skips
+ * it. */
 static void weight_gradient(const experts_job *job, const slab *slab, void *d_weights,
                             const void *a, int64_t m, const void *d, int64_t n)
 {
@@ -215,8 +228,9 @@ static void weight_gradient(const experts_job *job, const slab *slab, void *d_we
     multiply_matrices(job, &g);
 }
 
-/* Writes or adds the gradient of the expert's bias: the sum of the rows of d that are not
- * padding, in ascending order. Each row is multiplied by its slot's weight if `weighted`. */
+/* Computes the gradient of the expert's bias [n]: the sum of the rows of d without padding, in
+ * ascending order. `weighted` multiplies each row by its slot's weight, with EPIC_WEIGHT_EARLY.
+ * Adds to d_biases with job->accumulate. NULL as d_biases skips it. */
 static void bias_gradient(const experts_job *job, const slab *slab, void *d_biases,
                           const void *d, int64_t n, bool weighted)
 {
