@@ -11,8 +11,8 @@
 #define MAX_ROW_NUMBERS (1 << 24) /* largest hidden and inner */
 /* Largest number of weights of all local experts. Their bytes then fit in an int64_t. */
 #define MAX_WEIGHT_NUMBERS (1ll << 56)
-/* Numbers of a weight tile: 4 MiB of float32, which fit in a core's cache and are much more than
- * one row. */
+/* Numbers of a weight tile: 4 MiB of float32. They fit in a core's cache, and are much more
+ * than one row. */
 #define TILE_NUMBERS (1 << 20)
 
 static epic_result check_range(const char *name, uint32_t value, uint32_t first, uint32_t last)

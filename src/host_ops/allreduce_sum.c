@@ -1,60 +1,65 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* epic_allreduce_sum on the host.
  *
- * The array is split into blocks, and block b belongs to rank b % num_ranks. First every rank
- * sends each block to its owner, which adds all ranks' blocks (a collect flow). Then each owner
- * sends its sums to all ranks (a scatter flow). Every element travels twice, and all ranks get
- * the same bits.
+ * A long array is split into blocks, and block b belongs to rank b % num_ranks (its owner).
+ * First every rank sends each block to the owner, which adds the blocks of all ranks (a collect
+ * flow, exchange.h). Then each owner sends its sums to all ranks (a scatter flow). So all ranks
+ * get the same bits.
  *
- * A short array travels inside the op headers, and every rank adds all of them. That takes
- * one trip instead of three, with the same bits, because the order of the additions is the
- * same. */
+ * A short array is sent inside the op headers, and every rank adds the arrays of all ranks.
+ * This takes one message delay instead of three. The order of the additions, and thus the bits,
+ * are the same. */
 #include <string.h>
 
 #include "base/error.h"
 #include "host_ops/host_ops.h"
 
-#define BLOCK 2048 /* floats */
+#define BLOCK 2048 /* elements of a block */
 
+/* One call of epic_allreduce_sum. */
 typedef struct summing {
     const epic_allreduce_sum_args *args;
     const host_kernels *kernels;
     exchange *x;
 } summing;
 
-/* Returns the number of an owner's block. */
+/* Returns the global number of the block that is item number `item` of rank `owner`. */
 static int64_t block_of(const summing *s, int owner, int64_t item)
 {
     return item * s->x->num_ranks + owner;
 }
 
-/* Returns where a block begins in the array. */
+/* Returns the address of a block in the caller's array. */
 static float *block_at(const summing *s, int64_t block)
 {
     return s->args->data + block * BLOCK;
 }
 
-/* Returns the floats of a block; the last one may be shorter. */
+/* Returns the number of elements of a block. The last block may be shorter than BLOCK. */
 static size_t block_size(const summing *s, int64_t block)
 {
     const int64_t left = s->args->count - block * BLOCK;
     return (size_t)(left < BLOCK ? left : BLOCK);
 }
 
+/* Copies a block of this rank's array into a ring entry. */
 static void sum_copy_block(summing *s, int owner, int64_t item, void *entry)
 {
     const int64_t block = block_of(s, owner, item);
     memcpy(entry, block_at(s, block), block_size(s, block) * sizeof(float));
 }
 
+/* Collect flow, fill_entry: sends this rank's part of a block to its owner. Blocks have one
+ * piece. */
 static void sum_fill_part(void *self, int home, int64_t item, int32_t piece, void *entry)
 {
     (void)piece;
     sum_copy_block(self, home, item, entry);
 }
 
-/* Returns the sum of ranks [first, first + count) in the order of a binary tree, in scratch
- * row `level` or above. */
+/* Returns the sum of the rows of ranks first to first + count - 1, added in a binary tree.
+ * count is a power of two. The result is a row of the caller, or scratch row `level`. Uses no
+ * scratch row below `level`. */
 static const void *sum_join_ranks(const summing *s, const void *const *rows, int first,
                                   int count, int level, int64_t n)
 {
@@ -67,7 +72,8 @@ static const void *sum_join_ranks(const summing *s, const void *const *rows, int
     return out;
 }
 
-/* Writes the sum of all ranks' rows to `out`, which may be one of the rows. */
+/* Writes the sum of one row of each rank to `out`, in the order that the caller chose. `out`
+ * may be one of the rows. */
 static void sum_add_rows(const summing *s, float *out, const void *const *rows, int64_t n)
 {
     const int num_ranks = s->x->num_ranks;
@@ -77,7 +83,8 @@ static void sum_add_rows(const summing *s, float *out, const void *const *rows, 
         s->kernels->add(out, EPIC_F32, rows, num_ranks, EPIC_F32, n);
 }
 
-/* Adds all ranks' parts of one of this rank's blocks. */
+/* Collect flow, read_rows: adds the parts of all ranks for one of this rank's own blocks.
+ * Stores the sum in the caller's array. */
 static void sum_add_block(void *self, int64_t item, int32_t piece, const void **rows)
 {
     summing *s = self;
@@ -89,12 +96,14 @@ static void sum_add_block(void *self, int64_t item, int32_t piece, const void **
     rows[s->x->rank] = NULL;
 }
 
+/* Collect and scatter flows: every rank sends all of its items to all ranks. */
 static bool is_always_sent(void *self, int rank, int64_t item)
 {
     (void)self, (void)rank, (void)item;
     return true;
 }
 
+/* Scatter flow, fill_entry: sends the sum of an own block to all ranks. */
 static void sum_fill_result(void *self, int64_t item, int32_t piece, void *entry)
 {
     summing *s = self;
@@ -102,6 +111,7 @@ static void sum_fill_result(void *self, int64_t item, int32_t piece, void *entry
     sum_copy_block(s, s->x->rank, item, entry);
 }
 
+/* Scatter flow, read_entry: stores the sum of a block that rank `from` owns. */
 static void sum_read_result(void *self, int from, int64_t item, int32_t piece,
                             const void *entry)
 {
@@ -111,12 +121,13 @@ static void sum_read_result(void *self, int from, int64_t item, int32_t piece,
     memcpy(block_at(s, block), entry, block_size(s, block) * sizeof(float));
 }
 
+/* Scatter flow, read_own_item: the sum is already in the array. */
 static void skip_own_block(void *self, int64_t item)
 {
     (void)self, (void)item;
 }
 
-/* Runs both flows of a long array. */
+/* Sums a long array: runs the collect flow, then the scatter flow. */
 static epic_result sum_in_blocks(summing *s)
 {
     exchange *x = s->x;
@@ -143,12 +154,13 @@ static epic_result sum_in_blocks(summing *s)
     return scatter_run(x, &give);
 }
 
+/* Returns true if the array fits into an op header. */
 static bool is_short(const epic_allreduce_sum_args *args)
 {
     return args->count * (int64_t)sizeof(float) <= OP_PAYLOAD_BYTES;
 }
 
-/* Adds a short array from the op headers of all ranks. */
+/* Sums a short array from the op headers of all ranks. */
 static void sum_from_headers(summing *s)
 {
     exchange *x = s->x;

@@ -1,35 +1,39 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* epic_combine and epic_dispatch_backward on the host.
  *
- * For each token of each home, every rank adds its slots of that token into one row, a
- * *partial*, and sends it to the home. The home adds the partials in the order of the layer
- * and rounds once. dispatch_backward does the same with gradients. It also sends one float
- * for each k behind the partial; the home stores these without adding them. */
+ * The home of a token is the rank that owns it. For each token of each home, every rank adds
+ * its slots of that token into one row, its *partial sum* (short: partial), and sends it to the
+ * home. The home adds the partials in the layer's sum order and rounds the result once.
+ *
+ * dispatch_backward adds gradient rows in the same way. It also sends one float for each k
+ * after the partial: the gradients of the slots' weights. The home stores these floats in
+ * d_weights without adding them. */
 #include <string.h>
 
 #include "base/error.h"
 #include "exchange/ring_copy.h"
 #include "host_ops/host_ops.h"
 
+/* One call of combine or dispatch_backward. */
 typedef struct combining {
     const host_kernels *kernels;
     exchange *x;
     plan_view plan;
-    epic_type type, partial_type;
+    epic_type type, partial_type; /* of rows and out; of partials */
     const char *rows_name;
     epic_const_rows rows;
     epic_rows out;
-    uint32_t top_k; /* of the layer */
+    uint32_t top_k; /* dispatch_backward only: floats in a row of d_weights */
     const float *slot_weights;
     const float *d_slot_weights;
     float *d_weights;
-    row_split split; /* of a partial */
+    row_split split; /* how a partial is split into pieces */
     int64_t trailer;
-    /* the current piece, in elements */
+    /* First element and number of elements of the current piece. */
     int64_t first, count;
 } combining;
 
-/* Selects the elements of one piece. */
+/* Makes `piece` the current piece: sets its first element and its number of elements. */
 static void combine_set_piece(combining *c, int32_t piece)
 {
     const int64_t size = (int64_t)epic_type_bytes(c->partial_type);
@@ -37,7 +41,7 @@ static void combine_set_piece(combining *c, int32_t piece)
     c->count = piece_size(&c->split, piece) / size;
 }
 
-/* Returns one of the scratch rows of the exchange. */
+/* Returns scratch row number `level` of the exchange. */
 static void *scratch_row(const combining *c, int level)
 {
     return c->x->pieces + (size_t)level * PIECE_MAX;
@@ -45,25 +49,25 @@ static void *scratch_row(const combining *c, int level)
 
 /* ----------------------------------------------------------------------- expert side ---- */
 
-typedef struct gathered { /* the slots of one token on this rank, in ascending k */
+typedef struct gathered { /* the slots of one token on this rank, by ascending k */
     int n;
     const void *rows[MAX_TOP_K];
     float weights[MAX_TOP_K];
     int32_t leaves[MAX_TOP_K];
 } gathered;
 
-/* Returns the current piece of one of this rank's rows. */
+/* Returns the address of the current piece in row number `row` of c->rows. */
 static const void *piece_of_row(const combining *c, int64_t row)
 {
     return (const unsigned char *)c->rows.data + row * c->rows.row_bytes +
            c->first * (int64_t)epic_type_bytes(c->type);
 }
 
-/* Returns the local expert whose slab contains a slot. */
+/* Returns the local expert whose slab contains a slot, by binary search. */
 static int32_t local_expert(const plan_view *v, int32_t slot)
 {
     int32_t low = 0, high = v->header->num_local - 1;
-    while (low < high) { /* find the last slab that begins at or before the slot */
+    while (low < high) { /* the slab is one of low to high */
         const int32_t middle = low + (high - low + 1) / 2;
         if (v->slab_begin[middle] <= slot)
             low = middle;
@@ -73,7 +77,7 @@ static int32_t local_expert(const plan_view *v, int32_t slot)
     return low;
 }
 
-/* Returns the leaf of the tree that a slot belongs to. */
+/* Returns the leaf that the expert of a slot belongs to. Leaves are equal blocks of experts. */
 static int32_t leaf_of(const plan_view *v, int32_t slot)
 {
     const epic_layer *layer = &v->header->layer;
@@ -81,7 +85,8 @@ static int32_t leaf_of(const plan_view *v, int32_t slot)
     return (int32_t)((uint32_t)expert / (layer->num_experts / layer->leaves));
 }
 
-/* Lists the slots of one token of rank `home` on this rank. */
+/* Lists the slots on this rank of one token of rank `home`. In a FLAT layer there is one row,
+ * which is already a finished partial. */
 static void gather_slots(const combining *c, int home, int64_t token, gathered *g)
 {
     const plan_view *v = &c->plan;
@@ -101,8 +106,10 @@ static void gather_slots(const combining *c, int home, int64_t token, gathered *
     }
 }
 
-/* Writes to `out` the partial of the choices whose leaves are in [first, first + count).
- * Returns false if there are none. It may use scratch rows from `level` on. */
+/* Writes to `out` the sum of the slots in g whose leaves are first to first + count - 1. Each
+ * leaf adds its slots by ascending k. The leaves are added in a binary tree, and an empty
+ * subtree adds nothing. Returns false if no slot has one of these leaves. May overwrite the
+ * scratch rows from `level` on. */
 static bool reduce_subtree(const combining *c, const gathered *g, int32_t first, int32_t count,
                            int level, void *out)
 {
@@ -128,7 +135,8 @@ static bool reduce_subtree(const combining *c, const gathered *g, int32_t first,
     return true;
 }
 
-/* Writes this rank's partial of one token, rounded to the partial type. */
+/* Writes to `out` the current piece of this rank's partial for one token, rounded to the
+ * partial type. */
 static void make_partial(const combining *c, int home, int64_t token, void *out)
 {
     const epic_layer *layer = &c->plan.header->layer;
@@ -138,13 +146,15 @@ static void make_partial(const combining *c, int home, int64_t token, void *out)
         const int32_t leaves = (int32_t)layer->leaves / c->x->num_ranks;
         if (reduce_subtree(c, &g, c->plan.place_of[c->x->rank] * leaves, leaves, 1, out))
             return;
-        g.n = 0; /* the plan is damaged: its slots belong to leaves of other ranks */
+        g.n = 0; /* a damaged plan: the leaves of its slots belong to other ranks */
     }
     c->kernels->partial(out, c->partial_type, g.rows, c->slot_weights ? g.weights : NULL, g.n,
                         c->type, c->count);
 }
 
-/* Writes one float for each k: the gradients of the weights of a token's slots here. */
+/* Writes to `trailer` one float for each k: the gradient of the weight of that choice's slot,
+ * or 0 if this rank has no slot for it. A FLAT layer stores the floats of a row by ascending
+ * k. */
 static void write_trailer(const combining *c, int home, int64_t token, void *trailer)
 {
     const plan_view *v = &c->plan;
@@ -158,7 +168,9 @@ static void write_trailer(const combining *c, int home, int64_t token, void *tra
     memcpy(trailer, values, top_k * sizeof *values);
 }
 
-/* Makes one piece of a partial in a lane's entry, directly or through a scratch row. */
+/* Collect flow, fill_entry: computes one piece of a partial for rank `home`. Writes it to the
+ * ring entry directly if the entry is written through the caches, else through a scratch row.
+ * The trailer goes after the first piece. */
 static void combine_fill_entry(void *self, int home, int64_t token, int32_t piece, void *entry)
 {
     combining *c = self;
@@ -175,7 +187,8 @@ static void combine_fill_entry(void *self, int home, int64_t token, int32_t piec
 
 /* ------------------------------------------------------------------------- home side ---- */
 
-/* Stores the floats of the choices whose slots are on rank `from`. */
+/* Stores the floats of a trailer from rank `from`, but only those of choices whose slots are on
+ * that rank. */
 static void read_trailer(const combining *c, int from, int64_t token, const void *trailer)
 {
     const uint32_t top_k = c->plan.header->layer.top_k;
@@ -187,7 +200,8 @@ static void read_trailer(const combining *c, int from, int64_t token, const void
             c->d_weights[first + k] = values[k];
 }
 
-/* Stores the gradients of the weights of one token, zeros where no rank has a slot. */
+/* Writes the row of d_weights of one token from the trailers of all ranks. Choices without a
+ * slot get 0. */
 static void read_trailers(const combining *c, int64_t token, const void **rows)
 {
     const uint32_t top_k = c->plan.header->layer.top_k;
@@ -204,9 +218,9 @@ static void read_trailers(const combining *c, int64_t token, const void **rows)
     }
 }
 
-/* Returns the sum of the subtrees at positions [first, first + count), or NULL if all are
- * empty. The sum is in scratch row `level`, or is the only subtree that is not empty. The
- * function may use the scratch rows above. */
+/* Adds the partials at[first] to at[first + count - 1] in a binary tree. NULL is an empty
+ * subtree, which adds nothing. Returns NULL if all are empty, the only partial if there is one,
+ * else scratch row `level`. May overwrite the scratch rows from `level` on. */
 static const void *join_subtrees(const combining *c, const void *const *at, int32_t first,
                                  int32_t count, int level)
 {
@@ -220,18 +234,19 @@ static const void *join_subtrees(const combining *c, const void *const *at, int3
     return out;
 }
 
-/* Adds the partials of all ranks in the order of a binary tree. */
+/* Writes to `out` the sum of the partials of all ranks, added in a binary tree in the order of
+ * the ranks' subtrees (plan_view.place_of). */
 static void add_partials_as_tree(const combining *c, const void **rows, void *out)
 {
     const void *at[EPIC_MAX_RANKS];
     for (int p = 0; p < c->x->num_ranks; p++)
-        at[p] = NULL; /* place_of of a damaged plan may leave gaps */
+        at[p] = NULL; /* place_of of a damaged plan may leave elements unset */
     for (int r = 0; r < c->x->num_ranks; r++) at[c->plan.place_of[r]] = rows[r];
     const void *root = join_subtrees(c, at, 0, c->x->num_ranks, 1);
     c->kernels->add(out, c->type, &root, root != NULL, c->partial_type, c->count);
 }
 
-/* Adds the partials in ascending order of ranks. */
+/* Writes to `out` the sum of the partials of all ranks, added by ascending rank. */
 static void add_partials_by_rank(const combining *c, const void **rows, void *out)
 {
     const void *list[EPIC_MAX_RANKS];
@@ -241,7 +256,8 @@ static void add_partials_by_rank(const combining *c, const void **rows, void *ou
     c->kernels->add(out, c->type, list, n, c->partial_type, c->count);
 }
 
-/* Adds the partials of one token, this rank's included, and writes a piece of its row. */
+/* Collect flow, read_rows: adds the partials of one token, with this rank's own, and writes one
+ * piece of the output row. */
 static void combine_read_rows(void *self, int64_t token, int32_t piece, const void **rows)
 {
     combining *c = self;
@@ -262,11 +278,13 @@ static void combine_read_rows(void *self, int64_t token, int32_t piece, const vo
     rows[rank] = NULL;
 }
 
+/* Collect flow, is_sent: returns true if this rank has a slot of a token of rank `home`. */
 static bool combine_is_sent(void *self, int home, int64_t token)
 {
     return plan_receives_token(&((combining *)self)->plan, home, token);
 }
 
+/* Collect flow, is_received: returns true if rank `from` has a slot of this rank's token. */
 static bool combine_is_received(void *self, int from, int64_t token)
 {
     return plan_sends_token(&((combining *)self)->plan, from, token);
@@ -274,7 +292,7 @@ static bool combine_is_received(void *self, int from, int64_t token)
 
 /* ------------------------------------------------------------------------ the whole ---- */
 
-/* Runs the collect flow of an open exchange. */
+/* Checks the size of the receive buffers, then runs the collect flow of an open exchange. */
 static epic_result combine_transfer(combining *c)
 {
     const epic_layer *layer = &c->plan.header->layer;
@@ -297,7 +315,7 @@ static epic_result combine_transfer(combining *c)
     return collect_run(c->x, &how);
 }
 
-/* Writes zeros to all outputs after an error of the data. */
+/* Zeroes all outputs, after an error in the data of any rank. */
 static void combine_clear_outputs(const combining *c)
 {
     const slot_array out = {c->out.data, c->out.row_bytes, c->out.num_rows};
@@ -307,7 +325,8 @@ static void combine_clear_outputs(const combining *c)
     slot_array_clear(&weights);
 }
 
-/* Runs combine or dispatch_backward from the op headers to the end. */
+/* Runs combine or dispatch_backward: exchanges op headers, moves the rows and ends the
+ * operation. */
 static epic_result combine_run(epic_context *ctx, uint32_t operation, const epic_call *call,
                                plan_op *s, combining *c)
 {

@@ -1,30 +1,33 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* epic_combine_backward on the host.
  *
- * Each rank sends the gradient of a token to the ranks that hold its slots. There it is
- * scaled by the slot's weight into d_rows. The gradient of that weight is the dot product
- * with the row that the slot sent in combine. */
+ * Each rank sends the gradient row of each token to the ranks that hold its slots (a scatter
+ * flow, exchange.h). These ranks compute for each slot:
+ * - d_rows[slot] = slot weight * gradient row.
+ * - d_slot_weights[slot] = dot(gradient row, row that the slot sent in combine). */
 #include <string.h>
 
 #include "base/error.h"
 #include "exchange/ring_copy.h"
 #include "host_ops/host_ops.h"
 
+/* One call of combine_backward. */
 typedef struct spreading {
     const epic_combine_backward_args *args;
     const host_kernels *kernels;
     exchange *x;
     plan_view plan;
-    row_split split; /* of a row of d_out */
+    row_split split; /* how a row of d_out is split into pieces */
 } spreading;
 
-/* Returns the gradient row of one of this rank's tokens. */
+/* Returns the gradient row of one of this rank's own tokens. */
 static const unsigned char *row_of_own_token(const spreading *s, int64_t token)
 {
     return (const unsigned char *)s->args->d_out.data + token * s->args->d_out.row_bytes;
 }
 
-/* Writes elements [first, first + n) of d_rows[slot] = w * piece. */
+/* Writes w * piece to elements first to first + n - 1 of d_rows[slot]. Quantizes them, and
+ * writes their scales, if the call asks for quantized rows. */
 static void write_scaled_row(const spreading *s, int64_t slot, float w, const void *piece,
                              int64_t first, int64_t n)
 {
@@ -43,7 +46,8 @@ static void write_scaled_row(const spreading *s, int64_t slot, float w, const vo
         s->kernels->quantize_1x32(row + first, scales + first / 32, piece, w, type, n);
 }
 
-/* Adds one piece to the dot product of a slot; `sum` holds it between the pieces. */
+/* Adds one piece to the dot product of a slot. *sum holds the sum between the pieces. The last
+ * piece writes it to d_slot_weights. */
 static void add_dot(const spreading *s, int64_t slot, double *sum, const void *piece,
                     int64_t first, int64_t n)
 {
@@ -56,8 +60,9 @@ static void add_dot(const spreading *s, int64_t slot, double *sum, const void *p
     if ((first + n) * size == s->split.row_bytes) a->d_slot_weights[slot] = (float)*sum;
 }
 
-/* Writes one piece of a token to all its slots here. The pieces of a token arrive one after
- * the other, so one sum for each source and k is enough. */
+/* Writes one piece of a token's gradient row to all its slots on this rank. The pieces of a
+ * token arrive one after the other, so x->sums has one dot product for each source rank and
+ * k. */
 static void scatter_piece(const spreading *s, int from, int64_t token, const void *piece,
                           int64_t first, int64_t n)
 {
@@ -77,7 +82,7 @@ static void scatter_piece(const spreading *s, int from, int64_t token, const voi
     }
 }
 
-/* Copies one piece of a gradient row into a lane's entry. */
+/* Scatter flow, fill_entry: copies one piece of a gradient row into a ring entry. */
 static void combine_backward_fill_entry(void *self, int64_t token, int32_t piece, void *entry)
 {
     spreading *s = self;
@@ -88,6 +93,7 @@ static void combine_backward_fill_entry(void *self, int64_t token, int32_t piece
     ring_write_row(x, x->rank, way, entry, from, size, s->kernels->copy);
 }
 
+/* Scatter flow, read_entry: handles one piece of a token of rank `from`. */
 static void combine_backward_read_entry(void *self, int from, int64_t token, int32_t piece,
                                         const void *entry)
 {
@@ -97,6 +103,8 @@ static void combine_backward_read_entry(void *self, int from, int64_t token, int
                   piece_size(&s->split, piece) / size);
 }
 
+/* Scatter flow, read_own_item: handles the whole row of an own token that has slots on this
+ * rank. */
 static void combine_backward_read_own(void *self, int64_t token)
 {
     spreading *s = self;
@@ -104,17 +112,19 @@ static void combine_backward_read_own(void *self, int64_t token)
     scatter_piece(s, s->x->rank, token, row_of_own_token(s, token), 0, n);
 }
 
+/* Scatter flow, is_sent: returns true if an own token has a slot on rank `peer`. */
 static bool combine_backward_is_sent(void *self, int peer, int64_t token)
 {
     return plan_sends_token(&((spreading *)self)->plan, peer, token);
 }
 
+/* Scatter flow, is_received: returns true if a token of rank `from` has a slot here. */
 static bool combine_backward_is_received(void *self, int from, int64_t token)
 {
     return plan_receives_token(&((spreading *)self)->plan, from, token);
 }
 
-/* Lists the outputs that have one row for each slot. */
+/* Lists the outputs that have one row per slot. */
 static void list_output_arrays(const epic_combine_backward_args *a, slot_array out[3])
 {
     out[0] = (slot_array){a->d_rows.data, a->d_rows.row_bytes, a->d_rows.num_rows};
@@ -123,7 +133,7 @@ static void list_output_arrays(const epic_combine_backward_args *a, slot_array o
     out[2] = (slot_array){a->d_slot_weights, sizeof(float), a->d_rows.num_rows};
 }
 
-/* Runs the scatter flow of an open exchange. */
+/* Clears padding in the outputs, then runs the scatter flow of an open exchange. */
 static epic_result combine_backward_transfer(spreading *s)
 {
     slot_array arrays[3];

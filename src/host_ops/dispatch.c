@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* epic_dispatch on the host.
  *
- * A rank sends each token once to each rank that holds a slot of it. The message is one
- * string of bytes: the row, its scales, and one weight for each k. It is split into pieces
- * like any row. The receiver copies the parts to the slots. */
+ * A rank sends each token once to each rank that holds at least one slot of it. The message is
+ * one sequence of bytes (below: the string): the row, its scales, and one weight for each k. It
+ * is split into pieces like any row. The receiver copies the row, the scales and the slot's own
+ * weight to each slot. */
 #include <string.h>
 
 #include "base/error.h"
@@ -11,18 +12,19 @@
 #include "exchange/ring_copy.h"
 #include "host_ops/host_ops.h"
 
-#define CACHED_COPY_MAX \
-    (4 << 20) /* bytes of slots that stay in the cache until the experts read them */
+/* Receive buffers below this size stay in the cache until the experts read them. */
+#define CACHED_COPY_MAX (4 << 20)
 
+/* One call of dispatch. */
 typedef struct dispatching {
     const epic_dispatch_args *args;
     const host_kernels *kernels;
-    copy_function *copy; /* copies to slots */
+    copy_function *copy; /* used for rows and scales of slots */
     exchange *x;
     plan_view plan;
-    row_split split;
-    int64_t scales_at, weights_at; /* offsets in the string */
-    int64_t held;                  /* the token whose quantized string is in x->row, or -1 */
+    row_split split;               /* how the string is split into pieces */
+    int64_t scales_at, weights_at; /* where these parts begin in the string */
+    int64_t held; /* token whose quantized row and scales are in x->row, or -1 */
 } dispatching;
 
 /* Returns row i of a matrix. */
@@ -38,7 +40,8 @@ static unsigned char *out_row_of(const epic_rows *rows, int64_t i)
 
 /* ---------------------------------------------------------------------------- sending ---- */
 
-/* Quantizes the row of a token to x->row, unless it is there already. */
+/* Quantizes the row of a token into x->row, followed by its scales. Does nothing if x->row
+ * already holds this token. */
 static void quantize_token(dispatching *d, int64_t token)
 {
     const epic_dispatch_args *a = d->args;
@@ -51,7 +54,8 @@ static void quantize_token(dispatching *d, int64_t token)
         d->x->row, d->x->row + d->scales_at, row_of(&a->tokens, token), 1, type, n);
 }
 
-/* Return the parts of a token's string on the sending rank. */
+/* Returns the row of an own token as it is sent, quantized if the call asks for it.
+ * scales_part() and weights_part() return the other two parts of its string. */
 static const unsigned char *row_part(dispatching *d, int64_t token)
 {
     if (!d->args->quantize) return row_of(&d->args->tokens, token);
@@ -71,8 +75,8 @@ static const float *weights_part(const dispatching *d, int64_t token)
     return d->args->weights + token * d->plan.header->layer.top_k;
 }
 
-/* Copies the overlap of two ranges of a string: [at, at + size) at `to`, [begin, end) at
- * `from`. */
+/* Copies the overlap of two ranges of a string. Bytes [at, at + size) of the string belong at
+ * `to`. Bytes [begin, end) are at `from`. */
 static void copy_overlap(copy_function *copy, void *to, int64_t at, int64_t size,
                          const void *from, int64_t begin, int64_t end)
 {
@@ -83,14 +87,14 @@ static void copy_overlap(copy_function *copy, void *to, int64_t at, int64_t size
              (size_t)(high - low));
 }
 
-/* Copies through the caches: to slots that the experts soon read, and to lanes with near
- * readers. */
+/* Copies through the caches. Used for slots that the experts read soon, and for ring entries
+ * whose readers share a cache with this core. */
 static void copy_cached(void *to, const void *from, size_t n)
 {
     memcpy(to, from, n);
 }
 
-/* Copies one piece of a token's string into `entry` with the given function. */
+/* Copies one piece of a token's string into `entry` with the function `copy`. */
 static void fill_entry_with(dispatching *d, int64_t token, int32_t piece, void *entry,
                             copy_function *copy)
 {
@@ -103,7 +107,9 @@ static void fill_entry_with(dispatching *d, int64_t token, int32_t piece, void *
         copy_overlap(copy, entry, begin, size, weights_part(d, token), d->weights_at, end);
 }
 
-/* Copies one piece of a token's string into a lane's entry. */
+/* Scatter flow, fill_entry: copies one piece of a token's string into a ring entry.
+ * ring_choose_path() decides whether the copy goes through the caches, past them, or is timed.
+ * The timed copy needs the piece in one block, which is x->pieces. */
 static void dispatch_fill_entry(void *self, int64_t token, int32_t piece, void *entry)
 {
     dispatching *d = self;
@@ -117,19 +123,20 @@ static void dispatch_fill_entry(void *self, int64_t token, int32_t piece, void *
 
 /* -------------------------------------------------------------------------- receiving ---- */
 
-/* Bytes [at, at + size) of a token's row, scales or weights. It is empty if size <= 0. */
+/* Bytes [at, at + size) of the row, the scales or the weights of a token, which lie at `from`.
+ * The part is empty if size is 0 or less. */
 typedef struct part {
     const unsigned char *from;
     int64_t at, size;
 } part;
 
-/* The parts of a token's string that are at hand: those in one piece, or all of them. */
+/* The parts of one token's string that are available: those in one piece, or all of them. */
 typedef struct parts {
     part row, scales, weights;
 } parts;
 
-/* Returns the bytes of the string's range [low, high) that are in the range [begin, end) at
- * `piece`. */
+/* Returns the part of a string that lies in both byte ranges, [begin, end) and [low, high).
+ * `piece` holds the bytes of [begin, end). The offset in the result counts from low. */
 static part string_part_of(const unsigned char *piece, int64_t begin, int64_t end, int64_t low,
                            int64_t high)
 {
@@ -137,7 +144,7 @@ static part string_part_of(const unsigned char *piece, int64_t begin, int64_t en
     return (part){piece + (first - begin), first - low, last - first};
 }
 
-/* Writes the row and the scales, as far as they are at hand, to a slot. */
+/* Writes the available bytes of the row and the scales to a slot. */
 static void write_row(const dispatching *d, int64_t slot, const parts *p)
 {
     const epic_dispatch_args *a = d->args;
@@ -148,8 +155,8 @@ static void write_row(const dispatching *d, int64_t slot, const parts *p)
                 (size_t)p->scales.size);
 }
 
-/* Writes one weight of a slot. It goes through the caches, because weights are small. A
- * piece may end inside a weight. */
+/* Writes the weight of choice k to slot_weights[place]. It uses a normal store, because weights
+ * are small. If the piece ends inside the weight, only the available bytes are written. */
 static void write_weight(const dispatching *d, int64_t place, uint32_t k, const part *weights)
 {
     const int64_t at = (int64_t)(k * sizeof(float)), end = weights->at + weights->size;
@@ -160,7 +167,8 @@ static void write_weight(const dispatching *d, int64_t place, uint32_t k, const 
         copy_overlap(copy_cached, to, at, sizeof *to, weights->from, weights->at, end);
 }
 
-/* Writes a token to its row of a FLAT layer, and its weights one after the other. */
+/* FLAT layer: writes a token to its single row on this rank. Its weights follow each other by
+ * ascending k. */
 static void write_flat_row(const dispatching *d, int from, int64_t token, const parts *p)
 {
     const int64_t row = d->plan.row_here[d->plan.base_of[from] + token];
@@ -172,7 +180,7 @@ static void write_flat_row(const dispatching *d, int from, int64_t token, const 
         if (experts[k] >= 0) write_weight(d, place++, k, &p->weights);
 }
 
-/* Writes a token to all its slots on this rank. */
+/* Writes the available parts of a token to all its slots on this rank. */
 static void write_token(const dispatching *d, int from, int64_t token, const parts *p)
 {
     if (plan_is_flat(&d->plan)) {
@@ -180,9 +188,8 @@ static void write_token(const dispatching *d, int from, int64_t token, const par
         return;
     }
     const int32_t *slots = plan_slots_of_token(&d->plan, from, token);
-    uint32_t here[MAX_TOP_K],
-        count =
-            0; /* list the choices first: which ones are here is unpredictable for branches */
+    /* List the choices on this rank without branches, which the processor would mispredict. */
+    uint32_t here[MAX_TOP_K], count = 0;
     for (uint32_t k = 0; k < d->plan.header->layer.top_k; k++) {
         here[count] = k;
         count += slots[k] >= 0;
@@ -193,7 +200,7 @@ static void write_token(const dispatching *d, int from, int64_t token, const par
     }
 }
 
-/* Writes one piece that arrived to the slots of its token. */
+/* Scatter flow, read_entry: writes one piece of a token of rank `from` to the token's slots. */
 static void dispatch_read_entry(void *self, int from, int64_t token, int32_t piece,
                                 const void *entry)
 {
@@ -206,7 +213,7 @@ static void dispatch_read_entry(void *self, int from, int64_t token, int32_t pie
     write_token(d, from, token, &p);
 }
 
-/* Writes one of this rank's own tokens to its slots here. */
+/* Scatter flow, read_own_item: writes an own token to its slots on this rank. */
 static void dispatch_read_own(void *self, int64_t token)
 {
     dispatching *d = self;
@@ -219,11 +226,13 @@ static void dispatch_read_own(void *self, int64_t token)
     write_token(d, d->x->rank, token, &p);
 }
 
+/* Scatter flow, is_sent: returns true if an own token has a slot on rank `peer`. */
 static bool dispatch_is_sent(void *self, int peer, int64_t token)
 {
     return plan_sends_token(&((dispatching *)self)->plan, peer, token);
 }
 
+/* Scatter flow, is_received: returns true if a token of rank `from` has a slot here. */
 static bool dispatch_is_received(void *self, int from, int64_t token)
 {
     return plan_receives_token(&((dispatching *)self)->plan, from, token);
@@ -231,7 +240,7 @@ static bool dispatch_is_received(void *self, int from, int64_t token)
 
 /* ------------------------------------------------------------------------ the whole ---- */
 
-/* Lists the outputs that have one row for each slot. */
+/* Lists the outputs that have one row per slot. A row of slot_weights has `weights` floats. */
 static void list_output_arrays(const epic_dispatch_args *a, uint32_t weights, slot_array out[3])
 {
     out[0] = (slot_array){a->recv.data, a->recv.row_bytes, a->recv.num_rows};
@@ -240,7 +249,8 @@ static void list_output_arrays(const epic_dispatch_args *a, uint32_t weights, sl
     out[2] = (slot_array){a->slot_weights, 4 * (int64_t)weights, a->recv.num_rows};
 }
 
-/* Writes recv_expert of a FLAT layer: the local experts of each row in ascending k, then -1. */
+/* FLAT layer: writes recv_expert. Each row lists the local experts of its token by ascending k,
+ * then -1. */
 static void write_recv_expert(const dispatching *d)
 {
     const plan_header *h = d->plan.header;
@@ -261,7 +271,7 @@ static void write_recv_expert(const dispatching *d)
         out[i] = -1;
 }
 
-/* Prepares the outputs and runs the scatter flow of an open exchange. */
+/* Clears padding in the outputs, then runs the scatter flow of an open exchange. */
 static epic_result dispatch_transfer(dispatching *d)
 {
     const epic_dispatch_args *a = d->args;
@@ -276,7 +286,7 @@ static epic_result dispatch_transfer(dispatching *d)
     if (a->recv_expert) write_recv_expert(d);
     d->scales_at = a->recv.row_bytes;
     d->weights_at =
-        d->scales_at + a->recv_scales.row_bytes; /* 0 bytes of scales: there are none */
+        d->scales_at + a->recv_scales.row_bytes; /* equal to scales_at if there are no scales */
     d->held = -1;
     const int64_t string = d->weights_at + (a->weights ? 4 * top_k : 0);
     d->split = exchange_split_rows(d->x, true, string, 0);
@@ -292,7 +302,8 @@ static epic_result dispatch_transfer(dispatching *d)
     return scatter_run(d->x, &s);
 }
 
-/* Writes zeros, and -1 for experts, to all outputs after an error of the data. */
+/* Fills all outputs with zeros, and recv_expert with -1, after an error in the data of any
+ * rank. */
 static void dispatch_clear_outputs(const epic_dispatch_args *a)
 {
     slot_array arrays[3];
@@ -303,7 +314,7 @@ static void dispatch_clear_outputs(const epic_dispatch_args *a)
         a->recv_expert[i] = -1;
 }
 
-/* Checks what only the plan knows: the layer and the number of tokens. */
+/* Compares the layer and the number of tokens with those in the plan. */
 static epic_result dispatch_check(const plan_op *s, const epic_dispatch_args *a)
 {
     TRY(plan_op_check_layer(s, a->layer));
@@ -311,7 +322,7 @@ static epic_result dispatch_check(const plan_op *s, const epic_dispatch_args *a)
     return a->scales.data ? plan_op_check_tokens(s, "scales", a->scales.num_rows) : EPIC_OK;
 }
 
-/* Writes what all ranks' dispatches must have in common. */
+/* Sets the elements of an op header that must be equal in the dispatches of all ranks. */
 static void op_header_set_rows(int64_t *same, const epic_dispatch_args *args)
 {
     same[COMMON_TYPE] = args->type;
@@ -328,13 +339,14 @@ int64_t dispatch_signature(const epic_dispatch_args *args)
     return (int64_t)(hash_bytes(same, sizeof same) | 1);
 }
 
-/* Returns the bytes of the tokens, for the flight recorder. */
+/* Returns the bytes of all tokens of this rank, for the flight recorder. */
 static uint64_t dispatched_bytes(const epic_dispatch_args *args)
 {
     return (uint64_t)(args->tokens.num_rows * args->tokens.row_bytes);
 }
 
-/* Moves the rows in an open exchange. The plan is valid and has slots. */
+/* Moves the rows of a valid plan in an open exchange. Small receive buffers are written through
+ * the caches, large ones past them. */
 static epic_result dispatch_transfer_all(dispatching *d)
 {
     const bool few = d->plan.header->num_slots * d->args->recv.row_bytes < CACHED_COPY_MAX;
@@ -344,7 +356,7 @@ static epic_result dispatch_transfer_all(dispatching *d)
     return result;
 }
 
-/* Runs a dispatch from the op headers to the end. */
+/* Runs dispatch: exchanges op headers, moves the rows and ends the operation. */
 static epic_result dispatch_run(epic_context *ctx, const epic_dispatch_args *args, plan_op *s)
 {
     dispatching d = {.args = args, .kernels = host_kernels_get()};
@@ -370,8 +382,8 @@ epic_result host_dispatch(epic_context *ctx, const epic_dispatch_args *args,
     return dispatch_run(ctx, args, &s);
 }
 
-/* The receive buffer has enough rows: the caller compared it with the capacity, which the
- * plan does not exceed. */
+/* Does not check the number of receive rows. The caller has compared it with the capacity, and
+ * a plan never has more slots than its capacity. */
 epic_result host_dispatch_continue(exchange *x, const epic_dispatch_args *args)
 {
     dispatching d = {

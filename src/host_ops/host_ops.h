@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The operations of host contexts, on top of src/exchange.
+/* The operations of host contexts, built on the flows of exchange/exchange.h.
  *
- * The public calls (src/api) have checked pointers and enums, and args->layer is complete.
- * The functions here check what depends on the plan. Each of them is collective, blocks
- * until its rows have moved, and returns the same error on all ranks for an error of the
- * data. */
+ * The public calls (src/api) have already checked pointers and enums, and have filled in the
+ * defaults of args->layer. The functions here check what depends on the plan.
+ *
+ * Every operation is collective and blocks until its rows have moved. An error in the data of
+ * one rank is returned by all ranks. `extra` adds an error and layer options of the caller to
+ * the op header; it may be NULL. */
 #ifndef EPIC_HOST_OPS_H
 #define EPIC_HOST_OPS_H
 
@@ -12,22 +14,25 @@
 #include "kernels/kernels.h"
 #include "plan/plan.h"
 
+/* Run epic_plan, and epic_plan followed by epic_dispatch. */
 epic_result host_plan(epic_context *ctx, const epic_plan_args *args,
                       const op_header_extra *extra);
 epic_result host_plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
                                const epic_dispatch_args *dispatch,
                                const op_header_extra *extra);
+/* Runs epic_dispatch. The unchecked form trusts the plan, because this call has made it. */
 epic_result host_dispatch(epic_context *ctx, const epic_dispatch_args *args,
                           const op_header_extra *extra);
 epic_result host_dispatch_unchecked(epic_context *ctx, const epic_dispatch_args *args);
 
-/* Dispatches in the exchange that made the plan, without op headers of its own, and closes
- * it. */
+/* Runs the dispatch of epic_plan_dispatch in the exchange x that made the plan, without new op
+ * headers. Closes the exchange and returns the result. */
 epic_result host_dispatch_continue(exchange *x, const epic_dispatch_args *args);
 
-/* Returns a hash of what all ranks' dispatches must have in common. It is
- * LOCAL_NEXT_DISPATCH of the plan's op header and never 0. */
+/* Returns a hash of the arguments that must be equal in the dispatches of all ranks; never 0.
+ * epic_plan_dispatch sends it in the plan's op header, as LOCAL_NEXT_DISPATCH. */
 int64_t dispatch_signature(const epic_dispatch_args *args);
+/* Run the other operations of the public header. */
 epic_result host_combine(epic_context *ctx, const epic_combine_args *args);
 epic_result host_dispatch_backward(epic_context *ctx, const epic_dispatch_backward_args *args);
 epic_result host_combine_backward(epic_context *ctx, const epic_combine_backward_args *args,
@@ -35,50 +40,57 @@ epic_result host_combine_backward(epic_context *ctx, const epic_combine_backward
 epic_result host_allreduce_sum(epic_context *ctx, const epic_allreduce_sum_args *args);
 epic_result host_sum_replicas(epic_context *ctx, const epic_sum_replicas_args *args);
 
-/* Like host_allreduce_sum(), but compares the other elements of the op header `about` too. */
+/* Like host_allreduce_sum(), but starts from the op header `about`. So the ranks also compare
+ * the elements that the caller has set in it. */
 epic_result host_sum_with_header(epic_context *ctx, const epic_allreduce_sum_args *args,
                                  const epic_op_header *about);
 
-/* The start of an operation that uses a plan. plan_op_begin() checks that the plan is one of
- * this context. Damage, or the error in `extra`, goes into the op header, so that all ranks
- * return it. extra may be NULL. */
+/* The checks that begin an operation with a plan.
+ *
+ * plan_op_begin() checks that the bytes are a plan of this context and prepares the op header.
+ * If the plan is damaged, or `extra` holds an error, the op header reports this. Then all ranks
+ * return the error. */
 typedef struct plan_op {
-    plan_view plan; /* valid unless `damaged` */
-    bool damaged;   /* the plan or other data of this rank must not be used */
+    plan_view plan; /* valid unless `damaged` is true */
+    bool damaged;   /* this rank's plan or other data must not be used */
     epic_op_header note;
 } plan_op;
 
 void plan_op_begin(plan_op *s, const epic_context *ctx, uint32_t operation, const void *plan,
                    int64_t plan_bytes, const op_header_extra *extra);
-/* Like plan_op_begin(), but does not check the plan, because this very call has made it. */
+/* Like plan_op_begin(), but does not check the plan, because this call has just made it. */
 void plan_op_begin_unchecked(plan_op *s, uint32_t operation, const void *plan);
 
-/* Writes the fields of a layer that must be equal on all ranks. */
+/* Copies to an op header the fields of a layer that must be equal on all ranks. */
 void op_header_set_layer(epic_op_header *note, const epic_layer *layer);
 
-/* Returns EPIC_EINVAL if the complete layer `layer` differs from the layer of the plan. It
- * does not compare a damaged plan, which all ranks report together. */
+/* Returns EPIC_EINVAL if `layer`, with its defaults filled in, differs from the layer of the
+ * plan. Returns EPIC_OK for a damaged plan, which the op headers report. */
 epic_result plan_op_check_layer(const plan_op *s, const epic_layer *layer);
 
-/* Returns EPIC_EINVAL if num_rows is not the number of tokens of the plan. */
+/* Returns EPIC_EINVAL if num_rows, the rows of the array `name`, is not the number of tokens in
+ * the plan. Returns EPIC_OK for a damaged plan. */
 epic_result plan_op_check_tokens(const plan_op *s, const char *name, int64_t num_rows);
 
-/* Returns EPIC_EOVERFLOW on all ranks if the buffer of any rank has fewer rows than its plan
- * has slots. */
+/* Returns EPIC_EOVERFLOW if the buffer of any rank has fewer rows than its plan has slots.
+ * Reads the op headers, so all ranks return the same result. `name` is the buffer's name in the
+ * error. */
 epic_result plan_op_check_slots(const exchange *x, const char *name);
 
-/* Returns the slots [top_k] of a token of rank `from` on this rank. */
+/* Returns what this rank holds for each choice [top_k] of a token of rank `from`: the slot, or
+ * in a FLAT layer the local expert; -1 for a choice of another rank. */
 static inline const int32_t *plan_slots_of_token(const plan_view *v, int from, int64_t token)
 {
     return v->here + (v->base_of[from] + token) * (int64_t)v->header->layer.top_k;
 }
 
+/* Returns true if the layer of the plan has one row per token and rank (EPIC_FLAT). */
 static inline bool plan_is_flat(const plan_view *v)
 {
     return v->header->layer.layout == EPIC_FLAT;
 }
 
-/* Returns whether this rank has a slot or row of a token of rank `from`. */
+/* Returns true if this rank has a slot (FLAT: a row) of a token of rank `from`. */
 static inline bool plan_receives_token(const plan_view *v, int from, int64_t token)
 {
     if (plan_is_flat(v)) return v->row_here[v->base_of[from] + token] >= 0;
@@ -88,7 +100,7 @@ static inline bool plan_receives_token(const plan_view *v, int from, int64_t tok
     return false;
 }
 
-/* Returns whether a token of this rank has a slot or row on rank `to`. */
+/* Returns true if a token of this rank has a slot (FLAT: a row) on rank `to`. */
 static inline bool plan_sends_token(const plan_view *v, int to, int64_t token)
 {
     const int64_t first = token * (int64_t)v->header->layer.top_k;
@@ -97,19 +109,20 @@ static inline bool plan_sends_token(const plan_view *v, int to, int64_t token)
     return false;
 }
 
-/* Fills x->items with the number of tokens of each rank and returns it. */
+/* Writes the number of tokens of each rank to x->items, and returns x->items. */
 const int64_t *tokens_of(exchange *x, const plan_view *v);
 
-/* An output with one row for each slot. */
+/* An output with one row per slot. */
 typedef struct slot_array {
     void *data;
     int64_t row_bytes;
     int64_t num_rows;
 } slot_array;
 
-/* slot_array_clear_padding writes zeros to the padding of every slab, unless
- * EPIC_LEAVE_PADDING is set, and to the rows behind the last slab if EPIC_ZERO_TAIL is set.
- * slot_array_clear writes zeros to all rows. Both accept an array without data. */
+/* Zero rows of an output. Both functions ignore an output without data.
+ * - slot_array_clear_padding() zeroes the padding slots of every slab, unless flags has
+ *   EPIC_LEAVE_PADDING. With EPIC_ZERO_TAIL it also zeroes the rows after the last slab.
+ * - slot_array_clear() zeroes all rows. */
 void slot_array_clear_padding(const plan_view *v, const slot_array *a, uint32_t flags);
 void slot_array_clear(const slot_array *a);
 

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* epic_plan and epic_plan_dispatch on the host.
  *
- * Every rank sends its expert ids to all ranks, and all ranks compute the same plan from
- * them. The ids of a rank with few tokens travel in its op header. */
+ * Every rank sends its expert ids to all ranks, and all ranks compute the same plan from them.
+ * A rank with few tokens sends its ids inside its op header. The ids of other ranks follow in a
+ * scatter flow (exchange.h). */
 #include <stdio.h>
 #include <string.h>
 
@@ -10,22 +11,23 @@
 #include "base/hash.h"
 #include "host_ops/host_ops.h"
 
+/* One call of epic_plan. */
 typedef struct planning {
     const epic_plan_args *args;
     epic_layer layer;
     planner planner;
     exchange *x;
-    epic_op_header note; /* peers and exchange read it until x is closed */
+    epic_op_header note; /* peers read it until x is closed */
 } planning;
 
-/* Returns choice i as the caller passed it. */
+/* Returns expert id i of the caller's topk_idx, which has 32-bit or 64-bit elements. */
 static int64_t id_at(const epic_plan_args *args, int64_t i)
 {
     return args->index_type == EPIC_I64 ? ((const int64_t *)args->topk_idx)[i]
                                         : ((const int32_t *)args->topk_idx)[i];
 }
 
-/* Writes the ids as peers receive them: 32 bits, -1 for no expert. */
+/* Writes the ids in the form that is sent: 32 bits, and -1 for no expert. */
 static void copy_ids(int32_t *ids, const epic_plan_args *args, const epic_layer *layer)
 {
     const int64_t choices = args->num_tokens * layer->top_k;
@@ -35,13 +37,13 @@ static void copy_ids(int32_t *ids, const epic_plan_args *args, const epic_layer 
     }
 }
 
-/* Returns whether the ids of this many tokens fit into an op header. */
+/* Returns true if the ids of num_tokens tokens fit into an op header. */
 static bool do_ids_fit_header(int64_t num_tokens, const epic_layer *layer)
 {
     return num_tokens * layer->top_k * (int64_t)sizeof(int32_t) <= OP_PAYLOAD_BYTES;
 }
 
-/* Returns whether an earlier choice of the same token has the same expert as choice i. */
+/* Returns true if an earlier choice of the same token has the same expert as choice i. */
 static bool is_duplicate(const epic_plan_args *args, int64_t i, int64_t top_k)
 {
     const int64_t id = id_at(args, i);
@@ -50,7 +52,8 @@ static bool is_duplicate(const epic_plan_args *args, int64_t i, int64_t top_k)
     return false;
 }
 
-/* Stores the first invalid id in the op header. */
+/* Checks the expert ids. Stores the first id that is out of range, or a duplicate if the layer
+ * has EPIC_DISTINCT, as the error in the op header. */
 static void op_header_check_ids(epic_op_header *note, const epic_plan_args *args,
                                 const epic_layer *layer)
 {
@@ -70,8 +73,8 @@ static void op_header_check_ids(epic_op_header *note, const epic_plan_args *args
     }
 }
 
-/* Writes the checksums of both tables. Returns false if a table is invalid, which the header
- * then reports. */
+/* Checks the placement and replica tables. Stores their hashes, which ranks compare, or their
+ * first error in the op header. Returns false if there is an error. */
 static bool op_header_set_tables(epic_op_header *note, const epic_context *ctx,
                                  const epic_plan_args *args, const epic_layer *layer)
 {
@@ -91,8 +94,8 @@ static bool op_header_set_tables(epic_op_header *note, const epic_context *ctx,
     return note->local[LOCAL_ERROR] == DATA_OK;
 }
 
-/* Fills in the op header: the layer, the tables, the first error of the data, and the ids if
- * they fit. */
+/* Fills in the op header: the layer, the hashes of the tables, the first error in the data, and
+ * the ids if they fit. */
 static void plan_fill_header(epic_op_header *note, const epic_context *ctx,
                              const epic_plan_args *args, const epic_layer *layer,
                              const op_header_extra *extra)
@@ -112,18 +115,20 @@ static void plan_fill_header(epic_op_header *note, const epic_context *ctx,
     memcpy(note->bytes, ids, sizeof ids);
 }
 
-/* Returns where the ids of a token are in the plan. */
+/* Returns the address of the ids of a token in the plan (plan_view.here). */
 static int32_t *ids_of_token(planning *p, int rank, int64_t token)
 {
     return p->planner.here + (p->planner.base_of[rank] + token) * (int64_t)p->layer.top_k;
 }
 
+/* Scatter flow: every rank sends its ids to all ranks. */
 static bool is_always_sent(void *self, int rank, int64_t item)
 {
     (void)self, (void)rank, (void)item;
     return true;
 }
 
+/* Scatter flow, fill_entry: copies the ids of an own token into a ring entry. */
 static void fill_ids(void *self, int64_t item, int32_t piece, void *entry)
 {
     planning *p = self;
@@ -131,6 +136,7 @@ static void fill_ids(void *self, int64_t item, int32_t piece, void *entry)
     memcpy(entry, ids_of_token(p, p->x->rank, item), p->layer.top_k * sizeof(int32_t));
 }
 
+/* Scatter flow, read_entry: stores the ids of a token of rank `from`. */
 static void read_ids(void *self, int from, int64_t item, int32_t piece, const void *entry)
 {
     planning *p = self;
@@ -138,12 +144,14 @@ static void read_ids(void *self, int from, int64_t item, int32_t piece, const vo
     memcpy(ids_of_token(p, from, item), entry, p->layer.top_k * sizeof(int32_t));
 }
 
+/* Scatter flow, read_own_item. */
 static void skip_own_ids(void *self, int64_t item)
 {
-    (void)self, (void)item; /* they are in place already */
+    (void)self, (void)item; /* exchange_ids() has already copied them */
 }
 
-/* Copies the ids that travel in op headers. Returns true if some rank's ids do not. */
+/* Copies the ids that were sent in op headers into the plan. Sets the items of their ranks to
+ * 0, so that the scatter flow skips them. Returns true if some ranks still have to send ids. */
 static bool read_header_ids(planning *p)
 {
     exchange *x = p->x;
@@ -160,7 +168,8 @@ static bool read_header_ids(planning *p)
     return more;
 }
 
-/* Collects the ids of all ranks in the plan, from op headers and through a scatter flow. */
+/* Writes the ids of all ranks into the plan. They come from the op headers, and from a scatter
+ * flow if a rank has too many for its op header. */
 static epic_result exchange_ids(planning *p)
 {
     const scatter s = {
@@ -176,7 +185,8 @@ static epic_result exchange_ids(planning *p)
     return read_header_ids(p) ? scatter_run(p->x, &s) : EPIC_OK;
 }
 
-/* Writes the caller's outputs: loads, rows and tokens of each local expert, and demand. */
+/* Writes the outputs of epic_plan: loads, rows and tokens of each local expert, and demand. If
+ * result is an error, rows and tokens are 0. */
 static void write_counts(planning *p, epic_result result)
 {
     const epic_plan_args *args = p->args;
@@ -197,9 +207,9 @@ static void write_counts(planning *p, epic_result result)
     if (args->demand) *args->demand = (int32_t)q->header->demand;
 }
 
-/* Makes a plan without slots after an error of the data in an op header. It uses this rank's
- * placement unless that is what is wrong, because the caller's arrays have the length that
- * follows from it. */
+/* Makes a plan without slots, after an error in the data of any rank. Uses this rank's
+ * placement, unless the placement is the error. The lengths of the caller's output arrays
+ * depend on it. */
 static void make_empty_plan(planning *p)
 {
     const exchange *x = p->x;
@@ -218,7 +228,7 @@ static void make_empty_plan(planning *p)
     write_counts(p, EPIC_EINVAL);
 }
 
-/* Exchanges the ids and makes the plan. */
+/* Sends and receives the ids, computes the plan and writes the outputs. */
 static epic_result make_plan(planning *p)
 {
     exchange *x = p->x;
@@ -235,7 +245,7 @@ static epic_result make_plan(planning *p)
     return result;
 }
 
-/* Writes the ids to the trace, if there is one, for epic-trace. */
+/* Writes the expert ids to the trace of the context, if it has one. epic-trace reads them. */
 static void trace_ids(const planning *p)
 {
     const trace_record record = {.tag = p->x->tag,
@@ -247,14 +257,15 @@ static void trace_ids(const planning *p)
     trace_plan(p->x->ctx->trace, record, p->args->topk_idx, p->args->index_type);
 }
 
-/* Returns whether the bytes are a plan, even one without slots. */
+/* Returns true if plan_run() has made a plan: a valid one, or one without slots that records an
+ * error. */
 static bool is_plan_written(epic_result result)
 {
     return result == EPIC_OK || result == EPIC_EINVAL || result == EPIC_EOVERFLOW;
 }
 
-/* Makes the plan. If p->x is NULL afterwards, nothing is open; otherwise the caller closes
- * p->x. */
+/* Makes the plan. `next` is the dispatch_signature() of a dispatch that follows in the same
+ * call, or 0. Afterwards the caller must close p->x, unless it is NULL. */
 static epic_result plan_run(planning *p, epic_context *ctx, const op_header_extra *extra,
                             int64_t next)
 {
@@ -283,8 +294,8 @@ epic_result host_plan(epic_context *ctx, const epic_plan_args *args,
     return p.x ? exchange_close(p.x, result) : result;
 }
 
-/* Returns whether all ranks continue with the same dispatch. If not, the op headers of the
- * dispatch itself report what differs. */
+/* Returns true if the dispatches of all ranks have the same signature. If not, the dispatch
+ * runs with op headers of its own, which find the difference and report it. */
 static bool do_all_continue(const exchange *x)
 {
     for (int r = 0; r < x->num_ranks; r++)
@@ -307,6 +318,6 @@ epic_result host_plan_dispatch(epic_context *ctx, const epic_plan_args *args,
     char why[512];
     snprintf(why, sizeof why, "%s", epic_sentence());
     TRY(host_dispatch_unchecked(
-        ctx, dispatch)); /* the plan has no slots, so this clears the outputs */
+        ctx, dispatch)); /* the plan has no slots, so this only zeroes the outputs */
     return epic_fail(result, "%s", why);
 }

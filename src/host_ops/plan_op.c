@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The common parts of operations that use a plan: checks of the plan, the layer and the
- * buffers, and the zeros in padding. */
+/* Common parts of the operations that use a plan: checks of the plan, the layer and the
+ * buffers, and zeroing of padding. */
 #include <string.h>
 
 #include "base/error.h"
@@ -23,7 +23,8 @@ void op_header_set_layer(epic_op_header *note, const epic_layer *layer)
     note->common[COMMON_LAYER_FLAGS] = layer->flags;
 }
 
-/* Writes what operations with the same plan have in common. */
+/* Copies to the op header the plan's id and layer, which must be equal on all ranks, and this
+ * rank's number of tokens. */
 static void op_header_set_plan(plan_op *s)
 {
     s->note.common[COMMON_PLAN] = (int64_t)s->plan.header->id;
@@ -93,7 +94,7 @@ const int64_t *tokens_of(exchange *x, const plan_view *v)
     return tokens;
 }
 
-/* Writes zeros to rows [begin, end). */
+/* Zeroes the rows [begin, end). */
 static void slot_array_clear_rows(const slot_array *a, int64_t begin, int64_t end)
 {
     if (begin < end)

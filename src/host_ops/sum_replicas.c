@@ -18,19 +18,20 @@
 #define CHUNK 256      /* floats that are added at a time */
 #define MOST_LEVELS 18 /* levels of a tree over MAX_EXPERTS leaves */
 
+/* One call of epic_sum_replicas. */
 typedef struct adding {
     const epic_sum_replicas_args *args;
     const plan_view *plan;
     const host_kernels *kernels;
-    int32_t logical;
-    int64_t count;        /* numbers of one expert */
-    int64_t leaf_experts; /* experts of one leaf */
-    int64_t at, n;        /* the current chunk */
+    int32_t logical;      /* the logical expert whose replicas are being added */
+    int64_t count;        /* elements of one expert's row */
+    int64_t leaf_experts; /* number of experts in a leaf */
+    int64_t at, n;        /* first element and number of elements of the current chunk */
     float levels[MOST_LEVELS][CHUNK];
 } adding;
 
-/* Returns whether the local expert is a replica of a->logical on leaf `leaf`; -1: on any
- * leaf. */
+/* Returns true if a local expert is a replica of a->logical and belongs to `leaf`. With leaf
+ * -1, its leaf does not matter. */
 static bool is_replica_on_leaf(const adding *a, int32_t local, int64_t leaf)
 {
     const int32_t expert = a->plan->expert_of[local];
@@ -38,13 +39,14 @@ static bool is_replica_on_leaf(const adding *a, int32_t local, int64_t leaf)
     return leaf < 0 || expert / a->leaf_experts == leaf;
 }
 
+/* Returns the row of a local expert in the caller's data. */
 static float *numbers_of(const adding *a, int32_t local)
 {
     return (float *)a->args->data.data + local * a->count;
 }
 
-/* Writes to `out` the sum of the replicas on one leaf, in ascending order of experts,
- * starting from 0. */
+/* Writes to `out` the sum of the replicas in one leaf: 0, plus each replica by ascending
+ * expert. Handles the current chunk only. */
 static void add_leaf(const adding *a, int64_t leaf, float *out)
 {
     memset(out, 0, (size_t)a->n * sizeof *out);
@@ -55,8 +57,8 @@ static void add_leaf(const adding *a, int64_t leaf, float *out)
     }
 }
 
-/* Writes to levels[level] the sum of leaves [first, first + count) in the order of a binary
- * tree. */
+/* Writes to a->levels[level] the sum of the leaves first to first + count - 1, added in a
+ * binary tree. count is a power of two. Overwrites the levels above. */
 static void add_leaves(adding *a, int64_t first, int64_t count, int level)
 {
     float *out = a->levels[level];
@@ -70,7 +72,8 @@ static void add_leaves(adding *a, int64_t first, int64_t count, int level)
     a->kernels->add(out, EPIC_F32, both, 2, EPIC_F32, a->n);
 }
 
-/* Writes to the workspace the sum of this rank's replicas. */
+/* Writes to the workspace the sum of this rank's replicas, chunk by chunk. Without tree order,
+ * all experts of the rank count as one leaf. */
 static void add_local_replicas(adding *a)
 {
     const plan_header *h = a->plan->header;
@@ -85,6 +88,7 @@ static void add_local_replicas(adding *a)
     }
 }
 
+/* Writes the sum of all ranks, now in the workspace, to each replica of this rank. */
 static void copy_sum_to_replicas(const adding *a)
 {
     const size_t bytes = (size_t)a->args->data.row_bytes;
@@ -92,7 +96,7 @@ static void copy_sum_to_replicas(const adding *a)
         if (is_replica_on_leaf(a, l, -1)) memcpy(numbers_of(a, l), a->args->workspace, bytes);
 }
 
-/* Sets a bit for each logical expert that has more than one replica. */
+/* Sets the bit of each logical expert that has more than one replica. */
 static void mark_replicated(const plan_view *v, uint64_t *several)
 {
     const epic_layer *layer = &v->header->layer;
@@ -105,7 +109,8 @@ static void mark_replicated(const plan_view *v, uint64_t *several)
     }
 }
 
-/* The first sum is empty. In it the ranks compare their plans, before anything is added. */
+/* The first sum has no elements. It only compares the plans of all ranks before anything is
+ * added. */
 epic_result host_sum_replicas(epic_context *ctx, const epic_sum_replicas_args *args)
 {
     plan_op s;
