@@ -1,7 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The activation of one number and its slope, for experts/rows.cu.  The formulas are those of
- * src/experts/activation_template.h.  Each function returns both results; the compiler removes
- * the slope where a caller does not use it. */
+/* Activation functions of the experts, for one number: value and derivative. experts/rows.cu
+ * uses them. The formulas are those of src/experts/activation_template.h.
+ *
+ *   gated expert     activation = act(gate) * up_factor(up)
+ *   ungated expert   activation = act(gate), the up factor is 1
+ *
+ * Each function returns value and derivative together. The compiler removes the derivative
+ * where a caller does not use it. */
 #ifndef EPIC_ACTIVATION_CUH
 #define EPIC_ACTIVATION_CUH
 
@@ -14,33 +19,34 @@
 #define TANH_CUBIC 0.044715f
 #define LOG2_E 1.44269504088896340736f
 
-/* An activation of x, and its derivative by x. */
+/* The value of a function at x, and its derivative (slope) at x. */
 struct Activated {
     float value, slope;
 };
 
-/* Returns the sigmoid of x, without overflow for large |x|. */
+/* Returns 1 / (1 + exp(-x)). It computes exp(-|x|), which cannot overflow. */
 __device__ __forceinline__ float sigmoid_of(float x)
 {
     const float e = expf(x > 0 ? -x : x);
     return (x > 0 ? 1 : e) / (1 + e);
 }
 
-/* Computes x s(a x), where s is the sigmoid, and its slope s(a x) (1 + a x (1 - s(a x))). */
+/* Returns x s(alpha x), where s is the sigmoid. The slope is s(y) (1 + y (1 - s(y))) with y =
+ * alpha x. */
 __device__ __forceinline__ Activated compute_swish(float x, float alpha)
 {
     const float s = sigmoid_of(alpha * x);
     return {x * s, s * (1 + alpha * x * sigmoid_of(-alpha * x))};
 }
 
-/* Computes GELU with erf. */
+/* Returns GELU(x), computed with erf. */
 __device__ __forceinline__ Activated compute_gelu(float x)
 {
     const float below = 0.5f * (1 + erff(x * SQRT_HALF));
     return {x * below, below + x * INV_SQRT_2_PI * expf(-x * x / 2)};
 }
 
-/* Computes the tanh approximation of GELU. */
+/* Returns the tanh approximation of GELU(x). */
 __device__ __forceinline__ Activated compute_gelu_tanh(float x)
 {
     const float t = tanhf(SQRT_2_OVER_PI * (x + TANH_CUBIC * x * x * x));
@@ -48,15 +54,16 @@ __device__ __forceinline__ Activated compute_gelu_tanh(float x)
     return {x / 2 * (1 + t), (1 + t) / 2 + x / 2 * (1 - t * t) * inner_slope};
 }
 
-/* Computes compute_swish() for rows of 16 bits.  The result is a few units in the last place of
- * float32 off, and needs no branch and no division. */
+/* Like compute_swish(), for rows of 16-bit numbers. It uses approximate exp2 and reciprocal
+ * instructions, without a branch or a division. The error is a few units in the last place of
+ * float32. */
 __device__ __forceinline__ Activated compute_swish_approx(float x, float alpha)
 {
     const float y = alpha * x, s = reciprocal_approx(1 + exp2_approx(y * -LOG2_E));
     return {x * s, s * (1 + y * (1 - s))};
 }
 
-/* Computes the activation that the experts are configured with, of a gate value x. */
+/* Returns the activation that `ex` selects, for a gate value x. */
 __device__ __forceinline__ Activated compute_activation(float x, const epic_experts &ex)
 {
     const bool above = x > ex.limit;
@@ -69,14 +76,15 @@ __device__ __forceinline__ Activated compute_activation(float x, const epic_expe
         return compute_gelu_tanh(x);
     case EPIC_RELU2:
         return {x < 0 ? 0 : x * x, x < 0 ? 0 : 2 * x};
-    default: /* EPIC_CLAMPED_SWIGLU, EPIC_CLAMPED_SILU: flat above the limit */
+    default: /* EPIC_CLAMPED_SWIGLU, EPIC_CLAMPED_SILU: constant above the limit */
         const Activated a = compute_swish(above ? ex.limit : x, ex.alpha);
         return {a.value, above ? 0 : a.slope};
     }
 }
 
-/* Computes the factor of the activation from an up value u: u, clamped and shifted by 1 for
- * some activations, or 1 for experts without a gate. */
+/* Returns the factor by which the activation of the gate is multiplied, from an up value u.
+ * EPIC_CLAMPED_SWIGLU clamps u and adds 1. EPIC_CLAMPED_SILU only clamps u. The factor is 1 for
+ * experts without a gate. */
 __device__ __forceinline__ Activated compute_up_factor(float u, const epic_experts &ex)
 {
     const bool clamped =
@@ -88,11 +96,12 @@ __device__ __forceinline__ Activated compute_up_factor(float u, const epic_exper
             u > ex.limit || u < -ex.limit ? 0.0f : 1.0f};
 }
 
-/* Template argument of kernels: any activation, chosen at run time, or one of the two that most
- * models use, for rows of 16 bits. */
+/* Template argument KIND of the kernels. ANY_ACTIVATION selects the function at run time. The
+ * other two compile the functions that most models use, for rows of 16-bit numbers. */
 enum { ANY_ACTIVATION, GATED_SILU, GATED_CLAMPED };
 
-/* Like the functions above, with the activation known to the compiler. */
+/* Like compute_activation() and compute_up_factor() above, but KIND selects the function at
+ * compile time. */
 template <int KIND>
 __device__ __forceinline__ Activated compute_activation(float x, const epic_experts &ex)
 {

@@ -1,14 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Small kernels of a layer's dense part (gate, shared expert, losses): they add arrays to
- * arrays and combine the numbers of the losses.  The matrix products of the dense part are
- * those of experts/grouped_plain.cu and experts/grouped_hopper.cu, with one slab. */
+/* Small kernels of a layer's dense part (gate, shared expert, losses). They run on one GPU and
+ * use no peer memory.
+ *
+ *   rows_kernel       to = from, or to += from           one thread per number
+ *   trees_kernel      values [2, n] -> two sums          one warp
+ *   losses_kernel     balance loss, z-loss -> their sum  one thread
+ *   incoming_kernel   gradients of the two losses        one thread
+ *
+ * The matrix products of the dense part are those of experts/grouped_plain.cu and
+ * experts/grouped_hopper.cu, with one slab. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
 #include "cuda/experts/grouped.h"
 
 #define THREADS 256
 
-/* Copies or adds job.from to job.to, one thread per number. */
+/* Computes to += from, or to = from if job.replace is 1. A job without `from` adds zeros. Each
+ * thread handles one number at a time. */
 static __global__ void __launch_bounds__(THREADS)
     rows_kernel(const __grid_constant__ p2p_rows_job job)
 {
@@ -20,9 +28,9 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Adds each of the two rows of values [2, n] in a binary tree and leaves the sums in values[0]
- * and values[1].  One warp; lane l adds pairs l, l + 32, ... of each level, over both rows as
- * one array. */
+/* Adds the n numbers of each row of values [2, n] in a binary tree, and writes the two sums to
+ * values[0] and values[1]. n is a power of two. One warp works on both rows as one array of 2 n
+ * numbers. At each level, a lane adds every 32nd pair. */
 static __global__ void trees_kernel(float *values, int64_t n)
 {
     for (int64_t distance = 1; distance < n; distance *= 2) {
@@ -33,7 +41,7 @@ static __global__ void trees_kernel(float *values, int64_t n)
     if (threadIdx.x == 0) values[1] = values[n];
 }
 
-/* Writes the two losses and their sum, one thread. */
+/* Writes the two losses and their sum to the caller's addresses. One thread. */
 static __global__ void losses_kernel(const __grid_constant__ p2p_losses_job job)
 {
     if (threadIdx.x != 0) return;
@@ -43,7 +51,8 @@ static __global__ void losses_kernel(const __grid_constant__ p2p_losses_job job)
     if (job.to_second) *job.to_second = second;
 }
 
-/* Writes the gradients of the two losses: that of the sum plus that of each, one thread. */
+/* Writes the gradients of balance loss and z-loss. Each is the gradient of the sum of the
+ * losses plus the loss's own gradient. One thread. */
 static __global__ void incoming_kernel(const __grid_constant__ p2p_incoming_job job)
 {
     if (threadIdx.x != 0) return;

@@ -1,8 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The part of a layer that each token computes on its own rank, forward and backward: the gate
- * of the shared expert, zero-experts, and the sum of their rows with the row that combine
- * returned.  src/rules/layer_tokens.h describes the arrays.  One warp works on one token; the
- * kernels talk to no peer. */
+/* The part of a layer that each rank computes for its own tokens, forward and backward. It
+ * covers the gate of the shared expert and the zero-experts. src/rules/layer_tokens.h describes
+ * the arrays.
+ *
+ *   sent_kernel           ids for dispatch                       one thread per choice
+ *   shared_gate_kernel    weight of the shared expert            one warp per token
+ *   shared_slope_kernel   gradient through the sigmoid           one thread per token
+ *   zero_weights_kernel   d_weights of zero-experts              one warp per token
+ *   finish_kernel         sum of the parts of an output row      one warp per token
+ *
+ * All memory is local, so no kernel waits for a peer. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
 #include "cuda/experts/dense_tokens.h"
@@ -19,16 +26,21 @@ template <class T> static __device__ __forceinline__ T add_lanes(T x)
     return x;
 }
 
+/* Returns the first token that this warp works on. */
 static __device__ __forceinline__ int64_t first_token()
 {
     return (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
 }
 
+/* Returns the distance from one token of this warp to the next: the number of warps of the
+ * grid. */
 static __device__ __forceinline__ int64_t token_step()
 {
     return (int64_t)gridDim.x * WARPS;
 }
 
+/* Returns whether element `choice` of topk_idx is a zero-expert: an id of num_experts or
+ * more. */
 static __device__ __forceinline__ bool is_zero_expert(const layer_tokens &t, int64_t choice)
 {
     return t.topk_idx[choice] >= t.num_experts;
@@ -44,8 +56,8 @@ static __device__ __forceinline__ float zero_weight(const layer_tokens &t, int64
     return add_lanes(w);
 }
 
-/* Writes choices [num_tokens, top_k], the ids that are dispatched: topk_idx with -1 for
- * zero-experts, whose rows are never sent. */
+/* Writes choices [num_tokens, top_k], the ids that dispatch gets: topk_idx with -1 in place of
+ * zero-experts. The rows of zero-experts are never sent. */
 static __global__ void __launch_bounds__(THREADS)
     sent_kernel(const __grid_constant__ layer_tokens t, int32_t *choices)
 {
@@ -54,8 +66,8 @@ static __global__ void __launch_bounds__(THREADS)
         choices[i] = is_zero_expert(t, i) ? -1 : t.topk_idx[i];
 }
 
-/* Computes shared_weights = sigmoid(x w_shared_gate).  The dot product is added in float64, as
- * on the host. */
+/* Computes shared_weights [num_tokens] = sigmoid(x w_shared_gate). The dot product is added in
+ * float64, as on the host. */
 static __global__ void __launch_bounds__(THREADS)
     shared_gate_kernel(const __grid_constant__ layer_tokens t)
 {
@@ -70,8 +82,8 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Turns d_shared_weights from the gradient of the sigmoid into that of its argument, in
- * place. */
+/* Multiplies d_shared_weights [num_tokens] by s (1 - s), in place, where s is the sigmoid. The
+ * result is the gradient of the argument of the sigmoid. */
 static __global__ void __launch_bounds__(THREADS)
     shared_slope_kernel(const __grid_constant__ layer_tokens t)
 {
@@ -83,8 +95,8 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Computes d_weights of the zero-experts that a token chose: dot(d_out, x).  Other elements of
- * d_weights stay as they are. */
+/* Writes dot(d_out, x) to d_weights of every choice that is a zero-expert. It leaves the other
+ * elements of d_weights unchanged. */
 static __global__ void __launch_bounds__(THREADS)
     zero_weights_kernel(const __grid_constant__ layer_tokens t)
 {
@@ -113,16 +125,18 @@ static __device__ __forceinline__ void add_rows(float (&sum)[V], const void *row
     for (int v = 0; v < V; v++) sum[v] += x[v] * factor;
 }
 
-/* Adds up the parts of a token's row, into rows.to.
+/* Adds the parts of each token's output row, and stores the sum to rows.to. t.d_out is NULL in
+ * forward.
  *   forward   out = rows.a (from combine) + weight of zero-experts * x + rows.b (shared expert)
- *   backward  d_x = rows.a + weight of zero-experts * d_out + rows.b + the shared gate's part
- * A lane works on vectors of V numbers.  t.d_out is NULL in forward. */
+ *   backward  d_x = rows.a + weight of zero-experts * d_out + rows.b + part of the shared gate
+ * A lane handles vectors of V numbers. */
 template <class T, int V>
 static __global__ void __launch_bounds__(THREADS)
     finish_kernel(const __grid_constant__ layer_tokens t,
                   const __grid_constant__ layer_rows rows)
 {
-    const void *const through = t.d_out ? t.d_out : t.x; /* row of a zero-expert */
+    /* the row that a zero-expert returns */
+    const void *const through = t.d_out ? t.d_out : t.x;
     for (int64_t token = first_token(); token < t.num_tokens; token += token_step()) {
         const float w = zero_weight(t, token);
         const bool gated = t.w_shared_gate && t.d_out;
@@ -143,6 +157,8 @@ static __global__ void __launch_bounds__(THREADS)
 
 /* -------------------------------------------------------------------------- launching ---- */
 
+/* Returns the number of CTAs for `units` units of work, of which a CTA takes `each`. At most 8
+ * CTAs per SM. */
 static int ctas_of(int64_t units, int each, int sms)
 {
     const int64_t ctas = (units + each - 1) / each, most = 8 * (int64_t)sms;

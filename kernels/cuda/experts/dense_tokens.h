@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Launchers of experts/dense_tokens.cu and experts/layer_fits.cu, for the host code of
- * src/backend/p2p.  Plain C.  All of them enqueue on `stream` and return its error; `sms`
- * limits the CTAs. */
+ * src/backend/p2p. Plain C. Every launcher enqueues kernels on `stream` and returns the error
+ * of the launch. `sms` limits the number of CTAs. */
 #ifndef EPIC_CUDA_DENSE_TOKENS_H
 #define EPIC_CUDA_DENSE_TOKENS_H
 
@@ -12,20 +12,22 @@
 extern "C" {
 #endif
 
-/* Writes the ids that dispatch sends: topk_idx without zero-experts, [num_tokens, top_k]. */
+/* Writes choices [num_tokens, top_k], the ids that dispatch gets: topk_idx with -1 in place of
+ * zero-experts. */
 cudaError_t p2p_launch_sent(const layer_tokens *t, int32_t *choices, int sms,
                             cudaStream_t stream);
-/* shared_weights [num_tokens] = sigmoid(x w_shared_gate). */
+/* Computes shared_weights [num_tokens] = sigmoid(x w_shared_gate). */
 cudaError_t p2p_launch_shared_gate(const layer_tokens *t, int sms, cudaStream_t stream);
-/* d_shared_weights [num_tokens], in place: from the gradient of the sigmoid to that of its
- * argument. */
+/* Turns d_shared_weights [num_tokens], in place, from the gradient of the sigmoid into the
+ * gradient of its argument. */
 cudaError_t p2p_launch_shared_slope(const layer_tokens *t, int sms, cudaStream_t stream);
-/* d_weights of zero-experts = dot(d_out, x). */
+/* Writes d_weights of the choices that are zero-experts: dot(d_out, x). */
 cudaError_t p2p_launch_zero_weights(const layer_tokens *t, int sms, cudaStream_t stream);
-/* Adds zero-experts and the shared expert to rows [num_tokens, hidden] (layer_rows). */
+/* Adds zero-experts and the shared expert to rows [num_tokens, hidden]; layer_rows has the
+ * formula. */
 cudaError_t p2p_launch_finish(const layer_tokens *t, const layer_rows *rows, int sms,
                               cudaStream_t stream);
-/* Loads the kernels, so that no later launch has to. */
+/* Loads the kernels at open, so that no later launch has to load them. */
 cudaError_t p2p_load_dense_tokens(void);
 
 /* Arguments of p2p_launch_fits(). */
@@ -33,12 +35,14 @@ typedef struct p2p_fits_job {
     p2p_self self;
     uint8_t *plan;
     int32_t *expert_rows, *expert_tokens; /* [num_local]: set to 0 if the plan does not fit */
-    int32_t num_local;                    /* experts of a rank that the layer has memory for */
-    int32_t tree;                         /* 1: EPIC_TREE, which needs equal numbers of tokens
-                                             on all ranks */
+    /* number of local experts that the layer has memory for */
+    int32_t num_local;
+    /* 1: the layer uses EPIC_TREE, which needs equally many tokens on all ranks */
+    int32_t tree;
 } p2p_fits_job;
 
-/* Checks that a plan fits its layer; a plan that does not becomes a class (b) error. */
+/* Checks that a plan fits its layer. A plan that does not fit is marked as failed, and
+ * epic_check() reports a class (b) error. */
 cudaError_t p2p_launch_fits(const p2p_fits_job *job, cudaStream_t stream);
 cudaError_t p2p_load_fits(void);
 

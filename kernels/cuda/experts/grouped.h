@@ -1,7 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Jobs and launchers of the experts' kernels, for the host code of src/backend/p2p.  Plain C.
- * The kernels talk to no peer.  All counts are on the device, so a launcher knows only
- * capacities.  Every launcher enqueues on `stream` and returns CUDA's error. */
+/* Arguments ("jobs") and launchers of the experts' kernels, for the host code of
+ * src/backend/p2p. Plain C.
+ *
+ * All arrays are in device memory of this rank, and no kernel reads or writes a peer. The
+ * numbers of rows per expert are known only on the device. So a launcher sizes its grid by the
+ * capacity, and each kernel reads the real numbers. Every launcher enqueues on `stream` and
+ * returns the error of the launch. */
 #ifndef EPIC_CUDA_GROUPED_H
 #define EPIC_CUDA_GROUPED_H
 
@@ -16,72 +20,91 @@
 extern "C" {
 #endif
 
-/* The places of the slabs, which p2p_launch_slabs computes once for a call. */
+/* Where each expert's slab is, and how the slabs are cut into tiles. p2p_launch_slabs()
+ * computes tiles and slabs once per call; all later kernels of the call read them. */
 typedef struct p2p_slabs {
-    const int32_t
-        *expert_rows; /* [num_experts], the caller's; NULL: one expert has all slots */
-    const int32_t *expert_tokens; /* NULL: expert_rows */
-    int32_t *num_tiles;           /* [1] */
-    slab_tile *tiles;             /* [most_tiles] */
-    slab_place *slabs;            /* [num_experts] */
+    /* [num_experts], passed by the caller; NULL: one expert has all slots */
+    const int32_t *expert_rows;
+    /* [num_experts]: rows that carry a token; NULL: equal to expert_rows */
+    const int32_t *expert_tokens;
+    int32_t *num_tiles; /* [1]: number of tiles in use */
+    slab_tile *tiles;   /* [most_tiles], one per EXPERTS_TILE_ROWS rows of a slab */
+    slab_place *slabs;  /* [num_experts]: first row and number of tokens */
     int64_t num_slots;
     int32_t num_experts;
     int32_t most_tiles;
 } p2p_slabs;
 
-/* A matrix product over slabs.  For e4m3 the tensor cores need both factors with the numbers of
- * one sum contiguous, so FORWARD then reads transposed weights [experts, n, k].  INPUT reads
- * [experts, k, n] for every type.  WEIGHT does not support e4m3. */
+/* A matrix product over slabs; epic_gemm_pass defines the three passes. b has the shape
+ * [experts, k, n] in FORWARD and INPUT, except that FORWARD with E4M3 reads [experts, n, k].
+ * The reason is that e4m3 tensor cores need the numbers of one sum next to each other in
+ * memory. WEIGHT does not support e4m3. */
 typedef struct p2p_gemm {
     p2p_slabs slabs;
-    const void *a;    /* FORWARD: x [slots, k]; INPUT: d_y [slots, n]; WEIGHT: x [slots, k] */
-    const void *b;    /* FORWARD, INPUT: weights [experts, k, n]; WEIGHT: d_y [slots, n] */
-    void *out;        /* FORWARD: [slots, n]; INPUT: [slots, k]; WEIGHT: [experts, k, n] */
-    const void *bias; /* FORWARD: [experts, n], added to rows that carry a token; NULL: none */
-    const float *bias_weights; /* [slots], of the bias; NULL: 1 */
-    const float *a_scales;     /* E4M3: [slots, blocks], one for each 128 numbers of a row */
-    const float *b_scales;     /* E4M3: [experts, blocks, blocks], one for each 128 x 128 */
-    const void *also;          /* INPUT: more rows of out's type to add to the result; NULL:
-                                  none */
+    const void *a; /* FORWARD: x [slots, k]; INPUT: d_y [slots, n]; WEIGHT: x [slots, k] */
+    const void *b; /* FORWARD, INPUT: weights [experts, k, n]; WEIGHT: d_y [slots, n] */
+    void *out;     /* FORWARD: [slots, n]; INPUT: [slots, k]; WEIGHT: [experts, k, n] */
+    /* FORWARD: [experts, n], added to rows that carry a token; NULL: no bias */
+    const void *bias;
+    const float *bias_weights; /* [slots], factors of the bias; NULL: 1 */
+    /* E4M3: [slots, blocks], one scale for each 128 numbers of a row */
+    const float *a_scales;
+    /* E4M3: [experts, blocks, blocks], one scale for each 128 x 128 numbers */
+    const float *b_scales;
+    /* INPUT: further rows, of the type of out, that are added to the result; NULL: none */
+    const void *also;
     int64_t k, n;
     uint32_t pass;     /* an epic_gemm_pass */
-    uint32_t row_type; /* of x and d_x */
-    uint32_t y_type;   /* of y and d_y; 0: row_type */
-    /* Type of b (not in WEIGHT) and of bias.  E4M3 only with row_type E4M3; bias has y_type
-     * then. */
+    uint32_t row_type; /* epic_type of x and d_x */
+    uint32_t y_type;   /* epic_type of y and d_y; 0: row_type */
+    /* epic_type of b (in FORWARD and INPUT) and of bias. E4M3 is allowed only if row_type is
+     * E4M3; the bias then has y_type. */
     uint32_t weight_type;
-    uint32_t out_type;  /* WEIGHT: of out */
-    int32_t accumulate; /* WEIGHT, INPUT: add the result to out */
+    uint32_t out_type;  /* WEIGHT: epic_type of out */
+    int32_t accumulate; /* WEIGHT, INPUT: 1: add the result to out */
     int32_t sms;        /* largest number of CTAs */
-    int32_t group;      /* rows of tiles that are computed together, column by column; 0:
-                           chosen */
-    int32_t alone;      /* 1: no clusters of two CTAs.  For tests */
-    int32_t slices; /* > 1: cut each sum into this many slices.  One slab must fill all slots */
-    float *parts;   /* with slices: [slices, lines of out, columns], one partial sum each */
+    /* rows of tiles that are computed together, column by column, so that they share L2 cache
+     * lines; 0: the launcher chooses */
+    int32_t group;
+    int32_t alone; /* 1: do not use clusters of two CTAs; for tests */
+    /* If above 1: cut each sum into this many slices. Only for products with one slab that
+     * fills all slots. */
+    int32_t slices;
+    float *parts; /* with slices: [slices, rows of out, columns of out], partial sums */
 } p2p_gemm;
 
-/* The rows between two products: activations and their gradients. */
+/* Arguments of the kernels between the two products: activations and their gradients.
+ * "Backward" marks fields that only p2p_launch_activation_backward() uses. */
 typedef struct p2p_activation_job {
     p2p_slabs slabs;
-    epic_experts experts;      /* defaults filled in */
-    const void *gate_up;       /* [slots, width]: x W, before weight and bias */
+    epic_experts experts; /* with defaults filled in */
+    /* [slots, width]: result of the first product, before input weight and bias */
+    const void *gate_up;
     const void *bias;          /* [experts, width]; NULL: none */
-    const float *slot_weights; /* NULL: EPIC_WEIGHT_LATE */
-    void *activations;         /* [slots, inner]; backward: in: their gradient */
-    /* Forward: scales [slots, blocks of 128] of activations, which are e4m3 then; NULL: they
-     * have row_type. */
+    const float *slot_weights; /* [slots]: weights of the choices; NULL with EPIC_WEIGHT_LATE */
+    /* [slots, inner]: output. Backward: in: gradient of the activations; out: the
+     * activations. */
+    void *activations;
+    /* Forward: [slots, blocks of 128 numbers], output. If set, the activations are quantized to
+     * e4m3. NULL: the activations have row_type. */
     float *scales;
-    void *d_gate_up;    /* backward: [slots, width] */
-    const void *d_y;    /* backward, for b_down's part in EPIC_WEIGHT_EARLY: [slots, hidden] */
-    const void *b_down; /* backward: [experts, hidden]; NULL: none */
-    float *d_slot_weights; /* backward; NULL: not wanted */
+    /* backward: output [slots, width], gradient of the first product's result */
+    void *d_gate_up;
+    /* backward: [slots, hidden]. Used with b_down, for the gradient of weights in
+     * EPIC_WEIGHT_EARLY. */
+    const void *d_y;
+    /* backward: [experts, hidden], bias of the second product; NULL: none */
+    const void *b_down;
+    float *d_slot_weights; /* backward: output [slots]; NULL: not computed */
     int32_t aligned;       /* 1: rows are whole vectors of 16 bytes */
-    int32_t weigh_d;       /* backward, EPIC_WEIGHT_INPUT: multiply d_gate_up by the weight */
+    /* backward, EPIC_WEIGHT_INPUT: 1: multiply d_gate_up by the weight */
+    int32_t weigh_d;
     int32_t sms;
     int32_t pad;
 } p2p_activation_job;
 
-/* Bias gradients: out[e] = sum of weight * row over the rows of expert e that carry a token. */
+/* Gradient of a bias. out[e] is the sum of weight * row over those rows of expert e that carry
+ * a token. */
 typedef struct p2p_bias_job {
     p2p_slabs slabs;
     const void *rows;     /* [slots, n] of row_type */
@@ -93,13 +116,13 @@ typedef struct p2p_bias_job {
     int32_t pad;
 } p2p_bias_job;
 
-/* Multiplies rows by weights, or adds a bias, in place.  Used after a matrix product of the
- * caller's own, which does neither. */
+/* Multiplies rows by weights, or adds a weighted bias, in place. It follows a matrix product
+ * that the caller supplied (epic_experts.gemm), because such a product does neither. */
 typedef struct p2p_scale_job {
     p2p_slabs slabs;
-    void *rows;           /* [slots, n] of row_type; those without a token become 0 */
+    void *rows;           /* [slots, n] of row_type; rows without a token stay unchanged */
     const float *weights; /* [slots]; NULL: 1 */
-    /* [experts, n] of weight_type: rows + weight * bias; NULL: weight * rows. */
+    /* [experts, n] of weight_type. If set: rows += weight * bias. NULL: rows *= weight. */
     const void *bias;
     int64_t n;
     uint32_t row_type, weight_type;
@@ -107,7 +130,7 @@ typedef struct p2p_scale_job {
     int32_t pad;
 } p2p_scale_job;
 
-/* Quantizes rows that carry a token to e4m3, with a scale for each 128 numbers. */
+/* Quantizes rows that carry a token to e4m3, with one scale for each 128 numbers. */
 typedef struct p2p_quantize_job {
     p2p_slabs slabs;
     const void *rows; /* [slots, n] of row_type */
@@ -118,82 +141,86 @@ typedef struct p2p_quantize_job {
     int32_t sms;
 } p2p_quantize_job;
 
-/* Small kernels of the dense part of a layer (experts/dense.cu). */
-/* to += from, `count` numbers of `type`. */
+/* The jobs below are those of the dense part of a layer (experts/dense.cu). */
+/* Arguments of p2p_launch_rows(), which computes to += from for `count` numbers of `type`. */
 typedef struct p2p_rows_job {
     void *to;
     const void *from; /* NULL: zeros */
     int64_t count;
     uint32_t type;
-    int32_t replace; /* 1: to = from */
+    int32_t replace; /* 1: to = from, instead of the sum */
 } p2p_rows_job;
 
-/* Losses of a layer: one float each; NULL: not wanted, or not computed. */
+/* Losses of a layer; each pointer is to one float. first: the balance loss. second: the z-loss.
+ * NULL: not computed (inputs), or not wanted (outputs). */
 typedef struct p2p_losses_job {
     const float *first, *second;
     float *sum, *to_first, *to_second;
 } p2p_losses_job;
 
-/* Gradients of the losses: to = {all + balance, all + z}. */
+/* Gradients of the two losses: to = {all + balance, all + z}. `all` is the gradient of their
+ * sum. */
 typedef struct p2p_incoming_job {
-    const float *all, *balance, *z; /* NULL: 1, 0, 0 */
+    const float *all, *balance, *z; /* NULL: 1 for all, 0 for balance and z */
     float *to;
 } p2p_incoming_job;
 
-/* Three bf16 pieces of float32 numbers (experts/grouped_pieces.cu). */
+/* float32 numbers as three bf16 pieces each (experts/grouped_pieces.cu). p2p_launch_split()
+ * makes the pieces; p2p_launch_fold() adds the sums that were computed with them. */
 typedef struct p2p_pieces_job {
     const float *from; /* split: [rows, columns]; fold: [rows, GATE_PIECES, columns] */
     void *to;          /* split: bf16 [rows, places, columns]; fold: float32 [rows, columns] */
     const float *bias; /* fold: [columns]; NULL: none */
     int64_t rows, columns;
-    int32_t places; /* split */
-    uint32_t
-        order; /* split only: which piece (0 to 2) is stored at position i of the output, in
-                           bits 2i and 2i + 1 */
-    int32_t accumulate; /* fold: add to `to` */
+    /* split: number of pieces stored for each number; a piece may be stored twice */
+    int32_t places;
+    /* split: the piece (0 high, 1 middle, 2 low) at position i, in bits 2i and 2i + 1 */
+    uint32_t order;
+    int32_t accumulate; /* fold: 1: add to `to` */
     int32_t sms;
 } p2p_pieces_job;
 
-/* Split float32 into pieces, and add the sums of the pieces. */
+/* Split float32 numbers into bf16 pieces; add the sums of the pieces. */
 cudaError_t p2p_launch_split(const p2p_pieces_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_fold(const p2p_pieces_job *job, cudaStream_t stream);
 cudaError_t p2p_load_pieces(void);
 
-/* values [2, n], n a power of two: writes the sums of the two rows to values[0] and values[1],
- * each added in a binary tree. */
+/* Adds each row of values [2, n] in a binary tree, and writes the two sums to values[0] and
+ * values[1]. n must be a power of two. */
 cudaError_t p2p_launch_trees(float *values, int64_t n, cudaStream_t stream);
 cudaError_t p2p_launch_rows(const p2p_rows_job *job, int sms, cudaStream_t stream);
 cudaError_t p2p_launch_losses(const p2p_losses_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_incoming(const p2p_incoming_job *job, cudaStream_t stream);
 cudaError_t p2p_load_dense(void);
 
-/* Computes places of slabs and tiles from the counts (experts/slabs.cu). */
+/* Computes the slabs and tiles of a p2p_slabs from the counts (experts/slabs.cu). */
 cudaError_t p2p_launch_slabs(const p2p_slabs *slabs, cudaStream_t stream);
 
-/* Run a product: on tensor cores if GPU, types and shapes allow it (p2p_gemm_is_slow), else by
- * plain loops. */
+/* Run a product. p2p_launch_gemm() uses tensor cores if p2p_gemm_is_slow() returns NULL, else
+ * plain loops. The other two launchers use plain loops or Hopper's tensor cores in any case. */
 cudaError_t p2p_launch_gemm(const p2p_gemm *job, cudaStream_t stream);
-/* Returns the e4m3 product as one of the pass INPUT: with transposed weights FORWARD is the
- * same sum. */
+/* Rewrites an e4m3 product as one of the pass INPUT. FORWARD with transposed weights is the
+ * same sum with k and n exchanged. */
 p2p_gemm p2p_as_input(p2p_gemm scaled);
 cudaError_t p2p_launch_plain_gemm(const p2p_gemm *job, cudaStream_t stream);
 cudaError_t p2p_launch_hopper_gemm(const p2p_gemm *job, cudaStream_t stream);
 
-/* Returns NULL if this GPU's tensor cores can run the product, else the reason in a few
+/* Returns NULL if this GPU's tensor cores support the product, else the reason in a few
  * words. */
 const char *p2p_gemm_is_slow(const p2p_gemm *job);
 
-/* Returns 1 if this build has tensor-core kernels for GPUs of that compute capability. */
+/* Returns 1 if this build contains tensor-core kernels for GPUs of the given compute
+ * capability. */
 int p2p_gemm_is_built(int major, int minor);
 
-/* The kernels of experts/rows.cu. */
+/* Launchers of experts/rows.cu. */
 cudaError_t p2p_launch_activation(const p2p_activation_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_activation_backward(const p2p_activation_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_quantize(const p2p_quantize_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_bias(const p2p_bias_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_scale(const p2p_scale_job *job, cudaStream_t stream);
 
-/* Load the kernels, so that no later launch has to. */
+/* Load the kernels at open, so that no later launch has to load them. */
 cudaError_t p2p_load_slabs(void);
 cudaError_t p2p_load_activation(void);
 cudaError_t p2p_load_plain_gemm(void);

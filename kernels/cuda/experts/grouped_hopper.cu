@@ -1,13 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Launchers of the products on Hopper's tensor cores (experts/grouped_hopper.cuh): they make
- * the tensor maps with the driver's cuTensorMapEncodeTiled, choose the kernel, and report by
- * p2p_gemm_is_slow() which products they do not support.  Builds for other GPUs have kernels
- * with empty bodies. */
+/* Host code of the matrix products on Hopper's tensor cores; the kernel is in
+ * experts/grouped_hopper.cuh.
+ *
+ *   p2p_gemm_is_slow        reports whether the kernel supports a product
+ *   p2p_launch_hopper_gemm  makes tensor maps, chooses an instance of the kernel, launches it
+ *   p2p_load_hopper_gemm    loads all instances at open
+ *
+ * Tensor maps are made by the driver's cuTensorMapEncodeTiled. Builds for GPUs before or after
+ * Hopper compile the kernels with empty bodies. */
 #pragma nv_diag_suppress 177
 
 #include "cuda/experts/grouped.h"
 
-/* The emulator has no tensor cores, so this file has no kernels there. */
+/* The emulator of the tests has no tensor cores. Without nvcc, only the stubs at the end of
+ * this file are compiled. */
 #if defined(__NVCC__)
 
 #include "cuda/experts/grouped_hopper.cuh"
@@ -18,17 +24,19 @@ typedef CUresult (*encode_function)(CUtensorMap *, CUtensorMapDataType, cuuint32
                                     CUtensorMapSwizzle, CUtensorMapL2promotion,
                                     CUtensorMapFloatOOBfill);
 
-static encode_function encode; /* the driver's function; NULL: the kernels cannot be used */
+/* the driver's cuTensorMapEncodeTiled; NULL: the kernels cannot be used */
+static encode_function encode;
 
-/* A matrix, or one for each expert, that is copied in boxes of 128 bytes x `lines`. */
+/* A matrix in device memory, or `count` matrices one after the other. A tensor copy moves a box
+ * of `lines` rows x 128 bytes. */
 struct Matrix {
     const void *data;
-    int64_t columns, rows, count; /* count 0: two dimensions */
+    int64_t columns, rows, count; /* count 0: one matrix, described in two dimensions */
     uint32_t type;
     int lines;
 };
 
-/* Encodes the tensor map of one matrix. */
+/* Fills in the tensor map of `m`. */
 static cudaError_t make_map(CUtensorMap *map, const Matrix &m)
 {
     const cuuint64_t element = m.type == EPIC_F32 ? 4 : m.type == EPIC_E4M3 ? 1 : 2;
@@ -48,7 +56,7 @@ static cudaError_t make_map(CUtensorMap *map, const Matrix &m)
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-/* Encodes the maps of a, b and out, whose shapes depend on the pass. */
+/* Fills in the tensor maps of a, b and out. Shapes and boxes depend on the pass. */
 static cudaError_t make_maps(Maps *maps, const p2p_gemm *g)
 {
     const bool weight = g->pass == EPIC_GEMM_WEIGHT, input = g->pass == EPIC_GEMM_INPUT;
@@ -68,7 +76,7 @@ static cudaError_t make_maps(Maps *maps, const p2p_gemm *g)
     return error == cudaSuccess ? make_map(&maps->out, out) : error;
 }
 
-/* Returns the arguments of the kernel. */
+/* Returns the arguments of the kernel for a product. */
 static Job job_of(const p2p_gemm *g)
 {
     Job job = {};
@@ -94,8 +102,8 @@ static Job job_of(const p2p_gemm *g)
     return job;
 }
 
-/* Returns the number of CTAs: at most the number of tiles that there can be, and at most
- * g->sms. */
+/* Returns the number of CTAs, a multiple of the cluster size `pair`. It is at most g->sms, and
+ * at most the largest number of tiles that the product can have. */
 static int ctas_of(const p2p_gemm *g, const Job &job, int pair)
 {
     const int64_t down = g->pass == EPIC_GEMM_WEIGHT
@@ -105,7 +113,7 @@ static int ctas_of(const p2p_gemm *g, const Job &job, int pair)
     return (int)(work < most ? work : most) * pair;
 }
 
-/* Launches one instance of the kernel, in clusters of CTAS. */
+/* Launches one instance of the kernel, in clusters of CTAS CTAs. */
 template <class T, class Out, int PASS, int CTAS>
 static cudaError_t launch_hopper(const p2p_gemm *g, cudaStream_t stream)
 {
@@ -127,7 +135,8 @@ static cudaError_t launch_hopper(const p2p_gemm *g, cudaStream_t stream)
     return cudaLaunchKernelEx(&how, hopper_kernel<T, Out, PASS, CTAS>, maps, job);
 }
 
-/* FORWARD and INPUT of e4m3 are the same sum, so both use INPUT. */
+/* Launches an e4m3 product. FORWARD and INPUT of e4m3 are the same sum, so only INPUT is
+ * compiled. */
 template <int CTAS> static cudaError_t launch_e4m3(const p2p_gemm *forward, cudaStream_t stream)
 {
     const p2p_gemm g = p2p_as_input(*forward);
@@ -139,6 +148,8 @@ template <int CTAS> static cudaError_t launch_e4m3(const p2p_gemm *forward, cuda
 template <class T> static constexpr bool IS_BF16 = false;
 template <> constexpr bool IS_BF16<__nv_bfloat16> = true;
 
+/* Launches a product of 16-bit factors of type T. Only bf16 has an instance with float32
+ * results. */
 template <class T, int CTAS>
 static cudaError_t launch_typed(const p2p_gemm *g, cudaStream_t stream)
 {
@@ -154,6 +165,8 @@ static cudaError_t launch_typed(const p2p_gemm *g, cudaStream_t stream)
     return launch_hopper<T, T, EPIC_GEMM_WEIGHT, CTAS>(g, stream);
 }
 
+/* Chooses the instance for a product. Products of INPUT that add rows to the result are
+ * compiled without clusters. */
 extern "C" cudaError_t p2p_launch_hopper_gemm(const p2p_gemm *g, cudaStream_t stream)
 {
     if (g->row_type == EPIC_E4M3)
@@ -164,12 +177,13 @@ extern "C" cudaError_t p2p_launch_hopper_gemm(const p2p_gemm *g, cudaStream_t st
                             : launch_typed<__nv_bfloat16, 2>(g, stream);
 }
 
+/* Returns whether an address is a multiple of 16 bytes. */
 static bool is_whole(const void *p)
 {
     return (uintptr_t)p % 16 == 0;
 }
 
-/* Returns why the kernels do not support an e4m3 product, or NULL. */
+/* Returns why the kernel does not support an e4m3 product, or NULL if it does. */
 static const char *why_e4m3_is_slow(const p2p_gemm *g)
 {
     const bool input = g->pass == EPIC_GEMM_INPUT;
@@ -201,8 +215,8 @@ extern "C" const char *p2p_gemm_is_slow(const p2p_gemm *g)
     return g->k % 8 || g->n % 8 ? "8 does not divide k and n" : NULL;
 }
 
-/* Loads a kernel and allows it the shared memory that it needs.  Clears *good if the build has
- * no body for this GPU. */
+/* Loads one instance and raises its limit of dynamic shared memory. Sets *good to false if the
+ * instance has no body for this GPU. */
 template <class T, class Out, int PASS, int CTAS> static cudaError_t load_hopper(bool *good)
 {
     cudaFuncAttributes attributes;
@@ -215,6 +229,7 @@ template <class T, class Out, int PASS, int CTAS> static cudaError_t load_hopper
     return error;
 }
 
+/* Loads the e4m3 instances. */
 template <int CTAS> static cudaError_t load_e4m3(bool *good)
 {
     cudaError_t error = load_hopper<E4m3, __nv_bfloat16, EPIC_GEMM_INPUT, CTAS>(good);
@@ -222,6 +237,7 @@ template <int CTAS> static cudaError_t load_e4m3(bool *good)
                                 : error;
 }
 
+/* Loads the instances for 16-bit factors of type T. */
 template <class T, int CTAS> static cudaError_t load_typed(bool *good)
 {
     cudaError_t error = load_hopper<T, T, EPIC_GEMM_FORWARD, CTAS>(good);
@@ -232,7 +248,8 @@ template <class T, int CTAS> static cudaError_t load_typed(bool *good)
     return error == cudaSuccess ? load_hopper<T, float, EPIC_GEMM_WEIGHT, CTAS>(good) : error;
 }
 
-/* Returns the driver's cuTensorMapEncodeTiled, or NULL.  EPIC does not link with libcuda. */
+/* Returns the driver's cuTensorMapEncodeTiled, or NULL. It asks the runtime, because EPIC does
+ * not link with libcuda. */
 static encode_function find_encode()
 {
     void *function = NULL;

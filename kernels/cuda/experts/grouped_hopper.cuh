@@ -1,30 +1,34 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Matrix products over slabs on the tensor cores of sm_90a (Hopper).  The products are those of
- * experts/grouped.h, with factors of 16 bits or e4m3, float32 sums, and k and n multiples of 8.
+/* Matrix products over slabs on the tensor cores of sm_90a (Hopper). p2p_gemm
+ * (experts/grouped.h) describes the products. Factors have 16 bits or are e4m3, sums are
+ * float32, and k and n are multiples of 8.
  *
- * A tile of out is 128 x 256.  A CTA has three warpgroups: one thread of the first copies
- * (producer), and the other two multiply, 64 rows each (consumers).  They share a ring of
- * STAGES stages in shared memory, each with a barrier "full" and a barrier "empty":
+ * A tile of out has 128 x 256 numbers. A CTA has three warpgroups. One thread of the first
+ * copies factors (producer). The other two multiply, 64 rows of the tile each (consumers). They
+ * share a ring of STAGES stages in shared memory. Each stage has two barriers, "full" and
+ * "empty":
  *
- *     producer   waits for empty[s]; copies a 128 x 64 and b 64 x 256 into stage s -> full[s]
- *     consumers  wait for full[s]; run 4 wgmma of 64 x 256 x 16; arrive at empty[s] one later
- *     consumers  add the bias, zero the padding, round; write out by tensor copies of 64 rows
- *                x 128 bytes (boxes) through shared memory
+ *   producer   waits for empty[s]; copies a 128 x 64 and b 64 x 256 into stage s -> full[s]
+ *   consumers  wait for full[s]; issue 4 wgmma of 64 x 256 x 16; arrive at empty[s] after
+ *              the wgmma of the next stage have been issued
+ *   consumers  add the bias, zero the padding, round; write out by tensor copies of 64 rows
+ *              x 128 bytes (boxes) through shared memory
  *
- * Producer and consumers go through the same list of tiles.  The grid is persistent: CTA i
- * computes the tiles i, i + grid, ...  Two CTAs form a cluster and compute neighbouring tiles.
- * If both tiles belong to one expert, each CTA copies half of b, and the multicast copy reaches
- * both.  This is decided for each tile, so slabs of very different sizes lose nothing.
+ * Producer and consumers go through the same list of tiles. The grid is persistent. In a
+ * cluster of two CTAs, each CTA computes one of two neighbouring tiles of a column, and the
+ * cluster then goes on to its next pair of tiles. If both tiles belong to one expert, each CTA
+ * copies half of b, and the multicast copy writes it to both. This is decided for each pair of
+ * tiles, so it also works for slabs of very different sizes.
  *
- * The factors stay in memory as the caller has them.  wgmma reads a transposed factor across
+ * The kernel reads the factors in the caller's layout. wgmma reads a transposed factor across
  * its rows.
  *     pass     a                          b                           the sum runs over
  *     FORWARD  x   [slot, k]              w [k, n] transposed         k
  *     INPUT    d_y [slot, n]              w [k, n]                    n
  *     WEIGHT   x   [slot, k] transposed   d_y [slot, n] transposed    slots of the slab
- * WEIGHT begins with the last block of slots, which may be incomplete.  Its rows after the
- * slab's tokens are zeroed in shared memory, so that neither padding nor the next slab reaches
- * a sum.  FORWARD and INPUT compute whole tiles and store the rows that carry a token. */
+ * WEIGHT starts with the last block of slots, which may be incomplete. Consumers zero its lines
+ * after the slab's tokens in shared memory. So neither padding nor the next slab is added to a
+ * sum. FORWARD and INPUT compute whole tiles, and store only the rows of the slab. */
 #ifndef EPIC_GROUPED_HOPPER_CUH
 #define EPIC_GROUPED_HOPPER_CUH
 
@@ -34,64 +38,72 @@
 
 #define BM EXPERTS_TILE_ROWS
 #define BN 256
-#define BK 64 /* 16-bit numbers of a sum in one stage */
+#define BK 64 /* depth of a stage: 16-bit numbers of a sum; 128 for e4m3 */
 #define STAGES 4
 #define GROUP_BYTES (64 * 128) /* 64 lines of 128 bytes, the unit of the 128-byte swizzle */
 #define A_BYTES (2 * GROUP_BYTES)
 #define B_BYTES (4 * GROUP_BYTES)
 #define STAGE_BYTES (A_BYTES + B_BYTES)
-#define STORE_BYTES (2 * GROUP_BYTES) /* of a consumer warpgroup: two boxes, alternately */
+#define STORE_BYTES (2 * GROUP_BYTES) /* of one consumer warpgroup: two boxes, used in turn */
 #define SHARED_BYTES (STAGES * STAGE_BYTES + 2 * STORE_BYTES + 1024)
 #define THREADS 384
 #define CONSUMERS 256
 
-/* Numbers of named barriers of the CTA; __syncthreads uses 0. */
-#define BARRIER_OWN 1 /* 1 and 2: of one consumer warpgroup each */
+/* Numbers of the CTA's named barriers. Number 0 is that of __syncthreads(). */
+#define BARRIER_OWN 1 /* 1 and 2: the first and the second consumer warpgroup */
+/* Barrier of both consumer warpgroups. */
 #define BARRIER_BOTH 3
 
-/* An e4m3 number: type of factors with scales. */
+/* An e4m3 number. As template argument T it selects factors with scales. */
 struct E4m3 {
     uint8_t bits;
 };
 
-/* Descriptors of the three matrices for tensor copies. */
+/* Tensor maps: descriptors of the three matrices for tensor copies. */
 struct Maps {
     CUtensorMap a, b, out;
 };
 
-/* Arguments of the kernel, from p2p_gemm. */
+/* Arguments of the kernel, filled in by job_of(). Fields without a comment are those of
+ * p2p_gemm and its p2p_slabs. */
 struct Job {
     slab_place *slabs;
     slab_tile *tiles;
     const int32_t *num_tiles;
     const void *bias;
     const float *bias_weights;
-    const float *a_scales, *b_scales; /* e4m3 */
+    const float *a_scales, *b_scales; /* E4M3 only */
     void *out;
-    const void *also; /* INPUT */
-    int64_t columns;  /* of out */
-    int64_t lines;    /* WEIGHT: of out of one expert */
+    const void *also; /* INPUT: further rows to add; NULL: none */
+    int64_t columns;  /* columns of out */
+    int64_t lines;    /* WEIGHT: rows of one expert's out */
     int num_experts;
-    int tiles_down; /* WEIGHT: rows of tiles of one expert */
+    int tiles_down; /* WEIGHT: number of rows of tiles of one expert */
+    /* number of tiles in a row of tiles */
     int tiles_across;
-    int steps; /* FORWARD, INPUT: blocks of BK (e4m3: 128) numbers of a sum */
-    int group; /* pairs of rows of tiles that are computed together, column by column, for L2 */
+    int steps; /* FORWARD, INPUT: stages per tile, each BK numbers of the sum (e4m3: 128) */
+    /* number of pairs of rows of tiles that are computed together, column by column, so that b
+     * is read from L2 */
+    int group;
     int accumulate;
 };
 
-/* One tile of out. */
+/* One tile of out, as find_tile() computes it. */
 struct Work {
-    int row; /* of a, and of out; WEIGHT: of out alone */
+    int row; /* first row of the tile in a and out; WEIGHT: in one expert's out */
+    /* first column; expert; number of stages */
     int column, expert, steps;
-    int first;  /* WEIGHT: first slot of the slab */
-    int tokens; /* FORWARD, INPUT: rows that carry a token; WEIGHT: tokens of the slab */
-    int rows;   /* FORWARD, INPUT: rows to store, with padding */
-    bool store; /* false: a duplicate that only keeps the cluster in step */
-    bool share; /* the cluster copies b once for both CTAs */
+    int first; /* WEIGHT: first slot of the slab */
+    /* FORWARD, INPUT: rows of the tile that carry a token; WEIGHT: tokens of the slab */
+    int tokens;
+    int rows;   /* FORWARD, INPUT: rows of the tile to store, padding included */
+    bool store; /* false: the tile is computed only to keep both CTAs of the cluster in step */
+    bool share; /* true: each CTA of the cluster copies half of b for both */
 };
 
-/* Fills in tile number t of this cluster, for the CTA `rank` of it.  Returns false after the
- * last. */
+/* Fills in tile number t of the cluster, for CTA number `rank` of the cluster. Returns false if
+ * t is past the last tile. Tiles are ordered by expert (WEIGHT), then by groups of job.group
+ * pairs of rows, then by column. */
 template <int PASS, int CTAS>
 static __device__ __forceinline__ bool find_tile(Work &w, const Job &job, int num_tiles, int t,
                                                  int rank)
@@ -112,7 +124,7 @@ static __device__ __forceinline__ bool find_tile(Work &w, const Job &job, int nu
     const int pair = turn * job.group + rest % in_turn;
     w.column = rest / in_turn * BN;
     int line = pair * CTAS + rank;
-    w.store = line < down; /* an odd last row of tiles is computed twice */
+    w.store = line < down; /* with an odd number of rows, the second CTA repeats the last one */
     if (!w.store) line = down - 1;
     w.share = CTAS == 2;
     if (PASS == EPIC_GEMM_WEIGHT) {
@@ -137,10 +149,11 @@ static __device__ __forceinline__ bool find_tile(Work &w, const Job &job, int nu
     return true;
 }
 
-/* A position in the ring of stages: index, and the parity that its barriers wait for. */
+/* A position in the ring of stages: the index, and the barrier parity of its current round. */
 struct Stage {
     int index, parity;
 
+    /* Moves to the next stage. */
     __device__ __forceinline__ void advance()
     {
         if (++index == STAGES) {
@@ -148,20 +161,22 @@ struct Stage {
             parity ^= 1;
         }
     }
+    /* Returns the index of the stage before this one. */
     __device__ __forceinline__ int previous_index() const
     {
         return (index + STAGES - 1) % STAGES;
     }
 };
 
-/* Addresses in shared memory. */
+/* Addresses in shared memory: the ring of stages, the boxes for results, and the barriers. */
 struct Places {
     uint32_t stages, stores, full, empty;
 };
 
 /* ---------------------------------------------------------------------------- producer ---- */
 
-/* Starts the copy of 128 x 64 numbers of a into a stage; `full` counts its bytes. */
+/* Starts the copy of 128 x 64 numbers of a into a stage. The barrier `full` counts the
+ * bytes. */
 template <int PASS>
 static __device__ __forceinline__ void load_a(uint32_t to, const Maps &maps, uint32_t full,
                                               const Work &w, int step)
@@ -174,7 +189,8 @@ static __device__ __forceinline__ void load_a(uint32_t to, const Maps &maps, uin
     }
 }
 
-/* Starts the copy of b into a stage.  With `share` this CTA copies its half into both CTAs. */
+/* Starts the copy of b into a stage. If `share` is set, this CTA copies only its half, to both
+ * CTAs of the cluster. */
 template <int PASS>
 static __device__ __forceinline__ void load_b(uint32_t to, const Maps &maps, uint32_t full,
                                               const Work &w, int step, bool share, int rank)
@@ -194,7 +210,8 @@ static __device__ __forceinline__ void load_b(uint32_t to, const Maps &maps, uin
     }
 }
 
-/* The producer thread: fills the ring for all tiles of the CTA. */
+/* The producer thread: copies the factors of all tiles of the CTA into the ring, stage by
+ * stage. */
 template <class T, int PASS, int CTAS>
 static __device__ __forceinline__ void run_producer(const Maps &maps, const Job &job,
                                                     const Places &at, int rank)
@@ -220,8 +237,9 @@ static __device__ __forceinline__ void run_producer(const Maps &maps, const Job 
 
 /* --------------------------------------------------------------------------- consumers ---- */
 
-/* Reports that this warpgroup has read a stage: the producers of both CTAs may fill it
- * again. */
+/* Arrives at the barrier `empty` of a stage, after this warpgroup has read it. With clusters,
+ * it also arrives at the other CTA's barrier, because that CTA's producer writes into this
+ * stage, too. */
 template <int CTAS>
 static __device__ __forceinline__ void release_stage(const Places &at, int stage, int thread)
 {
@@ -233,8 +251,8 @@ static __device__ __forceinline__ void release_stage(const Places &at, int stage
     }
 }
 
-/* WEIGHT: zeroes the lines of a stage from `first` on.  Each of the two warpgroups zeroes a
- * half. */
+/* WEIGHT: zeroes the lines (slots) of a stage from `first` on, in both factors. Each of the two
+ * warpgroups zeroes half of the columns. */
 static __device__ __forceinline__ void zero_lines(uint32_t stage, int first, int half,
                                                   int thread)
 {
@@ -250,15 +268,16 @@ static __device__ __forceinline__ void zero_lines(uint32_t stage, int first, int
     named_barrier_sync(BARRIER_BOTH, CONSUMERS);
 }
 
-/* Computes the 64 rows of this warpgroup of a tile, for factors of 16 bits.  A stage is
- * released when the products of the next stage have been issued. */
+/* Computes this warpgroup's 64 rows of a tile, from factors of 16 bits. It releases a stage
+ * only after the wgmma of the next stage have been issued, so that the tensor cores stay
+ * busy. */
 template <class T, int PASS, int CTAS>
 static __device__ __forceinline__ void
 multiply_tile(float (&d)[128], const Work &w, const Places &at, Stage &s, int half, int thread)
 {
     constexpr int TRANSPOSE_A = PASS == EPIC_GEMM_WEIGHT, TRANSPOSE_B = PASS != EPIC_GEMM_INPUT;
-    constexpr int STEP_A = TRANSPOSE_A ? 128 : 2,
-                  STEP_B = TRANSPOSE_B ? 128 : 2; /* descriptor step of 16 numbers of the sum */
+    /* distance between 16 numbers of a sum and the next 16, in 16-byte units */
+    constexpr int STEP_A = TRANSPOSE_A ? 128 : 2, STEP_B = TRANSPOSE_B ? 128 : 2;
     if (PASS == EPIC_GEMM_WEIGHT && w.tokens % BK != 0) {
         barrier_wait(at.full + 8 * s.index, s.parity);
         zero_lines(at.stages + s.index * STAGE_BYTES, w.tokens % BK, half, thread);
@@ -285,12 +304,12 @@ multiply_tile(float (&d)[128], const Work &w, const Places &at, Stage &s, int ha
         }
         s.advance();
     }
-    wait_wgmma<0>(); /* on every path: else ptxas serializes wgmma (C7518) */
+    wait_wgmma<0>(); /* must be on every path, or ptxas serializes the wgmma (warning C7518) */
     if (w.steps > 0) release_stage<CTAS>(at, s.previous_index(), thread);
 }
 
-/* Position of a thread's results in its warpgroup's 64 rows: number d[4 * j + i] is in row
- * `row` (i < 2) or row + 8 (i >= 2), column 8 * j + column + i % 2. */
+/* The part of a 64-row result that a thread holds: wgmma's layout. Number d[4 * j + i] is in
+ * row `row` (i < 2) or row + 8 (i >= 2), and in column 8 * j + column + i % 2. */
 struct Lane {
     int row, column;
 
@@ -301,7 +320,7 @@ struct Lane {
     }
 };
 
-/* Returns the numbers i and i + 1 of an array as float32. */
+/* Returns numbers i and i + 1 of an array as float32. */
 static __device__ __forceinline__ float2 pair_at(const void *p, int64_t i, __nv_bfloat16)
 {
     return __bfloat1622float2(*(const __nv_bfloat162 *)((const __nv_bfloat16 *)p + i));
@@ -312,7 +331,7 @@ static __device__ __forceinline__ float2 pair_at(const void *p, int64_t i, __hal
     return __half22float2(*(const __half2 *)((const __half *)p + i));
 }
 
-/* Rounds two numbers to 16 bits and packs them into a word. */
+/* Rounds two numbers to 16 bits and packs them into a 32-bit word. */
 static __device__ __forceinline__ uint32_t pack_pair(float x, float y, __nv_bfloat16)
 {
     const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
@@ -325,7 +344,8 @@ static __device__ __forceinline__ uint32_t pack_pair(float x, float y, __half)
     return *(const uint32_t *)&pair;
 }
 
-/* Adds the bias of the expert, times the weight of the row if there are bias_weights. */
+/* Adds the expert's bias to the results, multiplied by the row's bias weight if there are
+ * any. */
 template <class T>
 static __device__ __forceinline__ void add_bias(float (&d)[128], const Job &job, const Work &w,
                                                 int half, const Lane &lane)
@@ -348,9 +368,9 @@ static __device__ __forceinline__ void add_bias(float (&d)[128], const Job &job,
     }
 }
 
-/* Adds rows of `from` to the result before it is rounded.  `row` is this thread's first row,
- * and `there` rows exist from it on.  float32 results use add_box() instead, which adds in
- * memory; in 16 bits that would round the product first and the sum again. */
+/* Adds rows of `from` to the results before they are rounded, so that they are rounded once.
+ * `row` is this thread's first row, and `there` rows of `from` exist from that row on. Not for
+ * float32 results, which add_box() adds in memory. */
 template <class Out>
 static __device__ __forceinline__ void add_rows(float (&d)[128], const void *from,
                                                 const Job &job, const Work &w, int64_t row,
@@ -371,7 +391,8 @@ static __device__ __forceinline__ void add_rows(float (&d)[128], const void *fro
     }
 }
 
-/* Adds what accumulate and `also` ask for: the old values of out, and the rows `also`. */
+/* Adds other rows to the results: job.also if set, and with job.accumulate the old values of
+ * out. */
 template <class Out, int PASS>
 static __device__ __forceinline__ void add_existing(float (&d)[128], const Job &job,
                                                     const Work &w, int half, const Lane &lane)
@@ -386,7 +407,8 @@ static __device__ __forceinline__ void add_existing(float (&d)[128], const Job &
     if (job.accumulate) add_rows<Out>(d, job.out, job, w, w.row + line, w.tokens - line, lane);
 }
 
-/* Zeroes the results of rows without a token. */
+/* Sets the results of rows without a token to zero. `tokens`: number of rows with a token, from
+ * this warpgroup's first row on. */
 static __device__ __forceinline__ void zero_padding(float (&d)[128], int tokens,
                                                     const Lane &lane)
 {
@@ -398,8 +420,9 @@ static __device__ __forceinline__ void zero_padding(float (&d)[128], int tokens,
     }
 }
 
-/* Writes box q of the warpgroup's 64 rows to shared memory in the order that a tensor copy
- * expects: lines of 128 bytes, in which vector v of line r is stored at v ^ r % 8. */
+/* Writes box q of this warpgroup's 64 rows to shared memory, in the 128-byte swizzle of tensor
+ * copies: vector v (16 bytes) of line r is stored at position v ^ r % 8. A box has 64 columns
+ * of 16-bit numbers, or 32 columns of float32. */
 template <class T>
 static __device__ __forceinline__ void write_box(uint32_t box, const float (&d)[128], int q,
                                                  int thread, T)
@@ -424,14 +447,16 @@ static __device__ __forceinline__ void write_box(uint32_t box, const float (&d)[
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         const float *x = d + q * 16 + j * 4;
-        const int vector = (2 * j + lane.column / 4) ^ lane.row % 8; /* of high, too */
+        /* equal for `high`, because high % 8 == row % 8 */
+        const int vector = (2 * j + lane.column / 4) ^ lane.row % 8;
         const uint32_t at = box + vector * 16 + lane.column % 4 * 4;
         write_shared(at + lane.row * 128, x[0], x[1]);
         write_shared(at + high * 128, x[2], x[3]);
     }
 }
 
-/* Stores the first `rows` lines of a box that reaches beyond the slab, by ordinary stores. */
+/* Stores the first `rows` lines of a box with ordinary stores. For boxes that reach past the
+ * slab, where a tensor copy would overwrite the next slab. */
 static __device__ __forceinline__ void
 store_lines(uint8_t *out, int64_t line_bytes, uint32_t box, int rows, int vectors, int thread)
 {
@@ -446,15 +471,16 @@ store_lines(uint8_t *out, int64_t line_bytes, uint32_t box, int rows, int vector
     }
 }
 
-/* Rounds the results to Out and stores them, box by box. */
+/* Rounds the results to Out and stores them, box by box. While a tensor copy reads one box, the
+ * warpgroup writes the other one. */
 template <class Out, int PASS>
 static __device__ __forceinline__ void store_tile(const float (&d)[128], const Maps &maps,
                                                   const Job &job, const Work &w, uint32_t boxes,
                                                   int half, int thread)
 {
-    constexpr int WIDE = 128 / sizeof(Out), COUNT = BN / WIDE; /* columns of a box, number of
-                                                                  boxes */
-    const int rows = w.rows - half * 64; /* rows of this warpgroup that belong to the slab */
+    /* WIDE: columns of a box; COUNT: boxes from left to right of the tile */
+    constexpr int WIDE = 128 / sizeof(Out), COUNT = BN / WIDE;
+    const int rows = w.rows - half * 64; /* this warpgroup's rows that belong to the slab */
 #pragma unroll
     for (int q = 0; q < COUNT; q++) {
         const uint32_t box = boxes + q % 2 * GROUP_BYTES;
@@ -482,15 +508,18 @@ static __device__ __forceinline__ void store_tile(const float (&d)[128], const M
 
 /* ------------------------------------------------------------------------- scaled e4m3 ---- */
 
-/* Scales of a tile: those of a thread's two rows, and those of the left and the right 128
- * columns of weights.  Four lanes have the same rows, so they share the loads: lane i loads the
- * blocks i, i + 4, ...  of the sum, four blocks ahead. */
+/* Scales of an e4m3 tile. A thread needs those of its two rows (low, high), and those of the
+ * weights for the left and right 128 columns of the tile. The four lanes that share a row also
+ * share the loads: lane i loads blocks i, i + 4, ... of the sum. Loads run four blocks
+ * ahead. */
 struct Scales {
-    const float *low, *high, *b; /* low, high: NULL for a row without a token */
-    int steps, right;            /* right: distance of the right block of weights from the left
-                                    one */
+    /* scales of two rows, NULL for a row without a token; of the weights */
+    const float *low, *high, *b;
+    /* number of blocks of a sum; distance from the left weight scales to the right ones */
+    int steps, right;
     float next_low, next_high, next_b[2];
-    float now_low[2], now_high[2]; /* scale of a row times scale of the weights */
+    /* scale of the row times scale of the weights, for the left and right columns */
+    float now_low[2], now_high[2];
 
     __device__ __forceinline__ Scales(const Job &job, const Work &w, const Lane &lane, int half)
     {
@@ -504,6 +533,7 @@ struct Scales {
         right = block + 1 < blocks ? steps : 0;
         fetch_blocks(lane.column / 2);
     }
+    /* Starts loading this lane's scales of block `step`; 0 past the last block. */
     __device__ __forceinline__ void fetch_blocks(int step)
     {
         next_low = next_high = next_b[0] = next_b[1] = 0;
@@ -513,8 +543,8 @@ struct Scales {
         next_b[0] = __ldg(b + step);
         next_b[1] = __ldg(b + right + step);
     }
-    /* Makes the four loaded blocks the current ones and starts loading the next; `step` is this
-     * lane's block of the next four. */
+    /* Multiplies the loaded scales, for use in the next four blocks, and starts loading the
+     * four after them. `step`: the block that this lane loads. */
     __device__ __forceinline__ void use_next_blocks(int step)
     {
 #pragma unroll
@@ -526,10 +556,10 @@ struct Scales {
     }
 };
 
-/* Like multiply_tile(), for e4m3.  The tensor cores add only one block of 128 products, because
- * they keep fewer bits than float32.  Each block's sum is then scaled and added to d in
- * float32.  This takes as many clocks as a quarter of the products and does not overlap with
- * them; only the waits for copies are hidden. */
+/* Like multiply_tile(), for e4m3. The tensor cores add only blocks of 128 products, because
+ * they keep fewer bits than float32. Each block's sum is then scaled and added to d in float32.
+ * That addition takes a quarter of the clocks of the products, and only the waits for copies
+ * overlap with it. */
 template <int CTAS>
 static __device__ __forceinline__ void multiply_tile_e4m3(float (&d)[128], const Job &job,
                                                           const Work &w, const Places &at,
@@ -549,7 +579,7 @@ static __device__ __forceinline__ void multiply_tile_e4m3(float (&d)[128], const
         const int stage = s.index;
         s.advance();
 #pragma unroll
-        for (int h = 0; h < 2; h++) { /* 128 columns */
+        for (int h = 0; h < 2; h++) { /* the left and the right 128 columns */
             fence_wgmma();
 #pragma unroll
             for (int i = 0; i < 4; i++)
@@ -558,7 +588,8 @@ static __device__ __forceinline__ void multiply_tile_e4m3(float (&d)[128], const
             commit_wgmma();
             float scale[2] = {__shfl_sync(0xffffffffu, scales.now_low[h], k % 4, 4),
                               __shfl_sync(0xffffffffu, scales.now_high[h], k % 4, 4)};
-            keep_in_registers(scale); /* so that the shuffles come before the wait */
+            /* so that the compiler places the shuffles before the wait */
+            keep_in_registers(scale);
             if (h == 1 && k + 1 < w.steps) barrier_wait(at.full + 8 * s.index, s.parity);
             wait_wgmma<0>();
             keep_in_registers(sum);
@@ -569,7 +600,8 @@ static __device__ __forceinline__ void multiply_tile_e4m3(float (&d)[128], const
     }
 }
 
-/* A consumer warpgroup: computes and stores its half of every tile of the CTA. */
+/* A consumer warpgroup: computes and stores its 64 rows (half 0 or 1) of every tile of the
+ * CTA. */
 template <class T, class Out, int PASS, int CTAS>
 static __device__ __forceinline__ void run_consumer(const Maps &maps, const Job &job,
                                                     const Places &at, int half, int rank)
@@ -602,16 +634,16 @@ static __device__ __forceinline__ void run_consumer(const Maps &maps, const Job 
 
 /* ------------------------------------------------------------------------------ kernel ---- */
 
-/* The kernel.  T is the type of the factors, Out that of the result, CTAS the size of a
- * cluster.  Its body is compiled for sm_90a only. */
+/* The kernel. T is the type of the factors, Out the type of the result, CTAS the size of a
+ * cluster. The body is compiled only for sm_90a. */
 template <class T, class Out, int PASS, int CTAS>
 static __global__ void __launch_bounds__(THREADS, 1)
     hopper_kernel(const __grid_constant__ Maps maps, const __grid_constant__ Job job)
 {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ uint8_t memory[];
-    __shared__ uint64_t barriers[2 * STAGES]; /* the host sees by its size whether the kernel
-                                                 has a body */
+    /* Static memory also shows the host that the kernel has a body (load_hopper()). */
+    __shared__ uint64_t barriers[2 * STAGES];
     const int group = threadIdx.x / 128, rank = CTAS == 2 ? cluster_rank() : 0;
     Places at;
     at.stages = ((uint32_t)__cvta_generic_to_shared(memory) + 1023) & ~1023u;
@@ -621,8 +653,8 @@ static __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
             barrier_init(at.full + 8 * i, 1);
-            barrier_init(at.empty + 8 * i, 2 * CTAS); /* consumer warpgroups of all CTAs of the
-                                                         cluster */
+            /* one arrival per consumer warpgroup of the cluster */
+            barrier_init(at.empty + 8 * i, 2 * CTAS);
         }
         barrier_init_done();
     }
@@ -633,13 +665,14 @@ static __global__ void __launch_bounds__(THREADS, 1)
         if (threadIdx.x == 0) run_producer<T, PASS, CTAS>(maps, job, at, rank);
     } else {
         grow_registers<232>();
-        /* The shuffle shows ptxas that the value is equal in the whole warp.  It then keeps the
-         * descriptors of wgmma in uniform registers, which makes e4m3 4 % faster. */
+        /* The shuffle proves to ptxas that `half` is equal in the whole warp. Then ptxas keeps
+         * the wgmma descriptors in uniform registers, which makes e4m3 faster. */
         const int half = __shfl_sync(0xffffffffu, group - 1, 0);
         run_consumer<T, Out, PASS, CTAS>(maps, job, at, half, rank);
     }
     __syncwarp();
-    if (CTAS == 2) cluster_sync(); /* the other CTA may still copy into this CTA's memory */
+    /* the other CTA may still copy into this CTA's shared memory */
+    if (CTAS == 2) cluster_sync();
 #endif
 }
 

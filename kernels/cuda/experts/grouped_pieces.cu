@@ -1,20 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Float32 factors for tensor cores that multiply bf16.  A float32 number x is written as three
- * bf16 pieces: high = bf16(x), middle = bf16(x - high), low = bf16(x - high - middle).
- * Together they hold all 24 bits of x.  If one factor is float32, its pieces are separate
- * columns: one product computes three sums for each result, and fold adds them, the smallest
- * first.  If both factors are float32, the pieces of both are arranged so that each pair that
- * is multiplied meets in one long sum.
+/* Products of float32 factors on tensor cores that multiply bf16. split_kernel writes a float32
+ * number x as three bf16 pieces, which together have all 24 bits of x: high = bf16(x), middle =
+ * bf16(x - high), low = bf16(x - high - middle).
  *
- *     from [rows, columns] -> to   [rows, places, columns]     split
- *     sums [rows, 3, columns] -> out [rows, columns]           fold */
+ * If one factor is float32, its pieces become separate columns. One product then computes three
+ * sums for each result, and fold_kernel adds them. If both factors are float32, the pieces of
+ * both are ordered along the sum, so that one long sum contains all wanted products of pieces.
+ *
+ *   split_kernel  from [rows, columns]    -> to  [rows, places, columns]  one thread per number
+ *   fold_kernel   sums [rows, 3, columns] -> out [rows, columns]          one thread per number
+ *
+ * src/backend/p2p/gate.c has the order of the pieces. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
 #include "cuda/experts/grouped.h"
 
 #define THREADS 256
 
-/* Writes the pieces of each number, in the places and the order of the job. */
+/* Writes job.places pieces of each number. job.order selects the piece for each place. */
 static __global__ void __launch_bounds__(THREADS)
     split_kernel(const __grid_constant__ p2p_pieces_job job)
 {
@@ -35,7 +38,7 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Adds the sums of the pieces, from the low piece to the high one, and the bias. */
+/* Adds the three sums of each result, from the low piece to the high one, then the bias. */
 static __global__ void __launch_bounds__(THREADS)
     fold_kernel(const __grid_constant__ p2p_pieces_job job)
 {
@@ -51,6 +54,7 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
+/* Returns the number of CTAs for one thread per number, at most 8 per SM. */
 static int ctas_of(const p2p_pieces_job *job)
 {
     const int64_t ctas = (job->rows * job->columns + THREADS - 1) / THREADS;

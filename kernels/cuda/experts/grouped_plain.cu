@@ -1,19 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Matrix products over slabs by plain loops, for every GPU, type and shape.  Sums are float32,
- * in registers.
+/* Matrix products over slabs by plain loops, for every GPU, type and shape. p2p_gemm
+ * (experts/grouped.h) describes the products. Sums are float32, in registers.
  *
  *     FORWARD  out [slots, n] = a [slots, k] b[e]             + bias
  *     INPUT    out [slots, k] = a [slots, n] b[e]^T
  *     WEIGHT   out[e] [k, n]  = a [slots, k]^T b [slots, n]   over the tokens of slab e
  *
- * A CTA computes tiles of BM x BN numbers of out; each thread has 8 x 8 of them, as four blocks
- * of 4 x 4.  Both factors go through shared memory as float32, BK numbers of a sum at a time.
- * Meanwhile the threads load the next BK into registers, four adjacent numbers at a time.
+ * A CTA computes tiles of BM x BN numbers of out. Each of its 128 threads has 8 x 8 of them, as
+ * four blocks of 4 x 4. Per step, both factors go through shared memory as float32, BK numbers
+ * of a sum at a time. Meanwhile the threads load the factors of the next step into registers.
  *
- * Rows without a token are not read; those inside slabs are written as zeros.  Factors of e4m3
- * have scales, 1 x 128 of a and 128 x 128 of b.  Their numbers of one sum are contiguous, as in
- * INPUT.  If there are few tiles with long sums, the sums are cut into slices: a CTA stores the
- * partial sum of its slice, and a second kernel adds the slices in order. */
+ * The kernel does not read rows without a token. It writes zeros to those inside slabs. Factors
+ * of e4m3 have one scale per 1 x 128 numbers of a and per 128 x 128 numbers of b. Every e4m3
+ * product runs as the pass INPUT (p2p_as_input), where the numbers of a sum are next to each
+ * other in memory.
+ *
+ * If there are few tiles with long sums, the sums are cut into slices. plain_kernel stores the
+ * partial sum of each slice, and slices_kernel adds the slices in order. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
 #include "cuda/experts/grouped.h"
@@ -22,27 +25,32 @@
 #define BN 64
 #define BK 16
 #define THREADS 128
-#define EACH 8                          /* rows and columns of a thread */
-#define PAST 4                          /* floats of padding after each row in shared memory */
-#define A_FOURS (BM * BK / 4 / THREADS) /* groups of four that a thread loads */
+#define EACH 8 /* rows, and columns, of a thread's part of a tile */
+/* floats of padding after each row in shared memory, against bank conflicts */
+#define PAST 4
+/* groups of four numbers of a that a thread loads per step */
+#define A_FOURS (BM * BK / 4 / THREADS)
+/* groups of four numbers of b */
 #define B_FOURS (BN * BK / 4 / THREADS)
 
-/* A tile of out, and the part of the sum that is computed for it. */
+/* The work of a CTA at a time: a tile of out, and a slice of the sum. */
 struct Piece {
-    int64_t row;    /* WEIGHT: first row of the slab; else of out */
-    int64_t first;  /* WEIGHT: row of out[expert] */
-    int64_t column; /* of out */
+    int64_t row;    /* first row of the tile in a and out; WEIGHT: first row of the slab */
+    int64_t first;  /* WEIGHT: first row of the tile in out[expert]; else 0 */
+    int64_t column; /* first column of the tile in out */
+    /* depth: length of the whole sum; columns: those of out */
     int64_t expert, depth, columns;
-    int64_t begin, end; /* the slice of the sum */
-    int rows, tokens;   /* rows of out to store, and to compute */
+    int64_t begin, end; /* the slice of the sum: numbers begin to end - 1 */
+    int rows, tokens;   /* rows of the tile to store; those of them that are computed */
 };
 
+/* Returns the number of slices of each sum. */
 static __device__ __forceinline__ int64_t slices_of(const p2p_gemm &g)
 {
     return g.slices > 1 ? g.slices : 1;
 }
 
-/* Returns tile and slice number `index`. */
+/* Returns piece number `index`. Pieces are ordered by row of tiles, then column, then slice. */
 template <int PASS> static __device__ Piece find_piece(const p2p_gemm &g, int64_t index)
 {
     Piece p;
@@ -75,7 +83,7 @@ template <int PASS> static __device__ Piece find_piece(const p2p_gemm &g, int64_
     return p;
 }
 
-/* Returns the number of tiles times the number of slices. */
+/* Returns the number of pieces: tiles times slices. */
 template <int PASS> static __device__ int64_t num_pieces(const p2p_gemm &g)
 {
     const int64_t columns = PASS == EPIC_GEMM_INPUT ? g.k : g.n;
@@ -84,13 +92,14 @@ template <int PASS> static __device__ int64_t num_pieces(const p2p_gemm &g)
     return lines * ((columns + BN - 1) / BN) * slices_of(g);
 }
 
+/* Returns the epic_type of y and d_y. */
 static __device__ uint32_t y_type(const p2p_gemm &g)
 {
     return g.y_type ? g.y_type : g.row_type;
 }
 
-/* Returns four e4m3 numbers times their scale; only the first `there` exist, the others are
- * 0. */
+/* Returns four e4m3 numbers from index `at` on, times their common scale. Only the first
+ * `there` of them exist; the others are returned as 0. */
 static __device__ __forceinline__ float4 load_four_e4m3(const void *p, int64_t at, int there,
                                                         const float *scale)
 {
@@ -102,8 +111,8 @@ static __device__ __forceinline__ float4 load_four_e4m3(const void *p, int64_t a
                        there > 3 ? e4m3_value(from[3]) * s : 0);
 }
 
-/* Returns four numbers of an array from index `at` on; only the first `there` exist, the
- * others are 0. */
+/* Returns four numbers of type `type` from index `at` on. Only the first `there` of them exist;
+ * the others are returned as 0. */
 static __device__ __forceinline__ float4 load_four(const void *p, uint32_t type, int64_t at,
                                                    int there)
 {
@@ -126,7 +135,7 @@ static __device__ __forceinline__ float4 load_four(const void *p, uint32_t type,
     return make_float4(x[0], x[1], x[2], x[3]);
 }
 
-/* Stores the first `there` of four numbers at index `at` of an array. */
+/* Stores the first `there` of four numbers of x at index `at` of an array of type `type`. */
 static __device__ __forceinline__ void store_numbers_at(void *p, uint32_t type, int64_t at,
                                                         int there, const float *x)
 {
@@ -144,8 +153,8 @@ static __device__ __forceinline__ void store_numbers_at(void *p, uint32_t type, 
         *(uint2 *)to = make_uint2(F16::pack_pair(x[0], x[1]), F16::pack_pair(x[2], x[3]));
 }
 
-/* Writes four numbers to shared memory: to [s][line], [s + 1][line], ... if TRANSPOSED, else to
- * [s][line], [s][line + 1], ... */
+/* Writes four numbers to a matrix [BK][PITCH] in shared memory. TRANSPOSED: to [s][line], [s +
+ * 1][line], ... Otherwise to [s][line], [s][line + 1], ... */
 template <bool TRANSPOSED, int PITCH>
 static __device__ __forceinline__ void put_four_shared(float *to, int s, int line, float4 x)
 {
@@ -159,27 +168,28 @@ static __device__ __forceinline__ void put_four_shared(float *to, int s, int lin
     }
 }
 
-/* Returns the number of blocks of 128. */
+/* Returns the number of blocks of 128 numbers. */
 static __device__ __forceinline__ int64_t num_blocks(int64_t numbers)
 {
     return (numbers + 127) / 128;
 }
 
-/* Returns how many of the four numbers from `at` on lie before `end`. */
+/* Returns how many of the four indices from `at` on are below `end`. */
 static __device__ __forceinline__ int count_four(int64_t end, int64_t at)
 {
     return (int)max((int64_t)0, min((int64_t)4, end - at));
 }
 
-/* The numbers of BK steps of both factors that one thread loads and writes to shared memory. */
+/* The part of a step's factors that one thread loads into registers and then writes to shared
+ * memory. TRANSPOSED: in the caller's memory, the numbers of one sum are next to each other. */
 template <int PASS, bool SCALED> struct Parts {
-    static constexpr bool A_TRANSPOSED = PASS != EPIC_GEMM_WEIGHT; /* the numbers of one sum
-                                                                      are contiguous */
+    static constexpr bool A_TRANSPOSED = PASS != EPIC_GEMM_WEIGHT;
     static constexpr bool B_TRANSPOSED = PASS == EPIC_GEMM_INPUT;
     static constexpr int A_PITCH = BM + PAST, B_PITCH = BN + PAST;
     float4 a[A_FOURS], b[B_FOURS];
 
-    /* Return the step of the n-th group of four, and its row of a or column of b. */
+    /* The position of this thread's n-th group of four numbers in a step. step_of() returns its
+     * first index in the sum; line_of() returns its first row of a or column of b. */
     static __device__ __forceinline__ int step_of(bool transposed, int lines, int n)
     {
         const int i = n * THREADS + (int)threadIdx.x;
@@ -190,7 +200,7 @@ template <int PASS, bool SCALED> struct Parts {
         const int i = n * THREADS + (int)threadIdx.x;
         return transposed ? i / (BK / 4) : i % (lines / 4) * 4;
     }
-    /* Loads the BK steps from `step` on into registers. */
+    /* Loads this thread's numbers of the step that begins at index `step` of the sum. */
     __device__ __forceinline__ void load_step(const p2p_gemm &g, const Piece &p, int64_t step)
     {
         const uint32_t a_type = PASS == EPIC_GEMM_INPUT ? y_type(g) : g.row_type;
@@ -228,7 +238,7 @@ template <int PASS, bool SCALED> struct Parts {
                 b[n] = load_four(g.b, b_type, at, there);
         }
     }
-    /* Writes them to shared memory, b after a. */
+    /* Writes the loaded numbers to shared memory, first a, then b. */
     __device__ __forceinline__ void store_step(float *to) const
     {
         float *const to_a = to, *const to_b = to + BK * A_PITCH;
@@ -243,14 +253,14 @@ template <int PASS, bool SCALED> struct Parts {
     }
 };
 
-/* Returns the row or column in the tile of a thread's number i: four adjacent ones, and four
- * that are half a tile further. */
+/* Returns the tile row (or column) of a thread's i-th number. Numbers 0 to 3 are adjacent;
+ * numbers 4 to 7 are adjacent and half a tile further. */
 static __device__ __forceinline__ int thread_line(int first, int i, int half)
 {
     return first * 4 + i % 4 + (i < 4 ? 0 : half);
 }
 
-/* Reads the eight numbers of a thread from a row of shared memory. */
+/* Reads a thread's eight numbers from a row of shared memory; see thread_line(). */
 static __device__ __forceinline__ void load_eight(const float *from, int half, float (&x)[EACH])
 {
     const float4 low = *(const float4 *)from, high = *(const float4 *)(from + half);
@@ -258,8 +268,8 @@ static __device__ __forceinline__ void load_eight(const float *from, int half, f
     x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
 }
 
-/* Stores four results of row m of the tile: zeros for a row without a token, else with bias,
- * `also` and the old values of out added as the job asks for. */
+/* Stores four results of row m of the tile. Rows without a token become zeros. Other rows get
+ * the bias, the rows `also` and the old values of out, as far as the job has them. */
 template <int PASS, bool SCALED>
 static __device__ __forceinline__ void store_four(const p2p_gemm &g, const Piece &p, int m,
                                                   int64_t column, float *x)
@@ -286,13 +296,13 @@ static __device__ __forceinline__ void store_four(const p2p_gemm &g, const Piece
     store_numbers_at(g.out, type, at, there, x);
 }
 
-/* Returns the number of rows of out with slices, where there is one slab. */
+/* Returns the number of rows of out. Only for jobs with slices, which have one slab. */
 template <int PASS> static __device__ __forceinline__ int64_t lines_of(const p2p_gemm &g)
 {
     return PASS == EPIC_GEMM_WEIGHT ? g.k : g.slabs.num_slots;
 }
 
-/* Stores four partial sums of a slice. */
+/* Stores four partial sums of a slice to g.parts [slices, lines, columns]. */
 template <int PASS>
 static __device__ __forceinline__ void store_partial_four(const p2p_gemm &g, const Piece &p,
                                                           int64_t slice, int m, int64_t column,
@@ -303,7 +313,8 @@ static __device__ __forceinline__ void store_partial_four(const p2p_gemm &g, con
     if (m < p.rows) store_numbers_at(g.parts, EPIC_F32, at, count_four(p.columns, column), x);
 }
 
-/* Computes all tiles and slices.  Shared memory is double buffered. */
+/* Computes all pieces, one after the other per CTA. Shared memory is double-buffered: the CTA
+ * computes a step from one half while it writes the next step into the other. */
 template <int PASS, bool SCALED>
 static __global__ void __launch_bounds__(THREADS)
     plain_kernel(const __grid_constant__ p2p_gemm g)
@@ -352,7 +363,8 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Adds the partial sums of all slices; a thread adds four numbers of out at a time. */
+/* Adds the partial sums of all slices, in order, and stores the results. A thread adds four
+ * numbers of out at a time. */
 template <int PASS>
 static __global__ void __launch_bounds__(THREADS)
     slices_kernel(const __grid_constant__ p2p_gemm g)
@@ -375,7 +387,8 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Returns the number of CTAs that can have work.  The host knows only capacities. */
+/* Returns the number of CTAs: at most the number of pieces for full slabs, because the host
+ * does not know the counts. */
 static int ctas_of(const p2p_gemm *g)
 {
     const int64_t columns = g->pass == EPIC_GEMM_INPUT ? g->k : g->n;
@@ -398,6 +411,7 @@ extern "C" p2p_gemm p2p_as_input(p2p_gemm g)
     return g;
 }
 
+/* Launches one pass, and slices_kernel if sums are cut into slices. */
 template <int PASS, bool SCALED>
 static cudaError_t launch_pass(const p2p_gemm &g, cudaStream_t stream)
 {

@@ -1,14 +1,21 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Checks that a plan fits its layer, for facts that only the device has: the table
- * rank_of_expert and the numbers of tokens of the other ranks.  All ranks have the same numbers
- * in their plans, so all find the same fault.  Then the kernel marks the plan as failed and
- * sets the rows of all experts to 0.  Later operations with the plan move nothing, and
- * epic_check returns the error.  One thread. */
+/* Checks on the device that a plan fits its layer. The host cannot check these facts, because
+ * they depend on the table rank_of_expert and on the other ranks' numbers of tokens.
+ *
+ *   layer                       condition
+ *   any                         no rank owns more experts than the layer has memory for
+ *   EPIC_TREE                   all ranks have equally many tokens
+ *
+ * All ranks find the same faults, because their plans contain the same numbers. If the plan
+ * does not fit, the kernel marks it as failed and sets the rows of all local experts to 0.
+ * Later operations with this plan then move nothing, and epic_check() returns the error. One
+ * thread does the work; no peer memory is read or written. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/wait.cuh"
 #include "cuda/experts/dense_tokens.h"
 
-/* Looks for a fault and describes it in `said`.  Returns false if the plan fits. */
+/* Looks for a fault. Returns true if it finds one, described in `said`; false if the plan
+ * fits. */
 static __device__ bool find_fault(const p2p_fits_job &job, const device_plan_header &h,
                                   p2p_notice &said)
 {
@@ -29,8 +36,8 @@ static __device__ bool find_fault(const p2p_fits_job &job, const device_plan_hea
     return false;
 }
 
-/* Runs the check; a fault goes into the plan (with a new checksum) and into the error
- * record. */
+/* Runs the check. On a fault, it changes the plan's result and checksum, and reports the fault
+ * to the host. */
 static __global__ void fits_kernel(const __grid_constant__ p2p_fits_job job)
 {
     const p2p_self &self = job.self;

@@ -1,16 +1,24 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Kernels over the rows between the two products of the experts, forward and backward, and the
- * bias gradients.
+/* Kernels for the rows between the two products of the experts, forward and backward, and for
+ * the gradients of biases.
  *
- *     gate_up      [slots, width]  x W from the first product; weight and bias are applied here
- *     activations  [slots, inner]  forward: out.  backward: in: their gradient, out: the
- *                                  activations, because the weight gradient of the second
- *                                  product needs both
- *     d_gate_up    [slots, width]  backward: out
+ *     gate_up      [slots, width]  result of the first product, before weight and bias
+ *     activations  [slots, inner]  forward: output. Backward: in: their gradient; out: the
+ *                                  activations, which the weight gradient of the second product
+ *                                  needs
+ *     d_gate_up    [slots, width]  backward: output
  *
- * A warp works on one row, 16 bytes per lane if rows are whole vectors.  Rows without a token
- * are neither read nor written, because the products do not read them either.  These kernels
- * should be limited by memory.  So the activations that most models use are compiled
+ *   activation_kernel            gate_up -> activations
+ *   quantized_activation_kernel  gate_up -> activations in e4m3, with scales
+ *   quantize_kernel              rows -> e4m3, with scales
+ *   activation_backward_kernel   gradient of activations -> d_gate_up, d_slot_weights
+ *   bias_kernel                  rows -> sum by expert
+ *   scale_kernel                 rows * weight, or rows + weight * bias
+ *
+ * A warp works on one row, 16 bytes per lane if rows are whole vectors. In bias_kernel, a CTA
+ * works on 64 columns of one expert. The kernels neither read nor write rows without a token,
+ * because the products do not read them. Only d_slot_weights gets zeros there. The goal is that
+ * memory bandwidth limits these kernels. So the activations that most models use are compiled
  * separately, without a branch for each element. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
@@ -31,14 +39,15 @@ static __device__ float add_lanes(float x)
     return x;
 }
 
-/* The row that a warp works on. */
+/* The slot that a warp works on. expert: the local expert that owns it. */
 struct Slot {
     int64_t slot, expert;
-    float input, early; /* factors of x W and of the activation */
+    float input,
+        early; /* input: factor of the first product; early: factor of the activation */
 };
 
-/* Calls f(slot, expert) for each slot with a token, and padding(slot) for the padding inside
- * slabs. */
+/* Calls f(slot, expert) for each slot with a token, and padding(slot) for each padding slot
+ * inside a slab. Slots are dealt to the warps of the grid in turn; all lanes make each call. */
 template <class F, class P>
 static __device__ __forceinline__ void each_slot(const p2p_slabs &s, F f, P padding)
 {
@@ -55,7 +64,8 @@ static __device__ __forceinline__ void each_slot(const p2p_slabs &s, F f, P padd
     }
 }
 
-/* Returns the slot with its weight where experts.weighting puts it. */
+/* Returns the slot with its weight as input factor (EPIC_WEIGHT_INPUT) or as activation factor
+ * (EPIC_WEIGHT_EARLY). The other factor is 1. */
 static __device__ __forceinline__ Slot slot_of(const p2p_activation_job &job, int64_t slot,
                                                int64_t expert)
 {
@@ -64,13 +74,13 @@ static __device__ __forceinline__ Slot slot_of(const p2p_activation_job &job, in
     return {slot, expert, input ? w : 1, input ? 1 : w};
 }
 
-/* V columns of gate and up. */
+/* V columns of gate and of up. */
 template <int V> struct Pair {
     float gate[V], up[V];
 };
 
-/* Loads the columns [i, i + V) of gate and up from row `slot` of an array that is laid out
- * as gate_up. */
+/* Loads columns [i, i + V) of gate and up from row `slot` of `from`, an array with the layout
+ * of gate_up. */
 template <class T, int V, int KIND>
 static __device__ __forceinline__ Pair<V> load_pair(const p2p_activation_job &job,
                                                     const void *from, int64_t slot, int64_t i)
@@ -100,7 +110,7 @@ static __device__ __forceinline__ Pair<V> load_pair(const p2p_activation_job &jo
     return p;
 }
 
-/* Stores columns of gate and up in d_gate_up, in the layout of gate_up. */
+/* Stores columns [i, i + V) of gate and up to row `slot` of d_gate_up. */
 template <class T, int V>
 static __device__ __forceinline__ void store_pair(const p2p_activation_job &job, int64_t slot,
                                                   int64_t i, const Pair<V> &p)
@@ -127,8 +137,8 @@ static __device__ __forceinline__ void store_pair(const p2p_activation_job &job,
     }
 }
 
-/* Adds the bias of the slot's expert; by vectors if it has the type and the alignment of
- * rows. */
+/* Adds the bias of the slot's expert. It loads whole vectors if the bias has the type of the
+ * rows and is aligned to 16 bytes. */
 template <class T, int V, int KIND>
 static __device__ __forceinline__ void add_bias(const p2p_activation_job &job, const Slot &s,
                                                 int64_t i, Pair<V> &p)
@@ -154,7 +164,8 @@ static __device__ __forceinline__ void add_bias(const p2p_activation_job &job, c
     }
 }
 
-/* Returns the argument of the activation: the product times the input weight, plus the bias. */
+/* Returns the arguments of activation and up factor: gate and up times the input weight, plus
+ * the bias. */
 template <class T, int V, int KIND>
 static __device__ __forceinline__ Pair<V> apply_weight_and_bias(const p2p_activation_job &job,
                                                                 const Slot &s, int64_t i,
@@ -170,8 +181,9 @@ static __device__ __forceinline__ Pair<V> apply_weight_and_bias(const p2p_activa
     return p;
 }
 
-/* Computes activations.  Many warps per SM hide the latency of memory: a warp has few loads in
- * flight, because the compiler must assume that its stores alias its next loads. */
+/* Forward: computes the activations of all slots. Many warps per SM must hide the latency of
+ * memory, because a warp has few loads in flight. The compiler must assume that a store aliases
+ * the next loads. */
 template <class T, int V, int KIND>
 static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 4)
     activation_kernel(const __grid_constant__ p2p_activation_job job)
@@ -197,8 +209,8 @@ static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 4
         [](int64_t) {});
 }
 
-/* Returns the bits of the largest |x| of a block of 128.  LANES lanes share the block; each has
- * N of its numbers. */
+/* Returns the bits of the largest |x| of a block of 128 numbers, on each lane of the block.
+ * LANES lanes share the block, and each has N of its numbers. */
 template <int N, int LANES>
 static __device__ __forceinline__ uint32_t largest_of_block(const float (&x)[N])
 {
@@ -209,8 +221,8 @@ static __device__ __forceinline__ uint32_t largest_of_block(const float (&x)[N])
     return bits;
 }
 
-/* Quantizes and stores numbers of a row from `base` on, N per lane: adjacent ones if V > 1,
- * else 32 apart. */
+/* Quantizes 32 * N numbers of a row from column `base` on, and stores numbers and scales. A
+ * lane has N numbers: adjacent ones if V > 1, else 32 columns apart. n: columns of the row. */
 template <int V, int N>
 static __device__ __forceinline__ void store_quantized(float (&x)[N], uint8_t *to,
                                                        float *scales, int64_t base, int64_t n)
@@ -233,8 +245,8 @@ static __device__ __forceinline__ void store_quantized(float (&x)[N], uint8_t *t
     }
 }
 
-/* Like activation_kernel, with e4m3 results and a scale for each 128 numbers.  A lane has one
- * vector of a block, or four numbers that are 32 apart. */
+/* Like activation_kernel, but stores e4m3 numbers, with one scale for each 128. A lane has one
+ * vector, or (V = 1) four numbers that are 32 columns apart. */
 template <class T, int V, int KIND>
 static __global__ void __launch_bounds__(THREADS)
     quantized_activation_kernel(const __grid_constant__ p2p_activation_job job)
@@ -269,7 +281,7 @@ static __global__ void __launch_bounds__(THREADS)
         [](int64_t) {});
 }
 
-/* Quantizes rows without an activation. */
+/* Quantizes rows to e4m3 without an activation, with one scale for each 128 numbers. */
 template <class T, int V>
 static __global__ void __launch_bounds__(THREADS)
     quantize_kernel(const __grid_constant__ p2p_quantize_job job)
@@ -297,8 +309,8 @@ static __global__ void __launch_bounds__(THREADS)
         [](int64_t) {});
 }
 
-/* Computes activations and d_gate_up of a slot.  Returns this lane's part of the gradient of
- * its weight. */
+/* Computes the activations and d_gate_up of a slot. Returns this lane's part of the gradient of
+ * the slot's weight. */
 template <class T, int V, int KIND>
 static __device__ __forceinline__ float backward_row(const p2p_activation_job &job,
                                                      const Slot &s)
@@ -333,8 +345,8 @@ static __device__ __forceinline__ float backward_row(const p2p_activation_job &j
     return dot;
 }
 
-/* Returns this lane's part of dot(d_y, b_down), which belongs to the gradient of an early
- * weight. */
+/* Returns this lane's part of dot(d_y, b_down). With EPIC_WEIGHT_EARLY the weight also
+ * multiplies the bias of the second product, so this belongs to its gradient. */
 template <class T, int V>
 static __device__ float down_bias_dot(const p2p_activation_job &job, const Slot &s)
 {
@@ -359,7 +371,8 @@ static __device__ float down_bias_dot(const p2p_activation_job &job, const Slot 
     return dot;
 }
 
-/* The backward kernel: activations, d_gate_up and, if wanted, d_slot_weights (0 on padding). */
+/* Backward: computes activations and d_gate_up of all slots. With job.d_slot_weights it also
+ * computes the gradients of the weights, 0 on padding. */
 template <class T, int V, int KIND>
 static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 3)
     activation_backward_kernel(const __grid_constant__ p2p_activation_job job)
@@ -382,9 +395,10 @@ static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 3
 
 /* --------------------------------------------------------------------- bias and scale ---- */
 
-#define BIAS_AHEAD 8 /* rows that a warp loads before it adds them, in order */
+#define BIAS_AHEAD 8 /* rows that a warp loads together before it adds them */
 
-/* Adds the rows warp, warp + WARPS, ... of a slab, two columns per lane. */
+/* Adds rows warp, warp + WARPS, ... of a slab to sum. A lane adds two columns, `column` and
+ * column + 32. */
 template <class T>
 static __device__ __forceinline__ void add_rows(const p2p_bias_job &job, const slab_place &slab,
                                                 int64_t column, int warp, float (&sum)[2])
@@ -411,8 +425,8 @@ static __device__ __forceinline__ void add_rows(const p2p_bias_job &job, const s
     }
 }
 
-/* Bias gradients.  A CTA adds 64 columns of one expert: each warp a part of the rows, then the
- * warps in order. */
+/* Computes the gradients of biases. A CTA adds 64 columns of one expert. Each warp adds a part
+ * of the rows; then the CTA adds the sums of the warps in order, so the bits never change. */
 static __global__ void __launch_bounds__(THREADS)
     bias_kernel(const __grid_constant__ p2p_bias_job job)
 {
@@ -439,7 +453,7 @@ static __global__ void __launch_bounds__(THREADS)
     store_number(job.out, job.out_type, at, total);
 }
 
-/* Multiplies rows by weights or adds a weighted bias, in place. */
+/* Multiplies rows by their weights, or adds the weighted bias, in place. */
 static __global__ void __launch_bounds__(THREADS)
     scale_kernel(const __grid_constant__ p2p_scale_job job)
 {
@@ -461,7 +475,8 @@ static __global__ void __launch_bounds__(THREADS)
 
 /* -------------------------------------------------------------------------- launching ---- */
 
-/* Returns the number of CTAs for rows of slabs, of which the host knows only the capacity. */
+/* Returns the number of CTAs for one warp per slot. The host knows only the capacity, so the
+ * number is that of full slabs, at most CTAS_OF_SM per SM. */
 static int ctas_of(const p2p_slabs *slabs, int sms)
 {
     const int64_t rows = (int64_t)slabs->most_tiles * EXPERTS_TILE_ROWS;
@@ -469,7 +484,7 @@ static int ctas_of(const p2p_slabs *slabs, int sms)
     return (int)(wanted < most ? wanted : most);
 }
 
-/* Launches the forward, quantized or backward kernel. */
+/* Launches the backward kernel, or the forward kernel with or without quantizing. */
 template <class T, int V, int KIND>
 static cudaError_t launch_kind(const p2p_activation_job *job, bool backward,
                                cudaStream_t stream)
@@ -480,8 +495,8 @@ static cudaError_t launch_kind(const p2p_activation_job *job, bool backward,
     return launch_kernel(kernel, ctas_of(&job->slabs, job->sms), THREADS, 0, stream, *job);
 }
 
-/* Chooses the compiled activation.  float32 rows use only the exact functions, of
- * ANY_ACTIVATION. */
+/* Chooses the instance: vectors or single numbers, and the compiled activation. float32 rows
+ * use only ANY_ACTIVATION, whose functions are exact. */
 template <class T>
 static cudaError_t launch_typed(const p2p_activation_job *job, bool backward,
                                 cudaStream_t stream)
@@ -499,6 +514,7 @@ static cudaError_t launch_typed(const p2p_activation_job *job, bool backward,
     return launch_kind<T, T::N, ANY_ACTIVATION>(job, backward, stream);
 }
 
+/* Chooses the instance by the type of the rows. */
 static cudaError_t launch_any(const p2p_activation_job *job, bool backward, cudaStream_t stream)
 {
     const uint32_t type = job->experts.row_type;

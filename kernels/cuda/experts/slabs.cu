@@ -1,21 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Computes from the counts of the local experts where their slabs and tiles are, for the
- * kernels of the experts that follow on the stream.
+/* Computes from the counts of the local experts where their slabs and tiles are. The kernels of
+ * the experts that follow on the stream read the results.
  *
- *     expert_rows, expert_tokens  [num_experts]
- *     slabs  [num_experts]        first row and number of tokens of each
- *     tiles  [num_tiles]          the slabs, cut into tiles of up to EXPERTS_TILE_ROWS rows
+ *     in   expert_rows, expert_tokens  [num_experts]
+ *     out  slabs  [num_experts]        first row and number of tokens of each slab
+ *     out  tiles  [num_tiles]          the slabs, cut after every EXPERTS_TILE_ROWS rows
  *
- * One CTA: each thread works on one expert, and a prefix sum over the threads gives the first
- * row and the first tile.  Counts are not trusted: rows beyond num_slots are cut off, so that
- * no later kernel leaves the buffers. */
+ * One CTA. Each thread works on one expert, and a prefix sum over the threads gives its first
+ * row and first tile. The counts are not trusted: rows past num_slots are cut off, so that no
+ * later kernel accesses memory outside of the buffers. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/rows.cuh"
 #include "cuda/experts/grouped.h"
 
 #define THREADS 256
 
-/* Returns the sum of x over the threads before this one; *total: over all threads. */
+/* Returns the sum of x over the threads with lower numbers. *total becomes the sum over all
+ * threads. memory: [THREADS]. All threads. */
 static __device__ int64_t sum_before(int64_t x, int64_t *memory, int64_t *total)
 {
     const int i = threadIdx.x;
@@ -33,14 +34,15 @@ static __device__ int64_t sum_before(int64_t x, int64_t *memory, int64_t *total)
     return before;
 }
 
-/* Returns the count of expert e, limited to [0, most]. */
+/* Returns counts[e], limited to [0, most]. */
 static __device__ int64_t count_at(const int32_t *counts, int e, int64_t most)
 {
     const int64_t count = counts[e];
     return count < 0 ? 0 : count < most ? count : most;
 }
 
-/* Works on THREADS experts at a time; first_row and first_tile carry over. */
+/* Handles THREADS experts at a time. first_row and first_tile are carried over to the next
+ * ones. */
 static __global__ void __launch_bounds__(THREADS)
     slabs_kernel(const __grid_constant__ p2p_slabs s)
 {

@@ -1,7 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* PTX instructions of Hopper for experts/grouped_hopper.cuh: mbarriers, tensor copies (TMA) and
- * wgmma.  sm_90a only.  Addresses of shared memory are 32 bits wide.  A "box" is the part of a
- * matrix that one tensor copy moves. */
+/* Hopper's PTX instructions for experts/grouped_hopper.cuh: mbarriers, tensor copies (TMA) and
+ * wgmma. sm_90a only. Addresses of shared memory are 32-bit. A "box" is the part of a matrix
+ * that one tensor copy moves.
+ *
+ *   barrier_*          mbarrier in shared memory: counts arrivals and bytes of tensor copies
+ *   load_box*          global -> shared memory, completion counted by a barrier
+ *   store_box, add_box shared -> global memory, completion by commit_boxes(), wait_boxes*()
+ *   issue_wgmma        product of two factors in shared memory, asynchronous: fence_wgmma(),
+ *                      issue_wgmma(), commit_wgmma(), then wait_wgmma() */
 #ifndef EPIC_TENSOR_CUH
 #define EPIC_TENSOR_CUH
 
@@ -12,13 +18,13 @@
 
 /* -------------------------------------------------------------------------- barriers ---- */
 
-/* Initializes a barrier that completes a phase after `arrivals` arrivals. */
+/* Initializes a barrier. A phase completes after `arrivals` arrivals. */
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals)
 {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
 
-/* Arrives once, and makes the phase also wait for `bytes` bytes of tensor copies. */
+/* Arrives once. The current phase now also waits for `bytes` bytes of tensor copies. */
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes)
 {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
@@ -46,9 +52,9 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier)
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-/* Arrives at the same barrier of CTA `cta` of the cluster.  The arrival has no
- * .release.cluster, which would cost a third of the speed: it reports only that wgmma has read
- * the stage. */
+/* Arrives at the barrier with the same offset in CTA `cta` of the cluster. The arrival is not a
+ * .release.cluster, which would be slow. It needs no memory order: it only reports that wgmma
+ * has read the stage. */
 __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int cta)
 {
     asm volatile("{\n"
@@ -60,7 +66,7 @@ __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int cta)
                  : "memory");
 }
 
-/* Makes initialized barriers visible to the cluster and to tensor copies. */
+/* Makes initialized barriers visible to the other CTAs of the cluster and to tensor copies. */
 __device__ __forceinline__ void barrier_init_done()
 {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -82,13 +88,14 @@ __device__ __forceinline__ int cluster_rank()
     return rank;
 }
 
-/* Waits for `threads` threads of the CTA that use the same barrier number. */
+/* Waits until `threads` threads of the CTA have called it with this barrier number. */
 __device__ __forceinline__ void named_barrier_sync(int barrier, int threads)
 {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-/* Raise and lower the number of registers of each thread of the warpgroup to N. */
+/* Raise, or lower, the number of registers of each thread to N. All threads of the
+ * warpgroup. */
 template <int N> __device__ __forceinline__ void grow_registers()
 {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
@@ -101,8 +108,8 @@ template <int N> __device__ __forceinline__ void shrink_registers()
 
 /* ----------------------------------------------------------------------------- copies ---- */
 
-/* Start copying the box at (x, y) or (x, y, z) of a matrix to shared memory; the barrier
- * counts its bytes. */
+/* Start the tensor copy of the box at (x, y) or (x, y, z) of a matrix to shared memory. The
+ * barrier counts its bytes. */
 __device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap *map, uint32_t barrier,
                                          int x, int y)
 {
@@ -121,8 +128,8 @@ __device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap *map, ui
                  : "memory");
 }
 
-/* Starts a copy to the same address of both CTAs of the cluster.  The barrier of each CTA
- * counts the bytes. */
+/* Starts a tensor copy to the same shared address in both CTAs of the cluster. Each CTA's own
+ * barrier counts the bytes. */
 __device__ __forceinline__ void load_box_multicast(uint32_t to, const CUtensorMap *map,
                                                    uint32_t barrier, int x, int y, int z)
 {
@@ -132,7 +139,8 @@ __device__ __forceinline__ void load_box_multicast(uint32_t to, const CUtensorMa
                  : "memory");
 }
 
-/* Start copying a box from shared memory to a matrix, and adding it to a matrix. */
+/* Start the tensor copy of a box from shared memory to a matrix. add_box() adds it to the
+ * matrix instead. */
 __device__ __forceinline__ void store_box(const CUtensorMap *map, uint32_t from, int x, int y,
                                           int z)
 {
@@ -151,25 +159,26 @@ __device__ __forceinline__ void add_box(const CUtensorMap *map, uint32_t from, i
                  : "memory");
 }
 
-/* Closes a group of stores, for the two waits below. */
+/* Puts this thread's box stores since the last call into a group, for the two waits below. */
 __device__ __forceinline__ void commit_boxes()
 {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-/* Waits until all but the last PENDING groups of stores have read their shared memory. */
+/* Waits until all but the newest PENDING groups of box stores have read their shared memory,
+ * which may then be overwritten. */
 template <int PENDING> __device__ __forceinline__ void wait_boxes_read()
 {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
-/* Waits until all stores have completed. */
+/* Waits until all box stores of this thread have completed. */
 __device__ __forceinline__ void wait_boxes()
 {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-/* Makes what this thread has written to shared memory visible to tensor copies and wgmma. */
+/* Makes this thread's earlier stores to shared memory visible to tensor copies and wgmma. */
 __device__ __forceinline__ void fence_async_proxy()
 {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -177,6 +186,7 @@ __device__ __forceinline__ void fence_async_proxy()
 
 /* ---------------------------------------------------------------------- shared memory ---- */
 
+/* Store to an address of shared memory. */
 __device__ __forceinline__ void write_shared(uint32_t to, uint4 v)
 {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y),
@@ -189,8 +199,8 @@ __device__ __forceinline__ void write_shared(uint32_t to, float x, float y)
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
 }
 
-/* Stores four 8 x 8 matrices of 16-bit numbers (stmatrix); each lane passes the address of a
- * row. */
+/* Stores four 8 x 8 matrices of 16-bit numbers to shared memory (stmatrix). Each lane passes
+ * the address of one row and its numbers of the four matrices. */
 __device__ __forceinline__ void write_matrices(uint32_t to, uint32_t a, uint32_t b, uint32_t c,
                                                uint32_t d)
 {
@@ -202,16 +212,16 @@ __device__ __forceinline__ void write_matrices(uint32_t to, uint32_t a, uint32_t
 /* -------------------------------------------------------------------------------- wgmma
  * ---- */
 
-/* Returns the wgmma descriptor of a factor in shared memory with 128-byte swizzle: its address
- * and the distances of its blocks in both directions, in units of 16 bytes. */
+/* Returns the wgmma descriptor of a factor in shared memory with 128-byte swizzle. leading,
+ * stride: the distances of its blocks in the two directions, in units of 16 bytes. */
 __device__ __forceinline__ uint64_t describe_factor(uint32_t address, int leading, int stride)
 {
     return (uint64_t)((address & 0x3ffff) >> 4) | (uint64_t)leading << 16 |
            (uint64_t)stride << 32 | 1ull << 62;
 }
 
-/* Order register accesses before the following wgmma; close a group of wgmma; wait until at
- * most PENDING groups run. */
+/* fence_wgmma() orders earlier accesses to registers before the next wgmma. commit_wgmma()
+ * closes a group of wgmma. wait_wgmma() waits until at most PENDING groups are running. */
 __device__ __forceinline__ void fence_wgmma()
 {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -227,6 +237,7 @@ template <int PENDING> __device__ __forceinline__ void wait_wgmma()
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
+/* Operands of inline assembly: 8, 64 or 128 registers of sums from d[i] on. */
 #define SUMS_8(d, i)                                                            \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), \
         "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -235,8 +246,9 @@ template <int PENDING> __device__ __forceinline__ void wait_wgmma()
         SUMS_8(d, i + 40), SUMS_8(d, i + 48), SUMS_8(d, i + 56)
 #define SUMS_128(d) SUMS_64(d, 0), SUMS_64(d, 64)
 
-/* One wgmma: d [64, 256] += a [64, 16] b [16, 256], or = if `add` is 0.  In a transposed factor
- * the rows (of a) or columns (of b) are contiguous, instead of the numbers of one sum. */
+/* One wgmma: d [64, 256] += a [64, 16] b [16, 256], or d = a b if `add` is 0. In a transposed
+ * factor, the rows (of a) or columns (of b) are next to each other in memory, instead of the
+ * numbers of one sum. */
 #define WGMMA_256(type)                                                                        \
     asm volatile(                                                                              \
         "{\n"                                                                                  \
@@ -272,8 +284,8 @@ __device__ __forceinline__ void issue_wgmma(float (&d)[128], uint64_t a, uint64_
     WGMMA_256("f16");
 }
 
-/* One wgmma of e4m3: d [64, 128] += a [64, 32] b [32, 128], or = if `add` is 0.  No factor is
- * transposed. */
+/* One wgmma of e4m3: d [64, 128] += a [64, 32] b [32, 128], or d = a b if `add` is 0. No factor
+ * is transposed. */
 __device__ __forceinline__ void issue_wgmma(float (&d)[64], uint64_t a, uint64_t b, int add)
 {
     asm volatile(
