@@ -27,8 +27,8 @@
 /* Which local experts are replicas of which logical expert; in shared memory. The logical
  * experts with two or more replicas, called "replicated" here, have numbers n = 0, 1, ... */
 struct Replicas {
-    /* At first the number of replicas of each logical expert. When read_replicas() returns, the
-     * replicas on this rank of replicated expert n are local[count[n]] to local[count[n + 1] -
+    /* At first the number of replicas of each logical expert. When read_replicas() returns,
+     * this rank's replicas of replicated expert n are local[i] for count[n] <= i < count[n +
      * 1]. */
     int32_t count[P2P_REPLICATED_EXPERTS + 1];
     uint16_t

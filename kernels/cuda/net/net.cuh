@@ -1,34 +1,39 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Puts to other hosts, for the library of backend hosts; in p2p all functions are empty.
+/* How kernels send data to ranks on other hosts (backend hosts). In backend p2p all ranks share
+ * one host, so functions that send do nothing there.
  *
- * A kernel cannot write the heap of a peer on another host. For such a peer, heap[q] is this
- * rank's own *outbox*, laid out as a heap. A kernel stores into the outbox and calls
- * post_put(), which appends an entry to a ring in host memory. The rank's proxy thread
- * (src/backend/hosts/proxy.c) passes it to the net, which copies the words to the same offsets
- * of the peer's inbox, in any order.
+ * A kernel cannot store into the heap of a rank on another host. For such a rank q, heap[q]
+ * points to this rank's own *outbox*, which has the layout of a heap. The kernel stores its
+ * words there and calls post_put(), which appends an entry to a ring in host memory. The proxy
+ * thread (src/backend/hosts/proxy.c) reads the entry and starts a put: the net copies the words
+ * to the same offsets of rank q's *inbox*. Puts may arrive in any order.
  *
- *   kernel warp       stores words into the outbox (relaxed), __syncwarp
- *   one lane          __threadfence_system, then stores the entry: a reader of
- *                     the entry sees the words
- *   proxy thread      polls the entry, starts the put
+ *   kernel warp       stores words into the outbox (relaxed), then __syncwarp
+ *   one lane          __threadfence_system, then stores the ring entry: a thread that
+ *                     reads the entry also sees the words
+ *   proxy thread      polls the ring, reads the entry, starts the put
  *   peer's warp       polls its inbox: every word is its own flag
  *
- * Words that are equal for all peers are in the outbox once. Words that differ are indexed by
- * distance (source_number).
+ * All remote ranks share the one outbox. A word that every rank gets, such as an announcement,
+ * is stored once and put several times. Arrays that differ by destination have one part for
+ * each, with index source_number().
  *
- * Kernels of backend hosts follow two rules that p2p does not need. (1) Every word that arrives
- * in an epoch is waited for in that epoch; an unread word could arrive two epochs later and
- * overwrite a newer one. (2) The net copies whole words of 8 bytes, so the floats of a token
- * begin at even indices.
+ * Kernels of backend hosts follow two rules that p2p does not need:
  *
- * The outbox of one parity may be written again when the net has read all of it (`freed`). */
+ *   1. They wait in the same epoch for every word that peers put in it. A word for which no
+ *      kernel waited could arrive two epochs later and overwrite a newer word.
+ *   2. The net copies whole words of 8 bytes, so the floats of a token begin at even indices.
+ *
+ * The outbox has two halves, for even and odd epochs. A kernel may write a half again when the
+ * net has read all puts of the last epoch that used it (`freed`). */
 #ifndef EPIC_NET_CUH
 #define EPIC_NET_CUH
 
 #include "cuda/common/wait.cuh"
 
-/* A lag that suits a net: receiving stays far enough behind sending for the net to be busy, and
- * for the proxy to find rows that lie next to each other. */
+/* Returns the number of tokens by which receiving should stay behind sending: `lag`, or the
+ * net's window if that is larger. A large window keeps the net busy, and lets the proxy join
+ * puts of adjacent rows. */
 static inline int32_t lag_for_net(const p2p_self &self, int32_t lag, int32_t num_tokens)
 {
     const int32_t window = net_window(self);
@@ -38,19 +43,21 @@ static inline int32_t lag_for_net(const p2p_self &self, int32_t lag, int32_t num
 
 #ifdef EPIC_HOSTS
 
-/* Does the ring have room for entry number `place`? One thread. */
+/* Returns true if the ring has room for entry number `place`. Called by one thread. */
 __device__ __forceinline__ bool ring_has_room(const OpState &op, uint64_t place)
 {
     p2p_control *control = control_of(op);
     if (place < load_relaxed(&control->room)) return true;
     if (!poll_permit(&control->room_polled_at, 1)) return false;
     const uint64_t room = load_relaxed(&op.self->ring.words->taken) + P2P_RING_ENTRIES;
-    store_relaxed(&control->room, room); /* an older value is also correct */
+    /* Another thread may overwrite this with an older value, which is only too small. */
+    store_relaxed(&control->room, room);
     return place < room;
 }
 
-/* Takes the next place of the ring for an entry and stores it. One thread. `room`: an earlier
- * value of the ring's room. In a broken group an entry that has no room is dropped. */
+/* Appends an entry to the ring, and waits for room if necessary. `room`: a value of
+ * control->room that was read before. If the group is broken, an entry without room is dropped.
+ * Called by one thread. */
 __device__ __forceinline__ void write_entry(const OpState &op, uint64_t entry,
                                             uint64_t *entries, uint64_t room)
 {
@@ -61,8 +68,9 @@ __device__ __forceinline__ void write_entry(const OpState &op, uint64_t entry,
     store_relaxed(entries + place % P2P_RING_ENTRIES, entry | P2P_ENTRY_LAP(place));
 }
 
-/* Posts an entry. One thread. The system fence orders all stores that this thread made or has
- * seen before the entry. Words that do not depend on the fence are loaded before it. */
+/* Appends an entry to the ring after a system fence: a reader of the entry sees all stores that
+ * this thread has made or observed. `room` is loaded before the fence, so that its latency
+ * overlaps. Called by one thread. */
 static __device__ __noinline__ void post_entry(const OpState &op, uint64_t entry)
 {
     uint64_t *entries = op.self->ring.entries;
@@ -71,8 +79,8 @@ static __device__ __noinline__ void post_entry(const OpState &op, uint64_t entry
     write_entry(op, entry, entries, room);
 }
 
-/* Posts the put of `bytes` that were stored for rank q at `from`. One thread. Does nothing if q
- * is on this host. */
+/* Sends `bytes` bytes that were stored at `from` in heap[q] to rank q. Does nothing if q is on
+ * this host. Called by one thread. */
 __device__ __forceinline__ void post_put(const OpState &op, int q, const void *from,
                                          uint32_t bytes)
 {
@@ -82,7 +90,7 @@ __device__ __forceinline__ void post_put(const OpState &op, int q, const void *f
     post_entry(op, P2P_ENTRY(q, word, bytes / 8));
 }
 
-/* Posts the put of what the lanes of a warp have stored. The whole warp. */
+/* Like post_put(), for bytes that all lanes of a warp have stored. Called by the whole warp. */
 __device__ __forceinline__ void post_put_warp(const OpState &op, int q, const void *from,
                                               uint32_t bytes)
 {
@@ -90,8 +98,9 @@ __device__ __forceinline__ void post_put_warp(const OpState &op, int q, const vo
     if (lane_id() == 0) post_put(op, q, from, bytes);
 }
 
-/* One warp has stored one of the `pieces` of a token's row for rank q. The warp that stores the
- * last one posts the put of the whole row. */
+/* Counts that this warp has stored one of the `pieces` pieces of a token's row for rank q. The
+ * warp that stores the last one sends the whole row: `bytes` bytes at `whole`. Called by a
+ * whole warp. */
 __device__ __forceinline__ void post_put_when_complete(const p2p_self &self, const OpState &op,
                                                        int q, int32_t token, int pieces,
                                                        const void *whole, uint32_t bytes)
@@ -100,15 +109,16 @@ __device__ __forceinline__ void post_put_when_complete(const p2p_self &self, con
     __syncwarp();
     if (lane_id() != 0) return;
     uint32_t *sent = (uint32_t *)(op.heap + self.at.sent) + q * self.max_tokens + token;
-    /* orders this lane before the count; the lane that posts has the system fence */
+    /* Orders the warp's stores before the count. post_put() of the last warp has the system
+     * fence. */
     __threadfence();
     if (atomicAdd(sent, 1u) + 1 != (uint32_t)pieces) return;
     store_relaxed(sent, 0u);
     post_put(op, q, whole, bytes);
 }
 
-/* Posts the put of a token's `count` floats. One warp. If count is odd, poison fills the last
- * word. */
+/* Sends the `count` floats of a token that the warp has stored at `floats`. If count is odd,
+ * poison fills the rest of the last 8-byte word. Called by a whole warp. */
 __device__ __forceinline__ void post_put_floats(const OpState &op, int q, uint32_t *floats,
                                                 int count)
 {
@@ -117,8 +127,8 @@ __device__ __forceinline__ void post_put_floats(const OpState &op, int q, uint32
     post_put_warp(op, q, floats, (uint32_t)(count + 1) / 2 * 8);
 }
 
-/* Posts the put of records, `words` words of each lane with `speaks`, at least one word. One
- * warp. */
+/* Sends records (slots of a token, plan/view.cuh). Each lane with `speaks` sends `words` words
+ * at its own `record`, at least one. Called by a whole warp. */
 __device__ __forceinline__ void post_put_records(const OpState &op, int q,
                                                  const uint64_t *record, bool speaks, int words)
 {
@@ -126,7 +136,8 @@ __device__ __forceinline__ void post_put_records(const OpState &op, int q,
     if (speaks) post_put(op, q, record, (uint32_t)max(words, 1) * 8);
 }
 
-/* Posts the end of the epoch: no thread posts anything in it after this. One thread. */
+/* Posts an entry that marks the end of the epoch. No thread may post puts of this epoch after
+ * it. Called by one thread of the rank. */
 static __device__ __noinline__ void post_epoch_end(const OpState &op)
 {
     p2p_control *control = control_of(op);
@@ -136,7 +147,9 @@ static __device__ __noinline__ void post_epoch_end(const OpState &op)
     store_relaxed(&control->epochs, epochs + 1);
 }
 
-/* Waits until the outbox of the next epoch's parity may be written. One thread. */
+/* Waits until the net has read all puts of the epoch before the last one, so that the next
+ * epoch may overwrite its half of the outbox. Called by one thread. Returns false if the group
+ * is broken. */
 __device__ __forceinline__ bool wait_outbox_free(const OpState &op)
 {
     p2p_control *control = control_of(op);
@@ -150,8 +163,8 @@ __device__ __forceinline__ bool wait_outbox_free(const OpState &op)
     });
 }
 
-/* Reads `freed` late in an operation, so that the next one need not wait for host memory. One
- * warp. */
+/* Copies `freed` from host memory to control memory near the end of an operation, so that the
+ * next operation finds it there. Called by one warp. */
 __device__ __forceinline__ void refresh_freed(const OpState &op)
 {
     if (lane_id() == 0)
@@ -160,8 +173,8 @@ __device__ __forceinline__ void refresh_freed(const OpState &op)
 
 static __device__ void report_aborted_wait(const OpState &op);
 
-/* Waits for the outbox before a CTA stores anything for a peer. All threads. false: the group
- * is broken. */
+/* Waits until the CTA may store into the outbox in this epoch. Called by all threads of a CTA
+ * before their first store for a peer. Returns false if the group is broken. */
 static __device__ __noinline__ bool wait_outbox(const OpState &op)
 {
     const bool ok = __syncthreads_and(threadIdx.x || wait_outbox_free(op)) != 0;
@@ -169,7 +182,8 @@ static __device__ __noinline__ bool wait_outbox(const OpState &op)
     return ok;
 }
 
-/* Ends the puts of a round and waits for the outbox of the next one. One warp of the grid. */
+/* Marks the end of a round's puts and waits until the next round may write the outbox. Called
+ * by one warp of the grid. Returns false if the group is broken. */
 static __device__ bool end_round_puts(const OpState &op)
 {
     bool ok = true;
@@ -180,7 +194,9 @@ static __device__ bool end_round_puts(const OpState &op)
     return __all_sync(ALL_LANES, ok) != 0;
 }
 
-/* A word of the announcement of rank `lane`, as one thread of this rank last read it. One warp.
+/* Returns word `which` of the announcement of rank `rank` from a copy in control memory. If the
+ * copy is missing, one permitted warp reads the inbox at `from` and updates the copy. The
+ * result may still have an old stamp. Called by a whole warp, with another rank in each lane.
  */
 __device__ __forceinline__ uint64_t read_announcement_cached(const OpState &op,
                                                              const uint64_t *from, int which,
@@ -198,7 +214,8 @@ __device__ __forceinline__ uint64_t read_announcement_cached(const OpState &op,
     return said;
 }
 
-/* Have all words of an announcement arrived? Some operations wait for its first word only. */
+/* Returns true if all words of an announcement have arrived. Kernels check all of them because
+ * of rule 1 above, even if they need only the first. */
 __device__ __forceinline__ bool is_announcement_complete(const OpState &op,
                                                          const uint64_t *announcement)
 {
@@ -211,7 +228,7 @@ __device__ __forceinline__ bool is_announcement_complete(const OpState &op,
 
 #else
 
-/* Backend p2p has no puts: peers see every store. There, all of these do nothing. */
+/* Backend p2p: peers see every store directly, so these versions do nothing. */
 __device__ __forceinline__ void post_put(const OpState &, int, const void *, uint32_t)
 {
 }
@@ -265,7 +282,7 @@ __device__ __forceinline__ uint64_t read_announcement_cached(const OpState &, co
 
 #endif
 
-/* Like post_put(), for any number of words. One thread. */
+/* Like post_put(), for any number of words: splits them into entries. Called by one thread. */
 __device__ __forceinline__ void post_put_words(const OpState &op, int q, const uint64_t *from,
                                                int64_t words)
 {

@@ -1,34 +1,36 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The begin and end of an operation on the device, and of its rounds.
+/* How an operation, and each of its rounds, begins and ends on the device.
  *
- * Operations are counted by the epoch. It is kept on the device, so that a captured graph
- * continues to count. The protocol of an epoch n on one rank:
+ * Every operation or round has a number, the epoch. It is counted in device memory, so a CUDA
+ * graph that is replayed continues to count. Epoch n on one rank:
  *
- *   begin    read the epoch; all CTAs set op.epoch = n
- *   announce last CTA: store the sizes, system fence, store {n, signature} to all ranks.
- *            Everything that kernel n - 1 restored is visible before the signature.
- *   work     data is its own flag: nothing else orders the ranks
- *   finish   one warp waits for {n, signature} of all ranks, system fence; the last CTA to
- *            come stores the epoch and leaves
+ *   begin     all CTAs read the epoch and set op.epoch = n
+ *   announce  last CTA, first warp: stores the sizes, then a system fence, then stores
+ *             {n, signature} to every rank. Peers that see the signature see everything that
+ *             kernel n - 1 restored.
+ *   work      data words are their own flags, so nothing else orders the ranks
+ *   finish    one warp waits for {n, signature} of every rank, then a system fence; the
+ *             last CTA to finish stores the epoch
  *
- * A rank ends epoch n only after all peers have announced n. So in epoch n + 1 all memory of
- * parity (n + 1) & 1 is free: the last operation to use it was n - 1, and its owner had ended
- * that one before it announced n. */
+ * Why buffers with two halves (n & 1) suffice: a rank ends epoch n only after all peers have
+ * announced n. A peer announces n after it has ended n - 1. So in epoch n + 1 no rank still
+ * uses the half of epoch n - 1, and this rank may write it again. */
 #ifndef EPIC_OPERATION_CUH
 #define EPIC_OPERATION_CUH
 
 #include "cuda/net/net.cuh"
 
-/* Marks that an operation runs; the first CTA does it, one thread of each CTA calls it before
- * it reads the epoch. Returns 1 if another operation runs already, on a stream that has not
- * waited for it. CTAs start in order, so the last CTAs of the second one may find that the
- * first one has ended. */
+/* Marks in control memory that an operation runs; CTA 0 does it for the grid. Returns 1 if
+ * another operation of this rank is running, which means that the caller used two streams
+ * without ordering them. Called by one thread of each CTA before it reads the epoch. CTAs start
+ * in order, so late CTAs of the second operation may find that the first one has ended. */
 __device__ __forceinline__ uint32_t mark_running(const p2p_self &self)
 {
     return blockIdx.x == 0 ? atomicOr(&control_of(self)->running, 1u) : 0;
 }
 
-/* Breaks the group if two operations run at once. One thread of each CTA. */
+/* Reports a failure if mark_running() has found another operation. Called by one thread of each
+ * CTA. */
 __device__ __forceinline__ void report_overlap(const OpState &op)
 {
     const p2p_self &self = *op.self;
@@ -39,15 +41,17 @@ __device__ __forceinline__ void report_overlap(const OpState &op)
                        0);
 }
 
-/* Counts the operation. One thread, when no CTA reads the epoch any more. */
+/* Stores the epoch of the finished operation, so that the next one gets the next number. Called
+ * by one thread when no CTA reads the epoch any more. */
 __device__ __forceinline__ void complete_operation(p2p_control *control, const OpState &op)
 {
     control->done = 0;
     store_relaxed(&control->epoch, op.epoch);
-    store_relaxed(&control->running, 0u); /* a thread that sees 0 also sees the epoch */
+    /* A later mark_running() that reads 0 must also find the new epoch. */
+    store_relaxed(&control->running, 0u);
 }
 
-/* Stores the sizes of an announcement. */
+/* Stores the sizes (tokens, capacity, rows) of this rank's announcement. */
 __device__ __forceinline__ void store_announced_sizes(const OpState &op, uint64_t *to)
 {
     store_relaxed(to + P2P_ANNOUNCED_TOKENS, stamp_word(op, (uint32_t)op.tokens));
@@ -55,19 +59,22 @@ __device__ __forceinline__ void store_announced_sizes(const OpState &op, uint64_
     store_relaxed(to + P2P_ANNOUNCED_ROWS, stamp_word(op, (uint32_t)op.rows));
 }
 
-/* Announces to every rank, this one included, that the operation has begun here. One warp. */
+/* Announces to every rank, this one included, that the operation has begun here. Called by one
+ * warp; lane q writes to rank q. */
 static __device__ void announce_operation(const p2p_self &self, const OpState &op)
 {
     if (lane_id() >= self.num_ranks) return;
     uint64_t *to = announcement_words(self, op, self.heap[lane_id()], self.rank);
     store_announced_sizes(op, to);
-    /* makes what earlier operations restored visible before the announcement */
+    /* Everything that earlier operations restored (poison, zeros) becomes visible before the
+     * signature. */
     __threadfence_system();
     store_relaxed(to + P2P_ANNOUNCED_SIGNATURE, stamp_word(op, op.signature));
     post_put(op, lane_id(), to, P2P_ANNOUNCE_WORDS * 8);
 }
 
-/* Sets the staging that this rank and rank q use for each other in the running epoch. */
+/* Sets op.inbox[q], where rank q's rows arrive, and op.outbox[q], where this rank stores rows
+ * for q, both in the half of the running epoch. */
 __device__ __forceinline__ void find_boxes(const p2p_self &self, OpState &op, int q)
 {
     const int peers = self.num_ranks - 1, first = epoch_parity(op) * peers;
@@ -80,15 +87,16 @@ __device__ __forceinline__ void find_boxes(const p2p_self &self, OpState &op, in
     op.host_box[q] = self.inbox + self.at.staging + (first + its) * self.at.source_bytes;
     op.relay[q] = (uint8_t)q;
     if (row_inbox_base(self, q) == inbox_base(self, q)) return;
-    /* the rank of this host that relays for q */
+    /* the rank of this host that forwards the rows of rank q */
     const int relay = self.rank - self.rank % self.local + q % self.local;
     if (relay != self.rank) op.relay[q] = (uint8_t)relay;
 #endif
 }
 
-/* Begins an operation. All threads of all CTAs. `mark`: what the ranks must agree on besides
- * the signature (the id of a plan). Returns false if the group is broken, or if the launch only
- * loads the kernel (EPIC_OP_NONE). */
+/* Begins an operation. Called by all threads of all CTAs. `mark`: what ranks must agree on in
+ * addition to the signature, such as the id of a plan. `tokens`, `capacity`, `rows`: the sizes
+ * to announce. Returns false if the group is broken, or if the launch only loads the kernel
+ * (EPIC_OP_NONE). */
 static __device__ bool begin_operation(OpState &op, const p2p_self &self, uint32_t mark,
                                        int32_t tokens, int32_t capacity, int32_t rows)
 {
@@ -96,7 +104,8 @@ static __device__ bool begin_operation(OpState &op, const p2p_self &self, uint32
 #ifdef EPIC_HOSTS
     const p2p_control *control = (const p2p_control *)(self.heap[self.rank] + self.at.control);
     uint64_t broken = load_relaxed(&control->broken);
-    /* the net writes it; one thread reads it for all */
+    /* The net writes `broken` to the inbox, where polls are slow. So one thread of the grid
+     * reads it there; the others read the copy in control memory. */
     if (!broken && blockIdx.x == 0 && threadIdx.x == 0)
         broken = load_relaxed((const uint64_t *)(self.inbox + self.at.broken));
 #else
@@ -125,15 +134,17 @@ static __device__ bool begin_operation(OpState &op, const p2p_self &self, uint32
     if (threadIdx.x < self.num_ranks) find_boxes(self, op, threadIdx.x);
     __syncthreads();
     if (HOSTS && !wait_outbox(op)) return false;
-    /* the first warp of the last CTA: no warp waits for it, and that CTA does not plan */
+    /* This warp announces because no other warp waits for it, and the last CTA makes no plan.
+     */
     if (is_last_cta() && threadIdx.x < WARP) announce_operation(self, op);
     if (threadIdx.x == 0) report_overlap(op);
     return true;
 }
 
-/* Waits until every rank has announced the same call; a wait finds a rank that announced
- * another one. One warp. Gives no memory order: peers may see later stores of this kernel
- * first. `are_copied`: announcements have been copied to the heap (lowlat/plan.cuh). */
+/* Waits until every rank has announced this operation. A different signature is found by the
+ * checks of the wait. Gives no memory order: later stores of this kernel may become visible
+ * before the announcements are read. `are_copied`: read the copies in the heap
+ * (lowlat/plan.cuh). Called by one warp; lane q reads rank q's. */
 __device__ __forceinline__ bool
 wait_announcements_unfenced(const p2p_self &self, const OpState &op, bool are_copied = false)
 {
@@ -143,30 +154,32 @@ wait_announcements_unfenced(const p2p_self &self, const OpState &op, bool are_co
         announcement_words(self, op, are_copied ? op.heap : inbox_base(self, q), q);
     return wait_warp(op, -1, P2P_PHASE_ARRIVE, [&] {
         uint64_t said = load_relaxed(from + P2P_ANNOUNCED_SIGNATURE);
-        /* no rank is two operations ahead, so a word of this parity is at most this old */
+        /* A peer cannot be two operations ahead, so a word in this half is of this epoch or
+         * older. */
         INVARIANT(said == 0 || (int32_t)((uint32_t)(said >> 32) - op.epoch) <= 0);
         if (HOSTS && mine && !is_announcement_complete(op, from)) said = 0;
         return __all_sync(ALL_LANES, !mine || said == stamp_word(op, op.signature)) != 0;
     });
 }
 
-/* Like wait_announcements_unfenced(), and orders everything after it behind the announcements.
- */
+/* Like wait_announcements_unfenced(), followed by a system fence: everything after it happens
+ * after the announcements were read. One fence at the end costs less than acquire loads. */
 __device__ __forceinline__ bool wait_announcements(const p2p_self &self, const OpState &op)
 {
     const bool ok = wait_announcements_unfenced(self, op);
-    fence_system(); /* one fence: polls with acquire take twice as long */
+    fence_system();
     return ok;
 }
 
-/* For kernels that do not keep p2p_self in registers: reads it through the OpState. */
+/* wait_announcements() for kernels that do not keep p2p_self in registers. */
 static __device__ bool wait_announcements(const OpState &op)
 {
     return wait_announcements(*op.self, op);
 }
 
-/* Waits for word `which` of every rank's announcement; lane = rank. One warp. Lanes past the
- * ranks get 0. */
+/* Waits for word `which` (P2P_ANNOUNCED_*) of every rank's announcement. Lane q gets the value
+ * of rank q, and 0 if there is no such rank. Called by one warp. Returns false if the group is
+ * broken. */
 __device__ __forceinline__ bool read_announcement(const p2p_self &self, const OpState &op,
                                                   int which, int32_t &value)
 {
@@ -182,15 +195,15 @@ __device__ __forceinline__ bool read_announcement(const p2p_self &self, const Op
     return ok;
 }
 
-/* For kernels that do not keep p2p_self in registers: reads it through the OpState. */
+/* read_announcement() for kernels that do not keep p2p_self in registers. */
 static __device__ bool read_announcement(const OpState &op, int which, int32_t &value)
 {
     return read_announcement(*op.self, op, which, value);
 }
 
-/* Ends an operation. All threads of all CTAs. CTA `waiting_cta` waits for the peers'
- * announcements. Returns true in the CTA that comes last; with `read` it may read what the
- * peers announced. */
+/* Ends an operation. Called by all threads of all CTAs. CTA `waiting_cta` waits until all ranks
+ * have announced. Returns true in the CTA that finishes last. With `read`, that CTA may then
+ * read what the peers announced. */
 __device__ __forceinline__ bool finish_operation(const p2p_self &self, OpState &op,
                                                  int waiting_cta, bool read)
 {
@@ -212,14 +225,15 @@ __device__ __forceinline__ bool finish_operation(const p2p_self &self, OpState &
     return op.last != 0;
 }
 
-/* For most kernels: CTA 0 waits, and the last CTA may read what peers announced. */
+/* finish_operation() of most kernels: CTA 0 waits, and the last CTA may read the announcements.
+ */
 static __device__ bool finish_operation(OpState &op)
 {
     return finish_operation(*op.self, op, 0, true);
 }
 
-/* Begins the next round: advances the epoch, announces it, and releases the other CTAs. One
- * warp. */
+/* Begins the next round: advances the epoch, announces it to the ranks, and releases the other
+ * CTAs of this rank, which wait for control->round. Called by one warp. */
 static __device__ void begin_round(OpState &op)
 {
     if (threadIdx.x == 0) op.epoch = epoch_after(op.epoch);
@@ -232,8 +246,9 @@ static __device__ void begin_round(OpState &op)
     }
 }
 
-/* Ends a round of an operation that needs more staging than there is, and begins the next
- * round, which is an epoch of its own. All threads of all CTAs. false: the group is broken. */
+/* Ends a round and begins the next, which is an epoch of its own. Operations with more rows
+ * than staging has room for have several rounds. Called by all threads of all CTAs; the last
+ * CTA to arrive does the work, the others wait for it. Returns false if the group is broken. */
 static __device__ bool next_round(OpState &op)
 {
     __syncthreads();

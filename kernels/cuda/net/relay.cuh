@@ -1,37 +1,41 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Relays between hosts of several ranks; backend hosts only. A row crosses the net once per
- * host, not once per rank.
+/* Relays (backend hosts, several ranks per host): a row crosses the net once per destination
+ * host, not once per destination rank. Partial sums take the opposite way.
  *
- * Host h has the ranks from h * local on, where local is ranks_per_host(). The *mates* of a
- * rank are the ranks with the same place on the other hosts. A row goes to the sender's mate on
- * a host, which forwards it there. Partial sums go to the mate of the token's rank, which adds
- * those of its host and sends the sum. Everything except rows goes directly to its destination.
+ * Host h has ranks h * L to h * L + L - 1, where L is ranks_per_host(). The *mate* of a rank on
+ * another host is the rank there with the same index in its host.
  *
- *   dispatch   row of rank (h', j) -- net --> (h, j) -- NVLink --> ranks of h that want it
- *   combine    partials of host h  -- NVLink --> (h, j), their sum -- net --> (h', j)
+ *   dispatch   rank j of host h' --net--> its mate, rank j of host h --NVLink--> ranks of host h
+ *              that need the row
+ *   combine    ranks of host h --NVLink--> rank j of host h, which adds their partial sums
+ *              --net--> rank j of host h'
  *
- * Rows that ranks of a host store for each other on behalf of a rank of another host goes to
- * the staging of that rank, or of the storing rank's mate on that rank's host. A stamped word
- * per token (*wants*) shows in advance which ranks of the host want the row, or that a rank has
- * a partial. */
+ * Only rows and partial sums go through relays. Weights, records and other words go directly to
+ * their destination.
+ *
+ * A forwarded row lies in the staging of its first sender, as if that rank had stored it. A
+ * partial for another host lies in the staging of the storing rank's mate on that host. For
+ * each token a stamped word, *wants*, is sent ahead. In dispatch it contains the ranks of the
+ * host that need the row; in combine it is 1 if the rank has a partial for the token. */
 #ifndef EPIC_RELAY_CUH
 #define EPIC_RELAY_CUH
 
 #include "cuda/net/staging.cuh"
 
-/* Number of hosts in the group. */
 __device__ __forceinline__ int num_hosts(const p2p_self &self)
 {
     return self.num_ranks / ranks_per_host(self);
 }
 
-/* The rank on the host of rank `on` with the place of rank `like`. */
+/* Returns the rank on the host of rank `on` that has the same index in its host as rank `like`.
+ */
 __device__ __forceinline__ int mate_of(const p2p_self &self, int like, int on)
 {
     return on - on % ranks_per_host(self) + like % ranks_per_host(self);
 }
 
-/* Staging in a heap of rank `to` for rows of rank `by`. */
+/* Returns the staging in the heap (or inbox) of rank `to` for the rows of rank `by`, in the
+ * half of the running epoch. `heap`: base address of that heap. */
 __device__ __forceinline__ uint8_t *box_address(const p2p_self &self, const OpState &op,
                                                 uint8_t *heap, int to, int by)
 {
@@ -39,7 +43,8 @@ __device__ __forceinline__ uint8_t *box_address(const p2p_self &self, const OpSt
     return heap + self.at.staging + place * self.at.source_bytes;
 }
 
-/* The word *wants* in a heap of rank `to` for a token of rank `by`. */
+/* Returns the address of the word *wants* about a token of rank `by` in the heap of rank `to`.
+ * `heap`: base address of that heap. */
 __device__ __forceinline__ uint64_t *wants_word(const p2p_self &self, const OpState &op,
                                                 uint8_t *heap, int to, int by, int32_t token)
 {
@@ -49,7 +54,8 @@ __device__ __forceinline__ uint64_t *wants_word(const p2p_self &self, const OpSt
            token;
 }
 
-/* Waits for the word *wants* that rank `from` stores. One warp. */
+/* Waits for the word *wants* at `at`, which rank `from` stores. Called by one warp. Returns
+ * false if the group is broken. */
 __device__ __forceinline__ bool wait_wants(const OpState &op, const uint64_t *at, int from,
                                            uint32_t &wants)
 {
@@ -62,7 +68,8 @@ __device__ __forceinline__ bool wait_wants(const OpState &op, const uint64_t *at
     return ok;
 }
 
-/* Replaces the ranks of each other host by the mate there. Ranks are bits. */
+/* Replaces the ranks of each other host in the bit mask `ranks` by this rank's mate on that
+ * host. */
 __device__ __forceinline__ uint32_t reduce_to_mates(const p2p_self &self, uint32_t ranks)
 {
     uint32_t mates = 0;
@@ -76,7 +83,8 @@ __device__ __forceinline__ uint32_t reduce_to_mates(const p2p_self &self, uint32
     return mates;
 }
 
-/* Sends to each mate which ranks of its host want this rank's token. One warp. */
+/* Sends *wants* to the mate on each other host: which ranks there need this rank's token.
+ * `peers`: bit mask of ranks that need it. Called by one warp; lane h writes to host h. */
 __device__ __forceinline__ void send_wants(const p2p_self &self, const OpState &op,
                                            int32_t token, uint32_t peers)
 {
@@ -89,8 +97,9 @@ __device__ __forceinline__ void send_wants(const p2p_self &self, const OpState &
     post_put(op, mate, to, 8);
 }
 
-/* The ranks to which this rank sends its token that `peers` want, as bits. `first`: the mates
- * are also sent *wants*, with the first piece. */
+/* Returns a bit mask of the ranks to which this rank itself sends its token: `peers`, with the
+ * ranks of other hosts replaced by mates if there are relays. `first`: this call is for the
+ * token's first piece, so it also sends *wants*. */
 __device__ __forceinline__ uint32_t choose_routes(const p2p_self &self, const OpState &op,
                                                   int32_t token, bool first, uint32_t peers)
 {
@@ -99,9 +108,10 @@ __device__ __forceinline__ uint32_t choose_routes(const p2p_self &self, const Op
     return reduce_to_mates(self, peers);
 }
 
-/* Forwards a piece of row number `place` of the round of rank `from` to the ranks of this host
- * in `wants`. One warp. escapes(heap, source) returns the escape words of the piece; NULL: rows
- * here have none. */
+/* Forwards a piece of a row that rank `from` has put into this rank's inbox to the ranks of
+ * this host in the bit mask `wants`. `place`: index of the row in the round. escapes(heap,
+ * source) returns the address of the piece's escape words (staging.cuh), or NULL if rows have
+ * none. Called by one warp. Returns false if the group is broken. */
 template <int V, bool EXACT, class Escapes>
 __device__ __forceinline__ bool forward_piece(const p2p_self &self, const OpState &op, int from,
                                               int32_t place, int piece, int32_t vectors,
@@ -127,7 +137,8 @@ __device__ __forceinline__ bool forward_piece(const p2p_self &self, const OpStat
     return true;
 }
 
-/* May a host add the partials of its ranks? Only if they form nodes of the tree. */
+/* Returns true if each host's ranks form one subtree of the sum tree, so that a mate may add
+ * their partial sums without changing the order of additions. */
 __device__ __forceinline__ bool can_add_by_host(const p2p_self &self,
                                                 const device_plan_header &h)
 {

@@ -1,17 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Rows on their way: staging, which is shared by all kernels that move rows.
+/* Staging: the memory of a rank in which rows arrive from peers. Shared by all kernels that
+ * move rows.
  *
- * Staging [source][token of the round] holds poison until a peer writes it. Sources are
- * numbered from the next rank upwards; this rank itself has none.
+ *   staging [2 halves, by epoch] [source] [token of the round] [row]
  *
- *   sender     one warp stores a piece, 16 bytes per lane and store, each word its own flag
- *   receiver   one warp polls the piece until no word is poison, uses it, and stores poison
- *              back before its rank announces the next epoch
+ *   sender     a warp stores a piece of a row (V vectors of 16 bytes per lane) to the
+ *              receiver's staging, with relaxed stores in any order
+ *   receiver   a warp polls the piece until none of its words is poison, uses the piece,
+ *              and stores poison back before its rank announces the next epoch
  *
- * Rows of bytes may contain poison themselves. A word ffffffff is sent as 7fff7fff (both are
- * NaNs in every float type), and each lane sends an *escape* word with a bit for each word it
- * replaced. The receiver waits for the escapes if a piece contains a word with 7fff in both
- * halves. */
+ * Sources are the other ranks, numbered from the next higher rank upwards (and around to 0).
+ * Every 4-byte word is its own flag: it is poison (0xffffffff) until the sender's word arrives.
+ * No fence is needed between the words of a row.
+ *
+ * Rows of bytes may contain 0xffffffff. Such a word is sent as 0x7fff7fff instead, the stand-in
+ * (both are NaN in every float type). Each lane then also sends an *escape* word, a mask with
+ * one bit per replaced word. A receiver that finds a word with 0x7fff in both halves, signs
+ * ignored, waits for the escape words of the piece and restores the replaced words. */
 #ifndef EPIC_STAGING_CUH
 #define EPIC_STAGING_CUH
 
@@ -21,13 +26,15 @@
 #define POISON_STAND_IN 0x7fff7fffu
 #define ESCAPE_SENT 0x80000000u
 
-/* The staged row of a token of the round, with `vectors` vectors per row. */
+/* Returns the row of a token in a staging buffer. `box`: op.inbox[] or op.outbox[] of a rank.
+ * `token`: index in the round. `vectors`: 16-byte vectors per row. */
 __device__ __forceinline__ uint4 *staged_row(uint8_t *box, int32_t token, int32_t vectors)
 {
     return (uint4 *)(box + (uint64_t)(uint32_t)token * ((uint32_t)vectors * 16u));
 }
 
-/* Escape words from `source` (0: the next rank upwards) in a heap. */
+/* Returns the escape words that `source` (0: the next higher rank) stores in a heap. `heap`:
+ * base address of that heap. */
 __device__ __forceinline__ uint32_t *escapes_base(const p2p_self &self, const OpState &op,
                                                   uint8_t *heap, int source)
 {
@@ -35,7 +42,8 @@ __device__ __forceinline__ uint32_t *escapes_base(const p2p_self &self, const Op
            ((int64_t)epoch_parity(op) * (self.num_ranks - 1) + source) * self.at.escape_words;
 }
 
-/* Floats (weights and their gradients) from `source` in a heap. */
+/* Returns the floats (weights or their gradients) that `source` (0: the next higher rank)
+ * stores in a heap. `heap`: base address of that heap. */
 __device__ __forceinline__ uint32_t *floats_base(const p2p_self &self, const OpState &op,
                                                  uint8_t *heap, int source)
 {
@@ -44,27 +52,28 @@ __device__ __forceinline__ uint32_t *floats_base(const p2p_self &self, const OpS
                HEAP_TOP_K(self);
 }
 
-/* Does the vector contain a word that could be poison or its stand-in? */
+/* Returns true if a word of the vector is poison or the stand-in, signs ignored. Other NaNs
+ * with the same bits as the stand-in also match, which is harmless: their escape bits are 0. */
 __device__ __forceinline__ bool needs_escape(uint4 q)
 {
     const uint32_t signs = 0x80008000u;
     return max(max(q.x | signs, q.y | signs), max(q.z | signs, q.w | signs)) == POISON;
 }
 
-/* Replaces the word by its stand-in if it is poison, and sets its bit of the mask. */
+/* If the word is poison, replaces it by the stand-in and sets bit `bit` of the mask. */
 __device__ __forceinline__ void hide_word(uint32_t &word, uint32_t &mask, int bit)
 {
     if (word == POISON) word = POISON_STAND_IN, mask |= 1u << bit;
 }
 
-/* Undoes hide_word(). */
+/* Restores a word that hide_word() replaced, which bit `bit` of the mask shows. */
 __device__ __forceinline__ void unhide_word(uint32_t &word, uint32_t mask, int bit)
 {
     if (mask >> bit & 1) word = POISON;
 }
 
-/* Replaces poison words of a piece before it is sent. One warp. Returns this lane's escape
- * word, 0 if the piece needs none. */
+/* Replaces the poison words of a piece before it is sent. Returns this lane's escape word to
+ * send, or 0 if the piece needs none. Called by a whole warp. */
 template <int V> __device__ __forceinline__ uint32_t hide_poison(uint4 (&q)[V])
 {
     bool special = false;
@@ -82,7 +91,9 @@ template <int V> __device__ __forceinline__ uint32_t hide_poison(uint4 (&q)[V])
     return mask;
 }
 
-/* Restores the poison words of a received piece from its escape words. One warp. */
+/* Waits for the escape words of a received piece if it needs them, restores its poison words,
+ * and sets the escape words back to 0. `escape`: their address. Called by a whole warp. Returns
+ * false if the group is broken. */
 template <int V>
 __device__ __forceinline__ bool unhide_poison(const OpState &op, int peer, uint4 (&q)[V],
                                               uint32_t *escape)
@@ -107,7 +118,8 @@ __device__ __forceinline__ bool unhide_poison(const OpState &op, int peer, uint4
     return ok;
 }
 
-/* Does any lane's vector contain poison, so that it has not arrived? One warp. */
+/* Returns true if a word of the piece is still poison, so it has not fully arrived. Called by a
+ * whole warp. */
 template <int V> __device__ __forceinline__ bool has_missing(const uint4 (&q)[V])
 {
     bool missing = false;
@@ -118,14 +130,15 @@ template <int V> __device__ __forceinline__ bool has_missing(const uint4 (&q)[V]
 
 #ifdef EPIC_HOSTS
 #ifndef POLL_WINDOW_BYTES
-#define POLL_WINDOW_BYTES \
-    (512 << 10) /* bytes behind the last arrived piece that may arrive next */
+/* a piece at most this many bytes after the last arrived one is polled every spin */
+#define POLL_WINDOW_BYTES (512 << 10)
 #endif
-#define SPINS_PER_FAR_POLL 32u /* all other waits poll once in so many spins */
-#define MAX_POLLED_WORDS \
-    (POLL_WINDOW_BYTES / 8) /* words of a rank's rows up to which all waits poll every spin */
+#define SPINS_PER_FAR_POLL 32u /* pieces further away are polled once in this many spins */
+/* limit for the bytes of all rows of a rank: up to it, all waiting warps poll every spin */
+#define MAX_POLLED_WORDS (POLL_WINDOW_BYTES / 8)
 
-/* May the piece with last vector `last` be the next to arrive? One warp. */
+/* Returns true if the piece that ends with vector `last` may be the next of `peer` to arrive: it
+ * is at most POLL_WINDOW_BYTES after the piece that arrived last. Called by a whole warp. */
 __device__ __forceinline__ bool may_arrive_next(const OpState &op, int peer, const uint4 *last)
 {
     const uint64_t said = load_relaxed(&control_of(op)->received_vectors[peer]);
@@ -133,8 +146,8 @@ __device__ __forceinline__ bool may_arrive_next(const OpState &op, int peer, con
     return place <= (is_stamped(op, said) ? (uint32_t)said : 0) + POLL_WINDOW_BYTES / 16;
 }
 
-/* Records that the piece has arrived. A lost update is harmless: the next arrival corrects it.
- */
+/* Records that the piece that ends with vector `last` has arrived. Two warps may overwrite each
+ * other's record; the next arrival corrects it. */
 __device__ __forceinline__ void record_arrival(const OpState &op, int peer, const uint4 *last)
 {
     uint64_t *seen = &control_of(op)->received_vectors[peer];
@@ -144,9 +157,10 @@ __device__ __forceinline__ void record_arrival(const OpState &op, int peer, cons
         store_relaxed(seen, stamp_word(op, place));
 }
 
-/* Waits for the last vector of a piece in host memory; the rest has mostly arrived by then. One
- * warp. A thousand warps wait for pieces that arrive one after the other, so only those that
- * may be next poll every spin, one vector each. */
+/* Waits for the last vector of a piece in host memory, because most of the piece has arrived by
+ * then. A thousand warps may wait, and polls of host memory are slow. So a warp whose piece may
+ * arrive next polls one vector every spin, and the other warps poll rarely. Called by a whole
+ * warp. Returns false if the group is broken. */
 static __device__ __noinline__ bool wait_host_piece(const OpState &op, int peer,
                                                     const uint4 *last)
 {
@@ -162,13 +176,15 @@ static __device__ __noinline__ bool wait_host_piece(const OpState &op, int peer,
     return ok;
 }
 
-/* So few rows that all waits may poll every spin. */
+/* Returns true if this rank has so few bytes of rows that every waiting warp may poll every
+ * spin. Only low-latency kernels do. */
 __device__ __forceinline__ bool can_poll_all(const OpState &op, int32_t vectors)
 {
     return LOW_LATENCY && op.tokens * vectors * 16 <= MAX_POLLED_WORDS;
 }
 
-/* Waits before the piece with last vector `last` is read. One warp. */
+/* Waits for the vector `last` of a piece if it is in host memory; else returns true at once,
+ * and the caller polls. Called by a whole warp. Returns false if the group is broken. */
 __device__ __forceinline__ bool wait_piece(const OpState &op, int peer, const uint4 *last)
 {
     return !is_host_memory(op, last) || wait_host_piece(op, peer, last);
@@ -180,9 +196,10 @@ __device__ __forceinline__ bool wait_piece(const OpState &, int, const uint4 *)
 }
 #endif
 
-/* Waits for a piece, vectors [first, ...) of a staged row of `vectors`, and reads it. One warp.
- * `copied`: q holds what was there earlier. Until the piece begins to arrive only its first
- * vectors are polled, because polling takes bandwidth from rows. */
+/* Waits for a piece of a staged row and reads it to q: vectors [first, first + V * 32), at most
+ * to the end of the row of `vectors`. `copied`: q already has what the ring had copied from
+ * staging. While no vector has arrived, each lane polls only its first one, because polls take
+ * bandwidth from rows. Called by a whole warp. Returns false if the group is broken. */
 template <int V, bool EXACT>
 __device__ __forceinline__ bool receive_piece(const OpState &op, int peer, const uint4 *staged,
                                               int32_t first, int32_t vectors, bool copied,
@@ -193,7 +210,7 @@ __device__ __forceinline__ bool receive_piece(const OpState &op, int peer, const
     if (is_host_memory(op, staged)) {
         const uint4 *last = staged + min(first + V * WARP, vectors) - 1;
         if (!can_poll_all(op, vectors) && !wait_host_piece(op, peer, last)) return false;
-        copied = false; /* host memory was not copied */
+        copied = false; /* the ring does not copy host memory */
     }
 #endif
     staged += begin;
@@ -215,7 +232,8 @@ __device__ __forceinline__ bool receive_piece(const OpState &op, int peer, const
            });
 }
 
-/* Stores poison back to a staged piece that has been read, for the epoch after next. */
+/* Stores poison back to a staged piece that has been read, so that the epoch after the next can
+ * use it. */
 template <int V, bool EXACT>
 __device__ __forceinline__ void poison_piece(uint4 *staged, int32_t first, int32_t vectors)
 {
@@ -227,8 +245,8 @@ __device__ __forceinline__ void poison_piece(uint4 *staged, int32_t first, int32
             store_in_place(staged + v * WARP, poison_vector());
 }
 
-/* Stores a piece, vectors [first, ...) of a row of `vectors`, to a peer's staging. The row must
- * contain no poison. */
+/* Stores a piece to a peer's staging: vectors [first, first + V * 32), at most to the end of
+ * the row of `vectors`. No word of q may be poison (see hide_poison()). */
 template <int V, bool EXACT>
 __device__ __forceinline__ void send_piece(uint4 *staged, int32_t first, int32_t vectors,
                                            const uint4 (&q)[V])
@@ -240,7 +258,8 @@ __device__ __forceinline__ void send_piece(uint4 *staged, int32_t first, int32_t
         if (EXACT || begin + v * WARP < vectors) store_relaxed(staged + v * WARP, q[v]);
 }
 
-/* Position of the n-th set bit, or 0 if there are fewer; n may differ between lanes. */
+/* Returns the position of the n-th set bit, counted from 0, or 0 if there are fewer bits. n may
+ * differ between lanes. */
 __device__ __forceinline__ int nth_bit(uint64_t bits, int n)
 {
     int place = 0;
@@ -249,7 +268,8 @@ __device__ __forceinline__ int nth_bit(uint64_t bits, int n)
     return place;
 }
 
-/* Writes zeros to rows [first, end) with threads numbered `thread` of `threads`. */
+/* Writes zeros to rows [first, end). Each of `threads` threads calls it with its own number
+ * `thread` and writes its share. */
 static __device__ void zero_rows(uint8_t *rows, int64_t row_bytes, int64_t first, int64_t end,
                                  int64_t thread, int64_t threads)
 {
@@ -262,21 +282,19 @@ static __device__ void zero_rows(uint8_t *rows, int64_t row_bytes, int64_t first
     for (int64_t i = vectors * 16 + thread; i < bytes; i += threads) from[i] = 0;
 }
 
-/* Writes zeros to elements [first, end) with threads numbered `thread` of `threads`. x may be
- * NULL. */
+/* Writes zeros to elements [first, end), divided like zero_rows(). Does nothing if x is NULL.
+ */
 static __device__ void zero_floats(float *x, int64_t first, int64_t end, int64_t thread,
                                    int64_t threads)
 {
     for (int64_t i = first + thread; x && i < end; i += threads) x[i] = 0.0f;
 }
 
-/* Number of this thread in the grid. */
 __device__ __forceinline__ int64_t grid_thread()
 {
     return (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
 }
 
-/* Number of threads of the grid. */
 __device__ __forceinline__ int64_t grid_threads()
 {
     return (int64_t)gridDim.x * blockDim.x;
