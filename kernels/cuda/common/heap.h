@@ -1,11 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A rank's heap: the device memory that its peers write into.
+/* A rank's heap: the device memory that its peers write into. A kernel of rank p stores into
+ * the heap of rank q directly (NVLink), and rank q's kernel polls its own heap.
  *
- * Arrays marked [2] are double-buffered by the parity of the epoch. "Poison" memory holds
- * 0xffffffff in every word that has not been written: a word is its own flag, and its reader
- * writes the poison back. "Stamped" memory holds 64-bit words {epoch, value}: a word is valid
- * if its epoch is that of the reader. docs/internals/cuda.md has the table of who writes which
- * word when. */
+ * Arrays marked [2] have two halves: one for even, one for odd epochs. Three kinds of memory:
+ *
+ *   stamped  64-bit words {epoch, value}. A word is valid if its epoch is the reader's.
+ *   poison   0xffffffff in every 32-bit word that has not been written. The reader polls until
+ *            it finds another value, and then writes poison back.
+ *   zero     0 until written. The reader writes 0 back.
+ *
+ * docs/internals/cuda.md has a table of which rank writes and reads each word, and when. */
 #ifndef EPIC_HEAP_H
 #define EPIC_HEAP_H
 
@@ -14,62 +18,78 @@
 #include "rules/device_layout.h"
 
 #define P2P_MAX_PLANNERS 16
-#define P2P_MAX_SEARCHES 40 /* exchanges of row counts while limits for dropping are sought */
-/* Most tokens per rank that use the low-latency kernels (lowlat/lowlat.cuh); measured,
- * docs/lab/cuda.md. */
+/* largest number of trial limits when a FLAT plan that drops searches its limit */
+#define P2P_MAX_SEARCHES 40
+/* Largest number of tokens per rank that uses the low-latency kernels (lowlat/lowlat.cuh).
+ * Measured: docs/lab/cuda.md. */
 #ifdef EPIC_HOSTS
 #define P2P_LOWLAT_TOKENS 128
 #else
 #define P2P_LOWLAT_TOKENS 512
 #endif
-#define P2P_LOWLAT_QUANTIZED_TOKENS 192 /* the same if dispatch quantizes rows */
-#define P2P_LOWLAT_COMBINE_TOKENS 96 /* the same for combine; above it the stream is faster */
-#define P2P_LOWLAT_CHOICES 8192      /* choices of all ranks, */
-#define P2P_LOWLAT_MASKS 8192        /* experts times groups of 32 tokens, */
-#define P2P_LOWLAT_EXPERTS 512       /* and experts, at most, that a low-latency CTA plans */
-#define P2P_LOWLAT_ID_WORDS 16       /* words of ids per token */
-/* Most experts of a layer with replicas: more do not fit the shared memory of a CTA that plans.
- */
+#define P2P_LOWLAT_QUANTIZED_TOKENS 192 /* like P2P_LOWLAT_TOKENS, if dispatch quantizes */
+#define P2P_LOWLAT_COMBINE_TOKENS 96    /* like P2P_LOWLAT_TOKENS, for combine */
+/* Largest plan that low-latency kernels make (lowlat/plan.cuh). */
+#define P2P_LOWLAT_CHOICES 8192 /* choices of all ranks */
+#define P2P_LOWLAT_MASKS 8192   /* experts times groups of 32 tokens, over all ranks */
+#define P2P_LOWLAT_EXPERTS 512  /* experts */
+#define P2P_LOWLAT_ID_WORDS 16  /* 64-bit words per token for expert ids; each has two */
+/* Largest number of experts of a layer with replicas: the tables of more would not fit the
+ * shared memory of a CTA. */
 #define P2P_REPLICATED_EXPERTS 2048
 
 typedef struct p2p_heap {
     int64_t announce; /* stamped [2][MAX_RANKS][P2P_ANNOUNCE_WORDS] */
-    int64_t broken;   /* one word: P2P_BROKEN of a failed group, else 0 */
-    int64_t gone;     /* [MAX_RANKS]: P2P_GONE of a rank that has closed, else 0 */
-    /* Stamped [MAX_RANKS]: bits of the ranks that a rank waits for, late in its time limit. */
+    int64_t broken;   /* one word: P2P_BROKEN() of a failed group, else 0 */
+    int64_t gone;     /* [MAX_RANKS]: P2P_GONE() of each rank that has closed, else 0 */
+    /* stamped [MAX_RANKS]: for each rank, a bit mask of the ranks that it waits for; written
+     * only near the end of its time limit */
     int64_t waits;
     int64_t why;     /* char [512]: error text of the peer that aborted */
     int64_t control; /* p2p_control, for this rank only */
-    /* stamped [2][MAX_RANKS][P2P_FAULT_WORDS]: first wrong value of each rank */
+    /* stamped [2][MAX_RANKS][P2P_FAULT_WORDS]: first wrong value in each rank's data */
     int64_t faults;
-    int64_t first;  /* stamped [MAX_PLANNERS]: first wrong choice of each CTA; this rank only */
-    int64_t counts; /* stamped [2][num_ranks][MAX_TALLIES]: choices of each rank */
-    /* Stamped [2][num_ranks][MAX_SEARCHES][MAX_RANKS]: rows that are kept; FLAT only. */
-    int64_t searches;
-    /* stamped [2][num_ranks][REPLICATED_EXPERTS]: choices of logical experts, if experts must
-     * be known before anything is counted */
-    int64_t chosen;
-    /* stamped [MAX_PLANNERS][MAX_TALLIES]: choices of each CTA; this rank only */
-    int64_t tallies;
-    int64_t scratch; /* [max_row_bytes]: stands in for missing rows; this rank only */
-    /* stamped [2][num_ranks][max_tokens * max_top_k]: slots here; FLAT: local experts */
-    int64_t records;
-    int64_t rows; /* stamped [2][num_ranks][max_tokens]: a token's row here; FLAT only */
-#ifdef EPIC_HOSTS
-    int64_t wants; /* stamped [2][num_ranks][max_tokens]: net/relay.cuh */
-    int64_t sent; /* uint32 [num_ranks][max_tokens]: stored pieces of a token; this rank only */
-#endif
-    /* Stamped [2][num_ranks][p2p_lowlat_tokens(max_tokens)][LOWLAT_ID_WORDS]: two ids per word.
+    /* stamped [MAX_PLANNERS]: first wrong choice that each planning CTA found; this rank only
      */
+    int64_t first;
+    /* stamped [2][num_ranks][MAX_TALLIES]: number of choices of each rank by expert */
+    int64_t counts;
+    /* stamped [2][num_ranks][MAX_SEARCHES][MAX_RANKS]: rows that each rank keeps under each
+     * trial limit; FLAT plans only */
+    int64_t searches;
+    /* stamped [2][num_ranks][REPLICATED_EXPERTS]: number of choices of each rank by logical
+     * expert; only for layers that must pick replicas before they count */
+    int64_t chosen;
+    /* stamped [MAX_PLANNERS][MAX_TALLIES]: number of choices that each planning CTA counted;
+     * this rank only */
+    int64_t tallies;
+    int64_t scratch; /* [max_row_bytes]: used in place of missing rows; this rank only */
+    /* stamped [2][num_ranks][max_tokens * max_top_k]: slots here of each rank's tokens; FLAT:
+     * their local experts */
+    int64_t records;
+    /* stamped [2][num_ranks][max_tokens]: row here of each rank's token; FLAT only */
+    int64_t rows;
+#ifdef EPIC_HOSTS
+    /* stamped [2][num_ranks][max_tokens]: ranks that want a row, net/relay.cuh */
+    int64_t wants;
+    /* uint32 [num_ranks][max_tokens]: pieces of a token's row that warps have stored to the
+     * outbox; this rank only */
+    int64_t sent;
+#endif
+    /* stamped [2][num_ranks][p2p_lowlat_tokens(max_tokens)][LOWLAT_ID_WORDS]: expert ids, two
+     * per word */
     int64_t ids;
-    int64_t floats;  /* poison [2][num_ranks - 1][max_tokens * max_top_k] */
-    int64_t escapes; /* zero [2][num_ranks - 1][escape_words] */
-    int64_t parts;   /* poison [num_ranks][max_tokens * max_top_k * blocks]; this rank only */
-    int64_t staging; /* poison [2][num_ranks - 1][source_bytes] */
-    int64_t bytes;
-    int64_t source_bytes; /* staging per source rank and parity */
-    int64_t escape_words; /* per source rank and parity */
-    int64_t part_words;   /* per source rank */
+    /* poison [2][num_ranks - 1][max_tokens * max_top_k]: weights or their gradients */
+    int64_t floats;
+    int64_t escapes; /* zero [2][num_ranks - 1][escape_words]: net/staging.cuh */
+    /* poison [num_ranks][max_tokens * max_top_k * blocks]: blocks of dot products
+     * (combine/backward.cu); this rank only */
+    int64_t parts;
+    int64_t staging;      /* poison [2][num_ranks - 1][source_bytes]: rows, net/staging.cuh */
+    int64_t bytes;        /* size of the whole heap */
+    int64_t source_bytes; /* bytes of staging per source rank and half */
+    int64_t escape_words; /* escape words per source rank and half */
+    int64_t part_words;   /* words of `parts` per source rank */
 } p2p_heap;
 
 enum { /* words of an announcement */
@@ -80,63 +100,73 @@ enum { /* words of an announcement */
        P2P_ANNOUNCE_WORDS = 4
 };
 
-enum { /* words about a wrong value in the data of a plan */
+enum { /* words that report a wrong value in the data of a plan */
        P2P_FAULT_KIND = 0,
-       P2P_FAULT_INDEX = 1, /* of the choice or the expert */
-       P2P_FAULT_LOW = 2,   /* of the wrong value */
-       P2P_FAULT_HIGH = 3,
+       P2P_FAULT_INDEX = 1, /* index of the choice or the expert */
+       P2P_FAULT_LOW = 2,   /* the wrong value, low 32 bits */
+       P2P_FAULT_HIGH = 3,  /* the wrong value, high 32 bits */
        P2P_FAULT_WORDS = 4
 };
 
-/* The word of a rank that closed after its operation number `epoch`. */
+/* The word `gone` of a rank that closed after operation number `epoch`. */
 #define P2P_GONE(epoch) (1ull << 63 | (epoch))
 
-/* Control memory of a rank: only its own kernels read and write it. */
+/* Control memory of a rank, through which the CTAs of its kernels agree. Only its own kernels
+ * read and write it. */
 typedef struct p2p_control {
-    uint32_t epoch;       /* operations that this rank has finished */
-    uint32_t done;        /* CTAs that have finished the running round */
-    uint32_t round;       /* the epoch in which CTAs may work */
-    uint32_t planned;     /* epoch whose plan is complete */
-    uint32_t claim;       /* 1: the status is or will be written */
-    uint32_t ended;       /* CTAs that have finished, where `done` counts something else */
-    uint32_t running;     /* 1: an operation has begun and not ended */
-    uint64_t progress_ns; /* device time, ns, of the last progress: a wait of this rank ended */
-    uint32_t dead_polled_at; /* when `dead` was last read from the host, in units of 1024 ns */
-    uint32_t dead;           /* ranks that were dead then, as bits */
-    uint64_t
-        due; /* time, ns, after which the host must beat before a deadline may end; 0: none */
-    uint64_t overdue;    /* deadlines up to this time have passed: the host has beaten since */
-    uint32_t due_beat;   /* the host's count of beats at `due` */
-    uint32_t host_stops; /* the host's count of stops for which deadlines were postponed */
-    uint32_t num_postponed;   /* postponements since the last progress */
-    uint32_t awake_polled_at; /* when the host's `awake` was last read, in units of 1024 ns */
-    uint64_t posted;          /* backend hosts: entries of the ring that have a place, */
-    uint64_t room;            /* number of the first entry that has no room yet, */
-    uint64_t epochs;          /* and epochs that have ended */
-/* Copies of host memory and of the net inbox, so that one warp reads for all. */
+    uint32_t epoch; /* epoch of the last finished operation */
+    uint32_t done;  /* number of CTAs that have finished the running operation or round */
+    /* set by the last CTA: the epoch of the next round, which waiting CTAs may begin */
+    uint32_t round;
+    uint32_t planned;        /* epoch in which a plan was last completed */
+    uint32_t claim;          /* 1: a thread of this rank reports the failure in p2p_status */
+    uint32_t ended;          /* low-latency kernels: number of CTAs that have finished */
+    uint32_t running;        /* 1 while an operation runs */
+    uint64_t progress_ns;    /* device time in ns when a wait of this rank last ended well */
+    uint32_t dead_polled_at; /* time of the last read of p2p_status.dead, in units of 1024 ns */
+    uint32_t dead;           /* bit mask of dead ranks, as then read */
+    /* Device time in ns. A deadline has passed, and a beat of the host after this time would
+     * confirm it. 0: none. */
+    uint64_t due;
+    /* deadlines up to this device time have passed: the host has beaten since */
+    uint64_t overdue;
+    uint32_t due_beat;   /* number of beats of the host when `due` was set */
+    uint32_t host_stops; /* number of stops of the process that have already moved a deadline */
+    uint32_t num_postponed; /* number of times the deadline moved since the last progress */
+    /* time of the last read of p2p_status.awake, in units of 1024 ns */
+    uint32_t awake_polled_at;
+    /* backend hosts: number of entries that threads have appended to the ring */
+    uint64_t posted;
+    uint64_t room;   /* number of the first entry for which the ring has no room yet */
+    uint64_t epochs; /* number of epochs whose end has been posted */
+/* Copies of words in host memory and in the net inbox, where polls are slow: one warp reads
+ * there, the others read here. */
 #ifdef EPIC_HOSTS
-    uint64_t broken;          /* P2P_BROKEN of a failed group, else 0 */
-    uint64_t freed;           /* epochs of which the net has read all sources */
-    uint32_t freed_polled_at; /* when each was last read, in units of 1024 ns */
+    uint64_t broken; /* P2P_BROKEN() of a failed group, else 0 */
+    uint64_t freed;  /* number of epochs whose puts the net has read */
+    /* Times of the last reads of `freed`, announcements, failures and the ring's room from
+     * their origin, in units of 1024 ns. */
+    uint32_t freed_polled_at;
     uint32_t announcements_polled_at;
     uint32_t failure_polled_at;
     uint32_t room_polled_at;
-    uint64_t received_vectors
-        [DEVICE_MAX_RANKS]; /* stamped: vectors that have arrived from each rank, about */
-    uint64_t announcements[2][P2P_ANNOUNCE_WORDS][DEVICE_MAX_RANKS]; /* stamped */
+    /* stamped, by source rank: index in staging of about the last vector that has arrived */
+    uint64_t received_vectors[DEVICE_MAX_RANKS];
+    uint64_t announcements[2][P2P_ANNOUNCE_WORDS][DEVICE_MAX_RANKS]; /* stamped: copies */
 #endif
 } p2p_control;
 
 #define P2P_CONTROL_BYTES ((int64_t)(sizeof(p2p_control) + 127) / 128 * 128)
 
-/* Tokens per rank that low-latency kernels may have, in a group of up to max_tokens. */
+/* Returns the number of tokens per rank for which the heap has room for ids. */
 static inline int64_t p2p_lowlat_tokens(int64_t max_tokens)
 {
     return max_tokens < P2P_LOWLAT_TOKENS ? max_tokens : P2P_LOWLAT_TOKENS;
 }
 
-/* Bytes of staging per source and parity: max_tokens rows, or less if staging_bytes is smaller.
- * It always has room for two rows of the widest kind, so that packed rows fit, too. */
+/* Returns the bytes of staging per source rank and half: max_tokens rows, or less if
+ * staging_bytes limits the sum over sources and halves. There is always room for two rows, so
+ * that a packed row (a row and its scales) fits. */
 static inline int64_t p2p_source_bytes(int64_t num_ranks, int64_t max_tokens,
                                        int64_t max_row_bytes, int64_t staging_bytes)
 {
@@ -148,7 +178,8 @@ static inline int64_t p2p_source_bytes(int64_t num_ranks, int64_t max_tokens,
     return device_round_up(bytes, 512);
 }
 
-/* Lays out a heap: the offset of every array, and all bytes. The same on every rank. */
+/* Returns the offset of every array and the size of a heap. It depends on the arguments only,
+ * so all ranks get the same layout. */
 static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_t max_row_bytes,
                                    int64_t staging_bytes, int64_t max_top_k)
 {
@@ -156,8 +187,9 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
     const int64_t peers = num_ranks - 1;
     const int64_t choices = max_tokens * max_top_k;
     h.source_bytes = p2p_source_bytes(num_ranks, max_tokens, max_row_bytes, staging_bytes);
-    /* one piece more than rows have: packed rows have a second row, and count from their round
-     */
+    /* Packed rows (a row and its scales) may have more pieces than max_row_bytes has. They
+     * count tokens from the start of their round, and a round has fewer rows if they are
+     * longer. So one more piece per token suffices. */
     h.escape_words = (max_tokens + 1) * ((max_row_bytes + 2047) / 2048 + 1) * 32;
     h.part_words = choices * ((max_row_bytes + 2047) / 2048);
     h.announce = 0;
@@ -187,7 +219,7 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
     h.floats = h.escapes + device_round_up(2 * peers * h.escape_words * 4, 512);
     h.parts = h.floats + device_round_up(2 * peers * choices * 4, 512);
 #ifdef EPIC_HOSTS
-    h.staging = h.parts; /* `parts` are allocated separately, on the GPU */
+    h.staging = h.parts; /* `parts` is a separate allocation on the GPU */
 #else
     h.staging = h.parts + device_round_up(num_ranks * h.part_words * 4, 512);
 #endif
@@ -195,7 +227,8 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
     return h;
 }
 
-/* Offset of the poison memory, which extends to the end; memory before it starts as zeros. */
+/* Returns the offset where poison memory begins; it reaches to the end of the heap. Everything
+ * before is zeros at first. */
 static inline int64_t p2p_heap_poison(const p2p_heap *h)
 {
     return h->floats;
