@@ -1,14 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The state of the running operation, and where the words and rows of a rank lie.
+/* OpState, the state of the running operation, and the addresses of a rank's words and rows.
  *
- * Backends p2p and hosts are two libraries that are compiled from the same sources. HOSTS is 1
- * in the library of backend hosts, where some peers are on other hosts. It is 0 in p2p, where
- * the compiler drops all code that depends on it. Every address that differs between the two is
- * chosen in this file.
+ * Backends p2p and hosts are two libraries, compiled from the same sources. In hosts, where
+ * some ranks are on other hosts, HOSTS is 1. In p2p it is 0, and the compiler drops all code
+ * that depends on it. Every address that differs between the two is chosen in this file:
  *
  *   a peer on this host      stores into this rank's heap, over NVLink
- *   a peer on another host   stores into its outbox; the net copies that into this rank's
- *                            inbox, which has the layout of the heap (net/net.cuh) */
+ *   a peer on another host   stores into its own outbox; the net copies the words into this
+ *                            rank's inbox, which has the layout of the heap (net/net.cuh) */
 #ifndef EPIC_ADDRESSING_CUH
 #define EPIC_ADDRESSING_CUH
 
@@ -17,61 +16,66 @@
 
 #define WARP 32
 #define ALL_LANES 0xffffffffu
-struct OpState { /* The running operation; one per CTA, in shared memory. */
+struct OpState { /* The running operation. Each CTA has one, in shared memory. */
     const p2p_self *self;
-    uint8_t *heap; /* heap of this rank */
-    /* when this CTA's waits expire, unless something progresses on this rank */
+    uint8_t *heap; /* this rank's heap */
+    /* Device time in ns when this CTA's waits expire. Progress of any wait of this rank moves
+     * it. */
     mutable uint64_t deadline;
     uint32_t epoch, signature;
-    int32_t tokens, capacity, rows;    /* what this rank announces */
-    uint32_t last;                     /* 1 if this CTA was the last to finish */
-    uint32_t overlaps;                 /* result of mark_running() */
-    mutable uint32_t aborted_wait;     /* WAIT_ABORTED() of a wait that was given up; 0: none */
-    uint8_t *inbox[DEVICE_MAX_RANKS];  /* staging of this rank, by the rank that writes it */
-    uint8_t *outbox[DEVICE_MAX_RANKS]; /* staging that this rank writes, by its owner */
+    int32_t tokens, capacity, rows; /* the sizes that this rank announces */
+    uint32_t last;                  /* 1 if this CTA was the last to finish */
+    uint32_t overlaps;              /* result of mark_running() */
+    /* WAIT_ABORTED() of a wait of this CTA that was given up; 0: none */
+    mutable uint32_t aborted_wait;
+    uint8_t *inbox[DEVICE_MAX_RANKS];  /* [rank that writes it]: this rank's staging */
+    uint8_t *outbox[DEVICE_MAX_RANKS]; /* [rank that reads it]: staging that this rank writes */
 #ifdef EPIC_HOSTS
-    const uint8_t *slow;      /* the net inbox, if that is host memory */
-    int64_t host_inbox_bytes; /* its bytes, else 0 */
-    /* staging in the net inbox, by the rank that writes it */
+    const uint8_t *slow;      /* start of the net inbox */
+    int64_t host_inbox_bytes; /* its size in bytes if it is in host memory, else 0 */
+    /* [rank that writes it]: this rank's staging in the net inbox */
     uint8_t *host_box[DEVICE_MAX_RANKS];
-    uint8_t relay[DEVICE_MAX_RANKS]; /* the rank that delivers the rows of each rank */
+    /* [rank]: the rank that delivers its rows here: itself or a relay */
+    uint8_t relay[DEVICE_MAX_RANKS];
 #endif
 };
 
-/* Number of this thread in its warp. */
 __device__ __forceinline__ int lane_id()
 {
     return threadIdx.x % WARP;
 }
 
-/* The last CTA of a grid announces and, in most operations, finishes the operation. */
+/* Returns true in the last CTA of the grid. It announces the operation and, in most kernels,
+ * also ends it. */
 __device__ __forceinline__ bool is_last_cta()
 {
     return blockIdx.x == gridDim.x - 1;
 }
 
-/* Maps a rank in [0, 2 * num_ranks) to [0, num_ranks). */
+/* Maps a number in [0, 2 * num_ranks) to a rank, modulo num_ranks. */
 __device__ __forceinline__ int wrap_rank(int rank, int num_ranks)
 {
     return rank >= num_ranks ? rank - num_ranks : rank;
 }
 
-/* The epoch after `epoch`. Epochs run from 1 to 2^32 - 1 and continue with 2, so that their
- * parity alternates. Fresh memory is stamped with 0, which is no epoch. */
+/* Returns the epoch after `epoch`. Epochs run from 1 to 2^32 - 1 and continue with 2, so that
+ * odd and even ones alternate. 0 is no epoch: it is the stamp of fresh memory. */
 __device__ __forceinline__ uint32_t epoch_after(uint32_t epoch)
 {
     return epoch == 0xffffffffu ? 2 : epoch + 1;
 }
 
-/* Half of the double-buffered memory that the running epoch uses. */
+/* Returns which half (0 or 1) of memory marked [2] in heap.h the running epoch uses. */
 __device__ __forceinline__ uint32_t epoch_parity(const OpState &op)
 {
     return op.epoch & 1;
 }
 
-/* Functions with a `self` argument read that copy, which is a parameter of the kernel. A read
- * through op.self is a load from memory and takes about 500 ns. */
-/* The words of this rank's heap through which its CTAs agree about the operation. */
+/* Many functions below have one version with a `self` argument and one without. `self` is a
+ * parameter of the kernel, which lies in constant memory. The versions without it read op.self,
+ * a slow load from memory. */
+
+/* Returns this rank's control memory, through which the CTAs of its kernels agree. */
 __device__ __forceinline__ p2p_control *control_of(const p2p_self &self)
 {
     return (p2p_control *)(self.heap[self.rank] + self.at.control);
@@ -82,21 +86,20 @@ __device__ __forceinline__ p2p_control *control_of(const OpState &op)
     return (p2p_control *)(op.heap + op.self->at.control);
 }
 
-/* The word {epoch, value}: readers accept it in this epoch only. */
+/* Returns the stamped word {epoch, value}, which readers accept in this epoch only. */
 __device__ __forceinline__ uint64_t stamp_word(const OpState &op, uint32_t value)
 {
     return (uint64_t)op.epoch << 32 | value;
 }
 
-/* Was the word written in the running epoch? */
+/* Returns true if the word was written in the running epoch. */
 __device__ __forceinline__ bool is_stamped(const OpState &op, uint64_t word)
 {
     return (uint32_t)(word >> 32) == op.epoch;
 }
 
-/* Base of the memory where rank q stores words for this rank. backend hosts: ranks of this
- * host, this one included, store into the heap; the net writes words of other hosts into the
- * inbox. Both have the same layout. */
+/* Returns the base address of the memory where rank q stores words for this rank: this rank's
+ * heap, or the net inbox if q is on another host. Both have the same layout. */
 __device__ __forceinline__ uint8_t *inbox_base(const p2p_self &self, int q)
 {
 #ifdef EPIC_HOSTS
@@ -113,8 +116,9 @@ __device__ __forceinline__ uint8_t *inbox_base(const OpState &op, int q)
     return op.heap;
 }
 
-/* Base of the memory where rank q publishes its status (waits, broken, gone). backend hosts:
- * status words of every other rank arrive through the net, also those of ranks on this host. */
+/* Returns the base address of the memory where rank q publishes its status words (waits,
+ * broken, gone). In backend hosts status words always travel through the net, also within a
+ * host. */
 #ifdef EPIC_HOSTS
 __device__ __forceinline__ uint8_t *status_base(const OpState &op, int q)
 {
@@ -124,16 +128,16 @@ __device__ __forceinline__ uint8_t *status_base(const OpState &op, int q)
 #define status_base(op, q) op.heap
 #endif
 
-/* Difference in 8-byte words between inbox_base(q) and this rank's heap. It is 0 in all CTAs
- * but the first: that one copies what it reads into the heap (cache_counts), where the others
- * wait for it. */
+/* Returns the offset, in 8-byte words, from this rank's heap to the memory where rank q's words
+ * arrive. Only CTA 0 reads the net inbox; it copies the words to the heap (cache_counts), where
+ * the other CTAs wait for them. So the offset is 0 in other CTAs. */
 __device__ __forceinline__ int64_t inbox_word_offset(const OpState &op, int q)
 {
     return HOSTS && blockIdx.x == 0 ? (inbox_base(op, q) - op.heap) / 8 : 0;
 }
 
-/* Base of the memory where rank q's rows arrive. Rows that go through relays (net/relay.cuh)
- * are stored by ranks of this host, so they arrive in the heap. */
+/* Returns the base address of the memory where rank q's rows arrive. With relays
+ * (net/relay.cuh) a rank of this host stores them, so they arrive in the heap. */
 __device__ __forceinline__ uint8_t *row_inbox_base(const p2p_self &self, int q)
 {
 #ifdef EPIC_HOSTS
@@ -144,8 +148,8 @@ __device__ __forceinline__ uint8_t *row_inbox_base(const p2p_self &self, int q)
     return inbox_base(self, q);
 }
 
-/* The rank that a wait for rank q's rows blames if it fails. With relays it is the relay,
- * because q does not know what its relay has not forwarded. */
+/* Returns the rank to report if a wait for rank q's rows fails: q, or the relay that forwards
+ * its rows. */
 __device__ __forceinline__ int relay_of(const OpState &op, int q)
 {
 #ifdef EPIC_HOSTS
@@ -155,8 +159,8 @@ __device__ __forceinline__ int relay_of(const OpState &op, int q)
 #endif
 }
 
-/* backend hosts: is `at` in host memory? A poll of host memory takes microseconds and takes
- * bandwidth from rows. */
+/* Returns true if `at` is in host memory (backend hosts only). A poll of host memory takes
+ * microseconds, and bandwidth from rows. */
 __device__ __forceinline__ bool is_host_memory(const OpState &op, const void *at)
 {
 #ifdef EPIC_HOSTS
@@ -166,7 +170,7 @@ __device__ __forceinline__ bool is_host_memory(const OpState &op, const void *at
 #endif
 }
 
-/* Sets the range that is_host_memory() tests. One thread. */
+/* Sets the address range that is_host_memory() tests. Called by one thread. */
 __device__ __forceinline__ void find_host_inbox(const p2p_self &self, OpState &op)
 {
 #ifdef EPIC_HOSTS
@@ -175,7 +179,8 @@ __device__ __forceinline__ void find_host_inbox(const p2p_self &self, OpState &o
 #endif
 }
 
-/* The announcement of `rank` in a heap: P2P_ANNOUNCE_WORDS stamped words. */
+/* Returns the announcement of `rank` in a heap: P2P_ANNOUNCE_WORDS stamped words. `heap`: base
+ * address of that heap. */
 __device__ __forceinline__ uint64_t *announcement_words(const p2p_self &self, const OpState &op,
                                                         uint8_t *heap, int rank)
 {
@@ -189,7 +194,7 @@ __device__ __forceinline__ uint64_t *announcement_words(const OpState &op, uint8
     return announcement_words(*op.self, op, heap, rank);
 }
 
-/* Is rank q on another host? */
+/* Returns true if rank q is on another host. */
 __device__ __forceinline__ bool is_remote(const p2p_self &self, int q)
 {
 #ifdef EPIC_HOSTS
@@ -199,36 +204,37 @@ __device__ __forceinline__ bool is_remote(const p2p_self &self, int q)
 #endif
 }
 
-/* Index of rank `by` in the arrays by source of rank `to`. p2p indexes by rank. backend hosts
- * indexes by distance, so that one copy in the outbox serves all peers. */
+/* Returns the index of rank `by` in the arrays of rank `to` that have one part per source. p2p:
+ * the rank. backend hosts: the distance between the ranks, so that the shared outbox has a part
+ * of its own for each destination. */
 __device__ __forceinline__ int source_number(const p2p_self &self, int to, int by)
 {
     return HOSTS ? wrap_rank(by + self.num_ranks - to - 1, self.num_ranks) : by;
 }
 
-/* Choices per token that arrays of a heap have room for. It is a constant in p2p. */
+/* Choices per token that the arrays of a heap have room for. A constant in p2p. */
 #ifdef EPIC_HOSTS
 #define HEAP_TOP_K(self) ((self).max_top_k)
 #else
 #define HEAP_TOP_K(self) DEVICE_MAX_TOP_K
 #endif
 
-/* Rank q stores the records of its sources in the order of their distance from q. Returns the
- * words to add to an address that was computed with the number of this rank, to get the place of
- * this rank's records on q. */
+/* Returns a number of words to add to a record's address on rank q that was computed with this
+ * rank's number as index. The sum is the address of this rank's record there (source_number()).
+ */
 __device__ __forceinline__ int64_t record_word_offset(const p2p_self &self, int q)
 {
     return (source_number(self, q, self.rank) - self.rank) * self.max_tokens * HEAP_TOP_K(self);
 }
 
-/* Floats per token in the float arrays. backend hosts rounds up to even numbers, because the
- * net copies words of 8 bytes. */
+/* Returns the number of floats per token in the array `floats` of a heap. backend hosts rounds
+ * up to an even number, because the net copies words of 8 bytes. */
 __device__ __forceinline__ int float_stride(int top_k)
 {
     return HOSTS ? (top_k + 1) & ~1 : top_k;
 }
 
-/* Ranks per host if rows go through relays (net/relay.cuh), else 0. */
+/* Returns the number of ranks per host if rows go through relays (net/relay.cuh), else 0. */
 __device__ __host__ __forceinline__ int ranks_per_host(const p2p_self &self)
 {
 #ifdef EPIC_HOSTS
@@ -239,7 +245,7 @@ __device__ __host__ __forceinline__ int ranks_per_host(const p2p_self &self)
 #endif
 }
 
-/* Bit mask of the ranks on this host, this rank included. */
+/* Returns a bit mask of the ranks on this host, this rank included. */
 __device__ __host__ __forceinline__ uint32_t near_ranks(const p2p_self &self)
 {
 #ifdef EPIC_HOSTS
@@ -250,7 +256,7 @@ __device__ __host__ __forceinline__ uint32_t near_ranks(const p2p_self &self)
 #endif
 }
 
-/* Memory that the net writes, with the layout of the heap; NULL in p2p. */
+/* Returns the net inbox, which has the layout of a heap; NULL in p2p. */
 __device__ __forceinline__ uint8_t *net_inbox(const p2p_self &self)
 {
 #ifdef EPIC_HOSTS
@@ -261,7 +267,7 @@ __device__ __forceinline__ uint8_t *net_inbox(const p2p_self &self)
 #endif
 }
 
-/* Offset in a heap of the words *wants*: which ranks want a row (net/relay.cuh). */
+/* Returns the offset in a heap of the words *wants* (net/relay.cuh). */
 __device__ __forceinline__ int64_t wants_offset(const p2p_self &self)
 {
 #ifdef EPIC_HOSTS
@@ -272,7 +278,8 @@ __device__ __forceinline__ int64_t wants_offset(const p2p_self &self)
 #endif
 }
 
-/* Least number of tokens that are sent before one is received; 0: any number. */
+/* Returns the number of tokens that this rank sends before it waits for the first one, at
+ * least; 0: no such limit. */
 static inline int32_t net_window(const p2p_self &self)
 {
 #ifdef EPIC_HOSTS
@@ -283,7 +290,8 @@ static inline int32_t net_window(const p2p_self &self)
 #endif
 }
 
-/* Number of roles whose units forward rows of other hosts: one per other host. */
+/* Returns the number of roles (kinds of units, common/rows.cuh) that forward rows of other
+ * hosts: one per other host with relays, else 0. */
 __host__ __device__ __forceinline__ int num_forward_roles(const p2p_self &self)
 {
 #ifdef EPIC_HOSTS

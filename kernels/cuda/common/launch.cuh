@@ -1,13 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* How kernels are launched. The emulator replaces this file (tests/emulator/include). */
+/* Launching a kernel, and its dynamic shared memory. The emulator of the tests replaces this
+ * file (tests/emulator/include). */
 #ifndef EPIC_LAUNCH_CUH
 #define EPIC_LAUNCH_CUH
 
 #include <cuda_runtime_api.h>
 #include <stdint.h>
 
-/* Enqueues a kernel with `shared_bytes` of dynamic shared memory. Returns the launch's error.
- */
+/* Enqueues a kernel with `shared_bytes` of dynamic shared memory and returns the launch's
+ * error. */
 template <class Kernel, class... Arguments>
 static cudaError_t launch_kernel(Kernel kernel, int ctas, int threads, int shared_bytes,
                                  cudaStream_t stream, const Arguments &...arguments)
@@ -16,7 +17,7 @@ static cudaError_t launch_kernel(Kernel kernel, int ctas, int threads, int share
     return cudaGetLastError();
 }
 
-/* The dynamic shared memory of the launch, aligned to 128 bytes. */
+/* Returns the CTA's dynamic shared memory, aligned to 128 bytes. */
 __device__ __forceinline__ void *dynamic_shared()
 {
     extern __shared__ __align__(128) uint8_t dynamic_memory[];

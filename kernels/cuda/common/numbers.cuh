@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Access to numbers of arrays whose type is known at run time only, one at a time or as
- * vectors. */
+/* Loading and storing elements of arrays whose type is known at run time only, one element or
+ * one 16-byte vector at a time. */
 #ifndef EPIC_NUMBERS_CUH
 #define EPIC_NUMBERS_CUH
 
@@ -9,7 +9,7 @@
 
 #include "cuda/common/rows.cuh"
 
-/* Loads element i of an array of a type that is known only at run time. */
+/* Returns element i of an array of elements of `type` (EPIC_BF16, EPIC_F16 or EPIC_F32). */
 __device__ __forceinline__ float load_number(const void *p, uint32_t type, int64_t i)
 {
     if (type == EPIC_BF16) return __bfloat162float(((const __nv_bfloat16 *)p)[i]);
@@ -17,7 +17,7 @@ __device__ __forceinline__ float load_number(const void *p, uint32_t type, int64
     return ((const float *)p)[i];
 }
 
-/* Rounds x to the type and stores it as element i. */
+/* Rounds x to `type` and stores it as element i. */
 __device__ __forceinline__ void store_number(void *p, uint32_t type, int64_t i, float x)
 {
     if (type == EPIC_BF16)
@@ -28,8 +28,8 @@ __device__ __forceinline__ void store_number(void *p, uint32_t type, int64_t i, 
         ((float *)p)[i] = x;
 }
 
-/* The value of an e4m3 byte: its bits, moved to those of a float32, have an exponent that is
- * 120 too small. */
+/* Returns the value of an e4m3 byte. Its exponent and mantissa bits, shifted to their positions
+ * in a float32, give a number that is 2^120 times too small. */
 __device__ __forceinline__ float e4m3_value(uint8_t q)
 {
     const uint32_t size = q & 0x7fu;
@@ -41,7 +41,8 @@ template <class T> constexpr uint32_t NUMBER_TYPE = EPIC_F32;
 template <> constexpr uint32_t NUMBER_TYPE<Bf16> = EPIC_BF16;
 template <> constexpr uint32_t NUMBER_TYPE<F16> = EPIC_F16;
 
-/* Loads V numbers from index i on: one vector of 16 bytes, or one number. */
+/* Loads elements [i, i + V) of type T. V is 1, or T::N: then a 16-byte vector is loaded, and i
+ * must be a multiple of V. */
 template <class T, int V>
 __device__ __forceinline__ void load_numbers(float (&x)[V], const void *p, int64_t i)
 {
@@ -51,6 +52,7 @@ __device__ __forceinline__ void load_numbers(float (&x)[V], const void *p, int64
         x[0] = load_number(p, NUMBER_TYPE<T>, i);
 }
 
+/* Rounds x to type T and stores it as elements [i, i + V). V as in load_numbers(). */
 template <class T, int V>
 __device__ __forceinline__ void store_numbers(void *p, int64_t i, const float (&x)[V])
 {
