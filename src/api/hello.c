@@ -24,8 +24,7 @@ static uint64_t random_uint64(void)
 {
     uint64_t word;
     if (getrandom(&word, sizeof word, 0) == sizeof word) return word;
-    struct timespec now; /* no random number from the kernel: a hash that still differs per
-                          * group */
+    struct timespec now; /* fallback that still differs per group */
     clock_gettime(CLOCK_REALTIME, &now);
     return hash_join((uint64_t)getpid(),
                      (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec);

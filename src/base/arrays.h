@@ -7,12 +7,13 @@
 
 #include "base/error.h"
 
-/* An array of a call, in memory of the host or of a device.  The checks do not read it. */
+/* An array argument of a call.  The checks use only its address and size, never its contents,
+ * so it may be in device memory. */
 typedef struct call_array {
     const char *name;
     const void *data; /* NULL: not given */
-    int64_t bytes;    /* least size; 0: not given */
-    size_t unit;      /* bytes of an element, a power of two: the address is a multiple of it */
+    int64_t bytes;    /* size that the call uses; 0: not given */
+    size_t unit;      /* bytes of an element, a power of two; the address is aligned to it */
     bool out;         /* the call writes it */
 } call_array;
 
@@ -29,10 +30,11 @@ static inline call_array call_array_of(const char *name, const void *data, int64
 #define ARRAY_OUT(args, field, count, unit) \
     call_array_of(#field, (args)->field, count, unit, true)
 
-/* Checks that every array is aligned to its elements, and that no array overlaps one that the
- * call writes.  Errors: EPIC_EINVAL. */
+/* Checks that every array is aligned to its elements, and that no array overlaps another one
+ * that the call writes.  Returns EPIC_EINVAL with a sentence that names the arrays. */
 epic_result check_arrays(const call_array *arrays, size_t count);
 
+/* check_arrays() for an array variable, whose length the compiler knows. */
 #define CHECK_ARRAYS(arrays) check_arrays(arrays, sizeof(arrays) / sizeof *(arrays))
 
 #endif

@@ -25,7 +25,7 @@ static inline int64_t clock_ms(void)
     return clock_ns() / 1000000;
 }
 
-/* Returns the time `ns` nanoseconds from now, for calls that wait until a time. */
+/* Returns the monotonic time `ns` nanoseconds from now, as an absolute timeout. */
 static inline struct timespec clock_in_ns(int64_t ns)
 {
     const int64_t end = clock_ns() + ns;

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The CPU cores that a rank may run on.  Launchers may bind each rank to a few cores.  So the
- * sets of all ranks of a host are needed to find out whether each rank can have a core of its
- * own. */
+/* The CPU cores that a rank may run on.  A launcher may bind each rank to different cores, so
+ * the number of cores per rank is known only from the core sets of all ranks of a host. */
 #ifndef EPIC_CORES_H
 #define EPIC_CORES_H
 

@@ -2,15 +2,18 @@
 /* A deadline that counts only the time in which this process ran.
  *
  * A process can be stopped as a whole: Ctrl-Z, `scontrol suspend`, a frozen container, a paused
- * virtual machine.  The clock of deadlines goes on meanwhile.  If all ranks were stopped
- * together, a rank that looks at the clock first after the stop would find its peers silent and
- * blame one of them.  So every wait looks at its deadline again and again, and announces before
- * each sleep how long it will take.  If the next look comes much later, this process was
- * stopped, in the sleep or between two instructions.  The deadline then starts anew, so that
- * the peers have the whole timeout to show that they run again.
+ * virtual machine.  The monotonic clock runs on meanwhile.  Suppose that all ranks were stopped
+ * together.  The first rank that checks its deadline afterwards would find it passed and blame
+ * a silent peer.  To prevent this, a waiting rank checks its deadline again and again, and
+ * stores before each sleep when the next check is due (expected_ns).  If that check comes much
+ * later, this process was stopped.  The deadline then starts anew, so that peers have the whole
+ * timeout to show that they run again.
  *
- * On a machine that is always overloaded a deadline must end, too.  So after RESTART_LIMIT
- * timeouts of running time a stop only adds its own length. */
+ * A deadline must also end on a machine that is always overloaded.  So it starts anew only in
+ * the first DEADLINE_RESTART_LIMIT timeouts of running time.  Later stops only move its end by
+ * their own length.
+ *
+ * A deadline belongs to one thread; the functions take no locks. */
 #ifndef EPIC_DEADLINE_H
 #define EPIC_DEADLINE_H
 
@@ -19,19 +22,18 @@
 
 #include "base/clock.h"
 
-#define DEADLINE_RESTART_LIMIT 4 /* timeouts of running time, for one wait */
-#define DEADLINE_SLACK_NS \
-    100000000ull /* longest delay that the scheduler may cause in a running process */
+#define DEADLINE_RESTART_LIMIT 4       /* in timeouts of running time, for each wait */
+#define DEADLINE_SLACK_NS 100000000ull /* longer than any usual delay by the scheduler */
 
 typedef struct deadline {
     uint64_t timeout_ns;
-    uint64_t start_ns;    /* when it last started; 0: it starts at the next look */
+    uint64_t start_ns;    /* when it last started; 0: it starts at the next deadline_look() */
     uint64_t end_ns;      /* when it is reached */
-    uint64_t expected_ns; /* latest time of the next look if this process is not stopped */
+    uint64_t expected_ns; /* time by which the next deadline_look() is due */
     uint64_t ran_ns;      /* running time of this wait before start_ns */
 } deadline;
 
-/* Starts a wait at `now`, a time of clock_ns(). */
+/* Starts a deadline at `now`, a time of clock_ns(). */
 static inline void deadline_start(deadline *d, uint64_t timeout_ns, uint64_t now)
 {
     *d = (deadline){.timeout_ns = timeout_ns,
@@ -40,14 +42,14 @@ static inline void deadline_start(deadline *d, uint64_t timeout_ns, uint64_t now
                     .expected_ns = now};
 }
 
-/* Lets the next look start the deadline anew, since data has moved. */
+/* Makes the next deadline_look() start the deadline anew.  Called when data has moved. */
 static inline void deadline_renew(deadline *d)
 {
     d->start_ns = 0;
 }
 
-/* Returns how long this process was stopped since the last look and the sleep announced after
- * it.  It returns 0 for a delay that is usual on a busy machine. */
+/* Returns how many nanoseconds the current check is late (expected_ns), which is the time for
+ * which this process was stopped.  Returns 0 for a delay that is usual on a busy machine. */
 static inline uint64_t deadline_stopped_ns(const deadline *d, uint64_t now)
 {
     const uint64_t quarter = d->timeout_ns / 4;
@@ -55,8 +57,8 @@ static inline uint64_t deadline_stopped_ns(const deadline *d, uint64_t now)
     return now > d->expected_ns + slack ? now - d->expected_ns : 0;
 }
 
-/* Looks at the deadline.  Returns true if it has passed.  After a stop the deadline starts
- * anew. */
+/* Checks the deadline at `now`, a time of clock_ns().  Returns true if it has passed.  If this
+ * process was stopped since the last check, the deadline starts anew. */
 static inline bool deadline_look(deadline *d, uint64_t now)
 {
     if (!d->start_ns) {
@@ -75,8 +77,8 @@ static inline bool deadline_look(deadline *d, uint64_t now)
     return now >= d->end_ns;
 }
 
-/* Returns how long a sleep after a look at `now` may take, at most `longest` nanoseconds, and
- * announces that sleep. */
+/* Returns how long a sleep that starts at `now` may last: until the deadline, but at most
+ * `longest` nanoseconds.  Sets expected_ns to the end of that sleep. */
 static inline uint64_t deadline_sleep_ns(deadline *d, uint64_t now, uint64_t longest)
 {
     const uint64_t left = now < d->end_ns ? d->end_ns - now : 0;
@@ -85,7 +87,7 @@ static inline uint64_t deadline_sleep_ns(deadline *d, uint64_t now, uint64_t lon
     return sleep;
 }
 
-/* Returns a deadline that starts now. */
+/* Returns a deadline of timeout_ms milliseconds that starts now. */
 static inline deadline deadline_begin_ms(uint64_t timeout_ms)
 {
     deadline d;
@@ -93,8 +95,8 @@ static inline deadline deadline_begin_ms(uint64_t timeout_ms)
     return d;
 }
 
-/* Looks at the deadline before a sleep of `nap_ns`, and announces that sleep.  Returns true if
- * the deadline has passed. */
+/* Checks the deadline before a sleep of `nap_ns` nanoseconds, and sets expected_ns to the end
+ * of that sleep.  Returns true if the deadline has passed. */
 static inline bool deadline_before_nap(deadline *d, uint64_t nap_ns)
 {
     const uint64_t now = (uint64_t)clock_ns();

@@ -8,7 +8,8 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Spreads every bit over the whole word.  It is a bijection, the finalizer of MurmurHash3. */
+/* Mixes the bits of a word, so that every input bit changes about half of the output bits.  It
+ * is the finalizer of MurmurHash3.  Different words have different results. */
 static inline uint64_t hash_mix(uint64_t x)
 {
     x ^= x >> 33;
@@ -18,14 +19,15 @@ static inline uint64_t hash_mix(uint64_t x)
     return x ^ x >> 33;
 }
 
-/* Adds a word to a hash; the order of the words counts. */
+/* Returns the hash of a sequence of words whose hash so far is `hash` and whose next word is
+ * x.  Depends on the order of the words. */
 static inline uint64_t hash_join(uint64_t hash, uint64_t x)
 {
     return hash_mix(hash ^ (x + 0x9e3779b97f4a7c15ull));
 }
 
-/* Hashes n bytes.  It works on four independent words at a time, so that memory limits its
- * speed. */
+/* Hashes n bytes.  Four words are hashed independently at a time, so that the speed of memory
+ * is the limit. */
 static inline uint64_t hash_bytes(const void *bytes, size_t n)
 {
     const unsigned char *p = bytes;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Finds a plugin next to the library that loads it. */
+/* Loads a plugin from the folder of the library that uses it. */
 #include "base/library.h"
 
 #include <dlfcn.h>

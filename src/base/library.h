@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Loads EPIC's plugins (CUDA, MPI, UCX) when a context needs them. */
+/* Loads EPIC's plugins, which are libraries for CUDA, MPI and UCX, when a context needs
+ * them. */
 #ifndef EPIC_LIBRARY_H
 #define EPIC_LIBRARY_H
 
-/* Loads a library from the folder of the file that contains the address `self`, or if it is not
- * there, from the system's search path.  Returns NULL on failure; dlerror() has the reason. */
+/* Loads the file `library`.  Looks first in the folder of the library or program that contains
+ * the address `self`, then in the system's search path.  Returns a dlopen() handle, or NULL on
+ * failure; dlerror() then has the reason. */
 void *library_open(const void *self, const char *library);
 
 #endif

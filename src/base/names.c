@@ -4,7 +4,7 @@
 
 #define NAME(constant) [constant] = #constant
 
-/* Defines epic_ENUM_name(). */
+/* Defines epic_ENUM_name(), which returns a constant string for any value. */
 #define ENUM_NAMES(which, ...)                                                               \
     const char *epic_##which##_name(uint32_t value)                                          \
     {                                                                                        \

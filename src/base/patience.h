@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Decides whether a rank that waits first spins or sleeps at once.
+/* Decides whether a waiting rank first spins or sleeps at once.
  *
- * A waiting rank spins for a moment with sched_yield(), since to sleep and be woken takes
- * longer than a short operation.  But if another thread computes on the core, the rank gets it
- * back only after milliseconds, while a sleeping rank would be woken at once.  So after each
- * late return from sched_yield() the next waits sleep at once: 8 of them at first, twice as
- * many each time.  After returns in time the number falls again.  So the compute between short
- * operations delays few waits. */
+ * A rank that waits for a peer usually spins for a moment with sched_yield(), because sleeping
+ * and waking up takes longer than a short operation.  But if another thread computes on the
+ * same core, sched_yield() may return only after milliseconds.  A sleeping rank would be woken
+ * at once.  So after a sched_yield() that returned late, the next waits sleep at once:
+ * LEAST_SLEEPS waits after the first late return, and twice as many after each further one.
+ * Each return in time lowers the number by one again. */
 #ifndef EPIC_PATIENCE_H
 #define EPIC_PATIENCE_H
 
@@ -14,17 +14,19 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#define LATE_NS 500000 /* a return that took longer is late */
-#define LEAST_SLEEPS 8 /* waits that sleep after the first late return */
+#define LATE_NS 500000 /* a sched_yield() that takes longer returns late */
+#define LEAST_SLEEPS 8 /* waits that sleep at once after the first late return */
 #define MOST_SLEEPS 1024
 
-/* State shared by all threads of a rank; zeros at first. */
+/* State of all waits of a rank, shared by its threads; initially zero.  All accesses are
+ * relaxed: a lost update only changes how many waits sleep. */
 typedef struct patience {
-    _Atomic int sleeps; /* waits that still sleep at once */
-    _Atomic int last;   /* number of sleeps after the last late return */
+    _Atomic int sleeps; /* the next `sleeps` waits sleep at once */
+    _Atomic int last;   /* sleeps that the last late return caused, minus later returns in
+                         * time */
 } patience;
 
-/* Returns true if the wait that begins now must sleep at once. */
+/* Returns true if the wait that begins now must sleep at once, and counts that wait. */
 static inline bool patience_is_over(patience *p)
 {
     const int sleeps = atomic_load_explicit(&p->sleeps, memory_order_relaxed);

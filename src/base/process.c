@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Watching processes by pidfd, and this process's file size limit and forks. */
+/* Detects the end of other processes by pidfd, and counts forks of this process. */
 #include "base/process.h"
 
 #include <errno.h>

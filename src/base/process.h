@@ -1,27 +1,30 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The end of other processes, and this process's file size limit and forks. */
+/* Detects the end of other processes, forks of this process, and its limit on the size of
+ * files. */
 #ifndef EPIC_PROCESS_H
 #define EPIC_PROCESS_H
 
 #include <stdbool.h>
 #include <stdint.h>
 
-/* Returns a descriptor that becomes readable when the process ends, or -1 if the system has
- * none (Linux before 5.3, or a process of another PID namespace). */
+/* Returns a file descriptor (pidfd) that becomes readable when the process ends.  The caller
+ * closes it.  Returns -1 if the system cannot create one: Linux before 5.3, or a process of
+ * another PID namespace. */
 int process_watch(int64_t pid);
 
-/* Returns true if the process has ended.  Without a descriptor (fd -1) it uses the pid, and a
- * zombie counts as alive. */
+/* Returns true if the process has ended. fd comes from process_watch().  If it is -1, the
+ * function uses the pid and treats a zombie as alive. */
 bool process_ended(int fd, int64_t pid);
 
-/* Returns true if this process may create a file or memfd of `bytes` bytes.  A larger one would
- * raise SIGXFSZ, which ends the process. */
+/* Returns true if this process may create a file or memfd of `bytes` bytes.  Creating a larger
+ * file would raise SIGXFSZ, which ends the process. */
 bool process_may_grow(int64_t bytes);
 
-/* Starts to count forks.  Returns false if there is no memory for it. */
+/* Starts to count forks of this process.  Returns false if there is no memory for the handler.
+ * Any thread may call it, any number of times. */
 bool process_count_forks(void);
-/* Returns a number that differs between a process and its forked children, after
- * process_count_forks(). */
+/* Returns the number of forks between the process that first called process_count_forks() and
+ * this one.  A context compares it to notice that it is in a forked child. */
 uint32_t process_generation(void);
 
 #endif

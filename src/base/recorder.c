@@ -1,11 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The flight recorder: a ring of records in a memfd, each with a sequence word (a seqlock).
+/* The flight recorder: a ring of records in a memfd.  Each record has a sequence word that
+ * works as a seqlock.
  *
  * A record has one writer at a time: the thread that has set in_flight.  The writer makes the
- * sequence odd, stores the words with release order, and makes the sequence even with release
- * order.  A reader loads the sequence, then the words with acquire order, then the sequence
- * again.  If a word comes from a newer write, the odd sequence before it is visible, too.  Then
- * the second load differs, and the reader tries again. */
+ * sequence odd, stores each word of the record with release order, and makes the sequence even
+ * with release order.  A reader loads the sequence, then each word with acquire order, then the
+ * sequence again.  If any word came from a newer write, the reader also sees the odd sequence
+ * that was stored before that word.  The two loads of the sequence then differ, and the reader
+ * tries again. */
 #include "base/recorder.h"
 
 #include <errno.h>
@@ -28,7 +30,7 @@
 
 struct epic_recorder {
     recorder_page *page;
-    int fd; /* stays open, so that epic-info finds it under /proc/PID/fd */
+    int fd; /* the memfd; open for epic-info, which finds it in /proc/PID/fd */
     epic_trace *trace;
 };
 
@@ -41,8 +43,8 @@ static int64_t wall_ns(void)
 
 /* --------------------------------------------------------------------- open and close ---- */
 
-/* Makes a sealed memfd for one recorder_page.  All of its memory is allocated, so no write can
- * fail later. */
+/* Creates a sealed memfd for one recorder_page.  Returns its descriptor, or -1 and sets errno.
+ * All of its memory is allocated here, so that no later write to it can fail. */
 static int make_memfd(const char *group, int rank)
 {
     char name[160];
@@ -112,7 +114,8 @@ void recorder_trace(epic_recorder *recorder, epic_trace *trace)
 void recorder_close(epic_recorder *recorder)
 {
     if (!recorder) return;
-    /* A forked child may keep the memfd open, so mark that no operation writes it any more. */
+    /* A forked child may keep the memfd open.  `closed` lets epic-info see that no operation
+     * writes to it any more. */
     atomic_store_explicit(&recorder->page->closed, 1, memory_order_release);
     recorder_forget(recorder);
 }
@@ -146,7 +149,8 @@ static void load_words(void *to, const _Atomic uint64_t *from, size_t num_words)
     }
 }
 
-/* Writes a record.  Only its one writer may call this. */
+/* Writes a record and, if the operation failed, its sentence, between an odd and an even
+ * sequence.  Only the thread that claimed the record may call this. */
 static void publish_entry(recorder_page *page, size_t i, const recorder_entry *entry,
                           const char *sentence)
 {
@@ -162,7 +166,9 @@ static void publish_entry(recorder_page *page, size_t i, const recorder_entry *e
     atomic_store_explicit(&record->sequence, sequence + 2, memory_order_release);
 }
 
-/* Claims the next record of the ring that is not in flight.  Returns -1 if all are. */
+/* Claims the first record that is not in flight, from position `number` of the ring.  Returns
+ * its index, or -1 if all records are in flight.  The acquire order pairs with the release in
+ * recorder_end() of the previous writer. */
 static int claim_record(recorder_page *page, uint64_t number)
 {
     for (uint64_t i = 0; i < RECORDER_RECORDS; i++) {
@@ -199,8 +205,8 @@ uint64_t recorder_begin(epic_recorder *recorder, uint32_t operation, uint64_t ta
     return number * RECORDER_RECORDS + (uint64_t)at;
 }
 
-/* Copies the entry of a record in flight, for its writer.  Returns false if the record has
- * ended. */
+/* Copies the entry of a record that the caller has begun.  Returns false if the record has
+ * ended, or if there was no free record for it. */
 static bool get_own_entry(epic_recorder *recorder, uint64_t record, recorder_entry *out)
 {
     if (!recorder || record == NO_RECORD) return false;
@@ -257,7 +263,7 @@ const recorder_page *recorder_map(int fd)
     struct stat file;
     const int seals = fcntl(fd, F_GET_SEALS);
     if (seals < 0 || !(seals & F_SEAL_SHRINK))
-        return NULL; /* a read of a file that shrinks raises SIGBUS */
+        return NULL; /* reading a mapped file that has shrunk raises SIGBUS */
     if (fstat(fd, &file) < 0 || file.st_size != sizeof(recorder_page)) return NULL;
 
     recorder_page *page = mmap(NULL, sizeof *page, PROT_READ, MAP_SHARED, fd, 0);
@@ -277,7 +283,7 @@ bool recorder_read(const recorder_page *page, int i, recorder_entry *out,
 {
     const recorder_record *record = &page->records[i];
     for (int tries = 0; tries < 10000; tries++) {
-        if (tries % 64 == 63) sched_yield(); /* the writer may wait for a core */
+        if (tries % 64 == 63) sched_yield(); /* the writer may need this core to finish */
         const uint64_t before = atomic_load_explicit(&record->sequence, memory_order_acquire);
         if (before == 0) return false;
         if (before & 1) continue;

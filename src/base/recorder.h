@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The flight recorder: the last operations of one context, in a memfd that another process of
- * the same user finds as epic:GROUP:RANK under /proc/PID/fd and reads while a call is stuck.
+/* The flight recorder: the last operations of one context, in a memfd. epic-info, run by the
+ * same user, finds the memfd as epic:GROUP:RANK in /proc/PID/fd and can read it while a call is
+ * stuck.
  *
  * Writing never blocks and never allocates.  Any number of threads may write, each to a record
- * of its own.  An operation keeps its record until it ends, so a stuck one is never
- * overwritten. */
+ * of its own.  An operation keeps its record until it ends, so the record of a stuck operation
+ * is never overwritten. */
 #ifndef EPIC_RECORDER_H
 #define EPIC_RECORDER_H
 
@@ -21,35 +22,38 @@
 typedef struct epic_recorder epic_recorder;
 
 typedef enum recorder_state {
-    RECORDER_ANNOUNCED = 0, /* waits for the op headers of the peers */
-    RECORDER_MOVING = 1,    /* moves rows */
+    RECORDER_ANNOUNCED = 0, /* the operation waits for the op headers of its peers */
+    RECORDER_MOVING = 1,    /* the operation moves rows */
     RECORDER_DONE = 2
 } recorder_state;
 
-/* Opens a recorder.  On failure *out is NULL, which every function below accepts, so that a
- * context works without a recorder.  Errors: EPIC_ENOMEM, EPIC_EDEVICE (the system refused the
- * memfd). */
+/* Opens a recorder for the context of `rank`.  On failure sets *out to NULL.  Every function
+ * below accepts NULL and does nothing, so a context works without a recorder.  Errors:
+ * EPIC_ENOMEM, EPIC_EDEVICE (the system refused the memfd). */
 epic_result recorder_open(epic_recorder **out, const char *group, uint64_t group_id, int rank,
                           int num_ranks, const char *backend, const char *net);
+/* Marks the recorder as closed and frees it. */
 void recorder_close(epic_recorder *recorder);
 
-/* Lets recorder_end() write each operation to `trace`, too.  The trace must outlive the
- * recorder. */
+/* Makes recorder_end() also write each operation to `trace`, which must stay open until the
+ * recorder is closed. */
 void recorder_trace(epic_recorder *recorder, epic_trace *trace);
 
-/* Frees the recorder in a forked child.  The recorder of the parent is not changed. */
+/* Frees the copy of a recorder in a forked child.  The recorder of the parent stays open. */
 void recorder_forget(epic_recorder *recorder);
 
-/* Begins a record and returns its number for the two functions below.  `place` is the sequence
- * number of the operation in its tag. */
+/* Begins a record and returns its id for the two functions below.  `place` is the sequence
+ * number of the operation in its tag.  If all records are in flight, the operation is not
+ * recorded, and the id is one that the functions ignore. */
 uint64_t recorder_begin(epic_recorder *recorder, uint32_t operation, uint64_t tag,
                         uint64_t place, uint64_t bytes);
 
-/* Updates a record.  waits_for is the first rank that the operation waits for, or -1. */
+/* Sets the state of a record to `phase`, a recorder_state. waits_for is the first rank that the
+ * operation waits for, or -1. */
 void recorder_phase(epic_recorder *recorder, uint64_t record, uint32_t phase,
                     int32_t waits_for);
 
-/* Ends a record.  `sentence` may be NULL, and is kept if the operation failed. */
+/* Ends a record.  `sentence` is stored if the operation failed; it may be NULL. */
 void recorder_end(epic_recorder *recorder, uint64_t record, epic_result result,
                   const char *sentence);
 
@@ -63,7 +67,7 @@ void recorder_end(epic_recorder *recorder, uint64_t record, epic_result result,
 
 /* A copy of a record.  Times are CLOCK_REALTIME nanoseconds; end_ns is 0 while in flight. */
 typedef struct recorder_entry {
-    uint64_t number; /* of the operation in its context, from 0 */
+    uint64_t number; /* number of the operation in its context, from 0 */
     uint64_t tag;
     uint64_t place;
     uint64_t bytes;
@@ -77,11 +81,11 @@ typedef struct recorder_entry {
 
 #define RECORDER_WORDS (sizeof(recorder_entry) / sizeof(uint64_t))
 
-/* An entry in the memfd.  `sequence` is 0 if it was never used, and odd while it is written. */
+/* A record in the memfd.  `sequence` is 0 if the record was never used, and odd while it is
+ * written.  `words` are a recorder_entry. */
 typedef struct recorder_record {
     _Atomic uint64_t sequence;
-    _Atomic uint64_t
-        in_flight; /* 1 from begin to end, so that no other operation uses the record */
+    _Atomic uint64_t in_flight; /* 1 from recorder_begin() to recorder_end() */
     _Atomic uint64_t words[RECORDER_WORDS];
     _Atomic uint64_t pad[6];
 } recorder_record;
@@ -90,7 +94,8 @@ typedef struct recorder_sentence {
     _Atomic uint64_t words[RECORDER_SENTENCE / sizeof(uint64_t)];
 } recorder_sentence;
 
-/* The contents of the memfd.  All fields before `next` are written once, before `magic`. */
+/* The contents of the memfd.  All fields except next, closed, records and sentences are written
+ * once.  `magic` is stored last, with release order. */
 typedef struct recorder_page {
     _Atomic uint64_t magic;
     uint32_t version;
@@ -99,11 +104,11 @@ typedef struct recorder_page {
     int32_t num_ranks;
     int64_t pid;
     int64_t opened_ns;
-    char group[128]; /* cut to 127 bytes; `backend` to 31 */
+    char group[128]; /* name of the group, at most 127 bytes */
     char backend[32];
     _Atomic uint64_t next; /* number of the next operation */
     _Atomic uint64_t closed;
-    uint64_t group_id; /* distinguishes groups of one name */
+    uint64_t group_id; /* distinguishes groups with the same name */
     uint64_t pad[4];
     char net[RECORDER_NET]; /* epic_net_name */
     recorder_record records[RECORDER_RECORDS];
@@ -119,9 +124,9 @@ _Static_assert(offsetof(recorder_page, records) == 384, "recorder_page has holes
 const recorder_page *recorder_map(int fd);
 void recorder_unmap(const recorder_page *page);
 
-/* Copies record i as one operation has written it, never half of one and half of another.
- * `sentence` may be NULL; it gets "" unless the operation failed.  Returns false if the record
- * was never used, or changed at every try. */
+/* Copies record i as one write left it, never a mix of two writes.  `sentence` may be NULL; it
+ * becomes "" unless the operation failed.  Returns false if the record was never used, or
+ * changed during every try. */
 bool recorder_read(const recorder_page *page, int i, recorder_entry *out,
                    char sentence[RECORDER_SENTENCE]);
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Structs that are passed with their size. */
+/* Reads and writes structs that are passed with their size. */
 #include "base/sized.h"
 
 #include <string.h>

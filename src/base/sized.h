@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Structs that are passed with their size, so that programs and libraries of different versions
- * work together: reading a caller's struct, and writing one. */
+/* Structs that are passed with their size.  A program that was compiled with an older or newer
+ * epic.h can then work with this library. */
 #ifndef EPIC_SIZED_H
 #define EPIC_SIZED_H
 
 #include "base/error.h"
 
 /* Every struct that is passed with a size, and its last field in release 0.1.  No caller has a
- * smaller struct, so a smaller size is a mistake, mostly sizeof of a pointer.  These rows never
- * change, also if fields are appended to a struct. */
+ * smaller struct, so a smaller size is a mistake, usually the sizeof of a pointer.  A row stays
+ * as it is when fields are appended to its struct. */
 #define SIZED_STRUCTS(ROW)                         \
     ROW(epic_tcp, timeout_ms)                      \
     ROW(epic_config, native)                       \
@@ -47,8 +47,8 @@
 
 typedef struct sized_type {
     const char *name;
-    size_t bytes; /* in this library */
-    size_t first; /* in release 0.1 */
+    size_t bytes; /* size in this library */
+    size_t first; /* size in release 0.1 */
 } sized_type;
 
 #define SIZED_NUMBER(type, last) SIZED_##type,
@@ -56,23 +56,27 @@ enum { SIZED_STRUCTS(SIZED_NUMBER) NUM_SIZED };
 
 extern const sized_type sized_types[NUM_SIZED];
 
-/* The sized_type of what `ours` points to.  A struct that is missing above does not compile. */
+/* The sized_type of the struct that `ours` points to.  A struct without a row in SIZED_STRUCTS
+ * does not compile. */
 #define SIZED_CASE(type, last) , type * : SIZED_##type
 #define SIZED_TYPE(ours) (&sized_types[_Generic((ours)SIZED_STRUCTS(SIZED_CASE))])
 
-/* Copies a caller's struct to ours.  If it is shorter, the rest becomes zero.  If it is longer,
- * the bytes that this library does not know must be zero.  `name` is its name in errors.
- * Errors: EPIC_EINVAL (such a byte is not zero, NULL, or a size that the struct never had). */
+/* Copies a caller's struct of `size` bytes to *ours.  Fields that a shorter struct does not
+ * have become zero.  Bytes of a longer struct that this library does not know must be zero.
+ * `name` is the name of the argument in errors.  Returns EPIC_EINVAL if such a byte is not
+ * zero, if theirs is NULL, or if no version of the struct had this size. */
 epic_result sized_read(void *ours, const sized_type *type, const void *theirs, size_t size,
                        const char *name);
 
-/* Checks that `out` can hold an answer of this type.  Errors: EPIC_EINVAL. */
+/* Checks that `out` is not NULL and that `size` is a size that this struct had in some
+ * version.  Errors: EPIC_EINVAL. */
 epic_result sized_place(const void *out, const sized_type *type, size_t size, const char *name);
 
-/* Writes an answer to `out`: as many bytes as fit, and zeros if the caller's struct is
- * longer. */
+/* Copies *ours to `out`, which has `size` bytes: cut if `out` is shorter, followed by zeros if
+ * it is longer. */
 void sized_write(void *out, const void *ours, const sized_type *type, size_t size);
 
+/* Shorter forms of the functions above: the type follows from the pointer. */
 #define READ_SIZED(ours, theirs, size, name) \
     sized_read(ours, SIZED_TYPE(ours), theirs, size, name)
 #define CHECK_PLACE(out, size) sized_place(out, SIZED_TYPE(out), size, "out")

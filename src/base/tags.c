@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The table of tags: each has at most one operation in flight, and counts its operations from
- * 0. */
+/* The table of tags.  Each tag has at most one operation in flight, and its operations have the
+ * sequence numbers 0, 1, 2 and so on. */
 #include "base/tags.h"
 
 #include <stdlib.h>
@@ -26,7 +26,7 @@ void tags_close(tag_table *table)
     pthread_mutex_destroy(&table->mutex);
 }
 
-/* Returns the entry of the tag, or the empty entry where it belongs. */
+/* Returns the entry of the tag, or the empty entry in which the tag would be stored. */
 static tag_entry *find_entry(tag_entry *entries, size_t size, uint64_t tag)
 {
     size_t i = (size_t)hash_mix(tag) & (size - 1);
@@ -34,7 +34,8 @@ static tag_entry *find_entry(tag_entry *entries, size_t size, uint64_t tag)
     return &entries[i];
 }
 
-/* Doubles the table.  Returns false if there is no memory. */
+/* Doubles the size of the table and inserts all entries again.  Returns false if there is no
+ * memory. */
 static bool grow_table(tag_table *table)
 {
     const size_t size = table->size * 2;
@@ -49,6 +50,7 @@ static bool grow_table(tag_table *table)
     return true;
 }
 
+/* Implements tags_begin(); the caller holds the mutex. */
 static epic_result begin_locked(tag_table *table, uint64_t tag, uint64_t *place)
 {
     if (table->in_flight == table->max_in_flight)

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The table of tags: the sequence number of each tag's next operation, and whether one is in
- * flight. All functions may be called from any thread. */
+/* The table of tags of a context.  For each tag it holds the next sequence number, and whether
+ * an operation is in flight.  All functions except open and close may be called from any
+ * thread. */
 #ifndef EPIC_TAGS_H
 #define EPIC_TAGS_H
 
@@ -11,9 +12,10 @@
 
 #include "epic/epic.h"
 
+/* A tag that this rank has used. */
 typedef struct tag_entry {
     uint64_t tag;
-    uint64_t next; /* sequence number of the next operation, plus one; 0: the entry is empty */
+    uint64_t next; /* next sequence number, plus one; 0: the entry is empty */
     bool is_busy;
 } tag_entry;
 
@@ -31,20 +33,21 @@ typedef struct tag_table {
 #define TAGS_AT_FIRST 1024
 #define TAGS_BYTES ((int64_t)(TAGS_AT_FIRST * sizeof(tag_entry))) /* before it grows */
 
-/* Opens an empty table.  Errors: EPIC_ENOMEM.  tags_close() accepts a table of zeros. */
+/* Opens an empty table.  At most max_in_flight operations may be in flight at once.  Errors:
+ * EPIC_ENOMEM.  tags_close() frees the table and accepts one of zeros. */
 epic_result tags_open(tag_table *table, uint32_t max_in_flight);
 void tags_close(tag_table *table);
 
-/* Begins an operation of the tag and returns its sequence number in *place.  Errors, which
- * change nothing: EPIC_EINVAL (the tag has an operation in flight on this rank, or
+/* Begins an operation of the tag and stores its sequence number in *place.  On an error the
+ * table is not changed: EPIC_EINVAL (the tag has an operation in flight on this rank, or
  * max_in_flight operations are in flight), EPIC_ENOMEM. */
 epic_result tags_begin(tag_table *table, uint64_t tag, uint64_t *place);
 
-/* Returns the tag's next sequence number, for an operation that follows the one in flight at
- * once. */
+/* Replaces the tag's operation in flight by a second one, which follows at once, and returns
+ * the sequence number of the second one. */
 uint64_t tags_continue(tag_table *table, uint64_t tag);
 
-/* Ends the operation that is in flight. */
+/* Ends the tag's operation in flight. */
 void tags_end(tag_table *table, uint64_t tag);
 
 #endif

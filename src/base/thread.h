@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Starting of EPIC's own threads. */
+/* Starts EPIC's own threads. */
 #ifndef EPIC_THREAD_H
 #define EPIC_THREAD_H
 
 #include <pthread.h>
 #include <signal.h>
 
-/* Starts a thread with all signals blocked, so that no signal handler of the program runs on
- * it. Returns 0 or an errno. */
+/* Starts a thread that runs run(self), with all signals blocked, so that the program's signal
+ * handlers never run on it. Returns 0 or an errno. */
 static inline int thread_start(pthread_t *out, void *(*run)(void *), void *self)
 {
     sigset_t all, before;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Writing of traces: one file for each rank, one record after another. */
+/* Writes traces: one file for each rank, one record after another. */
 #include "base/trace.h"
 
 #include <errno.h>
@@ -19,13 +19,15 @@
 
 struct epic_trace {
     int fd;
-    bool has_failed; /* a write has failed, so nothing more is written */
+    bool has_failed; /* a write has failed; nothing more is written */
     int64_t written;
     size_t filled;
-    pthread_mutex_t mutex; /* operations of different tags run in parallel */
+    pthread_mutex_t mutex; /* guards all fields: operations of different tags run in parallel */
     unsigned char buffer[BUFFER_BYTES];
 };
 
+/* Writes the buffer to the file. Sets has_failed and errno on an error; the caller holds the
+ * mutex. */
 static void flush_buffer(epic_trace *t)
 {
     size_t at = 0;
@@ -50,6 +52,8 @@ static void put_bytes(epic_trace *t, const void *bytes, size_t size)
     t->filled += size;
 }
 
+/* Writes the path of the trace file. Characters of the group's name that are unsafe in a file
+ * name become '_'. */
 static void name_file(char *out, size_t size, const char *folder, const trace_header *header)
 {
     char name[sizeof header->name];
@@ -108,7 +112,7 @@ static int64_t id_at(const void *ids, uint32_t type, int64_t i)
 static void put_id(epic_trace *t, int64_t id, uint32_t bytes)
 {
     const uint32_t word = id < 0 ? UINT32_MAX : (uint32_t)id;
-    put_bytes(t, &word, bytes); /* little-endian: the low bytes come first */
+    put_bytes(t, &word, bytes); /* the first `bytes` bytes are the low ones: little-endian */
 }
 
 void trace_plan(epic_trace *t, trace_record record, const void *ids, uint32_t type)

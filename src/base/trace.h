@@ -4,8 +4,8 @@
  * writes a trace if EPIC_TRACE names a folder when the context is opened.
  *
  * Each record is written to the file at once, so that the trace of a killed rank is complete up
- * to its last record.  Nothing is allocated after open.  If a write fails, the trace ends, and
- * the context works on. */
+ * to its last record.  Nothing is allocated after open.  If a write fails, the trace ends
+ * there, and the context goes on without it. */
 #ifndef EPIC_TRACE_H
 #define EPIC_TRACE_H
 
@@ -25,8 +25,8 @@ typedef struct trace_header {
     int32_t rank;
     int32_t num_ranks;
     uint64_t group_id;
-    int64_t opened_ns; /* CLOCK_REALTIME, as all times */
-    char name[64];     /* of the group */
+    int64_t opened_ns; /* CLOCK_REALTIME, like all times in a trace */
+    char name[64];     /* name of the group */
     uint64_t zero[3];
 } trace_header;
 
@@ -34,16 +34,16 @@ enum { TRACE_PLAN = 1, TRACE_OPERATION = 2 };
 
 typedef struct trace_record {
     uint32_t kind;     /* a reader skips kinds that it does not know */
-    uint32_t id_bytes; /* PLAN: size of an id, 1, 2 or 4; all bits set: no expert */
+    uint32_t id_bytes; /* PLAN: bytes of an id, 1, 2 or 4; all bits set: no expert */
     uint64_t payload;  /* bytes after the record: ids, and zeros up to a multiple of 8 */
     uint64_t tag;
     uint64_t place;
-    int64_t time_ns; /* PLAN: now.  OPERATION: when it began */
+    int64_t time_ns; /* PLAN: when the record is written.  OPERATION: when it began */
     union {
         struct {
             int64_t num_tokens; /* ids are [num_tokens, top_k] */
             uint32_t top_k;
-            uint32_t num_experts; /* ids are below it; with replicas, of logical experts */
+            uint32_t num_experts; /* every id is smaller; with replicas: logical experts */
             uint32_t alignment;
             uint32_t zero;
         } plan;
@@ -59,7 +59,7 @@ typedef struct trace_record {
 _Static_assert(sizeof(trace_header) == 128, "trace_header has holes");
 _Static_assert(sizeof(trace_record) == 64, "trace_record has holes");
 
-typedef struct epic_trace epic_trace; /* NULL: every function below does nothing */
+typedef struct epic_trace epic_trace; /* every function below accepts NULL and does nothing */
 
 /* Creates the file NAME-GROUPID-RANK.epictrace in `folder`, and the folder if its parent
  * exists.  In NAME all characters except letters, digits and ".-_" become "_".  Errors:
@@ -68,12 +68,14 @@ epic_result trace_open(epic_trace **out, const char *folder, const trace_header 
 /* Closes the file.  Returns false if a write has failed. */
 bool trace_close(epic_trace *trace);
 
-/* Append a plan and an operation.  ids is [num_tokens, top_k] of type EPIC_I32 or EPIC_I64,
- * below record.plan.num_experts. */
+/* Append a record of a plan or of an operation; any thread may call them. ids is [num_tokens,
+ * top_k] of type EPIC_I32 or EPIC_I64.  Each id is smaller than record.plan.num_experts, or
+ * negative for no expert. */
 void trace_plan(epic_trace *trace, trace_record record, const void *ids, uint32_t type);
 void trace_operation(epic_trace *trace, trace_record record);
 
-/* Returns the bytes of an id that is below num_experts or means no expert. */
+/* Returns the size in bytes of an id in a trace with num_experts experts.  One value is
+ * reserved for "no expert". */
 static inline uint32_t trace_id_bytes(uint32_t num_experts)
 {
     return num_experts <= 0xff ? 1 : num_experts <= 0xffff ? 2 : 4;
