@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reads and checks the arguments of the layer's calls: first the configuration (config.c),
- * then shapes of rows, weights, buffers (buffers.c) and addresses (arrays.c). */
+/* Reads and checks the arguments of epic_moe_plan, epic_moe_forward and epic_moe_backward.
+ * Checks the configuration first (config.c), then shapes, weights and buffer sizes (buffers.c),
+ * and last the addresses of arrays (arrays.c). */
 #include "moe/args.h"
 
 #include "base/error.h"
@@ -14,7 +15,7 @@
 typedef struct call_args {
     const epic_moe *moe;
     const epic_moe_weights *weights;
-    epic_const_rows x, y; /* y: out in forward, d_out in backward */
+    epic_const_rows x, y; /* y is `out` in forward, and d_out in backward */
     const char *y_name;
     const void *saved;
     int64_t saved_bytes;
@@ -24,7 +25,8 @@ typedef struct call_args {
     bool backward;
 } call_args;
 
-/* Checks that `rows` has as many rows as x, each as wide. {NULL, 0, 0} has no rows of any width. */
+/* Checks that `rows` has the number and the width of the rows of x. {NULL, 0, 0}, a matrix
+ * without rows, may have any width. */
 static epic_result check_rows(const moe_job *j, const char *name, epic_const_rows rows)
 {
     const bool is_empty = !rows.data && !rows.num_rows && !rows.row_bytes;
@@ -43,6 +45,7 @@ static epic_result check_rows(const moe_job *j, const char *name, epic_const_row
     return EPIC_OK;
 }
 
+/* Checks the alignment of `saved` or the workspace, and that it has the needed bytes. */
 static epic_result check_memory(const char *name, const void *memory, int64_t bytes,
                                 int64_t needed)
 {
@@ -56,13 +59,14 @@ static epic_result check_memory(const char *name, const void *memory, int64_t by
     return EPIC_OK;
 }
 
+/* Checks that a weight is not NULL if the layer needs it. */
 static epic_result check_weight(const char *name, const void *weight, bool wanted)
 {
     if (weight || !wanted) return EPIC_OK;
     return epic_fail(EPIC_EINVAL, "weights.%s is NULL: the layer needs it", name);
 }
 
-/* Checks that scales are passed if and only if weights are E4M3. */
+/* Checks that scales are passed if, and only if, the weights are E4M3. */
 static epic_result check_scales(const char *name, const float *scales, bool scaled)
 {
     if (!scales == !scaled) return EPIC_OK;
@@ -74,9 +78,9 @@ static epic_result check_scales(const char *name, const float *scales, bool scal
         name);
 }
 
-/* Sets j->is_e4m3_backward: the caller passed scales, so the weights are E4M3 in backward
- * too. EPIC_RECOMPUTE cannot be combined with that, because recomputation multiplies rows
- * and weights of row_type. */
+/* Sets j->is_e4m3_backward if the caller passed scales, because the weights of backward are
+ * then E4M3 too. Refuses this with EPIC_RECOMPUTE, which multiplies rows and weights of
+ * row_type. */
 static epic_result read_e4m3_backward(moe_job *j)
 {
     j->is_e4m3_backward = j->is_e4m3 && j->weights.w_gate_up_scales;
@@ -85,8 +89,8 @@ static epic_result read_e4m3_backward(moe_job *j)
                                   "weights in backward must be of moe.experts.row_type");
 }
 
-/* Checks that the weights that the layer needs are passed. scaled: the experts' weights are
- * E4M3. */
+/* Checks that the caller passed all weights that the layer needs. `scaled` is true if the
+ * weights of the experts are E4M3. */
 static epic_result check_weights(const moe_job *j, bool scaled)
 {
     const epic_moe_weights *w = &j->weights;
@@ -103,7 +107,8 @@ static epic_result check_weights(const moe_job *j, bool scaled)
     return EPIC_OK;
 }
 
-/* Checks that the rank's tokens make whole blocks, and blocks make whole sequences. */
+/* Checks that the tokens of this rank form whole blocks (moe.h), and that the tokens of a block
+ * form whole sequences. */
 static epic_result check_num_tokens(const moe_job *j, int64_t tokens)
 {
     const int64_t sequence = j->moe.sequence_tokens;
@@ -121,9 +126,9 @@ static epic_result check_num_tokens(const moe_job *j, int64_t tokens)
     return EPIC_OK;
 }
 
-/* Records in j->options which weights the caller passed, and on the host, if
- * EPIC_CHECK_WEIGHTS is set, a hash of those that every rank holds. Dispatch compares the
- * record on all ranks. */
+/* Records in j->options which weights the caller passed. With EPIC_CHECK_WEIGHTS on the host,
+ * also records a hash of each weight that all ranks hold. Dispatch compares the record of all
+ * ranks. */
 static void record_weights(moe_job *j)
 {
     const epic_moe_weights *w = &j->weights;
@@ -155,6 +160,7 @@ static void record_weights(moe_job *j)
     layer_options_set_weights(&j->options, checked, words);
 }
 
+/* Returns the error for an option that is supported on host contexts only. */
 static epic_result not_yet(const char *what)
 {
     return epic_fail(EPIC_ENOTSUP,
@@ -162,14 +168,15 @@ static epic_result not_yet(const char *what)
                      what);
 }
 
-/* Returns EPIC_ENOTSUP for options that the layer does not support on a device. */
+/* Returns EPIC_ENOTSUP for an option that the layer does not support on a device. */
 static epic_result check_device_support(const moe_job *j)
 {
     if (j->has_shared && j->shared.gemm) return not_yet("moe.shared.gemm");
     return EPIC_OK;
 }
 
-/* Reads and checks what forward and backward have in common, and lays out the buffers. */
+/* Reads and checks the arguments that forward and backward have in common, and lays out the
+ * buffers. */
 static epic_result read_call(moe_job *j, epic_context *ctx, const epic_call *call,
                              const call_args *c)
 {
@@ -183,8 +190,8 @@ static epic_result read_call(moe_job *j, epic_context *ctx, const epic_call *cal
                          "x.num_rows is %lld: it must be 0 to config.max_tokens %lld",
                          (long long)c->x.num_rows, (long long)ctx->config.max_tokens);
     TRY(moe_read_config(j, &ctx->config, c->moe, sizeof *c->moe, c->x.num_rows));
-    j->is_by_hosts =
-        j->layer.sum_order == EPIC_BY_HOSTS; /* the order it becomes has one block too */
+    /* The order that replaces EPIC_BY_HOSTS below also works on one block. */
+    j->is_by_hosts = j->layer.sum_order == EPIC_BY_HOSTS;
     layer_choose_order(&j->layer, ctx->num_ranks, context_relays(ctx, c->rank_of_expert));
     TRY(check_rows(j, "x", c->x));
     TRY(check_rows(j, c->y_name, c->y));
@@ -201,6 +208,7 @@ static epic_result read_call(moe_job *j, epic_context *ctx, const epic_call *cal
     return check_memory("workspace", c->workspace, c->workspace_bytes, j->work_bytes);
 }
 
+/* Checks the type of the caller's losses. 0 stands for EPIC_F32. */
 static epic_result check_loss_type(const moe_job *j, uint32_t type)
 {
     if (type == 0 || type == EPIC_F32 || (type == EPIC_F64 && j->is_f64)) return EPIC_OK;
@@ -209,8 +217,9 @@ static epic_result check_loss_type(const moe_job *j, uint32_t type)
                      type);
 }
 
-/* Checks that the placement table gives no rank more experts than num_local_experts, which
- * is the size of expert_rows. epic_plan reports entries that are not a rank, on every rank. */
+/* Checks that no rank owns more than num_local_experts experts, which is the size of
+ * expert_rows. Does not check that the entries of the table are ranks: epic_plan does, and all
+ * ranks return its error. */
 static epic_result check_placement(const moe_job *j, const int32_t *rank_of_expert)
 {
     const uint32_t experts = j->layer.num_experts, ranks = (uint32_t)j->ctx->num_ranks;
@@ -230,6 +239,7 @@ static epic_result check_placement(const moe_job *j, const int32_t *rank_of_expe
                      (long long)most);
 }
 
+/* Returns EPIC_ENOTSUP on a device for epic_moe_plan, or for a plan that it made. */
 static epic_result check_device_planned(const epic_moe_args *a, bool planning)
 {
     if (planning || a->flags & EPIC_PLANNED)
@@ -273,7 +283,7 @@ epic_result moe_read_forward_args(moe_job *j, epic_context *ctx, epic_moe_args *
     TRY(check_loss_type(j, a->loss_type));
     if (j->is_device) TRY(check_device_planned(a, planning));
     if (j->is_device && a->rank_of_expert)
-        return EPIC_OK; /* the plan checks a table in device memory */
+        return EPIC_OK; /* the kernels of the plan check a table in device memory */
     return check_placement(j, a->rank_of_expert);
 }
 

@@ -1,37 +1,42 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Checks the addresses of all arrays of a layer's call: alignment, and that no output
- * overlaps another array. The calls inside check their own arrays too, but they would find a
- * mistake only when peers already wait for this rank. */
+/* Checks the addresses of all arrays of a call of the layer: their alignment, and that no
+ * output overlaps another array. Runs before the first operation, while no peer waits for this
+ * rank yet. */
 #include "base/arrays.h"
 #include "moe/args.h"
 #include "rules/convert.h"
 #include "rules/experts_layout.h"
 
-#define MAX_ARRAYS 40
+#define MAX_ARRAYS 40 /* largest number of arrays in a call */
 
-/* The arrays of a call. */
+/* The arrays of one call, with their sizes. */
 typedef struct array_list {
     call_array list[MAX_ARRAYS];
     size_t num;
 } array_list;
 
-/* Adds an array of `count` elements of `unit` bytes. out: the call writes it. */
+/* Adds an array of `count` elements, each of `unit` bytes. out: the call writes the array. */
 static void add_array(array_list *p, const char *name, const void *data, int64_t count,
                       int64_t unit, bool out)
 {
     p->list[p->num++] = (call_array){name, data, count * unit, (size_t)unit, out};
 }
 
+/* Returns the bytes of a weight. weight_type 0 stands for row_type. */
 static int64_t weight_bytes(const epic_experts *experts)
 {
     return convert_bytes(experts->weight_type ? experts->weight_type : experts->row_type);
 }
 
+/* Returns the columns of the first product: gate and up projection, or one of them if
+ * ungated. */
 static int64_t gate_up_width(const epic_experts *experts)
 {
     return (int64_t)experts->inner * (experts->ungated ? 1 : 2);
 }
 
+/* Adds the scales of E4M3 weights. Each scale belongs to one square block of a weight
+ * matrix. */
 static void add_scales(array_list *p, const moe_job *j)
 {
     const int64_t hidden = experts_blocks(j->hidden), inner = experts_blocks(j->experts.inner);
@@ -43,7 +48,7 @@ static void add_scales(array_list *p, const moe_job *j)
               false);
 }
 
-/* Adds all weights. scaled: the experts' weights are E4M3. */
+/* Adds all weights of the layer. `scaled` is true if the weights of the experts are E4M3. */
 static void add_weights(array_list *p, const moe_job *j, bool scaled)
 {
     const epic_moe_weights *w = &j->weights;
@@ -71,6 +76,7 @@ static void add_weights(array_list *p, const moe_job *j, bool scaled)
     add_array(p, "weights.w_shared_gate", w->w_shared_gate, j->hidden, j->real_bytes, false);
 }
 
+/* Adds an array with one row for each token of this rank. */
 static void add_rows(array_list *p, const moe_job *j, const char *name, const void *data,
                      bool out)
 {
@@ -78,6 +84,7 @@ static void add_rows(array_list *p, const moe_job *j, const char *name, const vo
     add_array(p, name, data, j->tokens * j->hidden, element, out);
 }
 
+/* Adds `saved` and the workspace. Forward writes `saved`; backward only reads it. */
 static void add_buffers(array_list *p, const moe_job *j, const void *saved,
                         const void *workspace, bool forward)
 {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Lays out the two buffers of a layer: `saved`, which forward writes and backward reads, and
- * `workspace`. The layout is computed from the configuration alone, so the same code counts
- * bytes for epic_moe_memory and finds the addresses in a call. */
+ * `workspace`. Offsets and sizes depend only on the configuration. So the same code computes
+ * the sizes for epic_moe_memory and the addresses for a call. */
 #include "moe/moe.h"
 #include "plan/plan.h"
 #include "rules/experts_layout.h"
@@ -12,8 +12,8 @@ static int64_t larger_of(int64_t a, int64_t b)
     return a > b ? a : b;
 }
 
-/* Returns the next free address in `base` and reserves `bytes` there, rounded up to 64.
- * Returns NULL if `base` is NULL. */
+/* Reserves `bytes`, rounded up to a multiple of 64, at the offset *used of `base`. Returns
+ * their address, or NULL if `base` is NULL. */
 static void *place_buffer(unsigned char *base, int64_t *used, int64_t bytes)
 {
     void *at = base ? base + *used : NULL;
@@ -21,10 +21,14 @@ static void *place_buffer(unsigned char *base, int64_t *used, int64_t bytes)
     return at;
 }
 
-/* Buffers that epic_moe_plan fills come first, and their offsets do not depend on the
- * capacity: the caller makes `saved` larger after epic_moe_plan has counted the slots. On
- * devices the counts have room for all experts, because a placement table in device memory
- * can give a rank any number. */
+/* Lays out `saved`.
+ *
+ * The buffers that epic_moe_plan fills come first, and their offsets do not depend on the
+ * capacity. The reason is that the caller sets the capacity, and enlarges `saved`, after
+ * epic_moe_plan has counted the slots.
+ *
+ * On devices the counts have room for all experts. There the table that places experts is in
+ * device memory, and can give one rank any number of experts. */
 static void layout_saved(moe_job *j, unsigned char *base)
 {
     int64_t used = 0;
@@ -33,7 +37,7 @@ static void layout_saved(moe_job *j, unsigned char *base)
     const int64_t local = j->is_device ? larger_of(j->experts.num_local_experts, experts)
                                        : j->experts.num_local_experts;
     moe_saved *s = &j->saved;
-    s->plan = place_buffer(base, &used, j->plan_bytes); /* epic_moe_plan fills from here */
+    s->plan = place_buffer(base, &used, j->plan_bytes); /* first buffer of epic_moe_plan */
     s->logits = place_buffer(base, &used, j->tokens * j->columns * j->real_bytes);
     s->topk_idx = place_buffer(base, &used, choices * 4);
     s->weights = place_buffer(base, &used, choices * j->real_bytes);
@@ -41,7 +45,7 @@ static void layout_saved(moe_job *j, unsigned char *base)
     s->expert_tokens = place_buffer(base, &used, local * 4);
     s->load = place_buffer(base, &used, (int64_t)j->layer.num_experts * 4);
     s->logical_load = place_buffer(base, &used, (int64_t)j->layer.num_logical * 4);
-    s->total_tokens = place_buffer(base, &used, 8); /* to here */
+    s->total_tokens = place_buffer(base, &used, 8); /* last buffer of epic_moe_plan */
     const bool keeps = !(j->moe.flags & EPIC_RECOMPUTE);
     const bool keeps_rows = !(j->moe.flags & EPIC_DISPATCH_AGAIN);
     s->shared = place_buffer(base, &used, keeps ? j->blocks * j->shared_memory.saved_bytes : 0);
@@ -52,8 +56,8 @@ static void layout_saved(moe_job *j, unsigned char *base)
     j->saved_bytes = used;
 }
 
-/* Places buffers in the workspace that EPIC_RECOMPUTE and EPIC_DISPATCH_AGAIN leave out of
- * `saved`, and the scales of E4M3 rows. */
+/* Adds to the workspace the buffers that EPIC_RECOMPUTE and EPIC_DISPATCH_AGAIN leave out of
+ * `saved`, and in forward the scales of E4M3 rows. */
 static void layout_unsaved(moe_job *j, unsigned char *base, int64_t *used, bool backward)
 {
     const bool scaled = j->is_e4m3 && !backward;
@@ -69,7 +73,7 @@ static void layout_unsaved(moe_job *j, unsigned char *base, int64_t *used, bool 
             place_buffer(base, used, j->capacity * experts_blocks(j->hidden) * 4);
 }
 
-/* Places the buffers of one direction. moe_work explains them. */
+/* Lays out the workspace of forward or backward. moe_work (moe.h) describes its buffers. */
 static void layout_workspace(moe_job *j, unsigned char *base, bool backward)
 {
     int64_t used = 0;

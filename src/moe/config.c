@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Reads and checks the configuration of a layer: epic_moe and the structs that it points to.
- * Computes the sizes that follow from it. */
+ * Computes the sizes that depend on it. */
 #include <math.h>
 #include <stdio.h>
 
@@ -12,9 +12,11 @@
 #include "plan/plan.h"
 #include "rules/convert.h"
 
+/* Flags of epic_moe. */
 #define KNOWN_FLAGS \
     (EPIC_SUM_DENSE | EPIC_RECOMPUTE | EPIC_DISPATCH_AGAIN | EPIC_LOSS_BY_CALLER)
 
+/* Copies the caller's structs into *j. Does not check how they fit together. */
 static epic_result read_configs(moe_job *j, const epic_config *config, const epic_moe *moe,
                                 size_t size)
 {
@@ -30,14 +32,14 @@ static epic_result read_configs(moe_job *j, const epic_config *config, const epi
     return EPIC_OK;
 }
 
-/* Returns the error for two options that must have the same value. */
+/* Returns the error for two options that are unequal but must be equal. */
 static epic_result fail_unequal(const char *a, int64_t value, const char *b, int64_t other)
 {
     return epic_fail(EPIC_EINVAL, "moe.%s is %lld, moe.%s is %lld: make them equal", a,
                      (long long)value, b, (long long)other);
 }
 
-/* Checks options that E4M3 weights do not support. */
+/* Returns an error for options that cannot be combined with E4M3 weights. */
 static epic_result check_e4m3(const moe_job *j)
 {
     if (j->has_shared && j->shared.weight_type == EPIC_E4M3)
@@ -57,8 +59,8 @@ static epic_result check_e4m3(const moe_job *j)
     return EPIC_OK;
 }
 
-/* Checks that layer, router, experts and shared expert fit together, and that rows fit in
- * the context's buffers. */
+/* Checks that layer, router, experts and shared expert have the same shapes and types, and that
+ * rows fit in the buffers of the context. */
 static epic_result check_shapes(const moe_job *j, const epic_config *config)
 {
     const epic_layer *layer = &j->layer;
@@ -99,12 +101,13 @@ static epic_result check_shapes(const moe_job *j, const epic_config *config)
     return EPIC_OK;
 }
 
+/* Returns true if x is a valid coefficient of a loss. */
 static bool is_coeff(double x)
 {
     return isfinite(x) && x >= 0;
 }
 
-/* Checks the options of the layer itself. */
+/* Checks the fields of epic_moe itself. */
 static epic_result check_options(const moe_job *j)
 {
     const epic_moe *m = &j->moe;
@@ -146,7 +149,7 @@ static int64_t larger_of(int64_t a, int64_t b)
     return a > b ? a : b;
 }
 
-/* Returns the levels of a binary tree with this many leaves. */
+/* Returns the number of levels of a binary tree with `blocks` leaves. */
 static int64_t num_levels(int64_t blocks)
 {
     int64_t levels = 1;
@@ -157,6 +160,8 @@ static int64_t num_levels(int64_t blocks)
     return levels;
 }
 
+/* Computes the memory of the experts, or of the shared expert. Puts the name of the option in
+ * front of an error. */
 static epic_result measure_experts(const char *name, const epic_experts *experts, int64_t slots,
                                    bool on_device, epic_experts_memory_info *out)
 {
@@ -167,8 +172,9 @@ static epic_result measure_experts(const char *name, const epic_experts *experts
     return epic_fail(EPIC_EINVAL, "moe.%s: %s", name, why);
 }
 
-/* E4M3 layers: backward reads rows of row_type, and weights of row_type or E4M3, whichever
- * the caller passes. Its workspace must suffice for both. */
+/* Computes the memory of an E4M3 layer. Forward multiplies E4M3 weights. Backward multiplies
+ * weights of either row_type or E4M3, as the caller passes them, so its workspace must have
+ * room for both. */
 static epic_result measure_e4m3_experts(moe_job *j)
 {
     epic_experts_memory_info scaled_info;
@@ -181,7 +187,7 @@ static epic_result measure_e4m3_experts(moe_job *j)
     return EPIC_OK;
 }
 
-/* Computes the sizes of the workspaces and of the saved parts. */
+/* Computes the sizes of all workspaces and of the parts of `saved`. */
 static epic_result measure_memory(moe_job *j, const epic_config *config)
 {
     TRY(measure_experts("experts", &j->experts, j->capacity, j->is_device, &j->experts_memory));
@@ -197,8 +203,8 @@ static epic_result measure_memory(moe_job *j, const epic_config *config)
     return EPIC_OK;
 }
 
-/* Float64 layers apply weights in the experts, because combine multiplies by float32 weights
- * only. */
+/* Float64 layers let the experts apply the weights, because combine multiplies by float32
+ * weights only. */
 epic_result moe_read_config(moe_job *j, const epic_config *config, const epic_moe *moe,
                             size_t size, int64_t tokens)
 {
@@ -207,8 +213,7 @@ epic_result moe_read_config(moe_job *j, const epic_config *config, const epic_mo
     j->is_e4m3 = j->experts.weight_type == EPIC_E4M3 && !j->is_f64;
     if (j->is_e4m3) j->experts.weight_type = j->experts.row_type;
     if (j->is_f64 && j->experts.weighting == EPIC_WEIGHT_LATE)
-        j->experts.weighting =
-            EPIC_WEIGHT_EARLY; /* combine multiplies by float32 weights only */
+        j->experts.weighting = EPIC_WEIGHT_EARLY;
     j->real_type = j->is_f64 ? EPIC_F64 : EPIC_F32;
     j->real_bytes = convert_bytes(j->real_type);
     j->hidden = j->experts.hidden;
@@ -220,7 +225,7 @@ epic_result moe_read_config(moe_job *j, const epic_config *config, const epic_mo
     j->block = (tokens + j->blocks - 1) / j->blocks;
     j->tokens = j->block * j->blocks;
     TRY(check_options(j));
-    /* The ranks compare j->options, which has the coefficients already. */
+    /* j->options, which ranks compare, already contains the caller's coefficients. */
     if (j->moe.flags & EPIC_LOSS_BY_CALLER) j->moe.balance_coeff = j->moe.z_coeff = 0;
     TRY(check_e4m3(j));
     TRY(measure_memory(j, config));

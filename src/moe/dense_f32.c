@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The dense arithmetic of the layer in float32. */
+/* Host arithmetic of the layer's dense part in float32 (dense_template.h). */
 #define REAL float
 #define GEMM gemm_f32
 #define OPS dense_f32

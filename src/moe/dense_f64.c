@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The dense arithmetic of the layer in float64. */
+/* Host arithmetic of the layer's dense part in float64 (dense_template.h). */
 #define REAL double
 #define GEMM gemm_f64
 #define OPS dense_f64

@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Host arithmetic of the layer's dense part on one block of tokens: the gate, zero-experts
- * and the shared expert's gate. dense_f32.c and dense_f64.c include this file with REAL
- * (float or double), GEMM (the matrix product) and OPS (the table that it defines).
+/* Host arithmetic of the layer's dense part on one block of tokens: the gate, the zero-experts
+ * and the gate of the shared expert. dense_f32.c and dense_f64.c include this file. They define
+ * REAL (float or double), GEMM (the matrix product) and OPS (the name of the table of
+ * functions).
  *
- * Rows of another type are converted to REAL, one row at a time, or GATE_TILE columns of all
- * rows for the products of the gate. */
+ * Rows of other types are converted to REAL. The matrix products of the gate convert GATE_TILE
+ * columns of all rows at a time; the other functions convert one row at a time. */
 #include <math.h>
 #include <string.h>
 
@@ -12,7 +13,8 @@
 #include "moe/moe.h"
 #include "rules/convert.h"
 
-/* Converts n elements of `type` to REAL. REAL double implies EPIC_F64. */
+/* Converts n elements of `type` to REAL. If `type` is EPIC_F64, REAL is double and the elements
+ * are only copied. */
 static void load_reals(REAL *out, const void *in, uint32_t type, int64_t n)
 {
     if (type == EPIC_F64)
@@ -21,6 +23,7 @@ static void load_reals(REAL *out, const void *in, uint32_t type, int64_t n)
         convert_to_float((float *)(void *)out, in, type, n);
 }
 
+/* Converts n numbers from REAL to `type`, the reverse of load_reals(). */
 static void store_reals(void *out, uint32_t type, const REAL *in, int64_t n)
 {
     if (type == EPIC_F64)
@@ -34,6 +37,7 @@ static uint32_t row_type(const dense_block *b)
     return b->job->experts.row_type;
 }
 
+/* Returns the address of a token's row in an array of rows. */
 static const void *row_at(const dense_block *b, const epic_const_rows *rows, int64_t token)
 {
     return (const char *)rows->data + token * b->job->row_bytes;
@@ -44,8 +48,8 @@ static void *out_row_at(const dense_block *b, const epic_rows *rows, int64_t tok
     return (char *)rows->data + token * b->job->row_bytes;
 }
 
-/* Returns columns [first, first + count) of x as REAL, converted into work.tile if x has
- * another type. *stride: number of elements from one row to the next. */
+/* Returns columns [first, first + count) of x as REAL. *stride receives the number of elements
+ * from one row to the next. Rows of another type are converted into work.tile. */
 static const REAL *columns_of(const dense_block *b, int64_t first, int64_t count,
                               int64_t *stride)
 {
@@ -68,7 +72,8 @@ static int64_t smaller_of(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-/* dense_ops.gate_forward, GATE_TILE columns of x at a time. */
+/* dense_ops.gate_forward: logits = x W_gate + b_gate. Adds up products of GATE_TILE columns of
+ * x. */
 static void gate_forward(const dense_block *b, void *logits)
 {
     const moe_job *j = b->job;
@@ -90,12 +95,14 @@ static void gate_forward(const dense_block *b, void *logits)
         for (int64_t e = 0; e < j->columns; e++) out[t * j->columns + e] += bias[e];
 }
 
+/* Returns true if choice number `choice` is a zero-expert: their ids follow those of the
+ * experts. */
 static bool is_zero_expert(const dense_block *b, int64_t choice)
 {
     return b->topk_idx[choice] >= (int32_t)b->job->router.num_experts;
 }
 
-/* acc += w * row for each zero-expert that the token chose. */
+/* Adds weight * row to acc for each zero-expert that the token chose. */
 static void add_zero_experts(const dense_block *b, int64_t token, const REAL *row, REAL *acc)
 {
     const moe_job *j = b->job;
@@ -124,6 +131,8 @@ static void add_local_experts(const dense_block *b, const epic_rows *out, const 
     }
 }
 
+/* dense_ops.shared_gate_forward: weights[t] = sigmoid(z), with z = dot(row of token t, gate)
+ * summed in float64. Computes e^-|z|, which cannot overflow. */
 static void shared_gate_forward(const dense_block *b, void *weights)
 {
     const moe_job *j = b->job;
@@ -138,7 +147,7 @@ static void shared_gate_forward(const dense_block *b, void *weights)
     }
 }
 
-/* Returns the gradient of z, the argument of the sigmoid of a token: d_weight * s * (1 - s)
+/* Returns the gradient of z, the argument of the sigmoid for a token: d_weight * s * (1 - s),
  * with s = sigmoid(z). */
 static REAL shared_gate_slope(const moe_job *j, int64_t token)
 {
@@ -146,7 +155,7 @@ static REAL shared_gate_slope(const moe_job *j, int64_t token)
     return ((const REAL *)j->work.d_shared_weights)[token] * s * (1 - s);
 }
 
-/* gradient [hidden] += the gradient of w_shared_gate. */
+/* Adds the gradient of w_shared_gate to gradient [hidden]. */
 static void shared_gate_gradient(const dense_block *b, REAL *gradient)
 {
     const moe_job *j = b->job;
@@ -158,6 +167,8 @@ static void shared_gate_gradient(const dense_block *b, REAL *gradient)
     }
 }
 
+/* dense_ops.zero_expert_d_weights: the output of a zero-expert is weight * x, so the gradient
+ * of the weight is dot(x, d_out). */
 static void zero_expert_d_weights(const dense_block *b, const epic_const_rows *d_out,
                                   void *d_weights)
 {
@@ -174,8 +185,8 @@ static void zero_expert_d_weights(const dense_block *b, const epic_const_rows *d
     }
 }
 
-/* Computes d_W_gate = x^T d_logits and d_b_gate = the sum of d_logits over tokens, at their
- * offsets in `dense`. */
+/* Computes d_W_gate = x^T d_logits and d_b_gate = the sum of d_logits over the tokens. Writes
+ * them at their offsets (dense_offsets) in `dense`. */
 static void gate_gradient(const dense_block *b, const REAL *d_logits, REAL *dense)
 {
     const moe_job *j = b->job;
@@ -197,8 +208,8 @@ static void gate_gradient(const dense_block *b, const REAL *d_logits, REAL *dens
         for (int64_t e = 0; e < j->columns; e++) bias[e] += d_logits[t * j->columns + e];
 }
 
-/* dense_ops.gate_backward. d_x of the gate is one matrix product; the other parts are added
- * row by row. */
+/* dense_ops.gate_backward. One matrix product computes the gate's part of d_x for all rows. The
+ * other parts are then added to it row by row. */
 static void gate_backward(const dense_block *b, const void *d_logits,
                           const epic_const_rows *d_out, const void *d_shared,
                           const epic_rows *d_x, void *dense)
@@ -239,6 +250,7 @@ static void gate_backward(const dense_block *b, const void *d_logits,
     }
 }
 
+/* dense_ops.add_reals. */
 static void add_reals(void *to, const void *from, int64_t n)
 {
     REAL *a = to;
@@ -246,12 +258,14 @@ static void add_reals(void *to, const void *from, int64_t n)
     for (int64_t i = 0; i < n; i++) a[i] += b[i];
 }
 
+/* Returns the sum of n values, added in a binary tree. */
 static REAL sum_range(const REAL *values, int64_t n)
 {
     if (n == 1) return values[0];
     return sum_range(values, n / 2) + sum_range(values + n / 2, n - n / 2);
 }
 
+/* dense_ops.sum_in_tree. */
 static double sum_in_tree(const void *values, int64_t n)
 {
     return sum_range(values, n);

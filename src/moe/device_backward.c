@@ -1,24 +1,25 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Runs epic_moe_backward on a device: the stages of host_backward.c, each launched on the
- * caller's stream. */
+/* Runs epic_moe_backward on a device. It has the stages of host_backward.c, and each stage
+ * launches kernels on the caller's stream. */
 #include "base/error.h"
 #include "experts/config.h"
 #include "moe/device.h"
 
-/* Addresses at which kernels write gradients of the dense part. NULL: not wanted. flags: 0 or
- * EPIC_ACCUMULATE. */
+/* Device addresses to which kernels write the gradients of the dense part. NULL: this gradient
+ * is not computed. flags is 0 or EPIC_ACCUMULATE. */
 typedef struct dense_targets {
     float *w_gate, *b_gate, *scale, *gate_up, *down, *b_gate_up, *b_down, *w_shared_gate;
     uint32_t flags;
 } dense_targets;
 
-/* Are gradients of the dense part summed over blocks or ranks before they go to the caller?
- * Otherwise kernels write them to the caller's arrays. */
+/* Returns true if the gradients of the dense part are first summed over blocks or ranks, in
+ * work.dense. Otherwise kernels write them directly to the caller's arrays. */
 static bool is_dense_staged(const moe_job *j)
 {
     return j->dense_levels > 0;
 }
 
+/* Returns the caller's arrays as targets. */
 static dense_targets caller_targets(const epic_moe_gradients *g, uint32_t flags)
 {
     return (dense_targets){g->w_gate,         g->b_gate,        g->scale_of_expert,
@@ -26,8 +27,8 @@ static dense_targets caller_targets(const epic_moe_gradients *g, uint32_t flags)
                            g->shared_b_down,  g->w_shared_gate, flags};
 }
 
-/* Zeroes the parts of `dense` that no kernel writes, so that the sum over ranks reads no
- * uninitialized memory. */
+/* Zeroes the gradients in `dense` that no kernel writes, because the sum over ranks reads
+ * them. */
 static epic_result zero_missing_gradients(moe_job *j, float *dense)
 {
     const dense_offsets p = moe_dense_offsets(j);
@@ -39,6 +40,7 @@ static epic_result zero_missing_gradients(moe_job *j, float *dense)
                       p.end - p.w_shared_gate, EPIC_F32, true);
 }
 
+/* Returns as targets the parts of `dense`, one row of work.dense. */
 static dense_targets staged_targets(const moe_job *j, float *dense)
 {
     const dense_offsets p = moe_dense_offsets(j);
@@ -47,8 +49,10 @@ static dense_targets staged_targets(const moe_job *j, float *dense)
                            dense + p.b_down,  dense + p.w_shared_gate, 0};
 }
 
-/* ------------------------------------------------------------- a block of tokens, by steps ---- */
+/* ---------------------------------------------------------------- one block of tokens ---- */
 
+/* Returns the arguments of the kernels for zero-experts and for the shared expert's gate, with
+ * the arrays for gradients. */
 static layer_tokens backward_token_args(const moe_job *j, const epic_moe_backward_args *a,
                                         const dense_block *block, int64_t b)
 {
@@ -59,6 +63,7 @@ static layer_tokens backward_token_args(const moe_job *j, const epic_moe_backwar
     return tokens;
 }
 
+/* Adds the gradients of both losses to work.d_logits. */
 static epic_result losses_backward(moe_job *j, const dense_block *block)
 {
     const float *incoming = j->work.losses;
@@ -74,9 +79,11 @@ static epic_result losses_backward(moe_job *j, const dense_block *block)
     return z.coeff != 0 ? CONTEXT_OP(j->ctx, z_loss_backward, &z, z.coeff) : EPIC_OK;
 }
 
-/* Computes work.d_logits of one block from the gradients of its weights and losses. The
- * router's EPIC_ACCUMULATE would apply to d_logits too, so an accumulated gradient of
- * scale_of_expert is computed in work.d_scale and then added. */
+/* Computes work.d_logits of one block from the gradients of its weights and its losses.
+ *
+ * The flag EPIC_ACCUMULATE of epic_router_backward would also apply to d_logits, which must be
+ * overwritten. So if the caller accumulates, the gradient of scale_of_expert is computed in
+ * work.d_scale and then added. */
 static epic_result router_backward(moe_job *j, const dense_block *block,
                                    const layer_tokens *tokens, const dense_targets *to)
 {
@@ -106,8 +113,8 @@ static epic_result router_backward(moe_job *j, const dense_block *block,
     return losses_backward(j, block);
 }
 
-/* Runs the backward of the shared expert on one block. d_x (NULL: not wanted): its part of
- * d_x. */
+/* Runs backward of the shared expert on one block. Writes its part of d_x to `d_x`, unless this
+ * is NULL. */
 static epic_result shared_expert_backward(moe_job *j, int64_t b, const dense_block *block,
                                           const layer_tokens *tokens, void *d_x,
                                           const dense_targets *to)
@@ -148,8 +155,8 @@ static epic_result shared_expert_backward(moe_job *j, int64_t b, const dense_blo
                       (to->flags & EPIC_ACCUMULATE) != 0, j->work.gate);
 }
 
-/* Adds to work.shared_y, which holds the shared expert's part of d_x, the parts of the
- * zero-experts and of the shared expert's gate. */
+/* Adds the zero-experts' part and the part of the shared expert's gate to work.shared_y. If the
+ * layer has a shared expert, this buffer already holds the shared expert's part of d_x. */
 static epic_result add_local_d_x(moe_job *j, const layer_tokens *tokens)
 {
     const layer_rows sum = {j->work.shared_y, j->has_shared ? j->work.shared_y : NULL, NULL};
@@ -157,6 +164,8 @@ static epic_result add_local_d_x(moe_job *j, const layer_tokens *tokens)
     return CONTEXT_OP(j->ctx, add_local_rows, j->call.stream, tokens, &sum);
 }
 
+/* Computes the gradients of the gate's weights, and d_x of the block: the gate's part, the part
+ * that dispatch backward wrote there, and work.shared_y. */
 static epic_result gate_backward(moe_job *j, const dense_block *block, const epic_rows *d_x,
                                  const dense_targets *to)
 {
@@ -170,6 +179,7 @@ static epic_result gate_backward(moe_job *j, const dense_block *block, const epi
     return CONTEXT_OP(j->ctx, gate_backward, &gate);
 }
 
+/* Runs the stages of backward for block b. Writes the gradients of the dense part to `to`. */
 static epic_result block_backward(moe_job *j, const epic_moe_backward_args *a, int64_t b,
                                   const dense_targets *to)
 {
@@ -185,8 +195,8 @@ static epic_result block_backward(moe_job *j, const epic_moe_backward_args *a, i
     return gate_backward(j, &block, &d_x, to);
 }
 
-/* Computes the gradients of blocks [first, first + count) and sums them in a binary tree.
- * The sum is row `level` of work.dense; rows from level + 1 on are scratch space. */
+/* Computes the gradients of blocks first to first + count - 1 and adds them in a binary tree.
+ * The sum is row `level` of work.dense. Overwrites the rows after it. */
 static epic_result blocks_backward(moe_job *j, const epic_moe_backward_args *a, int64_t first,
                                    int64_t count, int64_t level)
 {
@@ -202,7 +212,7 @@ static epic_result blocks_backward(moe_job *j, const epic_moe_backward_args *a, 
                       j->dense_count, EPIC_F32, false);
 }
 
-/* Copies or, with EPIC_ACCUMULATE, adds the summed gradients to the caller's arrays. */
+/* Copies the summed gradients to the caller's arrays, or adds them with EPIC_ACCUMULATE. */
 static epic_result store_dense_gradients(moe_job *j, const epic_moe_gradients *g,
                                          uint32_t flags)
 {

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Runs epic_moe_forward on a device: the stages of host_forward.c, each launched on the
- * caller's stream. The host reads no number of them. The plan on every rank finds invalid
- * data, and epic_check reports it. */
+/* Runs epic_moe_forward on a device. It has the stages of host_forward.c, and each stage
+ * launches kernels on the caller's stream. The host never reads their results. Invalid data is
+ * found by the kernels of the plan on every rank, and epic_check returns the error. */
 #include "base/error.h"
 #include "moe/device.h"
 #include "rules/experts_layout.h"
 
-/* Computes the routing of all blocks of tokens in one launch, because the logits of a token depend
- * on that token alone. */
+/* Runs the gate and the router for all blocks together. This is allowed because the logits of a
+ * token depend only on that token. */
 epic_result moe_device_route(moe_job *j, const epic_moe_args *a)
 {
     dense_block all = moe_get_block(j, 0);
@@ -36,8 +36,8 @@ epic_result moe_device_route(moe_job *j, const epic_moe_args *a)
     return CONTEXT_OP(j->ctx, mask_zero_experts, j->call.stream, &tokens, j->work.plan_idx);
 }
 
-/* Zeroes the counts of all local experts. The plan writes counts only for as many experts as
- * the rank with the most has. */
+/* Zeroes the counts of all local experts. The plan writes them only for the number of experts
+ * of the rank that owns the most. */
 static epic_result zero_counts(moe_job *j)
 {
     const int32_t *end = j->saved.expert_tokens + j->experts.num_local_experts;
@@ -45,15 +45,15 @@ static epic_result zero_counts(moe_job *j)
                       end - j->saved.expert_rows, EPIC_F32, true);
 }
 
-/* Copies `count` int32 numbers if the caller wants them. The kernel copies 4-byte elements
- * of any type. */
+/* Copies `count` int32 numbers, unless `to` is NULL. The kernel copies 4-byte elements of any
+ * type, so EPIC_F32 is correct here. */
 static epic_result copy_counts(moe_job *j, int32_t *to, const int32_t *from, int64_t count)
 {
     if (!to) return EPIC_OK;
     return CONTEXT_OP(j->ctx, add_array, j->call.stream, to, from, count, EPIC_F32, true);
 }
 
-/* Changes the arguments of dispatch so that it sends E4M3 rows with scales. */
+/* Changes the arguments of dispatch for E4M3 layers: it then sends E4M3 rows with scales. */
 static void quantize_dispatch(const moe_job *j, epic_dispatch_args *dispatch)
 {
     if (!j->is_e4m3) return;
@@ -64,8 +64,8 @@ static void quantize_dispatch(const moe_job *j, epic_dispatch_args *dispatch)
         (epic_rows){j->work.recv_scales, j->capacity, experts_blocks(j->hidden) * 4};
 }
 
-/* The plan zeroes counts only where necessary. The operation "fits" checks in device memory
- * what check_placement() and check_equal_tokens() check on the host. */
+/* The counts are zeroed only if the plan might not write all of them. check_plan_fits checks on
+ * the device what check_placement() and check_equal_tokens() check on the host. */
 epic_result moe_device_plan_dispatch(moe_job *j, const epic_moe_args *a)
 {
     epic_dispatch_args dispatch = {.call = j->call,
@@ -103,11 +103,11 @@ epic_result moe_device_add_local_experts(moe_job *j, const epic_rows *out)
     return EPIC_OK;
 }
 
-/* Computes the losses of all blocks, sums them in the tree of blocks, and over the ranks
- * with EPIC_SUM_DENSE. */
+/* Computes the losses of each block, and sums them over the blocks in a binary tree. With
+ * EPIC_SUM_DENSE, then sums them over the ranks. */
 static epic_result compute_losses(moe_job *j, const epic_moe_args *a)
 {
-    float *both = j->work.losses; /* [2, blocks]; the first two are the sums afterwards */
+    float *both = j->work.losses; /* [2, blocks]: balance loss and z-loss of each block */
     const bool none = j->moe.balance_coeff == 0 && j->moe.z_coeff == 0;
     if (none) return CONTEXT_OP(j->ctx, write_losses, j->call.stream, NULL, a);
     for (int64_t b = 0; b < j->blocks; b++) {
@@ -131,7 +131,7 @@ static epic_result compute_losses(moe_job *j, const epic_moe_args *a)
 
 epic_result moe_device_forward(moe_job *j, const epic_moe_args *a)
 {
-    TRY(moe_device_route(j, a)); /* no peer waits yet */
+    TRY(moe_device_route(j, a)); /* no peer waits for this rank yet */
     TRY(moe_device_plan_dispatch(j, a));
     epic_result result = moe_run_experts(j);
     if (result != EPIC_OK) return moe_abort_call(j, result);

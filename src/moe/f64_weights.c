@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Carries the weights of float64 layers through dispatch and combine. stages.h explains how. */
+/* Sends the weights of float64 layers through dispatch, and their gradients through combine.
+ * stages.h describes the method. */
 #include <string.h>
 
 #include "moe/stages.h"
 
+/* Returns an array of rows as epic_rows. Each row has top_k float64 numbers. */
 static epic_rows weight_rows(const moe_job *j, void *data, int64_t num_rows)
 {
     return (epic_rows){data, num_rows, j->top_k * j->real_bytes};
@@ -19,7 +21,7 @@ void moe_attach_f64_weights(moe_job *j, epic_dispatch_args *how)
     how->recv_scales = weight_rows(j, j->work.recv_weights, j->capacity);
 }
 
-/* Returns the number of slots in use, which are the first ones. */
+/* Returns the number of slots in use. They are the first slots of the receive buffer. */
 static int64_t count_slots(const moe_job *j)
 {
     int64_t slots = 0;
@@ -28,8 +30,8 @@ static int64_t count_slots(const moe_job *j)
     return slots;
 }
 
-/* Returns the index of a slot's weight in rows of top_k weights per slot. A k that is out of
- * range because `saved` is damaged counts as 0. */
+/* Returns the index of a slot's own weight in an array with top_k weights per slot. A k that is
+ * out of range, because `saved` is damaged, counts as 0. */
 static int64_t weight_index(const moe_job *j, int64_t slot)
 {
     const float k = j->saved.slot_k[slot];

@@ -1,24 +1,26 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The layer on the host, between moe.c, which checks arguments, and stages.h, which both
- * paths share. All of these are collective. Numbers are computed on the calling thread. */
+/* The layer on the host: forward and epic_moe_plan (host_forward.c), and backward
+ * (host_backward.c). The calling thread computes. moe.c checks the arguments before it calls
+ * these functions. */
 #ifndef EPIC_MOE_HOST_H
 #define EPIC_MOE_HOST_H
 
 #include "moe/stages.h"
 
-/* Runs epic_moe_forward on checked arguments. */
+/* Runs epic_moe_forward. Collective. */
 epic_result moe_host_forward(moe_job *j, const epic_moe_args *a);
-/* Runs epic_moe_plan on checked arguments. *slots: number of slots that this rank receives. */
+/* Runs epic_moe_plan. *slots receives the number of slots of this rank. Collective. */
 epic_result moe_host_plan(moe_job *j, const epic_moe_args *a, int64_t *slots);
-/* Runs epic_moe_backward on checked arguments. */
+/* Runs epic_moe_backward. Collective. */
 epic_result moe_host_backward(moe_job *j, const epic_moe_backward_args *a,
                               const epic_moe_gradients *g);
 
-/* Computes the gate value of the shared expert and the expert itself on block b, into
- * work.shared_y. `flags`: 0, or EPIC_RECOMPUTE to compute only what backward reads. */
+/* Computes the gate and the output of the shared expert for block b, and writes the output to
+ * work.shared_y. With flags EPIC_RECOMPUTE it computes only the data that backward reads.
+ * Local. */
 epic_result moe_host_shared_expert(moe_job *j, int64_t b, uint32_t flags);
 
-/* Writes zeros over the rows of all tokens. */
+/* Zeroes the rows of all tokens of this rank. */
 void moe_zero_rows(const moe_job *j, const epic_rows *rows);
 
 #endif

@@ -1,25 +1,27 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Runs epic_moe_backward on the host: the stages of forward in reverse order.
  *
- * Combine backward sends d_out to the slots. The experts' backward computes weight gradients
- * and the gradient of each slot's row. Dispatch backward sums those into d_x. Each block of
- * tokens then adds the gradients of the router, the losses, the shared expert and the gate.
- * Gradients of the dense part are summed over blocks in a binary tree, and over ranks with
- * EPIC_SUM_DENSE. */
+ * 1. Combine backward sends d_out to the slots.
+ * 2. The experts' backward computes weight gradients, and the gradient of each slot's row.
+ * 3. Dispatch backward sums the gradients of the rows into d_x.
+ * 4. Each block of tokens adds the gradients of the router, the losses, the shared expert and
+ *    the gate.
+ * 5. The gradients of the dense part are summed over the blocks in a binary tree, and over the
+ *    ranks with EPIC_SUM_DENSE. */
 #include <string.h>
 
 #include "base/error.h"
 #include "moe/host.h"
 
-/* The caller's arguments, and damage of `saved` to report on every rank. */
+/* The caller's arguments, and an error in `saved` that all ranks must return. */
 typedef struct backward_call {
     const epic_moe_backward_args *args;
     epic_moe_gradients gradients;
     data_fault fault;
 } backward_call;
 
-/* Computes work.d_logits of one block from the gradients of its weights and losses, and adds
- * to the gradient of scale_of_expert in `dense`. */
+/* Computes work.d_logits of one block from the gradients of its weights and its losses. Adds to
+ * the gradient of scale_of_expert in `dense`. */
 static epic_result router_backward(moe_job *j, const dense_block *block, const void *d_weights,
                                    void *dense)
 {
@@ -41,8 +43,8 @@ static epic_result router_backward(moe_job *j, const dense_block *block, const v
     return moe_losses_backward(j, block);
 }
 
-/* Runs the backward of the shared expert on one block. d_x (NULL: not wanted): its part of
- * d_x. */
+/* Runs backward of the shared expert on one block. Writes its part of d_x to `d_x`, unless this
+ * is NULL. */
 static epic_result shared_expert_backward(moe_job *j, int64_t b, const dense_block *block,
                                           const epic_const_rows *d_out, void *d_x, void *dense)
 {
@@ -79,8 +81,8 @@ static epic_result shared_expert_backward(moe_job *j, int64_t b, const dense_blo
     return epic_experts_backward(NULL, &how);
 }
 
-/* Computes the gradients of the dense part for block b, into `dense`, and adds to its rows
- * of d_x. */
+/* Writes the gradients of the dense part for block b to `dense`, and adds the block's parts of
+ * d_x. */
 static epic_result block_backward(moe_job *j, const backward_call *c, int64_t b, void *dense)
 {
     memset(dense, 0, (size_t)(j->dense_count * j->real_bytes));
@@ -99,8 +101,8 @@ static epic_result block_backward(moe_job *j, const backward_call *c, int64_t b,
     return EPIC_OK;
 }
 
-/* Computes the gradients of blocks [first, first + count) and sums them in a binary tree.
- * The sum is row `level` of work.dense; rows from level + 1 on are scratch space. */
+/* Computes the gradients of blocks first to first + count - 1 and adds them in a binary tree.
+ * The sum is row `level` of work.dense. Overwrites the rows after it. */
 static epic_result blocks_backward(moe_job *j, const backward_call *c, int64_t first,
                                    int64_t count, int64_t level)
 {
@@ -113,8 +115,8 @@ static epic_result blocks_backward(moe_job *j, const backward_call *c, int64_t f
     return EPIC_OK;
 }
 
-/* Copies or, with EPIC_ACCUMULATE, adds reals [begin, end) of work.dense to the caller's
- * gradient. */
+/* Copies elements [begin, end) of work.dense to a gradient of the caller, or adds them with
+ * EPIC_ACCUMULATE. Does nothing if `to` is NULL. */
 static void store_gradient(const moe_job *j, const backward_call *c, void *to, int64_t begin,
                            int64_t end)
 {
@@ -126,6 +128,7 @@ static void store_gradient(const moe_job *j, const backward_call *c, void *to, i
         memcpy(to, from, (size_t)((end - begin) * j->real_bytes));
 }
 
+/* Stores all gradients of the dense part in the caller's arrays. */
 static void store_dense_gradients(const moe_job *j, const backward_call *c)
 {
     const dense_offsets p = moe_dense_offsets(j);
@@ -140,8 +143,8 @@ static void store_dense_gradients(const moe_job *j, const backward_call *c)
     store_gradient(j, c, g->w_shared_gate, p.w_shared_gate, p.end);
 }
 
-/* Sets all gradients to zero after an error that every rank reports. With EPIC_ACCUMULATE
- * they stay as they were. */
+/* Zeroes all gradients after an error that every rank returns. With EPIC_ACCUMULATE only d_x
+ * becomes zero, and the weight gradients keep their values. */
 static void zero_gradients(const moe_job *j, const backward_call *c)
 {
     const epic_moe_gradients *g = &c->gradients;
@@ -163,8 +166,8 @@ static void zero_gradients(const moe_job *j, const backward_call *c)
     store_dense_gradients(j, c);
 }
 
-/* Runs all stages. Errors of the first two are the same on every rank; later local errors
- * abort the context. */
+/* Runs all stages. The first two return the same error on every rank. A later error is local,
+ * so it aborts the context. */
 static epic_result run_backward(moe_job *j, backward_call *c)
 {
     epic_result result = moe_combine_backward(j, &c->args->d_out, &c->fault);
@@ -182,7 +185,7 @@ static epic_result run_backward(moe_job *j, backward_call *c)
     return EPIC_OK;
 }
 
-/* Reads a float or double, or returns `none` if the caller passed NULL. */
+/* Returns *number, a float32 or float64 as `type` says, or `none` if the pointer is NULL. */
 static double read_number_or(const void *number, uint32_t type, double none)
 {
     if (!number) return none;

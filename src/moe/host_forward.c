@@ -1,11 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Runs epic_moe_forward and epic_moe_plan on the host.
  *
- * Forward has these stages. The gate computes logits, and the router chooses experts and
- * weights. The plan counts slots, and dispatch sends rows to the ranks of their experts. The
- * experts run, and combine returns and sums their results. Then the shared expert and
- * zero-experts are added, and the losses are computed. An error before dispatch is local.
- * From dispatch on peers wait, so a local error aborts the context. */
+ * The stages of forward:
+ * 1. The gate computes logits, and the router chooses experts and weights.
+ * 2. The plan counts slots, and dispatch sends rows to the ranks of their experts.
+ * 3. The experts run, and combine returns and sums their results.
+ * 4. The outputs of the shared expert and the zero-experts are added.
+ * 5. The losses are computed.
+ *
+ * An error in stage 1 is returned by this rank only, and nothing has been sent. From stage 2 on
+ * peers wait for this rank, so a local error aborts the context. */
 #include <string.h>
 
 #include "api/api.h"
@@ -15,8 +19,8 @@
 #include "router/config.h"
 #include "rules/sentences.h"
 
-/* Runs the gate and the router. If token ids or the table are invalid, chooses no expert and
- * stores the fault, which the plan reports on every rank. */
+/* Runs the gate and the router. If token ids or their table are invalid, chooses no expert and
+ * stores the error in *fault. The plan then returns it on every rank. */
 static epic_result route_tokens(moe_job *j, const epic_moe_args *a, data_fault *fault)
 {
     for (int64_t b = 0; j->block && b < j->blocks; b++) {
@@ -46,14 +50,15 @@ static epic_result route_tokens(moe_job *j, const epic_moe_args *a, data_fault *
         return EPIC_OK;
     }
     TRY(epic_router_forward(NULL, &how));
-    for (int64_t i = 0; i < j->tokens * j->top_k; i++) /* zero-experts are not dispatched */
+    for (int64_t i = 0; i < j->tokens * j->top_k; i++) /* only real experts are dispatched */
         j->work.plan_idx[i] =
             j->saved.topk_idx[i] < (int32_t)j->router.num_experts ? j->saved.topk_idx[i] : -1;
     return EPIC_OK;
 }
 
-/* Checks that all ranks have the same number of tokens, which EPIC_TREE needs for equal
- * blocks. Every rank sees the same numbers in the plan, so all return the same result. */
+/* Checks that all ranks have the same number of tokens. EPIC_TREE requires this, so that all
+ * blocks have the same size. The numbers come from the plan, so all ranks return the same
+ * result. */
 static epic_result check_equal_tokens(const moe_job *j)
 {
     const plan_view plan = plan_view_of(j->saved.plan);
@@ -65,6 +70,7 @@ static epic_result check_equal_tokens(const moe_job *j)
     return EPIC_OK;
 }
 
+/* Zeroes the counts and loads in `saved`. */
 static void zero_counts(const moe_job *j)
 {
     memset(j->saved.expert_rows, 0, j->experts.num_local_experts * sizeof(int32_t));
@@ -73,7 +79,7 @@ static void zero_counts(const moe_job *j)
     memset(j->saved.logical_load, 0, j->layer.num_logical * sizeof(int32_t));
 }
 
-/* Copies the loads from `saved` to the caller's arrays. */
+/* Copies the loads from `saved` to the caller's arrays, if the caller wants them. */
 static void copy_load(const moe_job *j, const epic_moe_args *a)
 {
     const epic_layer *layer = &j->layer;
@@ -83,8 +89,8 @@ static void copy_load(const moe_job *j, const epic_moe_args *a)
                layer->num_logical * sizeof *a->logical_load);
 }
 
-/* Makes the plan, unless epic_moe_plan made it, and dispatches the rows. Copies the load for
- * the caller also if it fails. */
+/* Makes the plan and dispatches the rows. With EPIC_PLANNED, uses the plan of epic_moe_plan
+ * instead. Copies the loads to the caller's arrays even after an error. */
 static epic_result plan_and_dispatch(moe_job *j, const epic_moe_args *a,
                                      const op_header_extra *extra)
 {
@@ -136,6 +142,7 @@ epic_result moe_host_shared_expert(moe_job *j, int64_t b, uint32_t flags)
     return epic_experts_forward(NULL, &how);
 }
 
+/* Adds the outputs of the shared expert and the zero-experts to the combined rows `out`. */
 static epic_result add_local_experts(moe_job *j, const epic_rows *out)
 {
     for (int64_t b = 0; j->block && b < j->blocks; b++) {
@@ -148,7 +155,7 @@ static epic_result add_local_experts(moe_job *j, const epic_rows *out)
     return EPIC_OK;
 }
 
-/* Stores a loss as float64 or float32, if the caller wants it. */
+/* Stores a loss as float64 or float32, unless `out` is NULL. */
 static void store_loss(void *out, uint32_t type, double loss)
 {
     if (out && type == EPIC_F64)
@@ -157,6 +164,7 @@ static void store_loss(void *out, uint32_t type, double loss)
         *(float *)out = (float)loss;
 }
 
+/* Stores the sum of both losses and each of them. */
 static void store_losses(const epic_moe_args *a, double balance, double z)
 {
     store_loss(a->loss, a->loss_type, balance + z);
@@ -164,8 +172,8 @@ static void store_losses(const epic_moe_args *a, double balance, double z)
     store_loss(a->z_loss, a->loss_type, z);
 }
 
-/* Computes the losses of all blocks, sums them in the tree of blocks, and over the ranks
- * with EPIC_SUM_DENSE. */
+/* Computes the losses of each block, and sums them over the blocks in a binary tree. With
+ * EPIC_SUM_DENSE, then sums them over the ranks. */
 static epic_result compute_losses(moe_job *j, const epic_moe_args *a)
 {
     void *balance = j->work.losses, *z = moe_real_at(j, balance, j->blocks);
@@ -178,7 +186,7 @@ static epic_result compute_losses(moe_job *j, const epic_moe_args *a)
                       moe_dense_ops(j)->sum_in_tree(z, j->blocks)};
     if (j->moe.flags & EPIC_SUM_DENSE) {
         float sums[2] = {(float)both[0],
-                         (float)both[1]}; /* exact, as F64 layers cannot have EPIC_SUM_DENSE */
+                         (float)both[1]}; /* exact: EPIC_SUM_DENSE layers are float32 */
         const epic_allreduce_sum_args sum = {
             .call = j->call, .data = sums, .count = 2, .order = j->layer.sum_order};
         TRY(epic_allreduce_sum(j->ctx, &sum));
@@ -189,8 +197,8 @@ static epic_result compute_losses(moe_job *j, const epic_moe_args *a)
     return EPIC_OK;
 }
 
-/* Routes the tokens, or checks the routes that epic_moe_plan left in `saved`. A fault there
- * is a mistake of this rank alone, since no peer waits yet. */
+/* Routes the tokens. With EPIC_PLANNED, checks the routing that epic_moe_plan stored in `saved`
+ * instead. Damage found there is returned by this rank only, since no peer waits yet. */
 static epic_result prepare_routes(moe_job *j, const epic_moe_args *a, data_fault *fault)
 {
     if (!(a->flags & EPIC_PLANNED)) return route_tokens(j, a, fault);
@@ -208,7 +216,7 @@ void moe_zero_rows(const moe_job *j, const epic_rows *rows)
 epic_result moe_host_forward(moe_job *j, const epic_moe_args *a)
 {
     data_fault fault;
-    TRY(prepare_routes(j, a, &fault)); /* no peer waits yet */
+    TRY(prepare_routes(j, a, &fault)); /* no peer waits for this rank yet */
     const op_header_extra extra = {&fault, &j->options};
     *j->saved.total_tokens = -1;
     epic_result result = plan_and_dispatch(j, a, &extra);

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Computes the losses of one block of tokens on the host, by the router's public calls. */
+/* Computes the losses of one block of tokens on the host, with the public calls of the
+ * router. */
 #include "base/error.h"
 #include "moe/stages.h"
 
@@ -33,7 +34,7 @@ epic_result moe_losses_forward(const moe_job *j, const dense_block *block, void 
     return z_args.coeff != 0 ? epic_z_loss_forward(NULL, &z_args) : EPIC_OK;
 }
 
-/* The incoming gradient of each loss multiplies its coefficient. */
+/* The gradient of each loss, which the caller passed, is multiplied into its coefficient. */
 epic_result moe_losses_backward(const moe_job *j, const dense_block *block)
 {
     const epic_balance_loss_backward_args balance = {.router = &j->router,

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The public calls of the layer. Each checks its arguments (args.c), then runs on the host
- * (host_forward.c, host_backward.c) or on a device (device_forward.c, device_backward.c).
- * Files call downwards only: tests/includes.py has the order. */
+/* The public calls of the layer. Each call checks its arguments (args.c). Then it runs on the
+ * host (host_forward.c, host_backward.c) or on a device (device_forward.c,
+ * device_backward.c). */
 #include "api/config.h"
 #include "base/error.h"
 #include "base/sized.h"
@@ -10,7 +10,7 @@
 #include "moe/device.h"
 #include "moe/host.h"
 
-/* Returns the sizes of both buffers for the configuration in *j. */
+/* Computes the bytes of `saved` and of both workspaces for the configuration in *j. */
 static void count_memory(moe_job *j, int64_t *saved, int64_t *forward, int64_t *backward)
 {
     moe_layout_buffers(j, NULL, NULL, false);

@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Checks on the host whether `saved` still holds what forward left there. */
+/* Checks on the host that `saved` still holds the data that forward wrote. */
 #include "base/error.h"
 #include "moe/stages.h"
 #include "plan/plan.h"
 
-/* Compares the saved counts with those of the plan. Counts of local experts that the plan
- * does not have are 0. */
+/* Compares the saved counts of rows and tokens with the plan in `saved`. Stores the first
+ * difference in *fault and returns true. Local experts that the plan does not have must have
+ * counts 0. */
 static bool find_bad_count(const moe_job *j, const plan_view *plan, data_fault *fault)
 {
     const int64_t planned = plan->header->num_local;
@@ -23,8 +24,8 @@ static bool find_bad_count(const moe_job *j, const plan_view *plan, data_fault *
     return false;
 }
 
-/* Finds a saved choice that is not an expert of the router. Negative choices are valid: no
- * expert. */
+/* Looks for a saved choice that is not an id of the router. Stores the first one in *fault and
+ * returns true. Negative ids are valid and mean no expert. */
 static bool find_bad_choice(const moe_job *j, data_fault *fault)
 {
     for (int64_t i = 0; i < j->tokens * j->top_k; i++) {

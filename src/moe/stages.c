@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The parts of the layer that the host and the device run alike: the collective calls that
- * move rows between ranks, and the experts. host_*.c and device_*.c call these functions. */
+/* The parts of the layer that are equal on the host and on a device: the collective operations,
+ * and the experts. host_*.c and device_*.c call these functions. */
 #include "moe/stages.h"
 
 #include <stdio.h>
@@ -28,8 +28,8 @@ epic_plan_args moe_make_plan_args(const moe_job *j, const epic_moe_args *a,
                             .demand = a->demand};
 }
 
-/* Calls epic_experts_forward for all slots. flags 0: computes work.y. EPIC_RECOMPUTE:
- * computes only what backward reads, with weights of row_type. */
+/* Calls epic_experts_forward for all slots. With flags 0 it computes work.y. With
+ * EPIC_RECOMPUTE it computes only the data that backward reads, with weights of row_type. */
 static epic_result call_experts(moe_job *j, uint32_t flags)
 {
     const bool scaled = j->is_e4m3 && !flags;
@@ -85,9 +85,9 @@ epic_result moe_combine(moe_job *j, const epic_rows *out)
     return epic_combine(j->ctx, &how);
 }
 
-/* Sends d_out unweighted, also if combine multiplied by the weights. The gradient of a
- * weight is then computed from the activations (d_out W_down^T, times what the weight
- * multiplies), because forward does not save the experts' outputs. */
+/* Sends d_out without weights, even if combine multiplied by weights in forward. The reason is
+ * that the gradient of a weight would need the outputs of the experts, which forward does not
+ * save. moe_experts_backward() computes it from the activations instead. */
 epic_result moe_combine_backward(moe_job *j, const epic_const_rows *d_out, data_fault *fault)
 {
     const epic_rows slots = {j->work.d_y, j->capacity, j->row_bytes};
@@ -148,8 +148,8 @@ epic_result moe_experts_backward(moe_job *j, const epic_moe_gradients *g, uint32
     return epic_experts_backward(moe_local_context(j), &how);
 }
 
-/* Peers wait for this rank's part even if it does not want d_x. The result then goes to
- * work.d_y, which is free by now. */
+/* A rank that does not want d_x takes part too, because its peers wait for it. It writes the
+ * result to work.d_y, which no later stage reads. */
 epic_result moe_dispatch_backward(moe_job *j, const epic_rows *d_x)
 {
     const epic_rows spare = {j->work.d_y, j->tokens, j->row_bytes};
@@ -181,6 +181,6 @@ epic_result moe_abort_call(moe_job *j, epic_result result)
 {
     char why[512];
     snprintf(why, sizeof why, "%s", epic_sentence());
-    epic_abort(j->ctx, j->call.tag, why); /* no effect if the context failed already */
+    epic_abort(j->ctx, j->call.tag, why); /* has no effect if the context has already failed */
     return epic_fail(result, "%s", why);
 }
