@@ -1,18 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Router backward: computes the gradient of the logits from the gradient of the weights.
  *
- *     d_weights [num_tokens, top_k], d_logits [num_tokens, columns]
+ *   in   d_weights          [num_tokens, top_k]
+ *   out  d_logits           [num_tokens, columns]    router_backward_kernel, one warp per token
+ *   out  d_scale_of_expert  [columns]                router_scale_kernel, one CTA per expert
  *
- * One warp works on one token.  It loads all logits only if the score is a softmax over all
- * experts.  A second kernel computes the gradient of the scale by expert, d_scale_of_expert
- * [columns]. */
+ * The kernels compute the weights of the choices again. They load all logits of a token only if
+ * the score is a softmax over all experts. Otherwise they load only the logits of the
+ * choices. */
 #include "cuda/common/launch.cuh"
 #include "cuda/router/router.cuh"
 
 #define MOST_WARPS 4
 
-/* Computes the parts and the divisor of the choices again, as forward did.  s: the softmax of
- * all columns, or NULL; then the logits of the choices are loaded into z. */
+/* Computes parts and divisor of the choices again, as forward did. s [columns]: the softmax of
+ * all columns. If s is NULL, the function loads the logits of the choices into z. */
 __device__ __forceinline__ Shares<2> recompute_shares(const p2p_router_backward_job &job,
                                                       const Chosen<2> &c, const float *s,
                                                       float (&z)[2], int64_t token)
@@ -33,8 +35,8 @@ __device__ __forceinline__ Shares<2> recompute_shares(const p2p_router_backward_
     return compute_shares(job.rows, c, x);
 }
 
-/* Turns g from the gradient of the weights into that of the parts, as share_backward() on
- * the host. */
+/* Turns g from the gradient of the weights into the gradient of the parts. The formula is that
+ * of share_backward() on the host. */
 __device__ __forceinline__ void share_backward(const Shares<2> &s, const Chosen<2> &c,
                                                float scale, float (&g)[2])
 {
@@ -50,8 +52,9 @@ __device__ __forceinline__ void share_backward(const Shares<2> &s, const Chosen<
         if (s.divisor != 0) g[j] -= mean;
 }
 
-/* Turns g into the gradient of the scores or logits of the choices and adds it to d, choice by
- * choice, because a token may have chosen an expert twice. */
+/* Turns g from the gradient of the parts into the gradient of the choices' scores or logits,
+ * and adds it to d [columns]. It adds one choice after the other, because a token may have
+ * chosen an expert twice. */
 __device__ __forceinline__ void parts_backward(const epic_router &r, const Shares<2> &s,
                                                const Chosen<2> &c, const float (&z)[2],
                                                float (&g)[2], float *d)
@@ -72,7 +75,9 @@ __device__ __forceinline__ void parts_backward(const epic_router &r, const Share
     }
 }
 
-/* Writes the gradient of all logits of a token from d, the gradient of its scores. */
+/* Writes the gradient of all logits of a token. d [columns]: gradient of the scores, or of the
+ * logits if the weights are computed from logits. s [columns]: the softmax of all columns, or
+ * NULL. */
 template <int V>
 __device__ __forceinline__ void write_gradient(const p2p_router_backward_job &job,
                                                const float *s, const float *d, int64_t token)
@@ -94,7 +99,7 @@ __device__ __forceinline__ void write_gradient(const p2p_router_backward_job &jo
         });
 }
 
-/* Reads the choices of a token; ids out of range become -1. */
+/* Returns the choices of a token. Ids out of range become -1. */
 __device__ __forceinline__ Chosen<2> read_choices(const p2p_router_backward_job &job,
                                                   int64_t token)
 {
@@ -107,13 +112,13 @@ __device__ __forceinline__ Chosen<2> read_choices(const p2p_router_backward_job 
     return c;
 }
 
-/* Returns whether the weights depend on the softmax over all experts. */
+/* Returns whether the weights are scores of a softmax over all experts. */
 __host__ __device__ __forceinline__ bool needs_full_softmax(const epic_router &r)
 {
     return r.weight_rule == EPIC_WEIGHT_OF_SCORE && r.score == EPIC_SCORE_SOFTMAX;
 }
 
-/* One warp per token; d and s are its rows in shared memory. */
+/* Computes d_logits of one token per warp. d and s are the warp's rows in shared memory. */
 template <int V>
 __global__ void __launch_bounds__(MOST_WARPS *WARP)
     router_backward_kernel(const __grid_constant__ p2p_router_backward_job job)
@@ -146,17 +151,17 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
 
 /* -------------------------------------------------------------- the scale by expert ---- */
 
-#define SCALE_WARPS 8 /* runs of tokens, which are added one after the other */
+#define SCALE_WARPS 8 /* parts of the tokens, each summed by one warp */
 
-/* Returns the part of choice `place` in the gradient of its expert's scale: the gradient of the
- * weight times the weight without scale.  All lanes get the same value. */
+/* Returns choice number `place`'s contribution to the gradient of its expert's scale: d_weight
+ * times the weight without scale. Every lane gets the result. */
 __device__ __forceinline__ double scale_part(const p2p_router_backward_job &job, float *s,
                                              int64_t place)
 {
     const int k = (int)job.rows.router.top_k, choice = (int)(place % k);
     const int64_t token = place / k;
     float z[2];
-    __syncwarp(); /* all lanes have read the old row */
+    __syncwarp(); /* all lanes must have read the previous token's row */
     if (needs_full_softmax(job.rows.router)) {
         load_row<0>(s, job.rows, token);
         compute_softmax<0>(s, s, job.rows.columns);
@@ -171,8 +176,9 @@ __device__ __forceinline__ double scale_part(const p2p_router_backward_job &job,
     return (double)job.d_weights[place] * (double)weight;
 }
 
-/* Gradient of the scales.  A CTA works on one expert, each of its warps on a run of the tokens.
- * An expert has few of the choices, so their weights are computed again, not saved. */
+/* Computes d_scale_of_expert. A CTA works on one expert, and each of its warps on a part of the
+ * tokens. The weights are computed again instead of saved, because an expert has only a small
+ * part of all choices. The sums of the warps are added in order. */
 __global__ void __launch_bounds__(SCALE_WARPS *WARP)
     router_scale_kernel(const __grid_constant__ p2p_router_backward_job job)
 {
@@ -203,6 +209,7 @@ __global__ void __launch_bounds__(SCALE_WARPS *WARP)
 /* ---------------------------------------------------------------------------- launching
  * ---- */
 
+/* Launches the kernel for the gradient of the scales. */
 static cudaError_t launch_scale(const p2p_router_backward_job *job, cudaStream_t stream)
 {
     const int words = row_words(job->rows.columns), warps = router_warps(words, SCALE_WARPS);
@@ -211,6 +218,7 @@ static cudaError_t launch_scale(const p2p_router_backward_job *job, cudaStream_t
                          *job);
 }
 
+/* Launches the instance for V columns per lane. */
 template <int V>
 static cudaError_t launch_width(const p2p_router_backward_job *job, cudaStream_t stream)
 {

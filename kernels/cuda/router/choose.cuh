@@ -1,25 +1,29 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Chooses the experts of a token: the k largest selection values.  Ties go to the lower id,
- * NaNs come last.
+/* Chooses the experts of a token: those with the k largest selection values. Of equal values,
+ * the lower expert id wins. NaN is less than any other value.
  *
- * Each selection value becomes a key, an unsigned number with the same order; 0 and -0 have the
- * same key.  Each lane owns a run of ids of one group, and the runs ascend with the lanes.  In
- * each of k rounds the warp finds the largest key of all lanes.  The first lane that has it
- * owns the lowest id, and drops it.  With groups, the warp first scores the groups and keeps
- * the best topk_groups. */
+ *   key    a selection value as an unsigned number with the same order; 0 and -0 are equal
+ *   Deal   which lane owns which ids: a run of ids of one group, ascending with the lanes
+ *   Owned  the keys of a lane's ids, sorted in registers, or (V = 0) in shared memory
+ *
+ * One warp works on one token. In each of k rounds the warp finds the largest key of all lanes.
+ * Of the lanes that have this key, the first owns the lowest id. That lane removes the key. If
+ * the router has groups, the warp first scores the groups, and keeps the ids of the best
+ * topk_groups. */
 #ifndef EPIC_CHOOSE_CUH
 #define EPIC_CHOOSE_CUH
 
 #include "cuda/router/router.cuh"
 
-#define KEY_NONE 0u /* no id: never chosen */
+#define KEY_NONE 0u /* key of an id that must not be chosen */
+/* keys of the values NaN and 0 */
 #define KEY_NAN 1u
 #define KEY_ZERO 0x80000000u
 
-/* Converts a value to its key, and back. */
+/* key_of() converts a value to its key; value_of_key() converts it back. */
 __device__ __forceinline__ uint32_t key_of(float x)
 {
-    const uint32_t bits = __float_as_uint(x + 0.0f); /* -0 becomes 0 */
+    const uint32_t bits = __float_as_uint(x + 0.0f); /* changes -0 to 0 */
     const uint32_t key = bits ^ ((uint32_t)((int32_t)bits >> 31) | 0x80000000u);
     return x != x ? KEY_NAN : key;
 }
@@ -30,17 +34,19 @@ __device__ __forceinline__ float value_of_key(uint32_t key)
     return key == KEY_NAN ? NAN : __uint_as_float(bits);
 }
 
-/* The keys of the ids [first, first + count) that a lane owns, largest first, in V
- * registers. */
+/* The keys of the ids [first, first + count) of one lane, sorted in V registers, largest
+ * first. */
 template <int V> struct Owned {
     int first, count;
     uint32_t key[V];
 
+    /* Returns the largest key; KEY_NONE if no key is left. */
     __device__ __forceinline__ uint32_t top() const
     {
-        return key[0]; /* KEY_NONE: none is left */
+        return key[0];
     }
-    /* A bitonic sorting network, whose indices are known to the compiler. */
+    /* Sorts by a bitonic network. All indices are known to the compiler, so the keys stay in
+     * registers. */
     __device__ __forceinline__ void sort()
     {
 #pragma unroll
@@ -56,6 +62,7 @@ template <int V> struct Owned {
                     key[j] = i & size ? high : low;
                 }
     }
+    /* Reads the keys of ids [first_id, first_id + num_ids) from shared memory. num_ids <= V. */
     __device__ __forceinline__ void read(const uint32_t *keys, int first_id, int num_ids)
     {
         first = first_id;
@@ -65,6 +72,7 @@ template <int V> struct Owned {
             key[v] = v < count ? keys[padded_index(first + v)] : KEY_NONE;
         sort();
     }
+    /* Replaces all keys of this lane by `value`, also in shared memory. */
     __device__ __forceinline__ void fill(uint32_t *keys, uint32_t value)
     {
         if (value != KEY_NONE)
@@ -72,6 +80,7 @@ template <int V> struct Owned {
 #pragma unroll
         for (int v = 0; v < V; v++) key[v] = v < count ? value : KEY_NONE;
     }
+    /* Removes the largest key if `mine` is true. */
     __device__ __forceinline__ void drop(bool mine)
     {
 #pragma unroll
@@ -79,22 +88,25 @@ template <int V> struct Owned {
     }
 };
 
-/* The keys of any number of ids, which stay in shared memory.  Equal keys come by ascending
- * id. */
+/* The keys of any number of ids of one lane, which stay in shared memory. They are visited from
+ * the largest key down, equal keys by ascending id. */
 template <> struct Owned<0> {
     int first, count, place;
     uint32_t best;
     const uint32_t *keys;
 
+    /* Returns the largest key that is left, or KEY_NONE. */
     __device__ uint32_t top() const
     {
         return best;
     }
+    /* Returns the id of top(). */
     __device__ int id() const
     {
         return first + place;
     }
-    /* Finds the largest key after (last, last_place) in this order. */
+    /* Sets `best` and `place` to the key that follows (last, last_place) in the order of
+     * visits. */
     __device__ void find(uint32_t last, int last_place)
     {
         best = KEY_NONE;
@@ -104,6 +116,7 @@ template <> struct Owned<0> {
             if (left && key > best) best = key, place = v;
         }
     }
+    /* Takes the ids [first_id, first_id + num_ids), whose keys are in `from`. */
     __device__ void read(const uint32_t *from, int first_id, int num_ids)
     {
         keys = from;
@@ -112,40 +125,46 @@ template <> struct Owned<0> {
         place = 0;
         find(0xffffffffu, -1);
     }
+    /* Replaces all keys of this lane by `value`. */
     __device__ void fill(uint32_t *to, uint32_t value)
     {
         for (int v = 0; v < count; v++) to[padded_index(first + v)] = value;
         find(0xffffffffu, -1);
     }
+    /* Goes on to the next key if `mine` is true. */
     __device__ void drop(bool mine)
     {
         if (mine) find(best, place);
     }
 };
 
-/* The assignment of ids to lanes. */
+/* The assignment of ids to lanes. With up to 32 groups, 1 << lane_bits lanes share a group.
+ * With more groups, each lane has groups_per_lane whole groups. */
 struct Deal {
-    int groups;          /* number of groups; 1 without groups */
-    int each;            /* ids of a group */
-    int lane_bits;       /* 1 << lane_bits lanes share one group, */
-    int groups_per_lane; /* or one lane has this many groups */
+    int groups;          /* number of groups; 1 if the router has no groups */
+    int each;            /* number of ids of a group */
+    int lane_bits;       /* logarithm of the number of lanes that share a group */
+    int groups_per_lane; /* number of groups of a lane; 1 if lanes share groups */
     int run;             /* largest number of ids of a lane */
 
+    /* Returns the number of lanes that share a group. */
     __device__ __forceinline__ int lanes() const
     {
         return 1 << lane_bits;
     }
+    /* Returns the group of this lane. */
     __device__ __forceinline__ int group() const
     {
         return lane_id() >> lane_bits;
     }
+    /* Returns the number of this lane among those of its group. */
     __device__ __forceinline__ int lane_of_group() const
     {
         return lane_id() & (lanes() - 1);
     }
 };
 
-/* Returns the assignment for a router. */
+/* Returns the assignment for a router with `columns` ids. */
 static inline Deal deal_of(const epic_router &r, int columns)
 {
     Deal d = {r.num_groups ? (int)r.num_groups : 1, 0, 0, 1, 0};
@@ -162,7 +181,7 @@ struct Run {
     int first, count;
 };
 
-/* Returns the ids of this lane, all of one group. */
+/* Returns the run of ids that this lane owns. For routers with up to 32 groups. */
 __device__ __forceinline__ Run own_run(const Deal &d)
 {
     const int begin = d.lane_of_group() * d.run;
@@ -170,14 +189,15 @@ __device__ __forceinline__ Run own_run(const Deal &d)
     return {d.group() * d.each + begin, max(count, 0)};
 }
 
-/* Returns the first lane that has the warp's largest key. */
+/* Returns the first lane whose key `top` is the largest of the warp. */
 __device__ __forceinline__ int best_lane(uint32_t top)
 {
     const uint32_t largest = __reduce_max_sync(ALL_LANES, top);
     return __ffs(__ballot_sync(ALL_LANES, top == largest)) - 1;
 }
 
-/* Returns the sum of the m largest values of this lane's group, added from the largest on. */
+/* Returns the score of this lane's group: the sum of its m largest values, added from the
+ * largest down. Works on a copy of `own`. */
 template <int V>
 __device__ __forceinline__ float score_group(const Deal &d, Owned<V> own, int m)
 {
@@ -195,8 +215,8 @@ __device__ __forceinline__ float score_group(const Deal &d, Owned<V> own, int m)
     return score;
 }
 
-/* Returns whether this lane's group is one of the best topk_groups.  score: that of this
- * lane's group. */
+/* Returns whether this lane's group is one of the topk_groups groups with the largest scores.
+ * `score`: the score of this lane's group. */
 __device__ __forceinline__ bool keep_group(const Deal &d, float score, int topk_groups)
 {
     const bool leads = d.lane_of_group() == 0 && d.group() < d.groups;
@@ -210,8 +230,9 @@ __device__ __forceinline__ bool keep_group(const Deal &d, float score, int topk_
     return kept;
 }
 
-/* Keeps the best groups if there are more groups than lanes: a lane scores its groups one by
- * one, into group_keys.  The ids of groups that are not kept get the key `others`. */
+/* Selects the groups if there are more than 32. Each lane scores its groups one by one and
+ * writes their keys to group_keys. The ids of groups that are not selected get the key
+ * `others`. */
 __device__ __noinline__ void keep_many_groups(const epic_router &r, const Deal &d,
                                               uint32_t *keys, uint32_t *group_keys, int m,
                                               uint32_t others)
@@ -240,8 +261,8 @@ __device__ __noinline__ void keep_many_groups(const epic_router &r, const Deal &
             keys[padded_index(g * d.each + i)] = others;
 }
 
-/* Reads the keys that this lane may choose from into `own`, without the groups that are not
- * kept. */
+/* Reads the keys of this lane's ids into `own`. If the router has groups, ids of groups that
+ * are not selected get KEY_NONE, or KEY_ZERO with EPIC_OTHERS_ZERO. */
 template <int V>
 __device__ __forceinline__ void read_own_keys(const epic_router &r, const Deal &d,
                                               Owned<V> &own, uint32_t *keys,
@@ -265,7 +286,8 @@ __device__ __forceinline__ void read_own_keys(const epic_router &r, const Deal &
     __syncwarp();
 }
 
-/* Makes the choices one by one, for keys in shared memory. */
+/* Returns the k choices, for keys in shared memory: in each round, the lane with the largest
+ * key removes it. */
 template <int J> __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<0> &own, int k)
 {
     Chosen<J> c = {k, {-1}};
@@ -280,9 +302,9 @@ template <int J> __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<0> &
     return c;
 }
 
-/* Makes the choices for keys in registers.  First the warp finds the k keys and their lanes.
- * Then all lanes look up at once which ids have these keys; equal keys of one lane by ascending
- * id. */
+/* Returns the k choices, for keys in registers. First the warp finds the k largest keys and the
+ * lanes that own them. Then lane i looks up which id has key number i. This works for all keys
+ * at once. Of equal keys of one lane, the lower id comes first. */
 template <int J, int V>
 __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<V> &own, int k, const uint32_t *keys)
 {
@@ -299,8 +321,8 @@ __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<V> &own, int k, const
     const int last_lane = __shfl_up_sync(ALL_LANES, lane, 1);
     const bool begins = key != last_key || lane != last_lane || lane_id() == 0;
     const uint32_t upto = __ballot_sync(ALL_LANES, begins) & ((2u << lane_id()) - 1);
-    int before = lane_id() - (31 - __clz((int)upto)); /* number of equal keys of that lane
-                                                         before this one */
+    /* number of equal keys of that lane among the choices before this one */
+    int before = lane_id() - (31 - __clz((int)upto));
     const int first = __shfl_sync(ALL_LANES, own.first, lane);
     const int count = __shfl_sync(ALL_LANES, own.count, lane);
 #pragma unroll
@@ -310,7 +332,8 @@ __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<V> &own, int k, const
     return c;
 }
 
-/* Chooses top_k experts from the keys [columns] in shared memory. */
+/* Returns the top_k choices of a token from its keys [columns] in shared memory. The whole warp
+ * calls it. group_keys: memory for one key per group, used only with more than 32 groups. */
 template <int V, int J>
 __device__ __forceinline__ Chosen<J> choose_experts(const epic_router &r, const Deal &d,
                                                     uint32_t *keys, uint32_t *group_keys,

@@ -1,14 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Router forward: chooses top_k experts for each token and computes their weights.
- *   logits    [num_tokens, columns]
- *   topk_idx  [num_tokens, top_k], weights [num_tokens, top_k], scores [num_tokens, columns]
- * One warp works on one token.  Its logits, scores and selection keys are in shared memory. */
+ *
+ *   in   logits    [num_tokens, columns]
+ *   out  topk_idx  [num_tokens, top_k]
+ *   out  weights   [num_tokens, top_k]
+ *   out  scores    [num_tokens, columns], if the caller wants them
+ *
+ * One warp works on one token; no warp waits for another one. The warp's logits, scores and
+ * selection keys are in shared memory:
+ *
+ *   logits -> scores -> selection keys -> choices (choose.cuh) -> parts, divisor -> weights */
 #include "cuda/common/launch.cuh"
 #include "cuda/router/choose.cuh"
 
 #define MOST_WARPS 4
 
-/* Returns the experts of the token's row of the table; ids out of range become -1. */
+/* Returns the experts in row token_ids[token] of the table. Ids out of range become -1, and so
+ * do all experts if the row does not exist. */
 template <int J>
 __device__ __forceinline__ Chosen<J> read_table_row(const p2p_router_job &job, int64_t token)
 {
@@ -25,7 +33,8 @@ __device__ __forceinline__ Chosen<J> read_table_row(const p2p_router_job &job, i
     return c;
 }
 
-/* The bias of this lane's columns, loaded before the logits arrive; 0 without a bias. */
+/* The bias of this lane's columns, or zeros. The kernel loads it before the logits, so that
+ * both loads overlap. */
 template <int V> struct Bias {
     float x[V > 0 ? V : 1];
 
@@ -34,13 +43,14 @@ template <int V> struct Bias {
 #pragma unroll
         for (int v = 0; v < V; v++) x[v] = read(job, v * WARP + lane_id());
     }
+    /* Returns the bias of one column. */
     static __device__ __forceinline__ float read(const p2p_router_job &job, int column)
     {
         return job.bias && column < job.rows.columns ? __ldg(job.bias + column) : 0.0f;
     }
 };
 
-/* Computes the selection key of each column from its value plus its bias. */
+/* Writes the selection key of each column: the key of values[i] plus its bias. */
 template <int V>
 __device__ __forceinline__ void make_keys(const p2p_router_job &job, uint32_t *keys,
                                           const float *values, const Bias<V> &bias)
@@ -59,8 +69,8 @@ __device__ __forceinline__ void make_keys(const p2p_router_job &job, uint32_t *k
     __syncwarp();
 }
 
-/* Writes ids and weights of the choices.  `from`: scores or logits, as compute_shares()
- * needs. */
+/* Writes ids and weights of a token's choices. `from` [columns] has scores or logits, as
+ * compute_shares() needs them. */
 template <int J>
 __device__ __forceinline__ void write_weights(const p2p_router_job &job, const Chosen<J> &c,
                                               const float *from, int64_t token)
@@ -83,7 +93,7 @@ __device__ __forceinline__ void write_weights(const p2p_router_job &job, const C
     }
 }
 
-/* One warp per token: load logits, compute scores, choose, write weights. */
+/* Routes one token per warp. V is the number of columns per lane, 0 for any number. */
 template <int V>
 __global__ void __launch_bounds__(MOST_WARPS *WARP)
     router_kernel(const __grid_constant__ p2p_router_job job, const __grid_constant__ Deal deal)
@@ -91,7 +101,7 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
     float *const memory = (float *)dynamic_shared();
     const epic_router &r = job.rows.router;
     const int columns = job.rows.columns, words = row_words_of<V>(columns);
-    constexpr int J = V > 0 ? 1 : 2; /* above 32 choices: V is 0 */
+    constexpr int J = V > 0 ? 1 : 2; /* choices per lane; with more than 32 choices, V is 0 */
     const int64_t token = (int64_t)blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP;
     const int group_words = r.num_groups > WARP ? row_words((int)r.num_groups) : 0;
     if (token >= job.rows.num_tokens) return;
@@ -114,6 +124,7 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
     write_weights(job, c, of_score ? s : z, token);
 }
 
+/* Launches the instance for V columns per lane. */
 template <int V>
 static cudaError_t launch_width(const p2p_router_job *job, const Deal &deal,
                                 cudaStream_t stream)
@@ -126,6 +137,7 @@ static cudaError_t launch_width(const p2p_router_job *job, const Deal &deal,
                          *job, deal);
 }
 
+/* Chooses the instance by the number of columns, and of ids, that a lane has. */
 extern "C" cudaError_t p2p_launch_router(const p2p_router_job *job, cudaStream_t stream)
 {
     const Deal d = deal_of(job->rows.router, job->rows.columns);

@@ -1,10 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The balance loss and the z-loss, their gradients, and the update of the bias.
+/* Balance loss and z-loss, their gradients, and the update of the router's bias.
  *
- *     logits [num_tokens, columns], load [num_experts], runs [LOSS_RUNS] float64
+ *   loss_kernel<FORWARD>    logits [num_tokens, columns] -> runs [LOSS_RUNS] float64
+ *   add_runs_kernel         runs -> loss                                        one CTA
+ *   loss_kernel<BACKWARD>   logits, d_loss -> d_logits [num_tokens, columns]
+ *   bias_update_kernel      load [num_experts] -> bias [num_experts]            one CTA
  *
- * One warp works on one run of tokens (rules/rule.h) and writes its sum to runs[]; a second
- * kernel adds the runs.  So the order of the sum depends only on the number of tokens.  By
+ * loss_kernel: one warp works on one run of consecutive tokens (rules/rule.h). The runs depend
+ * only on the number of tokens, so the order of the sum does, too. For the balance loss by
  * sequences, each CTA counts the choices of the sequences that its runs overlap. */
 #include "cuda/common/launch.cuh"
 #include "cuda/router/router.cuh"
@@ -15,8 +18,8 @@
 
 enum Pass { FORWARD, BACKWARD };
 
-/* Writes P, the scores divided by their sum, to p.  Returns the sum, or 1 for a softmax; 0 if
- * all scores are 0. */
+/* Writes the probabilities of a token's experts to p: the scores divided by their sum. Returns
+ * that sum; for a softmax it returns 1. If the sum is 0, p is all 0. */
 __device__ __forceinline__ float compute_probabilities(const p2p_router_rows &rows, float *p,
                                                        int64_t token)
 {
@@ -33,8 +36,8 @@ __device__ __forceinline__ float compute_probabilities(const p2p_router_rows &ro
     return sum;
 }
 
-/* FORWARD: returns one token's term of the balance loss.  BACKWARD: writes the gradient of
- * its logits. */
+/* FORWARD: returns one token's term of the balance loss, sum of p * load. BACKWARD: writes the
+ * gradient of the token's logits. p [columns]: workspace of the warp. */
 template <Pass PASS>
 __device__ __forceinline__ double balance_term(const p2p_loss_job &job, const int32_t *load,
                                                float *p, double factor, int64_t token)
@@ -59,8 +62,8 @@ __device__ __forceinline__ double balance_term(const p2p_loss_job &job, const in
     return 0;
 }
 
-/* FORWARD: returns one token's term of the z-loss.  BACKWARD: writes the gradient of its
- * logits. */
+/* FORWARD: returns one token's term of the z-loss, the square of logsumexp. BACKWARD: writes
+ * the gradient of the token's logits. p [columns]: workspace of the warp. */
 template <Pass PASS>
 __device__ __forceinline__ double z_term(const p2p_loss_job &job, float *p, double factor,
                                          int64_t token)
@@ -76,8 +79,8 @@ __device__ __forceinline__ double z_term(const p2p_loss_job &job, float *p, doub
     return 0;
 }
 
-/* Counts the choices of the sequence that begins with token `first`, with all threads of the
- * CTA. */
+/* Counts the choices of each expert in the sequence that begins with token `first`. All threads
+ * of the CTA. */
 __device__ __forceinline__ void count_sequence(const p2p_loss_job &job, int32_t *counts,
                                                int64_t first)
 {
@@ -97,16 +100,16 @@ struct Span {
     int64_t begin, end;
 };
 
-/* Returns the part of the span in the sequence that begins with token `first`; all of it
- * without sequences. */
+/* Returns the part of the span that lies in the sequence beginning with token `first`. With
+ * sequence_tokens 0 it returns the whole span. */
 __device__ __forceinline__ Span clip_to_sequence(Span s, int64_t first, int64_t sequence_tokens)
 {
     if (sequence_tokens == 0) return s;
     return {max(s.begin, first), min(s.end, first + sequence_tokens)};
 }
 
-/* Returns the factor of the loss, divided by the number of tokens that the plan records, if
- * there is one. */
+/* Returns job.factor. If the job has a plan, divides it once or twice (job.powers) by the
+ * number of tokens of all ranks. */
 static __device__ double factor_of(const p2p_loss_job &job)
 {
     const device_plan_header *plan = (const device_plan_header *)job.plan;
@@ -118,7 +121,8 @@ static __device__ double factor_of(const p2p_loss_job &job)
     return job.factor / (job.powers == 2 ? (double)tokens : 1.0) / (double)tokens;
 }
 
-/* One warp per run.  By sequences, the CTA goes through the sequences that its runs overlap. */
+/* One warp per run of tokens. For the balance loss by sequences, the whole CTA visits the
+ * sequences that its runs overlap, one after the other. */
 template <Pass PASS, bool Z>
 __global__ void __launch_bounds__(MOST_WARPS *WARP)
     loss_kernel(const __grid_constant__ p2p_loss_job job)
@@ -138,7 +142,8 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
 
     double sum = 0;
     int64_t first = sequence ? all.begin / sequence * sequence : all.begin;
-    while (first < all.end) { /* the same for the whole CTA */
+    /* a loop of the whole CTA, because count_sequence() has barriers */
+    while (first < all.end) {
         if (sequence) count_sequence(job, counts, first);
         const Span now = clip_to_sequence(own, first, sequence);
         for (int64_t t = now.begin; t < now.end; t++) {
@@ -151,7 +156,7 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
     if (PASS == FORWARD && lane_id() == 0 && mine < LOSS_RUNS) job.runs[mine] = sum;
 }
 
-/* Adds the sums of the runs in a binary tree and writes the loss.  One CTA. */
+/* Adds the sums of all runs in a binary tree and writes the loss. One CTA. */
 __global__ void __launch_bounds__(ADDERS)
     add_runs_kernel(const __grid_constant__ p2p_loss_job job)
 {
@@ -168,11 +173,13 @@ __global__ void __launch_bounds__(ADDERS)
         *(float *)job.loss = (float)(factor_of(job) * runs[0]);
 }
 
+/* Launches loss_kernel with as many warps per CTA as fit the shared memory. */
 template <Pass PASS, bool Z>
 static cudaError_t launch_pass(const p2p_loss_job *job, cudaStream_t stream)
 {
     const int words = row_words(job->rows.columns);
-    const int left = SHARED_BYTES / 4 / words - 1; /* one row for the counts */
+    /* warps that fit, besides the counts of a sequence */
+    const int left = SHARED_BYTES / 4 / words - 1;
     const int warps = left < MOST_WARPS ? left : MOST_WARPS;
     return launch_kernel(loss_kernel<PASS, Z>, (LOSS_RUNS + warps - 1) / warps, warps * WARP,
                          (warps + 1) * words * 4, stream, *job);
@@ -195,7 +202,8 @@ extern "C" cudaError_t p2p_launch_loss_backward(const p2p_loss_job *job, cudaStr
 
 /* ----------------------------------------------------------------------------- bias ---- */
 
-/* bias += rate * sign(mean load - load), compared in integers.  One CTA. */
+/* bias += rate * sign(mean load - load). The comparison is in integers: total - num_experts *
+ * load. One CTA. */
 __global__ void __launch_bounds__(ADDERS)
     bias_update_kernel(float *bias, const int32_t *load, int64_t num_experts, float rate)
 {

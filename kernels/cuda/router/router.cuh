@@ -1,10 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Functions of a warp that works on the logits of one token, for the kernels of this folder.
- * Column i belongs to lane i % 32 and is stored in shared memory at index padded_index(i).
- * Results have the same bits as on the host (src/router): both use the same scalar functions,
- * add in the same order, and contract no product into a fused multiply-add.
+/* Functions of a warp that works on the logits of one token. All kernels of this folder use
+ * them.
  *
- * Template argument V: number of columns of a lane, known to the compiler; 0: any number. */
+ *   column i       belongs to lane i % 32; it is stored in shared memory at padded_index(i)
+ *   template V     columns per lane, known to the compiler; 0: any number of columns
+ *   template J     choices per lane: 1 for top_k up to 32, else 2
+ *
+ * Results have the same bits as on the host (src/router). Both sides use the same scalar
+ * functions and add in the same order. Both are compiled without fused multiply-add. */
 #ifndef EPIC_ROUTER_CUH
 #define EPIC_ROUTER_CUH
 
@@ -29,35 +32,37 @@
 #define WARP 32
 #define ALL_LANES 0xffffffffu
 #define SUM_BLOCK 1024
-#define SHARED_BYTES \
-    (96 << 10) /* largest shared memory of a CTA; every GPU since sm_80 has
-                                   it */
+/* Shared memory that a CTA may use. Every GPU since sm_80 has at least this much. */
+#define SHARED_BYTES (96 << 10)
 
+/* Returns the number of this thread in its warp. */
 __device__ __forceinline__ int lane_id()
 {
     return threadIdx.x % WARP;
 }
 
-/* Index of column i in shared memory.  One word of padding after every 32 avoids bank conflicts
- * when lanes read runs of 8 words. */
+/* Returns the index of column i in shared memory. After every 32 words there is one word of
+ * padding. So lanes that read runs of 8 words have no bank conflicts. */
 __host__ __device__ __forceinline__ int padded_index(int i)
 {
     return i + (i >> 5);
 }
 
-/* Words of a row in shared memory, rounded up to whole warps. */
+/* Returns the size in words of a row of `columns` columns in shared memory, rounded up to whole
+ * warps. */
 __host__ __device__ __forceinline__ int row_words(int columns)
 {
     return (columns + WARP - 1) / WARP * (WARP + 1);
 }
 
+/* Like row_words(), for V columns per lane if V is not 0. */
 template <int V> __host__ __device__ __forceinline__ int row_words_of(int columns)
 {
     return V > 0 ? V * (WARP + 1) : row_words(columns);
 }
 
-/* Calls f(i) for the columns of this lane in [first, end), ascending; first is a multiple of
- * 32. */
+/* Calls f(i) for each column i in [first, end) that belongs to this lane, in ascending order.
+ * first must be a multiple of 32. */
 template <int V, class F> __device__ __forceinline__ void each_column(int first, int end, F f)
 {
     if (V > 0) {
@@ -72,8 +77,8 @@ template <int V, class F> __device__ __forceinline__ void each_column(int first,
     }
 }
 
-/* Like each_column(), for cheap work that may also run past the end: rows have space for
- * whole warps. */
+/* Calls f(i) for this lane's columns below `end`. It may also call f(i) for columns past `end`
+ * (their words in shared memory exist), which saves a comparison per column. */
 template <int V, class F> __device__ __forceinline__ void each_place(int end, F f)
 {
     if (V > 0) {
@@ -84,7 +89,7 @@ template <int V, class F> __device__ __forceinline__ void each_place(int end, F 
     }
 }
 
-/* Returns on every lane the sum over the warp, added at distances 16, 8, 4, 2, 1. */
+/* Returns the sum of x over the warp, on every lane. Adds at distances 16, 8, 4, 2, 1. */
 template <class T> __device__ __forceinline__ T add_lanes(T x)
 {
 #pragma unroll
@@ -93,7 +98,8 @@ template <class T> __device__ __forceinline__ T add_lanes(T x)
     return x;
 }
 
-/* Returns the sum of f(i) over the columns, in the order of the host. */
+/* Returns the sum of f(i) over all columns, on every lane. The order is that of the host:
+ * blocks of SUM_BLOCK columns, in each block one sum per lane, then add_lanes(). */
 template <int V, class T, class F> __device__ __forceinline__ T add_columns(int columns, F f)
 {
     T total = 0;
@@ -101,13 +107,14 @@ template <int V, class T, class F> __device__ __forceinline__ T add_columns(int 
         T sum = 0;
         each_column<V>(first, min(columns, first + SUM_BLOCK), [&](int i) { sum += f(i); });
         total += add_lanes(sum);
-        if (V > 0) break; /* one block */
+        if (V > 0) break; /* a row of V columns per lane has only one block */
     }
     return total;
 }
 
 /* ------------------------------------------------------------------------- elements ---- */
 
+/* Return a number as float32. */
 __device__ __forceinline__ float load_element(const float *p)
 {
     return *p;
@@ -123,7 +130,8 @@ __device__ __forceinline__ float load_element(const __half *p)
     return __half2float(*p);
 }
 
-/* Load and store element i of an array of F32, BF16 or F16. */
+/* Load or store element i of an array of type F32, BF16 or F16, which is known only at run
+ * time. */
 __device__ __forceinline__ float load_number(const void *p, uint32_t type, int64_t i)
 {
     if (type == EPIC_BF16) return load_element((const __nv_bfloat16 *)p + i);
@@ -141,13 +149,14 @@ __device__ __forceinline__ void store_number(void *p, uint32_t type, int64_t i, 
         ((float *)p)[i] = x;
 }
 
+/* Loads a row of type T into z, as float32. */
 template <int V, class T>
 __device__ __forceinline__ void load_typed(float *z, const T *row, int columns)
 {
     each_column<V>(0, columns, [&](int i) { z[padded_index(i)] = load_element(row + i); });
 }
 
-/* Loads the logits of a token into z as float32. */
+/* Loads the logits of a token into z [columns] in shared memory, as float32. */
 template <int V>
 __device__ __forceinline__ void load_row(float *z, const p2p_router_rows &rows, int64_t token)
 {
@@ -160,7 +169,8 @@ __device__ __forceinline__ void load_row(float *z, const p2p_router_rows &rows, 
         load_typed<V>(z, (const float *)rows.logits + first, rows.columns);
 }
 
-/* Writes d(i), the gradient of a token's logit i, or adds it to what is there. */
+/* Writes d(i), the gradient of logit i of a token, for all columns. With `accumulate` it adds
+ * d(i) to the old value. */
 template <int V, class F>
 __device__ __forceinline__ void write_logit_gradient(void *d_logits, uint32_t type,
                                                      int accumulate, int64_t token, int columns,
@@ -176,8 +186,8 @@ __device__ __forceinline__ void write_logit_gradient(void *d_logits, uint32_t ty
 
 /* --------------------------------------------------------------------------- scores ---- */
 
-/* Returns the largest value of the warp without NaNs, or `first` if that is a NaN, as on the
- * host. */
+/* Returns the largest value of the warp; NaNs do not count. If `first`, the first value of the
+ * row, is a NaN, it returns NaN, as the host does. */
 __device__ __forceinline__ float largest_of(float mine, float first)
 {
 #pragma unroll
@@ -186,12 +196,13 @@ __device__ __forceinline__ float largest_of(float mine, float first)
     return first != first ? first : mine;
 }
 
-/* The largest logit and the sum of exponentials of a softmax. */
+/* Two numbers of a softmax: the largest logit, and the sum of exp(logit - largest). */
 struct Softmax {
     float largest, sum;
 };
 
-/* Writes the softmax of z to p, which may be z: the lane that writes a column has read it. */
+/* Writes the softmax of z to p. p may be z, because a lane writes only columns that it has read
+ * itself. */
 template <int V>
 __device__ __forceinline__ Softmax compute_softmax(float *p, const float *z, int columns)
 {
@@ -208,14 +219,14 @@ __device__ __forceinline__ Softmax compute_softmax(float *p, const float *z, int
     return s;
 }
 
-/* Returns the score of a logit, for scores that depend on this logit alone. */
+/* Returns the score of a logit. Not for the softmax, where a score depends on all logits. */
 __device__ __forceinline__ float score_of(float z, uint32_t score)
 {
     if (score == EPIC_SCORE_SIGMOID) return score_sigmoid(z);
     return score == EPIC_SCORE_SQRTSOFTPLUS ? score_sqrtsoftplus(z) : z;
 }
 
-/* Writes the scores of all columns to s, which may be z. */
+/* Writes the scores of all columns of z to s. s may be z. */
 template <int V>
 __device__ __forceinline__ void make_scores(float *s, const float *z, uint32_t score,
                                             int columns)
@@ -235,22 +246,25 @@ __device__ __forceinline__ void make_scores(float *s, const float *z, uint32_t s
 
 /* -------------------------------------------------------------------------- weights ---- */
 
-/* The k choices of a token.  Lane l has the choices l and l + 32 (with J = 2). */
+/* The k chosen experts of a token. Lane l has choice l and, with J = 2, also choice l + 32. */
 template <int J> struct Chosen {
     int k;
-    int id[J]; /* negative: no expert */
+    int id[J]; /* expert of the lane's choice j; negative: none */
 
+    /* Does the token have this many choices? */
     __device__ __forceinline__ bool is(int j) const
     {
         return lane_id() + j * WARP < k;
     }
+    /* Does the choice exist and have an expert? */
     __device__ __forceinline__ bool live(int j) const
     {
         return is(j) && id[j] >= 0;
     }
 };
 
-/* Returns the sum of x over the choices, added in their order. */
+/* Returns the sum of x over the choices, added in ascending order of the choices, on every
+ * lane. */
 template <int J>
 __device__ __forceinline__ float add_in_order(const Chosen<J> &c, const float (&x)[J])
 {
@@ -261,7 +275,7 @@ __device__ __forceinline__ float add_in_order(const Chosen<J> &c, const float (&
     return sum;
 }
 
-/* Replaces the chosen logits in p by their softmax. */
+/* Replaces p, the logits of the choices, by their softmax. Choices without an expert get 0. */
 template <int J>
 __device__ __forceinline__ void softmax_chosen(const Chosen<J> &c, float (&p)[J])
 {
@@ -285,16 +299,17 @@ __device__ __forceinline__ void softmax_chosen(const Chosen<J> &c, float (&p)[J]
         if (low | high) p[j] /= sum;
 }
 
-/* The weights of the choices before division: weight = part / divisor.  `moves`: the divisor
- * depends on the parts, so its gradient counts. */
+/* The parts from which the weights of the choices are computed: weight = part / divisor.
+ * `moves` is true if the divisor depends on the parts. Backward then needs the divisor's
+ * gradient, too. */
 template <int J> struct Shares {
     float parts[J];
     float divisor;
     bool moves;
 };
 
-/* Computes parts and divisor by weight_rule and normalize.  x: the scores of the choices if the
- * rule is EPIC_WEIGHT_OF_SCORE, else their logits. */
+/* Computes parts and divisor by the router's weight_rule and normalize. x has one number per
+ * choice: its score if the rule is EPIC_WEIGHT_OF_SCORE, else its logit. */
 template <int J>
 __device__ __forceinline__ Shares<J> compute_shares(const p2p_router_rows &rows,
                                                     const Chosen<J> &c, const float (&x)[J])
@@ -322,8 +337,8 @@ __device__ __forceinline__ Shares<J> compute_shares(const p2p_router_rows &rows,
 
 /* ------------------------------------------------------------------------ launching ---- */
 
-/* Returns the number of warps of a CTA, at most `most`, if each needs `words` words of
- * shared memory. */
+/* Returns the number of warps of a CTA in which each warp uses `words` words of shared memory.
+ * At least 1 and at most `most`. */
 static inline int router_warps(int words, int most)
 {
     const int fit = SHARED_BYTES / (words * 4);

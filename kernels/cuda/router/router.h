@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Jobs and launchers of the kernels of router and losses, for the host code of src/backend/p2p.
- * Plain C.  The kernels talk to no peer; a warp works on one token.  Every launcher enqueues on
- * `stream` and returns CUDA's error. */
+/* Arguments ("jobs") and launchers of the kernels of the router and the losses, for the host
+ * code of src/backend/p2p. Plain C. All arrays are in device memory of this rank, and no kernel
+ * reads or writes a peer. Every launcher enqueues on `stream` and returns the error of the
+ * launch. */
 #ifndef EPIC_CUDA_ROUTER_H
 #define EPIC_CUDA_ROUTER_H
 
@@ -16,14 +17,15 @@
 extern "C" {
 #endif
 
-/* The logits and the options that all kernels need. */
+/* The logits [num_tokens, columns] and the options that all kernels need. */
 typedef struct p2p_router_rows {
-    epic_router router; /* defaults filled in */
+    epic_router router; /* with defaults filled in */
     const void *logits;
     int64_t num_tokens;
     int32_t columns; /* num_experts + zero_experts */
+    /* epic_type of the logits */
     uint32_t type;
-    float eps, norm_min, scale; /* options of the router, as float32 */
+    float eps, norm_min, scale; /* options of `router`, as float32 */
     uint32_t pad;
 } p2p_router_rows;
 
@@ -31,25 +33,28 @@ typedef struct p2p_router_rows {
 typedef struct p2p_router_job {
     p2p_router_rows rows;
     const float *bias;
-    const float *scale_of_expert; /* NULL: 1 */
-    const void *token_ids;        /* NULL: choose by score; else look up experts in `table` */
+    const float *scale_of_expert; /* [columns]: scale_of_expert of epic_router_args; NULL: 1 */
+    /* [num_tokens]. If set: each token's experts are row token_ids[t] of `table`. NULL: the
+     * kernel chooses experts by score. */
+    const void *token_ids;
     const int32_t *table;
     int64_t table_rows;
     int32_t *topk_idx;
     float *weights;
     float *scores;
-    int32_t wide;      /* 1: token_ids are int64 */
-    int32_t on_logits; /* 1: choose by the logits, which have the order of the scores */
+    int32_t wide; /* 1: token_ids are int64 */
+    /* 1: choose by the logits instead of the scores, because both have the same order */
+    int32_t on_logits;
 } p2p_router_job;
 
 /* Arguments of the router backward. */
 typedef struct p2p_router_backward_job {
     p2p_router_rows rows;
     const int32_t *topk_idx;
-    const float *scale_of_expert; /* NULL: 1 */
+    const float *scale_of_expert; /* [columns]; NULL: 1 */
     const float *d_weights;
     void *d_logits;
-    float *d_scale_of_expert; /* NULL: not wanted */
+    float *d_scale_of_expert; /* output [columns]; NULL: not computed */
     uint32_t grad_type;
     int32_t accumulate;
 } p2p_router_backward_job;
@@ -57,16 +62,16 @@ typedef struct p2p_router_backward_job {
 /* Arguments of the balance loss or the z-loss, forward and backward. */
 typedef struct p2p_loss_job {
     p2p_router_rows rows;
-    const int32_t *load;     /* balance loss over all tokens */
-    const int32_t *topk_idx; /* balance loss by sequences */
+    const int32_t *load;     /* balance loss over all tokens: [num_experts] */
+    const int32_t *topk_idx; /* balance loss by sequences: [num_tokens, top_k] */
     int64_t sequence_tokens;
     double factor;
-    const void *plan; /* if not NULL: divide factor by the number of tokens of all ranks in
-                         this plan, */
-    int32_t powers;   /* this many times (1 or 2) */
+    /* If set: divide `factor` by the number of tokens of all ranks, which this plan records. */
+    const void *plan;
+    int32_t powers; /* divide this many times: 1 or 2 */
     int32_t pad;
-    const float *d_loss; /* NULL: 1 */
-    double *runs;        /* [LOSS_RUNS] */
+    const float *d_loss; /* backward: gradient of the loss; NULL: 1 */
+    double *runs;        /* [LOSS_RUNS]: workspace, the sum of each run of tokens */
     void *loss;
     void *d_logits;
     uint32_t loss_type, grad_type;
@@ -74,7 +79,8 @@ typedef struct p2p_loss_job {
     int32_t z; /* 1: z-loss; 0: balance loss */
 } p2p_loss_job;
 
-/* Launch router and losses; p2p_launch_bias_update() moves the bias towards a balanced load. */
+/* Launch the kernels of the router and the losses. p2p_launch_bias_update() changes `bias`
+ * [num_experts] towards a balanced load. */
 cudaError_t p2p_launch_router(const p2p_router_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_router_backward(const p2p_router_backward_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_loss(const p2p_loss_job *job, cudaStream_t stream);
@@ -82,7 +88,7 @@ cudaError_t p2p_launch_loss_backward(const p2p_loss_job *job, cudaStream_t strea
 cudaError_t p2p_launch_bias_update(float *bias, const int32_t *load, int64_t num_experts,
                                    float rate, cudaStream_t stream);
 
-/* Load the kernels, so that no later launch has to. */
+/* Load the kernels at open, so that no later launch has to load them. */
 cudaError_t p2p_load_router(void);
 cudaError_t p2p_load_router_backward(void);
 cudaError_t p2p_load_loss(void);
