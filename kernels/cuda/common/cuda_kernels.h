@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The arguments ("jobs") of the CUDA kernels and the functions that launch them. Plain C.
+/* The arguments ("jobs") of the CUDA kernels, and the functions that launch them. Plain C.
  *
- * A job is copied into the launch; launchers enqueue on the stream and return. Kernels of one
- * group run one at a time on each rank. Every CTA of a job must be resident at once (one per
- * SM), and so must the kernels of ranks that share a GPU, because they wait for each other. */
+ * A launcher enqueues one kernel on the stream and returns; the job is copied as the kernel's
+ * parameter. A rank runs one operation at a time. The CTAs of a kernel wait for each other and
+ * for peers, so all of them must be resident at once (one per SM), also those of ranks that
+ * share a GPU. */
 #ifndef EPIC_CUDA_KERNELS_H
 #define EPIC_CUDA_KERNELS_H
 
@@ -17,89 +18,94 @@
 extern "C" {
 #endif
 
-/* Kinds of errors in the data of an operation (class (b) of epic.h); comments list `about`. */
+/* Kinds of errors in the data of an operation (class (b) of epic.h). Each comment lists the
+ * numbers in p2p_notice.about. */
 typedef enum p2p_fault {
     P2P_FAULT_EXPERT = 0,     /* token, k, id, num_experts */
     P2P_FAULT_PLACEMENT = 1,  /* expert, rank */
     P2P_FAULT_CAPACITY = 2,   /* slots, needed */
     P2P_FAULT_ROWS = 3,       /* rows, needed, operation */
-    P2P_FAULT_PLAN = 4,       /* the bytes are no plan of this rank and group */
+    P2P_FAULT_PLAN = 4,       /* unused; the bytes are not a plan of this rank and group */
     P2P_FAULT_TOKENS = 5,     /* tokens, tokens of the plan, operation */
     P2P_FAULT_DUPLICATE = 6,  /* token, k, id */
     P2P_FAULT_LOGICAL = 7,    /* token, k, id, num_logical */
     P2P_FAULT_REPLICA = 8,    /* expert, logical expert, num_logical */
     P2P_FAULT_NO_REPLICA = 9, /* logical expert */
-    P2P_FAULT_LAYER = 10,     /* the plan was made with another layer */
+    P2P_FAULT_LAYER = 10,     /* unused; the plan was made with another layer */
     P2P_FAULT_LOCAL = 11,     /* rows, local experts */
     P2P_FAULT_ROOM = 12,      /* num_local_experts, experts of a rank */
     P2P_FAULT_UNEQUAL = 13    /* tokens of rank 0, tokens of this rank */
 } p2p_fault;
 
-/* An error in the data, in host memory. The kernel writes `result` last; the reader of the
- * notice sets it back to 0. */
+/* Reports one error in the data to the host, in host memory. The kernel writes `result` last.
+ * The host reads the notice and then sets `result` to 0. */
 typedef struct p2p_notice {
     uint32_t result;
     uint32_t epoch;
-    uint32_t fault; /* a p2p_fault */
-    int32_t rank;   /* rank whose data is wrong */
-    int64_t about[4];
+    uint32_t fault;   /* enum p2p_fault */
+    int32_t rank;     /* rank whose data is wrong */
+    int64_t about[4]; /* numbers about the error, see p2p_fault */
 } p2p_notice;
 
-/* notices that are kept until the host reads them; later ones are dropped */
+/* largest number of unread notices; later errors are dropped */
 #define P2P_NOTICES 8
 
 /* Host memory through which kernels report to the host, and the host to running kernels. */
 typedef struct p2p_status {
-    /* an epic_result: why the group broke; written last; EPIC_OK: it has not */
+    /* enum epic_result: why the group broke, or EPIC_OK; kernels write it last */
     uint32_t result;
-    uint32_t operation;
+    uint32_t operation; /* enum epic_operation that failed */
     uint32_t epoch;
-    uint32_t phase;    /* a p2p_phase */
+    uint32_t phase;    /* enum p2p_phase */
     uint32_t reporter; /* rank that found the failure */
-    uint32_t culprits; /* bits of the ranks at fault */
+    uint32_t culprits; /* bit mask of the ranks at fault */
+    /* signatures that differ, if ranks called different operations */
     uint32_t own_signature, peer_signature;
-    uint32_t dead;        /* written by the host: bits of the ranks whose processes have died */
+    uint32_t dead; /* written by the host: bit mask of the ranks whose processes have died */
     uint32_t deadline_ms; /* time limit of the operation that broke */
-    uint64_t awake; /* written by the host while it runs: P2P_AWAKE; 0: no thread writes it */
+    /* written by the host while it runs: P2P_AWAKE(); 0 if no thread writes it */
+    uint64_t awake;
     p2p_notice notices[P2P_NOTICES];
 } p2p_status;
 
-/* Counts how often the process has shown that it runs (beats), and how often it was found to
- * have been stopped. Both are in one word, so that kernels never see a beat without the stop
- * before it. */
+/* Packs two counts of the host into one word: how often a host thread has run (beats), and how
+ * often it found that the process had been stopped (stops). In one word, because a kernel that
+ * reads a beat must also see the stop before it. */
 #define P2P_AWAKE(stops, beats) ((uint64_t)(stops) << 32 | (uint32_t)(beats))
-/* stops that postpone a deadline, at most, without progress in between */
+/* largest number of times that stops of the process move a deadline without progress */
 #define P2P_POSTPONE_LIMIT 4
 
-typedef enum p2p_phase { /* what a rank was waiting for when an operation failed */
+typedef enum p2p_phase { /* What a rank waited for when an operation failed. */
                          P2P_PHASE_NONE = 0,
-                         P2P_PHASE_ARRIVE = 1, /* for the peer to begin the operation */
-                         P2P_PHASE_COUNTS = 2, /* for its counts of choices */
-                         P2P_PHASE_RECORD = 3, /* for the slots of a token */
-                         P2P_PHASE_ROW = 4,    /* for a row */
-                         P2P_PHASE_FLOAT = 5,  /* for a weight */
-                         P2P_PHASE_GRID = 6,   /* for this rank's own CTAs */
-                         P2P_PHASE_TABLE = 7,  /* for nothing: tables of experts differ */
-                         P2P_PHASE_OVERLAP = 8 /* for nothing: two operations ran at once */
+                         P2P_PHASE_ARRIVE = 1, /* a peer's announcement */
+                         P2P_PHASE_COUNTS = 2, /* a peer's counts of choices */
+                         P2P_PHASE_RECORD = 3, /* a record: the slots of a token */
+                         P2P_PHASE_ROW = 4,    /* a row */
+                         P2P_PHASE_FLOAT = 5,  /* a weight or its gradient */
+                         P2P_PHASE_GRID = 6,   /* other CTAs of this rank */
+                         /* no wait: ranks passed different tables of experts */
+                         P2P_PHASE_TABLE = 7,
+                         /* no wait: two operations of this rank ran at once */
+                         P2P_PHASE_OVERLAP = 8
 } p2p_phase;
 
-/* The word `broken` of a failed group. */
+/* The word `broken` of a failed group. `culprits` is a bit mask of ranks. */
 #define P2P_BROKEN(result, operation, reporter, phase, culprits)                \
     ((uint64_t)(result) | (uint64_t)(operation) << 4 | (uint64_t)(phase) << 8 | \
      (uint64_t)(reporter) << 12 | (uint64_t)(culprits) << 32)
 
-/* 1 in the library of backend hosts, which is compiled from the same sources with EPIC_HOSTS.
- */
+/* 1 in the library of backend hosts, which is compiled from the same sources as p2p with
+ * EPIC_HOSTS. */
 #ifdef EPIC_HOSTS
 #define HOSTS 1
 #else
 #define HOSTS 0
 #endif
 
-/* An entry of the ring through which kernels order puts to other hosts (net/net.cuh): `words`
- * words of 8 bytes, at word number `word` of the outbox for rank `host`, which is also their
- * place in that rank's inbox. `lap` is 1 to 255 and counts how often the ring has been filled,
- * so that an entry is its own flag. */
+/* An entry of the ring through which kernels post puts (net/net.cuh). It means: copy `words`
+ * words of 8 bytes from word number `word` of the outbox to the same word of the inbox of rank
+ * `host`. `lap` (1 to 255) counts how often the ring has been filled. It shows a reader whether
+ * the entry is new, so an entry is its own flag. */
 #define P2P_RING_ENTRIES (1u << 15)
 #define P2P_ENTRY(host, word, words) \
     ((uint64_t)(host) << 51 | (uint64_t)(words) << 33 | (uint64_t)(word))
@@ -108,73 +114,79 @@ typedef enum p2p_phase { /* what a rank was waiting for when an operation failed
 #define P2P_ENTRY_HOST(entry) ((int)((entry) >> 51 & 31))
 #define P2P_ENTRY_WORDS(entry) ((uint32_t)((entry) >> 33 & 0x3ffff))
 #define P2P_ENTRY_WORD(entry) ((entry)&0x1ffffffffull)
-#define P2P_EPOCH_ENDS 0x1ffffffffull /* in place of a word number; heaps are smaller */
+/* word number of an entry that marks the end of an epoch; no heap is so large */
+#define P2P_EPOCH_ENDS 0x1ffffffffull
 
-typedef struct p2p_ring { /* in host memory, as is everything that it points to */
+typedef struct p2p_ring { /* The ring and its counters; all in host memory. */
     uint64_t *entries;    /* [P2P_RING_ENTRIES], written by kernels */
     struct p2p_ring_words *words;
 } p2p_ring;
 
 typedef struct p2p_ring_words {
-    uint64_t taken; /* written by the proxy thread: entries that it has read */
-    /* written by the proxy thread: epochs of which the net has read all sources */
+    uint64_t taken; /* written by the proxy thread: number of entries that it has read */
+    /* written by the proxy thread: number of epochs whose puts the net has read */
     uint64_t freed;
-    uint64_t waits; /* written by kernels: the word `waits` that peers shall see */
+    uint64_t waits; /* written by kernels: the word `waits` (heap.h) to send to all peers */
 } p2p_ring_words;
 
-/* Bits of a count of choices in a word; a rank may have at most this many choices of an expert.
- */
+/* Bits of a count of choices in a word: the choices of a rank for one expert must fit. */
 #define P2P_COUNT_BITS 26
 
-typedef struct p2p_self {            /* Facts about its rank that every kernel has. */
-    uint8_t *heap[DEVICE_MAX_RANKS]; /* backend hosts: of a remote peer, this rank's outbox */
-    p2p_heap at;
-    p2p_status *status; /* host memory, at its device address */
+/* What every kernel needs to know about its rank and group. */
+typedef struct p2p_self {
+    /* address of each rank's heap; for a rank on another host, of this rank's outbox */
+    uint8_t *heap[DEVICE_MAX_RANKS];
+    p2p_heap at;        /* layout of all heaps */
+    p2p_status *status; /* in host memory; this is the device's address of it */
     uint64_t group_id;
     uint64_t timeout_ns;
     int64_t max_tokens;
     int32_t rank, num_ranks;
-    uint32_t operation; /* an epic_operation */
+    uint32_t operation; /* enum epic_operation */
     uint32_t signature; /* hash of the arguments that must be equal on all ranks */
-    /* Hashes of the layers that the operation's plan may have; 0: any layer. */
+    /* hashes of the layers for which the plan may have been made; 0: any layer */
     uint32_t layer_hashes[2];
 #ifdef EPIC_HOSTS
     p2p_ring ring;
-    uint8_t *inbox; /* what ranks of other hosts write; laid out as the heap */
-    int64_t slow;   /* bytes of the inbox if it is host memory, whose polls are slow; else 0 */
-    uint32_t near;  /* bits of the ranks on this host, this rank included */
-    int32_t local;  /* ranks per host if rows go through relays (net/relay.cuh), else 0 */
+    uint8_t *inbox; /* memory that ranks of other hosts write, with the layout of a heap */
+    int64_t slow; /* bytes of the inbox if it is in host memory, where polls are slow; else 0 */
+    uint32_t near;     /* bit mask of the ranks on this host, this rank included */
+    int32_t local;     /* ranks per host if rows go through relays (net/relay.cuh), else 0 */
     int32_t max_top_k; /* choices per token that the heap has room for */
-    int32_t ahead;     /* least number of tokens that are sent before one is received; 0: any */
+    /* least number of tokens that this rank sends before it waits for one; 0: no limit */
+    int32_t ahead;
 #endif
 } p2p_self;
 
+/* plan: computes the slot of every choice. */
 typedef struct p2p_plan_job {
     p2p_self self;
-    epic_layer layer;      /* with defaults filled in */
+    epic_layer layer;      /* defaults are filled in */
     device_plan_layout at; /* layout of the plans of the layer */
     uint8_t *plan;
     const void *topk_idx;
     const int32_t *rank_of_expert;    /* NULL: contiguous blocks */
-    const int32_t *logical_of_expert; /* if layer.num_logical is not 0 */
+    const int32_t *logical_of_expert; /* used if layer.num_logical is not 0 */
     int32_t *expert_rows, *expert_tokens, *load, *logical_load, *demand;
     int32_t num_tokens;
-    int32_t capacity;          /* 0: no bound */
-    int32_t block;             /* experts per rank, without rank_of_expert */
-    int32_t has_int64_ids;     /* topk_idx is int64, else int32 */
-    int32_t planners;          /* CTAs that plan */
-    int32_t is_lowlat;         /* the low-latency planner is used (lowlat/plan.cuh) */
-    int32_t max_lowlat_tokens; /* most tokens of a rank that uses it */
-    int32_t by_k;              /* EPIC_BY_K drops choices (plan/keep_by_k.cuh) */
-    /* ids are logical experts that must be resolved first (plan/resolve.cuh) */
+    int32_t capacity;      /* 0: no bound */
+    int32_t block;         /* experts per rank, without rank_of_expert */
+    int32_t has_int64_ids; /* topk_idx is int64, else int32 */
+    /* number of CTAs that make the plan, the first of the grid; 0: the plan exists */
+    int32_t planners;
+    int32_t is_lowlat; /* use the low-latency planner (lowlat/plan.cuh) */
+    /* largest number of tokens of a rank that uses the low-latency planner */
+    int32_t max_lowlat_tokens;
+    int32_t by_k; /* EPIC_BY_K drops choices (plan/keep_by_k.cuh) */
+    /* ids are logical experts; a replica must be chosen first (plan/resolve.cuh) */
     int32_t resolves;
 } p2p_plan_job;
 
-/* Most experts times top_k of a layer with EPIC_BY_K. */
+/* Largest product of experts and top_k of a layer with EPIC_BY_K. */
 #define P2P_BY_K_TALLIES DEVICE_MAX_EXPERTS
 
-/* Can lowlat/plan.cuh make plans for up to `most` tokens of a rank? All ranks get the same
- * answer. */
+/* Returns 1 if lowlat/plan.cuh can make plans of this layer for up to `most` tokens per rank.
+ * It depends on the arguments only, so all ranks get the same result. */
 static inline int p2p_can_plan_lowlat(int64_t ranks, int64_t most, const epic_layer *layer)
 {
     const int64_t groups = ranks * ((most + 31) / 32);
@@ -185,8 +197,8 @@ static inline int p2p_can_plan_lowlat(int64_t ranks, int64_t most, const epic_la
            layer->sum_order == EPIC_BY_RANK && layer->layout == EPIC_EXPERT_MAJOR;
 }
 
-/* The most tokens per rank, up to `most`, for which lowlat/plan.cuh makes plans; 0: for none.
- */
+/* Returns the largest number of tokens per rank, up to `most`, for which lowlat/plan.cuh can
+ * make plans of this layer; 0 if it cannot. */
 static inline int32_t p2p_lowlat_plan_tokens(int64_t ranks, int64_t most,
                                              const epic_layer *layer)
 {
@@ -195,49 +207,57 @@ static inline int32_t p2p_lowlat_plan_tokens(int64_t ranks, int64_t most,
     return (int32_t)most;
 }
 
+/* dispatch, with or without making the plan: moves rows of tokens to the slots of their
+ * experts. */
 typedef struct p2p_dispatch_job {
-    p2p_plan_job plan; /* the plan to read, or with planners > 0 to make first */
+    p2p_plan_job plan; /* the plan that is read or, with planners > 0, made first */
     int64_t plan_bytes;
-    const uint8_t *tokens;
-    uint8_t *recv;
-    const float *weights;
+    const uint8_t *tokens; /* [num_tokens, row_bytes] */
+    uint8_t *recv;         /* [recv_rows, row_bytes] */
+    const float *weights;  /* [num_tokens, top_k], or NULL */
     float *slot_weights;
-    int32_t *recv_expert; /* FLAT only */
+    int32_t *recv_expert; /* [recv_rows, top_k], FLAT only */
     int64_t row_bytes;
     int32_t num_tokens, recv_rows;
-    int32_t aligned; /* rows consist of aligned vectors of 16 bytes */
-    int32_t flat;    /* the plan is FLAT and the call needs more than its rows */
+    int32_t aligned; /* row addresses and sizes are multiples of 16 bytes */
+    int32_t flat;    /* the plan is FLAT, and the call also moves weights or experts */
+    /* zero_tail: zero the slots after the last slab. leave_padding: do not zero padding. */
     int32_t zero_tail, leave_padding;
     int32_t top_k; /* top_k of the layer */
-    int32_t head;  /* tokens that are sent while the plan is made */
-    int32_t
-        num_send_only_ctas; /* low-latency kernels: CTAs that only send; set by the launch */
-    /* others: speed of catching up (dispatch/dispatch.cuh); set by the launch */
+    int32_t head;  /* number of first tokens that are sent while the plan is made */
+    /* low-latency kernels: number of CTAs that only send; set by the launcher */
+    int32_t num_send_only_ctas;
+    /* other kernels: one of 2^catch_up steps receives two tokens, until receiving is `lag`
+     * behind sending (dispatch/dispatch.cuh); set by the launcher */
     int32_t catch_up;
-    /* Set by the launch: */
+    /* lag, span and units are set by the launcher (common/rows.cuh). */
     int32_t lag;   /* tokens by which receiving stays behind sending */
-    int32_t span;  /* pieces of a row that a warp moves one after the other */
-    int32_t units; /* warps that move rows */
-    /* For packed rows (dispatch/packed.cuh) only; scale_bytes is 0 if rows have no scales. */
-    const uint8_t *scales; /* NULL if dispatch quantizes */
+    int32_t span;  /* pieces of a row that a unit moves */
+    int32_t units; /* number of warps that move rows */
+    /* Only for packed rows (dispatch/packed.cuh). scale_bytes is 0 if rows have no scales. */
+    const uint8_t *scales; /* [num_tokens, scale_bytes]; NULL if dispatch quantizes */
     uint8_t *recv_scales;
     int64_t scale_bytes;
-    /* bytes of a row of `tokens`, which has `type` if dispatch quantizes */
+    /* bytes of a row of `tokens`; its elements are of `type` if dispatch quantizes */
     int64_t token_bytes;
     uint32_t type, quantize;
-    int32_t scales_aligned, scales_in_words; /* second rows are aligned vectors; are words */
-    /* Bulk stores (dispatch/bulk.cuh) only. */
-    int32_t bulk;   /* the GPU has bulk stores */
-    int32_t warps;  /* per CTA; set by the launch, */
-    int32_t places; /* as are the packed rows that each has room for */
+    /* rows of scales are multiples of 16 aligned bytes; of 4 aligned bytes */
+    int32_t scales_aligned, scales_in_words;
+    /* Only for bulk stores (dispatch/bulk.cuh). */
+    int32_t bulk;  /* the GPU supports bulk stores */
+    int32_t warps; /* number of warps of a CTA that move rows; set by the launcher */
+    /* number of packed rows in shared memory of each warp; set by the launcher */
+    int32_t places;
 } p2p_dispatch_job;
 
-/* Bytes that travel per token: whole vectors of its row, then of its second row. */
+/* Returns the bytes of a packed row: a row and its scales, each rounded up to 16 bytes. */
 static inline int64_t p2p_packed_bytes(int64_t row_bytes, int64_t scale_bytes)
 {
     return device_round_up(row_bytes, 16) + device_round_up(scale_bytes, 16);
 }
 
+/* combine, and dispatch_backward: each rank sums its rows of a token, the token's rank adds the
+ * sums. */
 typedef struct p2p_combine_job {
     p2p_self self;
     const uint8_t *plan;
@@ -245,66 +265,72 @@ typedef struct p2p_combine_job {
     const uint8_t *rows;
     uint8_t *out;
     const float *slot_weights; /* NULL: all 1 */
-    const float *slot_floats;  /* sent back unsummed, or NULL */
-    float *choice_floats;      /* where they arrive, [num_tokens, top_k] */
+    /* floats to send back to the tokens' ranks without adding them, or NULL */
+    const float *slot_floats;
+    float *choice_floats; /* [num_tokens, top_k], where slot_floats of all ranks arrive */
     int64_t row_bytes;
     int32_t num_tokens, num_rows;
     uint32_t type;
     int32_t aligned;
     int32_t lag; /* tokens by which adding stays behind sending */
-    /* of the layer: top_k, is its order EPIC_TREE, is its layout FLAT */
+    /* the layer's top_k; 1 if its sum order is EPIC_TREE; 1 if its layout is FLAT */
     int32_t top_k, tree, flat;
-    int64_t rank_of_at, records_at; /* offsets of these arrays in the plan */
+    int64_t rank_of_at, records_at; /* offsets of rank_of and records in the plan */
 } p2p_combine_job;
 
+/* combine_backward: d_rows = weight * d_out of the slot's token, and d_slot_weights. */
 typedef struct p2p_combine_backward_job {
     p2p_self self;
     const uint8_t *plan;
     int64_t plan_bytes;
-    const uint8_t *d_out;
-    const uint8_t *rows; /* NULL without d_slot_weights */
+    const uint8_t *d_out; /* [num_tokens, row_bytes] */
+    const uint8_t *rows;  /* NULL without d_slot_weights */
     uint8_t *d_rows;
     const float *slot_weights;
     float *d_slot_weights;
     int64_t row_bytes;
-    int32_t num_tokens, num_rows; /* of d_rows and of rows */
+    int32_t num_tokens, num_rows; /* num_rows: rows of d_rows and of `rows` */
     uint32_t type;
     int32_t aligned;
     int32_t zero_tail, leave_padding;
-    int32_t top_k, lag, span, units; /* as in dispatch */
-    /* Quantized rows only. */
+    int32_t top_k, lag, span, units; /* see p2p_dispatch_job */
+    /* The next fields are only for quantized d_rows. */
     uint8_t *d_rows_scales;
-    int64_t scale_bytes, quantized_bytes; /* bytes of a row of scales, and of d_rows */
+    /* bytes of a row of d_rows_scales; of a row of d_rows */
+    int64_t scale_bytes, quantized_bytes;
     uint32_t quantize;
-    int32_t quantized_whole; /* a lane stores its part of a vector at once, */
-    int32_t scales_in_words; /* and scales as words */
+    /* 1: rows of d_rows are aligned, so a lane stores all its bytes at once */
+    int32_t quantized_whole;
+    int32_t scales_in_words; /* 1: rows of d_rows_scales are aligned words */
 } p2p_combine_backward_job;
 
+/* allreduce_sum: adds arrays of all ranks in place. */
 typedef struct p2p_sum_job {
     p2p_self self;
     float *data;
-    int64_t count; /* at most self.at.source_bytes / 4 */
-    uint32_t order;
+    int64_t count;  /* number of floats, at most self.at.source_bytes / 4 */
+    uint32_t order; /* an epic_sum_order: by rank or EPIC_TREE */
     uint32_t pad;
 } p2p_sum_job;
 
+/* sum_replicas: adds the arrays of the replicas of each logical expert. */
 typedef struct p2p_sum_replicas_job {
     p2p_self self;
     const uint8_t *plan;
     int64_t plan_bytes;
     float *data;
-    int64_t count; /* floats per expert */
+    int64_t count; /* number of floats per expert */
     int32_t num_rows;
     uint32_t pad;
 } p2p_sum_replicas_job;
 
-/* Enqueue an operation on `stream` with at most num_sms CTAs, and return. */
+/* Each launcher enqueues one operation on `stream` with at most num_sms CTAs and returns the
+ * launch's error. */
 cudaError_t p2p_launch_plan(const p2p_plan_job *job, int num_sms, cudaStream_t stream);
 cudaError_t p2p_launch_dispatch(const p2p_dispatch_job *job, int num_sms, cudaStream_t stream);
 cudaError_t p2p_launch_dispatch_packed(const p2p_dispatch_job *job, int num_sms,
                                        cudaStream_t stream);
-int p2p_can_dispatch_bulk(
-    const p2p_dispatch_job *job); /* otherwise use dispatch or dispatch_packed */
+int p2p_can_dispatch_bulk(const p2p_dispatch_job *job);
 cudaError_t p2p_launch_dispatch_bulk(const p2p_dispatch_job *job, int num_sms,
                                      cudaStream_t stream);
 cudaError_t p2p_launch_combine(const p2p_combine_job *job, int num_sms, cudaStream_t stream);
@@ -323,7 +349,8 @@ cudaError_t p2p_launch_sum(const p2p_sum_job *job, int num_sms, cudaStream_t str
 cudaError_t p2p_launch_sum_replicas(const p2p_sum_replicas_job *job, int num_sms,
                                     cudaStream_t stream);
 
-/* Load the kernels on the current device, so that no later launch waits for an idle device. */
+/* Each loads one kind of kernel on the current device at open, so that no later launch has to
+ * load it, which would wait until the device is idle. */
 cudaError_t p2p_load_plan(void);
 cudaError_t p2p_load_dispatch(void);
 cudaError_t p2p_load_dispatch_packed(void);
