@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Addresses of this host that other hosts can connect to, and opening sockets. Used to make
- * liveness connections. */
+/* Finds the addresses of this host that other hosts can connect to, and opens sockets.
+ * liveness_connect.c uses these functions. */
 #include <errno.h>
 #include <ifaddrs.h>
 #include <net/if.h>
@@ -12,7 +12,7 @@
 
 #include "net/liveness_inner.h"
 
-#define LISTEN_BACKLOG 128 /* connections that may wait for accept(), also unknown ones */
+#define LISTEN_BACKLOG 128 /* pending connections, also of strangers */
 #define SOCKET_TYPE (SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK)
 
 void liveness_close_socket(int *socket)
@@ -21,7 +21,7 @@ void liveness_close_socket(int *socket)
     *socket = -1;
 }
 
-/* Copies an address. Returns false if other hosts cannot connect to it. */
+/* Copies an IPv4 or IPv6 address to *out. Returns false if other hosts cannot connect to it. */
 static bool read_address(const struct sockaddr *from, liveness_address *out)
 {
     static const uint8_t mapped[12] = {[10] = 0xff, [11] = 0xff};
@@ -52,12 +52,13 @@ int liveness_find_addresses(liveness_address out[LIVENESS_MAX_ADDRESSES], const 
     return count;
 }
 
+/* Returns true if the address is an IPv4 address in IPv6 form. */
 static bool is_ipv4(const liveness_address *a)
 {
     return IN6_IS_ADDR_V4MAPPED((const struct in6_addr *)(const void *)a->bytes);
 }
 
-/* Converts an address and a port to the form that the socket calls use. Returns its length. */
+/* Converts an address and a port to the form of the socket calls. Returns its length. */
 static socklen_t socket_address(const liveness_address *a, uint32_t port,
                                 struct sockaddr_storage *out)
 {
@@ -76,7 +77,8 @@ static socklen_t socket_address(const liveness_address *a, uint32_t port,
     return sizeof *ipv6;
 }
 
-/* Opens a listening socket on a free port. Returns -1 with errno. */
+/* Opens a listening socket on a free port of the address `any`, and writes the port to *port.
+ * Returns the socket, or -1 with errno set. */
 static int listen_on(const liveness_address *any, uint32_t *port)
 {
     struct sockaddr_storage at;
@@ -101,7 +103,7 @@ int liveness_open_listener(uint32_t *port)
 {
     const liveness_address ipv6 = {{0}}, ipv4 = {{[10] = 0xff, [11] = 0xff}};
     const int fd = listen_on(&ipv6, port);
-    return fd >= 0 ? fd : listen_on(&ipv4, port); /* the system has no IPv6 */
+    return fd >= 0 ? fd : listen_on(&ipv4, port); /* IPv4 if the system has no IPv6 */
 }
 
 int liveness_begin_connect(const liveness_address *address, uint32_t port)

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The thread of the liveness connections. It sends one byte per connection ten times a
- * second and decides from the kernel's acknowledgements whether a peer is dead. */
+/* The thread that watches the liveness connections. Ten times a second it sends one byte on
+ * each connection. From the acknowledgements of the kernel it decides whether a peer is
+ * dead. */
 #include <errno.h>
 #include <linux/tcp.h>
 #include <netinet/in.h>
@@ -16,11 +17,12 @@
 #include "bootstrap/bootstrap.h"
 #include "net/liveness_inner.h"
 
-#define BEAT_MS 100
+#define BEAT_MS 100 /* time between two bytes */
 #define BEAT_BYTE 'b'
 #define CLOSE_BYTE \
-    'e' /* last byte of a closed connection; a process that ended did not send it */
+    'e' /* last byte before a regular close; a process that dies does not send it */
 
+/* Publishes the state of a host to other threads. */
 static void set_state(net_liveness *l, int host, net_peer_state state)
 {
     __atomic_store_n(&l->state[host], (int)state, __ATOMIC_RELEASE);
@@ -31,14 +33,14 @@ net_peer_state net_liveness_state(const net_liveness *l, int host)
     return (net_peer_state)__atomic_load_n(&l->state[host], __ATOMIC_ACQUIRE);
 }
 
-/* Returns true while the host is connected and neither closed nor dead. */
+/* Returns true while the host is connected, and neither closed nor dead. */
 static bool is_watched(const net_liveness *l, int host)
 {
     return l->sockets[host] >= 0 && net_liveness_state(l, host) == NET_PEER_ALIVE;
 }
 
-/* Reads what the peer has sent. The first end of the connection that this finds, a close
- * byte or an error, becomes the final state of the host. */
+/* Reads the bytes that the peer has sent. If the last one is the close byte, the host is
+ * closed. If the connection has ended or failed, the host is dead. Both states are final. */
 static void read_beats(net_liveness *l, int host)
 {
     char bytes[256];
@@ -51,13 +53,14 @@ static void read_beats(net_liveness *l, int host)
     }
 }
 
-/* Checks whether the host acknowledged the earlier bytes, then sends the next one.
+/* Checks that the host has acknowledged the earlier bytes, then sends the next byte.
  *
- * A host is dead if no byte sent since `acked_ms` is acknowledged and no acknowledgement
- * came for `silence_ms`. run_thread() adds the time by which this thread was late to
- * `acked_ms`, because this process may have been stopped between reading the clock and
- * sending. The whole machine may also have been stopped, and then its kernel has not yet
- * processed what arrived. */
+ * A host is dead if both conditions hold for longer than silence_ms: some byte is not
+ * acknowledged, and no acknowledgement has arrived.
+ *
+ * A late run of this thread must not count as silence of the peer. The process may have been
+ * stopped, or the whole machine, whose kernel then has unprocessed packets. So run_thread()
+ * adds its lateness to acked_ms. */
 static void check_and_beat(net_liveness *l, int host, int64_t now)
 {
     struct tcp_info info;
@@ -73,10 +76,10 @@ static void check_and_beat(net_liveness *l, int host, int64_t now)
     }
     const ssize_t sent = send(l->sockets[host], &(char){BEAT_BYTE}, 1, MSG_NOSIGNAL);
     if (sent < 0 && errno != EAGAIN && errno != EINTR)
-        read_beats(l, host); /* the peer's last byte may be a close byte */
+        read_beats(l, host); /* a close byte may have arrived before */
 }
 
-/* Sleeps until bytes arrive or the next byte is due. */
+/* The thread: sleeps until bytes arrive or the next byte is due, then handles both. */
 static void *run_thread(void *self)
 {
     net_liveness *l = self;
@@ -117,6 +120,7 @@ epic_result liveness_start_thread(net_liveness *l)
     return EPIC_OK;
 }
 
+/* Ends the thread and waits for it. */
 static void stop_thread(net_liveness *l)
 {
     if (l->stop_event < 0) return;
@@ -133,8 +137,8 @@ void net_liveness_forget(net_liveness *l)
     free(l);
 }
 
-/* The system sends a reset if a socket is closed while received bytes are unread, and a
- * reset may overtake the close byte. So this reads everything first. */
+/* Reads all received bytes before it closes a socket. Otherwise the system would send a reset,
+ * which can overtake the close byte. */
 void net_liveness_close(net_liveness *l)
 {
     if (!l) return;

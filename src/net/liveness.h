@@ -1,59 +1,60 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Liveness connections: one TCP connection between every two ranks that exchange rows. A
- * network library may never notice that a peer's host or process is gone, so these
- * connections run next to it.
+/* Liveness connections: one TCP connection between every two ranks that exchange rows. They run
+ * next to the network library, because such a library may never notice that a peer's host or
+ * process is gone.
  *
- * Each end sends one byte ten times a second and reads from the kernel (TCP_INFO) whether
- * the other end has acknowledged it. The kernel acknowledges bytes even if the process is
+ * Each end sends one byte ten times a second. It reads from the kernel (TCP_INFO) whether the
+ * other end has acknowledged the bytes. The kernel acknowledges bytes even if the process is
  * stopped or busy, so such a rank is never reported as dead. A process that ended, or a host
  * that cannot be reached, is reported within about one second.
  *
- * A forked child inherits the sockets and must call net_liveness_forget(). Until then the
- * end of its parent stays unnoticed. */
+ * A forked child inherits the sockets and must call net_liveness_forget(). Until it does, peers
+ * cannot see the end of its parent, because the connections stay open. */
 #ifndef EPIC_NET_LIVENESS_H
 #define EPIC_NET_LIVENESS_H
 
 #include "net/net.h"
 
-#define NET_LIVENESS_HANDLE_BYTES 192
+#define NET_LIVENESS_HANDLE_BYTES 192 /* size of a handle */
 
+/* The liveness connections of one rank (opaque). */
 typedef struct net_liveness net_liveness;
 
-/* Arguments of net_liveness_listen(). Copied. */
+/* Arguments of net_liveness_listen(), which copies them. */
 typedef struct net_liveness_setup {
-    int32_t host, num_hosts;
-    int32_t rail, ranks_per_host; /* errors print rank host * ranks_per_host + rail */
+    int32_t host, num_hosts;      /* this rank's host, and the number of hosts */
+    int32_t rail, ranks_per_host; /* the rank in errors is host * ranks_per_host + rail */
     uint32_t timeout_ms;          /* time limit of net_liveness_connect() */
-    uint32_t silence_ms; /* a host is dead after this long without an acknowledgement; 0: 800 */
+    uint32_t silence_ms; /* a host that acknowledges nothing for this long is dead; 0: 800 */
     uint64_t group_id;
-    const char *interface; /* network interface to listen on; NULL: all that are up */
+    const char *interface; /* listen on this network interface; NULL: on all that are up */
 } net_liveness_setup;
 
-/* Opens the listening socket and writes what the peers need to connect into `handle`
- * (NET_LIVENESS_HANDLE_BYTES bytes, zeroed by the caller). Local; does not wait for peers.
- * Errors: EPIC_ENOMEM, EPIC_EDEVICE. */
+/* Opens the listening socket, and writes to `handle` the data that peers need to connect. The
+ * handle has NET_LIVENESS_HANDLE_BYTES bytes, which the caller has zeroed. Local: does not wait
+ * for peers. Errors: EPIC_ENOMEM, EPIC_EDEVICE. */
 epic_result net_liveness_listen(net_liveness **out, const net_liveness_setup *setup,
                                 void *handle);
 
-/* Connects to every peer. Collective; `handles` holds the handles of all hosts, in host
- * order. Also starts the thread that sends and checks the bytes. Errors: EPIC_ETIMEOUT names
- * the ranks that could not be connected; EPIC_EDEVICE. */
+/* Connects to all peers, then starts the thread that sends and checks the bytes. `handles`
+ * holds the handles of all hosts, in the order of hosts. Collective. Errors: EPIC_ETIMEOUT
+ * names the ranks that could not be connected; EPIC_EDEVICE. */
 epic_result net_liveness_connect(net_liveness *liveness, const void *handles);
 
-/* CLOSED: the peer called net_liveness_close(). DEAD: its process ended without that, or its
- * host cannot be reached. */
+/* State of a peer. CLOSED: the peer called net_liveness_close(). DEAD: its process ended
+ * without this call, or its host cannot be reached. */
 typedef enum net_peer_state { NET_PEER_ALIVE, NET_PEER_CLOSED, NET_PEER_DEAD } net_peer_state;
 
-/* Returns the state of a host; for this rank's own host always NET_PEER_ALIVE. Any thread
- * may call it. */
+/* Returns the state of the peer on a host. For this rank's own host it is always
+ * NET_PEER_ALIVE. Any thread may call it. */
 net_peer_state net_liveness_state(const net_liveness *liveness, int host);
 
 /* Stops the thread, sends a close byte to every peer and frees everything. The peers then
- * see NET_PEER_CLOSED. NULL is allowed. */
+ * report NET_PEER_CLOSED. Accepts NULL. */
 void net_liveness_close(net_liveness *liveness);
 
-/* For a forked child: closes its copies of the sockets and frees its memory. The peers
- * notice nothing. */
+/* For a forked child: closes its copies of the sockets and frees its memory. Sends nothing, so
+ * the peers' connections to the parent continue. Accepts NULL. */
 void net_liveness_forget(net_liveness *liveness);
 
 #endif

@@ -1,11 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Making liveness connections. Each rank listens, and connects to the hosts with lower
- * numbers, trying one address after the other. The connecting rank sends the secret of the
- * rank that it wants to reach, and receives its own secret as the answer. So both prove that
- * they took part in the bootstrap.
+/* Makes the liveness connections. Each rank listens, and connects to all hosts with lower
+ * numbers. It tries one address of a host after the other.
  *
- * An address may lead to another machine, such as the address of a container's bridge, and
- * anyone who finds the port can connect. Such connections are closed. */
+ * Both sides prove that they took part in the bootstrap. The connecting rank sends the secret
+ * of the rank that it wants to reach, from that rank's handle. The answer contains the secret
+ * of the connecting rank.
+ *
+ * A connection without these secrets is closed. It may come from a stranger who found the port.
+ * Or an address, such as that of a container's bridge, may belong to another machine. */
 #include <errno.h>
 #include <poll.h>
 #include <stdio.h>
@@ -19,36 +21,36 @@
 #include "bootstrap/bootstrap.h"
 #include "net/liveness_inner.h"
 
-#define MAX_INCOMING 32 /* connections without a handshake; a further one replaces the oldest */
-#define ADDRESS_TRY_MS 1000 /* for one address */
-#define RETRY_PAUSE_MS 50   /* before the next address, after a refusal */
-#define POLL_MS 50
+#define MAX_INCOMING 32             /* unidentified connections; one more replaces the oldest */
+#define ADDRESS_TRY_MS 1000         /* how long to try one address */
+#define RETRY_PAUSE_MS 50           /* wait before the next address, if this one refuses */
+#define POLL_MS 50                  /* longest wait in one round */
 #define MAGIC 0x656e696c63697065ull /* "epicline" in memory */
 
-/* The first message of either side. */
+/* The first message that each side of a connection sends. */
 typedef struct handshake {
     uint64_t magic, group_id;
-    uint64_t secret[2]; /* the secret of the receiver */
-    int32_t host, num_hosts;
+    uint64_t secret[2];      /* secret of the receiver, from its handle */
+    int32_t host, num_hosts; /* host of the sender */
 } handshake;
 
-/* A connection before its handshake is complete. */
+/* A connection whose handshake is not complete. */
 typedef struct connection {
-    int fd; /* -1: not open */
-    bool has_sent;
-    int next;            /* outgoing: index of the address to try next */
+    int fd;              /* socket; -1: not open */
+    bool has_sent;       /* this rank has sent its handshake */
+    int next;            /* outgoing: index of the next address to try */
     int64_t until_ms;    /* outgoing: when to try the next address */
-    size_t num_received; /* bytes of `received` so far */
+    size_t num_received; /* bytes in `received` */
     handshake received;
 } connection;
 
-/* The state of one net_liveness_connect(). */
+/* State of one call of net_liveness_connect(). */
 typedef struct connect_state {
-    net_liveness *lines;
-    const unsigned char *handles;
+    net_liveness *lines;          /* the connections to make */
+    const unsigned char *handles; /* handles of all hosts, in the order of hosts */
     connection outgoing[NET_MAX_HOSTS];
     connection incoming[MAX_INCOMING];
-    int next_incoming;
+    int next_incoming; /* counts accepted connections */
 } connect_state;
 
 static epic_result fail_with_errno(const char *what)
@@ -88,6 +90,8 @@ epic_result net_liveness_listen(net_liveness **out, const net_liveness_setup *se
     return result;
 }
 
+/* Returns the handle of a host. Limits its number of addresses, in case the bytes are
+ * damaged. */
 static liveness_handle handle_of(const connect_state *o, int host)
 {
     liveness_handle handle;
@@ -97,8 +101,9 @@ static liveness_handle handle_of(const connect_state *o, int host)
     return handle;
 }
 
-/* --------------------------------------------------------------------------- talking ---- */
+/* ------------------------------------------------------------------------- handshakes ---- */
 
+/* Sends this rank's handshake to host `to`. Returns false if that fails. */
 static bool send_handshake(const connect_state *o, int fd, int to)
 {
     const liveness_handle handle = handle_of(o, to);
@@ -108,7 +113,8 @@ static bool send_handshake(const connect_state *o, int fd, int to)
     return send(fd, &mine, sizeof mine, MSG_NOSIGNAL) == (ssize_t)sizeof mine;
 }
 
-/* Reads what has arrived. Returns false if the other side closed the connection. */
+/* Reads more bytes of the handshake. Returns false if the other side has closed the
+ * connection. */
 static bool receive_handshake(connection *t)
 {
     const size_t left = sizeof t->received - t->num_received;
@@ -117,7 +123,7 @@ static bool receive_handshake(connection *t)
     return count > 0 || (count < 0 && (errno == EAGAIN || errno == EINTR));
 }
 
-/* Returns the host that sent this handshake, or -1 if no rank of this group did. */
+/* Returns the host that sent the handshake, or -1 if the sender is not a rank of this group. */
 static int identify_host(const connect_state *o, const connection *t)
 {
     const net_liveness *l = o->lines;
@@ -129,16 +135,16 @@ static int identify_host(const connect_state *o, const connection *t)
     return ours && g->host >= 0 && g->host < l->setup.num_hosts ? g->host : -1;
 }
 
-/* Turns the connection into the liveness connection of a host. */
+/* Makes the connection the liveness connection of a host. */
 static void adopt_connection(connect_state *o, connection *t, int host)
 {
     o->lines->sockets[host] = t->fd;
     t->fd = -1;
 }
 
-/* ------------------------------------------------------------------ calling and called ---- */
+/* ----------------------------------------------------------- outgoing and incoming ---- */
 
-/* Begins to connect to the next address of a host. */
+/* Closes the current attempt, and begins to connect to the next address of a host. */
 static void try_next_address(connect_state *o, int host, int64_t now)
 {
     connection *t = &o->outgoing[host];
@@ -151,8 +157,10 @@ static void try_next_address(connect_state *o, int host, int64_t now)
     if (t->fd >= 0) t->until_ms = now + ADDRESS_TRY_MS;
 }
 
-/* Moves one outgoing connection on. Once it is connected it waits for its answer until the
- * time limit of net_liveness_connect(), because the peer may call that function late. */
+/* Continues one outgoing connection after the poll events `events`. A connection that is not
+ * established in time is replaced by one to the next address. An established connection waits
+ * for its answer without such a limit, because the peer may call net_liveness_connect()
+ * late. */
 static void advance_outgoing(connect_state *o, int host, short events, int64_t now)
 {
     connection *t = &o->outgoing[host];
@@ -169,6 +177,7 @@ static void advance_outgoing(connect_state *o, int host, short events, int64_t n
         try_next_address(o, host, now);
 }
 
+/* Accepts a connection. If all entries of `incoming` are in use, it replaces the oldest. */
 static void accept_connection(connect_state *o)
 {
     const int fd = accept4(o->lines->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
@@ -178,8 +187,8 @@ static void accept_connection(connect_state *o)
     *t = (connection){.fd = fd};
 }
 
-/* Reads one incoming connection. It becomes the connection of a host with a higher number,
- * or is closed. */
+/* Reads from one incoming connection. When its handshake is complete, answers it and keeps the
+ * connection if it is from a host with a higher number. Closes it otherwise. */
 static void advance_incoming(connect_state *o, connection *t)
 {
     const bool there = receive_handshake(t);
@@ -194,7 +203,7 @@ static void advance_incoming(connect_state *o, connection *t)
 
 /* ---------------------------------------------------------------------------- waiting ---- */
 
-/* Sets the ranks in `which` that are not connected yet and returns their number. */
+/* Sets which[rank] for each rank that is not connected yet. Returns their number. */
 static int find_missing(const net_liveness *l, bool *which)
 {
     int count = 0;
@@ -206,12 +215,14 @@ static int find_missing(const net_liveness *l, bool *which)
     return count;
 }
 
+/* Returns true if this rank still has to connect to the host: the host with the higher number
+ * connects. */
 static bool must_connect(const net_liveness *l, int host)
 {
     return host < l->setup.host && l->sockets[host] < 0;
 }
 
-/* Waits for at most POLL_MS and handles what has happened. */
+/* Waits for events, at most POLL_MS, and handles them. */
 static epic_result poll_once(connect_state *o)
 {
     net_liveness *l = o->lines;
@@ -233,6 +244,7 @@ static epic_result poll_once(connect_state *o)
     return EPIC_OK;
 }
 
+/* Returns EPIC_ETIMEOUT with the ranks that are not connected. */
 static epic_result fail_with_missing(const net_liveness *l, const bool *which)
 {
     char names[256];

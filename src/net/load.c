@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Finds and loads the library of an engine. Engines live in libraries of their own, so that
- * libepic.so needs none of their dependencies. */
+/* Loads the library of a network engine (net.h). Each engine has its own library, so that
+ * libepic.so does not depend on network libraries. */
 #include <dlfcn.h>
 #include <stdio.h>
 #include <string.h>
@@ -8,15 +8,16 @@
 #include "base/library.h"
 #include "net/net.h"
 
-/* The name becomes a part of a file name, so only small letters are allowed. */
+/* Returns true for 1 to 16 small letters. The name becomes a part of a file name, so no other
+ * characters are allowed. */
 static bool is_name(const char *name)
 {
     const size_t length = strlen(name);
     return length > 0 && length <= 16 && strspn(name, "abcdefghijklmnopqrstuvwxyz") == length;
 }
 
-/* Returns how to get a library that can be loaded. `error` of dlerror() begins with the file
- * that is missing or broken. */
+/* Returns the remedy for a library that could not be loaded. `error` is the text of dlerror(),
+ * which begins with the name of the file that is missing or broken. */
 static const char *load_remedy(const char *name, const char *library, const char *error)
 {
     if (strcmp(name, "ucx") != 0) return "there is none but ucx";
@@ -36,7 +37,7 @@ const net_engine *net_find_engine(const char *name, char *why)
     snprintf(symbol, sizeof symbol, "epic_net_%s", name);
     void *handle = library_open((const void *)(uintptr_t)&net_find_engine, library);
     const net_engine *engine = handle ? dlsym(handle, symbol) : NULL;
-    if (engine) return engine; /* the library stays loaded */
+    if (engine) return engine; /* the library is never unloaded */
     const char *error = dlerror();
     snprintf(why, NET_WHY_BYTES, "net \"%s\": %s cannot be loaded; %s (%.120s)", name, library,
              load_remedy(name, library, error), error ? error : "no symbol of that name");

@@ -1,20 +1,21 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The interface of a network library (engine) that carries bytes between GPUs of several
- * hosts. Each rank opens one net, which connects it with one rank of each other host. An
- * engine lives in a library of its own, libepic_NAME.so; libepic_ucx.so is one.
+/* The interface of a network engine, a library that sends bytes between GPUs on several hosts.
+ * Each rank opens one net, which connects it with one rank on each other host. The engine NAME
+ * is in libepic_NAME.so, for example libepic_ucx.so.
  *
- * A rank has an inbox, into which its peers write, and an outbox, from which it sends. The
- * engine promises:
- *   1. Every aligned word of 8 bytes arrives whole: a reader that polls it sees the old or the
- *      new value.
- *   2. Nothing else is ordered. The words of all puts land in any order, each of them once.
- *   3. An accepted put lands, or is_gone() reports the peer.
- *   4. The source of a put may be read, even repeatedly, until is_done() returns true for it.
- *   5. After connect() no call blocks, allocates host memory of EPIC, or calls CUDA.
+ * A rank has an inbox, into which its peers write, and an outbox, from which it sends. Engines
+ * guarantee:
+ * 1. Every aligned word of 8 bytes arrives whole. A reader that polls it sees the old or the
+ *    new value, never a mixture.
+ * 2. There is no other order. The words of all puts arrive in any order, each of them once.
+ * 3. A put that put() accepted arrives, or is_gone() reports the peer.
+ * 4. The engine may read the source of a put, even repeatedly, until is_done() returns true for
+ *    the put.
+ * 5. After connect() no call blocks, allocates host memory of EPIC, or calls CUDA.
  *
- * So a reader needs poison or a stamp in every word, and a writer needs no fence and no
- * flag. Only one thread at a time may call functions of a net. Any thread may read words of
- * the inbox. */
+ * Therefore a reader recognizes new words by their content: each word holds poison until it
+ * arrives, or carries a stamp. A writer needs no fence and no flag. Only one thread at a time
+ * may call functions of a net. Any thread may read words of the inbox. */
 #ifndef EPIC_NET_ENGINE_H
 #define EPIC_NET_ENGINE_H
 
@@ -29,85 +30,88 @@
 #define NET_WHY_BYTES 256            /* size of the buffer for an error text */
 #define NET_MAX_PUT_BYTES (1u << 20) /* largest size of one put */
 
+/* The net of one rank. Each engine defines the struct. */
 typedef struct net net;
 
-/* How rows travel, where the engine has a choice; EPIC_NET_RDMA sets it. */
+/* How rows are sent, if the engine has a choice. EPIC_NET_RDMA sets it. */
 typedef enum net_rdma {
-    /* remote writes where the network keeps words of 8 bytes whole, else messages */
+    /* RDMA writes if the network keeps words of 8 bytes whole, else messages. */
     NET_RDMA_IF_WHOLE,
-    NET_RDMA_NEVER, /* messages, which the receiving thread stores word by word */
-    NET_RDMA_ALWAYS /* remote writes; the user promises that the network keeps words whole */
+    NET_RDMA_NEVER, /* messages; the receiving thread stores them word by word */
+    NET_RDMA_ALWAYS /* RDMA writes; the user guarantees that the network keeps words whole */
 } net_rdma;
 
-/* Arguments of open(). Copied; the memory must stay until close(). */
+/* Arguments of open(), which copies them. Inbox and outbox must stay valid until close(). */
 typedef struct net_setup {
-    int32_t host, num_hosts; /* the peers are numbered by their hosts */
+    int32_t host, num_hosts; /* this rank's host, and the number of hosts; peers are numbered
+                                by host */
     net_rdma rdma;
-    int32_t threads;      /* threads that the engine may start where CPUs move the bytes */
+    int32_t threads;      /* threads that the engine may start, if CPUs move the bytes */
     bool on_gpu;          /* inbox and outbox are memory of a GPU; else of the host */
-    void *inbox;          /* 8-byte aligned, like the sizes and the outbox */
-    uint64_t inbox_bytes; /* the same on all ranks */
-    /* Puts to the first `urgent_bytes` bytes of an inbox are small, and everything else
-     * waits for them. An engine may let them overtake other puts. */
+    void *inbox;          /* aligned to 8 bytes, like both sizes and the outbox */
+    uint64_t inbox_bytes; /* equal on all ranks */
+    /* Puts to the first `urgent_bytes` bytes of an inbox are small, and peers wait for them
+     * first. An engine may send them before other puts. */
     uint64_t urgent_bytes;
-    const void *outbox; /* puts read from here */
+    const void *outbox; /* source memory of all puts */
     uint64_t outbox_bytes;
 } net_setup;
 
 /* The functions of an engine. A library exports one object of this type, epic_net_NAME. */
 typedef struct net_engine {
     const char *name;
-    /* The engine is fastest with puts of this size, if that much is to send; 2 KB to 512 KB. */
+    /* Size of puts with which the engine is fastest, from 2 KB to 512 KB. */
     uint32_t preferred_bytes;
 
-    /* Returns whether this host can open such a net, else writes the reason to `why`
+    /* Returns true if this host can open such a net. Otherwise writes the reason to `why`
      * (NET_WHY_BYTES bytes). Local. */
     bool (*is_available)(char *why);
 
-    /* Returns whether inbox and outbox may lie on a GPU of this host. Local. Whether the
-     * peers can be reached that way is known only after connect(). */
+    /* Returns true if inbox and outbox may be memory of a GPU of this host. Local: only
+     * connect() can decide whether the peers can reach that memory. */
     bool (*can_reach_gpu)(void);
 
-    /* Opens this rank's end and writes what the peers need to connect into `handle`
-     * (NET_HANDLE_BYTES bytes, zeroed by the caller). Local. The handle contains 64 random
-     * bits; a message without them is never stored into the inbox. An error writes its
-     * reason to `why`. */
+    /* Opens this rank's end of the net, and writes to `handle` the data that peers need to
+     * connect. The handle has NET_HANDLE_BYTES bytes, which the caller has zeroed. It contains
+     * 64 random bits, and a message without them is never stored into the inbox. On an error,
+     * writes the reason to `why`. Local. */
     epic_result (*open)(net **out, const net_setup *setup, void *handle, char *why);
 
-    /* Connects to all peers; `handles` [num_hosts, NET_HANDLE_BYTES] are those of all hosts.
-     * Local: no peer has to answer. EPIC_ENOTSUP: a peer's GPU memory cannot be reached;
-     * close the net and open it again with host memory. */
+    /* Connects to all peers. `handles` [num_hosts, NET_HANDLE_BYTES] holds the handles of all
+     * hosts. Local: does not wait for answers. EPIC_ENOTSUP: the GPU memory of a peer cannot be
+     * reached. The caller should then close the net and open it with host memory. */
     epic_result (*connect)(net *n, const void *handles, char *why);
 
-    /* Sends `bytes` bytes of the outbox to offset `to` of the host's inbox. All are
-     * multiples of 8; at most NET_MAX_PUT_BYTES bytes. Returns false if there is no room;
-     * call progress() and try again. A put to a host that is gone is accepted and dropped. */
+    /* Sends `bytes` bytes of the outbox, from `from`, to the offset `to` of the host's inbox.
+     * All three are multiples of 8, and bytes is at most NET_MAX_PUT_BYTES. Returns false if
+     * the engine has no room; call progress() and try again. Accepts and drops a put to a host
+     * that is gone. */
     bool (*put)(net *n, int host, uint64_t to, const void *from, uint32_t bytes);
 
-    /* Like put(), but sends one word by value. */
+    /* Like put(), but sends one word of 8 bytes that is passed by value. */
     bool (*put_word)(net *n, int host, uint64_t to, uint64_t value);
 
-    /* Moves what can be moved. Returns how many events happened; 0: none. */
+    /* Lets the engine send and receive. Returns the number of events, 0 if nothing happened. */
     int (*progress)(net *n);
 
-    /* Puts and words to one host are counted together. Returns true once the engine has read
-     * the sources of the first `count` of them, so that they may be overwritten. */
+    /* Returns true once the engine no longer reads the sources of the first `count` puts to a
+     * host, so that they may be overwritten. put() and put_word() are counted together. */
     bool (*is_done)(const net *n, int host, uint64_t count);
 
-    /* Returns true if the engine has given up the host. It may never notice that a host is
-     * gone; liveness connections do (liveness.h). */
+    /* Returns true if the engine has given up the host. An engine may never notice that a host
+     * is gone, so liveness connections (liveness.h) watch the hosts too. */
     bool (*is_gone)(const net *n, int host);
 
-    /* Writes one line of at most `size` bytes with the transports of the peers. */
+    /* Writes one line of at most `size` bytes that names the networks to the peers. */
     void (*describe)(const net *n, char *to, size_t size);
 
-    /* Closes the net. Sends accepted puts for a short time at most, whatever the peers do.
-     * NULL is allowed. */
+    /* Closes the net. Before that, sends the accepted puts for at most a short time, even if
+     * peers do not respond. Accepts NULL. */
     void (*close)(net *n);
 } net_engine;
 
-/* Returns the engine of that name and loads its library at the first call. On an error
- * returns NULL and writes the reason to `why` (NET_WHY_BYTES bytes). Any thread may call it. */
+/* Returns the engine `name`. The first call loads its library. On an error, returns NULL and
+ * writes the reason to `why` (NET_WHY_BYTES bytes). Any thread may call it. */
 const net_engine *net_find_engine(const char *name, char *why);
 
 #endif

@@ -1,6 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The caller's thread drives the first stripe. Words and small puts use it, so they never
- * wait behind large puts. Larger puts go to the threads of the other stripes in turn. */
+/* A net made of several nets of one engine, its stripes (striped.h).
+ *
+ * The caller's thread drives the first stripe. Words and small puts use this stripe, so they
+ * never wait behind large puts. Each other stripe has a thread. Larger puts are given to these
+ * threads in rotation. */
 #include "net/striped/striped.h"
 
 #include <sched.h>
@@ -13,23 +16,25 @@
 #include "base/thread.h"
 
 #ifndef STRIPED_LARGE
-#define STRIPED_LARGE (32u << 10) /* a put of at least this many bytes goes to a thread */
+#define STRIPED_LARGE (32u << 10) /* puts of at least this size use a thread */
 #endif
-#define MAX_JOBS 64        /* puts that a stripe's thread has not started */
+#define MAX_JOBS 64        /* puts that wait for the thread of a stripe */
 #define MAX_IN_FLIGHT 1024 /* puts and words to one host; put() refuses more */
 #define CLOSE_MS 1000      /* how long close sends accepted puts */
 
-/* A thread naps after IDLE_ROUNDS rounds without progress, each time twice as long. While
- * the caller polls often, a nap lasts MAX_NAP_BUSY_US at most. Otherwise the caller has no
- * operation running, so the thread may sleep until the next put; what arrives before that
- * can wait. */
+/* When the thread of a stripe sleeps. After IDLE_ROUNDS rounds without progress it takes naps,
+ * and each nap is twice as long as the one before.
+ *
+ * While the caller polls at least every POLL_OFTEN_US, naps last at most MAX_NAP_BUSY_US. If
+ * the caller polls less often, it has no operation running. Then the thread may sleep up to
+ * MAX_NAP_IDLE_US, or until the next put. */
 #define IDLE_ROUNDS 64
 #define FIRST_NAP_US 20
 #define MAX_NAP_BUSY_US 50
 #define POLL_OFTEN_US 200
 #define MAX_NAP_IDLE_US 200000
 
-/* A put that waits for a stripe's thread. */
+/* A large put in the queue of a stripe's thread. */
 typedef struct job {
     uint64_t to;
     const void *from;
@@ -37,49 +42,50 @@ typedef struct job {
     int host;
 } job;
 
-/* One stripe. Its driver, which is its thread or the caller, owns `posted`. All words that
- * both threads access are atomic. */
+/* One stripe. Its driver is its thread; for the first stripe it is the caller. Only the driver
+ * accesses `posted`. Fields that both threads access are read and written atomically. */
 typedef struct stripe {
-    net *net;
-    net *owner; /* the striped net */
-    uint64_t posted[NET_MAX_HOSTS];
-    uint64_t completed[NET_MAX_HOSTS]; /* the first so many of `posted` */
-    uint32_t failed_hosts;             /* bit h: host h is gone */
+    net *net;                          /* the net of the engine for this stripe */
+    net *owner;                        /* the striped net that the stripe belongs to */
+    uint64_t posted[NET_MAX_HOSTS];    /* puts passed to `net`, by host */
+    uint64_t completed[NET_MAX_HOSTS]; /* how many of `posted` have completed, from the first */
+    uint32_t failed_hosts;             /* bit h is set if host h is gone */
     pthread_t thread;
-    bool has_thread;          /* the thread closes the net of the stripe at its end */
-    uint64_t queued, started; /* counts of jobs */
+    bool has_thread;          /* the thread exists; it closes `net` before it ends */
+    uint64_t queued, started; /* jobs that the caller queued, and that the thread started */
     job jobs[MAX_JOBS];
-    int64_t nap_us; /* length of the current nap; 0: awake */
-    sem_t awake;
+    int64_t nap_us; /* length of the current nap; 0: the thread is awake */
+    sem_t awake;    /* posted by stripe_wake() to end a nap early */
 } stripe;
 
 /* The puts to one host, in the order in which the caller made them. */
 typedef struct peer {
-    uint64_t posted, finished;
-    uint8_t stripe_of[MAX_IN_FLIGHT]; /* the stripe of each put in flight */
-    uint64_t num_completed[STRIPED_MAX];
+    uint64_t posted, finished;           /* puts made; puts that completed in this order */
+    uint8_t stripe_of[MAX_IN_FLIGHT];    /* number of the stripe that got each put in flight */
+    uint64_t num_completed[STRIPED_MAX]; /* completed puts that `finished` counts, by stripe */
 } peer;
 
 /* A striped net. */
 struct net {
     net_setup setup;
-    int num_stripes, next;
+    int num_stripes, next; /* next: the thread that gets the next large put */
     int is_closing;
-    uint64_t num_polls, num_calls; /* of the caller: progress calls; puts and words */
+    uint64_t num_polls, num_calls; /* of the caller: calls of progress(); puts and words */
     peer peers[NET_MAX_HOSTS];
     stripe stripes[STRIPED_MAX];
 };
 
-/* The handles of all stripes, back to back, each without the zero bytes at its end. */
+/* Contents of a handle: the handles of all stripes one after the other, without their trailing
+ * zero bytes. */
 typedef struct handle {
-    uint16_t length[STRIPED_MAX]; /* 0: no such stripe */
+    uint16_t length[STRIPED_MAX]; /* bytes of each stripe's handle; 0: no such stripe */
     unsigned char bytes[NET_HANDLE_BYTES - STRIPED_MAX * sizeof(uint16_t)];
 } handle;
 _Static_assert(sizeof(handle) == NET_HANDLE_BYTES, "a card is what the bootstrap carries");
 
-/* ------------------------------------------------------------------------- of a strand ---- */
+/* ----------------------------------------------------------------- driver of a stripe ---- */
 
-/* Passes one put to the net of the stripe. */
+/* Passes one put to the net of the stripe. Returns false if that net has no room. */
 static bool stripe_post(stripe *s, int host, uint64_t to, const void *from, uint32_t bytes)
 {
     if (!striped_over.engine->put(s->net, host, to, from, bytes)) return false;
@@ -87,7 +93,8 @@ static bool stripe_post(stripe *s, int host, uint64_t to, const void *from, uint
     return true;
 }
 
-/* Publishes how many puts of the stripe have completed and whether the host is gone. */
+/* Publishes for the caller how many puts of the stripe have completed, and whether the host is
+ * gone. */
 static void stripe_update(stripe *s, int host)
 {
     uint64_t completed = s->completed[host];
@@ -99,6 +106,8 @@ static void stripe_update(stripe *s, int host)
         __atomic_fetch_or(&s->failed_hosts, 1u << host, __ATOMIC_RELEASE);
 }
 
+/* Lets the net of the stripe progress, and publishes its state. Returns the number of
+ * events. */
 static int stripe_progress(stripe *s)
 {
     const net_setup *setup = &s->owner->setup;
@@ -108,9 +117,10 @@ static int stripe_progress(stripe *s)
     return moved;
 }
 
-/* -------------------------------------------------------------------------- its thread ---- */
+/* ----------------------------------------------------------------- thread of a stripe ---- */
 
-/* Starts queued puts until the net of the stripe has no room. Returns how many. */
+/* Passes queued puts to the net of the stripe until the net has no room. Returns their
+ * number. */
 static int stripe_take_jobs(stripe *s)
 {
     const uint64_t queued = __atomic_load_n(&s->queued, __ATOMIC_ACQUIRE);
@@ -124,8 +134,8 @@ static int stripe_take_jobs(stripe *s)
     return taken;
 }
 
-/* Sleeps for `us` at most. Returns at once if the caller has put something since it had made
- * `num_calls` calls, or if the net is closing. */
+/* Sleeps at most `us` microseconds. Does not sleep if the net is closing, or if the caller has
+ * made a put since its `num_calls`-th one. */
 static void stripe_nap(stripe *s, int64_t us, uint64_t num_calls)
 {
     const struct timespec end = clock_in_ns(us * 1000);
@@ -136,7 +146,7 @@ static void stripe_nap(stripe *s, int64_t us, uint64_t num_calls)
     __atomic_store_n(&s->nap_us, 0, __ATOMIC_SEQ_CST);
 }
 
-/* Ends a nap that is longer than `us`. */
+/* Wakes the thread if its current nap is longer than `us`. */
 static void stripe_wake(stripe *s, int64_t us)
 {
     if (__atomic_load_n(&s->nap_us, __ATOMIC_SEQ_CST) > us &&
@@ -144,13 +154,15 @@ static void stripe_wake(stripe *s, int64_t us)
         sem_post(&s->awake);
 }
 
-/* Returns the longest nap after one of `us` in which the caller polled `num_polls` times. */
+/* Returns the limit of the next nap. During a nap of `us` the caller polled `num_polls`
+ * times. */
 static int64_t longest_nap_us(uint64_t num_polls, int64_t us)
 {
     return (int64_t)num_polls > us / POLL_OFTEN_US ? MAX_NAP_BUSY_US : MAX_NAP_IDLE_US;
 }
 
-/* The thread of a stripe. */
+/* The thread of a stripe. After the net starts to close, it sends the queued puts for at most
+ * CLOSE_MS, and closes its net. */
 static void *stripe_run(void *self)
 {
     stripe *s = self;
@@ -178,6 +190,7 @@ static void *stripe_run(void *self)
     return NULL;
 }
 
+/* Starts the thread of a stripe. */
 static epic_result stripe_start(stripe *s, char *why)
 {
     const int error = thread_start(&s->thread, stripe_run, s);
@@ -190,6 +203,7 @@ static epic_result stripe_start(stripe *s, char *why)
 
 /* ----------------------------------------------------------------------------- opening ---- */
 
+/* Returns the bytes of a handle without its trailing zero bytes. */
 static size_t handle_length(const unsigned char *bytes)
 {
     size_t length = NET_HANDLE_BYTES;
@@ -197,8 +211,8 @@ static size_t handle_length(const unsigned char *bytes)
     return length;
 }
 
-/* Opens one more stripe and appends its handle to `all`. EPIC_ENOTSUP: the handle does not
- * fit. */
+/* Opens one more stripe and appends its handle to *all, of which *used bytes are in use.
+ * Returns EPIC_ENOTSUP if the handle does not fit. */
 static epic_result add_stripe(net *n, handle *all, size_t *used, char *why)
 {
     unsigned char mine[NET_HANDLE_BYTES] = {0};
@@ -222,7 +236,8 @@ static epic_result add_stripe(net *n, handle *all, size_t *used, char *why)
     return EPIC_OK;
 }
 
-/* Opens the first stripe, and the others if more stripes move more bytes. */
+/* Opens the first stripe. If the engine gains from more stripes, opens up to setup.threads
+ * more. */
 static epic_result add_stripes(net *n, handle *all, char *why)
 {
     size_t used = 0;
@@ -232,7 +247,8 @@ static epic_result add_stripes(net *n, handle *all, char *why)
     if (result != EPIC_OK || !striped_over.can_gain(n->stripes[0].net)) return result;
     while (result == EPIC_OK && n->num_stripes < wanted)
         result = add_stripe(n, all, &used, why);
-    return result == EPIC_ENOTSUP ? EPIC_OK : result; /* use the stripes that were opened */
+    return result == EPIC_ENOTSUP ? EPIC_OK : result; /* continue with the stripes that are
+                                                         open */
 }
 
 epic_result striped_open(net **out, const net_setup *setup, void *bytes, char *why)
@@ -253,7 +269,7 @@ epic_result striped_open(net **out, const net_setup *setup, void *bytes, char *w
 
 /* -------------------------------------------------------------------------- connecting ---- */
 
-/* Returns the number of stripes in a handle; 0: the handle is damaged. */
+/* Returns the number of stripes in a handle, or 0 if the handle is damaged. */
 static int count_stripes(const handle *c)
 {
     size_t used = 0;
@@ -262,6 +278,7 @@ static int count_stripes(const handle *c)
     return used <= sizeof c->bytes ? count : 0;
 }
 
+/* Copies the handle of one stripe out of the handle of a striped net. */
 static void copy_handle(const handle *from, int stripe, unsigned char *to)
 {
     size_t at = 0;
@@ -270,7 +287,8 @@ static void copy_handle(const handle *from, int stripe, unsigned char *to)
     memcpy(to, from->bytes + at, from->length[stripe]);
 }
 
-/* Keeps as many stripes as every host has and closes the others. */
+/* Reduces the number of stripes to the smallest number that any host has. Closes the other
+ * stripes. */
 static epic_result agree_on_count(net *n, const handle *handles, char *why)
 {
     int count = n->num_stripes;
@@ -288,7 +306,7 @@ static epic_result agree_on_count(net *n, const handle *handles, char *why)
     return EPIC_OK;
 }
 
-/* Connects as many stripes as every host has and starts the threads of all but the first. */
+/* Connects the stripes that every host has, and starts the threads of all but the first. */
 epic_result striped_connect(net *n, const void *bytes, char *why)
 {
     const handle *handles = bytes;
@@ -313,13 +331,15 @@ epic_result striped_connect(net *n, const void *bytes, char *why)
 
 /* ----------------------------------------------------------------------------- sending ---- */
 
+/* Returns true if one more put to the host may be in flight. */
 static bool has_room(const net *n, int host)
 {
     return n->peers[host].posted - n->peers[host].finished < MAX_IN_FLIGHT;
 }
 
-/* Records that a stripe got a put, and wakes the threads. A peer's answer may arrive on any
- * stripe, so all of them must poll soon. */
+/* Records that `stripe` got a put, and wakes the threads. The put's own thread wakes from every
+ * nap. The other threads wake from long naps only: the peer's answer may arrive on any stripe,
+ * so all of them must poll soon. */
 static bool record_put(net *n, int host, int stripe)
 {
     peer *p = &n->peers[host];
@@ -330,7 +350,7 @@ static bool record_put(net *n, int host, int stripe)
     return true;
 }
 
-/* Queues the put for the next thread. */
+/* Queues the put for the thread whose turn it is. Returns false if its queue is full. */
 static bool queue_put(net *n, const job *j)
 {
     const int number = 1 + n->next;
@@ -342,8 +362,8 @@ static bool queue_put(net *n, const job *j)
     return record_put(n, j->host, number);
 }
 
-/* Posts small puts to the first stripe and queues large ones for the threads. Returns false
- * without room. */
+/* Gives small puts to the first stripe, and queues large puts for a thread. Returns false if
+ * there is no room. */
 bool striped_put(net *n, int host, uint64_t to, const void *from, uint32_t bytes)
 {
     if (!has_room(n, host)) return false;
@@ -352,7 +372,7 @@ bool striped_put(net *n, int host, uint64_t to, const void *from, uint32_t bytes
     return stripe_post(&n->stripes[0], host, to, from, bytes) && record_put(n, host, 0);
 }
 
-/* Posts the word to the first stripe. */
+/* Gives the word to the first stripe. */
 bool striped_put_word(net *n, int host, uint64_t to, uint64_t value)
 {
     stripe *s = &n->stripes[0];
@@ -362,8 +382,8 @@ bool striped_put_word(net *n, int host, uint64_t to, uint64_t value)
     return record_put(n, host, 0);
 }
 
-/* Counts the puts that have completed, in order, up to the first that has not. Returns how
- * many. */
+/* Advances peer.finished over the puts that have completed, up to the first one that has not.
+ * Returns the number of puts. */
 static int advance_finished(net *n, int host)
 {
     peer *p = &n->peers[host];
@@ -378,7 +398,7 @@ static int advance_finished(net *n, int host)
     return (int)(p->finished - before);
 }
 
-/* Polls the first stripe and counts the puts that any stripe has completed. */
+/* Lets the first stripe progress, and counts the puts that all stripes have completed. */
 int striped_progress(net *n)
 {
     int moved = stripe_progress(&n->stripes[0]);
@@ -387,14 +407,13 @@ int striped_progress(net *n)
     return moved;
 }
 
-/* Returns whether the first `count` puts and words to a host have completed, on whatever
- * stripe. */
+/* Returns true if the first `count` puts and words to a host have completed. */
 bool striped_is_done(const net *n, int host, uint64_t count)
 {
     return n->peers[host].finished >= count;
 }
 
-/* Returns whether any stripe has given up the host. */
+/* Returns true if any stripe has given up the host. */
 bool striped_is_gone(const net *n, int host)
 {
     for (int s = 0; s < n->num_stripes; s++)
@@ -403,7 +422,7 @@ bool striped_is_gone(const net *n, int host)
     return false;
 }
 
-/* Writes the text of the first stripe and the number of stripes. */
+/* Writes the description of the first stripe, and the number of stripes. */
 void striped_describe(const net *n, char *to, size_t size)
 {
     striped_over.engine->describe(n->stripes[0].net, to, size);
@@ -414,8 +433,8 @@ void striped_describe(const net *n, char *to, size_t size)
 
 /* ----------------------------------------------------------------------------- closing ---- */
 
-/* Lets the threads send accepted puts for CLOSE_MS at most, joins them and closes all stripes.
- */
+/* Lets the threads send accepted puts for at most CLOSE_MS. Then ends them and closes all
+ * stripes. */
 void striped_close(net *n)
 {
     if (!n) return;

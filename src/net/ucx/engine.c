@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The engine that libepic_ucx.so exports: a striped net over ucx.c, and the calls that need no
- * open net. */
+/* The engine that libepic_ucx.so exports: a striped net whose stripes are in ucx.c, and the
+ * calls that need no open net. */
 #include <stdio.h>
 
 #include "net/striped/striped.h"
 #include "net/ucx/lanes.h"
 
 #define PREFERRED_BYTES \
-    (224 << 10) /* fits a TCP segment (lanes.c) and holds 16 rows of 14 KB */
+    (224 << 10) /* fits in a TCP segment (lanes.c), and has room for 16 rows of 14 KB */
 
-/* Opening a UCX context is the test. */
+/* net_engine.is_available: tries to open a UCX context. */
 static bool ucx_is_available(char *why)
 {
     ucp_context_h context;
@@ -21,6 +21,7 @@ static bool ucx_is_available(char *why)
     return status == UCS_OK;
 }
 
+/* net_engine.can_reach_gpu: opens a UCX context and asks it. */
 static bool ucx_can_reach_gpu(void)
 {
     ucp_context_h context;

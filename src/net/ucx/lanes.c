@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Contexts of UCX, and questions about them that UCX answers only in its printed text. */
+/* Opens contexts of UCX. Reads facts about contexts and endpoints from the text that UCX
+ * prints, because UCX has no other interface for them. */
 #include "net/ucx/lanes.h"
 
 #include <stdio.h>
@@ -8,12 +9,12 @@
 
 #include "net/ucx/lanes_text.h"
 
-/* Size of a TCP segment: the largest message that UCX sends and reads over TCP in one piece.
- * UCX's own default is 64 KB. */
+/* Size of a TCP segment: the largest message that UCX sends over TCP in one part. The default
+ * of UCX is 64 KB. */
 #define SEGMENT "256K"
 
-/* Returns what UCX prints about a context or an endpoint; the caller frees it. UCX 1.13 has no
- * other call that names the networks. */
+/* Returns the text that UCX prints about the context, or about the endpoint if context is NULL.
+ * The caller frees it. UCX 1.13 has no other call that names the networks. */
 static char *print_info(ucp_context_h context, ucp_ep_h endpoint)
 {
     char *text = NULL;
@@ -28,7 +29,8 @@ static char *print_info(ucp_context_h context, ucp_ep_h endpoint)
     return text;
 }
 
-/* UCX prints lines such as "#  resource 0 : md 0 ... -- tcp/lo". */
+/* Returns true if the text about the context contains one of the names. UCX prints one line per
+ * network, such as "#  resource 0 : md 0 ... -- tcp/lo". */
 static bool has_one_of(ucp_context_h context, const char *const *networks, int count)
 {
     char *text = print_info(context, NULL);
@@ -38,6 +40,7 @@ static bool has_one_of(ucp_context_h context, const char *const *networks, int c
     return has;
 }
 
+/* Returns true if the context has TCP. */
 static bool has_tcp(ucp_context_h context)
 {
     return has_one_of(context, (const char *const[]){" tcp/"}, 1);
@@ -56,7 +59,8 @@ bool ucx_can_reach_gpus(ucp_context_h context)
            have.memory_types & UCS_BIT(UCS_MEMORY_TYPE_CUDA);
 }
 
-/* UCX before 1.17 expects the name of the variable without its transport. */
+/* Returns the name of UCX's setting for the segment size. Before version 1.17 the name has no
+ * transport in it. */
 static const char *segment_name(void)
 {
     unsigned major, minor, release;
@@ -64,8 +68,9 @@ static const char *segment_name(void)
     return major == 1 && minor < 17 ? "RX_SEG_SIZE" : "TCP_RX_SEG_SIZE";
 }
 
-/* Returns whether this UCX can fail remote writes that a network does not have, instead of
- * sending messages that the peer stores with memcpy. Older versions warn about the setting. */
+/* Returns true if this UCX can refuse remote writes on networks that do not have them. Older
+ * versions send messages instead, which the peer stores with memcpy, and warn about the
+ * setting. */
 static bool can_disable_emulation(void)
 {
     unsigned major, minor, release;
@@ -73,7 +78,7 @@ static bool can_disable_emulation(void)
     return major > 1 || minor >= 22;
 }
 
-/* Opens a context with TCP segments of that size; NULL: of UCX's default. */
+/* Opens a context. Its TCP segments have the size `segment`; NULL stands for UCX's default. */
 static ucs_status_t init_context(ucp_context_h *out, const char *segment, bool no_emulation)
 {
     const ucp_params_t wanted = {.field_mask = UCP_PARAM_FIELD_FEATURES,
@@ -89,8 +94,8 @@ static ucs_status_t init_context(ucp_context_h *out, const char *segment, bool n
     return status;
 }
 
-/* The first context shows whether there is TCP: UCX warns about settings of TCP in a context
- * without it. */
+/* Opens a first context to see whether it has TCP, and only then one with the segment size. The
+ * reason is that UCX warns about TCP settings in a context without TCP. */
 ucs_status_t ucx_create_context(ucp_context_h *out, const char **segment, bool no_emulation)
 {
     const char *theirs = getenv("UCX_TCP_RX_SEG_SIZE");
@@ -119,7 +124,8 @@ bool ucx_can_reach(ucp_ep_h endpoint, uint64_t own, uint64_t theirs)
     return reaches;
 }
 
-/* A packed key begins with these bits in every UCX; no call returns them. */
+/* A packed key begins with the bits of its memory domains, in every version of UCX. No call
+ * returns them. */
 uint64_t ucx_domains(const void *key, size_t bytes)
 {
     uint64_t domains = 0;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reads what UCX prints about an endpoint, such as
- * "#  lane[0]:  4:tcp/eth0.0 md[1] -> md[1]/tcp am am_bw#0". */
+/* Reads the text that UCX prints about an endpoint. It has one line per lane, such as "#
+ * lane[0]:  4:tcp/eth0.0 md[1] -> md[1]/tcp am am_bw#0". */
 #ifndef EPIC_NET_UCX_LANES_TEXT_H
 #define EPIC_NET_UCX_LANES_TEXT_H
 
@@ -9,8 +9,8 @@
 #include <stdio.h>
 #include <string.h>
 
-/* Writes the network of the next lane, such as "tcp/eth0", and returns the text behind it;
- * NULL: no more lanes. */
+/* Writes the network of the next lane, such as "tcp/eth0", to `to`. Returns the text after it,
+ * or NULL if there are no more lanes. */
 static inline const char *lanes_next(const char *text, char *to, size_t size)
 {
     text = text ? strstr(text, " lane[") : NULL;
@@ -22,23 +22,25 @@ static inline const char *lanes_next(const char *text, char *to, size_t size)
     return text + length;
 }
 
-/* Returns whether the name of a lane begins with `with`. */
+/* Returns true if the name of a lane begins with `with`. */
 static inline bool lanes_begins(const char *lane, const char *with)
 {
     return strncmp(lane, with, strlen(with)) == 0;
 }
 
-/* Returns whether the lane whose line continues at `at` is for remote access to memory. */
+/* Returns true if a lane is used for remote access to memory. `at` points into its line. */
 static inline bool lanes_is_for_memory(const char *at)
 {
     const char *found = strstr(at, " rma_bw#");
     return found && found < at + strcspn(at, "\n");
 }
 
-/* Returns whether every lane is RDMA and one of them is for remote access to memory. Without
- * such a lane UCX sends remote writes as messages of its own. The receiver stores these with
- * memcpy, so words may land twice or in parts. EFA (srd) shows such a lane even if it can only
- * read, so it counts only in a context without emulation. */
+/* Returns true if every lane is RDMA, and at least one of them is used for remote access to
+ * memory.
+ *
+ * Without such a lane UCX sends remote writes as its own messages. The receiver stores them
+ * with memcpy, so words may arrive twice or in parts. EFA (srd) prints such a lane even if its
+ * devices can only read. So it counts only in a context without emulation. */
 static inline bool lanes_keep_words(const char *text, bool no_emulation)
 {
     char lane[64];
@@ -52,9 +54,9 @@ static inline bool lanes_keep_words(const char *text, bool no_emulation)
     return lanes > 0 && writing > 0;
 }
 
-/* Returns whether a lane for remote access has keys of memory on both sides. Bit n of `own` and
- * `theirs` is a key of the memory domain md[n] of that side. A device that does not reach GPU
- * memory has no key of it. */
+/* Returns true if a lane for remote access has keys of memory on both sides. Bit n of `own` and
+ * `theirs` stands for a key of the memory domain md[n] of that side. A device that does not
+ * reach GPU memory has no key for it. */
 static inline bool lanes_reach(const char *text, uint64_t own, uint64_t theirs)
 {
     char lane[64];

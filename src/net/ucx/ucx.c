@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* One stripe of the engine ucx. UCX chooses the network.
  *
- * If every lane to a peer is RDMA, which keeps words of 8 bytes whole, rows go by remote
- * writes. Over anything else, above all TCP, rows go in active messages, and the receiving
- * thread stores them into its inbox word by word. A byte stream gives no such guarantee: memcpy
- * may write a word in parts or twice. */
+ * If every lane to a peer is RDMA, rows are sent by remote writes, because RDMA keeps words of
+ * 8 bytes whole. Over other networks, such as TCP, rows are sent as active messages. The
+ * receiving thread stores them into its inbox word by word. A memcpy would not keep words
+ * whole: it may write a word in parts or twice. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,30 +16,30 @@
 #include "net/ucx/lanes.h"
 
 #define MAX_IN_FLIGHT 256     /* puts and words to one host; put() refuses more */
-#define MESSAGE_ID 1          /* the active message of this engine */
-#define MAX_PROGRESS_CALLS 64 /* calls of UCX in one progress call */
+#define MESSAGE_ID 1          /* id of this engine's active message */
+#define MAX_PROGRESS_CALLS 64 /* calls of ucp_worker_progress() per progress() */
 #define FLUSH_MS 1000         /* how long close waits for puts in flight */
 
-/* The header of a message. A message with one word is only a header. */
+/* The header of a message. A message for put_word() has no other data. */
 typedef struct header {
-    uint64_t token; /* of the receiver; proves that the sender has its handle */
-    uint64_t to;
-    uint64_t value; /* of put_word() */
+    uint64_t token; /* token of the receiver, from its handle */
+    uint64_t to;    /* offset in the receiver's inbox */
+    uint64_t value; /* the word of put_word() */
 } header;
 
-/* A put or word in flight. */
+/* A put or word that is in flight. */
 typedef struct send_op {
     header header;
     bool completed;
 } send_op;
 
-/* One other host. */
+/* The rank of this net on one other host. */
 typedef struct peer {
-    ucp_ep_h endpoint; /* NULL: this rank's own host */
-    ucp_rkey_h key;    /* key of the peer's inbox; NULL: send messages */
-    uint64_t token, inbox;
+    ucp_ep_h endpoint;     /* NULL for this rank's own host */
+    ucp_rkey_h key;        /* key of the peer's inbox; NULL: send messages instead */
+    uint64_t token, inbox; /* from the peer's handle: token, address of its inbox */
     bool gone;
-    uint64_t posted, finished; /* ops below `finished` have completed */
+    uint64_t posted, finished; /* puts made; how many of them have completed, from the first */
     send_op ops[MAX_IN_FLIGHT];
 } peer;
 
@@ -49,20 +49,22 @@ struct net {
     ucp_context_h context;
     ucp_worker_h worker;
     ucp_mem_h inbox, outbox;
-    uint64_t token, domains; /* of the registered memory */
-    const char *segment;     /* size of TCP segments; "": no TCP */
+    uint64_t token, domains; /* this rank's token; memory domains of the inbox's key */
+    const char *segment;     /* size of TCP segments; "" without TCP */
     peer peers[NET_MAX_HOSTS];
 };
 
-/* The content of a handle, as one rank publishes it. */
+/* Contents of a handle, which a rank publishes. */
 typedef struct handle {
     uint64_t token, inbox, inbox_bytes;
-    uint32_t address_bytes, key_bytes; /* lengths of the two parts of `bytes` */
+    uint32_t address_bytes, key_bytes; /* lengths of the worker's address and of the key in
+                                          `bytes` */
     char segment[16];
     unsigned char bytes[NET_HANDLE_BYTES - 48];
 } handle;
 _Static_assert(sizeof(handle) == NET_HANDLE_BYTES, "a handle is what the bootstrap carries");
 
+/* Writes to `why` the call that failed and its status. Returns the result for the status. */
 static epic_result fail_with_status(char *why, const char *what, ucs_status_t status)
 {
     snprintf(why, NET_WHY_BYTES, "net \"ucx\": %s: %s", what, ucs_status_string(status));
@@ -70,7 +72,7 @@ static epic_result fail_with_status(char *why, const char *what, ucs_status_t st
     return status == UCS_ERR_NO_MEMORY ? EPIC_ENOMEM : EPIC_EDEVICE;
 }
 
-/* Returns from the function if a call of UCX fails. */
+/* Calls a function of UCX. If it fails, returns its error from the calling function. */
 #define TRY_UCX(call, what)                                                       \
     do {                                                                          \
         const ucs_status_t ucx_status = (call);                                   \
@@ -79,7 +81,7 @@ static epic_result fail_with_status(char *why, const char *what, ucs_status_t st
 
 /* ------------------------------------------------------------------------- receiving ---- */
 
-/* Stores whole words, so that a polling kernel never sees half of one. */
+/* Stores whole words, so that a kernel that polls the memory never sees half a word. */
 static void store_words(void *to, const void *from, size_t bytes)
 {
     uint64_t word;
@@ -89,8 +91,8 @@ static void store_words(void *to, const void *from, size_t bytes)
     }
 }
 
-/* Stores a message into the inbox. Anyone who finds the port can send something, so messages
- * without the token of this net, or with an offset outside of the inbox, are ignored. */
+/* Callback of UCX: stores a message into the inbox. Ignores messages without the token of this
+ * net, or with a range outside of the inbox. Anyone who finds the port can send messages. */
 static ucs_status_t receive_message(void *self, const void *head, size_t head_bytes, void *data,
                                     size_t bytes, const ucp_am_recv_param_t *param)
 {
@@ -108,7 +110,7 @@ static ucs_status_t receive_message(void *self, const void *head, size_t head_by
 
 /* ---------------------------------------------------------------------------- opening ---- */
 
-/* Registers memory for remote access. */
+/* Registers memory, so that devices of peers can access it. */
 static epic_result map_memory(net *n, void *memory, uint64_t bytes, ucp_mem_h *out, char *why)
 {
     const ucp_mem_map_params_t params = {
@@ -121,7 +123,7 @@ static epic_result map_memory(net *n, void *memory, uint64_t bytes, ucp_mem_h *o
     return EPIC_OK;
 }
 
-/* Makes the worker, which receives the messages of all peers. */
+/* Creates the worker, which receives the messages of all peers. */
 static epic_result create_worker(net *n, char *why)
 {
     const ucp_worker_params_t worker = {.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE,
@@ -138,7 +140,8 @@ static epic_result create_worker(net *n, char *why)
     return EPIC_OK;
 }
 
-/* Appends packed data of UCX to the handle. Returns false if it does not fit. */
+/* Appends packed data of UCX to the handle, and stores its length in *length. Returns false if
+ * it does not fit. */
 static bool append_to_handle(handle *c, uint32_t *length, const void *bytes, size_t count)
 {
     const size_t used = (size_t)c->address_bytes + c->key_bytes;
@@ -148,8 +151,8 @@ static bool append_to_handle(handle *c, uint32_t *length, const void *bytes, siz
     return true;
 }
 
-/* Writes the token, the worker's address and the key of the inbox. EPIC_ENOTSUP: they do not
- * fit. */
+/* Writes the token, the worker's address and the key of the inbox to the handle. Returns
+ * EPIC_ENOTSUP if they do not fit. */
 static epic_result write_handle(net *n, handle *c, char *why)
 {
     ucp_address_t *address;
@@ -175,7 +178,7 @@ static epic_result write_handle(net *n, handle *c, char *why)
     return EPIC_ENOTSUP;
 }
 
-/* Opens the context, registers the memory and writes the handle. */
+/* Opens the context, registers inbox and outbox, creates the worker and writes the handle. */
 static epic_result prepare_net(net *n, handle *c, char *why)
 {
     const net_setup *s = &n->setup;
@@ -209,13 +212,15 @@ static epic_result ucx_open(net **out, const net_setup *setup, void *bytes, char
 
 /* ------------------------------------------------------------------------- connecting ---- */
 
+/* Callback of UCX: the peer is gone. */
 static void on_peer_error(void *self, ucp_ep_h endpoint, ucs_status_t status)
 {
     (void)endpoint, (void)status;
     ((peer *)self)->gone = true;
 }
 
-/* Opens the endpoint to a host and decides whether rows go by remote writes or by messages. */
+/* Opens the endpoint to a host. Decides whether rows are sent by remote writes or by
+ * messages. */
 static epic_result connect_to_host(net *n, int host, const handle *c, char *why)
 {
     peer *p = &n->peers[host];
@@ -250,6 +255,7 @@ static epic_result connect_to_host(net *n, int host, const handle *c, char *why)
     return EPIC_OK;
 }
 
+/* net_engine.connect. With GPU memory, all peers must be reached by remote writes. */
 static epic_result ucx_connect(net *n, const void *handles, char *why)
 {
     for (int h = 0; h < n->setup.num_hosts; h++) {
@@ -265,14 +271,16 @@ static epic_result ucx_connect(net *n, const void *handles, char *why)
 
 /* ---------------------------------------------------------------------------- sending ---- */
 
+/* Callback of UCX: a put or word has completed. */
 static void on_completed(void *request, ucs_status_t status, void *self)
 {
-    (void)status; /* on_peer_error() also reports a peer that is gone */
+    (void)status; /* on_peer_error() reports a peer that is gone */
     ((send_op *)self)->completed = true;
     ucp_request_free(request);
 }
 
-/* A remote write of one word has its source in the op. */
+/* Starts a send: a remote write, or a message to a peer without a key. Returns the request of
+ * UCX. If `from` is NULL it sends the word in the header, which stays valid until the end. */
 static void *start_send(peer *p, send_op *c, const void *from, uint32_t bytes)
 {
     const ucp_request_param_t param = {.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK |
@@ -288,7 +296,8 @@ static void *start_send(peer *p, send_op *c, const void *from, uint32_t bytes)
                        p->inbox + c->header.to, p->key, &param);
 }
 
-/* Posts a put, or a word if `from` is NULL. Returns false while MAX_IN_FLIGHT are in flight. */
+/* Posts a put, or a word if `from` is NULL. Returns false if MAX_IN_FLIGHT are in flight.
+ * Accepts and drops sends to a peer that is gone. */
 static bool post_send(peer *p, uint64_t to, const void *from, uint32_t bytes, uint64_t value)
 {
     if (p->gone) return true;
@@ -311,7 +320,7 @@ static bool ucx_put_word(net *n, int host, uint64_t to, uint64_t value)
     return post_send(&n->peers[host], to, NULL, 0, value);
 }
 
-/* Lets UCX progress and counts the operations that have completed, in order. */
+/* net_engine.progress. Lets UCX progress, and counts the completed sends in order. */
 static int ucx_progress(net *n)
 {
     unsigned moved = 0, more = 1;
@@ -324,6 +333,8 @@ static int ucx_progress(net *n)
     return (int)moved;
 }
 
+/* net_engine.is_done. All sends to a peer that is gone count as done once they have
+ * finished. */
 static bool ucx_is_done(const net *n, int host, uint64_t count)
 {
     const peer *p = &n->peers[host];
@@ -335,6 +346,7 @@ static bool ucx_is_gone(const net *n, int host)
     return n->peers[host].gone;
 }
 
+/* net_engine.describe. Names each kind of connection once. */
 static void ucx_describe(const net *n, char *to, size_t size)
 {
     snprintf(to, size, "ucx %s, %s memory", ucp_get_version_string(),
@@ -345,15 +357,14 @@ static void ucx_describe(const net *n, char *to, size_t size)
         if (!p->endpoint) continue;
         ucx_describe_lanes(p->endpoint, way, sizeof way, p->key ? "writes" : "messages");
         const size_t used = strlen(to);
-        /* print each kind once */
         if (!strstr(to, way)) snprintf(to + used, size - used, "%s", way);
     }
 }
 
 /* ---------------------------------------------------------------------------- closing ---- */
 
-/* Waits until the request is complete, FLUSH_MS at most. UCX keeps a request that is not
- * complete. */
+/* Waits until the request has completed, at most FLUSH_MS. Then gives it back to UCX, which
+ * frees it when it completes. */
 static void wait_for_request(net *n, void *request)
 {
     const int64_t end = clock_ms() + FLUSH_MS;
@@ -363,6 +374,7 @@ static void wait_for_request(net *n, void *request)
     ucp_request_free(request);
 }
 
+/* Closes the endpoint to a peer without waiting for the peer. */
 static void disconnect_peer(net *n, peer *p)
 {
     const ucp_request_param_t force = {.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS,
@@ -384,6 +396,8 @@ static void ucx_close(net *n)
     free(n);
 }
 
+/* stripe_engine.can_gain: with RDMA the devices move the bytes, so more threads gain
+ * nothing. */
 static bool can_gain_from_stripes(const net *n)
 {
     return !ucx_has_rdma(n->context);
