@@ -22,8 +22,7 @@
  * relaxed: a lost update only changes how many waits sleep. */
 typedef struct patience {
     _Atomic int sleeps; /* the next `sleeps` waits sleep at once */
-    _Atomic int last;   /* sleeps that the last late return caused, minus later returns in
-                         * time */
+    _Atomic int last;   /* sleeps after the last late return, minus returns in time */
 } patience;
 
 /* Returns true if the wait that begins now must sleep at once, and counts that wait. */

@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* How rank 0 of a TCP bootstrap accepts the other ranks.
+/* Rank 0 of a TCP bootstrap: accepts the connections of the other ranks.
  *
- * A new connection is a joiner until rank 0 has checked its hello and, if there is a secret,
- * its proof.  Then its rank has joined.  Rank 0 serves all joiners in one poll loop and gives
- * each its own time limit, so a silent connection delays no other.
+ * A new connection is a joiner.  Rank 0 checks the joiner's hello and, if there is a secret,
+ * its proof.  If both are valid, the joiner's rank has joined.  One poll loop serves all
+ * joiners.  Each joiner has its own time limit, so a silent connection delays no other.
  *
- * Rank 0 refuses a connection that sends anything that EPIC would not send, and the bootstrap
- * goes on.  With a secret, bytes before a valid proof have no other effect.  A rank that has
- * another number of ranks or another version fails the bootstrap on every rank.  After such a
- * failure rank 0 accepts for LINGER_MS more, so that ranks that come late get the error,
- * too. */
+ * If a connection sends bytes that EPIC would not send, rank 0 refuses only that connection,
+ * and the bootstrap goes on.  With a secret, bytes before a valid proof have no other effect.
+ * If a rank has another number of ranks or another version, the bootstrap fails on every rank.
+ * After such a failure rank 0 accepts connections for LINGER_MS more, so that late ranks also
+ * get the error. */
 #include <errno.h>
 #include <poll.h>
 #include <stdarg.h>
@@ -25,25 +25,27 @@
 #define LINGER_MS 2000  /* time to accept and inform late ranks after a failure */
 #define SEND_MS 1000    /* time to send a short message */
 #define FULL_MS 1000    /* time to wait for a free descriptor before the bootstrap fails */
-#define FULL_NAP_MS 10  /* one nap of that wait */
+#define FULL_NAP_MS 10  /* length of one sleep in that wait */
 #define MAX_JOINERS 1024
-#define SPARE_JOINERS 64 /* joiners beyond one for each rank */
+#define SPARE_JOINERS 64 /* joiners in addition to one for each rank */
 
 /* A connection whose rank has not joined yet. */
 typedef struct joiner {
     epic_link link;
     time_limit limit;
-    bool is_proving; /* both hellos are exchanged, and the proof comes next */
+    bool is_proving; /* both hellos are exchanged; the proof follows */
     size_t done;     /* bytes received of the hello or of the proof */
     epic_hello theirs;
     epic_hello ours;
     uint8_t proof[SECRET_PROOF];
 } joiner;
 
+/* State of rank 0 while it accepts connections.  Only the thread that opens the bootstrap uses
+ * it. */
 typedef struct acceptor {
     const epic_tcp *tcp;
     const epic_secret *secret;
-    time_limit *limit; /* for the whole bootstrap; after a failure, LINGER_MS */
+    time_limit *limit; /* limit of the whole bootstrap; after a failure LINGER_MS */
 
     int listeners[TCP_MAX_ENDPOINTS];
     int num_listeners;
@@ -51,19 +53,19 @@ typedef struct acceptor {
     int max_joiners;
     int num_joined;
     joiner *joiners;      /* [max_joiners] */
-    epic_link *links;     /* [num_ranks]; socket -1: that rank has not joined */
-    struct pollfd *polls; /* listeners, then joiners, then ranks that have joined */
+    epic_link *links;     /* [num_ranks]; socket -1: the rank has not joined */
+    struct pollfd *polls; /* in this order: listeners, joiners, joined ranks */
 
     epic_result failed; /* EPIC_OK until the bootstrap has failed */
     char sentence[FRAME_SENTENCE + 1];
     bool *was_notified; /* [num_ranks]: ranks that got the failure */
     int num_notified;
-    int num_to_notify; /* ranks that must get it before rank 0 stops to accept */
+    int num_to_notify; /* rank 0 stops to accept after as many notifications */
 
-    int full_ms;            /* time spent in naps since a descriptor was free */
-    int num_refused;        /* connections */
-    char refusal[160];      /* why the last of them was refused */
-    int32_t rank_of_second; /* rank that a second process claimed; 0: none did */
+    int full_ms;            /* time spent waiting since a descriptor was last free */
+    int num_refused;        /* number of refused connections */
+    char refusal[160];      /* reason of the last refusal */
+    int32_t rank_of_second; /* rank that two processes claimed; 0: no such rank */
 } acceptor;
 
 void epic_tcp_answer_earlier(time_limit *limit, uint32_t left_ms)
@@ -106,8 +108,8 @@ static void send_failure(acceptor *a, int32_t rank, epic_link *link)
     a->num_notified++;
 }
 
-/* Returns true if a rank connects that has got the failure already.  It wants the next
- * bootstrap on this port, so rank 0 stops to accept for this one. */
+/* Returns true if `rank` already got the failure of this bootstrap.  Such a rank connects for
+ * the next bootstrap on this port, so rank 0 stops to accept connections for this one. */
 static bool has_come_again(acceptor *a, int32_t rank)
 {
     if (rank < 0 || rank >= a->tcp->num_ranks || !a->was_notified[rank]) return false;
@@ -116,7 +118,8 @@ static bool has_come_again(acceptor *a, int32_t rank)
 }
 
 /* Fails the bootstrap with the sentence of the last epic_fail(), and sends it to the ranks that
- * have joined. */
+ * have joined.  Rank 0 accepts further ranks until num_to_notify ranks got it, or LINGER_MS
+ * passed. */
 static void fail_all_ranks(acceptor *a, epic_result result, int num_to_notify)
 {
     a->failed = result;
@@ -130,8 +133,8 @@ static void fail_all_ranks(acceptor *a, epic_result result, int num_to_notify)
     }
 }
 
-/* Describes the refused connections for the error about missing ranks.  A process with a wrong
- * rank is the likeliest reason for a missing rank, so it stands before other connections. */
+/* Describes the refused connections, for the error about missing ranks.  Two processes with the
+ * same rank are named first, because that is the most probable reason for a missing rank. */
 static void describe_refused(const acceptor *a, char *note, size_t size)
 {
     int used = 0;
@@ -177,8 +180,8 @@ static bool is_valid_hello(const epic_hello *hello)
            hello->rank < hello->num_ranks;
 }
 
-/* Fails the bootstrap and returns true if a joiner's version or number of ranks differs from
- * ours. */
+/* If a joiner's version or number of ranks differs from ours, fails the bootstrap.  Returns
+ * true if the bootstrap has failed. */
 static bool is_mismatch(acceptor *a, const epic_hello *theirs)
 {
     const int32_t num_ranks = a->tcp->num_ranks;
@@ -200,8 +203,9 @@ static bool is_mismatch(acceptor *a, const epic_hello *theirs)
     return a->failed != EPIC_OK;
 }
 
-/* Sends a joiner the entry frame, whose tag proves that rank 0 has the secret, and moves its
- * link to the links of the ranks.  If the frame cannot be sent, the rank connects again. */
+/* Sends a joiner the entry frame and stores its link as the link of its rank.  The tag of the
+ * frame proves that rank 0 has the secret.  If the frame cannot be sent, the joiner is not
+ * admitted, and its rank connects again. */
 static void admit_joiner(acceptor *a, joiner *g)
 {
     time_limit limit = time_limit_begin(SEND_MS, a->limit);
@@ -234,7 +238,8 @@ static void handle_proved_joiner(acceptor *a, joiner *g)
     }
 }
 
-/* Sends our hello after the joiner's.  Returns false if the joiner is refused. */
+/* Sends our hello in answer to the joiner's, and checks the joiner's.  Returns false if the
+ * joiner is refused or the hello cannot be sent. */
 static bool answer_hello(acceptor *a, joiner *g)
 {
     char sentence[FRAME_SENTENCE + 1];
@@ -259,7 +264,8 @@ static bool answer_hello(acceptor *a, joiner *g)
     return false;
 }
 
-/* Returns false, and refuses the joiner, if it does not have our secret. */
+/* Returns true if the joiner's proof shows that it has our secret.  Otherwise refuses the
+ * joiner. */
 static bool check_proof(acceptor *a, joiner *g)
 {
     char sentence[FRAME_SENTENCE + 1];
@@ -272,8 +278,9 @@ static bool check_proof(acceptor *a, joiner *g)
     return false;
 }
 
-/* Receives what a joiner has sent.  Returns false if it is no joiner any more: it has joined or
- * left, or it must be dropped. */
+/* Receives the bytes that a joiner has sent, and answers when its hello or proof is complete.
+ * Returns true if more bytes must follow.  Returns false if the caller must remove the joiner
+ * from the list: its rank has joined, or the connection is refused or closed. */
 static bool serve_joiner(acceptor *a, joiner *g)
 {
     if (!g->is_proving) {
@@ -317,9 +324,9 @@ static void drop_oldest(acceptor *a)
     if (oldest >= 0) drop_joiner(a, oldest);
 }
 
-/* Called if there is no descriptor for a new connection: drops a joiner.  If there is no
- * joiner, the ranks themselves need too many descriptors.  Another thread may close some soon,
- * so the bootstrap fails only after FULL_MS. */
+/* Drops a joiner after accept() found no free descriptor.  If there is no joiner, the joined
+ * ranks themselves use all descriptors.  Then waits, because another thread may close some, and
+ * fails the bootstrap after FULL_MS. */
 static void make_room(acceptor *a, int wrong)
 {
     if (a->num_joiners > 0) {
@@ -338,7 +345,7 @@ static void make_room(acceptor *a, int wrong)
         a->tcp->num_ranks - 1);
 }
 
-/* Accepts the connections that wait at a listener. */
+/* Accepts the connections that wait at a listener, at most SPARE_JOINERS per call. */
 static void accept_joiners(acceptor *a, int listener)
 {
     for (int i = 0; i < SPARE_JOINERS; i++) {
@@ -360,7 +367,8 @@ static void accept_joiners(acceptor *a, int listener)
 
 static void fail_lost_rank(acceptor *a, int32_t rank)
 {
-    /* A rank that has joined sends nothing before the begin frame, so this is its end. */
+    /* A rank that has joined sends nothing before the begin frame.  So an event on its socket
+     * means that the rank closed it. */
     epic_link_close(&a->links[rank]);
     fail_all_ranks(a,
                    epic_fail(EPIC_EPEER,
@@ -380,7 +388,7 @@ static nfds_t fill_polls(acceptor *a)
     for (int32_t r = 1; r < a->tcp->num_ranks; r++)
         if (a->links[r].socket >= 0)
             a->polls[n++] = (struct pollfd){.fd = a->links[r].socket, .events = POLLIN};
-    return n; /* only open descriptors, since poll() refuses more than the limit on open files */
+    return n; /* only open sockets: poll() limits the number of entries */
 }
 
 /* Polls for at most `ms` milliseconds, and serves all connections that are ready. */
@@ -393,12 +401,12 @@ static void poll_and_serve(acceptor *a, int ms)
     const struct pollfd *joined = joiners + a->num_joiners;
     for (int32_t r = 1; r < a->tcp->num_ranks; r++) {
         if (a->links[r].socket < 0 || (joined++)->revents == 0) continue;
-        fail_lost_rank(a, r); /* this informs the other ranks and closes their links */
+        fail_lost_rank(a, r); /* sends the failure to all joined ranks and closes their links */
         break;
     }
 
-    /* Downwards, since drop_joiner() moves the last joiner, which has been served, to the free
-     * place. */
+    /* Count down: drop_joiner() moves the last joiner to the free index, and that joiner has
+     * already been served. */
     for (int i = a->num_joiners - 1; i >= 0; i--) {
         const bool stays = joiners[i].revents == 0 || serve_joiner(a, &a->joiners[i]);
         const bool late = stays && time_limit_look(&a->joiners[i].limit) == 0;
@@ -409,7 +417,7 @@ static void poll_and_serve(acceptor *a, int ms)
         if (a->polls[i].revents != 0) accept_joiners(a, a->listeners[i]);
 }
 
-/* Sends the begin frame to all ranks. */
+/* Sends the begin frame to all ranks.  If a rank is lost, fails the bootstrap on all. */
 static void send_begin(acceptor *a)
 {
     for (int32_t r = 1; r < a->tcp->num_ranks && a->failed == EPIC_OK; r++) {
@@ -421,8 +429,8 @@ static void send_begin(acceptor *a)
     }
 }
 
-/* Accepts ranks until all have joined, or the bootstrap has failed and all ranks know it, or
- * the time limit has passed. */
+/* Accepts ranks until all have joined.  After a failure, accepts until enough ranks got the
+ * failure.  Ends in any case when the time limit passes. */
 static void accept_all_ranks(acceptor *a)
 {
     const int num_peers = a->tcp->num_ranks - 1;

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The endpoints of a TCP bootstrap, and listening on them.
+/* Finds the socket addresses of a TCP bootstrap, and listens on them.
  *
- * Without a secret a bootstrap uses loopback, whatever the address is, since nothing else keeps
- * other users of the network out.  A rank on another host then fails at once. */
+ * Without a secret a bootstrap uses only loopback, even if tcp.address is another address of
+ * this host, because anyone on the network could connect to the other address.  A rank on
+ * another host then fails at once. */
 #include <errno.h>
 #include <netinet/in.h>
 #include <stdio.h>
@@ -14,7 +15,7 @@
 #include "bootstrap/tcp.h"
 
 #define PAUSE_MS 50
-#define PORT_PATIENCE_MS 2000 /* time to wait for a port in use */
+#define PORT_PATIENCE_MS 2000 /* time to wait for a port that is in use */
 
 static bool is_loopback(const struct sockaddr *at)
 {
@@ -49,7 +50,7 @@ static void add_loopback(epic_endpoints *out, uint32_t port)
     add_endpoint(out, (const struct sockaddr *)&at, sizeof at);
 }
 
-/* Adds all addresses of this host. */
+/* Adds the wildcard addresses, which stand for all IPv4 and IPv6 addresses of this host. */
 static void add_any(epic_endpoints *out, uint32_t port)
 {
     struct sockaddr_in four = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_ANY)};
@@ -60,7 +61,7 @@ static void add_any(epic_endpoints *out, uint32_t port)
     add_endpoint(out, (const struct sockaddr *)&six, sizeof six);
 }
 
-/* Finds out whether the address belongs to this host. */
+/* Sets *own to true if the address belongs to this host: a socket can be bound to it. */
 static epic_result check_is_own(bool *own, const struct addrinfo *address)
 {
     struct sockaddr_storage at = {0};
@@ -76,8 +77,9 @@ static epic_result check_is_own(bool *own, const struct addrinfo *address)
     return EPIC_OK;
 }
 
-/* Returns true if `name` is the name of this host.  /etc/hosts of Debian maps that name to
- * 127.0.1.1, on this host alone. */
+/* Returns true if `name` is the name of this host, with or without a domain.  Debian's
+ * /etc/hosts maps this name to 127.0.1.1, but only on this host.  Other hosts resolve it to a
+ * real address. */
 static bool is_own_name(const char *name)
 {
     char own[256] = "";
@@ -88,6 +90,9 @@ static bool is_own_name(const char *name)
             (own[first] == '\0' || name[first] == '\0'));
 }
 
+/* Chooses the endpoints from the resolved addresses.  Without a secret, loopback replaces each
+ * address of this host, and an address of another host is an error.  With a secret, rank 0
+ * listens on all addresses if its own name resolves only to loopback. */
 static epic_result choose_endpoints(epic_endpoints *out, const struct addrinfo *addresses,
                                     const epic_tcp *tcp)
 {
@@ -134,7 +139,7 @@ epic_result epic_tcp_no_socket(int wrong)
                      full ? "; raise the limit on open files (ulimit -n)" : "");
 }
 
-/* Returns a listening socket, or -1 and errno. */
+/* Returns a listening socket.  On failure returns -1 and sets errno. */
 static int listen_on(const epic_endpoint *endpoint)
 {
     const int one = 1;
@@ -153,7 +158,7 @@ static int listen_on(const epic_endpoint *endpoint)
     return -1;
 }
 
-/* Like listen_on(), but waits until the limit passes if the port is in use. */
+/* Like listen_on(), but tries again until the limit passes while the port is in use. */
 static int listen_patiently(const epic_endpoint *endpoint, time_limit *limit)
 {
     for (;;) {
@@ -201,7 +206,7 @@ epic_result epic_tcp_listen(int listeners[TCP_MAX_ENDPOINTS], int *num_listeners
         if (listener >= 0) {
             listeners[(*num_listeners)++] = listener;
         } else if (!is_not_here(errno)) {
-            wrong = errno; /* ours and not usable: some peers may try this one alone */
+            wrong = errno; /* our address, but unusable: some peers may try only this one */
             while (*num_listeners > 0) close(listeners[--*num_listeners]);
             break;
         }

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Checks, the bootstrap of a single rank, and lists of ranks for errors. */
+/* Helpers of all bootstraps: argument checks, the bootstrap of a single rank, and lists of
+ * ranks for errors. */
 #include "bootstrap/bootstrap.h"
 
 #include <stdarg.h>
@@ -55,7 +56,8 @@ int epic_bootstrap_left_ms(int64_t end)
     return left > INT32_MAX ? INT32_MAX : (int)left;
 }
 
-/* Appends to a text that has `used` of `size` bytes.  Returns the new `used`. */
+/* Appends formatted text to `out`, which has `size` bytes, of which `used` are filled.  Returns
+ * the new number of filled bytes.  Cuts text that does not fit. */
 static size_t append_text(char *out, size_t size, size_t used, const char *format, ...)
 {
     va_list list;

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* How the other ranks of a TCP bootstrap connect to rank 0.
+/* The other ranks of a TCP bootstrap: connect to rank 0.
  *
  * A rank tries again and again until rank 0 listens and admits it.  On each connection it sends
  * its hello and its proof, and receives the entry frame and the begin frame
  * (bootstrap/frames.h).
  *
- * A rank that has a secret trusts only a rank 0 that proves it.  Any other answer makes it try
- * again, and never ends the bootstrap. */
+ * A rank with a secret trusts an answer only if the answer proves that rank 0 has the secret.
+ * After any other answer it tries again, so a foreign listener cannot end the bootstrap. */
 #include <errno.h>
 #include <poll.h>
 #include <stdio.h>
@@ -17,17 +17,18 @@
 
 #define FIRST_PAUSE_MS 5
 #define LAST_PAUSE_MS 250
-#define CONNECT_MS 5000 /* time for one address, which may not answer at all */
-#define HELLO_MS 20000  /* time until rank 0 admits us; then we connect again */
+#define CONNECT_MS 5000 /* time for one address, which may never answer */
+#define HELLO_MS 20000  /* if rank 0 does not admit us in this time, we connect again */
 
+/* State of a rank that connects.  Only the thread that opens the bootstrap uses it. */
 typedef struct connector {
     const epic_tcp *tcp;
     const epic_secret *secret;
-    time_limit *limit; /* for the whole bootstrap */
+    time_limit *limit; /* limit of the whole bootstrap */
     bool is_done;      /* no more attempts: the bootstrap succeeded or failed */
-    bool was_reached;  /* a connection was accepted once */
-    bool has_answered; /* and bytes came back */
-    char why[256];     /* result of the attempt that got furthest */
+    bool was_reached;  /* a connection was accepted in some attempt */
+    bool has_answered; /* bytes came back in some attempt */
+    char why[256];     /* reason why the best attempt failed */
 } connector;
 
 /* Connects a socket.  Returns 0 or the errno. */
@@ -45,8 +46,9 @@ static int connect_socket(int s, const epic_endpoint *endpoint, time_limit *limi
     return wrong;
 }
 
-/* Keeps `why` as the reason of an attempt in which bytes came back.  An attempt that ends
- * because the time limit has passed keeps the reason of the one before, which is better. */
+/* Stores the reason of an attempt in which bytes came back.  If the time limit ended this
+ * attempt, keeps an earlier such reason, which has more detail.  Returns EPIC_ETIMEOUT: try
+ * again. */
 static epic_result retry_after_answer(connector *c, const char *why)
 {
     if (!c->has_answered || time_limit_look(c->limit) > 0)
@@ -55,8 +57,8 @@ static epic_result retry_after_answer(connector *c, const char *why)
     return EPIC_ETIMEOUT;
 }
 
-/* Keeps the reason of an attempt whose connection was accepted and in which no bytes came back,
- * for example because rank 0's own time limit had passed. */
+/* Stores the reason of an attempt whose connection was accepted but sent no bytes.  Keeps the
+ * reason of an earlier attempt that got further.  Returns EPIC_ETIMEOUT: try again. */
 static epic_result retry_after_silence(connector *c, const char *why)
 {
     const bool knows_more =
@@ -66,15 +68,16 @@ static epic_result retry_after_silence(connector *c, const char *why)
     return EPIC_ETIMEOUT;
 }
 
-/* Keeps the reason of an attempt that found no listener. */
+/* Stores the reason of an attempt that found no listener, unless an earlier attempt got
+ * further.  Returns EPIC_ETIMEOUT: try again. */
 static epic_result retry_unreached(connector *c, int wrong)
 {
     if (!c->was_reached) snprintf(c->why, sizeof c->why, "%s", strerror(wrong));
     return EPIC_ETIMEOUT;
 }
 
-/* Ends the bootstrap with an error that another attempt would not change.  With a secret it
- * tries again, since the answer may not be rank 0's. */
+/* Ends the bootstrap with an error that would happen again in every attempt.  With a secret it
+ * tries again instead, because the answer may not come from rank 0. */
 static epic_result fail_or_retry(connector *c, epic_result result)
 {
     if (c->secret->text != NULL) return retry_after_answer(c, epic_sentence());
@@ -82,7 +85,7 @@ static epic_result fail_or_retry(connector *c, epic_result result)
     return result;
 }
 
-/* Checks the hello of the other end. */
+/* Checks version and use of a secret in the hello of rank 0. */
 static epic_result check_rank_0(connector *c, const epic_hello *theirs)
 {
     const bool has_secret = c->secret->text != NULL;
@@ -101,6 +104,7 @@ static epic_result check_rank_0(connector *c, const epic_hello *theirs)
     return EPIC_OK;
 }
 
+/* Sends the proof of the secret, if there is one, and computes the key of the link. */
 static epic_result send_proof(connector *c, epic_link *link, const epic_hello *theirs,
                               const epic_hello *ours)
 {
@@ -111,13 +115,13 @@ static epic_result send_proof(connector *c, epic_link *link, const epic_hello *t
         c->is_done = true;
         return epic_fail(EPIC_ENOTSUP, "libcrypto refused to compute an HMAC");
     }
-    if (has_secret) /* if this fails, no entry frame will come */
+    if (has_secret) /* if this fails, wait_for_entry() fails too */
         (void)epic_frame_send_bytes(link->socket, proof, sizeof proof, c->limit);
     return EPIC_OK;
 }
 
-/* Keeps the reason of an attempt in which a frame came that does not prove the secret.  The
- * sentence of a refusal is shown to the user, but not trusted. */
+/* Stores the reason of an attempt that received a frame without a valid tag.  Such a frame may
+ * be a refusal, whose sentence goes into the error text but has no other effect. */
 static epic_result retry_unproved(connector *c, int s, const epic_frame *frame,
                                   time_limit *limit)
 {
@@ -132,8 +136,8 @@ static epic_result retry_unproved(connector *c, int s, const epic_frame *frame,
     return retry_after_answer(c, why);
 }
 
-/* Receives the entry frame.  Without it the rank tries again, since rank 0 drops joiners if too
- * many connect. */
+/* Receives the entry frame, which admits this rank, or a failure.  If no frame comes, the rank
+ * tries again, because rank 0 drops joiners when too many connect. */
 static epic_result wait_for_entry(connector *c, epic_link *link, time_limit *limit)
 {
     epic_frame frame;
@@ -146,7 +150,8 @@ static epic_result wait_for_entry(connector *c, epic_link *link, time_limit *lim
     return frame.result == EPIC_OK ? EPIC_OK : epic_link_receive_failure(link, &frame, limit);
 }
 
-/* Receives the begin frame, which rank 0 sends when all ranks have joined. */
+/* Receives the begin frame, which rank 0 sends when all ranks have joined.  From here on every
+ * error ends the bootstrap. */
 static epic_result wait_for_begin(const connector *c, epic_link *link)
 {
     epic_frame frame;
@@ -171,7 +176,8 @@ static epic_result wait_for_begin(const connector *c, epic_link *link)
                                    : epic_link_receive_failure(link, &frame, c->limit);
 }
 
-/* Joins over a connection that has just been made. */
+/* Joins over a new connection: exchanges hellos and proofs, then waits until all ranks have
+ * joined. */
 static epic_result join_rank_0(connector *c, epic_link *link)
 {
     epic_hello ours, theirs;
@@ -185,7 +191,7 @@ static epic_result join_rank_0(connector *c, epic_link *link)
     if (epic_frame_receive_all(link->socket, &theirs, sizeof theirs, &limit) != FRAME_DONE)
         return retry_after_silence(c, "it sent no hello");
     if (theirs.magic != HELLO_MAGIC ||
-        theirs.rank != 0) /* our own hello, if the port was connected to itself */
+        theirs.rank != 0) /* not 0: a socket that is connected to itself gets its own hello */
         return retry_after_answer(c, "what listens there is not rank 0 of EPIC");
 
     TRY(check_rank_0(c, &theirs));
@@ -201,7 +207,7 @@ static epic_result try_endpoint(epic_link *out, connector *c, const epic_endpoin
                                        SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0)};
     if (link.socket < 0 && errno == EAFNOSUPPORT) return retry_unreached(c, errno);
     if (link.socket < 0) {
-        c->is_done = true; /* this rank has no socket; rank 0 is not at fault */
+        c->is_done = true; /* the reason is on this rank, so another attempt would not help */
         return epic_tcp_no_socket(errno);
     }
     time_limit limit = time_limit_begin(CONNECT_MS, c->limit);

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Bootstraps from environment variables, as torchrun, mpirun, srun and other launchers set
- * them.
+/* Bootstraps from the environment variables that torchrun, mpirun, srun and other launchers
+ * set.
  *
- * Every launcher has its own variables for the rank and the number of ranks.  read_claim()
- * reads those of one launcher, choose_claim() selects the launcher to follow, and
+ * Every launcher has its own variables for the rank and the number of ranks. read_claim() reads
+ * the variables of one launcher, choose_claim() selects the launcher to follow, and
  * find_endpoint() derives the address and port of rank 0. */
 #include <stdio.h>
 #include <stdlib.h>
@@ -11,17 +11,17 @@
 
 #include "bootstrap/env.h"
 
-/* How reliable the variables of a launcher are. */
+/* The origin of a variable, which decides how far it is trusted. */
 typedef enum trust {
-    BY_HAND,  /* set for this program, perhaps below another launcher */
+    BY_HAND,  /* set by the user or torchrun, perhaps below another launcher */
     LAUNCHER, /* set by a launcher of ranks; all such launchers must agree */
     SLURM,    /* set by srun, or inherited from a batch script: see is_slurm_task() */
-    HINT      /* perhaps one of several ranks of a group; used last */
+    HINT      /* may describe something else than the ranks of a group; used last */
 } trust;
 
 typedef struct launcher {
     const char *rank;
-    const char *num_ranks[2]; /* the first one set is used; NULL: the launcher sets none */
+    const char *num_ranks[2]; /* the first that is set counts; NULL: no variable */
     trust trust;
 } launcher;
 
@@ -35,7 +35,7 @@ static const launcher launchers[] = {
     {"JSM_NAMESPACE_RANK", {"JSM_NAMESPACE_SIZE"}, LAUNCHER},
     {"FLUX_TASK_RANK", {"FLUX_JOB_SIZE"}, LAUNCHER},
     {"SLURM_PROCID", {"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"}, SLURM},
-    {"PMIX_RANK", {NULL}, LAUNCHER}, /* prterun, and srun --mpi=pmix beside its own */
+    {"PMIX_RANK", {NULL}, LAUNCHER}, /* prterun; srun --mpi=pmix, next to Slurm's own */
     {"PALS_RANKID", {NULL}, LAUNCHER},
     {"ALPS_APP_PE", {NULL}, LAUNCHER},
     {"JOB_COMPLETION_INDEX", {NULL}, HINT}, /* Kubernetes */
@@ -44,14 +44,15 @@ static const launcher launchers[] = {
 
 /* The values that one launcher has set for this process. */
 typedef struct claim {
-    const launcher *by;    /* NULL: it has set none */
-    const char *size_name; /* NULL: num_ranks is unknown and 0 */
+    const launcher *by;    /* the launcher; NULL: it has set no variables */
+    const char *size_name; /* variable of num_ranks; NULL: num_ranks is unknown and 0 */
     int64_t rank, num_ranks;
 } claim;
 
 /* ------------------------------------------------------------------------- variables ---- */
 
-/* Reads the integer in a variable, if it is set.  Only decimal digits are valid. */
+/* Reads a variable that must be an integer of decimal digits from `least` to `most`.  Leaves
+ * *out as it is if the variable is not set. */
 static epic_result parse_integer(const char *name, int64_t least, int64_t most, int64_t *out)
 {
     const char *text = getenv(name);
@@ -82,8 +83,9 @@ static epic_result fail_half_set(const char *set, const char *missing)
     return epic_fail(EPIC_EINVAL, "%s is set and %s is not: set both", set, missing);
 }
 
-/* Returns true if this process is a task of srun, which has a step.  Slurm sets SLURM_PROCID=0
- * and, with -n, SLURM_NTASKS in a batch script, too; check_batch() handles that case. */
+/* Returns true if this process is a task of srun.  Slurm sets SLURM_PROCID=0 and, with -n,
+ * SLURM_NTASKS in a batch script too, but only a task has a step or another rank than 0.
+ * check_batch() handles the batch script. */
 static bool is_slurm_task(void)
 {
     const char *rank = getenv("SLURM_PROCID");
@@ -91,6 +93,7 @@ static bool is_slurm_task(void)
            getenv("SLURM_STEP_NUM_TASKS") != NULL || (rank != NULL && strcmp(rank, "0") != 0);
 }
 
+/* Reads and checks the variables of launcher `l`. out->by stays NULL if it has set none. */
 static epic_result read_claim(claim *out, const launcher *l)
 {
     const char *size_name = size_name_of(l);
@@ -117,9 +120,9 @@ static void describe_claim(char *out, size_t size, const claim *c)
                  (long long)c->num_ranks);
 }
 
-/* Returns true if two launchers disagree.  One launcher may start another, so ranks and sizes
- * may differ from those of an outer launcher.  But a group of one is a mistake if another
- * launcher has started several ranks. */
+/* Returns true if the variables of two launchers contradict each other.  One launcher may start
+ * another, so the ranks and sizes of an outer launcher may differ.  But following a group of
+ * one rank is a mistake if the other launcher started several ranks. */
 static bool is_contradiction(const claim *followed, const claim *other)
 {
     const trust a = followed->by->trust, b = other->by->trust;
@@ -141,7 +144,8 @@ static epic_result refuse_contradiction(const claim *followed, const claim *othe
                      first, second);
 }
 
-/* Fails because a launcher has set a rank, and none has set the number of ranks. */
+/* Returns the error for a launcher that has set a rank if no launcher has set the number of
+ * ranks. */
 static epic_result refuse_unknown(const claim *c)
 {
     return epic_fail(EPIC_EINVAL,
@@ -151,6 +155,8 @@ static epic_result refuse_unknown(const claim *c)
                      c->by->rank, (long long)c->rank);
 }
 
+/* Chooses the first launcher that has set the number of ranks, and checks it against all
+ * others. out->by is NULL if no launcher has set anything. */
 static epic_result choose_claim(claim *out, const claim *claims)
 {
     const claim *first = NULL;
@@ -180,11 +186,13 @@ static epic_result check_is_set(const claim *c, const char *name)
                      c->size_name, (long long)c->num_ranks, name);
 }
 
-/* The port that all ranks use for the MASTER_PORT that the environment names.  Under torchrun,
- * where torch's variable is "True", the agent's own store listens on MASTER_PORT; every rank
- * then derives the same other port.  It is below 30000, so that the system does not give it to
- * an outgoing connection.  The factor has no divisor in common with ENV_NUM_PORTS, so that jobs
- * whose MASTER_PORTs are neighbors get different, distant ports. */
+/* Returns the port of the bootstrap for a given MASTER_PORT.  The result is equal on all ranks.
+ *
+ * It is MASTER_PORT itself, except under torchrun with TORCHELASTIC_USE_AGENT_STORE "True".
+ * Then the store of torchrun's agent already listens on MASTER_PORT, so another port is derived
+ * from it.  That port is below 30000, so that the system does not use it for an outgoing
+ * connection.  FACTOR and ENV_NUM_PORTS have no common divisor, so neighboring MASTER_PORTs
+ * lead to different, distant ports. */
 static int64_t derive_port(int64_t master_port)
 {
     enum { FACTOR = 7919 };
@@ -195,8 +203,8 @@ static int64_t derive_port(int64_t master_port)
 }
 
 /* Finds the address and port of rank 0.  RANK and WORLD_SIZE need both MASTER_ADDR and
- * MASTER_PORT.  Below MPI launchers MASTER_ADDR may be unset, which means this host.  Slurm
- * sets enough by itself. */
+ * MASTER_PORT.  MPI launchers need only MASTER_PORT: an unset MASTER_ADDR means this host.
+ * Under Slurm both may be unset, because srun's variables contain hosts and ports. */
 static epic_result find_endpoint(epic_tcp *tcp, char host[ENV_HOST], const claim *c)
 {
     int64_t port = 0;
@@ -214,6 +222,7 @@ static epic_result find_endpoint(epic_tcp *tcp, char host[ENV_HOST], const claim
     return c->by->trust == BY_HAND ? check_is_set(c, "MASTER_ADDR") : EPIC_OK;
 }
 
+/* Fills in *tcp from the claim of the chosen launcher. */
 static epic_result follow_claim(epic_tcp *tcp, char host[ENV_HOST], const claim *c)
 {
     int64_t timeout_ms = 0;
@@ -231,8 +240,8 @@ static epic_result follow_claim(epic_tcp *tcp, char host[ENV_HOST], const claim 
 
 /* --------------------------------------------------------------------- no launcher at all ---- */
 
-/* Fails in a batch script or a shell of salloc that runs one process for a job of several
- * tasks. */
+/* Returns an error in a batch script or a salloc shell of a job with several tasks, because a
+ * process there would silently form a group of one. */
 static epic_result check_batch(void)
 {
     int64_t num_tasks = 1;
@@ -246,7 +255,8 @@ static epic_result check_batch(void)
         (long long)num_tasks);
 }
 
-/* Fails if MASTER_ADDR or MASTER_PORT is set without a rank, which is a mistake. */
+/* Checks the environment of a process that no launcher started.  MASTER_ADDR or MASTER_PORT
+ * without a rank is a mistake. */
 static epic_result check_alone(void)
 {
     static const char *const names[] = {"MASTER_ADDR", "MASTER_PORT"};
@@ -267,7 +277,7 @@ epic_result epic_bootstrap_env(epic_bootstrap *out)
     char host[ENV_HOST];
     if (out == NULL)
         return epic_fail(EPIC_EINVAL, "out is NULL: pass an epic_bootstrap to fill in");
-    *out = (epic_bootstrap){0}; /* so that the caller may close it after a failure */
+    *out = (epic_bootstrap){0}; /* a failed bootstrap can be closed too */
     for (size_t i = 0; i < NUM_LAUNCHERS; i++) TRY(read_claim(&claims[i], &launchers[i]));
     TRY(choose_claim(&followed, claims));
     TRY(followed.by != NULL ? follow_claim(&tcp, host, &followed) : check_alone());

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The host and port of rank 0 for the tasks of a Slurm step, from the variables that srun
+/* Finds the host and port of rank 0 for the tasks of a Slurm step, from the variables that srun
  * sets. */
 #ifndef EPIC_ENV_H
 #define EPIC_ENV_H
@@ -8,14 +8,16 @@
 
 #define ENV_HOST 256
 #define ENV_FIRST_PORT \
-    10000 /* up to 29999, below the ports that systems use for outgoing connections */
+    10000 /* ports 10000 to 29999: systems do not use them for outgoing connections */
 #define ENV_NUM_PORTS 20000
 
-/* Finds the host of task 0; "" if all tasks run on this host.  Errors: EPIC_EINVAL. */
+/* Writes the name of the host of task 0 to `host`, or "" if all tasks run on this host.
+ * Errors: EPIC_EINVAL. */
 epic_result env_slurm_host(char host[ENV_HOST]);
 
-/* Derives a port from the job and the step: equal for all tasks of a step, and different, most
- * times, for other steps.  Errors: EPIC_EINVAL. */
+/* Returns in *port the first port that Slurm reserved for the step, or a hash of job and step
+ * as a port.  It is equal for all tasks of a step, and usually different for other steps.
+ * Errors: EPIC_EINVAL. */
 epic_result env_slurm_port(uint32_t *port);
 
 #endif

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Sending and receiving the messages of a TCP bootstrap.  All sockets are non-blocking, and
- * every wait is a poll() with a time limit. */
+/* Sends and receives the messages of a TCP bootstrap.  All sockets are non-blocking, and every
+ * wait is a poll() with a time limit. */
 #include "bootstrap/frames.h"
 
 #include <errno.h>
@@ -27,7 +27,7 @@ bool epic_frame_make_hello(epic_hello *out, int32_t rank, int32_t num_ranks, boo
 
 uint64_t epic_frame_checksum(const void *bytes, size_t length)
 {
-    /* Multiplies and folds eight bytes at a time, so that every bit changes all later ones. */
+    /* Multiply and fold eight bytes at a time, so that every bit changes all later states. */
     const unsigned char *at = bytes;
     uint64_t sum = 0x9e3779b97f4a7c15u ^ length;
     for (uint64_t word; length > 0;) {
@@ -42,7 +42,7 @@ uint64_t epic_frame_checksum(const void *bytes, size_t length)
     return sum;
 }
 
-/* Returns true if the last call on a socket may succeed later. */
+/* Returns true if errno of the last socket call means "try again later". */
 static bool is_temporary_error(void)
 {
     return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR;
@@ -55,7 +55,7 @@ epic_frame_state epic_frame_send(int socket, const epic_frame *frame, const void
     while (*done < head + frame->length) {
         const size_t in_head = *done < head ? *done : head;
         const size_t in_bytes = *done - in_head;
-        /* The casts drop const, since sendmsg() only reads the bytes. */
+        /* The casts remove const for struct iovec. sendmsg() only reads the bytes. */
         struct iovec parts[2] = {{(char *)(uintptr_t)frame + in_head, head - in_head}};
         if (frame->length > 0)
             parts[1] =

@@ -32,8 +32,8 @@
 #define FRAME_TAG 32
 #define FRAME_SENTENCE 511
 
-/* The first message of each side.  The first 16 bytes, up to num_ranks, are the same in every
- * version. */
+/* The first message of each side.  The layout of the fields up to num_ranks is the same in
+ * every version. */
 typedef struct epic_hello {
     uint64_t magic;
     uint32_t version;
@@ -50,16 +50,17 @@ typedef struct epic_frame {
     uint32_t magic;
     uint32_t result; /* an epic_result */
     uint64_t sequence;
-    uint64_t length;  /* of the bytes that follow */
+    uint64_t length;  /* bytes after this header */
     uint32_t left_ms; /* time until the sender gives up */
     uint32_t zero;
-    uint8_t digest[FRAME_TAG]; /* of the bytes */
-    uint8_t tag[FRAME_TAG];    /* HMAC of all fields above; zeros without a secret */
+    uint8_t digest[FRAME_TAG]; /* of the bytes:  SHA-256 with a secret, else a checksum */
+    uint8_t tag[FRAME_TAG];    /* HMAC of the fields above; without a secret zeros */
 } epic_frame;
 
 _Static_assert(sizeof(epic_hello) == 64, "no hidden padding");
 _Static_assert(sizeof(epic_frame) == 96, "no hidden padding");
 
+/* State of a send or receive. */
 typedef enum epic_frame_state {
     FRAME_MORE, /* not finished: the socket has no room or no bytes now */
     FRAME_DONE,
@@ -69,11 +70,12 @@ typedef enum epic_frame_state {
 /* Makes a hello with a new nonce.  Returns false if the system has no random bytes. */
 bool epic_frame_make_hello(epic_hello *out, int32_t rank, int32_t num_ranks, bool has_secret,
                            const time_limit *limit);
-/* Returns a checksum that finds damage; it is not cryptographic. */
+/* Returns a checksum that detects damaged bytes.  It is not cryptographic. */
 uint64_t epic_frame_checksum(const void *bytes, size_t length);
 
-/* Send or receive as much as the socket can now.  *done counts the bytes sent (of the frame and
- * the bytes after it) or received so far. */
+/* Send or receive as many bytes as the socket allows without waiting.  *done counts the bytes
+ * so far; in epic_frame_send() the frame counts too.  The caller calls again while the result
+ * is FRAME_MORE. */
 epic_frame_state epic_frame_send(int socket, const epic_frame *frame, const void *bytes,
                                  size_t *done);
 epic_frame_state epic_frame_receive(int socket, void *to, size_t bytes, size_t *done);
@@ -81,13 +83,13 @@ epic_frame_state epic_frame_receive(int socket, void *to, size_t bytes, size_t *
 /* Waits for one of the poll() events.  Returns false if the limit passes first. */
 bool epic_frame_wait(int socket, short events, time_limit *limit);
 
-/* Send or receive all bytes, and wait if necessary.  Return FRAME_MORE if the limit passes
+/* Send or receive all bytes, waiting if necessary.  Return FRAME_MORE if the limit passes
  * first. */
 epic_frame_state epic_frame_send_bytes(int socket, const void *bytes, size_t length,
                                        time_limit *limit);
 epic_frame_state epic_frame_receive_all(int socket, void *to, size_t bytes, time_limit *limit);
 
-/* Switches off the delay of small messages (TCP_NODELAY). */
+/* Sets TCP_NODELAY, so that small messages are sent at once. */
 void epic_frame_set_no_delay(int socket);
 
 #endif

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* One connection of a TCP bootstrap: tags and checks of its frames. */
+/* One connection of a TCP bootstrap: computes and checks the tags of its frames. */
 #include "bootstrap/link.h"
 
 #include <string.h>
@@ -18,8 +18,8 @@ bool epic_link_secure(epic_link *link, const epic_secret *secret, bool listener,
     return epic_secret_prove(secret, ROLE_SESSION, listening, connecting, link->key);
 }
 
-/* Computes the SHA-256 of the bytes with a secret, and a checksum followed by zeros without
- * one. Returns false if libcrypto fails. */
+/* Computes the digest of a frame's bytes: their SHA-256 with a secret, otherwise a checksum
+ * followed by zeros. Returns false if libcrypto fails. */
 static bool compute_digest(const epic_secret *secret, const void *bytes, size_t length,
                            uint8_t digest[FRAME_TAG])
 {
@@ -46,6 +46,8 @@ epic_frame epic_link_make_frame(const epic_secret *secret, epic_result result,
     return frame;
 }
 
+/* Computes the tag of a frame: an HMAC over the sender's side, the frame's number on this link,
+ * and the fields of the frame before `tag`. */
 static bool compute_tag(const epic_link *link, bool listener, uint64_t number,
                         const epic_frame *frame, uint8_t tag[FRAME_TAG])
 {
@@ -60,7 +62,7 @@ epic_message epic_link_message(epic_link *link, const epic_frame *frame, const v
 {
     epic_message message = {.frame = *frame, .bytes = bytes};
     const uint64_t number = link->num_sent++;
-    /* If libcrypto fails, the peer refuses the tag. */
+    /* If libcrypto fails, the tag stays zero, and the peer rejects the frame. */
     if (link->secret != NULL)
         (void)compute_tag(link, link->listener, number, frame, message.frame.tag);
     return message;

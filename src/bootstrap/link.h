@@ -1,75 +1,81 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* One connection of a TCP bootstrap, and the authentication of its frames.
  *
- * With a secret, both ends compute a key for this connection alone: an HMAC of the secret over
- * both hellos, which hold a new nonce of each end.  The key is never sent.  The tag of a frame
- * is an HMAC with that key over the sender's side, the number of the frame among those that it
- * has sent, and the frame, which holds the SHA-256 of its bytes.  A relay between the two ends
- * can close the connection and nothing else: a frame that is changed, left out, repeated,
- * reordered or sent back does not have the expected tag.  No field of a frame is used before
- * its tag is checked.
+ * With a secret, both ends compute a key that is valid only for this connection: an HMAC with
+ * the secret over both hellos.  Each hello has a new nonce.  The key is never sent.  The tag of
+ * a frame is an HMAC with that key over the sender's side, the number of the frame among those
+ * that this side sent, and the frame, which contains the SHA-256 of its bytes.  An attacker
+ * between the two ends can only close the connection: a frame that is changed, left out,
+ * repeated, reordered or sent back does not have the expected tag.  No field of a frame is used
+ * before its tag is checked.
  *
- * Without a secret a checksum finds damage, but nothing stops an attacker. */
+ * Without a secret a checksum detects damage, but an attacker can change frames. */
 #ifndef EPIC_LINK_H
 #define EPIC_LINK_H
 
 #include "bootstrap/secret.h"
 
 typedef struct epic_link {
-    int socket;                /* -1: none */
-    const epic_secret *secret; /* NULL: there is none, or the hellos are not exchanged yet */
+    int socket;                /* -1: not connected */
+    const epic_secret *secret; /* NULL: no secret, or epic_link_secure() has not run */
     bool listener;             /* this end is rank 0 */
-    uint64_t num_sent;         /* frames */
+    uint64_t num_sent;         /* frames sent over this link */
     uint64_t num_received;
     uint8_t key[SECRET_PROOF];
 } epic_link;
 
-/* A frame and its bytes that are being sent. */
+/* A frame and the bytes after it, while they are sent. */
 typedef struct epic_message {
     epic_frame frame;
     const void *bytes;
     size_t done; /* bytes sent, of the frame and the bytes after it */
 } epic_message;
 
-/* Computes the key, so that frames carry tags from now on, if there is a secret.  Returns false
- * if libcrypto fails. */
+/* Computes the key of the link if there is a secret.  From then on frames have tags.
+ * `listening` is the hello of rank 0, `connecting` that of the other end.  Returns false if
+ * libcrypto fails. */
 bool epic_link_secure(epic_link *link, const epic_secret *secret, bool listener,
                       const epic_hello *listening, const epic_hello *connecting);
 
-/* Makes a frame for `bytes`.  It has no tag yet, so it may be sent over several links. */
+/* Returns a frame for `bytes`, without a tag.  The same frame may be sent over several
+ * links. */
 epic_frame epic_link_make_frame(const epic_secret *secret, epic_result result,
                                 uint64_t sequence, const void *bytes, size_t length,
                                 const time_limit *limit);
 
-/* Makes a message with the next number of the link, and its tag. */
+/* Returns a message with the link's next frame number and the tag for it.  The messages of a
+ * link must be sent in this order. */
 epic_message epic_link_message(epic_link *link, const epic_frame *frame, const void *bytes);
 
-/* Gives the number of a message of which nothing was sent to the next message. */
+/* Makes the next message use the number of the last message again.  Call it only if no byte of
+ * the last message was sent. */
 void epic_link_reuse_number(epic_link *link);
 
-/* Returns true if this is the next frame that the other end sent.  Call it once for each
- * frame. */
+/* Returns true if the tag shows that this is the next frame of the other end.  Call it once for
+ * each received frame, because it counts them. */
 bool epic_link_check(epic_link *link, const epic_frame *frame);
 
 /* Returns true if these are the bytes of a frame that epic_link_check() has accepted. */
 bool epic_link_check_bytes(const epic_link *link, const epic_frame *frame, const void *bytes);
 
-/* Send as much as the socket can take now; or all of it, or FRAME_MORE if the limit passes
- * first. */
+/* epic_link_send() sends as many bytes as the socket takes at once. epic_link_send_all() waits
+ * until all are sent, and returns FRAME_MORE if the limit passes first. */
 epic_frame_state epic_link_send(const epic_link *link, epic_message *message);
 epic_frame_state epic_link_send_all(const epic_link *link, epic_message *message,
                                     time_limit *limit);
 
-/* Sends a failure.  The peer does not get it if it cannot be sent before the limit passes. */
+/* Sends a failure frame and its sentence.  Gives up when the limit passes; the peer then sees
+ * the connection close. */
 void epic_link_send_failure(epic_link *link, epic_result result, const char *sentence,
                             time_limit *limit);
 
-/* Receives the sentence of a failure whose frame was checked.  Returns its result, with that
- * sentence as this thread's error. */
+/* Receives the sentence of a failure frame that epic_link_check() has accepted.  Returns the
+ * result in the frame, and stores the sentence as this thread's error. */
 epic_result epic_link_receive_failure(const epic_link *link, const epic_frame *frame,
                                       time_limit *limit);
 
-/* Receives the sentence of a failure whose frame proves nothing; "" if none comes. */
+/* Receives the sentence of a failure frame without a valid tag.  The sentence is "" if it does
+ * not arrive.  The caller may only show it. */
 void epic_link_receive_unproved(int socket, const epic_frame *frame,
                                 char sentence[FRAME_SENTENCE + 1], time_limit *limit);
 

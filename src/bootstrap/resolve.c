@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Resolving host names within a time limit.
+/* Resolves host names within a time limit.
  *
- * getaddrinfo() has no time limit, and takes many seconds if a name server is down.  So a
- * thread of its own calls it.  If the limit passes first, the caller abandons the query, and
- * the thread frees it when getaddrinfo() returns. */
+ * getaddrinfo() has no time limit and takes many seconds if a name server is down.  So a
+ * separate thread calls it.  If the limit passes first, the caller marks the query as
+ * abandoned, and the thread frees it when getaddrinfo() returns. */
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -18,12 +18,13 @@
 
 #define PAUSE_MS 50
 
+/* A call of getaddrinfo(), shared by the caller and its thread. */
 typedef struct query {
     pthread_mutex_t mutex;
     pthread_cond_t changed;
     bool is_done;
-    bool is_abandoned; /* the caller has given up, so the thread frees the query */
-    int wrong;         /* 0, or an EAI_ code; for EAI_SYSTEM system_wrong is the errno */
+    bool is_abandoned; /* the caller has returned; the thread frees the query */
+    int wrong;         /* result of getaddrinfo(): 0 or an EAI_ code */
     int system_wrong;
     struct addrinfo *found;
     char port[16];
@@ -40,6 +41,7 @@ static void free_query(query *q)
     free(q);
 }
 
+/* Runs getaddrinfo() and stores the result.  Frees the query if the caller has abandoned it. */
 static void *run_query(void *self)
 {
     query *q = self;
@@ -58,8 +60,8 @@ static void *run_query(void *self)
     return NULL;
 }
 
-/* Returns NULL if there is no memory.  An IPv6 address may be in brackets, as in a URL:
- * "[::1]". */
+/* Creates a query.  Removes the brackets of an IPv6 address such as "[::1]".  Returns NULL if
+ * there is no memory. */
 static query *new_query(const char *name, const char *port)
 {
     pthread_condattr_t attributes;
@@ -86,7 +88,8 @@ static bool start_query(query *q)
     return thread_start(&thread, run_query, q) == 0 && pthread_detach(thread) == 0;
 }
 
-/* Keeps this library loaded, since an abandoned thread will return to its code. */
+/* Keeps this library loaded until the process ends, because the abandoned thread still runs its
+ * code. */
 static void stay_loaded(void)
 {
     Dl_info info;
@@ -94,8 +97,8 @@ static void stay_loaded(void)
         (void)dlopen(info.dli_fname, RTLD_NOW | RTLD_NOLOAD | RTLD_NODELETE);
 }
 
-/* Waits for the answer.  Returns false if the limit passes first: the query then belongs to its
- * thread. */
+/* Waits until the query is done.  Returns false if the limit passes first; the query then
+ * belongs to its thread. */
 static bool wait_for_query(query *q, time_limit *limit)
 {
     pthread_mutex_lock(&q->mutex);
@@ -110,8 +113,8 @@ static bool wait_for_query(query *q, time_limit *limit)
     return is_done;
 }
 
-/* Returns the errno behind a failure of getaddrinfo(), which hides that there is no
- * descriptor. */
+/* Returns the errno that made getaddrinfo() fail, or 0. getaddrinfo() does not report that the
+ * process has no free descriptor, so this opens one to find out. */
 static int find_reason(int wrong, int system_wrong)
 {
     const int probe = open("/", O_RDONLY | O_CLOEXEC);
@@ -140,14 +143,13 @@ static epic_result fail_late(const epic_tcp *tcp)
                      tcp->address, tcp->timeout_ms);
 }
 
-/* Resolves once.  *can_retry is set if a later attempt may succeed. */
+/* Runs one query.  Sets *can_retry to true if another query may succeed. */
 static epic_result resolve_once(struct addrinfo **out, const epic_tcp *tcp, const char *port,
                                 time_limit *limit, bool *can_retry)
 {
     query *q = new_query(tcp->address, port);
     if (q == NULL) return epic_fail(EPIC_ENOMEM, "no memory to resolve an address");
-    if (!start_query(q))
-        run_query(q); /* no thread can be started: resolve here, without a limit */
+    if (!start_query(q)) run_query(q); /* no thread: resolve here, without a time limit */
     if (!wait_for_query(q, limit)) return fail_late(tcp);
     const int wrong = q->wrong, system_wrong = q->system_wrong;
     *out = q->found;

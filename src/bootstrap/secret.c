@@ -9,7 +9,8 @@
 
 #define ROLE_BYTES 16
 
-/* Loads libcrypto.  `why` gets the reason if one exists and cannot be loaded. */
+/* Loads libcrypto.  Returns NULL on failure.  Writes to `why` the reason if a libcrypto exists
+ * but cannot be loaded, otherwise "". */
 static void *load_libcrypto(char why[256])
 {
     static const char *const names[] = {"libcrypto.so.3", "libcrypto.so.1.1"};
@@ -24,8 +25,8 @@ static void *load_libcrypto(char why[256])
     return NULL;
 }
 
-/* Stores the address of a function of the library.  It uses memcpy(), since ISO C has no cast
- * from an object pointer to a function pointer. */
+/* Stores the address of a library function in the function pointer at `function`.  Uses
+ * memcpy(), because ISO C has no cast from an object pointer to a function pointer. */
 static bool find_symbol(void *library, const char *name, void *function)
 {
     void *const found = dlsym(library, name);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The secret that the ranks of a group share.  Ranks prove that they have it by HMAC-SHA-256
- * and never send it.  It protects the bootstrap alone: who may join, and what the ranks
- * exchange there. */
+/* The secret that the ranks of a group share.  A rank proves with an HMAC-SHA-256 that it has
+ * the secret, and never sends the secret itself.  It protects only the bootstrap: which
+ * processes can join, and the data that the ranks exchange there. */
 #ifndef EPIC_SECRET_H
 #define EPIC_SECRET_H
 
@@ -12,7 +12,7 @@
 #define SECRET_PROOF 32 /* bytes of an HMAC-SHA-256, and of a SHA-256 */
 
 typedef struct epic_secret {
-    const char *text; /* borrowed; NULL: this rank has no secret */
+    const char *text; /* string of the caller; NULL: this rank has no secret */
     void *library;    /* libcrypto; NULL without a secret */
     const void *(*sha256)(void);
     unsigned char *(*hmac)(const void *digest, const void *key, int key_bytes,
@@ -29,21 +29,23 @@ typedef enum epic_role {
     ROLE_SESSION    /* the key of the frames of one connection, never sent */
 } epic_role;
 
-/* Loads libcrypto.  If `text` is NULL there is no secret, and nothing is loaded.  Errors:
- * EPIC_EINVAL (the secret is empty), EPIC_ENOTSUP (no libcrypto). */
+/* Loads libcrypto for the secret `text`.  If `text` is NULL, there is no secret, and nothing is
+ * loaded. epic_secret_close() unloads it.  Errors: EPIC_EINVAL (the secret is empty),
+ * EPIC_ENOTSUP (no libcrypto). */
 epic_result epic_secret_open(epic_secret *out, const char *text);
 void epic_secret_close(epic_secret *secret);
 
-/* Computes the HMAC of the role and both hellos, which hold both nonces, the rank and the
- * number of ranks.  Returns false if libcrypto fails. */
+/* Computes the HMAC with the secret over the role and both hellos, which contain both nonces,
+ * the rank and the number of ranks.  Returns false if libcrypto fails. */
 bool epic_secret_prove(const epic_secret *secret, epic_role role, const epic_hello *listening,
                        const epic_hello *connecting, uint8_t proof[SECRET_PROOF]);
 
-/* Returns true if `proof` is what epic_secret_prove() computes. */
+/* Returns true if `proof` equals the result of epic_secret_prove() for the same arguments.  The
+ * time of the comparison does not depend on the bytes. */
 bool epic_secret_check(const epic_secret *secret, epic_role role, const epic_hello *listening,
                        const epic_hello *connecting, const uint8_t proof[SECRET_PROOF]);
 
-/* Compute any HMAC-SHA-256 and any SHA-256.  Return false if libcrypto fails. */
+/* Compute an HMAC-SHA-256 with any key, and a SHA-256.  Return false if libcrypto fails. */
 bool epic_secret_mac(const epic_secret *secret, const void *key, size_t key_bytes,
                      const void *data, size_t bytes, uint8_t out[SECRET_PROOF]);
 bool epic_secret_digest(const epic_secret *secret, const void *data, size_t bytes,

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Slurm's variables list the hosts of a step, first that of task 0, and the ports that were
- * reserved. SLURM_LAUNCH_NODE_IPADDR is of no use: it is the host of srun itself, perhaps a
- * login node. */
+/* Reads Slurm's variables.  They list the hosts of a step, beginning with the host of task 0,
+ * and the ports that were reserved.  SLURM_LAUNCH_NODE_IPADDR is not used: it is the host of
+ * srun itself, which may be a login node. */
 #include <ctype.h>
 #include <stdlib.h>
 #include <string.h>
@@ -9,6 +9,7 @@
 #include "base/hash.h"
 #include "bootstrap/env.h"
 
+/* Returns the first variable of `names` that is set and not empty, or NULL. */
 static const char *get_first_set(const char *const *names, int count)
 {
     for (int i = 0; i < count; i++) {
@@ -28,9 +29,9 @@ static bool append_bytes(char host[ENV_HOST], size_t *used, const char *text, si
     return true;
 }
 
-/* Copies the first host of a list such as "n1,n2", "n[01-04,07]" or "a[1-2]b[3-4]-ib".  The
- * first number of a bracket ends at its first "-" or ",".  Returns false if the list has
- * another form. */
+/* Copies the first host of a list such as "n1,n2", "n[01-04,07]" or "a[1-2]b[3-4]-ib": n1, n01,
+ * a1b3-ib.  The first number in a bracket ends at "-", "," or "]".  Returns false if the list
+ * has another form. */
 static bool copy_first_host(char host[ENV_HOST], const char *list)
 {
     size_t used = 0;

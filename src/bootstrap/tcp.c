@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Bootstraps over TCP: a star around rank 0, which receives the bytes of all ranks and sends
- * them to every rank.
+/* Bootstraps over TCP.  In a gather every rank sends its bytes to rank 0.  When rank 0 has the
+ * bytes of all ranks, it sends them to every rank.
  *
- * A failure breaks the bootstrap: rank 0 sends it to every rank, and later gathers fail with
- * the same sentence.  frames.h describes the messages. */
+ * A failure breaks the bootstrap: rank 0 sends the failure to every rank, and later gathers
+ * return the same sentence. frames.h describes the messages.  Only one thread of a rank may use
+ * its bootstrap at a time. */
 #include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -15,16 +16,16 @@
 #include "bootstrap/tcp.h"
 
 #define SEND_MS 1000 /* time for rank 0 to send a failure to all ranks */
-#define DRAIN_MS 500 /* time for them to read it, when rank 0 closes */
+#define DRAIN_MS 500 /* time for the ranks to read it, when rank 0 closes */
 
-/* A link and what is sent and received over it in the current gather. */
+/* A link, and the state of the current gather on it. */
 typedef struct connection {
     epic_link link;
-    bool is_ready; /* nothing more is sent or received in this step */
+    bool is_ready; /* this connection is finished in the current phase */
     epic_frame frame;
-    size_t head;          /* bytes of `frame` that have been received */
-    size_t body;          /* and of the bytes after it */
-    epic_message message; /* what is being sent to the peer */
+    size_t head;          /* bytes received of `frame` */
+    size_t body;          /* bytes received after `frame` */
+    epic_message message; /* message to the peer */
 } connection;
 
 typedef struct tcp_bootstrap {
@@ -34,11 +35,10 @@ typedef struct tcp_bootstrap {
     uint64_t sequence;  /* number of the current gather, from 1 */
     epic_result broken; /* EPIC_OK, or what every later gather returns */
     char sentence[512];
-    epic_secret secret; /* without its text, since the links have their keys */
+    epic_secret secret; /* text is NULL: the links have their keys */
     int32_t num_connections;
-    struct pollfd *polls; /* [num_lines] */
-    connection
-        connections[]; /* rank 0: [num_ranks], [0] is unused; other ranks: [1], to rank 0 */
+    struct pollfd *polls;     /* [num_lines] */
+    connection connections[]; /* rank 0: [num_ranks], [0] unused; other ranks: [1] */
 } tcp_bootstrap;
 
 static unsigned long long gather_number(const tcp_bootstrap *b)
@@ -46,14 +46,12 @@ static unsigned long long gather_number(const tcp_bootstrap *b)
     return (unsigned long long)b->sequence;
 }
 
-/* Polls the connections that are not ready for `events`, the others for `idle`.  Returns false
- * if the limit has passed. */
+/* Polls for `events` on connections that are not ready, and for `idle` on the others.  Returns
+ * false if the limit has passed. */
 static bool poll_connections(tcp_bootstrap *b, short events, short idle, time_limit *limit)
 {
     const int32_t first =
-        b->rank == 0
-            ? 1
-            : 0; /* no unused entry: poll() refuses more than the limit on open files */
+        b->rank == 0 ? 1 : 0; /* skip the unused entry: poll() limits their number */
     for (int32_t i = first; i < b->num_connections; i++)
         b->polls[i] = (struct pollfd){.fd = b->connections[i].link.socket,
                                       .events = b->connections[i].is_ready ? idle : events};
@@ -86,7 +84,7 @@ static epic_result fail_late(const tcp_bootstrap *b, const char *what)
     return result;
 }
 
-/* Fails because a frame does not have the expected tag. */
+/* Returns the error for a frame without the expected tag. */
 static epic_result fail_forged(const tcp_bootstrap *b, int32_t rank)
 {
     return epic_fail(EPIC_EPEER, "gather %llu: the data from rank %d was not written by it%s",
@@ -96,6 +94,8 @@ static epic_result fail_forged(const tcp_bootstrap *b, int32_t rank)
                          : "");
 }
 
+/* Checks that a frame is the next one of its rank, belongs to this gather, and has `bytes`
+ * bytes. */
 static epic_result check_frame(tcp_bootstrap *b, int32_t rank, const epic_frame *frame,
                                size_t bytes)
 {
@@ -117,13 +117,14 @@ static epic_result check_frame(tcp_bootstrap *b, int32_t rank, const epic_frame 
     return EPIC_OK;
 }
 
-/* Receives what a rank has sent.  Its connection is ready when all of it has come. */
+/* Receives the bytes that a rank has sent.  Sets is_ready of its connection when all bytes of
+ * this gather have arrived. */
 static epic_result receive_part(tcp_bootstrap *b, int32_t rank, char *to, size_t bytes,
                                 time_limit *limit)
 {
     connection *c = &b->connections[rank];
-    /* A ready connection is only watched for its end.  If our limit has passed, the peer has
-     * left because of a late rank. */
+    /* A ready connection has an event only when its peer closes it.  If our limit has passed,
+     * the peer has left because of a rank that is late. */
     if (c->is_ready)
         return time_limit_left_ms(limit) == 0 ? fail_late(b, "come") : fail_lost(b, rank);
     if (c->head < sizeof c->frame) {
@@ -144,6 +145,8 @@ static epic_result receive_part(tcp_bootstrap *b, int32_t rank, char *to, size_t
     return EPIC_OK;
 }
 
+/* Receives the bytes of all ranks into `all`, in any order.  Also detects ranks that leave
+ * while others are late. */
 static epic_result collect_parts(tcp_bootstrap *b, char *all, size_t bytes, time_limit *limit)
 {
     int32_t num_ready = 0;
@@ -163,7 +166,8 @@ static epic_result collect_parts(tcp_bootstrap *b, char *all, size_t bytes, time
     return EPIC_OK;
 }
 
-/* Sends the bytes of all ranks to every rank.  If a rank is lost, the others still get them. */
+/* Sends the bytes of all ranks to every rank.  If a rank is lost, the other ranks still get the
+ * answer, and the error follows. */
 static epic_result send_answers(tcp_bootstrap *b, const char *all, size_t bytes,
                                 time_limit *limit)
 {
@@ -190,8 +194,9 @@ static epic_result send_answers(tcp_bootstrap *b, const char *all, size_t bytes,
     return lost == 0 ? EPIC_OK : fail_lost(b, lost);
 }
 
-/* Sends the failure stored in `b` to every rank.  A rank that has received a part of an answer gets
- * no frame, because it would read it as the rest of the answer.  It sees the connection close. */
+/* Sends the failure stored in `b` to every rank.  A rank that has received a part of an answer
+ * gets no failure frame, because it would read the frame as the rest of the answer.  That rank
+ * sees the connection close. */
 static void send_failure_to_all(tcp_bootstrap *b)
 {
     time_limit limit = time_limit_begin(SEND_MS, NULL);
@@ -235,8 +240,9 @@ static epic_result fail_without_zero(const tcp_bootstrap *b)
                      gather_number(b), b->rank);
 }
 
-/* Sends our part and receives the frame of the answer, both at once: rank 0 may send a failure
- * before it has received our part, and a rank that cannot send still gets it. */
+/* Sends this rank's bytes and at the same time receives the frame of the answer.  Rank 0 may
+ * send a failure before it has received these bytes.  A rank that cannot send must still get
+ * that failure. */
 static epic_result exchange_heads(tcp_bootstrap *b, epic_message *message, time_limit *limit)
 {
     connection *c = &b->connections[0];
@@ -298,9 +304,9 @@ static epic_result tcp_gather(void *self, const void *mine, void *all, int64_t b
     return result;
 }
 
-/* Reads and drops what the peers still send, until they have closed.  After a failure rank 0
- * must do this before it closes: a close with unread bytes resets the connection, and the peer
- * may lose the failure that was sent. */
+/* Reads and discards bytes from the peers until they close.  After a failure rank 0 does this
+ * before it closes.  If it closed a socket with unread bytes, TCP would reset the connection,
+ * and the peer could lose the failure. */
 static void drain_connections(tcp_bootstrap *b)
 {
     char rubbish[4096];
@@ -342,7 +348,7 @@ static epic_result check_tcp(const epic_tcp *tcp)
     return EPIC_OK;
 }
 
-/* Connects the ranks of a bootstrap that is allocated. */
+/* Accepts or connects the links of a bootstrap whose memory is allocated. */
 static epic_result connect_ranks(tcp_bootstrap *b, const epic_tcp *tcp)
 {
     time_limit limit = time_limit_begin(tcp->timeout_ms, NULL);
@@ -390,7 +396,7 @@ epic_result epic_bootstrap_tcp_v1(epic_bootstrap *out, const epic_tcp *theirs, s
     epic_tcp tcp;
     if (out == NULL)
         return epic_fail(EPIC_EINVAL, "out is NULL: pass an epic_bootstrap to fill in");
-    *out = (epic_bootstrap){0}; /* so that the caller may close it after a failure */
+    *out = (epic_bootstrap){0}; /* a failed bootstrap can be closed too */
     TRY(READ_SIZED(&tcp, theirs, size, "epic_tcp"));
     TRY(check_tcp(&tcp));
     if (tcp.address == NULL) tcp.address = "127.0.0.1";

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The steps that open a TCP bootstrap: rank 0 listens and accepts, the other ranks connect.
- * Afterwards rank 0 has a link to every other rank, and each of them has one to rank 0.
+ * Afterwards rank 0 has a link to every other rank, and every other rank has a link to rank 0.
  *
  * In all functions `tcp` is checked and has every default filled in, and `limit` is the time
  * limit of the whole bootstrap. */
@@ -20,6 +20,7 @@ typedef struct epic_endpoint {
     socklen_t bytes;
 } epic_endpoint;
 
+/* All socket addresses of one host name. */
 typedef struct epic_endpoints {
     epic_endpoint at[TCP_MAX_ENDPOINTS];
     int count;
@@ -29,27 +30,29 @@ typedef struct epic_endpoints {
  * EPIC_ETIMEOUT (no name server answered), EPIC_EDEVICE (no descriptor), EPIC_ENOMEM. */
 epic_result epic_tcp_resolve(struct addrinfo **out, const epic_tcp *tcp, time_limit *limit);
 
-/* Finds the endpoints to listen on or to connect to.  Without a secret, loopback replaces the
- * addresses of this host.  Errors: those of epic_tcp_resolve(); EPIC_EINVAL if the address is
- * another host's and there is no secret. */
+/* Finds the endpoints to listen on (rank 0) or to connect to (other ranks).  Without a secret,
+ * loopback replaces the addresses of this host.  Errors: those of epic_tcp_resolve(), and
+ * EPIC_EINVAL if the address belongs to another host and there is no secret. */
 epic_result epic_tcp_endpoints(epic_endpoints *out, const epic_tcp *tcp, time_limit *limit);
 
-/* Listens on those endpoints that belong to this host.  Errors: EPIC_EINVAL (none does),
- * EPIC_EDEVICE (the port is in use). */
+/* Opens a listener on each endpoint that belongs to this host.  Errors: EPIC_EINVAL (no
+ * endpoint does), EPIC_EDEVICE (the port is in use). */
 epic_result epic_tcp_listen(int listeners[TCP_MAX_ENDPOINTS], int *num_listeners,
                             const epic_tcp *tcp, time_limit *limit);
 
-/* Accepts all ranks on rank 0.  On success links[r] is connected for r from 1 to num_ranks - 1.
- * On failure every rank that came gets the reason, and no link stays open. */
+/* Accepts all ranks on rank 0.  Waits until all have joined, or until the limit passes.  On
+ * success links[r] is connected for r from 1 to num_ranks - 1.  On failure every rank that
+ * connected gets the reason, and no link stays open. */
 epic_result epic_tcp_accept(epic_link *links, const epic_tcp *tcp, const epic_secret *secret,
                             time_limit *limit);
 
-/* Connects any other rank to rank 0. */
+/* Connects a rank other than 0 to rank 0.  Waits until all ranks have joined, or until the
+ * limit passes.  On success *out is the link to rank 0. */
 epic_result epic_tcp_connect(epic_link *out, const epic_tcp *tcp, const epic_secret *secret,
                              time_limit *limit);
 
-/* Shortens rank 0's limit so that its answer, which may be an error, reaches a peer that gives
- * up in left_ms milliseconds. */
+/* Shortens rank 0's limit so that its answer, or its error, reaches a peer that gives up in
+ * left_ms milliseconds. */
 void epic_tcp_answer_earlier(time_limit *limit, uint32_t left_ms);
 
 /* Fails with EPIC_EDEVICE because this rank cannot open a socket; `wrong` is the errno. */

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Bootstraps of threads of one process.  All ranks share one hub.  In a gather each rank leaves
- * its pointers there and waits; the last rank to arrive copies the bytes for all. */
+/* Bootstraps of threads of one process.  All ranks share one hub.  In a gather each rank stores
+ * its arguments in the hub and waits.  The last rank to arrive copies the bytes for all ranks
+ * and wakes them. */
 #include <errno.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -12,11 +13,11 @@
 
 typedef struct hub hub;
 
-/* The seat of one rank; the `self` of its epic_bootstrap. */
+/* One rank's entry in the hub; the `self` of its epic_bootstrap. */
 typedef struct member {
     hub *hub;
     int32_t rank;
-    bool arrived; /* waits in the current gather; the next three are its arguments */
+    bool arrived; /* the rank waits in a gather, with these arguments: */
     const void *mine;
     char *all;
     size_t bytes;
@@ -28,16 +29,17 @@ struct hub {
     int32_t num_ranks;
     int32_t num_open; /* members that have not closed; the last one frees the hub */
     int32_t num_arrived;
-    int32_t num_twice; /* calls of a rank that another thread already made */
+    int32_t num_twice; /* calls for a rank that already waits in this gather */
     uint32_t timeout_ms;
     uint64_t finished;  /* number of finished gathers */
     epic_result broken; /* EPIC_OK, or what every later gather returns */
     char sentence[512];
-    bool *gone; /* [num_ranks]: ranks that have closed */
+    bool *gone; /* [num_ranks]: ranks that have closed their bootstrap */
     member members[];
 };
 
-/* Breaks the hub with this thread's last error. */
+/* Marks the hub as broken with this thread's last error, and wakes all ranks.  Returns
+ * `result`. */
 static epic_result break_hub(hub *h, epic_result result)
 {
     h->broken = result;
@@ -51,8 +53,9 @@ static epic_result fail_again(const hub *h)
     return epic_fail(h->broken, "%s", h->sentence);
 }
 
-/* Breaks the hub because ranks have closed.  It does not change epic_error() of this thread:
- * the caller may close after a failure whose error it has not read yet. */
+/* Marks the hub as broken because ranks have closed, and wakes all ranks.  Does not change
+ * epic_error() of this thread, because the caller may close after a failure whose error it has
+ * not read yet. */
 static void break_gone(hub *h)
 {
     char names[256];
@@ -79,8 +82,8 @@ static epic_result check_bytes(hub *h, const member *m)
     return EPIC_OK;
 }
 
-/* Copies the bytes for all ranks, in the last rank to arrive.  So no buffer is read after its
- * owner has returned. */
+/* Copies the bytes for all ranks and wakes them.  Runs in the last rank to arrive, while all
+ * others wait, so every buffer is still valid. */
 static void finish_gather(hub *h)
 {
     for (int32_t to = 0; to < h->num_ranks; to++) {
@@ -109,8 +112,8 @@ static epic_result fail_late(hub *h)
                                   h->num_twice > 0 ? ", and another rank came twice" : ""));
 }
 
-/* Fails the second of two threads that use one rank's bootstrap.  The gather continues without
- * it. */
+/* Returns an error to the second of two threads that use the same rank's bootstrap.  The gather
+ * continues with the first one. */
 static epic_result fail_twice(hub *h, const member *m)
 {
     h->num_twice++;
@@ -127,7 +130,8 @@ static epic_result gather_locked(hub *h, member *m, const member *call)
     if (h->broken == EPIC_OK && h->num_open < h->num_ranks) break_gone(h);
     if (h->broken != EPIC_OK) return fail_again(h);
     TRY(check_bytes(h, call));
-    /* Not hub and rank, which a second thread of this rank may read without the mutex. */
+    /* Do not copy all of *call: a second thread of this rank may read m->hub and m->rank
+     * without the mutex. */
     m->arrived = true;
     m->mine = call->mine;
     m->all = call->all;

@@ -1,15 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The time limit of a wait in a bootstrap.
  *
- * A limit counts only the time in which this process ran: base/deadline.h says how a stop of
- * the process (SIGSTOP, a suspended machine) is noticed.  That needs a look at the limit before
- * each sleep, and short sleeps.  So every loop that waits has the same form:
+ * A limit counts only the time in which this process ran, because it is a deadline
+ * (base/deadline.h).  A deadline detects that the process was stopped only if it is checked
+ * before each sleep, and if sleeps are short.  So every loop that waits has this form:
  *
  *     int ms = time_limit_look(limit);   how long the next sleep may take; 0: the limit has passed
  *     poll(..., ms);
  *
- * A limit may lie within an outer one, as that of one connection lies within that of the whole
- * bootstrap.  It passes when either has passed, and a look at it looks at both. */
+ * A limit may have an outer limit.  For example, the outer limit of one connection is that of
+ * the whole bootstrap.  A limit has passed if itself or its outer limit has passed;
+ * time_limit_look() checks both. */
 #ifndef EPIC_BOOTSTRAP_TIME_LIMIT_H
 #define EPIC_BOOTSTRAP_TIME_LIMIT_H
 
@@ -17,11 +18,11 @@
 
 #include "base/deadline.h"
 
-#define TIME_LIMIT_LOOK_MS 50 /* longest sleep between two looks */
+#define TIME_LIMIT_LOOK_MS 50 /* longest sleep between two checks */
 
 typedef struct time_limit {
     deadline own;
-    struct time_limit *outer; /* NULL: none */
+    struct time_limit *outer; /* NULL: no outer limit */
 } time_limit;
 
 /* Starts a limit of `ms` milliseconds now, within `outer`, which may be NULL. */
@@ -30,9 +31,9 @@ static inline time_limit time_limit_begin(uint64_t ms, time_limit *outer)
     return (time_limit){.own = deadline_begin_ms(ms), .outer = outer};
 }
 
-/* Returns how many milliseconds the sleep that follows may take, at most TIME_LIMIT_LOOK_MS; 0
- * if the limit has passed.  A limit starts anew if this process was stopped since the last
- * look. */
+/* Checks the limit before a sleep.  Returns how many milliseconds the sleep may take, at most
+ * TIME_LIMIT_LOOK_MS, or 0 if the limit has passed.  If this process was stopped since the last
+ * check, the limit starts anew. */
 static inline int time_limit_look(time_limit *limit)
 {
     uint64_t ns = TIME_LIMIT_LOOK_MS * 1000000ull;
@@ -44,8 +45,8 @@ static inline int time_limit_look(time_limit *limit)
     return (int)((ns + 999999) / 1000000);
 }
 
-/* Returns the milliseconds that are left, rounded up; 0 if the limit has passed.  This is no
- * look: a stop since the last look counts as time that has passed. */
+/* Returns the milliseconds that are left, rounded up; 0 if the limit has passed.  Unlike
+ * time_limit_look(), does not detect a stop of this process. */
 static inline uint32_t time_limit_left_ms(const time_limit *limit)
 {
     uint64_t ns = UINT32_MAX * 1000000ull;
@@ -57,8 +58,8 @@ static inline uint32_t time_limit_left_ms(const time_limit *limit)
     return (uint32_t)((ns + 999999) / 1000000);
 }
 
-/* Lets the limit pass `ms` milliseconds from now, if that is earlier.  A limit that starts anew
- * later is shorter by the same time. */
+/* Moves the end of the limit to `ms` milliseconds from now, if that is earlier.  Also shortens
+ * the timeout with which the limit may start anew. */
 static inline void time_limit_shorten(time_limit *limit, uint32_t ms)
 {
     deadline *own = &limit->own;
