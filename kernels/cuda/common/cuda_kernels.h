@@ -220,7 +220,7 @@ typedef struct p2p_dispatch_job {
     int64_t row_bytes;
     int32_t num_tokens, recv_rows;
     int32_t aligned; /* row addresses and sizes are multiples of 16 bytes */
-    int32_t flat;    /* the plan is FLAT, and the call also moves weights or experts */
+    int32_t flat;    /* the plan is FLAT, and the call makes it or moves weights or experts */
     /* zero_tail: zero the slots after the last slab. leave_padding: do not zero padding. */
     int32_t zero_tail, leave_padding;
     int32_t top_k; /* top_k of the layer */

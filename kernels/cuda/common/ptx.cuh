@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* All inline assembly of the kernels, except that of the tensor cores (experts/tensor.cuh).
  *
- * "relaxed": loads and stores of single words that peers may access at the same time; they give
- * no order. "once": rows that no kernel reads again soon; they leave the L2 first, so that
- * staging stays there. "again": rows that are read again soon. */
+ *   *_relaxed  single words that peers may access at the same time; gives no order
+ *   *_once     rows that no kernel reads again soon: they leave the L2 first, so that staging
+ *              stays there
+ *   *_again    rows that are read again soon */
 #ifndef EPIC_PTX_CUH
 #define EPIC_PTX_CUH
 
@@ -11,7 +12,7 @@
 
 #define POISON 0xffffffffu
 
-/* Time of the device's clock in nanoseconds. */
+/* Returns the device's clock in nanoseconds. */
 __device__ __forceinline__ uint64_t timer_ns()
 {
     uint64_t t;
@@ -19,8 +20,8 @@ __device__ __forceinline__ uint64_t timer_ns()
     return t;
 }
 
-/* Loads memory that peers may store to at the same time. The words of a vector may differ in
- * age. */
+/* The load_relaxed() functions load memory that peers may store to at the same time. Each
+ * 32-bit or 64-bit word is read whole, but the words of a vector may be of different age. */
 __device__ __forceinline__ uint32_t load_relaxed(const uint32_t *p)
 {
     uint32_t v;
@@ -55,15 +56,16 @@ __device__ __forceinline__ void load_two_words(const uint64_t *p, uint64_t &a, u
                  : "memory");
 }
 
-/* Orders memory for all ranks: stores before it, of this thread and of earlier kernels, become
- * visible before stores after it, and loads before it read older values than loads after it. */
+/* System-wide fence. Stores before it, by this thread and by earlier kernels, become visible to
+ * all ranks before stores after it. Loads after it do not read older values than loads before
+ * it. */
 __device__ __forceinline__ void fence_system()
 {
     asm volatile("fence.acq_rel.sys;" ::: "memory");
 }
 
-/* Loads of this thread after it see what the GPU's threads stored before the matching
- * store_release(). */
+/* Loads a word of this GPU. Later loads of this thread see all stores that another thread of
+ * this GPU made before the store_release() whose value was read. */
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t *p)
 {
     uint32_t v;
@@ -71,7 +73,7 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t *p)
     return v;
 }
 
-/* Stores to memory that peers may load at the same time. */
+/* The store_relaxed() functions store to memory that peers may load at the same time. */
 __device__ __forceinline__ void store_relaxed(uint32_t *p, uint32_t v)
 {
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
@@ -89,13 +91,14 @@ __device__ __forceinline__ void store_relaxed(uint4 *p, uint4 v)
                  : "memory");
 }
 
-/* Stores a word; loads with load_acquire() that read it see what this thread stored before. */
+/* Stores a word of this GPU. A thread that reads it with load_acquire() then sees all earlier
+ * stores of this thread. */
 __device__ __forceinline__ void store_release(uint32_t *p, uint32_t v)
 {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
-/* An ordinary store that the compiler does not move. */
+/* An ordinary store that the compiler neither moves nor removes. */
 __device__ __forceinline__ void store_in_place(uint4 *p, uint4 v)
 {
     asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z),
@@ -103,7 +106,7 @@ __device__ __forceinline__ void store_in_place(uint4 *p, uint4 v)
                  : "memory");
 }
 
-/* The cache policy of the *_once() accesses. */
+/* Returns the L2 cache policy that the *_once() functions need: evict first. */
 __device__ __forceinline__ uint64_t policy_once()
 {
     uint64_t policy;
@@ -111,7 +114,7 @@ __device__ __forceinline__ uint64_t policy_once()
     return policy;
 }
 
-/* Loads memory that no thread writes during the kernel. */
+/* Loads 16 bytes that no thread writes during the kernel and that are not read again soon. */
 __device__ __forceinline__ uint4 load_once(const void *p, uint64_t policy)
 {
     uint4 v;
@@ -150,8 +153,8 @@ __device__ __forceinline__ void store_once(void *p, uint32_t v, uint64_t policy)
                  : "memory");
 }
 
-/* Asynchronous copies of 16 bytes (copy_word: 4) into shared memory. `to` is a shared address.
- */
+/* Start an asynchronous copy (cp.async) of 16 bytes, or 4 for copy_word(), from global to
+ * shared memory. `to`: shared-memory address. */
 __device__ __forceinline__ void copy_once(uint32_t to, const void *from, uint64_t policy)
 {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to),
@@ -175,13 +178,13 @@ __device__ __forceinline__ void end_copies()
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-/* Waits for this thread's groups of copies, except the last PENDING ones. */
+/* Waits until this thread's groups of copies are complete, except the last PENDING groups. */
 template <int PENDING> __device__ __forceinline__ void wait_copies()
 {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-/* The address in shared memory of a generic pointer. */
+/* Returns the shared-memory address of a generic pointer. */
 __device__ __forceinline__ uint32_t shared_address(const void *p)
 {
     return (uint32_t)__cvta_generic_to_shared(p);
@@ -209,16 +212,20 @@ __device__ __forceinline__ void store_shared(uint32_t p, uint32_t v)
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(p), "r"(v) : "memory");
 }
 
-/* Bulk stores, from sm_90 on: one thread starts the copy of whole vectors from shared to global
- * memory; the copy engine of the SM performs it in the background. Threads that wrote the
- * shared memory must call fence_bulk() first. A thread waits for its own stores, in groups. */
+/* Bulk stores, from sm_90 on. One thread starts a copy from shared to global memory, in
+ * multiples of 16 bytes. The copy engine of the SM performs it in the background.
+ *
+ *   1. threads that wrote the shared memory call fence_bulk(), then synchronize
+ *   2. one thread starts bulk stores, then ends the group with end_bulk()
+ *   3. the same thread waits: wait_bulk_read() before the shared memory is written again,
+ *      wait_bulk() until all stores are complete */
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 #define BULK_ASM(...) asm volatile(__VA_ARGS__)
 #else
 #define BULK_ASM(...)
 #endif
 
-/* A bulk store to rows that are not read again soon. */
+/* Starts a bulk store to rows that are not read again soon. */
 __device__ __forceinline__ void bulk_once(void *to, uint32_t from, uint32_t bytes,
                                           uint64_t policy)
 {
@@ -229,7 +236,7 @@ __device__ __forceinline__ void bulk_once(void *to, uint32_t from, uint32_t byte
         : "memory");
 }
 
-/* A bulk store to staging of a peer. */
+/* Starts a bulk store to the staging of a peer. */
 __device__ __forceinline__ void bulk_send(void *to, uint32_t from, uint32_t bytes)
 {
     BULK_ASM("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from),
@@ -237,13 +244,13 @@ __device__ __forceinline__ void bulk_send(void *to, uint32_t from, uint32_t byte
              : "memory");
 }
 
-/* A bulk store to this rank's own staging. */
+/* Starts a bulk store to this rank's own staging. */
 __device__ __forceinline__ void bulk_store_local(void *to, uint32_t from, uint32_t bytes)
 {
     bulk_send(to, from, bytes);
 }
 
-/* Loads rows that are read soon into the L2. */
+/* Starts to load memory that is read soon into the L2. */
 __device__ __forceinline__ void bulk_prefetch(const void *from, uint32_t bytes)
 {
     BULK_ASM("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
@@ -255,13 +262,14 @@ __device__ __forceinline__ void end_bulk(void)
     BULK_ASM("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-/* Waits until all groups except the last PENDING ones have been read from shared memory. */
+/* Waits until the shared memory of this thread's groups has been read, except of the last
+ * PENDING groups. */
 template <int PENDING> __device__ __forceinline__ void wait_bulk_read(void)
 {
     BULK_ASM("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
-/* Waits until all groups are complete. */
+/* Waits until all bulk stores of this thread are complete. */
 __device__ __forceinline__ void wait_bulk(void)
 {
     BULK_ASM("cp.async.bulk.wait_group 0;" ::: "memory");
@@ -273,7 +281,8 @@ __device__ __forceinline__ void fence_bulk(void)
     BULK_ASM("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-/* Keeps values in registers: the compiler does not compute them again from their inputs. */
+/* Forces values into registers, so that the compiler does not compute them again from their
+ * inputs. */
 template <int N> __device__ __forceinline__ void keep_in_registers(float (&x)[N])
 {
 #pragma unroll
@@ -285,7 +294,7 @@ __device__ __forceinline__ void keep_in_registers(uint32_t &x)
     asm volatile("" : "+r"(x));
 }
 
-/* The larger absolute value; NaN if either is NaN. */
+/* Returns the larger of the absolute values of x and y; NaN if either is NaN. */
 __device__ __forceinline__ float max_size(float x, float y)
 {
     float size;
@@ -293,15 +302,15 @@ __device__ __forceinline__ float max_size(float x, float y)
     return size;
 }
 
-/* The larger of each 16-bit half, as unsigned numbers. */
+/* Returns the larger value in each 16-bit half, as unsigned numbers. */
 __device__ __forceinline__ uint32_t max_halves(uint32_t a, uint32_t b)
 {
     return __vmaxu2(a, b);
 }
 
 #if __CUDA_ARCH__ >= 890
-/* Converts four numbers to e4m3, rounded to nearest even and limited to 448; `a` is the lowest
- * byte. */
+/* Converts four numbers to e4m3, rounded to nearest even and limited to 448. Returns them as a
+ * word with `a` in the lowest byte. */
 __device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d)
 {
     uint16_t low, high;
@@ -310,8 +319,8 @@ __device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d
     return (uint32_t)high << 16 | low;
 }
 #else
-/* Converts a number to e4m3 without the instruction of sm_89; kernels/host/convert.h explains
- * how. */
+/* Converts a number to e4m3 without the instruction of sm_89, with the same bits.
+ * kernels/host/convert.h explains the method. */
 __device__ __forceinline__ uint32_t e4m3_of(float x)
 {
     const uint32_t bits = __float_as_uint(x), size = bits & 0x7fffffff;
@@ -328,7 +337,7 @@ __device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d
 }
 #endif
 
-/* 2^x with an error in the last one or two bits. */
+/* Returns 2^x with an error in the last one or two bits. */
 __device__ __forceinline__ float exp2_approx(float x)
 {
     float y;
@@ -336,7 +345,7 @@ __device__ __forceinline__ float exp2_approx(float x)
     return y;
 }
 
-/* 1 / x with an error in the last one or two bits. */
+/* Returns 1 / x with an error in the last one or two bits. */
 __device__ __forceinline__ float reciprocal_approx(float x)
 {
     float y;

@@ -1,10 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Quantizes elements to e4m3 with one scale per block, with the bits of
- * kernels/host/quantize.h.
+/* Quantizes rows to e4m3 with one scale per block of elements. The results have the same bits
+ * as those of kernels/host/quantize.h.
+ *
+ *   EPIC_QUANTIZE_1X128  blocks of 128 elements, scale float32: 1 word per 128 elements
+ *   EPIC_QUANTIZE_1X32   blocks of 32 elements, scale e8m0 (a power of two, one byte): 4 bytes,
+ *                        also 1 word, per 128 elements
  *
  * A warp quantizes a piece: V vectors of N elements per lane. Element i of vector v of lane l
- * is number (v * 32 + l) * N + i of the piece; elements past the end of the row are zeros.
- * Scales are made in words, one word per 128 elements: a float32, or four bytes of e8m0. */
+ * is element (v * 32 + l) * N + i of the piece. Elements past the end of the row are zeros. */
 #ifndef EPIC_QUANTIZE_CUH
 #define EPIC_QUANTIZE_CUH
 
@@ -14,31 +17,34 @@
 #define INFINITY_WORD 0x7f800000u
 #define NAN_SCALE 0x7fc00000u
 #define E4M3_LARGEST 448.0f
-#define SMALL_SCALE \
-    0x1p-90f /* between these limits nothing that divide_rounded() needs is subnormal */
+/* Scales between these two limits: divide_rounded() then computes with normal numbers only. */
+#define SMALL_SCALE 0x1p-90f
 #define LARGE_SCALE 0x1p100f
 
+/* A quantized piece of a row: one lane's part. */
 template <int V, int N> struct Quantized {
-    static constexpr int LANES = QUANTIZE_BLOCK / N; /* that share a word of scales */
+    static constexpr int LANES = QUANTIZE_BLOCK / N; /* lanes that share a word of scales */
     static constexpr int WORDS = V * WARP / LANES;   /* words of scales per piece */
     static constexpr int BYTES = V * WARP * N;       /* bytes of e4m3 per piece */
-    uint32_t q[V][N / 4];                            /* elements of this lane */
-    uint32_t scales;                                 /* word number word_index() of the piece */
+    /* e4m3 elements of this lane, four per word */
+    uint32_t q[V][N / 4];
+    /* word number word_index() of the piece's scales */
+    uint32_t scales;
 
-    /* Does this lane store a word of scales? */
+    /* Returns true if this lane stores a word of scales. */
     static __device__ __forceinline__ bool has_word()
     {
         return lane_id() % LANES < V;
     }
-    /* Number of this lane's word of scales in the piece. */
+    /* Returns the index in the piece of this lane's word of scales. */
     static __device__ __forceinline__ int word_index()
     {
         return lane_id() % LANES * (WARP / LANES) + lane_id() / LANES;
     }
 };
 
-/* Bits of the largest absolute value of N elements. Bits of floats without sign are ordered
- * like the floats; NaNs are the largest. */
+/* Returns the bits of the largest absolute value of N elements. As integers, the bits of floats
+ * without a sign have the order of the floats, with NaNs last. */
 template <int N> __device__ __forceinline__ uint32_t largest_size(const float (&x)[N])
 {
     float size = 0.0f;
@@ -47,7 +53,8 @@ template <int N> __device__ __forceinline__ uint32_t largest_size(const float (&
     return __float_as_uint(size);
 }
 
-/* Like the function above, for 16 elements of a 16-bit type. */
+/* Returns the bits, as float32, of the largest absolute value of 16 elements of a 16-bit type.
+ */
 template <class ROW> __device__ __forceinline__ uint32_t largest_size(uint4 low, uint4 high)
 {
     const uint32_t w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
@@ -59,8 +66,9 @@ template <class ROW> __device__ __forceinline__ uint32_t largest_size(uint4 low,
     return __float_as_uint(pair[0]);
 }
 
-/* Combines the lanes' largest values to those of blocks; returns that of vector lane_id() % V.
- */
+/* Combines the largest values of single lanes to the largest values of blocks. own[v]: that of
+ * this lane's vector v. Returns the value for the block of this lane's vector lane_id() % V, so
+ * that the lanes of a group return different blocks. Called by a whole warp. */
 template <int V, int N>
 __device__ __forceinline__ uint32_t join_lanes(uint32_t (&own)[V], uint32_t how)
 {
@@ -82,7 +90,8 @@ __device__ __forceinline__ uint32_t join_lanes(uint32_t (&own)[V], uint32_t how)
     return mine;
 }
 
-/* The largest absolute value, as bits, of the block whose scale this lane makes. One warp. */
+/* Returns the bits of the largest absolute value in the block whose scale this lane makes.
+ * Called by a whole warp. */
 template <int V, int N>
 __device__ __forceinline__ uint32_t find_largest(const float (&x)[V][N], uint32_t how)
 {
@@ -94,7 +103,8 @@ __device__ __forceinline__ uint32_t find_largest(const float (&x)[V][N], uint32_
 
 /* ------------------------------------------------------------------------------ scales ---- */
 
-/* The scale of a block of 128 whose largest absolute value has these bits. */
+/* Returns the scale of a block of 128 elements. `bits`: of the block's largest absolute value.
+ */
 __device__ __forceinline__ float scale_1x128(uint32_t bits)
 {
     const float s = __fdiv_rn(__uint_as_float(bits), E4M3_LARGEST);
@@ -102,8 +112,9 @@ __device__ __forceinline__ float scale_1x128(uint32_t bits)
     return s == 0.0f ? 1.0f : s;
 }
 
-/* The exponent byte (e8m0) of a block of 32. 448 is 1.75 * 2^8, so it is the exponent of the
- * largest value minus 8, plus one if its mantissa is above 1.75. */
+/* Returns the scale of a block of 32 elements as an exponent byte (e8m0). `bits`: of the
+ * block's largest absolute value. The largest e4m3 number is 448 = 1.75 * 2^8. So the scale's
+ * exponent is that of the largest value minus 8, plus 1 if the mantissa is above 1.75. */
 __device__ __forceinline__ uint32_t scale_1x32(uint32_t bits)
 {
     if (bits >= INFINITY_WORD) return 255;
@@ -112,12 +123,13 @@ __device__ __forceinline__ uint32_t scale_1x32(uint32_t bits)
 }
 
 struct BlockScale {
-    uint32_t word; /* the word of scales that contains the block's */
-    float number;  /* 1x128: the scale; 1x32: 1 / scale; NaN if the scale is NaN */
+    uint32_t word; /* the word of scales that contains this block's scale */
+    float number;  /* 1X128: the scale; 1X32: 1 / scale; NaN if the scale is NaN */
 };
 
-/* The scale of this lane's block, whose largest absolute value is `largest` before the
- * multiplication by `weight`: rounding keeps the order of values. */
+/* Returns the scale of this lane's block. `largest`: bits of the block's largest absolute value
+ * before its elements are multiplied by `weight`. Multiplying `largest` afterwards gives the
+ * same result, because rounding keeps the order of values. */
 template <int V>
 __device__ __forceinline__ BlockScale scale_of(uint32_t largest, float weight, uint32_t how)
 {
@@ -136,9 +148,10 @@ __device__ __forceinline__ BlockScale scale_of(uint32_t largest, float weight, u
 
 /* ---------------------------------------------------------------------------- division ---- */
 
-/* 1 / s as a sum: 1 / s = high + low up to 2^-44 of it. low > 0, so that -0 / s stays -0. */
+/* A divisor s, prepared for divisions. 1 / s = high + low with a relative error of 2^-44. low
+ * is above 0, so that -0 / s stays -0. */
 struct Divisor {
-    float s, high, low, minus_r; /* minus_r is -1 / s, rounded */
+    float s, high, low, minus_r; /* minus_r: -1 / s, rounded */
 };
 
 /* Prepares divisions by s. */
@@ -150,17 +163,18 @@ __device__ __forceinline__ Divisor divisor_of(float s)
     return {s, high, low, -(high + low)};
 }
 
-/* x / s with the rounding of a division, if nothing is subnormal. SHORT: x has at most 11 bits,
- * as has the value from which s was made. Then the quotient is never close enough to the middle
- * between two e4m3 numbers for 2^-44 to matter, and the last correction is not needed. */
+/* Returns x / s, rounded like a division, if no number in between is subnormal. SHORT: x, and
+ * the value from which s was made, have at most 11 significant bits. Then the quotient is never
+ * so close to the middle of two e4m3 numbers that an error of 2^-44 matters, and the last
+ * correction is left out. */
 template <bool SHORT> __device__ __forceinline__ float divide_rounded(float x, const Divisor &d)
 {
     const float q = __fmaf_rn(x, d.high, __fmul_rn(x, d.low));
     return SHORT ? q : __fmaf_rn(__fmaf_rn(q, d.s, -x), d.minus_r, q);
 }
 
-/* Divides N elements of a block of 128 by its scale. Very small or large blocks are first
- * scaled towards 1. */
+/* Divides N elements of a block of 128 by the block's scale. If the scale is very small or
+ * large, both are first multiplied by a power of two that moves the scale towards 1. */
 template <bool SHORT, int N>
 __device__ __forceinline__ void divide_block(float (&x)[N], float scale)
 {
@@ -176,8 +190,9 @@ __device__ __forceinline__ void divide_block(float (&x)[N], float scale)
     for (int i = 0; i < N; i++) x[i] = divide_rounded<SHORT>(x[i], d);
 }
 
-/* Quantizes vector v of a piece, whose elements have been multiplied by the weight; overwrites
- * x. `mine`: the scale of this lane's block. A NaN scale makes all elements NaN. */
+/* Quantizes vector v of a piece: sets piece.q[v]. x: its elements, already multiplied by the
+ * weight; overwritten. `mine`: scale of this lane's block; the vector's scale comes from
+ * another lane. A NaN scale makes all elements NaN. Called by a whole warp. */
 template <bool SHORT, int V, int N>
 __device__ __forceinline__ void quantize_vector(Quantized<V, N> &piece, int v, float (&x)[N],
                                                 const BlockScale &mine, uint32_t how)
@@ -194,7 +209,8 @@ __device__ __forceinline__ void quantize_vector(Quantized<V, N> &piece, int v, f
         piece.q[v][i / 4] = pack_e4m3(x[i], x[i + 1], x[i + 2], x[i + 3]);
 }
 
-/* Quantizes a piece of a row. x is overwritten. One warp. */
+/* Quantizes a piece of a row and returns its elements and scales. Overwrites x. Called by a
+ * whole warp. */
 template <int V, int N>
 __device__ __forceinline__ Quantized<V, N> quantize_piece(float (&x)[V][N], uint32_t how)
 {
@@ -214,17 +230,15 @@ static __device__ __noinline__ void store_some(uint8_t *to, uint32_t word, int64
     for (int i = 0; i < 4 && i < count; i++) to[i] = (uint8_t)(word >> i * 8);
 }
 
-struct
-    /* destination of quantized rows; `whole`: a lane's N bytes, `words`: a word of scales is
-     * stored at once */
-    QuantizedRows {
+/* Where quantized rows are stored. */
+struct QuantizedRows {
     uint8_t *rows, *scales;
     int64_t row_bytes, scale_bytes;
+    /* whole: a lane stores its N bytes at once. words: scales are stored as 32-bit words. */
     bool whole, words;
 };
 
-/* Stores N elements of this lane from byte `at` of a slot's row on, up to the end of the row.
- */
+/* Stores N elements of this lane to a slot's row, from byte `at` up to the end of the row. */
 template <int V, int N>
 __device__ __forceinline__ void store_vector(const QuantizedRows &to, int32_t slot, int32_t at,
                                              const uint32_t (&q)[N / 4], uint64_t policy)
@@ -243,7 +257,7 @@ __device__ __forceinline__ void store_vector(const QuantizedRows &to, int32_t sl
         store_once(row, q[0], policy);
 }
 
-/* Stores piece number `number` of a row, with its scales. */
+/* Stores piece number `number` of a slot's row, and the scales of that piece. */
 template <int V, int N>
 __device__ __forceinline__ void store_quantized(const QuantizedRows &to, int32_t slot,
                                                 int number, const Quantized<V, N> &piece,

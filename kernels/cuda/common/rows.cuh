@@ -1,10 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Rows as vectors of 16 bytes: pieces, the ring of pieces in shared memory, element types, and
- * how the work of an operation is dealt to warps.
+/* Rows and how they are divided. This file defines pieces, the ring of pieces in shared memory,
+ * the element types of rows, and how the work of an operation is dealt to warps.
  *
- * A piece is V vectors per lane: vector v of lane l is number (piece * V + v) * 32 + l of the
- * row. EXACT: every piece of every row is full, and rows are aligned to 16 bytes. Otherwise the
- * last piece may be shorter, and rows may be unaligned (`aligned`). */
+ *   vector  16 bytes: what a lane loads or stores at once
+ *   piece   V vectors per lane of a warp (V is 4 for most kernels: 2 KB). Vector v of lane l
+ *           is vector number (piece * V + v) * 32 + l of the row.
+ *   span    several pieces of one row, which a warp moves one after the other
+ *   unit    one span in one role (send, receive, ...): a warp's work at a time
+ *
+ * EXACT (template argument): rows are aligned to 16 bytes and consist of whole pieces.
+ * Otherwise the last piece may be shorter, and rows may be unaligned (RowShape.aligned). */
 #ifndef EPIC_ROWS_CUH
 #define EPIC_ROWS_CUH
 
@@ -13,27 +18,29 @@
 
 #include "cuda/common/wait.cuh"
 
-struct RowShape { /* layout of the caller's rows */
+struct RowShape { /* Sizes of the caller's rows. */
     int64_t row_bytes;
-    int32_t vectors; /* per row; the last one may be partly filled */
-    int32_t pieces;
-    bool aligned;
+    int32_t vectors; /* vectors per row; the last one may be partly filled */
+    int32_t pieces;  /* pieces per row; the last one may be shorter */
+    bool aligned;    /* row addresses and sizes are multiples of 16 bytes */
 };
 
-/* The shape of rows of row_bytes bytes, with V vectors per lane and piece. */
+/* Returns the sizes of rows of row_bytes bytes, with V vectors per lane and piece. */
 template <int V> __device__ __forceinline__ RowShape row_shape(int64_t row_bytes, int aligned)
 {
     const int32_t vectors = (int32_t)((row_bytes + 15) / 16);
     return {row_bytes, vectors, (vectors + V * WARP - 1) / (V * WARP), aligned != 0};
 }
 
-/* Byte offset of row i, computed by one multiplication. */
+/* Returns the byte offset of row i. Both factors have 32 bits, so it takes one multiplication.
+ */
 __device__ __forceinline__ int64_t row_offset(int32_t i, const RowShape &s)
 {
     return (int64_t)((uint64_t)(uint32_t)i * (uint32_t)s.row_bytes);
 }
 
-/* Loads bytes [at, at + 16) of a row at any address, with `fill` past the end of the row. */
+/* Returns bytes [at, at + 16) of a row at any address. Bytes past the end of the row come from
+ * `fill`, a 32-bit word. */
 static __device__ __noinline__ uint4 load_bytes(const uint8_t *row, int64_t at,
                                                 int64_t row_bytes, uint32_t fill)
 {
@@ -57,7 +64,8 @@ static __device__ __noinline__ void store_bytes(uint8_t *row, int64_t at, int64_
         if (at + i < row_bytes) row[at + i] = (uint8_t)(words[i / 4] >> (i % 4 * 8));
 }
 
-/* Loads vector number `vector` of a row that is not read again soon; zeros past its end. */
+/* Returns vector number `vector` of a row, with zeros past its end. For rows that no kernel
+ * reads again soon. */
 __device__ __forceinline__ uint4 load_row(const uint8_t *row, int32_t vector, const RowShape &s,
                                           uint64_t policy)
 {
@@ -66,7 +74,8 @@ __device__ __forceinline__ uint4 load_row(const uint8_t *row, int32_t vector, co
     return s.aligned ? load_once(row + at, policy) : load_bytes(row, at, s.row_bytes, 0);
 }
 
-/* Like load_row(), for rows that are read again soon; `fill` past the end of the row. */
+/* Like load_row(), but for rows that are read again soon, and with `fill` past the end of the
+ * row. */
 __device__ __forceinline__ uint4 load_row_again(const uint8_t *row, int32_t vector,
                                                 const RowShape &s, uint32_t fill)
 {
@@ -87,7 +96,8 @@ __device__ __forceinline__ void store_row(uint8_t *row, int32_t vector, const Ro
         store_bytes(row, at, s.row_bytes, q);
 }
 
-/* One warp: loads the piece whose first vector is `first` of a row that is read again soon. */
+/* Loads this lane's part of the piece that begins with vector `first`, for rows that are read
+ * again soon. `fill`: value of words past the end of the row. Called by a whole warp. */
 template <int V, bool EXACT>
 __device__ __forceinline__ void load_piece_again(const uint8_t *row, int32_t first,
                                                  const RowShape &s, uint4 (&q)[V],
@@ -125,62 +135,63 @@ __device__ __forceinline__ void zero_piece(uint8_t *row, int32_t first, const Ro
     store_piece<V, EXACT>(row, first, s, zeros, policy);
 }
 
-/* A vector that is poison in every word. */
+/* Returns a vector that is poison in every word. */
 __device__ __forceinline__ uint4 poison_vector()
 {
     return make_uint4(POISON, POISON, POISON, POISON);
 }
 
-/* Is any word poison? Poison is the largest 32-bit number, so one maximum is compared. */
+/* Returns true if any word of the vector is poison. Poison is the largest 32-bit number, so
+ * comparing the maximum of the words suffices. */
 __device__ __forceinline__ bool has_poison(uint4 q)
 {
     return max(max(q.x, q.y), max(q.z, q.w)) == POISON;
 }
 
-/* Replaces a word that equals poison by another NaN. Results of arithmetic are never poison; a
- * caller's NaN may be. */
+/* Returns the word, or `nan` if it equals poison. Results of arithmetic are never poison, but a
+ * NaN of the caller may be. */
 __device__ __forceinline__ uint32_t replace_poison(uint32_t word, uint32_t nan)
 {
     return word == POISON ? nan : word;
 }
 
-/* Like replace_poison(), for each word of a vector. */
 __device__ __forceinline__ uint4 replace_poisons(uint4 q, uint32_t nan)
 {
     return make_uint4(replace_poison(q.x, nan), replace_poison(q.y, nan),
                       replace_poison(q.z, nan), replace_poison(q.w, nan));
 }
 
-/* Byte offset of this lane's part of the piece that begins with `vector`. */
+/* Returns the byte offset of this lane's part of the piece that begins with `vector`. */
 __device__ __forceinline__ int64_t lane_offset(int32_t vector)
 {
     return (int64_t)((uint32_t)(vector + lane_id()) * 16u);
 }
 
-/* Rounds up to whole cache lines. Copies between different offsets in a line take up to a fifth
- * longer, and rows mostly begin at lines. */
+/* Rounds up to whole cache lines. Rows mostly begin at a line, and copies are faster if the
+ * shared memory has the same offset in a line. */
 static constexpr int round_up_to_lines(int bytes)
 {
     return (bytes + 127) / 128 * 128;
 }
 
-/* A warp's ring of pieces in shared memory, filled by asynchronous copies ahead of their use.
- * Each lane reads back only what it copied itself, so no barrier is needed. Pieces are used in
- * the order in which they are copied. While one piece is in use, AHEAD others are being copied;
- * the ring is full then, and the place in use is the next one to be filled. */
+/* A warp's ring of pieces in shared memory. Asynchronous copies (cp.async) fill it ahead of
+ * use, in the order of use. Each lane reads back only what it copied itself, so no barrier is
+ * needed. The ring has AHEAD + 1 places: one piece is in use, AHEAD are being copied. The place
+ * in use is the next one to be filled. */
 template <int V, bool EXACT> struct PieceRing {
     static constexpr int AHEAD = V > 4 ? 2 : 3, PIECE_BYTES = V * WARP * 16;
     static constexpr int BYTES = (AHEAD + 1) * PIECE_BYTES;
-    uint32_t memory; /* shared address of this lane's part */
+    uint32_t memory; /* shared-memory address of this lane's part of the ring */
+    /* offset of the place that is filled, and read, next */
     uint32_t next = 0;
 
-    /* warp_memory: BYTES of shared memory of this warp. */
+    /* warp_memory: BYTES bytes of shared memory for this warp. */
     __device__ __forceinline__ explicit PieceRing(const void *warp_memory)
         : memory(shared_address(warp_memory) + lane_id() * 16)
     {
     }
-    /* Starts the copy of this lane's part of the piece that begins with `vector`. `once`: the
-     * row is not read again. */
+    /* Starts to copy this lane's part of a piece into the ring. `from`: address of that part.
+     * `vector`: first vector of the piece. `once`: no kernel reads the row again soon. */
     __device__ __forceinline__ void copy_piece(const uint8_t *from, int32_t vector,
                                                const RowShape &s, bool once, uint64_t policy)
     {
@@ -194,20 +205,22 @@ template <int V, bool EXACT> struct PieceRing {
                 copy_again(to, from + v * WARP * 16);
         }
     }
-    /* Ends the copies of one piece, which may have none. */
+    /* Ends the group of copies of one piece and moves to the next place. Called once per piece,
+     * also if nothing was copied. */
     __device__ __forceinline__ void commit_piece()
     {
         end_copies();
         next = next + PIECE_BYTES == BYTES ? 0 : next + PIECE_BYTES;
     }
-    /* Waits until the next piece has arrived. The copies of the AHEAD pieces after it have been
-     * started. */
+    /* Waits until the oldest piece has arrived. The copies of the AHEAD pieces after it must
+     * have been committed. */
     __device__ __forceinline__ void wait_next()
     {
         wait_copies<AHEAD>();
     }
-    /* Waits for the next piece, vectors [first, ...) of a row, and reads it; `fill` past the
-     * end of the row. The copies of the AHEAD pieces after it have been started. */
+    /* Waits for the oldest piece and reads this lane's part to q. `first`: first vector of the
+     * piece. `fill`: value of words past the end of the row. The copies of the AHEAD pieces
+     * after it must have been committed. */
     __device__ __forceinline__ void read_piece(uint4 (&q)[V], int32_t first, const RowShape &s,
                                                uint32_t fill = 0)
     {
@@ -221,8 +234,9 @@ template <int V, bool EXACT> struct PieceRing {
     }
 };
 
-/* One warp performs a list of units whose pieces go through a ring: it keeps AHEAD units begun
- * and AHEAD pieces in flight. Returns false if the group is broken. */
+/* Performs a warp's list of units whose pieces go through a ring. Always keeps AHEAD units
+ * begun and AHEAD pieces in flight. Called by a whole warp. Returns false if the group is
+ * broken. */
 template <class Units> __device__ __forceinline__ bool run_units(Units &&units)
 {
     bool ok = true;
@@ -239,8 +253,8 @@ template <class Units> __device__ __forceinline__ bool run_units(Units &&units)
 
 /* ----------------------------------------------------------------------- element types ---- */
 
-/* The types of rows. Each converts a vector of 16 bytes to N floats and back, and names a NaN
- * that may replace a caller's NaN that equals poison. */
+/* The element types of rows. Each converts a vector of 16 bytes to N floats and back. NAN_WORD
+ * is the NaN that replaces a caller's NaN if that equals poison. */
 struct Bf16 {
     static constexpr int N = 8; /* elements per vector */
     static constexpr uint32_t NAN_WORD = 0x7fff7fffu, MINUS_ZERO = 0x80008000u;
@@ -309,13 +323,18 @@ struct F32 {
 
 /* -------------------------------------------------------------- dealing units to warps ---- */
 
-/* Units are dealt to the warps of the grid in turn: unit = (step * roles + role) * spans +
- * span. A step is a token; a role is what is done with it; a span is a few pieces of its row,
- * moved one after the other. */
-struct Stride { /* distance to a warp's next unit; in shared memory */
+/* How units are dealt. All units of an operation form one list: for each step (one token), for
+ * each role (send, receive from source 1, ...), for each span of the row:
+ *
+ *   unit number = (step * roles + role) * spans + span
+ *
+ * Warp w of W in the grid has units w, w + W, w + 2 W, ... */
+/* Distance from a warp's unit to its next one, as step, role and span, and the numbers of
+ * roles, spans and warps. In shared memory. */
+struct Stride {
     int step, role, span, roles, spans, units;
 
-    /* The first `num_units` warps of the grid take part. */
+    /* Sets the distance if the first `num_units` warps of the grid take part. */
     __device__ void set_strides(int num_units, int num_roles, int num_spans)
     {
         units = num_units;
@@ -327,9 +346,9 @@ struct Stride { /* distance to a warp's next unit; in shared memory */
     }
 };
 
-#define NO_STEP (1 << 30) /* a step past the last one */
+#define NO_STEP (1 << 30) /* a step after all steps, for warps that take no part */
 
-/* The position of a warp in the list of units. */
+/* A warp's current position in the list of units. */
 struct UnitWalk {
     int step, role, span;
 
@@ -341,7 +360,7 @@ struct UnitWalk {
         role = first / s.spans % s.roles;
         step = first < s.units ? first / s.spans / s.roles : NO_STEP;
     }
-    /* Moves on to the next unit of this warp. */
+    /* Moves to the next unit of this warp, with additions only: a division would be slow. */
     __device__ __forceinline__ void next_unit(const Stride &s)
     {
         span += s.span;
@@ -352,7 +371,6 @@ struct UnitWalk {
     }
 };
 
-/* The greatest common divisor. */
 static inline int common_divisor(int a, int b)
 {
     while (b) {
@@ -363,23 +381,25 @@ static inline int common_divisor(int a, int b)
     return a;
 }
 
-/* Units per token: roles times spans of its row. */
+/* Returns the number of units per token: roles times spans of its row. `vectors`: vectors per
+ * lane and piece. */
 template <class Job> static inline int units_per_token(const Job &job, int roles, int vectors)
 {
     const int64_t span_bytes = (int64_t)job.span * vectors * 512;
     return roles * (int)((job.row_bytes + span_bytes - 1) / span_bytes);
 }
 
-/* Sets how a launch deals its units to warps; measured, docs/lab/cuda.md.
+/* Chooses how a launch deals its units to warps, and sets it in the job. Measured:
+ * docs/lab/cuda.md.
  *
- *   job.span   pieces per unit. A unit costs 0.7 us beyond its pieces, so a row has as few
- *              spans as keep all warps equally busy.
- *   job.lag    as many tokens as all warps work on at a time, so that pieces have arrived
- *              when they are copied.
- *   job.units  warps that take part, at most all. Their number has no common divisor with the
- *              number of units per token, so that each warp gets every role and span. If
- *              possible, a warp's next unit is at least 0.3 of them away: a warp that does one
- *              kind of work for some time runs ahead of the others or falls behind. */
+ *   job.span   pieces per unit. A unit has a fixed cost, so a row has as few spans as keep
+ *              all warps equally busy.
+ *   job.lag    tokens by which receiving stays behind sending: about as many as all warps
+ *              work on at a time, so that pieces have arrived when they are copied
+ *   job.units  number of warps that take part, at most all. It has no common divisor with the
+ *              number of units per token (kinds), so that each warp gets every role and span
+ *              in turn. A warp's next unit should also be far from the last in the order of
+ *              kinds: a warp with one kind of work for long runs ahead of others or behind. */
 template <class Job>
 static inline void deal_units(Job &job, int num_sms, int block, int roles, int vectors)
 {
@@ -393,7 +413,8 @@ static inline void deal_units(Job &job, int num_sms, int block, int roles, int v
     if (spans < least) spans = least;
     if (spans > pieces) spans = pieces;
     job.span = (int32_t)((pieces + spans - 1) / spans);
-    const bool parts = spans > 1 && pieces > 5; /* of a long row: at most two pieces */
+    /* spans of a long row: at most two pieces each */
+    const bool parts = spans > 1 && pieces > 5;
     if (parts && job.span > 2) job.span = 2;
     const int kinds = units_per_token(job, roles, vectors);
     int best = 0;

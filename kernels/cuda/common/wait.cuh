@@ -1,41 +1,45 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Every wait on the device: polling, deadlines, and the diagnosis when a peer does not come.
+/* How device code waits: polling, deadlines, and finding the rank at fault when a wait fails.
  *
- * A waiting warp polls its word. Every SPINS_PER_CHECK polls it calls wait_should_abort(),
- * which looks for a failure of the group and for the deadline. If the wait is given up, the CTA
- * ends, and one of its threads finds the cause (report_aborted_wait) and reports it:
+ * A waiting warp polls a word until it has the expected value. Every SPINS_PER_CHECK polls it
+ * calls wait_should_abort(), which checks the deadline and looks for a failure of the group. If
+ * the wait is given up, the CTA ends, and one of its threads calls report_aborted_wait(). It
+ * finds the cause and reports it:
  *
- *   1. it claims `control.claim`, so that one thread of the rank reports
- *   2. it writes the fields of `status`, then a system fence, then status.result:
- *      the host reads result first and so sees all fields
- *   3. it stores `broken` into the heap of every rank; every check of a wait reads its own
+ *   1. set control.claim, so that only one thread of the rank reports
+ *   2. write the fields of p2p_status (host memory), then a system fence, then
+ *      status.result. A host that reads `result` sees all fields.
+ *   3. store `broken` into the heap of every rank. Waits on all ranks check it.
  *
- * A group breaks once. All later operations find `broken` and return at once. */
+ * A group breaks once. Every later operation finds `broken` and returns at once. */
 #ifndef EPIC_WAIT_CUH
 #define EPIC_WAIT_CUH
 
 #include "cuda/common/addressing.cuh"
 #include "rules/invariant.h"
 
-/* Time after the deadline in which a rank that knows the culprit may report first. */
+/* Time after a deadline in which a rank that does not know the culprit lets other ranks report
+ * first. */
 #define REPORT_GRACE_NS 20000000ull
-#define POLL_PAUSE 50u /* least time between two reads of host memory, in units of 1024 ns */
+/* least time between two reads of a word in host memory, in units of 1024 ns */
+#define POLL_PAUSE 50u
 
-/* Encodes a wait that was given up: the peer that it was for, or -1, and a p2p_phase. */
+/* Encodes a wait that was given up: the rank that it waited for, or -1, and a p2p_phase. */
 #define WAIT_ABORTED(peer, phase) ((uint32_t)((peer) + 1) << 8 | (uint32_t)(phase))
 
 /* ----------------------------------------------------------------------------- failure ---- */
 
-/* Returns true to one thread per `pause` units of 1024 ns; `polled_at` holds the time of the
- * last permit. Reads of one host address by many warps are served one after the other, 1.1 us
- * each, so one thread reads for all. */
+/* Returns true if this thread may read a slow word (host memory or net inbox) now: one thread
+ * of the rank per `pause` units of 1024 ns. *asked is the time of the last permit. Reads of one
+ * host address by many warps are served one after the other, so one thread reads for all. */
 __device__ __forceinline__ bool poll_permit(uint32_t *asked, uint32_t pause)
 {
     const uint32_t time = (uint32_t)(timer_ns() >> 10), before = load_relaxed(asked);
     return time - before >= pause && atomicCAS(asked, before, time) == before;
 }
 
-/* backend hosts: copies a failure into control memory, where all warps of this rank look. */
+/* backend hosts: copies the word `broken` to control memory, where all warps of this rank look.
+ * Does nothing if it is 0. */
 __device__ __forceinline__ void cache_broken(const OpState &op, uint64_t word)
 {
 #ifdef EPIC_HOSTS
@@ -43,9 +47,9 @@ __device__ __forceinline__ void cache_broken(const OpState &op, uint64_t word)
 #endif
 }
 
-/* Writes the status for the host, once per rank, and stores `broken` into the heaps of all
- * ranks if this rank found the failure. `theirs`: the signature of a peer that called something
- * else, or 0. */
+/* Reports a failure of the group, once per rank: writes p2p_status for the host and, if this
+ * rank found the failure, stores `broken` into the heaps of all ranks. `word`: P2P_BROKEN().
+ * `theirs`: signature of a rank that called another operation, or 0. */
 static __device__ __noinline__ void report_failure(const OpState &op, uint64_t word,
                                                    uint32_t theirs)
 {
@@ -69,8 +73,8 @@ static __device__ __noinline__ void report_failure(const OpState &op, uint64_t w
             store_relaxed((uint64_t *)(self.heap[q] + self.at.broken), word);
 }
 
-/* Adds an error in the data to the notices that the host reads; it does not break the group.
- * Drops it if all P2P_NOTICES are unread. */
+/* Reports an error in the data to the host, which does not break the group. Dropped if all
+ * P2P_NOTICES are unread. */
 static __device__ __noinline__ void report_data_error(const p2p_self &self,
                                                       const p2p_notice &said)
 {
@@ -88,7 +92,8 @@ static __device__ __noinline__ void report_data_error(const p2p_self &self,
     }
 }
 
-/* backend hosts: gives the word to the proxy thread, which sends it to the peers. */
+/* backend hosts: passes the word `waits` of this rank to the proxy thread, which sends it to
+ * the peers. */
 __device__ __forceinline__ void publish_waits(const OpState &op, uint64_t said)
 {
 #ifdef EPIC_HOSTS
@@ -96,21 +101,23 @@ __device__ __forceinline__ void publish_waits(const OpState &op, uint64_t said)
 #endif
 }
 
-/* The word in a heap in which `rank` publishes for which ranks it waits. */
+/* Returns the address of the word in a heap in which `rank` publishes the ranks that it waits
+ * for. `heap`: base address of that heap. */
 __device__ __forceinline__ uint64_t *waits_address(const OpState &op, uint8_t *heap, int rank)
 {
     return (uint64_t *)(heap + op.self->at.waits) + rank;
 }
 
-/* The ranks for which `rank` waits, as bits; 0 if it has not published any in this epoch. */
+/* Returns a bit mask of the ranks for which `rank` waits; 0 if it has published none in this
+ * epoch. */
 __device__ __forceinline__ uint32_t read_waits(const OpState &op, int rank)
 {
     const uint64_t said = load_relaxed(waits_address(op, status_base(op, rank), rank));
     return is_stamped(op, said) ? (uint32_t)said : 0;
 }
 
-/* Publishes to every rank that this rank waits for `peers` (bits; 0: for none), so that it is
- * not blamed. Called late in the time limit. */
+/* Publishes that this rank waits for `peers` (bit mask; 0: for none), so that other ranks do
+ * not take it for the culprit. Called only in the last quarter of the time limit. */
 static __device__ void write_waits(const OpState &op, uint32_t peers)
 {
     const p2p_self &self = *op.self;
@@ -121,8 +128,9 @@ static __device__ void write_waits(const OpState &op, uint32_t peers)
     publish_waits(op, stamp_word(op, peers));
 }
 
-/* The ranks that keep the group waiting: those that have not announced this epoch. If all have,
- * follows the published waits from `awaited` to the ranks that wait for no other. */
+/* Returns a bit mask of the ranks that hold up the group. These are the ranks that have not
+ * announced this epoch. If all have, it follows the published waits from the ranks in `awaited`
+ * to those that wait for no other rank. */
 static __device__ uint32_t find_culprits(const OpState &op, uint32_t awaited)
 {
     const int num_ranks = op.self->num_ranks, own = op.self->rank;
@@ -144,9 +152,9 @@ static __device__ uint32_t find_culprits(const OpState &op, uint32_t awaited)
     return guilty ? guilty : awaited;
 }
 
-/* Ranks whose processes have died, as bits. The host writes them into its memory. A read there
- * takes microseconds, and milliseconds if a thousand warps read, so one thread reads for all.
- */
+/* Returns a bit mask of the ranks whose processes have died. The host writes it into host
+ * memory, where reads by many warps are slow. So one thread reads it there now and then and
+ * copies it to control memory for all. */
 static __device__ uint32_t read_dead_ranks(const OpState &op)
 {
     p2p_control *control = control_of(op);
@@ -157,8 +165,10 @@ static __device__ uint32_t read_dead_ranks(const OpState &op)
     return load_relaxed(&control->dead);
 }
 
-/* The failure that has ended the operation, as a word of `broken`; 0: none but perhaps the
- * deadline. `theirs` is set to the signature of a rank that called something else. */
+/* Returns P2P_BROKEN() of the failure that has ended the operation, or 0. It checks in this
+ * order: a published failure, a peer that announced another operation, a closed or dead peer.
+ * It does not check the deadline. Sets `theirs` to the signature of a peer that announced
+ * another operation. */
 __device__ __forceinline__ uint64_t find_failure(const OpState &op, int phase, uint32_t &theirs)
 {
     const p2p_self &self = *op.self;
@@ -184,15 +194,17 @@ __device__ __forceinline__ uint64_t find_failure(const OpState &op, int phase, u
 }
 
 #ifndef SPINS_PER_CHECK
-#define SPINS_PER_CHECK 256u /* polls between two checks */
+#define SPINS_PER_CHECK 256u /* polls between two checks of a wait */
 #endif
 
-/* Returns true if deadlines up to `deadline` have passed in the time of the host.
+/* Returns true if the host, too, has run after `deadline`, so that the wait may end. `time`:
+ * now.
  *
- * The clock of a device continues while the process is stopped (Ctrl-Z, a frozen container),
- * and then often all peers are stopped, too, and launch nothing. So a deadline ends only after
- * the host has shown, by a beat, that it ran after it. If the host was stopped meanwhile, the
- * deadline starts again. One thread of the rank reads host memory for all. */
+ * The clock of a device continues while the process is stopped (Ctrl-Z, a frozen container).
+ * Often all peers are stopped as well and launch nothing. So a deadline ends only after a beat
+ * of a host thread that came later. If the host finds that the process was stopped, it counts a
+ * stop, and the deadline starts again, at most P2P_POSTPONE_LIMIT times. One thread of the rank
+ * reads the word `awake` in host memory for all. */
 static __device__ bool has_host_run_after(const OpState &op, uint64_t deadline, uint64_t time)
 {
     p2p_control *control = control_of(op);
@@ -200,7 +212,7 @@ static __device__ bool has_host_run_after(const OpState &op, uint64_t deadline, 
         const uint64_t awake = load_relaxed(&op.self->status->awake);
         const uint32_t beat = (uint32_t)awake, stops = (uint32_t)(awake >> 32);
         const uint64_t due = load_relaxed(&control->due);
-        if (!awake) { /* no thread of the host beats: the clock of the device decides */
+        if (!awake) { /* No host thread beats, so the clock of the device alone decides. */
             store_relaxed(&control->overdue, time);
         } else if (stops != load_relaxed(&control->host_stops)) {
             const uint32_t num_postponed = load_relaxed(&control->num_postponed);
@@ -219,8 +231,9 @@ static __device__ bool has_host_run_after(const OpState &op, uint64_t deadline, 
     return load_relaxed(&control->overdue) > deadline;
 }
 
-/* Has the deadline passed? Progress of other waits on this rank moves the deadline. In the last
- * quarter of the time it publishes that this rank waits for `peer`. */
+/* Returns true if the deadline of a wait for `peer` has passed. A wait of this rank that ends
+ * well moves the deadline. In the last quarter of the time limit, publishes that this rank
+ * waits for `peer`. */
 static __device__ __noinline__ bool is_too_late(const OpState &op, int peer)
 {
     const p2p_self &self = *op.self;
@@ -237,7 +250,8 @@ static __device__ __noinline__ bool is_too_late(const OpState &op, int peer)
     return false;
 }
 
-/* Has the group failed? backend hosts: one thread reads the net inbox for all. */
+/* Returns true if the group has failed. In backend hosts one thread reads the net inbox for
+ * all. */
 __device__ __forceinline__ bool has_failed(const OpState &op, int phase)
 {
     uint32_t theirs;
@@ -253,10 +267,10 @@ __device__ __forceinline__ bool has_failed(const OpState &op, int phase)
 #endif
 }
 
-/* Called by a wait every SPINS_PER_CHECK polls; returns true if the wait must be given up: the
- * group has failed, or the deadline has passed. `fresh`: this is the first check of the wait,
- * so an earlier wait has succeeded since, which counts as progress. The diagnosis is left to
- * the end of the CTA, so that waiting warps need few registers. */
+/* Returns true if a wait for `peer` must be given up: the group has failed, or the deadline has
+ * passed. A wait calls it every SPINS_PER_CHECK polls. `fresh`: it is the first check of this
+ * wait. Then an earlier wait has ended well, which counts as progress and moves the deadline.
+ * The cause is found later, at the end of the CTA, because waiting warps have few registers. */
 static __device__ __noinline__ bool wait_should_abort(const OpState &op, int peer, int phase,
                                                       bool fresh)
 {
@@ -272,9 +286,9 @@ static __device__ __noinline__ bool wait_should_abort(const OpState &op, int pee
     return over;
 }
 
-/* Finds out what ended the operation and reports it. One thread. If the deadline ended a wait
- * for no peer in particular, ranks that know the culprit get REPORT_GRACE_NS to report first;
- * then the peers count for which other threads of this rank have waited. */
+/* Finds the cause of a wait that was given up and reports it. Called by one thread. A thread
+ * that does not know which rank it waited for gives other ranks REPORT_GRACE_NS to report
+ * first. Then it uses the ranks for which other threads of this rank have published waits. */
 static __device__ __noinline__ void report_aborted_wait(const OpState &op)
 {
     const p2p_self &self = *op.self;
@@ -292,15 +306,16 @@ static __device__ __noinline__ void report_aborted_wait(const OpState &op)
 }
 
 #ifndef LOW_LATENCY
-#define LOW_LATENCY 0 /* 1: latency matters most, and nothing else needs the memory bandwidth */
+/* 1 in low-latency kernels: poll without long pauses, as no rows need the bandwidth */
+#define LOW_LATENCY 0
 #endif
 #ifndef SPINS_TO_SLEEP
 #define SPINS_TO_SLEEP (LOW_LATENCY ? 64u : 4u)
 #endif
 
-/* A warp polls until ready() is true, which must have the same value on all lanes. Returns
- * false if the wait was given up because the group is broken. `peer`: the rank that this lane
- * waits for, or -1; ready() may change it. */
+/* Polls until ready() is true; ready() must return the same value in all lanes. Called by a
+ * whole warp. Returns false if the wait was given up because the group is broken. `peer`: the
+ * rank that this lane waits for, or -1; ready() may change it. */
 template <class Ready>
 __device__ __forceinline__ bool wait_warp(const OpState &op, const int &peer, int phase,
                                           Ready ready)
@@ -314,7 +329,7 @@ __device__ __forceinline__ bool wait_warp(const OpState &op, const int &peer, in
     return true;
 }
 
-/* Like wait_warp(), for one thread. */
+/* Like wait_warp(), but called by one thread. */
 template <class Ready>
 __device__ __forceinline__ bool wait_thread(const OpState &op, const int &peer, int phase,
                                             Ready ready)
