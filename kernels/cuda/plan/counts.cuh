@@ -1,111 +1,128 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Counting choices: the first half of making a plan.
+/* Counting choices: the first half of making a plan. plan/planner.cuh is the second half.
  *
- * The first `planners` CTAs make the plan. CTA c has the c-th part of the tokens, its warp w
- * the w-th part of that. The position of a choice among all choices of its expert is
+ * The first `planners` CTAs of a kernel make the plan. CTA c counts the c-th part of this
+ * rank's tokens, and its warp w counts the w-th part of those. The position of a choice among
+ * all choices of its expert is the sum of four counts of earlier choices of that expert:
  *
- *   choices of lower ranks + of lower CTAs + of lower warps + earlier ones of this warp,
+ *   choices of lower ranks + of lower CTAs + of lower warps + earlier ones of this warp
  *
- * so no position depends on the order in which anything happens.
+ * So no position depends on the order in which ranks, CTAs or warps run.
  *
- *   who                    stores                            who waits for it
- *   warp                   its counts, in shared memory      its CTA, at a barrier
- *   planner CTA            counts of the CTA (`tallies`,     all planner CTAs of this rank
- *                          stamped, this rank)
- *   planner CTA 0          counts of the rank (`counts`,     all planner CTAs of all ranks
- *                          stamped, to every rank)
+ *   writer          stores                                       reader that waits
+ *   each warp       its counts, in shared memory                 its CTA, at a barrier
+ *   planner CTA     `tallies`: counts of the CTA, in this        all planner CTAs of this
+ *                   rank's heap                                  rank
+ *   planner CTA 0   `counts`: counts of the rank, in every       all planner CTAs of all
+ *                   rank's heap                                  ranks
  *
- * Planning is compiled for each KIND of layer, so that rare features cost the others nothing.
- */
+ * `tallies` and `counts` are stamped words: each word is its own flag, so no fence is needed.
+ * The code is compiled for each KIND of layer, so that rare features cost other layers
+ * nothing. */
 #ifndef EPIC_COUNTS_CUH
 #define EPIC_COUNTS_CUH
 
 #include "cuda/plan/view.cuh"
 
-/* "None" among the indices of the planner. */
+/* Value of an index that does not exist. */
 #define NO_INDEX 0xffffffffu
 #define RANKS_AT_ONCE 8
-#define PLAN_MOST_WARPS 16     /* warps of a CTA that count, at most */
-#define PLAN_TALLY_WORDS 16384 /* warps that count, times experts, at most */
+#define PLAN_MOST_WARPS 16 /* largest number of warps of a CTA that count */
+/* largest number of warps that count, times the number of counters */
+#define PLAN_TALLY_WORDS 16384
 
-enum { /* bits of KIND */
+enum { /* bits of the template argument KIND */
+       /* the layout is EPIC_FLAT */
        PLAN_FLAT = 1,
        PLAN_RARE = 2 /* the layer has replicas or may drop choices */
 };
 
-/* State of planning, in shared memory; the arrays are in dynamic shared memory. */
+/* State of the planner, in shared memory. Pointers are to arrays in dynamic shared memory, set
+ * by begin_planner(). A tally is a counter of the choices of one expert; num_tallies() lists
+ * the counters. */
 struct Planner {
     device_plan_header header;
-    int32_t *low;                /* [num_tallies] choices before those of this CTA */
-    int32_t *load;               /* [num_tallies] choices of all ranks */
-    int32_t *row_low, *row_load; /* FLAT: the same of rows, [num_ranks], after choices */
-    int32_t *start; /* [num_experts] first slot on its rank; FLAT: its number there */
-    int32_t *tally; /* [warps][num_tallies] choices in this CTA before those of the warp */
-    uint8_t *owner; /* [num_tallies] rank of the expert */
-    uint8_t *rare;  /* arrays of rare layers only */
-    int32_t common[DEVICE_MAX_RANKS]; /* most choices that an expert of each rank keeps */
+    /* [num_tallies] choices on lower ranks and in lower CTAs of this rank */
+    int32_t *low;
+    int32_t *load; /* [num_tallies] choices on all ranks */
+    /* FLAT: like low and load, but of the rows for each rank, [num_ranks] */
+    int32_t *row_low, *row_load;
+    /* [num_experts] first slot on the expert's rank; FLAT: the local expert number */
+    int32_t *start;
+    int32_t *tally; /* [warps][num_tallies] choices in lower warps of this CTA */
+    uint8_t *owner; /* [num_tallies] rank that owns the expert */
+    uint8_t *rare;  /* further arrays for layers with PLAN_RARE */
+    /* largest number of choices that each expert of a rank may keep, so that the rank's slots
+     * suffice */
+    int32_t common[DEVICE_MAX_RANKS];
+    /* slots that all choices together would need on each rank */
     int32_t demand[DEVICE_MAX_RANKS];
+    /* slots of each rank; 0: no bound */
     int32_t capacity[DEVICE_MAX_RANKS];
-    int32_t fits[DEVICE_MAX_RANKS],
-        fails[DEVICE_MAX_RANKS]; /* FLAT: bounds of the limit that is searched */
-    /* slots that are needed after expert_capacity has dropped */
+    /* FLAT: bounds of the search for `common`: fits suffices, fails does not */
+    int32_t fits[DEVICE_MAX_RANKS], fails[DEVICE_MAX_RANKS];
+    /* slots that each rank needs after expert_capacity has dropped choices */
     int64_t needed[DEVICE_MAX_RANKS];
-    /* index of this CTA's first choice with an invalid id, or with an id that its token repeats
-     * where ids are distinct; NO_INDEX: none */
+    /* Index of this CTA's first wrong choice, or NO_INDEX. A choice is wrong if its id is too
+     * large. With EPIC_DISTINCT it is also wrong if its token has chosen the same id before. */
     uint32_t bad_choice;
     uint32_t bad_owner;    /* lowest expert with an invalid rank; NO_INDEX: none */
-    int32_t *base, *taken; /* EPIC_BY_K only: plan/keep_by_k.cuh */
-    int32_t *chosen;       /* replicas only: plan/replicas.cuh */
+    int32_t *base, *taken; /* EPIC_BY_K only: described in plan/keep_by_k.cuh */
+    int32_t *chosen;       /* replicas only: described in plan/replicas.cuh */
+    /* replicas only: described in plan/replicas.cuh */
     uint16_t *logical, *nth, *first, *replica;
-    uint32_t table; /* hash of the table of replicas */
-    /* lowest expert whose entry is invalid, or num_experts + the lowest logical expert without
-     * replicas; NO_INDEX: none */
+    uint32_t table; /* replicas only: hash of logical_of_expert */
+    /* Lowest expert whose entry of logical_of_expert is invalid. If all entries are valid:
+     * num_experts + the lowest logical expert without replicas. NO_INDEX: neither exists. */
     uint32_t bad_replica;
-    uint32_t bad_ranks; /* ranks with wrong data, as bits */
+    uint32_t bad_ranks; /* bits of the ranks whose choices or tables are wrong */
+    /* warps of a CTA that count; tokens of a CTA; tokens of a warp */
     int32_t warps, tokens_of_cta, tokens_of_warp;
 };
 
-/* Number of counters for choices: one per expert, or with EPIC_BY_K one per expert and k. */
+/* Returns the number of counters for choices: one per expert, or with EPIC_BY_K one per expert
+ * and k. */
 __host__ __device__ inline int num_choice_tallies(const p2p_plan_job &job)
 {
     return (int)(job.layer.num_experts * (job.by_k ? job.layer.top_k : 1));
 }
 
-/* Number of all counters. FLAT has one more per rank, after those of choices: rows are counted
- * as if a rank were an expert that each token chooses at most once. */
+/* Returns the number of all counters. FLAT has one more counter per rank, after those of
+ * choices. It counts rows as if each rank were an expert that a token chooses at most once. */
 __host__ __device__ inline int num_tallies(const p2p_plan_job &job, bool flat)
 {
     return num_choice_tallies(job) + (flat ? job.self.num_ranks : 0);
 }
 
-/* Like num_choice_tallies(), with the KIND known to the compiler. */
+/* Like num_choice_tallies(), with KIND known to the compiler. */
 template <int KIND> __device__ __forceinline__ int choice_tallies(const p2p_plan_job &job)
 {
     return KIND & PLAN_RARE ? num_choice_tallies(job) : (int)job.layer.num_experts;
 }
 
-/* The tallies of a planner: those of choices and, FLAT, those of each rank's rows. */
+/* Like num_tallies(), with KIND known to the compiler. */
 template <int KIND> __device__ __forceinline__ int tallies_of(const p2p_plan_job &job)
 {
     return choice_tallies<KIND>(job) + (KIND & PLAN_FLAT ? job.self.num_ranks : 0);
 }
 
-/* Warps of a CTA that count so many tallies, as many as fit the memory. */
+/* Returns how many warps of a CTA count, so that their counters fit in shared memory. */
 __host__ __device__ inline int planner_warps(int tallies)
 {
     const int most = PLAN_TALLY_WORDS / tallies;
     return most < 3                 ? 1
            : most > PLAN_MOST_WARPS ? PLAN_MOST_WARPS
-                                    : most; /* two would need too much memory */
+                                    : most; /* two warps would need more memory than one */
 }
 
-/* Dynamic shared memory of the planner for so many tallies. */
+/* Returns the dynamic shared memory, in bytes, of a planner with this many counters. */
 __host__ __device__ inline int planner_bytes(int tallies)
 {
     return tallies * 4 * (3 + planner_warps(tallies)) + (tallies + 15) / 16 * 16;
 }
 
-/* The largest planner_bytes() of any number of tallies; it is not monotonic. */
+/* Returns the largest planner_bytes() for any number of counters. The function is not
+ * monotonic. */
 static inline int planner_most_bytes(void)
 {
     int most = 0;
@@ -114,25 +131,27 @@ static inline int planner_most_bytes(void)
     return most;
 }
 
-/* Dynamic shared memory of the planner of this job. */
+/* Returns the dynamic shared memory, in bytes, that each plan of this job needs. */
 static inline int planner_bytes_of(const p2p_plan_job &job)
 {
     return planner_bytes(num_tallies(job, job.layer.layout == EPIC_FLAT));
 }
 
-/* The tokens that a warp handles side by side, one lane per choice. A token with more than 32
- * choices takes two halves, one after the other. */
+/* How a warp handles choices: several tokens side by side, one lane per choice. A token with
+ * more than 32 choices takes two steps ("halves"). */
 struct TokenLanes {
-    int tokens, halves; /* tokens at a time; halves of a token */
-    int token, k;       /* token and choice of this lane */
+    int tokens, halves; /* number of tokens side by side; 1 or 2 halves per token */
+    int token, k;       /* this lane's token (0 is the first of the group) and choice */
+    /* true: this lane has a choice */
     bool on;
-    uint32_t mates; /* lanes of the same token */
+    uint32_t mates; /* bits of the lanes with the same token */
 
-    /* Deals the choices of a token to lanes. */
+    /* Assigns the lanes, for tokens with top_k choices. */
     __device__ explicit TokenLanes(int top_k)
     {
         const int lane = lane_id();
-        const float part = reciprocal_approx((float)top_k); /* exact for numbers this small */
+        /* exact, because both numbers are small */
+        const float part = reciprocal_approx((float)top_k);
         tokens = top_k <= WARP ? (int)((WARP + 0.5f) * part) : 1;
         halves = top_k <= WARP ? 1 : 2;
         token = top_k <= WARP ? (int)(((float)lane + 0.5f) * part) : 0;
@@ -142,9 +161,10 @@ struct TokenLanes {
     }
 };
 
-/* backend hosts: completes the records for rank q of the warp's tokens, which have `count`
- * words. Records of up to 32 choices are filled up, so that those of a CTA lie next to each
- * other and post_put_plan() posts one put. Longer records are posted here. One warp. */
+/* backend hosts: completes records for rank q, after send_records() has stored `count` words of
+ * each. Lanes that have no word store RECORD_ABSENT. Then all words of a CTA's records are
+ * valid, and post_put_plan() sends them in one put. Records of two halves are not filled up:
+ * each is sent here, by its own put. Called by one warp. */
 __device__ __forceinline__ void fill_records(const OpState &op, const TokenLanes &lanes, int q,
                                              uint64_t *record, bool in, int count)
 {
@@ -155,31 +175,31 @@ __device__ __forceinline__ void fill_records(const OpState &op, const TokenLanes
         store_relaxed(record + lanes.k, stamp_word(op, RECORD_ABSENT));
 }
 
-/* Upper bound of the ids that the caller passes. */
+/* Returns the number of valid ids that the caller may pass: logical experts, or experts. */
 __device__ __forceinline__ int num_ids(const p2p_plan_job &job)
 {
     return (int)(job.layer.num_logical ? job.layer.num_logical : job.layer.num_experts);
 }
 
-/* The id of choice number i of this rank, as the caller passes it. */
+/* Returns the id of choice number i of this rank, as the caller passed it. */
 __device__ __forceinline__ int64_t read_id(const p2p_plan_job &job, int64_t i)
 {
     return job.has_int64_ids ? __ldg((const long long *)job.topk_idx + i)
                              : __ldg((const int32_t *)job.topk_idx + i);
 }
 
-struct TokenRange { /* the tokens of a warp */
+struct TokenRange { /* the tokens that a warp counts and places */
     int32_t begin, end;
 };
 
-/* Splits this rank's tokens among planner CTAs and their warps. One thread. */
+/* Splits this rank's tokens among planner CTAs and their warps. Called by one thread. */
 __device__ __forceinline__ void split_tokens(Planner &p, const p2p_plan_job &job, int warps)
 {
     p.tokens_of_cta = (job.num_tokens + job.planners - 1) / job.planners;
     p.tokens_of_warp = (p.tokens_of_cta + warps - 1) / warps;
 }
 
-/* The tokens of this warp. */
+/* Returns the tokens of this warp; none for warps that do not count. */
 __device__ __forceinline__ TokenRange range_of_warp(const Planner &p, const p2p_plan_job &job)
 {
     const int warp = threadIdx.x / WARP;
@@ -191,7 +211,8 @@ __device__ __forceinline__ TokenRange range_of_warp(const Planner &p, const p2p_
     return part;
 }
 
-/* Sets up the planner: arrays, zero counts, and the owner of every expert. All threads. */
+/* Sets up the planner: arrays in `memory` (planner_bytes_of()), zero counts, and the owner of
+ * every expert. All threads. */
 template <int KIND>
 static __device__ void begin_planner(Planner &p, const p2p_plan_job &job, uint8_t *memory)
 {
@@ -238,8 +259,9 @@ static __device__ void begin_planner(Planner &p, const p2p_plan_job &job, uint8_
             if (p.owner[e] != p.owner[e / block * block]) atomicMin(&p.bad_owner, (uint32_t)e);
 }
 
-/* Counts one choice per lane. Returns how many choices of the same expert this warp counted
- * before. `same`: the lanes with that expert. All lanes; expert -1: no choice. */
+/* Counts one choice per lane. Returns how many choices of the same expert this warp has counted
+ * before. `same`: bits of the lanes that have this expert. All lanes call it; expert -1 means
+ * no choice. */
 __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert, uint32_t &same)
 {
     same = __match_any_sync(ALL_LANES, expert);
@@ -251,15 +273,17 @@ __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert, u
     return base + before;
 }
 
-/* Like count_group() with `same`, for callers that do not need the lanes. */
+/* Like count_group() above, without `same`. */
 __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert)
 {
     uint32_t same;
     return count_group(tally, expert, same);
 }
 
-/* FLAT: counts the rows on the choices' ranks. Returns -1 if the token's row there was counted
- * with an earlier choice. `seen`: ranks of the token's first half. */
+/* FLAT: counts the rows that this warp's tokens need on each rank. A token has one row on a
+ * rank, whatever its number of choices there. Returns how many rows for that rank came before,
+ * or -1 if an earlier choice of the token has counted the row. `seen`: bits of the ranks of the
+ * token's first half. */
 __device__ __forceinline__ int32_t count_rows(int32_t *tally, const TokenLanes &lanes,
                                               int32_t owner, int half, uint32_t &seen)
 {
@@ -271,8 +295,9 @@ __device__ __forceinline__ int32_t count_rows(int32_t *tally, const TokenLanes &
     return counts ? place : -1;
 }
 
-/* Has an earlier choice of the token the same id? `same`: the lanes with this id. `first`: in
- * the second half of a token, the id of this lane's choice in the first half. */
+/* Returns whether an earlier choice of the same token has the same id. `same`: bits of the
+ * lanes with this id. `first`: in the second half of a token, the id of this lane's choice in
+ * the first half. */
 __device__ __forceinline__ bool is_repeated_choice(const TokenLanes &lanes, int32_t id,
                                                    uint32_t same, int32_t first)
 {
@@ -283,23 +308,30 @@ __device__ __forceinline__ bool is_repeated_choice(const TokenLanes &lanes, int3
     return id >= 0 && found;
 }
 
-/* groups of choices that a lane keeps in registers between counting and placing */
+/* Number of groups of choices that a lane keeps in registers from counting until the slots are
+ * known. */
 #define COUNTED_GROUPS 4
 
+/* Of the first groups of this warp: the id of this lane's choice, and its count_group()
+ * result. */
 struct CountedChoices {
     int32_t id[COUNTED_GROUPS], place[COUNTED_GROUPS];
 };
 
-/* Do the kept groups contain all choices of the warp? */
+/* Returns whether CountedChoices has all choices of the warp. */
 __device__ __forceinline__ bool has_counted_all(const TokenRange &part, const TokenLanes &lanes)
 {
     return lanes.halves == 1 && part.end - part.begin <= COUNTED_GROUPS * lanes.tokens;
 }
 
-/* Visits the choices of this warp in order, one per lane, with the ids of four groups loaded
- * ahead. read(at) returns the id of choice number `at`. use(at, id, k, first, i) is called by
- * all lanes (-1: no choice) and returns what is_repeated_choice() takes as `first`; i is the
- * number of the group among the four. */
+/* Visits the choices of this warp in order, one per lane. The ids of four groups are loaded
+ * ahead.
+ *
+ *   read(at)                  returns the id of choice number `at`
+ *   use(at, id, k, first, i)  handles a choice; all lanes call it, with at = id = -1 for no
+ *                             choice. i is the group's number among the four. In the second
+ *                             half of a token, `first` is what use() returned in the first
+ *                             half; otherwise it is -1. */
 template <class Read, class Use>
 __device__ __forceinline__ void for_each_choice(const p2p_plan_job &job,
                                                 const TokenLanes &lanes, const TokenRange &part,
@@ -329,15 +361,16 @@ __device__ __forceinline__ void for_each_choice(const p2p_plan_job &job,
     }
 }
 
-/* Checks an id of the caller. Returns -1 if the choice has no expert. */
+/* Checks an id of the caller and records the first one that is too large. Returns the id, or -1
+ * if the choice has no valid one. */
 __device__ __forceinline__ int32_t check_id(Planner &p, int64_t at, int64_t id, int ids)
 {
     if (id >= ids) atomicMin(&p.bad_choice, (uint32_t)at);
     return id < 0 || id >= ids ? -1 : (int32_t)id;
 }
 
-/* The experts of this rank's logical choices. They are kept in the place of its own records,
- * which the plan gets later. */
+/* Returns the array of the experts that resolve_replicas() found for this rank's choices. It
+ * lies in the plan where this rank's own records will be stored later. */
 __device__ __forceinline__ int32_t *resolved_experts(const p2p_plan_job &job)
 {
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
@@ -346,8 +379,8 @@ __device__ __forceinline__ int32_t *resolved_experts(const p2p_plan_job &job)
            record_index(job.self, job.self.rank, 0, (int)job.layer.top_k);
 }
 
-/* The id that is counted for choice `at`: an expert, or a logical expert that is split later.
- */
+/* Returns the id that is counted for choice `at`: an expert, or a logical expert whose choices
+ * are split among replicas later. */
 template <int KIND>
 __device__ __forceinline__ int64_t planned_id(const p2p_plan_job &job, int64_t at)
 {
@@ -355,15 +388,16 @@ __device__ __forceinline__ int64_t planned_id(const p2p_plan_job &job, int64_t a
     return read_id(job, at);
 }
 
-/* Upper bound of those ids. */
+/* Returns the number of valid ids that planned_id() may return. */
 template <int KIND> __device__ __forceinline__ int num_planned_ids(const p2p_plan_job &job)
 {
     return (int)(KIND & PLAN_RARE && !job.resolves ? (uint32_t)num_ids(job)
                                                    : job.layer.num_experts);
 }
 
-/* Counts the choices of this warp. The position of a choice in the warp is kept in `fate`; FLAT
- * keeps that of its row, unless the layer drops choices. */
+/* Counts the choices of this warp and checks their ids. It stores the result of count_group()
+ * for each choice in `fate`. FLAT layers that cannot drop choices store the result of
+ * count_rows() instead. */
 template <int KIND>
 static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
                                      const TokenLanes &lanes, const TokenRange &part,
@@ -401,19 +435,21 @@ static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
         });
 }
 
-/* A word of `counts`: choices of an expert and its rank. RECORD_LAST in the word of expert 0
- * means that this rank's data is wrong; in all words, that its table of ranks is invalid. */
+/* Layout of a word of `counts`: the number of choices of an expert, and the rank that owns it.
+ * RECORD_LAST in the word of expert 0 reports that this rank's data is wrong. RECORD_LAST in
+ * all words reports that its rank_of_expert is invalid. */
 #define COUNT_BITS P2P_COUNT_BITS
 #define COUNT_OF(word) ((uint32_t)(word) & ((1u << COUNT_BITS) - 1))
 #define OWNER_OF(word) ((uint32_t)(word) >> COUNT_BITS & 31)
 
-/* The word of an expert's rank, to which its count is added. */
+/* Returns the part of a word of `counts` that holds the expert's rank. The count is added to
+ * it. */
 __device__ __forceinline__ uint32_t owner_word(const Planner &p, int expert)
 {
     return p.bad_owner == NO_INDEX ? (uint32_t)p.owner[expert] << COUNT_BITS : RECORD_LAST;
 }
 
-/* Breaks the group: rank q has another table of experts than this rank. */
+/* Breaks the group, because rank q has another table of experts than this rank. */
 static __device__ __noinline__ void report_table_mismatch(const OpState &op, int q)
 {
     const p2p_self &self = *op.self;
@@ -422,8 +458,8 @@ static __device__ __noinline__ void report_table_mismatch(const OpState &op, int
         op.signature);
 }
 
-/* Turns the warps' counts into exclusive sums and publishes the counts of this CTA to the
- * others. */
+/* Publishes the counts of this CTA to the other planner CTAs of this rank. It also replaces the
+ * counts of each warp by the sum over lower warps. All threads. */
 template <int KIND>
 static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
@@ -436,7 +472,8 @@ static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, cons
                       stamp_word(op, p.bad_choice));
     const int warps = p.warps;
     for (int e = threadIdx.x; e < experts; e += blockDim.x) {
-        int32_t counts[PLAN_MOST_WARPS], sum = 0; /* all loads come before any store */
+        /* all loads come before the first store, so that they overlap */
+        int32_t counts[PLAN_MOST_WARPS], sum = 0;
 #pragma unroll
         for (int w = 0; w < PLAN_MOST_WARPS; w++)
             counts[w] = w < warps ? p.tally[w * experts + e] : 0;
@@ -451,7 +488,7 @@ static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, cons
     }
 }
 
-/* The words in a heap about the first wrong value of `rank`. */
+/* Returns the words in a heap that describe the first wrong value of `rank`. */
 __device__ __forceinline__ uint64_t *fault_words(const p2p_self &self, const OpState &op,
                                                  uint8_t *heap, int rank)
 {
@@ -459,8 +496,8 @@ __device__ __forceinline__ uint64_t *fault_words(const p2p_self &self, const OpS
            (epoch_parity(op) * DEVICE_MAX_RANKS + rank) * P2P_FAULT_WORDS;
 }
 
-/* The wrong value at `index` of the ids or of a table; `kind` becomes a p2p_fault. One thread.
- */
+/* Returns the wrong value at `index` of the ids or of a table. It refines `kind` (a p2p_fault)
+ * and `index`. Called by one thread. */
 __device__ __forceinline__ int64_t read_wrong_value(const p2p_plan_job &job, uint32_t &kind,
                                                     uint32_t &index)
 {
@@ -478,7 +515,8 @@ __device__ __forceinline__ int64_t read_wrong_value(const p2p_plan_job &job, uin
     return id;
 }
 
-/* Sends to all ranks which of this rank's choices or experts is wrong. One thread. */
+/* Sends to all ranks which of this rank's choices or experts is wrong, and its value. Called by
+ * one thread. */
 static __device__ __noinline__ void
 publish_wrong_value(const p2p_plan_job &job, const OpState &op, uint32_t kind, uint32_t index)
 {
@@ -494,7 +532,8 @@ publish_wrong_value(const p2p_plan_job &job, const OpState &op, uint32_t kind, u
     }
 }
 
-/* Finds the first wrong value of this rank and sends it to all ranks. One thread of CTA 0. */
+/* Finds the first wrong value of this rank among those of all planner CTAs, and sends it to all
+ * ranks. Called by one thread of CTA 0. Returns false if the group is broken. */
 static __device__ __noinline__ bool publish_fault(const Planner &p, const p2p_plan_job &job,
                                                   const OpState &op)
 {
@@ -518,8 +557,8 @@ static __device__ __noinline__ bool publish_fault(const Planner &p, const p2p_pl
     return true;
 }
 
-/* backend hosts: the first CTA copies the counts of remote ranks from the inbox to the heap,
- * where the other CTAs wait for them. */
+/* backend hosts: copies the counts of ranks on other hosts from the net inbox to the heap. Only
+ * CTA 0 does this; the other CTAs wait for the words in the heap. */
 __device__ __forceinline__ void cache_counts(const OpState &op, uint64_t *counts, int first,
                                              const uint64_t (&words)[RANKS_AT_ONCE])
 {
@@ -529,9 +568,15 @@ __device__ __forceinline__ void cache_counts(const OpState &op, uint64_t *counts
             store_relaxed(counts + (first + i) * DEVICE_MAX_TALLIES, words[i]);
 }
 
-/* Adds up the counts of the CTAs, sends this rank's sums to all ranks, waits for theirs and
- * adds those up. noinline keeps its registers out of the loop that moves rows, which would
- * spill. */
+/* Exchanges the counts with all ranks. All threads; a thread handles one counter at a time:
+ *
+ *   1. waits for the counts of all planner CTAs of this rank and adds them
+ *   2. CTA 0 stores the sums to every rank
+ *   3. waits for the sums of all ranks, checks that all ranks have the same owner for the
+ *      expert, and sets p.low and p.load
+ *
+ * Returns false if the group is broken. noinline keeps its registers out of the loop that moves
+ * rows, where they would spill. */
 template <int KIND>
 static __device__ __noinline__ bool exchange_counts(Planner &p, const p2p_plan_job &job,
                                                     const OpState &op)

@@ -1,15 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Layout FLAT: a token has one row per rank that it chooses. Kernels that move rows treat this
- * row as the token's only slot. The token's local experts and their weights are arrays by row.
+/* Layout FLAT: a token has one row on each rank that it chooses. Kernels that move rows treat
+ * this row as the token's only slot. Two more arrays by row hold the token's local experts and
+ * their weights.
  *
- * While a plan is made, each rank sends two things per token to each rank: a stamped word with
- * the row and, in place of slots, the records with local experts. */
+ * While a plan is made, each rank stores two things per token in every rank's heap, all of them
+ * stamped words:
+ *
+ *   rows     the number of the token's row on that rank
+ *   records  the token's local experts there; other layouts send slots instead */
 #ifndef EPIC_FLAT_CUH
 #define EPIC_FLAT_CUH
 
 #include "cuda/plan/view.cuh"
 
-/* The word in a heap with the row of a token; `place` is the source. */
+/* Returns the address, in a heap, of the word with a token's row. `place`: number of the
+ * token's rank among the sources of the heap's owner. */
 __device__ __forceinline__ uint64_t *row_word_address(const p2p_self &self, const OpState &op,
                                                       uint8_t *heap, int place, int64_t token)
 {
@@ -17,7 +22,8 @@ __device__ __forceinline__ uint64_t *row_word_address(const p2p_self &self, cons
            ((int64_t)epoch_parity(op) * self.num_ranks + place) * self.max_tokens + token;
 }
 
-/* The word in which `source` sends the row of its token to this rank. */
+/* Returns the address of the word in which rank `source` stores the row of its token on this
+ * rank. */
 __device__ __forceinline__ uint64_t *row_word_from(const p2p_self &self, const OpState &op,
                                                    int source, int64_t token)
 {
@@ -25,13 +31,14 @@ __device__ __forceinline__ uint64_t *row_word_from(const p2p_self &self, const O
                             source_number(self, self.rank, source), token);
 }
 
-/* Is it a row's number, and not a mark? */
+/* Returns whether the value is a row number, and not RECORD_ABSENT or RECORD_DISCARD. */
 __device__ __forceinline__ bool is_valid_row(uint32_t value)
 {
     return value < RECORD_DISCARD;
 }
 
-/* The local experts of a FLAT plan, [num_ranks, max_tokens, top_k] like the records. */
+/* Returns the local experts of a FLAT plan: [num_ranks, max_tokens, top_k], laid out as the
+ * records. */
 __device__ __forceinline__ const int32_t *local_experts_of(const PlanView &plan,
                                                            const p2p_self &self)
 {

@@ -1,31 +1,35 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Which choices are dropped; and for FLAT the search for the limits.
+/* Dropping of choices: which choices an expert keeps, and in FLAT the search for the limits.
  *
- * In EXPERT_MAJOR the slots that a rank needs follow from the loads of its experts. In FLAT
- * they do not: a row is needed by every token that keeps a choice on the rank, and only the
- * token's own rank knows which tokens do. So for each limit that is tried, the ranks count
- * their rows and exchange the counts. One CTA per rank does this, so no order of CTAs has to be
- * kept. */
+ *   EXPERT_MAJOR   the slots that a rank needs follow from the loads of its experts, so every
+ *                  rank computes all limits by itself (find_common_limit)
+ *   FLAT           a rank needs a row for every token that keeps a choice there. Only the
+ *                  token's own rank knows these tokens. So the ranks try a limit, count their
+ *                  rows, exchange the counts, and bisect (find_drop_limits)
+ *
+ * The search uses one CTA per rank, so that positions do not depend on an order of CTAs. The
+ * words of a search are stamped, and every exchange has its own words. */
 #ifndef EPIC_FLAT_DROP_CUH
 #define EPIC_FLAT_DROP_CUH
 
 #include "cuda/plan/flat.cuh"
 #include "cuda/plan/keep_by_k.cuh"
 
-/* May the layer drop choices? */
+/* Returns whether the layer may drop choices. */
 __device__ __forceinline__ bool layer_drops(const p2p_plan_job &job)
 {
     return job.layer.overflow == EPIC_OVERFLOW_DROP;
 }
 
-/* Choices that an expert keeps. */
+/* Returns the number of choices that an expert keeps. */
 __device__ __forceinline__ int32_t num_kept(const Planner &p, const p2p_plan_job &job,
                                             int expert)
 {
     return min(p.load[expert], min(p.common[p.owner[expert]], expert_quota(p, job, expert)));
 }
 
-/* An EPIC_FATE, or 0 if choice k of a token is kept. `place`: its position in the warp. */
+/* Returns 0 if choice k of a token is kept, else the EPIC_FATE that says why it is dropped.
+ * `place`: result of count_group() for the choice. */
 __device__ __forceinline__ int32_t fate_of_choice(const Planner &p, const p2p_plan_job &job,
                                                   int expert, int k, int32_t place)
 {
@@ -34,8 +38,8 @@ __device__ __forceinline__ int32_t fate_of_choice(const Planner &p, const p2p_pl
     return nth >= expert_quota(p, job, expert) ? EPIC_FATE_EXPERT_FULL : EPIC_FATE_RANK_FULL;
 }
 
-/* Counts the rows of the warp's choices that are kept. The position of a row in the warp is
- * stored in `rows`, for the choice that it was counted with. */
+/* Counts the rows that this warp's tokens need for choices that are kept. `places`: results of
+ * count_group() for all choices. The function stores the results of count_rows() in `rows`. */
 static __device__ void count_kept_rows(Planner &p, const p2p_plan_job &job,
                                        const int32_t *places, int32_t *rows)
 {
@@ -62,7 +66,8 @@ static __device__ void count_kept_rows(Planner &p, const p2p_plan_job &job,
         }
 }
 
-/* The words in a heap with the row counts of `rank` in exchange number `search`. */
+/* Returns the words in a heap with the row counts of `rank` in exchange number `search`: one
+ * word per destination rank. */
 __device__ __forceinline__ uint64_t *search_words(const p2p_self &self, const OpState &op,
                                                   uint8_t *heap, int rank, int search)
 {
@@ -71,8 +76,8 @@ __device__ __forceinline__ uint64_t *search_words(const p2p_self &self, const Op
                DEVICE_MAX_RANKS;
 }
 
-/* Counts the rows that each rank needs with the current limits, and those before this rank's.
- * The whole CTA. false: the group is broken. */
+/* Counts the rows that each rank needs with the limits p.common, over all ranks (p.row_load)
+ * and over lower ranks (p.row_low). The whole CTA. Returns false if the group is broken. */
 static __device__ bool count_needed_rows(Planner &p, const p2p_plan_job &job, const OpState &op,
                                          int search)
 {
@@ -115,8 +120,9 @@ static __device__ bool count_needed_rows(Planner &p, const p2p_plan_job &job, co
     return __syncthreads_and(ok) != 0;
 }
 
-/* Finds for each rank the largest common limit for which its capacity suffices; the last count
- * was made with these limits. Bisection; the whole CTA. false: the group is broken. */
+/* Finds for each rank the largest p.common for which the rank's capacity suffices, by
+ * bisection. The last count is made with the final limits. The whole CTA. Returns false if the
+ * group is broken. */
 static __device__ __noinline__ bool find_drop_limits(Planner &p, const p2p_plan_job &job,
                                                      const OpState &op)
 {
@@ -125,7 +131,7 @@ static __device__ __noinline__ bool find_drop_limits(Planner &p, const p2p_plan_
     int search = 0;
     if (!count_needed_rows(p, job, op, search++)) return false;
     if (mine) {
-        int32_t most = 0; /* load of the fullest expert: a higher limit drops nothing */
+        int32_t most = 0; /* load of the fullest expert; a limit of this size drops nothing */
         for (int e = 0; e < experts; e++) most = max(most, p.load[e]);
         const bool over = p.capacity[d] && p.row_load[d] > p.capacity[d];
         p.fits[d] = over ? 0 : 0x7fffffff;

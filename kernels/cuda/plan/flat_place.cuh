@@ -1,21 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* FLAT, the last part of making a plan: places the rows of this rank's tokens and sends them.
- */
+/* FLAT, the last step of making a plan: computes the rows of this rank's tokens and sends them.
+ * Each warp stores, for each of its tokens, one row word and one record (local experts) in
+ * every rank's heap. The words are stamped, so each is its own flag. */
 #ifndef EPIC_FLAT_PLACE_CUH
 #define EPIC_FLAT_PLACE_CUH
 
 #include "cuda/plan/flat_drop.cuh"
 
-struct FlatChoice { /* one choice */
-    int64_t at;     /* its number, -1: none */
-    int32_t owner;  /* rank of its expert, -1: none */
-    int32_t local;  /* number of the expert there */
-    int32_t row;    /* row there, for the choice that it was counted with; else -1 */
-    int32_t fate;   /* valid if it has no rank */
+struct FlatChoice { /* one choice of this lane, and its destination */
+    int64_t at;     /* number of the choice, -1: no choice */
+    int32_t owner;  /* rank of its expert, -1: the choice is not sent */
+    int32_t local;  /* number of the expert on that rank */
+    int32_t row;    /* row on that rank, if this choice counted the row; else -1 */
+    int32_t fate;   /* the EPIC_FATE, valid if owner is -1 */
 };
 
-/* Places a choice. `place`: position of its row, or if the layer drops, of the choice itself;
- * `row_place` is then that of the row. */
+/* Computes the destination of a choice. `place`: result of count_rows() for it. If the layer
+ * drops choices, `place` is the result of count_group(), and row_place that of count_rows(). */
 template <int KIND>
 __device__ __forceinline__ FlatChoice flat_choice_of(const Planner &p, const p2p_plan_job &job,
                                                      int64_t at, int64_t id, int k,
@@ -36,8 +37,9 @@ __device__ __forceinline__ FlatChoice flat_choice_of(const Planner &p, const p2p
     return s;
 }
 
-/* Sends the rows and local experts of the warp's tokens to every rank. c[h] is this lane's
- * choice in half h; its row is set. */
+/* Sends the rows and records of this warp's tokens to every rank. c[h] is this lane's choice in
+ * half h; the function sets its row. `in`: the lane's token exists. `bad`: the plan is invalid.
+ * Called by one warp. */
 __device__ __forceinline__ void send_row_words(const OpState &op, const p2p_plan_job &job,
                                                const TokenLanes &lanes, int32_t token, bool in,
                                                bool bad, FlatChoice (&c)[2])
@@ -84,7 +86,8 @@ __device__ __forceinline__ void send_row_words(const OpState &op, const p2p_plan
     }
 }
 
-/* The FLAT version of place_choices(). */
+/* Like place_choices(), for FLAT: stores fates and ranks in the plan, and sends rows and
+ * records. */
 template <int KIND>
 static __device__ void place_rows(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
@@ -102,7 +105,7 @@ static __device__ void place_rows(Planner &p, const p2p_plan_job &job, const OpS
         int64_t at[4], id[4];
         int32_t place[4], row[4];
 #pragma unroll
-        for (int i = 0; i < 4; i++) { /* two groups of tokens, two halves each */
+        for (int i = 0; i < 4; i++) { /* two groups of tokens, with up to two halves each */
             const int token = t + i / 2 * lanes.tokens + lanes.token;
             const int k = lanes.k + i % 2 * WARP;
             const bool in = lanes.on && token < part.end && k < top_k && i % 2 < lanes.halves;

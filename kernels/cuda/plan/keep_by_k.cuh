@@ -3,28 +3,28 @@
  *
  * The ranks count the choices of each k separately, as if there were one expert per k:
  *
- *   tally        k * num_experts + expert
- *   base         [tallies of choices]  choices of the expert with lower k, of all ranks
- *   taken        [warps][num_experts]  kept choices before the next one of the warp, in the
- *                                      order of slots, which is that of tokens
+ *   tally        counter k * num_experts + expert
+ *   base         [num_experts * top_k]  choices of the expert with lower k, on all ranks
+ *   taken        [warps][num_experts]   choices that the expert keeps from tokens before the
+ *                                       warp's next one
  *
- * The position of a choice among those of its k, plus all of lower k, decides whether it is
- * kept. Its slot follows from the kept choices before it; each warp knows their number for
- * every k. */
+ * Whether a choice is kept depends on its position in keep order: base, plus its position among
+ * the choices of the same k. Its slot depends on token order: the slot number is the number of
+ * choices that the expert keeps before it, which `taken` counts. */
 #ifndef EPIC_KEEP_BY_K_CUH
 #define EPIC_KEEP_BY_K_CUH
 
 #include "cuda/plan/replicas.cuh"
 
-/* Dynamic shared memory after that of replicas. */
+/* Returns the dynamic shared memory, in bytes, that EPIC_BY_K needs after that of replicas. */
 static inline int by_k_bytes(const p2p_plan_job *job)
 {
     const int warps = planner_warps(num_tallies(*job, job->layer.layout == EPIC_FLAT));
     return job->by_k ? (int)job->layer.num_experts * 4 * (1 + warps) : 0;
 }
 
-/* Replaces `load` by all choices of each expert, and sets `base`. All threads, when counts have
- * arrived. */
+/* Sets p.base, and replaces p.load by the choices of each expert over all k. All threads, after
+ * exchange_counts(). */
 static __device__ void prepare_by_k(Planner &p, const p2p_plan_job &job)
 {
     const int experts = job.layer.num_experts;
@@ -47,8 +47,8 @@ static __device__ void prepare_by_k(Planner &p, const p2p_plan_job &job)
     __syncthreads();
 }
 
-/* Position of a choice in the order in which its expert keeps choices. `place`: position in the
- * warp. */
+/* Returns the position of a choice in the order in which its expert keeps choices. `place`:
+ * result of count_group() for the choice. */
 __device__ __forceinline__ int32_t keep_order_of(const Planner &p, const p2p_plan_job &job,
                                                  int tallies, int expert, int k, int32_t place)
 {
@@ -57,7 +57,8 @@ __device__ __forceinline__ int32_t keep_order_of(const Planner &p, const p2p_pla
     return job.by_k ? p.base[i] + nth : nth;
 }
 
-/* Sets `taken`. keep(expert) returns how many choices an expert keeps. All threads. */
+/* Sets p.taken: for each warp, the number of kept choices that come before its first token.
+ * keep(expert) returns how many choices an expert keeps. All threads. */
 template <class Keep>
 static __device__ void count_kept_before(Planner &p, const p2p_plan_job &job, Keep keep)
 {

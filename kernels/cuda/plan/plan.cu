@@ -1,25 +1,26 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* plan: computes the slot of every choice.
+/* plan: computes the slot of every choice of all ranks.
  *
- *   topk_idx  [num_tokens, top_k]   the first CTAs count and place the choices
- *                                   (plan/planner.cuh)
- *   plan      header and arrays     all warps copy the records that the ranks sent about
- *                                   their tokens, several tokens per warp side by side;
- *                                   FLAT: first rows, then records with local experts
+ *   in    topk_idx  [num_tokens, top_k]
+ *   out   plan      header and arrays (rules/device_layout.h)
  *
- *   who stores               what                       who waits for it
- *   planner CTA 0            counts, to every rank      planner CTAs of every rank
- *   planner CTAs             records, to the rank of    warps that copy records there
- *                            the expert
+ *   planner CTAs     count and place this rank's choices (plan/planner.cuh)
+ *   other CTAs       copy the records that the ranks send about their tokens into the plan; a
+ *                    warp copies several tokens side by side. FLAT: rows first, then records
+ *   last CTA         also announces the operation
  *
- * Both are stamped words, each its own flag, so no other order is needed. */
+ *   writer           stores                           reader that waits
+ *   planner CTA 0    counts, to every rank            planner CTAs of every rank
+ *   planner CTAs     records, to the experts' ranks   warps that copy records there
+ *
+ * Both are stamped words. Each word is its own flag, so no other memory order is needed. */
 #include "cuda/common/launch.cuh"
 #include "cuda/plan/store_records.cuh"
 
 #define BLOCK 512
 
-/* FLAT: copies the rows of a group of tokens into the plan, each as the only slot of its
- * record. */
+/* FLAT: waits for the rows of a group of tokens and stores each in the plan, as the only slot
+ * of its record. Called by one warp. Returns false if the group of ranks is broken. */
 static __device__ bool store_rows(const OpState &op, const p2p_plan_job &job, int32_t *records,
                                   int source, int32_t first_token, int32_t num_tokens)
 {
@@ -39,8 +40,8 @@ static __device__ bool store_rows(const OpState &op, const p2p_plan_job &job, in
     return ok;
 }
 
-/* KIND: PLAN_FLAT and PLAN_RARE, as bits. The first CTAs make the plan, the others store the
- * records that arrive. */
+/* The kernel. KIND: bits PLAN_FLAT and PLAN_RARE. The first job.planners CTAs make the plan;
+ * the others copy the records that arrive. */
 template <int KIND>
 __global__ void __launch_bounds__(BLOCK, 1)
     plan_kernel(const __grid_constant__ p2p_plan_job job)
@@ -54,7 +55,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
     if ((int)blockIdx.x < job.planners) ok = make_plan<KIND>(planner, job, op, memory);
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
                                                         job.layer.num_experts, job.layer.top_k);
-    /* planner CTAs are late, so they store no records if there are enough others */
+    /* planner CTAs finish late, so they copy no records if there are enough other CTAs */
     const int first_cta = (int)gridDim.x >= 2 * job.planners ? job.planners : 0;
     int32_t tokens_of = 0;
     ok = ok && ((int)blockIdx.x < first_cta ||

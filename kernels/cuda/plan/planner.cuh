@@ -1,48 +1,59 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Making a plan: every rank counts its own choices, the ranks exchange counts, and each rank
- * computes the slots of its own choices and sends them as records to the ranks of the experts.
+/* Making a plan. Every rank counts its own choices (plan/counts.cuh), and the ranks exchange
+ * the counts. Then each rank computes the slots of its own choices, and sends them as records
+ * to the ranks of the experts.
  *
  *   ids -> choices per expert -> counts, to all ranks -> loads, kept choices, slabs
  *                                                                           |
- *   ranks of the experts <- records (slot of each choice) <- places of own choices
+ *   ranks of the experts <- records (slot of each choice) <- slots of own choices
  *
- * All ranks decide on equal numbers, so all reach the same result. make_plan() is the entry. */
+ * make_plan() is the entry. Its threads are those of the first job.planners CTAs:
+ *
+ *   writer          stores                              reader that waits
+ *   planner CTAs    records, stamped, in the heaps of   warps that receive or copy the
+ *                   the experts' ranks                  tokens there
+ *   planner CTA 0   header, tables and the caller's     other CTAs of this rank, if the kernel
+ *                   outputs; then control.planned       also moves rows (release, acquire)
+ *
+ * All ranks decide on equal numbers, so all reach the same result without another exchange. */
 #ifndef EPIC_PLANNER_CUH
 #define EPIC_PLANNER_CUH
 
 #include "cuda/plan/flat_place.cuh"
 #include "cuda/plan/resolve.cuh"
 
-struct ExpertSpan { /* experts among which those of a rank are found */
+struct ExpertSpan { /* a range of experts that contains all experts of a rank */
     int begin, count;
 };
 
-/* A rank's block of experts; with a table of ranks, all experts. */
+/* Returns the experts to search for those of a rank: its block, or all experts if
+ * rank_of_expert is set. */
 __device__ __forceinline__ ExpertSpan span_of_rank(const p2p_plan_job &job, int rank)
 {
     return job.rank_of_expert ? ExpertSpan{0, (int)job.layer.num_experts}
                               : ExpertSpan{rank * job.block, job.block};
 }
 
-/* Rows of a slab with `count` rows: rounded up to the alignment. */
+/* Returns `count` rounded up to the alignment of slabs. */
 __device__ __forceinline__ uint64_t round_up_rows(int32_t count, uint32_t alignment)
 {
-    const bool power = (alignment & (alignment - 1)) == 0; /* most are; a division is slow */
+    /* a power of two needs no slow division */
+    const bool power = (alignment & (alignment - 1)) == 0;
     const uint32_t past =
         power ? (uint32_t)count & (alignment - 1) : (uint32_t)count % alignment;
     return (uint64_t)(uint32_t)count + (past ? alignment - past : 0);
 }
 
-/* Most dynamic shared memory that rare layers need in addition. */
+/* Largest dynamic shared memory that PLAN_RARE needs in addition. */
 #define PLAN_RARE_BYTES (P2P_REPLICATED_EXPERTS * 12 + 16 + (48 << 10))
 
-/* Dynamic shared memory of the planner for this job. */
+/* Returns the dynamic shared memory, in bytes, of the planner for this job. */
 static inline int planner_bytes_with(const p2p_plan_job &job)
 {
     return planner_bytes_of(job) + replica_bytes(&job.layer) + by_k_bytes(&job);
 }
 
-/* Choices that an expert keeps. */
+/* Returns the number of choices that an expert keeps. */
 template <int KIND>
 __device__ __forceinline__ int32_t num_kept_of(const Planner &p, const p2p_plan_job &job,
                                                int expert)
@@ -50,8 +61,8 @@ __device__ __forceinline__ int32_t num_kept_of(const Planner &p, const p2p_plan_
     return KIND & PLAN_RARE ? num_kept(p, job, expert) : p.load[expert];
 }
 
-/* Slots that a rank needs if each of its experts keeps at most `most` choices and, with
- * `capped`, at most what expert_capacity allows. One warp. */
+/* Returns the slots that a rank needs if each of its experts keeps at most `most` choices. With
+ * `capped`, expert_capacity also limits each expert. Called by one warp. */
 template <int KIND>
 static __device__ int64_t count_slots(Planner &p, const p2p_plan_job &job, int rank,
                                       int32_t most, bool capped)
@@ -66,7 +77,7 @@ static __device__ int64_t count_slots(Planner &p, const p2p_plan_job &job, int r
             count = min(count, capped ? min(most, expert_quota(p, job, e)) : most);
         sum += round_up_rows(count, job.layer.alignment);
     }
-    /* in parts of 20 bits: the sum of 32 lanes fits a word */
+    /* Adds 20 bits at a time: then the sum over 32 lanes fits in 32 bits. */
     const uint32_t part = (1u << 20) - 1;
     uint64_t total = __reduce_add_sync(ALL_LANES, (uint32_t)sum & part);
     total += (uint64_t)__reduce_add_sync(ALL_LANES, (uint32_t)(sum >> 20) & part) << 20;
@@ -74,7 +85,8 @@ static __device__ int64_t count_slots(Planner &p, const p2p_plan_job &job, int r
     return (int64_t)total;
 }
 
-/* The largest common limit for which the capacity of the rank suffices. One warp. */
+/* Returns the largest limit, common to all experts of the rank, for which `capacity` slots
+ * suffice. Called by one warp. */
 static __device__ int32_t find_common_limit(Planner &p, const p2p_plan_job &job, int rank,
                                             int64_t capacity)
 {
@@ -89,8 +101,7 @@ static __device__ int32_t find_common_limit(Planner &p, const p2p_plan_job &job,
     return fits;
 }
 
-/* The plan's tables of replicas: the logical expert of each expert, and the experts of this
- * rank. */
+/* Returns the plan's table with the logical expert of each expert. */
 __device__ __forceinline__ int32_t *logical_table(const p2p_plan_job &job)
 {
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
@@ -98,14 +109,15 @@ __device__ __forceinline__ int32_t *logical_table(const p2p_plan_job &job)
     return (int32_t *)(job.plan + device_logical(&at, job.layer.layout));
 }
 
-/* The plan's table after that of logical experts. */
+/* Returns the plan's table with the id of each local expert, after logical_table(). */
 __device__ __forceinline__ int32_t *expert_table(const p2p_plan_job &job)
 {
     return logical_table(job) + device_round_up(job.layer.num_experts * 4ll, 128) / 4;
 }
 
-/* Places the slabs of a rank; FLAT: numbers its experts. For this rank CTA 0 writes the tables
- * of the plan. Returns the slots of the rank. One warp. */
+/* Computes the first slot of each slab of a rank; FLAT: the local number of each expert. CTA 0
+ * also writes this rank's tables of the plan. Returns the number of slots of the rank. Called
+ * by one warp. */
 template <int KIND>
 static __device__ int64_t place_slabs(Planner &p, const p2p_plan_job &job, int rank)
 {
@@ -155,7 +167,7 @@ static __device__ int64_t place_slabs(Planner &p, const p2p_plan_job &job, int r
     return slots;
 }
 
-/* Fills in the header fields that do not depend on the counts. One thread. */
+/* Fills in the header fields that do not depend on the counts. Called by one thread. */
 static __device__ void fill_header(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
     device_plan_header &h = p.header;
@@ -195,15 +207,15 @@ static __device__ void fill_header(Planner &p, const p2p_plan_job &job, const Op
         }
 }
 
-/* Do the slots of a rank fit an int32_t whatever the ids are? */
+/* Returns whether the slots of a rank fit an int32_t for every possible choice of experts. */
 __device__ __forceinline__ bool slots_fit_int32(const p2p_plan_job &job)
 {
     const int64_t choices = (int64_t)job.self.num_ranks * job.self.max_tokens * job.layer.top_k;
     return choices + (int64_t)job.layer.num_experts * job.layer.alignment <= 0x7fffffff;
 }
 
-/* Reads what the ranks have announced and, in CTA 0, fills in the header, while counts are
- * under way. Each of three warps does one part. */
+/* Waits for the tokens and capacities that the ranks announce; CTA 0 also fills in the header.
+ * The last three warps do one part each. Returns false if the group is broken. */
 static __device__ bool prepare_header(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
     const int after = (int)(blockDim.x / WARP) - 1 - (int)(threadIdx.x / WARP);
@@ -217,8 +229,9 @@ static __device__ bool prepare_header(Planner &p, const p2p_plan_job &job, const
     return true;
 }
 
-/* Decides limits and slabs, and whether the plan is valid. The whole CTA; all CTAs and ranks
- * reach the same result. */
+/* Decides how many choices each expert keeps, where the slabs are, and whether the plan is
+ * valid. The result is header.result. The whole CTA calls it; all CTAs of all ranks compute the
+ * same. Returns false if the group is broken. */
 template <int KIND>
 static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
@@ -226,7 +239,7 @@ static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const Op
     const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP, ranks = job.self.num_ranks;
     device_plan_header &h = p.header;
     bool ok = true;
-    /* takes precedence over all other errors */
+    /* wrong data takes precedence over every other error */
     if (threadIdx.x == 0 && p.bad_ranks) h.result = EPIC_EINVAL;
     if (FLAT && RARE && layer_drops(job)) {
         for (int d = threadIdx.x; d < ranks; d += blockDim.x) p.demand[d] = p.row_load[d];
@@ -264,8 +277,8 @@ static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const Op
     return ok;
 }
 
-/* backend hosts: waits for the fault words of every rank with wrong data, so that none arrives
- * later. One thread of CTA 0. */
+/* backend hosts: waits for the fault words of all ranks with wrong data, which otherwise could
+ * arrive in a later epoch and overwrite newer words. Called by one thread of CTA 0. */
 static __device__ __noinline__ bool wait_faults(const Planner &p, const p2p_self &self,
                                                 const OpState &op)
 {
@@ -279,7 +292,7 @@ static __device__ __noinline__ bool wait_faults(const Planner &p, const p2p_self
     return true;
 }
 
-/* Reports the wrong value of the lowest rank with wrong data. One thread of CTA 0. */
+/* Reports the lowest rank's wrong value to the host. Called by one thread of CTA 0. */
 static __device__ __noinline__ void report_fault(const Planner &p, const p2p_plan_job &job,
                                                  const OpState &op)
 {
@@ -306,7 +319,7 @@ static __device__ __noinline__ void report_fault(const Planner &p, const p2p_pla
     report_data_error(job.self, said);
 }
 
-/* Reports the lowest rank that has too few slots. One thread of CTA 0. */
+/* Reports the lowest rank that has too few slots to the host. Called by one thread of CTA 0. */
 static __device__ __noinline__ void report_overflow(const Planner &p, const p2p_plan_job &job,
                                                     const OpState &op)
 {
@@ -320,7 +333,8 @@ static __device__ __noinline__ void report_overflow(const Planner &p, const p2p_
     }
 }
 
-/* Writes the header and the caller's outputs. `threads` threads, whole warps. */
+/* Writes the header and the caller's outputs. `thread`: this thread's number among `threads`,
+ * which are whole warps. */
 static __device__ void write_plan_outputs(const Planner &p, const p2p_plan_job &job, int thread,
                                           int threads)
 {
@@ -354,12 +368,13 @@ static __device__ void write_plan_outputs(const Planner &p, const p2p_plan_job &
     }
 }
 
-struct PlacedChoice { /* a choice and its destination */
-    int32_t rank;     /* rank that is sent a word about it, -1: none */
+struct PlacedChoice { /* one choice of this lane, and its destination */
+    int32_t rank;     /* rank that gets the slot (or RECORD_DISCARD) in a record; -1: no rank */
     uint32_t slot;
 };
 
-/* The slot of a choice, or an EPIC_FATE; the plan is valid. All lanes; id -1: no choice. */
+/* Returns the slot of a choice on its expert's rank, or the EPIC_FATE of a dropped one. Sets e
+ * to its expert (a replica). Only for valid plans. All lanes; id -1: no choice. */
 template <int KIND>
 __device__ __forceinline__ int32_t slot_of_choice(const Planner &p, const p2p_plan_job &job,
                                                   int64_t id, int k, int32_t place, int &e)
@@ -374,7 +389,7 @@ __device__ __forceinline__ int32_t slot_of_choice(const Planner &p, const p2p_pl
     if (e >= 0 && job.layer.num_logical && !job.resolves) e = choose_replica(p, e, nth);
     const bool keeps = e >= 0 && nth < num_kept(p, job, e),
                full = e >= 0 && nth >= expert_quota(p, job, e);
-    if (job.by_k) /* slots are in another order than by k */
+    if (job.by_k) /* Slots are in token order, while nth above counts in the order of k. */
         nth = count_group(p.taken + threadIdx.x / WARP * (int)job.layer.num_experts,
                           keeps ? e : -1);
     return keeps   ? p.start[e] + nth
@@ -383,7 +398,8 @@ __device__ __forceinline__ int32_t slot_of_choice(const Planner &p, const p2p_pl
                    : EPIC_FATE_RANK_FULL;
 }
 
-/* Places a choice: writes its fate and rank. All lanes; `at` -1: this lane has none. */
+/* Stores fate and rank of a choice in the plan, and returns its destination. `place`: result of
+ * count_group() for the choice. All lanes; `at` is -1 for a lane without a choice. */
 template <int KIND>
 __device__ __forceinline__ PlacedChoice place_choice(const Planner &p, const p2p_plan_job &job,
                                                      int64_t at, int64_t id, int k,
@@ -407,7 +423,8 @@ __device__ __forceinline__ PlacedChoice place_choice(const Planner &p, const p2p
     return {owner, (uint32_t)where};
 }
 
-/* Sends the records of the warp's tokens. c[h] is this lane's choice in half h. */
+/* Sends this warp's tokens' records to every rank; RECORD_ABSENT if a token did not choose the
+ * rank. c[h] is this lane's choice in half h. `in`: the lane's token exists. */
 __device__ __forceinline__ void send_records(const OpState &op, const p2p_plan_job &job,
                                              const TokenLanes &lanes, int32_t token, bool in,
                                              const PlacedChoice (&c)[2])
@@ -442,7 +459,7 @@ __device__ __forceinline__ void send_records(const OpState &op, const p2p_plan_j
     }
 }
 
-/* Places the choices that the warp kept in registers, and sends their records. */
+/* Like place_choices(), for a warp that has all its choices in CountedChoices. */
 template <int KIND>
 static __device__ void place_counted(Planner &p, const p2p_plan_job &job, const OpState &op,
                                      const TokenLanes &lanes, const TokenRange &part,
@@ -462,8 +479,8 @@ static __device__ void place_counted(Planner &p, const p2p_plan_job &job, const 
     }
 }
 
-/* Places the choices of a warp's tokens in slots, and sends the records to the choices' ranks.
- */
+/* Computes the slots of this warp's choices, stores them in the plan, and sends the records.
+ * Reads ids and positions from memory again if CountedChoices does not have them all. */
 template <int KIND>
 static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const OpState &op,
                                      const TokenLanes &lanes, const TokenRange &part,
@@ -480,7 +497,7 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
         int64_t where[4], id[4];
         int32_t place[4];
 #pragma unroll
-        for (int i = 0; i < 4; i++) { /* two groups of tokens, two halves each */
+        for (int i = 0; i < 4; i++) { /* two groups of tokens, with up to two halves each */
             const int token = t + i / 2 * lanes.tokens + lanes.token;
             const int k = lanes.k + i % 2 * WARP;
             const bool in = lanes.on && token < part.end && k < top_k && i % 2 < lanes.halves;
@@ -505,8 +522,8 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
     }
 }
 
-/* Posts what a planner CTA has stored for the other ranks about its tokens, one put per rank
- * and array, because few large puts are faster than many. All threads; thread = rank. */
+/* backend hosts: posts one put per rank and array of what this CTA has stored for other ranks.
+ * Few large puts are faster than many. All threads; thread q posts for rank q. */
 static __device__ __noinline__ void post_put_plan(const Planner &p, const p2p_plan_job &job,
                                                   const OpState &op, bool flat)
 {
@@ -529,7 +546,8 @@ static __device__ __noinline__ void post_put_plan(const Planner &p, const p2p_pl
             tokens);
 }
 
-/* Makes the plan. All threads of the first `planners` CTAs. false: the group is broken. */
+/* Makes the plan. All threads of the first job.planners CTAs. memory: planner_bytes_with()
+ * bytes of shared memory. Returns false if the group is broken. */
 template <int KIND>
 static __device__ bool make_plan(Planner &p, const p2p_plan_job &job, const OpState &op,
                                  uint8_t *memory)
@@ -569,7 +587,7 @@ static __device__ bool make_plan(Planner &p, const p2p_plan_job &job, const OpSt
         if (threadIdx.x == 0) {
             if (p.header.result == EPIC_EINVAL) report_fault(p, job, op);
             if (p.header.result == EPIC_EOVERFLOW) report_overflow(p, job, op);
-            /* no thread of this kernel waits for it */
+            /* in a plan alone, no thread of this kernel waits for `planned` */
             if (job.self.operation == EPIC_OP_PLAN) return true;
             __threadfence();
             store_release(&control_of(op)->planned, op.epoch);

@@ -1,32 +1,38 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Replicas while a plan is made. Ids name logical experts. Choice n of a logical expert, in the
- * order of all ranks' tokens, goes to replica n % r of its r replicas. So the ranks count
- * choices of logical experts; the count of each replica, and the position of a choice in it,
- * follow by division.
+/* Replicas while a plan is made. The caller's ids name logical experts. Choice n of a logical
+ * expert, in the order of all ranks' tokens, goes to replica n % r of its r replicas. So the
+ * ranks count choices of logical experts. Division by r gives the count of each replica, and
+ * the position of a choice in it.
+ *
+ * Tables of the planner, in shared memory:
  *
  *   logical   [num_experts]        logical expert of each expert
  *   nth       [num_experts]        number of the expert among its replicas
  *   first     [num_logical + 1]    where the replicas of a logical expert begin in `replica`
  *   replica   [num_experts]        experts ordered by logical expert
- *   chosen    [num_logical]        choices of all ranks */
+ *   chosen    [num_logical]        choices of each logical expert, on all ranks
+ *
+ * FLAT and EPIC_BY_K cannot divide counts afterwards; for them see plan/resolve.cuh. */
 #ifndef EPIC_REPLICAS_CUH
 #define EPIC_REPLICAS_CUH
 
 #include "cuda/plan/counts.cuh"
 
-/* Dynamic shared memory after that of every plan. */
+/* Returns the dynamic shared memory, in bytes, of the tables above. They follow the arrays that
+ * every plan has. */
 __host__ __device__ inline int replica_bytes(const epic_layer *layer)
 {
     return layer->num_logical ? (int)layer->num_experts * 12 + 16 : 0;
 }
 
-/* Replicas of a logical expert. */
+/* Returns the number of replicas of a logical expert. */
 __device__ __forceinline__ int num_replicas_of(const Planner &p, int logical)
 {
     return p.first[logical + 1] - p.first[logical];
 }
 
-/* Sets `first` from the number of replicas. One warp. */
+/* Sets p.first by a prefix sum over the numbers of replicas, which are in p.chosen. Called by
+ * one warp. */
 static __device__ void sum_replica_counts(Planner &p, int num_logical)
 {
     int before = 0;
@@ -43,8 +49,8 @@ static __device__ void sum_replica_counts(Planner &p, int num_logical)
     if (lane_id() == 0) p.first[num_logical] = (uint16_t)before;
 }
 
-/* Reads and checks the table. Invalid entries count as 0. All threads, after begin_planner().
- */
+/* Reads logical_of_expert, checks it, and sets the tables. Invalid entries are recorded in
+ * p.bad_replica and then treated as 0. All threads, after begin_planner(). */
 static __device__ void read_replicas(Planner &p, const p2p_plan_job &job)
 {
     const int experts = job.layer.num_experts, num_logical = job.layer.num_logical;
@@ -83,13 +89,15 @@ static __device__ void read_replicas(Planner &p, const p2p_plan_job &job)
     __syncthreads();
 }
 
-/* A word after all counts: the hash of the table; 0: the table is invalid. */
+/* Returns the word with which ranks compare their tables: a hash, or 0 if the table is invalid.
+ * It is sent behind the counts. */
 __device__ __forceinline__ uint32_t table_hash_word(const Planner &p)
 {
     return p.bad_replica == NO_INDEX ? p.table | 1 : 0;
 }
 
-/* Do all ranks have the same table? One thread of each CTA. false: the group is broken. */
+/* Checks that all ranks have the same table. CTA 0 sends this rank's hash; one thread of each
+ * CTA compares. Returns false if the group is broken. */
 static __device__ bool compare_tables(const Planner &p, const p2p_plan_job &job,
                                       const OpState &op)
 {
@@ -120,8 +128,8 @@ static __device__ bool compare_tables(const Planner &p, const p2p_plan_job &job,
     return true;
 }
 
-/* Turns the counts of logical experts into those of their replicas. All threads, when counts
- * have arrived. */
+/* Replaces the counts of logical experts in p.load by the counts of their replicas. All
+ * threads, after exchange_counts(). */
 static __device__ void split_among_replicas(Planner &p, const p2p_plan_job &job)
 {
     const int experts = job.layer.num_experts, num_logical = job.layer.num_logical;
@@ -134,7 +142,8 @@ static __device__ void split_among_replicas(Planner &p, const p2p_plan_job &job)
     __syncthreads();
 }
 
-/* Most choices of an expert that expert_capacity allows. */
+/* Returns the largest number of choices that expert_capacity lets an expert keep. With
+ * replicas, the limit holds for the logical expert and is split among its replicas. */
 __device__ __forceinline__ int32_t expert_quota(const Planner &p, const p2p_plan_job &job,
                                                 int expert)
 {
@@ -146,7 +155,8 @@ __device__ __forceinline__ int32_t expert_quota(const Planner &p, const p2p_plan
     return (int32_t)((limit + replicas - 1 - p.nth[expert]) / replicas);
 }
 
-/* The replica that gets choice `nth` of a logical expert; nth becomes the position there. */
+/* Returns the replica that gets choice number `nth` of a logical expert, and changes nth to the
+ * position in that replica. */
 __device__ __forceinline__ int choose_replica(const Planner &p, int logical, int32_t &nth)
 {
     const int replicas = num_replicas_of(p, logical), turn = nth % replicas;

@@ -1,17 +1,21 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Turns logical experts into experts before anything else is counted.
+/* Resolving replicas: turns logical experts into experts before a plan is counted.
  *
- * In EXPERT_MAJOR without EPIC_BY_K the counts of replicas follow from those of logical experts
- * (plan/replicas.cuh). FLAT counts rows together with choices, and EPIC_BY_K counts per k, so
- * both must know the expert of a choice first. Then the ranks exchange counts of logical
- * experts, each rank writes the experts of its choices, and the plan is made from these. One
- * CTA per rank does this, because it must know the order of all choices of the rank. */
+ * FLAT counts rows together with choices, and EPIC_BY_K counts each k separately. Both must
+ * know the expert of a choice before they count. Other layers divide the counts afterwards
+ * (plan/replicas.cuh). One CTA per rank works in three steps:
+ *
+ *   1. counts this rank's choices of each logical expert
+ *   2. sends the counts to all ranks (`chosen`, stamped) and waits for theirs
+ *   3. writes the expert of each choice to resolved_experts(), from which the plan is made
+ *
+ * It is one CTA, because it must know the order of all choices of the rank. */
 #ifndef EPIC_RESOLVE_CUH
 #define EPIC_RESOLVE_CUH
 
 #include "cuda/plan/replicas.cuh"
 
-/* The words in a heap with the choices of logical experts of `rank`. */
+/* Returns the words in a heap with the choices of logical experts of `rank`. */
 __device__ __forceinline__ uint64_t *chosen_words(const p2p_self &self, const OpState &op,
                                                   uint8_t *heap, int rank)
 {
@@ -19,8 +23,8 @@ __device__ __forceinline__ uint64_t *chosen_words(const p2p_self &self, const Op
            ((int64_t)epoch_parity(op) * self.num_ranks + rank) * P2P_REPLICATED_EXPERTS;
 }
 
-/* Exchanges the choices of one logical expert with all ranks. One thread. false: the group is
- * broken. */
+/* Sends this rank's choices of one logical expert to all ranks, and waits for theirs. Sets
+ * p.low and p.chosen. Called by one thread. Returns false if the group is broken. */
 static __device__ bool exchange_chosen(Planner &p, const p2p_self &self, const OpState &op,
                                        int logical, uint32_t own)
 {
@@ -47,8 +51,8 @@ static __device__ bool exchange_chosen(Planner &p, const p2p_self &self, const O
     return true;
 }
 
-/* Writes the expert of every choice of this rank. All threads, after read_replicas(). false:
- * the group is broken. */
+/* Writes the expert of every choice of this rank to resolved_experts(). All threads, after
+ * read_replicas(). Returns false if the group is broken. */
 static __device__ __noinline__ bool resolve_replicas(Planner &p, const p2p_plan_job &job,
                                                      const OpState &op)
 {

@@ -1,12 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Copies the records that the ranks send about their tokens into the plan. */
+/* Copies records, which the ranks send about their tokens, into the plan. A warp waits for the
+ * stamped words in this rank's heap; no other memory order is needed. FLAT plans call the same
+ * functions for local experts. */
 #ifndef EPIC_STORE_RECORDS_CUH
 #define EPIC_STORE_RECORDS_CUH
 
 #include "cuda/plan/planner.cuh"
 
-/* Copies the records of a group of tokens of one source; a lane copies one word of one token. One
- * warp calls it. Returns false if the group of ranks is broken. */
+/* Waits for the records of a group of tokens of rank `source` and copies them into the plan. A
+ * lane copies one word of one token. Called by one warp. Returns false if the group of ranks is
+ * broken. */
 static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
                                      int32_t *records, int source, int32_t first_token,
                                      int32_t num_tokens)
@@ -16,7 +19,7 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
     const int32_t token = first_token + lanes.token;
     const bool in = lanes.on && token < num_tokens;
     const uint64_t *words = record_address(job.self, op, source, in ? token : 0, top_k);
-    bool over = false; /* the record has ended in an earlier half */
+    bool over = false; /* true: the record has ended in the first half */
     for (int half = 0; half < lanes.halves; half++) {
         const int k = lanes.k + half * WARP;
         const bool reads = in && k < top_k && !over;
@@ -27,12 +30,13 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
             const bool come = reads && is_stamped(op, word);
             lasts =
                 __ballot_sync(ALL_LANES, come && ((uint32_t)word & RECORD_LAST)) & lanes.mates;
-            /* backend hosts: every word that was put must be waited for */
+            /* backend hosts: a kernel must wait for every word that peers put in this epoch */
             const bool whole = lanes.halves == 1;
             if (HOSTS && !__all_sync(ALL_LANES, !whole || !reads || come)) return false;
-            /* every lane up to the token's last word must have its word */
+            /* without that: only the words up to the token's last one must have arrived */
             const bool needed = reads && !(lasts & lanes_below());
-            const bool open = !lasts && lanes.halves == 1; /* the last word has not arrived */
+            /* true: the word with RECORD_LAST has not arrived */
+            const bool open = !lasts && lanes.halves == 1;
             return __all_sync(ALL_LANES, !needed || (come && !(reads && open))) != 0;
         });
         if (!ok) return false;
@@ -47,8 +51,9 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
     return true;
 }
 
-/* Calls keep(source, first token, tokens of the source) for the groups of tokens of warp `warp`
- * of `warps`. tokens_of: lane = rank. false: the group is broken. */
+/* Calls keep(source, first token, number of tokens of the source) for each group of tokens of
+ * warp `warp` of `warps`. tokens_of: lane q has the tokens of rank q. Returns false if keep()
+ * did. */
 template <class Keep>
 __device__ __forceinline__ bool for_each_group(const p2p_plan_job &job, int32_t tokens_of,
                                                int warp, int warps, Keep keep)

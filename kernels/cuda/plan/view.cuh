@@ -1,19 +1,24 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reading plans on the device, and records.
+/* Reading plans on the device, and receiving records.
  *
- * A record is what a rank sends about one of its tokens: the token's slots on the receiving
- * rank, as up to top_k stamped words in ascending k, with a mark on the last one. */
+ * PlanView is a checked header and pointers to the arrays of a plan in device memory
+ * (rules/device_layout.h). A record is what a rank sends about one of its tokens to another
+ * rank: the token's slots there, in ascending k, at most top_k stamped words. The last word is
+ * marked RECORD_LAST. The planner of the token's rank stores it; a warp of the receiving rank
+ * polls it. */
 #ifndef EPIC_PLAN_VIEW_CUH
 #define EPIC_PLAN_VIEW_CUH
 
 #include "cuda/net/operation.cuh"
 
 #define RECORD_LAST 0x80000000u
-#define RECORD_ABSENT 0x7fffffffu /* no choice of this token goes to this rank */
-/* a choice does, but the plan is invalid: its row has no place */
+/* word of a record: no choice of the token goes to this rank */
+#define RECORD_ABSENT 0x7fffffffu
+/* Word of a record: a choice goes to this rank, but the plan is invalid, so its row is
+ * discarded. */
 #define RECORD_DISCARD 0x7ffffffeu
 
-/* Bit mask of the lanes before this one. */
+/* Returns the bits of the lanes below this one. */
 __device__ __forceinline__ uint32_t lanes_below()
 {
     return (1u << lane_id()) - 1;
@@ -21,25 +26,29 @@ __device__ __forceinline__ uint32_t lanes_below()
 
 /* ----------------------------------------------------------------------------- reading ---- */
 
+/* Number of header words per lane, if a warp loads the header. */
 #define HEADER_LANE_WORDS ((int)((sizeof(device_plan_header) / 4 + WARP - 1) / WARP))
 
-struct PlanView { /* a plan that a kernel reads, in shared memory */
+struct PlanView { /* a plan that a kernel reads; in shared memory */
     device_plan_header header;
     const int32_t *slab_begin, *rank_of, *records;
-    const device_padding *padding; /* [1 << slab_bits], zeros after the local experts */
+    /* [1 << slab_bits], zeros after the entries of the local experts */
+    const device_padding *padding;
+    /* 1 << slab_bits is at least the number of local experts */
     int32_t slab_bits;
     int32_t most_tokens; /* largest number of tokens of a rank */
-    uint32_t is_valid;   /* the bytes are a plan of this rank and layer */
+    /* 1: the plan is a valid one of this rank, for the layer and the tokens of the call */
+    uint32_t is_valid;
 };
 
-/* Index in the plan's records of the record of a rank's token. */
+/* Returns the index, in the plan's records, of the record of a rank's token. */
 __device__ __forceinline__ int64_t record_index(const p2p_self &self, int rank, int32_t token,
                                                 int top_k)
 {
     return ((int64_t)rank * self.max_tokens + token) * top_k;
 }
 
-/* Checksum of a header of which lane l holds words l, l + 32, ... One warp. */
+/* Returns the checksum of a header. Lane l passes words l, l + 32, ... Called by one warp. */
 static __device__ uint32_t header_checksum(const uint32_t (&words)[HEADER_LANE_WORDS])
 {
     uint32_t sum = 0;
@@ -52,7 +61,7 @@ static __device__ uint32_t header_checksum(const uint32_t (&words)[HEADER_LANE_W
     return __reduce_add_sync(ALL_LANES, sum);
 }
 
-/* Was the plan made with the layer of the call? */
+/* Returns whether the plan was made with the layer of the call. */
 __device__ __forceinline__ bool is_plan_of_layer(const device_plan_header &h,
                                                  const p2p_self &self)
 {
@@ -60,8 +69,8 @@ __device__ __forceinline__ bool is_plan_of_layer(const device_plan_header &h,
            h.layer_hash == self.layer_hashes[1];
 }
 
-/* Do the fields of the header fit this rank, and are they in range? The bytes of a plan are not
- * trusted. One warp. */
+/* Checks that the header's fields are in range and fit this rank. The bytes of a plan are not
+ * trusted. Called by one warp. */
 static __device__ bool is_header_valid(const device_plan_header &h, const p2p_self &self,
                                        int64_t plan_bytes)
 {
@@ -79,7 +88,7 @@ static __device__ bool is_header_valid(const device_plan_header &h, const p2p_se
     return __all_sync(ALL_LANES, fits) != 0;
 }
 
-/* Sets the pointers of a view into the plan. */
+/* Sets the view's pointers to the arrays of the plan. */
 static __device__ void set_plan_pointers(PlanView &view, const uint8_t *plan,
                                          const p2p_self &self)
 {
@@ -92,8 +101,8 @@ static __device__ void set_plan_pointers(PlanView &view, const uint8_t *plan,
     view.records = (const int32_t *)(plan + at.records);
 }
 
-/* Reports why the plan cannot be used. `whole`: its checksum and fields are valid. One thread.
- */
+/* Reports to the host why the plan cannot be used. `whole`: checksum and fields are valid.
+ * Called by one thread. */
 static __device__ __noinline__ void report_bad_plan(const p2p_self &self,
                                                     const device_plan_header &h, bool whole,
                                                     int32_t num_tokens)
@@ -111,10 +120,11 @@ static __device__ __noinline__ void report_bad_plan(const p2p_self &self,
     report_data_error(self, said);
 }
 
+/* As num_tokens: the plan may have any number of tokens of this rank. */
 #define ANY_TOKENS (-1)
 
-/* Loads words l, l + 32, ... of a header in lane l; zeros if the plan has too few bytes. One
- * warp. */
+/* Loads a header: lane l gets words l, l + 32, ... All words are 0 if the plan has fewer bytes
+ * than a header. Called by one warp. */
 __device__ __forceinline__ void load_header(uint32_t (&words)[HEADER_LANE_WORDS],
                                             const uint8_t *plan, int64_t plan_bytes)
 {
@@ -128,7 +138,8 @@ __device__ __forceinline__ void load_header(uint32_t (&words)[HEADER_LANE_WORDS]
     }
 }
 
-/* Sets the view from the words of a header and checks it. One warp. */
+/* Copies the words of a header into the view, checks them, and sets the other members. Called
+ * by one warp; a barrier must follow before other warps read the view. */
 static __device__ void view_plan(PlanView &view, const uint32_t (&words)[HEADER_LANE_WORDS],
                                  const uint8_t *plan, int64_t plan_bytes, const p2p_self &self,
                                  int32_t num_tokens)
@@ -157,8 +168,8 @@ static __device__ void view_plan(PlanView &view, const uint32_t (&words)[HEADER_
     }
 }
 
-/* Reads a plan. All threads of a CTA. A plan that is invalid, of another layer, or of another
- * number of tokens gets is_valid = 0 and id 0. */
+/* Reads a plan. All threads of a CTA. An invalid plan, or one of another layer or number of
+ * tokens, gets is_valid 0, id 0 and result EPIC_EINVAL. */
 static __device__ void read_plan(PlanView &view, const uint8_t *plan, int64_t plan_bytes,
                                  const p2p_self &self, int32_t num_tokens)
 {
@@ -170,10 +181,10 @@ static __device__ void read_plan(PlanView &view, const uint8_t *plan, int64_t pl
     __syncthreads();
 }
 
-/* Does every rank have rows for all slots that a valid plan gives it? Any threads, after all
- * ranks have announced. A thread with `reports` reports the first rank that has not. The rows
- * of a rank with few tokens may arrive after its signature. Returns true if the group is
- * broken. */
+/* Checks that every rank's buffer has a row for each slot that the plan gives it. Waits for the
+ * announced numbers of rows, which may arrive after the signature. Returns false if a rank has
+ * too few rows; if `reports` is set, the first such rank is reported to the host. Returns true
+ * also if the group is broken. Any threads. */
 static __device__ __noinline__ bool check_rows(const p2p_self &self, const OpState &op,
                                                const volatile device_plan_header *h,
                                                bool reports)
@@ -203,8 +214,9 @@ static __device__ __noinline__ bool check_rows(const p2p_self &self, const OpSta
 
 /* ------------------------------------------------------------------- receiving records ---- */
 
-/* The record in the heap that `source` sends about its token, with top_k words per token. Hot
- * code passes `self` from the kernel's parameters, not op.self. */
+/* Returns the address, in the heap, of the record that rank `source` sends about its token.
+ * Records have top_k words. Hot code passes `self` from the kernel's parameters, because
+ * op.self is a load from memory. */
 __device__ __forceinline__ const uint64_t *
 record_address(const p2p_self &self, const OpState &op, int source, int64_t token, int top_k)
 {
@@ -215,9 +227,10 @@ record_address(const p2p_self &self, const OpState &op, int source, int64_t toke
            token * top_k;
 }
 
-/* Waits for words [half * 32, ...) of a record. One warp. `slot`: this lane's slot,
- * RECORD_DISCARD, or -1. `word` was loaded earlier. `more`: the record continues in the next
- * half. */
+/* Waits for one half of a record: words [half * 32, half * 32 + 32). `word` is what this lane
+ * loaded earlier. Sets `slot` to this lane's slot, RECORD_DISCARD, or -1. Sets `more` if the
+ * record may continue in the next half. Called by one warp. Returns false if the group is
+ * broken. */
 __device__ __forceinline__ bool receive_record(const OpState &op, const uint64_t *words,
                                                int top_k, int half, int source, uint64_t word,
                                                int32_t &slot, bool &more)
@@ -231,8 +244,8 @@ __device__ __forceinline__ bool receive_record(const OpState &op, const uint64_t
         const bool come = lane < count && is_stamped(op, word);
         const uint32_t there = __ballot_sync(ALL_LANES, come);
         lasts = __ballot_sync(ALL_LANES, come && ((uint32_t)word & RECORD_LAST));
-        if (HOSTS && top_k <= WARP && __popc(there) < count)
-            return false; /* backend hosts: every word that was put must be waited for */
+        /* backend hosts: a kernel must wait for every word that peers put in this epoch */
+        if (HOSTS && top_k <= WARP && __popc(there) < count) return false;
         const uint32_t need = lasts           ? (2u << (__ffs(lasts) - 1)) - 1
                               : count == WARP ? ALL_LANES
                                               : (1u << count) - 1;
