@@ -182,7 +182,7 @@ def test_errors_have_the_words_of_python(opened: Any) -> None:
     mistakes: list[tuple[Any, str]] = [
         (lambda: epic.jax.Layer(8, 2, expert_capacity=4), "unless overflow is 'drop'"),
         (lambda: epic.jax.Layer(8, 2, priority="by_k"), "'by_k' needs overflow 'drop'"),
-        (lambda: epic.jax.Layer(8, 2, leaves=4), "sum_order 'tree'"),
+        (lambda: epic.jax.Layer(8, 2, leaves=4), "unless sum_order is 'tree'"),
         (lambda: epic.jax.Layer(8, 2, partial_type="bfloat16"), "float32"),
         (lambda: epic.jax.Router(8, 2, normalize="clamped"), "'clamped' needs it above 0"),
         (
