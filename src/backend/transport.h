@@ -1,28 +1,33 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The contract of a host backend: how the ranks of an operation find each other and exchange rows.
+/* The contract of a host backend: functions through which ranks find each other and exchange
+ * rows.
  *
- * A host backend implements this table of functions.  All collective operations are written once,
- * on top of it, in src/exchange and src/host_ops.
+ * Each host backend implements this table of functions.  The collective operations in
+ * src/exchange and src/host_ops use only this table, so they are written once for all host
+ * backends.
  *
- * An *exchange* is one collective operation.  Each rank keeps it in one of its *op slots*, 0 to
- * max_in_flight - 1.  Ranks may use different op slots for the same exchange.  They find each other
- * by (tag, sequence), where sequence counts the operations of the tag from 0.  An operation may also
- * continue in the exchange of the one before it; then no op slot has its sequence number.
+ * An *exchange* is one collective operation.  Each rank keeps the state of an exchange in one
+ * of its *op slots*, numbered 0 to max_in_flight - 1.  Two ranks may use op slots of different
+ * numbers for the same exchange.  They find each other by (tag, sequence), where sequence
+ * counts the operations of the tag from 0.  An operation may continue in the exchange of the
+ * previous operation of its tag.  Then no op slot has its sequence number.
  *
- * Every rank first announces an *op header*.  Then rows flow through *lanes*.  A lane is a ring of
- * entries in staging memory, from one rank to one peer, or to EVERYONE if `shares` is set: then
- * each entry is written once and every peer reads it.  The entries of a lane have one size and are
- * numbered from 0 in each *flow*.  The flows of an exchange follow one another, and every rank
- * starts the same flows in the same order.
+ * Every rank first announces an *op header*.  Then rows flow through *rings* (the functions
+ * call them lanes).  A ring is a buffer of entries in staging memory, from one rank to one
+ * peer.  If `shares` is set, there is also a ring from one rank to EVERYONE: the sender writes
+ * each entry once, and every peer reads it.  A *flow* is a sequence of entries of one size,
+ * numbered from 0.  Every rank starts the same flows in the same order, and a flow begins after
+ * the previous one of its exchange.
  *
- * Threads: one thread at a time uses an op slot; different threads may use different op slots at the
- * same time.  Only wait() blocks.  No function allocates memory or calls back into the core. */
+ * Threads: one thread at a time uses an op slot; different threads may use different op slots
+ * at the same time.  Only wait() blocks.  No function allocates memory or calls back into the
+ * core. */
 #ifndef EPIC_TRANSPORT_H
 #define EPIC_TRANSPORT_H
 
 #include "backend/backend.h"
 
-/* The value of `to` that selects the lane to all peers. */
+/* The value of `to` that selects the ring to all peers. */
 #define EVERYONE (-1)
 
 /* Bytes of data that fit into an op header. */
@@ -33,49 +38,53 @@
 typedef struct epic_op_header {
     int64_t common[24]; /* must be equal on all ranks; [0] is the epic_operation */
     int64_t local[12];  /* values of this rank */
-    /* Data of this rank if all of it fits; then no rows have to flow. */
+    /* The rows of this rank, if all of them fit here.  Then the operation needs no flow. */
     unsigned char bytes[OP_PAYLOAD_BYTES];
-    /* Options of the layer (exchange/layer_options.h).  They are read only if the hashes of the
-     * options in `common` differ, to name the option that differs. */
+    /* Options of the layer (exchange/layer_options.h).  Peers compare the hashes of the options
+     * in `common`.  Only if these differ, they read this array, to name the option that
+     * differs. */
     uint32_t options[60];
 } epic_op_header;
 
 /* The shape of one flow.  Both arrays must stay valid until the flow ends. */
 typedef struct epic_flow {
     int64_t entry_bytes;  /* at most half of lane_bytes; equal on all ranks */
-    bool everyone;        /* use the lane to EVERYONE, not one lane to each peer */
+    bool everyone;        /* true: use the ring to EVERYONE; false: one ring to each peer */
     const int64_t *sends; /* [num_ranks] entries to each peer; all equal if everyone is set */
     const int64_t *receives; /* [num_ranks] entries from each peer */
 } epic_flow;
 
-/* The last known status of a peer, from which the core finds the ranks that keep others waiting. */
+/* The last known status of a peer.  From the status of all peers the core finds the culprits of
+ * a wait that passed its deadline. */
 typedef struct epic_peer_status {
     bool came;      /* the peer has announced (tag, sequence) or a later one of the tag */
-    bool gone;      /* its process ended, or it closed its context */
-    bool closed;    /* it closed its context */
-    bool waiting;   /* it is inside wait(), and its heartbeat is recent */
-    uint32_t phase; /* the phase that it passed to wait() in (tag, sequence) */
+    bool gone;      /* the peer's process ended, or it closed its context */
+    bool closed;    /* the peer closed its context */
+    bool waiting;   /* the peer is inside wait(), and its heartbeat is recent */
+    uint32_t phase; /* the phase that the peer passed to wait() in (tag, sequence) */
     uint64_t
         waits_for[EPIC_MAX_RANKS / 64]; /* if waiting: one bit for each rank it waits for */
-    uint32_t operation;                 /* the last one that it announced; 0: none yet */
-    uint64_t tag;                       /* of that operation */
-    uint64_t sequence;                  /* of that operation */
+    uint32_t operation;                 /* last operation that the peer announced; 0: none */
+    uint64_t tag;                       /* tag of that operation */
+    uint64_t sequence;                  /* sequence number of that operation */
     bool inside;                        /* that operation has not finished on the peer */
 } epic_peer_status;
 
 typedef struct epic_transport {
-    /* An entry of the lane to EVERYONE is written once and read by all peers. */
+    /* True if the backend has a ring to EVERYONE. */
     bool shares;
 
-    /* Returns the bytes of the lane to EVERYONE or of a lane to one peer: a multiple of 64, equal
-     * on all ranks.  An entry has at most half as many bytes. */
+    /* Returns the size of the ring to EVERYONE or of the ring to one peer in bytes: a multiple
+     * of 64, equal on all ranks.  An entry has at most half as many bytes. */
     int64_t (*lane_bytes)(const epic_group *group, bool everyone);
 
-    /* Claims a free op slot.  Returns -1 if all are in use or still read by slow peers; then call
-     * wait() with op_slot -1. */
+    /* Claims a free op slot and returns its number.  Returns -1 if no op slot is free: each is
+     * in use on this rank, or a slow peer still reads it.  The caller then calls wait() with
+     * op_slot -1. */
     int (*claim)(epic_group *group);
 
-    /* Publishes the op header of this rank for (tag, sequence) in a claimed op slot. */
+    /* Publishes this rank's op header for (tag, sequence) in a claimed op slot, and wakes peers
+     * that wait for it. */
     void (*announce)(epic_group *group, int op_slot, uint64_t tag, uint64_t sequence,
                      const epic_op_header *header);
 
@@ -83,11 +92,13 @@ typedef struct epic_transport {
      * arrived.  The header stays valid until finish(). */
     const epic_op_header *(*note)(epic_group *group, int op_slot, int peer);
 
-    /* Starts the next flow of the exchange.  The caller has seen the op headers of all ranks. */
+    /* Starts the next flow of the exchange.  Call it only after note() has returned the op
+     * headers of all ranks. */
     void (*shape)(epic_group *group, int op_slot, const epic_flow *flow);
 
-    /* Returns memory for entry `index` of the lane, 64-byte aligned, or NULL if the ring is full.
-     * Indices ascend.  A second call for an entry that was not sent returns the same memory. */
+    /* Returns memory for entry `index` of the ring, 64-byte aligned, or NULL if the ring is
+     * full.  Indices ascend.  A second call for an entry that was not sent returns the same
+     * memory. */
     void *(*room)(epic_group *group, int op_slot, int to, int64_t index);
 
     /* Publishes all entries below `upto` to the peer, or to all peers. */
@@ -97,22 +108,25 @@ typedef struct epic_transport {
      * drop(). */
     const void *(*entry)(epic_group *group, int op_slot, int from, int64_t index);
 
-    /* Releases all entries below `upto` of a peer, including entries that it has not sent yet. */
+    /* Releases all entries below `upto` of a peer, so that the peer can reuse their memory.
+     * They may include entries that the peer has not sent yet; this rank will not read them. */
     void (*drop)(epic_group *group, int op_slot, int from, int64_t upto);
 
-    /* Ends the exchange on this rank and returns the op slot.  This rank has sent all its entries
-     * and dropped all that it receives, or the group has failed.  The op slot becomes free when the
-     * peers no longer read it. */
+    /* Ends the exchange on this rank and releases its op slot, which becomes free when no peer
+     * reads it any more.  Before the call, this rank must have sent all its entries and dropped
+     * all that it receives, unless the group has failed. */
     void (*finish)(epic_group *group, int op_slot);
 
-    /* Sleeps until a result of the calls above may have changed for this op slot (-1: until an op
-     * slot may be free), until the group fails, or for about `ms` milliseconds.  It may return
-     * early.  A change between the last call and this one always ends the sleep.  Meanwhile peers
-     * see `phase` and `waits_for`, one bit for each rank that this rank waits for. */
+    /* Sleeps until a function above may return another result for this op slot, until the group
+     * fails, or for about `ms` milliseconds.  With op_slot -1 it sleeps until an op slot may be
+     * free.  It may return early.  No change is missed: if something changed after the last
+     * call on this op slot, wait() returns at once.  During the sleep, look() on other ranks
+     * returns `phase` and `waits_for`, one bit for each rank that this rank waits for. */
     void (*wait)(epic_group *group, int op_slot, uint32_t phase, const uint64_t *waits_for,
                  uint32_t ms);
 
-    /* Writes the last known status of a peer, as seen from the exchange (tag, sequence). */
+    /* Writes to *out the last known status of a peer: its phase in the exchange (tag,
+     * sequence), and its last operation. */
     void (*look)(epic_group *group, int peer, uint64_t tag, uint64_t sequence,
                  epic_peer_status *out);
 
@@ -120,7 +134,7 @@ typedef struct epic_transport {
      * group is kept. */
     void (*break_group)(epic_group *group, const epic_failure_info *failure);
 
-    /* Returns true and writes *out if the group has failed. */
+    /* Returns true and writes the failure to *out if the group has failed. */
     bool (*failure)(epic_group *group, epic_failure_info *out);
 
     /* Returns the bytes of headers and entries that this rank has sent.  Tests use it. */

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The backend self: one rank, the smallest complete backend. It has no peers, so no header is
- * ever read and no ring exists. It only records which op slots are in use and what broke the
- * group. */
+/* The backend self: a group of one rank, and the smallest complete backend. There are no peers,
+ * so the functions for headers and rings are never used or return nothing. The state is only
+ * which op slots are in use, and the failure of the group. */
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
@@ -82,7 +82,8 @@ static void self_finish(epic_group *g, int cell)
     pthread_mutex_unlock(&g->mutex);
 }
 
-/* Called only by a thread that found no free op slot, and only for a short time. */
+/* Waits until an op slot is free or the group has failed. The core calls it only with op slot
+ * -1. */
 static void self_wait(epic_group *g, int cell, uint32_t phase, const uint64_t *waits_for,
                       uint32_t ms)
 {

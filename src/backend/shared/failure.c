@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The failure of a group, which is the first one that any rank reports, and whether a peer is
- * gone. */
+/* The failure of a group: the first failure that any rank reports is stored in the segment, and
+ * all ranks return it. Also finds out whether a peer is gone. */
 #include <time.h>
 
 #include "backend/shared/shared.h"
 #include "base/clock.h"
 
-#define PATIENCE_NS 100000000 /* wait this long for a rank that is writing its failure */
+#define PATIENCE_NS 100000000 /* longest wait for another rank that is writing its failure */
 
 /* Returns whether the peer has closed its context or its process has ended. */
 bool shared_is_gone(epic_group *g, int peer)
@@ -15,8 +15,9 @@ bool shared_is_gone(epic_group *g, int peer)
            (g->is_dead && g->is_dead(g, peer));
 }
 
-/* Makes this rank the writer of the failure, also in place of a rank that ended while writing.
- * Returns false if the group is broken already. */
+/* Claims failure_state, so that this rank may write the failure. Waits while another rank
+ * writes its own; takes over from a rank that ended while it was writing. Returns false if the
+ * group has a failure already. */
 static bool become_writer(epic_group *g)
 {
     const int64_t stop = clock_ns() + PATIENCE_NS;
@@ -31,7 +32,8 @@ static bool become_writer(epic_group *g)
     }
 }
 
-/* Records a failure, unless there is one, and wakes all ranks. */
+/* Stores a failure in the segment, unless the group has one, and wakes all ranks. The ordered
+ * store of GROUP_BROKEN publishes the fields of the failure. */
 void shared_break_group(epic_group *g, const epic_failure_info *failure)
 {
     if (!become_writer(g)) return;

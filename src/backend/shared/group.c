@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Making and freeing one rank's view of a group, and the table of transport functions. */
+/* Creates and frees one rank's view of a group. Defines the table of transport functions. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -8,8 +8,8 @@
 
 #define SLICE_NS 100000000
 
-/* Returns the longest sleep between two heartbeats: a quarter of the deadline at most, so that
- * peers see this rank waiting when their deadline ends. */
+/* Returns the longest sleep between two heartbeats of a waiting rank. It is at most a quarter
+ * of the timeout, so that at a peer's deadline this rank's heartbeat is recent. */
 static int64_t slice_of(const epic_config *config)
 {
     const int64_t quarter = config->timeout_ms * 1000000ll / 4;
@@ -17,7 +17,8 @@ static int64_t slice_of(const epic_config *config)
     return slice < 1000000 ? 1000000 : slice;
 }
 
-/* Publishes on which cores this rank may run; wait.c counts the cores of all ranks. */
+/* Publishes the set of cores on which this rank may run. has_cores() of wait.c reads the sets
+ * of all ranks. */
 static void publish_cores(epic_group *g)
 {
     const core_set mine = cores_of_thread();
@@ -25,6 +26,7 @@ static void publish_cores(epic_group *g)
         store_relaxed(&shared_rank_state_of(g, g->rank)->cores[w], mine.words[w]);
 }
 
+/* Returns the private memory of one rank's view of a group. */
 static int64_t local_bytes(const shared_layout *l)
 {
     const size_t slot = sizeof(shared_exchange) + (size_t)l->num_ranks * sizeof(peer_link);

@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Op slots. A slot holds one rank's part of one exchange; peers find it by tag and sequence
- * number. */
+/* Op slots. An op slot holds one rank's part of one exchange. Peers search for it by tag and
+ * sequence number. */
 #include <string.h>
 
 #include "backend/shared/shared.h"
 
-/* Returns whether all peers have finished the exchange that the slot held last. */
+/* Returns whether all peers have finished the last exchange of this slot, so that its memory
+ * may be written again. */
 static bool is_released(const epic_group *g, const shared_exchange *x)
 {
     const uint64_t version = load_relaxed(&x->slot->version);
@@ -21,9 +22,10 @@ bool shared_slot_is_free(epic_group *g, const shared_exchange *x)
     return !load_ordered(&x->claimed) && is_released(g, x);
 }
 
-/* Claims a free slot and returns its index, or -1. The slot is tested again after it is
- * claimed, because another thread may have used it in between. A thread that went to sleep
- * while it was claimed is woken. */
+/* Claims a free slot and returns its index, or -1 if no slot is free. Another thread may have
+ * used the slot between the test and the claim, so it is tested again after the claim. If that
+ * fails, the claim is undone. A thread that saw the short claim may have gone to sleep, so it
+ * is woken. */
 int shared_claim(epic_group *g)
 {
     for (int i = 0; i < g->layout.num_slots; i++) {
@@ -42,8 +44,9 @@ static void raise_num_used_slots(shared_rank_state *head, uint32_t count)
     while (used < count && !compare_swap(&head->num_used_slots, &used, count)) continue;
 }
 
-/* Writes this rank's part of an exchange. Tag and sequence number are stored with release
- * order, so a reader that sees the new ones also sees the odd version. */
+/* Writes this rank's part of an exchange into its slot. The version is odd while the fields are
+ * inconsistent. Tag and sequence are stored with release order, so a peer that loads a new
+ * value with acquire order also loads the odd version. */
 static void write_slot(epic_group *g, shared_exchange *x, const epic_op_header *header)
 {
     shared_op_slot *slot = x->slot;
@@ -51,7 +54,7 @@ static void write_slot(epic_group *g, shared_exchange *x, const epic_op_header *
     store_relaxed(&slot->version, version + 1);
     store_release(&slot->tag, x->tag);
     store_release(&slot->sequence, x->sequence);
-    /* the operation, as the contract defines */
+    /* common[0] is the epic_operation (backend/transport.h) */
     store_release(&slot->operation, (uint32_t)header->common[0]);
     store_release(&slot->finished, 0);
     store_relaxed(&slot->futex, SLOT_FUTEX_IDLE);
@@ -68,8 +71,10 @@ static void write_slot(epic_group *g, shared_exchange *x, const epic_op_header *
     store_ordered(&slot->version, version + 2);
 }
 
-/* Publishes this rank's header in its slot and wakes the peers that have announced the same
- * exchange. */
+/* Publishes this rank's op header in its slot and wakes the peers that have already announced
+ * the same exchange. A peer that announces later finds this slot by itself. Both store their
+ * version before they search, in sequentially consistent order, so at least one of two ranks
+ * finds the other. */
 void shared_announce(epic_group *g, int index, uint64_t tag, uint64_t sequence,
                      const epic_op_header *header)
 {
@@ -87,9 +92,10 @@ void shared_announce(epic_group *g, int index, uint64_t tag, uint64_t sequence,
         if (r != g->rank && shared_match_peer(g, x, r)) shared_wake_slot(g, x->links[r].slot);
 }
 
-/* Returns whether the slot holds the exchange. Its owner may be writing another exchange into
- * it, so what was read counts only if the version was the same before and after. The slot of a
- * common exchange does not change. */
+/* Returns whether a peer's slot holds the exchange (tag, sequence). The peer may be writing
+ * another exchange into it, so the result counts only if the version is even and the same
+ * before and after. Once both ranks are in this exchange, the slot stays as it is until this
+ * rank has finished. */
 static bool slot_holds(shared_op_slot *slot, uint64_t tag, uint64_t sequence)
 {
     const uint64_t version = load_ordered(&slot->version);
@@ -99,8 +105,8 @@ static bool slot_holds(shared_op_slot *slot, uint64_t tag, uint64_t sequence)
     return same && load_relaxed(&slot->version) == version;
 }
 
-/* Returns the peer's slot of an exchange and its index, or NULL. The search begins at index
- * `first`. */
+/* Returns the peer's slot of the exchange (tag, sequence), or NULL, and its index in *index.
+ * The search begins at index `first`, which is usually the right one. */
 shared_op_slot *shared_find_slot(const epic_group *g, int peer, uint64_t tag, uint64_t sequence,
                                  int first, int *index)
 {
@@ -114,7 +120,8 @@ shared_op_slot *shared_find_slot(const epic_group *g, int peer, uint64_t tag, ui
     return NULL;
 }
 
-/* Finds the peer's slot of this rank's exchange, if it is not known yet. */
+/* Finds the peer's slot of this rank's exchange and stores it in x->links, if that has not been
+ * done. Returns whether it was found. */
 bool shared_match_peer(epic_group *g, shared_exchange *x, int peer)
 {
     peer_link *link = &x->links[peer];
@@ -123,7 +130,8 @@ bool shared_match_peer(epic_group *g, shared_exchange *x, int peer)
     return link->slot != NULL;
 }
 
-/* Returns the header of a peer in this exchange, or NULL if it has not announced it yet. */
+/* Returns the op header of a peer in this exchange, or NULL if the peer has not announced it
+ * yet. */
 const epic_op_header *shared_op_header(epic_group *g, int index, int peer)
 {
     shared_exchange *x = &g->exchanges[index];
@@ -131,15 +139,15 @@ const epic_op_header *shared_op_header(epic_group *g, int index, int peer)
     return shared_match_peer(g, x, peer) ? &x->links[peer].slot->op_header : NULL;
 }
 
-/* Ends the exchange: marks the peers' slots as done and wakes threads that wait for a free
- * slot. */
+/* Ends the exchange. Marks the slots of the peers as done for this rank, and wakes threads that
+ * wait for a free slot. */
 void shared_finish(epic_group *g, int index)
 {
     shared_exchange *x = &g->exchanges[index];
     store_release(&x->slot->finished, 1);
     for (int r = 0; r < g->num_ranks; r++) {
         shared_op_slot *peer_slot = x->links[r].slot;
-        /* this rank, or a peer that was not found in a broken group */
+        /* NULL: this rank itself, or a peer that was not found before the group failed */
         if (!peer_slot) continue;
         store_ordered(&peer_slot->peers[g->rank].done, load_relaxed(&peer_slot->version));
         shared_wake_free_slot(g, r);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The status of a peer: what it announced last, whether it waits, and for which ranks. Deadline
- * errors name culprits from this. */
+/* The status of a peer: the operation that it announced last, whether it waits, and for which
+ * ranks. exchange/culprits.c uses this to name the culprits of a deadline. */
 #include <string.h>
 
 #include "backend/shared/shared.h"
@@ -8,8 +8,8 @@
 
 #define GRACE_NS 100000000
 
-/* Waiting ranks renew their heartbeat in every slice. The limit is longer, because a busy
- * machine runs them late. */
+/* Returns whether a waiting rank's heartbeat is recent. The rank renews it at least every
+ * slice_ns. The limit is 2.5 slices, because a busy machine may run the rank late. */
 static bool is_fresh(const epic_group *g, const shared_wait *wait)
 {
     const int64_t heartbeat = load_acquire(&wait->heartbeat_ns), now = clock_ns();
@@ -17,6 +17,7 @@ static bool is_fresh(const epic_group *g, const shared_wait *wait)
     return heartbeat && (now < heartbeat || now - heartbeat < limit);
 }
 
+/* Adds the ranks that this wait is for, if its heartbeat is recent. */
 static void add_wait(const epic_group *g, const shared_wait *wait, epic_peer_status *out)
 {
     if (!is_fresh(g, wait)) return;
@@ -25,7 +26,8 @@ static void add_wait(const epic_group *g, const shared_wait *wait, epic_peer_sta
         out->waits_for[w] |= load_relaxed(&wait->waits_for[w]);
 }
 
-/* Adds all ranks that the peer waits for, in any operation. */
+/* Adds all ranks for which the peer waits in any operation, and those for which it waits for a
+ * free slot. */
 static void add_all_waits(const epic_group *g, int peer, epic_peer_status *out)
 {
     const shared_rank_state *head = shared_rank_state_of(g, peer);
@@ -37,8 +39,8 @@ static void add_all_waits(const epic_group *g, int peer, epic_peer_status *out)
     if (load_acquire(&head->num_sleepers)) add_wait(g, &head->wait, out);
 }
 
-/* Reads the last operation that the peer announced. A newer one may overwrite its slot
- * meanwhile, so this tries again. */
+/* Reads the last operation that the peer announced. The peer may overwrite the slot at the same
+ * time. So the read is repeated until the slot's version was even and did not change. */
 static void add_last_operation(const epic_group *g, int peer, epic_peer_status *out)
 {
     for (int attempt = 0; attempt < 100; attempt++) {
@@ -60,9 +62,10 @@ void shared_look_at_peer(epic_group *g, int peer, uint64_t tag, uint64_t sequenc
                          epic_peer_status *out)
 {
     memset(out, 0, sizeof *out);
-    /* A peer first marks itself closed and then ends, so this reads in the opposite order.
-     * Otherwise a peer that does both between the two reads would look like a process that died
-     * without closing. */
+    /* A peer first marks itself as closed and then ends. This reads the two facts in the
+     * opposite order: if the peer's end is seen, its mark is seen too. In the other order, a
+     * peer that does both between the two reads would look like a process that died without
+     * closing. */
     out->gone = shared_is_gone(g, peer);
     out->closed = load_acquire(&shared_rank_state_of(g, peer)->closed);
     out->gone |= out->closed;

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Staging rings, through which rows flow.
  *
- * The writer stores `sent` after the bytes of the entries, and the reader loads it before it
- * reads them. The reader stores `dropped` after it has read an entry, and the writer loads it
- * before it writes there again. */
+ * Memory order: the writer stores `sent` after the bytes of the entries, and the reader loads
+ * `sent` before it reads them. The reader stores `dropped` after it has read an entry, and the
+ * writer loads `dropped` before it overwrites the entry. Both counters are sequentially
+ * consistent, which also serves the sleep and wake protocol of wait.c. */
 #include "backend/shared/shared.h"
 #include "rules/invariant.h"
 
@@ -13,6 +14,7 @@ int64_t shared_lane_bytes(const epic_group *g, bool everyone)
     return everyone ? g->layout.broadcast_ring_bytes : g->layout.peer_ring_bytes;
 }
 
+/* Begins the next flow on one end of a ring. */
 static void next_flow(ring_end *end, int64_t entries, char *ring)
 {
     end->base = end->next;
@@ -20,7 +22,7 @@ static void next_flow(ring_end *end, int64_t entries, char *ring)
     end->ring = ring;
 }
 
-/* A flow through the broadcast rings: every peer reads the same entries. */
+/* Begins a flow through the broadcast rings, where all peers read the same entries. */
 static void shape_broadcast(epic_group *g, shared_exchange *x, const epic_flow *flow)
 {
     int64_t sends = 0;
@@ -34,7 +36,7 @@ static void shape_broadcast(epic_group *g, shared_exchange *x, const epic_flow *
     next_flow(&x->broadcast_out, sends, shared_broadcast_ring(g, g->rank, x->index));
 }
 
-/* A flow through the rings to each peer. */
+/* Begins a flow through the peer rings: one ring to each peer and one from each peer. */
 static void shape_peer_rings(epic_group *g, shared_exchange *x, const epic_flow *flow)
 {
     for (int r = 0; r < g->num_ranks; r++) {
@@ -46,7 +48,8 @@ static void shape_peer_rings(epic_group *g, shared_exchange *x, const epic_flow 
     }
 }
 
-/* Begins a flow: all rings start at the beginning of their memory. */
+/* Implements epic_transport.shape. In each flow the entries start at the beginning of the
+ * ring's memory, so that entry i is at (i % depth) * stride. */
 void shared_shape(epic_group *g, int index, const epic_flow *flow)
 {
     shared_exchange *x = &g->exchanges[index];
@@ -61,15 +64,17 @@ void shared_shape(epic_group *g, int index, const epic_flow *flow)
         shape_peer_rings(g, x, flow);
 }
 
-/* Returns whether the ring has room for an entry. The first entry of a flow waits until all
- * entries of the previous flow have left the ring, because they may have had another size. */
+/* Returns whether entry `index` of this flow fits into the ring. The first entry of a flow must
+ * wait until the reader has dropped all entries of the previous flow, because those may have
+ * another size. */
 static bool has_room(const shared_exchange *x, const ring_end *end, int64_t index)
 {
     return end->seen_count >= end->base && end->base + index - end->seen_count < x->depth;
 }
 
-/* Returns how many entries the slowest peer has dropped. While the peer that was slowest last
- * time still keeps the ring full, the others are not read. */
+/* Returns how many entries the slowest peer has dropped. Reads first the peer that was slowest
+ * last time. If that peer still keeps the ring full, the counters of the other peers do not
+ * matter. */
 static int64_t least_dropped(epic_group *g, shared_exchange *x, int64_t index)
 {
     ring_end slow = x->broadcast_out;
@@ -88,7 +93,8 @@ static int64_t least_dropped(epic_group *g, shared_exchange *x, int64_t index)
     return least;
 }
 
-/* Returns memory for an entry, or NULL while the ring is full. */
+/* Implements epic_transport.room. Loads the readers' counters only if the last known values
+ * leave no room. */
 void *shared_room(epic_group *g, int index, int to, int64_t entry)
 {
     shared_exchange *x = &g->exchanges[index];
@@ -107,7 +113,7 @@ static void count_bytes(epic_group *g, const shared_exchange *x, int64_t *sent, 
     *sent = upto;
 }
 
-/* Publishes entries of the broadcast ring and wakes all peers. */
+/* Publishes the entries of the broadcast ring below `upto` and wakes all peers. */
 static void send_broadcast(epic_group *g, shared_exchange *x, int64_t upto)
 {
     if (upto <= x->broadcast_sent) return;
@@ -119,7 +125,7 @@ static void send_broadcast(epic_group *g, shared_exchange *x, int64_t upto)
         if (r != g->rank) shared_wake_slot(g, x->links[r].slot);
 }
 
-/* Publishes the entries below `upto` and wakes their readers. */
+/* Implements epic_transport.send: stores the new count, then wakes the readers. */
 void shared_send(epic_group *g, int index, int to, int64_t upto)
 {
     shared_exchange *x = &g->exchanges[index];
@@ -136,7 +142,8 @@ void shared_send(epic_group *g, int index, int to, int64_t upto)
     shared_wake_slot(g, link->slot);
 }
 
-/* Returns an entry of a peer, or NULL if it has not arrived. */
+/* Implements epic_transport.entry. Loads the peer's counter only if the last known value is not
+ * enough. */
 const void *shared_entry(epic_group *g, int index, int from, int64_t entry)
 {
     shared_exchange *x = &g->exchanges[index];
@@ -150,7 +157,8 @@ const void *shared_entry(epic_group *g, int index, int from, int64_t entry)
     return end->ring + entry % x->depth * x->stride;
 }
 
-/* Publishes that the entries below `upto` are not needed any more, and wakes the peer. */
+/* Implements epic_transport.drop: stores the new count, then wakes the peer, which may wait for
+ * room. */
 void shared_drop(epic_group *g, int index, int from, int64_t upto)
 {
     shared_exchange *x = &g->exchanges[index];

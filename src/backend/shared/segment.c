@@ -5,7 +5,7 @@
 #include "base/error.h"
 
 #define PAGE 4096
-#define FULL_RING (1024 * 1024) /* the broadcast ring; all peer rings together have as much */
+#define FULL_RING (1024 * 1024) /* size of the broadcast ring, and of all peer rings together */
 #define GOOD_RING (132 * 1024)  /* two entries of 64 KiB and their trailers */
 #define MIN_RING (2 * 8704)     /* two entries of 1024 float64 elements and a trailer */
 
@@ -19,12 +19,12 @@ static int64_t at_least(int64_t bytes, int64_t least)
     return bytes < least ? least : bytes;
 }
 
-/* Sets the sizes for full speed. A ring larger than all rows of one operation has no benefit.
- */
+/* Sets the sizes for full speed. A ring is never larger than all rows of one operation, because
+ * more memory would stay unused. */
 static void size_full_rings(const epic_config *config, shared_layout *l)
 {
     const int64_t peers = at_least(l->num_ranks - 1, 1);
-    const int64_t entry = config->max_row_bytes + 320; /* the trailer of an entry */
+    const int64_t entry = config->max_row_bytes + 320; /* a row and the trailer of its entry */
     int64_t step = FULL_RING;
     if (config->max_tokens < FULL_RING / entry + 1) step = config->max_tokens * entry;
     if (step > FULL_RING) step = FULL_RING;
@@ -32,8 +32,8 @@ static void size_full_rings(const epic_config *config, shared_layout *l)
     l->peer_ring_bytes = at_least(l->broadcast_ring_bytes / peers / 64 * 64, GOOD_RING);
 }
 
-/* Splits less memory: half of a slot's staging is the broadcast ring, unless the peer rings
- * would become too small. */
+/* Sets the sizes if a slot has only `bytes` of staging memory. Half of it becomes the broadcast
+ * ring, or less if the peer rings would otherwise be smaller than MIN_RING. */
 static void split_staging(shared_layout *l, int64_t bytes)
 {
     const int64_t peers = at_least(l->num_ranks - 1, 1);
@@ -41,8 +41,8 @@ static void split_staging(shared_layout *l, int64_t bytes)
     l->broadcast_ring_bytes = (bytes - l->peer_ring_bytes * peers) / 64 * 64;
 }
 
-/* Chooses the sizes for full speed, or smaller ones if staging_bytes is less. EPIC_EINVAL: it
- * is too small. */
+/* Chooses the sizes for full speed, or smaller ones if config.staging_bytes is less. Returns
+ * EPIC_EINVAL if staging_bytes is too small for any size. */
 static epic_result choose_ring_sizes(const epic_config *config, shared_layout *l)
 {
     const int64_t peers = at_least(l->num_ranks - 1, 1);

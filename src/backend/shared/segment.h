@@ -3,11 +3,11 @@
  *
  *   segment:  header, then one block for each rank, page-aligned
  *   block:    rank state, op slots [max_in_flight], staging [max_in_flight]
- *   staging:  of one slot: the broadcast ring, then one ring to each peer in rank order
+ *   staging: for each slot: the broadcast ring, then one ring to each peer in rank order
  *
- * The segment contains no addresses, because each rank may map it elsewhere. It starts as
- * zeros, and pages that no rank touches take no memory. Words that different ranks write lie on
- * different cache lines. */
+ * The segment contains no addresses, because each rank may map it elsewhere. Its memory is
+ * initially zero, and the system allocates a page only when a rank uses it. Words that are
+ * written by different ranks are on different cache lines. */
 #ifndef EPIC_SHARED_SEGMENT_H
 #define EPIC_SHARED_SEGMENT_H
 
@@ -23,23 +23,23 @@
 #define GROUP_HEALTHY 0u
 #define GROUP_BROKEN UINT32_MAX
 
-/* The owner's side of its sleep; wait.c has the protocol. */
+/* State of a slot's owner: awake, about to sleep, asleep. wait.c describes the protocol. */
 enum slot_futex_state { SLOT_FUTEX_IDLE, SLOT_FUTEX_ARMED, SLOT_FUTEX_ASLEEP };
 
-/* The wait of a rank, for its peers to read. */
+/* Published by a rank while it waits; its peers read it to find culprits. */
 typedef struct shared_wait {
-    /* clock_ns() of the last sign of life; 0: never waited */
+    /* clock_ns() when the rank last showed that it waits; 0: never */
     _Alignas(64) _Atomic int64_t heartbeat_ns;
     _Atomic uint32_t phase;
     _Atomic uint64_t waits_for[RANK_WORDS];
 } shared_wait;
 
-/* Counters between the owner of a slot and one peer. */
+/* Counters of one slot for its owner and one peer. */
 typedef struct shared_peer_counters {
     /* entries over all flows; written by the peer */
     _Alignas(64) _Atomic int64_t broadcast_dropped;
     _Atomic int64_t dropped;           /* entries over all flows; written by the peer */
-    _Atomic uint64_t done;             /* version of the slot that the peer has finished */
+    _Atomic uint64_t done;             /* version of the slot that the peer has finished with */
     _Alignas(64) _Atomic int64_t sent; /* entries over all flows; written by the owner */
 } shared_peer_counters;
 
@@ -62,13 +62,13 @@ typedef struct shared_op_slot {
 /* The state of one rank. */
 typedef struct shared_rank_state {
     _Alignas(64) _Atomic uint32_t closed;
-    _Atomic uint32_t num_used_slots;    /* no slot from this index on was ever used */
-    _Atomic uint32_t last_slot;         /* slot of the last announcement, plus one */
-    _Atomic uint64_t cores[CORE_WORDS]; /* a core_set: where the rank may run */
-    /* counted up when a slot may have become free */
+    _Atomic uint32_t num_used_slots;    /* slots from this index on were never used */
+    _Atomic uint32_t last_slot;         /* index of the slot announced last, plus one */
+    _Atomic uint64_t cores[CORE_WORDS]; /* a core_set: cores on which the rank may run */
+    /* incremented when a slot may have become free */
     _Alignas(64) _Atomic uint32_t free_slot_futex;
     _Atomic uint32_t num_sleepers; /* threads that wait for a free slot */
-    shared_wait wait;              /* of these threads */
+    shared_wait wait;              /* published by these threads */
 } shared_rank_state;
 
 /* The beginning of the segment. */
@@ -85,18 +85,18 @@ typedef struct shared_segment_header {
 typedef struct shared_layout {
     int num_ranks;
     int num_slots;
-    int64_t broadcast_ring_bytes; /* of one slot */
+    int64_t broadcast_ring_bytes; /* size of one such ring of one slot */
     int64_t peer_ring_bytes;
     int64_t slot_bytes;
-    int64_t staging_bytes; /* of all rings of one slot */
-    int64_t slots_at;      /* offsets in a block */
+    int64_t staging_bytes; /* size of all rings of one slot */
+    int64_t slots_at;      /* offset of the slots in a block */
     int64_t staging_at;
     int64_t block_bytes;
     int64_t segment_bytes;
 } shared_layout;
 
-/* Computes the layout. EPIC_EINVAL: staging_bytes is too small; the error names the smallest
- * value. */
+/* Computes the layout of a group with this config. Every rank computes the same one. Returns
+ * EPIC_EINVAL if staging_bytes is too small; the error contains the smallest value. */
 epic_result shared_layout_of(const epic_config *config, shared_layout *out);
 
 #endif

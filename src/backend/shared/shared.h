@@ -1,16 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The transport of ranks that share memory. The backends threads and shm provide the memory.
  *
- * Matching: announce() writes the owner's slot, then looks for the peers' slots of the same tag
- * and sequence number and wakes those that it finds. The rank that announces last finds all
- * others. A slot is used again only after every peer has marked its version as done. So a peer
- * may read the slot of a common exchange until it finishes.
+ * Finding peers: announce() writes this rank's slot. Then it searches the peers' slots for the
+ * same tag and sequence number, and wakes the peers that have one. The rank that announces last
+ * finds all others. A slot is reused only after every peer has stored its version in `done`. So
+ * a peer may read the slot until it finishes the exchange.
  *
  * Rings: `sent` and `dropped` count the entries of all flows of an exchange. A flow begins at
- * the start of the ring, after the previous flow has been drained.
+ * the start of the ring's memory, after the readers have dropped all entries of the previous
+ * flow.
  *
- * Sleeping: each slot has a futex. Its owner arms it, checks again, and only then sleeps on it.
- * A peer that changes something loads it and wakes the owner only if it is armed or asleep. */
+ * Sleeping: each slot has a futex. The owner of the slot arms the futex, checks again, and only
+ * then sleeps on it. A peer that has changed something loads the futex, and wakes the owner
+ * only if the futex is armed or asleep. */
 #ifndef EPIC_SHARED_H
 #define EPIC_SHARED_H
 
@@ -20,22 +22,23 @@
 /* One direction of one ring as this rank sees it. Entries are counted over all flows. */
 typedef struct ring_end {
     int64_t base;       /* entries of earlier flows */
-    int64_t next;       /* `base` of the next flow */
-    int64_t seen_count; /* the other side's count when it was last read */
+    int64_t next;       /* entries of all flows so far: the next flow's `base` */
+    int64_t seen_count; /* last loaded value of the other side's counter */
     char *ring;         /* the memory of the ring */
 } ring_end;
 
 /* One peer in one exchange of this rank. */
 typedef struct peer_link {
     shared_op_slot *slot; /* the peer's slot of this exchange; NULL: not found yet */
-    int index;            /* of the slot */
+    int index;            /* index of that slot */
     ring_end out;
     ring_end in;
     ring_end broadcast_in;
-    int64_t sent; /* entries of this flow */
+    int64_t sent; /* entries sent in this flow */
 } peer_link;
 
-/* The private side of one slot of this rank. */
+/* The private state of one op slot of this rank. One thread at a time uses it, except
+ * `claimed`. */
 typedef struct shared_exchange {
     _Atomic bool claimed;
     shared_op_slot *slot;
@@ -47,7 +50,7 @@ typedef struct shared_exchange {
     int64_t stride;
     int64_t depth;
     ring_end broadcast_out;
-    int64_t broadcast_sent; /* entries of this flow */
+    int64_t broadcast_sent; /* entries sent in this flow */
     int slowest_peer;       /* the peer that last kept the broadcast ring full */
     peer_link *links;       /* [num_ranks] */
 } shared_exchange;
@@ -59,35 +62,37 @@ struct epic_group {
     shared_layout layout;
     int rank;
     int num_ranks;
-    bool is_shared_by_processes; /* selects shared futexes */
+    bool is_shared_by_processes; /* true: futexes work between processes */
     int64_t slice_ns;            /* longest sleep between two heartbeats */
-    _Atomic int own_cores; /* whether every rank can have its own core, plus one; 0: unknown */
+    _Atomic int own_cores; /* 1: ranks share cores; 2: each can have its own; 0: unknown */
     patience patience;
     _Atomic uint64_t bytes_sent;
     shared_exchange *exchanges; /* [num_slots] */
     peer_link *links;           /* [num_slots, num_ranks] */
 
-    /* Returns whether the peer's process has ended. NULL: ranks cannot end alone. */
+    /* Returns whether the peer's process has ended. NULL: a rank cannot end without its
+     * peers. */
     bool (*is_dead)(epic_group *group, int peer);
     void *backend_data; /* belongs to the backend */
 };
 
 extern const epic_transport shared_transport;
 
-/* Makes this rank's view of a group on `segment` and allocates everything else.
- * `is_shared_by_processes`: the ranks are processes. EPIC_ENOMEM. */
+/* Creates this rank's view of a group on `segment`, which stays owned by the backend.
+ * is_shared_by_processes: the ranks are processes, so futexes must work between processes.
+ * Errors: EPIC_ENOMEM. */
 epic_result shared_group_new(epic_group **out, const epic_join *join,
                              const shared_layout *layout, char *segment,
                              bool is_shared_by_processes);
 /* Writes the header of a new segment, before any peer maps it. */
 void shared_segment_init(char *segment, const shared_layout *layout, uint64_t group_id);
-/* Returns whether the segment belongs to this group. */
+/* Returns whether the header of the segment was written for this group and layout. */
 bool shared_segment_is_of(const char *segment, const shared_layout *layout, uint64_t group_id);
 /* Marks this rank as closed and wakes all peers. */
 void shared_group_close(epic_group *group);
-/* Frees what shared_group_new() allocated. */
+/* Frees the view that shared_group_new() allocated. The segment stays mapped. */
 void shared_group_free(epic_group *group);
-/* Sets the sizes that a group of this configuration takes. */
+/* Sets the memory that one rank of a group with this config uses. */
 void shared_memory_info(const epic_config *config, epic_memory_info *out);
 
 /* Functions that the files of this folder share; each is described where it is defined.

@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Waiting for a change.
+/* Sleep and wake protocol of op slots.
  *
- * The futex of a slot is idle, armed or asleep. A wait on an idle futex arms it and returns, so
- * that the caller checks once more. A wait on a futex that is still armed sleeps. A peer that
- * changes something stores it first and then loads the futex, both with sequential consistency.
- * So either the peer sees the futex armed and wakes the owner, or the owner's check after
- * arming sees the change. */
+ * The futex of a slot is idle, armed or asleep. The first wait of the owner finds the futex
+ * idle, arms it and returns, so that the owner checks once more. If the futex is still armed in
+ * the next wait, nothing has changed, and the owner sleeps. A peer first stores its change and
+ * then loads the futex. The owner first arms the futex and then checks for changes. All four
+ * accesses are sequentially consistent. So either the peer sees the armed futex and wakes the
+ * owner, or the owner's check sees the change. */
 #include <errno.h>
 #include <linux/futex.h>
 #include <sched.h>
@@ -19,6 +20,7 @@
 #define SPIN_NS 50000
 #define SPINS 1000 /* about one microsecond */
 
+/* Sleeps for `ns` nanoseconds while *word is `seen`. */
 static void futex_sleep(const epic_group *g, _Atomic uint32_t *word, uint32_t seen, int64_t ns)
 {
     const struct timespec limit = {.tv_sec = (time_t)(ns / 1000000000),
@@ -27,7 +29,8 @@ static void futex_sleep(const epic_group *g, _Atomic uint32_t *word, uint32_t se
     syscall(SYS_futex, word, op, seen, &limit, NULL, 0);
 }
 
-/* Publishes for which ranks this rank waits, and in which phase. */
+/* Publishes in which phase this rank waits and for which ranks. The release store of the
+ * heartbeat comes last, so a peer that reads it also reads the rest. */
 static void publish_wait(const epic_group *g, shared_wait *wait, uint32_t phase,
                          const uint64_t *waits_for)
 {
@@ -44,8 +47,8 @@ static bool waits_for_gone_peer(epic_group *g, const uint64_t *waits_for)
     return false;
 }
 
-/* Renews the heartbeat between two slices of sleep. Returns false at the deadline, after a
- * failure, or if a peer that is waited for is gone. */
+/* Renews the heartbeat between two slices of sleep. Returns whether to sleep on: false at the
+ * deadline, after a failure, or if a peer that this rank waits for is gone. */
 static bool should_sleep_on(epic_group *g, shared_wait *wait, const uint64_t *waits_for,
                             int64_t deadline)
 {
@@ -55,6 +58,7 @@ static bool should_sleep_on(epic_group *g, shared_wait *wait, const uint64_t *wa
            !waits_for_gone_peer(g, waits_for);
 }
 
+/* Sleeps until the deadline, but at most slice_ns. */
 static void sleep_slice(epic_group *g, _Atomic uint32_t *word, uint32_t seen, int64_t deadline)
 {
     const int64_t now = clock_ns();
@@ -63,7 +67,8 @@ static void sleep_slice(epic_group *g, _Atomic uint32_t *word, uint32_t seen, in
     futex_sleep(g, word, seen, left < g->slice_ns ? left : g->slice_ns);
 }
 
-/* Returns whether every rank could have a core of its own. All peers have joined. */
+/* Returns whether there are at least as many cores as ranks. Called after all peers have joined
+ * and published their cores. */
 static bool has_cores(const epic_group *g)
 {
     core_set any = {{0}};
@@ -83,8 +88,9 @@ static bool has_own_cores(epic_group *g)
     return seen_count == 2;
 }
 
-/* Polls the futex for SPIN_NS before sleeping. A rank with a core of its own keeps it; others
- * yield, because the rank that will wake them may need the core. Returns true if the futex
+/* Polls the futex for up to SPIN_NS before sleeping. If each rank has its own core, this rank
+ * keeps its core busy. Otherwise it yields, because the peer that will wake it may need the
+ * core; base/patience.h skips polling if yielding was slow before. Returns true if the futex
  * became idle. */
 static bool spin_on_futex(epic_group *g, const shared_op_slot *slot)
 {
@@ -102,8 +108,8 @@ static bool spin_on_futex(epic_group *g, const shared_op_slot *slot)
     return load_acquire(&slot->futex) == SLOT_FUTEX_IDLE;
 }
 
-/* Polls the futex for a short time, then sleeps on it in slices until it is idle or the
- * deadline ends. */
+/* Waits until a peer sets the armed futex to idle: polls for a short time, then sleeps in
+ * slices. Ends at the deadline. */
 static void sleep_on_slot(epic_group *g, shared_op_slot *slot, const uint64_t *waits_for,
                           int64_t deadline)
 {
@@ -122,8 +128,9 @@ static bool any_slot_is_free(epic_group *g)
     return false;
 }
 
-/* Several threads may wait for a free slot. Each checks for itself after it is counted in
- * num_sleepers, so no wake-up is lost. */
+/* Waits until a slot may be free. Several threads of a rank may wait at once. A thread first
+ * increments num_sleepers, then checks for a free slot. A finishing rank first frees the slot,
+ * then loads num_sleepers. So no wake-up is lost. */
 static void sleep_for_free_slot(epic_group *g, const uint64_t *waits_for, int64_t deadline)
 {
     shared_rank_state *head = shared_rank_state_of(g, g->rank);
@@ -136,8 +143,8 @@ static void sleep_for_free_slot(epic_group *g, const uint64_t *waits_for, int64_
     add_ordered(&head->num_sleepers, (uint32_t)-1);
 }
 
-/* Waits for about `ms` at most until something of the slot changes; index -1: until a slot is
- * free. */
+/* Implements epic_transport.wait. At the end the futex is armed, so that the caller's next
+ * check and the next wait follow the protocol at the top of this file. */
 void shared_wait_for_change(epic_group *g, int index, uint32_t phase, const uint64_t *waits_for,
                             uint32_t ms)
 {

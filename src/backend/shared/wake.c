@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Waking threads that sleep on the futex of a slot, or that wait for a free slot. wait.c has
- * the protocol. */
+/* Wakes threads that sleep on the futex of a slot, or that wait for a free slot. wait.c
+ * describes the protocol. */
 #include <limits.h>
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -14,7 +14,8 @@ static void futex_wake(const epic_group *g, _Atomic uint32_t *word)
     syscall(SYS_futex, word, op, INT_MAX, NULL, NULL, 0);
 }
 
-/* Sets the futex of a slot to idle and wakes its owner if that sleeps. */
+/* Sets the futex of a slot to idle, and wakes its owner if it sleeps. The caller has stored its
+ * change before. An idle futex needs no system call. */
 void shared_wake_slot(const epic_group *g, shared_op_slot *slot)
 {
     if (load_ordered(&slot->futex) == SLOT_FUTEX_IDLE) return;
@@ -22,7 +23,7 @@ void shared_wake_slot(const epic_group *g, shared_op_slot *slot)
         futex_wake(g, &slot->futex);
 }
 
-/* Wakes the threads of a rank that wait for a free slot. */
+/* Wakes the threads of a rank that wait for a free slot, if there are any. */
 void shared_wake_free_slot(const epic_group *g, int rank)
 {
     shared_rank_state *head = shared_rank_state_of(g, rank);

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The backend threads: ranks are threads of one process. The first rank maps the segment and
- * the last one to leave unmaps it. Ranks find each other in a table of the process by the
- * group's id. No address comes through the bootstrap, because anyone who reaches the bootstrap
- * could choose it. */
+/* The backend threads: ranks are threads of one process.
+ *
+ * The first rank maps the segment, and the last one to leave unmaps it. A rank finds its group
+ * in a table of the process by the group's id. No address travels through the bootstrap,
+ * because a program that reaches the bootstrap could send a false address. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -12,7 +13,8 @@
 #include "backend/shared/shared.h"
 #include "base/error.h"
 
-/* A group of this process. It exists from the first rank's join to the last rank's leave. */
+/* A group of this process. It exists from the join of its first rank to the leave of its last
+ * rank. */
 typedef struct thread_group {
     struct thread_group *next;
     uint64_t group_id;
@@ -83,7 +85,7 @@ static thread_group *find_thread_group(uint64_t group_id)
     return h;
 }
 
-/* Finds or makes the group and counts this rank. The caller holds the mutex. */
+/* Finds or creates the group and counts this rank. The caller holds the mutex. */
 static epic_result join_locked(thread_group **out, const shared_layout *layout,
                                const epic_join *join)
 {
@@ -112,8 +114,8 @@ static epic_result join_thread_group(thread_group **out, const shared_layout *la
     return result;
 }
 
-/* Each rank leaves once, after its last access. Others may still read the segment, so only the
- * last one unmaps it. */
+/* Removes one rank from its group. Each rank calls this once, after its last access to the
+ * segment. Other ranks may still read the segment, so only the last one unmaps it. */
 static void leave_thread_group(thread_group *h)
 {
     pthread_mutex_lock(&mutex);
@@ -127,7 +129,8 @@ static void leave_thread_group(thread_group *h)
     pthread_mutex_unlock(&mutex);
 }
 
-/* Waits until every rank has tried to join. Returns EPIC_EPEER if another rank could not. */
+/* Waits until every rank has tried to join. Returns EPIC_EPEER if another rank failed to
+ * join. */
 static epic_result gather_results(const epic_join *join, epic_result entered)
 {
     const epic_bootstrap *bootstrap = join->bootstrap;
@@ -139,7 +142,8 @@ static epic_result gather_results(const epic_join *join, epic_result entered)
     return entered;
 }
 
-/* Checks that all ranks are in this process, whatever the bootstrap reported. */
+/* Checks that all ranks have joined in this process. The bootstrap may have reported ranks that
+ * do not exist. */
 static epic_result check_all_joined(const thread_group *h)
 {
     pthread_mutex_lock(&mutex);
@@ -152,7 +156,8 @@ static epic_result check_all_joined(const thread_group *h)
                      num_seen, h->layout.num_ranks);
 }
 
-/* Joins the group. Collective: a rank that failed also gathers. */
+/* Joins the group. Collective: a rank that failed also takes part in the gather, so that its
+ * peers do not wait for it. */
 static epic_result threads_join(epic_group **out, const epic_join *join)
 {
     shared_layout layout;
