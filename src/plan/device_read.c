@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reads the bytes of a CUDA context's plan on the host. */
+/* Reads the bytes of a plan of a CUDA context on the host. */
 #include "plan/device_read.h"
 
 #include "base/error.h"
 #include "rules/device_layout.h"
 
-#define CHUNK 1024 /* choices that are read at a time */
+#define CHUNK 1024 /* choices that are copied to the host at a time */
 
+/* Returns true if the header's checksum, ranges and sizes are valid. */
 static bool is_header_valid(const device_plan_header *h)
 {
     if (h->sum != device_header_sum(h) || h->num_ranks < 1 || h->num_ranks > DEVICE_MAX_RANKS ||
@@ -20,6 +21,7 @@ static bool is_header_valid(const device_plan_header *h)
     return h->bytes == device_plan_end(&at, h->layout, h->num_logical);
 }
 
+/* Counts the fates of some choices in *out. Returns false if one is out of range. */
 static bool count_fates(const int32_t *fates, int64_t count, epic_plan_info *out)
 {
     for (int64_t i = 0; i < count; i++) {
@@ -32,6 +34,7 @@ static bool count_fates(const int32_t *fates, int64_t count, epic_plan_info *out
     return true;
 }
 
+/* Copies the fates of all choices from the plan, chunk by chunk, and counts them in *out. */
 static epic_result read_fates(const unsigned char *from, int64_t choices, device_fetch fetch,
                               epic_plan_info *out)
 {
@@ -47,6 +50,8 @@ static epic_result read_fates(const unsigned char *from, int64_t choices, device
     return EPIC_OK;
 }
 
+/* Fills in *out from the header, except the counts of fates. With EPIC_TREE, finds this rank's
+ * leaves from its position in the tree (rank_at). */
 static void describe_device_plan(const device_plan_header *h, const device_plan_layout *at,
                                  epic_plan_info *out)
 {

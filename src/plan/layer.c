@@ -14,6 +14,7 @@ static bool is_power_of_two(uint32_t n)
     return n && !(n & (n - 1));
 }
 
+/* Checks the number of leaves of a layer with EPIC_TREE. */
 static epic_result check_tree(const epic_layer *l, int32_t num_ranks)
 {
     if (!is_power_of_two(l->leaves))
@@ -87,6 +88,8 @@ int64_t layer_find_misplaced(const epic_layer *layer, int32_t num_ranks,
         const int32_t rank = rank_of_expert[e];
         if (rank < 0 || rank >= num_ranks) return e;
         if (layer->sum_order != EPIC_TREE) continue;
+        /* EPIC_TREE: a rank's experts are one whole block, and no other block is on that
+         * rank. */
         const uint32_t first = e - e % block;
         if (rank_of_expert[first] != rank) return e;
         for (uint32_t f = e % block ? e : 0; f < first; f += block)

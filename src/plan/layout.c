@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Computes where the arrays of a plan are, and checks the bytes of a plan. */
+/* Computes the offsets of a plan's arrays, and checks the bytes of a plan. */
 #include <string.h>
 
 #include "base/hash.h"
@@ -8,8 +8,9 @@
 #include "rules/invariant.h"
 
 #define PLAN_MAGIC 0x314e414c50435045ull /* "EPCPLAN1" */
-#define SECTION 64
+#define SECTION 64                       /* alignment of the arrays in bytes */
 
+/* Reserves an array of `count` int32 numbers at *end. Returns its offset. */
 static int64_t add_section(int64_t *end, int64_t count)
 {
     const int64_t begin = *end;
@@ -35,6 +36,8 @@ void plan_layout(plan_header *h)
     h->bytes = end;
 }
 
+/* Returns the bytes of the planner's workspace: 7 arrays by expert and 4 by rank of int32, and
+ * 2 by rank of int64. */
 static int64_t workspace_bytes(int64_t num_experts, int64_t num_ranks)
 {
     int64_t end = 0;
@@ -81,6 +84,8 @@ plan_view plan_view_of(const void *plan)
     };
 }
 
+/* Returns the largest number of experts that one rank owns. Uses count [num_ranks] as scratch
+ * memory. */
 static int32_t max_experts_per_rank(int32_t *count, const epic_layer *layer, int32_t num_ranks,
                                     const int32_t *owner)
 {
@@ -91,8 +96,8 @@ static int32_t max_experts_per_rank(int32_t *count, const epic_layer *layer, int
     return most;
 }
 
-/* Sets the pointers to the workspace, which begins behind the largest plan that these tokens
- * can have. */
+/* Sets the pointers to the workspace. It begins after the largest plan that the ranks can have
+ * with these numbers of tokens. */
 static void locate_workspace(planner *p, const plan_header *h)
 {
     plan_header largest = *h;
@@ -111,6 +116,7 @@ static void locate_workspace(planner *p, const plan_header *h)
     p->capacity = (int64_t *)(p->bytes + add_section(&end, 2 * h->num_ranks));
 }
 
+/* Sets the pointers to the arrays, at the offsets in the header. */
 static void locate_arrays(planner *p)
 {
     const plan_header *h = p->header;
@@ -147,7 +153,8 @@ void planner_begin(planner *p, void *plan, const epic_layer *layer, int32_t rank
             p->owner[e] = (int32_t)r;
     h.num_local = max_experts_per_rank(p->rows, layer, num_ranks, p->owner);
     plan_layout(&h);
-    memset(plan, 0, (size_t)h.fate); /* also clears the padding between the arrays */
+    memset(plan, 0, (size_t)h.fate); /* also clears the padding between arrays, so that equal
+                                        plans have equal bytes */
     *p->header = h;
     locate_arrays(p);
     for (int32_t r = 0; r < num_ranks; r++) {
@@ -159,6 +166,7 @@ void planner_begin(planner *p, void *plan, const epic_layer *layer, int32_t rank
                layer->num_experts * sizeof *p->logical_of);
 }
 
+/* Returns the checksum of the arrays. */
 static uint64_t body_checksum(const plan_header *h)
 {
     const unsigned char *bytes = (const unsigned char *)h;
@@ -166,6 +174,7 @@ static uint64_t body_checksum(const plan_header *h)
     return hash_bytes(bytes + begin, (size_t)(h->bytes - begin));
 }
 
+/* Returns the checksum of the header, with 0 in the field that stores it. */
 static uint64_t header_checksum(const plan_header *h)
 {
     plan_header copy;
@@ -174,6 +183,7 @@ static uint64_t header_checksum(const plan_header *h)
     return hash_bytes(&copy, sizeof copy);
 }
 
+/* Zeroes the bytes from the end of an array of `count` numbers at `begin` up to `end`. */
 static void clear_padding_after(planner *p, int64_t begin, int64_t count, int64_t end)
 {
     begin += count * (int64_t)sizeof(int32_t);
@@ -220,6 +230,7 @@ const char *plan_damage_name(int damage)
     }
 }
 
+/* Returns true if all values are in least .. most. */
 static bool are_all_within(const int32_t *values, int64_t count, int32_t least, int64_t most)
 {
     int32_t low = INT32_MAX, high = INT32_MIN;
@@ -230,8 +241,8 @@ static bool are_all_within(const int32_t *values, int64_t count, int32_t least, 
     return count <= 0 || (low >= least && high <= most);
 }
 
-/* Checks the token counts. The sums have 64 bits, because 32 bits could overflow to the
- * expected value. */
+/* Checks the numbers of tokens, and that base_of has their sums. The sums are computed with 64
+ * bits, because 32-bit sums could overflow to an expected value. */
 static bool are_tokens_valid(const plan_view *v)
 {
     const plan_header *h = v->header;
@@ -244,7 +255,8 @@ static bool are_tokens_valid(const plan_view *v)
            v->tokens_of[h->rank] == h->num_tokens;
 }
 
-/* Checks that the slabs ascend from 0 to num_slots, each with enough slots for its count. */
+/* Checks that the slabs follow each other from slot 0 to num_slots, and that each has enough
+ * slots for its choices. */
 static bool are_slabs_valid(const plan_view *v)
 {
     const plan_header *h = v->header;
@@ -257,6 +269,7 @@ static bool are_slabs_valid(const plan_view *v)
     return flat || v->slab_begin[h->num_local] == h->num_slots;
 }
 
+/* Checks that every element of every array is in its range. Later code relies on this. */
 static bool are_ranges_valid(const plan_view *v)
 {
     const plan_header *h = v->header;
@@ -274,7 +287,8 @@ static bool are_ranges_valid(const plan_view *v)
            are_all_within(v->row_here, flat ? h->total_tokens : 0, -1, h->num_slots - 1);
 }
 
-/* Returns whether the sizes in the header are in range and its offsets follow from them. */
+/* Returns true if the sizes in the header are in range, and its offsets are those of
+ * plan_layout(). */
 static bool is_layout_valid(const plan_header *h)
 {
     epic_layer layer;

@@ -1,16 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Decides where every choice goes, once the ids of all ranks are known.
+/* Decides where every choice goes, once the expert ids of all ranks are known.
  *
- * All ranks compute the same from the same ids. Nothing is sent back, and nothing depends on
- * time. The steps are: replace logical experts by replicas, count the choices, set a limit
- * for each expert so that every rank stays within its capacity, place the slabs, and give
- * each kept choice the next slot of its expert in the order (rank, token, k). */
+ * All ranks compute the same plan from the same ids, so no rank has to send its result. The
+ * steps are:
+ * 1. Replace each logical expert by one of its replicas.
+ * 2. Count the choices of each expert.
+ * 3. Limit the choices of each expert, so that every rank stays within its capacity.
+ * 4. Place the slabs.
+ * 5. Give each kept choice the next slot of its expert, in the order (rank, token, k). */
 #include <string.h>
 
 #include "base/error.h"
 #include "plan/plan.h"
 #include "rules/sentences.h"
 
+/* Counts the choices of each expert in the whole group. */
 static void count_choices(planner *p)
 {
     const plan_header *h = p->header;
@@ -20,7 +24,8 @@ static void count_choices(planner *p)
         if (p->here[i] >= 0) p->count[p->here[i]]++;
 }
 
-/* Numbers the local experts of each rank in ascending order of global ids. */
+/* Numbers the local experts of each rank by ascending global id. With EPIC_TREE, also sets the
+ * position of each rank's experts in the tree (place_of). */
 static void number_experts(planner *p)
 {
     const plan_header *h = p->header;
@@ -41,9 +46,9 @@ static int32_t min_int32(int32_t a, int32_t b)
     return a < b ? a : b;
 }
 
-/* With EPIC_BY_K the order that decides which choices are kept differs from the order of the
- * slots. The verdict is then stored in `here` in bits above the id, which is less than
- * MAX_EXPERTS. */
+/* Reasons why a choice is dropped. With EPIC_BY_K, choices are judged in another order than
+ * slots are given. judge_choices_by_k() therefore stores the reason in `here`, in bits above
+ * the expert id. An id is less than MAX_EXPERTS. */
 enum {
     ID_BITS = MAX_EXPERTS - 1,
     EXPERT_IS_FULL = MAX_EXPERTS,
@@ -55,17 +60,17 @@ static bool is_priority_by_k(const planner *p)
     return p->header->layer.priority == EPIC_BY_K;
 }
 
-/* Decides whether expert e keeps a choice. `place` is the position of the choice among all choices
- * of e, by priority; e keeps the first min(limit[e], most[rank of e]) of them. Returns 0 if the
- * choice is kept, else the reason of the drop. */
+/* Decides whether expert e keeps a choice. `place` is the position of the choice among all
+ * choices of e, by priority. The expert keeps the choices at the first min(limit[e], most[rank
+ * of e]) positions. Returns 0 if the choice is kept, else EXPERT_IS_FULL or RANK_IS_FULL. */
 static int32_t judge_choice(const planner *p, int32_t e, int32_t place)
 {
     if (place < min_int32(p->limit[e], p->most[p->owner[e]])) return 0;
     return place >= p->quota[e] ? EXPERT_IS_FULL : RANK_IS_FULL;
 }
 
-/* Stores the verdict on every choice of the group: first all choices with k = 0, then k = 1,
- * and so on. */
+/* Judges all choices of the group in the order of EPIC_BY_K: first all choices with k = 0, then
+ * those with k = 1, and so on. Stores the reasons of drops in `here`. */
 static void judge_choices_by_k(planner *p)
 {
     const plan_header *h = p->header;
@@ -79,16 +84,16 @@ static void judge_choices_by_k(planner *p)
         }
 }
 
-/* Returns whether a choice is kept. It must be called once for each choice in the order of
- * the tokens. */
+/* Returns true if a choice is kept. The caller must call it once for each choice, in the order
+ * of tokens and k, because it counts the choices of each expert in next[]. */
 static bool is_kept(planner *p, int32_t here)
 {
     const int32_t e = here & ID_BITS;
     return is_priority_by_k(p) ? here == e : judge_choice(p, e, p->next[e]++) == 0;
 }
 
-/* Counts the rows of a FLAT layer: one for each token on each rank that keeps a choice of
- * it. */
+/* Counts the rows that each rank needs in a FLAT layer, in needed[]. A token takes one row on
+ * each rank that keeps at least one of its choices. */
 static void count_rows(planner *p)
 {
     const plan_header *h = p->header;
@@ -110,8 +115,8 @@ static void count_rows(planner *p)
     }
 }
 
-/* Counts the slots of each rank if each expert keeps its first min(limit, most[rank])
- * choices. */
+/* Counts in needed[] the slots of each rank, if each expert keeps its first min(limit,
+ * most[rank]) choices. In a FLAT layer counts rows. */
 static void count_needed_slots(planner *p)
 {
     const plan_header *h = p->header;
@@ -126,13 +131,18 @@ static void count_needed_slots(planner *p)
     }
 }
 
+/* Returns true if a rank needs more slots than its capacity. Capacity 0 means no limit. */
 static bool is_over(const planner *p, int32_t rank)
 {
     return p->capacity[rank] && p->needed[rank] > p->capacity[rank];
 }
 
-/* Lowers the limits of each rank that exceeds its capacity to the largest common limit that
- * fits. A binary search runs for all ranks at once: low[rank] fits, high[rank] does not. */
+/* Drops choices on each rank that needs more slots than its capacity. Finds the largest limit
+ * for all experts of the rank with which the slots fit, and lowers the experts' limits to it.
+ *
+ * One binary search serves all ranks at the same time. For each rank, low is a limit that is
+ * known to fit, and high one that is known not to fit. A rank that is not over its capacity has
+ * low = high from the start. */
 static void drop_choices(planner *p)
 {
     const plan_header *h = p->header;
@@ -158,6 +168,9 @@ static void drop_choices(planner *p)
         p->limit[e] = min_int32(p->limit[e], p->low[p->owner[e]]);
 }
 
+/* Sets the limit of each expert, and the demand of this rank. If the layer drops,
+ * expert_capacity and then the capacities of the ranks reduce the limits. Otherwise a rank over
+ * its capacity is EPIC_EOVERFLOW. */
 static epic_result set_limits(planner *p)
 {
     plan_header *h = p->header;
@@ -181,7 +194,8 @@ static epic_result set_limits(planner *p)
     return EPIC_OK;
 }
 
-/* Computes where each slab begins on its rank. */
+/* Computes the first slot of each slab on its rank. Also fills in the slabs of this rank's own
+ * experts. */
 static void place_slabs(planner *p)
 {
     plan_header *h = p->header;
@@ -200,15 +214,15 @@ static void place_slabs(planner *p)
         if (p->expert_of[l] < 0) p->slab_begin[l + 1] = (int32_t)h->num_slots;
 }
 
-/* The results for one token's choices: slot[k] is the slot or row on rank[k], or an
+/* The results for the choices of one token: slot[k] is the slot (FLAT: row) on rank[k], or an
  * EPIC_FATE value. */
 typedef struct choices {
     int32_t slot[MAX_TOP_K];
     int32_t rank[MAX_TOP_K];
 } choices;
 
-/* Returns the reason why a choice of expert e is not kept. It also counts the choice in
- * next[], except with EPIC_BY_K, where next[] counts only kept choices. */
+/* Returns the EPIC_FATE value of a choice of expert e that is dropped. Without EPIC_BY_K it
+ * also counts the choice in next[]. With EPIC_BY_K, next[] counts only kept choices. */
 static int32_t fate_of(planner *p, int32_t e, int32_t here)
 {
     const bool by_k = is_priority_by_k(p);
@@ -217,6 +231,7 @@ static int32_t fate_of(planner *p, int32_t e, int32_t here)
     return verdict == EXPERT_IS_FULL ? EPIC_FATE_EXPERT_FULL : EPIC_FATE_RANK_FULL;
 }
 
+/* Computes the results for the choices of one token. */
 static void place_token(planner *p, const int32_t *here, choices *c)
 {
     for (uint32_t k = 0; k < p->header->layer.top_k; k++) {
@@ -234,7 +249,8 @@ static void place_token(planner *p, const int32_t *here, choices *c)
     }
 }
 
-/* Gives the choices of one token on one rank the same row, for a FLAT layer. */
+/* FLAT layer: gives all choices of the token on one rank the same row, the next one of the
+ * rank. */
 static void share_rows(planner *p, choices *c)
 {
     for (uint32_t k = 0; k < p->header->layer.top_k; k++) {
@@ -245,6 +261,7 @@ static void share_rows(planner *p, choices *c)
     }
 }
 
+/* Stores the fates of one of this rank's own tokens, and counts them. */
 static void record_fates(planner *p, int64_t token, const choices *c)
 {
     plan_header *h = p->header;
@@ -260,7 +277,8 @@ static void record_fates(planner *p, int64_t token, const choices *c)
     }
 }
 
-/* Like place_token(), but for a token of another rank: only its choices on this rank matter. */
+/* Like place_token(), but for a token of another rank. Replaces its ids in `here` by the slots
+ * on this rank, or -1. Choices on other ranks are only counted. */
 static void place_foreign_token(planner *p, int32_t *here, uint32_t top_k, int32_t rank)
 {
     for (uint32_t k = 0; k < top_k; k++) {
@@ -276,6 +294,7 @@ static void place_foreign_token(planner *p, int32_t *here, uint32_t top_k, int32
     }
 }
 
+/* Returns true if an EXPERT_MAJOR plan keeps every choice. */
 static bool is_nothing_dropped(const planner *p)
 {
     bool all = p->header->layer.layout == EPIC_EXPERT_MAJOR;
@@ -284,18 +303,21 @@ static bool is_nothing_dropped(const planner *p)
     return all;
 }
 
-/* Returns the slot of the next choice of expert e, on any rank. next[] holds the slot of
- * that choice. */
+/* Returns the slot of the next choice of expert e on the rank that owns it, or -1 if e is
+ * negative. Here next[e] is that slot, not a count. */
 static int32_t next_slot(planner *p, int32_t e)
 {
     return e < 0 ? -1 : p->next[e]++;
 }
 
+/* Returns `slot` if this rank owns expert e, else -1. */
 static int32_t slot_here(const planner *p, int32_t e, int32_t slot)
 {
     return e >= 0 && p->owner[e] == p->header->rank ? slot : -1;
 }
 
+/* Replaces the ids in here[begin .. end), choices of other ranks' tokens, by slots on this
+ * rank. */
 static void place_all_kept_foreign(planner *p, int64_t begin, int64_t end)
 {
     for (int64_t i = begin; i < end; i++) {
@@ -304,8 +326,8 @@ static void place_all_kept_foreign(planner *p, int64_t begin, int64_t end)
     }
 }
 
-/* Places all choices of a plan that drops nothing. Most plans do not, and this avoids the
- * verdicts. */
+/* Places all choices of a plan that drops nothing, which most plans are. Needs no decisions, so
+ * it is faster than the general code in place_choices(). */
 static void place_all_kept(planner *p)
 {
     plan_header *h = p->header;
@@ -324,6 +346,8 @@ static void place_all_kept(planner *p)
     place_all_kept_foreign(p, begin + count, h->total_tokens * k);
 }
 
+/* Places all choices in the order (rank, token, k). Replaces the ids in `here` by slots on this
+ * rank (FLAT: by local experts), and fills in the fates of this rank's own tokens. */
 static void place_choices(planner *p)
 {
     plan_header *h = p->header;

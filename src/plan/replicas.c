@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Replicas: checks their table, chooses the replica of each choice, and divides
- * expert_capacity among the replicas. */
+/* Replicas: checks their table, chooses a replica for each choice, and divides expert_capacity
+ * among the replicas. */
 #include <string.h>
 
 #include "plan/plan.h"
@@ -22,9 +22,9 @@ replicas_error replicas_check(const epic_layer *layer, const int32_t *logical_of
     return (replicas_error){-1, -1};
 }
 
-/* Links the replicas of each logical expert in a ring. turn[logical] is the replica that
- * takes the next choice, and after[expert] is the one after it. The arrays use workspace
- * that other tables need only later. */
+/* Links the replicas of each logical expert in a ring, so that they take choices in rotation.
+ * turn[logical] is the replica for the next choice. after[expert] is the replica after it. All
+ * arrays are parts of the workspace that are not in use yet. */
 static void form_rings(const planner *p, int32_t *turn, int32_t *after)
 {
     const epic_layer *layer = &p->header->layer;
@@ -55,8 +55,8 @@ void planner_choose_replicas(planner *p)
     }
 }
 
-/* Choice n of a logical expert goes to replica n % r. So replica i takes (capacity + r - 1 -
- * i) / r of the first `capacity` choices. */
+/* Source of the formula: choice n of a logical expert goes to replica n % r of its r replicas.
+ * So of the first `capacity` choices, replica i gets (capacity + r - 1 - i) / r. */
 void planner_deal_capacity(planner *p)
 {
     const epic_layer *layer = &p->header->layer;
