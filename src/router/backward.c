@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_router_backward: the gradients of the logits and of scale_of_expert from those of the
- * weights. weigh_template.h and score_template.h have the formulas. The choice itself has no
- * gradient. */
+/* epic_router_backward: computes the gradients of the logits and of scale_of_expert from the
+ * gradients of the weights. The choice of experts has no gradient. The formulas are in
+ * weigh_template.h and score_template.h. */
 #include <string.h>
 
 #include "base/arrays.h"
@@ -27,6 +27,7 @@ static epic_result check_backward_arrays(const epic_router_backward_args *a,
     return CHECK_ARRAYS(arrays);
 }
 
+/* Reads and checks the arguments, and fills in *job. */
 static epic_result prepare_backward(router_job *job, const epic_context *ctx,
                                     const epic_router_backward_args *args)
 {
@@ -57,7 +58,8 @@ static epic_result prepare_backward(router_job *job, const epic_context *ctx,
     return router_check_ids(job, args->topk_idx, args->num_tokens);
 }
 
-/* Stores or, with EPIC_ACCUMULATE, adds the sums over tokens. */
+/* Stores the gradients of scale_of_expert, which are sums over the tokens, or adds them with
+ * EPIC_ACCUMULATE. */
 static void store_scale_gradient(const router_job *job, void *d_scale_of_expert)
 {
     float *narrow = d_scale_of_expert;

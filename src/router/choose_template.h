@@ -1,23 +1,25 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Chooses the experts of a token. row_template.h includes this file.
  *
- * The selection value of a column is its score, plus its bias if there is one
- * (auxiliary-loss-free balancing, arXiv 2408.15664). The top_k columns with the largest
- * values are chosen, best first. Equal values: the lower column first. NaN comes last.
+ * A column is an expert or a zero-expert (config.h). Its selection value is its score plus its
+ * bias, if there is a bias (auxiliary-loss-free balancing, arXiv 2408.15664). The top_k columns
+ * with the largest values are chosen, the largest first. Of equal values the lower column comes
+ * first, and NaN comes last.
  *
- * With num_groups the columns are cut into equal groups, and only topk_groups of them are
- * kept (group-limited routing, arXiv 2412.19437). The score of a group is its largest value,
- * or the sum of its group_best largest. Columns of other groups are left out, or their
- * values count as 0 (EPIC_OTHERS_ZERO). */
+ * With num_groups the columns are divided into equal groups, and only topk_groups groups are
+ * kept (group-limited routing, arXiv 2412.19437). The score of a group is its largest value, or
+ * the sum of its group_best largest values. Columns of other groups are not considered, or
+ * count with the value 0 (EPIC_OTHERS_ZERO). */
 
-/* Does a rank before b, if b has the higher column? NaN ranks last. */
+/* Returns true if value a comes before value b in the order of choice. b belongs to a lower
+ * column, so it comes first if both are equal. NaN comes last. */
 static inline bool is_above(REAL a, REAL b)
 {
     return a > b || (b != b && a == a);
 }
 
-/* Inserts column i into the sorted list `out` of the best k so far, if it belongs there.
- * Returns the length of the list. */
+/* Inserts column i into `out`, the sorted list of the best columns so far, if it is among the
+ * best k. `found` is the length of the list. Returns the new length. */
 static inline int insert_best(int32_t *out, int found, int k, const REAL *v, int64_t i)
 {
     if (found == k && !is_above(v[i], v[out[k - 1]])) return found;
@@ -27,8 +29,8 @@ static inline int insert_best(int32_t *out, int found, int k, const REAL *v, int
     return found;
 }
 
-/* Writes the columns of the k largest values to `out`, best first. kept (NULL: all): one
- * byte for each block of `block` columns; 0 leaves the block out. */
+/* Writes the columns of the k largest values of v [n] to `out`, the largest first. kept has one
+ * byte for each block of `block` columns, and 0 excludes a block. NULL includes all. */
 static void select_best(int32_t *out, int k, const REAL *v, int64_t n, const uint8_t *kept,
                         int64_t block)
 {
@@ -39,7 +41,8 @@ static void select_best(int32_t *out, int k, const REAL *v, int64_t n, const uin
                 found = insert_best(out, found, k, v, i);
 }
 
-/* Returns the score of a group whose values are v[0 .. n). order: room for 64 columns. */
+/* Returns the score of a group with the values v [n]. `order` is scratch space for 64
+ * columns. */
 static REAL score_group(const epic_router *r, const REAL *v, int64_t n, int32_t *order)
 {
     const int m = r->group_score == EPIC_GROUP_SUM ? (int)r->group_best : 1;
@@ -49,7 +52,8 @@ static REAL score_group(const epic_router *r, const REAL *v, int64_t n, int32_t 
     return sum;
 }
 
-/* Sets job->kept to 1 for the topk_groups best groups and 0 for the others. */
+/* Sets job->kept to 1 for the topk_groups groups with the largest scores, and to 0 for the
+ * others. */
 static void keep_groups(const router_job *job, const REAL *v)
 {
     const epic_router *r = &job->router;
@@ -62,6 +66,8 @@ static void keep_groups(const router_job *job, const REAL *v)
     for (uint32_t i = 0; i < r->topk_groups; i++) job->kept[job->order[i]] = 1;
 }
 
+/* Chooses experts with group-limited routing. Changes v if the other groups count with value
+ * 0. */
 static void select_in_groups(const router_job *job, REAL *v, int32_t *topk_idx)
 {
     const epic_router *r = &job->router;
@@ -77,8 +83,8 @@ static void select_in_groups(const router_job *job, REAL *v, int32_t *topk_idx)
     select_best(topk_idx, k, v, job->num_columns, NULL, job->num_columns);
 }
 
-/* Chooses without groups or with them. If the order of the values is that of the logits,
- * uses the logits, so that scores need not be computed. */
+/* Chooses the experts of a token. Uses the logits in place of the scores if both have the same
+ * order (job->on_logits), so that no scores must be computed. */
 static void select_experts(const router_job *job, int32_t *topk_idx)
 {
     const int64_t n = job->num_columns;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Checks the router's options and lays out its workspace. */
+/* Checks the options of the router and lays out its workspace. */
 #include "router/config.h"
 
 #include "base/sized.h"
@@ -35,7 +35,7 @@ static epic_result check_sizes(const epic_router *r)
     return EPIC_OK;
 }
 
-/* Checks the score, the weight rule and the normalization. */
+/* Checks the score, the rule for weights and their normalization. */
 static epic_result check_rules(const epic_router *r)
 {
     TRY(check_enum("score", r->score, EPIC_SCORE_LOGITS));
@@ -58,7 +58,7 @@ static epic_result check_rules(const epic_router *r)
     return EPIC_OK;
 }
 
-/* Checks the groups of group-limited routing. */
+/* Checks the options of group-limited routing. */
 static epic_result check_groups(const epic_router *r)
 {
     const uint32_t columns = r->num_experts + r->zero_experts;
@@ -88,6 +88,7 @@ static epic_result check_groups(const epic_router *r)
     return EPIC_OK;
 }
 
+/* Copies the caller's router, fills in its defaults and checks it. */
 static epic_result read_router(epic_router *out, const epic_router *theirs, size_t size)
 {
     TRY(READ_SIZED(out, theirs, size, "router"));
@@ -99,8 +100,8 @@ static epic_result read_router(epic_router *out, const epic_router *theirs, size
     return check_groups(out);
 }
 
-/* Counts eight bytes for each number of any type, so that epic_router_workspace needs no
- * type. */
+/* Returns the bytes of the workspace. Counts eight bytes for each number, even if it is
+ * float32, because epic_router_workspace has no argument for the type. */
 static int64_t workspace_bytes(const epic_router *r)
 {
     const size_t columns = (size_t)r->num_experts + r->zero_experts;
@@ -126,7 +127,7 @@ static epic_result check_type(const char *name, uint32_t type)
     return EPIC_OK;
 }
 
-/* Checks logits, number of tokens, workspace and flags. */
+/* Checks the logits, the number of tokens, the workspace and the flags. */
 static epic_result check_common(const router_job *job, const router_common *common)
 {
     const int64_t needed = workspace_bytes(&job->router);
@@ -148,6 +149,7 @@ static epic_result check_common(const router_job *job, const router_common *comm
     return EPIC_OK;
 }
 
+/* Points the fields of *job to their parts of the workspace. */
 static void layout_workspace(router_job *job, void *workspace)
 {
     const int64_t n = job->num_columns;

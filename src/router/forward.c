@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* epic_router_forward: chooses top_k experts for each token and computes their weights.
  *
- * One token is computed at a time (row.h): scores of the logits (score_template.h), choice
- * (choose_template.h), weights (weigh_template.h). On a device the backend does all of it. */
+ * The host computes one token after the other (row.h): the scores of its logits
+ * (score_template.h), the choice (choose_template.h) and the weights (weigh_template.h). On a
+ * CUDA context the device backend does this. */
 #include "base/arrays.h"
 #include "base/sized.h"
 #include "context/context.h"
@@ -10,6 +11,7 @@
 #include "rules/convert.h"
 #include "rules/rule.h"
 
+/* Returns the id of a token, which the caller passed as int32 or int64. */
 static int64_t token_id(const epic_router_args *args, int64_t token)
 {
     const int32_t *narrow = args->token_ids;
@@ -17,7 +19,8 @@ static int64_t token_id(const epic_router_args *args, int64_t token)
     return args->token_id_type == EPIC_I64 ? wide[token] : narrow[token];
 }
 
-/* Returns the experts that the table gives to the token's id, or NULL if there is no table. */
+/* Returns the experts [top_k] that the caller's table gives to the id of this token, or NULL if
+ * there is no table. */
 static const int32_t *table_row(const epic_router_args *args, const router_job *job,
                                 int64_t token)
 {
@@ -25,7 +28,7 @@ static const int32_t *table_row(const epic_router_args *args, const router_job *
     return args->table + token_id(args, token) * job->router.top_k;
 }
 
-/* Checks token_ids and table, without reading them. */
+/* Checks the arguments token_ids and table. Does not read the arrays. */
 static epic_result check_table(const epic_router_args *args)
 {
     if ((args->token_ids == NULL) != (args->table == NULL))
@@ -57,7 +60,8 @@ data_fault router_find_fault(const router_job *job, const epic_router_args *args
     return (data_fault){DATA_OK, {0}};
 }
 
-/* Reports the fault of a call without peers, as an error of this rank. */
+/* Returns the first invalid token id or table entry as an error of this rank. For calls that
+ * involve no other rank. */
 static epic_result check_ids(const router_job *job, const epic_router_args *args)
 {
     const data_fault fault = router_find_fault(job, args);

@@ -1,14 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* One token's part of the losses. row_template.h includes this file.
+/* The part of one token in the losses. row_template.h includes this file.
  *
- * The balance loss uses probabilities P: the softmax of the logits for the score types
- * softmax and logits, otherwise the scores divided by their sum. The part of a token is the
- * sum over experts e of P_e * load_e. Its gradient is dP_e = load_e, taken back through the
- * division (or the softmax) to the logits. The part of a token in the z-loss is the square
- * of logsumexp(z), and its gradient is 2 logsumexp(z) softmax(z). Sums over experts are in
- * float64, as the sums over tokens are. */
+ * Balance loss: the part of a token is the sum over experts e of P_e load_e. P is a
+ * probability. For the scores softmax and logits it is the softmax of the logits. For other
+ * scores it is the score divided by the sum of the scores. The gradient of P_e is load_e, which
+ * is propagated back through the softmax or the division to the logits.
+ *
+ * Z-loss: the part of a token is logsumexp(z)^2. Its gradient is 2 logsumexp(z) softmax(z).
+ *
+ * Sums over experts and over tokens are computed in float64. losses.c has the sources. */
 
-/* Computes P in job->scores. Returns the sum that divided the scores; 0: all of them are 0. */
+/* Computes the probabilities P in job->scores. Returns the divisor of the scores, 0 if all
+ * scores are 0, or 1 for a softmax. */
 static REAL make_probabilities(const router_job *job, const void *logits)
 {
     const uint32_t score = job->router.score;
@@ -25,7 +28,7 @@ static REAL make_probabilities(const router_job *job, const void *logits)
     return sum;
 }
 
-/* Returns the sum of P_e * load_e over experts, added in the order of sum_row(). */
+/* Returns the sum of P_e load_e over the experts, added in the order of sum_row(). */
 static double dot_load(const router_job *job, const int32_t *load)
 {
     const REAL *p = job->scores;
@@ -42,15 +45,19 @@ static double dot_load(const router_job *job, const int32_t *load)
     return total;
 }
 
+/* router_row_ops.balance. */
 static double sum_balance(const router_job *job, const void *logits, const int32_t *load)
 {
     make_probabilities(job, logits);
     return dot_load(job, load);
 }
 
-/* Writes the gradient of factor * sum of P_e load_e to d_logits. With softmax, dz_i = factor
- * * P_i (load_i - m), m the sum of P_j load_j. Otherwise dz_i = factor * (load_i - m) /
- * divisor * the derivative of the score. */
+/* router_row_ops.balance_backward: the gradient of factor * (sum of P_e load_e) to the logits
+ * z. With m = sum of P_j load_j:
+ * - softmax: dz_i = factor * P_i (load_i - m).
+ * - other scores s: dz_i = factor * (load_i - m) / (sum of s) * ds_i/dz_i.
+ *
+ * Zero-experts have load 0. */
 static void balance_backward(const router_job *job, const void *logits, const int32_t *load,
                              double factor, void *d_logits)
 {
@@ -72,7 +79,8 @@ static void balance_backward(const router_job *job, const void *logits, const in
     store_d_logits(job, d_logits);
 }
 
-/* Returns log(sum of e^z). Leaves softmax(z) in job->scores. */
+/* Returns log(sum of e^z), computed as largest z + log(sum of e^(z - largest)). Writes
+ * softmax(z) to job->scores. */
 static double compute_logsumexp(const router_job *job, const void *logits)
 {
     load_row(job->logits, logits, job->type, job->num_columns);
@@ -80,12 +88,14 @@ static double compute_logsumexp(const router_job *job, const void *logits)
     return (double)largest_of(job->logits, job->num_columns) + log((double)sum);
 }
 
+/* router_row_ops.z_square. */
 static double square_logsumexp(const router_job *job, const void *logits)
 {
     const double l = compute_logsumexp(job, logits);
     return l * l;
 }
 
+/* router_row_ops.z_backward. */
 static void z_backward(const router_job *job, const void *logits, double factor, void *d_logits)
 {
     const REAL *p = job->scores;

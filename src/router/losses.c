@@ -1,17 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The auxiliary losses of the router, and the update of its bias.
  *
- * With T tokens on all ranks, E experts, top_k choices and P_te the probability of expert e
- * for token t (loss_template.h):
- * - Balance loss (Switch Transformer, arXiv 2101.03961): coeff * E / (top_k T^2) * sum_t
- *   sum_e P_te load_e. load_e counts the choices of expert e on all ranks.
- * - Sequence-wise balance loss (DeepSeek-V3, arXiv 2412.19437): the same for each sequence
- *   of S tokens, averaged over the T / S sequences; load_e then counts the choices of the
- *   sequence.
+ * T is the number of tokens of all ranks, E the number of experts, z_t the logits of token t,
+ * and P_te the probability of expert e for token t (loss_template.h):
+ * - Balance loss (Switch Transformer, arXiv 2101.03961): coeff * E / (top_k T^2) * sum_t sum_e
+ *   P_te load_e. load_e is the number of choices of expert e on all ranks.
+ * - Sequence-wise balance loss (DeepSeek-V3, arXiv 2412.19437): the balance loss of each
+ *   sequence of S tokens, averaged over the T / S sequences. Here T in the formula is S, and
+ *   load_e counts the choices of the sequence.
  * - Z-loss (ST-MoE, arXiv 2202.08906): coeff / T * sum_t logsumexp(z_t)^2.
  * - Bias update (arXiv 2408.15664): bias_e += rate * sign(mean load - load_e).
  *
- * Each rank computes its tokens' part of a loss. The sum over ranks is the loss. */
+ * Each rank computes the part of its own tokens. The loss is the sum of the parts of all
+ * ranks. */
 #include <string.h>
 
 #include "base/arrays.h"
@@ -21,9 +22,10 @@
 #include "rules/convert.h"
 #include "rules/rule.h"
 
+/* The two directions of a loss. */
 typedef enum pass { FORWARD, BACKWARD } pass;
 
-/* One call of a loss. */
+/* State of one call of a loss. */
 typedef struct loss_job {
     epic_context *ctx;
     epic_loss_args args;
@@ -50,7 +52,7 @@ static epic_result check_loss_arrays(const loss_job *job, pass pass)
     return CHECK_ARRAYS(arrays);
 }
 
-/* Checks the arguments that only forward or only backward has. */
+/* Checks the arguments that only one pass has, forward or backward, and the arrays. */
 static epic_result check_pass(const loss_job *job, pass pass)
 {
     const epic_loss_args *a = &job->args;
@@ -71,7 +73,7 @@ static epic_result check_pass(const loss_job *job, pass pass)
     return check_loss_arrays(job, pass);
 }
 
-/* Reads and checks what both losses have in common. */
+/* Reads and checks the arguments that both losses have in common. */
 static epic_result prepare_loss(loss_job *job, pass pass)
 {
     epic_loss_args *a = &job->args;
@@ -92,7 +94,7 @@ static epic_result prepare_loss(loss_job *job, pass pass)
     return check_pass(job, pass);
 }
 
-/* Checks load, or topk_idx and the length of the sequences. */
+/* Checks `load`, or for the sequence-wise loss topk_idx and the length of the sequences. */
 static epic_result check_balance(const loss_job *job)
 {
     const epic_loss_args *a = &job->args;
@@ -121,13 +123,13 @@ static epic_result check_reserved(uint32_t pad)
                : EPIC_OK;
 }
 
-/* Returns the gradient of the loss itself, 1 if the caller passed none. */
+/* Returns the gradient of the loss that the caller passed, or 1 if it passed none. */
 static double incoming_gradient(const epic_loss_args *args)
 {
     return args->d_loss ? *args->d_loss : 1;
 }
 
-/* Stores the loss as float64 or float32. */
+/* Stores the loss in the caller's type, float64 or float32. */
 static void store_loss(const epic_loss_args *args, double loss)
 {
     const float narrow = (float)loss;
@@ -137,18 +139,19 @@ static void store_loss(const epic_loss_args *args, double loss)
         memcpy(args->loss, &narrow, sizeof narrow);
 }
 
-/* Returns the factor of the sum over tokens and experts of P * load. */
+/* Returns the factor that multiplies the sum over tokens and experts of P * load. */
 static double balance_factor(const loss_job *job)
 {
     const epic_loss_args *a = &job->args;
     const double T = (double)a->total_tokens;
-    /* Sequence-wise: 1 / S^2 for each sequence, over T / S sequences. */
+    /* Sequence-wise: 1 / S^2 for each sequence, averaged over T / S sequences, is 1 / (S T). */
     const double counted = a->sequence_tokens > 0 ? (double)a->sequence_tokens : T;
     if (T == 0) return 0;
     return job->router.router.num_experts * a->coeff / job->router.router.top_k / counted / T;
 }
 
-/* Counts the choices of each expert in one sequence, into the workspace. */
+/* Counts the choices of each expert in the sequence that begins at token `first`. Returns the
+ * counts, which are in the workspace. */
 static const int32_t *count_choices(const loss_job *job, int64_t first)
 {
     const router_job *r = &job->router;
@@ -159,7 +162,8 @@ static const int32_t *count_choices(const loss_job *job, int64_t first)
     return r->order;
 }
 
-/* Sets *load for the tokens from `first` on. Returns how many tokens share it. */
+/* Sets *load to the loads for the tokens from `first` on. Returns for how many tokens they are
+ * valid. */
 static int64_t next_load(const loss_job *job, int64_t first, const int32_t **load)
 {
     const bool whole = job->args.sequence_tokens == 0;
@@ -167,18 +171,21 @@ static int64_t next_load(const loss_job *job, int64_t first, const int32_t **loa
     return whole ? job->args.num_tokens : job->args.sequence_tokens;
 }
 
-/* Sums over tokens are kept in LOSS_RUNS partial sums ("runs"), each over consecutive
- * tokens, and added in a tree at the end. A GPU adds in the same order, one run per thread. */
+/* Sums over tokens use LOSS_RUNS partial sums, called runs. Each run adds consecutive tokens,
+ * and at the end the runs are added in a tree. A GPU adds in the same order, with one thread
+ * per run, so host and GPU get the same bits. */
 static void zero_runs(const loss_job *job)
 {
     memset(job->router.runs, 0, LOSS_RUNS * sizeof *job->router.runs);
 }
 
+/* Returns the run that a token is added to. */
 static double *run_at(const loss_job *job, int64_t token)
 {
     return job->router.runs + token / loss_run_tokens(job->args.num_tokens);
 }
 
+/* Adds the runs in a tree and returns the sum. */
 static double sum_runs(const loss_job *job)
 {
     double *runs = job->router.runs;
@@ -189,7 +196,7 @@ static double sum_runs(const loss_job *job)
 
 /* ------------------------------------------------------------------------ balance loss ---- */
 
-/* Computes this rank's part of the balance loss. */
+/* Checks the arguments and computes this rank's part of the balance loss. */
 static epic_result balance_forward(loss_job *job)
 {
     TRY(prepare_loss(job, FORWARD));
@@ -208,7 +215,7 @@ static epic_result balance_forward(loss_job *job)
     return EPIC_OK;
 }
 
-/* Computes the gradient of the balance loss, row by row. */
+/* Checks the arguments and computes the gradient of the balance loss, token by token. */
 static epic_result balance_backward(loss_job *job)
 {
     TRY(prepare_loss(job, BACKWARD));
@@ -277,12 +284,13 @@ epic_result epic_balance_loss_backward_v1(epic_context *ctx,
 
 /* ------------------------------------------------------------------------------ z-loss ---- */
 
+/* Returns the factor that multiplies the sum over tokens of logsumexp^2. */
 static double z_factor(const loss_job *job)
 {
     return job->args.total_tokens ? job->args.coeff / (double)job->args.total_tokens : 0;
 }
 
-/* Computes this rank's part of the z-loss. */
+/* Checks the arguments and computes this rank's part of the z-loss. */
 static epic_result z_forward(loss_job *job)
 {
     TRY(prepare_loss(job, FORWARD));
@@ -296,7 +304,7 @@ static epic_result z_forward(loss_job *job)
     return EPIC_OK;
 }
 
-/* Computes the gradient of the z-loss, row by row. */
+/* Checks the arguments and computes the gradient of the z-loss, token by token. */
 static epic_result z_backward(loss_job *job)
 {
     TRY(prepare_loss(job, BACKWARD));
@@ -366,13 +374,12 @@ static epic_result check_bias(const epic_bias_update_args *a)
     return CHECK_ARRAYS(arrays);
 }
 
-/* bias_e += rate * sign(mean load - load_e). The sign is that of total - num_experts *
- * load_e, which is exact. */
+/* Updates the bias: bias_e += rate * sign(mean load - load_e). The sign is that of total -
+ * num_experts * load_e, which integers compute exactly. */
 static void update_bias(const epic_bias_update_args *a)
 {
     int64_t total = 0;
     for (int64_t e = 0; e < a->num_experts; e++) total += a->load[e];
-    /* mean - load has the sign of total - num_experts * load, which is exact. */
     for (int64_t e = 0; e < a->num_experts; e++) {
         const int64_t below = total - a->num_experts * a->load[e];
         a->bias[e] += a->rate * (float)((below > 0) - (below < 0));

@@ -1,39 +1,43 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The arithmetic of the router on the logits of one token, as a table of functions in
- * float32 and in float64. row_template.h implements both. */
+/* The arithmetic of the router for one token, as a table of functions. There is one table for
+ * float32 and one for float64; row_template.h implements both. */
 #ifndef EPIC_ROUTER_ROW_H
 #define EPIC_ROUTER_ROW_H
 
 #include "router/config.h"
 
-/* Functions on the logits of one token. */
+/* Functions on the logits [num_columns] of one token. */
 typedef struct router_row_ops {
-    /* Chooses top_k experts, or copies `given` [top_k] if it is not NULL, and computes their
-     * weights. scores (NULL: not wanted): [num_columns]. */
+    /* Chooses top_k experts and computes their weights. If `given` [top_k] is not NULL, copies
+     * it to topk_idx instead of choosing. Writes all scores to scores [num_columns], unless it
+     * is NULL. */
     void (*choose)(const router_job *job, const void *logits, const int32_t *given,
                    int32_t *topk_idx, void *weights, void *scores);
 
-    /* Computes d_logits [num_columns] from d_weights [top_k], and adds to job->scale_sums. */
+    /* Computes d_logits [num_columns] from d_weights [top_k]. Adds the gradient of
+     * scale_of_expert to job->scale_sums. */
     void (*choose_backward)(const router_job *job, const void *logits, const int32_t *topk_idx,
                             const void *d_weights, void *d_logits);
 
-    /* Returns the sum over experts of P * load. */
+    /* Returns the sum over experts of P * load (loss_template.h). */
     double (*balance)(const router_job *job, const void *logits, const int32_t *load);
 
-    /* Writes or adds the gradient of factor * balance(...) to d_logits. */
+    /* Writes the gradient of factor * balance(...) to d_logits, or adds it with
+     * EPIC_ACCUMULATE. */
     void (*balance_backward)(const router_job *job, const void *logits, const int32_t *load,
                              double factor, void *d_logits);
 
-    /* Returns the square of logsumexp(logits). */
+    /* Returns logsumexp(logits)^2. */
     double (*z_square)(const router_job *job, const void *logits);
 
-    /* Writes or adds the gradient of factor * z_square(...) to d_logits. */
+    /* Writes the gradient of factor * z_square(...) to d_logits, or adds it with
+     * EPIC_ACCUMULATE. */
     void (*z_backward)(const router_job *job, const void *logits, double factor,
                        void *d_logits);
 } router_row_ops;
 
 extern const router_row_ops router_row_ops_f32; /* for logits of type F32, BF16 and F16 */
-extern const router_row_ops router_row_ops_f64;
+extern const router_row_ops router_row_ops_f64; /* for logits of type F64 */
 
 /* Returns the table for the type of the logits. */
 static inline const router_row_ops *router_row_of(const router_job *job)

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The arithmetic of the router on one token in float64 (row_template.h). Tests check gradients in it. */
+/* The arithmetic of the router for one token in float64 (row_template.h). Tests use it to check
+ * gradients. */
 #define REAL double
 #define OF(name) name##_f64
 #include "router/row_template.h"

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The arithmetic of the router on one token. row_f32.c and row_f64.c include this file with
- * REAL float and REAL double. OF(name) is the name that other files see, with the type as
- * its suffix. The order of every sum is fixed (sum_block), so that results have the same
- * bits on every machine and on GPUs. */
+/* The arithmetic of the router for one token. row_f32.c and row_f64.c include this file, with
+ * REAL defined as float and double. OF(name) appends the suffix of the type to a name that
+ * other files use. Every sum has a fixed order (sum_block), so all machines and GPUs compute
+ * the same bits. */
 #include <string.h>
 
 #include "router/row.h"
@@ -12,13 +12,13 @@
 
 #include "router/score_template.h"
 
-/* After the scores, which they use. */
+/* These files use functions of score_template.h. */
 #include "router/choose_template.h"
 #include "router/loss_template.h"
 #include "router/weigh_template.h"
 
-/* router_row_ops.choose. Computes scores only if the choice, the weights or the caller need
- * them. */
+/* router_row_ops.choose. Computes the scores only if they are needed for the choice, the
+ * weights or the caller. */
 static void choose_experts(const router_job *job, const void *logits, const int32_t *given,
                            int32_t *topk_idx, void *weights, void *scores)
 {
@@ -36,6 +36,7 @@ static void choose_experts(const router_job *job, const void *logits, const int3
     if (scores != NULL) store_row(scores, job->weights_type, job->scores, n);
 }
 
+/* router_row_ops.choose_backward. */
 static void choose_backward(const router_job *job, const void *logits, const int32_t *topk_idx,
                             const void *d_weights, void *d_logits)
 {

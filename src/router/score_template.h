@@ -1,14 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Scores of a token and their gradients. row_template.h includes this file.
  *
- * The score of logit z is softmax(z), sigmoid(z), sqrt(log(1 + e^z)) or z itself. */
+ * The score of logit z is softmax(z), sigmoid(z), sqrt(log(1 + e^z)) or z itself, as
+ * router.score selects. */
 
 #include "rules/scalar_template.h"
 
-#define SUM_BLOCK 1024
-#define SUM_LANES 32
+#define SUM_BLOCK 1024 /* elements that are added with SUM_LANES partial sums */
+#define SUM_LANES 32   /* partial sums, one for each lane of a warp */
 
-/* Converts n elements of `type` to REAL. REAL double implies EPIC_F64. */
+/* Converts n elements of `type` to REAL. If REAL is double, `type` is EPIC_F64 and the elements
+ * are only copied. */
 static void load_row(REAL *out, const void *in, uint32_t type, int64_t n)
 {
     if (sizeof *out == sizeof(double))
@@ -17,7 +19,7 @@ static void load_row(REAL *out, const void *in, uint32_t type, int64_t n)
         convert_to_float((float *)(void *)out, in, type, n);
 }
 
-/* Converts n elements of REAL to `type`. EPIC_F64 implies REAL double. */
+/* Converts n elements from REAL to `type`. If `type` is EPIC_F64, REAL is double. */
 static void store_row(void *out, uint32_t type, const REAL *in, int64_t n)
 {
     float *narrow = out;
@@ -29,9 +31,9 @@ static void store_row(void *out, uint32_t type, const REAL *in, int64_t n)
         convert_from_float(out, type, (const float *)(const void *)in, n);
 }
 
-/* Returns the sum of at most 1024 elements. Lane i of 32 adds elements i, i + 32, ... in
- * order. The lanes are then added in a tree with distances 16, 8, 4, 2, 1. A warp adds in
- * the same order. */
+/* Returns the sum of at most SUM_BLOCK elements. Partial sum i of 32 adds the elements i, i +
+ * 32 and so on, in order. The partial sums are then added in a tree, at the distances 16, 8, 4,
+ * 2 and 1. A warp of a GPU adds in the same order. */
 static REAL sum_block(const REAL *v, int64_t n)
 {
     REAL lanes[SUM_LANES] = {0};
@@ -44,7 +46,8 @@ static REAL sum_block(const REAL *v, int64_t n)
     return lanes[0];
 }
 
-/* Returns the sum of n elements: the sums of blocks of 1024, added in order. */
+/* Returns the sum of n elements. Adds the sums of blocks of SUM_BLOCK elements in ascending
+ * order. */
 static REAL sum_row(const REAL *v, int64_t n)
 {
     REAL total = 0;
@@ -53,6 +56,7 @@ static REAL sum_row(const REAL *v, int64_t n)
     return total;
 }
 
+/* Returns the largest of n numbers. */
 static REAL largest_of(const REAL *v, int64_t n)
 {
     REAL largest = v[0];
@@ -60,7 +64,7 @@ static REAL largest_of(const REAL *v, int64_t n)
     return largest;
 }
 
-/* p = softmax(z). Returns the sum of e^(z - largest). */
+/* Computes p = softmax(z). Returns the divisor, the sum of e^(z - largest z). */
 static REAL make_softmax(REAL *p, const REAL *z, int64_t n)
 {
     const REAL largest = largest_of(z, n);
@@ -70,7 +74,7 @@ static REAL make_softmax(REAL *p, const REAL *z, int64_t n)
     return sum;
 }
 
-/* s = the scores of the logits z. */
+/* Computes the scores s [n] of the logits z [n]. */
 static void make_scores(REAL *s, const REAL *z, uint32_t score, int64_t n)
 {
     switch (score) {
@@ -88,8 +92,8 @@ static void make_scores(REAL *s, const REAL *z, uint32_t score, int64_t n)
     }
 }
 
-/* Turns the gradient of p = softmax(z) into that of z, in place: d_i = p_i * (d_i - sum_j
- * p_j d_j). products: scratch space for n elements. */
+/* Replaces the gradient d of p = softmax(z) by the gradient of z: d_i = p_i * (d_i - sum_j p_j
+ * d_j). `products` is scratch space for n elements. */
 static void softmax_backward(REAL *d, const REAL *p, REAL *products, int64_t n)
 {
     for (int64_t i = 0; i < n; i++) products[i] = p[i] * d[i];
@@ -97,7 +101,7 @@ static void softmax_backward(REAL *d, const REAL *p, REAL *products, int64_t n)
     for (int64_t i = 0; i < n; i++) d[i] = p[i] * (d[i] - mean);
 }
 
-/* Turns the gradient of the scores in job->spare into that of the logits, in place. */
+/* Replaces the gradient of the scores in job->spare by the gradient of the logits. */
 static void score_backward(const router_job *job)
 {
     const REAL *z = job->logits;
@@ -110,8 +114,8 @@ static void score_backward(const router_job *job)
             if (d[i] != 0) d[i] *= score_slope(s[i], z[i], job->router.score);
 }
 
-/* Writes the gradient of the logits in job->spare to d_logits, or adds it with
- * EPIC_ACCUMULATE. */
+/* Writes the gradient of the logits, which is in job->spare, to d_logits. With EPIC_ACCUMULATE
+ * adds it. */
 static void store_d_logits(const router_job *job, void *d_logits)
 {
     const int64_t n = job->num_columns;

@@ -1,23 +1,25 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Weights of a token's chosen experts, and their gradients. row_template.h includes this
- * file.
+/* Weights of a token's chosen experts, and their gradients. row_template.h includes this file.
  *
- * The weight of choice i is parts[i] / divisor * scale * scale_of_expert[e]. parts[i]
- * depends on the weight rule: the score, sigmoid of the logit, softmax over the chosen
- * logits, or SparseMixer. The divisor is 1, the sum of the parts plus eps
- * (EPIC_NORMALIZE_SUM), or the sum but at least norm_min (EPIC_NORMALIZE_CLAMPED). A choice
- * below 0 is no expert, and its weight is 0. */
+ * The weight of choice i, an expert e, is parts[i] / divisor * scale * scale_of_expert[e].
+ * - parts[i] is, by the weight rule, the score of e, the sigmoid of its logit, its softmax over
+ *   the chosen logits, or its probability of SparseMixer.
+ * - The divisor is 1, the sum of the parts plus eps (EPIC_NORMALIZE_SUM), or the larger of the
+ *   sum and norm_min (EPIC_NORMALIZE_CLAMPED).
+ *
+ * A negative choice is no expert, and its weight is 0. */
 
-#define MAX_CHOSEN 64
+#define MAX_CHOSEN 64 /* largest top_k */
 
-/* The parts and the divisor of a token. */
+/* The parts and the divisor of one token. */
 typedef struct shares {
-    REAL parts[MAX_CHOSEN];   /* 0 where there is no expert */
-    REAL divisor;             /* 0: every weight is 0 */
-    bool is_divisor_variable; /* the divisor depends on the parts */
+    REAL parts[MAX_CHOSEN];   /* 0 for a choice without an expert */
+    REAL divisor;             /* if it is 0, every weight is 0 */
+    bool is_divisor_variable; /* true if the divisor is a function of the parts */
 } shares;
 
-/* p = softmax over the logits of the chosen experts, 0 for no expert. */
+/* Computes p [k], the softmax over the logits of the chosen experts. It is 0 for a choice
+ * without an expert. */
 static void softmax_chosen(REAL *p, const REAL *z, const int32_t *topk_idx, int k)
 {
     int best = -1;
@@ -32,11 +34,11 @@ static void softmax_chosen(REAL *p, const REAL *z, const int32_t *topk_idx, int 
     for (int i = 0; i < k; i++) p[i] /= sum;
 }
 
-/* EPIC_WEIGHT_SPARSEMIXER (arXiv 2310.00811, as Phi-3.5-MoE uses it). The part of choice i
- * is its probability in a softmax over all columns except those chosen before i, and except
- * those far below the largest: (largest - z) / max(|z|, largest) > 2 * jitter. The
- * comparison is that of Phi-3.5-MoE also if the largest is below 0. p: [num_columns], that
- * softmax. */
+/* Computes p [num_columns], the softmax from which EPIC_WEIGHT_SPARSEMIXER takes the part of
+ * choice i (arXiv 2310.00811, as used by Phi-3.5-MoE). The softmax excludes the columns of
+ * earlier choices. It also excludes columns far below the largest logit that is left: those
+ * with (largest - z) / max(|z|, largest) > 2 * jitter. This comparison is that of Phi-3.5-MoE,
+ * even for a largest logit below 0. */
 static void masked_softmax(const router_job *job, const int32_t *topk_idx, int i, REAL *p)
 {
     const REAL *z = job->logits;
@@ -56,7 +58,7 @@ static void masked_softmax(const router_job *job, const int32_t *topk_idx, int i
     for (int64_t j = 0; j < n && sum != 0; j++) p[j] /= sum;
 }
 
-/* Computes the parts of all choices with EPIC_WEIGHT_SPARSEMIXER. */
+/* Computes the parts of all choices for EPIC_WEIGHT_SPARSEMIXER. */
 static void sparsemixer_parts(const router_job *job, const int32_t *topk_idx, REAL *parts)
 {
     REAL *p = job->values;
@@ -68,8 +70,8 @@ static void sparsemixer_parts(const router_job *job, const int32_t *topk_idx, RE
     }
 }
 
-/* Adds the gradient of the logits to job->spare: each part has the gradient of its own
- * softmax. The mask has no gradient. */
+/* Adds the gradient of the logits for EPIC_WEIGHT_SPARSEMIXER to job->spare. The part of each
+ * choice has the gradient of its own softmax. The exclusion of columns has no gradient. */
 static void sparsemixer_backward(const router_job *job, const REAL *parts,
                                  const int32_t *topk_idx, const REAL *g)
 {
@@ -84,7 +86,7 @@ static void sparsemixer_backward(const router_job *job, const REAL *parts,
     }
 }
 
-/* Computes the parts of all choices by the router's weight rule. */
+/* Computes the parts of all choices, by the weight rule of the router. */
 static void make_parts(const router_job *job, const int32_t *topk_idx, REAL *parts)
 {
     if (job->router.weight_rule == EPIC_WEIGHT_SPARSEMIXER) {
@@ -105,7 +107,7 @@ static void make_parts(const router_job *job, const int32_t *topk_idx, REAL *par
     }
 }
 
-/* Computes the parts and the divisor of a token. */
+/* Returns the parts and the divisor of a token. */
 static shares make_shares(const router_job *job, const int32_t *topk_idx)
 {
     const epic_router *r = &job->router;
@@ -125,7 +127,8 @@ static shares make_shares(const router_job *job, const int32_t *topk_idx)
     return shares;
 }
 
-/* Returns scale_of_expert of expert e, or 1 if there is none or e < 0. */
+/* Returns scale_of_expert of expert e. Returns 1 if the caller passed no scales or e is
+ * negative. */
 static REAL scale_of(const router_job *job, int32_t e)
 {
     const float *narrow = job->scale_of_expert;
@@ -134,7 +137,7 @@ static REAL scale_of(const router_job *job, int32_t e)
     return job->weights_type == EPIC_F64 ? (REAL)wide[e] : (REAL)narrow[e];
 }
 
-/* Computes the weights [top_k] of a token's choices. */
+/* Computes the weights [top_k] of the choices of a token. */
 static void weigh_choices(const router_job *job, const int32_t *topk_idx, void *weights)
 {
     shares shares = make_shares(job, topk_idx);
@@ -146,8 +149,9 @@ static void weigh_choices(const router_job *job, const int32_t *topk_idx, void *
     store_row(weights, job->weights_type, shares.parts, job->router.top_k);
 }
 
-/* Adds to the gradient of scale_of_expert, and multiplies g by the scale, so that g is the
- * gradient of the weight without it. */
+/* Adds the gradient of scale_of_expert to job->scale_sums. Then multiplies g, the gradient of
+ * the weights, by the scales. Afterwards g is the gradient of the weights without
+ * scale_of_expert. */
 static void scale_backward(const router_job *job, const shares *shares, const int32_t *topk_idx,
                            REAL *g)
 {
@@ -160,9 +164,9 @@ static void scale_backward(const router_job *job, const shares *shares, const in
     }
 }
 
-/* Turns g, the gradient of the weights, into the gradient of the parts, in place. The forward pass
- * computes weight_i = part_i * scale / divisor. If the divisor is the sum of the parts,
- * d_i = (g_i - sum_j g_j part_j / divisor) * scale / divisor. */
+/* Replaces g, the gradient of the weights, by the gradient of the parts. The forward pass
+ * computes weight_i = part_i * scale / divisor. If the divisor depends on the parts, as their
+ * sum, d_i = (g_i - sum_j g_j part_j / divisor) * scale / divisor. */
 static void share_backward(const shares *shares, REAL *g, int k, REAL scale)
 {
     REAL mean = 0;
@@ -174,8 +178,8 @@ static void share_backward(const shares *shares, REAL *g, int k, REAL scale)
         for (int i = 0; i < k; i++) g[i] -= mean;
 }
 
-/* Adds the gradient g of the parts to job->spare: to the scores with EPIC_WEIGHT_OF_SCORE,
- * to the logits with the other rules. */
+/* Adds the gradient g of the parts to job->spare. With EPIC_WEIGHT_OF_SCORE it is the gradient
+ * of the scores, and with the other rules that of the logits. */
 static void parts_backward(const router_job *job, const REAL *parts, const int32_t *topk_idx,
                            const REAL *g)
 {
@@ -200,7 +204,7 @@ static void parts_backward(const router_job *job, const REAL *parts, const int32
     }
 }
 
-/* Computes the gradient of the logits from that of the weights, in job->spare. */
+/* Computes the gradient of the logits in job->spare from the gradient of the weights. */
 static void weigh_backward(const router_job *job, const int32_t *topk_idx,
                            const void *d_weights)
 {
