@@ -1,52 +1,63 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* dispatch, and plan with dispatch, of rows that move whole by bulk stores (dispatch/bulk.cuh):
- * aligned rows, with second rows or without, or quantized on the way.
+/* dispatch, with or without making the plan, for packed rows (a row and its scales) that move
+ * whole, by bulk stores (dispatch/bulk.cuh). Rows are aligned. They may be quantized before
+ * they are sent.
  *
- * A unit is one packed row of a token. Step i of the list is
+ *   tokens  [num_tokens, token_bytes]   scales       [num_tokens, scale_bytes], or quantized
+ *   recv    [recv_rows, row_bytes]      recv_scales  [recv_rows, scale_bytes]
  *
- *   own unit    this rank's token i: to every peer that needs it and to its slots here, so
- *               that it is read, or quantized, once
+ *   CTAs that plan           first make the plan, then join the others
+ *   job.warps warps per CTA  move units; a unit is one packed row of one token
+ *   other warps              idle
+ *
+ * Step i of the list of units:
+ *
+ *   own unit    this rank's token i: to every peer that needs it, and to its slots here. So the
+ *               row is read, or quantized, once.
  *   peer unit   token i - lag of each peer: from staging to its slots, then poison again
  *
- * A receive waits for a row that was sent `lag` steps earlier, and each CTA takes its units in
- * order, so no wait is circular (as in dispatch/dispatch.cu). While some CTAs make the plan,
- * each warp of the others sends its first token and then waits for the records with its slots.
+ * Memory order: every word of a staged row is its own flag (net/staging.cuh). In shared memory,
+ * the lanes that write a place call fence_bulk() before the copy engine reads it. A place is
+ * written again only after wait_bulk_read().
  *
- * While a unit is being moved, the row of the next unit is being copied to its place. The copy
- * engine reads a place only after fence_bulk() by the lanes that wrote it, and a place is
- * written again only after wait_bulk_read(). */
+ * No wait is circular: a receive waits for a row that was sent `lag` steps earlier, and each
+ * CTA takes its units in order. While some CTAs make the plan, each warp of the others sends
+ * its first token and then waits for the records with its slots.
+ *
+ * While a warp moves a unit, the row of its next unit is being copied to another place. */
 #include "cuda/dispatch/bulk.cuh"
 #include "cuda/dispatch/launcher.cuh"
 
-#ifndef EPIC_HOSTS /* rows leave for other hosts by pieces */
+#ifndef EPIC_HOSTS /* In backend hosts, rows leave by pieces (packed.cu). */
 
+/* The packed row of one token, to be sent or received by one warp. */
 struct Unit {
-    int step, role;          /* 0: this rank's own token; n: a token of the n-th peer */
-    uint64_t choice, record; /* its choice and record, as loaded ahead */
+    int step, role;          /* role 0: this rank's own token; n: a token of the n-th peer */
+    uint64_t choice, record; /* the lane's choice and record word, loaded ahead */
 
-    /* Is it a unit of this rank's tokens? */
+    /* Returns true for a unit of this rank's own tokens. */
     __device__ __forceinline__ bool is_own() const
     {
         return role == 0;
     }
 };
 
-/* The token of a unit. */
+/* Returns the token of a unit. */
 __device__ __forceinline__ int32_t token_of(const PackedMove &m, const Unit &unit)
 {
     return m.first + unit.step - (unit.is_own() ? 0 : m.job.lag);
 }
 
-/* Does the unit have a token in the round, which ends before token `end`? */
+/* Returns true if the unit has a token in the round, which ends before token `end`. */
 __device__ __forceinline__ bool is_in(const PackedMove &m, const Unit &unit, int32_t end)
 {
     const int32_t token = token_of(m, unit);
     return token >= m.first && token < (unit.is_own() ? min(end, m.job.num_tokens) : end);
 }
 
-/* Takes the next unit for a warp. The warps of a CTA share a counter, because some units are
- * more work than others. Of each gridDim.x units in a row every CTA has one, in rotating order.
- */
+/* Takes the next unit for this warp and loads what it needs first. The warps of a CTA share the
+ * counter *turns, because some units are more work than others. Of every gridDim.x units in the
+ * list, each CTA gets one, in an order that rotates. Called by a whole warp. */
 template <bool FLAT>
 __device__ __forceinline__ Unit take_unit(const PackedMove &m, int *turns, int32_t end)
 {
@@ -64,7 +75,8 @@ __device__ __forceinline__ Unit take_unit(const PackedMove &m, int *turns, int32
     return unit;
 }
 
-/* Does the record, as loaded, already show that the token has no row here? */
+/* Returns true if the record word, loaded ahead, already shows that the token has no row here.
+ */
 template <bool FLAT>
 __device__ __forceinline__ bool is_absent(const PackedMove &m, uint64_t record)
 {
@@ -74,7 +86,8 @@ __device__ __forceinline__ bool is_absent(const PackedMove &m, uint64_t record)
     return __any_sync(ALL_LANES, absent);
 }
 
-/* Starts to copy the row of the unit to its place. */
+/* Starts to copy the row of the unit to shared memory at `place`, or to the L2 if it will be
+ * quantized. Called by a whole warp. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ void begin_copy(const PackedMove &m, const Unit &unit, int32_t end,
                                            uint32_t place)
@@ -91,8 +104,8 @@ __device__ __forceinline__ void begin_copy(const PackedMove &m, const Unit &unit
     end_copies();
 }
 
-/* Receives the weights of a token's slots, or for FLAT the extras of its row, after its row has
- * been stored. */
+/* Receives the weights of a token's slots or, for FLAT, the extras of its row, after its row
+ * has been stored. Called by a whole warp. Returns false if the group is broken. */
 template <bool FLAT>
 __device__ __forceinline__ bool receive_weights(const PackedMove &m, int rank, int source,
                                                 int32_t token, const int32_t (&slot)[2],
@@ -108,7 +121,7 @@ __device__ __forceinline__ bool receive_weights(const PackedMove &m, int rank, i
     return receive_weight(m, rank, source, token, 1, slot[1], weight);
 }
 
-/* Stores the packed row in `place`, which has been fenced, to its slots here. */
+/* Stores the packed row at `place` to its slots here. The place must have been fenced. */
 __device__ __forceinline__ void fill_all_slots(const PackedMove &m, const int32_t (&slot)[2],
                                                uint32_t place)
 {
@@ -116,8 +129,9 @@ __device__ __forceinline__ void fill_all_slots(const PackedMove &m, const int32_
     if (m.top_k > WARP) bulk_to_slots(m, slot[1], place);
 }
 
-/* Prepares the packed row of this rank's token, whose copy has arrived, for bulk stores.
- * Returns true if it contains special words. */
+/* Prepares the packed row of this rank's token for bulk stores: quantizes it to `place`, or
+ * scans the copy there. Returns true if it has special words (see send_special()). Called by a
+ * whole warp. */
 template <class OwnPiece>
 __device__ __forceinline__ bool prepare_packed(const PackedMove &m, int32_t token,
                                                uint32_t place)
@@ -132,8 +146,8 @@ __device__ __forceinline__ bool prepare_packed(const PackedMove &m, int32_t toke
     return __any_sync(ALL_LANES, special) != 0;
 }
 
-/* Sends this rank's token to its peers and, as soon as its slots are known, stores it to those
- * here. */
+/* Sends this rank's token to its peers and, as soon as its slots are known, stores it to its
+ * slots here. Called by a whole warp. Returns false if the group is broken. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool send_own_packed(const PackedMove &m, int32_t token,
                                                 const Unit &unit, uint32_t place)
@@ -157,7 +171,8 @@ __device__ __forceinline__ bool send_own_packed(const PackedMove &m, int32_t tok
     return !here || receive_weights<FLAT>(m, rank, 0, token, slot, extras, weight);
 }
 
-/* Receives a peer's token into its slots. */
+/* Receives a peer's token into its slots here. Called by a whole warp. Returns false if the
+ * group is broken. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool receive_packed(const PackedMove &m, int32_t token,
                                                const Unit &unit, const BulkPlaces &places)
@@ -190,14 +205,15 @@ __device__ __forceinline__ bool receive_packed(const PackedMove &m, int32_t toke
     return receive_weights<FLAT>(m, rank, source, token, slot, extras, weight);
 }
 
-struct RoundProgress { /* progress of a warp in a round */
-    int32_t end;       /* end of the tokens of the round */
-    bool has_counts;   /* the token counts of all ranks are known */
+struct RoundProgress { /* What a warp has found out in the running round. */
+    int32_t end;       /* the round ends before this token */
+    bool has_counts;   /* the token counts of all ranks have been read */
+    /* see find_padding_slabs() */
     int slab_bits;
 };
 
-/* Waits for the token counts of all ranks, once. Until then only this rank's own tokens are
- * moved. */
+/* Waits for the token counts of all ranks at the first call. Until then a warp moves only this
+ * rank's own tokens. Returns false if the group is broken. */
 __device__ __forceinline__ bool read_counts_once(PackedMove &m, RoundProgress &p)
 {
     if (!p.has_counts && !read_token_counts(m)) return false;
@@ -206,7 +222,8 @@ __device__ __forceinline__ bool read_counts_once(PackedMove &m, RoundProgress &p
     return true;
 }
 
-/* Pads slots along with this rank's token. The whole warp; false: the group is broken. */
+/* Writes zeros to some padding slots along with this rank's token. Called by a whole warp.
+ * Returns false if the group is broken. */
 __device__ __forceinline__ bool pad_with_token(PackedMove &m, int32_t token, RoundProgress &p,
                                                const BulkPlaces &places)
 {
@@ -218,8 +235,8 @@ __device__ __forceinline__ bool pad_with_token(PackedMove &m, int32_t token, Rou
     return true;
 }
 
-/* Moves the row of a unit, which is in its place or on its way there. false: the group is
- * broken. */
+/* Moves the row of a unit, whose copy to its place has been started. Returns false if the group
+ * is broken. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool move_unit(PackedMove &m, const Unit &unit, RoundProgress &p,
                                           const BulkPlaces &places)
@@ -236,7 +253,8 @@ __device__ __forceinline__ bool move_unit(PackedMove &m, const Unit &unit, Round
     return token >= p.end || receive_packed<OwnPiece, FLAT>(m, token, unit, places);
 }
 
-/* Moves one round: tokens [m.first, end) of every rank. */
+/* Moves one round: tokens [m.first, end) of every rank. Returns false if the group is broken.
+ */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, BulkPlaces &places,
                                             int *turns)
@@ -260,7 +278,8 @@ __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, BulkPlac
     return ok;
 }
 
-/* Moves all rounds. *turns: units that the warps of this CTA have taken in the round. */
+/* Moves all rounds. *turns: number of units that the warps of this CTA have taken in the round.
+ * Returns false if the group is broken. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const uint8_t *memory,
                                             int *turns)
@@ -284,7 +303,8 @@ __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const ui
     }
 }
 
-/* Pads the slabs if there are too few tokens to do it along with them. All CTAs. */
+/* Writes zeros to all padding if there are too few tokens to do it along with them. Called by
+ * all CTAs. Returns false if the group is broken. */
 __device__ __forceinline__ bool pad_all(PackedMove &m, const uint8_t *memory)
 {
     const BulkPlaces places(m, memory, 0);
@@ -301,7 +321,8 @@ __device__ __forceinline__ bool pad_all(PackedMove &m, const uint8_t *memory)
     return true;
 }
 
-/* OwnPiece: how rows of this rank become packed. WITH_PLAN: it makes the plan, too. */
+/* OwnPiece: how this rank's rows become packed rows (JoinedPiece or QuantizedPiece). WITH_PLAN:
+ * the kernel also makes the plan. */
 template <class OwnPiece, bool WITH_PLAN, bool FLAT>
 __global__ void __launch_bounds__(BLOCK, 1)
     dispatch_bulk_kernel(const __grid_constant__ p2p_dispatch_job job)
@@ -325,7 +346,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
     DispatchMove move = {
         {job, op, plan, stride, shape, policy_once(), 0, (int)plan.header.top_k}};
     move.has_new_plan = WITH_PLAN;
-    move.tokens_of = job.num_tokens; /* of this rank, until those of the others are known */
+    /* this rank's count, until the counts of all ranks are read */
+    move.tokens_of = job.num_tokens;
     if (!WITH_PLAN)
         move.tokens_of = lane_id() < self.num_ranks ? plan.header.tokens_of[lane_id()] : 0;
     move.most_tokens = WITH_PLAN ? (int32_t)self.max_tokens : plan.most_tokens;
@@ -352,7 +374,7 @@ extern "C" cudaError_t p2p_load_dispatch_bulk(void)
     return load_kernels(kernels, planning > BULK_MEMORY ? planning : BULK_MEMORY);
 }
 
-/* Packed rows that fit a CTA's memory at once. */
+/* Returns the number of packed rows that fit the shared memory of a CTA. */
 static int64_t places_of(const p2p_dispatch_job &job)
 {
     const int64_t bytes = p2p_packed_bytes(job.row_bytes, job.scale_bytes);
@@ -366,8 +388,8 @@ extern "C" int p2p_can_dispatch_bulk(const p2p_dispatch_job *job)
            (!job->quantize || job->type != EPIC_F32);
 }
 
-/* Sets the warps that move rows, each with room for at least two, and the lag; measured,
- * docs/lab/cuda.md. Quantizing needs more warps, and a longer lag. */
+/* Sets the number of warps per CTA that move rows, the places of each (two to four), and the
+ * lag. Quantizing needs more warps and a longer lag. Measured: docs/lab/cuda.md. */
 static void deal_packed(p2p_dispatch_job &job, int num_sms)
 {
     const int places = (int)places_of(job), tokens = job.num_tokens;

@@ -1,15 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* dispatch, and plan with dispatch: moves rows of tokens to the slots of their experts.
+/* dispatch, with or without making the plan: moves rows of tokens to the slots of their
+ * experts.
  *
- *   tokens  [num_tokens, row_bytes]   a warp moves a span of pieces, V * 16 bytes per lane
- *   recv    [recv_rows, row_bytes]    every slot of the plan; padding becomes zeros
+ *   tokens  [num_tokens, row_bytes]   input: rows of this rank's tokens
+ *   recv    [recv_rows, row_bytes]    output: one slot per choice that arrives here, and
+ *                                     padding slots, which become zeros
  *
  * A row goes once to each peer that owns one of its experts, into the peer's staging, and from
- * there to all of its slots. One list of units is dealt to all warps in turn. Step i of the
- * list is
+ * there to all of its slots.
  *
- *   send     token i to every peer that needs it
- *   receive  token i - lag of each source; this rank's own tokens count as a source
+ *   CTAs that plan     first make the plan, then join the others
+ *   other CTAs         first send the first `head` tokens, while the plan is made
+ *   all warps          then move units, dealt in turn (common/rows.cuh)
+ *
+ * A unit is a span of pieces of one row. Step i of the list of units has these roles:
+ *
+ *   send     token i to every peer that needs it; needs only the token's own choices
+ *   receive  token i - lag of each source; this rank's own tokens are the last source, and
+ *            are read from `tokens`
  *
  *     a unit that sends token i             a unit that receives token t of source q
  *
@@ -18,27 +26,29 @@
  *        staging of peer a <-+                    recv[slot of k] <-+
  *        staging of peer b <-+                   recv[slot of k'] <-+
  *
- * A receive waits for rows that were sent `lag` steps earlier. Every rank has such a list,
- * perhaps with another lag, so no wait is circular. Every 4-byte word of a row is its own flag
- * (net/staging.cuh), so stores of a row need no order.
+ * Memory order: every 4-byte word of a row is its own flag (net/staging.cuh), so stores need no
+ * order. A receiving warp first reads the token's slots here, from the plan or by polling the
+ * record that the token's rank sends, and then polls the row.
  *
- * Receiving this rank's own tokens reads `tokens` instead of staging. Sending needs only the
- * token's own choices: while some CTAs make the plan, the others send the first `head` tokens,
- * and receiving catches up later.
+ * No wait is circular: a receive waits for a row that its sender sent `lag` steps earlier in
+ * its own list. Ranks may have different lags. After a plan was made with a `head`, receiving
+ * is more than `lag` behind and catches up.
  *
  * Pieces are copied into a ring in shared memory ahead of their use. A staged piece may be
- * copied before it has arrived; then its words are poison, and it is polled in place. */
+ * copied before it has arrived. Then the copy contains poison, and the warp polls the piece in
+ * staging. */
 #include "cuda/dispatch/flat.cuh"
 #include "cuda/dispatch/launcher.cuh"
 #include "cuda/dispatch/relay.cuh"
 
-/* The pieces of a warp's units, in order, on their way through the ring. */
+/* Copies the pieces of a warp's units, in order, from memory into the ring and hands them out.
+ */
 template <bool EXACT> struct PieceFeed {
     typedef PieceRing<V, EXACT> Pieces;
     const DispatchMove &m;
     Pieces ring;
     UnitWalk walk;       /* the unit whose pieces are being copied */
-    const uint8_t *from; /* this lane's part of the next piece; NULL: nothing to copy */
+    const uint8_t *from; /* this lane's part of the next piece to copy; NULL: nothing to copy */
     int32_t vector;      /* first vector of the next piece */
     int32_t left;        /* pieces of the unit that have not been copied */
     int32_t end;         /* the round ends before this token */
@@ -49,8 +59,8 @@ template <bool EXACT> struct PieceFeed {
     {
         open_unit();
     }
-    /* Begins to copy the pieces of the unit at `walk`. Pieces in host memory, and those that
-     * are forwarded, are not copied. */
+    /* Prepares to copy the pieces of the unit at `walk`. Two kinds are not copied: pieces in
+     * host memory, and pieces that this rank forwards. */
     __device__ __forceinline__ void open_unit()
     {
         const p2p_self &self = m.job.plan.self;
@@ -67,7 +77,8 @@ template <bool EXACT> struct PieceFeed {
                                                                    : NULL;
         if (is_forward_role(m, walk) || (staged && is_host_memory(m.op, row))) from = NULL;
     }
-    /* Starts the copy of one more piece, and moves on to the next unit after the last one. */
+    /* Starts the copy of one more piece. After the last piece of a unit, moves to the next
+     * unit. */
     __device__ __forceinline__ void copy_next()
     {
         if (from) {
@@ -80,13 +91,14 @@ template <bool EXACT> struct PieceFeed {
         walk.next_unit(m.stride);
         open_unit();
     }
-    /* Reads the oldest piece of the ring, and starts the copy of another. */
+    /* Starts the copy of one more piece, and reads the oldest piece of the ring. `its_vector`:
+     * first vector of that piece. */
     __device__ __forceinline__ void read_piece(uint4 (&q)[V], int32_t its_vector)
     {
         copy_next();
         ring.read_piece(q, its_vector, m.shape);
     }
-    /* Skips pieces that are not needed. */
+    /* Drops the next `pieces` pieces of the ring, which the caller does not need. */
     __device__ __forceinline__ void skip_pieces(int pieces)
     {
         for (; pieces; pieces--) {
@@ -96,8 +108,8 @@ template <bool EXACT> struct PieceFeed {
     }
 };
 
-/* Sends the pieces of an own token to every peer that needs them. word: its choices, as loaded
- * ahead. */
+/* Sends a unit: pieces of one of this rank's tokens, to every peer that needs it. `word`: the
+ * lane's choice, from read_ahead(). */
 template <bool EXACT>
 __device__ __forceinline__ void send_unit(const DispatchMove &m, const UnitWalk &walk,
                                           uint64_t word, PieceFeed<EXACT> &feed)
@@ -128,8 +140,9 @@ __device__ __forceinline__ void send_unit(const DispatchMove &m, const UnitWalk 
     post_put_pieces<V>(m.job.plan.self, m, token - m.first, first_piece(m, walk), count, peers);
 }
 
-/* Fills the slots of the later halves of a long record, and receives their weights with the
- * first piece. */
+/* For tokens with more than 32 choices: stores a piece to the slots in the later halves of the
+ * record, and with the first piece receives their weights. A half has 32 choices, one per lane.
+ * Returns false if the group is broken. */
 template <bool EXACT>
 __device__ __forceinline__ bool fill_more_slots(const DispatchMove &m, int rank, int source,
                                                 int32_t token, int piece, const uint4 (&q)[V])
@@ -147,7 +160,8 @@ __device__ __forceinline__ bool fill_more_slots(const DispatchMove &m, int rank,
     return true;
 }
 
-/* Receives one token. `copied`: its pieces come through the ring. false: the group is broken.
+/* Receives the unit's span of one token into its slots here. `word`: from peek_record() or
+ * peek_row(). `copied`: the pieces come through the ring. Returns false if the group is broken.
  */
 template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool receive_token(const DispatchMove &m, int32_t token,
@@ -188,7 +202,8 @@ __device__ __forceinline__ bool receive_token(const DispatchMove &m, int32_t tok
     return !with_weights || receive_weight(m, rank, source, token, 0, slot, weight);
 }
 
-/* Forwards a piece of a row to ranks of this host. noinline as in send_head(). */
+/* Forwards a piece of a row that came from another host to the ranks of this host in `wants`.
+ * noinline, because its registers would make the main loop spill. */
 template <bool EXACT>
 static __device__ __noinline__ bool forward_rows(const DispatchMove &m, int from, int32_t token,
                                                  int piece, uint32_t wants)
@@ -203,8 +218,9 @@ static __device__ __noinline__ bool forward_rows(const DispatchMove &m, int from
 
 #ifndef EPIC_HOSTS
 
-/* CTAs that do not plan send the first tokens while the plan is made. noinline keeps its
- * registers out of the hot loop, which would spill. */
+/* Sends the first `head` tokens while the planning CTAs make the plan. Called by all CTAs; the
+ * planning CTAs return at once. noinline, because its registers would make the main loop spill.
+ */
 template <bool EXACT> static __device__ __noinline__ void send_head(const DispatchMove m)
 {
     const int planners = m.job.plan.planners;
@@ -225,7 +241,7 @@ template <bool EXACT> static __device__ __noinline__ void send_head(const Dispat
 
 #else
 
-/* Like the function above, by spans: the pieces of a span are put at once. */
+/* send_head() for backend hosts: sends a whole span per unit, because each put has a cost. */
 template <bool EXACT> static __device__ __noinline__ void send_head(const DispatchMove m)
 {
     const int planners = m.job.plan.planners, spans = m.stride.spans;
@@ -253,8 +269,9 @@ template <bool EXACT> static __device__ __noinline__ void send_head(const Dispat
 
 #endif
 
-/* Receives the tokens of a step, one or two, from one source. Along with this rank's own tokens
- * it pads slabs: 1 << slab_bits of them, none if slab_bits is negative. */
+/* Receives the tokens of a step, one or two, from one source. With this rank's own tokens it
+ * also pads slabs. `slab_bits`: log2 of the number of slabs, rounded up; negative: no padding.
+ * Returns false if the group is broken. */
 template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool receive_unit(const DispatchMove &m, const UnitWalk &walk,
                                              uint64_t word, int slab_bits,
@@ -281,7 +298,8 @@ __device__ __forceinline__ bool receive_unit(const DispatchMove &m, const UnitWa
     return true;
 }
 
-/* Moves one round: tokens [m.first, end) of every rank. */
+/* Moves one round: tokens [m.first, end) of every rank. `memory`: this warp's ring. Returns
+ * false if the group is broken. */
 template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool move_tokens(DispatchMove &m, int32_t end, const uint8_t *memory)
 {
@@ -327,7 +345,8 @@ __device__ __forceinline__ bool move_tokens(DispatchMove &m, int32_t end, const 
     }
 }
 
-/* Pads the slabs if there are too few tokens to do it along with them. All CTAs. */
+/* Writes zeros to all padding if there are too few tokens to do it along with them. Called by
+ * all CTAs. Returns false if the group is broken. */
 template <bool EXACT> __device__ __forceinline__ bool pad_all(DispatchMove &m)
 {
     if (m.plan.header.alignment <= 1) return true;
@@ -342,7 +361,8 @@ template <bool EXACT> __device__ __forceinline__ bool pad_all(DispatchMove &m)
     return true;
 }
 
-/* Writes zeros everywhere if nothing was moved. The last CTA. */
+/* Writes zeros to all outputs if the plan or the number of rows is invalid. Called by the last
+ * CTA. */
 template <bool FLAT> __device__ __forceinline__ void clear_outputs(const DispatchMove &m)
 {
     if (m.plan.is_valid && header_of(m)->result == EPIC_OK &&
@@ -355,7 +375,8 @@ template <bool FLAT> __device__ __forceinline__ void clear_outputs(const Dispatc
         zero_floats(m.job.slot_weights, 0, m.job.recv_rows, threadIdx.x, BLOCK);
 }
 
-/* Writes zeros after the last slab. All CTAs. */
+/* Writes zeros to the slots after the last slab. Called by all CTAs. Returns false if the group
+ * is broken. */
 template <bool FLAT> __device__ __forceinline__ bool clear_tail(const DispatchMove &m)
 {
     if (m.has_new_plan && !wait_for_plan(m)) return false;
@@ -369,7 +390,8 @@ template <bool FLAT> __device__ __forceinline__ bool clear_tail(const DispatchMo
     return true;
 }
 
-/* Moves all rounds, each with as many tokens as fit the staging. false: the group is broken. */
+/* Moves all rounds, each with as many tokens as fit the staging. Returns false if the group is
+ * broken. */
 template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool move_rounds(DispatchMove &m, OpState &op, const uint8_t *memory)
 {
@@ -387,11 +409,11 @@ __device__ __forceinline__ bool move_rounds(DispatchMove &m, OpState &op, const 
     }
 }
 
-/* Rows at any address; of aligned vectors; of whole pieces of these. */
+/* Kinds of rows: at any address; aligned to 16 bytes; aligned and of whole pieces. */
 enum { ROWS_ANY, ROWS_ALIGNED, ROWS_WHOLE };
 
-/* One kernel for each kind of rows, with or without planning, and per layout, because registers
- * are scarce. */
+/* There is one kernel for each kind of rows, with or without planning, and for each layout.
+ * Fewer, more general kernels would need more registers than there are. */
 template <int ROWS, bool WITH_PLAN, bool FLAT>
 __global__ void __launch_bounds__(BLOCK, 1)
     dispatch_kernel(const __grid_constant__ p2p_dispatch_job job)

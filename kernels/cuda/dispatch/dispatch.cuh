@@ -1,18 +1,21 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Parts of the units of dispatch: choices and records, weights, sending a piece, filling slots
- * with it, and the order of tokens. */
+/* Building blocks of the dispatch kernels: reading choices and records, weights, sending a
+ * piece, storing it to slots, and the order of tokens. Shared by dispatch.cu, packed.cu,
+ * bulk.cu. */
 #ifndef EPIC_DISPATCH_CUH
 #define EPIC_DISPATCH_CUH
 
 #include "cuda/dispatch/moving.cuh"
 #include "cuda/plan/planner.cuh"
 
-/* part of the protocol between ranks: the layout of staging depends on it */
+/* vectors per lane and piece; equal on all ranks, because escape words are stored by piece */
 static constexpr int V = 4;
 
+/* Arguments of every unit of a dispatch kernel. */
 struct DispatchMove : RowMove<p2p_dispatch_job> {
-    int32_t head;      /* tokens that are sent while the plan is made */
+    int32_t head;      /* number of first tokens that are sent while the plan is made */
     int32_t tokens_of; /* lane q: number of tokens of rank q */
+    /* largest number of tokens of a rank, or an upper limit while it is not known */
     int32_t most_tokens;
     bool has_new_plan; /* this kernel also makes the plan */
 #ifdef EPIC_HOSTS
@@ -20,8 +23,8 @@ struct DispatchMove : RowMove<p2p_dispatch_job> {
 #endif
 };
 
-/* The source that a unit receives from, as in rank_of_role(). 0 or less: the unit sends or
- * forwards. */
+/* Returns the source that a unit receives from, in the numbering of rank_of_role(). 0 or less:
+ * the unit sends or forwards. */
 __device__ __forceinline__ int source_role(const DispatchMove &m, const UnitWalk &walk)
 {
 #ifdef EPIC_HOSTS
@@ -31,14 +34,14 @@ __device__ __forceinline__ int source_role(const DispatchMove &m, const UnitWalk
 #endif
 }
 
-/* Does the unit forward rows from another host? */
+/* Returns true if the unit forwards rows from another host. */
 __device__ __forceinline__ bool is_forward_role(const DispatchMove &m, const UnitWalk &walk)
 {
     return HOSTS && walk.role > 0 && source_role(m, walk) <= 0;
 }
 
-/* The rank of choice k of this rank's token; while the plan is being made, its expert. Either
- * decides the destination. */
+/* Returns the destination of choice k of this rank's token: the rank or, while the plan is
+ * being made, the expert. All ones if there is no such choice. */
 __device__ __forceinline__ uint64_t read_choice(const DispatchMove &m, int32_t token, int k)
 {
     const p2p_plan_job &plan = m.job.plan;
@@ -55,19 +58,20 @@ __device__ __forceinline__ uint64_t read_choice(const DispatchMove &m, int32_t t
     return word;
 }
 
-/* Does the choice, as read_choice() returned it, go to `rank`? */
+/* Returns true if a choice goes to `rank`. `word`: from read_choice(). */
 __device__ __forceinline__ bool choice_goes_to(const DispatchMove &m, uint64_t word, int rank)
 {
     const p2p_plan_job &plan = m.job.plan;
     if (!m.has_new_plan) return (int32_t)word == rank;
-    if (word >= plan.layer.num_experts) return false; /* negative ids become large */
+    /* a negative id is a large unsigned number */
+    if (word >= plan.layer.num_experts) return false;
     const int expert = (int)word;
     if (plan.rank_of_expert) return __ldg(plan.rank_of_expert + expert) == rank;
     return (uint32_t)(expert - rank * plan.block) < (uint32_t)plan.block;
 }
 
-/* The choices of this rank's token that go to `rank`, as bits. `word`: this lane's choice,
- * loaded ahead. */
+/* Returns a bit mask of the choices of this rank's token that go to `rank`. `word`: this lane's
+ * choice, from read_choice(). Called by a whole warp. */
 __device__ __forceinline__ uint64_t choices_to(const DispatchMove &m, int32_t token, int rank,
                                                uint64_t word)
 {
@@ -79,7 +83,7 @@ __device__ __forceinline__ uint64_t choices_to(const DispatchMove &m, int32_t to
     return chosen;
 }
 
-/* The weight of choice k of this rank's token. */
+/* Returns the weight of choice k of this rank's token, as a word that is not poison. */
 __device__ __forceinline__ uint32_t read_weight(const DispatchMove &m, int32_t token, int k)
 {
     uint32_t word = 0;
@@ -88,8 +92,9 @@ __device__ __forceinline__ uint32_t read_weight(const DispatchMove &m, int32_t t
     return replace_poison(word, F32::NAN_WORD);
 }
 
-/* The peers that need this rank's token, as bits. with_weights: sends them the weights of its
- * choices there. */
+/* Returns a bit mask of the peers that need this rank's token. with_weights: also sends each of
+ * them the weights of the token's choices there. `word`: this lane's choice, from
+ * read_choice(). Called by a whole warp. */
 __device__ __forceinline__ uint32_t choose_peers(const DispatchMove &m, int32_t token,
                                                  bool with_weights, uint64_t word)
 {
@@ -109,7 +114,8 @@ __device__ __forceinline__ uint32_t choose_peers(const DispatchMove &m, int32_t 
         if (!(first | second)) continue;
         peers |= 1u << rank;
         if (!with_weights) continue;
-        const int source = self.num_ranks - 1 - distance; /* this rank, as the peer counts */
+        /* this rank's number among the peer's sources */
+        const int source = self.num_ranks - 1 - distance;
         uint32_t *to = floats_base(self, m.op, self.heap[rank], source) +
                        (int64_t)token * float_stride(m.top_k);
         if (goes) store_relaxed(to + __popc(first & lanes_below()), weight);
@@ -119,7 +125,9 @@ __device__ __forceinline__ uint32_t choose_peers(const DispatchMove &m, int32_t 
     return peers;
 }
 
-/* Sends a piece to `peers` (bits). Peers on other hosts get it by post_put_pieces(). */
+/* Stores a piece, and its escape words if it needs any, to the staging of `peers` (bit mask).
+ * For peers on other hosts the caller then posts the put of the row with post_put_pieces().
+ * Called by a whole warp. */
 template <bool EXACT>
 __device__ __forceinline__ void send_to_peers(const DispatchMove &m, int32_t token, int piece,
                                               uint32_t peers, uint4 (&q)[V])
@@ -141,7 +149,8 @@ __device__ __forceinline__ void send_to_peers(const DispatchMove &m, int32_t tok
     }
 }
 
-/* This lane's word of a half of a record, whether it has arrived or not. */
+/* Loads this lane's word of a half of a record (32 choices, one per lane) without waiting, so
+ * the record may not have arrived. `rank`: owner of the token. */
 __device__ __forceinline__ uint64_t peek_record(const DispatchMove &m, int rank, int32_t token,
                                                 int half)
 {
@@ -157,8 +166,9 @@ __device__ __forceinline__ uint64_t peek_record(const DispatchMove &m, int rank,
     return word;
 }
 
-/* Waits for a half of a record and returns this lane's slot, or -1. `more`: another half
- * follows. `keep`: copies it into the new plan. */
+/* Waits for a half of a record and sets `slot` to this lane's slot here, or -1. `word`: from
+ * peek_record(). Sets `more` if another half follows. `keep`: also copies the slots into the
+ * plan that is being made. Called by a whole warp. Returns false if the group is broken. */
 __device__ __forceinline__ bool read_record(const DispatchMove &m, int rank, int32_t token,
                                             int half, bool keep, uint64_t word, int32_t &slot,
                                             bool &more)
@@ -177,7 +187,7 @@ __device__ __forceinline__ bool read_record(const DispatchMove &m, int rank, int
     return true;
 }
 
-/* Fills the rest of a long record in the plan with -1, after the last half that has words. */
+/* Writes -1 to the plan's record after half number `half`, its last one that has slots. */
 __device__ __forceinline__ void end_record(const DispatchMove &m, int rank, int32_t token,
                                            int half)
 {
@@ -186,8 +196,8 @@ __device__ __forceinline__ void end_record(const DispatchMove &m, int rank, int3
         ((int32_t *)m.plan.records)[at + k] = -1;
 }
 
-/* The address at which `source` stores the weight of the n-th choice of its token on this rank.
- */
+/* Returns the address where `source` stores the weight of the n-th choice of its token on this
+ * rank. */
 __device__ __forceinline__ uint32_t *weight_address(const DispatchMove &m, int source,
                                                     int32_t token, int n)
 {
@@ -196,7 +206,7 @@ __device__ __forceinline__ uint32_t *weight_address(const DispatchMove &m, int s
            (int64_t)token * float_stride(m.top_k) + n;
 }
 
-/* The weight of this lane's slot, loaded before the row has arrived; perhaps still poison. */
+/* Loads the weight of this lane's slot without waiting, so it may still be poison. */
 __device__ __forceinline__ uint32_t peek_weight(const DispatchMove &m, int rank, int source,
                                                 int32_t token, int half, int32_t slot)
 {
@@ -213,7 +223,8 @@ __device__ __forceinline__ uint32_t peek_weight(const DispatchMove &m, int rank,
     return word;
 }
 
-/* Waits for the weight of this lane's slot, if it was poison, and stores it. */
+/* Waits for the weight of this lane's slot and stores it to slot_weights. `word`: from
+ * peek_weight(). Called by a whole warp. Returns false if the group is broken. */
 __device__ __forceinline__ bool receive_weight(const DispatchMove &m, int rank, int source,
                                                int32_t token, int half, int32_t slot,
                                                uint32_t word)
@@ -233,7 +244,8 @@ __device__ __forceinline__ bool receive_weight(const DispatchMove &m, int rank, 
     return true;
 }
 
-/* Stores a piece to the slots of the lanes; slot -1: none. */
+/* Stores a piece to the slots of all lanes; -1: the lane has no slot. Called by a whole warp.
+ */
 template <bool EXACT>
 __device__ __forceinline__ void fill_slots(const DispatchMove &m, int32_t vector, int32_t slot,
                                            const uint4 (&q)[V])
@@ -243,14 +255,16 @@ __device__ __forceinline__ void fill_slots(const DispatchMove &m, int32_t vector
     while (slots) {
         const int32_t to = next;
         slots &= slots - 1;
-        /* before the stores, which it would wait for */
+        /* before the stores, because a shuffle after them would wait for them */
         next = __shfl_sync(ALL_LANES, slot, __ffs(slots) - 1);
         store_piece<V, EXACT>(m.job.recv + row_offset(to, m.shape), vector, m.shape, q,
                               m.policy);
     }
 }
 
-/* Waits for a piece of a row and reads it. `copied`: q has what the ring contained. */
+/* Waits for a piece of a row, reads it to q and stores poison back to staging. Own rows are
+ * read from `tokens`. `copied`: q already has what the ring contained. Called by a whole warp.
+ * Returns false if the group is broken. */
 template <bool EXACT>
 __device__ __forceinline__ bool receive_row_piece(const DispatchMove &m, int rank, int source,
                                                   int32_t token, int piece, bool copied,
@@ -275,7 +289,8 @@ __device__ __forceinline__ bool receive_row_piece(const DispatchMove &m, int ran
     return true;
 }
 
-/* Writes zeros to a piece of a slot. */
+/* Writes zeros to a piece of a slot and, with piece 0, to the slot's weight. Called by a whole
+ * warp. */
 template <bool EXACT>
 __device__ __forceinline__ void pad_piece(const DispatchMove &m, int32_t slot, int piece)
 {
@@ -285,7 +300,8 @@ __device__ __forceinline__ void pad_piece(const DispatchMove &m, int32_t slot, i
     if (piece == 0 && lane_id() == 0 && m.job.slot_weights) m.job.slot_weights[slot] = 0.0f;
 }
 
-/* Waits until the plan that this kernel makes is complete, so that its tables can be read. */
+/* Waits until the plan that this kernel makes is complete, so that its tables can be read.
+ * Called by a whole warp. Returns false if the group is broken. */
 __device__ __forceinline__ bool wait_for_plan(const DispatchMove &m)
 {
     const uint32_t *planned = &control_of(m.op)->planned;
@@ -294,16 +310,19 @@ __device__ __forceinline__ bool wait_for_plan(const DispatchMove &m)
     });
 }
 
-/* The header of the plan in memory; volatile, because this kernel may be writing it. */
+/* Returns the header of the plan in memory; volatile, because this kernel may be writing it. */
 __device__ __forceinline__ const volatile device_plan_header *header_of(const DispatchMove &m)
 {
     return (const volatile device_plan_header *)m.job.plan.plan;
 }
 
+/* values of slab_bits: whether padding is written along with tokens is not known yet; it is not
+ */
 #define NOT_KNOWN (-1)
 #define NOT_WITH_TOKENS (-2)
 
-/* Finds the slabs that are padded along with tokens, once the plan is known. */
+/* Sets slab_bits if slabs are padded along with tokens, else NOT_WITH_TOKENS. Waits for the
+ * plan if necessary. Called by a whole warp. Returns false if the group is broken. */
 __device__ __forceinline__ bool find_padding_slabs(const DispatchMove &m, int &slab_bits)
 {
     slab_bits = NOT_WITH_TOKENS;
@@ -314,7 +333,8 @@ __device__ __forceinline__ bool find_padding_slabs(const DispatchMove &m, int &s
     return true;
 }
 
-/* Waits for the token counts of all ranks. */
+/* Waits for the token counts that all ranks announce, and sets tokens_of and most_tokens.
+ * Called by a whole warp. Returns false if the group is broken. */
 __device__ __forceinline__ bool read_token_counts(DispatchMove &m)
 {
     if (!read_announcement(m.op, P2P_ANNOUNCED_TOKENS, m.tokens_of)) return false;
@@ -322,22 +342,23 @@ __device__ __forceinline__ bool read_token_counts(DispatchMove &m)
     return true;
 }
 
-/* Tokens that are received before step i. At first this is `head` behind sending, in the end
- * `lag`; one of 2^catch_up steps receives two tokens. */
+/* Returns the number of tokens that are received from each source before step `step`. Receiving
+ * begins `head` tokens behind sending. One of 2^catch_up steps receives two tokens, until
+ * receiving is only `lag` behind. */
 __device__ __forceinline__ int32_t received_before(const DispatchMove &m, int32_t step)
 {
     const int32_t behind = max(step - max(m.head, m.job.lag), 0);
     return min(behind + (behind >> m.job.catch_up), max(step - m.job.lag, 0));
 }
 
-/* The token of a unit; the first one if it receives several. */
+/* Returns the token of a unit; the first one if it receives two. */
 __device__ __forceinline__ int32_t token_of(const DispatchMove &m, const UnitWalk &walk)
 {
     return m.first + (walk.role == 0 ? walk.step : received_before(m, walk.step));
 }
 
-/* Loads what a unit needs first, while the unit before it is being moved. peek(rank, token)
- * loads the record. */
+/* Loads the word that a unit needs first, while the warp still moves the unit before it: a
+ * choice if it sends, a record if it receives. peek(rank, token) loads the record. */
 template <class Peek>
 __device__ __forceinline__ uint64_t read_ahead(const DispatchMove &m, const UnitWalk &walk,
                                                Peek peek)
@@ -353,8 +374,8 @@ __device__ __forceinline__ uint64_t read_ahead(const DispatchMove &m, const Unit
 
 /* ---------------------------------------------------------------- the plan of a kernel ---- */
 
-/* Reads the plan, or sets what is known of the plan that this kernel makes. All threads, before
- * begin_operation(). */
+/* Reads the plan or, with WITH_PLAN, sets what is known before this kernel makes it. Called by
+ * all threads of a CTA, before begin_operation(). */
 template <bool WITH_PLAN>
 __device__ __forceinline__ void open_plan(PlanView &plan, const p2p_dispatch_job &job)
 {
@@ -371,13 +392,15 @@ __device__ __forceinline__ void open_plan(PlanView &plan, const p2p_dispatch_job
     choose_padding(plan, job);
 }
 
-/* Makes the plan if this CTA is one of those that do. All threads, after begin_operation().
- * Afterwards `memory` may be used for rows. false: the group is broken. */
+/* Makes the plan if this CTA is one that plans. Called by all threads, after begin_operation().
+ * `memory`: dynamic shared memory, free for rows when it returns. Returns false if the group is
+ * broken. */
 template <bool WITH_PLAN, bool FLAT>
 __device__ __forceinline__ bool make_own_plan(Planner &planner, const p2p_dispatch_job &job,
                                               OpState &op, uint8_t *memory)
 {
-    constexpr int KIND = FLAT ? PLAN_FLAT : 0; /* nothing rare is planned with dispatch */
+    /* layers with replicas or dropping are planned by a kernel of their own */
+    constexpr int KIND = FLAT ? PLAN_FLAT : 0;
     if (!WITH_PLAN || (int)blockIdx.x >= job.plan.planners) return true;
     return __syncthreads_and(make_plan<KIND>(planner, job.plan, op, memory)) != 0;
 }

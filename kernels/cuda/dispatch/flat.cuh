@@ -1,13 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Dispatch with a FLAT plan. A token has one row here. With its first piece its extras arrive,
- * which are arrays by row, [recv_rows, top_k] each: its local experts, then -1, and their
- * weights, then 0. */
+/* Dispatch with a FLAT plan: a token has one row on each rank that owns one of its experts,
+ * whatever the number of its choices there. With the first piece of the row the warp also
+ * receives the row's extras, two arrays by row:
+ *
+ *   recv_expert   [recv_rows, top_k]  local experts of the token, then -1
+ *   slot_weights  [recv_rows, top_k]  their weights, then 0 */
 #ifndef EPIC_DISPATCH_FLAT_CUH
 #define EPIC_DISPATCH_FLAT_CUH
 
 #include "cuda/dispatch/dispatch.cuh"
 
-/* The word with the token's row, whether it has arrived or not; the same in all lanes. */
+/* Loads the word with the index of the token's row here without waiting, so it may not have
+ * arrived. All lanes get the same word. */
 __device__ __forceinline__ uint64_t peek_row(const DispatchMove &m, int rank, int32_t token)
 {
     const p2p_self &self = m.job.plan.self;
@@ -15,7 +19,8 @@ __device__ __forceinline__ uint64_t peek_row(const DispatchMove &m, int rank, in
     return (uint32_t)__ldg(m.plan.records + record_index(self, rank, token, m.top_k));
 }
 
-/* Writes the entries of a record: `first`, then -1. */
+/* Writes a record of the plan: `first`, then -1. `entries`: a table of the plan with top_k
+ * entries per token. Called by a whole warp. */
 __device__ __forceinline__ void store_entries(const DispatchMove &m, const int32_t *entries,
                                               int rank, int32_t token, int32_t first)
 {
@@ -24,7 +29,8 @@ __device__ __forceinline__ void store_entries(const DispatchMove &m, const int32
         ((int32_t *)entries)[at + k] = k ? -1 : first;
 }
 
-/* Like read_record(): the row is the slot of the first lane. */
+/* read_record() for FLAT plans: the first lane gets the row as its slot, the others -1. Called
+ * by a whole warp. Returns false if the group is broken. */
 __device__ __forceinline__ bool read_row(const DispatchMove &m, int rank, int32_t token,
                                          bool keep, uint64_t word, int32_t &slot, bool &more)
 {
@@ -49,14 +55,14 @@ __device__ __forceinline__ bool read_row(const DispatchMove &m, int rank, int32_
     return ok;
 }
 
-struct
-    /* extras of a row, loaded before the row has arrived; lane n has the n-th choice here */
-    FlatExtras {
-    uint64_t expert; /* as peek_record() returns it */
-    uint32_t weight; /* perhaps still poison */
+/* One choice's extras of a row, loaded before the row has arrived. Lane n has the n-th choice of
+ * the token on this rank. */
+struct FlatExtras {
+    uint64_t expert; /* from peek_record(); its value is a local expert */
+    uint32_t weight; /* weight of the choice, may still be poison */
 };
 
-/* Loads a half of a token's extras. */
+/* Loads a half (32 choices) of a token's extras without waiting. */
 __device__ __forceinline__ FlatExtras peek_extras(const DispatchMove &m, int rank, int source,
                                                   int32_t token, int half)
 {
@@ -73,8 +79,9 @@ __device__ __forceinline__ FlatExtras peek_extras(const DispatchMove &m, int ran
     return b;
 }
 
-/* Waits for the local expert of this lane's choice; -1: none. `more`: the next half has some,
- * too. */
+/* Waits for the local expert of this lane's choice, or -1. `word`: from peek_record(). Sets
+ * `more` if the next half has choices, too. Also copies the experts into a plan that is being
+ * made. Called by a whole warp. Returns false if the group is broken. */
 __device__ __forceinline__ bool receive_expert(const DispatchMove &m, int rank, int32_t token,
                                                int half, uint64_t word, int32_t &expert,
                                                bool &more)
@@ -95,7 +102,9 @@ __device__ __forceinline__ bool receive_expert(const DispatchMove &m, int rank, 
     return true;
 }
 
-/* Waits for the weight of this lane's choice. `there`: this lane has a choice. */
+/* Waits for the weight of this lane's choice. `there`: this lane has a choice. `word`: what was
+ * loaded before, then the weight. Called by a whole warp. Returns false if the group is broken.
+ */
 __device__ __forceinline__ bool receive_choice_weight(const DispatchMove &m, int rank,
                                                       int source, int32_t token, int half,
                                                       bool there, uint32_t &word)
@@ -117,7 +126,8 @@ __device__ __forceinline__ bool receive_choice_weight(const DispatchMove &m, int
     return ok;
 }
 
-/* Receives the extras of a token, with the first piece of its row, and stores them. */
+/* Receives the extras of a token and stores them as those of row `row`. `b`: from peek_extras()
+ * for the first half. Called by a whole warp. Returns false if the group is broken. */
 __device__ __forceinline__ bool receive_extras(const DispatchMove &m, int rank, int source,
                                                int32_t token, int32_t row, FlatExtras b)
 {
@@ -140,7 +150,8 @@ __device__ __forceinline__ bool receive_extras(const DispatchMove &m, int rank, 
     return true;
 }
 
-/* Clears the extras of all rows from `first` on. */
+/* Clears the extras of all rows from `first` on (-1 and 0). Each of `threads` threads calls it
+ * with its own number `thread`. */
 __device__ __forceinline__ void clear_extras(const DispatchMove &m, int64_t first,
                                              int64_t thread, int64_t threads)
 {

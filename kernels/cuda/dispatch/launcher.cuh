@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Loading and launching the kernels of dispatch. */
+/* Host functions that load and launch the kernels of dispatch.cu and packed.cu. */
 #ifndef EPIC_DISPATCH_LAUNCHER_CUH
 #define EPIC_DISPATCH_LAUNCHER_CUH
 
@@ -10,14 +10,15 @@
 
 typedef void (*Kernel)(p2p_dispatch_job);
 
-/* Dynamic shared memory: that of the planner, which is used first, or of the rings. */
+/* Returns the dynamic shared memory of a CTA: the planner uses it first, then the rings.
+ * `planning`: bytes that the planner needs. */
 static inline int memory_bytes(int planning)
 {
     const int rings = BLOCK / WARP * PieceRing<V, true>::BYTES;
     return planning > rings ? planning : rings;
 }
 
-/* Loads kernels, and allows them dynamic shared memory of most_bytes. */
+/* Loads kernels and allows them most_bytes of dynamic shared memory. */
 template <int COUNT>
 static cudaError_t load_kernels(const Kernel (&kernels)[COUNT], int most_bytes)
 {
@@ -29,7 +30,8 @@ static cudaError_t load_kernels(const Kernel (&kernels)[COUNT], int most_bytes)
     return cudaSuccess;
 }
 
-/* The job with its units dealt to warps; `bytes` travel per token. */
+/* Returns a copy of the job with the fields that say how units are dealt to warps. `bytes`:
+ * bytes that travel per token. */
 static inline p2p_dispatch_job deal_dispatch(const p2p_dispatch_job &job, int64_t bytes,
                                              int num_sms)
 {
@@ -42,11 +44,13 @@ static inline p2p_dispatch_job deal_dispatch(const p2p_dispatch_job &job, int64_
     copy.row_bytes = job.row_bytes;
     copy.top_k = job.top_k;
     if (!job.plan.planners && copy.lag > 2 * (16 + 8 * copy.span))
-        copy.lag /= 2; /* records exist; what remains at the end counts more */
+        /* The plan exists, so receives never wait for records. A shorter lag leaves less work
+         * at the end. */
+        copy.lag /= 2;
     copy.lag = lag_for_net(job.plan.self, copy.lag, job.num_tokens);
-    /* Rows of one span are fast, so more of them leave while the plan is made. Tokens by which
-     * receiving stays behind anyway need no catching up. 3 tokens in 2 steps are faster on 64
-     * SMs in EXPERT_MAJOR, not on 48 or 132. */
+    /* Rows of one span are sent fast, so more of them can be sent while the plan is made. The
+     * speed of catching up is measured (docs/lab/cuda.md). At least `lag` tokens are sent
+     * before the first receive anyway, so a shorter head would gain nothing. */
     const bool sooner = num_sms > 56 && num_sms < 96 && !job.flat;
     copy.catch_up = spans > 1 ? 4 : sooner ? 1 : 2;
     if (copy.catch_up == 4 && copy.head > job.num_tokens / 20) copy.head = job.num_tokens / 20;
@@ -55,7 +59,7 @@ static inline p2p_dispatch_job deal_dispatch(const p2p_dispatch_job &job, int64_
     return copy;
 }
 
-/* Launches a kernel of dispatch with the memory that it needs. */
+/* Launches a kernel of dispatch with the dynamic shared memory that it needs. */
 static inline cudaError_t launch_dispatch(Kernel kernel, const p2p_dispatch_job &job,
                                           int num_sms, cudaStream_t stream)
 {

@@ -1,37 +1,40 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Code that dispatch and combine_backward share, as both move rows of tokens to slots:
- * arguments of a unit, its pieces, and padding along with tokens. M is a RowMove. */
+/* Code that dispatch and combine_backward share. Both move rows of tokens to slots: dispatch
+ * the tokens' rows, combine_backward the gradients of sums. This file has the arguments and
+ * pieces of a unit, and the padding that is written along with tokens. */
 #ifndef EPIC_MOVING_CUH
 #define EPIC_MOVING_CUH
 
 #include "cuda/net/relay.cuh"
 #include "cuda/plan/view.cuh"
 
-template <class Job> struct RowMove { /* arguments of every unit of the running round */
+/* Arguments of every unit of the running round. Template parameters M below are a RowMove. */
+template <class Job> struct RowMove {
     const Job &job;
     const OpState &op;
     const PlanView &plan;
     const Stride &stride;
     RowShape shape;
     uint64_t policy;
-    int32_t first; /* first token of the round */
+    int32_t first; /* first token of the running round */
     int32_t top_k;
 };
 
-#define NO_PADDING 0 /* in place of an alignment: nothing is padded */
+#define NO_PADDING 0 /* value of header.alignment: nothing is padded */
 
-/* The roles of a warp, in this order: role 0 sends; F = num_forward_roles() roles forward rows that
- * came from other hosts (F is 0 without relays); role 1 + F + n receives from source n. */
+/* Returns the number of roles without forwarding. Roles of units in order: role 0 sends; roles
+ * 1 to F forward rows that came from other hosts; role F + n receives from source n. F is
+ * num_forward_roles(), 0 without relays. Source num_ranks is this rank itself. */
 __host__ __device__ __forceinline__ int num_roles(const p2p_self &self)
 {
     return self.num_ranks + 1;
 }
 
-#define MAX_ROW_PUT_PIECES 32 /* pieces of a row that is put at once: 64 KB of pieces of 2 KB */
+#define MAX_ROW_PUT_PIECES 32 /* most pieces of a row that is put as a whole: 64 KB */
 
-/* Like deal_units(). If there are other hosts, a unit is a whole row unless there are few
- * tokens: a net is slower than the warps with any span, and each unit costs an entry of the
- * ring. */
+/* Like deal_units(), but with other hosts and enough tokens a unit is a whole row. A net is
+ * slower than the warps are with any span, and each unit costs an entry of the ring to the
+ * proxy. */
 template <class Job>
 static inline void deal_units_for_net(const p2p_self &self, Job &job, int num_sms, int block,
                                       int roles, int vectors)
@@ -41,33 +44,35 @@ static inline void deal_units_for_net(const p2p_self &self, Job &job, int num_sm
     const bool whole = pieces <= MAX_ROW_PUT_PIECES &&
                        near_ranks(self) != (1u << self.num_ranks) - 1 &&
                        (int64_t)job.num_tokens * roles >= 10 * num_sms * (block / WARP);
-    if (whole) job.row_bytes = 1; /* one span */
+    if (whole) job.row_bytes = 1; /* makes deal_units() choose one span */
     deal_units(job, num_sms, block, roles, vectors);
     job.row_bytes = bytes;
     if (whole) job.span = (int32_t)pieces;
 }
 
-/* The rank that a role receives from; role num_ranks is this rank itself. */
+/* Returns the rank of source number `role`, from 1 upwards; source num_ranks is this rank
+ * itself. */
 __device__ __forceinline__ int rank_of_role(const p2p_self &self, int role)
 {
     return wrap_rank(self.rank + role, self.num_ranks);
 }
 
-/* Number of the first piece of a unit's span. */
+/* Returns the index of the first piece of a unit's span. */
 template <class M> __device__ __forceinline__ int first_piece(const M &m, const UnitWalk &walk)
 {
     return walk.span * m.job.span;
 }
 
-/* Pieces of a unit's span; the last span of a row may have fewer. */
+/* Returns the number of pieces of a unit's span; the last span of a row may have fewer. */
 template <class M> __device__ __forceinline__ int pieces_of(const M &m, const UnitWalk &walk)
 {
     return min(m.job.span, m.shape.pieces - first_piece(m, walk));
 }
 
-/* backend hosts: posts the put of the pieces of a token that a warp has sent. They are put at
- * once, because the proxy needs time for each entry, and a fence per piece would take longer
- * than the piece. */
+/* backend hosts: posts the put of pieces [first, first + count) that this warp has stored for
+ * the `peers` (bit mask) on other hosts. One entry for all pieces, because each entry costs the
+ * proxy time and needs a fence. `place`: index of the token in the round. Called by a whole
+ * warp. */
 template <int V, class M>
 __device__ __forceinline__ void post_put_pieces(const p2p_self &self, const M &m, int32_t place,
                                                 int first, int count, uint32_t peers)
@@ -81,15 +86,15 @@ __device__ __forceinline__ void post_put_pieces(const p2p_self &self, const M &m
     }
 }
 
-/* Are there enough spans of a rank's tokens to pad slabs along with them? Then each warp and
- * each slab has at least one. */
+/* Returns true if there are enough spans of tokens to write padding along with them, so that
+ * each warp and each slab has at least one. */
 __device__ __forceinline__ bool pads_with_tokens(const PlanView &plan, const Stride &stride,
                                                  int most_tokens)
 {
     return most_tokens * stride.spans >= max(stride.units, 2 * (int)plan.header.num_experts);
 }
 
-/* Switches padding off if the caller does not need zeros in it. All threads, before
+/* Switches padding off if the caller does not need zeros there. Called by all threads, before
  * begin_operation(). */
 template <class Job>
 __device__ __forceinline__ void choose_padding(PlanView &plan, const Job &job)
@@ -97,16 +102,17 @@ __device__ __forceinline__ void choose_padding(PlanView &plan, const Job &job)
     if (threadIdx.x == 0 && job.leave_padding) plan.header.alignment = NO_PADDING;
 }
 
-/* The padding of a slab; never more than the alignment, whatever the bytes of the plan are. */
+/* Returns the padding slots of a slab. Never more than the alignment, also if the plan's memory
+ * was changed. */
 __device__ __forceinline__ device_padding padding_of(const PlanView &plan, int slab)
 {
     return {__ldcg(&plan.padding[slab].first),
             min(__ldcg(&plan.padding[slab].count), (int32_t)plan.header.alignment)};
 }
 
-/* Calls write(slot) for the padding that is written along with part `part` of `parts`. A part
- * has one slab, whose padding is spread over its parts. There is no division, which would wait
- * for stores. */
+/* Calls write(slot) for the padding slots that are written along with part `part` of `parts`; a
+ * part is a span of a token. Part p writes padding of slab p mod 2^slab_bits, and the parts of
+ * a slab share its slots. There is no division, because it would wait for earlier stores. */
 template <class Write>
 __device__ __forceinline__ void for_each_padding_slot(const PlanView &plan, int slab_bits,
                                                       int part, int parts, Write write)
@@ -121,13 +127,14 @@ __device__ __forceinline__ void for_each_padding_slot(const PlanView &plan, int 
     for (int32_t i = share; i < padding.count; i += sharers) write(padding.first + i);
 }
 
-/* Calls write(slot, piece) for the share of warp `warp` of `warps` in all padding.
- * padding_in(slab) returns the padding of a slab. */
+/* Calls write(slot, piece) for the share of warp `warp` of `warps` in the padding of all
+ * `owned` slabs. padding_in(slab) returns the padding slots of a slab. Called by a whole warp.
+ */
 template <class PaddingIn, class Write>
 __device__ __forceinline__ void for_each_padding_of(PaddingIn padding_in, int owned, int pieces,
                                                     int warp, int warps, Write write)
 {
-    int next = warp; /* pieces of padding before this warp's next one */
+    int next = warp; /* pieces of padding before the next one of this warp */
     for (int base = 0; base < owned; base += WARP) {
         const int slab = base + lane_id();
         device_padding padding = {0, 0};
@@ -143,7 +150,7 @@ __device__ __forceinline__ void for_each_padding_of(PaddingIn padding_in, int ow
     }
 }
 
-/* Like for_each_padding_of(), for a plan that is read. */
+/* Like for_each_padding_of(), with the padding in a plan. */
 template <class Write>
 __device__ __forceinline__ void for_each_padding_piece(const PlanView &plan, int owned,
                                                        int pieces, int warp, int warps,

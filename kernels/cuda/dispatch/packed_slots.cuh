@@ -1,13 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Slots of packed rows, and zeros where nothing is stored. */
+/* Slots of packed rows (dispatch/packed.cuh), and zeros in slots that no row reaches. Shared by
+ * packed.cu and bulk.cu. */
 #ifndef EPIC_PACKED_SLOTS_CUH
 #define EPIC_PACKED_SLOTS_CUH
 
 #include "cuda/dispatch/flat.cuh"
 #include "cuda/dispatch/packed.cuh"
 
-/* Finds this lane's slots from both halves of a token's record. FLAT: the row is the slot of
- * the first lane. */
+/* Waits for the token's record and sets this lane's slots: slot[0] for choices 0 to 31, slot[1]
+ * for later ones, -1 for none. FLAT: the first lane's slot is the row. `word`: loaded ahead.
+ * `keep`: copies the record into the plan that is being made. Called by a whole warp. Returns
+ * false if the group is broken. */
 template <bool FLAT>
 __device__ __forceinline__ bool find_slots(const PackedMove &m, int rank, int32_t token,
                                            bool keep, uint64_t word, int32_t (&slot)[2])
@@ -26,7 +29,7 @@ __device__ __forceinline__ bool find_slots(const PackedMove &m, int rank, int32_
     return true;
 }
 
-/* Writes zeros to rows from `first` on, and to what belongs to them. */
+/* Writes zeros to rows from `first` on, and to their scales, weights and experts. */
 template <bool FLAT>
 __device__ __forceinline__ void clear_rows(const PackedMove &m, int64_t first, int64_t thread,
                                            int64_t threads)
@@ -38,7 +41,8 @@ __device__ __forceinline__ void clear_rows(const PackedMove &m, int64_t first, i
         zero_floats(m.job.slot_weights, first, m.job.recv_rows, thread, threads);
 }
 
-/* Writes zeros after the last slab. All CTAs. */
+/* Writes zeros to the slots after the last slab. Called by all CTAs. Returns false if the group
+ * is broken. */
 template <bool FLAT> __device__ __forceinline__ bool clear_tail(const PackedMove &m)
 {
     if (m.has_new_plan && !wait_for_plan(m)) return false;
@@ -47,7 +51,8 @@ template <bool FLAT> __device__ __forceinline__ bool clear_tail(const PackedMove
     return true;
 }
 
-/* Writes zeros everywhere if nothing was moved. The last CTA. */
+/* Writes zeros to all outputs if the plan or the number of rows is invalid. Called by the last
+ * CTA. */
 template <bool FLAT> __device__ __forceinline__ void clear_all(const PackedMove &m)
 {
     if (m.plan.is_valid && header_of(m)->result == EPIC_OK &&

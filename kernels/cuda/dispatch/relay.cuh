@@ -1,25 +1,33 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* dispatch between hosts of several ranks; backend hosts only. A row crosses the net once per
- * host, to the sender's mate there, which forwards it (net/relay.cuh).
+/* dispatch with relays (backend hosts, several ranks per host). A row crosses the net once per
+ * host: it goes to the sender's mate there, which forwards it to the ranks that want it
+ * (net/relay.cuh).
  *
- * A step of the list sends, then forwards, then receives. A unit that forwards token t waits
- * for a send of an earlier step. A unit that receives it waits for a unit that forwards it, in
- * an earlier step or earlier in the same step. So no wait is circular. */
+ * Step i of the list of units has these roles in order:
+ *
+ *   send     token i: to ranks of this host, and to mates on other hosts
+ *   forward  token i - lag of each mate: net inbox -> staging of ranks of this host
+ *   receive  token i - lag of each source
+ *
+ * No wait is circular. A forward waits for a send of an earlier step. A receive waits for a
+ * forward of an earlier step, or of the same step but earlier in the list. */
 #ifndef EPIC_DISPATCH_RELAY_CUH
 #define EPIC_DISPATCH_RELAY_CUH
 
 #include "cuda/dispatch/dispatch.cuh"
 #include "cuda/net/relay.cuh"
 
-/* The ranks to which this rank sends its token that `peers` want, as bits. */
+/* Returns a bit mask of the ranks to which this rank itself sends its token: `peers`, with
+ * ranks of other hosts replaced by mates. `first`: the unit has the token's first piece. */
 __device__ __forceinline__ uint32_t choose_routes(const DispatchMove &m, int32_t token,
                                                   bool first, uint32_t peers)
 {
     return choose_routes(m.job.plan.self, m.op, token, first, peers);
 }
 
-/* Forwards the tokens of a step, one or two, of a mate. hand(from, token, piece, wants)
- * forwards a piece. `copied`: its pieces have unused places in the ring. */
+/* Forwards a span of the tokens of a step, one or two, of a mate. hand(from, token, piece,
+ * wants) forwards a piece. `copied`: the ring has places for the pieces, which are dropped
+ * because forwarding does not use the ring. Returns false if the group is broken. */
 template <class PieceFeed, class Hand>
 __device__ __forceinline__ bool forward_unit(const DispatchMove &m, const UnitWalk &walk,
                                              PieceFeed &feed, bool copied, Hand hand)
