@@ -1,42 +1,48 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* combine and dispatch_backward of few tokens (lowlat/lowlat.cuh).
+/* combine and dispatch_backward for few tokens (lowlat/lowlat.cuh).
  *
- * A worker warp first sends its partial sums of all the peers' tokens; then it adds those of
- * this rank's tokens. No send waits for anything, so no wait is circular. The control warp
- * announces and ends the operation. Units are those of lowlat/sum.cuh. Rows at any address, and
- * sums in tree order, use those of combine/plain.cuh.
+ *   rows  [num_rows, row_bytes], weights of their slots  ->  out [num_tokens, row_bytes]
  *
- *   expert side   sum of w * row -> staging of the token's rank (each word its own flag)
- *   token's rank  polls the partials of its token, adds them to its own, stores poison back */
+ *   writer                                        reader that waits
+ *   expert's rank: sum of weight * row of its     token's rank: polls the partial until no word
+ *   slots of a token (partial), stored to the     is poison, adds it to its own, and stores
+ *   staging of the token's rank                   poison back
+ *
+ * A worker first sends its partials of all peers' tokens. Then it adds those of this rank's
+ * tokens. No send waits for anything, so no wait is circular. Each word is its own flag. The
+ * control warp announces and ends the operation. lowlat/sum.cuh has the units for aligned rows.
+ * Rows at any address, and sums in tree order, use the units of combine/plain.cuh. */
 #define LOW_LATENCY 1 /* must come before the first header: common/wait.cuh */
 #define LOWLAT_WORKERS \
-    15 /* with the control warp four warps per scheduler, of 128 registers per thread */
+    15 /* with one control warp: four warps per scheduler, of 128 registers per thread */
 
 #include "cuda/common/launch.cuh"
 #include "cuda/lowlat/sum.cuh"
 
-/* The units of a warp: those of the peers' tokens, then those of this rank's. The first kind is
- * dealt from the first warp on, the second from the last. */
+/* The units of a worker. There are two kinds: peers' tokens, whose partials are sent, and own
+ * tokens, whose partials are added. Units of the first kind are dealt from the first worker up,
+ * those of the second kind from the last worker down. */
 struct CombineUnits {
     const CombineState &c;
     const CtaRange all_ctas;
-    const int worker; /* from a shuffle, so that the compiler knows that all lanes agree */
+    /* number of this worker; from a shuffle, so that the compiler knows that all lanes agree */
+    const int worker;
 
-    /* All CTAs share both kinds of units. */
+    /* All CTAs take part in both kinds. */
     __device__ __forceinline__ explicit CombineUnits(const CombineState &combine)
         : c(combine), all_ctas{0, (int)gridDim.x},
           worker(all_ctas.worker_index_of(__shfl_sync(ALL_LANES, (int)(threadIdx.x / WARP), 0)))
     {
     }
-    /* Unit number u of a kind. */
+    /* Returns unit number u of a kind. own: this rank's tokens. */
     __device__ __forceinline__ Unit unit_at(int u, bool own) const
     {
         const int senders = c.job.self.num_ranks - 1, row = u / c.shape.pieces;
         if (own) return {row, 0, u % c.shape.pieces, -1, -1};
         return {row / senders, row % senders, u % c.shape.pieces, -1, -1};
     }
-    /* This warp's first unit of a kind. The warps that check the plan get theirs of the second
-     * kind last. */
+    /* Returns the number of this worker's first unit of a kind. The warps that check the plan
+     * come last in the second kind, because they have more to do. */
     __device__ __forceinline__ int first_index(bool own) const
     {
         const int back = all_ctas.num_workers() - 1 - worker;
@@ -44,7 +50,8 @@ struct CombineUnits {
         return back >= all_ctas.ctas ? back - all_ctas.ctas
                                      : back + all_ctas.num_workers() - all_ctas.ctas;
     }
-    /* Loads the slots of unit u, and an own token's ranks. end: number of units of the kind. */
+    /* Returns unit u with this lane's slot; for an own token, also the rank of this lane's
+     * choice. end: number of units of the kind; past it the result is empty. */
     __device__ __forceinline__ Unit read_unit(int u, bool own, int end) const
     {
         if (u >= end) return {};
@@ -54,8 +61,8 @@ struct CombineUnits {
         if (own) unit.ranks = rank_of_choice(c, unit.token, 0);
         return unit;
     }
-    /* Loads the first unit before the plan's header has been checked. `likely`: the unit exists
-     * if the peers have as many tokens as this rank. */
+    /* Returns this worker's first unit of a kind, loaded before the plan's header has been
+     * checked. `likely`: the unit exists if the peers have as many tokens as this rank. */
     __device__ __forceinline__ Unit read_first(bool own, bool &likely) const
     {
         const p2p_combine_job &job = c.job;
@@ -72,8 +79,8 @@ struct CombineUnits {
                                (int64_t)unit.token * job.top_k + lane_id());
         return unit;
     }
-    /* Visits all units of a kind: do_unit(unit, known). known: it is the first one, loaded
-     * before. */
+    /* Calls do_unit(unit, known) for all units of a kind that this worker has. known: the unit
+     * is first_one, which the caller has loaded. Returns false if do_unit() did. */
     template <class Do>
     __device__ __forceinline__ bool for_each_unit(bool own, Unit first_one, bool known,
                                                   Do do_unit) const
@@ -96,16 +103,17 @@ struct CombineUnits {
 
 enum { NOTHING_LOADED, SENT_LOADED, OWN_LOADED };
 
-/* The work of a warp, with rows as Sums moves them. It loads its first units, and the rows of
- * one of them, before the plan's header has been checked. Nothing is sent or stored before
- * that. */
+/* The work of one worker. Sums is QuickSums or PlainSums. The worker loads its first units, and
+ * the rows of one of them, before the plan's header has been checked. It sends and stores
+ * nothing before that. */
 template <class Sums> struct Worker {
     Unit sent = {}, own = {};
     SlotRows rows;
     int loaded = NOTHING_LOADED;
     bool is_ahead = false;
 
-    /* Loads the first units, and the rows of one of them. */
+    /* Loads the first unit of each kind, and the rows of one of them. Called before the first
+     * barrier of the CTA. */
     __device__ __forceinline__ void read_ahead(const CombineUnits &units)
     {
         bool sends, adds;
@@ -115,17 +123,19 @@ template <class Sums> struct Worker {
         if (Sums::PLAIN || !(sends || adds)) return;
         Unit unit = sends ? sent : own;
         unit.slot = clamp_slot(units.c, unit.slot);
-        if (!has_slots_in_low_lanes(unit)) return; /* no valid plan has such a record */
+        /* such a record is in no valid plan, so the plan must be checked first */
+        if (!has_slots_in_low_lanes(unit)) return;
         loaded = sends ? SENT_LOADED : OWN_LOADED;
         Sums::load_rows(units.c, rows, unit);
     }
-    /* Sends all partials, then adds those of this rank's tokens. false: the group is broken. */
+    /* Sends the partials of all peers' tokens, then adds those of this rank's tokens. Returns
+     * false if the group is broken. */
     __device__ __forceinline__ bool run_units(const CombineUnits &units)
     {
         const CombineState &c = units.c;
         return units.for_each_unit(false, sent, is_ahead, [&](const Unit &u, bool is_first) {
             if (!is_first || loaded != SENT_LOADED) Sums::load_rows(c, rows, u);
-            loaded = NOTHING_LOADED; /* the loaded rows have been used */
+            loaded = NOTHING_LOADED; /* the rows that were loaded ahead are used only once */
             Sums::send_partial(c, rows, u);
             return true;
         }) && units.for_each_unit(true, own, is_ahead, [&](const Unit &u, bool is_first) {
@@ -135,7 +145,8 @@ template <class Sums> struct Worker {
     }
 };
 
-/* Sums by rank of aligned rows. SIDE: partials that are polled at a time. */
+/* How lowlat_combine_kernel() sums aligned rows, by rank. EXACT: rows have whole pieces. SIDE:
+ * number of partials that a warp polls at a time. */
 template <class ROW_, bool EXACT, int SIDE> struct QuickSums {
     typedef ROW_ ROW;
     static constexpr int V = 1; /* vectors per lane and piece */
@@ -158,7 +169,8 @@ template <class ROW_, bool EXACT, int SIDE> struct QuickSums {
     }
 };
 
-/* Sums of rows at any address, by rank or in the tree. Nothing is loaded ahead. */
+/* How lowlat_combine_kernel() sums rows at any address, by rank or in tree order. It loads
+ * nothing ahead. */
 template <class ROW_> struct PlainSums {
     typedef ROW_ ROW;
     static constexpr int V = 2;
@@ -180,7 +192,7 @@ template <class ROW_> struct PlainSums {
     }
 };
 
-/* Writes zeros if nothing was moved. All threads. */
+/* Writes zeros to all outputs, if nothing was moved, as thread `thread` of `threads`. */
 static __device__ void clear_outputs(const CombineState &c, int64_t thread, int64_t threads)
 {
     zero_rows(c.job.out, c.job.row_bytes, 0, c.job.num_tokens, thread, threads);
@@ -188,7 +200,14 @@ static __device__ void clear_outputs(const CombineState &c, int64_t thread, int6
                 threads);
 }
 
-/* Sums: QuickSums or PlainSums. */
+/* The kernel. Sums: how rows are summed (QuickSums or PlainSums).
+ *
+ *   1. One worker loads and checks the plan's header. The control warp sets op. The other
+ *      workers load their first units and rows.
+ *   2. The first barrier of the CTA. One warp of the grid announces the operation.
+ *   3. Workers send partials, then add those of own tokens. The control warp of the last
+ *      CTA ends the operation.
+ *   4. If the plan is invalid, or a rank has too few rows: zero all outputs. */
 template <class Sums>
 __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     lowlat_combine_kernel(const __grid_constant__ p2p_combine_job job)
@@ -196,7 +215,7 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     __shared__ OpState op;
     __shared__ PlanView plan;
     __shared__ Stride unused;
-    __shared__ bool enough; /* all ranks have enough rows, as far as this CTA knows */
+    __shared__ bool enough; /* false: this CTA has found a rank with too few rows */
     const p2p_self &self = job.self;
     prefetch_params(job);
     if (self.operation == EPIC_OP_NONE) return;
@@ -239,8 +258,8 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
 
     const device_plan_header &h = plan.header;
     const bool moves = plan.is_valid && h.result == EPIC_OK;
-    /* The layer's top_k from the header: the compiler keeps it in a register, while it would
-     * load job.top_k for each unit again. */
+    /* top_k from the header, which the compiler keeps in a register. It would load job.top_k
+     * again for each unit. */
     c.top_k = (int)h.top_k;
     if (is_control_warp()) {
         const bool good = !moves || have_all_rows(self, op, h);
@@ -256,12 +275,13 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
 
 typedef void (*Kernel)(p2p_combine_job);
 
-/* Selects the kernel: plain sums; or else rows of whole pieces, and two ranks. */
+/* Which instance of the kernel a job needs. */
 struct Kind {
+    /* plain: PlainSums; exact: rows have whole pieces; two: at most two ranks */
     bool plain, exact, two;
 };
 
-/* The kernel of a kind for rows of type ROW. */
+/* Returns the instance for rows of type ROW. */
 template <class ROW> static Kernel kernel_for(const Kind &kind)
 {
     if (kind.plain) return lowlat_combine_kernel<PlainSums<ROW>>;
@@ -272,7 +292,7 @@ template <class ROW> static Kernel kernel_for(const Kind &kind)
                     : lowlat_combine_kernel<QuickSums<ROW, false, 4>>;
 }
 
-/* The kernel of a kind for a type that is known only at run time. */
+/* Returns the instance for a type (epic_type) that is known only at run time. */
 static Kernel kernel_of(uint32_t type, const Kind &kind)
 {
     if (type == EPIC_BF16) return kernel_for<Bf16>(kind);

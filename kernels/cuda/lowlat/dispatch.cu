@@ -1,13 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* dispatch of few tokens (lowlat/dispatch.cuh) for plain rows, and plan alone for few tokens.
+/* dispatch for few tokens (lowlat/dispatch.cuh) with plain rows, and plan alone for few tokens.
  *
  *   tokens  [num_tokens, row_bytes]   aligned vectors; a piece has V * 16 bytes per lane
- *   recv    [recv_rows, row_bytes]    every slot of the plan; padding becomes zeros */
+ *   recv    [recv_rows, row_bytes]    every slot of the plan; padding becomes zeros
+ *
+ * The kernel of dispatch is in lowlat/dispatch.cuh. lowlat_plan_kernel computes a plan in the
+ * same way, but moves no rows:
+ *
+ *   control warps   send ids, announce, write header and slabs, end the operation
+ *   workers         receive ids, compute the tables, write the records */
 #include "cuda/lowlat/dispatch.cuh"
 #include "cuda/plan/store_records.cuh"
 
-/* backend hosts: a warp has stored a piece of a token for `peers`; the warp with the last piece
- * posts the put of the row. */
+/* backend hosts: posts the put of a row. Called by a warp that has stored a piece of a token
+ * for the ranks `peers`. The warp that stores the last piece of the row posts the put. */
 __device__ __forceinline__ void post_put_rows(const LowlatMove &m, int32_t token,
                                               uint32_t peers)
 {
@@ -20,15 +26,15 @@ __device__ __forceinline__ void post_put_rows(const LowlatMove &m, int32_t token
     }
 }
 
-/* How lowlat_dispatch_kernel() moves plain rows. WHOLE: rows are aligned and have whole pieces.
- * PackedRows has the same functions:
- *   shape_of            shape of the rows that travel
+/* How lowlat_dispatch_kernel() moves plain rows. WHOLE: rows are aligned and consist of whole
+ * pieces. PackedRows has the same functions:
+ *   shape_of            returns the shape of the rows that travel
  *   describe_rows       fills in the members of PackedMove
- *   own_pieces          pieces of a row of this rank
- *   load_piece          loads a piece of this rank's token
- *   send_to_peers       stores it to the staging of peers
- *   receive_from_peer   waits for a piece; q: what was loaded from staging earlier
- *   fill_slots_of       stores a piece to the slots of the lanes
+ *   own_pieces          returns the number of pieces of a row of this rank
+ *   load_piece          loads a piece of a token of this rank
+ *   send_to_peers       stores the piece to the staging of `peers`
+ *   receive_from_peer   waits for a piece of a peer's token; q: what was loaded earlier
+ *   fill_slots_of       stores a piece to the slots of all lanes
  *   pad_slot            writes zeros to a piece of a slot
  *   clear_rows          writes zeros to all slots from `first` on */
 template <bool WHOLE> struct PlainRows {
@@ -74,7 +80,8 @@ template <bool WHOLE> struct PlainRows {
     {
         pad_piece<EXACT>(m, slot, piece);
     }
-    /* Writes zeros to rows from `first` on. */
+    /* Writes zeros to rows and weights of the slots from `first` on, as thread `thread` of
+     * `threads`. */
     static __device__ __forceinline__ void clear_rows(const LowlatMove &m, int64_t first,
                                                       int64_t thread, int64_t threads)
     {
@@ -105,7 +112,8 @@ extern "C" cudaError_t p2p_launch_lowlat_dispatch(const p2p_dispatch_job *job, i
     return launch_lowlat(exact ? whole : ragged, *job, num_sms, stream);
 }
 
-/* Writes the plan. All warps of the CTAs that have made it. */
+/* Writes the plan from the tables: control warps write header and slabs, workers the records.
+ * Called by all warps of the CTAs that have made the plan. */
 static __device__ void store_lowlat_plan(LowlatPlan &tables, const p2p_plan_job &job,
                                          const OpState &op, const CtaRange &planning_ctas)
 {
@@ -121,7 +129,7 @@ static __device__ void store_lowlat_plan(LowlatPlan &tables, const p2p_plan_job 
     }
 }
 
-/* Like store_lowlat_plan(), with ranks that have more tokens: records arrive instead of ids. */
+/* Like store_lowlat_plan(), for mixed plans: copies the records that the ranks send. */
 static __device__ __noinline__ void store_mixed_records(const LowlatPlan &tables,
                                                         const p2p_plan_job &job,
                                                         const OpState &op,
@@ -135,7 +143,7 @@ static __device__ __noinline__ void store_mixed_records(const LowlatPlan &tables
                    });
 }
 
-/* plan alone: as with dispatch, but no row moves. */
+/* The kernel of plan. All CTAs make the plan, except the last one if there are several. */
 __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     lowlat_plan_kernel(const __grid_constant__ p2p_plan_job job)
 {

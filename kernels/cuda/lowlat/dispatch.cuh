@@ -1,24 +1,27 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* dispatch of few tokens, and plan with dispatch of few tokens (lowlat/lowlat.cuh). A warp
- * moves a piece. The parameter Rows defines what a piece is: PlainRows (lowlat/dispatch.cu) or
- * PackedRows (lowlat/dispatch_packed.cu).
+/* dispatch for few tokens, alone or together with making the plan (WITH_PLAN, lowlat/plan.cuh).
  *
- * Every warp sends its pieces of this rank's tokens to the peers that need them. Then it
- * receives its pieces of all tokens into their slots, this rank's own tokens first. Weights and
- * other words about a token are a warp's work of their own, dealt from the last warp down;
- * control warps send weights. With WITH_PLAN the kernel also makes the plan (lowlat/plan.cuh).
+ *   tokens  [num_tokens, row_bytes] of this rank -> slots of the ranks of their experts
+ *   weights [num_tokens, top_k] of this rank     -> slot_weights of those slots
+ *
+ * A unit of work is a piece of a row. The template parameter Rows defines pieces: PlainRows
+ * (lowlat/dispatch.cu) or PackedRows (lowlat/dispatch_packed.cu). Workers first send their
+ * pieces of this rank's tokens to the peers that need them. Then they receive pieces of all
+ * tokens into slots, this rank's own tokens first. A token's weights and record ("words") are
+ * received by one warp; words are dealt from the last worker down, pieces from the first worker
+ * up.
  *
  *   worker 0   send piece 0 | receive piece 0 of own tokens | of peers' tokens
  *   worker 1   send piece 1 | receive piece 1 of own tokens | of peers' tokens
- *   ...                     | (every CTA makes the plan by itself in between)
+ *   ...                     | (WITH_PLAN: every CTA computes the plan in between)
  *   control    send ids, weights | announce | wait for announcements | end the operation
  *
- * No send waits for anything, and a token takes one hop. Rows, weights and ids are each their
- * own flag. Only the announcement needs an order: a system fence comes before it, so that a
- * peer that reads it also sees what earlier operations restored.
+ * No send waits for anything, and a token takes one hop. Words of rows, weights and ids are
+ * each their own flag. Only the announcement needs an order: a system fence comes before it. So
+ * a peer that reads the announcement also sees what earlier operations restored.
  *
- * The last CTAs may only send. With WITH_PLAN the last CTA, which announces, never receives if
- * there is another one. */
+ * The last CTAs may only send. With WITH_PLAN and more than one CTA, the last CTA never
+ * receives, because it announces. */
 #ifndef EPIC_LOWLAT_DISPATCH_CUH
 #define EPIC_LOWLAT_DISPATCH_CUH
 
@@ -28,42 +31,49 @@
 #include "cuda/dispatch/packed.cuh"
 #include "cuda/lowlat/plan.cuh"
 
-/* Arguments of the units of a low-latency dispatch. */
+/* Arguments of the units of a low-latency dispatch. The plan is either read from memory, or
+ * made by this kernel (has_new_plan). */
 struct LowlatMove : PackedMove {
-    const LowlatPlan *tables; /* of the plan that this kernel makes */
-    uint32_t result;          /* an epic_result: is that plan valid? */
-    const int32_t *fates;     /* of a plan that is read: slots of this rank's choices */
-    bool discards;            /* rows are received and not stored */
-    bool is_mixed; /* another rank has more tokens: slots come from records, not from tables */
-    CtaRange senders, receivers; /* CTAs that send, and CTAs that receive; perhaps the same */
+    const LowlatPlan *tables; /* new plan: its tables */
+    uint32_t result;          /* new plan: an epic_result, the result of the plan */
+    const int32_t *fates;     /* plan that is read: slots of this rank's choices */
+    /* true: rows are received but not stored, because the plan is invalid or a rank has too few
+     * rows */
+    bool discards;
+    /* true: another rank has more tokens, so slots come from records instead of tables
+     * (lowlat/plan.cuh) */
+    bool is_mixed;
+    /* CTAs that send, and CTAs that receive; both may be the same */
+    CtaRange senders, receivers;
 
-    /* Tokens of a rank. */
+    /* Returns the number of tokens of a rank. */
     __device__ __forceinline__ int32_t tokens_in(int rank) const
     {
         return has_new_plan ? tables->tokens[rank] : plan.header.tokens_of[rank];
     }
 };
 
-/* A piece under way, with what was loaded ahead for it. */
+/* A piece that is being received. Parts of it are loaded ahead. */
 struct PendingPiece {
     int32_t token, piece;
     int rank;
-    uint64_t word; /* this lane's slot, if the plan is read */
+    uint64_t word; /* plan that is read: this lane's slot */
     uint4 q[V];
 };
 
-/* Words about a token under way. */
+/* The words (weights, record) of a token that are being received. */
 struct PendingWords {
     int32_t token;
     int rank;
-    uint64_t word;  /* as in PendingPiece */
-    int32_t choice; /* slot of this lane's choice of an own token, or -1 */
-    uint32_t
-        weight; /* of that choice, or of the slot that is received; poison: not arrived yet */
+    uint64_t word;  /* plan that is read: this lane's slot */
+    int32_t choice; /* own token, plan that is read: slot of this lane's choice, else -1 */
+    /* own token: weight of this lane's choice. Peer's token: weight of this lane's slot, or
+     * poison if it has not arrived. */
+    uint32_t weight;
 };
 
-/* This lane's choice of a token, loaded before the plan's header has been checked. It must not
- * be used if the plan is invalid. */
+/* Loads this lane's choice of a token, before the plan's header has been checked. The result
+ * must not be used if the plan turns out to be invalid. */
 __device__ __forceinline__ uint64_t read_choice_ahead(const LowlatMove &m, int32_t token, int k)
 {
     const p2p_dispatch_job &job = m.job;
@@ -75,9 +85,9 @@ __device__ __forceinline__ uint64_t read_choice_ahead(const LowlatMove &m, int32
 
 /* ----------------------------------------------------------------------------- sending ---- */
 
-/* Sends a warp's pieces of this rank's tokens. All that can be known of the first piece is
- * computed before the barrier of the CTA: an instruction after it costs 2 to 3 ns of a warp
- * that runs alone. */
+/* Sends a worker's pieces of this rank's tokens. A unit is a piece: number token * pieces +
+ * piece. Everything about the first piece is loaded and computed before the CTA's first
+ * barrier, because after it every instruction delays the operation. */
 template <class Rows> struct PieceSender {
     const LowlatMove &m;
     int unit, end;
@@ -86,7 +96,7 @@ template <class Rows> struct PieceSender {
     uint32_t peers;
     uint4 q[V];
 
-    /* Loads the first piece of this warp. */
+    /* Loads the first piece of this worker. */
     __device__ __forceinline__ explicit PieceSender(const LowlatMove &move)
         : m(move), unit(move.senders.worker_index()),
           end(m.job.num_tokens * Rows::own_pieces(move))
@@ -96,14 +106,14 @@ template <class Rows> struct PieceSender {
         load_row();
         word = read_choice_ahead(m, token, lane_id());
     }
-    /* Loads the piece of the current unit. */
+    /* Loads the piece of unit number `unit`. */
     __device__ __forceinline__ void load_row()
     {
         token = unit / Rows::own_pieces(m);
         piece = unit - token * Rows::own_pieces(m);
         Rows::load_piece(m, token, piece, q);
     }
-    /* Finds the peers that need the first piece, before the barrier of the CTA. */
+    /* Finds the peers that need the first piece. Called before the first barrier of the CTA. */
     __device__ __forceinline__ void find_peers()
     {
         if (unit >= end) return;
@@ -114,7 +124,7 @@ template <class Rows> struct PieceSender {
             if (q != self.rank && __any_sync(ALL_LANES, choice_goes_to(m, word, q)))
                 peers |= 1u << q;
     }
-    /* Sends all pieces of this warp, each after the next one has been loaded. */
+    /* Sends all pieces of this worker. Each is sent after the next one has been loaded. */
     __device__ __forceinline__ void send_all()
     {
         if (unit >= end) return;
@@ -135,20 +145,21 @@ template <class Rows> struct PieceSender {
     }
 };
 
-/* A control warp sends the weights of some tokens, several at a time; a lane has one choice of
- * one token. The first ones are loaded before anything else is known. */
+/* Sends the weights of this rank's tokens. Each control warp sends some tokens, several at a
+ * time; a lane has one choice of one token. The weights of the first tokens are loaded when the
+ * kernel starts. */
 struct WeightSender {
     const LowlatMove &m;
     int32_t top_k, bits, first;
     uint64_t word;
     uint32_t weight;
 
-    /* Sends nothing until read_ahead() has been called. */
+    /* Makes a sender without tokens, until read_ahead() is called. */
     __device__ __forceinline__ explicit WeightSender(const LowlatMove &move)
         : m(move), first(move.job.num_tokens)
     {
     }
-    /* Loads the first tokens' weights, in control warps of CTAs that receive. */
+    /* Loads the weights of the first tokens. Only control warps of receiving CTAs do so. */
     __device__ __forceinline__ void read_ahead()
     {
         if (is_control_warp() && m.receivers.contains_this_cta() && m.job.weights)
@@ -156,24 +167,24 @@ struct WeightSender {
         if (has_choice()) word = read_choice_ahead(m, lane_token(), lane_choice());
         read_weight();
     }
-    /* Moves to this warp's first tokens, which have so many choices each. */
+    /* Selects this warp's first tokens. choices: number of choices per token. */
     __device__ __forceinline__ void begin_tokens(int32_t choices)
     {
         top_k = choices;
         bits = bits_of(choices);
         first = (int32_t)((int)blockIdx.x - m.receivers.first) << (5 - bits);
     }
-    /* The token of this lane. */
+    /* Returns the token of this lane. */
     __device__ __forceinline__ int32_t lane_token() const
     {
         return first + (lane_id() >> bits);
     }
-    /* The number of this lane's choice of its token. */
+    /* Returns the number of this lane's choice among those of its token. */
     __device__ __forceinline__ int lane_choice() const
     {
         return lane_id() & ((1 << bits) - 1);
     }
-    /* Does this lane have a choice of an existing token? */
+    /* Returns whether this lane has a choice of an existing token. */
     __device__ __forceinline__ bool has_choice() const
     {
         return first < m.job.num_tokens && lane_token() < m.job.num_tokens &&
@@ -186,8 +197,8 @@ struct WeightSender {
         const float *weights = m.job.weights + (int64_t)lane_token() * top_k;
         weight = __float_as_uint(__ldg(weights + lane_choice()));
     }
-    /* Sends the weights of the current tokens. A peer gets those of its choices only, one after
-     * the other. */
+    /* Sends the weights of the current tokens to all peers. A peer gets only the weights of its
+     * own choices, one after the other. */
     __device__ __forceinline__ void send_current() const
     {
         const p2p_self &self = m.job.plan.self;
@@ -196,9 +207,11 @@ struct WeightSender {
             const int rank = wrap_rank(self.rank + distance, self.num_ranks);
             const bool goes = has_choice() && choice_goes_to(m, word, rank);
             const uint32_t those = __ballot_sync(ALL_LANES, goes) & mates;
-            if (!HOSTS && !goes) continue; /* the lane that posts the put waits for all lanes */
-            const int source =
-                self.num_ranks - 1 - distance; /* this rank, as the peer counts */
+            /* backend hosts: all lanes stay together, because post_put_weights() has a barrier
+             * of the warp */
+            if (!HOSTS && !goes) continue;
+            /* number of this rank among the peer's sources */
+            const int source = self.num_ranks - 1 - distance;
             uint32_t *floats = floats_base(self, m.op, self.heap[rank], source) +
                                (int64_t)lane_token() * float_stride(top_k);
             if (goes)
@@ -207,7 +220,7 @@ struct WeightSender {
             post_put_weights(rank, floats, __popc(those));
         }
     }
-    /* backend hosts: posts the put of a token's weights. */
+    /* backend hosts: posts the put of a token's weights for one rank. All lanes of the warp. */
     __device__ __forceinline__ void post_put_weights(int rank, uint32_t *floats,
                                                      int count) const
     {
@@ -217,7 +230,7 @@ struct WeightSender {
         __syncwarp();
         if (speaks) post_put(m.op, rank, floats, (uint32_t)(count + 1) / 2 * 8);
     }
-    /* Sends all weights, once the plan is known to be valid. */
+    /* Sends all weights of this warp. Called when the plan is known to be valid. */
     __device__ __forceinline__ void send_weights()
     {
         if (!m.job.weights || !m.receivers.contains_this_cta()) return;
@@ -232,8 +245,8 @@ struct WeightSender {
 
 /* --------------------------------------------------------------------------- receiving ---- */
 
-/* Locates unit number u of receiving: first this rank's own tokens, then those of the peers,
- * alternating. */
+/* Sets rank, token and piece of receiving unit number u. This rank's own tokens come first.
+ * Then come the peers' tokens: token 0 of all peers, token 1 of all peers, and so on. */
 template <class Rows>
 __device__ __forceinline__ void locate_unit(const LowlatMove &m, int u, PendingPiece &p)
 {
@@ -249,22 +262,22 @@ __device__ __forceinline__ void locate_unit(const LowlatMove &m, int u, PendingP
     p.rank = wrap_rank(self.rank + 1 + row % peers, self.num_ranks);
 }
 
-/* Number of receiving units. */
+/* Returns the number of receiving units. */
 template <class Rows> __device__ __forceinline__ int num_units(const LowlatMove &m)
 {
     const int peers = m.job.plan.self.num_ranks - 1;
     return m.job.num_tokens * Rows::own_pieces(m) + m.most_tokens * peers * m.shape.pieces;
 }
 
-/* Index of `rank` among the sources of this rank. */
+/* Returns the number of `rank` among the sources of this rank. */
 __device__ __forceinline__ int source_number_of(const LowlatMove &m, int rank)
 {
     const p2p_self &self = m.job.plan.self;
     return wrap_rank(rank + self.num_ranks - self.rank - 1, self.num_ranks);
 }
 
-/* The record's word of a piece, loaded before the plan's header has been checked. It must not
- * be used if the plan is invalid. */
+/* Loads this lane's word of a token's record, before the plan's header has been checked. The
+ * result must not be used if the plan turns out to be invalid. */
 __device__ __forceinline__ uint64_t read_record_ahead(const LowlatMove &m, int rank,
                                                       int32_t token)
 {
@@ -275,8 +288,8 @@ __device__ __forceinline__ uint64_t read_record_ahead(const LowlatMove &m, int r
                            lane_id());
 }
 
-/* Loads the row of a peer's token, which may not have arrived. Not past this rank's number of
- * tokens, because peers mostly have as many. */
+/* Loads a piece of a peer's token from staging, whether it has arrived or not. Tokens past this
+ * rank's own number of tokens are not loaded ahead, because peers mostly have equally many. */
 template <class Rows>
 __device__ __forceinline__ void load_staged(const LowlatMove &m, PendingPiece &p)
 {
@@ -291,7 +304,7 @@ __device__ __forceinline__ void load_staged(const LowlatMove &m, PendingPiece &p
     }
 }
 
-/* Loads the row of unit u. */
+/* Loads the piece of receiving unit u, if the unit exists. */
 template <class Rows>
 __device__ __forceinline__ void load_unit_row(const LowlatMove &m, int u, PendingPiece &p)
 {
@@ -303,14 +316,14 @@ __device__ __forceinline__ void load_unit_row(const LowlatMove &m, int u, Pendin
         load_staged<Rows>(m, p);
 }
 
-/* Loads the record of unit u. */
+/* Loads the record of receiving unit u, if the plan is read. */
 template <class Rows>
 __device__ __forceinline__ void load_unit_record(const LowlatMove &m, int u, PendingPiece &p)
 {
     if (!m.has_new_plan && u < num_units<Rows>(m)) p.word = peek_record(m, p.rank, p.token, 0);
 }
 
-/* Loads the words of token number u of all tokens, this rank's first. */
+/* Loads the words of token number u. This rank's tokens come first, then those of the peers. */
 __device__ __forceinline__ void load_words(const LowlatMove &m, int u, PendingWords &w)
 {
     const p2p_self &self = m.job.plan.self;
@@ -330,14 +343,15 @@ __device__ __forceinline__ void load_words(const LowlatMove &m, int u, PendingWo
     if (!m.has_new_plan && __ldg(m.plan.rank_of + at) == w.rank) w.choice = __ldg(m.fates + at);
 }
 
-/* Stores a weight to a slot of the output, if rows are stored at all. */
+/* Stores a weight to a slot of slot_weights, unless rows are discarded. */
 __device__ __forceinline__ void store_weight(const LowlatMove &m, int32_t slot, uint32_t word)
 {
     if (slot >= 0 && slot < m.job.recv_rows && !m.discards)
         m.job.slot_weights[slot] = __uint_as_float(word);
 }
 
-/* Receives the weights of a token's slots here; this lane's is the n-th. */
+/* Receives the weights of a token and stores them to its slots on this rank. This lane's slot
+ * is the n-th of the token. Writes poison back. Returns false if the group is broken. */
 __device__ __forceinline__ bool receive_weights(const LowlatMove &m, const PendingWords &w,
                                                 int32_t slot, int n)
 {
@@ -359,7 +373,7 @@ __device__ __forceinline__ bool receive_weights(const LowlatMove &m, const Pendi
     return true;
 }
 
-/* This lane's slot of the token, or -1. */
+/* Returns this lane's slot of the token on this rank, or -1. */
 __device__ __forceinline__ int32_t find_slot(const LowlatMove &m, int rank, int32_t token,
                                              uint64_t word)
 {
@@ -367,7 +381,7 @@ __device__ __forceinline__ int32_t find_slot(const LowlatMove &m, int rank, int3
                           : (int32_t)word;
 }
 
-/* Receives a piece and stores it to its slots. false: the group is broken. */
+/* Receives a piece and stores it to its slots. Returns false if the group is broken. */
 template <class Rows>
 __device__ __forceinline__ bool receive_pending(const LowlatMove &m, PendingPiece &p)
 {
@@ -382,8 +396,8 @@ __device__ __forceinline__ bool receive_pending(const LowlatMove &m, PendingPiec
     return true;
 }
 
-/* Receives all pieces of this warp; each is loaded while the one before it is received. `first`
- * has been loaded. */
+/* Receives all pieces of this worker. Each is loaded while the one before is received; `first`
+ * has been loaded by the caller. Returns false if the group is broken. */
 template <class Rows>
 __device__ __forceinline__ bool receive_all(const LowlatMove &m, PendingPiece &first)
 {
@@ -398,20 +412,21 @@ __device__ __forceinline__ bool receive_all(const LowlatMove &m, PendingPiece &f
     return true;
 }
 
-/* Number of the first token whose words are this warp's. */
+/* Returns the number of the first token whose words this worker receives. Counts from the last
+ * worker down, because the first workers have more pieces. */
 __device__ __forceinline__ int first_words(const LowlatMove &m)
 {
     return m.receivers.num_workers() - 1 - m.receivers.worker_index();
 }
 
-/* Number of tokens, of all ranks, whose words are received. */
+/* Returns the number of tokens whose words are received, over all ranks. */
 __device__ __forceinline__ int num_words(const LowlatMove &m)
 {
     return m.job.num_tokens + m.most_tokens * (m.job.plan.self.num_ranks - 1);
 }
 
-/* Receives the weights of this warp's tokens and, with a new plan, stores the tokens' records.
- * w: the first one, loaded ahead. */
+/* Receives the words of this worker's tokens: stores weights and, with a new plan, records. w:
+ * the words of the first token, loaded ahead. Returns false if the group is broken. */
 __device__ __forceinline__ bool receive_words(const LowlatMove &m, PendingWords &w)
 {
     for (int u = first_words(m); u < num_words(m); u += m.receivers.num_workers()) {
@@ -429,7 +444,7 @@ __device__ __forceinline__ bool receive_words(const LowlatMove &m, PendingWords 
 
 /* ---------------------------------------------------------- padding and the whole plan ---- */
 
-/* Writes zeros to the padding, from the plan or its tables. Workers. */
+/* Writes zeros to the padding slots of this rank's slabs. Called by the workers. */
 template <class Rows> __device__ __forceinline__ void pad_slabs(const LowlatMove &m)
 {
     const p2p_plan_job &plan = m.job.plan;
@@ -451,7 +466,7 @@ template <class Rows> __device__ __forceinline__ void pad_slabs(const LowlatMove
     }
 }
 
-/* The slots of this rank's choices in a plan that is read. */
+/* Returns the slots of this rank's choices in a plan that is read. */
 __device__ __forceinline__ const int32_t *fates_of(const PlanView &plan, const p2p_self &self)
 {
     const device_plan_header &h = plan.header;
@@ -462,7 +477,8 @@ __device__ __forceinline__ const int32_t *fates_of(const PlanView &plan, const p
 
 /* ---------------------------------------------------- with ranks that have more tokens ---- */
 
-/* This lane's slot from the record, for which it waits. `keep`: copies it into the plan. */
+/* Waits for a token's record and returns this lane's slot in `slot`. `keep`: also stores the
+ * record in the plan. Returns false if the group is broken. */
 __device__ __forceinline__ bool receive_mixed_slot(const LowlatMove &m, int rank, int32_t token,
                                                    bool keep, int32_t &slot)
 {
@@ -471,7 +487,7 @@ __device__ __forceinline__ bool receive_mixed_slot(const LowlatMove &m, int rank
     return read_record(m, rank, token, 0, keep, word, slot, more);
 }
 
-/* Like receive_words(), with slots from records that peers send. */
+/* Like receive_words(), for mixed plans, whose slots come from records. */
 __device__ __forceinline__ bool receive_mixed_words(const LowlatMove &m)
 {
     for (int u = first_words(m); u < num_words(m); u += m.receivers.num_workers()) {
@@ -488,7 +504,7 @@ __device__ __forceinline__ bool receive_mixed_words(const LowlatMove &m)
     return true;
 }
 
-/* Like receive_all(), with slots from records that peers send. */
+/* Like receive_all(), for mixed plans, whose slots come from records. */
 template <class Rows> __device__ __forceinline__ bool receive_mixed_rows(const LowlatMove &m)
 {
     for (int u = m.receivers.worker_index(); u < num_units<Rows>(m);
@@ -509,9 +525,8 @@ template <class Rows> __device__ __forceinline__ bool receive_mixed_rows(const L
     return true;
 }
 
-/* Makes the plan together with ranks that have more tokens, and receives all rows. All threads
- * of the receiving CTAs. noinline, with m by value: a reference would keep it in memory for the
- * other paths, too. */
+/* Makes a mixed plan and receives all rows. All threads of the receiving CTAs. noinline, with m
+ * passed by value: a reference would force m into memory on the other paths, too. */
 template <class Rows>
 static __device__ __noinline__ void receive_mixed(const LowlatMove m, OpState &op,
                                                   LowlatPlan &tables, uint8_t *memory)
@@ -537,7 +552,8 @@ static __device__ __noinline__ void receive_mixed(const LowlatMove m, OpState &o
         Rows::clear_rows(m, 0, threadIdx.x, LOWLAT_BLOCK);
 }
 
-/* Makes the plan and decides what there is to do. All threads. false: the group is broken. */
+/* Makes the plan, and decides whether rows are discarded and whether the plan is mixed. All
+ * threads of the receiving CTAs. Returns false if the group is broken. */
 static __device__ bool make_plan_of(LowlatMove &m, LowlatPlan &tables)
 {
     const p2p_plan_job &job = m.job.plan;
@@ -557,8 +573,17 @@ static __device__ bool make_plan_of(LowlatMove &m, LowlatPlan &tables)
     return true;
 }
 
-/* Rows: how rows are moved, see PlainRows in lowlat/dispatch.cu. WITH_PLAN: it makes the plan,
- * too. */
+/* The kernel. Rows: how pieces are moved (PlainRows lists the functions). WITH_PLAN: the kernel
+ * also makes the plan.
+ *
+ *   1. Control warps read the state of the operation, set op and send ids. Workers load
+ *      their first pieces. One worker loads and checks the header of a plan that is read.
+ *   2. The first barrier of the CTA. One warp of the grid announces the operation.
+ *   3. Workers send all their pieces; control warps send weights.
+ *   4. WITH_PLAN: receiving CTAs make the plan.
+ *   5. Workers receive words, then pieces, and zero the padding. The control warp of the
+ *      last CTA ends the operation.
+ *   6. If nothing may be stored, or a rank has too few rows: zero the whole receive buffer. */
 template <class Rows, bool WITH_PLAN>
 __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     lowlat_dispatch_kernel(const __grid_constant__ p2p_dispatch_job job)
@@ -567,7 +592,7 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     __shared__ PlanView plan;
     __shared__ LowlatPlan tables;
     __shared__ Stride unused;
-    __shared__ bool enough; /* all ranks have enough rows, as far as this CTA knows */
+    __shared__ bool enough; /* false: this CTA has found a rank with too few rows */
     const p2p_self &self = job.plan.self;
     const device_plan_header &h = WITH_PLAN ? tables.p.header : plan.header;
     prefetch_params(job);
@@ -647,8 +672,8 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     } else if (moves) {
         sender.send_all();
     }
-    const bool reports_faults =
-        WITH_PLAN && is_receiver && is_control_warp(); /* may have to report wrong data */
+    /* this warp may still have to send a wrong value (end_header) */
+    const bool reports_faults = WITH_PLAN && is_receiver && is_control_warp();
     if (!reports_faults) count_posted_warp(self);
     if (!WITH_PLAN) m.fates = fates_of(plan, self);
     bool ok = true;
@@ -685,8 +710,8 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     Rows::clear_rows(m, 0, threadIdx.x, LOWLAT_BLOCK);
 }
 
-/* CTAs that only send. With more tokens, stores to peers delay what else an SM does, above all
- * the ids that follow them; measured, docs/lab/cuda.md. */
+/* Returns the number of CTAs that only send. With more tokens, stores to peers delay everything
+ * else that an SM does, above all the ids that follow them (docs/lab/cuda.md). */
 static int32_t num_send_only_ctas_of(const p2p_dispatch_job *job, int num_sms)
 {
     const int many = job->plan.is_lowlat ? num_sms * 10 / 64 : num_sms * 15 / 64;
@@ -694,7 +719,7 @@ static int32_t num_send_only_ctas_of(const p2p_dispatch_job *job, int num_sms)
     return job->plan.is_lowlat && job->num_tokens >= 32 ? num_sms / 8 : 0;
 }
 
-/* Launches one of two kernels; the second one makes the plan. */
+/* Launches kernels[1] if the kernel must make the plan, else kernels[0]. */
 template <class Kernel>
 static cudaError_t launch_lowlat(const Kernel (&kernels)[2], p2p_dispatch_job job, int num_sms,
                                  cudaStream_t stream)
@@ -705,7 +730,7 @@ static cudaError_t launch_lowlat(const Kernel (&kernels)[2], p2p_dispatch_job jo
     return launch_kernel(kernels[has_new_plan], num_sms, LOWLAT_BLOCK, bytes, stream, job);
 }
 
-/* Loads two kernels, and allows them the largest memory of a plan. */
+/* Loads two kernels, and raises their limits of dynamic shared memory. */
 template <class Kernel> static cudaError_t load_lowlat(const Kernel (&kernels)[2])
 {
     for (const Kernel &kernel : kernels) {

@@ -1,10 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* dispatch of few tokens (lowlat/dispatch.cuh) for packed rows: rows with second rows, or rows
- * that are quantized on the way, at any address. */
+/* dispatch for few tokens (lowlat/dispatch.cuh) with packed rows. A packed row is a row and its
+ * second row (scales) as one sequence of vectors (dispatch/packed.cuh). The second row comes
+ * from the caller, or the kernel makes it by quantizing the row.
+ *
+ *   tokens  [num_tokens, token_bytes], scales [num_tokens, scale_bytes], at any address
+ *   recv    [recv_rows, row_bytes], recv_scales [recv_rows, scale_bytes]
+ *
+ * Which warp does what is described in lowlat/dispatch.cuh. */
 #include "cuda/lowlat/dispatch.cuh"
 
-/* How lowlat_dispatch_kernel() moves packed rows; PlainRows lists the functions. OwnPiece:
- * JoinedPiece or QuantizedPiece, how rows of this rank become packed. */
+/* How lowlat_dispatch_kernel() moves packed rows; PlainRows (lowlat/dispatch.cu) describes the
+ * functions. OwnPiece turns a piece of this rank's rows into a packed one: JoinedPiece reads
+ * both arrays of the caller, QuantizedPiece quantizes. */
 template <class OwnPiece> struct PackedRows {
     static constexpr bool EXACT = false;
 
@@ -44,6 +51,7 @@ template <class OwnPiece> struct PackedRows {
                                                          int32_t token, int piece, int32_t slot,
                                                          const uint4 (&q)[V])
     {
+        /* A piece from a peer is packed already. */
         if (!own) {
             for_each_slot(m, slot, [&](int32_t to) { store_packed(m, to, piece, q); });
             return;

@@ -1,18 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Low-latency kernels: what the kernels of operations with few tokens share.
+/* Low-latency kernels: the functions that all kernels for few tokens share.
  *
  * Rows travel as in the other kernels (net/staging.cuh), so a rank may use a low-latency kernel
- * while a peer uses another one. What differs is how an operation begins and ends. Everything
- * that can be loaded at once is loaded at once. One warp of each CTA, the control warp, does
- * the work for the whole operation while the workers move rows:
+ * while a peer uses another one. Only the begin and the end of an operation differ. A CTA has
+ * LOWLAT_WORKERS workers, which are warps that move rows, and one control warp, which does the
+ * work of the whole operation:
  *
  *   every CTA   control warp   counts that the CTA has started
- *   last CTA    worker 0       announces, after a system fence
- *   last CTA    control warp   waits for the peers' announcements; when all CTAs have started,
- *                              counts the operation
+ *   last CTA    worker 0       system fence, then announces the operation to every rank: the
+ *                              fence makes visible what earlier operations restored
+ *   last CTA    control warp   waits for the peers' announcements and for all CTAs to start,
+ *                              then counts the operation as done
  *
- * So no warp waits at the end for something that was known earlier. There is no list of units:
- * every warp sends what it has to send before it waits. */
+ * The announcement is the only word that needs a memory order. Rows, weights and ids are each
+ * their own flag. Every warp sends what it has to send before it waits, so no wait is
+ * circular. */
 #ifndef EPIC_LOWLAT_CUH
 #define EPIC_LOWLAT_CUH
 
@@ -20,55 +22,56 @@
 #include "cuda/plan/view.cuh"
 
 #ifndef LOWLAT_WORKERS
-#define LOWLAT_WORKERS 16 /* with the control warp 96 registers per thread */
+#define LOWLAT_WORKERS 16 /* with one control warp: 96 registers per thread */
 #endif
 #define LOWLAT_BLOCK ((LOWLAT_WORKERS + 1) * WARP)
 
-/* Is this thread in the control warp, the last one of the CTA? */
+/* Returns whether this thread is in the control warp, the last warp of the CTA. */
 __device__ __forceinline__ bool is_control_warp()
 {
     return threadIdx.x >= LOWLAT_WORKERS * WARP;
 }
 
-/* The CTAs [first, first + ctas), which share some work. Units go to the CTAs in turn, then to
- * their warps. */
+/* The CTAs [first, first + ctas), which share a kind of work. Unit u of the work goes to worker
+ * u % num_workers(). Workers are numbered so that consecutive numbers are in different CTAs. */
 struct CtaRange {
     int first, ctas;
 
-    /* Does this CTA take part? */
+    /* Returns whether this CTA is one of them. */
     __device__ __forceinline__ bool contains_this_cta() const
     {
         return (uint32_t)((int)blockIdx.x - first) < (uint32_t)ctas;
     }
-    /* The index of this warp among all workers. */
+    /* Returns the number of this warp among the workers of all these CTAs. */
     __device__ __forceinline__ int worker_index() const
     {
         return worker_index_of((int)(threadIdx.x / WARP));
     }
-    /* The index among all workers of warp number `warp` of this CTA. */
+    /* Returns the number of warp `warp` of this CTA among the workers of all these CTAs. */
     __device__ __forceinline__ int worker_index_of(int warp) const
     {
         return warp * ctas + (int)blockIdx.x - first;
     }
-    /* Workers of all CTAs. */
+    /* Returns the number of workers of all these CTAs. */
     __device__ __forceinline__ int num_workers() const
     {
         return LOWLAT_WORKERS * ctas;
     }
-    /* The index of this thread among all threads of the CTAs, control warps included. */
+    /* Returns the number of this thread among the threads of all these CTAs, control warps
+     * included. */
     __device__ __forceinline__ int64_t thread_index() const
     {
         return ((int64_t)blockIdx.x - first) * LOWLAT_BLOCK + threadIdx.x;
     }
-    /* Threads of all CTAs, control warps included. */
+    /* Returns the number of threads of all these CTAs, control warps included. */
     __device__ __forceinline__ int64_t num_threads() const
     {
         return (int64_t)ctas * LOWLAT_BLOCK;
     }
 };
 
-/* Reads this warp's share of the kernel's parameters first of all. Otherwise they come from
- * memory line by line where they are used. */
+/* Loads one line of the kernel's parameters per warp, before anything else. Otherwise the first
+ * use of each line would wait for memory. */
 template <class Job> __device__ __forceinline__ void prefetch_params(const Job &job)
 {
     const int at = (int)(threadIdx.x / WARP) * 16;
@@ -77,27 +80,28 @@ template <class Job> __device__ __forceinline__ void prefetch_params(const Job &
     keep_in_registers(word);
 }
 
-/* Bits of numbers below n. */
+/* Returns the number of bits that numbers below n need. */
 __device__ __forceinline__ int bits_of(int n)
 {
     return 32 - __clz(n - 1);
 }
 
-/* State that the control warp reads first of all. */
+/* What the control warp reads when the kernel starts. */
 struct StartState {
-    uint32_t epoch;    /* the epoch that has ended */
+    uint32_t epoch;    /* the last epoch that has ended */
     uint32_t overlaps; /* lane 0: result of mark_running() */
-    /* P2P_BROKEN of a failed group, else 0. backend hosts: as far as this GPU knows; waits find
-     * what only the net inbox knows. */
+    /* P2P_BROKEN of a failed group, else 0. backend hosts: only failures that this GPU has
+     * seen; waits find those that are only in the net inbox. */
     uint64_t broken;
 #ifdef EPIC_HOSTS
-    /* epochs that have ended, and those of which the net has read all */
+    /* number of epochs that have ended; number of those whose puts the net has read */
     uint64_t epochs, freed;
-    uint64_t said; /* in the last CTA: `broken` in the net inbox; no warp waits for it */
+    /* last CTA only: the word `broken` of the net inbox; used at the end of the operation */
+    uint64_t said;
 #endif
 };
 
-/* Reads the state at the start of a kernel. All warps; workers get zeros. */
+/* Reads the state at the start of a kernel. All warps call it; workers get zeros. */
 __device__ __forceinline__ StartState read_start_state(const p2p_self &self)
 {
     StartState o = {};
@@ -115,7 +119,8 @@ __device__ __forceinline__ StartState read_start_state(const p2p_self &self)
     return o;
 }
 
-/* backend hosts: waits until this rank's outbox may be written. The control warp. */
+/* backend hosts: waits until this rank may write to its outbox. Called by the control warp.
+ * Returns false if the group is broken. */
 __device__ __forceinline__ bool wait_outbox_ready(const OpState &op, const StartState &opening)
 {
 #ifdef EPIC_HOSTS
@@ -126,8 +131,8 @@ __device__ __forceinline__ bool wait_outbox_ready(const OpState &op, const Start
 #endif
 }
 
-/* Stores the sizes of the announcement, in the last CTA. backend hosts announces everything at
- * once, with one put. The control warp. */
+/* Stores the sizes of the announcement to every rank. Only the control warp of the last CTA
+ * does so. backend hosts does nothing here: announce_start() stores all words, for one put. */
 __device__ __forceinline__ void announce_sizes(const p2p_self &self, const OpState &op,
                                                int32_t tokens, int32_t capacity, int32_t rows)
 {
@@ -138,17 +143,17 @@ __device__ __forceinline__ void announce_sizes(const p2p_self &self, const OpSta
     store_relaxed(to + P2P_ANNOUNCED_ROWS, stamp_word(op, (uint32_t)rows));
 }
 
-/* Does this warp announce? The announcement means that the rank has begun and that what earlier
- * operations restored may be written again. A system fence comes before it and takes a
- * microsecond, so it is issued first of all. Only the end of an operation waits for the
- * announcement. With backend hosts a plan waits for it, too; there the control warp announces,
- * before the barrier of the CTA. */
+/* Returns whether this warp announces the operation: worker 0 of the last CTA. backend hosts:
+ * the control warp of the last CTA if the kernel makes a plan (`plans`), because a plan waits
+ * for the announcement. The warp must issue a system fence before announce_start(). The fence
+ * takes long, so the kernel issues it first of all. */
 __device__ __forceinline__ bool is_announcer(bool plans)
 {
     return is_last_cta() && (HOSTS && plans ? is_control_warp() : threadIdx.x < WARP);
 }
 
-/* Stores the signature to every rank. The announcing warp, after the fence. */
+/* Stores the signature of the announcement to every rank. Called by the announcing warp, after
+ * its system fence. */
 __device__ __forceinline__ void announce_start(const p2p_self &self, const OpState &op)
 {
     if (lane_id() >= self.num_ranks) return;
@@ -158,7 +163,8 @@ __device__ __forceinline__ void announce_start(const p2p_self &self, const OpSta
     post_put(op, lane_id(), to, P2P_ANNOUNCE_WORDS * 8);
 }
 
-/* backend hosts: announces a plan, whose signature contains nothing else. The control warp. */
+/* backend hosts: announces an operation that makes a plan. Its signature does not depend on a
+ * plan's id, so it can be sent at once. Called by all warps. */
 __device__ __forceinline__ void announce_plan_start(const p2p_self &self, OpState &op)
 {
     if (!HOSTS || !is_announcer(true)) return;
@@ -167,7 +173,8 @@ __device__ __forceinline__ void announce_plan_start(const p2p_self &self, OpStat
     announce_start(self, op);
 }
 
-/* Sets the state of the operation, except signature and staging. The control warp. */
+/* Sets the state of the operation (op), except signature and staging. Called by the control
+ * warp. */
 __device__ __forceinline__ void open_lowlat(OpState &op, const p2p_self &self,
                                             const StartState &opening, int32_t tokens,
                                             int32_t capacity, int32_t rows)
@@ -187,14 +194,14 @@ __device__ __forceinline__ void open_lowlat(OpState &op, const p2p_self &self,
     __syncwarp();
 }
 
-/* Sets the staging. The control warp. */
+/* Sets the staging of op. Called by the control warp. */
 __device__ __forceinline__ void find_lowlat_boxes(OpState &op, const p2p_self &self)
 {
     if (lane_id() < self.num_ranks) find_boxes(self, op, lane_id());
 }
 
-/* Waits for the sizes that the ranks announce; lane = rank. One warp. Lanes past the ranks get
- * zeros. */
+/* Waits for the sizes that the ranks announce. Lane q gets the sizes of rank q; other lanes get
+ * zeros. Called by one warp. Returns false if the group is broken. */
 __device__ __forceinline__ bool wait_sizes(const p2p_self &self, const OpState &op,
                                            int32_t &tokens, int32_t &capacity, int32_t &rows)
 {
@@ -218,8 +225,9 @@ __device__ __forceinline__ bool wait_sizes(const p2p_self &self, const OpState &
     return ok;
 }
 
-/* Counts that this CTA has started, after its barrier. The control warp does it, because
- * workers have rows to send. */
+/* Counts that this CTA has started, and breaks the group if two operations overlap. Called by
+ * all threads after the first barrier. One thread of the control warp counts, because workers
+ * have rows to send. */
 __device__ __forceinline__ void count_started_cta(const p2p_self &self, const OpState &op)
 {
     if (threadIdx.x != LOWLAT_WORKERS * WARP) return;
@@ -227,8 +235,8 @@ __device__ __forceinline__ void count_started_cta(const p2p_self &self, const Op
     report_overlap(op);
 }
 
-/* backend hosts, in place of that: a warp counts itself when it has posted all its puts. Every
- * warp. */
+/* backend hosts: counts this warp when it has posted all its puts, instead of counting the CTA.
+ * Called by every warp. */
 __device__ __forceinline__ void count_posted_warp(const p2p_self &self)
 {
     if (!HOSTS || lane_id() != 0) return;
@@ -236,10 +244,10 @@ __device__ __forceinline__ void count_posted_warp(const p2p_self &self)
     atomicAdd(&control_of(self)->done, 1u);
 }
 
-/* Ends the operation: waits for the peers' announcements and until no CTA reads the epoch any
- * more, then counts the operation. backend hosts: when all warps have posted their puts, posts
- * the end of the epoch. The control warp of the last CTA. `are_copied`: announcements have been
- * copied to the heap. */
+/* Ends the operation: waits for the peers' announcements, and until all CTAs have started and
+ * so have read the epoch. Then it counts the operation as done. backend hosts: waits until all
+ * warps have posted their puts, and posts the end of the epoch. Called by the control warp of
+ * the last CTA. `are_copied`: poll_inbox() has copied the announcements to the heap. */
 __device__ __forceinline__ void finish_lowlat(const p2p_self &self, OpState &op,
                                               const StartState &opening, bool are_copied)
 {
@@ -249,7 +257,7 @@ __device__ __forceinline__ void finish_lowlat(const p2p_self &self, OpState &op,
                                          gridDim.x * (HOSTS ? blockDim.x / WARP : 1)) != 0;
     };
 #ifdef EPIC_HOSTS
-    /* a late rank may find that everything has arrived and the group is broken */
+    /* A rank that is late may have received everything although the group is broken. */
     if (opening.said) {
         op.aborted_wait = WAIT_ABORTED(-1, P2P_PHASE_ARRIVE);
         return;
@@ -265,8 +273,8 @@ __device__ __forceinline__ void finish_lowlat(const p2p_self &self, OpState &op,
     if (lane_id() == 0) complete_operation(control, op);
 }
 
-/* Does every rank have rows for the slots that the plan gives it? Returns true if the group is
- * broken. The control warp. */
+/* Returns whether every rank has a row for each slot that the plan gives it. Also returns true
+ * if the group is broken. Called by the control warp. */
 __device__ __forceinline__ bool have_all_rows(const p2p_self &self, const OpState &op,
                                               const device_plan_header &h)
 {
@@ -276,8 +284,8 @@ __device__ __forceinline__ bool have_all_rows(const p2p_self &self, const OpStat
            __all_sync(ALL_LANES, q >= num_ranks || h.slots_of[q] <= rows) != 0;
 }
 
-/* Returns true in the CTA that ends last among `ctas` CTAs. All their threads, after their last
- * store. */
+/* Returns true in the CTA that ends last among `ctas` CTAs. Called by all their threads, after
+ * their last store. */
 static __device__ bool is_last_cta_to_end(OpState &op, int ctas)
 {
     if (threadIdx.x == 0) {
@@ -289,7 +297,8 @@ static __device__ bool is_last_cta_to_end(OpState &op, int ctas)
     return op.last != 0;
 }
 
-/* Like is_last_cta_to_end(), for all CTAs if a rank has too few rows; reports which one. */
+/* Like is_last_cta_to_end(), for all CTAs, when a rank has too few rows. It also reports this
+ * rank to the host. */
 static __device__ bool is_last_cta_of_overflow(OpState &op, const device_plan_header &h)
 {
     if (is_last_cta_to_end(op, (int)gridDim.x))
@@ -297,7 +306,8 @@ static __device__ bool is_last_cta_of_overflow(OpState &op, const device_plan_he
     return op.last != 0;
 }
 
-/* Reports a wait that was given up. All threads, at the end. */
+/* Reports a wait of this CTA that was given up. Called by all threads at the end of the
+ * kernel. */
 __device__ __forceinline__ void end_lowlat(OpState &op)
 {
     __syncthreads();

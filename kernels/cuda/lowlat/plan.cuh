@@ -1,67 +1,81 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The plan of few tokens. Every rank sends the ids of all its choices to every rank, and each
- * CTA makes the whole plan by itself in shared memory:
+/* The plan for few tokens. Every rank sends the ids of all its choices to every rank, and each
+ * CTA computes the whole plan by itself, in shared memory.
  *
- *   masks    for each expert and 32 tokens of a rank: which of them chose the expert
- *   before   choices of the expert in earlier groups of tokens
- *   start    where the slab of the expert begins
+ *   writer                  stores                               reader that waits
+ *   control warps           ids of this rank's tokens, to        workers of every CTA
+ *                           every rank (stamped words)           (gather_ids)
+ *   control warp, last CTA  sizes (stamped words)                control warps (gather_sizes)
  *
- * So a plan takes one hop, no counts travel, and all ranks decide on equal numbers. A token
- * that chooses an expert twice does not fit the masks; then choices are counted one by one,
- * slowly. Where ids are promised to be distinct, it is an error in the data.
+ * So a plan takes one hop, and no counts travel. All ranks compute with equal numbers, so they
+ * reach the same result. The words are their own flags, so no fence is needed. Tables of a
+ * plan:
  *
- * Ids travel as stamped words of two ids; a lane handles four. A rank uses this planner if it
- * has few tokens. If another rank has more, that rank waits for counts; then this rank drops
- * its tables, counts like that one (plan/planner.cuh), and receives records ("mixed" below).
+ *   mask     for each expert and group of 32 tokens of a rank: bits of the tokens that chose it
+ *   before   number of choices of the expert in earlier groups
+ *   start    first slot of the expert's slab
+ *
+ * Only one bit of a mask belongs to a token and an expert. If a token chooses an expert twice,
+ * the slots are counted choice by choice, slowly. With EPIC_DISTINCT that is an error in the
+ * data.
+ *
+ * A rank uses this planner if it has at most max_lowlat_tokens tokens. Another rank may have
+ * more tokens and then use plan/planner.cuh, which waits for counts. Then this rank discards
+ * its tables and plans in the same way (a *mixed* plan).
  *
  * A CTA has three barriers: when all ids have arrived, when each warp has counted its experts,
- * and when slabs are placed. Work for one warp is done by control warps meanwhile, a different
- * part in each CTA. */
+ * and when the slabs have their first slots. Meanwhile the control warps do work that one warp
+ * can do: one CTA's control warp writes the header, another one's the slabs. */
 #ifndef EPIC_LOWLAT_PLAN_CUH
 #define EPIC_LOWLAT_PLAN_CUH
 
 #include "cuda/dispatch/dispatch.cuh"
 #include "cuda/lowlat/lowlat.cuh"
 
-#define LOWLAT_NO_ID 0xffffu      /* the id of a choice without expert */
-#define LOWLAT_INVALID_ID 0xfffeu /* the id of a choice that is out of range */
-#define LOWLAT_LANE_IDS 4         /* ids per lane */
-/* Largest tables. With ids: at most 8192, of at most 4096 tokens, rounded up to multiples of
- * four. */
+#define LOWLAT_NO_ID 0xffffu      /* id of a choice without an expert */
+#define LOWLAT_INVALID_ID 0xfffeu /* id of a choice that is out of range */
+#define LOWLAT_LANE_IDS 4         /* ids that a lane handles at a time */
+/* Largest dynamic shared memory of the tables. There are at most 8192 ids, of at most 4096
+ * tokens; each token's ids are rounded up to a multiple of four. */
 #define LOWLAT_PLAN_MAX_BYTES \
     (P2P_LOWLAT_MASKS * 6 + LOWLAT_WORKERS * WARP * 8 + P2P_LOWLAT_CHOICES * 2 * 2 + 16)
 
 struct PlanVerdict { /* the result of a plan, equal on all ranks */
     uint32_t result;
-    bool short_of_rows; /* the plan is valid, but a rank has fewer rows than slots */
+    bool short_of_rows; /* true: the plan is valid, but a rank has fewer rows than slots */
 };
 
-/* tables of the plan, in shared memory; the arrays in dynamic shared memory */
+/* The tables of the plan, in shared memory. Pointers are to arrays in dynamic shared memory. */
 struct LowlatPlan {
-    /* load, start, capacity, bad_ranks and header as in every plan, except that start counts
-     * the slots of all ranks */
+    /* Members of Planner that are used: load, start, capacity, bad_ranks, header. Here `start`
+     * counts slots over all ranks: the first slot of rank 1 follows the last one of rank 0. */
     Planner p;
-    uint32_t *mask;   /* [groups][num_experts] tokens of the group that chose the expert */
-    uint16_t *before; /* [groups][num_experts] choices of the expert in earlier groups */
-    uint16_t *id;     /* [num_ranks][most][fours * LOWLAT_LANE_IDS] */
+    /* [groups of all ranks][num_experts] bits of the tokens of a group that chose the expert */
+    uint32_t *mask;
+    /* [groups of all ranks][num_experts] choices of the expert in earlier groups */
+    uint16_t *before;
+    uint16_t *id; /* [num_ranks][most][fours * LOWLAT_LANE_IDS] ids of all choices */
+    /* number of tokens of each rank */
     int32_t tokens[DEVICE_MAX_RANKS];
-    int32_t rows[DEVICE_MAX_RANKS]; /* rows that the ranks have room for */
-    uint32_t bad[DEVICE_MAX_RANKS]; /* first choice with an invalid id, or NO_INDEX */
-    int32_t upto[LOWLAT_WORKERS];   /* rows of the experts of warps 0 to w, running sum */
-    int32_t slots;                  /* of all ranks */
+    int32_t rows[DEVICE_MAX_RANKS]; /* number of rows of each rank's receive buffer */
+    /* first choice of each rank with an invalid id, or NO_INDEX */
+    uint32_t bad[DEVICE_MAX_RANKS];
+    int32_t upto[LOWLAT_WORKERS]; /* sum of the rows of all experts that warps 0 to w count */
+    int32_t slots;                /* slots of all ranks */
     int32_t most,
-        groups; /* largest number of tokens of a rank; number of groups that they make */
-    int32_t experts, top_k, fours; /* of the layer; fours: lanes per token */
-    bool twice;                    /* some token chose an expert twice */
-    bool has_large_rank;           /* some rank has more tokens than this planner takes */
+        groups; /* largest number of tokens of a rank; number of groups of 32 tokens per rank */
+    /* experts and top_k of the layer; fours: lanes per token, of four ids each */
+    int32_t experts, top_k, fours;
+    bool twice;          /* true: some token chose an expert twice */
+    bool has_large_rank; /* true: some rank has more than `most` tokens */
 
-    /* Index of a token's first id. */
+    /* Returns the index in `id` of a token's first id. */
     __device__ __forceinline__ int first_id_index(int rank, int32_t token) const
     {
         return (rank * most + token) * fours * LOWLAT_LANE_IDS;
     }
-    /* The slot of choice k on its expert's rank, whose first expert is `first`. Slots are in
-     * the order of rank, token and k. */
+    /* Returns the slot of choice k of a token on its expert's rank. Slots are in the order of
+     * rank, token and k. e: the expert; first: the first expert of e's rank. */
     __device__ __forceinline__ int32_t slot_of(int rank, int32_t token, int k, int e,
                                                int first) const
     {
@@ -70,7 +84,8 @@ struct LowlatPlan {
         if (!twice) return begin + before[at] + __popc(mask[at] & ((1u << token % WARP) - 1));
         return begin + count_before(rank, token * fours * LOWLAT_LANE_IDS + k, (uint16_t)e);
     }
-    /* Choices of the expert on lower ranks, and among the first `choices` of `rank`. */
+    /* Returns the number of choices of the expert on lower ranks, plus those among the first
+     * `choices` ids of `rank`. Slow: for tokens that chose an expert twice. */
     __device__ __noinline__ int count_before(int rank, int choices, uint16_t expert) const
     {
         int count = 0;
@@ -81,12 +96,13 @@ struct LowlatPlan {
         }
         return count;
     }
-    /* The expert of the token's choice k as the rank has sent it, or LOWLAT_NO_ID. */
+    /* Returns the expert of choice k of a token, as its rank has sent it. LOWLAT_NO_ID past the
+     * last choice. */
     __device__ __forceinline__ uint32_t choice_of(int rank, int32_t token, int k) const
     {
         return k < top_k ? id[first_id_index(rank, token) + k] : LOWLAT_NO_ID;
     }
-    /* The slot of the token's choice k if its expert is here, else -1. */
+    /* Returns the slot of choice k of a token if its expert is on this rank, else -1. */
     __device__ __forceinline__ int32_t slot_here(const p2p_plan_job &job, int rank,
                                                  int32_t token, int k) const
     {
@@ -95,14 +111,15 @@ struct LowlatPlan {
         const bool here = e - (uint32_t)first < (uint32_t)job.block;
         return here ? slot_of(rank, token, k, (int)e, first) : -1;
     }
-    /* Slots of all ranks below q; all slots for q = num_ranks. */
+    /* Returns the number of slots of all ranks below q; for q = num_ranks, of all ranks. */
     __device__ __forceinline__ int32_t slots_before(const p2p_plan_job &job, int q) const
     {
         const int e = q * job.block;
         return e < experts ? p.start[e] : slots;
     }
-    /* Writes the words of the plan about a token. One warp; lane k has the slot of choice k
-     * here. */
+    /* Writes a token's record to the plan; for a token of this rank, also fates and ranks.
+     * Called by one warp. `slot`: lane k has what slot_here() returned for choice k. `here`:
+     * bits of the lanes with a slot. `result`: of the plan. */
     __device__ __forceinline__ void store_token(const p2p_plan_job &job, int rank,
                                                 int32_t token, int32_t slot, uint32_t here,
                                                 uint32_t result) const
@@ -126,13 +143,14 @@ struct LowlatPlan {
     }
 };
 
-/* Lanes per token. */
+/* Returns the number of lanes per token, each with LOWLAT_LANE_IDS ids. */
 __host__ __device__ __forceinline__ int fours_of(const epic_layer &layer)
 {
     return ((int)layer.top_k + LOWLAT_LANE_IDS - 1) / LOWLAT_LANE_IDS;
 }
 
-/* Dynamic shared memory of the planner, enough for the other planner, too. */
+/* Returns the dynamic shared memory, in bytes, of this planner. It also suffices for
+ * plan/planner.cuh if the plan may be mixed. */
 static inline int lowlat_plan_bytes(const p2p_plan_job &job)
 {
     const int64_t ranks = job.self.num_ranks, experts = job.layer.num_experts;
@@ -143,7 +161,8 @@ static inline int lowlat_plan_bytes(const p2p_plan_job &job)
     return bytes > other ? bytes : other;
 }
 
-/* Sets up empty tables. All threads, before the first barrier. */
+/* Sets up empty tables in `memory` (lowlat_plan_bytes()). All threads, before the first
+ * barrier. */
 static __device__ void open_tables(LowlatPlan &f, const p2p_plan_job &job, uint8_t *memory)
 {
     const int experts = (int)job.layer.num_experts, ranks = job.self.num_ranks;
@@ -171,12 +190,13 @@ static __device__ void open_tables(LowlatPlan &f, const p2p_plan_job &job, uint8
     f.twice = f.has_large_rank = false;
 }
 
-/* An id as it is loaded. Nothing is computed from it yet, which would wait for the load. */
+/* An id of the caller as it was loaded, without any computation. So the load need not have
+ * completed yet. */
 struct RawId {
-    uint32_t low, high; /* high: of int64 ids */
+    uint32_t low, high; /* high: upper half of an int64 id */
 };
 
-/* Loads the id of choice k; -1 past the last choice. */
+/* Loads the id of choice k of this rank's token; -1 past the last choice. */
 __device__ __forceinline__ RawId raw_id(const p2p_plan_job &job, int32_t token, int k)
 {
     const int64_t at = (int64_t)token * job.layer.top_k + k;
@@ -191,7 +211,7 @@ __device__ __forceinline__ RawId raw_id(const p2p_plan_job &job, int32_t token, 
     return id;
 }
 
-/* A 16-bit id, or LOWLAT_NO_ID, or LOWLAT_INVALID_ID. */
+/* Returns an id as 16 bits: the expert, LOWLAT_NO_ID or LOWLAT_INVALID_ID. */
 __device__ __forceinline__ uint32_t encode_id(const p2p_plan_job &job, RawId id)
 {
     const int32_t sign = (int32_t)(job.has_int64_ids ? id.high : id.low);
@@ -200,14 +220,14 @@ __device__ __forceinline__ uint32_t encode_id(const p2p_plan_job &job, RawId id)
                                                                              : id.low;
 }
 
-/* A word with two encoded ids. */
+/* Returns a word with two encoded ids. */
 __device__ __forceinline__ uint32_t two_ids(const p2p_plan_job &job, RawId low, RawId high)
 {
     return encode_id(job, low) | encode_id(job, high) << 16;
 }
 
-/* The words in a heap with the ids of a rank's token. backend hosts: those of consecutive
- * tokens are adjacent, so that one put copies several. */
+/* Returns the address, in a heap, of the words with the ids of a rank's token. backend hosts:
+ * words of consecutive tokens are adjacent, so that one put sends several tokens. */
 __device__ __forceinline__ uint64_t *id_words(const p2p_plan_job &job, const OpState &op,
                                               uint8_t *heap, int rank, int32_t token)
 {
@@ -218,18 +238,21 @@ __device__ __forceinline__ uint64_t *id_words(const p2p_plan_job &job, const OpS
            (HOSTS ? token * 2 * fours_of(job.layer) : 0);
 }
 
-/* A control warp sends the ids of some of this rank's tokens to all peers, several tokens at a
- * time; a lane has one word of one token. The first words are made before anything else is
- * known. */
+/* Sends the ids of this rank's tokens to all peers. Each control warp sends some tokens,
+ * several at a time; a lane has one word (two ids) of one token. The constructor loads the
+ * first ids when the kernel starts; make_words() and send_ids() come later, when op is set. */
 struct IdSender {
     const p2p_plan_job &job;
-    const int words, bits; /* words per token, and their bits */
-    int32_t token;         /* token of this lane */
+    const int words, bits; /* words per token; bits of the word's number */
+    int32_t token;         /* the token of this lane */
+    /* distance to this lane's next token */
     const int32_t step;
     RawId low, high;
+    /* this lane's word */
     uint32_t both;
 
-    /* Loads the first ids. sends: false in kernels that have no ids to send. */
+    /* Loads the first ids. planning_ctas: the CTAs whose control warps send. sends: false if
+     * the kernel makes no plan. */
     __device__ __forceinline__ IdSender(const p2p_plan_job &plan, const CtaRange &planning_ctas,
                                         bool sends)
         : job(plan), words(2 * fours_of(plan.layer)), bits(bits_of(words)),
@@ -241,25 +264,26 @@ struct IdSender {
             token = job.num_tokens;
         read_ids();
     }
-    /* The number of this lane's word of its token. */
+    /* Returns the number of this lane's word among the words of its token. */
     __device__ __forceinline__ int word_of_lane() const
     {
         return lane_id() & ((1 << bits) - 1);
     }
-    /* Loads the ids of this lane's word. */
+    /* Loads the two ids of this lane's word. */
     __device__ __forceinline__ void read_ids()
     {
         if (token >= job.num_tokens) return;
         low = raw_id(job, token, 2 * word_of_lane());
         high = raw_id(job, token, 2 * word_of_lane() + 1);
     }
-    /* Makes this lane's word from the loaded ids. */
+    /* Encodes the loaded ids as this lane's word. */
     __device__ __forceinline__ void make_words()
     {
         if (token < job.num_tokens) both = two_ids(job, low, high);
     }
 #ifdef EPIC_HOSTS
-    /* Sends all words. All lanes work together, because the first lane posts the put. */
+    /* Sends all words of this warp. All lanes stay together, because the first lane posts the
+     * put. */
     __device__ __forceinline__ void send_ids(const OpState &op)
     {
         const p2p_self &self = job.self;
@@ -277,7 +301,7 @@ struct IdSender {
         }
     }
 #else
-    /* Sends all words. */
+    /* Sends all words of this warp to all peers. */
     __device__ __forceinline__ void send_ids(const OpState &op)
     {
         const p2p_self &self = job.self;
@@ -296,7 +320,8 @@ struct IdSender {
 #endif
 };
 
-/* Marks a choice in the tables. Returns true if the token has chosen the expert before. */
+/* Marks choice k of a token in the tables. e: its encoded id. Returns true if the token has
+ * chosen this expert before. */
 __device__ __forceinline__ bool mark_choice(LowlatPlan &f, int rank, int32_t token, int k,
                                             uint32_t e)
 {
@@ -307,7 +332,8 @@ __device__ __forceinline__ bool mark_choice(LowlatPlan &f, int rank, int32_t tok
             bit) != 0;
 }
 
-/* Marks four choices of a token. */
+/* Stores four ids of a token in the tables and marks these choices. four: which four of the
+ * token. */
 __device__ __forceinline__ void mark_four_choices(LowlatPlan &f, int rank, int32_t token,
                                                   int four, const uint32_t (&ids)[2])
 {
@@ -321,8 +347,9 @@ __device__ __forceinline__ void mark_four_choices(LowlatPlan &f, int rank, int32
     if (twice) f.twice = true;
 }
 
-/* Waits for the ids of all ranks and marks them, four per lane. Workers; the last warps begin,
- * because the first ones have rows to send. The ids of a lane are all of one rank. */
+/* Waits for the ids of all ranks and marks the choices, four per lane. Called by the workers.
+ * All ids of a lane are those of one rank. Warps are counted from the last one, because the
+ * first warps have rows to send. Returns false if the group is broken. */
 static __device__ bool gather_ids(LowlatPlan &f, const p2p_plan_job &job, const OpState &op)
 {
     const p2p_self &self = job.self;
@@ -334,7 +361,7 @@ static __device__ bool gather_ids(LowlatPlan &f, const p2p_plan_job &job, const 
     const bool own = rank == self.rank, in = four < fours && rank < self.num_ranks;
     const int32_t step = LOWLAT_WORKERS * WARP >> (four_bits + rank_bits);
     int32_t token = first >> (four_bits + rank_bits);
-    /* number of tokens of the rank; -1: not known */
+    /* number of tokens of `rank`; -1: its announcement has not arrived */
     int32_t known = own ? job.num_tokens : in ? -1 : 0;
     const uint64_t *said = announcement_words(self, op, self.heap[self.rank], in ? rank : 0) +
                            P2P_ANNOUNCED_TOKENS;
@@ -356,7 +383,7 @@ static __device__ bool gather_ids(LowlatPlan &f, const p2p_plan_job &job, const 
                 load_two_words(from, a, b);
                 const uint64_t tokens = known < 0 ? load_relaxed(said) : 0;
                 if (known < 0 && is_stamped(op, tokens)) known = (int32_t)(uint32_t)tokens;
-                if (known > f.most) known = 0; /* that rank sends no ids */
+                if (known > f.most) known = 0; /* a rank with more tokens sends no ids */
                 ids[0] = (uint32_t)a;
                 ids[1] = (uint32_t)b;
                 waits =
@@ -371,7 +398,8 @@ static __device__ bool gather_ids(LowlatPlan &f, const p2p_plan_job &job, const 
     return true;
 }
 
-/* Waits for the other words of the announcements. The control warp. */
+/* Waits for the announced sizes of all ranks. Called by the control warp. Returns false if the
+ * group is broken. */
 static __device__ bool gather_sizes(LowlatPlan &f, const p2p_self &self, const OpState &op)
 {
     int32_t tokens, capacity, rows;
@@ -385,12 +413,14 @@ static __device__ bool gather_sizes(LowlatPlan &f, const p2p_self &self, const O
     return true;
 }
 
-/* Counts the choices of each expert, then places the slabs. All threads; two barriers. */
+/* Counts the choices of each expert, then computes the first slot of each slab. Thread e
+ * handles expert e. All threads; two barriers. */
 static __device__ void compute_slabs(LowlatPlan &f, const p2p_plan_job &job)
 {
     const int experts = f.experts, ranks = job.self.num_ranks;
     const int e = (int)threadIdx.x, warp = e / WARP;
-    const bool counts = warp * WARP < experts; /* fewer warps run faster */
+    /* only warps with experts work, which is faster */
+    const bool counts = warp * WARP < experts;
     int32_t rows = 0, upto = 0;
     if (e < experts) {
         int32_t run = 0;
@@ -421,20 +451,21 @@ static __device__ void compute_slabs(LowlatPlan &f, const p2p_plan_job &job)
     __syncthreads();
 }
 
-/* Slots that rank q needs; lane = rank. One warp. */
+/* Returns the number of slots that rank q needs. Each lane passes its own number as q. */
 __device__ __forceinline__ int32_t needed_by(const LowlatPlan &f, const p2p_plan_job &job,
                                              int q)
 {
     return q < job.self.num_ranks ? f.slots_before(job, q + 1) - f.slots_before(job, q) : 0;
 }
 
-/* Slots that this rank needs. Any thread. */
+/* Returns the number of slots that this rank needs. */
 __device__ __forceinline__ int32_t needed_here(const LowlatPlan &f, const p2p_plan_job &job)
 {
     return f.slots_before(job, job.self.rank + 1) - f.slots_before(job, job.self.rank);
 }
 
-/* The result of the plan. One warp. `moves`: rows are moved, too. */
+/* Returns the result of the plan, equal on all ranks. Called by one warp. `moves`: the
+ * operation also moves rows, so too few rows count as well. */
 static __device__ PlanVerdict judge_plan(const LowlatPlan &f, const p2p_plan_job &job,
                                          bool moves)
 {
@@ -453,8 +484,9 @@ static __device__ PlanVerdict judge_plan(const LowlatPlan &f, const p2p_plan_job
             !any_bad && !any_over};
 }
 
-/* Finds the first repeated id of each rank, whatever the order of threads, for a layer with
- * distinct ids. All threads. */
+/* Finds each rank's first choice that repeats an id of its token, for layers with
+ * EPIC_DISTINCT. atomicMin makes the result independent of the order of threads. All
+ * threads. */
 static __device__ __noinline__ void find_duplicates(LowlatPlan &f, int ranks)
 {
     const int each = f.fours * LOWLAT_LANE_IDS;
@@ -468,11 +500,13 @@ static __device__ __noinline__ void find_duplicates(LowlatPlan &f, int ranks)
 }
 
 #ifdef EPIC_HOSTS
-/* backend hosts: words of other hosts arrive in the net inbox. That may be host memory, where
- * the polls of many warps are served one after the other. So only *inbox pollers* poll it; they
- * copy what has arrived to the same places of the heap, where all other warps wait for it.
+/* backend hosts: words from other hosts arrive in the net inbox. That may be host memory, where
+ * the polls of many warps are served one after the other. So only a few warps, the *inbox
+ * pollers*, poll it. They copy what has arrived to the same offsets of the heap, where all
+ * other warps wait for it.
  *
- * Copies the announcements. One warp. */
+ * copy_announcements() copies the announcements of remote ranks. Called by one warp. Returns
+ * false if the group is broken. */
 static __device__ bool copy_announcements(const p2p_self &self, const OpState &op)
 {
     const int q = lane_id() < self.num_ranks ? lane_id() : self.rank;
@@ -492,8 +526,8 @@ static __device__ bool copy_announcements(const p2p_self &self, const OpState &o
     });
 }
 
-/* Copies ids, two words per lane. Warp `part` of `parts`. The announcement has the number
- * of tokens. */
+/* Copies the ids of remote ranks, two words per lane, as warp `part` of `parts`. Ids past the
+ * announced number of tokens are not waited for. Returns false if the group is broken. */
 static __device__ bool copy_ids(const p2p_plan_job &job, const OpState &op, int part, int parts)
 {
     const p2p_self &self = job.self;
@@ -527,8 +561,9 @@ static __device__ bool copy_ids(const p2p_plan_job &job, const OpState &op, int 
     return true;
 }
 
-/* Polls the inbox. Every warp of the last CTA, which receives nothing; or the control warp of
- * the only CTA. */
+/* Polls the inbox and copies what arrives. Called by all threads of the last CTA, which
+ * receives no rows. If the grid has one CTA, its control warp polls. Returns false if the group
+ * is broken. */
 static __device__ bool poll_inbox(const p2p_plan_job &job, const OpState &op)
 {
     const bool alone = gridDim.x == 1;
@@ -537,7 +572,7 @@ static __device__ bool poll_inbox(const p2p_plan_job &job, const OpState &op)
     return copy_announcements(job.self, op) && (!alone || copy_ids(job, op, 0, 1));
 }
 #else
-/* Peers store to the heap itself, so there is nothing to copy. */
+/* p2p: peers store into the heap itself, so there is nothing to copy. */
 static __device__ bool poll_inbox(const p2p_plan_job &, const OpState &)
 {
     return true;
@@ -545,12 +580,14 @@ static __device__ bool poll_inbox(const p2p_plan_job &, const OpState &)
 #endif
 
 enum LowlatPlanState {
+    /* the tables are complete */
+    /* the group is broken */
     LOWLAT_PLAN_BROKEN,
     LOWLAT_PLAN_MADE,
-    LOWLAT_PLAN_MIXED /* some rank has more tokens */
+    LOWLAT_PLAN_MIXED /* some rank has more than `most` tokens: make_mixed_plan() must follow */
 };
 
-/* Makes the plan in the tables. All threads. */
+/* Waits for ids and sizes, and computes the tables. All threads of the CTA. */
 static __device__ LowlatPlanState make_lowlat_plan(LowlatPlan &f, const p2p_plan_job &job,
                                                    const OpState &op)
 {
@@ -563,8 +600,8 @@ static __device__ LowlatPlanState make_lowlat_plan(LowlatPlan &f, const p2p_plan
     return LOWLAT_PLAN_MADE;
 }
 
-/* Makes the plan together with ranks that have more tokens. All threads of every CTA that
- * plans. false: the group is broken. */
+/* Makes a mixed plan: a plan together with ranks that have more tokens, as plan/planner.cuh
+ * does. All threads of every CTA that plans. Returns false if the group is broken. */
 static __device__ __noinline__ bool make_mixed_plan(LowlatPlan &f, const p2p_plan_job &job,
                                                     const OpState &op, uint8_t *memory)
 {
@@ -572,8 +609,8 @@ static __device__ __noinline__ bool make_mixed_plan(LowlatPlan &f, const p2p_pla
     return __syncthreads_and(ok) != 0;
 }
 
-/* Fills in the header fields that do not depend on the ids, while ids are under way. One
- * control warp. */
+/* Fills in the header fields that do not depend on the ids, while ids are on their way. Called
+ * by one control warp. */
 static __device__ void begin_header(LowlatPlan &f, const p2p_plan_job &job, const OpState &op)
 {
     if (lane_id() == 0) {
@@ -584,7 +621,8 @@ static __device__ void begin_header(LowlatPlan &f, const p2p_plan_job &job, cons
     __syncwarp();
 }
 
-/* Fills in the rest of the header, writes it, and reports wrong data. The same control warp. */
+/* Fills in the other header fields, writes the header and the caller's outputs, and reports
+ * wrong data. Called by the control warp that called begin_header(). */
 static __device__ void end_header(LowlatPlan &f, const p2p_plan_job &job, const OpState &op,
                                   uint32_t result)
 {
@@ -607,7 +645,8 @@ static __device__ void end_header(LowlatPlan &f, const p2p_plan_job &job, const 
         report_overflow(f.p, job, op);
 }
 
-/* Writes the plan's tables of local experts and the caller's counts. One control warp. */
+/* Writes the plan's tables of this rank's slabs, and the caller's counts. Called by one control
+ * warp. */
 static __device__ void write_slabs(const LowlatPlan &f, const p2p_plan_job &job,
                                    uint32_t result)
 {
@@ -628,8 +667,8 @@ static __device__ void write_slabs(const LowlatPlan &f, const p2p_plan_job &job,
     }
 }
 
-/* Writes the header and the slabs: the control warps of the first two CTAs that made the plan,
- * or of the only one. */
+/* Writes the header and the slabs of the plan. Called by all control warps. That of the first
+ * planning CTA writes the header, that of the second the slabs; a single CTA writes both. */
 static __device__ void write_lowlat_plan(LowlatPlan &f, const p2p_plan_job &job,
                                          const OpState &op, const CtaRange &planning_ctas,
                                          uint32_t result)

@@ -1,35 +1,44 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The units of combine of few tokens: aligned rows, sums by rank, one vector per lane. The rows
- * of a unit are loaded together, up to eight, and those of a warp's first unit before the
- * plan's header has been checked. Sums and their order are those of combine/plain.cuh. EXACT:
- * all lanes of every piece are in the row. */
+/* The units of combine for few tokens, for aligned rows and sums by rank. A unit is a piece of
+ * one vector per lane of a token's row:
+ *
+ *   peer's token   send_sum      sums the token's rows here, stores the partial to the peer's
+ *                                staging
+ *   own token      receive_sum   sums the token's rows here, polls the peers' partials, adds all
+ *                                in the order of ranks, stores the result to the output
+ *
+ * The rows of a unit are loaded together, up to eight. Those of a worker's first unit are
+ * loaded before the plan's header has been checked. Results have the bits of combine/plain.cuh.
+ * EXACT: every lane of every piece is inside the row. */
 #ifndef EPIC_LOWLAT_SUM_CUH
 #define EPIC_LOWLAT_SUM_CUH
 
 #include "cuda/combine/plain.cuh"
 #include "cuda/lowlat/lowlat.cuh"
 
-#define LOWLAT_LOADED_ROWS 8 /* rows of a token that are loaded together */
+#define LOWLAT_LOADED_ROWS 8 /* number of rows of a token that are loaded together */
 
+/* Vectors of the rows of a unit, for its first LOWLAT_LOADED_ROWS slots. */
 struct SlotRows {
     uint4 q[LOWLAT_LOADED_ROWS];
-    float weight; /* of this lane's slot */
+    float weight; /* weight of this lane's slot */
 };
 
-/* Number of this lane's vector of the unit's piece. */
+/* Returns the number, in the row, of this lane's vector of the unit's piece. */
 __device__ __forceinline__ int32_t vector_of(const Unit &u)
 {
     return u.piece * WARP + lane_id();
 }
 
-/* Is this lane's vector of the piece inside the row? */
+/* Returns whether this lane's vector is inside the row. */
 template <bool EXACT>
 __device__ __forceinline__ bool in_row(const CombineState &c, const Unit &u)
 {
     return EXACT || vector_of(u) < c.shape.vectors;
 }
 
-/* Loads the rows of slots [from, from + LOWLAT_LOADED_ROWS) of `count`. */
+/* Loads the unit's vectors of the rows of slots [from, from + LOWLAT_LOADED_ROWS), out of
+ * `count` slots. */
 template <bool EXACT>
 __device__ __forceinline__ void load_slot_rows(const CombineState &c, SlotRows &rows,
                                                const Unit &u, int count, int from)
@@ -44,7 +53,8 @@ __device__ __forceinline__ void load_slot_rows(const CombineState &c, SlotRows &
     }
 }
 
-/* acc += weight * row for the loaded rows, those from slot number `from` on. */
+/* acc += weight * row, for the loaded rows. The first loaded row is that of slot number
+ * `from`. */
 template <class ROW>
 __device__ __forceinline__ void add_loaded(const SlotRows &rows, float (&acc)[1][ROW::N],
                                            int count, int from)
@@ -60,21 +70,21 @@ __device__ __forceinline__ void add_loaded(const SlotRows &rows, float (&acc)[1]
     }
 }
 
-/* Are the unit's slots in the lowest lanes, as in every record? Before the plan's header has
- * been checked, a record may contain anything. */
+/* Returns whether the unit's slots are in the lowest lanes, as in every valid record. Before
+ * the plan's header has been checked, a record may contain anything. */
 __device__ __forceinline__ bool has_slots_in_low_lanes(const Unit &u)
 {
     const uint32_t lanes = __ballot_sync(ALL_LANES, u.slot >= 0);
     return (lanes & (lanes + 1)) == 0;
 }
 
-/* Number of the unit's slots here. */
+/* Returns the number of slots that the unit's token has on this rank. */
 __device__ __forceinline__ int num_slots_of(const Unit &u)
 {
     return __popc(__ballot_sync(ALL_LANES, u.slot >= 0));
 }
 
-/* Loads weight and first rows of a unit whose slots are known. */
+/* Loads the weights and the first rows of a unit whose slots are known. */
 template <bool EXACT>
 __device__ __forceinline__ void load_unit_rows(const CombineState &c, SlotRows &rows,
                                                const Unit &u)
@@ -83,7 +93,7 @@ __device__ __forceinline__ void load_unit_rows(const CombineState &c, SlotRows &
     load_slot_rows<EXACT>(c, rows, u, num_slots_of(u), 0);
 }
 
-/* This rank's partial of `count` slots, in ascending k. */
+/* Returns this rank's partial: the sum of weight * row over `count` slots, in ascending k. */
 template <class ROW, bool EXACT>
 __device__ __forceinline__ uint4 sum_loaded(const CombineState &c, SlotRows &rows,
                                             const Unit &u, int count)
@@ -99,8 +109,8 @@ __device__ __forceinline__ uint4 sum_loaded(const CombineState &c, SlotRows &row
     return ROW::pack_floats(acc[0]);
 }
 
-/* Sums a piece of a peer's token here and stores it to the peer's staging. `rows` are loaded.
- */
+/* Computes the partial of a piece of a peer's token and stores it to the peer's staging. The
+ * caller has loaded `rows`. */
 template <class ROW, bool EXACT>
 __device__ __forceinline__ void send_sum(const CombineState &c, SlotRows &rows, const Unit &u)
 {
@@ -111,12 +121,13 @@ __device__ __forceinline__ void send_sum(const CombineState &c, SlotRows &rows, 
     if (in_row<EXACT>(c, u))
         store_relaxed(staged_row(c.op.outbox[rank], u.token, c.shape.vectors) + vector_of(u),
                       node);
-    const int source = self.num_ranks - 2 - u.role; /* this rank, as the peer counts */
+    /* number of this rank among the peer's sources */
+    const int source = self.num_ranks - 2 - u.role;
     if (u.piece == 0 && c.job.slot_floats)
         send_floats(c, rank, u.token, floats_base(self, c.op, self.heap[rank], source));
 }
 
-/* Adds the numbers of a vector. */
+/* Adds the numbers of vector q to total. */
 template <class ROW> __device__ __forceinline__ void add_to(float (&total)[ROW::N], uint4 q)
 {
     float x[ROW::N];
@@ -125,8 +136,9 @@ template <class ROW> __device__ __forceinline__ void add_to(float (&total)[ROW::
     for (int e = 0; e < ROW::N; e++) total[e] += x[e];
 }
 
-/* Adds the partials of the ranks in `touched` in their order, SIDE at a time; waits for each.
- */
+/* Adds the partials of the ranks in `touched` to total, in the order of ranks. Waits for SIDE
+ * partials at a time, and stores poison back. `own`: this rank's partial. Returns false if the
+ * group is broken. */
 template <class ROW, bool EXACT, int SIDE>
 __device__ __forceinline__ bool add_by_rank(const CombineState &c, const Unit &u,
                                             uint32_t touched, uint4 own, float (&total)[ROW::N])
@@ -167,8 +179,8 @@ __device__ __forceinline__ bool add_by_rank(const CombineState &c, const Unit &u
     return true;
 }
 
-/* Sums a piece of an own token, here and on the peers, and stores it to the output. `rows` are
- * loaded. false: the group is broken. */
+/* Sums a piece of an own token over all ranks and stores it to the output. The caller has
+ * loaded `rows`. Returns false if the group is broken. */
 template <class ROW, bool EXACT, int SIDE>
 __device__ __forceinline__ bool receive_sum(const CombineState &c, SlotRows &rows,
                                             const Unit &u)
