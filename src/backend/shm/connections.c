@@ -1,11 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Connecting every two ranks of one host.
+/* Connects every pair of ranks of one host.
  *
  * Each rank listens on an abstract UNIX address with a random name. It publishes the address
- * and a secret through the bootstrap. It connects to every lower rank and accepts every higher
- * one. The first message of the connecting rank contains the secret of the other rank, and the
- * answer contains its own. So both prove that they took part in the bootstrap. Connecting never
- * waits for the other side, so the ranks cannot block one another. */
+ * and a random secret through the bootstrap. Each rank connects to all lower ranks and accepts
+ * connections from all higher ranks. The first message of the connecting rank contains the
+ * secret of the accepting rank, and the answer contains the secret of the connecting rank. So
+ * each proves that it took part in the bootstrap.
+ *
+ * A rank first sends all its first messages without waiting for answers, then accepts the
+ * higher ranks, and last reads the answers. So the ranks cannot block one another. */
 #include "backend/shm/connections.h"
 
 #include <errno.h>
@@ -25,8 +28,8 @@
 
 #define NAME "epic."
 #define NAME_LENGTH 31   /* NAME and hexadecimal digits */
-#define EXTRA_PENDING 16 /* connections beyond the ranks that may be open without a handshake */
-#define CHECK_MS 200     /* how often to check that missing ranks still listen */
+#define EXTRA_PENDING 16 /* extra connections that may wait for their handshake */
+#define CHECK_MS 200     /* interval of checks that missing ranks still listen */
 
 /* The address that a rank publishes through the bootstrap. */
 typedef struct handle {
@@ -40,9 +43,10 @@ typedef struct connect_state {
     shm_connections *connections;
     const epic_join *join;
     handle *handles; /* [num_ranks] */
-    /* [num_polls] listener, pending, connections; then as many again for poll() */
+    /* [2 * num_polls]: listener, pending, connections; then room for the copies of
+     * poll_open() */
     struct pollfd *polls;
-    int *pending; /* [num_pending] accepted sockets before their handshake; -1: none */
+    int *pending; /* [num_pending] accepted sockets without a handshake yet; -1: free */
     int num_pending;
     int num_polls;
     int listener;
@@ -60,7 +64,7 @@ static void close_fd(int *fd)
 static struct sockaddr_un address_of(const handle *c, socklen_t *length)
 {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
-    /* abstract addresses begin with a zero byte */
+    /* an abstract address begins with a zero byte */
     memcpy(address.sun_path + 1, c->name, NAME_LENGTH);
     *length = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + NAME_LENGTH);
     return address;
@@ -75,7 +79,7 @@ static epic_result send_handshake(const connect_state *o, int fd, int to, int me
     return handshake_send(fd, &hello, to, memory);
 }
 
-/* Returns the rank that sent the handshake, or -1 if no rank of this group did. */
+/* Receives a handshake. Returns the rank that sent it, or -1 if no rank of this group did. */
 static int receive_handshake(const connect_state *o, int fd, int *memory)
 {
     handshake hello;
@@ -89,8 +93,8 @@ static int receive_handshake(const connect_state *o, int fd, int *memory)
 
 /* -------------------------------------------------------------------------- waiting ---- */
 
-/* poll() refuses more entries than the limit of descriptors, even empty ones, so only open ones
- * are passed. */
+/* Polls the open entries of o->polls. The closed ones are left out, because poll() counts them
+ * too and fails if there are more entries than the limit on open files. */
 static int poll_open(connect_state *o, int ms)
 {
     struct pollfd *some = o->polls + o->num_polls;
@@ -103,8 +107,9 @@ static int poll_open(connect_state *o, int ms)
     return got;
 }
 
-/* Waits until something may have arrived or it is time to check the missing ranks. A connection
- * that is closed by the peer ends the joining. */
+/* Waits until a socket is ready, or until it is time to check the missing ranks. Returns an
+ * error at the deadline, and if a connected peer has closed its connection. `what` names what
+ * the error did not see come. */
 static epic_result poll_once(connect_state *o, const char *what)
 {
     const uint64_t now = (uint64_t)clock_ns();
@@ -122,8 +127,8 @@ static epic_result poll_once(connect_state *o, const char *what)
     return EPIC_OK;
 }
 
-/* Sets what to poll. awaited_rank: the rank whose answer is read; -1: none. The listener is
- * polled while ranks are missing and a pending connection fits. */
+/* Fills o->polls. Polls the listener only if ranks are missing and a pending entry is free.
+ * awaited_rank is the rank whose answer is read, or -1. */
 static void set_polls(connect_state *o, int awaited_rank)
 {
     bool listen = false;
@@ -139,7 +144,7 @@ static void set_polls(connect_state *o, int awaited_rank)
 
 /* ------------------------------------------------------------------ calling and called ---- */
 
-/* Opens the listening socket with a random name and draws this rank's secret. */
+/* Opens the listening socket with a random name, and creates this rank's random secret. */
 static epic_result open_listener(connect_state *o, handle *mine)
 {
     unsigned char random[(NAME_LENGTH - 5) / 2];
@@ -160,8 +165,8 @@ static epic_result open_listener(connect_state *o, handle *mine)
     return EPIC_OK;
 }
 
-/* Connects without waiting for the peer. It waits only if the peer's queue of connections is
- * full. */
+/* Connects to a lower rank and sends the handshake. Does not wait for the peer to accept; waits
+ * only while the peer's queue of connections is full. */
 static epic_result connect_to_rank(connect_state *o, int peer)
 {
     int *socket_fd = &o->connections->sockets[peer];
@@ -187,8 +192,9 @@ static bool out_of_room(int error)
     return error == EMFILE || error == ENFILE || error == ENOMEM || error == ENOBUFS;
 }
 
-/* Accepts new connections. If the system has no room for one, joining fails at once; else the
- * peer would wait for an answer until its deadline. */
+/* Accepts new connections into free pending entries. If the system has no descriptor or memory
+ * for one, joining fails at once. Otherwise that peer would wait for an answer until its
+ * deadline. */
 static epic_result accept_pending(connect_state *o)
 {
     for (int i = 0; i < o->num_pending; i++) {
@@ -201,8 +207,8 @@ static epic_result accept_pending(connect_state *o)
     return EPIC_OK;
 }
 
-/* Reads the handshake of a pending connection. A higher rank that is not connected yet becomes
- * a connection; others are closed. */
+/* Reads the handshake of a pending connection. If it comes from a higher rank that is not
+ * connected yet, the connection is kept and answered. Any other connection is closed. */
 static epic_result identify_pending(connect_state *o, int *pending_fd)
 {
     shm_connections *connections = o->connections;
@@ -225,20 +231,21 @@ static int first_missing(const connect_state *o)
     return r;
 }
 
-/* A rank that does not listen any more has either connected already or never will. */
+/* Returns whether a peer's listener is open. If it is closed, the peer has either connected
+ * already, or its process has ended. */
 static bool is_listening(const connect_state *o, int peer)
 {
     socklen_t length;
     const struct sockaddr_un address = address_of(&o->handles[peer], &length);
     int probe = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-    if (probe < 0) return true; /* cannot be decided */
+    if (probe < 0) return true; /* unknown: assume that it listens */
     const bool refused =
         connect(probe, (const struct sockaddr *)&address, length) != 0 && errno == ECONNREFUSED;
     close_fd(&probe);
     return !refused;
 }
 
-/* Returns a missing rank that is gone, or -1. */
+/* Returns a missing rank whose listener is closed, or -1. */
 static int find_gone(const connect_state *o)
 {
     for (int r = o->connections->rank + 1; r < o->connections->num_ranks; r++)
@@ -246,7 +253,8 @@ static int find_gone(const connect_state *o)
     return -1;
 }
 
-/* Handles pending connections and accepts new ones. Returns whether there were any. */
+/* Handles pending connections that have data, and accepts new ones. Returns whether there were
+ * any. */
 static bool handle_incoming(connect_state *o, epic_result *result)
 {
     bool any = o->polls[0].revents != 0;
@@ -260,8 +268,8 @@ static bool handle_incoming(connect_state *o, epic_result *result)
 }
 
 /* Accepts all higher ranks. A rank that died before it connected has no connection that could
- * close, so its death is detected by its closed listener. A connection that it made just before it
- * died may still be queued, so accepts once more before it reports the rank. */
+ * close, so its closed listener shows its death. A connection that it made just before may
+ * still be in the queue. Therefore the loop accepts once more before it reports the rank. */
 static epic_result accept_all(connect_state *o)
 {
     int gone = -1;
@@ -283,7 +291,8 @@ static epic_result accept_all(connect_state *o)
     return EPIC_OK;
 }
 
-/* Receives the answer of a lower rank; the answer of rank 0 carries the shared memory. */
+/* Receives the answer of a lower rank. The answer of rank 0 carries the descriptor of the
+ * shared memory. */
 static epic_result receive_answer(connect_state *o, int peer)
 {
     const int *socket_fd = &o->connections->sockets[peer];
@@ -306,6 +315,7 @@ static epic_result receive_answer(connect_state *o, int peer)
     return EPIC_OK;
 }
 
+/* Connects to all ranks, in the order that the top of this file describes. */
 static epic_result connect_to_all(connect_state *o)
 {
     const int rank = o->connections->rank;
@@ -315,8 +325,9 @@ static epic_result connect_to_all(connect_state *o)
     return EPIC_OK;
 }
 
-/* Connects to the lower ranks and closes these connections, so that none of them waits for this
- * rank. The error text stays. */
+/* Makes an error known to the other ranks: closes all connections, then connects to each lower
+ * rank and closes that connection too, so that no rank waits for this one. Returns `result`
+ * with the error sentence as it was. */
 static epic_result fail_for_all(connect_state *o, epic_result result)
 {
     char sentence[512];
@@ -332,8 +343,9 @@ static epic_result fail_for_all(connect_state *o, epic_result result)
 
 /* ------------------------------------------------------------------------- the whole ---- */
 
-/* Opens a pidfd for every peer. The kernel reports the process at the other end, in this rank's
- * PID namespace. A system without pidfds is no error. */
+/* Opens a pidfd for every peer. The kernel reports the pid of the process at the other end of a
+ * socket in this rank's PID namespace. If the system has no pidfds, only the sockets are
+ * watched. */
 static epic_result watch_processes(shm_connections *connections)
 {
     for (int r = 0; r < connections->num_ranks; r++) {
@@ -350,7 +362,8 @@ static epic_result watch_processes(shm_connections *connections)
     return EPIC_OK;
 }
 
-/* `ready` false: this rank has failed before; its error text stays. */
+/* Allocates the tables of *o. If `ready` is false, this rank has failed before, and the error
+ * sentence stays as it was. */
 static epic_result allocate_state(connect_state *o, bool ready)
 {
     if (!ready) return EPIC_EDEVICE;
@@ -373,15 +386,17 @@ static void release_state(connect_state *o)
     free(o->pending);
 }
 
-/* Returns whether open_listener() could have made the name. It comes from another process and
- * becomes an address. */
+/* Returns whether open_listener() could have made the name. The name comes from another
+ * process, so it is checked before it becomes an address. */
 static bool is_socket_name(const char name[NAME_LENGTH + 1])
 {
     return name[NAME_LENGTH] == 0 && strncmp(name, NAME, 5) == 0 &&
            strspn(name + 5, "0123456789abcdef") == NAME_LENGTH - 5;
 }
 
-/* Every rank calls this, even after an error, because the gather needs all of them. */
+/* Exchanges the handles of all ranks. Every rank calls this, even after an error (`result`),
+ * because the gather waits for all ranks. Returns EPIC_EPEER if another rank failed or sent an
+ * invalid name. */
 static epic_result gather_handles(const epic_join *join, handle *handles, epic_result result,
                                   handle *mine)
 {
@@ -414,7 +429,7 @@ epic_result connections_open(shm_connections *connections, const epic_join *join
                              int *memory)
 {
     handle mine = {0},
-           /* on the stack: even an allocation that fails must reach the gather */
+           /* on the stack: the gather must work even without memory */
         handles[EPIC_MAX_RANKS];
     connect_state o = {.connections = connections,
                        .join = join,

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Connections: one UNIX socket between every two ranks. Rank 0 sends the descriptor of the
- * shared memory over them. Later nothing is sent, and a connection that closes is a process
- * that has ended. A forked child may keep its end open, so the process itself is watched, too.
- */
+/* Connections: one UNIX socket between every two ranks. When the group opens, rank 0 sends the
+ * descriptor of the shared memory over them. After that nothing is sent, and a connection that
+ * closes shows that the peer's process has ended. A forked child of the peer may keep the
+ * socket open. Therefore a pidfd also watches the process itself. */
 #ifndef EPIC_SHM_CONNECTIONS_H
 #define EPIC_SHM_CONNECTIONS_H
 
@@ -13,22 +13,23 @@
 typedef struct shm_connections {
     int num_ranks;
     int rank;
-    int *sockets;       /* [num_ranks]; -1: none */
-    int *processes;     /* [num_ranks] pidfds; -1: none, only the socket is watched */
-    _Atomic bool *dead; /* [num_ranks] */
+    int *sockets;       /* [num_ranks]; -1: no connection */
+    int *processes;     /* [num_ranks] pidfds; -1: none, the socket alone is watched */
+    _Atomic bool *dead; /* [num_ranks] peers that were found dead; never reset */
 } shm_connections;
 
 /* Allocates the tables. On an error connections_close() frees what was allocated. */
 epic_result connections_alloc(shm_connections *connections, int rank, int num_ranks);
 
-/* Connects to all ranks. Collective: a rank that has failed before also calls it, with `ready`
- * false, so that the others learn it. Rank 0 passes the descriptor of the memory in `*memory`;
- * the others receive theirs there. */
+/* Connects to all ranks. Collective: a rank that has failed before calls it too, with ready
+ * false, so that the others return an error. Rank 0 passes the descriptor of the shared memory
+ * in *memory; the other ranks receive it there, and close it. Errors: EPIC_EPEER,
+ * EPIC_ETIMEOUT, EPIC_EDEVICE, EPIC_ENOMEM. */
 epic_result connections_open(shm_connections *connections, const epic_join *join, bool ready,
                              int *memory);
 
-/* Replaces connections_open() on a rank that has no memory for the connections. Returns
- * `result` with its error text. */
+/* Replaces connections_open() on a rank that could not allocate its connections: takes part in
+ * the gather, so that the others do not wait. Returns `result` with its error sentence. */
 epic_result connections_decline(const epic_join *join, epic_result result);
 
 /* Closes and frees everything. Members may be NULL. */

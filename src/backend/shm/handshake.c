@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Sending and receiving handshakes; a message may carry a descriptor. */
+/* Sends and receives handshakes. A message may carry a file descriptor. */
 #include "backend/shm/handshake.h"
 
 #include <errno.h>
@@ -60,7 +60,7 @@ bool handshake_receive(int fd, handshake *hello, int *memory)
     descriptor control = {0};
     if (memory) {
         message.msg_control = control.bytes;
-        message.msg_controllen = CMSG_LEN(sizeof(int)); /* exactly one */
+        message.msg_controllen = CMSG_LEN(sizeof(int)); /* room for exactly one descriptor */
     }
     ssize_t got;
     do got = recvmsg(fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);

@@ -5,30 +5,33 @@
 
 #include "backend/backend.h"
 
-/* The only message of a connection. */
+/* The message that each side of a connection sends once. */
 typedef struct handshake {
     uint64_t group_id;
     uint64_t secret[2]; /* the secret of the receiver */
-    int64_t rank;       /* of the sender */
+    int64_t rank;       /* rank of the sender */
 } handshake;
 
-/* Sends a handshake. memory: a descriptor to send with it; -1: none. Errors name rank `to`. */
+/* Sends a handshake to rank `to`. memory: a descriptor to send with it; -1: none. Returns
+ * EPIC_EPEER if the rank has closed its connection, EPIC_EDEVICE or EPIC_ENOMEM if the system
+ * refuses. */
 epic_result handshake_send(int fd, const handshake *hello, int to, int memory);
 
-#define HANDSHAKE_NO_ROOM (-2) /* a descriptor arrived, but this process may have no more */
+#define HANDSHAKE_NO_ROOM (-2) /* a descriptor arrived, but this process has no free one */
 
-/* Receives a handshake without waiting. `*memory` gets the descriptor that came with it, or
- * HANDSHAKE_NO_ROOM; NULL: none is accepted. Returns false if nothing or something else
- * arrived. */
+/* Receives a handshake without waiting. Stores the descriptor that came with it in *memory, or
+ * HANDSHAKE_NO_ROOM. If memory is NULL, no descriptor is accepted. Returns false if no message,
+ * or another message, arrived. */
 bool handshake_receive(int fd, handshake *hello, int *memory);
 
 /* Returns whether the process at the other end belongs to the same user. */
 bool handshake_is_same_user(int fd);
 
-/* Set an error and return it: a system call `what` failed with errno; a peer closed its
- * connection. */
+/* Stores the error sentence "system call `what` failed" with errno. Returns EPIC_ENOMEM or
+ * EPIC_EDEVICE. */
 epic_result shm_fail_with_errno(const char *what);
-/* Sets the error that a peer closed its connection. Returns EPIC_EPEER. */
+/* Stores the error sentence that a peer closed its connection while joining. Returns
+ * EPIC_EPEER. */
 epic_result shm_fail_with_left(int peer);
 
 #endif

@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The backend shm: ranks are processes of one host. Rank 0 makes anonymous memory and sends its
- * descriptor over the connections. Nothing has a name, so nothing can be left behind.
+/* The backend shm: ranks are processes of one host. Rank 0 creates anonymous memory (a memfd)
+ * and sends its descriptor over the connections. The memory has no name, so no file stays
+ * behind after a crash.
  *
- * A forked child without exec keeps the rank's connections open. The peers still notice the
- * rank's end where the system has pidfds (Linux 5.3) and all ranks are in one PID namespace.
- * Elsewhere they wait until the child ends, or until their deadline. */
+ * If a rank forks a child without exec, the child keeps the rank's sockets open. Peers then
+ * notice the end of the rank by its pidfd, which needs Linux 5.3 and one PID namespace for all
+ * ranks. Without pidfds they notice it when the child ends, or at their deadline. */
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
@@ -22,7 +23,7 @@
 
 #define SEALS (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)
 
-/* Returns whether all ranks are processes of one user on one host that can pass descriptors to
+/* Returns whether all ranks are processes of one user on one host that can send descriptors to
  * each other. */
 static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *config,
                      char *why)
@@ -67,7 +68,8 @@ static epic_result map_segment(const shared_layout *l, int memory, char **segmen
     return EPIC_OK;
 }
 
-/* Makes the memory and seals its size, so that no rank can remove pages that others use. */
+/* Creates the memory and maps it. Seals its size, so that no rank can remove pages that others
+ * use. */
 static epic_result create_segment(const shared_layout *l, uint64_t group_id, int *memory,
                                   char **segment)
 {
@@ -105,7 +107,8 @@ static bool is_peer_dead(epic_group *group, int peer)
     return connections_is_dead(group->backend_data, peer);
 }
 
-/* Joins with the resources that shm_join() frees after an error. */
+/* Implements shm_join(). On an error the resources in *connections, *memory and *segment stay
+ * for shm_join() to release. */
 static epic_result join_with(epic_group **out, const epic_join *join, const shared_layout *l,
                              shm_connections *connections, int *memory, char **segment)
 {
@@ -141,7 +144,8 @@ static epic_result shm_join(epic_group **out, const epic_join *join)
     return result;
 }
 
-/* The parent and its peers do not notice that a forked child closes its copies. */
+/* Frees a forked child's copies. Closing and unmapping them has no effect on the parent and its
+ * peers. */
 static void shm_forget(epic_group *group)
 {
     shm_connections *connections = group->backend_data;
@@ -151,7 +155,7 @@ static void shm_forget(epic_group *group)
     shared_group_free(group);
 }
 
-/* The mappings of the peers keep the memory for as long as they need it. */
+/* Leaves the group. The memory exists until the last peer unmaps it. */
 static void shm_leave(epic_group *group)
 {
     shared_group_close(group);
