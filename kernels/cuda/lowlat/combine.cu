@@ -3,10 +3,10 @@
  *
  *   rows  [num_rows, row_bytes], weights of their slots  ->  out [num_tokens, row_bytes]
  *
- *   writer                                        reader that waits
- *   expert's rank: sum of weight * row of its     token's rank: polls the partial until no word
- *   slots of a token (partial), stored to the     is poison, adds it to its own, and stores
- *   staging of the token's rank                   poison back
+ *   writer   worker of the expert's rank: stores a partial (the sum of weight * row over the
+ *            token's slots there) to the staging of the token's rank
+ *   reader   worker of the token's rank: polls the partial until no word is poison, adds it,
+ *            and stores poison back
  *
  * A worker first sends its partials of all peers' tokens. Then it adds those of this rank's
  * tokens. No send waits for anything, so no wait is circular. Each word is its own flag. The

@@ -15,9 +15,9 @@
  *   before   number of choices of the expert in earlier groups
  *   start    first slot of the expert's slab
  *
- * Only one bit of a mask belongs to a token and an expert. If a token chooses an expert twice,
- * the slots are counted choice by choice, slowly. With EPIC_DISTINCT that is an error in the
- * data.
+ * A mask has one bit per token, so it cannot express that a token chooses an expert twice. If a
+ * token does so, all slots are counted choice by choice, which is slow. With EPIC_DISTINCT it
+ * is an error in the data.
  *
  * A rank uses this planner if it has at most max_lowlat_tokens tokens. Another rank may have
  * more tokens and then use plan/planner.cuh, which waits for counts. Then this rank discards
@@ -62,8 +62,8 @@ struct LowlatPlan {
     uint32_t bad[DEVICE_MAX_RANKS];
     int32_t upto[LOWLAT_WORKERS]; /* sum of the rows of all experts that warps 0 to w count */
     int32_t slots;                /* slots of all ranks */
-    int32_t most,
-        groups; /* largest number of tokens of a rank; number of groups of 32 tokens per rank */
+    /* largest number of tokens of a rank; number of groups of 32 tokens per rank */
+    int32_t most, groups;
     /* experts and top_k of the layer; fours: lanes per token, of four ids each */
     int32_t experts, top_k, fours;
     bool twice;          /* true: some token chose an expert twice */
@@ -190,8 +190,8 @@ static __device__ void open_tables(LowlatPlan &f, const p2p_plan_job &job, uint8
     f.twice = f.has_large_rank = false;
 }
 
-/* An id of the caller as it was loaded, without any computation. So the load need not have
- * completed yet. */
+/* An id of the caller as it was loaded. Nothing is computed from it yet, because a computation
+ * would wait for the load. */
 struct RawId {
     uint32_t low, high; /* high: upper half of an int64 id */
 };
@@ -580,11 +580,9 @@ static __device__ bool poll_inbox(const p2p_plan_job &, const OpState &)
 #endif
 
 enum LowlatPlanState {
-    /* the tables are complete */
-    /* the group is broken */
-    LOWLAT_PLAN_BROKEN,
-    LOWLAT_PLAN_MADE,
-    LOWLAT_PLAN_MIXED /* some rank has more than `most` tokens: make_mixed_plan() must follow */
+    LOWLAT_PLAN_BROKEN, /* the group is broken */
+    LOWLAT_PLAN_MADE,   /* the tables are complete */
+    LOWLAT_PLAN_MIXED   /* some rank has too many tokens: make_mixed_plan() must follow */
 };
 
 /* Waits for ids and sizes, and computes the tables. All threads of the CTA. */

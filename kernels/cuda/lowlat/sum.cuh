@@ -4,8 +4,8 @@
  *
  *   peer's token   send_sum      sums the token's rows here, stores the partial to the peer's
  *                                staging
- *   own token      receive_sum   sums the token's rows here, polls the peers' partials, adds all
- *                                in the order of ranks, stores the result to the output
+ *   own token      receive_sum   sums the token's rows here, polls the peers' partials, adds
+ *                                all in the order of ranks, stores the result to the output
  *
  * The rows of a unit are loaded together, up to eight. Those of a worker's first unit are
  * loaded before the plan's header has been checked. Results have the bits of combine/plain.cuh.
