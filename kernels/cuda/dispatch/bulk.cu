@@ -208,8 +208,7 @@ __device__ __forceinline__ bool receive_packed(const PackedMove &m, int32_t toke
 struct RoundProgress { /* What a warp has found out in the running round. */
     int32_t end;       /* the round ends before this token */
     bool has_counts;   /* the token counts of all ranks have been read */
-    /* see find_padding_slabs() */
-    int slab_bits;
+    int slab_bits;     /* see find_padding_slabs() */
 };
 
 /* Waits for the token counts of all ranks at the first call. Until then a warp moves only this

@@ -1,49 +1,52 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Packed rows (dispatch/packed.cuh) that move whole. A warp has a few places in shared memory,
- * each for one packed row. All lanes copy a row to its place, or quantize it there. It leaves
- * by bulk stores, which one lane starts and the copy engine of the SM performs.
+/* Moving packed rows (dispatch/packed.cuh) whole, through shared memory. A warp has 2 to 4
+ * *places* in shared memory, each for one packed row. All lanes copy a row to its place, or
+ * quantize it into it. The row leaves by bulk stores, which one lane starts and the copy engine
+ * of the SM performs.
  *
  *   tokens, staging -> copies of all lanes -\
  *   tokens -> registers, quantized ----------+-> place -> bulk stores -> peers, slots
  *
- * So a row costs a warp the same number of instructions whatever its number of slots, and a
- * warp waits for stores only when it needs the place again. Shared memory also has vectors of
- * zeros, for padding, and of poison, for staging. */
+ * So a row costs a warp the same number of instructions whatever its number of slots. A warp
+ * waits for bulk stores only when it needs the place again. Shared memory also has constant
+ * vectors: zeros, for padding, and poison, for staging.
+ *
+ *   shared memory of a CTA:  [ zeros ][ poison ][ places of warp 0 ][ places of warp 1 ] ... */
 #ifndef EPIC_BULK_CUH
 #define EPIC_BULK_CUH
 
 #include "cuda/dispatch/packed_slots.cuh"
 
-#define BULK_MEMORY (216 << 10) /* per CTA */
-#define CONSTANT_BYTES 2048     /* of zeros and of poison */
+#define BULK_MEMORY (216 << 10) /* dynamic shared memory of a CTA */
+#define CONSTANT_BYTES 2048     /* bytes of zeros, and bytes of poison */
 
-struct BulkPlaces {        /* the places of a warp */
-    uint32_t first, bytes; /* shared address of the first one; bytes of each */
-    uint32_t zeros, poison;
-    int count, used; /* number of places; the one in use */
+struct BulkPlaces {         /* The places of a warp. */
+    uint32_t first, bytes;  /* shared-memory address of the first place; bytes of each place */
+    uint32_t zeros, poison; /* shared-memory addresses of the constant vectors */
+    int count, used;        /* number of places; index of the place in use */
 
-    /* memory: dynamic shared memory of the CTA; warp: number of this warp in it. */
+    /* memory: dynamic shared memory of the CTA. warp: number of this warp in the CTA. */
     __device__ __forceinline__ BulkPlaces(const PackedMove &m, const void *memory, int warp)
     {
         zeros = shared_address(memory);
         poison = zeros + CONSTANT_BYTES;
-        bytes = (uint32_t)(m.shape.vectors + 7) / 8 * 128; /* whole cache lines */
+        bytes = (uint32_t)(m.shape.vectors + 7) / 8 * 128; /* rounded up to whole cache lines */
         count = m.job.places;
         first = poison + CONSTANT_BYTES + (uint32_t)(warp * count) * bytes;
         used = 0;
     }
-    /* The place that is used after the current one. */
+    /* Returns the place that is used after the current one. */
     __device__ __forceinline__ int next_place() const
     {
         return used + 1 == count ? 0 : used + 1;
     }
-    /* The shared address of a place. */
+    /* Returns the shared-memory address of a place. */
     __device__ __forceinline__ uint32_t place_address(int place) const
     {
         return first + (uint32_t)place * bytes;
     }
-    /* Waits until the place after the next one may be written again. One warp, whose units each
-     * end a group of bulk stores. */
+    /* Waits until bulk stores have read the next place, so that it may be written again. Each
+     * unit must end one group of bulk stores. Called by a whole warp. */
     __device__ __forceinline__ void wait_free() const
     {
         if (lane_id() == 0) {
@@ -58,7 +61,7 @@ struct BulkPlaces {        /* the places of a warp */
     }
 };
 
-/* Fills the vectors of zeros and of poison. All threads of a CTA. */
+/* Fills the constant vectors. Called by all threads of a CTA. */
 static __device__ void fill_constants(const void *memory)
 {
     const uint32_t zeros = shared_address(memory);
@@ -69,7 +72,7 @@ static __device__ void fill_constants(const void *memory)
     __syncthreads();
 }
 
-/* Makes what the warp wrote to its places visible to bulk stores. */
+/* Makes the warp's stores to its places visible to bulk stores. Called by a whole warp. */
 __device__ __forceinline__ void fence_place(void)
 {
     fence_bulk();
@@ -78,7 +81,7 @@ __device__ __forceinline__ void fence_place(void)
 
 /* --------------------------------------------------------------- packed rows in places ---- */
 
-/* Starts to copy this rank's packed row: the caller's row and second row. */
+/* Starts to copy a packed row of this rank to a place: the caller's row and scales. */
 __device__ __forceinline__ void copy_own(const PackedMove &m, int32_t token, uint32_t place)
 {
     const p2p_dispatch_job &job = m.job;
@@ -89,7 +92,7 @@ __device__ __forceinline__ void copy_own(const PackedMove &m, int32_t token, uin
         copy_again(place + v * 16, (v < m.row_vectors ? row : second) + (int64_t)v * 16);
 }
 
-/* Loads this rank's row into the L2, to be quantized soon. */
+/* Starts to load this rank's row into the L2, because it is quantized soon. */
 __device__ __forceinline__ void prefetch_own(const PackedMove &m, int32_t token)
 {
     if (lane_id() == 0)
@@ -97,7 +100,7 @@ __device__ __forceinline__ void prefetch_own(const PackedMove &m, int32_t token)
                       (uint32_t)m.own_shape.row_bytes);
 }
 
-/* Starts to copy a staged packed row of a peer. */
+/* Starts to copy a staged packed row of a peer to a place. It may not have arrived yet. */
 __device__ __forceinline__ void copy_staged(const PackedMove &m, int rank, int32_t token,
                                             uint32_t place)
 {
@@ -106,14 +109,14 @@ __device__ __forceinline__ void copy_staged(const PackedMove &m, int rank, int32
         copy_again(place + v * 16, staged + v);
 }
 
-/* Quantizes the token's row into its place. Returns true if this lane has made a word of scales
- * that equals poison. */
+/* Quantizes a token's row into its place. Returns true if this lane has made a word of scales
+ * that equals poison. Called by a whole warp. */
 __device__ __forceinline__ bool quantize_row(const PackedMove &m, int32_t token, uint32_t place)
 {
     const uint32_t row_end = (uint32_t)m.row_vectors * 16;
     const uint32_t end = (uint32_t)m.shape.vectors * 16;
     bool special = false;
-    /* loaded two pieces ahead, because a load takes longer than quantizing a piece */
+    /* Pieces are loaded two ahead, because a load takes longer than quantizing a piece. */
     uint4 next[V], after[V];
     QuantizedPiece::load_raw(m, token, 0, next);
     QuantizedPiece::load_raw(m, token, 1, after);
@@ -138,7 +141,8 @@ __device__ __forceinline__ bool quantize_row(const PackedMove &m, int32_t token,
     return special;
 }
 
-/* Calls change(q) for this lane's vectors of a piece in its place, and stores the result. */
+/* Loads this lane's vectors of a piece from its place, calls change(q), and stores them back.
+ */
 template <class Change>
 __device__ __forceinline__ void change_piece(const PackedMove &m, uint32_t place, int piece,
                                              Change change)
@@ -158,12 +162,13 @@ __device__ __forceinline__ void change_piece(const PackedMove &m, uint32_t place
             store_shared(place + (vector + v * WARP) * 16, q[v]);
 }
 
-struct ScanResult { /* what this lane found in a row */
+struct ScanResult { /* What this lane found in a packed row. */
     bool missing, special;
 };
 
-/* Looks for words that have not arrived and for special words: NaNs, or with QUANTIZED the
- * stand-in of e8m0 words. */
+/* Scans a packed row in its place. `missing`: a word is poison, so it has not arrived.
+ * `special`: a word may need to be restored. That is a word like poison or its stand-in or,
+ * with QUANTIZED, the stand-in of scales that are all NaN. */
 template <bool QUANTIZED>
 __device__ __forceinline__ ScanResult scan_packed(const PackedMove &m, uint32_t place)
 {
@@ -181,7 +186,8 @@ __device__ __forceinline__ ScanResult scan_packed(const PackedMove &m, uint32_t 
     return found;
 }
 
-/* Waits for the missing words of a staged packed row. */
+/* Waits for the missing words of a staged packed row and stores them to its place. Called by a
+ * whole warp. Returns false if the group is broken. */
 __device__ __forceinline__ bool wait_packed(const PackedMove &m, int rank, int32_t token,
                                             uint32_t place)
 {
@@ -196,7 +202,8 @@ __device__ __forceinline__ bool wait_packed(const PackedMove &m, int rank, int32
     return ok;
 }
 
-/* Restores the special words of a packed row that has arrived. */
+/* Restores the special words of a packed row that has arrived. Called by a whole warp. Returns
+ * false if the group is broken. */
 template <bool QUANTIZED>
 __device__ __forceinline__ bool restore_special_words(const PackedMove &m, int rank, int source,
                                                       int32_t token, uint32_t place)
@@ -216,7 +223,8 @@ __device__ __forceinline__ bool restore_special_words(const PackedMove &m, int r
 
 /* ------------------------------------------------------------------------- bulk stores ---- */
 
-/* Stores memory full of equal bytes, in parts of CONSTANT_BYTES. One lane. */
+/* Calls store(to, bytes) for `bytes` bytes in parts of at most CONSTANT_BYTES. Called by one
+ * lane. */
 template <class Store>
 __device__ __forceinline__ void store_constant(uint8_t *to, int64_t bytes, Store store)
 {
@@ -224,7 +232,7 @@ __device__ __forceinline__ void store_constant(uint8_t *to, int64_t bytes, Store
         store(to + at, (uint32_t)min(bytes - at, (int64_t)CONSTANT_BYTES));
 }
 
-/* Sends the packed row to the staging of `peers`. */
+/* Sends a packed row to the staging of `peers` (bit mask). */
 __device__ __forceinline__ void bulk_to_peers(const PackedMove &m, int32_t token,
                                               uint32_t peers, uint32_t place)
 {
@@ -234,21 +242,21 @@ __device__ __forceinline__ void bulk_to_peers(const PackedMove &m, int32_t token
     });
 }
 
-/* May second rows be stored by the lanes at once? For the copy engine a store costs as much as
- * a kilobyte. */
+/* Returns true if scales are so short that the lanes store them, 16 bytes each. A bulk store
+ * costs the copy engine as much as a kilobyte. */
 __device__ __forceinline__ bool scales_by_lanes(const PackedMove &m)
 {
     return m.job.scale_bytes <= WARP * 16;
 }
 
-/* Stores a second row of which this lane has q. */
+/* Stores a row of scales to a slot; this lane has 16 bytes of it in q. */
 __device__ __forceinline__ void store_scales(const PackedMove &m, int32_t slot, uint4 q)
 {
     const int64_t at = (int64_t)slot * m.job.scale_bytes + lane_id() * 16;
     if (lane_id() * 16 < m.job.scale_bytes) store_once(m.job.recv_scales + at, q, m.policy);
 }
 
-/* Stores the packed row to the slots of the lanes. */
+/* Stores a packed row to the slots of all lanes. Called by a whole warp. */
 __device__ __forceinline__ void bulk_to_slots(const PackedMove &m, int32_t slot, uint32_t place)
 {
     const p2p_dispatch_job &job = m.job;
@@ -267,7 +275,7 @@ __device__ __forceinline__ void bulk_to_slots(const PackedMove &m, int32_t slot,
     });
 }
 
-/* Stores zeros to a slot. */
+/* Stores zeros to a slot: row, scales and weight. Called by a whole warp. */
 __device__ __forceinline__ void bulk_padding(const PackedMove &m, int32_t slot,
                                              const BulkPlaces &places)
 {
@@ -285,7 +293,8 @@ __device__ __forceinline__ void bulk_padding(const PackedMove &m, int32_t slot,
     if (job.slot_weights) job.slot_weights[slot] = 0.0f;
 }
 
-/* Stores poison back to the staging of a packed row that has been received. */
+/* Stores poison back to the staging of a packed row that has been received. Called by a whole
+ * warp. */
 __device__ __forceinline__ void bulk_restore(const PackedMove &m, int rank, int32_t token,
                                              const BulkPlaces &places)
 {
@@ -296,8 +305,9 @@ __device__ __forceinline__ void bulk_restore(const PackedMove &m, int rank, int3
     });
 }
 
-/* Sends a packed row that contains special words, with stand-ins for poison. Destroys the
- * contents of its place. */
+/* Sends a packed row that contains special words: replaces poison by stand-ins and stores
+ * escape words. Waits first until bulk stores have read the place, and overwrites its contents.
+ * Called by a whole warp. */
 template <bool QUANTIZED>
 __device__ __forceinline__ void send_special(const PackedMove &m, int32_t token, uint32_t peers,
                                              uint32_t place)

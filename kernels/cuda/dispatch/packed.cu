@@ -1,23 +1,25 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* dispatch, and plan with dispatch, of packed rows (dispatch/packed.cuh): rows with second
- * rows, or rows that are quantized on the way.
+/* dispatch, with or without making the plan, for packed rows (dispatch/packed.cuh): rows with
+ * scales, which the caller passes or which this kernel makes by quantizing.
  *
  *   tokens  [num_tokens, token_bytes]   scales       [num_tokens, scale_bytes], or quantized
  *   recv    [recv_rows, row_bytes]      recv_scales  [recv_rows, scale_bytes]
  *
- * Units, their order and their waits are those of dispatch/dispatch.cu. Units that send, and
- * those of this rank's own tokens, move pieces of the caller's rows. Units that receive from
- * peers move pieces of packed rows. */
+ * The work of CTAs and warps, the list of units and the waits are those of
+ * dispatch/dispatch.cu. Units that send, and those that receive this rank's own tokens, move
+ * pieces of the caller's rows. Units that receive from peers move pieces of packed rows. Memory
+ * order: each word of a packed row is its own flag. */
 #include "cuda/dispatch/launcher.cuh"
 #include "cuda/dispatch/packed_slots.cuh"
 #include "cuda/dispatch/relay.cuh"
 
-/* the pieces of a unit, perhaps none; is_own: of this rank's tokens */
+/* The pieces of a unit, perhaps none. is_own: pieces of the caller's rows, else of packed rows.
+ */
 struct Pieces {
     int first, count;
     bool is_own;
 
-    /* The pieces of the unit at `walk`. */
+    /* Finds the pieces of the unit at `walk`. */
     __device__ __forceinline__ Pieces(const PackedMove &m, const UnitWalk &walk)
         : is_own(walk.role == 0 || source_role(m, walk) == m.job.plan.self.num_ranks)
     {
@@ -27,18 +29,19 @@ struct Pieces {
     }
 };
 
-/* The pieces of a warp's units, on their way through the ring, as in dispatch/dispatch.cu. A
- * unit without pieces takes the place of one. */
+/* Copies the pieces of a warp's units, in order, into the ring and hands them out, as in
+ * dispatch/dispatch.cu. A unit without pieces takes one place of the ring. */
 template <class OwnPiece> struct PieceFeed {
     typedef PieceRing<V, false> RowPieces;
     const PackedMove &m;
     RowPieces ring;
     UnitWalk walk;         /* the unit whose pieces are being copied */
-    const uint8_t *row;    /* its row, staged or the caller's; NULL: nothing to copy */
-    const uint8_t *second; /* source of the vectors from number `split` on */
-    int32_t split, limit;  /* vectors up to `limit` are copied */
-    int32_t vector, left;  /* its next vector; pieces left */
-    int32_t end;           /* the round ends before this token */
+    const uint8_t *row;    /* row of that unit, staged or the caller's; NULL: nothing to copy */
+    const uint8_t *second; /* source of its vectors from number `split` on: the scales */
+    int32_t split, limit;  /* vectors below `limit` are copied */
+    /* first vector of its next piece; pieces that have not been copied */
+    int32_t vector, left;
+    int32_t end; /* the round ends before this token */
 
     __device__ __forceinline__ PieceFeed(const PackedMove &move, const UnitWalk &first,
                                          int32_t round_end, const uint8_t *memory)
@@ -46,7 +49,7 @@ template <class OwnPiece> struct PieceFeed {
     {
         open_unit();
     }
-    /* Begins to copy the pieces of the unit at `walk`. */
+    /* Prepares to copy the pieces of the unit at `walk`. */
     __device__ __forceinline__ void open_unit()
     {
         const p2p_dispatch_job &job = m.job;
@@ -72,7 +75,8 @@ template <class OwnPiece> struct PieceFeed {
         second = job.scales + (int64_t)token * job.scale_bytes - (int64_t)split * 16;
         if (!job.scales_aligned) limit = split;
     }
-    /* Starts the copy of one more piece, and moves on to the next unit after the last one. */
+    /* Starts the copy of one more piece. After the last piece of a unit, moves to the next
+     * unit. */
     __device__ __forceinline__ void copy_next()
     {
         if (row) {
@@ -90,13 +94,13 @@ template <class OwnPiece> struct PieceFeed {
         walk.next_unit(m.stride);
         open_unit();
     }
-    /* Reads the oldest piece of the ring, and starts the copy of another. */
+    /* Starts the copy of one more piece, and reads the oldest piece of the ring. */
     __device__ __forceinline__ void read_piece(uint4 (&q)[V], int piece, const RowShape &shape)
     {
         copy_next();
         ring.read_piece(q, piece * V * WARP, shape);
     }
-    /* Skips pieces that are not needed. */
+    /* Drops the next `pieces` pieces of the ring, which the caller does not need. */
     __device__ __forceinline__ void skip_pieces(int pieces)
     {
         for (; pieces > 0; pieces--) {
@@ -116,7 +120,7 @@ template <class OwnPiece> struct PieceFeed {
         uint4 raw[V];
         copy_next();
         ring.wait_next();
-        __syncwarp(); /* other lanes have copied these */
+        __syncwarp(); /* the lane reads vectors that other lanes have copied */
 #pragma unroll
         for (int v = 0; v < V; v++) {
             const int32_t at = QuantizedPiece::vector_of(v);
@@ -124,12 +128,12 @@ template <class OwnPiece> struct PieceFeed {
             raw[v] = load_shared(ring.memory + ring.next + (at - lane_id()) * 16);
             if (!in) raw[v] = make_uint4(0, 0, 0, 0);
         }
-        __syncwarp(); /* before other lanes copy to the same place */
+        __syncwarp(); /* all lanes must have read before a lane copies to the same place */
         piece.make_raw(m, raw);
     }
 };
 
-/* Loads a piece of this rank's token from memory. */
+/* Loads piece i of this rank's token from memory, not through the ring. */
 template <class OwnPiece, bool FAST>
 __device__ __forceinline__ void load_own_piece(const PackedMove &m, int32_t token, int i,
                                                OwnPiece &piece)
@@ -143,7 +147,7 @@ __device__ __forceinline__ void load_own_piece(const PackedMove &m, int32_t toke
     piece.make_raw(m, raw);
 }
 
-/* Reads a piece of this rank's token. `copied`: through the ring. */
+/* Reads piece i of this rank's token: from the ring if `copied`, else from memory. */
 template <class OwnPiece, bool FAST>
 __device__ __forceinline__ void get_piece(const PackedMove &m, int32_t token, int i,
                                           bool copied, PieceFeed<OwnPiece> &feed,
@@ -155,8 +159,8 @@ __device__ __forceinline__ void get_piece(const PackedMove &m, int32_t token, in
         load_own_piece<OwnPiece, FAST>(m, token, i, piece);
 }
 
-/* Sends the pieces of an own token to every peer that needs them. word: its choices, as loaded
- * ahead. */
+/* Sends a unit: pieces of one of this rank's tokens, to every peer that needs it. `word`: the
+ * lane's choice, from read_ahead(). */
 template <class OwnPiece, bool FAST>
 __device__ __forceinline__ void send_unit(const PackedMove &m, const UnitWalk &walk,
                                           uint64_t word, PieceFeed<OwnPiece> &feed)
@@ -180,7 +184,8 @@ __device__ __forceinline__ void send_unit(const PackedMove &m, const UnitWalk &w
     }
 }
 
-/* Moves the pieces of a token to its slots. With more than 32 choices a lane has two slots. */
+/* Moves the pieces of a unit to the token's slots here. Each lane has a slot of the first 32
+ * choices and one of later choices. Returns false if the group is broken. */
 template <class OwnPiece, bool FAST>
 __device__ __forceinline__ bool move_pieces(const PackedMove &m, int32_t token,
                                             const UnitWalk &walk, const int32_t (&slot)[2],
@@ -211,7 +216,8 @@ __device__ __forceinline__ bool move_pieces(const PackedMove &m, int32_t token,
     return true;
 }
 
-/* Receives one token. `copied`: its pieces come through the ring. false: the group is broken.
+/* Receives the unit's span of one token into its slots here. `word`: from peek_record() or
+ * peek_row(). `copied`: the pieces come through the ring. Returns false if the group is broken.
  */
 template <class OwnPiece, bool FAST, bool FLAT>
 __device__ __forceinline__ bool receive_token(const PackedMove &m, int32_t token,
@@ -243,8 +249,9 @@ __device__ __forceinline__ bool receive_token(const PackedMove &m, int32_t token
     return receive_weight(m, rank, source, token, 1, slot[1], weight);
 }
 
-/* Forwards a piece to ranks of this host. Quantized pieces contain no poison. noinline as in
- * dispatch/dispatch.cu. */
+/* Forwards a piece that came from another host to the ranks of this host in `wants`. Quantized
+ * pieces contain no poison, so they have no escape words. noinline, because its registers would
+ * make the main loop spill. */
 template <class OwnPiece>
 static __device__ __noinline__ bool forward_packed(const PackedMove &m, int from, int32_t token,
                                                    int piece, uint32_t wants)
@@ -257,8 +264,9 @@ static __device__ __noinline__ bool forward_packed(const PackedMove &m, int from
                                    });
 }
 
-/* CTAs that do not plan send the first tokens while the plan is made. noinline as in
- * dispatch/dispatch.cu. */
+/* Sends the first `head` tokens while the planning CTAs make the plan. Called by all CTAs; the
+ * planning CTAs return at once. noinline, because its registers would make the main loop spill.
+ */
 template <class OwnPiece, bool FAST>
 static __device__ __noinline__ void send_head(const PackedMove m)
 {
@@ -278,8 +286,8 @@ static __device__ __noinline__ void send_head(const PackedMove m)
     }
 }
 
-/* Receives the tokens of a unit from their rank, and pads slabs along with this rank's own
- * ones. false: the group is broken. */
+/* Receives the tokens of a step, one or two, from one source, and pads slabs along with this
+ * rank's own tokens. Returns false if the group is broken. */
 template <class OwnPiece, bool FAST, bool FLAT>
 __device__ __forceinline__ bool receive_unit(const PackedMove &m, const UnitWalk &walk,
                                              uint64_t word, int slab_bits,
@@ -306,7 +314,8 @@ __device__ __forceinline__ bool receive_unit(const PackedMove &m, const UnitWalk
     return true;
 }
 
-/* Moves one round: tokens [m.first, end) of every rank. */
+/* Moves one round: tokens [m.first, end) of every rank. `memory`: this warp's ring. Returns
+ * false if the group is broken. */
 template <class OwnPiece, bool FAST, bool FLAT>
 __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, const uint8_t *memory)
 {
@@ -352,7 +361,8 @@ __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, const ui
     }
 }
 
-/* Moves all rounds, each with as many tokens as fit the staging. false: the group is broken. */
+/* Moves all rounds, each with as many tokens as fit the staging. Returns false if the group is
+ * broken. */
 template <class OwnPiece, bool FAST, bool FLAT>
 __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const uint8_t *memory)
 {
@@ -370,7 +380,8 @@ __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const ui
     }
 }
 
-/* Pads the slabs if there are too few tokens to do it along with them. All CTAs. */
+/* Writes zeros to all padding if there are too few tokens to do it along with them. Called by
+ * all CTAs. Returns false if the group is broken. */
 __device__ __forceinline__ bool pad_all(PackedMove &m)
 {
     if (m.plan.header.alignment <= 1) return true;
@@ -384,7 +395,7 @@ __device__ __forceinline__ bool pad_all(PackedMove &m)
     return true;
 }
 
-/* FAST: rows consist of aligned vectors, of 16-bit elements if they are quantized. */
+/* FAST: rows are aligned to 16 bytes and, if they are quantized, have elements of 16 bits. */
 template <class OwnPiece, bool FAST, bool WITH_PLAN, bool FLAT>
 __global__ void __launch_bounds__(BLOCK, 1)
     dispatch_packed_kernel(const __grid_constant__ p2p_dispatch_job job)

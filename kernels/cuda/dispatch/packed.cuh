@@ -1,36 +1,40 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Packed rows: rows with a second row each, such as fp8 rows with scales. What travels per
- * token is a sequence of vectors, those of its row followed by those of its second row.
+/* Packed rows: a row and its scales (such as fp8 rows), which travel together as one sequence
+ * of 16-byte vectors. So scales need no unit and no message of their own.
  *
  *   row_vectors          scale_vectors
- *   [ row            | ] [ scales    | ]     the end of each is filled with zeros
- *   [ piece 0   ][ piece 1   ][ 2      ]     V * 32 vectors, whatever they contain
+ *   [ row            | ] [ scales    | ]     the last vector of each is filled up with zeros
+ *   [ piece 0   ][ piece 1   ][ 2      ]     pieces of V * 32 vectors, across the boundary
  *
- * So scales need no unit and no message of their own. A JoinedPiece comes from two arrays of
- * the caller. A QuantizedPiece is made from one array as it leaves: a piece of its tokens has
- * 1024 elements, which make eight words of scales. */
+ * The two kinds of pieces that a rank sends:
+ *
+ *   JoinedPiece     comes from two arrays of the caller, tokens and scales
+ *   QuantizedPiece  is quantized from the caller's tokens when it is sent; 1024 elements, which
+ *                   make 8 words of scales */
 #ifndef EPIC_PACKED_CUH
 #define EPIC_PACKED_CUH
 
 #include "cuda/common/quantize.cuh"
 #include "cuda/dispatch/dispatch.cuh"
 
-/* A word of e8m0 scales that are all NaN equals poison. It travels as a word that no elements
- * produce. */
+/* A word of four e8m0 scales that are all NaN equals poison. It is sent as a word that no
+ * elements produce. */
 #define E8M0_NANS POISON
 #define E8M0_STAND_IN 0xfefefefeu
 
-typedef Quantized<2, 16> Sixteens; /* a lane has two runs of 16 elements of a piece */
+/* quantizing a piece of 1024 elements: a lane has two runs of 16 */
+typedef Quantized<2, 16> Sixteens;
 
-struct PackedMove
-    /* m.shape is that of packed rows; its row_bytes and aligned describe received rows */
-    : DispatchMove {
-    RowShape own_shape; /* shape of the caller's tokens, in pieces that are sent */
+/* Arguments of every unit. m.shape describes packed rows, but its row_bytes and `aligned` are
+ * those of the rows in recv. */
+struct PackedMove : DispatchMove {
+    RowShape own_shape; /* sizes of the caller's tokens, in pieces that are sent */
+    /* vectors of a packed row that belong to the row; the rest are scales */
     int32_t row_vectors;
-    int32_t own_span; /* pieces of own_shape per span */
+    int32_t own_span; /* pieces per span of the caller's tokens */
 };
 
-/* Sets what m.job and m.shape do not contain. `spans` per token. */
+/* Sets row_vectors, own_shape and own_span. `spans`: spans per token. */
 __device__ __forceinline__ void describe_packed(PackedMove &m, int32_t spans)
 {
     const p2p_dispatch_job &job = m.job;
@@ -44,7 +48,7 @@ __device__ __forceinline__ void describe_packed(PackedMove &m, int32_t spans)
     m.own_span = (m.own_shape.pieces + spans - 1) / spans;
 }
 
-/* The shape of packed rows. */
+/* Returns the sizes of packed rows. */
 __device__ __forceinline__ RowShape packed_shape(const p2p_dispatch_job &job, bool aligned)
 {
     RowShape s = row_shape<V>(job.row_bytes, aligned);
@@ -55,7 +59,7 @@ __device__ __forceinline__ RowShape packed_shape(const p2p_dispatch_job &job, bo
 
 /* ----------------------------------------------------------------------- bytes of rows ---- */
 
-/* Loads vector number i of a row at any address; zeros past its end. */
+/* Returns vector number i of a row at any address, with zeros past its end. */
 static __device__ __noinline__ uint4 load_part(const uint8_t *row, int32_t i, int64_t row_bytes)
 {
     const int64_t at = (int64_t)i * 16;
@@ -82,7 +86,7 @@ static __device__ __noinline__ void store_part(uint8_t *row, int32_t i, int64_t 
         if (at + w * 4 < row_bytes) ((uint32_t *)(row + at))[w] = words[w];
 }
 
-/* Stores vector number `at` of a packed row into the rows of a slot. */
+/* Stores vector number `at` of a packed row to a slot: to its row or to its scales. */
 __device__ __forceinline__ void store_vector(const PackedMove &m, int32_t slot, int32_t at,
                                              uint4 q)
 {
@@ -99,7 +103,8 @@ __device__ __forceinline__ void store_vector(const PackedMove &m, int32_t slot, 
         store_part(to, i, in_row ? job.row_bytes : job.scale_bytes, q);
 }
 
-/* Stores a piece of a packed row into a slot. Most pieces contain only vectors of the row. */
+/* Stores a piece of a packed row to a slot. Most pieces contain only vectors of the row, which
+ * take the fast path. Called by a whole warp. */
 __device__ __forceinline__ void store_packed(const PackedMove &m, int32_t slot, int piece,
                                              const uint4 (&q)[V])
 {
@@ -113,7 +118,8 @@ __device__ __forceinline__ void store_packed(const PackedMove &m, int32_t slot, 
     for (int v = 0; v < V; v++) store_vector(m, slot, vector + v * WARP + lane_id(), q[v]);
 }
 
-/* Writes zeros to a piece of a slot's rows. */
+/* Writes zeros to a piece of a slot's row and scales and, with piece 0, to its weight. Called
+ * by a whole warp. */
 __device__ __forceinline__ void pad_packed(const PackedMove &m, int32_t slot, int piece)
 {
     uint4 zeros[V];
@@ -124,7 +130,8 @@ __device__ __forceinline__ void pad_packed(const PackedMove &m, int32_t slot, in
     if (piece == 0 && lane_id() == 0 && m.job.slot_weights) m.job.slot_weights[slot] = 0.0f;
 }
 
-/* Writes zeros to the rows and second rows from `first` on. */
+/* Writes zeros to rows and scales from slot `first` on. Each of `threads` threads calls it with
+ * its own number `thread`. */
 static __device__ void zero_packed(const p2p_dispatch_job &job, int64_t first, int64_t thread,
                                    int64_t threads)
 {
@@ -134,13 +141,14 @@ static __device__ void zero_packed(const p2p_dispatch_job &job, int64_t first, i
     zero_rows(job.recv_scales, job.scale_bytes, first, end, thread, threads);
 }
 
-/* The lanes whose slot has a row here, as bits. */
+/* Returns a bit mask of the lanes that have a slot inside the receive buffer. */
 __device__ __forceinline__ uint32_t slots_here(const PackedMove &m, int32_t slot)
 {
     return __ballot_sync(ALL_LANES, slot >= 0 && slot < m.job.recv_rows);
 }
 
-/* Calls write(slot) for each slot of the lanes. */
+/* Calls write(slot) in all lanes for the slot of each lane that has one. Called by a whole
+ * warp. */
 template <class Write>
 __device__ __forceinline__ void for_each_slot(const PackedMove &m, int32_t slot, Write write)
 {
@@ -149,7 +157,7 @@ __device__ __forceinline__ void for_each_slot(const PackedMove &m, int32_t slot,
     while (slots) {
         const int32_t to = next;
         slots &= slots - 1;
-        /* before the stores, as in fill_slots() */
+        /* before the stores, because a shuffle after them would wait for them */
         next = __shfl_sync(ALL_LANES, slot, __ffs(slots) - 1);
         write(to);
     }
@@ -157,7 +165,8 @@ __device__ __forceinline__ void for_each_slot(const PackedMove &m, int32_t slot,
 
 /* ----------------------------------------------------------------------------- staging ---- */
 
-/* Escape words of a piece of a packed row, numbered by the tokens of a round. */
+/* Returns the escape words of a piece of a packed row in a heap. Tokens count from the start of
+ * the round. `heap`: base address of that heap. */
 __device__ __forceinline__ uint32_t *escapes_at(const PackedMove &m, uint8_t *heap, int source,
                                                 int32_t token, int piece)
 {
@@ -165,7 +174,7 @@ __device__ __forceinline__ uint32_t *escapes_at(const PackedMove &m, uint8_t *he
            ((int64_t)(token - m.first) * m.shape.pieces + piece) * WARP;
 }
 
-/* Restores words of e8m0 NaNs in the piece that begins with `vector`. */
+/* Restores the words of scales that are all NaN in the piece that begins with `vector`. */
 __device__ __forceinline__ void restore_nans(const PackedMove &m, int32_t vector, uint4 (&q)[V])
 {
 #pragma unroll
@@ -178,7 +187,9 @@ __device__ __forceinline__ void restore_nans(const PackedMove &m, int32_t vector
     }
 }
 
-/* Waits for a staged piece and reads it. `copied`: q has what the ring contained. */
+/* Waits for a staged piece, reads it to q and stores poison back to staging. `copied`: q
+ * already has what the ring contained. Called by a whole warp. Returns false if the group is
+ * broken. */
 template <bool QUANTIZED>
 __device__ __forceinline__ bool receive_packed_piece(const PackedMove &m, int rank, int source,
                                                      int32_t token, int piece, bool copied,
@@ -197,7 +208,8 @@ __device__ __forceinline__ bool receive_packed_piece(const PackedMove &m, int ra
     return true;
 }
 
-/* Calls write(rank, distance, staging) for the `peers` (bits). */
+/* Calls write(rank, distance, staging) for each of `peers` (bit mask); `staging` is the token's
+ * row there. */
 template <class Write>
 __device__ __forceinline__ void for_each_peer(const PackedMove &m, int32_t token,
                                               uint32_t peers, Write write)
@@ -212,8 +224,8 @@ __device__ __forceinline__ void for_each_peer(const PackedMove &m, int32_t token
     }
 }
 
-/* backend hosts: a warp has stored one of `pieces`; the warp with the last one posts the put of
- * all. */
+/* backend hosts: counts that this warp has stored one of `pieces` pieces for `rank`. The warp
+ * that stores the last one posts the put of the whole row. Called by a whole warp. */
 __device__ __forceinline__ void post_put_packed(const PackedMove &m, int rank, int32_t token,
                                                 int pieces, const uint4 *staged)
 {
@@ -223,11 +235,12 @@ __device__ __forceinline__ void post_put_packed(const PackedMove &m, int rank, i
 
 /* --------------------------------------------------------- packed rows from two arrays ---- */
 
-struct JoinedPiece { /* a piece of this rank's token, from two arrays */
+/* A piece of a packed row of this rank, from the arrays tokens and scales. */
+struct JoinedPiece {
     uint4 q[V];
     static constexpr bool QUANTIZED = false;
 
-    /* Loads the vectors of a piece from the caller's arrays, at any address. */
+    /* Loads this lane's vectors of a piece from the caller's arrays, at any address. */
     static __device__ __forceinline__ void load_raw(const PackedMove &m, int32_t token,
                                                     int piece, uint4 (&raw)[V])
     {
@@ -235,29 +248,29 @@ struct JoinedPiece { /* a piece of this rank's token, from two arrays */
         for (int v = 0; v < V; v++)
             raw[v] = vector_of(m, token, first_vector(piece) + v * WARP);
     }
-    /* Loads a piece from memory at any address. */
+    /* Loads the piece from memory, at any address. */
     __device__ __forceinline__ void load_piece(const PackedMove &m, int32_t token, int piece)
     {
         load_raw(m, token, piece, q);
     }
-    /* Makes the piece from what load_raw() has loaded. */
+    /* Makes the piece from the vectors that load_raw() has loaded. */
     __device__ __forceinline__ void make_piece(const PackedMove &m, int32_t, int,
                                                const uint4 (&raw)[V])
     {
         make_raw(m, raw);
     }
-    /* Like make_piece(), without the token, which only unaligned quantized rows need. */
+    /* make_piece() without the token, which only unaligned quantized rows need. */
     __device__ __forceinline__ void make_raw(const PackedMove &, const uint4 (&raw)[V])
     {
 #pragma unroll
         for (int v = 0; v < V; v++) q[v] = raw[v];
     }
-    /* This lane's first vector of a piece. */
+    /* Returns this lane's first vector of a piece. */
     static __device__ __forceinline__ int32_t first_vector(int piece)
     {
         return piece * V * WARP + lane_id();
     }
-    /* Loads vector `at` of the packed row of a token: a part of the row or of the scales. */
+    /* Returns vector `at` of the packed row of a token: a part of the row or of the scales. */
     static __device__ __forceinline__ uint4 vector_of(const PackedMove &m, int32_t token,
                                                       int32_t at)
     {
@@ -271,7 +284,8 @@ struct JoinedPiece { /* a piece of this rank's token, from two arrays */
             return load_again((in_row ? row : scales) + (int64_t)i * 16);
         return load_part(in_row ? row : scales, i, in_row ? job.row_bytes : job.scale_bytes);
     }
-    /* Loads what the ring could not copy: scales that are not aligned vectors. */
+    /* Loads the scales of a piece that came through the ring, if they are not aligned, because
+     * the ring copies only aligned vectors. */
     __device__ __forceinline__ void complete_scales(const PackedMove &m, int32_t token,
                                                     int piece)
     {
@@ -281,8 +295,8 @@ struct JoinedPiece { /* a piece of this rank's token, from two arrays */
             if (first_vector(piece) + v * WARP >= m.row_vectors)
                 q[v] = vector_of(m, token, first_vector(piece) + v * WARP);
     }
-    /* Stores the piece to the staging of peers, with an escape word per lane if it contains
-     * poison. */
+    /* Stores the piece to the staging of `peers` (bit mask), and the escape words if it
+     * contains poison. Called by a whole warp. */
     __device__ __forceinline__ void send_to_peers(const PackedMove &m, int32_t token, int piece,
                                                   uint32_t peers)
     {
@@ -298,7 +312,7 @@ struct JoinedPiece { /* a piece of this rank's token, from two arrays */
             post_put_warp(m.op, rank, escape, WARP * 4);
         });
     }
-    /* Stores the piece to the slots of the lanes. */
+    /* Stores the piece to the slots of all lanes. Called by a whole warp. */
     __device__ __forceinline__ void fill_slots_of(const PackedMove &m, int piece,
                                                   int32_t slot) const
     {
@@ -308,7 +322,8 @@ struct JoinedPiece { /* a piece of this rank's token, from two arrays */
 
 /* --------------------------------------------------------------- quantized packed rows ---- */
 
-/* Loads 16 elements of a row from number `first` on; zeros past its end. */
+/* Loads 16 elements of a row of `count` elements, from number `first` on; zeros past its end.
+ */
 static __device__ __noinline__ void load_elements(const uint8_t *row, int64_t first,
                                                   int64_t count, uint32_t type, float *x)
 {
@@ -330,17 +345,19 @@ static __device__ __noinline__ void load_elements(const uint8_t *row, int64_t fi
     }
 }
 
-/* A piece of this rank's token that is quantized here. */
+/* A piece of this rank's token that is quantized before it is sent. */
 struct QuantizedPiece {
     Sixteens e;
     static constexpr bool QUANTIZED = true;
 
-    /* Vectors of a piece that a lane needs: two adjacent ones, and two more. */
+    /* Returns the number in the piece of this lane's vector v: two adjacent vectors are one run
+     * of 16 elements, two more are the other run. */
     static __device__ __forceinline__ int32_t vector_of(int v)
     {
         return (v / 2 * WARP + lane_id()) * 2 + v % 2;
     }
-    /* Loads the vectors for make_piece(), if elements have 16 bits and rows are aligned. */
+    /* Loads this lane's vectors of a piece, if rows are aligned; elements have 16 bits. Else
+     * does nothing. */
     static __device__ __forceinline__ void load_raw(const PackedMove &m, int32_t token,
                                                     int piece, uint4 (&raw)[V])
     {
@@ -350,7 +367,8 @@ struct QuantizedPiece {
         for (int v = 0; v < V; v++)
             raw[v] = load_row_again(row, piece * V * WARP + vector_of(v), m.own_shape, 0);
     }
-    /* Makes the piece from what load_raw() has loaded; unaligned rows are loaded here. */
+    /* Makes the piece from the vectors that load_raw() has loaded, or loads an unaligned row.
+     */
     __device__ __forceinline__ void make_piece(const PackedMove &m, int32_t token, int piece,
                                                const uint4 (&raw)[V])
     {
@@ -359,7 +377,7 @@ struct QuantizedPiece {
         else
             load_piece(m, token, piece);
     }
-    /* 16 elements of two adjacent vectors. */
+    /* Converts the 16 elements of two adjacent vectors to floats. */
     static __device__ __forceinline__ void unpack_floats(const PackedMove &m, uint4 low,
                                                          uint4 high, float (&x)[16])
     {
@@ -371,8 +389,8 @@ struct QuantizedPiece {
             F16::unpack_floats(high, x + 8);
         }
     }
-    /* Quantizes vectors of 16-bit elements, one vector after the other, because 32 floats would
-     * not fit the registers. */
+    /* Quantizes vectors of 16-bit elements, one run after the other, because 32 floats at once
+     * would not fit the registers. */
     __device__ __forceinline__ void make_raw(const PackedMove &m, const uint4 (&raw)[V])
     {
         const uint32_t how = m.job.quantize;
@@ -390,7 +408,7 @@ struct QuantizedPiece {
             quantize_vector<true, 2, 16>(e, v, x, mine, how);
         }
     }
-    /* Quantizes a piece of the caller's array at any address. */
+    /* Loads and quantizes a piece of the caller's array at any address. */
     __device__ __forceinline__ void load_piece(const PackedMove &m, int32_t token, int piece)
     {
         const uint8_t *row = m.job.tokens + row_offset(token, m.own_shape);
@@ -399,23 +417,25 @@ struct QuantizedPiece {
             load_elements(row, row_at(piece, v), m.job.row_bytes, m.job.type, x[v]);
         e = quantize_piece<2, 16>(x, m.job.quantize);
     }
-    /* First element, and byte, of run v of this lane: 16 elements of e4m3. */
+    /* Returns the index in the quantized row of the first element (byte) of this lane's run v.
+     */
     static __device__ __forceinline__ int64_t row_at(int piece, int v)
     {
         return (int64_t)piece * Sixteens::BYTES + (v * WARP + lane_id()) * 16;
     }
-    /* Offset in the scales of this lane's word of scales. */
+    /* Returns the byte offset in the row of scales of this lane's word of scales. */
     static __device__ __forceinline__ int64_t scales_at(int piece)
     {
         return ((int64_t)piece * Sixteens::WORDS + Sixteens::word_index()) * 4;
     }
-    /* The 16 quantized elements of run v. */
+    /* Returns the 16 quantized elements of run v. */
     __device__ __forceinline__ uint4 vector_of_run(int v) const
     {
         return make_uint4(e.q[v][0], e.q[v][1], e.q[v][2], e.q[v][3]);
     }
-    /* Stores the piece to the staging of peers. e4m3 numbers and scales are never poison;
-     * scales that are all NaN are replaced by a stand-in. */
+    /* Stores the piece to the staging of `peers` (bit mask). e4m3 numbers and float32 scales
+     * are never poison. A word of e8m0 scales that are all NaN is replaced by its stand-in.
+     * Called by a whole warp. */
     __device__ __forceinline__ void send_to_peers(const PackedMove &m, int32_t token, int piece,
                                                   uint32_t peers) const
     {
@@ -434,7 +454,7 @@ struct QuantizedPiece {
             post_put_packed(m, rank, token, m.own_shape.pieces, staged);
         });
     }
-    /* Stores the piece and its scales to the slots of the lanes. */
+    /* Stores the piece and its scales to the slots of all lanes. Called by a whole warp. */
     __device__ __forceinline__ void fill_slots_of(const PackedMove &m, int piece,
                                                   int32_t slot) const
     {
