@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Converts arrays of float32, bfloat16 and float16 to float32 and back. */
+/* Converts arrays of bfloat16 and float16 numbers to float32 and back. Copies float32
+ * numbers. */
 #include "rules/convert.h"
 
 #include <string.h>

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Converts arrays of elements of any type to float32 and back. F64 is not among them,
- * because float64 rows are computed in their own type. */
+/* Converts arrays of F32, BF16 or F16 elements to float32 and back. F64 is not supported,
+ * because float64 rows are computed in float64. */
 #ifndef EPIC_CONVERT_H
 #define EPIC_CONVERT_H
 
@@ -9,13 +9,13 @@
 /* Converts n elements of type EPIC_F32, EPIC_BF16 or EPIC_F16 to float32. */
 void convert_to_float(float *out, const void *in, uint32_t type, int64_t n);
 
-/* Converts n float32 numbers to `type`, rounded to nearest even. */
+/* Converts n float32 numbers to `type`, one of these three types. Rounds to nearest even. */
 void convert_from_float(void *out, uint32_t type, const float *in, int64_t n);
 
-/* Returns the bytes of an element of F32, BF16, F16 or F64, and 0 for every other type. */
+/* Returns the bytes of an element of type F32, BF16, F16 or F64, and 0 for any other type. */
 int64_t convert_bytes(uint32_t type);
 
-/* Returns the name of a type for errors, such as "F32". */
+/* Returns the name of a type for error texts, such as "F32". */
 const char *convert_name(uint32_t type);
 
 #endif

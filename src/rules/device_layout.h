@@ -1,20 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A plan in CUDA memory: sizes and offsets, compiled by host and device alike.
+/* The layout of a plan in CUDA memory: sizes and offsets, for host code and for kernels.
  *
- * A header and arrays at offsets that follow from the group's and the layer's sizes alone:
+ * The plan is a header, followed by arrays of int32. Their offsets depend only on the sizes of
+ * the group and of the layer:
  *
  *   slab_begin [num_experts]                    first slot of each local expert's slab
- *   padding    [1 << slab_bits]                 first padding slot of each slab, and how many
- *   rank_of    [max_tokens, top_k]              rank that owns the choice's expert, -1: not alive
- *   fate       [max_tokens, top_k]              slot on that rank, or an EPIC_FATE
- *   records    [num_ranks, max_tokens, top_k]   slots here of each rank's tokens, ascending k,
- *                                               packed to the front, then -1;
- *                                               FLAT: the token's row, then -1
- *   locals     [num_ranks, max_tokens, top_k]   FLAT alone: local experts of each rank's tokens,
- *                                               ascending k, packed to the front, then -1
- *   logical    [num_experts]                    with replicas alone: what each expert is one of
- *   expert_of  [num_experts]                    likewise: the id of each local expert
- * */
+ *   padding    [1 << slab_bits]                 a device_padding for each slab
+ *   rank_of    [max_tokens, top_k]              rank of the choice's expert; -1: no expert
+ *   fate       [max_tokens, top_k]              slot on that rank, or an EPIC_FATE value
+ *   records    [num_ranks, max_tokens, top_k]   slots on this rank of each rank's tokens, by
+ *                                               ascending k, then -1; FLAT: row, then -1
+ *   locals     [num_ranks, max_tokens, top_k]   FLAT only: local experts of each rank's
+ *                                               tokens, by ascending k, then -1
+ *   logical    [num_experts]                    replicas only: logical expert of each expert
+ *   expert_of  [num_experts]                    replicas only: id of each local expert */
 #ifndef EPIC_DEVICE_LAYOUT_H
 #define EPIC_DEVICE_LAYOUT_H
 
@@ -29,46 +28,46 @@
 #define DEVICE_LAYOUT_BOTH
 #endif
 
-#define DEVICE_MAX_RANKS 32 /* each rank is a bit of a word and a lane of a warp */
+#define DEVICE_MAX_RANKS 32 /* kernels use one bit of a word and one lane of a warp per rank */
 #define DEVICE_MAX_EXPERTS 8192
 #define DEVICE_MAX_TALLIES                   \
     (DEVICE_MAX_EXPERTS + DEVICE_MAX_RANKS + \
-     16) /* one word for each expert and rank, and a few more */
+     16) /* one word for each expert and each rank, and a few more */
 #define DEVICE_MAX_TOP_K 64
 #define DEVICE_PLAN_MAGIC 0x6e616c5063697045ull /* "EpicPlan" */
 
+/* The first bytes of a plan in CUDA memory. */
 typedef struct device_plan_header {
     uint64_t magic;
-    uint64_t id; /* equal on all ranks */
+    uint64_t id; /* the plan's id, equal on all ranks */
     uint64_t group_id;
-    int64_t bytes;
+    int64_t bytes; /* bytes of the whole plan */
     int64_t max_tokens;
     int32_t rank, num_ranks;
     uint32_t num_experts, top_k, alignment, overflow, expert_capacity, sum_order, leaves,
         partial_type;
-    uint32_t result;   /* EPIC_OK; after EPIC_EINVAL or EPIC_EOVERFLOW the plan moves nothing */
-    int32_t num_local; /* largest number of experts of a rank */
-    int32_t owned;     /* experts of this rank */
-    int32_t tokens_of[DEVICE_MAX_RANKS];
-    int32_t slots_of[DEVICE_MAX_RANKS];
-    uint8_t rank_at[DEVICE_MAX_RANKS]; /* TREE: the rank that owns subtree i */
-    int32_t capacity;                  /* slots of this rank */
-    int32_t
-        first_expert; /* TREE: the first expert of this rank, whose experts are contiguous */
+    uint32_t result;                     /* epic_result; with an error the plan has no slots */
+    int32_t num_local;                   /* largest number of experts that one rank owns */
+    int32_t owned;                       /* number of experts that this rank owns */
+    int32_t tokens_of[DEVICE_MAX_RANKS]; /* number of tokens of each rank */
+    int32_t slots_of[DEVICE_MAX_RANKS];  /* number of slots of each rank */
+    uint8_t rank_at[DEVICE_MAX_RANKS];   /* EPIC_TREE: the rank that owns subtree i */
+    int32_t capacity;                    /* number of slots that this rank may use */
+    int32_t first_expert; /* EPIC_TREE: first of this rank's experts, which are contiguous */
     uint32_t layout;
-    uint32_t
-        layer_leaves; /* leaves of the layer; `leaves` is one for each rank if rows are partials */
-    uint32_t num_logical; /* 0: no replicas */
-    uint32_t layer_hash;  /* hash of every field of the layer */
-    uint32_t sum;         /* checksum of the words before */
+    uint32_t layer_leaves; /* leaves of the layer; FLAT: `leaves` is num_ranks instead */
+    uint32_t num_logical;  /* 0: no replicas */
+    uint32_t layer_hash;   /* hash of all fields of the layer */
+    uint32_t sum;          /* checksum of the words above */
 } device_plan_header;
 
-/* Returns the contribution of one word to the checksum of the header. */
+/* Returns the contribution of word number i to the checksum of the header. */
 DEVICE_LAYOUT_BOTH static inline uint32_t device_header_share(uint32_t word, uint32_t i)
 {
     return (word ^ i) * (2 * i + 0x9e3779b1u);
 }
 
+/* Returns the checksum of a header, which is the sum of the contributions of its words. */
 static inline uint32_t device_header_sum(const device_plan_header *header)
 {
     const uint32_t *words = (const uint32_t *)(const void *)header;
@@ -78,20 +77,22 @@ static inline uint32_t device_header_sum(const device_plan_header *header)
     return sum;
 }
 
-typedef struct device_padding { /* the padding of one slab */
-    int32_t first, count;       /* slots */
+typedef struct device_padding { /* the padding slots of one slab */
+    int32_t first, count;       /* first slot, and number of slots */
 } device_padding;
 
+/* Offsets of the arrays and, in `bytes`, the end of `records`. */
 typedef struct device_plan_layout {
     int64_t slab_begin, padding, rank_of, fate, records, bytes;
 } device_plan_layout;
 
+/* Rounds n up to a multiple of `to`. */
 DEVICE_LAYOUT_BOTH static inline int64_t device_round_up(int64_t n, int64_t to)
 {
     return (n + to - 1) / to * to;
 }
 
-/* Returns the least n for which 2^n is at least the number of slabs. */
+/* Returns the smallest n for which 2^n is at least the number of slabs. */
 DEVICE_LAYOUT_BOTH static inline int device_slab_bits(int64_t slabs)
 {
 #ifdef __CUDA_ARCH__
@@ -101,6 +102,8 @@ DEVICE_LAYOUT_BOTH static inline int device_slab_bits(int64_t slabs)
 #endif
 }
 
+/* Returns the offsets of the arrays up to `records` for these sizes. Every array begins at a
+ * multiple of 128 bytes. */
 DEVICE_LAYOUT_BOTH static inline device_plan_layout
 device_plan_layout_of(int64_t num_ranks, int64_t max_tokens, int64_t num_experts, int64_t top_k)
 {
@@ -116,33 +119,35 @@ device_plan_layout_of(int64_t num_ranks, int64_t max_tokens, int64_t num_experts
     return at;
 }
 
-/* Return the offset of the local experts of a FLAT plan, the offsets of the tables of a plan
- * with replicas, and the end of a plan. */
+/* Returns the offset of `locals` in the plan of a FLAT layer. */
 DEVICE_LAYOUT_BOTH static inline int64_t device_locals(const device_plan_layout *at)
 {
     return at->bytes;
 }
 
+/* Returns the offset of `logical` in the plan of a layer with replicas. expert_of follows
+ * it. */
 DEVICE_LAYOUT_BOTH static inline int64_t device_logical(const device_plan_layout *at,
                                                         uint32_t layout)
 {
     return layout == EPIC_FLAT ? 2 * at->bytes - at->records : at->bytes;
 }
 
-/* Returns the bytes of one table with a number for each expert. */
+/* Returns the bytes of one array with an int32 for each expert. */
 DEVICE_LAYOUT_BOTH static inline int64_t device_table_bytes(const device_plan_layout *at)
 {
     return at->padding - at->slab_begin;
 }
 
+/* Returns the bytes of a plan: the end of its last array. */
 DEVICE_LAYOUT_BOTH static inline int64_t device_plan_end(const device_plan_layout *at,
                                                          uint32_t layout, uint32_t num_logical)
 {
     return device_logical(at, layout) + (num_logical ? 2 * device_table_bytes(at) : 0);
 }
 
-/* Returns the bytes of an expert-major plan, or 0 for sizes that CUDA contexts do not
- * support. */
+/* Returns the bytes of a plan in EXPERT_MAJOR layout without replicas. Returns 0 for sizes that
+ * CUDA contexts do not support. */
 static inline int64_t device_plan_bytes(int64_t num_ranks, int64_t max_tokens,
                                         int64_t num_experts, int64_t top_k)
 {
@@ -152,7 +157,7 @@ static inline int64_t device_plan_bytes(int64_t num_ranks, int64_t max_tokens,
     return device_plan_layout_of(num_ranks, max_tokens, num_experts, top_k).bytes;
 }
 
-/* Like device_plan_bytes(), for a layer of either layout. */
+/* Like device_plan_bytes(), for a layer of any layout, with or without replicas. */
 static inline int64_t device_layer_bytes(int64_t num_ranks, int64_t max_tokens,
                                          const epic_layer *layer)
 {

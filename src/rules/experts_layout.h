@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The layout of the workspace of the experts on a device. The core, which returns its size,
- * the backend, which divides it, and the kernels share this file. */
+/* The layout of the experts' workspace on a device. The core computes its size with this file,
+ * the device backend divides the workspace, and the kernels use the offsets. */
 #ifndef EPIC_EXPERTS_LAYOUT_H
 #define EPIC_EXPERTS_LAYOUT_H
 
@@ -9,39 +9,43 @@
 
 #include "epic/epic.h"
 
-#define EXPERTS_TILE_ROWS 128
+#define EXPERTS_TILE_ROWS 128 /* largest number of rows in a tile */
 
-/* Up to EXPERTS_TILE_ROWS rows of one slab. The first `tokens` rows carry a token; the
- * others are padding. */
+/* A tile: up to EXPERTS_TILE_ROWS consecutive rows of one slab. `row` is the first of them,
+ * `rows` their number. The first `tokens` rows carry a token, and the others are padding. */
 typedef struct slab_tile {
     int32_t row, expert, tokens, rows;
 } slab_tile;
 
+/* Where a slab is: its first row, and how many of its rows carry a token. */
 typedef struct slab_place {
     int32_t row, tokens;
 } slab_place;
 
-/* Offsets in bytes from the beginning of the workspace. */
+/* Offsets of the arrays in the workspace, in bytes, and their types. */
 typedef struct experts_layout {
-    int64_t num_tiles;   /* int32 [1] */
-    int64_t tiles;       /* slab_tile [most_tiles] */
-    int64_t slabs;       /* slab_place [num_local_experts] */
-    int64_t activations; /* [num_slots, inner] of row_type; forward of E4M3 weights: e4m3 */
-    int64_t scales;      /* E4M3 weights: float32 [num_slots, blocks of inner]; backward: of the
-                            rows below */
-    int64_t quantized; /* backward of E4M3 weights: d_y, then d_gate_up, [num_slots, columns] */
-    int64_t d_gate_up; /* backward: [num_slots, width] of row_type */
-    int64_t bytes;
-    int64_t saved_bytes; /* bytes of `saved`: [num_slots, width] of row_type */
-    int32_t most_tiles;
+    int64_t num_tiles;   /* int32: number of tiles */
+    int64_t tiles;       /* slab_tile [most_tiles]: list of all tiles */
+    int64_t slabs;       /* slab_place [num_local_experts]: list of all slabs */
+    int64_t activations; /* [num_slots, inner] of row_type; E4M3 forward: e4m3 */
+    int64_t scales;      /* E4M3 weights: float32 [num_slots, blocks], one scale for each
+                            block of 128 elements of a row */
+    int64_t quantized;   /* E4M3 backward: e4m3 rows of d_y, later of d_gate_up */
+    int64_t d_gate_up;   /* backward: [num_slots, width] of row_type */
+    int64_t bytes;       /* size of the workspace */
+    int64_t saved_bytes; /* size of `saved`: [num_slots, width] of row_type */
+    int32_t most_tiles;  /* upper bound of the number of tiles */
 } experts_layout;
 
+/* Rounds up to a multiple of 128 bytes. */
 static inline int64_t experts_round_up(int64_t bytes)
 {
     return (bytes + 127) / 128 * 128;
 }
 
-/* Lays out the first part, the list of tiles. Every slab has at most one partial tile. */
+/* Lays out the first part of the workspace: the lists of tiles and slabs. Each slab has at most
+ * one tile that is not full, so there are at most num_slots / EXPERTS_TILE_ROWS + num_experts
+ * tiles. */
 static inline void experts_lay_tiles(experts_layout *l, int64_t num_experts, int64_t num_slots)
 {
     const int64_t tiles = num_slots / EXPERTS_TILE_ROWS + num_experts;
@@ -52,12 +56,13 @@ static inline void experts_lay_tiles(experts_layout *l, int64_t num_experts, int
     l->activations = experts_round_up(l->slabs + num_experts * (int64_t)sizeof(slab_place));
 }
 
-/* Returns the number of blocks of 128 elements; each block has one scale. */
+/* Returns the number of blocks of 128 elements. Each block of E4M3 elements has one scale. */
 static inline int64_t experts_blocks(int64_t numbers)
 {
     return (numbers + 127) / 128;
 }
 
+/* Returns the layout for num_slots slots, for forward or backward. */
 static inline experts_layout experts_layout_of(const epic_experts *ex, int64_t num_slots,
                                                bool backward)
 {
@@ -66,7 +71,7 @@ static inline experts_layout experts_layout_of(const epic_experts *ex, int64_t n
     const int64_t width = (int64_t)ex->inner * (ex->ungated ? 1 : 2);
     const bool scaled = ex->weight_type == EPIC_E4M3;
     const int64_t widest =
-        width > ex->hidden ? width : ex->hidden; /* columns of the rows that are quantized */
+        width > ex->hidden ? width : ex->hidden; /* longest rows that are quantized */
     const int64_t columns = backward ? widest : ex->inner;
     experts_lay_tiles(&l, ex->num_local_experts, num_slots);
     l.scales = experts_round_up(l.activations +
@@ -82,7 +87,7 @@ static inline experts_layout experts_layout_of(const epic_experts *ex, int64_t n
     return l;
 }
 
-/* Returns the bytes of the list of tiles if one expert has all rows. */
+/* Returns the bytes of the list of tiles if all rows belong to one expert. */
 static inline int64_t experts_tiles_bytes(int64_t num_rows)
 {
     experts_layout l;

@@ -1,8 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The matrix products of a layer's gate on a device. They have few columns and long sums.
- * This file defines how sums are split so that the whole GPU works, the memory of the
- * partial sums, and the memory that tensor cores need for large products
- * (experts/grouped_pieces.cu). The core, which returns the size, and the backend share it. */
+/* The workspace for the matrix products of a layer's gate on a device.
+ *
+ * These products have few columns and long sums. Small products split their sums into slices,
+ * so that the whole GPU works, and need memory for partial sums. Large products use tensor
+ * cores (experts/grouped_pieces.cu). They represent each float32 factor as a sum of bf16
+ * values, its pieces, and need memory for those. The core computes the size of the workspace
+ * with this file, and the device backend divides it. */
 #ifndef EPIC_GATE_LAYOUT_H
 #define EPIC_GATE_LAYOUT_H
 
@@ -10,21 +13,22 @@
 
 #include "rules/experts_layout.h"
 
-#define GATE_UNITS 512  /* wanted number of units of work: a few for each SM */
-#define GATE_LEAST 128  /* length of a sum that is not split further */
+#define GATE_UNITS 512  /* wanted number of CTAs of a product: a few for each SM */
+#define GATE_LEAST 128  /* sums of this length or less are not split */
 #define GATE_COLUMNS 64 /* columns of a tile */
-#define GATE_PIECES 3   /* number of bf16 values that represent a float32 */
-#define GATE_PAIRS 6    /* products of the pieces of two float32 that are computed */
+#define GATE_PIECES 3   /* bf16 values whose sum represents a float32 */
+#define GATE_PAIRS 6    /* products of pieces that replace one product of two float32 */
 #define GATE_LARGE \
-    (INT64_C(1) << 29) /* number of multiplications from which tensor cores are faster */
+    (INT64_C(1) << 29) /* from this many multiplications on, tensor cores are faster */
 
+/* Returns a / b, rounded up. */
 static inline int64_t gate_ceil(int64_t a, int64_t b)
 {
     return (a + b - 1) / b;
 }
 
-/* Returns the number of slices into which the sums of a product [lines, columns] over
- * `depth` are split. */
+/* Returns the number of slices of the sums in a product [lines, columns]. Each sum has `depth`
+ * terms. */
 static inline int32_t gate_slices(int64_t lines, int64_t columns, int64_t depth)
 {
     const int64_t tiles =
@@ -34,9 +38,11 @@ static inline int32_t gate_slices(int64_t lines, int64_t columns, int64_t depth)
     return (int32_t)(wanted < most ? wanted : most > 1 ? most : 1);
 }
 
-/* Returns the bytes of the partial sums. In the forward pass the split depends on the tokens
- * of a block, which are equal for every number of ranks where bits must be equal. The
- * backward pass also works block by block. */
+/* Returns the bytes of the partial sums, or 0 if sums are not split.
+ *
+ * In forward the number of slices depends on `block`, the tokens of one block, and not on all
+ * tokens. With EPIC_TREE blocks have the same size for every number of ranks, so the sums have
+ * the same bits. Backward computes one block at a time. */
 static inline int64_t gate_parts_bytes(int64_t tokens, int64_t block, int64_t hidden,
                                        int64_t columns, bool backward)
 {
@@ -46,8 +52,8 @@ static inline int64_t gate_parts_bytes(int64_t tokens, int64_t block, int64_t hi
     return slices > 1 ? slices * lines * columns * (int64_t)sizeof(float) : 0;
 }
 
-/* Returns whether tensor cores compute a product [lines, columns] over `depth`. The plain
- * kernel has whole tiles; tensor cores take equally long for any number of columns up to 85. */
+/* Returns true if tensor cores compute a product [lines, columns] with sums of `depth` terms.
+ * Counts whole tiles of lines and columns, because the other kernel computes whole tiles. */
 static inline bool gate_is_large(int64_t lines, int64_t columns, int64_t depth)
 {
     return gate_ceil(lines, EXPERTS_TILE_ROWS) * EXPERTS_TILE_ROWS *
@@ -55,13 +61,15 @@ static inline bool gate_is_large(int64_t lines, int64_t columns, int64_t depth)
            GATE_LARGE;
 }
 
-/* Offsets in bytes behind the list of tiles: the pieces of the float32 factor, bf16 [depth,
- * GATE_PIECES, columns], and the sums with each piece, float32 [lines, GATE_PIECES,
- * columns]. */
+/* Offsets in bytes for a product on tensor cores, after the list of tiles. `pieces` is the
+ * float32 factor as bf16 [depth, GATE_PIECES, columns]. `sums` is float32 [lines, GATE_PIECES,
+ * columns], the result for each piece. */
 typedef struct gate_pieces {
     int64_t pieces, sums, end;
 } gate_pieces;
 
+/* Returns these offsets for a product [lines, columns] with sums of `depth` terms. The list of
+ * tiles is for `tokens` rows. */
 static inline gate_pieces gate_pieces_of(int64_t tokens, int64_t lines, int64_t columns,
                                          int64_t depth)
 {
@@ -72,13 +80,14 @@ static inline gate_pieces gate_pieces_of(int64_t tokens, int64_t lines, int64_t 
     return at;
 }
 
-/* Offsets for the gradient of x, whose factors are both float32: bf16 [tokens, GATE_PAIRS,
- * columns] and [hidden, GATE_PAIRS, columns]. Its sums are rows, so they need no memory
- * here. */
+/* Offsets in bytes for the gradient of x on tensor cores, whose factors are both float32.
+ * d_logits is bf16 [tokens, GATE_PAIRS, columns], and weights is bf16 [hidden, GATE_PAIRS,
+ * columns]. The result is written to the rows of d_x, so it needs no memory here. */
 typedef struct gate_pairs {
     int64_t d_logits, weights, end;
 } gate_pairs;
 
+/* Returns these offsets for the shapes of the gate. */
 static inline gate_pairs gate_pairs_of(int64_t tokens, int64_t hidden, int64_t columns)
 {
     gate_pairs at;
@@ -88,8 +97,9 @@ static inline gate_pairs gate_pairs_of(int64_t tokens, int64_t hidden, int64_t c
     return at;
 }
 
-/* Returns the bytes of the workspace: the list of tiles, then the partial sums or the
- * pieces. Those of the forward pass are for all tokens. */
+/* Returns the bytes of the workspace: the list of tiles, and after it the partial sums or the
+ * pieces, whichever need more memory. Forward handles all tokens at once, and backward one
+ * block. */
 static inline int64_t gate_bytes(int64_t tokens, int64_t block, int64_t hidden, int64_t columns,
                                  bool backward)
 {

@@ -1,30 +1,35 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The part of a layer on a device that is computed for each token outside of the routed
- * experts: the gate of the shared expert, and zero-experts, whose ids start at num_experts. */
+/* Arguments of the device kernels for the parts of a layer that each token computes without
+ * dispatch: the gate of the shared expert, and the zero-experts. The ids of zero-experts start
+ * at num_experts. */
 #ifndef EPIC_LAYER_TOKENS_H
 #define EPIC_LAYER_TOKENS_H
 
 #include <stdint.h>
 
+/* One block of tokens. */
 typedef struct layer_tokens {
     int64_t num_tokens, hidden, top_k;
     int32_t num_experts;
     uint32_t row_type;
-    const void *x;              /* [num_tokens, hidden] of row_type, like all rows here */
-    const void *d_out;          /* backward; NULL: forward */
-    const int32_t *topk_idx;    /* [num_tokens, top_k]; NULL: there are no zero-experts */
+    const void *x;              /* [num_tokens, hidden] of row_type; all rows have this type */
+    const void *d_out;          /* backward: [num_tokens, hidden]; NULL in forward */
+    const int32_t *topk_idx;    /* [num_tokens, top_k]; NULL: no zero-experts */
     const float *weights;       /* [num_tokens, top_k] */
     float *d_weights;           /* backward: [num_tokens, top_k] */
-    const float *w_shared_gate; /* [hidden]; NULL: the shared expert is not gated */
-    float *shared_weights;      /* [num_tokens]: its factor, a sigmoid */
+    const float *w_shared_gate; /* [hidden]; NULL: the shared expert has no gate */
+    float *shared_weights;      /* [num_tokens]: the shared expert's gate, sigmoid(x
+                                   w_shared_gate) */
     float *d_shared_weights;    /* backward: [num_tokens] */
 } layer_tokens;
 
-/* Computes to = a + b + the output of the zero-experts (of x; in backward, of d_out).
- * Backward also adds the gradient through the gate of the shared expert. `to` may be `a`. */
+/* Rows [num_tokens, hidden] of the kernel that adds these parts. It computes to = a + b + the
+ * output of the zero-experts, which in backward is their gradient, from d_out. Backward also
+ * adds the gradient through the gate of the shared expert. `to` may be the same array as
+ * `a`. */
 typedef struct layer_rows {
     void *to;
-    const void *a, *b; /* NULL: none */
+    const void *a, *b; /* NULL counts as 0 */
 } layer_rows;
 
 #endif

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Functions of one number from which scores are computed.
+/* Functions of one number from which scores are computed, for host code and CUDA kernels.
  *
- * In float32 they use only additions, products and quotients, in a fixed order and never
- * contracted. So every compiler and every device gets the same bits, and with them the same
- * choice of experts (kernels/cuda includes them, too). The error is below 2 units in the
- * last place. In float64, which only checks gradients, they are those of the C library. */
+ * The float32 functions use only additions, products and quotients, in a fixed order and
+ * without contraction to fused operations. So every compiler and every device computes the same
+ * bits, and therefore chooses the same experts. The error is below 2 units in the last place.
+ * The float64 functions call the C library, because float64 is only used to check gradients. */
 #ifndef EPIC_SCALAR_H
 #define EPIC_SCALAR_H
 
@@ -18,8 +18,9 @@
 #define SCALAR static inline
 #endif
 
-#define LOWEST_F32 (-104.0f) /* e^x is 0 in float32 below this x */
+#define LOWEST_F32 (-104.0f) /* below this x, e^x is 0 in float32 */
 
+/* Returns the bits of a float32. */
 SCALAR uint32_t word_of(float x)
 {
     uint32_t bits;
@@ -27,7 +28,7 @@ SCALAR uint32_t word_of(float x)
     return bits;
 }
 
-/* Returns 2^n for -126 <= n <= 127. */
+/* Returns 2^n for n from -126 to 127. */
 SCALAR float power_of_two(int32_t n)
 {
     const uint32_t bits = word_of(1) + ((uint32_t)n << 23);
@@ -36,14 +37,16 @@ SCALAR float power_of_two(int32_t n)
     return x;
 }
 
-/* Returns e^(x + low) for x <= 88 and tiny |low|, the part that rounding has removed from x. */
+/* Returns e^(x + low) for x up to 88. `low` is tiny: the part of the argument that was lost
+ * when x was rounded. Writes x as n log 2 + r, computes e^r by its Taylor series, and
+ * multiplies by 2^n. */
 SCALAR float exp_f32(float x, float low)
 {
     const float near = 0x1.8p23f; /* adding and subtracting it rounds to an integer */
     const float t = x < LOWEST_F32 ? LOWEST_F32 : x;
     const float sum = t * 0x1.715476p0f + near;
     const float n = sum - near;
-    /* log 2 in two parts; the first has so few bits that its product with n is exact. */
+    /* log 2 has two parts. The first has so few bits that its product with n is exact. */
     const float r =
         ((t - n * 0x1.62ep-1f) - n * 0x1.0bfbe8p-15f) + (x < LOWEST_F32 ? 0.0f : low);
     float p = 1.0f / 5040;
@@ -53,19 +56,20 @@ SCALAR float exp_f32(float x, float low)
     p = p * r + 1.0f / 6;
     p = p * r + 0.5f;
     p = (p * r) * r + r;
-    /* two factors, because 2^n may be subnormal */
+    /* 2^n is two factors, because it may be subnormal */
     const int32_t whole = (int32_t)(word_of(sum) - word_of(near));
     const int32_t half = whole >> 1;
     return ((p + 1.0f) * power_of_two(half)) * power_of_two(whole - half);
 }
 
-/* Returns a / b, rounded, for 0 <= a <= 1 <= b <= 2, where b is 1 if a is below 2^-60. */
+/* Returns a / b, correctly rounded, for 0 <= a <= 1 <= b <= 2. b must be 1 if a is below
+ * 2^-60. */
 SCALAR float part_of_f32(float a, float b)
 {
 #if defined(__CUDACC__)
-    /* One step towards 1 / b, and one towards the quotient. The result is exact for a = 1
-     * and for b = 1 + a if the start is at most 2 units off. Only the last b below 2 needs
-     * an exact start. */
+    /* One Newton step improves 1 / b, and one correction improves the quotient. The result is
+     * correctly rounded for a = 1 and for b = 1 + a, if the start is at most 2 units in the
+     * last place off. Only the largest b below 2 needs an exact start. */
     const float start = b == 0x1.fffffep0f ? 0x1.000002p-1f : reciprocal_approx(b);
     const float y = fmaf(fmaf(-b, start, 1), start, start);
     const float q = a * y;
@@ -75,17 +79,20 @@ SCALAR float part_of_f32(float a, float b)
 #endif
 }
 
+/* The float64 form of part_of_f32(). */
 SCALAR double part_of_f64(double a, double b)
 {
     return a / b;
 }
 
+/* The float64 form of exp_f32(). */
 SCALAR double exp_f64(double x, double low)
 {
     return x > -746 ? exp(x) * (1 + low) : x != x ? x : 0;
 }
 
-/* Returns log(1 + x) for 0 <= x <= 1, by the series of the inverse hyperbolic tangent. */
+/* Returns log(1 + x) for x from 0 to 1. Uses log(1 + x) = 2 atanh(x / (2 + x)) and the Taylor
+ * series of atanh. */
 SCALAR float log1p_f32(float x)
 {
     const float t = x / (2.0f + x);
@@ -100,11 +107,13 @@ SCALAR float log1p_f32(float x)
     return 2.0f * (t + t * (u * p));
 }
 
+/* The float64 form of log1p_f32(). */
 SCALAR double log1p_f64(double x)
 {
     return log1p(x);
 }
 
+/* Square roots, named by type for OF(sqrt). */
 SCALAR float sqrt_f32(float x)
 {
     return sqrtf(x);

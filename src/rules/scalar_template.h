@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The scores of one logit and their slopes, with the same bits on host and CUDA.  Include it
- * after scalar.h, with REAL and OF(name) defined. */
+/* The score of one logit and the derivative of the score, with the same bits on the host and on
+ * CUDA devices. Include it after scalar.h, with REAL and OF(name) defined. */
 
-/* Below this, sqrt(log(1 + e^z)) is e^(z/2), to the last bit but one. */
+/* Below this logit, sqrt(log(1 + e^z)) equals e^(z/2) except for the last bit. */
 #define SMALL_LOGIT (sizeof(REAL) == sizeof(float) ? -17 : -37)
 
-/* Returns e^(a - b) for a <= b, without the error of rounding the difference. */
+/* Returns e^(a - b) for a <= b. Computes the rounding error of a - b too (TwoSum, Knuth), so
+ * that it does not affect the result. */
 SCALAR REAL exp_of_difference(REAL a, REAL b)
 {
     const REAL d = a - b;
@@ -14,12 +15,15 @@ SCALAR REAL exp_of_difference(REAL a, REAL b)
     return OF(exp)(d, low);
 }
 
+/* Returns the sigmoid of z. Computes e^-|z|, which cannot overflow. */
 SCALAR REAL score_sigmoid(REAL z)
 {
     const REAL e = OF(exp)(z > 0 ? -z : z, 0);
     return OF(part_of)(z > 0 ? 1 : e, 1 + e);
 }
 
+/* Returns sqrt(log(1 + e^z)). Computes log(1 + e^z) as max(z, 0) + log(1 + e^-|z|), which
+ * cannot overflow. */
 SCALAR REAL score_sqrtsoftplus(REAL z)
 {
     if (z < SMALL_LOGIT) return OF(exp)(z / 2, 0);
@@ -27,7 +31,8 @@ SCALAR REAL score_sqrtsoftplus(REAL z)
     return OF(sqrt)((z > 0 ? z : 0) + OF(log1p)(e));
 }
 
-/* Returns ds/dz for the scores that depend on their own logit alone. */
+/* Returns ds/dz for the score s of logit z: sigmoid, sqrt(log(1 + e^z)), or z itself. In the
+ * first two, s is the score that forward computed. */
 SCALAR REAL score_slope(REAL s, REAL z, uint32_t score)
 {
     if (score == EPIC_SCORE_SIGMOID) return s * score_sigmoid(-z);

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The error texts of invalid data, shared by host and CUDA contexts: formats for epic_fail().
- * Ranks are int, and all other arguments are long long. */
+/* Texts of errors about invalid data, for host and CUDA contexts. Each is a format of
+ * epic_fail(), and the comment after its name lists the arguments. Ranks are int, and all other
+ * arguments are long long. */
 #ifndef EPIC_SENTENCES_H
 #define EPIC_SENTENCES_H
 
