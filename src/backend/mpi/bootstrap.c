@@ -1,15 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Making a bootstrap from a communicator.
+/* Creates a bootstrap from a communicator.
  *
  * MPI's own collectives wait forever for a missing rank and do not name it. So this file
- * duplicates the caller's communicator without blocking, and gathers with plain messages from
- * every rank to every other on the duplicate.
+ * duplicates the caller's communicator with the non-blocking MPI_Comm_idup. It gathers with
+ * plain messages on the duplicate, from every rank to every other rank.
  *
- * While the duplicate is made, the ranks that are there do not know each other. After half of
- * the time limit, each sends a roll call on the caller's communicator, so that the error can
- * name the ranks that are missing.
+ * While the duplicate is created, a rank cannot see which ranks are missing. So after half of
+ * the time limit each rank sends a roll call, an empty message, to all ranks on the caller's
+ * communicator. A rank whose roll call does not arrive is missing, and the error names it.
  *
- * MPI cannot take back a duplicate or messages in flight. After a failure they stay. */
+ * MPI cannot cancel a duplicate or messages in flight. After a failure their memory is not
+ * freed. */
 #include "bootstrap/bootstrap.h"
 
 #include <stdio.h>
@@ -28,11 +29,12 @@ typedef struct bootstrap {
     MPI_Comm comm;
     int rank, num_ranks;
     uint32_t timeout_ms;
-    epic_result failed; /* the result of the gather that failed; `sentence` is its error */
+    epic_result failed; /* result of the gather that failed; EPIC_OK: none failed */
     char sentence[512];
 } bootstrap;
 
-/* One gather. In `requests` the receives come before the sends; those of this rank are null. */
+/* The state of one gather. `requests` holds a receive for each rank, then a send for each rank.
+ * The two entries of this rank stay null. */
 typedef struct gather_round {
     unsigned char *bytes;  /* [num_ranks, size] by rank */
     MPI_Request *requests; /* [2, num_ranks] */
@@ -63,7 +65,8 @@ static void send_roll_calls(MPI_Comm comm, int rank, int num_ranks)
     }
 }
 
-/* Receives one roll call and marks its sender as present. Returns false if there was none. */
+/* Receives one roll call and clears the `missing` flag of its sender. Returns false if no roll
+ * call has arrived. */
 static bool receive_roll_call(MPI_Comm comm, bool *missing)
 {
     int came = 0;
@@ -76,8 +79,9 @@ static bool receive_roll_call(MPI_Comm comm, bool *missing)
     return true;
 }
 
-/* Sends this rank's roll call once, at half of the time limit or when another rank's has
- * arrived. Errors of MPI are ignored, because the roll call only improves an error text. */
+/* Receives roll calls, and sends this rank's once: if `late` is set, or if another rank's has
+ * arrived. Errors of MPI are ignored, because roll calls only improve an error text. The
+ * caller's error handler is replaced meanwhile, because it may end the program. */
 static void exchange_roll_calls(const bootstrap *m, MPI_Comm comm, bool *missing, bool late)
 {
     MPI_Errhandler theirs;
@@ -92,7 +96,7 @@ static void exchange_roll_calls(const bootstrap *m, MPI_Comm comm, bool *missing
     MPI_Errhandler_free(&theirs);
 }
 
-/* Sets the error that names the missing ranks. */
+/* Returns EPIC_ETIMEOUT with a sentence that names the missing ranks. */
 static epic_result fail_with_missing(const bootstrap *m, const bool *missing)
 {
     char names[160];
@@ -105,7 +109,8 @@ static epic_result fail_with_missing(const bootstrap *m, const bool *missing)
 
 /* -------------------------------------------------------------------------- duplicating ---- */
 
-/* Polls until the duplicate is made. After half of the time limit it exchanges roll calls. */
+/* Polls until the duplicate exists or the time limit passes. Exchanges roll calls in the second
+ * half of the time limit. Between polls other threads may use MPI. */
 static epic_result wait_for_duplicate(bootstrap *m, MPI_Comm comm, MPI_Request *request,
                                       bool *missing)
 {
@@ -126,7 +131,7 @@ static epic_result wait_for_duplicate(bootstrap *m, MPI_Comm comm, MPI_Request *
     }
 }
 
-/* Duplicates the caller's communicator within the time limit. */
+/* Duplicates the caller's communicator to m->comm within the time limit. */
 static epic_result duplicate_comm(bootstrap *m, MPI_Comm comm)
 {
     MPI_Request request;
@@ -155,7 +160,7 @@ static void free_round(gather_round *r)
     free(r->missing);
 }
 
-/* Allocates the arrays of a gather. */
+/* Allocates the arrays of a gather and copies `mine` to this rank's index. */
 static epic_result make_round(gather_round *r, const bootstrap *m, const void *mine,
                               size_t size)
 {
@@ -203,7 +208,8 @@ static epic_result fail_with_sizes(const bootstrap *m, int other, size_t size)
         m->rank, size, other);
 }
 
-/* Handles the i-th request that MPI has finished; `code` is the result of MPI_Testsome. */
+/* Handles the i-th request that MPI has finished. `code` is the result of MPI_Testsome. Returns
+ * EPIC_EMISMATCH if the peer sent another number of bytes. */
 static epic_result finish_request(gather_round *r, const bootstrap *m, int i, int code)
 {
     const int which = r->indices[i];
@@ -220,7 +226,7 @@ static epic_result finish_request(gather_round *r, const bootstrap *m, int i, in
     return EPIC_OK;
 }
 
-/* Polls all requests and subtracts the finished ones from `*left`. */
+/* Polls all requests and subtracts the number of finished ones from *left. */
 static epic_result poll_round(gather_round *r, const bootstrap *m, int *left)
 {
     int count = 0;
@@ -234,7 +240,8 @@ static epic_result poll_round(gather_round *r, const bootstrap *m, int *left)
     return EPIC_OK;
 }
 
-/* Runs one gather within the time limit. */
+/* Runs one gather: posts all messages, then polls until they are finished or the time limit
+ * passes. */
 static epic_result run_round(gather_round *r, const bootstrap *m)
 {
     deadline end = deadline_begin_ms(m->timeout_ms);
@@ -253,7 +260,7 @@ static epic_result run_round(gather_round *r, const bootstrap *m)
     }
 }
 
-/* The gather of the bootstrap. After a failure, every further call returns the same error. */
+/* Implements epic_bootstrap.gather. After a failure every later call returns the same error. */
 static epic_result gather_bytes(void *self, const void *mine, void *all, int64_t bytes)
 {
     bootstrap *m = self;
@@ -261,7 +268,7 @@ static epic_result gather_bytes(void *self, const void *mine, void *all, int64_t
     if (m->failed) return epic_fail(m->failed, "%s", m->sentence);
     TRY(make_round(&r, m, mine, bytes));
     m->failed = run_round(&r, m);
-    if (m->failed) { /* MPI may still access the round, so it is not freed */
+    if (m->failed) { /* MPI may still access the round's memory, so it is not freed */
         snprintf(m->sentence, sizeof m->sentence, "%s", epic_sentence());
         return m->failed;
     }
@@ -284,7 +291,7 @@ bool bootstrap_can_use(MPI_Comm comm, const char *name, char *why, size_t size)
     return false;
 }
 
-/* Checks that the communicator can be used, or starts MPI if native is NULL. */
+/* Checks that `native` is a communicator that can be used. Starts MPI if native is NULL. */
 static epic_result check_native(const void *native)
 {
     char why[128];
@@ -309,8 +316,8 @@ static void close_bootstrap(void *self)
     free(m);
 }
 
-/* Makes a bootstrap of the ranks of a communicator. `native` points to an MPI_Comm; NULL:
- * MPI_COMM_WORLD. Collective. EPIC_ETIMEOUT names the ranks that did not call it. */
+/* Creates a bootstrap of the ranks of a communicator. `native` points to an MPI_Comm; NULL
+ * means MPI_COMM_WORLD. Collective. EPIC_ETIMEOUT names the ranks that did not call it. */
 epic_result mpi_bootstrap(epic_bootstrap *out, const void *native, uint32_t timeout_ms)
 {
     TRY(check_native(native));
@@ -320,7 +327,7 @@ epic_result mpi_bootstrap(epic_bootstrap *out, const void *native, uint32_t time
     m->timeout_ms = timeout_ms;
     MPI_Comm_rank(comm, &m->rank);
     MPI_Comm_size(comm, &m->num_ranks);
-    TRY(duplicate_comm(m, comm)); /* on an error MPI may still write to m, so it is not freed */
+    TRY(duplicate_comm(m, comm)); /* after an error MPI may still write to m: never freed */
     *out = (epic_bootstrap){.rank = m->rank,
                             .num_ranks = m->num_ranks,
                             .gather = gather_bytes,

@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Sending control messages (MPI tag 0), and the failure of the group. A few receives from any
- * source are always posted; progress.c polls them. All messages are small, so MPI accepts them
- * at once and no rank waits for a peer to poll. */
+/* Sends control messages (MPI tag 0) and stores the failure of the group. NUM_RECEIVE_BUFFERS
+ * receives from any source are always posted; progress.c polls them. Control messages are
+ * small, so MPI accepts a send at once, and no rank waits for a peer to poll. */
 #include <stddef.h>
 #include <stdio.h>
 #include <string.h>
 
 #include "backend/mpi/group.h"
 
-/* Returns how many bytes of a message of this kind are sent. */
+/* Returns how many bytes of a control_message are sent for this kind. */
 static int control_message_bytes(uint32_t kind)
 {
     const size_t head = offsetof(control_message, header);
@@ -24,8 +24,8 @@ static int control_message_bytes(uint32_t kind)
     }
 }
 
-/* Sends a control message without waiting. The message must stay until the request is complete.
- */
+/* Sends a control message without waiting. *message must stay unchanged until *request is
+ * complete. */
 void control_send(epic_group *group, const control_message *message, int to,
                   MPI_Request *request)
 {
@@ -48,8 +48,9 @@ void control_notify_all(epic_group *group)
 
 /* ------------------------------------------------------------------------- failures ---- */
 
-/* Records the failure, unless there is one, and ends all waits of this rank. should_broadcast:
- * also sends it to all ranks. */
+/* Stores the failure, unless the group has one, and ends all waits of this rank. If
+ * should_broadcast is set, also sends the failure to all ranks. The release store of `broken`
+ * publishes the failure to threads that do not hold the mutex. */
 void control_break(epic_group *group, const epic_failure_info *failure, bool should_broadcast)
 {
     if (is_broken(group)) return;
@@ -63,7 +64,7 @@ void control_break(epic_group *group, const epic_failure_info *failure, bool sho
     broadcast_message(group, &group->failure_buffer.message, group->broadcast_requests);
 }
 
-/* Breaks the group because a call of MPI failed. */
+/* Breaks the group because the MPI call `what` returned the error `code`. */
 void control_fail(epic_group *group, int code, const char *what)
 {
     char reason[MPI_MAX_ERROR_STRING] = "";

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Making a communicator of some ranks of another one, within a deadline.
+/* Creates a communicator of some ranks of another communicator, within a deadline.
  *
- * Only MPI_Comm_create_group makes one without the ranks that do not belong to it, and it waits
- * forever for a rank that has died meanwhile. So a thread makes the call, if MPI allows several
- * threads. If the call does not return in time, the thread and the memory that it writes to are
- * abandoned. */
+ * Only MPI_Comm_create_group works without the ranks that are left out, but it waits forever
+ * for a rank that has died meanwhile. So a separate thread calls it, if MPI allows several
+ * threads. If the call does not return in time, the caller leaves the thread running. The
+ * thread frees its memory when the call returns. */
 #include <stdlib.h>
 
 #include "backend/mpi/group.h"
@@ -14,7 +14,7 @@
 
 #define NAP_NS 50000
 
-/* The call of MPI_Comm_create_group, shared by its thread and the caller. */
+/* Arguments and result of MPI_Comm_create_group, shared by its thread and the caller. */
 typedef struct creation {
     pthread_mutex_t mutex; /* guards done and is_abandoned */
     MPI_Comm parent, made;
@@ -29,7 +29,8 @@ static void free_creation(creation *c)
     free(c);
 }
 
-/* Makes the call. Frees its memory if the caller has abandoned it. */
+/* Calls MPI_Comm_create_group and stores the result. Frees *c if the caller has abandoned
+ * it. */
 static void *run_creation(void *self)
 {
     creation *c = self;
@@ -43,8 +44,8 @@ static void *run_creation(void *self)
     return NULL;
 }
 
-/* Returns whether the call has returned. abandon: if it has not, its thread frees the memory
- * when it does. */
+/* Returns whether the call has returned. If it has not and `abandon` is set, the thread will
+ * free *c. */
 static bool is_done(creation *c, bool abandon)
 {
     pthread_mutex_lock(&c->mutex);
@@ -63,7 +64,8 @@ static int find_dead_peer(epic_group *group)
     return -1;
 }
 
-/* Waits for the thread until the deadline, or until a rank of this host has died. */
+/* Waits until the thread is done. Returns an error at the deadline, or if a rank of this host
+ * has died. */
 static epic_result wait_for_creation(epic_group *group, creation *c)
 {
     deadline end = deadline_begin_ms((uint64_t)(group->timeout_ns / 1000000));

@@ -1,25 +1,27 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A thread that polls MPI for rows whose sender has finished.
+/* The drain thread: polls MPI until the rows of finished exchanges are sent.
  *
- * A rank that has finished an exchange may compute for a long time, or never call EPIC again,
- * while MPI still needs calls to move rows that a slow peer has not received. This thread polls
- * MPI every millisecond while there are such rows and no other thread polls. After a while
- * without such rows it sleeps; waking it after every operation would cost more than a short
- * operation takes. */
+ * A slow peer may not yet have received rows of an exchange that this rank has finished. MPI
+ * moves these rows only when this rank calls MPI. But the rank may compute for a long time, or
+ * never call EPIC again. So this thread polls MPI once per millisecond while such rows exist
+ * and no other thread polls. After IDLE_LOOKS rounds without such rows it sleeps. It does not
+ * sleep at once, because waking it after every operation costs more than a short operation
+ * takes. */
 
 #include "backend/mpi/group.h"
 #include "base/error.h"
 #include "base/thread.h"
 
 #define PACE_NS 1000000
-#define IDLE_LOOKS 20 /* rounds without rows before it sleeps */
+#define IDLE_LOOKS 20 /* rounds without rows before the thread sleeps */
 
 static void wake_drain(epic_group *group)
 {
     if (group->drain_sleeps) pthread_cond_signal(&group->drain_wake_up);
 }
 
-/* Naps without the mutex, then polls, unless another thread has polled meanwhile. */
+/* Sleeps for PACE_NS without the mutex. Then polls, unless another thread has polled in that
+ * time. */
 static void drain_once(epic_group *group)
 {
     const uint64_t looks = group->num_looks;
@@ -29,7 +31,8 @@ static void drain_once(epic_group *group)
     if (looks == group->num_looks && !is_broken(group)) progress_drain(group);
 }
 
-/* The thread. It sleeps after IDLE_LOOKS rounds without rows, or while the group is broken. */
+/* The main function of the thread. Sleeps after IDLE_LOOKS rounds without rows, and while the
+ * group is broken. */
 static void *drain_run(void *self)
 {
     epic_group *group = self;
@@ -56,7 +59,7 @@ epic_result drain_start(epic_group *group)
     return epic_fail(EPIC_ENOMEM, "backend mpi: the system refused one more thread");
 }
 
-/* Stops and joins the thread, if it runs. */
+/* Stops and joins the thread, if it runs. The caller does not hold the mutex. */
 void drain_stop(epic_group *group)
 {
     if (!group->drain_runs) return;
@@ -68,7 +71,7 @@ void drain_stop(epic_group *group)
     group->drain_runs = false;
 }
 
-/* Ends the exchange of a slot. The slot becomes free when MPI has sent all its rows. */
+/* Implements epic_transport.finish. The slot becomes free when MPI has sent all its rows. */
 void mpi_finish(epic_group *group, int index)
 {
     op_slot *slot = &group->slots[index];

@@ -1,27 +1,28 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A rank's view of a group whose ranks are processes of one MPI job, and the functions that the
- * files of this folder share, from the bottom up:
+/* A rank's view of a group whose ranks are processes of one MPI job. Below are the files of
+ * this folder in the order of their layers:
  *
- *   runtime.c      MPI itself: starting it, its lock, its errors
+ *   runtime.c      starts MPI; its lock and its errors
  *   tables.c       the memory of a group
- *   liveness.c     peers whose process has ended without a close message
- *   control.c      sending control messages (MPI tag 0); the failure of the group
+ *   liveness.c     finds peers whose process ended without a close message
+ *   control.c      sends control messages (MPI tag 0); the failure of the group
  *   op_slots.c     op slots and the headers that they hold
- *   peer_status.c  what waiting ranks ask each other before they name culprits
- *   staging.c      rows, on MPI tag 1 + the receiver's slot
- *   progress.c     polls MPI and dispatches what arrived to the files above
- *   wait.c         waiting for a change
+ *   peer_status.c  status requests of waiting ranks, which find culprits
+ *   staging.c      sends and receives rows, on MPI tag 1 + the receiver's slot
+ *   progress.c     polls MPI and passes what arrived to the files above
+ *   wait.c         waits for a change
  *   drain.c        a thread that polls MPI while finished slots still hold unsent rows
- *   lifecycle.c    from the start of MPI to its end; groups that this rank has left
- *   create.c       makes a communicator within a deadline
- *   bootstrap.c    makes a bootstrap from a communicator
- *   join.c         joining and leaving a group
+ *   lifecycle.c    start and end of MPI; groups that this rank has left
+ *   create.c       creates a communicator within a deadline
+ *   bootstrap.c    creates a bootstrap from a communicator
+ *   join.c         joins and leaves a group
  *   mpi.c          the table of transport functions
  *
- * No file calls a function of a file further down in this list (tests/includes.py).
+ * A file calls only functions of files above it in this list (tests/includes.py checks that).
  *
- * One mutex guards the group and all MPI calls on its communicator. No thread holds it while it
- * sleeps. Only the rings are accessed without it, by the thread that uses the slot. */
+ * Locking: one mutex guards the group and all MPI calls on its communicator. No thread holds
+ * the mutex while it sleeps. Only the memory of the rings is accessed without the mutex, by the
+ * thread that uses the op slot. */
 #ifndef EPIC_MPI_GROUP_H
 #define EPIC_MPI_GROUP_H
 
@@ -46,15 +47,15 @@ enum message_kind {
     MESSAGE_HEADER = 1,
     MESSAGE_FAILURE,
     MESSAGE_CLOSED,
-    MESSAGE_STATUS_REQUEST, /* asks a rank for its status, seen from (tag, sequence) */
-    MESSAGE_STATUS_REPLY    /* the answer */
+    MESSAGE_STATUS_REQUEST, /* requests the receiver's status, seen from (tag, sequence) */
+    MESSAGE_STATUS_REPLY    /* the reply to a request */
 };
 
-/* The report of a rank about itself for a peer that waits for it. */
+/* The status of a rank, which it sends to a peer that waits for it. */
 typedef struct status_report {
     uint32_t waiting;
     uint32_t phase;
-    uint32_t operation; /* the last one announced; tag and sequence belong to it */
+    uint32_t operation; /* the last announced operation, with its tag and sequence */
     uint32_t inside;
     uint64_t tag;
     uint64_t sequence;
@@ -64,7 +65,7 @@ typedef struct status_report {
 /* A message on MPI tag 0. Only the part that its kind needs is sent. */
 typedef struct control_message {
     uint32_t kind;
-    int32_t slot_index; /* NOTE: the sender's slot; STATUS_*: the slot of the rank that asked */
+    int32_t slot_index; /* HEADER: sender's slot; STATUS_*: slot of the requesting rank */
     uint64_t tag;
     uint64_t sequence;
     union {
@@ -80,7 +81,7 @@ typedef struct send_buffer {
     MPI_Request request;
 } send_buffer;
 
-/* A peer's header for an exchange that this rank has not begun. */
+/* A peer's op header that arrived before this rank began the exchange. */
 typedef struct early_header {
     bool is_used;
     int32_t slot_index;
@@ -88,63 +89,64 @@ typedef struct early_header {
     epic_op_header header;
 } early_header;
 
-/* One rank, as this rank knows it. */
+/* The state of one peer, as far as this rank knows it. */
 typedef struct peer {
-    bool is_closing; /* its close message arrived; earlier messages may still arrive */
+    bool is_closing; /* its close message arrived; older messages may follow */
     bool closed;
     uint32_t num_early;
     early_header *early; /* [max_early] */
-    uint32_t operation;  /* of its last header; 0: none yet */
+    uint32_t operation;  /* operation of its last header; 0: no header yet */
     uint64_t tag, sequence;
     bool dead; /* its process has ended */
 } peer;
 
-/* The status of one peer, as one slot knows it. */
+/* The last status report of one peer for the exchange of one slot. */
 typedef struct peer_status {
-    bool is_pending; /* a request has no reply yet */
+    bool is_pending; /* a request was sent and has no reply yet */
     int64_t requested_ns;
     int64_t replied_ns; /* 0: never */
     status_report status_report;
 } peer_status;
 
-/* The rows between this rank and one peer in one direction, in one slot. Segments are numbered
- * over the whole exchange. Segment n uses half n % 2 of the ring. */
+/* The ring of one slot between this rank and one peer, in one direction. A segment is the part
+ * of a flow that is sent as one MPI message. Segments are numbered over all flows. Segment n
+ * uses half n % 2 of the ring. */
 typedef struct staging_ring {
-    int64_t num_entries;  /* of the flow */
+    int64_t num_entries;  /* entries of the flow */
     int64_t moved;        /* entries of the flow that were sent, or dropped */
     uint64_t first;       /* first segment of the flow */
     uint64_t num_started; /* segments passed to MPI so far */
-    int64_t offset;       /* of send rings: where in its segments the flow begins */
+    int64_t offset;       /* send rings: offset in a segment where entries begin */
 } staging_ring;
 
 enum { REQUEST_HEADER, REQUEST_SEND, REQUEST_RECEIVE = REQUEST_SEND + 2, NUM_REQUESTS = 5 };
 
-/* DRAINING: finished, but MPI still reads from its rings. */
+/* DRAINING: this rank has finished the exchange, but MPI still reads from its rings. */
 enum op_slot_state { SLOT_FREE, SLOT_CLAIMED, SLOT_OPEN, SLOT_DRAINING };
 
-/* The wait of a thread for a slot, or for a free slot. */
+/* The state of a wait: of one op slot, or of all threads that wait for a free op slot. */
 typedef struct wait_state {
     bool is_waiting;
     uint32_t phase;
     int64_t last_ns;            /* when a thread last waited */
-    int64_t unchanged_since_ns; /* since when nothing has changed */
-    int64_t requested_ns;       /* when peers were last considered for a request */
+    int64_t unchanged_since_ns; /* when something last changed */
+    int64_t requested_ns;       /* when status requests were last considered */
     uint64_t waits_for[RANK_WORDS];
 } wait_state;
 
-/* One operation of this rank. Peers find it by tag and sequence number. */
+/* One op slot of this rank. Peers find it by tag and sequence number. */
 typedef struct op_slot {
     enum op_slot_state state;
     int index;
     uint64_t tag, sequence;
     control_message announcement;
     unsigned num_events,
-        num_seen_events; /* changes of what the slot waits for; those before the last wait */
-    int num_misses;      /* calls with no result since MPI was last polled */
+        num_seen_events; /* changes that end a wait; their count at the last wait */
+    int num_misses;      /* calls without a result since MPI was last polled */
     unsigned num_looks;  /* polls while waiting */
     bool waits_for_room; /* a ring was full */
     wait_state wait;
-    int64_t num_flows;                        /* in all its exchanges */
+    int64_t num_flows;                        /* flows of all exchanges of this slot */
     int64_t entry_bytes, stride, per_segment; /* of the flow */
 
     /* [num_ranks] each */
@@ -164,25 +166,25 @@ struct epic_group {
         *mutex; /* own_mutex, or that of the process if MPI allows one thread at a time */
     pthread_mutex_t own_mutex;
     int64_t timeout_ns;
-    bool own_cores; /* every rank of this host can have its own core */
+    bool own_cores; /* each rank of this host can have its own core */
 
     op_slot *slots;              /* [num_slots] */
     peer *peers;                 /* [num_ranks] */
     struct pollfd *pidfds;       /* [num_ranks] pidfds of ranks on this host, else -1 */
-    int64_t liveness_checked_ns; /* when they were last polled */
+    int64_t liveness_checked_ns; /* when the pidfds were last polled */
     send_buffer *send_buffers;
     control_message *receive_buffers; /* [NUM_RECEIVE_BUFFERS] */
     MPI_Request receive_requests[NUM_RECEIVE_BUFFERS];
     uint32_t max_early;
-    uint64_t last_tag, last_sequence; /* of this rank's last announcement */
+    uint64_t last_tag, last_sequence; /* of this rank's last announced operation */
     uint32_t last_operation;
-    wait_state wait; /* for a free slot */
+    wait_state wait; /* wait for a free slot */
     int *indices;    /* [num_ranks * NUM_REQUESTS] for MPI_Testsome */
 
     atomic_bool broken;
     epic_failure_info failure;  /* written once, before `broken` */
     send_buffer failure_buffer; /* the failure message to all ranks */
-    /* [2, num_ranks]: of the failure message, of the close message */
+    /* [2, num_ranks]: sends of the failure message, then of the close message */
     MPI_Request *broadcast_requests;
     control_message close_message;
 
@@ -191,7 +193,7 @@ struct epic_group {
     bool drain_runs, drain_sleeps, leaving;
     int num_draining;
     uint64_t num_looks;        /* polls of MPI by any thread */
-    _Atomic int64_t polled_ns; /* when control messages were last polled */
+    _Atomic int64_t polled_ns; /* clock_ns() of the last poll of control messages */
 
     unsigned char *rings;
     int64_t ring_bytes;
@@ -202,8 +204,8 @@ struct epic_group {
     epic_group *next; /* in the list of groups that this rank has left */
 };
 
-/* Returns a request of the slot: REQUEST_NOTE, or REQUEST_SEND or REQUEST_RECEIVE plus the half
- * of the ring. */
+/* Returns an MPI request of the slot for a peer. `which` is REQUEST_HEADER, or REQUEST_SEND or
+ * REQUEST_RECEIVE plus the half of the ring. */
 static inline MPI_Request *request_of(op_slot *slot, int peer, int which)
 {
     return &slot->requests[peer * NUM_REQUESTS + which];
@@ -221,10 +223,10 @@ static inline bool has_rank(const uint64_t *ranks, int rank)
     return ranks[rank / 64] >> (rank % 64) & 1;
 }
 
-/* runtime.c. Functions with a result set an error text if MPI cannot be used. */
+/* runtime.c. Functions that return epic_result set the error sentence. */
 void runtime_nap(int64_t ns);
-epic_result runtime_start(bool *ours); /* starts MPI if necessary; *ours: this call did it */
-/* sets an error text and returns EPIC_EDEVICE */
+epic_result runtime_start(bool *ours); /* starts MPI if necessary; *ours: EPIC started it */
+/* sets the error sentence of an MPI error code; returns EPIC_EDEVICE */
 epic_result runtime_fail(int code, const char *what);
 bool runtime_is_up(void);
 pthread_mutex_t *runtime_mutex(void); /* NULL: several threads may call MPI at once */

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Joining a group, from a bootstrap to a communicator, and leaving it. */
+/* Joins a group: from a bootstrap to a communicator. Also leaves a group. */
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -17,6 +17,8 @@
 
 /* ----------------------------------------------------------------------------- can_join ---- */
 
+/* Returns the number of ranks that mpirun has started, or 0 if it did not start this
+ * process. */
 static int launched_ranks(void)
 {
     const char *const names[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"};
@@ -32,7 +34,7 @@ static MPI_Comm parent_of(const epic_config *config)
     return config->native ? *(const MPI_Comm *)config->native : MPI_COMM_WORLD;
 }
 
-/* Returns whether two ranks are threads of one process, and writes which to `why`. */
+/* Returns whether two ranks are threads of one process. Writes their numbers to `why`. */
 static bool find_threads(const epic_peer *peers, int num_ranks, char *why)
 {
     for (int a = 0; a < num_ranks; a++)
@@ -48,7 +50,8 @@ static bool find_threads(const epic_peer *peers, int num_ranks, char *why)
     return false;
 }
 
-/* Returns whether the communicator has enough ranks, else writes the reason to `why`. */
+/* Returns whether the communicator is valid and has at least num_ranks ranks. Otherwise writes
+ * the reason to `why`. */
 static bool fits_started(const epic_config *config, int num_ranks, char *why)
 {
     const MPI_Comm parent = parent_of(config);
@@ -80,7 +83,7 @@ bool mpi_can_join(const epic_peer *peers, int num_ranks, const epic_config *conf
         return false;
     }
     const int launched = launched_ranks();
-    if (launched == num_ranks) return true; /* all of these ranks will call MPI_Init_thread */
+    if (launched == num_ranks) return true; /* all of them will call MPI_Init_thread */
     if (launched)
         snprintf(why, SENTENCE,
                  "mpirun started %d ranks, the bootstrap has %d, and MPI is not "
@@ -93,7 +96,7 @@ bool mpi_can_join(const epic_peer *peers, int num_ranks, const epic_config *conf
 
 /* --------------------------------------------------------------------------------- join ---- */
 
-/* The info that a rank publishes before the first collective call of MPI. */
+/* The data that a rank sends through the bootstrap before the first collective MPI call. */
 typedef struct join_info {
     int32_t result;
     int32_t parent_rank, parent_size;
@@ -102,6 +105,7 @@ typedef struct join_info {
     core_set cores;
 } join_info;
 
+/* Returns a hash (FNV-1a) of the name of the MPI job, to detect ranks of different jobs. */
 static uint64_t job_id(void)
 {
     const char *name = getenv("PMIX_NAMESPACE");
@@ -110,7 +114,8 @@ static uint64_t job_id(void)
     return hash;
 }
 
-/* Does all that needs no other rank, and fills in what this rank publishes. */
+/* Does the part of joining that needs no other rank: starts MPI, checks the communicator,
+ * allocates the group. Fills in *mine for the gather. */
 static epic_result prepare_rank(const epic_join *join, epic_group **group, join_info *mine)
 {
     *mine = (join_info){
@@ -127,8 +132,8 @@ static epic_result prepare_rank(const epic_join *join, epic_group **group, join_
     return drain_start(*group);
 }
 
-/* Checks what all ranks published: they succeeded, and are different ranks of one communicator.
- */
+/* Checks the infos of all ranks: all ranks succeeded so far, and they are different ranks of
+ * one communicator. */
 static epic_result check_infos(const join_info *infos, int num_ranks)
 {
     uint32_t taken[(1 << 20) / 32] = {0};
@@ -158,7 +163,7 @@ static epic_result check_infos(const join_info *infos, int num_ranks)
     return EPIC_OK;
 }
 
-/* Returns whether every rank of this host can have a core of its own. */
+/* Returns whether there are at least as many cores as ranks on this host. */
 static bool have_cores(const epic_join *join, const join_info *infos)
 {
     const epic_peer *mine = &join->peers[join->bootstrap->rank];
@@ -172,7 +177,8 @@ static bool have_cores(const epic_join *join, const join_info *infos)
     return cores_count(&any) >= ranks;
 }
 
-/* Makes a communicator of the bootstrap's ranks, in their order. No other rank takes part. */
+/* Creates a communicator of the bootstrap's ranks, in their order. Ranks outside the group do
+ * not take part. */
 static epic_result make_connections(epic_group *group, const epic_join *join,
                                     const join_info *infos)
 {
@@ -202,8 +208,8 @@ static void discard_group(epic_group *group)
     tables_free(group);
 }
 
-/* Holds the mutex if MPI allows one thread at a time. All peers are about to make the same
- * call, so it is short. */
+/* Calls make_connections() with the mutex held. The collective MPI call inside is short,
+ * because all peers make it at the same time. */
 static epic_result connect_locked(epic_group *group, const epic_join *join,
                                   const join_info *infos)
 {
@@ -213,8 +219,8 @@ static epic_result connect_locked(epic_group *group, const epic_join *join,
     return result;
 }
 
-/* Joins the group. Collective: every rank publishes its info even after an error, so that all
- * reach the same verdict. */
+/* Joins the group. Collective: a rank that failed to prepare still takes part in the gather, so
+ * that all ranks return an error. */
 epic_result mpi_join(epic_group **out, const epic_join *join)
 {
     const int num_ranks = join->bootstrap->num_ranks;
@@ -248,8 +254,8 @@ epic_result mpi_join(epic_group **out, const epic_join *join)
 
 /* -------------------------------------------------------------------------------- leave ---- */
 
-/* Returns whether a peer has been dead for SETTLE_NS without a close message. *since: when that
- * was first seen; its close message may still arrive. */
+/* Returns whether a peer's process ended at least SETTLE_NS ago without a close message. The
+ * close message may still arrive in that time. *since is when the first dead peer was seen. */
 static bool has_dead_peer(epic_group *group, int64_t *since)
 {
     const int64_t now = clock_ns();
@@ -262,8 +268,8 @@ static bool has_dead_peer(epic_group *group, int64_t *since)
     return false;
 }
 
-/* Polls until MPI does not need this rank's memory any more. Returns false if the group broke,
- * a peer died, or a peer does not receive. */
+/* Polls until MPI has sent everything from this rank's memory. Returns false if the group
+ * broke, a peer died, or a peer does not receive until the deadline. */
 static bool flush_messages(epic_group *group)
 {
     deadline end = deadline_begin_ms((uint64_t)(group->timeout_ns / 1000000));
@@ -296,8 +302,8 @@ static bool test_slots(epic_group *group)
     return idle;
 }
 
-/* Cancels the pending MPI requests that no peer will complete. Returns false if MPI may still
- * read or write the rings; then they must not be freed. */
+/* Cancels the pending receives, which no peer will complete, and waits shortly for all
+ * requests. Returns false if MPI may still access the rings; then they must not be freed. */
 static bool cancel_requests(epic_group *group)
 {
     pthread_mutex_lock(group->mutex);
@@ -314,8 +320,9 @@ static bool cancel_requests(epic_group *group)
     return idle;
 }
 
-/* Breaks the group because a peer died or received nothing until the deadline. This rank's
- * communicator must live as long as those of its peers. */
+/* Breaks the group because a peer died, or did not receive rows until the deadline. The
+ * communicator of a broken group is never freed, so late messages cannot reach another
+ * group. */
 static void break_with_timeout(epic_group *group)
 {
     const epic_failure_info failure = {.result = EPIC_ETIMEOUT,
@@ -326,7 +333,7 @@ static void break_with_timeout(epic_group *group)
 }
 
 /* Leaves the group: sends the close message, waits until MPI needs no memory of this rank, and
- * frees the rings. lifecycle.c keeps the rest until all peers have left. */
+ * frees the rings. lifecycle.c keeps the communicator until all peers have left. */
 void mpi_leave(epic_group *group)
 {
     const bool up = runtime_is_up();

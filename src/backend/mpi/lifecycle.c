@@ -1,17 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* From the start of MPI to its end. A process has one MPI, so this file keeps the state of the
- * process: whether EPIC started MPI, and the groups that this rank has left.
+/* Starts and ends MPI. A process has one MPI, so the state here belongs to the process: whether
+ * EPIC started MPI, and the groups that this rank has left.
  *
- * A group that this rank has left keeps its communicator until all peers have left, too. MPI
- * reuses the number of a freed communicator, and a late message would then reach the wrong
- * group. Such groups are freed when another group is opened or left, or when MPI ends. The
- * communicator of a broken group is never freed. */
+ * This rank keeps the communicator of a group that it has left until all peers have left too.
+ * The reason: MPI reuses the number of a freed communicator, and a late message would then
+ * reach the wrong group. Such groups are freed when this rank opens or leaves another group, or
+ * when MPI ends. The communicator of a broken group is never freed. */
 #include <unistd.h>
 
 #include "backend/mpi/group.h"
 #include "base/error.h"
 
-#define LAST_CALL_NS 1000000000 /* how long MPI_Finalize waits for peers that are leaving */
+#define LAST_CALL_NS 1000000000 /* longest time that MPI_Finalize waits for peers to leave */
 
 static struct {
     pthread_mutex_t mutex; /* guards the members below */
@@ -32,7 +32,7 @@ static bool all_closed(const epic_group *group)
     return true;
 }
 
-/* Frees a group that all peers have left. Returns whether it did. */
+/* If all peers have left the group, frees it and returns true. */
 static bool free_if_all_closed(epic_group *group)
 {
     if (is_broken(group)) return false;
@@ -48,8 +48,8 @@ static bool free_if_all_closed(epic_group *group)
     return over;
 }
 
-/* Frees the groups that all peers have left. Returns how many groups that are not broken
- * remain. */
+/* Frees the groups that all peers have left. Returns how many unbroken groups remain. The
+ * caller holds lifecycle.mutex. */
 static int free_left_groups(void)
 {
     int whole = 0;
@@ -93,7 +93,8 @@ void lifecycle_retire(epic_group *group)
 
 /* ------------------------------------------------------------------------ start and end ---- */
 
-/* MPI calls this at the beginning of MPI_Finalize, whoever calls that. */
+/* MPI calls this at the beginning of MPI_Finalize, no matter which code calls MPI_Finalize.
+ * Waits up to LAST_CALL_NS for peers that are leaving, then cancels the posted receives. */
 static int before_finalize(MPI_Comm comm, int key, void *value, void *state)
 {
     (void)comm, (void)key, (void)value, (void)state;
@@ -109,8 +110,9 @@ static int before_finalize(MPI_Comm comm, int key, void *value, void *state)
     return MPI_SUCCESS;
 }
 
-/* Ends MPI at the end of the process if EPIC started it, unless MPI_Finalize could wait forever
- * for a peer. Then mpirun notices a rank that did not end MPI, and ends the job. */
+/* Runs at the end of the process. Calls MPI_Finalize if EPIC started MPI, unless a broken or
+ * open group could make it wait forever. In that case mpirun notices that the rank did not end
+ * MPI, and ends the job. */
 __attribute__((destructor)) static void end(void)
 {
     if (!lifecycle.ours || lifecycle.pid != getpid() || !runtime_is_up()) return;
@@ -125,7 +127,7 @@ static int attach_finalize_hook(void)
     return code;
 }
 
-/* Starts MPI if necessary and hooks MPI_Finalize once. The caller holds the mutex. */
+/* Starts MPI if necessary, and attaches before_finalize() once. The caller holds the mutex. */
 static epic_result start_locked(void)
 {
     bool ours = false;

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Peers whose process has ended without a close message. MPI may not notice that, and where the
- * launcher lets the others live, they would wait until their deadline.
+/* Finds peers whose process has ended without a close message. MPI may not report this. If the
+ * launcher does not end the job either, the other ranks would wait until their deadline.
  *
- * The system reports the end of processes on this host and in this PID namespace, by pidfds. A
- * rank that notices one breaks the group also for ranks on other hosts. The end of the only
- * rank on another host is not noticed: a lost connection does not prove that a process has
- * ended. */
+ * A pidfd reports the end of a process on this host and in this PID namespace. The rank that
+ * detects it breaks the group, also for ranks on other hosts. If the only rank of a host ends,
+ * no pidfd reports it. A lost MPI connection is not used, because it does not prove that a
+ * process has ended. */
 #include <errno.h>
 #include <string.h>
 #include <unistd.h>
@@ -13,9 +13,9 @@
 #include "backend/mpi/group.h"
 #include "base/process.h"
 
-#define PACE_NS 5000000 /* between two polls */
+#define PACE_NS 5000000 /* time between two polls */
 
-/* Opens a pidfd for every rank of this host. */
+/* Opens a pidfd for every peer on this host. */
 void liveness_watch(epic_group *group, const epic_peer *peers)
 {
     const epic_peer *mine = &peers[group->rank];
@@ -35,7 +35,7 @@ static void mark_dead(epic_group *group, int peer)
     group->pidfds[peer].fd = -1;
 }
 
-/* Marks the ranks of this host whose process has ended as dead. */
+/* Polls the pidfds, at most once per PACE_NS. Marks peers whose process has ended as dead. */
 void liveness_check(epic_group *group, int64_t now)
 {
     if (now - group->liveness_checked_ns < PACE_NS) return;
@@ -45,8 +45,9 @@ void liveness_check(epic_group *group, int64_t now)
         if (group->pidfds[r].fd >= 0 && group->pidfds[r].revents) mark_dead(group, r);
 }
 
-/* All messages that it sent before it died have reached this host already. The exchange looks
- * twice before it judges. */
+/* Returns whether the peer has closed or died. Messages that it sent before it died are on this
+ * host already, but may not be handled yet. Therefore the exchange checks twice before it
+ * reports the peer. */
 bool liveness_is_gone(const epic_group *group, int peer)
 {
     return group->peers[peer].closed || group->peers[peer].dead;

@@ -1,18 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The backend mpi: ranks are processes of one MPI job, share no memory and only exchange
- * messages. This file contains the transport functions that poll MPI when there is no result
- * yet, and the table of all of them. */
+/* The backend mpi: ranks are processes of one MPI job. They share no memory and exchange only
+ * messages. This file contains the table of transport functions, and those functions that poll
+ * MPI if they have no result yet. */
 #include "backend/mpi/group.h"
 #include "base/error.h"
 
 #define RECENT_NS 1000000
 
-/* Claims a free slot, after freeing those whose messages have been sent. Returns -1 if there is
- * none. */
+/* Implements epic_transport.claim. First frees finished slots whose messages have been sent. */
 static int claim_slot(epic_group *group)
 {
     pthread_mutex_lock(group->mutex);
-    /* the memory of the last slot is probably in the cache */
+    /* the slot that was used last is free again then, and probably in the cache */
     if (!is_broken(group)) progress_drain(group);
     op_slot *slot = op_slots_find_free(group);
     if (slot) slot->state = SLOT_CLAIMED;
@@ -64,11 +63,12 @@ static bool has_polled_recently(epic_group *group)
     return clock_ns() - looked < RECENT_NS;
 }
 
-/* Returns whether the group is broken. Polls MPI now and then, unless another thread does, so
- * that a rank that never waits also learns of failures. It polls until two polls in a row find
- * nothing, because one poll may let MPI receive a message that only the next one finds. So a
- * rank that comes back after a long time knows of a failure before it joins an operation that
- * its peers have given up. */
+/* Returns whether the group is broken. Polls MPI if no thread has polled for RECENT_NS, so that
+ * a rank that never waits also learns of failures.
+ *
+ * It polls until two polls in a row find nothing, because in one poll MPI may only receive a
+ * message that the next poll reports. So a rank that returns to EPIC after a long time sees a
+ * failure before it joins an operation that its peers have given up. */
 static bool get_failure(epic_group *group, epic_failure_info *out)
 {
     if (!is_broken(group) && !has_polled_recently(group) &&

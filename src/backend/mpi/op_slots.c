@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Op slots. A slot is free, claimed, open (announced), draining (finished, while MPI still
- * reads from its rings), and free again. Headers that arrive before this rank begins the
- * exchange wait in the list of their sender. */
+/* Op slots. The states of a slot are free, claimed, open (announced), draining (finished, but
+ * MPI still reads from its rings), and free again. If a peer's header arrives before this rank
+ * begins the exchange, it is stored in peer.early of that peer. */
 #include "backend/mpi/group.h"
 
 /* ---------------------------------------------------------------------------- notes ---- */
@@ -17,6 +17,8 @@ op_slot *op_slots_find(epic_group *group, uint64_t tag, uint64_t sequence)
     return NULL;
 }
 
+/* Stores a peer's header in its slot. The release store lets the slot's thread read the header
+ * without the mutex. */
 static void store_header(op_slot *slot, int from, int peer_cell, const epic_op_header *header)
 {
     slot->headers[from] = *header;
@@ -25,8 +27,8 @@ static void store_header(op_slot *slot, int from, int peer_cell, const epic_op_h
     slot->num_events++;
 }
 
-/* Stores a header whose exchange this rank has not begun. Too many of them break the group,
- * because the peer has more operations in flight than max_in_flight. */
+/* Stores a header of an exchange that this rank has not begun. If the list is full, the peer
+ * has more operations in flight than max_in_flight, which breaks the group. */
 static void store_early_header(epic_group *group, const control_message *message, int from)
 {
     peer *p = &group->peers[from];
@@ -49,12 +51,13 @@ static void store_early_header(epic_group *group, const control_message *message
     control_break(group, &failure, true);
 }
 
-/* Stores the header that a peer sent, in its slot or in the list of early ones. */
+/* Stores a header that a peer sent: in the slot of its exchange, or in the list of early
+ * headers. */
 void op_slots_add_header(epic_group *group, const control_message *message, int from)
 {
     peer *p = &group->peers[from];
     p->operation =
-        (uint32_t)message->header.common[0]; /* by the layout of exchange/op_header.h */
+        (uint32_t)message->header.common[0]; /* an epic_operation; exchange/op_header.h */
     p->tag = message->tag;
     p->sequence = message->sequence;
     op_slot *slot = op_slots_find(group, message->tag, message->sequence);
@@ -88,13 +91,14 @@ op_slot *op_slots_find_free(epic_group *group)
     return NULL;
 }
 
-/* Prepares a claimed slot for a new exchange. Only the calling thread uses it yet. */
+/* Prepares a claimed slot for a new exchange. No other thread uses the slot yet, so the mutex
+ * is not needed. */
 static void reset_slot(epic_group *group, op_slot *slot)
 {
     for (int r = 0; r < group->num_ranks; r++) {
         atomic_store_explicit(&slot->has_header[r], false, memory_order_relaxed);
         slot->send_rings[r] = (staging_ring){
-            .num_started = (uint64_t)slot->num_flows}; /* start with alternating halves */
+            .num_started = (uint64_t)slot->num_flows}; /* begin with alternating halves */
         slot->receive_rings[r] = (staging_ring){0};
         slot->statuses[r].is_pending = false;
         slot->statuses[r].replied_ns = 0;
@@ -105,7 +109,8 @@ static void reset_slot(epic_group *group, op_slot *slot)
     slot->wait = (wait_state){.unchanged_since_ns = clock_ns()};
 }
 
-/* Opens the slot and sends this rank's header to all peers. */
+/* Implements epic_transport.announce: opens the slot, takes over early headers, and sends this
+ * rank's header to all peers. */
 void mpi_announce(epic_group *group, int index, uint64_t tag, uint64_t sequence,
                   const epic_op_header *header)
 {

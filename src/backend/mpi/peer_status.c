@@ -1,21 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The status of peers. A rank that waits for a long time sends a status request to the ranks
- * that it waits for, and to those that they wait for. A rank that is itself waiting answers. So
- * at its deadline a rank knows which peers are awake, and names only those that are not. */
+/* The status of peers. A rank that waits for a long time sends status requests to the ranks
+ * that it waits for, and to the ranks that those wait for. A rank that itself waits in EPIC
+ * replies, because its wait polls MPI. So at its deadline a rank knows which peers run, and
+ * names only the others as culprits. */
 #include <string.h>
 
 #include "backend/mpi/group.h"
 
 #define MS 1000000ll
-#define PATIENCE_NS (50 * MS) /* without a change, before the first request */
-#define PACE_NS (10 * MS)     /* between two checks whether to send requests */
-#define AGAIN_NS (100 * MS)   /* between a reply and the next request */
-/* between requests without a reply, so that few messages pile up at a stuck peer */
+#define PATIENCE_NS (50 * MS) /* a wait this long sends its first request */
+#define PACE_NS (10 * MS)     /* time between two rounds of requests */
+#define AGAIN_NS (100 * MS)   /* time between a reply and the next request */
+/* time between requests without a reply, so that few messages accumulate at a stuck peer */
 #define SILENT_NS (5000 * MS)
 #define FRESH_NS (500 * MS)
 #define MOMENT_NS (100 * MS) /* a thread still counts as waiting between two calls of wait() */
 
-/* Returns a buffer whose message has been sent, or NULL. */
+/* Returns a send buffer whose last message has been sent, or NULL. */
 static send_buffer *find_free_buffer(epic_group *group)
 {
     for (int i = 0; i < NUM_SEND_BUFFERS; i++) {
@@ -32,7 +33,8 @@ static bool is_fresh(const peer_status *s, int64_t now)
     return s->replied_ns && now - s->replied_ns <= FRESH_NS;
 }
 
-/* Sends a status request to a peer, unless one is pending or a reply is recent. */
+/* Sends a status request to a peer, unless a request is pending, a reply is recent, or no send
+ * buffer is free. */
 static void send_request(epic_group *group, op_slot *slot, int to, int64_t now)
 {
     peer_status *s = &slot->statuses[to];
@@ -50,7 +52,8 @@ static void send_request(epic_group *group, op_slot *slot, int to, int64_t now)
     control_send(group, &l->message, to, &l->request);
 }
 
-/* Adds the ranks that the ranks in `whom` wait for, according to their latest replies. */
+/* Adds to `whom` the ranks that its members wait for, according to their latest replies, until
+ * no rank is added any more. */
 static void add_indirect_waits(epic_group *group, const op_slot *slot, int64_t now,
                                uint64_t *whom)
 {
@@ -65,7 +68,7 @@ static void add_indirect_waits(epic_group *group, const op_slot *slot, int64_t n
     }
 }
 
-/* Sends status requests, if the slot has waited long enough. */
+/* Sends status requests if the slot has waited for PATIENCE_NS without a change. */
 void peer_status_request(epic_group *group, op_slot *slot, int64_t now)
 {
     if (now - slot->wait.unchanged_since_ns < PATIENCE_NS) return;
@@ -85,8 +88,9 @@ static void add_wait(status_report *out, const wait_state *w, int64_t now)
     for (int i = 0; i < RANK_WORDS; i++) out->waits_for[i] |= w->waits_for[i];
 }
 
-/* Reports the wait in the exchange that the request names, if this rank takes part in it, else
- * all its waits. */
+/* Returns this rank's report for a request. It contains the wait in the exchange (tag,
+ * sequence), if this rank takes part in that exchange. Otherwise it contains all waits of this
+ * rank. */
 static status_report make_report(epic_group *group, uint64_t tag, uint64_t sequence)
 {
     status_report out = {
@@ -107,7 +111,7 @@ static status_report make_report(epic_group *group, uint64_t tag, uint64_t seque
     return out;
 }
 
-/* Answers a request, if a send buffer is free. */
+/* Replies to a status request, if a send buffer is free. */
 void peer_status_reply(epic_group *group, const control_message *question, int from)
 {
     send_buffer *l = is_broken(group) ? NULL : find_free_buffer(group);
@@ -121,7 +125,7 @@ void peer_status_reply(epic_group *group, const control_message *question, int f
     control_send(group, &l->message, from, &l->request);
 }
 
-/* Stores a reply, if its exchange still runs. */
+/* Stores a reply, if the exchange of the request still runs. */
 void peer_status_store(epic_group *group, const control_message *reply, int from)
 {
     op_slot *slot = op_slots_find(group, reply->tag, reply->sequence);
@@ -155,7 +159,8 @@ static void copy_header_status(epic_group *group, int from, epic_peer_status *ou
     out->inside = p->operation && op_slots_find(group, p->tag, p->sequence);
 }
 
-/* Copies a report. An old one proves how far the peer has come, but not that it still waits. */
+/* Copies a report to *out. An old report shows which phase the peer has reached, but not that
+ * the peer still waits. */
 static void copy_report(const status_report *a, bool fresh, epic_peer_status *out)
 {
     out->phase = a->phase;
@@ -168,7 +173,8 @@ static void copy_report(const status_report *a, bool fresh, epic_peer_status *ou
     out->inside = a->inside;
 }
 
-/* Fills in what is known about a peer; the contract is epic_transport.look. */
+/* Implements epic_transport.look from the peer's last header and its last report, and sends a
+ * new request. */
 void peer_status_read(epic_group *group, int from, uint64_t tag, uint64_t sequence,
                       epic_peer_status *out)
 {

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Polling MPI. This file dispatches what has arrived to files that only handle it: control
- * messages to control.c, op_slots.c and peer_status.c, rows to staging.c. */
+/* Polls MPI, and passes what has arrived to other files: control messages to control.c,
+ * op_slots.c and peer_status.c, rows to staging.c. */
 #include "backend/mpi/group.h"
 
 /* ------------------------------------------------------------------ control messages ---- */
 
-/* Passes a control message to the file that handles its kind. */
+/* Passes a control message to the function for its kind. */
 static void dispatch_message(epic_group *group, const control_message *message, int from)
 {
     switch (message->kind) {
@@ -34,9 +34,10 @@ static void mark_closed(epic_group *group)
     control_notify_all(group);
 }
 
-/* Handles all control messages that have arrived and returns whether there were any. A peer
- * counts as closed only after a poll that finds nothing more. Then everything that it sent
- * before is handled, in whatever order MPI reported it. */
+/* Handles all control messages that have arrived. Returns whether there were any. MPI may
+ * report messages in any order. So after a close message this polls until nothing more arrives,
+ * and only then marks the peer as closed. At that point every earlier message of the peer is
+ * handled. */
 bool progress_control(epic_group *group)
 {
     bool any_closing = false, any = false;
@@ -64,7 +65,8 @@ bool progress_control(epic_group *group)
     return any;
 }
 
-/* Breaks the group, unless a failure of a peer has arrived already. */
+/* Implements epic_transport.break_group. Polls first: a failure that a peer has sent already
+ * takes precedence. */
 void progress_break_group(epic_group *group, const epic_failure_info *failure)
 {
     pthread_mutex_lock(group->mutex);
@@ -75,7 +77,8 @@ void progress_break_group(epic_group *group, const epic_failure_info *failure)
 
 /* ------------------------------------------------------------------------------ rows ---- */
 
-/* Polls the sends and receives of a slot. */
+/* Polls the sends and receives of a slot. Counts an event for each arrived segment, and for
+ * each finished send if the slot waits for room. */
 static void poll_slot(epic_group *group, op_slot *slot)
 {
     int count;
@@ -119,9 +122,9 @@ void progress_drain(epic_group *group)
 
 /* ------------------------------------------------------------------------- of a cell ---- */
 
-/* Polls what the slot waits for: rows after the flow has a shape, headers before. If ranks
- * outnumber cores, an MPI call that finds nothing yields the core, so this makes no call that
- * cannot help yet. */
+/* Polls MPI for the messages that the slot waits for: rows if a flow has begun, otherwise
+ * headers. Polling only one kind matters if there are more ranks than cores, because an MPI
+ * call that finds nothing yields the core. */
 void progress_slot(epic_group *group, op_slot *slot)
 {
     if (slot->per_segment)
@@ -130,8 +133,8 @@ void progress_slot(epic_group *group, op_slot *slot)
         progress_control(group);
 }
 
-/* Polls after as many misses as there are ranks, so that a caller that never waits makes
- * progress, too. */
+/* Counts a call without a result. Polls MPI once per num_ranks such calls, so that a caller
+ * that never waits also makes progress. */
 void progress_after_miss(epic_group *group, op_slot *slot)
 {
     if (++slot->num_misses < group->num_ranks) return;

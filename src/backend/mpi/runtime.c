@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* MPI itself: starting it, how many threads may call it, and its errors. */
+/* Starts MPI, finds out how many threads may call it, and reports its errors. */
 #include <time.h>
 
 #include "backend/mpi/group.h"
@@ -11,7 +11,7 @@ void runtime_nap(int64_t ns)
     nanosleep(&t, NULL);
 }
 
-/* Used by all groups if MPI allows one thread at a time. */
+/* Mutex of all groups if MPI allows only one thread at a time. */
 static pthread_mutex_t one_thread = PTHREAD_MUTEX_INITIALIZER;
 
 pthread_mutex_t *runtime_mutex(void)

@@ -1,23 +1,24 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Rows. A staging ring has two halves, its segments: one is filled or read while MPI moves the
- * other.
+/* Sends and receives rows through staging rings. A ring has two halves, and each holds one
+ * segment at a time: one half is filled or read while MPI moves the other.
  *
- * Both sides know the number of entries in a flow, so no message lists which entries a segment
- * contains: as many as fit, and the rest in the last one. A segment is sent when it is full or
- * the last of its flow. The receiver posts a receive only when a half is free, and MPI delays
- * large sends until then, so there are no credits.
+ * Both sides know the number of entries in a flow, so no message describes the contents of a
+ * segment. A segment holds as many entries as fit; the last one holds the rest. A segment is
+ * sent when it is full, or when it is the last of its flow. The receiver posts a receive only
+ * when a half is free. MPI delays large sends until then, so the protocol needs no credits.
  *
- * A flow that fills a small part of a segment begins at another offset each time. The cache of
- * the reader still holds the lines of the previous flow, and writing to them would fetch them
- * from that cache.
+ * A flow that fills only a small part of a segment begins at another offset each time.
+ * Otherwise it would write to cache lines that the reader's cache still holds from the previous
+ * flow, which is slow.
  *
- * A peer uses a slot again only after it has received everything that it expects there. So the
- * slot's number as MPI tag identifies the exchange, and MPI keeps the order of flows. */
+ * A peer reuses a slot only after it has received everything that it expects there. So the
+ * slot's number as MPI tag identifies the exchange, and MPI keeps the order of its flows. */
 #include "backend/mpi/group.h"
 
-#define ROUND_BYTES (256 * 1024) /* of all rings of a slot; ranks may share a cache */
+#define ROUND_BYTES (256 * 1024) /* for all rings of a slot; ranks may share a cache */
 
-/* There is no broadcast ring: rows for all ranks go through the ring to each. */
+/* Implements epic_transport.lane_bytes. There is no broadcast ring: rows for all ranks are sent
+ * through the ring to each rank. */
 int64_t mpi_ring_bytes(const epic_group *group, bool everyone)
 {
     (void)everyone;
@@ -40,7 +41,7 @@ static unsigned char *sent_segment(epic_group *group, const op_slot *slot, int t
     return segment_of(group, slot, to, false, number) + slot->send_rings[to].offset;
 }
 
-/* Returns where in its segments a flow begins. */
+/* Returns the offset in a segment where the entries of a flow begin. */
 static int64_t choose_offset(const epic_group *group, const op_slot *slot,
                              const staging_ring *l)
 {
@@ -63,7 +64,7 @@ static int segment_bytes(const op_slot *slot, const staging_ring *l, uint64_t nu
     return (int)((count - 1) * slot->stride + slot->entry_bytes);
 }
 
-/* Posts receives for segments whose half of the ring has been dropped. */
+/* Posts receives for the next segments of the flow whose half of the ring is free. */
 static void post_receives(epic_group *group, op_slot *slot, int from)
 {
     staging_ring *l = &slot->receive_rings[from];
@@ -84,7 +85,8 @@ static void post_receives(epic_group *group, op_slot *slot, int from)
     }
 }
 
-/* A segment from a peer has arrived: posts the next receive if its half of the ring is free. */
+/* Called when a segment from a peer has arrived. Posts the next receive if its half of the ring
+ * is free. */
 void staging_receive_done(epic_group *group, op_slot *slot, int from)
 {
     if (slot->per_segment && !is_broken(group)) post_receives(group, slot, from);
@@ -97,8 +99,8 @@ static void begin_flow(staging_ring *l, int64_t num_entries)
     l->first = l->num_started;
 }
 
-/* Begins a flow: sets the entries per segment, and posts receives for the first segments of
- * each peer. */
+/* Implements epic_transport.shape: sets the number of entries per segment, and posts receives
+ * for the first segments of each peer. */
 void mpi_shape(epic_group *group, int index, const epic_flow *flow)
 {
     op_slot *slot = &group->slots[index];
@@ -117,8 +119,8 @@ void mpi_shape(epic_group *group, int index, const epic_flow *flow)
     pthread_mutex_unlock(group->mutex);
 }
 
-/* Returns memory for an entry of the flow to a peer, or NULL while both halves of the ring are
- * in use. */
+/* Implements epic_transport.room: returns NULL while both halves of the ring to the peer are in
+ * use. */
 void *staging_room(epic_group *group, op_slot *slot, int to, int64_t entry)
 {
     const staging_ring *l = &slot->send_rings[to];
@@ -131,7 +133,7 @@ void *staging_room(epic_group *group, op_slot *slot, int to, int64_t entry)
     return sent_segment(group, slot, to, number) + entry % slot->per_segment * slot->stride;
 }
 
-/* Passes segments to MPI, up to segment `end`. */
+/* Sends the segments below `end` that were not sent yet. */
 static void start_sends(epic_group *group, op_slot *slot, int to, uint64_t end)
 {
     staging_ring *l = &slot->send_rings[to];
@@ -147,8 +149,8 @@ static void start_sends(epic_group *group, op_slot *slot, int to, uint64_t end)
     pthread_mutex_unlock(group->mutex);
 }
 
-/* Counts the entries that are written, and passes segments that are full, or the last of the
- * flow, to MPI. */
+/* Implements epic_transport.send: counts the written entries, and sends each segment that is
+ * full or the last of the flow. */
 void mpi_send(epic_group *group, int index, int to, int64_t upto)
 {
     op_slot *slot = &group->slots[index];
@@ -169,7 +171,7 @@ static bool has_arrived(op_slot *slot, int from, uint64_t number)
            *request_of(slot, from, REQUEST_RECEIVE + (int)(number % 2)) == MPI_REQUEST_NULL;
 }
 
-/* Returns an entry of the flow from a peer, or NULL if its segment has not arrived. */
+/* Implements epic_transport.entry: returns NULL if the segment of the entry has not arrived. */
 const void *staging_entry(epic_group *group, op_slot *slot, int from, int64_t entry)
 {
     const staging_ring *l = &slot->receive_rings[from];
@@ -179,8 +181,8 @@ const void *staging_entry(epic_group *group, op_slot *slot, int from, int64_t en
            entry % slot->per_segment * slot->stride;
 }
 
-/* Counts the entries that are not needed any more, and posts a receive for each half that
- * became free. */
+/* Implements epic_transport.drop: counts the dropped entries, and posts a receive for each half
+ * that became free. */
 void mpi_drop(epic_group *group, int index, int from, int64_t upto)
 {
     op_slot *slot = &group->slots[index];

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The memory of a group: tables, then rings, in one mapping. Only pages that are used take
- * memory. */
+/* The memory of a group: tables, then rings, in one mapping. The system allocates only pages
+ * that are used. */
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -15,7 +15,8 @@
 #define DEFAULT_STAGING (256ll << 20)
 #define MAX_HUGE_PAGES (32ll << 20) /* of the rings of one slot */
 
-/* Returns consecutive pieces of `base`. With base NULL it only counts bytes. */
+/* Splits the memory at `base` into consecutive pieces. If base is NULL, it only counts
+ * bytes. */
 typedef struct carver {
     unsigned char *base;
     size_t used;
@@ -41,7 +42,7 @@ static void carve_slot(carver *from, int num_ranks, op_slot *slot)
     slot->requests = CARVE(from, num_ranks * NUM_REQUESTS, MPI_Request);
 }
 
-/* Sets the pointers of all tables, or only counts their bytes. */
+/* Sets the pointers to all tables, or only counts their bytes. */
 static void carve_tables(carver *from, epic_group *group)
 {
     const int num_ranks = group->num_ranks;
@@ -67,8 +68,8 @@ static int64_t num_rings(const epic_config *config, int num_ranks)
     return 2ll * (num_ranks - 1) * config->max_in_flight;
 }
 
-/* Returns the bytes of a ring: as large as staging_bytes allows; by default at least MIN_RING.
- */
+/* Returns the size of a ring: as large as staging_bytes allows, at most MAX_RING. Without
+ * staging_bytes it is at least MIN_RING. */
 static int64_t choose_ring_bytes(const epic_config *config, int num_ranks)
 {
     const int64_t rings = num_rings(config, num_ranks);
@@ -79,7 +80,7 @@ static int64_t choose_ring_bytes(const epic_config *config, int num_ranks)
     return bytes;
 }
 
-/* Sets the sizes of a group. Needs no memory, so mpi_memory() can call it before open. */
+/* Computes the sizes of a group. Allocates nothing, so mpi_memory() can use it before open. */
 static void measure_group(epic_group *group, const epic_config *config, int rank, int num_ranks)
 {
     group->rank = rank;
@@ -106,7 +107,8 @@ epic_result tables_check(const epic_config *config, int num_ranks)
                      config->max_in_flight);
 }
 
-/* Sets all requests to MPI_REQUEST_NULL and all descriptors to -1; the rest is zero already. */
+/* Sets all requests to MPI_REQUEST_NULL and all descriptors to -1. All other bytes are zero
+ * already. */
 static void clear_tables(epic_group *group)
 {
     const int per_cell = group->num_ranks * NUM_REQUESTS;
@@ -123,9 +125,9 @@ static void clear_tables(epic_group *group)
         group->pidfds[r] = (struct pollfd){.fd = -1, .events = POLLIN};
 }
 
-/* MPI on one host copies page by page from the rings of another process; huge pages make
- * messages of 128 KB and more a third faster. They are not used if they could take much memory.
- * A system without huge pages ignores this. */
+/* Requests huge pages for the rings, unless these could take much memory. MPI on one host
+ * copies page by page from the rings of another process, so huge pages make large messages
+ * faster. A system without huge pages ignores the request. */
 static void use_large_pages(const epic_group *group)
 {
     const int64_t of_cell = 2 * (group->num_ranks - 1) * group->ring_bytes;
@@ -133,7 +135,8 @@ static void use_large_pages(const epic_group *group)
         madvise(group->rings, group->memory_bytes - group->table_bytes, MADV_HUGEPAGE);
 }
 
-/* Allocates a group and all its memory, and sets what needs no other rank. EPIC_ENOMEM. */
+/* Allocates a group and all its memory, and sets the fields that need no other rank. Errors:
+ * EPIC_ENOMEM. */
 epic_result tables_make(epic_group **out, const epic_config *config, int rank, int num_ranks)
 {
     epic_group *group = calloc(1, sizeof *group);
@@ -163,8 +166,8 @@ epic_result tables_make(epic_group **out, const epic_config *config, int rank, i
     return EPIC_OK;
 }
 
-/* in_use: MPI may still access the rings. Then the addresses stay reserved, but the pages are
- * freed. */
+/* Releases the rings. If in_use is set, MPI may still access them: then the pages are freed,
+ * but the addresses stay mapped. */
 void tables_release_rings(epic_group *group, bool in_use)
 {
     const size_t bytes = group->memory_bytes - group->table_bytes;
@@ -186,7 +189,7 @@ void tables_free(epic_group *group)
     free(group);
 }
 
-/* Sets the sizes that a group of this configuration takes. */
+/* Implements epic_backend.memory. */
 void mpi_memory(const epic_config *config, epic_memory_info *out)
 {
     epic_group group = {0};

@@ -1,18 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Waiting: polls MPI, yields the core at first and naps later, because there may be more ranks
- * than cores. */
+/* Waits by polling MPI. At first it yields the core between polls, because there may be more
+ * ranks than cores. Later it sleeps between polls. */
 #include <sched.h>
 #include <string.h>
 
 #include "backend/mpi/group.h"
 
-#define SPIN_NS 50000 /* a rank with its own core does not yield for this long */
-/* No naps for this long, because the shortest nap takes three times as long as requested. */
+#define SPIN_NS 50000 /* a rank with its own core yields only after this time */
+/* sleeps begin after this time: the shortest sleep takes much longer than requested */
 #define YIELD_NS 1000000
 #define SHORTEST_NAP_NS 20000
 #define LONGEST_NAP_NS 200000
-#define PATIENCE_NS 1000000 /* before a wait for a peer that is gone ends */
-/* a wait for rows polls control messages once in so many polls */
+#define PATIENCE_NS 1000000 /* a wait for a peer that is gone ends after this time */
+/* a wait for rows polls control messages once per this many polls */
 #define POLLS_PER_CONTROL_POLL 8
 
 static void begin_wait(wait_state *w, uint32_t phase, const uint64_t *waits_for)
@@ -31,8 +31,8 @@ static void end_wait(wait_state *w)
     w->last_ns = clock_ns();
 }
 
-/* Returns whether the thread waits for a peer that is gone. Such a wait ends soon, and the
- * caller decides whether the peer still owes rows. */
+/* Returns whether this wait is for a peer that is gone. Such a wait ends soon, and the caller
+ * decides whether the peer still has to send rows. */
 static bool waits_for_gone_peer(epic_group *group, const wait_state *w, int64_t now)
 {
     liveness_check(group, now);
@@ -41,8 +41,9 @@ static bool waits_for_gone_peer(epic_group *group, const wait_state *w, int64_t 
     return false;
 }
 
-/* Returns whether anything has changed for the slot since its last wait; slot NULL: whether a
- * slot is free. A wait for rows also polls control messages now and then. */
+/* Polls MPI, and returns whether something has changed for the slot since its last wait. If
+ * slot is NULL, returns whether a slot is free. A wait for rows also polls control messages
+ * from time to time. */
 static bool has_changed(epic_group *group, op_slot *slot)
 {
     if (is_broken(group)) return true;
@@ -59,8 +60,8 @@ static bool has_changed(epic_group *group, op_slot *slot)
     return slot->num_events != slot->num_seen_events;
 }
 
-/* Yields or naps. A poll may let MPI receive a message that only the next poll finds, so the
- * first of two polls does not yield. */
+/* Yields the core or sleeps. In one poll MPI may only receive a message that the next poll
+ * reports, so the rank yields only after every second poll. */
 static void back_off(const epic_group *group, int looks, int64_t waited, int64_t left)
 {
     if (waited < YIELD_NS) {
@@ -74,8 +75,8 @@ static void back_off(const epic_group *group, int looks, int64_t waited, int64_t
     runtime_nap(ns < left ? ns : left);
 }
 
-/* Polls and backs off until something has changed, until `end`, or until a peer that is waited
- * for is gone. */
+/* Polls until something has changed, until `end`, or until a peer that this wait is for is
+ * gone. Releases the mutex between polls. */
 static void wait_until(epic_group *group, op_slot *slot, wait_state *w, int64_t start,
                        int64_t end)
 {
