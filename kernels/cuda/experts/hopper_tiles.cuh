@@ -1,0 +1,215 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Tiles and producer of the matrix products on Hopper's tensor cores.
+ * experts/grouped_hopper.cuh has the consumers, and describes the whole kernel.
+ *
+ *   find_tile      tile number t of a cluster: which rows, columns and expert
+ *   Stage          position in the ring of stages, with the parity of its barriers
+ *   run_producer   one thread per CTA: waits for empty[s], then starts the tensor copies of a
+ *                  128 x 64 and b 64 x 256 into stage s, which complete full[s] */
+#ifndef EPIC_HOPPER_TILES_CUH
+#define EPIC_HOPPER_TILES_CUH
+
+#include "cuda/common/ptx.cuh"
+#include "cuda/experts/grouped.h"
+#include "cuda/experts/tensor.cuh"
+
+#define BM EXPERTS_TILE_ROWS
+#define BN 256
+#define BK 64 /* depth of a stage: 16-bit numbers of a sum; 128 for e4m3 */
+#define STAGES 4
+#define GROUP_BYTES (64 * 128) /* 64 lines of 128 bytes, the unit of the 128-byte swizzle */
+#define A_BYTES (2 * GROUP_BYTES)
+#define B_BYTES (4 * GROUP_BYTES)
+#define STAGE_BYTES (A_BYTES + B_BYTES)
+#define STORE_BYTES (2 * GROUP_BYTES) /* of one consumer warpgroup: two boxes, used in turn */
+#define SHARED_BYTES (STAGES * STAGE_BYTES + 2 * STORE_BYTES + 1024)
+#define THREADS 384
+#define CONSUMERS 256
+
+/* Numbers of the CTA's named barriers. Number 0 is that of __syncthreads(). */
+#define BARRIER_OWN 1 /* 1 and 2: the first and the second consumer warpgroup */
+/* Barrier of both consumer warpgroups. */
+#define BARRIER_BOTH 3
+
+/* An e4m3 number. As template argument T it selects factors with scales. */
+struct E4m3 {
+    uint8_t bits;
+};
+
+/* Tensor maps: descriptors of the three matrices for tensor copies. */
+struct Maps {
+    CUtensorMap a, b, out;
+};
+
+/* Arguments of the kernel, filled in by job_of(). Fields without a comment are those of
+ * p2p_gemm and its p2p_slabs. */
+struct Job {
+    slab_place *slabs;
+    slab_tile *tiles;
+    const int32_t *num_tiles;
+    const void *bias;
+    const float *bias_weights;
+    const float *a_scales, *b_scales; /* E4M3 only */
+    void *out;
+    const void *also; /* INPUT: further rows to add; NULL: none */
+    int64_t columns;  /* columns of out */
+    int64_t lines;    /* WEIGHT: rows of one expert's out */
+    int num_experts;
+    int tiles_down; /* WEIGHT: number of rows of tiles of one expert */
+    /* number of tiles in a row of tiles */
+    int tiles_across;
+    int steps; /* FORWARD, INPUT: stages per tile, each BK numbers of the sum (e4m3: 128) */
+    /* number of pairs of rows of tiles that are computed together, column by column, so that b
+     * is read from L2 */
+    int group;
+    int accumulate;
+};
+
+/* One tile of out, as find_tile() computes it. */
+struct Work {
+    int row; /* first row of the tile in a and out; WEIGHT: in one expert's out */
+    /* first column; expert; number of stages */
+    int column, expert, steps;
+    int first; /* WEIGHT: first slot of the slab */
+    /* FORWARD, INPUT: rows of the tile that carry a token; WEIGHT: tokens of the slab */
+    int tokens;
+    int rows;   /* FORWARD, INPUT: rows of the tile to store, padding included */
+    bool store; /* false: the tile is computed only to keep both CTAs of the cluster in step */
+    bool share; /* true: each CTA of the cluster copies half of b for both */
+};
+
+/* Fills in tile number t of the cluster, for CTA number `rank` of the cluster. Returns false if
+ * t is past the last tile. Tiles are ordered by expert (WEIGHT), then by groups of job.group
+ * pairs of rows, then by column. */
+template <int PASS, int CTAS>
+static __device__ __forceinline__ bool find_tile(Work &w, const Job &job, int num_tiles, int t,
+                                                 int rank)
+{
+    int down = num_tiles, rest = t;
+    if (PASS == EPIC_GEMM_WEIGHT) {
+        down = job.tiles_down;
+        const int each = (down + CTAS - 1) / CTAS * job.tiles_across;
+        w.expert = t / each;
+        if (w.expert >= job.num_experts) return false;
+        rest = t - w.expert * each;
+    }
+    const int pairs = (down + CTAS - 1) / CTAS;
+    if (rest >= pairs * job.tiles_across) return false;
+    const int turn = rest / (job.group * job.tiles_across);
+    rest -= turn * job.group * job.tiles_across;
+    const int in_turn = min(job.group, pairs - turn * job.group);
+    const int pair = turn * job.group + rest % in_turn;
+    w.column = rest / in_turn * BN;
+    int line = pair * CTAS + rank;
+    w.store = line < down; /* with an odd number of rows, the second CTA repeats the last one */
+    if (!w.store) line = down - 1;
+    w.share = CTAS == 2;
+    if (PASS == EPIC_GEMM_WEIGHT) {
+        const slab_place slab = job.slabs[w.expert];
+        w.row = line * BM;
+        w.first = slab.row;
+        w.tokens = slab.tokens;
+        w.rows = BM;
+        w.steps = (slab.tokens + BK - 1) / BK;
+        w.store = w.store && !(job.accumulate && w.steps == 0);
+    } else {
+        const slab_tile tile = job.tiles[line];
+        w.row = tile.row;
+        w.expert = tile.expert;
+        w.first = 0;
+        w.tokens = tile.tokens;
+        w.rows = tile.rows;
+        w.steps = job.steps;
+        if (CTAS == 2)
+            w.share = job.tiles[min(pair * 2 + 1 - rank, down - 1)].expert == w.expert;
+    }
+    return true;
+}
+
+/* A position in the ring of stages: the index, and the barrier parity of its current round. */
+struct Stage {
+    int index, parity;
+
+    /* Moves to the next stage. */
+    __device__ __forceinline__ void advance()
+    {
+        if (++index == STAGES) {
+            index = 0;
+            parity ^= 1;
+        }
+    }
+    /* Returns the index of the stage before this one. */
+    __device__ __forceinline__ int previous_index() const
+    {
+        return (index + STAGES - 1) % STAGES;
+    }
+};
+
+/* Addresses in shared memory: the ring of stages, the boxes for results, and the barriers. */
+struct Places {
+    uint32_t stages, stores, full, empty;
+};
+
+/* ---------------------------------------------------------------------------- producer ---- */
+
+/* Starts the copy of 128 x 64 numbers of a into a stage. The barrier `full` counts the
+ * bytes. */
+template <int PASS>
+static __device__ __forceinline__ void load_a(uint32_t to, const Maps &maps, uint32_t full,
+                                              const Work &w, int step)
+{
+    if (PASS == EPIC_GEMM_WEIGHT) {
+        load_box(to, &maps.a, full, w.row, step);
+        load_box(to + GROUP_BYTES, &maps.a, full, w.row + 64, step);
+    } else {
+        load_box(to, &maps.a, full, step, w.row);
+    }
+}
+
+/* Starts the copy of b into a stage. If `share` is set, this CTA copies only its half, to both
+ * CTAs of the cluster. */
+template <int PASS>
+static __device__ __forceinline__ void load_b(uint32_t to, const Maps &maps, uint32_t full,
+                                              const Work &w, int step, bool share, int rank)
+{
+    constexpr int BOXES = PASS == EPIC_GEMM_INPUT ? 2 : 4;
+#pragma unroll
+    for (int i = 0; i < BOXES; i++) {
+        const uint32_t at = to + i * (B_BYTES / BOXES);
+        const int column = w.column + i * (BN / BOXES);
+        const int x = PASS == EPIC_GEMM_INPUT ? step : column;
+        const int y = PASS == EPIC_GEMM_INPUT ? column : step;
+        const int z = PASS == EPIC_GEMM_WEIGHT ? 0 : w.expert;
+        if (!share)
+            load_box(at, &maps.b, full, x, y, z);
+        else if (i / (BOXES / 2) == rank)
+            load_box_multicast(at, &maps.b, full, x, y, z);
+    }
+}
+
+/* The producer thread: copies the factors of all tiles of the CTA into the ring, stage by
+ * stage. */
+template <class T, int PASS, int CTAS>
+static __device__ __forceinline__ void run_producer(const Maps &maps, const Job &job,
+                                                    const Places &at, int rank)
+{
+    const int num_tiles = PASS == EPIC_GEMM_WEIGHT ? 0 : *job.num_tiles;
+    const int grid = gridDim.x / CTAS;
+    Stage s = {0, 0};
+    Work w;
+    for (int t = blockIdx.x / CTAS; find_tile<PASS, CTAS>(w, job, num_tiles, t, rank);
+         t += grid) {
+        for (int k = 0; k < w.steps; k++) {
+            const int block = PASS != EPIC_GEMM_WEIGHT ? k : k == 0 ? w.steps - 1 : k - 1;
+            const int step = w.first + block * (128 / (int)sizeof(T));
+            const uint32_t a = at.stages + s.index * STAGE_BYTES, full = at.full + 8 * s.index;
+            barrier_wait(at.empty + 8 * s.index, s.parity ^ 1);
+            barrier_expect(full, STAGE_BYTES);
+            load_a<PASS>(a, maps, full, w, step);
+            load_b<PASS>(a + A_BYTES, maps, full, w, step, w.share, rank);
+            s.advance();
+        }
+    }
+}
+
+#endif
