@@ -1,0 +1,431 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The units of dispatch for few tokens; the kernel is in lowlat/dispatch.cuh.
+ *
+ *   PieceSender     workers        send pieces of this rank's tokens to the peers' staging
+ *   WeightSender    control warps  send the weights of this rank's tokens
+ *   receive_all     workers        receive pieces from staging, store them to slots
+ *   receive_words   workers        receive weights and, with a new plan, store records
+ *
+ * A word of a piece or a weight is poison until its sender has stored it. The warp that
+ * receives the word polls it and stores poison back, so no other memory order is needed. */
+#ifndef EPIC_LOWLAT_DISPATCH_UNITS_CUH
+#define EPIC_LOWLAT_DISPATCH_UNITS_CUH
+
+#define LOW_LATENCY 1 /* must come before the first header: common/wait.cuh */
+
+#include "cuda/common/launch.cuh"
+#include "cuda/dispatch/packed.cuh"
+#include "cuda/lowlat/plan.cuh"
+
+/* Arguments of the units of a low-latency dispatch. The plan is either read from memory, or
+ * made by this kernel (has_new_plan). */
+struct LowlatMove : PackedMove {
+    const LowlatPlan *tables; /* new plan: its tables */
+    uint32_t result;          /* new plan: an epic_result, the result of the plan */
+    const int32_t *fates;     /* plan that is read: slots of this rank's choices */
+    /* true: rows are received but not stored, because the plan is invalid or a rank has too few
+     * rows */
+    bool discards;
+    /* true: another rank has more tokens, so slots come from records instead of tables
+     * (lowlat/plan.cuh) */
+    bool is_mixed;
+    /* CTAs that send, and CTAs that receive; both may be the same */
+    CtaRange senders, receivers;
+
+    /* Returns the number of tokens of a rank. */
+    __device__ __forceinline__ int32_t tokens_in(int rank) const
+    {
+        return has_new_plan ? tables->tokens[rank] : plan.header.tokens_of[rank];
+    }
+};
+
+/* A piece that is being received. Parts of it are loaded ahead. */
+struct PendingPiece {
+    int32_t token, piece;
+    int rank;
+    uint64_t word; /* plan that is read: this lane's slot */
+    uint4 q[V];
+};
+
+/* The words (weights, record) of a token that are being received. */
+struct PendingWords {
+    int32_t token;
+    int rank;
+    uint64_t word;  /* plan that is read: this lane's slot */
+    int32_t choice; /* own token, plan that is read: slot of this lane's choice, else -1 */
+    /* own token: weight of this lane's choice. Peer's token: weight of this lane's slot, or
+     * poison if it has not arrived. */
+    uint32_t weight;
+};
+
+/* Loads this lane's choice of a token, before the plan's header has been checked. The result
+ * must not be used if the plan turns out to be invalid. */
+__device__ __forceinline__ uint64_t read_choice_ahead(const LowlatMove &m, int32_t token, int k)
+{
+    const p2p_dispatch_job &job = m.job;
+    if (m.has_new_plan) return read_choice(m, token, k);
+    if (k >= job.top_k) return ~0ull;
+    const int32_t *rank_of = (const int32_t *)(job.plan.plan + job.plan.at.rank_of);
+    return (uint32_t)__ldg(rank_of + (int64_t)token * job.top_k + k);
+}
+
+/* ----------------------------------------------------------------------------- sending ---- */
+
+/* Sends a worker's pieces of this rank's tokens. A unit is a piece: number token * pieces +
+ * piece. Everything about the first piece is loaded and computed before the CTA's first
+ * barrier, because after it every instruction delays the operation. */
+template <class Rows> struct PieceSender {
+    const LowlatMove &m;
+    int unit, end;
+    int32_t token, piece;
+    uint64_t word;
+    uint32_t peers;
+    uint4 q[V];
+
+    /* Loads the first piece of this worker. */
+    __device__ __forceinline__ explicit PieceSender(const LowlatMove &move)
+        : m(move), unit(move.senders.worker_index()),
+          end(m.job.num_tokens * Rows::own_pieces(move))
+    {
+        if (is_control_warp() || !move.senders.contains_this_cta()) unit = end;
+        if (unit >= end) return;
+        load_row();
+        word = read_choice_ahead(m, token, lane_id());
+    }
+    /* Loads the piece of unit number `unit`. */
+    __device__ __forceinline__ void load_row()
+    {
+        token = unit / Rows::own_pieces(m);
+        piece = unit - token * Rows::own_pieces(m);
+        Rows::load_piece(m, token, piece, q);
+    }
+    /* Finds the peers that need the first piece. Called before the first barrier of the CTA. */
+    __device__ __forceinline__ void find_peers()
+    {
+        if (unit >= end) return;
+        const p2p_self &self = m.job.plan.self;
+        peers = 0;
+#pragma unroll 1
+        for (int q = 0; q < self.num_ranks; q++)
+            if (q != self.rank && __any_sync(ALL_LANES, choice_goes_to(m, word, q)))
+                peers |= 1u << q;
+    }
+    /* Sends all pieces of this worker. Each is sent after the next one has been loaded. */
+    __device__ __forceinline__ void send_all()
+    {
+        if (unit >= end) return;
+        for (;;) {
+            const int32_t its_token = token, its_piece = piece;
+            uint4 its[V];
+#pragma unroll
+            for (int v = 0; v < V; v++) its[v] = q[v];
+            unit += m.senders.num_workers();
+            if (unit < end) {
+                load_row();
+                word = read_choice(m, token, lane_id());
+            }
+            if (peers) Rows::send_to_peers(m, its_token, its_piece, peers, its);
+            if (unit >= end) return;
+            peers = choose_peers(m, token, false, word);
+        }
+    }
+};
+
+/* Sends the weights of this rank's tokens. Each control warp sends some tokens, several at a
+ * time; a lane has one choice of one token. The weights of the first tokens are loaded when the
+ * kernel starts. */
+struct WeightSender {
+    const LowlatMove &m;
+    int32_t top_k, bits, first;
+    uint64_t word;
+    uint32_t weight;
+
+    /* Makes a sender without tokens, until read_ahead() is called. */
+    __device__ __forceinline__ explicit WeightSender(const LowlatMove &move)
+        : m(move), first(move.job.num_tokens)
+    {
+    }
+    /* Loads the weights of the first tokens. Only control warps of receiving CTAs do so. */
+    __device__ __forceinline__ void read_ahead()
+    {
+        if (is_control_warp() && m.receivers.contains_this_cta() && m.job.weights)
+            begin_tokens(m.top_k);
+        if (has_choice()) word = read_choice_ahead(m, lane_token(), lane_choice());
+        read_weight();
+    }
+    /* Selects this warp's first tokens. choices: number of choices per token. */
+    __device__ __forceinline__ void begin_tokens(int32_t choices)
+    {
+        top_k = choices;
+        bits = bits_of(choices);
+        first = (int32_t)((int)blockIdx.x - m.receivers.first) << (5 - bits);
+    }
+    /* Returns the token of this lane. */
+    __device__ __forceinline__ int32_t lane_token() const
+    {
+        return first + (lane_id() >> bits);
+    }
+    /* Returns the number of this lane's choice among those of its token. */
+    __device__ __forceinline__ int lane_choice() const
+    {
+        return lane_id() & ((1 << bits) - 1);
+    }
+    /* Returns whether this lane has a choice of an existing token. */
+    __device__ __forceinline__ bool has_choice() const
+    {
+        return first < m.job.num_tokens && lane_token() < m.job.num_tokens &&
+               lane_choice() < top_k;
+    }
+    /* Loads the weight of this lane's choice. */
+    __device__ __forceinline__ void read_weight()
+    {
+        if (!has_choice()) return;
+        const float *weights = m.job.weights + (int64_t)lane_token() * top_k;
+        weight = __float_as_uint(__ldg(weights + lane_choice()));
+    }
+    /* Sends the weights of the current tokens to all peers. A peer gets only the weights of its
+     * own choices, one after the other. */
+    __device__ __forceinline__ void send_current() const
+    {
+        const p2p_self &self = m.job.plan.self;
+        const uint32_t mates = ALL_LANES >> (WARP - (1 << bits)) << (lane_id() >> bits << bits);
+        for (int distance = 1; distance < self.num_ranks; distance++) {
+            const int rank = wrap_rank(self.rank + distance, self.num_ranks);
+            const bool goes = has_choice() && choice_goes_to(m, word, rank);
+            const uint32_t those = __ballot_sync(ALL_LANES, goes) & mates;
+            /* backend hosts: all lanes stay together, because post_put_weights() has a barrier
+             * of the warp */
+            if (!HOSTS && !goes) continue;
+            /* number of this rank among the peer's sources */
+            const int source = self.num_ranks - 1 - distance;
+            uint32_t *floats = floats_base(self, m.op, self.heap[rank], source) +
+                               (int64_t)lane_token() * float_stride(top_k);
+            if (goes)
+                store_relaxed(floats + __popc(those & lanes_below()),
+                              replace_poison(weight, F32::NAN_WORD));
+            post_put_weights(rank, floats, __popc(those));
+        }
+    }
+    /* backend hosts: posts the put of a token's weights for one rank. All lanes of the warp. */
+    __device__ __forceinline__ void post_put_weights(int rank, uint32_t *floats,
+                                                     int count) const
+    {
+        if (!HOSTS) return;
+        const bool speaks = count && lane_choice() == 0;
+        if (speaks && count % 2) store_relaxed(floats + count, POISON);
+        __syncwarp();
+        if (speaks) post_put(m.op, rank, floats, (uint32_t)(count + 1) / 2 * 8);
+    }
+    /* Sends all weights of this warp. Called when the plan is known to be valid. */
+    __device__ __forceinline__ void send_weights()
+    {
+        if (!m.job.weights || !m.receivers.contains_this_cta()) return;
+        while (first < m.job.num_tokens) {
+            send_current();
+            first += m.receivers.ctas << (5 - bits);
+            if (has_choice()) word = read_choice(m, lane_token(), lane_choice());
+            read_weight();
+        }
+    }
+};
+
+/* --------------------------------------------------------------------------- receiving ---- */
+
+/* Sets rank, token and piece of receiving unit number u. This rank's own tokens come first.
+ * Then come the peers' tokens: token 0 of all peers, token 1 of all peers, and so on. */
+template <class Rows>
+__device__ __forceinline__ void locate_unit(const LowlatMove &m, int u, PendingPiece &p)
+{
+    const p2p_self &self = m.job.plan.self;
+    const int own = m.job.num_tokens * Rows::own_pieces(m), peers = self.num_ranks - 1;
+    p.rank = self.rank;
+    p.piece = u % Rows::own_pieces(m);
+    p.token = u / Rows::own_pieces(m);
+    if (u < own || peers == 0) return;
+    const int row = (u - own) / m.shape.pieces;
+    p.piece = (u - own) % m.shape.pieces;
+    p.token = row / peers;
+    p.rank = wrap_rank(self.rank + 1 + row % peers, self.num_ranks);
+}
+
+/* Returns the number of receiving units. */
+template <class Rows> __device__ __forceinline__ int num_units(const LowlatMove &m)
+{
+    const int peers = m.job.plan.self.num_ranks - 1;
+    return m.job.num_tokens * Rows::own_pieces(m) + m.most_tokens * peers * m.shape.pieces;
+}
+
+/* Returns the number of `rank` among the sources of this rank. */
+__device__ __forceinline__ int source_number_of(const LowlatMove &m, int rank)
+{
+    const p2p_self &self = m.job.plan.self;
+    return wrap_rank(rank + self.num_ranks - self.rank - 1, self.num_ranks);
+}
+
+/* Loads this lane's word of a token's record, before the plan's header has been checked. The
+ * result must not be used if the plan turns out to be invalid. */
+__device__ __forceinline__ uint64_t read_record_ahead(const LowlatMove &m, int rank,
+                                                      int32_t token)
+{
+    const p2p_dispatch_job &job = m.job;
+    if (lane_id() >= job.top_k || token >= job.plan.self.max_tokens) return ~0ull;
+    const int32_t *records = (const int32_t *)(job.plan.plan + job.plan.at.records);
+    return (uint32_t)__ldg(records + record_index(job.plan.self, rank, token, job.top_k) +
+                           lane_id());
+}
+
+/* Loads a piece of a peer's token from staging, whether it has arrived or not. Tokens past this
+ * rank's own number of tokens are not loaded ahead, because peers mostly have equally many. */
+template <class Rows>
+__device__ __forceinline__ void load_staged(const LowlatMove &m, PendingPiece &p)
+{
+    const int32_t vector = p.piece * V * WARP, begin = vector + lane_id();
+    const uint4 *staged = staged_row(m.op.inbox[p.rank], p.token, m.shape.vectors) + begin;
+    if (is_host_memory(m.op, staged)) return;
+#pragma unroll
+    for (int v = 0; v < V; v++) {
+        p.q[v] = make_uint4(0, 0, 0, 0);
+        if (!Rows::EXACT && begin + v * WARP >= m.shape.vectors) continue;
+        p.q[v] = p.token < m.job.num_tokens ? load_relaxed(staged + v * WARP) : poison_vector();
+    }
+}
+
+/* Loads the piece of receiving unit u, if the unit exists. */
+template <class Rows>
+__device__ __forceinline__ void load_unit_row(const LowlatMove &m, int u, PendingPiece &p)
+{
+    if (u >= num_units<Rows>(m)) return;
+    locate_unit<Rows>(m, u, p);
+    if (u < m.job.num_tokens * Rows::own_pieces(m))
+        Rows::load_piece(m, p.token, p.piece, p.q);
+    else
+        load_staged<Rows>(m, p);
+}
+
+/* Loads the record of receiving unit u, if the plan is read. */
+template <class Rows>
+__device__ __forceinline__ void load_unit_record(const LowlatMove &m, int u, PendingPiece &p)
+{
+    if (!m.has_new_plan && u < num_units<Rows>(m)) p.word = peek_record(m, p.rank, p.token, 0);
+}
+
+/* Loads the words of token number u. This rank's tokens come first, then those of the peers. */
+__device__ __forceinline__ void load_words(const LowlatMove &m, int u, PendingWords &w)
+{
+    const p2p_self &self = m.job.plan.self;
+    const int k = lane_id(), peers = self.num_ranks - 1, row = u - m.job.num_tokens;
+    w.token = row < 0 ? u : row / peers;
+    w.rank = row < 0 ? self.rank : wrap_rank(self.rank + 1 + row % peers, self.num_ranks);
+    w.choice = -1;
+    w.weight = POISON;
+    if (!m.has_new_plan) w.word = peek_record(m, w.rank, w.token, 0);
+    if (k >= m.top_k || !m.job.weights) return;
+    if (row >= 0) {
+        w.weight = load_relaxed(weight_address(m, source_number_of(m, w.rank), w.token, k));
+        return;
+    }
+    const int64_t at = (int64_t)w.token * m.top_k + k;
+    w.weight = __float_as_uint(__ldg(m.job.weights + at));
+    if (!m.has_new_plan && __ldg(m.plan.rank_of + at) == w.rank) w.choice = __ldg(m.fates + at);
+}
+
+/* Stores a weight to a slot of slot_weights, unless rows are discarded. */
+__device__ __forceinline__ void store_weight(const LowlatMove &m, int32_t slot, uint32_t word)
+{
+    if (slot >= 0 && slot < m.job.recv_rows && !m.discards)
+        m.job.slot_weights[slot] = __uint_as_float(word);
+}
+
+/* Receives the weights of a token and stores them to its slots on this rank. This lane's slot
+ * is the n-th of the token. Writes poison back. Returns false if the group is broken. */
+__device__ __forceinline__ bool receive_weights(const LowlatMove &m, const PendingWords &w,
+                                                int32_t slot, int n)
+{
+    if (w.rank == m.job.plan.self.rank) {
+        store_weight(m, m.has_new_plan ? slot : w.choice, w.weight);
+        return true;
+    }
+    uint32_t *from = weight_address(m, source_number_of(m, w.rank), w.token, n);
+    uint32_t word = __shfl_sync(ALL_LANES, w.weight, n);
+    bool again = false;
+    const bool ok = wait_warp(m.op, w.rank, P2P_PHASE_FLOAT, [&] {
+        if (again && slot >= 0) word = load_relaxed(from);
+        again = true;
+        return __any_sync(ALL_LANES, slot >= 0 && word == POISON) == 0;
+    });
+    if (!ok) return false;
+    if (slot >= 0) *from = POISON;
+    store_weight(m, slot, word);
+    return true;
+}
+
+/* Returns this lane's slot of the token on this rank, or -1. */
+__device__ __forceinline__ int32_t find_slot(const LowlatMove &m, int rank, int32_t token,
+                                             uint64_t word)
+{
+    return m.has_new_plan ? m.tables->slot_here(m.job.plan, rank, token, lane_id())
+                          : (int32_t)word;
+}
+
+/* Receives a piece and stores it to its slots. Returns false if the group is broken. */
+template <class Rows>
+__device__ __forceinline__ bool receive_pending(const LowlatMove &m, PendingPiece &p)
+{
+    const p2p_self &self = m.job.plan.self;
+    if (p.token >= m.tokens_in(p.rank)) return true;
+    const int32_t slot = find_slot(m, p.rank, p.token, p.word);
+    if (!__any_sync(ALL_LANES, slot >= 0)) return true;
+    if (p.rank != self.rank &&
+        !Rows::receive_from_peer(m, p.rank, source_number_of(m, p.rank), p.token, p.piece, p.q))
+        return false;
+    if (!m.discards) Rows::fill_slots_of(m, p.rank == self.rank, p.token, p.piece, slot, p.q);
+    return true;
+}
+
+/* Receives all pieces of this worker. Each is loaded while the one before is received; `first`
+ * has been loaded by the caller. Returns false if the group is broken. */
+template <class Rows>
+__device__ __forceinline__ bool receive_all(const LowlatMove &m, PendingPiece &first)
+{
+    PendingPiece current = first, next;
+    for (int u = m.receivers.worker_index(); u < num_units<Rows>(m);
+         u += m.receivers.num_workers()) {
+        load_unit_row<Rows>(m, u + m.receivers.num_workers(), next);
+        load_unit_record<Rows>(m, u + m.receivers.num_workers(), next);
+        if (!receive_pending<Rows>(m, current)) return false;
+        current = next;
+    }
+    return true;
+}
+
+/* Returns the number of the first token whose words this worker receives. Counts from the last
+ * worker down, because the first workers have more pieces. */
+__device__ __forceinline__ int first_words(const LowlatMove &m)
+{
+    return m.receivers.num_workers() - 1 - m.receivers.worker_index();
+}
+
+/* Returns the number of tokens whose words are received, over all ranks. */
+__device__ __forceinline__ int num_words(const LowlatMove &m)
+{
+    return m.job.num_tokens + m.most_tokens * (m.job.plan.self.num_ranks - 1);
+}
+
+/* Receives the words of this worker's tokens: stores weights and, with a new plan, records. w:
+ * the words of the first token, loaded ahead. Returns false if the group is broken. */
+__device__ __forceinline__ bool receive_words(const LowlatMove &m, PendingWords &w)
+{
+    for (int u = first_words(m); u < num_words(m); u += m.receivers.num_workers()) {
+        if (u != first_words(m)) load_words(m, u, w);
+        if (w.token >= m.tokens_in(w.rank)) continue;
+        const int32_t slot = find_slot(m, w.rank, w.token, w.word);
+        const uint32_t here = __ballot_sync(ALL_LANES, slot >= 0);
+        const int n = m.has_new_plan ? __popc(here & lanes_below()) : lane_id();
+        if (m.has_new_plan)
+            m.tables->store_token(m.job.plan, w.rank, w.token, slot, here, m.result);
+        if (here && m.job.weights && !receive_weights(m, w, slot, n)) return false;
+    }
+    return true;
+}
+
+#endif
