@@ -1,32 +1,39 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* combine_backward: the gradients of sums go to every slot; also the gradients of the slots'
- * weights.
+/* combine_backward: sends the gradient of each token's sum to the token's slots, and computes
+ * the gradients of the slots' weights if the caller requests them.
  *
- *   d_out   [num_tokens, row_bytes]  travels like rows of dispatch: a warp moves a span
- *   d_rows  [num_rows, row_bytes]    = weight * d_out of the slot's token
- *   rows    [num_rows, row_bytes]    d_slot_weights = <d_out, rows>, if requested
+ *   d_out           [num_tokens, row_bytes]  input: gradients of this rank's tokens; they travel
+ *                                            like rows of dispatch
+ *   rows            [num_rows, row_bytes]    input: the rows that combine summed
+ *   d_rows          [num_rows, row_bytes]    output: weight * d_out of the slot's token, may be
+ *                                            quantized to e4m3
+ *   d_slot_weights  [num_rows]               output: dot product of d_out and rows of the slot
  *
- * One list of units is dealt to all warps in turn, as in dispatch/dispatch.cu. Step i of the
- * list is
+ * All warps of all CTAs move units, dealt in turn (common/rows.cuh). A unit is a span of pieces
+ * of one row. Step i of the list of units has these roles:
  *
  *   send     token i to every peer that needs it
- *   receive  token i - lag of each source; this rank's own tokens count as a source
- *   add      along with an own token: the dot products of token i - 2 lag
+ *   receive  token i - lag of each source; this rank's own tokens are the last source
+ *   add      with an own token: the dot products of token i - 2 lag, from their blocks
  *
- * A piece is one block of a dot product, 1024 elements. The warp that has computed a block
- * stores the result to this rank's `parts` memory, where the word is poison until then. The
- * warp that adds the blocks polls these words, adds them in order, and stores poison back. */
+ * A piece has 1024 elements and is one block of a dot product. The warp that has computed a
+ * block stores it to this rank's memory `parts`. Another warp later adds the blocks in order.
+ *
+ * Memory order: each word of a row in staging, and each block in `parts`, is its own flag:
+ * poison until it is stored. The warp that reads it stores poison back. No wait is circular, as
+ * in dispatch/dispatch.cu. */
 #include "cuda/combine/backward_plain.cuh"
 #include "cuda/combine/backward_stream.cuh"
 #include "cuda/common/launch.cuh"
 
-/* Threads per CTA: quantizing needs more registers, so fewer threads have more of them. */
+/* Threads per CTA. Quantizing needs more registers per thread, so it has fewer threads. */
 template <class ROW> static constexpr int block_for(bool quantize)
 {
     return quantize ? Dot<F32>::BLOCK : Dot<ROW>::BLOCK;
 }
 
-/* EXACT: the rows are aligned and have whole pieces. QUANTIZE: d_rows are e4m3 with scales. */
+/* ROW: element type. EXACT: rows are aligned to 16 bytes and consist of whole pieces. QUANTIZE:
+ * d_rows are e4m3 with scales. */
 template <class ROW, bool EXACT, bool QUANTIZE>
 __global__ void __launch_bounds__(block_for<ROW>(QUANTIZE), 1)
     combine_backward_kernel(const __grid_constant__ p2p_combine_backward_job job)
@@ -64,7 +71,7 @@ __global__ void __launch_bounds__(block_for<ROW>(QUANTIZE), 1)
 
 typedef void (*Kernel)(p2p_combine_backward_job);
 
-/* Quantized rows need no kernel of their own for whole pieces. */
+/* Returns the kernel for a type of rows. Quantized rows have one kernel, for all sizes. */
 template <class ROW> static Kernel kernel_for(bool exact, bool quantize)
 {
     if (quantize) return combine_backward_kernel<ROW, false, true>;
@@ -72,7 +79,7 @@ template <class ROW> static Kernel kernel_for(bool exact, bool quantize)
                  : combine_backward_kernel<ROW, false, false>;
 }
 
-/* The kernel for a type of rows. */
+/* Returns the kernel for an element type. */
 static Kernel kernel_of(uint32_t type, bool exact, bool quantize)
 {
     return type == EPIC_BF16  ? kernel_for<Bf16>(exact, quantize)
@@ -80,13 +87,13 @@ static Kernel kernel_of(uint32_t type, bool exact, bool quantize)
                               : kernel_for<F32>(exact, quantize);
 }
 
-/* Threads per CTA of that kernel. */
+/* Returns the threads per CTA of that kernel. */
 static int block_of(uint32_t type, bool quantize)
 {
     return type == EPIC_F32 ? block_for<F32>(quantize) : block_for<Bf16>(quantize);
 }
 
-/* Dynamic shared memory of a CTA: the streams of its warps. */
+/* Returns the dynamic shared memory of a CTA: that of the streams of its warps. */
 static int memory_bytes(uint32_t type, bool quantize)
 {
     const int warp_bytes = type == EPIC_F32 ? GradientStream<F32, true, false>::WARP_BYTES
@@ -116,14 +123,14 @@ extern "C" cudaError_t p2p_launch_combine_backward(const p2p_combine_backward_jo
     p2p_combine_backward_job copy = *job;
     const int roles = num_roles(job->self) + num_forward_roles(job->self);
     deal_units_for_net(job->self, copy, num_sms, block, roles, vectors);
-    /* Dot products are added two lags behind. If all warps together work on more tokens than
-     * that at a time, each round of theirs waits for the slowest unit of the round before. */
+    /* Dot products are added two lags behind sending. With a shorter lag than all warps
+     * together work on at a time, warps would often wait for the slowest unit. The lag also
+     * covers the skew between warps. Measured: docs/lab/cuda.md. */
     const int at_a_time = copy.units / units_per_token(copy, roles, vectors);
     const int lag = 32 + 16 * copy.span;
     copy.lag = at_a_time * 3 / 4;
-    if (copy.lag < 100)
-        copy.lag = at_a_time < 100 ? at_a_time : 100; /* skew between warps; docs/lab/cuda.md */
-    if (job->row_bytes <= 4096 && copy.lag > 128) copy.lag = 128; /* enough for short rows */
+    if (copy.lag < 100) copy.lag = at_a_time < 100 ? at_a_time : 100;
+    if (job->row_bytes <= 4096 && copy.lag > 128) copy.lag = 128;
     if (copy.lag < lag) copy.lag = lag;
     copy.lag = lag_for_net(job->self, copy.lag, job->num_tokens);
     return launch_kernel(kernel_of(job->type, exact, quantize), num_sms, block, bytes, stream,

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Functions that both paths of combine_backward share: slots, sending, and the work along with
- * this rank's own tokens. */
+/* What both paths of combine_backward (backward_stream.cuh and backward_plain.cuh) share:
+ * slots, sending, and the work that is done along with this rank's own tokens. "Entry n" of a
+ * token of a rank is the token's n-th choice here. */
 #ifndef EPIC_COMBINE_BACKWARD_CUH
 #define EPIC_COMBINE_BACKWARD_CUH
 
@@ -11,7 +12,8 @@
 
 typedef RowMove<p2p_combine_backward_job> BackwardMove;
 
-/* The words for the blocks of entry n of a token of `rank`. */
+/* Returns the words of `parts` for the blocks of the dot product of entry n of a token of
+ * `rank`. */
 __device__ __forceinline__ uint32_t *dot_part_of(const BackwardMove &m, int rank, int32_t token,
                                                  int n)
 {
@@ -20,7 +22,7 @@ __device__ __forceinline__ uint32_t *dot_part_of(const BackwardMove &m, int rank
            ((int64_t)token * m.top_k + n) * m.shape.pieces;
 }
 
-/* Lane n of a half: the slot of entry n here, as the plan has it; -1: none. */
+/* Returns the slot of entry n of a token of `rank`, as the plan has it, or -1. */
 __device__ __forceinline__ int32_t read_slot(const BackwardMove &m, int rank, int32_t token,
                                              int n)
 {
@@ -30,7 +32,7 @@ __device__ __forceinline__ int32_t read_slot(const BackwardMove &m, int rank, in
     return slot;
 }
 
-/* Lane k: the rank of choice k of this rank's token; -1: none. */
+/* Returns the rank of choice k of this rank's token, or -1. */
 __device__ __forceinline__ int32_t read_rank(const BackwardMove &m, int32_t token, int k)
 {
     int32_t rank = -1;
@@ -39,7 +41,7 @@ __device__ __forceinline__ int32_t read_rank(const BackwardMove &m, int32_t toke
     return rank;
 }
 
-/* Loads a piece of d_out of this rank's token. */
+/* Loads this lane's part of a piece of d_out. `vector`: first vector of the piece. */
 template <class ROW, int V>
 __device__ __forceinline__ void load_own(const BackwardMove &m, int32_t token, int32_t vector,
                                          uint4 (&x)[V])
@@ -48,14 +50,16 @@ __device__ __forceinline__ void load_own(const BackwardMove &m, int32_t token, i
                                ROW::MINUS_ZERO);
 }
 
-/* The peers that need the token's row, as bits. `choice`: the rank of each lane's choice. */
+/* Returns a bit mask of the peers that need the token's row. `choice`: rank of the lane's
+ * choice, or -1. Called by a whole warp. */
 __device__ __forceinline__ uint32_t peers_of(const BackwardMove &m, int32_t choice)
 {
     const uint32_t touched = __reduce_or_sync(ALL_LANES, choice >= 0 ? 1u << choice : 0);
     return touched & ~(1u << m.job.self.rank);
 }
 
-/* Sends a piece to `peers` (bits). Peers on other hosts get it by post_put_pieces(). */
+/* Stores a piece to the staging of `peers` (bit mask). For peers on other hosts the caller then
+ * posts the put of the row with post_put_pieces(). Called by a whole warp. */
 template <class ROW, int V, bool EXACT>
 __device__ __forceinline__ void send_to_peers(const BackwardMove &m, int32_t token,
                                               int32_t vector, uint32_t peers, uint4 (&x)[V])
@@ -83,7 +87,9 @@ __device__ __forceinline__ void fill_end(const BackwardMove &m, int32_t vector, 
             x[v] = make_uint4(fill, fill, fill, fill);
 }
 
-/* Reads a piece of d_out: the caller's, or a staged one, for which it waits. */
+/* Reads this lane's part of a piece of d_out of a token of `rank`. Own rows come from the
+ * caller's array. For rows of peers it waits, and stores poison back to staging. Called by a
+ * whole warp. Returns false if the group is broken. */
 template <class ROW, int V>
 __device__ __forceinline__ bool receive_d_out(const BackwardMove &m, int32_t token,
                                               int32_t vector, int rank, uint4 (&x)[V])
@@ -101,21 +107,23 @@ __device__ __forceinline__ bool receive_d_out(const BackwardMove &m, int32_t tok
     return true;
 }
 
-/* Adds the blocks of the dot products of a token, of all sources side by side. */
+/* Adds the blocks of a token number `token` of every rank, in order, and stores the dot
+ * products to d_slot_weights. Each lane adds one entry of one rank. Stores poison back to
+ * `parts`. Called by a whole warp. Returns false if the group is broken. */
 __device__ __forceinline__ bool add_dot_parts(const BackwardMove &m, int32_t token)
 {
     const int entries = m.job.self.num_ranks * m.top_k;
     for (int begin = 0; begin < entries; begin += WARP) {
         const int i = begin + lane_id();
         int rank = 0, n = i;
-        for (; n >= m.top_k; n -= m.top_k) rank++; /* a division would wait for stores */
+        /* rank = i / top_k by subtraction, because a division would wait for earlier stores */
+        for (; n >= m.top_k; n -= m.top_k) rank++;
         const int32_t slot = i < entries ? clamp_slot(m, read_slot(m, rank, token, n)) : -1;
         if (!__any_sync(ALL_LANES, slot >= 0)) continue;
         uint32_t *part = dot_part_of(m, slot >= 0 ? rank : 0, token, slot >= 0 ? n : 0);
         float sum = 0.0f;
         for (int piece = 0; piece < m.shape.pieces; piece += 8) {
-            /* polls only the last word while that is missing, because polling takes bandwidth
-             */
+            /* Polls only the last block while it is missing, because polls take bandwidth. */
             const int last = min(piece + 8, m.shape.pieces) - 1;
             uint32_t words[8], word = slot >= 0 ? POISON : 0;
             bool ok = wait_warp(m.op, -1, P2P_PHASE_GRID, [&] {
@@ -147,15 +155,16 @@ __device__ __forceinline__ bool add_dot_parts(const BackwardMove &m, int32_t tok
     return true;
 }
 
-/* The destination of quantized gradient rows. */
+/* Returns where quantized gradient rows are stored. */
 __device__ __forceinline__ QuantizedRows quantized_rows(const p2p_combine_backward_job &job)
 {
     return {job.d_rows,      job.d_rows_scales,        job.quantized_bytes,
             job.scale_bytes, job.quantized_whole != 0, job.scales_in_words != 0};
 }
 
-/* Quantizes weight * x and stores it as a piece of a slot's row. `largest`: of the absolute
- * values of x. */
+/* Quantizes weight * x and stores it as piece `number` of a slot's row. `largest`: bits of the
+ * largest absolute value of x in the block of this lane (find_largest()). Called by a whole
+ * warp. */
 template <class ROW, int V>
 __device__ __forceinline__ void
 store_scaled_quantized(const BackwardMove &m, int32_t slot, int number, float weight,
@@ -175,7 +184,8 @@ store_scaled_quantized(const BackwardMove &m, int32_t slot, int number, float we
     store_quantized<V, ROW::N>(quantized_rows(m.job), slot, number, piece, m.policy);
 }
 
-/* Writes zeros to all rows from `first` on. */
+/* Writes zeros to d_rows, scales and d_slot_weights from slot `first` on. Each of `threads`
+ * threads calls it with its own number `thread`. */
 template <bool QUANTIZE>
 static __device__ void zero_slots(const BackwardMove &m, int64_t first, int64_t thread,
                                   int64_t threads)
@@ -189,7 +199,8 @@ static __device__ void zero_slots(const BackwardMove &m, int64_t first, int64_t 
     zero_floats(job.d_slot_weights, first, job.num_rows, thread, threads);
 }
 
-/* Writes zeros to a piece of a slot. */
+/* Writes zeros to a piece of a slot and, with piece 0, to its weight's gradient. Called by a
+ * whole warp. */
 template <int V, bool EXACT, bool QUANTIZE>
 __device__ __forceinline__ void pad_piece(const BackwardMove &m, int32_t slot, int piece)
 {
@@ -202,7 +213,8 @@ __device__ __forceinline__ void pad_piece(const BackwardMove &m, int32_t slot, i
     if (piece == 0 && lane_id() == 0 && m.job.d_slot_weights) m.job.d_slot_weights[slot] = 0.0f;
 }
 
-/* Pads the slabs if there are too few tokens to do it along with them. All CTAs. */
+/* Writes zeros to all padding if there are too few tokens to do it along with them. Called by
+ * all CTAs. */
 template <int V, bool QUANTIZE> __device__ __forceinline__ void pad_all(const BackwardMove &m)
 {
     const int warps = (int)(grid_threads() / WARP), warp = (int)(grid_thread() / WARP);
@@ -212,17 +224,17 @@ template <int V, bool QUANTIZE> __device__ __forceinline__ void pad_all(const Ba
             [&](int32_t slot, int piece) { pad_piece<V, false, QUANTIZE>(m, slot, piece); });
 }
 
-/* Work along with receiving a span of this rank's own token: some padding and, for one of the
- * spans, adding the dot products of an earlier token. */
+/* Does the work that comes with receiving a span of this rank's own token: writes some padding
+ * and, in one of the spans, adds the dot products of the token `lag` earlier. Called by a whole
+ * warp. Returns false if the group is broken. */
 template <int V, bool EXACT, bool QUANTIZE>
 __device__ __forceinline__ bool do_extra_work(const BackwardMove &m, int span, int32_t token,
                                               int32_t end)
 {
     const int32_t added = token - m.job.lag;
     const int spans = m.stride.spans;
-    const int adds =
-        /* the spans take turns */
-        (int)__umulhi((uint32_t)added * 0x9e3779b9u, (uint32_t)spans);
+    /* The span that adds is chosen by a hash of the token, so that the spans take turns. */
+    const int adds = (int)__umulhi((uint32_t)added * 0x9e3779b9u, (uint32_t)spans);
     if (token >= m.first && token < end &&
         pads_with_tokens(m.plan, m.stride, m.plan.most_tokens))
         for_each_padding_slot(m.plan, m.plan.slab_bits, token * spans + span,
@@ -233,8 +245,8 @@ __device__ __forceinline__ bool do_extra_work(const BackwardMove &m, int span, i
     return added < m.first || !m.job.d_slot_weights || span != adds || add_dot_parts(m, added);
 }
 
-/* The role of a unit: the source that it receives from, as in rank_of_role(); 0: it sends; -n:
- * it forwards for the mate n hosts away. */
+/* Returns the role of a unit: 0: it sends; n: it receives from source n (rank_of_role()); -n:
+ * it forwards for the mate that is n hosts away. */
 __device__ __forceinline__ int role_of(const BackwardMove &m, const UnitWalk &walk)
 {
 #ifdef EPIC_HOSTS
@@ -245,7 +257,8 @@ __device__ __forceinline__ int role_of(const BackwardMove &m, const UnitWalk &wa
 #endif
 }
 
-/* Loads what a unit needs first: ranks of choices, or slots. */
+/* Loads the word that a unit needs first, while the warp still works on the unit before it: the
+ * rank of the lane's choice if it sends, the slot of the lane's entry if it receives. */
 __device__ __forceinline__ int32_t read_ahead(const BackwardMove &m, const UnitWalk &walk)
 {
     const int32_t sent = m.first + walk.step;
@@ -258,8 +271,8 @@ __device__ __forceinline__ int32_t read_ahead(const BackwardMove &m, const UnitW
 
 #ifdef EPIC_HOSTS
 
-/* Returns the ranks to which this rank sends a token directly, as bits, so that it reaches all
- * `peers`. With relays one rank of another host stands for all peers there. */
+/* Returns a bit mask of the ranks to which this rank itself sends its token, so that it reaches
+ * all `peers`. With relays, the mate on another host stands for all peers there. */
 __device__ __forceinline__ uint32_t choose_routes(const BackwardMove &m, const UnitWalk &walk,
                                                   int32_t sent, int32_t end, uint32_t peers)
 {
@@ -267,7 +280,8 @@ __device__ __forceinline__ uint32_t choose_routes(const BackwardMove &m, const U
     return choose_routes(m.job.self, m.op, sent, walk.span == 0, peers);
 }
 
-/* Forwards pieces of a token of the mate that is `hosts` hosts away. */
+/* Forwards pieces [first, first + count) of a token of the mate that is `hosts` hosts away.
+ * Called by a whole warp. Returns false if the group is broken. */
 template <int V>
 static __device__ __noinline__ bool
 forward_unit(const BackwardMove &m, int hosts, int32_t token, int32_t end, int first, int count)

@@ -1,13 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* combine_backward, the path for rows that are not aligned vectors and for top_k above 32.
- * Pieces are loaded when they are used, without a ring. */
+/* The plain path of combine_backward, for rows that are not aligned to 16 bytes and for top_k
+ * above 32. Units and their order are those of backward.cu. Pieces are loaded when they are
+ * used, without a ring. */
 #ifndef EPIC_COMBINE_BACKWARD_PLAIN_CUH
 #define EPIC_COMBINE_BACKWARD_PLAIN_CUH
 
 #include "cuda/combine/backward.cuh"
 
-/* Receives a piece of a token: d_rows of its slots here, and the blocks of their dot products.
- */
+/* Receives a piece of a token: stores d_rows of its slots here, and the blocks of their dot
+ * products. `source`: 0 for the next rank. `slot`: slot of the lane's entry, or -1. Called by a
+ * whole warp. Returns false if the group is broken. */
 template <class ROW, int V, bool QUANTIZE>
 __device__ __forceinline__ bool receive_token(const BackwardMove &m, int32_t token, int piece,
                                               int source, int32_t slot)
@@ -61,7 +63,8 @@ __device__ __forceinline__ bool receive_token(const BackwardMove &m, int32_t tok
     return true;
 }
 
-/* Moves one round: tokens [m.first, end) of every rank. */
+/* Moves one round: tokens [m.first, end) of every rank. Returns false if the group is broken.
+ */
 template <class ROW, int V, bool QUANTIZE>
 __device__ __forceinline__ bool move_tokens(const BackwardMove &m, int32_t end)
 {
@@ -102,7 +105,8 @@ __device__ __forceinline__ bool move_tokens(const BackwardMove &m, int32_t end)
     }
 }
 
-/* noinline keeps its registers out of the hot loop, which would spill. */
+/* Moves all rounds by the plain path. noinline, because its registers would make the loop of
+ * the other path spill. Returns false if the group is broken. */
 template <class ROW, bool QUANTIZE>
 static __device__ __noinline__ bool move_plain(BackwardMove m, OpState &op)
 {

@@ -1,60 +1,65 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* combine_backward, the path for rows of aligned vectors. All units of a warp become one stream
- * of pieces, of d_out and of `rows`, that are copied into a ring in shared memory ahead of
- * their use. A staged piece may be copied before it has arrived; then its words are poison, and
- * it is polled in place.
+/* The fast path of combine_backward, for rows that are aligned to 16 bytes. The units of a warp
+ * become one stream of pieces, of d_out and of `rows`, that are copied into a ring in shared
+ * memory ahead of their use. A staged piece may be copied before it has arrived. Then the copy
+ * contains poison, and the warp polls the piece in staging.
  *
  *     a unit that sends token i       a unit that receives token t of source q
  *
- *     d_out[i] -> ring                staging[q] -> ring -> d, and for each slot of it here:
+ *     d_out[i] -> ring                staging[q] -> ring -> d, and for each slot of t here:
  *                  |                    d_rows[slot] = weight * d
  *     staging of peers                  rows[slot] -> ring -> dot(d, rows[slot]), which is the
- *                                                             gradient of its weight */
+ *                                                             gradient of the slot's weight */
 #ifndef EPIC_COMBINE_BACKWARD_STREAM_CUH
 #define EPIC_COMBINE_BACKWARD_STREAM_CUH
 
 #include "cuda/combine/backward.cuh"
 
+/* A slot of a unit's token here. */
 struct __align__(8) Slot
 {
     int32_t number;
     float weight;
 };
 
-struct Entry {     /* a unit under way */
+struct Entry {     /* A unit that the warp has begun and not finished; in shared memory. */
     int32_t token; /* token that is sent or received */
-    /* receiving: number of slots here; sending: peers as bits; 0: nothing to do */
+    /* receiving: number of slots here; sending: bit mask of peers; 0: nothing to do */
     uint32_t work;
-    int16_t role, span;   /* role: of role_of() */
-    int16_t first, count; /* pieces; a unit with nothing to do takes the place of one */
-    Slot slots[WARP];     /* lane n: the n-th slot here */
+    int16_t role, span; /* role: from role_of() */
+    /* first piece and number of pieces; a unit with nothing to do takes one place of the ring
+     */
+    int16_t first, count;
+    Slot slots[WARP]; /* the token's slots here */
 };
 
 template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     static constexpr int V = Dot<ROW>::V;
     typedef PieceRing<V, EXACT> Pieces;
     static constexpr int AHEAD = Pieces::AHEAD, ENTRIES = AHEAD + 1;
-    static constexpr int DOTS = 8, PITCH = WARP + 4; /* in floats; lanes use different banks */
+    /* PITCH in floats: lanes read different banks */
+    static constexpr int DOTS = 8, PITCH = WARP + 4;
     static constexpr int SUMS = Pieces::BYTES + ENTRIES * (int)sizeof(Entry);
     static constexpr int WARP_BYTES = round_up_to_lines(SUMS + DOTS * PITCH * 4);
 
     const BackwardMove &m;
     Entry *entries;
-    float *sums; /* [DOTS][PITCH], sums of lanes */
+    float *sums; /* [DOTS][PITCH]: lane sums of dot products */
     Pieces ring;
-    UnitWalk walk;             /* the next unit */
-    int32_t next_word;         /* what the next unit needs first */
-    int32_t end;               /* end of the tokens of the round */
-    const Entry *copying;      /* the unit whose pieces are being copied */
-    const uint8_t *from;       /* this lane's part of its next piece of d_out */
-    const uint8_t *rows;       /* the same of row 0 of `rows`, for the current piece */
-    const Slot *slot;          /* slot whose row is copied next */
-    int32_t vector;            /* first vector of the current piece */
-    int pieces = 0, slots = 0; /* pieces and slots that are left to copy */
-    uint32_t begun = 0, copied = 0, used = 0; /* numbers of units */
+    UnitWalk walk;        /* the next unit to begin */
+    int32_t next_word;    /* what the next unit needs first, from read_ahead() */
+    int32_t end;          /* the round ends before this token */
+    const Entry *copying; /* the unit whose pieces are being copied */
+    const uint8_t *from;  /* this lane's part of the next piece of d_out */
+    const uint8_t *rows;  /* this lane's part of the current piece of row 0 of `rows` */
+    const Slot *slot;     /* slot whose row is copied next */
+    int32_t vector;       /* first vector of the current piece */
+    /* pieces of d_out, and slots of the current piece, that are left to copy */
+    int pieces = 0, slots = 0;
+    uint32_t begun = 0, copied = 0, used = 0; /* numbers of units begun, copied and used */
 
-    /* memory: WARP_BYTES of shared memory of this warp; round_end: end of the round's tokens.
-     */
+    /* memory: WARP_BYTES of shared memory of this warp. round_end: the round ends before this
+     * token. */
     __device__ __forceinline__ GradientStream(const BackwardMove &move, uint8_t *memory,
                                               int32_t round_end)
         : m(move), entries((Entry *)(memory + Pieces::BYTES)), sums((float *)(memory + SUMS)),
@@ -65,13 +70,14 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
 
     /* ---- copying ---- */
 
-    /* Takes the next unit of the list, if there is one. */
+    /* Takes the next unit of the list, if there is one, into an entry, and starts to copy the
+     * weights of its slots. */
     __device__ __forceinline__ void begin_unit()
     {
         const int32_t sent = m.first + walk.step, received = sent - m.job.lag;
         if (received - m.job.lag >= end) return;
-        /* lanes meet before it is written, because some may still read the previous unit there
-         */
+        /* A warp collective (reduce or ballot) comes before each write to the entry. So no lane
+         * still reads the unit that had this entry before. */
         Entry &entry = entries[begun++ % ENTRIES];
         uint32_t work;
         const int role = role_of(m, walk);
@@ -104,12 +110,12 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         walk.next_unit(m.stride);
         next_word = read_ahead(m, walk);
     }
-    /* Does the unit receive from a peer, and not from this rank? */
+    /* Returns true if the unit receives from a peer, not from this rank. */
     __device__ __forceinline__ bool is_staged(const Entry &u) const
     {
         return u.role > 0 && u.role < m.job.self.num_ranks;
     }
-    /* The row of d_out that a peer sends to this rank's staging for this unit. */
+    /* Returns the address in staging of the row that the unit receives. */
     __device__ __forceinline__ uint4 *staged_d_out(const Entry &u) const
     {
         return staged_row(m.op.inbox[rank_of_role(m.job.self, u.role)], u.token - m.first,
@@ -126,7 +132,7 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         rows = m.job.rows + lane_offset(entry.first * V * WARP) - Pieces::PIECE_BYTES;
         pieces = entry.work ? entry.count : 1;
     }
-    /* Starts the copy of one more piece. */
+    /* Starts the copy of one more piece: of d_out, or of a slot's row in `rows`. */
     __device__ __forceinline__ void copy_next()
     {
         if (slots) {
@@ -151,14 +157,15 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
 
     /* ---- using ---- */
 
-    /* Reads the oldest piece of the ring, and starts the copy of another. fill: what vectors
-     * past the end of the row contain. */
+    /* Starts the copy of one more piece, and reads the oldest piece of the ring. fill: value of
+     * words past the end of the row. */
     __device__ __forceinline__ void read_piece(int32_t its_vector, uint4 (&q)[V], uint32_t fill)
     {
         copy_next();
         ring.read_piece(q, its_vector, m.shape, fill);
     }
-    /* Waits for a staged piece; q has what the ring contained. */
+    /* Waits for a staged piece and stores poison back to staging. q: what the ring contained,
+     * then the piece. Returns false if the group is broken. */
     __device__ __forceinline__ bool wait_d_out(const Entry &u, int32_t its_vector,
                                                uint4 (&q)[V])
     {
@@ -171,7 +178,7 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         fill_end<ROW, V, EXACT>(m, its_vector, q);
         return true;
     }
-    /* Stores weight * x to a row, rounded to its type. */
+    /* Stores weight * x, rounded to type ROW. `to`: this lane's part of the piece. */
     __device__ __forceinline__ void store_scaled(uint8_t *to, int32_t its_vector, float weight,
                                                  const float (&x)[V][ROW::N])
     {
@@ -180,8 +187,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
             if (EXACT || its_vector + v * WARP + lane_id() < m.shape.vectors)
                 store_once(to + v * WARP * 16, scale_vector<ROW>(weight, x[v]), m.policy);
     }
-    /* Adds up the blocks of slots [first, first + count) of a unit and stores them to `parts`.
-     */
+    /* Adds the lane sums of the dot products of slots [first, first + count) of a unit, one per
+     * lane, and stores them to `parts` as blocks of piece `piece`. Called by a whole warp. */
     __device__ __forceinline__ void add_dots(const Entry &u, int piece, int first, int count)
     {
         __syncwarp();
@@ -193,7 +200,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         }
         __syncwarp();
     }
-    /* Computes d_rows of the unit's slots and their dot products, for one piece. */
+    /* Stores d_rows of the unit's slots and computes their dot products, for one piece q of
+     * d_out. */
     __device__ __forceinline__ void fill_slots(const Entry &u, int piece, const uint4 (&q)[V])
     {
         const bool dots = m.job.d_slot_weights != NULL;
@@ -208,15 +216,15 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         }
         uint32_t largest = 0;
         if (QUANTIZE) largest = find_largest<V, ROW::N>(x, m.job.quantize);
-        __syncwarp(); /* other lanes have copied the weights */
+        __syncwarp(); /* the weights were copied by other lanes */
         Slot next = u.slots[0];
 #pragma unroll 1
         for (int i = 0; i < count; i++) {
             const Slot current = next;
             uint4 y[V];
             if (dots) read_piece(its_vector, y, 0);
-            next =
-                u.slots[min(i + 1, WARP - 1)]; /* before the stores, which it would wait for */
+            /* loaded before the stores, because a load after them would wait for them */
+            next = u.slots[min(i + 1, WARP - 1)];
             if (QUANTIZE)
                 store_scaled_quantized<ROW, V>(m, current.number, piece, current.weight, x,
                                                largest);
@@ -229,8 +237,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
             if (n == DOTS - 1 || i == count - 1) add_dots(u, piece, i - n, n + 1);
         }
     }
-    /* Does the oldest unit under way, after taking another from the list. false: the group is
-     * broken. */
+    /* Begins one more unit, and does the oldest unit that was begun. Called by a whole warp.
+     * Returns false if the group is broken. */
     __device__ __forceinline__ bool use_unit()
     {
         begin_unit();

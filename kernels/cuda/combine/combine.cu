@@ -1,29 +1,34 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* combine, and the gradient of dispatch: rows return to the ranks of their tokens and are
- * summed there.
+/* combine, and dispatch_backward (the gradient of dispatch): experts' rows return to the ranks
+ * of their tokens and are summed there.
  *
- *   rows  [num_rows, row_bytes]    a warp sums a piece of a token's rows here
- *   out   [num_tokens, row_bytes]  and sends the partial sum to the token's rank
+ *   rows  [num_rows, row_bytes]    input: rows by slot
+ *   out   [num_tokens, row_bytes]  output: a weighted sum for each of this rank's tokens
  *
- * Every warp does two kinds of units, each kind in token order:
+ * All warps of all CTAs do the same work. A unit is one piece of one token's row. Each warp
+ * walks two lists of units, both in token order:
  *
- *   expert  the partial of one token of one peer, into the peer's staging
- *   source  this rank's own partial of one of its tokens, plus the peers' as they arrive
+ *   expert unit  a token of a peer: add this rank's rows of it, store the partial sum to the
+ *                peer's staging
+ *   source unit  a token of this rank: add this rank's rows of it, then the peers' partial
+ *                sums as they arrive; store the sum to out
  *
- * A warp begins a source unit of token t after its expert units of all tokens below t + lag. So
- * the lowest token that any rank waits for has been sent by every warp, and no wait is
- * circular. A partial is a result of arithmetic and so never poison: each of its words is its
- * own flag.
+ * Memory order: a partial sum is a result of arithmetic, which is never poison. So each of its
+ * words is its own flag in staging, and stores need no order.
  *
- * Rows of aligned vectors use combine/stream.cuh, rarer cases use combine/plain.cuh. */
+ * No wait is circular: a warp begins a source unit of token t only after its expert units of
+ * all tokens below t + lag. So every warp has sent the lowest token that any rank waits for.
+ *
+ * Aligned rows in simple sums use combine/stream.cuh, other cases combine/plain.cuh. */
 #include "cuda/combine/plain.cuh"
 #include "cuda/combine/stream.cuh"
 #include "cuda/common/launch.cuh"
 
-#define BLOCK 384 /* threads; 168 registers each */
+#define BLOCK 384 /* threads per CTA, so that each can have 168 registers */
 #define WARPS (BLOCK / WARP)
 
-/* Writes zeros if nothing was moved. The last CTA. */
+/* Writes zeros to all outputs if the plan or the number of rows is invalid. Called by the last
+ * CTA. */
 static __device__ void clear_outputs(const CombineState &c)
 {
     zero_rows(c.job.out, c.job.row_bytes, 0, c.job.num_tokens, threadIdx.x, BLOCK);
@@ -31,7 +36,7 @@ static __device__ void clear_outputs(const CombineState &c)
                 BLOCK);
 }
 
-/* EXACT: the rows are aligned and have whole pieces. */
+/* ROW: element type. EXACT: rows are aligned to 16 bytes and consist of whole pieces. */
 template <class ROW, bool EXACT>
 __global__ void __launch_bounds__(BLOCK, 1)
     combine_kernel(const __grid_constant__ p2p_combine_job job)
@@ -84,7 +89,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
 
 typedef void (*Kernel)(p2p_combine_job);
 
-/* The kernel for a type of rows. */
+/* Returns the kernel for an element type. */
 static Kernel kernel_of(uint32_t type, bool exact)
 {
     if (type == EPIC_BF16)
@@ -93,7 +98,8 @@ static Kernel kernel_of(uint32_t type, bool exact)
     return exact ? combine_kernel<F32, true> : combine_kernel<F32, false>;
 }
 
-/* Dynamic shared memory of a CTA: the larger of the stream's rings and the stacks of leaves. */
+/* Returns the dynamic shared memory of a CTA: that of the stream's rings or of the stacks of
+ * leaves, whichever is larger. */
 static int memory_bytes(void)
 {
     const int stacks = LEAF_LEVELS * 2 * WARP * 16,
@@ -113,10 +119,11 @@ extern "C" cudaError_t p2p_load_combine(void)
     return cudaSuccess;
 }
 
-/* Tokens by which adding stays behind sending: a quarter more than all warps send at a time, so
- * that partials have arrived when they are needed. It gains nothing where each warp has the
- * same piece of every row, and rows of FLAT plans lose where its next piece is only a little
- * further on; there the job's lag stays. docs/lab/cuda.md. */
+/* Returns the number of tokens by which adding stays behind sending: a quarter more than all
+ * warps send at a time, so that partial sums have arrived when they are needed. Two cases keep
+ * the job's lag, because a longer one does not help them: every warp has the same piece of
+ * every row, or, with a FLAT plan, a warp's next piece is only a little further in the row.
+ * Measured: docs/lab/cuda.md. */
 static int lag_of(const p2p_combine_job &job, int num_sms)
 {
     const int pieces = (int)((job.row_bytes + STREAM_V * 512 - 1) / (STREAM_V * 512));

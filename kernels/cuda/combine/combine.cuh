@@ -1,28 +1,29 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Types that both paths of combine share: partial sums and the arguments of a unit. */
+/* What both paths of combine (stream.cuh and plain.cuh) share: partial sums and the arguments
+ * of a unit. */
 #ifndef EPIC_COMBINE_CUH
 #define EPIC_COMBINE_CUH
 
 #include "cuda/combine/slots.cuh"
 #include "cuda/net/relay.cuh"
 
-/* A vector of a partial sum of ROW rows that travels and is added as PART. */
+/* A partial sum of rows of type ROW that is sent and added as type PART: ROW, or F32 for more
+ * precision. VECTORS vectors of PART hold as many elements as one vector of ROW. */
 template <class ROW, class PART> struct PartialSum {
-    static constexpr int VECTORS = ROW::N / PART::N; /* vectors of PART per vector of ROW */
+    static constexpr int VECTORS = ROW::N / PART::N;
 
-    /* The numbers of a partial vector as floats. */
+    /* Converts VECTORS vectors of PART to floats. */
     static __device__ __forceinline__ void unpack_floats(const uint4 *q, float *x)
     {
 #pragma unroll
         for (int i = 0; i < VECTORS; i++) PART::unpack_floats(q[i], x + i * PART::N);
     }
-    /* Rounds the floats to PART. */
+    /* Rounds floats to PART and packs them into VECTORS vectors. */
     static __device__ __forceinline__ void pack_floats(uint4 *q, const float *x)
     {
 #pragma unroll
         for (int i = 0; i < VECTORS; i++) q[i] = PART::pack_floats(x + i * PART::N);
     }
-    /* a = a + b, rounded to PART. */
     static __device__ __forceinline__ void add_partials(uint4 *a, const uint4 *b)
     {
         float x[ROW::N], y[ROW::N];
@@ -34,22 +35,23 @@ template <class ROW, class PART> struct PartialSum {
     }
 };
 
-struct CombineState { /* arguments of every unit of the running round */
+struct CombineState { /* Arguments of every unit of the running round. */
     const p2p_combine_job &job;
     const OpState &op;
     const PlanView &plan;
-    const Stride &expert, &source; /* of the two kinds of units */
-    uint4 *stack;                  /* of this warp, for leaves */
+    const Stride &expert, &source; /* how the two kinds of units are dealt */
+    uint4 *stack; /* this warp's stack of nodes (LeafStack), in shared memory */
     RowShape shape;
     uint64_t policy;
-    int32_t first; /* first token of the round */
+    int32_t first; /* first token of the running round */
     int32_t top_k;
 #ifdef EPIC_HOSTS
-    bool adds_by_host; /* one rank of each host adds the partials of the others */
+    bool adds_by_host; /* one rank of each host adds the partial sums of its host (relay.cuh) */
 #endif
 };
 
-/* Lane n: the n-th slot here of a token of `rank`, as the plan has it; -1: none. */
+/* Returns in lane n the slot here of the token's n-th choice on this rank, or -1. `rank`: owner
+ * of the token. `half`: 1 for choices from number 32 on. */
 __device__ __forceinline__ int32_t read_slot(const CombineState &c, int rank, int32_t token,
                                              int half)
 {
@@ -60,7 +62,8 @@ __device__ __forceinline__ int32_t read_slot(const CombineState &c, int rank, in
     return slot;
 }
 
-/* Lane k: the rank of choice k of this rank's token; -1: none. */
+/* Returns in lane k the rank of choice k of this rank's token, or -1. `half`: 1 for choices
+ * from number 32 on. */
 __device__ __forceinline__ int32_t rank_of_choice(const CombineState &c, int32_t token,
                                                   int half)
 {
@@ -71,13 +74,14 @@ __device__ __forceinline__ int32_t rank_of_choice(const CombineState &c, int32_t
     return rank;
 }
 
-/* The peer of an expert unit with this role; with sums by host the mates come last. */
+/* Returns the peer whose token an expert unit with role `role` sums. If hosts add their partial
+ * sums, mates (net/relay.cuh) come last. */
 __device__ __forceinline__ int peer_of_role(const CombineState &c, int role)
 {
 #ifdef EPIC_HOSTS
     const int local = c.job.self.local, ranks = c.job.self.num_ranks;
     const int others =
-        c.adds_by_host ? ranks - ranks / local : ranks; /* ranks that are not mates */
+        c.adds_by_host ? ranks - ranks / local : ranks; /* number of ranks that are not mates */
     if (role >= others)
         role = (role - others + 1) * local - 1;
     else if (c.adds_by_host)
@@ -86,7 +90,7 @@ __device__ __forceinline__ int peer_of_role(const CombineState &c, int role)
     return wrap_rank(c.job.self.rank + 1 + role, c.job.self.num_ranks);
 }
 
-/* Sets sums to -0: adding the first product to -0 keeps it exactly. */
+/* Sets sums to -0, because -0 + x is exactly x, also for x = -0. */
 template <int V, int N> __device__ __forceinline__ void clear_sums(float (&acc)[V][N])
 {
 #pragma unroll

@@ -1,29 +1,32 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Dot products of pieces of rows, in the order of the host's dot product: blocks of 1024
- * elements with eight accumulators per lane, which are added up first, then the sums of the
- * lanes. */
+/* Dot products of rows, with the bits of the host's dot product. A row is divided into blocks
+ * of 1024 elements (one piece); a warp computes the dot product of a block. Products are added
+ * in three steps: into eight accumulators per lane, then over a lane's accumulators, then over
+ * the lanes. */
 #ifndef EPIC_DOT_CUH
 #define EPIC_DOT_CUH
 
 #include "cuda/common/rows.cuh"
 
-/* Accumulators of one block. A lane l holds accumulators 8 l .. 8 l + 7 of a 16-bit type; of
- * float32 it holds 4 l .. 4 l + 3 and those plus 128. lane_sum() adds up what belongs to one
- * lane, or to two adjacent lanes if LAST is 2; add_lanes() then adds over the lanes, the most
- * distant ones first. */
+/* The eight accumulators of one lane for one block. In the numbering of the host, lane l of a
+ * 16-bit type has accumulators 8 l to 8 l + 7; of float32 it has 4 l to 4 l + 3 and those plus
+ * 128.
+ *
+ *   lane_sum()   adds a lane's accumulators or, if LAST is 2, those of two adjacent lanes
+ *   add_lanes()  adds the lane sums, those of the most distant lanes first */
 template <class ROW> struct Dot;
 
 template <class ROW> struct Dot16 {
     static constexpr int V = 4, BLOCK = 512, LAST = 1;
     float acc[8];
 
-    /* Adds x * y to the accumulators; v: number of the vector in the block. */
+    /* Adds x * y to the accumulators. v: number of the vector in the block. */
     __device__ __forceinline__ void add_products(int, const float *x, const float *y)
     {
 #pragma unroll
         for (int i = 0; i < 8; i++) acc[i] = __fmaf_rn(x[i], y[i], acc[i]);
     }
-    /* Adds up the accumulators of this lane. */
+    /* Returns the sum of this lane's accumulators. */
     __device__ __forceinline__ float lane_sum() const
     {
         const float a = acc[0] + acc[4], b = acc[1] + acc[5];
@@ -38,19 +41,19 @@ template <> struct Dot<F16> : Dot16<F16> {
 };
 
 template <> struct Dot<F32> {
-    static constexpr int V = 8, BLOCK = 384, LAST = 2; /* 168 registers each */
-    float acc[8]; /* 0-3 of even vectors, 4-7 of odd ones */
+    /* BLOCK threads can have 168 registers each */
+    static constexpr int V = 8, BLOCK = 384, LAST = 2;
+    float acc[8]; /* acc[0..3]: even vectors; acc[4..7]: odd vectors */
 
-    /* Like that of Dot16, with four floats per vector: even and odd vectors have accumulators of
-     * their own.
-     */
+    /* Adds x * y to the accumulators of vector v of the block; even and odd vectors have four
+     * each. */
     __device__ __forceinline__ void add_products(int v, const float *x, const float *y)
     {
         float *a = acc + v % 2 * 4;
 #pragma unroll
         for (int i = 0; i < 4; i++) a[i] = __fmaf_rn(x[i], y[i], a[i]);
     }
-    /* Adds up four accumulators of this lane and of the adjacent one. */
+    /* Returns the sum of four accumulators of this lane and of the adjacent one. */
     static __device__ __forceinline__ float sum_group(const float *a)
     {
         float s[4];
@@ -58,14 +61,14 @@ template <> struct Dot<F32> {
         for (int i = 0; i < 4; i++) s[i] = a[i] + __shfl_xor_sync(ALL_LANES, a[i], 1);
         return (s[0] + s[2]) + (s[1] + s[3]);
     }
-    /* Adds up the accumulators of this lane and of the adjacent one. */
+    /* Returns the sum of all accumulators of this lane and of the adjacent one. */
     __device__ __forceinline__ float lane_sum() const
     {
         return sum_group(acc) + sum_group(acc + 4);
     }
 };
 
-/* Adds up the lane sums of a block. One warp. */
+/* Returns the dot product of a block from its lane sums. Called by a whole warp. */
 template <class ROW> __device__ __forceinline__ float add_lanes(float s)
 {
 #pragma unroll
@@ -74,13 +77,12 @@ template <class ROW> __device__ __forceinline__ float add_lanes(float s)
     return s;
 }
 
-/* a + b by element. */
 __device__ __forceinline__ float4 add_float4(float4 a, float4 b)
 {
     return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
-/* Like add_lanes(), by one lane from shared memory. */
+/* Like add_lanes(), but one lane adds the 32 lane sums, which are in shared memory. */
 template <class ROW> __device__ __forceinline__ float add_lanes(const float4 *lanes)
 {
     const float4 a = add_float4(add_float4(lanes[0], lanes[4]), add_float4(lanes[2], lanes[6]));
@@ -89,7 +91,7 @@ template <class ROW> __device__ __forceinline__ float add_lanes(const float4 *la
     return Dot<ROW>::LAST == 1 ? (s.x + s.z) + (s.y + s.w) : s.x + s.z;
 }
 
-/* This lane's part of the dot product of a block. */
+/* Returns this lane's sum of products of a block of x and y. */
 template <class ROW, int V>
 __device__ __forceinline__ float dot_of(const float (&x)[V][ROW::N], const uint4 (&y)[V])
 {
@@ -105,7 +107,7 @@ __device__ __forceinline__ float dot_of(const float (&x)[V][ROW::N], const uint4
     return dot.lane_sum();
 }
 
-/* weight * x, rounded to the rows' type. */
+/* Returns a vector of weight * x, rounded to type ROW. */
 template <class ROW>
 __device__ __forceinline__ uint4 scale_vector(float weight, const float (&x)[ROW::N])
 {

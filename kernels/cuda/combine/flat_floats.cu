@@ -1,25 +1,33 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The floats of dispatch_backward with a FLAT plan, in an operation of their own: they are
- * arrays by row, which the kernels of combine do not support.
+/* Sends back the floats of dispatch_backward (gradients of weights) with a FLAT plan, as an
+ * operation of its own. With FLAT they are arrays by row, which the kernels of combine do not
+ * support.
  *
- *   slot_floats    [num_rows, top_k]     a warp sends those of a peer's token
- *   choice_floats  [num_tokens, top_k]   and later receives those of an own token
+ *   slot_floats    [num_rows, top_k]    input: a float for each choice of the row's token here
+ *   choice_floats  [num_tokens, top_k]  output: a float for each choice of this rank's tokens
  *
- * Every warp sends all its floats before it waits for any, so no wait is circular. */
+ * All warps of all CTAs do the same work; each has every n-th token, in two steps:
+ *
+ *   1. send     the floats of a peer's token, to the peer
+ *   2. receive  the floats of a token of this rank, from the ranks of its choices
+ *
+ * Memory order: each float is its own flag (poison until it arrives). A warp sends all its
+ * floats before it waits for any, so no wait is circular. */
 #include "cuda/combine/combine.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/plan/flat.cuh"
 
 #define BLOCK 512
 
+/* Arguments of both steps. */
 struct FlatFloats {
     const p2p_combine_job &job;
     const OpState &op;
     const PlanView &plan;
     int32_t top_k;
 
-    /* The float of choice n here of a token of `rank`. `there`: the token has that many choices
-     * here. */
+    /* Returns the float of choice n here of a token of `rank`. Sets `there` to false if the
+     * token has no choice n on this rank. */
     __device__ __forceinline__ uint32_t read_float(int rank, int32_t token, int n,
                                                    bool &there) const
     {
@@ -28,12 +36,14 @@ struct FlatFloats {
         int64_t row = there ? __ldg(plan.records + at) : -1;
         if (there && __ldg(local_experts_of(plan, job.self) + at + n) < 0) row = -1;
         there = row >= 0;
-        if (row >= job.num_rows) row = 0; /* combine/slots.cuh */
+        /* row 0 in place of a missing row, as in clamp_slot() */
+        if (row >= job.num_rows) row = 0;
         return there ? __float_as_uint(job.slot_floats[row * top_k + n]) : 0;
     }
 };
 
-/* Sends the floats of a token of `rank`. One warp. */
+/* Sends the floats of a token of `rank` to that rank. `source`: number of this rank among the
+ * sources there. Called by a whole warp. */
 static __device__ void send_floats(const FlatFloats &f, int rank, int source, int32_t token)
 {
     uint32_t *to = floats_base(f.job.self, f.op, f.job.self.heap[rank], source) +
@@ -52,8 +62,9 @@ static __device__ void send_floats(const FlatFloats &f, int rank, int source, in
     post_put_floats(f.op, rank, to, count);
 }
 
-/* Receives the floats of half of a token's choices; lanes are choices. `before`: ranks of the
- * half before. */
+/* Receives the floats of half (32) of the choices of this rank's token, one per lane. `rank`:
+ * rank of the lane's choice. `before`: rank of the lane's choice in the half before. Called by
+ * a whole warp. Returns false if the group is broken. */
 static __device__ bool receive_half(const FlatFloats &f, int32_t token, int half, int32_t rank,
                                     int32_t before)
 {
@@ -83,14 +94,16 @@ static __device__ bool receive_half(const FlatFloats &f, int32_t token, int half
     return true;
 }
 
-/* Sends the floats of all peers' choices here, then receives those of this rank's choices. */
+/* Sends the floats of all choices of peers' tokens here, then receives those of this rank's
+ * tokens. Returns false if the group is broken. */
 static __device__ bool move_floats(const FlatFloats &f)
 {
     const p2p_self &self = f.job.self;
     const int warp = (int)(grid_thread() / WARP), warps = (int)(grid_threads() / WARP);
     for (int distance = 1; distance < self.num_ranks; distance++) {
         const int rank = wrap_rank(self.rank + distance, self.num_ranks);
-        const int source = self.num_ranks - 1 - distance; /* this rank, as the peer counts */
+        /* this rank's number among the peer's sources */
+        const int source = self.num_ranks - 1 - distance;
         for (int32_t t = warp; t < f.plan.header.tokens_of[rank]; t += warps)
             send_floats(f, rank, source, t);
     }
@@ -107,8 +120,8 @@ static __device__ bool move_floats(const FlatFloats &f)
     return true;
 }
 
-/* Did every rank have enough rows? The kernel that moved the rows has reported those that had
- * not. The last CTA. */
+/* Returns true if every rank has announced enough rows for its slots. Reports nothing, because
+ * the kernel that moved the rows has done so. Called by the last CTA. */
 static __device__ bool rows_were_enough(const p2p_self &self, const OpState &op,
                                         const device_plan_header &h)
 {
@@ -120,7 +133,7 @@ static __device__ bool rows_were_enough(const p2p_self &self, const OpState &op,
     return enough;
 }
 
-/* The operation that sends back the floats of a FLAT plan. */
+/* The kernel of this operation. */
 __global__ void __launch_bounds__(BLOCK, 1)
     floats_kernel(const __grid_constant__ p2p_combine_job job)
 {

@@ -1,14 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The plain path of combine: unaligned rows, more than 32 choices, leaves within a rank, and
- * float32 partials of 16-bit rows. A piece is one vector per lane. */
+/* The plain path of combine, for all cases that stream.cuh does not support: unaligned rows,
+ * more than 32 choices, several leaves within a rank, float32 partial sums of 16-bit rows, and
+ * sums by host. Units and their order are those of combine.cu. A piece is one vector per lane.
+ *
+ * Names used here: acc is the sum of rows in float32; a node is a partial sum in the sum tree,
+ * packed into vectors; `touched` is a bit mask of the ranks that have choices of a token. */
 #ifndef EPIC_COMBINE_PLAIN_CUH
 #define EPIC_COMBINE_PLAIN_CUH
 
 #include "cuda/combine/combine.cuh"
 
-#define LEAF_LEVELS 8 /* levels of a rank's subtree, at most */
+#define LEAF_LEVELS 8 /* largest number of levels of a rank's subtree */
 
-/* Lane n: the n-th slot here of a token, as clamp_slot() returns it. */
+/* Returns in lane n the slot here of the token's n-th choice on this rank, after clamp_slot();
+ * -1 for none. */
 __device__ __forceinline__ int32_t clamped_slot_of(const CombineState &c, int rank,
                                                    int32_t token, int half)
 {
@@ -17,8 +22,8 @@ __device__ __forceinline__ int32_t clamped_slot_of(const CombineState &c, int ra
 
 /* ---------------------------------------------------------------------------- partials ---- */
 
-/* Adds COUNT rows, those of the lowest lanes in `lanes`, to acc. All loads come before any use.
- */
+/* Adds weight * row to acc for COUNT slots, those of the lowest lanes in `lanes`, and removes
+ * these lanes from the mask. All loads come before any use. Called by a whole warp. */
 template <class ROW, int V, int COUNT>
 __device__ __forceinline__ void add_rows(const CombineState &c, float (&acc)[V][ROW::N],
                                          uint32_t &lanes, int32_t slot, float weight,
@@ -49,13 +54,14 @@ __device__ __forceinline__ void add_rows(const CombineState &c, float (&acc)[V][
     }
 }
 
-/* Adds the rows of the slots of `lanes` to acc. */
+/* Adds weight * row to acc for the slots of all lanes in the bit mask `lanes`, in ascending
+ * order. Called by a whole warp. */
 template <class ROW, int V>
 __device__ __forceinline__ void add_lanes(const CombineState &c, float (&acc)[V][ROW::N],
                                           uint32_t lanes, int32_t slot, float weight,
                                           int32_t vector)
 {
-    constexpr int MOST = 4; /* rows in flight */
+    constexpr int MOST = 4; /* rows that are loaded at once */
 #pragma unroll 1
     while (__popc(lanes) >= MOST) add_rows<ROW, V, MOST>(c, acc, lanes, slot, weight, vector);
     const int left = __popc(lanes);
@@ -67,7 +73,7 @@ __device__ __forceinline__ void add_lanes(const CombineState &c, float (&acc)[V]
         add_rows<ROW, V, 1>(c, acc, lanes, slot, weight, vector);
 }
 
-/* Packs the sums of a piece, rounded to PART. */
+/* Rounds the sums of a piece to PART and packs them into a node. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ void pack_sum(uint4 (&node)[V][PartialSum<ROW, PART>::VECTORS],
                                          const float (&acc)[V][ROW::N])
@@ -76,8 +82,8 @@ __device__ __forceinline__ void pack_sum(uint4 (&node)[V][PartialSum<ROW, PART>:
     for (int v = 0; v < V; v++) PartialSum<ROW, PART>::pack_floats(node[v], acc[v]);
 }
 
-/* The partial of all choices of a token here, in ascending k. Returns false if it has none
- * here. */
+/* Sets node to the sum of all rows of a token here, added in ascending k. `rank`: owner of the
+ * token. Returns false if the token has no row here. Called by a whole warp. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ bool
 sum_local_rows(const CombineState &c, uint4 (&node)[V][PartialSum<ROW, PART>::VECTORS],
@@ -101,11 +107,12 @@ sum_local_rows(const CombineState &c, uint4 (&node)[V][PartialSum<ROW, PART>::VE
 
 /* ---------------------------------------------------------------- leaves within a rank ---- */
 
-/* The leaf of this rank, from 0, to which a slot's expert belongs. */
+/* Returns the leaf to which the expert of a slot belongs, counted from this rank's first leaf.
+ */
 __device__ __forceinline__ int leaf_of(const CombineState &c, int32_t slot)
 {
     const device_plan_header &h = c.plan.header;
-    int low = 0, high = h.owned; /* to the last slab that begins at or before the slot */
+    int low = 0, high = h.owned; /* finds the last slab that begins at or before the slot */
     while (high - low > 1) {
         const int middle = (low + high) / 2;
         if (__ldg(c.plan.slab_begin + middle) <= slot)
@@ -117,26 +124,27 @@ __device__ __forceinline__ int leaf_of(const CombineState &c, int32_t slot)
     return (h.first_expert + low) / block - h.first_expert / block;
 }
 
-/* Level of the lowest common ancestor of two leaves. */
+/* Returns the level of the lowest common ancestor of two leaves. */
 __device__ __forceinline__ int ancestor_level(uint32_t a, uint32_t b)
 {
     return 32 - __clz(a ^ b);
 }
 
-/* A binary tree over the leaves that have a choice. It is a stack, in shared memory, of nodes
- * that wait for their right siblings; `leaf_at` holds one leaf of each, a byte per level. */
+/* Adds nodes in a binary tree over leaves, of which some may be absent. It is a stack, in
+ * shared memory, of nodes that wait for their right sibling. `leaf_at` holds one leaf of each
+ * node's subtree, a byte per node. */
 template <class ROW, class PART> struct LeafStack {
     static constexpr int P = PartialSum<ROW, PART>::VECTORS;
     uint4 *memory;
     uint64_t leaf_at;
     int depth;
 
-    /* This lane's vector p of node i of the stack. */
+    /* Returns the address of this lane's vector p of node i of the stack. */
     __device__ __forceinline__ uint4 *vector_at(int i, int p) const
     {
         return memory + (i * P + p) * WARP + lane_id();
     }
-    /* One leaf of the subtree of node i. */
+    /* Returns a leaf of the subtree of node i. */
     __device__ __forceinline__ uint32_t leaf_of_level(int i) const
     {
         return (uint32_t)(leaf_at >> (8 * i)) & 255;
@@ -155,7 +163,8 @@ template <class ROW, class PART> struct LeafStack {
 #pragma unroll
         for (int p = 0; p < P; p++) *vector_at(depth - 1, p) = a[p];
     }
-    /* Adds a node to the stack, after merging those whose subtree ends before its leaf. */
+    /* Pushes the node of leaf `new_leaf`. First merges the nodes whose common subtree ends
+     * before that leaf. */
     __device__ __forceinline__ void push_node(const uint4 *node, uint32_t new_leaf)
     {
         while (depth >= 2 &&
@@ -167,7 +176,7 @@ template <class ROW, class PART> struct LeafStack {
         leaf_at = (leaf_at & ~(255ull << (8 * depth))) | (uint64_t)new_leaf << (8 * depth);
         depth++;
     }
-    /* Merges all nodes into one. Returns false if the stack is empty. */
+    /* Merges all nodes into one and sets node to it. Returns false if the stack is empty. */
     __device__ __forceinline__ bool pop_result(uint4 *node)
     {
         while (depth >= 2) merge_top();
@@ -177,8 +186,9 @@ template <class ROW, class PART> struct LeafStack {
     }
 };
 
-/* The sum of the subtree of a token here, one vector per lane. Returns false if it has no
- * choice. */
+/* Sets node to the sum of a token's rows here: rows of a leaf are added first, then the leaves
+ * in the tree. One vector per lane. Returns false if the token has no row here. Called by a
+ * whole warp. */
 template <class ROW, class PART>
 __device__ __forceinline__ bool sum_leaves(const CombineState &c,
                                            uint4 (&node)[1][PartialSum<ROW, PART>::VECTORS],
@@ -214,7 +224,8 @@ __device__ __forceinline__ bool sum_leaves(const CombineState &c,
 
 /* ------------------------------------------------------------------ floats that return ---- */
 
-/* Expert side: sends one float per choice of a token here. */
+/* Sends one float per choice here of a token of `rank`. `to`: the floats of this rank in that
+ * rank's heap. Called by a whole warp. */
 __device__ __forceinline__ void send_floats(const CombineState &c, int rank, int32_t token,
                                             uint32_t *to)
 {
@@ -232,7 +243,8 @@ __device__ __forceinline__ void send_floats(const CombineState &c, int rank, int
     post_put_floats(c.op, rank, to + (int64_t)token * float_stride(c.top_k), count);
 }
 
-/* Source side: lane k waits for the float of its choice. */
+/* Waits for the floats of all choices of this rank's token and stores them to choice_floats;
+ * lane k has choice k. Called by a whole warp. Returns false if the group is broken. */
 __device__ __forceinline__ bool receive_floats(const CombineState &c, int32_t token)
 {
     const p2p_self &self = c.job.self;
@@ -273,14 +285,15 @@ __device__ __forceinline__ bool receive_floats(const CombineState &c, int32_t to
 
 /* ------------------------------------------------------------------------------- units ---- */
 
-struct Unit { /* a unit with what was loaded ahead for it */
+struct Unit { /* A unit, with what was loaded ahead for it. */
     int32_t token;
     int role, piece;
-    int32_t slot;  /* lane n: the n-th slot here */
-    int32_t ranks; /* source side, lane k: rank of choice k */
+    int32_t slot;  /* lane n: slot of the token's n-th choice here */
+    int32_t ranks; /* source units, lane k: rank of choice k */
 };
 
-/* This rank's partial of a unit's token. */
+/* Sets node to this rank's partial sum of a unit's token. `rank`: owner of the token. Returns
+ * false if the token has no row here. */
 template <class ROW, class PART, int V, bool LEAVES>
 __device__ __forceinline__ bool sum_unit(const CombineState &c, const Unit &u, int rank,
                                          uint4 (&node)[V][PartialSum<ROW, PART>::VECTORS])
@@ -294,7 +307,8 @@ __device__ __forceinline__ bool sum_unit(const CombineState &c, const Unit &u, i
 
 #include "cuda/combine/relay.cuh"
 
-/* Sums a piece of a peer's token here and stores it to the peer's staging. */
+/* Does an expert unit: sums a piece of a peer's token here and stores the partial sum to the
+ * peer's staging. Called by a whole warp. Returns false if the group is broken. */
 template <class ROW, class PART, int V, bool LEAVES>
 __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit &u)
 {
@@ -314,7 +328,8 @@ __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit
             return relay_unit<ROW, PART>(c, u, rank, some, node[0]);
 #endif
     if (!some) return true;
-    const int source = c.job.self.num_ranks - 2 - u.role; /* this rank, as the peer counts */
+    /* this rank's number among the peer's sources */
+    const int source = c.job.self.num_ranks - 2 - u.role;
     uint8_t *heap = c.job.self.heap[rank];
     uint4 *staged =
         staged_row(c.op.outbox[rank], u.token - c.first, c.shape.vectors * P) + vector * P;
@@ -331,7 +346,9 @@ __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit
     return true;
 }
 
-/* Waits for the partials of up to four ranks, those at `place` and after. */
+/* Waits for the partial sums of up to four ranks, those at places `place` to `place` + 3 of the
+ * sum order, and stores poison back. there[i]: the rank has a partial sum; q[i] of this rank
+ * itself is already set. Called by a whole warp. Returns false if the group is broken. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ bool
 receive_partials(const CombineState &c, const Unit &u, int place, bool (&there)[4],
@@ -397,7 +414,7 @@ receive_partials(const CombineState &c, const Unit &u, int place, bool (&there)[
     return true;
 }
 
-/* a = a + b, if there is a b; there_a, there_b: whether each exists. */
+/* a = a + b. there_a and there_b tell whether a and b exist; if only b exists, a becomes b. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ void
 add_node(uint4 (&a)[V][PartialSum<ROW, PART>::VECTORS], bool &there_a,
@@ -415,7 +432,8 @@ add_node(uint4 (&a)[V][PartialSum<ROW, PART>::VECTORS], bool &there_a,
     there_a = true;
 }
 
-/* Adds the partials of all ranks, in the order of the plan. */
+/* Sets total to the sum of the partial sums of all ranks in `touched`, added in the order of
+ * the plan. own: this rank's. Called by a whole warp. Returns false if the group is broken. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ bool
 add_ranks(const CombineState &c, const Unit &u, uint32_t touched,
@@ -485,7 +503,9 @@ add_ranks(const CombineState &c, const Unit &u, uint32_t touched,
     return true;
 }
 
-/* Sums a piece of an own token, here and on the peers, and stores it to the output. */
+/* Does a source unit: adds this rank's rows and the peers' partial sums of a piece of this
+ * rank's token, and stores the sum to out. Called by a whole warp. Returns false if the group
+ * is broken. */
 template <class ROW, class PART, int V, bool LEAVES>
 __device__ __forceinline__ bool do_source_unit(const CombineState &c, const Unit &u)
 {
@@ -512,13 +532,14 @@ __device__ __forceinline__ bool do_source_unit(const CombineState &c, const Unit
     return !(u.piece == 0 && c.job.choice_floats) || receive_floats(c, u.token);
 }
 
-/* One round: tokens [c.first, end) of every rank. */
+/* Does one round: tokens [c.first, end) of every rank. e and s are the next expert and source
+ * unit; what they need is loaded ahead. Returns false if the group is broken. */
 template <class ROW, class PART, int V, bool LEAVES>
 __device__ __forceinline__ bool combine_tokens(const CombineState &c, int32_t end)
 {
     const p2p_self &self = c.job.self;
     const int peers = self.num_ranks - 1;
-    UnitWalk ahead_e(c.expert), ahead_s(c.source); /* of the units after e and s */
+    UnitWalk ahead_e(c.expert), ahead_s(c.source); /* positions of the units after e and s */
     const int32_t expert_end = peers ? end : c.first;
     const int32_t source_end = min(end, c.job.num_tokens);
     auto expert_slot = [&] {
@@ -560,7 +581,8 @@ __device__ __forceinline__ bool combine_tokens(const CombineState &c, int32_t en
     return true;
 }
 
-/* noinline keeps its registers out of the hot loop, which would spill. */
+/* Does all rounds by the plain path. noinline, because its registers would make the loop of the
+ * stream spill. Returns false if the group is broken. */
 template <class ROW, class PART, bool LEAVES>
 static __device__ __noinline__ bool combine_plain(CombineState c, OpState &op)
 {

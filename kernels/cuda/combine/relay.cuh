@@ -1,18 +1,21 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* combine between hosts of several ranks; backend hosts only. The partials that the ranks of a
- * host have of another host's token are added there, as one node of the tree, by the mate of
- * the token's rank (net/relay.cuh).
+/* combine with relays (backend hosts, several ranks per host): each host sends one sum for a
+ * token of another host, not one partial sum per rank. The mate of the token's rank
+ * (net/relay.cuh) adds the partial sums of its host, which are a subtree of the sum tree.
  *
- *   rank that is not the mate   stores *wants* (has it a partial?) and its partial to the mate
- *   mate                        waits for both of every rank of its host, adds in tree order,
- *                               posts the put of the sum to the token's rank
+ *   other ranks of the host  store *wants* (1: there is a partial sum), and the partial sum if
+ *                            there is one, to the mate's heap
+ *   mate                     waits for *wants* and then the partial sum of each rank of its
+ *                            host, adds them in tree order, puts the sum to the token's rank
  *
- * In the list of expert units the mates of a token come last. They wait for other units of that
- * token, which wait for nothing, so no wait is circular. */
+ * No wait is circular: only the mate waits, and its units for such tokens come last in the
+ * step's list of expert units. They wait for units of the same token on other ranks, which wait
+ * for nothing. */
 #ifndef EPIC_COMBINE_RELAY_CUH
 #define EPIC_COMBINE_RELAY_CUH
 
-/* Address in staging of this lane's vector of a unit's node. */
+/* Returns the address in the staging `box` of this lane's vectors of a unit's node. A node is a
+ * partial sum in the tree. */
 template <int P>
 __device__ __forceinline__ uint4 *node_address(const CombineState &c, const Unit &u,
                                                uint8_t *box)
@@ -21,7 +24,7 @@ __device__ __forceinline__ uint4 *node_address(const CombineState &c, const Unit
            (u.piece * WARP + lane_id()) * P;
 }
 
-/* Stores a node to staging. */
+/* Stores a unit's node to the staging `box`. */
 template <int P>
 __device__ __forceinline__ void store_node(const CombineState &c, const Unit &u, uint8_t *box,
                                            const uint4 (&node)[P])
@@ -32,7 +35,8 @@ __device__ __forceinline__ void store_node(const CombineState &c, const Unit &u,
         if (u.piece * WARP + lane_id() < c.shape.vectors) store_relaxed(to + p, node[p]);
 }
 
-/* Waits for the node that `rank` stores. */
+/* Waits for the node that `rank` stores to the staging `box`, and stores poison back. Called by
+ * a whole warp. Returns false if the group is broken. */
 template <int P>
 __device__ __forceinline__ bool receive_node(const CombineState &c, const Unit &u, uint8_t *box,
                                              int rank, uint4 (&node)[P])
@@ -54,7 +58,8 @@ __device__ __forceinline__ bool receive_node(const CombineState &c, const Unit &
     return ok;
 }
 
-/* Sends this rank's part, if it has one, to the mate. On ranks that are not the mate. */
+/* Sends *wants* and, if there is one (`some`), this rank's partial sum to the mate of `rank` on
+ * this host. Called by ranks that are not the mate. */
 template <int P>
 __device__ __forceinline__ void send_node(const CombineState &c, const Unit &u, int rank,
                                           bool some, const uint4 (&node)[P])
@@ -67,8 +72,9 @@ __device__ __forceinline__ void send_node(const CombineState &c, const Unit &u, 
     if (some) store_node<P>(c, u, box_address(self, c.op, heap, to, by), node);
 }
 
-/* Adds the parts of the host's ranks in the order of the tree. On the mate. `some`: there is at
- * least one part. */
+/* Adds the partial sums of this host's ranks in the order of the tree. Called by the mate.
+ * `some` and `node`: this rank's partial sum on entry, the sum on return. Returns false if the
+ * group is broken. */
 template <class ROW, class PART>
 __device__ __forceinline__ bool
 add_partials_of_host(const CombineState &c, const Unit &u, int rank, bool &some,
@@ -100,7 +106,8 @@ add_partials_of_host(const CombineState &c, const Unit &u, int rank, bool &some,
     return true;
 }
 
-/* An expert unit of a token of another host's rank, with this rank's part. */
+/* Finishes an expert unit of a token of `rank` on another host. `some` and `node`: this rank's
+ * partial sum. Called by a whole warp. Returns false if the group is broken. */
 template <class ROW, class PART>
 __device__ __forceinline__ bool relay_unit(const CombineState &c, const Unit &u, int rank,
                                            bool some,

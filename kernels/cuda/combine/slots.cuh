@@ -1,20 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Functions that combine and its gradient share: slots and rounds. M is the type of their
- * state. */
+/* Functions that combine and combine_backward share: slots and rounds. M is the type of their
+ * arguments: CombineState or BackwardMove. */
 #ifndef EPIC_SLOTS_CUH
 #define EPIC_SLOTS_CUH
 
 #include "cuda/plan/view.cuh"
 
-/* A slot within the rows: row 0, which always exists, stands in for slots past the end. Too few
- * rows are an error in the data, which all ranks find at the end of the operation. Until then
- * every row that a peer waits for must be sent. */
+/* Returns the slot, or 0 if it is not below num_rows. A call with too few rows is an error in
+ * the data, which all ranks find at the end of the operation. Until then every row that a peer
+ * waits for must be sent, so row 0 is sent in place of a missing row. */
 template <class M> __device__ __forceinline__ int32_t clamp_slot(const M &m, int32_t slot)
 {
     return slot < m.job.num_rows ? slot : 0;
 }
 
-/* The weight of a slot; 1 without weights. */
+/* Returns the weight of a slot; 1 if there are no weights or the slot is negative. */
 template <class M> __device__ __forceinline__ float read_slot_weight(const M &m, int32_t slot)
 {
     float weight = 1.0f;
@@ -22,8 +22,9 @@ template <class M> __device__ __forceinline__ float read_slot_weight(const M &m,
     return weight;
 }
 
-/* Runs all rounds of an operation with row_bytes per token: round(end) does the tokens
- * [m.first, end) of every rank. false: the group is broken. */
+/* Runs all rounds of an operation. row_bytes: staging that a token needs. round(end) does the
+ * tokens [m.first, end) of every rank. Called by all threads of all CTAs. Returns false if the
+ * group is broken. */
 template <class M, class Round>
 __device__ __forceinline__ bool for_each_round(M &m, OpState &op, int64_t row_bytes,
                                                Round round)

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The stream of combine: rows of aligned vectors, one partial per rank. All units of a warp
- * become one stream of pieces, rows here and partials of peers, that are copied into a ring in
- * shared memory ahead of their use. A partial may be copied before it has arrived; then its
- * words are poison, and it is polled in place.
+/* The fast path of combine, for aligned rows and one partial sum per rank. The units of a warp
+ * become one stream of pieces (rows here and partial sums of peers) that are copied into a ring
+ * in shared memory ahead of their use. A partial sum may be copied before it has arrived. Then
+ * the copy contains poison, and the warp polls the piece in staging.
  *
  *     an expert unit, token t of source q       a source unit, token t of this rank
  *
@@ -19,20 +19,22 @@
 
 #define STREAM_V 4
 
+/* A slot of a unit's token here. */
 struct __align__(8) Slot
 {
     int32_t number;
-    uint32_t word; /* its weight, or the float that is sent back */
+    uint32_t word; /* its weight or, in dispatch_backward, the float that is sent back */
 };
 
-struct Entry { /* a unit under way */
+struct Entry { /* A unit that the warp has begun and not finished; in shared memory. */
     int32_t token;
-    int32_t vector;      /* first one of the piece */
-    int16_t num_slots;   /* slots here */
-    int16_t role;        /* of an expert unit; -1: a source unit */
-    uint32_t places;     /* bit p: the rank at place p sends a partial */
-    Slot slots[WARP];    /* lane n: the n-th slot here */
-    int32_t ranks[WARP]; /* source unit, lane k: rank of choice k */
+    int32_t vector;    /* first vector of the piece */
+    int16_t num_slots; /* slots here */
+    int16_t role;      /* role of an expert unit; -1: a source unit */
+    /* source units, bit p: the rank at place p of the sum order sends a partial sum */
+    uint32_t places;
+    Slot slots[WARP];    /* the token's slots here */
+    int32_t ranks[WARP]; /* source units: rank of choice k */
 };
 
 template <class ROW, bool EXACT, bool TREE> struct CombineStream {
@@ -44,18 +46,21 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
     const CombineState &c;
     Entry *entries;
     Pieces ring;
-    UnitWalk e, s;                   /* the next units of the two kinds */
-    int32_t slot_e, slot_s, ranks_s; /* what they need first */
+    UnitWalk e, s;                   /* the next expert unit, the next source unit */
+    int32_t slot_e, slot_s, ranks_s; /* what these units need first, loaded ahead */
+    /* the round's units of each kind end before these tokens */
     int32_t end_e, end_s;
-    int32_t place_rank;    /* lane p: the peer at place p, or -1 */
+    int32_t place_rank;    /* lane p: the peer at place p of the sum order, or -1 */
     const Slot *slot;      /* slot whose row is copied next */
     const uint8_t *rows;   /* this lane's part of the piece of row 0 */
     int32_t token, vector; /* token and first vector of the unit that is being copied */
-    int32_t slots = 0;     /* slots and places that are left to copy */
+    int32_t slots = 0;     /* slots of that unit that are left to copy */
+    /* places of that unit whose partial sums are left to copy */
     uint32_t places = 0;
-    uint32_t begun = 0, copied = 0, used = 0; /* numbers of units */
+    uint32_t begun = 0, copied = 0, used = 0; /* numbers of units begun, copied and used */
 
-    /* memory: WARP_BYTES of shared memory of this warp; end: of the round's tokens. */
+    /* memory: WARP_BYTES of shared memory of this warp. end: the round ends before this token.
+     */
     __device__ __forceinline__ CombineStream(const CombineState &combine, uint8_t *memory,
                                              int32_t end)
         : c(combine), entries((Entry *)(memory + Pieces::BYTES)), ring(memory), e(c.expert),
@@ -85,7 +90,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         slot_s = t < end_s ? read_slot(c, c.job.self.rank, t, 0) : -1;
         ranks_s = rank_of_choice(c, t, 0);
     }
-    /* Adds a unit to the entries under way, and starts the copy of its slots' weights. */
+    /* Fills the entry of a unit that begins, and starts to copy its slots' weights. Called by a
+     * whole warp. */
     __device__ __forceinline__ void fill_entry(Entry &entry, int32_t of_token, int role,
                                                int piece, int32_t its_slot, uint32_t its_places)
     {
@@ -106,7 +112,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         }
         begun++;
     }
-    /* Takes the next unit of the list, if there is one. */
+    /* Begins the next unit, if there is one: an expert unit, unless its token is `lag` ahead of
+     * the next source unit. */
     __device__ __forceinline__ void begin_unit()
     {
         const int32_t token_e = c.first + e.step, token_s = c.first + s.step;
@@ -127,13 +134,15 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
             read_source();
         }
     }
-    /* The partial in this rank's inbox that the peer at a place of the tree sends. */
+    /* Returns the address in staging of the partial sum that the peer at place `place` of the
+     * sum order sends. */
     __device__ __forceinline__ uint4 *staged_partial(int32_t of_token, int place)
     {
         const int rank = c.plan.header.rank_at[place];
         return staged_row(c.op.inbox[rank], of_token - c.first, c.shape.vectors);
     }
-    /* Starts the copy of one more piece; a unit without pieces takes the place of one. */
+    /* Starts the copy of one more piece, of a row here or of a peer's partial sum. A unit
+     * without pieces takes one place of the ring. */
     __device__ __forceinline__ void copy_next()
     {
         if (!(slots | places) && copied != begun) {
@@ -161,18 +170,18 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
 
     /* ---- using ---- */
 
-    /* Is this lane's vector v of the piece inside the row? */
+    /* Returns true if this lane's vector v of the piece is inside the row. */
     __device__ __forceinline__ bool in_row(const Entry &u, int v) const
     {
         return EXACT || u.vector + v * WARP + lane_id() < c.shape.vectors;
     }
-    /* Reads the oldest piece of the ring, and starts the copy of another. */
+    /* Starts the copy of one more piece, and reads the oldest piece of the ring. */
     __device__ __forceinline__ void read_piece(const Entry &u, uint4 (&q)[V])
     {
         copy_next();
         ring.read_piece(q, u.vector, c.shape);
     }
-    /* sum = the sum of weight * row over the unit's slots here, rounded to the rows' type. */
+    /* Sets sum to the sum of weight * row over the unit's slots here, rounded to type ROW. */
     __device__ __forceinline__ void add_rows_here(const Entry &u, uint4 (&sum)[V])
     {
         const int32_t count = u.num_slots;
@@ -185,7 +194,7 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         do {
             read_piece(u, q);
             if (!count) break;
-            __syncwarp(); /* other lanes have copied these words */
+            __syncwarp(); /* the weights were copied by other lanes */
             const float weight = with_weights ? __uint_as_float(u.slots[i].word) : 1.0f;
 #pragma unroll
             for (int v = 0; v < V; v++) {
@@ -198,8 +207,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
 #pragma unroll
         for (int v = 0; v < V; v++) sum[v] = ROW::pack_floats(acc[v]);
     }
-    /* Stores a partial to the staging of the token's rank. dispatch_backward: with the first
-     * piece also the floats of the token's choices. */
+    /* Stores a partial sum to the staging of the token's rank. dispatch_backward: with the
+     * first piece, also stores the floats of the token's choices. */
     __device__ __forceinline__ void send_partial(const Entry &u, const uint4 (&node)[V])
     {
         const p2p_self &self = c.job.self;
@@ -217,8 +226,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
                 replace_poison(u.slots[lane_id()].word, F32::NAN_WORD));
         if (HOSTS && u.num_slots) post_put_partial(u, rank);
     }
-    /* backend hosts: posts the put of a whole partial when its last piece has been stored. An
-     * entry per piece would take the proxy as long as the net needs for the pieces. */
+    /* backend hosts: posts the put of a partial sum when its last piece has been stored. One
+     * entry for all pieces, because each entry costs the proxy time. */
     __device__ __forceinline__ void post_put_partial(const Entry &u, int rank)
     {
         const p2p_self &self = c.job.self;
@@ -232,8 +241,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
                     (int64_t)u.token * float_stride(c.top_k),
                 u.num_slots);
     }
-    /* Reads the partial of a place from the ring, polls it in place if it had not arrived when
-     * it was copied, and stores poison back. false: the group is broken. */
+    /* Reads the partial sum of a place from the ring. Polls it in staging if it had not arrived
+     * when it was copied, and stores poison back. Returns false if the group is broken. */
     __device__ __forceinline__ bool receive_partial(const Entry &u, int place, uint4 (&q)[V])
     {
         uint4 *from = staged_partial(u.token, place);
@@ -244,7 +253,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         poison_piece<V, EXACT>(from, u.vector, c.shape.vectors);
         return true;
     }
-    /* Adds the partials in the order of ranks. */
+    /* Sets out to the sum of all partial sums, added by ascending rank. own: this rank's.
+     * Returns false if the group is broken. */
     __device__ __forceinline__ bool add_by_rank(const Entry &u, const uint4 (&own)[V],
                                                 uint4 (&out)[V])
     {
@@ -277,7 +287,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         for (int v = 0; v < V; v++) out[v] = ROW::pack_floats(total[v]);
         return true;
     }
-    /* a = a + b, if there is a b; there_a, there_b: whether each exists. */
+    /* a = a + b. there_a and there_b tell whether a and b exist; if only b exists, a becomes b.
+     */
     static __device__ __forceinline__ void add_to(uint4 (&a)[V], bool &there_a,
                                                   const uint4 (&b)[V], bool &there_b)
     {
@@ -291,8 +302,9 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         there_a |= there_b;
         there_b = false;
     }
-    /* Adds the partials in a binary tree over at most eight places. The node of the first four
-     * waits in the output row. */
+    /* Sets out to the sum of all partial sums in a binary tree over at most eight places.
+     * Meanwhile the output row holds the node of the first four places. Returns false if the
+     * group is broken. */
     __device__ __forceinline__ bool add_tree(const Entry &u, const uint4 (&own)[V],
                                              uint4 (&out)[V])
     {
@@ -332,7 +344,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         }
         return true;
     }
-    /* Lane k waits for the float of its choice. */
+    /* Waits for the floats of the token's choices, lane k for that of choice k, and stores them
+     * to choice_floats. Returns false if the group is broken. */
     __device__ __forceinline__ bool receive_floats(const Entry &u)
     {
         const p2p_self &self = c.job.self;
@@ -356,7 +369,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
             c.job.choice_floats[(int64_t)u.token * c.top_k + lane_id()] = __uint_as_float(word);
         return true;
     }
-    /* Sums the partials of a piece of a token and stores it to the output. */
+    /* Sets a piece of the output row to the sum of all partial sums. own: this rank's. Returns
+     * false if the group is broken. */
     __device__ __forceinline__ bool finish_token(const Entry &u, const uint4 (&own)[V])
     {
         uint4 out[V];
@@ -367,7 +381,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
             if (in_row(u, v)) store_once(row + v * WARP * 16, out[v], c.policy);
         return u.vector || !c.job.choice_floats || receive_floats(u);
     }
-    /* Does the oldest unit under way, after taking another from the list. */
+    /* Begins one more unit, and does the oldest unit that was begun. Called by a whole warp.
+     * Returns false if the group is broken. */
     __device__ __forceinline__ bool use_unit()
     {
         begin_unit();
@@ -381,7 +396,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
     }
 };
 
-/* Runs all rounds of combine with streams. false: the group is broken. */
+/* Does all rounds of combine by the fast path. Called by all threads of all CTAs. Returns false
+ * if the group is broken. */
 template <class ROW, bool EXACT, bool TREE>
 __device__ __forceinline__ bool combine_stream(CombineState &c, OpState &op, uint8_t *memory)
 {
