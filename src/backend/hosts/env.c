@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reading and checking the environment variables of the backend hosts. */
+/* Reads and checks the environment variables of the backend hosts. */
 #include "backend/hosts/env.h"
 
 #include <stdlib.h>
@@ -9,10 +9,11 @@
 #include "base/error.h"
 
 #define MAX_THREADS 7         /* largest value of EPIC_NET_THREADS */
-#define DEFAULT_MAX_THREADS 6 /* the default is at most this many */
-/* with fewer than two, use none: a single thread only takes work from the proxy thread */
+#define DEFAULT_MAX_THREADS 6 /* upper limit of the default */
+/* lower limit of the default, or else 0: a single thread only takes work from the proxy
+ * thread */
 #define DEFAULT_MIN_THREADS 2
-#define CORES_PER_THREAD 2 /* measured, docs/lab/hosts.md */
+#define CORES_PER_THREAD 2 /* cores that each thread needs; measured in docs/lab/hosts.md */
 
 const net_engine *hosts_env_engine(char *why)
 {
@@ -32,6 +33,7 @@ static epic_result read_switch(const char *name, const char *without, int *value
                      without);
 }
 
+/* Reads EPIC_NET_RDMA. */
 static epic_result read_rdma(net_rdma *rdma)
 {
     int value;
@@ -43,6 +45,7 @@ static epic_result read_rdma(net_rdma *rdma)
     return EPIC_OK;
 }
 
+/* Reads EPIC_NET_RELAY; relays are on unless it is 0. */
 static epic_result read_relays(bool *relays)
 {
     int value;
@@ -51,7 +54,7 @@ static epic_result read_relays(bool *relays)
     return EPIC_OK;
 }
 
-/* Reads a number from 0 to `most`; -1: the variable is not set. */
+/* Reads a variable with a number from 0 to `most`. Sets *out to -1 if it is not set. */
 static epic_result read_number(const char *name, const char *what, const char *without,
                                int32_t most, int32_t *out)
 {
@@ -68,8 +71,9 @@ static epic_result read_number(const char *name, const char *what, const char *w
     return EPIC_OK;
 }
 
-/* The default covers all tokens of most operations, because large batches are fastest
- * (measured, docs/lab/hosts.md). */
+/* Reads EPIC_NET_WINDOW. The default is at least the number of tokens of most operations,
+ * because then all sends come before the first receive, which keeps the net busy
+ * (docs/lab/hosts.md). */
 static epic_result read_window(int32_t *window)
 {
     TRY(read_number("EPIC_NET_WINDOW", "tokens that are sent before one is received", "8192",
@@ -102,7 +106,7 @@ hosts_memory hosts_env_memory(void)
                                    : HOSTS_MEMORY_ANY;
 }
 
-/* Reads EPIC_NET_MEMORY and refuses unknown values. */
+/* Reads EPIC_NET_MEMORY. Returns EPIC_EINVAL for an unknown value. */
 static epic_result read_memory(hosts_memory *memory)
 {
     const char *text = getenv("EPIC_NET_MEMORY");

@@ -5,7 +5,8 @@
 
 #include "net/net.h"
 
-/* The memory of inbox and outbox. ANY: on the GPU if all ranks can, else in host memory. */
+/* Where the memory of inbox and outbox (net/net.h) is. ANY: on the GPU if all ranks can have it
+ * there, otherwise in host memory. */
 typedef enum hosts_memory {
     HOSTS_MEMORY_ANY,
     HOSTS_MEMORY_GPU,
@@ -16,26 +17,27 @@ typedef enum hosts_memory {
 typedef struct hosts_env {
     const net_engine *engine;
     hosts_memory memory;
-    bool relays;    /* EPIC_NET_RELAY: rows may cross once per host */
-    net_rdma rdma;  /* EPIC_NET_RDMA: how rows travel */
-    int32_t window; /* EPIC_NET_WINDOW: tokens to send before the first one is received */
-    /* EPIC_NET_THREADS: threads in addition to the proxy thread; -1: choose by the number of
-     * cores */
+    bool relays;    /* EPIC_NET_RELAY: send a row once to each host, and forward it there */
+    net_rdma rdma;  /* EPIC_NET_RDMA: how rows are sent */
+    int32_t window; /* EPIC_NET_WINDOW: tokens sent before one is received */
+    /* EPIC_NET_THREADS: threads of the net in addition to the proxy thread; -1: choose by the
+     * number of cores */
     int32_t threads;
 } hosts_env;
 
-/* Reads all variables. Errors: EPIC_EINVAL names a variable with an invalid value;
- * EPIC_ENOTSUP: the engine cannot be loaded. */
+/* Reads all variables and loads the engine. Errors: EPIC_EINVAL names a variable with an
+ * invalid value; EPIC_ENOTSUP: the engine cannot be loaded. */
 epic_result hosts_read_env(hosts_env *out);
 
-/* Returns how many threads the net of a rank may start, with `ranks` ranks on this host. */
+/* Returns how many additional threads the net of a rank may start if this host has `ranks`
+ * ranks. */
 int32_t hosts_env_threads(const hosts_env *env, int ranks);
 
-/* Returns the engine that EPIC_NET names, or NULL with the reason in `why` (NET_WHY_BYTES
- * bytes). */
+/* Returns the engine that EPIC_NET names (default "ucx"). Returns NULL if it cannot be loaded,
+ * and writes the reason to `why`, which has NET_WHY_BYTES bytes. */
 const net_engine *hosts_env_engine(char *why);
 
-/* Returns EPIC_NET_MEMORY; HOSTS_MEMORY_ANY if it is unset or invalid. */
+/* Returns the value of EPIC_NET_MEMORY, or HOSTS_MEMORY_ANY if it is unset or invalid. */
 hosts_memory hosts_env_memory(void);
 
 #endif

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The backend hosts: GPUs of several hosts. Its kernels and operations are those of p2p,
- * compiled again with EPIC_HOSTS; this file joins and leaves such groups. Ranks of one host
- * store into each other's memory. Ranks of different hosts use the net, in which every rank
- * counts as a host. */
+/* The backend hosts: GPUs of several hosts. It uses the kernels and operations of backend p2p,
+ * compiled again with EPIC_HOSTS. This file joins and leaves groups. Ranks of one host store
+ * into each other's device memory. Ranks of different hosts send through the net (net/net.h).
+ * The net treats every rank as a host of its own, so here a host number of the net is a
+ * rank. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -15,36 +16,36 @@
 
 #define LEAVE_NAP_NS 200000
 
-/* The info that a rank publishes while joining. */
+/* The data that a rank sends to all ranks through the bootstrap while joining. */
 typedef struct peer_info {
-    uint32_t result; /* how this rank has fared so far */
+    uint32_t result; /* epic_result of this rank so far */
     p2p_gpu gpu;
-    cudaIpcMemHandle_t handle; /* of the heap, for ranks of the same host */
-    uint32_t relays;           /* its process allows relays */
-    uint32_t wanted, on_gpu;   /* hosts_memory; whether inbox and outbox lie on the GPU */
+    cudaIpcMemHandle_t handle; /* of the heap, for ranks of this host */
+    uint32_t relays;           /* EPIC_NET_RELAY of this rank */
+    uint32_t wanted, on_gpu;   /* hosts_memory; 1: inbox and outbox are on the GPU */
     char sentence[256];        /* why the rank failed, or why its inbox is not on the GPU */
     _Alignas(8) unsigned char liveness[NET_LIVENESS_HANDLE_BYTES];
     _Alignas(8) unsigned char net[NET_HANDLE_BYTES];
 } peer_info;
 
-/* The part of a group that p2p does not have. */
+/* The part of a group that only backend hosts has. */
 typedef struct hosts_part {
     hosts_env env;
     net *net;
     net_liveness *liveness;
     hosts_proxy *proxy;
-    bool on_gpu;     /* inbox and outbox lie on the GPU, else in host memory */
-    uint8_t *heap;   /* on the GPU: written by ranks of this host; the partials lie behind it */
-    uint8_t *inbox;  /* as large: written by the net */
-    uint8_t *outbox; /* as large: read by the net */
+    bool on_gpu;     /* inbox and outbox are on the GPU, otherwise in host memory */
+    uint8_t *heap;   /* on the GPU; ranks of this host write it; private partials follow it */
+    uint8_t *inbox;  /* has the layout of a heap; the net writes it */
+    uint8_t *outbox; /* has the layout of a heap; the net reads it */
     uint8_t *outbox_on_gpu; /* the address of the outbox on the GPU */
-    p2p_ring host_ring;     /* its addresses on the host */
-    char net_text[256];     /* text of the engine after connecting */
+    p2p_ring host_ring;     /* the proxy ring, with addresses of the host */
+    char net_text[256];     /* description by the engine after connecting */
 } hosts_part;
 
 _Static_assert(NET_MAX_HOSTS == DEVICE_MAX_RANKS, "each rank may be a host of its own");
 
-/* Returns whether every rank has a GPU and the engine is available here. Local. */
+/* Implements epic_backend.can_join: this process must see a GPU and load the engine. */
 static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *config,
                      char *why)
 {
@@ -60,6 +61,7 @@ static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *c
 
 /* --------------------------------------------------------------------------- own part ---- */
 
+/* Allocates pinned host memory that the GPU can access. */
 static epic_result alloc_host(uint8_t **out, int64_t bytes)
 {
     char what[96];
@@ -77,6 +79,8 @@ static epic_result alloc_gpu(uint8_t **out, int64_t bytes)
     return p2p_cuda(cudaMalloc((void **)out, (size_t)bytes), "memory of the device");
 }
 
+/* Allocates a box for the net: *out is its address for the net, *seen its address for
+ * kernels. */
 static epic_result alloc_for_net(uint8_t **out, uint8_t **seen, bool on_gpu, int64_t bytes)
 {
     TRY(on_gpu ? alloc_gpu(out, bytes) : alloc_host(out, bytes));
@@ -85,13 +89,14 @@ static epic_result alloc_for_net(uint8_t **out, uint8_t **seen, bool on_gpu, int
     return EPIC_OK;
 }
 
-/* Bytes of the partials that only this rank reads. They lie behind the heap. */
+/* Returns the size of the partials that only this rank reads. They follow the heap. */
 static int64_t parts_bytes(const p2p_heap *at, int64_t num_ranks)
 {
     return num_ranks * at->part_words * 4;
 }
 
-/* Allocates the heap, into which this rank and the ranks of its host write. */
+/* Allocates the heap, into which this rank and the ranks of its host write. Sets self.near, the
+ * bit mask of the ranks of this host, and writes the heap's handle to *mine. */
 static epic_result make_heap(epic_group *g, hosts_part *h, peer_info *mine)
 {
     p2p_heap *at = &g->self.at;
@@ -113,15 +118,15 @@ static epic_result make_heap(epic_group *g, hosts_part *h, peer_info *mine)
     return p2p_heap_export(g, h->heap, &mine->handle);
 }
 
-/* Bytes of inbox or outbox. Partials that are never stored to the outbox are never sent, so
- * host memory has no room for them. */
+/* Returns the size of inbox or outbox. The end of a heap holds partials that are never sent, so
+ * host memory leaves it out. */
 static int64_t box_bytes(const p2p_heap *at, bool on_gpu)
 {
-    return on_gpu ? p2p_heap_bytes(at) : at->bytes; /* cudaMalloc needs the whole */
+    return on_gpu ? p2p_heap_bytes(at) : at->bytes; /* on the GPU with the whole heap layout */
 }
 
-/* Allocates inbox and outbox and fills the inbox with poison. For kernels, the heap of each
- * peer on another host is the outbox. */
+/* Allocates inbox and outbox, and fills the inbox with poison. self.heap[q] becomes the outbox
+ * for each rank q; p2p_heap_connect() later replaces it for ranks of this host. */
 static epic_result make_boxes(epic_group *g, hosts_part *h)
 {
     const int64_t bytes = box_bytes(&g->self.at, h->on_gpu);
@@ -146,7 +151,8 @@ static void free_boxes(hosts_part *h)
     free_memory(&h->outbox, h->on_gpu);
 }
 
-/* Allocates the ring through which kernels post to the proxy thread, in pinned host memory. */
+/* Allocates the ring through which kernels post puts to the proxy thread, in pinned host
+ * memory. */
 static epic_result make_proxy_ring(epic_group *g, hosts_part *h)
 {
     uint8_t *memory = NULL;
@@ -185,6 +191,7 @@ static void close_net(hosts_part *h)
     h->net = NULL;
 }
 
+/* Allocates inbox and outbox in the given memory and opens the net with them. */
 static epic_result open_boxes(epic_group *g, hosts_part *h, peer_info *mine, bool on_gpu)
 {
     h->on_gpu = on_gpu;
@@ -193,6 +200,7 @@ static epic_result open_boxes(epic_group *g, hosts_part *h, peer_info *mine, boo
     return open_net(g, h, mine);
 }
 
+/* Replaces boxes on the GPU by boxes in host memory. */
 static epic_result move_to_host(epic_group *g, hosts_part *h, peer_info *mine)
 {
     close_net(h);
@@ -200,7 +208,7 @@ static epic_result move_to_host(epic_group *g, hosts_part *h, peer_info *mine)
     return open_boxes(g, h, mine, false);
 }
 
-/* Adds EPIC_NET_MEMORY=gpu to an error of a rank that set it. */
+/* Adds EPIC_NET_MEMORY=gpu to the error of a rank that set this variable. */
 static epic_result fail_on_gpu(epic_result result)
 {
     char why[160];
@@ -209,8 +217,9 @@ static epic_result fail_on_gpu(epic_result result)
                      "EPIC_NET_MEMORY=gpu: %s; without it rows go by way of host memory", why);
 }
 
-/* Opens the boxes on the GPU if this rank can and EPIC_NET_MEMORY is not host, else
- * in host memory. Whether all ranks can is known later. */
+/* Opens the boxes on the GPU, or in host memory if EPIC_NET_MEMORY is host or this rank's net
+ * cannot reach the GPU. connect_boxes() later finds out whether all ranks have theirs on the
+ * GPU. */
 static epic_result open_own_boxes(epic_group *g, hosts_part *h, peer_info *mine)
 {
     mine->wanted = h->env.memory;
@@ -236,7 +245,7 @@ static epic_result listen_for_liveness(epic_group *g, hosts_part *h, peer_info *
     return net_liveness_listen(&h->liveness, &lines, mine->liveness);
 }
 
-/* Does all that needs no peer, and fills in what this rank publishes. */
+/* Does the part of joining that needs no peer, and fills in *mine for the gather. */
 static epic_result prepare_rank(epic_group *g, hosts_part *h, peer_info *mine)
 {
     TRY(p2p_group_device(g, &mine->gpu));
@@ -251,7 +260,7 @@ static epic_result prepare_rank(epic_group *g, hosts_part *h, peer_info *mine)
 
 /* ------------------------------------------------------------------------------ peers ---- */
 
-/* Passes the handles of all ranks to the engine. */
+/* Passes the net handles of all ranks to the engine, which connects to them. */
 static epic_result connect_net(epic_group *g, hosts_part *h, const peer_info *infos)
 {
     char why[NET_WHY_BYTES];
@@ -262,7 +271,7 @@ static epic_result connect_net(epic_group *g, hosts_part *h, const peer_info *in
     const epic_result result = h->env.engine->connect(h->net, all, why);
     free(all);
     if (result != EPIC_OK) return epic_fail(result, "%s", why);
-    /* the proxy thread owns the net from now on */
+    /* last call from this thread; then the proxy thread owns the net */
     h->env.engine->describe(h->net, h->net_text, sizeof h->net_text);
     return EPIC_OK;
 }
@@ -291,8 +300,8 @@ static epic_result start_proxy(epic_group *g, hosts_part *h)
     return hosts_proxy_open(&h->proxy, &setup);
 }
 
-/* Checks what another rank published. Nothing in it is trusted, because anyone who reached the
- * bootstrap may have written it. */
+/* Checks the info of another rank, and returns its error if it failed. Any program that reaches
+ * the bootstrap may have written the info, so every field is checked. */
 static epic_result check_peer(const peer_info *c, int rank)
 {
     if (c->result > EPIC_ECLOSED || !p2p_gpu_fits(&c->gpu) ||
@@ -312,8 +321,9 @@ static epic_result check_peers(const peer_info *infos, int num_ranks)
     return EPIC_OK;
 }
 
-/* Publishes this rank's info with its result so far, and receives those of all ranks. All ranks
- * read the same infos, so all reach the same verdict and make the same number of gathers. */
+/* Sends this rank's info, with its result so far, to all ranks and receives theirs in infos[0
+ * .. num_ranks - 1]. infos[num_ranks] is this rank's own copy. All ranks read the same infos,
+ * so all take the same decisions and make the same number of gathers. */
 static epic_result gather_peers(const epic_join *join, peer_info *infos, epic_result result)
 {
     peer_info *mine = &infos[join->bootstrap->num_ranks];
@@ -332,6 +342,7 @@ static int num_on_gpu(const peer_info *infos, int num_ranks)
     return count;
 }
 
+/* Returns the first rank that asked for this memory by EPIC_NET_MEMORY, or -1. */
 static int first_that_wants(const peer_info *infos, int num_ranks, hosts_memory memory)
 {
     for (int q = 0; q < num_ranks; q++)
@@ -339,8 +350,8 @@ static int first_that_wants(const peer_info *infos, int num_ranks, hosts_memory 
     return -1;
 }
 
-/* Checks that no two ranks want different memory, and that a rank that wants the GPU can have
- * it. */
+/* Checks that no two ranks ask for different memory, and that all ranks have their boxes on the
+ * GPU if a rank asks for it. */
 static epic_result check_wanted_memory(const peer_info *infos, int num_ranks)
 {
     const int gpu = first_that_wants(infos, num_ranks, HOSTS_MEMORY_GPU);
@@ -360,10 +371,10 @@ static epic_result check_wanted_memory(const peer_info *infos, int num_ranks)
     return EPIC_OK;
 }
 
-/* Connects the net with the same kind of memory on all ranks: on the GPU if all ranks have it
- * there and reach each other, else in host memory, unless a rank set EPIC_NET_MEMORY=gpu. No
- * rank moves its boxes before all have tried to connect, because others may still be connecting
- * to them. */
+/* Connects the net with the same kind of memory on all ranks. If all ranks have their boxes on
+ * the GPU, it tries that first. If a rank cannot connect, all ranks move to host memory, unless
+ * a rank set EPIC_NET_MEMORY=gpu. The gather between the two steps is necessary: no rank may
+ * free its boxes while another rank is still connecting to them. */
 static epic_result connect_boxes(epic_group *g, const epic_join *join, peer_info *infos)
 {
     hosts_part *h = g->hosts;
@@ -385,9 +396,9 @@ static epic_result connect_boxes(epic_group *g, const epic_join *join, peer_info
     return connect_net(g, h, infos);
 }
 
-/* Returns the number of ranks per host if rows can go by relays, else 0. All hosts must have
- * the same number of ranks, more than one, numbered host by host, and every rank must allow
- * relays. */
+/* Returns the number of ranks per host if rows can go through relays
+ * (kernels/cuda/net/relay.cuh), otherwise 0. All hosts must have the same number of ranks, more
+ * than one. The ranks must be numbered host by host, and every rank must allow relays. */
 static int32_t ranks_per_host(const epic_group *g, const peer_info *infos)
 {
     int32_t local = 1;
@@ -401,7 +412,8 @@ static int32_t ranks_per_host(const epic_group *g, const peer_info *infos)
     return local;
 }
 
-/* Does all that needs the peers' infos; the last step of joining. */
+/* The last step of joining: connects to the heaps of the ranks on this host, sets the options
+ * that depend on all ranks, and starts the proxy thread. */
 static epic_result connect_peers(epic_group *g, hosts_part *h, const peer_info *infos)
 {
     p2p_gpu gpus[NET_MAX_HOSTS];
@@ -418,7 +430,7 @@ static epic_result connect_peers(epic_group *g, hosts_part *h, const peer_info *
 
 /* ------------------------------------------------------------------- join and leave ---- */
 
-/* Frees everything of the group; members that were not made are NULL. */
+/* Frees everything that the group has; members that do not exist are NULL. */
 static void free_group(epic_group *g)
 {
     hosts_part *h = g->hosts;
@@ -435,7 +447,8 @@ static void free_group(epic_group *g)
     p2p_group_free(g);
 }
 
-/* Writes to a peer through the outbox, where nothing else uses these offsets. */
+/* Writes bytes to offset `at` of a peer's heap and waits until they are sent. A remote peer
+ * gets them through the outbox, in which no kernel uses these offsets. */
 static void write_to_peer(epic_group *g, int peer, int64_t at, const void *bytes, size_t count)
 {
     if (p2p_is_dead(g, peer)) return;
@@ -463,8 +476,8 @@ static epic_group *new_group(const epic_join *join)
     return NULL;
 }
 
-/* Joins the group. Collective: a rank that has failed still publishes its info, so that all
- * ranks fail alike. */
+/* Implements epic_backend.join. A rank that has failed still sends its info, so that all ranks
+ * return an error. */
 static epic_result hosts_join(epic_group **out, const epic_join *join)
 {
     if (join->bootstrap->num_ranks > NET_MAX_HOSTS)
@@ -500,8 +513,9 @@ static bool are_all_gone(epic_group *g)
     return true;
 }
 
-/* Leaves the group. This rank's memory is freed only after every peer has left, closed or died,
- * because a peer may still write into it before. */
+/* Implements epic_backend.leave. Informs all peers, then waits until every peer has left,
+ * closed or died, because a peer may still write into this rank's memory. Then frees the
+ * memory. At the timeout it frees the memory anyway. */
 static void hosts_leave(epic_group *g)
 {
     int device = -1;
@@ -523,8 +537,8 @@ void epic_backend_hosts_counts(const epic_group *g, uint64_t counts[3])
     hosts_proxy_counts(g->hosts->proxy, counts);
 }
 
-/* For a forked child: while it holds the liveness connections, the peers would not notice its
- * parent's end. */
+/* Implements epic_backend.forget. Closes the child's copies of the liveness connections;
+ * otherwise peers would not notice the end of the parent. */
 static void hosts_forget(epic_group *g)
 {
     net_liveness_forget(g->hosts->liveness);
@@ -536,8 +550,8 @@ static void hosts_describe_net(const epic_group *g, char *to, size_t size)
     epic_fit_text(to, size, g->hosts->net_text);
 }
 
-/* Counts inbox and outbox on the GPU and in host memory, unless EPIC_NET_MEMORY decides,
- * because only joining shows where they will lie. */
+/* Implements epic_backend.memory. Unless EPIC_NET_MEMORY decides where inbox and outbox are,
+ * only joining shows it, so they are counted on the GPU and in host memory. */
 static void hosts_memory_info(const epic_config *config, epic_memory_info *out)
 {
     const p2p_heap at = p2p_heap_for(config);

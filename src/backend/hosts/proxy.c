@@ -1,5 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The proxy thread: proxy_progress() again and again, with naps while nothing moves. */
+/* The proxy thread calls proxy_progress() in a loop, and sleeps while nothing moves.
+ *
+ * The thread alone calls the engine. It exchanges data with kernels through host memory: the
+ * ring and its words (p2p_ring_words), which it reads with acquire and writes with release
+ * order. Other threads of the rank use hosts_proxy_send() and hosts_proxy_wake(). */
 #include "backend/hosts/proxy.h"
 
 #include <errno.h>
@@ -14,30 +18,31 @@
 #include "base/thread.h"
 
 #define MAX_OPEN_EPOCHS \
-    4 /* epochs that the net still reads; at most two, because kernels wait for it */
+    4 /* epochs whose puts the net still reads; kernels wait, so that there are at most two */
 #define MAX_ENTRIES \
-    256 /* ring entries in one round, about 8 us; then what was read is posted */
-#define FEW_IN_FLIGHT 4 /* with fewer puts in flight to a host, its net runs dry */
-/* Limits per host. More urgent puts wait and are joined meanwhile. Bytes of rows are limited
- * because an urgent put may have to wait behind them. */
+    256 /* largest number of ring entries that one round reads before it posts puts */
+#define FEW_IN_FLIGHT 4 /* with fewer puts in flight to a host, its net has little to do */
+/* Limits per host. Further urgent puts wait, and are joined while they wait. The bytes of rows
+ * in flight are limited because an urgent put may have to wait behind them. */
 #define MAX_URGENT_IN_FLIGHT 16
 #define MAX_BYTES_IN_FLIGHT (2u << 20)
-#define URGENT_MAX_PUTS 4 /* an urgent batch in more puts waits for the rest of its pieces */
-#define URGENT_QUIET_US 5 /* until no urgent piece has come for this long */
-#define PREFETCH_LINES 4  /* of ring entries to prefetch */
-#define IDLE_ROUNDS 64    /* rounds without progress before the first nap */
-#define SPIN_US 200 /* least time without progress before it, if there are cores to spare */
+#define URGENT_MAX_PUTS 4 /* an urgent batch with more puts waits for more pieces */
+#define URGENT_QUIET_US 5 /* that wait ends when no urgent piece has arrived for this long */
+#define PREFETCH_LINES 4  /* cache lines of ring entries to prefetch */
+#define IDLE_ROUNDS 64    /* rounds without progress before the first sleep */
+#define SPIN_US 200       /* and time without progress, if this process has SPARE_CORES cores */
 #define SPARE_CORES 8
-#define FIRST_NAP_US 20       /* length of the first nap; each later one is twice as long */
-#define MAX_NAP_BUSY_US 50    /* longest nap while an operation runs */
-#define MAX_NAP_IDLE_US 20000 /* longest nap otherwise; a call ends it */
+#define FIRST_NAP_US 20       /* length of the first sleep; each later one is twice as long */
+#define MAX_NAP_BUSY_US 50    /* longest sleep while an operation runs */
+#define MAX_NAP_IDLE_US 20000 /* longest sleep otherwise; hosts_proxy_wake() ends it */
 #define MESSAGE_TIMEOUT_MS 2000
 
-/* A word in the heaps of the peers that holds this rank's newest state. Only one put of it is
- * in flight at a time, because an older value must not land over a newer one. */
+/* A word in the heaps of the peers that holds this rank's newest state. A new put of the word
+ * starts only after the previous one is done, because puts may arrive in any order and an older
+ * value could overwrite a newer one. */
 typedef struct state_word {
     uint64_t sent;
-    uint64_t posted; /* the number of that put */
+    uint64_t posted; /* number of the put that sent it */
 } state_word;
 
 enum { MESSAGE_IDLE, MESSAGE_REQUESTED, MESSAGE_POSTED }; /* the states of a message */
@@ -48,33 +53,33 @@ typedef struct message { /* a message of hosts_proxy_send() to one host */
     int state;
 } message;
 
-/* The state of the thread. Members that another thread reads or writes are accessed atomically.
- */
+/* The state of the proxy thread. Members that other threads also access are accessed
+ * atomically. */
 struct hosts_proxy {
     hosts_proxy_setup setup;
     pthread_t thread;
-    pthread_mutex_t mutex; /* one hosts_proxy_send() at a time */
+    pthread_mutex_t mutex; /* held by hosts_proxy_send(): one call at a time */
     message messages[NET_MAX_HOSTS];
     int is_closing;
     int is_asleep;   /* 1 while the thread sleeps */
-    sem_t wake_up;   /* posted by hosts_proxy_wake() to end a nap early */
-    bool is_running; /* an operation is running */
-    bool has_read;   /* this round read entries */
+    sem_t wake_up;   /* posted by hosts_proxy_wake() to end a sleep early */
+    bool is_running; /* kernels of an operation are running */
+    bool has_read;   /* this round has read ring entries */
     bool has_read_urgent;
     uint32_t full;        /* hosts for which the net had no room in this round */
     int64_t urgent_at;    /* when an urgent piece was last read */
-    bool epoch_ends_next; /* the epoch ends when the batcher is empty */
+    bool epoch_ends_next; /* the epoch ends as soon as the batcher is empty */
     put_batcher *batcher;
-    uint64_t num_read;              /* ring entries */
-    uint64_t pieces;                /* entries that are pieces */
-    uint64_t bytes, puts;           /* what the pieces became */
+    uint64_t num_read;              /* ring entries read so far */
+    uint64_t pieces;                /* entries read that are pieces */
+    uint64_t bytes, puts;           /* bytes and puts posted for them */
     uint64_t max_puts_in_flight;    /* limit of row puts to one host */
     uint64_t posted[NET_MAX_HOSTS]; /* puts and words to each host */
-    /* urgent puts to each host; the numbers of the last ones */
+    /* number of urgent puts to each host; values of `posted` at the last ones */
     uint64_t num_urgent[NET_MAX_HOSTS];
     uint64_t urgent[NET_MAX_HOSTS][MAX_URGENT_IN_FLIGHT];
     uint64_t ends[MAX_OPEN_EPOCHS][NET_MAX_HOSTS]; /* `posted` at the ends of epochs */
-    uint64_t num_ends, num_freed; /* epochs that ended; epochs that the net has read */
+    uint64_t num_ends, num_freed; /* epochs that have ended; epochs whose puts are done */
     state_word waits[NET_MAX_HOSTS], broken[NET_MAX_HOSTS];
 };
 
@@ -90,15 +95,16 @@ static bool is_peer(const hosts_proxy *p, int host)
 
 /* ---------------------------------------------------------------------- of the kernels ---- */
 
-/* Records how many puts each host had been sent when the epoch ended. */
+/* Records how many puts were posted to each host until this epoch ended. free_epochs() compares
+ * these numbers with the finished puts. */
 static void end_epoch(hosts_proxy *p)
 {
     memcpy(p->ends[p->num_ends++ % MAX_OPEN_EPOCHS], p->posted, sizeof p->posted);
     p->is_running = false;
 }
 
-/* Posts a put of the outbox to the same offset of the host's inbox. Returns false without room.
- */
+/* Posts a put from offset `at` of the outbox to the same offset of the host's inbox. Returns
+ * false if the net has no room. */
 static bool post_put(hosts_proxy *p, int host, uint64_t at, uint32_t bytes)
 {
     const hosts_proxy_setup *s = &p->setup;
@@ -107,17 +113,20 @@ static bool post_put(hosts_proxy *p, int host, uint64_t at, uint32_t bytes)
     return true;
 }
 
+/* Adds a piece that a kernel posted to the batcher. */
 static void read_piece(hosts_proxy *p, int host, uint64_t entry)
 {
     const uint64_t word = P2P_ENTRY_WORD(entry);
     put_batcher_add(p->batcher, host, word, P2P_ENTRY_WORDS(entry));
-    /* read by hosts_proxy_counts() in another thread */
+    /* atomic: hosts_proxy_counts() reads it in another thread */
     __atomic_store_n(&p->pieces, p->pieces + 1, __ATOMIC_RELAXED);
     p->has_read_urgent |= put_batcher_is_urgent(p->batcher, word);
 }
 
-/* Reads ring entries until the epoch ends, the batcher is full, or MAX_ENTRIES were read.
- * Returns how many. */
+/* Reads ring entries until the epoch ends, the batcher is full, the ring is empty, or
+ * MAX_ENTRIES were read. Returns the number of entries read. An entry is valid if its top byte
+ * is the lap of the ring (P2P_ENTRY_LAP). Loading it with acquire order makes the words in the
+ * outbox visible. The store to `taken` lets kernels reuse the entries. */
 static int read_entries(hosts_proxy *p)
 {
     int num_read = 0;
@@ -143,20 +152,20 @@ static int read_entries(hosts_proxy *p)
     return num_read;
 }
 
-/* Returns whether fewer than `most` of the puts posted to a host are in flight. */
+/* Returns whether fewer than max_puts_in_flight of the puts posted to a host are in flight. */
 static bool has_fewer_in_flight(const hosts_proxy *p, int host, uint64_t max_puts_in_flight)
 {
     const uint64_t posted = p->posted[host];
     return posted < max_puts_in_flight || is_done(p, host, posted - max_puts_in_flight + 1);
 }
 
-/* Decides which batches go now.
- *   - Complete batches of rows go while fewer than max_puts_in_flight are in flight to the host.
- *     More of them are kept here, because the net would send nothing else until it is done.
- *   - Urgent batches go as soon as no more urgent pieces arrive. The records of a plan are about
- *     a thousand pieces, which warps post one after the other.
- *   - Partial batches go while kernels post nothing and the net has little to do.
- *   - At the end of an epoch everything goes. */
+/* Implements put_batch_may_go: decides which batches are posted now.
+ *   - Complete batches of rows: if fewer than max_puts_in_flight puts are in flight to the host.
+ *     Further batches stay here, because the net would send urgent puts only after them.
+ *   - Urgent batches: as soon as no more urgent pieces arrive. The warps of a plan post about
+ *     a thousand pieces of records one after the other, and joining them saves puts.
+ *   - Partial batches: while kernels post nothing and the net has little to do.
+ *   - At the end of an epoch: all batches. */
 static bool may_go(const void *self, int host, put_batch_kind kind, int puts)
 {
     const hosts_proxy *p = self;
@@ -177,8 +186,10 @@ static void record_urgent(hosts_proxy *p, int host)
     p->urgent[host][p->num_urgent[host]++ % MAX_URGENT_IN_FLIGHT] = p->posted[host];
 }
 
-/* Posts what may go, until the net has no room. If it has none for one host, the others go on;
- * else they would wait for that host and be blamed for it. */
+/* Posts all batches that may_go() allows. Returns the number of puts. If the net has no room
+ * for one host, the other hosts are still served. Otherwise they would wait for that host, and
+ * their peers would blame this rank. When the epoch ends and everything is posted, records the
+ * end of the epoch. */
 static int post_batches(hosts_proxy *p)
 {
     int posted = 0;
@@ -192,7 +203,7 @@ static int post_batches(hosts_proxy *p)
         }
         if (put_batcher_is_urgent(p->batcher, next.word)) record_urgent(p, next.host);
         put_batcher_mark_posted(p->batcher);
-        /* read by hosts_proxy_counts() in another thread */
+        /* atomic: hosts_proxy_counts() reads it in another thread */
         __atomic_store_n(&p->bytes, p->bytes + next.words * 8, __ATOMIC_RELAXED);
         __atomic_store_n(&p->puts, p->puts + 1, __ATOMIC_RELAXED);
         posted++;
@@ -203,7 +214,8 @@ static int post_batches(hosts_proxy *p)
     return posted;
 }
 
-/* Reports to the kernels which epochs the net has read completely. */
+/* Reports finished epochs to the kernels: after all puts of an epoch are done, kernels may
+ * overwrite its half of the outbox. */
 static void free_epochs(hosts_proxy *p)
 {
     while (p->num_freed < p->num_ends) {
@@ -216,7 +228,7 @@ static void free_epochs(hosts_proxy *p)
 
 /* ------------------------------------------------------------------------ of the rank ---- */
 
-/* Sends the word if its value is new and the previous put of it has been read. */
+/* Sends a state word to a host if its value is new and the previous put of the word is done. */
 static void send_state_word(hosts_proxy *p, state_word *m, int host, int64_t at, uint64_t value)
 {
     const hosts_proxy_setup *s = &p->setup;
@@ -226,7 +238,8 @@ static void send_state_word(hosts_proxy *p, state_word *m, int host, int64_t at,
     m->posted = ++p->posted[host];
 }
 
-/* Returns the failure that this rank found and must send to all, or 0. */
+/* Returns the word that describes the failure which this rank found first, or 0. Only the
+ * reporting rank sends it. */
 static uint64_t broken_word(const hosts_proxy *p)
 {
     const p2p_status *s = p->setup.status;
@@ -235,7 +248,7 @@ static uint64_t broken_word(const hosts_proxy *p)
     return P2P_BROKEN(result, s->operation, s->reporter, s->phase, s->culprits);
 }
 
-/* Sends both state words to all peers. */
+/* Sends both state words, "waits for" and "broken", to all peers. */
 static void send_state(hosts_proxy *p)
 {
     const hosts_proxy_setup *s = &p->setup;
@@ -248,8 +261,8 @@ static void send_state(hosts_proxy *p)
     }
 }
 
-/* Posts a requested message when nothing else is in flight, and ends it when it has been read.
- */
+/* Advances the message of hosts_proxy_send() to a host: posts a requested message when no other
+ * put to the host is in flight, and marks a posted one as idle when its put is done. */
 static void progress_message(hosts_proxy *p, int host)
 {
     message *m = &p->messages[host];
@@ -263,7 +276,8 @@ static void progress_message(hosts_proxy *p, int host)
     }
 }
 
-/* Sets the bits of ranks whose connection or net has failed, for kernels to see. */
+/* Sets the bits of dead ranks in status->dead, which kernels read: ranks whose liveness
+ * connection or net has failed. */
 static void mark_dead(const hosts_proxy *p)
 {
     const hosts_proxy_setup *s = &p->setup;
@@ -275,7 +289,7 @@ static void mark_dead(const hosts_proxy *p)
 
 /* ------------------------------------------------------------------------- the thread ---- */
 
-/* One round of the thread. Returns how many things moved. */
+/* Runs one round of the thread. Returns how many entries and puts made progress. */
 static int proxy_progress(hosts_proxy *p)
 {
     int moved = read_entries(p);
@@ -293,7 +307,8 @@ static void nap_us(int64_t us)
     nanosleep(&(struct timespec){.tv_nsec = us * 1000}, NULL);
 }
 
-/* Sleeps for `us` or until hosts_proxy_wake(). Returns whether it was woken. */
+/* Sleeps for `us` microseconds, or until hosts_proxy_wake() is called. Returns whether it was
+ * called. */
 static bool nap_until_called(hosts_proxy *p, int64_t us)
 {
     const struct timespec end = clock_in_ns(us * 1000);
@@ -319,7 +334,8 @@ static int64_t longer_nap(int64_t us)
     return us < MAX_NAP_IDLE_US / 2 ? us * 2 : MAX_NAP_IDLE_US;
 }
 
-/* The thread. */
+/* The main function of the thread: runs rounds until the proxy is closed. While nothing moves,
+ * it first yields, then sleeps longer and longer. A call of hosts_proxy_wake() starts over. */
 static void *proxy_run(void *self)
 {
     hosts_proxy *p = self;
@@ -384,7 +400,7 @@ static bool is_idle(const message *m)
     return __atomic_load_n(&m->state, __ATOMIC_ACQUIRE) == MESSAGE_IDLE;
 }
 
-/* Waits until the message is idle, MESSAGE_TIMEOUT_MS at most. */
+/* Waits until the message is idle, at most MESSAGE_TIMEOUT_MS. */
 static void wait_for_message(message *m)
 {
     for (int i = 0; i < MESSAGE_TIMEOUT_MS * 10 && !is_idle(m); i++) nap_us(100);
@@ -392,7 +408,7 @@ static void wait_for_message(message *m)
 
 void hosts_proxy_send(hosts_proxy *p, int host, uint64_t at, uint32_t bytes)
 {
-    /* per host: a host that reads nothing blocks only its own messages */
+    /* one message per host: a host that does not receive blocks only its own messages */
     message *m = &p->messages[host];
     pthread_mutex_lock(&p->mutex);
     wait_for_message(m);
@@ -403,7 +419,7 @@ void hosts_proxy_send(hosts_proxy *p, int host, uint64_t at, uint32_t bytes)
         hosts_proxy_wake(p);
         wait_for_message(m);
     }
-    int asked = MESSAGE_REQUESTED; /* withdraw the message if the thread has not posted it */
+    int asked = MESSAGE_REQUESTED; /* withdraw the message if it is not posted yet */
     __atomic_compare_exchange_n(&m->state, &asked, MESSAGE_IDLE, false, __ATOMIC_ACQ_REL,
                                 __ATOMIC_RELAXED);
     pthread_mutex_unlock(&p->mutex);

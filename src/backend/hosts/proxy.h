@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The proxy thread of a rank. It passes what kernels have posted (kernels/cuda/net/net.cuh) to
- * the net, reports to the kernels what the net has read and which ranks are dead, and sends
- * this rank's state to the peers. */
+/* The proxy thread of a rank. It reads the puts that kernels post (kernels/cuda/net/net.cuh)
+ * and passes them to the net. It reports to the kernels which puts are done and which ranks are
+ * dead. It sends this rank's state to the peers. */
 #ifndef EPIC_HOSTS_PROXY_H
 #define EPIC_HOSTS_PROXY_H
 
@@ -13,7 +13,9 @@
 
 typedef struct hosts_proxy hosts_proxy;
 
-typedef struct hosts_proxy_setup { /* must stay valid until the proxy is closed */
+/* Arguments of hosts_proxy_open(), which copies them. What they point to must stay valid until
+ * the proxy is closed. */
+typedef struct hosts_proxy_setup {
     int32_t host, num_hosts;
     const net_engine *engine;
     net *net;
@@ -22,27 +24,28 @@ typedef struct hosts_proxy_setup { /* must stay valid until the proxy is closed 
     p2p_heap at;
     p2p_status *status;
     p2p_beats *beats;
-    p2p_ring ring; /* its addresses on the host */
+    p2p_ring ring; /* with addresses of the host */
 } hosts_proxy_setup;
 
-/* Starts the thread. Errors: EPIC_ENOMEM; EPIC_EDEVICE: no thread. */
+/* Starts the proxy thread, which from then on is the only caller of the engine. Errors:
+ * EPIC_ENOMEM; EPIC_EDEVICE: the thread cannot be started. */
 epic_result hosts_proxy_open(hosts_proxy **out, const hosts_proxy_setup *setup);
 
-/* Sends bytes of the outbox to the same offset of a host's heap, after everything posted for
- * that host before. Returns when the net has read them, or after MESSAGE_TIMEOUT_MS. Any
- * thread; one call at a time. */
+/* Sends `bytes` bytes at offset `at` of the outbox to the same offset of a host's inbox, after
+ * all puts posted to that host before. Returns when the put is done, or after
+ * MESSAGE_TIMEOUT_MS. Any thread may call it; calls run one after the other. */
 void hosts_proxy_send(hosts_proxy *proxy, int host, uint64_t at, uint32_t bytes);
 
-/* Ends the sleep of the thread because a call has been made. Any thread. */
+/* Wakes the proxy thread. Called when an operation starts. Any thread may call it. */
 void hosts_proxy_wake(hosts_proxy *proxy);
 
-/* Writes bytes, puts and pieces (entries of the ring) that kernels have sent so far. Any
- * thread. */
+/* Writes how many bytes, puts and pieces (ring entries) were posted so far. Any thread may call
+ * it. */
 void hosts_proxy_counts(const hosts_proxy *proxy, uint64_t counts[3]);
 /* Like hosts_proxy_counts(), for tests and benchmarks that load libepic_hosts.so. */
 EPIC_API void epic_backend_hosts_counts(const epic_group *group, uint64_t counts[3]);
 
-/* Stops and joins the thread. NULL is allowed. */
+/* Stops and joins the thread, and frees the proxy. NULL is allowed. */
 void hosts_proxy_close(hosts_proxy *proxy);
 
 #endif

@@ -1,30 +1,33 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Batches in linked lists: free, waiting for pieces, ready to go; the last two also for urgent
- * ones. */
+/* Joins pieces into puts. A batch is in one of three linked lists: free, waiting for more
+ * pieces, or ready to be posted. Waiting and ready lists exist twice, for urgent batches and
+ * for others. */
 #include "backend/hosts/put_batch.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-#define MAX_OPEN 2048 /* batches that can hold pieces at once */
-/* A batch is stale after so many pieces for other batches. Kernels post rows roughly in order,
- * as many at once as there are warps, so no more pieces of it are expected. */
+#define MAX_OPEN 2048 /* batches that can be in use at once */
+/* A batch is stale if this many pieces were added to other batches since its last piece.
+ * Kernels post rows roughly in order, and at most as many rows out of order as there are warps.
+ * So a stale batch gets no more pieces. */
 #define STALE_AFTER 512
-#define MAX_SPANS 256 /* pieces of a batch; with more after joining, it goes as it is */
+#define MAX_SPANS 256 /* most spans that a batch can hold before it must be posted */
 
-/* A piece, or several joined ones, within a batch. */
+/* A range of words within a batch: a piece, or several pieces that touch. */
 typedef struct span {
     uint32_t first, words;
 } span;
 
-/* Pieces of one batch that wait to be posted, sorted into spans when it is chosen. */
+/* The pieces of one batch that are not posted yet. Their spans are sorted when the batch is
+ * chosen. */
 typedef struct put_batch {
     int host;
-    uint32_t number; /* among the batches of a heap */
-    uint32_t words;  /* words of it that were added */
+    uint32_t number; /* index of the batch in the heap */
+    uint32_t words;  /* number of words added */
     int num_spans;
-    uint64_t added; /* number of the last piece of it */
-    int next;       /* next in its list (free, waiting or ready); -1: last */
+    uint64_t added; /* number of its last piece, counted over all batches */
+    int next;       /* index of the next batch in its list; -1: last */
     int before;
     span spans[MAX_SPANS];
 } put_batch;
@@ -36,13 +39,13 @@ typedef struct list { /* oldest first */
 /* The batches of all hosts. */
 struct put_batcher {
     uint32_t words;        /* words of a batch */
-    uint32_t per_host;     /* batches of a heap */
-    uint32_t num_urgent;   /* the first so many are urgent */
-    uint64_t added;        /* pieces so far */
+    uint32_t per_host;     /* number of batches in a heap */
+    uint32_t num_urgent;   /* batches below this index are urgent */
+    uint64_t added;        /* number of pieces so far */
     int num_free, current; /* current: the batch being posted; -1: none */
-    int next_span;         /* its next span to post */
+    int next_span;         /* index of the next span of `current` to post */
     list free;
-    list waiting[2], ready[2]; /* [1]: urgent */
+    list waiting[2], ready[2]; /* [0]: rows, [1]: urgent */
     uint16_t *open_of; /* [num_hosts, per_host]: index of the waiting batch plus one; 0: none */
     put_batch open[MAX_OPEN];
 };
@@ -112,7 +115,8 @@ void put_batcher_free(put_batcher *all)
     free(all);
 }
 
-/* The first and the last batch of a piece may hold other pieces, too. */
+/* A piece may begin in one batch and end in another, and both may hold other pieces. Hence the
+ * two extra batches. */
 bool put_batcher_has_room(const put_batcher *all, uint32_t words)
 {
     return all->num_free >= (int)(words / all->words) + 2;
@@ -138,7 +142,8 @@ bool put_batcher_is_empty(const put_batcher *all)
     return all->num_free == MAX_OPEN;
 }
 
-/* Takes the batch that was freed last, which is probably still in the cache. */
+/* Opens a waiting batch for part `number` of a host's heap. Uses the batch that was freed last,
+ * which is probably still in the cache. */
 static int open_batch(put_batcher *all, int host, uint32_t number)
 {
     const int i = all->free.last;
@@ -153,7 +158,8 @@ static int open_batch(put_batcher *all, int host, uint32_t number)
     return i;
 }
 
-/* Takes the batch out of its waiting list. Later pieces open a new one. */
+/* Removes the batch from its waiting list. Later pieces of the same part of the heap open a new
+ * batch. */
 static void stop_waiting(put_batcher *all, int i)
 {
     const put_batch *p = &all->open[i];
@@ -166,7 +172,7 @@ static int compare_spans(const void *a, const void *b)
     return ((const span *)a)->first < ((const span *)b)->first ? -1 : 1;
 }
 
-/* Sorts the spans and joins those that touch. */
+/* Sorts the spans of a batch and joins spans that touch. */
 static void join_spans(put_batch *p)
 {
     int last = 0;
@@ -181,7 +187,7 @@ static void join_spans(put_batch *p)
     p->num_spans = last + 1;
 }
 
-/* Adds words to a batch; pieces that follow each other directly become one span. */
+/* Adds a piece to a batch. If it touches the last span, it extends that span. */
 static void add_span(put_batch *p, uint32_t first, uint32_t words)
 {
     span *last = p->num_spans ? &p->spans[p->num_spans - 1] : NULL;
@@ -192,8 +198,8 @@ static void add_span(put_batch *p, uint32_t first, uint32_t words)
         p->spans[p->num_spans++] = (span){first, words};
 }
 
-/* Makes the oldest waiting batch ready if it is stale. Its rows must not wait for the end of
- * the epoch, because their receiver reads them in order. */
+/* Makes the oldest waiting batch of rows ready if it is stale. It must not wait until the epoch
+ * ends, because its receiver reads rows in order and waits for it. */
 static void release_stale(put_batcher *all)
 {
     const int i = all->waiting[0].first;
@@ -228,7 +234,7 @@ void put_batcher_add(put_batcher *all, int host, uint64_t word, uint32_t words)
 
 /* ----------------------------------------------------------------------------- posting ---- */
 
-/* Returns the first batch of a list that may go; -1: none. */
+/* Returns the first batch of a list that `may` allows, or -1. */
 static int first_allowed(const put_batcher *all, const list *from, put_batch_kind kind,
                          put_batch_may_go *may, const void *self)
 {
@@ -238,7 +244,8 @@ static int first_allowed(const put_batcher *all, const list *from, put_batch_kin
     return i;
 }
 
-/* Chooses the next batch to post and makes it the current one. */
+/* Chooses the next batch to post and makes it current. The order is: urgent ready, urgent
+ * waiting, ready, waiting. Returns false if no batch may go. */
 static bool choose_batch(put_batcher *all, put_batch_may_go *may, const void *self)
 {
     int i = -1;
@@ -255,7 +262,7 @@ static bool choose_batch(put_batcher *all, put_batch_may_go *may, const void *se
     }
     if (i < 0) return false;
     put_batch *p = &all->open[i];
-    if (p->words == all->words) { /* complete, in whatever order the pieces came */
+    if (p->words == all->words) { /* all words are there: send them as one span */
         p->num_spans = 1;
         p->spans[0] = (span){0, p->words};
     }

@@ -1,11 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Joins the pieces that kernels post into fewer and larger puts.
  *
- * The heap of a host is cut into batches of the size that the net prefers. The pieces of a
- * batch are kept until the batch is complete, until no more pieces of it are expected, or until
- * the net has nothing to do. Then adjacent pieces go in one put. The first batches of a heap
- * are urgent: they hold announcements and counts, for which everything else waits, so they
- * overtake rows. */
+ * A piece is a range of words in the outbox, for one host. The heap of a host is divided into
+ * batches of the size that the net prefers. The pieces of a batch are kept until the batch is
+ * complete, until no more pieces of it are expected, or until the net has little to do. Then
+ * each run of adjacent pieces is sent as one put. The first batches of a heap are urgent: they
+ * hold announcements and counts, for which all ranks wait, so they are sent before rows.
+ *
+ * Only the proxy thread uses a batcher. */
 #ifndef EPIC_HOSTS_PUT_BATCH_H
 #define EPIC_HOSTS_PUT_BATCH_H
 
@@ -14,29 +16,30 @@
 
 typedef struct put_batcher put_batcher;
 
-typedef struct put_range { /* what one put sends */
+typedef struct put_range { /* the words that one put sends */
     int host;
     uint64_t word;
     uint32_t words;
 } put_range;
 
-/* The kinds of batches, from the first to go to the last. */
+/* The kinds of batches. Lower values are posted first. */
 typedef enum put_batch_kind {
-    BATCH_URGENT,   /* one of the urgent batches, complete or not */
-    BATCH_COMPLETE, /* complete, or no more pieces are expected */
-    BATCH_PARTIAL
+    BATCH_URGENT,   /* an urgent batch, complete or not */
+    BATCH_COMPLETE, /* a batch of rows: complete, or no more pieces are expected */
+    BATCH_PARTIAL   /* a batch of rows that may get more pieces */
 } put_batch_kind;
 
-/* Returns whether a batch of this kind, in so many puts, may go to the host now. */
+/* Returns whether a batch of this kind, which takes `puts` puts, may be sent to the host
+ * now. */
 typedef bool put_batch_may_go(const void *self, int host, put_batch_kind kind, int puts);
 
-/* Makes an empty batcher for heaps of `heap_words` words, of which the first `urgent_words` are
- * urgent. Returns NULL without memory. */
+/* Creates an empty batcher for heaps of `heap_words` words, of which the first `urgent_words`
+ * are urgent. A batch has parcel_words words. Returns NULL if memory is short. */
 put_batcher *put_batcher_new(int num_hosts, uint64_t heap_words, uint64_t urgent_words,
                              uint32_t parcel_words);
 void put_batcher_free(put_batcher *all); /* NULL is allowed */
 
-/* Returns whether a piece of so many words fits. An empty batcher has room for 4 MB. */
+/* Returns whether a piece of `words` words can be added. */
 bool put_batcher_has_room(const put_batcher *all, uint32_t words);
 
 /* Returns whether everything added has been posted. */
@@ -45,20 +48,21 @@ bool put_batcher_is_empty(const put_batcher *all);
 /* Returns whether a word of the heap belongs to an urgent batch. */
 bool put_batcher_is_urgent(const put_batcher *all, uint64_t word);
 
-/* Adds a piece. The caller has checked the room. No word is in two pieces. */
+/* Adds a piece of `words` words, which begins at `word` of the heap. The caller has checked
+ * put_batcher_has_room(). No word is in two pieces. */
 void put_batcher_add(put_batcher *all, int host, uint64_t word, uint32_t words);
 
-/* Returns the next put of those that `may` allows: urgent batches first, then complete ones,
- * then the oldest of the others. Returns false if no batch may go. After a put the caller calls
- * one of the next two functions. */
+/* Writes the next put that `may` allows to *out: urgent batches first, then complete ones, then
+ * the oldest of the others. Returns false if no batch may be sent. After each put the caller
+ * calls one of the next two functions. */
 bool put_batcher_next(put_batcher *all, put_batch_may_go *may, const void *self,
                       put_range *out);
 
-/* The put that put_batcher_next() returned was posted. */
+/* The put that put_batcher_next() returned was posted: removes it from its batch. */
 void put_batcher_mark_posted(put_batcher *all);
 
-/* The put that put_batcher_next() returned could not be posted. Its batch becomes the first
- * that may go. */
+/* The put that put_batcher_next() returned could not be posted: its batch becomes the first of
+ * the ready list. */
 void put_batcher_put_back(put_batcher *all);
 
 #endif
