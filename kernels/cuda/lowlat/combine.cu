@@ -12,7 +12,8 @@
  * tokens. No send waits for anything, so no wait is circular. Each word is its own flag. The
  * control warp announces and ends the operation. lowlat/sum.cuh has the units for aligned rows.
  * Rows at any address, and sums in tree order, use the units of combine/plain.cuh. */
-#define LOW_LATENCY 1 /* must come before the first header: common/wait.cuh */
+/* Makes waits poll longer before they sleep. Must come before the first header. */
+#define LOW_LATENCY 1
 #define LOWLAT_WORKERS \
     15 /* with one control warp: four warps per scheduler, of 128 registers per thread */
 
@@ -20,8 +21,8 @@
 #include "cuda/lowlat/sum.cuh"
 
 /* The units of a worker. There are two kinds: peers' tokens, whose partials are sent, and own
- * tokens, whose partials are added. Units of the first kind are dealt from the first worker up,
- * those of the second kind from the last worker down. */
+ * tokens (of this rank), whose partials are added. Units of the first kind are dealt from the
+ * first worker up, those of the second kind from the last worker down. */
 struct CombineUnits {
     const CombineState &c;
     const CtaRange all_ctas;

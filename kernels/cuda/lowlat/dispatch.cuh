@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* dispatch for few tokens, alone or together with making the plan (WITH_PLAN, lowlat/plan.cuh).
  *
- *   tokens  [num_tokens, row_bytes] of this rank -> slots of the ranks of their experts
+ *   tokens  [num_tokens, row_bytes] of this rank -> slots on the ranks of their experts
  *   weights [num_tokens, top_k] of this rank     -> slot_weights of those slots
  *
  * A unit of work is a piece of a row. The template parameter Rows defines pieces: PlainRows
@@ -20,8 +20,8 @@
  * each their own flag. Only the announcement needs an order: a system fence comes before it. So
  * a peer that reads the announcement also sees what earlier operations restored.
  *
- * The last CTAs may only send. With WITH_PLAN and more than one CTA, the last CTA never
- * receives, because it announces. */
+ * If a rank has many tokens, some of the last CTAs only send (num_send_only_ctas_of). With
+ * WITH_PLAN and more than one CTA, the last CTA never receives, because it announces. */
 #ifndef EPIC_LOWLAT_DISPATCH_CUH
 #define EPIC_LOWLAT_DISPATCH_CUH
 
@@ -72,7 +72,7 @@ __device__ __forceinline__ bool receive_mixed_slot(const LowlatMove &m, int rank
     return read_record(m, rank, token, 0, keep, word, slot, more);
 }
 
-/* Like receive_words(), for mixed plans, whose slots come from records. */
+/* Like receive_words(), for mixed plans (lowlat/plan.cuh), whose slots come from records. */
 __device__ __forceinline__ bool receive_mixed_words(const LowlatMove &m)
 {
     for (int u = first_words(m); u < num_words(m); u += m.receivers.num_workers()) {
@@ -89,7 +89,7 @@ __device__ __forceinline__ bool receive_mixed_words(const LowlatMove &m)
     return true;
 }
 
-/* Like receive_all(), for mixed plans, whose slots come from records. */
+/* Like receive_all(), for mixed plans (lowlat/plan.cuh), whose slots come from records. */
 template <class Rows> __device__ __forceinline__ bool receive_mixed_rows(const LowlatMove &m)
 {
     for (int u = m.receivers.worker_index(); u < num_units<Rows>(m);
@@ -110,8 +110,9 @@ template <class Rows> __device__ __forceinline__ bool receive_mixed_rows(const L
     return true;
 }
 
-/* Makes a mixed plan and receives all rows. All threads of the receiving CTAs. noinline, with m
- * passed by value: a reference would force m into memory on the other paths, too. */
+/* Makes a mixed plan (lowlat/plan.cuh) and receives all rows. All threads of the receiving
+ * CTAs. noinline, with m passed by value: a reference would force m into memory on the other
+ * paths, too. */
 template <class Rows>
 static __device__ __noinline__ void receive_mixed(const LowlatMove m, OpState &op,
                                                   LowlatPlan &tables, uint8_t *memory)

@@ -11,7 +11,8 @@
 #ifndef EPIC_LOWLAT_DISPATCH_UNITS_CUH
 #define EPIC_LOWLAT_DISPATCH_UNITS_CUH
 
-#define LOW_LATENCY 1 /* must come before the first header: common/wait.cuh */
+#define LOW_LATENCY \
+    1 /* must come before the first header: common/wait.cuh then polls without pauses */
 
 #include "cuda/common/launch.cuh"
 #include "cuda/dispatch/packed.cuh"
@@ -51,10 +52,11 @@ struct PendingPiece {
 struct PendingWords {
     int32_t token;
     int rank;
-    uint64_t word;  /* plan that is read: this lane's slot */
-    int32_t choice; /* own token, plan that is read: slot of this lane's choice, else -1 */
-    /* own token: weight of this lane's choice. Peer's token: weight of this lane's slot, or
-     * poison if it has not arrived. */
+    uint64_t word; /* plan that is read: this lane's slot */
+    int32_t
+        choice; /* token of this rank, plan that is read: slot of this lane's choice; else -1 */
+    /* Token of this rank: weight of this lane's choice. Token of a peer: weight of this lane's
+     * slot, or poison if it has not arrived. */
     uint32_t weight;
 };
 

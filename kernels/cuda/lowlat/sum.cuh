@@ -2,10 +2,10 @@
 /* The units of combine for few tokens, for aligned rows and sums by rank. A unit is a piece of
  * one vector per lane of a token's row:
  *
- *   peer's token   send_sum      sums the token's rows here, stores the partial to the peer's
- *                                staging
- *   own token      receive_sum   sums the token's rows here, polls the peers' partials, adds
- *                                all in the order of ranks, stores the result to the output
+ *   send_sum      token of a peer: sums the token's rows on this rank, and stores the sum (the
+ *                 partial) to the peer's staging
+ *   receive_sum   token of this rank: sums the token's rows on this rank, polls the peers'
+ *                 partials, adds all in the order of ranks, stores the result to the output
  *
  * The rows of a unit are loaded together, up to eight. Those of a worker's first unit are
  * loaded before the plan's header has been checked. Results have the bits of combine/plain.cuh.
@@ -179,8 +179,8 @@ __device__ __forceinline__ bool add_by_rank(const CombineState &c, const Unit &u
     return true;
 }
 
-/* Sums a piece of an own token over all ranks and stores it to the output. The caller has
- * loaded `rows`. Returns false if the group is broken. */
+/* Sums a piece of a token of this rank over all ranks and stores it to the output. The caller
+ * has loaded `rows`. Returns false if the group is broken. */
 template <class ROW, bool EXACT, int SIDE>
 __device__ __forceinline__ bool receive_sum(const CombineState &c, SlotRows &rows,
                                             const Unit &u)

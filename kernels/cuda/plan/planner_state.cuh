@@ -105,9 +105,10 @@ template <int KIND> __device__ __forceinline__ int tallies_of(const p2p_plan_job
 __host__ __device__ inline int planner_warps(int tallies)
 {
     const int most = PLAN_TALLY_WORDS / tallies;
-    return most < 3                 ? 1
-           : most > PLAN_MOST_WARPS ? PLAN_MOST_WARPS
-                                    : most; /* two warps would need more memory than one */
+    return most < 3 ? 1
+           : most > PLAN_MOST_WARPS
+               ? PLAN_MOST_WARPS
+               : most; /* never 2, whose counters would need too much memory */
 }
 
 /* Returns the dynamic shared memory, in bytes, of a planner with this many counters. */
