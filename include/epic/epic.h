@@ -96,7 +96,7 @@ extern "C" {
 #define EPIC_VERSION 100 /* major * 10000 + minor * 100 + patch */
 #define EPIC_VERSION_STRING "0.1.0"
 
-/* 1 if this header is of that version or a later one.  Also for #if. */
+/* 1 if this header has that version or a later one.  May be used in #if. */
 #define EPIC_VERSION_AT_LEAST(major, minor, patch) \
     (EPIC_VERSION >= (major)*10000 + (minor)*100 + (patch))
 
@@ -108,19 +108,20 @@ extern "C" {
 
 /* ---------------------------------------------------------------------- common types ---- */
 
-/* One rank of one group. */
+/* Handle of one rank of one group. */
 typedef struct epic_context epic_context;
 
 /* A cudaStream_t; NULL for host contexts. */
 typedef void *epic_stream;
 
-/* The result of a call.  The numbers are ABI: new ones are appended, none is renumbered. */
+/* The result of a call.  The numbers are part of the ABI: they never change, and new ones are
+ * added at the end. */
 typedef enum epic_result {
     EPIC_OK = 0,
     EPIC_EINVAL = 1,    /* an argument or a value in the data is invalid */
-    EPIC_ENOMEM = 2,    /* no memory: at open, or for the first operation with a new tag */
-    EPIC_ENOTSUP = 3,   /* this context does not support the call, or no backend connects these
-                           ranks */
+    EPIC_ENOMEM = 2,    /* no memory: at open, or in the first operation with a new tag */
+    EPIC_ENOTSUP = 3,   /* this context does not support the call, or no backend can connect
+                           these ranks */
     EPIC_ETIMEOUT = 4,  /* a rank did not make its call before the deadline */
     EPIC_EDEVICE = 5,   /* CUDA, NCCL, MPI or the system reported an error */
     EPIC_EOVERFLOW = 6, /* a rank needs more slots than it has */
@@ -130,9 +131,9 @@ typedef enum epic_result {
                            process */
 } epic_result;
 
-/* The type of the elements of an array.  EPIC_BYTES leaves it open: calls that only move rows
- * accept it, calls that compute refuse it.  A field that begins its description with "0:" has
- * that default. */
+/* The type of the elements of an array.  EPIC_BYTES stands for any type: calls that only move
+ * rows accept it, and calls that compute refuse it.  A comment that begins with "0:" gives the
+ * default of its field. */
 typedef enum epic_type {
     EPIC_BYTES = 0,
     EPIC_F32 = 1,
@@ -145,39 +146,39 @@ typedef enum epic_type {
     EPIC_I64 = 8
 } epic_type;
 
-/* Bits of the `flags` fields.  A flag has its own bit, whatever call it is for.  A call refuses
- * the flags that its description does not name. */
+/* Bits of the `flags` fields.  Each flag has the same bit in all calls.  A call refuses flags
+ * that its description does not name. */
 typedef enum epic_flag {
     /* Also write zeros to the slots after the last slab. */
     EPIC_ZERO_TAIL = 1,
-    /* Add the gradients to what the arrays hold, instead of overwriting it. */
+    /* Add the gradients to the contents of the arrays, instead of overwriting them. */
     EPIC_ACCUMULATE = 2,
-    /* Layer: sum the gradients of gate and shared expert and the losses over the ranks.
-     * Without it each rank gets the part of its own tokens. */
+    /* Layer: sum over the ranks the losses and the gradients of the gate and the shared expert.
+     * Without this flag each rank gets the part of its own tokens. */
     EPIC_SUM_DENSE = 4,
-    /* Layer of a plan: the expert ids of a token are distinct.  The caller promises it, and
-     * epic_plan checks it: a duplicate is a class (b) error.  Then a token takes at most
+    /* Layer of a plan: the expert ids of a token are distinct.  A token then takes at most
      * min(top_k, local experts) slots of a rank, so capacity bounds are smaller and layers need
-     * less memory. */
+     * less memory.  epic_plan checks the ids: a duplicate is a class (b) error. */
     EPIC_DISTINCT = 8,
-    /* epic_moe_forward: epic_moe_plan has made the plan. */
+    /* epic_moe_forward: use the plan that epic_moe_plan has made. */
     EPIC_PLANNED = 16,
-    /* Do not write padding slots, for experts that use expert_tokens.  Ranks may differ. */
+    /* Do not write padding slots.  For experts that use expert_tokens.  May differ between
+     * ranks. */
     EPIC_LEAVE_PADDING = 32,
     /* Layer: `saved` does not hold the outputs of the first product of the experts and of the
-     * shared expert; backward computes them again.  epic_experts_forward: compute only these
+     * shared expert.  Backward computes them again.  epic_experts_forward: compute only these
      * outputs. */
     EPIC_RECOMPUTE = 64,
-    /* Layer, equal on all ranks: `saved` does not hold the received rows; backward sends them
-     * again, which is one more operation. */
+    /* Layer, equal on all ranks: `saved` does not hold the received rows.  Backward sends them
+     * again, in one more operation. */
     EPIC_DISPATCH_AGAIN = 128,
-    /* Layer, equal on all ranks: the caller computes the losses.  The layer compares
-     * balance_coeff and z_coeff between the ranks, and computes as if both were 0. */
+    /* Layer, equal on all ranks: the caller computes the losses.  The layer still compares
+     * balance_coeff and z_coeff between the ranks, but computes as if both were 0. */
     EPIC_LOSS_BY_CALLER = 256
 } epic_flag;
 
-/* A contiguous matrix, seen as rows of bytes, that a call may write.  {NULL, 0, 0} is a matrix
- * without rows; the call derives its row_bytes from the other matrices. */
+/* A contiguous matrix of rows of bytes that a call may write.  {NULL, 0, 0} is a matrix without
+ * rows; the call takes its row_bytes from the other matrices. */
 typedef struct epic_rows {
     void *data;
     int64_t num_rows;
@@ -191,7 +192,7 @@ typedef struct epic_const_rows {
     int64_t row_bytes;
 } epic_const_rows;
 
-/* Returns the rows as an input: for example, combine reads the buffer that dispatch wrote. */
+/* Returns the rows as an input.  For example, combine reads the buffer that dispatch wrote. */
 static inline epic_const_rows epic_rows_as_const(epic_rows rows)
 {
     epic_const_rows input;
@@ -201,12 +202,12 @@ static inline epic_const_rows epic_rows_as_const(epic_rows rows)
     return input;
 }
 
-/* Fields that every call that computes has in common.  Local calls use only the stream. */
+/* Fields that are common to all calls that compute.  Local calls use only the stream. */
 typedef struct epic_call {
     epic_stream stream;
-    uint64_t tag;        /* which operations of different ranks belong together */
-    uint32_t timeout_ms; /* deadline of every wait of this call; 0: the context's */
-    uint32_t max_sms;    /* CUDA: largest number of SMs to use; 0: the context's */
+    uint64_t tag;        /* equal for the calls of all ranks that form one operation */
+    uint32_t timeout_ms; /* deadline of every wait of this call; 0: that of the context */
+    uint32_t max_sms;    /* CUDA: largest number of SMs to use; 0: that of the context */
 } epic_call;
 
 /* ------------------------------------------------------------------------ dispatcher ----
@@ -224,49 +225,52 @@ typedef struct epic_call {
 /* Handle of a dispatcher. */
 typedef struct epic_dispatcher epic_dispatcher;
 
-/* Configuration of a dispatcher.  Equal on all ranks, except max_tokens, ctx and stream. */
+/* Configuration of a dispatcher.  All fields are equal on all ranks, except max_tokens, ctx and
+ * stream. */
 typedef struct epic_dispatcher_config {
-    int64_t max_tokens;   /* largest number of tokens that this rank sends in a step;
+    int64_t max_tokens;   /* largest number of tokens that this rank sends in one step;
                              required */
-    uint32_t num_experts; /* of the layer; num_ranks divides it */
-    uint32_t top_k;
-    uint32_t hidden;     /* elements of a row */
-    uint32_t type;       /* epic_type of an element: F32, BF16, F16 or F64 */
-    uint32_t alignment;  /* slabs begin and end at multiples of it; 0: 1 */
-    uint32_t gradients;  /* 1: allocate the buffers of the two backward calls */
-    const char *backend; /* as epic_config.backend: "gpu" for GPUs */
-    epic_stream stream;  /* CUDA: the stream of every call */
-    uint64_t tag;        /* of every call: dispatchers that share a context need different
-                            tags */
-    epic_context *ctx;   /* a context of yours, which must outlive the dispatcher; NULL: the
-                            dispatcher opens one by epic_bootstrap_env, and closes it */
+    uint32_t num_experts; /* number of experts of the layer, a multiple of num_ranks */
+    uint32_t top_k;       /* experts per token */
+    uint32_t hidden;      /* elements of a row */
+    uint32_t type;        /* epic_type of an element: F32, BF16, F16 or F64 */
+    uint32_t alignment;   /* slabs begin and end at multiples of this many slots; 0: 1 */
+    uint32_t gradients;   /* 1: allocate the buffers of the two backward calls */
+    const char *backend;  /* like epic_config.backend: "gpu" for GPUs */
+    epic_stream stream;   /* CUDA: the stream of every call */
+    uint64_t tag;         /* tag of every call.  Dispatchers that share a context need
+                            different tags */
+    epic_context *ctx;    /* a context of the caller, which must outlive the dispatcher.
+                            NULL: the dispatcher opens one with epic_bootstrap_env, and
+                            closes it */
 } epic_dispatcher_config;
 
-/* The rows that arrived on this rank.  The slots of local expert e are expert_rows[e] rows,
- * after those of the experts before it.  The dispatcher owns the arrays. */
+/* The rows that arrived on this rank.  The slots of local expert e are expert_rows[e]
+ * consecutive rows, after the slots of the experts before it.  The dispatcher owns the
+ * arrays. */
 typedef struct epic_slots {
-    void *rows;           /* [capacity, hidden]: the received rows; padding rows are zero */
-    void *results;        /* [capacity, hidden]: the experts write their outputs here; the same
-                             memory as rows, unless the dispatcher has gradients */
-    float *weights;       /* [capacity]: the weight of each slot's choice, 0 on padding; NULL if
+    void *rows;             /* [capacity, hidden]: the received rows; padding rows are zero */
+    void *results;          /* [capacity, hidden]: memory for the outputs of the experts; the
+                             same memory as rows, unless the dispatcher has gradients */
+    float *weights;         /* [capacity]: weight of each slot's choice, 0 on padding; NULL if
                              dispatch got no weights */
-    int32_t *expert_rows; /* [num_local_experts]: rows of each slab, with padding */
+    int32_t *expert_rows;   /* [num_local_experts]: rows of each slab, with padding */
     int32_t *expert_tokens; /* [num_local_experts]: rows of each slab that carry a token */
-    int64_t capacity;       /* always enough for what can arrive here */
+    int64_t capacity;       /* number of rows in the buffers; always enough */
     int32_t first_expert;   /* global id of local expert 0 */
     int32_t num_local_experts;
 } epic_slots;
 
-/* Opens a dispatcher.  *out is NULL if it fails; epic_error(NULL) then returns the reason.
+/* Opens a dispatcher.  If it fails, *out is NULL, and epic_error(NULL) returns the reason.
  * Errors:  those of epic_open, EPIC_EINVAL, EPIC_ENOMEM.
  * Threads: collective.
  * CUDA:    config.backend "gpu" opens it on the current device. */
 static inline epic_result epic_dispatcher_open(epic_dispatcher **out,
                                                const epic_dispatcher_config *config);
 
-/* Sends each of num_tokens tokens [num_tokens, hidden] to the experts that topk_idx
- * [num_tokens, top_k] names; a negative id names none.  The dispatcher keeps weights
- * [num_tokens, top_k] for combine; NULL on all ranks means 1.  The arrays of `out` are valid
+/* Sends each of the tokens [num_tokens, hidden] to the experts in its row of topk_idx
+ * [num_tokens, top_k].  A negative id stands for no expert.  The dispatcher copies the weights
+ * [num_tokens, top_k] for combine; NULL on all ranks means 1.  The arrays of *out are valid
  * until the next dispatch.
  * Errors:  those of epic_plan.
  * Threads: collective, one thread at a time.
@@ -276,39 +280,38 @@ static inline epic_result epic_dispatcher_dispatch(epic_dispatcher *dispatcher,
                                                    const float *weights, int64_t num_tokens,
                                                    epic_slots *out);
 
-/* Writes to out [num_tokens, hidden] the weighted sum of each token's slots in slots.results.
+/* Writes to out [num_tokens, hidden] the weighted sum of each token's rows in slots.results.
  * Errors:  those of epic_combine.
  * Threads: collective, one thread at a time.
  * CUDA:    enqueued on config.stream. */
 EPIC_API epic_result epic_dispatcher_combine(epic_dispatcher *dispatcher, void *out);
 
-/* The first half of the backward pass, after combine.  Needs config.gradients.  Sends d_out
- * [num_tokens, hidden] to the slots: out->rows is then the gradient of the slots' results, and
- * out->weights that of the weights.  The experts write the gradient of the received rows to
- * out->results, which is the same memory.
+/* First half of the backward pass, after combine.  Needs config.gradients.  Sends d_out
+ * [num_tokens, hidden] to the slots.  Afterwards out->rows is the gradient of the slots'
+ * results, and out->weights the gradient of their weights.  The experts write the gradient of
+ * the received rows to out->results, which is the same memory as out->rows.
  * Errors:  those of epic_combine_backward.
  * Threads: collective, one thread at a time.
  * CUDA:    enqueued on config.stream. */
 static inline epic_result epic_dispatcher_combine_backward(epic_dispatcher *dispatcher,
                                                            const void *d_out, epic_slots *out);
 
-/* The second half of the backward pass, after epic_dispatcher_combine_backward.  Returns the
- * experts' gradients to the tokens: writes d_tokens [num_tokens, hidden] and d_weights
- * [num_tokens, top_k] (NULL: not wanted).
+/* Second half of the backward pass, after epic_dispatcher_combine_backward.  Returns the
+ * gradients of the received rows to their tokens: writes d_tokens [num_tokens, hidden] and
+ * d_weights [num_tokens, top_k].  d_weights may be NULL.
  * Errors:  those of epic_dispatch_backward.
  * Threads: collective, one thread at a time.
  * CUDA:    enqueued on config.stream. */
 EPIC_API epic_result epic_dispatcher_dispatch_backward(epic_dispatcher *dispatcher,
                                                        void *d_tokens, float *d_weights);
 
-/* Returns the context of a dispatcher, for epic_rank, epic_error, epic_allreduce_sum,
- * epic_check.
+/* Returns the context of a dispatcher, for example for epic_rank or epic_error.
  * Errors:  none.
  * Threads: local.
  * CUDA:    no difference. */
 EPIC_API epic_context *epic_dispatcher_context(const epic_dispatcher *dispatcher);
 
-/* Frees the dispatcher, and closes its context if the dispatcher opened it.  NULL is allowed.
+/* Frees the dispatcher, and closes its context if the dispatcher opened it.  Accepts NULL.
  * Errors:  none.
  * Threads: local; no call may be running on the dispatcher.
  * CUDA:    no difference. */
@@ -316,39 +319,43 @@ EPIC_API void epic_dispatcher_close(epic_dispatcher *dispatcher);
 
 /* -------------------------------------------------------------------------- contexts ---- */
 
-/* A connection through which the ranks find each other while a group opens.
- * epic_bootstrap_env, epic_bootstrap_tcp and others make one: see "advanced". */
+/* A connection through which the ranks find each other while a group opens. epic_bootstrap_env,
+ * epic_bootstrap_tcp and others make one (chapter "advanced"). */
 typedef struct epic_bootstrap epic_bootstrap;
 
-/* Configuration of a group.  Equal on all ranks. */
+/* Configuration of a group.  All fields are equal on all ranks. */
 typedef struct epic_config {
     int64_t max_tokens;     /* largest number of tokens of a rank in one operation; required */
-    int64_t max_row_bytes;  /* largest row, for tokens and for scales; required */
-    int64_t staging_bytes;  /* largest staging memory of this rank; 0: enough for full speed */
-    uint32_t num_ranks;     /* 0: the bootstrap's.  Required by the size queries */
-    uint32_t timeout_ms;    /* deadline of every wait; 0: 300000 */
-    uint32_t max_in_flight; /* operations at the same time, at most 64; 0: 64 */
+    int64_t max_row_bytes;  /* largest row in bytes, for tokens and for scales; required */
+    int64_t staging_bytes;  /* largest staging memory of this rank in bytes; 0: enough for
+                               full speed */
+    uint32_t num_ranks;     /* number of ranks; 0: that of the bootstrap.  Required by the
+                               calls that compute sizes */
+    uint32_t timeout_ms;    /* deadline of every wait, in milliseconds; 0: 300000 */
+    uint32_t max_in_flight; /* largest number of operations at the same time, up to 64; 0: 64 */
     uint32_t max_sms;       /* CUDA: largest number of SMs of one operation; 0: chosen by
-                               measurement, and epic_max_sms returns it.  All contexts of a
-                               process on one GPU together use at most its SMs */
+                               measurement (epic_max_sms returns it).  All contexts of a
+                               process on one GPU share the SMs of the GPU */
     const char *backend;    /* "gpu": "p2p" for GPUs of one host, "hosts" for GPUs of several
-                               hosts. NULL: the first that connects the ranks on CPUs, of
+                               hosts.  NULL: the first CPU backend that connects the ranks:
                                "self", "shm" or "threads", "mpi" */
-    const char *name;       /* of the group, for messages and epic-info; NULL: "epic" */
-    void *native;           /* for backend mpi, and for epic_open without a bootstrap: an
-                               MPI_Comm * whose ranks form the group, borrowed for the call;
-                               else NULL */
-    uint32_t max_top_k;     /* largest top_k of a layer; 0: 64.  Backend hosts allocates less
-                           memory for a smaller one; the other backends only check it */
+    const char *name;       /* name of the group, for messages and epic-info; NULL: "epic" */
+    void *native;           /* an MPI_Comm * whose ranks form the group, for backend mpi or
+                               for epic_open without a bootstrap; borrowed for the call.
+                               Else NULL */
+    uint32_t max_top_k;     /* largest top_k of a layer; 0: 64.  A smaller value reduces the
+                               memory of backend hosts; the other backends only check it */
     uint32_t reserved;      /* 0 */
 } epic_config;
 
-/* Opens this rank's context.  If bootstrap is NULL, epic_open uses config.native (by
- * epic_bootstrap_mpi), or else the environment (by epic_bootstrap_env). If the environment
- * names no group, it opens a group of one rank.  *out is NULL only after EPIC_ENOMEM.  After
- * any other error it is a context that epic_error, epic_failure and epic_close accept.  If the
- * ranks pass different configurations or versions, or a num_ranks that is not the bootstrap's,
- * all of them get EPIC_EMISMATCH.
+/* Opens this rank's context.  If bootstrap is NULL, epic_open uses config.native (with
+ * epic_bootstrap_mpi), or else the environment (with epic_bootstrap_env).  If the environment
+ * names no group, it opens a group of one rank.
+ *
+ * *out is NULL only after EPIC_ENOMEM.  After any other error *out is a context that
+ * epic_error, epic_failure and epic_close accept.  If the ranks pass different configurations,
+ * use different versions, or pass a num_ranks other than the bootstrap's, all of them get
+ * EPIC_EMISMATCH.
  * Errors:  EPIC_EINVAL, EPIC_ENOMEM, EPIC_ENOTSUP, EPIC_ETIMEOUT, EPIC_EDEVICE, EPIC_EMISMATCH,
  *          EPIC_EPEER.
  * Threads: collective over the bootstrap.
@@ -356,17 +363,18 @@ typedef struct epic_config {
 static inline epic_result epic_open(epic_context **out, const epic_bootstrap *bootstrap,
                                     const epic_config *config);
 
-/* Closes the context and frees it.  NULL is allowed.  Waits until no other rank uses memory of
- * this context, but not longer than the context's deadline.  In a forked child it frees the
- * child's copy and leaves the group alone; every other call with that context returns
- * EPIC_ECLOSED there.
+/* Closes the context and frees it.  Accepts NULL.  Waits until no other rank uses memory of
+ * this context, but not longer than the context's deadline.
+ *
+ * In a forked child it frees only the child's copy, and the group continues.  Every other call
+ * with that context returns EPIC_ECLOSED in the child.
  * Errors:  none.
  * Threads: local; no call may be running on ctx.
  * CUDA:    no difference. */
 EPIC_API void epic_close(epic_context *ctx);
 
-/* Returns the sentence of this thread's last failed call, or "" if none failed.  ctx may be
- * NULL. The text is valid until this thread's next failing call.
+/* Returns the sentence about the last failed call of this thread, or "" if none failed.  ctx
+ * may be NULL.  The text is valid until the next failing call of this thread.
  * Errors:  none.
  * Threads: local.
  * CUDA:    no difference. */
@@ -376,11 +384,11 @@ EPIC_API const char *epic_error(const epic_context *ctx);
  * Errors:  (b) on CUDA contexts; (c).
  * Threads: local.
  * CUDA:    also returns errors that the device has reported since the last call: a class (c)
- *          error, and once each class (b) error, the oldest first, equal on all ranks.  An
- *          operation reports nothing before its stream has finished it. */
+ *          error, and each class (b) error once, the oldest first, equal on all ranks.  An
+ *          operation reports errors only after it has finished on its stream. */
 EPIC_API epic_result epic_check(epic_context *ctx);
 
-/* Reports to the other ranks that this rank cannot make its next call with `tag`: they get
+/* Reports to the other ranks that this rank cannot make its next call with `tag`.  They get
  * EPIC_EPEER with the sentence `why` at once.  The group is broken afterwards.
  * Errors:  none.
  * Threads: local.
@@ -392,8 +400,8 @@ EPIC_API void epic_abort(epic_context *ctx, uint64_t tag, const char *why);
  *   - epic_backend_name returns the name of the backend, such as "shm".
  *   - epic_max_sms returns the largest number of SMs of one operation, 0 on host contexts.
  *   - epic_num_hosts returns the number of hosts that the ranks are on.
- *   - epic_net_name describes how rows reach other hosts, such as "ucx 1.13.1, host memory,
- *     tcp/eth0 by messages".  It is "" for backends that use no network.
+ *   - epic_net_name describes how rows are sent to other hosts, such as "ucx 1.13.1, host
+ *     memory, tcp/eth0 by messages".  It is "" for backends that use no network.
  *   - epic_version returns the EPIC_VERSION of the library.
  * Errors:  none.
  * Threads: local.
@@ -407,11 +415,11 @@ EPIC_API const char *epic_net_name(const epic_context *ctx);
 EPIC_API uint32_t epic_version(void);
 
 /* Names for logs.
- *   - epic_result_name returns the name of a result, "EPIC_ETIMEOUT".
- *   - epic_result_string returns one sentence about the code in general; epic_error has the
- *     sentence of the last failure.
+ *   - epic_result_name returns the name of a result, such as "EPIC_ETIMEOUT".
+ *   - epic_result_string returns a general sentence about a result.  epic_error returns the
+ *     sentence about the last failure.
  *   - The other functions return the name of an enum's constant, such as "EPIC_FLAT", or
- *     "unknown epic_layout" for another number.
+ *     "unknown epic_layout" for any other number.
  * Errors:  none.
  * Threads: local.
  * CUDA:    no difference. */
@@ -438,92 +446,94 @@ EPIC_API const char *epic_operation_name(uint32_t operation);
  *     epic_layer_sizes       how much memory the next calls need
  *     epic_plan              where every choice goes: from topk_idx to the bytes of a plan
  *     epic_dispatch          sends rows to their experts
- *     ...                    the expert MLP over the received slots, whatever it is
+ *     ...                    any expert MLP over the received slots
  *     epic_combine           returns the rows and sums them
  *     epic_combine_backward  sends gradients to the experts, with the same plan
  *     epic_dispatch_backward returns gradients to the tokens, with the same plan
  *
- * The calls after epic_plan take the plan and its layer, so only arguments decide how they run.
- * The layer must equal the one that epic_plan got.  A 0 equals the default that it stands for,
- * and EPIC_BY_HOSTS equals the order that it stands for.  Another layer is EPIC_EINVAL, like a
- * wrong number of tokens: class (a) on host contexts, class (b) on CUDA contexts, or
- * EPIC_EMISMATCH if some ranks pass the right one. */
+ * The calls after epic_plan take the plan and its layer.  The layer must equal the layer that
+ * was passed to epic_plan.  In this comparison 0 equals the default of its field, and
+ * EPIC_BY_HOSTS equals the order that was chosen for it.  Another layer, or another number of
+ * tokens, is EPIC_EINVAL: class (a) on host contexts, and class (b) on CUDA contexts.  On CUDA
+ * contexts it is EPIC_EMISMATCH if only some ranks pass another layer. */
 
-/* How received rows lie in the receive buffer. */
+/* The order of received rows in the receive buffer. */
 typedef enum epic_layout {
     EPIC_EXPERT_MAJOR = 0, /* one row for each choice, slab by slab */
     EPIC_FLAT = 1          /* one row for each (token, rank), by source rank, then by token */
 } epic_layout;
 
-/* The rule for choices that do not fit on a rank or into an expert's capacity. */
+/* What happens to choices that do not fit on a rank or into an expert's capacity. */
 typedef enum epic_overflow {
     EPIC_OVERFLOW_ERROR = 0, /* the plan fails on every rank with EPIC_EOVERFLOW */
     EPIC_OVERFLOW_DROP = 1   /* choices that do not fit are dropped, by the same rule on all
                                 ranks */
 } epic_overflow;
 
-/* In which order the rows of a token are added. */
+/* The order in which the rows of a token are added. */
 typedef enum epic_sum_order {
     EPIC_BY_RANK = 0, /* one partial sum for each rank, added by ascending rank */
     EPIC_TREE = 1,    /* one partial sum for each leaf of experts, added in a binary tree: the
                          same bits for every number of ranks */
-    /* The faster of the two, without a promise about bits.  EPIC_TREE with num_ranks leaves on
-     * the GPUs of several hosts (backend hosts), if num_ranks is a power of two that divides
-     * num_experts and there is no rank_of_expert; EPIC_BY_RANK otherwise.  Not for
-     * epic_allreduce_sum. */
+    /* The faster of the two, without a guarantee about bits.  It is EPIC_TREE with num_ranks
+     * leaves on GPUs of several hosts (backend hosts), if num_ranks is a power of two that
+     * divides num_experts and rank_of_expert is NULL.  Otherwise it is EPIC_BY_RANK.  Not
+     * allowed in epic_allreduce_sum. */
     EPIC_BY_HOSTS = 2
 } epic_sum_order;
 
-/* Which choices of an expert are kept if it has more than expert_capacity. */
+/* Which choices an expert keeps if it has more than expert_capacity. */
 typedef enum epic_priority {
-    EPIC_BY_TOKEN = 0, /* the first by source rank, token, k */
-    EPIC_BY_K = 1      /* the first by k, source rank, token: all first choices first (GShard,
-                          NLLB) */
+    EPIC_BY_TOKEN = 0, /* the first choices in the order (source rank, token, k) */
+    EPIC_BY_K = 1      /* the first choices in the order (k, source rank, token), as in
+                          GShard and NLLB */
 } epic_priority;
 
 /* The fixed properties of a layer, equal on all ranks.
  *
- * Replicas.  An expert has weights, a slab and a rank.  Some experts can be copies of each
- * other, so that they share the work of a busy one.  Then ids name *logical experts*,
- * num_logical of them, and logical_of_expert maps each expert to the logical expert that it is
- * a replica of.  Each logical expert has at least one replica.  The choices of a logical
- * expert, ordered by source rank, token and k, go to its replicas round-robin: choice n goes to
- * replica n modulo their number, in the order of their ids.  So the loads of its replicas
- * differ by at most one, and no communication is needed to balance them.  With expert_capacity
- * C, replica i of r keeps (C + r - 1 - i) / r choices. By token, the choices that a logical
- * expert drops do not depend on its replicas. */
+ * Replicas.  Some experts can be copies of each other, so that they share the work of a busy
+ * expert.  Expert ids then name *logical experts*, of which there are num_logical.
+ * logical_of_expert maps each expert to the logical expert that it is a replica of.  Each
+ * logical expert has at least one replica.
+ *
+ * The choices of a logical expert, ordered by source rank, token and k, go to its replicas in
+ * turn: choice n goes to replica n modulo their number, with replicas ordered by their ids.  So
+ * the loads of the replicas differ by at most one, and balancing needs no communication.  With
+ * expert_capacity C, replica i of r keeps (C + r - 1 - i) / r choices.  With EPIC_BY_TOKEN, the
+ * replicas do not change which choices a logical expert drops. */
 typedef struct epic_layer {
     uint32_t num_experts;     /* 1 to 65536 */
-    uint32_t num_logical;     /* with replicas: number of logical experts; ids are below it.
-                                 0: no replicas; ids are below num_experts */
+    uint32_t num_logical;     /* number of logical experts, and expert ids are below it.  0:
+                                 no replicas, and expert ids are below num_experts */
     uint32_t top_k;           /* 1 to 64 */
-    uint32_t alignment;       /* slab lengths are multiples of it; 0: 1 */
+    uint32_t alignment;       /* lengths of slabs are multiples of this many slots; 0: 1 */
     uint32_t layout;          /* an epic_layout */
     uint32_t overflow;        /* an epic_overflow */
-    uint32_t expert_capacity; /* DROP: largest number of choices that an expert keeps over the
-                                 group, with replicas a logical expert; 0: no limit */
-    uint32_t priority;        /* DROP: an epic_priority.  It does not change the order of
-                                 slots */
+    uint32_t expert_capacity; /* OVERFLOW_DROP: largest number of choices of the group that
+                                 an expert (with replicas: a logical expert) keeps; 0: no
+                                 limit */
+    uint32_t priority;        /* OVERFLOW_DROP: an epic_priority.  It does not change the
+                                 order of slots */
     uint32_t sum_order;       /* an epic_sum_order */
-    uint32_t leaves;          /* TREE: number of leaves, a power of two that divides num_experts
-                                 and that num_ranks divides; 0: num_ranks */
+    uint32_t leaves;          /* TREE: number of leaves.  A power of two that divides
+                                 num_experts, and a multiple of num_ranks; 0: num_ranks */
     uint32_t partial_type;    /* epic_type of the partial sums that are sent back: 0: the rows'
                                  type; or EPIC_F32 */
     uint32_t flags;           /* EPIC_DISTINCT */
 } epic_layer;
 
-/* Sizes that follow from a layer and an open context. */
+/* Sizes that depend on a layer and an open context. */
 typedef struct epic_layer_info {
-    int64_t plan_bytes; /* of one plan */
-    int64_t capacity;   /* smallest number of slots of a rank that can never overflow, for
+    int64_t plan_bytes; /* bytes of one plan */
+    int64_t capacity;   /* smallest number of slots of a rank that always suffices, for
                            contiguous blocks of experts; equals capacity_any_placement if
                            num_ranks does not divide num_experts */
-    int64_t capacity_any_placement; /* smallest number of slots of a rank that can never
-                                       overflow, for every rank_of_expert */
+    int64_t capacity_any_placement; /* smallest number of slots of a rank that always
+                                       suffices, for every rank_of_expert */
     int64_t host_bytes;             /* memory of the context, as in epic_memory_info */
     int64_t shared_bytes;
     int64_t device_bytes;
-    uint32_t num_local_experts; /* in contiguous blocks: ceil(num_experts / num_ranks) */
+    uint32_t num_local_experts; /* with contiguous blocks: ceil(num_experts / num_ranks) */
     uint32_t first_expert;      /* id of this rank's first expert; num_experts if it has none */
 } epic_layer_info;
 
@@ -534,48 +544,53 @@ typedef struct epic_layer_info {
 static inline epic_result epic_layer_sizes(epic_context *ctx, const epic_layer *layer,
                                            epic_layer_info *out);
 
-/* A capacity: the plan has no bound.  Read `demand` afterwards, then allocate the slots. */
+/* Value of a capacity: the plan has no limit.  After epic_plan, read `demand` and allocate this
+ * many slots. */
 #define EPIC_CAPACITY_EXACT 0
 
 /* Arguments of epic_plan. */
 typedef struct epic_plan_args {
     epic_call call;
     const epic_layer *layer;
-    void *plan;                       /* out [plan_bytes], at an address that 16 divides */
-    int64_t plan_bytes;               /* at least the plan_bytes of epic_layer_sizes */
+    void *plan;                       /* out [plan_bytes], at an address that is a multiple
+                                         of 16 */
+    int64_t plan_bytes;               /* at least epic_layer_info.plan_bytes */
     const void *topk_idx;             /* [num_tokens, top_k] expert ids; negative: no expert */
     int64_t num_tokens;               /* 0 to max_tokens; may differ between ranks */
-    const int32_t *rank_of_expert;    /* [num_experts]; NULL: contiguous blocks of num_experts /
-                                         num_ranks, which must be a whole number */
-    const int32_t *logical_of_expert; /* [num_experts], with num_logical; else NULL */
+    const int32_t *rank_of_expert;    /* [num_experts]; NULL: contiguous blocks of
+                                         num_experts / num_ranks experts, which must be a
+                                         whole number */
+    const int32_t *logical_of_expert; /* [num_experts] if the layer has num_logical; else
+                                         NULL */
     int64_t capacity;                 /* slots of this rank, or EPIC_CAPACITY_EXACT */
     uint32_t index_type;              /* epic_type of topk_idx: 0: EPIC_I32; or EPIC_I64 */
     uint32_t flags;                   /* 0 */
     int32_t *expert_rows;             /* out [num_local_experts]: rows of each slab, with
                                          padding */
-    int32_t *expert_tokens;           /* out [num_local_experts]: rows of each slab that carry a
-                                   token */
-    int32_t *load;                    /* out [num_experts]: choices of the whole group, before
-                                   drops */
+    int32_t *expert_tokens;           /* out [num_local_experts]: rows of each slab that
+                                         carry a token */
+    int32_t *load;                    /* out [num_experts]: choices of the whole group,
+                                         before drops */
     int32_t *logical_load;            /* out [num_logical]: choices of the logical experts */
-    int32_t *demand;                  /* out [1]: slots that this rank needs to hold all its
-                                   choices */
-    const struct epic_moe *moe; /* the layer that the plan is made for: its options are compared
-                                   between the ranks (epic_moe).  NULL: no comparison */
+    int32_t *demand;                  /* out [1]: slots that this rank would need for all
+                                         choices of its experts */
+    const struct epic_moe *moe;       /* the layer whose options epic_plan compares between the
+                                   ranks (epic_moe); NULL: no comparison */
 } epic_plan_args;
 
-/* Makes a plan.  The order of slots is local expert, source rank, token, k.  A slab's length is
- * the number of its tokens, rounded up to the alignment; an expert without tokens takes no
- * slot. num_local_experts is the largest number of experts that one rank owns.  An expert that
- * drops keeps its first choices by the layer's priority.  With expert_capacity as the only
- * limit these are the same for any number of ranks.  A plan holds no addresses, so its bytes
- * may be copied and moved.
+/* Makes a plan.  The slots are ordered by local expert, source rank, token, k.  The length of a
+ * slab is the number of its tokens, rounded up to the alignment; an expert without tokens takes
+ * no slot.  num_local_experts is the largest number of experts that one rank owns.  A plan
+ * holds no addresses, so its bytes may be copied and moved.
  *
- * An id that is not below num_experts (with replicas: num_logical) is a class (b) error with
- * rank, token, k and value.  An invalid rank_of_expert or logical_of_expert is class (b), too;
- * different ones on different ranks are EPIC_EMISMATCH.  Demand above the capacity is
- * EPIC_EOVERFLOW on every rank, unless the layer drops.  Too small a plan_bytes is class (a)
- * here, and class (b) in the calls that read the plan, like any damage of its bytes.
+ * An expert that drops choices keeps the first ones by the layer's priority.  If
+ * expert_capacity is the only limit, the same choices are kept for any number of ranks.
+ *
+ * Errors in the data are class (b): an expert id that is not below num_experts (with replicas:
+ * num_logical), and an invalid rank_of_expert or logical_of_expert.  Different tables on
+ * different ranks are EPIC_EMISMATCH.  Demand above the capacity is EPIC_EOVERFLOW on every
+ * rank, unless the layer drops.  A plan_bytes that is too small is class (a) here.  In calls
+ * that read the plan it is class (b), like any damage of the plan.
  * Errors:  (a) EPIC_EINVAL, EPIC_ENOTSUP; (b) EPIC_EINVAL, EPIC_EOVERFLOW; (c).
  * Threads: collective.
  * CUDA:    all arrays and the plan are on the device. */
@@ -591,43 +606,50 @@ typedef enum epic_quantize {
 /* Arguments of epic_dispatch. */
 typedef struct epic_dispatch_args {
     epic_call call;
-    const epic_layer *layer; /* the layer that epic_plan got for this plan */
+    const epic_layer *layer; /* the layer of this plan, as passed to epic_plan */
     const void *plan;
     int64_t plan_bytes;
     epic_const_rows tokens; /* [num_tokens, row_bytes] */
-    epic_rows recv;         /* out [slots, row_bytes]; num_rows is the size of the buffer */
-    epic_const_rows scales; /* [num_tokens, scale_bytes]: a second row array, or none */
+    epic_rows recv;         /* out [slots, row_bytes]; num_rows is the capacity of the buffer */
+    epic_const_rows scales; /* [num_tokens, scale_bytes]: a second array of rows that is sent
+                               with the tokens; or none */
     epic_rows recv_scales;  /* out [slots, scale_bytes] */
     const float *weights;   /* [num_tokens, top_k], or NULL */
-    float *slot_weights;    /* out [slots], 0 on padding; FLAT: [rows, top_k] by ascending k, 0
-                               where there is no choice */
-    int32_t *recv_expert;   /* out, FLAT only: [rows, top_k] local experts, then -1 */
-    uint32_t type;          /* epic_type of tokens; EPIC_BYTES is enough without quantize */
-    uint32_t quantize;      /* an epic_quantize: tokens are F32, BF16 or F16, recv becomes e4m3,
-                               recv_scales the scales, and `scales` must be none */
+    float *slot_weights;    /* out [slots], 0 on padding.  FLAT: [rows, top_k] by ascending
+                               k, then 0 */
+    int32_t *recv_expert;   /* out, FLAT only: [rows, top_k] local experts by ascending k,
+                               then -1 */
+    uint32_t type;          /* epic_type of tokens; may be EPIC_BYTES without quantize */
+    uint32_t quantize;      /* an epic_quantize.  Tokens must then be F32, BF16 or F16.  recv
+                               gets e4m3 rows and recv_scales their scales; `scales` must be
+                               none */
     uint32_t flags;         /* EPIC_ZERO_TAIL, EPIC_LEAVE_PADDING */
     uint32_t reserved;      /* 0 */
 } epic_dispatch_args;
 
 /* Sends the row of each token to every expert that the plan chose for it.  For the slot of
- * choice (t, k): recv[slot] = tokens[t] and slot_weights[slot] = weights[t, k].  Padding slots
- * inside slabs become zeros in every output, or stay as they are with EPIC_LEAVE_PADDING.  The
- * tail after the last slab stays as it is, or becomes zeros with EPIC_ZERO_TAIL.  Pass weights
- * and slot_weights together, and on all ranks or none: a rank without tokens or slots passes
- * any address.  If any rank has fewer recv rows than its slots of the plan, all ranks get
- * EPIC_EOVERFLOW.
+ * choice (t, k): recv[slot] = tokens[t] and slot_weights[slot] = weights[t, k].
  *
- * Quantized rows of n elements.  1x128: scale = max|x| / 448 (1 if that is 0), q = e4m3(x /
- * scale); recv_scales rows are ceil(n / 128) float32.  1x32: scale = 2^ceil(log2(max|x| / 448))
- * as e8m0 (byte 127 if max|x| is 0); recv_scales rows are ceil(n / 32) bytes.  Rounding is to
- * nearest even and saturates.  Non-finite input makes the scale a NaN.
+ * Padding slots inside slabs become zeros in every output, or keep their contents with
+ * EPIC_LEAVE_PADDING.  The slots after the last slab keep their contents, or become zeros with
+ * EPIC_ZERO_TAIL.  Pass both weights and slot_weights or neither, in the same way on all ranks;
+ * a rank without tokens or slots passes any address.  If any rank has fewer recv rows than
+ * slots in its plan, all ranks get EPIC_EOVERFLOW.
+ *
+ * Quantized rows of n elements:
+ *   - 1x128: scale = max|x| / 448 (1 if that is 0), and q = e4m3(x / scale).  A row of
+ *     recv_scales has ceil(n / 128) float32.
+ *   - 1x32: scale = 2^ceil(log2(max|x| / 448)) as e8m0 (byte 127 if max|x| is 0).  A row of
+ *     recv_scales has ceil(n / 32) bytes.
+ *
+ * Rounding is to nearest even and saturates.  A non-finite x makes the scale a NaN.
  * Errors:  (a) EPIC_EINVAL, EPIC_ENOTSUP; (b) EPIC_EINVAL, EPIC_EOVERFLOW; (c).
  * Threads: collective.
  * CUDA:    all arrays are on the device. */
 static inline epic_result epic_dispatch(epic_context *ctx, const epic_dispatch_args *args);
 
-/* Makes a plan and dispatches with it, in one operation.  The call, the layer and the plan come
- * from `plan`; those of `dispatch` are ignored.  Needs a capacity.
+/* Makes a plan and dispatches with it, in one operation.  Uses call, layer and plan of `plan`,
+ * and ignores those of `dispatch`.  Needs a capacity: EPIC_CAPACITY_EXACT is refused.
  * Errors:  (a) EPIC_EINVAL, EPIC_ENOTSUP; (b) EPIC_EINVAL, EPIC_EOVERFLOW; (c).
  * Threads: collective.
  * CUDA:    all arrays are on the device. */
@@ -637,24 +659,27 @@ static inline epic_result epic_plan_dispatch(epic_context *ctx, const epic_plan_
 /* Arguments of epic_combine. */
 typedef struct epic_combine_args {
     epic_call call;
-    const epic_layer *layer; /* the layer that epic_plan got for this plan */
+    const epic_layer *layer; /* the layer of this plan, as passed to epic_plan */
     const void *plan;
     int64_t plan_bytes;
-    epic_const_rows rows;      /* [slots, row_bytes]; FLAT: one finished partial sum per row */
+    epic_const_rows rows;      /* [slots, row_bytes]; FLAT: each row is a finished partial
+                                  sum */
     epic_rows out;             /* out [num_tokens, row_bytes] */
-    const float *slot_weights; /* [slots]; NULL: 1.  Not with FLAT */
+    const float *slot_weights; /* [slots]; NULL: 1.  Must be NULL for FLAT */
     uint32_t type;             /* epic_type of rows and out: F32, BF16, F16 or F64 */
     uint32_t flags;            /* 0 */
 } epic_combine_args;
 
 /* Returns rows to their tokens and sums them: out[t] = sum over k of slot_weights[slot(t, k)] *
- * rows[slot(t, k)], in float32 (F64: float64), in the layer's order.
+ * rows[slot(t, k)], in float32 (F64: float64).  The layer's sum_order sets the order:
  *   - BY_RANK: each rank makes a partial sum of its choices by ascending k, with fused
  *     multiply-add after the first product.  Then the partial sums are added by ascending rank.
  *   - TREE: each leaf makes such a partial sum.  The leaves are added in a binary tree; an
- *     empty node adds nothing. Partial sums and inner nodes are rounded to the layer's
- *     partial_type, the result once to `type`.  A token without kept choices gives +0.  One row
- *     is sent for each (token, rank).
+ *     empty node adds nothing.
+ *
+ * Partial sums and inner nodes are rounded to the layer's partial_type.  The result is rounded
+ * once to `type`.  A token without kept choices gets +0.  Each rank sends one row for each
+ * token of which it has slots.
  * Errors:  (a) EPIC_EINVAL, EPIC_ENOTSUP; (b) EPIC_EINVAL, EPIC_EOVERFLOW; (c).
  * Threads: collective.
  * CUDA:    all arrays are on the device; F64 is EPIC_ENOTSUP. */
@@ -663,19 +688,20 @@ static inline epic_result epic_combine(epic_context *ctx, const epic_combine_arg
 /* Arguments of epic_dispatch_backward. */
 typedef struct epic_dispatch_backward_args {
     epic_call call;
-    const epic_layer *layer; /* the layer that epic_plan got for this plan */
+    const epic_layer *layer; /* the layer of this plan, as passed to epic_plan */
     const void *plan;
     int64_t plan_bytes;
     epic_const_rows d_recv;      /* [slots, row_bytes] */
     epic_rows d_tokens;          /* out [num_tokens, row_bytes] */
-    const float *d_slot_weights; /* [slots]; FLAT: [rows, top_k], as slot_weights; or NULL */
-    float *d_weights;            /* out [num_tokens, top_k]; 0 where no choice was kept */
+    const float *d_slot_weights; /* [slots]; FLAT: [rows, top_k], like slot_weights of
+                                    dispatch; or NULL */
+    float *d_weights;            /* out [num_tokens, top_k]; 0 for choices without a slot */
     uint32_t type;               /* epic_type of d_recv and d_tokens */
     uint32_t flags;              /* 0 */
 } epic_dispatch_backward_args;
 
-/* The gradient of epic_dispatch: d_tokens = epic_combine of d_recv without weights, and
- * d_weights[t, k] = d_slot_weights[slot(t, k)], exactly.
+/* Computes the gradient of epic_dispatch: d_tokens is epic_combine of d_recv without weights,
+ * and d_weights[t, k] = d_slot_weights[slot(t, k)], exactly.
  * Errors:  those of epic_combine.
  * Threads: collective.
  * CUDA:    as epic_combine. */
@@ -685,31 +711,32 @@ static inline epic_result epic_dispatch_backward(epic_context *ctx,
 /* Arguments of epic_combine_backward. */
 typedef struct epic_combine_backward_args {
     epic_call call;
-    const epic_layer *layer; /* the layer that epic_plan got for this plan */
+    const epic_layer *layer; /* the layer of this plan, as passed to epic_plan */
     const void *plan;
     int64_t plan_bytes;
     epic_const_rows d_out;     /* [num_tokens, row_bytes] */
-    epic_const_rows rows;      /* [slots, row_bytes]: the rows that combine read; none without
-                                  d_slot_weights */
-    epic_rows d_rows;          /* out [slots, row_bytes]; quantized: e4m3 rows */
-    epic_rows d_rows_scales;   /* out, with quantize only */
-    const float *slot_weights; /* [slots]; NULL: 1.  Not with FLAT */
-    float *d_slot_weights;     /* out [slots].  Not with FLAT */
+    epic_const_rows rows;      /* [slots, row_bytes]: the rows that combine read; none if
+                                  d_slot_weights is NULL */
+    epic_rows d_rows;          /* out [slots, row_bytes]; with quantize: e4m3 rows */
+    epic_rows d_rows_scales;   /* out: the scales of d_rows; with quantize only */
+    const float *slot_weights; /* [slots]; NULL: 1.  Must be NULL for FLAT */
+    float *d_slot_weights;     /* out [slots]; NULL for FLAT */
     uint32_t type;             /* epic_type of d_out, rows and d_rows */
-    uint32_t quantize;         /* an epic_quantize, of d_rows */
-    uint32_t flags;            /* EPIC_ZERO_TAIL, EPIC_LEAVE_PADDING, for every output */
+    uint32_t quantize;         /* an epic_quantize, for d_rows */
+    uint32_t flags;            /* EPIC_ZERO_TAIL and EPIC_LEAVE_PADDING, for every output */
     uint32_t reserved;         /* 0 */
 } epic_combine_backward_args;
 
-/* The gradient of epic_combine: d_rows[slot] = slot_weights[slot] * d_out[token] and
- * d_slot_weights[slot] = dot(d_out[token], rows[slot]).  Padding slots become zeros, or stay as
- * they are with EPIC_LEAVE_PADDING.
+/* Computes the gradient of epic_combine: d_rows[slot] = slot_weights[slot] * d_out[token] and
+ * d_slot_weights[slot] = dot(d_out[token], rows[slot]).  Padding slots become zeros, or keep
+ * their contents with EPIC_LEAVE_PADDING.
  *
- * The dot product is computed in float32 (F64: float64), in blocks of 1024 elements.
- * Accumulator i of 256 takes the elements i, i+256, i+512 and i+768 of a block, with fused
- * multiply-add after the first product.  Inside each aligned group of 8 accumulators those at
- * distance 4, then 2, then 1 are added.  The 32 groups are then added at distances 16, 8, 4, 2,
- * 1, and the blocks in ascending order.
+ * The dot product is computed in float32 (F64: float64), in blocks of 1024 elements:
+ *   - Accumulator i of 256 adds the elements i, i + 256, i + 512 and i + 768 of a block, with
+ *     fused multiply-add after the first product.
+ *   - In each aligned group of 8 accumulators, those at distance 4, then 2, then 1 are added.
+ *   - The 32 groups are added at the distances 16, 8, 4, 2 and 1, and the blocks in ascending
+ *     order.
  * Errors:  those of epic_combine.
  * Threads: collective.
  * CUDA:    as epic_combine. */
@@ -721,8 +748,8 @@ typedef struct epic_allreduce_sum_args {
     epic_call call;
     float *data;    /* [count], replaced by the sum */
     int64_t count;  /* equal on all ranks; 0 is allowed */
-    uint32_t order; /* EPIC_BY_RANK: ascending; EPIC_TREE: in a binary tree, num_ranks must be a
-                       power of two */
+    uint32_t order; /* EPIC_BY_RANK: ascending ranks; EPIC_TREE: a binary tree, for which
+                       num_ranks must be a power of two */
     uint32_t flags; /* 0 */
 } epic_allreduce_sum_args;
 
@@ -738,21 +765,23 @@ typedef struct epic_sum_replicas_args {
     epic_call call;
     const void *plan; /* records which experts are replicas of each other */
     int64_t plan_bytes;
-    epic_rows data;    /* [num_local_experts, row_bytes]: a row of float32 for each expert of
-                          this rank, replaced by the sum; row_bytes is equal on all ranks */
+    epic_rows data;    /* [num_local_experts, row_bytes]: for each expert of this rank a row
+                          of float32, replaced by the sum; row_bytes is equal on all ranks */
     float *workspace;  /* [row_bytes / 4] */
     uint32_t flags;    /* 0 */
     uint32_t reserved; /* 0 */
 } epic_sum_replicas_args;
 
-/* Adds the rows of all replicas of a logical expert, for example gradients of its weights, and
- * writes the sum to each of them.  Experts without replicas keep their rows.  So weights that
- * were equal stay equal under any optimizer.  The order is the layer's:
- *   - BY_RANK: each rank adds its own replicas in ascending order, then as epic_allreduce_sum
- *     by rank.
- *   - TREE: each leaf adds its own replicas in ascending order, from 0.  Then the leaves of a
- *     rank are added in a binary tree, and then the ranks by their numbers.  The bits are the
- *     same for every number of ranks if rank i has block i of the experts, as without a table.
+/* Adds the rows of all replicas of each logical expert, for example gradients of its weights,
+ * and writes the sum to each replica.  Rows of experts without replicas do not change.  So
+ * replicas whose weights were equal stay equal under any optimizer.  The layer's sum_order sets
+ * the order:
+ *   - BY_RANK: each rank adds its own replicas in ascending order.  Then the sums of the ranks
+ *     are added as in epic_allreduce_sum.
+ *   - TREE: each leaf adds its own replicas in ascending order, starting from 0.  Then the
+ *     leaves of a rank are added in a binary tree, and then the ranks by their numbers.  The
+ *     bits are the same for every number of ranks if rank i owns block i of the experts, which
+ *     is the default.
  * Errors:  those of epic_combine.
  * Threads: collective; it runs several operations with call.tag, one after the other.
  * CUDA:    one operation; data and plan are on the device, and the workspace is not used. */
@@ -762,12 +791,12 @@ static inline epic_result epic_sum_replicas(epic_context *ctx,
 /* ----------------------------------------------------------------- router and losses ----
  *
  * These calls are local and allocate nothing: the caller passes workspace.  On host contexts
- * (and without a context) their errors are class (a), also for ids found in arrays: nothing has
- * been written then.
+ * and without a context their errors are class (a), also for invalid ids in arrays.  A call
+ * that fails has written nothing.
  *
- * On a CUDA context arrays, workspace, losses and d_loss are on its device. Results have the
- * host's bits, except that losses may differ in the last one.  An id out of range counts there
- * as no expert, without an error.  At most 4096 experts, and no F64 logits. */
+ * On a CUDA context arrays, workspace, losses and d_loss are on its device.  Results have the
+ * same bits as on the host, except that the last bit of a loss may differ.  An id out of range
+ * counts as no expert there, without an error.  At most 4096 experts, and no F64 logits. */
 
 /* The score of an expert, from the logits z of one token. */
 typedef enum epic_score {
@@ -777,17 +806,19 @@ typedef enum epic_score {
     EPIC_SCORE_LOGITS = 3        /* z itself */
 } epic_score;
 
-/* The score of a group of experts, from the selection values of its experts. */
+/* The score of a group of experts.  It depends on the selection values of its experts, which
+ * are their scores plus bias. */
 typedef enum epic_group_score {
     EPIC_GROUP_MAX = 0,
-    EPIC_GROUP_SUM = 1 /* the sum of its group_best largest */
+    EPIC_GROUP_SUM = 1 /* the sum of the group_best largest values */
 } epic_group_score;
 
-/* The rule for experts of groups that are not kept.  DeepSeek-V3 has EPIC_OTHERS_OUT;
- * the package transformers had EPIC_OTHERS_ZERO before its release 5. */
+/* What happens to experts of groups that are not kept.  DeepSeek-V3 uses EPIC_OTHERS_OUT.  The
+ * package transformers used EPIC_OTHERS_ZERO before its release 5. */
 typedef enum epic_group_others {
     EPIC_OTHERS_OUT = 0, /* never chosen */
-    EPIC_OTHERS_ZERO = 1 /* their selection value is 0, which beats a kept expert below 0 */
+    EPIC_OTHERS_ZERO = 1 /* their selection value is 0, so they come before a kept expert
+                            with a negative value */
 } epic_group_others;
 
 /* How the weights of the chosen experts are computed. */
@@ -796,8 +827,8 @@ typedef enum epic_weight_rule {
     EPIC_WEIGHT_SOFTMAX_CHOSEN = 1, /* softmax over the top_k chosen logits */
     EPIC_WEIGHT_SIGMOID_CHOSEN = 2, /* sigmoid of the chosen logits */
     EPIC_WEIGHT_SPARSEMIXER = 3     /* for choice k: softmax over the logits z that no choice
-                                       before k has taken and that are close to the largest of
-                                       them, m: (m - z) / max(|z|, m) <= 2 * jitter */
+                                       before k has taken, and that are close to m, the
+                                       largest of them: (m - z) / max(|z|, m) <= 2 * jitter */
 } epic_weight_rule;
 
 /* How the weights of a token are normalized. */
@@ -807,31 +838,33 @@ typedef enum epic_normalize {
     EPIC_NORMALIZE_CLAMPED = 2 /* divide by max(sum, norm_min) */
 } epic_normalize;
 
-/* How experts are chosen and weighted.  The logits have num_experts + zero_experts columns,
- * which this header calls E. */
+/* How experts are chosen and weighted.  The logits have E columns: num_experts experts, then
+ * zero_experts zero-experts. */
 typedef struct epic_router {
-    uint32_t num_experts;  /* 1 to 65536, with zero_experts */
-    uint32_t zero_experts; /* number of identity experts, with ids from num_experts up; their
-                              rows are never sent */
+    uint32_t num_experts;  /* 1 to 65536, together with zero_experts */
+    uint32_t zero_experts; /* number of zero-experts (identity experts), with ids from
+                              num_experts on; their rows are never sent */
     uint32_t top_k;        /* 1 to 64, at most E */
     uint32_t score;        /* an epic_score */
-    uint32_t num_groups;   /* equal blocks of experts; divides E; at most 1024; 0: no groups */
-    uint32_t topk_groups;  /* groups that are kept; they must have top_k experts or more */
+    uint32_t num_groups;   /* number of equal blocks of experts; divides E; at most 1024; 0:
+                              no groups */
+    uint32_t topk_groups;  /* number of groups that are kept; they must have at least top_k
+                              experts */
     uint32_t group_score;  /* an epic_group_score */
-    uint32_t group_best;   /* EPIC_GROUP_SUM: 1 to 64, at most the experts of a group; 0:
+    uint32_t group_best;   /* EPIC_GROUP_SUM: 1 to 64, and at most the experts of a group; 0:
                               top_k / topk_groups */
     uint32_t group_others; /* an epic_group_others */
     uint32_t weight_rule;  /* an epic_weight_rule */
     uint32_t normalize;    /* an epic_normalize */
     uint32_t flags;        /* 0 */
-    double eps;            /* EPIC_NORMALIZE_SUM */
-    double norm_min;       /* EPIC_NORMALIZE_CLAMPED; above 0 */
-    double jitter;         /* EPIC_WEIGHT_SPARSEMIXER; at least 0, below 1 */
+    double eps;            /* EPIC_NORMALIZE_SUM: added to the sum */
+    double norm_min;       /* EPIC_NORMALIZE_CLAMPED: smallest divisor; above 0 */
+    double jitter;         /* EPIC_WEIGHT_SPARSEMIXER: at least 0, below 1 */
     double scale;          /* factor of the weights; 0: 1 */
 } epic_router;
 
-/* Writes to *bytes how much workspace each call of this chapter needs, for any number of
- * tokens. *bytes is 0 if it fails.
+/* Writes to *bytes the size of the workspace that each call of this chapter needs, for any
+ * number of tokens.  *bytes is 0 if the call fails.
  * Errors:  (a) EPIC_EINVAL.
  * Threads: local.
  * CUDA:    the same size. */
@@ -843,14 +876,15 @@ typedef struct epic_router_args {
     const epic_router *router;
     const void *logits; /* [num_tokens, E] */
     int64_t num_tokens;
-    const float *bias;           /* [E], added to the scores for the choice only */
-    const void *scale_of_expert; /* [E] of weights_type: last factor of the weight of each
+    const float *bias;           /* [E], added to the scores for the choice only; NULL: none */
+    const void *scale_of_expert; /* [E] of weights_type: last factor of the weight of a
                                     chosen expert; NULL: 1 */
-    const void *token_ids;       /* [num_tokens]: the token's row of `table`; NULL: no table */
-    const int32_t *table;        /* [table_rows, top_k]: experts by token id, instead of a
-                                    choice; negative: no expert */
+    const void *token_ids;       /* [num_tokens]: the row of `table` for each token; NULL: no
+                                    table */
+    const int32_t *table;        /* [table_rows, top_k]: experts by token id, used instead of
+                                    a choice; negative: no expert */
     int64_t table_rows;
-    void *workspace; /* at an address that 16 divides, as in the calls below */
+    void *workspace; /* at an address that is a multiple of 16, also in the calls below */
     int64_t workspace_bytes;
     int32_t *topk_idx;      /* out [num_tokens, top_k] */
     void *weights;          /* out [num_tokens, top_k] of weights_type */
@@ -861,12 +895,14 @@ typedef struct epic_router_args {
     uint32_t flags;         /* 0 */
 } epic_router_args;
 
-/* Chooses top_k experts for each token, best first, and computes their weights, in float32 (F64
- * logits: float64).  A tie goes to the lower id; a NaN is chosen last.  If only scores decide
- * (no bias, no sum over a group), the choice is made on the logits. They have the same order as
- * the scores and do not underflow.  If the chosen scores add up to 0, the weights are 0, not
- * NaN. EPIC_WEIGHT_SPARSEMIXER is the inference rule of Phi-3.5-MoE: it draws nothing at
- * random.
+/* Chooses top_k experts for each token, the best first, and computes their weights, in float32
+ * (F64 logits: float64).  Of equal values the lower id is chosen first, and a NaN is chosen
+ * last.
+ *
+ * If only scores decide (no bias, no sum over a group), the choice is made by the logits.  They
+ * have the same order as the scores and do not underflow.  If the chosen scores add up to 0,
+ * the weights are 0, not NaN.  EPIC_WEIGHT_SPARSEMIXER is the inference rule of Phi-3.5-MoE,
+ * without random numbers.
  * Errors:  (a) EPIC_EINVAL; EPIC_ENOTSUP on CUDA contexts.
  * Threads: local.
  * CUDA:    on call.stream; EPIC_WEIGHT_SPARSEMIXER is EPIC_ENOTSUP. */
@@ -884,34 +920,37 @@ typedef struct epic_router_backward_args {
     void *workspace;
     int64_t workspace_bytes;
     void *d_logits;          /* out [num_tokens, E] */
-    void *d_scale_of_expert; /* out [E] of weights_type, for these tokens; NULL: not wanted */
+    void *d_scale_of_expert; /* out [E] of weights_type, summed over these tokens; NULL: not
+                                wanted */
     uint32_t type;           /* epic_type of logits */
     uint32_t weights_type;   /* as in forward */
     uint32_t grad_type;      /* epic_type of d_logits; 0: type; or F32 */
     uint32_t flags;          /* EPIC_ACCUMULATE */
 } epic_router_backward_args;
 
-/* The gradient of the weights.  The choice has none, and so the bias has none.
- * d_scale_of_expert is added up in float64 by ascending token and rounded once.
+/* Computes the gradient of the weights with respect to the logits.  The choice, and therefore
+ * the bias, has no gradient.  d_scale_of_expert is summed in float64 by ascending token, and
+ * rounded once.
  * Errors:  (a) EPIC_EINVAL; EPIC_ENOTSUP on CUDA contexts.
  * Threads: local.
- * CUDA:    on call.stream; d_scale_of_expert is added up in a few runs of tokens, then over the
- *          runs. */
+ * CUDA:    on call.stream; d_scale_of_expert is summed in several ranges of tokens, and then
+ *          over the ranges. */
 static inline epic_result epic_router_backward(epic_context *ctx,
                                                const epic_router_backward_args *args);
 
 /* Arguments of epic_balance_loss_forward. */
 typedef struct epic_balance_loss_args {
     epic_call call;
-    const epic_router *router; /* num_experts, zero_experts, top_k and score are used */
-    const void *logits;        /* [num_tokens, E], of this rank */
+    const epic_router *router; /* uses num_experts, zero_experts, top_k and score */
+    const void *logits;        /* [num_tokens, E], logits of this rank */
     int64_t num_tokens;
-    int64_t total_tokens;    /* T: tokens of all ranks over which the load was counted */
-    int64_t sequence_tokens; /* 0: one loss over all tokens; else one for each this many
-                                tokens */
-    const int32_t *load;     /* [num_experts], of all ranks: epic_plan's load, with replicas its
-                                logical_load; not read by sequences */
-    const int32_t *topk_idx; /* by sequences: [num_tokens, top_k] */
+    int64_t total_tokens;    /* T: number of tokens of all ranks, over which `load` was
+                                counted */
+    int64_t sequence_tokens; /* 0: one loss over all tokens.  Else the loss is computed for
+                                each sequence of this many tokens */
+    const int32_t *load;     /* [num_experts], of all ranks: epic_plan_args.load, with
+                                replicas logical_load.  Not used with sequence_tokens */
+    const int32_t *topk_idx; /* [num_tokens, top_k], with sequence_tokens only */
     double coeff;
     void *workspace;
     int64_t workspace_bytes;
@@ -920,19 +959,22 @@ typedef struct epic_balance_loss_args {
     uint32_t loss_type; /* 0: F32; or F64 */
 } epic_balance_loss_args;
 
-/* Computes this rank's part of the balance loss; the parts of all ranks add up to the loss:
- * num_experts * coeff / (top_k * T^2) * sum over experts of load * (sum over tokens of P).  P
- * is the score divided by the sum of the scores over all E (EPIC_SCORE_LOGITS: softmax).
- * Zero-experts have no load.  By sequences: this loss for each sequence, with its own choices
- * counted and its length as T, averaged over the T / sequence_tokens sequences.  A sequence
- * must not cross ranks.
+/* Computes this rank's part of the balance loss.  The sum of the parts of all ranks is the
+ * loss: num_experts * coeff / (top_k * T^2) * sum over experts of load * (sum over tokens of
+ * P).  P is the score divided by the sum of the scores over all E columns (EPIC_SCORE_LOGITS:
+ * the softmax).  Zero-experts have no load.
+ *
+ * With sequence_tokens, this loss is computed for each sequence, and averaged over the T /
+ * sequence_tokens sequences.  It then uses the choices of the sequence as load and the length
+ * of the sequence as T.  A sequence must not be divided between ranks.
  * Errors:  (a) EPIC_EINVAL; EPIC_ENOTSUP on CUDA contexts.
  * Threads: local.
  * CUDA:    on call.stream. */
 static inline epic_result epic_balance_loss_forward(epic_context *ctx,
                                                     const epic_balance_loss_args *args);
 
-/* Arguments of epic_balance_loss_backward; those of forward must have forward's values. */
+/* Arguments of epic_balance_loss_backward.  Fields that forward has too must have the values of
+ * forward. */
 typedef struct epic_balance_loss_backward_args {
     epic_call call;
     const epic_router *router;
@@ -953,7 +995,7 @@ typedef struct epic_balance_loss_backward_args {
     uint32_t reserved;   /* 0 */
 } epic_balance_loss_backward_args;
 
-/* The gradient of the balance loss; the load counts as a constant.
+/* Computes the gradient of the balance loss, with the load as a constant.
  * Errors:  those of epic_balance_loss_forward.
  * Threads: local.
  * CUDA:    on call.stream. */
@@ -963,10 +1005,10 @@ epic_balance_loss_backward(epic_context *ctx, const epic_balance_loss_backward_a
 /* Arguments of epic_z_loss_forward. */
 typedef struct epic_z_loss_args {
     epic_call call;
-    const epic_router *router; /* num_experts and zero_experts are used */
-    const void *logits;        /* [num_tokens, E], of this rank */
+    const epic_router *router; /* uses num_experts and zero_experts */
+    const void *logits;        /* [num_tokens, E], logits of this rank */
     int64_t num_tokens;
-    int64_t total_tokens; /* T: tokens of all ranks */
+    int64_t total_tokens; /* T: number of tokens of all ranks */
     double coeff;
     void *workspace;
     int64_t workspace_bytes;
@@ -981,7 +1023,8 @@ typedef struct epic_z_loss_args {
  * CUDA:    on call.stream. */
 static inline epic_result epic_z_loss_forward(epic_context *ctx, const epic_z_loss_args *args);
 
-/* Arguments of epic_z_loss_backward; those of forward must have forward's values. */
+/* Arguments of epic_z_loss_backward.  Fields that forward has too must have the values of
+ * forward. */
 typedef struct epic_z_loss_backward_args {
     epic_call call;
     const epic_router *router;
@@ -999,7 +1042,7 @@ typedef struct epic_z_loss_backward_args {
     uint32_t reserved;   /* 0 */
 } epic_z_loss_backward_args;
 
-/* The gradient of the z-loss.
+/* Computes the gradient of the z-loss.
  * Errors:  those of epic_z_loss_forward.
  * Threads: local.
  * CUDA:    on call.stream. */
@@ -1009,8 +1052,8 @@ static inline epic_result epic_z_loss_backward(epic_context *ctx,
 /* Arguments of epic_bias_update. */
 typedef struct epic_bias_update_args {
     epic_call call;
-    float *bias;         /* [num_experts], in place */
-    const int32_t *load; /* [num_experts]: epic_plan's load or logical_load */
+    float *bias;         /* [num_experts], updated in place */
+    const int32_t *load; /* [num_experts]: epic_plan_args.load or logical_load */
     int64_t num_experts;
     float rate;
     uint32_t flags; /* 0 */
@@ -1027,9 +1070,9 @@ static inline epic_result epic_bias_update(epic_context *ctx,
 /* ----------------------------------------------------------------- experts and layer ----
  *
  * The calls of the experts are local; without a context they use host memory.  The calls of the
- * layer, epic_moe_*, are collective.  On a CUDA context all arrays are on the device, counts
- * included.  Nothing waits on the host, so a captured graph may be replayed with other
- * counts. */
+ * layer, epic_moe_*, are collective.  On a CUDA context all arrays are on the device, also
+ * expert_rows and expert_tokens.  The host never waits, so a captured graph may be replayed
+ * with other counts. */
 
 /* The activation between the two products of an expert. */
 typedef enum epic_activation {
@@ -1037,21 +1080,21 @@ typedef enum epic_activation {
     EPIC_GELU = 1,           /* exact, with erf */
     EPIC_GELU_TANH = 2,      /* the tanh approximation */
     EPIC_RELU2 = 3,          /* max(x, 0)^2 */
-    EPIC_CLAMPED_SWIGLU = 4, /* gated only: g * sigmoid(alpha * g) * (u + 1), with g = min(gate,
-                                limit) and u = up, clamped to [-limit, limit] */
-    EPIC_CLAMPED_SILU = 5    /* gated only: g * sigmoid(g) * u, with g and u as above
-                                (DeepSeek-V4) */
+    EPIC_CLAMPED_SWIGLU = 4, /* gated only: g * sigmoid(alpha * g) * (u + 1), with g =
+                                min(gate, limit), and u = up limited to -limit .. limit */
+    EPIC_CLAMPED_SILU = 5    /* gated only: g * sigmoid(g) * u, with g and u of
+                                EPIC_CLAMPED_SWIGLU (DeepSeek-V4) */
 } epic_activation;
 
-/* The place where the weight of a choice is multiplied in. */
+/* Where the weight of a choice is multiplied in. */
 typedef enum epic_weighting {
-    EPIC_WEIGHT_LATE = 0,  /* in combine; the experts do not see it */
-    EPIC_WEIGHT_EARLY = 1, /* on the activation and on the down bias */
-    EPIC_WEIGHT_INPUT = 2  /* on the expert's input */
+    EPIC_WEIGHT_LATE = 0,  /* in combine; the experts do not use weights */
+    EPIC_WEIGHT_EARLY = 1, /* on the activations and on the bias of the second product */
+    EPIC_WEIGHT_INPUT = 2  /* on the input of the expert */
 } epic_weighting;
 
-/* A product over the slabs of local experts on a device; W[e] is the matrix of expert e.  The
- * first expert_tokens[e] rows of a slab carry a token. */
+/* A product over the slabs of the local experts on a device.  W[e] is the matrix of expert e.
+ * The first expert_tokens[e] rows of slab e carry a token. */
 typedef enum epic_gemm_pass {
     EPIC_GEMM_FORWARD = 0, /* out [num_slots, n] = a [num_slots, k] W[e]; W is b */
     EPIC_GEMM_INPUT = 1,   /* out [num_slots, k] = a [num_slots, n] W[e]^T; W is b */
@@ -1072,53 +1115,55 @@ typedef struct epic_gemm_args {
     int64_t n;
     uint32_t num_experts;
     uint32_t pass;        /* an epic_gemm_pass */
-    uint32_t row_type;    /* epic_type of the arrays with a row for each slot */
+    uint32_t row_type;    /* epic_type of the arrays with one row per slot */
     uint32_t weight_type; /* epic_type of W */
     uint32_t out_type;    /* EPIC_GEMM_WEIGHT: epic_type of out */
     uint32_t flags;       /* EPIC_ACCUMULATE, for EPIC_GEMM_WEIGHT */
 } epic_gemm_args;
 
-/* A matrix product of the caller's, instead of the library's.  multiply() enqueues its work on
- * call.stream and does not wait.  Rows of a slab that carry no token must not contribute to a
- * sum.  If multiply() writes such rows of `out`, it writes zeros.  The call of the experts
- * returns its result unless that is EPIC_OK. */
+/* A matrix product of the caller that replaces the library's.  multiply() enqueues its work on
+ * call.stream and does not wait.  Rows of a slab without a token must not contribute to a sum;
+ * if multiply() writes such rows of `out`, it must write zeros.  If multiply() returns an
+ * error, the calling function returns it. */
 typedef struct epic_gemm {
     epic_result (*multiply)(void *self, const epic_gemm_args *args);
     void *self;
 } epic_gemm;
 
-/* The MLP of each local expert: y = (act(x W_gate) * (x W_up)) W_down, plus biases if given;
- * ungated: y = act(x W) W_down.  W_gate and W_up are one matrix, w_gate_up, whose number of
- * columns this header calls width: 2 * inner (gate first, then up), or inner if ungated. */
+/* The MLP of each local expert: y = (act(x W_gate) * (x W_up)) W_down, plus biases if present.
+ * Ungated: y = act(x W) W_down.
+ *
+ * W_gate and W_up are one matrix, w_gate_up.  Its number of columns is called width: 2 * inner
+ * (first gate, then up), or inner if ungated. */
 typedef struct epic_experts {
     uint32_t num_local_experts;
     uint32_t hidden;
     uint32_t inner;
     uint32_t activation;   /* an epic_activation */
     uint32_t ungated;      /* 1: no gate */
-    uint32_t interleaved;  /* 1: gate in the even columns, up in the odd ones */
+    uint32_t interleaved;  /* 1: gate in the even columns, up in the odd columns */
     uint32_t weighting;    /* an epic_weighting */
     uint32_t row_type;     /* epic_type of x and y: F32, BF16, F16 or F64 */
-    uint32_t weight_type;  /* epic_type of weights and biases: 0: row_type; F64 only with F64
-                              rows; E4M3 on CUDA contexts (epic_experts_forward) */
+    uint32_t weight_type;  /* epic_type of weights and biases: 0: row_type.  F64 with F64
+                              rows only; E4M3 on CUDA contexts only (epic_experts_forward) */
     uint32_t flags;        /* 0 */
-    float limit;           /* EPIC_CLAMPED_SWIGLU: 0: 7.  EPIC_CLAMPED_SILU: 0: 10.  A clamped
-                              value has no gradient; a value equal to the limit has one */
+    float limit;           /* EPIC_CLAMPED_SWIGLU: 0: 7.  EPIC_CLAMPED_SILU: 0: 10.  The
+                              gradient is 0 beyond the limit, but not at the limit */
     float alpha;           /* EPIC_CLAMPED_SWIGLU: 0: 1.702 */
-    const epic_gemm *gemm; /* CUDA contexts: the product to use; NULL: the library's */
+    const epic_gemm *gemm; /* CUDA contexts: product to use; NULL: the library's */
 } epic_experts;
 
-/* Bytes of memory that the caller passes to the experts. */
+/* Bytes of the memory that the caller passes to the experts. */
 typedef struct epic_experts_memory_info {
-    int64_t saved_bytes;    /* from forward to backward.  Host: [num_slots, width] float32 (F64
-                               rows: float64) */
+    int64_t saved_bytes;    /* from forward to backward.  Host: [num_slots, width] float32
+                               (F64 rows: float64) */
     int64_t forward_bytes;  /* workspace of forward, enough even if one expert has all slots */
     int64_t backward_bytes; /* workspace of backward; never less than forward_bytes */
 } epic_experts_memory_info;
 
-/* Computes how much memory the experts need for a receive buffer of num_slots slots.  Pass the
- * context that will run them, and NULL as config.  Before it is open, pass NULL as ctx and its
- * config; only config.backend matters then.  NULL for both means host memory.
+/* Computes how much memory the experts need for a receive buffer of num_slots slots.  If the
+ * context is open, pass it as ctx, and NULL as config.  Before it is open, pass NULL as ctx and
+ * its config; then only config.backend is used.  NULL for both means host memory.
  * Errors:  (a) EPIC_EINVAL, EPIC_ENOTSUP as epic_experts_forward.
  * Threads: local.
  * CUDA:    the sizes of that context. */
@@ -1133,10 +1178,11 @@ typedef struct epic_experts_args {
     const void *x;                 /* [num_slots, hidden]; padding slots are zero */
     const float *x_scales;         /* E4M3: [num_slots, ceil(hidden / 128)] */
     int64_t num_slots;             /* size of the buffers */
-    const int32_t *expert_rows;    /* [num_local_experts]: rows with padding, from epic_plan */
-    const int32_t *expert_tokens;  /* [num_local_experts]: rows with a token; NULL:
-                                      expert_rows */
-    const void *slot_weights;      /* [num_slots], with EARLY and INPUT only */
+    const int32_t *expert_rows;    /* [num_local_experts]: rows of each slab with padding,
+                                      from epic_plan */
+    const int32_t *expert_tokens;  /* [num_local_experts]: rows of each slab with a token;
+                                      NULL: as expert_rows */
+    const void *slot_weights;      /* [num_slots], with EPIC_WEIGHT_EARLY and _INPUT only */
     const void *w_gate_up;         /* [num_local_experts, hidden, width] */
     const void *w_down;            /* [num_local_experts, inner, hidden] */
     const float *w_gate_up_scales; /* E4M3: [num_local_experts, ceil(width / 128),
@@ -1145,41 +1191,42 @@ typedef struct epic_experts_args {
                                       ceil(inner / 128)] */
     const void *b_gate_up;         /* [num_local_experts, width]; NULL: none */
     const void *b_down;            /* [num_local_experts, hidden]; NULL: none */
-    void *saved;                   /* out, at an address that 16 divides, as workspace */
+    void *saved;                   /* out, at an address that is a multiple of 16, like
+                                      workspace */
     int64_t saved_bytes;
     void *workspace;
     int64_t workspace_bytes;
-    void *y;               /* out [num_slots, hidden]; 0 on padding; not x */
-    uint32_t flags;        /* EPIC_RECOMPUTE: write `saved` alone, for a backward whose forward
-                              did not save it; y is ignored */
+    void *y;               /* out [num_slots, hidden]; 0 on padding; must not be x */
+    uint32_t flags;        /* EPIC_RECOMPUTE: write only `saved`, for backward if forward did
+                              not save it; y is ignored */
     uint32_t weights_type; /* epic_type of slot_weights: 0: F32; or F64, with F64 rows only */
 } epic_experts_args;
 
 /* Runs the experts' MLP over the slabs.  Slots after the last slab are neither read nor
- * written.  The bits of a slab's rows depend on that slab alone.
+ * written.  The bits of a slab's rows depend only on that slab.
  *
- * On the host OpenBLAS multiplies, or plain loops if there is none.  The library looks for it
- * at first use: libopenblas.so.0; one that the process has loaded, as Python's numpy and scipy
- * do; libscipy_openblas.so of pip's scipy-openblas32; the path in EPIC_OPENBLAS at build time.
- * While a call runs, OpenBLAS's number of threads is 1 for the whole process; it is restored
- * after the last call.  BF16 rows with BF16 weights use oneDNN, if the build found one (or
- * EPIC_ONEDNN) and the processor has instructions for BF16.  The values between the two
- * products are then rounded to BF16.
+ * Host contexts.  OpenBLAS multiplies, or plain loops if it is not found.  At first use the
+ * library looks for it in this order: libopenblas.so.0; an OpenBLAS that the process has
+ * loaded, for example through numpy; libscipy_openblas.so of the package scipy-openblas32; the
+ * path in EPIC_OPENBLAS at build time.  While a call runs, OpenBLAS uses one thread in the
+ * whole process.  The last call that ends restores its number of threads.  BF16 rows with BF16
+ * weights use oneDNN, if the build found it (or has EPIC_ONEDNN) and the processor has BF16
+ * instructions.  The values between the two products are then rounded to BF16.
  *
- * On a CUDA context rows are F32, BF16 or F16, sums are float32, and values between the two
- * products have row_type.  Counts are not checked: rows beyond num_slots are ignored.  Hopper's
- * tensor cores are used if rows and weights have one type of 16 bits, 8 divides hidden and
- * inner, and arrays begin at multiples of 16.  Other shapes, types and GPUs use plain loops.
- * call.max_sms 0 means all SMs, whatever the context's limit is.
+ * CUDA contexts.  Rows are F32, BF16 or F16, sums are float32, and the values between the two
+ * products have row_type.  Counts are not checked: rows beyond num_slots are ignored.  Tensor
+ * cores of Hopper are used if rows and weights have the same type of 16 bits, hidden and inner
+ * are multiples of 8, and arrays begin at multiples of 16 bytes.  Other shapes, types and GPUs
+ * use plain loops.  call.max_sms 0 means all SMs, even if the context has a limit.
  *
  * weight_type E4M3, on CUDA contexts only.  x is e4m3 with a scale for each 128 elements of a
- * row, as dispatch writes it with EPIC_QUANTIZE_1X128; the activations are quantized in this
- * way, too. Weights have a scale for each block of 128 x 128, and are transposed: w_gate_up
- * [num_local_experts, width, hidden] and w_down [num_local_experts, hidden, inner].  Biases,
- * saved and y have row_type: F32, BF16 or F16.  Sums are float32, but Hopper's tensor cores add
- * up to 128 products with fewer bits.  They are used if row_type has 16 bits and 16 divides
- * hidden and inner. epic_experts_backward reads this `saved`, with x of row_type and weights of
- * row_type or E4M3.
+ * row, as dispatch writes it with EPIC_QUANTIZE_1X128.  Activations are quantized in the same
+ * way.  Weights have a scale for each block of 128 x 128, and are transposed: w_gate_up is
+ * [num_local_experts, width, hidden] and w_down is [num_local_experts, hidden, inner].  Biases,
+ * saved and y have row_type: F32, BF16 or F16.  Sums are float32, but tensor cores of Hopper
+ * add up to 128 products with fewer bits.  They are used if row_type has 16 bits, and hidden
+ * and inner are multiples of 16.  epic_experts_backward reads this `saved`, with x of row_type,
+ * and weights of row_type or E4M3.
  * Errors:  (a) EPIC_EINVAL; EPIC_ENOTSUP for F64 rows on CUDA contexts, for E4M3 on host
  *          contexts or with experts.gemm.
  * Threads: local.
@@ -1187,7 +1234,8 @@ typedef struct epic_experts_args {
 static inline epic_result epic_experts_forward(epic_context *ctx,
                                                const epic_experts_args *args);
 
-/* Arguments of epic_experts_backward; those of forward must have forward's values. */
+/* Arguments of epic_experts_backward.  Fields that forward has too must have the values of
+ * forward. */
 typedef struct epic_experts_backward_args {
     epic_call call;
     const epic_experts *experts;
@@ -1204,19 +1252,19 @@ typedef struct epic_experts_backward_args {
     int64_t saved_bytes;
     void *workspace;
     int64_t workspace_bytes;
-    const void *d_y;      /* [num_slots, hidden]; 0 on padding */
-    void *d_x;            /* out [num_slots, hidden]; 0 on padding.  NULL: not wanted, also
-                          below */
-    void *d_w_gate_up;    /* out, like w_gate_up, in float32 (F64: float64) or grad_type, as the
-                          next three */
-    void *d_w_down;       /* out */
-    void *d_b_gate_up;    /* out */
-    void *d_b_down;       /* out */
-    void *d_slot_weights; /* out [num_slots], with EARLY and INPUT only; 0 on padding */
-    uint32_t flags;       /* EPIC_ACCUMULATE, for weights and biases */
+    const void *d_y;       /* [num_slots, hidden]; 0 on padding */
+    void *d_x;             /* out [num_slots, hidden]; 0 on padding.  NULL: not wanted, like
+                             the outputs below */
+    void *d_w_gate_up;     /* out, shape of w_gate_up, in grad_type, like the next three */
+    void *d_w_down;        /* out */
+    void *d_b_gate_up;     /* out */
+    void *d_b_down;        /* out */
+    void *d_slot_weights;  /* out [num_slots], with EPIC_WEIGHT_EARLY and _INPUT only; 0 on
+                             padding */
+    uint32_t flags;        /* EPIC_ACCUMULATE, for weights and biases */
     uint32_t weights_type; /* epic_type of slot_weights and d_slot_weights */
-    uint32_t grad_type;    /* epic_type of the gradients of weights and biases: 0: float32 (F64:
-                              float64); on a CUDA context also row_type */
+    uint32_t grad_type;    /* epic_type of the gradients of weights and biases: 0: F32 (F64
+                              rows: F64).  On a CUDA context also row_type */
     uint32_t reserved;     /* 0 */
     const float *w_gate_up_scales; /* E4M3: [num_local_experts, ceil(hidden / 128),
                                       ceil(width / 128)] */
@@ -1224,19 +1272,21 @@ typedef struct epic_experts_backward_args {
                                       ceil(hidden / 128)] */
 } epic_experts_backward_args;
 
-/* The gradients of epic_experts_forward; d_x is not x.  Weights and biases of an expert without
- * tokens get zeros, or stay as they are with EPIC_ACCUMULATE.  With weight_type E4M3 the
- * weights are not transposed here, and the gradients of rows are quantized (1x128) before they
- * are multiplied by weights; x, d_y and all results have row_type.
+/* Computes the gradients of epic_experts_forward.  d_x must not be x.  Gradients of weights and
+ * biases of an expert without tokens become zeros, or keep their contents with EPIC_ACCUMULATE.
+ *
+ * With weight_type E4M3 the weights are not transposed here.  The gradients of rows are
+ * quantized (1x128) before they are multiplied by weights.  x, d_y and all results have
+ * row_type.
  * Errors:  those of epic_experts_forward.
  * Threads: local.
  * CUDA:    on call.stream. */
 static inline epic_result epic_experts_backward(epic_context *ctx,
                                                 const epic_experts_backward_args *args);
 
-/* A Mixture-of-Experts layer: router, plan, dispatch, experts and combine.  hidden is the
- * experts'; E is the router's num_experts + zero_experts.  The whole program is in
- * docs/guide/c.md, "The whole layer"; its calls are:
+/* A Mixture-of-Experts layer: router, plan, dispatch, experts and combine.  `hidden` is that of
+ * the experts, and E is the router's num_experts + zero_experts.  A whole program is in
+ * docs/guide/c.md, "The whole layer".  Its calls are:
  *
  *     epic_open(&ctx, NULL, &config);
  *     epic_layer_sizes(ctx, &layer, &info);           moe.capacity = info.capacity
@@ -1247,61 +1297,66 @@ static inline epic_result epic_experts_backward(epic_context *ctx,
  *
  * All options must be equal on all ranks, except num_local_experts, gemm, capacity and
  * EPIC_RECOMPUTE.  A weight that may be NULL must be NULL on all ranks or on none.  The first
- * operation of each pass compares them.  A difference is EPIC_EMISMATCH with the option and
- * both values; CUDA contexts compare a hash and name only the ranks. */
+ * operation of each pass compares options and weights.  A difference is EPIC_EMISMATCH with the
+ * option and both values.  CUDA contexts compare a hash, and report only the ranks. */
 typedef struct epic_moe {
-    const epic_layer *layer; /* num_experts (with replicas: num_logical) and top_k equal the
-                                    router's; EPIC_EXPERT_MAJOR */
+    const epic_layer *layer; /* EPIC_EXPERT_MAJOR.  Its num_experts (with replicas:
+                                num_logical) and top_k equal those of the router */
     const epic_router *router;
     const epic_experts *experts; /* num_local_experts: largest number that one rank owns */
-    const epic_experts *shared;  /* an expert that computes every token, with num_local_experts
-                                    1 and EPIC_WEIGHT_LATE; NULL: none */
-    double balance_coeff;        /* coeff of the balance loss, 0 or more; 0: no loss */
-    double z_coeff;              /* coeff of the z-loss, 0 or more; 0: no loss */
-    int64_t sequence_tokens;     /* as in epic_balance_loss_args */
+    const epic_experts *shared;  /* an expert that computes every token, with
+                                    num_local_experts 1 and EPIC_WEIGHT_LATE; NULL: none */
+    double balance_coeff;        /* coefficient of the balance loss, 0 or more; 0: no loss */
+    double z_coeff;              /* coefficient of the z-loss, 0 or more; 0: no loss */
+    int64_t sequence_tokens;     /* like epic_balance_loss_args.sequence_tokens */
     int64_t capacity; /* slots of this rank; or EPIC_CAPACITY_EXACT, for epic_moe_plan */
     uint32_t flags;   /* EPIC_SUM_DENSE, not with F64 rows; EPIC_RECOMPUTE; EPIC_DISPATCH_AGAIN;
                        EPIC_LOSS_BY_CALLER */
     uint32_t reserved; /* 0 */
 } epic_moe;
 
-/* Bytes of memory that the caller passes to a layer, at addresses that 64 divides. */
+/* Bytes of the memory that the caller passes to a layer.  Its addresses must be multiples of
+ * 64. */
 typedef struct epic_moe_memory_info {
     int64_t saved_bytes;    /* from forward to backward */
     int64_t forward_bytes;  /* workspace of forward */
     int64_t backward_bytes; /* workspace of backward */
 } epic_moe_memory_info;
 
-/* Computes how much memory a layer needs for config.max_tokens tokens of each rank.  Pass the
- * context that will run it, and NULL as config.  Before it is open, pass NULL as ctx and its
- * config with num_ranks; config.backend then selects the sizes of a host context or of a CUDA
- * context. `saved` holds for each slot the received row and the outputs of gate and up.
- * EPIC_DISPATCH_AGAIN leaves out the rows, and EPIC_RECOMPUTE the outputs.  Backward then makes
- * them again in its workspace, with the same bits.
+/* Computes how much memory a layer needs for config.max_tokens tokens of each rank.  If the
+ * context is open, pass it as ctx, and NULL as config.  Before it is open, pass NULL as ctx and
+ * its config with num_ranks.  config.backend then selects the sizes of a host context or of a
+ * CUDA context.
+ *
+ * `saved` holds for each slot the received row and the result of the first product.
+ * EPIC_DISPATCH_AGAIN leaves out the rows, and EPIC_RECOMPUTE the results.  Backward then
+ * computes them again in its workspace, with the same bits.
  * Errors:  (a) EPIC_EINVAL, EPIC_ENOTSUP as epic_moe_forward.
  * Threads: local.
  * CUDA:    the sizes of that context. */
 static inline epic_result epic_moe_memory(epic_context *ctx, const epic_config *config,
                                           const epic_moe *moe, epic_moe_memory_info *out);
 
-/* The parameters of a layer.  The gate and its bias are F32 (F64 rows: F64); the experts and
- * the shared expert have their weight_type. */
+/* The parameters of a layer.  The gate and its bias are F32 (F64 rows: F64).  The weights of
+ * the experts and of the shared expert have their weight_type. */
 typedef struct epic_moe_weights {
     const void *w_gate;          /* [hidden, E] */
     const void *b_gate;          /* [E], added to the logits; NULL: none */
-    const float *bias;           /* [E], for the choice only; NULL: none */
-    const void *scale_of_expert; /* [E], type of w_gate: as in epic_router_args; NULL: 1 */
-    const void *w_gate_up;       /* of the local experts, as in epic_experts_args */
+    const float *bias;           /* [E], added to the scores for the choice only; NULL: none */
+    const void *scale_of_expert; /* [E], type of w_gate: like
+                                    epic_router_args.scale_of_expert; NULL: 1 */
+    const void *w_gate_up;       /* weights of the local experts, like epic_experts_args */
     const void *w_down;
     const void *b_gate_up;
     const void *b_down;
-    const void *shared_gate_up; /* of the shared expert */
+    const void *shared_gate_up; /* weights of the shared expert, if the layer has one */
     const void *shared_down;
     const void *shared_b_gate_up;
     const void *shared_b_down;
-    const void *w_shared_gate;     /* [hidden], type of w_gate: the shared expert's output is
-                                      multiplied by sigmoid(x w_shared_gate); NULL: by 1 */
-    const float *w_gate_up_scales; /* E4M3: as in epic_experts_args; in backward as in
+    const void *w_shared_gate;     /* [hidden], type of w_gate: the output of the shared
+                                      expert is multiplied by sigmoid(x w_shared_gate); NULL:
+                                      by 1 */
+    const float *w_gate_up_scales; /* E4M3: like epic_experts_args; in backward like
                                       epic_experts_backward_args, or NULL */
     const float *w_down_scales;
 } epic_moe_weights;
@@ -1312,17 +1367,19 @@ typedef struct epic_moe_args {
     const epic_moe *moe;
     const epic_moe_weights *weights;
     epic_const_rows x;     /* [num_tokens, hidden] of the experts' row_type */
-    epic_rows out;         /* out, like x; not x */
-    const void *token_ids; /* as in epic_router_args, like the next two */
+    epic_rows out;         /* out, shape and type of x; must not be x */
+    const void *token_ids; /* like epic_router_args, also the next two */
     const int32_t *table;
     int64_t table_rows;
     const int32_t *rank_of_expert;    /* [num_experts]; NULL: contiguous blocks */
-    const int32_t *logical_of_expert; /* as in epic_plan_args */
-    void *saved;                      /* begins with the plan, for epic_sum_replicas */
+    const int32_t *logical_of_expert; /* like epic_plan_args.logical_of_expert */
+    void *saved;                      /* out; begins with the plan, which epic_sum_replicas
+                                         reads */
     int64_t saved_bytes;
     void *workspace;
     int64_t workspace_bytes;
-    void *loss;             /* out [1]: balance loss + z-loss; NULL: not wanted, also below */
+    void *loss;             /* out [1]: balance loss + z-loss; NULL: not wanted, like the
+                               outputs below */
     void *balance_loss;     /* out [1] */
     void *z_loss;           /* out [1] */
     int32_t *load;          /* out [num_experts] */
@@ -1334,59 +1391,63 @@ typedef struct epic_moe_args {
     uint32_t reserved;      /* 0 */
 } epic_moe_args;
 
-/* Computes the layer: `out` is, for each token, the weighted sum of its experts' outputs, plus
- * weight * x for zero-experts, plus the shared expert's output.  Weights of choices are
- * multiplied where experts->weighting selects.
+/* Computes the layer.  For each token, `out` is the weighted sum of its experts' outputs, plus
+ * weight * x for each zero-expert, plus the output of the shared expert.  experts->weighting
+ * selects where weights of choices are multiplied in.
  *
- * F64 rows.  Everything is float64, also the weights of choices and their gradients.  These are
- * sent next to the rows, so config.max_row_bytes must be at least 8 * top_k.  EPIC_WEIGHT_LATE
+ * F64 rows.  All numbers are float64, also the weights of choices and their gradients.  These
+ * are sent with the rows, so config.max_row_bytes must be at least 8 * top_k.  EPIC_WEIGHT_LATE
  * is computed as EPIC_WEIGHT_EARLY, which gives the same value.
  *
- * EPIC_TREE (not by EPIC_BY_HOSTS).  num_tokens must be equal on all ranks and a multiple of
- * leaves / num_ranks.  Then outputs and gradients have the same bits for every number of ranks;
- * with EPIC_SUM_DENSE also the gradients of gate and shared expert and the losses.
+ * EPIC_TREE, if not chosen through EPIC_BY_HOSTS.  num_tokens must be equal on all ranks, and a
+ * multiple of leaves / num_ranks.  Outputs and gradients then have the same bits for every
+ * number of ranks.  With EPIC_SUM_DENSE this is also true for the losses and for the gradients
+ * of the gate and the shared expert.
  *
- * experts->weight_type E4M3, on CUDA contexts.  Rows are quantized (1x128) while they are sent,
- * and weights and biases are those of epic_experts_forward.  The received rows are not saved,
- * so moe.flags must have EPIC_DISPATCH_AGAIN.  epic_moe_backward reads weights that are not
- * transposed, [.., hidden, width] and [.., inner, hidden]: those of row_type from which the
- * E4M3 weights were made, or E4M3 weights with scales as in epic_experts_backward.  Gradients
- * pass straight through the rounding. EPIC_RECOMPUTE needs weights of row_type and does not
- * round what it computes again.
+ * experts->weight_type E4M3, on CUDA contexts.  Rows are quantized (1x128) when they are sent.
+ * Weights and biases are those of epic_experts_forward.  The received rows are not saved, so
+ * moe.flags must have EPIC_DISPATCH_AGAIN.  epic_moe_backward reads weights that are not
+ * transposed, [.., hidden, width] and [.., inner, hidden].  They are either the weights of
+ * row_type from which the E4M3 weights were made, or E4M3 weights with scales as in
+ * epic_experts_backward.  The rounding counts as the identity in gradients.  EPIC_RECOMPUTE
+ * needs weights of row_type, and does not round the values that it computes again.
  * Errors:  (a) EPIC_EINVAL, EPIC_ENOTSUP; (b) EPIC_EINVAL, also for invalid token ids and
  *          entries of the table, and EPIC_EOVERFLOW; (c).
  * Threads: collective.
- * CUDA:    all arrays are on the device, also the losses and their gradients.  The host waits
- *          for nothing, and a graph can hold the call.  A rank_of_expert that gives a rank more
- *          than num_local_experts, and with EPIC_TREE unequal numbers of tokens, are class (b).
+ * CUDA:    all arrays are on the device, also the losses and their gradients.  The host never
+ *          waits, and a graph can hold the call.  A rank_of_expert that gives a rank more than
+ *          num_local_experts is class (b), and so are unequal numbers of tokens with EPIC_TREE.
  *          F64 rows, shared->gemm and epic_moe_plan are EPIC_ENOTSUP. */
 static inline epic_result epic_moe_forward(epic_context *ctx, const epic_moe_args *args);
 
-/* Runs the first part of epic_moe_forward, up to the plan.  So the caller can allocate memory
+/* Runs the first part of epic_moe_forward, up to the plan.  The caller can then allocate memory
  * for the slots that really arrive, instead of for the worst case:
  *
  *     moe.capacity = EPIC_CAPACITY_EXACT      epic_moe_memory returns what the plan needs
  *     epic_moe_plan(ctx, &args, &slots)
  *     moe.capacity = slots                    epic_moe_memory returns what the rest needs
- *     args.flags = EPIC_PLANNED               args.saved: that size, first copy what was saved
+ *     args.flags = EPIC_PLANNED               args.saved: the new size, beginning with a copy
+ *                                             of the old contents
  *     epic_moe_forward(ctx, &args)            and backward as usual, with this capacity
  *
  * All ranks do this or none.  *slots is the number of slots of this rank's experts, with
- * padding; 0 is a valid capacity then.  `out` and the losses are not written.
+ * padding.  If it is 0, moe.capacity may be 0 in the second part.  `out` and the losses are not
+ * written.
  * Errors:  those of epic_plan.
  * Threads: collective.
  * CUDA:    EPIC_ENOTSUP. */
 static inline epic_result epic_moe_plan(epic_context *ctx, const epic_moe_args *args,
                                         int64_t *slots);
 
-/* Gradients of the parameters of a layer, in float32 (F64 rows: float64), those of the experts
- * also in grad_type of the call.  NULL: not wanted. */
+/* Gradients of the parameters of a layer.  They are float32 (F64 rows: float64); those of the
+ * experts have the grad_type of the call.  NULL: not wanted. */
 typedef struct epic_moe_gradients {
     void *w_gate;
     void *b_gate;
-    void *scale_of_expert; /* needs weights.scale_of_expert */
-    void *w_gate_up; /* of the local experts, complete.  With replicas: for the choices that
-                        each replica computed; epic_sum_replicas adds them */
+    void *scale_of_expert; /* must be NULL if weights.scale_of_expert is NULL */
+    void *w_gate_up; /* of the local experts, summed over all tokens.  With replicas: summed
+                        over the choices that each replica computed; epic_sum_replicas adds
+                        them */
     void *w_down;
     void *b_gate_up;
     void *b_down;
@@ -1397,15 +1458,15 @@ typedef struct epic_moe_gradients {
     void *w_shared_gate;
 } epic_moe_gradients;
 
-/* Arguments of epic_moe_backward; moe, weights and x must have forward's values. */
+/* Arguments of epic_moe_backward.  moe, weights and x must have the values of forward. */
 typedef struct epic_moe_backward_args {
     epic_call call;
     const epic_moe *moe;
     const epic_moe_weights *weights;
     epic_const_rows x;
     epic_const_rows d_out;               /* [num_tokens, hidden] */
-    epic_rows d_x;                       /* out; data NULL: not wanted on this rank */
-    const epic_moe_gradients *gradients; /* NULL: none are wanted */
+    epic_rows d_x;                       /* out; data NULL: this rank does not want it */
+    const epic_moe_gradients *gradients; /* NULL: no gradients of parameters */
     const void *saved;                   /* as forward wrote it */
     int64_t saved_bytes;
     void *workspace;
@@ -1414,14 +1475,14 @@ typedef struct epic_moe_backward_args {
     const void *d_balance_loss; /* [1]; NULL: 0 */
     const void *d_z_loss;       /* [1]; NULL: 0 */
     uint32_t flags;             /* EPIC_ACCUMULATE, for `gradients` */
-    uint32_t loss_type;         /* epic_type of d_loss and the next two, as in forward */
+    uint32_t loss_type;         /* epic_type of d_loss and the next two, like in forward */
     uint32_t grad_type;         /* epic_type of the gradients of w_gate_up, w_down and their
-                                   biases: 0: float32 (F64: float64); on a CUDA context also
+                                   biases: 0: F32 (F64 rows: F64).  On a CUDA context also
                                    experts->row_type */
     uint32_t reserved;          /* 0 */
 } epic_moe_backward_args;
 
-/* The gradients of epic_moe_forward: of `out` and of its three losses, added.
+/* Computes the gradients of epic_moe_forward: of `out`, plus those of its three losses.
  * Errors:  those of epic_combine_backward and epic_dispatch_backward; (b) EPIC_EINVAL if
  *          `saved` is damaged.
  * Threads: collective.
@@ -1431,40 +1492,42 @@ static inline epic_result epic_moe_backward(epic_context *ctx,
 
 /* -------------------------------------------------------------------------- advanced ---- */
 
-/* A bootstrap.  Only epic_open uses it.  {.num_ranks = 1} is a group of one rank, whatever the
- * environment contains. */
+/* A bootstrap.  Only epic_open uses it.  {.num_ranks = 1} is a group of one rank, even if the
+ * environment names a larger group. */
 struct epic_bootstrap {
     int32_t rank;
     int32_t num_ranks;
-    /* Collects `bytes` bytes of every rank, equal on all ranks, in `all` by rank, and waits for
-     * all ranks.  Returns EPIC_OK, or the reason why the bootstrap failed. */
+    /* Sends `bytes` bytes from every rank to all ranks, and stores them in `all`, ordered by
+     * rank. Waits for all ranks.  `bytes` is equal on all ranks.  Returns EPIC_OK, or the
+     * reason why the bootstrap failed. */
     epic_result (*gather)(void *self, const void *mine, void *all, int64_t bytes);
-    void (*close)(void *self); /* what epic_bootstrap_close calls; NULL: nothing to do */
-    void *self;
+    void (*close)(void *self); /* called by epic_bootstrap_close; NULL: nothing to do */
+    void *self;                /* first argument of both functions */
 };
 
 /* Arguments of epic_bootstrap_tcp. */
 typedef struct epic_tcp {
-    const char *address; /* rank 0's host; NULL: 127.0.0.1 */
-    const char *secret;  /* NULL: none.  Both sides prove that they know it by HMAC-SHA-256; it
-                            is never sent, and it authenticates all messages of the
+    const char *address; /* address of rank 0's host; NULL: 127.0.0.1 */
+    const char *secret;  /* NULL: none.  Both sides prove by HMAC-SHA-256 that they know it.
+                            It is never sent, and it authenticates all messages of the
                             bootstrap */
     int32_t rank;
     int32_t num_ranks;
     uint32_t port;       /* 1 to 65535 */
-    uint32_t timeout_ms; /* of every gather; 0: 300000 */
+    uint32_t timeout_ms; /* deadline of every gather, in milliseconds; 0: 300000 */
 } epic_tcp;
 
 /* Makes a bootstrap over TCP; rank 0 listens.  `address` must be an address of rank 0's host.
  *
- * With a secret rank 0 listens on that address. It listens on every address of its host if the
- * host's own name resolves to a loopback address there, as Debian configures it.  A process
- * that does not know the secret cannot take the place of a rank.  It can make the bootstrap
- * fail only by cutting connections or by occupying the port.  Without a secret rank 0 listens
- * on loopback, because nothing else keeps strangers out, so all ranks must be processes of one
- * host.  A rank of another host gets an error at once that asks for a secret.  Connections of
- * strangers are refused, and the bootstrap goes on.  docs/guide/security.md describes what a
- * secret protects.
+ * With a secret, rank 0 listens on that address.  Some systems, such as Debian, resolve the
+ * host's own name to a loopback address; rank 0 then listens on all addresses of its host.  A
+ * process that does not know the secret cannot take the place of a rank.  It can make the
+ * bootstrap fail only by cutting connections or by occupying the port.
+ *
+ * Without a secret, rank 0 listens on loopback, because nothing else keeps strangers out.  So
+ * all ranks must be processes of one host.  A rank of another host gets an error at once that
+ * asks for a secret.  Connections of strangers are refused, and the bootstrap continues.
+ * docs/guide/security.md describes what a secret protects.
  * Errors:  EPIC_EINVAL, EPIC_ETIMEOUT (names the ranks that are missing), EPIC_EPEER,
  *          EPIC_EDEVICE, EPIC_ENOTSUP (a secret without libcrypto).  epic_error(NULL) returns
  *          the sentence.
@@ -1473,22 +1536,26 @@ typedef struct epic_tcp {
 static inline epic_result epic_bootstrap_tcp(epic_bootstrap *out, const epic_tcp *tcp);
 
 /* Makes a bootstrap over TCP from the environment variables of the launcher, or a group of one
- * rank if none of them is set.  Only rank 0's host and a port are needed: MASTER_ADDR and
- * MASTER_PORT. Without MASTER_ADDR, launchers of MPI ranks mean this host; tasks of srun find
- * both by themselves. If a variable shows that there are several ranks, the result is never a
- * group of one.  It is EPIC_EINVAL if the number of ranks is unknown or if two launchers
- * contradict each other. It is also EPIC_EINVAL in a batch script or shell of Slurm with
- * several tasks but without srun.  RANK=0 WORLD_SIZE=1 asks for a group of one rank.
+ * rank if none of them is set.
+ *
+ * The variables must give rank 0's host and a port: MASTER_ADDR and MASTER_PORT.  Without
+ * MASTER_ADDR, launchers of MPI ranks use this host, and tasks of srun find both by themselves.
+ *
+ * If a variable shows that there are several ranks, the result is never a group of one.  It is
+ * EPIC_EINVAL if the number of ranks is unknown or if two launchers contradict each other.  It
+ * is also EPIC_EINVAL in a batch script or shell of Slurm with several tasks but without srun.
+ * RANK=0 WORLD_SIZE=1 asks for a group of one rank.
  * Errors:  those of epic_bootstrap_tcp.
  * Threads: collective.
  * CUDA:    no difference. */
 EPIC_API epic_result epic_bootstrap_env(epic_bootstrap *out);
 
-/* Makes a bootstrap over an MPI communicator.  `comm` points to an MPI_Comm; NULL means
- * MPI_COMM_WORLD, and initializes MPI if it is not initialized.  timeout_ms is for every
- * gather; 0: 300000.  Messages use a duplicate of the communicator.  If ranks are missing after
- * half of the time, the others look for each other on `comm` itself, with tag 32767.  Loads
- * libepic_mpi.so, which must be built for the caller's MPI.
+/* Makes a bootstrap over an MPI communicator.  `comm` points to an MPI_Comm.  NULL means
+ * MPI_COMM_WORLD, and initializes MPI if necessary.  timeout_ms is the deadline of every
+ * gather; 0: 300000.  Loads libepic_mpi.so, which must be built for the caller's MPI.
+ *
+ * Messages use a duplicate of the communicator.  If ranks are missing after half of the time,
+ * the other ranks send messages with tag 32767 on `comm` itself to find the missing ones.
  * Errors:  EPIC_EINVAL, EPIC_ENOTSUP (no libepic_mpi.so), EPIC_ETIMEOUT (names the ranks that
  *          are missing), EPIC_EMISMATCH, EPIC_EDEVICE.
  * Threads: collective over `comm`.  MPI should have MPI_THREAD_MULTIPLE.  With less, no other
@@ -1498,32 +1565,32 @@ EPIC_API epic_result epic_bootstrap_env(epic_bootstrap *out);
 EPIC_API epic_result epic_bootstrap_mpi(epic_bootstrap *out, const void *comm,
                                         uint32_t timeout_ms);
 
-/* Fills out[0 .. num_ranks) with the bootstraps of num_ranks threads of this process.
- * timeout_ms 0: 300000.  Close each of them.
+/* Fills out[0 .. num_ranks) with bootstraps for num_ranks threads of this process.  timeout_ms
+ * 0: 300000.  Each of them must be closed.
  * Errors:  EPIC_EINVAL, EPIC_ENOMEM.
  * Threads: local.
  * CUDA:    no difference. */
 EPIC_API epic_result epic_bootstrap_threads(epic_bootstrap *out, int32_t num_ranks,
                                             uint32_t timeout_ms);
 
-/* Closes a bootstrap.  Allowed as soon as epic_open has returned.  NULL is allowed.
+/* Closes a bootstrap.  Allowed as soon as epic_open has returned.  Accepts NULL.
  * Errors:  none.
  * Threads: local.
  * CUDA:    no difference. */
 EPIC_API void epic_bootstrap_close(epic_bootstrap *bootstrap);
 
-/* Writes the bytes of a plan to *bytes, from config.num_ranks, config.max_tokens and the layer;
- * 0 if it fails.  epic_layer_sizes returns them for an open context.
+/* Writes to *bytes the size of a plan for config.num_ranks, config.max_tokens and the layer, or
+ * 0 if the call fails.  For an open context epic_layer_sizes returns it.
  * Errors:  (a) EPIC_EINVAL.
  * Threads: local.
  * CUDA:    the same size. */
 static inline epic_result epic_plan_bytes(const epic_config *config, const epic_layer *layer,
                                           int64_t *bytes);
 
-/* Writes to *slots the smallest capacity of a rank that can never overflow, from
- * config.num_ranks, config.max_tokens and the layer; 0 if it fails.  It is for contiguous
- * blocks of experts, or for every rank_of_expert if num_ranks does not divide num_experts.
- * epic_layer_sizes returns both for an open context.
+/* Writes to *slots the smallest capacity of a rank that always suffices, for config.num_ranks,
+ * config.max_tokens and the layer, or 0 if the call fails.  It is valid for contiguous blocks
+ * of experts, or for every rank_of_expert if num_ranks does not divide num_experts.  For an
+ * open context epic_layer_sizes returns both capacities.
  * Errors:  (a) EPIC_EINVAL.
  * Threads: local.
  * CUDA:    the same size. */
@@ -1533,51 +1600,54 @@ static inline epic_result epic_capacity_bound(const epic_config *config,
 /* Memory of a context and of a plan. */
 typedef struct epic_memory_info {
     int64_t host_bytes;   /* private host memory of a context */
-    int64_t shared_bytes; /* this rank's part of the host memory that ranks share */
+    int64_t shared_bytes; /* this rank's part of the host memory that the ranks share */
     int64_t device_bytes; /* CUDA memory of a context */
-    int64_t plan_bytes;   /* of one plan of the layer; 0 without a layer */
+    int64_t plan_bytes;   /* bytes of one plan of the layer; 0 without a layer */
 } epic_memory_info;
 
-/* Computes what a context and a plan will need, before any open.  config.num_ranks is required;
- * layer may be NULL.  A NULL config.backend counts as "shm", and "gpu" as "p2p".  For "hosts"
- * the result is an upper bound: memory that the network reads and writes counts in host_bytes
- * and in device_bytes, unless EPIC_NET_MEMORY selects one of them.
+/* Computes how much memory a context and a plan will need, before a context is open.
+ * config.num_ranks is required, and layer may be NULL.  A NULL config.backend counts as "shm",
+ * and "gpu" as "p2p".
+ *
+ * For "hosts" the result is an upper bound.  Memory that the network reads and writes is
+ * counted in both host_bytes and device_bytes, unless EPIC_NET_MEMORY selects one of them.
  * Errors:  (a) EPIC_EINVAL; EPIC_ENOTSUP if the backend's library cannot be loaded.
  * Threads: local.
  * CUDA:    no difference. */
 static inline epic_result epic_memory(const epic_config *config, const epic_layer *layer,
                                       epic_memory_info *out);
 
-/* Fates of choices that have no slot. */
+/* Values of `fate` for choices that have no slot. */
 #define EPIC_FATE_NONE (-1)        /* no expert was chosen */
 #define EPIC_FATE_EXPERT_FULL (-2) /* dropped: more than expert_capacity */
 #define EPIC_FATE_RANK_FULL (-3)   /* dropped: more than the rank's capacity */
 
-/* The facts that the bytes of a plan record. */
+/* The properties of a plan, read from its bytes. */
 typedef struct epic_plan_info {
     uint64_t id;        /* equal on all ranks */
-    int64_t num_tokens; /* of this rank */
-    int64_t num_slots;  /* occupied slots of this rank, with padding */
-    int64_t capacity;   /* the capacity that epic_plan got */
-    int64_t num_kept;   /* choices of this rank's tokens by fate: these four numbers add up
-                           to */
-    int64_t num_none;   /*   num_tokens * top_k */
+    int64_t num_tokens; /* number of tokens of this rank */
+    int64_t num_slots;  /* number of slots in use on this rank, with padding */
+    int64_t capacity;   /* the capacity that was passed to epic_plan */
+    int64_t num_kept;   /* choices of this rank's tokens by fate.  The four numbers add up to
+                           num_tokens * top_k */
+    int64_t num_none;
     int64_t num_expert_full;
     int64_t num_rank_full;
-    uint32_t result; /* an epic_result.  EPIC_OK; with EPIC_EOVERFLOW and EPIC_EINVAL the plan
-                        moves nothing */
+    uint32_t result; /* an epic_result; after EPIC_EOVERFLOW and EPIC_EINVAL the plan has no
+                        slots */
     uint32_t num_local_experts;
-    uint32_t first_leaf; /* TREE: this rank's leaves */
-    uint32_t num_leaves;
-    int64_t total_tokens; /* of all ranks */
-    int64_t fate_offset;  /* bytes into the plan: int32 [num_tokens, top_k], the slot on the
-                             rank that owns the expert, or an EPIC_FATE */
-    int64_t rank_offset;  /* bytes into the plan: int32 [num_tokens, top_k], the rank that owns
-                             the expert, -1 if none; on CUDA contexts also -1 for a dropped
-                             choice */
+    uint32_t first_leaf;  /* TREE: first of this rank's leaves */
+    uint32_t num_leaves;  /* TREE: number of this rank's leaves */
+    int64_t total_tokens; /* number of tokens of all ranks */
+    int64_t fate_offset;  /* offset in bytes of an array in the plan, int32 [num_tokens,
+                             top_k]: the slot on the rank that owns the expert, or an
+                             EPIC_FATE value */
+    int64_t rank_offset;  /* offset in bytes of an array in the plan, int32 [num_tokens,
+                             top_k]: the rank that owns the expert, or -1 for no expert; on
+                             CUDA contexts also -1 for a dropped choice */
 } epic_plan_info;
 
-/* Reads a plan.  The plan must be finished: synchronize its stream first.
+/* Reads the properties of a plan.  The plan must be finished: synchronize its stream first.
  * Errors:  (a) EPIC_EINVAL (not a plan, or damaged), EPIC_EDEVICE.
  * Threads: local.
  * CUDA:    reads the plan from device memory, or a copy of its bytes from host memory; copies
@@ -1600,7 +1670,7 @@ typedef enum epic_operation {
     EPIC_OP_SUM = 7
 } epic_operation;
 
-/* A failure that broke the group. */
+/* The failure that broke a group. */
 typedef struct epic_failure_info {
     uint32_t result;    /* an epic_result; EPIC_OK: the group is not broken */
     uint32_t operation; /* an epic_operation */
@@ -1608,18 +1678,19 @@ typedef struct epic_failure_info {
     uint64_t sequence; /* number of the operation among those with its tag, from 0 */
     int32_t rank;      /* the rank that noticed the failure */
     uint32_t num_culprits;
-    int32_t culprits[EPIC_MAX_CULPRITS]; /* ranks that caused it, ascending */
+    int32_t culprits[EPIC_MAX_CULPRITS]; /* ranks that caused the failure, in ascending order */
     char sentence[512];
 } epic_failure_info;
 
-/* Returns what broke the group, if something has.
+/* Writes to *out the failure that broke the group.  out->result is EPIC_OK if the group is not
+ * broken.
  * Errors:  (a) EPIC_EINVAL.
  * Threads: local.
  * CUDA:    no difference. */
 static inline epic_result epic_failure(const epic_context *ctx, epic_failure_info *out);
 
 /* Returns the name of the library that multiplies matrices on the host: "OpenBLAS 0.3.21
- * Haswell" or "plain loops".  ", oneDNN 2.6.3 for bfloat16" follows if oneDNN is used as well.
+ * Haswell" or "plain loops".  If oneDNN is used too, ", oneDNN 2.6.3 for bfloat16" follows.
  * Errors:  none.
  * Threads: local.
  * CUDA:    no difference. */

@@ -1,14 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The exported symbols behind the typed calls of epic.h.  Programs include epic.h, which
- * includes this file; bindings of other languages call the symbols directly.
+/* The exported symbols behind the calls of epic.h.  Programs include epic.h, which includes
+ * this file.  Bindings of other languages call the symbols directly.
  *
- * A symbol has the arguments of its call, and after each sized struct the size that the struct
- * has in the caller's header.  If that size is smaller than in the library, the library fills
- * the rest with zeros.  If it is larger, the tail that the library does not know must be zero.
- * A size below the struct's first version is refused.  Structs inside others (layer, router,
- * experts, moe, weights, gradients) never change under a number: if one of them grows, the
- * symbols that take it get the next number, and the old symbols stay.  docs/reference/abi.md
- * has the rules. */
+ * A symbol has the arguments of its call.  Each struct is followed by the size that it has in
+ * the caller's header:
+ *   - If this size is smaller than in the library, the library uses zeros for the missing
+ *     fields.
+ *   - If it is larger, the fields that the library does not know must be zero.
+ *   - If it is smaller than the first version of the struct, the library refuses it.
+ *
+ * Structs inside other structs (layer, router, experts, moe, weights, gradients) never change
+ * for a symbol.  If one of them grows, the symbols that take it get a new version number, and
+ * the old symbols remain.  docs/reference/abi.md has the rules. */
 #ifndef EPIC_ABI_H
 #define EPIC_ABI_H
 
@@ -18,7 +21,8 @@
 extern "C" {
 #endif
 
-/* Enums are passed as arguments and results of 32 bits between program and library. */
+/* Enums that are passed as arguments or returned must have 32 bits, in programs and in the
+ * library. */
 #ifdef __cplusplus
 #define EPIC_CHECK_ENUM(type) \
     static_assert(sizeof(type) == 4, #type " has no 32 bits: compile without -fshort-enums")

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reads the file that epic-place writes: the rank that owns each expert, and with replicas the
- * logical expert that it is a replica of.
+/* Reads the file that epic-place writes.  It records which rank owns each expert.  With
+ * replicas, it also records of which logical expert each expert is a replica.
  *
  *     epic_placement place;
  *     const char *why = epic_placement_read(&place, "place.txt");   NULL: success
@@ -10,16 +10,18 @@
  *     args.logical_of_expert = place.logical_of_expert;             NULL: no replicas
  *     epic_placement_free(&place);
  *
- * The file is text.  Words and numbers are separated by blanks and line ends, in this order:
+ * The file is text.  Its words and numbers are separated by blanks and line ends, in this
+ * order:
  *
  *     epic-placement 1
  *     ranks 4
  *     experts 8
- *     logical 6             0: no replicas, and the last list is left out
+ *     logical 6             0: no replicas, and no logical_of_expert
  *     rank_of_expert 0 0 1 1 2 2 3 3
  *     logical_of_expert 0 1 2 3 4 5 0 2
  *
- * All functions are in this header; a program that uses it need not link with libepic. */
+ * All functions are defined in this header, so a program that uses them need not link with
+ * libepic. */
 #ifndef EPIC_PLACEMENT_H
 #define EPIC_PLACEMENT_H
 
@@ -32,7 +34,7 @@
 extern "C" {
 #endif
 
-/* A placement.  The arrays are owned by it; free them with epic_placement_free(). */
+/* A placement.  It owns its arrays; epic_placement_free() frees them. */
 typedef struct epic_placement {
     uint32_t num_ranks;
     uint32_t num_experts;
@@ -41,7 +43,8 @@ typedef struct epic_placement {
     int32_t *logical_of_expert; /* [num_experts]; NULL: no replicas */
 } epic_placement;
 
-/* Frees the arrays of a placement that epic_placement_read() has filled in.  Threads: any. */
+/* Frees the arrays of a placement that epic_placement_read() has filled in, and clears it.
+ * Threads: any. */
 static inline void epic_placement_free(epic_placement *place)
 {
     free(place->rank_of_expert);
@@ -49,20 +52,22 @@ static inline void epic_placement_free(epic_placement *place)
     memset(place, 0, sizeof *place);
 }
 
-/* Helpers of epic_placement_read(), not for programs: they return 0 if the file has
- * something else. */
+/* Helpers of epic_placement_read(), not for programs.  Each returns 1 if the file continues as
+ * expected, else 0.  This one reads the word `wanted`. */
 static inline int epic_placement_word(FILE *file, const char *wanted)
 {
     char word[32];
     return fscanf(file, "%31s", word) == 1 && strcmp(word, wanted) == 0;
 }
 
+/* Returns 1 if the file has nothing more. */
 static inline int epic_placement_ends(FILE *file)
 {
     char more;
     return fscanf(file, " %c", &more) == EOF;
 }
 
+/* Reads `word` and a number from `least` to `most`, which it writes to *out. */
 static inline int epic_placement_number(FILE *file, const char *word, long least, long most,
                                         uint32_t *out)
 {
@@ -72,8 +77,8 @@ static inline int epic_placement_number(FILE *file, const char *word, long least
     return value >= least && value <= most;
 }
 
-/* Returns `num` numbers below `limit` that follow `word`, or NULL if the file does not have
- * them. */
+/* Reads `word` and `num` numbers from 0 to limit - 1.  Returns the numbers, or NULL if the file
+ * does not continue like this.  The caller frees them. */
 static inline int32_t *epic_placement_list(FILE *file, const char *word, uint32_t num,
                                            uint32_t limit)
 {
@@ -89,8 +94,8 @@ static inline int32_t *epic_placement_list(FILE *file, const char *word, uint32_
     return NULL;
 }
 
-/* Reads a placement.  Returns NULL on success; then free *out later.  Otherwise returns why the
- * file could not be read, as a constant string, and *out is empty.  Threads: any. */
+/* Reads the placement in the file `path`.  Returns NULL on success; the caller frees *out
+ * later. Otherwise returns the reason, a constant string, and *out is empty.  Threads: any. */
 static inline const char *epic_placement_read(epic_placement *out, const char *path)
 {
     uint32_t version;
