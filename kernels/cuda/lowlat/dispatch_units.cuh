@@ -11,8 +11,8 @@
 #ifndef EPIC_LOWLAT_DISPATCH_UNITS_CUH
 #define EPIC_LOWLAT_DISPATCH_UNITS_CUH
 
-#define LOW_LATENCY \
-    1 /* must come before the first header: common/wait.cuh then polls without pauses */
+/* Makes waits poll longer before they sleep. Must come before the first header. */
+#define LOW_LATENCY 1
 
 #include "cuda/common/launch.cuh"
 #include "cuda/dispatch/packed.cuh"
