@@ -63,8 +63,8 @@ typedef struct p2p_gemm {
     uint32_t out_type;  /* WEIGHT: epic_type of out */
     int32_t accumulate; /* WEIGHT, INPUT: 1: add the result to out */
     int32_t sms;        /* largest number of CTAs */
-    /* rows of tiles that are computed together, column by column, so that they share L2 cache
-     * lines; 0: the launcher chooses */
+    /* number of rows of tiles (with clusters: pairs of rows) that are computed together, column
+     * by column, so that they share L2 cache lines; 0: the launcher chooses */
     int32_t group;
     int32_t alone; /* 1: do not use clusters of two CTAs; for tests */
     /* If above 1: cut each sum into this many slices. Only for products with one slab that

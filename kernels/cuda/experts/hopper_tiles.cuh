@@ -59,8 +59,8 @@ struct Job {
     /* number of tiles in a row of tiles */
     int tiles_across;
     int steps; /* FORWARD, INPUT: stages per tile, each BK numbers of the sum (e4m3: 128) */
-    /* number of pairs of rows of tiles that are computed together, column by column, so that b
-     * is read from L2 */
+    /* number of rows of tiles (with clusters: pairs of rows) that are computed together, column
+     * by column, so that b is read from L2 */
     int group;
     int accumulate;
 };
@@ -80,7 +80,7 @@ struct Work {
 
 /* Fills in tile number t of the cluster, for CTA number `rank` of the cluster. Returns false if
  * t is past the last tile. Tiles are ordered by expert (WEIGHT), then by groups of job.group
- * pairs of rows, then by column. */
+ * rows (with clusters: pairs of rows), then by column. */
 template <int PASS, int CTAS>
 static __device__ __forceinline__ bool find_tile(Work &w, const Job &job, int num_tiles, int t,
                                                  int rank)

@@ -41,8 +41,8 @@ static __device__ int64_t count_at(const int32_t *counts, int e, int64_t most)
     return count < 0 ? 0 : count < most ? count : most;
 }
 
-/* Handles THREADS experts at a time. first_row and first_tile are carried over to the next
- * ones. */
+/* Computes slabs and tiles, for THREADS experts at a time. first_row and first_tile are carried
+ * over to the next ones. */
 static __global__ void __launch_bounds__(THREADS)
     slabs_kernel(const __grid_constant__ p2p_slabs s)
 {

@@ -23,7 +23,7 @@
 struct LowlatMove : PackedMove {
     const LowlatPlan *tables; /* new plan: its tables */
     uint32_t result;          /* new plan: an epic_result, the result of the plan */
-    const int32_t *fates;     /* plan that is read: slots of this rank's choices */
+    const int32_t *fates;     /* plan read from memory: slots of this rank's choices */
     /* true: rows are received but not stored, because the plan is invalid or a rank has too few
      * rows */
     bool discards;
@@ -44,17 +44,18 @@ struct LowlatMove : PackedMove {
 struct PendingPiece {
     int32_t token, piece;
     int rank;
-    uint64_t word; /* plan that is read: this lane's slot */
+    uint64_t word; /* this lane's slot, if the plan is read from memory */
     uint4 q[V];
 };
 
-/* The words (weights, record) of a token that are being received. */
+/* The weight and the record of a token that are being received ("words"). */
 struct PendingWords {
     int32_t token;
     int rank;
-    uint64_t word; /* plan that is read: this lane's slot */
-    int32_t
-        choice; /* token of this rank, plan that is read: slot of this lane's choice; else -1 */
+    uint64_t word; /* this lane's slot, if the plan is read from memory */
+    /* Slot of this lane's choice, for a token of this rank and a plan that is read from memory;
+     * else -1. */
+    int32_t choice;
     /* Token of this rank: weight of this lane's choice. Token of a peer: weight of this lane's
      * slot, or poison if it has not arrived. */
     uint32_t weight;
@@ -73,9 +74,9 @@ __device__ __forceinline__ uint64_t read_choice_ahead(const LowlatMove &m, int32
 
 /* ----------------------------------------------------------------------------- sending ---- */
 
-/* Sends a worker's pieces of this rank's tokens. A unit is a piece: number token * pieces +
- * piece. Everything about the first piece is loaded and computed before the CTA's first
- * barrier, because after it every instruction delays the operation. */
+/* Sends a worker's pieces of this rank's tokens. Unit number token * pieces + piece is one
+ * piece of a token. Everything about the first piece is loaded and computed before the CTA's
+ * first barrier, because after it every instruction delays the operation. */
 template <class Rows> struct PieceSender {
     const LowlatMove &m;
     int unit, end;

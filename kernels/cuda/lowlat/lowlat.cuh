@@ -257,7 +257,8 @@ __device__ __forceinline__ void finish_lowlat(const p2p_self &self, OpState &op,
                                          gridDim.x * (HOSTS ? blockDim.x / WARP : 1)) != 0;
     };
 #ifdef EPIC_HOSTS
-    /* A rank that is late may have received everything although the group is broken. */
+    /* A rank that is late may have received everything although the group is broken. Then it
+     * must not count the operation as done. */
     if (opening.said) {
         op.aborted_wait = WAIT_ABORTED(-1, P2P_PHASE_ARRIVE);
         return;

@@ -127,7 +127,8 @@ static inline int planner_most_bytes(void)
     return most;
 }
 
-/* Returns the dynamic shared memory, in bytes, that each plan of this job needs. */
+/* Returns the dynamic shared memory, in bytes, of the planner for this job, without the further
+ * arrays of layers with PLAN_RARE. */
 static inline int planner_bytes_of(const p2p_plan_job &job)
 {
     return planner_bytes(num_tallies(job, job.layer.layout == EPIC_FLAT));
@@ -146,7 +147,7 @@ struct TokenLanes {
     __device__ explicit TokenLanes(int top_k)
     {
         const int lane = lane_id();
-        /* exact, because both numbers are small */
+        /* approximate, but the quotients below are exact for numbers this small */
         const float part = reciprocal_approx((float)top_k);
         tokens = top_k <= WARP ? (int)((WARP + 0.5f) * part) : 1;
         halves = top_k <= WARP ? 1 : 2;

@@ -143,7 +143,7 @@ template <> struct Owned<0> {
 struct Deal {
     int groups;          /* number of groups; 1 if the router has no groups */
     int each;            /* number of ids of a group */
-    int lane_bits;       /* logarithm of the number of lanes that share a group */
+    int lane_bits;       /* base-2 logarithm of the number of lanes that share a group */
     int groups_per_lane; /* number of groups of a lane; 1 if lanes share groups */
     int run;             /* largest number of ids of a lane */
 
