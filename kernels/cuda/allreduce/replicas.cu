@@ -7,7 +7,7 @@
  *   1. send     add the same four floats of this rank's replicas of an expert; store the sum to
  *               the staging of every peer
  *   2. receive  poll this rank's staging for the sums of every peer
- *   3. add      add the sums of all ranks, store the result to every replica here
+ *   3. add      add the sums of all ranks, store the result to every replica on this rank
  *
  * The vectors (four floats) of all logical experts with two or more replicas form one list,
  * ordered by logical expert. All ranks have the same list; a rank without a replica of an
@@ -20,16 +20,17 @@
 #include "cuda/plan/view.cuh"
 
 #define BLOCK 512
-#define SINGLE_REPLICA 0xffff /* in Replicas.nth and mine: there is only one replica */
+/* value of Replicas.nth and Replicas.mine of experts without a second replica */
+#define SINGLE_REPLICA 0xffff
 /* levels of a binary tree over the at most 128 leaves of a rank */
 #define LEAF_LEVELS 8
 
-/* Which local experts are replicas of which logical expert; in shared memory. The logical
- * experts with two or more replicas, called "replicated" here, have numbers n = 0, 1, ... */
+/* Tables in shared memory that map local experts to the logical experts of which they are
+ * replicas. The logical experts with two or more replicas, called "replicated" in this file,
+ * have numbers n = 0, 1, ... */
 struct Replicas {
     /* At first the number of replicas of each logical expert. When read_replicas() returns,
-     * this rank's replicas of replicated expert n are local[i] for count[n] <= i < count[n +
-     * 1]. */
+     * count[n] is the index in `local` of this rank's first replica of replicated expert n. */
     int32_t count[P2P_REPLICATED_EXPERTS + 1];
     uint16_t
         nth[P2P_REPLICATED_EXPERTS]; /* [logical expert]: its number n, or SINGLE_REPLICA */

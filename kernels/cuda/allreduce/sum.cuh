@@ -50,9 +50,9 @@ __device__ __forceinline__ void copy_floats(const float (&from)[4], float (&to)[
 template <int LEVELS> struct Tree {
     float left[LEVELS][4];
 
-    /* Adds leaf number `leaf`, which is x: adds x to left[level] from level 0 up, as long as
-     * the node is a right child, and stores the sum at the first level where it is a left
-     * child. Overwrites x. */
+    /* Adds leaf number `leaf`, whose value is x. From level 0 upwards: a right child adds
+     * left[level] to x and continues; a left child stores x to left[level] and stops.
+     * Overwrites x. */
     __device__ __forceinline__ void push_leaf(int leaf, float (&x)[4])
     {
         bool rises = true;
@@ -210,8 +210,8 @@ static __device__ __forceinline__ bool add_ranks_unrolled(const RankSum &s, floa
     return true;
 }
 
-/* Waits for the vector of every rank and sets x to the sum, added in the order of the job (by
- * rank or in the tree). Called by a whole warp. Returns false if the group is broken. */
+/* Waits for the vector of every rank and sets x to the sum. `s.order`: added by rank or in the
+ * tree. Called by a whole warp. Returns false if the group is broken. */
 template <bool MANY> __device__ __forceinline__ bool add_ranks(const RankSum &s, float (&x)[4])
 {
     return MANY ? add_ranks_looped(s, x) : add_ranks_unrolled(s, x);

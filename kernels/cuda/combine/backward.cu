@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* combine_backward: sends the gradient of each token's sum to the token's slots, and computes
- * the gradients of the slots' weights if the caller requests them.
+/* combine_backward: sends the gradient of each token's sum to the token's slots. If the caller
+ * requests it, also computes the gradients of the slots' weights.
  *
- *   d_out           [num_tokens, row_bytes]  input: gradients of this rank's tokens; they travel
- *                                            like rows of dispatch
+ *   d_out           [num_tokens, row_bytes]  input: gradients of this rank's tokens, which
+ *                                            travel like rows of dispatch
  *   rows            [num_rows, row_bytes]    input: the rows that combine summed
  *   d_rows          [num_rows, row_bytes]    output: weight * d_out of the slot's token, may be
  *                                            quantized to e4m3
@@ -13,8 +13,8 @@
  * of one row. Step i of the list of units has these roles:
  *
  *   send     token i to every peer that needs it
- *   receive  token i - lag of each source; this rank's own tokens are the last source
- *   add      with an own token: the dot products of token i - 2 lag, from their blocks
+ *   receive  token i - lag of each source; this rank's own tokens are the last source. A unit
+ *            that receives an own token also adds the dot products of token i - 2 lag.
  *
  * A piece has 1024 elements and is one block of a dot product. The warp that has computed a
  * block stores it to this rank's memory `parts`. Another warp later adds the blocks in order.

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What both paths of combine_backward (backward_stream.cuh and backward_plain.cuh) share:
- * slots, sending, and the work that is done along with this rank's own tokens. "Entry n" of a
- * token of a rank is the token's n-th choice here. */
+/* What both paths of combine_backward (backward_stream.cuh and backward_plain.cuh) share.
+ * "Entry n" of a token of a rank is the token's n-th choice on this rank. */
 #ifndef EPIC_COMBINE_BACKWARD_CUH
 #define EPIC_COMBINE_BACKWARD_CUH
 
@@ -107,9 +106,9 @@ __device__ __forceinline__ bool receive_d_out(const BackwardMove &m, int32_t tok
     return true;
 }
 
-/* Adds the blocks of a token number `token` of every rank, in order, and stores the dot
- * products to d_slot_weights. Each lane adds one entry of one rank. Stores poison back to
- * `parts`. Called by a whole warp. Returns false if the group is broken. */
+/* Adds up the dot products of token number `token` of every rank from their blocks, in order,
+ * and stores them to d_slot_weights. Each lane adds one entry of one rank. Stores poison back
+ * to `parts`. Called by a whole warp. Returns false if the group is broken. */
 __device__ __forceinline__ bool add_dot_parts(const BackwardMove &m, int32_t token)
 {
     const int entries = m.job.self.num_ranks * m.top_k;
@@ -213,8 +212,8 @@ __device__ __forceinline__ void pad_piece(const BackwardMove &m, int32_t slot, i
     if (piece == 0 && lane_id() == 0 && m.job.d_slot_weights) m.job.d_slot_weights[slot] = 0.0f;
 }
 
-/* Writes zeros to all padding if there are too few tokens to do it along with them. Called by
- * all CTAs. */
+/* Writes zeros to all padding slots if receive units do not do it (pads_with_tokens() is
+ * false). Called by all CTAs. */
 template <int V, bool QUANTIZE> __device__ __forceinline__ void pad_all(const BackwardMove &m)
 {
     const int warps = (int)(grid_threads() / WARP), warp = (int)(grid_thread() / WARP);

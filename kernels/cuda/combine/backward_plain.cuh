@@ -7,9 +7,9 @@
 
 #include "cuda/combine/backward.cuh"
 
-/* Receives a piece of a token: stores d_rows of its slots here, and the blocks of their dot
- * products. `source`: 0 for the next rank. `slot`: slot of the lane's entry, or -1. Called by a
- * whole warp. Returns false if the group is broken. */
+/* Receives a piece of a token: stores d_rows of its slots on this rank, and the blocks of their
+ * dot products. `source`: 0 for the next rank. `slot`: slot of the lane's entry, or -1. Called
+ * by a whole warp. Returns false if the group is broken. */
 template <class ROW, int V, bool QUANTIZE>
 __device__ __forceinline__ bool receive_token(const BackwardMove &m, int32_t token, int piece,
                                               int source, int32_t slot)

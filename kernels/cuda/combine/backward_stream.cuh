@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The fast path of combine_backward, for rows that are aligned to 16 bytes. The units of a warp
- * become one stream of pieces, of d_out and of `rows`, that are copied into a ring in shared
- * memory ahead of their use. A staged piece may be copied before it has arrived. Then the copy
- * contains poison, and the warp polls the piece in staging.
+ * become one stream of pieces of d_out and of `rows`. The pieces are copied into a ring in
+ * shared memory ahead of their use. A staged piece may be copied before it has arrived. Then
+ * the copy contains poison, and the warp polls the piece in staging.
  *
  *     a unit that sends token i       a unit that receives token t of source q
  *
@@ -15,7 +15,7 @@
 
 #include "cuda/combine/backward.cuh"
 
-/* A slot of a unit's token here. */
+/* One of the slots of a unit's token on this rank. */
 struct __align__(8) Slot
 {
     int32_t number;
@@ -24,13 +24,13 @@ struct __align__(8) Slot
 
 struct Entry {     /* A unit that the warp has begun and not finished; in shared memory. */
     int32_t token; /* token that is sent or received */
-    /* receiving: number of slots here; sending: bit mask of peers; 0: nothing to do */
+    /* receiving: number of slots on this rank; sending: bit mask of peers; 0: nothing to do */
     uint32_t work;
     int16_t role, span; /* role: from role_of() */
     /* first piece and number of pieces; a unit with nothing to do takes one place of the ring
      */
     int16_t first, count;
-    Slot slots[WARP]; /* the token's slots here */
+    Slot slots[WARP]; /* the token's slots on this rank */
 };
 
 template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
@@ -187,8 +187,9 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
             if (EXACT || its_vector + v * WARP + lane_id() < m.shape.vectors)
                 store_once(to + v * WARP * 16, scale_vector<ROW>(weight, x[v]), m.policy);
     }
-    /* Adds the lane sums of the dot products of slots [first, first + count) of a unit, one per
-     * lane, and stores them to `parts` as blocks of piece `piece`. Called by a whole warp. */
+    /* Adds the lane sums of dot products and stores the results to `parts`, as block `piece` of
+     * slots [first, first + count) of a unit. Each lane adds for one slot. Called by a whole
+     * warp. */
     __device__ __forceinline__ void add_dots(const Entry &u, int piece, int first, int count)
     {
         __syncwarp();
@@ -223,7 +224,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
             const Slot current = next;
             uint4 y[V];
             if (dots) read_piece(its_vector, y, 0);
-            /* loaded before the stores, because a load after them would wait for them */
+            /* Read the next slot before the stores: a load after the stores would wait for
+             * them. */
             next = u.slots[min(i + 1, WARP - 1)];
             if (QUANTIZE)
                 store_scaled_quantized<ROW, V>(m, current.number, piece, current.weight, x,

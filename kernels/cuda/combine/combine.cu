@@ -120,10 +120,10 @@ extern "C" cudaError_t p2p_load_combine(void)
 }
 
 /* Returns the number of tokens by which adding stays behind sending: a quarter more than all
- * warps send at a time, so that partial sums have arrived when they are needed. Two cases keep
- * the job's lag, because a longer one does not help them: every warp has the same piece of
- * every row, or, with a FLAT plan, a warp's next piece is only a little further in the row.
- * Measured: docs/lab/cuda.md. */
+ * warps send at a time, so that partial sums have arrived when they are needed. A longer lag
+ * than the job's does not help in two cases. Either every warp has the same piece of every row,
+ * or, with a FLAT plan, a warp's next piece is only a little further in the row. Measured:
+ * docs/lab/cuda.md. */
 static int lag_of(const p2p_combine_job &job, int num_sms)
 {
     const int pieces = (int)((job.row_bytes + STREAM_V * 512 - 1) / (STREAM_V * 512));

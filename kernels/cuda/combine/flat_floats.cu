@@ -3,10 +3,10 @@
  * operation of its own. With FLAT they are arrays by row, which the kernels of combine do not
  * support.
  *
- *   slot_floats    [num_rows, top_k]    input: a float for each choice of the row's token here
- *   choice_floats  [num_tokens, top_k]  output: a float for each choice of this rank's tokens
+ *   slot_floats    [num_rows, top_k]    input: one for each choice of the row's token on this rank
+ *   choice_floats  [num_tokens, top_k]  output: one for each choice of this rank's tokens
  *
- * All warps of all CTAs do the same work; each has every n-th token, in two steps:
+ * All warps of all CTAs do the same work. Each warp has every n-th token, in two steps:
  *
  *   1. send     the floats of a peer's token, to the peer
  *   2. receive  the floats of a token of this rank, from the ranks of its choices
@@ -94,8 +94,8 @@ static __device__ bool receive_half(const FlatFloats &f, int32_t token, int half
     return true;
 }
 
-/* Sends the floats of all choices of peers' tokens here, then receives those of this rank's
- * tokens. Returns false if the group is broken. */
+/* Sends the floats of peers' choices on this rank to the peers, then receives those of this
+ * rank's tokens. Returns false if the group is broken. */
 static __device__ bool move_floats(const FlatFloats &f)
 {
     const p2p_self &self = f.job.self;

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The plain path of combine, for all cases that stream.cuh does not support: unaligned rows,
- * more than 32 choices, several leaves within a rank, float32 partial sums of 16-bit rows, and
- * sums by host. Units and their order are those of combine.cu. A piece is one vector per lane.
+ * more than 32 choices, several leaves within a rank, tree order over more than 8 ranks,
+ * float32 partial sums of 16-bit rows, and sums by host. Units and their order are those of
+ * combine.cu. A piece is one vector per lane.
  *
  * Names used here: acc is the sum of rows in float32; a node is a partial sum in the sum tree,
  * packed into vectors; `touched` is a bit mask of the ranks that have choices of a token. */
@@ -12,8 +13,8 @@
 
 #define LEAF_LEVELS 8 /* largest number of levels of a rank's subtree */
 
-/* Returns in lane n the slot here of the token's n-th choice on this rank, after clamp_slot();
- * -1 for none. */
+/* Returns in lane n the slot on this rank of the token's n-th choice on this rank, after
+ * clamp_slot(); -1 for none. */
 __device__ __forceinline__ int32_t clamped_slot_of(const CombineState &c, int rank,
                                                    int32_t token, int half)
 {
@@ -82,8 +83,8 @@ __device__ __forceinline__ void pack_sum(uint4 (&node)[V][PartialSum<ROW, PART>:
     for (int v = 0; v < V; v++) PartialSum<ROW, PART>::pack_floats(node[v], acc[v]);
 }
 
-/* Sets node to the sum of all rows of a token here, added in ascending k. `rank`: owner of the
- * token. Returns false if the token has no row here. Called by a whole warp. */
+/* Sets node to the sum of a token's rows on this rank, added in ascending k. `rank`: owner of
+ * the token. Returns false if the token has no row on this rank. Called by a whole warp. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ bool
 sum_local_rows(const CombineState &c, uint4 (&node)[V][PartialSum<ROW, PART>::VECTORS],
@@ -186,9 +187,9 @@ template <class ROW, class PART> struct LeafStack {
     }
 };
 
-/* Sets node to the sum of a token's rows here: rows of a leaf are added first, then the leaves
- * in the tree. One vector per lane. Returns false if the token has no row here. Called by a
- * whole warp. */
+/* Sets node to the sum of a token's rows on this rank: rows of a leaf are added first, then the
+ * leaves in the tree. One vector per lane. Returns false if the token has no row on this rank.
+ * Called by a whole warp. */
 template <class ROW, class PART>
 __device__ __forceinline__ bool sum_leaves(const CombineState &c,
                                            uint4 (&node)[1][PartialSum<ROW, PART>::VECTORS],
@@ -224,8 +225,8 @@ __device__ __forceinline__ bool sum_leaves(const CombineState &c,
 
 /* ------------------------------------------------------------------ floats that return ---- */
 
-/* Sends one float per choice here of a token of `rank`. `to`: the floats of this rank in that
- * rank's heap. Called by a whole warp. */
+/* Sends one float per choice on this rank of a token of `rank`. `to`: the floats of this rank
+ * in that rank's heap. Called by a whole warp. */
 __device__ __forceinline__ void send_floats(const CombineState &c, int rank, int32_t token,
                                             uint32_t *to)
 {
@@ -288,12 +289,12 @@ __device__ __forceinline__ bool receive_floats(const CombineState &c, int32_t to
 struct Unit { /* A unit, with what was loaded ahead for it. */
     int32_t token;
     int role, piece;
-    int32_t slot;  /* lane n: slot of the token's n-th choice here */
+    int32_t slot;  /* lane n: slot of the token's n-th choice on this rank */
     int32_t ranks; /* source units, lane k: rank of choice k */
 };
 
 /* Sets node to this rank's partial sum of a unit's token. `rank`: owner of the token. Returns
- * false if the token has no row here. */
+ * false if the token has no row on this rank. */
 template <class ROW, class PART, int V, bool LEAVES>
 __device__ __forceinline__ bool sum_unit(const CombineState &c, const Unit &u, int rank,
                                          uint4 (&node)[V][PartialSum<ROW, PART>::VECTORS])
@@ -307,8 +308,9 @@ __device__ __forceinline__ bool sum_unit(const CombineState &c, const Unit &u, i
 
 #include "cuda/combine/relay.cuh"
 
-/* Does an expert unit: sums a piece of a peer's token here and stores the partial sum to the
- * peer's staging. Called by a whole warp. Returns false if the group is broken. */
+/* Does an expert unit: sums a piece of the rows of a peer's token on this rank, and stores the
+ * partial sum to the peer's staging. Called by a whole warp. Returns false if the group is
+ * broken. */
 template <class ROW, class PART, int V, bool LEAVES>
 __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit &u)
 {
@@ -346,8 +348,8 @@ __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit
     return true;
 }
 
-/* Waits for the partial sums of up to four ranks, those at places `place` to `place` + 3 of the
- * sum order, and stores poison back. there[i]: the rank has a partial sum; q[i] of this rank
+/* Waits for the partial sums of the ranks at places `place` to `place` + 3 of the sum order
+ * (rank_at[]), and stores poison back. there[i]: the rank has a partial sum. q[i] of this rank
  * itself is already set. Called by a whole warp. Returns false if the group is broken. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ bool
@@ -414,7 +416,7 @@ receive_partials(const CombineState &c, const Unit &u, int place, bool (&there)[
     return true;
 }
 
-/* a = a + b. there_a and there_b tell whether a and b exist; if only b exists, a becomes b. */
+/* a = a + b. there_a and there_b show whether a and b exist; if only b exists, a becomes b. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ void
 add_node(uint4 (&a)[V][PartialSum<ROW, PART>::VECTORS], bool &there_a,

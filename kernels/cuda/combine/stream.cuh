@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The fast path of combine, for aligned rows and one partial sum per rank. The units of a warp
- * become one stream of pieces (rows here and partial sums of peers) that are copied into a ring
- * in shared memory ahead of their use. A partial sum may be copied before it has arrived. Then
- * the copy contains poison, and the warp polls the piece in staging.
+ * become one stream of pieces: rows of this rank and partial sums of peers. The pieces are
+ * copied into a ring in shared memory ahead of their use. A partial sum may be copied before it
+ * has arrived. Then the copy contains poison, and the warp polls the piece in staging.
  *
  *     an expert unit, token t of source q       a source unit, token t of this rank
  *
@@ -19,7 +19,7 @@
 
 #define STREAM_V 4
 
-/* A slot of a unit's token here. */
+/* One of the slots of a unit's token on this rank. */
 struct __align__(8) Slot
 {
     int32_t number;
@@ -29,11 +29,12 @@ struct __align__(8) Slot
 struct Entry { /* A unit that the warp has begun and not finished; in shared memory. */
     int32_t token;
     int32_t vector;    /* first vector of the piece */
-    int16_t num_slots; /* slots here */
+    int16_t num_slots; /* slots on this rank */
     int16_t role;      /* role of an expert unit; -1: a source unit */
-    /* source units, bit p: the rank at place p of the sum order sends a partial sum */
+    /* source units, bit p: the rank at place p of the sum order (rank_at[p]) sends a partial
+     * sum */
     uint32_t places;
-    Slot slots[WARP];    /* the token's slots here */
+    Slot slots[WARP];    /* the token's slots on this rank */
     int32_t ranks[WARP]; /* source units: rank of choice k */
 };
 
@@ -141,8 +142,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         const int rank = c.plan.header.rank_at[place];
         return staged_row(c.op.inbox[rank], of_token - c.first, c.shape.vectors);
     }
-    /* Starts the copy of one more piece, of a row here or of a peer's partial sum. A unit
-     * without pieces takes one place of the ring. */
+    /* Starts the copy of one more piece, of a row on this rank or of a peer's partial sum. A
+     * unit without pieces takes one place of the ring. */
     __device__ __forceinline__ void copy_next()
     {
         if (!(slots | places) && copied != begun) {
@@ -181,7 +182,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         copy_next();
         ring.read_piece(q, u.vector, c.shape);
     }
-    /* Sets sum to the sum of weight * row over the unit's slots here, rounded to type ROW. */
+    /* Sets sum to the sum of weight * row over the unit's slots on this rank, rounded to type
+     * ROW. */
     __device__ __forceinline__ void add_rows_here(const Entry &u, uint4 (&sum)[V])
     {
         const int32_t count = u.num_slots;

@@ -28,14 +28,14 @@ struct OpState { /* The running operation. Each CTA has one, in shared memory. *
     uint32_t overlaps;              /* result of mark_running() */
     /* WAIT_ABORTED() of a wait of this CTA that was given up; 0: none */
     mutable uint32_t aborted_wait;
-    uint8_t *inbox[DEVICE_MAX_RANKS];  /* [rank that writes it]: this rank's staging */
-    uint8_t *outbox[DEVICE_MAX_RANKS]; /* [rank that reads it]: staging that this rank writes */
+    uint8_t *inbox[DEVICE_MAX_RANKS];  /* inbox[q]: this rank's staging for rows of rank q */
+    uint8_t *outbox[DEVICE_MAX_RANKS]; /* outbox[q]: where to store rows for rank q */
 #ifdef EPIC_HOSTS
-    const uint8_t *slow;      /* start of the net inbox */
+    const uint8_t *slow;      /* start of the net inbox (is_host_memory()) */
     int64_t host_inbox_bytes; /* its size in bytes if it is in host memory, else 0 */
-    /* [rank that writes it]: this rank's staging in the net inbox */
+    /* host_box[q]: this rank's staging for rows of rank q in the net inbox */
     uint8_t *host_box[DEVICE_MAX_RANKS];
-    /* [rank]: the rank that delivers its rows here: itself or a relay */
+    /* relay[q]: the rank that delivers rank q's rows to this rank: q or a relay */
     uint8_t relay[DEVICE_MAX_RANKS];
 #endif
 };
@@ -160,7 +160,7 @@ __device__ __forceinline__ int relay_of(const OpState &op, int q)
 }
 
 /* Returns true if `at` is in host memory (backend hosts only). A poll of host memory takes
- * microseconds, and bandwidth from rows. */
+ * microseconds and slows down the transfer of rows. */
 __device__ __forceinline__ bool is_host_memory(const OpState &op, const void *at)
 {
 #ifdef EPIC_HOSTS
@@ -204,9 +204,9 @@ __device__ __forceinline__ bool is_remote(const p2p_self &self, int q)
 #endif
 }
 
-/* Returns the index of rank `by` in the arrays of rank `to` that have one part per source. p2p:
- * the rank. backend hosts: the distance between the ranks, so that the shared outbox has a part
- * of its own for each destination. */
+/* Returns the index of rank `by` in the arrays of rank `to` that have one part per source. In
+ * p2p it is `by`. In backend hosts it is the distance from `to` to `by` minus 1, so that the
+ * shared outbox has a part of its own for each destination. */
 __device__ __forceinline__ int source_number(const p2p_self &self, int to, int by)
 {
     return HOSTS ? wrap_rank(by + self.num_ranks - to - 1, self.num_ranks) : by;
@@ -219,9 +219,9 @@ __device__ __forceinline__ int source_number(const p2p_self &self, int to, int b
 #define HEAP_TOP_K(self) DEVICE_MAX_TOP_K
 #endif
 
-/* Returns a number of words to add to a record's address on rank q that was computed with this
- * rank's number as index. The sum is the address of this rank's record there (source_number()).
- */
+/* Returns the offset, in 8-byte words, from index self.rank to the index of this rank
+ * (source_number()) in the records of rank q. A caller that has an address with index self.rank
+ * adds it. */
 __device__ __forceinline__ int64_t record_word_offset(const p2p_self &self, int q)
 {
     return (source_number(self, q, self.rank) - self.rank) * self.max_tokens * HEAP_TOP_K(self);
@@ -278,8 +278,8 @@ __device__ __forceinline__ int64_t wants_offset(const p2p_self &self)
 #endif
 }
 
-/* Returns the number of tokens that this rank sends before it waits for the first one, at
- * least; 0: no such limit. */
+/* Returns the least number of tokens that this rank sends before it waits for a token
+ * (EPIC_NET_WINDOW); 0: no limit. */
 static inline int32_t net_window(const p2p_self &self)
 {
 #ifdef EPIC_HOSTS

@@ -3,8 +3,8 @@
  *
  * A launcher enqueues one kernel on the stream and returns; the job is copied as the kernel's
  * parameter. A rank runs one operation at a time. The CTAs of a kernel wait for each other and
- * for peers, so all of them must be resident at once (one per SM), also those of ranks that
- * share a GPU. */
+ * for peers. So all of them must be resident at once, one per SM. If ranks share a GPU, the
+ * CTAs of all these ranks must be. */
 #ifndef EPIC_CUDA_KERNELS_H
 #define EPIC_CUDA_KERNELS_H
 
@@ -349,8 +349,8 @@ cudaError_t p2p_launch_sum(const p2p_sum_job *job, int num_sms, cudaStream_t str
 cudaError_t p2p_launch_sum_replicas(const p2p_sum_replicas_job *job, int num_sms,
                                     cudaStream_t stream);
 
-/* Each loads one kind of kernel on the current device at open, so that no later launch has to
- * load it, which would wait until the device is idle. */
+/* Each function loads one kind of kernel on the current device. Called at open, because a later
+ * load would wait until the device is idle. */
 cudaError_t p2p_load_plan(void);
 cudaError_t p2p_load_dispatch(void);
 cudaError_t p2p_load_dispatch_packed(void);

@@ -18,7 +18,7 @@
 #include "rules/device_layout.h"
 
 #define P2P_MAX_PLANNERS 16
-/* largest number of trial limits when a FLAT plan that drops searches its limit */
+/* largest number of trial limits: FLAT plans that drop rows search their limit by halving */
 #define P2P_MAX_SEARCHES 40
 /* Largest number of tokens per rank that uses the low-latency kernels (lowlat/lowlat.cuh).
  * Measured: docs/lab/cuda.md. */
@@ -43,7 +43,7 @@ typedef struct p2p_heap {
     int64_t broken;   /* one word: P2P_BROKEN() of a failed group, else 0 */
     int64_t gone;     /* [MAX_RANKS]: P2P_GONE() of each rank that has closed, else 0 */
     /* stamped [MAX_RANKS]: for each rank, a bit mask of the ranks that it waits for; written
-     * only near the end of its time limit */
+     * late in its time limit */
     int64_t waits;
     int64_t why;     /* char [512]: error text of the peer that aborted */
     int64_t control; /* p2p_control, for this rank only */
@@ -58,16 +58,16 @@ typedef struct p2p_heap {
      * trial limit; FLAT plans only */
     int64_t searches;
     /* stamped [2][num_ranks][REPLICATED_EXPERTS]: number of choices of each rank by logical
-     * expert; only for layers that must pick replicas before they count */
+     * expert; only for layers whose planner must choose replicas before it counts */
     int64_t chosen;
     /* stamped [MAX_PLANNERS][MAX_TALLIES]: number of choices that each planning CTA counted;
      * this rank only */
     int64_t tallies;
     int64_t scratch; /* [max_row_bytes]: used in place of missing rows; this rank only */
-    /* stamped [2][num_ranks][max_tokens * max_top_k]: slots here of each rank's tokens; FLAT:
-     * their local experts */
+    /* stamped [2][num_ranks][max_tokens * max_top_k]: slots on this rank of each rank's tokens;
+     * FLAT: their local experts */
     int64_t records;
-    /* stamped [2][num_ranks][max_tokens]: row here of each rank's token; FLAT only */
+    /* stamped [2][num_ranks][max_tokens]: row on this rank of each rank's token; FLAT only */
     int64_t rows;
 #ifdef EPIC_HOSTS
     /* stamped [2][num_ranks][max_tokens]: ranks that want a row, net/relay.cuh */
@@ -124,7 +124,8 @@ typedef struct p2p_control {
     uint32_t running;        /* 1 while an operation runs */
     uint64_t progress_ns;    /* device time in ns when a wait of this rank last ended well */
     uint32_t dead_polled_at; /* time of the last read of p2p_status.dead, in units of 1024 ns */
-    uint32_t dead;           /* bit mask of dead ranks, as then read */
+    /* copy of p2p_status.dead from that time: bit mask of dead ranks */
+    uint32_t dead;
     /* Device time in ns. A deadline has passed, and a beat of the host after this time would
      * confirm it. 0: none. */
     uint64_t due;
@@ -139,8 +140,8 @@ typedef struct p2p_control {
     uint64_t posted;
     uint64_t room;   /* number of the first entry for which the ring has no room yet */
     uint64_t epochs; /* number of epochs whose end has been posted */
-/* Copies of words in host memory and in the net inbox, where polls are slow: one warp reads
- * there, the others read here. */
+/* Copies of words in host memory and in the net inbox, where polls are slow. One warp reads the
+ * originals; all warps read the copies. */
 #ifdef EPIC_HOSTS
     uint64_t broken; /* P2P_BROKEN() of a failed group, else 0 */
     uint64_t freed;  /* number of epochs whose puts the net has read */

@@ -164,8 +164,8 @@ __device__ __forceinline__ Divisor divisor_of(float s)
 }
 
 /* Returns x / s, rounded like a division, if no number in between is subnormal. SHORT: x, and
- * the value from which s was made, have at most 11 significant bits. Then the quotient is never
- * so close to the middle of two e4m3 numbers that an error of 2^-44 matters, and the last
+ * the value from which s was made, have at most 11 significant bits. Then no quotient is so
+ * close to the middle of two e4m3 numbers that an error of 2^-44 matters. So the last
  * correction is left out. */
 template <bool SHORT> __device__ __forceinline__ float divide_rounded(float x, const Divisor &d)
 {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Rows and how they are divided. This file defines pieces, the ring of pieces in shared memory,
- * the element types of rows, and how the work of an operation is dealt to warps.
+/* Rows and how they are divided: pieces, the ring of pieces in shared memory, the element types
+ * of rows, and how units of work are dealt to warps.
  *
  *   vector  16 bytes: what a lane loads or stores at once
  *   piece   V vectors per lane of a warp (V is 4 for most kernels: 2 KB). Vector v of lane l
@@ -182,7 +182,7 @@ template <int V, bool EXACT> struct PieceRing {
     static constexpr int AHEAD = V > 4 ? 2 : 3, PIECE_BYTES = V * WARP * 16;
     static constexpr int BYTES = (AHEAD + 1) * PIECE_BYTES;
     uint32_t memory; /* shared-memory address of this lane's part of the ring */
-    /* offset of the place that is filled, and read, next */
+    /* offset of the place that is read next and then filled */
     uint32_t next = 0;
 
     /* warp_memory: BYTES bytes of shared memory for this warp. */
@@ -329,8 +329,8 @@ struct F32 {
  *   unit number = (step * roles + role) * spans + span
  *
  * Warp w of W in the grid has units w, w + W, w + 2 W, ... */
-/* Distance from a warp's unit to its next one, as step, role and span, and the numbers of
- * roles, spans and warps. In shared memory. */
+/* Distance from a warp's unit to its next one (step, role, span) and the sizes of the list
+ * (roles, spans per row, warps that take part). In shared memory. */
 struct Stride {
     int step, role, span, roles, spans, units;
 
@@ -346,7 +346,7 @@ struct Stride {
     }
 };
 
-#define NO_STEP (1 << 30) /* a step after all steps, for warps that take no part */
+#define NO_STEP (1 << 30) /* step of warps that take no part: after all steps */
 
 /* A warp's current position in the list of units. */
 struct UnitWalk {

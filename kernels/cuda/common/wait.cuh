@@ -117,7 +117,8 @@ __device__ __forceinline__ uint32_t read_waits(const OpState &op, int rank)
 }
 
 /* Publishes that this rank waits for `peers` (bit mask; 0: for none), so that other ranks do
- * not take it for the culprit. Called only in the last quarter of the time limit. */
+ * not take it for the culprit. Called in the last quarter of the time limit, and with 0 if the
+ * deadline moves afterwards. */
 static __device__ void write_waits(const OpState &op, uint32_t peers)
 {
     const p2p_self &self = *op.self;
@@ -306,7 +307,7 @@ static __device__ __noinline__ void report_aborted_wait(const OpState &op)
 }
 
 #ifndef LOW_LATENCY
-/* 1 in low-latency kernels: poll without long pauses, as no rows need the bandwidth */
+/* 1 in low-latency kernels: they poll more often, because no rows need the memory bandwidth */
 #define LOW_LATENCY 0
 #endif
 #ifndef SPINS_TO_SLEEP

@@ -12,8 +12,8 @@
  *
  * Step i of the list of units:
  *
- *   own unit    this rank's token i: to every peer that needs it, and to its slots here. So the
- *               row is read, or quantized, once.
+ *   own unit    this rank's token i: to every peer that needs it, and to its slots on this
+ *               rank. So the row is read, or quantized, once.
  *   peer unit   token i - lag of each peer: from staging to its slots, then poison again
  *
  * Memory order: every word of a staged row is its own flag (net/staging.cuh). In shared memory,
@@ -21,14 +21,15 @@
  * written again only after wait_bulk_read().
  *
  * No wait is circular: a receive waits for a row that was sent `lag` steps earlier, and each
- * CTA takes its units in order. While some CTAs make the plan, each warp of the others sends
- * its first token and then waits for the records with its slots.
+ * CTA takes its units in order. While some CTAs make the plan, each warp of the other CTAs
+ * sends its first token. Then it waits for that token's record, which has its slots.
  *
  * While a warp moves a unit, the row of its next unit is being copied to another place. */
 #include "cuda/dispatch/bulk.cuh"
 #include "cuda/dispatch/launcher.cuh"
 
-#ifndef EPIC_HOSTS /* In backend hosts, rows leave by pieces (packed.cu). */
+/* Not for backend hosts: there, rows to other hosts are sent by pieces (packed.cu). */
+#ifndef EPIC_HOSTS
 
 /* The packed row of one token, to be sent or received by one warp. */
 struct Unit {
@@ -75,8 +76,8 @@ __device__ __forceinline__ Unit take_unit(const PackedMove &m, int *turns, int32
     return unit;
 }
 
-/* Returns true if the record word, loaded ahead, already shows that the token has no row here.
- */
+/* Returns true if the record word, loaded ahead, already shows that the token has no row on
+ * this rank. */
 template <bool FLAT>
 __device__ __forceinline__ bool is_absent(const PackedMove &m, uint64_t record)
 {
@@ -121,7 +122,8 @@ __device__ __forceinline__ bool receive_weights(const PackedMove &m, int rank, i
     return receive_weight(m, rank, source, token, 1, slot[1], weight);
 }
 
-/* Stores the packed row at `place` to its slots here. The place must have been fenced. */
+/* Stores the packed row at `place` to its slots on this rank. The place must have been fenced.
+ */
 __device__ __forceinline__ void fill_all_slots(const PackedMove &m, const int32_t (&slot)[2],
                                                uint32_t place)
 {
@@ -147,7 +149,7 @@ __device__ __forceinline__ bool prepare_packed(const PackedMove &m, int32_t toke
 }
 
 /* Sends this rank's token to its peers and, as soon as its slots are known, stores it to its
- * slots here. Called by a whole warp. Returns false if the group is broken. */
+ * slots on this rank. Called by a whole warp. Returns false if the group is broken. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool send_own_packed(const PackedMove &m, int32_t token,
                                                 const Unit &unit, uint32_t place)
@@ -171,8 +173,8 @@ __device__ __forceinline__ bool send_own_packed(const PackedMove &m, int32_t tok
     return !here || receive_weights<FLAT>(m, rank, 0, token, slot, extras, weight);
 }
 
-/* Receives a peer's token into its slots here. Called by a whole warp. Returns false if the
- * group is broken. */
+/* Receives a peer's token into its slots on this rank. Called by a whole warp. Returns false if
+ * the group is broken. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool receive_packed(const PackedMove &m, int32_t token,
                                                const Unit &unit, const BulkPlaces &places)
@@ -205,7 +207,7 @@ __device__ __forceinline__ bool receive_packed(const PackedMove &m, int32_t toke
     return receive_weights<FLAT>(m, rank, source, token, slot, extras, weight);
 }
 
-struct RoundProgress { /* What a warp has found out in the running round. */
+struct RoundProgress { /* A warp's state in the running round. */
     int32_t end;       /* the round ends before this token */
     bool has_counts;   /* the token counts of all ranks have been read */
     int slab_bits;     /* see find_padding_slabs() */
@@ -302,8 +304,8 @@ __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const ui
     }
 }
 
-/* Writes zeros to all padding if there are too few tokens to do it along with them. Called by
- * all CTAs. Returns false if the group is broken. */
+/* Writes zeros to all padding slots if receive units do not do it (pads_with_tokens() is
+ * false). Called by all CTAs. Returns false if the group is broken. */
 __device__ __forceinline__ bool pad_all(PackedMove &m, const uint8_t *memory)
 {
     const BulkPlaces places(m, memory, 0);

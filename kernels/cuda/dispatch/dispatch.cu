@@ -3,10 +3,10 @@
  * experts.
  *
  *   tokens  [num_tokens, row_bytes]   input: rows of this rank's tokens
- *   recv    [recv_rows, row_bytes]    output: one slot per choice that arrives here, and
- *                                     padding slots, which become zeros
+ *   recv    [recv_rows, row_bytes]    output: one slot per choice of an expert of this rank,
+ *                                     and padding slots, which become zeros
  *
- * A row goes once to each peer that owns one of its experts, into the peer's staging, and from
+ * A row goes once to each peer that owns one of its experts: into the peer's staging, and from
  * there to all of its slots.
  *
  *   CTAs that plan     first make the plan, then join the others
@@ -27,12 +27,13 @@
  *        staging of peer b <-+                   recv[slot of k'] <-+
  *
  * Memory order: every 4-byte word of a row is its own flag (net/staging.cuh), so stores need no
- * order. A receiving warp first reads the token's slots here, from the plan or by polling the
- * record that the token's rank sends, and then polls the row.
+ * order. A receiving warp first reads the token's slots, from the plan or from the record that
+ * the token's rank sends. Then it polls the row.
  *
- * No wait is circular: a receive waits for a row that its sender sent `lag` steps earlier in
- * its own list. Ranks may have different lags. After a plan was made with a `head`, receiving
- * is more than `lag` behind and catches up.
+ * No wait is circular: a warp waits for token t only after its own sends of all tokens up to t.
+ * So every warp of every rank has sent the lowest token that any warp waits for. Each rank may
+ * have another lag. After the plan was made, receiving is `head` tokens behind sending and
+ * catches up.
  *
  * Pieces are copied into a ring in shared memory ahead of their use. A staged piece may be
  * copied before it has arrived. Then the copy contains poison, and the warp polls the piece in
@@ -160,9 +161,9 @@ __device__ __forceinline__ bool fill_more_slots(const DispatchMove &m, int rank,
     return true;
 }
 
-/* Receives the unit's span of one token into its slots here. `word`: from peek_record() or
- * peek_row(). `copied`: the pieces come through the ring. Returns false if the group is broken.
- */
+/* Receives the unit's span of one token into its slots on this rank. `word`: from peek_record()
+ * or peek_row(). `copied`: the pieces come through the ring. Returns false if the group is
+ * broken. */
 template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool receive_token(const DispatchMove &m, int32_t token,
                                               const UnitWalk &walk, uint64_t word, bool copied,
@@ -345,8 +346,8 @@ __device__ __forceinline__ bool move_tokens(DispatchMove &m, int32_t end, const 
     }
 }
 
-/* Writes zeros to all padding if there are too few tokens to do it along with them. Called by
- * all CTAs. Returns false if the group is broken. */
+/* Writes zeros to all padding slots if receive units do not do it (pads_with_tokens() is
+ * false). Called by all CTAs. Returns false if the group is broken. */
 template <bool EXACT> __device__ __forceinline__ bool pad_all(DispatchMove &m)
 {
     if (m.plan.header.alignment <= 1) return true;
@@ -412,8 +413,8 @@ __device__ __forceinline__ bool move_rounds(DispatchMove &m, OpState &op, const 
 /* Kinds of rows: at any address; aligned to 16 bytes; aligned and of whole pieces. */
 enum { ROWS_ANY, ROWS_ALIGNED, ROWS_WHOLE };
 
-/* There is one kernel for each kind of rows, with or without planning, and for each layout.
- * Fewer, more general kernels would need more registers than there are. */
+/* There is one kernel for each kind of rows, with or without planning, and for each layout. A
+ * more general kernel would need more registers than a thread has. */
 template <int ROWS, bool WITH_PLAN, bool FLAT>
 __global__ void __launch_bounds__(BLOCK, 1)
     dispatch_kernel(const __grid_constant__ p2p_dispatch_job job)

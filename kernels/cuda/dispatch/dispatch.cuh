@@ -149,8 +149,8 @@ __device__ __forceinline__ void send_to_peers(const DispatchMove &m, int32_t tok
     }
 }
 
-/* Loads this lane's word of a half of a record (32 choices, one per lane) without waiting, so
- * the record may not have arrived. `rank`: owner of the token. */
+/* Loads this lane's word of a record without waiting, so the record may not have arrived.
+ * `half`: 0 for choices 0 to 31, 1 for later ones. `rank`: owner of the token. */
 __device__ __forceinline__ uint64_t peek_record(const DispatchMove &m, int rank, int32_t token,
                                                 int half)
 {
@@ -166,9 +166,10 @@ __device__ __forceinline__ uint64_t peek_record(const DispatchMove &m, int rank,
     return word;
 }
 
-/* Waits for a half of a record and sets `slot` to this lane's slot here, or -1. `word`: from
- * peek_record(). Sets `more` if another half follows. `keep`: also copies the slots into the
- * plan that is being made. Called by a whole warp. Returns false if the group is broken. */
+/* Waits for a half (32 choices) of a record and sets `slot` to this lane's slot on this rank,
+ * or -1. `word`: from peek_record(). Sets `more` if another half follows. `keep`: also copies
+ * the slots into the plan that is being made. Called by a whole warp. Returns false if the
+ * group is broken. */
 __device__ __forceinline__ bool read_record(const DispatchMove &m, int rank, int32_t token,
                                             int half, bool keep, uint64_t word, int32_t &slot,
                                             bool &more)
@@ -255,7 +256,8 @@ __device__ __forceinline__ void fill_slots(const DispatchMove &m, int32_t vector
     while (slots) {
         const int32_t to = next;
         slots &= slots - 1;
-        /* before the stores, because a shuffle after them would wait for them */
+        /* Read the next slot before the stores: a shuffle after the stores would wait for them.
+         */
         next = __shfl_sync(ALL_LANES, slot, __ffs(slots) - 1);
         store_piece<V, EXACT>(m.job.recv + row_offset(to, m.shape), vector, m.shape, q,
                               m.policy);
@@ -316,8 +318,8 @@ __device__ __forceinline__ const volatile device_plan_header *header_of(const Di
     return (const volatile device_plan_header *)m.job.plan.plan;
 }
 
-/* values of slab_bits: whether padding is written along with tokens is not known yet; it is not
- */
+/* Values of slab_bits: it is not known yet whether padding is written along with tokens; it is
+ * not. */
 #define NOT_KNOWN (-1)
 #define NOT_WITH_TOKENS (-2)
 

@@ -10,8 +10,8 @@
 
 #include "cuda/dispatch/dispatch.cuh"
 
-/* Loads the word with the index of the token's row here without waiting, so it may not have
- * arrived. All lanes get the same word. */
+/* Loads the word with the index of the token's row on this rank without waiting, so it may not
+ * have arrived. All lanes get the same word. */
 __device__ __forceinline__ uint64_t peek_row(const DispatchMove &m, int rank, int32_t token)
 {
     const p2p_self &self = m.job.plan.self;
@@ -55,8 +55,8 @@ __device__ __forceinline__ bool read_row(const DispatchMove &m, int rank, int32_
     return ok;
 }
 
-/* One choice's extras of a row, loaded before the row has arrived. Lane n has the n-th choice of
- * the token on this rank. */
+/* One choice's extras of a row, loaded before the row has arrived. Lane n has the token's n-th
+ * choice on this rank. */
 struct FlatExtras {
     uint64_t expert; /* from peek_record(); its value is a local expert */
     uint32_t weight; /* weight of the choice, may still be poison */

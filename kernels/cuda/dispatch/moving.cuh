@@ -86,16 +86,16 @@ __device__ __forceinline__ void post_put_pieces(const p2p_self &self, const M &m
     }
 }
 
-/* Returns true if there are enough spans of tokens to write padding along with them, so that
- * each warp and each slab has at least one. */
+/* Returns true if receive units of this rank's own tokens also write the padding, a part each.
+ * This needs enough units: at least one per warp, and two per slab. */
 __device__ __forceinline__ bool pads_with_tokens(const PlanView &plan, const Stride &stride,
                                                  int most_tokens)
 {
     return most_tokens * stride.spans >= max(stride.units, 2 * (int)plan.header.num_experts);
 }
 
-/* Switches padding off if the caller does not need zeros there. Called by all threads, before
- * begin_operation(). */
+/* Switches padding off if the caller does not need zeros in padding slots. Called by all
+ * threads, before begin_operation(). */
 template <class Job>
 __device__ __forceinline__ void choose_padding(PlanView &plan, const Job &job)
 {

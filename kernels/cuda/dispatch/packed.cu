@@ -184,8 +184,8 @@ __device__ __forceinline__ void send_unit(const PackedMove &m, const UnitWalk &w
     }
 }
 
-/* Moves the pieces of a unit to the token's slots here. Each lane has a slot of the first 32
- * choices and one of later choices. Returns false if the group is broken. */
+/* Moves the pieces of a unit to the token's slots on this rank. Each lane has a slot of the
+ * first 32 choices and one of later choices. Returns false if the group is broken. */
 template <class OwnPiece, bool FAST>
 __device__ __forceinline__ bool move_pieces(const PackedMove &m, int32_t token,
                                             const UnitWalk &walk, const int32_t (&slot)[2],
@@ -216,9 +216,9 @@ __device__ __forceinline__ bool move_pieces(const PackedMove &m, int32_t token,
     return true;
 }
 
-/* Receives the unit's span of one token into its slots here. `word`: from peek_record() or
- * peek_row(). `copied`: the pieces come through the ring. Returns false if the group is broken.
- */
+/* Receives the unit's span of one token into its slots on this rank. `word`: from peek_record()
+ * or peek_row(). `copied`: the pieces come through the ring. Returns false if the group is
+ * broken. */
 template <class OwnPiece, bool FAST, bool FLAT>
 __device__ __forceinline__ bool receive_token(const PackedMove &m, int32_t token,
                                               const UnitWalk &walk, uint64_t word, bool copied,
@@ -380,8 +380,8 @@ __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const ui
     }
 }
 
-/* Writes zeros to all padding if there are too few tokens to do it along with them. Called by
- * all CTAs. Returns false if the group is broken. */
+/* Writes zeros to all padding slots if receive units do not do it (pads_with_tokens() is
+ * false). Called by all CTAs. Returns false if the group is broken. */
 __device__ __forceinline__ bool pad_all(PackedMove &m)
 {
     if (m.plan.header.alignment <= 1) return true;

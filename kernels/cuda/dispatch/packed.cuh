@@ -157,7 +157,8 @@ __device__ __forceinline__ void for_each_slot(const PackedMove &m, int32_t slot,
     while (slots) {
         const int32_t to = next;
         slots &= slots - 1;
-        /* before the stores, because a shuffle after them would wait for them */
+        /* Read the next slot before the stores: a shuffle after the stores would wait for them.
+         */
         next = __shfl_sync(ALL_LANES, slot, __ffs(slots) - 1);
         write(to);
     }

@@ -32,8 +32,8 @@
 #include "cuda/common/wait.cuh"
 
 /* Returns the number of tokens by which receiving should stay behind sending: `lag`, or the
- * net's window if that is larger. A large window keeps the net busy, and lets the proxy join
- * puts of adjacent rows. */
+ * net's window (EPIC_NET_WINDOW) if that is larger. A large window keeps the net busy, and lets
+ * the proxy join puts of adjacent rows. */
 static inline int32_t lag_for_net(const p2p_self &self, int32_t lag, int32_t num_tokens)
 {
     const int32_t window = net_window(self);
@@ -127,8 +127,8 @@ __device__ __forceinline__ void post_put_floats(const OpState &op, int q, uint32
     post_put_warp(op, q, floats, (uint32_t)(count + 1) / 2 * 8);
 }
 
-/* Sends records (slots of a token, plan/view.cuh). Each lane with `speaks` sends `words` words
- * at its own `record`, at least one. Called by a whole warp. */
+/* Sends records (slots of a token, plan/view.cuh). Each lane whose `speaks` is true sends
+ * `words` words at its own `record`, at least one. Called by a whole warp. */
 __device__ __forceinline__ void post_put_records(const OpState &op, int q,
                                                  const uint64_t *record, bool speaks, int words)
 {
@@ -147,9 +147,9 @@ static __device__ __noinline__ void post_epoch_end(const OpState &op)
     store_relaxed(&control->epochs, epochs + 1);
 }
 
-/* Waits until the net has read all puts of the epoch before the last one, so that the next
- * epoch may overwrite its half of the outbox. Called by one thread. Returns false if the group
- * is broken. */
+/* Waits until the next epoch may overwrite its half of the outbox: the net must have read all
+ * puts of the epoch before the last one. Called by one thread. Returns false if the group is
+ * broken. */
 __device__ __forceinline__ bool wait_outbox_free(const OpState &op)
 {
     p2p_control *control = control_of(op);

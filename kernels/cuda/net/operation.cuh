@@ -59,8 +59,8 @@ __device__ __forceinline__ void store_announced_sizes(const OpState &op, uint64_
     store_relaxed(to + P2P_ANNOUNCED_ROWS, stamp_word(op, (uint32_t)op.rows));
 }
 
-/* Announces to every rank, this one included, that the operation has begun here. Called by one
- * warp; lane q writes to rank q. */
+/* Announces to every rank, this one included, that this rank has begun the operation. Called by
+ * one warp; lane q writes to rank q. */
 static __device__ void announce_operation(const p2p_self &self, const OpState &op)
 {
     if (lane_id() >= self.num_ranks) return;
@@ -73,8 +73,8 @@ static __device__ void announce_operation(const p2p_self &self, const OpState &o
     post_put(op, lane_id(), to, P2P_ANNOUNCE_WORDS * 8);
 }
 
-/* Sets op.inbox[q], where rank q's rows arrive, and op.outbox[q], where this rank stores rows
- * for q, both in the half of the running epoch. */
+/* Sets the addresses in staging for the running epoch: op.inbox[q], where rank q's rows arrive,
+ * and op.outbox[q], where this rank stores rows for q. */
 __device__ __forceinline__ void find_boxes(const p2p_self &self, OpState &op, int q)
 {
     const int peers = self.num_ranks - 1, first = epoch_parity(op) * peers;

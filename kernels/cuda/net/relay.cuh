@@ -5,8 +5,8 @@
  * Host h has ranks h * L to h * L + L - 1, where L is ranks_per_host(). The *mate* of a rank on
  * another host is the rank there with the same index in its host.
  *
- *   dispatch   rank j of host h' --net--> its mate, rank j of host h --NVLink--> ranks of host h
- *              that need the row
+ *   dispatch   rank j of host h' --net--> its mate, rank j of host h
+ *              --NVLink--> ranks of host h that need the row
  *   combine    ranks of host h --NVLink--> rank j of host h, which adds their partial sums
  *              --net--> rank j of host h'
  *
@@ -108,10 +108,10 @@ __device__ __forceinline__ uint32_t choose_routes(const p2p_self &self, const Op
     return reduce_to_mates(self, peers);
 }
 
-/* Forwards a piece of a row that rank `from` has put into this rank's inbox to the ranks of
- * this host in the bit mask `wants`. `place`: index of the row in the round. escapes(heap,
- * source) returns the address of the piece's escape words (staging.cuh), or NULL if rows have
- * none. Called by one warp. Returns false if the group is broken. */
+/* Forwards a piece of a row: reads it from this rank's inbox, where rank `from` has put it, and
+ * stores it to the ranks of this host in the bit mask `wants`. `place`: index of the row in the
+ * round. escapes(heap, source) returns the address of the piece's escape words (staging.cuh),
+ * or NULL if rows have none. Called by one warp. Returns false if the group is broken. */
 template <int V, bool EXACT, class Escapes>
 __device__ __forceinline__ bool forward_piece(const p2p_self &self, const OpState &op, int from,
                                               int32_t place, int piece, int32_t vectors,
@@ -137,8 +137,8 @@ __device__ __forceinline__ bool forward_piece(const p2p_self &self, const OpStat
     return true;
 }
 
-/* Returns true if each host's ranks form one subtree of the sum tree, so that a mate may add
- * their partial sums without changing the order of additions. */
+/* Returns true if the ranks of each host form one subtree of the sum tree. Then a mate may add
+ * their partial sums, because the order of additions stays the same. */
 __device__ __forceinline__ bool can_add_by_host(const p2p_self &self,
                                                 const device_plan_header &h)
 {

@@ -91,9 +91,9 @@ template <int V> __device__ __forceinline__ uint32_t hide_poison(uint4 (&q)[V])
     return mask;
 }
 
-/* Waits for the escape words of a received piece if it needs them, restores its poison words,
- * and sets the escape words back to 0. `escape`: their address. Called by a whole warp. Returns
- * false if the group is broken. */
+/* Restores the poison words of a received piece. If it needs escape words, waits for them first
+ * and sets them back to 0. `escape`: their address. Called by a whole warp. Returns false if
+ * the group is broken. */
 template <int V>
 __device__ __forceinline__ bool unhide_poison(const OpState &op, int peer, uint4 (&q)[V],
                                               uint32_t *escape)
@@ -137,8 +137,9 @@ template <int V> __device__ __forceinline__ bool has_missing(const uint4 (&q)[V]
 /* limit for the bytes of all rows of a rank: up to it, all waiting warps poll every spin */
 #define MAX_POLLED_WORDS (POLL_WINDOW_BYTES / 8)
 
-/* Returns true if the piece that ends with vector `last` may be the next of `peer` to arrive: it
- * is at most POLL_WINDOW_BYTES after the piece that arrived last. Called by a whole warp. */
+/* Returns true if the piece that ends with vector `last` may be the next one of `peer` to
+ * arrive. That is, it is at most POLL_WINDOW_BYTES after the piece that arrived last. Called by
+ * a whole warp. */
 __device__ __forceinline__ bool may_arrive_next(const OpState &op, int peer, const uint4 *last)
 {
     const uint64_t said = load_relaxed(&control_of(op)->received_vectors[peer]);
@@ -146,8 +147,8 @@ __device__ __forceinline__ bool may_arrive_next(const OpState &op, int peer, con
     return place <= (is_stamped(op, said) ? (uint32_t)said : 0) + POLL_WINDOW_BYTES / 16;
 }
 
-/* Records that the piece that ends with vector `last` has arrived. Two warps may overwrite each
- * other's record; the next arrival corrects it. */
+/* Remembers that the piece that ends with vector `last` has arrived. Two warps may overwrite
+ * each other's value; the next arrival corrects it. */
 __device__ __forceinline__ void record_arrival(const OpState &op, int peer, const uint4 *last)
 {
     uint64_t *seen = &control_of(op)->received_vectors[peer];
