@@ -109,7 +109,7 @@ typedef struct epic_ops {
     epic_result (*add_local_rows)(epic_group *, epic_stream, const layer_tokens *,
                                   const layer_rows *);
 
-    /* Checks on the device that this rank has at most num_local experts in the plan and, with
+    /* Checks on the device that no rank has more than num_local experts in the plan and, with
      * EPIC_TREE, that all ranks have the same number of tokens. next_data_error() returns the
      * error. */
     epic_result (*check_plan_fits)(epic_group *, const epic_plan_args *, uint32_t num_local);
@@ -119,7 +119,8 @@ typedef struct epic_ops {
     epic_result (*add_array)(epic_group *, epic_stream, void *to, const void *from,
                              int64_t count, uint32_t type, bool replace);
 
-    /* Sums each of the two rows of values [2, n] in the order of a binary tree. */
+    /* Sums each of the two rows of values [2, n] in the order of a binary tree, and writes the
+     * sums to values[0] and values[1]. */
     epic_result (*sum_trees)(epic_group *, epic_stream, float *values, int64_t n);
 
     /* Writes the losses, or zeros for NULL, to the outputs of the layer. */

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Beats: a thread of the host shows waiting kernels that this process runs.
+/* Beats: a host thread regularly increments a counter that waiting kernels read. So the kernels
+ * know that this process is running.
  *
- * The clock of a device continues while the process is stopped. So a kernel gives up a wait
- * only after a beat that came after its deadline, and starts the deadline again if the process
- * was stopped (kernels/cuda/common/wait.cuh). */
+ * The clock of a device continues while the process is stopped. So a kernel ends a wait only
+ * after a beat that was later than its deadline. If the beats show that the process was
+ * stopped, the kernel starts its deadline again (kernels/cuda/common/wait.cuh). */
 #ifndef EPIC_P2P_BEATS_H
 #define EPIC_P2P_BEATS_H
 
@@ -11,12 +12,13 @@
 #include "cuda/common/cuda_kernels.h"
 
 typedef struct p2p_beats {
-    uint32_t timeout_ms; /* shortest time limit of a call so far */
-    uint32_t beats, stops;
-    int64_t next_ns; /* when the next beat is due; 0: there was none */
+    uint32_t timeout_ms;   /* shortest time limit of any call so far */
+    uint32_t beats, stops; /* number of beats; number of detected stops of the process */
+    int64_t next_ns;       /* when the next beat is due; 0: no beat yet */
 } p2p_beats;
 
-/* Makes beats frequent enough for calls with this time limit. Any thread. */
+/* Makes the beats frequent enough for calls with this time limit. Any thread may call it; a
+ * relaxed compare-and-swap keeps the minimum. */
 static inline void p2p_beats_expect(p2p_beats *b, uint32_t timeout_ms)
 {
     uint32_t known = __atomic_load_n(&b->timeout_ms, __ATOMIC_RELAXED);
@@ -26,16 +28,17 @@ static inline void p2p_beats_expect(p2p_beats *b, uint32_t timeout_ms)
         continue;
 }
 
-/* Milliseconds between two beats; a wait ends later than its deadline by up to this time. */
+/* Returns the milliseconds between two beats. A wait may end later than its deadline by this
+ * time. */
 static inline int p2p_beats_ms(const p2p_beats *b)
 {
     const uint32_t ms = __atomic_load_n(&b->timeout_ms, __ATOMIC_RELAXED) / 16;
     return ms < 10 ? 10 : ms > 100 ? 100 : (int)ms;
 }
 
-/* Beats if it is time. One thread calls it about every p2p_beats_ms(). A call that is late by a
- * quarter of the time limit, at least 30 and at most 100 ms, shows that the process was
- * stopped. */
+/* Beats if the next beat is due. Exactly one thread calls it, about every p2p_beats_ms(). A
+ * call that is late by a quarter of the time limit (at least 30, at most 100 ms) counts as a
+ * stop of the process. The release store publishes both counters in one word. */
 static inline void p2p_beat(p2p_beats *b, p2p_status *status)
 {
     const int64_t now = clock_ns(), ms = 1000000, period = p2p_beats_ms(b) * ms;
@@ -48,7 +51,7 @@ static inline void p2p_beat(p2p_beats *b, p2p_status *status)
     __atomic_store_n(&status->awake, P2P_AWAKE(b->stops, b->beats), __ATOMIC_RELEASE);
 }
 
-/* No thread beats after this: kernels then use the clock of their device alone. */
+/* Ends the beats: from now on kernels use only the clock of their device. */
 static inline void p2p_beats_end(p2p_status *status)
 {
     __atomic_store_n(&status->awake, (uint64_t)0, __ATOMIC_RELEASE);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* SMs of each GPU that contexts of this process use. Kernels that wait for each other must be
- * resident together, whichever groups they belong to, so their SMs must add up to at most those
- * of the GPU. */
+/* Counts the SMs of each GPU that contexts of this process use. Kernels that wait for each
+ * other must run at the same time, even if their groups differ. So the SMs of all contexts may
+ * add up to at most those of the GPU. */
 #include <pthread.h>
 #include <string.h>
 
@@ -24,7 +24,8 @@ int p2p_budget_taken(int device)
     return sms;
 }
 
-/* Takes `sms` of a device unless that exceeds `most`. `others`: those in use before. */
+/* Adds `sms` to the SMs in use of a device, unless the sum would exceed `most`. *others is the
+ * number that was in use before. Returns whether they were added. */
 static bool budget_add(int device, int sms, int most, int *others)
 {
     pthread_mutex_lock(&mutex);
@@ -35,8 +36,8 @@ static bool budget_add(int device, int sms, int most, int *others)
     return fits;
 }
 
-/* Takes `sms` of the group's device for the group. device_sms: SMs of the whole device. Errors:
- * EPIC_EINVAL if other contexts of this process leave too few. */
+/* Takes `sms` SMs of the group's device for the group. device_sms is the number of SMs of the
+ * whole device. Returns EPIC_EINVAL if other contexts of this process leave too few. */
 static epic_result budget_take(epic_group *g, int sms, int device_sms)
 {
     int others;
@@ -54,8 +55,9 @@ static epic_result budget_take(epic_group *g, int sms, int device_sms)
     return EPIC_OK;
 }
 
-/* SMs of an operation if the config does not set max_sms. With rows below these limits more SMs
- * than P2P_SMALL_SMS gain nothing. */
+/* Returns the SMs of an operation if the config does not set max_sms. If tokens and rows are
+ * below the limits SMALL_TOKENS and SMALL_BYTES, more SMs than P2P_SMALL_SMS do not make it
+ * faster. */
 static int default_sms(const epic_group *g)
 {
     const epic_config *config = &g->config;
@@ -65,8 +67,8 @@ static int default_sms(const epic_group *g)
     return few ? P2P_SMALL_SMS : P2P_DEFAULT_SMS;
 }
 
-/* The kernels of all ranks on a GPU must be resident at once. Ranks that share a GPU compute
- * the same number of SMs. */
+/* All ranks that share a GPU compute the same number of SMs here, so that the kernels of all of
+ * them can run at the same time. */
 epic_result p2p_budget_share(epic_group *g, const p2p_gpu *gpus)
 {
     const p2p_gpu *mine = &gpus[g->rank];

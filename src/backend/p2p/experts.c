@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Experts: turns checked arguments into launches. Experts are local: no epoch, no peer.
+/* Experts: turns checked arguments into kernel launches. The kernels run on this rank alone and
+ * wait for no peer.
  *
  *   forward    saved = x W_gate_up;  activations = f(saved);  y = activations W_down.
- *              With e4m3 weights activations are e4m3, too, followed by their scales.
- *   backward   d = d_y W_down^T;  activations and d_gate_up from d and saved, in place;
+ *              With e4m3 weights the activations are also e4m3, followed by their scales.
+ *   backward   d = d_y W_down^T; then activations and d_gate_up, computed from d and saved in place;
  *              d_w_down = activations^T d_y;  d_w_gate_up = x^T d_gate_up;
  *              d_x = d_gate_up W_gate_up^T.  With e4m3 weights d_y and d_gate_up are
  *              quantized for the products with them. */
@@ -27,7 +28,7 @@ typedef struct experts_call { /* arguments that both directions share */
     cudaStream_t stream;
 } experts_call;
 
-/* Checks the arguments and lays out the workspace. */
+/* Checks the arguments, fills in the call and lays out its workspace. */
 static epic_result begin_experts(epic_group *g, experts_call *c, const epic_experts *experts,
                                  const epic_call *how, int64_t num_slots, bool backward)
 {
@@ -50,7 +51,8 @@ static epic_result begin_experts(epic_group *g, experts_call *c, const epic_expe
     return EPIC_OK;
 }
 
-/* The slabs of the experts: their slots, and the tiles of products. */
+/* Returns the slabs of the experts (their slots) and the tiles of the products, all in the
+ * workspace. */
 static p2p_slabs slabs_of(const experts_call *c, const int32_t *expert_rows,
                           const int32_t *expert_tokens, int64_t num_slots)
 {
@@ -64,19 +66,20 @@ static p2p_slabs slabs_of(const experts_call *c, const int32_t *expert_rows,
                        .most_tiles = c->at.most_tiles};
 }
 
-/* The activations in the workspace; during backward first their gradient, [slots, inner]. */
+/* Returns the activations in the workspace, [slots, inner]. In the backward pass this memory
+ * first holds their gradient. */
 static void *activations_of(const experts_call *c)
 {
     return c->work + c->at.activations;
 }
 
-/* The gradient of the first product in the workspace, [slots, width]. */
+/* Returns the gradient of the first product in the workspace, [slots, width]. */
 static void *d_gate_up_of(const experts_call *c)
 {
     return c->work + c->at.d_gate_up;
 }
 
-/* Adds the bias after the product of the caller's own gemm, which only multiplies. */
+/* Adds the bias to the result of the caller's gemm, which only multiplies. */
 static epic_result add_bias(const experts_call *c, const p2p_gemm *g)
 {
     const p2p_scale_job job = {.slabs = c->slabs,
@@ -117,7 +120,7 @@ static epic_result launch_caller_product(const experts_call *c, const p2p_gemm *
     return g->bias ? add_bias(c, g) : EPIC_OK;
 }
 
-/* Launches a product of the experts: the caller's gemm if there is one, else ours. */
+/* Launches one product: with the caller's gemm if there is one, otherwise with ours. */
 static epic_result launch_product(const experts_call *c, p2p_gemm g)
 {
     const bool scaled = c->scaled && g.pass != EPIC_GEMM_WEIGHT;
@@ -130,13 +133,13 @@ static epic_result launch_product(const experts_call *c, p2p_gemm g)
     return p2p_cuda(p2p_launch_gemm(&g, c->stream), "launching a product of the experts");
 }
 
-/* Can vectors of 16 bytes be loaded from this address? */
+/* Returns whether vectors of 16 bytes can be loaded from this address. */
 static bool is_whole(const void *p)
 {
     return (uintptr_t)p % 16 == 0;
 }
 
-/* The job of the activation kernels, as both directions need it. */
+/* Returns the part of an activation job that both passes share. */
 static p2p_activation_job activation_of(const experts_call *c)
 {
     const int64_t vector = c->experts.row_type == EPIC_F32 ? 4 : 8;
@@ -192,7 +195,7 @@ epic_result p2p_experts_forward(epic_group *group, const epic_experts_args *a)
 /* ---------------------------------------------------------------------------- backward ---- */
 
 /* out [experts, n] = the sum of each expert's rows [slots, n], times their weights if there are
- * any. out may be NULL: not wanted. */
+ * any. Does nothing if out is NULL. */
 static epic_result bias_gradient(const experts_call *c, const epic_experts_backward_args *a,
                                  const void *rows, const float *weights, void *out, int64_t n)
 {
@@ -208,8 +211,7 @@ static epic_result bias_gradient(const experts_call *c, const epic_experts_backw
     return p2p_cuda(p2p_launch_bias(&job, c->stream), "launching a bias's gradient");
 }
 
-/* out [experts, k, n] = rows [slots, k] transposed times d [slots, n], for each expert. out may
- * be NULL: not wanted. */
+/* out [experts, k, n] = rows [slots, k] transposed times d [slots, n], for each expert. Does nothing if out is NULL. */
 static epic_result weight_gradient(const experts_call *c, const epic_experts_backward_args *a,
                                    const void *rows, const void *d, void *out, int64_t k,
                                    int64_t n)

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Error texts for failures and data errors that kernels report; and abort. */
+/* Writes the error texts of failures and data errors that kernels report. Also implements
+ * abort. */
 #include <stdio.h>
 #include <string.h>
 
@@ -7,7 +8,8 @@
 #include "base/error.h"
 #include "rules/sentences.h"
 
-/* The name of an epic_operation, whose number may come from a peer. */
+/* Returns the name of an epic_operation. The number may come from a peer, so it may be
+ * invalid. */
 static const char *operation_name(uint32_t operation)
 {
     static const char *const names[] = {
@@ -16,7 +18,8 @@ static const char *operation_name(uint32_t operation)
     return operation < sizeof names / sizeof *names ? names[operation] : "an unknown operation";
 }
 
-/* The end of the text "rank 1 waited 9 ms for rank 2 ...": what a kernel waited for. */
+/* Returns the end of the text "rank 1 waited 9 ms for rank 2 ...", for the phase in which a
+ * kernel waited. */
 static const char *phase_name(uint32_t phase)
 {
     static const char *const names[] = {"",
@@ -39,7 +42,7 @@ epic_result p2p_cuda(cudaError_t error, const char *what)
 
 #define RANK_NAMES_BYTES 160 /* bytes of a list of all ranks */
 
-/* Writes a list of the ranks in a bit mask. Returns its length. */
+/* Writes a list of the ranks in a bit mask, for example "rank 1, 3". Returns its length. */
 static int name_ranks(char *to, size_t size, uint32_t ranks)
 {
     int n = 0;
@@ -50,7 +53,8 @@ static int name_ranks(char *to, size_t size, uint32_t ranks)
     return n;
 }
 
-/* Reads the error text of the peer that aborted from this rank's heap. */
+/* Copies the error text of a peer that aborted from this rank's heap to `why`. The text is ""
+ * if no peer wrote one. */
 static void read_why(const epic_group *group, char *why, size_t size)
 {
     why[0] = 0;
@@ -62,12 +66,12 @@ static void read_why(const epic_group *group, char *why, size_t size)
 
 /* ------------------------------------------------------------------------- data errors ---- */
 
-/* Names of an operation's rows of tokens and of slots. */
+/* Names of two arguments of an operation: its rows of tokens and its rows of slots. */
 typedef struct names {
     const char *tokens, *slots;
 } names;
 
-/* The names of the arguments of an operation that have rows of tokens and of slots. */
+/* Returns the names of those arguments of an operation. */
 static names row_names_of(long long operation)
 {
     switch (operation) {
@@ -150,7 +154,8 @@ static void write_timeout(const p2p_status *s, char *to, size_t size)
              phase_name(s->phase));
 }
 
-/* Appends why this rank's plan was invalid, if that made this rank differ from the others. */
+/* Appends why this rank's plan was invalid, if a notice of the same operation has a reason that
+ * made this rank differ from the others. */
 static void add_cause(const epic_group *g, char *to, size_t size)
 {
     const p2p_status *s = g->status;
@@ -168,8 +173,8 @@ static void add_cause(const epic_group *g, char *to, size_t size)
     }
 }
 
-/* Writes the error text for ranks that made different calls, or one call with different
- * arguments. The signatures' highest 4 bits are the operation. */
+/* Writes the error text for ranks that made different calls, or the same call with different
+ * arguments. The highest 4 bits of a signature are the operation. */
 static void write_mismatch(const epic_group *g, char *to, size_t size)
 {
     const p2p_status *s = g->status;
@@ -239,7 +244,8 @@ epic_result p2p_check(epic_group *group, epic_failure_info *out)
     return (epic_result)result;
 }
 
-/* Index of the oldest unread notice, or -1. */
+/* Returns the index of the oldest unread notice, or -1. Epochs are compared by their
+ * difference, because they wrap around. */
 static int oldest_notice(const p2p_status *s)
 {
     int oldest = -1;
@@ -251,7 +257,8 @@ static int oldest_notice(const p2p_status *s)
     return oldest;
 }
 
-/* If several threads call at once, one of them gets the notice. */
+/* If several threads call this at once, the compare-and-swap gives each notice to one of
+ * them. */
 epic_result p2p_take_notice(epic_group *group)
 {
     char sentence[256];

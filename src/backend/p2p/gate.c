@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The dense part of a layer on CUDA: the gate's products, which have one slab with all tokens,
- * and small sums. */
+/* The dense part of a layer on CUDA: the products of the gate, and small sums. The gate uses
+ * the kernels of the experts, as if it were one expert whose slab holds all tokens. */
 #include "backend/p2p/p2p.h"
 #include "base/error.h"
 #include "cuda/experts/grouped.h"
 #include "rules/gate_layout.h"
 
-/* The gate's only slab, which has all tokens, and its tiles in the workspace. */
+/* Returns the gate's only slab, which holds all tokens, and its tiles in the workspace. */
 static p2p_slabs slabs_of(const epic_gate_args *gate)
 {
     experts_layout at;
@@ -20,8 +20,8 @@ static p2p_slabs slabs_of(const epic_gate_args *gate)
                        .most_tiles = at.most_tiles};
 }
 
-/* The gate's product as that of one expert: x [tokens, hidden], logits [tokens, columns],
- * w_gate. */
+/* Returns the gate's product as a product of one expert with x [tokens, hidden], w_gate, and
+ * logits [tokens, columns]. */
 static p2p_gemm product_of(const epic_group *g, const epic_gate_args *gate, uint32_t pass)
 {
     return (p2p_gemm){.slabs = slabs_of(gate),
@@ -46,8 +46,8 @@ static epic_result launch_product(const p2p_gemm *product, epic_stream stream)
                     "launching a product of the gate");
 }
 
-/* The gate's product, with its float32 factor (w_gate or the gradient of the logits) in pieces.
- */
+/* Returns the gate's product with its float32 factor split into bfloat16 pieces. The factor is
+ * w_gate, or the gradient of the logits. */
 static p2p_gemm product_of_pieces(const p2p_gemm *product, const epic_gate_args *gate)
 {
     const bool forward = product->pass == EPIC_GEMM_FORWARD;
@@ -66,10 +66,11 @@ static p2p_gemm product_of_pieces(const p2p_gemm *product, const epic_gate_args 
     return pieces;
 }
 
-/* Orders of pieces. Pieces 0, 1, 2 of a float32 are its high, middle and low bits. IN_ORDER has
- * them once. The PAIRS_ orders are those of two factors: the products 0 x 2, 2 x 0, 1 x 1, 0 x
- * 1, 1 x 0 and 0 x 0 are added in this order; the others are less than the last bit of a
- * float32. */
+/* Orders of pieces, two bits for each. Pieces 0, 1 and 2 of a float32 are its high, middle and
+ * low bits. IN_ORDER lists each piece once, for a product in which only one factor is split.
+ * PAIRS_LEFT and PAIRS_RIGHT are for two split factors: they list the pieces of the products 0
+ * x 2, 2 x 0, 1 x 1, 0 x 1, 1 x 0 and 0 x 0, which are added in this order. The other products
+ * are less than the last bit of a float32. */
 enum { IN_ORDER = 0 | 1 << 2 | 2 << 4 };
 enum { PAIRS_LEFT = 0 | 2 << 2 | 1 << 4 | 0 << 6 | 1 << 8 | 0 << 10 };
 enum { PAIRS_RIGHT = 2 | 0 << 2 | 1 << 4 | 1 << 6 | 0 << 8 | 0 << 10 };
@@ -81,7 +82,7 @@ static epic_result launch_split(const p2p_pieces_job *job, epic_stream stream)
 }
 
 /* Multiplies in three steps: splits `b` into pieces, multiplies `a` by all of them on tensor
- * cores, and adds the columns of each number's pieces. */
+ * cores, and adds the columns that belong to the pieces of one number. */
 static epic_result multiply_pieces(const p2p_gemm *product, const p2p_gemm *pieces,
                                    const epic_gate_args *gate)
 {
@@ -106,8 +107,9 @@ static epic_result multiply_pieces(const p2p_gemm *product, const p2p_gemm *piec
     return p2p_cuda(p2p_launch_fold(&fold, stream), "launching the sum of the gate's pieces");
 }
 
-/* FORWARD and WEIGHT: sums over `depth`, which is the number of tokens of a block on all ranks.
- * So the method, and the bits, are the same for every number of ranks. */
+/* FORWARD and WEIGHT: chooses between pieces and a float32 product. The choice depends only on
+ * the layer's sizes and on the tokens of a block (`lines` or `depth`), which are equal for
+ * every number of ranks. So the bits of the result are equal, too. */
 static epic_result multiply_long(p2p_gemm *product, const epic_gate_args *gate, int64_t lines,
                                  int64_t depth)
 {
@@ -119,7 +121,7 @@ static epic_result multiply_long(p2p_gemm *product, const epic_gate_args *gate, 
     return launch_product(product, gate->stream);
 }
 
-/* INPUT: d_x = d_logits w_gate^T, added to rows, from pairs of pieces. */
+/* INPUT: adds d_logits w_gate^T to d_x. Both factors are split into pieces. */
 static epic_result multiply_pairs(const p2p_gemm *product, const p2p_gemm *pairs,
                                   const epic_gate_args *gate)
 {
@@ -139,7 +141,8 @@ static epic_result multiply_pairs(const p2p_gemm *product, const p2p_gemm *pairs
     return launch_product(pairs, gate->stream);
 }
 
-/* INPUT: chooses the method by the tokens of a block, as multiply_long() does. */
+/* INPUT: chooses the method by the tokens of a block, for the reason given at
+ * multiply_long(). */
 static epic_result multiply_wide(const p2p_gemm *product, const epic_gate_args *gate)
 {
     const gate_pairs at = gate_pairs_of(gate->tokens, gate->hidden, gate->columns);
@@ -174,7 +177,7 @@ epic_result p2p_gate(epic_group *group, const epic_gate_args *gate)
     return multiply_long(&product, gate, gate->block, gate->hidden);
 }
 
-/* d_b_gate [columns] = the sum of the gradients of the logits over all tokens. */
+/* Launches d_b_gate [columns] = the sum of the gradients of the logits over all tokens. */
 static epic_result bias_gradient(const epic_gate_args *gate)
 {
     const p2p_bias_job job = {.slabs = slabs_of(gate),
@@ -188,7 +191,7 @@ static epic_result bias_gradient(const epic_gate_args *gate)
                     "launching the gate's bias's gradient");
 }
 
-/* Also called without tokens: the gradients are then zeros. */
+/* Called also if there are no tokens. Then the gradients of w_gate and b_gate are zeros. */
 epic_result p2p_gate_backward(epic_group *group, const epic_gate_args *gate)
 {
     p2p_gemm weight = product_of(group, gate, EPIC_GEMM_WEIGHT);

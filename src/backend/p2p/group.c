@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Functions that backends p2p and hosts share: a rank's group before it knows its peers, and
- * memory of its device. */
+/* Functions that backends p2p and hosts share: the part of a group that needs no peer, and
+ * memory of the device. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -9,10 +9,11 @@
 #include "base/error.h"
 #include "cuda/experts/grouped.h"
 
-#define LEAST_HEAP (4 << 20) /* bytes for an allocation of its own */
+#define LEAST_HEAP (4 << 20) /* smallest size in bytes of the allocation of a heap */
 #define MOST_SMS 65536       /* more than any device has */
 
-/* A constant in kernels of p2p. backend hosts needs an even number (float_stride). */
+/* The kernels of p2p use a constant. The kernels of hosts need an even number (float_stride in
+ * kernels/cuda). */
 int32_t p2p_top_k_for(const epic_config *config)
 {
     const uint32_t most = HOSTS ? config->max_top_k : 0;
@@ -62,7 +63,8 @@ epic_group *p2p_group_new(const epic_join *join, const p2p_hooks *hooks)
     return g;
 }
 
-/* Allocates the host memory through which kernels report. */
+/* Allocates the pinned host memory through which kernels report (p2p_status), and the words
+ * behind it. */
 static epic_result make_status(epic_group *g)
 {
     void *device = NULL;
@@ -155,7 +157,7 @@ bool p2p_fetch(void *to, const void *from, size_t bytes, bool *good)
     return known;
 }
 
-/* Works whichever device is the current one. */
+/* Works with any current device, and restores it. */
 void *p2p_allocate(epic_group *g, size_t bytes)
 {
     int before;
@@ -168,7 +170,7 @@ void *p2p_allocate(epic_group *g, size_t bytes)
     return memory;
 }
 
-/* cudaFree() waits for work that still reads the memory. */
+/* cudaFree() waits for kernels that still use the memory. */
 void p2p_release(epic_group *g, void *memory)
 {
     (void)g;

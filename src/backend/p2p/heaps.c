@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* How ranks of one host get the address of each other's heaps. Ranks of this process use a
- * list: an address never comes through the bootstrap, where whoever reached it could choose
- * one. Ranks of other processes use CUDA IPC. */
+/* Makes heaps reachable for the ranks of one host. Ranks of this process find the address of a
+ * heap in a list. No address is sent through the bootstrap, because a program that reaches the
+ * bootstrap could send a false one. Ranks of other processes use CUDA IPC handles. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -9,7 +9,7 @@
 #include "backend/p2p/p2p.h"
 #include "base/error.h"
 
-/* A heap of this process in the list. */
+/* An entry of the list: the heap of one rank of this process. */
 typedef struct exported_heap {
     struct exported_heap *next;
     const epic_group *group;
@@ -35,7 +35,7 @@ bool p2p_share_library(const epic_peer *peers, int num_ranks, char *why)
     return true;
 }
 
-/* Finds a heap in the list; the mutex is held. */
+/* Finds a heap in the list, or returns NULL. The caller holds the mutex. */
 static const exported_heap *find_exported(uint64_t group_id, int rank)
 {
     const exported_heap *at = list;
@@ -44,7 +44,7 @@ static const exported_heap *find_exported(uint64_t group_id, int rank)
     return at;
 }
 
-/* Adds the heap to the list of this process. Errors: EPIC_EPEER if the list has this rank
+/* Adds the heap to the list. Returns EPIC_EPEER if the list has this rank of this group
  * already. */
 static epic_result export_here(const epic_group *group, uint8_t *heap)
 {
@@ -100,7 +100,8 @@ uint8_t *p2p_heap_find(uint64_t group_id, int rank)
     return heap;
 }
 
-/* Sets heap[peer] to the heap of a rank of this process, and enables access to its device. */
+/* Sets heap[peer] to the heap of a rank of this process, and enables peer access if it is on
+ * another device. */
 static epic_result connect_local_heap(epic_group *g, int peer)
 {
     struct cudaPointerAttributes attributes;
@@ -126,7 +127,7 @@ static epic_result connect_local_heap(epic_group *g, int peer)
     return p2p_cuda(error, "peer access");
 }
 
-/* Maps the heap of a rank of another process. */
+/* Maps the heap of a rank of another process, and sets heap[peer]. */
 static epic_result map_remote_heap(epic_group *g, int peer, cudaIpcMemHandle_t handle)
 {
     void *heap = NULL;
@@ -145,7 +146,7 @@ static epic_result map_remote_heap(epic_group *g, int peer, cudaIpcMemHandle_t h
     return EPIC_OK;
 }
 
-/* Processes that share a GPU take turns on it, which is slow but correct. */
+/* If processes share a GPU, the GPU runs their kernels in turns. That is slow but works. */
 epic_result p2p_heap_connect(epic_group *g, int peer, const cudaIpcMemHandle_t *handle)
 {
     if (peer == g->rank) return EPIC_OK;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Joining and leaving: every rank allocates a heap, sends its handle to the others through the
- * bootstrap, and maps theirs. */
+/* Joins and leaves a group: every rank allocates a heap, sends its IPC handle to the others
+ * through the bootstrap, and maps the heaps of the others. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -11,16 +11,15 @@
 
 #define LEAVE_NAP_NS 200000
 
-/* what a rank sends to the others through the bootstrap */
+/* The data that a rank sends to the others through the bootstrap. */
 typedef struct join_card {
-    uint32_t result; /* of its own part so far */
+    uint32_t result; /* epic_result of this rank so far */
     p2p_gpu gpu;
     cudaIpcMemHandle_t handle;
     char sentence[256];
 } join_card;
 
-/* Can the peers form a group of this backend? They must be on one host. If not, writes the
- * reason to `why` (256 bytes). */
+/* Implements epic_backend.can_join: all ranks must be on one host. */
 static bool p2p_can_join(const epic_peer *peers, int num_ranks, const epic_config *config,
                          char *why)
 {
@@ -55,7 +54,7 @@ static epic_result make_heap(epic_group *g)
     return p2p_heap_clear(g, heap);
 }
 
-/* Makes what this rank has before it knows the others: device, heap, loaded kernels, handle. */
+/* Makes the part of the group that needs no peer: device, heap, loaded kernels, IPC handle. */
 static epic_result make_own_part(epic_group *g, join_card *mine)
 {
     TRY(p2p_group_device(g, &mine->gpu));
@@ -66,8 +65,8 @@ static epic_result make_own_part(epic_group *g, join_card *mine)
 
 /* ------------------------------------------------------------------------------- peers ---- */
 
-/* Checks a card, whose contents are not trusted: any process that reached the bootstrap may
- * have sent it. */
+/* Checks the card of a rank, and returns its error if it failed. Any program that reaches the
+ * bootstrap may have written the card. */
 static epic_result check_card(const join_card *c, int rank)
 {
     if (c->result > EPIC_ECLOSED || !p2p_gpu_fits(&c->gpu) ||
@@ -81,8 +80,8 @@ static epic_result check_card(const join_card *c, int rank)
     return epic_fail((epic_result)c->result, "rank %d: %s", rank, c->sentence);
 }
 
-/* Checks every rank's card, takes SMs from the GPU's budget, maps the heaps, and starts the
- * watcher. */
+/* Checks the cards of all ranks, takes SMs from the GPU's budget, connects the heaps, and
+ * starts the watcher. */
 static epic_result connect_peers(epic_group *g, const join_card *cards)
 {
     p2p_gpu gpus[DEVICE_MAX_RANKS];
@@ -95,14 +94,14 @@ static epic_result connect_peers(epic_group *g, const join_card *cards)
 
 /* ---------------------------------------------------------------------- join and leave ---- */
 
-/* Uses the copy engine, so that it works while kernels run. */
+/* Implements p2p_hooks.write. Uses the copy engine, so it works while kernels run. */
 static void write_to_peer(epic_group *g, int peer, int64_t at, const void *bytes, size_t count)
 {
     (void)cudaMemcpyAsync(g->self.heap[peer] + at, bytes, count, cudaMemcpyDefault, g->side);
     (void)cudaStreamSynchronize(g->side);
 }
 
-/* Peers see every store without being woken. */
+/* Implements p2p_hooks.wake: nothing to do, because stores reach peers without a thread. */
 static void skip_wake(const epic_group *g)
 {
     (void)g;
@@ -110,7 +109,7 @@ static void skip_wake(const epic_group *g)
 
 static const p2p_hooks hooks = {.write = write_to_peer, .wake = skip_wake};
 
-/* Frees everything of a group, also of one that was made only in part. */
+/* Frees a group, also one whose join failed. */
 static void release_group(epic_group *g)
 {
     p2p_watch_close(g);
@@ -119,8 +118,8 @@ static void release_group(epic_group *g)
     p2p_group_free(g);
 }
 
-/* Opens this rank's group. It gathers the cards even if its own part failed, so that the other
- * ranks receive the error text instead of waiting. */
+/* Implements epic_backend.join. A rank whose own part failed takes part in the gather too, so
+ * that the other ranks get its error instead of waiting. */
 static epic_result p2p_join(epic_group **out, const epic_join *join)
 {
     if (join->bootstrap->num_ranks > DEVICE_MAX_RANKS)
@@ -146,15 +145,15 @@ static epic_result p2p_join(epic_group **out, const epic_join *join)
     return result;
 }
 
-/* A peer of this process whose join failed has already freed its heap, and will not announce
- * its close. */
+/* Returns whether a peer of this process has freed its heap because its join failed. Such a
+ * peer never announces its close. */
 static bool has_released(const epic_group *g, int peer)
 {
     return p2p_same(g->peers[peer].process, g->peers[g->rank].process) &&
            p2p_heap_find(g->self.group_id, peer) != g->self.heap[peer];
 }
 
-/* Has every peer closed or died? */
+/* Returns whether every peer has closed, died, or failed to join. */
 static bool all_gone(epic_group *g)
 {
     const uint64_t *gone = p2p_gone(g);
@@ -172,7 +171,9 @@ static void announce_close(epic_group *g)
             write_to_peer(g, q, g->self.at.gone + 8 * g->rank, g->word, sizeof *g->word);
 }
 
-/* The heap may be freed only when no peer can write into it: every peer has closed or died. */
+/* Implements epic_backend.leave. Announces the close to all peers, then waits until every peer
+ * has closed or died, because a peer may still write into this rank's heap. Then frees the
+ * heap. At the timeout it frees the heap anyway. */
 static void p2p_leave(epic_group *g)
 {
     int device = -1;
@@ -187,7 +188,7 @@ static void p2p_leave(epic_group *g)
     if (device >= 0) (void)cudaSetDevice(device);
 }
 
-/* Computes the memory that a context with this config takes. */
+/* Implements epic_backend.memory. */
 static void p2p_memory(const epic_config *config, epic_memory_info *out)
 {
     const p2p_heap at = p2p_heap_for(config);

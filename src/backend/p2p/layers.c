@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Checks a layer, fills in its defaults, and computes its hashes: layers.h. */
+/* Implements layers.h: checks a layer, fills in its defaults, and computes its hashes. */
 #include "backend/p2p/layers.h"
 
 #include "base/error.h"
@@ -15,7 +15,7 @@ void p2p_sign_layer(signature *a, const epic_layer *layer)
     if (layer->priority != EPIC_BY_TOKEN) signature_mix(a, ~(uint64_t)layer->priority);
 }
 
-/* A hash of a complete layer. It is never 0, which stands for any layer. */
+/* Returns a hash of a complete layer. It is never 0, because 0 means "any layer". */
 static uint32_t hash_layer(const epic_layer *layer)
 {
     signature a = {0};
@@ -23,7 +23,8 @@ static uint32_t hash_layer(const epic_layer *layer)
     return (uint32_t)(a.hash >> 32) | 1;
 }
 
-/* EPIC_BY_HOSTS stands for one of two orders; the plan's rank_of_expert decides which one. */
+/* With EPIC_BY_HOSTS, the plan's rank_of_expert decides between two orders. The kernels accept
+ * the hashes of both. */
 void p2p_expect_layer(p2p_self *self, const epic_layer *layer)
 {
     epic_layer order = *layer;

@@ -1,17 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The layer of a call, and what the host derives from it: whether kernels support it, where the
- * arrays of its plans are, and the hashes by which ranks and plans are compared. */
+/* The layer of a call, and what the host computes from it: whether the kernels support it, the
+ * offsets of the arrays in its plans, and the hashes by which ranks and plans are compared. */
 #ifndef EPIC_P2P_LAYERS_H
 #define EPIC_P2P_LAYERS_H
 
 #include "backend/p2p/p2p.h"
 
-/* A hash of the arguments that must be equal on all ranks: 28 bits, below the operation's 4. */
+/* A hash of the arguments that must be equal on all ranks. Kernels compare its highest 28 bits,
+ * below 4 bits for the operation. */
 typedef struct signature {
     uint64_t hash;
 } signature;
 
-/* Mixes a value into the hash; the order of the values matters. */
+/* Mixes a value into the hash. The order of the values matters. */
 static inline void signature_mix(signature *a, uint64_t value)
 {
     a->hash = (a->hash ^ value) * 0x9e3779b97f4a7c15ull;
@@ -21,27 +22,28 @@ static inline void signature_mix(signature *a, uint64_t value)
 /* Mixes every field of a complete layer into the hash. */
 void p2p_sign_layer(signature *a, const epic_layer *layer);
 
-/* Fills in the layer's defaults. Errors: EPIC_ENOTSUP if the kernels do not support the layer.
- */
+/* Copies the layer to *out and fills in its defaults. Errors: EPIC_ENOTSUP if the kernels do
+ * not support the layer. */
 epic_result p2p_read_layer(const epic_group *group, epic_layer *out, const epic_layer *layer);
 
-/* Like p2p_read_layer(), for a layer whose plan exists. Kernels load from the plan before they
- * have checked its header, so the plan must have as many bytes as the layer needs. Errors: also
- * EPIC_EINVAL. */
+/* Like p2p_read_layer(), for a layer whose plan exists. Also returns EPIC_EINVAL if plan_bytes
+ * is less than the layer needs, because kernels read parts of the plan before they have checked
+ * its header. */
 epic_result p2p_read_plan_layer(const epic_group *group, epic_layer *out,
                                 const epic_layer *layer, int64_t plan_bytes);
 
-/* Offsets of the arrays of the layer's plans. */
+/* Returns the offsets of the arrays in a plan of this layer. */
 device_plan_layout p2p_plan_layout(const epic_group *group, const epic_layer *layer);
 
-/* Makes the kernels compare the layer of their plan with this complete layer. */
+/* Sets layer_hashes, with which the kernels check that their plan was made for this complete
+ * layer. */
 void p2p_expect_layer(p2p_self *self, const epic_layer *layer);
 
-/* Does EPIC_BY_K make a difference for this layer? */
+/* Returns whether EPIC_BY_K makes a difference for this layer. */
 bool p2p_keeps_by_k(const epic_layer *layer);
 
-/* Does combine need leaves within ranks, partials of another type, or a tree of more than 8
- * ranks? The low-latency kernels support none of these. */
+/* Returns whether combine needs an option that the low-latency kernels do not support: several
+ * leaves per rank, partials of another type, or a tree of more than 8 ranks. */
 bool p2p_has_rare_sums(const epic_group *group, const epic_layer *layer);
 
 #endif

@@ -1,15 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Loading the kernels at open. Each kernel is launched once, for EPIC_OP_NONE, and returns at
- * once. What CUDA does at a first launch (loading code, giving the device more local memory)
- * may wait until the device is idle, and the device is never idle while a kernel of a peer
- * waits for ours. */
+/* Loads the kernels when a context opens.
+ *
+ * At the first launch of a kernel, CUDA loads its code and may give the device more local
+ * memory. Both may wait until the device is idle. But the device is never idle while a kernel
+ * of a peer waits for ours, so a first launch in an operation could deadlock. Therefore each
+ * kernel is launched once here, with EPIC_OP_NONE, and returns at once. */
 #include "backend/p2p/p2p.h"
 #include "base/error.h"
 #include "cuda/experts/dense_tokens.h"
 #include "cuda/experts/grouped.h"
 #include "cuda/router/router.h"
 
-/* Loads the code of every kernel, and allows the kernels their dynamic shared memory. */
+/* Loads the code of every kernel, and sets the limit of its dynamic shared memory. */
 static epic_result load_code(void)
 {
     TRY(p2p_cuda(p2p_load_plan(), "loading the plan kernel"));
@@ -39,10 +41,10 @@ static epic_result load_code(void)
     return p2p_cuda(p2p_load_sum(), "loading the sum kernel");
 }
 
-/* Row sizes that use different kernels. */
+/* Row sizes for which the launchers choose different kernels. */
 static const int64_t row_bytes[] = {16, 2048, 3584, 4096};
 
-/* Low-latency combine in both orders. */
+/* Launches the low-latency combine in both orders, by rank and tree. */
 static cudaError_t launch_sums(p2p_combine_job job, cudaStream_t stream)
 {
     cudaError_t error = p2p_launch_lowlat_combine(&job, 1, stream);
@@ -50,8 +52,8 @@ static cudaError_t launch_sums(p2p_combine_job job, cudaStream_t stream)
     return error == cudaSuccess ? p2p_launch_lowlat_combine(&job, 1, stream) : error;
 }
 
-/* Launches all kernels for rows of this size: dispatch with and without a plan, combine and
- * combine_backward of each type. */
+/* Launches all kernels for rows of this size: dispatch with and without making a plan, and
+ * combine and combine_backward for each type. */
 static cudaError_t launch_rows(const p2p_self *self, int64_t bytes, int aligned,
                                cudaStream_t stream)
 {
@@ -86,7 +88,8 @@ static cudaError_t launch_rows(const p2p_self *self, int64_t bytes, int aligned,
 
 typedef cudaError_t launcher(const p2p_dispatch_job *job, int num_sms, cudaStream_t stream);
 
-/* The job with a plan that is read or made, in either layout. */
+/* Launches a dispatch for both layouts, each with a plan that is read and with a plan that is
+ * made. */
 static cudaError_t launch_layouts(const p2p_dispatch_job *like, launcher *launch,
                                   cudaStream_t stream)
 {
@@ -101,7 +104,8 @@ static cudaError_t launch_layouts(const p2p_dispatch_job *like, launcher *launch
     return error;
 }
 
-/* Packed rows, from two arrays or quantized, with a plan that is read or made. */
+/* Launches the kernels for packed rows: rows from two arrays and quantized rows, each with a
+ * plan that is read and with a plan that is made. */
 static cudaError_t launch_packed(const p2p_self *self, int aligned, cudaStream_t stream)
 {
     cudaError_t error = cudaSuccess;
@@ -124,7 +128,7 @@ static cudaError_t launch_packed(const p2p_self *self, int aligned, cudaStream_t
     return error;
 }
 
-/* Launches each kernel once, and waits for them. */
+/* Launches each kernel once and waits until all have returned. */
 static cudaError_t launch_all(const p2p_self *self, cudaStream_t stream)
 {
     const p2p_plan_job plan = {.self = *self, .layer.num_experts = 1, .layer.top_k = 1};
@@ -152,7 +156,7 @@ static cudaError_t launch_all(const p2p_self *self, cudaStream_t stream)
 epic_result p2p_load(epic_group *g)
 {
     p2p_self self = g->self;
-    self.max_tokens = 1; /* small, for kernels that have room for all tokens in shared memory */
+    self.max_tokens = 1; /* small, so that kernels with shared memory for all tokens fit */
     TRY(load_code());
     return p2p_cuda(launch_all(&self, g->side), "loading the kernels");
 }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The operations of a group: each call turns checked arguments into one launch. Nothing waits
- * and nothing is allocated, so all of them can be captured in a CUDA graph. */
+/* The operations of a group. Each call turns checked arguments into a kernel launch. No call
+ * waits or allocates, so a CUDA graph can capture it. */
 #include <string.h>
 
 #include "backend/p2p/layers.h"
@@ -9,12 +9,13 @@
 
 #define MOST_ROWS 0x7ffffff0 /* slots are int32 */
 
-#define HEAD_BYTES (5 << 20) /* bytes that are sent to all peers while the plan is made */
-#define COMBINE_LAG 48       /* tokens; measured, docs/lab/cuda.md */
+#define HEAD_BYTES (5 << 20) /* bytes that the links send while the plan is made */
+#define COMBINE_LAG 48       /* in tokens; measured in docs/lab/cuda.md */
 
 /* ------------------------------------------------------------------------------ common ---- */
 
-/* Fills in what every job begins with: the operation, its signature and its time limit. */
+/* Fills in the first member of a job: the operation, its signature and its time limit. Also
+ * wakes the proxy thread (backend hosts). */
 static void fill_self(p2p_self *self, const epic_group *g, const epic_call *call,
                       epic_operation operation, signature a)
 {
@@ -28,7 +29,7 @@ static void fill_self(p2p_self *self, const epic_group *g, const epic_call *call
     p2p_beats_expect(g->beats, timeout_ms);
 }
 
-/* The SMs of a call: call.max_sms, but at most those of the group. */
+/* Returns the SMs of a call: call.max_sms, but at most the SMs of the group. */
 static int sms_of(const epic_group *g, const epic_call *call)
 {
     return call->max_sms && (int)call->max_sms < g->num_sms ? (int)call->max_sms : g->num_sms;
@@ -40,13 +41,13 @@ static cudaStream_t stream_of(const epic_call *call)
     return (cudaStream_t)call->stream;
 }
 
-/* A number of rows as int32. More than MOST_ROWS rows cannot be used. */
+/* Returns a number of rows as int32, at most MOST_ROWS. */
 static int32_t rows_of(int64_t num_rows)
 {
     return num_rows > MOST_ROWS ? MOST_ROWS : (int32_t)num_rows;
 }
 
-/* Can all rows be read in vectors of 16 bytes? */
+/* Returns whether all rows can be read in vectors of 16 bytes. */
 static bool is_aligned(epic_const_rows rows)
 {
     return (uintptr_t)rows.data % 16 == 0 && rows.row_bytes % 16 == 0;
@@ -61,7 +62,7 @@ static epic_result check_type(uint32_t type)
                      type);
 }
 
-/* Checks that a row fits the staging of this group. */
+/* Checks that a row fits into the staging memory of this group. */
 static epic_result check_row(const epic_group *g, const char *name, int64_t row_bytes)
 {
     if (row_bytes <= g->config.max_row_bytes) return EPIC_OK;
@@ -71,8 +72,9 @@ static epic_result check_row(const epic_group *g, const char *name, int64_t row_
 
 /* -------------------------------------------------------------------------------- plan ---- */
 
-/* May this group use low-latency kernels? backend hosts: only if all operations do, because ids
- * go to every rank, and only without relays. */
+/* Returns whether this group may use low-latency kernels. In backend hosts all operations of
+ * the group must be small enough, because the expert ids go to every rank, and relays must be
+ * off. */
 static bool can_use_lowlat(const epic_group *g)
 {
 #ifdef EPIC_HOSTS
@@ -83,8 +85,8 @@ static bool can_use_lowlat(const epic_group *g)
 #endif
 }
 
-/* Does an operation with so many tokens use a low-latency kernel? Rows travel the same way with
- * all kernels, so each rank chooses for itself. */
+/* Returns whether an operation with num_tokens tokens uses a low-latency kernel. Rows are sent
+ * in the same way by all kernels, so each rank decides for itself. */
 static bool fits_lowlat(const epic_group *g, const epic_layer *layer, int32_t num_tokens,
                         int32_t most, int64_t row_bytes)
 {
@@ -92,7 +94,7 @@ static bool fits_lowlat(const epic_group *g, const epic_layer *layer, int32_t nu
            g->config.max_tokens * device_round_up(row_bytes, 16) <= g->self.at.source_bytes;
 }
 
-/* CTAs that make the plan: one per 64 tokens, within the limits. */
+/* Returns how many CTAs make the plan: one per 64 tokens, within the limits. */
 static int planners_of(int64_t num_tokens, int num_sms)
 {
     const int64_t wanted = (num_tokens + 63) / 64;
@@ -100,8 +102,8 @@ static int planners_of(int64_t num_tokens, int num_sms)
     return planners > num_sms ? num_sms : planners;
 }
 
-/* Fills in the job of a plan. max_lowlat_tokens: tokens of a rank that may use the low-latency
- * planner. */
+/* Fills in the job of a plan. max_lowlat_tokens is the largest number of tokens per rank for
+ * the low-latency planner. */
 static epic_result fill_plan(const epic_group *g, p2p_plan_job *job, const epic_plan_args *args,
                              int32_t max_lowlat_tokens, signature *a)
 {
@@ -124,7 +126,7 @@ static epic_result fill_plan(const epic_group *g, p2p_plan_job *job, const epic_
     job->by_k = p2p_keeps_by_k(&job->layer);
     job->resolves = job->layer.num_logical && (flat || job->by_k);
     const bool searches = flat && job->layer.overflow == EPIC_OVERFLOW_DROP;
-    /* one CTA: plan/flat_drop.cuh, plan/resolve.cuh */
+    /* these two cases are made by one CTA: plan/flat_drop.cuh, plan/resolve.cuh */
     if (searches || job->resolves) job->planners = 1;
     job->at = p2p_plan_layout(g, &job->layer);
     if (!can_use_lowlat(g) || args->rank_of_expert) max_lowlat_tokens = 0;
@@ -139,7 +141,7 @@ static epic_result fill_plan(const epic_group *g, p2p_plan_job *job, const epic_
     return EPIC_OK;
 }
 
-/* epic_ops.plan: launches the plan kernel. */
+/* epic_ops.plan: makes a plan. */
 static epic_result p2p_plan(epic_group *g, const epic_plan_args *args)
 {
     P2P_RANGE("epic_plan");
@@ -157,7 +159,8 @@ static epic_result p2p_plan(epic_group *g, const epic_plan_args *args)
 
 /* ---------------------------------------------------------------------------- dispatch ---- */
 
-/* Fills in the second rows: the caller's, or the scales that dispatch makes. */
+/* Fills in the scales that travel with the rows: given by the caller, or computed by
+ * dispatch. */
 static epic_result fill_scales(const epic_group *g, p2p_dispatch_job *job,
                                const epic_dispatch_args *args, signature *a)
 {
@@ -181,7 +184,7 @@ static epic_result fill_scales(const epic_group *g, p2p_dispatch_job *job,
     return EPIC_OK;
 }
 
-/* Fills in a dispatch. The job's layer is set. */
+/* Fills in the job of a dispatch. job->plan.layer is set. */
 static epic_result fill_dispatch(const epic_group *g, p2p_dispatch_job *job,
                                  const epic_dispatch_args *args, signature *a)
 {
@@ -207,7 +210,7 @@ static epic_result fill_dispatch(const epic_group *g, p2p_dispatch_job *job,
 
 typedef cudaError_t launcher(const p2p_dispatch_job *, int, cudaStream_t);
 
-/* The launch function for the kind of rows and the number of tokens. */
+/* Returns the launch function for the kind of rows and the number of tokens. */
 static launcher *launcher_of(const p2p_dispatch_job *job, bool is_lowlat)
 {
     const bool is_packed = job->scale_bytes != 0;
@@ -217,15 +220,17 @@ static launcher *launcher_of(const p2p_dispatch_job *job, bool is_lowlat)
     return is_lowlat ? p2p_launch_lowlat_dispatch : p2p_launch_dispatch;
 }
 
-/* Does the job need what is special in FLAT? Rows alone do not, if the plan exists: the record
- * of a token has its row where other layouts have slots. */
+/* Returns whether the job needs the kernel for EPIC_FLAT. Sending only rows with an existing
+ * plan does not need it: the plan stores the row of a token where other layouts store its
+ * slot. */
 static bool is_flat(const p2p_dispatch_job *job)
 {
     return job->plan.layer.layout == EPIC_FLAT &&
            (job->plan.planners || job->recv_expert || job->weights);
 }
 
-/* Most rows per rank that use low-latency kernels, equal on all ranks; -1: none do. */
+/* Returns the largest number of rows per rank that uses a low-latency kernel, equal on all
+ * ranks; -1: none does. */
 static int32_t max_lowlat_rows(const epic_group *g, const p2p_dispatch_job *job)
 {
     if (HOSTS && job->scale_bytes) return -1; /* backend hosts has no such kernels */
@@ -264,20 +269,20 @@ static epic_result p2p_dispatch(epic_group *g, const epic_dispatch_args *args)
     return launch_dispatch(g, &job, &args->call, "launching dispatch");
 }
 
-/* May rows leave before the plan is complete? Only if nothing is dropped, the id determines the
- * rank, and all rows fit the staging. */
+/* Returns whether rows may be sent before the plan is complete: nothing is dropped, the id
+ * alone determines the rank, and all rows fit into the staging memory. */
 static bool can_overlap(const epic_group *g, const p2p_dispatch_job *job)
 {
     const int64_t row = p2p_packed_bytes(job->row_bytes, job->scale_bytes);
     if (HOSTS && job->plan.layer.layout == EPIC_FLAT)
-        return false; /* it would not wait for every word that is put */
+        return false; /* this kernel would not wait for every word that peers put (net.cuh) */
     return job->plan.layer.overflow == EPIC_OVERFLOW_ERROR && !job->plan.layer.num_logical &&
            g->config.max_tokens * row <= g->self.at.source_bytes;
 }
 
-/* Tokens to send while the plan is made: as many as the links carry in that time, if tokens go
- * to as many peers as with uniform routing; and few enough that receiving catches up before the
- * end. */
+/* Returns how many tokens to send while the plan is made: as many as the links carry in that
+ * time if the routing is uniform, but at most a fifth of the tokens, so that receiving can
+ * catch up. */
 static int32_t early_tokens_of(const epic_group *g, const p2p_dispatch_job *job)
 {
     const int64_t ranks = g->num_ranks, top_k = job->plan.layer.top_k;
@@ -287,8 +292,8 @@ static int32_t early_tokens_of(const epic_group *g, const p2p_dispatch_job *job)
     return (int32_t)(head < most ? head : most);
 }
 
-/* epic_ops.plan_dispatch: makes a plan and dispatches, in one kernel if can_overlap() permits,
- * else in two. */
+/* epic_ops.plan_dispatch: makes a plan and dispatches, in one kernel if can_overlap(),
+ * otherwise in two. */
 static epic_result p2p_plan_dispatch(epic_group *g, const epic_plan_args *plan_args,
                                      const epic_dispatch_args *args)
 {
@@ -317,20 +322,22 @@ static epic_result p2p_plan_dispatch(epic_group *g, const epic_plan_args *plan_a
 
 /* --------------------------------------------------------------- combine and gradients ---- */
 
-/* Stands in for arrays of slots without rows: kernels/cuda/combine/slots.cuh. */
+/* Returns memory that replaces arrays of slots without rows: kernels read row 0 in place of
+ * missing rows (kernels/cuda/combine/slots.cuh). */
 static void *scratch_of(const epic_group *g)
 {
     return g->self.heap[g->rank] + g->self.at.scratch;
 }
 
-/* the plan of a call */
+/* The plan argument of a call. */
 typedef struct plan_argument {
     const epic_layer *layer;
     const void *plan;
     int64_t plan_bytes;
 } plan_argument;
 
-/* Checks the plan of a call, and fills in the job's offsets and options that come from it. */
+/* Checks the plan of a call, and fills in the offsets and options that the job takes from
+ * it. */
 static epic_result fill_combine_plan(const epic_group *g, p2p_combine_job *job,
                                      epic_layer *layer, const plan_argument *given)
 {
@@ -346,7 +353,7 @@ static epic_result fill_combine_plan(const epic_group *g, p2p_combine_job *job,
     return EPIC_OK;
 }
 
-/* Fills in and launches a combine, which is also the backward of dispatch. */
+/* Fills in and launches a combine. dispatch_backward uses it too. */
 static epic_result launch_combine(const epic_group *g, p2p_combine_job *job,
                                   const epic_layer *layer, const epic_call *call,
                                   epic_const_rows rows, epic_rows out, signature a,
@@ -395,7 +402,7 @@ static epic_result p2p_combine(epic_group *g, const epic_combine_args *args)
                           EPIC_OP_COMBINE);
 }
 
-/* Sends back the floats of a FLAT plan, in an operation of its own. */
+/* Sends the gradients of the weights of an EPIC_FLAT plan back, as a separate operation. */
 static epic_result launch_flat_floats(const epic_group *g,
                                       const epic_dispatch_backward_args *args,
                                       const p2p_combine_job *rows, const epic_layer *layer,
@@ -413,8 +420,8 @@ static epic_result launch_flat_floats(const epic_group *g,
         "launching dispatch_backward");
 }
 
-/* epic_ops.dispatch_backward: a combine without weights, which also sends back the gradients of
- * the weights. With FLAT these take an operation of their own. */
+/* epic_ops.dispatch_backward: a combine without weights, which also sends the gradients of the
+ * weights back. With EPIC_FLAT these are sent by a second operation. */
 static epic_result p2p_dispatch_backward(epic_group *g, const epic_dispatch_backward_args *args)
 {
     P2P_RANGE("epic_dispatch_backward");
@@ -439,7 +446,7 @@ static void fill_quantized(p2p_combine_backward_job *job,
                            const epic_combine_backward_args *args)
 {
     const epic_rows *rows = &args->d_rows, *scales = &args->d_rows_scales;
-    /* bytes of e4m3 per vector and lane */
+    /* bytes of e4m3 that one lane stores at a time */
     const int lane_bytes = args->type == EPIC_F32 ? 4 : 8;
     if (!args->quantize) return;
     if (!args->d_out.row_bytes)
@@ -453,7 +460,7 @@ static void fill_quantized(p2p_combine_backward_job *job,
     job->scales_in_words = ((uintptr_t)scales->data | (uint64_t)scales->row_bytes) % 4 == 0;
 }
 
-/* epic_ops.combine_backward: sends the gradient of each token to its experts' ranks. */
+/* epic_ops.combine_backward: sends the gradient of each token to the ranks of its experts. */
 static epic_result p2p_combine_backward(epic_group *g, const epic_combine_backward_args *args)
 {
     P2P_RANGE("epic_combine_backward");
@@ -504,8 +511,8 @@ static epic_result p2p_combine_backward(epic_group *g, const epic_combine_backwa
 
 /* --------------------------------------------------------------------------------- sum ---- */
 
-/* epic_ops.sum: sums the floats of all ranks, in launches of what the staging holds. Every rank
- * passes the same count, so all ranks make the same launches. */
+/* epic_ops.allreduce_sum: sums the floats of all ranks. Each launch sums as many as fit into
+ * the staging memory. Every rank passes the same count, so all ranks make the same launches. */
 static epic_result p2p_sum(epic_group *g, const epic_allreduce_sum_args *args)
 {
     P2P_RANGE("epic_allreduce_sum");
@@ -528,7 +535,8 @@ static epic_result p2p_sum(epic_group *g, const epic_allreduce_sum_args *args)
     return EPIC_OK;
 }
 
-/* The plan knows how many sums there are; one launch does them all. */
+/* epic_ops.sum_replicas: one launch computes the sums of all logical experts, which the plan
+ * lists. */
 static epic_result p2p_sum_replicas(epic_group *g, const epic_sum_replicas_args *args)
 {
     P2P_RANGE("epic_sum_replicas");
@@ -546,7 +554,7 @@ static epic_result p2p_sum_replicas(epic_group *g, const epic_sum_replicas_args 
         "launching sum_replicas");
 }
 
-/* epic_ops.max_sms: the most SMs that an operation of this group uses. */
+/* epic_ops.max_sms: the largest number of SMs that an operation of this group uses. */
 static uint32_t p2p_max_sms(const epic_group *g)
 {
     return (uint32_t)g->num_sms;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Backend p2p: GPUs that can address each other's memory. Ranks are processes with a GPU each,
- * threads of one process with a GPU each, or several ranks that share a GPU. Backend hosts uses
- * the same group and operations. */
+/* Backend p2p: GPUs of one host that can address each other's memory. Ranks are processes with
+ * a GPU each, threads of one process with a GPU each, or several ranks that share a GPU.
+ * Backend hosts uses the same group and operations. */
 #ifndef EPIC_P2P_H
 #define EPIC_P2P_H
 
@@ -9,16 +9,16 @@
 #include "backend/p2p/beats.h"
 #include "cuda/common/cuda_kernels.h"
 
-#define P2P_DEFAULT_SMS 64 /* SMs of an operation if the config does not set max_sms, */
-#define P2P_SMALL_SMS 32   /* and if it sends only few rows; measured, docs/lab/cuda.md */
-#define P2P_SPARE_SMS 4 /* SMs that stay free on a GPU that ranks share, for their other work */
+#define P2P_DEFAULT_SMS 64 /* SMs of an operation if config.max_sms is 0 */
+#define P2P_SMALL_SMS 32   /* the same, if it sends few rows; measured in docs/lab/cuda.md */
+#define P2P_SPARE_SMS 4    /* SMs that ranks sharing a GPU leave free for other kernels */
 
 typedef struct p2p_watch p2p_watch;   /* watches the peers' processes */
 typedef struct hosts_part hosts_part; /* state that backend hosts adds */
 
-typedef struct p2p_gpu { /* what a rank sends to the others about its GPU */
+typedef struct p2p_gpu { /* the facts about a rank's GPU that it sends to the others */
     int32_t device_sms;
-    int32_t taken_sms;  /* used by other contexts of its process */
+    int32_t taken_sms;  /* SMs that other contexts of its process use */
     uint8_t device[16]; /* uuid */
 } p2p_gpu;
 
@@ -28,66 +28,74 @@ typedef struct p2p_hooks {
      * `peer` may be this rank. Returns when they have arrived or cannot arrive. */
     void (*write)(epic_group *group, int peer, int64_t at, const void *bytes, size_t count);
 
-    /* Announces that an operation is about to be launched or given up. */
+    /* Called before an operation is launched. Backend hosts wakes its proxy thread. */
     void (*wake)(const epic_group *group);
 } p2p_hooks;
 
+/* One rank's state in a group. Read-only after join, except what *status, *beats and *word
+ * point to. */
 struct epic_group {
     const p2p_hooks *hooks;
-    p2p_self self;      /* template of the jobs' first member; operation and signature are 0 */
+    p2p_self self;      /* first member of every job, without operation and signature */
     p2p_status *status; /* host memory that kernels write */
     epic_config config;
     epic_peer peers[DEVICE_MAX_RANKS];
     int32_t rank, num_ranks;
     int device;
-    int device_sms; /* SMs of the whole GPU */
-    int num_sms;    /* SMs of an operation at most; taken from the GPU's budget */
-    int ranks_here; /* ranks of the group on this GPU */
-    bool mapped[DEVICE_MAX_RANKS]; /* heaps of other processes */
+    int device_sms;                /* SMs of the whole GPU */
+    int num_sms;                   /* largest number of SMs of an operation (budget.c) */
+    int ranks_here;                /* ranks of the group on this GPU */
+    bool mapped[DEVICE_MAX_RANKS]; /* 1: the heap is mapped from another process */
     p2p_watch *watch;
-    p2p_beats *beats;      /* show kernels that this process runs */
-    hosts_part *hosts;     /* NULL in p2p */
-    cudaStream_t side;     /* for words to peers while a kernel runs */
-    uint64_t *word;        /* pinned host memory */
-    bool bulk;             /* the GPU has bulk stores */
-    int32_t lowlat_tokens; /* most tokens of a rank that use low-latency kernels */
+    p2p_beats *beats;      /* show to kernels that this process runs (beats.h) */
+    hosts_part *hosts;     /* NULL in backend p2p */
+    cudaStream_t side;     /* stream for copies that must work while a kernel runs */
+    uint64_t *word;        /* pinned host memory for such copies */
+    bool bulk;             /* the GPU has bulk stores (compute capability 9.0) */
+    int32_t lowlat_tokens; /* largest number of tokens per rank for low-latency kernels */
 };
 
-/* Turns a CUDA error into a result (EPIC_EDEVICE, EPIC_ENOMEM) with an error text. */
+/* Returns EPIC_OK for cudaSuccess. Otherwise stores an error sentence that begins with `what`,
+ * clears the CUDA error, and returns EPIC_ENOMEM or EPIC_EDEVICE. */
 epic_result p2p_cuda(cudaError_t error, const char *what);
 
-/* Loads every kernel, so that no launch waits for an idle device. */
+/* Launches every kernel once, so that no later launch waits for an idle device (load.c). */
 epic_result p2p_load(epic_group *group);
 
-/* Is there a CUDA device? If not, writes the reason to `why` (256 bytes). */
+/* Returns whether there is a CUDA device. If not, writes the reason to `why` (256 bytes). */
 bool p2p_any_device(char *why);
 
-/* Are two ids of hosts or processes equal? */
+/* Returns whether two ids of hosts or processes are equal. */
 static inline bool p2p_same(const uint64_t a[2], const uint64_t b[2])
 {
     return a[0] == b[0] && a[1] == b[1];
 }
 
-/* Makes a group that knows its layout; NULL: no memory. Then sets its device, stream and
- * status. p2p_group_free() undoes both. */
+/* p2p_group_new() creates a group and computes its heap layout; NULL: no memory.
+ * p2p_group_device() then sets its device, stream and status. p2p_group_free() releases
+ * both. */
 epic_group *p2p_group_new(const epic_join *join, const p2p_hooks *hooks);
 epic_result p2p_group_device(epic_group *group, p2p_gpu *gpu);
 void p2p_group_free(epic_group *group);
-bool p2p_gpu_fits(const p2p_gpu *gpu); /* are the numbers in range? */
+/* Returns whether the numbers, which a peer sent, are in range. */
+bool p2p_gpu_fits(const p2p_gpu *gpu);
 
-int32_t p2p_top_k_for(const epic_config *config); /* choices per token in the heap */
-/* The offsets of the heap of a context with this config. */
+/* Returns the number of choices per token for which a heap has room. */
+int32_t p2p_top_k_for(const epic_config *config);
+/* Returns the offsets of the heap of a context with this config. */
 p2p_heap p2p_heap_for(const epic_config *config);
-/* Bytes to allocate for a heap. */
+/* Returns the bytes to allocate for a heap. */
 int64_t p2p_heap_bytes(const p2p_heap *at);
-/* Sets words to 0 and staging to poison. Returns after the device has done so. */
+/* Sets stamped words to 0 and staging to poison. Returns when the device has done so. */
 epic_result p2p_heap_clear(epic_group *group, uint8_t *heap);
-/* Reads the number of the last operation that began from the device. Waits for the copy, not
- * for kernels. */
+/* Returns the epoch of the last operation that began, read from the device. Waits for the copy,
+ * but not for kernels. */
 uint32_t p2p_epoch(epic_group *group);
-const uint64_t *p2p_gone(epic_group *group); /* [num_ranks]; NULL: the device does not answer */
+/* Copies P2P_GONE() of each rank from the device; 0: the rank has not closed. Returns the copy
+ * in pinned host memory, valid until the next call, or NULL if the copy failed. */
+const uint64_t *p2p_gone(epic_group *group);
 
-/* Base of the memory that p2p_hooks.write writes. */
+/* Returns the memory into which p2p_hooks.write writes. */
 static inline uint8_t *p2p_inbox(const epic_group *g)
 {
 #ifdef EPIC_HOSTS
@@ -97,59 +105,60 @@ static inline uint8_t *p2p_inbox(const epic_group *g)
 #endif
 }
 
-/* epic_backend.fetch: copies bytes from memory that a device can access. Returns false if
- * `from` is host memory. `good`: whether the copy succeeded. */
+/* epic_backend.fetch: copies bytes from device memory to the host. Returns false if `from` is
+ * host memory. *good is set to whether the copy succeeded. */
 bool p2p_fetch(void *to, const void *from, size_t bytes, bool *good);
-/* Device memory of the group's GPU; NULL: there is not enough. */
+/* Allocates memory of the group's GPU; NULL: there is not enough. p2p_release() frees it. */
 void *p2p_allocate(epic_group *group, size_t bytes);
 void p2p_release(epic_group *group, void *memory);
-/* Writes one line about the GPUs of this host for epic_info. */
+/* Writes one line about the GPUs of this host, for epic-info. */
 void p2p_describe(char *to, size_t size);
 
-/* The budget of SMs of each GPU, for all contexts of this process. Returns the SMs in use. */
+/* Returns the SMs of a device that contexts of this process use. */
 int p2p_budget_taken(int device);
-/* Takes the SMs of this context (group->num_sms); ranks that share the GPU get equal numbers.
- */
+/* Sets group->num_sms and takes these SMs from the GPU's budget. Ranks that share the GPU get
+ * equal numbers. Errors: EPIC_EINVAL, EPIC_ENOTSUP. */
 epic_result p2p_budget_share(epic_group *group, const p2p_gpu *gpus);
 /* Returns the SMs of this context to the budget of its GPU. */
 void p2p_budget_give_back(epic_group *group);
 
-/* Start and stop watching the peers' processes. */
+/* Start and stop the watcher thread (watch.c). */
 epic_result p2p_watch_open(epic_group *group);
 void p2p_watch_close(epic_group *group);
 
-/* Has the process of this peer died? Set by the watcher of p2p or the proxy thread of hosts. */
+/* Returns whether the process of this peer has died. The watcher of p2p, or the proxy thread of
+ * hosts, sets this. */
 static inline bool p2p_is_dead(const epic_group *group, int peer)
 {
     return __atomic_load_n(&group->status->dead, __ATOMIC_ACQUIRE) >> peer & 1;
 }
 
-/* Makes the heap reachable for the other ranks of this host: ranks of this process find it in a
- * list, the others need the handle. */
+/* Makes the heap reachable for the other ranks of this host. Ranks of this process find it in a
+ * list. For ranks of other processes, writes the IPC handle. */
 epic_result p2p_heap_export(const epic_group *group, uint8_t *heap, cudaIpcMemHandle_t *handle);
 /* Sets heap[peer] to the heap of a peer. Errors: EPIC_ENOTSUP if it cannot be mapped. */
 epic_result p2p_heap_connect(epic_group *group, int peer, const cudaIpcMemHandle_t *handle);
 /* Unmaps all heaps, and removes this rank's from the list. */
 void p2p_heap_disconnect(const epic_group *group);
 
-/* Do the ranks of each process share one copy of this library, and so its list of heaps? If
- * not, writes the reason to `why` (256 bytes). */
+/* Returns whether the ranks of each process share one copy of this library, and thus its list
+ * of heaps. If not, writes the reason to `why` (256 bytes). */
 bool p2p_share_library(const epic_peer *peers, int num_ranks, char *why);
 
-/* The heap of a rank of this process; NULL: it is not here. */
+/* Returns the heap of a rank of this process, or NULL. */
 uint8_t *p2p_heap_find(uint64_t group_id, int rank);
 
-/* Returns EPIC_OK, or the failure that a kernel has reported, in `out`. */
+/* Returns EPIC_OK, or the failure that a kernel has reported, and describes it in *out. */
 epic_result p2p_check(epic_group *group, epic_failure_info *out);
 
-/* Returns EPIC_OK, or the failure as the result of an operation, with its error text. */
+/* Returns EPIC_OK, or the failure that a kernel has reported as the error of this call. */
 epic_result p2p_check_group(epic_group *group);
 
-/* Returns the oldest data error that has not been returned, with its error text; EPIC_OK: none.
- */
+/* Returns the oldest data error that no call has returned yet, with its error sentence, or
+ * EPIC_OK. */
 epic_result p2p_take_notice(epic_group *group);
 
-/* Breaks the group on all ranks, with `why` as the error text on the others. */
+/* Breaks the group on all ranks. The others return EPIC_EPEER with the text `why`. */
 void p2p_abort(epic_group *group, uint64_t tag, const char *why);
 
 /* Router and losses, in router.c. Each function checks that the kernels support the arguments,
@@ -171,38 +180,42 @@ epic_result p2p_experts_backward(epic_group *group, const epic_experts_backward_
 
 /* The dense part of a layer, in gate.c and tokens.c. Errors: EPIC_EDEVICE. */
 
-/* logits [tokens, columns] = x w_gate + b_gate in float32. */
+/* Computes logits [tokens, columns] = x w_gate + b_gate in float32. */
 epic_result p2p_gate(epic_group *group, const epic_gate_args *gate);
-/* The gradients of w_gate, b_gate and x; d_x is added to rows that exist. */
+/* Computes the gradients of w_gate, b_gate and x. The gradient of x is added to d_x. */
 epic_result p2p_gate_backward(epic_group *group, const epic_gate_args *gate);
-/* Adds `count` numbers to `to`. replace: copies them instead. from NULL: they are zeros. */
+/* Adds the `count` numbers at `from` to `to`, or copies them if replace is set. If from is
+ * NULL, it counts as zeros. */
 epic_result p2p_add(epic_group *group, epic_stream stream, void *to, const void *from,
                     int64_t count, uint32_t type, bool replace);
-/* Writes topk_idx without the choices of zero-experts, which are not sent. */
+/* Copies topk_idx to `to`, with -1 in place of zero-experts, whose rows are not sent. */
 epic_result p2p_sent_choices(epic_group *group, epic_stream stream, const layer_tokens *tokens,
                              int32_t *to);
-/* The factors of the shared expert's output: a sigmoid per token. */
+/* Computes shared_weights, the factor of the shared expert's output for each token: a
+ * sigmoid. */
 epic_result p2p_shared_gate(epic_group *group, epic_stream stream, const layer_tokens *tokens);
-/* d_shared_weights in place, and the gradient [hidden] of the gate's weights (NULL: not
- * wanted). */
+/* Multiplies d_shared_weights by the derivative of the sigmoid, in place. Computes the gradient
+ * [hidden] of w_shared_gate, unless gradient is NULL. */
 epic_result p2p_shared_gate_backward(epic_group *group, epic_stream stream,
                                      const layer_tokens *tokens, float *gradient,
                                      bool accumulate, void *workspace);
-/* The gradients of the weights of choices of zero-experts. */
+/* Computes the gradients of the weights of choices that are zero-experts. */
 epic_result p2p_zero_weights(epic_group *group, epic_stream stream, const layer_tokens *tokens);
-/* Sums the rows of a layer's output: combined, shared expert, zero-experts. */
+/* Computes the rows of a layer's output: combined rows plus shared expert plus zero-experts. */
 epic_result p2p_finish(epic_group *group, epic_stream stream, const layer_tokens *tokens,
                        const layer_rows *rows);
-/* Checks on the device that the plan has at most num_local experts on a rank and, with
- * EPIC_TREE, as many tokens on every rank. The kernel reports a data error if not. */
+/* Launches a check that the plan has at most num_local experts on each rank and, with
+ * EPIC_TREE, that all ranks have the same number of tokens. If not, the kernel reports a data
+ * error. */
 epic_result p2p_fits(epic_group *group, const epic_plan_args *args, uint32_t num_local);
-/* values [2, n]: sums each row in a binary tree, to values[0] and values[1]. */
+/* Sums each row of values [2, n] in the order of a binary tree, and writes the sums to
+ * values[0] and values[1]. */
 epic_result p2p_trees(epic_group *group, epic_stream stream, float *values, int64_t n);
 /* Copies the layer's losses to the caller's arguments that are not NULL. */
 epic_result p2p_give_losses(epic_group *group, epic_stream stream, const float *losses,
                             const epic_moe_args *args);
-/* d_losses [2]: the gradients of the balance loss and the z loss, each with d_loss added. NULL
- * for d_loss counts as 1, for the others as 0. */
+/* Writes to d_losses [2] the gradients of the balance loss and of the z-loss, each plus d_loss.
+ * If d_loss is NULL, it counts as 1; the others count as 0. */
 epic_result p2p_take_losses(epic_group *group, epic_stream stream, float *d_losses,
                             const epic_moe_backward_args *args);
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* NVTX ranges: one on the host for each call that launches kernels, with the name of the call,
  * so that tools such as Nsight Systems show to which call a kernel belongs. NVTX is a header of
- * the CUDA toolkit. Without a tool, a range is a load and a branch. */
+ * the CUDA toolkit. Without such a tool, a range costs a load and a branch. */
 #ifndef EPIC_P2P_RANGES_H
 #define EPIC_P2P_RANGES_H
 
@@ -20,7 +20,7 @@ static inline void p2p_range_end(const int *depth)
     nvtxRangePop();
 }
 
-/* A range from here to the end of the block. */
+/* Begins a range that ends at the end of the block. */
 #define P2P_RANGE(name) \
     __attribute__((cleanup(p2p_range_end), unused)) const int range = p2p_range_begin(name)
 #else

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Router and losses: turns checked arguments into launches. They are local: no epoch, no peer.
- */
+/* Router and losses: turns checked arguments into kernel launches. The kernels run on this rank
+ * alone and wait for no peer. */
 #include "cuda/router/router.h"
 #include "backend/p2p/p2p.h"
 #include "backend/p2p/ranges.h"
@@ -13,7 +13,7 @@ static cudaStream_t stream_of(epic_stream stream)
     return (cudaStream_t)stream;
 }
 
-/* Checks the sizes and types of router arguments, and fills in what all its kernels need. */
+/* Checks the sizes and types of router arguments, and fills in what all router kernels need. */
 static epic_result fill_router_rows(epic_group *g, p2p_router_rows *out,
                                     const epic_router *router, const void *logits,
                                     int64_t num_tokens, uint32_t type)
@@ -52,7 +52,8 @@ static epic_result check_weights(const epic_router *router)
     return EPIC_OK;
 }
 
-/* The type of the gradients: that of the logits unless the caller names another. */
+/* Returns the type of the gradients: the type of the logits unless the caller chose another
+ * one. */
 static uint32_t grad_type_of(const p2p_router_rows *rows, uint32_t grad_type)
 {
     return grad_type ? grad_type : rows->type;
@@ -95,7 +96,7 @@ epic_result p2p_router_backward(epic_group *group, const epic_router_backward_ar
                     "launching the router's backward");
 }
 
-/* Fills in the job of a loss. z: it is the z loss, else the balance loss. */
+/* Fills in the job of a loss. z: true for the z-loss, false for the balance loss. */
 static epic_result fill_loss(epic_group *g, p2p_loss_job *job, const epic_loss_args *args,
                              double factor, bool z)
 {

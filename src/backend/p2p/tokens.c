@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Zero-experts, the shared expert's gate and the end of a layer, by token; and the check that a
- * plan fits its layer. */
+/* The parts of a layer that are computed for each token: zero-experts, the shared expert's
+ * gate, and the sum of the output. Also the check that a plan fits its layer. */
 #include "backend/p2p/p2p.h"
 #include "base/error.h"
 #include "cuda/experts/dense_tokens.h"
@@ -26,8 +26,8 @@ epic_result p2p_shared_gate(epic_group *group, epic_stream stream, const layer_t
                     "launching the shared expert's gate");
 }
 
-/* The gradient of the gate's weights is a sum of rows, each times the token's number, like the
- * gradient of a bias. */
+/* The gradient of the gate's weights is the sum of the rows of x, each times its
+ * d_shared_weights. The kernel for the gradient of a bias computes such a sum. */
 epic_result p2p_shared_gate_backward(epic_group *group, epic_stream stream,
                                      const layer_tokens *tokens, float *gradient,
                                      bool accumulate, void *workspace)

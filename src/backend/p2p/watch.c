@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The watcher: a thread that notices when processes of peers die and informs running kernels by
- * a word in host memory. It also writes the beats (beats.h). It makes no CUDA call. */
+/* The watcher: a thread that detects when the process of a peer ends, and informs running
+ * kernels by a word in host memory. It also writes the beats (beats.h). It makes no CUDA
+ * call. */
 #include <errno.h>
 #include <poll.h>
 #include <stdlib.h>
@@ -19,19 +20,19 @@ struct p2p_watch {
     p2p_beats *beats;
     int end; /* an eventfd that ends the thread */
     int num_ranks;
-    int processes[DEVICE_MAX_RANKS]; /* pidfds; -1: watched by pid */
-    int64_t pids[DEVICE_MAX_RANKS];  /* 0: not watched, or dead */
+    int processes[DEVICE_MAX_RANKS]; /* pidfds; -1: the pid is used instead */
+    int64_t pids[DEVICE_MAX_RANKS];  /* 0: not watched (same process), or dead */
 };
 
-/* Reports to running kernels that the process of a peer has died. */
+/* Sets the peer's bit in status->dead, which running kernels read. */
 static void mark_dead(p2p_watch *w, int rank)
 {
     __atomic_fetch_or(&w->status->dead, 1u << rank, __ATOMIC_RELEASE);
     w->pids[rank] = 0;
 }
 
-/* The watcher's thread: waits for the end of a peer's process, or for the time of the next
- * beat. */
+/* The main function of the thread. Waits in poll() until a peer's process ends, the next beat
+ * is due, or `end` is signaled. */
 static void *watch_processes(void *self)
 {
     p2p_watch *w = self;
@@ -56,7 +57,7 @@ static void *watch_processes(void *self)
     return NULL;
 }
 
-/* Are two ranks in one process? */
+/* Returns whether two ranks are in one process. */
 static bool same_process(const epic_peer *a, const epic_peer *b)
 {
     return !memcmp(a->process, b->process, sizeof a->process);
