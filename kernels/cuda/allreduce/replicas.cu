@@ -40,7 +40,7 @@ struct Replicas {
     /* [local expert]: its leaf, counted from this rank's first */
     uint16_t leaf[P2P_REPLICATED_EXPERTS];
     int32_t num_replicated;
-    int32_t leaves; /* of this rank */
+    int32_t leaves; /* number of leaves of this rank; 1 without tree order */
 };
 
 /* Replaces count[0 .. num - 1] by their exclusive prefix sums, and sets count[num] to the sum

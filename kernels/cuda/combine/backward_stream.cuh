@@ -37,7 +37,7 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     static constexpr int V = Dot<ROW>::V;
     typedef PieceRing<V, EXACT> Pieces;
     static constexpr int AHEAD = Pieces::AHEAD, ENTRIES = AHEAD + 1;
-    /* PITCH in floats: lanes read different banks */
+    /* PITCH: floats from one row of `sums` to the next, chosen to avoid bank conflicts */
     static constexpr int DOTS = 8, PITCH = WARP + 4;
     static constexpr int SUMS = Pieces::BYTES + ENTRIES * (int)sizeof(Entry);
     static constexpr int WARP_BYTES = round_up_to_lines(SUMS + DOTS * PITCH * 4);
@@ -47,11 +47,11 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     float *sums; /* [DOTS][PITCH]: lane sums of dot products */
     Pieces ring;
     UnitWalk walk;        /* the next unit to begin */
-    int32_t next_word;    /* what the next unit needs first, from read_ahead() */
+    int32_t next_word;    /* the word that the next unit needs first, from read_ahead() */
     int32_t end;          /* the round ends before this token */
     const Entry *copying; /* the unit whose pieces are being copied */
     const uint8_t *from;  /* this lane's part of the next piece of d_out */
-    const uint8_t *rows;  /* this lane's part of the current piece of row 0 of `rows` */
+    const uint8_t *rows;  /* this lane's part of the current piece, in row 0 of `rows` */
     const Slot *slot;     /* slot whose row is copied next */
     int32_t vector;       /* first vector of the current piece */
     /* pieces of d_out, and slots of the current piece, that are left to copy */

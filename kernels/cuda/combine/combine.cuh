@@ -50,8 +50,8 @@ struct CombineState { /* Arguments of every unit of the running round. */
 #endif
 };
 
-/* Returns in lane n the slot on this rank of the token's n-th choice on this rank, or -1.
- * `rank`: owner of the token. `half`: 1 for choices from number 32 on. */
+/* Returns in lane n the slot of the token's n-th choice on this rank, or -1. `rank`: owner of
+ * the token. `half`: 1 for choices from number 32 on. */
 __device__ __forceinline__ int32_t read_slot(const CombineState &c, int rank, int32_t token,
                                              int half)
 {

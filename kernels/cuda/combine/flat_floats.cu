@@ -3,8 +3,8 @@
  * operation of its own. With FLAT they are arrays by row, which the kernels of combine do not
  * support.
  *
- *   slot_floats    [num_rows, top_k]    input: one for each choice of the row's token on this rank
- *   choice_floats  [num_tokens, top_k]  output: one for each choice of this rank's tokens
+ *   slot_floats    [num_rows, top_k]    input: one per choice of the row's token on this rank
+ *   choice_floats  [num_tokens, top_k]  output: one per choice of this rank's tokens
  *
  * All warps of all CTAs do the same work. Each warp has every n-th token, in two steps:
  *

@@ -286,7 +286,7 @@ __device__ __forceinline__ bool receive_floats(const CombineState &c, int32_t to
 
 /* ------------------------------------------------------------------------------- units ---- */
 
-struct Unit { /* A unit, with what was loaded ahead for it. */
+struct Unit { /* A unit of work and the data that was loaded ahead for it. */
     int32_t token;
     int role, piece;
     int32_t slot;  /* lane n: slot of the token's n-th choice on this rank */

@@ -47,18 +47,19 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
     const CombineState &c;
     Entry *entries;
     Pieces ring;
-    UnitWalk e, s;                   /* the next expert unit, the next source unit */
-    int32_t slot_e, slot_s, ranks_s; /* what these units need first, loaded ahead */
+    UnitWalk e, s; /* the next expert unit, the next source unit */
+    /* slots and ranks that these units need first, loaded ahead */
+    int32_t slot_e, slot_s, ranks_s;
     /* the round's units of each kind end before these tokens */
     int32_t end_e, end_s;
     int32_t place_rank;    /* lane p: the peer at place p of the sum order, or -1 */
     const Slot *slot;      /* slot whose row is copied next */
-    const uint8_t *rows;   /* this lane's part of the piece of row 0 */
+    const uint8_t *rows;   /* this lane's part of the current piece, in row 0 of `rows` */
     int32_t token, vector; /* token and first vector of the unit that is being copied */
     int32_t slots = 0;     /* slots of that unit that are left to copy */
     /* places of that unit whose partial sums are left to copy */
     uint32_t places = 0;
-    uint32_t begun = 0, copied = 0, used = 0; /* numbers of units begun, copied and used */
+    uint32_t begun = 0, copied = 0, used = 0;
 
     /* memory: WARP_BYTES of shared memory of this warp. end: the round ends before this token.
      */

@@ -21,17 +21,18 @@ extern "C" {
 /* Kinds of errors in the data of an operation (class (b) of epic.h). Each comment lists the
  * numbers in p2p_notice.about. */
 typedef enum p2p_fault {
-    P2P_FAULT_EXPERT = 0,     /* token, k, id, num_experts */
-    P2P_FAULT_PLACEMENT = 1,  /* expert, rank */
-    P2P_FAULT_CAPACITY = 2,   /* slots, needed */
-    P2P_FAULT_ROWS = 3,       /* rows, needed, operation */
-    P2P_FAULT_PLAN = 4,       /* unused; the bytes are not a plan of this rank and group */
+    P2P_FAULT_EXPERT = 0,    /* token, k, id, num_experts */
+    P2P_FAULT_PLACEMENT = 1, /* expert, rank */
+    P2P_FAULT_CAPACITY = 2,  /* slots, needed */
+    P2P_FAULT_ROWS = 3,      /* rows, needed, operation */
+    /* `about` is unused: the bytes are not a plan of this rank and group */
+    P2P_FAULT_PLAN = 4,
     P2P_FAULT_TOKENS = 5,     /* tokens, tokens of the plan, operation */
     P2P_FAULT_DUPLICATE = 6,  /* token, k, id */
     P2P_FAULT_LOGICAL = 7,    /* token, k, id, num_logical */
     P2P_FAULT_REPLICA = 8,    /* expert, logical expert, num_logical */
     P2P_FAULT_NO_REPLICA = 9, /* logical expert */
-    P2P_FAULT_LAYER = 10,     /* unused; the plan was made with another layer */
+    P2P_FAULT_LAYER = 10,     /* `about` is unused: the plan was made with another layer */
     P2P_FAULT_LOCAL = 11,     /* rows, local experts */
     P2P_FAULT_ROOM = 12,      /* num_local_experts, experts of a rank */
     P2P_FAULT_UNEQUAL = 13    /* tokens of rank 0, tokens of this rank */

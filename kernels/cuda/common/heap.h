@@ -49,8 +49,8 @@ typedef struct p2p_heap {
     int64_t control; /* p2p_control, for this rank only */
     /* stamped [2][MAX_RANKS][P2P_FAULT_WORDS]: first wrong value in each rank's data */
     int64_t faults;
-    /* stamped [MAX_PLANNERS]: first wrong choice that each planning CTA found; this rank only
-     */
+    /* stamped [MAX_PLANNERS]: first wrong choice that each planning CTA found; used by this
+     * rank only */
     int64_t first;
     /* stamped [2][num_ranks][MAX_TALLIES]: number of choices of each rank by expert */
     int64_t counts;
@@ -61,7 +61,7 @@ typedef struct p2p_heap {
      * expert; only for layers whose planner must choose replicas before it counts */
     int64_t chosen;
     /* stamped [MAX_PLANNERS][MAX_TALLIES]: number of choices that each planning CTA counted;
-     * this rank only */
+     * used by this rank only */
     int64_t tallies;
     int64_t scratch; /* [max_row_bytes]: used in place of missing rows; this rank only */
     /* stamped [2][num_ranks][max_tokens * max_top_k]: slots on this rank of each rank's tokens;

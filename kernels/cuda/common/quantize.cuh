@@ -28,7 +28,7 @@ template <int V, int N> struct Quantized {
     static constexpr int BYTES = V * WARP * N;       /* bytes of e4m3 per piece */
     /* e4m3 elements of this lane, four per word */
     uint32_t q[V][N / 4];
-    /* word number word_index() of the piece's scales */
+    /* this lane's word of scales: number word_index() of the piece */
     uint32_t scales;
 
     /* Returns true if this lane stores a word of scales. */
@@ -103,8 +103,8 @@ __device__ __forceinline__ uint32_t find_largest(const float (&x)[V][N], uint32_
 
 /* ------------------------------------------------------------------------------ scales ---- */
 
-/* Returns the scale of a block of 128 elements. `bits`: of the block's largest absolute value.
- */
+/* Returns the scale of a block of 128 elements. `bits`: bits of the block's largest absolute
+ * value. */
 __device__ __forceinline__ float scale_1x128(uint32_t bits)
 {
     const float s = __fdiv_rn(__uint_as_float(bits), E4M3_LARGEST);
@@ -112,7 +112,7 @@ __device__ __forceinline__ float scale_1x128(uint32_t bits)
     return s == 0.0f ? 1.0f : s;
 }
 
-/* Returns the scale of a block of 32 elements as an exponent byte (e8m0). `bits`: of the
+/* Returns the scale of a block of 32 elements as an exponent byte (e8m0). `bits`: bits of the
  * block's largest absolute value. The largest e4m3 number is 448 = 1.75 * 2^8. So the scale's
  * exponent is that of the largest value minus 8, plus 1 if the mantissa is above 1.75. */
 __device__ __forceinline__ uint32_t scale_1x32(uint32_t bits)
@@ -154,7 +154,7 @@ struct Divisor {
     float s, high, low, minus_r; /* minus_r: -1 / s, rounded */
 };
 
-/* Prepares divisions by s. */
+/* Returns a Divisor for divisions by s. */
 __device__ __forceinline__ Divisor divisor_of(float s)
 {
     const float high = __fmul_rn(reciprocal_approx(s), 1 - 0x1p-21f);

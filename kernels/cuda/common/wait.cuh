@@ -73,8 +73,8 @@ static __device__ __noinline__ void report_failure(const OpState &op, uint64_t w
             store_relaxed((uint64_t *)(self.heap[q] + self.at.broken), word);
 }
 
-/* Reports an error in the data to the host, which does not break the group. Dropped if all
- * P2P_NOTICES are unread. */
+/* Reports an error in the data to the host, which does not break the group. Does nothing if all
+ * P2P_NOTICES notices are unread. */
 static __device__ __noinline__ void report_data_error(const p2p_self &self,
                                                       const p2p_notice &said)
 {
@@ -251,8 +251,8 @@ static __device__ __noinline__ bool is_too_late(const OpState &op, int peer)
     return false;
 }
 
-/* Returns true if the group has failed. In backend hosts one thread reads the net inbox for
- * all. */
+/* Returns true if the group has failed. In backend hosts only one thread at a time reads the
+ * net inbox, where polls are slow; the others read its result in control memory. */
 __device__ __forceinline__ bool has_failed(const OpState &op, int phase)
 {
     uint32_t theirs;
@@ -307,7 +307,8 @@ static __device__ __noinline__ void report_aborted_wait(const OpState &op)
 }
 
 #ifndef LOW_LATENCY
-/* 1 in low-latency kernels: they poll more often, because no rows need the memory bandwidth */
+/* 1 in low-latency kernels: they poll more often, because few rows compete for memory bandwidth
+ */
 #define LOW_LATENCY 0
 #endif
 #ifndef SPINS_TO_SLEEP

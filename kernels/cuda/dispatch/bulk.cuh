@@ -20,7 +20,8 @@
 #define BULK_MEMORY (216 << 10) /* dynamic shared memory of a CTA */
 #define CONSTANT_BYTES 2048     /* bytes of zeros, and bytes of poison */
 
-struct BulkPlaces {         /* The places of a warp. */
+/* The places of a warp: parts of shared memory, each for one packed row. */
+struct BulkPlaces {
     uint32_t first, bytes;  /* shared-memory address of the first place; bytes of each place */
     uint32_t zeros, poison; /* shared-memory addresses of the constant vectors */
     int count, used;        /* number of places; index of the place in use */
@@ -305,9 +306,9 @@ __device__ __forceinline__ void bulk_restore(const PackedMove &m, int rank, int3
     });
 }
 
-/* Sends a packed row that contains special words: replaces poison by stand-ins and stores
- * escape words. Waits first until bulk stores have read the place, and overwrites its contents.
- * Called by a whole warp. */
+/* Sends a packed row with special words (poison, or scales that are all NaN): replaces them by
+ * stand-ins and stores escape words. Waits first until bulk stores have read the place, and
+ * overwrites its contents. Called by a whole warp. */
 template <bool QUANTIZED>
 __device__ __forceinline__ void send_special(const PackedMove &m, int32_t token, uint32_t peers,
                                              uint32_t place)

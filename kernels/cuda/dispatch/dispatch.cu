@@ -271,8 +271,8 @@ template <bool EXACT> static __device__ __noinline__ void send_head(const Dispat
 #endif
 
 /* Receives the tokens of a step, one or two, from one source. With this rank's own tokens it
- * also pads slabs. `slab_bits`: log2 of the number of slabs, rounded up; negative: no padding.
- * Returns false if the group is broken. */
+ * also writes zeros to padding slots. `slab_bits`: log2 of the number of slabs, rounded up;
+ * negative: no padding. Returns false if the group is broken. */
 template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool receive_unit(const DispatchMove &m, const UnitWalk &walk,
                                              uint64_t word, int slab_bits,

@@ -70,8 +70,8 @@ template <class M> __device__ __forceinline__ int pieces_of(const M &m, const Un
 }
 
 /* backend hosts: posts the put of pieces [first, first + count) that this warp has stored for
- * the `peers` (bit mask) on other hosts. One entry for all pieces, because each entry costs the
- * proxy time and needs a fence. `place`: index of the token in the round. Called by a whole
+ * the `peers` (bit mask) on other hosts. All pieces share one entry, because each entry costs a
+ * fence and time of the proxy. `place`: index of the token in the round. Called by a whole
  * warp. */
 template <int V, class M>
 __device__ __forceinline__ void post_put_pieces(const p2p_self &self, const M &m, int32_t place,

@@ -35,10 +35,11 @@ template <class OwnPiece> struct PieceFeed {
     typedef PieceRing<V, false> RowPieces;
     const PackedMove &m;
     RowPieces ring;
-    UnitWalk walk;         /* the unit whose pieces are being copied */
-    const uint8_t *row;    /* row of that unit, staged or the caller's; NULL: nothing to copy */
-    const uint8_t *second; /* source of its vectors from number `split` on: the scales */
-    int32_t split, limit;  /* vectors below `limit` are copied */
+    UnitWalk walk;      /* the unit whose pieces are being copied */
+    const uint8_t *row; /* row of that unit, staged or the caller's; NULL: nothing to copy */
+    /* address of the scales; vectors from number `split` on come from there */
+    const uint8_t *second;
+    int32_t split, limit; /* vectors below `limit` are copied */
     /* first vector of its next piece; pieces that have not been copied */
     int32_t vector, left;
     int32_t end; /* the round ends before this token */
@@ -184,8 +185,8 @@ __device__ __forceinline__ void send_unit(const PackedMove &m, const UnitWalk &w
     }
 }
 
-/* Moves the pieces of a unit to the token's slots on this rank. Each lane has a slot of the
- * first 32 choices and one of later choices. Returns false if the group is broken. */
+/* Moves the pieces of a unit to the token's slots on this rank. slot[0] is this lane's slot of
+ * the first 32 choices, slot[1] of later choices. Returns false if the group is broken. */
 template <class OwnPiece, bool FAST>
 __device__ __forceinline__ bool move_pieces(const PackedMove &m, int32_t token,
                                             const UnitWalk &walk, const int32_t (&slot)[2],
@@ -286,8 +287,8 @@ static __device__ __noinline__ void send_head(const PackedMove m)
     }
 }
 
-/* Receives the tokens of a step, one or two, from one source, and pads slabs along with this
- * rank's own tokens. Returns false if the group is broken. */
+/* Receives the tokens of a step, one or two, from one source. With this rank's own tokens it
+ * also writes zeros to padding slots. Returns false if the group is broken. */
 template <class OwnPiece, bool FAST, bool FLAT>
 __device__ __forceinline__ bool receive_unit(const PackedMove &m, const UnitWalk &walk,
                                              uint64_t word, int slab_bits,

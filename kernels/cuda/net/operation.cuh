@@ -134,8 +134,8 @@ static __device__ bool begin_operation(OpState &op, const p2p_self &self, uint32
     if (threadIdx.x < self.num_ranks) find_boxes(self, op, threadIdx.x);
     __syncthreads();
     if (HOSTS && !wait_outbox(op)) return false;
-    /* This warp announces because no other warp waits for it, and the last CTA makes no plan.
-     */
+    /* The first warp of the last CTA announces: no warp waits for it, and its CTA makes no
+     * plan. */
     if (is_last_cta() && threadIdx.x < WARP) announce_operation(self, op);
     if (threadIdx.x == 0) report_overlap(op);
     return true;
