@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Element types of the core as PyTorch and JAX name them.
+/* Names of element types in PyTorch and JAX.
  *
- * Both bindings include this header, so that their errors name a type in the same way.  The core's
- * epic_type_name() returns the name of the C constant instead. */
+ * Both bindings include this header, so that their errors name a type in the same way. The
+ * core's function epic_type_name() returns the name of the C constant instead, such as
+ * "EPIC_F32". */
 #ifndef EPIC_BINDINGS_DTYPES_H
 #define EPIC_BINDINGS_DTYPES_H
 
@@ -11,7 +12,7 @@
 
 #include "epic/epic.h"
 
-/* Returns the name of an epic_type in Python, "bfloat16"; NULL for any other number. */
+/* Returns the Python name of an epic_type, such as "bfloat16", or NULL for any other number. */
 static inline const char *dtype_name(uint32_t type)
 {
     switch (type) {
@@ -34,7 +35,7 @@ static inline const char *dtype_name(uint32_t type)
     }
 }
 
-/* Returns the bytes of an element of an epic_type; 1 for any other number. */
+/* Returns the bytes of one element of an epic_type, or 1 for any other number. */
 static inline int64_t dtype_bytes(uint32_t type)
 {
     switch (type) {

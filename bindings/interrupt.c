@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* SIGINT while the main thread waits inside of XLA or of an operator, where Python cannot raise
- * KeyboardInterrupt.
+/* Reports SIGINT to a Python thread, because Python cannot raise KeyboardInterrupt while its
+ * main thread waits inside XLA or an operator.
  *
- * The handler tells a thread of epic.endings through a pipe, then does what was done before.  It is
- * put before Python's own once; what the program installs later replaces both. */
+ * The signal handler writes a byte to a pipe that a thread of epic.endings reads. Then it calls
+ * the handler that was installed before. A handler that the program installs later replaces
+ * both. */
 #include <errno.h>
 #include <signal.h>
 #include <stdbool.h>
@@ -11,14 +12,17 @@
 
 #include "epic/epic.h"
 
-static struct sigaction former;
-static int told = -1;
-static pid_t owner; /* a child has the pipe too, and is not meant */
+static struct sigaction former; /* the handler that was installed before */
+static int told = -1;           /* write end of the pipe */
+static pid_t owner; /* process that installed the handler; a forked child must not write to
+                       the pipe */
 
+/* The signal handler. */
 static void on_interrupt(int number, siginfo_t *info, void *context)
 {
     const int error = errno;
-    if (getpid() == owner && write(told, "", 1) < 0) errno = error; /* full: it knows */
+    /* If the pipe is full, the write fails. That is no error: the reader is already notified. */
+    if (getpid() == owner && write(told, "", 1) < 0) errno = error;
     errno = error;
     if (former.sa_flags & SA_SIGINFO)
         former.sa_sigaction(number, info, context);
@@ -26,13 +30,16 @@ static void on_interrupt(int number, siginfo_t *info, void *context)
         former.sa_handler(number);
 }
 
+/* Returns true if the action calls a function. */
 static bool is_handled(const struct sigaction *action)
 {
     return (action->sa_flags & SA_SIGINFO) ||
            (action->sa_handler != SIG_DFL && action->sa_handler != SIG_IGN);
 }
 
-/* A byte goes to the pipe at each SIGINT.  0: so it is; 1: nobody handles SIGINT here. */
+/* Installs the handler, which writes a byte to the pipe `fd` at each SIGINT. Returns 0 on
+ * success. Returns 1 if no function handled SIGINT before, or if the handler cannot be
+ * installed. */
 EPIC_API int epic_watch_interrupts(int fd)
 {
     struct sigaction ours = {0};
@@ -45,7 +52,8 @@ EPIC_API int epic_watch_interrupts(int fd)
     return sigaction(SIGINT, &ours, NULL) != 0;
 }
 
-/* A pending call for Python's main thread: it runs when that thread is not stuck. */
+/* Sets *flag to 1. Python's main thread runs it as a pending call (Py_AddPendingCall), so *flag
+ * shows whether that thread still executes Python code. */
 EPIC_API int epic_main_is_alive(void *flag)
 {
     *(int *)flag = 1;

@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The grouped expert MLP as custom calls.  They are local calls: they wait for no other
- * rank. */
+/* The expert MLP as custom calls of XLA: forward and backward. They are local calls, which wait
+ * for no other rank. */
 #include <string.h>
 
 #include "local.h"
 #include "options.h"
 
-/* Writes zeros past the last slab, because a result of XLA begins as uninitialized memory and
- * the core does not write there.  On a GPU the host cannot read the counts, and
- * epic/jax/experts.py does it. */
+/* Zeroes the rows after the last slab. The core does not write them, and a result of XLA starts
+ * as uninitialized memory. On a GPU the host cannot read the counts, so epic/jax/experts.py
+ * zeroes these rows instead. */
 static void zero_tail(const ffi_reader *reader, ffi_array slots, ffi_array expert_rows)
 {
     if (reader->on_device || slots.data == NULL || slots.rows == 0) return;
@@ -21,15 +21,16 @@ static void zero_tail(const ffi_reader *reader, ffi_array slots, ffi_array exper
            (size_t)((slots.rows - occupied) * row_bytes));
 }
 
-/* Options and arrays that both directions read first, in this order. */
+/* The options and arrays that both forward and backward read first, in this order. */
 typedef struct experts_inputs {
     epic_experts experts;
-    uint32_t rows_set, weights_set; /* sets of types of rows and weights */
+    uint32_t rows_set, weights_set; /* FFI_SET bits: accepted types of rows, and of weights */
     int64_t slots, local, hidden, inner, width;
     ffi_array x, rows, tokens, slot_weights;
     ffi_array w_gate_up, w_down, b_gate_up, b_down;
 } experts_inputs;
 
+/* Reads these options and arrays, and checks their types and sizes. */
 static experts_inputs read_inputs(ffi_reader *reader)
 {
     experts_inputs in = {.experts = options_read_experts(reader, "experts_")};
@@ -57,13 +58,14 @@ static experts_inputs read_inputs(ffi_reader *reader)
     return in;
 }
 
-/* Initializes the fields of the core's arguments that both directions share. */
+/* Initializes the fields that the argument structs of forward and backward have in common. */
 #define INPUTS(in)                                                            \
     .experts = &(in).experts, .x = (in).x.data, .num_slots = (in).x.rows,     \
     .expert_rows = (in).rows.data, .expert_tokens = (in).tokens.data,         \
     .slot_weights = (in).slot_weights.data, .w_gate_up = (in).w_gate_up.data, \
     .w_down = (in).w_down.data, .b_gate_up = (in).b_gate_up.data, .b_down = (in).b_down.data
 
+/* The custom call "experts". */
 static ffi_error *experts_forward(ffi_frame *frame, bool on_device)
 {
     if (local_is_query(frame, on_device)) return NULL;
@@ -87,6 +89,7 @@ static ffi_error *experts_forward(ffi_frame *frame, bool on_device)
 
 LOCAL_EXPORTS(experts, experts_forward(frame, on_device))
 
+/* Reads the results of backward: the gradients and the workspace. */
 static void read_gradients(ffi_reader *reader, const experts_inputs *in,
                            epic_experts_backward_args *args)
 {
@@ -113,6 +116,7 @@ static void read_gradients(ffi_reader *reader, const experts_inputs *in,
     zero_tail(reader, d_slot_weights, in->rows);
 }
 
+/* The custom call "experts_backward". */
 static ffi_error *experts_backward(ffi_frame *frame, bool on_device)
 {
     if (local_is_query(frame, on_device)) return NULL;

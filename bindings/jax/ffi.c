@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reads XLA's call frames.  Nothing here links with XLA: every function of XLA is called
- * through frame->api.  The file uses only names that jax 0.10 to 0.12 share, so one library
+/* Reads XLA's call frames. This library does not link with XLA: it calls every function of XLA
+ * through frame->api. It uses only names that are equal in jax 0.10 to 0.12, so one library
  * works with all of them. */
 #include "ffi.h"
 
@@ -11,9 +11,9 @@
 #include "../dtypes.h"
 #include "translate.h"
 
-/* XLA refuses a handler whose minor version is newer than its own.  So the handlers report the
- * oldest version that has all they use (futures and the ordinal), not the version of this
- * header. */
+/* API version that the handlers report. XLA refuses a handler whose minor version is newer than
+ * its own. So this is the oldest version that has everything the handlers use (futures and the
+ * device ordinal), and not the version of the header. */
 enum { USED_MAJOR = 0, USED_MINOR = 3 };
 _Static_assert(XLA_FFI_API_MAJOR == 0 && XLA_FFI_API_MINOR >= USED_MINOR, "header too old");
 
@@ -31,6 +31,7 @@ bool ffi_is_query(ffi_frame *frame, XLA_FFI_Handler_Traits traits)
 
 /* ---------------------------------------------------------------------------- errors ---- */
 
+/* Returns the error code of XLA that is nearest to the result. */
 static XLA_FFI_Error_Code xla_code_of(epic_result result)
 {
     switch (result) {
@@ -90,6 +91,7 @@ ffi_reader ffi_reader_of(const ffi_frame *frame, bool on_device)
     return (ffi_reader){.frame = frame, .on_device = on_device};
 }
 
+/* Returns the epic_type of an XLA type, FFI_U8, or FFI_OTHER. */
 static uint32_t epic_type_of(XLA_FFI_DataType type)
 {
     switch ((int)type) {
@@ -114,6 +116,7 @@ static uint32_t epic_type_of(XLA_FFI_DataType type)
     }
 }
 
+/* Returns the array of a buffer of XLA: its address, sizes and type. */
 static ffi_array array_of_buffer(const XLA_FFI_Buffer *buffer)
 {
     ffi_array array = {.data = buffer->data, .type = epic_type_of(buffer->dtype), .count = 1};
@@ -136,6 +139,7 @@ int64_t ffi_multiply_sizes(int64_t a, int64_t b, int64_t c)
     return product;
 }
 
+/* Returns the Python name of a type, for errors. */
 static const char *type_name(uint32_t type)
 {
     if (type == FFI_U8) return "uint8";
@@ -143,7 +147,7 @@ static const char *type_name(uint32_t type)
     return name != NULL ? name : "another dtype";
 }
 
-/* Writes the names of a set of types, "float32 or bfloat16", into `out`. */
+/* Writes the names of a set of types to `out`, such as "float32 or bfloat16". */
 static void write_type_names(uint32_t types, char *out, size_t size)
 {
     size_t at = 0;
@@ -164,7 +168,7 @@ void ffi_check_count(ffi_reader *reader, const char *name, ffi_array array, int6
                      (long long)array.count, (long long)count);
 }
 
-/* Sets the reader's error if the array does not meet the requirements. */
+/* Sets the error of the reader if the array does not meet the requirements. */
 static void check_array(ffi_reader *reader, const ffi_requirement *need, const ffi_array *array)
 {
     char wanted[128];
@@ -252,8 +256,8 @@ epic_rows ffi_rows_of(ffi_array array)
 
 /* ------------------------------------------------------------------------ attributes ---- */
 
-/* Returns the value of an attribute; NULL if there is none of this name and type.  XLA's names
- * have no final zero. */
+/* Returns the value of the attribute `name`, or NULL if there is no such attribute or it has
+ * another type. The names in XLA's frame do not end with a zero byte. */
 static const void *find_attribute(const ffi_reader *reader, const char *name,
                                   XLA_FFI_AttrType type)
 {
@@ -266,7 +270,8 @@ static const void *find_attribute(const ffi_reader *reader, const char *name,
     return NULL;
 }
 
-/* Copies a scalar attribute of 8 bytes.  XLA passes a Python int as S64 and a float as F64. */
+/* Copies a scalar attribute of 8 bytes to *out. XLA passes a Python int as S64, and a float as
+ * F64. */
 static void read_scalar(ffi_reader *reader, const char *name, XLA_FFI_DataType type, void *out)
 {
     if (reader->error) return;

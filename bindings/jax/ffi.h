@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Reads XLA's call frames: arrays, attributes and errors.
  *
- * XLA passes a handler one frame with all arguments, results and attributes.  A ffi_reader
- * reads the arrays in their order and the attributes by name.  It keeps its first error, and
- * returns zeros after it.  So a handler reads everything and then checks reader.error once. */
+ * XLA passes one frame to a handler, with all arguments, results and attributes of the call. An
+ * ffi_reader reads the arrays in their order, and the attributes by name. It stores its first
+ * error and returns zeros after it. So a handler can read everything first, and then check
+ * reader.error once. */
 #ifndef EPIC_JAX_FFI_H
 #define EPIC_JAX_FFI_H
 
@@ -16,9 +17,9 @@
 
 #define FFI_EXPORT __attribute__((visibility("default")))
 
-/* Types that arrays have in addition to those of epic_type. */
+/* Types of arrays in addition to epic_type. */
 #define FFI_U8 \
-    30u /* bytes: plans, memory, 8-bit rows, and the byte that replaces an absent array */
+    30u /* bytes: plans, memory and 8-bit rows; one byte also replaces an absent array */
 #define FFI_OTHER 31u /* a type that no handler accepts */
 
 /* Sets of types that a handler accepts for an array. */
@@ -30,74 +31,76 @@
     (FFI_SET_F32 | FFI_SET(EPIC_BF16) | FFI_SET(EPIC_F16) | FFI_SET(EPIC_F64))
 #define FFI_SET_INDICES (FFI_SET_I32 | FFI_SET(EPIC_I64))
 
-/* Returns the set that contains this type, or the empty set for an unknown type.  The type may
- * come from an attribute. */
+/* Returns the set that contains only this type, or the empty set for an unknown type. The type
+ * may come from an attribute, which can be any number. */
 static inline uint32_t ffi_set_of(uint32_t type)
 {
     return type < FFI_OTHER ? FFI_SET(type) : 0;
 }
 
-#define FFI_ANY_COUNT (-1) /* in place of a number of elements: the caller checks the number */
+#define FFI_ANY_COUNT (-1) /* in place of a number of elements: the number is not checked */
 
 typedef XLA_FFI_CallFrame ffi_frame;
-typedef XLA_FFI_Error ffi_error; /* NULL is success; XLA frees the others */
+typedef XLA_FFI_Error ffi_error; /* NULL means success; XLA frees any other value */
 
-/* The state of reading one frame. */
+/* State of reading one frame. */
 typedef struct ffi_reader {
     const ffi_frame *frame;
-    bool on_device; /* the arrays are on a GPU: the host cannot read their elements */
-    ffi_error *error;
-    int64_t num_args, num_results; /* numbers of arrays read so far */
+    bool on_device;   /* the arrays are on a GPU, so the host cannot read their elements */
+    ffi_error *error; /* the first error */
+    int64_t num_args, num_results; /* how many arrays have been read */
 } ffi_reader;
 
-/* An array of the frame.  `rows` is the product of all dimensions except the last. */
+/* An array of the frame. `rows` is the product of all its dimensions except the last. */
 typedef struct ffi_array {
-    void *data; /* NULL if and only if the array is absent */
+    void *data; /* NULL only if the array is absent */
     int64_t rows;
     int64_t columns; /* size of the last dimension; 1 for arrays of rank 0 and 1 */
-    int64_t count;
+    int64_t count;   /* number of elements */
     int64_t bytes;
     uint32_t type; /* an epic_type, or FFI_U8 */
 } ffi_array;
 
-/* Returns whether XLA queries the handler's API version and traits, and writes the answer.  A
- * handler returns at once if this is true. */
+/* Returns true if this call asks for the API version and the traits of the handler, and writes
+ * the answer. A handler must return at once if it is true. */
 bool ffi_is_query(ffi_frame *frame, XLA_FFI_Handler_Traits traits);
 
-/* Creates an XLA error.  Its text ends with the name of the result, "[EPIC_EINVAL]", because
- * XLA may replace the code before the error reaches the caller. */
+/* Create an XLA error with the code of `result`. Its text ends with the name of the result,
+ * such as "[EPIC_EINVAL]", because XLA may change the code before the error reaches the
+ * caller. */
 ffi_error *ffi_fail(const ffi_frame *frame, epic_result result, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 ffi_error *ffi_error_new(const XLA_FFI_Api *api, epic_result result, const char *text);
 
-/* Returns the core's last error of this thread as an XLA error; NULL for EPIC_OK.  `what` is
- * the function of epic.jax. */
+/* Returns the last error of the core in this thread as an XLA error, or NULL if result is
+ * EPIC_OK. `what` is the name of the function in epic.jax. */
 ffi_error *ffi_error_of_core(const ffi_frame *frame, const char *what, epic_result result);
 
-/* Returns a reader at the beginning of the frame. */
+/* Returns a reader that is at the beginning of the frame. */
 ffi_reader ffi_reader_of(const ffi_frame *frame, bool on_device);
 
-/* Returns the product of three sizes, each 0 or more; INT64_MAX if it overflows. */
+/* Returns the product of three sizes, each at least 0. Returns INT64_MAX if it overflows. */
 int64_t ffi_multiply_sizes(int64_t a, int64_t b, int64_t c);
 
-/* Requirements on an array.  ffi_read_array() checks every array of every handler, so that no
- * handler reads or writes past an array or misinterprets its elements. */
+/* Requirements on an array. ffi_read_array() checks them for every array of every handler. So
+ * no handler reads or writes past an array, or takes its elements for another type. */
 typedef struct ffi_requirement {
     const char *name;
     uint32_t types; /* a set of FFI_SET bits */
-    int64_t count;  /* number of elements, or FFI_ANY_COUNT */
-    bool result;    /* a result; else an argument */
-    bool optional;  /* may be absent; a single FFI_U8 byte then replaces it */
+    int64_t count;  /* required number of elements, or FFI_ANY_COUNT */
+    bool result;    /* true for a result, false for an argument */
+    bool optional;  /* the array may be absent; one byte (FFI_U8) then replaces it */
 } ffi_requirement;
 
-/* Returns the next argument or result, or an absent array and an error if it does not meet the
- * requirements. */
+/* Returns the next argument or result of the frame. If it does not meet the requirements,
+ * returns an absent array and sets the error of the reader. */
 ffi_array ffi_read_array(ffi_reader *reader, const ffi_requirement *need);
 
-/* Checks the number of elements of an array if that number is known only after reading it. */
+/* Checks the number of elements of an array that has been read. Sets the error of the reader if
+ * it is wrong. */
 void ffi_check_count(ffi_reader *reader, const char *name, ffi_array array, int64_t count);
 
-/* Shorthands for ffi_read_array(); _or_none: the array may be absent. */
+/* Short forms of ffi_read_array(). With _or_none the array may be absent. */
 ffi_array ffi_read_arg(ffi_reader *reader, const char *name, uint32_t types, int64_t count);
 ffi_array ffi_read_arg_or_none(ffi_reader *reader, const char *name, uint32_t types,
                                int64_t count);
@@ -105,16 +108,17 @@ ffi_array ffi_read_result(ffi_reader *reader, const char *name, uint32_t types, 
 ffi_array ffi_read_result_or_none(ffi_reader *reader, const char *name, uint32_t types,
                                   int64_t count);
 int32_t ffi_read_arg_int(ffi_reader *reader,
-                         const char *name); /* one int32; 0 if it is on a GPU */
+                         const char *name); /* one int32, or 0 if it is on a GPU */
 
-/* Read an attribute by its name.  ffi_read_text() copies at most `size` bytes with the final
- * zero. */
+/* Read an attribute by its name. ffi_read_uint() checks that the number fits. ffi_read_text()
+ * writes at most `size` bytes, with the final zero byte. */
 int64_t ffi_read_int(ffi_reader *reader, const char *name);
 uint32_t ffi_read_uint(ffi_reader *reader, const char *name);
 double ffi_read_float(ffi_reader *reader, const char *name);
 void ffi_read_text(ffi_reader *reader, const char *name, char *out, size_t size);
 
-/* Return XLA's number of the device that runs the call, and the CUDA stream of the call. */
+/* Return the number of the device that runs the call, as XLA numbers it, and the CUDA stream of
+ * the call. */
 int32_t ffi_get_ordinal(ffi_reader *reader);
 epic_stream ffi_get_stream(ffi_reader *reader);
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Handlers of collective operations: read the frame, enter the member of the group, run the
- * core's function, and report its result to XLA. */
+/* Handlers of collective operations. A handler reads the frame, enters its device's member of
+ * the group (members.h), runs a function of the core, and reports the result to XLA. */
 #include "handler.h"
 
 #include <stdio.h>
@@ -11,12 +11,11 @@
 
 /* ------------------------------------------------------------------------------ tags ---- */
 
-enum {
-    CALLERS_CHANNEL = 1 << 23
-}; /* a bit that keeps callers' channels apart from numbers of sites */
+/* This bit distinguishes channels of the caller from numbers of call sites. */
+enum { CALLERS_CHANNEL = 1 << 23 };
 
-/* Reads the number of the call site and this device's rank in the program's mesh.  The host
- * cannot read a rank that is on a GPU. */
+/* Reads the number of the call site, and this device's rank in the mesh of the program. On a
+ * GPU the host cannot read the rank, so it is -1. */
 static void read_site(ffi_reader *reader, handler_call *call)
 {
     call->site = (uint32_t)ffi_read_arg_int(reader, "site");
@@ -24,7 +23,8 @@ static void read_site(ffi_reader *reader, handler_call *call)
     if (reader->on_device) call->rank = -1;
 }
 
-/* Reads the caller's channel, which replaces the number of the site. */
+/* Reads the channel of the caller. If it is not negative, it replaces the number of the call
+ * site. */
 static void read_channel(ffi_reader *reader, handler_call *call)
 {
     const int32_t channel = ffi_read_arg_int(reader, "channel");
@@ -36,10 +36,11 @@ static void read_channel(ffi_reader *reader, handler_call *call)
     call->channel = (handler_channel)channel | CALLERS_CHANNEL;
 }
 
-/* Returns the tag by which ranks match this operation.  On the CPU it is equal on all ranks and
- * differs between any two calls of a program, except calls of an inner jit that runs twice.  On
- * GPUs the host cannot read channel and site, and streams order the calls, so the tag has the
- * role only. */
+/* Returns the tag by which the ranks match this operation.
+ *
+ * On the CPU the tag is equal on all ranks. It differs between any two calls of a program,
+ * except calls inside an inner jit that runs twice. On GPUs the host cannot read channel and
+ * site, so the tag contains only the role. There the streams keep the calls in order. */
 static uint64_t make_tag(const handler_call *call)
 {
     return (uint64_t)call->channel << 40 | (uint64_t)call->site << 8 | call->operation->role;
@@ -55,8 +56,8 @@ void handler_write_channel(const handler_call *call, void *plan, size_t plan_byt
 
 /* ---------------------------------------------------------------------------- arrays ---- */
 
-/* Subtracts the tail from a plan's bytes, and reads the channel in it if the plan is on the
- * host. */
+/* Removes the tail from the size of a plan. For a finished plan on the host, also reads the
+ * channel from the tail. */
 static void read_plan_tail(ffi_reader *reader, handler_call *call, const handler_array *field,
                            ffi_array *plan)
 {
@@ -72,7 +73,7 @@ static void read_plan_tail(ffi_reader *reader, handler_call *call, const handler
     call->channel &= 2 * CALLERS_CHANNEL - 1;
 }
 
-/* Stores a value at an offset of the call; offset 0: does nothing. */
+/* Stores a value at an offset of the call struct. Offset 0 means that it is not stored. */
 static void copy_to_field(handler_call *call, size_t offset, const void *value, size_t bytes)
 {
     if (offset != 0) memcpy((char *)call + offset, value, bytes);
@@ -93,7 +94,7 @@ static uint32_t accepted_types(const handler_call *call, const handler_array *fi
     }
 }
 
-/* Returns how many elements the array must have, or FFI_ANY_COUNT. */
+/* Returns the number of elements that the array must have, or FFI_ANY_COUNT. */
 static int64_t expected_count(const handler_call *call, const handler_array *field)
 {
     if (field->dims[0] == DIM_ANY) return FFI_ANY_COUNT;
@@ -102,8 +103,8 @@ static int64_t expected_count(const handler_call *call, const handler_array *fie
                               sizes[field->dims[2]]);
 }
 
-/* Reads an array, sets the sizes that it defines, checks its number of elements, and stores the
- * fields that its entry asks for. */
+/* Reads an array and checks its number of elements. Sets the sizes that the array defines, and
+ * stores the values that its table entry asks for. */
 static void read_array(ffi_reader *reader, handler_call *call, const handler_array *field)
 {
     const ffi_requirement need = {field->name, accepted_types(call, field), FFI_ANY_COUNT,
@@ -128,6 +129,7 @@ static void read_array(ffi_reader *reader, handler_call *call, const handler_arr
     copy_to_field(call, field->count, &array.count, sizeof array.count);
 }
 
+/* Reads one entry of an operation's table. */
 static void read_field(ffi_reader *reader, handler_call *call, const handler_array *field)
 {
     if (field->kind == HANDLER_SITE)
@@ -138,12 +140,14 @@ static void read_field(ffi_reader *reader, handler_call *call, const handler_arr
         read_array(reader, call, field);
 }
 
+/* Returns the epic_call inside the arguments of the core's function. */
 static epic_call *core_call_of(handler_call *call)
 {
     return (epic_call *)(void *)((char *)call + call->operation->call_offset);
 }
 
-/* Returns the call of this frame; NULL: the reader has the error. */
+/* Allocates the call struct and reads the frame into it. Returns NULL on an error, which is
+ * then in the reader. */
 static handler_call *read_call(ffi_reader *reader, const handler_operation *operation)
 {
     handler_call *call = calloc(1, operation->bytes);
@@ -161,7 +165,7 @@ static handler_call *read_call(ffi_reader *reader, const handler_operation *oper
     for (int i = 0; i < operation->num_arrays; i++)
         read_field(reader, call, &operation->arrays[i]);
     ffi_read_result(reader, "done", FFI_SET_U8,
-                    1); /* not written: it only exists for XLA to wait for */
+                    1); /* never written: it exists so that XLA can wait for the call */
     if (operation->check != NULL && reader->error == NULL) operation->check(reader, call);
     call->use.tag = make_tag(call);
     core_call_of(call)->tag = call->use.tag;
@@ -172,13 +176,14 @@ static handler_call *read_call(ffi_reader *reader, const handler_operation *oper
 
 /* ----------------------------------------------------------------------------- members ---- */
 
-/* A member, as the program expects it and as it is. */
+/* A member as the program expects it (wanted), and as it is (has). */
 typedef struct member_claim {
     char name[MEMBER_NAME_BYTES];
     member_device device;
     member_position wanted, has;
 } member_claim;
 
+/* Returns the error for a group that is open with other devices. */
 static ffi_error *other_devices_error(const ffi_frame *frame, const char *what,
                                       const member_claim *claim)
 {
@@ -189,6 +194,7 @@ static ffi_error *other_devices_error(const ffi_frame *frame, const char *what,
                     what, claim->name, claim->wanted.devices, claim->has.devices);
 }
 
+/* Returns the error for a device that has another rank in the program's mesh. */
 static ffi_error *other_rank_error(const ffi_frame *frame, const char *what,
                                    const member_claim *claim)
 {
@@ -202,6 +208,7 @@ static ffi_error *other_rank_error(const ffi_frame *frame, const char *what,
         claim->wanted.rank);
 }
 
+/* Returns the error for a member that could not be entered. */
 static ffi_error *refusal_error(const ffi_frame *frame, const handler_call *call,
                                 member_status answer, const member_claim *claim)
 {
@@ -222,8 +229,8 @@ static ffi_error *refusal_error(const ffi_frame *frame, const handler_call *call
                     what, (unsigned long long)call->use.tag, claim->device.ordinal);
 }
 
-/* Enters the member of the call's device in the group of attribute `group`, if its devices and
- * rank are those that the program expects. */
+/* Enters the member of the call's device in the group that the attribute `group` names. The
+ * member's devices and rank must be those that the program expects. */
 static void enter_member(ffi_reader *reader, handler_call *call)
 {
     member_claim claim = {.device = {reader->on_device, ffi_get_ordinal(reader)},
@@ -236,13 +243,13 @@ static void enter_member(ffi_reader *reader, handler_call *call)
     if (answer != MEMBER_OK) reader->error = refusal_error(reader->frame, call, answer, &claim);
 }
 
-/* Runs the core's function; returns its error as an XLA error. */
+/* Runs the core's function. Returns its error as an XLA error, or NULL. */
 static ffi_error *run_operation(handler_call *call)
 {
     const epic_result result = call->operation->run(call);
     if (result == EPIC_OK) return NULL;
-    /* Ranks can match the wrong calls of one number even if the two are not in flight
-     * together. */
+    /* Two calls that share a number need not run at the same time for this error: ranks can
+     * also match one of them with the other. */
     const char *hint =
         result == EPIC_EMISMATCH
             ? ".  Calls of an inner jit that is called twice share a number: give their plans "
@@ -256,6 +263,7 @@ static ffi_error *run_operation(handler_call *call)
 
 /* -------------------------------------------------------------------------- the host ---- */
 
+/* Completes the future of a call, with an error or without. */
 static void set_future(const XLA_FFI_Api *api, XLA_FFI_Future *future, ffi_error *error)
 {
     if (error != NULL) {
@@ -269,7 +277,8 @@ static void set_future(const XLA_FFI_Api *api, XLA_FFI_Future *future, ffi_error
     }
 }
 
-/* Leaves the member before it sets the future, because the next call may have the same tag. */
+/* Runs an operation on a thread of the pool. Leaves the member before it completes the future,
+ * because the next call may have the same tag. */
 static void run_task(pool_task *task)
 {
     handler_call *mine = (handler_call *)task;
@@ -281,7 +290,7 @@ static void run_task(pool_task *task)
     set_future(api, future, error);
 }
 
-/* Creates the future and runs the call on a thread of the pool. */
+/* Creates the future and starts the call on a thread of the pool. */
 static ffi_error *start_task(ffi_frame *frame, handler_call *call)
 {
     const XLA_FFI_Api *api = call->api;
@@ -290,7 +299,7 @@ static ffi_error *start_task(ffi_frame *frame, handler_call *call)
     if (error == NULL) {
         call->task.run = run_task;
         call->future = frame->future = create.future;
-        if (pool_run(&call->task)) return NULL; /* run_task() may have freed the call */
+        if (pool_run(&call->task)) return NULL; /* run_task() may already have freed the call */
     }
     const char *what = call->operation->what;
     member_leave(&call->use);
@@ -316,8 +325,8 @@ ffi_error *handler_run_on_host(ffi_frame *frame, const handler_operation *operat
 
 /* --------------------------------------------------------------------------- the GPU ---- */
 
-/* Enqueues the operation on XLA's stream.  Errors in the data are not reported here but by
- * epic_check(): if this handler failed, XLA would skip the rest of the program on this rank,
+/* Enqueues the operation on XLA's stream. epic_check() reports errors in the data later, and
+ * not this handler. If the handler failed, XLA would skip the rest of the program on this rank,
  * and the other ranks would wait for it. */
 ffi_error *handler_run_on_gpu(ffi_frame *frame, const handler_operation *operation,
                               bool in_graphs)

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Local calls borrow any context of the GPU that they run on. */
+/* Local calls. On a GPU they borrow the context of any group that is open on it. */
 #include "local.h"
 
-/* Borrows a context of the GPU and gets XLA's stream; does nothing on the CPU. */
+/* Borrows a context of the GPU and reads XLA's stream. Does nothing on the CPU. */
 static void find_context(ffi_reader *reader, local_call *local)
 {
     if (!reader->on_device) return;
@@ -38,11 +38,11 @@ bool local_is_query(ffi_frame *frame, bool on_device)
                         on_device ? XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE : 0);
 }
 
-/* Does nothing.  Its call has a side effect and an argument, the result of another call, which
- * XLA must therefore keep. */
+/* A handler that does nothing. Its call has a side effect and takes the result of another call
+ * as an argument. So XLA must keep that other call. */
 static ffi_error *keep_call(ffi_frame *frame, bool on_device)
 {
-    (void)local_is_query(frame, on_device); /* answers XLA's query, if this is one */
+    (void)local_is_query(frame, on_device); /* answers XLA's query, if this is a query */
     return NULL;
 }
 

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The members of this process: a list under one mutex.  Only member removal waits while it has
- * the mutex, on a condition variable, which releases it. */
+/* The members of this process: a list that is protected by one mutex. Only
+ * epic_jax_member_remove() waits while it holds the mutex. It waits on a condition variable,
+ * which releases the mutex meanwhile. */
 #include "members.h"
 
 #include <pthread.h>
@@ -9,6 +10,7 @@
 
 #include "ffi.h"
 
+/* One device of one open group. */
 struct member {
     char name[MEMBER_NAME_BYTES];
     member_device device;
@@ -22,14 +24,16 @@ static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t use_ended = PTHREAD_COND_INITIALIZER;
 static member *members;
 
-/* Returns whether a member is of this device and of the group `name` (NULL: of any group). */
+/* Returns true if a member belongs to this device and to the group `name`, or to any group if
+ * name is NULL. */
 static bool matches_device(const member *member, const char *name, member_device device)
 {
     return member->device.ordinal == device.ordinal && member->device.is_gpu == device.is_gpu &&
            (name == NULL || strcmp(member->name, name) == 0);
 }
 
-/* Returns the link to a member; the link holds NULL if no member matches. */
+/* Returns the link of the list that points to the member. The link holds NULL if no member
+ * matches. */
 static member **find_member(const char *name, member_device device)
 {
     member **at = &members;
@@ -37,6 +41,7 @@ static member **find_member(const char *name, member_device device)
     return at;
 }
 
+/* Returns true if an operation with this tag is in flight on the member. */
 static bool is_busy(const member *found, uint64_t tag)
 {
     for (const member_use *use = found->uses; use != NULL; use = use->next)
@@ -44,8 +49,8 @@ static bool is_busy(const member *found, uint64_t tag)
     return false;
 }
 
-/* Notifies the peers that this operation will not come.  The order of the tag's operations is
- * lost, and the peers would wait until their deadline. */
+/* Aborts the operation on the peers, because this rank will not run it. Otherwise the peers
+ * would wait until their deadline. */
 static void notify_peers(epic_context *ctx, uint64_t tag, member_status answer)
 {
     if (answer == MEMBER_TAG_BUSY)
@@ -59,6 +64,7 @@ static void notify_peers(epic_context *ctx, uint64_t tag, member_status answer)
                    "mesh that the group was opened with");
 }
 
+/* Checks whether an operation may begin on the member. */
 static member_status check_entry(const member *found, const member_use *use,
                                  const member_position *position)
 {
@@ -69,6 +75,7 @@ static member_status check_entry(const member *found, const member_use *use,
     return MEMBER_OK;
 }
 
+/* Adds an operation to those in flight on a member. */
 static void begin_use(member_use *use, member *member)
 {
     use->member = member;

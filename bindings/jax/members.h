@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Members of groups: the core's context of each device in each open group.
+/* Members of groups. A member is the core's context of one device in one open group.
  *
- * A compiled program has only the name of its group.  The handlers look up the member at every
- * call, so a group may be closed and opened again without compiling the program again. */
+ * A compiled program contains only the name of its group. The handlers look up the member in
+ * every call. So a group may be closed and opened again without compiling the program again. */
 #ifndef EPIC_JAX_MEMBERS_H
 #define EPIC_JAX_MEMBERS_H
 
@@ -15,58 +15,61 @@ enum { MEMBER_NAME_BYTES = 64, MEMBER_DEVICES_BYTES = 256 };
 
 typedef struct member member;
 
+/* A device, as XLA numbers it. */
 typedef struct member_device {
     bool is_gpu;
-    int32_t ordinal; /* XLA's number of the device in its platform */
+    int32_t ordinal; /* number of the device in its platform */
 } member_device;
 
-/* An operation in flight on a member, from member_enter() to member_leave(). */
+/* An operation in flight on a member: from member_enter() or member_borrow() to
+ * member_leave(). */
 typedef struct member_use {
     member *member;
     epic_context *ctx;
     uint64_t tag;
-    struct member_use *next; /* used by members.c */
+    struct member_use *next; /* next in the list of members.c */
 } member_use;
 
 /* Result of entering a member. */
 typedef enum member_status {
     MEMBER_OK,
     MEMBER_NONE,          /* no group of this name is open on the device */
-    MEMBER_OTHER_DEVICES, /* the group was opened with other devices */
+    MEMBER_OTHER_DEVICES, /* the group was opened with other devices than the program's */
     MEMBER_OTHER_RANK,    /* the device has another rank in the program's mesh */
-    MEMBER_TAG_BUSY       /* an operation with this tag is in flight (host only) */
+    MEMBER_TAG_BUSY       /* an operation with this tag is in flight on the member (host
+                             only) */
 } member_status;
 
-/* Position of a member: the group's devices as text of epic/jax/meshes.py, and the device's
- * rank in the group; -1: unknown. */
+/* Position of a member in its group. `devices` is the text that epic/jax/meshes.py makes of the
+ * group's devices. `rank` is the device's rank in the group; -1: unknown. */
 typedef struct member_position {
     char devices[MEMBER_DEVICES_BYTES];
     int32_t rank;
 } member_position;
 
-/* Begins an operation of use->tag on the member of this device in the group `name`, if the
- * member's position is the one that the program expects.  Writes the member's position to
- * `position`.
+/* Begins an operation with use->tag on the member of this device in the group `name`. On entry
+ * *position is the position that the program expects. On return it is the position of the
+ * member.
  *
- * All ranks get MEMBER_OTHER_DEVICES, because they run the same program.  Only some ranks may
- * get MEMBER_OTHER_RANK or MEMBER_TAG_BUSY, so the call then notifies the peers (epic_abort)
- * that this operation will not come. */
+ * MEMBER_OTHER_DEVICES is returned on all ranks, because they run the same program.
+ * MEMBER_OTHER_RANK and MEMBER_TAG_BUSY may be returned on some ranks only. Then this call also
+ * aborts the operation on the peers (epic_abort). */
 member_status member_enter(member_use *use, const char *name, member_device device,
                            member_position *position);
 
-/* Ends the operation. */
+/* Ends an operation. */
 void member_leave(member_use *use);
 
-/* Begins local work on any member of the device, which no peer waits for. */
+/* Begins local work on any member of the device. Returns MEMBER_OK or MEMBER_NONE. */
 member_status member_borrow(member_use *use, member_device device);
 
-/* Adds a member; epic/jax/groups.py calls it.  Returns 0; 1 if the name is taken on that device
- * or a text is too long; 2 without memory. */
+/* Adds a member; epic/jax/groups.py calls it. Returns 0 on success, 1 if the group already has
+ * a member on the device or a text is too long, and 2 without memory. */
 int epic_jax_member_add(const char *name, int is_gpu, int32_t ordinal, const char *devices,
                         int32_t rank, epic_context *ctx);
 
-/* Removes a member after its operations in flight.  Returns its context; NULL if there is no
- * such member. */
+/* Removes a member. Waits until its operations in flight have ended. Returns its context, or
+ * NULL if there is no such member. */
 epic_context *epic_jax_member_remove(const char *name, int is_gpu, int32_t ordinal);
 
 #endif

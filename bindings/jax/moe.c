@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The whole layer as two custom calls, forward and backward, which run the core's own layer.
- * Each table lists the arrays in the order in which epic/jax/moe.py passes them. */
+/* The whole layer as two custom calls, forward and backward, which call epic_moe_forward and
+ * epic_moe_backward. Each table lists the arrays in the order in which epic/jax/moe.py passes
+ * them. */
 #include "handler.h"
 #include "options.h"
 
-/* A call of the layer, forward or backward. */
+/* One call of the layer, forward or backward. */
 typedef struct moe_call {
     handler_call call;
     moe_options options;
@@ -47,6 +48,7 @@ typedef struct moe_call {
      .dims = {DIM_TOKENS, DIM_HIDDEN}, .rows = AT(member)}
 /* clang-format on */
 
+/* Returns the columns of the first product. */
 static int64_t experts_width(const epic_experts *experts)
 {
     return experts->ungated ? experts->inner : 2 * (int64_t)experts->inner;
@@ -141,7 +143,8 @@ static epic_result run_backward(handler_call *base)
     return epic_moe_backward(base->use.ctx, &call->backward);
 }
 
-/* Gradients of experts have the type of d_w_gate_up, which has HANDLER_SETS_TYPE. */
+/* The gradients of the experts have the type of d_w_gate_up, because that entry has
+ * HANDLER_SETS_TYPE. */
 /* clang-format off */
 #define GRADIENT(name, member, ...) \
     OUT(name, HANDLER_WIDE_TYPE, gradients.member, __VA_ARGS__)

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reads the core's option structs from attributes.  Each field has an attribute of its name. */
+/* Reads the option structs of the core from attributes. Each field has an attribute with its
+ * name. */
 #include "options.h"
 
 #include <stdio.h>
@@ -39,6 +40,8 @@ epic_router options_read_router(ffi_reader *reader)
                          .scale = ffi_read_float(reader, "scale")};
 }
 
+/* Reads the attribute whose name is prefix + name, as an integer. The next function reads a
+ * float. */
 static uint32_t read_prefixed_uint(ffi_reader *reader, const char *prefix, const char *name)
 {
     char whole[64];

@@ -1,20 +1,21 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reads the core's option structs from the attributes of a call. */
+/* Reads the option structs of the core from the attributes of a call. */
 #ifndef EPIC_JAX_OPTIONS_H
 #define EPIC_JAX_OPTIONS_H
 
 #include "ffi.h"
 
-/* Read the options of a layer and of its router. */
+/* Read the options of a layer, and of its router. An error goes to the reader, as everywhere
+ * here. */
 epic_layer options_read_layer(ffi_reader *reader);
 epic_router options_read_router(ffi_reader *reader);
 
-/* Reads the experts' options; the names of the attributes begin with `prefix`, "experts_" or
- * "shared_". */
+/* Reads the options of the experts or of the shared expert. The names of their attributes begin
+ * with `prefix`, "experts_" or "shared_". */
 epic_experts options_read_experts(ffi_reader *reader, const char *prefix);
 
-/* Options of a whole layer.  `moe` points to the other fields, so the struct must not be
- * copied. */
+/* Options of a whole layer. The field `moe` points to the other fields, so the struct must not
+ * be copied. */
 typedef struct moe_options {
     epic_layer layer;
     epic_router router;
@@ -22,7 +23,7 @@ typedef struct moe_options {
     epic_moe moe;
 } moe_options;
 
-/* Reads the options of a whole layer into `out`. */
+/* Reads the options of a whole layer to *out. */
 void options_read_moe(ffi_reader *reader, moe_options *out);
 
 #endif

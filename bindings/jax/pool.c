@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Threads for operations that wait for peers.
  *
- * An operation ends by setting its future.  XLA then runs the rest of the program on the same
- * thread, where it may wait in a collective.  So a task must never queue behind another task:
- * there are always at least as many idle threads as queued tasks.  A thread ends when it was
- * idle for IDLE_SECONDS. */
+ * An operation ends by completing its future. XLA may then run the rest of the program on the
+ * same thread, and that may wait in another collective. So a task must never wait for another
+ * task to end. For this reason there are always at least as many idle threads as queued tasks.
+ * A thread ends after it was idle for IDLE_SECONDS. */
 #include "pool.h"
 
 #include <errno.h>
@@ -15,9 +15,10 @@ enum { IDLE_SECONDS = 30, STACK_BYTES = 8 << 20 };
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t task_ready = PTHREAD_COND_INITIALIZER;
-static pool_task *first_task; /* queued tasks, in any order */
-static int num_tasks, num_waiting;
+static pool_task *first_task;      /* queued tasks, in any order */
+static int num_tasks, num_waiting; /* tasks in the queue; idle threads that wait for one */
 
+/* Returns the time IDLE_SECONDS from now. */
 static struct timespec idle_deadline(void)
 {
     struct timespec end;
@@ -26,7 +27,7 @@ static struct timespec idle_deadline(void)
     return end;
 }
 
-/* Waits for a task; returns NULL if none came for IDLE_SECONDS. */
+/* Waits for a task and returns it. Returns NULL if none arrives within IDLE_SECONDS. */
 static pool_task *next_task(void)
 {
     const struct timespec end = idle_deadline();
@@ -45,12 +46,14 @@ static pool_task *next_task(void)
     return task;
 }
 
+/* A thread of the pool: runs `task`, then further tasks. */
 static void *run_tasks(void *task)
 {
     for (; task != NULL; task = next_task()) ((pool_task *)task)->run(task);
     return NULL;
 }
 
+/* Starts a detached thread whose first task is `task`. Returns false if that fails. */
 static bool start_thread(pool_task *task)
 {
     pthread_attr_t attributes;
@@ -66,7 +69,7 @@ static bool start_thread(pool_task *task)
 bool pool_run(pool_task *task)
 {
     pthread_mutex_lock(&mutex);
-    const bool waits = num_waiting > num_tasks; /* an idle thread is free for this task */
+    const bool waits = num_waiting > num_tasks; /* an idle thread is left for this task */
     if (waits) {
         task->next = first_task;
         first_task = task;

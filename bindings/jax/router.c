@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Router and losses as custom calls.  They are local calls: they wait for no other rank. */
+/* Router and losses as custom calls of XLA. They are local calls, which wait for no other
+ * rank. */
 #include "local.h"
 #include "options.h"
 
-/* Reads the logits, [num_tokens, E]. */
+/* Reads the logits [num_tokens, E], with E the router's experts and zero-experts. */
 static ffi_array read_logits(ffi_reader *reader, const epic_router *router)
 {
     const int64_t columns = (int64_t)router->num_experts + router->zero_experts;
@@ -12,6 +13,7 @@ static ffi_array read_logits(ffi_reader *reader, const epic_router *router)
     return logits;
 }
 
+/* The custom call "router". */
 static ffi_error *router_forward(ffi_frame *frame, bool on_device)
 {
     if (local_is_query(frame, on_device)) return NULL;
@@ -52,6 +54,7 @@ static ffi_error *router_forward(ffi_frame *frame, bool on_device)
 
 LOCAL_EXPORTS(router, router_forward(frame, on_device))
 
+/* The custom call "router_backward". */
 static ffi_error *router_backward(ffi_frame *frame, bool on_device)
 {
     if (local_is_query(frame, on_device)) return NULL;
@@ -86,7 +89,8 @@ LOCAL_EXPORTS(router_backward, router_backward(frame, on_device))
 
 /* ---------------------------------------------------------------------------- losses ---- */
 
-/* Arguments of the four loss calls; `out` is the loss or the gradient of the logits. */
+/* Arguments of the four loss calls. `out` is the loss, or in backward the gradient of the
+ * logits. */
 typedef struct loss_inputs {
     epic_context *ctx;
     epic_call call;
@@ -96,6 +100,7 @@ typedef struct loss_inputs {
     double coeff;
 } loss_inputs;
 
+/* The next four functions call a loss function of the core with these arguments. */
 static epic_result call_balance_loss(const loss_inputs *in)
 {
     const epic_balance_loss_args args = {.call = in->call,
@@ -166,8 +171,8 @@ static epic_result call_z_loss_backward(const loss_inputs *in)
 
 typedef epic_result loss_function(const loss_inputs *in);
 
-/* Runs a loss call.  Arguments: logits, load or none, topk_idx or none, d_loss or none.
- * Results: the loss (backward: d_logits) and workspace. */
+/* Runs a loss call. Its arguments are the logits, and load, topk_idx and d_loss, which may be
+ * absent. Its results are the loss (in backward d_logits) and the workspace. */
 static ffi_error *run_loss(ffi_frame *frame, bool on_device, const char *what, bool is_backward,
                            loss_function *call)
 {

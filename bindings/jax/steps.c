@@ -2,16 +2,17 @@
 /* Collective operations as custom calls: plan, dispatch, combine, their gradients, and sums.
  *
  * Each table lists the arrays in the order in which epic/jax/steps.py, dispatching.py and
- * replicas.py pass them.  The core always writes zeros to slots past the last slab
- * (EPIC_ZERO_TAIL), because a result of XLA begins as uninitialized memory. */
+ * replicas.py pass them. Dispatch always uses EPIC_ZERO_TAIL, which zeroes the slots after the
+ * last slab. The reason is that a result of XLA starts as uninitialized memory. */
 #include "handler.h"
 #include "options.h"
 
-/* A call of any operation in this file: each uses the arguments of one or two functions. */
+/* One call of any operation in this file. Each operation uses the arguments of one or two
+ * functions of the core. */
 typedef struct step_call {
     handler_call call;
     epic_layer layer;
-    moe_options moe_options; /* options of a composed layer, which the ranks compare */
+    moe_options moe_options; /* options of a composed layer, which ranks compare */
     epic_plan_args plan;
     epic_dispatch_args dispatch;
     epic_combine_args combine;
@@ -19,8 +20,8 @@ typedef struct step_call {
     epic_combine_backward_args combine_backward;
     epic_allreduce_sum_args sum;
     epic_sum_replicas_args sum_replicas;
-    int64_t sum_input_count;
-    const float *sum_input;
+    int64_t sum_input_count; /* number of elements of sum_input */
+    const float *sum_input;  /* input of a sum, which must be its result too */
 } step_call;
 
 /* clang-format off */
@@ -65,11 +66,11 @@ typedef struct step_call {
          DIM_LOGICAL)
 /* clang-format on */
 
+/* Largest number of ranks that check_plan() can count. */
 enum { MOST_RANKS = 1024 };
 
-/* Checks that no rank has more than num_local_experts experts in a table that the program
- * computed. Nothing would compute the slots of further experts.  The core reports entries that
- * are no rank. */
+/* Checks a placement table on the host: no rank may have more than num_local_experts experts.
+ * The program has memory for this many only. The core reports entries that are not a rank. */
 static void check_plan(ffi_reader *reader, handler_call *base)
 {
     const step_call *call = (step_call *)base;
@@ -86,6 +87,7 @@ static void check_plan(ffi_reader *reader, handler_call *base)
     }
 }
 
+/* Reads the attributes of plan and plan_dispatch, and sets the sizes of their arrays. */
 static void read_plan(ffi_reader *reader, handler_call *base)
 {
     step_call *call = (step_call *)base;
@@ -106,7 +108,7 @@ static void read_plan(ffi_reader *reader, handler_call *base)
         ffi_read_int(reader, "num_local_experts");
 }
 
-/* Writes the tail first, so that a plan that fails has it, too. */
+/* Runs plan. Writes the tail first, so that a plan that fails has a tail too. */
 static epic_result run_plan(handler_call *base)
 {
     step_call *call = (step_call *)base;
@@ -130,7 +132,7 @@ OPERATION(plan, "plan", ROLE_PLAN, plan, read_plan, check_plan)
          dispatch.slot_weights, DIM_SLOTS, DIM_SLOT_COLUMNS)
 /* clang-format on */
 
-/* Reads the plan's layer and the sizes of a call that uses the plan. */
+/* Reads the layer of the plan, and the sizes of a call that uses the plan. */
 static const epic_layer *read_plan_sizes(ffi_reader *reader, step_call *call)
 {
     int64_t *sizes = call->call.sizes;
@@ -159,7 +161,8 @@ static const handler_array dispatch_arrays[] = {PLAN(dispatch), DISPATCH_INPUTS,
                                                 DISPATCH_RECV, SLOT_WEIGHTS};
 OPERATION(dispatch, "dispatch", ROLE_DISPATCH, dispatch, read_dispatch, NULL)
 
-/* Results: one row for each pair of a token and a rank, and the local experts of each row. */
+/* The results of FLAT dispatch have one row per token and rank, and the local experts of each
+ * row. */
 static const handler_array dispatch_flat_arrays[] = {PLAN(dispatch),
                                                      DISPATCH_INPUTS,
                                                      SITE,
@@ -177,6 +180,7 @@ static void read_dispatch_quantized(ffi_reader *reader, handler_call *base)
     ((step_call *)base)->dispatch.quantize = ffi_read_uint(reader, "quantize");
 }
 
+/* Checks that rows of scales have one scale for each block of 128 or 32 columns. */
 static void check_quantized(ffi_reader *reader, handler_call *base)
 {
     const step_call *call = (step_call *)base;
@@ -189,8 +193,8 @@ static void check_quantized(ffi_reader *reader, handler_call *base)
             (long long)call->dispatch.recv_scales.row_bytes, (long long)(scales * bytes));
 }
 
-/* Sends rows of a float type as e4m3, with float32 scales for 1x128 and byte scales for
- * 1x32. */
+/* Sends rows of a float type as e4m3, with float32 scales (1x128) or scales of one byte
+ * (1x32). */
 static const handler_array dispatch_quantized_arrays[] = {
     PLAN(dispatch),
     LEADING_ROWS("tokens", FFI_SET_FLOATS, DIM_TOKENS, dispatch.tokens, AT(dispatch.type)),
@@ -208,7 +212,7 @@ static const handler_array dispatch_quantized_arrays[] = {
 OPERATION(dispatch_quantized, "dispatch_quantized", ROLE_DISPATCH, dispatch,
           read_dispatch_quantized, check_quantized)
 
-/* Sends 8-bit rows with scales of the caller.  Both are bytes here. */
+/* Sends 8-bit rows with scales that the caller has computed. XLA passes both as bytes. */
 static const handler_array dispatch_scaled_arrays[] = {
     PLAN(dispatch),
     LEADING_ROWS("tokens", FFI_SET_U8, DIM_TOKENS, dispatch.tokens, 0),
@@ -315,8 +319,8 @@ OPERATION(combine_backward, "combine (backward)", ROLE_COMBINE_BACKWARD, combine
 
 /* ------------------------------------------------------------------------------- sum ---- */
 
-/* Checks that x and the result are one array, as `input_output_aliases` asked: the core adds in
- * place. */
+/* Checks that x and the result are the same array, because the core adds in place. epic/jax
+ * sets `input_output_aliases` for this. */
 static void check_in_place(ffi_reader *reader, const step_call *call, const void *to,
                            int64_t count)
 {
@@ -359,7 +363,7 @@ static const handler_array allreduce_sum_arrays[] = {X,
                                                       .count = AT(sum.count)}};
 OPERATION(allreduce_sum, "sum", ROLE_SUM, sum, read_sum, check_sum)
 
-/* An operation without attributes. */
+/* For operations without attributes. */
 static void read_nothing(ffi_reader *reader, handler_call *base)
 {
     (void)reader;
@@ -380,7 +384,7 @@ static epic_result run_sum_replicas(handler_call *base)
     return epic_sum_replicas(base->use.ctx, &call->sum_replicas);
 }
 
-/* x is [local experts, n]; the workspace is one row of it. */
+/* x has the shape [local experts, n], and the workspace [n]. */
 static const handler_array sum_replicas_arrays[] = {
     PLAN(sum_replicas), X, SITE,
     ROWS(HANDLER_RESULT, "sum", FFI_SET_F32, sum_replicas.data, DIM_ANY),

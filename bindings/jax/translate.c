@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Replaces names of C in the core's sentences by names of Python.  epic/words.py has the
- * table. */
+/* Replaces names of the C interface in error sentences of the core by names of the Python
+ * interface. epic/words.py has the table of names. */
 #include "translate.h"
 
 #include <ctype.h>
@@ -11,7 +11,7 @@
 
 #include "ffi.h"
 
-static char **table; /* pairs: a name of C, then its replacement */
+static char **table; /* pairs: a C name, then the Python name */
 static int table_length;
 
 FFI_EXPORT int epic_jax_set_words(const char *const *words, int count)
@@ -27,12 +27,14 @@ FFI_EXPORT int epic_jax_set_words(const char *const *words, int count)
     return 0;
 }
 
+/* Returns true if the character can be part of a name. */
 static bool is_in_name(char c)
 {
     return isalnum((unsigned char)c) || c == '_';
 }
 
-/* Returns whether the text begins with the whole name, or with a prefix and more of a name. */
+/* Returns true if the text begins with the whole name. If the name is a prefix, returns true if
+ * the text begins with it and continues with more of a name. */
 static bool begins_with(const char *text, const char *name, size_t length)
 {
     if (strncmp(text, name, length) != 0) return false;
@@ -41,8 +43,8 @@ static bool begins_with(const char *text, const char *name, size_t length)
     return is_in_name(text[length]) == is_prefix;
 }
 
-/* Translates "layer.flags 0, rank 1 <verb> 8" to the argument `distinct` of Python.  Returns
- * the number of bytes that it replaces; 0: the text is something else. */
+/* Translates "layer.flags 0, rank 1 <verb> 8" to the Python argument `distinct`. Returns the
+ * number of bytes that it replaces, or 0 if the text is something else. */
 static int translate_flags(const char *at, char *out, size_t size)
 {
     unsigned mine, other;
@@ -57,8 +59,8 @@ static int translate_flags(const char *at, char *out, size_t size)
     return length;
 }
 
-/* Writes the replacement of the name that the text begins with.  Returns the number of bytes of
- * that name; 0: the text does not begin with a name of C. */
+/* Writes the replacement of the C name at the beginning of the text. Returns the length of that
+ * name, or 0 if the text does not begin with a C name. */
 static int translate_name(const char *at, char *out, size_t size)
 {
     const int length = translate_flags(at, out, size);
@@ -84,7 +86,7 @@ void translate_sentence(const char *sentence, char *out, size_t size)
             const int written = snprintf(out + used, size - used, "%s", word);
             used = used + (size_t)written < size ? used + (size_t)written : size - 1;
             before = sentence[length - 1] == '.' || sentence[length - 1] == '_'
-                         ? ' ' /* a prefix is gone: a name may begin here */
+                         ? ' ' /* the prefix was removed, so a name may begin here */
                          : sentence[length - 1];
             sentence += length;
         } else {

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reads arguments from torch's stack, checks them, and makes results; call.h has the contracts. */
+/* Reads arguments from torch's stack, checks them and makes results. call.h has the
+ * contracts. */
 #include "call.h"
 
 #include <inttypes.h>
@@ -9,14 +10,14 @@
 
 #include "../dtypes.h"
 
-/* Address of arrays without elements, for which torch returns NULL. */
+/* Address of tensors without elements, for which torch returns NULL. */
 static char no_elements[64];
 
 /* ---------------------------------------------------------------------------- errors ---- */
 
 torch_call call_begin(const char *op, torch_value *stack, uint64_t num_results)
 {
-    torch_call call; /* its arrays are filled as it goes */
+    torch_call call; /* its arrays are filled later */
     call.op = op;
     call.stack = stack;
     call.has_out = num_results == 0;
@@ -57,7 +58,7 @@ void call_check_result(torch_call *call, epic_result result)
     if (result != EPIC_OK) call_fail(call, result, "%s", epic_error(NULL));
 }
 
-/* Throws a copy of the error text: unwinding ends the lifetime of the call. */
+/* Throws the error. Copies its text first, because the call ends while the stack is unwound. */
 static _Noreturn void throw_copy(const torch_call *call)
 {
     char text[sizeof call->error];
@@ -80,6 +81,7 @@ void call_end(torch_call *call)
 
 /* ------------------------------------------------------------------------- arguments ---- */
 
+/* Returns the epic_type of a dtype, CALL_U8 or CALL_OTHER. */
 static uint32_t type_of(int32_t dtype)
 {
     if (dtype == torch.dtype_float32()) return EPIC_F32;
@@ -93,6 +95,7 @@ static uint32_t type_of(int32_t dtype)
     return CALL_OTHER;
 }
 
+/* Returns torch's number of the dtype of an epic_type or of CALL_U8. */
 static int32_t dtype_of(uint32_t type)
 {
     switch (type) {
@@ -115,6 +118,7 @@ static int32_t dtype_of(uint32_t type)
     }
 }
 
+/* Returns the name of a type, or of a set of types, for errors. */
 static const char *type_name(uint32_t type)
 {
     switch (type) {
@@ -136,6 +140,7 @@ static const char *type_name(uint32_t type)
     }
 }
 
+/* Returns true if `type` is `wanted`, or in the set of types that `wanted` stands for. */
 static bool is_one_of(uint32_t type, uint32_t wanted)
 {
     switch (wanted) {
@@ -154,16 +159,19 @@ static bool is_one_of(uint32_t type, uint32_t wanted)
     }
 }
 
+/* Returns the tensor of a stack value. call_end() deletes it. */
 static torch_tensor own_tensor(torch_call *call, torch_value value)
 {
     return call->owned[call->num_owned++] = (torch_tensor)(uintptr_t)value;
 }
 
+/* Returns the next argument, of the schema type Tensor. */
 static torch_tensor next_tensor(torch_call *call)
 {
     return own_tensor(call, call->stack[call->next++]);
 }
 
+/* Returns the next argument, of the schema type Tensor?, or NULL. Frees its heap cell. */
 static torch_tensor next_tensor_or_none(torch_call *call)
 {
     torch_value *cell = (torch_value *)(uintptr_t)call_int(call);
@@ -173,6 +181,7 @@ static torch_tensor next_tensor_or_none(torch_call *call)
     return own_tensor(call, value);
 }
 
+/* Writes the name of a device to `out`, such as "cuda:1", and returns `out`. */
 static const char *place_name(group_place place, char *out, size_t size)
 {
     if (place.device_type == TORCH_CPU)
@@ -184,12 +193,15 @@ static const char *place_name(group_place place, char *out, size_t size)
     return out;
 }
 
+/* Returns true if both places are the same device. */
 static bool is_same_place(group_place a, group_place b)
 {
     return a.device_type == b.device_type &&
            (a.device_type == TORCH_CPU || a.device_index == b.device_index);
 }
 
+/* Checks that a tensor is on the device of the call, which is the device of its first
+ * tensor. */
 static void check_place(torch_call *call, const char *name, torch_tensor tensor)
 {
     group_place place;
@@ -204,6 +216,7 @@ static void check_place(torch_call *call, const char *name, torch_tensor tensor)
                   place_name(call->place, there, sizeof there));
 }
 
+/* Computes rows, columns, count and bytes of an array from its shape. */
 static void measure_array(call_array *array, int64_t dim, const int64_t *sizes)
 {
     array->dim = dim;
@@ -215,12 +228,14 @@ static void measure_array(call_array *array, int64_t dim, const int64_t *sizes)
     array->bytes = array->count * dtype_bytes(array->type);
 }
 
+/* Records the memory of a tensor for check_overlap(). */
 static void note_span(torch_call *call, const char *name, call_array array)
 {
     const uintptr_t begin = (uintptr_t)array.data;
     call->spans[call->num_spans++] = (call_span){name, begin, begin + (size_t)array.bytes};
 }
 
+/* Makes an empty contiguous tensor on the device of the call. *out is NULL if that fails. */
 static call_array make_empty(torch_call *call, uint32_t type, int64_t dim, const int64_t *sizes,
                              torch_tensor *out)
 {
@@ -247,7 +262,7 @@ static call_array make_empty(torch_call *call, uint32_t type, int64_t dim, const
     return array;
 }
 
-/* Makes a tensor that call_end() deletes. */
+/* Makes a tensor for this call only. call_end() deletes it. */
 static call_array make_temporary(torch_call *call, uint32_t type, int64_t dim,
                                  const int64_t *sizes)
 {
@@ -257,7 +272,7 @@ static call_array make_temporary(torch_call *call, uint32_t type, int64_t dim,
     return array;
 }
 
-/* Copies an argument into a contiguous tensor of a type. */
+/* Copies an argument into a contiguous tensor of the given type. */
 static call_array copy_argument(torch_call *call, const char *name, torch_tensor tensor,
                                 call_array array, uint32_t type)
 {
@@ -268,7 +283,7 @@ static call_array copy_argument(torch_call *call, const char *name, torch_tensor
     return copy;
 }
 
-/* Reads shape, type and address of a tensor; the sizes are borrowed from it. */
+/* Reads shape, type and address of a tensor. The sizes are borrowed from the tensor. */
 static bool read_properties(torch_call *call, const char *name, torch_tensor tensor,
                             call_array *out, bool *contiguous)
 {
@@ -285,6 +300,8 @@ static bool read_properties(torch_call *call, const char *name, torch_tensor ten
     return true;
 }
 
+/* Reads a tensor and checks device, type and number of dimensions. Copies it if it is not
+ * contiguous or must be converted. A tensor that is written is never copied. */
 static call_array read_array(torch_call *call, const char *name, torch_tensor tensor,
                              uint32_t type, int64_t dim, bool written)
 {
@@ -371,8 +388,9 @@ double call_float(torch_call *call)
 
 /* ----------------------------------------------------------------------------- where ---- */
 
-/* Makes the tensors' device current and reads its stream, on which the core launches kernels.  Asking
- * for the current device first costs a quarter of a guard, which is rarely needed. */
+/* Makes the device of the tensors current, and reads its stream for the kernels of the core.
+ * Reads the current device first: that is faster than to create a guard, which is rarely
+ * needed. */
 static void enter_device(torch_call *call, epic_call *out)
 {
     const int32_t wanted = call->place.device_index;
@@ -384,7 +402,7 @@ static void enter_device(torch_call *call, epic_call *out)
         call_fail(call, EPIC_EDEVICE, "torch did not return the current stream");
 }
 
-/* Checks that the group is open and on the device of the tensors.  entered: result of group_enter(). */
+/* Checks the result of group_enter(), and that the group is on the device of the tensors. */
 static void check_entered(torch_call *call, bool entered)
 {
     if (!entered) {
@@ -398,6 +416,7 @@ static void check_entered(torch_call *call, bool entered)
                   place_name(call->use.place, there, sizeof there));
 }
 
+/* Enters the group with this number. */
 static void enter_group(torch_call *call, int64_t number)
 {
     if (!call->failed) check_entered(call, group_enter(&call->use, number));
@@ -444,7 +463,8 @@ epic_call call_enter_local(torch_call *call)
     return out;
 }
 
-/* Asks the backend, not the tensors: in tests, a GPU that is emulated has host memory. */
+/* Uses the backend and not the device of the tensors. The reason is that an emulated GPU, in
+ * tests, has host memory. */
 bool call_on_gpu(const torch_call *call)
 {
     const char *name = call->use.ctx != NULL ? epic_backend_name(call->use.ctx) : "";
@@ -453,6 +473,7 @@ bool call_on_gpu(const torch_call *call)
 
 /* --------------------------------------------------------------------------- results ---- */
 
+/* Makes a new tensor that is a result. */
 static call_array new_result(torch_call *call, uint32_t type, int64_t dim, const int64_t *sizes)
 {
     torch_tensor made = NULL;
@@ -461,7 +482,8 @@ static call_array new_result(torch_call *call, uint32_t type, int64_t dim, const
     return array;
 }
 
-/* Refuses a result of the caller that shares memory with an argument or with another result. */
+/* Refuses a result tensor of the caller that shares memory with an argument or with another
+ * result. */
 static void check_overlap(torch_call *call, const char *name)
 {
     if (call->failed) return;
@@ -472,7 +494,8 @@ static void check_overlap(torch_call *call, const char *name)
                       name, call->spans[i].name);
 }
 
-/* Returns the caller's tensor as the next result, or temporary memory if the caller passed None. */
+/* Returns the next result, for which the caller may have passed a tensor. Checks that tensor.
+ * Returns temporary memory if the caller passed None. */
 static call_array written_result(torch_call *call, const char *name, uint32_t type, int64_t dim,
                                  const int64_t *sizes)
 {
@@ -497,6 +520,7 @@ static call_array written_result(torch_call *call, const char *name, uint32_t ty
     return array;
 }
 
+/* Returns the next result: a new tensor, or that of the caller if the operator is NAME_out. */
 static call_array next_result(torch_call *call, const char *name, uint32_t type, int64_t dim,
                               const int64_t *sizes)
 {

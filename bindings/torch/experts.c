@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The operators of the experts' MLP.  They are local to a rank, so that tracers need not order them. */
+/* The operators of the expert MLP. They involve no other rank, so tracers need not keep them in
+ * order. */
 #include <string.h>
 
 #include "ops.h"
 #include "options.h"
 
-/* Zeroes the slots behind the last slab, which the core does not write.  On GPUs the host does not know
- * the counts; dispatch and combine never read those slots. */
+/* Zeroes the slots after the last slab, which the core does not write. On GPUs the host cannot
+ * read the counts. There the slots keep any contents, because dispatch and combine never read
+ * them. */
 static void zero_tail(const torch_call *call, call_array slots, call_array expert_rows)
 {
     if (call->failed || slots.data == NULL || slots.rows == 0 || call_on_gpu(call)) return;
@@ -19,19 +21,21 @@ static void zero_tail(const torch_call *call, call_array slots, call_array exper
            (size_t)((slots.rows - occupied) * row_bytes));
 }
 
-/* Returns the number of blocks of 128, each of which has a scale. */
+/* Returns the number of blocks of 128 elements. Each block has one scale. */
 static int64_t blocks_of(int64_t length)
 {
     return (length + 127) / 128;
 }
 
-/* The inputs of forward and backward, in the order of the schema.  Scales belong to e4m3 weights. */
+/* The inputs of forward and backward, in the order of the schema. The scales are for e4m3
+ * weights. */
 typedef struct experts_inputs {
     call_array x, rows, tokens, slot_weights;
     call_array w_gate_up, w_down, b_gate_up, b_down;
     call_array w_gate_up_scales, w_down_scales;
 } experts_inputs;
 
+/* Reads these inputs. */
 static experts_inputs read_inputs(torch_call *call)
 {
     experts_inputs in = {.x = call_arg(call, "x", CALL_MATRIX, 2)};
@@ -47,6 +51,7 @@ static experts_inputs read_inputs(torch_call *call)
     return in;
 }
 
+/* Checks types and numbers of elements of the inputs. */
 static void check_inputs(torch_call *call, const experts_inputs *in,
                          const epic_experts *experts)
 {
@@ -70,7 +75,7 @@ static void check_inputs(torch_call *call, const experts_inputs *in,
     call_check_count(call, "w_down_scales", in->w_down_scales, local * in_blocks * of_hidden);
 }
 
-/* Fields that the core's forward and backward arguments share. */
+/* Initializes the fields that the argument structs of forward and backward have in common. */
 #define INPUTS(in)                                                                            \
     .x = (in).x.data, .num_slots = (in).x.rows, .expert_rows = (in).rows.data,                \
     .expert_tokens = (in).tokens.data, .slot_weights = (in).slot_weights.data,                \
@@ -78,6 +83,7 @@ static void check_inputs(torch_call *call, const experts_inputs *in,
     .w_gate_up_scales = (in).w_gate_up_scales.data, .w_down_scales = (in).w_down_scales.data, \
     .b_gate_up = (in).b_gate_up.data, .b_down = (in).b_down.data
 
+/* Returns the sizes of `saved` and of the workspaces. */
 static epic_experts_memory_info sizes_of(torch_call *call, const epic_experts *experts,
                                          int64_t num_slots)
 {
@@ -88,6 +94,7 @@ static epic_experts_memory_info sizes_of(torch_call *call, const epic_experts *e
     return sizes;
 }
 
+/* The operator epic::experts. */
 static void op_experts(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;
@@ -118,6 +125,8 @@ static void op_experts(torch_value *stack, uint64_t num_arguments, uint64_t num_
     call_end(&call);
 }
 
+/* Makes the results of backward. grad_type 0 stands for float32, or float64 for float64
+ * rows. */
 static void gradient_results(torch_call *call, const experts_inputs *in, uint32_t grad_type,
                              epic_experts_backward_args *args)
 {
@@ -137,6 +146,7 @@ static void gradient_results(torch_call *call, const experts_inputs *in, uint32_
     zero_tail(call, d_slots, in->rows);
 }
 
+/* The operator epic::experts_backward. */
 static void op_experts_backward(torch_value *stack, uint64_t num_arguments,
                                 uint64_t num_results)
 {

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The groups are a linked list under one mutex, which is never held during a call of the core. */
+/* The groups of this process: a linked list that is protected by one mutex. The mutex is never
+ * held during a call of the core. */
 #include "groups.h"
 
 #include <pthread.h>
@@ -8,24 +9,28 @@
 
 #include "shim.h"
 
+/* One registered context. */
 struct group {
     int64_t number;
     epic_context *ctx;
     group_place place;
-    int num_uses;
+    int num_uses;    /* number of calls in flight */
     bool is_closing; /* no further call may enter */
     int num_layers;
     group_layer *layers;
     group *next;
 };
 
-enum { LAYER_BITS = 16 }; /* low bits of a layer's number: its index in the group */
+/* The low bits of a layer's number are its index. The others are the number of its group. */
+enum { LAYER_BITS = 16 };
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t group_left = PTHREAD_COND_INITIALIZER;
 static group *groups;
 static int64_t last_number;
 
+/* Returns the link of the list that points to the group. The link holds NULL if there is no
+ * such group. */
 static group **find_group(int64_t number)
 {
     group **at = &groups;
@@ -33,6 +38,7 @@ static group **find_group(int64_t number)
     return at;
 }
 
+/* Counts one more call in flight on the group, and fills in *use. */
 static void use_group(group_use *use, group *found)
 {
     found->num_uses++;
@@ -63,6 +69,7 @@ bool group_enter_layer(group_use *use, int64_t number, group_layer *layer)
     return there;
 }
 
+/* Appends a layer to the layers of a group. Returns its number, or 0 on failure. */
 static int64_t add_layer(group *to, const group_layer *layer)
 {
     if (to->num_layers == 1 << LAYER_BITS) return 0;

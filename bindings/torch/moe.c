@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The operators of the whole layer: forward and backward call the core's own layer. */
+/* The operators of the whole layer. They call epic_moe_forward and epic_moe_backward. */
 #include "ops.h"
 #include "options.h"
 
-/* The inputs that forward and backward share: WEIGHTS first, then NUMBERS of the schemas below. */
+/* The inputs that forward and backward have in common. The schemas below list them: WEIGHTS
+ * first, then NUMBERS. */
 typedef struct moe_job {
     epic_layer layer;
     epic_router router;
@@ -13,9 +14,10 @@ typedef struct moe_job {
     call_array x, w_gate, b_gate, bias, w_gate_up, w_down, b_gate_up, b_down;
     call_array shared_gate_up, shared_down, shared_b_gate_up, shared_b_down, w_shared_gate;
     call_array w_gate_up_scales, w_down_scales;
-    uint32_t grad_type; /* type of the gradients of the experts' weights */
+    uint32_t grad_type; /* epic_type of the gradients of the experts' weights; 0: default */
 } moe_job;
 
+/* Reads x and the weights of the layer. */
 static void read_weights(torch_call *call, moe_job *job)
 {
     job->x = call_arg(call, "x", CALL_ROWS, 2);
@@ -50,6 +52,7 @@ static void read_weights(torch_call *call, moe_job *job)
                                       .w_down_scales = job->w_down_scales.data};
 }
 
+/* Checks the weights of one MLP: arrays has w_gate_up, w_down, b_gate_up and b_down. */
 static void check_mlp(torch_call *call, const epic_experts *experts, const call_array arrays[4],
                       const char *const names[4], uint32_t bias_type)
 {
@@ -64,7 +67,7 @@ static void check_mlp(torch_call *call, const epic_experts *experts, const call_
     call_check_count(call, names[3], arrays[3], local * hidden);
 }
 
-/* Checks the scales: one for each 128 x 128 elements. */
+/* Checks the scales of e4m3 weights: one for each block of 128 x 128 elements. */
 static void check_scales(torch_call *call, const moe_job *job)
 {
     const epic_experts *e = &job->experts;
@@ -75,7 +78,8 @@ static void check_scales(torch_call *call, const moe_job *job)
     call_check_count(call, "w_down_scales", job->w_down_scales, rows * ((inner + 127) / 128));
 }
 
-/* Checks the lengths of the arrays, which the core's arguments do not contain. */
+/* Checks the numbers of elements of x and the weights. The core cannot check them, because its
+ * arguments do not contain them. */
 static void check_weights(torch_call *call, const moe_job *job)
 {
     static const char *const names[] = {"w_gate_up", "w_down", "b_gate_up", "b_down"};
@@ -98,6 +102,7 @@ static void check_weights(torch_call *call, const moe_job *job)
     check_scales(call, job);
 }
 
+/* Reads the options of the layer, and then checks the weights with them. */
 static void read_numbers(torch_call *call, moe_job *job)
 {
     job->moe.balance_coeff = call_float(call);
@@ -118,6 +123,7 @@ static void read_numbers(torch_call *call, moe_job *job)
     check_weights(call, job);
 }
 
+/* The operator epic::moe. */
 static void op_moe(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;
@@ -165,6 +171,7 @@ static void op_moe(torch_value *stack, uint64_t num_arguments, uint64_t num_resu
     call_end(&call);
 }
 
+/* The operator epic::moe_backward. */
 static void op_moe_backward(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;

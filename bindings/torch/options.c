@@ -1,15 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Unpacks option structs from the numbers that operators get; options.h lists the bits. */
+/* Unpacks option structs from the numbers that operators take. options.h lists the bits. */
 #include "options.h"
 
 #define READ_INT(prefix, name) out.name = call_uint(call, #name);
 #define READ_REAL(prefix, name) out.name = call_float(call);
 
+/* Returns `count` bits of a word, from bit `first` on. */
 static uint32_t extract_bits(uint64_t word, int first, int count)
 {
     return (uint32_t)(word >> first) & (uint32_t)((1ull << count) - 1);
 }
 
+/* Returns the layer that three numbers contain. */
 static epic_layer unpack_layer(uint64_t rules, uint64_t slabs, uint64_t leaves)
 {
     return (epic_layer){.num_experts = extract_bits(rules, 0, 17),
@@ -47,7 +49,7 @@ epic_router read_router(torch_call *call)
     return out;
 }
 
-/* Reads the number `kind` of an MLP, and limit and alpha, which follow it. */
+/* Reads the number `kind` of an MLP, and the two floats after it, limit and alpha. */
 static void read_kind(torch_call *call, epic_experts *out, mlp_types *types)
 {
     const uint64_t kind = (uint64_t)call_int(call);

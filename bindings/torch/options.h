@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The core's option structs as arguments of operators: one argument for each field, named as the field
- * with a prefix, or several small fields in one number. */
+/* The option structs of the core as arguments of operators. A field is one argument, whose name
+ * is a prefix and the name of the field; or several small fields share one number. */
 #ifndef EPIC_TORCH_OPTIONS_H
 #define EPIC_TORCH_OPTIONS_H
 
@@ -15,7 +15,7 @@
     REAL(prefix, scale)
 /* clang-format on */
 
-/* Parts of the operators' schemas. */
+/* Parts of the schemas of operators. */
 #define SCHEMA_INT(prefix, name) ", int " prefix #name
 #define SCHEMA_REAL(prefix, name) ", float " prefix #name
 #define LAYER_SCHEMA ", int layer_rules, int layer_slabs, int layer_leaves"
@@ -25,8 +25,9 @@
 #define EXPERTS_SCHEMA ", int experts_sizes" MLP_SCHEMA("experts")
 #define SHARED_SCHEMA MLP_SCHEMA("shared")
 
-/* Read options from the next arguments of a call.  Small fields share a number, from the lowest bits
- * on, because torch spends 0.2 us of host time on each argument and allows at most 64:
+/* Read options from the next arguments of a call. Small fields share a number, from the lowest
+ * bits on. The reason is that torch needs host time for each argument, and allows at most 64 of
+ * them. The numbers, with the bits of each field:
  *     layer_rules     num_experts, num_logical (17 each), top_k, flags (8), sum_order,
  *                     partial_type (3), overflow, priority, layout (2)
  *     layer_slabs     alignment (32), expert_capacity (32)
@@ -36,14 +37,14 @@
  *                     grad_type, row_type (4 each) */
 epic_layer read_layer(torch_call *call);
 
-/* Called by Python: keeps a layer, which the first three numbers describe, in a group (groups.h).
- * Returns the layer's number. */
+/* For Python: stores a layer in a group (groups.h). The first three numbers contain the layer.
+ * Returns the number of the layer, or 0 on failure. */
 int64_t epic_torch_layer_add(int64_t group, int64_t rules, int64_t slabs, int64_t leaves,
                              int64_t capacity, int64_t plan_bytes);
 epic_router read_router(torch_call *call);
 
-/* The options of a whole layer, which a plan of a composed layer gets so that the ranks compare them.
- * moe points to the other members. */
+/* The options of a whole layer. A plan of a composed layer gets them so that the ranks compare
+ * them. The field `moe` points to the other fields. */
 #define COMPARED_SCHEMA                                              \
     ", float balance_coeff, float z_coeff, SymInt sequence_tokens, " \
     "int flags" ROUTER_SCHEMA EXPERTS_SCHEMA SHARED_SCHEMA
@@ -54,15 +55,16 @@ typedef struct compared_options {
 } compared_options;
 void read_compared(torch_call *call, compared_options *out, const epic_layer *layer);
 
-/* Types of an MLP's tensors. */
+/* Types of the tensors of an MLP. */
 typedef struct mlp_types {
-    uint32_t row, weight; /* in: types of the tensors, used if the kind does not contain them */
-    uint32_t
-        grad; /* out: type of the weights' gradients; 0: float32, or float64 for float64 rows */
+    uint32_t row, weight; /* in: types of the tensors, for a `kind` that does not contain
+                             them */
+    uint32_t grad;        /* out: epic_type of the gradients of the weights; 0: default */
 } mlp_types;
 
 epic_experts read_experts(torch_call *call, mlp_types *types);
 epic_experts read_shared(torch_call *call, epic_experts experts,
-                         uint32_t weight_type); /* inner 0: no shared expert */
+                         uint32_t weight_type); /* its inner is 0 if the layer has no shared
+                                                   expert */
 
 #endif

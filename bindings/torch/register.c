@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Registers the operators with torch, once in a process. */
+/* Registers the operators with torch, once per process. */
 #include <stdio.h>
 #include <string.h>
 
@@ -9,9 +9,10 @@ enum { SCHEMA_BYTES = 4096, NAME_BYTES = 64 };
 
 static const char arrow[] = ") -> (Tensor ";
 
-/* "NAME_out(ARGUMENTS, Tensor(b!)? RESULT=None, ...) -> ()" of "NAME(ARGUMENTS) -> (Tensor
- * RESULT, ...)".  The letter a belongs to order_token.
- * Returns false if the operator has no results or is an overload. */
+/* Makes the schema of NAME_out from that of NAME. "NAME(ARGUMENTS) -> (Tensor RESULT, ...)"
+ * becomes "NAME_out(ARGUMENTS, Tensor(b!)? RESULT=None, ...) -> ()". The letter a is the alias
+ * annotation of order_token, so results begin with b. Returns false if the operator has no
+ * results or is an overload (NAME.OVERLOAD). */
 static bool out_schema(const torch_op *op, char out[SCHEMA_BYTES])
 {
     const char *results = strstr(op->schema, arrow);
@@ -30,6 +31,8 @@ static bool out_schema(const torch_op *op, char out[SCHEMA_BYTES])
     return true;
 }
 
+/* Registers one operator, with one kernel for CPU and CUDA tensors. Returns false on
+ * failure. */
 static bool register_op(void *library, void *cpu, void *cuda, const torch_op *op)
 {
     return !torch.library_def(library, op->schema) &&
@@ -37,6 +40,8 @@ static bool register_op(void *library, void *cpu, void *cuda, const torch_op *op
            !torch.library_impl(cuda, op->name, op->kernel);
 }
 
+/* Registers all operators of a table, with their _out forms. Returns NULL, or the schema that
+ * torch refused. */
 static const char *register_all(void *library, void *cpu, void *cuda, torch_ops all)
 {
     for (int i = 0; i < all.count; i++) {
@@ -51,8 +56,9 @@ static const char *register_all(void *library, void *cpu, void *cuda, torch_ops 
     return NULL;
 }
 
-/* Called by Python, once: registers all operators.  Returns NULL, or the name of the function or schema
- * that torch lacks.  The libraries are never deleted, because that would remove the operators. */
+/* For Python: registers all operators. Must be called once. Returns NULL, or the name of a
+ * function that torch does not have, or a schema that torch refused. The libraries are never
+ * deleted, because that would remove the operators. */
 TORCH_EXPORT const char *epic_torch_register(void)
 {
     static void *library, *cpu, *cuda;

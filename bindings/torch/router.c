@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The operators of router and losses.  They are local to a rank, so that tracers need not order them.
- * They need a group, for its context, on GPUs only. */
+/* The operators of router and losses. They involve no other rank, so tracers need not keep them
+ * in order. On GPUs they need a group, whose context they use. */
 #include "ops.h"
 #include "options.h"
 
-/* Returns the workspace that the core's router needs. */
+/* Returns the workspace for the router's functions in the core. */
 static call_array router_workspace(torch_call *call, const epic_router *router)
 {
     if (call->failed) return (call_array){0};
@@ -13,6 +13,7 @@ static call_array router_workspace(torch_call *call, const epic_router *router)
     return call_workspace(call, bytes);
 }
 
+/* Checks that the logits have a column for each expert and zero-expert. */
 static void check_columns(torch_call *call, call_array logits, const epic_router *router)
 {
     const int64_t columns = (int64_t)router->num_experts + router->zero_experts;
@@ -21,6 +22,7 @@ static void check_columns(torch_call *call, call_array logits, const epic_router
                   (long long)logits.columns, (long long)columns);
 }
 
+/* Returns the type of weights and losses: float64 for float64 logits, else float32. */
 static uint32_t wide_type(call_array logits)
 {
     return logits.type == EPIC_F64 ? EPIC_F64 : EPIC_F32;
@@ -28,6 +30,7 @@ static uint32_t wide_type(call_array logits)
 
 /* ---------------------------------------------------------------------------- router ---- */
 
+/* The operator epic::route. */
 static void op_route(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;
@@ -66,6 +69,7 @@ static void op_route(torch_value *stack, uint64_t num_arguments, uint64_t num_re
     call_end(&call);
 }
 
+/* The operator epic::route_backward. */
 static void op_route_backward(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;
@@ -98,7 +102,8 @@ static void op_route_backward(torch_value *stack, uint64_t num_arguments, uint64
 
 /* ---------------------------------------------------------------------------- losses ---- */
 
-/* The inputs of the four loss operators; out is the loss, or the gradient of the logits. */
+/* The inputs of the four loss operators. `out` is the loss, or in backward the gradient of the
+ * logits. */
 typedef struct loss_job {
     torch_call call;
     epic_call where;
@@ -108,6 +113,7 @@ typedef struct loss_job {
     double coeff;
 } loss_job;
 
+/* Reads the inputs of a loss operator and makes its result. */
 static void read_loss(loss_job *job, bool is_balance, bool is_backward)
 {
     torch_call *call = &job->call;
@@ -132,7 +138,7 @@ static void read_loss(loss_job *job, bool is_balance, bool is_backward)
                            : call_result(call, "loss", wide_type(job->logits), 1, -1);
 }
 
-/* Fields that the argument structs of the core share. */
+/* Initialize the fields that the argument structs of the losses have in common. */
 #define LOSS_FIELDS(job)                                                                       \
     .call = (job).where, .router = &(job).router, .logits = (job).logits.data,                 \
     .num_tokens = (job).logits.rows, .total_tokens = (job).total_tokens, .coeff = (job).coeff, \
@@ -142,6 +148,7 @@ static void read_loss(loss_job *job, bool is_balance, bool is_backward)
     .sequence_tokens = (job).sequence_tokens, .load = (job).load.data, \
     .topk_idx = (job).chosen.data
 
+/* Stores the error of the core, if there is one, and ends the call. */
 static void end_loss(loss_job *job, epic_result result)
 {
     call_check_result(&job->call, result);
@@ -194,6 +201,7 @@ static void op_z_loss_backward(torch_value *stack, uint64_t num_arguments, uint6
 
 /* ------------------------------------------------------------------------------ bias ---- */
 
+/* The operator epic::bias_update_, which changes the bias in place. */
 static void op_bias_update_(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Finds PyTorch's functions with dlsym().  Python loads libtorch with local scope, so
- * dlsym(RTLD_DEFAULT) does not see it, but dlopen(RTLD_NOLOAD) finds it. */
+/* Finds PyTorch's functions with dlsym(). Python loads libtorch with local scope, so
+ * dlsym(RTLD_DEFAULT) cannot find its functions. dlopen(RTLD_NOLOAD) returns the handle that
+ * can. */
 #include "shim.h"
 
 #include <dlfcn.h>
@@ -8,13 +9,15 @@
 
 torch_functions torch;
 
-/* Acquire and release Python's lock; NULL if torch does not take the lock to delete tensors. */
+/* Acquire and release Python's lock (GIL). NULL if this version of torch does not take the lock
+ * when it deletes tensors. */
 static int (*lock_python)(void);
 static void (*unlock_python)(int);
-static const uint64_t torch_2_10 = 0x020a000000000000;
+static const uint64_t torch_2_10 = 0x020a000000000000; /* torch.abi_version() of torch 2.10 */
 
-/* Holds Python's lock once around all deletions.  From 2.10 on torch takes it for each tensor that only
- * Python still owns, such as the caller's arguments; each time it could wait for other threads. */
+/* Deletes tensors while it holds Python's lock. Since version 2.10 torch takes the lock for
+ * each tensor that only Python still owns, such as the caller's arguments. Each time it could
+ * have to wait for other threads, so this function takes the lock once for all tensors. */
 void torch_delete_tensors(torch_tensor *tensors, int count)
 {
     const bool locks = lock_python != NULL && count > 1;
@@ -23,8 +26,9 @@ void torch_delete_tensors(torch_tensor *tensors, int count)
     if (locks) unlock_python(before);
 }
 
-/* Looks up a symbol.  memcpy() converts the object pointer to a function pointer, as ISO C has no cast
- * for it. */
+/* Stores the address of a symbol in the function pointer at `out`. Returns false if the library
+ * does not have it. Uses memcpy() because ISO C has no cast from void * to a function
+ * pointer. */
 static bool find_symbol(void *library, const char *name, void *out)
 {
     void *found = dlsym(library, name);
@@ -32,6 +36,7 @@ static bool find_symbol(void *library, const char *name, void *out)
     return found != NULL;
 }
 
+/* Finds the functions of Python's lock, if this version of torch takes the lock. */
 static void find_python(void)
 {
     if (torch.abi_version() < torch_2_10) return;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The C functions of PyTorch that this library uses.  Each version from 2.9 on exports them.  They are
- * found at run time in the libraries that the process has loaded, so that one libepic_torch.so works
- * with all versions, and nothing of PyTorch is needed to build it. */
+/* The C functions of PyTorch that this library uses. Every version since 2.9 exports them. They
+ * are found at run time in the libraries that the process has loaded. So one libepic_torch.so
+ * works with all versions, and building it needs no part of PyTorch. */
 #ifndef EPIC_TORCH_SHIM_H
 #define EPIC_TORCH_SHIM_H
 
@@ -17,7 +17,8 @@ typedef void torch_kernel(torch_value *stack, uint64_t num_arguments, uint64_t n
 
 enum { TORCH_CPU = 0, TORCH_CUDA = 1 }; /* torch's numbers of device types */
 
-/* Each function returns 0 for success, except that dtype_*() return the number of a dtype. */
+/* Each function returns 0 on success. Exceptions are dtype_*(), which return the number of a
+ * dtype, and abi_version(). */
 #define TORCH_FUNCTIONS(F)                                                                     \
     F(int32_t, library_init_fragment, const char *, const char *, uint32_t, void **)           \
     F(int32_t, library_init_impl, const char *, const char *, const char *, uint32_t, void **) \
@@ -45,13 +46,14 @@ enum { TORCH_CPU = 0, TORCH_CUDA = 1 }; /* torch's numbers of device types */
     F(int32_t, dtype_int64, void)                                                              \
     F(int32_t, dtype_uint8, void)
 
-/* Functions of libtorch_cuda.so; NULL if it is not loaded. */
+/* Functions of libtorch_cuda.so. They are NULL if that library is not loaded. */
 #define TORCH_CUDA_FUNCTIONS(F)                           \
     F(int32_t, get_current_cuda_stream, int32_t, void **) \
     F(int32_t, create_cuda_guard, int32_t, void **)       \
     F(int32_t, delete_cuda_guard, void *)
 
 #define TORCH_DECLARE(type, name, ...) type (*name)(__VA_ARGS__);
+/* One pointer for each function. */
 typedef struct torch_functions {
     TORCH_FUNCTIONS(TORCH_DECLARE)
     TORCH_CUDA_FUNCTIONS(TORCH_DECLARE)
@@ -60,17 +62,18 @@ typedef struct torch_functions {
 
 extern torch_functions torch;
 
-/* Finds all functions.  Returns NULL, or the name of the first that is missing. */
+/* Finds all functions. Returns NULL, or the name of the first function that is missing. */
 const char *torch_find_functions(void);
 
-/* Throws std::runtime_error(text), which torch turns into Python's RuntimeError.  Copies the text.
- * The frames of the callers are unwound like C++ ones: they are compiled with -fexceptions. */
+/* Throws std::runtime_error with a copy of the text. torch turns it into Python's RuntimeError.
+ * The stack is unwound through the C functions that called this, so they are compiled with
+ * -fexceptions. */
 _Noreturn void torch_throw(const char *text);
 
-/* Deletes handles of tensors. */
+/* Deletes `count` handles of tensors. */
 void torch_delete_tensors(torch_tensor *tensors, int count);
 
-/* Frees the cell of an optional argument, which torch allocated with C++'s new. */
+/* Frees the heap cell of an optional argument, which torch allocated with operator new. */
 void torch_cell_delete(void *cell);
 
 #endif

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The operators plan, dispatch, combine, their gradients, and sum.  Each kernel reads its arguments in
- * the order of its schema at the end of the file; a `!` there marks what it may write. */
+/* The operators plan, dispatch, combine, their gradients, and sums. Each kernel reads its
+ * arguments in the order of its schema, at the end of this file. A `!` in a schema marks a
+ * tensor that the kernel may write. */
 #include <string.h>
 
 #include "ops.h"
@@ -8,14 +9,16 @@
 
 /* ------------------------------------------------------------------------------ plan ---- */
 
-/* The inputs of one call of plan or plan_dispatch. */
+/* Inputs of one call of plan or plan_dispatch. */
 typedef struct plan_job {
-    group_layer kept; /* the layer as the group keeps it */
+    group_layer kept; /* the layer that the group stores */
     epic_plan_args args;
-    int64_t top_k, table_length, logical_length; /* of the arrays */
-    compared_options compared;                   /* of a composed layer */
+    int64_t top_k, table_length, logical_length; /* lengths of topk_idx rows and of the two
+                                                    tables */
+    compared_options compared;                   /* options of a composed layer */
 } plan_job;
 
+/* Reads topk_idx, the expert ids of all choices. */
 static call_array read_choices(torch_call *call, plan_job *job)
 {
     const call_array chosen = call_arg(call, "topk_idx", CALL_INDEX, 2);
@@ -26,7 +29,8 @@ static call_array read_choices(torch_call *call, plan_job *job)
     return chosen;
 }
 
-/* Reads the layer, the capacity (negative: the layer's bound), the tag and the placement tables. */
+/* Reads the layer, the capacity, the tag and the placement tables. A negative capacity stands
+ * for the number of slots that always suffices. */
 static void read_layout(torch_call *call, plan_job *job)
 {
     job->args.call = call_enter_layer(call, &job->kept);
@@ -42,7 +46,8 @@ static void read_layout(torch_call *call, plan_job *job)
     job->logical_length = logical.count;
 }
 
-/* Checks the lengths of the arrays, which the core's arguments do not contain. */
+/* Checks the lengths of the arrays. The core cannot check them, because its arguments do not
+ * contain them. */
 static void check_lengths(torch_call *call, const plan_job *job)
 {
     if (call->failed) return;
@@ -60,8 +65,10 @@ static void check_lengths(torch_call *call, const plan_job *job)
                   (long long)job->logical_length, (long long)experts);
 }
 
-/* Makes the result: the plan, followed by its counts.  They share one tensor, because each tensor on
- * a GPU costs 2 us of host time.  With a placement table the core may write counts of all experts. */
+/* Makes the result of plan: one tensor with the plan and, after it, its counts. A tensor for
+ * each would cost host time on a GPU. The counts are expert_rows, expert_tokens, load, demand
+ * and logical_load. With a placement table, the first two have room for all experts of the
+ * layer. */
 static void plan_results(torch_call *call, plan_job *job)
 {
     check_lengths(call, job);
@@ -83,13 +90,15 @@ static void plan_results(torch_call *call, plan_job *job)
     if (logical != 0) job->args.logical_load = counts + 2 * local + experts + 1;
 }
 
-/* Reads the options of the whole layer, which the overloads "compared" have behind the others. */
+/* Reads the options of the whole layer. The overloads "compared" have them after all other
+ * arguments. */
 static void read_layer_options(torch_call *call, plan_job *job)
 {
     read_compared(call, &job->compared, &job->kept.layer);
     job->args.moe = &job->compared.moe;
 }
 
+/* Runs an operator that makes a plan. is_compared: the overload with the layer's options. */
 static void make_plan(torch_value *stack, uint64_t num_results, bool is_compared)
 {
     torch_call call = call_begin("plan", stack, num_results);
@@ -117,7 +126,8 @@ static void op_plan_compared(torch_value *stack, uint64_t num_arguments, uint64_
 
 /* -------------------------------------------------------------------------- dispatch ---- */
 
-/* Reads the number of the plan's layer and the tag, enters the group and copies the layer. */
+/* Reads the number of the plan's layer and the tag. Enters the group and copies the layer to
+ * *layer. */
 static epic_call enter_layer(torch_call *call, epic_layer *layer)
 {
     group_layer kept = {0};
@@ -127,6 +137,7 @@ static epic_call enter_layer(torch_call *call, epic_layer *layer)
     return out;
 }
 
+/* Reads a plan: one tensor of bytes. */
 static void read_plan(torch_call *call, const void **plan, int64_t *bytes)
 {
     const call_array array = call_arg(call, "plan", CALL_U8, 1);
@@ -134,6 +145,7 @@ static void read_plan(torch_call *call, const void **plan, int64_t *bytes)
     *bytes = array.bytes;
 }
 
+/* Reads the weights [tokens, top_k], which may be absent. */
 static void read_weights(torch_call *call, call_array tokens, epic_dispatch_args *args)
 {
     const call_array weights = call_arg_or_none(call, "weights", EPIC_F32, 2);
@@ -143,7 +155,7 @@ static void read_weights(torch_call *call, call_array tokens, epic_dispatch_args
                   (long long)weights.rows, (long long)tokens.rows);
 }
 
-/* Reads tokens and weights of the dispatches whose rows are numbers that can be added. */
+/* Reads tokens and weights of an operator whose rows have a type that the core can add. */
 static call_array read_tokens(torch_call *call, epic_dispatch_args *args)
 {
     const call_array tokens = call_arg(call, "tokens", CALL_ROWS, 2);
@@ -152,6 +164,7 @@ static call_array read_tokens(torch_call *call, epic_dispatch_args *args)
     return tokens;
 }
 
+/* Makes the result slot_weights, without elements if there are no weights. */
 static void slot_weights_result(torch_call *call, epic_dispatch_args *args)
 {
     if (args->weights != NULL)
@@ -161,6 +174,7 @@ static void slot_weights_result(torch_call *call, epic_dispatch_args *args)
         call_no_result(call, "slot_weights");
 }
 
+/* Makes the results recv and slot_weights. */
 static void dispatch_results(torch_call *call, call_array tokens, int64_t capacity,
                              epic_dispatch_args *args)
 {
@@ -168,6 +182,7 @@ static void dispatch_results(torch_call *call, call_array tokens, int64_t capaci
     slot_weights_result(call, args);
 }
 
+/* The operator epic::dispatch. */
 static void op_dispatch(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;
@@ -185,7 +200,8 @@ static void op_dispatch(torch_value *stack, uint64_t num_arguments, uint64_t num
     call_end(&call);
 }
 
-/* Reads tokens and weights, and checks that they have the leading dimensions of the choices. */
+/* Reads tokens and weights of plan_dispatch. Checks that they have the leading dimensions of
+ * topk_idx. */
 static call_array read_chosen(torch_call *call, call_array chosen, epic_dispatch_args *args)
 {
     const call_array tokens = call_arg(call, "tokens", CALL_ROWS, 2);
@@ -219,6 +235,7 @@ static call_array read_chosen(torch_call *call, call_array chosen, epic_dispatch
     return tokens;
 }
 
+/* Runs the operator epic::plan_dispatch. is_compared: the overload with the layer's options. */
 static void make_plan_dispatch(torch_value *stack, uint64_t num_results, bool is_compared)
 {
     torch_call call = call_begin("plan_dispatch", stack, num_results);
@@ -250,7 +267,8 @@ static void op_plan_dispatch_compared(torch_value *stack, uint64_t num_arguments
     make_plan_dispatch(stack, num_results, true);
 }
 
-/* Sends each token once to each rank that has experts for it, and returns these experts. */
+/* The operator epic::dispatch_flat: sends each token once to each rank that has experts for it,
+ * and returns these experts in recv_expert. */
 static void op_dispatch_flat(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;
@@ -273,7 +291,8 @@ static void op_dispatch_flat(torch_value *stack, uint64_t num_arguments, uint64_
     call_end(&call);
 }
 
-/* Makes the results of quantized rows: e4m3 and a scale for each block of 128 or 32 columns. */
+/* Makes the results of quantized rows: e4m3 rows, and a scale for each block of 128 or 32
+ * columns. */
 static void quantized_results(torch_call *call, const char *name, uint32_t quantize,
                               int64_t slots, int64_t columns, epic_rows *rows,
                               epic_rows *scales)
@@ -284,6 +303,7 @@ static void quantized_results(torch_call *call, const char *name, uint32_t quant
     *scales = call_rows(call_result(call, "scales", wide ? EPIC_F32 : CALL_U8, slots, blocks));
 }
 
+/* The operator epic::dispatch_quantized. */
 static void op_dispatch_quantized(torch_value *stack, uint64_t num_arguments,
                                   uint64_t num_results)
 {
@@ -306,7 +326,8 @@ static void op_dispatch_quantized(torch_value *stack, uint64_t num_arguments,
     call_end(&call);
 }
 
-/* Sends rows of an 8-bit type as bytes, with a second array (scales) or without. */
+/* The operator epic::dispatch_bytes: sends rows of an 8-bit type as bytes. A second array of
+ * rows, the scales, may be sent with them. */
 static void op_dispatch_bytes(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;
@@ -335,6 +356,7 @@ static void op_dispatch_bytes(torch_value *stack, uint64_t num_arguments, uint64
     call_end(&call);
 }
 
+/* The operator epic::dispatch_backward. */
 static void op_dispatch_backward(torch_value *stack, uint64_t num_arguments,
                                  uint64_t num_results)
 {
@@ -363,6 +385,7 @@ static void op_dispatch_backward(torch_value *stack, uint64_t num_arguments,
 
 /* --------------------------------------------------------------------------- combine ---- */
 
+/* Reads the rows and slot weights of combine. */
 static call_array read_rows(torch_call *call, epic_combine_args *args)
 {
     const call_array rows = call_arg(call, "rows", CALL_ROWS, 2);
@@ -376,6 +399,7 @@ static call_array read_rows(torch_call *call, epic_combine_args *args)
     return rows;
 }
 
+/* The operator epic::combine. */
 static void op_combine(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;
@@ -392,13 +416,14 @@ static void op_combine(torch_value *stack, uint64_t num_arguments, uint64_t num_
     call_end(&call);
 }
 
-/* The inputs of both gradients of combine. */
+/* Inputs of the two operators for the gradient of combine. */
 typedef struct gradient_job {
     epic_layer layer;
     epic_combine_backward_args args;
     int64_t slots, columns; /* shape of d_rows */
 } gradient_job;
 
+/* Reads these inputs. */
 static void read_gradient(torch_call *call, gradient_job *job)
 {
     epic_combine_backward_args *args = &job->args;
@@ -415,6 +440,7 @@ static void read_gradient(torch_call *call, gradient_job *job)
     job->columns = d_out.columns;
 }
 
+/* Makes the result d_slot_weights, without elements if there are no rows. */
 static void d_slot_weights_result(torch_call *call, gradient_job *job)
 {
     if (job->args.rows.data != NULL)
@@ -424,6 +450,7 @@ static void d_slot_weights_result(torch_call *call, gradient_job *job)
         call_no_result(call, "d_slot_weights");
 }
 
+/* The operator epic::combine_backward. */
 static void op_combine_backward(torch_value *stack, uint64_t num_arguments,
                                 uint64_t num_results)
 {
@@ -441,6 +468,7 @@ static void op_combine_backward(torch_value *stack, uint64_t num_arguments,
     call_end(&call);
 }
 
+/* The operator epic::combine_backward_quantized. */
 static void op_combine_backward_quantized(torch_value *stack, uint64_t num_arguments,
                                           uint64_t num_results)
 {
@@ -461,6 +489,7 @@ static void op_combine_backward_quantized(torch_value *stack, uint64_t num_argum
 
 /* ------------------------------------------------------------------------------- sum ---- */
 
+/* The operator epic::sum_, which sums x over the ranks in place. */
 static void op_sum_(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;
@@ -474,7 +503,8 @@ static void op_sum_(torch_value *stack, uint64_t num_arguments, uint64_t num_res
     call_end(&call);
 }
 
-/* Adds the rows of the replicas of each logical expert; x has one row for each local expert. */
+/* The operator epic::sum_replicas_: adds the rows of all replicas of each logical expert, in
+ * place. x has one row for each local expert. */
 static void op_sum_replicas_(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;
@@ -492,8 +522,8 @@ static void op_sum_replicas_(torch_value *stack, uint64_t num_arguments, uint64_
 
 /* --------------------------------------------------------------------------- schemas ---- */
 
-/* Each argument costs torch 0.2 us of host time, also one that is left out: the options of a layer are
- * therefore kept by the group, and operators get the layer's number. */
+/* torch needs host time for each argument of an operator, even for one that is left out. So the
+ * group stores the options of a layer, and operators take the number of the layer. */
 #define PLACE ", int group, int tag=0"
 #define PLANNED_BY ", int layer, int tag=0" /* the layer of the plan */
 #define FLAGS ", int flags=1"
@@ -505,8 +535,8 @@ static void op_sum_replicas_(torch_value *stack, uint64_t num_arguments, uint64_
 #define CHOSEN "(Tensor(a!) order_token, Tensor topk_idx"
 #define SENT CHOSEN ", Tensor tokens, Tensor? weights"
 
-/* An overload for composed layers: its last arguments are the options of the whole layer, which the
- * ranks compare. */
+/* An overload for composed layers. Its last arguments are the options of the whole layer, which
+ * the ranks compare. */
 #define WHOLE_LAYOUT                          \
     ", int layer, SymInt capacity, int tag, " \
     "Tensor? rank_of_expert, Tensor? logical_of_expert"
