@@ -331,6 +331,7 @@ cudaError_t p2p_launch_plan(const p2p_plan_job *job, int num_sms, cudaStream_t s
 cudaError_t p2p_launch_dispatch(const p2p_dispatch_job *job, int num_sms, cudaStream_t stream);
 cudaError_t p2p_launch_dispatch_packed(const p2p_dispatch_job *job, int num_sms,
                                        cudaStream_t stream);
+/* Returns 1 if the bulk kernel supports the job. If not, use the other kernels of dispatch. */
 int p2p_can_dispatch_bulk(const p2p_dispatch_job *job);
 cudaError_t p2p_launch_dispatch_bulk(const p2p_dispatch_job *job, int num_sms,
                                      cudaStream_t stream);

@@ -122,6 +122,7 @@ __device__ __forceinline__ uint32_t scale_1x32(uint32_t bits)
     return (uint32_t)max((int)(bits >> 23) - 8 + ((bits & 0x7fffff) > 0x600000), 0);
 }
 
+/* The scale of a block of elements. */
 struct BlockScale {
     uint32_t word; /* the word of scales that contains this block's scale */
     float number;  /* 1X128: the scale; 1X32: 1 / scale; NaN if the scale is NaN */

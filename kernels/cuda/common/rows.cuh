@@ -155,6 +155,7 @@ __device__ __forceinline__ uint32_t replace_poison(uint32_t word, uint32_t nan)
     return word == POISON ? nan : word;
 }
 
+/* Applies replace_poison() to each word of a vector. */
 __device__ __forceinline__ uint4 replace_poisons(uint4 q, uint32_t nan)
 {
     return make_uint4(replace_poison(q.x, nan), replace_poison(q.y, nan),
