@@ -27,8 +27,7 @@ struct Entry {     /* A unit that the warp has begun and not finished; in shared
     /* receiving: number of slots on this rank; sending: bit mask of peers; 0: nothing to do */
     uint32_t work;
     int16_t role, span; /* role: from role_of() */
-    /* first piece and number of pieces; a unit with nothing to do takes one place of the ring
-     */
+    /* first piece and number of pieces; a unit without work takes one buffer of the ring */
     int16_t first, count;
     Slot slots[WARP]; /* the token's slots on this rank */
 };

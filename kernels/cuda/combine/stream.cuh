@@ -144,7 +144,7 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         return staged_row(c.op.inbox[rank], of_token - c.first, c.shape.vectors);
     }
     /* Starts the copy of one more piece, of a row on this rank or of a peer's partial sum. A
-     * unit without pieces takes one place of the ring. */
+     * unit without pieces takes one buffer of the ring. */
     __device__ __forceinline__ void copy_next()
     {
         if (!(slots | places) && copied != begun) {

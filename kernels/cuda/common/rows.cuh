@@ -177,13 +177,13 @@ static constexpr int round_up_to_lines(int bytes)
 
 /* A warp's ring of pieces in shared memory. Asynchronous copies (cp.async) fill it ahead of
  * use, in the order of use. Each lane reads back only what it copied itself, so no barrier is
- * needed. The ring has AHEAD + 1 places: one piece is in use, AHEAD are being copied. The place
- * in use is the next one to be filled. */
+ * needed. The ring has AHEAD + 1 buffers of one piece each: one is in use, AHEAD are being
+ * filled. The buffer in use is the next one to be filled. */
 template <int V, bool EXACT> struct PieceRing {
     static constexpr int AHEAD = V > 4 ? 2 : 3, PIECE_BYTES = V * WARP * 16;
     static constexpr int BYTES = (AHEAD + 1) * PIECE_BYTES;
     uint32_t memory; /* shared-memory address of this lane's part of the ring */
-    /* offset of the place that is read next and then filled */
+    /* offset of the buffer that is read next and then filled */
     uint32_t next = 0;
 
     /* warp_memory: BYTES bytes of shared memory for this warp. */
@@ -206,8 +206,8 @@ template <int V, bool EXACT> struct PieceRing {
                 copy_again(to, from + v * WARP * 16);
         }
     }
-    /* Ends the group of copies of one piece and moves to the next place. Called once per piece,
-     * also if nothing was copied. */
+    /* Ends the group of copies of one piece and moves to the next buffer. Called once per
+     * piece, also if nothing was copied. */
     __device__ __forceinline__ void commit_piece()
     {
         end_copies();

@@ -30,7 +30,7 @@ struct Pieces {
 };
 
 /* Copies the pieces of a warp's units, in order, into the ring and hands them out, as in
- * dispatch/dispatch.cu. A unit without pieces takes one place of the ring. */
+ * dispatch/dispatch.cu. A unit without pieces takes one buffer of the ring. */
 template <class OwnPiece> struct PieceFeed {
     typedef PieceRing<V, false> RowPieces;
     const PackedMove &m;
@@ -129,7 +129,7 @@ template <class OwnPiece> struct PieceFeed {
             raw[v] = load_shared(ring.memory + ring.next + (at - lane_id()) * 16);
             if (!in) raw[v] = make_uint4(0, 0, 0, 0);
         }
-        __syncwarp(); /* all lanes must have read before a lane copies to the same place */
+        __syncwarp(); /* all lanes must have read before a lane copies to this buffer */
         piece.make_raw(m, raw);
     }
 };

@@ -26,8 +26,9 @@ __device__ __forceinline__ uint32_t choose_routes(const DispatchMove &m, int32_t
 }
 
 /* Forwards a span of the tokens of a step, one or two, of a mate. hand(from, token, piece,
- * wants) forwards a piece. `copied`: the ring has places for the pieces, which are dropped
- * because forwarding does not use the ring. Returns false if the group is broken. */
+ * wants) forwards a piece. `copied`: the caller copies pieces through the ring; those of this
+ * unit are dropped, because forwarding does not use the ring. Returns false if the group is
+ * broken. */
 template <class PieceFeed, class Hand>
 __device__ __forceinline__ bool forward_unit(const DispatchMove &m, const UnitWalk &walk,
                                              PieceFeed &feed, bool copied, Hand hand)
