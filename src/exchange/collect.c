@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The collect flow: rows of all ranks for the items of each home.
+/* The collect flow: each rank sends a row for some items of each home. The home of an item
+ * handles it when the rows of all contributing ranks have arrived.
  *
- * Every rank sends its rows to each home in ascending order of items, on one lane for each
- * home. The lowest item that any home waits for always finds room in the lanes of the ranks
- * that contribute. So the flow makes progress with lanes of any size. */
+ * Every rank sends its rows to a home in ascending order of items, on one ring per home. The
+ * home handles items in the same order. So the lowest unfinished item of any home always finds
+ * room in the rings of its contributors, and the flow makes progress with rings of any size. */
 #include <string.h>
 
 #include "base/error.h"
@@ -11,14 +12,17 @@
 
 #define BATCH_BYTES (256 * 1024)
 
+/* The state of one collect flow. */
 typedef struct collecting {
     exchange *x;
     const collect *c;
-    int64_t item; /* the next item of this rank, and its next piece */
+    int64_t item; /* the next item to handle as home, and its next piece */
     int32_t piece;
-    int64_t batch;
+    int64_t batch; /* entries to move before looking at the other rings */
 } collecting;
 
+/* Sends entries to one home until the ring is full, the batch is complete, or nothing is left.
+ * Returns whether it sent any. */
 static bool collect_send_to(collecting *g, int home)
 {
     exchange *x = g->x;
@@ -54,8 +58,8 @@ static bool collect_send(collecting *g)
     return moved;
 }
 
-/* Fills x->rows with the rows of the next item. Returns false if some have not arrived, and
- * marks the ranks that owe them. */
+/* Fills x->rows with the next piece of the next item from all contributing ranks. Returns false
+ * if a rank's entry has not arrived, and marks those ranks as awaited. */
 static bool collect_find_rows(collecting *g)
 {
     exchange *x = g->x;
@@ -71,6 +75,7 @@ static bool collect_find_rows(collecting *g)
     return all;
 }
 
+/* Drops the entries that were read. dropped[r] is the number of entries dropped so far. */
 static void collect_release_rows(collecting *g, int64_t *dropped)
 {
     exchange *x = g->x;
@@ -81,6 +86,8 @@ static void collect_release_rows(collecting *g, int64_t *dropped)
     }
 }
 
+/* Handles items of this rank while all their rows have arrived, at most one batch. Returns
+ * whether it handled any. */
 static bool collect_receive(collecting *g)
 {
     exchange *x = g->x;
@@ -97,6 +104,8 @@ static bool collect_receive(collecting *g)
     return count > 0;
 }
 
+/* Returns whether this rank still has entries to send or items to handle. Clears the awaited
+ * ranks and marks those to which it has not sent everything. */
 static bool collect_is_unfinished(collecting *g)
 {
     exchange *x = g->x;
@@ -110,6 +119,7 @@ static bool collect_is_unfinished(collecting *g)
     return open;
 }
 
+/* Counts the entries to and from each rank, and begins the flow. */
 static void collect_begin_flow(collecting *g)
 {
     exchange *x = g->x;

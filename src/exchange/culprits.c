@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Finds the ranks that keep all others waiting. A rank that waits itself is never one of
- * them, unless the waits form a circle. */
+/* Finds the culprits: the ranks for which all others wait. A rank that itself waits is not a
+ * culprit, unless the ranks wait for each other in a circle. */
 #include "exchange/culprits.h"
 
 #include <stdio.h>
@@ -41,8 +41,8 @@ bool has_peer_finished(const exchange *x, const epic_peer_status *sight)
     return sight->sequence > x->header_sequence || !sight->inside;
 }
 
-/* Adds to `ends` the ranks that do not wait, found by following the waits of x and of its
- * peers. */
+/* Follows the waits of x and of its peers, and adds to `ends` the ranks at which they end:
+ * ranks that do not wait themselves, or are gone. */
 static void follow_waits(exchange *x, uint64_t *ends)
 {
     uint64_t todo[RANK_WORDS], seen[RANK_WORDS] = {0};
@@ -59,11 +59,12 @@ static void follow_waits(exchange *x, uint64_t *ends)
             continue;
         }
         for (int w = 0; w < RANK_WORDS; w++) todo[w] |= sight.waits_for[w];
-        r = -1; /* a lower rank may have been added: start again */
+        r = -1; /* start again: a lower rank may have been added */
     }
 }
 
-/* Keeps the ranks that are furthest behind in this exchange. */
+/* Copies to `culprits` those ranks of `from` that are furthest behind in this exchange: not
+ * announced, or in the lowest phase. */
 static void keep_furthest_behind(exchange *x, const uint64_t *from, uint64_t *culprits)
 {
     uint32_t least = UINT32_MAX;
@@ -78,7 +79,8 @@ static void keep_furthest_behind(exchange *x, const uint64_t *from, uint64_t *cu
         }
 }
 
-/* Appends the status of a culprit. Returns false and appends nothing if it does not fit. */
+/* Appends the status of a culprit to the sentence. Returns false and appends nothing if it does
+ * not fit. */
 static bool append_peer_status(char *sentence, size_t size, int rank,
                                const epic_peer_status *sight)
 {
@@ -96,6 +98,7 @@ static bool append_peer_status(char *sentence, size_t size, int rank,
     return true;
 }
 
+/* Writes the sentence of a timeout: the culprits, and the status of up to four of them. */
 static void describe_culprits(exchange *x, const uint64_t *culprits, char *sentence,
                               size_t size)
 {
@@ -119,7 +122,7 @@ void find_culprits(exchange *x, uint64_t *culprits, char *sentence, size_t size)
     follow_waits(x, ends);
     bool any = false;
     for (int w = 0; w < RANK_WORDS; w++) any |= ends[w] != 0;
-    /* Without an end the waits form a circle: blame the ranks that x waits for. */
+    /* If no rank is at the end, the waits form a circle: name the ranks that x waits for. */
     keep_furthest_behind(x, any ? ends : x->waits_for, culprits);
     describe_culprits(x, culprits, sentence, size);
 }

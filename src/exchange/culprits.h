@@ -5,17 +5,18 @@
 
 #include "exchange/exchange.h"
 
-/* Writes the ranks whose bits are set, for example "rank 2" or "ranks 1, 2 and 5". */
+/* Writes the ranks whose bits are set, for example "rank 2" or "ranks 1, 2 and 5". Names at
+ * most 16 of them. */
 void format_ranks(char *out, size_t size, const uint64_t *ranks);
 
-/* Returns whether the peer has finished this exchange. Then it may close its context,
- * because no rank waits for it. A full lane to all peers does not show which peer still has
- * to read it. */
+/* Returns whether the peer has finished this exchange. Such a peer may close its context, and
+ * is no culprit. x may still be marked as waiting for it: a full ring to EVERYONE does not show
+ * which peer still has to read it. */
 bool has_peer_finished(const exchange *x, const epic_peer_status *sight);
 
-/* Sets the bits of the culprits. It starts with the ranks that x waits for and follows the
- * waits of those ranks to the ranks that do not wait. Of these it keeps the ones that are
- * furthest behind. `sentence` receives a text with the status of up to four culprits. */
+/* Sets the bits of the culprits. Starts with the ranks that x waits for, and follows their
+ * waits to ranks that do not wait. Of these it keeps those that are furthest behind. Writes to
+ * `sentence` a text with the status of up to four culprits. */
 void find_culprits(exchange *x, uint64_t *culprits, char *sentence, size_t size);
 
 #endif

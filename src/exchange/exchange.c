@@ -14,9 +14,9 @@ enum {
     PHASE_NOTES,
     PHASE_ROWS,
     PHASE_NEXT_ROWS
-}; /* the phases of an exchange, visible to peers */
+}; /* phases of an exchange; look() on other ranks returns them */
 
-#define LOOK_NS 100000000ull /* interval between checks whether the peers are alive */
+#define LOOK_NS 100000000ull /* time between checks whether peers are alive */
 #define MS 1000000ull
 #define MAX_SLEEP_MS 1000u
 
@@ -32,6 +32,7 @@ int64_t exchange_bytes(const epic_config *config)
            (int64_t)row_scratch_bytes(config) + (TREE_LEVELS + 1) * PIECE_MAX;
 }
 
+/* Allocates the arrays of an exchange. On failure exchange_close_all() frees what exists. */
 static bool exchange_allocate(exchange *x, const epic_context *ctx)
 {
     const size_t n = (size_t)ctx->num_ranks;
@@ -99,7 +100,8 @@ void exchange_close_all(epic_context *ctx)
     ctx->exchanges = NULL;
 }
 
-/* Returns the group's failure if a rank has reported one, otherwise EPIC_OK. */
+/* If a rank has reported a failure, makes it the failure of the context and returns it.
+ * Otherwise returns EPIC_OK. */
 static epic_result exchange_poll_failure(exchange *x)
 {
     epic_failure_info failure;
@@ -107,6 +109,8 @@ static epic_result exchange_poll_failure(exchange *x)
     return context_break(x->ctx, &failure);
 }
 
+/* Breaks the group with this rank's failure. If another rank's failure was first, returns
+ * that. */
 static epic_result exchange_break_group(exchange *x, epic_result result,
                                         const uint64_t *culprits, const char *sentence)
 {
@@ -125,10 +129,12 @@ static epic_result exchange_break_group(exchange *x, epic_result result,
     return first ? first : context_break(x->ctx, &failure);
 }
 
-/* Breaks the group with EPIC_EPEER if a peer that this rank waits for is gone. What the peer
- * sent before it ended may have just arrived. Therefore a peer must be seen gone twice
- * without any movement in between. If some peers' processes ended and others closed their
- * contexts, only the former are blamed, because the others closed as a consequence. */
+/* Breaks the group with EPIC_EPEER if a peer that this rank waits for is gone.
+ *
+ * Data that the peer sent before it ended may have just arrived. So the peer must be seen as
+ * gone in two checks, without any progress between them. If some peers' processes ended and
+ * other peers closed their contexts, only the former are culprits, because the latter probably
+ * closed as a consequence. */
 static epic_result exchange_check_peers(exchange *x, uint64_t now, bool late)
 {
     if (!late && !x->is_peer_gone && now - x->last_check_ns < LOOK_NS) return EPIC_OK;
@@ -155,9 +161,9 @@ static epic_result exchange_check_peers(exchange *x, uint64_t now, bool late)
     return exchange_break_group(x, EPIC_EPEER, any_ended ? ended : closed, sentence);
 }
 
-/* Breaks the group because the deadline has passed. Returns EPIC_OK if this process was
- * stopped while it searched for the culprits. Peers that were stopped with it look silent,
- * so the deadline starts again. */
+/* Breaks the group because the deadline has passed. Returns EPIC_OK if this process was stopped
+ * during the search for culprits. Peers that were stopped with it look silent, so the deadline
+ * starts again. */
 static epic_result exchange_report_timeout(exchange *x)
 {
     uint64_t culprits[RANK_WORDS] = {0};
@@ -167,6 +173,9 @@ static epic_result exchange_report_timeout(exchange *x)
     return exchange_break_group(x, EPIC_ETIMEOUT, culprits, sentence);
 }
 
+/* Waits in op slot `op_slot`, or with -1 for a free op slot. Checks failure, deadline and
+ * peers, then sleeps in wait(). While a peer seems gone, sleeps only shortly until the second
+ * check. */
 static epic_result exchange_wait_in(exchange *x, int op_slot)
 {
     TRY(exchange_poll_failure(x));
@@ -174,7 +183,7 @@ static epic_result exchange_wait_in(exchange *x, int op_slot)
     const bool late = deadline_look(&x->deadline, now);
     TRY(exchange_check_peers(x, now, late));
     if (late && !x->is_peer_gone)
-        TRY(exchange_report_timeout(x)); /* otherwise the next check decides */
+        TRY(exchange_report_timeout(x)); /* if a peer seems gone, the second check decides */
     const uint64_t longest = (x->is_peer_gone ? 1 : MAX_SLEEP_MS) * MS;
     const uint64_t sleep = deadline_sleep_ns(&x->deadline, now, longest);
     x->transport->wait(x->group, op_slot, x->phase, x->waits_for, (uint32_t)(sleep / MS) + 1);
@@ -198,10 +207,11 @@ epic_result exchange_wait(exchange *x)
 void exchange_report_progress(exchange *x)
 {
     x->is_peer_gone = false;
-    deadline_renew(&x->deadline); /* it starts with the next wait */
+    deadline_renew(&x->deadline); /* the deadline starts again with the next wait */
 }
 
-/* Waits for a free op slot. All are in use by operations that may wait for any peer. */
+/* Waits for a free op slot and stores it in *op_slot. All op slots are in use by operations
+ * that may wait for any peer, so this wait is for all peers. */
 static epic_result exchange_wait_for_op_slot(exchange *asked, int *op_slot)
 {
     exchange waiter = *asked;
@@ -209,10 +219,12 @@ static epic_result exchange_wait_for_op_slot(exchange *asked, int *op_slot)
         if (r != waiter.rank) exchange_mark_awaited(&waiter, r);
     while ((*op_slot = asked->transport->claim(asked->group)) < 0)
         TRY(exchange_wait_in(&waiter, -1));
-    asked->deadline = waiter.deadline; /* one deadline covers the op slot and the headers */
+    asked->deadline = waiter.deadline; /* one deadline for the op slot and the headers */
     return EPIC_OK;
 }
 
+/* Claims an op slot, waiting if necessary, and copies the operation in `asked` to its
+ * exchange. */
 static epic_result exchange_claim_op_slot(exchange **out, epic_context *ctx, exchange *asked)
 {
     int op_slot = asked->transport->claim(ctx->group);
@@ -231,9 +243,10 @@ static epic_result exchange_claim_op_slot(exchange **out, epic_context *ctx, exc
     return EPIC_OK;
 }
 
-/* Compares rank r's op header with this rank's, and with that of `good`, the first rank
- * whose header has no error (-1: none yet). A header with an error has few other elements,
- * so comparing only with this rank's header could miss a difference between two others. */
+/* Compares rank r's op header with this rank's, and with the header of rank *good. *good is the
+ * first rank whose header reports no error, or -1. The second comparison is needed because a
+ * header with an error has few other elements: comparing only with such a header could miss a
+ * difference between two others. */
 static epic_result exchange_compare_header(exchange *x, int r, int *good)
 {
     char sentence[256];
@@ -250,8 +263,8 @@ static epic_result exchange_compare_header(exchange *x, int r, int *good)
     return EPIC_OK;
 }
 
-/* Reads the op headers of all ranks. The first pair that differs gives EPIC_EMISMATCH on all
- * ranks. */
+/* Waits for the op headers of all ranks and compares them. If two differ, breaks the group with
+ * EPIC_EMISMATCH. */
 static epic_result exchange_gather_headers(exchange *x, const epic_op_header *mine)
 {
     int good = mine->local[LOCAL_ERROR] ? -1 : x->rank;
@@ -275,6 +288,8 @@ static epic_result exchange_gather_headers(exchange *x, const epic_op_header *mi
     }
 }
 
+/* Claims an op slot, announces the op header, and waits for those of all ranks. On an error
+ * *out is set if an op slot was claimed. */
 static epic_result exchange_enter(exchange **out, epic_context *ctx, exchange *asked,
                                   const epic_op_header *note, uint64_t bytes)
 {
@@ -333,7 +348,7 @@ epic_result exchange_close(exchange *x, epic_result result)
     const uint64_t tag = x->tag, record = x->record;
     rounding_leave(x->rounding);
     x->transport->finish(x->group,
-                         x->op_slot); /* this rank must not use the op slot any more */
+                         x->op_slot); /* from here on this rank must not use the op slot */
     recorder_end(ctx->recorder, record, result, result == EPIC_OK ? NULL : epic_sentence());
     tags_end(&ctx->tags, tag);
     return result;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Converts the options of a layer to the words of an op header, and words that differ to a
- * sentence. */
+/* Converts the options of a layer to words of an op header. Converts two words that differ to
+ * an error sentence. */
 #include "exchange/layer_options.h"
 
 #include <stdio.h>
@@ -32,8 +32,8 @@ typedef enum choice_list {
     TYPES
 } choice_list;
 
-/* The names of each list in the order of their values. They are arrays, not pointers,
- * because each pointer would add a relocation of 24 bytes to the library. */
+/* The names of each list in the order of their values. The lists are arrays of characters,
+ * because a pointer to each would need a relocation in the library. */
 static const char choices[][72] = {
     [SCORES] = "softmax sigmoid sqrtsoftplus logits",
     [GROUP_SCORES] = "max sum",
@@ -50,8 +50,8 @@ typedef struct option {
     uint8_t choices; /* a choice_list */
 } option;
 
-/* The options in the order in which layer_options_fill writes their words. Names and values
- * are those of epic.torch and epic.jax, which readers of epic.h recognize. */
+/* The options in the order in which layer_options_fill() writes their words. Their names and
+ * values are those of epic.torch and epic.jax, which are similar to those of epic.h. */
 static const option options[] = {
     {"router.num_experts", KIND_NUMBER, NO_CHOICES},
     {"router.zero_experts", KIND_NUMBER, NO_CHOICES},
@@ -95,7 +95,7 @@ static const option options[] = {
 };
 enum { NUM_OPTIONS = sizeof options / sizeof *options };
 
-/* The weights in the order of layer_weight, after the word that says whether they are
+/* The weights in the order of layer_weight. The first word is 1 if the words of the weights are
  * checksums. */
 static const option weights[] = {
     {"EPIC_CHECK_WEIGHTS", KIND_FLAG, NO_CHOICES},
@@ -114,7 +114,7 @@ static const option weights[] = {
 enum { NUM_WEIGHTS = sizeof weights / sizeof *weights };
 _Static_assert(NUM_WEIGHTS == NUM_LAYER_WEIGHTS + 1, "a name for each layer_weight");
 
-#define DOUBLE_WORDS 7 /* options that take two words */
+#define DOUBLE_WORDS 7 /* number of options that take two words */
 _Static_assert(NUM_OPTIONS + DOUBLE_WORDS + NUM_WEIGHTS <= OPTION_WORDS,
                "epic_op_header.options");
 
@@ -133,7 +133,7 @@ static void put_long(uint32_t **at, uint64_t value)
     put_word(at, (uint32_t)(value >> 32));
 }
 
-/* Writes a double. -0 and 0 have the same words. */
+/* Writes a double as two words. -0 and 0 have the same words. */
 static void put_real(uint32_t **at, double value)
 {
     uint64_t bits = 0;
@@ -167,7 +167,8 @@ static void put_router(uint32_t **at, const epic_router *r)
     put_real(at, r->scale == 0 ? 1 : r->scale);
 }
 
-/* Writes limit and alpha with their defaults, or zeros if e is NULL or does not use them. */
+/* Writes limit and alpha of a clamped activation, with their defaults filled in. Writes zeros
+ * if e is NULL or its activation does not use them. */
 static void put_limits(uint32_t **at, const epic_experts *e)
 {
     const bool is_swiglu = e && e->activation == EPIC_CLAMPED_SWIGLU;
@@ -201,8 +202,8 @@ static void put_shared(uint32_t **at, const epic_experts *e)
     put_limits(at, e);
 }
 
-/* Options that may differ between ranks are left out: slots, a caller's own GEMM, what is
- * kept for backward, and the number of local experts. */
+/* Leaves out options that may differ between ranks: the number of slots and of local experts, a
+ * caller's own GEMM, and what is kept for the backward pass. */
 void layer_options_fill(layer_options *out, const epic_moe *moe, const epic_router *router,
                         const epic_experts *experts, const epic_experts *shared)
 {
@@ -240,7 +241,7 @@ uint32_t layer_options_weight_word(const void *data, int64_t bytes, bool is_chec
     if (!data) return 0;
     if (!is_checked) return 1;
     const uint64_t sum = hash_bytes(data, (size_t)bytes);
-    return (uint32_t)(sum ^ sum >> 32) | 2; /* differs from 0 and 1 */
+    return (uint32_t)(sum ^ sum >> 32) | 2; /* "| 2": the word differs from 0 and 1 */
 }
 
 void layer_options_set_weights(layer_options *out, bool are_checked,
@@ -259,7 +260,7 @@ static int num_words_of(const option *o)
     return o->kind == KIND_REAL || o->kind == KIND_LONG ? 2 : 1;
 }
 
-/* Writes the name of a value, or the number if the list has no such name. */
+/* Writes the name of a value, or its number if the list has no name for it. */
 static void describe_choice(char text[40], const option *o, uint32_t value)
 {
     const char *word = choices[o->choices];
@@ -302,7 +303,8 @@ static void describe_value(char text[40], const option *o, const uint32_t *words
     }
 }
 
-/* Describes the first option of a table that differs. Returns false if none does. */
+/* Writes a sentence about the first option of a table whose words differ in a and b. Returns
+ * false if all are equal. */
 static bool find_difference(const option *table, int count, const uint32_t *a, int rank_a,
                             const uint32_t *b, int rank_b, char *sentence, size_t size)
 {

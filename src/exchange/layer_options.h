@@ -1,26 +1,26 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The options of a layer that must be equal on all ranks, as an op header carries them.
+/* The options of a layer that must be equal on all ranks, in the form in which an op header
+ * contains them.
  *
- * If one rank's experts have another activation, or its router another score, the results
- * are wrong but every shape fits. Therefore the first op header of each pass contains a hash
- * of all these options. If two hashes differ, the option words in the headers show which
- * option differs. */
+ * If one rank's experts have another activation, or its router another score, all shapes fit
+ * but the results are wrong. Therefore the first op header of each pass contains a hash of all
+ * options. If two hashes differ, the option words in the headers show which option differs. */
 #ifndef EPIC_LAYER_OPTIONS_H
 #define EPIC_LAYER_OPTIONS_H
 
 #include "backend/transport.h"
 
-/* Words for options in an op header. A double takes two. */
+/* Number of words for options in an op header. A double takes two words. */
 #define OPTION_WORDS (sizeof(((epic_op_header *)0)->options) / sizeof(uint32_t))
 
 typedef struct layer_options {
-    uint64_t hash;         /* hash of the options; 0: unknown, so it is not compared */
-    uint64_t weights_hash; /* hash of the weight words; 0: unknown */
+    uint64_t hash;         /* hash of the options; 0: unknown, not compared */
+    uint64_t weights_hash; /* hash of the weight words; 0: unknown, not compared */
     uint32_t words[OPTION_WORDS];
 } layer_options;
 
-/* Weights that must exist on all ranks or on none. Each has one word: 0 if it is NULL, 1 if
- * it is given, or a checksum of its numbers. */
+/* The weights of a layer that must be given on all ranks or on none. Each has one word: 0 if it
+ * is NULL, 1 if it is given, or a checksum of its numbers. */
 typedef enum layer_weight {
     WEIGHT_W_GATE,
     WEIGHT_B_GATE,
@@ -36,25 +36,25 @@ typedef enum layer_weight {
     NUM_LAYER_WEIGHTS
 } layer_weight;
 
-/* Reads the options of a caller's layer. moe may be NULL; then no options are known. Returns
+/* Reads the options of a caller's layer. If moe is NULL, the options are unknown. Returns
  * EPIC_EINVAL if a part of the layer is missing. */
 epic_result layer_options_read(layer_options *out, const epic_moe *moe);
 
-/* Fills in the options from structs that were read before. shared may be NULL. It leaves the
- * weights unknown. */
+/* Fills in the options from structs that READ_SIZED has read. shared may be NULL. The weights
+ * stay unknown. */
 void layer_options_fill(layer_options *out, const epic_moe *moe, const epic_router *router,
                         const epic_experts *experts, const epic_experts *shared);
 
-/* Fills in the weight words. are_checked: they contain checksums (EPIC_CHECK_WEIGHTS). */
+/* Fills in the weight words. are_checked is true if they are checksums (EPIC_CHECK_WEIGHTS). */
 void layer_options_set_weights(layer_options *out, bool are_checked,
                                const uint32_t words[NUM_LAYER_WEIGHTS]);
 
-/* Returns the word of a weight of `bytes` bytes at `data`, which may be NULL. is_checked:
- * the word is a checksum. */
+/* Returns the word of a weight of `bytes` bytes at `data`, which may be NULL. If is_checked is
+ * set, the word is a checksum. */
 uint32_t layer_options_weight_word(const void *data, int64_t bytes, bool is_checked);
 
-/* Writes a sentence that names the option that differs between two op headers. Their hashes
- * of options or weights differ. */
+/* Writes a sentence that names the first option or weight that differs between two op headers.
+ * Call it if their hashes differ. */
 void layer_options_describe_difference(const epic_op_header *a, int rank_a,
                                        const epic_op_header *b, int rank_b, char *sentence,
                                        size_t size);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Compares the op headers of two ranks and turns the errors in them into sentences. */
+/* Compares the op headers of two ranks, and converts the errors in them to sentences. */
 #include "exchange/op_header.h"
 
 #include <stdio.h>
@@ -56,7 +56,8 @@ const char *operation_name(uint32_t operation)
     return operation < sizeof names / sizeof *names ? names[operation] : "an unknown operation";
 }
 
-/* Returns the name of a value, or NULL if the field is a number. */
+/* Returns the name of a value of a common field, or NULL if the value is printed as a
+ * number. */
 static const char *value_name(int field, int64_t value)
 {
     switch (field) {
@@ -113,7 +114,7 @@ bool op_header_compare(const epic_op_header *a, int rank_a, const epic_op_header
         return false;
     }
     if (a->local[LOCAL_ERROR] || b->local[LOCAL_ERROR])
-        return true; /* errors of the data are reported first */
+        return true; /* op_header_data_error() reports the error */
     for (int i = 0; i < NUM_COMMON; i++) {
         char text_a[32], text_b[32];
         if (a->common[i] == b->common[i]) continue;
@@ -141,7 +142,7 @@ void op_header_set_options(epic_op_header *note, const layer_options *options)
 bool op_header_compare_layer(const epic_op_header *given, const epic_op_header *plan,
                              char *sentence, size_t size)
 {
-    /* Each field comes before the fields whose defaults depend on it. */
+    /* In this order, because some fields have defaults that depend on earlier ones. */
     static const int fields[] = {
         COMMON_NUM_EXPERTS, COMMON_NUM_LOGICAL, COMMON_TOP_K,           COMMON_LAYOUT,
         COMMON_ALIGNMENT,   COMMON_OVERFLOW,    COMMON_EXPERT_CAPACITY, COMMON_PRIORITY,

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The elements of the op header, the first message of an operation, and their comparison.
+/* The elements of the op header, which is the first message of an operation, and functions that
+ * compare them.
  *
- * Every rank reads the headers of all ranks. So all ranks find the same difference or the
- * same error of the data, and return the same result. */
+ * Every rank reads the headers of all ranks. So all ranks find the same difference, or the same
+ * error of the data, and return the same result. */
 #ifndef EPIC_OP_HEADER_H
 #define EPIC_OP_HEADER_H
 
@@ -42,7 +43,7 @@ enum { /* elements of epic_op_header.local */
        LOCAL_CAPACITY,
        LOCAL_ROWS,          /* rows of the receive buffer */
        LOCAL_NEEDED_ROWS,   /* slots that the plan occupies */
-       LOCAL_NEXT_DISPATCH, /* dispatch_signature() of the same call, or 0 */
+       LOCAL_NEXT_DISPATCH, /* dispatch_signature() of a dispatch in the same call, or 0 */
        LOCAL_ERROR,         /* an enum data_error; its details follow */
        LOCAL_ERROR_DETAILS,
        NUM_LOCAL = LOCAL_ERROR_DETAILS + 4
@@ -63,40 +64,42 @@ enum data_error {
 
 enum saved_part { SAVED_TOKENS, SAVED_ROWS, SAVED_COUNT, SAVED_CHOICE };
 
-/* An error that a rank found in its own data before an operation. The rank still takes part
- * and puts the error into its op header, so that all ranks return the same error. */
+/* An error that a rank found in its own data before an operation. The rank still takes part in
+ * the operation and reports the error in its op header, so that all ranks return the same
+ * error. */
 typedef struct data_fault {
     int64_t error; /* an enum data_error; DATA_OK: no error */
     int64_t about[4];
 } data_fault;
 
-/* Additions of a caller inside the core to the op header of an operation. */
+/* Data that src/moe adds to the op header of an operation. */
 typedef struct op_header_extra {
-    const data_fault *fault;      /* may be NULL */
-    const layer_options *options; /* NULL: unknown */
+    const data_fault *fault;      /* an error of this rank's data; NULL: none */
+    const layer_options *options; /* options of the layer; NULL: unknown */
 } op_header_extra;
 
-/* Stores an error of the data in an op header. fault may be NULL. */
+/* Stores an error of the data in an op header. Does nothing if fault is NULL. */
 void op_header_set_fault(epic_op_header *note, const data_fault *fault);
 
-/* Stores the options of a layer in an op header. options may be NULL. */
+/* Stores the options of a layer in an op header. Does nothing if options is NULL. */
 void op_header_set_options(epic_op_header *note, const layer_options *options);
 
 /* Returns the name of an epic_operation as errors print it. */
 const char *operation_name(uint32_t operation);
 
-/* Returns whether two ranks' op headers describe the same operation. If not, it writes to
- * `sentence` what differs. */
+/* Returns whether two ranks' op headers describe the same operation. If not, writes the first
+ * difference to `sentence`. If a header reports an error of the data, compares only the
+ * operation. */
 bool op_header_compare(const epic_op_header *a, int rank_a, const epic_op_header *b, int rank_b,
                        char *sentence, size_t size);
 
-/* Returns whether the layer of a call equals the layer of its plan. If not, it writes to
- * `sentence` which field differs. */
+/* Returns whether the layer of a call equals the layer of its plan. If not, writes the first
+ * field that differs to `sentence`. */
 bool op_header_compare_layer(const epic_op_header *given, const epic_op_header *plan,
                              char *sentence, size_t size);
 
-/* Returns the error of the data that the lowest rank's header reports, with the same text on
- * every rank, or EPIC_OK. */
+/* Returns the error of the data that the header of the lowest rank with an error reports, or
+ * EPIC_OK. The result and its sentence are equal on every rank. */
 epic_result op_header_data_error(const epic_op_header *const *notes, int num_ranks);
 
 #endif

@@ -1,16 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Times rows and chooses how to copy the next ones (ring_copy.h). */
+/* Measures how long writing a row takes, and chooses how to copy the next rows
+ * (ring_copy.h). */
 #include "exchange/ring_copy.h"
 
 #include <stdatomic.h>
 #include <string.h>
 
 #define LINE 64
-#define LEAST_BYTES 1024 /* the time of a shorter row is mostly noise */
-#define TIMED_EVERY 64 /* rows; timing one in 16 costs 5 % of a combine between distant cores */
-#define FAR_PS \
-    11000 /* limit for one line; measured: up to 8,000 in a shared cache, else 27,000 */
-#define MOST_PS 30000 /* a longer time means that the thread lost its core */
+#define LEAST_BYTES 1024 /* shorter rows are not timed: their time is mostly noise */
+#define TIMED_EVERY 64   /* one row of this many is timed, because timing slows a row down */
+/* If writing a line takes longer, rows are written past the caches. The limit is between the
+ * measured times of cores with and without a shared cache. */
+#define FAR_PS 11000
+#define MOST_PS 30000 /* times are limited to this, in case the thread lost its core */
 
 ring_path ring_choose_path(exchange *x, int lane, int64_t bytes)
 {
@@ -27,7 +29,7 @@ void ring_record_time(ring_cost *reach, uint64_t ns, size_t bytes)
     reach->line_ps += (seen - reach->line_ps) / 8;
 }
 
-/* Reads the row into this core's cache, so that the timer measures only the lane. */
+/* Reads the row into this core's cache, so that the time is only that of writing the ring. */
 static void read_into_cache(const volatile char *from, size_t bytes)
 {
     for (size_t at = 0; at < bytes; at += LINE) (void)from[at];
@@ -38,7 +40,7 @@ static void write_row_timed(ring_cost *reach, void *entry, const void *from, siz
     read_into_cache(from, bytes);
     const uint64_t begin = now_ns();
     memcpy(entry, from, bytes);
-    atomic_exchange(&reach->settled, true); /* waits until this core owns all written lines */
+    atomic_exchange(&reach->settled, true); /* returns after all stores of the memcpy */
     ring_record_time(reach, now_ns() - begin, bytes);
 }
 

@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Chooses how to copy a row into a lane: through the caches or past them.
+/* Chooses how to copy a row into a ring: through the caches or past them.
  *
- * The rank that read a cache line of a lane last has it in its cache, and a writer must
- * fetch it from there. Between cores that share a cache this costs almost nothing, and the
- * reader then finds the row in that cache. Between other cores it costs more than to write
- * past the caches and to read from memory. The costs change at run time: the scheduler moves
- * ranks, and a hypervisor moves virtual cores. So one row in 64 is written through the
- * caches and timed, and the moving average decides about the rows after it. */
+ * The peer that read a cache line of a ring last has it in its cache, and the writer must fetch
+ * it from there. Between cores that share a cache this costs almost nothing, and the reader
+ * then finds the row in that cache. Between other cores it costs more than writing past the
+ * caches and reading from memory.
+ *
+ * The costs change at run time: the scheduler moves ranks, and a hypervisor moves virtual
+ * cores. So one row in 64 is written through the caches and timed. A moving average of these
+ * times decides how the next rows are copied. */
 #ifndef EPIC_RING_COPY_H
 #define EPIC_RING_COPY_H
 
@@ -15,16 +17,17 @@
 typedef enum ring_path { RING_CACHED, RING_STREAMED, RING_TIMED } ring_path;
 typedef void copy_function(void *to, const void *from, size_t n);
 
-/* Returns how the next row of `bytes` goes into a lane: through the caches, past them, or
- * through them with a timer. `lane` is the rank that reads it; this rank's own number is the
- * lane to all peers. */
+/* Returns how to copy the next row of `bytes` bytes into a ring: through the caches, past them,
+ * or through them with a timer. `lane` is the rank that reads the ring; this rank's own number
+ * means the ring to EVERYONE. */
 ring_path ring_choose_path(exchange *x, int lane, int64_t bytes);
 
-/* Copies the row in the chosen way. `past` is the function that copies past the caches. */
+/* Copies a row in the way that ring_choose_path() returned. `past` is a function that copies
+ * past the caches. */
 void ring_write_row(exchange *x, int lane, ring_path way, void *entry, const void *from,
                     size_t bytes, copy_function *past);
 
-/* Updates the cost of a lane with the time of one row of `bytes`. */
+/* Updates the moving average of a ring with the time of one row of `bytes` bytes. */
 void ring_record_time(ring_cost *reach, uint64_t ns, size_t bytes);
 
 #endif

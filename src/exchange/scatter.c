@@ -1,21 +1,25 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The scatter flow: items of every source for all ranks that need them. Each source sends at
- * its own speed. Where memory is shared, one lane to all peers carries every item once;
- * otherwise there is one lane for each peer. */
+/* The scatter flow: every source sends its items to all ranks that need them, at its own speed.
+ * If the transport has a ring to EVERYONE, that ring carries every item once. Otherwise each
+ * peer has its own ring.
+ *
+ * In each round a rank sends what has room, reads what has arrived, and handles its own items
+ * only if nothing else moved. If nothing moved at all, it waits. */
 #include <string.h>
 
 #include "base/error.h"
 #include "exchange/exchange.h"
 
-#define BATCH_BYTES (256 * 1024) /* bytes to move before looking at the other lanes */
+#define BATCH_BYTES (256 * 1024) /* bytes to move before looking at the other rings */
 
+/* The state of one scatter flow. */
 typedef struct scattering {
     exchange *x;
     const scatter *s;
     int64_t entry_bytes;
-    bool shared; /* one lane to all peers with every item, or one lane to each peer */
-    int64_t own_next;
-    int64_t batch; /* entries to move before looking at the other lanes */
+    bool shared;      /* true: use the ring to EVERYONE; false: one ring to each peer */
+    int64_t own_next; /* next item of this rank to handle itself */
+    int64_t batch;    /* entries to move before looking at the other rings */
 } scattering;
 
 static bool is_wanted_by_any(const scattering *g, int64_t item)
@@ -25,15 +29,16 @@ static bool is_wanted_by_any(const scattering *g, int64_t item)
     return false;
 }
 
-/* Fills one entry and returns its bytes. */
+/* Fills one entry. Returns the bytes of its piece. */
 static int64_t scatter_fill_entry(scattering *g, int64_t item, int32_t piece, void *entry)
 {
     g->s->fill_entry(g->s->self, item, piece, entry);
     return piece_size(&g->s->split, piece);
 }
 
-/* Sends on the lane to all peers. Entry item * num_pieces + piece exists for every item,
- * even if no peer reads it, so that readers can compute its index. */
+/* Sends on the ring to EVERYONE, at most one batch. Returns whether it sent any entry. Entry
+ * item * num_pieces + piece exists for every item, even if no peer reads it, so that readers
+ * can compute its index. */
 static bool scatter_send_to_all(scattering *g)
 {
     exchange *x = g->x;
@@ -55,6 +60,7 @@ static bool scatter_send_to_all(scattering *g)
     return true;
 }
 
+/* Sends on the ring to one peer, at most one batch. Returns whether it sent any entry. */
 static bool scatter_send_to(scattering *g, int peer)
 {
     exchange *x = g->x;
@@ -91,6 +97,8 @@ static bool scatter_send(scattering *g)
     return moved;
 }
 
+/* Reads entries from a peer's ring to EVERYONE, at most one batch, and skips the items that
+ * this rank does not need. Returns whether it moved on. */
 static bool scatter_receive_broadcast(scattering *g, int from)
 {
     exchange *x = g->x;
@@ -113,6 +121,8 @@ static bool scatter_receive_broadcast(scattering *g, int from)
     return true;
 }
 
+/* Reads entries from the ring of one peer to this rank, at most one batch. Returns whether it
+ * read any. */
 static bool scatter_receive_from(scattering *g, int from)
 {
     exchange *x = g->x;
@@ -144,6 +154,8 @@ static bool scatter_receive(scattering *g)
     return moved;
 }
 
+/* Handles items that this rank sends to itself, at most one batch. Returns whether there were
+ * any. */
 static bool scatter_read_own(scattering *g)
 {
     const int64_t first = g->own_next, total = g->s->items[g->x->rank];
@@ -154,7 +166,8 @@ static bool scatter_read_own(scattering *g)
     return g->own_next > first;
 }
 
-/* Returns whether entries are missing, and marks the ranks that this rank waits for. */
+/* Returns whether this rank still has entries to send, to read or to handle. Marks the ranks
+ * that it waits for as awaited. */
 static bool scatter_is_unfinished(scattering *g)
 {
     exchange *x = g->x;
@@ -172,6 +185,7 @@ static bool scatter_is_unfinished(scattering *g)
     return open || g->own_next < g->s->items[x->rank];
 }
 
+/* Counts the entries to and from each rank, and resets the counters of the flow. */
 static void scatter_count_entries(scattering *g)
 {
     exchange *x = g->x;

@@ -211,7 +211,8 @@ static epic_result bias_gradient(const experts_call *c, const epic_experts_backw
     return p2p_cuda(p2p_launch_bias(&job, c->stream), "launching a bias's gradient");
 }
 
-/* out [experts, k, n] = rows [slots, k] transposed times d [slots, n], for each expert. Does nothing if out is NULL. */
+/* out [experts, k, n] = rows [slots, k] transposed times d [slots, n], for each expert. Does
+ * nothing if out is NULL. */
 static epic_result weight_gradient(const experts_call *c, const epic_experts_backward_args *a,
                                    const void *rows, const void *d, void *out, int64_t k,
                                    int64_t n)
