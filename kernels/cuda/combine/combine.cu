@@ -27,8 +27,8 @@
 #define BLOCK 384 /* threads per CTA, so that each can have 168 registers */
 #define WARPS (BLOCK / WARP)
 
-/* Writes zeros to all outputs if the plan or the number of rows is invalid. Called by the last
- * CTA. */
+/* Writes zeros to all outputs. The last CTA calls it if the plan or the number of rows is
+ * invalid. */
 static __device__ void clear_outputs(const CombineState &c)
 {
     zero_rows(c.job.out, c.job.row_bytes, 0, c.job.num_tokens, threadIdx.x, BLOCK);

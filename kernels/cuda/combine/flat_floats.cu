@@ -26,8 +26,8 @@ struct FlatFloats {
     const PlanView &plan;
     int32_t top_k;
 
-    /* Returns the float of choice n here of a token of `rank`. Sets `there` to false if the
-     * token has no choice n on this rank. */
+    /* Returns the float of the n-th choice on this rank of a token of `rank`. Sets `there` to
+     * false if there is no such choice. */
     __device__ __forceinline__ uint32_t read_float(int rank, int32_t token, int n,
                                                    bool &there) const
     {

@@ -32,7 +32,7 @@ struct OpState { /* The running operation. Each CTA has one, in shared memory. *
     uint8_t *outbox[DEVICE_MAX_RANKS]; /* outbox[q]: where to store rows for rank q */
 #ifdef EPIC_HOSTS
     const uint8_t *slow;      /* start of the net inbox (is_host_memory()) */
-    int64_t host_inbox_bytes; /* its size in bytes if it is in host memory, else 0 */
+    int64_t host_inbox_bytes; /* bytes of the net inbox if it is in host memory, else 0 */
     /* host_box[q]: this rank's staging for rows of rank q in the net inbox */
     uint8_t *host_box[DEVICE_MAX_RANKS];
     /* relay[q]: the rank that delivers rank q's rows to this rank: q or a relay */

@@ -11,7 +11,8 @@
  *      status.result. A host that reads `result` sees all fields.
  *   3. store `broken` into the heap of every rank. Waits on all ranks check it.
  *
- * A group breaks once. Every later operation finds `broken` and returns at once. */
+ * From then on the group is *broken*: functions return false, every later operation finds
+ * `broken` and returns at once, and the host reports the error. A group never recovers. */
 #ifndef EPIC_WAIT_CUH
 #define EPIC_WAIT_CUH
 

@@ -32,9 +32,9 @@ __host__ __device__ __forceinline__ int num_roles(const p2p_self &self)
 
 #define MAX_ROW_PUT_PIECES 32 /* most pieces of a row that is put as a whole: 64 KB */
 
-/* Like deal_units(), but with other hosts and enough tokens a unit is a whole row. A net is
- * slower than the warps are with any span, and each unit costs an entry of the ring to the
- * proxy. */
+/* Like deal_units(). With ranks on other hosts and enough tokens, a unit is a whole row,
+ * because each unit costs the proxy an entry of the ring. Longer units cost nothing there: the
+ * net is slower than the warps in any case. */
 template <class Job>
 static inline void deal_units_for_net(const p2p_self &self, Job &job, int num_sms, int block,
                                       int roles, int vectors)
