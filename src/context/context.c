@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The failure of a context, and queries about a context. */
+/* Stores the failure of a context, and answers queries about a context. */
 #include "context/context.h"
 
 #include <stdio.h>
@@ -18,7 +18,7 @@ uint64_t now_ns(void)
     return (uint64_t)clock_ns();
 }
 
-/* Returns whether this process opened the context. */
+/* Returns whether this process opened the context. It is false in a forked child. */
 static bool is_ours(const epic_context *ctx)
 {
     return ctx->generation == process_generation();
@@ -44,19 +44,19 @@ epic_result context_break(epic_context *ctx, const epic_failure_info *failure)
     return epic_fail((epic_result)ctx->failure.result, "%s", ctx->failure.sentence);
 }
 
-/* Returns whether the group has a failure that is not yet in ctx->failure. */
+/* Reads the failure of the group from the backend. Returns whether there is one, and writes it to
+ * *failure. */
 static bool new_failure(const epic_context *ctx, epic_failure_info *failure)
 {
     const epic_backend *backend = ctx->backend;
     const bool found = backend->transport
                            ? backend->transport->failure(ctx->group, failure)
                            : backend->ops->poll_failure(ctx->group, failure) != EPIC_OK;
-    text_clean(
-        failure->sentence); /* the text comes from a peer or from a caller of epic_abort */
+    text_clean(failure->sentence); /* a peer or a caller of epic_abort wrote the text */
     return found;
 }
 
-/* Returns EPIC_ECLOSED in a forked child. */
+/* Returns EPIC_ECLOSED in a forked child of the process that opened ctx. */
 static epic_result check_ours(const epic_context *ctx)
 {
     if (is_ours(ctx)) return EPIC_OK;
@@ -115,7 +115,7 @@ void epic_abort(epic_context *ctx, uint64_t tag, const char *why)
         ctx->backend->ops->abort(ctx->group, tag, why);
         return;
     }
-    char part[401]; /* the rest of the buffer holds the words in front of it */
+    char part[401]; /* shorter than `sentence`, which begins with other words */
     epic_failure_info failure = {.result = EPIC_EPEER,
                                  .tag = tag,
                                  .rank = ctx->rank,
@@ -128,8 +128,8 @@ void epic_abort(epic_context *ctx, uint64_t tag, const char *why)
     context_check(ctx);
 }
 
-/* Only device backends relay rows through one rank of each host. For host backends an order
- * by hosts has no advantage. */
+/* Only device backends send rows once to each host and forward them there. On host backends an
+ * order by hosts has no advantage. */
 bool context_relays(const epic_context *ctx, const int32_t *rank_of_expert)
 {
     return ctx->backend->ops && ctx->num_hosts > 1 && !rank_of_expert;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The dispatcher: a handle that owns a plan and the buffers of one training step at a time.
- * It uses the public calls only, except for memory, which the backend allocates. */
+/* The dispatcher: a handle that owns the plan and the buffers of one training step. Each new
+ * dispatch overwrites those of the step before. The dispatcher uses only public calls, except
+ * to allocate memory, which the backend does. */
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -12,21 +13,22 @@
 struct epic_dispatcher {
     epic_dispatcher_config config;
     epic_context *ctx;
-    bool opened_here; /* epic_dispatcher_close closes the context too */
+    bool opened_here; /* the dispatcher opened ctx, so epic_dispatcher_close closes it */
     epic_layer layer;
     epic_layer_info sizes;
-    int64_t row_bytes;
+    int64_t row_bytes; /* bytes of a token's row */
     void *plan;
     epic_slots slots;     /* outputs of dispatch */
-    epic_slots gradients; /* outputs of combine_backward, with rows and weights of their own */
+    epic_slots gradients; /* outputs of combine_backward, in separate memory */
     int64_t num_tokens;   /* tokens of the current dispatch; -1: no dispatch yet */
-    bool weighted;
-    bool spread; /* combine_backward has run since the last dispatch */
+    bool weighted;        /* the current dispatch has weights */
+    bool spread;          /* combine_backward has run since the last dispatch */
 };
 
 /* ----------------------------------------------------------------------------- memory ---- */
 
-/* Allocates memory of the context's device, or of the host, 64-byte aligned. */
+/* Allocates 64-byte aligned memory of the context's device, or of the host for a host context.
+ * Returns NULL if memory is short. */
 static void *allocate_memory(const epic_dispatcher *s, int64_t bytes)
 {
     const epic_backend *backend = s->ctx->backend;
@@ -35,7 +37,7 @@ static void *allocate_memory(const epic_dispatcher *s, int64_t bytes)
                              : aligned_alloc(64, whole ? whole : 64);
 }
 
-/* Releases memory of allocate_memory(). It accepts NULL. */
+/* Releases memory of allocate_memory(). memory may be NULL. */
 static void release_memory(const epic_dispatcher *s, void *memory)
 {
     const epic_backend *backend = s->ctx->backend;
@@ -46,7 +48,8 @@ static void release_memory(const epic_dispatcher *s, void *memory)
         free(memory);
 }
 
-/* Allocates rows and weights for the capacity of one rank. */
+/* Allocates rows and weights for the capacity of this rank. Returns false if memory is
+ * short. */
 static bool allocate_slots(const epic_dispatcher *s, epic_slots *out)
 {
     *out = (epic_slots){.capacity = s->sizes.capacity,
@@ -77,7 +80,7 @@ static bool allocate_all(epic_dispatcher *s)
     return true;
 }
 
-/* Releases the plan and all buffers, also after allocate_all() failed. */
+/* Releases the plan and all buffers, also after a failure of allocate_all(). */
 static void release_all(epic_dispatcher *s)
 {
     if (s->slots.results != s->slots.rows) release_memory(s, s->slots.results);
@@ -92,7 +95,7 @@ static void release_all(epic_dispatcher *s)
 
 /* ------------------------------------------------------------------------ open, close ---- */
 
-/* Uses the caller's context, or opens one for the dispatcher. */
+/* Uses config.ctx, or opens a context that belongs to the dispatcher. */
 static epic_result open_context(epic_dispatcher *s)
 {
     const epic_config config = {.max_tokens = s->config.max_tokens,
@@ -104,7 +107,7 @@ static epic_result open_context(epic_dispatcher *s)
     return epic_open(&s->ctx, NULL, &config);
 }
 
-/* Checks the fields of a config that no later call checks. */
+/* Checks those fields of a config that no later call checks. */
 static epic_result check_config(const epic_dispatcher_config *c)
 {
     if (c->type != EPIC_F32 && c->type != EPIC_BF16 && c->type != EPIC_F16 &&
@@ -119,7 +122,8 @@ static epic_result check_config(const epic_dispatcher_config *c)
     return EPIC_OK;
 }
 
-/* Opens the context, computes the sizes and allocates the buffers. */
+/* Opens the context, computes the sizes and allocates the buffers. On an error the caller
+ * closes the dispatcher. */
 static epic_result set_up_dispatcher(epic_dispatcher *s)
 {
     TRY(check_config(&s->config));
@@ -164,8 +168,8 @@ epic_result epic_dispatcher_open_v1(epic_dispatcher **out, const epic_dispatcher
         *out = s;
         return EPIC_OK;
     }
-    /* Without an abort, peers whose dispatcher is open would wait for this rank's first
-     * call. */
+    /* A peer may have opened its dispatcher and would wait for this rank's first call, so abort
+     * the group. */
     char why[512];
     snprintf(why, sizeof why, "%s", epic_sentence());
     if (s->opened_here && s->ctx != NULL && s->ctx->backend != NULL)
@@ -189,7 +193,7 @@ epic_context *epic_dispatcher_context(const epic_dispatcher *dispatcher)
 
 /* ------------------------------------------------------------------------------ calls ---- */
 
-/* Checks the handle and, for the backward calls, config.gradients. */
+/* Checks the handle. For the backward calls (`gradients`) also checks config.gradients. */
 static epic_result check_dispatcher(const epic_dispatcher *s, bool gradients)
 {
     if (s == NULL)
@@ -202,7 +206,7 @@ static epic_result check_dispatcher(const epic_dispatcher *s, bool gradients)
     return EPIC_OK;
 }
 
-/* Checks that there is a dispatch to which combine and the gradients belong. */
+/* Checks that there is a current dispatch, which combine and the backward calls need. */
 static epic_result check_in_progress(const epic_dispatcher *s, bool gradients)
 {
     TRY(check_dispatcher(s, gradients));
@@ -228,7 +232,8 @@ static epic_const_rows const_rows_of(const epic_dispatcher *s, const void *data,
     return (epic_const_rows){data, num_rows, s->row_bytes};
 }
 
-/* Copies the slots to the caller's struct, which may be older and smaller. */
+/* Copies the slots to the caller's struct, which may have fewer fields if it was compiled with
+ * an older header. */
 static epic_result write_slots(const epic_slots *slots, epic_slots *out, size_t size)
 {
     TRY(CHECK_PLACE(out, size));
