@@ -21,7 +21,7 @@ static pid_t owner; /* process that installed the handler; a forked child must n
 static void on_interrupt(int number, siginfo_t *info, void *context)
 {
     const int error = errno;
-    /* If the pipe is full, the write fails. That is no error: the reader is already notified. */
+    /* A full pipe is no error: the reader is already notified. */
     if (getpid() == owner && write(told, "", 1) < 0) errno = error;
     errno = error;
     if (former.sa_flags & SA_SIGINFO)

@@ -48,7 +48,7 @@ typedef struct moe_call {
      .dims = {DIM_TOKENS, DIM_HIDDEN}, .rows = AT(member)}
 /* clang-format on */
 
-/* Returns the columns of the first product. */
+/* Returns the columns of w_gate_up: gate and up projection, or one of them if ungated. */
 static int64_t experts_width(const epic_experts *experts)
 {
     return experts->ungated ? experts->inner : 2 * (int64_t)experts->inner;

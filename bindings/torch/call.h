@@ -90,9 +90,8 @@ call_text call_shape(int64_t dim, const int64_t *sizes);
 
 /* Return the next argument.
  * type: an epic_type, or one of CALL_*.
- * dim: the number of dimensions. If it is 2, the tensor may have more, and all except the last
- * count
- *     as rows.
+ * dim: the number of dimensions. If it is 2, the tensor may have more. All dimensions except
+ *     the last then count as rows.
  * A tensor that is not contiguous is copied; gradients often are not. A tensor that is written
  * must be contiguous and have exactly dim dimensions. */
 call_array call_arg(torch_call *call, const char *name, uint32_t type, int64_t dim);

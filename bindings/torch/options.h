@@ -62,6 +62,8 @@ typedef struct mlp_types {
     uint32_t grad;        /* out: epic_type of the gradients of the weights; 0: default */
 } mlp_types;
 
+/* Read the options of the experts, or of the shared expert, from the next arguments of a call.
+ * *types supplies types that the arguments do not contain, and receives the gradient type. */
 epic_experts read_experts(torch_call *call, mlp_types *types);
 epic_experts read_shared(torch_call *call, epic_experts experts,
                          uint32_t weight_type); /* its inner is 0 if the layer has no shared

@@ -233,8 +233,8 @@ void gemm_bf16(const gemm *g)
     if (!onednn_multiply(g)) multiply_bf16_plain(g);
 }
 
-/* State of experts_blas_enter(): the number of threads between enter and leave, and OpenBLAS's
- * number of threads before the first of them entered. The mutex guards both. */
+/* State of experts_blas_enter(): the number of calls without their experts_blas_leave() yet,
+ * and OpenBLAS's number of threads before the first of them. The mutex protects both. */
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static int64_t num_inside;
 static int threads_before;

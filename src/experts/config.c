@@ -66,8 +66,8 @@ static epic_result check_activation(const epic_experts *ex)
     return EPIC_OK;
 }
 
-/* Fills in defaults: weight_type becomes row_type, limit becomes 7 (10 for clamped SiLU), and
- * alpha becomes 1.702, as in gpt-oss. */
+/* Reads and checks the options of the experts. Fills in defaults: weight_type becomes row_type,
+ * limit becomes 7 (10 for clamped SiLU), and alpha becomes 1.702, as in gpt-oss. */
 epic_result experts_read_config(experts_job *job, const epic_experts *theirs, size_t size)
 {
     epic_experts *ex = &job->experts;

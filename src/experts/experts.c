@@ -204,7 +204,8 @@ epic_result experts_read_grad_type(uint32_t *type, uint32_t row_type, bool devic
 
 /* Sizes of the arrays of forward and backward. */
 typedef struct shapes {
-    /* Elements. `local` is the number of local experts, and slots the number of slots. */
+    /* Numbers of elements. `local` is the number of local experts, and `slots` the number of
+     * slots. */
     int64_t local, slots, rows, gate_up, down, biases_up, biases_down;
     int64_t x_scales, gate_up_scales, down_scales; /* E4M3 only */
     /* Bytes of one element. */

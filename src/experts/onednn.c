@@ -73,7 +73,8 @@ static bool read_functions(onednn *o, void *library)
            find_symbol(library, "dnnl_gemm_bf16bf16f32", &o->multiply);
 }
 
-/* The library is never unloaded, because its threads and tables live until the process ends. */
+/* Loads the library and reads its functions. A library that is used is never unloaded, because
+ * its threads and tables live until the process ends. */
 bool onednn_load_file(const char *file)
 {
     onednn o = {0};

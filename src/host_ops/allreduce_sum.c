@@ -103,7 +103,7 @@ static bool is_always_sent(void *self, int rank, int64_t item)
     return true;
 }
 
-/* Scatter flow, fill_entry: sends the sum of an own block to all ranks. */
+/* Scatter flow, fill_entry: sends the sum of one of this rank's blocks to all ranks. */
 static void sum_fill_result(void *self, int64_t item, int32_t piece, void *entry)
 {
     summing *s = self;
@@ -121,7 +121,7 @@ static void sum_read_result(void *self, int from, int64_t item, int32_t piece,
     memcpy(block_at(s, block), entry, block_size(s, block) * sizeof(float));
 }
 
-/* Scatter flow, read_own_item: the sum is already in the array. */
+/* Scatter flow, read_own_item: does nothing, because the sum is already in the array. */
 static void skip_own_block(void *self, int64_t item)
 {
     (void)self, (void)item;

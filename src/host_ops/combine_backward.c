@@ -103,8 +103,8 @@ static void combine_backward_read_entry(void *self, int from, int64_t token, int
                   piece_size(&s->split, piece) / size);
 }
 
-/* Scatter flow, read_own_item: handles the whole row of an own token that has slots on this
- * rank. */
+/* Scatter flow, read_own_item: handles the whole row of one of this rank's tokens that has
+ * slots on this rank. */
 static void combine_backward_read_own(void *self, int64_t token)
 {
     spreading *s = self;
@@ -112,13 +112,13 @@ static void combine_backward_read_own(void *self, int64_t token)
     scatter_piece(s, s->x->rank, token, row_of_own_token(s, token), 0, n);
 }
 
-/* Scatter flow, is_sent: returns true if an own token has a slot on rank `peer`. */
+/* Scatter flow, is_sent: returns true if this rank's token has a slot on rank `peer`. */
 static bool combine_backward_is_sent(void *self, int peer, int64_t token)
 {
     return plan_sends_token(&((spreading *)self)->plan, peer, token);
 }
 
-/* Scatter flow, is_received: returns true if a token of rank `from` has a slot here. */
+/* Scatter flow, is_received: returns true if a token of rank `from` has a slot on this rank. */
 static bool combine_backward_is_received(void *self, int from, int64_t token)
 {
     return plan_receives_token(&((spreading *)self)->plan, from, token);

@@ -54,8 +54,8 @@ static void quantize_token(dispatching *d, int64_t token)
         d->x->row, d->x->row + d->scales_at, row_of(&a->tokens, token), 1, type, n);
 }
 
-/* Returns the row of an own token as it is sent, quantized if the call asks for it.
- * scales_part() and weights_part() return the other two parts of its string. */
+/* Returns the row of one of this rank's tokens as it is sent: quantized if the call asks for
+ * it. scales_part() and weights_part() return the other two parts of its string. */
 static const unsigned char *row_part(dispatching *d, int64_t token)
 {
     if (!d->args->quantize) return row_of(&d->args->tokens, token);
@@ -213,7 +213,7 @@ static void dispatch_read_entry(void *self, int from, int64_t token, int32_t pie
     write_token(d, from, token, &p);
 }
 
-/* Scatter flow, read_own_item: writes an own token to its slots on this rank. */
+/* Scatter flow, read_own_item: writes one of this rank's tokens to its slots on this rank. */
 static void dispatch_read_own(void *self, int64_t token)
 {
     dispatching *d = self;
@@ -226,13 +226,13 @@ static void dispatch_read_own(void *self, int64_t token)
     write_token(d, d->x->rank, token, &p);
 }
 
-/* Scatter flow, is_sent: returns true if an own token has a slot on rank `peer`. */
+/* Scatter flow, is_sent: returns true if this rank's token has a slot on rank `peer`. */
 static bool dispatch_is_sent(void *self, int peer, int64_t token)
 {
     return plan_sends_token(&((dispatching *)self)->plan, peer, token);
 }
 
-/* Scatter flow, is_received: returns true if a token of rank `from` has a slot here. */
+/* Scatter flow, is_received: returns true if a token of rank `from` has a slot on this rank. */
 static bool dispatch_is_received(void *self, int from, int64_t token)
 {
     return plan_receives_token(&((dispatching *)self)->plan, from, token);

@@ -2,8 +2,8 @@
 /* epic_plan and epic_plan_dispatch on the host.
  *
  * Every rank sends its expert ids to all ranks, and all ranks compute the same plan from them.
- * A rank with few tokens sends its ids inside its op header. The ids of other ranks follow in a
- * scatter flow (exchange.h). */
+ * A rank with few tokens sends its ids inside its op header. The ids of ranks with more tokens
+ * follow in a scatter flow (exchange.h). */
 #include <stdio.h>
 #include <string.h>
 
@@ -128,7 +128,7 @@ static bool is_always_sent(void *self, int rank, int64_t item)
     return true;
 }
 
-/* Scatter flow, fill_entry: copies the ids of an own token into a ring entry. */
+/* Scatter flow, fill_entry: copies the ids of one of this rank's tokens into a ring entry. */
 static void fill_ids(void *self, int64_t item, int32_t piece, void *entry)
 {
     planning *p = self;
@@ -144,7 +144,7 @@ static void read_ids(void *self, int from, int64_t item, int32_t piece, const vo
     memcpy(ids_of_token(p, from, item), entry, p->layer.top_k * sizeof(int32_t));
 }
 
-/* Scatter flow, read_own_item. */
+/* Scatter flow, read_own_item: does nothing. */
 static void skip_own_ids(void *self, int64_t item)
 {
     (void)self, (void)item; /* exchange_ids() has already copied them */

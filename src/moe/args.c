@@ -190,7 +190,7 @@ static epic_result read_call(moe_job *j, epic_context *ctx, const epic_call *cal
                          "x.num_rows is %lld: it must be 0 to config.max_tokens %lld",
                          (long long)c->x.num_rows, (long long)ctx->config.max_tokens);
     TRY(moe_read_config(j, &ctx->config, c->moe, sizeof *c->moe, c->x.num_rows));
-    /* The order that replaces EPIC_BY_HOSTS below also works on one block. */
+    /* The next call replaces EPIC_BY_HOSTS by another order. The number of blocks stays 1. */
     j->is_by_hosts = j->layer.sum_order == EPIC_BY_HOSTS;
     layer_choose_order(&j->layer, ctx->num_ranks, context_relays(ctx, c->rank_of_expert));
     TRY(check_rows(j, "x", c->x));

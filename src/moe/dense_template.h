@@ -250,7 +250,7 @@ static void gate_backward(const dense_block *b, const void *d_logits,
     }
 }
 
-/* dense_ops.add_reals. */
+/* dense_ops.add_reals: adds n numbers to those at `to`. */
 static void add_reals(void *to, const void *from, int64_t n)
 {
     REAL *a = to;
@@ -265,7 +265,7 @@ static REAL sum_range(const REAL *values, int64_t n)
     return sum_range(values, n / 2) + sum_range(values + n / 2, n - n / 2);
 }
 
-/* dense_ops.sum_in_tree. */
+/* dense_ops.sum_in_tree: returns the sum of n values, added in a binary tree. */
 static double sum_in_tree(const void *values, int64_t n)
 {
     return sum_range(values, n);

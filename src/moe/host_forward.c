@@ -50,7 +50,7 @@ static epic_result route_tokens(moe_job *j, const epic_moe_args *a, data_fault *
         return EPIC_OK;
     }
     TRY(epic_router_forward(NULL, &how));
-    for (int64_t i = 0; i < j->tokens * j->top_k; i++) /* only real experts are dispatched */
+    for (int64_t i = 0; i < j->tokens * j->top_k; i++) /* zero-experts are not dispatched */
         j->work.plan_idx[i] =
             j->saved.topk_idx[i] < (int32_t)j->router.num_experts ? j->saved.topk_idx[i] : -1;
     return EPIC_OK;
@@ -186,7 +186,7 @@ static epic_result compute_losses(moe_job *j, const epic_moe_args *a)
                       moe_dense_ops(j)->sum_in_tree(z, j->blocks)};
     if (j->moe.flags & EPIC_SUM_DENSE) {
         float sums[2] = {(float)both[0],
-                         (float)both[1]}; /* exact: EPIC_SUM_DENSE layers are float32 */
+                         (float)both[1]}; /* exact, as all numbers are float32 here */
         const epic_allreduce_sum_args sum = {
             .call = j->call, .data = sums, .count = 2, .order = j->layer.sum_order};
         TRY(epic_allreduce_sum(j->ctx, &sum));

@@ -167,7 +167,7 @@ dense_block moe_get_block(const moe_job *j, int64_t b);
 
 /* Host arithmetic of the dense part on one block. dense_f32.c and dense_f64.c define it. */
 typedef struct dense_ops {
-    /* logits = x W_gate + b_gate */
+    /* Computes the logits of the block: logits = x W_gate + b_gate. */
     void (*gate_forward)(const dense_block *b, void *logits);
     /* Adds to `out` the outputs that this rank computes without dispatch. They are weight * x
      * for each zero-expert of a token, and the row of shared_y, unless shared_y is NULL. */

@@ -76,7 +76,7 @@ static void check_and_beat(net_liveness *l, int host, int64_t now)
     }
     const ssize_t sent = send(l->sockets[host], &(char){BEAT_BYTE}, 1, MSG_NOSIGNAL);
     if (sent < 0 && errno != EAGAIN && errno != EINTR)
-        read_beats(l, host); /* a close byte may have arrived before */
+        read_beats(l, host); /* the peer's close byte may have arrived */
 }
 
 /* The thread: sleeps until bytes arrive or the next byte is due, then handles both. */
@@ -120,7 +120,7 @@ epic_result liveness_start_thread(net_liveness *l)
     return EPIC_OK;
 }
 
-/* Ends the thread and waits for it. */
+/* Ends the thread and waits until it has ended. Does nothing if no thread runs. */
 static void stop_thread(net_liveness *l)
 {
     if (l->stop_event < 0) return;

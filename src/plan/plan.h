@@ -69,6 +69,7 @@ enum plan_damage {
     PLAN_WRONG_RANK
 };
 
+/* Returns the damage as the end of a sentence, for errors. */
 const char *plan_damage_name(int damage);
 
 /* Checks the bytes of a plan. Returns PLAN_OK and sets *out if they are valid, else the damage.
@@ -143,8 +144,8 @@ int64_t layer_find_misplaced(const epic_layer *layer, int32_t num_ranks,
 
 /* The first error in a table of replicas. Both fields are -1 if there is none. */
 typedef struct replicas_error {
-    int64_t expert;  /* logical expert of that entry, or one without a replica */
-    int64_t logical; /* that entry, or a logical expert without a replica */
+    int64_t expert;  /* expert whose entry is out of range; -1: none */
+    int64_t logical; /* its entry, or a logical expert without a replica; -1: none */
 } replicas_error;
 
 /* Checks a table of replicas, which may be NULL. Returns its first error. */

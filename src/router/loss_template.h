@@ -45,7 +45,7 @@ static double dot_load(const router_job *job, const int32_t *load)
     return total;
 }
 
-/* router_row_ops.balance. */
+/* router_row_ops.balance: returns the sum of P_e load_e over the experts. */
 static double sum_balance(const router_job *job, const void *logits, const int32_t *load)
 {
     make_probabilities(job, logits);
@@ -88,14 +88,15 @@ static double compute_logsumexp(const router_job *job, const void *logits)
     return (double)largest_of(job->logits, job->num_columns) + log((double)sum);
 }
 
-/* router_row_ops.z_square. */
+/* router_row_ops.z_square: returns logsumexp(logits)^2. */
 static double square_logsumexp(const router_job *job, const void *logits)
 {
     const double l = compute_logsumexp(job, logits);
     return l * l;
 }
 
-/* router_row_ops.z_backward. */
+/* router_row_ops.z_backward: the gradient of factor * l^2, with l = logsumexp(z), is 2 factor l
+ * softmax(z). */
 static void z_backward(const router_job *job, const void *logits, double factor, void *d_logits)
 {
     const REAL *p = job->scores;

@@ -113,7 +113,8 @@ SCALAR double log1p_f64(double x)
     return log1p(x);
 }
 
-/* Square roots, named by type for OF(sqrt). */
+/* Return the square root of x. The suffix of the name is the type, so that OF(sqrt) finds
+ * them. */
 SCALAR float sqrt_f32(float x)
 {
     return sqrtf(x);

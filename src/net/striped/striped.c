@@ -22,8 +22,8 @@
 #define MAX_IN_FLIGHT 1024 /* puts and words to one host; put() refuses more */
 #define CLOSE_MS 1000      /* how long close sends accepted puts */
 
-/* When the thread of a stripe sleeps. After IDLE_ROUNDS rounds without progress it takes naps,
- * and each nap is twice as long as the one before.
+/* How long the thread of a stripe sleeps. After IDLE_ROUNDS rounds without progress it takes
+ * naps, and each nap is twice as long as the one before.
  *
  * While the caller polls at least every POLL_OFTEN_US, naps last at most MAX_NAP_BUSY_US. If
  * the caller polls less often, it has no operation running. Then the thread may sleep up to
@@ -68,9 +68,10 @@ typedef struct peer {
 /* A striped net. */
 struct net {
     net_setup setup;
-    int num_stripes, next; /* next: the thread that gets the next large put */
+    int num_stripes, next; /* stripe 1 + next gets the next large put */
     int is_closing;
-    uint64_t num_polls, num_calls; /* of the caller: calls of progress(); puts and words */
+    uint64_t num_polls,
+        num_calls; /* how often the caller polled; puts and words that it made */
     peer peers[NET_MAX_HOSTS];
     stripe stripes[STRIPED_MAX];
 };
@@ -135,7 +136,7 @@ static int stripe_take_jobs(stripe *s)
 }
 
 /* Sleeps at most `us` microseconds. Does not sleep if the net is closing, or if the caller has
- * made a put since its `num_calls`-th one. */
+ * made another put since num_calls was read. */
 static void stripe_nap(stripe *s, int64_t us, uint64_t num_calls)
 {
     const struct timespec end = clock_in_ns(us * 1000);
