@@ -144,7 +144,7 @@ static call_array of_rows(const char *name, epic_const_rows rows, size_t unit, b
 #define ROWS_OUT(args, rows, unit) \
     of_rows(#rows ".data", epic_rows_as_const((args)->rows), unit, true)
 
-/* ------------------------------------------------------------------------- each call ---- */
+/* ------------------------------------------------------- arguments of each public call ---- */
 
 epic_result check_plan_size(const epic_config *config, const epic_layer *layer, int64_t *bytes)
 {
@@ -263,8 +263,8 @@ static epic_result check_scales(const epic_context *ctx, const epic_dispatch_arg
     return EPIC_OK;
 }
 
-/* Rejects an array that is indexed by slot, such as slot_weights, if the layer is EPIC_FLAT: a
- * slot of a flat layer stands for a token, not for a choice. */
+/* Rejects an array that is indexed by slot, such as slot_weights, if the layer is EPIC_FLAT. A
+ * slot of a flat layer stands for a token, so it has no single weight. */
 static epic_result check_by_slot(const epic_layer *layer, const char *name, const void *given)
 {
     if (!given || layer->layout != EPIC_FLAT) return EPIC_OK;

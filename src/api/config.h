@@ -5,18 +5,19 @@
 
 #include "backend/backend.h"
 
-/* Reads a caller's config, checks it, and fills in every default except num_ranks. backend and
- * name of *out point to the caller's strings, to the environment, or to constants. backend
- * stays NULL if neither the caller nor EPIC_BACKEND chose a backend. Errors: EPIC_EINVAL. */
+/* Reads a caller's config, checks it, and fills in every default except num_ranks. Copies no
+ * strings: out->backend and out->name point to the caller's strings, to the environment, or to
+ * constants. out->backend stays NULL if neither the caller nor EPIC_BACKEND chose a backend.
+ * Errors: EPIC_EINVAL. */
 epic_result config_read(epic_config *out, const epic_config *config, size_t size);
 
 /* Like config_read(), but num_ranks must be set, because a size query has no bootstrap. */
 epic_result config_read_sizes(epic_config *out, const epic_config *config, size_t size);
 
 /* Reads the configuration for a memory query: the config of ctx, or the caller's config if ctx
- * is NULL. Sets *on_device to true if such a context computes in device memory. num_ranks stays
- * 0 if the caller's config has none. Loads no plugin. Errors: EPIC_EINVAL, EPIC_ECLOSED, and
- * the failure of ctx. */
+ * is NULL. Sets *on_device to true if a context with this config computes in device memory.
+ * num_ranks stays 0 if the caller's config has none. Loads no plugin. Errors: EPIC_EINVAL,
+ * EPIC_ECLOSED, and the failure of ctx. */
 epic_result config_of_query(epic_config *out, bool *on_device, epic_context *ctx,
                             const epic_config *config, size_t size);
 
@@ -27,8 +28,8 @@ const char *config_trace(void);
  * that must be equal on all ranks. */
 bool config_checks_weights(void);
 
-/* Replaces "gpu" by "p2p" on one host and by "hosts" on several. Returns other names as they
- * are, NULL too. */
+/* Replaces "gpu" by "p2p" on one host and by "hosts" on several. Returns any other name
+ * unchanged; name may be NULL. */
 const char *backend_resolve_name(const char *name, int num_hosts);
 
 /* Sets *on_device to true if contexts of backend `name` compute in device memory; to false if

@@ -53,7 +53,7 @@ static epic_result read_kernel_file(const char *path, char *text, size_t size)
 }
 
 /* Hashes the value of EPIC_HOST, which replaces the identity of this host. "%r" in it stands
- * for this rank, "%r/4" for the rank divided by 4 (four ranks on each pretended host). */
+ * for this rank. "%r/4" stands for the rank divided by 4, so four ranks share a host. */
 static void hash_host_name(uint64_t host[2], const char *name, int rank)
 {
     char number[16];

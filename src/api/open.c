@@ -26,7 +26,7 @@ int64_t context_bytes(const epic_config *config, bool host)
     return host ? own + trace + config->max_in_flight * exchange_bytes(config) : own;
 }
 
-/* --------------------------------------------------------------------------- opening ---- */
+/* ----------------------------------------------------------------------------- opening ---- */
 
 /* Implements bootstrap.gather for a group of one rank: the only entry of `all` is `mine`. */
 static epic_result gather_alone(void *self, const void *mine, void *all, int64_t bytes)
@@ -198,7 +198,7 @@ static epic_result start_trace(epic_context *ctx)
 }
 
 /* Sets up the parts of a context that do not belong to its group: flight recorder, trace, table
- * of tags, and the exchanges of a host context. */
+ * of tags. A host context also gets its exchanges. */
 static epic_result set_up_context(epic_context *ctx)
 {
     snprintf(ctx->backend_name, sizeof ctx->backend_name, "%s", ctx->backend->name);

@@ -71,8 +71,8 @@ typedef struct epic_backend {
     void (*memory)(const epic_config *config, epic_memory_info *out);
 
     /* Copies bytes to the host if `from` is memory of this backend's devices; otherwise returns
-     * false.  Sets *good to whether the copy succeeded.  Waits for the device.  NULL: the backend
-     * has no device memory. */
+     * false.  Sets *good to true if the copy succeeded.  Waits for the device.  NULL: the
+     * backend has no device memory. */
     bool (*fetch)(void *to, const void *from, size_t bytes, bool *good);
 
     /* Allocate and release memory of the group's device, aligned to 64 bytes, for the buffers
@@ -81,12 +81,12 @@ typedef struct epic_backend {
     void *(*allocate)(epic_group *group, size_t bytes);
     void (*release)(epic_group *group, void *memory);
 
-    /* Writes one line of at most `size` bytes about this machine's hardware, for epic-info.  NULL:
-     * there is nothing to describe. */
+    /* Writes one line of at most `size` bytes about this machine's hardware, for epic-info.
+     * NULL: there is nothing to describe. */
     void (*describe)(char *to, size_t size);
 
-    /* Writes one line about the net that reaches the group's peers on other hosts.  NULL: there is
-     * no net. */
+    /* Writes one line about the net that reaches the group's peers on other hosts.  NULL: there
+     * is no net. */
     void (*say)(const epic_group *group, char *to, size_t size);
 
     /* Exactly one of these two is set. */

@@ -54,9 +54,10 @@ typedef struct epic_gate_args {
 
 /* The operations of a device backend.  Every member is set.
  *
- * Each call launches kernels on the stream of its arguments and returns without waiting for them.
- * The core has checked the arguments.  The functions with the names of public calls take the same
- * arguments as those.  They return EPIC_OK, or an error whose text epic_backend.sentence returns. */
+ * Each function launches kernels on the stream of its arguments and returns without waiting for
+ * them.  The core has checked the arguments.  A function with the name of a public call takes
+ * the same arguments as that call.  Functions return EPIC_OK, or an error whose sentence
+ * epic_backend.sentence returns. */
 typedef struct epic_ops {
     epic_result (*plan)(epic_group *, const epic_plan_args *);
     epic_result (*dispatch)(epic_group *, const epic_dispatch_args *);

@@ -104,8 +104,8 @@ typedef struct epic_transport {
     /* Publishes all entries below `upto` to the peer, or to all peers. */
     void (*send)(epic_group *group, int op_slot, int to, int64_t upto);
 
-    /* Returns entry `index` of a peer, or NULL if it has not arrived.  The entry stays valid until
-     * drop(). */
+    /* Returns entry `index` of a peer, or NULL if it has not arrived.  The entry stays valid
+     * until drop(). */
     const void *(*entry)(epic_group *group, int op_slot, int from, int64_t index);
 
     /* Releases all entries below `upto` of a peer, so that the peer can reuse their memory.

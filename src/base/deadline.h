@@ -2,12 +2,12 @@
 /* A deadline that counts only the time in which this process ran.
  *
  * A process can be stopped as a whole: Ctrl-Z, `scontrol suspend`, a frozen container, a paused
- * virtual machine.  The monotonic clock runs on meanwhile.  Suppose that all ranks were stopped
- * together.  The first rank that checks its deadline afterwards would find it passed and blame
- * a silent peer.  To prevent this, a waiting rank checks its deadline again and again, and
- * stores before each sleep when the next check is due (expected_ns).  If that check comes much
- * later, this process was stopped.  The deadline then starts anew, so that peers have the whole
- * timeout to show that they run again.
+ * virtual machine.  The monotonic clock does not stop with it.  Suppose that all ranks were
+ * stopped together.  The first rank that checks its deadline afterwards would find it passed
+ * and report a silent peer.  To prevent this, a waiting rank checks its deadline again and
+ * again, and stores before each sleep when the next check is due (expected_ns).  If that check
+ * comes much later, this process was stopped.  The deadline then starts anew, so that peers
+ * have the whole timeout to show that they run again.
  *
  * A deadline must also end on a machine that is always overloaded.  So it starts anew only in
  * the first DEADLINE_RESTART_LIMIT timeouts of running time.  Later stops only move its end by

@@ -20,8 +20,8 @@ epic_fail(epic_result result, const char *format, ...);
 const char *epic_sentence(void);
 
 /* Copies a sentence to `out`, which has `size` bytes.  If it does not fit, its middle is
- * replaced by " ... ": the beginning names the error, the end names the remedy, and long values
- * of the caller are between them.  No UTF-8 character is cut. */
+ * replaced by " ... ".  The beginning names the error and the end names the remedy; the middle
+ * usually contains a long value of the caller.  No UTF-8 character is cut. */
 void epic_fit_text(char *out, size_t size, const char *sentence);
 
 /* Returns an ending for a sentence about this errno: "; " and a remedy, or "" if there is no

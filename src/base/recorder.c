@@ -41,7 +41,7 @@ static int64_t wall_ns(void)
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-/* --------------------------------------------------------------------- open and close ---- */
+/* ---------------------------------------------------------------------- open and close ---- */
 
 /* Creates a sealed memfd for one recorder_page.  Returns its descriptor, or -1 and sets errno.
  * All of its memory is allocated here, so that no later write to it can fail. */
@@ -128,7 +128,7 @@ void recorder_forget(epic_recorder *recorder)
     free(recorder);
 }
 
-/* ---------------------------------------------------------------------------- writing ---- */
+/* ----------------------------------------------------------------------------- writing ---- */
 
 static void store_words(_Atomic uint64_t *to, const void *from, size_t num_words)
 {
@@ -247,7 +247,7 @@ void recorder_end(epic_recorder *recorder, uint64_t record, epic_result result,
     trace_operation(recorder->trace, ended);
 }
 
-/* ---------------------------------------------------------------------------- reading ---- */
+/* ----------------------------------------------------------------------------- reading ---- */
 
 static bool is_valid_page(const recorder_page *page)
 {

@@ -17,7 +17,7 @@
 #include "base/trace.h"
 #include "epic/epic.h"
 
-/* ---------------------------------------------------------------------------- writing ---- */
+/* ----------------------------------------------------------------------------- writing ---- */
 
 typedef struct epic_recorder epic_recorder;
 
@@ -57,7 +57,7 @@ void recorder_phase(epic_recorder *recorder, uint64_t record, uint32_t phase,
 void recorder_end(epic_recorder *recorder, uint64_t record, epic_result result,
                   const char *sentence);
 
-/* ---------------------------------------------------------------------------- reading ---- */
+/* ----------------------------------------------------------------------------- reading ---- */
 
 #define RECORDER_MAGIC 0x0143455243495045 /* "EPICREC\1" in memory */
 #define RECORDER_VERSION 3

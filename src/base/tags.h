@@ -43,8 +43,8 @@ void tags_close(tag_table *table);
  * max_in_flight operations are in flight), EPIC_ENOMEM. */
 epic_result tags_begin(tag_table *table, uint64_t tag, uint64_t *place);
 
-/* Replaces the tag's operation in flight by a second one, which follows at once, and returns
- * the sequence number of the second one. */
+/* Ends the tag's operation in flight and begins the next operation of the tag, in one step.
+ * Returns the sequence number of the new operation. */
 uint64_t tags_continue(tag_table *table, uint64_t tag);
 
 /* Ends the tag's operation in flight. */

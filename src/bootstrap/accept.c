@@ -307,7 +307,7 @@ static bool serve_joiner(acceptor *a, joiner *g)
     return false;
 }
 
-/* ---------------------------------------------------------------------- the poll loop ---- */
+/* ----------------------------------------------------------------------- the poll loop ---- */
 
 /* Drops the oldest joiner to make room for a new one, if possible one that has sent no
  * hello. */

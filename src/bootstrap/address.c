@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Finds the socket addresses of a TCP bootstrap, and listens on them.
  *
- * Without a secret a bootstrap uses only loopback, even if tcp.address is another address of
- * this host, because anyone on the network could connect to the other address.  A rank on
- * another host then fails at once. */
+ * Without a secret a bootstrap uses only loopback, because anyone on the network could connect
+ * to another address.  This is so even if tcp.address is another address of this host.  A rank
+ * on another host then fails at once. */
 #include <errno.h>
 #include <netinet/in.h>
 #include <stdio.h>

@@ -11,7 +11,7 @@
 
 #include "bootstrap/env.h"
 
-/* The origin of a variable, which decides how far it is trusted. */
+/* The origin of a variable.  It decides how contradictions are handled. */
 typedef enum trust {
     BY_HAND,  /* set by the user or torchrun, perhaps below another launcher */
     LAUNCHER, /* set by a launcher of ranks; all such launchers must agree */
@@ -49,7 +49,7 @@ typedef struct claim {
     int64_t rank, num_ranks;
 } claim;
 
-/* ------------------------------------------------------------------------- variables ---- */
+/* --------------------------------------------------------------------------- variables ---- */
 
 /* Reads a variable that must be an integer of decimal digits from `least` to `most`.  Leaves
  * *out as it is if the variable is not set. */
@@ -83,8 +83,8 @@ static epic_result fail_half_set(const char *set, const char *missing)
     return epic_fail(EPIC_EINVAL, "%s is set and %s is not: set both", set, missing);
 }
 
-/* Returns true if this process is a task of srun.  Slurm sets SLURM_PROCID=0 and, with -n,
- * SLURM_NTASKS in a batch script too, but only a task has a step or another rank than 0.
+/* Returns true if this process is a task of srun.  Slurm also sets SLURM_PROCID=0 and, with -n,
+ * SLURM_NTASKS in a batch script.  But only a task has a step id, or a rank other than 0.
  * check_batch() handles the batch script. */
 static bool is_slurm_task(void)
 {
@@ -110,7 +110,7 @@ static epic_result read_claim(claim *out, const launcher *l)
     return parse_integer(l->rank, 0, most - 1, &out->rank);
 }
 
-/* --------------------------------------------------------------------- which to follow ---- */
+/* -------------------------------------------------------------- choice of the launcher ---- */
 
 static void describe_claim(char *out, size_t size, const claim *c)
 {
@@ -175,7 +175,7 @@ static epic_result choose_claim(claim *out, const claim *claims)
     return EPIC_OK;
 }
 
-/* ------------------------------------------------------------ address and port of rank 0 ---- */
+/* ---------------------------------------------------------- address and port of rank 0 ---- */
 
 static epic_result check_is_set(const claim *c, const char *name)
 {
@@ -238,7 +238,7 @@ static epic_result follow_claim(epic_tcp *tcp, char host[ENV_HOST], const claim 
     return EPIC_OK;
 }
 
-/* --------------------------------------------------------------------- no launcher at all ---- */
+/* ------------------------------------------------------------------------- no launcher ---- */
 
 /* Returns an error in a batch script or a salloc shell of a job with several tasks, because a
  * process there would silently form a group of one. */

@@ -3,8 +3,8 @@
  *
  * With a secret, both ends compute a key that is valid only for this connection: an HMAC with
  * the secret over both hellos.  Each hello has a new nonce.  The key is never sent.  The tag of
- * a frame is an HMAC with that key over the sender's side, the number of the frame among those
- * that this side sent, and the frame, which contains the SHA-256 of its bytes.  An attacker
+ * a frame is an HMAC with that key.  It covers the sender's side, the number of the frame on
+ * this side, and the frame itself, which contains the SHA-256 of its bytes.  An attacker
  * between the two ends can only close the connection: a frame that is changed, left out,
  * repeated, reordered or sent back does not have the expected tag.  No field of a frame is used
  * before its tag is checked.

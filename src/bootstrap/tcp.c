@@ -145,8 +145,8 @@ static epic_result receive_part(tcp_bootstrap *b, int32_t rank, char *to, size_t
     return EPIC_OK;
 }
 
-/* Receives the bytes of all ranks into `all`, in any order.  Also detects ranks that leave
- * while others are late. */
+/* Receives the bytes of all ranks into `all`, in any order.  Also detects a rank that leaves
+ * while another rank is late. */
 static epic_result collect_parts(tcp_bootstrap *b, char *all, size_t bytes, time_limit *limit)
 {
     int32_t num_ready = 0;
@@ -285,7 +285,7 @@ static epic_result gather_elsewhere(tcp_bootstrap *b, const void *mine, char *al
     return EPIC_OK;
 }
 
-/* ------------------------------------------------------------------- open, use, close ---- */
+/* -------------------------------------------------------------------- open, use, close ---- */
 
 static epic_result tcp_gather(void *self, const void *mine, void *all, int64_t bytes)
 {

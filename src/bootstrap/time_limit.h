@@ -5,7 +5,7 @@
  * (base/deadline.h).  A deadline detects that the process was stopped only if it is checked
  * before each sleep, and if sleeps are short.  So every loop that waits has this form:
  *
- *     int ms = time_limit_look(limit);   how long the next sleep may take; 0: the limit has passed
+ *     int ms = time_limit_look(limit);   longest next sleep; 0: the limit has passed
  *     poll(..., ms);
  *
  * A limit may have an outer limit.  For example, the outer limit of one connection is that of

@@ -24,7 +24,7 @@ static bool is_ours(const epic_context *ctx)
     return ctx->generation == process_generation();
 }
 
-/* --------------------------------------------------------------------------- breaking ---- */
+/* ----------------------------------------------------------------------------- failure ---- */
 
 epic_result backend_copy_error(const epic_backend *backend, epic_result result)
 {
@@ -44,8 +44,8 @@ epic_result context_break(epic_context *ctx, const epic_failure_info *failure)
     return epic_fail((epic_result)ctx->failure.result, "%s", ctx->failure.sentence);
 }
 
-/* Reads the failure of the group from the backend. Returns whether there is one, and writes it to
- * *failure. */
+/* Reads the failure of the group from the backend. Returns whether there is one, and writes it
+ * to *failure. */
 static bool new_failure(const epic_context *ctx, epic_failure_info *failure)
 {
     const epic_backend *backend = ctx->backend;
@@ -135,7 +135,7 @@ bool context_relays(const epic_context *ctx, const int32_t *rank_of_expert)
     return ctx->backend->ops && ctx->num_hosts > 1 && !rank_of_expert;
 }
 
-/* ---------------------------------------------------------------------------- queries ---- */
+/* ----------------------------------------------------------------------------- queries ---- */
 
 int32_t epic_rank(const epic_context *ctx)
 {

@@ -25,7 +25,7 @@ struct epic_dispatcher {
     bool spread;          /* combine_backward has run since the last dispatch */
 };
 
-/* ----------------------------------------------------------------------------- memory ---- */
+/* ------------------------------------------------------------------------------ memory ---- */
 
 /* Allocates 64-byte aligned memory of the context's device, or of the host for a host context.
  * Returns NULL if memory is short. */
@@ -93,7 +93,7 @@ static void release_all(epic_dispatcher *s)
     release_memory(s, s->plan);
 }
 
-/* ------------------------------------------------------------------------ open, close ---- */
+/* ------------------------------------------------------------------------- open, close ---- */
 
 /* Uses config.ctx, or opens a context that belongs to the dispatcher. */
 static epic_result open_context(epic_dispatcher *s)
@@ -191,7 +191,7 @@ epic_context *epic_dispatcher_context(const epic_dispatcher *dispatcher)
     return dispatcher != NULL ? dispatcher->ctx : NULL;
 }
 
-/* ------------------------------------------------------------------------------ calls ---- */
+/* ------------------------------------------------------------------------------- calls ---- */
 
 /* Checks the handle. For the backward calls (`gradients`) also checks config.gradients. */
 static epic_result check_dispatcher(const epic_dispatcher *s, bool gradients)

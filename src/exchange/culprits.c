@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Finds the culprits: the ranks for which all others wait. A rank that itself waits is not a
+/* Finds the culprits: the ranks for which their peers wait. A rank that itself waits is not a
  * culprit, unless the ranks wait for each other in a circle. */
 #include "exchange/culprits.h"
 
@@ -41,8 +41,8 @@ bool has_peer_finished(const exchange *x, const epic_peer_status *sight)
     return sight->sequence > x->header_sequence || !sight->inside;
 }
 
-/* Follows the waits of x and of its peers, and adds to `ends` the ranks at which they end:
- * ranks that do not wait themselves, or are gone. */
+/* Follows the waits of x and of its peers. Adds to `ends` the ranks at which they end: ranks
+ * that are gone or do not wait themselves. */
 static void follow_waits(exchange *x, uint64_t *ends)
 {
     uint64_t todo[RANK_WORDS], seen[RANK_WORDS] = {0};

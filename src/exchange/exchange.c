@@ -162,7 +162,7 @@ static epic_result exchange_check_peers(exchange *x, uint64_t now, bool late)
 }
 
 /* Breaks the group because the deadline has passed. Returns EPIC_OK if this process was stopped
- * during the search for culprits. Peers that were stopped with it look silent, so the deadline
+ * during the search for culprits. Peers that were stopped with it seem silent, so the deadline
  * starts again. */
 static epic_result exchange_report_timeout(exchange *x)
 {
@@ -245,8 +245,8 @@ static epic_result exchange_claim_op_slot(exchange **out, epic_context *ctx, exc
 
 /* Compares rank r's op header with this rank's, and with the header of rank *good. *good is the
  * first rank whose header reports no error, or -1. The second comparison is needed because a
- * header with an error has few other elements: comparing only with such a header could miss a
- * difference between two others. */
+ * header with an error has few other elements. If this rank's header has an error, the first
+ * comparison could miss a difference between two other ranks. */
 static epic_result exchange_compare_header(exchange *x, int r, int *good)
 {
     char sentence[256];

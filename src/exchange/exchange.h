@@ -130,8 +130,9 @@ typedef struct row_split {
     int32_t num_pieces; /* at least 1, even for a row without bytes */
 } row_split;
 
-/* Returns the split into the largest pieces of which one fits into a ring entry together with
- * `trailer` bytes. everyone: for the ring to EVERYONE, if there is one. */
+/* Returns the split of a row into pieces. A piece is as large as possible, so that it fits into
+ * a ring entry together with `trailer` bytes. everyone: for the ring to EVERYONE, if there is
+ * one. */
 row_split exchange_split_rows(const exchange *x, bool everyone, int64_t row_bytes,
                               int64_t trailer);
 

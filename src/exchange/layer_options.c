@@ -120,7 +120,7 @@ _Static_assert(NUM_OPTIONS + DOUBLE_WORDS + NUM_WEIGHTS <= OPTION_WORDS,
 
 #define FIRST_WEIGHT (OPTION_WORDS - NUM_WEIGHTS) /* the weights are the last words */
 
-/* ------------------------------------------------------------------------- to words ---- */
+/* -------------------------------------------------------------------- options to words ---- */
 
 static void put_word(uint32_t **at, uint32_t value)
 {
@@ -253,7 +253,7 @@ void layer_options_set_weights(layer_options *out, bool are_checked,
     out->weights_hash = hash_bytes(at, NUM_WEIGHTS * sizeof *at) | 1;
 }
 
-/* ---------------------------------------------------------------------- to sentences ---- */
+/* ------------------------------------------------------------------ words to sentences ---- */
 
 static int num_words_of(const option *o)
 {

@@ -14,12 +14,12 @@
 
 #include "exchange/exchange.h"
 
+/* The ways to copy a row: through the caches, past them, or through them with a timer. */
 typedef enum ring_path { RING_CACHED, RING_STREAMED, RING_TIMED } ring_path;
 typedef void copy_function(void *to, const void *from, size_t n);
 
-/* Returns how to copy the next row of `bytes` bytes into a ring: through the caches, past them,
- * or through them with a timer. `lane` is the rank that reads the ring; this rank's own number
- * means the ring to EVERYONE. */
+/* Returns how to copy the next row of `bytes` bytes into a ring. `lane` is the rank that reads
+ * the ring; this rank's own number means the ring to EVERYONE. */
 ring_path ring_choose_path(exchange *x, int lane, int64_t bytes);
 
 /* Copies a row in the way that ring_choose_path() returned. `past` is a function that copies

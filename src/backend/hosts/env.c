@@ -71,9 +71,8 @@ static epic_result read_number(const char *name, const char *what, const char *w
     return EPIC_OK;
 }
 
-/* Reads EPIC_NET_WINDOW. The default is at least the number of tokens of most operations,
- * because then all sends come before the first receive, which keeps the net busy
- * (docs/lab/hosts.md). */
+/* Reads EPIC_NET_WINDOW. The default covers all tokens of most operations: then all sends come
+ * before the first receive, which keeps the net busy (docs/lab/hosts.md). */
 static epic_result read_window(int32_t *window)
 {
     TRY(read_number("EPIC_NET_WINDOW", "tokens that are sent before one is received", "8192",

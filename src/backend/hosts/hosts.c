@@ -59,7 +59,7 @@ static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *c
     return engine && engine->is_available(why);
 }
 
-/* --------------------------------------------------------------------------- own part ---- */
+/* --------------------------------------------------------- memory and net of this rank ---- */
 
 /* Allocates pinned host memory that the GPU can access. */
 static epic_result alloc_host(uint8_t **out, int64_t bytes)
@@ -258,7 +258,7 @@ static epic_result prepare_rank(epic_group *g, hosts_part *h, peer_info *mine)
     return listen_for_liveness(g, h, mine);
 }
 
-/* ------------------------------------------------------------------------------ peers ---- */
+/* ---------------------------------------------------------------- connections to peers ---- */
 
 /* Passes the net handles of all ranks to the engine, which connects to them. */
 static epic_result connect_net(epic_group *g, hosts_part *h, const peer_info *infos)
@@ -321,9 +321,9 @@ static epic_result check_peers(const peer_info *infos, int num_ranks)
     return EPIC_OK;
 }
 
-/* Sends this rank's info, with its result so far, to all ranks and receives theirs in infos[0
- * .. num_ranks - 1]. infos[num_ranks] is this rank's own copy. All ranks read the same infos,
- * so all take the same decisions and make the same number of gathers. */
+/* Sends this rank's info, with its result so far, to all ranks and receives theirs. `infos`
+ * holds the infos of all ranks, followed by this rank's own. All ranks read the same infos, so
+ * all take the same decisions and make the same number of gathers. */
 static epic_result gather_peers(const epic_join *join, peer_info *infos, epic_result result)
 {
     peer_info *mine = &infos[join->bootstrap->num_ranks];
@@ -413,7 +413,7 @@ static int32_t ranks_per_host(const epic_group *g, const peer_info *infos)
 }
 
 /* The last step of joining: connects to the heaps of the ranks on this host, sets the options
- * that depend on all ranks, and starts the proxy thread. */
+ * that depend on all ranks, and connects liveness. Then starts the proxy thread. */
 static epic_result connect_peers(epic_group *g, hosts_part *h, const peer_info *infos)
 {
     p2p_gpu gpus[NET_MAX_HOSTS];
@@ -428,7 +428,7 @@ static epic_result connect_peers(epic_group *g, hosts_part *h, const peer_info *
     return start_proxy(g, h);
 }
 
-/* ------------------------------------------------------------------- join and leave ---- */
+/* ---------------------------------------------------------------------- join and leave ---- */
 
 /* Frees everything that the group has; members that do not exist are NULL. */
 static void free_group(epic_group *g)

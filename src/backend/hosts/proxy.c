@@ -37,9 +37,9 @@
 #define MAX_NAP_IDLE_US 20000 /* longest sleep otherwise; hosts_proxy_wake() ends it */
 #define MESSAGE_TIMEOUT_MS 2000
 
-/* A word in the heaps of the peers that holds this rank's newest state. A new put of the word
- * starts only after the previous one is done, because puts may arrive in any order and an older
- * value could overwrite a newer one. */
+/* A word in the heaps of the peers that holds this rank's newest state. Puts may arrive in any
+ * order, so a new put of the word starts only after the previous one is done. Otherwise an
+ * older value could overwrite a newer one. */
 typedef struct state_word {
     uint64_t sent;
     uint64_t posted; /* number of the put that sent it */
@@ -93,7 +93,7 @@ static bool is_peer(const hosts_proxy *p, int host)
     return host != p->setup.host && host < p->setup.num_hosts;
 }
 
-/* ---------------------------------------------------------------------- of the kernels ---- */
+/* ----------------------------------------------------------------- puts of the kernels ---- */
 
 /* Records how many puts were posted to each host until this epoch ended. free_epochs() compares
  * these numbers with the finished puts. */
@@ -160,7 +160,7 @@ static bool has_fewer_in_flight(const hosts_proxy *p, int host, uint64_t max_put
 }
 
 /* Implements put_batch_may_go: decides which batches are posted now.
- *   - Complete batches of rows: if fewer than max_puts_in_flight puts are in flight to the host.
+ *   - Complete batches of rows: if fewer than max_puts_in_flight are in flight to the host.
  *     Further batches stay here, because the net would send urgent puts only after them.
  *   - Urgent batches: as soon as no more urgent pieces arrive. The warps of a plan post about
  *     a thousand pieces of records one after the other, and joining them saves puts.
@@ -187,9 +187,9 @@ static void record_urgent(hosts_proxy *p, int host)
 }
 
 /* Posts all batches that may_go() allows. Returns the number of puts. If the net has no room
- * for one host, the other hosts are still served. Otherwise they would wait for that host, and
- * their peers would blame this rank. When the epoch ends and everything is posted, records the
- * end of the epoch. */
+ * for one host, the other hosts are still served. Otherwise the other hosts would wait for rows
+ * from this rank and report it as the culprit. When the epoch ends and everything is posted,
+ * records the end of the epoch. */
 static int post_batches(hosts_proxy *p)
 {
     int posted = 0;
@@ -226,7 +226,7 @@ static void free_epochs(hosts_proxy *p)
     }
 }
 
-/* ------------------------------------------------------------------------ of the rank ---- */
+/* ------------------------------------------------------ state and messages of the rank ---- */
 
 /* Sends a state word to a host if its value is new and the previous put of the word is done. */
 static void send_state_word(hosts_proxy *p, state_word *m, int host, int64_t at, uint64_t value)
@@ -261,8 +261,8 @@ static void send_state(hosts_proxy *p)
     }
 }
 
-/* Advances the message of hosts_proxy_send() to a host: posts a requested message when no other
- * put to the host is in flight, and marks a posted one as idle when its put is done. */
+/* Advances the message of hosts_proxy_send() to a host. A requested message is posted when no
+ * other put to the host is in flight. A posted message becomes idle when its put is done. */
 static void progress_message(hosts_proxy *p, int host)
 {
     message *m = &p->messages[host];
@@ -287,7 +287,7 @@ static void mark_dead(const hosts_proxy *p)
             __atomic_fetch_or(&s->status->dead, 1u << h, __ATOMIC_RELEASE);
 }
 
-/* ------------------------------------------------------------------------- the thread ---- */
+/* --------------------------------------------------------------------------- main loop ---- */
 
 /* Runs one round of the thread. Returns how many entries and puts made progress. */
 static int proxy_progress(hosts_proxy *p)

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Joins pieces into puts. A batch is in one of three linked lists: free, waiting for more
- * pieces, or ready to be posted. Waiting and ready lists exist twice, for urgent batches and
- * for others. */
+ * pieces, or ready to be posted. There are two waiting and two ready lists: one for urgent
+ * batches and one for rows. */
 #include "backend/hosts/put_batch.h"
 
 #include <stdlib.h>

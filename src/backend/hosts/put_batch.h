@@ -2,10 +2,10 @@
 /* Joins the pieces that kernels post into fewer and larger puts.
  *
  * A piece is a range of words in the outbox, for one host. The heap of a host is divided into
- * batches of the size that the net prefers. The pieces of a batch are kept until the batch is
- * complete, until no more pieces of it are expected, or until the net has little to do. Then
- * each run of adjacent pieces is sent as one put. The first batches of a heap are urgent: they
- * hold announcements and counts, for which all ranks wait, so they are sent before rows.
+ * batches of the size that the net prefers. A batch waits until it is complete, until no more
+ * pieces of it are expected, or until the net has little to do. Then each run of adjacent
+ * pieces is sent as one put. The first batches of a heap are urgent: they hold announcements
+ * and counts, for which all ranks wait, so they are sent before rows.
  *
  * Only the proxy thread uses a batcher. */
 #ifndef EPIC_HOSTS_PUT_BATCH_H
@@ -53,7 +53,7 @@ bool put_batcher_is_urgent(const put_batcher *all, uint64_t word);
 void put_batcher_add(put_batcher *all, int host, uint64_t word, uint32_t words);
 
 /* Writes the next put that `may` allows to *out: urgent batches first, then complete ones, then
- * the oldest of the others. Returns false if no batch may be sent. After each put the caller
+ * the oldest partial ones. Returns false if no batch may be sent. After each put the caller
  * calls one of the next two functions. */
 bool put_batcher_next(put_batcher *all, put_batch_may_go *may, const void *self,
                       put_range *out);

@@ -54,7 +54,7 @@ static void unlock_mpi(void)
     if (runtime_mutex()) pthread_mutex_unlock(runtime_mutex());
 }
 
-/* ------------------------------------------------------------------------------- roll ---- */
+/* -------------------------------------------------------------------------- roll calls ---- */
 
 static void send_roll_calls(MPI_Comm comm, int rank, int num_ranks)
 {
@@ -80,8 +80,9 @@ static bool receive_roll_call(MPI_Comm comm, bool *missing)
 }
 
 /* Receives roll calls, and sends this rank's once: if `late` is set, or if another rank's has
- * arrived. Errors of MPI are ignored, because roll calls only improve an error text. The
- * caller's error handler is replaced meanwhile, because it may end the program. */
+ * arrived. Errors of MPI are ignored, because roll calls only improve an error text. During the
+ * exchange, MPI_ERRORS_RETURN replaces the caller's error handler, which may end the
+ * program. */
 static void exchange_roll_calls(const bootstrap *m, MPI_Comm comm, bool *missing, bool late)
 {
     MPI_Errhandler theirs;
@@ -107,7 +108,7 @@ static epic_result fail_with_missing(const bootstrap *m, const bool *missing)
                      m->rank, m->timeout_ms, names);
 }
 
-/* -------------------------------------------------------------------------- duplicating ---- */
+/* ------------------------------------------------------------------------- duplicating ---- */
 
 /* Polls until the duplicate exists or the time limit passes. Exchanges roll calls in the second
  * half of the time limit. Between polls other threads may use MPI. */
@@ -277,7 +278,7 @@ static epic_result gather_bytes(void *self, const void *mine, void *all, int64_t
     return EPIC_OK;
 }
 
-/* ------------------------------------------------------------------------ open and close ---- */
+/* ---------------------------------------------------------------------- open and close ---- */
 
 bool bootstrap_can_use(MPI_Comm comm, const char *name, char *why, size_t size)
 {

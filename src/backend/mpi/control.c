@@ -46,7 +46,7 @@ void control_notify_all(epic_group *group)
     for (int i = 0; i < group->num_slots; i++) group->slots[i].num_events++;
 }
 
-/* ------------------------------------------------------------------------- failures ---- */
+/* ---------------------------------------------------------------------------- failures ---- */
 
 /* Stores the failure, unless the group has one, and ends all waits of this rank. If
  * should_broadcast is set, also sends the failure to all ranks. The release store of `broken`
@@ -99,7 +99,7 @@ void control_stop(epic_group *group)
     }
 }
 
-/* --------------------------------------------------------------------------- leaving ---- */
+/* ----------------------------------------------------------------------------- leaving ---- */
 
 void control_close(epic_group *group)
 {

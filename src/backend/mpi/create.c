@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Creates a communicator of some ranks of another communicator, within a deadline.
  *
- * Only MPI_Comm_create_group works without the ranks that are left out, but it waits forever
- * for a rank that has died meanwhile. So a separate thread calls it, if MPI allows several
- * threads. If the call does not return in time, the caller leaves the thread running. The
- * thread frees its memory when the call returns. */
+ * Only MPI_Comm_create_group works without the ranks that are left out, but it waits forever if
+ * one of the ranks dies. So a separate thread calls it, if MPI allows several threads. If the
+ * call does not return in time, the caller leaves the thread running. The thread frees its
+ * memory when the call returns. */
 #include <stdlib.h>
 
 #include "backend/mpi/group.h"

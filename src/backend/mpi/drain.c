@@ -3,10 +3,10 @@
  *
  * A slow peer may not yet have received rows of an exchange that this rank has finished. MPI
  * moves these rows only when this rank calls MPI. But the rank may compute for a long time, or
- * never call EPIC again. So this thread polls MPI once per millisecond while such rows exist
- * and no other thread polls. After IDLE_LOOKS rounds without such rows it sleeps. It does not
- * sleep at once, because waking it after every operation costs more than a short operation
- * takes. */
+ * never call EPIC again. So this thread polls MPI once per millisecond while there are unsent
+ * rows and no other thread polls. After IDLE_LOOKS rounds without unsent rows it sleeps. It
+ * does not sleep at once, because waking it after every operation costs more than a short
+ * operation takes. */
 
 #include "backend/mpi/group.h"
 #include "base/error.h"

@@ -89,7 +89,7 @@ typedef struct early_header {
     epic_op_header header;
 } early_header;
 
-/* The state of one peer, as far as this rank knows it. */
+/* The last known state of one peer. */
 typedef struct peer {
     bool is_closing; /* its close message arrived; older messages may follow */
     bool closed;

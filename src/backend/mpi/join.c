@@ -15,7 +15,7 @@
 #define SETTLE_NS 100000000
 #define FLUSH_NAP_NS 100000
 
-/* ----------------------------------------------------------------------------- can_join ---- */
+/* ---------------------------------------------------------------------------- can_join ---- */
 
 /* Returns the number of ranks that mpirun has started, or 0 if it did not start this
  * process. */
@@ -94,7 +94,7 @@ bool mpi_can_join(const epic_peer *peers, int num_ranks, const epic_config *conf
     return false;
 }
 
-/* --------------------------------------------------------------------------------- join ---- */
+/* -------------------------------------------------------------------------------- join ---- */
 
 /* The data that a rank sends through the bootstrap before the first collective MPI call. */
 typedef struct join_info {
@@ -252,7 +252,7 @@ epic_result mpi_join(epic_group **out, const epic_join *join)
     return result;
 }
 
-/* -------------------------------------------------------------------------------- leave ---- */
+/* ------------------------------------------------------------------------------- leave ---- */
 
 /* Returns whether a peer's process ended at least SETTLE_NS ago without a close message. The
  * close message may still arrive in that time. *since is when the first dead peer was seen. */
@@ -333,7 +333,7 @@ static void break_with_timeout(epic_group *group)
 }
 
 /* Leaves the group: sends the close message, waits until MPI needs no memory of this rank, and
- * frees the rings. lifecycle.c keeps the communicator until all peers have left. */
+ * frees the rings. The communicator stays until all peers have left (lifecycle.c). */
 void mpi_leave(epic_group *group)
 {
     const bool up = runtime_is_up();

@@ -4,8 +4,8 @@
  *
  * This rank keeps the communicator of a group that it has left until all peers have left too.
  * The reason: MPI reuses the number of a freed communicator, and a late message would then
- * reach the wrong group. Such groups are freed when this rank opens or leaves another group, or
- * when MPI ends. The communicator of a broken group is never freed. */
+ * reach the wrong group. A group that all peers have left is freed when this rank opens or
+ * leaves another group, or when MPI ends. The communicator of a broken group is never freed. */
 #include <unistd.h>
 
 #include "backend/mpi/group.h"
@@ -23,7 +23,7 @@ static struct {
     epic_group *left;
 } lifecycle = {.mutex = PTHREAD_MUTEX_INITIALIZER};
 
-/* ------------------------------------------------------------------ groups that were left */
+/* ------------------------------------------------------ groups that this rank has left ---- */
 
 static bool all_closed(const epic_group *group)
 {
@@ -91,7 +91,7 @@ void lifecycle_retire(epic_group *group)
     pthread_mutex_unlock(&lifecycle.mutex);
 }
 
-/* ------------------------------------------------------------------------ start and end ---- */
+/* ----------------------------------------------------------------------- start and end ---- */
 
 /* MPI calls this at the beginning of MPI_Finalize, no matter which code calls MPI_Finalize.
  * Waits up to LAST_CALL_NS for peers that are leaving, then cancels the posted receives. */

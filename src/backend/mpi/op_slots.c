@@ -4,7 +4,7 @@
  * begins the exchange, it is stored in peer.early of that peer. */
 #include "backend/mpi/group.h"
 
-/* ---------------------------------------------------------------------------- notes ---- */
+/* -------------------------------------------------------------------------- op headers ---- */
 
 /* Returns the open slot of an exchange, or NULL. */
 op_slot *op_slots_find(epic_group *group, uint64_t tag, uint64_t sequence)
@@ -81,7 +81,7 @@ static void take_early_header(epic_group *group, op_slot *slot, int from)
     }
 }
 
-/* ------------------------------------------------------------------- claim to finish ---- */
+/* ------------------------------------------------------------------ claim and announce ---- */
 
 /* Returns a free slot, or NULL. */
 op_slot *op_slots_find_free(epic_group *group)
@@ -109,8 +109,8 @@ static void reset_slot(epic_group *group, op_slot *slot)
     slot->wait = (wait_state){.unchanged_since_ns = clock_ns()};
 }
 
-/* Implements epic_transport.announce: opens the slot, takes over early headers, and sends this
- * rank's header to all peers. */
+/* Implements epic_transport.announce: opens the slot, moves early headers of this exchange to
+ * it, and sends this rank's header to all peers. */
 void mpi_announce(epic_group *group, int index, uint64_t tag, uint64_t sequence,
                   const epic_op_header *header)
 {

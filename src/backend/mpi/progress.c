@@ -3,7 +3,7 @@
  * op_slots.c and peer_status.c, rows to staging.c. */
 #include "backend/mpi/group.h"
 
-/* ------------------------------------------------------------------ control messages ---- */
+/* -------------------------------------------------------------------- control messages ---- */
 
 /* Passes a control message to the function for its kind. */
 static void dispatch_message(epic_group *group, const control_message *message, int from)
@@ -75,7 +75,7 @@ void progress_break_group(epic_group *group, const epic_failure_info *failure)
     pthread_mutex_unlock(group->mutex);
 }
 
-/* ------------------------------------------------------------------------------ rows ---- */
+/* -------------------------------------------------------------------------------- rows ---- */
 
 /* Polls the sends and receives of a slot. Counts an event for each arrived segment, and for
  * each finished send if the slot waits for room. */
@@ -120,7 +120,7 @@ void progress_drain(epic_group *group)
         if (group->slots[i].state == SLOT_DRAINING) free_if_idle(group, &group->slots[i]);
 }
 
-/* ------------------------------------------------------------------------- of a cell ---- */
+/* ------------------------------------------------------------------------- one op slot ---- */
 
 /* Polls MPI for the messages that the slot waits for: rows if a flow has begun, otherwise
  * headers. Polling only one kind matters if there are more ranks than cores, because an MPI

@@ -31,8 +31,8 @@ static void end_wait(wait_state *w)
     w->last_ns = clock_ns();
 }
 
-/* Returns whether this wait is for a peer that is gone. Such a wait ends soon, and the caller
- * decides whether the peer still has to send rows. */
+/* Returns whether this wait is for a peer that is gone. The wait then ends after PATIENCE_NS,
+ * and the caller decides whether the peer still has to send rows. */
 static bool waits_for_gone_peer(epic_group *group, const wait_state *w, int64_t now)
 {
     liveness_check(group, now);

@@ -4,7 +4,7 @@
  *
  *   forward    saved = x W_gate_up;  activations = f(saved);  y = activations W_down.
  *              With e4m3 weights the activations are also e4m3, followed by their scales.
- *   backward   d = d_y W_down^T; then activations and d_gate_up, computed from d and saved in place;
+ *   backward   d = d_y W_down^T; activations and d_gate_up from d and saved, in place;
  *              d_w_down = activations^T d_y;  d_w_gate_up = x^T d_gate_up;
  *              d_x = d_gate_up W_gate_up^T.  With e4m3 weights d_y and d_gate_up are
  *              quantized for the products with them. */

@@ -154,8 +154,8 @@ static void write_timeout(const p2p_status *s, char *to, size_t size)
              phase_name(s->phase));
 }
 
-/* Appends why this rank's plan was invalid, if a notice of the same operation has a reason that
- * made this rank differ from the others. */
+/* Appends why this rank's plan was invalid, if a kernel reported that in the same operation. An
+ * invalid plan can be the reason why this rank's signature differs. */
 static void add_cause(const epic_group *g, char *to, size_t size)
 {
     const p2p_status *s = g->status;

@@ -81,8 +81,8 @@ static epic_result launch_split(const p2p_pieces_job *job, epic_stream stream)
     return p2p_cuda(p2p_launch_split(job, (cudaStream_t)stream), "launching the gate's pieces");
 }
 
-/* Multiplies in three steps: splits `b` into pieces, multiplies `a` by all of them on tensor
- * cores, and adds the columns that belong to the pieces of one number. */
+/* Multiplies in three steps. Splits `b` into pieces. Multiplies `a` by all of them on tensor
+ * cores. Adds the columns that belong to the pieces of one number. */
 static epic_result multiply_pieces(const p2p_gemm *product, const p2p_gemm *pieces,
                                    const epic_gate_args *gate)
 {

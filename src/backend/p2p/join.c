@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Joins and leaves a group: every rank allocates a heap, sends its IPC handle to the others
- * through the bootstrap, and maps the heaps of the others. */
+/* Joins and leaves a group. When joining, every rank allocates a heap, sends its IPC handle
+ * through the bootstrap, and maps the heaps of its peers. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -11,7 +11,7 @@
 
 #define LEAVE_NAP_NS 200000
 
-/* The data that a rank sends to the others through the bootstrap. */
+/* The data that a rank sends to all ranks through the bootstrap. */
 typedef struct join_card {
     uint32_t result; /* epic_result of this rank so far */
     p2p_gpu gpu;
@@ -40,7 +40,7 @@ static bool p2p_can_join(const epic_peer *peers, int num_ranks, const epic_confi
     return p2p_share_library(peers, num_ranks, why);
 }
 
-/* ---------------------------------------------------------------------------- own part ---- */
+/* ----------------------------------------------------------------- memory of this rank ---- */
 
 /* Allocates and clears this rank's heap. */
 static epic_result make_heap(epic_group *g)
@@ -63,7 +63,7 @@ static epic_result make_own_part(epic_group *g, join_card *mine)
     return p2p_heap_export(g, g->self.heap[g->rank], &mine->handle);
 }
 
-/* ------------------------------------------------------------------------------- peers ---- */
+/* ---------------------------------------------------------------- connections to peers ---- */
 
 /* Checks the card of a rank, and returns its error if it failed. Any program that reaches the
  * bootstrap may have written the card. */

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The layer of a call, and what the host computes from it: whether the kernels support it, the
- * offsets of the arrays in its plans, and the hashes by which ranks and plans are compared. */
+/* Checks that the kernels support the layer of a call. Computes from the layer the offsets of
+ * the arrays in its plans, and the hashes by which ranks and plans are compared. */
 #ifndef EPIC_P2P_LAYERS_H
 #define EPIC_P2P_LAYERS_H
 
@@ -42,8 +42,9 @@ void p2p_expect_layer(p2p_self *self, const epic_layer *layer);
 /* Returns whether EPIC_BY_K makes a difference for this layer. */
 bool p2p_keeps_by_k(const epic_layer *layer);
 
-/* Returns whether combine needs an option that the low-latency kernels do not support: several
- * leaves per rank, partials of another type, or a tree of more than 8 ranks. */
+/* Returns whether combine needs an option that the low-latency kernels do not support. These
+ * options are several leaves per rank, partials of another type, and a tree of more than 8
+ * ranks. */
 bool p2p_has_rare_sums(const epic_group *group, const epic_layer *layer);
 
 #endif

@@ -88,7 +88,7 @@ static cudaError_t launch_rows(const p2p_self *self, int64_t bytes, int aligned,
 
 typedef cudaError_t launcher(const p2p_dispatch_job *job, int num_sms, cudaStream_t stream);
 
-/* Launches a dispatch for both layouts, each with a plan that is read and with a plan that is
+/* Launches a dispatch for both layouts, each with a plan that exists and with one that is
  * made. */
 static cudaError_t launch_layouts(const p2p_dispatch_job *like, launcher *launch,
                                   cudaStream_t stream)
@@ -104,8 +104,8 @@ static cudaError_t launch_layouts(const p2p_dispatch_job *like, launcher *launch
     return error;
 }
 
-/* Launches the kernels for packed rows: rows from two arrays and quantized rows, each with a
- * plan that is read and with a plan that is made. */
+/* Launches the kernels for packed rows: for rows with given scales and for quantized rows, each
+ * with a plan that exists and with one that is made. */
 static cudaError_t launch_packed(const p2p_self *self, int aligned, cudaStream_t stream)
 {
     cudaError_t error = cudaSuccess;

@@ -269,8 +269,9 @@ static epic_result p2p_dispatch(epic_group *g, const epic_dispatch_args *args)
     return launch_dispatch(g, &job, &args->call, "launching dispatch");
 }
 
-/* Returns whether rows may be sent before the plan is complete: nothing is dropped, the id
- * alone determines the rank, and all rows fit into the staging memory. */
+/* Returns whether rows may be sent before the plan is complete. This needs three conditions:
+ * nothing is dropped, the id alone determines the rank, and all rows fit into the staging
+ * memory. */
 static bool can_overlap(const epic_group *g, const p2p_dispatch_job *job)
 {
     const int64_t row = p2p_packed_bytes(job->row_bytes, job->scale_bytes);
@@ -280,9 +281,9 @@ static bool can_overlap(const epic_group *g, const p2p_dispatch_job *job)
            g->config.max_tokens * row <= g->self.at.source_bytes;
 }
 
-/* Returns how many tokens to send while the plan is made: as many as the links carry in that
- * time if the routing is uniform, but at most a fifth of the tokens, so that receiving can
- * catch up. */
+/* Returns how many tokens to send while the plan is made. It is the number that the links carry
+ * in that time if the routing is uniform. It is at most a fifth of the tokens, so that
+ * receiving can catch up. */
 static int32_t early_tokens_of(const epic_group *g, const p2p_dispatch_job *job)
 {
     const int64_t ranks = g->num_ranks, top_k = job->plan.layer.top_k;

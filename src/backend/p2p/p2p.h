@@ -16,7 +16,7 @@
 typedef struct p2p_watch p2p_watch;   /* watches the peers' processes */
 typedef struct hosts_part hosts_part; /* state that backend hosts adds */
 
-typedef struct p2p_gpu { /* the facts about a rank's GPU that it sends to the others */
+typedef struct p2p_gpu { /* the facts about its GPU that a rank sends to all ranks */
     int32_t device_sms;
     int32_t taken_sms;  /* SMs that other contexts of its process use */
     uint8_t device[16]; /* uuid */
@@ -50,7 +50,7 @@ struct epic_group {
     p2p_beats *beats;      /* show to kernels that this process runs (beats.h) */
     hosts_part *hosts;     /* NULL in backend p2p */
     cudaStream_t side;     /* stream for copies that must work while a kernel runs */
-    uint64_t *word;        /* pinned host memory for such copies */
+    uint64_t *word;        /* pinned host memory for copies on `side` */
     bool bulk;             /* the GPU has bulk stores (compute capability 9.0) */
     int32_t lowlat_tokens; /* largest number of tokens per rank for low-latency kernels */
 };
@@ -158,7 +158,7 @@ epic_result p2p_check_group(epic_group *group);
  * EPIC_OK. */
 epic_result p2p_take_notice(epic_group *group);
 
-/* Breaks the group on all ranks. The others return EPIC_EPEER with the text `why`. */
+/* Breaks the group on all ranks. The other ranks return EPIC_EPEER with the text `why`. */
 void p2p_abort(epic_group *group, uint64_t tag, const char *why);
 
 /* Router and losses, in router.c. Each function checks that the kernels support the arguments,
@@ -215,7 +215,7 @@ epic_result p2p_trees(epic_group *group, epic_stream stream, float *values, int6
 epic_result p2p_give_losses(epic_group *group, epic_stream stream, const float *losses,
                             const epic_moe_args *args);
 /* Writes to d_losses [2] the gradients of the balance loss and of the z-loss, each plus d_loss.
- * If d_loss is NULL, it counts as 1; the others count as 0. */
+ * If d_loss is NULL, it counts as 1; another NULL gradient counts as 0. */
 epic_result p2p_take_losses(epic_group *group, epic_stream stream, float *d_losses,
                             const epic_moe_backward_args *args);
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* NVTX ranges: one on the host for each call that launches kernels, with the name of the call,
- * so that tools such as Nsight Systems show to which call a kernel belongs. NVTX is a header of
- * the CUDA toolkit. Without such a tool, a range costs a load and a branch. */
+/* NVTX ranges: each call that launches kernels has a range with its name on the host. Tools
+ * such as Nsight Systems then show to which call a kernel belongs. NVTX is a header of the CUDA
+ * toolkit. Without such a tool, a range costs a load and a branch. */
 #ifndef EPIC_P2P_RANGES_H
 #define EPIC_P2P_RANGES_H
 

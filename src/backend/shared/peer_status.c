@@ -64,8 +64,7 @@ void shared_look_at_peer(epic_group *g, int peer, uint64_t tag, uint64_t sequenc
     memset(out, 0, sizeof *out);
     /* A peer first marks itself as closed and then ends. This reads the two facts in the
      * opposite order: if the peer's end is seen, its mark is seen too. In the other order, a
-     * peer that does both between the two reads would look like a process that died without
-     * closing. */
+     * peer that does both between the two reads would seem to have died without closing. */
     out->gone = shared_is_gone(g, peer);
     out->closed = load_acquire(&shared_rank_state_of(g, peer)->closed);
     out->gone |= out->closed;

@@ -46,7 +46,8 @@ typedef struct shared_peer_counters {
 /* One rank's part of one exchange. Only the owner writes it, except `futex` and the peers' half
  * of the counters. */
 typedef struct shared_op_slot {
-    /* Even: the members up to `op_header` belong to one exchange. Odd: the owner is writing them. */
+    /* Even: the members up to `op_header` belong to one exchange. Odd: the owner is writing
+     * them. */
     _Alignas(64) _Atomic uint64_t version;
     _Atomic uint64_t tag;
     _Atomic uint64_t sequence;

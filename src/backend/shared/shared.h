@@ -3,8 +3,8 @@
  *
  * Finding peers: announce() writes this rank's slot. Then it searches the peers' slots for the
  * same tag and sequence number, and wakes the peers that have one. The rank that announces last
- * finds all others. A slot is reused only after every peer has stored its version in `done`. So
- * a peer may read the slot until it finishes the exchange.
+ * finds the slots of all peers. A slot is reused only after every peer has stored its version
+ * in `done`. So a peer may read the slot until it finishes the exchange.
  *
  * Rings: `sent` and `dropped` count the entries of all flows of an exchange. A flow begins at
  * the start of the ring's memory, after the readers have dropped all entries of the previous

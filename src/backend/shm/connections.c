@@ -70,7 +70,7 @@ static struct sockaddr_un address_of(const handle *c, socklen_t *length)
     return address;
 }
 
-/* ------------------------------------------------------------------------ greetings ---- */
+/* -------------------------------------------------------------------------- handshakes ---- */
 
 static epic_result send_handshake(const connect_state *o, int fd, int to, int memory)
 {
@@ -91,7 +91,7 @@ static int receive_handshake(const connect_state *o, int fd, int *memory)
     return (int)hello.rank;
 }
 
-/* -------------------------------------------------------------------------- waiting ---- */
+/* ----------------------------------------------------------------------------- waiting ---- */
 
 /* Polls the open entries of o->polls. The closed ones are left out, because poll() counts them
  * too and fails if there are more entries than the limit on open files. */
@@ -142,7 +142,7 @@ static void set_polls(connect_state *o, int awaited_rank)
                                .events = (short)(r == awaited_rank ? POLLIN : 0)};
 }
 
-/* ------------------------------------------------------------------ calling and called ---- */
+/* ------------------------------------------------------------------ connect and accept ---- */
 
 /* Opens the listening socket with a random name, and creates this rank's random secret. */
 static epic_result open_listener(connect_state *o, handle *mine)
@@ -325,9 +325,8 @@ static epic_result connect_to_all(connect_state *o)
     return EPIC_OK;
 }
 
-/* Makes an error known to the other ranks: closes all connections, then connects to each lower
- * rank and closes that connection too, so that no rank waits for this one. Returns `result`
- * with the error sentence as it was. */
+/* Lets the other ranks notice an error of this rank. Closes all connections, then connects to
+ * each lower rank and closes that connection too, so that no rank waits for this one. */
 static epic_result fail_for_all(connect_state *o, epic_result result)
 {
     char sentence[512];
@@ -341,7 +340,7 @@ static epic_result fail_for_all(connect_state *o, epic_result result)
     return epic_fail(result, "%s", sentence);
 }
 
-/* ------------------------------------------------------------------------- the whole ---- */
+/* ---------------------------------------------------------------------- open and close ---- */
 
 /* Opens a pidfd for every peer. The kernel reports the pid of the process at the other end of a
  * socket in this rank's PID namespace. If the system has no pidfds, only the sockets are

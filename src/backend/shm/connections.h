@@ -22,14 +22,14 @@ typedef struct shm_connections {
 epic_result connections_alloc(shm_connections *connections, int rank, int num_ranks);
 
 /* Connects to all ranks. Collective: a rank that has failed before calls it too, with ready
- * false, so that the others return an error. Rank 0 passes the descriptor of the shared memory
+ * false, so that its peers return an error. Rank 0 passes the descriptor of the shared memory
  * in *memory; the other ranks receive it there, and close it. Errors: EPIC_EPEER,
  * EPIC_ETIMEOUT, EPIC_EDEVICE, EPIC_ENOMEM. */
 epic_result connections_open(shm_connections *connections, const epic_join *join, bool ready,
                              int *memory);
 
 /* Replaces connections_open() on a rank that could not allocate its connections: takes part in
- * the gather, so that the others do not wait. Returns `result` with its error sentence. */
+ * the gather, so that its peers do not wait. Returns `result` with its error sentence. */
 epic_result connections_decline(const epic_join *join, epic_result result);
 
 /* Closes and frees everything. Members may be NULL. */

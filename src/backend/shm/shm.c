@@ -68,8 +68,8 @@ static epic_result map_segment(const shared_layout *l, int memory, char **segmen
     return EPIC_OK;
 }
 
-/* Creates the memory and maps it. Seals its size, so that no rank can remove pages that others
- * use. */
+/* Creates the memory and maps it. Seals its size, so that no rank can remove pages that its
+ * peers use. */
 static epic_result create_segment(const shared_layout *l, uint64_t group_id, int *memory,
                                   char **segment)
 {
