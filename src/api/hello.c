@@ -234,8 +234,8 @@ static bool is_second_hand(int64_t refused)
     return refused == EPIC_EPEER || refused == EPIC_ETIMEOUT;
 }
 
-/* Returns the first hello with an error, or NULL. second_hand selects which errors count: those
- * that a peer caused (is_second_hand()), or all others. */
+/* Returns the first hello with an error, or NULL. If second_hand is set, considers only errors
+ * that a peer caused (is_second_hand()); otherwise only the other errors. */
 static const hello *find_refusal(const hello *all, int num_ranks, bool second_hand)
 {
     for (const hello *h = all; h < all + num_ranks; h++)

@@ -11,10 +11,10 @@
 #include "base/library.h"
 
 typedef struct plugin {
-    const char *name; /* of the backend, as in config.backend */
+    const char *name; /* name of the backend, as in config.backend */
     const char *library;
     const char *symbol;
-    const char *when_absent, *when_broken; /* endings of the error */
+    const char *when_absent, *when_broken; /* the second half of the error sentence */
 } plugin;
 
 #define NUM_PLUGINS 3
@@ -46,8 +46,7 @@ static epic_result load_plugin(const epic_backend **out, const plugin *p)
         return EPIC_OK;
     }
     const char *why =
-        dlerror(); /* it begins with the file that cannot be loaded: the plugin, or a library
-                    * that the plugin needs */
+        dlerror(); /* begins with the missing file: the plugin, or a library that it needs */
     const bool absent = why && strncmp(why, p->library, strlen(p->library)) == 0;
     const epic_result result = epic_fail(
         EPIC_ENOTSUP, "backend \"%s\": %s cannot be loaded; %s (%.250s)", p->name, p->library,

@@ -63,7 +63,7 @@ typedef struct epic_peer_status {
     bool waiting;   /* the peer is inside wait(), and its heartbeat is recent */
     uint32_t phase; /* the phase that the peer passed to wait() in (tag, sequence) */
     uint64_t
-        waits_for[EPIC_MAX_RANKS / 64]; /* if waiting: one bit for each rank it waits for */
+        waits_for[EPIC_MAX_RANKS / 64]; /* if waiting: a bit for each rank that it waits for */
     uint32_t operation;                 /* last operation that the peer announced; 0: none */
     uint64_t tag;                       /* tag of that operation */
     uint64_t sequence;                  /* sequence number of that operation */
@@ -74,8 +74,8 @@ typedef struct epic_transport {
     /* True if the backend has a ring to EVERYONE. */
     bool shares;
 
-    /* Returns the size of the ring to EVERYONE or of the ring to one peer in bytes: a multiple
-     * of 64, equal on all ranks.  An entry has at most half as many bytes. */
+    /* Returns the size of the ring to EVERYONE or of the ring to one peer in bytes.  It is a
+     * multiple of 64 and equal on all ranks.  An entry has at most half as many bytes. */
     int64_t (*lane_bytes)(const epic_group *group, bool everyone);
 
     /* Claims a free op slot and returns its number.  Returns -1 if no op slot is free: each is

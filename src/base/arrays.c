@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Checks of the arrays of a call: alignment and overlap. */
+/* Checks the alignment and overlap of the array arguments of a call. */
 #include "base/arrays.h"
 
 static epic_result check_aligned(const call_array *a)

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Checks of the arrays of a call: alignment and overlap. */
+/* Checks the alignment and overlap of the array arguments of a call. */
 #ifndef EPIC_ARRAYS_H
 #define EPIC_ARRAYS_H
 

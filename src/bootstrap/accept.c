@@ -54,7 +54,7 @@ typedef struct acceptor {
     int num_joined;
     joiner *joiners;      /* [max_joiners] */
     epic_link *links;     /* [num_ranks]; socket -1: the rank has not joined */
-    struct pollfd *polls; /* in this order: listeners, joiners, joined ranks */
+    struct pollfd *polls; /* sockets to poll: listeners, then joiners, then joined ranks */
 
     epic_result failed; /* EPIC_OK until the bootstrap has failed */
     char sentence[FRAME_SENTENCE + 1];

@@ -206,7 +206,7 @@ epic_result epic_tcp_listen(int listeners[TCP_MAX_ENDPOINTS], int *num_listeners
         if (listener >= 0) {
             listeners[(*num_listeners)++] = listener;
         } else if (!is_not_here(errno)) {
-            wrong = errno; /* our address, but unusable: some peers may try only this one */
+            wrong = errno; /* stop: some peers may try only this address of ours */
             while (*num_listeners > 0) close(listeners[--*num_listeners]);
             break;
         }

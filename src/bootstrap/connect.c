@@ -18,7 +18,7 @@
 #define FIRST_PAUSE_MS 5
 #define LAST_PAUSE_MS 250
 #define CONNECT_MS 5000 /* time for one address, which may never answer */
-#define HELLO_MS 20000  /* if rank 0 does not admit us in this time, we connect again */
+#define HELLO_MS 20000  /* time for rank 0 to admit this rank, which then connects again */
 
 /* State of a rank that connects.  Only the thread that opens the bootstrap uses it. */
 typedef struct connector {

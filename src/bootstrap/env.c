@@ -121,8 +121,8 @@ static void describe_claim(char *out, size_t size, const claim *c)
 }
 
 /* Returns true if the variables of two launchers contradict each other.  One launcher may start
- * another, so the ranks and sizes of an outer launcher may differ.  But following a group of
- * one rank is a mistake if the other launcher started several ranks. */
+ * another, so the ranks and sizes of an outer launcher may differ.  But a group of one rank is
+ * a contradiction if the other launcher started several ranks. */
 static bool is_contradiction(const claim *followed, const claim *other)
 {
     const trust a = followed->by->trust, b = other->by->trust;

@@ -27,7 +27,8 @@ bool epic_frame_make_hello(epic_hello *out, int32_t rank, int32_t num_ranks, boo
 
 uint64_t epic_frame_checksum(const void *bytes, size_t length)
 {
-    /* Multiply and fold eight bytes at a time, so that every bit changes all later states. */
+    /* Hash eight bytes at a time: multiply, then fold the high bits into the low ones.  So
+     * every input bit affects the result. */
     const unsigned char *at = bytes;
     uint64_t sum = 0x9e3779b97f4a7c15u ^ length;
     for (uint64_t word; length > 0;) {

@@ -64,7 +64,7 @@ typedef struct exchange {
     int64_t *next_item_to;        /* next item to send to each peer */
     int32_t *next_piece_to;
     int64_t *next_item_from; /* next item to read from each peer */
-    ring_cost *ring_costs;   /* of the ring to each peer; kept between operations */
+    ring_cost *ring_costs;   /* cost of the ring to each peer; kept between operations */
     const void **rows;
     double *sums;          /* [num_ranks, 64] dot products in progress */
     unsigned char *row;    /* one quantized row, max_row_bytes + 64 bytes */

@@ -12,10 +12,10 @@
 typedef enum option_kind {
     KIND_NUMBER,
     KIND_FLAG,
-    KIND_REAL,   /* two words of a double */
-    KIND_FLOAT,  /* one word */
+    KIND_REAL,   /* a double: two words */
+    KIND_FLOAT,  /* a float: one word */
     KIND_CHOICE, /* an enum value, printed by name */
-    KIND_LONG,   /* two words of an integer */
+    KIND_LONG,   /* a 64-bit integer: two words */
     KIND_WEIGHT  /* 0: not given; 1: given; other values: a checksum */
 } option_kind;
 

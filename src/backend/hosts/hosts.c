@@ -20,7 +20,7 @@
 typedef struct peer_info {
     uint32_t result; /* epic_result of this rank so far */
     p2p_gpu gpu;
-    cudaIpcMemHandle_t handle; /* of the heap, for ranks of this host */
+    cudaIpcMemHandle_t handle; /* IPC handle of the heap, for ranks of this host */
     uint32_t relays;           /* EPIC_NET_RELAY of this rank */
     uint32_t wanted, on_gpu;   /* hosts_memory; 1: inbox and outbox are on the GPU */
     char sentence[256];        /* why the rank failed, or why its inbox is not on the GPU */
@@ -118,15 +118,15 @@ static epic_result make_heap(epic_group *g, hosts_part *h, peer_info *mine)
     return p2p_heap_export(g, h->heap, &mine->handle);
 }
 
-/* Returns the size of inbox or outbox. The end of a heap holds partials that are never sent, so
- * host memory leaves it out. */
+/* Returns the size of inbox or outbox, which have the layout of a heap. On the GPU it is at
+ * least the smallest size of a heap (p2p_heap_bytes()). */
 static int64_t box_bytes(const p2p_heap *at, bool on_gpu)
 {
-    return on_gpu ? p2p_heap_bytes(at) : at->bytes; /* on the GPU with the whole heap layout */
+    return on_gpu ? p2p_heap_bytes(at) : at->bytes;
 }
 
 /* Allocates inbox and outbox, and fills the inbox with poison. self.heap[q] becomes the outbox
- * for each rank q; p2p_heap_connect() later replaces it for ranks of this host. */
+ * for each other rank q; p2p_heap_connect() later replaces it for ranks of this host. */
 static epic_result make_boxes(epic_group *g, hosts_part *h)
 {
     const int64_t bytes = box_bytes(&g->self.at, h->on_gpu);

@@ -21,7 +21,7 @@
     4 /* epochs whose puts the net still reads; kernels wait, so that there are at most two */
 #define MAX_ENTRIES \
     256 /* largest number of ring entries that one round reads before it posts puts */
-#define FEW_IN_FLIGHT 4 /* with fewer puts in flight to a host, its net has little to do */
+#define FEW_IN_FLIGHT 4 /* with fewer puts in flight, the net to a host has little to do */
 /* Limits per host. Further urgent puts wait, and are joined while they wait. The bytes of rows
  * in flight are limited because an urgent put may have to wait behind them. */
 #define MAX_URGENT_IN_FLIGHT 16
@@ -30,7 +30,7 @@
 #define URGENT_QUIET_US 5 /* that wait ends when no urgent piece has arrived for this long */
 #define PREFETCH_LINES 4  /* cache lines of ring entries to prefetch */
 #define IDLE_ROUNDS 64    /* rounds without progress before the first sleep */
-#define SPIN_US 200       /* and time without progress, if this process has SPARE_CORES cores */
+#define SPIN_US 200       /* time without progress before it, with SPARE_CORES cores or more */
 #define SPARE_CORES 8
 #define FIRST_NAP_US 20       /* length of the first sleep; each later one is twice as long */
 #define MAX_NAP_BUSY_US 50    /* longest sleep while an operation runs */
@@ -165,7 +165,7 @@ static bool has_fewer_in_flight(const hosts_proxy *p, int host, uint64_t max_put
  *   - Urgent batches: as soon as no more urgent pieces arrive. The warps of a plan post about
  *     a thousand pieces of records one after the other, and joining them saves puts.
  *   - Partial batches: while kernels post nothing and the net has little to do.
- *   - At the end of an epoch: all batches. */
+ *   - At the end of an epoch: all urgent and partial batches. */
 static bool may_go(const void *self, int host, put_batch_kind kind, int puts)
 {
     const hosts_proxy *p = self;

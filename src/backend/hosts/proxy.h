@@ -24,7 +24,7 @@ typedef struct hosts_proxy_setup {
     p2p_heap at;
     p2p_status *status;
     p2p_beats *beats;
-    p2p_ring ring; /* with addresses of the host */
+    p2p_ring ring; /* the proxy ring, with addresses of the host */
 } hosts_proxy_setup;
 
 /* Starts the proxy thread, which from then on is the only caller of the engine. Errors:

@@ -3,16 +3,16 @@
  * this folder in the order of their layers:
  *
  *   runtime.c      starts MPI; its lock and its errors
- *   tables.c       the memory of a group
+ *   tables.c       allocates the memory of a group
  *   liveness.c     finds peers whose process ended without a close message
  *   control.c      sends control messages (MPI tag 0); the failure of the group
- *   op_slots.c     op slots and the headers that they hold
- *   peer_status.c  status requests of waiting ranks, which find culprits
+ *   op_slots.c     claims op slots and stores the headers of peers
+ *   peer_status.c  exchanges the status of waiting ranks, to find culprits
  *   staging.c      sends and receives rows, on MPI tag 1 + the receiver's slot
  *   progress.c     polls MPI and passes what arrived to the files above
  *   wait.c         waits for a change
- *   drain.c        a thread that polls MPI while finished slots still hold unsent rows
- *   lifecycle.c    start and end of MPI; groups that this rank has left
+ *   drain.c        a thread that polls MPI until finished slots are sent
+ *   lifecycle.c    starts and ends MPI; keeps the groups that this rank has left
  *   create.c       creates a communicator within a deadline
  *   bootstrap.c    creates a bootstrap from a communicator
  *   join.c         joins and leaves a group
@@ -284,7 +284,8 @@ uint64_t mpi_bytes_sent(const epic_group *group);
 /* polls control messages; returns whether any arrived */
 bool progress_control(epic_group *group);
 void progress_drain(epic_group *group); /* frees finished slots whose messages have been sent */
-void progress_slot(epic_group *group, op_slot *slot); /* polls what the slot waits for */
+/* polls MPI for the messages that the slot waits for */
+void progress_slot(epic_group *group, op_slot *slot);
 void progress_after_miss(epic_group *group,
                          op_slot *slot); /* polls after many calls without a result */
 void progress_break_group(epic_group *group, const epic_failure_info *failure);

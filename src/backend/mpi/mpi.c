@@ -11,7 +11,8 @@
 static int claim_slot(epic_group *group)
 {
     pthread_mutex_lock(group->mutex);
-    /* the slot that was used last is free again then, and probably in the cache */
+    /* progress_drain() frees the slot that was used last, whose memory is probably in the
+     * cache */
     if (!is_broken(group)) progress_drain(group);
     op_slot *slot = op_slots_find_free(group);
     if (slot) slot->state = SLOT_CLAIMED;

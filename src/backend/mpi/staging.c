@@ -15,7 +15,9 @@
  * slot's number as MPI tag identifies the exchange, and MPI keeps the order of its flows. */
 #include "backend/mpi/group.h"
 
-#define ROUND_BYTES (256 * 1024) /* for all rings of a slot; ranks may share a cache */
+/* The offsets of flows alternate within this many bytes, which all rings of a slot share. Ranks
+ * may share a cache. */
+#define ROUND_BYTES (256 * 1024)
 
 /* Implements epic_transport.lane_bytes. There is no broadcast ring: rows for all ranks are sent
  * through the ring to each rank. */

@@ -13,7 +13,7 @@
 #define MIN_RING (2 * MIN_SEGMENT)
 #define MAX_RING (1 << 20)
 #define DEFAULT_STAGING (256ll << 20)
-#define MAX_HUGE_PAGES (32ll << 20) /* of the rings of one slot */
+#define MAX_HUGE_PAGES (32ll << 20) /* largest size of a slot's rings that gets huge pages */
 
 /* Splits the memory at `base` into consecutive pieces. If base is NULL, it only counts
  * bytes. */

@@ -14,7 +14,7 @@
 typedef struct p2p_beats {
     uint32_t timeout_ms;   /* shortest time limit of any call so far */
     uint32_t beats, stops; /* number of beats; number of detected stops of the process */
-    int64_t next_ns;       /* when the next beat is due; 0: no beat yet */
+    int64_t next_ns;       /* time at which the next beat is due; 0: no beat yet */
 } p2p_beats;
 
 /* Makes the beats frequent enough for calls with this time limit. Any thread may call it; a

@@ -10,7 +10,7 @@
 #include "cuda/common/cuda_kernels.h"
 
 #define P2P_DEFAULT_SMS 64 /* SMs of an operation if config.max_sms is 0 */
-#define P2P_SMALL_SMS 32   /* the same, if it sends few rows; measured in docs/lab/cuda.md */
+#define P2P_SMALL_SMS 32   /* and if all its rows are few and small (budget.c) */
 #define P2P_SPARE_SMS 4    /* SMs that ranks sharing a GPU leave free for other kernels */
 
 typedef struct p2p_watch p2p_watch;   /* watches the peers' processes */

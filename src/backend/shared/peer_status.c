@@ -17,7 +17,7 @@ static bool is_fresh(const epic_group *g, const shared_wait *wait)
     return heartbeat && (now < heartbeat || now - heartbeat < limit);
 }
 
-/* Adds the ranks that this wait is for, if its heartbeat is recent. */
+/* If the heartbeat of `wait` is recent, adds the ranks that it waits for to *out. */
 static void add_wait(const epic_group *g, const shared_wait *wait, epic_peer_status *out)
 {
     if (!is_fresh(g, wait)) return;

@@ -5,9 +5,9 @@
 #include "base/error.h"
 
 #define PAGE 4096
-#define FULL_RING (1024 * 1024) /* size of the broadcast ring, and of all peer rings together */
-#define GOOD_RING (132 * 1024)  /* two entries of 64 KiB and their trailers */
-#define MIN_RING (2 * 8704)     /* two entries of 1024 float64 elements and a trailer */
+#define FULL_RING (1024 * 1024) /* largest size of a broadcast ring */
+#define GOOD_RING (132 * 1024)  /* full speed: two entries of 64 KiB with trailers */
+#define MIN_RING (2 * 8704)     /* two entries of 1024 float64 elements with trailers */
 
 static int64_t round_up(int64_t bytes, int64_t unit)
 {

@@ -47,8 +47,8 @@ static bool waits_for_gone_peer(epic_group *g, const uint64_t *waits_for)
     return false;
 }
 
-/* Renews the heartbeat between two slices of sleep. Returns whether to sleep on: false at the
- * deadline, after a failure, or if a peer that this rank waits for is gone. */
+/* Renews the heartbeat between two slices of sleep. Returns true if the wait goes on. Returns
+ * false at the deadline, after a failure, or if a peer that this rank waits for is gone. */
 static bool should_sleep_on(epic_group *g, shared_wait *wait, const uint64_t *waits_for,
                             int64_t deadline)
 {

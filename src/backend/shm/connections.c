@@ -108,8 +108,8 @@ static int poll_open(connect_state *o, int ms)
 }
 
 /* Waits until a socket is ready, or until it is time to check the missing ranks. Returns an
- * error at the deadline, and if a connected peer has closed its connection. `what` names what
- * the error did not see come. */
+ * error at the deadline, and if a connected peer has closed its connection. `what` is the name
+ * of the awaited message or rank in the error of the deadline. */
 static epic_result poll_once(connect_state *o, const char *what)
 {
     const uint64_t now = (uint64_t)clock_ns();
