@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The hello: identifies this rank's host and process, and compares the configurations of all
- * ranks. */
+/* Fills in this rank's hello, which identifies its host and process, and compares the hellos of
+ * all ranks. */
 #include "api/hello.h"
 
 #include <errno.h>

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The contract of a device backend: one function for each operation of a context.  A function
- * launches kernels. */
+/* The contract of a device backend: for each operation of a context, one function that launches
+ * kernels. */
 #ifndef EPIC_OPS_H
 #define EPIC_OPS_H
 

@@ -3,7 +3,7 @@
  *
  * Without a secret a bootstrap uses only loopback, because anyone on the network could connect
  * to another address.  This is so even if tcp.address is another address of this host.  A rank
- * on another host then fails at once. */
+ * on another host then gets an error at once. */
 #include <errno.h>
 #include <netinet/in.h>
 #include <stdio.h>

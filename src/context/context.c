@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Stores the failure of a context, and answers queries about a context. */
+/* Stores the failure of a context, and implements queries about a context. */
 #include "context/context.h"
 
 #include <stdio.h>

@@ -115,8 +115,8 @@ void put_batcher_free(put_batcher *all)
     free(all);
 }
 
-/* A piece may begin in one batch and end in another, and both may hold other pieces. Hence the
- * two extra batches. */
+/* A piece may begin in one batch and end in another, and both may hold other pieces. Therefore
+ * two more free batches are required. */
 bool put_batcher_has_room(const put_batcher *all, uint32_t words)
 {
     return all->num_free >= (int)(words / all->words) + 2;

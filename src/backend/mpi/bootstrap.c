@@ -280,6 +280,8 @@ static epic_result gather_bytes(void *self, const void *mine, void *all, int64_t
 
 /* ---------------------------------------------------------------------- open and close ---- */
 
+/* Returns whether `comm` can be used for a bootstrap. Otherwise writes the reason to `why`,
+ * which has `size` bytes, with `name` as the name of the communicator. */
 bool bootstrap_can_use(MPI_Comm comm, const char *name, char *why, size_t size)
 {
     int inter = 0;

@@ -41,6 +41,7 @@ static void broadcast_message(epic_group *group, const control_message *message,
         if (r != group->rank) control_send(group, message, r, &requests[r]);
 }
 
+/* Ends the waits of all threads of this rank: counts an event in every op slot. */
 void control_notify_all(epic_group *group)
 {
     for (int i = 0; i < group->num_slots; i++) group->slots[i].num_events++;
@@ -77,6 +78,7 @@ void control_fail(epic_group *group, int code, const char *what)
     control_break(group, &failure, true);
 }
 
+/* Posts NUM_RECEIVE_BUFFERS receives for control messages from any source. */
 epic_result control_start(epic_group *group)
 {
     for (int i = 0; i < NUM_RECEIVE_BUFFERS; i++) {
@@ -89,6 +91,7 @@ epic_result control_start(epic_group *group)
     return EPIC_OK;
 }
 
+/* Cancels and frees the posted receives. */
 void control_stop(epic_group *group)
 {
     for (int i = 0; i < NUM_RECEIVE_BUFFERS; i++) {
@@ -101,6 +104,7 @@ void control_stop(epic_group *group)
 
 /* ----------------------------------------------------------------------------- leaving ---- */
 
+/* Sends the close message to all peers, without waiting. */
 void control_close(epic_group *group)
 {
     group->close_message = (control_message){.kind = MESSAGE_CLOSED};
@@ -108,6 +112,8 @@ void control_close(epic_group *group)
                       group->broadcast_requests + group->num_ranks);
 }
 
+/* Returns whether all control messages of this rank have been sent. Also returns true if MPI
+ * fails. */
 bool control_is_sent(epic_group *group)
 {
     int sent = 1;

@@ -52,6 +52,7 @@ static void *drain_run(void *self)
     return NULL;
 }
 
+/* Starts the thread. Returns EPIC_ENOMEM if the system refuses. */
 epic_result drain_start(epic_group *group)
 {
     group->drain_runs = thread_start(&group->drain_thread, drain_run, group) == 0;

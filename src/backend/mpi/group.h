@@ -223,7 +223,8 @@ static inline bool has_rank(const uint64_t *ranks, int rank)
     return ranks[rank / 64] >> (rank % 64) & 1;
 }
 
-/* runtime.c. Functions that return epic_result set the error sentence. */
+/* runtime.c. Here and below, each function is described at its definition. Functions that
+ * return epic_result set the error sentence. */
 void runtime_nap(int64_t ns);
 epic_result runtime_start(bool *ours); /* starts MPI if necessary; *ours: EPIC started it */
 /* sets the error sentence of an MPI error code; returns EPIC_EDEVICE */

@@ -65,6 +65,8 @@ static bool fits_started(const epic_config *config, int num_ranks, char *why)
     return false;
 }
 
+/* Implements epic_backend.can_join: MPI runs or mpirun started exactly these ranks, and no two
+ * ranks are in one process. */
 bool mpi_can_join(const epic_peer *peers, int num_ranks, const epic_config *config, char *why)
 {
     int initialized = 0, finalized = 0;

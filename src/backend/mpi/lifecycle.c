@@ -66,6 +66,7 @@ static int free_left_groups(void)
     return whole;
 }
 
+/* Counts a group that this rank has joined. */
 void lifecycle_add_open(void)
 {
     pthread_mutex_lock(&lifecycle.mutex);
@@ -73,6 +74,8 @@ void lifecycle_add_open(void)
     pthread_mutex_unlock(&lifecycle.mutex);
 }
 
+/* Records that a group is broken, so that this process does not call MPI_Finalize at its
+ * end. */
 void lifecycle_mark_broken(void)
 {
     pthread_mutex_lock(&lifecycle.mutex);
@@ -80,6 +83,7 @@ void lifecycle_mark_broken(void)
     pthread_mutex_unlock(&lifecycle.mutex);
 }
 
+/* Takes over a group that this rank has left, and frees the groups that all peers have left. */
 void lifecycle_retire(epic_group *group)
 {
     pthread_mutex_lock(&lifecycle.mutex);
@@ -144,6 +148,8 @@ static epic_result start_locked(void)
     return EPIC_OK;
 }
 
+/* Starts MPI if necessary, attaches before_finalize() once, and frees the groups that all peers
+ * have left. */
 epic_result lifecycle_start(void)
 {
     pthread_mutex_lock(&lifecycle.mutex);

@@ -53,6 +53,7 @@ bool liveness_is_gone(const epic_group *group, int peer)
     return group->peers[peer].closed || group->peers[peer].dead;
 }
 
+/* Closes all pidfds. */
 void liveness_unwatch(epic_group *group)
 {
     for (int r = 0; r < group->num_ranks; r++) {

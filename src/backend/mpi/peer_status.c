@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The status of peers. A rank that waits for a long time sends status requests to the ranks
- * that it waits for, and to the ranks that those wait for. A rank that itself waits in EPIC
- * replies, because its wait polls MPI. So at its deadline a rank can distinguish waiting peers
+ * that it waits for, and to the ranks that those wait for. A rank that is itself inside a wait
+ * of EPIC polls MPI, and so it replies. So at its deadline a rank can distinguish waiting peers
  * from silent ones, and names only the silent ones as culprits. */
 #include <string.h>
 

@@ -5,6 +5,7 @@
 #include "backend/mpi/group.h"
 #include "base/error.h"
 
+/* Sleeps for `ns` nanoseconds. */
 void runtime_nap(int64_t ns)
 {
     const struct timespec t = {.tv_sec = ns / 1000000000, .tv_nsec = ns % 1000000000};
@@ -14,6 +15,8 @@ void runtime_nap(int64_t ns)
 /* Mutex of all groups if MPI allows only one thread at a time. */
 static pthread_mutex_t one_thread = PTHREAD_MUTEX_INITIALIZER;
 
+/* Returns the mutex that every MPI call of this process must hold, or NULL if several threads
+ * may call MPI at the same time. */
 pthread_mutex_t *runtime_mutex(void)
 {
     int level = MPI_THREAD_MULTIPLE;
@@ -21,6 +24,7 @@ pthread_mutex_t *runtime_mutex(void)
     return level < MPI_THREAD_MULTIPLE ? &one_thread : NULL;
 }
 
+/* Returns EPIC_EDEVICE with a sentence: the MPI call `what` returned the error `code`. */
 epic_result runtime_fail(int code, const char *what)
 {
     char reason[MPI_MAX_ERROR_STRING] = "";
@@ -29,6 +33,7 @@ epic_result runtime_fail(int code, const char *what)
     return epic_fail(EPIC_EDEVICE, "backend mpi: %s was refused: %.300s", what, reason);
 }
 
+/* Returns whether MPI is initialized and not finalized. */
 bool runtime_is_up(void)
 {
     int initialized = 0, finalized = 0;
@@ -37,6 +42,9 @@ bool runtime_is_up(void)
     return initialized && !finalized;
 }
 
+/* Starts MPI with MPI_THREAD_MULTIPLE, unless the program has started it. Sets *ours to true if
+ * this call started it. Returns EPIC_ENOTSUP if MPI was finalized or does not allow calls from
+ * several threads. */
 epic_result runtime_start(bool *ours)
 {
     int initialized = 0, finalized = 0, level = MPI_THREAD_SINGLE, code;

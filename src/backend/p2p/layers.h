@@ -6,8 +6,8 @@
 
 #include "backend/p2p/p2p.h"
 
-/* A hash of the arguments that must be equal on all ranks. Kernels compare its highest 28 bits,
- * below 4 bits for the operation. */
+/* A hash of the arguments that must be equal on all ranks. Kernels compare a word that consists
+ * of the operation (4 bits) and the highest 28 bits of this hash. */
 typedef struct signature {
     uint64_t hash;
 } signature;

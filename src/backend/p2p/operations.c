@@ -35,7 +35,7 @@ static int sms_of(const epic_group *g, const epic_call *call)
     return call->max_sms && (int)call->max_sms < g->num_sms ? (int)call->max_sms : g->num_sms;
 }
 
-/* The CUDA stream of a call. */
+/* Returns the CUDA stream of a call. */
 static cudaStream_t stream_of(const epic_call *call)
 {
     return (cudaStream_t)call->stream;

@@ -7,7 +7,7 @@
 #include "cuda/experts/grouped.h"
 #include "rules/experts_layout.h"
 
-/* The CUDA stream of an epic_stream. */
+/* Returns the CUDA stream of an epic_stream. */
 static cudaStream_t stream_of(epic_stream stream)
 {
     return (cudaStream_t)stream;

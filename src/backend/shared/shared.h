@@ -73,7 +73,7 @@ struct epic_group {
     /* Returns whether the peer's process has ended. NULL: a rank cannot end without its
      * peers. */
     bool (*is_dead)(epic_group *group, int peer);
-    void *backend_data; /* belongs to the backend */
+    void *backend_data; /* state of the backend threads or shm */
 };
 
 extern const epic_transport shared_transport;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The first messages on a connection of two ranks. */
+/* The handshake: the first message that each side sends on a connection of two ranks. */
 #ifndef EPIC_SHM_HANDSHAKE_H
 #define EPIC_SHM_HANDSHAKE_H
 
