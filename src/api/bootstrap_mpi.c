@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_bootstrap_mpi. The plugin libepic_mpi.so implements it. A plugin keeps its own error
- * sentence, so every call here copies that sentence to where epic_error reads it. */
+/* epic_bootstrap_mpi. The plugin libepic_mpi.so implements it. A plugin has its own error
+ * sentence. Every call here copies that sentence into this library, where epic_error reads
+ * it. */
 #include <stdlib.h>
 
 #include "api/config.h"

@@ -105,7 +105,7 @@ typedef struct epic_ops {
     /* Writes d_weights for the choices that are zero-experts. */
     epic_result (*zero_experts_backward)(epic_group *, epic_stream, const layer_tokens *);
 
-    /* Adds the rows that no rank sends to the output: outputs of the shared expert and of
+    /* Adds to the output the rows that are not sent: outputs of the shared expert and of
      * zero-experts. */
     epic_result (*add_local_rows)(epic_group *, epic_stream, const layer_tokens *,
                                   const layer_rows *);

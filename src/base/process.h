@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Detects the end of other processes, forks of this process, and its limit on the size of
- * files. */
+/* Detects the end of other processes and forks of this process.  Checks its limit on the size
+ * of files. */
 #ifndef EPIC_PROCESS_H
 #define EPIC_PROCESS_H
 

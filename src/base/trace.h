@@ -3,9 +3,9 @@
  * are the file format, little-endian; docs/reference/trace-format.md describes it.  A context
  * writes a trace if EPIC_TRACE names a folder when the context is opened.
  *
- * Each record is written to the file at once, so that the trace of a killed rank is complete up
- * to its last record.  Nothing is allocated after open.  If a write fails, the trace ends
- * there, and the context goes on without it. */
+ * Each record is written to the file immediately, so that the trace of a killed rank is
+ * complete up to its last record.  Nothing is allocated after open.  If a write fails, the
+ * trace ends there, and the context goes on without it. */
 #ifndef EPIC_TRACE_H
 #define EPIC_TRACE_H
 

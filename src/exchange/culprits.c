@@ -63,8 +63,8 @@ static void follow_waits(exchange *x, uint64_t *ends)
     }
 }
 
-/* Copies to `culprits` those ranks of `from` that are furthest behind in this exchange: not
- * announced, or in the lowest phase. */
+/* Copies to `culprits` those ranks of `from` that are furthest behind. These are the ranks that
+ * have not announced this exchange, or else the ranks in its lowest phase. */
 static void keep_furthest_behind(exchange *x, const uint64_t *from, uint64_t *culprits)
 {
     uint32_t least = UINT32_MAX;
@@ -122,7 +122,7 @@ void find_culprits(exchange *x, uint64_t *culprits, char *sentence, size_t size)
     follow_waits(x, ends);
     bool any = false;
     for (int w = 0; w < RANK_WORDS; w++) any |= ends[w] != 0;
-    /* If no rank is at the end, the waits form a circle: name the ranks that x waits for. */
+    /* If `ends` is empty, the waits form a circle: take the ranks that x waits for. */
     keep_furthest_behind(x, any ? ends : x->waits_for, culprits);
     describe_culprits(x, culprits, sentence, size);
 }

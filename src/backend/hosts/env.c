@@ -10,8 +10,8 @@
 
 #define MAX_THREADS 7         /* largest value of EPIC_NET_THREADS */
 #define DEFAULT_MAX_THREADS 6 /* upper limit of the default */
-/* lower limit of the default, or else 0: a single thread only takes work from the proxy
- * thread */
+/* A default below this becomes 0, because a single thread would only take work from the proxy
+ * thread. */
 #define DEFAULT_MIN_THREADS 2
 #define CORES_PER_THREAD 2 /* cores that each thread needs; measured in docs/lab/hosts.md */
 

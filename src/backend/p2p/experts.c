@@ -249,8 +249,9 @@ static epic_result row_gradient(const experts_call *c, const void *rows, const v
     return launch_product(c, job);
 }
 
-/* Turns the gradient of the activations, in place, into that of the first product. With weights
- * on the input, the gradient is multiplied by them here, but not that of the biases. */
+/* Computes the gradient of the first product from the gradient of the activations. With
+ * EPIC_WEIGHT_INPUT the result is also multiplied by the slot weights, but only after the
+ * gradient of b_gate_up has been computed from it. */
 static epic_result activation_backward(const experts_call *c,
                                        const epic_experts_backward_args *a)
 {

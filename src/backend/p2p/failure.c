@@ -71,7 +71,7 @@ typedef struct names {
     const char *tokens, *slots;
 } names;
 
-/* Returns the names of those arguments of an operation. */
+/* Returns the names of the rows of tokens and of slots in an operation. */
 static names row_names_of(long long operation)
 {
     switch (operation) {

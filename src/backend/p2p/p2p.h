@@ -151,7 +151,8 @@ uint8_t *p2p_heap_find(uint64_t group_id, int rank);
 /* Returns EPIC_OK, or the failure that a kernel has reported, and describes it in *out. */
 epic_result p2p_check(epic_group *group, epic_failure_info *out);
 
-/* Returns EPIC_OK, or the failure that a kernel has reported as the error of this call. */
+/* Returns EPIC_OK, or the failure that a kernel has reported, with its error sentence. Every
+ * operation calls it first. */
 epic_result p2p_check_group(epic_group *group);
 
 /* Returns the oldest data error that no call has returned yet, with its error sentence, or

@@ -56,8 +56,7 @@ static void add_last_operation(const epic_group *g, int peer, epic_peer_status *
     }
 }
 
-/* Fills in the status of a peer as seen from an exchange; the contract is epic_transport.look.
- */
+/* Implements epic_transport.look. */
 void shared_look_at_peer(epic_group *g, int peer, uint64_t tag, uint64_t sequence,
                          epic_peer_status *out)
 {
