@@ -124,7 +124,7 @@ typedef struct epic_ops {
      * sums to values[0] and values[1]. */
     epic_result (*sum_trees)(epic_group *, epic_stream, float *values, int64_t n);
 
-    /* Writes the losses, or zeros for NULL, to the outputs of the layer. */
+    /* Writes `losses` to the loss outputs of the layer, or zeros if losses is NULL. */
     epic_result (*write_losses)(epic_group *, epic_stream, const float *losses,
                                 const epic_moe_args *);
 

@@ -63,7 +63,7 @@ void recorder_end(epic_recorder *recorder, uint64_t record, epic_result result,
 #define RECORDER_VERSION 3
 #define RECORDER_RECORDS 256
 #define RECORDER_SENTENCE 512
-#define RECORDER_NET 128 /* bytes */
+#define RECORDER_NET 128 /* bytes of the description of a net */
 
 /* A copy of a record.  Times are CLOCK_REALTIME nanoseconds; end_ns is 0 while in flight. */
 typedef struct recorder_entry {

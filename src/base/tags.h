@@ -31,7 +31,7 @@ typedef struct tag_table {
 } tag_table;
 
 #define TAGS_AT_FIRST 1024
-#define TAGS_BYTES ((int64_t)(TAGS_AT_FIRST * sizeof(tag_entry))) /* before it grows */
+#define TAGS_BYTES ((int64_t)(TAGS_AT_FIRST * sizeof(tag_entry))) /* before the table grows */
 
 /* Opens an empty table.  At most max_in_flight operations may be in flight at once.  Errors:
  * EPIC_ENOMEM.  tags_close() frees the table and accepts one of zeros. */

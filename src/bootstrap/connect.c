@@ -31,7 +31,7 @@ typedef struct connector {
     char why[256];     /* reason why the best attempt failed */
 } connector;
 
-/* Connects a socket.  Returns 0 or the errno. */
+/* Connects a socket to an endpoint; waits until the limit passes.  Returns 0 or an errno. */
 static int connect_socket(int s, const epic_endpoint *endpoint, time_limit *limit)
 {
     int wrong = 0;

@@ -20,7 +20,7 @@ typedef struct epic_secret {
                            unsigned int *out_bytes);
     int (*digest)(const void *data, size_t bytes, unsigned char *out, unsigned int *out_bytes,
                   const void *digest, void *engine);
-    int (*compare)(const void *a, const void *b, size_t bytes); /* in constant time */
+    int (*compare)(const void *a, const void *b, size_t bytes); /* 0: equal; constant time */
 } epic_secret;
 
 /* The purpose of an HMAC of the secret.  An HMAC for one role is not valid for another. */

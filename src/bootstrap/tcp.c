@@ -37,7 +37,7 @@ typedef struct tcp_bootstrap {
     char sentence[512];
     epic_secret secret; /* text is NULL: the links have their keys */
     int32_t num_connections;
-    struct pollfd *polls;     /* [num_lines] */
+    struct pollfd *polls;     /* [num_connections] */
     connection connections[]; /* rank 0: [num_ranks], [0] unused; other ranks: [1] */
 } tcp_bootstrap;
 

@@ -20,7 +20,7 @@ struct epic_context {
     int32_t rank;
     int32_t num_ranks, num_hosts;
     uint64_t group_id;
-    epic_config config; /* defaults filled in; its strings are the next two fields */
+    epic_config config; /* defaults filled in; its strings point to the next two fields */
     char name[64];
     char backend_name[16];
     bool checks_weights;    /* config_checks_weights(); host contexts only */

@@ -491,7 +491,7 @@ static epic_result hosts_join(epic_group **out, const epic_join *join)
     const epic_result own = g ? prepare_rank(g, g->hosts, &infos[num_ranks])
                               : epic_fail(EPIC_ENOMEM, "no host memory for a context");
     epic_result result = gather_peers(join, infos, own);
-    if (result == EPIC_OK) result = check_peers(infos, num_ranks); /* also this rank's own */
+    if (result == EPIC_OK) result = check_peers(infos, num_ranks); /* also this rank's error */
     if (result == EPIC_OK) result = connect_boxes(g, join, infos);
     if (result == EPIC_OK) result = connect_peers(g, g->hosts, infos);
     free(infos);

@@ -78,7 +78,7 @@ struct hosts_proxy {
     /* number of urgent puts to each host; values of `posted` at the last ones */
     uint64_t num_urgent[NET_MAX_HOSTS];
     uint64_t urgent[NET_MAX_HOSTS][MAX_URGENT_IN_FLIGHT];
-    uint64_t ends[MAX_OPEN_EPOCHS][NET_MAX_HOSTS]; /* `posted` at the ends of epochs */
+    uint64_t ends[MAX_OPEN_EPOCHS][NET_MAX_HOSTS]; /* values of `posted` when an epoch ended */
     uint64_t num_ends, num_freed; /* epochs that have ended; epochs whose puts are done */
     state_word waits[NET_MAX_HOSTS], broken[NET_MAX_HOSTS];
 };
@@ -137,7 +137,7 @@ static int read_entries(hosts_proxy *p)
         const int host = P2P_ENTRY_HOST(entry);
         if (entry >> 56 << 56 != P2P_ENTRY_LAP(p->num_read)) break;
         if (!put_batcher_has_room(p->batcher, P2P_ENTRY_WORDS(entry))) break;
-        __builtin_prefetch(from + PREFETCH_LINES * 8); /* harmless past the end of the ring */
+        __builtin_prefetch(from + PREFETCH_LINES * 8); /* past the end: harmless */
         if (P2P_ENTRY_WORD(entry) == P2P_EPOCH_ENDS)
             p->epoch_ends_next = true;
         else if (is_peer(p, host))

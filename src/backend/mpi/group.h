@@ -143,11 +143,11 @@ typedef struct op_slot {
     unsigned num_events,
         num_seen_events; /* changes that end a wait; their count at the last wait */
     int num_misses;      /* calls without a result since MPI was last polled */
-    unsigned num_looks;  /* polls while waiting */
-    bool waits_for_room; /* a ring was full */
+    unsigned num_looks;  /* number of polls while waiting */
+    bool waits_for_room; /* the thread found a full ring */
     wait_state wait;
     int64_t num_flows;                        /* flows of all exchanges of this slot */
-    int64_t entry_bytes, stride, per_segment; /* of the flow */
+    int64_t entry_bytes, stride, per_segment; /* of the flow; per_segment: entries */
 
     /* [num_ranks] each */
     epic_op_header *headers;
@@ -163,7 +163,7 @@ struct epic_group {
     int rank, num_ranks, num_slots;
     MPI_Comm comm;
     pthread_mutex_t
-        *mutex; /* own_mutex, or that of the process if MPI allows one thread at a time */
+        *mutex; /* own_mutex, or runtime_mutex() if MPI allows only one thread at a time */
     pthread_mutex_t own_mutex;
     int64_t timeout_ns;
     bool own_cores; /* each rank of this host can have its own core */

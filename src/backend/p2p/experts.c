@@ -13,17 +13,17 @@
 #include "base/error.h"
 #include "cuda/experts/grouped.h"
 
-typedef struct experts_call { /* arguments that both directions share */
+typedef struct experts_call { /* arguments that both passes share */
     epic_experts experts;
     epic_call how;
     p2p_slabs slabs;
     experts_layout at;
     uint8_t *work;
-    const void *saved; /* x W_gate_up */
+    const void *saved; /* output of the first product, x W_gate_up */
     const float *slot_weights;
     const void *b_gate_up;
     int64_t hidden, inner, width;
-    bool scaled; /* e4m3 weights; experts.weight_type is then the type of the biases */
+    bool scaled; /* weights are e4m3; experts.weight_type is then the type of biases */
     int sms;
     cudaStream_t stream;
 } experts_call;

@@ -177,7 +177,7 @@ void p2p_release(epic_group *g, void *memory)
     (void)cudaFree(memory);
 }
 
-/* Writes the description of a GPU for epic_info. Returns its length; 0: the GPU cannot be
+/* Writes the description of a GPU for epic-info. Returns its length; 0: the GPU cannot be
  * queried. */
 static int describe_gpu(char *to, size_t size, int device)
 {

@@ -7,7 +7,7 @@
 #include "backend/p2p/ranges.h"
 #include "base/error.h"
 
-#define MOST_ROWS 0x7ffffff0 /* slots are int32 */
+#define MOST_ROWS 0x7ffffff0 /* largest number of rows: slots are int32 */
 
 #define HEAD_BYTES (5 << 20) /* bytes that the links send while the plan is made */
 #define COMBINE_LAG 48       /* in tokens; measured in docs/lab/cuda.md */
@@ -233,7 +233,7 @@ static bool is_flat(const p2p_dispatch_job *job)
  * ranks; -1: none does. */
 static int32_t max_lowlat_rows(const epic_group *g, const p2p_dispatch_job *job)
 {
-    if (HOSTS && job->scale_bytes) return -1; /* backend hosts has no such kernels */
+    if (HOSTS && job->scale_bytes) return -1; /* no such low-latency kernel in hosts */
     return job->quantize && g->lowlat_tokens > P2P_LOWLAT_QUANTIZED_TOKENS
                ? P2P_LOWLAT_QUANTIZED_TOKENS
                : g->lowlat_tokens;

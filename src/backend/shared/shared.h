@@ -27,7 +27,7 @@ typedef struct ring_end {
     char *ring;         /* the memory of the ring */
 } ring_end;
 
-/* One peer in one exchange of this rank. */
+/* The state of one peer in one exchange of this rank. */
 typedef struct peer_link {
     shared_op_slot *slot; /* the peer's slot of this exchange; NULL: not found yet */
     int index;            /* index of that slot */

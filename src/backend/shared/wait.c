@@ -18,7 +18,7 @@
 #include "base/clock.h"
 
 #define SPIN_NS 50000
-#define SPINS 1000 /* about one microsecond */
+#define SPINS 1000 /* polls between two readings of the clock */
 
 /* Sleeps for `ns` nanoseconds while *word is `seen`. */
 static void futex_sleep(const epic_group *g, _Atomic uint32_t *word, uint32_t seen, int64_t ns)

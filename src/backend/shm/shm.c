@@ -136,7 +136,7 @@ static epic_result shm_join(epic_group **out, const epic_join *join)
     if (!connections)
         return connections_decline(join, epic_fail(EPIC_ENOMEM, "shm: no memory"));
     const epic_result result = join_with(out, join, &l, connections, &memory, &segment);
-    if (memory >= 0) close(memory); /* the mapping keeps the memory */
+    if (memory >= 0) close(memory); /* the mapping keeps the memory alive */
     if (result == EPIC_OK) return EPIC_OK;
     if (segment) munmap(segment, (size_t)l.segment_bytes);
     connections_close(connections);

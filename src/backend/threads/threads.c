@@ -186,7 +186,7 @@ const epic_backend epic_backend_threads = {
     .can_join = can_join,
     .join = threads_join,
     .leave = threads_leave,
-    .forget = threads_leave, /* the child has a copy of the memory */
+    .forget = threads_leave, /* the child only changes its own copy of the memory */
     .memory = shared_memory_info,
     .transport = &shared_transport,
 };
