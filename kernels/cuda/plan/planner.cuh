@@ -44,7 +44,7 @@ __device__ __forceinline__ uint64_t round_up_rows(int32_t count, uint32_t alignm
     return (uint64_t)(uint32_t)count + (past ? alignment - past : 0);
 }
 
-/* Largest dynamic shared memory that PLAN_RARE needs in addition. */
+/* Largest dynamic shared memory, in bytes, that layers with PLAN_RARE need in addition. */
 #define PLAN_RARE_BYTES (P2P_REPLICATED_EXPERTS * 12 + 16 + (48 << 10))
 
 /* Returns the dynamic shared memory, in bytes, of the planner for this job. */

@@ -33,7 +33,7 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
             /* backend hosts: a kernel must wait for every word that peers put in this epoch */
             const bool whole = lanes.halves == 1;
             if (HOSTS && !__all_sync(ALL_LANES, !whole || !reads || come)) return false;
-            /* without that: only the words up to the token's last one must have arrived */
+            /* p2p: only the words up to the token's last word must have arrived */
             const bool needed = reads && !(lasts & lanes_below());
             /* true: the word with RECORD_LAST has not arrived */
             const bool open = !lasts && lanes.halves == 1;
