@@ -3,8 +3,8 @@
  * check the rules that depend on the contents of a plan.
  *
  * Each function returns EPIC_OK or EPIC_EINVAL. A type that the backend cannot add is
- * EPIC_ENOTSUP. An error sets the sentence that epic_error returns. No check reads the caller's
- * arrays or changes anything, so any thread may call it. */
+ * EPIC_ENOTSUP. An error sets the sentence that epic_error returns. No check reads the contents
+ * of the caller's arrays. Any thread may call it. */
 #ifndef EPIC_CHECK_H
 #define EPIC_CHECK_H
 

@@ -61,8 +61,7 @@ static epic_result check_num_ranks(uint32_t num_ranks, const epic_bootstrap *boo
 }
 
 /* Chooses the backend that the config names. Without a name, chooses the first of epic_backends
- * that can join these ranks, and tries mpi last because that loads a plugin. An error lists the
- * reason of each backend. */
+ * that can join these ranks, and tries mpi last. An error lists the reason of each backend. */
 static epic_result choose_backend(const epic_backend **out, const epic_peer *peers,
                                   int num_hosts, const epic_config *config)
 {

@@ -59,8 +59,9 @@ typedef struct epic_backend {
      * the results of all ranks. */
     epic_result (*join)(epic_group **out, const epic_join *join);
 
-    /* Releases the group.  Local: it does not wait for peers, and it also works when a peer is
-     * gone. */
+    /* Releases the group.  Not collective, and it also works when a peer is gone.  A device
+     * backend waits, at most until its timeout, for peers that may still write into this rank's
+     * memory. */
     void (*leave)(epic_group *group);
 
     /* Releases the copies that a forked child has of its parent's group, without any effect on

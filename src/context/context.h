@@ -53,8 +53,8 @@ epic_result context_break(epic_context *ctx, const epic_failure_info *failure);
 int64_t context_bytes(const epic_config *config, bool host);
 
 /* Returns EPIC_OK, or the failure that broke the group. Returns EPIC_ECLOSED if epic_open
- * failed for this context, and in a forked child. Every public call begins with it. Any thread
- * may call it. */
+ * failed for this context, and in a forked child. Every public call that communicates begins
+ * with it. Any thread may call it. */
 epic_result context_check(epic_context *ctx);
 
 /* Returns whether EPIC_BY_HOSTS stands for an order by hosts for this placement. It does if the

@@ -2,8 +2,9 @@
 /* The proxy thread calls proxy_progress() in a loop, and sleeps while nothing moves.
  *
  * The thread alone calls the engine. It exchanges data with kernels through host memory: the
- * ring and its words (p2p_ring_words), which it reads with acquire and writes with release
- * order. Other threads of the rank use hosts_proxy_send() and hosts_proxy_wake(). */
+ * ring and the words next to it (p2p_ring_words). It loads ring entries with acquire order and
+ * stores its own words with release order. Other threads of the rank use hosts_proxy_send() and
+ * hosts_proxy_wake(). */
 #include "backend/hosts/proxy.h"
 
 #include <errno.h>

@@ -88,8 +88,8 @@ static epic_result wait_for_creation(epic_group *group, creation *c)
 }
 
 /* Creates group->comm from the `ranks` of `parent`. Collective over these ranks. If MPI allows
- * only one thread, calls MPI directly, without a deadline. Errors: EPIC_ETIMEOUT, EPIC_EPEER (a
- * rank of this host died), EPIC_EDEVICE, EPIC_ENOMEM. */
+ * only one thread, or if no thread can be started, calls MPI directly, without a deadline.
+ * Errors: EPIC_ETIMEOUT, EPIC_EPEER (a rank of this host died), EPIC_EDEVICE, EPIC_ENOMEM. */
 epic_result create_comm(epic_group *group, MPI_Comm parent, MPI_Group ranks, int tag)
 {
     pthread_t thread;

@@ -74,8 +74,8 @@ void lifecycle_add_open(void)
     pthread_mutex_unlock(&lifecycle.mutex);
 }
 
-/* Records that a group is broken, so that this process does not call MPI_Finalize at its
- * end. */
+/* Records that MPI may be stuck in a call or a group is broken, so that this process does not
+ * call MPI_Finalize at its end. */
 void lifecycle_mark_broken(void)
 {
     pthread_mutex_lock(&lifecycle.mutex);

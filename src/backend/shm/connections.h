@@ -23,8 +23,8 @@ epic_result connections_alloc(shm_connections *connections, int rank, int num_ra
 
 /* Connects to all ranks. Collective: a rank that has failed before calls it too, with ready
  * false, so that its peers return an error. Rank 0 passes the descriptor of the shared memory
- * in *memory; the other ranks receive it there, and close it. Errors: EPIC_EPEER,
- * EPIC_ETIMEOUT, EPIC_EDEVICE, EPIC_ENOMEM. */
+ * in *memory; the other ranks receive it there. Each rank closes its descriptor itself. Errors:
+ * EPIC_EPEER, EPIC_ETIMEOUT, EPIC_EDEVICE, EPIC_ENOMEM. */
 epic_result connections_open(shm_connections *connections, const epic_join *join, bool ready,
                              int *memory);
 
