@@ -5,7 +5,7 @@
 
 #include "net/net.h"
 
-/* Where the memory of inbox and outbox (net/net.h) is. ANY: on the GPU if all ranks can have it
+/* The place of the memory of inbox and outbox (net/net.h). ANY: on the GPU if all ranks can have it
  * there, otherwise in host memory. */
 typedef enum hosts_memory {
     HOSTS_MEMORY_ANY,
