@@ -5,8 +5,8 @@
 
 #include "net/net.h"
 
-/* The place of the memory of inbox and outbox (net/net.h). ANY: on the GPU if all ranks can have it
- * there, otherwise in host memory. */
+/* The kind of memory for inbox and outbox (net/net.h). ANY means memory of the GPU if all ranks
+ * can use it, otherwise host memory. */
 typedef enum hosts_memory {
     HOSTS_MEMORY_ANY,
     HOSTS_MEMORY_GPU,
