@@ -159,141 +159,270 @@ static __device__ bool make_plan_of(LowlatMove &m, LowlatPlan &tables)
     return true;
 }
 
-/* The kernel. Rows: how pieces are moved (PlainRows lists the functions). WITH_PLAN: the kernel
- * also makes the plan.
- *
- *   1. Control warps read the state of the operation, set op and send ids. Workers load
- *      their first pieces. One worker loads and checks the header of a plan that is read.
- *   2. The first barrier of the CTA. One warp of the grid announces the operation.
- *   3. Workers send all their pieces; control warps send weights.
- *   4. WITH_PLAN: receiving CTAs make the plan.
- *   5. Workers receive words, then pieces, and zero the padding. The control warp of the
- *      last CTA ends the operation.
- *   6. If nothing may be stored, or a rank has too few rows: zero the whole receive buffer. */
-template <class Rows, bool WITH_PLAN>
-__global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
-    lowlat_dispatch_kernel(const __grid_constant__ p2p_dispatch_job job)
-{
-    __shared__ OpState op;
-    __shared__ PlanView plan;
-    __shared__ LowlatPlan tables;
-    __shared__ Stride unused;
-    __shared__ bool enough; /* false: this CTA has found a rank with too few rows */
-    const p2p_self &self = job.plan.self;
-    const device_plan_header &h = WITH_PLAN ? tables.p.header : plan.header;
-    prefetch_params(job);
-    if (self.operation == EPIC_OP_NONE) return;
-    if (!HOSTS && is_announcer(WITH_PLAN)) fence_system();
-    const StartState opening = read_start_state(self);
-    if (HOSTS && is_announcer(WITH_PLAN)) fence_system();
-    const bool reads = !WITH_PLAN && threadIdx.x / WARP == LOWLAT_WORKERS - 1;
+/* ------------------------------------------------------------- the kernel and its phases ---- */
+
+/* Shared memory of a CTA, next to the dynamic memory of the tables. */
+struct LowlatShared {
+    OpState op;
+    PlanView plan;     /* the plan that is read; with a new plan only its addresses are set */
+    LowlatPlan tables; /* the plan that is made */
+    Stride unused;
+    bool has_all_rows; /* all ranks have enough rows, as far as this CTA knows */
+};
+
+/* The words that a warp reads from global memory before all others: the state of the group and,
+ * in the warp that reads the plan, the plan's header. */
+template <bool WITH_PLAN> struct Opening {
+    StartState start;
     uint32_t header[HEADER_LANE_WORDS];
-    if (reads) load_header(header, job.plan.plan, job.plan_bytes);
+
+    __device__ __forceinline__ explicit Opening(const p2p_dispatch_job &job)
+    {
+        if (!HOSTS && is_announcer(WITH_PLAN)) fence_system();
+        start = read_start_state(job.plan.self);
+        if (HOSTS && is_announcer(WITH_PLAN)) fence_system();
+        if (reads_header()) load_header(header, job.plan.plan, job.plan_bytes);
+    }
+    /* Does this warp read the header of the plan? */
+    static __device__ __forceinline__ bool reads_header()
+    {
+        return !WITH_PLAN && threadIdx.x / WARP == LOWLAT_WORKERS - 1;
+    }
+};
+
+/* The first units that a worker receives, which it loads before it waits for anything. */
+struct FirstUnits {
+    PendingPiece piece;
+    PendingWords words;
+    bool is_own; /* the piece belongs to a token of this rank */
+};
+
+/* Does this warp receive pieces? */
+__device__ __forceinline__ bool is_receiving_worker(const LowlatMove &m)
+{
+    return m.receivers.contains_this_cta() && !is_control_warp();
+}
+
+/* May this warp still have to send a wrong value after phase 2 (end_header)? It then counts its
+ * puts as posted after phase 3. */
+template <bool WITH_PLAN>
+__device__ __forceinline__ bool reports_data_errors(const LowlatMove &m)
+{
+    return WITH_PLAN && m.receivers.contains_this_cta() && is_control_warp();
+}
+
+/* Describes the operation, and chooses the CTAs that send and the CTAs that receive. */
+template <class Rows, bool WITH_PLAN>
+__device__ __forceinline__ LowlatMove describe_move(const p2p_dispatch_job &job,
+                                                    LowlatShared &s)
+{
     const RowShape shape = Rows::shape_of(job);
-    LowlatMove m = {
-        {{{job, op, plan, unused, shape, policy_once(), 0, (int)job.plan.layer.top_k}}}};
+    const int top_k = (int)job.plan.layer.top_k;
+    LowlatMove m = {{{{job, s.op, s.plan, s.unused, shape, policy_once(), 0, top_k}}}};
     Rows::describe_rows(m);
     m.has_new_plan = WITH_PLAN;
     m.result = EPIC_OK;
     m.discards = m.is_mixed = false;
-    uint8_t *const memory = (uint8_t *)dynamic_shared();
-    m.tables = &tables;
-    const int ctas = (int)gridDim.x;
-    m.senders = {job.num_send_only_ctas ? ctas - job.num_send_only_ctas : 0,
-                 job.num_send_only_ctas ? job.num_send_only_ctas
-                                        : ctas - (HOSTS && WITH_PLAN && ctas > 1)};
-    m.receivers = {
-        0, ctas - (job.num_send_only_ctas ? job.num_send_only_ctas : WITH_PLAN && ctas > 1)};
-    const bool is_receiver = m.receivers.contains_this_cta(),
-               works = is_receiver && !is_control_warp();
-    IdSender ids(job.plan, m.receivers, WITH_PLAN);
-    WeightSender weights(m);
-    bool may = true;
-    if (is_control_warp()) {
-        if (!WITH_PLAN) weights.read_ahead();
-        ids.make_words();
-        open_lowlat(op, self, opening, job.num_tokens, job.plan.capacity, job.recv_rows);
-        may = wait_outbox_ready(op, opening);
-        if (WITH_PLAN && opening.broken == 0 && may) {
-            ids.send_ids(op);
-            announce_sizes(self, op, job.num_tokens, job.plan.capacity, job.recv_rows);
-        }
-        find_lowlat_boxes(op, self);
-    }
-    PieceSender<Rows> sender(m);
-    PendingPiece first;
-    PendingWords words;
-    const bool begins_own =
-        works && m.receivers.worker_index() < job.num_tokens * Rows::own_pieces(m);
-    if (works) locate_unit<Rows>(m, m.receivers.worker_index(), first);
-    if (begins_own) Rows::load_piece(m, first.token, first.piece, first.q);
-    if (begins_own && !WITH_PLAN) first.word = read_record_ahead(m, self.rank, first.token);
-    if (threadIdx.x == 0) enough = true;
-    if (WITH_PLAN) open_tables(tables, job.plan, memory);
-    if (reads) {
-        view_plan(plan, header, job.plan.plan, job.plan_bytes, self, job.num_tokens);
-        if (lane_id() == 0)
-            op.signature = self.signature ^ ((uint32_t)plan.header.id & 0x0fffffffu);
-    }
-    if (WITH_PLAN && threadIdx.x == 0) {
-        op.signature = self.signature;
-        plan.records = (const int32_t *)(job.plan.plan + job.plan.at.records);
-        plan.padding = (const device_padding *)(job.plan.plan + job.plan.at.padding);
-        plan.header.alignment = job.plan.layer.alignment;
-    }
-    sender.find_peers();
-    if (!__syncthreads_and(opening.broken == 0 && may)) {
-        if (threadIdx.x == 0) report_aborted_wait(op);
-        return;
-    }
-    if (!WITH_PLAN) announce_sizes(self, op, job.num_tokens, job.plan.capacity, job.recv_rows);
-    count_started_cta(self, op);
-    if (is_announcer(WITH_PLAN)) announce_start(self, op);
+    m.tables = &s.tables;
+    const int ctas = (int)gridDim.x, send_only = job.num_send_only_ctas;
+    const int announcers = WITH_PLAN && ctas > 1; /* CTAs that announce and do not receive */
+    m.senders = {send_only ? ctas - send_only : 0,
+                 send_only ? send_only : ctas - (HOSTS ? announcers : 0)};
+    m.receivers = {0, ctas - (send_only ? send_only : announcers)};
+    return m;
+}
 
-    const bool moves = WITH_PLAN || (plan.is_valid && plan.header.result == EPIC_OK);
-    m.most_tokens = WITH_PLAN ? job.plan.max_lowlat_tokens : plan.most_tokens;
+/* Phase 1 of a control warp: opens the operation. With a new plan it also sends its share of
+ * the ids, and this rank's sizes. Returns false if this rank may not send, because the group is
+ * broken or an earlier put has not left in time. */
+template <bool WITH_PLAN>
+__device__ __forceinline__ bool open_operation(const LowlatMove &m, LowlatShared &s,
+                                               const StartState &start, IdSender &ids,
+                                               WeightSender &weights)
+{
+    const p2p_dispatch_job &job = m.job;
+    if (!WITH_PLAN) weights.read_ahead();
+    ids.make_words();
+    open_lowlat(s.op, job.plan.self, start, job.num_tokens, job.plan.capacity, job.recv_rows);
+    const bool may_send = wait_outbox_ready(s.op, start);
+    if (WITH_PLAN && start.broken == 0 && may_send) {
+        ids.send_ids(s.op);
+        announce_sizes(job.plan.self, s.op, job.num_tokens, job.plan.capacity, job.recv_rows);
+    }
+    find_lowlat_boxes(s.op, job.plan.self);
+    return may_send;
+}
+
+/* Phase 1 of a worker: loads its first piece if that is one of this rank's tokens. */
+template <class Rows, bool WITH_PLAN>
+__device__ __forceinline__ void load_own_piece(const LowlatMove &m, FirstUnits &first)
+{
+    const int unit = m.receivers.worker_index();
+    first.is_own = is_receiving_worker(m) && unit < m.job.num_tokens * Rows::own_pieces(m);
+    if (is_receiving_worker(m)) locate_unit<Rows>(m, unit, first.piece);
+    if (!first.is_own) return;
+    Rows::load_piece(m, first.piece.token, first.piece.piece, first.piece.q);
+    if (!WITH_PLAN)
+        first.piece.word = read_record_ahead(m, m.job.plan.self.rank, first.piece.token);
+}
+
+/* Phase 1: opens the tables of the new plan, or the plan that is read. */
+template <bool WITH_PLAN>
+__device__ __forceinline__ void open_plan(const LowlatMove &m, LowlatShared &s,
+                                          const Opening<WITH_PLAN> &opening)
+{
+    const p2p_dispatch_job &job = m.job;
+    const p2p_self &self = job.plan.self;
+    if (WITH_PLAN) open_tables(s.tables, job.plan, (uint8_t *)dynamic_shared());
+    if (opening.reads_header()) {
+        view_plan(s.plan, opening.header, job.plan.plan, job.plan_bytes, self, job.num_tokens);
+        if (lane_id() == 0)
+            s.op.signature = self.signature ^ ((uint32_t)s.plan.header.id & 0x0fffffffu);
+    }
+    if (!WITH_PLAN || threadIdx.x != 0) return;
+    s.op.signature = self.signature;
+    s.plan.records = (const int32_t *)(job.plan.plan + job.plan.at.records);
+    s.plan.padding = (const device_padding *)(job.plan.plan + job.plan.at.padding);
+    s.plan.header.alignment = job.plan.layer.alignment;
+}
+
+/* End of phase 1: all warps of the CTA have opened the operation, and the last CTA announces it
+ * to all ranks. Returns false if the operation has ended. */
+template <bool WITH_PLAN>
+__device__ __forceinline__ bool announce_operation(const LowlatMove &m, LowlatShared &s,
+                                                   bool may_send)
+{
+    const p2p_dispatch_job &job = m.job;
+    const p2p_self &self = job.plan.self;
+    if (!__syncthreads_and(may_send)) {
+        if (threadIdx.x == 0) report_aborted_wait(s.op);
+        return false;
+    }
+    if (!WITH_PLAN)
+        announce_sizes(self, s.op, job.num_tokens, job.plan.capacity, job.recv_rows);
+    count_started_cta(self, s.op);
+    if (is_announcer(WITH_PLAN)) announce_start(self, s.op);
+    return true;
+}
+
+/* Phase 2: sends this rank's rows and weights. It waits for no rank. */
+template <class Rows, bool WITH_PLAN>
+__device__ __forceinline__ void send_rows(const LowlatMove &m, WeightSender &weights,
+                                          PieceSender<Rows> &sender, bool is_valid)
+{
     if (is_control_warp()) {
         if (WITH_PLAN) weights.read_ahead();
-        if (moves) weights.send_weights();
-    } else if (moves) {
+        if (is_valid) weights.send_weights();
+    } else if (is_valid) {
         sender.send_all();
     }
-    /* this warp may still have to send a wrong value (end_header) */
-    const bool reports_faults = WITH_PLAN && is_receiver && is_control_warp();
-    if (!reports_faults) count_posted_warp(self);
-    if (!WITH_PLAN) m.fates = fates_of(plan, self);
+    if (!reports_data_errors<WITH_PLAN>(m)) count_posted_warp(m.job.plan.self);
+}
+
+/* End of phase 2: loads the first units that are not loaded yet. */
+template <class Rows>
+__device__ __forceinline__ void load_first_units(const LowlatMove &m, FirstUnits &first)
+{
+    const int unit = m.receivers.worker_index();
+    if (!is_receiving_worker(m)) return;
+    if (!first.is_own && unit < num_units<Rows>(m)) load_staged<Rows>(m, first.piece);
+    if (!first.is_own) load_unit_record<Rows>(m, unit, first.piece);
+    if (first_words(m) < num_words(m)) load_words(m, first_words(m), first.words);
+}
+
+/* Phase 3, with a new plan: every receiving CTA makes the plan by itself. Returns false if the
+ * group is broken. */
+__device__ __forceinline__ bool make_new_plan(LowlatMove &m, LowlatShared &s)
+{
     bool ok = true;
-    if (moves && works) {
-        if (!begins_own && m.receivers.worker_index() < num_units<Rows>(m))
-            load_staged<Rows>(m, first);
-        if (!begins_own) load_unit_record<Rows>(m, m.receivers.worker_index(), first);
-        if (first_words(m) < num_words(m)) load_words(m, first_words(m), words);
-    }
-    if (WITH_PLAN && is_receiver) ok = make_plan_of(m, tables);
-    if (HOSTS && WITH_PLAN && is_last_cta() && !is_receiver) ok = poll_inbox(job.plan, op);
-    if (ok && reports_faults) count_posted_warp(self);
-    if (WITH_PLAN && m.is_mixed) {
-        if (is_control_warp() && is_last_cta()) finish_lowlat(self, op, opening, WITH_PLAN);
-        receive_mixed<Rows>(m, op, tables, memory);
-        return end_lowlat(op);
-    }
-    if (ok && moves && works) {
-        ok = receive_words(m, words) && receive_all<Rows>(m, first);
+    if (m.receivers.contains_this_cta()) ok = make_plan_of(m, s.tables);
+    if (HOSTS && is_last_cta() && !m.receivers.contains_this_cta())
+        ok = poll_inbox(m.job.plan, s.op);
+    if (ok && reports_data_errors<true>(m)) count_posted_warp(m.job.plan.self);
+    return ok;
+}
+
+/* Phase 4: receives rows and weights into their slots, clears what has no row, and ends the
+ * operation. `is_valid`: the plan is valid. `ok`: the group is not broken. */
+template <class Rows, bool WITH_PLAN>
+__device__ __forceinline__ void receive_rows(const LowlatMove &m, LowlatShared &s,
+                                             const StartState &start, FirstUnits &first,
+                                             bool is_valid, bool ok)
+{
+    const p2p_dispatch_job &job = m.job;
+    const p2p_self &self = job.plan.self;
+    const device_plan_header &h = WITH_PLAN ? s.tables.p.header : s.plan.header;
+    if (ok && is_valid && is_receiving_worker(m)) {
+        ok = receive_words(m, first.words) && receive_all<Rows>(m, first.piece);
         if (ok && !m.discards) pad_slabs<Rows>(m);
     }
-    if (is_control_warp() && !WITH_PLAN && moves) {
-        const bool good = have_all_rows(self, op, h);
-        if (lane_id() == 0) enough = good;
+    if (is_control_warp() && !WITH_PLAN && is_valid) {
+        const bool has_all = have_all_rows(self, s.op, h);
+        if (lane_id() == 0) s.has_all_rows = has_all;
     }
-    if (is_control_warp() && is_last_cta()) finish_lowlat(self, op, opening, WITH_PLAN);
-    if (ok && is_receiver && (m.discards || !moves))
+    if (is_control_warp() && is_last_cta()) finish_lowlat(self, s.op, start, WITH_PLAN);
+    const bool clears = ok && m.receivers.contains_this_cta();
+    if (clears && (m.discards || !is_valid))
         Rows::clear_rows(m, 0, m.receivers.thread_index(), m.receivers.num_threads());
-    else if (ok && is_receiver && job.zero_tail)
-        Rows::clear_rows(m, WITH_PLAN ? needed_here(tables, job.plan) : h.slots_of[self.rank],
+    else if (clears && job.zero_tail)
+        Rows::clear_rows(m, WITH_PLAN ? needed_here(s.tables, job.plan) : h.slots_of[self.rank],
                          m.receivers.thread_index(), m.receivers.num_threads());
-    end_lowlat(op);
-    if (WITH_PLAN || enough || !is_last_cta_of_overflow(op, h)) return;
+    end_lowlat(s.op);
+    if (WITH_PLAN || s.has_all_rows || !is_last_cta_of_overflow(s.op, h)) return;
     Rows::clear_rows(m, 0, threadIdx.x, LOWLAT_BLOCK);
+}
+
+/* Phase 4 where another rank has more tokens. */
+template <class Rows>
+__device__ __forceinline__ void receive_mixed_and_end(const LowlatMove &m, LowlatShared &s,
+                                                      const StartState &start)
+{
+    if (is_control_warp() && is_last_cta()) finish_lowlat(m.job.plan.self, s.op, start, true);
+    receive_mixed<Rows>(m, s.op, s.tables, (uint8_t *)dynamic_shared());
+    end_lowlat(s.op);
+}
+
+/* The kernel. Rows: how pieces are moved (PlainRows lists the functions). WITH_PLAN: the kernel
+ * also makes the plan.
+ *
+ *   1. announce  Control warps open the operation and send ids. Workers load their first
+ *                pieces. One worker loads and checks the header of a plan that is read. After
+ *                the first barrier of the CTA, one warp of the grid announces the operation.
+ *   2. send      Workers send all their pieces. Control warps send weights.
+ *   3. plan      WITH_PLAN: receiving CTAs make the plan.
+ *   4. receive   Workers receive words, then pieces, and zero the padding. The control warp of
+ *                the last CTA ends the operation. If nothing may be stored, or a rank has too
+ *                few rows, the CTAs zero the whole receive buffer. */
+template <class Rows, bool WITH_PLAN>
+__global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
+    lowlat_dispatch_kernel(const __grid_constant__ p2p_dispatch_job job)
+{
+    __shared__ LowlatShared s;
+    prefetch_params(job);
+    if (job.plan.self.operation == EPIC_OP_NONE) return;
+    const Opening<WITH_PLAN> opening(job);
+    LowlatMove m = describe_move<Rows, WITH_PLAN>(job, s);
+    IdSender ids(job.plan, m.receivers, WITH_PLAN);
+    WeightSender weights(m);
+    bool may_send = opening.start.broken == 0, ok = true;
+    if (is_control_warp())
+        may_send &= open_operation<WITH_PLAN>(m, s, opening.start, ids, weights);
+    PieceSender<Rows> sender(m);
+    FirstUnits first;
+    load_own_piece<Rows, WITH_PLAN>(m, first);
+    if (threadIdx.x == 0) s.has_all_rows = true;
+    open_plan(m, s, opening);
+    sender.find_peers();
+    if (!announce_operation<WITH_PLAN>(m, s, may_send)) return;
+
+    const bool is_valid = WITH_PLAN || (s.plan.is_valid && s.plan.header.result == EPIC_OK);
+    m.most_tokens = WITH_PLAN ? job.plan.max_lowlat_tokens : s.plan.most_tokens;
+    send_rows<Rows, WITH_PLAN>(m, weights, sender, is_valid);
+    if (!WITH_PLAN) m.fates = fates_of(s.plan, job.plan.self);
+    if (is_valid) load_first_units<Rows>(m, first);
+    if (WITH_PLAN) ok = make_new_plan(m, s);
+    if (WITH_PLAN && m.is_mixed) return receive_mixed_and_end<Rows>(m, s, opening.start);
+    receive_rows<Rows, WITH_PLAN>(m, s, opening.start, first, is_valid, ok);
 }
 
 /* Returns the number of CTAs that only send. With more tokens, stores to peers delay everything
