@@ -331,6 +331,122 @@ __device__ __forceinline__ void cache_counts(const OpState &op, uint64_t *counts
             store_relaxed(counts + (first + i) * DEVICE_MAX_TALLIES, words[i]);
 }
 
+/* Waits for the counts of counter e that the planner CTAs of this rank have stored. words: one
+ * per planner CTA; the words past the last one are 0. Returns false if the group is broken. */
+__device__ __forceinline__ bool wait_planner_counts(const p2p_plan_job &job, const OpState &op,
+                                                    int e, uint64_t (&words)[P2P_MAX_PLANNERS])
+{
+    const uint64_t *tallies = (const uint64_t *)(op.heap + job.self.at.tallies);
+    return wait_thread(op, -1, P2P_PHASE_GRID, [&] {
+        bool all = true;
+#pragma unroll
+        for (int c = 0; c < P2P_MAX_PLANNERS; c++)
+            words[c] = c < job.planners ? load_relaxed(tallies + c * DEVICE_MAX_TALLIES + e)
+                                        : stamp_word(op, 0);
+#pragma unroll
+        for (int c = 0; c < P2P_MAX_PLANNERS; c++) all &= is_stamped(op, words[c]);
+        return all;
+    });
+}
+
+/* Step 1 and 2 of exchange_counts() for counter e. `counts`: offset of the counts of this
+ * operation in a heap, in words. */
+__device__ __forceinline__ bool publish_count(Planner &p, const p2p_plan_job &job,
+                                              const OpState &op, int64_t counts, int e)
+{
+    const p2p_self &self = job.self;
+    uint64_t words[P2P_MAX_PLANNERS];
+    bool ok = wait_planner_counts(job, op, e, words);
+    uint32_t low = 0, sum = 0, bad = 0;
+#pragma unroll
+    for (int c = 0; c < P2P_MAX_PLANNERS; c++) {
+        const uint32_t count = (uint32_t)words[c] & ~RECORD_LAST;
+        bad |= (uint32_t)words[c] & RECORD_LAST;
+        if (c < (int)blockIdx.x) low += count;
+        sum += count;
+    }
+    if (blockIdx.x == 0 && ok && bad) ok = publish_fault(p, job, op);
+    if (blockIdx.x == 0 && ok)
+        for (int i = 1; i <= self.num_ranks; i++) {
+            const int q = wrap_rank(self.rank + i, self.num_ranks);
+            store_relaxed((uint64_t *)self.heap[q] + counts + self.rank * DEVICE_MAX_TALLIES +
+                              e,
+                          stamp_word(op, sum | owner_word(p, e) | bad));
+        }
+    p.low[e] = (int32_t)low;
+    return ok;
+}
+
+/* backend hosts: CTA 0 posts the puts of all counts of this rank, after all its threads have
+ * stored theirs. Returns false if one of them has found that the group is broken. */
+__device__ __forceinline__ bool post_put_counts(const p2p_self &self, const OpState &op,
+                                                int64_t counts, int experts, bool ok)
+{
+    if (!HOSTS || blockIdx.x != 0) return ok;
+    ok = __syncthreads_and(ok) != 0;
+    if (ok && (int)threadIdx.x < self.num_ranks)
+        post_put(op, threadIdx.x,
+                 (uint64_t *)self.heap[threadIdx.x] + counts + self.rank * DEVICE_MAX_TALLIES,
+                 (uint32_t)experts * 8);
+    return ok;
+}
+
+/* Waits for the counts of one counter that RANKS_AT_ONCE ranks from `first` on have published.
+ * from: the counter's word of rank 0 in this rank's heap. The words past the last rank are 0.
+ * Returns false if the group is broken. */
+__device__ __forceinline__ bool wait_rank_counts(const OpState &op, const uint64_t *from,
+                                                 int first, uint64_t (&words)[RANKS_AT_ONCE])
+{
+    const int ranks = op.self->num_ranks;
+    int missing = -1; /* a rank whose word has not arrived */
+    return wait_thread(op, missing, P2P_PHASE_COUNTS, [&] {
+        missing = -1;
+#pragma unroll
+        for (int i = 0; i < RANKS_AT_ONCE; i++)
+            words[i] = first + i < ranks
+                           ? load_relaxed(from + (first + i) * DEVICE_MAX_TALLIES +
+                                          inbox_word_offset(op, first + i))
+                           : stamp_word(op, 0);
+#pragma unroll
+        for (int i = 0; i < RANKS_AT_ONCE; i++)
+            if (!is_stamped(op, words[i])) missing = first + i;
+        return missing < 0;
+    });
+}
+
+/* Step 3 of exchange_counts() for counter e. `counts` is as for publish_count(). */
+__device__ __forceinline__ bool add_rank_counts(Planner &p, const p2p_self &self,
+                                                const OpState &op, int64_t counts, int e)
+{
+    const uint64_t *from = (const uint64_t *)op.heap + counts + e;
+    uint32_t load = 0, low = 0, bad = 0, others = 0; /* bad, others: a bit per rank */
+    bool ok = true;
+#pragma unroll 1
+    for (int first = 0; first < self.num_ranks && ok; first += RANKS_AT_ONCE) {
+        uint64_t words[RANKS_AT_ONCE];
+        ok = wait_rank_counts(op, from, first, words);
+        cache_counts(op, (uint64_t *)from, first, words);
+#pragma unroll
+        for (int i = 0; i < RANKS_AT_ONCE; i++) {
+            const int q = first + i;
+            const uint32_t count = COUNT_OF(words[i]), owner = OWNER_OF(words[i]);
+            const bool wrong = ((uint32_t)words[i] & RECORD_LAST) != 0;
+            bad |= wrong ? 1u << q : 0;
+            if (q < self.num_ranks && owner != p.owner[e] && !wrong) others |= 1u << q;
+            if (q < self.rank) low += count;
+            load += count;
+        }
+    }
+    if (ok && others && p.bad_owner == NO_INDEX) {
+        report_table_mismatch(op, __ffs(others) - 1);
+        ok = false;
+    }
+    if (bad && e == 0) p.bad_ranks = bad;
+    p.load[e] = (int32_t)load;
+    p.low[e] += (int32_t)low;
+    return ok;
+}
+
 /* Exchanges the counts with all ranks. All threads; a thread handles one counter at a time:
  *
  *   1. waits for the counts of all planner CTAs of this rank and adds them
@@ -345,89 +461,15 @@ static __device__ __noinline__ bool exchange_counts(Planner &p, const p2p_plan_j
                                                     const OpState &op)
 {
     const p2p_self &self = job.self;
-    const int experts = tallies_of<KIND>(job), ranks = self.num_ranks;
-    const uint64_t *tallies = (const uint64_t *)(op.heap + self.at.tallies);
+    const int experts = tallies_of<KIND>(job);
     const int64_t counts =
-        self.at.counts / 8 + (int64_t)epoch_parity(op) * ranks * DEVICE_MAX_TALLIES;
+        self.at.counts / 8 + (int64_t)epoch_parity(op) * self.num_ranks * DEVICE_MAX_TALLIES;
     bool ok = true;
-    for (int e = threadIdx.x; e < experts && ok; e += blockDim.x) {
-        uint64_t words[P2P_MAX_PLANNERS];
-        ok = wait_thread(op, -1, P2P_PHASE_GRID, [&] {
-            bool all = true;
-#pragma unroll
-            for (int c = 0; c < P2P_MAX_PLANNERS; c++)
-                words[c] = c < job.planners ? load_relaxed(tallies + c * DEVICE_MAX_TALLIES + e)
-                                            : stamp_word(op, 0);
-#pragma unroll
-            for (int c = 0; c < P2P_MAX_PLANNERS; c++) all &= is_stamped(op, words[c]);
-            return all;
-        });
-        uint32_t low = 0, sum = 0, bad = 0;
-#pragma unroll
-        for (int c = 0; c < P2P_MAX_PLANNERS; c++) {
-            const uint32_t count = (uint32_t)words[c] & ~RECORD_LAST;
-            bad |= (uint32_t)words[c] & RECORD_LAST;
-            if (c < (int)blockIdx.x) low += count;
-            sum += count;
-        }
-        if (blockIdx.x == 0 && ok && bad) ok = publish_fault(p, job, op);
-        if (blockIdx.x == 0 && ok)
-            for (int i = 1; i <= ranks; i++) {
-                const int q = wrap_rank(self.rank + i, ranks);
-                store_relaxed((uint64_t *)self.heap[q] + counts +
-                                  self.rank * DEVICE_MAX_TALLIES + e,
-                              stamp_word(op, sum | owner_word(p, e) | bad));
-            }
-        p.low[e] = (int32_t)low;
-    }
-    if (HOSTS && blockIdx.x == 0) {
-        ok = __syncthreads_and(ok) != 0;
-        if (ok && (int)threadIdx.x < ranks)
-            post_put(op, threadIdx.x,
-                     (uint64_t *)self.heap[threadIdx.x] + counts +
-                         self.rank * DEVICE_MAX_TALLIES,
-                     (uint32_t)experts * 8);
-    }
-    for (int e = threadIdx.x; e < experts && ok; e += blockDim.x) {
-        const uint64_t *from = (const uint64_t *)op.heap + counts + e;
-        uint32_t load = 0, low = 0, bad = 0, others = 0;
-#pragma unroll 1
-        for (int first = 0; first < ranks && ok; first += RANKS_AT_ONCE) {
-            uint64_t words[RANKS_AT_ONCE];
-            int missing = -1;
-            ok = wait_thread(op, missing, P2P_PHASE_COUNTS, [&] {
-                missing = -1;
-#pragma unroll
-                for (int i = 0; i < RANKS_AT_ONCE; i++)
-                    words[i] = first + i < ranks
-                                   ? load_relaxed(from + (first + i) * DEVICE_MAX_TALLIES +
-                                                  inbox_word_offset(op, first + i))
-                                   : stamp_word(op, 0);
-#pragma unroll
-                for (int i = 0; i < RANKS_AT_ONCE; i++)
-                    if (!is_stamped(op, words[i])) missing = first + i;
-                return missing < 0;
-            });
-            cache_counts(op, (uint64_t *)from, first, words);
-#pragma unroll
-            for (int i = 0; i < RANKS_AT_ONCE; i++) {
-                const int q = first + i;
-                const uint32_t count = COUNT_OF(words[i]), owner = OWNER_OF(words[i]);
-                const bool wrong = ((uint32_t)words[i] & RECORD_LAST) != 0;
-                bad |= wrong ? 1u << q : 0;
-                if (q < ranks && owner != p.owner[e] && !wrong) others |= 1u << q;
-                if (q < self.rank) low += count;
-                load += count;
-            }
-        }
-        if (ok && others && p.bad_owner == NO_INDEX) {
-            report_table_mismatch(op, __ffs(others) - 1);
-            ok = false;
-        }
-        if (bad && e == 0) p.bad_ranks = bad;
-        p.load[e] = (int32_t)load;
-        p.low[e] += (int32_t)low;
-    }
+    for (int e = threadIdx.x; e < experts && ok; e += blockDim.x)
+        ok = publish_count(p, job, op, counts, e);
+    ok = post_put_counts(self, op, counts, experts, ok);
+    for (int e = threadIdx.x; e < experts && ok; e += blockDim.x)
+        ok = add_rank_counts(p, self, op, counts, e);
     return ok;
 }
 
