@@ -40,6 +40,7 @@ typedef struct scenario {
 
 static const scenario *now_played;
 static bool bad;
+static uint32_t scale = 1; /* of all deadlines: 4 when a scenario is repeated */
 
 static double now_ms(void)
 {
@@ -89,7 +90,7 @@ static void make_plan(team_rank *me, memory *m)
 static void dispatch_on(team_rank *me, memory *m, cudaStream_t stream)
 {
     const epic_dispatch_args args = {
-        .call = {.stream = stream, .timeout_ms = now_played->deadline[me->rank]},
+        .call = {.stream = stream, .timeout_ms = scale * now_played->deadline[me->rank]},
         .layer = &m->layer,
         .plan = m->plan,
         .plan_bytes = m->plan_bytes,
@@ -174,7 +175,7 @@ static void play_circle(team_rank *me, memory *m)
     emulator_hold(me->rank, 1);
     team_barrier(me);
     dispatch_rows(me, m);
-    const double end = now_ms() + 20000;
+    const double end = now_ms() + 20000 * scale;
     while (p2p_ops.poll_failure(me->group, &f) == EPIC_OK && now_ms() < end) sleep_ms(5);
     emulator_hold(me->rank, 0);
     expect_failure(me, EPIC_ETIMEOUT, 1 - f.rank);
@@ -189,7 +190,7 @@ static void play_long(team_rank *me, memory *m)
     team_barrier(me);
     dispatch_rows(me, m);
     for (int ctas = 2; ctas < (int)now_played->sms && me->rank == 1; ctas++) {
-        sleep_ms((long)now_played->deadline[1] / 4);
+        sleep_ms((long)(scale * now_played->deadline[1]) / 4);
         emulator_hold(me->rank, ctas);
     }
     emulator_hold(me->rank, 0);
@@ -279,11 +280,9 @@ static int run_rank(team_rank *me)
     return bad;
 }
 
-int main(int argc, char **argv)
+/* Runs the scenario once. Returns 0 if all ranks found what they expect. */
+static int run_scenario(void)
 {
-    for (size_t i = 0; i < sizeof scenarios / sizeof *scenarios && argc > 1; i++)
-        if (!strcmp(argv[1], scenarios[i].name)) now_played = &scenarios[i];
-    if (!now_played) return 2;
     const team t = {.num_ranks = now_played->ranks,
                     .num_gpus = now_played->ranks,
                     .processes = !HOSTS,
@@ -293,7 +292,24 @@ int main(int argc, char **argv)
                     .timeout_ms = now_played->close_ms,
                     .max_sms = now_played->sms,
                     .work = run_rank};
-    const int failed = team_run(&t);
+    bad = false;
+    return team_run(&t);
+}
+
+/* A rank that a busy machine starts late may miss what another rank publishes before its
+ * deadline. So a scenario that goes wrong is repeated once, with deadlines four times as long. */
+int main(int argc, char **argv)
+{
+    for (size_t i = 0; i < sizeof scenarios / sizeof *scenarios && argc > 1; i++)
+        if (!strcmp(argv[1], scenarios[i].name)) now_played = &scenarios[i];
+    if (!now_played) return 2;
+    int failed = run_scenario();
+    if (failed) {
+        printf("%s went wrong; repeated with longer deadlines\n", now_played->name);
+        fflush(stdout);
+        scale = 4;
+        failed = run_scenario();
+    }
     printf("emulated_blame %s: %s\n", now_played->name, failed ? "WRONG" : "good");
     return failed != 0;
 }
