@@ -187,6 +187,7 @@ static void check_stopped(void)
             pthread_join(seats[i].thread, NULL);
             failed |= seats[i].result != EPIC_OK || seats[i].wrong_bytes;
         }
+        for (int i = 0; i < 3; i++) epic_bootstrap_close(&bootstraps[i]);
         _exit(failed);
     }
     poll(NULL, 0, 200);
