@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exceptions of EPIC: EpicError and its two subclasses.
+"""Exceptions of EPIC: EpicError and its subclasses.
 
 Errors that a compiled JAX program raises while it runs arrive as JAX's JaxRuntimeError with the
 same text, because XLA makes the exception there. error_code() finds the code in either.
@@ -37,6 +37,25 @@ class EpicUnsupportedError(EpicError, NotImplementedError):
     def __init__(self, sentence: str) -> None:
         RuntimeError.__init__(self, sentence)
         self.code = "EPIC_ENOTSUP"
+
+
+class EpicNonFiniteError(EpicError, FloatingPointError):
+    """A row of a layer holds a NaN or an infinity, as epic.torch.check_finite found.
+
+    Attributes:
+        layer: Name of the layer in the model.
+        rank: Rank of the group whose token it is.
+        token: Number of the token on that rank.
+        expert: The expert that computed the row; None if it belongs to no expert.
+    """
+
+    def __init__(
+        self, what: str, remedy: str, layer: str, rank: int, token: int, expert: int | None
+    ) -> None:
+        where = f"layer {layer!r}, rank {rank}, token {token}"
+        where += "" if expert is None else f", expert {expert}"
+        super().__init__("EPIC_EINVAL", f"{what} is not finite: {where}; {remedy}")
+        self.layer, self.rank, self.token, self.expert = layer, rank, token, expert
 
 
 def error_code(error: BaseException | None) -> str | None:

@@ -2,10 +2,11 @@
 """Expert parallelism as PyTorch functions, on EPIC's C core.  docs/guide/torch.md is the guide."""
 
 from epic.bootstrapping import Tcp
-from epic.errors import EpicArgumentError, EpicError, EpicUnsupportedError
+from epic.errors import EpicArgumentError, EpicError, EpicNonFiniteError, EpicUnsupportedError
 from epic.options import Experts, Layer, Moe, Router
 from epic.routing_stats import EXPERT_FULL, NO_EXPERT, RANK_FULL, RoutingStats
 from epic.torch.experts import ExpertWeights, experts, slab_mm
+from epic.torch.finite import check_finite
 from epic.torch.flat import dispatch_flat
 from epic.torch.gradients import GradScaler, clip_grad_norm_, count_labels
 from epic.torch.groups import Group, threads
@@ -40,6 +41,7 @@ __all__ = [
     "RANK_FULL",
     "EpicArgumentError",
     "EpicError",
+    "EpicNonFiniteError",
     "EpicUnsupportedError",
     "ExpertWeights",
     "Experts",
@@ -58,6 +60,7 @@ __all__ = [
     "as_epic_error",
     "balance_loss",
     "bias_update",
+    "check_finite",
     "clip_grad_norm_",
     "combine",
     "count_labels",

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A mode that finds the first NaN or infinity in the MoE layers of a model.
+
+In normal operation each layer only looks at its input, its output and their gradients, and the
+ranks exchange what they found.  When one of them is not finite, all ranks compute the layer once
+more, one choice of the tokens at a time, so that each row belongs to one expert.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from epic.errors import EpicNonFiniteError
+from epic.options import Layer
+from epic.torch import steps
+from epic.torch.experts import ExpertWeights
+from epic.torch.module import MoE
+from epic.torch.moe import OF_EXPERTS, MoeWeights, logits_of, run_experts, run_shared_expert
+from epic.torch.router import route
+from epic.torch.sums import sum as sum_over_ranks
+
+# What is not finite, and where to look, in the order in which a layer computes.
+INPUT, LOGITS, EXPERT, SHARED, OUTPUT, D_OUTPUT, D_EXPERT, D_INPUT = range(8)
+STAGES = (
+    ("the input row", "look at the layers before this one"),
+    ("the row of router logits", "look at the weights of the router"),
+    ("the row that the expert returned", "look at the weights of the expert, and for overflow"),
+    ("the row of the shared expert", "look at the weights of the shared expert"),
+    ("the sum of the experts' rows", "look for overflow of the dtype of the rows"),
+    ("the gradient of the output row", "look at the loss and at the layers after this one"),
+    ("the gradient that the expert returned", "look at the weights of the expert"),
+    ("the gradient of the input row", "look at the weights of the router and the shared expert"),
+)
+
+
+class Finding(NamedTuple):
+    """A row that is not finite. expert is -1 if the row belongs to no expert."""
+
+    stage: int
+    token: int
+    expert: int = -1
+
+
+@contextlib.contextmanager
+def check_finite(model: nn.Module) -> Iterator[None]:
+    """Find the first row of a model's MoE layers that holds a NaN or an infinity.
+
+    While the mode is active every forward and backward of an MoE layer checks its rows, and every
+    rank raises the same error. Every rank enters the mode at the same time. It adds a small sum
+    over the ranks to each layer and makes the host wait for the device, so use it for debugging
+    only, and not under torch.compile.
+
+    Args:
+        model: A model with MoE layers, or one layer; also after replace_moe.
+
+    Returns:
+        A context manager.
+
+    Raises:
+        EpicNonFiniteError: In forward or backward of a layer: names the layer, rank, token and
+            expert of the row. Of several rows the one that is computed first, then that of the
+            lowest rank and token.
+
+    Example:
+        >>> import torch, epic.torch
+        >>> options = epic.torch.Moe.of(num_experts=4, top_k=1, hidden=8, inner=16)
+        >>> with epic.torch.Group(num_ranks=1, max_tokens=16, max_row_bytes=32) as group:
+        ...     layer = epic.torch.MoE(group, options)
+        ...     x = torch.randn(3, 8)
+        ...     x[1, 5] = torch.nan
+        ...     with epic.torch.check_finite(layer):
+        ...         try:
+        ...             layer(x)
+        ...         except epic.torch.EpicNonFiniteError as error:
+        ...             print(error.token, error)
+        1 EPIC_EINVAL: the input row is not finite: layer '', rank 0, token 1; look at the
+        layers before this one
+    """
+    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, MoE)]
+    try:
+        for name, layer in layers:
+            # Not hooks: inside forward the parameters are whole under fully_shard and under peft.
+            layer.forward = checked(name, layer, layer.forward)  # type: ignore[method-assign]
+        yield
+    finally:
+        for _, layer in layers:
+            layer.__dict__.pop("forward", None)
+
+
+def checked(name: str, layer: MoE, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward that checks the rows of each call."""
+
+    def checked_forward(x: Tensor, token_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        entry = x.view_as(x) if x.requires_grad else x  # its gradient is this layer's alone
+        out, loss = forward(entry, token_mask)
+        call = Call(name, layer, x, token_mask)
+        with torch.no_grad():
+            call.check_forward(out)
+        if out.requires_grad:
+            out.register_hook(call.check_d_output)
+        if entry.requires_grad:
+            entry.register_hook(call.check_d_input)
+        return out, loss
+
+    return checked_forward
+
+
+def first_bad_row(rows: Tensor, mask: Tensor | None = None) -> int | None:
+    """Return the first row [..., n] that is not finite and that the mask keeps, or None."""
+    bad = ~rows.detach().reshape(-1, rows.shape[-1]).isfinite().all(dim=1)
+    if mask is not None:
+        bad &= mask
+    found = bad.nonzero()
+    return int(found[0]) if len(found) else None
+
+
+class Call:
+    """One forward of a layer, with what its backward needs to name an expert."""
+
+    def __init__(self, name: str, layer: MoE, x: Tensor, mask: Tensor | None) -> None:
+        self.name, self.layer = name, layer
+        self.mask = None if mask is None else mask.reshape(-1)
+        rows = x.detach().reshape(-1, x.shape[-1])
+        self.rows = rows if self.mask is None else torch.where(self.mask[:, None], rows, 0)
+        self.d_output = torch.zeros_like(self.rows)
+        self.weights = MoeWeights(*(None if w is None else w.detach() for w in layer.weights()))
+
+    def check_forward(self, out: Tensor) -> None:
+        """Check input and output; collective."""
+        came, went = first_bad_row(self.rows), first_bad_row(out, self.mask)
+        found = []
+        if came is not None:
+            found.append(Finding(INPUT, came))
+        if went is not None:
+            found.append(Finding(OUTPUT, went))
+        rank, worst = self.first_of_ranks(found)
+        if worst is not None and worst.stage != INPUT:
+            rank, worst = self.first_of_ranks([*found, *self.search_forward()])
+        self.raise_if_found(rank, worst)
+
+    def check_d_output(self, d_output: Tensor) -> None:
+        """Check the gradient of the output; collective."""
+        self.d_output = d_output.detach().reshape(self.rows.shape)
+        token = first_bad_row(self.d_output, self.mask)
+        found = [] if token is None else [Finding(D_OUTPUT, token)]
+        self.raise_if_found(*self.first_of_ranks(found))
+
+    def check_d_input(self, d_input: Tensor) -> None:
+        """Check the gradient of the input; collective."""
+        token = first_bad_row(d_input, self.mask)
+        found = [] if token is None else [Finding(D_INPUT, token)]
+        rank, worst = self.first_of_ranks(found)
+        if worst is not None:
+            rank, worst = self.first_of_ranks([*found, *self.search_experts(D_EXPERT)])
+        self.raise_if_found(rank, worst)
+
+    def first_of_ranks(self, found: list[Finding]) -> tuple[int, Finding | None]:
+        """Return the rank and the finding that comes first, equal on all ranks; collective."""
+        group = self.layer.group
+        table = torch.zeros(group.num_ranks, 4, device=group.device)
+        if found:
+            stage, token, expert = min(found)
+            table[group.rank] = torch.tensor([1, stage, token, expert + 1])
+        rows = sum_over_ranks(group, table, tag=self.layer.tag).tolist()
+        every = [
+            (int(stage), rank, int(token), int(expert) - 1)
+            for rank, (is_found, stage, token, expert) in enumerate(rows)
+            if is_found
+        ]
+        if not every:
+            return 0, None
+        stage, rank, token, expert = min(every)
+        return rank, Finding(stage, token, expert)
+
+    def raise_if_found(self, rank: int, found: Finding | None) -> None:
+        """Raise the error of a finding."""
+        if found is not None:
+            what, remedy = STAGES[found.stage]
+            expert = None if found.expert < 0 else found.expert
+            raise EpicNonFiniteError(what, remedy, self.name, rank, found.token, expert)
+
+    def search_forward(self) -> list[Finding]:
+        """Return what is not finite between the input and the output; collective."""
+        found = self.search_experts(EXPERT)
+        token = first_bad_row(logits_of(self.rows, self.weights), self.mask)
+        if token is not None:
+            found.append(Finding(LOGITS, token))
+        if self.layer.options.shared is not None:
+            shared = run_shared_expert(self.layer.options, self.rows, self.weights)
+            token = first_bad_row(shared, self.mask)
+            if token is not None:
+                found.append(Finding(SHARED, token))
+        return found
+
+    def search_experts(self, stage: int) -> list[Finding]:
+        """Return the rows that are not finite, each of one expert; collective.
+
+        Args:
+            stage: EXPERT for the results of experts, D_EXPERT for the gradients of their inputs.
+        """
+        layer = self.layer
+        router = layer.options.router
+        logits = logits_of(self.rows, self.weights)
+        chosen, probabilities = route(router, logits, bias=self.weights.bias, group=layer.group)
+        chosen = torch.where(
+            chosen < router.num_experts, chosen, -1
+        )  # zero-experts compute nothing
+        if self.mask is not None:
+            chosen = torch.where(self.mask[:, None], chosen, -1)
+        found = []
+        for k in range(router.top_k):
+            one = (chosen[:, k : k + 1].contiguous(), probabilities[:, k : k + 1].detach())
+            with torch.set_grad_enabled(stage == D_EXPERT):
+                token = first_bad_row(self.run_choice(*one, stage == D_EXPERT))
+            if token is not None:
+                found.append(Finding(stage, token, int(chosen[token, k])))
+        return found
+
+    def run_choice(self, chosen: Tensor, weight: Tensor, backward: bool) -> Tensor:
+        """Return the experts' rows [tokens, hidden] of one choice of each token, or with backward
+        the gradients that these experts return; collective."""
+        layer, options = self.layer, self.layer.options
+        own = ExpertWeights(*(getattr(self.weights, name) for name in OF_EXPERTS))
+        wish = Layer(
+            options.layer.num_experts,
+            1,
+            alignment=options.layer.alignment,
+            num_logical=options.layer.num_logical,
+        )
+        late = options.experts.weighting == "late"
+        x = self.rows.clone().requires_grad_(backward)
+        more: dict[str, Any] = {"logical_of_expert": layer.logical_of_expert, "tag": layer.tag}
+        plan, recv, slots = steps.plan_dispatch(layer.group, wish, chosen, x, weight, **more)
+        experts = replace(options.experts, num_local_experts=0)
+        y = run_experts(experts, layer.grouped_mm, recv, plan, own, None if late else slots)
+        out = steps.combine(plan, y)
+        if not backward:
+            return out
+        d_out = self.d_output * weight.to(out.dtype) if late else self.d_output
+        return torch.autograd.grad(out, x, d_out.to(out.dtype))[0]

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mode that names the first row that is not finite."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import epic.torch
+from epic.torch.experts import slab_mm
+from parts import HIDDEN, group_of, numbers
+
+WISH = epic.torch.Moe.of(
+    num_experts=8, top_k=2, hidden=HIDDEN, inner=12, normalize="sum",
+    shared=epic.torch.Experts(1, HIDDEN, 8),
+)  # fmt: skip
+COUNTS = (5, 0, 9, 6)  # tokens of the ranks
+
+
+class Two(torch.nn.Module):
+    """Two layers."""
+
+    def __init__(self, group: epic.torch.Group, **more: Any) -> None:
+        super().__init__()
+        self.first = epic.torch.MoE(group, WISH, **more)
+        self.second = epic.torch.MoE(group, WISH, **more)
+        self.chosen: list[list[int]] = []
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """The rows of both."""
+        x = x + self.first(x, mask)[0]
+        options = self.second.options.router
+        self.chosen = epic.torch.route(options, x.detach() @ self.second.w_gate.detach())[
+            0
+        ].tolist()
+        return x + self.second(x, mask)[0]
+
+
+Case = Callable[[int, Two, torch.Tensor], float]  # changes what a rank has; a factor of the loss
+
+
+def bad_input(rank: int, model: Two, x: torch.Tensor) -> float:
+    """Of two ranks: the lower one is named."""
+    if rank > 1:
+        x[rank + 1, 3] = torch.nan
+    return 1.0
+
+
+def bad_expert(rank: int, model: Two, x: torch.Tensor) -> float:
+    """Expert 5 of the second layer."""
+    if rank == 2:
+        model.second.w_down[1, 2, 4] = torch.inf
+    return 1.0
+
+
+def bad_router(rank: int, model: Two, x: torch.Tensor) -> float:
+    """One column of all ranks, so that the logits of each token are hit."""
+    model.second.w_gate[:, 3] = torch.nan
+    return 1.0
+
+
+def bad_shared(rank: int, model: Two, x: torch.Tensor) -> float:
+    """The shared expert of the first layer."""
+    model.first.shared_down[0, 1, 1] = torch.nan
+    return 1.0
+
+
+def bad_loss(rank: int, model: Two, x: torch.Tensor) -> float:
+    """The gradient that arrives."""
+    return float("inf") if rank == 2 else 1.0
+
+
+def bad_gradient(rank: int, model: Two, x: torch.Tensor) -> float:
+    """An overflow in backward of expert 5 of the second layer."""
+    if rank == 2:
+        model.second.w_down[1] *= 1e20
+    return 1e25
+
+
+# The text, the layer, rank and token; None: of the first token that has chosen expert 5.
+CASES: dict[Case, tuple[str, str, tuple[int, int] | None]] = {
+    bad_input: ("the input row", "first", (2, 3)),
+    bad_expert: ("the row that the expert returned", "second", None),
+    bad_router: ("the row of router logits", "second", (0, 0)),
+    bad_shared: ("the row of the shared expert", "first", (0, 0)),
+    bad_loss: ("the gradient of the output row", "second", (2, 0)),
+    bad_gradient: ("the gradient that the expert returned", "second", None),
+}
+
+
+def made(rank: int, group: epic.torch.Group, composed: bool) -> tuple[Two, torch.Tensor]:
+    """A model and its tokens, which need a gradient."""
+    model = Two(group, grouped_mm=slab_mm if composed else None)
+    return model, numbers(60 + rank, COUNTS[rank], HIDDEN)
+
+
+def find(rank: int, case: Case, composed: bool) -> tuple[str, Any, list[list[int]]]:
+    """What the error has, and the choices of this rank's tokens in the second layer."""
+    with group_of(4) as group:
+        model, x = made(rank, group, composed)
+        with torch.no_grad():
+            factor = case(rank, model, x)
+        x.requires_grad_()
+        with epic.torch.check_finite(model):
+            with pytest.raises(epic.torch.EpicNonFiniteError) as caught:
+                (model(x).sum() * factor).backward()
+            assert caught.value.code == "EPIC_EINVAL"
+        assert "forward" not in model.first.__dict__
+        error = caught.value
+        return str(error), (error.layer, error.rank, error.token, error.expert), model.chosen
+
+
+@pytest.mark.parametrize("composed", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_found(world: Any, case: Case, composed: bool) -> None:
+    """The same on all ranks, one of which has no tokens."""
+    answers = world.run(find, case, composed)
+    texts = {text for text, *_ in answers}
+    assert len(texts) == 1
+    what, layer, where = CASES[case]
+    assert f"{what} is not finite: layer '{layer}'" in texts.pop()
+    named = where or next(
+        (rank, token)
+        for rank, (*_, chosen) in enumerate(answers)
+        for token, ids in enumerate(chosen)
+        if 5 in ids
+    )
+    assert answers[0][1] == (layer, *named, None if where else 5)
+
+
+def finite(rank: int) -> None:
+    """A model without such rows computes the same bits; padding may hold anything."""
+    with group_of(4) as group:
+        model, x = made(rank, group, False)
+        mask = torch.arange(len(x)) != 2
+        results = []
+        for checks in (False, True):
+            for given in (None, mask):
+                leaf = x.clone()
+                if given is not None and len(x):
+                    leaf[2] = 1e30
+                leaf.requires_grad_()
+                with epic.torch.check_finite(model if checks else torch.nn.Identity()):
+                    out = model(leaf, given)
+                    out.sum().backward()
+                results.append((out.detach(), leaf.grad))
+        for plain, seen in zip(results[:2], results[2:], strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(plain, seen, strict=True))
+        if len(x):
+            with torch.no_grad():
+                x[2] = torch.nan
+        with epic.torch.check_finite(model.first):
+            assert model.first(x, mask)[0].isfinite().all()
+
+
+def test_nothing_to_find(world: Any) -> None:
+    """Nothing is raised."""
+    world.run(finite)
