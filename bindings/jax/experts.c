@@ -21,17 +21,32 @@ static void zero_tail(const ffi_reader *reader, ffi_array slots, ffi_array exper
            (size_t)((slots.rows - occupied) * row_bytes));
 }
 
-/* The options and arrays that both forward and backward read first, in this order. */
+/* The options and arrays that both forward and backward read first, in this order. Scales belong
+ * to e4m3 weights. */
 typedef struct experts_inputs {
     epic_experts experts;
     uint32_t rows_set, weights_set; /* FFI_SET bits: accepted types of rows, and of weights */
     int64_t slots, local, hidden, inner, width;
     ffi_array x, rows, tokens, slot_weights;
     ffi_array w_gate_up, w_down, b_gate_up, b_down;
+    ffi_array w_gate_up_scales, w_down_scales;
 } experts_inputs;
 
-/* Reads these options and arrays, and checks their types and sizes. */
-static experts_inputs read_inputs(ffi_reader *reader)
+/* Reads the scales of e4m3 weights: one for each 128 x 128 elements. */
+static void read_weight_scales(ffi_reader *reader, experts_inputs *in)
+{
+    const int64_t of_hidden = ffi_num_blocks(in->hidden);
+    in->w_gate_up_scales = ffi_read_arg_or_none(
+        reader, "w_gate_up_scales", FFI_SET_F32,
+        ffi_multiply_sizes(in->local, of_hidden, ffi_num_blocks(in->width)));
+    in->w_down_scales = ffi_read_arg_or_none(
+        reader, "w_down_scales", FFI_SET_F32,
+        ffi_multiply_sizes(in->local, of_hidden, ffi_num_blocks(in->inner)));
+}
+
+/* Reads these options and arrays, and checks their types and sizes. With e4m3 weights the biases
+ * have the type of the rows in the options, and the rows of forward are e4m3, too. */
+static experts_inputs read_inputs(ffi_reader *reader, bool backward)
 {
     experts_inputs in = {.experts = options_read_experts(reader, "experts_")};
     const epic_experts *ex = &in.experts;
@@ -40,9 +55,12 @@ static experts_inputs read_inputs(ffi_reader *reader)
     in.inner = ex->inner;
     in.width = ex->ungated ? in.inner : 2 * in.inner;
     in.rows_set = ffi_set_of(ex->row_type) & FFI_SET_FLOATS;
-    in.weights_set =
-        ffi_set_of(ex->weight_type ? ex->weight_type : ex->row_type) & FFI_SET_FLOATS;
-    in.x = ffi_read_arg(reader, "rows", in.rows_set, FFI_ANY_COUNT);
+    const bool is_e4m3 = ex->weight_type == EPIC_E4M3;
+    const uint32_t accepted = is_e4m3 ? FFI_SET(EPIC_E4M3) : FFI_SET_FLOATS;
+    in.weights_set = ffi_set_of(ex->weight_type ? ex->weight_type : ex->row_type) & accepted;
+    const uint32_t biases = is_e4m3 ? in.rows_set : in.weights_set;
+    in.x = ffi_read_arg(reader, "rows", is_e4m3 && !backward ? FFI_SET(EPIC_E4M3) : in.rows_set,
+                        FFI_ANY_COUNT);
     in.slots = in.x.rows;
     ffi_check_count(reader, "rows", in.x, ffi_multiply_sizes(in.slots, in.hidden, 1));
     in.rows = ffi_read_arg(reader, "expert_rows", FFI_SET_I32, in.local);
@@ -52,18 +70,19 @@ static experts_inputs read_inputs(ffi_reader *reader)
                                 ffi_multiply_sizes(in.local, in.hidden, in.width));
     in.w_down = ffi_read_arg(reader, "w_down", in.weights_set,
                              ffi_multiply_sizes(in.local, in.inner, in.hidden));
-    in.b_gate_up =
-        ffi_read_arg_or_none(reader, "b_gate_up", in.weights_set, in.local * in.width);
-    in.b_down = ffi_read_arg_or_none(reader, "b_down", in.weights_set, in.local * in.hidden);
+    in.b_gate_up = ffi_read_arg_or_none(reader, "b_gate_up", biases, in.local * in.width);
+    in.b_down = ffi_read_arg_or_none(reader, "b_down", biases, in.local * in.hidden);
+    read_weight_scales(reader, &in);
     return in;
 }
 
 /* Initializes the fields that the argument structs of forward and backward have in common. */
-#define INPUTS(in)                                                            \
-    .experts = &(in).experts, .x = (in).x.data, .num_slots = (in).x.rows,     \
-    .expert_rows = (in).rows.data, .expert_tokens = (in).tokens.data,         \
-    .slot_weights = (in).slot_weights.data, .w_gate_up = (in).w_gate_up.data, \
-    .w_down = (in).w_down.data, .b_gate_up = (in).b_gate_up.data, .b_down = (in).b_down.data
+#define INPUTS(in)                                                                            \
+    .experts = &(in).experts, .x = (in).x.data, .num_slots = (in).x.rows,                     \
+    .expert_rows = (in).rows.data, .expert_tokens = (in).tokens.data,                         \
+    .slot_weights = (in).slot_weights.data, .w_gate_up = (in).w_gate_up.data,                 \
+    .w_down = (in).w_down.data, .b_gate_up = (in).b_gate_up.data, .b_down = (in).b_down.data, \
+    .w_gate_up_scales = (in).w_gate_up_scales.data, .w_down_scales = (in).w_down_scales.data
 
 /* The custom call "experts". */
 static ffi_error *experts_forward(ffi_frame *frame, bool on_device)
@@ -71,8 +90,14 @@ static ffi_error *experts_forward(ffi_frame *frame, bool on_device)
     if (local_is_query(frame, on_device)) return NULL;
     local_call local = {0};
     ffi_reader reader = local_begin(frame, on_device, &local);
-    const experts_inputs in = read_inputs(&reader);
-    epic_experts_args args = {INPUTS(in), .call.stream = local.stream};
+    const experts_inputs in = read_inputs(&reader, false);
+    epic_experts_args args = {
+        INPUTS(in),
+        .call = {.stream = local.stream, .max_sms = ffi_read_uint(&reader, "max_sms")}};
+    args.x_scales =
+        ffi_read_arg_or_none(&reader, "x_scales", FFI_SET_F32,
+                             ffi_multiply_sizes(in.slots, ffi_num_blocks(in.hidden), 1))
+            .data;
     const ffi_array y = ffi_read_result(&reader, "y", in.rows_set, in.x.count);
     const ffi_array saved = ffi_read_result(&reader, "saved", FFI_SET_U8, FFI_ANY_COUNT);
     const ffi_array workspace =
@@ -122,8 +147,10 @@ static ffi_error *experts_backward(ffi_frame *frame, bool on_device)
     if (local_is_query(frame, on_device)) return NULL;
     local_call local = {0};
     ffi_reader reader = local_begin(frame, on_device, &local);
-    const experts_inputs in = read_inputs(&reader);
-    epic_experts_backward_args args = {INPUTS(in), .call.stream = local.stream};
+    const experts_inputs in = read_inputs(&reader, true);
+    epic_experts_backward_args args = {
+        INPUTS(in),
+        .call = {.stream = local.stream, .max_sms = ffi_read_uint(&reader, "max_sms")}};
     const ffi_array saved = ffi_read_arg(&reader, "saved", FFI_SET_U8, FFI_ANY_COUNT);
     args.saved = saved.data;
     args.saved_bytes = (size_t)saved.bytes;

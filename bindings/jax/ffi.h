@@ -82,6 +82,12 @@ ffi_reader ffi_reader_of(const ffi_frame *frame, bool on_device);
 /* Returns the product of three sizes, each at least 0. Returns INT64_MAX if it overflows. */
 int64_t ffi_multiply_sizes(int64_t a, int64_t b, int64_t c);
 
+/* Returns how many blocks of 128 elements there are; the last one may be shorter. */
+static inline int64_t ffi_num_blocks(int64_t length)
+{
+    return (length + 127) / 128;
+}
+
 /* Requirements on an array. ffi_read_array() checks them for every array of every handler. So
  * no handler reads or writes past an array, or takes its elements for another type. */
 typedef struct ffi_requirement {

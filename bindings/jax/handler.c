@@ -88,7 +88,11 @@ static uint32_t accepted_types(const handler_call *call, const handler_array *fi
     case HANDLER_WIDE_TYPE:
         return call->row_type == EPIC_F64 ? FFI_SET(EPIC_F64) : FFI_SET_F32;
     case HANDLER_WEIGHT_TYPE:
-        return ffi_set_of(call->weight_type);
+        return call->weight_set;
+    case HANDLER_BIAS_TYPE:
+        return ffi_set_of(call->bias_type);
+    case HANDLER_SHARED_TYPE:
+        return ffi_set_of(call->shared_type);
     default:
         return field->types;
     }
@@ -169,6 +173,7 @@ static handler_call *read_call(ffi_reader *reader, const handler_operation *oper
     if (operation->check != NULL && reader->error == NULL) operation->check(reader, call);
     call->use.tag = make_tag(call);
     core_call_of(call)->tag = call->use.tag;
+    core_call_of(call)->max_sms = ffi_read_uint(reader, "max_sms");
     if (reader->error == NULL) return call;
     free(call);
     return NULL;
@@ -215,6 +220,14 @@ static ffi_error *refusal_error(const ffi_frame *frame, const handler_call *call
     const char *what = call->operation->what;
     if (answer == MEMBER_OTHER_DEVICES) return other_devices_error(frame, what, claim);
     if (answer == MEMBER_OTHER_RANK) return other_rank_error(frame, what, claim);
+    if (answer == MEMBER_CLOSED)
+        return ffi_fail(
+            frame, EPIC_ECLOSED,
+            "epic.jax.%s: group \"%s\" was closed on %s device %d of this process, and the "
+            "program was compiled for it: open it again before the program runs, "
+            "epic.jax.open(..., name=\"%s\")",
+            what, claim->name, claim->device.is_gpu ? "CUDA" : "CPU", claim->device.ordinal,
+            claim->name);
     if (answer == MEMBER_NONE)
         return ffi_fail(
             frame, EPIC_ECLOSED,

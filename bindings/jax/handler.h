@@ -49,6 +49,8 @@ typedef enum handler_dim {
     DIM_INNER,
     DIM_SHARED_WIDTH,
     DIM_SHARED_INNER,
+    DIM_GATE_UP_SCALES, /* scales of an expert's e4m3 weight w_gate_up */
+    DIM_DOWN_SCALES,    /* scales of an expert's e4m3 weight w_down */
     DIM_TABLE_ROWS,
     NUM_DIMS
 } handler_dim;
@@ -67,11 +69,12 @@ typedef struct handler_call {
     XLA_FFI_Future *future;
     handler_channel channel;
     uint32_t site;
-    uint32_t row_type, weight_type; /* types that HANDLER_ROW_TYPE and HANDLER_WEIGHT_TYPE
-                                       stand for */
-    int64_t sizes[NUM_DIMS];        /* indexed by handler_dim */
-    int32_t rank;                   /* this device's rank in the mesh of the program; -1:
-                                       unknown */
+    uint32_t row_type;       /* type that HANDLER_ROW_TYPE stands for */
+    uint32_t weight_set;     /* FFI_SET bits: types that HANDLER_WEIGHT_TYPE stands for */
+    uint32_t bias_type;      /* type that HANDLER_BIAS_TYPE stands for */
+    uint32_t shared_type;    /* type that HANDLER_SHARED_TYPE stands for */
+    int64_t sizes[NUM_DIMS]; /* indexed by handler_dim */
+    int32_t rank;            /* this device's rank in the mesh of the program; -1: unknown */
     bool on_device;
 } handler_call;
 
@@ -86,10 +89,12 @@ typedef enum handler_kind {
 
 /* Values of handler_array.types that stand for a type of this call. */
 enum {
-    HANDLER_ROW_TYPE = 1u << 27,   /* type of the array that has HANDLER_SETS_TYPE, or of the
-                                      options */
-    HANDLER_WIDE_TYPE = 1u << 28,  /* EPIC_F64 if the rows are EPIC_F64, else EPIC_F32 */
-    HANDLER_WEIGHT_TYPE = 1u << 29 /* the type of the experts' weights */
+    HANDLER_ROW_TYPE = 1u << 25,    /* type of the array that has HANDLER_SETS_TYPE, or of the
+                                       options */
+    HANDLER_WIDE_TYPE = 1u << 26,   /* EPIC_F64 if the rows are EPIC_F64, else EPIC_F32 */
+    HANDLER_WEIGHT_TYPE = 1u << 27, /* the type of the experts' weights */
+    HANDLER_BIAS_TYPE = 1u << 28,   /* the type of the experts' biases */
+    HANDLER_SHARED_TYPE = 1u << 29  /* the type of the shared expert's weights and biases */
 };
 /* Flags of an array: an argument (0) or a result, optional, and "sets call->row_type". */
 enum { HANDLER_ARG, HANDLER_RESULT = 1, HANDLER_OPTIONAL = 2, HANDLER_SETS_TYPE = 4 };

@@ -16,6 +16,7 @@ struct member {
     member_device device;
     member_position position;
     epic_context *ctx;
+    bool is_closed;   /* kept only to report that the group was open once */
     member_use *uses; /* operations in flight */
     struct member *next;
 };
@@ -32,12 +33,12 @@ static bool matches_device(const member *member, const char *name, member_device
            (name == NULL || strcmp(member->name, name) == 0);
 }
 
-/* Returns the link of the list that points to the member. The link holds NULL if no member
- * matches. */
-static member **find_member(const char *name, member_device device)
+/* Returns a member that is open, or one that was closed; NULL: no member matches. */
+static member *find_member(const char *name, member_device device, bool is_closed)
 {
-    member **at = &members;
-    while (*at != NULL && !matches_device(*at, name, device)) at = &(*at)->next;
+    member *at = members;
+    while (at != NULL && (at->is_closed != is_closed || !matches_device(at, name, device)))
+        at = at->next;
     return at;
 }
 
@@ -68,7 +69,6 @@ static void notify_peers(epic_context *ctx, uint64_t tag, member_status answer)
 static member_status check_entry(const member *found, const member_use *use,
                                  const member_position *position)
 {
-    if (found == NULL) return MEMBER_NONE;
     if (strcmp(found->position.devices, position->devices) != 0) return MEMBER_OTHER_DEVICES;
     if (position->rank >= 0 && position->rank != found->position.rank) return MEMBER_OTHER_RANK;
     if (!found->device.is_gpu && is_busy(found, use->tag)) return MEMBER_TAG_BUSY;
@@ -88,8 +88,10 @@ member_status member_enter(member_use *use, const char *name, member_device devi
                            member_position *position)
 {
     pthread_mutex_lock(&mutex);
-    member *found = *find_member(name, device);
-    const member_status answer = check_entry(found, use, position);
+    member *found = find_member(name, device, false);
+    const bool was_open = found == NULL && find_member(name, device, true) != NULL;
+    const member_status absent = was_open ? MEMBER_CLOSED : MEMBER_NONE;
+    const member_status answer = found == NULL ? absent : check_entry(found, use, position);
     if (answer == MEMBER_OK)
         begin_use(use, found);
     else if (found != NULL)
@@ -102,7 +104,7 @@ member_status member_enter(member_use *use, const char *name, member_device devi
 member_status member_borrow(member_use *use, member_device device)
 {
     pthread_mutex_lock(&mutex);
-    member *found = *find_member(NULL, device);
+    member *found = find_member(NULL, device, false);
     if (found != NULL) begin_use(use, found);
     pthread_mutex_unlock(&mutex);
     return found != NULL ? MEMBER_OK : MEMBER_NONE;
@@ -118,6 +120,19 @@ void member_leave(member_use *use)
     pthread_mutex_unlock(&mutex);
 }
 
+/* Frees the record of a closed member, which the group's next opening replaces. */
+static void forget_closed(const char *name, member_device device)
+{
+    for (member **at = &members; *at != NULL; at = &(*at)->next) {
+        member *found = *at;
+        if (!found->is_closed || found->ctx != NULL || !matches_device(found, name, device))
+            continue;
+        *at = found->next;
+        free(found);
+        return;
+    }
+}
+
 FFI_EXPORT int epic_jax_member_add(const char *name, int is_gpu, int32_t ordinal,
                                    const char *devices, int32_t rank, epic_context *ctx)
 {
@@ -127,8 +142,9 @@ FFI_EXPORT int epic_jax_member_add(const char *name, int is_gpu, int32_t ordinal
     pthread_mutex_lock(&mutex);
     const bool refused = strlen(name) >= MEMBER_NAME_BYTES ||
                          strlen(devices) >= MEMBER_DEVICES_BYTES ||
-                         *find_member(name, device) != NULL;
+                         find_member(name, device, false) != NULL;
     if (!refused) {
+        forget_closed(name, device);
         strcpy(made->name, name);
         strcpy(made->position.devices, devices);
         made->position.rank = rank;
@@ -146,14 +162,14 @@ FFI_EXPORT epic_context *epic_jax_member_remove(const char *name, int is_gpu, in
 {
     const member_device device = {is_gpu != 0, ordinal};
     pthread_mutex_lock(&mutex);
-    member **at = find_member(name, device), *found = *at;
+    member *found = find_member(name, device, false);
     epic_context *ctx = NULL;
     if (found != NULL) {
-        *at = found->next;
+        found->is_closed = true;
         while (found->uses != NULL) pthread_cond_wait(&use_ended, &mutex);
         ctx = found->ctx;
+        found->ctx = NULL;
     }
     pthread_mutex_unlock(&mutex);
-    free(found);
     return ctx;
 }

@@ -2,7 +2,8 @@
 /* Members of groups. A member is the core's context of one device in one open group.
  *
  * A compiled program contains only the name of its group. The handlers look up the member in
- * every call. So a group may be closed and opened again without compiling the program again. */
+ * every call. So a group may be closed and opened again without compiling the program again. A
+ * closed member leaves a record. So a program that still needs it gets an error that says this. */
 #ifndef EPIC_JAX_MEMBERS_H
 #define EPIC_JAX_MEMBERS_H
 
@@ -33,7 +34,8 @@ typedef struct member_use {
 /* Result of entering a member. */
 typedef enum member_status {
     MEMBER_OK,
-    MEMBER_NONE,          /* no group of this name is open on the device */
+    MEMBER_NONE,          /* no group of this name was ever open on the device */
+    MEMBER_CLOSED,        /* the group of this name was closed */
     MEMBER_OTHER_DEVICES, /* the group was opened with other devices than the program's */
     MEMBER_OTHER_RANK,    /* the device has another rank in the program's mesh */
     MEMBER_TAG_BUSY       /* an operation with this tag is in flight on the member (host

@@ -11,6 +11,7 @@ typedef struct moe_call {
     moe_options options;
     epic_moe_weights weights;
     epic_moe_gradients gradients;
+    uint32_t gate_up_type, down_type; /* types of w_gate_up and w_down */
     epic_moe_args forward;
     epic_moe_backward_args backward;
 } moe_call;
@@ -28,21 +29,27 @@ typedef struct moe_call {
 #define MEMORY(how, text, member, size) \
     {.flags = how, .name = text, .types = FFI_SET_U8, .dims = {DIM_ANY}, .data = AT(member), \
      .count = AT(size)}
+#define WEIGHT(text, member, type_member, rows, columns) \
+    {.flags = HANDLER_ARG, .name = text, .types = HANDLER_WEIGHT_TYPE, \
+     .dims = {DIM_LOCAL, rows, columns}, .data = AT(member), .element = AT(type_member)}
 #define WEIGHTS \
     IN("w_gate", HANDLER_WIDE_TYPE, weights.w_gate, DIM_HIDDEN, DIM_COLUMNS), \
     IN_OR_NONE("b_gate", HANDLER_WIDE_TYPE, weights.b_gate, DIM_COLUMNS), \
     IN_OR_NONE("bias", FFI_SET_F32, weights.bias, DIM_COLUMNS), \
-    IN("w_gate_up", HANDLER_WEIGHT_TYPE, weights.w_gate_up, DIM_LOCAL, DIM_HIDDEN, DIM_WIDTH), \
-    IN("w_down", HANDLER_WEIGHT_TYPE, weights.w_down, DIM_LOCAL, DIM_INNER, DIM_HIDDEN), \
-    IN_OR_NONE("b_gate_up", HANDLER_WEIGHT_TYPE, weights.b_gate_up, DIM_LOCAL, DIM_WIDTH), \
-    IN_OR_NONE("b_down", HANDLER_WEIGHT_TYPE, weights.b_down, DIM_LOCAL, DIM_HIDDEN), \
-    IN_OR_NONE("shared_gate_up", HANDLER_WEIGHT_TYPE, weights.shared_gate_up, DIM_HIDDEN, \
+    WEIGHT("w_gate_up", weights.w_gate_up, gate_up_type, DIM_HIDDEN, DIM_WIDTH), \
+    WEIGHT("w_down", weights.w_down, down_type, DIM_INNER, DIM_HIDDEN), \
+    IN_OR_NONE("b_gate_up", HANDLER_BIAS_TYPE, weights.b_gate_up, DIM_LOCAL, DIM_WIDTH), \
+    IN_OR_NONE("b_down", HANDLER_BIAS_TYPE, weights.b_down, DIM_LOCAL, DIM_HIDDEN), \
+    IN_OR_NONE("shared_gate_up", HANDLER_SHARED_TYPE, weights.shared_gate_up, DIM_HIDDEN, \
                DIM_SHARED_WIDTH), \
-    IN_OR_NONE("shared_down", HANDLER_WEIGHT_TYPE, weights.shared_down, DIM_SHARED_INNER, \
+    IN_OR_NONE("shared_down", HANDLER_SHARED_TYPE, weights.shared_down, DIM_SHARED_INNER, \
                DIM_HIDDEN), \
-    IN_OR_NONE("shared_b_gate_up", HANDLER_WEIGHT_TYPE, weights.shared_b_gate_up, \
+    IN_OR_NONE("shared_b_gate_up", HANDLER_SHARED_TYPE, weights.shared_b_gate_up, \
                DIM_SHARED_WIDTH), \
-    IN_OR_NONE("shared_b_down", HANDLER_WEIGHT_TYPE, weights.shared_b_down, DIM_HIDDEN)
+    IN_OR_NONE("shared_b_down", HANDLER_SHARED_TYPE, weights.shared_b_down, DIM_HIDDEN), \
+    IN_OR_NONE("w_gate_up_scales", FFI_SET_F32, weights.w_gate_up_scales, DIM_LOCAL, \
+               DIM_GATE_UP_SCALES), \
+    IN_OR_NONE("w_down_scales", FFI_SET_F32, weights.w_down_scales, DIM_LOCAL, DIM_DOWN_SCALES)
 #define X(member) \
     {.flags = HANDLER_ARG, .name = "x", .types = HANDLER_ROW_TYPE, .sets_rows = DIM_TOKENS, \
      .dims = {DIM_TOKENS, DIM_HIDDEN}, .rows = AT(member)}
@@ -70,9 +77,18 @@ static void read_layer_options(ffi_reader *reader, moe_call *call)
     sizes[DIM_WIDTH] = experts_width(&options->experts);
     sizes[DIM_SHARED_INNER] = options->shared.inner;
     sizes[DIM_SHARED_WIDTH] = experts_width(&options->shared);
-    call->call.row_type = options->experts.row_type;
-    call->call.weight_type =
-        options->experts.weight_type ? options->experts.weight_type : options->experts.row_type;
+    sizes[DIM_GATE_UP_SCALES] =
+        ffi_num_blocks(sizes[DIM_HIDDEN]) * ffi_num_blocks(sizes[DIM_WIDTH]);
+    sizes[DIM_DOWN_SCALES] =
+        ffi_num_blocks(sizes[DIM_HIDDEN]) * ffi_num_blocks(sizes[DIM_INNER]);
+    const uint32_t row_type = options->experts.row_type;
+    const uint32_t weight_type =
+        options->experts.weight_type ? options->experts.weight_type : row_type;
+    call->call.row_type = row_type;
+    call->call.weight_set = ffi_set_of(weight_type);
+    call->call.bias_type = weight_type == EPIC_E4M3 ? row_type : weight_type;
+    call->call.shared_type =
+        options->shared.weight_type ? options->shared.weight_type : options->shared.row_type;
 }
 
 /* --------------------------------------------------------------------------- forward ---- */
@@ -135,6 +151,21 @@ static void read_backward(ffi_reader *reader, handler_call *base)
     call->backward.moe = &call->options.moe;
     call->backward.weights = &call->weights;
     call->backward.gradients = &call->gradients;
+    if (call->options.experts.weight_type == EPIC_E4M3)
+        base->weight_set |= ffi_set_of(call->options.experts.row_type);
+}
+
+/* Checks the weights of an e4m3 layer: both are e4m3 with scales, or both have the type of the
+ * rows from which e4m3 weights were made. */
+static void check_backward(ffi_reader *reader, handler_call *base)
+{
+    const moe_call *call = (moe_call *)base;
+    const bool is_e4m3 = call->gate_up_type == EPIC_E4M3;
+    const bool has_scales = call->weights.w_gate_up_scales != NULL;
+    if (call->gate_up_type != call->down_type || is_e4m3 != has_scales)
+        reader->error = ffi_fail(reader->frame, EPIC_EINVAL,
+                                 "w_gate_up and w_down: both must be e4m3 with scales, or both "
+                                 "must have one other type and no scales");
 }
 
 static epic_result run_backward(handler_call *base)
@@ -179,10 +210,8 @@ static const handler_array backward_arrays[] = {
 /* clang-format on */
 
 static const handler_operation moe_backward_operation = {
-    "moe (backward)", ROLE_MOE_BACKWARD,
-    sizeof(moe_call), AT(backward.call),
-    backward_arrays,  HANDLER_LENGTH(backward_arrays),
-    read_backward,    NULL,
-    run_backward};
+    "moe (backward)",  ROLE_MOE_BACKWARD, sizeof(moe_call),
+    AT(backward.call), backward_arrays,   HANDLER_LENGTH(backward_arrays),
+    read_backward,     check_backward,    run_backward};
 
 HANDLER_EXPORTS(moe_backward)

@@ -130,6 +130,8 @@ OPERATION(plan, "plan", ROLE_PLAN, plan, read_plan, check_plan)
 #define SLOT_WEIGHTS \
     DATA(HANDLER_RESULT | HANDLER_OPTIONAL, "slot_weights", FFI_SET_F32, \
          dispatch.slot_weights, DIM_SLOTS, DIM_SLOT_COLUMNS)
+#define RECV_EXPERT \
+    DATA(HANDLER_RESULT, "recv_expert", FFI_SET_I32, dispatch.recv_expert, DIM_SLOTS, DIM_TOP_K)
 /* clang-format on */
 
 /* Reads the layer of the plan, and the sizes of a call that uses the plan. */
@@ -163,14 +165,8 @@ OPERATION(dispatch, "dispatch", ROLE_DISPATCH, dispatch, read_dispatch, NULL)
 
 /* The results of FLAT dispatch have one row per token and rank, and the local experts of each
  * row. */
-static const handler_array dispatch_flat_arrays[] = {PLAN(dispatch),
-                                                     DISPATCH_INPUTS,
-                                                     SITE,
-                                                     DISPATCH_RECV,
-                                                     SLOT_WEIGHTS,
-                                                     DATA(HANDLER_RESULT, "recv_expert",
-                                                          FFI_SET_I32, dispatch.recv_expert,
-                                                          DIM_SLOTS, DIM_TOP_K)};
+static const handler_array dispatch_flat_arrays[] = {
+    PLAN(dispatch), DISPATCH_INPUTS, SITE, DISPATCH_RECV, SLOT_WEIGHTS, RECV_EXPERT};
 #define run_dispatch_flat run_dispatch
 OPERATION(dispatch_flat, "dispatch_flat", ROLE_DISPATCH, dispatch, read_dispatch, NULL)
 
@@ -195,40 +191,50 @@ static void check_quantized(ffi_reader *reader, handler_call *base)
 
 /* Sends rows of a float type as e4m3, with float32 scales (1x128) or scales of one byte
  * (1x32). */
-static const handler_array dispatch_quantized_arrays[] = {
-    PLAN(dispatch),
-    LEADING_ROWS("tokens", FFI_SET_FLOATS, DIM_TOKENS, dispatch.tokens, AT(dispatch.type)),
-    DATA(HANDLER_OPTIONAL, "weights", FFI_SET_F32, dispatch.weights, DIM_TOKENS, DIM_TOP_K),
-    SITE,
-    ROWS(HANDLER_RESULT, "recv", FFI_SET(EPIC_E4M3), dispatch.recv, DIM_SLOTS, DIM_HIDDEN),
-    {.flags = HANDLER_RESULT,
-     .name = "recv_scales",
-     .types = FFI_SET_F32 | FFI_SET_U8,
-     .sets_columns = DIM_SCALES,
-     .dims = {DIM_SLOTS, DIM_SCALES},
-     .rows = AT(dispatch.recv_scales)},
-    SLOT_WEIGHTS};
+/* clang-format off */
+#define QUANTIZED_ARRAYS \
+    PLAN(dispatch), \
+    LEADING_ROWS("tokens", FFI_SET_FLOATS, DIM_TOKENS, dispatch.tokens, AT(dispatch.type)), \
+    DATA(HANDLER_OPTIONAL, "weights", FFI_SET_F32, dispatch.weights, DIM_TOKENS, DIM_TOP_K), \
+    SITE, \
+    ROWS(HANDLER_RESULT, "recv", FFI_SET(EPIC_E4M3), dispatch.recv, DIM_SLOTS, DIM_HIDDEN), \
+    {.flags = HANDLER_RESULT, .name = "recv_scales", .types = FFI_SET_F32 | FFI_SET_U8, \
+     .sets_columns = DIM_SCALES, .dims = {DIM_SLOTS, DIM_SCALES}, \
+     .rows = AT(dispatch.recv_scales)}, \
+    SLOT_WEIGHTS
+/* clang-format on */
+static const handler_array dispatch_quantized_arrays[] = {QUANTIZED_ARRAYS};
 #define run_dispatch_quantized run_dispatch
 OPERATION(dispatch_quantized, "dispatch_quantized", ROLE_DISPATCH, dispatch,
           read_dispatch_quantized, check_quantized)
 
+static const handler_array dispatch_flat_quantized_arrays[] = {QUANTIZED_ARRAYS, RECV_EXPERT};
+#define run_dispatch_flat_quantized run_dispatch
+OPERATION(dispatch_flat_quantized, "dispatch_flat_quantized", ROLE_DISPATCH, dispatch,
+          read_dispatch_quantized, check_quantized)
+
 /* Sends 8-bit rows with scales that the caller has computed. XLA passes both as bytes. */
-static const handler_array dispatch_scaled_arrays[] = {
-    PLAN(dispatch),
-    LEADING_ROWS("tokens", FFI_SET_U8, DIM_TOKENS, dispatch.tokens, 0),
-    {.name = "scales",
-     .types = FFI_SET_U8,
-     .sets_columns = DIM_SCALES,
-     .dims = {DIM_TOKENS, DIM_SCALES},
-     .rows = AT(dispatch.scales)},
-    DATA(HANDLER_OPTIONAL, "weights", FFI_SET_F32, dispatch.weights, DIM_TOKENS, DIM_TOP_K),
-    SITE,
-    DISPATCH_RECV,
-    ROWS(HANDLER_RESULT, "recv_scales", FFI_SET_U8, dispatch.recv_scales, DIM_SLOTS,
-         DIM_SCALES),
-    SLOT_WEIGHTS};
+/* clang-format off */
+#define SCALED_ARRAYS \
+    PLAN(dispatch), \
+    LEADING_ROWS("tokens", FFI_SET_U8, DIM_TOKENS, dispatch.tokens, 0), \
+    {.name = "scales", .types = FFI_SET_U8, .sets_columns = DIM_SCALES, \
+     .dims = {DIM_TOKENS, DIM_SCALES}, .rows = AT(dispatch.scales)}, \
+    DATA(HANDLER_OPTIONAL, "weights", FFI_SET_F32, dispatch.weights, DIM_TOKENS, DIM_TOP_K), \
+    SITE, \
+    DISPATCH_RECV, \
+    ROWS(HANDLER_RESULT, "recv_scales", FFI_SET_U8, dispatch.recv_scales, DIM_SLOTS, \
+         DIM_SCALES), \
+    SLOT_WEIGHTS
+/* clang-format on */
+static const handler_array dispatch_scaled_arrays[] = {SCALED_ARRAYS};
 #define run_dispatch_scaled run_dispatch
 OPERATION(dispatch_scaled, "dispatch_scaled", ROLE_DISPATCH, dispatch, read_dispatch, NULL)
+
+static const handler_array dispatch_flat_scaled_arrays[] = {SCALED_ARRAYS, RECV_EXPERT};
+#define run_dispatch_flat_scaled run_dispatch
+OPERATION(dispatch_flat_scaled, "dispatch_flat_scaled", ROLE_DISPATCH, dispatch, read_dispatch,
+          NULL)
 
 static epic_result run_plan_dispatch(handler_call *base)
 {

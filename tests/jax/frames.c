@@ -51,6 +51,7 @@ static void add_layer(call *c, int64_t top_k)
 static int run_collective(handler *function, call *c)
 {
     static unsigned char done;
+    add_int(c, "max_sms", 0);
     add(c, RESULT, XLA_FFI_DataType_U8, &done, 1, 0);
     return run(function, c);
 }
@@ -278,7 +279,7 @@ static void add_weights(call *c)
     add_none(c, ARG);
     add(c, ARG, XLA_FFI_DataType_F32, w_gate_up, EXPERTS * HIDDEN, 2 * INNER);
     add(c, ARG, XLA_FFI_DataType_F32, w_down, EXPERTS * INNER, HIDDEN);
-    for (int i = 0; i < 6; i++) add_none(c, ARG);
+    for (int i = 0; i < 8; i++) add_none(c, ARG);
 }
 
 static int moe(handler *function)
@@ -336,10 +337,12 @@ static int experts(bool backward)
     add_none(c, ARG);
     add(c, ARG, XLA_FFI_DataType_F32, w_gate_up, EXPERTS * HIDDEN, 2 * INNER);
     add(c, ARG, XLA_FFI_DataType_F32, w_down, EXPERTS * INNER, HIDDEN);
-    for (int i = 0; i < 2; i++) add_none(c, ARG);
+    for (int i = 0; i < 4; i++) add_none(c, ARG);
     if (backward) {
         add(c, ARG, XLA_FFI_DataType_U8, saved, memory.saved_bytes, 0);
         add(c, ARG, XLA_FFI_DataType_F32, recv, SLOTS, HIDDEN);
+    } else {
+        add_none(c, ARG); /* scales of the rows */
     }
     add(c, RESULT, XLA_FFI_DataType_F32, d_rows, SLOTS, HIDDEN);
     if (backward) {
@@ -352,6 +355,7 @@ static int experts(bool backward)
     }
     add(c, RESULT, XLA_FFI_DataType_U8, workspace, memory.backward_bytes, 0);
     add_experts(c);
+    add_int(c, "max_sms", 0);
     const int code = run(backward ? epic_jax_cuda_experts_backward : epic_jax_cuda_experts, c);
     free(c);
     return code;
@@ -491,6 +495,10 @@ int main(void)
     CHECK(epic_jax_member_remove("g", 0, 2) == ctx);
     CHECK(epic_jax_member_remove("g", 1, 3) == ctx);
     CHECK(epic_jax_member_remove("g", 1, 3) == NULL);
+    CHECK(sum(x[0], x[0]) == XLA_FFI_Error_Code_FAILED_PRECONDITION);
+    CHECK(strstr(said, "group \"g\" was closed on CUDA device 3"));
+    CHECK(epic_jax_member_add("g", 1, 3, "devices [3]", 0, ctx) == 0);
+    CHECK(epic_jax_member_remove("g", 1, 3) == ctx);
     epic_close(ctx);
     free(plan);
     free(saved);

@@ -21,7 +21,8 @@ EXPERTS = epic.jax.Experts(hidden=H, inner=INNER)
 MOE = epic.jax.Moe(LAYER, ROUTER, EXPERTS, shared=epic.jax.Experts(hidden=H, inner=INNER))
 REPLICAS = epic.jax.Layer(E, K, num_logical=4)
 FLAT = epic.jax.Layer(E, K, layout="flat")
-NO_ARRAYS = {"open", "close", "check", "read_plan", "error_code"}  # tested elsewhere
+NO_ARRAYS = {"open", "close", "check", "read_plan", "error_code"}  # tested elsewhere, and:
+NO_ARRAYS |= {"from_maxtext", "to_maxtext", "scaled"}
 
 
 def real(*shape: int) -> np.ndarray:
@@ -92,7 +93,7 @@ def make_cases(group: Any, mesh: Any, meshed: Any) -> dict[str, Case]:
     counts = np.full(E, 2, np.int32)
     owners = np.zeros(E, np.int32)
     table = {"token_ids": np.zeros(T, np.int32), "table": whole(3, K)}
-    own = {name: WEIGHTS[name] for name in epic.jax.ExpertWeights._fields}
+    own = {name: WEIGHTS[name] for name in epic.jax.ExpertWeights._fields if name in WEIGHTS}
     early = replace(EXPERTS, weighting="early")
     everywhere, slots, _ = sharded.plan_dispatch(mesh, meshed, LAYER, whole(8, K), real(8, H))
     return {
@@ -154,6 +155,23 @@ def make_cases(group: Any, mesh: Any, meshed: Any) -> dict[str, Case]:
             ("tokens",),
             ("tokens", "scales"),
             plan=plan,
+        ),
+        "dispatch_flat_quantized": Case(
+            epic.jax.dispatch_flat_quantized, {"tokens": x, "weights": w}, ("tokens",),
+            ("tokens",), plan=flat,
+        ),
+        "dispatch_flat_quantized with scales": Case(
+            epic.jax.dispatch_flat_quantized,
+            {"tokens": jnp.asarray(x, jnp.float8_e4m3fn), "weights": w, "scales": real(T, 1)},
+            ("tokens",),
+            ("tokens", "scales"),
+            plan=flat,
+        ),
+        "merge_gate_up": Case(
+            epic.jax.merge_gate_up, {"gate": x, "up": x}, ("gate", "up"), ("gate", "up")
+        ),
+        "split_gate_up": Case(
+            epic.jax.split_gate_up, {"w_gate_up": x}, ("w_gate_up",), ("w_gate_up",)
         ),
         "dequantize": Case(
             epic.jax.dequantize,
@@ -241,8 +259,10 @@ def wrong_values(case: Case, name: str) -> Iterator[Any]:
 
 NAMES = (
     "route,balance_loss,balance_loss by sequence,z_loss,bias_update,plan,plan_dispatch,dispatch,"
-    "dispatch rounded,dispatch_flat,dispatch_quantized,dispatch_quantized with scales,dequantize,"
-    "combine,sum,sum_replicas,sum_replica_grads,experts,moe,sharded.moe,sharded.plan_dispatch,sharded.combine"
+    "dispatch rounded,dispatch_flat,dispatch_quantized,dispatch_quantized with scales,"
+    "dispatch_flat_quantized,dispatch_flat_quantized with scales,merge_gate_up,split_gate_up,"
+    "dequantize,combine,sum,sum_replicas,sum_replica_grads,experts,moe,sharded.moe,"
+    "sharded.plan_dispatch,sharded.combine"
 ).split(",")
 
 

@@ -70,6 +70,24 @@ def test_on_two_hosts(libraries: Path) -> None:
     assert all(loss[-1] < loss[0] for loss in hosts), hosts
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_experts_in_e4m3(libraries: Path, ranks: int) -> None:
+    """Layers in e4m3 and quantized flat rows match loops in float64; tokens are unequal."""
+    port = str(free_port())
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / "emulated_e4m3.py"), str(rank), str(ranks), port],
+            env=environment_of(libraries),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    said = [process.communicate(timeout=LIMIT) for process in running]
+    assert all(out.splitlines()[-1:] == ["right"] for out, _ in said), said
+
+
 def example(libraries: Path, name: str, host: str, hosts: int, *options: str) -> None:
     """Runs an example as four processes."""
     environment = environment_of(

@@ -2,6 +2,7 @@
 """Mistakes and failures raise exceptions that name the remedy."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,10 @@ def test_closed_and_opened_again(opened: Any) -> None:
     step = mapped(mesh, lambda x: epic.jax.sum(group, x), 1)
     wanted = step(x)
     epic.jax.close(group)
-    assert 'group "epic" is not open' in failure(step, x)
+    for _ in range(2):
+        text = failure(step, x)
+        assert 'group "epic" was closed on CPU device' in text, text
+        assert 'open it again before the program runs, epic.jax.open(..., name="epic")' in text
     assert jax.eval_shape(step, x).shape == x.shape  # communicates with nobody
     opened(mesh)
     assert np.array_equal(step(x), wanted)
@@ -101,7 +105,7 @@ def test_misuse_is_explained(opened: Any) -> None:
     with pytest.raises(ValueError, match="top_k 3"):
         epic.jax.plan(group, LAYER, ids[:, :2])
     with pytest.raises(ValueError, match="max_tokens 64"):
-        epic.jax.plan(group, LAYER, jnp.zeros((65, TOP_K), jnp.int32))
+        epic.jax.plan(group, LAYER, jnp.zeros((4 * 65, TOP_K), jnp.int32))
 
 
 def test_a_peer_that_never_comes() -> None:
@@ -121,13 +125,13 @@ def test_a_peer_that_never_comes() -> None:
             epic.jax.check(group)
 
 
-def test_weights_of_e4m3_are_told_to_be_elsewhere() -> None:
-    """weight_type "e4m3" is refused: only epic.torch supports it."""
-    options = epic.jax.Experts(hidden=4, inner=4, weight_type="e4m3")
-    weights = epic.jax.ExpertWeights(jnp.ones((2, 4, 8)), jnp.ones((2, 4, 4)))
-    counts = jnp.zeros(2, jnp.int32)
-    with pytest.raises(epic.jax.EpicUnsupportedError, match=r"epic\.jax does not support it"):
-        epic.jax.experts(options, jnp.ones((3, 4)), counts, counts, weights)
+def test_a_group_that_was_never_open(opened: Any) -> None:
+    """The error differs from that of a closed group: the name may be wrong."""
+    mesh = make_mesh(2)
+    other = replace(opened(mesh), name="of another job")
+    step = mapped(mesh, lambda x: epic.jax.sum(other, x), 1)
+    text = failure(step, numbers(1, 4, 5))
+    assert 'group "of another job" is not open on CPU device' in text, text
 
 
 def test_the_code_in_any_exception(opened: Any) -> None:

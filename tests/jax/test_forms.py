@@ -95,6 +95,12 @@ def test_each_layout_has_its_dispatch(opened: Any) -> None:
         epic.jax.plan_dispatch(group, FLAT, ids, x)
     with pytest.raises(ValueError, match="must be 'flat'"):
         epic.jax.dispatch_flat(epic.jax.plan(group, LAYER, ids), x)
+    with pytest.raises(ValueError, match="or use dispatch_flat_quantized"):
+        epic.jax.dispatch_quantized(epic.jax.plan(group, FLAT, ids), x)
+    with pytest.raises(ValueError, match="must be 'flat', or use dispatch_quantized"):
+        epic.jax.dispatch_flat_quantized(epic.jax.plan(group, LAYER, ids), x)
+    with pytest.raises(ValueError, match="1x128, 1x32"):
+        epic.jax.dispatch_flat(epic.jax.plan(group, FLAT, ids), x, quantize="1x64")
     with pytest.raises(ValueError, match="1x128, 1x32"):
         epic.jax.dispatch_quantized(epic.jax.plan(group, LAYER, ids), x, block="2x2")
 
@@ -119,6 +125,94 @@ def true_e4m3(x: np.ndarray, block: str) -> tuple[np.ndarray, np.ndarray, np.nda
     wide = np.repeat(scale, size, axis=1)[:, : x.shape[1]]
     q = (x / wide).astype(ml_dtypes.float8_e4m3fn)
     return q, stored, q.astype(np.float32) * wide
+
+
+def flat_by_hand(ids: Any, rows: Any, capacity: int, ep: int) -> np.ndarray:
+    """Return the rows that each device's slots must have in the flat layout."""
+    found = np.zeros((4, capacity, *rows.shape[1:]), rows.dtype)
+    for device in range(4):
+        at = 0
+        for token in range(device // ep * ep * TOKENS, (device // ep + 1) * ep * TOKENS):
+            chosen = [e for e in np.asarray(ids)[token] if e >= 0]
+            if any(e // (EXPERTS // ep) == device % ep for e in chosen):
+                found[device, at] = rows[token]
+                at += 1
+    return found.reshape(-1, *rows.shape[1:])
+
+
+@pytest.mark.parametrize("block", ["1x128", "1x32"])
+def test_flat_quantized(block: str, mesh: Any, opened: Any) -> None:
+    """Every byte and scale of every flat row is exact; experts and weights are those of
+    dispatch_flat, and rounding in dispatch_flat returns what the bytes stand for."""
+    group = opened(mesh)
+    x = (numbers(1, 4 * TOKENS, WIDTH) * 10).at[3].set(0)
+    w, ids = numbers(2, 4 * TOKENS, TOP_K), choices(3, 0.3)
+
+    def step(x: Any, w: Any, ids: Any) -> Any:
+        plan = epic.jax.plan(group, FLAT, ids)
+        found = epic.jax.dispatch_flat_quantized(plan, x, w, block)
+        rounded = epic.jax.dispatch_flat(plan, x, w, quantize=block)
+        alone = epic.jax.dispatch_flat_quantized(plan, x, block=block)
+        assert alone[2] is None
+        return found, rounded, epic.jax.dispatch_flat(plan, x, w), alone
+
+    found, rounded, plain, alone = mapped(mesh, step, 3)(x, w, ids)
+    capacity, ep = group.capacity_bound(FLAT), mesh.shape["ep"]
+    q, stored, wide = true_e4m3(np.asarray(x), block)
+    for got, rows in ((found[0], q), (found[1], stored), (rounded[0], wide)):
+        wanted = flat_by_hand(ids, rows, capacity, ep)
+        assert np.array_equal(np.asarray(got), wanted)
+    for a, b in zip((*found[2:], *rounded[1:]), (*plain[1:], *plain[1:]), strict=True):
+        assert np.array_equal(a, b)
+    for i, j in ((0, 0), (1, 1), (3, 3)):
+        assert np.asarray(alone[i]).tobytes() == np.asarray(found[j]).tobytes()
+
+
+def test_gradient_of_rounded_flat_rows(mesh: Any, opened: Any) -> None:
+    """The gradient is that of dispatch_flat, in float64."""
+    group = opened(mesh)
+    x, w, ids = numbers(1, 4 * TOKENS, HIDDEN), numbers(2, 4 * TOKENS, TOP_K), choices(3, 0.3)
+    ct = numbers(4, 4 * TOKENS, HIDDEN)
+
+    def step(x: Any, w: Any, ids: Any) -> Any:
+        plan = epic.jax.plan(group, FLAT, ids)
+        rows, weights, _ = epic.jax.dispatch_flat(plan, x, w, quantize="1x128")
+        return epic.jax.combine(plan, jnp.sin(rows) * weights.sum(axis=1, keepdims=True))
+
+    out, pull = jax.vjp(mapped(mesh, step, 3), x, w, ids)
+    d_x, d_w, _ = pull(ct)
+    arrived = true_e4m3(np.asarray(x), "1x128")[2]
+    for got, wanted in zip((out, d_x, d_w), true_round(arrived, w, ids, ct), strict=True):
+        assert relative(got, wanted) < 2e-6
+
+
+@pytest.mark.parametrize("scale_type", ["float32", "uint8"])
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "uint8"])
+def test_flat_rows_of_eight_bits(dtype: str, scale_type: str, mesh: Any, opened: Any) -> None:
+    """8-bit rows arrive bit for bit, one for each token and rank, alone and with scales."""
+    group = opened(mesh)
+    ids, w = choices(3, 0.3), numbers(2, 4 * TOKENS, TOP_K)
+    bits = np.random.default_rng(5).integers(0, 120, (4 * TOKENS, HIDDEN), np.uint8)
+    x = jax.lax.bitcast_convert_type(jnp.asarray(bits), jnp.dtype(dtype))
+    scales = (100 * jnp.abs(numbers(6, 4 * TOKENS, 3))).astype(scale_type)
+
+    def step(x: Any, s: Any, w: Any, ids: Any) -> Any:
+        plan = epic.jax.plan(group, FLAT, ids)
+        rows, none, experts = epic.jax.dispatch_flat(plan, x)
+        assert none is None
+        found = epic.jax.dispatch_flat_quantized(plan, x, w, scales=s)
+        return rows, experts, found, epic.jax.dispatch_flat(plan, s.astype(jnp.float32), w)
+
+    rows, experts, found, plain = mapped(mesh, step, 4)(x, scales, w, ids)
+    capacity, ep = group.capacity_bound(FLAT), mesh.shape["ep"]
+    wanted = flat_by_hand(ids, bits, capacity, ep)
+    for got in (rows, found[0]):
+        assert got.dtype == x.dtype and np.asarray(got).tobytes() == wanted.tobytes()
+    assert found[1].dtype == scales.dtype
+    beside = flat_by_hand(ids, np.asarray(scales), capacity, ep)
+    assert np.asarray(found[1]).tobytes() == beside.tobytes()
+    assert np.array_equal(found[2], plain[1])
+    assert np.array_equal(found[3], plain[2]) and np.array_equal(experts, plain[2])
 
 
 @pytest.mark.parametrize("block", ["1x128", "1x32"])

@@ -44,7 +44,7 @@ def make_programs(group: Any) -> list[Callable[[], Any]]:
         return jnp.asarray(rng.normal(size=shape), jnp.float32)
 
     ids = jnp.asarray(np.arange(T * K).reshape(T, K) % E, jnp.int32)
-    table = {"token_ids": jnp.zeros(T, jnp.int32), "table": ids[:3]}
+    table: dict[str, Any] = {"token_ids": jnp.zeros(T, jnp.int32), "table": ids[:3]}
     owners = jnp.zeros(E, jnp.int32)
     copies = jnp.arange(E, dtype=jnp.int32) % 4
     early = epic.jax.Experts(E, H, INNER, weighting="early")
@@ -72,6 +72,9 @@ def make_programs(group: Any) -> list[Callable[[], Any]]:
         for block in ("1x128", "1x32"):
             epic.jax.dispatch_quantized(plan, x, w, block)
         epic.jax.dispatch_quantized(plan, x.astype(jnp.float8_e4m3fn), w, scales=w)
+        plan = epic.jax.plan(group, epic.jax.Layer(E, K, layout="flat"), ids, capacity=SLOTS)
+        epic.jax.dispatch_flat_quantized(plan, x, w)
+        epic.jax.dispatch_flat_quantized(plan, x.astype(jnp.float8_e4m3fn), w, scales=w)
 
     def layer(x: Any, weights: Any, shared: bool, **more: Any) -> Any:
         case = {"bias": True, "biases": True, "shared": shared, "balance_coeff": 0.5}

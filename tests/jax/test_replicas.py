@@ -169,7 +169,7 @@ def nn_unboxed(variables: Any) -> Any:
 
 def test_what_cannot_be(opened: Any) -> None:
     """Wrong tables are refused while tracing; traced ones when the program runs."""
-    group = opened(make_mesh(1))
+    group = opened(None)
     ids, x = choices(3, 0)[:6], numbers(1, 6, 5)
     layer = epic.jax.Layer(12, 3, num_logical=8)
     with pytest.raises(epic.jax.EpicArgumentError, match="passed if num_logical is above 0"):

@@ -77,6 +77,61 @@ def test_inner_over_an_axis(shape: str, name: str, gemm: Any, opened: Any) -> No
     assert not re.search("all-to-all|collective-permute", text)
 
 
+@pytest.mark.parametrize(("name", "gemm"), [("full", None), ("early", RAGGED)])
+@pytest.mark.parametrize("shape", ["ep2_tp2", "tp4"])
+def test_tokens_over_the_tensor_axis(shape: str, name: str, gemm: Any, opened: Any) -> None:
+    """Tokens that are sharded over the axis are gathered, and the output is reduced and scattered:
+    XLA sums no rows of all devices."""
+    grid = np.array(jax.devices()[:4]).reshape(MESHES[shape])
+    mesh = jax.sharding.Mesh(grid, ("dp", "fsdp", "ep", "tp"))
+    group = opened(mesh)
+    case = CASES[name]
+    wish = options(case, group.num_ranks)
+    true = {n: mixed(n, v) for n, v in layers.weights(case).items()}
+    specs = epic.jax.sharded.weight_specs(group, epic.jax.MoeWeights(**true), (), "tp")._asdict()
+    w = {n: jax.device_put(v, NamedSharding(mesh, specs[n])) for n, v in true.items()}
+    tokens = P(("ep", "tp"))
+    x, ct = (jax.device_put(v, NamedSharding(mesh, tokens)) for v in layers.arrays())
+
+    def loss_of(x: Any, w: Any, ct: Any) -> tuple[Any, Any]:
+        weights = epic.jax.MoeWeights(**w)
+        more: dict[str, Any] = {"grouped_gemm": gemm, "token_axes": ("ep", "tp")}
+        moe = epic.jax.sharded.moe(mesh, group, wish, x, weights, tensor_axis="tp", **more)
+        return (moe.out * ct).sum() + moe.loss, moe
+
+    run = jax.jit(jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True))
+    (_, moe), (d_x, d_w) = run(x, w, ct)
+    out, loss, true_x, true_w = layers.true_step(case, 1)
+    layers.compare(
+        (moe.out, moe.loss, d_x, d_w),
+        (out, loss, true_x, {n: mixed(n, v) for n, v in true_w.items()}),
+    )
+    assert int(moe.load.sum()) == 2 * layers.BATCH * layers.LENGTH
+    assert moe.demand.shape == (group.num_ranks,)
+    assert moe.out.sharding.is_equivalent_to(x.sharding, 3)
+    text = run.lower(x, w, ct).compile().as_text() or ""
+    assert "reduce-scatter(" in text and not re.search("all-to-all|collective-permute", text)
+    rows = layers.BATCH * layers.LENGTH // group.num_ranks
+    sums = [line for line in text.splitlines() if " all-reduce(" in line]
+    assert sums and not any(f"f32[{rows},{layers.HIDDEN}]" in line for line in sums)
+
+
+def test_a_mask_of_sharded_tokens(opened: Any) -> None:
+    """Masks are gathered with the tokens; the other tokens are those of a layer without a mask."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("ep", "tp"))
+    group = opened(mesh)
+    wish = options({}, 2)
+    x, _ = layers.arrays()
+    true = {n: jnp.asarray(mixed(n, v)) for n, v in layers.weights({}).items()}
+    weights = epic.jax.MoeWeights(**true)
+    mask = np.random.default_rng(5).random(x.shape[:2]) < 0.6
+    more: dict[str, Any] = {"token_axes": ("ep", "tp"), "tensor_axis": "tp", "token_mask": mask}
+    found = jax.jit(lambda x: epic.jax.sharded.moe(mesh, group, wish, x, weights, **more))(x)
+    wanted = np.where(mask[..., None], layers.true_step({}, 1)[0], 0)
+    assert np.abs(np.asarray(found.out) - wanted).max() < 1e-5
+    assert int(found.load.sum()) == 2 * mask.sum()
+
+
 def test_blocks_over_a_tensor_axis(opened: Any) -> None:
     """Both kinds of block work; nnx shards its parameters over the axis."""
     nn = pytest.importorskip("flax.linen")
@@ -120,7 +175,12 @@ def test_what_cannot_be(opened: Any) -> None:
         (plain, {}, epic.jax.EpicArgumentError, "gate and up columns must alternate"),
         (odd, {}, epic.jax.EpicArgumentError, "experts.inner 10: tensor_axis 'tp' has 4 devices"),
         (columns, {}, epic.jax.EpicUnsupportedError, "identity experts"),
-        (good, {"token_axes": ("ep", "tp")}, epic.jax.EpicArgumentError, "not be in token_axes"),
+        (
+            good,
+            {"token_axes": ("ep", "tp"), "loss_axes": ("tp",)},
+            epic.jax.EpicArgumentError,
+            "loss_axes 'tp': its devices have the same tokens",
+        ),
     ):
         case = {"zero_experts": 3} if wish is columns else {}
         inner = wish.experts.inner
@@ -132,3 +192,10 @@ def test_what_cannot_be(opened: Any) -> None:
             epic.jax.sharded.moe(
                 mesh, group, wish, x, epic.jax.MoeWeights(**w), tensor_axis="tp", **more
             )
+    weights = epic.jax.MoeWeights(**layers.weights({}))
+    inside = jax.shard_map(
+        lambda x: epic.jax.moe(group, plain, x, weights, scatter_tokens=True).out,
+        mesh=mesh, in_specs=P("ep"), out_specs=P("ep"),
+    )  # fmt: skip
+    with pytest.raises(epic.jax.EpicArgumentError, match="must be False without tensor_axis"):
+        inside(x)

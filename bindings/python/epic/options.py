@@ -343,8 +343,8 @@ class Experts(Options):
         weighting: Where the weight of a choice is multiplied in. "late": when rows are summed.
             "early": on the activation and the down bias. "input": on the expert's input.
         row_type: "float32", "bfloat16", "float16", "float64", or None: the arrays' own dtype.
-        weight_type: Like row_type. "e4m3" (GPUs, epic.torch): weights are rounded to e4m3 in each
-            call, and gradients pass straight through.
+        weight_type: Like row_type. "e4m3" (GPUs): weights are rounded to e4m3 in each call, and
+            gradients pass straight through.
         limit: For "clamped_swiglu" (0: 7) and "clamped_silu" (0: 10).
         alpha: For "clamped_swiglu"; 0: 1.702.
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases of other forms: flat rows, drops by k.  GPUs give the bits of CPU devices, which the suite
-holds against counts by hand and float64."""
+"""Cases of other forms: flat rows, drops by k, experts in e4m3.  GPUs give the bits of CPU devices,
+which the suite holds against counts by hand and float64; CPUs have no experts in e4m3."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +22,8 @@ from gpu_world import (
 )
 
 import epic.jax
+import rounded
+from reference import relative
 from steps import EXPERTS, TOKENS, TOP_K, mapped
 
 Step = Callable[[Any], Callable[..., Any]]
@@ -81,3 +83,57 @@ def case_drop_by_k() -> None:
 
     for hidden, dtype in ((20, "float32"), (64, "bfloat16")):
         compare(step_of, hidden, dtype)
+
+
+def case_flat_quantized() -> None:
+    """Rows in e4m3 with scales in the flat layout, with a limit of SMs."""
+    layer = epic.jax.Layer(EXPERTS, TOP_K, layout="flat")
+
+    def step_of(group: Any) -> Callable[..., Any]:
+        def step(x: Any, w: Any, ids: Any, _: Any) -> Any:
+            plan = epic.jax.plan(group, layer, ids, max_sms=8)
+            rows, scales, *rest = epic.jax.dispatch_flat_quantized(plan, x, w, max_sms=4)
+            return rows.view(jnp.uint8), scales, *rest
+
+        return step
+
+    for hidden, dtype in ((160, "float32"), (512, "bfloat16")):
+        compare(step_of, hidden, dtype)
+
+
+def case_e4m3() -> None:
+    """Layers with experts in e4m3, rounded in each call or once, match loops in float64."""
+    tokens, hidden, inner = 5 * len(gpus()), 144, 160
+    x, ct = numbers(1, tokens, hidden), numbers(2, tokens, hidden)
+    named = rounded.weights_of(3, EXPERTS, hidden, inner)
+    wide = {n: v.astype(np.float64) for n, v in named.items()}
+    for ep in rank_counts():
+        mesh = gpu_mesh(ep)
+        with epic.jax.open(mesh, "ep", **SIZES) as group:
+            for is_frozen in (False, True):
+                options = epic.jax.Moe.of(
+                    num_experts=EXPERTS, top_k=2, hidden=hidden, inner=inner,
+                    weight_type=None if is_frozen else "e4m3",
+                )  # fmt: skip
+                weights = epic.jax.MoeWeights(**{n: jnp.asarray(v) for n, v in named.items()})
+                weights = epic.jax.scaled(weights) if is_frozen else weights
+                specs = epic.jax.sharded.weight_specs(group, weights)
+                pairs = zip(weights, specs, strict=True)
+                weights = epic.jax.MoeWeights(
+                    *(None if w is None else put(mesh, w, spec) for w, spec in pairs)
+                )
+
+                def loss_of(x: Any, w: Any, ct: Any, group: Any = group, o: Any = options) -> Any:
+                    out = epic.jax.moe(group, o, x, w).out
+                    return (out * ct).sum(), out
+
+                step = jax.jit(jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True))
+                (_, out), (d_x, d_w) = step(put(mesh, x), weights, put(mesh, ct))
+                true = rounded.moe(x.astype(np.float64), wide, ct.astype(np.float64), 2, is_frozen)
+                found = [(out, true[0]), (d_x, true[1])]
+                found += [(d_w.w_gate, true[2]["w_gate"]), (d_w.b_down, true[2]["b_down"])]
+                if not is_frozen:
+                    found += [(d_w.w_gate_up, true[2]["w_gate_up"])]
+                errors = [relative(whole(got), wanted) for got, wanted in found]
+                assert max(errors) < 2e-3, (ep, is_frozen, errors)
+                epic.jax.check(group)

@@ -13,10 +13,13 @@ from epic.jax.dispatching import (
     dequantize,
     dispatch,
     dispatch_flat,
+    dispatch_flat_quantized,
     dispatch_quantized,
     plan_dispatch,
 )
+from epic.jax.e4m3 import scaled
 from epic.jax.experts import ExpertWeights, experts
+from epic.jax.gate_up import from_maxtext, merge_gate_up, split_gate_up, to_maxtext
 from epic.jax.groups import Group, check, close, open
 from epic.jax.layer_args import MoeOut, MoeWeights
 from epic.jax.library import TARGETS
@@ -24,7 +27,8 @@ from epic.jax.moe import moe
 from epic.jax.replicas import sum_replica_grads, sum_replicas
 from epic.jax.router import balance_loss, bias_update, route, z_loss
 from epic.jax.routing_stats import RoutingStats, read_plan
-from epic.jax.steps import Plan, combine, plan, sum
+from epic.jax.steps import Plan, combine, plan
+from epic.jax.sums import sum
 from epic.options import Experts, Layer, Moe, Router
 
 __all__ = [
@@ -51,19 +55,25 @@ __all__ = [
     "dequantize",
     "dispatch",
     "dispatch_flat",
+    "dispatch_flat_quantized",
     "dispatch_quantized",
     "error_code",
     "experts",
+    "from_maxtext",
+    "merge_gate_up",
     "moe",
     "open",
     "plan",
     "plan_dispatch",
     "read_plan",
     "route",
+    "scaled",
     "sharded",
+    "split_gate_up",
     "sum",
     "sum_replica_grads",
     "sum_replicas",
+    "to_maxtext",
     "z_loss",
 ]
 

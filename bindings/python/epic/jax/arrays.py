@@ -15,6 +15,7 @@ import numpy as np
 from epic.errors import EpicArgumentError
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")  # dtypes that the core can add
+MATRICES = (*FLOATS, "float8_e4m3fn")  # dtypes of the experts' weights
 INDICES = ("int32", "int64")
 INTEGERS = ("int32", "int64", "int8", "int16", "uint8", "uint16", "uint32", "uint64")
 ANY_ROWS = "..."  # first or last in a shape: one or more dimensions of any size
@@ -55,6 +56,7 @@ def show_needed(dtypes: Sequence[str], shape: Shape) -> str:
     if not shape:
         return "one integer" if tuple(dtypes) == INTEGERS else f"one {' or '.join(dtypes)}"
     families = {FLOATS: "a float type ", INTEGERS: "integers "}
+    families[MATRICES] = "a float type or float8_e4m3fn "
     return families.get(tuple(dtypes), " or ".join(dtypes)) + show_shape(shape)
 
 

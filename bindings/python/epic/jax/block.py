@@ -17,6 +17,7 @@ from epic.jax.arrays import as_axes, check_kind
 from epic.jax.gemm import GroupedGemm
 from epic.jax.groups import Group
 from epic.jax.layer_args import MoeOut, MoeWeights
+from epic.jax.token_specs import TokenAxes
 from epic.options import Moe, check_choice
 
 Initializer = Callable[..., Any]
@@ -212,7 +213,7 @@ class Block(Protocol):
     group: Group
     options: Moe
     dtype: Any
-    token_axes: sharded.TokenAxes
+    token_axes: TokenAxes
     fsdp_axes: tuple[str, ...]
     tensor_axis: str | None
     loss_axes: tuple[str, ...]

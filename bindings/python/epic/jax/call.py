@@ -150,6 +150,7 @@ def call_handler(
     if group is not None:
         stays = must_keep_call(group, shapes)
         attributes |= {
+            "max_sms": attributes.get("max_sms", 0),
             "group": group.name,
             "devices": meshes.describe_devices(group.devices, group.num_ranks),
         }

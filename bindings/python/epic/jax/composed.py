@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from epic.errors import EpicArgumentError
-from epic.jax import dispatching, replicas, steps
+from epic.jax import dispatching, replicas, steps, sums
 from epic.jax import router as routing
 from epic.jax.call import cast_all_varying
-from epic.jax.experts import ExpertWeights, apply_to_slabs, zero_tail
+from epic.jax.e4m3 import is_scaled
+from epic.jax.experts import WEIGHTS, ExpertsStatic, ExpertWeights, apply_to_slabs, zero_tail
 from epic.jax.gemm import GroupedGemm
 from epic.jax.groups import Group
 from epic.jax.layer_args import MoeWeights, expert_weights_of
@@ -74,11 +75,13 @@ def apply_experts(
     counts: tuple[Any, Any],
     w: ExpertWeights,
     scale: Any,
+    max_sms: int = 0,
 ) -> Any:
     """Apply the experts to slabs of counts[0] rows, with the products of the caller or the core."""
     sizes = counts[0]
     if gemm is None:
-        return apply_to_slabs(options, group.platform, False, x, counts, w, scale)
+        how = ExpertsStatic(options, group.platform, False, max_sms)
+        return apply_to_slabs(how, x, counts, w, scale)
     expert = jnp.repeat(jnp.arange(sizes.shape[0]), sizes, total_repeat_length=x.shape[0])
     column = None if scale is None else scale[:, None].astype(x.dtype)
     # A product leaves the rows past the last slab undefined, and so does its gradient.  They are
@@ -153,10 +156,12 @@ def compose_layer(
     )
     late = options.experts.weighting == "late"
     rows = (plan.expert_rows, plan.expert_tokens)
-    mine = ExpertWeights(
-        *(replicas.sum_replica_grads(plan, weight) for weight in expert_weights_of(weights))
-    )
-    y = apply_experts(group, options.experts, gemm, recv, rows, mine, None if late else slot)
+    given = expert_weights_of(weights)
+    trained = {n: w for n, w in given._asdict().items() if n in WEIGHTS and not is_scaled(w)}
+    summed = {name: replicas.sum_replica_grads(plan, w) for name, w in trained.items()}
+    mine = given._replace(**summed)
+    limit, early = after["max_sms"], None if late else slot
+    y = apply_experts(group, options.experts, gemm, recv, rows, mine, early, limit)
     out = steps.combine(plan, y, slot if late else None)
     if options.router.zero_experts:
         kept = jnp.where(zero, w, 0).sum(axis=1, keepdims=True)
@@ -165,7 +170,9 @@ def compose_layer(
         whole = jnp.full((1,), x.shape[0], jnp.int32)
         dense = None if gemm is None else dense_gemm
         shared = expert_weights_of(weights, "shared_")
-        out = out + apply_experts(group, options.shared, dense, x, (whole, whole), shared, None)
+        out = out + apply_experts(
+            group, options.shared, dense, x, (whole, whole), shared, None, limit
+        )
     return out, plan, logits, chosen
 
 
@@ -217,7 +224,7 @@ def masked_layer_losses(
 
     The number of these tokens is known at run time only.
     """
-    total = steps.sum(group, mask.sum(dtype=jnp.float32)[None], channel=channel)[0]
+    total = sums.sum(group, mask.sum(dtype=jnp.float32)[None], channel=channel)[0]
     if axes:
         total, load = jax.lax.psum((total, load), axes)
     coeffs = (options.balance_coeff, options.z_coeff)

@@ -24,6 +24,7 @@ from epic.jax.call import (
     zero_gradient,
 )
 from epic.jax.groups import Group
+from epic.jax.over_mesh import over_mesh
 from epic.jax.steps import (
     PLAN_PARTS,
     Plan,
@@ -35,6 +36,7 @@ from epic.jax.steps import (
     check_plan,
     expert_tables,
     finish_call,
+    limit_sms,
     make_plan,
     make_plan_spec,
     max_local_experts,
@@ -56,10 +58,25 @@ SCALES = ("float32", "bfloat16", "float16", "float64", *NARROW)
 # -------------------------------------------------------------------------- dispatch ----
 
 
+def slot_results(spec: PlanSpec, weights: Any) -> list[ArraySpec | None]:
+    """Return the specs of the slots' weights, and in the flat layout of their local experts."""
+    if spec.layer.layout != "flat":
+        return [None if weights is None else ArraySpec((spec.capacity,), jnp.float32)]
+    choices = (spec.capacity, spec.layer.top_k)
+    found = None if weights is None else ArraySpec(choices, jnp.float32)
+    return [found, ArraySpec(choices, jnp.int32)]
+
+
 def dispatch_results(spec: PlanSpec, tokens: Any, weights: Any) -> list[ArraySpec | None]:
     """Return the result specs of dispatch."""
     recv = ArraySpec((spec.capacity, tokens.shape[1]), tokens.dtype)
-    return [recv, None if weights is None else ArraySpec((spec.capacity,), jnp.float32)]
+    return [recv, *slot_results(spec, weights)]
+
+
+def target_of(spec: PlanSpec, form: str) -> str:
+    """Return the handler of a dispatch: "", "quantized" or "scaled", for the plan's layout."""
+    flat = "_flat" if spec.layer.layout == "flat" else ""
+    return f"dispatch{flat}" + (f"_{form}" if form else "")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -98,8 +115,14 @@ def dispatch_backward(spec: PlanSpec, data: Any, gradients: tuple[Any, ...]) -> 
 dispatch_rows.defvjp(dispatch_forward, dispatch_backward)
 
 
+@over_mesh
 def dispatch(
-    plan: Plan, tokens: Any, weights: Any = None, *, quantize: str | None = None
+    plan: Plan,
+    tokens: Any,
+    weights: Any = None,
+    *,
+    quantize: str | None = None,
+    max_sms: int | None = None,
 ) -> tuple[Any, Any]:
     """Send each token to the ranks of its experts, one row for each choice.
 
@@ -113,6 +136,7 @@ def dispatch(
         quantize: "1x128" or "1x32": send rows as float8_e4m3fn with a scale for each block of so
             many columns, and return rounded rows.  The gradient passes straight through.  None:
             send rows in their own dtype.
+        max_sms: on GPUs the largest number of SMs of this call and its gradient; None: as `plan`.
 
     Returns:
         Rows [capacity, hidden] in the dtype of tokens, zeros in slots without a token, and
@@ -124,6 +148,7 @@ def dispatch(
     """
     check_plan(plan)
     check_layout(plan.spec.layer, "expert_major", "dispatch_flat")
+    plan = limit_sms(plan, max_sms)
     if quantize is not None:
         check_choice("quantize", quantize, BLOCKS)
     elif is_narrow(tokens):
@@ -158,12 +183,7 @@ def dispatch_inputs(
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def dispatch_flat_rows(spec: PlanSpec, data: Any, tokens: Any, weights: Any) -> tuple[Any, ...]:
     """Run dispatch_flat on checked arrays."""
-    choices = (spec.capacity, spec.layer.top_k)
-    results: list[ArraySpec | None] = [ArraySpec((spec.capacity, tokens.shape[1]), tokens.dtype)]
-    results += [
-        None if weights is None else ArraySpec(choices, jnp.float32),
-        ArraySpec(choices, jnp.int32),
-    ]
+    results = dispatch_results(spec, tokens, weights)
     operands = [data[0], tokens, weights, *site_and_rank(spec.group, data[0], tokens), *data[1:]]
     return tuple(call_handler("dispatch_flat", results, operands, spec.group, **spec.sizes()))
 
@@ -183,16 +203,27 @@ def dispatch_flat_backward(
 dispatch_flat_rows.defvjp(dispatch_flat_forward, dispatch_flat_backward)
 
 
-def dispatch_flat(plan: Plan, tokens: Any, weights: Any = None) -> tuple[Any, Any, Any]:
+@over_mesh
+def dispatch_flat(
+    plan: Plan,
+    tokens: Any,
+    weights: Any = None,
+    *,
+    quantize: str | None = None,
+    max_sms: int | None = None,
+) -> tuple[Any, Any, Any]:
     """Send each token once to each rank that has experts for it.
 
-    Collective; differentiable in tokens and weights.  For `combine(plan, rows)` each row must
-    become the weighted sum over its experts.
+    Collective; differentiable in tokens and weights.  Rows of an 8-bit dtype (float8, int8, uint8)
+    are sent unchanged and have no gradient.  For `combine(plan, rows)` each row must become the
+    weighted sum over its experts.
 
     Args:
         plan: a plan whose layout is "flat".
-        tokens: [..., hidden] a float dtype.
+        tokens: [..., hidden] a float dtype or an 8-bit dtype.
         weights: [..., top_k] any float dtype, or None.
+        quantize: see `dispatch`.
+        max_sms: see `dispatch`.
 
     Returns:
         Rows [capacity, hidden] in the dtype of tokens, their weights [capacity, top_k] float32
@@ -205,7 +236,15 @@ def dispatch_flat(plan: Plan, tokens: Any, weights: Any = None) -> tuple[Any, An
     """
     check_plan(plan)
     check_layout(plan.spec.layer, "flat", "dispatch")
-    inputs = dispatch_inputs(plan, tokens, weights)
+    plan = limit_sms(plan, max_sms)
+    if quantize is not None:
+        check_choice("quantize", quantize, BLOCKS)
+        inputs = dispatch_inputs(plan, tokens, weights)
+        return finish_call(plan, dispatch_rounded(plan.spec, quantize, *inputs))
+    if is_narrow(tokens):
+        recv, _, *slots = dispatch_narrow(plan, tokens, weights, None)
+        return recv, slots[0], slots[1]
+    inputs = dispatch_inputs(plan, tokens, weights, ROW_TYPES)
     return finish_call(plan, dispatch_flat_rows(plan.spec, *inputs))
 
 
@@ -229,8 +268,11 @@ def from_bytes(data: Any, dtype: Any) -> Any:
     return jax.lax.bitcast_convert_type(data.reshape(shape), dtype)
 
 
-def dispatch_narrow(plan: Plan, tokens: Any, weights: Any, scales: Any) -> tuple[Any, Any, Any]:
-    """Send rows of an 8-bit dtype with their scales (or None) and weights, unchanged."""
+def dispatch_narrow(plan: Plan, tokens: Any, weights: Any, scales: Any) -> tuple[Any, ...]:
+    """Send rows of an 8-bit dtype with their scales (or None) and weights, unchanged.
+
+    Returns the rows, the scales, the slots' weights, and with layout "flat" their local experts.
+    """
     spec = plan.spec
     rows = as_tokens("tokens", tokens, spec.token_dims, NARROW)
     weights = as_weights("weights", weights, spec.token_dims, spec.layer.top_k)
@@ -239,20 +281,21 @@ def dispatch_narrow(plan: Plan, tokens: Any, weights: Any, scales: Any) -> tuple
     if extra is not None:
         spec.group.check_width("scales", extra)
     given = [None if x is None else jax.lax.stop_gradient(x) for x in (rows, weights)]
-    packed, name = [as_bytes(given[0])], "dispatch"
+    packed, form = [as_bytes(given[0])], ""
     if extra is not None:
-        packed, name = [*packed, as_bytes(jax.lax.stop_gradient(extra))], "dispatch_scaled"
+        packed, form = [*packed, as_bytes(jax.lax.stop_gradient(extra))], "scaled"
     data, slot_weights, *packed = cast_all_varying(spec.group, plan.bytes, given[1], *packed)
     results: list[ArraySpec | None] = [
         ArraySpec((spec.capacity, x.shape[1]), jnp.uint8) for x in packed
     ]
-    results += [None if slot_weights is None else ArraySpec((spec.capacity,), jnp.float32)]
+    results += slot_results(spec, slot_weights)
     operands = [data, *packed, slot_weights, *site_and_rank(spec.group, data, *packed)]
-    out = call_handler(name, results, operands, spec.group, **spec.sizes())
+    out = call_handler(target_of(spec, form), results, operands, spec.group, **spec.sizes())
     back = None if extra is None else from_bytes(out[1], extra.dtype)
-    return from_bytes(out[0], rows.dtype), back, out[-2]
+    return from_bytes(out[0], rows.dtype), back, *out[len(packed) : -1]
 
 
+@over_mesh
 def dispatch_quantized(
     plan: Plan,
     tokens: Any,
@@ -260,6 +303,7 @@ def dispatch_quantized(
     block: str = "1x128",
     *,
     scales: Any = None,
+    max_sms: int | None = None,
 ) -> tuple[Any, Any, Any]:
     """Send tokens as float8_e4m3fn rows with their scales.  There is no gradient.
 
@@ -271,6 +315,7 @@ def dispatch_quantized(
             for each 32 columns.
         scales: [..., n]: the tokens are quantized already, and are sent with these scales, whatever
             `block` is.
+        max_sms: see `dispatch`.
 
     Returns:
         Rows [capacity, hidden] float8_e4m3fn (with `scales`: dtype of tokens), scales [capacity,
@@ -281,7 +326,52 @@ def dispatch_quantized(
 
     """
     check_plan(plan)
-    check_layout(plan.spec.layer, "expert_major", "dispatch_flat")
+    check_layout(plan.spec.layer, "expert_major", "dispatch_flat_quantized")
+    plan = limit_sms(plan, max_sms)
+    rows, found, slot_weights = send_quantized(plan, tokens, weights, block, scales)
+    return rows, found, slot_weights
+
+
+@over_mesh
+def dispatch_flat_quantized(
+    plan: Plan,
+    tokens: Any,
+    weights: Any = None,
+    block: str = "1x128",
+    *,
+    scales: Any = None,
+    max_sms: int | None = None,
+) -> tuple[Any, Any, Any, Any]:
+    """Send tokens as `dispatch_flat` does, as float8_e4m3fn rows with their scales.
+
+    There is no gradient.
+
+    Args:
+        plan: a plan whose layout is "flat".
+        tokens: see `dispatch_quantized`.
+        weights: [..., top_k] any float dtype, or None.
+        block: see `dispatch_quantized`.
+        scales: see `dispatch_quantized`.
+        max_sms: see `dispatch`.
+
+    Returns:
+        Rows [capacity, hidden] float8_e4m3fn (with `scales`: dtype of tokens), scales [capacity,
+        blocks], weights [capacity, top_k] float32 (None without weights), and the local experts of
+        each row [capacity, top_k] int32, filled up with -1.
+
+    Raises:
+        EpicArgumentError: an argument is wrong; raised while tracing.
+
+    """
+    check_plan(plan)
+    check_layout(plan.spec.layer, "flat", "dispatch_quantized")
+    plan = limit_sms(plan, max_sms)
+    rows, found, slot_weights, chosen = send_quantized(plan, tokens, weights, block, scales)
+    return rows, found, slot_weights, chosen
+
+
+def send_quantized(plan: Plan, tokens: Any, weights: Any, block: str, scales: Any) -> Any:
+    """Return the results of dispatch_quantized or dispatch_flat_quantized."""
     check_choice("block", block, BLOCKS)
     if scales is not None:
         return dispatch_narrow(plan, tokens, weights, scales)
@@ -298,10 +388,10 @@ def quantize_and_dispatch(
     slots, hidden = spec.capacity, rows.shape[1]
     results: list[ArraySpec | None] = [ArraySpec((slots, hidden), jnp.float8_e4m3fn)]
     results += [ArraySpec((slots, -(-hidden // size)), scale_type)]
-    results += [None if weights is None else ArraySpec((slots,), jnp.float32)]
+    results += slot_results(spec, weights)
     operands = [data[0], rows, weights, *site_and_rank(spec.group, data[0], rows), *data[1:]]
-    numbers = {**spec.sizes(), "quantize": kind}
-    return tuple(call_handler("dispatch_quantized", results, operands, spec.group, **numbers))
+    numbers, target = {**spec.sizes(), "quantize": kind}, target_of(spec, "quantized")
+    return tuple(call_handler(target, results, operands, spec.group, **numbers))
 
 
 def dequantize(rows: Any, scales: Any, dtype: Any, block: str = "1x128") -> Any:
@@ -338,8 +428,8 @@ def dequantize(rows: Any, scales: Any, dtype: Any, block: str = "1x128") -> Any:
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def dispatch_rounded(spec: PlanSpec, block: str, data: Any, tokens: Any, weights: Any) -> Any:
     """Run dispatch with rows that travel as float8_e4m3fn; the gradient is that of dispatch."""
-    rows, scales, slot, done = quantize_and_dispatch(spec, block, data, tokens, weights)
-    return dequantize(rows, scales, tokens.dtype, block), slot, done
+    rows, scales, *rest = quantize_and_dispatch(spec, block, data, tokens, weights)
+    return dequantize(rows, scales, tokens.dtype, block), *rest
 
 
 def dispatch_rounded_forward(
@@ -410,6 +500,7 @@ def plan_dispatch_backward(
 plan_dispatch_rows.defvjp(plan_dispatch_forward, plan_dispatch_backward)
 
 
+@over_mesh
 def plan_dispatch(
     group: Group,
     layer: Layer,
@@ -424,6 +515,7 @@ def plan_dispatch(
     channel: Any = None,
     after: Any = None,
     moe: Moe | None = None,
+    max_sms: int = 0,
 ) -> tuple[Plan, Any, Any]:
     """Make a plan and dispatch tokens with it, as one collective call.
 
@@ -443,6 +535,7 @@ def plan_dispatch(
         channel: see `plan`.
         after: see `plan`.
         moe: see `plan`.
+        max_sms: see `plan`.
 
     Returns:
         The Plan, rows [capacity, hidden] in the dtype of tokens, and slot_weights [capacity]
@@ -454,7 +547,7 @@ def plan_dispatch(
     """
     check_group(group, layer)
     check_layout(layer, "expert_major", "plan and dispatch_flat")
-    spec, chosen = make_plan_spec(group, layer, topk_idx, capacity, moe)
+    spec, chosen = make_plan_spec(group, layer, topk_idx, capacity, moe, max_sms)
     local = max_local_experts(group, layer, rank_of_expert, num_local_experts)
     placed = expert_tables(group, layer, rank_of_expert, logical_of_expert)
     rows = as_tokens("tokens", tokens, spec.token_dims, FLOATS)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The grouped expert MLP: local to each device, differentiable in rows and parameters."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -9,10 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from epic import _native
-from epic.errors import EpicArgumentError, EpicUnsupportedError
+from epic.errors import EpicArgumentError
+from epic.jax import e4m3
 from epic.jax.arrays import (
     FLOATS,
     INTEGERS,
+    MATRICES,
     as_array,
     as_array_or_none,
     check_array,
@@ -28,7 +31,8 @@ from epic.jax.call import (
     spec_of,
 )
 from epic.jax.groups import Group
-from epic.options import Experts
+from epic.jax.over_mesh import over_mesh
+from epic.options import Experts, check_int
 
 
 class ExpertWeights(NamedTuple):
@@ -42,6 +46,9 @@ class ExpertWeights(NamedTuple):
         w_down: [experts, inner, hidden].
         b_gate_up: [experts, width] or None: no bias.
         b_down: [experts, hidden] or None: no bias.
+        w_gate_up_scales: [experts, blocks of width, blocks of hidden] float32, as `scaled` makes
+            them; w_gate_up and w_down are float8_e4m3fn and transposed then.  Else None.
+        w_down_scales: [experts, blocks of hidden, blocks of inner] float32, or None.
 
     """
 
@@ -49,6 +56,11 @@ class ExpertWeights(NamedTuple):
     w_down: Any
     b_gate_up: Any = None
     b_down: Any = None
+    w_gate_up_scales: Any = None
+    w_down_scales: Any = None
+
+
+WEIGHTS = ("w_gate_up", "w_down", "b_gate_up", "b_down")  # all arrays except scales
 
 
 @dataclass(frozen=True)
@@ -59,12 +71,23 @@ class ExpertsStatic:
         options: the options, with dtypes and the number of experts filled in.
         platform: where the call will run, "cpu" or "gpu"; None: not known.
         tail: whether slots past the last slab must be zeros.
+        max_sms: the largest number of SMs of each call; 0: all of the GPU.
 
     """
 
     options: Experts
     platform: str | None
     tail: bool
+    max_sms: int = 0
+
+    def attributes(self) -> dict[str, Any]:
+        """Return the attributes of both calls."""
+        return {**self.options.numbers("experts_"), "max_sms": self.max_sms}
+
+    def for_backward(self, x: Any, weight: Any) -> "ExpertsStatic":
+        """Return the facts of the backward call of e4m3 experts, which takes this weight."""
+        kind = "e4m3" if e4m3.is_scaled(weight) else x.dtype.name
+        return replace(self, options=replace(self.options, weight_type=kind))
 
     def memory(self, slots: int) -> tuple[ArraySpec, ArraySpec, ArraySpec]:
         """Return the saved memory and the workspaces of forward and backward, as array specs."""
@@ -101,24 +124,34 @@ def check_weights(
         rows: float64 weights are allowed with float64 rows only.
         prefix: "shared_" in the names of the shared expert's weights.
         like: an array whose dtype the weights must have; None: they must agree with each other.
+            With weights in e4m3 biases may have any float dtype.
 
     """
     local = ("experts", options.num_local_experts)
     hidden, width = ("hidden", options.hidden), ("width", options.width)
     inner = ("inner", options.inner)
     names = [prefix + name for name in ("gate_up", "down", "b_gate_up", "b_down")]
-    names = names if prefix else list(ExpertWeights._fields)
-    dtypes = FLOATS if like is None else (dtype_of(like).name,)
-    first = dtype_of(check_array(names[0], weights[0], dtypes, (local, hidden, width)))
-    if (first == jnp.float64) != (dtype_of(rows) == jnp.float64):
-        raise EpicArgumentError(
-            f"{names[0]} is {first} and the rows are {dtype_of(rows)}: float64 goes with float64 "
-            "only; convert one of them"
-        )
-    check_array(names[1], weights[1], (first.name,), (local, inner, hidden))
-    for name, bias, columns in zip(names[2:], weights[2:], (width, hidden), strict=True):
+    names = names if prefix else list(ExpertWeights._fields[:4])
+    if e4m3.is_scaled(weights[0]) and not prefix:
+        check_array(names[0], weights[0], (e4m3.E4M3,), (local, width, hidden))
+        check_array(names[1], weights[1], (e4m3.E4M3,), (local, hidden, inner))
+        of_biases: Sequence[str] = FLOATS[:-1]
+    else:
+        dtypes = FLOATS if like is None else (dtype_of(like).name,)
+        first = dtype_of(check_array(names[0], weights[0], dtypes, (local, hidden, width)))
+        if (first == jnp.float64) != (dtype_of(rows) == jnp.float64):
+            raise EpicArgumentError(
+                f"{names[0]} is {first} and the rows are {dtype_of(rows)}: float64 goes with "
+                "float64 only; convert one of them"
+            )
+        check_array(names[1], weights[1], (first.name,), (local, inner, hidden))
+        of_biases = (first.name,)
+    for name, bias, columns in zip(names[2:], weights[2:4], (width, hidden), strict=True):
         if bias is not None:
-            check_array(name, bias, (first.name,), (local, columns))
+            check_array(name, bias, of_biases, (local, columns))
+    if not prefix:
+        sizes = (options.hidden, options.width, options.inner)
+        e4m3.check_scales(weights, options.num_local_experts, sizes)
 
 
 def as_expert_weights(weights: ExpertWeights) -> ExpertWeights:
@@ -130,24 +163,17 @@ def fill_num_experts(options: Experts, weight: Any, name: str = "w_gate_up") -> 
     """Return the options with the number of experts of the weight, if they leave it open."""
     if options.num_local_experts:
         return options
-    count = check_array(name, weight, FLOATS, ("experts", "hidden", "width")).shape[0]
+    count = check_array(name, weight, MATRICES, ("experts", "hidden", "width")).shape[0]
     if count == 0:
         raise EpicArgumentError(f"{name} has no experts: must have 1 or more")
     return replace(options, num_local_experts=count)
 
 
-def refuse_e4m3(options: Experts) -> None:
-    """Refuse weight_type "e4m3", which only epic.torch supports."""
-    if options.weight_type == "e4m3":
-        raise EpicUnsupportedError(
-            "weight_type is 'e4m3': epic.jax does not support it; leave it None"
-        )
-
-
-def fill_dtypes(options: Experts, rows: Any, weights: Any) -> Experts:
-    """Return the options with the dtypes of the arrays."""
-    refuse_e4m3(options)
-    return replace(options, row_type=rows.dtype.name, weight_type=weights.dtype.name)
+def fill_dtypes(options: Experts, rows: Any, weight: Any) -> Experts:
+    """Return the options with the dtypes of the arrays; e4m3 if options or weight ask for it."""
+    is_e4m3 = e4m3.uses_e4m3(options, weight)
+    kind = "e4m3" if is_e4m3 else weight.dtype.name
+    return replace(options, row_type=rows.dtype.name, weight_type=kind)
 
 
 def wide_dtype(x: Any) -> Any:
@@ -160,7 +186,15 @@ def gradient_dtype(platform: str | None, x: Any, weight: Any) -> Any:
 
     On GPUs it rounds them to the weights' dtype itself.
     """
-    return x.dtype if platform == "gpu" and weight.dtype == x.dtype else wide_dtype(x)
+    is_narrow = weight.dtype == x.dtype or e4m3.is_scaled(weight)
+    return x.dtype if platform == "gpu" and is_narrow else wide_dtype(x)
+
+
+def gradient_of_weight(weight: Any, gradient: Any) -> Any:
+    """Return the gradient in the dtype of the weight; weights in e4m3 have zeros."""
+    if weight is None:
+        return None
+    return jnp.zeros_like(weight) if e4m3.is_scaled(weight) else gradient.astype(weight.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -174,30 +208,40 @@ def run_experts_forward(
 ) -> tuple[Any, Any]:
     """Run the forward call; the core saves the outputs of the first product."""
     saved, workspace, _ = static.memory(x.shape[0])
-    operands = [x, *counts, slot_weights, *weights]
+    rows, row_scales, given = x, None, weights
+    if static.options.weight_type == "e4m3":
+        rows, row_scales = e4m3.quantize_rows(x)
+        given = e4m3.round_weights(x, weights)
+    operands = [rows, *counts, slot_weights, *given, row_scales]
     results = [spec_of(x), saved, workspace]
-    y, saved, _ = call_handler("experts", results, operands, **static.options.numbers("experts_"))
+    y, saved, _ = call_handler("experts", results, operands, **static.attributes())
     return static.finished(y, counts[0]), (counts, x, slot_weights, weights, saved)
 
 
 def run_experts_backward(static: ExpertsStatic, kept: Any, d_y: Any) -> tuple[Any, ...]:
     """Run the backward call; return each weight's gradient in the dtype of the weight."""
     counts, x, slot_weights, weights, saved = kept
+    given = weights
+    if static.options.weight_type == "e4m3":
+        given = e4m3.weights_for_backward(x, weights)
+        static = static.for_backward(x, given[0])
     kind = gradient_dtype(static.platform, x, weights[0])
     results = [spec_of(x), None if slot_weights is None else spec_of(slot_weights)]
-    results += [None if w is None else ArraySpec(w.shape, kind) for w in weights]
+    results += [None if w is None else ArraySpec(w.shape, kind) for w in given[:4]]
     results += [static.memory(x.shape[0])[2]]
-    operands = [x, *counts, slot_weights, *weights, saved, d_y]
-    out = call_handler("experts_backward", results, operands, **static.options.numbers("experts_"))
+    operands = [x, *counts, slot_weights, *given, saved, d_y]
+    out = call_handler("experts_backward", results, operands, **static.attributes())
     d_slots = [static.finished(d, counts[0]) for d in out[:2]]
-    pairs = zip(weights, out[2:6], strict=True)
-    d_weights = tuple(None if w is None else d.astype(w.dtype) for w, d in pairs)
-    return tuple(no_gradient(c) for c in counts), *d_slots, d_weights
+    pairs = zip(weights[:4], out[2:6], strict=True)
+    d_weights = [gradient_of_weight(w, d) for w, d in pairs]
+    d_weights += [None if s is None else jnp.zeros_like(s) for s in weights[4:]]
+    return tuple(no_gradient(c) for c in counts), *d_slots, tuple(d_weights)
 
 
 run_experts.defvjp(run_experts_forward, run_experts_backward)
 
 
+@over_mesh
 def experts(
     options: Experts,
     rows: Any,
@@ -207,6 +251,7 @@ def experts(
     slot_weights: Any = None,
     *,
     group: Group | None = None,
+    max_sms: int = 0,
 ) -> Any:
     """Apply the MLP of each expert to the rows of its slab.
 
@@ -223,6 +268,7 @@ def experts(
             "input" only; with "late" pass them to `combine` instead.
         group: the group, from which the function knows whether the call runs on CPUs or GPUs.
             None: memory is reserved that suffices for both.  On a GPU some group must be open.
+        max_sms: on GPUs the largest number of SMs of this call and its gradient; 0: all.
 
     Returns:
         [slots, hidden], dtype of rows.
@@ -236,24 +282,22 @@ def experts(
     if group is not None:
         check_kind("group", group, Group)
     platform = group.platform if group else None
-    return apply_to_slabs(
-        options, platform, True, rows, (expert_rows, expert_tokens), weights, slot_weights
-    )
+    how = ExpertsStatic(options, platform, True, check_int("max_sms", max_sms, 0))
+    return apply_to_slabs(how, rows, (expert_rows, expert_tokens), weights, slot_weights)
 
 
 def apply_to_slabs(
-    options: Experts,
-    platform: str | None,
-    tail: bool,
+    how: ExpertsStatic,
     rows: Any,
     counts: tuple[Any, Any],
     weights: ExpertWeights,
     slot_weights: Any,
 ) -> Any:
-    """Check the arguments of experts() and run it; tail: as in ExpertsStatic."""
-    refuse_e4m3(options)
+    """Check the arguments of experts() and run it; how: facts without dtypes."""
+    options, platform = how.options, how.platform
     rows = as_array("rows", rows, FLOATS, ("slots", ("hidden", options.hidden)))
     options = fill_num_experts(options, weights.w_gate_up)
+    e4m3.check_e4m3(options, platform, rows, weights.w_gate_up)
     check_weights(options, weights, rows)
     weights = as_expert_weights(weights)
     local = [("experts", options.num_local_experts)]
@@ -270,15 +314,16 @@ def apply_to_slabs(
     if slot_weights is not None:
         slot_weights = slot_weights.astype(jnp.float32)
     if platform == "gpu":
-        weights = ExpertWeights(*(cast_for_gpu(rows.dtype, weight) for weight in weights))
+        cast = {n: cast_for_gpu(rows.dtype, getattr(weights, n)) for n in WEIGHTS}
+        weights = weights._replace(**cast)
     options = fill_dtypes(options, rows, weights.w_gate_up)
     arrays = cast_all_varying(None, *counts, rows, slot_weights, *weights)
-    static = ExpertsStatic(options, platform, tail)
+    static = replace(how, options=options)
     return run_experts(static, tuple(arrays[:2]), arrays[2], arrays[3], tuple(arrays[4:]))
 
 
 def cast_for_gpu(dtype: Any, weight: Any) -> Any:
-    """Return a weight in the dtype that the tensor cores need: that of 16-bit rows."""
-    if weight is None or dtype not in (jnp.bfloat16, jnp.float16):
+    """Return a weight in the dtype that the tensor cores need: that of 16-bit rows, or e4m3."""
+    if weight is None or e4m3.is_scaled(weight) or dtype not in (jnp.bfloat16, jnp.float16):
         return weight
     return weight.astype(dtype)

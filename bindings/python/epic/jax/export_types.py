@@ -2,10 +2,13 @@
 """Lets jax.export serialize programs whose arguments and results have EPIC's types."""
 
 import json
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any
 
+import jax
+import numpy as np
 from jax import export
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from epic.jax import steps
 from epic.jax.experts import ExpertWeights
@@ -14,23 +17,81 @@ from epic.jax.layer_args import MoeOut, MoeWeights
 from epic.options import Layer, field_names
 
 TUPLES = (MoeWeights, MoeOut, ExpertWeights)
+NUMBERS = ("token_dims", "capacity", "max_sms", "hidden_axis")  # of PlanSpec, as they are in JSON
+
+
+def write_axes(axes: Any) -> Any:
+    """Return a PartitionSpec or a tuple of axes as lists, with its kind."""
+    if axes is None:
+        return None
+    parts = [part if part is None or isinstance(part, str) else list(part) for part in axes]
+    return {"is_spec": isinstance(axes, PartitionSpec), "parts": parts}
+
+
+def read_axes(found: Any) -> Any:
+    """Return what write_axes() wrote."""
+    if found is None:
+        return None
+    parts = [tuple(part) if isinstance(part, list) else part for part in found["parts"]]
+    return PartitionSpec(*parts) if found["is_spec"] else tuple(parts)
+
+
+def write_mesh(mesh: Mesh | None) -> Any:
+    """Return the axes of a mesh with their sizes and types, and the ids of its devices."""
+    if mesh is None:
+        return None
+    ids = [device.id for device in mesh.devices.flat]
+    types = [kind.name for kind in mesh.axis_types]
+    axes = list(zip(mesh.axis_names, mesh.devices.shape, types, strict=True))
+    return {"axes": axes, "devices": ids}
+
+
+def read_mesh(found: Any, platform: str) -> Mesh | None:
+    """Return the mesh that write_mesh() wrote; None if its devices are not here."""
+    if found is None:
+        return None
+    here = {device.id: device for device in jax.devices(platform)}
+    if not set(found["devices"]) <= set(here):
+        return None
+    names, shape, types = zip(*found["axes"], strict=True)
+    devices = np.array([here[i] for i in found["devices"]]).reshape(shape)
+    return Mesh(devices, names, axis_types=tuple(AxisType[kind] for kind in types))
+
+
+def write_group(group: Group) -> dict[str, Any]:
+    """Return a group as values of JSON."""
+    named = {field.name: getattr(group, field.name) for field in fields(Group)}
+    named["mesh"] = write_mesh(group.mesh)
+    return {**named, "token_axes": write_axes(group.token_axes)}
+
+
+def read_group(found: dict[str, Any]) -> Group:
+    """Return the group that write_group() wrote."""
+    axes, devices = tuple(found["axes"]), tuple(tuple(row) for row in found["devices"])
+    mesh = read_mesh(found["mesh"], found["platform"])
+    places = {"mesh": mesh, "token_axes": read_axes(found["token_axes"])}
+    return Group(**{**found, "axes": axes, "devices": devices, **places})
 
 
 def write_spec(spec: steps.PlanSpec) -> bytes:
     """Return a PlanSpec as JSON."""
     layer = {name: getattr(spec.layer, name) for name in field_names(Layer)}
-    parts = {"group": asdict(spec.group), "layer": layer}
-    return json.dumps({**parts, "token_dims": spec.token_dims, "capacity": spec.capacity}).encode()
+    parts = {"group": write_group(spec.group), "layer": layer}
+    parts |= {name: getattr(spec, name) for name in NUMBERS}
+    return json.dumps({**parts, "token_axes": write_axes(spec.token_axes)}).encode()
 
 
 def read_spec(data: bytes) -> steps.PlanSpec:
     """Return the PlanSpec that write_spec() wrote."""
     found = json.loads(data)
-    group = found["group"]
-    group["axes"] = tuple(group["axes"])
-    group["devices"] = tuple(tuple(row) for row in group["devices"])
-    dims = tuple(found["token_dims"])
-    return steps.PlanSpec(Group(**group), Layer(**found["layer"]), dims, found["capacity"])
+    numbers = {name: found[name] for name in NUMBERS}
+    numbers["token_dims"] = tuple(numbers["token_dims"])
+    return steps.PlanSpec(
+        read_group(found["group"]),
+        Layer(**found["layer"]),
+        token_axes=read_axes(found["token_axes"]),
+        **numbers,
+    )
 
 
 def register_dataclass(kind: Any, fields: tuple[str, ...]) -> None:

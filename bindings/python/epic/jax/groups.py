@@ -42,6 +42,9 @@ class Group:
         command_buffers: whether XLA may put the calls into CUDA graphs.
         devices: the device ids of each group by rank; empty without a mesh.
         max_top_k: the largest top_k of the group's layers; 0: 64.
+        mesh: the mesh; None without a mesh.
+        token_axes: how tokens of calls on global arrays are sharded, a tuple of axes or a
+            PartitionSpec; None: in their first dimension, over all axes.
 
     """
 
@@ -54,6 +57,8 @@ class Group:
     command_buffers: bool = True
     devices: meshes.DeviceRows = ()
     max_top_k: int = 0
+    mesh: jax.sharding.Mesh | None = None
+    token_axes: tuple[str, ...] | jax.sharding.PartitionSpec | None = None
 
     def config(self) -> ctypes.Structure:
         """Return the core's epic_config for size queries."""
@@ -321,7 +326,8 @@ def open(
         max_row_bytes: the size of the widest row in bytes, hidden * itemsize.
         like: activations [B, ..., hidden] of all devices, or their `jax.ShapeDtypeStruct`;
             max_tokens and max_row_bytes are derived from it.
-        token_axes: with `like`: how it is sharded, as in `epic.jax.sharded.moe`.
+        token_axes: how tokens are sharded, as in `epic.jax.sharded.moe`: `like`, and global arrays
+            in calls outside of a shard_map.
         name: the name by which compiled programs find the group, at most 63 bytes.  Groups that are
             open at the same time need different names.
         ranks: without a mesh: the ranks of this process's local devices.
@@ -391,6 +397,8 @@ def open(
         command_buffers,
         devices_of,
         check_int("max_top_k", max_top_k, 0, 64),
+        mesh,
+        meshes.as_token_axes(mesh, token_axes),
     )
     config = group.config()
     config.timeout_ms = check_int("timeout_ms", timeout_ms)

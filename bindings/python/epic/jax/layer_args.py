@@ -8,10 +8,16 @@ import jax
 import jax.numpy as jnp
 
 from epic.errors import EpicArgumentError
-from epic.jax import placement, steps
+from epic.jax import e4m3, placement, steps
 from epic.jax import router as routing
-from epic.jax.arrays import FLOATS, check_array, check_kind
-from epic.jax.experts import ExpertWeights, check_weights, fill_num_experts, refuse_e4m3, wide_dtype
+from epic.jax.arrays import FLOATS, MATRICES, check_array, check_kind
+from epic.jax.experts import (
+    ExpertWeights,
+    check_weights,
+    fill_dtypes,
+    fill_num_experts,
+    wide_dtype,
+)
 from epic.jax.groups import Group
 from epic.options import Experts, Moe, Router
 
@@ -39,6 +45,8 @@ class MoeWeights(NamedTuple):
         shared_down: [1, shared inner, hidden] or None.
         shared_b_gate_up: [1, shared width] or None.
         shared_b_down: [1, hidden] or None.
+        w_gate_up_scales: scales of weights in e4m3, as `scaled` makes them; else None.
+        w_down_scales: as w_gate_up_scales.
 
     """
 
@@ -53,6 +61,8 @@ class MoeWeights(NamedTuple):
     shared_down: Any = None
     shared_b_gate_up: Any = None
     shared_b_down: Any = None
+    w_gate_up_scales: Any = None
+    w_down_scales: Any = None
 
 
 class MoeOut(NamedTuple):
@@ -87,11 +97,12 @@ NUM_TABLES = 4  # token_ids, table, rank_of_expert, logical_of_expert
 # The order of the weights in the handlers' arguments.
 WEIGHT_ORDER = (
     "w_gate b_gate bias w_gate_up w_down b_gate_up b_down shared_gate_up shared_down "
-    "shared_b_gate_up shared_b_down"
+    "shared_b_gate_up shared_b_down w_gate_up_scales w_down_scales"
 ).split()
 
 SHARED_WEIGHTS = ("shared_gate_up", "shared_down", "shared_b_gate_up", "shared_b_down")
-MLP_WEIGHTS = WEIGHT_ORDER[3:]  # weights of the experts and the shared expert
+# Weights of the experts and the shared expert.
+MLP_WEIGHTS = [n for n in WEIGHT_ORDER[3:] if n not in e4m3.SCALES]
 
 
 def expert_weights_of(weights: MoeWeights, prefix: str = "") -> ExpertWeights:
@@ -110,14 +121,12 @@ def promise_distinct(options: Moe, table: Any) -> Moe:
 
 def complete_options(group: Group, options: Moe, x: Any, weights: MoeWeights) -> Moe:
     """Return the options with the dtypes of the arrays and the capacity as a number."""
-    refuse_e4m3(options.experts)
-    types = {"row_type": x.dtype.name, "weight_type": weights.w_gate_up.dtype.name}
-    return replace(
-        options,
-        experts=replace(options.experts, **types),
-        shared=replace(options.shared, **types) if options.shared else None,
-        capacity=steps.num_slots(group, options.layer, options.capacity),
+    experts = fill_dtypes(options.experts, x, weights.w_gate_up)
+    shared = options.shared and replace(
+        options.shared, row_type=x.dtype.name, weight_type=weights.shared_gate_up.dtype.name
     )
+    slots = steps.num_slots(group, options.layer, options.capacity)
+    return replace(options, experts=experts, shared=shared, capacity=slots)
 
 
 def check_parts(options: Moe, weights: MoeWeights) -> None:
@@ -155,9 +164,9 @@ def check_weights_of_layer(
             check_array(name, vector, FLOATS, [columns])
     check_weights(experts, expert_weights_of(weights), x)
     if shared is not None:
-        check_weights(
-            shared, expert_weights_of(weights, "shared_"), x, "shared_", weights.w_gate_up
-        )
+        is_free = e4m3.uses_e4m3(experts, weights.w_gate_up)  # the experts' type is no float type
+        like = weights.shared_gate_up if is_free else weights.w_gate_up
+        check_weights(shared, expert_weights_of(weights, "shared_"), x, "shared_", like)
 
 
 def as_weights_of_layer(options: Moe, x: Any, weights: MoeWeights) -> MoeWeights:
@@ -216,7 +225,8 @@ def place_experts(
     """
     layer = options.layer
     uneven = given is None and not placement.is_even(group, layer)
-    first = check_array("w_gate_up", weights.w_gate_up, FLOATS, ("experts", "hidden", "width"))
+    shape = ("experts", "hidden", "width")
+    first = check_array("w_gate_up", weights.w_gate_up, MATRICES, shape)
     if uneven and first.shape[0] == layer.num_experts:
         weights = placement.take_own_weights(group, layer, weights)
     mine = fill_num_experts(options.experts, weights.w_gate_up)

@@ -11,8 +11,9 @@ from epic import _native
 from epic.words import WORDS
 
 COLLECTIVES = (
-    "plan plan_dispatch dispatch dispatch_flat dispatch_quantized dispatch_scaled "
-    "dispatch_backward combine combine_backward allreduce_sum sum_replicas moe moe_backward"
+    "plan plan_dispatch dispatch dispatch_flat dispatch_quantized dispatch_flat_quantized "
+    "dispatch_scaled dispatch_flat_scaled dispatch_backward combine combine_backward "
+    "allreduce_sum sum_replicas moe moe_backward"
 ).split()
 LOCAL = (
     "router router_backward balance_loss balance_loss_backward z_loss z_loss_backward "

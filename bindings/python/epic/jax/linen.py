@@ -12,7 +12,7 @@ from epic.jax.block import AxisNames, Biases, Initializer, logical_rules
 from epic.jax.gemm import GroupedGemm
 from epic.jax.groups import Group
 from epic.jax.router import bias_update
-from epic.jax.sharded import TokenAxes
+from epic.jax.token_specs import TokenAxes
 from epic.options import Moe
 
 __all__ = ["Biases", "MoEBlock", "logical_rules"]

@@ -62,6 +62,17 @@ def size_of_bound_axes(group: Group) -> int | None:
         return None
 
 
+def takes_global_arrays(group: Group) -> bool:
+    """Return whether a call here is outside of any shard_map, on a mesh of several devices.
+
+    Its arrays are then those of all devices.
+    """
+    if group.mesh is None or group.mesh.size == 1:
+        return False
+    is_inside = bool(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))
+    return not is_inside and size_of_bound_axes(group) is None
+
+
 def rank_without_mesh(group: Group) -> Any:
     """Return this device's index in a shard_map over as many devices as the group has ranks."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from epic.errors import EpicArgumentError
+from epic.jax.arrays import as_axes
 
 DeviceRows = tuple[tuple[int, ...], ...]
 MOST_TEXT = 200  # bytes; the handlers hold up to 255
@@ -41,6 +42,17 @@ def devices_by_rank(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> tuple[lis
     num_ranks = math.prod(devices.shape[i] for i in at)
     last = np.moveaxis(devices, at, range(devices.ndim - len(at), devices.ndim))
     return last.reshape(-1, num_ranks).tolist(), num_ranks
+
+
+def as_token_axes(mesh: jax.sharding.Mesh | None, given: Any) -> Any:
+    """Return token_axes as a hashable value, after checking the axes; None stays None."""
+    if given is None or mesh is None:
+        return None
+    is_spec = isinstance(given, jax.sharding.PartitionSpec)
+    parts = given if is_spec else as_axes("token_axes", given)
+    for part in parts:
+        check_axes_in_mesh(mesh, "token_axes", (part,) if isinstance(part, str) else part or ())
+    return given if is_spec else parts
 
 
 def token_sizes(mesh: jax.sharding.Mesh | None, like: Any, token_axes: Any) -> tuple[int, int]:

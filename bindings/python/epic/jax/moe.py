@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from epic import _native
 from epic.errors import EpicArgumentError, EpicUnsupportedError
-from epic.jax import placement, replicas, steps, tensor
+from epic.jax import e4m3, placement, replicas, steps, tensor
 from epic.jax import router as routing
 from epic.jax.arrays import (
     ANY_ROWS,
@@ -39,8 +39,10 @@ from epic.jax.call import (
 )
 from epic.jax.composed import compose_layer, layer_losses, masked_layer_losses, router_logits
 from epic.jax.experts import (
+    ExpertWeights,
     cast_for_gpu,
     gradient_dtype,
+    gradient_of_weight,
     wide_dtype,
 )
 from epic.jax.gemm import GroupedGemm
@@ -55,9 +57,11 @@ from epic.jax.layer_args import (
     check_parts,
     check_tokens,
     complete_options,
+    expert_weights_of,
     place_experts,
     promise_distinct,
 )
+from epic.jax.over_mesh import over_mesh
 from epic.options import Moe
 
 # ------------------------------------------------------------- the core's own layer ----
@@ -71,16 +75,19 @@ class LayerStatic:
         group: the group.
         options: the options, with dtypes and capacity filled in by complete_options().
         is_loss_by_caller: True with loss_axes: layer_losses() computes the losses, not the core.
+        max_sms: the largest number of SMs of both calls; 0: the group's.
 
     """
 
     group: Group
     options: Moe
     is_loss_by_caller: bool = False  # loss_axes: layer_losses() computes the losses
+    max_sms: int = 0
 
     def attributes(self) -> dict[str, Any]:
         """Return the attributes of the forward and the backward call."""
-        return steps.moe_attributes(self.options, self.is_loss_by_caller)
+        numbers = steps.moe_attributes(self.options, self.is_loss_by_caller)
+        return {**numbers, "max_sms": self.max_sms}
 
 
 def layer_memory(static: LayerStatic) -> tuple[ArraySpec, ArraySpec, ArraySpec]:
@@ -118,7 +125,10 @@ def run_layer_forward(
     results: list[ArraySpec | None] = [spec_of(x), ArraySpec((1,), jnp.float32)]
     results += [ArraySpec((num_experts,), jnp.int32), ArraySpec((1,), jnp.int32)]
     results += [ArraySpec((num_logical,), jnp.int32) if num_logical else None, saved, workspace]
-    arrays = [getattr(weights, name) for name in WEIGHT_ORDER]
+    given = weights
+    if static.options.experts.weight_type == "e4m3":
+        given = replace_experts(weights, e4m3.round_weights(x, expert_weights_of(weights)))
+    arrays = [getattr(given, name) for name in WEIGHT_ORDER]
     operands = [x, *arrays, *ints[:NUM_TABLES]]
     operands += [*site_and_rank(static.group, x, *ints[NUM_TABLES:]), *ints[NUM_TABLES:]]
     out = call_handler("moe", results, operands, static.group, **static.attributes())
@@ -127,15 +137,19 @@ def run_layer_forward(
     return (*out[:5], record), (x, weights, ints, out[5])
 
 
+def replace_experts(weights: MoeWeights, given: Sequence[Any]) -> MoeWeights:
+    """Return the weights with other experts, in the order of ExpertWeights."""
+    return weights._replace(**ExpertWeights(*given)._asdict())
+
+
 def make_record(static: LayerStatic, x: Any, saved: Any, channel: Any) -> steps.Record:
     """Return the plan of a layer for read_plan().
 
     The core writes its plan at the beginning of the saved memory.  The tail behind it holds the
     channel, as in a plan of plan().
     """
-    spec = steps.PlanSpec(
-        static.group, static.options.layer, x.shape[:-1], static.options.capacity or 0
-    )
+    layer, capacity = static.options.layer, static.options.capacity or 0
+    spec = steps.PlanSpec(static.group, layer, x.shape[:-1], capacity, max_sms=static.max_sms)
     number = jnp.where(channel < 0, 0, channel | steps.CALLERS_CHANNEL)
     tail = jax.lax.bitcast_convert_type(number, jnp.uint8).reshape(-1)
     zeros = jnp.zeros(steps.PLAN_TAIL - tail.shape[0], jnp.uint8)
@@ -169,9 +183,12 @@ def run_layer_backward(
 ) -> tuple[Any, ...]:
     """Run the backward call; return each weight's gradient in the dtype of the weight."""
     x, weights, ints, saved = kept
+    given = weights
+    if static.options.experts.weight_type == "e4m3":
+        given = replace_experts(weights, e4m3.weights_for_backward(x, expert_weights_of(weights)))
     kinds = gradient_dtypes(static, x, weights)
-    arrays = {name: getattr(weights, name) for name in WEIGHT_ORDER}
-    named = [name for name in WEIGHT_ORDER if name != "bias"]
+    arrays = {name: getattr(given, name) for name in WEIGHT_ORDER}
+    named = [name for name in WEIGHT_ORDER if name not in ("bias", *e4m3.SCALES)]
     results: list[ArraySpec | None] = [spec_of(x)]
     results += [None if arrays[n] is None else ArraySpec(arrays[n].shape, kinds[n]) for n in named]
     results += [layer_memory(static)[2]]
@@ -182,12 +199,13 @@ def run_layer_backward(
     found = dict(zip(named, out[1:-2], strict=True))
     if static.options.layer.num_logical:
         found |= sum_expert_gradients(make_record(static, x, saved, ints[NUM_TABLES]), found)
-    pairs = found.items()
-    d_weights = {n: None if d is None else d.astype(arrays[n].dtype) for n, d in pairs}
-    bias = None if weights.bias is None else jnp.zeros_like(weights.bias)
+    d_weights = {n: gradient_of_weight(getattr(weights, n), d) for n, d in found.items()}
+    for name in ("bias", *e4m3.SCALES):
+        w = getattr(weights, name)
+        d_weights[name] = None if w is None else jnp.zeros_like(w)
     return (
         out[0],
-        MoeWeights(**d_weights, bias=bias),
+        MoeWeights(**d_weights),
         tuple(None if i is None else zero_gradient(i) for i in ints),
     )
 
@@ -212,6 +230,7 @@ def gather_weights(group: Group, x: Any, weights: MoeWeights, axes: tuple[str, .
 
     The gradient of each weight is reduced and scattered over these axes.
     """
+    e4m3.refuse_parts(weights, "fsdp_axes")
     parts = MoeWeights(*cast_all_varying(group, *weights, x)[:-1])
 
     def whole(name: str, part: Any) -> Any:
@@ -253,6 +272,7 @@ def run_core_layer(
     return run_layer(static, arrays[0], MoeWeights(*arrays[1:count]), tuple(arrays[count:]))
 
 
+@over_mesh
 def moe(
     group: Group,
     options: Moe,
@@ -267,15 +287,20 @@ def moe(
     grouped_gemm: GroupedGemm | None = None,
     fsdp_axes: Sequence[str] = (),
     tensor_axis: str | None = None,
+    scatter_tokens: bool = False,
     loss_axes: Sequence[str] = (),
     channel: Any = None,
     after: Any = None,
+    max_sms: int = 0,
 ) -> MoeOut:
     """Run a Mixture-of-Experts layer on this device's tokens, with its experts on all ranks.
 
-    Call it inside of a `jax.shard_map` over the group's mesh; for global arrays in a plain jit use
-    `epic.jax.sharded.moe`.  It is differentiable in x and in all weights except `bias` (first
-    order, reverse mode).  All ranks must call it with equal options, which the ranks compare.
+    Inside of a `jax.shard_map` over the group's mesh, arrays are those of one device.  Outside of a
+    shard_map, for example in a plain `jax.jit`, they are global, and the call is that of
+    `epic.jax.sharded.moe` on the group's mesh, with its arguments and results.
+
+    It is differentiable in x and in all weights except `bias` (first order, reverse mode).  All
+    ranks must call it with equal options, which the ranks compare.
 
     Args:
         group: the group, as `epic.jax.open` returned it.
@@ -299,10 +324,15 @@ def moe(
         fsdp_axes: mesh axes over which the weights are sharded in hidden; they are gathered here.
         tensor_axis: a mesh axis over which the weights are sharded in inner.  Its devices have the
             same tokens, and `options.experts.inner` is the whole inner dimension.
+        scatter_tokens: True: the devices of tensor_axis have different tokens, which are sharded
+            over it.  They are gathered for the layer, so `max_tokens` of the group must hold those
+            of the whole axis, and the output is reduced and scattered.
         loss_axes: further mesh axes whose tokens the losses count, for example data axes.
         channel: an int from 0 to 2^23 - 1 that differs between independent calls of one inner
             `jax.jit`; see "Independent layers" in the JAX guide.
         after: an array or pytree that must be computed before this call starts.
+        max_sms: on GPUs the largest number of SMs of each operation of the layer, forward and
+            backward; 0: the group's.  A number above the group's counts as the group's.
 
     Returns:
         MoeOut: the output in the shape of x, this device's part of the losses, the load of the
@@ -348,13 +378,20 @@ def moe(
     """
     check_kind("group", group, Group)
     check_parts(options, weights)
+    if scatter_tokens and tensor_axis is None:
+        raise EpicArgumentError("scatter_tokens is True: must be False without tensor_axis")
     if tensor_axis is not None:
         options, weights = tensor.take_part(options, weights, tensor_axis)
+        if scatter_tokens:
+            x = as_array("x", x, FLOATS, (ANY_ROWS, ("hidden", options.experts.hidden)))
+            x, token_ids, token_mask = tensor.gather_tokens(tensor_axis, x, token_ids, token_mask)
         more = {"token_ids": token_ids, "table": table, "token_mask": token_mask}
         more |= {"rank_of_expert": rank_of_expert, "logical_of_expert": logical_of_expert}
         more |= {"grouped_gemm": grouped_gemm}
         more |= {"fsdp_axes": fsdp_axes, "loss_axes": loss_axes, "channel": channel, "after": after}
-        return tensor.sum_parts(moe(group, options, x, weights, **more), tensor_axis)
+        more |= {"max_sms": max_sms}
+        found = moe(group, options, x, weights, **more)
+        return tensor.sum_parts(found, tensor_axis, scatter_tokens)
     fsdp, over = as_axes("fsdp_axes", fsdp_axes), loss_axes_of(group, loss_axes)
     steps.check_group(group, options.layer)
     if fsdp:
@@ -364,11 +401,17 @@ def moe(
         group, promise_distinct(options, table), weights, rank_of_expert
     )
     owners, logical = steps.expert_tables(group, options.layer, owners, logical_of_expert)
+    e4m3.check_e4m3(options.experts, group.platform, x, weights.w_gate_up)
     weights = as_weights_of_layer(options, x, weights)
     if group.platform == "gpu":
         cast = {name: cast_for_gpu(x.dtype, getattr(weights, name)) for name in MLP_WEIGHTS}
         weights = weights._replace(**cast)
     options = complete_options(group, options, x, weights)
+    if grouped_gemm is not None and options.experts.weight_type == "e4m3":
+        raise EpicUnsupportedError(
+            "grouped_gemm with experts in e4m3: leave it out for the core's product, or use "
+            "weights and a weight_type of a float type"
+        )
     rows = steps.as_rows(x)
     check_tokens(group, options, rows.shape[0])
     group.check_width("x", rows)
@@ -378,7 +421,7 @@ def moe(
     if grouped_gemm is not None or options.quantize is not None or mask is not None:
         extras = {"token_ids": token_ids, "table": table, "token_mask": mask}
         extras |= {"rank_of_expert": owners, "logical_of_expert": logical}
-        order = {"channel": channel, "after": after}
+        order = {"channel": channel, "after": after, "max_sms": max_sms}
         out, plan, logits, chosen = compose_layer(
             group, options, grouped_gemm, rows, weights, extras, order
         )
@@ -402,7 +445,7 @@ def moe(
     ints += previous_call(group)
     # The core computes losses over the tokens of the group.  With loss_axes layer_losses() computes
     # them from the logits; the core still compares the coefficients between the ranks.
-    static = LayerStatic(group, options, is_loss_by_caller=bool(over))
+    static = LayerStatic(group, options, bool(over), steps.check_sms(max_sms))
     out, loss, *rest = run_core_layer(static, rows, weights, ints)
     record_call(group, rest[1])
     found = MoeOut(out.reshape(x.shape), loss[0], *rest)

@@ -14,7 +14,7 @@ from epic.jax.gemm import GroupedGemm
 from epic.jax.groups import Group
 from epic.jax.layer_args import MoeOut
 from epic.jax.router import bias_update
-from epic.jax.sharded import TokenAxes
+from epic.jax.token_specs import TokenAxes
 from epic.options import Moe
 
 __all__ = ["Biases", "ExpertBias", "MoEBlock", "logical_rules"]

@@ -10,15 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from epic.jax.e4m3 import SCALES
 from epic.jax.groups import Group
 from epic.options import Layer
 
-EXPERT_WEIGHTS = (
-    "w_gate_up",
-    "w_down",
-    "b_gate_up",
-    "b_down",
-)  # weights with a row for each expert
+EXPERT_WEIGHTS = ("w_gate_up", "w_down", "b_gate_up", "b_down")
+BY_EXPERT = (*EXPERT_WEIGHTS, *SCALES)  # all arrays with a row for each expert
 
 
 def is_even(group: Group, layer: Layer) -> bool:
@@ -70,7 +67,7 @@ def take_own_weights(group: Group, layer: Layer, weights: Any) -> Any:
 
 def replace_expert_weights(weights: Any, experts: Any) -> Any:
     """Return MoeWeights with only these experts' rows."""
-    named = {name: getattr(weights, name) for name in EXPERT_WEIGHTS}
+    named = {name: getattr(weights, name) for name in BY_EXPERT}
     return weights._replace(
         **{name: None if w is None else take_experts(w, experts) for name, w in named.items()}
     )

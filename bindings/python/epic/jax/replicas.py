@@ -26,9 +26,8 @@ def sum_over_replicas(spec: PlanSpec, data: Any, x: Any) -> Any:
     flat = x.reshape(x.shape[0], -1)
     results = [spec_of(flat), ArraySpec(flat.shape[1:], jnp.float32)]
     operands = [data, flat, *site_and_rank(spec.group, data, flat)]
-    return call_handler("sum_replicas", results, operands, spec.group, aliases={1: 0})[0].reshape(
-        x.shape
-    )
+    how: dict[str, Any] = {"aliases": {1: 0}, "max_sms": spec.max_sms}
+    return call_handler("sum_replicas", results, operands, spec.group, **how)[0].reshape(x.shape)
 
 
 def sum_over_replicas_forward(spec: PlanSpec, data: Any, x: Any) -> tuple[Any, Any]:

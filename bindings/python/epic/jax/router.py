@@ -20,6 +20,8 @@ from epic.jax.arrays import (
     check_kind,
 )
 from epic.jax.call import ArraySpec, call_handler, cast_all_varying, spec_of, zero_gradient
+from epic.jax.groups import Group
+from epic.jax.over_mesh import over_mesh
 from epic.options import INT64_MAX, Router, check_float, check_int
 
 
@@ -100,8 +102,15 @@ def choose_experts_backward(
 choose_experts.defvjp(choose_experts_forward, choose_experts_backward)
 
 
+@over_mesh
 def route(
-    router: Router, logits: Any, *, bias: Any = None, token_ids: Any = None, table: Any = None
+    router: Router,
+    logits: Any,
+    *,
+    bias: Any = None,
+    token_ids: Any = None,
+    table: Any = None,
+    group: Group | None = None,
 ) -> tuple[Any, Any]:
     """Choose top_k experts for each token.
 
@@ -113,10 +122,11 @@ def route(
         bias: [E] any float dtype or None: added to the scores for the choice only; no gradient.
         token_ids: [...] integers, with `table`.
         table: [rows, top_k] integers: the experts of each token id, in place of a choice.
+        group: the group; needed for global arrays, outside of a shard_map.
 
     Returns:
         topk_idx [num_tokens, top_k] int32 and weights [num_tokens, top_k] float32 (float64 logits:
-        float64).
+        float64).  For global arrays they are [..., top_k].
 
     Raises:
         EpicArgumentError: an argument is wrong; raised while tracing.
@@ -131,6 +141,8 @@ def route(
         ([[1, 2]], 1.0)
 
     """
+    if group is not None:
+        check_kind("group", group, Group)
     rows = as_logits(router, logits)
     bias = as_bias(router, bias)
     dims = jnp.asarray(logits).shape[:-1]

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """plan, combine and sum with gradients, and what dispatching.py shares with them.
 
-The functions work on each device's own arrays: inside of a shard_map over the group's axis, or
-anywhere in a group of one rank.
+The functions work on each device's own arrays inside of a shard_map over the group's axis, and
+anywhere in a group without a mesh or on a mesh of one device.  Outside of a shard_map over a larger
+mesh their arrays are those of all devices (over_mesh.py).
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from epic import _native
 from epic.errors import EpicArgumentError
 from epic.jax import placement
 from epic.jax.arrays import (
@@ -39,9 +41,9 @@ from epic.jax.call import (
     record_call,
     site_and_rank,
     spec_of,
-    zero_gradient,
 )
 from epic.jax.groups import Group
+from epic.jax.over_mesh import over_mesh
 from epic.options import Layer, Moe, check_int
 
 PLAN_TAIL = 16  # bytes after the core's plan, which hold the channel of its call site
@@ -62,6 +64,10 @@ class PlanSpec:
         token_dims: the dimensions of topk_idx without the last.
         capacity: the number of slots of this device.
         moe: the options of a composed layer, which the ranks compare; None: a plan of its own.
+        max_sms: the largest number of SMs of each call on the plan; 0: the group's.
+        token_axes: how the tokens are sharded if the plan is that of all devices; None: it is that
+            of one device.
+        hidden_axis: the mesh axis over which hidden is sharded then; None: none.
 
     """
 
@@ -70,6 +76,9 @@ class PlanSpec:
     token_dims: tuple[int, ...]  # dimensions of topk_idx without the last
     capacity: int
     moe: Moe | None = None  # options of a composed layer, which the ranks compare
+    max_sms: int = 0
+    token_axes: jax.sharding.PartitionSpec | None = None
+    hidden_axis: str | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -79,6 +88,7 @@ class PlanSpec:
     def sizes(self) -> dict[str, Any]:
         """Return the plan's layer, and the sizes that the handlers compare arrays with."""
         numbers = {"num_tokens": self.num_tokens, "capacity": self.capacity}
+        numbers["max_sms"] = self.max_sms
         return {**numbers, **self.layer.numbers()}
 
 
@@ -191,8 +201,25 @@ def check_group(group: Any, layer: Any, name: str = "layer") -> None:
 # ------------------------------------------------------------------------------ plan ----
 
 
+def check_sms(max_sms: Any) -> int:
+    """Return the largest number of SMs of a call after checking it; 0: the group's."""
+    return check_int("max_sms", max_sms, 0)
+
+
+def limit_sms(plan: Plan, max_sms: int | None) -> Plan:
+    """Return the plan for calls of at most this many SMs; None: as many as the plan says."""
+    if max_sms is None:
+        return plan
+    return replace(plan, spec=replace(plan.spec, max_sms=check_sms(max_sms)))
+
+
 def make_plan_spec(
-    group: Group, layer: Layer, topk_idx: Any, capacity: int | None, moe: Moe | None
+    group: Group,
+    layer: Layer,
+    topk_idx: Any,
+    capacity: int | None,
+    moe: Moe | None,
+    max_sms: int,
 ) -> tuple[PlanSpec, Any]:
     """Check the routing; return the choices as [num_tokens, top_k]."""
     check_group(group, layer)
@@ -205,7 +232,8 @@ def make_plan_spec(
             f"topk_idx has {rows.shape[0]} tokens: must be at most the max_tokens "
             f"{group.max_tokens} that group {group.name!r} was opened with"
         )
-    return PlanSpec(group, layer, topk_idx.shape[:-1], num_slots(group, layer, capacity), moe), rows
+    slots = num_slots(group, layer, capacity)
+    return PlanSpec(group, layer, topk_idx.shape[:-1], slots, moe, check_sms(max_sms)), rows
 
 
 def num_slots(group: Group, layer: Layer, capacity: Any) -> int:
@@ -282,7 +310,7 @@ def plan_results(spec: PlanSpec, has_table: bool, local: int) -> list[ArraySpec 
 def plan_attributes(spec: PlanSpec, local: int) -> dict[str, Any]:
     """Return the attributes of plan and plan_dispatch."""
     of_moe = {} if spec.moe is None else moe_attributes(spec.moe)
-    sizes = {"capacity": spec.capacity, "num_local_experts": local}
+    sizes = {"capacity": spec.capacity, "num_local_experts": local, "max_sms": spec.max_sms}
     return {**of_moe, **spec.layer.numbers(), **sizes, "has_moe": int(spec.moe is not None)}
 
 
@@ -297,6 +325,7 @@ def moe_attributes(options: Moe, is_loss_by_caller: bool = False) -> dict[str, A
 
     """
     shared = options.shared.numbers("shared_") if options.shared else {}
+    flags = _native.DISPATCH_AGAIN if options.experts.weight_type == "e4m3" else 0
     return {
         **options.router.numbers(),
         **options.layer.numbers(),
@@ -307,7 +336,7 @@ def moe_attributes(options: Moe, is_loss_by_caller: bool = False) -> dict[str, A
         "z_coeff": float(options.z_coeff),
         "sequence_tokens": options.sequence_tokens,
         "capacity": options.capacity,
-        "moe_flags": LOSS_BY_CALLER if is_loss_by_caller else 0,
+        "moe_flags": flags | (LOSS_BY_CALLER if is_loss_by_caller else 0),
     }
 
 
@@ -326,6 +355,7 @@ def as_channel(channel: Any) -> Any:
     return as_array("channel", channel, INTEGERS, []).astype(jnp.int32)
 
 
+@over_mesh
 def plan(
     group: Group,
     layer: Layer,
@@ -338,6 +368,7 @@ def plan(
     channel: Any = None,
     after: Any = None,
     moe: Moe | None = None,
+    max_sms: int = 0,
 ) -> Plan:
     """Make the plan of the experts that the tokens of all ranks chose.
 
@@ -360,6 +391,8 @@ def plan(
             "Independent layers" in the JAX guide.
         after: an array or pytree that must be computed before this call starts.
         moe: the options of a layer that is composed from these functions; the ranks compare them.
+        max_sms: on GPUs the largest number of SMs of this call and of all calls on the plan; 0: the
+            group's.  A number above the group's counts as the group's.
 
     Returns:
         Plan: the plan, with the sizes of the experts' slabs, the load and the demand.
@@ -382,7 +415,7 @@ def plan(
         ([2, 1, 2, 1], [2.0, 2.0, 2.0])
 
     """
-    spec, chosen = make_plan_spec(group, layer, topk_idx, capacity, moe)
+    spec, chosen = make_plan_spec(group, layer, topk_idx, capacity, moe, max_sms)
     local = max_local_experts(group, layer, rank_of_expert, num_local_experts)
     placed = expert_tables(group, layer, rank_of_expert, logical_of_expert)
     chosen, *placed, number = cast_all_varying(group, chosen, *placed, as_channel(channel))
@@ -472,7 +505,8 @@ def gradient_deps(group: Group, done: Any) -> list[Any]:
 combine_rows.defvjp(combine_forward, combine_backward)
 
 
-def combine(plan: Plan, rows: Any, slot_weights: Any = None) -> Any:
+@over_mesh
+def combine(plan: Plan, rows: Any, slot_weights: Any = None, *, max_sms: int | None = None) -> Any:
     """Return the rows to their tokens and sum them there.
 
     out[t] = sum over k of slot_weights[slot(t, k)] * rows[slot(t, k)], in the order of
@@ -482,6 +516,7 @@ def combine(plan: Plan, rows: Any, slot_weights: Any = None) -> Any:
         plan: the plan.
         rows: [capacity, hidden] float32, bfloat16, float16 or float64: a row for each slot.
         slot_weights: [capacity] any float dtype, or None: no weights.
+        max_sms: on GPUs the largest number of SMs of this call and its gradient; None: as `plan`.
 
     Returns:
         [num_tokens, hidden], dtype of rows.
@@ -491,71 +526,9 @@ def combine(plan: Plan, rows: Any, slot_weights: Any = None) -> Any:
 
     """
     check_plan(plan)
+    plan = limit_sms(plan, max_sms)
     spec = plan.spec
     rows = as_array("rows", rows, FLOATS, (("capacity", spec.capacity), "hidden"))
     spec.group.check_width("rows", rows)
     slot_weights = as_slot_weights(slot_weights, spec.capacity)
     return finish_call(plan, combine_rows(spec, *plan_operands(plan, rows, slot_weights)))[0]
-
-
-# ------------------------------------------------------------------------------- sum ----
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def sum_array(group: Group, order: int, x: Any, ints: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Run sum on a flat float32 array.
-
-    ints are the channel and the ordering dependencies; the last result is the byte of a finished
-    call.
-    """
-    operands = [x, *site_and_rank(group, x), *ints]
-    out, done = call_handler(
-        "allreduce_sum", [spec_of(x)], operands, group, aliases={0: 0}, order=order
-    )
-    return out, done
-
-
-def sum_forward(group: Group, order: int, x: Any, ints: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Save the shapes of the integers only."""
-    out = sum_array(group, order, x, ints)
-    return out, (ints, gradient_deps(group, out[1]))
-
-
-def sum_backward(group: Group, order: int, saved: Any, gradients: Any) -> tuple[Any, ...]:
-    """Sum the gradients over the ranks, as each rank's x is in every rank's sum."""
-    ints, after = saved
-    d_x = sum_array(group, order, gradients[0], (ints[0], *after))[0]
-    return d_x, jax.tree.map(zero_gradient, ints)
-
-
-sum_array.defvjp(sum_forward, sum_backward)
-
-
-def sum(group: Group, x: Any, *, tree: bool = False, channel: Any = None, after: Any = None) -> Any:
-    """Sum an array over the ranks of the group, with the same bits on every rank.
-
-    Collective; differentiable in x.
-
-    Args:
-        group: the group.
-        x: [...] float32, the same shape on all ranks.
-        tree: False: add in the order of the ranks.  True: add in a binary tree.
-        channel: see `plan`.
-        after: see `plan`.
-
-    Returns:
-        [...] float32: the sum.
-
-    Raises:
-        EpicArgumentError: an argument is wrong; raised while tracing.
-
-    """
-    check_kind("group", group, Group)
-    if not isinstance(tree, bool | np.bool_):
-        raise EpicArgumentError(f"tree is {tree!r}: must be True or False")
-    x = as_array("x", x, ("float32",), ["any"], (ANY_ROWS, "any"), [])
-    order = [as_channel(channel), *ordering_deps(after), *previous_call(group)]
-    flat, *ints = cast_all_varying(group, x.reshape(-1), *order)
-    out, done = sum_array(group, int(tree), flat, tuple(ints))
-    record_call(group, done)
-    return out.reshape(x.shape)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts whose inner dimension is sharded over a mesh axis.
 
-Every device of the axis has the same tokens and a part of each expert.  One sum completes the
-output.
+Every device of the axis has a part of each expert.  If all have the same tokens, one sum completes
+the output.  If the tokens are sharded over the axis, they are gathered first, and a reduce-scatter
+leaves each device the output of its own tokens.  It moves half the bytes of the sum.
 """
 
 from dataclasses import replace
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from epic.errors import EpicArgumentError, EpicUnsupportedError
+from epic.jax import e4m3
 from epic.options import Experts
 
 # The dimension of each weight that is sharded: inner.
@@ -53,6 +55,7 @@ def take_part(options: Any, weights: Any, axis: str) -> tuple[Any, Any]:
     inner is the device's part.  Only the first device keeps the down biases, which the sum over the
     axis must count once.
     """
+    e4m3.refuse_parts(weights, "tensor_axis")
     parts, first = jax.lax.axis_size(axis), jax.lax.axis_index(axis) == 0
     if options.router.zero_experts:
         raise EpicUnsupportedError("tensor_axis: identity experts would be added on each device")
@@ -63,10 +66,23 @@ def take_part(options: Any, weights: Any, axis: str) -> tuple[Any, Any]:
     return replace(options, experts=experts, shared=shared), weights._replace(**once)
 
 
-def sum_parts(out: Any, axis: str) -> Any:
+def gather_tokens(axis: str, *arrays: Any) -> list[Any]:
+    """Return arrays [..., ] of all devices of the axis, one after the other in the first dimension.
+
+    None stays None.
+    """
+    found = []
+    for x in arrays:
+        x = None if x is None else jnp.asarray(x)
+        found.append(x if x is None else jax.lax.all_gather(x, axis, axis=0, tiled=True))
+    return found
+
+
+def sum_parts(out: Any, axis: str, scatter: bool) -> Any:
     """Return MoeOut after the sum of `out`.
 
-    The other fields are equal on the devices of the axis.
+    The other fields are equal on the devices of the axis.  scatter: each device keeps its own
+    tokens, as gather_tokens() put them together.
     """
 
     def alike(x: Any) -> Any:
@@ -76,8 +92,12 @@ def sum_parts(out: Any, axis: str) -> Any:
         first = jax.lax.axis_index(axis) == 0
         return jax.lax.psum(jnp.where(first, x.astype(jnp.int32), 0), axis).astype(x.dtype)
 
+    if scatter:
+        total = jax.lax.psum_scatter(out.out, axis, scatter_dimension=0, tiled=True)
+    else:
+        total = jax.lax.psum(out.out, axis)
     return out._replace(
-        out=jax.lax.psum(out.out, axis),
+        out=total,
         loss=jax.lax.pmean(out.loss, axis),
         load=alike(out.load),
         demand=alike(out.demand),

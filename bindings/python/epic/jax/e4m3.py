@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights and rows in e4m3 with float32 scales, as the core's products on GPUs take them.
+
+A weight has a scale for each 128 x 128 numbers, a row one for each 128.
+"""
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from epic.errors import EpicArgumentError, EpicUnsupportedError
+from epic.jax.arrays import FLOATS, as_array, check_array, dtype_of
+from epic.options import Experts
+
+BLOCK = 128
+LARGEST = 448.0  # of e4m3
+E4M3 = "float8_e4m3fn"
+SCALES = ("w_gate_up_scales", "w_down_scales")
+
+Weights = TypeVar("Weights", bound=tuple)  # type: ignore[type-arg]  # ExpertWeights or MoeWeights
+
+
+def num_blocks(length: int) -> int:
+    """Return the number of blocks of 128; the last one may be shorter."""
+    return -(-length // BLOCK)
+
+
+def expand_scales(scales: Any, *shape: int) -> Any:
+    """Return a scale for each element; shape: lengths of the last dimensions."""
+    for i, length in enumerate(shape):
+        axis = scales.ndim - len(shape) + i
+        scales = jnp.repeat(scales, BLOCK, axis=axis)
+        scales = jax.lax.slice_in_dim(scales, 0, length, axis=axis)
+    return scales
+
+
+def scale_for(largest: Any) -> Any:
+    """Return the scale that maps the largest magnitude to e4m3's largest number.
+
+    Its last bit may differ from that of dispatch: XLA multiplies by the reciprocal of a constant.
+    """
+    return jnp.where(largest == 0, 1.0, largest / LARGEST)
+
+
+def as_e4m3(x: Any) -> Any:
+    """Round float32 to e4m3, to nearest even; what is above its largest number becomes that number.
+
+    XLA converts by way of another type on some platforms, which rounds twice.  So the numbers are
+    rounded here to 3 bits of mantissa, those below 2^-6 to multiples of 2^-9, and then convert
+    exactly.
+    """
+    x = jnp.clip(x, -LARGEST, LARGEST)
+    subnormal = jnp.round(x * 512) / 512
+    normal = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=3)
+    return jnp.where(jnp.abs(x) < 2**-6, subnormal, normal).astype(jnp.float8_e4m3fn)
+
+
+def quantize_rows(x: Any) -> tuple[Any, Any]:
+    """Round rows [slots, hidden] to e4m3 as "1x128" does; return rows and scales."""
+    slots, columns = x.shape
+    wide = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, num_blocks(columns) * BLOCK - columns)))
+    largest = jnp.abs(wide).reshape(slots, num_blocks(columns), BLOCK).max(axis=-1)
+    scales = scale_for(largest)
+    return as_e4m3(x.astype(jnp.float32) / expand_scales(scales, columns)), scales
+
+
+def quantize_weight(w: Any) -> tuple[Any, Any]:
+    """Round [experts, n, m] to e4m3 and transpose it.
+
+    Returns the weight [experts, m, n] and scales [experts, blocks of m, blocks of n].
+    """
+    turned = jnp.swapaxes(w, 1, 2).astype(jnp.float32)
+    experts, rows, columns = turned.shape
+    high, wide = num_blocks(rows), num_blocks(columns)
+    missing = ((0, 0), (0, high * BLOCK - rows), (0, wide * BLOCK - columns))
+    tiles = jnp.abs(jnp.pad(turned, missing)).reshape(experts, high, BLOCK, wide, BLOCK)
+    scales = scale_for(tiles.max(axis=(2, 4)))
+    return as_e4m3(turned / expand_scales(scales, rows, columns)), scales
+
+
+def transpose_scaled(w: Any, scales: Any) -> tuple[Any, Any]:
+    """Return an e4m3 weight [experts, m, n] and its scales as [experts, n, m]."""
+    return jnp.swapaxes(w, 1, 2), jnp.swapaxes(scales, 1, 2)
+
+
+def scaled(weights: Weights) -> Weights:
+    """Return weights whose expert matrices are rounded to e4m3, for experts that are not trained.
+
+    They take half the memory of 16-bit weights, and no call has to round them.  The matrices have
+    no gradient (JAX gets zeros); rows and biases have.  Only groups of GPUs compute with them.
+
+    Args:
+        weights: ExpertWeights or MoeWeights in float32, bfloat16 or float16.
+
+    Returns:
+        The same type, with w_gate_up [experts, width, hidden] and w_down [experts, hidden, inner]
+        transposed in float8_e4m3fn, and their scales.
+
+    Raises:
+        EpicArgumentError: the weights are scaled already, or have another dtype.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import epic.jax
+        >>> weights = epic.jax.ExpertWeights(jnp.ones((2, 256, 512)), jnp.ones((2, 256, 256)))
+        >>> found = epic.jax.scaled(weights)
+        >>> found.w_gate_up.dtype.name, found.w_gate_up.shape, found.w_gate_up_scales.shape
+        ('float8_e4m3fn', (2, 512, 256), (2, 4, 2))
+
+    """
+    named = weights._asdict()  # type: ignore[attr-defined]
+    change = {}
+    for name in ("w_gate_up", "w_down"):
+        if is_scaled(named[name]):
+            raise EpicArgumentError(f"{name} is float8_e4m3fn: must be a float type to be scaled")
+        w = as_array(name, named[name], FLOATS[:-1], ("experts", "rows", "columns"))
+        change[name], change[name + "_scales"] = quantize_weight(jax.lax.stop_gradient(w))
+    return weights._replace(**change)  # type: ignore[attr-defined,no-any-return]
+
+
+def is_scaled(weight: Any) -> bool:
+    """Return whether a weight is kept in e4m3."""
+    return getattr(getattr(weight, "dtype", None), "name", None) == E4M3
+
+
+def uses_e4m3(options: Experts, weight: Any) -> bool:
+    """Return whether the experts' products are of e4m3: the options or the weight say so."""
+    return options.weight_type == "e4m3" or is_scaled(weight)
+
+
+def check_e4m3(options: Experts, platform: str | None, rows: Any, weight: Any) -> None:
+    """Refuse e4m3 experts on CPUs, and with float64 rows.  platform: None: not known yet."""
+    if not uses_e4m3(options, weight):
+        return
+    cause = "w_gate_up is float8_e4m3fn" if is_scaled(weight) else "weight_type is 'e4m3'"
+    if platform == "cpu":
+        raise EpicUnsupportedError(
+            f"{cause}: groups on CPUs do not support it; use a group of GPUs, or weights of a "
+            "float type and weight_type=None"
+        )
+    if dtype_of(rows) == jnp.float64:
+        raise EpicUnsupportedError(
+            f"{cause} and the rows are float64: must be float32, bfloat16 or float16"
+        )
+
+
+def check_scales(weights: Any, local: int, sizes: tuple[int, int, int]) -> None:
+    """Check that there are scales if and only if the weights are e4m3.
+
+    sizes: hidden, width and inner of the experts.
+    """
+    hidden, width, inner = map(num_blocks, sizes)
+    shapes = {SCALES[0]: (width, hidden), SCALES[1]: (hidden, inner)}
+    for name, shape in shapes.items():
+        scales, needed = getattr(weights, name), is_scaled(weights.w_gate_up)
+        if (scales is not None) != needed:
+            raise EpicArgumentError(
+                f"{name} is {'None' if needed else 'given'} and w_gate_up is "
+                f"{weights.w_gate_up.dtype}: scales must come with weights of float8_e4m3fn, and "
+                "only then; epic.jax.scaled(weights) makes both"
+            )
+        if needed:
+            check_array(name, scales, ("float32",), (("experts", local), *shape))
+
+
+def round_weights(x: Any, weights: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the experts' weights rounded to e4m3, and their biases in the rows' dtype.
+
+    weights: in the order of ExpertWeights.
+    """
+    up, down, *biases, up_scales, down_scales = weights
+    if up_scales is None:
+        up, up_scales = quantize_weight(up)
+        down, down_scales = quantize_weight(down)
+    wide = [None if b is None else b.astype(x.dtype) for b in biases]
+    return up, down, *wide, up_scales, down_scales
+
+
+def weights_for_backward(x: Any, weights: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the weights that the backward call of e4m3 experts takes.
+
+    e4m3 ones are transposed back; others have the rows' dtype.
+    """
+    up, down, *biases, up_scales, down_scales = weights
+    wide = [None if b is None else b.astype(x.dtype) for b in biases]
+    if up_scales is None:
+        return up.astype(x.dtype), down.astype(x.dtype), *wide, None, None
+    (up, up_scales), (down, down_scales) = (
+        transpose_scaled(up, up_scales),
+        transpose_scaled(down, down_scales),
+    )
+    return up, down, *wide, up_scales, down_scales
+
+
+def refuse_parts(weights: Any, argument: str) -> None:
+    """Refuse an axis that shards weights kept in e4m3, whose blocks must stay whole."""
+    if weights.w_gate_up_scales is not None:
+        raise EpicUnsupportedError(
+            f"{argument} with w_gate_up in float8_e4m3fn: blocks of 128 x 128 must stay whole; "
+            f"leave {argument} out, or pass weights of a float type with weight_type='e4m3'"
+        )

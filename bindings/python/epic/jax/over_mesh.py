@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets the functions of epic.jax take global arrays outside of a shard_map."""
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from epic.jax import mesh_checks
+from epic.jax.groups import Group
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def group_of_call(arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Return the group of a call: the first argument, that of a plan, or group=."""
+    first = arguments[0] if arguments else options.get("group", options.get("plan"))
+    if isinstance(first, Group):
+        return first
+    return options.get("group", getattr(getattr(first, "spec", None), "group", None))
+
+
+def over_mesh(local: Function) -> Function:
+    """Decorate a function of one device so that it also takes global arrays.
+
+    Outside of a shard_map, a call on a group of a mesh becomes the function of the same name in
+    epic.jax.sharded, which inserts a shard_map over that mesh.
+    """
+
+    @functools.wraps(local)
+    def run(*arguments: Any, **options: Any) -> Any:
+        group = group_of_call(arguments, options)
+        if not isinstance(group, Group) or not mesh_checks.takes_global_arrays(group):
+            return local(*arguments, **options)
+        sharded = importlib.import_module("epic.jax.sharded")
+        return getattr(sharded, local.__name__)(group.mesh, *arguments, **options)
+
+    return cast("Function", run)

@@ -1,0 +1,511 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The functions of epic.jax except the layer over global arrays, for a plain jit.
+
+They insert the shard_map.  Without one XLA would gather every array and run the call on all
+devices.  Every part of their results is stacked over the devices.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from epic.jax import dispatching, router, steps
+from epic.jax import experts as mlp
+from epic.jax.arrays import ANY_ROWS, FLOATS, INDICES, check_array, check_kind
+from epic.jax.groups import Group
+from epic.jax.token_specs import (
+    TokenAxes,
+    axes_of_spec,
+    check_divisible,
+    map_over_mesh,
+    rows_specs,
+    token_spec,
+)
+from epic.options import Experts, Layer, Router
+
+MOST_DIMS = 64  # of tokens: the rows of a receive buffer do not show how many there are
+
+# ----------------------------------------------------------------------- making a plan ----
+
+
+def check_choices(options: Layer, topk_idx: Any, dims: Sequence[Any]) -> Any:
+    """Return the choices [B, ..., top_k] after checking them."""
+    shape = (*dims, ("top_k", options.top_k))
+    return check_array("topk_idx", topk_idx, INDICES, shape)
+
+
+def keep_token_axes(plan: steps.Plan, spec: P, hidden_axis: str | None) -> steps.Plan:
+    """Return the plan of all devices, which records how its tokens are sharded."""
+    return replace(plan, spec=replace(plan.spec, token_axes=spec, hidden_axis=hidden_axis))
+
+
+def plan(
+    mesh: Mesh,
+    group: Group,
+    options: Layer,
+    topk_idx: Any,
+    *,
+    rank_of_expert: Any = None,
+    logical_of_expert: Any = None,
+    num_local_experts: int | None = None,
+    token_axes: TokenAxes = None,
+    **more: Any,
+) -> steps.Plan:
+    """Make the plan of the experts that the tokens of all devices chose, over global arrays.
+
+    See `epic.jax.plan`.  The plan is stacked over the devices.
+
+    Args:
+        mesh: the mesh that the group was opened with.
+        group: the group.
+        options: the layer; static.
+        topk_idx: [B, ..., top_k] int32 or int64: the chosen experts; negative: no expert.
+        rank_of_expert: see `epic.jax.plan`.
+        logical_of_expert: see `epic.jax.plan`.
+        num_local_experts: see `epic.jax.plan`.
+        token_axes: see `moe`.
+        **more: further arguments of `epic.jax.plan`: capacity, channel, after, max_sms.
+
+    Returns:
+        The Plan of all devices.
+
+    Raises:
+        EpicArgumentError: an argument is wrong; raised while tracing.
+
+    """
+    steps.check_group(group, options, "options")
+    topk_idx = check_choices(options, topk_idx, (ANY_ROWS,))
+    spec, axes = token_spec(mesh, group, token_axes, topk_idx.ndim)
+    check_divisible(mesh, "topk_idx", topk_idx, spec)
+    steps.expert_tables(group, options, rank_of_expert, logical_of_expert)
+    count = steps.max_local_experts(group, options, rank_of_expert, num_local_experts)
+
+    def local(chosen: Any, owners: Any, logical: Any) -> steps.Plan:
+        placing = {"rank_of_expert": owners, "logical_of_expert": logical}
+        placing |= {"num_local_experts": count}
+        return steps.plan(group, options, chosen, **placing, **more)
+
+    run = map_over_mesh(mesh, local, (spec, P(), P()), P(axes))
+    return keep_token_axes(run(topk_idx, rank_of_expert, logical_of_expert), spec, None)
+
+
+def plan_dispatch(
+    mesh: Mesh,
+    group: Group,
+    options: Layer,
+    topk_idx: Any,
+    tokens: Any,
+    weights: Any = None,
+    *,
+    rank_of_expert: Any = None,
+    logical_of_expert: Any = None,
+    num_local_experts: int | None = None,
+    token_axes: TokenAxes = None,
+    hidden_axis: str | None = None,
+    **more: Any,
+) -> tuple[steps.Plan, Any, Any]:
+    """Make a plan and dispatch tokens with it, over global arrays.
+
+    See `epic.jax.plan_dispatch`.  Every part of the results is stacked over the devices.
+
+    Args:
+        mesh: the mesh that the group was opened with.
+        group: the group.
+        options: the layer; static.
+        topk_idx: [B, ..., top_k] int32 or int64: the chosen experts; negative: no expert.
+        tokens: [B, ..., hidden] a float dtype.
+        weights: [B, ..., top_k] any float dtype, or None.
+        rank_of_expert: see `epic.jax.plan`.
+        logical_of_expert: see `epic.jax.plan`.
+        num_local_experts: see `epic.jax.plan`.
+        token_axes: see `moe`.
+        hidden_axis: a mesh axis over which hidden is sharded; its devices have the same tokens.
+        **more: further arguments of `epic.jax.plan_dispatch`: capacity, channel, after.
+
+    Returns:
+        The Plan, rows and slot_weights of all devices.
+
+    Raises:
+        EpicArgumentError: an argument is wrong; raised while tracing.
+
+    """
+    steps.check_group(group, options, "options")
+    tokens = check_array("tokens", tokens, dispatching.ROW_TYPES, (ANY_ROWS, "hidden"))
+    dims = (*tokens.shape[:-1], ("top_k", options.top_k))
+    topk_idx = check_array("topk_idx", topk_idx, INDICES, dims)
+    if weights is not None:
+        weights = check_array("weights", weights, FLOATS, dims)
+    rows, choices, slots, own = rows_specs(mesh, group, token_axes, tokens.ndim, hidden_axis)
+    check_divisible(mesh, "tokens", tokens, rows)
+    steps.expert_tables(group, options, rank_of_expert, logical_of_expert)
+    count = steps.max_local_experts(group, options, rank_of_expert, num_local_experts)
+
+    def local(chosen: Any, x: Any, w: Any, owners: Any, logical: Any) -> Any:
+        placing = {"rank_of_expert": owners, "logical_of_expert": logical}
+        placing |= {"num_local_experts": count}
+        return dispatching.plan_dispatch(group, options, chosen, x, w, **placing, **more)
+
+    ins, outs = (choices, rows, choices, P(), P()), (own, slots, own)
+    tables = (rank_of_expert, logical_of_expert)
+    run = map_over_mesh(mesh, local, ins, outs)
+    found, recv, slot_weights = run(topk_idx, tokens, weights, *tables)
+    return keep_token_axes(found, choices, hidden_axis), recv, slot_weights
+
+
+# ------------------------------------------------------------------- calls on a plan ----
+
+
+def specs_of_plan(
+    mesh: Mesh, plan: steps.Plan, token_axes: TokenAxes, hidden_axis: str | None
+) -> tuple[P, P, P, P]:
+    """Return rows_specs() for the calls on a plan of all devices."""
+    check_kind("plan", plan, steps.Plan)
+    spec = plan.spec
+    token_axes = spec.token_axes if token_axes is None else token_axes
+    hidden_axis = spec.hidden_axis if hidden_axis is None else hidden_axis
+    return rows_specs(mesh, spec.group, token_axes, len(spec.token_dims) + 1, hidden_axis)
+
+
+def send(
+    mesh: Mesh,
+    function: Callable[..., Any],
+    plan: steps.Plan,
+    arrays: tuple[Any, Any, Any],
+    num_rows: int,
+    num_own: int,
+    where: tuple[TokenAxes, str | None],
+    **more: Any,
+) -> Any:
+    """Run a dispatch of epic.jax over global arrays.
+
+    Args:
+        mesh: the mesh that the group was opened with.
+        function: the dispatch.
+        plan: the plan of all devices.
+        arrays: tokens, weights or None, scales or None.
+        num_rows: how many of its first results are rows, sharded in hidden like the tokens.
+        num_own: how many of its next results each device has of its own.
+        where: token_axes and hidden_axis; None: those of the plan.
+        **more: further arguments of the dispatch.
+
+    """
+    rows, choices, slots, own = specs_of_plan(mesh, plan, *where)
+    check_array("tokens", arrays[0], dispatching.ROW_TYPES, (ANY_ROWS, "hidden"))
+    check_divisible(mesh, "tokens", arrays[0], rows)
+    check_divisible(mesh, "weights", arrays[1], choices)
+    check_divisible(mesh, "scales", arrays[2], rows)
+
+    def local(plan: steps.Plan, tokens: Any, weights: Any, scales: Any) -> Any:
+        with_scales = {} if scales is None else {"scales": scales}
+        return function(plan, tokens, weights, **with_scales, **more)
+
+    outs = (slots,) * num_rows + (own,) * num_own
+    return map_over_mesh(mesh, local, (own, rows, choices, rows), outs)(plan, *arrays)
+
+
+def dispatch(
+    mesh: Mesh,
+    plan: steps.Plan,
+    tokens: Any,
+    weights: Any = None,
+    *,
+    token_axes: TokenAxes = None,
+    hidden_axis: str | None = None,
+    **more: Any,
+) -> tuple[Any, Any]:
+    """Send each token to the ranks of its experts, over global arrays.
+
+    See `epic.jax.dispatch`.
+
+    Args:
+        mesh: the mesh that the group was opened with.
+        plan: the plan that `plan` or `plan_dispatch` of this module returned.
+        tokens: [B, ..., hidden] a float dtype or an 8-bit dtype.
+        weights: [B, ..., top_k] any float dtype, or None.
+        token_axes: as passed to `plan`; None: the plan knows it.
+        hidden_axis: a mesh axis over which hidden is sharded; None: the plan knows it.
+        **more: further arguments of `epic.jax.dispatch`: quantize, max_sms.
+
+    Returns:
+        Rows and slot_weights of all devices.
+
+    Raises:
+        EpicArgumentError: an argument is wrong; raised while tracing.
+
+    """
+    where, arrays = (token_axes, hidden_axis), (tokens, weights, None)
+    recv, slot = send(mesh, dispatching.dispatch, plan, arrays, 1, 1, where, **more)
+    return recv, slot
+
+
+def dispatch_flat(
+    mesh: Mesh,
+    plan: steps.Plan,
+    tokens: Any,
+    weights: Any = None,
+    *,
+    token_axes: TokenAxes = None,
+    hidden_axis: str | None = None,
+    **more: Any,
+) -> tuple[Any, Any, Any]:
+    """Send each token once to each rank that has experts for it, over global arrays.
+
+    See `epic.jax.dispatch_flat`.
+
+    Args:
+        mesh: see `dispatch`.
+        plan: see `dispatch`.
+        tokens: see `dispatch`.
+        weights: see `dispatch`.
+        token_axes: see `dispatch`.
+        hidden_axis: see `dispatch`.
+        **more: further arguments of `epic.jax.dispatch_flat`: quantize, max_sms.
+
+    Returns:
+        Rows, their weights and their local experts, of all devices.
+
+    Raises:
+        EpicArgumentError: an argument is wrong; raised while tracing.
+
+    """
+    where, arrays = (token_axes, hidden_axis), (tokens, weights, None)
+    recv, slot, found = send(mesh, dispatching.dispatch_flat, plan, arrays, 1, 2, where, **more)
+    return recv, slot, found
+
+
+def dispatch_quantized(
+    mesh: Mesh,
+    plan: steps.Plan,
+    tokens: Any,
+    weights: Any = None,
+    block: str = "1x128",
+    *,
+    scales: Any = None,
+    token_axes: TokenAxes = None,
+    hidden_axis: str | None = None,
+    **more: Any,
+) -> tuple[Any, Any, Any]:
+    """Send tokens as float8_e4m3fn rows with their scales, over global arrays.
+
+    See `epic.jax.dispatch_quantized`.
+
+    Args:
+        mesh: see `dispatch`.
+        plan: see `dispatch`.
+        tokens: [B, ..., hidden] a float dtype; with `scales` an 8-bit dtype.
+        weights: see `dispatch`.
+        block: see `epic.jax.dispatch_quantized`.
+        scales: [B, ..., n] or None; see `epic.jax.dispatch_quantized`.
+        token_axes: see `dispatch`.
+        hidden_axis: see `dispatch`.
+        **more: further arguments of `epic.jax.dispatch_quantized`: max_sms.
+
+    Returns:
+        Rows, scales and slot_weights of all devices.
+
+    Raises:
+        EpicArgumentError: an argument is wrong; raised while tracing.
+
+    """
+    where, arrays = (token_axes, hidden_axis), (tokens, weights, scales)
+    call, more = dispatching.dispatch_quantized, {"block": block, **more}
+    recv, found, slot = send(mesh, call, plan, arrays, 2, 1, where, **more)
+    return recv, found, slot
+
+
+def dispatch_flat_quantized(
+    mesh: Mesh,
+    plan: steps.Plan,
+    tokens: Any,
+    weights: Any = None,
+    block: str = "1x128",
+    *,
+    scales: Any = None,
+    token_axes: TokenAxes = None,
+    hidden_axis: str | None = None,
+    **more: Any,
+) -> tuple[Any, Any, Any, Any]:
+    """Send tokens once to each rank as float8_e4m3fn rows with scales, over global arrays.
+
+    See `epic.jax.dispatch_flat_quantized`.
+
+    Args:
+        mesh: see `dispatch`.
+        plan: see `dispatch`.
+        tokens: see `dispatch_quantized`.
+        weights: see `dispatch`.
+        block: see `epic.jax.dispatch_quantized`.
+        scales: see `dispatch_quantized`.
+        token_axes: see `dispatch`.
+        hidden_axis: see `dispatch`.
+        **more: further arguments of `epic.jax.dispatch_flat_quantized`: max_sms.
+
+    Returns:
+        Rows, scales, weights and local experts of all devices.
+
+    Raises:
+        EpicArgumentError: an argument is wrong; raised while tracing.
+
+    """
+    where, arrays = (token_axes, hidden_axis), (tokens, weights, scales)
+    call, more = dispatching.dispatch_flat_quantized, {"block": block, **more}
+    recv, found, slot, chosen = send(mesh, call, plan, arrays, 2, 2, where, **more)
+    return recv, found, slot, chosen
+
+
+def combine(
+    mesh: Mesh,
+    plan: steps.Plan,
+    rows: Any,
+    slot_weights: Any = None,
+    *,
+    token_axes: TokenAxes = None,
+    hidden_axis: str | None = None,
+    max_sms: int | None = None,
+) -> Any:
+    """Return rows to their tokens and sum them there, over global arrays.
+
+    See `epic.jax.combine`.
+
+    Args:
+        mesh: the mesh that the group was opened with.
+        plan: the plan that `plan_dispatch` of this module returned.
+        rows: [slots of all devices, hidden] a float dtype.
+        slot_weights: [slots of all devices] any float dtype, or None.
+        token_axes: as passed to `plan_dispatch`; None: the plan knows it.
+        hidden_axis: as passed to `plan_dispatch`; None: the plan knows it.
+        max_sms: see `epic.jax.combine`.
+
+    Returns:
+        [B, ..., hidden], sharded as the tokens were.
+
+    Raises:
+        EpicArgumentError: an argument is wrong; raised while tracing.
+
+    """
+    whole, _, slots, own = specs_of_plan(mesh, plan, token_axes, hidden_axis)
+    dims = plan.spec.token_dims
+
+    def slots_of(spec: Any) -> tuple[str, int]:
+        """Return the slots of all devices along the axes of a dimension."""
+        count = math.prod(mesh.shape[axis] for axis in axes_of_spec(P(spec)))
+        return "slots of all devices", plan.spec.capacity * count
+
+    rows = check_array("rows", rows, FLOATS, (slots_of(slots[0]), "hidden"))
+    if slot_weights is not None:
+        slot_weights = check_array("slot_weights", slot_weights, FLOATS, [slots_of(own[0])])
+
+    def local(plan: steps.Plan, rows: Any, weights: Any) -> Any:
+        out = steps.combine(plan, rows, weights, max_sms=max_sms)
+        return out.reshape(*dims, out.shape[-1])
+
+    return map_over_mesh(mesh, local, (own, slots, own), whole)(plan, rows, slot_weights)
+
+
+# ---------------------------------------------------------------------- local functions ----
+
+
+def experts(
+    mesh: Mesh,
+    options: Experts,
+    rows: Any,
+    expert_rows: Any,
+    expert_tokens: Any,
+    weights: mlp.ExpertWeights,
+    slot_weights: Any = None,
+    *,
+    group: Group,
+    token_axes: TokenAxes = None,
+    max_sms: int = 0,
+) -> Any:
+    """Apply the MLP of each expert to the rows of its slab, over global arrays.
+
+    See `epic.jax.experts`.
+
+    Args:
+        mesh: the mesh that the group was opened with.
+        options: the experts' options; static.
+        rows: [slots of all devices, hidden] a float dtype.
+        expert_rows: `Plan.expert_rows` of all devices.
+        expert_tokens: `Plan.expert_tokens` of all devices.
+        weights: the weights of all experts, sharded over the group's axes.
+        slot_weights: [slots of all devices] any float dtype, or None.
+        group: the group.
+        token_axes: as passed to `plan`.
+        max_sms: see `epic.jax.experts`.
+
+    Returns:
+        [slots of all devices, hidden], dtype of rows.
+
+    Raises:
+        EpicArgumentError: an argument is wrong; raised while tracing.
+
+    """
+    check_kind("options", options, Experts)
+    check_kind("weights", weights, mlp.ExpertWeights)
+    own = P(token_spec(mesh, group, token_axes, MOST_DIMS)[1])
+    named = {"rows": rows, "expert_rows": expert_rows, "expert_tokens": expert_tokens}
+    for name, x in {**named, "slot_weights": slot_weights}.items():
+        check_divisible(mesh, name, x, own)
+    of_experts = P(group.axes)
+    for name, w in weights._asdict().items():
+        check_divisible(mesh, name, w, of_experts)
+
+    def local(rows: Any, counts: tuple[Any, Any], weights: Any, slot_weights: Any) -> Any:
+        how: dict[str, Any] = {"group": group, "max_sms": max_sms}
+        return mlp.experts(options, rows, counts[0], counts[1], weights, slot_weights, **how)
+
+    run = map_over_mesh(mesh, local, (own, own, of_experts, own), own)
+    return run(rows, (expert_rows, expert_tokens), weights, slot_weights)
+
+
+def route(
+    mesh: Mesh,
+    options: Router,
+    logits: Any,
+    *,
+    bias: Any = None,
+    token_ids: Any = None,
+    table: Any = None,
+    group: Group,
+    token_axes: TokenAxes = None,
+) -> tuple[Any, Any]:
+    """Choose top_k experts for each token, over global arrays.
+
+    See `epic.jax.route`.
+
+    Args:
+        mesh: the mesh that the group was opened with.
+        options: the router's options; static.
+        logits: [B, ..., E] a float dtype.
+        bias: [E] any float dtype or None.
+        token_ids: [B, ...] integers, with `table`.
+        table: [rows, top_k] integers.
+        group: the group.
+        token_axes: see `moe`.
+
+    Returns:
+        topk_idx and weights [B, ..., top_k].
+
+    Raises:
+        EpicArgumentError: an argument is wrong; raised while tracing.
+
+    """
+    check_kind("options", options, Router)
+    columns = router.columns_of(options)
+    logits = check_array("logits", logits, FLOATS, (ANY_ROWS, columns))
+    spec, _ = token_spec(mesh, group, token_axes, logits.ndim)
+    check_divisible(mesh, "logits", logits, spec)
+    check_divisible(mesh, "token_ids", token_ids, spec)
+
+    def local(logits: Any, bias: Any, ids: Any, table: Any) -> tuple[Any, Any]:
+        found = router.route(options, logits, bias=bias, token_ids=ids, table=table)
+        chosen, weights = (x.reshape(*logits.shape[:-1], options.top_k) for x in found)
+        return chosen, weights
+
+    run = map_over_mesh(mesh, local, (spec, P(), spec, P()), (spec, spec))
+    return run(logits, bias, token_ids, table)

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Partition specs of the arrays of sharded calls, and the shard_map around such a call.
+
+Tokens are sharded over `token_axes` (data axes and the group's axes), in their first dimension or
+in several.  Rows of a receive buffer are sharded in their first dimension, experts over the group's
+axes, hidden over `hidden_axis` if there is one.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from epic.errors import EpicArgumentError
+from epic.jax import mesh_checks
+from epic.jax.arrays import as_axes, check_kind
+from epic.jax.groups import Group
+
+Axes = tuple[str, ...]
+TokenAxes = Axes | P | None
+
+
+def map_over_mesh(
+    mesh: Mesh, function: Callable[..., Any], ins: Any, outs: Any
+) -> Callable[..., Any]:
+    """Return the function in a shard_map over all axes of the mesh."""
+    return jax.shard_map(function, mesh=mesh, in_specs=ins, out_specs=outs)
+
+
+def check_axes(mesh: Mesh, taken: Axes, **given: Any) -> None:
+    """Refuse axes of arguments that the mesh does not have, or that are among `taken`."""
+    for name, axes in given.items():
+        one = (axes,) if axes else ()  # an argument that names a single axis
+        for axis in as_axes(name, axes or ()) if name.endswith("_axes") else as_axes(name, one):
+            if axis not in mesh.axis_names:
+                raise EpicArgumentError(f"{name} {axis!r}: the mesh has the axes {mesh.axis_names}")
+            if axis in taken:
+                raise EpicArgumentError(f"{name} {axis!r}: that is the group's axis")
+
+
+def check_divisible(mesh: Mesh, name: str, x: Any, spec: P) -> None:
+    """Refuse an array that the devices of its axes cannot share equally."""
+    for dimension, axes in enumerate(spec):
+        count = math.prod(mesh.shape[a] for a in axes_of_spec(P(axes)))
+        if x is not None and dimension < x.ndim and x.shape[dimension] % count:
+            raise EpicArgumentError(
+                f"{name}: shape {tuple(x.shape)}: the {count} devices of {axes!r} must divide "
+                f"dimension {dimension}"
+            )
+
+
+def axes_of_spec(spec: P) -> Axes:
+    """Return the axes of all dimensions, one after the other."""
+    parts = [part for part in spec if part is not None]
+    return tuple(a for part in parts for a in ((part,) if isinstance(part, str) else part))
+
+
+def token_spec(
+    mesh: Mesh, group: Group, given: TokenAxes, rank: int, hidden_axis: str | None = None
+) -> tuple[P, Axes]:
+    """Return how all dimensions of x except the last are sharded, and the axes of this sharding.
+
+    By default they are sharded as `epic.jax.open` was told, else the first dimension over all axes
+    of the mesh except hidden_axis.
+    """
+    check_kind("group", group, Group)
+    check_kind("mesh", mesh, Mesh)
+    mesh_checks.check_mesh(group, mesh)
+    given = group.token_axes if given is None else given
+    if not isinstance(given, P):
+        check_axes(mesh, (), token_axes=given)
+    check_axes(mesh, group.axes, hidden_axis=hidden_axis)
+    axes = given or tuple(a for a in mesh.axis_names if a != hidden_axis)
+    spec = given if isinstance(given, P) else P(axes)
+    if len(spec) >= rank:
+        raise EpicArgumentError(
+            f"token_axes {spec}: x has {rank} dimensions, and the last, hidden, stays whole"
+        )
+    as_axes("token_axes", axes_of_spec(spec))
+    for axis in axes_of_spec(spec):
+        if axis not in mesh.axis_names:
+            raise EpicArgumentError(f"token_axes {axis!r}: the mesh has the axes {mesh.axis_names}")
+    if not set(group.axes) <= set(axes_of_spec(spec)):
+        raise EpicArgumentError(f"token_axes {spec}: the group's {group.axes} must be among them")
+    return spec, axes_of_spec(spec)
+
+
+def rows_specs(
+    mesh: Mesh, group: Group, given: TokenAxes, rank: int, hidden_axis: str | None
+) -> tuple[P, P, P, P]:
+    """Return the shardings of the arrays of a plan's calls.
+
+    They are for arrays [B, ..., hidden], [B, ..., top_k], [slots, hidden], and for arrays that each
+    device has of its own, such as plans and [slots].
+    """
+    spec, axes = token_spec(mesh, group, given, rank, hidden_axis)
+    if hidden_axis in axes:
+        raise EpicArgumentError(
+            f"hidden_axis {hidden_axis!r}: its devices have the same tokens, so it must not be in "
+            f"token_axes {spec}"
+        )
+    rows = P(*spec, *[None] * (rank - 1 - len(spec)), hidden_axis)
+    own = P((*axes, hidden_axis) if hidden_axis else axes)
+    return rows, spec, P(axes, hidden_axis), own

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of test_emulated.py: emulated_e4m3.py RANK RANKS PORT.  The last line is "right".
+
+Layers with experts in e4m3, and quantized rows in the flat layout, on a GPU of threads, against
+loops in float64.  Each rank has another number of tokens.
+"""
+
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import epic.jax
+import rounded
+from emulated_worker import take_cpus_for_gpus
+from epic.jax import e4m3
+from reference import relative
+
+TOKENS, TOP_K, EXPERTS, HIDDEN, INNER = (5, 3, 0, 6), 2, 4, 144, 136
+SIZES: dict[str, Any] = {"max_tokens": 8, "max_row_bytes": 4 * HIDDEN, "timeout_ms": 120000}
+
+
+def rows_of(seed: int, ranks: int) -> np.ndarray:
+    """Return the tokens of all ranks, one rank after the other."""
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(sum(TOKENS[:ranks]), HIDDEN)).astype(np.float32)
+
+
+def check_layer(group: epic.jax.Group, rank: int, is_frozen: bool, **more: Any) -> None:
+    """Compare output and gradients of this rank; only the router's gradient is a sum."""
+    ranks = group.num_ranks
+    mine = slice(sum(TOKENS[:rank]), sum(TOKENS[: rank + 1]))
+    own = slice(rank * EXPERTS // ranks, (rank + 1) * EXPERTS // ranks)
+    w, x, ct = rounded.weights_of(1, EXPERTS, HIDDEN, INNER), rows_of(2, ranks), rows_of(3, ranks)
+    wide = [v.astype(np.float64) for v in (x, ct)]
+    named = {n: v.astype(np.float64) for n, v in w.items()}
+    out, d_x, d_w, load = rounded.moe(wide[0], named, wide[1], TOP_K, is_frozen)
+    here = epic.jax.MoeWeights(
+        **{n: jnp.asarray(v if n == "w_gate" else v[own]) for n, v in w.items()}
+    )
+    here = epic.jax.scaled(here) if is_frozen else here
+    options = epic.jax.Moe.of(
+        num_experts=EXPERTS, top_k=TOP_K, hidden=HIDDEN, inner=INNER,
+        weight_type=None if is_frozen else "e4m3",
+    )  # fmt: skip
+
+    def loss_of(x: Any, w: Any) -> Any:
+        found = epic.jax.moe(group, options, x, w, **more)
+        return (found.out * ct[mine]).sum(), found
+
+    step = jax.jit(jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True))
+    (_, found), (got_x, got_w) = step(jnp.asarray(x[mine]), here)
+    assert np.asarray(found.load).tolist() == load.tolist()
+    pairs = [(found.out, out[mine]), (got_x, d_x[mine])]
+    gate = jax.jit(lambda d: epic.jax.sum(group, d))(got_w.w_gate)
+    pairs += [(gate, d_w["w_gate"]), (got_w.b_down, d_w["b_down"][own])]
+    pairs += [(got_w.b_gate_up, d_w["b_gate_up"][own])]
+    if is_frozen:
+        assert not np.any(np.asarray(got_w.w_down.astype(jnp.float32)))
+    else:
+        pairs += [(getattr(got_w, n), d_w[n][own]) for n in ("w_gate_up", "w_down")]
+    errors = [relative(got, wanted) for got, wanted in pairs]
+    assert max(errors) < 1e-3, errors
+    plain = x.astype(np.float64)
+    exact = np.array(rounded.round_rows(plain))
+    assert relative(exact, plain) > 1e-2  # the rounding is much larger than the tolerance
+
+
+def check_flat(group: epic.jax.Group, rank: int) -> None:
+    """Rows in e4m3 with scales, one for each token and rank, are exact."""
+    ranks = group.num_ranks
+    mine = slice(sum(TOKENS[:rank]), sum(TOKENS[: rank + 1]))
+    x, local = rows_of(4, ranks), EXPERTS // ranks
+    rng = np.random.default_rng(5)
+    ids = np.stack([rng.permutation(EXPERTS)[:TOP_K] for _ in x]).astype(np.int32)
+    weights = rng.normal(size=ids.shape).astype(np.float32)
+    layer = epic.jax.Layer(EXPERTS, TOP_K, layout="flat")
+
+    def step(x: Any, w: Any, ids: Any) -> Any:
+        plan = epic.jax.plan(group, layer, ids, max_sms=3)
+        found = epic.jax.dispatch_flat_quantized(plan, x, w, max_sms=2)
+        return *found, epic.jax.dequantize(*found[:2], jnp.float32)
+
+    found = jax.jit(step)(*(jnp.asarray(v[mine]) for v in (x, weights, ids)))
+    rows, _, got_weights, experts, values = (np.asarray(v) for v in found)
+    true, at = rounded.round_rows(x), 0
+    for t in range(len(x)):
+        chosen = [k for k in range(TOP_K) if ids[t, k] // local == rank]
+        if not chosen:
+            continue
+        assert relative(values[at], true[t]) < 1e-6
+        tail = TOP_K - len(chosen)
+        assert experts[at].tolist() == [ids[t, k] % local for k in chosen] + [-1] * tail
+        assert got_weights[at].tolist() == [weights[t, k] for k in chosen] + [0.0] * tail
+        at += 1
+    assert not np.any(rows[at:].view(np.uint8)) and np.all(experts[at:] == -1)
+
+
+def main(rank: int, ranks: int, port: int) -> None:
+    """Run all cases on one group."""
+    take_cpus_for_gpus("gpu")
+    checks: Any = e4m3
+    checks.check_e4m3 = lambda *_: None  # the core takes these CPUs for GPUs
+    where: Any = {"ranks": [rank], "num_ranks": ranks}
+    where["bootstrap"] = epic.jax.Tcp("127.0.0.1", port)
+    with epic.jax.open(**where, **SIZES) as group:
+        check_layer(group, rank, False)
+        check_layer(group, rank, True, max_sms=2)
+        check_flat(group, rank)
+    print("right", flush=True)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
