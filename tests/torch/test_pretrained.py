@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import epic.torch
+from epic.torch.families import FAMILIES
 from epic.torch.module import OF_EXPERTS
-from epic.torch.pretrained import BLOCKS, Block
+from epic.torch.pretrained import Block, read_block
 from reference import relative
 
 transformers = pytest.importorskip("transformers", reason="there is no transformers package")
@@ -32,28 +33,67 @@ DEEPSEEK: dict[str, Any] = {
 }  # fmt: skip
 HEADS = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
          "v_head_dim": 8}  # fmt: skip
+QWEN: dict[str, Any] = {"num_experts": 8, "moe_intermediate_size": 24}
+SHARED = {**QWEN, "shared_expert_intermediate_size": 40}
+LINEAR: dict[str, Any] = {
+    "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
-    "Mixtral": {"num_local_experts": 8},
-    "Qwen3Moe": {"num_experts": 8, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    "DeepseekV2": {
+        **DEEPSEEK, **HEADS, "num_key_value_heads": 4, "topk_method": "group_limited_greedy",
+    },
     "DeepseekV3": {**DEEPSEEK, **HEADS, "num_key_value_heads": 4},
+    "Ernie4_5_Moe": {
+        "moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1, "moe_norm_min": 0.4, "tie_word_embeddings": False,
+    },
     "Glm4Moe": {**DEEPSEEK, "n_group": 1, "topk_group": 1, "head_dim": 8},
+    "Glm4MoeLite": {
+        **DEEPSEEK, **HEADS, "num_key_value_heads": 4, "mlp_layer_types": ["dense", "sparse"],
+    },
     "GptOss": {"num_local_experts": 8, "head_dim": 8, "sliding_window": 16},
+    "GraniteMoe": {"num_local_experts": 8},
+    "HunYuanMoEV1": {"num_experts": 8, "moe_topk": 2, "head_dim": 8},
+    "Lfm2Moe": {
+        **QWEN, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"],
+        "routed_scaling_factor": 1.5, "tie_word_embeddings": False,
+    },
     "Llama4": {"num_local_experts": 8, "head_dim": 8, "intermediate_size_mlp": 24},
+    "Mixtral": {"num_local_experts": 8},
+    "Olmoe": {"num_experts": 8, "clip_qkv": 8.0},
+    "Phimoe": {"num_local_experts": 8, "router_jitter_noise": 0.1},
+    "Qwen2Moe": SHARED,
+    "Qwen3Moe": {**QWEN, "norm_topk_prob": True},
+    "Qwen3Next": {**SHARED, **LINEAR},
+    "Qwen3_5Moe": {**SHARED, **LINEAR},
+}  # fmt: skip
+# Other configurations of the same classes.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "DeepseekV2, greedy": ("DeepseekV2", {"topk_method": "greedy", "n_group": None}),
+    "Ernie4_5_Moe, no shared expert": ("Ernie4_5_Moe", {"moe_num_shared_experts": 0}),
+    "Lfm2Moe, no bias": ("Lfm2Moe", {"use_expert_bias": False, "norm_topk_prob": False}),
+    "Mixtral, 4 experts": ("Mixtral", {"num_local_experts": 4}),
+    "Qwen2Moe, normalized": ("Qwen2Moe", {"norm_topk_prob": True}),
 }
+OF_TEXT = ("Llama4", "Qwen3_5Moe")  # models whose configuration is a part of another
+IN_BLOCKS = ("mlp", "moe", "feed_forward")  # in the names of parameters of blocks
 
 
 def model_of(name: str) -> Any:
-    """With random weights, biases too."""
+    """With random weights, biases too; in training, except one that is random there."""
     torch.manual_seed(3)
-    kind = "Llama4Text" if name == "Llama4" else name
-    config = getattr(transformers, f"{kind}Config")(**{**SMALL, **MODELS[name]})
+    name, changes = VARIANTS.get(name, (name, {}))
+    kind = f"{name}Text" if name in OF_TEXT else name
+    config = getattr(transformers, f"{kind}Config")(**{**SMALL, **MODELS[name], **changes})
     config._attn_implementation = "eager"
-    model = getattr(transformers, f"{name}ForCausalLM")(config).float().train()
+    model = getattr(transformers, f"{name}ForCausalLM")(config).float()
     with torch.no_grad():
         for key, value in (*model.named_parameters(), *model.named_buffers()):
-            if any(word in key for word in ("mlp", "moe", "feed_forward")):
+            if any(word in key for word in IN_BLOCKS):
                 value.normal_(std=0.3)
-    return model
+    return model.train(name != "Phimoe")
 
 
 def gradients_of(model: Any, ids: torch.Tensor) -> Any:
@@ -67,15 +107,16 @@ def gradients_as_epic_has_them(block: Any) -> dict[str, torch.Tensor]:
     """Of all parameters of a block of transformers."""
     filled = copy.deepcopy(block).requires_grad_(False)
     for kept, found in zip(filled.parameters(), block.parameters(), strict=True):
-        kept.copy_(found.grad)
-    found = BLOCKS[type(block).__name__](filled)[1]
+        if found.grad is not None:
+            kept.copy_(found.grad)
+    found = read_block(filled)[1]
     return {name: value for name, value in found.items() if name != "bias"}
 
 
 def last_block(model: Any) -> Any:
-    """Of the last layer."""
-    layer = model.model.layers[-1]
-    return layer.feed_forward if hasattr(layer, "feed_forward") else layer.mlp
+    """Of the last layer: of transformers, or what has replaced it."""
+    names = (*FAMILIES, "Block")
+    return [module for module in model.modules() if type(module).__name__ in names][-1]
 
 
 def on_two(copies: list[Any], function: Any) -> list[Any]:
@@ -93,7 +134,7 @@ def on_two(copies: list[Any], function: Any) -> list[Any]:
         return list(pool.map(run, range(2)))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *VARIANTS])
 def test_the_same_model(name: str) -> None:
     """On 2 ranks, threads of this process, each with half of the batch."""
     model = model_of(name)
@@ -106,11 +147,14 @@ def test_the_same_model(name: str) -> None:
 
     assert relative(torch.cat(on_two(copies, run)), wanted) < 1e-5
     blocks = [sum(isinstance(m, Block) for m in mine.modules()) for mine in copies]
-    assert blocks == [1 if "k_dense" in str(MODELS[name]) else 2] * 2
-    embedded = [m.model.embed_tokens.weight.grad for m in (model, *copies)]
+    assert blocks == [sum(type(m).__name__ in FAMILIES for m in model.modules())] * 2
+    embedded = [m.get_input_embeddings().weight.grad for m in (model, *copies)]
     assert relative(embedded[1] + embedded[2], embedded[0]) < 1e-5
     layers = [last_block(m).moe for m in copies]
-    for key, value in gradients_as_epic_has_them(last_block(model)).items():
+    wanted = gradients_as_epic_has_them(last_block(model))
+    assert wanted.keys() == dict(layers[0].named_parameters()).keys()
+    for key, value in wanted.items():
+        assert value.any(), key
         mine = [getattr(layer, key).grad for layer in layers]
         got = torch.cat(mine) if key in OF_EXPERTS else mine[0] + mine[1]
         assert relative(got, value) < 1e-5, key
@@ -144,7 +188,7 @@ def test_training(name: str) -> None:
     assert wanted[-1] < 0.98 * wanted[0]
 
 
-@pytest.mark.parametrize("name", ["Mixtral", "Llama4"])
+@pytest.mark.parametrize("name", MODELS)
 def test_generation(name: str, tmp_path: Path) -> None:
     """The same tokens, one after the other, by a model that came from a folder; alone and by two
     ranks."""
@@ -153,7 +197,7 @@ def test_generation(name: str, tmp_path: Path) -> None:
     ids = torch.tensor([[5, 6, 7], [9, 8, 7]])
 
     def generate(model: Any, ids: torch.Tensor) -> torch.Tensor:
-        return model.generate(ids, max_new_tokens=8, do_sample=False)
+        return model.generate(ids, max_new_tokens=8, min_new_tokens=8, do_sample=False)
 
     wanted = generate(models[0], ids)
     with epic.torch.Group(max_tokens=64, max_row_bytes=4096) as group:
@@ -173,12 +217,8 @@ def test_unknown_blocks() -> None:
 
 
 UNKNOWN: dict[str, dict[str, Any]] = {
-    "Qwen2Moe": {"num_experts": 8, "moe_intermediate_size": 24},
-    "Olmoe": {"num_experts": 8},
-    "Phimoe": {"num_local_experts": 8},
-    "GraniteMoe": {"num_local_experts": 8},
-    "DeepseekV2": {**DEEPSEEK, **HEADS, "num_key_value_heads": 4, "topk_method": "greedy"},
-    "Qwen3Next": {"num_experts": 8, "moe_intermediate_size": 24, "head_dim": 8},
+    "Dots1": {**DEEPSEEK, "n_group": 1, "topk_group": 1},
+    "MiniMaxM2": {"num_local_experts": 8, "head_dim": 8},
     "Jamba": {"num_experts": 8, "mamba_d_state": 4, "use_mamba_kernels": False},
 }
 
@@ -209,30 +249,45 @@ def test_a_class_of_the_same_name() -> None:
         assert not any(isinstance(module, Block) for module in model.modules())
         model = model_of("Qwen3Moe")
         last_block(model).experts.bias = torch.nn.Parameter(torch.ones(8, 32))
-        with pytest.raises(epic.torch.EpicUnsupportedError, match="parameters where"):
+        with pytest.raises(epic.torch.EpicUnsupportedError, match=r"parameter experts\.bias"):
             epic.torch.replace_moe(model, group)
         assert not any(isinstance(module, Block) for module in model.modules())
 
 
-def test_router_logits() -> None:
-    """Are refused by the configuration and by the call, before transformers misses them."""
-    ids = torch.tensor([[5, 6, 7]])
+@pytest.mark.parametrize("name", ["GptOss", "HunYuanMoEV1", "Llama4", "Mixtral", "Phimoe"])
+def test_router_logits(name: str) -> None:
+    """Are recorded where transformers records them, on each rank those of its tokens."""
+    model = model_of(name)
+    ids = torch.randint(3, 64, (4, 7), generator=torch.Generator().manual_seed(4))
+    copies = [copy.deepcopy(model) for _ in range(2)]
+
+    def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+        model(ids, output_hidden_states=True)
+        return torch.cat(model.model(ids, output_router_logits=True).router_logits, dim=-1)
+
+    halves = on_two(copies, lambda rank, mine, _: logits(mine, ids[2 * rank : 2 * rank + 2]))
+    assert relative(torch.cat(halves).detach(), logits(model, ids).detach()) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe"])
+def test_balance_loss(name: str) -> None:
+    """That of transformers, which is a part of the model's loss, and its gradients."""
+    model = model_of(name)
+    model.config.output_router_logits = True
+    model.router_aux_loss_coef = 0.5
+    other = copy.deepcopy(model)
+    ids = torch.tensor([[5, 6, 7, 8], [9, 8, 7, 3]])
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
     with alone() as group:
-        model = model_of("Mixtral")
-        model.config.output_router_logits = True
-        with pytest.raises(epic.torch.EpicUnsupportedError, match="output_router_logits is True"):
-            epic.torch.replace_moe(model, group)
-        model.config.output_router_logits = False
-        assert epic.torch.replace_moe(model, group) == 2
-        with pytest.raises(epic.torch.EpicUnsupportedError, match="output_router_logits is True"):
-            model(ids, output_router_logits=True)
-        model(ids)
-        model.config.output_router_logits = True
-        with pytest.raises(epic.torch.EpicUnsupportedError, match="output_router_logits is True"):
-            model(ids)
-        model(ids, output_router_logits=False)
-        with pytest.raises(epic.torch.EpicUnsupportedError, match="no Mixture-of-Experts block"):
-            epic.torch.replace_moe(copy.deepcopy(model), group)
+        epic.torch.replace_moe(other, group)
+        found = [m(ids, attention_mask=mask, labels=ids, use_cache=False) for m in (model, other)]
+        for m in found:
+            m.loss.backward()
+        assert abs(found[1].loss - found[0].loss) < 1e-5 * found[0].loss
+        assert found[0].aux_loss > 0 and relative(*(m.aux_loss.detach() for m in found)) < 1e-5
+        got, wanted = last_block(other).moe.w_gate.grad, last_block(model).gate.weight.grad
+        assert relative(got, wanted.T) < 1e-5
+        copy.deepcopy(other)(ids)
 
 
 def test_save_pretrained_keeps_whose_experts_they_are(tmp_path: Path) -> None:
@@ -272,6 +327,33 @@ def test_what_was_frozen_stays_so(name: str) -> None:
         assert [key.split(".")[-2:] for key in found] == [["moe", "w_down"]]
         gradients_of(model, torch.tensor([[5, 6, 7]]))
         assert last_block(model).moe.w_down.grad.any()
+
+
+def test_phimoe_in_training() -> None:
+    """Is refused, because its router draws experts at random there."""
+    model = model_of("Phimoe")
+    ids = torch.tensor([[5, 6, 7]])
+    with alone() as group:
+        epic.torch.replace_moe(model, group)
+        with pytest.raises(epic.torch.EpicUnsupportedError, match="must be in evaluation mode"):
+            model.train()(ids)
+        model.eval()(ids)
+
+
+def test_another_activation() -> None:
+    """Is refused with its name."""
+    model = model_of("Qwen3Moe")
+    last_block(model).experts.act_fn = torch.nn.GELU()
+    with alone() as group, pytest.raises(epic.torch.EpicUnsupportedError, match="with GELU: must"):
+        epic.torch.replace_moe(model, group)
+
+
+def test_table_of_families() -> None:
+    """The guide has the classes that are supported, and no others."""
+    guide = Path(__file__).parents[2] / "docs/guide/frameworks.md"
+    rows = [line.split("|") for line in guide.read_text().splitlines() if line.startswith("| ")]
+    listed = [row[2].strip(" `") for row in rows if row[2].strip(" `") in FAMILIES]
+    assert listed == list(FAMILIES)
 
 
 def test_noise_of_mixtral() -> None:

@@ -88,6 +88,8 @@ def case_pretrained(group: Group) -> None:
     import test_pretrained as small
 
     for name in small.MODELS:
+        if name == "Phimoe":  # SparseMixer is for CPUs
+            continue
         whole, mine = (small.model_of(name).to(group.device) for _ in range(2))
         ids = torch.randint(3, 64, (4, 7), generator=torch.Generator().manual_seed(4))
         part = slice(group.rank * 4 // group.num_ranks, (group.rank + 1) * 4 // group.num_ranks)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from epic.errors import EpicArgumentError, EpicError
 from epic.torch.groups import Group
 from epic.torch.module import MoE
-from epic.torch.state import is_of_experts
+from epic.torch.state import adapters_of_experts, is_of_experts
 from epic.torch.sums import sum as sum_over_ranks
 
 
@@ -106,6 +106,7 @@ def list_parameters(
             if isinstance(module, MoE):
                 named = module.named_parameters()
                 experts.update(id(p) for name, p in named if is_of_experts(name))
+            experts.update(map(id, adapters_of_experts(module)))
         found = list(parameters.parameters())
     else:
         given = [parameters] if isinstance(parameters, Tensor) else parameters

@@ -1,179 +1,102 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixture-of-Experts blocks of the transformers package (release 5) as epic.torch.MoE.
-
-This module imports nothing of transformers: it recognizes blocks by the names of their classes, and
-reads their parameters by name.
-"""
+"""Mixture-of-Experts blocks of the transformers package (release 5) as epic.torch.MoE."""
 
 import copy
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from epic.errors import EpicError, EpicUnsupportedError
-from epic.options import Experts, Moe
+from epic.torch.adapters import adapt_layer, adapters_of
 from epic.torch.arguments import ROW_TYPES
 from epic.torch.experts import GroupedMm
+from epic.torch.families import (
+    FAMILIES,
+    Found,
+    family_of,
+    read_options,
+    read_tensor,
+    router_of,
+    tensors_of,
+    unwrapped,
+    wrappers_of,
+)
 from epic.torch.groups import Group
 from epic.torch.module import OF_EXPERTS, MoE, add_gradients
-from epic.torch.state import check_sharding, is_of_experts
-
-Weights = dict[str, Tensor]
-Found = tuple[Moe, Weights]
-
-
-def must_be_silu(block: Any) -> None:
-    """Check the activation of experts whose configuration chooses it."""
-    name = type(block.experts.act_fn).__name__
-    if "silu" not in name.lower():
-        raise EpicUnsupportedError(f"experts with {name}: SiLU is what these blocks may have here")
-
-
-def transposed(experts: Any) -> Weights:
-    """Return weights [E, 2 I, H] and [E, H, I] in EPIC's layout, gate first."""
-    return {
-        "w_gate_up": experts.gate_up_proj.transpose(1, 2),
-        "w_down": experts.down_proj.transpose(1, 2),
-    }
-
-
-def shared_expert(mlp: Any) -> tuple[Experts, Weights]:
-    """Return the options and weights of a gated MLP that every token passes."""
-    options = Experts(1, mlp.gate_proj.in_features, mlp.gate_proj.out_features)
-    both = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
-    return options, {
-        "shared_gate_up": both.T[None],
-        "shared_down": mlp.down_proj.weight.T[None],
-    }
-
-
-def softmax_block(block: Any) -> Found:
-    """Read Mixtral, Qwen3-MoE: softmax over all experts, the chosen ones normalized or not."""
-    must_be_silu(block)
-    gate, experts = block.gate, block.experts
-    options = Moe.of(
-        num_experts=experts.num_experts,
-        top_k=gate.top_k,
-        hidden=experts.hidden_dim,
-        inner=experts.intermediate_dim,
-        normalize="sum" if getattr(gate, "norm_topk_prob", True) else "none",
-    )
-    return options, {"w_gate": gate.weight.T, **transposed(experts)}
-
-
-def sigmoid_block(block: Any) -> Found:
-    """Read DeepSeek-V3, GLM-4.5: sigmoid, groups, a bias for the choice, a shared expert."""
-    must_be_silu(block)
-    gate, experts = block.gate, block.experts
-    shared, shared_weights = shared_expert(block.shared_experts)
-    groups = gate.num_group if gate.num_group > 1 else 0
-    options = Moe.of(
-        num_experts=experts.num_experts,
-        top_k=gate.top_k,
-        hidden=experts.hidden_dim,
-        inner=experts.intermediate_dim,
-        score="sigmoid",
-        num_groups=groups,
-        topk_groups=gate.topk_group if groups else 0,
-        group_score="sum" if groups else "max",
-        group_best=2 if groups else 0,
-        normalize="sum" if gate.norm_topk_prob else "none",
-        eps=1e-20,
-        scale=float(gate.routed_scaling_factor),
-        shared=shared,
-    )
-    return options, {
-        "w_gate": gate.weight.T,
-        "bias": gate.e_score_correction_bias,
-        **shared_weights,
-        **transposed(experts),
-    }
-
-
-def llama4_block(block: Any) -> Found:
-    """Read Llama 4: sigmoid of the chosen logits weighs the experts' input; a shared expert."""
-    must_be_silu(block)
-    router, experts = block.router, block.experts
-    shared, shared_weights = shared_expert(block.shared_expert)
-    options = Moe.of(
-        num_experts=experts.num_experts,
-        top_k=router.top_k,
-        hidden=experts.hidden_size,
-        inner=experts.expert_dim,
-        score="logits",
-        weight_rule="sigmoid_chosen",
-        weighting="input",
-        shared=shared,
-    )
-    return options, {
-        "w_gate": router.weight.T,
-        "w_gate_up": experts.gate_up_proj,
-        "w_down": experts.down_proj,
-        **shared_weights,
-    }
-
-
-def gpt_oss_block(block: Any) -> Found:
-    """Read gpt-oss: softmax over the chosen, interleaved gate and up, clamped, with biases."""
-    router, experts = block.router, block.experts
-    options = Moe.of(
-        num_experts=experts.num_experts,
-        top_k=router.top_k,
-        hidden=experts.hidden_size,
-        inner=experts.intermediate_size,
-        weight_rule="softmax_chosen",
-        activation="clamped_swiglu",
-        interleaved=True,
-        limit=float(experts.limit),
-        alpha=float(experts.alpha),
-    )
-    return options, {
-        "w_gate": router.weight.T,
-        "b_gate": router.bias,
-        "w_gate_up": experts.gate_up_proj,
-        "b_gate_up": experts.gate_up_proj_bias,
-        "w_down": experts.down_proj,
-        "b_down": experts.down_proj_bias,
-    }
-
-
-BLOCKS: dict[str, Callable[[Any], Found]] = {
-    "MixtralSparseMoeBlock": softmax_block,
-    "Qwen3MoeSparseMoeBlock": softmax_block,
-    "DeepseekV3MoE": sigmoid_block,
-    "Glm4MoeMoE": sigmoid_block,
-    "GptOssMLP": gpt_oss_block,
-    "Llama4TextMoe": llama4_block,
-}
-PAIRS = ("GptOssMLP", "Llama4TextMoe")  # give a second value, which their layers do not use
+from epic.torch.moe import logits_of
+from epic.torch.state import adapters_of_experts, check_sharding, is_of_experts
 
 
 class Block(nn.Module):
-    """The module that replaces a block. jitter_noise: that of Mixtral, in training."""
+    """The module that replaces a block: a `MoE` with the calling convention of the original.
 
-    def __init__(
-        self, moe: MoE, gives_pair: bool, jitter_noise: float = 0.0, original: Any = None
-    ) -> None:
+    moe is the layer, in the wrappers that peft's adapters had in the original. router is called
+    with the router logits when transformers records outputs.
+    """
+
+    def __init__(self, moe: MoE, original: nn.Module) -> None:
         super().__init__()
-        self.original: tuple[Any] = (None if original is None else without_memory(original),)
-        self.moe, self.gives_pair, self.jitter_noise = moe, gives_pair, jitter_noise
+        self.kind = type(original).__name__
+        self.moe = adapt_layer(moe, original, FAMILIES[self.kind], moe.group)
+        self.adapted = {wrapper.parameter_name for wrapper in wrappers_of(self.moe)}
+        self.original: tuple[Any] = (without_memory(original),)
+        self.router = make_recorder(self.original[0])
+        moe.register_forward_hook(self.record_logits)
+        self.jitter_noise = float(getattr(original, "jitter_noise", 0.0))  # of Mixtral
 
     def forward(self, hidden_states: Tensor) -> Any:
         """Return what the replaced block would return."""
+        family = FAMILIES[self.kind]
+        if self.training and family.samples:
+            raise EpicUnsupportedError(
+                f"{self.kind} is in training mode: must be in evaluation mode, because in training "
+                "its router draws experts at random; call model.eval(), which computes gradients "
+                "too"
+            )
         if self.training and self.jitter_noise > 0:
             noise = torch.empty_like(hidden_states)
             hidden_states = hidden_states * noise.uniform_(
                 1.0 - self.jitter_noise, 1.0 + self.jitter_noise
             )
         out, _ = self.moe(hidden_states)
-        return (out, None) if self.gives_pair else out
+        return (out, None) if family.gives_pair else out
+
+    def record_logits(self, layer: Any, args: tuple[Any, ...], _: Any) -> None:
+        """Pass the router logits to the hooks of transformers, if there are any.
+
+        A hook of the layer, because adapters are active inside of it.  transformers makes its own
+        hooks when output_router_logits, or another output, is asked for the first time.
+        """
+        if self.router._forward_hooks:
+            rows = args[0].reshape(-1, args[0].shape[-1])
+            self.router(logits_of(rows, layer.weights()))
+
+
+def make_recorder(block: nn.Module) -> nn.Module:
+    """Return a router of a block's class without parameters, which returns what it is called with.
+
+    transformers records the results of the modules of that class: the first value, or the second.
+    """
+    router = copy.deepcopy(router_of(block))
+    for name, _ in list(router.named_parameters(recurse=False)):
+        router.register_parameter(name, None)
+    for name, _ in list(router.named_buffers(recurse=False)):
+        router.register_buffer(name, None)
+    for name, _ in list(router.named_children()):
+        setattr(router, name, None)
+    router.forward = returns_twice
+    return router
+
+
+def returns_twice(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logits twice."""
+    return logits, logits
 
 
 def without_memory(block: nn.Module) -> nn.Module:
-    """Return a copy of a block whose parameters and buffers are on the device "meta"."""
+    """Return a copy of a block without adapters, with all tensors on the device "meta"."""
     tensors: Iterator[Any] = (*block.parameters(), *block.buffers()).__iter__()
     empty = {
         id(t): nn.Parameter(t.detach().to("meta"), requires_grad=t.requires_grad)
@@ -181,31 +104,49 @@ def without_memory(block: nn.Module) -> nn.Module:
         else t.to("meta")
         for t in tensors
     }
-    return copy.deepcopy(block, empty)
+    made = copy.deepcopy(block, empty)
+    for parent in list(made.modules()):
+        for name, child in parent.named_children():
+            if wrappers_of(child):
+                setattr(parent, name, unwrapped(child))
+    return made
 
 
 def read_block(block: nn.Module) -> Found:
     """Return options and weights of a block; refuse another layout before anything is made."""
-    name = type(block).__name__
-    if name not in BLOCKS:
-        raise EpicUnsupportedError(f"{name} is not supported: must be one of {', '.join(BLOCKS)}")
+    family = family_of(block)
     try:
+        tensors = tensors_of(block, family)
         with torch.enable_grad():  # a tensor made from a frozen parameter shows that it is frozen
-            options, found = BLOCKS[name](block)
-    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
+            found = {key: read_tensor(family, key, parts) for key, parts in tensors.items()}
+        options = read_options(block, family, found)
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, EpicError):
             raise
         raise other_layout(block, f"{type(error).__name__}: {error}") from error
     up = found["w_gate_up"]
     if up.dtype not in ROW_TYPES:
         raise EpicUnsupportedError(
-            f"{name}: experts of {up.dtype}: load the model with weights that are not quantized"
+            f"{type(block).__name__}: experts of {up.dtype}: load the model with weights that are "
+            "not quantized"
         )
-    read = sum(value.numel() for key, value in found.items() if key != "bias")
-    had = sum(parameter.numel() for parameter in block.parameters())
-    if read != had:
-        raise other_layout(block, f"it has {had} parameters where {read} are known")
+    known = {id(part) for parts in tensors.values() for part in parts}
+    for wrapper in adapters_of(block, family).values():
+        known.update(id(p) for p in (*wrapper.lora_A.parameters(), *wrapper.lora_B.parameters()))
+    more = [name for name, p in block.named_parameters() if id(p) not in known]
+    if more:
+        raise other_layout(block, f"it also has the parameter {more[0]}")
     return options, found
+
+
+def check_block(block: nn.Module, group: Group) -> None:
+    """Refuse a block that is not known, or that the device of the group does not support."""
+    options, _ = read_block(block)
+    if group.on_gpu and options.router.weight_rule == "sparsemixer":
+        raise EpicUnsupportedError(
+            f"{type(block).__name__} is not supported on GPUs, which have no SparseMixer: use a "
+            "group on CPUs"
+        )
 
 
 def other_layout(block: nn.Module, why: str) -> EpicUnsupportedError:
@@ -223,8 +164,7 @@ def from_block(
     """Return a layer with the weights of a transformers block, with this rank's experts.
 
     Args:
-        block: A block of a class that transformers 5 has: MixtralSparseMoeBlock,
-            Qwen3MoeSparseMoeBlock, DeepseekV3MoE, Glm4MoeMoE, GptOssMLP or Llama4TextMoe.
+        block: A block of transformers 5, of a class in the table of docs/guide/frameworks.md.
         group: The open group.
         grouped_mm: As for `MoE`.
         tag: As for `MoE`.
@@ -233,8 +173,21 @@ def from_block(
         The layer. Frozen parameters stay frozen.
 
     Raises:
-        EpicUnsupportedError: The class is not known, or its parameters have another layout.
+        EpicUnsupportedError: The class is not known, its parameters have another layout, or they
+            have adapters.
     """
+    adapted = [module.parameter_name for module in block.modules() if wrappers_of(module)]
+    if adapted:
+        raise EpicUnsupportedError(
+            f"{type(block).__name__} has adapters of peft on {', '.join(adapted)}: must have none; "
+            "call replace_moe on the whole model, or merge the adapters first"
+        )
+    check_block(block, group)
+    return make_layer(block, group, grouped_mm, tag)
+
+
+def make_layer(block: nn.Module, group: Group, grouped_mm: GroupedMm | None, tag: int = 0) -> MoE:
+    """Return the layer of from_block, without the adapters that the block may have."""
     options, found = read_block(block)
     up = found["w_gate_up"]
     with torch.no_grad():
@@ -245,6 +198,7 @@ def from_block(
             device="meta",
             gate_bias="b_gate" in found,
             expert_biases="b_down" in found,
+            shared_gate="w_shared_gate" in found,
             bias_rate=0.0 if "bias" in found else None,
             grouped_mm=grouped_mm,
             tag=tag,
@@ -257,7 +211,8 @@ def from_block(
             if kept.shape != value_here.shape:
                 raise other_layout(block, f"{key} has the shape {list(value.shape)}")
             kept.copy_(value_here)
-            kept.requires_grad_(value.requires_grad)
+            if key != "bias":  # a buffer: the choice has no gradient
+                kept.requires_grad_(value.requires_grad)
         if layer.load is not None:
             layer.load.zero_()
     return layer.train(block.training)
@@ -275,38 +230,10 @@ def is_block(module: nn.Module) -> bool:
     """Returns whether a module is, or looks like, a Mixture-of-Experts block: by its class, or by
     its part "experts"."""
     kind = type(module).__name__
-    if isinstance(module, MoE | Block) or kind in BLOCKS:
-        return kind in BLOCKS
+    if isinstance(module, MoE | Block) or kind in FAMILIES:
+        return kind in FAMILIES
     has_experts = any(name == "experts" for name, _ in module.named_children())
     return has_experts or kind.endswith(("Moe", "MoE", "MoeBlock", "MoEBlock"))
-
-
-def check_router_logits(model: nn.Module, _: Any, wishes: dict[str, Any]) -> None:
-    """Refuse output_router_logits before a forward, because they are not recorded."""
-    given = wishes.get("output_router_logits")
-    if given or (given is None and wants_router_logits(model)):
-        raise EpicUnsupportedError(
-            "output_router_logits is True: must be False after replace_moe, as router logits are "
-            "not recorded; for a balance loss take epic.torch.MoE or balance_loss"
-        )
-
-
-# The handle of this hook, for each model that replace_moe has changed.
-ROUTER_HOOKS: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-
-
-def forget_router_hook(model: nn.Module) -> None:
-    """Allow router logits again, after restore_moe."""
-    hook = ROUTER_HOOKS.pop(model, None)
-    if hook is not None:
-        hook.remove()
-
-
-def wants_router_logits(model: nn.Module) -> bool:
-    """Returns whether a configuration of the model asks for them, or its part for text."""
-    config = getattr(model, "config", None)
-    parts = (config, getattr(config, "text_config", None))
-    return any(getattr(part, "output_router_logits", False) for part in parts)
 
 
 def replace_moe(model: nn.Module, group: Group, *, grouped_mm: GroupedMm | None = None) -> int:
@@ -324,8 +251,7 @@ def replace_moe(model: nn.Module, group: Group, *, grouped_mm: GroupedMm | None 
         The number of blocks that were replaced.
 
     Raises:
-        EpicUnsupportedError: A block is not known, the model has none, or output_router_logits is
-            True, as router logits are not recorded.
+        EpicUnsupportedError: A block is not known, or the model has none.
 
     Example:
         model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
@@ -334,21 +260,17 @@ def replace_moe(model: nn.Module, group: Group, *, grouped_mm: GroupedMm | None 
         epic.torch.sum_gradients(model, group)
     """
     found = list(blocks_of(model))
-    other = sorted({type(block).__name__ for *_, block in found} - BLOCKS.keys())
+    other = sorted({type(block).__name__ for *_, block in found} - FAMILIES.keys())
     if other or not found:
         what = ", ".join(other) or "no Mixture-of-Experts block"
         raise EpicUnsupportedError(
-            f"{type(model).__name__} has {what}: supported are {', '.join(BLOCKS)}"
+            f"{type(model).__name__} has {what}: supported are {', '.join(FAMILIES)}"
         )
-    check_router_logits(model, (), {})
     for *_, block in found:
-        read_block(block)
+        check_block(block, group)
     for parent, name, block in found:
-        layer = from_block(block, group, grouped_mm=grouped_mm)
-        noise = getattr(block, "jitter_noise", 0.0)
-        made = Block(layer, type(block).__name__ in PAIRS, noise, block)
+        made = Block(make_layer(block, group, grouped_mm), block)
         setattr(parent, name, made.train(block.training))
-    ROUTER_HOOKS[model] = model.register_forward_pre_hook(check_router_logits, with_kwargs=True)
     return len(found)
 
 
@@ -377,9 +299,7 @@ def sum_gradients(model: nn.Module, group: Group) -> None:
                     done.add(id(parameter))
                 elif module.options.layer.sum_order == "tree":
                     tree.add(id(parameter))
-        elif getattr(module, "parameter_name", None) in OF_EXPERTS:  # peft's ParamWrapper
-            adapters = (p for n, p in module.named_parameters() if not n.startswith("base_layer."))
-            done.update(map(id, adapters))
+        done.update(map(id, adapters_of_experts(module)))
     for parameter in model.parameters():
         if id(parameter) not in done and parameter.requires_grad:
             add_gradients(group, parameter, tree=id(parameter) in tree)

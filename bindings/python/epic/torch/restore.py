@@ -7,77 +7,21 @@ rank's part at a time, and written into a block of the original class, under the
 
 import copy
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from epic.errors import EpicUnsupportedError
+from epic.torch.adapters import adapt_block
+from epic.torch.families import FAMILIES, fill_block, router_of, unwrapped, wrappers_of
 from epic.torch.groups import Group
 from epic.torch.module import OF_EXPERTS, MoE
-from epic.torch.pretrained import Block, forget_router_hook
+from epic.torch.pretrained import Block
 from epic.torch.state import check_sharding
 from epic.torch.sums import sum as sum_over_ranks
-
-Weights = dict[str, Tensor]
-
-
-def copy_transposed(experts: Any, w: Weights) -> None:
-    """Write [E, H, 2 I] and [E, I, H] into experts that store them transposed."""
-    experts.gate_up_proj.copy_(w["w_gate_up"].transpose(1, 2))
-    experts.down_proj.copy_(w["w_down"].transpose(1, 2))
-
-
-def copy_shared_expert(mlp: Any, w: Weights) -> None:
-    """Write the shared expert into an MLP with separate gate and up projections."""
-    gate, up = w["shared_gate_up"][0].T.chunk(2)
-    mlp.gate_proj.weight.copy_(gate)
-    mlp.up_proj.weight.copy_(up)
-    mlp.down_proj.weight.copy_(w["shared_down"][0].T)
-
-
-def fill_softmax_block(block: Any, w: Weights) -> None:
-    """Mixtral, Qwen3-MoE."""
-    block.gate.weight.copy_(w["w_gate"].T)
-    copy_transposed(block.experts, w)
-
-
-def fill_sigmoid_block(block: Any, w: Weights) -> None:
-    """DeepSeek-V3, GLM-4.5."""
-    block.gate.weight.copy_(w["w_gate"].T)
-    block.gate.e_score_correction_bias.copy_(w["bias"])
-    copy_transposed(block.experts, w)
-    copy_shared_expert(block.shared_experts, w)
-
-
-def fill_llama4_block(block: Any, w: Weights) -> None:
-    """Llama 4."""
-    block.router.weight.copy_(w["w_gate"].T)
-    block.experts.gate_up_proj.copy_(w["w_gate_up"])
-    block.experts.down_proj.copy_(w["w_down"])
-    copy_shared_expert(block.shared_expert, w)
-
-
-def fill_gpt_oss_block(block: Any, w: Weights) -> None:
-    """gpt-oss."""
-    block.router.weight.copy_(w["w_gate"].T)
-    block.router.bias.copy_(w["b_gate"])
-    block.experts.gate_up_proj.copy_(w["w_gate_up"])
-    block.experts.gate_up_proj_bias.copy_(w["b_gate_up"])
-    block.experts.down_proj.copy_(w["w_down"])
-    block.experts.down_proj_bias.copy_(w["b_down"])
-
-
-# The inverse of pretrained.BLOCKS: writes the weights of a layer into a block of transformers.
-FILLS: dict[str, Callable[[Any, Weights], None]] = {
-    "MixtralSparseMoeBlock": fill_softmax_block,
-    "Qwen3MoeSparseMoeBlock": fill_softmax_block,
-    "DeepseekV3MoE": fill_sigmoid_block,
-    "Glm4MoeMoE": fill_sigmoid_block,
-    "GptOssMLP": fill_gpt_oss_block,
-    "Llama4TextMoe": fill_llama4_block,
-}
 
 
 def replaced_blocks(model: nn.Module) -> Iterator[tuple[nn.Module, str, Block]]:
@@ -108,29 +52,36 @@ def gather_experts(group: Group, own: Tensor, keep: bool, device: Any) -> Tensor
     return None if whole is None else whole.flatten(0, 1)
 
 
-def original_block(block: Block, group: Group, keep: bool, device: Any) -> nn.Module | None:
-    """Return the block of transformers with the weights that all ranks have now.
+def original_block(
+    block: Block, group: Group, keep: bool, device: Any, adapters_only: bool = False
+) -> nn.Module | None:
+    """Return the block of transformers with the weights and adapters that all ranks have now.
 
-    A rank that does not keep it takes part and returns None.
+    A rank that does not keep it takes part and returns None.  With adapters_only the weights below
+    the adapters are left on the device "meta".
     """
-    layer: MoE = block.moe
-    weights = {}
-    for name, value in layer.weights()._asdict().items():
-        if value is None:
-            continue
-        full = gather_experts(group, value, keep, device) if name in OF_EXPERTS else value.detach()
-        if full is not None:
-            weights[name] = full
-    if not keep:
-        return None
-    made = copy.deepcopy(block.original[0])
+    layer: MoE = unwrapped(block.moe)
     place = device or group.device
-    with torch.no_grad():
-        made.to_empty(device=place)
-        FILLS[type(made).__name__](made, weights)
-    for parameter, like in zip(made.parameters(), block.original[0].parameters(), strict=True):
-        parameter.requires_grad_(like.requires_grad)
-    return made.train(block.training)
+
+    def gather(name: str, value: Tensor) -> Tensor:
+        if name in OF_EXPERTS:
+            full = gather_experts(group, value, keep, place)
+            return value if full is None else full
+        return value.detach().to(place) if keep else value
+
+    made = copy.deepcopy(block.original[0]) if keep else None
+    if not adapters_only:
+        found = layer.weights()._asdict().items()
+        weights = {name: gather(name, value) for name, value in found if value is not None}
+        if made is not None:
+            with torch.no_grad():
+                fill_block(made.to_empty(device=place), weights)
+    if made is not None:
+        router_of(made)._forward_hooks = block.router._forward_hooks.copy()  # of transformers
+        for parameter, like in zip(made.parameters(), block.original[0].parameters(), strict=True):
+            parameter.requires_grad_(like.requires_grad)
+    adapt_block(made, block.moe, FAMILIES[block.kind], gather)
+    return None if made is None else made.train(block.training)
 
 
 def check_restorable(model: nn.Module, group: Group) -> None:
@@ -142,6 +93,12 @@ def check_restorable(model: nn.Module, group: Group) -> None:
             "was passed to epic.torch.replace_moe"
         )
     for _, name, block in blocks:
+        later = {wrapper.parameter_name for wrapper in wrappers_of(block.moe)} - block.adapted
+        if later:
+            raise EpicUnsupportedError(
+                f"{name}.moe has an adapter on {later.pop()} that replace_moe did not find: must "
+                "be added before replace_moe, under the name that transformers has for it"
+            )
         if any(hasattr(p, "placements") for p in block.parameters()):
             raise EpicUnsupportedError(
                 f"{name} is sharded by fully_shard: must be whole on its rank; save with "
@@ -173,7 +130,6 @@ def restore_moe(model: nn.Module, group: Group, *, device: Any = None) -> int:
     found = list(replaced_blocks(model))
     for parent, name, block in found:
         setattr(parent, name, original_block(block, group, True, device))
-    forget_router_hook(model)
     return len(found)
 
 
@@ -185,7 +141,9 @@ def save_pretrained(
     The folder can be loaded by from_pretrained without EPIC, and by any number of ranks with it.
     Rank 0 of the group writes; it stores the experts of all ranks in CPU memory meanwhile.  The
     model itself does not change, so training can continue.  Every rank calls it and returns when
-    the folder is complete.
+    the folder is complete.  Of several groups with equal models, as in data parallelism, only that
+    of process 0 of torch.distributed writes, and the others do not wait for it.  Of a model of peft
+    the adapters are saved, as its own save_pretrained does.
 
     Args:
         model: A model that replace_moe has changed.
@@ -205,9 +163,11 @@ def save_pretrained(
 
     """
     check_restorable(model, group)
-    writes = group.rank == 0
+    writes = group.rank == 0 and (not dist.is_initialized() or dist.get_rank() == 0)
     found = list(replaced_blocks(model))
-    blocks = [original_block(block, group, writes, "cpu") for *_, block in found]
+    # A model of peft writes its adapters only.
+    only = any(kind.__name__ == "PeftModel" for kind in type(model).__mro__)
+    blocks = [original_block(block, group, writes, "cpu", only) for *_, block in found]
     failure: Exception | None = None
     if writes:
         try:

@@ -174,6 +174,16 @@ def experts_in(layer: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in layer.named_parameters() if is_of_experts(name)]
 
 
+def adapters_of_experts(module: nn.Module) -> list[nn.Parameter]:
+    """Return the adapters in a wrapper of the peft package around a parameter of experts.
+
+    Like the experts they belong to one rank.
+    """
+    if getattr(module, "parameter_name", None) not in OF_EXPERTS:
+        return []
+    return [p for name, p in module.named_parameters() if not name.startswith("base_layer.")]
+
+
 def format_ranks(ranks: set[int]) -> str:
     """Return ranks as text for an error."""
     return ", ".join(map(str, sorted(ranks)))

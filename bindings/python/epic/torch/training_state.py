@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from epic.errors import EpicArgumentError
+from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.torch.module import MoE, local_and_placements
-from epic.torch.state import EXTRA, is_of_experts
+from epic.torch.state import EXTRA, adapters_of_experts, is_of_experts
 
 
 class TrainingState:
@@ -34,6 +34,7 @@ class TrainingState:
     Raises:
         EpicArgumentError: The model has no MoE layer, or the optimizer a parameter that the model
             does not have.
+        EpicUnsupportedError: The model has adapters on experts.
 
     Example:
         state = epic.torch.TrainingState(model, mesh["ep"], optimizer)
@@ -48,6 +49,11 @@ class TrainingState:
     ) -> None:
         if not any(isinstance(module, MoE) for module in model.modules()):
             raise EpicArgumentError(f"model is a {type(model).__name__}: it has no epic.torch.MoE")
+        if any(adapters_of_experts(module) for module in model.modules()):
+            raise EpicUnsupportedError(
+                "model has adapters on experts: must have none; save them with "
+                "epic.torch.save_pretrained, whose folder any number of ranks can load"
+            )
         self.model, self.mesh, self.optimizer = model, mesh, optimizer
         self.names = {id(p): name for name, p in model.named_parameters()}
         for group in optimizer.param_groups if optimizer else []:
