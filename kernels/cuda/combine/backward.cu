@@ -87,13 +87,14 @@ static Kernel kernel_of(uint32_t type, bool exact, bool quantize)
                               : kernel_for<F32>(exact, quantize);
 }
 
-/* Returns the threads per CTA of that kernel. */
+/* Returns the threads per CTA of the kernel that kernel_of() returns. */
 static int block_of(uint32_t type, bool quantize)
 {
     return type == EPIC_F32 ? block_for<F32>(quantize) : block_for<Bf16>(quantize);
 }
 
-/* Returns the dynamic shared memory of a CTA: that of the streams of its warps. */
+/* Returns the bytes of dynamic shared memory of a CTA, which hold the streams (GradientStream)
+ * of its warps. */
 static int memory_bytes(uint32_t type, bool quantize)
 {
     const int warp_bytes = type == EPIC_F32 ? GradientStream<F32, true, false>::WARP_BYTES
@@ -123,9 +124,9 @@ extern "C" cudaError_t p2p_launch_combine_backward(const p2p_combine_backward_jo
     p2p_combine_backward_job copy = *job;
     const int roles = num_roles(job->self) + num_forward_roles(job->self);
     deal_units_for_net(job->self, copy, num_sms, block, roles, vectors);
-    /* Dot products are added two lags behind sending. With a shorter lag than all warps
-     * together work on at a time, warps would often wait for the slowest unit. The lag also
-     * covers the skew between warps. Measured: docs/lab/cuda.md. */
+    /* Choose the lag. Dot products are added two lags behind sending. If that were fewer tokens
+     * than all warps work on at a time, warps would often wait for the slowest unit. The lag
+     * also covers the skew between warps. Measured: docs/lab/cuda.md. */
     const int at_a_time = copy.units / units_per_token(copy, roles, vectors);
     const int lag = 32 + 16 * copy.span;
     copy.lag = at_a_time * 3 / 4;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What both paths of combine_backward (backward_stream.cuh and backward_plain.cuh) share.
- * "Entry n" of a token of a rank is the token's n-th choice on this rank. */
+/* Code that both paths of combine_backward (backward_stream.cuh and backward_plain.cuh) use.
+ * "The n-th choice on this rank" counts only the choices of a token whose experts are on this
+ * rank. */
 #ifndef EPIC_COMBINE_BACKWARD_CUH
 #define EPIC_COMBINE_BACKWARD_CUH
 
@@ -11,8 +12,8 @@
 
 typedef RowMove<p2p_combine_backward_job> BackwardMove;
 
-/* Returns the words of `parts` for the blocks of the dot product of entry n of a token of
- * `rank`. */
+/* Returns where in `parts` the blocks of one dot product are stored: that of the n-th choice on
+ * this rank of a token of `rank`. */
 __device__ __forceinline__ uint32_t *dot_part_of(const BackwardMove &m, int rank, int32_t token,
                                                  int n)
 {
@@ -21,7 +22,8 @@ __device__ __forceinline__ uint32_t *dot_part_of(const BackwardMove &m, int rank
            ((int64_t)token * m.top_k + n) * m.shape.pieces;
 }
 
-/* Returns the slot of entry n of a token of `rank`, as the plan has it, or -1. */
+/* Reads from the plan the slot of the n-th choice on this rank of a token of `rank`. Returns -1
+ * if there is none. */
 __device__ __forceinline__ int32_t read_slot(const BackwardMove &m, int rank, int32_t token,
                                              int n)
 {
@@ -31,7 +33,7 @@ __device__ __forceinline__ int32_t read_slot(const BackwardMove &m, int rank, in
     return slot;
 }
 
-/* Returns the rank of choice k of this rank's token, or -1. */
+/* Returns the rank to which choice k of this rank's token goes, or -1. */
 __device__ __forceinline__ int32_t read_rank(const BackwardMove &m, int32_t token, int k)
 {
     int32_t rank = -1;
@@ -40,7 +42,8 @@ __device__ __forceinline__ int32_t read_rank(const BackwardMove &m, int32_t toke
     return rank;
 }
 
-/* Loads this lane's part of a piece of d_out. `vector`: first vector of the piece. */
+/* Loads this lane's part of a piece of d_out, for this rank's token. `vector`: first vector of
+ * the piece. */
 template <class ROW, int V>
 __device__ __forceinline__ void load_own(const BackwardMove &m, int32_t token, int32_t vector,
                                          uint4 (&x)[V])
@@ -86,9 +89,9 @@ __device__ __forceinline__ void fill_end(const BackwardMove &m, int32_t vector, 
             x[v] = make_uint4(fill, fill, fill, fill);
 }
 
-/* Reads this lane's part of a piece of d_out of a token of `rank`. Own rows come from the
- * caller's array. For rows of peers it waits, and stores poison back to staging. Called by a
- * whole warp. Returns false if the group is broken. */
+/* Reads this lane's part of a piece of d_out, for a token of `rank`. If that is this rank,
+ * reads the caller's array. Otherwise waits until the piece has arrived in staging, and stores
+ * poison back there. Called by a whole warp. Returns false if the group is broken. */
 template <class ROW, int V>
 __device__ __forceinline__ bool receive_d_out(const BackwardMove &m, int32_t token,
                                               int32_t vector, int rank, uint4 (&x)[V])
@@ -106,9 +109,10 @@ __device__ __forceinline__ bool receive_d_out(const BackwardMove &m, int32_t tok
     return true;
 }
 
-/* Adds up the dot products of token number `token` of every rank from their blocks, in order,
- * and stores them to d_slot_weights. Each lane adds one entry of one rank. Stores poison back
- * to `parts`. Called by a whole warp. Returns false if the group is broken. */
+/* Finishes the dot products for token number `token` of every rank: adds the blocks of each one
+ * in order, and stores the sums to d_slot_weights. Each lane adds the blocks of one choice of
+ * one rank's token. Stores poison back to `parts`. Called by a whole warp. Returns false if the
+ * group is broken. */
 __device__ __forceinline__ bool add_dot_parts(const BackwardMove &m, int32_t token)
 {
     const int entries = m.job.self.num_ranks * m.top_k;
@@ -198,8 +202,8 @@ static __device__ void zero_slots(const BackwardMove &m, int64_t first, int64_t 
     zero_floats(job.d_slot_weights, first, job.num_rows, thread, threads);
 }
 
-/* Writes zeros to a piece of a slot and, with piece 0, to its weight's gradient. Called by a
- * whole warp. */
+/* Writes zeros to a piece of a slot's row in d_rows and, if it is piece 0, to the slot's
+ * d_slot_weights. Called by a whole warp. */
 template <int V, bool EXACT, bool QUANTIZE>
 __device__ __forceinline__ void pad_piece(const BackwardMove &m, int32_t slot, int piece)
 {
@@ -232,7 +236,8 @@ __device__ __forceinline__ bool do_extra_work(const BackwardMove &m, int span, i
 {
     const int32_t added = token - m.job.lag;
     const int spans = m.stride.spans;
-    /* The span that adds is chosen by a hash of the token, so that the spans take turns. */
+    /* A hash of the token chooses which span does the final addition, so that this work is
+     * spread evenly. */
     const int adds = (int)__umulhi((uint32_t)added * 0x9e3779b9u, (uint32_t)spans);
     if (token >= m.first && token < end &&
         pads_with_tokens(m.plan, m.stride, m.plan.most_tokens))
@@ -245,7 +250,7 @@ __device__ __forceinline__ bool do_extra_work(const BackwardMove &m, int span, i
 }
 
 /* Returns the role of a unit: 0: it sends; n: it receives from source n (rank_of_role()); -n:
- * it forwards for the mate that is n hosts away. */
+ * it forwards rows of the mate that is n hosts away. */
 __device__ __forceinline__ int role_of(const BackwardMove &m, const UnitWalk &walk)
 {
 #ifdef EPIC_HOSTS
@@ -257,7 +262,8 @@ __device__ __forceinline__ int role_of(const BackwardMove &m, const UnitWalk &wa
 }
 
 /* Loads the word that a unit needs first, while the warp still works on the unit before it: the
- * rank of the lane's choice if it sends, the slot of the lane's entry if it receives. */
+ * rank of the lane's choice if it sends, the slot of the lane's choice on this rank if it
+ * receives. */
 __device__ __forceinline__ int32_t read_ahead(const BackwardMove &m, const UnitWalk &walk)
 {
     const int32_t sent = m.first + walk.step;
@@ -271,7 +277,8 @@ __device__ __forceinline__ int32_t read_ahead(const BackwardMove &m, const UnitW
 #ifdef EPIC_HOSTS
 
 /* Returns a bit mask of the ranks to which this rank itself sends its token, so that it reaches
- * all `peers`. With relays, the mate on another host stands for all peers there. */
+ * all `peers`. With relays, this rank's mate on another host receives the token for all peers
+ * there. */
 __device__ __forceinline__ uint32_t choose_routes(const BackwardMove &m, const UnitWalk &walk,
                                                   int32_t sent, int32_t end, uint32_t peers)
 {

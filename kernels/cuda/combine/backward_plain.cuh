@@ -7,9 +7,10 @@
 
 #include "cuda/combine/backward.cuh"
 
-/* Receives a piece of a token: stores d_rows of its slots on this rank, and the blocks of their
- * dot products. `source`: 0 for the next rank. `slot`: slot of the lane's entry, or -1. Called
- * by a whole warp. Returns false if the group is broken. */
+/* Receives a piece of d_out of one token. For each of the token's slots on this rank, stores
+ * the piece of d_rows and one block of the dot product. `source`: 0 for the next higher rank.
+ * `slot`: this lane's slot, or -1. Called by a whole warp. Returns false if the group is
+ * broken. */
 template <class ROW, int V, bool QUANTIZE>
 __device__ __forceinline__ bool receive_token(const BackwardMove &m, int32_t token, int piece,
                                               int source, int32_t slot)
@@ -105,8 +106,8 @@ __device__ __forceinline__ bool move_tokens(const BackwardMove &m, int32_t end)
     }
 }
 
-/* Moves all rounds by the plain path. noinline, because its registers would make the loop of
- * the other path spill. Returns false if the group is broken. */
+/* Moves all rounds by the plain path. noinline, because inlining it would make the main loop of
+ * the fast path spill registers. Returns false if the group is broken. */
 template <class ROW, bool QUANTIZE>
 static __device__ __noinline__ bool move_plain(BackwardMove m, OpState &op)
 {

@@ -50,10 +50,10 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     int32_t end;          /* the round ends before this token */
     const Entry *copying; /* the unit whose pieces are being copied */
     const uint8_t *from;  /* this lane's part of the next piece of d_out */
-    const uint8_t *rows;  /* this lane's part of the current piece, in row 0 of `rows` */
+    const uint8_t *rows;  /* this lane's part of the current piece, if the row were row 0 */
     const Slot *slot;     /* slot whose row is copied next */
     int32_t vector;       /* first vector of the current piece */
-    /* pieces of d_out, and slots of the current piece, that are left to copy */
+    /* left to copy: pieces of d_out; rows of the token's slots for the current piece */
     int pieces = 0, slots = 0;
     uint32_t begun = 0, copied = 0, used = 0; /* numbers of units begun, copied and used */
 
@@ -69,7 +69,7 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
 
     /* ---- copying ---- */
 
-    /* Takes the next unit of the list, if there is one, into an entry, and starts to copy the
+    /* Writes the next unit of the list, if there is one, to an entry, and starts to copy the
      * weights of its slots. */
     __device__ __forceinline__ void begin_unit()
     {
@@ -120,7 +120,7 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         return staged_row(m.op.inbox[rank_of_role(m.job.self, u.role)], u.token - m.first,
                           m.shape.vectors);
     }
-    /* Makes the next entry the one whose pieces are copied. */
+    /* Moves on to the next entry. copy_next() then copies the pieces of its unit. */
     __device__ __forceinline__ void open_unit()
     {
         const Entry &entry = *(copying = &entries[copied++ % ENTRIES]);
@@ -163,8 +163,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         copy_next();
         ring.read_piece(q, its_vector, m.shape, fill);
     }
-    /* Waits for a staged piece and stores poison back to staging. q: what the ring contained,
-     * then the piece. Returns false if the group is broken. */
+    /* Waits for a staged piece and stores poison back to staging. On entry q is what the ring
+     * contained; on return it is the piece. Returns false if the group is broken. */
     __device__ __forceinline__ bool wait_d_out(const Entry &u, int32_t its_vector,
                                                uint4 (&q)[V])
     {
@@ -186,9 +186,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
             if (EXACT || its_vector + v * WARP + lane_id() < m.shape.vectors)
                 store_once(to + v * WARP * 16, scale_vector<ROW>(weight, x[v]), m.policy);
     }
-    /* Adds the lane sums of dot products and stores the results to `parts`, as block `piece` of
-     * slots [first, first + count) of a unit. Each lane adds for one slot. Called by a whole
-     * warp. */
+    /* Adds the lane sums of `count` dot products, and stores the results to `parts` as block
+     * `piece`. Lane i does it for slot first + i of the unit. Called by a whole warp. */
     __device__ __forceinline__ void add_dots(const Entry &u, int piece, int first, int count)
     {
         __syncwarp();
@@ -200,8 +199,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         }
         __syncwarp();
     }
-    /* Stores d_rows of the unit's slots and computes their dot products, for one piece q of
-     * d_out. */
+    /* For one piece q of d_out: stores the piece to d_rows for each of the unit's slots,
+     * multiplied by the slot's weight, and computes one block of each slot's dot product. */
     __device__ __forceinline__ void fill_slots(const Entry &u, int piece, const uint4 (&q)[V])
     {
         const bool dots = m.job.d_slot_weights != NULL;

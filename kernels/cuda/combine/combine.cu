@@ -8,18 +8,21 @@
  * All warps of all CTAs do the same work. A unit is one piece of one token's row. Each warp
  * walks two lists of units, both in token order:
  *
- *   expert unit  a token of a peer: add this rank's rows of it, store the partial sum to the
- *                peer's staging
- *   source unit  a token of this rank: add this rank's rows of it, then the peers' partial
- *                sums as they arrive; store the sum to out
+ *   expert unit  for a token of a peer: adds the token's rows on this rank, and stores this
+ *                partial sum to the peer's staging
+ *   source unit  for a token of this rank: adds the token's rows on this rank, then the peers'
+ *                partial sums as they arrive, and stores the sum to out
  *
- * Memory order: a partial sum is a result of arithmetic, which is never poison. So each of its
- * words is its own flag in staging, and stores need no order.
+ * Memory order: an empty word of staging contains poison, a bit pattern that arithmetic never
+ * returns. So each word of a partial sum is its own flag: the receiver polls it until it is not
+ * poison. Stores need no order.
  *
- * No wait is circular: a warp begins a source unit of token t only after its expert units of
- * all tokens below t + lag. So every warp has sent the lowest token that any rank waits for.
+ * No wait is circular, because a warp begins a source unit of token t only after its expert
+ * units of all tokens below t + lag. So every warp has already sent its part of the lowest
+ * token for which any rank waits.
  *
- * Aligned rows in simple sums use combine/stream.cuh, other cases combine/plain.cuh. */
+ * combine/stream.cuh handles the common case: aligned rows and one partial sum per rank.
+ * combine/plain.cuh handles the other cases, which its first comment lists. */
 #include "cuda/combine/plain.cuh"
 #include "cuda/combine/stream.cuh"
 #include "cuda/common/launch.cuh"
@@ -27,7 +30,7 @@
 #define BLOCK 384 /* threads per CTA, so that each can have 168 registers */
 #define WARPS (BLOCK / WARP)
 
-/* Writes zeros to all outputs. The last CTA calls it if the plan or the number of rows is
+/* Writes zeros to all outputs. Called by the last CTA if the plan or the number of rows is
  * invalid. */
 static __device__ void clear_outputs(const CombineState &c)
 {
@@ -98,8 +101,8 @@ static Kernel kernel_of(uint32_t type, bool exact)
     return exact ? combine_kernel<F32, true> : combine_kernel<F32, false>;
 }
 
-/* Returns the dynamic shared memory of a CTA: that of the stream's rings or of the stacks of
- * leaves, whichever is larger. */
+/* Returns the bytes of dynamic shared memory of a CTA. They hold either the rings of stream.cuh
+ * or the stacks of plain.cuh (LeafStack), so the larger size counts. */
 static int memory_bytes(void)
 {
     const int stacks = LEAF_LEVELS * 2 * WARP * 16,
@@ -119,11 +122,11 @@ extern "C" cudaError_t p2p_load_combine(void)
     return cudaSuccess;
 }
 
-/* Returns the number of tokens by which adding stays behind sending: a quarter more than all
- * warps send at a time, so that partial sums have arrived when they are needed. A longer lag
- * than the job's does not help in two cases. Either every warp has the same piece of every row,
- * or, with a FLAT plan, a warp's next piece is only a little further in the row. Measured:
- * docs/lab/cuda.md. */
+/* Returns the number of tokens by which source units, which add, stay behind expert units,
+ * which send. Partial sums should have arrived when a source unit needs them. So the lag is a
+ * quarter more than the tokens that all warps send at a time. Two cases keep job.lag, because a
+ * longer lag does not help: every warp always gets the same piece of a row; or the plan is FLAT
+ * and a warp's next piece is only a little further in the row. Measured: docs/lab/cuda.md. */
 static int lag_of(const p2p_combine_job &job, int num_sms)
 {
     const int pieces = (int)((job.row_bytes + STREAM_V * 512 - 1) / (STREAM_V * 512));

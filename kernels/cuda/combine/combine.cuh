@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What both paths of combine (stream.cuh and plain.cuh) share: partial sums and the arguments
- * of a unit. */
+/* Code that both paths of combine (stream.cuh and plain.cuh) use: the type of partial sums, and
+ * the arguments of a unit (one piece of one token's row, see combine.cu). */
 #ifndef EPIC_COMBINE_CUH
 #define EPIC_COMBINE_CUH
 
 #include "cuda/combine/slots.cuh"
 #include "cuda/net/relay.cuh"
 
-/* A partial sum of rows of type ROW that is sent and added as type PART: ROW, or F32 for more
- * precision. VECTORS vectors of PART hold as many elements as one vector of ROW. */
+/* Partial sums of rows whose elements have type ROW. They are sent and added as type PART,
+ * which is ROW, or F32 for more precision. VECTORS vectors of PART hold as many elements as one
+ * vector of ROW. */
 template <class ROW, class PART> struct PartialSum {
     static constexpr int VECTORS = ROW::N / PART::N;
 
@@ -40,7 +41,7 @@ struct CombineState { /* Arguments of every unit of the running round. */
     const p2p_combine_job &job;
     const OpState &op;
     const PlanView &plan;
-    const Stride &expert, &source; /* how the two kinds of units are dealt */
+    const Stride &expert, &source; /* how expert and source units are dealt to warps */
     uint4 *stack; /* this warp's stack of nodes (LeafStack), in shared memory */
     RowShape shape;
     uint64_t policy;
@@ -51,8 +52,9 @@ struct CombineState { /* Arguments of every unit of the running round. */
 #endif
 };
 
-/* Returns in lane n the slot of the token's n-th choice on this rank, or -1. `rank`: owner of
- * the token. `half`: 1 for choices from number 32 on. */
+/* Returns in lane n the slot of the n-th of a token's choices that go to this rank, or -1.
+ * `rank`: rank that owns the token. `half`: 0 for the first 32 of these choices; 1 for the next
+ * 32, and n then starts at 32. */
 __device__ __forceinline__ int32_t read_slot(const CombineState &c, int rank, int32_t token,
                                              int half)
 {
@@ -63,8 +65,8 @@ __device__ __forceinline__ int32_t read_slot(const CombineState &c, int rank, in
     return slot;
 }
 
-/* Returns in lane k the rank of choice k of this rank's token, or -1. `half`: 1 for choices
- * from number 32 on. */
+/* Returns in lane k the rank to which choice k of this rank's token goes, or -1. `half`: 0 for
+ * choices 0 to 31; 1 for choices 32 to 63, and k then starts at 32. */
 __device__ __forceinline__ int32_t rank_of_choice(const CombineState &c, int32_t token,
                                                   int half)
 {
@@ -75,8 +77,9 @@ __device__ __forceinline__ int32_t rank_of_choice(const CombineState &c, int32_t
     return rank;
 }
 
-/* Returns the peer whose token an expert unit with role `role` sums. If hosts add their partial
- * sums, mates (net/relay.cuh) come last. */
+/* Returns the peer that owns the token of an expert unit. Role 0 is the next higher rank, role
+ * 1 the rank after it, and so on. If adds_by_host is set, the mates of this rank
+ * (net/relay.cuh) have the last roles. */
 __device__ __forceinline__ int peer_of_role(const CombineState &c, int role)
 {
 #ifdef EPIC_HOSTS

@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Dot products of rows, with the bits of the host's dot product. A row is divided into blocks
- * of 1024 elements (one piece); a warp computes the dot product of a block. Products are added
- * in three steps: into eight accumulators per lane, then over a lane's accumulators, then over
- * the lanes. */
+/* Dot products of rows. Results have the same bits as on the host. A row is divided into blocks
+ * of 1024 elements (one piece), and a warp computes the dot product of a block. Products are
+ * added in three steps: into eight accumulators per lane, then over a lane's accumulators, then
+ * over the lanes. */
 #ifndef EPIC_DOT_CUH
 #define EPIC_DOT_CUH
 
 #include "cuda/common/rows.cuh"
 
-/* The eight accumulators of one lane for one block. In the numbering of the host, lane l of a
- * 16-bit type has accumulators 8 l to 8 l + 7; of float32 it has 4 l to 4 l + 3 and those plus
- * 128.
+/* The eight accumulators of one lane for one block. The host numbers the accumulators of a
+ * block from 0 to 255. With 16-bit elements, lane l has numbers 8 l to 8 l + 7. With float32,
+ * it has 4 l to 4 l + 3 and 128 + 4 l to 128 + 4 l + 3.
  *
  *   lane_sum()   adds a lane's accumulators or, if LAST is 2, those of two adjacent lanes
  *   add_lanes()  adds the lane sums, those of the most distant lanes first */
@@ -20,7 +20,7 @@ template <class ROW> struct Dot16 {
     static constexpr int V = 4, BLOCK = 512, LAST = 1;
     float acc[8];
 
-    /* Adds x * y to the accumulators. v: number of the vector in the block. */
+    /* Adds the products x[i] * y[i] of one vector to the accumulators. */
     __device__ __forceinline__ void add_products(int, const float *x, const float *y)
     {
 #pragma unroll
@@ -41,12 +41,12 @@ template <> struct Dot<F16> : Dot16<F16> {
 };
 
 template <> struct Dot<F32> {
-    /* BLOCK threads can have 168 registers each */
+    /* BLOCK: threads per CTA, so that each can have 168 registers */
     static constexpr int V = 8, BLOCK = 384, LAST = 2;
     float acc[8]; /* acc[0..3]: even vectors; acc[4..7]: odd vectors */
 
-    /* Adds x * y to the accumulators of vector v of the block; even and odd vectors have four
-     * each. */
+    /* Adds the products x[i] * y[i] of vector v of the block to the accumulators. Even vectors
+     * use the first four, odd vectors the last four. */
     __device__ __forceinline__ void add_products(int v, const float *x, const float *y)
     {
         float *a = acc + v % 2 * 4;
@@ -68,7 +68,8 @@ template <> struct Dot<F32> {
     }
 };
 
-/* Returns the dot product of a block from its lane sums. Called by a whole warp. */
+/* Adds the lane sums of a block and returns its dot product. s: this lane's sum. Called by a
+ * whole warp. */
 template <class ROW> __device__ __forceinline__ float add_lanes(float s)
 {
 #pragma unroll
@@ -82,7 +83,7 @@ __device__ __forceinline__ float4 add_float4(float4 a, float4 b)
     return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
-/* Like add_lanes(), but one lane adds the 32 lane sums, which are in shared memory. */
+/* Like the other add_lanes(), but called by one lane: the 32 lane sums are in shared memory. */
 template <class ROW> __device__ __forceinline__ float add_lanes(const float4 *lanes)
 {
     const float4 a = add_float4(add_float4(lanes[0], lanes[4]), add_float4(lanes[2], lanes[6]));
@@ -91,7 +92,8 @@ template <class ROW> __device__ __forceinline__ float add_lanes(const float4 *la
     return Dot<ROW>::LAST == 1 ? (s.x + s.z) + (s.y + s.w) : s.x + s.z;
 }
 
-/* Returns this lane's sum of products of a block of x and y. */
+/* Multiplies this lane's elements of a block, x and y, and returns their lane sum (lane_sum()).
+ */
 template <class ROW, int V>
 __device__ __forceinline__ float dot_of(const float (&x)[V][ROW::N], const uint4 (&y)[V])
 {

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Sends back the floats of dispatch_backward (gradients of weights) with a FLAT plan, as an
- * operation of its own. With FLAT they are arrays by row, which the kernels of combine do not
- * support.
+ * operation of its own. With a FLAT plan each row has top_k floats, which the kernels of
+ * combine do not support.
  *
  *   slot_floats    [num_rows, top_k]    input: one per choice of the row's token on this rank
  *   choice_floats  [num_tokens, top_k]  output: one per choice of this rank's tokens
  *
- * All warps of all CTAs do the same work. Each warp has every n-th token, in two steps:
+ * All warps of all CTAs do the same work. Warp w of n has tokens w, w + n, ..., in two steps:
  *
  *   1. send     the floats of a peer's token, to the peer
  *   2. receive  the floats of a token of this rank, from the ranks of its choices
@@ -62,9 +62,9 @@ static __device__ void send_floats(const FlatFloats &f, int rank, int source, in
     post_put_floats(f.op, rank, to, count);
 }
 
-/* Receives the floats of half (32) of the choices of this rank's token, one per lane. `rank`:
- * rank of the lane's choice. `before`: rank of the lane's choice in the half before. Called by
- * a whole warp. Returns false if the group is broken. */
+/* Receives the floats of 32 choices (one half) of this rank's token, one per lane. `rank`: rank
+ * of the lane's choice. `before`: rank of the lane's choice in the previous half. Called by a
+ * whole warp. Returns false if the group is broken. */
 static __device__ bool receive_half(const FlatFloats &f, int32_t token, int half, int32_t rank,
                                     int32_t before)
 {
@@ -133,7 +133,8 @@ static __device__ bool rows_were_enough(const p2p_self &self, const OpState &op,
     return enough;
 }
 
-/* The kernel of this operation. */
+/* Moves the floats; if the plan or the number of rows is invalid, writes zeros to the output.
+ */
 __global__ void __launch_bounds__(BLOCK, 1)
     floats_kernel(const __grid_constant__ p2p_combine_job job)
 {

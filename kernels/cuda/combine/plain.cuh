@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The plain path of combine, for all cases that stream.cuh does not support: unaligned rows,
- * more than 32 choices, several leaves within a rank, tree order over more than 8 ranks,
- * float32 partial sums of 16-bit rows, and sums by host. Units and their order are those of
- * combine.cu. A piece is one vector per lane.
+ * more than 32 choices, several leaves of the sum tree on a rank, tree order over more than 8
+ * ranks, float32 partial sums of 16-bit rows, and relays (combine/relay.cuh). Units and their
+ * order are those of combine.cu. A piece is one vector per lane.
  *
  * Names used here: acc is the sum of rows in float32; a node is a partial sum in the sum tree,
  * packed into vectors; `touched` is a bit mask of the ranks that have choices of a token. */
@@ -11,10 +11,9 @@
 
 #include "cuda/combine/combine.cuh"
 
-#define LEAF_LEVELS 8 /* largest number of levels of a rank's subtree */
+#define LEAF_LEVELS 8 /* largest number of nodes on a LeafStack */
 
-/* Returns in lane n the slot on this rank of the token's n-th choice on this rank, after
- * clamp_slot(); -1 for none. */
+/* Like read_slot(), but returns 0 for a slot that is not below num_rows (clamp_slot()). */
 __device__ __forceinline__ int32_t clamped_slot_of(const CombineState &c, int rank,
                                                    int32_t token, int half)
 {
@@ -23,8 +22,9 @@ __device__ __forceinline__ int32_t clamped_slot_of(const CombineState &c, int ra
 
 /* ---------------------------------------------------------------------------- partials ---- */
 
-/* Adds weight * row to acc for COUNT slots, those of the lowest lanes in `lanes`, and removes
- * these lanes from the mask. All loads come before any use. Called by a whole warp. */
+/* Adds weight * row to acc for the slots of the COUNT lowest lanes in the mask `lanes`, and
+ * removes these lanes from it. Loads all rows before it uses one, so that the loads overlap.
+ * Called by a whole warp. */
 template <class ROW, int V, int COUNT>
 __device__ __forceinline__ void add_rows(const CombineState &c, float (&acc)[V][ROW::N],
                                          uint32_t &lanes, int32_t slot, float weight,
@@ -83,8 +83,8 @@ __device__ __forceinline__ void pack_sum(uint4 (&node)[V][PartialSum<ROW, PART>:
     for (int v = 0; v < V; v++) PartialSum<ROW, PART>::pack_floats(node[v], acc[v]);
 }
 
-/* Sets node to the sum of a token's rows on this rank, added in ascending k. `rank`: owner of
- * the token. Returns false if the token has no row on this rank. Called by a whole warp. */
+/* Sets node to the sum of the rows on this rank of a token of `rank`, added in ascending k.
+ * Returns false if the token has no row on this rank. Called by a whole warp. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ bool
 sum_local_rows(const CombineState &c, uint4 (&node)[V][PartialSum<ROW, PART>::VECTORS],
@@ -108,8 +108,8 @@ sum_local_rows(const CombineState &c, uint4 (&node)[V][PartialSum<ROW, PART>::VE
 
 /* ---------------------------------------------------------------- leaves within a rank ---- */
 
-/* Returns the leaf to which the expert of a slot belongs, counted from this rank's first leaf.
- */
+/* Returns the leaf of the sum tree to which the expert of a slot belongs, counted from this
+ * rank's first leaf. A leaf is a block of num_experts / leaves adjacent experts. */
 __device__ __forceinline__ int leaf_of(const CombineState &c, int32_t slot)
 {
     const device_plan_header &h = c.plan.header;
@@ -131,9 +131,9 @@ __device__ __forceinline__ int ancestor_level(uint32_t a, uint32_t b)
     return 32 - __clz(a ^ b);
 }
 
-/* Adds nodes in a binary tree over leaves, of which some may be absent. It is a stack, in
- * shared memory, of nodes that wait for their right sibling. `leaf_at` holds one leaf of each
- * node's subtree, a byte per node. */
+/* Adds nodes in the order of a binary tree over numbered leaves, some of which may have no
+ * node. Nodes come in ascending order of leaves. The stack, in shared memory, holds those that
+ * wait for their right sibling. Byte i of `leaf_at` is the number of one leaf below node i. */
 template <class ROW, class PART> struct LeafStack {
     static constexpr int P = PartialSum<ROW, PART>::VECTORS;
     uint4 *memory;
@@ -145,7 +145,7 @@ template <class ROW, class PART> struct LeafStack {
     {
         return memory + (i * P + p) * WARP + lane_id();
     }
-    /* Returns a leaf of the subtree of node i. */
+    /* Returns the number of one leaf below node i of the stack. */
     __device__ __forceinline__ uint32_t leaf_of_level(int i) const
     {
         return (uint32_t)(leaf_at >> (8 * i)) & 255;
@@ -164,8 +164,8 @@ template <class ROW, class PART> struct LeafStack {
 #pragma unroll
         for (int p = 0; p < P; p++) *vector_at(depth - 1, p) = a[p];
     }
-    /* Pushes the node of leaf `new_leaf`. First merges the nodes whose common subtree ends
-     * before that leaf. */
+    /* Pushes the node of leaf `new_leaf`. Before that, merges the top two nodes as long as
+     * their smallest common subtree does not contain that leaf. */
     __device__ __forceinline__ void push_node(const uint4 *node, uint32_t new_leaf)
     {
         while (depth >= 2 &&
@@ -187,9 +187,9 @@ template <class ROW, class PART> struct LeafStack {
     }
 };
 
-/* Sets node to the sum of a token's rows on this rank: rows of a leaf are added first, then the
- * leaves in the tree. One vector per lane. Returns false if the token has no row on this rank.
- * Called by a whole warp. */
+/* Sets node to the sum of a token's rows on this rank: first adds the rows of each leaf, then
+ * adds the leaves in the order of the tree. One vector per lane. Returns false if the token has
+ * no row on this rank. Called by a whole warp. */
 template <class ROW, class PART>
 __device__ __forceinline__ bool sum_leaves(const CombineState &c,
                                            uint4 (&node)[1][PartialSum<ROW, PART>::VECTORS],
@@ -225,8 +225,8 @@ __device__ __forceinline__ bool sum_leaves(const CombineState &c,
 
 /* ------------------------------------------------------------------ floats that return ---- */
 
-/* Sends one float per choice on this rank of a token of `rank`. `to`: the floats of this rank
- * in that rank's heap. Called by a whole warp. */
+/* Sends the floats of a token of `rank` to that rank: one per choice on this rank. `to`: where
+ * the heap of `rank` holds the floats from this rank. Called by a whole warp. */
 __device__ __forceinline__ void send_floats(const CombineState &c, int rank, int32_t token,
                                             uint32_t *to)
 {
@@ -290,11 +290,11 @@ struct Unit { /* A unit of work and the data that was loaded ahead for it. */
     int32_t token;
     int role, piece;
     int32_t slot;  /* lane n: slot of the token's n-th choice on this rank */
-    int32_t ranks; /* source units, lane k: rank of choice k */
+    int32_t ranks; /* only in source units, lane k: rank to which choice k goes */
 };
 
-/* Sets node to this rank's partial sum of a unit's token. `rank`: owner of the token. Returns
- * false if the token has no row on this rank. */
+/* Sets node to this rank's partial sum for a unit's token, which `rank` owns. Returns false if
+ * the token has no row on this rank. */
 template <class ROW, class PART, int V, bool LEAVES>
 __device__ __forceinline__ bool sum_unit(const CombineState &c, const Unit &u, int rank,
                                          uint4 (&node)[V][PartialSum<ROW, PART>::VECTORS])
@@ -308,7 +308,7 @@ __device__ __forceinline__ bool sum_unit(const CombineState &c, const Unit &u, i
 
 #include "cuda/combine/relay.cuh"
 
-/* Does an expert unit: sums a piece of the rows of a peer's token on this rank, and stores the
+/* Does an expert unit: adds this rank's rows for one piece of a peer's token, and stores this
  * partial sum to the peer's staging. Called by a whole warp. Returns false if the group is
  * broken. */
 template <class ROW, class PART, int V, bool LEAVES>
@@ -349,8 +349,9 @@ __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit
 }
 
 /* Waits for the partial sums of the ranks at places `place` to `place` + 3 of the sum order
- * (rank_at[]), and stores poison back. there[i]: the rank has a partial sum. q[i] of this rank
- * itself is already set. Called by a whole warp. Returns false if the group is broken. */
+ * (rank_at[]), and stores poison back. there[i]: the rank at place + i has a partial sum, which
+ * goes to q[i]. The caller has already set q[i] of this rank. Called by a whole warp. Returns
+ * false if the group is broken. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ bool
 receive_partials(const CombineState &c, const Unit &u, int place, bool (&there)[4],
@@ -435,7 +436,8 @@ add_node(uint4 (&a)[V][PartialSum<ROW, PART>::VECTORS], bool &there_a,
 }
 
 /* Sets total to the sum of the partial sums of all ranks in `touched`, added in the order of
- * the plan. own: this rank's. Called by a whole warp. Returns false if the group is broken. */
+ * the plan. own: that of this rank. Called by a whole warp. Returns false if the group is
+ * broken. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ bool
 add_ranks(const CombineState &c, const Unit &u, uint32_t touched,
@@ -505,8 +507,8 @@ add_ranks(const CombineState &c, const Unit &u, uint32_t touched,
     return true;
 }
 
-/* Does a source unit: adds this rank's rows and the peers' partial sums of a piece of this
- * rank's token, and stores the sum to out. Called by a whole warp. Returns false if the group
+/* Does a source unit: for one piece of this rank's token, adds this rank's rows and the peers'
+ * partial sums, and stores the sum to out. Called by a whole warp. Returns false if the group
  * is broken. */
 template <class ROW, class PART, int V, bool LEAVES>
 __device__ __forceinline__ bool do_source_unit(const CombineState &c, const Unit &u)
@@ -534,8 +536,8 @@ __device__ __forceinline__ bool do_source_unit(const CombineState &c, const Unit
     return !(u.piece == 0 && c.job.choice_floats) || receive_floats(c, u.token);
 }
 
-/* Does one round: tokens [c.first, end) of every rank. e and s are the next expert and source
- * unit; what they need is loaded ahead. Returns false if the group is broken. */
+/* Does one round: tokens [c.first, end) of every rank. e and s are this warp's next expert and
+ * source unit, whose slots and ranks are loaded ahead. Returns false if the group is broken. */
 template <class ROW, class PART, int V, bool LEAVES>
 __device__ __forceinline__ bool combine_tokens(const CombineState &c, int32_t end)
 {
@@ -583,8 +585,8 @@ __device__ __forceinline__ bool combine_tokens(const CombineState &c, int32_t en
     return true;
 }
 
-/* Does all rounds by the plain path. noinline, because its registers would make the loop of the
- * stream spill. Returns false if the group is broken. */
+/* Does all rounds by the plain path. noinline, because inlining it would make the main loop of
+ * stream.cuh spill registers. Returns false if the group is broken. */
 template <class ROW, class PART, bool LEAVES>
 static __device__ __noinline__ bool combine_plain(CombineState c, OpState &op)
 {

@@ -14,8 +14,8 @@
 #ifndef EPIC_COMBINE_RELAY_CUH
 #define EPIC_COMBINE_RELAY_CUH
 
-/* Returns the address in the staging `box` of this lane's vectors of a unit's node. A node is a
- * partial sum in the tree. */
+/* Returns where in the staging `box` this lane's vectors of a node are. A node is a partial sum
+ * in the sum tree; each unit has one. */
 template <int P>
 __device__ __forceinline__ uint4 *node_address(const CombineState &c, const Unit &u,
                                                uint8_t *box)
@@ -24,7 +24,7 @@ __device__ __forceinline__ uint4 *node_address(const CombineState &c, const Unit
            (u.piece * WARP + lane_id()) * P;
 }
 
-/* Stores a unit's node to the staging `box`. */
+/* Stores this lane's vectors of a unit's node to the staging `box`. */
 template <int P>
 __device__ __forceinline__ void store_node(const CombineState &c, const Unit &u, uint8_t *box,
                                            const uint4 (&node)[P])
@@ -58,8 +58,8 @@ __device__ __forceinline__ bool receive_node(const CombineState &c, const Unit &
     return ok;
 }
 
-/* Sends *wants* and, if there is one (`some`), this rank's partial sum to the mate of `rank` on
- * this host. Called by ranks that are not the mate. */
+/* Sends this rank's partial sum, if it has one (`some`), to the mate of `rank` on this host.
+ * Before that, sends `some` in the word *wants*. Called by ranks that are not the mate. */
 template <int P>
 __device__ __forceinline__ void send_node(const CombineState &c, const Unit &u, int rank,
                                           bool some, const uint4 (&node)[P])
@@ -72,9 +72,9 @@ __device__ __forceinline__ void send_node(const CombineState &c, const Unit &u, 
     if (some) store_node<P>(c, u, box_address(self, c.op, heap, to, by), node);
 }
 
-/* Adds the partial sums of this host's ranks in the order of the tree. Called by the mate.
- * `some` and `node`: this rank's partial sum on entry, the sum on return. Returns false if the
- * group is broken. */
+/* Adds the partial sums of this host's ranks in the order of the tree. On entry `node` is this
+ * rank's partial sum, if `some` is true. On return `node` is the sum of the host, if `some` is
+ * true. Called by the mate. Returns false if the group is broken. */
 template <class ROW, class PART>
 __device__ __forceinline__ bool
 add_partials_of_host(const CombineState &c, const Unit &u, int rank, bool &some,
@@ -106,8 +106,10 @@ add_partials_of_host(const CombineState &c, const Unit &u, int rank, bool &some,
     return true;
 }
 
-/* Finishes an expert unit of a token of `rank` on another host. `some` and `node`: this rank's
- * partial sum. Called by a whole warp. Returns false if the group is broken. */
+/* Finishes an expert unit whose token belongs to `rank`, which is on another host. The mate of
+ * `rank` adds the partial sums of this host and puts the sum; other ranks send theirs to the
+ * mate. `node` is this rank's partial sum, if `some` is true. Called by a whole warp. Returns
+ * false if the group is broken. */
 template <class ROW, class PART>
 __device__ __forceinline__ bool relay_unit(const CombineState &c, const Unit &u, int rank,
                                            bool some,

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Functions that combine and combine_backward share: slots and rounds. M is the type of their
- * arguments: CombineState or BackwardMove. */
+ * first argument: CombineState or BackwardMove. */
 #ifndef EPIC_SLOTS_CUH
 #define EPIC_SLOTS_CUH
 
@@ -22,9 +22,9 @@ template <class M> __device__ __forceinline__ float read_slot_weight(const M &m,
     return weight;
 }
 
-/* Runs all rounds of an operation. row_bytes: staging that a token needs. round(end) does the
- * tokens [m.first, end) of every rank. Called by all threads of all CTAs. Returns false if the
- * group is broken. */
+/* Runs all rounds of an operation. A round has as many tokens of each rank as fit the staging.
+ * row_bytes: bytes of staging per token. round(end) does the work for tokens [m.first, end) of
+ * every rank. Called by all threads of all CTAs. Returns false if the group is broken. */
 template <class M, class Round>
 __device__ __forceinline__ bool for_each_round(M &m, OpState &op, int64_t row_bytes,
                                                Round round)

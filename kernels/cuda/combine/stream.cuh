@@ -50,14 +50,14 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
     UnitWalk e, s; /* the next expert unit, the next source unit */
     /* slots and ranks that these units need first, loaded ahead */
     int32_t slot_e, slot_s, ranks_s;
-    /* the round's units of each kind end before these tokens */
+    /* in this round, expert units end before token end_e, source units before token end_s */
     int32_t end_e, end_s;
     int32_t place_rank;    /* lane p: the peer at place p of the sum order, or -1 */
     const Slot *slot;      /* slot whose row is copied next */
-    const uint8_t *rows;   /* this lane's part of the current piece, in row 0 of `rows` */
+    const uint8_t *rows;   /* this lane's part of the current piece, if the row were row 0 */
     int32_t token, vector; /* token and first vector of the unit that is being copied */
-    int32_t slots = 0;     /* slots of that unit that are left to copy */
-    /* places of that unit whose partial sums are left to copy */
+    int32_t slots = 0;     /* number of rows of that unit that are left to copy */
+    /* bit mask of the places whose partial sums are left to copy for that unit */
     uint32_t places = 0;
     uint32_t begun = 0, copied = 0, used = 0;
 
@@ -92,8 +92,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         slot_s = t < end_s ? read_slot(c, c.job.self.rank, t, 0) : -1;
         ranks_s = rank_of_choice(c, t, 0);
     }
-    /* Fills the entry of a unit that begins, and starts to copy its slots' weights. Called by a
-     * whole warp. */
+    /* Fills the entry of a unit that begins, and starts to copy the weights (or floats) of its
+     * slots. Called by a whole warp. */
     __device__ __forceinline__ void fill_entry(Entry &entry, int32_t of_token, int role,
                                                int piece, int32_t its_slot, uint32_t its_places)
     {
@@ -114,8 +114,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         }
         begun++;
     }
-    /* Begins the next unit, if there is one: an expert unit, unless its token is `lag` ahead of
-     * the next source unit. */
+    /* Begins the next unit, if there is one. It is an expert unit, unless that unit's token is
+     * already `lag` tokens ahead of the next source unit. */
     __device__ __forceinline__ void begin_unit()
     {
         const int32_t token_e = c.first + e.step, token_s = c.first + s.step;
@@ -210,8 +210,9 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
 #pragma unroll
         for (int v = 0; v < V; v++) sum[v] = ROW::pack_floats(acc[v]);
     }
-    /* Stores a partial sum to the staging of the token's rank. dispatch_backward: with the
-     * first piece, also stores the floats of the token's choices. */
+    /* Stores a partial sum to the staging of the rank that owns the token. In
+     * dispatch_backward, the unit of the first piece also sends the floats of the token's
+     * choices. */
     __device__ __forceinline__ void send_partial(const Entry &u, const uint4 (&node)[V])
     {
         const p2p_self &self = c.job.self;
@@ -229,8 +230,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
                 replace_poison(u.slots[lane_id()].word, F32::NAN_WORD));
         if (HOSTS && u.num_slots) post_put_partial(u, rank);
     }
-    /* backend hosts: posts the put of a partial sum when its last piece has been stored. One
-     * entry for all pieces, because each entry costs the proxy time. */
+    /* Only in backend hosts: posts the put of a partial sum after its last piece has been
+     * stored. One ring entry covers all pieces, because the proxy needs time for each entry. */
     __device__ __forceinline__ void post_put_partial(const Entry &u, int rank)
     {
         const p2p_self &self = c.job.self;
@@ -244,8 +245,9 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
                     (int64_t)u.token * float_stride(c.top_k),
                 u.num_slots);
     }
-    /* Reads the partial sum of a place from the ring. Polls it in staging if it had not arrived
-     * when it was copied, and stores poison back. Returns false if the group is broken. */
+    /* Reads from the ring the partial sum of the rank at place `place`. If it had not arrived
+     * when it was copied, polls it in staging. Then stores poison back to staging. Returns
+     * false if the group is broken. */
     __device__ __forceinline__ bool receive_partial(const Entry &u, int place, uint4 (&q)[V])
     {
         uint4 *from = staged_partial(u.token, place);
@@ -256,8 +258,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         poison_piece<V, EXACT>(from, u.vector, c.shape.vectors);
         return true;
     }
-    /* Sets out to the sum of all partial sums, added by ascending rank. own: this rank's.
-     * Returns false if the group is broken. */
+    /* Sets out to the sum of all partial sums, added by ascending rank. own: the partial sum of
+     * this rank. Returns false if the group is broken. */
     __device__ __forceinline__ bool add_by_rank(const Entry &u, const uint4 (&own)[V],
                                                 uint4 (&out)[V])
     {
@@ -290,7 +292,7 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         for (int v = 0; v < V; v++) out[v] = ROW::pack_floats(total[v]);
         return true;
     }
-    /* a = a + b. there_a and there_b tell whether a and b exist; if only b exists, a becomes b.
+    /* a = a + b. there_a and there_b show whether a and b exist; if only b exists, a becomes b.
      */
     static __device__ __forceinline__ void add_to(uint4 (&a)[V], bool &there_a,
                                                   const uint4 (&b)[V], bool &there_b)
@@ -305,9 +307,9 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         there_a |= there_b;
         there_b = false;
     }
-    /* Sets out to the sum of all partial sums in a binary tree over at most eight places.
-     * Meanwhile the output row holds the node of the first four places. Returns false if the
-     * group is broken. */
+    /* Sets out to the sum of all partial sums, added in a binary tree over at most eight
+     * places. To save registers, the output row holds the sum of the first four places while
+     * the others are added. Returns false if the group is broken. */
     __device__ __forceinline__ bool add_tree(const Entry &u, const uint4 (&own)[V],
                                              uint4 (&out)[V])
     {
@@ -347,8 +349,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         }
         return true;
     }
-    /* Waits for the floats of the token's choices, lane k for that of choice k, and stores them
-     * to choice_floats. Returns false if the group is broken. */
+    /* Waits for the floats of the token's choices, lane k for the float of choice k, and stores
+     * them to choice_floats. Returns false if the group is broken. */
     __device__ __forceinline__ bool receive_floats(const Entry &u)
     {
         const p2p_self &self = c.job.self;
@@ -372,8 +374,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
             c.job.choice_floats[(int64_t)u.token * c.top_k + lane_id()] = __uint_as_float(word);
         return true;
     }
-    /* Sets a piece of the output row to the sum of all partial sums. own: this rank's. Returns
-     * false if the group is broken. */
+    /* Sets a piece of the output row to the sum of all partial sums. own: the partial sum of
+     * this rank. Returns false if the group is broken. */
     __device__ __forceinline__ bool finish_token(const Entry &u, const uint4 (&own)[V])
     {
         uint4 out[V];
