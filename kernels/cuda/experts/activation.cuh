@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Activation functions of the experts, for one number: value and derivative. experts/rows.cu
- * uses them. The formulas are those of src/experts/activation_template.h.
+/* Activation functions of the experts: the value and the derivative for one number. The kernels
+ * of experts/rows.cu call them. src/experts/activation_template.h has the same formulas for the
+ * host.
  *
  *   gated expert     activation = act(gate) * up_factor(up)
  *   ungated expert   activation = act(gate), the up factor is 1
  *
- * Each function returns value and derivative together. The compiler removes the derivative
- * where a caller does not use it. */
+ * Each function returns both the value and the derivative. Where a caller uses only the value,
+ * the compiler removes the computation of the derivative. */
 #ifndef EPIC_ACTIVATION_CUH
 #define EPIC_ACTIVATION_CUH
 
@@ -31,8 +32,8 @@ __device__ __forceinline__ float sigmoid_of(float x)
     return (x > 0 ? 1 : e) / (1 + e);
 }
 
-/* Returns x s(alpha x), where s is the sigmoid. The slope is s(y) (1 + y (1 - s(y))) with y =
- * alpha x. */
+/* Returns x s(y), where y = alpha x and s is the sigmoid. The derivative is s(y) (1 + y (1 -
+ * s(y))). */
 __device__ __forceinline__ Activated compute_swish(float x, float alpha)
 {
     const float s = sigmoid_of(alpha * x);
@@ -54,16 +55,16 @@ __device__ __forceinline__ Activated compute_gelu_tanh(float x)
     return {x / 2 * (1 + t), (1 + t) / 2 + x / 2 * (1 - t * t) * inner_slope};
 }
 
-/* Like compute_swish(), for rows of 16-bit numbers. It uses approximate exp2 and reciprocal
- * instructions, without a branch or a division. The error is a few units in the last place of
- * float32. */
+/* A faster compute_swish() for rows of 16-bit numbers. It uses the approximate exp2 and
+ * reciprocal instructions, without a branch or a division. The error is a few units in the last
+ * place of float32. */
 __device__ __forceinline__ Activated compute_swish_approx(float x, float alpha)
 {
     const float y = alpha * x, s = reciprocal_approx(1 + exp2_approx(y * -LOG2_E));
     return {x * s, s * (1 + y * (1 - s))};
 }
 
-/* Returns the activation that `ex` selects, for a gate value x. */
+/* Computes the activation function that `ex` selects, for the gate value x. */
 __device__ __forceinline__ Activated compute_activation(float x, const epic_experts &ex)
 {
     const bool above = x > ex.limit;
@@ -82,9 +83,9 @@ __device__ __forceinline__ Activated compute_activation(float x, const epic_expe
     }
 }
 
-/* Returns the factor by which the activation of the gate is multiplied, from an up value u.
- * EPIC_CLAMPED_SWIGLU clamps u and adds 1. EPIC_CLAMPED_SILU only clamps u. The factor is 1 for
- * experts without a gate. */
+/* Computes, from the up value u, the factor that multiplies the activation of the gate.
+ * EPIC_CLAMPED_SWIGLU clamps u and adds 1 to it. EPIC_CLAMPED_SILU only clamps u. The factor is
+ * 1 for experts without a gate. */
 __device__ __forceinline__ Activated compute_up_factor(float u, const epic_experts &ex)
 {
     const bool clamped =
@@ -96,8 +97,9 @@ __device__ __forceinline__ Activated compute_up_factor(float u, const epic_exper
             u > ex.limit || u < -ex.limit ? 0.0f : 1.0f};
 }
 
-/* Template argument KIND of the kernels. ANY_ACTIVATION selects the function at run time. The
- * other two compile the functions that most models use, for rows of 16-bit numbers. */
+/* Values of the template argument KIND of the kernels. With ANY_ACTIVATION, the kernel selects
+ * the activation function at run time. The other two values compile one activation each, for
+ * rows of 16-bit numbers: those that most models use. */
 enum { ANY_ACTIVATION, GATED_SILU, GATED_CLAMPED };
 
 /* Like compute_activation() and compute_up_factor() above, but KIND selects the function at

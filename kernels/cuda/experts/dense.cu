@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Small kernels of a layer's dense part (gate, shared expert, losses). They run on one GPU and
- * use no peer memory.
+/* Small kernels of a layer's dense part, which is the gate, the shared expert and the losses.
+ * They access only memory of this rank.
  *
  *   rows_kernel       to = from, or to += from           one thread per number
  *   trees_kernel      values [2, n] -> two sums          one warp
  *   losses_kernel     balance loss, z-loss -> their sum  one thread
  *   incoming_kernel   gradients of the two losses        one thread
  *
- * The matrix products of the dense part are those of experts/grouped_plain.cu and
- * experts/grouped_hopper.cu, with one slab. */
+ * The kernels of experts/grouped_plain.cu and experts/grouped_hopper.cu compute the matrix
+ * products of the dense part, with all rows in one slab. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
 #include "cuda/experts/grouped.h"
@@ -30,7 +30,7 @@ static __global__ void __launch_bounds__(THREADS)
 
 /* Adds the n numbers of each row of values [2, n] in a binary tree, and writes the two sums to
  * values[0] and values[1]. n is a power of two. One warp works on both rows as one array of 2 n
- * numbers. At each level, a lane adds every 32nd pair. */
+ * numbers. At each level of the tree, lane i adds pairs i, i + 32, ... */
 static __global__ void trees_kernel(float *values, int64_t n)
 {
     for (int64_t distance = 1; distance < n; distance *= 2) {
@@ -41,7 +41,7 @@ static __global__ void trees_kernel(float *values, int64_t n)
     if (threadIdx.x == 0) values[1] = values[n];
 }
 
-/* Writes the two losses and their sum to the caller's addresses. One thread. */
+/* Writes the two losses and their sum to the caller's addresses. Only thread 0 works. */
 static __global__ void losses_kernel(const __grid_constant__ p2p_losses_job job)
 {
     if (threadIdx.x != 0) return;
@@ -51,8 +51,9 @@ static __global__ void losses_kernel(const __grid_constant__ p2p_losses_job job)
     if (job.to_second) *job.to_second = second;
 }
 
-/* Writes the gradients of balance loss and z-loss. Each is the gradient of the sum of the
- * losses plus the loss's own gradient. One thread. */
+/* Writes the gradients of the balance loss and of the z-loss. Each gradient has two parts,
+ * which are added: the gradient of the sum of both losses, and the gradient of this loss alone.
+ * Only thread 0 works. */
 static __global__ void incoming_kernel(const __grid_constant__ p2p_incoming_job job)
 {
     if (threadIdx.x != 0) return;

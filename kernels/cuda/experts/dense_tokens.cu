@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The part of a layer that each rank computes for its own tokens, forward and backward. It
- * covers the gate of the shared expert and the zero-experts. src/rules/layer_tokens.h describes
- * the arrays.
+/* Kernels for the parts of a layer that each rank computes for its own tokens without dispatch:
+ * the gate of the shared expert, and the zero-experts, which return their input.
+ * src/rules/layer_tokens.h describes the arrays.
  *
  *   sent_kernel           ids for dispatch                       one thread per choice
  *   shared_gate_kernel    weight of the shared expert            one warp per token
  *   shared_slope_kernel   gradient through the sigmoid           one thread per token
- *   zero_weights_kernel   d_weights of zero-experts              one warp per token
+ *   zero_weights_kernel   gradient of the zero-experts' weights  one warp per token
  *   finish_kernel         sum of the parts of an output row      one warp per token
  *
  * All memory is local, so no kernel waits for a peer. */
@@ -32,14 +32,14 @@ static __device__ __forceinline__ int64_t first_token()
     return (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
 }
 
-/* Returns the distance from one token of this warp to the next: the number of warps of the
+/* Returns the distance between two consecutive tokens of this warp: the number of warps in the
  * grid. */
 static __device__ __forceinline__ int64_t token_step()
 {
     return (int64_t)gridDim.x * WARPS;
 }
 
-/* Returns whether element `choice` of topk_idx is a zero-expert: an id of num_experts or
+/* Returns whether element `choice` of topk_idx is a zero-expert, whose id is num_experts or
  * more. */
 static __device__ __forceinline__ bool is_zero_expert(const layer_tokens &t, int64_t choice)
 {
@@ -56,8 +56,8 @@ static __device__ __forceinline__ float zero_weight(const layer_tokens &t, int64
     return add_lanes(w);
 }
 
-/* Writes choices [num_tokens, top_k], the ids that dispatch gets: topk_idx with -1 in place of
- * zero-experts. The rows of zero-experts are never sent. */
+/* Copies topk_idx to choices [num_tokens, top_k], and writes -1 in place of each zero-expert.
+ * Dispatch reads `choices`; so it sends no rows for zero-experts. */
 static __global__ void __launch_bounds__(THREADS)
     sent_kernel(const __grid_constant__ layer_tokens t, int32_t *choices)
 {
@@ -66,8 +66,8 @@ static __global__ void __launch_bounds__(THREADS)
         choices[i] = is_zero_expert(t, i) ? -1 : t.topk_idx[i];
 }
 
-/* Computes shared_weights [num_tokens] = sigmoid(x w_shared_gate). The dot product is added in
- * float64, as on the host. */
+/* Computes shared_weights [num_tokens] = sigmoid(x w_shared_gate). The sum of the dot product
+ * is float64, as on the host. */
 static __global__ void __launch_bounds__(THREADS)
     shared_gate_kernel(const __grid_constant__ layer_tokens t)
 {
@@ -82,8 +82,8 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Multiplies d_shared_weights [num_tokens] by s (1 - s), in place, where s is the sigmoid. The
- * result is the gradient of the argument of the sigmoid. */
+/* Computes the gradient of the sigmoid's argument from the gradient of its value s: multiplies
+ * d_shared_weights [num_tokens] by s (1 - s), in place. */
 static __global__ void __launch_bounds__(THREADS)
     shared_slope_kernel(const __grid_constant__ layer_tokens t)
 {
@@ -95,8 +95,8 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Writes dot(d_out, x) to d_weights of every choice that is a zero-expert. It leaves the other
- * elements of d_weights unchanged. */
+/* For each choice that is a zero-expert, writes dot(d_out, x) of its token to d_weights. The
+ * other elements of d_weights stay unchanged. */
 static __global__ void __launch_bounds__(THREADS)
     zero_weights_kernel(const __grid_constant__ layer_tokens t)
 {
@@ -125,17 +125,17 @@ static __device__ __forceinline__ void add_rows(float (&sum)[V], const void *row
     for (int v = 0; v < V; v++) sum[v] += x[v] * factor;
 }
 
-/* Adds the parts of each token's output row, and stores the sum to rows.to. t.d_out is NULL in
- * forward.
+/* Adds the parts of each token's output row (backward: of its gradient row), and stores the sum
+ * to rows.to. t.d_out is NULL in forward.
  *   forward   out = rows.a (from combine) + weight of zero-experts * x + rows.b (shared expert)
  *   backward  d_x = rows.a + weight of zero-experts * d_out + rows.b + part of the shared gate
- * A lane handles vectors of V numbers. */
+ * Each lane loads and stores vectors of V numbers. */
 template <class T, int V>
 static __global__ void __launch_bounds__(THREADS)
     finish_kernel(const __grid_constant__ layer_tokens t,
                   const __grid_constant__ layer_rows rows)
 {
-    /* the row that a zero-expert returns */
+    /* forward: the zero-expert's output, x; backward: its gradient, d_out */
     const void *const through = t.d_out ? t.d_out : t.x;
     for (int64_t token = first_token(); token < t.num_tokens; token += token_step()) {
         const float w = zero_weight(t, token);
@@ -157,8 +157,8 @@ static __global__ void __launch_bounds__(THREADS)
 
 /* -------------------------------------------------------------------------- launching ---- */
 
-/* Returns the number of CTAs for `units` units of work, of which a CTA takes `each`. At most 8
- * CTAs per SM. */
+/* Returns the number of CTAs for `units` tokens or choices, if one CTA works on `each` of them
+ * at a time. It is at most 8 * sms. */
 static int ctas_of(int64_t units, int each, int sms)
 {
     const int64_t ctas = (units + each - 1) / each, most = 8 * (int64_t)sms;

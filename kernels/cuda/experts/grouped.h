@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Arguments ("jobs") and launchers of the experts' kernels, for the host code of
- * src/backend/p2p. Plain C.
+ * src/backend/p2p. This header is plain C.
  *
- * All arrays are in device memory of this rank, and no kernel reads or writes a peer. The
- * numbers of rows per expert are known only on the device. So a launcher sizes its grid by the
- * capacity, and each kernel reads the real numbers. Every launcher enqueues on `stream` and
- * returns the error of the launch. */
+ * All arrays are in device memory of this rank; no kernel accesses a peer's memory. Only the
+ * device knows how many rows each expert has. So a launcher chooses the grid for the largest
+ * possible number of rows, and each kernel reads the actual numbers. Every launcher enqueues on
+ * `stream` and returns the error of the launch. */
 #ifndef EPIC_CUDA_GROUPED_H
 #define EPIC_CUDA_GROUPED_H
 
@@ -20,12 +20,13 @@
 extern "C" {
 #endif
 
-/* Where each expert's slab is, and how the slabs are cut into tiles. p2p_launch_slabs()
- * computes tiles and slabs once per call; all later kernels of the call read them. */
+/* Where each expert's slab of rows is, and how the slabs are cut into tiles. For each call of
+ * the library, p2p_launch_slabs() computes `tiles` and `slabs` once. All later kernels of that
+ * call read them. */
 typedef struct p2p_slabs {
-    /* [num_experts], passed by the caller; NULL: one expert has all slots */
+    /* [num_experts]: rows of each slab, passed by the caller; NULL: one expert has all slots */
     const int32_t *expert_rows;
-    /* [num_experts]: rows that carry a token; NULL: equal to expert_rows */
+    /* [num_experts]: rows of each slab that hold a token; NULL: equal to expert_rows */
     const int32_t *expert_tokens;
     int32_t *num_tiles; /* [1]: number of tiles in use */
     slab_tile *tiles;   /* [most_tiles], one per EXPERTS_TILE_ROWS rows of a slab */
@@ -35,23 +36,23 @@ typedef struct p2p_slabs {
     int32_t most_tiles;
 } p2p_slabs;
 
-/* A matrix product over slabs; epic_gemm_pass defines the three passes. b has the shape
- * [experts, k, n] in FORWARD and INPUT, except that FORWARD with E4M3 reads [experts, n, k].
- * The reason is that e4m3 tensor cores need the numbers of one sum next to each other in
+/* A matrix product over slabs; epic_gemm_pass defines the three passes. In FORWARD and INPUT, b
+ * has the shape [experts, k, n]. Only FORWARD with E4M3 reads [experts, n, k], because the e4m3
+ * tensor cores require that the dimension over which a product sums (k) is contiguous in
  * memory. WEIGHT does not support e4m3. */
 typedef struct p2p_gemm {
     p2p_slabs slabs;
     const void *a; /* FORWARD: x [slots, k]; INPUT: d_y [slots, n]; WEIGHT: x [slots, k] */
     const void *b; /* FORWARD, INPUT: weights [experts, k, n]; WEIGHT: d_y [slots, n] */
     void *out;     /* FORWARD: [slots, n]; INPUT: [slots, k]; WEIGHT: [experts, k, n] */
-    /* FORWARD: [experts, n], added to rows that carry a token; NULL: no bias */
+    /* FORWARD: [experts, n], added to the rows that hold a token; NULL: no bias */
     const void *bias;
-    const float *bias_weights; /* [slots], factors of the bias; NULL: 1 */
+    const float *bias_weights; /* [slots]: the bias of a row is multiplied by this; NULL: 1 */
     /* E4M3: [slots, blocks], one scale for each 128 numbers of a row */
     const float *a_scales;
     /* E4M3: [experts, blocks, blocks], one scale for each 128 x 128 numbers */
     const float *b_scales;
-    /* INPUT: further rows, of the type of out, that are added to the result; NULL: none */
+    /* INPUT: rows with the shape and type of out, which are added to the result; NULL: none */
     const void *also;
     int64_t k, n;
     uint32_t pass;     /* an epic_gemm_pass */
@@ -63,14 +64,16 @@ typedef struct p2p_gemm {
     uint32_t out_type;  /* WEIGHT: epic_type of out */
     int32_t accumulate; /* WEIGHT, INPUT: 1: add the result to out */
     int32_t sms;        /* largest number of CTAs */
-    /* number of rows of tiles (with clusters: pairs of rows) that are computed together, column
-     * by column, so that they share L2 cache lines; 0: the launcher chooses */
+    /* Order of the tiles, for reuse of b in L2: the kernel computes this many rows of tiles
+     * (with clusters: pairs of rows) together, one column of tiles after the other. 0: the
+     * launcher chooses. */
     int32_t group;
     int32_t alone; /* 1: do not use clusters of two CTAs; for tests */
-    /* If above 1: cut each sum into this many slices. Only for products with one slab that
-     * fills all slots. */
+    /* If above 1: each sum is cut into this many slices, which different CTAs compute. Allowed
+     * only for products with one slab that fills all slots. */
     int32_t slices;
-    float *parts; /* with slices: [slices, rows of out, columns of out], partial sums */
+    /* with slices: [slices, rows of out, columns of out], the sum of each slice */
+    float *parts;
 } p2p_gemm;
 
 /* Arguments of the kernels between the two products: activations and their gradients.
@@ -80,31 +83,32 @@ typedef struct p2p_activation_job {
     epic_experts experts; /* with defaults filled in */
     /* [slots, width]: result of the first product, before input weight and bias */
     const void *gate_up;
-    const void *bias;          /* [experts, width]; NULL: none */
-    const float *slot_weights; /* [slots]: weights of the choices; NULL with EPIC_WEIGHT_LATE */
-    /* [slots, inner]: output. Backward: in: gradient of the activations; out: the
-     * activations. */
+    const void *bias; /* [experts, width]; NULL: none */
+    /* [slots]: router weight of each row; NULL with EPIC_WEIGHT_LATE */
+    const float *slot_weights;
+    /* [slots, inner]. Forward: output. Backward: the kernel reads the gradient of the
+     * activations from here, and overwrites it with the activations. */
     void *activations;
     /* Forward: [slots, blocks of 128 numbers], output. If set, the activations are quantized to
      * e4m3. NULL: the activations have row_type. */
     float *scales;
     /* backward: output [slots, width], gradient of the first product's result */
     void *d_gate_up;
-    /* backward: [slots, hidden]. Used with b_down, for the gradient of weights in
-     * EPIC_WEIGHT_EARLY. */
+    /* backward: [slots, hidden]. Only with EPIC_WEIGHT_EARLY and b_down: dot(d_y, b_down) is a
+     * part of the gradient of slot_weights. */
     const void *d_y;
     /* backward: [experts, hidden], bias of the second product; NULL: none */
     const void *b_down;
     float *d_slot_weights; /* backward: output [slots]; NULL: not computed */
-    int32_t aligned;       /* 1: rows are whole vectors of 16 bytes */
+    int32_t aligned;       /* 1: each row starts and ends at a multiple of 16 bytes */
     /* backward, EPIC_WEIGHT_INPUT: 1: multiply d_gate_up by the weight */
     int32_t weigh_d;
     int32_t sms;
     int32_t pad;
 } p2p_activation_job;
 
-/* Gradient of a bias. out[e] is the sum of weight * row over those rows of expert e that carry
- * a token. */
+/* Arguments of p2p_launch_bias(), which computes the gradient of a bias. out[e] is the sum of
+ * weight * row over the rows of expert e that hold a token. */
 typedef struct p2p_bias_job {
     p2p_slabs slabs;
     const void *rows;     /* [slots, n] of row_type */
@@ -116,8 +120,9 @@ typedef struct p2p_bias_job {
     int32_t pad;
 } p2p_bias_job;
 
-/* Multiplies rows by weights, or adds a weighted bias, in place. It follows a matrix product
- * that the caller supplied (epic_experts.gemm), because such a product does neither. */
+/* Arguments of p2p_launch_scale(), which multiplies rows by weights, or adds a weighted bias,
+ * in place. It runs after a matrix product that the caller supplied (epic_experts.gemm),
+ * because such a product applies neither weights nor biases. */
 typedef struct p2p_scale_job {
     p2p_slabs slabs;
     void *rows;           /* [slots, n] of row_type; rows without a token stay unchanged */
@@ -130,12 +135,13 @@ typedef struct p2p_scale_job {
     int32_t pad;
 } p2p_scale_job;
 
-/* Quantizes rows that carry a token to e4m3, with one scale for each 128 numbers. */
+/* Arguments of p2p_launch_quantize(), which quantizes to e4m3 the rows that hold a token. Each
+ * 128 numbers of a row have one scale. */
 typedef struct p2p_quantize_job {
     p2p_slabs slabs;
     const void *rows; /* [slots, n] of row_type */
     uint8_t *to;      /* [slots, n] */
-    float *scales;    /* [slots, blocks of n] */
+    float *scales;    /* [slots, blocks]: one scale for each 128 numbers of a row */
     int64_t n;
     uint32_t row_type;
     int32_t sms;
@@ -151,36 +157,40 @@ typedef struct p2p_rows_job {
     int32_t replace; /* 1: to = from, instead of the sum */
 } p2p_rows_job;
 
-/* Losses of a layer; each pointer is to one float. first: the balance loss. second: the z-loss.
- * NULL: not computed (inputs), or not wanted (outputs). */
+/* Arguments of p2p_launch_losses(), which copies the balance loss (`first`) and the z-loss
+ * (`second`) to to_first and to_second, and stores their sum to `sum`. Each pointer is to one
+ * float. An input that is NULL counts as 0; an output that is NULL is not written. */
 typedef struct p2p_losses_job {
     const float *first, *second;
     float *sum, *to_first, *to_second;
 } p2p_losses_job;
 
-/* Gradients of the two losses: to = {all + balance, all + z}. `all` is the gradient of their
- * sum. */
+/* Arguments of p2p_launch_incoming(), which computes the gradients of the two losses: to = {all
+ * + balance, all + z}. `all` is the gradient of the sum of the losses; `balance` and `z` are
+ * the gradients of each loss alone. */
 typedef struct p2p_incoming_job {
     const float *all, *balance, *z; /* NULL: 1 for all, 0 for balance and z */
     float *to;
 } p2p_incoming_job;
 
-/* float32 numbers as three bf16 pieces each (experts/grouped_pieces.cu). p2p_launch_split()
- * makes the pieces; p2p_launch_fold() adds the sums that were computed with them. */
+/* Arguments for products of float32 matrices on bf16 tensor cores (experts/grouped_pieces.cu).
+ * p2p_launch_split() writes each float32 number as three bf16 pieces. A product of these pieces
+ * has several sums for each result; p2p_launch_fold() adds them. */
 typedef struct p2p_pieces_job {
     const float *from; /* split: [rows, columns]; fold: [rows, GATE_PIECES, columns] */
     void *to;          /* split: bf16 [rows, places, columns]; fold: float32 [rows, columns] */
     const float *bias; /* fold: [columns]; NULL: none */
     int64_t rows, columns;
-    /* split: number of pieces stored for each number; a piece may be stored twice */
+    /* split: how many pieces are stored for each number; the same piece can be stored twice */
     int32_t places;
-    /* split: the piece (0 high, 1 middle, 2 low) at position i, in bits 2i and 2i + 1 */
+    /* split: bits 2i and 2i + 1 select the piece at position i: 0 high, 1 middle, 2 low */
     uint32_t order;
     int32_t accumulate; /* fold: 1: add to `to` */
     int32_t sms;
 } p2p_pieces_job;
 
-/* Split float32 numbers into bf16 pieces; add the sums of the pieces. */
+/* p2p_launch_split() splits float32 numbers into bf16 pieces. p2p_launch_fold() adds the sums
+ * that a product computed from these pieces. */
 cudaError_t p2p_launch_split(const p2p_pieces_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_fold(const p2p_pieces_job *job, cudaStream_t stream);
 cudaError_t p2p_load_pieces(void);
@@ -193,14 +203,16 @@ cudaError_t p2p_launch_losses(const p2p_losses_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_incoming(const p2p_incoming_job *job, cudaStream_t stream);
 cudaError_t p2p_load_dense(void);
 
-/* Computes the slabs and tiles of a p2p_slabs from the counts (experts/slabs.cu). */
+/* Computes slabs->slabs and slabs->tiles from the numbers of rows and tokens
+ * (experts/slabs.cu). */
 cudaError_t p2p_launch_slabs(const p2p_slabs *slabs, cudaStream_t stream);
 
-/* Run a product. p2p_launch_gemm() uses tensor cores if p2p_gemm_is_slow() returns NULL, else
- * plain loops. The other two launchers use plain loops or Hopper's tensor cores in any case. */
+/* Launches a matrix product. It uses tensor cores if p2p_gemm_is_slow() returns NULL, else
+ * plain loops. p2p_launch_plain_gemm() always uses plain loops, and p2p_launch_hopper_gemm()
+ * always uses Hopper's tensor cores. */
 cudaError_t p2p_launch_gemm(const p2p_gemm *job, cudaStream_t stream);
-/* Rewrites an e4m3 product as one of the pass INPUT. FORWARD with transposed weights is the
- * same sum with k and n exchanged. */
+/* Returns an e4m3 product as a product of the pass INPUT. For FORWARD it exchanges k and n:
+ * e4m3 FORWARD reads transposed weights, so it computes the same sums as INPUT. */
 p2p_gemm p2p_as_input(p2p_gemm scaled);
 cudaError_t p2p_launch_plain_gemm(const p2p_gemm *job, cudaStream_t stream);
 cudaError_t p2p_launch_hopper_gemm(const p2p_gemm *job, cudaStream_t stream);

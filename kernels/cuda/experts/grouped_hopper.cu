@@ -6,8 +6,8 @@
  *   p2p_launch_hopper_gemm  makes tensor maps, chooses an instance of the kernel, launches it
  *   p2p_load_hopper_gemm    loads all instances at open
  *
- * Tensor maps are made by the driver's cuTensorMapEncodeTiled. Builds for GPUs before or after
- * Hopper compile the kernels with empty bodies. */
+ * The driver's function cuTensorMapEncodeTiled makes the tensor maps. Builds for other GPUs
+ * than Hopper compile the kernels with empty bodies. */
 #pragma nv_diag_suppress 177
 
 #include "cuda/experts/grouped.h"
@@ -102,8 +102,8 @@ static Job job_of(const p2p_gemm *g)
     return job;
 }
 
-/* Returns the number of CTAs, a multiple of the cluster size `pair`. It is at most g->sms, and
- * at most the largest number of tiles that the product can have. */
+/* Returns the number of CTAs, a multiple of the cluster size `pair`. The number is limited by
+ * g->sms and by the largest number of tiles that the product can have. */
 static int ctas_of(const p2p_gemm *g, const Job &job, int pair)
 {
     const int64_t down = g->pass == EPIC_GEMM_WEIGHT
@@ -135,8 +135,8 @@ static cudaError_t launch_hopper(const p2p_gemm *g, cudaStream_t stream)
     return cudaLaunchKernelEx(&how, hopper_kernel<T, Out, PASS, CTAS>, maps, job);
 }
 
-/* Launches an e4m3 product. FORWARD and INPUT of e4m3 are the same sum, so only INPUT is
- * compiled. */
+/* Launches an e4m3 product. Only the pass INPUT is compiled for e4m3, because p2p_as_input()
+ * turns a FORWARD product into an INPUT product. */
 template <int CTAS> static cudaError_t launch_e4m3(const p2p_gemm *forward, cudaStream_t stream)
 {
     const p2p_gemm g = p2p_as_input(*forward);
@@ -148,8 +148,8 @@ template <int CTAS> static cudaError_t launch_e4m3(const p2p_gemm *forward, cuda
 template <class T> static constexpr bool IS_BF16 = false;
 template <> constexpr bool IS_BF16<__nv_bfloat16> = true;
 
-/* Launches a product of 16-bit factors of type T. Only bf16 has an instance with float32
- * results. */
+/* Launches a product of two matrices of the 16-bit type T. Float32 results of FORWARD are
+ * compiled only for bf16. */
 template <class T, int CTAS>
 static cudaError_t launch_typed(const p2p_gemm *g, cudaStream_t stream)
 {
@@ -165,8 +165,8 @@ static cudaError_t launch_typed(const p2p_gemm *g, cudaStream_t stream)
     return launch_hopper<T, T, EPIC_GEMM_WEIGHT, CTAS>(g, stream);
 }
 
-/* Chooses the instance for a product. Products of INPUT that add rows to the result are
- * compiled without clusters. */
+/* Chooses the kernel instance for a product. INPUT products that add rows to the result use the
+ * instance without clusters, because only that one contains the addition. */
 extern "C" cudaError_t p2p_launch_hopper_gemm(const p2p_gemm *g, cudaStream_t stream)
 {
     if (g->row_type == EPIC_E4M3)
@@ -215,8 +215,9 @@ extern "C" const char *p2p_gemm_is_slow(const p2p_gemm *g)
     return g->k % 8 || g->n % 8 ? "8 does not divide k and n" : NULL;
 }
 
-/* Loads one instance and raises its limit of dynamic shared memory. Sets *good to false if the
- * instance has no body for this GPU. */
+/* Loads one instance of the kernel and raises its limit of dynamic shared memory. Sets *good to
+ * false if the instance was compiled without a body for this GPU; its static shared memory then
+ * has 0 bytes. */
 template <class T, class Out, int PASS, int CTAS> static cudaError_t load_hopper(bool *good)
 {
     cudaFuncAttributes attributes;
@@ -229,7 +230,7 @@ template <class T, class Out, int PASS, int CTAS> static cudaError_t load_hopper
     return error;
 }
 
-/* Loads the e4m3 instances. */
+/* Loads the kernel instances for e4m3. */
 template <int CTAS> static cudaError_t load_e4m3(bool *good)
 {
     cudaError_t error = load_hopper<E4m3, __nv_bfloat16, EPIC_GEMM_INPUT, CTAS>(good);
@@ -237,7 +238,7 @@ template <int CTAS> static cudaError_t load_e4m3(bool *good)
                                 : error;
 }
 
-/* Loads the instances for 16-bit factors of type T. */
+/* Loads the kernel instances for matrices of the 16-bit type T. */
 template <class T, int CTAS> static cudaError_t load_typed(bool *good)
 {
     cudaError_t error = load_hopper<T, T, EPIC_GEMM_FORWARD, CTAS>(good);
@@ -248,8 +249,8 @@ template <class T, int CTAS> static cudaError_t load_typed(bool *good)
     return error == cudaSuccess ? load_hopper<T, float, EPIC_GEMM_WEIGHT, CTAS>(good) : error;
 }
 
-/* Returns the driver's cuTensorMapEncodeTiled, or NULL. It asks the runtime, because EPIC does
- * not link with libcuda. */
+/* Returns the address of the driver's cuTensorMapEncodeTiled, or NULL. The CUDA runtime looks
+ * it up, because EPIC does not link with libcuda. */
 static encode_function find_encode()
 {
     void *function = NULL;

@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Matrix products over slabs on the tensor cores of sm_90a (Hopper). p2p_gemm
- * (experts/grouped.h) describes the products. Factors have 16 bits or are e4m3, sums are
- * float32, and k and n are multiples of 8.
+ * (experts/grouped.h) describes the products. The numbers of a and b have 16 bits or are e4m3,
+ * sums are float32, and k and n are multiples of 8.
  *
- * A tile of out has 128 x 256 numbers. A CTA has three warpgroups. One thread of the first
- * copies factors (producer). The other two multiply, 64 rows of the tile each (consumers). They
+ * A tile of out has 128 x 256 numbers. A CTA has three warpgroups. In the first, one thread
+ * (the producer) copies parts of a and b to shared memory. The other two warpgroups (the
+ * consumers) multiply them; each consumer computes 64 rows of the tile. Producer and consumers
  * share a ring of STAGES stages in shared memory. Each stage has two barriers, "full" and
  * "empty":
  *
@@ -14,21 +15,23 @@
  *   consumers  add the bias, zero the padding, round; write out by tensor copies of 64 rows
  *              x 128 bytes (boxes) through shared memory
  *
- * Producer and consumers go through the same list of tiles. The grid is persistent. In a
- * cluster of two CTAs, each CTA computes one of two neighbouring tiles of a column, and the
- * cluster then goes on to its next pair of tiles. If both tiles belong to one expert, each CTA
- * copies half of b, and the multicast copy writes it to both. This is decided for each pair of
- * tiles, so it also works for slabs of very different sizes.
+ * The grid is persistent, and producer and consumers process the same tiles in the same order.
+ * In a cluster of two CTAs, the two CTAs compute two tiles that are neighbours in a column;
+ * then the cluster goes on to its next pair of tiles. If both tiles belong to one expert, they
+ * need the same part of b. Each CTA then copies half of it, and its multicast copy writes this
+ * half to both CTAs. The CTAs decide this for each pair of tiles, so it also works for slabs of
+ * very different sizes.
  *
- * The kernel reads the factors in the caller's layout. wgmma reads a transposed factor across
- * its rows.
+ * The kernel reads a and b in the caller's layout. "Transposed" marks a matrix in which the
+ * summed dimension is not contiguous, so that wgmma has to read it transposed.
  *     pass     a                          b                           the sum runs over
  *     FORWARD  x   [slot, k]              w [k, n] transposed         k
  *     INPUT    d_y [slot, n]              w [k, n]                    n
  *     WEIGHT   x   [slot, k] transposed   d_y [slot, n] transposed    slots of the slab
- * WEIGHT starts with the last block of slots, which may be incomplete. Consumers zero its lines
- * after the slab's tokens in shared memory. So neither padding nor the next slab is added to a
- * sum. FORWARD and INPUT compute whole tiles, and store only the rows of the slab. */
+ * The sums of WEIGHT must contain only the slab's tokens, not its padding or the next slab. So
+ * WEIGHT starts with the last block of slots, which can be incomplete, and the consumers set
+ * the lines after the slab's last token to zero in shared memory. FORWARD and INPUT compute
+ * whole tiles, and store only the rows of the slab. */
 #ifndef EPIC_GROUPED_HOPPER_CUH
 #define EPIC_GROUPED_HOPPER_CUH
 
@@ -36,9 +39,9 @@
 
 /* --------------------------------------------------------------------------- consumers ---- */
 
-/* Arrives at the barrier `empty` of a stage, after this warpgroup has read it. With clusters,
- * it also arrives at the other CTA's barrier, because that CTA's producer writes into this
- * stage, too. */
+/* Marks a stage as free: arrives at its barrier `empty`. Called by a warpgroup after its wgmma
+ * have read the stage. With clusters, the warpgroup also arrives at the other CTA's barrier,
+ * because that CTA's producer also writes into this stage. */
 template <int CTAS>
 static __device__ __forceinline__ void release_stage(const Places &at, int stage, int thread)
 {
@@ -50,8 +53,8 @@ static __device__ __forceinline__ void release_stage(const Places &at, int stage
     }
 }
 
-/* WEIGHT: zeroes the lines (slots) of a stage from `first` on, in both factors. Each of the two
- * warpgroups zeroes half of the columns. */
+/* Only in the pass WEIGHT: sets the lines (slots) of a stage from number `first` on to zero,
+ * for a and for b. Each of the two warpgroups does this for half of the columns. */
 static __device__ __forceinline__ void zero_lines(uint32_t stage, int first, int half,
                                                   int thread)
 {
@@ -67,15 +70,15 @@ static __device__ __forceinline__ void zero_lines(uint32_t stage, int first, int
     named_barrier_sync(BARRIER_BOTH, CONSUMERS);
 }
 
-/* Computes this warpgroup's 64 rows of a tile, from factors of 16 bits. It releases a stage
- * only after the wgmma of the next stage have been issued, so that the tensor cores stay
- * busy. */
+/* Computes this warpgroup's 64 rows of a tile from 16-bit numbers. To keep the tensor cores
+ * busy, it issues the wgmma of the next stage before it waits for those of a stage and releases
+ * that stage. */
 template <class T, int PASS, int CTAS>
 static __device__ __forceinline__ void
 multiply_tile(float (&d)[128], const Work &w, const Places &at, Stage &s, int half, int thread)
 {
     constexpr int TRANSPOSE_A = PASS == EPIC_GEMM_WEIGHT, TRANSPOSE_B = PASS != EPIC_GEMM_INPUT;
-    /* distance between 16 numbers of a sum and the next 16, in 16-byte units */
+    /* distance between two blocks of 16 along the summed dimension, in units of 16 bytes */
     constexpr int STEP_A = TRANSPOSE_A ? 128 : 2, STEP_B = TRANSPOSE_B ? 128 : 2;
     if (PASS == EPIC_GEMM_WEIGHT && w.tokens % BK != 0) {
         barrier_wait(at.full + 8 * s.index, s.parity);
@@ -107,8 +110,9 @@ multiply_tile(float (&d)[128], const Work &w, const Places &at, Stage &s, int ha
     if (w.steps > 0) release_stage<CTAS>(at, s.previous_index(), thread);
 }
 
-/* The part of a 64-row result that a thread holds: wgmma's layout. Number d[4 * j + i] is in
- * row `row` (i < 2) or row + 8 (i >= 2), and in column 8 * j + column + i % 2. */
+/* Which numbers of the 64-row result one thread holds in d; wgmma defines this layout. Number
+ * d[4 * j + i] is in row `row` (i < 2) or row + 8 (i >= 2), and in column 8 * j + column + i %
+ * 2. */
 struct Lane {
     int row, column;
 
@@ -143,8 +147,8 @@ static __device__ __forceinline__ uint32_t pack_pair(float x, float y, __half)
     return *(const uint32_t *)&pair;
 }
 
-/* Adds the expert's bias to the results, multiplied by the row's bias weight if there are
- * any. */
+/* Adds the expert's bias to each row of the results. With job.bias_weights, the bias is first
+ * multiplied by the row's weight. */
 template <class T>
 static __device__ __forceinline__ void add_bias(float (&d)[128], const Job &job, const Work &w,
                                                 int half, const Lane &lane)
@@ -167,9 +171,9 @@ static __device__ __forceinline__ void add_bias(float (&d)[128], const Job &job,
     }
 }
 
-/* Adds rows of `from` to the results before they are rounded, so that they are rounded once.
- * `row` is this thread's first row, and `there` rows of `from` exist from that row on. Not for
- * float32 results, which add_box() adds in memory. */
+/* Adds rows of `from` to the results in registers, so that the sum is rounded only once. `row`
+ * is this thread's first row, and `from` has `there` rows from that row on. Float32 results do
+ * not need this; add_box() adds them in memory. */
 template <class Out>
 static __device__ __forceinline__ void add_rows(float (&d)[128], const void *from,
                                                 const Job &job, const Work &w, int64_t row,
@@ -190,8 +194,8 @@ static __device__ __forceinline__ void add_rows(float (&d)[128], const void *fro
     }
 }
 
-/* Adds other rows to the results: job.also if set, and with job.accumulate the old values of
- * out. */
+/* Adds to the results the rows of job.also, if it is set, and the old values of out, if
+ * job.accumulate is set. */
 template <class Out, int PASS>
 static __device__ __forceinline__ void add_existing(float (&d)[128], const Job &job,
                                                     const Work &w, int half, const Lane &lane)
@@ -206,8 +210,8 @@ static __device__ __forceinline__ void add_existing(float (&d)[128], const Job &
     if (job.accumulate) add_rows<Out>(d, job.out, job, w, w.row + line, w.tokens - line, lane);
 }
 
-/* Sets the results of rows without a token to zero. `tokens`: number of rows with a token, from
- * this warpgroup's first row on. */
+/* Sets the results of rows without a token to zero. `tokens` is the number of rows with a
+ * token, counted from this warpgroup's first row. */
 static __device__ __forceinline__ void zero_padding(float (&d)[128], int tokens,
                                                     const Lane &lane)
 {
@@ -219,9 +223,9 @@ static __device__ __forceinline__ void zero_padding(float (&d)[128], int tokens,
     }
 }
 
-/* Writes box q of this warpgroup's 64 rows to shared memory, in the 128-byte swizzle of tensor
- * copies: vector v (16 bytes) of line r is stored at position v ^ r % 8. A box has 64 columns
- * of 16-bit numbers, or 32 columns of float32. */
+/* Writes box q of this warpgroup's 64 rows to shared memory, where a tensor copy will read it.
+ * A box has 64 columns of 16-bit numbers, or 32 columns of float32. It has the 128-byte swizzle
+ * of tensor copies: 16-byte vector v of line r is stored at position v ^ r % 8. */
 template <class T>
 static __device__ __forceinline__ void write_box(uint32_t box, const float (&d)[128], int q,
                                                  int thread, T)
@@ -246,7 +250,7 @@ static __device__ __forceinline__ void write_box(uint32_t box, const float (&d)[
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         const float *x = d + q * 16 + j * 4;
-        /* equal for `high`, because high % 8 == row % 8 */
+        /* also the position in line `high`, because high % 8 == row % 8 */
         const int vector = (2 * j + lane.column / 4) ^ lane.row % 8;
         const uint32_t at = box + vector * 16 + lane.column % 4 * 4;
         write_shared(at + lane.row * 128, x[0], x[1]);
@@ -254,8 +258,9 @@ static __device__ __forceinline__ void write_box(uint32_t box, const float (&d)[
     }
 }
 
-/* Stores the first `rows` lines of a box with ordinary stores. For boxes that reach past the
- * slab, where a tensor copy would overwrite the next slab. */
+/* Copies the first `rows` lines of a box to out with ordinary stores. Used for a box that
+ * reaches past the end of the slab, because a tensor copy of the whole box would overwrite the
+ * next slab. */
 static __device__ __forceinline__ void
 store_lines(uint8_t *out, int64_t line_bytes, uint32_t box, int rows, int vectors, int thread)
 {
@@ -270,14 +275,14 @@ store_lines(uint8_t *out, int64_t line_bytes, uint32_t box, int rows, int vector
     }
 }
 
-/* Rounds the results to Out and stores them, box by box. While a tensor copy reads one box, the
- * warpgroup writes the other one. */
+/* Rounds the results to Out and stores them, box by box. The warpgroup has two boxes in shared
+ * memory: while a tensor copy reads one of them, the warpgroup writes the other one. */
 template <class Out, int PASS>
 static __device__ __forceinline__ void store_tile(const float (&d)[128], const Maps &maps,
                                                   const Job &job, const Work &w, uint32_t boxes,
                                                   int half, int thread)
 {
-    /* WIDE: columns of a box; COUNT: boxes from left to right of the tile */
+    /* WIDE: columns of a box; COUNT: number of boxes across the tile */
     constexpr int WIDE = 128 / sizeof(Out), COUNT = BN / WIDE;
     const int rows = w.rows - half * 64; /* this warpgroup's rows that belong to the slab */
 #pragma unroll
@@ -307,17 +312,19 @@ static __device__ __forceinline__ void store_tile(const float (&d)[128], const M
 
 /* ------------------------------------------------------------------------- scaled e4m3 ---- */
 
-/* Scales of an e4m3 tile. A thread needs those of its two rows (low, high), and those of the
- * weights for the left and right 128 columns of the tile. The four lanes that share a row also
- * share the loads: lane i loads blocks i, i + 4, ... of the sum. Loads run four blocks
- * ahead. */
+/* The scales that one thread needs for an e4m3 tile: those of its two rows of a (low, high),
+ * and those of b for the left and right 128 columns of the tile. Each block of 128 along the
+ * summed dimension has its own scales. The four lanes that hold the same two rows share the
+ * loads: lane i of them loads the scales of blocks i, i + 4, ... A lane starts each load four
+ * blocks before the scale is used. */
 struct Scales {
-    /* scales of two rows, NULL for a row without a token; of the weights */
+    /* low, high: scales of the two rows of a, NULL for a row without a token; b: scales of b */
     const float *low, *high, *b;
-    /* number of blocks of a sum; distance from the left weight scales to the right ones */
+    /* steps: number of blocks of a sum; right: distance in b from the scales of the left
+     * columns to those of the right columns */
     int steps, right;
     float next_low, next_high, next_b[2];
-    /* scale of the row times scale of the weights, for the left and right columns */
+    /* scale of a times scale of b, for the left [0] and right [1] columns */
     float now_low[2], now_high[2];
 
     __device__ __forceinline__ Scales(const Job &job, const Work &w, const Lane &lane, int half)
@@ -332,7 +339,8 @@ struct Scales {
         right = block + 1 < blocks ? steps : 0;
         fetch_blocks(lane.column / 2);
     }
-    /* Starts loading this lane's scales of block `step`; 0 past the last block. */
+    /* Starts loading this lane's scales of block `step`. Past the last block, the scales are
+     * 0. */
     __device__ __forceinline__ void fetch_blocks(int step)
     {
         next_low = next_high = next_b[0] = next_b[1] = 0;
@@ -342,8 +350,9 @@ struct Scales {
         next_b[0] = __ldg(b + step);
         next_b[1] = __ldg(b + right + step);
     }
-    /* Multiplies the loaded scales, for use in the next four blocks, and starts loading the
-     * four after them. `step`: the block that this lane loads. */
+    /* Multiplies the loaded scales of a and b. The next four blocks use these products. Then
+     * starts loading the scales of the four blocks after them; this lane loads those of block
+     * `step`. */
     __device__ __forceinline__ void use_next_blocks(int step)
     {
 #pragma unroll
@@ -355,10 +364,11 @@ struct Scales {
     }
 };
 
-/* Like multiply_tile(), for e4m3. The tensor cores add only blocks of 128 products, because
- * they keep fewer bits than float32. Each block's sum is then scaled and added to d in float32.
- * That addition takes a quarter of the clocks of the products, and only the waits for copies
- * overlap with it. */
+/* Computes this warpgroup's 64 rows of a tile from e4m3 numbers. The tensor cores keep fewer
+ * bits of a sum than float32. So they add only the 128 products of one block; this thread then
+ * scales the block's sum and adds it to d in float32. These additions take a quarter of the
+ * clocks of the products. They do not overlap with the products of this warpgroup, only with
+ * the copies. */
 template <int CTAS>
 static __device__ __forceinline__ void multiply_tile_e4m3(float (&d)[128], const Job &job,
                                                           const Work &w, const Places &at,
@@ -387,7 +397,7 @@ static __device__ __forceinline__ void multiply_tile_e4m3(float (&d)[128], const
             commit_wgmma();
             float scale[2] = {__shfl_sync(0xffffffffu, scales.now_low[h], k % 4, 4),
                               __shfl_sync(0xffffffffu, scales.now_high[h], k % 4, 4)};
-            /* so that the compiler places the shuffles before the wait */
+            /* makes the compiler place the shuffles before the wait */
             keep_in_registers(scale);
             if (h == 1 && k + 1 < w.steps) barrier_wait(at.full + 8 * s.index, s.parity);
             wait_wgmma<0>();
@@ -399,8 +409,8 @@ static __device__ __forceinline__ void multiply_tile_e4m3(float (&d)[128], const
     }
 }
 
-/* A consumer warpgroup: computes and stores its 64 rows (half 0 or 1) of every tile of the
- * CTA. */
+/* Main loop of a consumer warpgroup: for each tile of the CTA, computes and stores the first
+ * (half 0) or the last (half 1) 64 rows. */
 template <class T, class Out, int PASS, int CTAS>
 static __device__ __forceinline__ void run_consumer(const Maps &maps, const Job &job,
                                                     const Places &at, int half, int rank)
@@ -433,15 +443,16 @@ static __device__ __forceinline__ void run_consumer(const Maps &maps, const Job 
 
 /* ------------------------------------------------------------------------------ kernel ---- */
 
-/* The kernel. T is the type of the factors, Out the type of the result, CTAS the size of a
- * cluster. The body is compiled only for sm_90a. */
+/* The kernel. T is the type of a and b, Out the type of the result, CTAS the number of CTAs in
+ * a cluster. The body is compiled only for sm_90a. */
 template <class T, class Out, int PASS, int CTAS>
 static __global__ void __launch_bounds__(THREADS, 1)
     hopper_kernel(const __grid_constant__ Maps maps, const __grid_constant__ Job job)
 {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ uint8_t memory[];
-    /* Static memory also shows the host that the kernel has a body (load_hopper()). */
+    /* This memory must be static. load_hopper() reads the kernel's static shared size, which is
+     * 0 if the kernel was compiled without this body (not for sm_90a). */
     __shared__ uint64_t barriers[2 * STAGES];
     const int group = threadIdx.x / 128, rank = CTAS == 2 ? cluster_rank() : 0;
     Places at;
@@ -464,13 +475,13 @@ static __global__ void __launch_bounds__(THREADS, 1)
         if (threadIdx.x == 0) run_producer<T, PASS, CTAS>(maps, job, at, rank);
     } else {
         grow_registers<232>();
-        /* The shuffle proves to ptxas that `half` is equal in the whole warp. Then ptxas keeps
-         * the wgmma descriptors in uniform registers, which makes e4m3 faster. */
+        /* Makes e4m3 faster: the shuffle proves to ptxas that all lanes of the warp have the
+         * same `half`, so ptxas keeps the wgmma descriptors in uniform registers. */
         const int half = __shfl_sync(0xffffffffu, group - 1, 0);
         run_consumer<T, Out, PASS, CTAS>(maps, job, at, half, rank);
     }
     __syncwarp();
-    /* the other CTA may still copy into this CTA's shared memory */
+    /* Wait before exit, because the other CTA perhaps still copies into this CTA's memory. */
     if (CTAS == 2) cluster_sync();
 #endif
 }

@@ -1,23 +1,24 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Products of float32 factors on tensor cores that multiply bf16. split_kernel writes a float32
- * number x as three bf16 pieces, which together have all 24 bits of x: high = bf16(x), middle =
- * bf16(x - high), low = bf16(x - high - middle).
+/* Products of float32 matrices on tensor cores that multiply bf16. split_kernel writes a
+ * float32 number x as three bf16 pieces, which together have all 24 significant bits of x: high
+ * = bf16(x), middle = bf16(x - high), low = bf16(x - high - middle).
  *
- * If one factor is float32, its pieces become separate columns. One product then computes three
- * sums for each result, and fold_kernel adds them. If both factors are float32, the pieces of
- * both are ordered along the sum, so that one long sum contains all wanted products of pieces.
+ * If only one of the two matrices is float32, its pieces become separate columns. One product
+ * then computes three sums for each result, and fold_kernel adds them. If both matrices are
+ * float32, the pieces of both are stored one after the other along the k dimension. One product
+ * with a longer k dimension then adds all the products of pieces that are needed.
  *
  *   split_kernel  from [rows, columns]    -> to  [rows, places, columns]  one thread per number
  *   fold_kernel   sums [rows, 3, columns] -> out [rows, columns]          one thread per number
  *
- * src/backend/p2p/gate.c has the order of the pieces. */
+ * src/backend/p2p/gate.c defines the order of the pieces. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
 #include "cuda/experts/grouped.h"
 
 #define THREADS 256
 
-/* Writes job.places pieces of each number. job.order selects the piece for each place. */
+/* Writes job.places pieces of each number. job.order selects the piece for each position. */
 static __global__ void __launch_bounds__(THREADS)
     split_kernel(const __grid_constant__ p2p_pieces_job job)
 {
@@ -54,7 +55,7 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Returns the number of CTAs for one thread per number, at most 8 per SM. */
+/* Returns the number of CTAs: one thread per number, but at most 8 CTAs per SM. */
 static int ctas_of(const p2p_pieces_job *job)
 {
     const int64_t ctas = (job->rows * job->columns + THREADS - 1) / THREADS;

@@ -6,17 +6,19 @@
  *     INPUT    out [slots, k] = a [slots, n] b[e]^T
  *     WEIGHT   out[e] [k, n]  = a [slots, k]^T b [slots, n]   over the tokens of slab e
  *
- * A CTA computes tiles of BM x BN numbers of out. Each of its 128 threads has 8 x 8 of them, as
- * four blocks of 4 x 4. Per step, both factors go through shared memory as float32, BK numbers
- * of a sum at a time. Meanwhile the threads load the factors of the next step into registers.
+ * A CTA computes tiles of BM x BN numbers of out. Each of its 128 threads computes 8 x 8 of
+ * them, as four blocks of 4 x 4. The loop over the summed dimension advances by BK numbers per
+ * step. In each step, the threads read the a and b tiles of this step from shared memory as
+ * float32, and load those of the next step into registers.
  *
- * The kernel does not read rows without a token. It writes zeros to those inside slabs. Factors
- * of e4m3 have one scale per 1 x 128 numbers of a and per 128 x 128 numbers of b. Every e4m3
- * product runs as the pass INPUT (p2p_as_input), where the numbers of a sum are next to each
- * other in memory.
+ * The kernel does not read rows without a token. If such a row is inside a slab, the kernel
+ * writes zeros to its row of out. An e4m3 matrix has one scale per 1 x 128 numbers (a) or per
+ * 128 x 128 numbers (b). Every e4m3 product runs as the pass INPUT (p2p_as_input), which reads
+ * both matrices contiguously along the summed dimension.
  *
- * If there are few tiles with long sums, the sums are cut into slices. plain_kernel stores the
- * partial sum of each slice, and slices_kernel adds the slices in order. */
+ * A product with few tiles and long sums would leave most SMs idle. So the host has each sum
+ * cut into slices (p2p_gemm.slices), which different CTAs compute. plain_kernel stores the
+ * partial sum of each slice, and slices_kernel adds the partial sums in order. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
 #include "cuda/experts/grouped.h"
@@ -25,26 +27,27 @@
 #define BN 64
 #define BK 16
 #define THREADS 128
-#define EACH 8 /* rows, and columns, of a thread's part of a tile */
+#define EACH 8 /* a thread computes EACH x EACH numbers of a tile */
 /* floats of padding after each row in shared memory, against bank conflicts */
 #define PAST 4
-/* groups of four numbers of a that a thread loads per step */
+/* how many groups of four numbers of a one thread loads per step */
 #define A_FOURS (BM * BK / 4 / THREADS)
-/* groups of four numbers of b */
+/* how many groups of four numbers of b one thread loads per step */
 #define B_FOURS (BN * BK / 4 / THREADS)
 
-/* The work of a CTA at a time: a tile of out, and a slice of the sum. */
+/* What a CTA computes at a time: one tile of out, and in it one slice of each sum. */
 struct Piece {
     int64_t row;    /* first row of the tile in a and out; WEIGHT: first row of the slab */
     int64_t first;  /* WEIGHT: first row of the tile in out[expert]; else 0 */
     int64_t column; /* first column of the tile in out */
-    /* depth: length of the whole sum; columns: those of out */
+    /* depth: how many products each sum has, over all slices; columns: columns of out */
     int64_t expert, depth, columns;
-    int64_t begin, end; /* the slice of the sum: numbers begin to end - 1 */
-    int rows, tokens;   /* rows of the tile to store; those of them that are computed */
+    int64_t begin, end; /* the slice: products begin to end - 1 of the sum */
+    /* rows: how many rows of the tile are stored; tokens: how many of them are computed */
+    int rows, tokens;
 };
 
-/* Returns the number of slices of each sum. */
+/* Returns into how many slices each sum is cut (1: not cut). */
 static __device__ __forceinline__ int64_t slices_of(const p2p_gemm &g)
 {
     return g.slices > 1 ? g.slices : 1;
@@ -180,16 +183,18 @@ static __device__ __forceinline__ int count_four(int64_t end, int64_t at)
     return (int)max((int64_t)0, min((int64_t)4, end - at));
 }
 
-/* The part of a step's factors that one thread loads into registers and then writes to shared
- * memory. TRANSPOSED: in the caller's memory, the numbers of one sum are next to each other. */
+/* The part of the a and b tiles of one step that one thread loads into registers and then
+ * writes to shared memory. A_TRANSPOSED, B_TRANSPOSED: the summed dimension is contiguous in
+ * the caller's matrix. */
 template <int PASS, bool SCALED> struct Parts {
     static constexpr bool A_TRANSPOSED = PASS != EPIC_GEMM_WEIGHT;
     static constexpr bool B_TRANSPOSED = PASS == EPIC_GEMM_INPUT;
     static constexpr int A_PITCH = BM + PAST, B_PITCH = BN + PAST;
     float4 a[A_FOURS], b[B_FOURS];
 
-    /* The position of this thread's n-th group of four numbers in a step. step_of() returns its
-     * first index in the sum; line_of() returns its first row of a or column of b. */
+    /* Where this thread's n-th group of four numbers is in the tile of one step. step_of()
+     * returns its first index along the summed dimension. line_of() returns its first row of a
+     * or column of b. */
     static __device__ __forceinline__ int step_of(bool transposed, int lines, int n)
     {
         const int i = n * THREADS + (int)threadIdx.x;
@@ -200,7 +205,8 @@ template <int PASS, bool SCALED> struct Parts {
         const int i = n * THREADS + (int)threadIdx.x;
         return transposed ? i / (BK / 4) : i % (lines / 4) * 4;
     }
-    /* Loads this thread's numbers of the step that begins at index `step` of the sum. */
+    /* Loads this thread's numbers of one step; `step` is its first index along the summed
+     * dimension. */
     __device__ __forceinline__ void load_step(const p2p_gemm &g, const Piece &p, int64_t step)
     {
         const uint32_t a_type = PASS == EPIC_GEMM_INPUT ? y_type(g) : g.row_type;
@@ -253,8 +259,8 @@ template <int PASS, bool SCALED> struct Parts {
     }
 };
 
-/* Returns the tile row (or column) of a thread's i-th number. Numbers 0 to 3 are adjacent;
- * numbers 4 to 7 are adjacent and half a tile further. */
+/* Returns which row (or column) of the tile a thread's i-th row (or column) is. Rows 0 to 3 of
+ * a thread are adjacent. Rows 4 to 7 are adjacent too, half a tile further. */
 static __device__ __forceinline__ int thread_line(int first, int i, int half)
 {
     return first * 4 + i % 4 + (i < 4 ? 0 : half);
@@ -268,8 +274,9 @@ static __device__ __forceinline__ void load_eight(const float *from, int half, f
     x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
 }
 
-/* Stores four results of row m of the tile. Rows without a token become zeros. Other rows get
- * the bias, the rows `also` and the old values of out, as far as the job has them. */
+/* Stores four results of row m of the tile. If the row has no token, the results are zeros.
+ * Otherwise it first adds the bias and the row of `also`, if the job has them. With accumulate,
+ * it adds the old values of out. */
 template <int PASS, bool SCALED>
 static __device__ __forceinline__ void store_four(const p2p_gemm &g, const Piece &p, int m,
                                                   int64_t column, float *x)
@@ -296,13 +303,13 @@ static __device__ __forceinline__ void store_four(const p2p_gemm &g, const Piece
     store_numbers_at(g.out, type, at, there, x);
 }
 
-/* Returns the number of rows of out. Only for jobs with slices, which have one slab. */
+/* Returns the number of rows of out. Called only for jobs with slices, which have one slab. */
 template <int PASS> static __device__ __forceinline__ int64_t lines_of(const p2p_gemm &g)
 {
     return PASS == EPIC_GEMM_WEIGHT ? g.k : g.slabs.num_slots;
 }
 
-/* Stores four partial sums of a slice to g.parts [slices, lines, columns]. */
+/* Stores four partial sums of one slice to g.parts [slices, rows of out, columns of out]. */
 template <int PASS>
 static __device__ __forceinline__ void store_partial_four(const p2p_gemm &g, const Piece &p,
                                                           int64_t slice, int m, int64_t column,
@@ -313,8 +320,9 @@ static __device__ __forceinline__ void store_partial_four(const p2p_gemm &g, con
     if (m < p.rows) store_numbers_at(g.parts, EPIC_F32, at, count_four(p.columns, column), x);
 }
 
-/* Computes all pieces, one after the other per CTA. Shared memory is double-buffered: the CTA
- * computes a step from one half while it writes the next step into the other. */
+/* Computes all pieces (struct Piece); each CTA computes one piece after the other. Shared
+ * memory has two buffers: the CTA multiplies one step from one buffer, and writes the next step
+ * to the other. */
 template <int PASS, bool SCALED>
 static __global__ void __launch_bounds__(THREADS)
     plain_kernel(const __grid_constant__ p2p_gemm g)
@@ -387,8 +395,8 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Returns the number of CTAs: at most the number of pieces for full slabs, because the host
- * does not know the counts. */
+/* Returns the number of CTAs. The host does not know how many rows the slabs have, so it takes
+ * the number of pieces of full slabs, but at most four CTAs per SM. */
 static int ctas_of(const p2p_gemm *g)
 {
     const int64_t columns = g->pass == EPIC_GEMM_INPUT ? g->k : g->n;
@@ -411,7 +419,8 @@ extern "C" p2p_gemm p2p_as_input(p2p_gemm g)
     return g;
 }
 
-/* Launches one pass, and slices_kernel if sums are cut into slices. */
+/* Launches plain_kernel for one pass, and then slices_kernel if the sums are cut into
+ * slices. */
 template <int PASS, bool SCALED>
 static cudaError_t launch_pass(const p2p_gemm &g, cudaStream_t stream)
 {

@@ -2,7 +2,7 @@
 /* Tiles and producer of the matrix products on Hopper's tensor cores.
  * experts/grouped_hopper.cuh has the consumers, and describes the whole kernel.
  *
- *   find_tile      tile number t of a cluster: which rows, columns and expert
+ *   find_tile      rows, columns and expert of tile number t
  *   Stage          position in the ring of stages, with the parity of its barriers
  *   run_producer   one thread per CTA: waits for empty[s], then starts the tensor copies of a
  *                  128 x 64 and b 64 x 256 into stage s, which complete full[s] */
@@ -15,34 +15,34 @@
 
 #define BM EXPERTS_TILE_ROWS
 #define BN 256
-#define BK 64 /* depth of a stage: 16-bit numbers of a sum; 128 for e4m3 */
+#define BK 64 /* 16-bit numbers along the summed dimension in a stage; e4m3: 128 */
 #define STAGES 4
-#define GROUP_BYTES (64 * 128) /* 64 lines of 128 bytes, the unit of the 128-byte swizzle */
+#define GROUP_BYTES (64 * 128) /* 64 lines of 128 bytes: one box with 128-byte swizzle */
 #define A_BYTES (2 * GROUP_BYTES)
 #define B_BYTES (4 * GROUP_BYTES)
 #define STAGE_BYTES (A_BYTES + B_BYTES)
-#define STORE_BYTES (2 * GROUP_BYTES) /* of one consumer warpgroup: two boxes, used in turn */
+#define STORE_BYTES (2 * GROUP_BYTES) /* two boxes for the results of one consumer warpgroup */
 #define SHARED_BYTES (STAGES * STAGE_BYTES + 2 * STORE_BYTES + 1024)
 #define THREADS 384
 #define CONSUMERS 256
 
-/* Numbers of the CTA's named barriers. Number 0 is that of __syncthreads(). */
-#define BARRIER_OWN 1 /* 1 and 2: the first and the second consumer warpgroup */
+/* Numbers of the CTA's named barriers. __syncthreads() uses number 0. */
+#define BARRIER_OWN 1 /* + half: barrier of one consumer warpgroup (1 or 2) */
 /* Barrier of both consumer warpgroups. */
 #define BARRIER_BOTH 3
 
-/* An e4m3 number. As template argument T it selects factors with scales. */
+/* An e4m3 number. As template argument T it selects the code for e4m3 matrices with scales. */
 struct E4m3 {
     uint8_t bits;
 };
 
-/* Tensor maps: descriptors of the three matrices for tensor copies. */
+/* Tensor maps: they describe the three matrices to the hardware that does the tensor copies. */
 struct Maps {
     CUtensorMap a, b, out;
 };
 
-/* Arguments of the kernel, filled in by job_of(). Fields without a comment are those of
- * p2p_gemm and its p2p_slabs. */
+/* Arguments of the kernel, filled in by job_of(). p2p_gemm and p2p_slabs (experts/grouped.h)
+ * explain the fields that have no comment here. */
 struct Job {
     slab_place *slabs;
     slab_tile *tiles;
@@ -51,36 +51,40 @@ struct Job {
     const float *bias_weights;
     const float *a_scales, *b_scales; /* E4M3 only */
     void *out;
-    const void *also; /* INPUT: further rows to add; NULL: none */
+    const void *also; /* INPUT: rows that are added to the result; NULL: none */
     int64_t columns;  /* columns of out */
     int64_t lines;    /* WEIGHT: rows of one expert's out */
     int num_experts;
     int tiles_down; /* WEIGHT: number of rows of tiles of one expert */
     /* number of tiles in a row of tiles */
     int tiles_across;
-    int steps; /* FORWARD, INPUT: stages per tile, each BK numbers of the sum (e4m3: 128) */
-    /* number of rows of tiles (with clusters: pairs of rows) that are computed together, column
-     * by column, so that b is read from L2 */
+    int steps; /* FORWARD, INPUT: stages per tile; each has BK products of a sum (e4m3: 128) */
+    /* Order of the tiles, for reuse of b in L2: the kernel computes this many rows of tiles
+     * (with clusters: pairs of rows) together, one column of tiles after the other. */
     int group;
     int accumulate;
 };
 
 /* One tile of out, as find_tile() computes it. */
 struct Work {
-    int row; /* first row of the tile in a and out; WEIGHT: in one expert's out */
-    /* first column; expert; number of stages */
+    int row; /* first row of the tile in a and out; WEIGHT: its first row in out[expert] */
+    /* column: first column of the tile in out; steps: number of stages for the tile */
     int column, expert, steps;
     int first; /* WEIGHT: first slot of the slab */
-    /* FORWARD, INPUT: rows of the tile that carry a token; WEIGHT: tokens of the slab */
+    /* FORWARD, INPUT: rows of the tile that hold a token; WEIGHT: rows of the slab that hold
+     * one */
     int tokens;
-    int rows;   /* FORWARD, INPUT: rows of the tile to store, padding included */
-    bool store; /* false: the tile is computed only to keep both CTAs of the cluster in step */
-    bool share; /* true: each CTA of the cluster copies half of b for both */
+    int rows; /* FORWARD, INPUT: rows of the tile to store, padding included */
+    /* false: the CTA computes the tile only because the other CTA needs its copies and
+     * arrivals */
+    bool store;
+    bool share; /* true: each CTA of the cluster copies half of b, to both CTAs */
 };
 
-/* Fills in tile number t of the cluster, for CTA number `rank` of the cluster. Returns false if
- * t is past the last tile. Tiles are ordered by expert (WEIGHT), then by groups of job.group
- * rows (with clusters: pairs of rows), then by column. */
+/* Fills in w for tile number t, or, with clusters, for the tile of CTA number `rank` in pair of
+ * tiles number t. Returns false if t is past the last one. To reuse b in L2, the order is: only
+ * in WEIGHT, one expert after the other; then groups of job.group rows of tiles (with clusters:
+ * pairs of rows); in a group, one column of tiles after the other. */
 template <int PASS, int CTAS>
 static __device__ __forceinline__ bool find_tile(Work &w, const Job &job, int num_tiles, int t,
                                                  int rank)
@@ -101,7 +105,8 @@ static __device__ __forceinline__ bool find_tile(Work &w, const Job &job, int nu
     const int pair = turn * job.group + rest % in_turn;
     w.column = rest / in_turn * BN;
     int line = pair * CTAS + rank;
-    w.store = line < down; /* with an odd number of rows, the second CTA repeats the last one */
+    /* with an odd number of rows of tiles, the second CTA repeats the last row */
+    w.store = line < down;
     if (!w.store) line = down - 1;
     w.share = CTAS == 2;
     if (PASS == EPIC_GEMM_WEIGHT) {
@@ -126,7 +131,8 @@ static __device__ __forceinline__ bool find_tile(Work &w, const Job &job, int nu
     return true;
 }
 
-/* A position in the ring of stages: the index, and the barrier parity of its current round. */
+/* A position in the ring of stages: the index of a stage, and the parity of the barrier phase
+ * that the ring is in. The parity changes each time the ring starts again at stage 0. */
 struct Stage {
     int index, parity;
 
@@ -152,8 +158,8 @@ struct Places {
 
 /* ---------------------------------------------------------------------------- producer ---- */
 
-/* Starts the copy of 128 x 64 numbers of a into a stage. The barrier `full` counts the
- * bytes. */
+/* Starts the copy of the tile's a for one stage to shared memory address `to`. `step` is its
+ * first index along the summed dimension. The barrier `full` counts the copied bytes. */
 template <int PASS>
 static __device__ __forceinline__ void load_a(uint32_t to, const Maps &maps, uint32_t full,
                                               const Work &w, int step)
@@ -166,8 +172,8 @@ static __device__ __forceinline__ void load_a(uint32_t to, const Maps &maps, uin
     }
 }
 
-/* Starts the copy of b into a stage. If `share` is set, this CTA copies only its half, to both
- * CTAs of the cluster. */
+/* Starts the copy of the tile's b for one stage to shared memory address `to`. If `share` is
+ * set, this CTA copies only its half of b, but to both CTAs of the cluster. */
 template <int PASS>
 static __device__ __forceinline__ void load_b(uint32_t to, const Maps &maps, uint32_t full,
                                               const Work &w, int step, bool share, int rank)
@@ -187,8 +193,8 @@ static __device__ __forceinline__ void load_b(uint32_t to, const Maps &maps, uin
     }
 }
 
-/* The producer thread: copies the factors of all tiles of the CTA into the ring, stage by
- * stage. */
+/* Main loop of the producer thread: for all tiles of the CTA, copies a and b to the ring, one
+ * stage after the other. */
 template <class T, int PASS, int CTAS>
 static __device__ __forceinline__ void run_producer(const Maps &maps, const Job &job,
                                                     const Places &at, int rank)

@@ -1,21 +1,21 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Checks on the device that a plan fits its layer. The host cannot check these facts, because
- * they depend on the table rank_of_expert and on the other ranks' numbers of tokens.
+/* Checks on the device that a plan fits its layer. The host cannot check this, because it
+ * depends on the table rank_of_expert and on how many tokens the other ranks have.
  *
  *   layer                       condition
- *   any                         no rank owns more experts than the layer has memory for
- *   EPIC_TREE                   all ranks have equally many tokens
+ *   any                         every rank owns at most job.num_local experts
+ *   EPIC_TREE                   all ranks have the same number of tokens
  *
  * All ranks find the same faults, because their plans contain the same numbers. If the plan
  * does not fit, the kernel marks it as failed and sets the rows of all local experts to 0.
- * Later operations with this plan then move nothing, and epic_check() returns the error. One
- * thread does the work; no peer memory is read or written. */
+ * Later operations with this plan then move no rows, and epic_check() returns the error. One
+ * thread does the work. It accesses only memory of this rank. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/wait.cuh"
 #include "cuda/experts/dense_tokens.h"
 
-/* Looks for a fault. Returns true if it finds one, described in `said`; false if the plan
- * fits. */
+/* Returns false if the plan fits. Else returns true and writes the fault to `said`, in the form
+ * that the host's error message needs. */
 static __device__ bool find_fault(const p2p_fits_job &job, const device_plan_header &h,
                                   p2p_notice &said)
 {
@@ -36,8 +36,8 @@ static __device__ bool find_fault(const p2p_fits_job &job, const device_plan_hea
     return false;
 }
 
-/* Runs the check. On a fault, it changes the plan's result and checksum, and reports the fault
- * to the host. */
+/* Checks the plan. If it does not fit, the kernel changes the plan's result, computes the
+ * checksum of its header again, and reports the fault to the host. */
 static __global__ void fits_kernel(const __grid_constant__ p2p_fits_job job)
 {
     const p2p_self &self = job.self;

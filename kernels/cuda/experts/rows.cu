@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Kernels for the rows between the two products of the experts, forward and backward, and for
- * the gradients of biases.
+/* Kernels for the rows between the two matrix products of the experts, forward and backward,
+ * and for the gradients of the biases.
  *
  *     gate_up      [slots, width]  result of the first product, before weight and bias
- *     activations  [slots, inner]  forward: output. Backward: in: their gradient; out: the
+ *     activations  [slots, inner]  forward: output. Backward: replaces their gradient by the
  *                                  activations, which the weight gradient of the second product
  *                                  needs
  *     d_gate_up    [slots, width]  backward: output
@@ -12,14 +12,14 @@
  *   quantized_activation_kernel  gate_up -> activations in e4m3, with scales
  *   quantize_kernel              rows -> e4m3, with scales
  *   activation_backward_kernel   gradient of activations -> d_gate_up, d_slot_weights
- *   bias_kernel                  rows -> sum by expert
+ *   bias_kernel                  rows -> sum of each expert's rows
  *   scale_kernel                 rows * weight, or rows + weight * bias
  *
- * A warp works on one row, 16 bytes per lane if rows are whole vectors. In bias_kernel, a CTA
- * works on 64 columns of one expert. The kernels neither read nor write rows without a token,
- * because the products do not read them. Only d_slot_weights gets zeros there. The goal is that
- * memory bandwidth limits these kernels. So the activations that most models use are compiled
- * separately, without a branch for each element. */
+ * A warp works on one row. If the rows are aligned to 16 bytes, each lane loads 16 bytes at a
+ * time. In bias_kernel, a CTA works on 64 columns of one expert. The kernels neither read nor
+ * write rows without a token, because the products do not read them. Only d_slot_weights gets
+ * zeros there. These kernels should run as fast as memory allows. So the activations that most
+ * models use are compiled separately, without a branch for each element. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
 #include "cuda/common/quantize.cuh"
@@ -39,15 +39,16 @@ static __device__ float add_lanes(float x)
     return x;
 }
 
-/* The slot that a warp works on. expert: the local expert that owns it. */
+/* The slot that a warp works on, and the local expert that owns it. */
 struct Slot {
     int64_t slot, expert;
     float input,
-        early; /* input: factor of the first product; early: factor of the activation */
+        early; /* input multiplies the first product; early multiplies the activation */
 };
 
 /* Calls f(slot, expert) for each slot with a token, and padding(slot) for each padding slot
- * inside a slab. Slots are dealt to the warps of the grid in turn; all lanes make each call. */
+ * inside a slab. Warp i of the grid handles slots i, i + number of warps, ... All lanes of the
+ * warp make each call. */
 template <class F, class P>
 static __device__ __forceinline__ void each_slot(const p2p_slabs &s, F f, P padding)
 {
@@ -64,8 +65,8 @@ static __device__ __forceinline__ void each_slot(const p2p_slabs &s, F f, P padd
     }
 }
 
-/* Returns the slot with its weight as input factor (EPIC_WEIGHT_INPUT) or as activation factor
- * (EPIC_WEIGHT_EARLY). The other factor is 1. */
+/* Returns the description of a slot. Its weight becomes Slot.input with EPIC_WEIGHT_INPUT, else
+ * Slot.early. The other one is 1. */
 static __device__ __forceinline__ Slot slot_of(const p2p_activation_job &job, int64_t slot,
                                                int64_t expert)
 {
@@ -137,8 +138,8 @@ static __device__ __forceinline__ void store_pair(const p2p_activation_job &job,
     }
 }
 
-/* Adds the bias of the slot's expert. It loads whole vectors if the bias has the type of the
- * rows and is aligned to 16 bytes. */
+/* Adds the bias of the slot's expert to p, columns [i, i + V). It loads whole vectors if the
+ * bias has the type of the rows and is aligned to 16 bytes. */
 template <class T, int V, int KIND>
 static __device__ __forceinline__ void add_bias(const p2p_activation_job &job, const Slot &s,
                                                 int64_t i, Pair<V> &p)
@@ -164,8 +165,8 @@ static __device__ __forceinline__ void add_bias(const p2p_activation_job &job, c
     }
 }
 
-/* Returns the arguments of activation and up factor: gate and up times the input weight, plus
- * the bias. */
+/* Returns the values to which the activation and the up factor are applied: gate and up times
+ * the input weight, plus the bias. */
 template <class T, int V, int KIND>
 static __device__ __forceinline__ Pair<V> apply_weight_and_bias(const p2p_activation_job &job,
                                                                 const Slot &s, int64_t i,
@@ -181,9 +182,9 @@ static __device__ __forceinline__ Pair<V> apply_weight_and_bias(const p2p_activa
     return p;
 }
 
-/* Forward: computes the activations of all slots. Many warps per SM must hide the latency of
- * memory, because a warp has few loads in flight. The compiler must assume that a store aliases
- * the next loads. */
+/* Forward: computes the activations of all slots. The compiler must assume that a store aliases
+ * the next loads, so each warp has few loads in flight. To hide the memory latency, the launch
+ * bounds require many warps per SM. */
 template <class T, int V, int KIND>
 static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 4)
     activation_kernel(const __grid_constant__ p2p_activation_job job)
@@ -209,8 +210,8 @@ static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 4
         [](int64_t) {});
 }
 
-/* Returns the bits of the largest |x| of a block of 128 numbers, on each lane of the block.
- * LANES lanes share the block, and each has N of its numbers. */
+/* Returns the largest |x| of a block of 128 numbers, as the bits of a float32. LANES
+ * neighbouring lanes call it; each passes N numbers of the block, and all get the result. */
 template <int N, int LANES>
 static __device__ __forceinline__ uint32_t largest_of_block(const float (&x)[N])
 {
@@ -221,8 +222,9 @@ static __device__ __forceinline__ uint32_t largest_of_block(const float (&x)[N])
     return bits;
 }
 
-/* Quantizes 32 * N numbers of a row from column `base` on, and stores numbers and scales. A
- * lane has N numbers: adjacent ones if V > 1, else 32 columns apart. n: columns of the row. */
+/* Quantizes 32 * N numbers of a row, from column `base` on, and stores the e4m3 numbers and
+ * their scales. The row has n columns. Each lane passes N of the numbers: adjacent ones if V >
+ * 1, else numbers that are 32 columns apart. */
 template <int V, int N>
 static __device__ __forceinline__ void store_quantized(float (&x)[N], uint8_t *to,
                                                        float *scales, int64_t base, int64_t n)
@@ -245,8 +247,9 @@ static __device__ __forceinline__ void store_quantized(float (&x)[N], uint8_t *t
     }
 }
 
-/* Like activation_kernel, but stores e4m3 numbers, with one scale for each 128. A lane has one
- * vector, or (V = 1) four numbers that are 32 columns apart. */
+/* Like activation_kernel, but stores the activations as e4m3, with one scale for each 128
+ * numbers. At a time, a lane computes one vector of V numbers, or, if V is 1, four numbers that
+ * are 32 columns apart. */
 template <class T, int V, int KIND>
 static __global__ void __launch_bounds__(THREADS)
     quantized_activation_kernel(const __grid_constant__ p2p_activation_job job)
@@ -281,7 +284,7 @@ static __global__ void __launch_bounds__(THREADS)
         [](int64_t) {});
 }
 
-/* Quantizes rows to e4m3 without an activation, with one scale for each 128 numbers. */
+/* Quantizes rows to e4m3, with one scale for each 128 numbers. It applies no activation. */
 template <class T, int V>
 static __global__ void __launch_bounds__(THREADS)
     quantize_kernel(const __grid_constant__ p2p_quantize_job job)
@@ -309,8 +312,8 @@ static __global__ void __launch_bounds__(THREADS)
         [](int64_t) {});
 }
 
-/* Computes the activations and d_gate_up of a slot. Returns this lane's part of the gradient of
- * the slot's weight. */
+/* Computes the activations and d_gate_up of a slot. Also returns the gradient of the slot's
+ * weight, summed over the columns of this lane. */
 template <class T, int V, int KIND>
 static __device__ __forceinline__ float backward_row(const p2p_activation_job &job,
                                                      const Slot &s)
@@ -345,8 +348,9 @@ static __device__ __forceinline__ float backward_row(const p2p_activation_job &j
     return dot;
 }
 
-/* Returns this lane's part of dot(d_y, b_down). With EPIC_WEIGHT_EARLY the weight also
- * multiplies the bias of the second product, so this belongs to its gradient. */
+/* Returns dot(d_y, b_down), summed over the columns of this lane. It is a part of the weight's
+ * gradient with EPIC_WEIGHT_EARLY, where the weight also multiplies the bias of the second
+ * product. */
 template <class T, int V>
 static __device__ float down_bias_dot(const p2p_activation_job &job, const Slot &s)
 {
@@ -371,8 +375,8 @@ static __device__ float down_bias_dot(const p2p_activation_job &job, const Slot 
     return dot;
 }
 
-/* Backward: computes activations and d_gate_up of all slots. With job.d_slot_weights it also
- * computes the gradients of the weights, 0 on padding. */
+/* Backward: computes activations and d_gate_up of all slots. If job.d_slot_weights is set, it
+ * also computes the gradients of the weights; they are 0 for padding. */
 template <class T, int V, int KIND>
 static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 3)
     activation_backward_kernel(const __grid_constant__ p2p_activation_job job)
@@ -395,10 +399,10 @@ static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 3
 
 /* --------------------------------------------------------------------- bias and scale ---- */
 
-#define BIAS_AHEAD 8 /* rows that a warp loads together before it adds them */
+#define BIAS_AHEAD 8 /* how many rows a warp loads before it adds them */
 
-/* Adds rows warp, warp + WARPS, ... of a slab to sum. A lane adds two columns, `column` and
- * column + 32. */
+/* Adds rows number warp, warp + WARPS, ... of a slab to sum. A lane handles two columns:
+ * `column` and column + 32. */
 template <class T>
 static __device__ __forceinline__ void add_rows(const p2p_bias_job &job, const slab_place &slab,
                                                 int64_t column, int warp, float (&sum)[2])
@@ -425,8 +429,9 @@ static __device__ __forceinline__ void add_rows(const p2p_bias_job &job, const s
     }
 }
 
-/* Computes the gradients of biases. A CTA adds 64 columns of one expert. Each warp adds a part
- * of the rows; then the CTA adds the sums of the warps in order, so the bits never change. */
+/* Computes the gradients of the biases. A CTA computes 64 columns of one expert's gradient.
+ * Each warp adds a part of the expert's rows. Then the CTA adds the sums of the warps in a
+ * fixed order, so that every run gives the same bits. */
 static __global__ void __launch_bounds__(THREADS)
     bias_kernel(const __grid_constant__ p2p_bias_job job)
 {
@@ -475,8 +480,8 @@ static __global__ void __launch_bounds__(THREADS)
 
 /* -------------------------------------------------------------------------- launching ---- */
 
-/* Returns the number of CTAs for one warp per slot. The host knows only the capacity, so the
- * number is that of full slabs, at most CTAS_OF_SM per SM. */
+/* Returns the number of CTAs: one warp per slot, but at most CTAS_OF_SM CTAs per SM. The host
+ * does not know how many slots are in use, so it takes the number of slots of full slabs. */
 static int ctas_of(const p2p_slabs *slabs, int sms)
 {
     const int64_t rows = (int64_t)slabs->most_tiles * EXPERTS_TILE_ROWS;
@@ -495,8 +500,9 @@ static cudaError_t launch_kind(const p2p_activation_job *job, bool backward,
     return launch_kernel(kernel, ctas_of(&job->slabs, job->sms), THREADS, 0, stream, *job);
 }
 
-/* Chooses the instance: vectors or single numbers, and the compiled activation. float32 rows
- * use only ANY_ACTIVATION, whose functions are exact. */
+/* Chooses the kernel instance: vectors or single numbers, and the activation that is compiled
+ * in. float32 rows always use ANY_ACTIVATION, because only its functions have full
+ * precision. */
 template <class T>
 static cudaError_t launch_typed(const p2p_activation_job *job, bool backward,
                                 cudaStream_t stream)
@@ -514,7 +520,7 @@ static cudaError_t launch_typed(const p2p_activation_job *job, bool backward,
     return launch_kind<T, T::N, ANY_ACTIVATION>(job, backward, stream);
 }
 
-/* Chooses the instance by the type of the rows. */
+/* Chooses the kernel instance for the type of the rows. */
 static cudaError_t launch_any(const p2p_activation_job *job, bool backward, cudaStream_t stream)
 {
     const uint32_t type = job->experts.row_type;

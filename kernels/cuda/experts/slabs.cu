@@ -1,22 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Computes from the counts of the local experts where their slabs and tiles are. The kernels of
- * the experts that follow on the stream read the results.
+/* Computes where the slabs and tiles of the local experts are, from the numbers of rows and
+ * tokens. The experts' kernels that run later on the stream read the results.
  *
  *     in   expert_rows, expert_tokens  [num_experts]
  *     out  slabs  [num_experts]        first row and number of tokens of each slab
  *     out  tiles  [num_tiles]          the slabs, cut after every EXPERTS_TILE_ROWS rows
  *
- * One CTA. Each thread works on one expert, and a prefix sum over the threads gives its first
- * row and first tile. The counts are not trusted: rows past num_slots are cut off, so that no
- * later kernel accesses memory outside of the buffers. */
+ * The kernel runs as one CTA. Each thread works on one expert, and a prefix sum over the
+ * threads gives the expert's first row and first tile. The caller's counts can be wrong. So the
+ * kernel cuts off rows past num_slots; then no later kernel accesses memory outside of the
+ * buffers. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/rows.cuh"
 #include "cuda/experts/grouped.h"
 
 #define THREADS 256
 
-/* Returns the sum of x over the threads with lower numbers. *total becomes the sum over all
- * threads. memory: [THREADS]. All threads. */
+/* Returns the sum of x over the threads with lower numbers, and sets *total to the sum over all
+ * threads. Called by all threads of the CTA. `memory` is [THREADS] in shared memory. */
 static __device__ int64_t sum_before(int64_t x, int64_t *memory, int64_t *total)
 {
     const int i = threadIdx.x;
@@ -41,8 +42,8 @@ static __device__ int64_t count_at(const int32_t *counts, int e, int64_t most)
     return count < 0 ? 0 : count < most ? count : most;
 }
 
-/* Computes slabs and tiles, for THREADS experts at a time. first_row and first_tile are carried
- * over to the next ones. */
+/* Computes slabs and tiles, for THREADS experts at a time. first_row and first_tile are the
+ * first row and the first tile of the next THREADS experts. */
 static __global__ void __launch_bounds__(THREADS)
     slabs_kernel(const __grid_constant__ p2p_slabs s)
 {

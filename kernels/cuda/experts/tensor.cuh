@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Hopper's PTX instructions for experts/grouped_hopper.cuh: mbarriers, tensor copies (TMA) and
- * wgmma. sm_90a only. Addresses of shared memory are 32-bit. A "box" is the part of a matrix
- * that one tensor copy moves.
+ * wgmma. They exist only on sm_90a. Addresses of shared memory have 32 bits. A "box" is the
+ * part of a matrix that one tensor copy moves.
  *
  *   barrier_*          mbarrier in shared memory: counts arrivals and bytes of tensor copies
- *   load_box*          global -> shared memory, completion counted by a barrier
- *   store_box, add_box shared -> global memory, completion by commit_boxes(), wait_boxes*()
- *   issue_wgmma        product of two factors in shared memory, asynchronous: fence_wgmma(),
+ *   load_box*          global -> shared memory; a barrier counts the copied bytes
+ *   store_box, add_box shared -> global memory; commit_boxes(), then wait_boxes*() to wait
+ *   issue_wgmma        asynchronous product of two matrices in shared memory: fence_wgmma(),
  *                      issue_wgmma(), commit_wgmma(), then wait_wgmma() */
 #ifndef EPIC_TENSOR_CUH
 #define EPIC_TENSOR_CUH
@@ -18,13 +18,14 @@
 
 /* -------------------------------------------------------------------------- barriers ---- */
 
-/* Initializes a barrier. A phase completes after `arrivals` arrivals. */
+/* Initializes a barrier. Each of its phases completes after `arrivals` arrivals. */
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals)
 {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
 
-/* Arrives once. The current phase now also waits for `bytes` bytes of tensor copies. */
+/* Arrives once at the barrier. From now on, its current phase also waits for `bytes` bytes of
+ * tensor copies. */
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes)
 {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
@@ -32,7 +33,7 @@ __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes)
                  : "memory");
 }
 
-/* Waits until the phase with this parity has completed. */
+/* Waits until the barrier's phase with this parity has completed. */
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity)
 {
     asm volatile("{\n"
@@ -52,9 +53,9 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier)
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-/* Arrives at the barrier with the same offset in CTA `cta` of the cluster. The arrival is not a
- * .release.cluster, which would be slow. It needs no memory order: it only reports that wgmma
- * has read the stage. */
+/* Arrives at the barrier with the same offset in CTA `cta` of the cluster. The arrival needs no
+ * memory order, because it only reports that wgmma has read the stage. So it is not a
+ * .release.cluster, which would be slow. */
 __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int cta)
 {
     asm volatile("{\n"
@@ -94,8 +95,8 @@ __device__ __forceinline__ void named_barrier_sync(int barrier, int threads)
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-/* Raise, or lower, the number of registers of each thread to N. All threads of the
- * warpgroup. */
+/* grow_registers() raises the number of registers of each thread to N, shrink_registers()
+ * lowers it. Called by all threads of the warpgroup. */
 template <int N> __device__ __forceinline__ void grow_registers()
 {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
@@ -108,8 +109,8 @@ template <int N> __device__ __forceinline__ void shrink_registers()
 
 /* ----------------------------------------------------------------------------- copies ---- */
 
-/* Start the tensor copy of the box at (x, y) or (x, y, z) of a matrix to shared memory. The
- * barrier counts its bytes. */
+/* Starts the tensor copy of the box at (x, y) or (x, y, z) of a matrix to shared memory. The
+ * barrier counts the copied bytes. */
 __device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap *map, uint32_t barrier,
                                          int x, int y)
 {
@@ -128,8 +129,8 @@ __device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap *map, ui
                  : "memory");
 }
 
-/* Starts a tensor copy to the same shared address in both CTAs of the cluster. Each CTA's own
- * barrier counts the bytes. */
+/* Starts a tensor copy to the same shared address in both CTAs of the cluster. In each CTA, the
+ * barrier at the same offset counts the bytes that arrive there. */
 __device__ __forceinline__ void load_box_multicast(uint32_t to, const CUtensorMap *map,
                                                    uint32_t barrier, int x, int y, int z)
 {
@@ -139,8 +140,8 @@ __device__ __forceinline__ void load_box_multicast(uint32_t to, const CUtensorMa
                  : "memory");
 }
 
-/* Start the tensor copy of a box from shared memory to a matrix. add_box() adds it to the
- * matrix instead. */
+/* Starts the tensor copy of a box from shared memory to a matrix. add_box() adds the box to the
+ * old values of the matrix. */
 __device__ __forceinline__ void store_box(const CUtensorMap *map, uint32_t from, int x, int y,
                                           int z)
 {
@@ -159,14 +160,15 @@ __device__ __forceinline__ void add_box(const CUtensorMap *map, uint32_t from, i
                  : "memory");
 }
 
-/* Puts this thread's box stores since the last call into a group, for the two waits below. */
+/* Puts this thread's box stores since the last call into a group, so that wait_boxes_read() and
+ * wait_boxes() can wait for them. */
 __device__ __forceinline__ void commit_boxes()
 {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-/* Waits until all but the newest PENDING groups of box stores have read their shared memory,
- * which may then be overwritten. */
+/* Waits until this thread's groups of box stores, except the newest PENDING ones, have read
+ * their shared memory. The CTA can then overwrite that memory. */
 template <int PENDING> __device__ __forceinline__ void wait_boxes_read()
 {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
@@ -186,7 +188,7 @@ __device__ __forceinline__ void fence_async_proxy()
 
 /* ---------------------------------------------------------------------- shared memory ---- */
 
-/* Store to an address of shared memory. */
+/* Stores four words, or two float32, to an address of shared memory. */
 __device__ __forceinline__ void write_shared(uint32_t to, uint4 v)
 {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y),
@@ -199,8 +201,8 @@ __device__ __forceinline__ void write_shared(uint32_t to, float x, float y)
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
 }
 
-/* Stores four 8 x 8 matrices of 16-bit numbers to shared memory (stmatrix). Each lane passes
- * the address of one row and its numbers of the four matrices. */
+/* Stores four 8 x 8 matrices of 16-bit numbers to shared memory (stmatrix). Lane l passes the
+ * address of row l % 8 of matrix l / 8, and its two numbers of each matrix. */
 __device__ __forceinline__ void write_matrices(uint32_t to, uint32_t a, uint32_t b, uint32_t c,
                                                uint32_t d)
 {
@@ -212,8 +214,8 @@ __device__ __forceinline__ void write_matrices(uint32_t to, uint32_t a, uint32_t
 /* -------------------------------------------------------------------------------- wgmma
  * ---- */
 
-/* Returns the wgmma descriptor of a factor in shared memory with 128-byte swizzle. leading,
- * stride: the distances of its blocks in the two directions, in units of 16 bytes. */
+/* Returns the wgmma descriptor of a matrix in shared memory with 128-byte swizzle. `leading`
+ * and `stride` are PTX's leading and stride dimension byte offsets, in units of 16 bytes. */
 __device__ __forceinline__ uint64_t describe_factor(uint32_t address, int leading, int stride)
 {
     return (uint64_t)((address & 0x3ffff) >> 4) | (uint64_t)leading << 16 |
@@ -221,7 +223,7 @@ __device__ __forceinline__ uint64_t describe_factor(uint32_t address, int leadin
 }
 
 /* fence_wgmma() orders earlier accesses to registers before the next wgmma. commit_wgmma()
- * closes a group of wgmma. wait_wgmma() waits until at most PENDING groups are running. */
+ * closes a group of wgmma. wait_wgmma() waits until at most PENDING groups are incomplete. */
 __device__ __forceinline__ void fence_wgmma()
 {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -237,7 +239,7 @@ template <int PENDING> __device__ __forceinline__ void wait_wgmma()
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-/* Operands of inline assembly: 8, 64 or 128 registers of sums from d[i] on. */
+/* Operands of inline assembly: the 8, 64 or 128 registers from d[i] on, which hold sums. */
 #define SUMS_8(d, i)                                                            \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), \
         "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -246,9 +248,8 @@ template <int PENDING> __device__ __forceinline__ void wait_wgmma()
         SUMS_8(d, i + 40), SUMS_8(d, i + 48), SUMS_8(d, i + 56)
 #define SUMS_128(d) SUMS_64(d, 0), SUMS_64(d, 64)
 
-/* One wgmma: d [64, 256] += a [64, 16] b [16, 256], or d = a b if `add` is 0. In a transposed
- * factor, the rows (of a) or columns (of b) are next to each other in memory, instead of the
- * numbers of one sum. */
+/* One wgmma: d [64, 256] += a [64, 16] b [16, 256], or d = a b if `add` is 0. TRANSPOSE_A and
+ * TRANSPOSE_B are 1 for a matrix in which the summed dimension (16) is not contiguous. */
 #define WGMMA_256(type)                                                                        \
     asm volatile(                                                                              \
         "{\n"                                                                                  \
@@ -284,8 +285,8 @@ __device__ __forceinline__ void issue_wgmma(float (&d)[128], uint64_t a, uint64_
     WGMMA_256("f16");
 }
 
-/* One wgmma of e4m3: d [64, 128] += a [64, 32] b [32, 128], or d = a b if `add` is 0. No factor
- * is transposed. */
+/* One wgmma of e4m3: d [64, 128] += a [64, 32] b [32, 128], or d = a b if `add` is 0. The
+ * summed dimension (32) must be contiguous in both matrices. */
 __device__ __forceinline__ void issue_wgmma(float (&d)[64], uint64_t a, uint64_t b, int add)
 {
     asm volatile(
