@@ -422,10 +422,19 @@ static void enter_group(torch_call *call, int64_t number)
     if (!call->failed) check_entered(call, group_enter(&call->use, number));
 }
 
+/* Reads the number of a group or of a layer, and the largest number of SMs in its high bits, which
+ * Python adds for calls with max_sms= (epic/torch/plans.py).  So no operator needs an argument more. */
+static int64_t read_number(torch_call *call, epic_call *out)
+{
+    const int64_t value = call_int(call);
+    out->max_sms = (uint32_t)((uint64_t)value >> CALL_SMS_SHIFT);
+    return value & (((int64_t)1 << CALL_SMS_SHIFT) - 1);
+}
+
 epic_call call_enter_layer(torch_call *call, group_layer *layer)
 {
     epic_call out = {0};
-    const int64_t number = call_int(call);
+    const int64_t number = read_number(call, &out);
     if (!call->failed) check_entered(call, group_enter_layer(&call->use, number, layer));
     enter_device(call, &out);
     return out;
@@ -434,7 +443,7 @@ epic_call call_enter_layer(torch_call *call, group_layer *layer)
 epic_call call_enter_group(torch_call *call)
 {
     epic_call out = {0};
-    enter_group(call, call_int(call));
+    enter_group(call, read_number(call, &out));
     enter_device(call, &out);
     return out;
 }
@@ -454,7 +463,7 @@ epic_call call_enter(torch_call *call)
 epic_call call_enter_local(torch_call *call)
 {
     epic_call out = {0};
-    const int64_t number = call_int(call);
+    const int64_t number = read_number(call, &out);
     if (number != 0)
         enter_group(call, number);
     else if (call->place.device_type != TORCH_CPU)

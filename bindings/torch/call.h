@@ -109,6 +109,10 @@ int64_t call_int(torch_call *call);
 uint32_t call_uint(torch_call *call, const char *name);
 double call_float(torch_call *call);
 
+/* Numbers of groups and layers are below 2^CALL_SMS_SHIFT.  An argument `int group` or `int layer`
+ * may carry the largest number of SMs of its call above these bits; 0: the group's. */
+enum { CALL_SMS_SHIFT = 48 };
+
 /* Reads the next two arguments, `int group, int tag`, and enters the group, whose context is
  * then in call->use. Returns the epic_call for the core, with stream and tag. */
 epic_call call_enter(torch_call *call);

@@ -69,6 +69,28 @@ def case_steps(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
     assert same(steps_of(on_gpu), steps_of(on_host))
 
 
+def case_max_sms(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
+    """Calls that use one SM return the host's bits, and a layer the same values."""
+    results = []
+    for group, limit in ((on_gpu, 1), (on_host, 0)):
+        found = []
+        for fused in (False, True):
+            x, w, ids, ct = Data(UNEVEN[:2] + (0, 0)).mine(group.rank)
+            out = through(group, fused, max_sms=limit)(x, w, ids)
+            found += [out.detach(), *torch.autograd.grad(out, (x, w), ct)]
+        results.append([*found, epic.torch.sum(group, numbers(9, 5), max_sms=limit)])
+    assert same(*results)
+    options = epic.torch.Moe.of(num_experts=8, top_k=2, hidden=16, inner=24)
+    layer = epic.torch.MoE(on_gpu, options)
+    x = numbers(40 + on_gpu.rank, 6, 16)
+    mask = torch.ones(6, dtype=torch.bool)
+    outs = []
+    for limit, more in ((0, None), (1, None), (0, mask), (1, mask)):
+        given = (on_gpu, options, x, layer.weights())
+        outs.append(epic.torch.moe(*given, max_sms=limit, token_mask=more).out)
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[2], outs[3])
+
+
 def case_forms(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
     """Flat rows, dropped choices, sums in a tree, experts anywhere: the host's bits."""
     for name in FORMS:

@@ -28,6 +28,7 @@ from epic.torch.ops import (
     translate_errors,
     write_out,
 )
+from epic.torch.plans import limit_number
 from epic.torch.router import number_of
 from epic.torch.scaled import E4M3, quantize_rows, quantize_weight, transpose_scaled
 
@@ -263,6 +264,7 @@ def experts(
     slot_weights: Tensor | None = None,
     group: Group | None = None,
     *,
+    max_sms: int = 0,
     out: Tensor | None = None,
 ) -> Tensor:
     """Run the expert MLP on the slabs of a plan: rows [slots, hidden] -> [slots, hidden].
@@ -279,6 +281,7 @@ def experts(
         weights: Parameters of the local experts.
         slot_weights: [slots] float32 with weighting "early" or "input"; None with "late".
         group: On GPUs a group on that GPU. On CPUs None is enough.
+        max_sms: On GPUs the largest number of SMs of this call and its gradient; 0: all.
         out: Tensor shaped as rows that is written and returned, without a gradient.
 
     Returns:
@@ -308,7 +311,8 @@ def experts(
             'slot_weights come with weighting "early" or "input", and only then'
         )
     up = weights.w_gate_up
-    number, on_gpu = number_of(group, rows, "rows"), group is not None and group.on_gpu
+    number = limit_number(number_of(group, rows, "rows"), max_sms)
+    on_gpu = group is not None and group.on_gpu
     kind = type_of_weights(options, up)
     kinds = (dtype_name(rows), kind, dtype_name(up))
     forward, backward, base, each = experts_facts(options.key, up.shape[0], *kinds, on_gpu)

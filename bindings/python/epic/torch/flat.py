@@ -15,7 +15,7 @@ from epic.torch.arguments import (
     needs_gradient,
 )
 from epic.torch.ops import parts_of, translate_errors, write_out
-from epic.torch.plans import Plan, wrong_layout
+from epic.torch.plans import Plan, limit_plan, wrong_layout
 from epic.torch.steps import ZERO_TAIL, check_pair, save_plan, token_gradients
 
 ops = torch.ops.epic
@@ -69,6 +69,7 @@ def dispatch_flat(
     tokens: Tensor,
     weights: Tensor | None = None,
     *,
+    max_sms: int | None = None,
     out: tuple[Tensor, Tensor | None, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Send each token once to each rank that has experts for it, with layout "flat".
@@ -80,6 +81,7 @@ def dispatch_flat(
         plan: A plan of a layer with layout="flat".
         tokens: [..., hidden] in float32, bfloat16, float16 or float64.
         weights: Weight of each choice [..., top_k], or None.
+        max_sms: As for `dispatch`.
         out: (recv, slot_weights, recv_expert) that are written and returned, without a gradient.
 
     Returns:
@@ -90,6 +92,7 @@ def dispatch_flat(
         EpicArgumentError: The layout is not "flat", or a shape, dtype or device is wrong.
         EpicError: A rank failed, was late, or made a different call.
     """
+    plan = limit_plan(plan, max_sms)
     spec = plan.spec
     if not spec.flat:
         raise wrong_layout(spec, "dispatch")

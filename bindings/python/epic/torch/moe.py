@@ -52,7 +52,7 @@ from epic.torch.ops import (
     translate_errors,
     write_out,
 )
-from epic.torch.plans import Plan, tables_of
+from epic.torch.plans import SMS_SHIFT, Plan, limit_number, tables_of
 from epic.torch.router import balance_loss, route
 from epic.torch.scaled import E4M3
 
@@ -146,6 +146,7 @@ class Facts(NamedTuple):
     weight_type: str  # in the experts' products
     forward: tuple[Any, ...]  # numbers
     backward: tuple[Any, ...]
+    max_sms: int = 0  # of each operation; 0: the group's
 
 
 def numbers_of(options: Moe, **types: int) -> tuple[Any, ...]:
@@ -268,7 +269,8 @@ def forward_args(
     *weights: Tensor | None,
 ) -> tuple[Any, ...]:
     """Return the arguments of the operator moe."""
-    numbers = (facts.saved_bytes, facts.forward_bytes, group.number, tag, *facts.forward)
+    number = limit_number(group.number, facts.max_sms)
+    numbers = (facts.saved_bytes, facts.forward_bytes, number, tag, *facts.forward)
     if facts.weight_type == "e4m3":
         weights = with_experts(weights, round_weights(x, experts_in(weights)))
     return (group.order_token, x, *weights, token_ids, table, *tables, *numbers)
@@ -324,7 +326,8 @@ class Layer(EpicFunction):
         """Weight gradients leave in the weights' dtype."""
         x, *weights, saved = ctx.saved_tensors
         group, facts = ctx.group, ctx.facts
-        numbers = (facts.backward_bytes, group.number, ctx.tag, *facts.backward)
+        number = limit_number(group.number, facts.max_sms)
+        numbers = (facts.backward_bytes, number, ctx.tag, *facts.backward)
         own = weights_for_backward(x, facts.weight_type, experts_in(tuple(weights)))
         given = with_experts(tuple(weights), own)
         inputs = (x, *given, saved, d_out.contiguous(), d_loss.contiguous())
@@ -403,7 +406,8 @@ def run_experts(
         check_weights(options, weights)
         return mlp(options, grouped_mm, x, plan.counted("expert_rows"), weights, slots)
     counts = (plan.counted("expert_rows"), plan.counted("expert_tokens"))
-    return experts(options, x, *counts, weights, slots, plan.spec.group)
+    limit = plan.spec.layer >> SMS_SHIFT
+    return experts(options, x, *counts, weights, slots, plan.spec.group, max_sms=limit)
 
 
 def run_shared_expert(options: Moe, x: Tensor, weights: MoeWeights) -> Tensor:
@@ -484,6 +488,7 @@ def run_composed(
     tables: tuple[Tensor | None, Tensor | None],
     mask: Tensor | None,
     tag: int,
+    max_sms: int = 0,
 ) -> MoeOut:
     """Run the layer as a composition of the single functions."""
     x = x if mask is None else torch.where(mask[:, None], x, 0)  # whatever padding holds
@@ -497,7 +502,7 @@ def run_composed(
     sent = torch.where(zero, -1, chosen) if options.router.zero_experts else chosen
     local = weights.w_gate_up.shape[0]
     late = options.experts.weighting == "late"
-    more: dict[str, Any] = {"capacity": options.capacity, "tag": tag}
+    more: dict[str, Any] = {"capacity": options.capacity, "tag": tag, "max_sms": max_sms or None}
     more |= {"rank_of_expert": tables[0], "logical_of_expert": tables[1]}
     more["num_local_experts"] = local if tables[0] is not None else None
     up = weights.w_gate_up
@@ -577,6 +582,7 @@ def moe(
     token_mask: Tensor | None = None,
     sum_gradients: bool = False,
     tag: int = 0,
+    max_sms: int = 0,
     out: MoeOut | None = None,
 ) -> MoeOut:
     """Run a whole Mixture-of-Experts layer on x [..., hidden].
@@ -603,6 +609,8 @@ def moe(
             in the layer's sum_order, before it rounds them to the weights' dtype. If False they
             are this rank's part.
         tag: Calls with equal tags run in the same order on every rank.
+        max_sms: On GPUs the largest number of SMs of each operation of the layer, forward and
+            backward; 0: the group's.
         out: A MoeOut whose tensors are written and returned, without a gradient. An entry that is
             None is not computed for the caller.
 
@@ -651,7 +659,7 @@ def moe(
         if order is not None:
             weights = with_summed_gradients(weights, group, order, tag)
         found = run_composed(
-            group, options, grouped_mm, rows, weights, token_ids, table, tables, mask, tag
+            group, options, grouped_mm, rows, weights, token_ids, table, tables, mask, tag, max_sms
         )
         return found._replace(out=reshape_owned(found.out, x.shape))
     up = weights.w_gate_up
@@ -659,7 +667,8 @@ def moe(
     weights = with_wide_router(rows, weights)
     local, kind = up.shape[0], type_of_weights(options.experts, up)
     kinds = (dtype_name(rows), kind, dtype_name(up))
-    facts = Facts(*group.remember(facts_of, options.key, local, *kinds, table is None))
+    known = group.remember(facts_of, options.key, local, *kinds, table is None)
+    facts = Facts(*known)._replace(max_sms=max_sms)
     arrays = [getattr(weights, name) for name in ORDER]
     arrays = [None if w is None else w.contiguous() for w in arrays]
     inputs = (token_ids, table, tables, rows, *arrays)

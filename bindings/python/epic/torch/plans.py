@@ -14,6 +14,19 @@ from epic.torch.groups import Group
 
 EXACT = 0  # as capacity: as many slots as rows arrive
 MAX_SPECS = 1024  # that a group keeps
+SMS_SHIFT = 48  # numbers of groups and layers are below 2^48; call.h has it, too
+MOST_SMS = (1 << 15) - 1
+
+
+def limit_number(number: int, max_sms: int) -> int:
+    """Return the number of a group or layer for calls of at most this many SMs; 0: the group's.
+
+    The operators find the limit in the high bits of the number. Number 0, no group, stays 0.
+    """
+    if not isinstance(max_sms, int) or not 0 <= max_sms <= MOST_SMS:
+        raise EpicArgumentError(f"max_sms {max_sms!r}: an integer from 0 to {MOST_SMS} is needed")
+    bare = number & ((1 << SMS_SHIFT) - 1)
+    return bare | max_sms << SMS_SHIFT if bare else 0
 
 
 @dataclass(slots=True)
@@ -137,6 +150,18 @@ class Plan(NamedTuple):
         """The load by the ids of topk_idx: logical experts if there are replicas."""
         logical = self.logical_load
         return self.load if logical is None else logical
+
+
+def limit_spec(spec: PlanSpec, max_sms: int | None) -> PlanSpec:
+    """Return the spec for calls of at most this many SMs; None: as it is."""
+    if max_sms is None:
+        return spec
+    return replace(spec, layer=limit_number(spec.layer, max_sms))
+
+
+def limit_plan(plan: Plan, max_sms: int | None) -> Plan:
+    """Return the plan for calls of at most this many SMs; None: as it is."""
+    return plan if max_sms is None else plan._replace(spec=limit_spec(plan.spec, max_sms))
 
 
 def wrong_layout(spec: PlanSpec, other: str) -> EpicArgumentError:

@@ -23,7 +23,16 @@ from epic.torch.arguments import (
 from epic.torch.groups import Group
 from epic.torch.narrow import NARROW, dequantize, dispatch_bytes
 from epic.torch.ops import boxed_call, parts_of, to_epic_error, translate_errors, write_out
-from epic.torch.plans import EXACT, Plan, PlanRequest, PlanSpec, resolve_request, wrong_layout
+from epic.torch.plans import (
+    EXACT,
+    Plan,
+    PlanRequest,
+    PlanSpec,
+    limit_plan,
+    limit_spec,
+    resolve_request,
+    wrong_layout,
+)
 
 ops = torch.ops.epic
 PLAN, PLAN_NOW = ops.plan.default, boxed_call(ops.plan.default)
@@ -46,6 +55,7 @@ def plan(
     logical_of_expert: Any = None,
     num_local_experts: int | None = None,
     tag: int = 0,
+    max_sms: int | None = None,
     compared: tuple[Any, ...] = (),
     out: Plan | None = None,
 ) -> Plan:
@@ -68,6 +78,8 @@ def plan(
         num_local_experts: Largest number of experts of a rank, with rank_of_expert.
         tag: Calls with equal tags run in the same order on every rank. Threads of one process use
             different tags.
+        max_sms: On GPUs the largest number of SMs of this call and of all calls on the plan. None,
+            0 or a larger number: the group's.
         compared: Options of a whole layer that must be equal on all ranks; `moe` passes them.
         out: A plan of the same layer and sizes, whose bytes are overwritten.
 
@@ -87,6 +99,7 @@ def plan(
         spec, num_tokens, slots, tables = resolve_request(
             group, layer, topk_idx, capacity, placed, tag, compared
         )
+        spec = limit_spec(spec, max_sms)
         if out is not None:
             data = plan_into(spec, topk_idx, slots, tables, out)
         elif compared:
@@ -203,6 +216,7 @@ def dispatch(
     *,
     quantize: str | None = None,
     zero_tail: bool = True,
+    max_sms: int | None = None,
     out: tuple[Tensor, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Send each token to its experts: [..., hidden] -> [capacity, hidden].
@@ -219,6 +233,7 @@ def dispatch(
             columns and arrive rounded. The gradient passes straight through. None: as they are.
         zero_tail: Whether the slots behind the last slab are set to zero. Padding inside of a slab
             always is.
+        max_sms: On GPUs the largest number of SMs of this call and its gradient. None: as `plan`.
         out: (recv, slot_weights) that are written and returned, without a gradient.
 
     Returns:
@@ -230,6 +245,7 @@ def dispatch(
         EpicError: A rank failed, was late, or made a different call.
     """
     try:
+        plan = limit_plan(plan, max_sms)
         spec = plan.spec
         if spec.flat:
             raise wrong_layout(spec, "dispatch_flat")
@@ -316,6 +332,7 @@ def dispatch_quantized(
     block: str = "1x128",
     *,
     scales: Tensor | None = None,
+    max_sms: int | None = None,
     out: tuple[Tensor, Tensor, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Send tokens in e4m3 and return rows and scales, without a gradient.
@@ -328,6 +345,7 @@ def dispatch_quantized(
             for 32 columns (MXFP8).
         scales: Scales [..., n] of tokens that are quantized already, of any dtype and n. They
             travel with the tokens unchanged, and block is ignored.
+        max_sms: As for `dispatch`.
         out: (recv, scales, slot_weights) that are written and returned.
 
     Returns:
@@ -341,6 +359,7 @@ def dispatch_quantized(
     """
     if plan.spec.flat:
         raise wrong_layout(plan.spec, "dispatch_flat")
+    plan = limit_plan(plan, max_sms)
     if scales is not None:
         return with_scales(plan, tokens, scales, weights, out)
     rows = as_rows("tokens", tokens.detach(), plan.num_tokens)
@@ -505,6 +524,7 @@ def plan_dispatch(
     num_local_experts: int | None = None,
     zero_tail: bool = True,
     tag: int = 0,
+    max_sms: int | None = None,
     compared: tuple[Any, ...] = (),
     out: tuple[Plan, Tensor, Tensor | None] | None = None,
 ) -> tuple[Plan, Tensor, Tensor | None]:
@@ -522,6 +542,7 @@ def plan_dispatch(
         num_local_experts: As for `plan`.
         zero_tail: As for `dispatch`.
         tag: As for `plan`.
+        max_sms: As for `plan`.
         compared: As for `plan`.
         out: (plan, recv, slot_weights) that are written and returned, without a gradient.
 
@@ -550,6 +571,7 @@ def plan_dispatch(
     try:
         placed = (rank_of_expert, logical_of_expert, num_local_experts)
         request = resolve_request(group, layer, topk_idx, capacity, placed, tag, compared)
+        request = (limit_spec(request[0], max_sms), *request[1:])
         spec, num_tokens, slots, _ = request
         if spec.flat:
             raise wrong_layout(spec, "plan, then dispatch_flat")
@@ -629,6 +651,7 @@ def combine(
     slot_weights: Tensor | None = None,
     *,
     quantize_gradient: str | None = None,
+    max_sms: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Return rows to their tokens and sum them: [capacity, hidden] -> [num_tokens, hidden].
@@ -642,6 +665,7 @@ def combine(
         rows: [capacity, hidden] in float32, bfloat16, float16 or float64.
         slot_weights: [capacity], as dispatch returned them; None: all 1.
         quantize_gradient: "1x128" or "1x32": the rows' gradients travel in e4m3 and arrive rounded.
+        max_sms: On GPUs the largest number of SMs of this call and its gradient. None: as `plan`.
         out: Tensor [num_tokens, hidden] that is written and returned, without a gradient.
 
     Returns:
@@ -652,6 +676,7 @@ def combine(
         EpicError: A rank failed, was late, or made a different call.
     """
     try:
+        plan = limit_plan(plan, max_sms)
         rows = as_rows("rows", rows, plan.capacity)
         slots = as_weights("slot_weights", slot_weights, (plan.capacity,))
         block = quantize_gradient

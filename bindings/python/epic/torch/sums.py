@@ -18,14 +18,17 @@ from epic.torch.arguments import (
 )
 from epic.torch.groups import Group
 from epic.torch.ops import copy_into, note_write, translate_errors
+from epic.torch.plans import limit_number
 
 ops = torch.ops.epic
 
 
-def sum_op(group: Group, order_token: Tensor, x: Tensor, order: int, tag: int) -> Tensor:
+def sum_op(
+    group: Group, order_token: Tensor, x: Tensor, order: int, tag: int, max_sms: int = 0
+) -> Tensor:
     """Call the operator, which adds float32 in place; x: [n] in float32 or float64."""
     out = with_zeros_of_others(group, x) if x.dtype == torch.float64 else x.clone()
-    ops.sum_.default(order_token, out, order, group.number, tag)
+    ops.sum_.default(order_token, out, order, limit_number(group.number, max_sms), tag)
     return add_in_order(group, out, order) if x.dtype == torch.float64 else out
 
 
@@ -62,9 +65,9 @@ class Sum(EpicFunction):
     """epic::sum_ with its gradient."""
 
     @staticmethod
-    def forward(group: Group, x: Tensor, order: int, tag: int) -> Tensor:
+    def forward(group: Group, x: Tensor, order: int, tag: int, max_sms: int) -> Tensor:
         """Call the operator."""
-        return sum_op(group, group.order_token, x, order, tag)
+        return sum_op(group, group.order_token, x, order, tag, max_sms)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
@@ -77,7 +80,7 @@ class Sum(EpicFunction):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         """Add the gradients over the ranks: each rank's x is in every rank's sum."""
         whole = sum_op(ctx.group, ctx.group.order_token_backward, gradient.contiguous(), *ctx.place)
-        return None, whole, None, None
+        return None, whole, None, None, None
 
 
 sum_apply = make_apply(Sum)
@@ -85,7 +88,13 @@ sum_apply = make_apply(Sum)
 
 @translate_errors
 def sum(
-    group: Group, x: Tensor, *, tree: bool = False, tag: int = 0, out: Tensor | None = None
+    group: Group,
+    x: Tensor,
+    *,
+    tree: bool = False,
+    tag: int = 0,
+    max_sms: int = 0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Add a tensor over the ranks, with the same bits on every rank.
 
@@ -96,6 +105,7 @@ def sum(
         tree: Whether ranks are added in a binary tree: the bits are then equal for every number of
             ranks that is a power of two. If False they are added in rank order.
         tag: Calls with equal tags run in the same order on every rank.
+        max_sms: On GPUs the largest number of SMs of this call and its gradient; 0: the group's.
         out: Tensor shaped as x, or x itself, that is written and returned, without a gradient.
 
     Returns:
@@ -112,15 +122,16 @@ def sum(
         copy_into(out, x)
         if x.dtype == torch.float64:
             return out.copy_(
-                sum_op(group, group.order_token, out.view(-1), order, tag).view(out.shape)
+                sum_op(group, group.order_token, out.view(-1), order, tag, max_sms).view(out.shape)
             )
-        ops.sum_.default(group.order_token, out.view(-1), order, group.number, tag)
+        number = limit_number(group.number, max_sms)
+        ops.sum_.default(group.order_token, out.view(-1), order, number, tag)
         note_write(out)
         return out
     flat = x.reshape(-1).contiguous()
     if needs_gradient(x):
-        return sum_apply(group, flat, order, tag).reshape(x.shape)
-    return sum_op(group, group.order_token, flat, order, tag).reshape(x.shape)
+        return sum_apply(group, flat, order, tag, max_sms).reshape(x.shape)
+    return sum_op(group, group.order_token, flat, order, tag, max_sms).reshape(x.shape)
 
 
 class SumGradient(EpicFunction):
