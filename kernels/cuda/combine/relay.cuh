@@ -59,7 +59,8 @@ __device__ __forceinline__ bool receive_node(const CombineState &c, const Unit &
 }
 
 /* Sends this rank's partial sum, if it has one (`some`), to the mate of `rank` on this host.
- * Before that, sends `some` in the word *wants*. Called by ranks that are not the mate. */
+ * The unit of piece 0 also sends `some` in the word *wants*. Called by ranks that are not the
+ * mate. */
 template <int P>
 __device__ __forceinline__ void send_node(const CombineState &c, const Unit &u, int rank,
                                           bool some, const uint4 (&node)[P])

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* How kernels send data to ranks on other hosts (backend hosts). In backend p2p all ranks share
- * one host, so functions that send do nothing there.
+ * one host, so the functions that post puts do nothing there.
  *
  * A kernel cannot store into the heap of a rank on another host. For such a rank q, heap[q]
  * points to this rank's own *outbox*, which has the layout of a heap. The kernel stores its
@@ -15,17 +15,17 @@
  *   peer's warp       polls its inbox: every word is its own flag
  *
  * All remote ranks share the one outbox. A word that every rank gets, such as an announcement,
- * is stored once and put several times. Arrays that differ by destination have one part for
- * each, with index source_number().
+ * is stored once and put several times. An array whose contents depend on the destination has
+ * one part per destination, with index source_number().
  *
  * Kernels of backend hosts follow two rules that p2p does not need:
  *
- *   1. They wait in the same epoch for every word that peers put in it. A word for which no
- *      kernel waited could arrive two epochs later and overwrite a newer word.
+ *   1. In each epoch they wait for every word that peers put in this epoch. A word for which
+ *      no kernel waited could arrive two epochs later and overwrite a newer word.
  *   2. The net copies whole words of 8 bytes, so the floats of a token begin at even indices.
  *
  * The outbox has two halves, for even and odd epochs. A kernel may write a half again when the
- * net has read all puts of the last epoch that used it (`freed`). */
+ * net has read the words of all puts of the last epoch that used this half (`freed`). */
 #ifndef EPIC_NET_CUH
 #define EPIC_NET_CUH
 
@@ -69,8 +69,8 @@ __device__ __forceinline__ void write_entry(const OpState &op, uint64_t entry,
 }
 
 /* Appends an entry to the ring after a system fence: a reader of the entry sees all stores that
- * this thread has made or observed. `room` is loaded before the fence, so that its latency
- * overlaps. Called by one thread. */
+ * this thread has made or observed. `room` is loaded before the fence, so that the load
+ * overlaps with the fence. Called by one thread. */
 static __device__ __noinline__ void post_entry(const OpState &op, uint64_t entry)
 {
     uint64_t *entries = op.self->ring.entries;
@@ -79,8 +79,8 @@ static __device__ __noinline__ void post_entry(const OpState &op, uint64_t entry
     write_entry(op, entry, entries, room);
 }
 
-/* Sends `bytes` bytes that were stored at `from` in heap[q] to rank q. Does nothing if q is on
- * this host. Called by one thread. */
+/* Sends to rank q the `bytes` bytes that this rank has stored at `from` in heap[q]. Does
+ * nothing if q is on this host. Called by one thread. */
 __device__ __forceinline__ void post_put(const OpState &op, int q, const void *from,
                                          uint32_t bytes)
 {
@@ -98,9 +98,9 @@ __device__ __forceinline__ void post_put_warp(const OpState &op, int q, const vo
     if (lane_id() == 0) post_put(op, q, from, bytes);
 }
 
-/* Counts that this warp has stored one of the `pieces` pieces of a token's row for rank q. The
- * warp that stores the last one sends the whole row: `bytes` bytes at `whole`. Called by a
- * whole warp. */
+/* Called by a whole warp after it has stored one of the `pieces` pieces of a token's row for
+ * rank q. Counts the stored pieces. The warp that has stored the last one sends the whole row:
+ * `bytes` bytes at `whole`. */
 __device__ __forceinline__ void post_put_when_complete(const p2p_self &self, const OpState &op,
                                                        int q, int32_t token, int pieces,
                                                        const void *whole, uint32_t bytes)
@@ -127,8 +127,9 @@ __device__ __forceinline__ void post_put_floats(const OpState &op, int q, uint32
     post_put_warp(op, q, floats, (uint32_t)(count + 1) / 2 * 8);
 }
 
-/* Sends records (slots of a token, plan/view.cuh). Each lane whose `speaks` is true sends
- * `words` words at its own `record`, at least one. Called by a whole warp. */
+/* Sends records (slots of a token, plan/view.cuh). Each lane whose `speaks` is true sends the
+ * first `words` words of its own `record`, or one word if `words` is 0. Called by a whole warp.
+ */
 __device__ __forceinline__ void post_put_records(const OpState &op, int q,
                                                  const uint64_t *record, bool speaks, int words)
 {
@@ -194,10 +195,10 @@ static __device__ bool end_round_puts(const OpState &op)
     return __all_sync(ALL_LANES, ok) != 0;
 }
 
-/* Returns word `which` of the announcement of rank `rank` from a copy in control memory. If the
- * copy is missing, one permitted warp reads the inbox at `from` and updates the copy. The
- * result may still have an old stamp. Called by a whole warp, with another rank in each lane.
- */
+/* Returns word `which` of the announcement of rank `rank`, from a copy in control memory. If
+ * the copy has an old stamp, a warp that has a permit (poll_permit()) reads the inbox at `from`
+ * and updates the copy. The result still has an old stamp if the word has not arrived. Called
+ * by a whole warp, with a different rank in each lane. */
 __device__ __forceinline__ uint64_t read_announcement_cached(const OpState &op,
                                                              const uint64_t *from, int which,
                                                              int rank)

@@ -5,9 +5,9 @@
  * graph that is replayed continues to count. Epoch n on one rank:
  *
  *   begin     all CTAs read the epoch and set op.epoch = n
- *   announce  last CTA, first warp: stores the sizes, then a system fence, then stores
- *             {n, signature} to every rank. Peers that see the signature see everything that
- *             kernel n - 1 restored.
+ *   announce  first warp of the last CTA: stores the sizes, then a system fence, then stores
+ *             {n, signature} to every rank. A peer that sees the signature also sees the
+ *             poison and zeros that kernel n - 1 has stored back.
  *   work      data words are their own flags, so nothing else orders the ranks
  *   finish    one warp waits for {n, signature} of every rank, then a system fence; the
  *             last CTA to finish stores the epoch
@@ -20,10 +20,10 @@
 
 #include "cuda/net/net.cuh"
 
-/* Marks in control memory that an operation runs; CTA 0 does it for the grid. Returns 1 if
- * another operation of this rank is running, which means that the caller used two streams
- * without ordering them. Called by one thread of each CTA before it reads the epoch. CTAs start
- * in order, so late CTAs of the second operation may find that the first one has ended. */
+/* Marks in control memory that an operation runs. Returns 1 if another operation of this rank
+ * is running, which means that the caller used two streams without ordering them. Called by one
+ * thread of each CTA before it reads the epoch, but only CTA 0 does it. CTAs start in order, so
+ * when a later CTA starts, the other operation has perhaps ended. */
 __device__ __forceinline__ uint32_t mark_running(const p2p_self &self)
 {
     return blockIdx.x == 0 ? atomicOr(&control_of(self)->running, 1u) : 0;
@@ -93,10 +93,10 @@ __device__ __forceinline__ void find_boxes(const p2p_self &self, OpState &op, in
 #endif
 }
 
-/* Begins an operation. Called by all threads of all CTAs. `mark`: what ranks must agree on in
- * addition to the signature, such as the id of a plan. `tokens`, `capacity`, `rows`: the sizes
- * to announce. Returns false if the group is broken, or if the launch only loads the kernel
- * (EPIC_OP_NONE). */
+/* Begins an operation. Called by all threads of all CTAs. `mark`: a value that must be equal on
+ * all ranks, such as the id of a plan; it becomes part of the signature. `tokens`, `capacity`,
+ * `rows`: the sizes to announce. Returns false if the group is broken, or if the launch only
+ * loads the kernel (EPIC_OP_NONE). */
 static __device__ bool begin_operation(OpState &op, const p2p_self &self, uint32_t mark,
                                        int32_t tokens, int32_t capacity, int32_t rows)
 {
@@ -134,17 +134,18 @@ static __device__ bool begin_operation(OpState &op, const p2p_self &self, uint32
     if (threadIdx.x < self.num_ranks) find_boxes(self, op, threadIdx.x);
     __syncthreads();
     if (HOSTS && !wait_outbox(op)) return false;
-    /* The first warp of the last CTA announces: no warp waits for it, and its CTA makes no
-     * plan. */
+    /* The first warp of the last CTA announces, because no other warp waits for it, and its CTA
+     * makes no plan. */
     if (is_last_cta() && threadIdx.x < WARP) announce_operation(self, op);
     if (threadIdx.x == 0) report_overlap(op);
     return true;
 }
 
-/* Waits until every rank has announced this operation. A different signature is found by the
- * checks of the wait. Gives no memory order: later stores of this kernel may become visible
- * before the announcements are read. `are_copied`: read the copies in the heap
- * (lowlat/plan.cuh). Called by one warp; lane q reads rank q's. */
+/* Waits until every rank has announced this operation. If a rank has announced another
+ * signature, the periodic check of the wait (find_failure()) finds it. This function has no
+ * fence, so later stores of this kernel may become visible before the announcements are read.
+ * `are_copied`: reads the copies in this rank's heap (lowlat/plan.cuh). Called by one warp;
+ * lane q reads the announcement of rank q. Returns false if the group is broken. */
 __device__ __forceinline__ bool
 wait_announcements_unfenced(const p2p_self &self, const OpState &op, bool are_copied = false)
 {
@@ -171,15 +172,15 @@ __device__ __forceinline__ bool wait_announcements(const p2p_self &self, const O
     return ok;
 }
 
-/* wait_announcements() for kernels that do not keep p2p_self in registers. */
+/* Like the other wait_announcements(), for kernels that do not keep p2p_self in registers. */
 static __device__ bool wait_announcements(const OpState &op)
 {
     return wait_announcements(*op.self, op);
 }
 
-/* Waits for word `which` (P2P_ANNOUNCED_*) of every rank's announcement. Lane q gets the value
- * of rank q, and 0 if there is no such rank. Called by one warp. Returns false if the group is
- * broken. */
+/* Waits for word `which` (P2P_ANNOUNCED_*) of every rank's announcement. In lane q, sets value
+ * to the word of rank q, or to 0 if there is no rank q. Called by one warp. Returns false if
+ * the group is broken. */
 __device__ __forceinline__ bool read_announcement(const p2p_self &self, const OpState &op,
                                                   int which, int32_t &value)
 {
@@ -195,7 +196,7 @@ __device__ __forceinline__ bool read_announcement(const p2p_self &self, const Op
     return ok;
 }
 
-/* read_announcement() for kernels that do not keep p2p_self in registers. */
+/* Like the other read_announcement(), for kernels that do not keep p2p_self in registers. */
 static __device__ bool read_announcement(const OpState &op, int which, int32_t &value)
 {
     return read_announcement(*op.self, op, which, value);
@@ -225,8 +226,8 @@ __device__ __forceinline__ bool finish_operation(const p2p_self &self, OpState &
     return op.last != 0;
 }
 
-/* finish_operation() of most kernels: CTA 0 waits, and the last CTA may read the announcements.
- */
+/* Like the other finish_operation(), for most kernels: CTA 0 waits, and the CTA that finishes
+ * last may read the announcements. */
 static __device__ bool finish_operation(OpState &op)
 {
     return finish_operation(*op.self, op, 0, true);
@@ -246,9 +247,10 @@ static __device__ void begin_round(OpState &op)
     }
 }
 
-/* Ends a round and begins the next, which is an epoch of its own. Operations with more rows
- * than staging has room for have several rounds. Called by all threads of all CTAs; the last
- * CTA to arrive does the work, the others wait for it. Returns false if the group is broken. */
+/* Ends a round and begins the next, which is an epoch of its own. An operation has several
+ * rounds if not all its rows fit the staging at once. Called by all threads of all CTAs; the
+ * last CTA to arrive does the work, the others wait for it. Returns false if the group is
+ * broken. */
 static __device__ bool next_round(OpState &op)
 {
     __syncthreads();

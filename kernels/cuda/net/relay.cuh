@@ -13,10 +13,11 @@
  * Only rows and partial sums go through relays. Weights, records and other words go directly to
  * their destination.
  *
- * A forwarded row lies in the staging of its first sender, as if that rank had stored it. A
- * partial for another host lies in the staging of the storing rank's mate on that host. For
- * each token a stamped word, *wants*, is sent ahead. In dispatch it contains the ranks of the
- * host that need the row; in combine it is 1 if the rank has a partial for the token. */
+ * A forwarded row is stored in the staging of its first sender, as if that rank had stored it.
+ * A partial sum that a rank gives to a relay is stored in the staging of that rank's mate on
+ * the destination host. For each token a rank also sends a stamped word, *wants*, for which the
+ * relay waits first. In dispatch it is a bit mask of the ranks of the destination host that
+ * need the row. In combine it is 1 if the rank has a partial sum for the token. */
 #ifndef EPIC_RELAY_CUH
 #define EPIC_RELAY_CUH
 
@@ -109,9 +110,10 @@ __device__ __forceinline__ uint32_t choose_routes(const p2p_self &self, const Op
 }
 
 /* Forwards a piece of a row: reads it from this rank's inbox, where rank `from` has put it, and
- * stores it to the ranks of this host in the bit mask `wants`. `place`: index of the row in the
- * round. escapes(heap, source) returns the address of the piece's escape words (staging.cuh),
- * or NULL if rows have none. Called by one warp. Returns false if the group is broken. */
+ * stores it to the staging of the ranks in `wants`, whose bit i is the i-th rank of this host.
+ * `place`: index of the row in the round. escapes(heap, source) returns the address of the
+ * piece's escape words (staging.cuh), or NULL if rows have none. Called by one warp. Returns
+ * false if the group is broken. */
 template <int V, bool EXACT, class Escapes>
 __device__ __forceinline__ bool forward_piece(const p2p_self &self, const OpState &op, int from,
                                               int32_t place, int piece, int32_t vectors,

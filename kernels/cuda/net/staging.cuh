@@ -66,7 +66,8 @@ __device__ __forceinline__ void hide_word(uint32_t &word, uint32_t &mask, int bi
     if (word == POISON) word = POISON_STAND_IN, mask |= 1u << bit;
 }
 
-/* Restores a word that hide_word() replaced, which bit `bit` of the mask shows. */
+/* Sets the word back to poison if bit `bit` of the mask shows that hide_word() has replaced it.
+ */
 __device__ __forceinline__ void unhide_word(uint32_t &word, uint32_t mask, int bit)
 {
     if (mask >> bit & 1) word = POISON;
@@ -130,11 +131,11 @@ template <int V> __device__ __forceinline__ bool has_missing(const uint4 (&q)[V]
 
 #ifdef EPIC_HOSTS
 #ifndef POLL_WINDOW_BYTES
-/* a piece at most this many bytes after the last arrived one is polled every spin */
+/* a piece at most this many bytes after the one that arrived last is polled at every spin */
 #define POLL_WINDOW_BYTES (512 << 10)
 #endif
 #define SPINS_PER_FAR_POLL 32u /* pieces further away are polled once in this many spins */
-/* limit for the bytes of all rows of a rank: up to it, all waiting warps poll every spin */
+/* if all rows of a rank have at most this many bytes, all waiting warps poll at every spin */
 #define MAX_POLLED_WORDS (POLL_WINDOW_BYTES / 8)
 
 /* Returns true if the piece that ends with vector `last` may be the next one of `peer` to
@@ -158,10 +159,10 @@ __device__ __forceinline__ void record_arrival(const OpState &op, int peer, cons
         store_relaxed(seen, stamp_word(op, place));
 }
 
-/* Waits for the last vector of a piece in host memory, because most of the piece has arrived by
- * then. A thousand warps may wait, and polls of host memory are slow. So a warp whose piece may
- * arrive next polls one vector every spin, and the other warps poll rarely. Called by a whole
- * warp. Returns false if the group is broken. */
+/* Waits for a piece in host memory, but polls only its last vector: when this one has arrived,
+ * most of the piece has. A thousand warps may wait, and polls of host memory are slow. So only
+ * a warp whose piece may arrive next polls at every spin; the other warps poll rarely. Called
+ * by a whole warp. Returns false if the group is broken. */
 static __device__ __noinline__ bool wait_host_piece(const OpState &op, int peer,
                                                     const uint4 *last)
 {
@@ -177,8 +178,8 @@ static __device__ __noinline__ bool wait_host_piece(const OpState &op, int peer,
     return ok;
 }
 
-/* Returns true if this rank has so few bytes of rows that every waiting warp may poll every
- * spin. Only low-latency kernels do. */
+/* Returns true if all rows of this rank are so few bytes that every waiting warp may poll at
+ * every spin. Only low-latency kernels do this. */
 __device__ __forceinline__ bool can_poll_all(const OpState &op, int32_t vectors)
 {
     return LOW_LATENCY && op.tokens * vectors * 16 <= MAX_POLLED_WORDS;
@@ -197,10 +198,11 @@ __device__ __forceinline__ bool wait_piece(const OpState &, int, const uint4 *)
 }
 #endif
 
-/* Waits for a piece of a staged row and reads it to q: vectors [first, first + V * 32), at most
- * to the end of the row of `vectors`. `copied`: q already has what the ring had copied from
- * staging. While no vector has arrived, each lane polls only its first one, because polls take
- * bandwidth from rows. Called by a whole warp. Returns false if the group is broken. */
+/* Waits for a piece of a staged row and reads it to q: vectors [first, first + V * 32), without
+ * those past the end of the row, which has `vectors` vectors. `copied`: q already has what the
+ * ring had copied from staging. While no vector has arrived, each lane polls only its first
+ * one, because polls take bandwidth from rows. Called by a whole warp. Returns false if the
+ * group is broken. */
 template <int V, bool EXACT>
 __device__ __forceinline__ bool receive_piece(const OpState &op, int peer, const uint4 *staged,
                                               int32_t first, int32_t vectors, bool copied,
