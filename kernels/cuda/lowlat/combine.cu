@@ -3,47 +3,52 @@
  *
  *   rows  [num_rows, row_bytes], weights of their slots  ->  out [num_tokens, row_bytes]
  *
- *   writer   worker of the expert's rank: stores a partial (the sum of weight * row over the
+ *   writer   worker of an expert's rank: stores a partial sum (weight * row, added over the
  *            token's slots there) to the staging of the token's rank
- *   reader   worker of the token's rank: polls the partial until no word is poison, adds it,
- *            and stores poison back
+ *   reader   worker of the token's rank: polls the partial sum until no word is poison (the
+ *            mark of an empty word), adds it to the token's sum, and stores poison back
  *
- * A worker first sends its partials of all peers' tokens. Then it adds those of this rank's
- * tokens. No send waits for anything, so no wait is circular. Each word is its own flag. The
- * control warp announces and ends the operation. lowlat/sum.cuh has the units for aligned rows.
- * Rows at any address, and sums in tree order, use the units of combine/plain.cuh. */
-/* Makes waits poll longer before they sleep. Must come before the first header. */
+ * A worker first sends its partial sums for the peers' tokens. Then it adds the partial sums
+ * that arrive for this rank's tokens. No send waits for anything, so no wait is circular. Each
+ * word is its own flag: it has arrived when it is no longer poison. One warp of the last CTA
+ * announces the operation, and the control warp of that CTA ends it. lowlat/sum.cuh has the
+ * units of work for aligned rows. Rows at any address, and sums in tree order, use the units of
+ * combine/plain.cuh. */
+/* Makes waits poll longer before they sleep. It must be defined before the first #include. */
 #define LOW_LATENCY 1
-#define LOWLAT_WORKERS \
-    15 /* with one control warp: four warps per scheduler, of 128 registers per thread */
+/* With the control warp: 16 warps, so four per scheduler, with 128 registers per thread. */
+#define LOWLAT_WORKERS 15
 
 #include "cuda/common/launch.cuh"
 #include "cuda/lowlat/sum.cuh"
 
-/* The units of a worker. There are two kinds: peers' tokens, whose partials are sent, and own
- * tokens (of this rank), whose partials are added. Units of the first kind are dealt from the
- * first worker up, those of the second kind from the last worker down. */
+/* Which units of work a worker does. A unit is one piece of a token's row. There are two kinds
+ * of units: for a peer's token, the worker sends a partial sum; for a token of this rank
+ * ("own"), it adds the partial sums. To balance the work, the first units of peers' tokens go
+ * to the first workers, and the first units of own tokens go to the last workers. */
 struct CombineUnits {
     const CombineState &c;
     const CtaRange all_ctas;
-    /* number of this worker; from a shuffle, so that the compiler knows that all lanes agree */
+    /* number of this worker; computed with a shuffle, so that the compiler knows that it is
+     * equal in all lanes */
     const int worker;
 
-    /* All CTAs take part in both kinds. */
+    /* All CTAs do units of both kinds. */
     __device__ __forceinline__ explicit CombineUnits(const CombineState &combine)
         : c(combine), all_ctas{0, (int)gridDim.x},
           worker(all_ctas.worker_index_of(__shfl_sync(ALL_LANES, (int)(threadIdx.x / WARP), 0)))
     {
     }
-    /* Returns unit number u of a kind. own: this rank's tokens. */
+    /* Returns unit number u: of own tokens if `own`, else of peers' tokens. */
     __device__ __forceinline__ Unit unit_at(int u, bool own) const
     {
         const int senders = c.job.self.num_ranks - 1, row = u / c.shape.pieces;
         if (own) return {row, 0, u % c.shape.pieces, -1, -1};
         return {row / senders, row % senders, u % c.shape.pieces, -1, -1};
     }
-    /* Returns the number of this worker's first unit of a kind. The warps that check the plan
-     * come last in the second kind, because they have more to do. */
+    /* Returns the number of this worker's first unit: of own tokens if `own`, else of peers'
+     * tokens. For own tokens, the warps that check the plan (the last worker of each CTA) come
+     * after all other workers, because they have more to do. */
     __device__ __forceinline__ int first_index(bool own) const
     {
         const int back = all_ctas.num_workers() - 1 - worker;
@@ -51,8 +56,9 @@ struct CombineUnits {
         return back >= all_ctas.ctas ? back - all_ctas.ctas
                                      : back + all_ctas.num_workers() - all_ctas.ctas;
     }
-    /* Returns unit u with this lane's slot; for an own token, also the rank of this lane's
-     * choice. end: number of units of the kind; past it the result is empty. */
+    /* Returns unit u with this lane's slot; for an own token, also with the rank of this lane's
+     * choice. `end` is the number of units of this kind. From `end` on, the result is an empty
+     * unit. */
     __device__ __forceinline__ Unit read_unit(int u, bool own, int end) const
     {
         if (u >= end) return {};
@@ -62,8 +68,10 @@ struct CombineUnits {
         if (own) unit.ranks = rank_of_choice(c, unit.token, 0);
         return unit;
     }
-    /* Returns this worker's first unit of a kind, loaded before the plan's header has been
-     * checked. `likely`: the unit exists if the peers have as many tokens as this rank. */
+    /* Returns this worker's first unit of own tokens (`own`) or of peers' tokens. It is loaded
+     * before the plan's header has been checked, so the worker does not know yet how many
+     * tokens the peers have. Sets `likely` to whether the unit exists if each peer has as many
+     * tokens as this rank. */
     __device__ __forceinline__ Unit read_first(bool own, bool &likely) const
     {
         const p2p_combine_job &job = c.job;
@@ -80,8 +88,10 @@ struct CombineUnits {
                                (int64_t)unit.token * job.top_k + lane_id());
         return unit;
     }
-    /* Calls do_unit(unit, known) for all units of a kind that this worker has. known: the unit
-     * is first_one, which the caller has loaded. Returns false if do_unit() did. */
+    /* Calls do_unit(unit, known) for all units of this worker: of own tokens if `own`, else of
+     * peers' tokens. If `known` is true, the first unit is first_one, which the caller has
+     * loaded already; do_unit() gets `known` only for that unit. Returns false as soon as
+     * do_unit() returns false. */
     template <class Do>
     __device__ __forceinline__ bool for_each_unit(bool own, Unit first_one, bool known,
                                                   Do do_unit) const
@@ -104,17 +114,17 @@ struct CombineUnits {
 
 enum { NOTHING_LOADED, SENT_LOADED, OWN_LOADED };
 
-/* The work of one worker. Sums is QuickSums or PlainSums. The worker loads its first units, and
- * the rows of one of them, before the plan's header has been checked. It sends and stores
- * nothing before that. */
+/* The work of one worker. Sums is QuickSums or PlainSums. To save time, the worker loads its
+ * first units, and the rows of one of them, before the plan's header has been checked. It sends
+ * and stores nothing before that check. */
 template <class Sums> struct Worker {
     Unit sent = {}, own = {};
     SlotRows rows;
     int loaded = NOTHING_LOADED;
     bool is_ahead = false;
 
-    /* Loads the first unit of each kind, and the rows of one of them. Called before the first
-     * barrier of the CTA. */
+    /* Loads this worker's first unit of peers' tokens, its first unit of own tokens, and the
+     * rows of one of these units. Called before the first barrier of the CTA. */
     __device__ __forceinline__ void read_ahead(const CombineUnits &units)
     {
         bool sends, adds;
@@ -124,13 +134,13 @@ template <class Sums> struct Worker {
         if (Sums::PLAIN || !(sends || adds)) return;
         Unit unit = sends ? sent : own;
         unit.slot = clamp_slot(units.c, unit.slot);
-        /* such a record is in no valid plan, so the plan must be checked first */
+        /* no valid plan has such a record; so load no rows before the plan is checked */
         if (!has_slots_in_low_lanes(unit)) return;
         loaded = sends ? SENT_LOADED : OWN_LOADED;
         Sums::load_rows(units.c, rows, unit);
     }
-    /* Sends the partials of all peers' tokens, then adds those of this rank's tokens. Returns
-     * false if the group is broken. */
+    /* Does all units of this worker: first sends the partial sums for peers' tokens, then adds
+     * the partial sums for this rank's tokens. Returns false if the group is broken. */
     __device__ __forceinline__ bool run_units(const CombineUnits &units)
     {
         const CombineState &c = units.c;
@@ -146,8 +156,9 @@ template <class Sums> struct Worker {
     }
 };
 
-/* How lowlat_combine_kernel() sums aligned rows, by rank. EXACT: rows have whole pieces. SIDE:
- * number of partials that a warp polls at a time. */
+/* How lowlat_combine_kernel() adds aligned rows, if the partial sums are added in the order of
+ * ranks. EXACT: a row is a whole number of pieces. SIDE: how many partial sums a warp polls at
+ * a time. */
 template <class ROW_, bool EXACT, int SIDE> struct QuickSums {
     typedef ROW_ ROW;
     static constexpr int V = 1; /* vectors per lane and piece */
@@ -170,8 +181,8 @@ template <class ROW_, bool EXACT, int SIDE> struct QuickSums {
     }
 };
 
-/* How lowlat_combine_kernel() sums rows at any address, by rank or in tree order. It loads
- * nothing ahead. */
+/* How lowlat_combine_kernel() adds rows at any address, in the order of ranks or in tree order.
+ * It loads no rows ahead. */
 template <class ROW_> struct PlainSums {
     typedef ROW_ ROW;
     static constexpr int V = 2;
@@ -193,7 +204,8 @@ template <class ROW_> struct PlainSums {
     }
 };
 
-/* Writes zeros to all outputs, if nothing was moved, as thread `thread` of `threads`. */
+/* Writes zeros to all outputs. Called by `threads` threads if no rows were moved; this one is
+ * number `thread`. */
 static __device__ void clear_outputs(const CombineState &c, int64_t thread, int64_t threads)
 {
     zero_rows(c.job.out, c.job.row_bytes, 0, c.job.num_tokens, thread, threads);
@@ -201,12 +213,12 @@ static __device__ void clear_outputs(const CombineState &c, int64_t thread, int6
                 threads);
 }
 
-/* The kernel. Sums: how rows are summed (QuickSums or PlainSums).
+/* The kernel. Sums is QuickSums or PlainSums, the way in which rows are added.
  *
- *   1. One worker loads and checks the plan's header. The control warp sets op. The other
- *      workers load their first units and rows.
+ *   1. One worker per CTA loads and checks the plan's header. The control warp sets op.
+ *      The other workers load their first units and rows.
  *   2. The first barrier of the CTA. One warp of the grid announces the operation.
- *   3. Workers send partials, then add those of own tokens. The control warp of the last
+ *   3. Workers send partial sums, then add those of own tokens. The control warp of the last
  *      CTA ends the operation.
  *   4. If the plan is invalid, or a rank has too few rows: zero all outputs. */
 template <class Sums>
@@ -259,8 +271,8 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
 
     const device_plan_header &h = plan.header;
     const bool moves = plan.is_valid && h.result == EPIC_OK;
-    /* top_k from the header, which the compiler keeps in a register. It would load job.top_k
-     * again for each unit. */
+    /* The compiler keeps this copy of top_k in a register. It would load job.top_k again for
+     * each unit. */
     c.top_k = (int)h.top_k;
     if (is_control_warp()) {
         const bool good = !moves || have_all_rows(self, op, h);
@@ -276,13 +288,14 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
 
 typedef void (*Kernel)(p2p_combine_job);
 
-/* Which instance of the kernel a job needs. */
+/* The properties of a job that select the kernel instance. */
 struct Kind {
-    /* plain: PlainSums; exact: rows have whole pieces; two: at most two ranks */
+    /* plain: it needs PlainSums; exact: a row is a whole number of pieces; two: the group has
+     * at most two ranks */
     bool plain, exact, two;
 };
 
-/* Returns the instance for rows of type ROW. */
+/* Returns the kernel instance for rows of type ROW. */
 template <class ROW> static Kernel kernel_for(const Kind &kind)
 {
     if (kind.plain) return lowlat_combine_kernel<PlainSums<ROW>>;
@@ -293,7 +306,7 @@ template <class ROW> static Kernel kernel_for(const Kind &kind)
                     : lowlat_combine_kernel<QuickSums<ROW, false, 4>>;
 }
 
-/* Returns the instance for a type (epic_type) that is known only at run time. */
+/* Returns the kernel instance for rows of epic_type `type`. */
 static Kernel kernel_of(uint32_t type, const Kind &kind)
 {
     if (type == EPIC_BF16) return kernel_for<Bf16>(kind);

@@ -1,19 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* dispatch for few tokens (lowlat/dispatch.cuh) with plain rows, and plan alone for few tokens.
+/* Two kernels for few tokens: dispatch of plain rows, and a kernel that only makes a plan.
  *
  *   tokens  [num_tokens, row_bytes]   aligned vectors; a piece has V * 16 bytes per lane
- *   recv    [recv_rows, row_bytes]    every slot of the plan; padding becomes zeros
+ *   recv    [recv_rows, row_bytes]    the rows of all slots of the plan; padding is zeros
  *
- * The kernel of dispatch is in lowlat/dispatch.cuh. lowlat_plan_kernel computes a plan in the
- * same way, but moves no rows:
+ * lowlat/dispatch.cuh has the kernel of dispatch; this file defines how it moves plain rows.
+ * lowlat_plan_kernel makes a plan in the same way as that kernel, but moves no rows:
  *
- *   control warps   send ids, announce, write header and slabs, end the operation
- *   workers         receive ids, compute the tables, write the records */
+ *   control warps   send the expert ids, announce the operation, write header and slabs, end it
+ *   workers         receive the ids, compute the plan's tables, write the records */
 #include "cuda/lowlat/dispatch.cuh"
 #include "cuda/plan/store_records.cuh"
 
-/* backend hosts: posts the put of a row. Called by a warp that has stored a piece of a token
- * for the ranks `peers`. The warp that stores the last piece of the row posts the put. */
+/* backend hosts: sends a token's row to the ranks `peers` when all its pieces are stored.
+ * Called by each warp after it has stored one piece. The warp that has stored the last piece of
+ * the row posts the put. */
 __device__ __forceinline__ void post_put_rows(const LowlatMove &m, int32_t token,
                                               uint32_t peers)
 {
@@ -26,15 +27,15 @@ __device__ __forceinline__ void post_put_rows(const LowlatMove &m, int32_t token
     }
 }
 
-/* How lowlat_dispatch_kernel() moves plain rows. WHOLE: rows are aligned and consist of whole
- * pieces. PackedRows has the same functions:
+/* How lowlat_dispatch_kernel() moves plain rows. WHOLE: rows are aligned, and a row is a whole
+ * number of pieces. PackedRows has the same functions:
  *   shape_of            returns the shape of the rows that travel
  *   describe_rows       fills in the members of PackedMove
  *   own_pieces          returns the number of pieces of a row of this rank
  *   load_piece          loads a piece of a token of this rank
  *   send_to_peers       stores the piece to the staging of `peers`
- *   receive_from_peer   waits for a piece of a peer's token; q: what was loaded earlier
- *   fill_slots_of       stores a piece to the slots of all lanes
+ *   receive_from_peer   waits for a piece of a peer's token; q has what was loaded before
+ *   fill_slots_of       stores a piece to the token's slots (each lane passes one)
  *   pad_slot            writes zeros to a piece of a slot
  *   clear_rows          writes zeros to all slots from `first` on */
 template <bool WHOLE> struct PlainRows {
@@ -80,8 +81,8 @@ template <bool WHOLE> struct PlainRows {
     {
         pad_piece<EXACT>(m, slot, piece);
     }
-    /* Writes zeros to rows and weights of the slots from `first` on, as thread `thread` of
-     * `threads`. */
+    /* Writes zeros to the rows and weights of all slots from `first` on. Called by `threads`
+     * threads; this one is number `thread`. */
     static __device__ __forceinline__ void clear_rows(const LowlatMove &m, int64_t first,
                                                       int64_t thread, int64_t threads)
     {
@@ -112,8 +113,8 @@ extern "C" cudaError_t p2p_launch_lowlat_dispatch(const p2p_dispatch_job *job, i
     return launch_lowlat(exact ? whole : ragged, *job, num_sms, stream);
 }
 
-/* Writes the plan from the tables: control warps write header and slabs, workers the records.
- * Called by all warps of the CTAs that have made the plan. */
+/* Writes the plan from the tables to memory: control warps write header and slabs, workers
+ * write the records. Called by all warps of the CTAs that have made the plan. */
 static __device__ void store_lowlat_plan(LowlatPlan &tables, const p2p_plan_job &job,
                                          const OpState &op, const CtaRange &planning_ctas)
 {
@@ -129,7 +130,8 @@ static __device__ void store_lowlat_plan(LowlatPlan &tables, const p2p_plan_job 
     }
 }
 
-/* Like store_lowlat_plan(), for mixed plans: copies the records that the ranks send. */
+/* Writes the records of a mixed plan (lowlat/plan.cuh): copies the records that the ranks send.
+ * Called by all warps of the CTAs that have made the plan. */
 static __device__ __noinline__ void store_mixed_records(const LowlatPlan &tables,
                                                         const p2p_plan_job &job,
                                                         const OpState &op,
@@ -143,7 +145,8 @@ static __device__ __noinline__ void store_mixed_records(const LowlatPlan &tables
                    });
 }
 
-/* The kernel of plan. All CTAs make the plan, except the last one if there are several. */
+/* The kernel of the operation "plan". All CTAs make the plan, except the last one if the grid
+ * has several. */
 __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     lowlat_plan_kernel(const __grid_constant__ p2p_plan_job job)
 {

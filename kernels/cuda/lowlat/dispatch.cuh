@@ -1,27 +1,29 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* dispatch for few tokens, alone or together with making the plan (WITH_PLAN, lowlat/plan.cuh).
+/* dispatch for few tokens. With WITH_PLAN, the kernel also makes the plan (lowlat/plan.cuh).
  *
  *   tokens  [num_tokens, row_bytes] of this rank -> slots on the ranks of their experts
  *   weights [num_tokens, top_k] of this rank     -> slot_weights of those slots
  *
- * A unit of work is a piece of a row. The template parameter Rows defines pieces: PlainRows
- * (lowlat/dispatch.cu) or PackedRows (lowlat/dispatch_packed.cu). Workers first send their
- * pieces of this rank's tokens to the peers that need them. Then they receive pieces of all
- * tokens into slots, this rank's own tokens first. A token's weights and record ("words") are
- * received by one warp; words are dealt from the last worker down, pieces from the first worker
- * up.
+ * A unit of work is one piece of a token's row. The template parameter Rows defines how pieces
+ * are moved: PlainRows (lowlat/dispatch.cu) or PackedRows (lowlat/dispatch_packed.cu). Workers
+ * first send pieces of this rank's tokens to the peers that need them. Then they receive pieces
+ * into the slots: first those of this rank's own tokens, then those of the peers' tokens. One
+ * warp receives both the weights and the record of a token (together its "words"). To balance
+ * the work, the first pieces go to the first workers, and the first words to the last workers.
  *
  *   worker 0   send piece 0 | receive piece 0 of own tokens | of peers' tokens
  *   worker 1   send piece 1 | receive piece 1 of own tokens | of peers' tokens
  *   ...                     | (WITH_PLAN: every CTA computes the plan in between)
- *   control    send ids, weights | announce | wait for announcements | end the operation
+ *   control    send ids, weights | announce the operation | wait for announcements | end it
  *
- * No send waits for anything, and a token takes one hop. Words of rows, weights and ids are
- * each their own flag. Only the announcement needs an order: a system fence comes before it. So
- * a peer that reads the announcement also sees what earlier operations restored.
+ * No send waits for anything, and each row goes directly to its destination. Each word of a
+ * row, weight or id is its own flag, so it needs no memory order. Only the announcement needs
+ * one: a system fence comes before it. So a peer that reads the announcement also sees the
+ * words that earlier operations have set back to poison.
  *
  * If a rank has many tokens, some of the last CTAs only send (num_send_only_ctas_of). With
- * WITH_PLAN and more than one CTA, the last CTA never receives, because it announces. */
+ * WITH_PLAN and more than one CTA, the last CTA does not receive, because it announces the
+ * operation. */
 #ifndef EPIC_LOWLAT_DISPATCH_CUH
 #define EPIC_LOWLAT_DISPATCH_CUH
 
@@ -51,7 +53,7 @@ template <class Rows> __device__ __forceinline__ void pad_slabs(const LowlatMove
     }
 }
 
-/* Returns the slots of this rank's choices in a plan that is read. */
+/* Returns the slots of this rank's choices (the table `fate`) in a plan that exists already. */
 __device__ __forceinline__ const int32_t *fates_of(const PlanView &plan, const p2p_self &self)
 {
     const device_plan_header &h = plan.header;
@@ -62,8 +64,8 @@ __device__ __forceinline__ const int32_t *fates_of(const PlanView &plan, const p
 
 /* ---------------------------------------------------- with ranks that have more tokens ---- */
 
-/* Waits for a token's record and returns this lane's slot in `slot`. `keep`: also stores the
- * record in the plan. Returns false if the group is broken. */
+/* Waits for a token's record and sets `slot` to this lane's slot. If `keep` is true, it also
+ * stores the record in the plan. Returns false if the group is broken. */
 __device__ __forceinline__ bool receive_mixed_slot(const LowlatMove &m, int rank, int32_t token,
                                                    bool keep, int32_t &slot)
 {
@@ -72,7 +74,8 @@ __device__ __forceinline__ bool receive_mixed_slot(const LowlatMove &m, int rank
     return read_record(m, rank, token, 0, keep, word, slot, more);
 }
 
-/* Like receive_words(), for mixed plans (lowlat/plan.cuh), whose slots come from records. */
+/* receive_words() for a mixed plan (lowlat/plan.cuh), where slots come from records, not from
+ * tables. */
 __device__ __forceinline__ bool receive_mixed_words(const LowlatMove &m)
 {
     for (int u = first_words(m); u < num_words(m); u += m.receivers.num_workers()) {
@@ -89,7 +92,8 @@ __device__ __forceinline__ bool receive_mixed_words(const LowlatMove &m)
     return true;
 }
 
-/* Like receive_all(), for mixed plans (lowlat/plan.cuh), whose slots come from records. */
+/* receive_all() for a mixed plan (lowlat/plan.cuh), where slots come from records, not from
+ * tables. */
 template <class Rows> __device__ __forceinline__ bool receive_mixed_rows(const LowlatMove &m)
 {
     for (int u = m.receivers.worker_index(); u < num_units<Rows>(m);
@@ -110,9 +114,9 @@ template <class Rows> __device__ __forceinline__ bool receive_mixed_rows(const L
     return true;
 }
 
-/* Makes a mixed plan (lowlat/plan.cuh) and receives all rows. All threads of the receiving
- * CTAs. noinline, with m passed by value: a reference would force m into memory on the other
- * paths, too. */
+/* Makes a mixed plan (lowlat/plan.cuh) and receives all rows. Called by all threads of the
+ * receiving CTAs. The function is not inlined, so m is passed by value: a reference would make
+ * the compiler keep m in memory on all paths of the kernel. */
 template <class Rows>
 static __device__ __noinline__ void receive_mixed(const LowlatMove m, OpState &op,
                                                   LowlatPlan &tables, uint8_t *memory)
@@ -138,8 +142,8 @@ static __device__ __noinline__ void receive_mixed(const LowlatMove m, OpState &o
         Rows::clear_rows(m, 0, threadIdx.x, LOWLAT_BLOCK);
 }
 
-/* Makes the plan, and decides whether rows are discarded and whether the plan is mixed. All
- * threads of the receiving CTAs. Returns false if the group is broken. */
+/* Makes the plan. Sets m.is_mixed, and m.discards if the received rows must not be stored.
+ * Called by all threads of the receiving CTAs. Returns false if the group is broken. */
 static __device__ bool make_plan_of(LowlatMove &m, LowlatPlan &tables)
 {
     const p2p_plan_job &job = m.job.plan;
@@ -161,17 +165,18 @@ static __device__ bool make_plan_of(LowlatMove &m, LowlatPlan &tables)
 
 /* ------------------------------------------------------------- the kernel and its phases ---- */
 
-/* Shared memory of a CTA, next to the dynamic memory of the tables. */
+/* Static shared memory of a CTA. The arrays of the tables are in dynamic shared memory. */
 struct LowlatShared {
     OpState op;
-    PlanView plan;     /* the plan that is read; with a new plan only its addresses are set */
-    LowlatPlan tables; /* the plan that is made */
+    /* without WITH_PLAN: the plan that the kernel reads; else only its addresses are set */
+    PlanView plan;
+    LowlatPlan tables; /* with WITH_PLAN: the plan that the kernel makes */
     Stride unused;
-    bool has_all_rows; /* all ranks have enough rows, as far as this CTA knows */
+    bool has_all_rows; /* false: this CTA has found a rank with too few rows */
 };
 
-/* The words that a warp reads from global memory before all others: the state of the group and,
- * in the warp that reads the plan, the plan's header. */
+/* What a warp reads from global memory first: the state of the group, and, in the warp that
+ * checks the plan, the plan's header. */
 template <bool WITH_PLAN> struct Opening {
     StartState start;
     uint32_t header[HEADER_LANE_WORDS];
@@ -183,7 +188,7 @@ template <bool WITH_PLAN> struct Opening {
         if (HOSTS && is_announcer(WITH_PLAN)) fence_system();
         if (reads_header()) load_header(header, job.plan.plan, job.plan_bytes);
     }
-    /* Does this warp read the header of the plan? */
+    /* Returns whether this warp reads the header of the plan. */
     static __device__ __forceinline__ bool reads_header()
     {
         return !WITH_PLAN && threadIdx.x / WARP == LOWLAT_WORKERS - 1;
@@ -197,21 +202,22 @@ struct FirstUnits {
     bool is_own; /* the piece belongs to a token of this rank */
 };
 
-/* Does this warp receive pieces? */
+/* Returns whether this warp receives pieces. */
 __device__ __forceinline__ bool is_receiving_worker(const LowlatMove &m)
 {
     return m.receivers.contains_this_cta() && !is_control_warp();
 }
 
-/* May this warp still have to send a wrong value after phase 2 (end_header)? It then counts its
- * puts as posted after phase 3. */
+/* Returns whether this warp perhaps still has to send a fault of the caller's data after phase
+ * 2 (end_header). Such a warp calls count_posted_warp() after phase 3, not after phase 2. */
 template <bool WITH_PLAN>
 __device__ __forceinline__ bool reports_data_errors(const LowlatMove &m)
 {
     return WITH_PLAN && m.receivers.contains_this_cta() && is_control_warp();
 }
 
-/* Describes the operation, and chooses the CTAs that send and the CTAs that receive. */
+/* Returns the arguments of the units (LowlatMove), with the CTAs that send and those that
+ * receive. */
 template <class Rows, bool WITH_PLAN>
 __device__ __forceinline__ LowlatMove describe_move(const p2p_dispatch_job &job,
                                                     LowlatShared &s)
@@ -225,16 +231,18 @@ __device__ __forceinline__ LowlatMove describe_move(const p2p_dispatch_job &job,
     m.discards = m.is_mixed = false;
     m.tables = &s.tables;
     const int ctas = (int)gridDim.x, send_only = job.num_send_only_ctas;
-    const int announcers = WITH_PLAN && ctas > 1; /* CTAs that announce and do not receive */
+    /* 1 if the last CTA announces and does not receive */
+    const int announcers = WITH_PLAN && ctas > 1;
     m.senders = {send_only ? ctas - send_only : 0,
                  send_only ? send_only : ctas - (HOSTS ? announcers : 0)};
     m.receivers = {0, ctas - (send_only ? send_only : announcers)};
     return m;
 }
 
-/* Phase 1 of a control warp: opens the operation. With a new plan it also sends its share of
- * the ids, and this rank's sizes. Returns false if this rank may not send, because the group is
- * broken or an earlier put has not left in time. */
+/* Phase 1 of a control warp: sets the state of the operation. With a new plan, it also sends
+ * its share of the ids, and this rank's sizes. Returns false if this rank must not send,
+ * because the group is broken or the net has not read the outbox of an earlier operation in
+ * time. */
 template <bool WITH_PLAN>
 __device__ __forceinline__ bool open_operation(const LowlatMove &m, LowlatShared &s,
                                                const StartState &start, IdSender &ids,
@@ -253,7 +261,8 @@ __device__ __forceinline__ bool open_operation(const LowlatMove &m, LowlatShared
     return may_send;
 }
 
-/* Phase 1 of a worker: loads its first piece if that is one of this rank's tokens. */
+/* Phase 1 of a worker: loads the first piece that it will receive, if it belongs to a token of
+ * this rank. */
 template <class Rows, bool WITH_PLAN>
 __device__ __forceinline__ void load_own_piece(const LowlatMove &m, FirstUnits &first)
 {
@@ -266,7 +275,8 @@ __device__ __forceinline__ void load_own_piece(const LowlatMove &m, FirstUnits &
         first.piece.word = read_record_ahead(m, m.job.plan.self.rank, first.piece.token);
 }
 
-/* Phase 1: opens the tables of the new plan, or the plan that is read. */
+/* Phase 1: with WITH_PLAN, sets up empty tables for the new plan. Else checks the header of the
+ * plan that the kernel reads. */
 template <bool WITH_PLAN>
 __device__ __forceinline__ void open_plan(const LowlatMove &m, LowlatShared &s,
                                           const Opening<WITH_PLAN> &opening)
@@ -286,8 +296,8 @@ __device__ __forceinline__ void open_plan(const LowlatMove &m, LowlatShared &s,
     s.plan.header.alignment = job.plan.layer.alignment;
 }
 
-/* End of phase 1: all warps of the CTA have opened the operation, and the last CTA announces it
- * to all ranks. Returns false if the operation has ended. */
+/* End of phase 1: waits for all warps of the CTA; then the last CTA announces the operation to
+ * all ranks. Returns false if the operation has failed, so that the CTA must return. */
 template <bool WITH_PLAN>
 __device__ __forceinline__ bool announce_operation(const LowlatMove &m, LowlatShared &s,
                                                    bool may_send)
@@ -305,7 +315,7 @@ __device__ __forceinline__ bool announce_operation(const LowlatMove &m, LowlatSh
     return true;
 }
 
-/* Phase 2: sends this rank's rows and weights. It waits for no rank. */
+/* Phase 2: sends this rank's rows and weights. This phase waits for no other rank. */
 template <class Rows, bool WITH_PLAN>
 __device__ __forceinline__ void send_rows(const LowlatMove &m, WeightSender &weights,
                                           PieceSender<Rows> &sender, bool is_valid)
@@ -319,7 +329,8 @@ __device__ __forceinline__ void send_rows(const LowlatMove &m, WeightSender &wei
     if (!reports_data_errors<WITH_PLAN>(m)) count_posted_warp(m.job.plan.self);
 }
 
-/* End of phase 2: loads the first units that are not loaded yet. */
+/* End of phase 2: loads those of the worker's first receiving units that phase 1 has not
+ * loaded. */
 template <class Rows>
 __device__ __forceinline__ void load_first_units(const LowlatMove &m, FirstUnits &first)
 {
@@ -330,8 +341,8 @@ __device__ __forceinline__ void load_first_units(const LowlatMove &m, FirstUnits
     if (first_words(m) < num_words(m)) load_words(m, first_words(m), first.words);
 }
 
-/* Phase 3, with a new plan: every receiving CTA makes the plan by itself. Returns false if the
- * group is broken. */
+/* Phase 3, only with WITH_PLAN: every receiving CTA makes the whole plan by itself. Returns
+ * false if the group is broken. */
 __device__ __forceinline__ bool make_new_plan(LowlatMove &m, LowlatShared &s)
 {
     bool ok = true;
@@ -342,8 +353,8 @@ __device__ __forceinline__ bool make_new_plan(LowlatMove &m, LowlatShared &s)
     return ok;
 }
 
-/* Phase 4: receives rows and weights into their slots, clears what has no row, and ends the
- * operation. `is_valid`: the plan is valid. `ok`: the group is not broken. */
+/* Phase 4: receives rows and weights into their slots, writes zeros to slots without a row, and
+ * ends the operation. `is_valid`: the plan is valid. `ok`: the group is not broken. */
 template <class Rows, bool WITH_PLAN>
 __device__ __forceinline__ void receive_rows(const LowlatMove &m, LowlatShared &s,
                                              const StartState &start, FirstUnits &first,
@@ -372,7 +383,7 @@ __device__ __forceinline__ void receive_rows(const LowlatMove &m, LowlatShared &
     Rows::clear_rows(m, 0, threadIdx.x, LOWLAT_BLOCK);
 }
 
-/* Phase 4 where another rank has more tokens. */
+/* Phase 4 with a mixed plan: another rank has too many tokens for the tables. */
 template <class Rows>
 __device__ __forceinline__ void receive_mixed_and_end(const LowlatMove &m, LowlatShared &s,
                                                       const StartState &start)
@@ -382,11 +393,11 @@ __device__ __forceinline__ void receive_mixed_and_end(const LowlatMove &m, Lowla
     end_lowlat(s.op);
 }
 
-/* The kernel. Rows: how pieces are moved (PlainRows lists the functions). WITH_PLAN: the kernel
- * also makes the plan.
+/* The kernel. Rows defines how pieces are moved (PlainRows lists its functions). WITH_PLAN: the
+ * kernel also makes the plan; else it reads one.
  *
  *   1. announce  Control warps open the operation and send ids. Workers load their first
- *                pieces. One worker loads and checks the header of a plan that is read. After
+ *                pieces. Without WITH_PLAN, one worker checks the plan's header. After
  *                the first barrier of the CTA, one warp of the grid announces the operation.
  *   2. send      Workers send all their pieces. Control warps send weights.
  *   3. plan      WITH_PLAN: receiving CTAs make the plan.
@@ -425,8 +436,9 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     receive_rows<Rows, WITH_PLAN>(m, s, opening.start, first, is_valid, ok);
 }
 
-/* Returns the number of CTAs that only send. With more tokens, stores to peers delay everything
- * else that an SM does, above all the ids that follow them (docs/lab/cuda.md). */
+/* Returns the number of CTAs that only send. If a rank has many tokens, its stores to peers
+ * delay everything else on the same SM, above all the ids that are sent after them
+ * (docs/lab/cuda.md). So other CTAs then receive. */
 static int32_t num_send_only_ctas_of(const p2p_dispatch_job *job, int num_sms)
 {
     const int many = job->plan.is_lowlat ? num_sms * 10 / 64 : num_sms * 15 / 64;
@@ -434,7 +446,7 @@ static int32_t num_send_only_ctas_of(const p2p_dispatch_job *job, int num_sms)
     return job->plan.is_lowlat && job->num_tokens >= 32 ? num_sms / 8 : 0;
 }
 
-/* Launches kernels[1] if the kernel must make the plan, else kernels[0]. */
+/* Launches kernels[1], which makes the plan, if the job needs a new plan, else kernels[0]. */
 template <class Kernel>
 static cudaError_t launch_lowlat(const Kernel (&kernels)[2], p2p_dispatch_job job, int num_sms,
                                  cudaStream_t stream)
@@ -445,7 +457,7 @@ static cudaError_t launch_lowlat(const Kernel (&kernels)[2], p2p_dispatch_job jo
     return launch_kernel(kernels[has_new_plan], num_sms, LOWLAT_BLOCK, bytes, stream, job);
 }
 
-/* Loads two kernels, and raises their limits of dynamic shared memory. */
+/* Loads both kernels and raises their limits of dynamic shared memory. */
 template <class Kernel> static cudaError_t load_lowlat(const Kernel (&kernels)[2])
 {
     for (const Kernel &kernel : kernels) {

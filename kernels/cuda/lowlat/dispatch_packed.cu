@@ -1,17 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* dispatch for few tokens (lowlat/dispatch.cuh) with packed rows. A packed row is a row and its
- * second row (scales) as one sequence of vectors (dispatch/packed.cuh). The second row comes
- * from the caller, or the kernel makes it by quantizing the row.
+ * scales (the "second row") as one sequence of vectors (dispatch/packed.cuh). Either the caller
+ * passes the scales, or the kernel computes them when it quantizes the row.
  *
  *   tokens  [num_tokens, token_bytes], scales [num_tokens, scale_bytes], at any address
  *   recv    [recv_rows, row_bytes], recv_scales [recv_rows, scale_bytes]
  *
- * Which warp does what is described in lowlat/dispatch.cuh. */
+ * lowlat/dispatch.cuh describes which warp does what. */
 #include "cuda/lowlat/dispatch.cuh"
 
 /* How lowlat_dispatch_kernel() moves packed rows; PlainRows (lowlat/dispatch.cu) describes the
- * functions. OwnPiece turns a piece of this rank's rows into a packed one: JoinedPiece reads
- * both arrays of the caller, QuantizedPiece quantizes. */
+ * functions. OwnPiece makes a packed piece from this rank's rows: JoinedPiece reads both arrays
+ * of the caller, QuantizedPiece quantizes the row. */
 template <class OwnPiece> struct PackedRows {
     static constexpr bool EXACT = false;
 

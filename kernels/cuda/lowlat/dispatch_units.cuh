@@ -1,34 +1,35 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The units of dispatch for few tokens; the kernel is in lowlat/dispatch.cuh.
+/* The units of work of dispatch for few tokens. lowlat/dispatch.cuh has the kernel that calls
+ * them.
  *
  *   PieceSender     workers        send pieces of this rank's tokens to the peers' staging
  *   WeightSender    control warps  send the weights of this rank's tokens
  *   receive_all     workers        receive pieces from staging, store them to slots
  *   receive_words   workers        receive weights and, with a new plan, store records
  *
- * A word of a piece or a weight is poison until its sender has stored it. The warp that
- * receives the word polls it and stores poison back, so no other memory order is needed. */
+ * In staging, a word of a piece or a weight is poison (the mark of an empty word) until its
+ * sender has stored it. The receiving warp polls the word until it is not poison, and then
+ * stores poison back. So each word is its own flag, and no memory order is needed. */
 #ifndef EPIC_LOWLAT_DISPATCH_UNITS_CUH
 #define EPIC_LOWLAT_DISPATCH_UNITS_CUH
 
-/* Makes waits poll longer before they sleep. Must come before the first header. */
+/* Makes waits poll longer before they sleep. It must be defined before the first #include. */
 #define LOW_LATENCY 1
 
 #include "cuda/common/launch.cuh"
 #include "cuda/dispatch/packed.cuh"
 #include "cuda/lowlat/plan.cuh"
 
-/* Arguments of the units of a low-latency dispatch. The plan is either read from memory, or
- * made by this kernel (has_new_plan). */
+/* Arguments of the functions that do the units of work. Either this kernel makes the plan
+ * (has_new_plan), or it reads an existing plan from memory. */
 struct LowlatMove : PackedMove {
-    const LowlatPlan *tables; /* new plan: its tables */
+    const LowlatPlan *tables; /* new plan: the plan's tables in shared memory */
     uint32_t result;          /* new plan: an epic_result, the result of the plan */
-    const int32_t *fates;     /* plan read from memory: slots of this rank's choices */
-    /* true: rows are received but not stored, because the plan is invalid or a rank has too few
-     * rows */
+    const int32_t *fates;     /* existing plan: slots of this rank's choices */
+    /* true: received rows are not stored, because the plan failed or a rank has too few rows */
     bool discards;
-    /* true: another rank has more tokens, so slots come from records instead of tables
-     * (lowlat/plan.cuh) */
+    /* true: another rank has too many tokens for the tables, so this kernel reads the slots
+     * from the records that the ranks send (lowlat/plan.cuh) */
     bool is_mixed;
     /* CTAs that send, and CTAs that receive; both may be the same */
     CtaRange senders, receivers;
@@ -40,7 +41,8 @@ struct LowlatMove : PackedMove {
     }
 };
 
-/* A piece that is being received. Parts of it are loaded ahead. */
+/* A piece that a warp is receiving. The warp loads parts of it before it waits for the
+ * piece. */
 struct PendingPiece {
     int32_t token, piece;
     int rank;
@@ -48,21 +50,22 @@ struct PendingPiece {
     uint4 q[V];
 };
 
-/* The weight and the record of a token that are being received ("words"). */
+/* The weights and the record of a token (its "words") that a warp is receiving. */
 struct PendingWords {
     int32_t token;
     int rank;
     uint64_t word; /* this lane's slot, if the plan is read from memory */
-    /* Slot of this lane's choice, for a token of this rank and a plan that is read from memory;
-     * else -1. */
+    /* For a token of this rank, with an existing plan: slot of this lane's choice on this rank.
+     * Else -1. */
     int32_t choice;
-    /* Token of this rank: weight of this lane's choice. Token of a peer: weight of this lane's
-     * slot, or poison if it has not arrived. */
+    /* For a token of this rank: weight of this lane's choice. For a token of a peer: the n-th
+     * lane has the weight of the token's n-th slot here, or poison if it has not arrived. */
     uint32_t weight;
 };
 
-/* Loads this lane's choice of a token, before the plan's header has been checked. The result
- * must not be used if the plan turns out to be invalid. */
+/* Loads where choice k of a token goes: from the caller's ids for a new plan, else from the
+ * table rank_of of the existing plan. Called before the plan's header has been checked, so the
+ * caller must not use the result if the plan is invalid. */
 __device__ __forceinline__ uint64_t read_choice_ahead(const LowlatMove &m, int32_t token, int k)
 {
     const p2p_dispatch_job &job = m.job;
@@ -75,8 +78,8 @@ __device__ __forceinline__ uint64_t read_choice_ahead(const LowlatMove &m, int32
 /* ----------------------------------------------------------------------------- sending ---- */
 
 /* Sends a worker's pieces of this rank's tokens. Unit number token * pieces + piece is one
- * piece of a token. Everything about the first piece is loaded and computed before the CTA's
- * first barrier, because after it every instruction delays the operation. */
+ * piece of a token. After the CTA's first barrier, every instruction delays the operation. So
+ * the sender loads the first piece, and finds the peers that need it, before that barrier. */
 template <class Rows> struct PieceSender {
     const LowlatMove &m;
     int unit, end;
@@ -113,7 +116,7 @@ template <class Rows> struct PieceSender {
             if (q != self.rank && __any_sync(ALL_LANES, choice_goes_to(m, word, q)))
                 peers |= 1u << q;
     }
-    /* Sends all pieces of this worker. Each is sent after the next one has been loaded. */
+    /* Sends all pieces of this worker. It starts to load the next piece before it sends one. */
     __device__ __forceinline__ void send_all()
     {
         if (unit >= end) return;
@@ -134,21 +137,22 @@ template <class Rows> struct PieceSender {
     }
 };
 
-/* Sends the weights of this rank's tokens. Each control warp sends some tokens, several at a
- * time; a lane has one choice of one token. The weights of the first tokens are loaded when the
- * kernel starts. */
+/* Sends the weights of this rank's tokens. Each control warp sends the weights of some tokens,
+ * several tokens at a time; each lane has one choice of one of these tokens. read_ahead() loads
+ * the weights of the first tokens before the others are needed. */
 struct WeightSender {
     const LowlatMove &m;
     int32_t top_k, bits, first;
     uint64_t word;
     uint32_t weight;
 
-    /* Makes a sender without tokens, until read_ahead() is called. */
+    /* Makes a sender that has no tokens until read_ahead() is called. */
     __device__ __forceinline__ explicit WeightSender(const LowlatMove &move)
         : m(move), first(move.job.num_tokens)
     {
     }
-    /* Loads the weights of the first tokens. Only control warps of receiving CTAs do so. */
+    /* Loads the weights of the first tokens. Warps that are not control warps of receiving CTAs
+     * do nothing. */
     __device__ __forceinline__ void read_ahead()
     {
         if (is_control_warp() && m.receivers.contains_this_cta() && m.job.weights)
@@ -156,7 +160,7 @@ struct WeightSender {
         if (has_choice()) word = read_choice_ahead(m, lane_token(), lane_choice());
         read_weight();
     }
-    /* Selects this warp's first tokens. choices: number of choices per token. */
+    /* Selects the first tokens of this warp. `choices` is the number of choices per token. */
     __device__ __forceinline__ void begin_tokens(int32_t choices)
     {
         top_k = choices;
@@ -168,7 +172,7 @@ struct WeightSender {
     {
         return first + (lane_id() >> bits);
     }
-    /* Returns the number of this lane's choice among those of its token. */
+    /* Returns the number k of this lane's choice, within its token. */
     __device__ __forceinline__ int lane_choice() const
     {
         return lane_id() & ((1 << bits) - 1);
@@ -186,8 +190,8 @@ struct WeightSender {
         const float *weights = m.job.weights + (int64_t)lane_token() * top_k;
         weight = __float_as_uint(__ldg(weights + lane_choice()));
     }
-    /* Sends the weights of the current tokens to all peers. A peer gets only the weights of its
-     * own choices, one after the other. */
+    /* Sends the weights of the current tokens to all peers. A peer gets only the weights of the
+     * choices that go to it; they are adjacent in its memory. */
     __device__ __forceinline__ void send_current() const
     {
         const p2p_self &self = m.job.plan.self;
@@ -196,10 +200,10 @@ struct WeightSender {
             const int rank = wrap_rank(self.rank + distance, self.num_ranks);
             const bool goes = has_choice() && choice_goes_to(m, word, rank);
             const uint32_t those = __ballot_sync(ALL_LANES, goes) & mates;
-            /* backend hosts: all lanes stay together, because post_put_weights() has a barrier
-             * of the warp */
+            /* backend hosts: no lane skips post_put_weights(), which contains a barrier of the
+             * warp */
             if (!HOSTS && !goes) continue;
-            /* number of this rank among the peer's sources */
+            /* number of this rank in the peer's list of sources */
             const int source = self.num_ranks - 1 - distance;
             uint32_t *floats = floats_base(self, m.op, self.heap[rank], source) +
                                (int64_t)lane_token() * float_stride(top_k);
@@ -209,7 +213,8 @@ struct WeightSender {
             post_put_weights(rank, floats, __popc(those));
         }
     }
-    /* backend hosts: posts the put of a token's weights for one rank. All lanes of the warp. */
+    /* backend hosts: posts the put that sends a token's weights to one rank. Called by all
+     * lanes of the warp; the lane of the token's first choice posts. */
     __device__ __forceinline__ void post_put_weights(int rank, uint32_t *floats,
                                                      int count) const
     {
@@ -219,7 +224,8 @@ struct WeightSender {
         __syncwarp();
         if (speaks) post_put(m.op, rank, floats, (uint32_t)(count + 1) / 2 * 8);
     }
-    /* Sends all weights of this warp. Called when the plan is known to be valid. */
+    /* Sends the weights of all tokens of this warp. Called after the plan has been found
+     * valid. */
     __device__ __forceinline__ void send_weights()
     {
         if (!m.job.weights || !m.receivers.contains_this_cta()) return;
@@ -234,8 +240,9 @@ struct WeightSender {
 
 /* --------------------------------------------------------------------------- receiving ---- */
 
-/* Sets rank, token and piece of receiving unit number u. This rank's own tokens come first.
- * Then come the peers' tokens: token 0 of all peers, token 1 of all peers, and so on. */
+/* Sets rank, token and piece of receiving unit number u. The units of this rank's own tokens
+ * come first. Then come those of the peers: token 0 of each peer, then token 1 of each peer,
+ * and so on. */
 template <class Rows>
 __device__ __forceinline__ void locate_unit(const LowlatMove &m, int u, PendingPiece &p)
 {
@@ -251,22 +258,22 @@ __device__ __forceinline__ void locate_unit(const LowlatMove &m, int u, PendingP
     p.rank = wrap_rank(self.rank + 1 + row % peers, self.num_ranks);
 }
 
-/* Returns the number of receiving units. */
+/* Returns the number of receiving units: the pieces of all tokens of all ranks. */
 template <class Rows> __device__ __forceinline__ int num_units(const LowlatMove &m)
 {
     const int peers = m.job.plan.self.num_ranks - 1;
     return m.job.num_tokens * Rows::own_pieces(m) + m.most_tokens * peers * m.shape.pieces;
 }
 
-/* Returns the number of `rank` among the sources of this rank. */
+/* Returns the number of `rank` in this rank's list of sources. */
 __device__ __forceinline__ int source_number_of(const LowlatMove &m, int rank)
 {
     const p2p_self &self = m.job.plan.self;
     return wrap_rank(rank + self.num_ranks - self.rank - 1, self.num_ranks);
 }
 
-/* Loads this lane's word of a token's record, before the plan's header has been checked. The
- * result must not be used if the plan turns out to be invalid. */
+/* Loads this lane's word of a token's record from an existing plan. Called before the plan's
+ * header has been checked, so the caller must not use the result if the plan is invalid. */
 __device__ __forceinline__ uint64_t read_record_ahead(const LowlatMove &m, int rank,
                                                       int32_t token)
 {
@@ -277,8 +284,9 @@ __device__ __forceinline__ uint64_t read_record_ahead(const LowlatMove &m, int r
                            lane_id());
 }
 
-/* Loads a piece of a peer's token from staging, whether it has arrived or not. Tokens past this
- * rank's own number of tokens are not loaded ahead, because peers mostly have equally many. */
+/* Loads a piece of a peer's token from staging before the warp waits for it; words that have
+ * not arrived are poison. Only for tokens below this rank's own number of tokens: mostly the
+ * peers have the same number, so a later token probably does not exist. */
 template <class Rows>
 __device__ __forceinline__ void load_staged(const LowlatMove &m, PendingPiece &p)
 {
@@ -293,7 +301,8 @@ __device__ __forceinline__ void load_staged(const LowlatMove &m, PendingPiece &p
     }
 }
 
-/* Loads the piece of receiving unit u, if the unit exists. */
+/* If receiving unit u exists, locates it and loads its piece: from the caller's rows for a
+ * token of this rank, else from staging. */
 template <class Rows>
 __device__ __forceinline__ void load_unit_row(const LowlatMove &m, int u, PendingPiece &p)
 {
@@ -305,14 +314,16 @@ __device__ __forceinline__ void load_unit_row(const LowlatMove &m, int u, Pendin
         load_staged<Rows>(m, p);
 }
 
-/* Loads the record of receiving unit u, if the plan is read. */
+/* Loads this lane's word of the record of receiving unit u, if the kernel reads an existing
+ * plan. */
 template <class Rows>
 __device__ __forceinline__ void load_unit_record(const LowlatMove &m, int u, PendingPiece &p)
 {
     if (!m.has_new_plan && u < num_units<Rows>(m)) p.word = peek_record(m, p.rank, p.token, 0);
 }
 
-/* Loads the words of token number u. This rank's tokens come first, then those of the peers. */
+/* Loads the words of token number u over all ranks. This rank's tokens come first, then those
+ * of the peers. */
 __device__ __forceinline__ void load_words(const LowlatMove &m, int u, PendingWords &w)
 {
     const p2p_self &self = m.job.plan.self;
@@ -332,15 +343,16 @@ __device__ __forceinline__ void load_words(const LowlatMove &m, int u, PendingWo
     if (!m.has_new_plan && __ldg(m.plan.rank_of + at) == w.rank) w.choice = __ldg(m.fates + at);
 }
 
-/* Stores a weight to a slot of slot_weights, unless rows are discarded. */
+/* Stores a weight to slot_weights[slot], unless received rows are discarded. */
 __device__ __forceinline__ void store_weight(const LowlatMove &m, int32_t slot, uint32_t word)
 {
     if (slot >= 0 && slot < m.job.recv_rows && !m.discards)
         m.job.slot_weights[slot] = __uint_as_float(word);
 }
 
-/* Receives the weights of a token and stores them to its slots on this rank. This lane's slot
- * is the n-th of the token. Writes poison back. Returns false if the group is broken. */
+/* Waits for the weights of a token, stores them for the token's slots on this rank, and writes
+ * poison back to staging. This lane's slot is the n-th slot of the token here. Returns false if
+ * the group is broken. */
 __device__ __forceinline__ bool receive_weights(const LowlatMove &m, const PendingWords &w,
                                                 int32_t slot, int n)
 {
@@ -362,7 +374,7 @@ __device__ __forceinline__ bool receive_weights(const LowlatMove &m, const Pendi
     return true;
 }
 
-/* Returns this lane's slot of the token on this rank, or -1. */
+/* Returns the slot of the token on this rank that belongs to this lane, or -1. */
 __device__ __forceinline__ int32_t find_slot(const LowlatMove &m, int rank, int32_t token,
                                              uint64_t word)
 {
@@ -370,7 +382,8 @@ __device__ __forceinline__ int32_t find_slot(const LowlatMove &m, int rank, int3
                           : (int32_t)word;
 }
 
-/* Receives a piece and stores it to its slots. Returns false if the group is broken. */
+/* Waits for a piece and stores it to the token's slots on this rank. Returns false if the group
+ * is broken. */
 template <class Rows>
 __device__ __forceinline__ bool receive_pending(const LowlatMove &m, PendingPiece &p)
 {
@@ -385,8 +398,9 @@ __device__ __forceinline__ bool receive_pending(const LowlatMove &m, PendingPiec
     return true;
 }
 
-/* Receives all pieces of this worker. Each is loaded while the one before is received; `first`
- * has been loaded by the caller. Returns false if the group is broken. */
+/* Receives all pieces of this worker. The caller has loaded `first`. Each other piece is loaded
+ * before the worker receives the piece before it, so that the loads overlap. Returns false if
+ * the group is broken. */
 template <class Rows>
 __device__ __forceinline__ bool receive_all(const LowlatMove &m, PendingPiece &first)
 {
@@ -401,21 +415,22 @@ __device__ __forceinline__ bool receive_all(const LowlatMove &m, PendingPiece &f
     return true;
 }
 
-/* Returns the number of the first token whose words this worker receives. Counts from the last
- * worker down, because the first workers have more pieces. */
+/* Returns the number of the first token whose words this worker receives. The last worker gets
+ * token 0, because the first workers have more pieces. */
 __device__ __forceinline__ int first_words(const LowlatMove &m)
 {
     return m.receivers.num_workers() - 1 - m.receivers.worker_index();
 }
 
-/* Returns the number of tokens whose words are received, over all ranks. */
+/* Returns how many tokens have words that this rank receives, over all ranks. */
 __device__ __forceinline__ int num_words(const LowlatMove &m)
 {
     return m.job.num_tokens + m.most_tokens * (m.job.plan.self.num_ranks - 1);
 }
 
-/* Receives the words of this worker's tokens: stores weights and, with a new plan, records. w:
- * the words of the first token, loaded ahead. Returns false if the group is broken. */
+/* Receives the words of this worker's tokens: stores the weights and, with a new plan, the
+ * records. The caller has loaded `w`, the words of the first token. Returns false if the group
+ * is broken. */
 __device__ __forceinline__ bool receive_words(const LowlatMove &m, PendingWords &w)
 {
     for (int u = first_words(m); u < num_words(m); u += m.receivers.num_workers()) {

@@ -1,19 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Low-latency kernels: the functions that all kernels for few tokens share.
  *
- * Rows travel as in the other kernels (net/staging.cuh), so a rank may use a low-latency kernel
- * while a peer uses another one. Only the begin and the end of an operation differ. A CTA has
- * LOWLAT_WORKERS workers, which are warps that move rows, and one control warp, which does the
- * work of the whole operation:
+ * These kernels send rows in the same way as the other kernels (net/staging.cuh), so one rank
+ * can use a low-latency kernel while a peer uses another one. Only the begin and the end of an
+ * operation differ. A CTA has LOWLAT_WORKERS workers, which are warps that move rows, and one
+ * control warp. The work that is done once per CTA or once per operation is:
  *
  *   every CTA   control warp   counts that the CTA has started
- *   last CTA    worker 0       system fence, then announces the operation to every rank: the
- *                              fence makes visible what earlier operations restored
+ *   last CTA    worker 0       system fence, then announces the operation to every rank; the
+ *                              fence makes visible the poison that earlier operations stored
  *   last CTA    control warp   waits for the peers' announcements and for all CTAs to start,
  *                              then counts the operation as done
  *
- * The announcement is the only word that needs a memory order. Rows, weights and ids are each
- * their own flag. Every warp sends what it has to send before it waits, so no wait is
+ * The announcement is the only word that needs a memory order. Each word of a row, weight or id
+ * is its own flag. Every warp sends all that it has to send before it waits, so no wait is
  * circular. */
 #ifndef EPIC_LOWLAT_CUH
 #define EPIC_LOWLAT_CUH
@@ -22,7 +22,7 @@
 #include "cuda/plan/view.cuh"
 
 #ifndef LOWLAT_WORKERS
-#define LOWLAT_WORKERS 16 /* with one control warp: 96 registers per thread */
+#define LOWLAT_WORKERS 16 /* with the control warp: 17 warps, so 96 registers per thread */
 #endif
 #define LOWLAT_BLOCK ((LOWLAT_WORKERS + 1) * WARP)
 
@@ -32,12 +32,12 @@ __device__ __forceinline__ bool is_control_warp()
     return threadIdx.x >= LOWLAT_WORKERS * WARP;
 }
 
-/* The CTAs [first, first + ctas), which share a kind of work. Unit u of the work goes to worker
- * u % num_workers(). Workers are numbered so that consecutive numbers are in different CTAs. */
+/* The CTAs [first, first + ctas), which share the units of one kind of work. Worker u %
+ * num_workers() does unit u. Workers with consecutive numbers are in different CTAs. */
 struct CtaRange {
     int first, ctas;
 
-    /* Returns whether this CTA is one of them. */
+    /* Returns whether this CTA is in the range. */
     __device__ __forceinline__ bool contains_this_cta() const
     {
         return (uint32_t)((int)blockIdx.x - first) < (uint32_t)ctas;
@@ -70,8 +70,8 @@ struct CtaRange {
     }
 };
 
-/* Loads one line of the kernel's parameters per warp, before anything else. Otherwise the first
- * use of each line would wait for memory. */
+/* Prefetches the kernel's parameters: each warp loads one line of 64 bytes. Called first of all
+ * in the kernel, because the first use of each line waits for memory. */
 template <class Job> __device__ __forceinline__ void prefetch_params(const Job &job)
 {
     const int at = (int)(threadIdx.x / WARP) * 16;
@@ -80,7 +80,7 @@ template <class Job> __device__ __forceinline__ void prefetch_params(const Job &
     keep_in_registers(word);
 }
 
-/* Returns the number of bits that numbers below n need. */
+/* Returns how many bits are needed for the numbers 0 to n - 1. */
 __device__ __forceinline__ int bits_of(int n)
 {
     return 32 - __clz(n - 1);
@@ -88,20 +88,21 @@ __device__ __forceinline__ int bits_of(int n)
 
 /* What the control warp reads when the kernel starts. */
 struct StartState {
-    uint32_t epoch;    /* the last epoch that has ended */
+    uint32_t epoch;    /* the epoch of the last operation that has ended */
     uint32_t overlaps; /* lane 0: result of mark_running() */
-    /* P2P_BROKEN of a failed group, else 0. backend hosts: only failures that this GPU has
-     * seen; waits find those that are only in the net inbox. */
+    /* P2P_BROKEN if the group has failed, else 0. backend hosts: covers only failures that this
+     * GPU has seen; the waits also find failures in the net inbox. */
     uint64_t broken;
 #ifdef EPIC_HOSTS
-    /* number of epochs that have ended; number of those whose puts the net has read */
+    /* epochs: how many epochs have ended; freed: for how many of them the net has read all
+     * puts */
     uint64_t epochs, freed;
-    /* last CTA only: the word `broken` of the net inbox; used at the end of the operation */
+    /* only in the last CTA: the word `broken` of the net inbox, for finish_lowlat() */
     uint64_t said;
 #endif
 };
 
-/* Reads the state at the start of a kernel. All warps call it; workers get zeros. */
+/* Reads the group's state at the start of a kernel. Called by all warps; workers get zeros. */
 __device__ __forceinline__ StartState read_start_state(const p2p_self &self)
 {
     StartState o = {};
@@ -119,8 +120,9 @@ __device__ __forceinline__ StartState read_start_state(const p2p_self &self)
     return o;
 }
 
-/* backend hosts: waits until this rank may write to its outbox. Called by the control warp.
- * Returns false if the group is broken. */
+/* backend hosts: waits until this rank is allowed to write to its outbox, because the net has
+ * read the earlier puts from it. Called by the control warp. Returns false if the group is
+ * broken. */
 __device__ __forceinline__ bool wait_outbox_ready(const OpState &op, const StartState &opening)
 {
 #ifdef EPIC_HOSTS
@@ -131,8 +133,9 @@ __device__ __forceinline__ bool wait_outbox_ready(const OpState &op, const Start
 #endif
 }
 
-/* Stores the sizes of the announcement to every rank. Only the control warp of the last CTA
- * does so. backend hosts does nothing here: announce_start() stores all words, for one put. */
+/* Sends this rank's sizes, which are words of the announcement, to every rank. Called by all
+ * warps; only the control warp of the last CTA sends. With backend hosts, it does nothing:
+ * announce_start() stores all words of the announcement, so that one put sends them. */
 __device__ __forceinline__ void announce_sizes(const p2p_self &self, const OpState &op,
                                                int32_t tokens, int32_t capacity, int32_t rows)
 {
@@ -143,17 +146,17 @@ __device__ __forceinline__ void announce_sizes(const p2p_self &self, const OpSta
     store_relaxed(to + P2P_ANNOUNCED_ROWS, stamp_word(op, (uint32_t)rows));
 }
 
-/* Returns whether this warp announces the operation: worker 0 of the last CTA. backend hosts:
- * the control warp of the last CTA if the kernel makes a plan (`plans`), because a plan waits
- * for the announcement. The warp must issue a system fence before announce_start(). The fence
- * takes long, so the kernel issues it first of all. */
+/* Returns whether this warp announces the operation. That is worker 0 of the last CTA. Only
+ * with backend hosts, if the kernel makes a plan (`plans`), it is the control warp of the last
+ * CTA, because the plan waits for the announcement. The warp must issue a system fence before
+ * announce_start(). The fence takes long, so the kernel issues it first of all. */
 __device__ __forceinline__ bool is_announcer(bool plans)
 {
     return is_last_cta() && (HOSTS && plans ? is_control_warp() : threadIdx.x < WARP);
 }
 
-/* Stores the signature of the announcement to every rank. Called by the announcing warp, after
- * its system fence. */
+/* Sends the operation's signature, the last word of the announcement, to every rank. Called by
+ * the announcing warp, after its system fence. */
 __device__ __forceinline__ void announce_start(const p2p_self &self, const OpState &op)
 {
     if (lane_id() >= self.num_ranks) return;
@@ -163,8 +166,9 @@ __device__ __forceinline__ void announce_start(const p2p_self &self, const OpSta
     post_put(op, lane_id(), to, P2P_ANNOUNCE_WORDS * 8);
 }
 
-/* backend hosts: announces an operation that makes a plan. Its signature does not depend on a
- * plan's id, so it can be sent at once. Called by all warps. */
+/* backend hosts: announces an operation that makes a plan. The signature of such an operation
+ * does not contain the id of a plan, so this can be done at once. Called by all warps; only the
+ * announcing warp works. */
 __device__ __forceinline__ void announce_plan_start(const p2p_self &self, OpState &op)
 {
     if (!HOSTS || !is_announcer(true)) return;
@@ -173,8 +177,8 @@ __device__ __forceinline__ void announce_plan_start(const p2p_self &self, OpStat
     announce_start(self, op);
 }
 
-/* Sets the state of the operation (op), except signature and staging. Called by the control
- * warp. */
+/* Sets all fields of op, the state of the operation, except the signature and the staging
+ * addresses. Called by the control warp. */
 __device__ __forceinline__ void open_lowlat(OpState &op, const p2p_self &self,
                                             const StartState &opening, int32_t tokens,
                                             int32_t capacity, int32_t rows)
@@ -194,14 +198,14 @@ __device__ __forceinline__ void open_lowlat(OpState &op, const p2p_self &self,
     __syncwarp();
 }
 
-/* Sets the staging of op. Called by the control warp. */
+/* Sets the staging addresses in op. Called by the control warp. */
 __device__ __forceinline__ void find_lowlat_boxes(OpState &op, const p2p_self &self)
 {
     if (lane_id() < self.num_ranks) find_boxes(self, op, lane_id());
 }
 
-/* Waits for the sizes that the ranks announce. Lane q gets the sizes of rank q; other lanes get
- * zeros. Called by one warp. Returns false if the group is broken. */
+/* Waits for the sizes that all ranks announce. Lane q gets the sizes of rank q; lanes without a
+ * rank get zeros. Called by one warp. Returns false if the group is broken. */
 __device__ __forceinline__ bool wait_sizes(const p2p_self &self, const OpState &op,
                                            int32_t &tokens, int32_t &capacity, int32_t &rows)
 {
@@ -225,9 +229,9 @@ __device__ __forceinline__ bool wait_sizes(const p2p_self &self, const OpState &
     return ok;
 }
 
-/* Counts that this CTA has started, and breaks the group if two operations overlap. Called by
- * all threads after the first barrier. One thread of the control warp counts, because workers
- * have rows to send. */
+/* Counts this CTA as started, and breaks the group if two operations overlap. Called by all
+ * threads after the first barrier. One thread of the control warp does the work, because the
+ * workers have rows to send. */
 __device__ __forceinline__ void count_started_cta(const p2p_self &self, const OpState &op)
 {
     if (threadIdx.x != LOWLAT_WORKERS * WARP) return;
@@ -235,8 +239,8 @@ __device__ __forceinline__ void count_started_cta(const p2p_self &self, const Op
     report_overlap(op);
 }
 
-/* backend hosts: counts this warp when it has posted all its puts, instead of counting the CTA.
- * Called by every warp. */
+/* backend hosts: counts this warp as done with its puts. finish_lowlat() waits for this count
+ * instead of the count of started CTAs. Called by every warp after its last put. */
 __device__ __forceinline__ void count_posted_warp(const p2p_self &self)
 {
     if (!HOSTS || lane_id() != 0) return;
@@ -244,10 +248,11 @@ __device__ __forceinline__ void count_posted_warp(const p2p_self &self)
     atomicAdd(&control_of(self)->done, 1u);
 }
 
-/* Ends the operation: waits for the peers' announcements, and until all CTAs have started and
- * so have read the epoch. Then it counts the operation as done. backend hosts: waits until all
- * warps have posted their puts, and posts the end of the epoch. Called by the control warp of
- * the last CTA. `are_copied`: poll_inbox() has copied the announcements to the heap. */
+/* Ends the operation: waits for the peers' announcements, and until all CTAs have started (and
+ * so have read the epoch). Then it counts the operation as done. With backend hosts, it waits
+ * until all warps have posted their puts, instead of for the start of the CTAs, and posts the
+ * end of the epoch. Called by the control warp of the last CTA. `are_copied`: poll_inbox() has
+ * copied the announcements to the heap. */
 __device__ __forceinline__ void finish_lowlat(const p2p_self &self, OpState &op,
                                               const StartState &opening, bool are_copied)
 {
@@ -257,8 +262,8 @@ __device__ __forceinline__ void finish_lowlat(const p2p_self &self, OpState &op,
                                          gridDim.x * (HOSTS ? blockDim.x / WARP : 1)) != 0;
     };
 #ifdef EPIC_HOSTS
-    /* A rank that is late may have received everything although the group is broken. Then it
-     * must not count the operation as done. */
+    /* A late rank has perhaps received all rows although the group was already broken. It must
+     * not count the operation as done. */
     if (opening.said) {
         op.aborted_wait = WAIT_ABORTED(-1, P2P_PHASE_ARRIVE);
         return;
@@ -274,8 +279,8 @@ __device__ __forceinline__ void finish_lowlat(const p2p_self &self, OpState &op,
     if (lane_id() == 0) complete_operation(control, op);
 }
 
-/* Returns whether every rank has a row for each slot that the plan gives it. Also returns true
- * if the group is broken. Called by the control warp. */
+/* Returns whether every rank's receive buffer has a row for each of its slots in the plan. If
+ * the group is broken, it returns true. Called by the control warp. */
 __device__ __forceinline__ bool have_all_rows(const p2p_self &self, const OpState &op,
                                               const device_plan_header &h)
 {
@@ -285,8 +290,8 @@ __device__ __forceinline__ bool have_all_rows(const p2p_self &self, const OpStat
            __all_sync(ALL_LANES, q >= num_ranks || h.slots_of[q] <= rows) != 0;
 }
 
-/* Returns true in the CTA that ends last among `ctas` CTAs. Called by all their threads, after
- * their last store. */
+/* Returns true in the last one of `ctas` CTAs that calls it, false in the others. Called by all
+ * threads of these CTAs, after their last store. */
 static __device__ bool is_last_cta_to_end(OpState &op, int ctas)
 {
     if (threadIdx.x == 0) {
@@ -298,8 +303,8 @@ static __device__ bool is_last_cta_to_end(OpState &op, int ctas)
     return op.last != 0;
 }
 
-/* Like is_last_cta_to_end(), for all CTAs, when a rank has too few rows. It also reports this
- * rank to the host. */
+/* is_last_cta_to_end() for all CTAs of the grid, called if a rank has too few rows. The last
+ * CTA also reports the rank with too few rows to the host. */
 static __device__ bool is_last_cta_of_overflow(OpState &op, const device_plan_header &h)
 {
     if (is_last_cta_to_end(op, (int)gridDim.x))
@@ -307,7 +312,7 @@ static __device__ bool is_last_cta_of_overflow(OpState &op, const device_plan_he
     return op.last != 0;
 }
 
-/* Reports a wait of this CTA that was given up. Called by all threads at the end of the
+/* If a wait of this CTA was given up, reports it. Called by all threads at the end of the
  * kernel. */
 __device__ __forceinline__ void end_lowlat(OpState &op)
 {

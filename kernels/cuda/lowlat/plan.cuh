@@ -1,34 +1,37 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The plan for few tokens. Every rank sends the ids of all its choices to every rank, and each
- * CTA computes the whole plan by itself, in shared memory (lowlat/plan_tables.cuh).
+/* Makes the plan for few tokens. Every rank sends the expert ids of all its choices to every
+ * rank. Then each CTA computes the whole plan by itself, in shared memory
+ * (lowlat/plan_tables.cuh).
  *
  *   writer                  stores                               reader that waits
  *   control warps           ids of this rank's tokens, to        workers of every CTA
  *                           every rank (stamped words)           (gather_ids)
  *   control warp, last CTA  sizes (stamped words)                control warps (gather_sizes)
  *
- * So a plan takes one hop, and no counts travel. All ranks compute with equal numbers, so they
- * reach the same result. The words are their own flags, so no fence is needed.
+ * So a plan needs only one exchange between the ranks, not two (first counts, then slots). All
+ * ranks compute with equal numbers, so they all get the same plan. Each word is its own flag
+ * (its stamp is the epoch), so no fence is needed.
  *
- * A rank uses this planner if it has at most max_lowlat_tokens tokens. Another rank may have
- * more tokens and then use plan/planner.cuh, which waits for counts. Then this rank discards
- * its tables and plans in the same way (a *mixed* plan).
+ * A rank uses this planner if it has at most max_lowlat_tokens tokens. A rank with more tokens
+ * uses plan/planner.cuh, which waits for counts from all ranks. If there is such a rank, this
+ * rank discards its tables and also makes the plan as plan/planner.cuh does (a *mixed* plan).
  *
- * A CTA has three barriers: when all ids have arrived, when each warp has counted its experts,
- * and when the slabs have their first slots. Meanwhile the control warps do work that one warp
- * can do: one CTA's control warp writes the header, another one's the slabs. */
+ * A CTA has three barriers: after all ids have arrived, after each warp has counted the choices
+ * of its experts, and after the first slot of each slab is known. Some work needs only one warp
+ * per grid: the control warp of one CTA writes the header, and that of another CTA writes the
+ * slabs. */
 #ifndef EPIC_LOWLAT_PLAN_CUH
 #define EPIC_LOWLAT_PLAN_CUH
 
 #include "cuda/lowlat/plan_tables.cuh"
 
-/* An id of the caller as it was loaded. Nothing is computed from it yet, because a computation
- * would wait for the load. */
+/* An expert id as it was loaded from the caller's array. The encoding comes later, because a
+ * computation with the id would wait for the load. */
 struct RawId {
-    uint32_t low, high; /* high: upper half of an int64 id */
+    uint32_t low, high; /* high: upper half of an int64 id, else unused */
 };
 
-/* Loads the id of choice k of this rank's token; -1 past the last choice. */
+/* Loads the id of choice k of a token of this rank. Past the last choice, it is -1. */
 __device__ __forceinline__ RawId raw_id(const p2p_plan_job &job, int32_t token, int k)
 {
     const int64_t at = (int64_t)token * job.layer.top_k + k;
@@ -43,7 +46,7 @@ __device__ __forceinline__ RawId raw_id(const p2p_plan_job &job, int32_t token, 
     return id;
 }
 
-/* Returns an id as 16 bits: the expert, LOWLAT_NO_ID or LOWLAT_INVALID_ID. */
+/* Returns the 16-bit form of an id: the expert, LOWLAT_NO_ID or LOWLAT_INVALID_ID. */
 __device__ __forceinline__ uint32_t encode_id(const p2p_plan_job &job, RawId id)
 {
     const int32_t sign = (int32_t)(job.has_int64_ids ? id.high : id.low);
@@ -52,14 +55,14 @@ __device__ __forceinline__ uint32_t encode_id(const p2p_plan_job &job, RawId id)
                                                                              : id.low;
 }
 
-/* Returns a word with two encoded ids. */
+/* Returns two encoded ids in one 32-bit word. */
 __device__ __forceinline__ uint32_t two_ids(const p2p_plan_job &job, RawId low, RawId high)
 {
     return encode_id(job, low) | encode_id(job, high) << 16;
 }
 
-/* Returns the address, in a heap, of the words with the ids of a rank's token. backend hosts:
- * words of consecutive tokens are adjacent, so that one put sends several tokens. */
+/* Returns where the id words of a token of `rank` are in `heap`. With backend hosts, the words
+ * of consecutive tokens are adjacent, so that one put sends several tokens. */
 __device__ __forceinline__ uint64_t *id_words(const p2p_plan_job &job, const OpState &op,
                                               uint8_t *heap, int rank, int32_t token)
 {
@@ -70,21 +73,23 @@ __device__ __forceinline__ uint64_t *id_words(const p2p_plan_job &job, const OpS
            (HOSTS ? token * 2 * fours_of(job.layer) : 0);
 }
 
-/* Sends the ids of this rank's tokens to all peers. Each control warp sends some tokens,
- * several at a time; a lane has one word (two ids) of one token. The constructor loads the
- * first ids when the kernel starts; make_words() and send_ids() come later, when op is set. */
+/* Sends the expert ids of this rank's tokens to all peers. Each control warp sends some of the
+ * tokens, several at a time; each lane has one word (two ids) of one of these tokens. The
+ * constructor loads the first ids when the kernel starts. make_words() encodes them; send_ids()
+ * sends them after op is set. */
 struct IdSender {
     const p2p_plan_job &job;
-    const int words, bits; /* words per token; bits of the word's number */
-    int32_t token;         /* the token of this lane */
-    /* distance to this lane's next token */
+    /* words: words per token; bits: bits that the number of such a word needs */
+    const int words, bits;
+    int32_t token; /* the token of this lane */
+    /* distance from this lane's token to its next one */
     const int32_t step;
     RawId low, high;
     /* this lane's word */
     uint32_t both;
 
-    /* Loads the first ids. planning_ctas: the CTAs whose control warps send. sends: false if
-     * the kernel makes no plan. */
+    /* Loads the first ids. planning_ctas: the CTAs whose control warps send ids. sends: false
+     * if the kernel makes no plan, and so sends no ids. */
     __device__ __forceinline__ IdSender(const p2p_plan_job &plan, const CtaRange &planning_ctas,
                                         bool sends)
         : job(plan), words(2 * fours_of(plan.layer)), bits(bits_of(words)),
@@ -114,8 +119,8 @@ struct IdSender {
         if (token < job.num_tokens) both = two_ids(job, low, high);
     }
 #ifdef EPIC_HOSTS
-    /* Sends all words of this warp. All lanes stay together, because the first lane posts the
-     * put. */
+    /* Sends the ids of all tokens of this warp to all peers. All lanes stay together in the
+     * loop, because one put sends the words of all lanes. */
     __device__ __forceinline__ void send_ids(const OpState &op)
     {
         const p2p_self &self = job.self;
@@ -133,7 +138,7 @@ struct IdSender {
         }
     }
 #else
-    /* Sends all words of this warp to all peers. */
+    /* Sends the ids of all tokens of this warp to all peers. */
     __device__ __forceinline__ void send_ids(const OpState &op)
     {
         const p2p_self &self = job.self;
@@ -152,8 +157,8 @@ struct IdSender {
 #endif
 };
 
-/* Marks choice k of a token in the tables. e: its encoded id. Returns true if the token has
- * chosen this expert before. */
+/* Enters choice k of a token, with the encoded id e, in the tables. Returns true if another
+ * choice of the token has the same expert. */
 __device__ __forceinline__ bool mark_choice(LowlatPlan &f, int rank, int32_t token, int k,
                                             uint32_t e)
 {
@@ -164,8 +169,8 @@ __device__ __forceinline__ bool mark_choice(LowlatPlan &f, int rank, int32_t tok
             bit) != 0;
 }
 
-/* Stores four ids of a token in the tables and marks these choices. four: which four of the
- * token. */
+/* Stores four ids of a token in the tables, and enters these choices. They are choices 4 * four
+ * to 4 * four + 3. */
 __device__ __forceinline__ void mark_four_choices(LowlatPlan &f, int rank, int32_t token,
                                                   int four, const uint32_t (&ids)[2])
 {
@@ -179,9 +184,10 @@ __device__ __forceinline__ void mark_four_choices(LowlatPlan &f, int rank, int32
     if (twice) f.twice = true;
 }
 
-/* Waits for the ids of all ranks and marks the choices, four per lane. Called by the workers.
- * All ids of a lane are those of one rank. Warps are counted from the last one, because the
- * first warps have rows to send. Returns false if the group is broken. */
+/* Waits for the ids of all ranks and enters them in the tables, four ids per lane at a time.
+ * Called by the workers of the CTA. All ids of one lane come from the same rank. The last warps
+ * get the first tokens, because the first warps have rows to send. Returns false if the group
+ * is broken. */
 static __device__ bool gather_ids(LowlatPlan &f, const p2p_plan_job &job, const OpState &op)
 {
     const p2p_self &self = job.self;
@@ -193,7 +199,7 @@ static __device__ bool gather_ids(LowlatPlan &f, const p2p_plan_job &job, const 
     const bool own = rank == self.rank, in = four < fours && rank < self.num_ranks;
     const int32_t step = LOWLAT_WORKERS * WARP >> (four_bits + rank_bits);
     int32_t token = first >> (four_bits + rank_bits);
-    /* number of tokens of `rank`; -1: its announcement has not arrived */
+    /* number of tokens of `rank`; -1 until its announcement has arrived */
     int32_t known = own ? job.num_tokens : in ? -1 : 0;
     const uint64_t *said = announcement_words(self, op, self.heap[self.rank], in ? rank : 0) +
                            P2P_ANNOUNCED_TOKENS;
@@ -246,12 +252,12 @@ static __device__ bool gather_sizes(LowlatPlan &f, const p2p_self &self, const O
 }
 
 /* Counts the choices of each expert, then computes the first slot of each slab. Thread e
- * handles expert e. All threads; two barriers. */
+ * handles expert e. Called by all threads of the CTA; contains two barriers. */
 static __device__ void compute_slabs(LowlatPlan &f, const p2p_plan_job &job)
 {
     const int experts = f.experts, ranks = job.self.num_ranks;
     const int e = (int)threadIdx.x, warp = e / WARP;
-    /* only warps with experts work, which is faster */
+    /* warps without an expert skip the work, which is faster */
     const bool counts = warp * WARP < experts;
     int32_t rows = 0, upto = 0;
     if (e < experts) {
@@ -283,7 +289,7 @@ static __device__ void compute_slabs(LowlatPlan &f, const p2p_plan_job &job)
     __syncthreads();
 }
 
-/* Returns the number of slots that rank q needs. Each lane passes its own number as q. */
+/* Returns the number of slots that rank q needs, or 0 if there is no rank q. */
 __device__ __forceinline__ int32_t needed_by(const LowlatPlan &f, const p2p_plan_job &job,
                                              int q)
 {
@@ -296,8 +302,8 @@ __device__ __forceinline__ int32_t needed_here(const LowlatPlan &f, const p2p_pl
     return f.slots_before(job, job.self.rank + 1) - f.slots_before(job, job.self.rank);
 }
 
-/* Returns the result of the plan, equal on all ranks. Called by one warp. `moves`: the
- * operation also moves rows, so too few rows count as well. */
+/* Returns whether the plan can be used. The result is equal on all ranks. Called by one warp.
+ * `moves`: the operation also moves rows, so it also checks that each rank has enough rows. */
 static __device__ PlanVerdict judge_plan(const LowlatPlan &f, const p2p_plan_job &job,
                                          bool moves)
 {
@@ -316,9 +322,9 @@ static __device__ PlanVerdict judge_plan(const LowlatPlan &f, const p2p_plan_job
             !any_bad && !any_over};
 }
 
-/* Finds each rank's first choice that repeats an id of its token, for layers with
- * EPIC_DISTINCT. atomicMin makes the result independent of the order of threads. All
- * threads. */
+/* Finds each rank's first choice whose expert an earlier choice of the same token has already.
+ * Used for layers with EPIC_DISTINCT, where this is an error. atomicMin makes the result
+ * independent of the order of the threads. Called by all threads of the CTA. */
 static __device__ __noinline__ void find_duplicates(LowlatPlan &f, int ranks)
 {
     const int each = f.fours * LOWLAT_LANE_IDS;
@@ -358,8 +364,9 @@ static __device__ bool copy_announcements(const p2p_self &self, const OpState &o
     });
 }
 
-/* Copies the ids of remote ranks, two words per lane, as warp `part` of `parts`. Ids past the
- * announced number of tokens are not waited for. Returns false if the group is broken. */
+/* Copies the ids of remote ranks, two words per lane. Called by `parts` warps; this one is
+ * number `part`. It does not wait for ids past a rank's announced number of tokens. Returns
+ * false if the group is broken. */
 static __device__ bool copy_ids(const p2p_plan_job &job, const OpState &op, int part, int parts)
 {
     const p2p_self &self = job.self;
@@ -393,9 +400,9 @@ static __device__ bool copy_ids(const p2p_plan_job &job, const OpState &op, int 
     return true;
 }
 
-/* Polls the inbox and copies what arrives. Called by all threads of the last CTA, which
- * receives no rows. If the grid has one CTA, its control warp polls. Returns false if the group
- * is broken. */
+/* Polls the net inbox and copies the announcements and ids that arrive. Called by all threads
+ * of the last CTA, which receives no rows. If the grid has only one CTA, only its control warp
+ * polls. Returns false if the group is broken. */
 static __device__ bool poll_inbox(const p2p_plan_job &job, const OpState &op)
 {
     const bool alone = gridDim.x == 1;
@@ -414,10 +421,11 @@ static __device__ bool poll_inbox(const p2p_plan_job &, const OpState &)
 enum LowlatPlanState {
     LOWLAT_PLAN_BROKEN, /* the group is broken */
     LOWLAT_PLAN_MADE,   /* the tables are complete */
-    LOWLAT_PLAN_MIXED   /* some rank has too many tokens: make_mixed_plan() must follow */
+    LOWLAT_PLAN_MIXED   /* a rank has too many tokens; the caller must call make_mixed_plan() */
 };
 
-/* Waits for ids and sizes, and computes the tables. All threads of the CTA. */
+/* Waits for the ids and sizes of all ranks, and computes the tables. Called by all threads of
+ * the CTA. */
 static __device__ LowlatPlanState make_lowlat_plan(LowlatPlan &f, const p2p_plan_job &job,
                                                    const OpState &op)
 {
@@ -430,8 +438,9 @@ static __device__ LowlatPlanState make_lowlat_plan(LowlatPlan &f, const p2p_plan
     return LOWLAT_PLAN_MADE;
 }
 
-/* Makes a mixed plan: a plan together with ranks that have more tokens, as plan/planner.cuh
- * does. All threads of every CTA that plans. Returns false if the group is broken. */
+/* Makes a mixed plan: exchanges counts with the other ranks as plan/planner.cuh does, because
+ * one of them has more tokens than fit into the tables. Called by all threads of every CTA that
+ * makes the plan. Returns false if the group is broken. */
 static __device__ __noinline__ bool make_mixed_plan(LowlatPlan &f, const p2p_plan_job &job,
                                                     const OpState &op, uint8_t *memory)
 {
@@ -439,8 +448,8 @@ static __device__ __noinline__ bool make_mixed_plan(LowlatPlan &f, const p2p_pla
     return __syncthreads_and(ok) != 0;
 }
 
-/* Fills in the header fields that do not depend on the ids, while ids are on their way. Called
- * by one control warp. */
+/* Fills in the header fields that do not depend on the ids. Called by one control warp, while
+ * the ids have not arrived yet. */
 static __device__ void begin_header(LowlatPlan &f, const p2p_plan_job &job, const OpState &op)
 {
     if (lane_id() == 0) {
@@ -451,8 +460,9 @@ static __device__ void begin_header(LowlatPlan &f, const p2p_plan_job &job, cons
     __syncwarp();
 }
 
-/* Fills in the other header fields, writes the header and the caller's outputs, and reports
- * wrong data. Called by the control warp that called begin_header(). */
+/* Fills in the header fields that depend on the ids, writes the header and the caller's
+ * outputs, and reports wrong ids and overflows. Called by the control warp that called
+ * begin_header(). */
 static __device__ void end_header(LowlatPlan &f, const p2p_plan_job &job, const OpState &op,
                                   uint32_t result)
 {
@@ -475,8 +485,8 @@ static __device__ void end_header(LowlatPlan &f, const p2p_plan_job &job, const 
         report_overflow(f.p, job, op);
 }
 
-/* Writes the plan's tables of this rank's slabs, and the caller's counts. Called by one control
- * warp. */
+/* Writes where this rank's slabs and their padding are to the plan, and the numbers of rows and
+ * tokens to the caller's arrays. Called by one control warp. */
 static __device__ void write_slabs(const LowlatPlan &f, const p2p_plan_job &job,
                                    uint32_t result)
 {
@@ -497,8 +507,9 @@ static __device__ void write_slabs(const LowlatPlan &f, const p2p_plan_job &job,
     }
 }
 
-/* Writes the header and the slabs of the plan. Called by all control warps. That of the first
- * planning CTA writes the header, that of the second the slabs; a single CTA writes both. */
+/* Writes the header and the slabs of the plan. Called by all control warps. The control warp of
+ * the first planning CTA writes the header, that of the second one writes the slabs. If there
+ * is only one planning CTA, its control warp writes both. */
 static __device__ void write_lowlat_plan(LowlatPlan &f, const p2p_plan_job &job,
                                          const OpState &op, const CtaRange &planning_ctas,
                                          uint32_t result)

@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The tables of a plan for few tokens, in shared memory. lowlat/plan.cuh fills them in, in each
- * CTA.
+/* The tables from which a plan for few tokens is computed. Each CTA has its own tables in
+ * shared memory; lowlat/plan.cuh fills them in.
  *
- *   id       ids of all choices of all ranks
+ *   id       expert ids of all choices of all ranks
  *   mask     for each expert and group of 32 tokens of a rank: bits of the tokens that chose it
- *   before   number of choices of the expert in earlier groups
- *   start    first slot of the expert's slab
+ *   before   for each expert and group: number of choices of the expert in earlier groups
+ *   start    for each expert: first slot of its slab
  *
- * The slot of a choice is start + before + the number of lower bits in the mask. A mask has one
- * bit per token, so it cannot express that a token chooses an expert twice. If a token does so,
- * all slots are counted choice by choice, which is slow. */
+ * The slot of a choice is start + before + the number of bits in the mask below the token's
+ * bit. A mask has one bit per token, so it cannot express that a token chooses an expert twice.
+ * If any token does so, all slots are found by counting ids one by one, which is slow. */
 #ifndef EPIC_LOWLAT_PLAN_TABLES_CUH
 #define EPIC_LOWLAT_PLAN_TABLES_CUH
 
@@ -18,48 +18,55 @@
 
 #define LOWLAT_NO_ID 0xffffu      /* id of a choice without an expert */
 #define LOWLAT_INVALID_ID 0xfffeu /* id of a choice that is out of range */
-#define LOWLAT_LANE_IDS 4         /* ids that a lane handles at a time */
-/* Largest dynamic shared memory of the tables. There are at most 8192 ids, of at most 4096
- * tokens; each token's ids are rounded up to a multiple of four. */
+#define LOWLAT_LANE_IDS 4         /* number of ids that a lane loads and marks at a time */
+/* Upper bound of the tables' dynamic shared memory, in bytes. There are at most 8192 ids of at
+ * most 4096 tokens. The last "* 2" is there because each token's number of ids is rounded up to
+ * a multiple of four. */
 #define LOWLAT_PLAN_MAX_BYTES \
     (P2P_LOWLAT_MASKS * 6 + LOWLAT_WORKERS * WARP * 8 + P2P_LOWLAT_CHOICES * 2 * 2 + 16)
 
-struct PlanVerdict { /* the result of a plan, equal on all ranks */
+struct PlanVerdict { /* whether a plan can be used; equal on all ranks */
     uint32_t result;
     bool short_of_rows; /* true: the plan is valid, but a rank has fewer rows than slots */
 };
 
-/* The tables of the plan, in shared memory. Pointers are to arrays in dynamic shared memory. */
+/* The tables of the plan. The struct is in static shared memory, the arrays behind its pointers
+ * are in dynamic shared memory. */
 struct LowlatPlan {
-    /* Members of Planner that are used: load, start, capacity, bad_ranks, header. Here `start`
-     * counts slots over all ranks: the first slot of rank 1 follows the last one of rank 0. */
+    /* Only these members of Planner are used: load, start, capacity, demand, needed, bad_ranks
+     * and header. Here `start` counts slots over all ranks: the first slot of rank 1 follows
+     * the last one of rank 0. */
     Planner p;
-    /* [groups of all ranks][num_experts] bits of the tokens of a group that chose the expert */
+    /* [groups of all ranks][num_experts]: one bit for each of the group's 32 tokens, 1 if the
+     * token chose the expert */
     uint32_t *mask;
-    /* [groups of all ranks][num_experts] choices of the expert in earlier groups */
+    /* [groups of all ranks][num_experts]: number of choices of the expert in earlier groups */
     uint16_t *before;
-    uint16_t *id; /* [num_ranks][most][fours * LOWLAT_LANE_IDS] ids of all choices */
+    uint16_t *id; /* [num_ranks][most][fours * LOWLAT_LANE_IDS]: ids of all choices */
     /* number of tokens of each rank */
     int32_t tokens[DEVICE_MAX_RANKS];
     int32_t rows[DEVICE_MAX_RANKS]; /* number of rows of each rank's receive buffer */
-    /* first choice of each rank with an invalid id, or NO_INDEX */
+    /* for each rank: its first choice with an invalid id, or NO_INDEX */
     uint32_t bad[DEVICE_MAX_RANKS];
-    int32_t upto[LOWLAT_WORKERS]; /* sum of the rows of all experts that warps 0 to w count */
-    int32_t slots;                /* slots of all ranks */
-    /* largest number of tokens of a rank; number of groups of 32 tokens per rank */
+    /* upto[w]: number of slots of the experts of warp w of compute_slabs() */
+    int32_t upto[LOWLAT_WORKERS];
+    int32_t slots; /* number of slots of all ranks */
+    /* most: largest number of tokens per rank that fits into the tables; groups: number of
+     * groups of 32 tokens per rank */
     int32_t most, groups;
-    /* experts and top_k of the layer; fours: lanes per token, of four ids each */
+    /* experts, top_k: those of the layer; fours: number of lanes per token, each with four
+     * ids */
     int32_t experts, top_k, fours;
-    bool twice;          /* true: some token chose an expert twice */
-    bool has_large_rank; /* true: some rank has more than `most` tokens */
+    bool twice;          /* true: a token chose the same expert twice */
+    bool has_large_rank; /* true: a rank has more than `most` tokens */
 
     /* Returns the index in `id` of a token's first id. */
     __device__ __forceinline__ int first_id_index(int rank, int32_t token) const
     {
         return (rank * most + token) * fours * LOWLAT_LANE_IDS;
     }
-    /* Returns the slot of choice k of a token on its expert's rank. Slots are in the order of
-     * rank, token and k. e: the expert; first: the first expert of e's rank. */
+    /* Returns the slot of choice k of a token, on the rank of its expert e. In the slab of e,
+     * slots are in the order of rank, token and k. `first` is the first expert of e's rank. */
     __device__ __forceinline__ int32_t slot_of(int rank, int32_t token, int k, int e,
                                                int first) const
     {
@@ -68,8 +75,9 @@ struct LowlatPlan {
         if (!twice) return begin + before[at] + __popc(mask[at] & ((1u << token % WARP) - 1));
         return begin + count_before(rank, token * fours * LOWLAT_LANE_IDS + k, (uint16_t)e);
     }
-    /* Returns the number of choices of the expert on lower ranks, plus those among the first
-     * `choices` ids of `rank`. Slow: for tokens that chose an expert twice. */
+    /* Returns how often the ranks below `rank` chose the expert, plus how often it is among the
+     * first `choices` ids of `rank`. This is slow. It is used only if a token chose an expert
+     * twice. */
     __device__ __noinline__ int count_before(int rank, int choices, uint16_t expert) const
     {
         int count = 0;
@@ -80,8 +88,8 @@ struct LowlatPlan {
         }
         return count;
     }
-    /* Returns the expert of choice k of a token, as its rank has sent it. LOWLAT_NO_ID past the
-     * last choice. */
+    /* Returns the encoded id of choice k of a token, as its rank has sent it. Past the last
+     * choice, it is LOWLAT_NO_ID. */
     __device__ __forceinline__ uint32_t choice_of(int rank, int32_t token, int k) const
     {
         return k < top_k ? id[first_id_index(rank, token) + k] : LOWLAT_NO_ID;
@@ -95,15 +103,17 @@ struct LowlatPlan {
         const bool here = e - (uint32_t)first < (uint32_t)job.block;
         return here ? slot_of(rank, token, k, (int)e, first) : -1;
     }
-    /* Returns the number of slots of all ranks below q; for q = num_ranks, of all ranks. */
+    /* Returns the number of slots of the ranks below q. For q = num_ranks, these are all
+     * slots. */
     __device__ __forceinline__ int32_t slots_before(const p2p_plan_job &job, int q) const
     {
         const int e = q * job.block;
         return e < experts ? p.start[e] : slots;
     }
-    /* Writes a token's record to the plan; for a token of this rank, also fates and ranks.
-     * Called by one warp. `slot`: lane k has what slot_here() returned for choice k. `here`:
-     * bits of the lanes with a slot. `result`: of the plan. */
+    /* Writes a token's record to the plan. For a token of this rank, it also writes the fates
+     * and ranks of its choices. Called by one warp. `slot`: in lane k, what slot_here()
+     * returned for choice k. `here`: bit mask of the lanes that have a slot. `result`: the
+     * result of the plan. */
     __device__ __forceinline__ void store_token(const p2p_plan_job &job, int rank,
                                                 int32_t token, int32_t slot, uint32_t here,
                                                 uint32_t result) const
@@ -127,14 +137,14 @@ struct LowlatPlan {
     }
 };
 
-/* Returns the number of lanes per token, each with LOWLAT_LANE_IDS ids. */
+/* Returns how many lanes handle the ids of one token. Each lane has LOWLAT_LANE_IDS ids. */
 __host__ __device__ __forceinline__ int fours_of(const epic_layer &layer)
 {
     return ((int)layer.top_k + LOWLAT_LANE_IDS - 1) / LOWLAT_LANE_IDS;
 }
 
-/* Returns the dynamic shared memory, in bytes, of this planner. It also suffices for
- * plan/planner.cuh if the plan may be mixed. */
+/* Returns the dynamic shared memory, in bytes, that the tables need. If mixed plans are
+ * possible, it also suffices for plan/planner.cuh. */
 static inline int lowlat_plan_bytes(const p2p_plan_job &job)
 {
     const int64_t ranks = job.self.num_ranks, experts = job.layer.num_experts;
@@ -145,8 +155,8 @@ static inline int lowlat_plan_bytes(const p2p_plan_job &job)
     return bytes > other ? bytes : other;
 }
 
-/* Sets up empty tables in `memory` (lowlat_plan_bytes()). All threads, before the first
- * barrier. */
+/* Sets up empty tables. `memory` is lowlat_plan_bytes() of shared memory. Called by all threads
+ * of the CTA, before the first barrier. */
 static __device__ void open_tables(LowlatPlan &f, const p2p_plan_job &job, uint8_t *memory)
 {
     const int experts = (int)job.layer.num_experts, ranks = job.self.num_ranks;

@@ -1,30 +1,32 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The units of combine for few tokens, for aligned rows and sums by rank. A unit is a piece of
- * one vector per lane of a token's row:
+/* The units of work of combine for few tokens, if rows are aligned and partial sums are added
+ * in the order of ranks. A unit is one piece of a token's row; a piece has one vector per lane:
  *
- *   send_sum      token of a peer: sums the token's rows on this rank, and stores the sum (the
- *                 partial) to the peer's staging
- *   receive_sum   token of this rank: sums the token's rows on this rank, polls the peers'
- *                 partials, adds all in the order of ranks, stores the result to the output
+ *   send_sum      token of a peer: adds the token's rows on this rank, and stores this partial
+ *                 sum to the peer's staging
+ *   receive_sum   token of this rank: adds the token's rows on this rank, polls the peers'
+ *                 partial sums, adds all in the order of ranks, stores the result to out
  *
- * The rows of a unit are loaded together, up to eight. Those of a worker's first unit are
- * loaded before the plan's header has been checked. Results have the bits of combine/plain.cuh.
- * EXACT: every lane of every piece is inside the row. */
+ * A warp loads up to eight rows of a unit together, so that the loads overlap. It loads the
+ * rows of its first unit before the plan's header has been checked. The results are
+ * bit-identical to those of combine/plain.cuh. Template argument EXACT: every lane of every
+ * piece is inside the row. */
 #ifndef EPIC_LOWLAT_SUM_CUH
 #define EPIC_LOWLAT_SUM_CUH
 
 #include "cuda/combine/plain.cuh"
 #include "cuda/lowlat/lowlat.cuh"
 
-#define LOWLAT_LOADED_ROWS 8 /* number of rows of a token that are loaded together */
+#define LOWLAT_LOADED_ROWS 8 /* how many rows of a token a warp loads together */
 
-/* Vectors of the rows of a unit, for its first LOWLAT_LOADED_ROWS slots. */
+/* This lane's vectors of the rows of a unit, LOWLAT_LOADED_ROWS rows at a time. */
 struct SlotRows {
     uint4 q[LOWLAT_LOADED_ROWS];
     float weight; /* weight of this lane's slot */
 };
 
-/* Returns the number, in the row, of this lane's vector of the unit's piece. */
+/* Returns the index, within the row, of the vector that this lane handles in the unit's
+ * piece. */
 __device__ __forceinline__ int32_t vector_of(const Unit &u)
 {
     return u.piece * WARP + lane_id();
@@ -37,8 +39,8 @@ __device__ __forceinline__ bool in_row(const CombineState &c, const Unit &u)
     return EXACT || vector_of(u) < c.shape.vectors;
 }
 
-/* Loads the unit's vectors of the rows of slots [from, from + LOWLAT_LOADED_ROWS), out of
- * `count` slots. */
+/* Loads this lane's vectors of the unit's rows number `from` to from + LOWLAT_LOADED_ROWS - 1.
+ * The unit has `count` rows; lane n has the slot of row n. */
 template <bool EXACT>
 __device__ __forceinline__ void load_slot_rows(const CombineState &c, SlotRows &rows,
                                                const Unit &u, int count, int from)
@@ -53,8 +55,8 @@ __device__ __forceinline__ void load_slot_rows(const CombineState &c, SlotRows &
     }
 }
 
-/* acc += weight * row, for the loaded rows. The first loaded row is that of slot number
- * `from`. */
+/* Adds weight * row to acc for the loaded rows. The first of them is row number `from` of the
+ * unit's `count` rows. */
 template <class ROW>
 __device__ __forceinline__ void add_loaded(const SlotRows &rows, float (&acc)[1][ROW::N],
                                            int count, int from)
@@ -71,7 +73,7 @@ __device__ __forceinline__ void add_loaded(const SlotRows &rows, float (&acc)[1]
 }
 
 /* Returns whether the unit's slots are in the lowest lanes, as in every valid record. Before
- * the plan's header has been checked, a record may contain anything. */
+ * the plan's header has been checked, a record can contain any values. */
 __device__ __forceinline__ bool has_slots_in_low_lanes(const Unit &u)
 {
     const uint32_t lanes = __ballot_sync(ALL_LANES, u.slot >= 0);
@@ -84,7 +86,8 @@ __device__ __forceinline__ int num_slots_of(const Unit &u)
     return __popc(__ballot_sync(ALL_LANES, u.slot >= 0));
 }
 
-/* Loads the weights and the first rows of a unit whose slots are known. */
+/* Loads the weights and the first LOWLAT_LOADED_ROWS rows of a unit. The caller has set
+ * u.slot. */
 template <bool EXACT>
 __device__ __forceinline__ void load_unit_rows(const CombineState &c, SlotRows &rows,
                                                const Unit &u)
@@ -93,7 +96,8 @@ __device__ __forceinline__ void load_unit_rows(const CombineState &c, SlotRows &
     load_slot_rows<EXACT>(c, rows, u, num_slots_of(u), 0);
 }
 
-/* Returns this rank's partial: the sum of weight * row over `count` slots, in ascending k. */
+/* Returns this rank's partial sum: adds weight * row over the unit's `count` slots, in the
+ * order of the token's choices. The caller has loaded the first rows. */
 template <class ROW, bool EXACT>
 __device__ __forceinline__ uint4 sum_loaded(const CombineState &c, SlotRows &rows,
                                             const Unit &u, int count)
@@ -109,8 +113,8 @@ __device__ __forceinline__ uint4 sum_loaded(const CombineState &c, SlotRows &row
     return ROW::pack_floats(acc[0]);
 }
 
-/* Computes the partial of a piece of a peer's token and stores it to the peer's staging. The
- * caller has loaded `rows`. */
+/* Adds this rank's rows for one piece of a peer's token, and stores this partial sum to the
+ * peer's staging. The caller has loaded `rows`. */
 template <class ROW, bool EXACT>
 __device__ __forceinline__ void send_sum(const CombineState &c, SlotRows &rows, const Unit &u)
 {
@@ -121,7 +125,7 @@ __device__ __forceinline__ void send_sum(const CombineState &c, SlotRows &rows, 
     if (in_row<EXACT>(c, u))
         store_relaxed(staged_row(c.op.outbox[rank], u.token, c.shape.vectors) + vector_of(u),
                       node);
-    /* number of this rank among the peer's sources */
+    /* number of this rank in the peer's list of sources */
     const int source = self.num_ranks - 2 - u.role;
     if (u.piece == 0 && c.job.slot_floats)
         send_floats(c, rank, u.token, floats_base(self, c.op, self.heap[rank], source));
@@ -136,9 +140,9 @@ template <class ROW> __device__ __forceinline__ void add_to(float (&total)[ROW::
     for (int e = 0; e < ROW::N; e++) total[e] += x[e];
 }
 
-/* Adds the partials of the ranks in `touched` to total, in the order of ranks. Waits for SIDE
- * partials at a time, and stores poison back. `own`: this rank's partial. Returns false if the
- * group is broken. */
+/* Adds the partial sums of the ranks in the bit mask `touched` to total, in the order of ranks.
+ * Waits for SIDE partial sums at a time, and stores poison back to staging. `own` is this
+ * rank's partial sum. Returns false if the group is broken. */
 template <class ROW, bool EXACT, int SIDE>
 __device__ __forceinline__ bool add_by_rank(const CombineState &c, const Unit &u,
                                             uint32_t touched, uint4 own, float (&total)[ROW::N])
@@ -179,8 +183,8 @@ __device__ __forceinline__ bool add_by_rank(const CombineState &c, const Unit &u
     return true;
 }
 
-/* Sums a piece of a token of this rank over all ranks and stores it to the output. The caller
- * has loaded `rows`. Returns false if the group is broken. */
+/* Adds one piece of a token of this rank over all ranks, and stores the sum to the output. The
+ * caller has loaded `rows`. Returns false if the group is broken. */
 template <class ROW, bool EXACT, int SIDE>
 __device__ __forceinline__ bool receive_sum(const CombineState &c, SlotRows &rows,
                                             const Unit &u)
