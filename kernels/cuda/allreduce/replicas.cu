@@ -20,9 +20,9 @@
 #include "cuda/plan/view.cuh"
 
 #define BLOCK 512
-/* value of Replicas.nth and Replicas.mine of experts without a second replica */
+/* value of Replicas.nth and Replicas.mine for experts without a second replica */
 #define SINGLE_REPLICA 0xffff
-/* levels of a binary tree over the at most 128 leaves of a rank */
+/* levels of a binary tree over the leaves (blocks of experts) of a rank, at most 128 */
 #define LEAF_LEVELS 8
 
 /* Tables in shared memory that map local experts to the logical experts of which they are
@@ -37,10 +37,10 @@ struct Replicas {
     /* [local expert]: number n of its logical expert, or SINGLE_REPLICA */
     uint16_t mine[P2P_REPLICATED_EXPERTS];
     uint16_t local[P2P_REPLICATED_EXPERTS]; /* local experts that are replicas, ordered by n */
-    /* [local expert]: its leaf, counted from this rank's first */
+    /* [local expert]: its leaf in the sum tree, counted from this rank's first leaf */
     uint16_t leaf[P2P_REPLICATED_EXPERTS];
     int32_t num_replicated;
-    int32_t leaves; /* number of leaves of this rank; 1 without tree order */
+    int32_t leaves; /* number of this rank's leaves in the sum tree; 1 without a tree */
 };
 
 /* Replaces count[0 .. num - 1] by their exclusive prefix sums, and sets count[num] to the sum
@@ -134,8 +134,9 @@ __device__ __forceinline__ float *floats_of_expert(const p2p_sum_replicas_job &j
     return job.data + local * job.count;
 }
 
-/* Adds to x the floats `part` of this rank's replicas whose expert belongs to `leaf`. n is the
- * index in r.local of the first replica that has not been added, and moves past those added. */
+/* Adds to x the four floats `part` of each of this rank's replicas that belong to `leaf`. n is
+ * the index in r.local of the first replica that has not been added; it moves past the replicas
+ * that this call adds. */
 __device__ __forceinline__ void add_leaf(const Replicas &r, const p2p_sum_replicas_job &job,
                                          const Quad &part, int leaf, int &n, float (&x)[4])
 {
@@ -148,8 +149,8 @@ __device__ __forceinline__ void add_leaf(const Replicas &r, const p2p_sum_replic
     }
 }
 
-/* Returns the sum of the floats `part` over this rank's replicas, in the order of the leaves;
- * zeros if it has none. */
+/* Returns the sum of the four floats `part` over this rank's replicas, added in the order of
+ * the leaves. Returns zeros if it has no replica. */
 static __device__ uint4 add_here(const Replicas &r, const p2p_sum_replicas_job &job,
                                  const Quad &part)
 {
@@ -202,10 +203,10 @@ static __device__ bool sum_vectors(const Replicas &r, const OpState &op,
     return true;
 }
 
-/* Checks the announced sizes: the data of every rank must have at least num_local rows, the
- * largest number of experts of a rank. CTA 0 reports the first rank that has fewer. Returns
- * true if all have enough, and sets ok to false if the group is broken. Called by all threads
- * of all CTAs. */
+/* Checks that the data of every rank has enough rows: at least num_local, which is the largest
+ * number of experts of a rank. Each rank announces its number of rows. CTA 0 reports the first
+ * rank that has fewer. Returns true if all have enough, and sets ok to false if the group is
+ * broken. Called by all threads of all CTAs. */
 static __device__ bool check_local_rows(const OpState &op, const p2p_sum_replicas_job &job,
                                         int32_t num_local, bool &ok)
 {

@@ -87,7 +87,7 @@ struct RankSum { /* The sum of one vector over all ranks, for one thread. */
     const p2p_self &self;
     uint32_t order;
     int64_t at; /* index of the vector's first float in staging */
-    /* true if this thread has a vector; false in the last lanes past the end */
+    /* true if this thread has a vector; false in lanes past the end of the list */
     bool in;
     /* this rank's vector */
     uint4 own;
@@ -161,7 +161,7 @@ __device__ __forceinline__ bool receive_rank(const RankSum &s, int rank, float (
     return ok;
 }
 
-/* add_ranks() for any number of ranks: receives and adds one rank at a time. */
+/* The add_ranks() for any number of ranks: receives and adds one rank's vector at a time. */
 static __device__ bool add_ranks_looped(const RankSum &s, float (&x)[4])
 {
     const int ranks = s.self.num_ranks;
@@ -182,8 +182,8 @@ static __device__ bool add_ranks_looped(const RankSum &s, float (&x)[4])
     return true;
 }
 
-/* add_ranks() for at most MAX_UNROLLED_RANKS ranks: receives all vectors at once and adds them
- * in registers. */
+/* The add_ranks() for at most MAX_UNROLLED_RANKS ranks: receives all vectors at once and adds
+ * them in registers. */
 static __device__ __forceinline__ bool add_ranks_unrolled(const RankSum &s, float (&sum)[4])
 {
     uint4 q[MAX_UNROLLED_RANKS];
