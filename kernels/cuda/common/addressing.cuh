@@ -45,8 +45,8 @@ __device__ __forceinline__ int lane_id()
     return threadIdx.x % WARP;
 }
 
-/* Returns true in the last CTA of the grid. It announces the operation and, in most kernels,
- * also ends it. */
+/* Returns true in the last CTA of the grid. It announces the operation; in low-latency kernels
+ * it also ends it. */
 __device__ __forceinline__ bool is_last_cta()
 {
     return blockIdx.x == gridDim.x - 1;
@@ -212,16 +212,17 @@ __device__ __forceinline__ int source_number(const p2p_self &self, int to, int b
     return HOSTS ? wrap_rank(by + self.num_ranks - to - 1, self.num_ranks) : by;
 }
 
-/* Choices per token that the arrays of a heap have room for. A constant in p2p. */
+/* Largest number of choices per token for which the arrays of a heap have space. A constant in
+ * p2p. */
 #ifdef EPIC_HOSTS
 #define HEAP_TOP_K(self) ((self).max_top_k)
 #else
 #define HEAP_TOP_K(self) DEVICE_MAX_TOP_K
 #endif
 
-/* Returns the offset, in 8-byte words, from index self.rank to the index of this rank
- * (source_number()) in the records of rank q. A caller that has an address with index self.rank
- * adds it. */
+/* In the records of rank q, the part of this rank has index source_number(). A caller that has
+ * computed an address with index self.rank adds the offset that this function returns, in
+ * 8-byte words. */
 __device__ __forceinline__ int64_t record_word_offset(const p2p_self &self, int q)
 {
     return (source_number(self, q, self.rank) - self.rank) * self.max_tokens * HEAP_TOP_K(self);

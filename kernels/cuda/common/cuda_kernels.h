@@ -4,7 +4,7 @@
  * A launcher enqueues one kernel on the stream and returns; the job is copied as the kernel's
  * parameter. A rank runs one operation at a time. The CTAs of a kernel wait for each other and
  * for peers. So all of them must be resident at once, one per SM. If ranks share a GPU, the
- * CTAs of all these ranks must be. */
+ * CTAs of all these ranks must be resident together. */
 #ifndef EPIC_CUDA_KERNELS_H
 #define EPIC_CUDA_KERNELS_H
 
@@ -18,8 +18,8 @@
 extern "C" {
 #endif
 
-/* Kinds of errors in the data of an operation (class (b) of epic.h). Each comment lists the
- * numbers in p2p_notice.about. */
+/* Kinds of errors in the data of an operation (class (b) of epic.h). The comment on each kind
+ * lists what the numbers in p2p_notice.about are. */
 typedef enum p2p_fault {
     P2P_FAULT_EXPERT = 0,    /* token, k, id, num_experts */
     P2P_FAULT_PLACEMENT = 1, /* expert, rank */
@@ -70,10 +70,11 @@ typedef struct p2p_status {
 } p2p_status;
 
 /* Packs two counts of the host into one word: how often a host thread has run (beats), and how
- * often it found that the process had been stopped (stops). In one word, because a kernel that
- * reads a beat must also see the stop before it. */
+ * often it found that the process had been stopped (stops). They share one word, because a
+ * kernel that reads a beat must also see the stop before it. */
 #define P2P_AWAKE(stops, beats) ((uint64_t)(stops) << 32 | (uint32_t)(beats))
-/* largest number of times that stops of the process move a deadline without progress */
+/* how many times in a row a stop of the process may postpone a deadline while the wait makes no
+ * progress */
 #define P2P_POSTPONE_LIMIT 4
 
 typedef enum p2p_phase { /* What a rank waited for when an operation failed. */
@@ -90,7 +91,8 @@ typedef enum p2p_phase { /* What a rank waited for when an operation failed. */
                          P2P_PHASE_OVERLAP = 8
 } p2p_phase;
 
-/* The word `broken` of a failed group. `culprits` is a bit mask of ranks. */
+/* Makes the word `broken`, which describes why the group failed. `culprits` is a bit mask of
+ * ranks. */
 #define P2P_BROKEN(result, operation, reporter, phase, culprits)                \
     ((uint64_t)(result) | (uint64_t)(operation) << 4 | (uint64_t)(phase) << 8 | \
      (uint64_t)(reporter) << 12 | (uint64_t)(culprits) << 32)
@@ -130,7 +132,8 @@ typedef struct p2p_ring_words {
     uint64_t waits; /* written by kernels: the word `waits` (heap.h) to send to all peers */
 } p2p_ring_words;
 
-/* Bits of a count of choices in a word: the choices of a rank for one expert must fit. */
+/* Number of bits, within a word, for a count of choices. A count of one rank's choices for one
+ * expert must fit. */
 #define P2P_COUNT_BITS 26
 
 /* What every kernel needs to know about its rank and group. */
@@ -171,9 +174,9 @@ typedef struct p2p_plan_job {
     int32_t *expert_rows, *expert_tokens, *load, *logical_load, *demand;
     int32_t num_tokens;
     int32_t capacity;      /* 0: no bound */
-    int32_t block;         /* experts per rank, without rank_of_expert */
+    int32_t block;         /* experts per rank if rank_of_expert is NULL */
     int32_t has_int64_ids; /* topk_idx is int64, else int32 */
-    /* number of CTAs that make the plan, the first of the grid; 0: the plan exists */
+    /* number of CTAs that make the plan: the first CTAs of the grid; 0: the plan exists */
     int32_t planners;
     int32_t is_lowlat; /* use the low-latency planner (lowlat/plan.cuh) */
     /* largest number of tokens of a rank that uses the low-latency planner */
@@ -225,7 +228,7 @@ typedef struct p2p_dispatch_job {
     /* zero_tail: zero the slots after the last slab. leave_padding: do not zero padding. */
     int32_t zero_tail, leave_padding;
     int32_t top_k; /* top_k of the layer */
-    int32_t head;  /* number of first tokens that are sent while the plan is made */
+    int32_t head;  /* tokens [0, head) are sent while the plan is made */
     /* low-latency kernels: number of CTAs that only send; set by the launcher */
     int32_t num_send_only_ctas;
     /* other kernels: one of 2^catch_up steps receives two tokens, until receiving is `lag`
@@ -242,7 +245,7 @@ typedef struct p2p_dispatch_job {
     /* bytes of a row of `tokens`; its elements are of `type` if dispatch quantizes */
     int64_t token_bytes;
     uint32_t type, quantize;
-    /* rows of scales are multiples of 16 aligned bytes; of 4 aligned bytes */
+    /* 1: addresses and sizes of rows of scales are multiples of 16 bytes; of 4 bytes */
     int32_t scales_aligned, scales_in_words;
     /* Only for bulk stores (dispatch/bulk.cuh). */
     int32_t bulk;  /* the GPU supports bulk stores */
@@ -257,8 +260,8 @@ static inline int64_t p2p_packed_bytes(int64_t row_bytes, int64_t scale_bytes)
     return device_round_up(row_bytes, 16) + device_round_up(scale_bytes, 16);
 }
 
-/* combine, and dispatch_backward: each rank sums its rows of a token, the token's rank adds the
- * sums. */
+/* combine, and dispatch_backward: each rank adds its rows of a token, and the rank that owns
+ * the token adds these partial sums. */
 typedef struct p2p_combine_job {
     p2p_self self;
     const uint8_t *plan;

@@ -4,7 +4,7 @@
  *
  * Arrays marked [2] have two halves: one for even, one for odd epochs. Three kinds of memory:
  *
- *   stamped  64-bit words {epoch, value}. A word is valid if its epoch is the reader's.
+ *   stamped  64-bit words {epoch, value}. A reader accepts only words of the running epoch.
  *   poison   0xffffffff in every 32-bit word that has not been written. The reader polls until
  *            it finds another value, and then writes poison back.
  *   zero     0 until written. The reader writes 0 back.
@@ -18,7 +18,7 @@
 #include "rules/device_layout.h"
 
 #define P2P_MAX_PLANNERS 16
-/* largest number of trial limits: FLAT plans that drop rows search their limit by halving */
+/* largest number of trial limits: a FLAT plan that drops rows finds its limit by bisection */
 #define P2P_MAX_SEARCHES 40
 /* Largest number of tokens per rank that uses the low-latency kernels (lowlat/lowlat.cuh).
  * Measured: docs/lab/cuda.md. */
@@ -34,8 +34,8 @@
 #define P2P_LOWLAT_MASKS 8192   /* experts times groups of 32 tokens, over all ranks */
 #define P2P_LOWLAT_EXPERTS 512  /* experts */
 #define P2P_LOWLAT_ID_WORDS 16  /* 64-bit words per token for expert ids; each has two */
-/* Largest number of experts of a layer with replicas: the tables of more would not fit the
- * shared memory of a CTA. */
+/* Largest number of experts of a layer with replicas. With more experts, the tables would not
+ * fit the shared memory of a CTA. */
 #define P2P_REPLICATED_EXPERTS 2048
 
 typedef struct p2p_heap {
@@ -126,10 +126,10 @@ typedef struct p2p_control {
     uint32_t dead_polled_at; /* time of the last read of p2p_status.dead, in units of 1024 ns */
     /* copy of p2p_status.dead from that time: bit mask of dead ranks */
     uint32_t dead;
-    /* Device time in ns. A deadline has passed, and a beat of the host after this time would
-     * confirm it. 0: none. */
+    /* Device time in ns at which a wait found that its deadline had passed. The next beat of
+     * the host (P2P_AWAKE) confirms it. 0: no deadline waits for this. */
     uint64_t due;
-    /* deadlines up to this device time have passed: the host has beaten since */
+    /* deadlines before this device time have passed, because the host has run since */
     uint64_t overdue;
     uint32_t due_beat;   /* number of beats of the host when `due` was set */
     uint32_t host_stops; /* number of stops of the process that have already moved a deadline */
@@ -138,20 +138,22 @@ typedef struct p2p_control {
     uint32_t awake_polled_at;
     /* backend hosts: number of entries that threads have appended to the ring */
     uint64_t posted;
-    uint64_t room;   /* number of the first entry for which the ring has no room yet */
+    uint64_t room;   /* the ring has free space for entries with numbers below this one */
     uint64_t epochs; /* number of epochs whose end has been posted */
 /* Copies of words in host memory and in the net inbox, where polls are slow. One warp reads the
  * originals; all warps read the copies. */
 #ifdef EPIC_HOSTS
     uint64_t broken; /* P2P_BROKEN() of a failed group, else 0 */
     uint64_t freed;  /* number of epochs whose puts the net has read */
-    /* Times of the last reads of `freed`, announcements, failures and the ring's room from
-     * their origin, in units of 1024 ns. */
+    /* When this rank last read each of these from the memory where its owner writes it (not
+     * from a copy): `freed`, the announcements, failures, the free space of the ring. Unit:
+     * 1024 ns. */
     uint32_t freed_polled_at;
     uint32_t announcements_polled_at;
     uint32_t failure_polled_at;
     uint32_t room_polled_at;
-    /* stamped, by source rank: index in staging of about the last vector that has arrived */
+    /* stamped, per source rank: index in staging, roughly, of the last vector that has arrived
+     */
     uint64_t received_vectors[DEVICE_MAX_RANKS];
     uint64_t announcements[2][P2P_ANNOUNCE_WORDS][DEVICE_MAX_RANKS]; /* stamped: copies */
 #endif
@@ -159,15 +161,15 @@ typedef struct p2p_control {
 
 #define P2P_CONTROL_BYTES ((int64_t)(sizeof(p2p_control) + 127) / 128 * 128)
 
-/* Returns the number of tokens per rank for which the heap has room for ids. */
+/* Returns the number of tokens per rank whose expert ids (the array `ids`) fit the heap. */
 static inline int64_t p2p_lowlat_tokens(int64_t max_tokens)
 {
     return max_tokens < P2P_LOWLAT_TOKENS ? max_tokens : P2P_LOWLAT_TOKENS;
 }
 
 /* Returns the bytes of staging per source rank and half: max_tokens rows, or less if
- * staging_bytes limits the sum over sources and halves. There is always room for two rows, so
- * that a packed row (a row and its scales) fits. */
+ * staging_bytes limits the size of the whole staging. It is at least two rows, so that a packed
+ * row (a row and its scales) fits. */
 static inline int64_t p2p_source_bytes(int64_t num_ranks, int64_t max_tokens,
                                        int64_t max_row_bytes, int64_t staging_bytes)
 {
@@ -188,9 +190,9 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
     const int64_t peers = num_ranks - 1;
     const int64_t choices = max_tokens * max_top_k;
     h.source_bytes = p2p_source_bytes(num_ranks, max_tokens, max_row_bytes, staging_bytes);
-    /* Packed rows (a row and its scales) may have more pieces than max_row_bytes has. They
-     * count tokens from the start of their round, and a round has fewer rows if they are
-     * longer. So one more piece per token suffices. */
+    /* A packed row (a row and its scales) may have more pieces than a row of max_row_bytes. But
+     * its escape words are indexed by the token's number in the round, and a round has fewer
+     * rows if rows are longer. So space for one more piece per token suffices. */
     h.escape_words = (max_tokens + 1) * ((max_row_bytes + 2047) / 2048 + 1) * 32;
     h.part_words = choices * ((max_row_bytes + 2047) / 2048);
     h.announce = 0;
@@ -228,8 +230,8 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
     return h;
 }
 
-/* Returns the offset where poison memory begins; it reaches to the end of the heap. Everything
- * before is zeros at first. */
+/* Returns the offset where poison memory begins; it reaches to the end of the heap. The memory
+ * before it is initially zero. */
 static inline int64_t p2p_heap_poison(const p2p_heap *h)
 {
     return h->floats;

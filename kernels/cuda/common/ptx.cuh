@@ -64,8 +64,9 @@ __device__ __forceinline__ void fence_system()
     asm volatile("fence.acq_rel.sys;" ::: "memory");
 }
 
-/* Loads a word of this GPU. Later loads of this thread see all stores that another thread of
- * this GPU made before the store_release() whose value was read. */
+/* Loads a word in this GPU's memory with acquire order: if it reads the value of a
+ * store_release(), later loads of this thread see all stores that the storing thread made
+ * before. */
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t *p)
 {
     uint32_t v;
@@ -91,8 +92,8 @@ __device__ __forceinline__ void store_relaxed(uint4 *p, uint4 v)
                  : "memory");
 }
 
-/* Stores a word of this GPU. A thread that reads it with load_acquire() then sees all earlier
- * stores of this thread. */
+/* Stores a word to this GPU's memory with release order: a thread that reads it with
+ * load_acquire() then sees all earlier stores of this thread. */
 __device__ __forceinline__ void store_release(uint32_t *p, uint32_t v)
 {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
@@ -250,7 +251,7 @@ __device__ __forceinline__ void bulk_store_local(void *to, uint32_t from, uint32
     bulk_send(to, from, bytes);
 }
 
-/* Starts to load memory that is read soon into the L2. */
+/* Starts to load memory into the L2, because it will be read soon. */
 __device__ __forceinline__ void bulk_prefetch(const void *from, uint32_t bytes)
 {
     BULK_ASM("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
@@ -262,8 +263,8 @@ __device__ __forceinline__ void end_bulk(void)
     BULK_ASM("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-/* Waits until the shared memory of this thread's groups has been read, except of the last
- * PENDING groups. */
+/* Waits until the bulk stores of this thread have read their shared memory, except those of the
+ * last PENDING groups. */
 template <int PENDING> __device__ __forceinline__ void wait_bulk_read(void)
 {
     BULK_ASM("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");

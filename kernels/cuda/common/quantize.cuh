@@ -21,7 +21,7 @@
 #define SMALL_SCALE 0x1p-90f
 #define LARGE_SCALE 0x1p100f
 
-/* A quantized piece of a row: one lane's part. */
+/* One lane's part of a quantized piece of a row. */
 template <int V, int N> struct Quantized {
     static constexpr int LANES = QUANTIZE_BLOCK / N; /* lanes that share a word of scales */
     static constexpr int WORDS = V * WARP / LANES;   /* words of scales per piece */
@@ -43,8 +43,8 @@ template <int V, int N> struct Quantized {
     }
 };
 
-/* Returns the bits of the largest absolute value of N elements. As integers, the bits of floats
- * without a sign have the order of the floats, with NaNs last. */
+/* Returns the bits of the largest absolute value of N elements. Compared as integers, the bits
+ * of nonnegative floats have the same order as the floats, and NaNs come last. */
 template <int N> __device__ __forceinline__ uint32_t largest_size(const float (&x)[N])
 {
     float size = 0.0f;
@@ -53,8 +53,8 @@ template <int N> __device__ __forceinline__ uint32_t largest_size(const float (&
     return __float_as_uint(size);
 }
 
-/* Returns the bits, as float32, of the largest absolute value of 16 elements of a 16-bit type.
- */
+/* Finds the largest absolute value of 16 elements of a 16-bit type, and returns its bits as a
+ * float32. */
 template <class ROW> __device__ __forceinline__ uint32_t largest_size(uint4 low, uint4 high)
 {
     const uint32_t w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
@@ -66,9 +66,10 @@ template <class ROW> __device__ __forceinline__ uint32_t largest_size(uint4 low,
     return __float_as_uint(pair[0]);
 }
 
-/* Combines the largest values of single lanes to the largest values of blocks. own[v]: that of
- * this lane's vector v. Returns the value for the block of this lane's vector lane_id() % V, so
- * that the lanes of a group return different blocks. Called by a whole warp. */
+/* Finds the largest absolute value of each block of elements. own[v]: bits of the largest
+ * absolute value in this lane's vector v. Returns the bits for the block that contains this
+ * lane's vector lane_id() % V, so that adjacent lanes return different blocks. Called by a
+ * whole warp. */
 template <int V, int N>
 __device__ __forceinline__ uint32_t join_lanes(uint32_t (&own)[V], uint32_t how)
 {
@@ -129,8 +130,8 @@ struct BlockScale {
 };
 
 /* Returns the scale of this lane's block. `largest`: bits of the block's largest absolute value
- * before its elements are multiplied by `weight`. Multiplying `largest` afterwards gives the
- * same result, because rounding keeps the order of values. */
+ * before its elements are multiplied by `weight`. Only `largest` is multiplied by the weight:
+ * this gives the largest weighted value, because rounding keeps the order of values. */
 template <int V>
 __device__ __forceinline__ BlockScale scale_of(uint32_t largest, float weight, uint32_t how)
 {
@@ -164,9 +165,9 @@ __device__ __forceinline__ Divisor divisor_of(float s)
     return {s, high, low, -(high + low)};
 }
 
-/* Returns x / s, rounded like a division, if no number in between is subnormal. SHORT: x, and
- * the value from which s was made, have at most 11 significant bits. Then no quotient is so
- * close to the middle of two e4m3 numbers that an error of 2^-44 matters. So the last
+/* Returns x / s, rounded like a division, if no intermediate result is subnormal. SHORT: x, and
+ * the value from which s was computed, have at most 11 significant bits. Then no quotient is so
+ * close to the middle between two e4m3 numbers that an error of 2^-44 matters, so the final
  * correction is left out. */
 template <bool SHORT> __device__ __forceinline__ float divide_rounded(float x, const Divisor &d)
 {
@@ -175,7 +176,8 @@ template <bool SHORT> __device__ __forceinline__ float divide_rounded(float x, c
 }
 
 /* Divides N elements of a block of 128 by the block's scale. If the scale is very small or
- * large, both are first multiplied by a power of two that moves the scale towards 1. */
+ * large, first multiplies elements and scale by a power of two that brings the scale nearer to
+ * 1. */
 template <bool SHORT, int N>
 __device__ __forceinline__ void divide_block(float (&x)[N], float scale)
 {
@@ -192,8 +194,9 @@ __device__ __forceinline__ void divide_block(float (&x)[N], float scale)
 }
 
 /* Quantizes vector v of a piece: sets piece.q[v]. x: its elements, already multiplied by the
- * weight; overwritten. `mine`: scale of this lane's block; the vector's scale comes from
- * another lane. A NaN scale makes all elements NaN. Called by a whole warp. */
+ * weight; overwritten. `mine`: the scale that this lane has computed; the scale for vector v is
+ * read from the lane that has it. A NaN scale makes all elements NaN. Called by a whole warp.
+ */
 template <bool SHORT, int V, int N>
 __device__ __forceinline__ void quantize_vector(Quantized<V, N> &piece, int v, float (&x)[N],
                                                 const BlockScale &mine, uint32_t how)
@@ -235,11 +238,13 @@ static __device__ __noinline__ void store_some(uint8_t *to, uint32_t word, int64
 struct QuantizedRows {
     uint8_t *rows, *scales;
     int64_t row_bytes, scale_bytes;
-    /* whole: a lane stores its N bytes at once. words: scales are stored as 32-bit words. */
+    /* whole: rows are aligned, so a lane stores its N bytes at once. words: scales are aligned,
+     * so they are stored as 32-bit words. */
     bool whole, words;
 };
 
-/* Stores N elements of this lane to a slot's row, from byte `at` up to the end of the row. */
+/* Stores this lane's N elements (bytes) to a slot's row, at byte `at`. Leaves out those past
+ * the end of the row. */
 template <int V, int N>
 __device__ __forceinline__ void store_vector(const QuantizedRows &to, int32_t slot, int32_t at,
                                              const uint32_t (&q)[N / 4], uint64_t policy)

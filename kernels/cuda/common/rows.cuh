@@ -32,8 +32,8 @@ template <int V> __device__ __forceinline__ RowShape row_shape(int64_t row_bytes
     return {row_bytes, vectors, (vectors + V * WARP - 1) / (V * WARP), aligned != 0};
 }
 
-/* Returns the byte offset of row i. Both factors have 32 bits, so it takes one multiplication.
- */
+/* Returns the byte offset of row i. Both operands of the product have 32 bits, so one
+ * instruction multiplies them. */
 __device__ __forceinline__ int64_t row_offset(int32_t i, const RowShape &s)
 {
     return (int64_t)((uint64_t)(uint32_t)i * (uint32_t)s.row_bytes);
@@ -168,8 +168,9 @@ __device__ __forceinline__ int64_t lane_offset(int32_t vector)
     return (int64_t)((uint32_t)(vector + lane_id()) * 16u);
 }
 
-/* Rounds up to whole cache lines. Rows mostly begin at a line, and copies are faster if the
- * shared memory has the same offset in a line. */
+/* Rounds a size up to whole cache lines, so that the shared memory of each warp begins at a
+ * line. Most rows begin at a line, too, and copies are faster between equal offsets in a line.
+ */
 static constexpr int round_up_to_lines(int bytes)
 {
     return (bytes + 127) / 128 * 128;
@@ -206,8 +207,8 @@ template <int V, bool EXACT> struct PieceRing {
                 copy_again(to, from + v * WARP * 16);
         }
     }
-    /* Ends the group of copies of one piece and moves to the next buffer. Called once per
-     * piece, also if nothing was copied. */
+    /* Ends the group of asynchronous copies of one piece and moves to the next buffer. Called
+     * once per piece, even if nothing was copied. */
     __device__ __forceinline__ void commit_piece()
     {
         end_copies();
@@ -235,9 +236,9 @@ template <int V, bool EXACT> struct PieceRing {
     }
 };
 
-/* Performs a warp's list of units whose pieces go through a ring. Always keeps AHEAD units
- * begun and AHEAD pieces in flight. Called by a whole warp. Returns false if the group is
- * broken. */
+/* Does all units of a warp, whose pieces go through a ring. Keeps AHEAD units begun and the
+ * copies of AHEAD pieces in flight. Units: a stream of combine or combine_backward. Called by a
+ * whole warp. Returns false if the group is broken. */
 template <class Units> __device__ __forceinline__ bool run_units(Units &&units)
 {
     bool ok = true;
@@ -255,7 +256,7 @@ template <class Units> __device__ __forceinline__ bool run_units(Units &&units)
 /* ----------------------------------------------------------------------- element types ---- */
 
 /* The element types of rows. Each converts a vector of 16 bytes to N floats and back. NAN_WORD
- * is the NaN that replaces a caller's NaN if that equals poison. */
+ * replaces a NaN of the caller that equals poison. */
 struct Bf16 {
     static constexpr int N = 8; /* elements per vector */
     static constexpr uint32_t NAN_WORD = 0x7fff7fffu, MINUS_ZERO = 0x80008000u;
@@ -361,7 +362,8 @@ struct UnitWalk {
         role = first / s.spans % s.roles;
         step = first < s.units ? first / s.spans / s.roles : NO_STEP;
     }
-    /* Moves to the next unit of this warp, with additions only: a division would be slow. */
+    /* Moves to the next unit of this warp. Uses only additions, because a division would be
+     * slow. */
     __device__ __forceinline__ void next_unit(const Stride &s)
     {
         span += s.span;
@@ -397,10 +399,11 @@ template <class Job> static inline int units_per_token(const Job &job, int roles
  *              all warps equally busy.
  *   job.lag    tokens by which receiving stays behind sending: about as many as all warps
  *              work on at a time, so that pieces have arrived when they are copied
- *   job.units  number of warps that take part, at most all. It has no common divisor with the
- *              number of units per token (kinds), so that each warp gets every role and span
- *              in turn. A warp's next unit should also be far from the last in the order of
- *              kinds: a warp with one kind of work for long runs ahead of others or behind. */
+ *   job.units  number of warps that take part. A token has `kinds` units, one for each role
+ *              and span. The number of warps has no common divisor with `kinds`, so that each
+ *              warp gets every kind in turn. Successive units of a warp should also be of
+ *              distant kinds, because a warp that does similar work for long would get ahead
+ *              of the others or fall behind. */
 template <class Job>
 static inline void deal_units(Job &job, int num_sms, int block, int roles, int vectors)
 {

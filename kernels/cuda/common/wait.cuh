@@ -199,14 +199,15 @@ __device__ __forceinline__ uint64_t find_failure(const OpState &op, int phase, u
 #define SPINS_PER_CHECK 256u /* polls between two checks of a wait */
 #endif
 
-/* Returns true if the host, too, has run after `deadline`, so that the wait may end. `time`:
- * now.
+/* Returns true if the wait may end at `deadline`, because the host has run after it, too.
+ * `time`: current device time.
  *
- * The clock of a device continues while the process is stopped (Ctrl-Z, a frozen container).
- * Often all peers are stopped as well and launch nothing. So a deadline ends only after a beat
- * of a host thread that came later. If the host finds that the process was stopped, it counts a
- * stop, and the deadline starts again, at most P2P_POSTPONE_LIMIT times. One thread of the rank
- * reads the word `awake` in host memory for all. */
+ * A stop of the process (Ctrl-Z, a frozen container) must not cause a timeout. The clock of the
+ * device continues during a stop, but often all peers are stopped, too, and launch nothing. So
+ * a wait ends only after a host thread has run later than the deadline (a beat, P2P_AWAKE). If
+ * the host finds that the process was stopped, it counts a stop, and the time limit starts
+ * again, at most P2P_POSTPONE_LIMIT times. One thread of the rank reads the word `awake` in
+ * host memory for all. */
 static __device__ bool has_host_run_after(const OpState &op, uint64_t deadline, uint64_t time)
 {
     p2p_control *control = control_of(op);
@@ -233,8 +234,8 @@ static __device__ bool has_host_run_after(const OpState &op, uint64_t deadline, 
     return load_relaxed(&control->overdue) > deadline;
 }
 
-/* Returns true if the deadline of a wait for `peer` has passed. A wait of this rank that ends
- * well moves the deadline. In the last quarter of the time limit, publishes that this rank
+/* Returns true if the deadline of a wait for `peer` has passed. Each wait of this rank that
+ * ends well moves the deadline. In the last quarter of the time limit, publishes that this rank
  * waits for `peer`. */
 static __device__ __noinline__ bool is_too_late(const OpState &op, int peer)
 {
@@ -270,9 +271,10 @@ __device__ __forceinline__ bool has_failed(const OpState &op, int phase)
 }
 
 /* Returns true if a wait for `peer` must be given up: the group has failed, or the deadline has
- * passed. A wait calls it every SPINS_PER_CHECK polls. `fresh`: it is the first check of this
- * wait. Then an earlier wait has ended well, which counts as progress and moves the deadline.
- * The cause is found later, at the end of the CTA, because waiting warps have few registers. */
+ * passed. A wait calls it every SPINS_PER_CHECK polls. `fresh`: this is the first check of this
+ * wait. Then the wait before it has ended well, which counts as progress and moves the
+ * deadline. report_aborted_wait() finds the cause later, at the end of the CTA, because waiting
+ * warps have few registers. */
 static __device__ __noinline__ bool wait_should_abort(const OpState &op, int peer, int phase,
                                                       bool fresh)
 {
@@ -290,7 +292,8 @@ static __device__ __noinline__ bool wait_should_abort(const OpState &op, int pee
 
 /* Finds the cause of a wait that was given up and reports it. Called by one thread. A thread
  * that does not know which rank it waited for gives other ranks REPORT_GRACE_NS to report
- * first. Then it uses the ranks for which other threads of this rank have published waits. */
+ * first. After that it looks for the culprit among the ranks for which other threads of this
+ * rank have published waits. */
 static __device__ __noinline__ void report_aborted_wait(const OpState &op)
 {
     const p2p_self &self = *op.self;
