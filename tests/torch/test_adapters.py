@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA adapters of the peft package on models of transformers whose experts are spread over ranks.
+
+In processes: peft changes parameters while a layer runs, with state that threads would share."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import epic.torch
+from pages import ROOT, find_block
+from parts import group_of
+from reference import relative
+from test_pretrained import alone, gradients_of, last_block, model_of, transformers
+
+peft = pytest.importorskip("peft", reason="there is no peft package")
+
+IDS = torch.randint(3, 64, (8, 7), generator=torch.Generator().manual_seed(4))
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+TARGETS = {
+    "GptOss": [*EXPERTS, "router.weight"],  # experts stored as [E, in, out], which they say
+    "Llama4": [*EXPERTS, "router.weight"],  # as [E, in, out], which they do not say
+    "Mixtral, 4 experts": [*EXPERTS, "gate.weight"],
+    "Qwen3Moe": [*EXPERTS, "gate.weight"],
+}
+
+
+def adapted(name: str) -> Any:
+    """A model with random adapters on experts, router and attention."""
+    wish = {"target_modules": ["q_proj"], "target_parameters": TARGETS[name]}
+    model = peft.get_peft_model(model_of(name), peft.LoraConfig(r=3, lora_alpha=5, **wish))
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for key, value in model.named_parameters():
+            if "lora_" in key:
+                value.normal_(std=0.3)
+    return model
+
+
+def logits_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """The logits, without gradients."""
+    with torch.no_grad():
+        return model(ids, use_cache=False).logits
+
+
+def step_of(model: Any) -> None:
+    """A step of SGD on the adapters."""
+    with torch.no_grad():
+        for value in model.parameters():
+            if value.grad is not None:
+                value -= 0.05 * value.grad
+
+
+def train_adapters(rank: int, name: str, ep: int, folder: str) -> None:
+    """Adapters learn, are saved and merged as in the model of transformers."""
+    whole, mine = adapted(name), adapted(name)
+    first = rank // ep * ep
+    ids, own = IDS[2 * first : 2 * (first + ep)], IDS[2 * rank : 2 * rank + 2]
+    with group_of(ep) as group:
+        epic.torch.replace_moe(mine, group)
+        wanted = gradients_of(whole, ids)[2 * (rank - first) :][:2]
+        assert relative(gradients_of(mine, own), wanted) < 1e-5
+        epic.torch.sum_gradients(mine, group)
+        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+        for parameters in (mine, mine.parameters()):
+            got = epic.torch.clip_grad_norm_(parameters, 1e9, group)
+            assert abs(got - norm) < 1e-4 * norm
+        epic.torch.clip_grad_norm_(mine, 1.0, group)
+        step_of(whole)
+        step_of(mine)
+        wanted = logits_of(whole, own)
+        assert relative(logits_of(mine, own), wanted) < 1e-5
+
+        epic.torch.save_pretrained(mine, folder, group)
+        for replaces in (False, True) if first == 0 else ():  # another group writes nothing
+            loaded = peft.PeftModel.from_pretrained(model_of(name), folder)
+            if replaces:
+                epic.torch.replace_moe(loaded, group)
+            assert relative(logits_of(loaded, own), wanted) < 1e-5
+
+        with mine.disable_adapter():
+            assert relative(logits_of(mine, own), logits_of(model_of(name), own)) < 1e-5
+        mine.merge_adapter()
+        assert relative(logits_of(mine, own), wanted) < 1e-4
+        mine.unmerge_adapter()
+        assert relative(logits_of(mine, own), wanted) < 1e-4
+
+        blocks = epic.torch.restore_moe(mine, group)
+        state = whole.state_dict()
+        assert mine.state_dict().keys() == state.keys()
+        for key, value in mine.state_dict().items():
+            assert relative(value, state[key]) < 1e-4, key
+        trained = [[k for k, p in m.named_parameters() if p.requires_grad] for m in (whole, mine)]
+        assert trained[0] == trained[1]
+        assert epic.torch.replace_moe(mine, group) == blocks
+
+        plain = mine.merge_and_unload()
+        epic.torch.save_pretrained(plain, f"{folder}/merged", group)
+        if first == 0:
+            stock = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/merged")
+            stock.config._attn_implementation = "eager"
+            assert relative(logits_of(stock.train(), own), wanted) < 1e-4
+
+
+@pytest.mark.parametrize("ep", [2, 4])
+@pytest.mark.parametrize("name", TARGETS)
+def test_adapters(world: Any, name: str, ep: int, tmp_path: Path) -> None:
+    """With one expert on a rank, or more."""
+    world.run(train_adapters, name, ep, str(tmp_path))
+
+
+def test_bits_of_adapters() -> None:
+    """A model that is replaced and restored has the bits, the scalings and the modes it had."""
+    model, wanted = adapted("Qwen3Moe"), adapted("Qwen3Moe")
+    model.add_adapter("other", peft.LoraConfig(r=2, target_parameters=TARGETS["Qwen3Moe"]))
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    ids = IDS[:2]
+    with alone() as group:
+        epic.torch.replace_moe(model, group)
+        assert relative(logits_of(model, ids), logits_of(wanted, ids)) < 1e-5
+        model.set_adapter("other")
+        epic.torch.restore_moe(model, group)
+        assert state.keys() == model.state_dict().keys()
+        assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+        assert last_block(model).experts.active_adapters == ["other"]
+        model.set_adapter("default")
+        assert torch.equal(logits_of(model, ids), logits_of(wanted, ids))
+
+
+def test_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program of the guide runs, and what it writes can be loaded."""
+    text = find_block(ROOT / "docs/guide/frameworks.md", "# LoRA on experts, router and attention")
+    monkeypatch.chdir(tmp_path)
+    ids = IDS[:2]
+    with alone() as group:
+        names = {"epic": epic, "torch": torch, "model": model_of("Qwen3Moe"), "group": group}
+        names["ids"] = ids
+        exec(text, names)
+        wanted = logits_of(names["model"], ids)
+        adapters = peft.PeftModel.from_pretrained(model_of("Qwen3Moe"), "adapter")
+        assert relative(logits_of(adapters, ids), wanted) < 1e-5
+        stock = transformers.AutoModelForCausalLM.from_pretrained("merged")
+        assert relative(logits_of(stock, ids), wanted) < 1e-5
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    """Adapters on other modules of a block, and those that came after replace_moe."""
+    model = model_of("Llama4")
+    config = peft.LoraConfig(r=2, target_modules=["shared_expert.up_proj"])
+    with alone() as group:
+        with pytest.raises(epic.torch.EpicUnsupportedError, match=r"shared_expert\.up_proj\.lora"):
+            epic.torch.replace_moe(peft.get_peft_model(model, config), group)
+        block = last_block(adapted("Qwen3Moe"))
+        with pytest.raises(epic.torch.EpicUnsupportedError, match="adapters of peft on"):
+            epic.torch.from_block(block, group)
+        model = model_of("Qwen3Moe")
+        epic.torch.replace_moe(model, group)
+        config = peft.LoraConfig(r=2, target_modules=[], target_parameters=["moe.w_down"])
+        model = peft.get_peft_model(model, config)
+        logits_of(model, IDS[:1])
+        with pytest.raises(epic.torch.EpicUnsupportedError, match="be added before replace_moe"):
+            epic.torch.save_pretrained(model, tmp_path, group)
+        with pytest.raises(epic.torch.EpicUnsupportedError, match="adapters on experts"):
+            epic.torch.TrainingState(model, None)
