@@ -20,15 +20,16 @@
  * the lanes that write a place call fence_bulk() before the copy engine reads it. A place is
  * written again only after wait_bulk_read().
  *
- * No wait is circular: a receive waits for a row that was sent `lag` steps earlier, and each
- * CTA takes its units in order. While some CTAs make the plan, each warp of the other CTAs
+ * No wait is circular, because a receive waits for a row that was sent `lag` steps earlier, and
+ * each CTA takes its units in order. While some CTAs make the plan, each warp of the other CTAs
  * sends its first token. Then it waits for that token's record, which has its slots.
  *
  * While a warp moves a unit, the row of its next unit is being copied to another place. */
 #include "cuda/dispatch/bulk.cuh"
 #include "cuda/dispatch/launcher.cuh"
 
-/* Not for backend hosts: there, rows to other hosts are sent by pieces (packed.cu). */
+/* Only backend p2p has this kernel. In backend hosts, rows for other hosts are sent by pieces
+ * (packed.cu). */
 #ifndef EPIC_HOSTS
 
 /* The packed row of one token, to be sent or received by one warp. */
@@ -57,8 +58,9 @@ __device__ __forceinline__ bool is_in(const PackedMove &m, const Unit &unit, int
 }
 
 /* Takes the next unit for this warp and loads what it needs first. The warps of a CTA share the
- * counter *turns, because some units are more work than others. Of every gridDim.x units in the
- * list, each CTA gets one, in an order that rotates. Called by a whole warp. */
+ * counter *turns and take units one by one, because some units are more work than others. Of
+ * every gridDim.x units in the list, each CTA gets one, in an order that rotates. Called by a
+ * whole warp. */
 template <bool FLAT>
 __device__ __forceinline__ Unit take_unit(const PackedMove &m, int *turns, int32_t end)
 {
@@ -122,8 +124,8 @@ __device__ __forceinline__ bool receive_weights(const PackedMove &m, int rank, i
     return receive_weight(m, rank, source, token, 1, slot[1], weight);
 }
 
-/* Stores the packed row at `place` to its slots on this rank. The place must have been fenced.
- */
+/* Stores the packed row at `place` to its slots on this rank. The caller must have called
+ * fence_place(). */
 __device__ __forceinline__ void fill_all_slots(const PackedMove &m, const int32_t (&slot)[2],
                                                uint32_t place)
 {
@@ -389,8 +391,8 @@ extern "C" int p2p_can_dispatch_bulk(const p2p_dispatch_job *job)
            (!job->quantize || job->type != EPIC_F32);
 }
 
-/* Sets the number of warps per CTA that move rows, the places of each (two to four), and the
- * lag. Quantizing needs more warps and a longer lag. Measured: docs/lab/cuda.md. */
+/* Sets the number of warps per CTA that move rows, the number of places per warp (two to four),
+ * and the lag. Quantizing needs more warps and a longer lag. Measured: docs/lab/cuda.md. */
 static void deal_packed(p2p_dispatch_job &job, int num_sms)
 {
     const int places = (int)places_of(job), tokens = job.num_tokens;

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Moving packed rows (dispatch/packed.cuh) whole, through shared memory. A warp has 2 to 4
- * *places* in shared memory, each for one packed row. All lanes copy a row to its place, or
- * quantize it into it. The row leaves by bulk stores, which one lane starts and the copy engine
- * of the SM performs.
+/* Code that moves whole packed rows (dispatch/packed.cuh) through shared memory. A warp has 2
+ * to 4 *places* in shared memory, each for one packed row. All lanes of the warp copy a row to
+ * a place, or quantize it and store the result there. The row leaves by bulk stores, which one
+ * lane starts and the copy engine of the SM performs.
  *
  *   tokens, staging -> copies of all lanes -\
  *   tokens -> registers, quantized ----------+-> place -> bulk stores -> peers, slots
@@ -82,7 +82,8 @@ __device__ __forceinline__ void fence_place(void)
 
 /* --------------------------------------------------------------- packed rows in places ---- */
 
-/* Starts to copy a packed row of this rank to a place: the caller's row and scales. */
+/* Starts to copy the row and scales of this rank's token from the caller's arrays to a place.
+ */
 __device__ __forceinline__ void copy_own(const PackedMove &m, int32_t token, uint32_t place)
 {
     const p2p_dispatch_job &job = m.job;
@@ -93,7 +94,8 @@ __device__ __forceinline__ void copy_own(const PackedMove &m, int32_t token, uin
         copy_again(place + v * 16, (v < m.row_vectors ? row : second) + (int64_t)v * 16);
 }
 
-/* Starts to load this rank's row into the L2, because it is quantized soon. */
+/* Starts to load the row of this rank's token into the L2, because it will be quantized soon.
+ */
 __device__ __forceinline__ void prefetch_own(const PackedMove &m, int32_t token)
 {
     if (lane_id() == 0)
@@ -101,7 +103,8 @@ __device__ __forceinline__ void prefetch_own(const PackedMove &m, int32_t token)
                       (uint32_t)m.own_shape.row_bytes);
 }
 
-/* Starts to copy a staged packed row of a peer to a place. It may not have arrived yet. */
+/* Starts to copy a peer's packed row from staging to a place. The row has perhaps not arrived
+ * yet. */
 __device__ __forceinline__ void copy_staged(const PackedMove &m, int rank, int32_t token,
                                             uint32_t place)
 {
@@ -168,8 +171,9 @@ struct ScanResult { /* What this lane found in a packed row. */
 };
 
 /* Scans a packed row in its place. `missing`: a word is poison, so it has not arrived.
- * `special`: a word may need to be restored. That is a word like poison or its stand-in or,
- * with QUANTIZED, the stand-in of scales that are all NaN. */
+ * `special`: a word perhaps needs to be restored, because it equals poison or its stand-in
+ * (signs ignored). With QUANTIZED, only words of scales can be special: those that equal the
+ * stand-in of scales that are all NaN. */
 template <bool QUANTIZED>
 __device__ __forceinline__ ScanResult scan_packed(const PackedMove &m, uint32_t place)
 {
@@ -243,8 +247,8 @@ __device__ __forceinline__ void bulk_to_peers(const PackedMove &m, int32_t token
     });
 }
 
-/* Returns true if scales are so short that the lanes store them, 16 bytes each. A bulk store
- * costs the copy engine as much as a kilobyte. */
+/* Returns true if a row of scales is so short that the lanes store it, 16 bytes each. A bulk
+ * store of so few bytes would cost the copy engine as much as one of a kilobyte. */
 __device__ __forceinline__ bool scales_by_lanes(const PackedMove &m)
 {
     return m.job.scale_bytes <= WARP * 16;
@@ -306,9 +310,9 @@ __device__ __forceinline__ void bulk_restore(const PackedMove &m, int rank, int3
     });
 }
 
-/* Sends a packed row with special words (poison, or scales that are all NaN): replaces them by
- * stand-ins and stores escape words. Waits first until bulk stores have read the place, and
- * overwrites its contents. Called by a whole warp. */
+/* Sends a packed row that has special words (poison, or scales that are all NaN). Waits until
+ * bulk stores have read the place, replaces the special words in it by stand-ins, and sends
+ * escape words to the peers. Called by a whole warp. */
 template <bool QUANTIZED>
 __device__ __forceinline__ void send_special(const PackedMove &m, int32_t token, uint32_t peers,
                                              uint32_t place)

@@ -30,10 +30,10 @@
  * order. A receiving warp first reads the token's slots, from the plan or from the record that
  * the token's rank sends. Then it polls the row.
  *
- * No wait is circular: a warp waits for token t only after its own sends of all tokens up to t.
- * So every warp of every rank has sent the lowest token that any warp waits for. Each rank may
- * have another lag. After the plan was made, receiving is `head` tokens behind sending and
- * catches up.
+ * No wait is circular, because a warp waits for token t only after its own sends of all tokens
+ * up to t. So every warp of every rank has already sent its part of the lowest token for which
+ * any warp waits. This holds even if ranks have different lags. If this kernel makes the plan,
+ * receiving starts `head` tokens behind sending and then catches up.
  *
  * Pieces are copied into a ring in shared memory ahead of their use. A staged piece may be
  * copied before it has arrived. Then the copy contains poison, and the warp polls the piece in
@@ -42,8 +42,8 @@
 #include "cuda/dispatch/launcher.cuh"
 #include "cuda/dispatch/relay.cuh"
 
-/* Copies the pieces of a warp's units, in order, from memory into the ring and hands them out.
- */
+/* Copies the pieces of a warp's units from memory into the ring, and returns them in the same
+ * order. */
 template <bool EXACT> struct PieceFeed {
     typedef PieceRing<V, EXACT> Pieces;
     const DispatchMove &m;
@@ -204,7 +204,7 @@ __device__ __forceinline__ bool receive_token(const DispatchMove &m, int32_t tok
 }
 
 /* Forwards a piece of a row that came from another host to the ranks of this host in `wants`.
- * noinline, because its registers would make the main loop spill. */
+ * noinline, because inlining it would make the main loop spill registers. */
 template <bool EXACT>
 static __device__ __noinline__ bool forward_rows(const DispatchMove &m, int from, int32_t token,
                                                  int piece, uint32_t wants)
@@ -220,8 +220,8 @@ static __device__ __noinline__ bool forward_rows(const DispatchMove &m, int from
 #ifndef EPIC_HOSTS
 
 /* Sends the first `head` tokens while the planning CTAs make the plan. Called by all CTAs; the
- * planning CTAs return at once. noinline, because its registers would make the main loop spill.
- */
+ * planning CTAs return at once. noinline, because inlining it would make the main loop spill
+ * registers. */
 template <bool EXACT> static __device__ __noinline__ void send_head(const DispatchMove m)
 {
     const int planners = m.job.plan.planners;
@@ -242,7 +242,8 @@ template <bool EXACT> static __device__ __noinline__ void send_head(const Dispat
 
 #else
 
-/* send_head() for backend hosts: sends a whole span per unit, because each put has a cost. */
+/* The send_head() of backend hosts. A unit is a whole span, not a piece, because each put has a
+ * cost. */
 template <bool EXACT> static __device__ __noinline__ void send_head(const DispatchMove m)
 {
     const int planners = m.job.plan.planners, spans = m.stride.spans;
@@ -270,8 +271,8 @@ template <bool EXACT> static __device__ __noinline__ void send_head(const Dispat
 
 #endif
 
-/* Receives the tokens of a step, one or two, from one source. With this rank's own tokens it
- * also writes zeros to padding slots. `slab_bits`: log2 of the number of slabs, rounded up;
+/* Receives the one or two tokens of a step from one source. If the source is this rank, also
+ * writes zeros to padding slots. `slab_bits`: log2 of the number of slabs, rounded up;
  * negative: no padding. Returns false if the group is broken. */
 template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool receive_unit(const DispatchMove &m, const UnitWalk &walk,
@@ -391,8 +392,8 @@ template <bool FLAT> __device__ __forceinline__ bool clear_tail(const DispatchMo
     return true;
 }
 
-/* Moves all rounds, each with as many tokens as fit the staging. Returns false if the group is
- * broken. */
+/* Moves all rounds. A round has as many tokens of each rank as fit the staging. Returns false
+ * if the group is broken. */
 template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool move_rounds(DispatchMove &m, OpState &op, const uint8_t *memory)
 {

@@ -13,7 +13,7 @@ static constexpr int V = 4;
 
 /* Arguments of every unit of a dispatch kernel. */
 struct DispatchMove : RowMove<p2p_dispatch_job> {
-    int32_t head;      /* number of first tokens that are sent while the plan is made */
+    int32_t head;      /* tokens [0, head) are sent while the plan is made */
     int32_t tokens_of; /* lane q: number of tokens of rank q */
     /* largest number of tokens of a rank, or an upper limit while it is not known */
     int32_t most_tokens;
@@ -58,7 +58,7 @@ __device__ __forceinline__ uint64_t read_choice(const DispatchMove &m, int32_t t
     return word;
 }
 
-/* Returns true if a choice goes to `rank`. `word`: from read_choice(). */
+/* Returns true if a choice goes to `rank`. `word`: the choice, from read_choice(). */
 __device__ __forceinline__ bool choice_goes_to(const DispatchMove &m, uint64_t word, int rank)
 {
     const p2p_plan_job &plan = m.job.plan;
@@ -149,8 +149,9 @@ __device__ __forceinline__ void send_to_peers(const DispatchMove &m, int32_t tok
     }
 }
 
-/* Loads this lane's word of a record without waiting, so the record may not have arrived.
- * `half`: 0 for choices 0 to 31, 1 for later ones. `rank`: owner of the token. */
+/* Loads this lane's word of a record (a token's slots on this rank) without waiting, so the
+ * word has perhaps not arrived yet. `half`: 0 for choices 0 to 31, 1 for later ones. `rank`:
+ * rank that owns the token. */
 __device__ __forceinline__ uint64_t peek_record(const DispatchMove &m, int rank, int32_t token,
                                                 int half)
 {
@@ -188,7 +189,8 @@ __device__ __forceinline__ bool read_record(const DispatchMove &m, int rank, int
     return true;
 }
 
-/* Writes -1 to the plan's record after half number `half`, its last one that has slots. */
+/* Fills the rest of a record in the plan with -1. `half`: number of the last half that has
+ * slots. */
 __device__ __forceinline__ void end_record(const DispatchMove &m, int rank, int32_t token,
                                            int half)
 {
@@ -207,7 +209,8 @@ __device__ __forceinline__ uint32_t *weight_address(const DispatchMove &m, int s
            (int64_t)token * float_stride(m.top_k) + n;
 }
 
-/* Loads the weight of this lane's slot without waiting, so it may still be poison. */
+/* Loads the weight of this lane's slot without waiting, so it is poison if it has not arrived
+ * yet. */
 __device__ __forceinline__ uint32_t peek_weight(const DispatchMove &m, int rank, int source,
                                                 int32_t token, int half, int32_t slot)
 {
@@ -256,17 +259,17 @@ __device__ __forceinline__ void fill_slots(const DispatchMove &m, int32_t vector
     while (slots) {
         const int32_t to = next;
         slots &= slots - 1;
-        /* Read the next slot before the stores: a shuffle after the stores would wait for them.
-         */
+        /* Read the next slot before the stores, because a shuffle after them would wait for
+         * them. */
         next = __shfl_sync(ALL_LANES, slot, __ffs(slots) - 1);
         store_piece<V, EXACT>(m.job.recv + row_offset(to, m.shape), vector, m.shape, q,
                               m.policy);
     }
 }
 
-/* Waits for a piece of a row, reads it to q and stores poison back to staging. Own rows are
- * read from `tokens`. `copied`: q already has what the ring contained. Called by a whole warp.
- * Returns false if the group is broken. */
+/* Waits for a piece of a row in staging, reads it to q and stores poison back. Reads rows of
+ * this rank from `tokens` instead. `copied`: q already has what the ring contained. Called by a
+ * whole warp. Returns false if the group is broken. */
 template <bool EXACT>
 __device__ __forceinline__ bool receive_row_piece(const DispatchMove &m, int rank, int source,
                                                   int32_t token, int piece, bool copied,
@@ -291,8 +294,8 @@ __device__ __forceinline__ bool receive_row_piece(const DispatchMove &m, int ran
     return true;
 }
 
-/* Writes zeros to a piece of a slot and, with piece 0, to the slot's weight. Called by a whole
- * warp. */
+/* Writes zeros to a piece of a slot's row and, if it is piece 0, to the slot's weight. Called
+ * by a whole warp. */
 template <bool EXACT>
 __device__ __forceinline__ void pad_piece(const DispatchMove &m, int32_t slot, int piece)
 {
@@ -318,13 +321,14 @@ __device__ __forceinline__ const volatile device_plan_header *header_of(const Di
     return (const volatile device_plan_header *)m.job.plan.plan;
 }
 
-/* Values of slab_bits: it is not known yet whether padding is written along with tokens; it is
- * not. */
+/* Values of slab_bits. NOT_KNOWN: it is not known yet whether padding is written along with
+ * tokens. NOT_WITH_TOKENS: it is not. */
 #define NOT_KNOWN (-1)
 #define NOT_WITH_TOKENS (-2)
 
-/* Sets slab_bits if slabs are padded along with tokens, else NOT_WITH_TOKENS. Waits for the
- * plan if necessary. Called by a whole warp. Returns false if the group is broken. */
+/* If padding is written along with tokens, sets slab_bits to log2 of the number of slabs,
+ * rounded up; otherwise to NOT_WITH_TOKENS. Waits for the plan if necessary. Called by a whole
+ * warp. Returns false if the group is broken. */
 __device__ __forceinline__ bool find_padding_slabs(const DispatchMove &m, int &slab_bits)
 {
     slab_bits = NOT_WITH_TOKENS;
@@ -359,8 +363,9 @@ __device__ __forceinline__ int32_t token_of(const DispatchMove &m, const UnitWal
     return m.first + (walk.role == 0 ? walk.step : received_before(m, walk.step));
 }
 
-/* Loads the word that a unit needs first, while the warp still moves the unit before it: a
- * choice if it sends, a record if it receives. peek(rank, token) loads the record. */
+/* Loads the word that a unit needs first, while the warp still moves the unit before it. The
+ * word is the lane's choice if the unit sends, or its word of a record, from peek(rank, token),
+ * if the unit receives. */
 template <class Peek>
 __device__ __forceinline__ uint64_t read_ahead(const DispatchMove &m, const UnitWalk &walk,
                                                Peek peek)
@@ -376,8 +381,8 @@ __device__ __forceinline__ uint64_t read_ahead(const DispatchMove &m, const Unit
 
 /* ---------------------------------------------------------------- the plan of a kernel ---- */
 
-/* Reads the plan or, with WITH_PLAN, sets what is known before this kernel makes it. Called by
- * all threads of a CTA, before begin_operation(). */
+/* Reads the plan. With WITH_PLAN, only sets the fields that are known before this kernel makes
+ * the plan. Called by all threads of a CTA, before begin_operation(). */
 template <bool WITH_PLAN>
 __device__ __forceinline__ void open_plan(PlanView &plan, const p2p_dispatch_job &job)
 {
@@ -394,9 +399,9 @@ __device__ __forceinline__ void open_plan(PlanView &plan, const p2p_dispatch_job
     choose_padding(plan, job);
 }
 
-/* Makes the plan if this CTA is one that plans. Called by all threads, after begin_operation().
- * `memory`: dynamic shared memory, free for rows when it returns. Returns false if the group is
- * broken. */
+/* Makes the plan, together with the other planning CTAs, if this CTA is one of them. Called by
+ * all threads, after begin_operation(). `memory`: dynamic shared memory, free for rows when it
+ * returns. Returns false if the group is broken. */
 template <bool WITH_PLAN, bool FLAT>
 __device__ __forceinline__ bool make_own_plan(Planner &planner, const p2p_dispatch_job &job,
                                               OpState &op, uint8_t *memory)

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Dispatch with a FLAT plan: a token has one row on each rank that owns one of its experts,
- * whatever the number of its choices there. With the first piece of the row the warp also
- * receives the row's extras, two arrays by row:
+ * even if several of its choices go there. The warp that receives the first piece of the row
+ * also receives the row's extras, which go to two arrays:
  *
  *   recv_expert   [recv_rows, top_k]  local experts of the token, then -1
  *   slot_weights  [recv_rows, top_k]  their weights, then 0 */
@@ -10,8 +10,8 @@
 
 #include "cuda/dispatch/dispatch.cuh"
 
-/* Loads the word with the index of the token's row on this rank without waiting, so it may not
- * have arrived. All lanes get the same word. */
+/* Loads the word with the index of the token's row on this rank without waiting, so the word
+ * has perhaps not arrived yet. All lanes get the same word. */
 __device__ __forceinline__ uint64_t peek_row(const DispatchMove &m, int rank, int32_t token)
 {
     const p2p_self &self = m.job.plan.self;
@@ -19,8 +19,8 @@ __device__ __forceinline__ uint64_t peek_row(const DispatchMove &m, int rank, in
     return (uint32_t)__ldg(m.plan.records + record_index(self, rank, token, m.top_k));
 }
 
-/* Writes a record of the plan: `first`, then -1. `entries`: a table of the plan with top_k
- * entries per token. Called by a whole warp. */
+/* Writes a token's top_k entries of the table `entries` of the plan: `first` in entry 0, -1 in
+ * the others. Called by a whole warp. */
 __device__ __forceinline__ void store_entries(const DispatchMove &m, const int32_t *entries,
                                               int rank, int32_t token, int32_t first)
 {
@@ -29,8 +29,8 @@ __device__ __forceinline__ void store_entries(const DispatchMove &m, const int32
         ((int32_t *)entries)[at + k] = k ? -1 : first;
 }
 
-/* read_record() for FLAT plans: the first lane gets the row as its slot, the others -1. Called
- * by a whole warp. Returns false if the group is broken. */
+/* Like read_record(), for FLAT plans. The slot of lane 0 is the token's row; the others are -1.
+ * Called by a whole warp. Returns false if the group is broken. */
 __device__ __forceinline__ bool read_row(const DispatchMove &m, int rank, int32_t token,
                                          bool keep, uint64_t word, int32_t &slot, bool &more)
 {
@@ -55,11 +55,11 @@ __device__ __forceinline__ bool read_row(const DispatchMove &m, int rank, int32_
     return ok;
 }
 
-/* One choice's extras of a row, loaded before the row has arrived. Lane n has the token's n-th
+/* The extras of one choice, loaded before the row has arrived. Lane n has the token's n-th
  * choice on this rank. */
 struct FlatExtras {
     uint64_t expert; /* from peek_record(); its value is a local expert */
-    uint32_t weight; /* weight of the choice, may still be poison */
+    uint32_t weight; /* weight of the choice; poison if it has not arrived yet */
 };
 
 /* Loads a half (32 choices) of a token's extras without waiting. */
@@ -79,9 +79,10 @@ __device__ __forceinline__ FlatExtras peek_extras(const DispatchMove &m, int ran
     return b;
 }
 
-/* Waits for the local expert of this lane's choice, or -1. `word`: from peek_record(). Sets
- * `more` if the next half has choices, too. Also copies the experts into a plan that is being
- * made. Called by a whole warp. Returns false if the group is broken. */
+/* Waits for this lane's choice and sets `expert` to its local expert, or to -1 if there is no
+ * such choice. `word`: from peek_record(). Sets `more` if the next half has choices, too. Also
+ * copies the experts into a plan that is being made. Called by a whole warp. Returns false if
+ * the group is broken. */
 __device__ __forceinline__ bool receive_expert(const DispatchMove &m, int rank, int32_t token,
                                                int half, uint64_t word, int32_t &expert,
                                                bool &more)
@@ -102,9 +103,9 @@ __device__ __forceinline__ bool receive_expert(const DispatchMove &m, int rank, 
     return true;
 }
 
-/* Waits for the weight of this lane's choice. `there`: this lane has a choice. `word`: what was
- * loaded before, then the weight. Called by a whole warp. Returns false if the group is broken.
- */
+/* Waits for the weight of this lane's choice. `there`: this lane has a choice. On entry `word`
+ * is what was loaded before; on return it is the weight. Called by a whole warp. Returns false
+ * if the group is broken. */
 __device__ __forceinline__ bool receive_choice_weight(const DispatchMove &m, int rank,
                                                       int source, int32_t token, int half,
                                                       bool there, uint32_t &word)
@@ -150,8 +151,8 @@ __device__ __forceinline__ bool receive_extras(const DispatchMove &m, int rank, 
     return true;
 }
 
-/* Clears the extras of all rows from `first` on (-1 and 0). Each of `threads` threads calls it
- * with its own number `thread`. */
+/* Clears the extras of all rows from `first` on: experts become -1, weights become 0. Each of
+ * `threads` threads calls it with its own number `thread`. */
 __device__ __forceinline__ void clear_extras(const DispatchMove &m, int64_t first,
                                              int64_t thread, int64_t threads)
 {

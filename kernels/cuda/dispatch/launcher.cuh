@@ -10,8 +10,8 @@
 
 typedef void (*Kernel)(p2p_dispatch_job);
 
-/* Returns the dynamic shared memory of a CTA: the planner uses it first, then the rings.
- * `planning`: bytes that the planner needs. */
+/* Returns the bytes of dynamic shared memory of a CTA. The planner uses it first, then the
+ * rings. `planning`: bytes that the planner needs. */
 static inline int memory_bytes(int planning)
 {
     const int rings = BLOCK / WARP * PieceRing<V, true>::BYTES;
@@ -30,8 +30,8 @@ static cudaError_t load_kernels(const Kernel (&kernels)[COUNT], int most_bytes)
     return cudaSuccess;
 }
 
-/* Returns a copy of the job with the fields that say how units are dealt to warps. `bytes`:
- * bytes that travel per token. */
+/* Returns a copy of the job in which the fields that control how units are dealt to warps are
+ * set. `bytes`: bytes that are sent per token. */
 static inline p2p_dispatch_job deal_dispatch(const p2p_dispatch_job &job, int64_t bytes,
                                              int num_sms)
 {
@@ -48,9 +48,10 @@ static inline p2p_dispatch_job deal_dispatch(const p2p_dispatch_job &job, int64_
          * at the end. */
         copy.lag /= 2;
     copy.lag = lag_for_net(job.plan.self, copy.lag, job.num_tokens);
-    /* Rows of one span are sent fast, so more of them can be sent while the plan is made. The
-     * speed of catching up is measured (docs/lab/cuda.md). At least `lag` tokens are sent
-     * before the first receive anyway, so a shorter head would gain nothing. */
+    /* Choose how fast receiving catches up; the values are measured (docs/lab/cuda.md). Rows of
+     * one span are sent fast, so only rows of several spans get a shorter head. At least `lag`
+     * tokens are sent before the first receive in any case, so a shorter head would gain
+     * nothing. */
     const bool sooner = num_sms > 56 && num_sms < 96 && !job.flat;
     copy.catch_up = spans > 1 ? 4 : sooner ? 1 : 2;
     if (copy.catch_up == 4 && copy.head > job.num_tokens / 20) copy.head = job.num_tokens / 20;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Code that dispatch and combine_backward share. Both move rows of tokens to slots: dispatch
- * the tokens' rows, combine_backward the gradients of sums. This file has the arguments and
- * pieces of a unit, and the padding that is written along with tokens. */
+ * moves the tokens' rows, combine_backward moves the gradients of combine's sums. This file has
+ * the arguments and pieces of a unit, and the padding that is written along with tokens. */
 #ifndef EPIC_MOVING_CUH
 #define EPIC_MOVING_CUH
 
@@ -30,11 +30,11 @@ __host__ __device__ __forceinline__ int num_roles(const p2p_self &self)
     return self.num_ranks + 1;
 }
 
-#define MAX_ROW_PUT_PIECES 32 /* most pieces of a row that is put as a whole: 64 KB */
+#define MAX_ROW_PUT_PIECES 32 /* a row of at most this many pieces (64 KB) is put as a whole */
 
 /* Like deal_units(). With ranks on other hosts and enough tokens, a unit is a whole row,
- * because each unit costs the proxy an entry of the ring. Longer units cost nothing there: the
- * net is slower than the warps in any case. */
+ * because the proxy needs time for the ring entry of each unit. Longer units cost nothing in
+ * this case, because the net is slower than the warps anyway. */
 template <class Job>
 static inline void deal_units_for_net(const p2p_self &self, Job &job, int num_sms, int block,
                                       int roles, int vectors)
@@ -86,8 +86,9 @@ __device__ __forceinline__ void post_put_pieces(const p2p_self &self, const M &m
     }
 }
 
-/* Returns true if receive units of this rank's own tokens also write the padding, a part each.
- * This needs enough units: at least one per warp, and two per slab. */
+/* Returns true if each unit that receives this rank's own tokens also writes a part of the
+ * padding. This needs enough units: at least one per warp, and two per slab (the slots of one
+ * expert). */
 __device__ __forceinline__ bool pads_with_tokens(const PlanView &plan, const Stride &stride,
                                                  int most_tokens)
 {
@@ -102,8 +103,8 @@ __device__ __forceinline__ void choose_padding(PlanView &plan, const Job &job)
     if (threadIdx.x == 0 && job.leave_padding) plan.header.alignment = NO_PADDING;
 }
 
-/* Returns the padding slots of a slab. Never more than the alignment, also if the plan's memory
- * was changed. */
+/* Returns the padding slots of a slab. Their number is at most the alignment, even if the
+ * plan's memory was changed. */
 __device__ __forceinline__ device_padding padding_of(const PlanView &plan, int slab)
 {
     return {__ldcg(&plan.padding[slab].first),
@@ -112,7 +113,8 @@ __device__ __forceinline__ device_padding padding_of(const PlanView &plan, int s
 
 /* Calls write(slot) for the padding slots that are written along with part `part` of `parts`; a
  * part is a span of a token. Part p writes padding of slab p mod 2^slab_bits, and the parts of
- * a slab share its slots. There is no division, because it would wait for earlier stores. */
+ * a slab share its slots. The function avoids divisions, because a division would wait for
+ * earlier stores. */
 template <class Write>
 __device__ __forceinline__ void for_each_padding_slot(const PlanView &plan, int slab_bits,
                                                       int part, int parts, Write write)
@@ -127,9 +129,9 @@ __device__ __forceinline__ void for_each_padding_slot(const PlanView &plan, int 
     for (int32_t i = share; i < padding.count; i += sharers) write(padding.first + i);
 }
 
-/* Calls write(slot, piece) for the share of warp `warp` of `warps` in the padding of all
- * `owned` slabs. padding_in(slab) returns the padding slots of a slab. Called by a whole warp.
- */
+/* Divides the padding of all `owned` slabs among `warps` warps, and calls write(slot, piece)
+ * for the share of warp number `warp`. padding_in(slab) returns the padding slots of a slab.
+ * Called by a whole warp. */
 template <class PaddingIn, class Write>
 __device__ __forceinline__ void for_each_padding_of(PaddingIn padding_in, int owned, int pieces,
                                                     int warp, int warps, Write write)
@@ -150,7 +152,7 @@ __device__ __forceinline__ void for_each_padding_of(PaddingIn padding_in, int ow
     }
 }
 
-/* Like for_each_padding_of(), with the padding in a plan. */
+/* Like for_each_padding_of(), but reads the padding slots from a plan. */
 template <class Write>
 __device__ __forceinline__ void for_each_padding_piece(const PlanView &plan, int owned,
                                                        int pieces, int warp, int warps,

@@ -29,7 +29,7 @@ struct Pieces {
     }
 };
 
-/* Copies the pieces of a warp's units, in order, into the ring and hands them out, as in
+/* Copies the pieces of a warp's units into the ring, and returns them in the same order, as in
  * dispatch/dispatch.cu. A unit without pieces takes one buffer of the ring. */
 template <class OwnPiece> struct PieceFeed {
     typedef PieceRing<V, false> RowPieces;
@@ -40,7 +40,7 @@ template <class OwnPiece> struct PieceFeed {
     /* address of the scales; vectors from number `split` on come from there */
     const uint8_t *second;
     int32_t split, limit; /* vectors below `limit` are copied */
-    /* first vector of its next piece; pieces that have not been copied */
+    /* first vector of the unit's next piece; number of its pieces that have not been copied */
     int32_t vector, left;
     int32_t end; /* the round ends before this token */
 
@@ -185,8 +185,9 @@ __device__ __forceinline__ void send_unit(const PackedMove &m, const UnitWalk &w
     }
 }
 
-/* Moves the pieces of a unit to the token's slots on this rank. slot[0] is this lane's slot of
- * the first 32 choices, slot[1] of later choices. Returns false if the group is broken. */
+/* Moves the pieces of a unit to the token's slots on this rank. slot[0] is this lane's slot
+ * among the first 32 choices, slot[1] that among later choices. Returns false if the group is
+ * broken. */
 template <class OwnPiece, bool FAST>
 __device__ __forceinline__ bool move_pieces(const PackedMove &m, int32_t token,
                                             const UnitWalk &walk, const int32_t (&slot)[2],
@@ -251,8 +252,8 @@ __device__ __forceinline__ bool receive_token(const PackedMove &m, int32_t token
 }
 
 /* Forwards a piece that came from another host to the ranks of this host in `wants`. Quantized
- * pieces contain no poison, so they have no escape words. noinline, because its registers would
- * make the main loop spill. */
+ * pieces contain no poison, so they have no escape words. noinline, because inlining it would
+ * make the main loop spill registers. */
 template <class OwnPiece>
 static __device__ __noinline__ bool forward_packed(const PackedMove &m, int from, int32_t token,
                                                    int piece, uint32_t wants)
@@ -266,8 +267,8 @@ static __device__ __noinline__ bool forward_packed(const PackedMove &m, int from
 }
 
 /* Sends the first `head` tokens while the planning CTAs make the plan. Called by all CTAs; the
- * planning CTAs return at once. noinline, because its registers would make the main loop spill.
- */
+ * planning CTAs return at once. noinline, because inlining it would make the main loop spill
+ * registers. */
 template <class OwnPiece, bool FAST>
 static __device__ __noinline__ void send_head(const PackedMove m)
 {
@@ -287,8 +288,8 @@ static __device__ __noinline__ void send_head(const PackedMove m)
     }
 }
 
-/* Receives the tokens of a step, one or two, from one source. With this rank's own tokens it
- * also writes zeros to padding slots. Returns false if the group is broken. */
+/* Receives the one or two tokens of a step from one source. If the source is this rank, also
+ * writes zeros to padding slots. Returns false if the group is broken. */
 template <class OwnPiece, bool FAST, bool FLAT>
 __device__ __forceinline__ bool receive_unit(const PackedMove &m, const UnitWalk &walk,
                                              uint64_t word, int slab_bits,
@@ -362,8 +363,8 @@ __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, const ui
     }
 }
 
-/* Moves all rounds, each with as many tokens as fit the staging. Returns false if the group is
- * broken. */
+/* Moves all rounds. A round has as many tokens of each rank as fit the staging. Returns false
+ * if the group is broken. */
 template <class OwnPiece, bool FAST, bool FLAT>
 __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const uint8_t *memory)
 {

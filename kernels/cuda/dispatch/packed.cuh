@@ -17,18 +17,18 @@
 #include "cuda/common/quantize.cuh"
 #include "cuda/dispatch/dispatch.cuh"
 
-/* A word of four e8m0 scales that are all NaN equals poison. It is sent as a word that no
- * elements produce. */
+/* A word of four e8m0 scales that are all NaN equals poison. It is sent as another word,
+ * E8M0_STAND_IN, which quantizing never produces. */
 #define E8M0_NANS POISON
 #define E8M0_STAND_IN 0xfefefefeu
 
-/* quantizing a piece of 1024 elements: a lane has two runs of 16 */
+/* a quantized piece of 1024 elements, of which a lane has two runs of 16 */
 typedef Quantized<2, 16> Sixteens;
 
 /* Arguments of every unit. m.shape describes packed rows, but its row_bytes and `aligned` are
  * those of the rows in recv. */
 struct PackedMove : DispatchMove {
-    RowShape own_shape; /* sizes of the caller's tokens, in pieces that are sent */
+    RowShape own_shape; /* sizes of the caller's rows, in the pieces that are sent */
     /* vectors of a packed row that belong to the row; the rest are scales */
     int32_t row_vectors;
     int32_t own_span; /* pieces per span of the caller's tokens */
@@ -118,8 +118,8 @@ __device__ __forceinline__ void store_packed(const PackedMove &m, int32_t slot, 
     for (int v = 0; v < V; v++) store_vector(m, slot, vector + v * WARP + lane_id(), q[v]);
 }
 
-/* Writes zeros to a piece of a slot's row and scales and, with piece 0, to its weight. Called
- * by a whole warp. */
+/* Writes zeros to a piece of a slot's row and scales and, if it is piece 0, to the slot's
+ * weight. Called by a whole warp. */
 __device__ __forceinline__ void pad_packed(const PackedMove &m, int32_t slot, int piece)
 {
     uint4 zeros[V];
@@ -157,8 +157,8 @@ __device__ __forceinline__ void for_each_slot(const PackedMove &m, int32_t slot,
     while (slots) {
         const int32_t to = next;
         slots &= slots - 1;
-        /* Read the next slot before the stores: a shuffle after the stores would wait for them.
-         */
+        /* Read the next slot before the stores, because a shuffle after them would wait for
+         * them. */
         next = __shfl_sync(ALL_LANES, slot, __ffs(slots) - 1);
         write(to);
     }
@@ -166,8 +166,8 @@ __device__ __forceinline__ void for_each_slot(const PackedMove &m, int32_t slot,
 
 /* ----------------------------------------------------------------------------- staging ---- */
 
-/* Returns the escape words of a piece of a packed row in a heap. Tokens count from the start of
- * the round. `heap`: base address of that heap. */
+/* Returns where a heap has the escape words of a piece of a packed row. They are indexed by the
+ * token's number in the round. `heap`: base address of that heap. */
 __device__ __forceinline__ uint32_t *escapes_at(const PackedMove &m, uint8_t *heap, int source,
                                                 int32_t token, int piece)
 {
@@ -175,7 +175,8 @@ __device__ __forceinline__ uint32_t *escapes_at(const PackedMove &m, uint8_t *he
            ((int64_t)(token - m.first) * m.shape.pieces + piece) * WARP;
 }
 
-/* Restores the words of scales that are all NaN in the piece that begins with `vector`. */
+/* Finds stand-ins of words of four NaN scales in the piece that begins with `vector`, and
+ * restores these words. */
 __device__ __forceinline__ void restore_nans(const PackedMove &m, int32_t vector, uint4 (&q)[V])
 {
 #pragma unroll
@@ -225,8 +226,9 @@ __device__ __forceinline__ void for_each_peer(const PackedMove &m, int32_t token
     }
 }
 
-/* backend hosts: counts that this warp has stored one of `pieces` pieces for `rank`. The warp
- * that stores the last one posts the put of the whole row. Called by a whole warp. */
+/* Called by a whole warp after it has stored one of a row's `pieces` pieces for `rank`. Only in
+ * backend hosts: counts the stored pieces, and posts the put of the whole row after the last
+ * one. */
 __device__ __forceinline__ void post_put_packed(const PackedMove &m, int rank, int32_t token,
                                                 int pieces, const uint4 *staged)
 {
@@ -260,7 +262,7 @@ struct JoinedPiece {
     {
         make_raw(m, raw);
     }
-    /* make_piece() without the token, which only unaligned quantized rows need. */
+    /* Like make_piece(), but without the arguments that only unaligned quantized rows need. */
     __device__ __forceinline__ void make_raw(const PackedMove &, const uint4 (&raw)[V])
     {
 #pragma unroll
@@ -351,14 +353,14 @@ struct QuantizedPiece {
     Sixteens e;
     static constexpr bool QUANTIZED = true;
 
-    /* Returns the number in the piece of this lane's vector v: two adjacent vectors are one run
-     * of 16 elements, two more are the other run. */
+    /* Returns the number in the piece of this lane's vector v. Vectors 0 and 1 are one run of
+     * 16 elements, vectors 2 and 3 are the other run. */
     static __device__ __forceinline__ int32_t vector_of(int v)
     {
         return (v / 2 * WARP + lane_id()) * 2 + v % 2;
     }
-    /* Loads this lane's vectors of a piece, if rows are aligned; elements have 16 bits. Else
-     * does nothing. */
+    /* Loads this lane's vectors of a piece; elements must have 16 bits. Does nothing if rows
+     * are not aligned. */
     static __device__ __forceinline__ void load_raw(const PackedMove &m, int32_t token,
                                                     int piece, uint4 (&raw)[V])
     {
@@ -434,9 +436,9 @@ struct QuantizedPiece {
     {
         return make_uint4(e.q[v][0], e.q[v][1], e.q[v][2], e.q[v][3]);
     }
-    /* Stores the piece to the staging of `peers` (bit mask). e4m3 numbers and float32 scales
-     * are never poison. A word of e8m0 scales that are all NaN is replaced by its stand-in.
-     * Called by a whole warp. */
+    /* Stores the piece to the staging of `peers` (bit mask). Words of e4m3 numbers and float32
+     * scales are never poison. A word of e8m0 scales that are all NaN equals poison, so its
+     * stand-in is sent. Called by a whole warp. */
     __device__ __forceinline__ void send_to_peers(const PackedMove &m, int32_t token, int piece,
                                                   uint32_t peers) const
     {

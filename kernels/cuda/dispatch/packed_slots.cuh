@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Slots of packed rows (dispatch/packed.cuh), and zeros in slots that no row reaches. Shared by
- * packed.cu and bulk.cu. */
+/* Finds the slots of packed rows (dispatch/packed.cuh), and writes zeros to slots that no row
+ * reaches. Shared by packed.cu and bulk.cu. */
 #ifndef EPIC_PACKED_SLOTS_CUH
 #define EPIC_PACKED_SLOTS_CUH
 
@@ -8,9 +8,9 @@
 #include "cuda/dispatch/packed.cuh"
 
 /* Waits for the token's record and sets this lane's slots: slot[0] for choices 0 to 31, slot[1]
- * for later ones, -1 for none. FLAT: the first lane's slot is the row. `word`: loaded ahead.
- * `keep`: copies the record into the plan that is being made. Called by a whole warp. Returns
- * false if the group is broken. */
+ * for later ones, -1 for none. FLAT: slot[0] of lane 0 is the token's row. `word`: from
+ * peek_record() or peek_row(). `keep`: also copies the record into the plan that is being made.
+ * Called by a whole warp. Returns false if the group is broken. */
 template <bool FLAT>
 __device__ __forceinline__ bool find_slots(const PackedMove &m, int rank, int32_t token,
                                            bool keep, uint64_t word, int32_t (&slot)[2])
@@ -29,7 +29,8 @@ __device__ __forceinline__ bool find_slots(const PackedMove &m, int rank, int32_
     return true;
 }
 
-/* Writes zeros to rows from `first` on, and to their scales, weights and experts. */
+/* Writes zeros to rows from `first` on and to their scales and weights. FLAT: also writes -1 to
+ * their experts. Each of `threads` threads calls it with its own number `thread`. */
 template <bool FLAT>
 __device__ __forceinline__ void clear_rows(const PackedMove &m, int64_t first, int64_t thread,
                                            int64_t threads)

@@ -25,10 +25,10 @@ __device__ __forceinline__ uint32_t choose_routes(const DispatchMove &m, int32_t
     return choose_routes(m.job.plan.self, m.op, token, first, peers);
 }
 
-/* Forwards a span of the tokens of a step, one or two, of a mate. hand(from, token, piece,
- * wants) forwards a piece. `copied`: the caller copies pieces through the ring; those of this
- * unit are dropped, because forwarding does not use the ring. Returns false if the group is
- * broken. */
+/* Forwards the unit's span of the one or two tokens of a step that a mate has sent. hand(from,
+ * token, piece, wants) forwards a piece. `copied`: the caller copies pieces into a ring.
+ * Forwarding does not use the ring, so this function drops the unit's pieces from it. Returns
+ * false if the group is broken. */
 template <class PieceFeed, class Hand>
 __device__ __forceinline__ bool forward_unit(const DispatchMove &m, const UnitWalk &walk,
                                              PieceFeed &feed, bool copied, Hand hand)
