@@ -114,7 +114,8 @@ static ffi_error *experts_forward(ffi_frame *frame, bool on_device)
 
 LOCAL_EXPORTS(experts, experts_forward(frame, on_device))
 
-/* Reads the results of backward: the gradients and the workspace. */
+/* Reads the results of backward: the gradients and the workspace. Weights that are kept in e4m3
+ * have no gradients. The gradients of the biases then have the type of the rows. */
 static void read_gradients(ffi_reader *reader, const experts_inputs *in,
                            epic_experts_backward_args *args)
 {
@@ -122,13 +123,13 @@ static void read_gradients(ffi_reader *reader, const experts_inputs *in,
     const ffi_array d_slot_weights =
         ffi_read_result_or_none(reader, "d_slot_weights", FFI_SET_F32, in->slots);
     const ffi_array d_w_gate_up =
-        ffi_read_result(reader, "d_w_gate_up", FFI_SET_FLOATS, in->w_gate_up.count);
-    const uint32_t grads = ffi_set_of(d_w_gate_up.type); /* all gradients have one type */
+        ffi_read_result_or_none(reader, "d_w_gate_up", FFI_SET_FLOATS, in->w_gate_up.count);
+    args->grad_type = d_w_gate_up.data ? d_w_gate_up.type : in->experts.row_type;
+    const uint32_t grads = ffi_set_of(args->grad_type); /* all gradients have one type */
     args->d_x = d_x.data;
     args->d_slot_weights = d_slot_weights.data;
-    args->grad_type = d_w_gate_up.type;
     args->d_w_gate_up = d_w_gate_up.data;
-    args->d_w_down = ffi_read_result(reader, "d_w_down", grads, in->w_down.count).data;
+    args->d_w_down = ffi_read_result_or_none(reader, "d_w_down", grads, in->w_down.count).data;
     args->d_b_gate_up =
         ffi_read_result_or_none(reader, "d_b_gate_up", grads, in->local * in->width).data;
     args->d_b_down =

@@ -116,7 +116,7 @@ static void read_array(ffi_reader *reader, handler_call *call, const handler_arr
                                   .optional = (field->flags & HANDLER_OPTIONAL) != 0};
     ffi_array array = ffi_read_array(reader, &need);
     if (reader->error != NULL) return;
-    if (field->flags & HANDLER_SETS_TYPE) call->row_type = array.type;
+    if ((field->flags & HANDLER_SETS_TYPE) && array.data != NULL) call->row_type = array.type;
     if (array.data != NULL) {
         if (field->sets_rows) call->sizes[field->sets_rows] = array.rows;
         if (field->sets_columns) call->sizes[field->sets_columns] = array.columns;

@@ -156,12 +156,14 @@ static void read_backward(ffi_reader *reader, handler_call *base)
 }
 
 /* Checks the weights of an e4m3 layer: both are e4m3 with scales, or both have the type of the
- * rows from which e4m3 weights were made. */
+ * rows from which e4m3 weights were made. Weights that are kept in e4m3 have no gradients. The
+ * gradients of the biases then have the type of the rows. */
 static void check_backward(ffi_reader *reader, handler_call *base)
 {
-    const moe_call *call = (moe_call *)base;
+    moe_call *call = (moe_call *)base;
     const bool is_e4m3 = call->gate_up_type == EPIC_E4M3;
     const bool has_scales = call->weights.w_gate_up_scales != NULL;
+    if (call->gradients.w_gate_up == NULL) call->backward.grad_type = base->row_type;
     if (call->gate_up_type != call->down_type || is_e4m3 != has_scales)
         reader->error = ffi_fail(reader->frame, EPIC_EINVAL,
                                  "w_gate_up and w_down: both must be e4m3 with scales, or both "
@@ -195,11 +197,12 @@ static const handler_array backward_arrays[] = {
                  DIM_HIDDEN),
     GRADIENT("d_w_gate", w_gate, DIM_HIDDEN, DIM_COLUMNS),
     GRADIENT_OR_NONE("d_b_gate", b_gate, DIM_COLUMNS),
-    {.flags = HANDLER_RESULT | HANDLER_SETS_TYPE, .name = "d_w_gate_up",
+    {.flags = HANDLER_RESULT | HANDLER_OPTIONAL | HANDLER_SETS_TYPE, .name = "d_w_gate_up",
      .types = FFI_SET_FLOATS,
      .dims = {DIM_LOCAL, DIM_HIDDEN, DIM_WIDTH}, .data = AT(gradients.w_gate_up),
      .element = AT(backward.grad_type)},
-    OUT("d_w_down", HANDLER_ROW_TYPE, gradients.w_down, DIM_LOCAL, DIM_INNER, DIM_HIDDEN),
+    OUT_OR_NONE("d_w_down", HANDLER_ROW_TYPE, gradients.w_down, DIM_LOCAL, DIM_INNER,
+                DIM_HIDDEN),
     OUT_OR_NONE("d_b_gate_up", HANDLER_ROW_TYPE, gradients.b_gate_up, DIM_LOCAL, DIM_WIDTH),
     OUT_OR_NONE("d_b_down", HANDLER_ROW_TYPE, gradients.b_down, DIM_LOCAL, DIM_HIDDEN),
     GRADIENT_OR_NONE("d_shared_gate_up", shared_gate_up, DIM_HIDDEN, DIM_SHARED_WIDTH),

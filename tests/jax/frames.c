@@ -238,7 +238,7 @@ static const epic_moe the_moe = {.layer = &the_layer,
 static const epic_moe_weights the_weights = {
     .w_gate = w_gate, .w_gate_up = w_gate_up, .w_down = w_down};
 
-static void add_experts(call *c)
+static void add_experts(call *c, uint32_t weight_type)
 {
     static const char *const zero[] = {"experts_ungated", "experts_interleaved",
                                        "experts_weighting"};
@@ -247,7 +247,7 @@ static void add_experts(call *c)
     add_int(c, "experts_inner", INNER);
     add_int(c, "experts_activation", EPIC_GELU);
     add_int(c, "experts_row_type", EPIC_F32);
-    add_int(c, "experts_weight_type", EPIC_F32);
+    add_int(c, "experts_weight_type", weight_type);
     add_float(c, "experts_limit", 0);
     add_float(c, "experts_alpha", 0);
     for (size_t i = 0; i < sizeof zero / sizeof *zero; i++) add_int(c, zero[i], 0);
@@ -261,7 +261,7 @@ static void add_moe(call *c)
                                        "has_shared",   "sequence_tokens"};
     for (size_t i = 0; i < sizeof zero / sizeof *zero; i++) add_int(c, zero[i], 0);
     add_layer(c, 1);
-    add_experts(c);
+    add_experts(c, EPIC_F32);
     add_float(c, "eps", 0);
     add_float(c, "norm_min", 0);
     add_float(c, "jitter", 0);
@@ -354,11 +354,64 @@ static int experts(bool backward)
         add(c, RESULT, XLA_FFI_DataType_U8, saved, memory.saved_bytes, 0);
     }
     add(c, RESULT, XLA_FFI_DataType_U8, workspace, memory.backward_bytes, 0);
-    add_experts(c);
+    add_experts(c, EPIC_F32);
     add_int(c, "max_sms", 0);
     const int code = run(backward ? epic_jax_cuda_experts_backward : epic_jax_cuda_experts, c);
     free(c);
     return code;
+}
+
+/* Calls the experts with e4m3 weights and their scales.  kept: backward gets these weights too, and
+ * returns no gradients of them. */
+static int experts_e4m3(bool backward, bool kept)
+{
+    static unsigned char q[EXPERTS * HIDDEN * 2 * INNER];
+    static float scales[SLOTS];
+    const bool is_e4m3 = !backward || kept;
+    const XLA_FFI_DataType type = is_e4m3 ? XLA_FFI_DataType_F8E4M3FN : XLA_FFI_DataType_F32;
+    const void *up = is_e4m3 ? (const void *)q : w_gate_up;
+    const void *down = is_e4m3 ? (const void *)q : w_down;
+    call *c = calloc(1, sizeof *c);
+    add(c, ARG, backward ? XLA_FFI_DataType_F32 : XLA_FFI_DataType_F8E4M3FN,
+        backward ? (const void *)recv : q, SLOTS, HIDDEN);
+    add(c, ARG, XLA_FFI_DataType_S32, rows, EXPERTS, 0);
+    add(c, ARG, XLA_FFI_DataType_S32, tokens, EXPERTS, 0);
+    add_none(c, ARG);
+    add(c, ARG, type, up, EXPERTS * 2 * INNER, HIDDEN);
+    add(c, ARG, type, down, EXPERTS * HIDDEN, INNER);
+    for (int i = 0; i < 2; i++) add_none(c, ARG);
+    for (int i = 0; i < 2; i++)
+        if (is_e4m3)
+            add(c, ARG, XLA_FFI_DataType_F32, scales, EXPERTS, 1);
+        else
+            add_none(c, ARG);
+    if (backward) {
+        add(c, ARG, XLA_FFI_DataType_U8, saved, 1024, 0);
+        add(c, ARG, XLA_FFI_DataType_F32, recv, SLOTS, HIDDEN);
+    } else {
+        add(c, ARG, XLA_FFI_DataType_F32, scales, SLOTS, 1);
+    }
+    add(c, RESULT, XLA_FFI_DataType_F32, d_rows, SLOTS, HIDDEN);
+    if (backward)
+        for (int i = 0; i < 5; i++) add_none(c, RESULT);
+    else
+        add(c, RESULT, XLA_FFI_DataType_U8, saved, 1024, 0);
+    add(c, RESULT, XLA_FFI_DataType_U8, workspace, 1024, 0);
+    add_experts(c, is_e4m3 ? EPIC_E4M3 : EPIC_F32);
+    add_int(c, "max_sms", 3);
+    const int code = run(backward ? epic_jax_cuda_experts_backward : epic_jax_cuda_experts, c);
+    free(c);
+    return code;
+}
+
+/* The handlers accept the arrays, and the core refuses them because the context is on the host. */
+static void test_e4m3(void)
+{
+    CHECK(experts_e4m3(false, false) == XLA_FFI_Error_Code_UNIMPLEMENTED);
+    CHECK(strstr(said, "CUDA contexts only"));
+    CHECK(experts_e4m3(true, true) == XLA_FFI_Error_Code_UNIMPLEMENTED);
+    CHECK(strstr(said, "CUDA contexts only"));
+    CHECK(experts_e4m3(true, false) == 0);
 }
 
 /* Calls the core directly, with the same arrays. */
@@ -490,6 +543,7 @@ int main(void)
     test_step();
     test_layer(ctx);
     test_experts();
+    test_e4m3();
     test_refusals();
     test_broken(ctx);
     CHECK(epic_jax_member_remove("g", 0, 2) == ctx);

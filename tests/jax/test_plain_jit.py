@@ -87,7 +87,7 @@ def test_layer_outside_of_jit(opened: Any) -> None:
 
 
 def test_tokens_over_several_dimensions() -> None:
-    """token_axes of open tells how tokens of two dimensions are sharded."""
+    """token_axes of open defines how tokens of two dimensions are sharded."""
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("ep", "context"))
     case, tokens = layers.CASES["softmax"], P("ep", "context")
     like = jax.ShapeDtypeStruct((8, 4, layers.HIDDEN), jnp.float32)
@@ -208,7 +208,7 @@ def test_other_forms_of_dispatch(mesh: Mesh, opened: Any) -> None:
 
 
 def test_hidden_over_an_axis(opened: Any) -> None:
-    """A plan knows the axis over which hidden is sharded."""
+    """A plan records the axis over which hidden is sharded."""
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("ep", "tp"))
     group = opened(mesh, token_axes=("ep",))
     x, w, ids = numbers(1, 4 * TOKENS, HIDDEN), numbers(2, 4 * TOKENS, TOP_K), choices(3)

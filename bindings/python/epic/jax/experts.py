@@ -190,6 +190,12 @@ def gradient_dtype(platform: str | None, x: Any, weight: Any) -> Any:
     return x.dtype if platform == "gpu" and is_narrow else wide_dtype(x)
 
 
+def gradient_spec(weight: Any, kind: Any) -> ArraySpec | None:
+    """Return the spec of a weight's gradient; None: it has none, as it is absent or in e4m3."""
+    has_none = weight is None or e4m3.is_scaled(weight)
+    return None if has_none else ArraySpec(weight.shape, kind)
+
+
 def gradient_of_weight(weight: Any, gradient: Any) -> Any:
     """Return the gradient in the dtype of the weight; weights in e4m3 have zeros."""
     if weight is None:
@@ -227,7 +233,7 @@ def run_experts_backward(static: ExpertsStatic, kept: Any, d_y: Any) -> tuple[An
         static = static.for_backward(x, given[0])
     kind = gradient_dtype(static.platform, x, weights[0])
     results = [spec_of(x), None if slot_weights is None else spec_of(slot_weights)]
-    results += [None if w is None else ArraySpec(w.shape, kind) for w in given[:4]]
+    results += [gradient_spec(w, kind) for w in given[:4]]
     results += [static.memory(x.shape[0])[2]]
     operands = [x, *counts, slot_weights, *given, saved, d_y]
     out = call_handler("experts_backward", results, operands, **static.attributes())

@@ -43,6 +43,7 @@ from epic.jax.experts import (
     cast_for_gpu,
     gradient_dtype,
     gradient_of_weight,
+    gradient_spec,
     wide_dtype,
 )
 from epic.jax.gemm import GroupedGemm
@@ -190,7 +191,7 @@ def run_layer_backward(
     arrays = {name: getattr(given, name) for name in WEIGHT_ORDER}
     named = [name for name in WEIGHT_ORDER if name not in ("bias", *e4m3.SCALES)]
     results: list[ArraySpec | None] = [spec_of(x)]
-    results += [None if arrays[n] is None else ArraySpec(arrays[n].shape, kinds[n]) for n in named]
+    results += [gradient_spec(arrays[n], kinds[n]) for n in named]
     results += [layer_memory(static)[2]]
     operands = [x, *arrays.values(), saved, gradients[0], gradients[1]]
     operands += [*site_and_rank(static.group, x), ints[NUM_TABLES]]

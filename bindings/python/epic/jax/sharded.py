@@ -177,7 +177,7 @@ def moe(
         weights: the weights of all experts; `weight_specs` returns their best sharding.
         token_axes: a tuple of mesh axes over which B is sharded; or a PartitionSpec for B and
             further dimensions, for example P(("data", "expert"), "context").  It must contain the
-            group's axes. None: as `epic.jax.open` was told, else B over all axes.
+            group's axes. None: the token_axes of `epic.jax.open`, else B over all axes.
         token_ids: [B, ...] integers; see `epic.jax.moe`.
         table: see `epic.jax.moe`.
         token_mask: [B, ...] bool; see `epic.jax.moe`.

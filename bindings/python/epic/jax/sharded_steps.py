@@ -226,8 +226,8 @@ def dispatch(
         plan: the plan that `plan` or `plan_dispatch` of this module returned.
         tokens: [B, ..., hidden] a float dtype or an 8-bit dtype.
         weights: [B, ..., top_k] any float dtype, or None.
-        token_axes: as passed to `plan`; None: the plan knows it.
-        hidden_axis: a mesh axis over which hidden is sharded; None: the plan knows it.
+        token_axes: as passed to `plan`; None: that of the plan.
+        hidden_axis: a mesh axis over which hidden is sharded; None: that of the plan.
         **more: further arguments of `epic.jax.dispatch`: quantize, max_sms.
 
     Returns:
@@ -376,8 +376,8 @@ def combine(
         plan: the plan that `plan_dispatch` of this module returned.
         rows: [slots of all devices, hidden] a float dtype.
         slot_weights: [slots of all devices] any float dtype, or None.
-        token_axes: as passed to `plan_dispatch`; None: the plan knows it.
-        hidden_axis: as passed to `plan_dispatch`; None: the plan knows it.
+        token_axes: as passed to `plan_dispatch`; None: that of the plan.
+        hidden_axis: as passed to `plan_dispatch`; None: that of the plan.
         max_sms: see `epic.jax.combine`.
 
     Returns:

@@ -63,8 +63,8 @@ def token_spec(
 ) -> tuple[P, Axes]:
     """Return how all dimensions of x except the last are sharded, and the axes of this sharding.
 
-    By default they are sharded as `epic.jax.open` was told, else the first dimension over all axes
-    of the mesh except hidden_axis.
+    By default they are sharded as token_axes of `epic.jax.open` defines, else the first dimension
+    over all axes of the mesh except hidden_axis.
     """
     check_kind("group", group, Group)
     check_kind("mesh", mesh, Mesh)
