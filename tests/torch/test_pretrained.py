@@ -207,6 +207,43 @@ def test_generation(name: str, tmp_path: Path) -> None:
     assert torch.equal(torch.cat(halves), wanted)
 
 
+def test_other_caches() -> None:
+    """The same tokens with a static cache, and of a batch with padding, on two ranks."""
+    model = model_of("Qwen3Moe").eval()
+    copies = [copy.deepcopy(model) for _ in range(2)]
+    ids = torch.tensor([[5, 6, 7], [0, 8, 7]])
+    mask = torch.tensor([[1, 1, 1], [0, 1, 1]])
+
+    def generate(model: Any, rows: slice) -> list[torch.Tensor]:
+        more = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+        kinds: list[dict[str, Any]] = [{}, {"cache_implementation": "static"}, {"use_cache": False}]
+        return [
+            model.generate(ids[rows], attention_mask=mask[rows], **more, **kind) for kind in kinds
+        ]
+
+    wanted = generate(model, slice(0, 2))
+    halves = on_two(copies, lambda rank, mine, _: generate(mine, slice(rank, rank + 1)))
+    for whole, *parts in zip(wanted, *halves, strict=True):
+        assert torch.equal(torch.cat(parts), whole)
+
+
+def test_gradient_checkpointing() -> None:
+    """The same gradients when the layers are computed again in backward."""
+    model = model_of("Qwen3Moe")
+    copies = [copy.deepcopy(model) for _ in range(2)]
+    ids = torch.randint(3, 64, (4, 7), generator=torch.Generator().manual_seed(4))
+    gradients_of(model, ids)
+
+    def run(rank: int, mine: Any, group: epic.torch.Group) -> torch.Tensor:
+        mine.gradient_checkpointing_enable()
+        gradients_of(mine, ids[2 * rank : 2 * rank + 2])
+        epic.torch.sum_gradients(mine, group)
+        return last_block(mine).moe.w_gate.grad
+
+    for got in on_two(copies, run):
+        assert relative(got, last_block(model).gate.weight.grad.T) < 1e-5
+
+
 def test_unknown_blocks() -> None:
     """Are named."""
     with epic.torch.Group(max_tokens=64, max_row_bytes=4096) as group:

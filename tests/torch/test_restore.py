@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils import parametrize
 
 import epic.torch
 from epic.torch.pretrained import Block
@@ -116,6 +117,33 @@ def test_router_logits_after_restore() -> None:
         return counts
 
     assert on_two(copies, run) == [[2] * 4] * 2
+
+
+class Halved(torch.nn.Module):
+    """A parametrization."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Half of what is stored."""
+        return x / 2
+
+
+def test_computed_parameters(tmp_path: Path) -> None:
+    """What torch.nn.utils.parametrize computes from a parameter is trained, and saved as it is."""
+    copies = [model_of("Qwen3Moe") for _ in range(2)]
+
+    def run(rank: int, mine: Any, group: epic.torch.Group) -> Any:
+        for name in ("w_down", "w_gate"):
+            parametrize.register_parametrization(last_block(mine).moe, name, Halved())
+        train_step(mine, rank, group)
+        epic.torch.save_pretrained(mine, tmp_path, group)
+        return logits_of(mine, IDS)
+
+    answers = on_two(copies, run)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    loaded.config._attn_implementation = "eager"
+    wanted = logits_of(loaded, IDS)
+    for answer in answers:
+        assert (wanted - answer).abs().max() < 1e-5 * answer.abs().max()
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
