@@ -11,10 +11,10 @@
  *
  * The vectors (four floats) of all logical experts with two or more replicas form one list,
  * ordered by logical expert. All ranks have the same list; a rank without a replica of an
- * expert sends zeros. The list is processed in rounds of as many vectors as staging has room
- * for. In a round all warps of all CTAs do the same work; thread t of N in the grid has vectors
- * t, t + N, ... Each word in staging is its own flag, as in sum.cu, and a warp sends all its
- * vectors of the round before it polls for any. */
+ * expert sends zeros. A round processes as many vectors of the list as fit the staging. In a
+ * round all warps of all CTAs do the same work; thread t of N in the grid has vectors t, t + N,
+ * ... Each word in staging is its own flag, as in sum.cu, and a warp sends all its vectors of
+ * the round before it polls for any. */
 #include "cuda/allreduce/sum.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/plan/view.cuh"

@@ -227,9 +227,9 @@ template <int V, bool QUANTIZE> __device__ __forceinline__ void pad_all(const Ba
             [&](int32_t slot, int piece) { pad_piece<V, false, QUANTIZE>(m, slot, piece); });
 }
 
-/* Does the work that comes with receiving a span of this rank's own token: writes some padding
- * and, in one of the spans, adds the dot products of the token `lag` earlier. Called by a whole
- * warp. Returns false if the group is broken. */
+/* Does the extra work of a unit that receives a span of this rank's own token: writes some
+ * padding and, in one span of the token, finishes the dot products of token number `token` -
+ * lag of every rank. Called by a whole warp. Returns false if the group is broken. */
 template <int V, bool EXACT, bool QUANTIZE>
 __device__ __forceinline__ bool do_extra_work(const BackwardMove &m, int span, int32_t token,
                                               int32_t end)
@@ -249,8 +249,8 @@ __device__ __forceinline__ bool do_extra_work(const BackwardMove &m, int span, i
     return added < m.first || !m.job.d_slot_weights || span != adds || add_dot_parts(m, added);
 }
 
-/* Returns the role of a unit: 0: it sends; n: it receives from source n (rank_of_role()); -n:
- * it forwards rows of the mate that is n hosts away. */
+/* Returns the role of a unit. 0: the unit sends. n: it receives from source n (rank_of_role()).
+ * -n: it forwards rows of the mate that is n hosts away. */
 __device__ __forceinline__ int role_of(const BackwardMove &m, const UnitWalk &walk)
 {
 #ifdef EPIC_HOSTS

@@ -222,7 +222,7 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
             const Slot current = next;
             uint4 y[V];
             if (dots) read_piece(its_vector, y, 0);
-            /* Read the next slot before the stores: a load after the stores would wait for
+            /* Read the next slot before the stores, because a load after them would wait for
              * them. */
             next = u.slots[min(i + 1, WARP - 1)];
             if (QUANTIZE)

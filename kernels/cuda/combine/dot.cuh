@@ -83,7 +83,8 @@ __device__ __forceinline__ float4 add_float4(float4 a, float4 b)
     return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
-/* Like the other add_lanes(), but called by one lane: the 32 lane sums are in shared memory. */
+/* Like the other add_lanes(), but one lane adds all 32 lane sums, which it reads from shared
+ * memory. */
 template <class ROW> __device__ __forceinline__ float add_lanes(const float4 *lanes)
 {
     const float4 a = add_float4(add_float4(lanes[0], lanes[4]), add_float4(lanes[2], lanes[6]));

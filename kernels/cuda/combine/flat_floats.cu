@@ -120,8 +120,8 @@ static __device__ bool move_floats(const FlatFloats &f)
     return true;
 }
 
-/* Returns true if every rank has announced enough rows for its slots. Reports nothing, because
- * the kernel that moved the rows has done so. Called by the last CTA. */
+/* Returns true if every rank has announced enough rows for its slots. Does not report an error,
+ * because the kernel that moved the rows has reported it. Called by the last CTA. */
 static __device__ bool rows_were_enough(const p2p_self &self, const OpState &op,
                                         const device_plan_header &h)
 {

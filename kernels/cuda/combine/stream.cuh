@@ -31,11 +31,11 @@ struct Entry { /* A unit that the warp has begun and not finished; in shared mem
     int32_t vector;    /* first vector of the piece */
     int16_t num_slots; /* slots on this rank */
     int16_t role;      /* role of an expert unit; -1: a source unit */
-    /* source units, bit p: the rank at place p of the sum order (rank_at[p]) sends a partial
-     * sum */
+    /* only in source units; bit p is 1 if the rank at place p of the sum order (rank_at[p])
+     * sends a partial sum */
     uint32_t places;
     Slot slots[WARP];    /* the token's slots on this rank */
-    int32_t ranks[WARP]; /* source units: rank of choice k */
+    int32_t ranks[WARP]; /* only in source units: rank to which choice k goes */
 };
 
 template <class ROW, bool EXACT, bool TREE> struct CombineStream {

@@ -166,7 +166,7 @@ __device__ __forceinline__ void change_piece(const PackedMove &m, uint32_t place
             store_shared(place + (vector + v * WARP) * 16, q[v]);
 }
 
-struct ScanResult { /* What this lane found in a packed row. */
+struct ScanResult { /* The result of scan_packed() for one lane. */
     bool missing, special;
 };
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Building blocks of the dispatch kernels: reading choices and records, weights, sending a
- * piece, storing it to slots, and the order of tokens. Shared by dispatch.cu, packed.cu,
- * bulk.cu. */
+/* Functions that all dispatch kernels use: they read choices, records and weights, send a
+ * piece, store it to slots, and determine the order of tokens. Shared by dispatch.cu,
+ * packed.cu, bulk.cu. */
 #ifndef EPIC_DISPATCH_CUH
 #define EPIC_DISPATCH_CUH
 

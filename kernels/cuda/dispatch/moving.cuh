@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Code that dispatch and combine_backward share. Both move rows of tokens to slots: dispatch
+/* Code that dispatch and combine_backward use. Both move rows of tokens to slots: dispatch
  * moves the tokens' rows, combine_backward moves the gradients of combine's sums. This file has
  * the arguments and pieces of a unit, and the padding that is written along with tokens. */
 #ifndef EPIC_MOVING_CUH

@@ -13,8 +13,8 @@
 #include "cuda/dispatch/packed_slots.cuh"
 #include "cuda/dispatch/relay.cuh"
 
-/* The pieces of a unit, perhaps none. is_own: pieces of the caller's rows, else of packed rows.
- */
+/* The range of pieces of a unit, perhaps empty. is_own: true for pieces of the caller's rows,
+ * false for pieces of packed rows. */
 struct Pieces {
     int first, count;
     bool is_own;

@@ -43,7 +43,7 @@ static inline int32_t lag_for_net(const p2p_self &self, int32_t lag, int32_t num
 
 #ifdef EPIC_HOSTS
 
-/* Returns true if the ring has room for entry number `place`. Called by one thread. */
+/* Returns true if the ring has free space for entry number `place`. Called by one thread. */
 __device__ __forceinline__ bool ring_has_room(const OpState &op, uint64_t place)
 {
     p2p_control *control = control_of(op);
@@ -55,9 +55,9 @@ __device__ __forceinline__ bool ring_has_room(const OpState &op, uint64_t place)
     return place < room;
 }
 
-/* Appends an entry to the ring, and waits for room if necessary. `room`: a value of
- * control->room that was read before. If the group is broken, an entry without room is dropped.
- * Called by one thread. */
+/* Appends an entry to the ring. If the ring is full, waits for free space. `room`: an earlier
+ * value of control->room. If the group breaks during the wait, drops the entry. Called by one
+ * thread. */
 __device__ __forceinline__ void write_entry(const OpState &op, uint64_t entry,
                                             uint64_t *entries, uint64_t room)
 {
@@ -148,9 +148,9 @@ static __device__ __noinline__ void post_epoch_end(const OpState &op)
     store_relaxed(&control->epochs, epochs + 1);
 }
 
-/* Waits until the next epoch may overwrite its half of the outbox: the net must have read all
- * puts of the epoch before the last one. Called by one thread. Returns false if the group is
- * broken. */
+/* Waits until the next epoch may overwrite its half of the outbox. For this the net must have
+ * read the words of all puts of the epoch before the last one. Called by one thread. Returns
+ * false if the group is broken. */
 __device__ __forceinline__ bool wait_outbox_free(const OpState &op)
 {
     p2p_control *control = control_of(op);
@@ -215,8 +215,8 @@ __device__ __forceinline__ uint64_t read_announcement_cached(const OpState &op,
     return said;
 }
 
-/* Returns true if all words of an announcement have arrived. Kernels check all of them because
- * of rule 1 above, even if they need only the first. */
+/* Returns true if all words of an announcement have arrived. Kernels check all of them, even if
+ * they need only the first, because of rule 1 at the top of this file. */
 __device__ __forceinline__ bool is_announcement_complete(const OpState &op,
                                                          const uint64_t *announcement)
 {

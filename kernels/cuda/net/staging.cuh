@@ -27,13 +27,13 @@
 #define ESCAPE_SENT 0x80000000u
 
 /* Returns the row of a token in a staging buffer. `box`: op.inbox[] or op.outbox[] of a rank.
- * `token`: index in the round. `vectors`: 16-byte vectors per row. */
+ * `token`: index of the token in the round. `vectors`: 16-byte vectors per row. */
 __device__ __forceinline__ uint4 *staged_row(uint8_t *box, int32_t token, int32_t vectors)
 {
     return (uint4 *)(box + (uint64_t)(uint32_t)token * ((uint32_t)vectors * 16u));
 }
 
-/* Returns the escape words that `source` (0: the next higher rank) stores in a heap. `heap`:
+/* Returns where in a heap `source` (0: the next higher rank) stores its escape words. `heap`:
  * base address of that heap. */
 __device__ __forceinline__ uint32_t *escapes_base(const p2p_self &self, const OpState &op,
                                                   uint8_t *heap, int source)
@@ -42,8 +42,8 @@ __device__ __forceinline__ uint32_t *escapes_base(const p2p_self &self, const Op
            ((int64_t)epoch_parity(op) * (self.num_ranks - 1) + source) * self.at.escape_words;
 }
 
-/* Returns the floats (weights or their gradients) that `source` (0: the next higher rank)
- * stores in a heap. `heap`: base address of that heap. */
+/* Returns where in a heap `source` (0: the next higher rank) stores its floats (weights or
+ * their gradients). `heap`: base address of that heap. */
 __device__ __forceinline__ uint32_t *floats_base(const p2p_self &self, const OpState &op,
                                                  uint8_t *heap, int source)
 {
