@@ -148,8 +148,8 @@ __device__ __forceinline__ uint8_t *row_inbox_base(const p2p_self &self, int q)
     return inbox_base(self, q);
 }
 
-/* Returns the rank to report if a wait for rank q's rows fails: q, or the relay that forwards
- * its rows. */
+/* Returns the rank to report as the culprit if a wait for rank q's rows fails: q, or the relay
+ * that forwards rows of q to this rank. */
 __device__ __forceinline__ int relay_of(const OpState &op, int q)
 {
 #ifdef EPIC_HOSTS
@@ -279,8 +279,8 @@ __device__ __forceinline__ int64_t wants_offset(const p2p_self &self)
 #endif
 }
 
-/* Returns the least number of tokens that this rank sends before it waits for a token
- * (EPIC_NET_WINDOW); 0: no limit. */
+/* Returns how many tokens this rank sends, at least, before it waits for a token
+ * (EPIC_NET_WINDOW); 0: no minimum. */
 static inline int32_t net_window(const p2p_self &self)
 {
 #ifdef EPIC_HOSTS

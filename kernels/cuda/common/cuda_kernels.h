@@ -77,7 +77,7 @@ typedef struct p2p_status {
  * progress */
 #define P2P_POSTPONE_LIMIT 4
 
-typedef enum p2p_phase { /* What a rank waited for when an operation failed. */
+typedef enum p2p_phase { /* Names what a rank waited for when an operation failed. */
                          P2P_PHASE_NONE = 0,
                          P2P_PHASE_ARRIVE = 1, /* a peer's announcement */
                          P2P_PHASE_COUNTS = 2, /* a peer's counts of choices */
@@ -136,7 +136,7 @@ typedef struct p2p_ring_words {
  * expert must fit. */
 #define P2P_COUNT_BITS 26
 
-/* What every kernel needs to know about its rank and group. */
+/* The part of every job that describes the rank and its group. */
 typedef struct p2p_self {
     /* address of each rank's heap; for a rank on another host, of this rank's outbox */
     uint8_t *heap[DEVICE_MAX_RANKS];
@@ -148,7 +148,7 @@ typedef struct p2p_self {
     int32_t rank, num_ranks;
     uint32_t operation; /* enum epic_operation */
     uint32_t signature; /* hash of the arguments that must be equal on all ranks */
-    /* hashes of the layers for which the plan may have been made; 0: any layer */
+    /* hashes of layers; the plan must have been made for one of these layers; 0: for any */
     uint32_t layer_hashes[2];
 #ifdef EPIC_HOSTS
     p2p_ring ring;
@@ -156,8 +156,9 @@ typedef struct p2p_self {
     int64_t slow; /* bytes of the inbox if it is in host memory, where polls are slow; else 0 */
     uint32_t near;     /* bit mask of the ranks on this host, this rank included */
     int32_t local;     /* ranks per host if rows go through relays (net/relay.cuh), else 0 */
-    int32_t max_top_k; /* choices per token that the heap has room for */
-    /* least number of tokens that this rank sends before it waits for one; 0: no limit */
+    int32_t max_top_k; /* most choices per token that fit the heap */
+    /* this rank sends at least this many tokens before it waits for a token; 0: no such minimum
+     */
     int32_t ahead;
 #endif
 } p2p_self;

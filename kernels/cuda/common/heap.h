@@ -63,17 +63,18 @@ typedef struct p2p_heap {
     /* stamped [MAX_PLANNERS][MAX_TALLIES]: number of choices that each planning CTA counted;
      * used by this rank only */
     int64_t tallies;
-    int64_t scratch; /* [max_row_bytes]: used in place of missing rows; this rank only */
+    /* [max_row_bytes]: kernels read it as row 0 if the caller has no rows; this rank only */
+    int64_t scratch;
     /* stamped [2][num_ranks][max_tokens * max_top_k]: slots on this rank of each rank's tokens;
      * FLAT: their local experts */
     int64_t records;
     /* stamped [2][num_ranks][max_tokens]: row on this rank of each rank's token; FLAT only */
     int64_t rows;
 #ifdef EPIC_HOSTS
-    /* stamped [2][num_ranks][max_tokens]: ranks that want a row, net/relay.cuh */
+    /* stamped [2][num_ranks][max_tokens]: the words *wants* (net/relay.cuh) */
     int64_t wants;
-    /* uint32 [num_ranks][max_tokens]: pieces of a token's row that warps have stored to the
-     * outbox; this rank only */
+    /* uint32 [num_ranks][max_tokens]: number of pieces of a token's row that warps have stored
+     * to the outbox; this rank only */
     int64_t sent;
 #endif
     /* stamped [2][num_ranks][p2p_lowlat_tokens(max_tokens)][LOWLAT_ID_WORDS]: expert ids, two

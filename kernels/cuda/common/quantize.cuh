@@ -17,7 +17,8 @@
 #define INFINITY_WORD 0x7f800000u
 #define NAN_SCALE 0x7fc00000u
 #define E4M3_LARGEST 448.0f
-/* Scales between these two limits: divide_rounded() then computes with normal numbers only. */
+/* If a scale is between these two limits, divide_rounded() computes with normal (not subnormal)
+ * numbers only. */
 #define SMALL_SCALE 0x1p-90f
 #define LARGE_SCALE 0x1p100f
 
@@ -234,7 +235,7 @@ static __device__ __noinline__ void store_some(uint8_t *to, uint32_t word, int64
     for (int i = 0; i < 4 && i < count; i++) to[i] = (uint8_t)(word >> i * 8);
 }
 
-/* Where quantized rows are stored. */
+/* The arrays in which quantized rows and their scales are stored. */
 struct QuantizedRows {
     uint8_t *rows, *scales;
     int64_t row_bytes, scale_bytes;

@@ -6,7 +6,7 @@
  *   piece   V vectors per lane of a warp (V is 4 for most kernels: 2 KB). Vector v of lane l
  *           is vector number (piece * V + v) * 32 + l of the row.
  *   span    several pieces of one row, which a warp moves one after the other
- *   unit    one span in one role (send, receive, ...): a warp's work at a time
+ *   unit    the work that a warp does at a time: one span in one role (send, receive, ...)
  *
  * EXACT (template argument): rows are aligned to 16 bytes and consist of whole pieces.
  * Otherwise the last piece may be shorter, and rows may be unaligned (RowShape.aligned). */

@@ -311,8 +311,8 @@ static __device__ __noinline__ void report_aborted_wait(const OpState &op)
 }
 
 #ifndef LOW_LATENCY
-/* 1 in low-latency kernels: they poll more often, because few rows compete for memory bandwidth
- */
+/* 1 in low-latency kernels, which poll more often, because few rows compete for memory
+ * bandwidth */
 #define LOW_LATENCY 0
 #endif
 #ifndef SPINS_TO_SLEEP
