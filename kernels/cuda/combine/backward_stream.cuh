@@ -24,7 +24,8 @@ struct __align__(8) Slot
 
 struct Entry {     /* A unit that the warp has begun and not finished; in shared memory. */
     int32_t token; /* token that is sent or received */
-    /* receiving: number of slots on this rank; sending: bit mask of peers; 0: nothing to do */
+    /* in a unit that receives: number of slots on this rank; in one that sends: bit mask of
+     * peers; 0: the unit has nothing to do */
     uint32_t work;
     int16_t role, span; /* role: from role_of() */
     /* first piece and number of pieces; a unit without work takes one buffer of the ring */
@@ -50,10 +51,11 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     int32_t end;          /* the round ends before this token */
     const Entry *copying; /* the unit whose pieces are being copied */
     const uint8_t *from;  /* this lane's part of the next piece of d_out */
-    const uint8_t *rows;  /* this lane's part of the current piece, if the row were row 0 */
-    const Slot *slot;     /* slot whose row is copied next */
-    int32_t vector;       /* first vector of the current piece */
-    /* left to copy: pieces of d_out; rows of the token's slots for the current piece */
+    /* this lane's part of the current piece in row 0; row_offset() leads to other rows */
+    const uint8_t *rows;
+    const Slot *slot; /* slot whose row is copied next */
+    int32_t vector;   /* first vector of the current piece */
+    /* left to copy: pieces of d_out; for the current piece, rows of the token's slots */
     int pieces = 0, slots = 0;
     uint32_t begun = 0, copied = 0, used = 0; /* numbers of units begun, copied and used */
 

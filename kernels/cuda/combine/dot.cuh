@@ -93,8 +93,8 @@ template <class ROW> __device__ __forceinline__ float add_lanes(const float4 *la
     return Dot<ROW>::LAST == 1 ? (s.x + s.z) + (s.y + s.w) : s.x + s.z;
 }
 
-/* Multiplies this lane's elements of a block, x and y, and returns their lane sum (lane_sum()).
- */
+/* Multiplies this lane's elements x and y of a block, and returns the lane sum of the products
+ * (lane_sum()). */
 template <class ROW, int V>
 __device__ __forceinline__ float dot_of(const float (&x)[V][ROW::N], const uint4 (&y)[V])
 {

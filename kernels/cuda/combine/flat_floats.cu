@@ -19,7 +19,7 @@
 
 #define BLOCK 512
 
-/* Arguments of both steps. */
+/* Arguments of the functions that send and receive. */
 struct FlatFloats {
     const p2p_combine_job &job;
     const OpState &op;
@@ -36,7 +36,7 @@ struct FlatFloats {
         int64_t row = there ? __ldg(plan.records + at) : -1;
         if (there && __ldg(local_experts_of(plan, job.self) + at + n) < 0) row = -1;
         there = row >= 0;
-        /* row 0 in place of a missing row, as in clamp_slot() */
+        /* reads row 0 in place of a missing row, as in clamp_slot() */
         if (row >= job.num_rows) row = 0;
         return there ? __float_as_uint(job.slot_floats[row * top_k + n]) : 0;
     }

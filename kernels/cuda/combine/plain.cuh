@@ -125,7 +125,7 @@ __device__ __forceinline__ int leaf_of(const CombineState &c, int32_t slot)
     return (h.first_expert + low) / block - h.first_expert / block;
 }
 
-/* Returns the level of the lowest common ancestor of two leaves. */
+/* Returns the level of the lowest common ancestor of two leaves; leaves have level 0. */
 __device__ __forceinline__ int ancestor_level(uint32_t a, uint32_t b)
 {
     return 32 - __clz(a ^ b);

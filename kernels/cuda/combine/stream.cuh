@@ -52,9 +52,10 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
     int32_t slot_e, slot_s, ranks_s;
     /* in this round, expert units end before token end_e, source units before token end_s */
     int32_t end_e, end_s;
-    int32_t place_rank;    /* lane p: the peer at place p of the sum order, or -1 */
-    const Slot *slot;      /* slot whose row is copied next */
-    const uint8_t *rows;   /* this lane's part of the current piece, if the row were row 0 */
+    int32_t place_rank; /* lane p: the peer at place p of the sum order, or -1 */
+    const Slot *slot;   /* slot whose row is copied next */
+    /* this lane's part of the current piece in row 0; row_offset() leads to other rows */
+    const uint8_t *rows;
     int32_t token, vector; /* token and first vector of the unit that is being copied */
     int32_t slots = 0;     /* number of rows of that unit that are left to copy */
     /* bit mask of the places whose partial sums are left to copy for that unit */

@@ -238,8 +238,8 @@ __device__ __forceinline__ bool pad_with_token(PackedMove &m, int32_t token, Rou
     return true;
 }
 
-/* Moves the row of a unit, whose copy to its place has been started. Returns false if the group
- * is broken. */
+/* Moves the row of a unit. The copy of the row to its place has already been started. Returns
+ * false if the group is broken. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool move_unit(PackedMove &m, const Unit &unit, RoundProgress &p,
                                           const BulkPlaces &places)

@@ -113,8 +113,8 @@ __device__ __forceinline__ void copy_staged(const PackedMove &m, int rank, int32
         copy_again(place + v * 16, staged + v);
 }
 
-/* Quantizes a token's row into its place. Returns true if this lane has made a word of scales
- * that equals poison. Called by a whole warp. */
+/* Quantizes a token's row and stores the result to its place. Returns true if this lane has
+ * made a word of scales that equals poison. Called by a whole warp. */
 __device__ __forceinline__ bool quantize_row(const PackedMove &m, int32_t token, uint32_t place)
 {
     const uint32_t row_end = (uint32_t)m.row_vectors * 16;
@@ -228,8 +228,8 @@ __device__ __forceinline__ bool restore_special_words(const PackedMove &m, int r
 
 /* ------------------------------------------------------------------------- bulk stores ---- */
 
-/* Calls store(to, bytes) for `bytes` bytes in parts of at most CONSTANT_BYTES. Called by one
- * lane. */
+/* Divides `bytes` bytes at `to` into parts of at most CONSTANT_BYTES, and calls store(address,
+ * bytes) for each part. Called by one lane. */
 template <class Store>
 __device__ __forceinline__ void store_constant(uint8_t *to, int64_t bytes, Store store)
 {

@@ -175,8 +175,8 @@ __device__ __forceinline__ uint32_t *escapes_at(const PackedMove &m, uint8_t *he
            ((int64_t)(token - m.first) * m.shape.pieces + piece) * WARP;
 }
 
-/* Finds stand-ins of words of four NaN scales in the piece that begins with `vector`, and
- * restores these words. */
+/* In the piece that begins with `vector`, restores the words of scales that are all NaN:
+ * replaces each stand-in by E8M0_NANS. */
 __device__ __forceinline__ void restore_nans(const PackedMove &m, int32_t vector, uint4 (&q)[V])
 {
 #pragma unroll

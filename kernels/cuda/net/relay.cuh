@@ -35,8 +35,8 @@ __device__ __forceinline__ int mate_of(const p2p_self &self, int like, int on)
     return on - on % ranks_per_host(self) + like % ranks_per_host(self);
 }
 
-/* Returns the staging in the heap (or inbox) of rank `to` for the rows of rank `by`, in the
- * half of the running epoch. `heap`: base address of that heap. */
+/* Returns where the heap (or inbox) of rank `to` has the staging for rows of rank `by`, in the
+ * half that the running epoch uses. `heap`: base address of that heap. */
 __device__ __forceinline__ uint8_t *box_address(const p2p_self &self, const OpState &op,
                                                 uint8_t *heap, int to, int by)
 {
