@@ -92,7 +92,7 @@ __device__ __forceinline__ uint32_t join_lanes(uint32_t (&own)[V], uint32_t how)
     return mine;
 }
 
-/* Returns the bits of the largest absolute value in the block whose scale this lane makes.
+/* Returns the bits of the largest absolute value in the block whose scale this lane computes.
  * Called by a whole warp. */
 template <int V, int N>
 __device__ __forceinline__ uint32_t find_largest(const float (&x)[V][N], uint32_t how)

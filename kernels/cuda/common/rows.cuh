@@ -64,8 +64,8 @@ static __device__ __noinline__ void store_bytes(uint8_t *row, int64_t at, int64_
         if (at + i < row_bytes) row[at + i] = (uint8_t)(words[i / 4] >> (i % 4 * 8));
 }
 
-/* Returns vector number `vector` of a row, with zeros past its end. For rows that no kernel
- * reads again soon. */
+/* Returns vector number `vector` of a row, with zeros past its end. Used for rows that no
+ * kernel reads again soon. */
 __device__ __forceinline__ uint4 load_row(const uint8_t *row, int32_t vector, const RowShape &s,
                                           uint64_t policy)
 {

@@ -30,9 +30,10 @@
 
 /* ----------------------------------------------------------------------------- failure ---- */
 
-/* Returns true if this thread may read a slow word (host memory or net inbox) now: one thread
- * of the rank per `pause` units of 1024 ns. *asked is the time of the last permit. Reads of one
- * host address by many warps are served one after the other, so one thread reads for all. */
+/* Limits reads of a slow word (in host memory or the net inbox): in `pause` units of 1024 ns,
+ * at most one thread of the rank gets a permit. Returns true if this thread gets it. *asked is
+ * the time of the last permit. Reads of one host address by many warps are served one after the
+ * other, so one thread reads for all. */
 __device__ __forceinline__ bool poll_permit(uint32_t *asked, uint32_t pause)
 {
     const uint32_t time = (uint32_t)(timer_ns() >> 10), before = load_relaxed(asked);
@@ -74,8 +75,8 @@ static __device__ __noinline__ void report_failure(const OpState &op, uint64_t w
             store_relaxed((uint64_t *)(self.heap[q] + self.at.broken), word);
 }
 
-/* Reports an error in the data to the host, which does not break the group. Does nothing if all
- * P2P_NOTICES notices are unread. */
+/* Reports to the host an error in the data. Such an error does not break the group. Does
+ * nothing if all P2P_NOTICES notices are unread. */
 static __device__ __noinline__ void report_data_error(const p2p_self &self,
                                                       const p2p_notice &said)
 {
@@ -131,8 +132,8 @@ static __device__ void write_waits(const OpState &op, uint32_t peers)
 }
 
 /* Returns a bit mask of the ranks that hold up the group. These are the ranks that have not
- * announced this epoch. If all have, it follows the published waits from the ranks in `awaited`
- * to those that wait for no other rank. */
+ * announced this epoch. If all have announced it, the function starts at the ranks in `awaited`
+ * and follows the published waits, until it reaches ranks that wait for no other rank. */
 static __device__ uint32_t find_culprits(const OpState &op, uint32_t awaited)
 {
     const int num_ranks = op.self->num_ranks, own = op.self->rank;
