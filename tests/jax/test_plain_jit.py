@@ -233,6 +233,8 @@ def test_what_cannot_be(opened: Any) -> None:
     ids, x = choices(3), numbers(1, 4 * TOKENS, HIDDEN)
     plan = epic.jax.plan(group, LAYER, ids)
     assert plan.spec.num_tokens == TOKENS and plan.spec.token_axes == ALL
+    stats = epic.jax.read_plan(plan)
+    assert len(stats) == 4 and sum(len(s.fate) for s in stats) == 4 * TOKENS, stats
     rows = plan.expert_rows
     mine = epic.jax.ExpertWeights(jnp.ones((7, HIDDEN, 8)), jnp.ones((7, 4, HIDDEN)))
     options, wrong = epic.jax.Experts(hidden=HIDDEN, inner=4), cast("Any", "group")

@@ -82,7 +82,7 @@ def common_limit(ids: Any, layer: Any, capacity: int | None, ep: int) -> int:
 
 def test_plans_that_cannot_be_read(opened: Any) -> None:
     """A traced plan and damaged bytes are refused."""
-    group = opened(make_mesh(1))
+    group = opened(None)
     layer = epic.jax.Layer(EXPERTS, TOP_K)
     with pytest.raises(epic.jax.EpicArgumentError, match="traced"):
         jax.jit(lambda i: epic.jax.read_plan(epic.jax.plan(group, layer, i)))(choices(3)[:6])
