@@ -20,7 +20,7 @@ template <class Job> struct RowMove {
     int32_t top_k;
 };
 
-#define NO_PADDING 0 /* value of header.alignment: nothing is padded */
+#define NO_PADDING 0 /* value of header.alignment if nothing is padded */
 
 /* Returns the number of roles without forwarding. Roles of units in order: role 0 sends; roles
  * 1 to F forward rows that came from other hosts; role F + n receives from source n. F is
@@ -136,7 +136,7 @@ template <class PaddingIn, class Write>
 __device__ __forceinline__ void for_each_padding_of(PaddingIn padding_in, int owned, int pieces,
                                                     int warp, int warps, Write write)
 {
-    int next = warp; /* pieces of padding before the next one of this warp */
+    int next = warp; /* number of pieces of padding before this warp's next one */
     for (int base = 0; base < owned; base += WARP) {
         const int slab = base + lane_id();
         device_padding padding = {0, 0};
