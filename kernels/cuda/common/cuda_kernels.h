@@ -163,27 +163,27 @@ typedef struct p2p_self {
 #endif
 } p2p_self;
 
-/* plan: computes the slot of every choice. */
+/* Arguments of plan, which computes the slot of every choice. */
 typedef struct p2p_plan_job {
     p2p_self self;
-    epic_layer layer;      /* defaults are filled in */
+    epic_layer layer;      /* the layer, with all defaults filled in */
     device_plan_layout at; /* layout of the plans of the layer */
     uint8_t *plan;
     const void *topk_idx;
-    const int32_t *rank_of_expert;    /* NULL: contiguous blocks */
+    const int32_t *rank_of_expert;    /* NULL: blocks of adjacent experts */
     const int32_t *logical_of_expert; /* used if layer.num_logical is not 0 */
     int32_t *expert_rows, *expert_tokens, *load, *logical_load, *demand;
     int32_t num_tokens;
     int32_t capacity;      /* 0: no bound */
     int32_t block;         /* experts per rank if rank_of_expert is NULL */
-    int32_t has_int64_ids; /* topk_idx is int64, else int32 */
+    int32_t has_int64_ids; /* 1: topk_idx is int64; 0: int32 */
     /* number of CTAs that make the plan: the first CTAs of the grid; 0: the plan exists */
     int32_t planners;
-    int32_t is_lowlat; /* use the low-latency planner (lowlat/plan.cuh) */
+    int32_t is_lowlat; /* 1: use the low-latency planner (lowlat/plan.cuh) */
     /* largest number of tokens of a rank that uses the low-latency planner */
     int32_t max_lowlat_tokens;
-    int32_t by_k; /* EPIC_BY_K drops choices (plan/keep_by_k.cuh) */
-    /* ids are logical experts; a replica must be chosen first (plan/resolve.cuh) */
+    int32_t by_k; /* 1: drop choices by EPIC_BY_K (plan/keep_by_k.cuh) */
+    /* 1: ids are logical experts, so a replica must be chosen first (plan/resolve.cuh) */
     int32_t resolves;
 } p2p_plan_job;
 
@@ -212,8 +212,8 @@ static inline int32_t p2p_lowlat_plan_tokens(int64_t ranks, int64_t most,
     return (int32_t)most;
 }
 
-/* dispatch, with or without making the plan: moves rows of tokens to the slots of their
- * experts. */
+/* Arguments of dispatch, which moves rows of tokens to the slots of their experts. It may also
+ * make the plan. */
 typedef struct p2p_dispatch_job {
     p2p_plan_job plan; /* the plan that is read or, with planners > 0, made first */
     int64_t plan_bytes;
@@ -261,8 +261,8 @@ static inline int64_t p2p_packed_bytes(int64_t row_bytes, int64_t scale_bytes)
     return device_round_up(row_bytes, 16) + device_round_up(scale_bytes, 16);
 }
 
-/* combine, and dispatch_backward: each rank adds its rows of a token, and the rank that owns
- * the token adds these partial sums. */
+/* Arguments of combine and dispatch_backward: each rank adds its rows of a token, and the rank
+ * that owns the token adds these partial sums. */
 typedef struct p2p_combine_job {
     p2p_self self;
     const uint8_t *plan;
@@ -283,7 +283,8 @@ typedef struct p2p_combine_job {
     int64_t rank_of_at, records_at; /* offsets of rank_of and records in the plan */
 } p2p_combine_job;
 
-/* combine_backward: d_rows = weight * d_out of the slot's token, and d_slot_weights. */
+/* Arguments of combine_backward, which computes d_rows (weight * d_out of the slot's token) and
+ * d_slot_weights. */
 typedef struct p2p_combine_backward_job {
     p2p_self self;
     const uint8_t *plan;
@@ -309,7 +310,7 @@ typedef struct p2p_combine_backward_job {
     int32_t scales_in_words; /* 1: rows of d_rows_scales are aligned words */
 } p2p_combine_backward_job;
 
-/* allreduce_sum: adds arrays of all ranks in place. */
+/* Arguments of allreduce_sum, which adds the arrays of all ranks in place. */
 typedef struct p2p_sum_job {
     p2p_self self;
     float *data;
@@ -318,7 +319,7 @@ typedef struct p2p_sum_job {
     uint32_t pad;
 } p2p_sum_job;
 
-/* sum_replicas: adds the arrays of the replicas of each logical expert. */
+/* Arguments of sum_replicas, which adds the arrays of the replicas of each logical expert. */
 typedef struct p2p_sum_replicas_job {
     p2p_self self;
     const uint8_t *plan;
@@ -355,8 +356,8 @@ cudaError_t p2p_launch_sum(const p2p_sum_job *job, int num_sms, cudaStream_t str
 cudaError_t p2p_launch_sum_replicas(const p2p_sum_replicas_job *job, int num_sms,
                                     cudaStream_t stream);
 
-/* Each function loads one kind of kernel on the current device. Called at open, because a later
- * load would wait until the device is idle. */
+/* Each function loads one kind of kernel on the current device. Called when a context opens,
+ * because a later load would perhaps wait until the device is idle. */
 cudaError_t p2p_load_plan(void);
 cudaError_t p2p_load_dispatch(void);
 cudaError_t p2p_load_dispatch_packed(void);

@@ -33,11 +33,13 @@
 #define P2P_LOWLAT_CHOICES 8192 /* choices of all ranks */
 #define P2P_LOWLAT_MASKS 8192   /* experts times groups of 32 tokens, over all ranks */
 #define P2P_LOWLAT_EXPERTS 512  /* experts */
-#define P2P_LOWLAT_ID_WORDS 16  /* 64-bit words per token for expert ids; each has two */
+#define P2P_LOWLAT_ID_WORDS 16  /* 64-bit words of expert ids per token; two ids per word */
 /* Largest number of experts of a layer with replicas. With more experts, the tables would not
  * fit the shared memory of a CTA. */
 #define P2P_REPLICATED_EXPERTS 2048
 
+/* The layout of a heap: the offset of each array, then sizes. The comment of an array gives its
+ * kind of memory (see above) and its shape. */
 typedef struct p2p_heap {
     int64_t announce; /* stamped [2][MAX_RANKS][P2P_ANNOUNCE_WORDS] */
     int64_t broken;   /* one word: P2P_BROKEN() of a failed group, else 0 */
@@ -156,7 +158,7 @@ typedef struct p2p_control {
     /* stamped, per source rank: index in staging, roughly, of the last vector that has arrived
      */
     uint64_t received_vectors[DEVICE_MAX_RANKS];
-    uint64_t announcements[2][P2P_ANNOUNCE_WORDS][DEVICE_MAX_RANKS]; /* stamped: copies */
+    uint64_t announcements[2][P2P_ANNOUNCE_WORDS][DEVICE_MAX_RANKS]; /* stamped */
 #endif
 } p2p_control;
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Launching a kernel, and its dynamic shared memory. The emulator of the tests replaces this
- * file (tests/emulator/include). */
+/* Functions that launch a kernel and that return its dynamic shared memory. The emulator of the
+ * tests replaces this file (tests/emulator/include). */
 #ifndef EPIC_LAUNCH_CUH
 #define EPIC_LAUNCH_CUH
 

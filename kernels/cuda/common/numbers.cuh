@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Loading and storing elements of arrays whose type is known at run time only, one element or
- * one 16-byte vector at a time. */
+/* Functions that load and store elements of arrays whose type is known only at run time, one
+ * element or one 16-byte vector at a time. */
 #ifndef EPIC_NUMBERS_CUH
 #define EPIC_NUMBERS_CUH
 

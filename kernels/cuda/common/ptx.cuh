@@ -154,8 +154,8 @@ __device__ __forceinline__ void store_once(void *p, uint32_t v, uint64_t policy)
                  : "memory");
 }
 
-/* Start an asynchronous copy (cp.async) of 16 bytes, or 4 for copy_word(), from global to
- * shared memory. `to`: shared-memory address. */
+/* The copy_*() functions start an asynchronous copy (cp.async) of 16 bytes, or 4 for
+ * copy_word(), from global to shared memory. `to`: shared-memory address. */
 __device__ __forceinline__ void copy_once(uint32_t to, const void *from, uint64_t policy)
 {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to),
