@@ -319,7 +319,7 @@ def apply_to_slabs(
     slot_weights = as_array_or_none("slot_weights", slot_weights, FLOATS, shape)
     if slot_weights is not None:
         slot_weights = slot_weights.astype(jnp.float32)
-    if platform == "gpu":
+    if platform == "gpu" and not e4m3.uses_e4m3(options, weights.w_gate_up):
         cast = {n: cast_for_gpu(rows.dtype, getattr(weights, n)) for n in WEIGHTS}
         weights = weights._replace(**cast)
     options = fill_dtypes(options, rows, weights.w_gate_up)

@@ -405,7 +405,10 @@ def moe(
     e4m3.check_e4m3(options.experts, group.platform, x, weights.w_gate_up)
     weights = as_weights_of_layer(options, x, weights)
     if group.platform == "gpu":
-        cast = {name: cast_for_gpu(x.dtype, getattr(weights, name)) for name in MLP_WEIGHTS}
+        # Weights of experts in e4m3 are rounded once, from the dtype in which they are kept.
+        is_e4m3 = e4m3.uses_e4m3(options.experts, weights.w_gate_up)
+        names = [n for n in MLP_WEIGHTS if not (is_e4m3 and n in placement.EXPERT_WEIGHTS)]
+        cast = {name: cast_for_gpu(x.dtype, getattr(weights, name)) for name in names}
         weights = weights._replace(**cast)
     options = complete_options(group, options, x, weights)
     if grouped_gemm is not None and options.experts.weight_type == "e4m3":
